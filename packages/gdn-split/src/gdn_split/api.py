@@ -1,0 +1,292 @@
+"""The public functions: check the arguments, say what is wrong, call the op."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from kernel_reference import projection
+from kernel_reference.checks import fail
+
+from gdn_split import ops
+from gdn_split.arguments import check_positive, check_projections, check_sizes, check_tensors, describe
+from gdn_split.plan import ConvPlan, SplitPlan
+
+_split = torch.ops.gdn_split.split.default
+_split_inference = torch.ops.gdn_split.split_inference.default
+_split_into = torch.ops.gdn_split.split_into.default
+_merge = torch.ops.gdn_split.merge.default
+_merge_into = torch.ops.gdn_split.merge_into.default
+_split_conv1d_update = torch.ops.gdn_split.split_conv1d_update.default
+
+
+class SplitResult(NamedTuple):
+    """The parts of the projections, packed and 16-byte aligned.
+
+    mixed_qkv [N, 2*nqk*hq + nv*hv] holds all q, all k, all v; z is [N, nv, hv]; b and a are [N, nv].
+    """
+
+    mixed_qkv: torch.Tensor
+    z: torch.Tensor
+    b: torch.Tensor
+    a: torch.Tensor
+
+
+class MergeResult(NamedTuple):
+    """The fused projections: mixed_qkvz [N, 2*nqk*hq + 2*nv*hv] and mixed_ba [N, 2*nv]."""
+
+    mixed_qkvz: torch.Tensor
+    mixed_ba: torch.Tensor
+
+
+class RowOrder(NamedTuple):
+    """For each row of the two contiguous weights, the row of the interleaved one to take: int64, on the CPU."""
+
+    qkvz: torch.Tensor
+    ba: torch.Tensor
+
+
+def fused_qkvzba_split_reshape_cat(
+    mixed_qkvz: torch.Tensor,
+    mixed_ba: torch.Tensor,
+    num_heads_qk: int,
+    num_heads_v: int,
+    head_qk: int,
+    head_v: int,
+    *,
+    layout: str = "interleaved",
+    out: Sequence[torch.Tensor] | None = None,
+    plan: SplitPlan | None = None,
+) -> SplitResult:
+    """Split the fused projections of Gated DeltaNet into (mixed_qkv, z, b, a): an exact copy, bit for bit, in one kernel.
+
+    Args:
+        mixed_qkvz: [N, 2*nqk*hq + 2*nv*hv], any dtype of 1, 2, 4 or 8 bytes, any row stride, packed rows. N may be 0.
+            ``interleaved`` (Qwen3-Next): per QK head q (hq), k (hq), v (r*hv), z (r*hv), where r = nv / nqk.
+            ``contiguous`` (Qwen3.5): all q, all k, all v, all z.
+        mixed_ba: [N, 2*nv], any such dtype. ``interleaved``: per QK head b (r), a (r). ``contiguous``: all b, all a.
+        num_heads_qk, num_heads_v: QK and V heads on this rank; num_heads_v is a multiple of num_heads_qk.
+        head_qk, head_v: elements in a QK and in a V head.
+        layout: "interleaved" or "contiguous".
+        out: four tensors (mixed_qkv, z, b, a) to write instead of new ones; any row stride, no overlap with the inputs.
+        plan: a launch plan to use instead of the one made for the device (see ``gdn_split.plan.plan_split``).
+
+    Returns:
+        SplitResult(mixed_qkv, z, b, a). V head g*r + j belongs to QK head g. Differentiable: the backward is one
+        :func:`merge_qkvzba`.
+
+    Raises:
+        TypeError, ValueError: an argument is not as said above; nothing has been written.
+    """
+    sizes = (num_heads_qk, num_heads_v, head_qk, head_v, layout, None if plan is None else _as_ints(plan, SplitPlan))
+    try:
+        needs_gradient = torch.is_grad_enabled() and (mixed_qkvz.requires_grad or mixed_ba.requires_grad)
+        if out is not None:
+            out = _checked_out(out, SplitResult._fields, needs_gradient)
+            _split_into(mixed_qkvz, mixed_ba, *out, *sizes)
+            return SplitResult(*out)
+        op = _split if needs_gradient else _split_inference
+        return SplitResult(*op(mixed_qkvz, mixed_ba, *sizes))
+    except (RuntimeError, AttributeError):
+        _check_kinds(sizes, mixed_qkvz=mixed_qkvz, mixed_ba=mixed_ba)
+        raise
+
+
+def merge_qkvzba(
+    mixed_qkv: torch.Tensor,
+    z: torch.Tensor,
+    b: torch.Tensor,
+    a: torch.Tensor,
+    num_heads_qk: int,
+    num_heads_v: int,
+    head_qk: int,
+    head_v: int,
+    *,
+    layout: str = "interleaved",
+    out: Sequence[torch.Tensor] | None = None,
+    plan: SplitPlan | None = None,
+) -> MergeResult:
+    """Write the parts back into the fused projections: the inverse of :func:`fused_qkvzba_split_reshape_cat`.
+
+    Args:
+        mixed_qkv: [N, 2*nqk*hq + nv*hv]; z: [N, nv, hv] of its dtype; b, a: [N, nv] of one dtype. Any row stride,
+            packed rows, dtypes of 1, 2, 4 or 8 bytes.
+        num_heads_qk, num_heads_v, head_qk, head_v, layout, plan: as for the split.
+        out: two tensors (mixed_qkvz, mixed_ba) to write instead of new ones.
+
+    Returns:
+        MergeResult(mixed_qkvz [N, 2*nqk*hq + 2*nv*hv], mixed_ba [N, 2*nv]). Differentiable.
+
+    Raises:
+        TypeError, ValueError: an argument is not as said above; nothing has been written.
+    """
+    sizes = (num_heads_qk, num_heads_v, head_qk, head_v, layout, None if plan is None else _as_ints(plan, SplitPlan))
+    parts = (mixed_qkv, z, b, a)
+    _check_kinds(sizes, mixed_qkv=mixed_qkv, z=z, b=b, a=a)
+    if out is None:
+        return MergeResult(*_merge(*parts, *sizes))
+    needs_gradient = torch.is_grad_enabled() and any(part.requires_grad for part in parts)
+    out = _checked_out(out, MergeResult._fields, needs_gradient)
+    _merge_into(*parts, *out, *sizes)
+    return MergeResult(*out)
+
+
+def split_views(
+    mixed_qkvz: torch.Tensor, mixed_ba: torch.Tensor, num_heads_qk: int, num_heads_v: int, head_qk: int, head_v: int
+) -> SplitResult:
+    """The parts of projections in the contiguous layout, as views: no kernel and no copy.
+
+    Arguments as for :func:`fused_qkvzba_split_reshape_cat` with ``layout="contiguous"``. The results keep the inputs' row
+    strides, so mixed_qkv, b and a are packed only along the last dimension; they share the inputs' memory.
+
+    Raises:
+        TypeError, ValueError: an argument is not as said there.
+    """
+    check_tensors(mixed_qkvz=mixed_qkvz, mixed_ba=mixed_ba)
+    shape = check_sizes(num_heads_qk, num_heads_v, head_qk, head_v, "contiguous")
+    check_projections(mixed_qkvz, mixed_ba, shape)
+    mixed_qkv, z = mixed_qkvz.split([shape.qkv_width, num_heads_v * head_v], dim=1)
+    b, a = mixed_ba.split(num_heads_v, dim=1)
+    return SplitResult(mixed_qkv, z.unflatten(1, (num_heads_v, head_v)), b, a)
+
+
+def contiguous_row_order(num_heads_qk: int, num_heads_v: int, head_qk: int, head_v: int) -> RowOrder:
+    """Which rows of the interleaved projection weights make the contiguous ones, so that a loader permutes them once.
+
+    ``weight_qkvz[order.qkvz]`` and ``weight_ba[order.ba]`` produce projections in the contiguous layout, whose parts are
+    views (:func:`split_views`). With tensor parallelism pass this rank's heads and permute this rank's rows.
+
+    Returns:
+        RowOrder(qkvz int64 [2*nqk*hq + 2*nv*hv], ba int64 [2*nv]). For the scales of a quantised weight, or rows packed
+        several to an element, see :func:`block_order`.
+    """
+    check_sizes(num_heads_qk, num_heads_v, head_qk, head_v, "contiguous")
+    return RowOrder(*projection.contiguous_row_order(num_heads_qk, num_heads_v, head_qk, head_v))
+
+
+def block_order(row_order: torch.Tensor, rows_per_block: int) -> torch.Tensor:
+    """The same permutation for blocks of rows: one scale, or one packed element, for each ``rows_per_block`` rows.
+
+    Args:
+        row_order: int64 [rows], from :func:`contiguous_row_order`.
+        rows_per_block: e.g. 128 for fp8 weights with 128 x 128 scales, 8 for int4 rows packed into an int32.
+
+    Returns:
+        int64 [rows / rows_per_block]: permute the scales' (or packed) rows with it.
+
+    Raises:
+        ValueError: the permutation would tear a block apart, so these scales cannot follow it.
+    """
+    check_positive(rows_per_block=rows_per_block)
+    if not isinstance(row_order, torch.Tensor) or row_order.ndim != 1 or row_order.dtype != torch.int64:
+        fail("row_order", "an int64 tensor [rows] made by contiguous_row_order", describe(row_order), TypeError)
+    rows = row_order.shape[0]
+    if rows % rows_per_block:
+        fail("rows_per_block", f"a divisor of the {rows} rows", rows_per_block)
+    blocks = row_order.view(-1, rows_per_block)
+    first = blocks[:, :1]
+    whole = (blocks == first + torch.arange(rows_per_block)).all() and (first % rows_per_block == 0).all()
+    if not whole:
+        fail("rows_per_block", "a divisor of every run of rows that stays together (head_qk, r*head_v)", rows_per_block)
+    return first[:, 0] // rows_per_block
+
+
+def split_conv1d_update(
+    mixed_qkvz: torch.Tensor,
+    mixed_ba: torch.Tensor,
+    conv_state: torch.Tensor,
+    conv_weight: torch.Tensor,
+    conv_bias: torch.Tensor | None,
+    slots: torch.Tensor,
+    num_heads_qk: int,
+    num_heads_v: int,
+    head_qk: int,
+    head_v: int,
+    *,
+    tokens_per_sequence: int = 1,
+    activation: str | None = "silu",
+    layout: str = "interleaved",
+    out: Sequence[torch.Tensor] | None = None,
+    plan: ConvPlan | None = None,
+) -> SplitResult:
+    """Split and advance the causal depthwise convolution over q|k|v by each sequence's new tokens, in one launch.
+
+    For channel c of mixed_qkv: ``y_t = act(bias + sum_i weight[c, i] * x[t - width + 1 + i])``, older x from the state;
+    products and sum in float32. Afterwards the state holds the last width - 1 inputs, before the convolution.
+
+    Args:
+        mixed_qkvz, mixed_ba: as for :func:`fused_qkvzba_split_reshape_cat`, with N = S * tokens_per_sequence, a sequence's
+            tokens adjacent; mixed_qkvz is bfloat16, float16 or float32.
+        conv_state: [num_slots, qkv_dim, width - 1], any strides, bfloat16, float16 or float32; changed in place,
+            conv_state[..., -1] is the newest input. qkv_dim = 2*nqk*hq + nv*hv, in the order of mixed_qkv.
+        conv_weight: [qkv_dim, width], width 2 to 4, weight[:, -1] on the newest token, any strides.
+        conv_bias: [qkv_dim], packed, or None.
+        slots: [S] int32 or int64, packed: the row of conv_state of each sequence, -1 for padding, whose rows of all four
+            results are 0. No two sequences may share a slot (checked under ``checks.validate_values``). Outside that
+            check a slot outside the pool is treated as padding.
+        tokens_per_sequence: new tokens of each sequence.
+        activation: "silu" or None.
+        out, layout, plan: as for the split; the plan is a ``gdn_split.plan.ConvPlan``.
+
+    Returns:
+        SplitResult, mixed_qkv after the convolution in the dtype of mixed_qkvz. Not differentiable.
+
+    Raises:
+        TypeError, ValueError: an argument is not as said above; nothing has been written.
+    """
+    tensors = {
+        "mixed_qkvz": mixed_qkvz, "mixed_ba": mixed_ba, "conv_state": conv_state, "conv_weight": conv_weight, "slots": slots
+    }  # fmt: skip
+    if conv_bias is not None:
+        tensors["conv_bias"] = conv_bias
+    sizes = (num_heads_qk, num_heads_v, head_qk, head_v, layout, None if plan is None else _as_ints(plan, ConvPlan))
+    _check_kinds(sizes, **tensors)
+    check_positive(tokens_per_sequence=tokens_per_sequence)
+    if activation not in ("silu", None):
+        fail("activation", '"silu" or None', repr(activation))
+    if torch.is_grad_enabled():
+        for name, tensor in tensors.items():
+            if tensor.requires_grad:
+                fail(name, "without gradient (call under torch.no_grad() or inference_mode())", "requires_grad=True")
+    if out is None:
+        shape = check_sizes(*sizes[:5])
+        check_projections(mixed_qkvz, mixed_ba, shape)
+        out = ops.allocate_parts(mixed_qkvz, mixed_ba, shape)
+    else:
+        out = _checked_out(out, SplitResult._fields, needs_gradient=False)
+    silu = activation == "silu"
+    _split_conv1d_update(
+        mixed_qkvz, mixed_ba, conv_state, conv_weight, conv_bias, slots, *out, tokens_per_sequence, silu, *sizes
+    )
+    return SplitResult(*out)
+
+
+def _check_kinds(sizes: tuple[object, ...], **tensors: object) -> None:
+    """What torch's dispatcher would refuse before our own checks run, and in words of its own.
+
+    The split itself, whose host time counts, asks only once the dispatcher has refused.
+    """
+    check_tensors(**tensors)
+    for name, number in zip(("num_heads_qk", "num_heads_v", "head_qk", "head_v"), sizes, strict=False):
+        if not isinstance(number, (int, torch.SymInt)):
+            fail(name, "an int", describe(number), TypeError)
+    if not isinstance(sizes[4], str):
+        fail("layout", "a str", describe(sizes[4]), TypeError)
+
+
+def _checked_out(
+    out: Sequence[torch.Tensor], names: tuple[str, ...], needs_gradient: bool
+) -> tuple[torch.Tensor, ...]:
+    if needs_gradient:
+        fail("out", "None for inputs that require a gradient", "preallocated tensors")
+    if not isinstance(out, (tuple, list)) or len(out) != len(names):
+        fail("out", f"{len(names)} tensors ({', '.join(names)})", describe(out), TypeError)
+    check_tensors(**{f"out.{name}": tensor for name, tensor in zip(names, out, strict=True)})
+    return tuple(out)
+
+
+def _as_ints(plan: SplitPlan | ConvPlan, kind: type[SplitPlan] | type[ConvPlan]) -> list[int]:
+    if not isinstance(plan, kind):
+        fail("plan", f"a gdn_split.plan.{kind.__name__} or None", describe(plan), TypeError)
+    return plan.as_ints()

@@ -1,0 +1,164 @@
+"""What arguments must be. The ops call these, so that no call, torch.compile's and a direct one included, goes unchecked.
+
+Every function raises ValueError or TypeError naming the argument, what it must be and what it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from kernel_reference.checks import fail
+from kernel_reference.projection import LAYOUTS
+
+from gdn_split.plan import GroupShape
+
+Tensor = torch.Tensor
+
+# Copies move bits, so that any dtype of these sizes will do.
+_ITEM_SIZES = (1, 2, 4, 8)
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+_PART_NAMES = ("mixed_qkv", "z", "b", "a")
+
+
+def describe(value: object) -> str:
+    """What an argument was, for an error message."""
+    if isinstance(value, Tensor):
+        if value.layout != torch.strided:
+            return f"{value.dtype} {list(value.shape)} of layout {value.layout}"
+        return f"{value.dtype} {list(value.shape)} with strides {list(value.stride())}"
+    return f"{value!r} ({type(value).__name__})"
+
+
+def check_tensors(**tensors: object) -> None:
+    """Each must be a dense tensor."""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            fail(name, "a torch.Tensor", describe(tensor), TypeError)
+        if tensor.layout != torch.strided:
+            fail(name, "a dense (strided) tensor", describe(tensor), TypeError)
+
+
+def check_positive(**numbers: object) -> None:
+    """Each must be an int of at least 1."""
+    for name, number in numbers.items():
+        if not isinstance(number, (int, torch.SymInt)):
+            fail(name, "an int", describe(number), TypeError)
+        if number < 1:
+            fail(name, "at least 1", number)
+
+
+def check_sizes(num_heads_qk: int, num_heads_v: int, head_qk: int, head_v: int, layout: str) -> GroupShape:
+    """The shape that these numbers make."""
+    check_positive(num_heads_qk=num_heads_qk, num_heads_v=num_heads_v, head_qk=head_qk, head_v=head_v)
+    if num_heads_v % num_heads_qk:
+        fail("num_heads_v", f"a multiple of num_heads_qk = {num_heads_qk}", num_heads_v)
+    if layout not in LAYOUTS:
+        fail("layout", " or ".join(f'"{name}"' for name in LAYOUTS), repr(layout))
+    shape = GroupShape(num_heads_qk, num_heads_v, head_qk, head_v)
+    if shape.qkvz_width >= 2**31:
+        fail("2*num_heads_qk*head_qk + 2*num_heads_v*head_v", "less than 2**31 elements", shape.qkvz_width)
+    return shape
+
+
+def check_projections(mixed_qkvz: Tensor, mixed_ba: Tensor, shape: GroupShape) -> None:
+    """The fused projections: as wide as the shape says, packed rows, as many of the one as of the other."""
+    _check_rows("mixed_qkvz", mixed_qkvz, (shape.qkvz_width,))
+    _check_rows("mixed_ba", mixed_ba, (shape.ba_width,))
+    _check_companion("mixed_ba", mixed_ba, "mixed_qkvz", mixed_qkvz)
+
+
+def check_parts(parts: Sequence[Tensor], shape: GroupShape) -> None:
+    """The parts mixed_qkv, z, b and a: likewise, z in the dtype of mixed_qkv and a in that of b."""
+    mixed_qkv, _, b, _ = parts
+    heads, dtypes = shape.num_heads_v, (mixed_qkv.dtype, mixed_qkv.dtype, b.dtype, b.dtype)
+    tails = ((shape.qkv_width,), (heads, shape.head_v), (heads,), (heads,))
+    for name, part, tail, dtype in zip(_PART_NAMES, parts, tails, dtypes, strict=True):
+        _check_rows(name, part, tail)
+        _check_companion(name, part, "mixed_qkv", mixed_qkv)
+        if part.dtype != dtype:
+            fail(f"{name}.dtype", str(dtype), part.dtype, TypeError)
+
+
+def check_written(mixed: Tensor, ba: Tensor, out_mixed: Tensor, out_ba: Tensor, out: dict[str, Tensor]) -> None:
+    """Tensors to be written: the inputs' dtypes, device and rows, no two elements in one place.
+
+    ``out_mixed`` and ``out_ba`` are those of ``out`` that take the dtypes of ``mixed`` and ``ba``.
+    """
+    for name, tensor in out.items():
+        _check_companion(f"out.{name}", tensor, "the input", mixed)
+        width = tensor.shape[1:].numel()
+        if tensor.shape[0] > 1 and tensor.stride(0) < width:
+            fail(f"out.{name}", f"rows that do not overlap (row stride >= {width})", describe(tensor))
+        if tensor.requires_grad and torch.is_grad_enabled():
+            fail(f"out.{name}", "a tensor that does not require a gradient", "requires_grad=True")
+    for wanted, tensor in ((mixed, out_mixed), (ba, out_ba)):
+        if tensor.dtype != wanted.dtype:
+            fail("out.dtype", f"{wanted.dtype} as the input's", tensor.dtype, TypeError)
+
+
+def check_convolution(
+    mixed_qkvz: Tensor, conv_state: Tensor, conv_weight: Tensor, conv_bias: Tensor | None, slots: Tensor,
+    tokens_per_sequence: int, shape: GroupShape,
+) -> None:  # fmt: skip
+    """The state, weight, bias and slots of a convolution over the channels of mixed_qkv."""
+    check_positive(tokens_per_sequence=tokens_per_sequence)
+    floats = {"mixed_qkvz": mixed_qkvz, "conv_state": conv_state, "conv_weight": conv_weight}
+    if conv_bias is not None:
+        floats["conv_bias"] = conv_bias
+    for name, tensor in floats.items():
+        if tensor.dtype not in _FLOATS:
+            fail(f"{name}.dtype", "bfloat16, float16 or float32", tensor.dtype, TypeError)
+    for name, tensor in (*floats.items(), ("slots", slots)):
+        if tensor.device != mixed_qkvz.device:
+            fail(f"{name}.device", f"{mixed_qkvz.device} as mixed_qkvz is", tensor.device)
+    channels = shape.qkv_width
+    if conv_weight.ndim != 2 or conv_weight.shape[0] != channels or not 2 <= conv_weight.shape[1] <= 4:
+        fail("conv_weight", f"[{channels}, width] with width 2, 3 or 4", describe(conv_weight))
+    taps = conv_weight.shape[1] - 1
+    if conv_state.ndim != 3 or conv_state.shape[1:] != (channels, taps):
+        fail("conv_state", f"[num_slots, {channels}, {taps}]", describe(conv_state))
+    if any(size > 1 and stride == 0 for size, stride in zip(conv_state.shape, conv_state.stride(), strict=True)):
+        fail("conv_state", "a tensor whose elements do not share memory", describe(conv_state))
+    if conv_bias is not None and (conv_bias.shape != (channels,) or (channels > 1 and conv_bias.stride(0) != 1)):
+        fail("conv_bias", f"[{channels}], contiguous, or None", describe(conv_bias))
+    if slots.dtype not in (torch.int32, torch.int64):
+        fail("slots.dtype", "int32 or int64", slots.dtype, TypeError)
+    if slots.ndim != 1 or (slots.shape[0] > 1 and slots.stride(0) != 1):
+        fail("slots", "[sequences], contiguous", describe(slots))
+    if slots.shape[0] * tokens_per_sequence != mixed_qkvz.shape[0]:
+        rows = slots.shape[0] * tokens_per_sequence
+        fail("mixed_qkvz", f"[len(slots) * tokens_per_sequence = {rows}, ...]", describe(mixed_qkvz))
+
+
+def check_slot_values(slots: Tensor, num_slots: int) -> None:
+    """What only device memory tells: -1 or a slot of the pool, none twice. Copies the slots to the host."""
+    seen: set[int] = set()
+    for place, slot in enumerate(slots.tolist()):
+        if not -1 <= slot < num_slots:
+            fail(f"slots[{place}]", f"-1 (padding) or a slot below {num_slots}", slot)
+        if slot in seen:
+            fail(f"slots[{place}]", "a slot that no other sequence of the call has", slot)
+        if slot >= 0:
+            seen.add(slot)
+
+
+def _check_rows(name: str, tensor: Tensor, tail: tuple[int, ...]) -> None:
+    """A tensor [N, *tail] whose rows are packed."""
+    if tensor.ndim != 1 + len(tail) or tensor.shape[1:] != tail:
+        fail(name, f"[N, {', '.join(map(str, tail))}]", describe(tensor))
+    if tensor.element_size() not in _ITEM_SIZES:
+        fail(f"{name}.dtype", "a dtype of 1, 2, 4 or 8 bytes", tensor.dtype, TypeError)
+    packed = 1
+    for size, stride in zip(reversed(tail), reversed(tensor.stride()[1:]), strict=True):
+        if size != 1 and stride != packed:
+            fail(name, "contiguous in each row (only the row stride is free)", describe(tensor))
+        packed *= size
+
+
+def _check_companion(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
+    """As many rows as the other, on the same device."""
+    if tensor.shape[0] != other.shape[0]:
+        fail(name, f"[N = {other.shape[0]}, ...] as {other_name} is", describe(tensor))
+    if tensor.device != other.device:
+        fail(f"{name}.device", f"{other.device} as {other_name} is", tensor.device)

@@ -1,0 +1,287 @@
+"""Device code: the projection split and its inverse, and the split fused with a causal convolution's update.
+
+Names: i_ an index, o_ offsets, m_ a mask, p_ a pointer, b_ a block of values. A head group is one QK head and the R value
+heads that belong to it: the unit in which the interleaved layout is written.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def wait_for_inputs(DEPENDENT: tl.constexpr):
+    """In a dependent launch this kernel may start before the one ahead of it ends: wait here, before the first access.
+
+    The kernel behind may then be started early too; it waits in turn for all of this one.
+    """
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def columns_of_group(
+    i_g, NQK: tl.constexpr, R: tl.constexpr, HQ: tl.constexpr, HV: tl.constexpr, INTERLEAVED: tl.constexpr
+):
+    """First columns of group i_g's q, k, v and z in a row of mixed_qkvz."""
+    if INTERLEAVED:
+        q = i_g * (2 * HQ + 2 * R * HV)
+        k = q + HQ
+        v = q + 2 * HQ
+        z = v + R * HV
+    else:
+        q = i_g * HQ
+        k = NQK * HQ + q
+        v = 2 * NQK * HQ + i_g * (R * HV)
+        z = v + NQK * R * HV
+    return q, k, v, z
+
+
+@triton.jit
+def columns_of_b_and_a(o_h, NQK: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Columns in a row of mixed_ba that hold b and a of the value heads o_h."""
+    if INTERLEAVED:
+        b = o_h // R * (2 * R) + o_h % R
+        a = b + R
+    else:
+        b = o_h
+        a = NQK * R + o_h
+    return b, a
+
+
+@triton.jit
+def move_group(
+    p_qkvz, p_qkv, p_z, s_qkvz, s_qkv, s_z, row, end, i_g,
+    NQK: tl.constexpr, R: tl.constexpr, HQ: tl.constexpr, HV: tl.constexpr, INTERLEAVED: tl.constexpr,
+    MERGE: tl.constexpr, ROWS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Copy ROWS rows from `row` on, short of `end`, of one head group: mixed_qkvz to (mixed_qkv, z), or back."""
+    o_row = row + tl.arange(0, ROWS)
+    m_row = o_row < end
+    c_q, c_k, c_v, c_z = columns_of_group(i_g, NQK, R, HQ, HV, INTERLEAVED)
+    o_q = tl.arange(0, BLOCK_Q)[None, :]
+    o_v = tl.arange(0, BLOCK_V)[None, :]
+    m_q = m_row[:, None] & (o_q < HQ)
+    m_v = m_row[:, None] & (o_v < R * HV)
+    p_fused = p_qkvz + o_row[:, None] * s_qkvz
+    p_mixed = p_qkv + o_row[:, None] * s_qkv
+    p_fused_q, p_fused_k = p_fused + c_q + o_q, p_fused + c_k + o_q
+    p_fused_v, p_fused_z = p_fused + c_v + o_v, p_fused + c_z + o_v
+    p_part_q = p_mixed + i_g * HQ + o_q
+    p_part_k = p_mixed + (NQK + i_g) * HQ + o_q
+    p_part_v = p_mixed + 2 * NQK * HQ + i_g * (R * HV) + o_v
+    p_part_z = p_z + o_row[:, None] * s_z + i_g * (R * HV) + o_v
+    # All loads stand before all stores: the compiler may not move a load over a store that might alias it.
+    if MERGE:
+        b_q, b_k = tl.load(p_part_q, mask=m_q), tl.load(p_part_k, mask=m_q)
+        b_v, b_z = tl.load(p_part_v, mask=m_v), tl.load(p_part_z, mask=m_v)
+        tl.store(p_fused_q, b_q, mask=m_q)
+        tl.store(p_fused_k, b_k, mask=m_q)
+        tl.store(p_fused_v, b_v, mask=m_v)
+        tl.store(p_fused_z, b_z, mask=m_v)
+    else:
+        b_q, b_k = tl.load(p_fused_q, mask=m_q), tl.load(p_fused_k, mask=m_q)
+        b_v, b_z = tl.load(p_fused_v, mask=m_v), tl.load(p_fused_z, mask=m_v)
+        tl.store(p_part_q, b_q, mask=m_q)
+        tl.store(p_part_k, b_k, mask=m_q)
+        tl.store(p_part_v, b_v, mask=m_v)
+        tl.store(p_part_z, b_z, mask=m_v)
+
+
+@triton.jit
+def move_b_and_a(
+    p_ba, p_b, p_a, s_ba, s_b, s_a, o_row, m_read, m_write,
+    NQK: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr, MERGE: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """Copy the rows o_row of all heads' b and a: mixed_ba to (b, a), or back. Rows written but not read become 0."""
+    o_h = tl.arange(0, BLOCK_H)[None, :]
+    c_b, c_a = columns_of_b_and_a(o_h, NQK, R, INTERLEAVED)
+    m_load = m_read[:, None] & (o_h < NQK * R)
+    m_store = m_write[:, None] & (o_h < NQK * R)
+    p_fused = p_ba + o_row[:, None] * s_ba
+    p_fused_b, p_fused_a = p_fused + c_b, p_fused + c_a
+    p_part_b = p_b + o_row[:, None] * s_b + o_h
+    p_part_a = p_a + o_row[:, None] * s_a + o_h
+    if MERGE:
+        b_b, b_a = tl.load(p_part_b, mask=m_load, other=0), tl.load(p_part_a, mask=m_load, other=0)
+        tl.store(p_fused_b, b_b, mask=m_store)
+        tl.store(p_fused_a, b_a, mask=m_store)
+    else:
+        b_b, b_a = tl.load(p_fused_b, mask=m_load, other=0), tl.load(p_fused_a, mask=m_load, other=0)
+        tl.store(p_part_b, b_b, mask=m_store)
+        tl.store(p_part_a, b_a, mask=m_store)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def split_by_group(
+    p_qkvz, p_ba, p_qkv, p_z, p_b, p_a, rows, s_qkvz, s_ba, s_qkv, s_z, s_b, s_a,
+    NQK: tl.constexpr, R: tl.constexpr, HQ: tl.constexpr, HV: tl.constexpr, INTERLEAVED: tl.constexpr,
+    MERGE: tl.constexpr, ROWS: tl.constexpr, ROWS_BA: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """A program copies ROWS rows of one head group, or ROWS_BA rows of b and a; neighbours share rows, so pages stay open."""
+    wait_for_inputs(DEPENDENT)
+    i_p = tl.program_id(0)
+    programs_ba = tl.cdiv(rows, ROWS_BA).to(tl.int32)
+    if i_p < programs_ba:
+        o_row_ba = i_p.to(tl.int64) * ROWS_BA + tl.arange(0, ROWS_BA)
+        m_row_ba = o_row_ba < rows
+        move_b_and_a(p_ba, p_b, p_a, s_ba, s_b, s_a, o_row_ba, m_row_ba, m_row_ba, NQK, R, INTERLEAVED, MERGE, BLOCK_H)
+    else:
+        i_p -= programs_ba
+        row = (i_p // NQK).to(tl.int64) * ROWS
+        move_group(
+            p_qkvz, p_qkv, p_z, s_qkvz, s_qkv, s_z, row, rows, i_p % NQK,
+            NQK, R, HQ, HV, INTERLEAVED, MERGE, ROWS, BLOCK_Q, BLOCK_V,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows", "rows_per_program"])
+def split_by_run(
+    p_qkvz, p_ba, p_qkv, p_z, p_b, p_a, rows, rows_per_program, s_qkvz, s_ba, s_qkv, s_z, s_b, s_a,
+    NQK: tl.constexpr, R: tl.constexpr, HQ: tl.constexpr, HV: tl.constexpr, INTERLEAVED: tl.constexpr,
+    MERGE: tl.constexpr, ROWS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """A program walks a contiguous run of rows, ROWS at a time, all groups of each: one program a core."""
+    first = tl.program_id(0).to(tl.int64) * rows_per_program
+    end = tl.minimum(first + rows_per_program, rows)
+    for row in range(first, end, ROWS):
+        o_row = row + tl.arange(0, ROWS)
+        m_row = o_row < end
+        for i_g in range(NQK):
+            move_group(
+                p_qkvz, p_qkv, p_z, s_qkvz, s_qkv, s_z, row, end, i_g,
+                NQK, R, HQ, HV, INTERLEAVED, MERGE, ROWS, BLOCK_Q, BLOCK_V,
+            )  # fmt: skip
+        move_b_and_a(p_ba, p_b, p_a, s_ba, s_b, s_a, o_row, m_row, m_row, NQK, R, INTERLEAVED, MERGE, BLOCK_H)
+
+
+@triton.jit
+def load_weights(
+    p_weight, o_c, m_c, S_CHANNEL: tl.constexpr, S_TAP: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The weights of the channels o_c, newest tap first, each [1, BLOCK] float32; the taps past WIDTH are 0.
+
+    All taps in one tile, because a channel's taps lie together: one 8-byte load rather than four of 2 bytes.
+    """
+    o_i = tl.arange(0, 4)[None, :]
+    p_w = p_weight + o_c.to(tl.int64)[:, None] * S_CHANNEL + (WIDTH - 4 + o_i) * S_TAP
+    b_w = tl.load(p_w, mask=m_c[:, None] & (o_i >= 4 - WIDTH), other=0.0)
+    even, odd = tl.split(tl.reshape(b_w, [BLOCK, 2, 2]))
+    w_3, w_1 = tl.split(even)
+    w_2, w_0 = tl.split(odd)
+    return w_0[None, :].to(tl.float32), w_1[None, :].to(tl.float32), w_2[None, :].to(tl.float32), w_3[None, :].to(tl.float32)
+
+
+@triton.jit
+def convolve(
+    p_x, p_y, p_state, p_weight, p_bias, s_x, s_y, o_row, m_read, m_write, o_c, m_c,
+    S_CHANNEL: tl.constexpr, S_TAP: tl.constexpr, S_WCHANNEL: tl.constexpr, S_WTAP: tl.constexpr,
+    TOKENS: tl.constexpr, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Advance the convolution of the channels o_c by TOKENS rows, for the sequences that start at rows o_row.
+
+    p_x points at what becomes channel 0, p_state [SEQUENCES, 1] at channel 0 of each sequence's slot.
+    """
+    m_load = m_read[:, None] & m_c[None, :]
+    m_store = m_write[:, None] & m_c[None, :]
+    # x_1 is the newest input before the current one, x_2 the one before that; w_i is the weight on x_i.
+    p_1 = p_state + o_c.to(tl.int64)[None, :] * S_CHANNEL + (WIDTH - 2) * S_TAP
+    x_1 = tl.load(p_1, mask=m_load, other=0.0).to(tl.float32)
+    if WIDTH > 2:
+        x_2 = tl.load(p_1 - S_TAP, mask=m_load, other=0.0).to(tl.float32)
+    if WIDTH > 3:
+        x_3 = tl.load(p_1 - 2 * S_TAP, mask=m_load, other=0.0).to(tl.float32)
+    w_0, w_1, w_2, w_3 = load_weights(p_weight, o_c, m_c, S_WCHANNEL, S_WTAP, WIDTH, BLOCK)
+    if HAS_BIAS:
+        b_bias = tl.load(p_bias + o_c, mask=m_c, other=0.0).to(tl.float32)[None, :]
+    for t in range(TOKENS):
+        x_0 = tl.load(p_x + (o_row + t)[:, None] * s_x + o_c[None, :], mask=m_load, other=0.0).to(tl.float32)
+        y = x_0 * w_0 + x_1 * w_1
+        if WIDTH > 2:
+            y += x_2 * w_2
+        if WIDTH > 3:
+            y += x_3 * w_3
+            x_3 = x_2
+        if HAS_BIAS:
+            y += b_bias
+        if SILU:
+            y = y / (1.0 + tl.exp(-y))
+        y = tl.where(m_load, y, 0.0)
+        tl.store(p_y + (o_row + t)[:, None] * s_y + o_c[None, :], y.to(p_y.dtype.element_ty), mask=m_store)
+        if WIDTH > 2:
+            x_2 = x_1
+        x_1 = x_0
+    tl.store(p_1, x_1.to(p_state.dtype.element_ty), mask=m_load)
+    if WIDTH > 2:
+        tl.store(p_1 - S_TAP, x_2.to(p_state.dtype.element_ty), mask=m_load)
+    if WIDTH > 3:
+        tl.store(p_1 - 2 * S_TAP, x_3.to(p_state.dtype.element_ty), mask=m_load)
+
+
+@triton.jit
+def load_slots(p_slots, o_seq, m_seq, num_slots):
+    """The sequences' slots, and which of them name one: a slot outside the pool pads, wherever it points."""
+    o_slot = tl.load(p_slots + o_seq, mask=m_seq, other=-1).to(tl.int64)
+    m_live = (o_slot >= 0) & (o_slot < num_slots)
+    return tl.where(m_live, o_slot, 0), m_live
+
+
+@triton.jit(do_not_specialize=["sequences", "num_slots"])
+def split_and_convolve(
+    p_qkvz, p_ba, p_state, p_weight, p_bias, p_slots, p_qkv, p_z, p_b, p_a, sequences, num_slots,
+    s_qkvz, s_ba, s_slot, s_qkv, s_z, s_b, s_a,
+    S_CHANNEL: tl.constexpr, S_TAP: tl.constexpr, S_WCHANNEL: tl.constexpr, S_WTAP: tl.constexpr,
+    NQK: tl.constexpr, R: tl.constexpr, HQ: tl.constexpr, HV: tl.constexpr, INTERLEAVED: tl.constexpr,
+    TOKENS: tl.constexpr, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr,
+    SEQUENCES: tl.constexpr, ROWS_BA: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """A program takes SEQUENCES sequences through BLOCK columns of q, k, v or z, or ROWS_BA rows through b and a.
+
+    q, k, v and z go through the same few instructions, at other columns: a kernel this short is slowed by its own length.
+    """
+    wait_for_inputs(DEPENDENT)
+    i_p = tl.program_id(0)
+    rows = sequences.to(tl.int64) * TOKENS
+    programs_ba = tl.cdiv(rows, ROWS_BA).to(tl.int32)
+    if i_p < programs_ba:
+        o_row_ba = i_p.to(tl.int64) * ROWS_BA + tl.arange(0, ROWS_BA)
+        m_row_ba = o_row_ba < rows
+        _, m_live_ba = load_slots(p_slots, o_row_ba // TOKENS, m_row_ba, num_slots)
+        move_b_and_a(p_ba, p_b, p_a, s_ba, s_b, s_a, o_row_ba, m_live_ba, m_row_ba, NQK, R, INTERLEAVED, False, BLOCK_H)
+    else:
+        TILES_Q: tl.constexpr = (HQ + BLOCK - 1) // BLOCK
+        TILES_V: tl.constexpr = (R * HV + BLOCK - 1) // BLOCK
+        TILES: tl.constexpr = 2 * TILES_Q + 2 * TILES_V
+        i_p -= programs_ba
+        i_t = i_p % TILES
+        i_g = i_p // TILES % NQK
+        o_seq = (i_p // (TILES * NQK)).to(tl.int64) * SEQUENCES + tl.arange(0, SEQUENCES)
+        m_seq = o_seq < sequences
+        o_slot, m_live = load_slots(p_slots, o_seq, m_seq, num_slots)
+        o_row = o_seq * TOKENS
+        c_q, c_k, c_v, c_z = columns_of_group(i_g, NQK, R, HQ, HV, INTERLEAVED)
+        if i_t < 2 * TILES_Q + TILES_V:
+            is_k = i_t >= TILES_Q
+            is_v = i_t >= 2 * TILES_Q
+            c_x = tl.where(is_v, c_v, tl.where(is_k, c_k, c_q))
+            c_y = tl.where(is_v, 2 * NQK * HQ + i_g * (R * HV), tl.where(is_k, NQK + i_g, i_g) * HQ)
+            c_tile = (i_t - tl.where(is_v, 2 * TILES_Q, tl.where(is_k, TILES_Q, 0))) * BLOCK
+            o_tile = tl.arange(0, BLOCK)
+            # A mask that the compiler can see through where tiles fit, so that it may load 16 bytes at a time.
+            if HQ % BLOCK == 0 and R * HV % BLOCK == 0:
+                m_c = o_tile < BLOCK
+            else:
+                m_c = c_tile + o_tile < tl.where(is_v, R * HV, HQ)
+            convolve(
+                p_qkvz + (c_x - c_y), p_qkv, p_state + (o_slot * s_slot)[:, None], p_weight, p_bias, s_qkvz, s_qkv,
+                o_row, m_live, m_seq, c_y + c_tile + o_tile, m_c,
+                S_CHANNEL, S_TAP, S_WCHANNEL, S_WTAP, TOKENS, WIDTH, HAS_BIAS, SILU, BLOCK,
+            )  # fmt: skip
+        else:
+            o_z = (i_t - 2 * TILES_Q - TILES_V) * BLOCK + tl.arange(0, BLOCK)[None, :]
+            m_z = o_z < R * HV
+            for t in range(TOKENS):
+                o_t = (o_row + t)[:, None]
+                b_z = tl.load(p_qkvz + o_t * s_qkvz + c_z + o_z, mask=m_live[:, None] & m_z, other=0)
+                tl.store(p_z + o_t * s_z + i_g * (R * HV) + o_z, b_z, mask=m_seq[:, None] & m_z)

@@ -102,7 +102,7 @@ def split_conv1d_update(
     layout: str = "interleaved",
     compute_dtype: torch.dtype = torch.float64,
 ) -> Parts:
-    """Split, then advance a causal depthwise convolution by each sequence's new tokens; ``conv_state`` changes in place.
+    """Split, then advance a causal depthwise convolution by each sequence's new tokens; changes ``conv_state``.
 
     ``y_t = act(bias + sum_i weight[c, i] * x[t - width + 1 + i])`` for channel c of q|k|v, older x from
     ``conv_state`` [slots, qkv_dim, width - 1] (newest last). Products and sum are formed in ``compute_dtype``, in which
@@ -133,7 +133,7 @@ def split_conv1d_update(
 
 
 def contiguous_row_order(num_heads_qk: int, num_heads_v: int, head_qk: int, head_v: int) -> Projections:
-    """For each row of the contiguous projections, the row of the interleaved ones that holds it: int64 [rows], [2*nv]."""
+    """For each row of the contiguous projections, that of the interleaved ones that holds it: int64 [rows], [2*nv]."""
     qkvz = torch.arange(2 * num_heads_qk * head_qk + 2 * num_heads_v * head_v)[None]
     ba = torch.arange(2 * num_heads_v)[None]
     parts = split(qkvz, ba, num_heads_qk, num_heads_v, head_qk, head_v, "interleaved")

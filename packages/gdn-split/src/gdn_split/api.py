@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from kernel_reference import projection
-from kernel_reference.checks import fail
 
 from gdn_split import ops
 from gdn_split.arguments import check_positive, check_projections, check_sizes, check_tensors, describe
 from gdn_split.plan import ConvPlan, SplitPlan
+from kernel_reference import projection
+from kernel_reference.checks import fail
 
 _split = torch.ops.gdn_split.split.default
 _split_inference = torch.ops.gdn_split.split_inference.default
@@ -59,7 +59,7 @@ def fused_qkvzba_split_reshape_cat(
     out: Sequence[torch.Tensor] | None = None,
     plan: SplitPlan | None = None,
 ) -> SplitResult:
-    """Split the fused projections of Gated DeltaNet into (mixed_qkv, z, b, a): an exact copy, bit for bit, in one kernel.
+    """Split the fused projections of Gated DeltaNet into (mixed_qkv, z, b, a): a copy, bit for bit, by one kernel.
 
     Args:
         mixed_qkvz: [N, 2*nqk*hq + 2*nv*hv], any dtype of 1, 2, 4 or 8 bytes, any row stride, packed rows. N may be 0.
@@ -137,8 +137,8 @@ def split_views(
 ) -> SplitResult:
     """The parts of projections in the contiguous layout, as views: no kernel and no copy.
 
-    Arguments as for :func:`fused_qkvzba_split_reshape_cat` with ``layout="contiguous"``. The results keep the inputs' row
-    strides, so mixed_qkv, b and a are packed only along the last dimension; they share the inputs' memory.
+    Arguments as for :func:`fused_qkvzba_split_reshape_cat` with ``layout="contiguous"``. The results share the
+    inputs' memory and row strides, so that mixed_qkv, b and a are packed only along the last dimension.
 
     Raises:
         TypeError, ValueError: an argument is not as said there.
@@ -154,8 +154,8 @@ def split_views(
 def contiguous_row_order(num_heads_qk: int, num_heads_v: int, head_qk: int, head_v: int) -> RowOrder:
     """Which rows of the interleaved projection weights make the contiguous ones, so that a loader permutes them once.
 
-    ``weight_qkvz[order.qkvz]`` and ``weight_ba[order.ba]`` produce projections in the contiguous layout, whose parts are
-    views (:func:`split_views`). With tensor parallelism pass this rank's heads and permute this rank's rows.
+    ``weight_qkvz[order.qkvz]`` and ``weight_ba[order.ba]`` produce projections in the contiguous layout, whose parts
+    are views (:func:`split_views`). With tensor parallelism pass this rank's heads and permute this rank's rows.
 
     Returns:
         RowOrder(qkvz int64 [2*nqk*hq + 2*nv*hv], ba int64 [2*nv]). For the scales of a quantised weight, or rows packed
@@ -216,14 +216,14 @@ def split_conv1d_update(
     products and sum in float32. Afterwards the state holds the last width - 1 inputs, before the convolution.
 
     Args:
-        mixed_qkvz, mixed_ba: as for :func:`fused_qkvzba_split_reshape_cat`, with N = S * tokens_per_sequence, a sequence's
-            tokens adjacent; mixed_qkvz is bfloat16, float16 or float32.
+        mixed_qkvz, mixed_ba: as for :func:`fused_qkvzba_split_reshape_cat`, with N = S * tokens_per_sequence, the
+            tokens of a sequence adjacent; mixed_qkvz is bfloat16, float16 or float32.
         conv_state: [num_slots, qkv_dim, width - 1], any strides, bfloat16, float16 or float32; changed in place,
             conv_state[..., -1] is the newest input. qkv_dim = 2*nqk*hq + nv*hv, in the order of mixed_qkv.
         conv_weight: [qkv_dim, width], width 2 to 4, weight[:, -1] on the newest token, any strides.
         conv_bias: [qkv_dim], packed, or None.
-        slots: [S] int32 or int64, packed: the row of conv_state of each sequence, -1 for padding, whose rows of all four
-            results are 0. No two sequences may share a slot (checked under ``checks.validate_values``). Outside that
+        slots: [S] int32 or int64, packed: the row of conv_state of each sequence, -1 for padding, whose rows of all
+            four results are 0. No two sequences may share a slot (checked under ``checks.validate_values``). Outside that
             check a slot outside the pool is treated as padding.
         tokens_per_sequence: new tokens of each sequence.
         activation: "silu" or None.
@@ -236,8 +236,12 @@ def split_conv1d_update(
         TypeError, ValueError: an argument is not as said above; nothing has been written.
     """
     tensors = {
-        "mixed_qkvz": mixed_qkvz, "mixed_ba": mixed_ba, "conv_state": conv_state, "conv_weight": conv_weight, "slots": slots
-    }  # fmt: skip
+        "mixed_qkvz": mixed_qkvz,
+        "mixed_ba": mixed_ba,
+        "conv_state": conv_state,
+        "conv_weight": conv_weight,
+        "slots": slots,
+    }
     if conv_bias is not None:
         tensors["conv_bias"] = conv_bias
     sizes = (num_heads_qk, num_heads_v, head_qk, head_v, layout, None if plan is None else _as_ints(plan, ConvPlan))
@@ -275,9 +279,7 @@ def _check_kinds(sizes: tuple[object, ...], **tensors: object) -> None:
         fail("layout", "a str", describe(sizes[4]), TypeError)
 
 
-def _checked_out(
-    out: Sequence[torch.Tensor], names: tuple[str, ...], needs_gradient: bool
-) -> tuple[torch.Tensor, ...]:
+def _checked_out(out: Sequence[torch.Tensor], names: tuple[str, ...], needs_gradient: bool) -> tuple[torch.Tensor, ...]:
     if needs_gradient:
         fail("out", "None for inputs that require a gradient", "preallocated tensors")
     if not isinstance(out, (tuple, list)) or len(out) != len(names):

@@ -1,4 +1,4 @@
-"""What arguments must be. The ops call these, so that no call, torch.compile's and a direct one included, goes unchecked.
+"""What arguments must be. The ops call these, so that no call goes unchecked, not torch.compile's nor a direct one.
 
 Every function raises ValueError or TypeError naming the argument, what it must be and what it was.
 """
@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from kernel_reference.checks import fail
-from kernel_reference.projection import LAYOUTS
 
 from gdn_split.plan import GroupShape
+from kernel_reference.checks import fail
+from kernel_reference.projection import LAYOUTS
 
 Tensor = torch.Tensor
 

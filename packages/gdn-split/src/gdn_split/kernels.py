@@ -1,7 +1,7 @@
 """Device code: the projection split and its inverse, and the split fused with a causal convolution's update.
 
-Names: i_ an index, o_ offsets, m_ a mask, p_ a pointer, b_ a block of values. A head group is one QK head and the R value
-heads that belong to it: the unit in which the interleaved layout is written.
+Names: i_ an index, o_ offsets, m_ a mask, p_ a pointer, b_ a block of values. A head group is one QK head and the R
+value heads that belong to it: the unit in which the interleaved layout is written.
 """
 
 import triton
@@ -119,7 +119,7 @@ def split_by_group(
     MERGE: tl.constexpr, ROWS: tl.constexpr, ROWS_BA: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """A program copies ROWS rows of one head group, or ROWS_BA rows of b and a; neighbours share rows, so pages stay open."""
+    """A program copies ROWS rows of one head group, or ROWS_BA rows of b and a. Neighbouring programs share rows."""
     wait_for_inputs(DEPENDENT)
     i_p = tl.program_id(0)
     programs_ba = tl.cdiv(rows, ROWS_BA).to(tl.int32)
@@ -170,7 +170,12 @@ def load_weights(
     even, odd = tl.split(tl.reshape(b_w, [BLOCK, 2, 2]))
     w_3, w_1 = tl.split(even)
     w_2, w_0 = tl.split(odd)
-    return w_0[None, :].to(tl.float32), w_1[None, :].to(tl.float32), w_2[None, :].to(tl.float32), w_3[None, :].to(tl.float32)
+    return (
+        w_0[None, :].to(tl.float32),
+        w_1[None, :].to(tl.float32),
+        w_2[None, :].to(tl.float32),
+        w_3[None, :].to(tl.float32),
+    )
 
 
 @triton.jit
@@ -238,7 +243,7 @@ def split_and_convolve(
 ):  # fmt: skip
     """A program takes SEQUENCES sequences through BLOCK columns of q, k, v or z, or ROWS_BA rows through b and a.
 
-    q, k, v and z go through the same few instructions, at other columns: a kernel this short is slowed by its own length.
+    q, k and v go through the same instructions at other columns: so short a kernel is slowed by its own length.
     """
     wait_for_inputs(DEPENDENT)
     i_p = tl.program_id(0)

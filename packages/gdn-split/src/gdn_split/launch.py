@@ -28,13 +28,18 @@ _COPIED_AS_THEY_ARE = frozenset(
 class Launch:
     """One launch made ready: a kernel, its grid and every argument but the tensors.
 
-    Called with the tensors, in the kernel's order, all of the dtypes, strides and device it was made for. From the second
-    call on Triton's binding of arguments is skipped (half of a launch's host time): all that it would specialise on is
+    Called with the tensors, in the kernel's order, all of the dtypes, strides and device it was made for. From the
+    second call on Triton's binding of arguments is skipped (half of a launch's host time): all that it would specialise on is
     fixed here but the pointers' alignment, and tensors that are not 16-byte aligned go through it again.
     """
 
     def __init__(
-        self, kernel: Any, plan: SplitPlan | ConvPlan, rest: tuple[int | bool, ...], device: torch.device, as_bits: bool = False
+        self,
+        kernel: Any,
+        plan: SplitPlan | ConvPlan,
+        rest: tuple[int | bool, ...],
+        device: torch.device,
+        as_bits: bool = False,
     ) -> None:
         self._kernel = kernel
         self._grid = (plan.programs, 1, 1)
@@ -70,7 +75,7 @@ class Launch:
 
 @lru_cache
 def device_limits(device: torch.device) -> DeviceLimits:
-    """The limits of the device a tensor is on, from its Triton driver. The NPU branch is written for Ascend, unmeasured."""
+    """The limits of the device a tensor is on, from its Triton driver. The NPU branch, for Ascend, is unmeasured."""
     properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
     if "num_vectorcore" in properties:
         return DeviceLimits(cores=properties["num_vectorcore"])
@@ -86,7 +91,7 @@ def prepare_move(
     qkvz: Tensor, ba: Tensor, parts: Sequence[Tensor], shape: GroupShape, layout: str, merge: bool,
     plan: SplitPlan | None = None,
 ) -> Callable[..., None]:  # fmt: skip
-    """What copies the fused projections into the parts, or back, when called with (qkvz, ba, mixed_qkv, z, b, a) like these."""
+    """What copies the projections into the parts, or back, called with (qkvz, ba, mixed_qkv, z, b, a) like these."""
     rows = qkvz.shape[0]
     if rows == 0:
         return _nothing
@@ -97,10 +102,21 @@ def prepare_move(
     sizes = (shape.num_heads_qk, shape.ratio, shape.head_qk, shape.head_v, layout == "interleaved", merge)
     rest: tuple[int | bool, ...]
     if plan.rows_per_program:
-        kernel, rest = split_by_run, (rows, plan.rows_per_program, *strides, *sizes, plan.rows_per_step, *_blocks(shape))
+        kernel, rest = (
+            split_by_run,
+            (rows, plan.rows_per_program, *strides, *sizes, plan.rows_per_step, *_blocks(shape)),
+        )
     else:
         kernel = split_by_group
-        rest = (rows, *strides, *sizes, plan.rows_per_step, plan.rows_per_step_ba, *_blocks(shape), plan.dependent_launch)
+        rest = (
+            rows,
+            *strides,
+            *sizes,
+            plan.rows_per_step,
+            plan.rows_per_step_ba,
+            *_blocks(shape),
+            plan.dependent_launch,
+        )
     return Launch(kernel, plan, rest, qkvz.device, as_bits=not {qkvz.dtype, ba.dtype} <= _COPIED_AS_THEY_ARE)
 
 

@@ -7,8 +7,8 @@ split_into, merge_into     write tensors they are given, for ``out=``
 split_conv1d_update        writes the convolution's state and four tensors it is given
 =========================  ==============================================================================
 
-Every implementation, the fake ones included, checks its arguments. On a GPU checks, plan and launch are made once for each
-set of shapes, strides, dtypes and sizes and found again by it.
+Every implementation, the fake ones included, checks its arguments. On a GPU checks, plan and launch are made once for
+each set of shapes, strides, dtypes and sizes, and found again by it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from kernel_reference import projection
-from kernel_reference.checks import values_are_checked
 
 from gdn_split import arguments
 from gdn_split.plan import ConvPlan, GroupShape, SplitPlan
+from kernel_reference import projection
+from kernel_reference.checks import values_are_checked
 
 Tensor = torch.Tensor
 Parts = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -38,21 +38,20 @@ for _name, _arguments, _results in (
     ("split_into", f"Tensor mixed_qkvz, Tensor mixed_ba, {_PARTS}, {_SIZES}", "()"),
     (
         "merge_into",
-        "Tensor mixed_qkv, Tensor z, Tensor b, Tensor a,"
-        f" Tensor(a!) mixed_qkvz, Tensor(b!) mixed_ba, {_SIZES}",
+        f"Tensor mixed_qkv, Tensor z, Tensor b, Tensor a, Tensor(a!) mixed_qkvz, Tensor(b!) mixed_ba, {_SIZES}",
         "()",
     ),
     (
         "split_conv1d_update",
-        "Tensor mixed_qkvz, Tensor mixed_ba, Tensor(e!) conv_state, Tensor conv_weight, Tensor? conv_bias, Tensor slots,"
-        f" {_PARTS}, int tokens_per_sequence, bool silu, {_SIZES}",
+        "Tensor mixed_qkvz, Tensor mixed_ba, Tensor(e!) conv_state, Tensor conv_weight, Tensor? conv_bias,"
+        f" Tensor slots, {_PARTS}, int tokens_per_sequence, bool silu, {_SIZES}",
         "()",
     ),
 ):
     _library.define(f"{_name}({_arguments}) -> {_results}", tags=(torch.Tag.pt2_compliant_tag,))
 
-# Below, `sizes` are an op's last arguments: num_heads_qk, num_heads_v, head_qk, head_v, layout, and the plan as ints, which
-# torch leaves out when it is None.
+# Below, `sizes` are an op's last arguments: num_heads_qk, num_heads_v, head_qk, head_v, layout, and the plan as ints,
+# which torch leaves out when it is None.
 
 
 def allocate_parts(mixed_qkvz: Tensor, mixed_ba: Tensor, shape: GroupShape) -> Parts:
@@ -84,7 +83,9 @@ def _checked_merge(mixed_qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, *sizes: A
     return shape
 
 
-def _checked_split_into(mixed_qkvz: Tensor, mixed_ba: Tensor, mixed_qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, *sizes: Any) -> GroupShape:
+def _checked_split_into(
+    mixed_qkvz: Tensor, mixed_ba: Tensor, mixed_qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, *sizes: Any
+) -> GroupShape:
     shape = _checked_split(mixed_qkvz, mixed_ba, *sizes)
     parts = (mixed_qkv, z, b, a)
     arguments.check_parts(parts, shape)
@@ -92,7 +93,9 @@ def _checked_split_into(mixed_qkvz: Tensor, mixed_ba: Tensor, mixed_qkv: Tensor,
     return shape
 
 
-def _checked_merge_into(mixed_qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, mixed_qkvz: Tensor, mixed_ba: Tensor, *sizes: Any) -> GroupShape:
+def _checked_merge_into(
+    mixed_qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, mixed_qkvz: Tensor, mixed_ba: Tensor, *sizes: Any
+) -> GroupShape:
     shape = _checked_merge(mixed_qkv, z, b, a, *sizes)
     arguments.check_projections(mixed_qkvz, mixed_ba, shape)
     arguments.check_written(mixed_qkv, b, mixed_qkvz, mixed_ba, {"mixed_qkvz": mixed_qkvz, "mixed_ba": mixed_ba})
@@ -100,8 +103,8 @@ def _checked_merge_into(mixed_qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, mixe
 
 
 def _checked_conv(
-    mixed_qkvz: Tensor, mixed_ba: Tensor, conv_state: Tensor, conv_weight: Tensor, conv_bias: Tensor | None, slots: Tensor,
-    mixed_qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, tokens_per_sequence: int, silu: bool, *sizes: Any,
+    mixed_qkvz: Tensor, mixed_ba: Tensor, conv_state: Tensor, conv_weight: Tensor, conv_bias: Tensor | None,
+    slots: Tensor, mixed_qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, tokens_per_sequence: int, silu: bool, *sizes: Any,
 ) -> GroupShape:  # fmt: skip
     shape = _checked_split_into(mixed_qkvz, mixed_ba, mixed_qkv, z, b, a, *sizes)
     arguments.check_convolution(mixed_qkvz, conv_state, conv_weight, conv_bias, slots, tokens_per_sequence, shape)
@@ -135,9 +138,10 @@ def _plan(kind: type[SplitPlan] | type[ConvPlan], sizes: Sequence[Any]) -> Any:
 def _prepare_split(tensors: tuple[Tensor, ...], sizes: tuple[Any, ...]) -> Any:
     from gdn_split import launch
 
-    shape = _checked_split(*tensors, *sizes)
-    parts = allocate_parts(*tensors, shape)
-    run = launch.prepare_move(*tensors, parts, shape, sizes[4], merge=False, plan=_plan(SplitPlan, sizes))
+    qkvz, ba = tensors
+    shape = _checked_split(qkvz, ba, *sizes)
+    parts = allocate_parts(qkvz, ba, shape)
+    run = launch.prepare_move(qkvz, ba, parts, shape, sizes[4], merge=False, plan=_plan(SplitPlan, sizes))
     return [_allocator(part) for part in parts], run
 
 
@@ -170,7 +174,7 @@ def _prepare_conv(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
 
 def _kernel_split(mixed_qkvz: Tensor, mixed_ba: Tensor, *sizes: Any) -> Parts:
     allocators, run = _ready(_prepare_split, (mixed_qkvz, mixed_ba), sizes)
-    parts = tuple([allocate() for allocate in allocators])
+    parts: Parts = tuple([allocate() for allocate in allocators])  # type: ignore[assignment]
     run(mixed_qkvz, mixed_ba, *parts)
     return parts
 
@@ -180,7 +184,9 @@ def _kernel_split_into(mixed_qkvz: Tensor, mixed_ba: Tensor, *parts_and_sizes: A
     _ready(_prepare_split_into, tensors, parts_and_sizes[4:])(*tensors)
 
 
-def _kernel_merge_into(mixed_qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, mixed_qkvz: Tensor, mixed_ba: Tensor, *sizes: Any) -> None:
+def _kernel_merge_into(
+    mixed_qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, mixed_qkvz: Tensor, mixed_ba: Tensor, *sizes: Any
+) -> None:
     run = _ready(_prepare_merge_into, (mixed_qkv, z, b, a, mixed_qkvz, mixed_ba), sizes)
     run(mixed_qkvz, mixed_ba, mixed_qkv, z, b, a)
 
@@ -215,12 +221,14 @@ def _allocator(like: Tensor) -> Callable[[], Tensor]:
 
 def _reference_split(mixed_qkvz: Tensor, mixed_ba: Tensor, *sizes: Any) -> Parts:
     _checked_split(mixed_qkvz, mixed_ba, *sizes)
-    return tuple(projection.split(mixed_qkvz, mixed_ba, *sizes[:5]))
+    mixed_qkv, z, b, a = projection.split(mixed_qkvz, mixed_ba, *sizes[:5])
+    return mixed_qkv, z, b, a
 
 
 def _reference_merge(mixed_qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, *sizes: Any) -> tuple[Tensor, Tensor]:
     _checked_merge(mixed_qkv, z, b, a, *sizes)
-    return tuple(projection.merge(mixed_qkv, z, b, a, *sizes[:5]))
+    mixed_qkvz, mixed_ba = projection.merge(mixed_qkv, z, b, a, *sizes[:5])
+    return mixed_qkvz, mixed_ba
 
 
 def _reference_split_into(mixed_qkvz: Tensor, mixed_ba: Tensor, *parts_and_sizes: Any) -> None:
@@ -228,7 +236,9 @@ def _reference_split_into(mixed_qkvz: Tensor, mixed_ba: Tensor, *parts_and_sizes
     _copy_into(parts_and_sizes[:4], projection.split(mixed_qkvz, mixed_ba, *parts_and_sizes[4:9]))
 
 
-def _reference_merge_into(mixed_qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, mixed_qkvz: Tensor, mixed_ba: Tensor, *sizes: Any) -> None:
+def _reference_merge_into(
+    mixed_qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, mixed_qkvz: Tensor, mixed_ba: Tensor, *sizes: Any
+) -> None:
     _checked_merge_into(mixed_qkv, z, b, a, mixed_qkvz, mixed_ba, *sizes)
     _copy_into((mixed_qkvz, mixed_ba), projection.merge(mixed_qkv, z, b, a, *sizes[:5]))
 

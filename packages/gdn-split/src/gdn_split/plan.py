@@ -154,5 +154,7 @@ def plan_conv(sequences: int, tokens: int, shape: GroupShape, limits: DeviceLimi
         rows_per_step_ba = min(64, 16 * sequences_per_program)
         programs = cdiv(sequences * tokens, rows_per_step_ba) + cdiv(sequences, sequences_per_program) * tiles
         if programs <= MAX_PROGRAMS:
-            return ConvPlan(programs, sequences_per_program, block, rows_per_step_ba, num_warps, limits.dependent_launch)
+            return ConvPlan(
+                programs, sequences_per_program, block, rows_per_step_ba, num_warps, limits.dependent_launch
+            )
         sequences_per_program *= 2

@@ -1,0 +1,275 @@
+"""`nox -l` lists the sessions, `nox -s "test(gdn-split)"` runs one of them for one package, `nox -t gdn-split` all of
+its sessions that need no GPU, `nox -t gdn-split-gpu` the others.
+
+Packages are found by their pyproject.toml and listed nowhere. What is tested is the wheel, never the source tree: a
+session builds the sdist, from that the wheel, and installs it over whatever `-r` or `-R` kept. Packages come from where
+the user's pip configuration and PIP_ variables say; what is pinned stands in pyproject.toml.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from itertools import chain
+from pathlib import Path
+from typing import cast
+
+import nox
+from packaging.requirements import Requirement
+
+nox.needs_version = ">=2025.5.1"
+nox.options.default_venv_backend = "virtualenv"
+nox.options.sessions = ["lint", "test"]
+
+ROOT = Path(__file__).parent
+HOMES = {"shared": ROOT / "shared"} | {
+    file.parent.name: file.parent for file in sorted(ROOT.glob("packages/*/pyproject.toml"))
+}
+PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
+PROJECTS = {name: nox.project.load_toml(home / "pyproject.toml") for name, home in HOMES.items()}
+OWN = {project["project"]["name"] for project in PROJECTS.values()}
+
+# The names of the GPU's tools that fail where there is no GPU; torch is not there yet when a session must know.
+GPU_TOOLS = ("nvidia-smi", "rocminfo")
+# Tests that would go on in the interpreter, because torch is a CPU build or finds no GPU, fail instead.
+ON_GPU = {"KERNEL_REFERENCE_REQUIRE_GPU": "1"}
+
+# A pip.conf in the environment that nox runs from would not be seen from the environments that it makes.
+if (Path(sys.prefix) / "pip.conf").is_file():
+    os.environ.setdefault("PIP_CONFIG_FILE", str(Path(sys.prefix) / "pip.conf"))
+
+
+Session = Callable[[nox.Session, str], None]
+
+
+def each(names: Iterable[str], tag: str = "{}") -> Callable[[Session], Session]:
+    """Parametrise a session by package; the tag is what `nox -t` selects."""
+    parameters = [nox.param(name, id=name, tags=[tag.format(name)]) for name in names]
+    return cast("Callable[[Session], Session]", nox.parametrize("package", parameters))
+
+
+def having(path: str) -> list[str]:
+    """The packages that hold a file of this name."""
+    return [name for name, home in HOMES.items() if (home / path).exists()]
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check the style of the Python code and the safety of the workflows."""
+    session.install(*nox.project.dependency_groups(PROJECT, "lint"))
+    session.run("ruff", "check")
+    session.run("ruff", "format", "--check")
+    session.run("zizmor", "--offline", "--pedantic", "--quiet", ".github/workflows")
+
+
+@nox.session
+@each([*HOMES, "tools"])
+def types(session: nox.Session, package: str) -> None:
+    """Check the types of what a package ships."""
+    checker = nox.project.dependency_groups(PROJECT, "types")
+    if package == "tools":
+        session.install(*checker, *nox.project.dependency_groups(PROJECT, "tools"))
+        session.run("mypy", "noxfile.py", *map(str, sorted((ROOT / "tools").glob("*.py"))))
+        return
+    install(session, package, *checker, *group(package, "test"))
+    session.run("mypy", HOMES[package] / "src")
+
+
+@nox.session
+@each([*HOMES, "tools"])
+def test(session: nox.Session, package: str) -> None:
+    """Test a package's wheel; `-- --faults` shows instead that each planted fault turns the suite red."""
+    faults = "--faults" in session.posargs
+    if faults and package not in having("tests/faults"):
+        session.skip(f"no faults are planted in {package}")
+    if package == "tools":
+        session.install(*nox.project.dependency_groups(PROJECT, "tools"))
+        session.run("pytest", "--override-ini=addopts=", "tools/tests", *session.posargs)
+        return
+    install(session, package, *group(package, "test"))
+    if faults:
+        rest = [argument for argument in session.posargs if argument != "--faults"]
+        run_installed(session, "python", "-m", "kernel_reference.testing.faults", HOMES[package], *rest)
+    else:
+        run_installed(session, "pytest", HOMES[package] / "tests", *session.posargs)
+
+
+@nox.session
+@each(HOMES)
+def minimums(session: nox.Session, package: str) -> None:
+    """Test a package on the lowest versions that its ranges allow; torch stays at the pin."""
+    session.log("torch stays at its pin: an older CPU build may not be at hand")
+    install(session, package, *group(package, "test"), versions=lowest_versions(package))
+    run_installed(session, "pytest", HOMES[package] / "tests", *session.posargs)
+
+
+@nox.session
+@each(HOMES)
+def build(session: nox.Session, package: str) -> None:
+    """Build a package into dist/, check sdist and wheel, and import the wheel where there is no GPU."""
+    session.install(*nox.project.dependency_groups(PROJECT, "build"))
+    out = ROOT / "dist" / package
+    shutil.rmtree(out, ignore_errors=True)
+    session.run("python", "-m", "build", "--outdir", out, HOMES[package])
+    made = sorted(out.iterdir())
+    session.run("twine", "check", "--strict", *made)
+    session.run("check-wheel-contents", *(file for file in made if file.suffix == ".whl"))
+
+    fresh = Path(session.virtualenv.location) / "fresh"
+    python = fresh / "bin" / "python"
+    session.run("python", "-m", "virtualenv", "--quiet", "--clear", fresh)
+    # Triton is there, so that not importing it is a choice.
+    needed = [*constrain(session, runtime_pins()), *map(str, out.glob("*.whl")), "triton"]
+    if package != "shared":
+        needed.append(wheel(session, "shared"))
+    session.run(python, "-m", "pip", "install", "--quiet", *needed, external=True)
+    without_gpu = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+    session.run(python, "-I", "-c", IMPORT_CHECK, import_name(package), env=without_gpu, external=True)
+
+
+IMPORT_CHECK = """
+import importlib, sys
+module = importlib.import_module(sys.argv[1])
+import torch
+print(module.__name__, module.__version__, "from", module.__file__)
+if torch.cuda.is_initialized():
+    sys.exit("importing it initialised CUDA")
+if "triton" in sys.modules:
+    sys.exit("importing it imported triton, which reads TRITON_INTERPRET then and never again")
+"""
+
+
+@nox.session(reuse_venv=False)
+def demo(session: nox.Session) -> None:
+    """Build every wheel, install them afresh and run every package's example on real-size input, GPU or not."""
+    extra = "" if has_gpu() else "[triton]"
+    wanted = []
+    for name in HOMES:
+        session.log(f"{name}: building the sdist, and from it the wheel")
+        started = time.monotonic()
+        built = wheel(session, name)
+        session.log(f"{name}: {Path(built).name} after {time.monotonic() - started:.0f} s")
+        wanted.append(f"{built}[bench]" if name == "shared" else f"{built}{extra}")
+    session.log("installing the wheels and what they need, of which torch is the largest")
+    session.install(*constrain(session, runtime_pins()), *wanted, silent=False)
+    examples = sorted(ROOT.glob("packages/*/examples/demo.py"))
+    run_installed(session, "python", "-m", "kernel_reference.bench.demo", *examples)
+
+
+@nox.session
+@each(having("benchmarks/cases.py"), tag="{}-gpu")
+def bench(session: nox.Session, package: str) -> None:
+    """GPU: test a package, then measure it beside every peer that can be imported; `-- --compare old.jsonl`."""
+    require_gpu(session)
+    install(session, package, *group(package, "test"), *group(package, "bench"))
+    run_installed(session, "pytest", HOMES[package] / "tests", **ON_GPU)
+    benchmarks = HOMES[package] / "benchmarks"
+    # Unlike a test, this keeps PYTHONPATH: a peer that has no wheel is found there.
+    measure = ["python", "-m", "kernel_reference.bench.run", str(benchmarks / "cases.py")]
+    session.run(*measure, "--out", benchmarks / "results", *session.posargs)
+
+
+@nox.session
+@each(having("benchmarks/tune.py"), tag="{}-gpu")
+def tune(session: nox.Session, package: str) -> None:
+    """GPU: search for a package's launch plans."""
+    require_gpu(session)
+    install(session, package, *group(package, "bench"))
+    run_installed(session, "python", HOMES[package] / "benchmarks" / "tune.py", *session.posargs)
+
+
+@nox.session
+@each([name for name in having("tests") if name != "shared"], tag="{}-gpu")
+def sanitize(session: nox.Session, package: str) -> None:
+    """GPU: run the tests marked `sanitize` under compute-sanitizer's memcheck and racecheck."""
+    require_gpu(session)
+    if shutil.which("compute-sanitizer") is None:
+        session.error("compute-sanitizer is not on PATH; it comes with the CUDA toolkit")
+    install(session, package, *group(package, "test"))
+    for tool in ("memcheck", "racecheck"):
+        checked = [*f"compute-sanitizer --tool {tool} --error-exitcode 1".split(), f"{session.bin}/pytest"]
+        # torch's caching allocator would hand out memory beyond a tensor's end, where a stray access goes unseen.
+        variables = ON_GPU | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        run_installed(session, *checked, "-m", "sanitize", HOMES[package] / "tests", **variables)
+
+
+@nox.session(venv_backend="none")
+def affected(session: nox.Session) -> None:
+    """Print as JSON the packages that a git range touches, dependants included: `-- main..HEAD`."""
+    session.run(sys.executable, ROOT / "tools" / "affected.py", *session.posargs, external=True)
+
+
+# What the sessions are made of.
+
+BUILT: dict[str, str] = {}
+
+
+def wheel(session: nox.Session, package: str) -> str:
+    """A package's wheel, built from its sdist, once in a run of nox."""
+    if package not in BUILT:
+        session.install("build", *PROJECTS[package]["build-system"]["requires"])
+        out = Path(session.virtualenv.location) / "dist" / package
+        shutil.rmtree(out, ignore_errors=True)
+        session.run("python", "-m", "build", "--no-isolation", "--outdir", out, HOMES[package], silent=True)
+        BUILT[package] = str(next(out.glob("*.whl")))
+    return BUILT[package]
+
+
+def install(session: nox.Session, package: str, *requirements: str, versions: Iterable[str] | None = None) -> None:
+    """Install the wheels of a package and of kernel-reference, with all that they and the requirements ask for."""
+    wheels = [wheel(session, name) for name in dict.fromkeys(["shared", package])]
+    session.install(*constrain(session, runtime_pins() if versions is None else versions), *wheels, *requirements)
+    # `-R` skips session.install, and pip would keep an installed wheel of the same version.
+    session.run("python", "-m", "pip", "install", "--quiet", "--force-reinstall", "--no-deps", *wheels)
+
+
+def run_installed(session: nox.Session, *command: str | Path, **variables: str) -> None:
+    """Run a command that can import the installed wheels, and no source tree in their place."""
+    session.run(*command, env={"PYTHONPATH": None, **variables}, external=command[0] == "compute-sanitizer")
+
+
+def constrain(session: nox.Session, versions: Iterable[str]) -> list[str]:
+    file = Path(session.virtualenv.location) / "constraints.txt"
+    file.write_text("\n".join(versions) + "\n")
+    return ["--constraint", str(file)]
+
+
+def runtime_pins() -> tuple[str, ...]:
+    return nox.project.dependency_groups(PROJECT, "runtime")
+
+
+def lowest_versions(package: str) -> list[str]:
+    """What a package and kernel-reference ask for, in extras and tests too, at the lower bounds; torch as pinned."""
+    asked: list[str] = []
+    for name in {"shared", package}:
+        project = PROJECTS[name]["project"]
+        asked += [*project.get("dependencies", []), *chain(*project.get("optional-dependencies", {}).values())]
+        asked += group(name, "test")
+    bounds = {
+        requirement.name: f"{requirement.name}=={bound.version}"
+        for requirement in map(Requirement, asked)
+        for bound in requirement.specifier
+        if bound.operator == ">=" and requirement.name not in OWN
+    }
+    return sorted((bounds | {"torch": next(pin for pin in runtime_pins() if pin.startswith("torch=="))}).values())
+
+
+def group(package: str, name: str) -> tuple[str, ...]:
+    return nox.project.dependency_groups(PROJECTS[package], name)
+
+
+def import_name(package: str) -> str:
+    return str(PROJECTS[package]["project"]["name"]).replace("-", "_")
+
+
+def has_gpu() -> bool:
+    return any(shutil.which(tool) and subprocess.run([tool], capture_output=True).returncode == 0 for tool in GPU_TOOLS)
+
+
+def require_gpu(session: nox.Session) -> None:
+    if not has_gpu():
+        session.error(f"this needs a GPU, and neither of {', '.join(GPU_TOOLS)} finds one")

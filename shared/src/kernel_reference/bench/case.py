@@ -1,0 +1,124 @@
+"""What a benchmark says about itself: inputs, implementations, their check, bytes and FLOP, and the speed required."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from kernel_reference.checks import fail
+
+Call = Callable[[Any], object]
+"""An implementation: takes one set of inputs and returns its outputs. Launches device work and does not wait for it."""
+
+COPY = "copy"
+"""Label of torch's device-to-device copy of the same bytes, which the runner times beside every case."""
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """A speed that one implementation owes against another, both timed in the same run.
+
+    Give exactly one bound: ``speed_at_least=0.97`` (time of ``against`` / time of ``implementation``) or
+    ``time_at_most=1.12`` (time of ``implementation`` / time of ``against``). ``quantity="host"`` compares the host time
+    of a call instead of its time on the device.
+    """
+
+    implementation: str
+    against: str = COPY
+    speed_at_least: float | None = None
+    time_at_most: float | None = None
+    quantity: Literal["device", "host"] = "device"
+
+    def __post_init__(self) -> None:
+        bounds = [bound for bound in (self.speed_at_least, self.time_at_most) if bound is not None]
+        if len(bounds) != 1:
+            fail("speed_at_least, time_at_most", "exactly one given", f"{self.speed_at_least}, {self.time_at_most}")
+        if not (bounds[0] > 0 and math.isfinite(bounds[0])):
+            fail("speed_at_least or time_at_most", "a positive number", bounds[0])
+        if self.quantity not in ("device", "host"):
+            fail("quantity", "'device' or 'host'", repr(self.quantity))
+
+    def describe(self) -> str:
+        """The requirement in words: ``speed >= 0.97 of copy``."""
+        what = "host time" if self.quantity == "host" else "time"
+        if self.time_at_most is not None:
+            return f"{what} <= {self.time_at_most:g} x {self.against}"
+        return f"{'host speed' if self.quantity == 'host' else 'speed'} >= {self.speed_at_least:g} of {self.against}"
+
+    def ratio(self, time: float, against: float) -> float:
+        """The ratio that the bound speaks of, from the two times."""
+        return time / against if self.time_at_most is not None else against / time
+
+    def is_met(self, time: float, against: float) -> bool:
+        """Whether ``time`` satisfies the bound beside ``against``; both in one unit."""
+        ratio = self.ratio(time, against)
+        if self.time_at_most is not None:
+            return ratio <= self.time_at_most
+        return self.speed_at_least is not None and ratio >= self.speed_at_least
+
+
+@dataclass(frozen=True)
+class Case:
+    """One benchmark: one shape, several implementations, timed interleaved on the same rotating inputs.
+
+    name: unique in its package; ``--only`` matches it.
+    shape: the sizes, for the record and the table.
+    make_inputs: returns one new set of random inputs on the device: a tensor, or tensors in dicts, sequences, tuples
+        and dataclasses. Called several times, so that no call reads what an earlier one left in the L2 cache.
+    ours: label -> implementation.
+    peers: label -> factory that imports the peer and returns its implementation. ImportError means absent, and is
+        recorded with its reason; any other error marks the peer red.
+    check: ``check(outputs, inputs) -> error``, or raises. ``inputs`` is the set as it was before the call: an
+        implementation that works in place returns what it changed. Every implementation gets an equal set and ``check``
+        the same object, so that a reference can be kept between calls.
+    bytes_moved: the fewest bytes that must cross device memory, each input read once and each output written once.
+    flops: floating-point operations that must be done; 0 where nothing is computed.
+    tolerance: the largest error that passes. 0 means exact; ``math.inf`` leaves the verdict to ``check`` raising. NaN
+        never passes.
+    copy: time torch's copy of the same bytes beside the others, as the implementation ``copy``.
+    baseline: the label that the ratio column refers to.
+    requirements: speeds owed; the table says met or missed.
+    """
+
+    name: str
+    shape: Mapping[str, int | str]
+    make_inputs: Callable[[], Any]
+    ours: Mapping[str, Call]
+    peers: Mapping[str, Callable[[], Call]]
+    check: Callable[[Any, Any], float]
+    bytes_moved: int
+    flops: int = 0
+    tolerance: float = 0.0
+    copy: bool = True
+    baseline: str = COPY
+    requirements: Sequence[Requirement] = field(default=())
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            fail("name", "a non-empty string", repr(self.name))
+        if not self.ours:
+            fail("ours", "at least one implementation", dict(self.ours))
+        if not isinstance(self.bytes_moved, int) or self.bytes_moved <= 0:
+            fail("bytes_moved", "a positive int", self.bytes_moved)
+        if not isinstance(self.flops, int) or self.flops < 0:
+            fail("flops", "an int >= 0", self.flops)
+        if not self.tolerance >= 0:
+            fail("tolerance", ">= 0", self.tolerance)
+        doubled = set(self.ours) & set(self.peers)
+        if doubled:
+            fail("peers", "labelled differently from ours", sorted(doubled))
+        if COPY in self.ours or COPY in self.peers:
+            fail("ours, peers", f"without the label {COPY!r}, which the runner adds", COPY)
+        labels = self.labels()
+        if self.baseline not in labels:
+            fail("baseline", f"one of {list(labels)}", repr(self.baseline))
+        for requirement in self.requirements:
+            for label in (requirement.implementation, requirement.against):
+                if label not in labels:
+                    fail("requirements", f"between labels of {list(labels)}", repr(label))
+
+    def labels(self) -> tuple[str, ...]:
+        """Every implementation's label, ours first, in the order of the table."""
+        return (*self.ours, *self.peers, *((COPY,) if self.copy else ()))

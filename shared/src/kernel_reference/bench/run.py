@@ -1,0 +1,184 @@
+"""Time a package beside its peers.
+
+``python -m kernel_reference.bench.run packages/<name>/benchmarks/cases.py --out DIR``.
+cases.py defines ``cases(device: torch.device) -> Iterable[Case]``; making a case must be cheap, its inputs are made
+when its turn comes. Exit code 0: all measured; 1: one of ours failed its check, or regressed against ``--compare``;
+2: nothing could be measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.util
+import re
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from kernel_reference.bench import machine, roofs
+from kernel_reference.bench.case import Case
+from kernel_reference.bench.compare import report
+from kernel_reference.bench.measure import Stamp, measure
+from kernel_reference.bench.record import Record, load, save
+from kernel_reference.bench.table import of_records, show
+from kernel_reference.bench.timers import Clock, CudaClock
+
+
+class UnusableError(Exception):
+    """Nothing can be measured; the message says why."""
+
+
+class Bench(Protocol):
+    """The device of a run: where inputs live, its clock, its roofs and its description."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where inputs are made."""
+
+    @property
+    def clock(self) -> Clock:
+        """What times it."""
+
+    def roofs(self) -> roofs.Roofs:
+        """Measure the roofs."""
+
+    def machine(self) -> machine.Machine:
+        """Describe the machine."""
+
+    def tidy(self) -> None:
+        """Give one case's memory back before the next."""
+
+
+class CudaBench:
+    """The current CUDA device. Raises UnusableError where there is none."""
+
+    def __init__(self) -> None:
+        if not torch.cuda.is_available():
+            raise UnusableError("a benchmark needs a GPU, and torch.cuda.is_available() is False: nothing was measured")
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self.clock = CudaClock(self.device)
+
+    def roofs(self) -> roofs.Roofs:
+        return roofs.measure(self.device, self.clock)
+
+    def machine(self) -> machine.Machine:
+        return machine.describe(self.device)
+
+    def tidy(self) -> None:
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def load_cases(path: Path, device: torch.device) -> list[Case]:
+    """The cases of ``path`` for ``device``. Raises UnusableError where it defines none, or one name twice."""
+    # Unique, so that the cases.py of two packages can be loaded in one process.
+    name = "cases_" + re.sub(r"\W", "_", str(path.resolve()))
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise UnusableError(f"{path} must be a Python file that defines cases(device)")
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses look their module up by name.
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    function = getattr(module, "cases", None)
+    if not callable(function):
+        raise UnusableError(f"{path} must define cases(device), got none")
+    found: list[Case] = list(function(device))
+    names = [case.name for case in found]
+    doubled = sorted({name for name in names if names.count(name) > 1})
+    if doubled:
+        raise UnusableError(f"{path} must name each case once, got twice: {', '.join(doubled)}")
+    return found
+
+
+def main(arguments: Sequence[str] | None = None, *, bench: Bench | None = None) -> int:
+    """The command. Returns the exit code. ``bench`` is the device to measure; by default the current CUDA device."""
+    parser = argparse.ArgumentParser(prog="python -m kernel_reference.bench.run", description="Time a package's cases.")
+    parser.add_argument("cases", type=Path, help="benchmarks/cases.py of a package")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="for <package>.jsonl and <package>.svg")
+    parser.add_argument("--compare", type=Path, metavar="OLD.jsonl", help="report what changed since this record")
+    parser.add_argument("--only", type=re.compile, metavar="REGEX", help="only cases whose name matches")
+    parser.add_argument("--quick", action="store_true", help="an eighth of the time: shows that all runs")
+    parser.add_argument("--seconds", type=float, default=0.4, help="device time an implementation (default 0.4)")
+    parser.add_argument("--commit", help="the commit to record where the sources are no git checkout")
+    chosen = parser.parse_args(arguments)
+    try:
+        # Read before measuring: device time is not spent to learn that a file name was wrong.
+        old = _read_old(chosen.compare) if chosen.compare else None
+        return _run(chosen, old, bench or CudaBench())
+    except UnusableError as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 2
+
+
+def _read_old(path: Path) -> list[Record]:
+    try:
+        return load(path)
+    except (OSError, ValueError) as error:
+        raise UnusableError(f"--compare must name a readable record: {error}") from error
+
+
+def _run(chosen: argparse.Namespace, old: Sequence[Record] | None, bench: Bench) -> int:
+    every = load_cases(chosen.cases, bench.device)
+    cases = [case for case in every if chosen.only is None or chosen.only.search(case.name)]
+    if not cases:
+        raise UnusableError(f"--only must match a case of {chosen.cases}, got none of {[c.name for c in every]}")
+    package, version = machine.package_of(chosen.cases)
+    described = bench.machine()
+    _say(f"{package} {version} on {described.device}: {len(cases)} cases; measuring the roofs")
+    measured = bench.roofs()
+    _say(f"copy {measured.copy_gb_per_s:.0f} GB/s, bf16 GEMM {measured.gemm_tflop_per_s:.0f} TFLOP/s")
+    commit = chosen.commit or machine.commit_of(chosen.cases.resolve().parent)
+    stamp = Stamp(package, version, described, measured, commit, datetime.now(UTC).isoformat(timespec="seconds"))
+    seconds, rounds = (chosen.seconds / 8, 3) if chosen.quick else (chosen.seconds, 10)
+    target = chosen.out / f"{package}.jsonl"
+    records: list[Record] = []
+    for number, case in enumerate(cases, start=1):
+        start = time.perf_counter()
+        found = measure(case, bench.device, bench.clock, stamp, seconds=seconds, rounds=rounds)
+        bench.tidy()
+        records += found
+        # After every case, so that a peer that takes the process down takes no result with it.
+        save(records, target)
+        _say(f"[{number}/{len(cases)}] {case.name}: {_outcome(found)} ({time.perf_counter() - start:.1f} s)")
+    show(of_records(records))
+    _say(f"wrote {target}")
+    _draw(records, chosen.out / f"{package}.svg")
+    red = [record for record in records if record.ours and record.status == "red"]
+    for record in red:
+        _say(f"RED: {record.case} / {record.implementation}: {record.note}")
+    code = 0
+    if old is not None:
+        names = {case.name for case in cases}
+        code = report([r for r in old if chosen.only is None or r.case in names], records)
+    return 1 if red else code
+
+
+def _outcome(records: Iterable[Record]) -> str:
+    return ", ".join(
+        f"{r.implementation} {r.median_us:.4g} us" if r.median_us else f"{r.implementation} {r.status}" for r in records
+    )
+
+
+def _draw(records: Sequence[Record], path: Path) -> None:
+    try:
+        from kernel_reference.bench.plot import draw
+    except ImportError as error:
+        _say(f"no SVG: {error}")
+        return
+    draw(records, path)
+    _say(f"wrote {path}")
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""Rules of the house that a linter does not know."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = [file.parent for file in sorted(ROOT.glob("packages/*/pyproject.toml"))]
+
+each_package = pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
+
+
+@each_package
+def test_every_package_has_the_same_rooms(package: Path) -> None:
+    source = package / "src" / package.name.replace("-", "_")
+    rooms = ["README.md", "CHANGELOG.md", "LICENSE", "changelog.d", "tests", "benchmarks/cases.py"]
+    rooms += ["examples/quickstart.py", "examples/demo.py"]
+    modules = ["__init__.py", "api.py", "ops.py", "plan.py", "launch.py", "py.typed"]
+    assert [room for room in rooms if not (package / room).exists()] == []
+    assert [module for module in modules if not (source / module).is_file()] == []
+    assert (source / "kernels.py").is_file() or (source / "kernels").is_dir()
+
+
+@each_package
+def test_a_plan_knows_neither_triton_nor_the_gpu(package: Path) -> None:
+    [plan] = package.glob("src/*/plan.py")
+    known: set[str] = set()
+    for node in ast.walk(ast.parse(plan.read_text())):
+        match node:
+            case ast.Import(names=names):
+                known |= {name.name for name in names}
+            case ast.ImportFrom(module=str(module), names=names):
+                known |= {module, *(f"{module}.{name.name}" for name in names)}
+            case ast.Attribute(value=ast.Name(id="torch"), attr=attribute):
+                known.add(f"torch.{attribute}")
+    assert [name for name in sorted(known) if re.match(r"(triton|tilelang|torch\.cuda)\b", name)] == []
+
+
+@pytest.mark.parametrize("folder", ["shared", *(f"packages/{package.name}" for package in PACKAGES)])
+def test_every_distribution_carries_the_whole_licence(folder: str) -> None:
+    assert (ROOT / folder / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
+
+
+def test_no_module_is_called_after_nothing() -> None:
+    modules = [file for home in [ROOT / "shared", *PACKAGES] for file in home.glob("src/**/*.py")]
+    assert [file for file in modules if file.stem in {"utils", "util", "helpers", "misc"}] == []
+
+
+def test_every_action_is_pinned_by_its_commit_with_the_version_beside_it() -> None:
+    uses = re.compile(r"^\s*(?:- )?uses: (.*)$", re.MULTILINE)
+    pinned = re.compile(r"[\w./-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+")
+    found = [use for file in ROOT.glob(".github/workflows/*.yml") for use in uses.findall(file.read_text())]
+    assert found
+    assert [use for use in found if not pinned.fullmatch(use)] == []

@@ -161,7 +161,7 @@ def convolve_split(
     m_seq = o_seq < sequences
     o_slot, m_live = load_slots(p_slots, o_seq, m_seq, num_slots)
     convolve(
-        p_x, p_y, p_state + (o_slot * s_slot)[:, None], p_weight, p_bias, s_x, s_y, o_seq, m_live, m_seq, o_c,
+        p_x, p_y, p_state + (o_slot * s_slot)[:, None], p_weight, p_bias, s_x, s_y, o_seq, m_seq, m_live, o_c,
         o_c < CHANNELS, S_CHANNEL, S_TAP, S_WCHANNEL, S_WTAP, 1, WIDTH, True, True, BLOCK,
     )  # fmt: skip
 

@@ -223,8 +223,8 @@ def split_conv1d_update(
         conv_weight: [qkv_dim, width], width 2 to 4, weight[:, -1] on the newest token, any strides.
         conv_bias: [qkv_dim], packed, or None.
         slots: [S] int32 or int64, packed: the row of conv_state of each sequence, -1 for padding, whose rows of all
-            four results are 0. No two sequences may share a slot (checked under ``checks.validate_values``). Outside that
-            check a slot outside the pool is treated as padding.
+            four results are 0. No two sequences may share a slot (checked under ``checks.validate_values``). Without
+            that check a slot outside the pool is treated as padding.
         tokens_per_sequence: new tokens of each sequence.
         activation: "silu" or None.
         out, layout, plan: as for the split; the plan is a ``gdn_split.plan.ConvPlan``.

@@ -90,26 +90,26 @@ def move_group(
 
 @triton.jit
 def move_b_and_a(
-    p_ba, p_b, p_a, s_ba, s_b, s_a, o_row, m_read, m_write,
+    p_ba, p_b, p_a, s_ba, s_b, s_a, o_row, m_row, m_live,
     NQK: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr, MERGE: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Copy the rows o_row of all heads' b and a: mixed_ba to (b, a), or back. Rows written but not read become 0."""
+    """Copy the rows o_row of all heads' b and a: mixed_ba to (b, a), or back. Rows that are not live become 0."""
     o_h = tl.arange(0, BLOCK_H)[None, :]
     c_b, c_a = columns_of_b_and_a(o_h, NQK, R, INTERLEAVED)
-    m_load = m_read[:, None] & (o_h < NQK * R)
-    m_store = m_write[:, None] & (o_h < NQK * R)
+    m = m_row[:, None] & (o_h < NQK * R)
+    m_kept = m_live[:, None]
     p_fused = p_ba + o_row[:, None] * s_ba
     p_fused_b, p_fused_a = p_fused + c_b, p_fused + c_a
     p_part_b = p_b + o_row[:, None] * s_b + o_h
     p_part_a = p_a + o_row[:, None] * s_a + o_h
     if MERGE:
-        b_b, b_a = tl.load(p_part_b, mask=m_load, other=0), tl.load(p_part_a, mask=m_load, other=0)
-        tl.store(p_fused_b, b_b, mask=m_store)
-        tl.store(p_fused_a, b_a, mask=m_store)
+        b_b, b_a = tl.load(p_part_b, mask=m), tl.load(p_part_a, mask=m)
+        tl.store(p_fused_b, tl.where(m_kept, b_b, 0), mask=m)
+        tl.store(p_fused_a, tl.where(m_kept, b_a, 0), mask=m)
     else:
-        b_b, b_a = tl.load(p_fused_b, mask=m_load, other=0), tl.load(p_fused_a, mask=m_load, other=0)
-        tl.store(p_part_b, b_b, mask=m_store)
-        tl.store(p_part_a, b_a, mask=m_store)
+        b_b, b_a = tl.load(p_fused_b, mask=m), tl.load(p_fused_a, mask=m)
+        tl.store(p_part_b, tl.where(m_kept, b_b, 0), mask=m)
+        tl.store(p_part_a, tl.where(m_kept, b_a, 0), mask=m)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -180,28 +180,30 @@ def load_weights(
 
 @triton.jit
 def convolve(
-    p_x, p_y, p_state, p_weight, p_bias, s_x, s_y, o_row, m_read, m_write, o_c, m_c,
+    p_x, p_y, p_state, p_weight, p_bias, s_x, s_y, o_row, m_seq, m_live, o_c, m_c,
     S_CHANNEL: tl.constexpr, S_TAP: tl.constexpr, S_WCHANNEL: tl.constexpr, S_WTAP: tl.constexpr,
     TOKENS: tl.constexpr, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Advance the convolution of the channels o_c by TOKENS rows, for the sequences that start at rows o_row.
 
-    p_x points at what becomes channel 0, p_state [SEQUENCES, 1] at channel 0 of each sequence's slot.
+    p_x points at what becomes channel 0, p_state [SEQUENCES, 1] at channel 0 of each sequence's slot. Sequences that
+    are not live get zeros and leave the state alone.
     """
-    m_load = m_read[:, None] & m_c[None, :]
-    m_store = m_write[:, None] & m_c[None, :]
-    # x_1 is the newest input before the current one, x_2 the one before that; w_i is the weight on x_i.
-    p_1 = p_state + o_c.to(tl.int64)[None, :] * S_CHANNEL + (WIDTH - 2) * S_TAP
-    x_1 = tl.load(p_1, mask=m_load, other=0.0).to(tl.float32)
-    if WIDTH > 2:
-        x_2 = tl.load(p_1 - S_TAP, mask=m_load, other=0.0).to(tl.float32)
-    if WIDTH > 3:
-        x_3 = tl.load(p_1 - 2 * S_TAP, mask=m_load, other=0.0).to(tl.float32)
+    m_state = m_live[:, None] & m_c[None, :]
+    m_row = m_seq[:, None] & m_c[None, :]
+    # x_0 is the current input, x_1 the newest before it, and so on; w_i is the weight on x_i. What needs no slot is
+    # loaded first, so that it is under way while the slot, and then the state, are waited for.
     w_0, w_1, w_2, w_3 = load_weights(p_weight, o_c, m_c, S_WCHANNEL, S_WTAP, WIDTH, BLOCK)
     if HAS_BIAS:
         b_bias = tl.load(p_bias + o_c, mask=m_c, other=0.0).to(tl.float32)[None, :]
+    x_0 = tl.load(p_x + o_row[:, None] * s_x + o_c[None, :], mask=m_row, other=0.0).to(tl.float32)
+    p_1 = p_state + o_c.to(tl.int64)[None, :] * S_CHANNEL + (WIDTH - 2) * S_TAP
+    x_1 = tl.load(p_1, mask=m_state, other=0.0).to(tl.float32)
+    if WIDTH > 2:
+        x_2 = tl.load(p_1 - S_TAP, mask=m_state, other=0.0).to(tl.float32)
+    if WIDTH > 3:
+        x_3 = tl.load(p_1 - 2 * S_TAP, mask=m_state, other=0.0).to(tl.float32)
     for t in range(TOKENS):
-        x_0 = tl.load(p_x + (o_row + t)[:, None] * s_x + o_c[None, :], mask=m_load, other=0.0).to(tl.float32)
         y = x_0 * w_0 + x_1 * w_1
         if WIDTH > 2:
             y += x_2 * w_2
@@ -212,16 +214,18 @@ def convolve(
             y += b_bias
         if SILU:
             y = y / (1.0 + tl.exp(-y))
-        y = tl.where(m_load, y, 0.0)
-        tl.store(p_y + (o_row + t)[:, None] * s_y + o_c[None, :], y.to(p_y.dtype.element_ty), mask=m_store)
+        y = tl.where(m_state, y, 0.0)
+        tl.store(p_y + (o_row + t)[:, None] * s_y + o_c[None, :], y.to(p_y.dtype.element_ty), mask=m_row)
         if WIDTH > 2:
             x_2 = x_1
         x_1 = x_0
-    tl.store(p_1, x_1.to(p_state.dtype.element_ty), mask=m_load)
+        p_next = p_x + (o_row + t + 1)[:, None] * s_x + o_c[None, :]
+        x_0 = tl.load(p_next, mask=m_row & (t + 1 < TOKENS), other=0.0).to(tl.float32)
+    tl.store(p_1, x_1.to(p_state.dtype.element_ty), mask=m_state)
     if WIDTH > 2:
-        tl.store(p_1 - S_TAP, x_2.to(p_state.dtype.element_ty), mask=m_load)
+        tl.store(p_1 - S_TAP, x_2.to(p_state.dtype.element_ty), mask=m_state)
     if WIDTH > 3:
-        tl.store(p_1 - 2 * S_TAP, x_3.to(p_state.dtype.element_ty), mask=m_load)
+        tl.store(p_1 - 2 * S_TAP, x_3.to(p_state.dtype.element_ty), mask=m_state)
 
 
 @triton.jit
@@ -253,7 +257,7 @@ def split_and_convolve(
         o_row_ba = i_p.to(tl.int64) * ROWS_BA + tl.arange(0, ROWS_BA)
         m_row_ba = o_row_ba < rows
         _, m_live_ba = load_slots(p_slots, o_row_ba // TOKENS, m_row_ba, num_slots)
-        move_b_and_a(p_ba, p_b, p_a, s_ba, s_b, s_a, o_row_ba, m_live_ba, m_row_ba, NQK, R, INTERLEAVED, False, BLOCK_H)
+        move_b_and_a(p_ba, p_b, p_a, s_ba, s_b, s_a, o_row_ba, m_row_ba, m_live_ba, NQK, R, INTERLEAVED, False, BLOCK_H)
     else:
         TILES_Q: tl.constexpr = (HQ + BLOCK - 1) // BLOCK
         TILES_V: tl.constexpr = (R * HV + BLOCK - 1) // BLOCK
@@ -280,7 +284,7 @@ def split_and_convolve(
                 m_c = c_tile + o_tile < tl.where(is_v, R * HV, HQ)
             convolve(
                 p_qkvz + (c_x - c_y), p_qkv, p_state + (o_slot * s_slot)[:, None], p_weight, p_bias, s_qkvz, s_qkv,
-                o_row, m_live, m_seq, c_y + c_tile + o_tile, m_c,
+                o_row, m_seq, m_live, c_y + c_tile + o_tile, m_c,
                 S_CHANNEL, S_TAP, S_WCHANNEL, S_WTAP, TOKENS, WIDTH, HAS_BIAS, SILU, BLOCK,
             )  # fmt: skip
         else:
@@ -288,5 +292,6 @@ def split_and_convolve(
             m_z = o_z < R * HV
             for t in range(TOKENS):
                 o_t = (o_row + t)[:, None]
-                b_z = tl.load(p_qkvz + o_t * s_qkvz + c_z + o_z, mask=m_live[:, None] & m_z, other=0)
+                b_z = tl.load(p_qkvz + o_t * s_qkvz + c_z + o_z, mask=m_seq[:, None] & m_z)
+                b_z = tl.where(m_live[:, None], b_z, 0)
                 tl.store(p_z + o_t * s_z + i_g * (R * HV) + o_z, b_z, mask=m_seq[:, None] & m_z)

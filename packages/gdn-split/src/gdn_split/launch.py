@@ -29,8 +29,8 @@ class Launch:
     """One launch made ready: a kernel, its grid and every argument but the tensors.
 
     Called with the tensors, in the kernel's order, all of the dtypes, strides and device it was made for. From the
-    second call on Triton's binding of arguments is skipped (half of a launch's host time): all that it would specialise on is
-    fixed here but the pointers' alignment, and tensors that are not 16-byte aligned go through it again.
+    second call on Triton's binding of arguments is skipped (half of a launch's host time): all that it would specialise
+    on is fixed here but the pointers' alignment, and tensors that are not 16-byte aligned go through it again.
     """
 
     def __init__(
@@ -53,9 +53,7 @@ class Launch:
         self._run: Callable[..., None] | None = None
 
     def __call__(self, *tensors: Tensor) -> None:
-        if self._as_bits:
-            tensors = tuple(tensor.view(_AS_BITS[tensor.element_size()]) for tensor in tensors)
-        if self._guarded is None:
+        if self._guarded is None or self._guarded.index == torch.cuda.current_device():
             self._start(tensors)
         else:
             with torch.cuda.device(self._guarded):
@@ -67,6 +65,8 @@ class Launch:
         if self._run is not None and aligned:
             self._run(*pointers, *self._rest)
             return
+        if self._as_bits:
+            tensors = tuple(tensor.view(_AS_BITS[tensor.element_size()]) for tensor in tensors)
         compiled = self._kernel[self._grid](*tensors, *self._rest, **self._options)
         # The interpreter compiles nothing and returns None.
         if compiled is not None and aligned:

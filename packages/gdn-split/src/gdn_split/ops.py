@@ -104,7 +104,8 @@ def _checked_merge_into(
 
 def _checked_conv(
     mixed_qkvz: Tensor, mixed_ba: Tensor, conv_state: Tensor, conv_weight: Tensor, conv_bias: Tensor | None,
-    slots: Tensor, mixed_qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, tokens_per_sequence: int, silu: bool, *sizes: Any,
+    slots: Tensor, mixed_qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, tokens_per_sequence: int, silu: bool,
+    *sizes: Any,
 ) -> GroupShape:  # fmt: skip
     shape = _checked_split_into(mixed_qkvz, mixed_ba, mixed_qkv, z, b, a, *sizes)
     arguments.check_convolution(mixed_qkvz, conv_state, conv_weight, conv_bias, slots, tokens_per_sequence, shape)
@@ -174,7 +175,7 @@ def _prepare_conv(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
 
 def _kernel_split(mixed_qkvz: Tensor, mixed_ba: Tensor, *sizes: Any) -> Parts:
     allocators, run = _ready(_prepare_split, (mixed_qkvz, mixed_ba), sizes)
-    parts: Parts = tuple([allocate() for allocate in allocators])  # type: ignore[assignment]
+    parts: Parts = tuple([allocate() for allocate in allocators])
     run(mixed_qkvz, mixed_ba, *parts)
     return parts
 

@@ -1,0 +1,126 @@
+"""Search the launch plans on this GPU, beside those that `gdn_split.plan` makes and whose thresholds come from here.
+
+``python packages/gdn-split/benchmarks/tune.py [--out plans.json]`` prints, for each size, the plan in use and the best.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from itertools import product
+from pathlib import Path
+
+import torch
+
+from gdn_split import launch, ops
+from gdn_split.plan import ConvPlan, GroupShape, SplitPlan, cdiv, plan_conv, plan_split
+from kernel_reference.bench.timers import CudaClock, time_interleaved
+
+QWEN3_NEXT = GroupShape(16, 32, 128, 128)
+SHAPES = {"Qwen3-Next": QWEN3_NEXT, "TP4": GroupShape(4, 8, 128, 128), "ratio 3": GroupShape(16, 48, 128, 128)}
+TOKENS = (1, 64, 1024, 8192, 32768)
+SEQUENCES = (1, 16, 64, 256)
+# Rotating inputs of this much memory find the L2 cache cold.
+ROTATED_BYTES = 300e6
+
+
+def split_plans(rows: int, shape: GroupShape, used: SplitPlan) -> Iterator[SplitPlan]:
+    for rows_per_step, num_warps in product((1, 2, 4, 8), (1, 2, 4, 8)):
+        rows_per_step_ba = min(64, 4 * rows_per_step)
+        programs = cdiv(rows, rows_per_step_ba) + cdiv(rows, rows_per_step) * shape.num_heads_qk
+        yield replace(used, programs=programs, rows_per_step=rows_per_step, rows_per_step_ba=rows_per_step_ba,
+                      num_warps=num_warps)  # fmt: skip
+
+
+def conv_plans(sequences: int, shape: GroupShape, used: ConvPlan) -> Iterator[ConvPlan]:
+    for tile, block, num_warps in product((1, 2, 4, 8), (64, 128, 256), (1, 2, 4)):
+        if tile <= sequences and tile * block >= 32 * num_warps:
+            tiles = 2 * (cdiv(shape.head_qk, block) + cdiv(shape.ratio * shape.head_v, block)) * shape.num_heads_qk
+            programs = cdiv(sequences, used.rows_per_step_ba) + cdiv(sequences, tile) * tiles
+            yield replace(used, programs=programs, sequences_per_program=tile, block=block, num_warps=num_warps)
+
+
+def split_problem(
+    rows: int, shape: GroupShape
+) -> tuple[SplitPlan, Callable[[SplitPlan], Callable[[int], object]], int]:
+    row_bytes = 2 * (shape.qkvz_width + shape.ba_width)
+    sets = max(2, min(32, int(ROTATED_BYTES / (2 * rows * row_bytes))))
+    inputs = []
+    for _ in range(sets):
+        qkvz = torch.randn(rows, shape.qkvz_width, device="cuda", dtype=torch.bfloat16)
+        ba = torch.randn(rows, shape.ba_width, device="cuda", dtype=torch.bfloat16)
+        inputs.append((qkvz, ba, ops.allocate_parts(qkvz, ba, shape)))
+
+    def under(plan: SplitPlan) -> Callable[[int], object]:
+        run = launch.prepare_move(*inputs[0], shape, "interleaved", merge=False, plan=plan)
+        return lambda turn: run(inputs[turn][0], inputs[turn][1], *inputs[turn][2])
+
+    return plan_split(rows, shape, row_bytes, launch.device_limits(inputs[0][0].device)), under, sets
+
+
+def conv_problem(sequences: int, packed: bool) -> tuple[ConvPlan, Callable[[ConvPlan], Callable[[int], object]], int]:
+    shape, width = QWEN3_NEXT, 4
+    set_bytes = sequences * (4 * (shape.qkvz_width + shape.ba_width) + 4 * shape.qkv_width * (width - 1))
+    sets = max(2, min(32, int(ROTATED_BYTES / set_bytes)))
+    weight, bias = torch.randn(shape.qkv_width, width, device="cuda"), torch.randn(shape.qkv_width, device="cuda")
+    weight, bias = weight.bfloat16(), bias.bfloat16()
+    inputs = []
+    for _ in range(sets):
+        qkvz = torch.randn(sequences, shape.qkvz_width, device="cuda", dtype=torch.bfloat16)
+        ba = torch.randn(sequences, shape.ba_width, device="cuda", dtype=torch.bfloat16)
+        state = torch.randn(sequences, shape.qkv_width, width - 1, device="cuda", dtype=torch.bfloat16)
+        state = state if packed else state.transpose(1, 2).contiguous().transpose(1, 2)
+        slots = torch.randperm(sequences, device="cuda", dtype=torch.int32)
+        inputs.append((qkvz, ba, state, weight, bias, slots, *ops.allocate_parts(qkvz, ba, shape)))
+
+    def under(plan: ConvPlan) -> Callable[[int], object]:
+        qkvz, ba, state, _, _, slots, *parts = inputs[0]
+        run = launch.prepare_split_conv1d_update(
+            qkvz, ba, state, weight, True, slots, parts, shape, 1, True, "interleaved", plan
+        )
+        return lambda turn: run(*inputs[turn])
+
+    return plan_conv(sequences, 1, shape, launch.device_limits(weight.device)), under, sets
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, help="write every plan's time as JSON")
+    parser.add_argument("--seconds", type=float, default=0.05, help="device time a plan")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("tune: searching plans needs a GPU, and torch.cuda.is_available() is False", file=sys.stderr)
+        return 2
+    clock = CudaClock(torch.device("cuda"))
+    found = []
+    problems = [(f"split {name} N={rows}", split_plans, (rows, shape), split_problem, (rows, shape))
+                for name, shape in SHAPES.items() for rows in TOKENS]  # fmt: skip
+    problems += [(f"conv {n} sequences, {'packed' if packed else 'channel-last'}", conv_plans, (n, QWEN3_NEXT),
+                  conv_problem, (n, packed)) for n in SEQUENCES for packed in (True, False)]  # fmt: skip
+    for number, (name, candidates, sizes, problem, of) in enumerate(problems, start=1):
+        used, under, sets = problem(*of)
+        plans = list(dict.fromkeys([used, *candidates(*sizes, used)]))
+        calls = {str(i): under(plan) for i, plan in enumerate(plans)}
+        timings = time_interleaved(calls, sets, clock, seconds=arguments.seconds, rounds=3)
+        times = [timings[str(i)].median_us for i in range(len(plans))]
+        order = sorted(range(len(plans)), key=times.__getitem__)
+        found.append(
+            {"problem": name, "used": times[0], "plans": [{"us": times[i], **asdict(plans[i])} for i in order]}
+        )
+        best = ", ".join(f"{key}={value}" for key, value in asdict(plans[order[0]]).items() if key != "programs")
+        print(
+            f"[{number}/{len(problems)}] {name}: in use {times[0]:.2f} us, best {times[order[0]]:.2f} us ({best})",
+            flush=True,
+        )
+        del under, calls
+        torch.cuda.empty_cache()
+    if arguments.out:
+        arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -65,6 +65,8 @@ def torch_split(inputs: Projected, shape: GroupShape, layout: str) -> tuple[torc
 
 
 def compiled_split(shape: GroupShape, layout: str) -> Callable[[Projected], object]:
+    # Every case compiles the same line anew, and torch counts that against a limit.
+    torch._dynamo.reset()
     compiled = torch.compile(lambda qkvz, ba: tuple(projection.split(qkvz, ba, *sizes(shape), layout)), dynamic=False)
     return lambda inputs: compiled(inputs.qkvz, inputs.ba)
 

@@ -164,7 +164,7 @@ def _records(
                 implementation=label,
                 ours=label in case.ours,
                 status=verdict.status,
-                note=verdict.note,
+                note=verdict.note or (timing.note if timing else ""),
                 median_us=median,
                 p20_us=timing.p20_us if timing else None,
                 p80_us=timing.p80_us if timing else None,

@@ -61,6 +61,7 @@ class Timing:
     """Device time of one call (median, 20 % and 80 % quantiles) and median host time of a call, in microseconds.
 
     ``host_us`` is None for calls of 1 ms and more, which hide any host time. ``samples`` counts pairs of events.
+    ``note`` says why a call that wanted a graph was timed by events.
     """
 
     median_us: float
@@ -69,6 +70,7 @@ class Timing:
     method: Method
     host_us: float | None
     samples: int
+    note: str = ""
 
 
 def tensor_bytes(inputs: Any) -> int:
@@ -168,6 +170,7 @@ class _Entry:
     method: Method = "events"
     calls_per_step: int = 1
     step_us: float = 0.0
+    note: str = ""
     times: list[float] = dataclasses.field(default_factory=list)
 
 
@@ -202,7 +205,7 @@ def time_interleaved(
     timings = {}
     for label, entry in entries.items():
         median, p20, p80 = spread(entry.times)
-        timings[label] = Timing(median, p20, p80, entry.method, entry.host_us, len(entry.times))
+        timings[label] = Timing(median, p20, p80, entry.method, entry.host_us, len(entry.times), entry.note)
     return timings
 
 
@@ -229,8 +232,9 @@ def _use_graph(entry: _Entry, call: Callable[[int], object], sets: int, clock: C
         try:
             replay = clock.capture(_cycles(call, sets, cycles))
             step_us = statistics.median(clock.sample_us([replay] * 4)[1:])
-        except Exception:
-            # A peer is what it is: one that cannot be captured is timed as it would run, and the record says "events".
+        except Exception as error:
+            # A peer is what it is: one that cannot be captured is timed as it would run, and the record says why.
+            entry.note = f"not captured into a CUDA graph: {error}".splitlines()[0]
             return
         entry.step, entry.method, entry.calls_per_step, entry.step_us = replay, "graph", cycles * sets, step_us
         wanted = min(math.ceil(REPLAY_US / max(step_us, 1e-3)), MAX_CALLS_PER_GRAPH // sets)
@@ -267,7 +271,6 @@ class CudaClock:
         self._device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         torch.cuda.set_device(self._device)
         self._side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        self._pool = torch.cuda.graph_pool_handle()
 
     @property
     def l2_bytes(self) -> int:
@@ -297,26 +300,27 @@ class CudaClock:
         # By hand and not through torch.cuda.graph: that one empties the allocator's cache before every capture, and
         # leaves its side stream current when a capture fails.
         graph = torch.cuda.CUDAGraph()
+        # A pool of its own: one kept across cases is dead once its last graph is, and capturing into it fails.
+        pool = torch.cuda.graph_pool_handle()
         self.synchronize()
         try:
             with torch.cuda.stream(self._side):
-                graph.capture_begin(pool=self._pool)
+                graph.capture_begin(pool=pool)
                 try:
                     run()
                 finally:
                     graph.capture_end()
         except Exception:
-            self._recover_from_failed_capture()
+            self._recover_from_failed_capture(pool)
             raise
         self.synchronize()
         return graph.replay
 
-    def _recover_from_failed_capture(self) -> None:
+    def _recover_from_failed_capture(self, pool: Any) -> None:
         # Up to torch 2.11 a failing capture_end leaves the allocator believing that the capture goes on
         # (pytorch#180395), and the next empty_cache dies of an internal assertion. Later ones have ended it and raise.
         end: Callable[[int, Any], None] | None = getattr(torch._C, "_cuda_endAllocateToPool", None)
         if end is not None:
             with suppress(RuntimeError):
-                end(self._device.index, self._pool)
-        self._pool = torch.cuda.graph_pool_handle()
+                end(self._device.index, pool)
         self.synchronize()

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from kernel_reference.bench import demo
 from kernel_reference.bench.demo import Row, of_rows
 from kernel_reference.bench.table import plain
@@ -73,6 +74,14 @@ def test_a_failing_package_is_named_after_the_table_of_the_others(
     assert "sound" in printed.out
     assert printed.out.count("CPU implementation") == 2, "rows that came before the failure are shown"
     assert "FAILED: sound" not in printed.err
+
+
+def test_rows_survive_a_process_that_is_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    killed = DEMO.replace("12.5)", "12.5)\n    os.kill(os.getpid(), 9)")
+    assert demo.main([package(tmp_path, "killed", killed)], has_gpu=lambda: True) == 1
+    printed = capsys.readouterr()
+    assert "FAILED: killed: real_size: exit code -9" in printed.err
+    assert "CPU implementation" in printed.out
 
 
 def test_a_failing_quickstart_fails_its_package(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from kernel_reference.bench import machine
 from kernel_reference.bench.case import Case, Requirement
 from kernel_reference.bench.compare import compare, machine_differences
@@ -110,7 +111,7 @@ def test_a_record_without_machine_driver_or_version_is_refused(tmp_path: Path, n
     ],
 )
 def test_a_malformed_record_is_refused_by_file_line_and_field(tmp_path: Path, changes: Any, words: str) -> None:
-    with pytest.raises(ValueError, match="x.jsonl:2: ") as caught:
+    with pytest.raises(ValueError, match=r"x\.jsonl:2: ") as caught:
         load(rewritten(tmp_path / "x.jsonl", **changes))
     assert words in str(caught.value)
 
@@ -149,6 +150,8 @@ def test_what_was_timed_and_is_red_now_is_a_regression_but_a_peer_that_went_is_n
         ("sglang", "gone", False),
     ]
     assert compare([peer], [absent(implementation="sglang", ours=False)])[0].verdict == "gone"
+    slower = record(implementation="sglang", ours=False, median_us=200.0, p20_us=199.0, p80_us=201.0)
+    assert not compare([peer], [slower])[0].is_regression
 
 
 def test_comparing_names_what_the_machines_differ_in() -> None:

@@ -1,4 +1,4 @@
-"""The timers decide well: cold inputs, fair turns, graphs where launches would dominate. A fake device keeps the time."""
+"""The timers decide well: cold inputs, fair turns, graphs where launches would dominate. A fake device keeps time."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+
 from kernel_reference.bench.timers import (
     MAX_CALLS_PER_GRAPH,
     REPLAY_US,

@@ -1,7 +1,7 @@
 """Run every package's example and demo and print one table.
 
 ``python -m kernel_reference.bench.demo packages/*/examples/demo.py``. A demo.py defines
-``real_size(device: torch.device) -> Iterable[Row]`` and ``interpreted() -> Iterable[Row]``; quickstart.py lies beside it.
+``real_size(device: torch.device) -> Iterable[Row]`` and ``interpreted() -> Iterable[Row]``, quickstart.py beside it.
 Each of the three runs in a process of its own; ``interpreted`` only where there is no GPU, with TRITON_INTERPRET=1.
 Exit code 0: all ran; 1: a package failed, and is named; 2: nothing to run.
 """
@@ -185,7 +185,7 @@ def _collect(path: Path, name: str, target: Path) -> None:
     if name == "interpreted":
         from kernel_reference.testing import interpreter
 
-        interpreter.install()
+        interpreter.repair()
     spec = importlib.util.spec_from_file_location("demo", path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} must be a Python file")

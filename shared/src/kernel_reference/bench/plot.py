@@ -54,15 +54,19 @@ def _figure(records: Sequence[Record]) -> Figure:
     top, bottom = 0.85, 0.75
     height = rows * _ROW + top + bottom
     figure = Figure(figsize=(_WIDTH, height))
-    axes = figure.add_axes((0.2, bottom / height, 0.5, 1 - (top + bottom) / height))
+    left = (0.35 + 0.078 * max(len(r.implementation) for r in records)) / _WIDTH
+    axes = figure.add_axes((left, bottom / height, 0.715 - left, 1 - (top + bottom) / height))
     colours = _colours(records)
     longest = 1.0
     y = 0.0
     for name, group in cases:
         y += 1.1
-        axes.text(-0.02, y - 0.12, _title(name, group), ha="left", va="center", weight="bold", color=_INK)
+        title = _title(name, group, records[0].baseline)
+        axes.text(0, y - 0.12, title, ha="left", va="center", weight="bold", color=_INK)
         y += 0.5
         reference = _reference(group)
+        # Case by case: one line through the whole picture would cross the titles.
+        axes.plot((1, 1), (y, y + len(group)), color=_INK, linewidth=0.8, linestyle=(0, (4, 3)), zorder=0)
         for record in group:
             y += 0.5
             speed = _bar(axes, record, reference, y, colours[record.implementation])
@@ -80,11 +84,12 @@ def _colours(records: Sequence[Record]) -> dict[str, str]:
     return colours | {label: _PEERS[i % len(_PEERS)] for i, label in enumerate(peers)}
 
 
-def _title(name: str, group: Sequence[Record]) -> str:
+def _title(name: str, group: Sequence[Record], usual: str) -> str:
     reference = _reference(group)
-    if reference is None or reference.implementation == reference.baseline:
+    if reference is None or reference.implementation == usual:
         return name
-    return f"{name} (1 = {reference.implementation}: {reference.baseline} was not timed)"
+    missing = "" if reference.implementation == reference.baseline else f": {reference.baseline} was not timed"
+    return f"{name} (1 = {reference.implementation}{missing})"
 
 
 def _reference(group: Sequence[Record]) -> Record | None:
@@ -97,35 +102,38 @@ def _bar(axes: Axes, record: Record, reference: Record | None, y: float, colour:
     axes.text(-0.03, y, record.implementation, ha="right", va="center", color=_INK if record.ours else _FAINT)
     if reference is None or not record.median_us or not reference.median_us:
         note = " ".join(record.note.split())
-        axes.text(0.02, y, f"{record.status}: {note[:70]}", ha="left", va="center", color=_FAINT, style="italic")
+        words = f"{record.status}: {note[:80]}"
+        behind = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
+        axes.text(0.02, y, words, ha="left", va="center", color=_FAINT, style="italic", bbox=behind)
         return 0.0
     speed = reference.median_us / record.median_us
     shown = min(speed, _LONGEST)
     axes.barh(y, shown, height=0.72, color=colour, linewidth=0)
     if record.p20_us and record.p80_us and speed <= _LONGEST:
         ends = (reference.median_us / record.p80_us, reference.median_us / record.p20_us)
-        axes.plot(ends, (y, y), color=_INK, linewidth=1)
-    axes.text(1.02, y, _words(record, speed), transform=axes.get_yaxis_transform(), ha="left", va="center", color=_INK)
+        axes.plot(ends, (y, y), color=_INK, linewidth=1, solid_capstyle="butt")
+    right = axes.get_yaxis_transform()
+    axes.text(1.13, y, f"{significant(record.median_us)} µs", transform=right, ha="right", va="center", color=_INK)
+    axes.text(1.16, y, _words(record, speed), transform=right, ha="left", va="center", color=_FAINT)
     return speed
 
 
 def _words(record: Record, speed: float) -> str:
     copy, gemm = record.fraction_of_copy_roof or 0.0, record.fraction_of_gemm_roof or 0.0
     roof = f"{gemm:.0%} of GEMM roof" if gemm > copy else f"{copy:.0%} of copy roof"
-    cut = f"  ({speed:.1f} x)" if speed > _LONGEST else ""
-    return f"{significant(record.median_us)} µs   {roof}{cut}"
+    return f"{roof}, {speed:.1f} x" if speed > _LONGEST else roof
 
 
 def _frame(axes: Axes, first: Record, right: float, rows: float, figure: Figure, height: float) -> None:
     axes.set_xlim(0, right)
     axes.set_ylim(rows, 0.4)
-    axes.axvline(1.0, color=_INK, linewidth=0.8, linestyle=(0, (4, 3)), zorder=0)
     axes.set_yticks([])
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_color(_FAINT)
     axes.tick_params(colors=_FAINT)
-    axes.set_xlabel(f"speed, 1 = {first.baseline} (longer is faster); the thin line spans p20 to p80", color=_FAINT)
+    label = f"speed, 1 = {first.baseline} where a case names no other (longer is faster); thin line: p20 to p80"
+    axes.set_xlabel(label, color=_FAINT)
     figure.text(0.02, 1 - 0.28 / height, f"{first.package} {first.package_version}", size=13, weight="bold", color=_INK)
     figure.text(
         0.02,

@@ -270,7 +270,7 @@ class CudaClock:
     def __init__(self, device: torch.device) -> None:
         self._device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         torch.cuda.set_device(self._device)
-        self._side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._side = torch.cuda.Stream(self._device)
 
     @property
     def l2_bytes(self) -> int:

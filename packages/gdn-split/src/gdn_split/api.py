@@ -272,9 +272,7 @@ def _check_kinds(sizes: tuple[object, ...], **tensors: object) -> None:
     The split itself, whose host time counts, asks only once the dispatcher has refused.
     """
     check_tensors(**tensors)
-    for name, number in zip(("num_heads_qk", "num_heads_v", "head_qk", "head_v"), sizes, strict=False):
-        if not isinstance(number, (int, torch.SymInt)):
-            fail(name, "an int", describe(number), TypeError)
+    check_positive(**dict(zip(("num_heads_qk", "num_heads_v", "head_qk", "head_v"), sizes, strict=False)))
     if not isinstance(sizes[4], str):
         fail("layout", "a str", describe(sizes[4]), TypeError)
 

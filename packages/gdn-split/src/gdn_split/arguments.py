@@ -18,7 +18,7 @@ Tensor = torch.Tensor
 # Copies move bits, so that any dtype of these sizes will do.
 _ITEM_SIZES = (1, 2, 4, 8)
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-_PART_NAMES = ("mixed_qkv", "z", "b", "a")
+PART_NAMES = ("mixed_qkv", "z", "b", "a")
 
 
 def describe(value: object) -> str:
@@ -44,8 +44,9 @@ def check_positive(**numbers: object) -> None:
     for name, number in numbers.items():
         if not isinstance(number, (int, torch.SymInt)):
             fail(name, "an int", describe(number), TypeError)
-        if number < 1:
-            fail(name, "at least 1", number)
+        # torch's dispatcher refuses numbers of more than 64 bits in words of its own.
+        if not 1 <= number < 2**31:
+            fail(name, "from 1 to 2**31 - 1", number)
 
 
 def check_sizes(num_heads_qk: int, num_heads_v: int, head_qk: int, head_v: int, layout: str) -> GroupShape:
@@ -61,40 +62,43 @@ def check_sizes(num_heads_qk: int, num_heads_v: int, head_qk: int, head_v: int, 
     return shape
 
 
-def check_projections(mixed_qkvz: Tensor, mixed_ba: Tensor, shape: GroupShape) -> None:
-    """The fused projections: as wide as the shape says, packed rows, as many of the one as of the other."""
-    _check_rows("mixed_qkvz", mixed_qkvz, (shape.qkvz_width,))
-    _check_rows("mixed_ba", mixed_ba, (shape.ba_width,))
-    _check_companion("mixed_ba", mixed_ba, "mixed_qkvz", mixed_qkvz)
+def check_projections(
+    mixed_qkvz: Tensor, mixed_ba: Tensor, shape: GroupShape, like: tuple[str, Tensor] | None = None, prefix: str = ""
+) -> None:
+    """The fused projections: as wide as the shape says, rows packed, as many and on the device of ``like`` (name, tensor)."""
+    like = like or ("mixed_qkvz", mixed_qkvz)
+    for name, tensor, width in (("mixed_qkvz", mixed_qkvz, shape.qkvz_width), ("mixed_ba", mixed_ba, shape.ba_width)):
+        _check_rows(prefix + name, tensor, (width,))
+        _check_companion(prefix + name, tensor, *like)
 
 
-def check_parts(parts: Sequence[Tensor], shape: GroupShape) -> None:
-    """The parts mixed_qkv, z, b and a: likewise, z in the dtype of mixed_qkv and a in that of b."""
-    mixed_qkv, _, b, _ = parts
-    heads, dtypes = shape.num_heads_v, (mixed_qkv.dtype, mixed_qkv.dtype, b.dtype, b.dtype)
+def check_parts(
+    parts: Sequence[Tensor], shape: GroupShape, like: tuple[str, Tensor] | None = None, prefix: str = ""
+) -> None:
+    """The parts mixed_qkv, z, b and a: likewise."""
+    like = like or ("mixed_qkv", parts[0])
+    heads = shape.num_heads_v
     tails = ((shape.qkv_width,), (heads, shape.head_v), (heads,), (heads,))
-    for name, part, tail, dtype in zip(_PART_NAMES, parts, tails, dtypes, strict=True):
-        _check_rows(name, part, tail)
-        _check_companion(name, part, "mixed_qkv", mixed_qkv)
-        if part.dtype != dtype:
-            fail(f"{name}.dtype", str(dtype), part.dtype, TypeError)
+    for name, part, tail in zip(PART_NAMES, parts, tails, strict=True):
+        _check_rows(prefix + name, part, tail)
+        _check_companion(prefix + name, part, *like)
 
 
-def check_written(mixed: Tensor, ba: Tensor, out_mixed: Tensor, out_ba: Tensor, out: dict[str, Tensor]) -> None:
-    """Tensors to be written: the inputs' dtypes, device and rows, no two elements in one place.
+def check_dtypes(wanted: torch.dtype, as_in: str, **tensors: Tensor) -> None:
+    """Each must have the dtype ``wanted``, that of the argument ``as_in``."""
+    for name, tensor in tensors.items():
+        if tensor.dtype != wanted:
+            fail(f"{name}.dtype", f"{wanted} as that of {as_in} is", tensor.dtype, TypeError)
 
-    ``out_mixed`` and ``out_ba`` are those of ``out`` that take the dtypes of ``mixed`` and ``ba``.
-    """
-    for name, tensor in out.items():
-        _check_companion(f"out.{name}", tensor, "the input", mixed)
+
+def check_written(**tensors: Tensor) -> None:
+    """Tensors to be written: no two elements in one place, and nothing that autograd would have to know of."""
+    for name, tensor in tensors.items():
         width = tensor.shape[1:].numel()
         if tensor.shape[0] > 1 and tensor.stride(0) < width:
-            fail(f"out.{name}", f"rows that do not overlap (row stride >= {width})", describe(tensor))
+            fail(name, f"a tensor whose rows do not overlap (row stride >= {width})", describe(tensor))
         if tensor.requires_grad and torch.is_grad_enabled():
-            fail(f"out.{name}", "a tensor that does not require a gradient", "requires_grad=True")
-    for wanted, tensor in ((mixed, out_mixed), (ba, out_ba)):
-        if tensor.dtype != wanted.dtype:
-            fail("out.dtype", f"{wanted.dtype} as the input's", tensor.dtype, TypeError)
+            fail(name, "a tensor that does not require a gradient", "requires_grad=True")
 
 
 def check_convolution(

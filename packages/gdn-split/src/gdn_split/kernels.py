@@ -56,7 +56,7 @@ def move_group(
     MERGE: tl.constexpr, ROWS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Copy ROWS rows from `row` on, short of `end`, of one head group: mixed_qkvz to (mixed_qkv, z), or back."""
-    o_row = row + tl.arange(0, ROWS)
+    o_row = row + tl.arange(0, ROWS).to(tl.int64)
     m_row = o_row < end
     c_q, c_k, c_v, c_z = columns_of_group(i_g, NQK, R, HQ, HV, INTERLEAVED)
     o_q = tl.arange(0, BLOCK_Q)[None, :]
@@ -146,7 +146,7 @@ def split_by_run(
     first = tl.program_id(0).to(tl.int64) * rows_per_program
     end = tl.minimum(first + rows_per_program, rows)
     for row in range(first, end, ROWS):
-        o_row = row + tl.arange(0, ROWS)
+        o_row = row + tl.arange(0, ROWS).to(tl.int64)
         m_row = o_row < end
         for i_g in range(NQK):
             move_group(
@@ -157,16 +157,19 @@ def split_by_run(
 
 
 @triton.jit
-def load_weights(
-    p_weight, o_c, m_c, S_CHANNEL: tl.constexpr, S_TAP: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """The weights of the channels o_c, newest tap first, each [1, BLOCK] float32; the taps past WIDTH are 0.
+def load_weights(p_weight, o_c, m_c, S_CHANNEL: tl.constexpr, S_TAP: tl.constexpr, WIDTH: tl.constexpr):
+    """The weights of the channels o_c, oldest tap first: [BLOCK, 4], with 0 before the first of WIDTH taps.
 
     All taps in one tile, because a channel's taps lie together: one 8-byte load rather than four of 2 bytes.
     """
     o_i = tl.arange(0, 4)[None, :]
     p_w = p_weight + o_c.to(tl.int64)[:, None] * S_CHANNEL + (WIDTH - 4 + o_i) * S_TAP
-    b_w = tl.load(p_w, mask=m_c[:, None] & (o_i >= 4 - WIDTH), other=0.0)
+    return tl.load(p_w, mask=m_c[:, None] & (o_i >= 4 - WIDTH), other=0.0)
+
+
+@triton.jit
+def taps_of(b_w, BLOCK: tl.constexpr):
+    """The columns of a tile [BLOCK, 4], last first, each [1, BLOCK] float32."""
     even, odd = tl.split(tl.reshape(b_w, [BLOCK, 2, 2]))
     w_3, w_1 = tl.split(even)
     w_2, w_0 = tl.split(odd)
@@ -193,7 +196,7 @@ def convolve(
     m_row = m_seq[:, None] & m_c[None, :]
     # x_0 is the current input, x_1 the newest before it, and so on; w_i is the weight on x_i. What needs no slot is
     # loaded first, so that it is under way while the slot, and then the state, are waited for.
-    w_0, w_1, w_2, w_3 = load_weights(p_weight, o_c, m_c, S_WCHANNEL, S_WTAP, WIDTH, BLOCK)
+    b_w = load_weights(p_weight, o_c, m_c, S_WCHANNEL, S_WTAP, WIDTH)
     if HAS_BIAS:
         b_bias = tl.load(p_bias + o_c, mask=m_c, other=0.0).to(tl.float32)[None, :]
     x_0 = tl.load(p_x + o_row[:, None] * s_x + o_c[None, :], mask=m_row, other=0.0).to(tl.float32)
@@ -203,6 +206,7 @@ def convolve(
         x_2 = tl.load(p_1 - S_TAP, mask=m_state, other=0.0).to(tl.float32)
     if WIDTH > 3:
         x_3 = tl.load(p_1 - 2 * S_TAP, mask=m_state, other=0.0).to(tl.float32)
+    w_0, w_1, w_2, w_3 = taps_of(b_w, BLOCK)
     for t in range(TOKENS):
         y = x_0 * w_0 + x_1 * w_1
         if WIDTH > 2:

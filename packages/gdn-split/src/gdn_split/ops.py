@@ -80,6 +80,8 @@ def _checked_split(mixed_qkvz: Tensor, mixed_ba: Tensor, *sizes: Any) -> GroupSh
 def _checked_merge(mixed_qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, *sizes: Any) -> GroupShape:
     shape = arguments.check_sizes(*sizes[:5])
     arguments.check_parts((mixed_qkv, z, b, a), shape)
+    arguments.check_dtypes(mixed_qkv.dtype, "mixed_qkv", z=z)
+    arguments.check_dtypes(b.dtype, "b", a=a)
     return shape
 
 
@@ -87,9 +89,10 @@ def _checked_split_into(
     mixed_qkvz: Tensor, mixed_ba: Tensor, mixed_qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, *sizes: Any
 ) -> GroupShape:
     shape = _checked_split(mixed_qkvz, mixed_ba, *sizes)
-    parts = (mixed_qkv, z, b, a)
-    arguments.check_parts(parts, shape)
-    arguments.check_written(mixed_qkvz, mixed_ba, mixed_qkv, b, dict(zip(projection.Parts._fields, parts, strict=True)))
+    arguments.check_parts((mixed_qkv, z, b, a), shape, ("mixed_qkvz", mixed_qkvz), "out.")
+    arguments.check_dtypes(mixed_qkvz.dtype, "mixed_qkvz", **{"out.mixed_qkv": mixed_qkv, "out.z": z})
+    arguments.check_dtypes(mixed_ba.dtype, "mixed_ba", **{"out.b": b, "out.a": a})
+    arguments.check_written(**{"out.mixed_qkv": mixed_qkv, "out.z": z, "out.b": b, "out.a": a})
     return shape
 
 
@@ -97,8 +100,10 @@ def _checked_merge_into(
     mixed_qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, mixed_qkvz: Tensor, mixed_ba: Tensor, *sizes: Any
 ) -> GroupShape:
     shape = _checked_merge(mixed_qkv, z, b, a, *sizes)
-    arguments.check_projections(mixed_qkvz, mixed_ba, shape)
-    arguments.check_written(mixed_qkv, b, mixed_qkvz, mixed_ba, {"mixed_qkvz": mixed_qkvz, "mixed_ba": mixed_ba})
+    arguments.check_projections(mixed_qkvz, mixed_ba, shape, ("mixed_qkv", mixed_qkv), "out.")
+    arguments.check_dtypes(mixed_qkv.dtype, "mixed_qkv", **{"out.mixed_qkvz": mixed_qkvz})
+    arguments.check_dtypes(b.dtype, "b", **{"out.mixed_ba": mixed_ba})
+    arguments.check_written(**{"out.mixed_qkvz": mixed_qkvz, "out.mixed_ba": mixed_ba})
     return shape
 
 

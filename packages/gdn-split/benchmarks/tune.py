@@ -83,7 +83,7 @@ def conv_problem(sequences: int, packed: bool) -> tuple[ConvPlan, Callable[[Conv
         )
         return lambda turn: run(*inputs[turn])
 
-    return plan_conv(sequences, 1, shape, launch.device_limits(weight.device)), under, sets
+    return plan_conv(sequences, 1, shape, launch.device_limits(weight.device), packed), under, sets
 
 
 def main() -> int:

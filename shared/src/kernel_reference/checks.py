@@ -16,7 +16,7 @@ _values_are_checked: ContextVar[bool] = ContextVar("kernel_reference_values_are_
 def fail(name: str, wanted: str, got: object, error: type[Exception] = ValueError) -> NoReturn:
     """Raise ``error`` saying that argument ``name`` must be ``wanted`` but was ``got``.
 
-    ``error`` is TypeError for an argument of the wrong kind and ValueError for one of the right kind with a wrong value.
+    ``error`` is TypeError for an argument of the wrong kind, ValueError for one of the right kind with a wrong value.
     """
     raise error(f"{name} must be {wanted}, got {got}")
 
@@ -25,8 +25,8 @@ def fail(name: str, wanted: str, got: object, error: type[Exception] = ValueErro
 def validate_values() -> Iterator[None]:
     """Check, inside this block, what only device memory tells: lengths, page ids, slots, columns, decays.
 
-    Each checked call copies those tensors to the host and so synchronises once; it raises the same ValueErrors as the other
-    checks. Outside the block kernels clamp such values instead: a bad one never reads or writes outside its tensors.
+    Each checked call copies those tensors to the host and so synchronises once; it raises the same ValueErrors as the
+    other checks. Outside the block kernels clamp such values: a bad one never reads or writes outside its tensors.
     Not usable while a CUDA graph is being captured.
     """
     token = _values_are_checked.set(True)

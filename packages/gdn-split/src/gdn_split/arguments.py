@@ -65,7 +65,7 @@ def check_sizes(num_heads_qk: int, num_heads_v: int, head_qk: int, head_v: int, 
 def check_projections(
     mixed_qkvz: Tensor, mixed_ba: Tensor, shape: GroupShape, like: tuple[str, Tensor] | None = None, prefix: str = ""
 ) -> None:
-    """The fused projections: as wide as the shape says, rows packed, as many and on the device of ``like`` (name, tensor)."""
+    """The fused projections: as wide as the shape says, rows packed, as many as in ``like`` (a name, a tensor)."""
     like = like or ("mixed_qkvz", mixed_qkvz)
     for name, tensor, width in (("mixed_qkvz", mixed_qkvz, shape.qkvz_width), ("mixed_ba", mixed_ba, shape.ba_width)):
         _check_rows(prefix + name, tensor, (width,))

@@ -132,7 +132,8 @@ def prepare_split_conv1d_update(
     if sequences == 0:
         return _nothing
     if plan is None:
-        plan = plan_conv(sequences, tokens, shape, device_limits(qkvz.device))
+        adjacent = conv_state.stride(2) == 1 and conv_state.stride(1) > 1
+        plan = plan_conv(sequences, tokens, shape, device_limits(qkvz.device), adjacent)
     s_slot, s_channel, s_tap = conv_state.stride()
     rest = (
         sequences, conv_state.shape[0], qkvz.stride(0), ba.stride(0), s_slot, *[part.stride(0) for part in parts],

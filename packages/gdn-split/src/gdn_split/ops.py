@@ -22,7 +22,7 @@ import torch
 from gdn_split import arguments
 from gdn_split.plan import ConvPlan, GroupShape, SplitPlan
 from kernel_reference import projection
-from kernel_reference.checks import values_are_checked
+from kernel_reference.checks import fail, values_are_checked
 
 Tensor = torch.Tensor
 Parts = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -74,6 +74,7 @@ def allocate_projections(mixed_qkv: Tensor, b: Tensor, shape: GroupShape) -> tup
 def _checked_split(mixed_qkvz: Tensor, mixed_ba: Tensor, *sizes: Any) -> GroupShape:
     shape = arguments.check_sizes(*sizes[:5])
     arguments.check_projections(mixed_qkvz, mixed_ba, shape)
+    _check_plan(mixed_qkvz.shape[0], shape, sizes)
     return shape
 
 
@@ -82,7 +83,14 @@ def _checked_merge(mixed_qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, *sizes: A
     arguments.check_parts((mixed_qkv, z, b, a), shape)
     arguments.check_dtypes(mixed_qkv.dtype, "mixed_qkv", z=z)
     arguments.check_dtypes(b.dtype, "b", a=a)
+    _check_plan(mixed_qkv.shape[0], shape, sizes)
     return shape
+
+
+def _check_plan(rows: int, shape: GroupShape, sizes: tuple[Any, ...]) -> None:
+    plan = _plan(SplitPlan, sizes)
+    if plan is not None and not plan.covers(rows, shape):
+        fail("plan", f"one made for {rows} rows of {shape}", plan)
 
 
 def _checked_split_into(
@@ -112,8 +120,11 @@ def _checked_conv(
     slots: Tensor, mixed_qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, tokens_per_sequence: int, silu: bool,
     *sizes: Any,
 ) -> GroupShape:  # fmt: skip
-    shape = _checked_split_into(mixed_qkvz, mixed_ba, mixed_qkv, z, b, a, *sizes)
+    shape = _checked_split_into(mixed_qkvz, mixed_ba, mixed_qkv, z, b, a, *sizes[:5])
     arguments.check_convolution(mixed_qkvz, conv_state, conv_weight, conv_bias, slots, tokens_per_sequence, shape)
+    plan, sequences = _plan(ConvPlan, sizes), slots.shape[0]
+    if plan is not None and not plan.covers(sequences, tokens_per_sequence, shape):
+        fail("plan", f"one made for {sequences} sequences of {tokens_per_sequence} tokens of {shape}", plan)
     return shape
 
 

@@ -76,6 +76,14 @@ class SplitPlan:
         """The plan as a torch op takes it."""
         return [int(number) for number in astuple(self)]
 
+    def covers(self, rows: int, shape: GroupShape) -> bool:
+        """Whether its programs reach every row, in steps that a kernel can take."""
+        if not _are_steps(self.rows_per_step, self.rows_per_step_ba, self.num_warps):
+            return False
+        if self.rows_per_program:
+            return self.rows_per_program > 0 and self.programs * self.rows_per_program >= rows
+        return self.programs >= cdiv(rows, self.rows_per_step_ba) + cdiv(rows, self.rows_per_step) * shape.num_heads_qk
+
 
 @dataclass(frozen=True)
 class ConvPlan:
@@ -92,6 +100,13 @@ class ConvPlan:
         """The plan as a torch op takes it."""
         return [int(number) for number in astuple(self)]
 
+    def covers(self, sequences: int, tokens: int, shape: GroupShape) -> bool:
+        """Whether its programs reach every sequence and column, in steps that a kernel can take."""
+        if not _are_steps(self.sequences_per_program, self.block, self.rows_per_step_ba, self.num_warps):
+            return False
+        tiles = cdiv(sequences, self.sequences_per_program) * _tiles(shape, self.block)
+        return self.programs >= cdiv(sequences * tokens, self.rows_per_step_ba) + tiles
+
 
 def cdiv(a: int, b: int) -> int:
     """a / b, rounded up."""
@@ -106,6 +121,10 @@ def power_of_two_at_most(n: int) -> int:
 def power_of_two_at_least(n: int) -> int:
     """The smallest power of two that is >= n, for n >= 1."""
     return 1 << (n - 1).bit_length()
+
+
+def _are_steps(*numbers: int) -> bool:
+    return all(number >= 1 and number & (number - 1) == 0 for number in numbers)
 
 
 def plan_split(rows: int, shape: GroupShape, row_bytes: int, limits: DeviceLimits) -> SplitPlan:
@@ -138,20 +157,30 @@ def _one_program_a_tile(rows: int, shape: GroupShape, row_bytes: int, limits: De
         rows_per_step, rows_per_step_ba = 2 * rows_per_step, 2 * rows_per_step_ba
 
 
-def plan_conv(sequences: int, tokens: int, shape: GroupShape, limits: DeviceLimits) -> ConvPlan:
-    """The plan for ``sequences`` sequences of ``tokens`` tokens each on this device."""
+def plan_conv(
+    sequences: int, tokens: int, shape: GroupShape, limits: DeviceLimits, taps_adjacent: bool = False
+) -> ConvPlan:
+    """The plan for ``sequences`` sequences of ``tokens`` tokens each on this device.
+
+    ``taps_adjacent``: a channel's taps lie together in the state, so that a tap is read 2 bytes in every few.
+    """
     widths = (shape.head_qk, shape.ratio * shape.head_v)
     # Tiles that divide both widths need no mask; where only tiny ones do, one masked tile of each is better.
     block = min(128, gcd(*widths) & -gcd(*widths))
     if block < 32:
         block = min(256, power_of_two_at_least(max(widths)))
-    tiles = 2 * sum(cdiv(width, block) for width in widths) * shape.num_heads_qk
-    # Sequences of one program share a load of the weights. On an H200 with Qwen3-Next: 1 and four warps up to 16
-    # sequences (2.3 us), 2 at 64 (4.2 us) and 4 at 256 (11.4 us) with one warp, which needs no barriers.
-    crowd = sequences * tiles // (2 * limits.cores * max(4, limits.programs_per_core))
-    sequences_per_program = min(4, power_of_two_at_most(max(1, crowd)))
-    num_warps = 4 if sequences_per_program == 1 else 1
-    rows_per_step_ba = min(64, 16 * sequences_per_program)
+    # One sequence of Qwen3-Next fills a third of an H200's cores in tiles of 128: 1.39 us, of 64 with two warps 1.07.
+    if block == 128 and sequences * _tiles(shape, block) < limits.cores:
+        block = 64
+    tiles = _tiles(shape, block)
+    # Sequences of one program share a load of the weights. Of Qwen3-Next on an H200, in us: 16 sequences, one a program
+    # 2.4, four 2.7; 64 sequences 7.8 and 4.3; 256 sequences 30.7 and 11.7. With adjacent taps two are the best.
+    if sequences * tiles < 4 * limits.cores * max(4, limits.programs_per_core):
+        sequences_per_program = 1
+    else:
+        sequences_per_program = 2 if taps_adjacent else 4
+    num_warps = 2 if block == 64 else 4
+    rows_per_step_ba = 16 * sequences_per_program
     while True:
         programs = cdiv(sequences * tokens, rows_per_step_ba) + cdiv(sequences, sequences_per_program) * tiles
         if programs <= MAX_PROGRAMS:
@@ -159,3 +188,8 @@ def plan_conv(sequences: int, tokens: int, shape: GroupShape, limits: DeviceLimi
                 programs, sequences_per_program, block, rows_per_step_ba, num_warps, limits.dependent_launch
             )
         sequences_per_program, rows_per_step_ba = 2 * sequences_per_program, 2 * rows_per_step_ba
+
+
+def _tiles(shape: GroupShape, block: int) -> int:
+    """Tiles of ``block`` columns in a row of mixed_qkvz; none holds columns of two groups, or of two of q, k, v, z."""
+    return 2 * (cdiv(shape.head_qk, block) + cdiv(shape.ratio * shape.head_v, block)) * shape.num_heads_qk

@@ -1,0 +1,128 @@
+"""What the demo runs for gdn-split: both kernels at the sizes of Qwen3-Next-80B, 4096 tokens and 256 sequences."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from gdn_split import fused_qkvzba_split_reshape_cat, ops, split_conv1d_update
+from gdn_split.plan import DeviceLimits, GroupShape, plan_conv, plan_split
+from kernel_reference import projection
+from kernel_reference.bench.demo import CPU_IMPLEMENTATION, GPU_KERNEL, INTERPRETED_KERNEL, Row
+from kernel_reference.models import QWEN3_NEXT_80B, GatedDeltaNet
+
+Tensors = Sequence[torch.Tensor]
+_RELATIVE = "error relative to the largest value"
+
+
+def real_size(device: torch.device) -> Iterator[Row]:
+    """4096 tokens through the split, 256 sequences through the convolution: GPU kernels or the CPU implementation."""
+    model = QWEN3_NEXT_80B
+    sizes = _sizes(model)
+    on_gpu = device.type == "cuda"
+    how = (GPU_KERNEL, torch.cuda.get_device_name(device)) if on_gpu else (CPU_IMPLEMENTATION, "cpu")
+
+    fused = _projections(model, 4096, device)
+    parts = fused_qkvzba_split_reshape_cat(*fused, *sizes)
+    error = _copy_error(fused, parts, model)
+    duration = _median_ms(lambda: fused_qkvzba_split_reshape_cat(*fused, *sizes), device)
+    shape = f"{model.name}, 4096 tokens, bfloat16"
+    yield Row("fused_qkvzba_split_reshape_cat", *how, shape, error, duration)
+
+    fused, state, weight, slots = _decode_step(model, 256, device)
+    before = state.clone()
+    parts = split_conv1d_update(*fused, state, weight, None, slots, *sizes)
+    error = _convolution_error(fused, before, weight, slots, parts, state, model)
+    duration = _median_ms(lambda: split_conv1d_update(*fused, state, weight, None, slots, *sizes), device)
+    yield Row("split_conv1d_update", *how, f"{model.name}, 256 sequences, bfloat16", error, duration, _RELATIVE)
+
+
+def interpreted() -> Iterator[Row]:
+    """The kernels themselves at a small size, in Triton's interpreter, launched as they would be on a GPU."""
+    from gdn_split import launch
+
+    model = QWEN3_NEXT_80B.tensor_parallel(8)
+    shape = GroupShape(*_sizes(model))
+    how = (INTERPRETED_KERNEL, "cpu")
+    device = torch.device("cpu")
+    a_gpu = DeviceLimits(cores=132, on_chip_bytes=227 * 1024, programs_per_core=8)
+
+    fused = _projections(model, 16, device)
+    parts = ops.allocate_parts(*fused, shape)
+    split_plan = plan_split(16, shape, 2 * (shape.qkvz_width + shape.ba_width), a_gpu)
+    run = launch.prepare_move(*fused, parts, shape, "interleaved", merge=False, plan=split_plan)
+    duration = _median_ms(lambda: run(*fused, *parts), device)
+    yield Row("split_by_group", *how, f"{model.name}, 16 tokens, bfloat16", _copy_error(fused, parts, model), duration)
+
+    fused, state, weight, slots = _decode_step(model, 4, device)
+    parts = ops.allocate_parts(*fused, shape)
+    convolution_plan = plan_conv(4, 1, shape, a_gpu)
+    run = launch.prepare_split_conv1d_update(
+        *fused, state, weight, False, slots, parts, shape, 1, True, "interleaved", convolution_plan
+    )
+    before = state.clone()
+    run(*fused, state, weight, weight, slots, *parts)
+    error = _convolution_error(fused, before, weight, slots, parts, state, model)
+    duration = _median_ms(lambda: run(*fused, state, weight, weight, slots, *parts), device)
+    yield Row("split_and_convolve", *how, f"{model.name}, 4 sequences, bfloat16", error, duration, _RELATIVE)
+
+
+def _sizes(model: GatedDeltaNet) -> tuple[int, int, int, int]:
+    return model.num_heads_qk, model.num_heads_v, model.head_qk, model.head_v
+
+
+def _projections(model: GatedDeltaNet, tokens: int, device: torch.device) -> list[torch.Tensor]:
+    shape = GroupShape(*_sizes(model))
+    widths = (shape.qkvz_width, shape.ba_width)
+    return [torch.randn(tokens, width, device=device).to(torch.bfloat16) for width in widths]
+
+
+def _decode_step(
+    model: GatedDeltaNet, sequences: int, device: torch.device
+) -> tuple[Tensors, torch.Tensor, torch.Tensor, torch.Tensor]:
+    channels = GroupShape(*_sizes(model)).qkv_width
+    state = torch.randn(2 * sequences, channels, model.conv_width - 1, device=device).to(torch.bfloat16)
+    weight = torch.randn(channels, model.conv_width, device=device).to(torch.bfloat16)
+    slots = torch.randperm(2 * sequences, device=device)[:sequences].to(torch.int32)
+    return _projections(model, sequences, device), state, weight, slots
+
+
+def _copy_error(fused: Tensors, parts: Tensors, model: GatedDeltaNet) -> float:
+    """The largest difference from the parts taken out head by head in float64."""
+    ratio, head_qk, head_v = model.num_heads_v // model.num_heads_qk, model.head_qk, model.head_v
+    runs = [head_qk, head_qk, ratio * head_v, ratio * head_v]
+    qkvz, ba = (tensor.double().chunk(model.num_heads_qk, dim=1) for tensor in fused)
+    q, k, v, z = (torch.cat(part, dim=1) for part in zip(*[head.split(runs, dim=1) for head in qkvz], strict=True))
+    b, a = (torch.cat(part, dim=1) for part in zip(*[head.split(ratio, dim=1) for head in ba], strict=True))
+    wanted = (torch.cat([q, k, v], dim=1), z, b, a)
+    return max(float((one.flatten(1) - other).abs().max()) for one, other in zip(parts, wanted, strict=True))
+
+
+def _convolution_error(
+    fused: Tensors, before: torch.Tensor, weight: torch.Tensor, slots: torch.Tensor, parts: Tensors,
+    after: torch.Tensor, model: GatedDeltaNet,
+) -> float:  # fmt: skip
+    """The largest difference from the convolution in float64, in results and state, over the largest value."""
+    oracle = projection.split_conv1d_update(*fused, before, weight, None, slots, *_sizes(model))
+    pairs = zip((*parts, after), (*oracle, before), strict=True)
+    differences = [float((one.double() - other.double()).abs().max()) for one, other in pairs]
+    return max(differences) / float(oracle.mixed_qkv.abs().max())
+
+
+def _median_ms(call: Callable[[], object], device: torch.device) -> float:
+    call()
+    times = []
+    for _ in range(5):
+        calls = 50 if device.type == "cuda" else 1
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        started = time.perf_counter()
+        for _ in range(calls):
+            call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(1e3 * (time.perf_counter() - started) / calls)
+    return statistics.median(times)

@@ -1,0 +1,177 @@
+"""What do the compilers make of the kernels, for GPUs that are not here?
+
+The configurations are those that plans and launches make for real models: all arguments of a spec come from a Launch.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gdn_split
+from gdn_split import launch, ops
+from gdn_split.plan import DeviceLimits, GroupShape, plan_conv, plan_split
+from kernel_reference.models import QWEN3_NEXT_80B
+from kernel_reference.testing.codegen import TARGETS, KernelSpec, Report, assert_clean, compile_specs
+
+pytestmark = pytest.mark.codegen
+
+TP1, TP8 = (
+    GroupShape(m.num_heads_qk, m.num_heads_v, m.head_qk, m.head_v)
+    for m in (QWEN3_NEXT_80B, QWEN3_NEXT_80B.tensor_parallel(8))
+)
+RATIO_3 = GroupShape(8, 24, 128, 128)
+# As launch.device_limits reads them from an H200 and from an older GPU; and a processor of few cores.
+WAITS = DeviceLimits(132, 232448, 8, True)
+PLAIN = DeviceLimits(108, 166912, 8, False)
+FEW_CORES = DeviceLimits(40)
+WAITING_TARGETS = ("sm_90", "sm_100")
+
+# Triton specialises integer arguments on being 1 and on being divisible by 16, but for these.
+NOT_SPECIALISED = {"rows", "rows_per_program", "sequences", "num_slots"}
+TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int8: "*i8"}
+
+
+def spec_of(name: str, start: launch.Launch, *tensors: torch.Tensor) -> KernelSpec:
+    """What Triton would compile for this launch of these tensors, were they on a GPU and 16-byte aligned."""
+    arguments = inspect.signature(start._kernel.fn).parameters
+    signature: dict[str, str] = {}
+    constexprs: dict[str, Any] = {}
+    aligned = []
+    for (argument, parameter), value in zip(arguments.items(), (*tensors, *start._rest), strict=True):
+        if isinstance(value, torch.Tensor):
+            signature[argument] = TYPES[value.dtype]
+            aligned.append(argument)
+        elif "constexpr" in str(parameter.annotation) or (value == 1 and argument not in NOT_SPECIALISED):
+            constexprs[argument] = value
+        else:
+            signature[argument] = "i32" if value < 2**31 else "i64"
+            if value % 16 == 0 and argument not in NOT_SPECIALISED:
+                aligned.append(argument)
+    return KernelSpec(
+        f"gdn_split.kernels:{start._kernel.fn.__name__}", signature, constexprs, start._options, aligned, name
+    )
+
+
+def move(
+    name: str, shape: GroupShape, rows: int, limits: DeviceLimits, merge: bool = False, layout: str = "interleaved",
+    dtype: torch.dtype = torch.bfloat16,
+) -> KernelSpec:  # fmt: skip
+    widths = (shape.qkvz_width, shape.ba_width)
+    qkvz, ba = (torch.empty(rows, width, dtype=dtype, device="meta") for width in widths)
+    parts = ops.allocate_parts(qkvz, ba, shape)
+    plan = plan_split(rows, shape, dtype.itemsize * (shape.qkvz_width + shape.ba_width), limits)
+    return spec_of(name, launch.prepare_move(qkvz, ba, parts, shape, layout, merge, plan), qkvz, ba, *parts)
+
+
+def convolution(
+    name: str, shape: GroupShape, sequences: int, limits: DeviceLimits, tokens: int = 1, width: int = 4,
+    layout: str = "interleaved", channel_last: bool = True,
+) -> KernelSpec:  # fmt: skip
+    rows, channels = sequences * tokens, shape.qkv_width
+    widths = (shape.qkvz_width, shape.ba_width)
+    fused = [torch.empty(rows, columns, dtype=torch.bfloat16, device="meta") for columns in widths]
+    parts = ops.allocate_parts(*fused, shape)
+    state = torch.empty(512, channels, width - 1, dtype=torch.bfloat16, device="meta")
+    if not channel_last:
+        state = torch.empty(512, width - 1, channels, dtype=torch.bfloat16, device="meta").transpose(1, 2)
+    weight = torch.empty(channels, width, dtype=torch.bfloat16, device="meta")
+    slots = torch.empty(sequences, dtype=torch.int32, device="meta")
+    plan = plan_conv(sequences, tokens, shape, limits)
+    start = launch.prepare_split_conv1d_update(
+        *fused, state, weight, True, slots, parts, shape, tokens, True, layout, plan
+    )
+    return spec_of(name, start, *fused, state, weight, weight[:, 0], slots, *parts)
+
+
+EVERYWHERE = [
+    move("split TP1, 65536 tokens", TP1, 65536, PLAIN),
+    move("split TP8, 64 tokens", TP8, 64, PLAIN),
+    move("split r=3, 8192 tokens", RATIO_3, 8192, PLAIN),
+    move("merge TP1, 8192 tokens", TP1, 8192, PLAIN, merge=True),
+    move("split by run TP1, 4096 tokens", TP1, 4096, FEW_CORES),
+    convolution("convolution TP1, 256 sequences", TP1, 256, PLAIN),
+    convolution("convolution TP8, 3 tokens, width 3", TP8, 1, PLAIN, tokens=3, width=3, channel_last=False),
+    convolution("convolution r=3, contiguous", RATIO_3, 64, PLAIN, layout="contiguous"),
+]
+WAITING = [
+    move("waiting split TP1, 65536 tokens", TP1, 65536, WAITS),
+    move("waiting merge r=3, 64 tokens", RATIO_3, 64, WAITS, merge=True),
+    convolution("waiting convolution TP1, 256 sequences", TP1, 256, WAITS),
+]
+
+
+@pytest.fixture(scope="module")
+def reports() -> list[Report]:
+    return compile_specs(EVERYWHERE, TARGETS) + compile_specs(WAITING, WAITING_TARGETS)
+
+
+def test_every_kernel_compiles_for_every_target_without_spills_or_traps(reports: list[Report]) -> None:
+    assert_clean(reports)
+    assert len(reports) == len(EVERYWHERE) * 4 + len(WAITING) * 2
+
+
+def test_no_kernel_of_the_file_is_left_out() -> None:
+    tree = ast.parse(Path(gdn_split.__file__).with_name("kernels.py").read_text())
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    compiled = {node.name for node in functions if any("jit" in ast.unparse(line) for line in node.decorator_list)}
+    called = {
+        node.func.id
+        for function in functions
+        for node in ast.walk(function)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
+    assert {spec.kernel.rpartition(":")[2] for spec in EVERYWHERE} == compiled - called
+
+
+def test_copies_by_group_of_aligned_bfloat16_move_16_bytes_a_thread(reports: list[Report]) -> None:
+    copies = [spec.name for spec in (*EVERYWHERE, *WAITING) if spec.kernel.endswith(":split_by_group")]
+    seen = [report for report in reports if report.spec in copies and report.target == "sm_90"]
+    assert len(seen) == 6
+    for report in seen:
+        assert 128 in report.load_bits, report.spec
+        assert 128 in report.store_bits, report.spec
+
+
+def test_only_targets_that_can_wait_on_the_device_are_given_the_wait(reports: list[Report]) -> None:
+    # ACQBULK and PREEXIT are griddepcontrol.wait and .launch_dependents in machine code.
+    for report in reports:
+        waits = report.spec.startswith("waiting")
+        assert report.uses("ACQBULK") == waits, (report.spec, report.target)
+        assert report.uses("PREEXIT") == waits, (report.spec, report.target)
+
+
+_PRINT_MULTIPLICATIONS = """
+import sys
+from kernel_reference.testing.codegen import KernelSpec, _compiled
+for line in sys.stdin:
+    for code in _compiled(eval(line), "sm_90").asm["ttir"].splitlines():
+        if "arith.muli" in code:
+            print(code)
+"""
+
+
+def test_rows_are_multiplied_by_strides_in_64_bits(tmp_path: Path) -> None:
+    # The interpreter computes some 32-bit numbers in 64 bits, so that it alone does not tell.
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    # Several rows a step each: one row is no tile.
+    run = move("split by run TP8", TP8, 4096, FEW_CORES)
+    for spec in (EVERYWHERE[0], run, convolution("convolution TP1", TP1, 1024, PLAIN)):
+        done = subprocess.run(
+            [sys.executable, "-c", _PRINT_MULTIPLICATIONS], input=repr(spec), env=environment, text=True,
+            capture_output=True, check=True,
+        )  # fmt: skip
+        # Rows stand in the first of a tile's dimensions: tensor<ROWSx1>.
+        of_rows = re.findall(r"tensor<\d+x1x(i\d+)>", done.stdout)
+        assert of_rows, spec.name
+        assert set(of_rows) == {"i64"}, f"{spec.name}:\n{done.stdout}"

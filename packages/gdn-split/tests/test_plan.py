@@ -1,0 +1,270 @@
+"""Does every row get copied exactly once, on any device? Plans are values, so that this needs no device."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from dataclasses import FrozenInstanceError, fields
+from pathlib import Path
+
+import pytest
+import torch
+
+import gdn_split.plan
+from gdn_split.plan import (
+    MAX_PROGRAMS,
+    ConvPlan,
+    DeviceLimits,
+    GroupShape,
+    SplitPlan,
+    cdiv,
+    plan_conv,
+    plan_split,
+    power_of_two_at_least,
+    power_of_two_at_most,
+)
+from kernel_reference.models import QWEN3_NEXT_80B
+
+H200 = DeviceLimits(cores=132, on_chip_bytes=232448, programs_per_core=8, dependent_launch=True)
+BUFFER = 85 * 1024
+CORES = range(1, 201)
+ROWS = range(4097)
+
+
+def shape_of(model) -> GroupShape:
+    return GroupShape(model.num_heads_qk, model.num_heads_v, model.head_qk, model.head_v)
+
+
+QWEN = shape_of(QWEN3_NEXT_80B)
+QWEN_ROW_BYTES = 2 * (QWEN.qkvz_width + QWEN.ba_width)
+# Of a row of TP 8, of a row of many to the buffer, of one that exceeds it, and sizes that are no power of two.
+ROW_BYTES = (QWEN_ROW_BYTES // 8, 10, 2 * BUFFER, 12_345)
+
+
+def rows_walked(plan: SplitPlan, rows: int) -> list[int]:
+    """The rows that split_by_run copies, in its own words: program by program, step by step."""
+    walked = []
+    for program in range(plan.programs):
+        first = program * plan.rows_per_program
+        end = min(first + plan.rows_per_program, rows)
+        for row in range(first, end, plan.rows_per_step):
+            walked += [row + i for i in range(plan.rows_per_step) if row + i < end]
+    return walked
+
+
+@pytest.mark.parametrize("row_bytes", ROW_BYTES)
+def test_few_cores_cover_every_row_exactly_once_for_any_rows_and_cores(row_bytes: int) -> None:
+    # Every core count with every fourth row count each time: four row sizes make the whole range.
+    offset = ROW_BYTES.index(row_bytes)
+    for cores in CORES:
+        limits = DeviceLimits(cores)
+        some_rows = ROWS[offset::4]
+        plans = [plan_split(rows, QWEN, row_bytes, limits) for rows in some_rows]
+        rows = torch.tensor(some_rows)
+        programs = torch.tensor([plan.programs for plan in plans])
+        run = torch.tensor([plan.rows_per_program for plan in plans])
+        step = torch.tensor([plan.rows_per_step for plan in plans])
+        # Runs of `run` rows lie side by side from row 0, so these cover all rows, and none begins past the last.
+        assert (run >= 1).all()
+        assert (programs * run >= rows).all()
+        assert ((programs - 1) * run < torch.where(rows == 0, 1, rows)).all()
+        assert ((programs == 0) == (rows == 0)).all()
+        assert (programs <= cores).all()
+        assert (step >= 1).all()
+
+
+@pytest.mark.parametrize("cores", [1, 7, 24, 40, 48, 200])
+def test_the_row_loop_of_few_cores_walks_each_row_once(cores: int) -> None:
+    for row_bytes in ROW_BYTES:
+        for rows in (0, 1, 2, 3, 6, 7, 39, 40, 41, 63, 64, 65, 100, 1000, 1025, 4096):
+            plan = plan_split(rows, QWEN, row_bytes, DeviceLimits(cores))
+            assert rows_walked(plan, rows) == list(range(rows))
+
+
+def test_rows_per_step_is_a_power_of_two_of_at_most_64_although_rows_over_cores_is_not() -> None:
+    seen_runs = set()
+    for row_bytes in (*ROW_BYTES, QWEN_ROW_BYTES, 1, 700):
+        for rows in (*range(1, 4097, 13), 3 * 40, 5 * 48, 100 * 7):
+            for cores in (1, 3, 7, 24, 40, 48, 96, 200):
+                plan = plan_split(rows, QWEN, row_bytes, DeviceLimits(cores))
+                seen_runs.add(plan.rows_per_program)
+                assert plan.rows_per_step in (1, 2, 4, 8, 16, 32, 64)
+    assert {3, 5, 6, 7, 100} <= seen_runs
+
+
+def test_a_step_fits_the_buffer_with_inputs_and_outputs_counted_or_is_a_single_row() -> None:
+    for row_bytes in (1, 10, 679, 680, 681, 700, 1360, 2720, QWEN_ROW_BYTES // 8, QWEN_ROW_BYTES, BUFFER // 2, BUFFER):
+        for rows_per_core in (1, 2, 3, 30, 64, 1000):
+            plan = plan_split(rows_per_core * 40, QWEN, row_bytes, DeviceLimits(40))
+            step = plan.rows_per_step
+            assert step == 1 or step * 2 * row_bytes <= BUFFER
+            # As many as fit: twice as many would not fit, would pass 64, or have no rows to take.
+            assert step == 64 or 2 * step * 2 * row_bytes > BUFFER or step >= rows_per_core
+
+
+def test_the_buffer_is_85_kib_unless_the_device_says_otherwise() -> None:
+    assert DeviceLimits(40).on_chip_bytes == BUFFER
+    assert plan_split(4096, QWEN, BUFFER // 16, DeviceLimits(8)).rows_per_step == 8
+    assert plan_split(4096, QWEN, BUFFER // 16, DeviceLimits(8, on_chip_bytes=BUFFER // 2)).rows_per_step == 4
+
+
+def test_a_row_bigger_than_the_buffer_is_still_copied_one_a_step() -> None:
+    plan = plan_split(100, QWEN, 10 * BUFFER, DeviceLimits(40))
+    assert plan.rows_per_step == 1
+    assert rows_walked(plan, 100) == list(range(100))
+
+
+def test_no_rows_make_a_plan_and_divide_nothing_by_zero() -> None:
+    for limits in (H200, DeviceLimits(1), DeviceLimits(40)):
+        plan = plan_split(0, QWEN, QWEN_ROW_BYTES, limits)
+        assert plan.programs == 0
+        assert plan.rows_per_step >= 1
+        assert plan.rows_per_step_ba >= 1
+        assert plan_conv(0, 1, QWEN, limits).programs == 0
+
+
+@pytest.mark.parametrize("limits", [H200, DeviceLimits(cores=1, programs_per_core=2), DeviceLimits(7, BUFFER, 3)])
+@pytest.mark.parametrize("shape", [QWEN, GroupShape(3, 18, 7, 5), GroupShape(1, 1, 1, 1), GroupShape(2, 16, 320, 320)])
+def test_one_program_a_tile_covers_each_group_of_each_row_and_each_row_of_b_and_a_once(
+    shape: GroupShape, limits: DeviceLimits
+) -> None:
+    row_bytes = 2 * (shape.qkvz_width + shape.ba_width)
+    for rows in (1, 2, 3, 15, 16, 17, 64, 65, 129, 257, 500):
+        plan = plan_split(rows, shape, row_bytes, limits)
+        assert plan.rows_per_program == 0
+        step, step_ba = plan.rows_per_step, plan.rows_per_step_ba
+        programs_ba = cdiv(rows, step_ba)
+        groups = torch.zeros(rows, shape.num_heads_qk, dtype=torch.int64)
+        b_and_a = torch.zeros(rows, dtype=torch.int64)
+        for program in range(plan.programs):
+            if program < programs_ba:
+                b_and_a[program * step_ba : (program + 1) * step_ba] += 1
+            else:
+                tile, group = divmod(program - programs_ba, shape.num_heads_qk)
+                assert tile * step < rows
+                groups[tile * step : (tile + 1) * step, group] += 1
+        assert (groups == 1).all()
+        assert (b_and_a == 1).all()
+
+
+def test_steps_on_a_gpu_are_powers_of_two_of_at_most_64() -> None:
+    for shape in (QWEN, GroupShape(3, 18, 7, 5), GroupShape(1, 1, 1, 1)):
+        for rows in (*range(1, 2000, 17), 174_763, 2**20 + 1):
+            plan = plan_split(rows, shape, 2 * (shape.qkvz_width + shape.ba_width), H200)
+            for step in (plan.rows_per_step, plan.rows_per_step_ba):
+                assert 1 <= step <= 64
+                assert power_of_two_at_least(step) == step
+
+
+def check_grids(most_rows: int) -> None:
+    """The grid for row counts around each power of two up to ``most_rows``."""
+    for exponent in range(most_rows.bit_length()):
+        for rows in (2**exponent - 1, 2**exponent, 2**exponent + 1):
+            for shape in (QWEN, GroupShape(64, 64, 1, 1), GroupShape(1, 8, 320, 320)):
+                plan = plan_split(rows, shape, 2 * (shape.qkvz_width + shape.ba_width), H200)
+                assert plan.programs <= MAX_PROGRAMS == 2**31 - 1
+                tiles = cdiv(rows, plan.rows_per_step)
+                assert plan.programs == cdiv(rows, plan.rows_per_step_ba) + tiles * shape.num_heads_qk
+                for step in (plan.rows_per_step, plan.rows_per_step_ba):
+                    assert power_of_two_at_least(step) == step
+
+
+def test_the_grid_never_passes_what_a_launch_can_take() -> None:
+    check_grids(2**32)
+
+
+def test_planning_for_more_rows_than_any_memory_holds_ends() -> None:
+    # In a process of its own, which can be stopped: a plan that grows towards no end would hold up the suite.
+    program = f"import runpy; runpy.run_path({__file__!r})['check_grids'](2**40)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=15)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("limits", [H200, DeviceLimits(1), DeviceLimits(40)])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 5])
+def test_the_convolution_takes_each_column_of_each_sequence_once(tokens: int, limits: DeviceLimits) -> None:
+    for shape in (GroupShape(1, 3, 16, 16), GroupShape(3, 18, 7, 5), GroupShape(4, 8, 128, 128), QWEN):
+        widths = (shape.head_qk, shape.head_qk, shape.ratio * shape.head_v, shape.ratio * shape.head_v)
+        for sequences in (1, 2, 3, 7, 64, 255, 256, 1000):
+            plan = plan_conv(sequences, tokens, shape, limits)
+            together = plan.sequences_per_program
+            for power in (together, plan.block, plan.rows_per_step_ba):
+                assert power_of_two_at_least(power) == power
+            tiles = [(part, i) for part, width in enumerate(widths) for i in range(cdiv(width, plan.block))]
+            units = len(tiles) * shape.num_heads_qk
+            ids = torch.arange(plan.programs - cdiv(sequences * tokens, plan.rows_per_step_ba))
+            # A program's sequences, part and tile; tiles of `block` columns lie side by side in a part.
+            assert all(cdiv(width, plan.block) * plan.block >= width for width in widths)
+            taken = torch.zeros(sequences + together, units, dtype=torch.int64)
+            for i in range(together):
+                taken.index_put_((ids // units * together + i, ids % units), torch.ones_like(ids), accumulate=True)
+            assert (taken[:sequences] == 1).all()
+
+
+@pytest.mark.parametrize("plan", [
+    plan_split(4096, QWEN, QWEN_ROW_BYTES, H200),
+    plan_split(4096, QWEN, QWEN_ROW_BYTES, DeviceLimits(40)),
+    plan_conv(256, 2, QWEN, H200),
+])  # fmt: skip
+def test_a_plan_is_a_value_that_survives_the_way_through_an_op(plan: SplitPlan | ConvPlan) -> None:
+    assert all(type(number) is int for number in plan.as_ints())
+    again = type(plan)(*plan.as_ints())
+    assert again == plan
+    assert hash(again) == hash(plan)
+    assert eval(repr(plan)) == plan
+    with pytest.raises(FrozenInstanceError):
+        plan.programs = 1  # type: ignore[misc]
+
+
+def test_a_plan_depends_on_nothing_but_its_arguments() -> None:
+    for limits in (H200, DeviceLimits(40)):
+        assert plan_split(777, QWEN, QWEN_ROW_BYTES, limits) == plan_split(777, QWEN, QWEN_ROW_BYTES, limits)
+        assert plan_conv(77, 2, QWEN, limits) == plan_conv(77, 2, QWEN, limits)
+
+
+def test_only_devices_that_can_wait_on_the_device_are_asked_to() -> None:
+    for plan in (plan_split(64, QWEN, QWEN_ROW_BYTES, DeviceLimits(40)), plan_conv(64, 1, QWEN, DeviceLimits(40))):
+        assert not plan.dependent_launch
+
+
+def test_limits_and_shapes_are_values_too() -> None:
+    for value in (H200, QWEN):
+        with pytest.raises(FrozenInstanceError):
+            setattr(value, fields(value)[0].name, 1)
+    assert (QWEN.ratio, QWEN.qkv_width, QWEN.qkvz_width, QWEN.ba_width) == (2, 8192, 12288, 64)
+
+
+def test_powers_of_two_round_as_their_names_say() -> None:
+    for n in range(1, 1000):
+        at_most, at_least = power_of_two_at_most(n), power_of_two_at_least(n)
+        assert at_most <= n <= at_least
+        assert at_most & (at_most - 1) == at_least & (at_least - 1) == 0
+        assert 2 * at_most > n
+        assert at_least < 2 * n
+
+
+def test_the_source_of_plan_imports_neither_triton_nor_torch() -> None:
+    tree = ast.parse(Path(gdn_split.plan.__file__).read_text())
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add(node.module)
+    assert not {
+        name for name in names if name.partition(".")[0] in ("torch", "triton", "kernel_reference", "gdn_split")
+    }
+
+
+def test_importing_the_package_and_planning_touch_no_gpu_and_import_no_triton() -> None:
+    program = (
+        "import sys, gdn_split, torch\n"
+        "from gdn_split.plan import *\n"
+        "plan_split(4096, GroupShape(16, 32, 128, 128), 24704, DeviceLimits(132, 232448, 8))\n"
+        "assert not torch.cuda.is_initialized()\n"
+        "assert 'triton.language' not in sys.modules, 'triton is imported'\n"
+        "assert 'gdn_split.kernels' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

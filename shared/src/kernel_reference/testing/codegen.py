@@ -1,0 +1,351 @@
+"""Compile Triton kernels for GPUs that are not here, and read what the compiler made of them.
+
+::
+
+    matmul = KernelSpec(
+        "my_package.kernels:matmul",
+        signature={"p_a": "*bf16", "p_b": "*bf16", "p_c": "*fp32", "m": "i32", "n": "i32", "k": "i32"},
+        constexprs={"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64},
+        options={"num_warps": 8},
+    )
+    reports = compile_specs([matmul], targets=("sm_80", "sm_90"))
+    assert_clean(reports)
+    assert all(report.uses_tensor_cores for report in reports)
+
+Kernels are compiled in processes of their own without TRITON_INTERPRET, so that it makes no difference whether the
+caller runs them in the interpreter, and nothing is cached. A process takes some seconds to start and a kernel 0.2 to
+4 s: give all kernels of a package to one call. What NVIDIA targets get is read with the tools in the triton wheel.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import pickle
+import re
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kernel_reference.checks import fail
+
+TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
+"""The targets that every portable kernel compiles for: NVIDIA A100, H100 and H200, B200; AMD MI300."""
+
+_TENSOR_CORES = {
+    "sm_80": r"[HI]MMA",
+    "sm_90": r"[HQI]GMMA",
+    "sm_100": r"UTC\w*MMA",
+    "gfx942": r"v_s?mfma\w*|v_smfmac\w*",
+}
+# Bits that one thread moves, by the ending of AMD's opcodes.
+_AMD_WIDTHS = {"byte": 8, "short": 16, "dword": 32, "dwordx2": 64, "dwordx3": 96, "dwordx4": 128}
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """One specialisation of a kernel.
+
+    kernel: ``package.module:function``, or ``path/to/file.py:function``.
+    signature: the type of each argument that is not a constexpr: ``*bf16``, ``*i64``, ``i32``, ``fp32``.
+    constexprs: the value of each constexpr. An argument that Triton would specialise on 1 belongs here, as ``1``.
+    options: of the compiler: num_warps, num_stages, maxnreg.
+    aligned: the arguments promised to be divisible by 16 (pointers: in bytes); None stands for all pointers.
+    name: what reports call it; made from the function and its constexprs if left out.
+    """
+
+    kernel: str
+    signature: Mapping[str, str]
+    constexprs: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    aligned: Sequence[str] | None = None
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kernel.count(":") != 1:
+            fail("kernel", "'package.module:function' or 'path/to/file.py:function'", repr(self.kernel))
+        if both := set(self.signature) & set(self.constexprs):
+            fail("constexprs", "disjoint from signature", f"{sorted(both)} in both")
+        if unknown := set(self.aligned or ()) - set(self.signature):
+            fail("aligned", "a subset of signature", f"{sorted(unknown)} besides")
+        if not self.name:
+            settings = {**self.constexprs, **self.options}
+            shown = ", ".join(f"{key}={value}" for key, value in settings.items())
+            object.__setattr__(self, "name", f"{self.kernel.rpartition(':')[2]}({shown})")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the compiler made of one :class:`KernelSpec` for one target.
+
+    registers: of a thread (AMD: VGPRs, accumulators included).
+    stack: bytes of local memory of a thread.
+    shared: bytes of shared memory (AMD: LDS) of a program.
+    vgpr_spills, sgpr_spills: AMD alone.
+    trap: whether the kernel holds an instruction that aborts it, which is what some versions of the compiler emit for
+        code that they cannot compile.
+    opcodes: every instruction that occurs, as the disassembler spells it: ``LDG.E.128``, ``HGMMA.64x128x16.F32.BF16``,
+        ``global_load_dwordx4``.
+    error: the compiler's message if it failed; the figures are then 0.
+    """
+
+    spec: str
+    target: str
+    registers: int = 0
+    stack: int = 0
+    shared: int = 0
+    vgpr_spills: int = 0
+    sgpr_spills: int = 0
+    trap: bool = False
+    opcodes: frozenset[str] = frozenset()
+    error: str = ""
+
+    @property
+    def spills(self) -> bool:
+        """Whether registers are kept in memory for lack of room."""
+        return bool(self.stack or self.vgpr_spills or self.sgpr_spills or self.uses("LDL") or self.uses("STL"))
+
+    @property
+    def uses_tensor_cores(self) -> bool:
+        """Whether there is a matrix instruction, of the target's newest kind (sm_90: wgmma; sm_100: tcgen05)."""
+        pattern = re.compile(_TENSOR_CORES[self.target])
+        return any(pattern.fullmatch(opcode.partition(".")[0]) for opcode in self.opcodes)
+
+    def uses(self, opcode: str) -> bool:
+        """Whether an instruction occurs, with any suffix: ``LDG`` and ``LDG.E`` both find ``LDG.E.128``."""
+        return any(f"{seen}.".startswith(f"{opcode}.") for seen in self.opcodes)
+
+    @property
+    def load_bits(self) -> frozenset[int]:
+        """The widths, in bits of one thread, of the loads from global memory (TMA not among them)."""
+        return self._widths("LDG", "LDGSTS", amd="load")
+
+    @property
+    def store_bits(self) -> frozenset[int]:
+        """The widths, in bits of one thread, of the stores to global memory (TMA not among them)."""
+        return self._widths("STG", amd="store")
+
+    def _widths(self, *nvidia: str, amd: str) -> frozenset[int]:
+        found = set()
+        for opcode in self.opcodes:
+            name, *suffixes = opcode.split(".")
+            if name in nvidia:
+                sizes = [int(size) for s in suffixes for size in re.findall(r"^[US]?(8|16|64|128|256)$", s)]
+                found.add(sizes[-1] if sizes else 32)
+            elif match := re.match(rf"(?:global|buffer|flat)_{amd}_(?:lds_)?[us]?(byte|short|dword(?:x\d)?)", opcode):
+                found.add(_AMD_WIDTHS[match[1]])
+        return frozenset(found)
+
+    def problems(self) -> list[str]:
+        """What no kernel should have: an error, spilled registers, a trap. One sentence each."""
+        if self.error:
+            return [f"does not compile: {self.error}"]
+        found = []
+        if self.vgpr_spills or self.sgpr_spills:
+            found.append(f"spills {self.vgpr_spills} vector and {self.sgpr_spills} scalar registers")
+        elif self.spills:
+            found.append(f"spills registers: {self.stack} bytes of stack a thread")
+        if self.trap:
+            found.append("holds a trap instruction")
+        return found
+
+
+def compile_specs(
+    specs: Iterable[KernelSpec], targets: Iterable[str] = TARGETS, *, processes: int = 2, timeout_s: float = 600
+) -> list[Report]:
+    """Compile every spec for every target and report on each, in that order.
+
+    The work is shared by ``processes`` processes. A kernel that does not compile is a report with an ``error``;
+    RuntimeError is raised if a process dies or takes longer than ``timeout_s`` seconds. No GPU is needed, nor used.
+    """
+    wanted = list(targets)
+    for target in wanted:
+        if target not in _TENSOR_CORES:
+            fail("targets", f"among {TARGETS}", repr(target))
+    if processes < 1:
+        fail("processes", ">= 1", processes)
+    jobs = [(spec, target) for spec in specs for target in wanted]
+    shares = [jobs[first::processes] for first in range(min(processes, len(jobs)))]
+    reports: list[Report | None] = [None] * len(jobs)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kernel_reference_")))
+        started = [_start(share, folder / str(number), stack) for number, share in enumerate(shares)]
+        for first, (process, place) in enumerate(started):
+            reports[first::processes] = _finish(process, place, timeout_s)
+    return [report for report in reports if report is not None]
+
+
+def assert_clean(reports: Sequence[Report]) -> None:
+    """Raise AssertionError, with a table, if any report has problems, or if there is no report at all."""
+    if not reports:
+        raise AssertionError("no kernel was compiled: the list of reports is empty")
+    broken = [report for report in reports if report.problems()]
+    if broken:
+        raise AssertionError(f"{len(broken)} of {len(reports)} compiled kernels have problems:\n{table(broken)}")
+
+
+def table(reports: Iterable[Report]) -> str:
+    """The reports as lines of text, one each, under a heading."""
+    rows: list[tuple[str, ...]] = [("kernel", "target", "registers", "stack", "shared", "problems")]
+    for report in reports:
+        figures = (report.registers, report.stack, report.shared)
+        problems = textwrap.shorten("; ".join(report.problems()), 300) or "none"
+        rows.append((report.spec, report.target, *map(str, figures), problems))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+# The child finds modules where its parent does, be it a source tree, a wheel or a folder that a test put on sys.path.
+_CHILD = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from kernel_reference.testing.codegen import _serve
+_serve(sys.argv[2])
+"""
+
+
+def _start(jobs: list[tuple[KernelSpec, str]], place: Path, stack: ExitStack) -> tuple[subprocess.Popen[bytes], Path]:
+    place.mkdir()
+    (place / "jobs").write_bytes(pickle.dumps(jobs))
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(place / "cache"), "TRITON_ALWAYS_COMPILE": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", _CHILD, json.dumps(sys.path), str(place)],
+        env=environment,
+        stdout=stack.enter_context((place / "log").open("wb")),
+        stderr=subprocess.STDOUT,
+        # A kernel's file may lie in a folder whose modules must not shadow installed ones.
+        cwd=place,
+    )
+    stack.callback(process.kill)
+    return process, place
+
+
+def _finish(process: subprocess.Popen[bytes], place: Path, timeout_s: float) -> list[Report]:
+    try:
+        code = process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"compiling took longer than {timeout_s} s\n{_tail(place)}") from None
+    if code != 0:
+        raise RuntimeError(f"the compiling process ended with code {code}\n{_tail(place)}")
+    reports: list[Report] = pickle.loads((place / "reports").read_bytes())
+    return reports
+
+
+def _tail(place: Path) -> str:
+    return (place / "log").read_text(errors="replace")[-4000:]
+
+
+def _serve(place: str) -> None:
+    """Run in the child: compile the jobs of this folder and leave the reports there."""
+    jobs: list[tuple[KernelSpec, str]] = pickle.loads((Path(place) / "jobs").read_bytes())
+    (Path(place) / "reports").write_bytes(pickle.dumps([_compile(spec, target) for spec, target in jobs]))
+
+
+def _compile(spec: KernelSpec, target: str) -> Report:
+    try:
+        kernel = _compiled(spec, target)
+    except Exception as error:
+        print(f"{spec.name} for {target}: {error!r}", flush=True)
+        # The outermost error says where in the kernel, its causes say what.
+        reasons = dict.fromkeys(f"{type(reason).__name__}: {reason}".strip() for reason in _causes(error))
+        return Report(spec.name, target, error="\n".join(reasons))
+    if target.startswith("sm_"):
+        return _read_nvidia(spec.name, target, kernel)
+    return _read_amd(spec.name, target, kernel)
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def _compiled(spec: KernelSpec, target: str) -> Any:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    function = _load(spec.kernel)
+    names = function.arg_names
+    if missing := [name for name in names if name not in spec.signature and name not in spec.constexprs]:
+        fail("signature", f"complete for {spec.kernel}", f"nothing for {missing}")
+    if unknown := [name for name in (*spec.signature, *spec.constexprs) if name not in names]:
+        fail("signature", f"of arguments of {spec.kernel}", f"{unknown} besides")
+    pointers = [name for name, kind in spec.signature.items() if kind.startswith("*")]
+    aligned = pointers if spec.aligned is None else spec.aligned
+    source = ASTSource(
+        fn=function,
+        signature={name: spec.signature.get(name, "constexpr") for name in names},
+        constexprs={(names.index(name),): value for name, value in spec.constexprs.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+    family, _, arch = target.rpartition("_")
+    gpu = GPUTarget("cuda", int(arch), 32) if family == "sm" else GPUTarget("hip", target, 64)
+    return triton.compile(source, target=gpu, options=dict(spec.options))
+
+
+def _load(kernel: str) -> Any:
+    place, _, name = kernel.rpartition(":")
+    if place.endswith(".py"):
+        loader = importlib.util.spec_from_file_location(Path(place).stem, place)
+        if loader is None or loader.loader is None:
+            fail("kernel", "a Python file's", repr(kernel))
+        module = importlib.util.module_from_spec(loader)
+        sys.modules[loader.name] = module
+        loader.loader.exec_module(module)
+    else:
+        module = importlib.import_module(place)
+    function = getattr(module, name)
+    # Decorators such as heuristics wrap the function that is compiled.
+    while not hasattr(function, "arg_names"):
+        function = function.fn
+    return function
+
+
+def _read_nvidia(name: str, target: str, kernel: Any) -> Report:
+    import triton
+
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        usage = subprocess.check_output([tools / "cuobjdump", "-res-usage", file.name], text=True)
+        sass = subprocess.check_output([tools / "nvdisasm", "-c", file.name], text=True)
+    figures = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
+    return Report(
+        name,
+        target,
+        registers=figures["REG"],
+        stack=figures["STACK"] + figures["LOCAL"],
+        shared=kernel.metadata.shared,
+        trap=re.search(r"^\s*(@\S+\s+)?trap;", kernel.asm["ptx"], re.MULTILINE) is not None,
+        opcodes=frozenset(re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)", sass, re.MULTILINE)),
+    )
+
+
+def _read_amd(name: str, target: str, kernel: Any) -> Report:
+    assembly: str = kernel.asm["amdgcn"]
+    figures = {key: int(value) for key, value in re.findall(r"^\s*\.(\w+):\s+(\d+)\s*$", assembly, re.MULTILINE)}
+    opcodes = frozenset(re.findall(r"^\s+([sv]_\w+|(?:global|buffer|flat|ds|scratch)_\w+)", assembly, re.MULTILINE))
+    return Report(
+        name,
+        target,
+        registers=figures["vgpr_count"],
+        stack=figures["private_segment_fixed_size"],
+        shared=kernel.metadata.shared,
+        vgpr_spills=figures["vgpr_spill_count"],
+        sgpr_spills=figures["sgpr_spill_count"],
+        trap="s_trap" in opcodes,
+        opcodes=opcodes,
+    )

@@ -1,0 +1,244 @@
+"""What an inference engine takes for granted of an operator, as assertions: each takes functions and inputs and raises
+AssertionError with the reason. Results may be a tensor or any nesting of tuples, lists and dicts of tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from kernel_reference.checks import fail
+from kernel_reference.testing.guards import assert_bitwise_equal, poison_
+
+Inputs = Sequence[Any]
+
+
+def check_opcheck(op: Any, cases: Iterable[Inputs]) -> None:
+    """Run ``torch.library.opcheck`` (schema, fake implementation, autograd, AOT dispatch) on each case.
+
+    op: ``torch.ops.<namespace>.<name>.default``. cases: the positional arguments of a call each.
+    """
+    ran = 0
+    for ran, case in enumerate(cases, 1):
+        try:
+            torch.library.opcheck(op, tuple(case))
+        except Exception as error:
+            raise AssertionError(f"{op} fails opcheck on case {ran - 1}, {_described(case)}: {error}") from error
+    if not ran:
+        fail("cases", "at least one call's arguments", "none")
+
+
+def check_compiles(
+    fn: Callable[..., Any], inputs_small: Inputs, inputs_large: Inputs, *,
+    dynamic: Mapping[int, int] | None = None, backend: str | None = None,
+) -> None:  # fmt: skip
+    """``torch.compile(fn, fullgraph=True)`` runs on two sizes with no recompile on the second, bit for bit as without.
+
+    dynamic: which dimension differs between the sizes, by the position of the argument (``{0: 0, 1: 0}``: the tokens
+    of the first two); those are marked dynamic, so that specialising on them is an error too. If left out, every
+    dimension that differs is marked. backend: ``"inductor"`` on a GPU and ``"aot_eager"``, which needs no C++
+    compiler, on a CPU unless given. What ``fn`` writes into its inputs is compared too; the inputs handed in are left
+    as they are.
+    """
+    # Torch has no public way to ask for this.
+    from torch._dynamo.exc import RecompileError
+
+    if dynamic is None:
+        differing = _differing(inputs_small, inputs_large)
+    else:
+        differing = [(argument, dim) for argument, dim in dynamic.items()]
+    if not differing:
+        fail("inputs_large", "of another size than inputs_small", "the same sizes")
+    if backend is None:
+        backend = "inductor" if any(t.is_cuda for t in _tensors(inputs_small)) else "aot_eager"
+    torch.compiler.reset()
+    compiled = torch.compile(fn, fullgraph=True, backend=backend)
+    try:
+        for what, inputs in {"the first size": inputs_small, "the second size": inputs_large}.items():
+            expected_inputs, actual_inputs = _twins(inputs), _twins(inputs)
+            expected = fn(*expected_inputs)
+            for argument, dim in differing:
+                torch._dynamo.mark_dynamic(actual_inputs[argument], dim)
+            try:
+                with torch._dynamo.config.patch(error_on_recompile=inputs is inputs_large):
+                    actual = compiled(*actual_inputs)
+            except RecompileError as error:
+                raise AssertionError(f"the second size is compiled again, {_described(inputs)}: {error}") from error
+            except Exception as error:
+                raise AssertionError(f"{what} does not compile, {_described(inputs)}: {error}") from error
+            _compare(actual, expected, f"compiled, {what}:")
+            _compare(actual_inputs, expected_inputs, f"compiled, {what}, after the call: input")
+    finally:
+        torch.compiler.reset()
+
+
+def check_cuda_graph(fn: Callable[..., Any], make_inputs: Callable[[int], Inputs], *, replays: int = 2) -> None:
+    """``fn`` can be captured in a CUDA graph, and its replays on refilled inputs give the bits of plain calls.
+
+    make_inputs: from a seed to the arguments; shapes, and whatever is not a tensor, must not depend on the seed.
+    Results are poisoned before each replay, so that one which does nothing is seen. Needs a GPU.
+    """
+    _require_gpu("check_cuda_graph")
+    static = make_inputs(0)
+    # Libraries allocate and initialise on a first call, which a capture forbids.
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        fn(*_twins(static))
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = fn(*static)
+    given = {tensor.untyped_storage().data_ptr() for tensor in _tensors(static)}
+    for seed in range(1, replays + 1):
+        fresh = make_inputs(seed)
+        for place, tensor in zip(_tensors(static), _tensors(fresh), strict=True):
+            place.copy_(tensor)
+        for result in _tensors(captured):
+            if result.untyped_storage().data_ptr() not in given:
+                poison_(result)
+        graph.replay()
+        torch.cuda.synchronize()
+        expected = fn(*fresh)
+        _compare(captured, expected, f"replay {seed}:")
+        _compare(static, fresh, f"replay {seed}, after it: input")
+
+
+def check_deterministic(fn: Callable[[], Any], *, runs: int = 5) -> None:
+    """``fn()`` gives the same bits in every one of ``runs`` calls (>= 2)."""
+    if runs < 2:
+        fail("runs", ">= 2", runs)
+    expected = _copied(fn())
+    for run in range(1, runs):
+        _compare(fn(), expected, f"call {run}:")
+
+
+def check_batch_invariant(fn: Callable[[slice], Any], size: int, parts: Iterable[slice] | None = None) -> None:
+    """A row's result has the same bits whatever rows are computed beside it.
+
+    fn: computes rows (or sequences) ``slice`` of a fixed batch of ``size`` and returns results whose first dimension
+    are those rows: ``lambda rows: op(q[rows], k[rows])``. parts: the slices to compare with the whole batch; if left
+    out, the first row, the last one, half of the rows and all but the first.
+    """
+    if size < 2:
+        fail("size", ">= 2", size)
+    whole = _copied(fn(slice(0, size)))
+    for part in parts or (slice(0, 1), slice(size - 1, size), slice(0, size // 2), slice(1, size)):
+        alone = fn(part)
+        _compare(
+            alone, [tensor[part] for tensor in _tensors(whole)], f"rows {part.start}:{part.stop} of {size}, alone:"
+        )
+
+
+def check_no_host_sync(fn: Callable[[], Any]) -> None:
+    """A second call of ``fn()`` (the first may compile) never waits for the GPU. Needs a GPU.
+
+    torch tells: what goes past it, such as a library's own cudaStreamSynchronize, is not seen.
+    """
+    _require_gpu("check_no_host_sync")
+    fn()
+    torch.cuda.synchronize()
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        fn()
+    except RuntimeError as error:
+        if "synchroniz" not in str(error):
+            raise
+        raise AssertionError(f"the call waits for the GPU: {error}") from error
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def check_int64_offsets(fn: Callable[..., Any], inputs: Inputs, dims: Mapping[int, int]) -> None:
+    """``fn(*inputs)`` keeps its bits when the rows of an input lie so far apart that offsets pass 2^31 elements.
+
+    dims: the dimension to stretch, by the position of the argument; one argument is stretched at a time, see
+    :func:`far_apart` for the memory that takes.
+    """
+    if not dims:
+        fail("dims", "at least one argument's dimension", "none")
+    expected_inputs = _twins(inputs)
+    expected = _copied(fn(*expected_inputs))
+    for argument, dim in dims.items():
+        stretched = _twins(inputs)
+        stretched[argument] = far_apart(stretched[argument], dim)
+        what = f"argument {argument} with a stride of {stretched[argument].stride(dim)} in dimension {dim}:"
+        _compare(fn(*stretched), expected, what)
+        _compare(stretched, expected_inputs, f"{what} after the call: input")
+
+
+def far_apart(tensor: torch.Tensor, dim: int = 0, beyond: int = 2**31) -> torch.Tensor:
+    """A copy whose stride in ``dim`` is so large that its last row starts at least ``beyond`` elements after its first.
+
+    It stands in the middle of an allocation of at least twice ``beyond`` elements, so that an offset computed in 32
+    bits reads or writes other memory of the same allocation, and shows as a wrong result instead of a crash. On a CPU,
+    memory that is never touched is not taken up.
+    """
+    rows = tensor.shape[dim]
+    if rows < 2:
+        fail("tensor", f"of at least 2 rows in dimension {dim}", rows)
+    inner = tensor.select(dim, 0)
+    width = inner.numel()
+    # A multiple of 16 elements, so that rows stay as aligned as they were.
+    stride = -(-max(beyond, width * rows) // (rows - 1) // 16) * 16 + 16
+    strides = list(torch.empty(inner.shape, device="meta").stride())
+    strides.insert(dim % tensor.dim(), stride)
+    extent = stride * (rows - 1) + width
+    storage = torch.empty(2 * extent, dtype=tensor.dtype, device=tensor.device)
+    return torch.as_strided(storage, tensor.shape, strides, extent // 16 * 16).copy_(tensor.detach())
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _copied(tree: Any) -> list[torch.Tensor]:
+    return [tensor.detach().clone() for tensor in _tensors(tree)]
+
+
+def _compare(actual: Any, expected: Any, what: str) -> None:
+    seen, wanted = _tensors(actual), _tensors(expected)
+    if len(seen) != len(wanted):
+        raise AssertionError(f"{what} {len(seen)} tensors, should be {len(wanted)}")
+    for place, (one, other) in enumerate(zip(seen, wanted, strict=True)):
+        assert_bitwise_equal(one, other, what=f"{what} tensor {place}")
+
+
+def _twins(inputs: Inputs) -> list[Any]:
+    """Copies of the same strides, so that a padded row stays padded."""
+    return [_twin(value) if isinstance(value, torch.Tensor) else value for value in inputs]
+
+
+def _twin(tensor: torch.Tensor) -> torch.Tensor:
+    copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return copy.copy_(tensor.detach()).requires_grad_(tensor.requires_grad)
+
+
+def _differing(small: Inputs, large: Inputs) -> list[tuple[int, int]]:
+    return [
+        (argument, dim)
+        for argument, (one, other) in enumerate(zip(small, large, strict=True))
+        if isinstance(one, torch.Tensor)
+        for dim in range(one.dim())
+        if one.shape[dim] != other.shape[dim]
+    ]
+
+
+def _described(inputs: Inputs) -> str:
+    shown = (
+        f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+        if isinstance(value, torch.Tensor)
+        else repr(value)
+        for value in inputs
+    )
+    return f"({', '.join(shown)})"
+
+
+def _require_gpu(name: str) -> None:
+    if not torch.cuda.is_available():
+        raise RuntimeError(f"{name} needs a GPU; mark the test with pytest.mark.gpu")

@@ -1,0 +1,461 @@
+"""Make Triton's interpreter compute bfloat16 and fp8 as a GPU does.
+
+``TRITON_INTERPRET=1`` runs a kernel on the CPU in numpy. numpy has neither bfloat16 nor fp8, so Triton keeps them as
+unsigned integers, on which it then adds, multiplies and compares: the results are silently wrong. :func:`repair` keeps
+them as arrays of ml_dtypes instead, whose arithmetic is that of the formats, and rounds casts to the nearest, ties to
+even.
+
+What the repair takes for the GPU's rule, where there is a choice:
+
+- a cast to fp8 saturates at the largest finite value, infinities included; NaN stays NaN;
+- an integer becomes bfloat16 or fp8 by way of float32;
+- ``tl.dot`` multiplies and accumulates in float32;
+- ``tl.sum`` and ``tl.cumsum`` of bfloat16 or fp8 add in float32 and round once; a GPU, which adds in a tree and rounds
+  at each step, is a little less exact;
+- ``tl.maximum``, ``tl.minimum`` and ``tl.clamp`` return the operand that is not NaN, unless asked to propagate it (all
+  float dtypes; Triton 3.9 has this itself).
+
+The interpreter models neither tf32 nor races, shared memory or accesses out of bounds; ``float8e4b15`` is left as
+Triton has it. Private names of Triton are replaced, hence :func:`self_test`. Tried with Triton 3.6.0, 3.7.1 and 3.9.0.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+_PRIVATE_NAMES = {
+    "": ("InterpreterBuilder", "InterpretedFunction", "ReduceOps", "ScanOps", "TensorHandle", "_get_np_dtype",
+         "_interpreter", "_ir", "_patch_lang_tensor"),
+    "InterpreterBuilder": ("binary_op", "cast_impl", "create_atomic_cas", "create_atomic_rmw", "create_clampf",
+                           "create_dot", "create_fma", "create_fp_to_fp", "create_masked_load", "create_masked_store",
+                           "create_maxnumf", "create_minnumf", "ternary_op"),
+    "ReduceOps": ("sum", "to_tensor"),
+    "ScanOps": ("cumsum", "cumprod", "to_tensor"),
+}  # fmt: skip
+
+
+@cache
+def repair() -> None:
+    """Install the repair in this process, once, and check it with :func:`self_test`.
+
+    Raises RuntimeError if TRITON_INTERPRET=1 is not set or was set after triton was imported, if this Triton lacks a
+    private name that the repair replaces, or if a kernel of the self-test computes something else than the GPU would.
+    """
+    _install(_interpreter_module())
+    self_test()
+
+
+def self_test() -> None:
+    """Run small kernels over what the repair touches (well under a second) and compare with PyTorch's CPU results.
+
+    Raises RuntimeError that names the version of Triton and the operation that failed.
+    """
+    _interpreter_module()
+    for operation, check in _CHECKS.items():
+        try:
+            problem = check()
+        except Exception as error:
+            raise RuntimeError(_unfit(f"{operation} raised {type(error).__name__}: {error}")) from error
+        if problem is not None:
+            raise RuntimeError(_unfit(f"{operation}: {problem}"))
+
+
+def _unfit(why: str) -> str:
+    from importlib.metadata import version
+
+    import triton
+
+    return (
+        f"the interpreter of triton {triton.__version__} (numpy {version('numpy')}, ml_dtypes {version('ml_dtypes')}) "
+        f"does not compute what a GPU does: {why}. Reproduce: "
+        "TRITON_INTERPRET=1 python -c 'from kernel_reference.testing import interpreter; interpreter.repair()'"
+    )
+
+
+def _interpreter_module() -> Any:
+    if os.environ.get("TRITON_INTERPRET", "").lower() not in ("1", "true", "on", "yes", "y"):
+        raise RuntimeError(
+            "TRITON_INTERPRET must be 1, from before triton is imported, to run kernels in the interpreter"
+        )
+    import triton
+    from triton.runtime import interpreter
+
+    for owner, names in _PRIVATE_NAMES.items():
+        for name in names:
+            if not hasattr(getattr(interpreter, owner) if owner else interpreter, name):
+                path = ".".join(filter(None, ("triton.runtime.interpreter", owner, name)))
+                raise RuntimeError(_unfit(f"{path}, which the repair replaces, is gone"))
+    # Triton's own library functions were decorated when it was imported; what they became tells what it saw then.
+    if not isinstance(triton.language.zeros, interpreter.InterpretedFunction):
+        raise RuntimeError("triton was imported before TRITON_INTERPRET=1 was set; set it first, in the environment")
+    return interpreter
+
+
+def _install(interpreter: Any) -> None:
+    import ml_dtypes
+    import numpy as np
+    import triton.language as tl
+
+    finfo: Any = ml_dtypes.finfo
+    storage: dict[str, Any] = {
+        "bf16": np.dtype(ml_dtypes.bfloat16),
+        "fp8e4nv": np.dtype(ml_dtypes.float8_e4m3fn),
+        "fp8e5": np.dtype(ml_dtypes.float8_e5m2),
+        "fp8e4b8": np.dtype(ml_dtypes.float8_e4m3fnuz),
+        "fp8e5b16": np.dtype(ml_dtypes.float8_e5m2fnuz),
+    }
+    largest = {dtype: float(finfo(dtype).max) for dtype in storage.values()}
+    stored = frozenset(storage.values())
+    unsigned = {1: tl.uint8, 2: tl.uint16}
+    builder = interpreter.InterpreterBuilder
+    handle = interpreter.TensorHandle
+    numpy_dtype = interpreter._get_np_dtype
+
+    def storage_of(dtype: Any) -> Any:
+        return storage.get(dtype.scalar.name)
+
+    def replace(owner: Any, *names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Put a function in the place of others; it is given the one that it replaces as its first argument."""
+
+        def decorator(function: Callable[..., Any]) -> Callable[..., Any]:
+            for name in names:
+                setattr(owner, name, _bound(function, getattr(owner, name)))
+            return function
+
+        return decorator
+
+    def as_bits(value: Any) -> Any:
+        """The handle, for the part of the interpreter that is compiled and knows only numpy's own dtypes."""
+        if value is None or value.data.dtype not in stored:
+            return value
+        bits = unsigned[value.data.dtype.itemsize]
+        return handle(value.data.view(numpy_dtype(bits)), bits)
+
+    def widened(data: Any) -> Any:
+        return data.astype(np.float32) if data.dtype in stored or data.dtype.kind in "biu" else data
+
+    def to_nearest(data: Any, target: Any) -> Any:
+        with np.errstate(all="ignore"):
+            data = widened(data)
+            if target.itemsize == 1:
+                limit = data.dtype.type(largest[target])
+                data = np.clip(data, -limit, limit)
+            return data.astype(target)
+
+    def toward_zero(data: Any, target: Any) -> Any:
+        nearest = to_nearest(data, target)
+        too_far = np.abs(nearest.astype(np.float64)) > np.abs(widened(data).astype(np.float64))
+        # One bit pattern less is the next value towards zero, down from infinity too.
+        bits = nearest.view(f"u{target.itemsize}")
+        return (bits - too_far.astype(bits.dtype)).view(target)
+
+    @replace(interpreter, "_get_np_dtype")
+    def get_numpy_dtype(original: Any, dtype: Any) -> Any:
+        return storage_of(dtype) or original(dtype)
+
+    @replace(interpreter, "_patch_lang_tensor")
+    def patch_tensor(original: Any, tensor: Any, scope: Any) -> None:
+        original(tensor, scope)
+        # A scalar is an array of one element and one dimension, which int() refuses from numpy 2.4 on.
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    @replace(builder, "create_masked_load")
+    def load(original: Any, self: Any, ptrs: Any, mask: Any, other: Any, *rest: Any, **named: Any) -> Any:
+        dtype = ptrs.get_element_ty()
+        target = storage_of(dtype)
+        if target is None:
+            return original(self, ptrs, mask, other, *rest, **named)
+        pointers = handle(ptrs.data, tl.pointer_type(unsigned[target.itemsize]))
+        loaded = original(self, pointers, mask, as_bits(other), *rest, **named)
+        return handle(loaded.data.view(target), dtype)
+
+    @replace(builder, "create_masked_store")
+    def store(original: Any, self: Any, ptrs: Any, value: Any, *rest: Any, **named: Any) -> Any:
+        return original(self, ptrs, as_bits(value), *rest, **named)
+
+    @replace(builder, "cast_impl")
+    def cast(original: Any, self: Any, src: Any, dst_type: Any) -> Any:
+        target = storage_of(dst_type)
+        if target is not None:
+            return handle(to_nearest(src.data, target), dst_type.scalar)
+        # The dtype decides, not the data: the result of a comparison is an array of bools that is called bfloat16.
+        if storage_of(src.dtype) is None:
+            return original(self, src, dst_type)
+        with np.errstate(all="ignore"):
+            return handle(src.data.astype(numpy_dtype(dst_type)), dst_type.scalar)
+
+    @replace(builder, "create_fp_to_fp")
+    def convert(original: Any, self: Any, src: Any, dst_type: Any, rounding_mode: Any) -> Any:
+        target, source = storage_of(dst_type), storage_of(src.dtype)
+        if (target is None and source is None) or "fp8e4b15" in (src.dtype.scalar.name, dst_type.scalar.name):
+            return original(self, src, dst_type, rounding_mode)
+        if target is not None and rounding_mode == interpreter._ir.ROUNDING_MODE.RTZ:
+            return handle(toward_zero(src.data, target), dst_type.scalar)
+        return self.cast_impl(src, dst_type)
+
+    @replace(builder, "binary_op", "ternary_op")
+    def operate(original: Any, self: Any, *operands: Any) -> Any:
+        if not any(operand.data.dtype in stored for operand in operands[:-1]):
+            return original(self, *operands)
+        # ml_dtypes reports a comparison with NaN, as numpy does not for its own floats.
+        with np.errstate(all="ignore"):
+            return original(self, *operands)
+
+    builder.create_maxnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmax)
+    builder.create_minnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmin)
+
+    @replace(builder, "create_clampf")
+    def clamp(original: Any, self: Any, value: Any, low: Any, high: Any, propagate_nans: Any) -> Any:
+        if propagate_nans == interpreter._ir.PROPAGATE_NAN.NONE:
+            return self.create_minnumf(self.create_maxnumf(value, low), high)
+        return original(self, value, low, high, propagate_nans)
+
+    @replace(builder, "create_fma")
+    def fma(original: Any, self: Any, x: Any, y: Any, z: Any) -> Any:
+        if z.data.dtype not in stored:
+            return original(self, x, y, z)
+        exact = x.data.astype(np.float64) * y.data.astype(np.float64) + z.data.astype(np.float64)
+        return handle(exact.astype(z.data.dtype), z.dtype.scalar)
+
+    @replace(builder, "create_dot")
+    def dot(original: Any, self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
+        if a.data.dtype not in stored and b.data.dtype not in stored:
+            return original(self, a, b, d, *rest)
+        result = np.matmul(widened(a.data), widened(b.data), dtype=np.float32) + widened(d.data)
+        return handle(result.astype(d.data.dtype), d.dtype.scalar)
+
+    # Triton 3.7 cannot make a bfloat16 constant other than 0, and has not the scaled dot of 3.9, which reads bits.
+    builder.get_bf16 = lambda self, value: handle(np.array([value], dtype=storage["bf16"]), tl.bfloat16)
+    if hasattr(interpreter, "_mxfp_value_handle_to_float32"):
+
+        @replace(interpreter, "_mxfp_value_handle_to_float32")
+        def scaled_dot_operand(original: Any, value: Any) -> Any:
+            return widened(value.data) if value.data.dtype in stored else original(value)
+
+    @replace(builder, "create_atomic_cas")
+    def compare_and_swap(original: Any, self: Any, ptr: Any, cmp: Any, val: Any, *rest: Any) -> Any:
+        old = original(self, ptr, as_bits(cmp), as_bits(val), *rest)
+        return handle(old.data.view(cmp.data.dtype), cmp.dtype.scalar)
+
+    @replace(builder, "create_atomic_rmw")
+    def read_modify_write(original: Any, self: Any, operation: Any, ptr: Any, val: Any, mask: Any, *rest: Any) -> Any:
+        if val.data.dtype not in stored:
+            return original(self, operation, ptr, val, mask, *rest)
+        # Triton's front end refuses all others.
+        if operation != interpreter._ir.ATOMIC_OP.FADD:
+            raise ValueError(f"unsupported atomic operation {operation} on {val.dtype}")
+        target = val.data.dtype
+        bits = np.dtype(f"u{target.itemsize}")
+        shape = np.broadcast_shapes(ptr.data.shape, val.data.shape, mask.data.shape)
+        addresses, values, pending = (np.broadcast_to(h.data, shape).reshape(-1) for h in (ptr, val, mask))
+        pending = pending.copy()
+        old = np.zeros(values.shape, target)
+        while pending.any():
+            # Several elements may name one address: each round takes one of each, in their order.
+            (waiting,) = np.nonzero(pending)
+            now = waiting[np.unique(addresses[waiting], return_index=True)[1]]
+            everywhere = np.ones(now.shape, bool)
+            loaded = interpreter._interpreter.load(addresses[now], everywhere, np.zeros(now.shape, bits), bits)
+            old[now] = loaded.view(target)
+            interpreter._interpreter.store(addresses[now], (old[now] + values[now]).view(bits), everywhere)
+            pending[now] = False
+        return handle(old.reshape(shape), val.dtype.scalar)
+
+    @replace(interpreter.ReduceOps, "sum")
+    def total(original: Any, self: Any, input: Any) -> Any:
+        data = input.handle.data
+        if data.dtype not in stored:
+            return original(self, input)
+        return self.to_tensor(np.sum(widened(data), axis=self.axis, keepdims=self.keep_dims), input.dtype)
+
+    for name, accumulate in {"cumsum": np.cumsum, "cumprod": np.cumprod}.items():
+
+        @replace(interpreter.ScanOps, name)
+        def running(original: Any, self: Any, input: Any, accumulate: Any = accumulate) -> Any:
+            data = input.handle.data
+            if data.dtype not in stored:
+                return original(self, input)
+            return [self.to_tensor(accumulate(widened(data), axis=self.axis), input.dtype)]
+
+
+def _bound(function: Callable[..., Any], original: Any) -> Callable[..., Any]:
+    # A plain function and not a partial, so that in a class it becomes a method.
+    return lambda *operands, **named: function(original, *operands, **named)
+
+
+def _kernels() -> Any:
+    from kernel_reference.testing import kernels
+
+    return kernels
+
+
+def _difference(got: torch.Tensor, wanted: torch.Tensor) -> str | None:
+    """The first element whose bits differ, as a sentence; every NaN is as good as another."""
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[got.element_size()]
+    same = got.view(bits) == wanted.view(bits)
+    if got.is_floating_point():
+        same |= torch.isnan(got.double()) & torch.isnan(wanted.double())
+    if bool(same.all()):
+        return None
+    at = int((~same).nonzero()[0])
+    return f"element {at} of {got.dtype} is {got.double()[at].item()}, not {wanted.double()[at].item()}"
+
+
+# Ties that go down and up, a carry into the exponent, overflow to infinity, subnormals, infinities and NaN.
+_AWKWARD = (
+    1.00390625, 1.01171875, 1.00390626, -1.99999, 3.3961775e38, -1e-40, 9.2e-41, 0.0,
+    -0.0, float("inf"), float("-inf"), float("nan"), 448.0, 1e30, -479.0, 0.0703125,
+)  # fmt: skip
+_BLOCK = len(_AWKWARD)
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def _to_fp8(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    limit = torch.finfo(dtype).max
+    return x.clamp(-limit, limit).to(dtype)
+
+
+def _check_copies() -> str | None:
+    for dtype in (torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16, *_FP8):
+        bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+        # Every pattern of 8 bits, quiet and signalling NaN among them, and so in the upper byte of the wider ones.
+        pattern = (torch.arange(256) << 8 * (dtype.itemsize - 1)) | 1
+        x = pattern.to(bits).view(dtype)
+        y = torch.zeros(64, dtype=bits).view(dtype)
+        for first in range(0, 256, 48):
+            valid = min(48, 256 - first)
+            _kernels().copy[(1,)](x, y, first, valid, -2.0 if dtype.is_floating_point else -2, 64)
+            other = torch.full((64 - valid,), -2.0).to(dtype)
+            if not torch.equal(y.view(bits), torch.cat([x[first : first + valid].view(bits), other.view(bits)])):
+                return f"{dtype} elements {first} to {first + valid} arrive with other bits"
+    return None
+
+
+def _check_cast_to_bfloat16() -> str | None:
+    x = torch.tensor(_AWKWARD)
+    y = torch.empty(_BLOCK, dtype=torch.bfloat16)
+    _kernels().cast[(1,)](x, y, None, _BLOCK)
+    if problem := _difference(y, x.bfloat16()):
+        return problem
+    _kernels().cast[(1,)](x, y, "rtz", _BLOCK)
+    truncated = (x.view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)
+    if problem := _difference(y, torch.where(x.isnan(), x.bfloat16(), truncated)):
+        return f"towards zero, {problem}"
+    back = torch.empty(_BLOCK)
+    _kernels().cast[(1,)](y, back, None, _BLOCK)
+    if problem := _difference(back, y.float()):
+        return f"back to float32, {problem}"
+    integers = torch.tensor([257, 258, 259, -131071, 0, 1, 2, 3], dtype=torch.int32)
+    y = torch.empty(8, dtype=torch.bfloat16)
+    _kernels().cast[(1,)](integers, y, None, 8)
+    return _difference(y, integers.float().bfloat16())
+
+
+def _check_cast_to_fp8() -> str | None:
+    for dtype in _FP8:
+        for source in (torch.float32, torch.bfloat16, torch.float16):
+            x = torch.tensor(_AWKWARD).to(source)
+            y = torch.empty(_BLOCK, dtype=dtype)
+            _kernels().cast[(1,)](x, y, None, _BLOCK)
+            if problem := _difference(y, _to_fp8(x.float(), dtype)):
+                return f"from {source}, {problem}"
+            back = torch.empty(_BLOCK, dtype=source)
+            _kernels().cast[(1,)](y, back, None, _BLOCK)
+            if problem := _difference(back, y.to(source)):
+                return f"back to {source}, {problem}"
+    return None
+
+
+def _check_arithmetic() -> str | None:
+    a = torch.tensor(_AWKWARD).bfloat16()
+    b = a.flip(0).roll(3)
+    results = [torch.empty(_BLOCK, dtype=torch.bfloat16) for _ in range(5)]
+    _kernels().arithmetic[(1,)](a, b, *results, _BLOCK)
+    wanted = {"a + b": a + b, "a * b": a * b, "where(a > b, a, b)": torch.where(a > b, a, b)}
+    wanted |= {"maximum(a, b)": torch.fmax(a, b), "-a": -a}
+    for got, (name, value) in zip(results, wanted.items(), strict=True):
+        # The sign of a maximum of zeros, and of 0 - 0, is nobody's promise.
+        if problem := _difference(got + 0.0, value + 0.0):
+            return f"{name}: {problem}"
+    return None
+
+
+def _check_reductions() -> str | None:
+    x = (torch.arange(64) % 7 - 3.5).bfloat16() + 4
+    maximum, total = torch.empty(2, dtype=torch.bfloat16).split(1)
+    _kernels().reduce[(1,)](x, maximum, total, 64)
+    return _difference(maximum, x.max().reshape(1)) or _difference(total, x.float().sum().bfloat16().reshape(1))
+
+
+def _check_comparison() -> str | None:
+    x = torch.tensor(_AWKWARD).bfloat16()
+    for dtype in (torch.float32, torch.bfloat16, torch.int32):
+        y = torch.empty(_BLOCK, dtype=dtype)
+        _kernels().flag[(1,)](x, y, _BLOCK)
+        if problem := _difference(y, (x > 0).to(dtype)):
+            return problem
+    return None
+
+
+def _check_constant() -> str | None:
+    y = torch.zeros(_BLOCK, dtype=torch.bfloat16)
+    _kernels().constant[(1,)](y, -1.5, _BLOCK)
+    return _difference(y, torch.full_like(y, -1.5))
+
+
+def _check_dot() -> str | None:
+    for dtype in (torch.bfloat16, *_FP8):
+        # Whole numbers whose sums, of about 1500, are exact in float32 and need more bits than bfloat16 has.
+        a = (torch.arange(16 * 32) * 7 % 15).float().reshape(16, 32).to(dtype)
+        b = (torch.arange(32 * 16) * 5 % 13).float().reshape(32, 16).to(dtype)
+        y = torch.empty(16 * 16)
+        _kernels().dot[(1,)](a, b, y, 32, 16)
+        if problem := _difference(y, (a.float() @ b.float()).flatten()):
+            return f"of {dtype}, {problem}"
+    return None
+
+
+def _check_view() -> str | None:
+    for dtype, bits in ((torch.bfloat16, torch.int16), *((fp8, torch.int8) for fp8 in _FP8)):
+        x = _to_fp8(torch.tensor(_AWKWARD), dtype) if dtype.itemsize == 1 else torch.tensor(_AWKWARD).to(dtype)
+        seen = torch.empty(_BLOCK, dtype=bits)
+        y = torch.empty(_BLOCK, dtype=dtype)
+        _kernels().view[(1,)](x, seen, y, _BLOCK)
+        if problem := _difference(seen, x.view(bits)) or _difference(y.view(bits), seen):
+            return f"of {dtype}, {problem}"
+    return None
+
+
+def _check_atomic_add() -> str | None:
+    x = torch.ones(16, dtype=torch.bfloat16)
+    index = torch.tensor([0, 1, 1, 3, 3, 3, 3, 0] * 2, dtype=torch.int64)
+    y = torch.tensor([0.5, 1.0, 2.0, 254.0], dtype=torch.bfloat16)
+    _kernels().add_atomically[(1,)](x, index, y, 8, 16)
+    # 254 + 4 ones, one by one: 256 + 1 rounds back to 256.
+    return _difference(y, torch.tensor([2.5, 3.0, 2.0, 256.0], dtype=torch.bfloat16))
+
+
+def _check_loop() -> str | None:
+    y = torch.zeros(1, dtype=torch.int32)
+    _kernels().count[(1,)](y, 2, 7)
+    return _difference(y, torch.tensor([5], dtype=torch.int32))
+
+
+_CHECKS: dict[str, Callable[[], str | None]] = {
+    "load and store": _check_copies,
+    "cast to bfloat16": _check_cast_to_bfloat16,
+    "cast to fp8": _check_cast_to_fp8,
+    "bfloat16 arithmetic": _check_arithmetic,
+    "bfloat16 reduction": _check_reductions,
+    "bfloat16 comparison made a number": _check_comparison,
+    "bfloat16 constant": _check_constant,
+    "dot": _check_dot,
+    "view as integers": _check_view,
+    "bfloat16 atomic add": _check_atomic_add,
+    "loop with a run-time bound": _check_loop,
+}

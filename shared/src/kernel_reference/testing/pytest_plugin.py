@@ -1,0 +1,183 @@
+"""Run one suite on the GPU if there is one, else in Triton's interpreter: a plugin of pytest, named in its ``addopts``
+as ``-p kernel_reference.testing.pytest_plugin``.
+
+Where torch finds no GPU, the plugin sets TRITON_INTERPRET=1, before anything imports triton, and installs the repair of
+:mod:`kernel_reference.testing.interpreter`, so that the same tests run the kernels on CPU tensors. Setting
+TRITON_INTERPRET=1 by hand asks for the same on a machine with a GPU.
+
+It gives
+
+- the fixture ``device`` (session): ``torch.device("cuda")``, or ``cpu`` where kernels are interpreted;
+- the fixture ``seed`` (of every test): the integer that torch's generators were seeded with, made from the test's name
+  and printed when the test fails. KERNEL_REFERENCE_SEED=<integer> sets it for all tests;
+- the markers ``gpu`` (skipped, with the reason, where there is none), ``sanitize`` (the subset that runs under
+  compute-sanitizer) and ``codegen`` (compiles kernels for GPUs that need not be there);
+- the hypothesis profiles ``cpu`` and ``gpu``, the right one loaded: no deadline, and on CI the same examples each time.
+
+Reasons of skipped tests are always printed. KERNEL_REFERENCE_REQUIRE_GPU=1 makes a missing GPU an error. Where Triton
+is not installed, the tests that import it are skipped, and on CI (the variable CI is true) they fail.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import zlib
+from collections.abc import Generator
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+_INTERPRET = "TRITON_INTERPRET"
+_SEED = "KERNEL_REFERENCE_SEED"
+_REQUIRE_GPU = "KERNEL_REFERENCE_REQUIRE_GPU"
+_TRUE = ("1", "true", "on", "yes", "y")
+
+
+def _is_set(variable: str) -> bool:
+    return os.environ.get(variable, "").lower() in _TRUE
+
+
+def _why_no_gpu() -> str | None:
+    if torch.version.cuda is None and torch.version.hip is None:
+        return f"torch {torch.__version__} is built for the CPU alone"
+    # Counts devices and creates no context.
+    if not torch.cuda.is_available():
+        return "torch.cuda.is_available() is False"
+    return f"{_INTERPRET}=1 asks for the interpreter" if _is_set(_INTERPRET) else None
+
+
+_no_gpu = _why_no_gpu()
+_has_triton = find_spec("triton") is not None
+_MISSING_TRITON = "needs triton, which is not installed"
+
+
+def _prepare_interpreter() -> None:
+    if "triton" in sys.modules and not _is_set(_INTERPRET):
+        raise pytest.UsageError(
+            "kernel_reference.testing.pytest_plugin must be loaded before triton is imported; name it in addopts as "
+            "'-p kernel_reference.testing.pytest_plugin', or set TRITON_INTERPRET=1 in the environment"
+        )
+    os.environ[_INTERPRET] = "1"
+    if _has_triton:
+        from kernel_reference.testing import interpreter
+
+        interpreter.repair()
+
+
+def _load_hypothesis_profile() -> None:
+    if find_spec("hypothesis") is None:
+        return
+    from hypothesis import HealthCheck, settings
+
+    always = settings(
+        deadline=None,
+        derandomize=_is_set("CI"),
+        print_blob=True,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    # An interpreted kernel takes tens of milliseconds, a launched one microseconds.
+    settings.register_profile("cpu", always, max_examples=25)
+    settings.register_profile("gpu", always, max_examples=200)
+    settings.load_profile("cpu" if _no_gpu else "gpu")
+
+
+# While this module is imported, since pytest imports plugins named by -p before any conftest.py and any test.
+if _no_gpu:
+    _prepare_interpreter()
+_load_hypothesis_profile()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    if _no_gpu and _is_set(_REQUIRE_GPU):
+        raise pytest.UsageError(f"{_REQUIRE_GPU}=1, but there is no GPU to test on: {_no_gpu}")
+    config.addinivalue_line("markers", "gpu: needs a GPU; skipped, with the reason, where there is none")
+    config.addinivalue_line("markers", "sanitize: in the subset that runs under compute-sanitizer")
+    config.addinivalue_line("markers", "codegen: compiles kernels for GPUs that need not be there")
+    if not set(config.option.reportchars) & set("sAa"):
+        config.option.reportchars += "s"
+
+
+def pytest_report_header() -> str:
+    if _has_triton:
+        import triton
+
+        kernels = f"triton {triton.__version__}" + (", interpreted, bfloat16 and fp8 repaired" if _no_gpu else "")
+    else:
+        kernels = "no triton"
+    where = f"cpu ({_no_gpu})" if _no_gpu else f"cuda ({torch.cuda.get_device_name()})"
+    return f"kernel_reference: device {where}; torch {torch.__version__}; {kernels}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if _no_gpu:
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason=f"needs a GPU: {_no_gpu}"))
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """Where tensors live that are given to kernels: the GPU, or the CPU where kernels are interpreted."""
+    return torch.device("cpu" if _no_gpu else "cuda")
+
+
+@pytest.fixture(autouse=True)
+def seed(request: pytest.FixtureRequest) -> int:
+    """The seed given to torch's generators before this test: its own, the same in every run."""
+    value = _seed_of(request.node)
+    torch.manual_seed(value)
+    return value
+
+
+def _seed_of(item: pytest.Item) -> int:
+    if os.environ.get(_SEED):
+        return int(os.environ[_SEED])
+    # The folder is left out, so that a test has the same seed wherever pytest is started.
+    return zlib.crc32(f"{item.path.name}::{item.nodeid.partition('::')[2]}".encode())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.failed:
+        line = f'{_SEED}={_seed_of(item)} python -m pytest "{item.nodeid}"'
+        report.sections.append(("reproduce", line if _no_gpu is None else f"{_INTERPRET}=1 {line}"))
+    return report
+
+
+def _may_lack_triton(error: BaseException | None) -> bool:
+    if _has_triton or _is_set("CI"):
+        return False
+    while error is not None:
+        if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == "triton":
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if _may_lack_triton(error):
+            # Located at the test, not here.
+            raise pytest.skip.Exception(_MISSING_TRITON, _use_item_location=True) from error
+        raise
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    call = getattr(report, "call", None)
+    if report.failed and call is not None and _may_lack_triton(call.excinfo.value):
+        report.outcome = "skipped"
+        report.longrepr = (str(collector.path), 0, f"Skipped: {_MISSING_TRITON}")
+    return report

@@ -1,0 +1,189 @@
+"""What is read from kernels compiled for GPUs that are not here."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from kernel_reference.testing.codegen import TARGETS, KernelSpec, Report, assert_clean, compile_specs, table
+
+pytest.importorskip("triton", reason="needs triton, which is not installed")
+pytestmark = pytest.mark.codegen
+
+FILE = Path(__file__).with_name("codegen_kernels.py")
+POINTERS = {"p_x": "*bf16", "p_y": "*bf16"}
+Reports = dict[tuple[str, str], Report]
+
+SPECS = [
+    KernelSpec(f"{FILE}:copy", POINTERS | {"n": "i32"}, {"BLOCK": 1024}, aligned=("p_x", "p_y", "n"), name="copy"),
+    KernelSpec(f"{FILE}:copy", POINTERS | {"n": "i32"}, {"BLOCK": 1024}, aligned=(), name="unaligned copy"),
+    KernelSpec(
+        f"{FILE}:matmul", {"p_a": "*bf16", "p_b": "*bf16", "p_c": "*fp32", "k": "i32"}, {"BLOCK": 64}, name="matmul"
+    ),
+    KernelSpec(f"{FILE}:undefined", POINTERS, name="undefined"),
+]
+ON_ONE_TARGET = [
+    KernelSpec(
+        f"{FILE}:centre",
+        {"p_x": "*fp32", "p_y": "*fp32"},
+        {"BLOCK": 4096},
+        {"num_warps": 1, "maxnreg": 32},
+        name="centre",
+    ),
+    KernelSpec(f"{FILE}:halting", POINTERS, options={"debug": True}, name="halting"),
+]
+
+
+@pytest.fixture(scope="module")
+def reports() -> Reports:
+    found = compile_specs(SPECS) + compile_specs(ON_ONE_TARGET, ["sm_90"], processes=1)
+    return {(report.spec, report.target): report for report in found}
+
+
+def test_every_spec_is_reported_for_every_target_in_order(reports: Reports) -> None:
+    wanted = [(spec.name, target) for spec in SPECS for target in TARGETS]
+    assert list(reports) == [*wanted, ("centre", "sm_90"), ("halting", "sm_90")]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_simple_kernel_is_clean_and_its_registers_are_counted(target: str, reports: Reports) -> None:
+    report = reports["copy", target]
+    assert report.problems() == []
+    assert 0 < report.registers < 64
+    assert (report.stack, report.shared, report.trap, report.uses_tensor_cores) == (0, 0, False, False)
+    assert_clean([report])
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_promised_alignment_widens_loads_and_stores(target: str, reports: Reports) -> None:
+    # 1024 elements and 128 threads of 16 bytes; 256 threads on AMD.
+    wide = frozenset({64 if target == "gfx942" else 128})
+    assert (reports["copy", target].load_bits, reports["copy", target].store_bits) == (wide, wide)
+    assert reports["unaligned copy", target].load_bits == {16}
+    assert reports["unaligned copy", target].store_bits == {16}
+
+
+@pytest.mark.parametrize(
+    ("target", "opcode"), [("sm_80", "HMMA"), ("sm_90", "HGMMA"), ("sm_100", "UTCHMMA"), ("gfx942", "v_mfma")]
+)
+def test_a_product_of_tiles_uses_the_targets_own_matrix_instruction(target: str, opcode: str, reports: Reports) -> None:
+    report = reports["matmul", target]
+    assert_clean([report])
+    assert report.uses_tensor_cores
+    assert any(seen.startswith(opcode) for seen in report.opcodes)
+    assert report.shared > 0
+
+
+def test_a_kernel_with_too_few_registers_is_reported_to_spill(reports: Reports) -> None:
+    report = reports["centre", "sm_90"]
+    assert report.registers <= 32
+    assert report.stack > 0
+    assert report.uses("STL")
+    assert report.spills
+    assert report.problems() == [f"spills registers: {report.stack} bytes of stack a thread"]
+
+
+def test_a_kernel_that_can_abort_is_reported_to_trap(reports: Reports) -> None:
+    assert reports["halting", "sm_90"].problems() == ["holds a trap instruction"]
+
+
+def test_a_kernel_that_does_not_compile_is_reported_with_the_reason(reports: Reports) -> None:
+    report = reports["undefined", "sm_80"]
+    assert "missing is not defined" in report.problems()[0]
+
+
+def test_the_assertion_shows_a_table_of_the_broken_kernels_alone(reports: Reports) -> None:
+    with pytest.raises(AssertionError, match=f"5 of {len(reports) - 1} compiled kernels have problems") as caught:
+        assert_clean([report for report in reports.values() if report.spec != "halting"])
+    assert "centre" in str(caught.value)
+    assert "matmul" not in str(caught.value)
+
+
+def test_no_report_at_all_is_not_clean() -> None:
+    with pytest.raises(AssertionError, match="no kernel was compiled"):
+        assert_clean([])
+
+
+@pytest.mark.parametrize(
+    ("report", "problem"),
+    [
+        (Report("k", "gfx942", vgpr_spills=3), "spills 3 vector and 0 scalar registers"),
+        (Report("k", "gfx942", sgpr_spills=2), "spills 0 vector and 2 scalar registers"),
+        (Report("k", "sm_90", stack=16), "spills registers: 16 bytes of stack a thread"),
+        (Report("k", "sm_90", opcodes=frozenset({"LDL.64"})), "spills registers: 0 bytes of stack a thread"),
+        (Report("k", "sm_100", trap=True), "holds a trap instruction"),
+    ],
+)
+def test_each_sign_of_trouble_is_a_problem(report: Report, problem: str) -> None:
+    assert report.problems() == [problem]
+    assert problem in table([report])
+
+
+def test_the_widths_of_accesses_are_read_from_opcodes() -> None:
+    nvidia = {"LDG.E", "LDG.E.U8", "LDG.E.U16.CONSTANT", "LDGSTS.E.BYPASS.LTC128B.128", "LDG.E.ENL2.256", "STG.E.64"}
+    report = Report("k", "sm_100", opcodes=frozenset(nvidia))
+    assert report.load_bits == {8, 16, 32, 128, 256}
+    assert report.store_bits == {64}
+    amd = {"global_load_ushort", "buffer_load_dwordx4", "global_store_dword", "global_store_byte", "ds_read_b128"}
+    report = Report("k", "gfx942", opcodes=frozenset(amd))
+    assert report.load_bits == {16, 128}
+    assert report.store_bits == {8, 32}
+
+
+def test_an_opcode_is_found_by_whole_parts_of_its_name() -> None:
+    report = Report("k", "sm_90", opcodes=frozenset({"LDGSTS.E.128"}))
+    assert report.uses("LDGSTS")
+    assert report.uses("LDGSTS.E")
+    assert not report.uses("LDG")
+
+
+def test_a_kernel_that_cannot_be_imported_names_the_reason_and_leaves_the_others(tmp_path: Path) -> None:
+    specs = [
+        KernelSpec("no_such_package.kernels:copy", {}),
+        KernelSpec(f"{FILE}:copy", POINTERS),
+        KernelSpec(f"{FILE}:copy", POINTERS | {"n": "i32", "m": "i32"}, {"BLOCK": 64}),
+    ]
+    errors = [report.error for report in compile_specs(specs, ["sm_80"], processes=1)]
+    assert "No module named 'no_such_package'" in errors[0]
+    assert "nothing for ['n', 'BLOCK']" in errors[1]
+    assert "['m'] besides" in errors[2]
+
+
+def test_the_compiling_process_is_told_neither_to_interpret_nor_to_use_the_users_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "showing.py").write_text(
+        "import os\nraise RuntimeError(f\"{os.environ.get('TRITON_INTERPRET')} {os.environ['TRITON_CACHE_DIR']}\")\n"
+    )
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "users"))
+    monkeypatch.syspath_prepend(tmp_path)
+    (report,) = compile_specs([KernelSpec("showing:kernel", {})], ["sm_90"])
+    assert "RuntimeError: None " in report.error
+    assert str(tmp_path / "users") not in report.error
+    assert os.environ["TRITON_INTERPRET"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"kernel": "package.kernels", "signature": {}}, "kernel must be"),
+        ({"kernel": "m:f", "signature": {"x": "i32"}, "constexprs": {"x": 1}}, "constexprs must be disjoint"),
+        ({"kernel": "m:f", "signature": {"x": "*i8"}, "aligned": ("y",)}, "aligned must be a subset"),
+    ],
+)
+def test_a_spec_that_contradicts_itself_is_refused(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        KernelSpec(**arguments)  # type: ignore[arg-type]
+
+
+def test_an_unknown_target_is_refused() -> None:
+    with pytest.raises(ValueError, match="targets must be among"):
+        compile_specs(SPECS, ["sm_50"])
+
+
+def test_a_spec_is_named_after_its_function_and_settings() -> None:
+    spec = KernelSpec("gdn_split.kernels:split_by_group", {}, {"ROWS": 4}, {"num_warps": 2})
+    assert spec.name == "split_by_group(ROWS=4, num_warps=2)"

@@ -1,0 +1,111 @@
+"""Planted faults, in a package made for the purpose."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from kernel_reference.testing import faults
+
+SOURCE = "def double(x):\n    return 2 * x\n\n\ndef half(x):\n    return x / 2\n"
+
+
+def patch(old: str, new: str, before: str = "", folder: str = "") -> str:
+    lines = SOURCE.splitlines(keepends=True)
+    at = lines.index(old)
+    shown = [f"-{line}+{new}" if place == at else f" {line}" for place, line in enumerate(lines)]
+    head = f"--- a/{folder}src/doubling/__init__.py\n+++ b/{folder}src/doubling/__init__.py\n"
+    return f"{before}{head}@@ -1,{len(lines)} +1,{len(lines)} @@\n{''.join(shown)}"
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """A package of two functions, of which the tests look at one."""
+    (tmp_path / "src/doubling").mkdir(parents=True)
+    (tmp_path / "src/doubling/__init__.py").write_text(SOURCE)
+    (tmp_path / "tests/faults").mkdir(parents=True)
+    (tmp_path / "tests/test_double.py").write_text(
+        textwrap.dedent("""
+        from doubling import double
+
+        def test_two_becomes_four():
+            assert double(2) == 4
+
+        def test_nought_stays():
+            assert double(0) == 0
+        """)
+    )
+    (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\naddopts = '--import-mode=importlib'\n")
+    return tmp_path
+
+
+def plant(package: Path, name: str, text: str) -> None:
+    (package / "tests/faults" / f"{name}.patch").write_text(text)
+
+
+def run(package: Path) -> list[tuple[str, str]]:
+    return [(outcome.verdict, outcome.reason) for outcome in faults.run_faults(package)]
+
+
+def test_a_fault_that_a_test_sees_is_caught_and_one_that_none_sees_survives(
+    package: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plant(package, "a_tripled", patch("    return 2 * x\n", "    return 3 * x\n", "# it triples\n"))
+    plant(package, "b_thirds", patch("    return x / 2\n", "    return x / 3\n", folder="packages/doubling/"))
+    assert faults.main([str(package)]) == 1
+    printed = capsys.readouterr().out
+    assert "[2/2]" in printed
+    assert "a_tripled  caught    test_double.py::test_two_becomes_four  it triples" in printed
+    assert "b_thirds   SURVIVED  all tests pass" in printed
+    assert "1 of 2 faults caught" in printed
+    assert (package / "src/doubling/__init__.py").read_text() == SOURCE
+
+
+def test_all_caught_is_success_and_no_fault_is_not(package: Path) -> None:
+    assert faults.main([str(package)]) == 2
+    plant(package, "tripled", patch("    return 2 * x\n", "    return 3 * x\n"))
+    assert faults.main([str(package), "--", "-W", "ignore"]) == 0
+
+
+def test_a_fault_is_judged_by_the_tests_that_it_names(package: Path) -> None:
+    fault = patch("    return 2 * x\n", "    return 3 * x\n", "# it triples\n# tests: tests/test_double.py -k nought\n")
+    plant(package, "unseen", fault)
+    plant(package, "unknown", fault.replace("-k nought", "-k no_such_test"))
+    assert run(package) == [
+        (faults.BROKEN, "its tests fail without it: pytest ended with code 5"),
+        (faults.SURVIVED, "all tests pass"),
+    ]
+
+
+def test_a_patch_that_does_not_apply_is_an_error(package: Path) -> None:
+    plant(package, "stale", patch("    return 2 * x\n", "    return 3 * x\n").replace("-    return 2", "-    return 5"))
+    plant(package, "tests", patch("    return 2 * x\n", "    return 3 * x\n").replace("src/doubling", "tests"))
+    assert run(package) == [(faults.BROKEN, "the patch does not apply")] * 2
+    assert faults.main([str(package)]) == 1
+
+
+def test_a_suite_that_is_red_anyway_catches_nothing(package: Path) -> None:
+    plant(package, "tripled", patch("    return 2 * x\n", "    return 3 * x\n"))
+    (package / "tests/test_red.py").write_text("def test_red():\n    assert False\n")
+    assert run(package) == [(faults.BROKEN, "its tests fail without it: test_red.py::test_red")]
+
+
+def test_a_suite_that_cannot_be_collected_catches_nothing(package: Path) -> None:
+    plant(package, "syntax", patch("    return 2 * x\n", "    return 2 *\n"))
+    assert run(package) == [(faults.BROKEN, "test_double.py")]
+
+
+def test_the_copy_is_found_before_an_installed_package(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = package / "site"
+    (installed / "doubling").mkdir(parents=True)
+    (installed / "doubling/__init__.py").write_text(SOURCE)
+    monkeypatch.setenv("PYTHONPATH", str(installed))
+    plant(package, "tripled", patch("    return 2 * x\n", "    return 3 * x\n"))
+    assert run(package) == [(faults.CAUGHT, "by test_double.py::test_two_becomes_four")]
+
+
+def test_a_folder_without_sources_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="package must be a folder"):
+        faults.run_faults(tmp_path)

@@ -1,0 +1,233 @@
+"""The repair of Triton's interpreter, against PyTorch on the CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from kernel_reference.testing import interpreter
+from kernel_reference.testing.contract import far_apart
+from kernel_reference.testing.guards import assert_bitwise_equal, bitwise_equal
+from kernel_reference.testing.numerics import assert_close_to_oracle
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="kernels run on the GPU here")
+
+FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+@pytest.fixture(scope="module")
+def kernels() -> ModuleType:
+    place = Path(__file__).parent / "interpreter_kernels.py"
+    spec = importlib.util.spec_from_file_location("interpreter_kernels", place)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Triton reads the source of a kernel by way of its module.
+    sys.modules["interpreter_kernels"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def python(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": os.pathsep.join(sys.path), **variables}
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+
+
+def test_a_softmax_in_bfloat16_is_as_exact_as_pytorchs(kernels: ModuleType) -> None:
+    x = torch.randn(6, 151).bfloat16()
+    y = torch.empty_like(x)
+    kernels.softmax[(6,)](x, y, 151, x.stride(0), 256)
+    assert_close_to_oracle(y, x.double().softmax(-1), x.softmax(-1))
+
+
+def test_every_float16_becomes_the_bfloat16_that_pytorch_makes_of_it(kernels: ModuleType) -> None:
+    x = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.float16)
+    y = torch.empty(2**16, dtype=torch.bfloat16)
+    kernels.cast[(1,)](x, y, 2**16)
+    finite = ~x.isnan()
+    assert_bitwise_equal(y[finite], x[finite].bfloat16())
+    assert bool(y[~finite].isnan().all())
+
+
+@pytest.mark.parametrize("dtype", FP8)
+@pytest.mark.parametrize("source", [torch.float16, torch.bfloat16])
+def test_every_16_bit_value_becomes_the_nearest_fp8_and_large_ones_the_largest(
+    source: torch.dtype, dtype: torch.dtype, kernels: ModuleType
+) -> None:
+    x = torch.arange(-(2**15), 2**15).to(torch.int16).view(source)
+    y = torch.empty(2**16, dtype=dtype)
+    kernels.cast[(1,)](x, y, 2**16)
+    numbers = ~x.isnan()
+    limit = torch.finfo(dtype).max
+    assert_bitwise_equal(y[numbers], x[numbers].float().clamp(-limit, limit).to(dtype))
+    assert bool(y[~numbers].double().isnan().all())
+
+
+@pytest.mark.parametrize("dtype", [*FP8, torch.bfloat16])
+def test_every_value_of_a_small_float_is_widened_exactly(dtype: torch.dtype, kernels: ModuleType) -> None:
+    count = 2 ** (8 * dtype.itemsize)
+    x = torch.arange(-count // 2, count // 2).to(torch.int8 if dtype.itemsize == 1 else torch.int16).view(dtype)
+    y = torch.empty(count)
+    kernels.cast[(1,)](x, y, count)
+    numbers = ~x.float().isnan()
+    assert_bitwise_equal(y[numbers], x[numbers].float())
+    assert bool(y[~numbers].isnan().all())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_maximum_minimum_and_clamp_return_the_operand_that_is_a_number(dtype: torch.dtype, kernels: ModuleType) -> None:
+    nan = float("nan")
+    a = torch.tensor([1.5, nan, -3.0, nan, 0.25, -0.5, 7.0, -9.0]).to(dtype)
+    b = torch.tensor([nan, 2.0, -2.5, nan, 0.125, -0.25, 9.0, -7.0]).to(dtype)
+    largest, least, clamped, absolute = (torch.empty_like(a) for _ in range(4))
+    kernels.extremes[(1,)](a, b, largest, least, clamped, absolute, 8)
+    assert torch.equal(largest.nan_to_num(99), torch.fmax(a, b).nan_to_num(99))
+    assert torch.equal(least.nan_to_num(99), torch.fmin(a, b).nan_to_num(99))
+    assert clamped[0] == 1
+    assert clamped[2] == -1
+    assert torch.equal(absolute.nan_to_num(99), a.abs().nan_to_num(99))
+
+
+def test_fused_multiply_add_in_bfloat16_rounds_once(kernels: ModuleType) -> None:
+    x = torch.tensor([1 + 2**-7, 1.0, 3.0, -5.0]).bfloat16()
+    z = torch.tensor([-1 - 2**-6, 2.0, -9.0, 0.5]).bfloat16()
+    y = torch.empty_like(x)
+    kernels.fused[(1,)](x, x, z, y, 4)
+    # Rounding the product first would give 0.
+    assert y[0] == 2**-14
+    assert_bitwise_equal(y, (x.double() * x.double() + z.double()).bfloat16())
+
+
+def test_a_sum_of_bfloat16_does_not_stop_at_256(kernels: ModuleType) -> None:
+    x = torch.ones(1024, dtype=torch.bfloat16)
+    sums, total = torch.empty_like(x), torch.empty(1, dtype=torch.bfloat16)
+    kernels.running[(1,)](x, sums, total, 1024)
+    assert total.item() == 1024
+    assert_bitwise_equal(sums, torch.arange(1.0, 1025).bfloat16())
+
+
+def test_compare_and_swap_of_bfloat16_compares_bits(kernels: ModuleType) -> None:
+    y, expected, new, old = (torch.tensor([value]).bfloat16() for value in (2.5, 2.5, -1.25, 0.0))
+    kernels.swap[(1,)](y, expected, new, old)
+    assert (y.item(), old.item()) == (-1.25, 2.5)
+    kernels.swap[(1,)](y, expected, new.neg(), old)
+    assert (y.item(), old.item()) == (-1.25, -1.25)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
+def test_rows_more_than_two_to_the_31_elements_apart_are_reached(dtype: torch.dtype, kernels: ModuleType) -> None:
+    x = torch.randint(-100, 100, (2, 64)).to(dtype)
+    y = torch.empty_like(x)
+    far = far_apart(x)
+    kernels.move[(2,)](far, y, far.stride(0), 64)
+    assert bitwise_equal(y, x)
+
+
+def test_repairing_and_testing_takes_less_than_a_second() -> None:
+    code = """
+import time, torch, triton
+from kernel_reference.testing import interpreter
+start = time.perf_counter()
+interpreter.repair()
+interpreter.repair()
+assert time.perf_counter() - start < 1.0, time.perf_counter() - start
+"""
+    done = python(code, TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "variables", "message"),
+    [
+        ("", {}, "TRITON_INTERPRET must be 1"),
+        (
+            "import os, triton; os.environ['TRITON_INTERPRET'] = '1'",
+            {},
+            "triton was imported before TRITON_INTERPRET=1",
+        ),
+    ],
+)
+def test_a_wrong_order_of_setting_and_importing_is_an_error(code: str, variables: dict[str, str], message: str) -> None:
+    done = python(f"{code}\nfrom kernel_reference.testing import interpreter; interpreter.repair()", **variables)
+    assert f"RuntimeError: {message}" in done.stderr
+
+
+def test_a_triton_without_a_private_name_is_named_as_unfit(monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    monkeypatch.delattr(InterpreterBuilder, "create_dot")
+    message = rf"triton {triton.__version__} .*InterpreterBuilder\.create_dot, which the repair replaces, is gone"
+    with pytest.raises(RuntimeError, match=message):
+        interpreter.self_test()
+
+
+def _drop_cast(builder: type) -> tuple[str, object]:
+    import ml_dtypes
+    import numpy as np
+    from triton.runtime.interpreter import TensorHandle
+
+    kept = builder.cast_impl  # type: ignore[attr-defined]
+
+    def truncating(self: object, src: object, dst_type: object) -> object:
+        result = kept(self, src, dst_type)
+        if result.data.dtype != ml_dtypes.bfloat16:
+            return result
+        bits = src.data.astype(np.float32).view(np.uint32) >> 16  # type: ignore[attr-defined]
+        return TensorHandle(bits.astype(np.uint16).view(ml_dtypes.bfloat16), result.dtype)
+
+    return "cast_impl", truncating
+
+
+def _drop_nan(builder: type) -> tuple[str, object]:
+    import numpy as np
+
+    return "create_maxnumf", lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.maximum)
+
+
+def _drop_dot(builder: type) -> tuple[str, object]:
+    import ml_dtypes
+    from triton.runtime.interpreter import TensorHandle
+
+    def narrow(self: object, a: Any, b: Any, d: Any, *rest: object) -> object:
+        return TensorHandle((a.data @ b.data).astype(ml_dtypes.bfloat16).astype(d.data.dtype), d.dtype)
+
+    return "create_dot", narrow
+
+
+def _drop_mask(builder: type) -> tuple[str, object]:
+    kept = builder.create_masked_load  # type: ignore[attr-defined]
+    return "create_masked_load", lambda self, ptrs, mask, other, *rest: kept(self, ptrs, mask, None, *rest)
+
+
+@pytest.mark.parametrize(
+    ("breaking", "operation"),
+    [
+        (_drop_cast, "cast to bfloat16: element 1 "),
+        (_drop_nan, r"bfloat16 arithmetic: maximum\(a, b\)"),
+        (_drop_dot, "dot: of torch.bfloat16"),
+        (_drop_mask, "load and store: torch.int8"),
+    ],
+)
+def test_the_self_test_names_the_operation_that_is_wrong(
+    breaking: object, operation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    monkeypatch.setattr(InterpreterBuilder, *breaking(InterpreterBuilder))  # type: ignore[operator]
+    with pytest.raises(RuntimeError, match=operation):
+        interpreter.self_test()
+
+
+def test_without_the_repair_the_self_test_fails() -> None:
+    done = python("from kernel_reference.testing import interpreter; interpreter.self_test()", TRITON_INTERPRET="1")
+    assert "does not compute what a GPU does" in done.stderr

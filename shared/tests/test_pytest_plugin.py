@@ -1,0 +1,143 @@
+"""The pytest plugin, in runs of pytest of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens where there is no GPU")
+
+
+def run(folder: Path, code: str, *arguments: str, path: Path | None = None, **variables: str) -> str:
+    (folder / "test_it.py").write_text(textwrap.dedent(code))
+    environment = {
+        key: value for key, value in os.environ.items() if key not in ("CI", "TRITON_INTERPRET", "PYTEST_ADDOPTS")
+    }
+    search = [str(path)] if path else []
+    environment |= {"PYTHONPATH": os.pathsep.join([*search, *sys.path]), **variables}
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "kernel_reference.testing.pytest_plugin"]
+    done = subprocess.run(
+        [*command, "--strict-markers", *arguments], cwd=folder, env=environment, capture_output=True, text=True
+    )
+    return done.stdout + done.stderr
+
+
+def test_without_a_gpu_kernels_run_interpreted_on_cpu_tensors(tmp_path: Path) -> None:
+    printed = run(
+        tmp_path,
+        """
+        import os, pytest, torch, triton
+
+        def test_device(device):
+            assert device == torch.device("cpu")
+            assert os.environ["TRITON_INTERPRET"] == "1"
+            assert type(triton.language.zeros).__name__ == "InterpretedFunction"
+
+        @pytest.mark.gpu
+        def test_gpu(): ...
+
+        @pytest.mark.sanitize
+        @pytest.mark.codegen
+        def test_marked(): ...
+        """,
+    )
+    assert "2 passed, 1 skipped" in printed
+    assert "kernel_reference: device cpu" in printed
+    assert "interpreted, bfloat16 and fp8 repaired" in printed
+    assert "SKIPPED [1] test_it.py:9: needs a GPU: " in printed
+
+
+def test_a_missing_gpu_is_an_error_where_one_is_required(tmp_path: Path) -> None:
+    printed = run(tmp_path, "def test_nothing(): ...", KERNEL_REFERENCE_REQUIRE_GPU="1")
+    assert "ERROR: KERNEL_REFERENCE_REQUIRE_GPU=1, but there is no GPU to test on" in printed
+
+
+def test_a_test_draws_the_same_numbers_in_every_run_and_says_how_to_repeat_a_failure(tmp_path: Path) -> None:
+    code = """
+        import torch
+        def test_one(seed):
+            assert torch.initial_seed() == seed
+            assert False, f"drew {torch.rand(1).item()}"
+        """
+    first, second = run(tmp_path, code), run(tmp_path, "\n" + code)
+
+    def drawn(printed: str) -> str:
+        return next(line for line in printed.splitlines() if "AssertionError: drew" in line)
+
+    assert drawn(first) == drawn(second)
+    line = next(line for line in first.splitlines() if "KERNEL_REFERENCE_SEED=" in line)
+    assert line.endswith('python -m pytest "test_it.py::test_one"')
+    assert drawn(run(tmp_path, code, KERNEL_REFERENCE_SEED="1")) != drawn(first)
+
+
+def test_the_hypothesis_profile_has_no_deadline_and_is_derandomised_on_ci(tmp_path: Path) -> None:
+    code = """
+        import os
+        from hypothesis import settings
+
+        def test_profile():
+            assert settings().deadline is None
+            assert settings().print_blob
+            assert settings().derandomize == (os.environ.get("CI") == "true")
+            assert settings.get_profile("gpu").max_examples > settings.get_profile("cpu").max_examples
+            assert settings().max_examples == settings.get_profile("cpu").max_examples
+        """
+    assert "1 passed" in run(tmp_path, code)
+    assert "1 passed" in run(tmp_path, code, CI="true")
+
+
+WITHOUT_TRITON = """
+    import sys
+
+    class Absent:
+        def find_spec(self, name, path=None, target=None):
+            if name.partition(".")[0] == "triton":
+                raise ModuleNotFoundError("No module named 'triton'", name="triton")
+
+    sys.meta_path.insert(0, Absent())
+    import importlib.util
+    kept = importlib.util.find_spec
+    importlib.util.find_spec = lambda name, package=None: None if name == "triton" else kept(name, package)
+    """
+
+
+@pytest.mark.parametrize("ci", ["", "true"])
+def test_without_triton_what_imports_it_is_skipped_and_on_ci_fails(tmp_path: Path, ci: str) -> None:
+    hiding = tmp_path / "hiding"
+    hiding.mkdir()
+    (hiding / "sitecustomize.py").write_text(textwrap.dedent(WITHOUT_TRITON))
+    (tmp_path / "test_module.py").write_text("import triton\n")
+    printed = run(
+        tmp_path,
+        """
+        def test_that_needs_none(): ...
+        def test_that_imports_it():
+            import triton
+        """,
+        "--continue-on-collection-errors",
+        path=hiding,
+        CI=ci,
+    )
+    if ci:
+        assert "1 failed, 1 passed, 1 error" in printed
+    else:
+        assert "1 passed, 2 skipped" in printed
+        assert "SKIPPED [1] test_it.py:3: needs triton, which is not installed" in printed
+        assert "SKIPPED [1] test_module.py:0: needs triton, which is not installed" in printed
+
+
+def test_a_plugin_loaded_after_triton_says_where_to_name_it(tmp_path: Path) -> None:
+    (tmp_path / "early.py").write_text("import triton\n")
+    printed = run(tmp_path, "def test_nothing(): ...", path=tmp_path, PYTEST_PLUGINS="early")
+    assert "1 passed" in printed
+    code = "import triton; import kernel_reference.testing.pytest_plugin"
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert "must be loaded before triton is imported; name it in addopts" in done.stderr

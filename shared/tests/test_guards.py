@@ -54,8 +54,9 @@ def test_filling_the_tensor_alone_passes_its_check(dtype: torch.dtype, device: t
 def test_a_stray_write_of_one_element_fails(dtype: torch.dtype, at: int, message: str, device: torch.device) -> None:
     guarded = canaried((5, 48), dtype, device, row_padding=16)
     guarded.tensor.copy_(torch.ones(5, 48, device=device).to(dtype))
-    # 1 is neither NaN nor, from these seeds, a byte of the noise.
-    flat(guarded.tensor)[guarded.tensor.storage_offset() + at] = torch.ones(()).to(dtype)
+    storage = torch.tensor([], dtype=torch.uint8, device=device).set_(guarded.tensor.untyped_storage())
+    # The complement differs from whatever noise was there.
+    storage[(guarded.tensor.storage_offset() + at) * dtype.itemsize] ^= 0xFF
     with pytest.raises(AssertionError, match=f"1 elements beside the tensor were overwritten; the first is {message}"):
         guarded.check()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
@@ -90,6 +91,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="write every plan's time as JSON")
     parser.add_argument("--seconds", type=float, default=0.05, help="device time a plan")
+    parser.add_argument("--only", type=re.compile, default=re.compile(""), metavar="REGEX", help="only such problems")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("tune: searching plans needs a GPU, and torch.cuda.is_available() is False", file=sys.stderr)
@@ -100,6 +102,7 @@ def main() -> int:
                 for name, shape in SHAPES.items() for rows in TOKENS]  # fmt: skip
     problems += [(f"conv {n} sequences, {'packed' if packed else 'channel-last'}", conv_plans, (n, QWEN3_NEXT),
                   conv_problem, (n, packed)) for n in SEQUENCES for packed in (True, False)]  # fmt: skip
+    problems = [problem for problem in problems if arguments.only.search(problem[0])]
     for number, (name, candidates, sizes, problem, of) in enumerate(problems, start=1):
         used, under, sets = problem(*of)
         plans = list(dict.fromkeys([used, *candidates(*sizes, used)]))

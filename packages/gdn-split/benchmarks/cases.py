@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -12,7 +12,8 @@ import triton.language as tl
 
 from gdn_split import fused_qkvzba_split_reshape_cat, merge_qkvzba, split_conv1d_update
 from gdn_split.kernels import convolve, load_slots, wait_for_inputs
-from gdn_split.plan import GroupShape
+from gdn_split.launch import device_limits
+from gdn_split.plan import GroupShape, plan_split
 from kernel_reference import projection
 from kernel_reference.bench import Case, Requirement
 from kernel_reference.models import QWEN3_NEXT_80B
@@ -175,13 +176,19 @@ UNFUSED_TILE = {
 }  # fmt: skip
 
 
-def unfused(inputs: Projected, shape: GroupShape, packed: bool) -> tuple[torch.Tensor, ...]:
-    """Our split, then our convolution as a kernel of its own, tuned for itself."""
-    parts = fused_qkvzba_split_reshape_cat(inputs.qkvz, inputs.ba, *sizes(shape))
+def unfused(inputs: Projected, shape: GroupShape, packed: bool, overlapped: bool) -> tuple[torch.Tensor, ...]:
+    """Our split, then our convolution as a kernel of its own, tuned for itself.
+
+    ``overlapped``: both started by dependent launches, as ours are; else each waits for the one before to end.
+    """
+    row_bytes = (shape.qkvz_width + shape.ba_width) * DTYPE.itemsize
+    plan = plan_split(len(inputs.qkvz), shape, row_bytes, device_limits(inputs.qkvz.device))
+    dependent = overlapped and plan.dependent_launch
+    plan = replace(plan, dependent_launch=dependent)
+    parts = fused_qkvzba_split_reshape_cat(inputs.qkvz, inputs.ba, *sizes(shape), plan=plan)
     out = torch.empty_like(parts.mixed_qkv)
     sequences, channels = out.shape
     tile, warps, block = UNFUSED_TILE[sequences, packed]
-    dependent = torch.version.hip is None and torch.cuda.get_device_capability() >= (9, 0)
     convolve_split[(triton.cdiv(sequences, tile) * (channels // block),)](
         parts.mixed_qkv, inputs.state, inputs.weight, inputs.bias, inputs.slots, out, sequences, len(inputs.state),
         channels, inputs.state.stride(0), channels, *inputs.state.stride()[1:], *inputs.weight.stride(), channels,
@@ -220,7 +227,10 @@ def conv_case(device: torch.device, sequences: int, packed: bool) -> Case:
         shape={"model": "Qwen3-Next", "sequences": sequences, "state": "packed" if packed else "channel-last"},
         make_inputs=make_inputs,
         ours={OURS: ours},
-        peers={"ours, unfused": lambda: partial(unfused, shape=shape, packed=packed)},
+        peers={
+            "ours, unfused": lambda: partial(unfused, shape=shape, packed=packed, overlapped=True),
+            "ours, unfused, not overlapped": lambda: partial(unfused, shape=shape, packed=packed, overlapped=False),
+        },
         check=check,
         tolerance=1.05,
         bytes_moved=sequences * (row_bytes + state_bytes) + channels * (width + 1) * DTYPE.itemsize,

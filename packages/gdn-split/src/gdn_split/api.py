@@ -282,7 +282,11 @@ def _checked_out(out: Sequence[torch.Tensor], names: tuple[str, ...], needs_grad
         fail("out", "None for inputs that require a gradient", "preallocated tensors")
     if not isinstance(out, (tuple, list)) or len(out) != len(names):
         fail("out", f"{len(names)} tensors ({', '.join(names)})", describe(out), TypeError)
-    check_tensors(**{f"out.{name}": tensor for name, tensor in zip(names, out, strict=True)})
+    named = {f"out.{name}": tensor for name, tensor in zip(names, out, strict=True)}
+    check_tensors(**named)
+    for name, tensor in named.items():
+        if tensor.requires_grad and torch.is_grad_enabled():
+            fail(name, "a tensor that does not require a gradient", "requires_grad=True")
     return tuple(out)
 
 

@@ -92,13 +92,11 @@ def check_dtypes(wanted: torch.dtype, as_in: str, **tensors: Tensor) -> None:
 
 
 def check_written(**tensors: Tensor) -> None:
-    """Tensors to be written: no two elements in one place, and nothing that autograd would have to know of."""
+    """Tensors to be written: no two elements in one place."""
     for name, tensor in tensors.items():
         width = tensor.shape[1:].numel()
         if tensor.shape[0] > 1 and tensor.stride(0) < width:
             fail(name, f"a tensor whose rows do not overlap (row stride >= {width})", describe(tensor))
-        if tensor.requires_grad and torch.is_grad_enabled():
-            fail(name, "a tensor that does not require a gradient", "requires_grad=True")
 
 
 def check_convolution(

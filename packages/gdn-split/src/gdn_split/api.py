@@ -9,7 +9,7 @@ import torch
 
 from gdn_split import ops
 from gdn_split.arguments import check_positive, check_projections, check_sizes, check_tensors, describe
-from gdn_split.plan import ConvPlan, SplitPlan
+from gdn_split.plan import ConvPlan, GroupShape, SplitPlan
 from kernel_reference import projection
 from kernel_reference.checks import fail
 
@@ -235,41 +235,43 @@ def split_conv1d_update(
     Raises:
         TypeError, ValueError: an argument is not as said above; nothing has been written.
     """
-    tensors = {
-        "mixed_qkvz": mixed_qkvz,
-        "mixed_ba": mixed_ba,
-        "conv_state": conv_state,
-        "conv_weight": conv_weight,
-        "slots": slots,
-    }
-    if conv_bias is not None:
-        tensors["conv_bias"] = conv_bias
-    sizes = (num_heads_qk, num_heads_v, head_qk, head_v, layout, None if plan is None else _as_ints(plan, ConvPlan))
-    _check_kinds(sizes, **tensors)
-    check_positive(tokens_per_sequence=tokens_per_sequence)
     if activation not in ("silu", None):
         fail("activation", '"silu" or None', repr(activation))
-    if torch.is_grad_enabled():
-        for name, tensor in tensors.items():
-            if tensor.requires_grad:
-                fail(name, "without gradient (call under torch.no_grad() or inference_mode())", "requires_grad=True")
-    if out is None:
-        shape = check_sizes(*sizes[:5])
-        check_projections(mixed_qkvz, mixed_ba, shape)
-        out = ops.allocate_parts(mixed_qkvz, mixed_ba, shape)
-    else:
-        out = _checked_out(out, SplitResult._fields, needs_gradient=False)
-    silu = activation == "silu"
-    _split_conv1d_update(
-        mixed_qkvz, mixed_ba, conv_state, conv_weight, conv_bias, slots, *out, tokens_per_sequence, silu, *sizes
-    )
-    return SplitResult(*out)
+    sizes = (num_heads_qk, num_heads_v, head_qk, head_v, layout, None if plan is None else _as_ints(plan, ConvPlan))
+    tensors = (mixed_qkvz, mixed_ba, conv_state, conv_weight, conv_bias, slots)
+    try:
+        if torch.is_grad_enabled():
+            _refuse_gradients(tensors)
+        parts: tuple[torch.Tensor, ...]
+        if out is None:
+            parts = ops.allocate_parts(mixed_qkvz, mixed_ba, GroupShape(num_heads_qk, num_heads_v, head_qk, head_v))
+        else:
+            parts = _checked_out(out, SplitResult._fields, needs_gradient=False)
+        _split_conv1d_update(*tensors, *parts, tokens_per_sequence, activation == "silu", *sizes)
+    except (RuntimeError, AttributeError, TypeError, ZeroDivisionError):
+        named = dict(zip(_CONV_TENSORS, tensors, strict=True))
+        if conv_bias is None:
+            del named["conv_bias"]
+        _check_kinds(sizes, **named)
+        check_positive(tokens_per_sequence=tokens_per_sequence)
+        check_projections(mixed_qkvz, mixed_ba, check_sizes(*sizes[:5]))
+        raise
+    return SplitResult(*parts)
+
+
+_CONV_TENSORS = ("mixed_qkvz", "mixed_ba", "conv_state", "conv_weight", "conv_bias", "slots")
+
+
+def _refuse_gradients(tensors: Sequence[torch.Tensor | None]) -> None:
+    for name, tensor in zip(_CONV_TENSORS, tensors, strict=True):
+        if tensor is not None and tensor.requires_grad:
+            fail(name, "without gradient (call under torch.no_grad() or inference_mode())", "requires_grad=True")
 
 
 def _check_kinds(sizes: tuple[object, ...], **tensors: object) -> None:
-    """What torch's dispatcher would refuse before our own checks run, and in words of its own.
+    """What torch would refuse before our own checks run, and in words of its own.
 
-    The split itself, whose host time counts, asks only once the dispatcher has refused.
+    Functions whose host time counts ask only once torch has refused.
     """
     check_tensors(**tensors)
     check_positive(**dict(zip(("num_heads_qk", "num_heads_v", "head_qk", "head_v"), sizes, strict=False)))

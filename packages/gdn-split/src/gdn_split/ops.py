@@ -152,9 +152,19 @@ def _plan(kind: type[SplitPlan] | type[ConvPlan], sizes: Sequence[Any]) -> Any:
     return kind(*sizes[5]) if len(sizes) > 5 and sizes[5] is not None else None
 
 
-def _prepare_split(tensors: tuple[Tensor, ...], sizes: tuple[Any, ...]) -> Any:
-    from gdn_split import launch
+def _launches_of_gpu() -> Any:
+    """The launches, imported when a tensor on a GPU first asks for them: all else works without Triton."""
+    try:
+        from gdn_split import launch
+    except ImportError as error:
+        raise RuntimeError(
+            "tensors on a GPU need Triton, which torch's GPU builds bring; here it is missing"
+        ) from error
+    return launch
 
+
+def _prepare_split(tensors: tuple[Tensor, ...], sizes: tuple[Any, ...]) -> Any:
+    launch = _launches_of_gpu()
     qkvz, ba = tensors
     shape = _checked_split(qkvz, ba, *sizes)
     parts = allocate_parts(qkvz, ba, shape)
@@ -163,24 +173,21 @@ def _prepare_split(tensors: tuple[Tensor, ...], sizes: tuple[Any, ...]) -> Any:
 
 
 def _prepare_split_into(tensors: tuple[Tensor, ...], sizes: tuple[Any, ...]) -> Any:
-    from gdn_split import launch
-
+    launch = _launches_of_gpu()
     shape = _checked_split_into(*tensors, *sizes)
     qkvz, ba, *parts = tensors
     return launch.prepare_move(qkvz, ba, parts, shape, sizes[4], merge=False, plan=_plan(SplitPlan, sizes))
 
 
 def _prepare_merge_into(tensors: tuple[Tensor, ...], sizes: tuple[Any, ...]) -> Any:
-    from gdn_split import launch
-
+    launch = _launches_of_gpu()
     shape = _checked_merge_into(*tensors, *sizes)
     *parts, qkvz, ba = tensors
     return launch.prepare_move(qkvz, ba, parts, shape, sizes[4], merge=True, plan=_plan(SplitPlan, sizes))
 
 
 def _prepare_conv(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
-    from gdn_split import launch
-
+    launch = _launches_of_gpu()
     tokens, silu, *sizes = numbers
     shape = _checked_conv(*tensors, *numbers)
     qkvz, ba, state, weight, bias, slots, *parts = tensors

@@ -12,11 +12,10 @@ import triton.language as tl
 def wait_for_inputs(DEPENDENT: tl.constexpr):
     """In a dependent launch this kernel may start before the one ahead of it ends: wait here, before the first access.
 
-    The kernel behind may then be started early too; it waits in turn for all of this one.
+    It does not let the kernel behind start early in turn: some are launched dependent and never wait.
     """
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit

@@ -169,7 +169,8 @@ def plan_conv(
     block = min(128, gcd(*widths) & -gcd(*widths))
     if block < 32:
         block = min(256, power_of_two_at_least(max(widths)))
-    # One sequence of Qwen3-Next fills a third of an H200's cores in tiles of 128: 1.39 us, of 64 with two warps 1.07.
+    # One sequence of Qwen3-Next makes fewer tiles of 128 than an H200 has cores: 1.39 us, of 64 with two warps 1.07.
+    # These times and those below were taken with calls that overlap; one alone takes about 0.3 us more.
     if block == 128 and sequences * _tiles(shape, block) < limits.cores:
         block = 64
     tiles = _tiles(shape, block)

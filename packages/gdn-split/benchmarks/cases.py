@@ -16,15 +16,19 @@ from gdn_split.launch import device_limits
 from gdn_split.plan import GroupShape, plan_split
 from kernel_reference import projection
 from kernel_reference.bench import Case, Requirement
-from kernel_reference.models import QWEN3_NEXT_80B
+from kernel_reference.models import QWEN3_NEXT_80B, GatedDeltaNet
 
 OURS = "gdn-split"
 DTYPE = torch.bfloat16
+
+
+def shape_of(model: GatedDeltaNet) -> GroupShape:
+    return GroupShape(model.num_heads_qk, model.num_heads_v, model.head_qk, model.head_v)
+
+
 MODELS = {
-    "Qwen3-Next": GroupShape(16, 32, 128, 128),
-    "Qwen3-Next TP2": GroupShape(8, 16, 128, 128),
-    "Qwen3-Next TP4": GroupShape(4, 8, 128, 128),
-    "Qwen3-Next TP8": GroupShape(2, 4, 128, 128),
+    "Qwen3-Next": shape_of(QWEN3_NEXT_80B),
+    **{f"Qwen3-Next TP{ranks}": shape_of(QWEN3_NEXT_80B.tensor_parallel(ranks)) for ranks in (2, 4, 8)},
     # No model has it yet; kernels that assume a power of two fail on it.
     "ratio 3": GroupShape(16, 48, 128, 128),
 }

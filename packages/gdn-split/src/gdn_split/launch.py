@@ -102,21 +102,12 @@ def prepare_move(
     sizes = (shape.num_heads_qk, shape.ratio, shape.head_qk, shape.head_v, layout == "interleaved", merge)
     rest: tuple[int | bool, ...]
     if plan.rows_per_program:
-        kernel, rest = (
-            split_by_run,
-            (rows, plan.rows_per_program, *strides, *sizes, plan.rows_per_step, *_blocks(shape)),
-        )
+        kernel = split_by_run
+        rest = (rows, plan.rows_per_program, *strides, *sizes, plan.rows_per_step, *_blocks(shape))
     else:
         kernel = split_by_group
-        rest = (
-            rows,
-            *strides,
-            *sizes,
-            plan.rows_per_step,
-            plan.rows_per_step_ba,
-            *_blocks(shape),
-            plan.dependent_launch,
-        )
+        steps = (plan.rows_per_step, plan.rows_per_step_ba)
+        rest = (rows, *strides, *sizes, *steps, *_blocks(shape), plan.dependent_launch)
     return Launch(kernel, plan, rest, qkvz.device, as_bits=not {qkvz.dtype, ba.dtype} <= _COPIED_AS_THEY_ARE)
 
 

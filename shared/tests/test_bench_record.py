@@ -253,7 +253,7 @@ def test_a_case_that_contradicts_itself_is_refused(changes: Any, words: str) -> 
     assert words in str(caught.value)
 
 
-def test_requirements_bound_speed_from_below_or_time_from_above() -> None:
+def test_requirements_bound_speed_from_below_or_time_from_above_or_in_microseconds() -> None:
     speed = Requirement("ours", speed_at_least=0.97)
     assert speed.is_met(time=103.0, against=100.0)
     assert not speed.is_met(time=104.0, against=100.0)
@@ -261,7 +261,17 @@ def test_requirements_bound_speed_from_below_or_time_from_above() -> None:
     assert time.is_met(time=112.0, against=100.0)
     assert not time.is_met(time=113.0, against=100.0)
     assert (speed.describe(), time.describe()) == ("speed >= 0.97 of copy", "time <= 1.12 x copy")
-    for wrong in ({}, {"speed_at_least": 1.0, "time_at_most": 1.0}, {"time_at_most": -1.0}):
+    alone = Requirement("ours", us_at_most=4.0)
+    assert alone.is_met(time=4.0, against=1.0)
+    assert not alone.is_met(time=4.1, against=100.0)
+    assert (alone.describe(), alone.ratio(time=3.5, against=7.0)) == ("time <= 4 us", 3.5)
+    for wrong in (
+        {},
+        {"speed_at_least": 1.0, "time_at_most": 1.0},
+        {"time_at_most": 1.0, "us_at_most": 4.0},
+        {"time_at_most": -1.0},
+        {"us_at_most": float("inf")},
+    ):
         with pytest.raises(ValueError, match="speed_at_least"):
             Requirement("ours", **wrong)
 

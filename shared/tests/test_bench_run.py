@@ -213,13 +213,16 @@ def test_requirements_are_met_missed_or_not_measured() -> None:
         raise ImportError("no fla")
 
     case = doubling(
-        ours={"ours": double, "slow": slow, "lone": double},
+        ours={"ours": double, "slow": slow, "lone": double, "brief": double, "late": double},
         peers={"fla": missing},
         requirements=[
             Requirement("ours", speed_at_least=0.97),
             Requirement("ours", "slow", time_at_most=0.6),
             Requirement("slow", time_at_most=1.12),
             Requirement("lone", "fla", time_at_most=1.0),
+            Requirement("brief", us_at_most=100.5),
+            # A bound in microseconds needs no other implementation.
+            Requirement("late", "fla", us_at_most=99.5),
         ],
     )
     found = measured(case, clock)
@@ -227,6 +230,8 @@ def test_requirements_are_met_missed_or_not_measured() -> None:
     assert found["ours"].requirement_met is True
     assert (found["slow"].requirement, found["slow"].requirement_met) == ("time <= 1.12 x copy (2.000)", False)
     assert (found["lone"].requirement, found["lone"].requirement_met) == ("time <= 1 x fla", None)
+    assert (found["brief"].requirement, found["brief"].requirement_met) == ("time <= 100.5 us (100.000)", True)
+    assert (found["late"].requirement, found["late"].requirement_met) == ("time <= 99.5 us (100.000)", False)
     assert (found["copy"].requirement, found["copy"].requirement_met) == (None, None)
 
 

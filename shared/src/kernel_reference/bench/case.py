@@ -18,42 +18,51 @@ COPY = "copy"
 
 @dataclass(frozen=True)
 class Requirement:
-    """A speed that one implementation owes against another, both timed in the same run.
+    """A speed that one implementation owes, against another timed in the same run or in microseconds.
 
-    Give exactly one bound: ``speed_at_least=0.97`` (time of ``against`` / time of ``implementation``) or
-    ``time_at_most=1.12`` (time of ``implementation`` / time of ``against``). ``quantity="host"`` compares the host time
-    of a call instead of its time on the device.
+    Give exactly one bound: ``speed_at_least=0.97`` (time of ``against`` / time of ``implementation``),
+    ``time_at_most=1.12`` (time of ``implementation`` / time of ``against``) or ``us_at_most=4.0`` (time of
+    ``implementation`` alone, ``against`` playing no part). ``quantity="host"`` bounds the host time of a call instead
+    of its time on the device.
     """
 
     implementation: str
     against: str = COPY
     speed_at_least: float | None = None
     time_at_most: float | None = None
+    us_at_most: float | None = None
     quantity: Literal["device", "host"] = "device"
 
     def __post_init__(self) -> None:
-        bounds = [bound for bound in (self.speed_at_least, self.time_at_most) if bound is not None]
+        given = (self.speed_at_least, self.time_at_most, self.us_at_most)
+        bounds = [bound for bound in given if bound is not None]
         if len(bounds) != 1:
-            fail("speed_at_least, time_at_most", "exactly one given", f"{self.speed_at_least}, {self.time_at_most}")
+            fail("speed_at_least, time_at_most, us_at_most", "exactly one given", ", ".join(map(str, given)))
         if not (bounds[0] > 0 and math.isfinite(bounds[0])):
-            fail("speed_at_least or time_at_most", "a positive number", bounds[0])
+            fail("speed_at_least, time_at_most or us_at_most", "a positive number", bounds[0])
         if self.quantity not in ("device", "host"):
             fail("quantity", "'device' or 'host'", repr(self.quantity))
 
     def describe(self) -> str:
         """The requirement in words: ``speed >= 0.97 of copy``."""
         what = "host time" if self.quantity == "host" else "time"
+        if self.us_at_most is not None:
+            return f"{what} <= {self.us_at_most:g} us"
         if self.time_at_most is not None:
             return f"{what} <= {self.time_at_most:g} x {self.against}"
         return f"{'host speed' if self.quantity == 'host' else 'speed'} >= {self.speed_at_least:g} of {self.against}"
 
     def ratio(self, time: float, against: float) -> float:
-        """The ratio that the bound speaks of, from the two times."""
+        """What the bound speaks of, from the two times in microseconds: their ratio, or ``time`` itself."""
+        if self.us_at_most is not None:
+            return time
         return time / against if self.time_at_most is not None else against / time
 
     def is_met(self, time: float, against: float) -> bool:
-        """Whether ``time`` satisfies the bound beside ``against``; both in one unit."""
+        """Whether ``time`` satisfies the bound beside ``against``; both in microseconds."""
         ratio = self.ratio(time, against)
+        if self.us_at_most is not None:
+            return ratio <= self.us_at_most
         if self.time_at_most is not None:
             return ratio <= self.time_at_most
         return self.speed_at_least is not None and ratio >= self.speed_at_least

@@ -55,7 +55,8 @@ class KernelSpec:
     """One specialisation of a kernel.
 
     kernel: ``package.module:function``, or ``path/to/file.py:function``.
-    signature: the type of each argument that is not a constexpr: ``*bf16``, ``*i64``, ``i32``, ``fp32``.
+    signature: the type of each argument that is not a constexpr: ``*bf16``, ``*i64``, ``i32``, ``fp32``; in Gluon also
+        ``tensordesc<bf16[64, 128],...>``. The elements of an argument that is a tuple are ``strides[0]``, ``strides[1]``.
     constexprs: the value of each constexpr. An argument that Triton would specialise on 1 belongs here, as ``1``.
     options: of the compiler: num_warps, num_stages, maxnreg.
     aligned: the arguments promised to be divisible by 16 (pointers: in bytes); None stands for all pointers.
@@ -278,21 +279,45 @@ def _compiled(spec: KernelSpec, target: str) -> Any:
 
     function = _load(spec.kernel)
     names = function.arg_names
-    if missing := [name for name in names if name not in spec.signature and name not in spec.constexprs]:
-        fail("signature", f"complete for {spec.kernel}", f"nothing for {missing}")
-    if unknown := [name for name in (*spec.signature, *spec.constexprs) if name not in names]:
+    paths = {name: _path(name, names) for name in (*spec.signature, *spec.constexprs)}
+    if unknown := [name for name, path in paths.items() if path is None]:
         fail("signature", f"of arguments of {spec.kernel}", f"{unknown} besides")
+    types: dict[tuple[int, ...], str] = {paths[name]: kind for name, kind in spec.signature.items()}
+    types |= {paths[name]: "constexpr" for name in spec.constexprs}
+    given = {path[0] for path in types}
+    if missing := [name for place, name in enumerate(names) if place not in given]:
+        fail("signature", f"complete for {spec.kernel}", f"nothing for {missing}")
     pointers = [name for name, kind in spec.signature.items() if kind.startswith("*")]
     aligned = pointers if spec.aligned is None else spec.aligned
-    source = ASTSource(
+    make_source: Any = ASTSource
+    if getattr(function, "is_gluon", bool)():
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        make_source = GluonASTSource
+    source = make_source(
         fn=function,
-        signature={name: spec.signature.get(name, "constexpr") for name in names},
-        constexprs={(names.index(name),): value for name, value in spec.constexprs.items()},
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+        signature={name: _type_of(place, types) for place, name in enumerate(names)},
+        constexprs={paths[name]: value for name, value in spec.constexprs.items()},
+        attrs={paths[name]: [["tt.divisibility", 16]] for name in aligned},
     )
     family, _, arch = target.rpartition("_")
     gpu = GPUTarget("cuda", int(arch), 32) if family == "sm" else GPUTarget("hip", target, 64)
     return triton.compile(source, target=gpu, options=dict(spec.options))
+
+
+def _path(name: str, names: Sequence[str]) -> Any:
+    """Where an argument, or ``name[i]`` of one that is a tuple, stands among a kernel's; None if it has none such."""
+    argument, *element = re.fullmatch(r"(\w+)(?:\[(\d+)\])?", name).groups()  # type: ignore[union-attr]
+    if argument not in names:
+        return None
+    return (names.index(argument), *[int(number) for number in element if number is not None])
+
+
+def _type_of(place: int, types: Mapping[tuple[int, ...], str]) -> Any:
+    """The type of the argument at this place, or the tuple of its elements' types."""
+    if (place,) in types:
+        return types[(place,)]
+    return tuple(types[path] for path in sorted(path for path in types if path[0] == place))
 
 
 def _load(kernel: str) -> Any:

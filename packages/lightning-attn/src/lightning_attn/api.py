@@ -1,0 +1,400 @@
+"""The public functions: check the arguments, say what is wrong, call the op."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from kernel_reference.checks import fail, values_are_checked
+from lightning_attn import (
+    arguments,
+    ops,  # noqa: F401  defines the ops that are taken below
+)
+from lightning_attn.arguments import Names, check_int, check_scale, check_tensors, describe
+from lightning_attn.plan import DecodePlan, PrefillPlan
+
+Tensor = torch.Tensor
+
+_attention = torch.ops.lightning_attn.attention.default
+_attention_inference = torch.ops.lightning_attn.attention_inference.default
+_varlen = torch.ops.lightning_attn.varlen.default
+_decode = torch.ops.lightning_attn.decode.default
+_verify = torch.ops.lightning_attn.verify.default
+_commit = torch.ops.lightning_attn.commit.default
+
+# What torch and tensors raise, in words of their own, over arguments of the wrong kind or rank.
+_REFUSALS = (RuntimeError, AttributeError, TypeError, IndexError)
+
+
+class LightningResult(NamedTuple):
+    """``out`` [b, h, n, e], contiguous, and the final states ``kv`` [b, h, 1, d, e] in float32."""
+
+    out: Tensor
+    kv: Tensor
+
+
+class Snapshots(NamedTuple):
+    """States to keep of places inside the sequences of a call, P of each at most: for prefix caching.
+
+    ``positions`` [B, P]: after how many of the call's tokens of the sequence, 1 to its length, in any order;
+    ``slots`` [B, P]: where in the pool the state goes. Both int32 or int64, contiguous; -1 in either is unused.
+    """
+
+    positions: Tensor
+    slots: Tensor
+
+
+def lightning_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ed: Tensor,
+    block_size: int = 256,
+    kv_history: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    plan: PrefillPlan | None = None,
+) -> LightningResult:
+    """Causal linear attention with a per-head decay over a batch of sequences of one length.
+
+    For each head with decay rate s: ``S_t = exp(-s) S_{t-1} + k_t v_t^T`` and ``o_t = scale * S_t^T q_t``, S [d, e] in
+    float32, starting from ``kv_history`` or zeros. Source: Lightning Attention-2 (arXiv 2401.04658), MiniMax-01 (arXiv
+    2501.08313).
+
+    Args:
+        q, k: [b, h, n, d]; v: [b, h, n, e]. One dtype of bfloat16, float16 and float32, any strides; d and e from 16
+            to 256; n and b may be 0.
+        ed: the decay rates s >= 0, float32, any shape of h elements, contiguous. See :func:`lightning_attn.slopes`.
+        block_size: without effect; there for the callers that pass it.
+        kv_history: the states before the first token, [b, h, d, e] float32, any strides; not modified.
+        scale: of the outputs.
+        plan: a launch plan to use instead of the one made for the device (see ``lightning_attn.plan``).
+
+    Returns:
+        LightningResult(out [b, h, n, e] in the dtype of q, kv [b, h, 1, d, e] float32), both new: kv is the state after
+        the last token, ``kv[:, :, -1]`` for callers that expect the states of all blocks. Differentiable, once, in q,
+        k, v and kv_history.
+
+    Raises:
+        TypeError, ValueError: an argument is not as said above. Decay rates are looked at only inside
+            ``kernel_reference.checks.validate_values``; without it one below 0 counts as 0.
+    """
+    check_int("block_size", block_size)
+    scale = _as_float(scale)
+    numbers = (scale, None if plan is None else _as_ints(plan, PrefillPlan))
+    try:
+        op = _attention_inference
+        if torch.is_grad_enabled():
+            if ed.requires_grad:
+                fail("ed", "without gradient (decay rates have none here; pass ed.detach())", "requires_grad=True")
+            if q.requires_grad or k.requires_grad or v.requires_grad:
+                op = _attention
+            if kv_history is not None and kv_history.requires_grad:
+                op = _attention
+        return LightningResult(*op(q, k, v, ed, kv_history, *numbers))
+    except _REFUSALS:
+        check_tensors(q=q, k=k, v=v, ed=ed, **_given(kv_history=kv_history))
+        raise
+
+
+def lightning_attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slopes: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    state_pool: Tensor,
+    slots: Tensor,
+    has_initial_state: Tensor | bool,
+    scale: float = 1.0,
+    out: Tensor | None = None,
+    snapshot: Snapshots | None = None,
+    plan: PrefillPlan | None = None,
+) -> Tensor:
+    """The recurrence of :func:`lightning_attention` over a ragged batch, prefill and decode rows mixed, in one call.
+
+    The states live in a pool: that of sequence i is read from ``state_pool[slots[i]]``, if it has one, and the state
+    after its last token written there. A sequence of no tokens leaves its slot as it is, bit for bit.
+
+    Args:
+        q, k: [T, Hqk, D]; v: [T, Hv, E]. One dtype of bfloat16, float16 and float32, any strides, slices of one fused
+            tensor among them; D and E from 16 to 256. Of Hqk and Hv the lesser divides the greater, which is H: head h
+            of H reads head ``h // (H / Hqk)`` of q and k, and of v likewise.
+        slopes: the decay rates s >= 0, float32, any shape of H elements, contiguous.
+        cu_seqlens: [B + 1] int32 or int64, contiguous: sequence i is rows cu_seqlens[i] to cu_seqlens[i + 1] - 1; from
+            0, never falling, at most T. Rows after the last sequence are 0 in the result.
+        state_pool: [num_slots, H, D, E] float32, bfloat16 or float16, any strides that give each element a place of its
+            own and do not interleave dimensions; changed in place.
+        slots: [B] int32 or int64, contiguous; -1 for padding, whose rows are 0 and whose states are neither read nor
+            written. No two sequences may share a slot.
+        has_initial_state: [B] bool, contiguous, or one bool for all: whether the sequence starts from its slot's state;
+            if not, from zeros.
+        scale: of the outputs.
+        out: [T, H, E] in the dtype of q to write instead of a new tensor; strides as for the pool, no overlap with the
+            inputs.
+        snapshot: states to keep besides; see :class:`Snapshots`. Padding keeps none, and a snapshot's slot must be no
+            other's of the call.
+        plan: a launch plan to use instead of the one made for the device.
+
+    Returns:
+        out [T, H, E], contiguous if new. Not differentiable.
+
+    Raises:
+        TypeError, ValueError: an argument is not as said above; nothing has been written. What only device memory tells
+            is looked at inside ``kernel_reference.checks.validate_values``. Without it bounds of sequences are clamped
+            to 0 .. T, slots outside the pool are padding, impossible snapshots unused and rates below 0 count as 0.
+    """
+    scale = _as_float(scale)
+    numbers = (scale, None if plan is None else _as_ints(plan, PrefillPlan))
+    positions, snapshot_slots = (None, None) if snapshot is None else _parts(snapshot)
+    own_states, all_have_states = _initial(has_initial_state)
+    try:
+        if torch.is_grad_enabled():
+            _refuse_gradients(q=q, k=k, v=v, slopes=slopes, state_pool=state_pool, out=out)
+        result = _allocate_out(q, v) if out is None else out
+        _varlen(
+            q, k, v, slopes, cu_seqlens, state_pool, slots, own_states, all_have_states, positions, snapshot_slots,
+            result, *numbers,
+        )  # fmt: skip
+    except _REFUSALS:
+        check_tensors(
+            q=q, k=k, v=v, slopes=slopes, cu_seqlens=cu_seqlens, state_pool=state_pool, slots=slots,
+            **_given(
+                out=out, has_initial_state=own_states, **{"snapshot.positions": positions},
+                **{"snapshot.slots": snapshot_slots},
+            ),
+        )  # fmt: skip
+        arguments.check_packed(("T",), q, k, v)
+        raise
+    return result
+
+
+def lightning_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state_pool: Tensor,
+    slots: Tensor,
+    slopes: Tensor,
+    *,
+    scale: float = 1.0,
+    out: Tensor | None = None,
+    plan: DecodePlan | None = None,
+) -> Tensor:
+    """One token of each sequence: the recurrence of :func:`lightning_attention`, its states advanced in their pool.
+
+    Args:
+        q, k: [B, Hqk, D]; v: [B, Hv, E]; dtypes, strides, heads and sizes as for :func:`lightning_attention_varlen`.
+        state_pool: [num_slots, H, D, E], as there; changed in place. The product k v^T is formed in float32.
+        slots: [B] int32 or int64, contiguous; -1 for padding, whose row is 0 and which writes nothing. No two sequences
+            may share a slot.
+        slopes, scale: as there.
+        out: [B, H, E] in the dtype of q to write instead of a new tensor; strides as for the pool, no overlap with the
+            inputs.
+        plan: a launch plan to use instead of the one made for the device.
+
+    Returns:
+        out [B, H, E], contiguous if new. Not differentiable.
+
+    Raises:
+        TypeError, ValueError: an argument is not as said above; nothing has been written. Slots and decay rates are
+            looked at only inside ``kernel_reference.checks.validate_values``; without it a slot outside the pool is
+            padding and a rate below 0 counts as 0.
+    """
+    scale = _as_float(scale)
+    numbers = (scale, None if plan is None else _as_ints(plan, DecodePlan))
+    try:
+        if torch.is_grad_enabled():
+            _refuse_gradients(q=q, k=k, v=v, state_pool=state_pool, slopes=slopes, out=out)
+        result = _allocate_out(q, v) if out is None else out
+        _decode(q, k, v, state_pool, slots, slopes, result, *numbers)
+    except _REFUSALS:
+        check_tensors(q=q, k=k, v=v, state_pool=state_pool, slots=slots, slopes=slopes, **_given(out=out))
+        arguments.check_packed(("B",), q, k, v)
+        raise
+    return result
+
+
+def linear_decode_forward_triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv_caches: Tensor,
+    slope_rate: Tensor,
+    slot_idx: Tensor,
+    BLOCK_SIZE: int = 32,
+) -> Tensor:
+    """:func:`lightning_decode` with the signature that engines call.
+
+    Args:
+        q, k: [B, H, 1, D]; v: [B, H, 1, E]; dtypes, strides and sizes as there.
+        kv_caches: [num_slots, H, D, E], the ``state_pool`` there; changed in place.
+        slope_rate: the decay rates s >= 0, float32, any shape of H elements, contiguous.
+        slot_idx: [B], the ``slots`` there.
+        BLOCK_SIZE: without effect; there for the callers that pass it.
+
+    Returns:
+        [B, H * E], new, contiguous. Rows of padding are 0. Not differentiable.
+
+    Raises:
+        TypeError, ValueError: as there, under these names.
+    """
+    check_int("BLOCK_SIZE", BLOCK_SIZE)
+    try:
+        if torch.is_grad_enabled():
+            _refuse_gradients(q=q, k=k, v=v, kv_caches=kv_caches, slope_rate=slope_rate)
+        q_rows, k_rows, v_rows = _only_token(q, k, v)
+        out = _allocate_out(q_rows, v_rows)
+    except _REFUSALS:
+        check_tensors(q=q, k=k, v=v, kv_caches=kv_caches, slope_rate=slope_rate)
+        raise
+    try:
+        _decode(q_rows, k_rows, v_rows, kv_caches, slot_idx, slope_rate, out, 1.0)
+    except (*_REFUSALS, ValueError):
+        # The op knows its arguments by other names.
+        check_tensors(q=q, k=k, v=v, kv_caches=kv_caches, slope_rate=slope_rate, slot_idx=slot_idx)
+        arguments.check_decode(q_rows, k_rows, v_rows, kv_caches, slot_idx, slope_rate, out, _NAMES_OF_ENGINES)
+        if values_are_checked():
+            arguments.check_values(_NAMES_OF_ENGINES, slopes=slope_rate, slots=slot_idx, num_slots=kv_caches.shape[0])
+        raise
+    return out.flatten(1)
+
+
+_NAMES_OF_ENGINES = Names(state_pool="kv_caches", slots="slot_idx", slopes="slope_rate")
+
+
+def _only_token(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[B, H, 1, D|E] as [B, H, D|E]: views."""
+    for name, tensor, tail in (("q", q, "D"), ("k", k, "D"), ("v", v, "E")):
+        if tensor.ndim != 4 or tensor.shape[2] != 1:
+            fail(name, f"[B, H, 1, {tail}]", describe(tensor))
+        if tensor.shape[:2] != q.shape[:2]:
+            fail(name, f"[{q.shape[0]}, {q.shape[1]}, 1, {tail}] as q is", describe(tensor))
+    return q[:, :, 0], k[:, :, 0], v[:, :, 0]
+
+
+def lightning_verify(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state_pool: Tensor,
+    slots: Tensor,
+    slopes: Tensor,
+    *,
+    scale: float = 1.0,
+    out: Tensor | None = None,
+    plan: DecodePlan | None = None,
+) -> Tensor:
+    """The outputs of T draft tokens of each sequence, the states left as they are: :func:`lightning_commit` is next.
+
+    Args:
+        q, k: [B, T, Hqk, D]; v: [B, T, Hv, E]; T at most 16; dtypes, strides, heads and sizes as for
+            :func:`lightning_attention_varlen`.
+        state_pool: [num_slots, H, D, E], as there; not modified.
+        slots: [B] int32 or int64, contiguous; -1 for padding, whose rows are 0.
+        slopes, scale: as there.
+        out: [B, T, H, E] in the dtype of q to write instead of a new tensor; strides as for the pool, no overlap with
+            the inputs.
+        plan: a launch plan to use instead of the one made for the device.
+
+    Returns:
+        out [B, T, H, E], contiguous if new. Not differentiable.
+
+    Raises:
+        TypeError, ValueError: as for :func:`lightning_decode`.
+    """
+    scale = _as_float(scale)
+    numbers = (scale, None if plan is None else _as_ints(plan, DecodePlan))
+    try:
+        if torch.is_grad_enabled():
+            _refuse_gradients(q=q, k=k, v=v, state_pool=state_pool, slopes=slopes, out=out)
+        result = _allocate_out(q, v) if out is None else out
+        _verify(q, k, v, state_pool, slots, slopes, result, *numbers)
+    except _REFUSALS:
+        check_tensors(q=q, k=k, v=v, state_pool=state_pool, slots=slots, slopes=slopes, **_given(out=out))
+        arguments.check_packed(("B", "T"), q, k, v)
+        raise
+    return result
+
+
+def lightning_commit(
+    k: Tensor,
+    v: Tensor,
+    state_pool: Tensor,
+    slots: Tensor,
+    slopes: Tensor,
+    accepted: Tensor,
+    *,
+    plan: DecodePlan | None = None,
+) -> None:
+    """Advance the state of each sequence by the first ``accepted`` of its T draft tokens.
+
+    Args:
+        k: [B, T, Hqk, D]; v: [B, T, Hv, E], as given to :func:`lightning_verify`.
+        state_pool: [num_slots, H, D, E], as there; changed in place.
+        slots: [B] int32 or int64, contiguous; -1 for padding, which writes nothing. No two sequences may share a slot.
+        slopes: as there.
+        accepted: [B] int32 or int64, contiguous, 0 to T; 0 leaves the state as it is, bit for bit.
+        plan: a launch plan to use instead of the one made for the device.
+
+    Not differentiable.
+
+    Raises:
+        TypeError, ValueError: as for :func:`lightning_decode`. Outside ``kernel_reference.checks.validate_values`` an
+            ``accepted`` that is not from 0 to T counts as 0.
+    """
+    ints = None if plan is None else _as_ints(plan, DecodePlan)
+    try:
+        if torch.is_grad_enabled():
+            _refuse_gradients(k=k, v=v, state_pool=state_pool, slopes=slopes)
+        _commit(k, v, state_pool, slots, slopes, accepted, ints)
+    except _REFUSALS:
+        check_tensors(k=k, v=v, state_pool=state_pool, slots=slots, slopes=slopes, accepted=accepted)
+        raise
+
+
+def _allocate_out(q: Tensor, v: Tensor) -> Tensor:
+    """A packed, uninitialised [..., H, E] for q [..., Hqk, D] and v [..., Hv, E]."""
+    return q.new_empty((*q.shape[:-2], max(q.shape[-2], v.shape[-2]), v.shape[-1]))
+
+
+def _refuse_gradients(**tensors: Tensor | None) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.requires_grad:
+            fail(name, "without gradient (call under torch.no_grad() or inference_mode())", "requires_grad=True")
+
+
+def _given(**tensors: object) -> dict[str, object]:
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+
+def _as_float(scale: float) -> float:
+    # torch would take a tensor for a number, and wait for the device to tell it.
+    if type(scale) is not float:
+        check_scale(scale)
+    return scale
+
+
+def _initial(has_initial_state: Tensor | bool) -> tuple[Tensor | None, bool]:
+    if isinstance(has_initial_state, bool):
+        return None, has_initial_state
+    if not isinstance(has_initial_state, Tensor):
+        fail("has_initial_state", "a bool or a bool tensor [B]", describe(has_initial_state), TypeError)
+    return has_initial_state, False
+
+
+def _parts(snapshot: Snapshots) -> Snapshots:
+    if not isinstance(snapshot, Snapshots):
+        fail("snapshot", "a lightning_attn.Snapshots or None", describe(snapshot), TypeError)
+    for name, tensor in snapshot._asdict().items():
+        # None would read as no snapshot at all.
+        check_tensors(**{f"snapshot.{name}": tensor})
+    return snapshot
+
+
+def _as_ints(plan: PrefillPlan | DecodePlan, kind: type[PrefillPlan] | type[DecodePlan]) -> list[int]:
+    if not isinstance(plan, kind):
+        fail("plan", f"a lightning_attn.plan.{kind.__name__} or None", describe(plan), TypeError)
+    return plan.as_ints()

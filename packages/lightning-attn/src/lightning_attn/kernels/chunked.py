@@ -1,0 +1,371 @@
+"""Prefill in chunks, on every target. Source of the chunked form: Lightning Attention-2 (arXiv 2401.04658).
+
+With i and j the 0-based places in a chunk of L tokens and a = exp(-s), query i sees key j <= i with weight a^(i-j) and
+the state before the chunk with a^(i+1); key j enters the new state with a^(L-1-j) and the old state with a^L. No
+exponent is above 0. The gradients are the same walk over other tensors, for dk and dv from the last token to the first
+(REVERSED): query i then sees keys j >= i with a^(j-i) and the state with a^(L-1-i), and key j enters with a^(j+1), so
+that the two vectors of weights change places.
+
+The state is held transposed, [E, D], as are scores, [keys, queries], and outputs, [E, queries]: the state is then the
+operand that a tensor core takes from registers, and only the scores pass through shared memory.
+"""
+
+import triton
+import triton.language as tl
+
+from lightning_attn.kernels.decay import base_two_rate, lost, weights
+
+
+@triton.jit
+def bounds(p_cu, i_n, num_sequences, rows):
+    """The rows of a sequence, clamped; sequence ``num_sequences`` stands for the rows after the last one."""
+    if p_cu is None:
+        begin = i_n.to(tl.int64) * 0
+        end = begin + rows
+    else:
+        begin = tl.minimum(tl.maximum(tl.load(p_cu + i_n).to(tl.int64), 0), rows)
+        after = tl.load(p_cu + i_n + 1, mask=i_n < num_sequences, other=rows).to(tl.int64)
+        end = tl.minimum(tl.maximum(after, begin), rows)
+    return begin, end
+
+
+@triton.jit
+def first_segment(p_cu, i_n, rows, SEGMENT: tl.constexpr):
+    """The grid place of a ragged sequence's first segment: no two sequences' segments meet, whatever their lengths."""
+    return tl.minimum(tl.maximum(tl.load(p_cu + i_n).to(tl.int64), 0), rows) // SEGMENT + i_n
+
+
+@triton.jit
+def carried_place(p_cu, i_n, begin, rows, SEGMENT: tl.constexpr):
+    """Where the states before a sequence's segments lie one after the other, if it has more than one segment.
+
+    A sequence of n > SEGMENT rows has at most n // SEGMENT + 1 segments, which is what f + min(i, f) leaves room for,
+    f being the whole segments of rows before sequence i.
+    """
+    if p_cu is None:
+        place = i_n.to(tl.int64) * tl.cdiv(rows, SEGMENT)
+    else:
+        before = begin // SEGMENT
+        place = before + tl.minimum(before, i_n)
+    return place
+
+
+@triton.jit
+def locate(p_cu, i_w, num_sequences, rows, SEGMENT: tl.constexpr):
+    """Sequence, segment and the sequence's rows of grid place i_w. Segments past the sequence's last have no rows."""
+    if SEGMENT == 0:
+        i_n = i_w
+        i_segment = 0
+    elif p_cu is None:
+        i_n = i_w // tl.cdiv(rows, SEGMENT)
+        i_segment = i_w % tl.cdiv(rows, SEGMENT)
+    else:
+        i_n = i_w * 0
+        above = i_w * 0 + num_sequences + 1
+        while above - i_n > 1:
+            middle = (i_n + above) // 2
+            if first_segment(p_cu, middle, rows, SEGMENT) <= i_w:
+                i_n = middle
+            else:
+                above = middle
+        i_segment = (i_w - first_segment(p_cu, i_n, rows, SEGMENT)).to(tl.int32)
+    begin, end = bounds(p_cu, i_n, num_sequences, rows)
+    return i_n, i_segment, begin, end
+
+
+@triton.jit
+def slot_of(p_slots, i_n, num_sequences, num_slots):
+    """The sequence's slot in the pool, -1 for padding and for the rows of no sequence."""
+    if p_slots is None:
+        slot = i_n.to(tl.int64)
+    else:
+        slot = tl.load(p_slots + i_n, mask=i_n < num_sequences, other=-1).to(tl.int64)
+        slot = tl.where((slot >= 0) & (slot < num_slots), slot, -1)
+    return slot
+
+
+@triton.jit
+def has_initial(p_initial, p_has, i_n, num_sequences):
+    """Whether the sequence starts from a state of the pool."""
+    if p_initial is None:
+        has = False
+    elif p_has is None:
+        has = True
+    else:
+        has = tl.load(p_has + i_n, mask=i_n < num_sequences, other=0) != 0
+    return has
+
+
+@triton.jit
+def product(b_a, b_b, b_acc, PRECISION: tl.constexpr):
+    """acc + a b, in 16-bit floats where both are, else in float32."""
+    if b_a.dtype == b_b.dtype and b_a.dtype != tl.float32:
+        b_acc = tl.dot(b_a, b_b, b_acc)
+    else:
+        b_acc = tl.dot(b_a.to(tl.float32), b_b.to(tl.float32), b_acc, input_precision=PRECISION)
+    return b_acc
+
+
+@triton.jit
+def load_tile(p, o_row, o_column, s_tensor, length, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows x columns of one head, 0 past ``length`` rows and ``WIDTH`` columns. A mask of columns only where needed."""
+    m = o_row[:, None] < length
+    if WIDTH % BLOCK:
+        m = m & (o_column[None, :] < WIDTH)
+    return tl.load(p + o_row[:, None].to(tl.int64) * s_tensor[1] + o_column[None, :] * s_tensor[3], mask=m, other=0.0)
+
+
+@triton.jit
+def step(
+    p_q, p_k, p_v, p_o, b_S, b_within, rate, scale, row, end, o_c, o_d, o_e, s_q, s_k, s_v, s_o,
+    D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr,
+    REVERSED: tl.constexpr, COMPUTED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The chunk that begins at ``row``: its outputs are stored, the state after it is returned. p_q None: no outputs."""
+    length = tl.minimum(end - row, CHUNK).to(tl.int32)
+    b_seeing, b_entering = weights(rate, o_c, length, scale, REVERSED)
+    b_k = load_tile(p_k + row * s_k[1], o_c, o_d, s_k, length, D, BLOCK_D)  # [CHUNK, BLOCK_D]
+    b_v = load_tile(p_v + row * s_v[1], o_c, o_e, s_v, length, E, BLOCK_E)  # [CHUNK, BLOCK_E]
+    if p_q is not None:
+        b_q = load_tile(p_q + row * s_q[1], o_c, o_d, s_q, length, D, BLOCK_D)  # [CHUNK, BLOCK_D]
+        b_o = product(b_S.to(COMPUTED), tl.trans(b_q), None, PRECISION) * b_seeing[None, :]  # [BLOCK_E, queries]
+        b_scores = product(b_k, tl.trans(b_q), None, PRECISION) * b_within  # [keys, queries]
+        b_o = tl.trans(product(tl.trans(b_v), b_scores.to(COMPUTED), b_o, PRECISION))
+        p_tile = p_o + row * s_o[1] + o_c[:, None].to(tl.int64) * s_o[1] + o_e[None, :] * s_o[3]
+        m = (o_c[:, None] < length) & (o_e[None, :] < E)
+        tl.store(p_tile, b_o.to(p_o.dtype.element_ty), mask=m)
+    b_v = (b_v * b_entering[:, None]).to(COMPUTED)
+    return product(tl.trans(b_v), b_k, b_S + b_S * lost(rate, length), PRECISION)
+
+
+@triton.jit
+def load_state(p_state, slot, i_h, o_d, o_e, s_state, D: tl.constexpr, E: tl.constexpr, EXACT: tl.constexpr):
+    """A state's tile, transposed: [BLOCK_E, BLOCK_D] in float32. EXACT: no part of it is outside the state."""
+    p_tile = p_state + slot * s_state[0] + i_h * s_state[1] + o_d[None, :] * s_state[2] + o_e[:, None] * s_state[3]
+    if EXACT:
+        b_S = tl.load(p_tile)
+    else:
+        b_S = tl.load(p_tile, mask=(o_d[None, :] < D) & (o_e[:, None] < E), other=0.0)
+    return b_S.to(tl.float32)
+
+
+@triton.jit
+def store_state(p_state, slot, i_h, o_d, o_e, s_state, b_S, D: tl.constexpr, E: tl.constexpr, EXACT: tl.constexpr):
+    """The reverse of load_state."""
+    p_tile = p_state + slot * s_state[0] + i_h * s_state[1] + o_d[None, :] * s_state[2] + o_e[:, None] * s_state[3]
+    b_S = b_S.to(p_state.dtype.element_ty)
+    if EXACT:
+        tl.store(p_tile, b_S)
+    else:
+        tl.store(p_tile, b_S, mask=(o_d[None, :] < D) & (o_e[:, None] < E))
+
+
+@triton.jit
+def store_zeros(p_o, begin, end, o_c, o_e, s_o, E: tl.constexpr, CHUNK: tl.constexpr):
+    """Zero rows begin to end of one head's tile of columns."""
+    for row in range(begin, end, CHUNK):
+        o_row = row + o_c
+        p_tile = p_o + o_row[:, None].to(tl.int64) * s_o[1] + o_e[None, :] * s_o[3]
+        b_zero = tl.zeros([CHUNK, o_e.shape[0]], p_o.dtype.element_ty)
+        tl.store(p_tile, b_zero, mask=(o_row[:, None] < end) & (o_e[None, :] < E))
+
+
+@triton.jit
+def next_snapshot(p_positions, i_n, num_snapshots, length, at, CHUNK: tl.constexpr):
+    """The first place >= ``at``, whole chunks from the sequence's start, at which a snapshot wants the state."""
+    # Past every place that is ever reached.
+    place = (length + CHUNK).to(tl.int64)
+    for i_p in range(num_snapshots):
+        position = tl.load(p_positions + i_n * num_snapshots + i_p).to(tl.int64)
+        floor = position // CHUNK * CHUNK
+        wanted = (position >= 1) & (position <= length) & (floor >= at)
+        place = tl.where(wanted, tl.minimum(place, floor), place)
+    return place
+
+
+@triton.jit
+def store_snapshots(
+    p_positions, p_snapshot_slots, i_n, num_snapshots, length, at, p_pool, num_slots, i_h, o_d, o_e, s_pool, b_S,
+    D: tl.constexpr, E: tl.constexpr, EXACT: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Store the state ``at`` this place for every snapshot whose position lies in the chunk that begins here.
+
+    Of a position inside the chunk the rest is added by ``recurrent.finish_snapshots``.
+    """
+    for i_p in range(num_snapshots):
+        position = tl.load(p_positions + i_n * num_snapshots + i_p).to(tl.int64)
+        slot = tl.load(p_snapshot_slots + i_n * num_snapshots + i_p).to(tl.int64)
+        wanted = (position >= 1) & (position <= length) & (position // CHUNK * CHUNK == at)
+        if wanted & (slot >= 0) & (slot < num_slots):
+            store_state(p_pool, slot, i_h, o_d, o_e, s_pool, b_S, D, E, EXACT)
+
+
+@triton.jit
+def walk(
+    p_q, p_k, p_v, p_o, p_slopes, p_cu, p_slots, p_has, p_initial, p_final, p_carried, p_positions, p_snapshot_slots,
+    rows, num_sequences, num_slots, num_snapshots, scale, s_q, s_k, s_v, s_o, s_initial, s_final, s_carried,
+    RATIO_QK: tl.constexpr, RATIO_V: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, SEGMENT: tl.constexpr, STAGES: tl.constexpr, REVERSED: tl.constexpr,
+    COMPUTED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Walk one sequence, or one segment of it, for one head and BLOCK_E columns of its state.
+
+    Strides are (sequence, row, head, element) of q, k, v, o and (slot, head, d, e) of states. p_cu None: sequences of
+    ``rows`` rows each; otherwise packed rows. p_initial and p_final None: from a zero state, and the last is dropped.
+    SEGMENT > 0: segments of that many rows, walked at the same time, start from the states in p_carried.
+    """
+    EXACT: tl.constexpr = D == BLOCK_D and E % BLOCK_E == 0
+    i_e = tl.program_id(0)
+    i_h = tl.program_id(1).to(tl.int64)
+    i_n, i_segment, begin, end = locate(p_cu, tl.program_id(2), num_sequences, rows, SEGMENT)
+    first = begin
+    length = end - begin
+    if SEGMENT:
+        begin = tl.minimum(first + i_segment * SEGMENT, end)
+        end = tl.minimum(begin + SEGMENT, end)
+    o_c = tl.arange(0, CHUNK)
+    o_d = tl.arange(0, BLOCK_D)
+    o_e = i_e * BLOCK_E + tl.arange(0, BLOCK_E)
+    slot = slot_of(p_slots, i_n, num_sequences, num_slots)
+    p_q += i_n.to(tl.int64) * s_q[0] + (i_h // RATIO_QK) * s_q[2]
+    p_k += i_n.to(tl.int64) * s_k[0] + (i_h // RATIO_QK) * s_k[2]
+    p_v += i_n.to(tl.int64) * s_v[0] + (i_h // RATIO_V) * s_v[2]
+    p_o += i_n.to(tl.int64) * s_o[0] + i_h * s_o[2]
+    if slot < 0:
+        store_zeros(p_o, begin, end, o_c, o_e, s_o, E, CHUNK)
+    elif begin < end:
+        b_S = tl.zeros([BLOCK_E, BLOCK_D], tl.float32)
+        is_carried = False
+        if SEGMENT:
+            is_carried = length > SEGMENT
+            if is_carried:
+                place = carried_place(p_cu, i_n, first, rows, SEGMENT) + i_segment
+                b_S = load_state(p_carried, place, i_h, o_d, o_e, s_carried, D, E, EXACT)
+        if p_initial is not None:
+            if has_initial(p_initial, p_has, i_n, num_sequences) and not is_carried:
+                b_S = load_state(p_initial, slot, i_h, o_d, o_e, s_initial, D, E, EXACT)
+
+        rate = base_two_rate(p_slopes, i_h)
+        # [keys, queries]
+        distance = o_c[None, :] - o_c[:, None]
+        if REVERSED:
+            distance = -distance
+        b_within = tl.where(distance >= 0, tl.exp2(-rate * tl.maximum(distance, 0).to(tl.float32)) * scale, 0.0)
+        stop = length
+        if p_positions is not None:
+            stop = next_snapshot(p_positions, i_n, num_snapshots, length, begin - first, CHUNK)
+        last_row = begin + (end - begin - 1) // CHUNK * CHUNK
+        for c in tl.range(begin, end, CHUNK, num_stages=STAGES):
+            row = c
+            if REVERSED:
+                row = begin + last_row - c
+            if p_positions is not None:
+                if row - first == stop:
+                    store_snapshots(
+                        p_positions, p_snapshot_slots, i_n, num_snapshots, length, stop, p_final, num_slots, i_h, o_d,
+                        o_e, s_final, b_S, D, E, EXACT, CHUNK,
+                    )  # fmt: skip
+                    stop = next_snapshot(p_positions, i_n, num_snapshots, length, stop + 1, CHUNK)
+            b_S = step(
+                p_q, p_k, p_v, p_o, b_S, b_within, rate, scale, row, end, o_c, o_d, o_e, s_q, s_k, s_v, s_o,
+                D, E, BLOCK_D, BLOCK_E, CHUNK, REVERSED, COMPUTED, PRECISION,
+            )  # fmt: skip
+        if p_positions is not None:
+            # A place at this segment's end is the next segment's, but for the last.
+            if (end - first == stop) & (end - first == length):
+                store_snapshots(
+                    p_positions, p_snapshot_slots, i_n, num_snapshots, length, stop, p_final, num_slots, i_h, o_d, o_e,
+                    s_final, b_S, D, E, EXACT, CHUNK,
+                )  # fmt: skip
+        if p_final is not None:
+            is_last = end - first == length
+            if REVERSED:
+                is_last = begin == first
+            if is_last:
+                store_state(p_final, slot, i_h, o_d, o_e, s_final, b_S, D, E, EXACT)
+
+
+@triton.jit
+def segment_states(
+    p_k, p_v, p_slopes, p_cu, p_slots, p_carried, rows, num_sequences, num_slots, scale, s_k, s_v, s_carried,
+    RATIO_QK: tl.constexpr, RATIO_V: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, SEGMENT: tl.constexpr, STAGES: tl.constexpr, REVERSED: tl.constexpr,
+    COMPUTED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The state that each segment would leave behind had it started from zero, stored in the place of the next one."""
+    EXACT: tl.constexpr = D == BLOCK_D and E % BLOCK_E == 0
+    i_e = tl.program_id(0)
+    i_h = tl.program_id(1).to(tl.int64)
+    i_n, i_segment, first, last = locate(p_cu, tl.program_id(2), num_sequences, rows, SEGMENT)
+    length = last - first
+    begin = tl.minimum(first + i_segment * SEGMENT, last)
+    end = tl.minimum(begin + SEGMENT, last)
+    slot = slot_of(p_slots, i_n, num_sequences, num_slots)
+    has_next = end < last
+    next_segment = i_segment + 1
+    if REVERSED:
+        has_next = begin > first
+        next_segment = i_segment - 1
+    if (slot >= 0) & (begin < end) & has_next:
+        o_c = tl.arange(0, CHUNK)
+        o_d = tl.arange(0, BLOCK_D)
+        o_e = i_e * BLOCK_E + tl.arange(0, BLOCK_E)
+        p_k += i_n.to(tl.int64) * s_k[0] + (i_h // RATIO_QK) * s_k[2]
+        p_v += i_n.to(tl.int64) * s_v[0] + (i_h // RATIO_V) * s_v[2]
+        rate = base_two_rate(p_slopes, i_h)
+        # From 2^-150 on a weight is 0 in float32: chunks that far from the next segment are not read.
+        reach = tl.minimum(150.0 / tl.maximum(rate, 1e-30), SEGMENT + 0.0).to(tl.int32)
+        chunks_in_reach = tl.cdiv(reach, CHUNK)
+        if REVERSED:
+            end = tl.minimum(end, begin + chunks_in_reach * CHUNK)
+        else:
+            begin = tl.maximum(begin, end - chunks_in_reach * CHUNK)
+        b_S = tl.zeros([BLOCK_E, BLOCK_D], tl.float32)
+        last_row = begin + (end - begin - 1) // CHUNK * CHUNK
+        for c in tl.range(begin, end, CHUNK, num_stages=STAGES):
+            row = c
+            if REVERSED:
+                row = begin + last_row - c
+            b_S = step(
+                None, p_k, p_v, None, b_S, None, rate, scale, row, end, o_c, o_d, o_e, s_k, s_k, s_v, s_v,
+                D, E, BLOCK_D, BLOCK_E, CHUNK, REVERSED, COMPUTED, PRECISION,
+            )  # fmt: skip
+        place = carried_place(p_cu, i_n, first, rows, SEGMENT) + next_segment
+        store_state(p_carried, place, i_h, o_d, o_e, s_carried, b_S, D, E, EXACT)
+
+
+@triton.jit
+def carry_states(
+    p_slopes, p_cu, p_slots, p_has, p_initial, p_carried, rows, num_sequences, num_slots, s_initial, s_carried,
+    D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, SEGMENT: tl.constexpr,
+    REVERSED: tl.constexpr,
+):  # fmt: skip
+    """Turn each segment's own state into the state before the next one, from a sequence's initial state on.
+
+    The initial state is stored too: a pool's slot is overwritten while the segments are walked.
+    """
+    EXACT: tl.constexpr = D == BLOCK_D and E % BLOCK_E == 0
+    i_e = tl.program_id(0)
+    i_h = tl.program_id(1).to(tl.int64)
+    i_n = tl.program_id(2)
+    first, last = bounds(p_cu, i_n, num_sequences, rows)
+    slot = slot_of(p_slots, i_n, num_sequences, num_slots)
+    if (last - first > SEGMENT) & (slot >= 0):
+        o_d = tl.arange(0, BLOCK_D)
+        o_e = i_e * BLOCK_E + tl.arange(0, BLOCK_E)
+        b_S = tl.zeros([BLOCK_E, BLOCK_D], tl.float32)
+        if p_initial is not None:
+            if has_initial(p_initial, p_has, i_n, num_sequences):
+                b_S = load_state(p_initial, slot, i_h, o_d, o_e, s_initial, D, E, EXACT)
+        rate = base_two_rate(p_slopes, i_h)
+        place = carried_place(p_cu, i_n, first, rows, SEGMENT)
+        segments = tl.cdiv(last - first, SEGMENT)
+        for i in range(segments):
+            i_segment = i
+            if REVERSED:
+                i_segment = segments - 1 - i
+            if i > 0:
+                b_S += load_state(p_carried, place + i_segment, i_h, o_d, o_e, s_carried, D, E, EXACT)
+            store_state(p_carried, place + i_segment, i_h, o_d, o_e, s_carried, b_S, D, E, EXACT)
+            of_segment = tl.minimum(last - first - i_segment * SEGMENT, SEGMENT)
+            b_S += b_S * lost(rate, of_segment)

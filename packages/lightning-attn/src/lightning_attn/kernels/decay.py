@@ -1,0 +1,38 @@
+"""The decay exp(-s) over distances, with no exponent above 0."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def base_two_rate(p_slopes, i_h):
+    """The decay rate for exp2. A rate below 0 counts as 0, so that no exponent is above 0."""
+    return tl.maximum(tl.load(p_slopes + i_h), 0.0) * 1.4426950408889634
+
+
+@triton.jit
+def weights(rate, o_place, length, scale, REVERSED: tl.constexpr):
+    """How the query at each place sees the state before its chunk of ``length``, and how the key there enters it."""
+    from_start = tl.exp2(-rate * (o_place + 1).to(tl.float32))
+    # Places past the end get a weight of at most 1; what they multiply is masked.
+    to_end = tl.exp2(-rate * tl.maximum(length - 1 - o_place, 0).to(tl.float32))
+    if REVERSED:
+        seeing = to_end
+        entering = from_start * scale
+    else:
+        seeing = from_start * scale
+        entering = to_end
+    return seeing, entering
+
+
+@triton.jit
+def lost(rate, tokens):
+    """What a state loses over so many tokens: exp2(-rate tokens) - 1, accurate where it is next to 0.
+
+    A state S is advanced as S + S lost: the factor itself, near 1, would be rounded the same way each time.
+    """
+    exponent = rate * tokens * 0.6931471805599453
+    # The series of exp(-x) - 1 up to x^6; its next term is below the rounding of float32 for x < 1/4.
+    series = 1 - exponent / 5 * (1 - exponent / 6)
+    series = -exponent * (1 - exponent / 2 * (1 - exponent / 3 * (1 - exponent / 4 * series)))
+    return tl.where(exponent < 0.25, series, tl.exp2(-rate * tokens) - 1)

@@ -1,0 +1,103 @@
+"""Token by token: the recurrence as it is written, in float32. Decoding, checking drafts and taking them over share it.
+
+A draft's output and a committed state therefore have the bits that decoding its tokens one by one would give.
+"""
+
+import triton
+import triton.language as tl
+
+from lightning_attn.kernels.decay import base_two_rate, lost
+
+
+@triton.jit
+def load_row(p_row, o, s_element, WIDTH: tl.constexpr):
+    return tl.load(p_row + o * s_element, mask=o < WIDTH, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def advance(b_S, b_k, b_v, loss):
+    """exp(-s) S + k v^T: [BLOCK_D, BLOCK_E] in float32."""
+    return b_S + (b_S * loss + b_k[:, None] * b_v[None, :])
+
+
+@triton.jit
+def recur(
+    p_q, p_k, p_v, p_pool, p_slots, p_slopes, p_accepted, p_o, num_slots, scale, s_q, s_k, s_v, s_pool, s_o,
+    TOKENS: tl.constexpr, RATIO_QK: tl.constexpr, RATIO_V: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, WRITES: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
+):  # fmt: skip
+    """TOKENS tokens, or the first accepted of them, of one sequence and head, BLOCK_E columns of its state.
+
+    Strides are (sequence, token, head, element) of q, k, v, o and (slot, head, d, e) of the pool. p_q None: no outputs.
+    """
+    i_e = tl.program_id(0)
+    i_h = tl.program_id(1).to(tl.int64)
+    i_n = tl.program_id(2).to(tl.int64)
+    if DEPENDENT_LAUNCH:
+        tl.extra.cuda.gdc_wait()
+    slot = tl.load(p_slots + i_n).to(tl.int64)
+    tokens = TOKENS
+    if p_accepted is not None:
+        accepted = tl.load(p_accepted + i_n).to(tl.int32)
+        tokens = tl.where((accepted >= 0) & (accepted <= TOKENS), accepted, 0)
+    o_d = tl.arange(0, BLOCK_D)
+    o_e = i_e * BLOCK_E + tl.arange(0, BLOCK_E)
+    p_k += i_n * s_k[0] + (i_h // RATIO_QK) * s_k[2]
+    p_v += i_n * s_v[0] + (i_h // RATIO_V) * s_v[2]
+    if p_q is not None:
+        p_q += i_n * s_q[0] + (i_h // RATIO_QK) * s_q[2]
+        p_o += i_n * s_o[0] + i_h * s_o[2]
+    if (slot < 0) | (slot >= num_slots):
+        if p_q is not None:
+            b_zero = tl.zeros([BLOCK_E], p_o.dtype.element_ty)
+            for i_t in range(TOKENS):
+                tl.store(p_o + i_t * s_o[1] + o_e * s_o[3], b_zero, mask=o_e < E)
+    elif tokens > 0:
+        p_tile = p_pool + slot * s_pool[0] + i_h * s_pool[1] + o_d[:, None] * s_pool[2] + o_e[None, :] * s_pool[3]
+        m = (o_d[:, None] < D) & (o_e[None, :] < E)
+        b_S = tl.load(p_tile, mask=m, other=0.0).to(tl.float32)
+        loss = lost(base_two_rate(p_slopes, i_h), 1)
+        for i_t in range(tokens):
+            b_k = load_row(p_k + i_t * s_k[1], o_d, s_k[3], D)
+            b_v = load_row(p_v + i_t * s_v[1], o_e, s_v[3], E)
+            b_S = advance(b_S, b_k, b_v, loss)
+            if p_q is not None:
+                b_q = load_row(p_q + i_t * s_q[1], o_d, s_q[3], D)
+                b_o = tl.sum(b_S * b_q[:, None], axis=0) * scale
+                tl.store(p_o + i_t * s_o[1] + o_e * s_o[3], b_o.to(p_o.dtype.element_ty), mask=o_e < E)
+        if WRITES:
+            tl.store(p_tile, b_S.to(p_pool.dtype.element_ty), mask=m)
+
+
+@triton.jit
+def finish_snapshots(
+    p_k, p_v, p_slopes, p_cu, p_slots, p_pool, p_positions, p_snapshot_slots, rows, num_slots, num_snapshots, s_k, s_v,
+    s_pool, RATIO_QK: tl.constexpr, RATIO_V: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Advance each snapshot, stored at a place of whole chunks, by the tokens between there and its position."""
+    i_e = tl.program_id(0)
+    i_h = tl.program_id(1).to(tl.int64)
+    i_n = (tl.program_id(2) // num_snapshots).to(tl.int64)
+    begin = tl.minimum(tl.maximum(tl.load(p_cu + i_n).to(tl.int64), 0), rows)
+    length = tl.minimum(tl.load(p_cu + i_n + 1).to(tl.int64), rows) - begin
+    position = tl.load(p_positions + tl.program_id(2)).to(tl.int64)
+    target = tl.load(p_snapshot_slots + tl.program_id(2)).to(tl.int64)
+    slot = tl.load(p_slots + i_n).to(tl.int64)
+    missing = (position % CHUNK).to(tl.int32)
+    wanted = (position >= 1) & (position <= length) & (target >= 0) & (target < num_slots)
+    if wanted & (slot >= 0) & (slot < num_slots) & (missing > 0):
+        o_d = tl.arange(0, BLOCK_D)
+        o_e = i_e * BLOCK_E + tl.arange(0, BLOCK_E)
+        row = begin + position - missing
+        p_k += row * s_k[1] + (i_h // RATIO_QK) * s_k[2]
+        p_v += row * s_v[1] + (i_h // RATIO_V) * s_v[2]
+        p_tile = p_pool + target * s_pool[0] + i_h * s_pool[1] + o_d[:, None] * s_pool[2] + o_e[None, :] * s_pool[3]
+        m = (o_d[:, None] < D) & (o_e[None, :] < E)
+        b_S = tl.load(p_tile, mask=m, other=0.0).to(tl.float32)
+        loss = lost(base_two_rate(p_slopes, i_h), 1)
+        for i_t in range(missing):
+            b_k = load_row(p_k + i_t * s_k[1], o_d, s_k[3], D)
+            b_v = load_row(p_v + i_t * s_v[1], o_e, s_v[3], E)
+            b_S = advance(b_S, b_k, b_v, loss)
+        tl.store(p_tile, b_S.to(p_pool.dtype.element_ty), mask=m)

@@ -1,0 +1,381 @@
+"""What several of these tests need: the oracle with a plain version beside it, and ragged batches in guarded memory.
+
+Tests are imported one by one (``--import-mode=importlib``), so that what they share reaches them as a fixture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from kernel_reference.recurrence import linear_attention, linear_attention_chunked
+from kernel_reference.testing.guards import Canaried, assert_bitwise_equal, canaried, poison_
+from kernel_reference.testing.numerics import assert_close_to_oracle
+
+Tensor = torch.Tensor
+
+# From a state that a token leaves whole to one that it replaces; the first few of them differ most.
+_SLOPES = (0.02, 0.0, 8.0, 0.2, 1e-5, 0.9, 3.0, 1e-3)
+_CHUNK = 64
+# Fewer rows than this do not tell how large a head's values are: the one dot product may happen to be 0.
+_ENOUGH_ROWS = 16
+# Strides of a pool [slots, heads, D, E], by what lies beside what.
+_POOLS = {
+    "packed": lambda h, d, e: (h * d * e, d * e, e, 1),
+    "gaps": lambda h, d, e: (h * d * (e + 8) + 24, d * (e + 8), e + 8, 1),
+    "transposed": lambda h, d, e: (h * d * e, d * e, 1, d),
+    "heads last": lambda h, d, e: (h * d * e, 1, e * h, h),
+}
+
+
+class Wanted(NamedTuple):
+    """A result in float64, and what the plain version in the dtype under test makes of it."""
+
+    exact: Tensor
+    plain: Tensor
+
+
+class Attended(NamedTuple):
+    """out [T, H, E] and the states [B, H, D, E] after each sequence."""
+
+    out: Wanted
+    state: Wanted
+
+
+def exact(
+    q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, lengths: Sequence[int], initial: Tensor | None = None,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The recurrence in float64: literally where that is quick, in chunks where it is not."""
+    ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int64, device=q.device)
+    form = linear_attention if max(lengths, default=0) <= 16 else linear_attention_chunked
+    return form(q, k, v, slopes, cu_seqlens=ends, initial_state=initial, scale=scale)
+
+
+def plain(
+    q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, lengths: Sequence[int], initial: Tensor | None = None,
+    scale: float = 1.0, products: torch.dtype | None = None, chunk: int = _CHUNK,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The recurrence in chunks as plain PyTorch in the dtype of the inputs: what a kernel's errors are measured beside.
+
+    Each matrix product takes operands of ``products`` (the inputs' dtype unless given) and sums in float32, which is
+    what the hardware's matrix instructions do; the state and the decays stay float32, the output is rounded once.
+    ``linear_attention_chunked`` with a 16-bit ``compute_dtype`` would round the state after every chunk, which no
+    kernel does, and so would pardon errors many times those of a good one; in float32 the two are the same. Decoding
+    is held to ``products`` in float32, and many tokens decoded one by one to a ``chunk`` of 1, since there the state is
+    rounded at every token.
+    """
+    operands = products or v.dtype
+
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        return a.to(operands).float() @ b.to(operands).float()
+
+    heads = max(q.shape[1], v.shape[1])
+    dtype, s = v.dtype, slopes.float().reshape(heads, 1, 1)
+    # [H, T, D] and [H, T, E]
+    q, k, v = (x.repeat_interleave(heads // x.shape[1], dim=1).transpose(0, 1) for x in (q, k, v))
+    sizes = (heads, q.shape[2], v.shape[2])
+    outs, states = [q.new_zeros((0, heads, sizes[2]), dtype=torch.float32)], []
+    for i, (begin, end) in enumerate(zip(accumulate(lengths, initial=0), accumulate(lengths), strict=False)):
+        state = q.new_zeros(sizes, dtype=torch.float32) if initial is None else initial[i].float()
+        for first in range(begin, end, chunk):
+            tokens = slice(first, min(first + chunk, end))
+            qc, kc, vc = q[:, tokens], k[:, tokens], v[:, tokens]
+            place = torch.arange(qc.shape[1], dtype=torch.float32, device=q.device)
+            distance = (place[:, None] - place).clamp(min=0)
+            seen = torch.where(place[:, None] >= place, torch.exp(-s * distance), 0) * product(qc, kc.mT)
+            out = product(seen, vc) + torch.exp(-s * (place[:, None] + 1)) * product(qc, state)
+            outs.append((scale * out).transpose(0, 1))
+            entering = torch.exp(-s * (place[-1] - place)[:, None]) * kc.float()
+            state = torch.exp(-s * (place[-1] + 1)) * state + product(entering.mT, vc)
+        states.append(state)
+    return torch.cat(outs).to(dtype), torch.stack(states) if states else q.new_zeros((0, *sizes), dtype=torch.float32)
+
+
+def assert_rounded(got: Tensor, wanted: Wanted, *, apart: tuple[int, ...], what: str = "the result") -> None:
+    """``assert_close_to_oracle`` with every head (the dimensions ``apart``) brought to the same size.
+
+    A head that never decays holds values a hundred times those of one that does at once, whose errors it would hide.
+    They are scaled by powers of two, which is exact.
+    """
+    want = wanted.exact
+    beside = wanted.plain.to(got.dtype)
+    together = [dim for dim in range(want.ndim) if dim not in apart]
+    if want.numel() and torch.Size(want.shape[dim] for dim in together[:-1]).numel() >= _ENOUGH_ROWS:
+        size = want.abs().amax(together, keepdim=True)
+        factor = torch.exp2(-torch.where(size > 0, size, 1).log2().round().clamp(-14, 14))
+        got, want, beside = got * factor.to(got.dtype), want * factor, beside * factor.to(got.dtype)
+    assert_close_to_oracle(got, want, beside, what=what)
+
+
+class Ragged:
+    """Sequences packed one after another and their states in the slots of a pool, in guarded memory.
+
+    Whatever a call has no business with is NaN: rows of no sequence and of padding, slots that are not in use, the
+    states of sequences that start from zeros, the outputs before they are written, and what lies round the pool and
+    the outputs. :meth:`check` then holds everything to the oracle.
+    """
+
+    def __init__(
+        self, device: torch.device, lengths: Sequence[int], *, heads: tuple[int, int] = (4, 4),
+        sizes: tuple[int, int] = (64, 64), dtype: torch.dtype = torch.bfloat16,
+        pool_dtype: torch.dtype = torch.float32, pool: str = "packed", slots: Sequence[int] | None = None,
+        num_slots: int | None = None, initial: bool | Sequence[bool] = True, rows_after: int = 0, fused: bool = False,
+        scale: float = 1.0, slopes: Tensor | None = None, index_dtype: torch.dtype = torch.int32,
+    ) -> None:  # fmt: skip
+        self.lengths = list(lengths)
+        batch, rows, (hqk, hv), (d, e) = len(lengths), sum(lengths) + rows_after, heads, sizes
+        self.num_heads = max(heads)
+        self.num_slots = batch + 3 if num_slots is None else num_slots
+        self.slot_of = list(slots) if slots is not None else torch.randperm(self.num_slots)[:batch].tolist()
+        self.initial = [initial] * batch if isinstance(initial, bool) else list(initial)
+        self.begins = list(accumulate(lengths, initial=0))
+        self.scale = scale
+        self.slopes = ladder(self.num_heads, device) if slopes is None else slopes
+        indices = {"dtype": index_dtype, "device": device}
+        self.cu_seqlens = torch.tensor(self.begins, **indices)
+        self.slots = torch.tensor(self.slot_of, **indices)
+        self.has_initial_state = torch.tensor(self.initial, dtype=torch.bool, device=device)
+        widths = [hqk * d, hqk * d, hv * e]
+        if fused:
+            whole = poison_(torch.empty(rows, sum(widths), dtype=dtype, device=device))
+            parts = whole.split(widths, dim=1)
+        else:
+            parts = [poison_(torch.empty(rows, width, dtype=dtype, device=device)) for width in widths]
+        shapes = ((hqk, d), (hqk, d), (hv, e))
+        self.q, self.k, self.v = (part.unflatten(1, shape) for part, shape in zip(parts, shapes, strict=True))
+        for i in self.live:
+            for x in (self.q, self.k, self.v):
+                own = x[self._rows(i)]
+                own.copy_(torch.randn(own.shape, device=device))
+        shape = (self.num_slots, self.num_heads, d, e)
+        self.pool: Canaried = canaried(shape, pool_dtype, device, strides=_POOLS[pool](*shape[1:]))
+        for i in self.live:
+            if self.initial[i]:
+                self.pool.tensor[self.slot_of[i]] = torch.randn(shape[1:], device=device).to(pool_dtype)
+        self.before = self.pool.tensor.clone()
+        self.out: Canaried = canaried((rows, self.num_heads, e), dtype, device, row_padding=8)
+
+    def _rows(self, i: int, tokens: int | None = None) -> slice:
+        return slice(self.begins[i], self.begins[i] + (self.lengths[i] if tokens is None else tokens))
+
+    @property
+    def live(self) -> list[int]:
+        """The sequences that are not padding."""
+        return [i for i, slot in enumerate(self.slot_of) if 0 <= slot < self.num_slots]
+
+    def attend(self, lengths: dict[int, int], **how: Any) -> Attended:
+        """The first so many tokens of each of these sequences, packed; ``how`` as for :func:`plain`."""
+        q, k, v = (
+            torch.cat([x[:0], *[x[self._rows(i, tokens)] for i, tokens in lengths.items()]])
+            for x in (self.q, self.k, self.v)
+        )
+        states = [
+            self.before[self.slot_of[i]] if self.initial[i] else torch.zeros_like(self.before[0]) for i in lengths
+        ]
+        initial = torch.stack(states) if states else self.before[:0]
+        counts = list(lengths.values())
+        pairs = zip(
+            exact(q, k, v, self.slopes, counts, initial, self.scale),
+            plain(q, k, v, self.slopes, counts, initial, self.scale, **how),
+            strict=True,
+        )
+        return Attended(*[Wanted(*pair) for pair in pairs])
+
+    def check(
+        self, *, out: bool = True, states: Sequence[int] | None = None,
+        snapshots: Sequence[tuple[int, int, int]] = (), **how: Any,
+    ) -> None:  # fmt: skip
+        """Outputs and states are the oracle's, padding is zero and nothing else has changed.
+
+        out: whether outputs were asked for. states: how many tokens each sequence's state advances by, all of them
+        unless given. snapshots: (sequence, tokens, slot) of further states. how: as for :func:`plain`.
+        """
+        if out:
+            self.check_out(self.out.tensor, **how)
+            self.out.check(written=True)
+        counts = self.lengths if states is None else states
+        advanced = {i: counts[i] for i in self.live if counts[i]}
+        self._check_states([self.slot_of[i] for i in advanced], self.attend(advanced, **how), "the states")
+        for sequence, tokens, slot in snapshots:
+            self._check_states([slot], self.attend({sequence: tokens}, **how), f"the snapshot after {tokens} tokens")
+        self.pool.check(written=False)
+        changed = {self.slot_of[i] for i in advanced} | {slot for *_, slot in snapshots}
+        for slot in set(range(self.num_slots)) - changed:
+            assert_bitwise_equal(self.pool.tensor[slot], self.before[slot], what=f"slot {slot}, which is not in use,")
+
+    def check_out(self, out: Tensor, **how: Any) -> None:
+        """[T, H, E]: the oracle's in rows of sequences, 0 in all others."""
+        alive = torch.zeros(out.shape[0], dtype=torch.bool, device=out.device)
+        for i in self.live:
+            alive[self._rows(i)] = True
+        assert not bool((out[~alive] != 0).any()), "rows of no sequence or of padding are not zero"
+        wanted = self.attend({i: self.lengths[i] for i in self.live}, **how).out
+        assert_rounded(out[alive], wanted, apart=(1,), what="the output")
+
+    def _check_states(self, slots: list[int], attended: Attended, what: str) -> None:
+        got = self.pool.tensor[slots] if slots else self.pool.tensor[:0]
+        assert_rounded(got, attended.state, apart=(0, 1), what=what)
+
+
+def ladder(heads: int, device: torch.device) -> Tensor:
+    """Decays of every kind, from none to all of the state in one token."""
+    return torch.tensor([_SLOPES[h % len(_SLOPES)] for h in range(heads)], dtype=torch.float32, device=device)
+
+
+class Tensors:
+    """Makes and compares tensors on the device under test."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    exact = staticmethod(exact)
+    plain = staticmethod(plain)
+    Wanted = Wanted
+    assert_rounded = staticmethod(assert_rounded)
+
+    def normal(self, *size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(size, device=self.device).to(dtype)
+
+    def slopes(self, heads: int) -> Tensor:
+        return ladder(heads, self.device)
+
+    def ragged(self, lengths: Sequence[int], **options: Any) -> Ragged:
+        return Ragged(self.device, lengths, **options)
+
+    def padded(
+        self, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, initial: Tensor | None = None, scale: float = 1.0,
+        form: Any = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """``form`` (exact or plain) of [b, h, n, d] tensors: out [b, h, n, e] and states [b, h, d, e]."""
+        batch, _, tokens, _ = q.shape
+        packed = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+        out, state = form(*packed, slopes, [tokens] * batch, initial, scale)
+        return out.unflatten(0, (batch, tokens)).transpose(1, 2), state
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, initial: Tensor | None = None,
+               scale: float = 1.0) -> Attended:  # fmt: skip
+        """Both forms of [b, h, n, d] tensors."""
+        forms = [self.padded(q, k, v, slopes, initial, scale, form) for form in (exact, plain)]
+        return Attended(*[Wanted(*pair) for pair in zip(*forms, strict=True)])
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """On the CPU every product here is so small that a second thread costs more than it does."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def tensors(device: torch.device) -> Tensors:
+    return Tensors(device)
+
+
+class Kernels:
+    """The launches themselves, with plans of the caller's: on a GPU, or in Triton's interpreter.
+
+    Where results are not those of a :class:`Ragged`, they are made in guarded memory and the guards checked.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def prefill(
+        self, batch: Ragged, plan: Any, positions: Sequence[Sequence[int]] | None = None, *, initial: bool | None = None
+    ) -> list[tuple[int, int, int]]:
+        """A ragged batch, with snapshots at these positions [B][P], -1 for none, each into a slot that is free.
+
+        initial: speaks for all sequences. Returns the snapshots to come, as :meth:`Ragged.check` wants them.
+        """
+        from lightning_attn import launch
+
+        indices = {"dtype": batch.slots.dtype, "device": self.device}
+        snapshots, taken = (None, None), []
+        if positions is not None:
+            free = iter([slot for slot in torch.randperm(batch.num_slots).tolist() if slot not in batch.slot_of])
+            slots = [[-1 if position < 0 else next(free) for position in row] for row in positions]
+            width = max(map(len, positions), default=0)
+            snapshots = tuple(torch.tensor(rows, **indices).reshape(len(rows), width) for rows in (positions, slots))
+            taken = [(i, p, slots[i][j]) for i in batch.live for j, p in enumerate(positions[i]) if p > 0]
+        own = batch.has_initial_state if initial is None else None
+        tensors = (
+            batch.q, batch.k, batch.v, batch.slopes, batch.cu_seqlens, batch.pool.tensor, batch.slots, own, *snapshots,
+            batch.out.tensor,
+        )  # fmt: skip
+        launch.prepare_varlen(*tensors[:8], bool(initial), *tensors[8:], batch.scale, plan)(*tensors)
+        return taken
+
+    def decode(self, batch: Ragged, plan: Any) -> None:
+        """A batch whose sequences have one token each."""
+        from lightning_attn import launch
+
+        tensors = (batch.q, batch.k, batch.v, batch.pool.tensor, batch.slots, batch.slopes, batch.out.tensor)
+        launch.prepare_decode(*tensors, batch.scale, plan)(*tensors)
+
+    def verify(self, batch: Ragged, plan: Any) -> None:
+        """A batch whose sequences have as many tokens each, as drafts."""
+        from lightning_attn import launch
+
+        q, k, v, out = (self.drafts(batch, x) for x in (batch.q, batch.k, batch.v, batch.out.tensor))
+        tensors = (q, k, v, batch.pool.tensor, batch.slots, batch.slopes, out)
+        launch.prepare_verify(*tensors, batch.scale, plan)(*tensors)
+
+    def commit(self, batch: Ragged, accepted: Sequence[int], plan: Any) -> None:
+        """The first so many drafts of each sequence."""
+        from lightning_attn import launch
+
+        counts = torch.tensor(accepted, dtype=batch.slots.dtype, device=self.device)
+        k, v = (self.drafts(batch, x) for x in (batch.k, batch.v))
+        tensors = (k, v, batch.pool.tensor, batch.slots, batch.slopes, counts)
+        launch.prepare_commit(*tensors, plan)(*tensors)
+
+    @staticmethod
+    def drafts(batch: Ragged, x: Tensor) -> Tensor:
+        """[B * T, heads, elements] as [B, T, heads, elements]."""
+        return x.unflatten(0, (len(batch.lengths), batch.lengths[0]))
+
+    def attention(
+        self, plan: Any, q: Tensor, k: Tensor, v: Tensor, ed: Tensor, history: Tensor | None, scale: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """out [b, h, n, e] and the states [b, h, d, e] of [b, h, n, d|e] tensors."""
+        from lightning_attn import launch
+
+        b, h, n, d = q.shape
+        e = v.shape[3]
+        out, kv = self._guarded((b, h, n, e), q.dtype), self._guarded((b, h, 1, d, e), torch.float32)
+        tensors = (q, k, v, ed, history, out.tensor, kv.tensor)
+        launch.prepare_attention(*tensors, scale, plan)(*tensors)
+        for result in (out, kv):
+            result.check(written=True)
+        return out.tensor, kv.tensor[:, :, 0]
+
+    def gradients(
+        self, plan: Any, q: Tensor, k: Tensor, v: Tensor, ed: Tensor, history: Tensor | None, d_out: Tensor,
+        d_state: Tensor | None, scale: float = 1.0,
+    ) -> list[Tensor]:  # fmt: skip
+        """dq, dk, dv and the gradient of the history [b, h, d, e]."""
+        from lightning_attn import launch
+
+        results = [self._guarded(x.shape, q.dtype) for x in (q, k, v)]
+        results.append(self._guarded((*q.shape[:2], q.shape[3], v.shape[3]), torch.float32))
+        d_kv = None if d_state is None else d_state[:, :, None]
+        tensors = (q, k, v, ed, history, d_out, d_kv, *(result.tensor for result in results))
+        launch.prepare_attention_backward(*tensors, scale, plan)(*tensors)
+        for result in results:
+            result.check(written=True)
+        return [result.tensor for result in results]
+
+    def _guarded(self, shape: Sequence[int], dtype: torch.dtype) -> Canaried:
+        return canaried(tuple(shape), dtype, self.device, row_padding=8)
+
+
+@pytest.fixture(scope="session")
+def kernels(device: torch.device) -> Kernels:
+    return Kernels(device)

@@ -1,0 +1,173 @@
+"""What do the compilers make of the kernels, for GPUs that are not here?
+
+The configurations are those that plans and launches make for real models: all arguments of a spec come from a Launch.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton.language as tl
+
+import lightning_attn
+from kernel_reference.models import MINIMAX_01
+from kernel_reference.testing.codegen import TARGETS, KernelSpec, Report, assert_clean, compile_specs
+from lightning_attn import launch
+from lightning_attn.plan import DecodePlan, DeviceLimits, Heads, PrefillPlan, plan_decode, plan_prefill
+
+pytestmark = pytest.mark.codegen
+
+# As launch.device_limits reads them: multiprocessors, shared memory of a program.
+LIMITS = {
+    "sm_80": DeviceLimits(108, 166912),
+    "sm_90": DeviceLimits(132, 232448, hopper=True, dependent_launch=True),
+    "sm_100": DeviceLimits(148, 232448, dependent_launch=True),
+    "gfx942": DeviceLimits(304, 65536),
+}
+MINIMAX = Heads(MINIMAX_01.num_heads, MINIMAX_01.num_heads, MINIMAX_01.head_qk, MINIMAX_01.head_v)
+MINIMAX_TP8 = Heads(8, 8, MINIMAX_01.head_qk, MINIMAX_01.head_v)
+NARROW_KEYS = Heads(64, 64, 80, 48)
+WIDE = Heads(64, 64, 256, 256)
+GROUPED = Heads(16, 64, 64, 192)
+
+TYPES = {
+    torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32", torch.bool: "*i1",
+}  # fmt: skip
+# Triton specialises integers on being 1 and on being divisible by 16.
+MULTIPLE = 16
+
+
+class Recorded(Exception):
+    """Raised instead of a launch; what it was called with is in ``calls``."""
+
+
+def recorded(
+    run: Any, tensors: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[launch.Launch, tuple[Any, ...]]]:
+    """The launches that a call makes, each with its tensors."""
+    calls: list[tuple[launch.Launch, tuple[Any, ...]]] = []
+    monkeypatch.setattr(launch.Launch, "__call__", lambda self, *given: calls.append((self, given)))
+    run(*tensors)
+    return calls
+
+
+def spec_of(name: str, start: launch.Launch, tensors: tuple[Any, ...]) -> KernelSpec:
+    """What Triton would compile for this launch of these tensors, were they on a GPU and 16-byte aligned."""
+    arguments = list(inspect.signature(start._kernel.fn).parameters.items())
+    signature: dict[str, str] = {}
+    constexprs: dict[str, Any] = {}
+    aligned = []
+    values: list[Any] = [*tensors, *start._rest]
+    if isinstance(start, launch.HopperLaunch):
+        # o travels twice.
+        values.insert(4, tensors[3])
+        for (argument, _), form in zip(arguments[:4], start._forms, strict=True):
+            _, _, block, layout = form
+            signature[argument] = f"tensordesc<bf16[{','.join(map(str, block))}],{layout!r}>"
+        values, arguments = values[4:], arguments[4:]
+
+    def give(argument: str, parameter: Any, value: Any) -> None:
+        if isinstance(value, tuple):
+            for place, element in enumerate(value):
+                give(f"{argument}[{place}]", None, element)
+        elif isinstance(value, torch.Tensor):
+            signature[argument] = TYPES[value.dtype]
+            aligned.append(argument)
+        elif value is None or (parameter is not None and "constexpr" in str(parameter.annotation)):
+            constexprs[argument] = value
+        elif isinstance(value, float):
+            signature[argument] = "fp32"
+        elif value == 1:
+            constexprs[argument] = 1
+        else:
+            signature[argument] = "i32" if value < 2**31 else "i64"
+            if value % MULTIPLE == 0:
+                aligned.append(argument)
+
+    for (argument, parameter), value in zip(arguments, values, strict=True):
+        give(argument, parameter, value)
+    module = start._kernel.fn.__module__
+    return KernelSpec(f"{module}:{start._kernel.fn.__name__}", signature, constexprs, start._options, aligned, name)
+
+
+def empty(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(*size, dtype=dtype)
+
+
+@pytest.fixture
+def specs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    yield lambda target: list(all_specs(target, monkeypatch))
+
+
+def all_specs(target: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[KernelSpec]:
+    limits = LIMITS[target]
+
+    def dense(name: str, heads: Heads, dtype: torch.dtype, plan: PrefillPlan | None = None) -> Iterator[KernelSpec]:
+        rows = 2 * 4096
+        q, k = (empty(1, heads.num_heads, rows, heads.head_qk, dtype=dtype) for _ in range(2))
+        v = empty(1, heads.num_heads, rows, heads.head_v, dtype=dtype)
+        out, state = torch.empty_like(v), empty(1, heads.num_heads, 1, heads.head_qk, heads.head_v, dtype=torch.float32)
+        rates, history = empty(heads.num_heads, dtype=torch.float32), state[:, :, 0]
+        plan = plan or plan_prefill(heads, dtype.itemsize, dtype == torch.bfloat16, limits, hopper=True)
+        if not plan.hopper:
+            run = launch.prepare_attention(q, k, v, rates, history, out, state, 1.0, plan)
+            calls = recorded(run, (q, k, v, rates, history, out, state), monkeypatch)
+            yield from (spec_of(f"{name}, {len(calls)} launches", *call) for call in calls)
+        tensors = (q, k, v, rates, history, out, state, *map(torch.empty_like, (q, k, v, history)))
+        run = launch.prepare_attention_backward(*tensors, 1.0, plan)
+        for place, call in enumerate(recorded(run, tensors, monkeypatch)):
+            yield spec_of(f"{name}, backward {place}", *call)
+
+    def ragged(
+        name: str, heads: Heads, dtype: torch.dtype, snapshots: int, plan: PrefillPlan | None = None
+    ) -> Iterator[KernelSpec]:
+        tokens, sequences = 8192, 16
+        q, k = (empty(tokens, heads.num_heads_qk, heads.head_qk, dtype=dtype) for _ in range(2))
+        v = empty(tokens, heads.num_heads_v, heads.head_v, dtype=dtype)
+        out = empty(tokens, heads.num_heads, heads.head_v, dtype=dtype)
+        pool = empty(64, heads.num_heads, heads.head_qk, heads.head_v, dtype=torch.float32)
+        cu, slots = empty(sequences + 1, dtype=torch.int32), empty(sequences, dtype=torch.int32)
+        has = empty(sequences, dtype=torch.bool)
+        marks = [empty(sequences, snapshots, dtype=torch.int32) if snapshots else None for _ in range(2)]
+        rates = empty(heads.num_heads, dtype=torch.float32)
+        plan = plan or plan_prefill(heads, dtype.itemsize, dtype == torch.bfloat16, limits, hopper=True)
+        run = launch.prepare_varlen(q, k, v, rates, cu, pool, slots, has, False, *marks, out, 1.0, plan)
+        for place, call in enumerate(recorded(run, (q, k, v, rates, cu, pool, slots, has, *marks, out), monkeypatch)):
+            yield spec_of(f"{name}, ragged {place}", *call)
+
+    def recurrent(name: str, heads: Heads, tokens: int, plan: DecodePlan) -> Iterator[KernelSpec]:
+        q, k = (empty(32, tokens, heads.num_heads_qk, heads.head_qk) for _ in range(2))
+        v = empty(32, tokens, heads.num_heads_v, heads.head_v)
+        out = empty(32, tokens, heads.num_heads, heads.head_v)
+        pool = empty(64, heads.num_heads, heads.head_qk, heads.head_v, dtype=torch.float32)
+        slots, rates = empty(32, dtype=torch.int32), empty(heads.num_heads, dtype=torch.float32)
+        verify = (q, k, v, pool, slots, rates, out)
+        commit = (k, v, pool, slots, rates, empty(32, dtype=torch.int32))
+        decode = (q[:, 0], k[:, 0], v[:, 0], pool, slots, rates, out[:, 0])
+        for kind, tensors in (("verify", verify), ("commit", commit), ("decode", decode)):
+            numbers = () if kind == "commit" else (1.0,)
+            run = getattr(launch, f"prepare_{kind}")(*tensors, *numbers, plan)
+            yield from (spec_of(f"{name}, {kind}", *call) for call in recorded(run, tensors, monkeypatch))
+
+    portable = plan_prefill(MINIMAX, 2, True, limits, hopper=False)
+    yield from dense("MiniMax-01", MINIMAX, torch.bfloat16, portable)
+    yield from dense("head sizes 80 and 48", NARROW_KEYS, torch.bfloat16)
+    yield from dense("float16", MINIMAX, torch.float16)
+    yield from ragged("MiniMax-01 TP8 in float32", MINIMAX_TP8, torch.float32, 0)
+    yield from ragged("MiniMax-01 TP8", MINIMAX_TP8, torch.bfloat16, 2, plan_prefill(MINIMAX_TP8, 2, True, limits))
+    yield from ragged("head sizes of 256", WIDE, torch.bfloat16, 0)
+    yield from ragged("head sizes of 256 in float32", WIDE, torch.float32, 0)
+    yield from recurrent("MiniMax-01", MINIMAX, 4, plan_decode(MINIMAX, limits))
+    yield from recurrent("head sizes of 256", WIDE, 16, plan_decode(WIDE, limits))
+    if limits.hopper:
+        yield from dense("for sm_90", MINIMAX, torch.bfloat16)
+        yield from dense("for sm_90, segments", MINIMAX_TP8, torch.bfloat16)
+        yield from ragged("for sm_90, snapshots", MINIMAX, torch.bfloat16, 2)
+        yield from ragged("for sm_90, segments and snapshots", MINIMAX_TP8, torch.bfloat16, 2)
+        yield from ragged("for sm_90, grouped", GROUPED, torch.bfloat16, 0)

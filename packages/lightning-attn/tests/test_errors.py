@@ -478,10 +478,15 @@ def test_validate_values_names_what_only_device_memory_tells_before_anything_is_
     assert_kept(before)
 
 
+def low_32_bits(number: int, dtype: torch.dtype) -> int:
+    """A bad value that is a good one where only 32 of its 64 bits are looked at; just a bad one in 32 bits."""
+    return number + 2**32 if dtype == torch.int64 else -(2**31) + number
+
+
 # Without that check such values are clamped. Slots outside the pool: past it, before it, at the ends of 32 and 64 bits.
 BAD_SLOTS = {
     torch.int32: [8, -2, 1, -(2**31), 4, 2**31 - 1],
-    torch.int64: [8, -(2**40), 1, 2**40 + 2, 4, 2**63 - 1],
+    torch.int64: [8, -(2**40), 1, 2**32 + 2, 4, 2**63 - 1],
 }
 
 
@@ -545,6 +550,10 @@ def test_impossible_sequences_are_clamped_and_nothing_outside_is_read_or_written
     lengths = [whole[i + 1] - whole[i] for i in range(count)]
     batch = tensors.ragged(lengths, rows_after=100 - sum(lengths), index_dtype=dtype)
     batch.cu_seqlens.copy_(torch.tensor(ends))
+    if dtype == torch.int64:
+        # Far outside 32 bits, and within the rows where only those are looked at.
+        far = batch.cu_seqlens.abs() > 2**30
+        batch.cu_seqlens[far] = batch.cu_seqlens[far].sign() * 2**32 + 50
     if clamped is not None:
         varlen(batch)
         batch.check()
@@ -567,8 +576,8 @@ def test_impossible_sequences_are_clamped_and_nothing_outside_is_read_or_written
 def test_impossible_snapshots_are_left_out_and_touch_nothing(tensors, dtype) -> None:
     ends = torch.iinfo(dtype)
     batch = tensors.ragged([130, 0, 65], slots=[3, 1, 0], num_slots=8, index_dtype=dtype)
-    positions = [[64, 131, 0, -2, 1], [1, 0, -1, 64, 2], [ends.max, ends.min, 65, 66, 3]]
-    slots = [[5, 6, 6, 6, 8], [6, 6, 6, 6, 6], [6, 6, 7, 6, ends.max]]
+    positions = [[64, 131, 0, -2, 1], [1, 0, -1, 64, 2], [ends.max, ends.min, 65, low_32_bits(9, dtype), 3]]
+    slots = [[5, 6, 6, 6, 8], [6, 6, 6, 6, 6], [6, 6, 7, 6, low_32_bits(6, dtype)]]
     snapshot = [torch.tensor(rows, dtype=dtype, device=tensors.device) for rows in (positions, slots)]
     varlen(batch, snapshot=Snapshots(*snapshot))
     batch.check(snapshots=[(0, 64, 5), (2, 65, 7)])
@@ -577,22 +586,19 @@ def test_impossible_snapshots_are_left_out_and_touch_nothing(tensors, dtype) -> 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_counts_that_cannot_be_accepted_leave_the_bits_of_the_state(tensors, dtype) -> None:
     ends = torch.iinfo(dtype)
-    batch = tensors.ragged([4] * 7, index_dtype=dtype)
-    commit(batch, 4, [5, -1, 4, ends.max, ends.min, 0, 1], dtype)
-    batch.check(states=[0, 0, 4, 0, 0, 0, 1], products=torch.float32, out=False)
+    batch = tensors.ragged([4] * 8, index_dtype=dtype)
+    commit(batch, 4, [5, -1, 4, ends.max, ends.min, 0, 1, low_32_bits(3, dtype)], dtype)
+    batch.check(states=[0, 0, 4, 0, 0, 0, 1, 0], products=torch.float32, out=False)
 
 
-def test_decays_that_are_none_harm_no_other_head(tensors) -> None:
-    """A negative or unknown decay spoils its own head at most."""
-    for bad in (-1e30, math.nan, math.inf):
-        batch = tensors.ragged([70, 1], slots=[2, 0])
-        good_slopes = batch.slopes.clone()
-        batch.slopes[1] = bad
-        varlen(batch)
-        batch.pool.check(written=False)
-        batch.out.check(written=False)
-        batch.slopes = good_slopes
-        others = [0, 2, 3]
-        wanted = batch.attend({0: 70, 1: 1})
-        got = batch.out.tensor[:, others]
-        tensors.assert_rounded(got, tensors.Wanted(*(x[:, others] for x in wanted.out)), apart=(1,))
+@pytest.mark.parametrize("bad", [-0.5, -1e30, math.nan, math.inf])
+def test_decays_that_are_none_harm_no_other_head_and_one_below_0_counts_as_0(tensors, bad) -> None:
+    batch = tensors.ragged([70, 1], slots=[2, 0])
+    batch.slopes[1] = bad
+    varlen(batch)
+    batch.pool.check(written=False)
+    batch.out.check(written=False)
+    batch.slopes[1] = 0
+    judged = slice(None) if bad < 0 else [0, 2, 3]
+    wanted = batch.attend({0: 70, 1: 1}).out
+    tensors.assert_rounded(batch.out.tensor[:, judged], tensors.Wanted(*(x[:, judged] for x in wanted)), apart=(1,))

@@ -5,7 +5,7 @@ import io
 import re
 from pathlib import Path
 
-import pytest
+import lightning_attn
 
 PACKAGE = Path(__file__).parents[1]
 README = (PACKAGE / "README.md").read_text()
@@ -19,14 +19,28 @@ def run(block: str) -> str:
     return printed.getvalue()
 
 
-def test_the_first_example_is_the_quickstart() -> None:
+def test_the_first_example_is_the_quickstart_and_decodes_what_prefill_gives() -> None:
     quickstart = (PACKAGE / "examples" / "quickstart.py").read_text()
     assert quickstart.endswith(BLOCKS[0])
+    printed = run(BLOCKS[0])
+    assert "[1, 64, 1000, 128] torch.bfloat16 and a state [1, 64, 128, 128] torch.float32" in printed
+    assert "decoded 24 tokens; the same as in one call to 1 %: True" in printed
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: f"line {README[: README.index(block)].count(chr(10)) + 1}")
-def test_every_example_runs_and_finds_true_what_it_prints(block) -> None:
-    printed = run(block)
-    assert printed
-    assert "False" not in printed
-    assert "nan" not in printed
+def test_a_step_of_a_server_leaves_padding_zero_and_a_snapshot_to_go_on_from() -> None:
+    printed = run(BLOCKS[1])
+    assert "[303, 8, 128] padding is zero: True" in printed
+    assert "from the snapshot on, the same: True" in printed
+
+
+def test_drafts_are_checked_and_taken_as_the_third_example_says() -> None:
+    printed = run(BLOCKS[2])
+    assert "[2, 4, 8, 128] states untouched: True" in printed
+    assert "as by three decode steps: True" in printed
+    assert "none accepted, no bit changed: True" in printed
+    assert len(BLOCKS) == 3
+
+
+def test_every_public_function_is_in_the_readme() -> None:
+    for name in lightning_attn.__all__:
+        assert re.search(rf"\b{name}\b", README) or name == "LightningResult", name

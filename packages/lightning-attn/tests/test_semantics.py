@@ -1030,3 +1030,21 @@ def test_trap_steep_decays_do_not_overflow_for_no_exponent_is_above_0(tensors, s
         batch.check(states=[16, 0, 9], products=FP32)
     leaves, _, d_out, d_kv = leaves_and_cotangents(tensors, 1, 4, 100, (48, 64), FP32)
     check_gradients(tensors, leaves, slopes, d_out, d_kv)
+
+
+@pytest.mark.parametrize("steep", [1.0, 3.0, 8.0, 50.0])
+def test_a_steep_decay_forgets_a_large_state_to_the_last_bits(tensors, steep) -> None:
+    """What is left of it is as exact as the decay, not as the state was."""
+    slopes = torch.tensor([steep, steep / 2, steep / 4, 1e-4], device=tensors.device)
+    for tokens in (1, 65):
+        batch = tensors.ragged([tokens] * 3, sizes=(64, 48), slopes=slopes)
+        batch.pool.tensor.mul_(1e4)
+        batch.before.copy_(batch.pool.tensor)
+        prefill(batch)
+        batch.check()
+    for call, tokens in ((decode, 1), (lambda batch: commit(batch, [3] * 3), 3)):
+        batch = tensors.ragged([tokens] * 3, sizes=(64, 48), slopes=slopes)
+        batch.pool.tensor.mul_(1e4)
+        batch.before.copy_(batch.pool.tensor)
+        call(batch)
+        batch.check(products=FP32, out=tokens == 1)

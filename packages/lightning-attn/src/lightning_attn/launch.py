@@ -209,7 +209,7 @@ def _make_walk(walk: _Walk, plan: PrefillPlan, exact: bool) -> Callable[..., Non
     heads, segment = walk.heads, plan.segment
     ratios = (heads.num_heads // heads.num_heads_qk, heads.num_heads // heads.num_heads_v)
     sizes = (heads.head_qk, heads.head_v)
-    blocks = (max(16, power_of_two_at_least(heads.head_qk)), plan.block_e)
+    blocks = (plan.block_d, plan.block_e)
     tiles = cdiv(heads.head_v, plan.block_e)
     if not segment:
         places = walk.sequences + walk.ragged
@@ -223,8 +223,8 @@ def _make_walk(walk: _Walk, plan: PrefillPlan, exact: bool) -> Callable[..., Non
     carried = (heads.num_heads * heads.head_qk * heads.head_v, heads.head_qk * heads.head_v, 1, heads.head_qk)
     counts = (walk.rows, walk.sequences, walk.num_slots)
     computed = tl.bfloat16 if walk.dtype == torch.bfloat16 else tl.float32
-    # float16 is exact in tf32, which keeps the range that float16 lacks; float32 takes three such products.
-    precision = "tf32x3" if exact and walk.dtype == torch.float32 else "tf32"
+    # tf32 alone is no choice for float16 operands either: the hardware cuts the sums that stand beside them off.
+    precision = "tf32x3" if exact else "tf32"
     arithmetic = (walk.backwards, computed, precision)
     options = {"num_warps": plan.num_warps, "num_stages": plan.num_stages}
 
@@ -270,7 +270,7 @@ def _make_walk(walk: _Walk, plan: PrefillPlan, exact: bool) -> Callable[..., Non
         walk.device, num_warps=plan.num_warps, num_stages=min(3, plan.num_stages),
     )  # fmt: skip
     carry = Launch(
-        chunked.carry_states, (cdiv(heads.head_v, 16), heads.num_heads, walk.sequences),
+        chunked.carry_states, (cdiv(heads.head_v, 16) * cdiv(heads.head_qk, plan.block_d), heads.num_heads, walk.sequences),
         (*counts, initial, carried, *sizes, blocks[0], 16, segment, walk.backwards), walk.device, num_warps=4,
     )  # fmt: skip
     size = (states, heads.num_heads, heads.head_v, heads.head_qk)

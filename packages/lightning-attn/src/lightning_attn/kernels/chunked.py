@@ -117,47 +117,101 @@ def load_tile(p, o_row, o_column, s_tensor, length, WIDTH: tl.constexpr, BLOCK: 
 
 @triton.jit
 def step(
-    p_q, p_k, p_v, p_o, b_S, b_within, rate, scale, row, end, o_c, o_d, o_e, s_q, s_k, s_v, s_o,
+    p_q, p_k, p_v, p_o, S, b_within, rate, scale, row, end, i_e, s_q, s_k, s_v, s_o,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr,
     REVERSED: tl.constexpr, COMPUTED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The chunk that begins at ``row``: its outputs are stored, the state after it is returned. p_q None: no outputs."""
     length = tl.minimum(end - row, CHUNK).to(tl.int32)
+    o_c = tl.arange(0, CHUNK)
+    o_e = i_e * BLOCK_E + tl.arange(0, BLOCK_E)
     b_seeing, b_entering = weights(rate, o_c, length, scale, REVERSED)
-    b_k = load_tile(p_k + row * s_k[1], o_c, o_d, s_k, length, D, BLOCK_D)  # [CHUNK, BLOCK_D]
+    loss = lost(rate, length)
     b_v = load_tile(p_v + row * s_v[1], o_c, o_e, s_v, length, E, BLOCK_E)  # [CHUNK, BLOCK_E]
+    b_weighted_v = tl.trans((b_v * b_entering[:, None]).to(COMPUTED))
+    b_seen = tl.zeros([BLOCK_E, CHUNK], tl.float32)
+    b_scores = tl.zeros([CHUNK, CHUNK], tl.float32)
+    next_S = ()
+    for i in tl.static_range(tl.cdiv(D, BLOCK_D)):
+        o_d = i * BLOCK_D + tl.arange(0, BLOCK_D)
+        b_k = load_tile(p_k + row * s_k[1], o_c, o_d, s_k, length, D, BLOCK_D)  # [CHUNK, BLOCK_D]
+        if p_q is not None:
+            b_q = load_tile(p_q + row * s_q[1], o_c, o_d, s_q, length, D, BLOCK_D)  # [CHUNK, BLOCK_D]
+            b_seen = product(S[i].to(COMPUTED), tl.trans(b_q), b_seen, PRECISION)  # [BLOCK_E, queries]
+            b_scores = product(b_k, tl.trans(b_q), b_scores, PRECISION)  # [keys, queries]
+        next_S = next_S + (product(b_weighted_v, b_k, S[i] + S[i] * loss, PRECISION),)
     if p_q is not None:
-        b_q = load_tile(p_q + row * s_q[1], o_c, o_d, s_q, length, D, BLOCK_D)  # [CHUNK, BLOCK_D]
-        b_o = product(b_S.to(COMPUTED), tl.trans(b_q), None, PRECISION) * b_seeing[None, :]  # [BLOCK_E, queries]
-        b_scores = product(b_k, tl.trans(b_q), None, PRECISION) * b_within  # [keys, queries]
-        b_o = tl.trans(product(tl.trans(b_v), b_scores.to(COMPUTED), b_o, PRECISION))
+        b_scores = (b_scores * b_within).to(COMPUTED)
+        b_o = tl.trans(product(tl.trans(b_v), b_scores, b_seen * b_seeing[None, :], PRECISION))
         p_tile = p_o + row * s_o[1] + o_c[:, None].to(tl.int64) * s_o[1] + o_e[None, :] * s_o[3]
         m = (o_c[:, None] < length) & (o_e[None, :] < E)
         tl.store(p_tile, b_o.to(p_o.dtype.element_ty), mask=m)
-    b_v = (b_v * b_entering[:, None]).to(COMPUTED)
-    return product(tl.trans(b_v), b_k, b_S + b_S * lost(rate, length), PRECISION)
+    return next_S
 
 
 @triton.jit
-def load_state(p_state, slot, i_h, o_d, o_e, s_state, D: tl.constexpr, E: tl.constexpr, EXACT: tl.constexpr):
-    """A state's tile, transposed: [BLOCK_E, BLOCK_D] in float32. EXACT: no part of it is outside the state."""
-    p_tile = p_state + slot * s_state[0] + i_h * s_state[1] + o_d[None, :] * s_state[2] + o_e[:, None] * s_state[3]
-    if EXACT:
-        b_S = tl.load(p_tile)
+def zero_state(D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr):
+    """A state's tile [BLOCK_E, D] as pieces [BLOCK_E, BLOCK_D]: an operand that wide would not fit in registers."""
+    S = ()
+    for _ in tl.static_range(tl.cdiv(D, BLOCK_D)):
+        S = S + (tl.zeros([BLOCK_E, BLOCK_D], tl.float32),)
+    return S
+
+
+@triton.jit
+def state_pointers(p_state, slot, i_h, o_d, o_e, s_state):
+    """A tile of a state, transposed: [e, d]."""
+    return p_state + slot * s_state[0] + i_h * s_state[1] + o_d[None, :] * s_state[2] + o_e[:, None] * s_state[3]
+
+
+@triton.jit
+def load_piece(p_state, slot, i_h, i, i_e, s_state, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """Piece i of tile i_e of a state, [BLOCK_E, BLOCK_D] in float32, 0 outside the state."""
+    o_d = i * BLOCK_D + tl.arange(0, BLOCK_D)
+    o_e = i_e * BLOCK_E + tl.arange(0, BLOCK_E)
+    p_piece = state_pointers(p_state, slot, i_h, o_d, o_e, s_state)
+    if D % BLOCK_D or E % BLOCK_E:
+        b_piece = tl.load(p_piece, mask=(o_d[None, :] < D) & (o_e[:, None] < E), other=0.0)
     else:
-        b_S = tl.load(p_tile, mask=(o_d[None, :] < D) & (o_e[:, None] < E), other=0.0)
-    return b_S.to(tl.float32)
+        b_piece = tl.load(p_piece)
+    return b_piece.to(tl.float32)
 
 
 @triton.jit
-def store_state(p_state, slot, i_h, o_d, o_e, s_state, b_S, D: tl.constexpr, E: tl.constexpr, EXACT: tl.constexpr):
+def store_piece(p_state, slot, i_h, i, i_e, s_state, b_piece, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """The reverse of load_piece."""
+    o_d = i * BLOCK_D + tl.arange(0, BLOCK_D)
+    o_e = i_e * BLOCK_E + tl.arange(0, BLOCK_E)
+    p_piece = state_pointers(p_state, slot, i_h, o_d, o_e, s_state)
+    b_piece = b_piece.to(p_state.dtype.element_ty)
+    if D % BLOCK_D or E % BLOCK_E:
+        tl.store(p_piece, b_piece, mask=(o_d[None, :] < D) & (o_e[:, None] < E))
+    else:
+        tl.store(p_piece, b_piece)
+
+
+@triton.jit
+def load_state(p_state, slot, i_h, i_e, s_state, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """All pieces of a state's tile."""
+    S = ()
+    for i in tl.static_range(tl.cdiv(D, BLOCK_D)):
+        S = S + (load_piece(p_state, slot, i_h, i, i_e, s_state, D, E, BLOCK_D, BLOCK_E),)
+    return S
+
+
+@triton.jit
+def store_state(p_state, slot, i_h, i_e, s_state, S, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):  # fmt: skip
     """The reverse of load_state."""
-    p_tile = p_state + slot * s_state[0] + i_h * s_state[1] + o_d[None, :] * s_state[2] + o_e[:, None] * s_state[3]
-    b_S = b_S.to(p_state.dtype.element_ty)
-    if EXACT:
-        tl.store(p_tile, b_S)
-    else:
-        tl.store(p_tile, b_S, mask=(o_d[None, :] < D) & (o_e[:, None] < E))
+    for i in tl.static_range(tl.cdiv(D, BLOCK_D)):
+        store_piece(p_state, slot, i_h, i, i_e, s_state, S[i], D, E, BLOCK_D, BLOCK_E)
 
 
 @triton.jit
@@ -184,20 +238,28 @@ def next_snapshot(p_positions, i_n, num_snapshots, length, at, CHUNK: tl.constex
 
 
 @triton.jit
-def store_snapshots(
-    p_positions, p_snapshot_slots, i_n, num_snapshots, length, at, p_pool, num_slots, i_h, o_d, o_e, s_pool, b_S,
-    D: tl.constexpr, E: tl.constexpr, EXACT: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """Store the state ``at`` this place for every snapshot whose position lies in the chunk that begins here.
+def snapshot_slot(p_positions, p_snapshot_slots, i_snapshot, length, at, num_slots, CHUNK: tl.constexpr):
+    """The slot of a snapshot whose position lies in the chunk that begins ``at`` this place, -1 for all others.
 
     Of a position inside the chunk the rest is added by ``recurrent.finish_snapshots``.
     """
+    position = tl.load(p_positions + i_snapshot).to(tl.int64)
+    slot = tl.load(p_snapshot_slots + i_snapshot).to(tl.int64)
+    wanted = (position >= 1) & (position <= length) & (position // CHUNK * CHUNK == at)
+    return tl.where(wanted & (slot < num_slots), slot, -1)
+
+
+@triton.jit
+def store_snapshots(
+    p_positions, p_snapshot_slots, i_n, num_snapshots, length, at, p_pool, num_slots, i_h, i_e, s_pool, S,
+    D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Store the state at this place for every snapshot that wants it."""
     for i_p in range(num_snapshots):
-        position = tl.load(p_positions + i_n * num_snapshots + i_p).to(tl.int64)
-        slot = tl.load(p_snapshot_slots + i_n * num_snapshots + i_p).to(tl.int64)
-        wanted = (position >= 1) & (position <= length) & (position // CHUNK * CHUNK == at)
-        if wanted & (slot >= 0) & (slot < num_slots):
-            store_state(p_pool, slot, i_h, o_d, o_e, s_pool, b_S, D, E, EXACT)
+        i_snapshot = i_n * num_snapshots + i_p
+        slot = snapshot_slot(p_positions, p_snapshot_slots, i_snapshot, length, at, num_slots, CHUNK)
+        if slot >= 0:
+            store_state(p_pool, slot, i_h, i_e, s_pool, S, D, E, BLOCK_D, BLOCK_E)
 
 
 @triton.jit
@@ -214,7 +276,6 @@ def walk(
     ``rows`` rows each; otherwise packed rows. p_initial and p_final None: from a zero state, and the last is dropped.
     SEGMENT > 0: segments of that many rows, walked at the same time, start from the states in p_carried.
     """
-    EXACT: tl.constexpr = D == BLOCK_D and E % BLOCK_E == 0
     i_e = tl.program_id(0)
     i_h = tl.program_id(1).to(tl.int64)
     i_n, i_segment, begin, end = locate(p_cu, tl.program_id(2), num_sequences, rows, SEGMENT)
@@ -224,7 +285,6 @@ def walk(
         begin = tl.minimum(first + i_segment * SEGMENT, end)
         end = tl.minimum(begin + SEGMENT, end)
     o_c = tl.arange(0, CHUNK)
-    o_d = tl.arange(0, BLOCK_D)
     o_e = i_e * BLOCK_E + tl.arange(0, BLOCK_E)
     slot = slot_of(p_slots, i_n, num_sequences, num_slots)
     p_q += i_n.to(tl.int64) * s_q[0] + (i_h // RATIO_QK) * s_q[2]
@@ -234,16 +294,16 @@ def walk(
     if slot < 0:
         store_zeros(p_o, begin, end, o_c, o_e, s_o, E, CHUNK)
     elif begin < end:
-        b_S = tl.zeros([BLOCK_E, BLOCK_D], tl.float32)
+        S = zero_state(D, BLOCK_D, BLOCK_E)
         is_carried = False
         if SEGMENT:
             is_carried = length > SEGMENT
             if is_carried:
                 place = carried_place(p_cu, i_n, first, rows, SEGMENT) + i_segment
-                b_S = load_state(p_carried, place, i_h, o_d, o_e, s_carried, D, E, EXACT)
+                S = load_state(p_carried, place, i_h, i_e, s_carried, D, E, BLOCK_D, BLOCK_E)
         if p_initial is not None:
             if has_initial(p_initial, p_has, i_n, num_sequences) and not is_carried:
-                b_S = load_state(p_initial, slot, i_h, o_d, o_e, s_initial, D, E, EXACT)
+                S = load_state(p_initial, slot, i_h, i_e, s_initial, D, E, BLOCK_D, BLOCK_E)
 
         rate = base_two_rate(p_slopes, i_h)
         # [keys, queries]
@@ -262,27 +322,27 @@ def walk(
             if p_positions is not None:
                 if row - first == stop:
                     store_snapshots(
-                        p_positions, p_snapshot_slots, i_n, num_snapshots, length, stop, p_final, num_slots, i_h, o_d,
-                        o_e, s_final, b_S, D, E, EXACT, CHUNK,
+                        p_positions, p_snapshot_slots, i_n, num_snapshots, length, stop, p_final, num_slots, i_h, i_e,
+                        s_final, S, D, E, BLOCK_D, BLOCK_E, CHUNK,
                     )  # fmt: skip
                     stop = next_snapshot(p_positions, i_n, num_snapshots, length, stop + 1, CHUNK)
-            b_S = step(
-                p_q, p_k, p_v, p_o, b_S, b_within, rate, scale, row, end, o_c, o_d, o_e, s_q, s_k, s_v, s_o,
+            S = step(
+                p_q, p_k, p_v, p_o, S, b_within, rate, scale, row, end, i_e, s_q, s_k, s_v, s_o,
                 D, E, BLOCK_D, BLOCK_E, CHUNK, REVERSED, COMPUTED, PRECISION,
             )  # fmt: skip
         if p_positions is not None:
             # A place at this segment's end is the next segment's, but for the last.
             if (end - first == stop) & (end - first == length):
                 store_snapshots(
-                    p_positions, p_snapshot_slots, i_n, num_snapshots, length, stop, p_final, num_slots, i_h, o_d, o_e,
-                    s_final, b_S, D, E, EXACT, CHUNK,
+                    p_positions, p_snapshot_slots, i_n, num_snapshots, length, stop, p_final, num_slots, i_h, i_e,
+                    s_final, S, D, E, BLOCK_D, BLOCK_E, CHUNK,
                 )  # fmt: skip
         if p_final is not None:
             is_last = end - first == length
             if REVERSED:
                 is_last = begin == first
             if is_last:
-                store_state(p_final, slot, i_h, o_d, o_e, s_final, b_S, D, E, EXACT)
+                store_state(p_final, slot, i_h, i_e, s_final, S, D, E, BLOCK_D, BLOCK_E)
 
 
 @triton.jit
@@ -293,7 +353,6 @@ def segment_states(
     COMPUTED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The state that each segment would leave behind had it started from zero, stored in the place of the next one."""
-    EXACT: tl.constexpr = D == BLOCK_D and E % BLOCK_E == 0
     i_e = tl.program_id(0)
     i_h = tl.program_id(1).to(tl.int64)
     i_n, i_segment, first, last = locate(p_cu, tl.program_id(2), num_sequences, rows, SEGMENT)
@@ -307,9 +366,6 @@ def segment_states(
         has_next = begin > first
         next_segment = i_segment - 1
     if (slot >= 0) & (begin < end) & has_next:
-        o_c = tl.arange(0, CHUNK)
-        o_d = tl.arange(0, BLOCK_D)
-        o_e = i_e * BLOCK_E + tl.arange(0, BLOCK_E)
         p_k += i_n.to(tl.int64) * s_k[0] + (i_h // RATIO_QK) * s_k[2]
         p_v += i_n.to(tl.int64) * s_v[0] + (i_h // RATIO_V) * s_v[2]
         rate = base_two_rate(p_slopes, i_h)
@@ -320,18 +376,18 @@ def segment_states(
             end = tl.minimum(end, begin + chunks_in_reach * CHUNK)
         else:
             begin = tl.maximum(begin, end - chunks_in_reach * CHUNK)
-        b_S = tl.zeros([BLOCK_E, BLOCK_D], tl.float32)
+        S = zero_state(D, BLOCK_D, BLOCK_E)
         last_row = begin + (end - begin - 1) // CHUNK * CHUNK
         for c in tl.range(begin, end, CHUNK, num_stages=STAGES):
             row = c
             if REVERSED:
                 row = begin + last_row - c
-            b_S = step(
-                None, p_k, p_v, None, b_S, None, rate, scale, row, end, o_c, o_d, o_e, s_k, s_k, s_v, s_v,
+            S = step(
+                None, p_k, p_v, None, S, None, rate, scale, row, end, i_e, s_k, s_k, s_v, s_v,
                 D, E, BLOCK_D, BLOCK_E, CHUNK, REVERSED, COMPUTED, PRECISION,
             )  # fmt: skip
         place = carried_place(p_cu, i_n, first, rows, SEGMENT) + next_segment
-        store_state(p_carried, place, i_h, o_d, o_e, s_carried, b_S, D, E, EXACT)
+        store_state(p_carried, place, i_h, i_e, s_carried, S, D, E, BLOCK_D, BLOCK_E)
 
 
 @triton.jit
@@ -344,28 +400,27 @@ def carry_states(
 
     The initial state is stored too: a pool's slot is overwritten while the segments are walked.
     """
-    EXACT: tl.constexpr = D == BLOCK_D and E % BLOCK_E == 0
-    i_e = tl.program_id(0)
+    # One piece of one tile: nothing passes between pieces.
+    i_e = tl.program_id(0) // tl.cdiv(D, BLOCK_D)
+    i = tl.program_id(0) % tl.cdiv(D, BLOCK_D)
     i_h = tl.program_id(1).to(tl.int64)
     i_n = tl.program_id(2)
     first, last = bounds(p_cu, i_n, num_sequences, rows)
     slot = slot_of(p_slots, i_n, num_sequences, num_slots)
     if (last - first > SEGMENT) & (slot >= 0):
-        o_d = tl.arange(0, BLOCK_D)
-        o_e = i_e * BLOCK_E + tl.arange(0, BLOCK_E)
         b_S = tl.zeros([BLOCK_E, BLOCK_D], tl.float32)
         if p_initial is not None:
             if has_initial(p_initial, p_has, i_n, num_sequences):
-                b_S = load_state(p_initial, slot, i_h, o_d, o_e, s_initial, D, E, EXACT)
+                b_S = load_piece(p_initial, slot, i_h, i, i_e, s_initial, D, E, BLOCK_D, BLOCK_E)
         rate = base_two_rate(p_slopes, i_h)
         place = carried_place(p_cu, i_n, first, rows, SEGMENT)
         segments = tl.cdiv(last - first, SEGMENT)
-        for i in range(segments):
-            i_segment = i
+        for i_step in range(segments):
+            i_segment = i_step
             if REVERSED:
-                i_segment = segments - 1 - i
-            if i > 0:
-                b_S += load_state(p_carried, place + i_segment, i_h, o_d, o_e, s_carried, D, E, EXACT)
-            store_state(p_carried, place + i_segment, i_h, o_d, o_e, s_carried, b_S, D, E, EXACT)
+                i_segment = segments - 1 - i_step
+            if i_step > 0:
+                b_S += load_piece(p_carried, place + i_segment, i_h, i, i_e, s_carried, D, E, BLOCK_D, BLOCK_E)
+            store_piece(p_carried, place + i_segment, i_h, i, i_e, s_carried, b_S, D, E, BLOCK_D, BLOCK_E)
             of_segment = tl.minimum(last - first - i_segment * SEGMENT, SEGMENT)
             b_S += b_S * lost(rate, of_segment)

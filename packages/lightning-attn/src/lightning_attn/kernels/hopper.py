@@ -21,12 +21,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from lightning_attn.kernels.chunked import (
     carried_place,
     has_initial,
-    load_state,
     locate,
     next_snapshot,
     slot_of,
-    store_snapshots,
-    store_state,
+    snapshot_slot,
+    state_pointers,
 )
 from lightning_attn.kernels.decay import base_two_rate, lost, weights
 
@@ -143,6 +142,26 @@ def store_zeros(p_o, begin, end, column, s_o, BLOCK_E: gl.constexpr, CHUNK: gl.c
 
 
 @gluon.jit
+def store_state(p_state, slot, i_h, o_d, o_e, s_state, acc_S):
+    """A state's tile, [e, d]."""
+    p_tile = state_pointers(p_state, slot, i_h, opaque(o_d), opaque(o_e), s_state)
+    gl.store(p_tile, acc_S.to(p_state.dtype.element_ty))
+
+
+@gluon.jit
+def store_snapshots(
+    p_positions, p_snapshot_slots, i_n, num_snapshots, length, at, p_pool, num_slots, i_h, o_d, o_e, s_pool, acc_S,
+    CHUNK: gl.constexpr,
+):  # fmt: skip
+    """Store the state at this place for every snapshot that wants it."""
+    for i_p in range(num_snapshots):
+        i_snapshot = i_n * num_snapshots + i_p
+        slot = snapshot_slot(p_positions, p_snapshot_slots, i_snapshot, length, at, num_slots, CHUNK)
+        if slot >= 0:
+            store_state(p_pool, slot, i_h, o_d, o_e, s_pool, acc_S)
+
+
+@gluon.jit
 def walk(
     d_q, d_k, d_v, d_o, p_o, p_slopes, p_cu, p_slots, p_has, p_initial, p_final, p_carried, p_positions,
     p_snapshot_slots, rows, num_sequences, num_slots, num_snapshots, scale, s_o, s_initial, s_final, s_carried,
@@ -207,10 +226,10 @@ def walk(
             is_carried = length > SEGMENT
             if is_carried:
                 place = carried_place(p_cu, i_n, first, rows, SEGMENT) + i_segment
-                acc_S = load_state(p_carried, place.to(gl.int64), i_h64, o_d, o_e, s_carried, D, E, True)
+                acc_S = gl.load(state_pointers(p_carried, place.to(gl.int64), i_h64, o_d, o_e, s_carried))
         if p_initial is not None:
             if has_initial(p_initial, p_has, i_n, num_sequences) and not is_carried:
-                acc_S = load_state(p_initial, slot, i_h64, o_d, o_e, s_initial, D, E, True)
+                acc_S = gl.load(state_pointers(p_initial, slot, i_h64, o_d, o_e, s_initial)).to(gl.float32)
 
         rate = base_two_rate(p_slopes, i_h)
         # The layouts in which queries and keys stand where their weights are needed.
@@ -252,8 +271,8 @@ def walk(
             if p_positions is not None:
                 if row - first == stop:
                     store_snapshots(
-                        p_positions, p_snapshot_slots, i_n, num_snapshots, length, stop, p_final, num_slots, i_h64,
-                        opaque(o_d), opaque(o_e), s_final, acc_S, D, E, True, CHUNK,
+                        p_positions, p_snapshot_slots, i_n, num_snapshots, length, stop, p_final, num_slots, i_h64, o_d, o_e,
+                        s_final, acc_S, CHUNK,
                     )  # fmt: skip
                     stop = next_snapshot(p_positions, i_n, num_snapshots, length, stop + 1, CHUNK)
             acc_S = step(
@@ -265,8 +284,8 @@ def walk(
             # The place at this segment's end is the next segment's, but for the last.
             if (end - rest - first == stop) & ((rest > 0) | (end - first == length)):
                 store_snapshots(
-                    p_positions, p_snapshot_slots, i_n, num_snapshots, length, stop, p_final, num_slots, i_h64,
-                    opaque(o_d), opaque(o_e), s_final, acc_S, D, E, True, CHUNK,
+                    p_positions, p_snapshot_slots, i_n, num_snapshots, length, stop, p_final, num_slots, i_h64, o_d, o_e,
+                    s_final, acc_S, CHUNK,
                 )  # fmt: skip
         if not REVERSED:
             if rest > 0:
@@ -284,4 +303,4 @@ def walk(
             if REVERSED:
                 is_last = begin == first
             if is_last:
-                store_state(p_final, slot, i_h64, opaque(o_d), opaque(o_e), s_final, acc_S, D, E, True)
+                store_state(p_final, slot, i_h64, o_d, o_e, s_final, acc_S)

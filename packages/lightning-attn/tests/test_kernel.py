@@ -1,0 +1,694 @@
+"""Is every branch of every plan the recurrence? Through launch: on a GPU, or in Triton's interpreter.
+
+Plans are forced, and lengths made for them: empty, one token, whole chunks, several segments and a short last one.
+Interpreted, a case has few programs; the kernel for sm_90 runs on a GPU alone.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import lightning_attn
+from kernel_reference.testing.guards import assert_bitwise_equal
+from lightning_attn import launch, ops
+from lightning_attn.kernels import decay
+from lightning_attn.plan import DecodePlan, DeviceLimits, PrefillPlan
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+DTYPES = (BF16, FP16, FP32)
+H200 = DeviceLimits(132, 232448, hopper=True, dependent_launch=True)
+gpu = pytest.mark.gpu
+
+
+def name_of(value: Any) -> str:
+    if isinstance(value, PrefillPlan):
+        walked = f"segments of {value.segment}" if value.segment else "in one go"
+        return f"{walked}, chunk {value.chunk}, {value.block_e} columns, {value.num_stages} stages"
+    if isinstance(value, DecodePlan):
+        return f"{value.block_e} columns, {value.num_warps} warps"
+    return str(value).removeprefix("torch.")
+
+
+def portable_branches() -> list[Any]:
+    """Every chunk with every number of columns, in one go and in segments; dtypes, heads and stages take turns."""
+    branches = []
+    for i, chunk in enumerate((16, 32, 64)):
+        for j, block_e in enumerate((16, 32, 64)):
+            for segment in (0, chunk) if i != j else (0, chunk, 2 * chunk):
+                turn = i + j + segment // chunk
+                plan = PrefillPlan(chunk, block_e, segment, 4, 1 + turn % 3)
+                branches.append((plan, DTYPES[turn % 3], ((2, 1), (1, 2), (1, 1))[i]))
+    return branches
+
+
+BRANCHES = portable_branches()
+every_branch = pytest.mark.parametrize(("plan", "dtype", "heads"), BRANCHES, ids=name_of)
+# Neither is a power of two; 40 columns leave the last block of 16, 32 and 64 in part empty.
+SIZES = (24, 40)
+
+
+def ragged_of(tensors, plan: PrefillPlan, heads: tuple[int, int], dtype: torch.dtype, **options: Any):
+    """Sequences of every kind for this plan, padding of both kinds, rows of no sequence, and snapshots."""
+    chunk = plan.chunk
+    lengths = [0, 2 * chunk + 5, 1, 3, chunk, 2]
+    positions = [[-1] * 3, [chunk + 1, 1, 2 * chunk], [1, -1, -1], [2, -1, 3], [chunk - 1, -1, chunk], [-1] * 3]
+    batch = tensors.ragged(
+        lengths, heads=heads, dtype=dtype, slots=[3, 7, 0, -1, 5, 99], num_slots=24, rows_after=3,
+        initial=[True, True, False, True, False, True], **{"sizes": SIZES, "scale": 0.7, **options},
+    )  # fmt: skip
+    return batch, positions
+
+
+@every_branch
+def test_every_branch_of_the_ragged_walk_is_the_recurrence(tensors, kernels, plan, dtype, heads) -> None:
+    batch, positions = ragged_of(tensors, plan, heads, dtype)
+    batch.check(snapshots=kernels.prefill(batch, plan, positions))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("segment", [0, 32])
+def test_each_dtype_is_read_and_each_pool_written(tensors, kernels, segment, dtype) -> None:
+    plan = PrefillPlan(32, 32, segment, 4, 2)
+    turn = DTYPES.index(dtype) + (segment > 0)
+    pool_dtype, pool = DTYPES[(1 + turn) % 3], ("transposed", "heads last", "gaps")[turn % 3]
+    batch, positions = ragged_of(tensors, plan, (1, 2), dtype, pool_dtype=pool_dtype, pool=pool, fused=True)
+    batch.check(snapshots=kernels.prefill(batch, plan, positions))
+
+
+@pytest.mark.parametrize("initial", [False, True])
+@pytest.mark.parametrize("segment", [0, 16])
+def test_one_answer_for_all_sequences_is_no_tensor(tensors, kernels, segment, initial) -> None:
+    plan = PrefillPlan(16, 32, segment, 4, 1)
+    batch, _ = ragged_of(tensors, plan, (1, 1), BF16)
+    batch.initial = [initial] * len(batch.lengths)
+    for i in batch.live:
+        batch.pool.tensor[batch.slot_of[i]] = torch.randn(1, *SIZES).to(batch.q.device)
+    batch.before.copy_(batch.pool.tensor)
+    kernels.prefill(batch, plan, initial=initial)
+    batch.check()
+
+
+@pytest.mark.parametrize("segment", [0, 16])
+def test_batches_of_nothing_but_padding_of_empty_sequences_and_of_no_sequence(tensors, kernels, segment) -> None:
+    plan = PrefillPlan(16, 16, segment, 4, 1)
+    for lengths, slots in (([5, 40], [-1, 9]), ([0, 0, 0], [2, 0, 4]), ([], []), ([0], [-1])):
+        batch = tensors.ragged(lengths, heads=(1, 1), sizes=(16, 16), slots=slots, num_slots=5, rows_after=20)
+        kernels.prefill(batch, plan)
+        batch.check()
+
+
+@pytest.mark.parametrize("segment", [0, 16, 32])
+def test_sequences_whose_ends_lie_at_and_round_those_of_segments(tensors, kernels, segment) -> None:
+    plan = PrefillPlan(16, 16, segment, 4, 1)
+    lengths = [15, 16, 17, 31, 32, 33, 0, 47, 48, 49, 1]
+    batch = tensors.ragged(lengths, heads=(1, 1), sizes=(16, 16), dtype=FP32)
+    kernels.prefill(batch, plan)
+    batch.check()
+
+
+@pytest.mark.parametrize("segment", [0, 16, 48], ids=lambda segment: f"segments of {segment}")
+@pytest.mark.parametrize("tokens", [1, 16, 17, 48, 49, 70])
+def test_snapshots_stand_at_every_kind_of_place_in_any_order(tensors, kernels, tokens, segment) -> None:
+    plan = PrefillPlan(16, 16, segment, 4, 1)
+    places = {1, 15, 16, 17, 32, 47, 48, 49, 64, tokens - 1, tokens}
+    positions = [place for place in places if 1 <= place <= tokens]
+    positions = [positions[i] for i in torch.randperm(len(positions)).tolist()]
+    batch = tensors.ragged([tokens], heads=(1, 1), sizes=(16, 16), dtype=FP32, num_slots=16, slots=[5])
+    batch.check(snapshots=kernels.prefill(batch, plan, [[*positions, -1]]))
+
+
+# The steepest leave nothing of a state after a token; of those between, a segment's first chunks are out of reach.
+STEEP = {
+    "steep": (50.0, 300.0, 1e30, 0.0), "within reach of a few chunks": (3.0, 1.1, 6.5, 0.7),
+    "hardly any": (0.0, 1e-7, 1e-30, 1e-4),
+}  # fmt: skip
+
+
+# numpy says so where a series of the interpreter's is computed and not taken.
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+@pytest.mark.parametrize("slopes", STEEP.values(), ids=STEEP)
+@pytest.mark.parametrize("segment", [0, 48])
+def test_steep_and_flat_decays_are_the_recurrence_in_every_walk(tensors, kernels, segment, slopes) -> None:
+    plan = PrefillPlan(16, 16, segment, 4, 2)
+    slopes = torch.tensor(slopes, device=tensors.device)
+    batch = tensors.ragged([101], heads=(4, 4), sizes=(16, 16), dtype=FP32, slopes=slopes)
+    kernels.prefill(batch, plan)
+    batch.check()
+    leaves = [tensors.normal(1, 4, 60, 16) for _ in range(3)]
+    check_gradients(tensors, kernels, plan, leaves, slopes, None, 1.0)
+    drafts = tensors.ragged([5] * 2, heads=(4, 4), sizes=(16, 16), slopes=slopes)
+    kernels.verify(drafts, DecodePlan(16, 4))
+    kernels.commit(drafts, [5, 3], DecodePlan(16, 4))
+    drafts.check(states=[5, 3], products=FP32)
+
+
+# The dense walk and its gradients
+
+
+def check_gradients(tensors, kernels, plan, leaves, slopes, d_state, scale, d_out=None) -> None:
+    """Of q, k, v and the history, if there is one, beside what autograd makes of the exact and the plain form."""
+    history = leaves[3] if len(leaves) > 3 else None
+    d_out = torch.randn_like(leaves[2]) if d_out is None else d_out
+    got = kernels.gradients(plan, *leaves[:3], slopes, history, d_out, d_state, scale)
+
+    def by_autograd(leaves: list[torch.Tensor], form: Any) -> tuple[torch.Tensor, ...]:
+        leaves = [leaf.detach().clone().requires_grad_() for leaf in leaves]
+        out, state = tensors.padded(*leaves[:3], slopes, leaves[3] if len(leaves) > 3 else None, scale, form)
+        results = [out] if d_state is None else [out, state]
+        cotangents = [one.to(result.dtype) for one, result in zip((d_out, d_state), results, strict=False)]
+        return torch.autograd.grad(results, leaves, cotangents)
+
+    wanted = by_autograd([leaf.double() for leaf in leaves], tensors.exact)
+    beside = by_autograd(leaves, tensors.plain)
+    for name, one, *pair in zip(("dq", "dk", "dv", "d_history"), got, wanted, beside, strict=False):
+        tensors.assert_rounded(one, tensors.Wanted(*pair), apart=(0, 1), what=name)
+
+
+def check_dense(tensors, kernels, plan, batch, heads, tokens, sizes, dtype, carried=True, scale=0.7) -> None:
+    d, e = sizes
+    leaves = [tensors.normal(batch, heads, tokens, size, dtype=dtype) for size in (d, d, e)]
+    history = tensors.normal(batch, heads, d, e) if carried else None
+    slopes = tensors.slopes(heads)
+    wanted = tensors.attend(*leaves, slopes, history, scale)
+    out, state = kernels.attention(plan, *leaves, slopes, history, scale)
+    tensors.assert_rounded(out, wanted.out, apart=(0, 1), what="out")
+    tensors.assert_rounded(state, wanted.state, apart=(0, 1), what="the state")
+    d_state = tensors.normal(batch, heads, d, e) if carried else None
+    check_gradients(tensors, kernels, plan, [*leaves, *([history] if carried else [])], slopes, d_state, scale)
+
+
+@pytest.mark.parametrize(("plan", "dtype"), [
+    (PrefillPlan(16, 16, 0, 4, 1), FP32), (PrefillPlan(16, 32, 16, 4, 2), BF16), (PrefillPlan(32, 64, 0, 4, 3), FP16),
+    (PrefillPlan(32, 16, 32, 4, 2), FP32), (PrefillPlan(64, 32, 0, 4, 2), BF16), (PrefillPlan(64, 64, 64, 4, 1), FP16),
+    (PrefillPlan(16, 16, 32, 4, 1), FP16), (PrefillPlan(64, 16, 128, 4, 2), FP32),
+], ids=name_of)  # fmt: skip
+@pytest.mark.parametrize("carried", [False, True], ids=["from zeros", "carried"])
+def test_every_branch_of_the_dense_walk_and_its_gradients_is_the_recurrence(
+    tensors, kernels, carried, plan, dtype
+) -> None:
+    # Several segments, the last one short.
+    tokens = plan.chunk + plan.segment + 5
+    check_dense(tensors, kernels, plan, 1 + carried, 2 - carried, tokens, SIZES, dtype, carried)
+
+
+@pytest.mark.parametrize("tokens", [1, 15, 16, 32])
+@pytest.mark.parametrize("segment", [0, 16])
+def test_dense_walks_of_whole_chunks_and_of_less_than_one(tensors, kernels, segment, tokens) -> None:
+    check_dense(tensors, kernels, PrefillPlan(16, 16, segment, 4, 1), 1, 1, tokens, (16, 16), FP32)
+
+
+def test_tensors_of_no_tokens_or_no_sequences_pass_the_states_on(tensors, kernels) -> None:
+    plan = PrefillPlan(16, 16, 0, 4, 1)
+    for batch, tokens in ((2, 0), (0, 9), (0, 0)):
+        leaves = [tensors.normal(batch, 3, tokens, size, dtype=BF16) for size in (16, 16, 32)]
+        history, d_state = (tensors.normal(batch, 3, 16, 32) for _ in range(2))
+        out, state = kernels.attention(plan, *leaves, tensors.slopes(3), history)
+        assert out.shape == (batch, 3, tokens, 32)
+        assert_bitwise_equal(state, history)
+        d_out = torch.randn_like(leaves[2])
+        assert_bitwise_equal(kernels.gradients(plan, *leaves, tensors.slopes(3), history, d_out, d_state)[3], d_state)
+        for result in (kernels.attention(plan, *leaves, tensors.slopes(3), None)[1],
+                       kernels.gradients(plan, *leaves, tensors.slopes(3), None, d_out, None)[3]):  # fmt: skip
+            assert not result.any()
+
+
+def test_walks_follow_strides_of_every_kind(tensors, kernels) -> None:
+    for segment in (0, 16):
+        plan = PrefillPlan(16, 16, segment, 4, 2)
+        shape = (2, 2, 21, 16)
+        rows_last = tensors.normal(2, 21, 16, 2).permute(0, 3, 1, 2)
+        one_sequence = tensors.normal(1, 2, 21, 16).expand(shape)
+        one_row = tensors.normal(2, 2, 1, 16).expand(shape)
+        every_second = tensors.normal(21, 2, 2, 33).permute(1, 2, 0, 3)[..., 1::2]
+        history = tensors.normal(2, 2, 16, 16).mT
+        slopes = tensors.slopes(2)
+        for leaves in ((rows_last, one_sequence, every_second), (one_row, every_second, rows_last)):
+            wanted = tensors.attend(*leaves, slopes, history)
+            out, state = kernels.attention(plan, *leaves, slopes, history)
+            tensors.assert_rounded(out, wanted.out, apart=(0, 1))
+            tensors.assert_rounded(state, wanted.state, apart=(0, 1))
+            d_out = tensors.normal(1, 1, 1, 16).expand(shape)
+            d_state = tensors.normal(2, 1, 16, 1).expand(2, 2, 16, 16)
+            check_gradients(tensors, kernels, plan, [*leaves, history], slopes, d_state, 1.0, d_out)
+
+
+# Token by token
+
+DECODING = [DecodePlan(block_e, num_warps) for block_e, num_warps in ((16, 1), (32, 4), (64, 8), (128, 4), (256, 8))]
+
+
+@pytest.mark.parametrize("plan", DECODING, ids=name_of)
+@pytest.mark.parametrize(("dtype", "pool_dtype"), [(BF16, FP32), (FP16, BF16), (FP32, FP16), (BF16, BF16)], ids=name_of)
+def test_every_plan_decodes_verifies_and_commits_the_recurrence(tensors, kernels, plan, dtype, pool_dtype) -> None:
+    heads = ((2, 1), (1, 2), (2, 2))[DECODING.index(plan) % 3]
+    options = {"heads": heads, "sizes": SIZES, "dtype": dtype, "pool_dtype": pool_dtype, "num_slots": 9, "scale": 0.7}
+    batch = tensors.ragged([1] * 4, slots=[5, -1, 0, 9], pool="gaps", **options)
+    kernels.decode(batch, plan)
+    batch.check(products=FP32)
+    batch = tensors.ragged([3] * 4, slots=[4, 7, -1, 0], pool="transposed", **options)
+    kernels.verify(batch, plan)
+    batch.check(states=[0] * 4, products=FP32)
+    kernels.commit(batch, [3, 0, 3, 2], plan)
+    batch.check(states=[3, 0, 3, 2], products=FP32)
+
+
+@pytest.mark.parametrize("plan", DECODING[:4], ids=name_of)
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_drafts_are_verified_and_committed_with_the_bits_of_decoding_token_by_token(
+    tensors, kernels, dtype, plan
+) -> None:
+    tokens, accepted = (4, [4, 0, 3, 1]) if INTERPRETED else (16, [16, 0, 7, 1])
+    drafts = tensors.ragged([tokens] * 4, heads=(1, 2), sizes=SIZES, dtype=dtype, slots=[6, 2, -1, 0], scale=0.7)
+    kernels.verify(drafts, plan)
+    kernels.commit(drafts, accepted, plan)
+    outs, states = [], [drafts.before]
+    q, k, v = (kernels.drafts(drafts, x) for x in (drafts.q, drafts.k, drafts.v))
+    step = tensors.ragged([1] * 4, heads=(1, 2), sizes=SIZES, dtype=dtype, slots=[6, 2, -1, 0], scale=0.7)
+    step.pool.tensor.copy_(drafts.before)
+    for t in range(tokens):
+        step.q, step.k, step.v = q[:, t], k[:, t], v[:, t]
+        kernels.decode(step, plan)
+        outs.append(step.out.tensor.clone())
+        states.append(step.pool.tensor.clone())
+    assert_bitwise_equal(drafts.out.tensor, torch.stack(outs, dim=1).flatten(0, 1), what="the verified outputs")
+    wanted = drafts.before.clone()
+    for i in drafts.live:
+        wanted[drafts.slot_of[i]] = states[accepted[i]][drafts.slot_of[i]]
+    assert_bitwise_equal(drafts.pool.tensor, wanted, what="the committed states")
+
+
+@pytest.mark.parametrize("steps", [48, pytest.param(4096, marks=gpu)])
+def test_a_state_does_not_drift_however_little_each_token_takes_of_it(tensors, kernels, steps) -> None:
+    """3e-8 lies in the middle of the floats next to 1: as a factor its decay would be twice itself, or nothing."""
+    slopes = torch.tensor([0.0, 1e-7, 3.1e-8, 1.3e-7], device=tensors.device)
+    batch = tensors.ragged([1], heads=(4, 4), sizes=(16, 16), dtype=FP32, slopes=slopes, num_slots=1, slots=[0])
+    batch.pool.tensor.mul_(8)
+    exact = batch.pool.tensor.double()
+    factor = torch.exp(-slopes.double())[:, None, None]
+    for _ in range(steps):
+        batch.k.normal_()
+        batch.v.normal_()
+        kernels.decode(batch, DecodePlan(16, 1))
+        exact = factor * exact + batch.k[0].double()[:, :, None] * batch.v[0].double()[:, None, :]
+    error = (batch.pool.tensor.double() - exact).square().mean((0, 2, 3)).sqrt()
+    size = exact.square().mean((0, 2, 3)).sqrt()
+    # A rounding each step, of random sign: a quarter of a unit in the last place, times the root of the steps.
+    assert (error <= 0.5 * torch.finfo(FP32).eps * steps**0.5 * size).all(), (error / size).tolist()
+
+
+@triton.jit
+def tabulate_lost(p_rates, p_tokens, p_lost, BLOCK: tl.constexpr):
+    o = tl.arange(0, BLOCK)
+    tl.store(p_lost + o, decay.lost(tl.load(p_rates + o), tl.load(p_tokens + o)))
+
+
+def test_what_a_state_loses_is_accurate_next_to_nothing_and_never_more_than_all(tensors) -> None:
+    slopes = torch.logspace(-12, 2, 64, dtype=torch.float64)
+    for tokens in (1, 5, 64, 256):
+        rates = (slopes / torch.log(torch.tensor(2.0, dtype=torch.float64))).float()
+        counts, got = torch.full_like(rates, tokens), torch.empty_like(rates)
+        on_device = [tensor.to(tensors.device) for tensor in (rates, counts, got)]
+        tabulate_lost[(1,)](*on_device, BLOCK=64)
+        got = on_device[2].cpu().double()
+        wanted = torch.expm1(-rates.double() * torch.log(torch.tensor(2.0, dtype=torch.float64)) * tokens)
+        assert ((got - wanted).abs() <= 2**-21 * wanted.abs()).all(), tokens
+        assert (got >= -1).all()
+        assert (got < 0).all()
+
+
+@triton.jit
+def tabulate_weights(p_seeing, p_entering, rate, length, REVERSED: tl.constexpr, BLOCK: tl.constexpr):
+    o = tl.arange(0, BLOCK)
+    b_seeing, b_entering = decay.weights(rate, o, length, 0.5, REVERSED)
+    tl.store(p_seeing + o, b_seeing)
+    tl.store(p_entering + o, b_entering)
+
+
+@pytest.mark.parametrize("length", [64, 5])
+def test_weights_pair_a_decay_more_to_what_is_before_a_chunk_and_change_places_backwards(tensors, length) -> None:
+    place = torch.arange(length)
+    more, left = 0.5 * 2.0 ** -(place + 1.0), 2.0 ** -(length - 1.0 - place)
+    for is_reversed in (False, True):
+        seeing, entering = (torch.full((64,), 9.0, device=tensors.device) for _ in range(2))
+        tabulate_weights[(1,)](seeing, entering, 1.0, length, REVERSED=is_reversed, BLOCK=64)
+        wanted = (left, more) if is_reversed else (more, left)
+        for got, one in zip((seeing, entering), wanted, strict=True):
+            torch.testing.assert_close(got[:length].cpu(), one)
+            # Places past the end multiply what is masked, but must not make infinities of it.
+            assert (got <= 1).all()
+
+
+# Any make of batch
+
+
+@dataclass(frozen=True)
+class Make:
+    """A plan and a ragged batch but for its lengths."""
+
+    plan: PrefillPlan
+    heads: tuple[int, int]
+    sizes: tuple[int, int]
+    dtype: torch.dtype
+    pool_dtype: torch.dtype
+    pool: str
+    fused: bool
+    index_dtype: torch.dtype
+    scale: float
+
+
+@st.composite
+def makes(draw) -> Make:
+    chunk = draw(st.sampled_from([16, 32]))
+    plan = PrefillPlan(chunk, draw(st.sampled_from([16, 32, 64])), draw(st.sampled_from([0, chunk, 3 * chunk])), 4, 2)
+    size = st.integers(16, 40)
+    return Make(
+        plan, draw(st.sampled_from([(1, 1), (1, 2), (2, 1), (3, 1)])), (draw(size), draw(size)),
+        draw(st.sampled_from(DTYPES)), draw(st.sampled_from(DTYPES)),
+        draw(st.sampled_from(["packed", "gaps", "transposed", "heads last"])), draw(st.booleans()),
+        draw(st.sampled_from([torch.int32, torch.int64])), draw(st.sampled_from([1.0, 0.3])),
+    )  # fmt: skip
+
+
+@st.composite
+def sequences(draw, most: int, longest: int) -> list[tuple[int, bool, bool, list[int]]]:
+    """Each its length, whether it is padding, whether it has a state, and two positions of snapshots."""
+    length = st.one_of(st.just(0), st.just(1), st.integers(2, longest))
+    drawn = []
+    for _ in range(draw(st.integers(0, most))):
+        n = draw(length)
+        position = st.one_of(st.just(-1), st.integers(1, n)) if n else st.just(-1)
+        drawn.append((n, draw(st.integers(0, 4)) == 0, draw(st.booleans()), [draw(position), draw(position)]))
+    return drawn
+
+
+def check_make(tensors, kernels, make: Make, drawn: list[tuple[int, bool, bool, list[int]]], seed: int) -> None:
+    torch.manual_seed(seed)
+    lengths, padded, initial, positions = ([one[i] for one in drawn] for i in range(4))
+    count = len(drawn)
+    slots = [-1 if pad else slot for pad, slot in zip(padded, torch.randperm(3 * count + 1).tolist(), strict=False)]
+    batch = tensors.ragged(
+        lengths, slots=slots, num_slots=3 * count + 1, initial=initial, rows_after=seed % 3,
+        **{name: value for name, value in make.__dict__.items() if name != "plan"},
+    )  # fmt: skip
+    batch.check(snapshots=kernels.prefill(batch, make.plan, positions))
+
+
+@settings(max_examples=40 if INTERPRETED else 10)
+@given(make=makes(), drawn=sequences(3, 60), seed=st.integers(0, 2**31))
+def test_ragged_batches_of_any_make_are_the_recurrence(tensors, kernels, make, drawn, seed) -> None:
+    check_make(tensors, kernels, make, drawn, seed)
+
+
+@gpu
+@pytest.mark.parametrize("segment", [0, 64, 256])
+@settings(max_examples=100)
+@given(drawn=sequences(12, 700), seed=st.integers(0, 2**31))
+def test_ragged_batches_in_bulk_are_the_recurrence(tensors, kernels, segment, drawn, seed) -> None:
+    """One compilation, so that many lengths can be tried."""
+    plan = PrefillPlan(64, 64, segment, 4, 2)
+    make = Make(plan, (2, 4), (64, 80), BF16, FP32, "packed", True, torch.int32, 1.0)
+    check_make(tensors, kernels, make, drawn, seed)
+
+
+@settings(max_examples=15 if INTERPRETED else 10)
+@given(
+    sizes=st.tuples(st.integers(16, 80), st.integers(16, 80)), heads=st.sampled_from([(1, 1), (1, 2), (2, 1)]),
+    dtype=st.sampled_from(DTYPES), pool=st.sampled_from(["packed", "gaps", "transposed"]), fused=st.booleans(),
+    accepted=st.lists(st.integers(0, 3), min_size=1, max_size=3), plan=st.sampled_from(DECODING),
+    seed=st.integers(0, 2**31),
+)  # fmt: skip
+def test_drafts_of_any_make_are_the_recurrence(
+    tensors, kernels, sizes, heads, dtype, pool, fused, accepted, plan, seed
+) -> None:
+    torch.manual_seed(seed)
+    batch = tensors.ragged([3] * len(accepted), sizes=sizes, heads=heads, dtype=dtype, pool=pool, fused=fused)
+    kernels.verify(batch, plan)
+    kernels.commit(batch, accepted, plan)
+    batch.check(states=accepted, products=FP32)
+
+
+# Which kernel a call takes, and which arithmetic: on a machine without the device, a launch stands for the walk
+
+
+class Walks:
+    """The walks that calls made ready, with the plans they took."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, really: bool = False) -> None:
+        self.made: list[tuple[Any, PrefillPlan, bool]] = []
+        make_walk = launch._make_walk
+
+        def make(walk: Any, plan: PrefillPlan, exact: bool) -> Any:
+            self.made.append((walk, plan, exact))
+            return make_walk(walk, plan, exact) if really else lambda *tensors: None
+
+        monkeypatch.setattr(launch, "_make_walk", make)
+        monkeypatch.setattr(ops, "_launches", {})
+        if not really:
+            monkeypatch.setattr(launch, "device_limits", lambda device: H200)
+
+    @property
+    def on_hopper(self) -> list[bool]:
+        return [plan.hopper for _, plan, _ in self.made]
+
+
+def packed(tensors, dtype: torch.dtype = BF16, heads: int = 2, size: int = 64) -> torch.Tensor:
+    return tensors.normal(40, heads, size, dtype=dtype)
+
+
+def off_by_an_element(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty(x.numel() + 8, dtype=x.dtype, device=x.device)[1 : x.numel() + 1].view_as(x).copy_(x)
+
+
+def in_rows_of(x: torch.Tensor, gap: int) -> torch.Tensor:
+    rows, heads, size = x.shape
+    return x.new_zeros(rows, heads * size + gap)[:, : heads * size].unflatten(1, (heads, size)).copy_(x)
+
+
+UNFRIENDLY = {
+    "rows of an odd stride": lambda x: in_rows_of(x, 3),
+    "rows of a stride of 4 elements": lambda x: in_rows_of(x, 4),
+    "off by an element": off_by_an_element,
+    "one head for all": lambda x: x[:, :1].expand_as(x),
+    "one row for all": lambda x: x[:1].expand_as(x),
+    "elements apart": lambda x: x.mT.contiguous().mT,
+}
+FRIENDLY = {
+    "packed": lambda x: x,
+    "rows of a stride of 8 elements": lambda x: in_rows_of(x, 8),
+    "heads before rows": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+}
+
+
+def run_packed(tensors, q, k, v, out, plan=None) -> tuple[torch.Tensor, torch.Tensor]:
+    """One sequence through launch; its outputs and its state."""
+    device = tensors.device
+    cu = torch.tensor([0, q.shape[0]], dtype=torch.int32, device=device)
+    slots = torch.zeros(1, dtype=torch.int32, device=device)
+    pool = torch.zeros(1, max(q.shape[1], v.shape[1]), q.shape[2], v.shape[2], device=device)
+    given_tensors = (q, k, v, tensors.slopes(pool.shape[1]), cu, pool, slots, None, None, None, out)
+    launch.prepare_varlen(*given_tensors[:8], False, *given_tensors[8:], 1.0, plan)(*given_tensors)
+    return out, pool
+
+
+@pytest.mark.parametrize("place", range(4), ids=["q", "k", "v", "out"])
+@pytest.mark.parametrize("change", [*FRIENDLY.values(), *UNFRIENDLY.values()], ids=[*FRIENDLY, *UNFRIENDLY])
+def test_only_what_the_memory_accelerator_can_address_goes_to_the_kernel_for_hopper(
+    tensors, monkeypatch, change, place
+) -> None:
+    walks = Walks(monkeypatch)
+    operands = [packed(tensors) for _ in range(4)]
+    operands[place] = change(operands[place])
+    run_packed(tensors, *operands)
+    assert walks.on_hopper == [change in FRIENDLY.values()]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("size", [16, 48, 64, 96, 128, 192, 256])
+def test_only_bfloat16_of_head_sizes_64_and_128_goes_to_the_kernel_for_hopper(
+    tensors, monkeypatch, size, dtype
+) -> None:
+    walks = Walks(monkeypatch)
+    run_packed(tensors, *(packed(tensors, dtype, size=size) for _ in range(4)))
+    assert walks.on_hopper == [dtype == BF16 and size in (64, 128)]
+
+
+def test_tensors_that_come_aligned_or_not_find_a_walk_of_their_own_each_time(tensors, monkeypatch) -> None:
+    walks = Walks(monkeypatch)
+    started: list[bool] = []
+    monkeypatch.setattr(launch, "_make_walk", lambda walk, plan, exact: lambda *tensors: started.append(plan.hopper))
+    aligned = [packed(tensors) for _ in range(4)]
+    askew = [*aligned[:2], off_by_an_element(aligned[2]), aligned[3]]
+    cu, slots = (torch.zeros(n, dtype=torch.int32, device=tensors.device) for n in (2, 1))
+    pool = torch.zeros(1, 2, 64, 64, device=tensors.device)
+
+    def arguments(q, k, v, out) -> tuple[Any, ...]:
+        return q, k, v, tensors.slopes(2), cu, pool, slots, None, None, None, out
+
+    first = arguments(*aligned)
+    run = launch.prepare_varlen(*first[:8], False, *first[8:], 1.0)
+    for operands in (aligned, askew, aligned, askew):
+        run(*arguments(*operands))
+    assert started == [True, False, True, False]
+    assert not walks.made
+
+
+def test_lowering_the_precision_of_float32_products_is_followed_at_the_next_call(tensors, monkeypatch) -> None:
+    walks = Walks(monkeypatch)
+    operands = [packed(tensors, FP32) for _ in range(4)]
+    before = torch.get_float32_matmul_precision()
+    try:
+        for precision in ("highest", "high", "medium"):
+            torch.set_float32_matmul_precision(precision)
+            run_packed(tensors, *operands)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert [exact for *_, exact in walks.made] == [True, False, False]
+
+
+@pytest.mark.parametrize("sizes", [(64, 64), (128, 64), (64, 128), (64, 192), (128, 256)], ids=str)
+@pytest.mark.parametrize("pinned", [False, True], ids=["the device's plan", "a plan for Hopper"])
+def test_each_walk_of_the_gradients_has_a_plan_that_covers_its_heads(tensors, monkeypatch, pinned, sizes) -> None:
+    walks = Walks(monkeypatch)
+    d, e = sizes
+    q, k, v = (tensors.normal(1, 2, 70, size, dtype=BF16) for size in (d, d, e))
+    d_history = tensors.normal(1, 2, d, e)
+    plan = PrefillPlan(64, 64, 0, 4, 4, hopper=True) if pinned else None
+    given_tensors = (q, k, v, tensors.slopes(2), None, v, None, *(torch.empty_like(x) for x in (q, k, v)), d_history)
+    launch.prepare_attention_backward(*given_tensors, 1.0, plan)(*given_tensors)
+    assert len(walks.made) == 3
+    for walk, made, _ in walks.made:
+        assert made.covers(walk.heads), (walk.heads, made)
+
+
+@gpu
+@pytest.mark.parametrize("change", UNFRIENDLY.values(), ids=UNFRIENDLY)
+def test_what_the_memory_accelerator_cannot_address_is_computed_all_the_same(tensors, monkeypatch, change) -> None:
+    walks = Walks(monkeypatch, really=True)
+    lengths = [300, 1, 0, 130]
+    for place in range(4):
+        batch = tensors.ragged(lengths, heads=(4, 4), sizes=(64, 128))
+        named = ["q", "k", "v"]
+        if place < 3:
+            changed = change(getattr(batch, named[place]))
+            if changed.stride(0) == 0 or changed.stride(1) == 0:
+                # Rows of padding are NaN, and expanded would be read by others: there are none here.
+                assert bool(changed.isfinite().all())
+            setattr(batch, named[place], changed)
+            out = batch.out.tensor
+        else:
+            out = change(torch.empty_like(batch.v))
+            if 0 in out.stride():
+                continue
+        lightning_attn.lightning_attention_varlen(
+            batch.q, batch.k, batch.v, batch.slopes, batch.cu_seqlens, state_pool=batch.pool.tensor, slots=batch.slots,
+            has_initial_state=True, out=out,
+        )  # fmt: skip
+        batch.check_out(out)
+        batch.check(out=False)
+    assert not any(walks.on_hopper)
+
+
+# The kernel for sm_90
+
+
+@pytest.fixture
+def sm_90(device) -> None:
+    if device.type != "cuda" or torch.version.hip or not launch.device_limits(torch.device("cuda", 0)).hopper:
+        pytest.skip("needs an sm_90 GPU and a Triton that brings Gluon")
+
+
+HOPPER = [
+    PrefillPlan(64, 64, segment, 4, stages, hopper=True)
+    for segment, stages in ((0, 4), (0, 2), (0, 3), (64, 4), (128, 2), (192, 3), (1024, 4))
+]
+HOPPER_SIZES = [(64, 64), (128, 128), (64, 192), (128, 64), (64, 256)]
+on_hopper = [gpu, pytest.mark.usefixtures("sm_90")]
+
+
+def marked(*marks: Any) -> Any:
+    def mark(test: Any) -> Any:
+        for one in marks:
+            test = one(test)
+        return test
+
+    return mark
+
+
+@marked(*on_hopper)
+@pytest.mark.parametrize("plan", HOPPER, ids=name_of)
+@pytest.mark.parametrize("sizes", HOPPER_SIZES, ids=str)
+def test_every_branch_of_the_ragged_walk_on_hopper_is_the_recurrence(tensors, kernels, sizes, plan) -> None:
+    for heads in ((2, 4), (4, 2), (3, 3)):
+        batch, positions = ragged_of(tensors, plan, heads, BF16, sizes=sizes)
+        batch.check(snapshots=kernels.prefill(batch, plan, positions))
+    lengths = [64 * 9 + 1, 63, 64 * 5, 0, 1, 64 * 40 + 63]
+    for initial in (True, False):
+        batch = tensors.ragged(lengths, heads=(4, 4), sizes=sizes, fused=True, rows_after=130, initial=initial)
+        kernels.prefill(batch, plan, initial=initial)
+        batch.check()
+
+
+@marked(*on_hopper)
+@pytest.mark.parametrize("pool_dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("pool", ["packed", "gaps", "transposed", "heads last"])
+@pytest.mark.parametrize("segment", [0, 128])
+def test_the_walk_on_hopper_reads_and_writes_every_pool(tensors, kernels, segment, pool, pool_dtype) -> None:
+    plan = PrefillPlan(64, 64, segment, 4, 4, hopper=True)
+    batch, positions = ragged_of(tensors, plan, (2, 2), BF16, sizes=(128, 128), pool=pool, pool_dtype=pool_dtype)
+    batch.check(snapshots=kernels.prefill(batch, plan, positions))
+
+
+@marked(*on_hopper)
+@pytest.mark.parametrize("carried", [False, True], ids=["from zeros", "carried"])
+@pytest.mark.parametrize("plan", HOPPER, ids=name_of)
+@pytest.mark.parametrize("size", [64, 128])
+def test_every_branch_of_the_dense_walk_on_hopper_and_its_gradients_is_the_recurrence(
+    tensors, kernels, size, plan, carried
+) -> None:
+    for tokens in (1, 63, 64, 65, 64 * 3, 64 * 7 + 9, plan.segment + 100):
+        check_dense(tensors, kernels, plan, 2, 4, tokens, (size, size), BF16, carried)
+
+
+@marked(*on_hopper)
+@pytest.mark.parametrize("slopes", STEEP.values(), ids=STEEP)
+@pytest.mark.parametrize("segment", [0, 512])
+def test_steep_and_flat_decays_are_the_recurrence_on_hopper(tensors, kernels, segment, slopes) -> None:
+    plan = PrefillPlan(64, 64, segment, 4, 4, hopper=True)
+    slopes = torch.tensor(slopes, device=tensors.device)
+    batch = tensors.ragged([1400], heads=(4, 4), sizes=(64, 64), slopes=slopes)
+    kernels.prefill(batch, plan)
+    batch.check()
+
+
+@marked(*on_hopper)
+@settings(max_examples=100)
+@pytest.mark.parametrize("segment", [0, 64, 256])
+@given(drawn=sequences(12, 700), seed=st.integers(0, 2**31))
+def test_ragged_batches_in_bulk_on_hopper_are_the_recurrence(tensors, kernels, segment, drawn, seed) -> None:
+    plan = PrefillPlan(64, 64, segment, 4, 4, hopper=True)
+    make = Make(plan, (2, 4), (128, 128), BF16, FP32, "packed", True, torch.int32, 1.0)
+    check_make(tensors, kernels, make, drawn, seed)
+
+
+@marked(*on_hopper)
+def test_decoding_that_waits_on_the_device_has_the_bits_of_decoding_that_does_not(tensors, kernels) -> None:
+    for plan in DECODING:
+        results = []
+        for waits in (False, True):
+            torch.manual_seed(0)
+            batch = tensors.ragged([4] * 5, heads=(4, 4), sizes=(128, 128), slots=[6, 2, -1, 0, 5], num_slots=8)
+            kernels.verify(batch, replace(plan, dependent_launch=waits))
+            kernels.commit(batch, [4, 0, 1, 2, 3], replace(plan, dependent_launch=waits))
+            results.append((batch.out.tensor.clone(), batch.pool.tensor[[6, 2, 0, 5]]))
+        for one, other in zip(*results, strict=True):
+            assert_bitwise_equal(one, other)

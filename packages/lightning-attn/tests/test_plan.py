@@ -1,0 +1,283 @@
+"""Does every call get a plan that a kernel can take, on any device? Plans are values, so that this needs no device."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import itertools
+import subprocess
+import sys
+from dataclasses import FrozenInstanceError, fields, replace
+from pathlib import Path
+
+import pytest
+
+import lightning_attn.plan
+from kernel_reference.models import MINIMAX_01
+from lightning_attn.plan import (
+    DecodePlan,
+    DeviceLimits,
+    Heads,
+    PrefillPlan,
+    cdiv,
+    fits_hopper,
+    plan_decode,
+    plan_prefill,
+    power_of_two_at_least,
+)
+
+KIB = 1024
+H200 = DeviceLimits(132, 227 * KIB, hopper=True, dependent_launch=True)
+A100 = DeviceLimits(108, 163 * KIB)
+CONSUMER = DeviceLimits(84, 99 * KIB)
+MI300X = DeviceLimits(304, 64 * KIB)
+DEVICES = {"H200": H200, "A100": A100, "a consumer GPU": CONSUMER, "MI300X": MI300X, "one core": DeviceLimits(1)}
+on_every_device = pytest.mark.parametrize("limits", DEVICES.values(), ids=DEVICES)
+# Bytes of an element, and whether its products are of 16 bits: bfloat16, float16 and float32.
+KINDS = [(2, True), (2, False), (4, False)]
+SIZES = (16, 17, 31, 32, 33, 48, 64, 65, 80, 96, 100, 128, 129, 192, 250, 255, 256)
+MINIMAX = Heads(MINIMAX_01.num_heads, MINIMAX_01.num_heads, MINIMAX_01.head_qk, MINIMAX_01.head_v)
+TP8 = replace(MINIMAX, num_heads_qk=8, num_heads_v=8)
+
+
+def prefill_plans(limits: DeviceLimits):
+    """Plans of every dtype, head size and number of heads, with whether Hopper's kernel was asked for."""
+    for (item_bytes, as_16_bits), d, e, heads, hopper in itertools.product(
+        KINDS, SIZES, SIZES, (1, 8, 64), (False, True)
+    ):
+        shape = Heads(heads, heads, d, e)
+        yield shape, item_bytes, as_16_bits, hopper, plan_prefill(shape, item_bytes, as_16_bits, limits, hopper)
+
+
+@on_every_device
+def test_the_plan_of_any_heads_is_one_that_covers_them(limits: DeviceLimits) -> None:
+    for shape, *_, plan in prefill_plans(limits):
+        assert plan.covers(shape), (shape, plan)
+        assert plan_decode(shape, limits).covers(shape)
+
+
+@on_every_device
+def test_segments_are_whole_chunks_at_all_head_sizes(limits: DeviceLimits) -> None:
+    for d, e in itertools.product(range(16, 257, 3), range(16, 257, 3)):
+        for item_bytes, as_16_bits in KINDS:
+            plan = plan_prefill(Heads(8, 8, d, e), item_bytes, as_16_bits, limits, hopper=True)
+            assert plan.segment % plan.chunk == 0
+            assert plan.segment == 0 or plan.segment >= 4 * plan.chunk
+
+
+@on_every_device
+def test_blocks_are_powers_of_two_that_waste_less_than_half_of_the_columns(limits: DeviceLimits) -> None:
+    for shape, *_, plan in prefill_plans(limits):
+        assert 16 <= plan.chunk <= 64
+        assert 16 <= plan.block_e <= 64
+        assert plan.block_e < 2 * shape.head_v
+    for e in SIZES:
+        block_e = plan_decode(Heads(1, 1, 64, e), limits).block_e
+        assert 16 <= block_e <= 64
+        assert block_e < 2 * e
+
+
+@pytest.mark.parametrize("kib", [64, 99, 163, 227])
+def test_stages_fit_the_shared_memory_that_there_is(kib: int) -> None:
+    """At least what is in flight, counted by hand: q, k and v of each stage, and a chunk's scores and weighted values."""
+    limits = DeviceLimits(100, kib * KIB)
+    for shape, item_bytes, _, _, plan in prefill_plans(limits):
+        assert 1 <= plan.num_stages <= 3
+        width = power_of_two_at_least(shape.head_qk)
+        tile = plan.chunk * (2 * width + plan.block_e) * item_bytes
+        operands = plan.chunk * (plan.chunk + plan.block_e) * item_bytes
+        assert plan.num_stages == 1 or plan.num_stages * tile + operands <= limits.shared_memory, (shape, plan)
+    roomy = plan_prefill(Heads(64, 64, 128, 128), 2, True, DeviceLimits(100, 227 * KIB))
+    assert roomy.num_stages == 3
+
+
+def test_one_stage_fits_the_smallest_device_at_all_head_sizes() -> None:
+    for shape, item_bytes, _, _, plan in prefill_plans(DeviceLimits(1)):
+        width = power_of_two_at_least(shape.head_qk)
+        tile = plan.chunk * (2 * width + plan.block_e) * item_bytes
+        assert tile + plan.chunk * (plan.chunk + plan.block_e) * item_bytes <= 64 * KIB, (shape, item_bytes, plan)
+
+
+def test_less_shared_memory_never_means_more_stages() -> None:
+    for d, e in itertools.product(SIZES, SIZES):
+        for item_bytes, as_16_bits in KINDS:
+            stages = [
+                plan_prefill(Heads(8, 8, d, e), item_bytes, as_16_bits, DeviceLimits(100, kib * KIB)).num_stages
+                for kib in (16, 64, 99, 163, 227)
+            ]
+            assert stages == sorted(stages)
+
+
+def test_hoppers_kernel_takes_bfloat16_of_its_head_sizes_where_strides_and_device_allow_it() -> None:
+    asked = Heads(64, 64, 128, 128)
+    plan = plan_prefill(asked, 2, True, H200, hopper=True)
+    assert plan == PrefillPlan(64, 64, 0, 4, 4, hopper=True)
+    assert not plan_prefill(asked, 2, True, H200, hopper=False).hopper
+    assert not plan_prefill(asked, 2, True, replace(H200, hopper=False), hopper=True).hopper
+    assert not plan_prefill(asked, 2, False, H200, hopper=True).hopper
+    assert not plan_prefill(asked, 4, False, H200, hopper=True).hopper
+    for d, e in itertools.product(range(16, 257), range(16, 257)):
+        shape = Heads(64, 64, d, e)
+        fits = d in (64, 128) and e % 64 == 0
+        assert fits_hopper(shape) == fits
+        assert plan_prefill(shape, 2, True, H200, hopper=True).hopper == fits
+
+
+def test_hoppers_plan_fits_its_shared_memory() -> None:
+    for d, e in itertools.product((64, 128), (64, 128, 192, 256)):
+        plan = plan_prefill(Heads(8, 8, d, e), 2, True, H200, hopper=True)
+        # q, k and v of each stage, two tiles of outputs, the scores, and the weights within a chunk in float32.
+        stages = plan.num_stages * plan.chunk * (2 * d + plan.block_e) * 2
+        assert stages + 2 * plan.chunk * plan.block_e * 2 + plan.chunk**2 * (2 + 4) <= H200.shared_memory - KIB
+
+
+def test_segments_are_taken_where_heads_alone_leave_a_quarter_of_the_device_idle() -> None:
+    for limits in DEVICES.values():
+        for heads, e in itertools.product((1, 2, 8, 24, 40, 64, 100, 256), (32, 64, 128, 256)):
+            plan = plan_prefill(Heads(heads, heads, 64, e), 2, True, limits)
+            programs = heads * cdiv(e, plan.block_e)
+            assert (plan.segment == 0) == (programs >= 0.75 * limits.cores), (limits, heads, e)
+    assert plan_prefill(MINIMAX, 2, True, H200).segment == 0
+    assert plan_prefill(TP8, 2, True, H200).segment == 2048
+    # Grouped heads are walked one by one, whichever of q and v has them.
+    for shape in (Heads(8, 64, 128, 128), Heads(64, 8, 128, 128)):
+        assert plan_prefill(shape, 2, True, H200) == plan_prefill(MINIMAX, 2, True, H200)
+
+
+@on_every_device
+def test_states_between_segments_take_at_most_5_percent_of_q_k_and_v(limits: DeviceLimits) -> None:
+    """For a sequence of 131072 tokens of equal heads in 16 bits; states are float32, one before each segment."""
+    tokens = 131072
+    for d, e in itertools.product(range(16, 257), repeat=2):
+        if max(d, e) > 2 * min(d, e):
+            continue
+        plan = plan_prefill(Heads(8, 8, d, e), 2, True, limits, hopper=True)
+        if plan.segment:
+            states = tokens // plan.segment + 1
+            assert states * d * e * 4 <= 0.05 * tokens * (2 * d + e) * 2, (d, e, plan)
+
+
+def test_plans_do_not_depend_on_how_many_sequences_or_tokens_there_are() -> None:
+    """So that a sequence's result has the same bits whatever its neighbours: there is nothing to tell a plan of them."""
+    assert [*inspect.signature(plan_prefill).parameters] == [
+        "heads", "item_bytes", "multiplied_as_16_bits", "limits", "hopper",
+    ]  # fmt: skip
+    assert [*inspect.signature(plan_decode).parameters] == ["heads", "limits"]
+    for limits in DEVICES.values():
+        assert plan_prefill(TP8, 2, True, limits) == plan_prefill(TP8, 2, True, limits)
+        assert plan_decode(TP8, limits) == plan_decode(TP8, limits)
+
+
+def test_only_devices_that_can_wait_on_the_device_are_asked_to() -> None:
+    assert plan_decode(TP8, H200).dependent_launch
+    assert not plan_decode(TP8, A100).dependent_launch
+
+
+GOOD = PrefillPlan(32, 32, 64, 4, 2)
+REFUSED = {
+    "a chunk that is no power of two": replace(GOOD, chunk=48, segment=96),
+    "a chunk below 16": replace(GOOD, chunk=8),
+    "a chunk of 0": replace(GOOD, chunk=0, segment=0),
+    "a negative chunk": replace(GOOD, chunk=-32),
+    "columns that are no power of two": replace(GOOD, block_e=40),
+    "columns below 16": replace(GOOD, block_e=8),
+    "a segment of broken chunks": replace(GOOD, segment=48),
+    "a segment below a chunk": replace(GOOD, segment=16),
+    "a negative segment": replace(GOOD, segment=-64),
+    "warps that are no power of two": replace(GOOD, num_warps=3),
+    "no warps": replace(GOOD, num_warps=0),
+    "no stages": replace(GOOD, num_stages=0),
+}
+ON_HOPPER = PrefillPlan(64, 64, 128, 4, 2, hopper=True)
+REFUSED_ON_HOPPER = {
+    "another chunk": replace(ON_HOPPER, chunk=32),
+    "other columns": replace(ON_HOPPER, block_e=32),
+    "other warps": replace(ON_HOPPER, num_warps=8),
+    "one stage": replace(ON_HOPPER, num_stages=1),
+    "a segment of broken chunks": replace(ON_HOPPER, segment=96),
+}
+
+
+@pytest.mark.parametrize("plan", REFUSED.values(), ids=REFUSED)
+def test_a_plan_that_no_kernel_can_take_covers_nothing(plan: PrefillPlan) -> None:
+    assert GOOD.covers(MINIMAX)
+    assert not plan.covers(MINIMAX)
+
+
+@pytest.mark.parametrize("plan", REFUSED_ON_HOPPER.values(), ids=REFUSED_ON_HOPPER)
+def test_a_plan_for_hopper_is_of_the_blocks_that_its_kernel_is_written_for(plan: PrefillPlan) -> None:
+    assert ON_HOPPER.covers(MINIMAX)
+    assert not plan.covers(MINIMAX)
+
+
+def test_a_plan_for_hopper_covers_the_head_sizes_that_its_kernel_is_written_for() -> None:
+    for d, e in itertools.product(range(16, 257), range(16, 257)):
+        shape = Heads(1, 2, d, e)
+        assert ON_HOPPER.covers(shape) == (d in (64, 128) and e % 64 == 0)
+        assert GOOD.covers(shape)
+
+
+@pytest.mark.parametrize(
+    "plan", [DecodePlan(8, 4), DecodePlan(48, 4), DecodePlan(0, 4), DecodePlan(32, 3), DecodePlan(32, 0)], ids=str
+)
+def test_a_decoding_plan_that_no_kernel_can_take_covers_nothing(plan: DecodePlan) -> None:
+    assert DecodePlan(32, 4).covers(TP8)
+    assert not plan.covers(TP8)
+
+
+@pytest.mark.parametrize("plan", [
+    plan_prefill(MINIMAX, 2, True, H200, hopper=True), plan_prefill(TP8, 4, False, A100), GOOD, plan_decode(TP8, H200),
+    plan_decode(MINIMAX, MI300X),
+], ids=str)  # fmt: skip
+def test_a_plan_is_a_value_that_survives_the_way_through_an_op(plan: PrefillPlan | DecodePlan) -> None:
+    assert all(type(number) is int for number in plan.as_ints())
+    again = type(plan)(*plan.as_ints())
+    assert again == plan
+    assert hash(again) == hash(plan)
+    assert again.as_ints() == plan.as_ints()
+    assert eval(repr(plan)) == plan
+    with pytest.raises(FrozenInstanceError):
+        plan.block_e = 1  # type: ignore[misc]
+
+
+def test_limits_and_heads_are_values_too() -> None:
+    for value in (H200, MINIMAX):
+        with pytest.raises(FrozenInstanceError):
+            setattr(value, fields(value)[0].name, 1)
+    assert Heads(2, 6, 16, 32).num_heads == Heads(6, 2, 16, 32).num_heads == 6
+
+
+def test_quotients_and_powers_of_two_round_up_as_their_names_say() -> None:
+    for n in range(1, 1000):
+        at_least = power_of_two_at_least(n)
+        assert n <= at_least < 2 * n
+        assert at_least & (at_least - 1) == 0
+        for by in (1, 3, 16, 64):
+            assert (cdiv(n, by) - 1) * by < n <= cdiv(n, by) * by
+    assert cdiv(0, 16) == 0
+
+
+def test_the_source_of_plan_imports_neither_triton_nor_torch() -> None:
+    tree = ast.parse(Path(lightning_attn.plan.__file__).read_text())
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add(node.module)
+    banned = ("torch", "triton", "kernel_reference", "lightning_attn")
+    assert not {name for name in names if name.partition(".")[0] in banned}
+
+
+def test_importing_the_package_and_planning_touch_no_gpu_and_import_no_triton() -> None:
+    program = (
+        "import sys, lightning_attn, torch\n"
+        "from lightning_attn.plan import *\n"
+        "plan_prefill(Heads(8, 8, 128, 128), 2, True, DeviceLimits(132, 232448, True), True)\n"
+        "assert not torch.cuda.is_initialized()\n"
+        "assert 'triton.language' not in sys.modules, 'triton is imported'\n"
+        "assert 'lightning_attn.launch' not in sys.modules\n"
+        "assert 'lightning_attn.kernels' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -149,7 +149,7 @@ def test_steep_and_flat_decays_are_the_recurrence_in_every_walk(tensors, kernels
     drafts = tensors.ragged([5] * 2, heads=(4, 4), sizes=(16, 16), slopes=slopes)
     kernels.verify(drafts, DecodePlan(16, 4))
     kernels.commit(drafts, [5, 3], DecodePlan(16, 4))
-    drafts.check(states=[5, 3], products=FP32)
+    drafts.check(states=[5, 3], products=FP32, chunk=1)
 
 
 # The dense walk and its gradients
@@ -257,9 +257,9 @@ def test_every_plan_decodes_verifies_and_commits_the_recurrence(tensors, kernels
     batch.check(products=FP32)
     batch = tensors.ragged([3] * 4, slots=[4, 7, -1, 0], pool="transposed", **options)
     kernels.verify(batch, plan)
-    batch.check(states=[0] * 4, products=FP32)
+    batch.check(states=[0] * 4, products=FP32, chunk=1)
     kernels.commit(batch, [3, 0, 3, 2], plan)
-    batch.check(states=[3, 0, 3, 2], products=FP32)
+    batch.check(states=[3, 0, 3, 2], products=FP32, chunk=1)
 
 
 @pytest.mark.parametrize("plan", DECODING[:4], ids=name_of)
@@ -434,7 +434,7 @@ def test_drafts_of_any_make_are_the_recurrence(
     batch = tensors.ragged([3] * len(accepted), sizes=sizes, heads=heads, dtype=dtype, pool=pool, fused=fused)
     kernels.verify(batch, plan)
     kernels.commit(batch, accepted, plan)
-    batch.check(states=accepted, products=FP32)
+    batch.check(states=accepted, products=FP32, chunk=1)
 
 
 # Which kernel a call takes, and which arithmetic: on a machine without the device, a launch stands for the walk

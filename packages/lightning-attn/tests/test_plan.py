@@ -79,7 +79,7 @@ def test_blocks_are_powers_of_two_that_waste_less_than_half_of_the_columns(limit
 
 @pytest.mark.parametrize("kib", [64, 99, 163, 227])
 def test_stages_fit_the_shared_memory_that_there_is(kib: int) -> None:
-    """At least what is in flight, counted by hand: q, k and v of each stage, and a chunk's scores and weighted values."""
+    """Counted by hand: q, k and v of each stage, and at the least a chunk's scores and weighted values."""
     limits = DeviceLimits(100, kib * KIB)
     for shape, item_bytes, _, _, plan in prefill_plans(limits):
         assert 1 <= plan.num_stages <= 3
@@ -158,7 +158,7 @@ def test_states_between_segments_take_at_most_5_percent_of_q_k_and_v(limits: Dev
 
 
 def test_plans_do_not_depend_on_how_many_sequences_or_tokens_there_are() -> None:
-    """So that a sequence's result has the same bits whatever its neighbours: there is nothing to tell a plan of them."""
+    """A sequence has the same bits whatever its neighbours, of which there is no way to tell a plan."""
     assert [*inspect.signature(plan_prefill).parameters] == [
         "heads", "item_bytes", "multiplied_as_16_bits", "limits", "hopper",
     ]  # fmt: skip

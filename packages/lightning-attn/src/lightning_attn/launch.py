@@ -28,6 +28,8 @@ from lightning_attn.plan import (
 )
 
 Tensor = torch.Tensor
+# Products in float32, of float16 operands too: tf32 alone cuts off the sums and states that they are multiplied with.
+_EXACT = "tf32x3" if torch.version.hip is None else "ieee"
 Strides = tuple[int, ...]
 
 
@@ -184,7 +186,8 @@ class _Walk(NamedTuple):
     def plan(self, aligned: bool) -> PrefillPlan:
         hopper = aligned and all(operand.suits_descriptors() for operand in (self.q, self.k, self.v, self.o))
         return plan_prefill(
-            self.heads, self.dtype.itemsize, self.dtype == torch.bfloat16, device_limits(self.device), hopper
+            self.heads, self.dtype.itemsize, self.dtype == torch.bfloat16, device_limits(self.device), hopper,
+            self.snapshots > 0,
         )
 
 
@@ -223,9 +226,9 @@ def _make_walk(walk: _Walk, plan: PrefillPlan, exact: bool) -> Callable[..., Non
     carried = (heads.num_heads * heads.head_qk * heads.head_v, heads.head_qk * heads.head_v, 1, heads.head_qk)
     counts = (walk.rows, walk.sequences, walk.num_slots)
     computed = tl.bfloat16 if walk.dtype == torch.bfloat16 else tl.float32
-    # tf32 alone is no choice for float16 operands either: the hardware cuts the sums that stand beside them off.
-    precision = "tf32x3" if exact else "tf32"
-    arithmetic = (walk.backwards, computed, precision)
+    precision = _EXACT if exact else "tf32"
+    furthest = (plan.chunk - 1) * max(abs(operand.strides[1]) for operand in (walk.q, walk.k, walk.v, walk.o))
+    arithmetic = (walk.backwards, computed, precision, furthest >= 2**31)
     options = {"num_warps": plan.num_warps, "num_stages": plan.num_stages}
 
     if plan.hopper:

@@ -112,34 +112,30 @@ def fits_hopper(heads: Heads) -> bool:
     return heads.head_qk in (64, 128) and heads.head_v % 64 == 0
 
 
-def plan_prefill(heads: Heads, item_bytes: int, multiplied_as_16_bits: bool, limits: DeviceLimits, hopper: bool = False) -> PrefillPlan:
+def plan_prefill(
+    heads: Heads, item_bytes: int, multiplied_as_16_bits: bool, limits: DeviceLimits, hopper: bool = False,
+    snapshots: bool = False,
+) -> PrefillPlan:  # fmt: skip
     """The plan for q, k and v of ``item_bytes`` bytes an element on this device.
 
     ``multiplied_as_16_bits``: bfloat16; float16 and float32 are multiplied in 32 bits. ``hopper``: strides and
-    alignment are such that the tensor memory accelerator can address the tensors.
+    alignment are such that the tensor memory accelerator can address the tensors. ``snapshots``: some are wanted.
     """
     if hopper and limits.hopper and multiplied_as_16_bits and fits_hopper(heads):
         # Measured on an H200, 64 heads x 128 and 131072 tokens: 2 stages 3.17 ms, 3 stages 2.26, 4 stages 2.05.
-        return PrefillPlan(64, 64, _segment(heads, 64, limits), num_warps=4, num_stages=4, block_d=heads.head_qk, hopper=True)
-    width = power_of_two_at_least(heads.head_qk)
-    block_e = min(64, power_of_two_at_least(heads.head_v))
-    chunk = 64
-    if not multiplied_as_16_bits or width > 128:
-        # A thread's registers hold the state's tile, the outputs and the scores together.
-        block_e, chunk = min(32, block_e), 32
-    if item_bytes == 4 and width > 128:
-        block_e, chunk = 16, 16
-    stages = 3
-    while stages > 1 and _shared_bytes(chunk, width, block_e, item_bytes, stages) > limits.shared_memory:
-        stages -= 1
-    return PrefillPlan(chunk, block_e, _segment(heads, block_e, limits), num_warps=4, num_stages=stages)
-
-
-def _shared_bytes(chunk: int, width: int, block_e: int, item_bytes: int, stages: int) -> int:
-    """What the copies ahead and the operands of the chunk at hand take."""
-    tile = chunk * (2 * width + block_e) * item_bytes
-    operands = chunk * (chunk + block_e) * max(item_bytes, 2)
-    return stages * tile + operands
+        return PrefillPlan(64, 64, _segment(heads, 64, limits), 4, 4, block_d=heads.head_qk, hopper=True)
+    # The largest tiles whose state, scores and operands stay in a thread's registers, as the compiler reports them.
+    if not multiplied_as_16_bits:
+        chunk, block_e, block_d = 32, 16, 32
+    elif heads.head_qk > 128:
+        chunk, block_e, block_d = 32, 64, 32
+    else:
+        chunk, block_e, block_d = 32, 32, 64
+    block_e = min(block_e, max(16, power_of_two_at_least(heads.head_v)))
+    block_d = min(block_d, max(16, power_of_two_at_least(heads.head_qk)))
+    # Copies ahead pay where a step takes most of what it reads from few, large tiles.
+    stages = 2 if block_d == 64 and limits.shared_memory > 64 * 1024 else 1
+    return PrefillPlan(chunk, block_e, _segment(heads, block_e, limits), 4, stages, block_d)
 
 
 def _segment(heads: Heads, block_e: int, limits: DeviceLimits) -> int:

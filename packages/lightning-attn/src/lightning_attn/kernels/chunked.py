@@ -13,7 +13,7 @@ operand that a tensor core takes from registers, and only the scores pass throug
 import triton
 import triton.language as tl
 
-from lightning_attn.kernels.decay import base_two_rate, lost, weights
+from lightning_attn.kernels.decay import base_two_rate, decayed, weights
 
 
 @triton.jit
@@ -107,43 +107,51 @@ def product(b_a, b_b, b_acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def load_tile(p, o_row, o_column, s_tensor, length, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def row_offsets(o_row, s_row, WIDE_ROWS: tl.constexpr):
+    """Where rows of a chunk begin. 64-bit numbers only where a chunk's rows need them: they take twice the registers."""
+    if WIDE_ROWS:
+        o_row = o_row.to(tl.int64)
+    return o_row * s_row
+
+
+@triton.jit
+def load_tile(p, o_row, o_column, s_tensor, length, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WIDE_ROWS: tl.constexpr):
     """Rows x columns of one head, 0 past ``length`` rows and ``WIDTH`` columns. A mask of columns only where needed."""
     m = o_row[:, None] < length
     if WIDTH % BLOCK:
         m = m & (o_column[None, :] < WIDTH)
-    return tl.load(p + o_row[:, None].to(tl.int64) * s_tensor[1] + o_column[None, :] * s_tensor[3], mask=m, other=0.0)
+    p_tile = p + row_offsets(o_row, s_tensor[1], WIDE_ROWS)[:, None] + o_column[None, :] * s_tensor[3]
+    return tl.load(p_tile, mask=m, other=0.0)
 
 
 @triton.jit
 def step(
     p_q, p_k, p_v, p_o, S, b_within, rate, scale, row, end, i_e, s_q, s_k, s_v, s_o,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr,
-    REVERSED: tl.constexpr, COMPUTED: tl.constexpr, PRECISION: tl.constexpr,
+    REVERSED: tl.constexpr, COMPUTED: tl.constexpr, PRECISION: tl.constexpr, WIDE_ROWS: tl.constexpr,
 ):  # fmt: skip
     """The chunk that begins at ``row``: its outputs are stored, the state after it is returned. p_q None: no outputs."""
     length = tl.minimum(end - row, CHUNK).to(tl.int32)
     o_c = tl.arange(0, CHUNK)
     o_e = i_e * BLOCK_E + tl.arange(0, BLOCK_E)
     b_seeing, b_entering = weights(rate, o_c, length, scale, REVERSED)
-    loss = lost(rate, length)
-    b_v = load_tile(p_v + row * s_v[1], o_c, o_e, s_v, length, E, BLOCK_E)  # [CHUNK, BLOCK_E]
+    b_v = load_tile(p_v + row * s_v[1], o_c, o_e, s_v, length, E, BLOCK_E, WIDE_ROWS)  # [CHUNK, BLOCK_E]
     b_weighted_v = tl.trans((b_v * b_entering[:, None]).to(COMPUTED))
     b_seen = tl.zeros([BLOCK_E, CHUNK], tl.float32)
     b_scores = tl.zeros([CHUNK, CHUNK], tl.float32)
     next_S = ()
-    for i in tl.static_range(tl.cdiv(D, BLOCK_D)):
+    for i in tl.static_range((D + BLOCK_D - 1) // BLOCK_D):
         o_d = i * BLOCK_D + tl.arange(0, BLOCK_D)
-        b_k = load_tile(p_k + row * s_k[1], o_c, o_d, s_k, length, D, BLOCK_D)  # [CHUNK, BLOCK_D]
+        b_k = load_tile(p_k + row * s_k[1], o_c, o_d, s_k, length, D, BLOCK_D, WIDE_ROWS)  # [CHUNK, BLOCK_D]
         if p_q is not None:
-            b_q = load_tile(p_q + row * s_q[1], o_c, o_d, s_q, length, D, BLOCK_D)  # [CHUNK, BLOCK_D]
+            b_q = load_tile(p_q + row * s_q[1], o_c, o_d, s_q, length, D, BLOCK_D, WIDE_ROWS)  # [CHUNK, BLOCK_D]
             b_seen = product(S[i].to(COMPUTED), tl.trans(b_q), b_seen, PRECISION)  # [BLOCK_E, queries]
             b_scores = product(b_k, tl.trans(b_q), b_scores, PRECISION)  # [keys, queries]
-        next_S = next_S + (product(b_weighted_v, b_k, S[i] + S[i] * loss, PRECISION),)
+        next_S = next_S + (product(b_weighted_v, b_k, decayed(S[i], rate, length), PRECISION),)
     if p_q is not None:
         b_scores = (b_scores * b_within).to(COMPUTED)
         b_o = tl.trans(product(tl.trans(b_v), b_scores, b_seen * b_seeing[None, :], PRECISION))
-        p_tile = p_o + row * s_o[1] + o_c[:, None].to(tl.int64) * s_o[1] + o_e[None, :] * s_o[3]
+        p_tile = p_o + row * s_o[1] + row_offsets(o_c, s_o[1], WIDE_ROWS)[:, None] + o_e[None, :] * s_o[3]
         m = (o_c[:, None] < length) & (o_e[None, :] < E)
         tl.store(p_tile, b_o.to(p_o.dtype.element_ty), mask=m)
     return next_S
@@ -153,7 +161,7 @@ def step(
 def zero_state(D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr):
     """A state's tile [BLOCK_E, D] as pieces [BLOCK_E, BLOCK_D]: an operand that wide would not fit in registers."""
     S = ()
-    for _ in tl.static_range(tl.cdiv(D, BLOCK_D)):
+    for i in tl.static_range((D + BLOCK_D - 1) // BLOCK_D):  # noqa: B007 (Triton takes no _)
         S = S + (tl.zeros([BLOCK_E, BLOCK_D], tl.float32),)
     return S
 
@@ -200,7 +208,7 @@ def load_state(p_state, slot, i_h, i_e, s_state, D: tl.constexpr, E: tl.constexp
 ):  # fmt: skip
     """All pieces of a state's tile."""
     S = ()
-    for i in tl.static_range(tl.cdiv(D, BLOCK_D)):
+    for i in tl.static_range((D + BLOCK_D - 1) // BLOCK_D):
         S = S + (load_piece(p_state, slot, i_h, i, i_e, s_state, D, E, BLOCK_D, BLOCK_E),)
     return S
 
@@ -210,7 +218,7 @@ def store_state(p_state, slot, i_h, i_e, s_state, S, D: tl.constexpr, E: tl.cons
     BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """The reverse of load_state."""
-    for i in tl.static_range(tl.cdiv(D, BLOCK_D)):
+    for i in tl.static_range((D + BLOCK_D - 1) // BLOCK_D):
         store_piece(p_state, slot, i_h, i, i_e, s_state, S[i], D, E, BLOCK_D, BLOCK_E)
 
 
@@ -268,7 +276,7 @@ def walk(
     rows, num_sequences, num_slots, num_snapshots, scale, s_q, s_k, s_v, s_o, s_initial, s_final, s_carried,
     RATIO_QK: tl.constexpr, RATIO_V: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, SEGMENT: tl.constexpr, STAGES: tl.constexpr, REVERSED: tl.constexpr,
-    COMPUTED: tl.constexpr, PRECISION: tl.constexpr,
+    COMPUTED: tl.constexpr, PRECISION: tl.constexpr, WIDE_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Walk one sequence, or one segment of it, for one head and BLOCK_E columns of its state.
 
@@ -293,6 +301,11 @@ def walk(
     p_o += i_n.to(tl.int64) * s_o[0] + i_h * s_o[2]
     if slot < 0:
         store_zeros(p_o, begin, end, o_c, o_e, s_o, E, CHUNK)
+        if p_cu is not None:
+            if (i_n == num_sequences) & (i_segment == 0):
+                # Rows before the first sequence.
+                before, _ = bounds(p_cu, 0, num_sequences, rows)
+                store_zeros(p_o, 0, before, o_c, o_e, s_o, E, CHUNK)
     elif begin < end:
         S = zero_state(D, BLOCK_D, BLOCK_E)
         is_carried = False
@@ -328,7 +341,7 @@ def walk(
                     stop = next_snapshot(p_positions, i_n, num_snapshots, length, stop + 1, CHUNK)
             S = step(
                 p_q, p_k, p_v, p_o, S, b_within, rate, scale, row, end, i_e, s_q, s_k, s_v, s_o,
-                D, E, BLOCK_D, BLOCK_E, CHUNK, REVERSED, COMPUTED, PRECISION,
+                D, E, BLOCK_D, BLOCK_E, CHUNK, REVERSED, COMPUTED, PRECISION, WIDE_ROWS,
             )  # fmt: skip
         if p_positions is not None:
             # A place at this segment's end is the next segment's, but for the last.
@@ -350,7 +363,7 @@ def segment_states(
     p_k, p_v, p_slopes, p_cu, p_slots, p_carried, rows, num_sequences, num_slots, scale, s_k, s_v, s_carried,
     RATIO_QK: tl.constexpr, RATIO_V: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, SEGMENT: tl.constexpr, STAGES: tl.constexpr, REVERSED: tl.constexpr,
-    COMPUTED: tl.constexpr, PRECISION: tl.constexpr,
+    COMPUTED: tl.constexpr, PRECISION: tl.constexpr, WIDE_ROWS: tl.constexpr,
 ):  # fmt: skip
     """The state that each segment would leave behind had it started from zero, stored in the place of the next one."""
     i_e = tl.program_id(0)
@@ -384,7 +397,7 @@ def segment_states(
                 row = begin + last_row - c
             S = step(
                 None, p_k, p_v, None, S, None, rate, scale, row, end, i_e, s_k, s_k, s_v, s_v,
-                D, E, BLOCK_D, BLOCK_E, CHUNK, REVERSED, COMPUTED, PRECISION,
+                D, E, BLOCK_D, BLOCK_E, CHUNK, REVERSED, COMPUTED, PRECISION, WIDE_ROWS,
             )  # fmt: skip
         place = carried_place(p_cu, i_n, first, rows, SEGMENT) + next_segment
         store_state(p_carried, place, i_h, i_e, s_carried, S, D, E, BLOCK_D, BLOCK_E)
@@ -401,8 +414,8 @@ def carry_states(
     The initial state is stored too: a pool's slot is overwritten while the segments are walked.
     """
     # One piece of one tile: nothing passes between pieces.
-    i_e = tl.program_id(0) // tl.cdiv(D, BLOCK_D)
-    i = tl.program_id(0) % tl.cdiv(D, BLOCK_D)
+    i_e = tl.program_id(0) // ((D + BLOCK_D - 1) // BLOCK_D)
+    i = tl.program_id(0) % ((D + BLOCK_D - 1) // BLOCK_D)
     i_h = tl.program_id(1).to(tl.int64)
     i_n = tl.program_id(2)
     first, last = bounds(p_cu, i_n, num_sequences, rows)
@@ -423,4 +436,4 @@ def carry_states(
                 b_S += load_piece(p_carried, place + i_segment, i_h, i, i_e, s_carried, D, E, BLOCK_D, BLOCK_E)
             store_piece(p_carried, place + i_segment, i_h, i, i_e, s_carried, b_S, D, E, BLOCK_D, BLOCK_E)
             of_segment = tl.minimum(last - first - i_segment * SEGMENT, SEGMENT)
-            b_S += b_S * lost(rate, of_segment)
+            b_S = decayed(b_S, rate, of_segment)

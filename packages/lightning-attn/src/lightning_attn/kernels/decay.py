@@ -26,13 +26,12 @@ def weights(rate, o_place, length, scale, REVERSED: tl.constexpr):
 
 
 @triton.jit
-def lost(rate, tokens):
-    """What a state loses over so many tokens: exp2(-rate tokens) - 1, accurate where it is next to 0.
-
-    A state S is advanced as S + S lost: the factor itself, near 1, would be rounded the same way each time.
-    """
+def decayed(b_S, rate, tokens):
+    """exp2(-rate tokens) S. Where the factor is near 1, S and what it loses are added: the factor itself would be
+    rounded the same way at every chunk or token, and over many that shows."""
     exponent = rate * tokens * 0.6931471805599453
     # The series of exp(-x) - 1 up to x^6; its next term is below the rounding of float32 for x < 1/4.
     series = 1 - exponent / 5 * (1 - exponent / 6)
     series = -exponent * (1 - exponent / 2 * (1 - exponent / 3 * (1 - exponent / 4 * series)))
-    return tl.where(exponent < 0.25, series, tl.exp2(-rate * tokens) - 1)
+    is_small = exponent < 0.25
+    return b_S * tl.where(is_small, 1.0, 0.0) + b_S * tl.where(is_small, series, tl.exp2(-rate * tokens))

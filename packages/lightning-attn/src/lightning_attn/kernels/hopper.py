@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from lightning_attn.kernels.chunked import (
+    bounds,
     carried_place,
     has_initial,
     locate,
@@ -27,7 +28,7 @@ from lightning_attn.kernels.chunked import (
     snapshot_slot,
     state_pointers,
 )
-from lightning_attn.kernels.decay import base_two_rate, lost, weights
+from lightning_attn.kernels.decay import base_two_rate, weights
 
 
 @gluon.jit
@@ -70,7 +71,7 @@ def zero_after(smem, length, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 @gluon.jit
 def step(
     d_q, d_k, d_v, d_o, q_smem, k_smem, v_smem, o_smem, scores_smem, arrived, within_smem, p_o, s_o, acc_S, b_seeing,
-    b_entering, loss, i, row, ahead_row, length, chunks, i_box, i_h_qk, i_h_v, i_h, column,
+    b_entering, decay, i, row, ahead_row, length, chunks, i_box, i_h_qk, i_h_v, i_h, column,
     CHUNK: gl.constexpr, D: gl.constexpr, BLOCK_E: gl.constexpr, STAGES: gl.constexpr, L_S: gl.constexpr,
     L_O: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
@@ -84,7 +85,7 @@ def step(
     v_tile = v_smem.index(stage).reshape([CHUNK, BLOCK_E])
     # Were the state read after the next products have started, ptxas would wait for them first.
     b_S = gl.convert_layout(opaque(acc_S.to(dtype)), operand_of_o)
-    decayed_S = acc_S + acc_S * loss
+    decayed_S = acc_S * decay
     mbarrier.wait(arrived.index(stage), (i // STAGES) & 1)
     if MASKED:
         zero_after(k_tile, length, CHUNK, D)
@@ -185,6 +186,11 @@ def walk(
     p_o += i_n.to(gl.int64) * s_o[0] + i_h.to(gl.int64) * s_o[2]
     if slot < 0:
         store_zeros(p_o, begin, end, column, s_o, BLOCK_E, CHUNK)
+        if p_cu is not None:
+            if (i_n == num_sequences) & (i_segment == 0):
+                # Rows before the first sequence.
+                before, _ = bounds(p_cu, 0, num_sequences, rows)
+                store_zeros(p_o, 0, before.to(gl.int32), column, s_o, BLOCK_E, CHUNK)
     elif begin < end:
         # The packed rows of a ragged batch are one box.
         i_box = i_n.to(gl.int32) if p_cu is None else 0
@@ -245,7 +251,7 @@ def walk(
         within_smem = gl.allocate_shared_memory(gl.float32, [CHUNK, CHUNK], within_layout, b_within)
         b_seeing, _ = weights(rate, o_i, CHUNK, scale, REVERSED)
         _, b_entering = weights(rate, o_k, CHUNK, scale, REVERSED)
-        loss = lost(rate, CHUNK)
+        decay = gl.exp2(-rate * CHUNK)
 
         whole_from = 0
         whole_to = chunks
@@ -256,7 +262,7 @@ def walk(
                 _, b_entering_rest = weights(rate, opaque(o_k), rest, scale, REVERSED)
                 acc_S = step(
                     d_q, d_k, d_v, d_o, q_smem, k_smem, v_smem, o_smem, scores_smem, arrived, within_smem, p_o, s_o, acc_S,
-                    b_seeing_rest, b_entering_rest, lost(rate, rest), 0, start,
+                    b_seeing_rest, b_entering_rest, gl.exp2(-rate * rest), 0, start,
                     start + (STAGES - 1) * stride, rest, chunks, i_box, i_h_qk, i_h_v, i_h, column,
                     CHUNK, D, BLOCK_E, STAGES, L_S, L_O, MASKED=True,
                 )  # fmt: skip
@@ -277,7 +283,7 @@ def walk(
                     stop = next_snapshot(p_positions, i_n, num_snapshots, length, stop + 1, CHUNK)
             acc_S = step(
                 d_q, d_k, d_v, d_o, q_smem, k_smem, v_smem, o_smem, scores_smem, arrived, within_smem, p_o, s_o, acc_S,
-                b_seeing, b_entering, loss, i, row, row + (STAGES - 1) * stride, CHUNK, chunks, i_box, i_h_qk, i_h_v,
+                b_seeing, b_entering, decay, i, row, row + (STAGES - 1) * stride, CHUNK, chunks, i_box, i_h_qk, i_h_v,
                 i_h, column, CHUNK, D, BLOCK_E, STAGES, L_S, L_O, MASKED=False,
             )  # fmt: skip
         if p_positions is not None:
@@ -293,7 +299,7 @@ def walk(
                 _, b_entering_rest = weights(rate, opaque(o_k), rest, scale, REVERSED)
                 acc_S = step(
                     d_q, d_k, d_v, d_o, q_smem, k_smem, v_smem, o_smem, scores_smem, arrived, within_smem, p_o, s_o, acc_S,
-                    b_seeing_rest, b_entering_rest, lost(rate, rest), chunks - 1,
+                    b_seeing_rest, b_entering_rest, gl.exp2(-rate * rest), chunks - 1,
                     start + (chunks - 1) * stride, 0, rest, chunks, i_box, i_h_qk, i_h_v, i_h, column,
                     CHUNK, D, BLOCK_E, STAGES, L_S, L_O, MASKED=True,
                 )  # fmt: skip

@@ -6,7 +6,7 @@ A draft's output and a committed state therefore have the bits that decoding its
 import triton
 import triton.language as tl
 
-from lightning_attn.kernels.decay import base_two_rate, lost
+from lightning_attn.kernels.decay import base_two_rate, decayed
 
 
 @triton.jit
@@ -15,9 +15,9 @@ def load_row(p_row, o, s_element, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def advance(b_S, b_k, b_v, loss):
+def advance(b_S, b_k, b_v, rate):
     """exp(-s) S + k v^T: [BLOCK_D, BLOCK_E] in float32."""
-    return b_S + (b_S * loss + b_k[:, None] * b_v[None, :])
+    return decayed(b_S, rate, 1) + b_k[:, None] * b_v[None, :]
 
 
 @triton.jit
@@ -38,8 +38,8 @@ def recur(
     slot = tl.load(p_slots + i_n).to(tl.int64)
     tokens = TOKENS
     if p_accepted is not None:
-        accepted = tl.load(p_accepted + i_n).to(tl.int32)
-        tokens = tl.where((accepted >= 0) & (accepted <= TOKENS), accepted, 0)
+        accepted = tl.load(p_accepted + i_n)
+        tokens = tl.where((accepted >= 0) & (accepted <= TOKENS), accepted, 0).to(tl.int32)
     o_d = tl.arange(0, BLOCK_D)
     o_e = i_e * BLOCK_E + tl.arange(0, BLOCK_E)
     p_k += i_n * s_k[0] + (i_h // RATIO_QK) * s_k[2]
@@ -56,11 +56,11 @@ def recur(
         p_tile = p_pool + slot * s_pool[0] + i_h * s_pool[1] + o_d[:, None] * s_pool[2] + o_e[None, :] * s_pool[3]
         m = (o_d[:, None] < D) & (o_e[None, :] < E)
         b_S = tl.load(p_tile, mask=m, other=0.0).to(tl.float32)
-        loss = lost(base_two_rate(p_slopes, i_h), 1)
+        rate = base_two_rate(p_slopes, i_h)
         for i_t in range(tokens):
             b_k = load_row(p_k + i_t * s_k[1], o_d, s_k[3], D)
             b_v = load_row(p_v + i_t * s_v[1], o_e, s_v[3], E)
-            b_S = advance(b_S, b_k, b_v, loss)
+            b_S = advance(b_S, b_k, b_v, rate)
             if p_q is not None:
                 b_q = load_row(p_q + i_t * s_q[1], o_d, s_q[3], D)
                 b_o = tl.sum(b_S * b_q[:, None], axis=0) * scale
@@ -95,9 +95,9 @@ def finish_snapshots(
         p_tile = p_pool + target * s_pool[0] + i_h * s_pool[1] + o_d[:, None] * s_pool[2] + o_e[None, :] * s_pool[3]
         m = (o_d[:, None] < D) & (o_e[None, :] < E)
         b_S = tl.load(p_tile, mask=m, other=0.0).to(tl.float32)
-        loss = lost(base_two_rate(p_slopes, i_h), 1)
+        rate = base_two_rate(p_slopes, i_h)
         for i_t in range(missing):
             b_k = load_row(p_k + i_t * s_k[1], o_d, s_k[3], D)
             b_v = load_row(p_v + i_t * s_v[1], o_e, s_v[3], E)
-            b_S = advance(b_S, b_k, b_v, loss)
+            b_S = advance(b_S, b_k, b_v, rate)
         tl.store(p_tile, b_S.to(p_pool.dtype.element_ty), mask=m)

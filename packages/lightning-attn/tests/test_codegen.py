@@ -27,7 +27,7 @@ pytestmark = pytest.mark.codegen
 LIMITS = {
     "sm_80": DeviceLimits(108, 166912),
     "sm_90": DeviceLimits(132, 232448, hopper=True, dependent_launch=True),
-    "sm_100": DeviceLimits(148, 232448, dependent_launch=True),
+    "sm_100": DeviceLimits(148, 232448, blackwell=True, dependent_launch=True),
     "gfx942": DeviceLimits(304, 65536),
 }
 MINIMAX = Heads(MINIMAX_01.num_heads, MINIMAX_01.num_heads, MINIMAX_01.head_qk, MINIMAX_01.head_v)
@@ -107,7 +107,6 @@ def specs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 def all_specs(target: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[KernelSpec]:
     limits = LIMITS[target]
-    monkeypatch.setattr(launch, "_EXACT", "ieee" if target.startswith("gfx") else "tf32x3")
 
     def dense(name: str, heads: Heads, dtype: torch.dtype, plan: PrefillPlan | None = None) -> Iterator[KernelSpec]:
         rows = 2 * 4096
@@ -115,7 +114,7 @@ def all_specs(target: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[KernelSp
         v = empty(1, heads.num_heads, rows, heads.head_v, dtype=dtype)
         out, state = torch.empty_like(v), empty(1, heads.num_heads, 1, heads.head_qk, heads.head_v, dtype=torch.float32)
         rates, history = empty(heads.num_heads, dtype=torch.float32), state[:, :, 0]
-        plan = plan or plan_prefill(heads, dtype.itemsize, dtype == torch.bfloat16, limits, hopper=True)
+        plan = plan or plan_prefill(heads, dtype == torch.bfloat16, limits, hopper=True)
         if not plan.hopper:
             run = launch.prepare_attention(q, k, v, rates, history, out, state, 1.0, plan)
             calls = recorded(run, (q, k, v, rates, history, out, state), monkeypatch)
@@ -137,7 +136,7 @@ def all_specs(target: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[KernelSp
         has = empty(sequences, dtype=torch.bool)
         marks = [empty(sequences, snapshots, dtype=torch.int32) if snapshots else None for _ in range(2)]
         rates = empty(heads.num_heads, dtype=torch.float32)
-        plan = plan or plan_prefill(heads, dtype.itemsize, dtype == torch.bfloat16, limits, hopper=True)
+        plan = plan or plan_prefill(heads, dtype == torch.bfloat16, limits, True, snapshots > 0)
         run = launch.prepare_varlen(q, k, v, rates, cu, pool, slots, has, False, *marks, out, 1.0, plan)
         for place, call in enumerate(recorded(run, (q, k, v, rates, cu, pool, slots, has, *marks, out), monkeypatch)):
             yield spec_of(f"{name}, ragged {place}", *call)
@@ -156,12 +155,12 @@ def all_specs(target: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[KernelSp
             run = getattr(launch, f"prepare_{kind}")(*tensors, *numbers, plan)
             yield from (spec_of(f"{name}, {kind}", *call) for call in recorded(run, tensors, monkeypatch))
 
-    portable = plan_prefill(MINIMAX, 2, True, limits, hopper=False)
+    portable = plan_prefill(MINIMAX, True, limits)
     yield from dense("MiniMax-01", MINIMAX, torch.bfloat16, portable)
     yield from dense("head sizes 80 and 48", NARROW_KEYS, torch.bfloat16)
     yield from dense("float16", MINIMAX, torch.float16)
     yield from ragged("MiniMax-01 TP8 in float32", MINIMAX_TP8, torch.float32, 0)
-    yield from ragged("MiniMax-01 TP8", MINIMAX_TP8, torch.bfloat16, 2, plan_prefill(MINIMAX_TP8, 2, True, limits, snapshots=True))
+    yield from ragged("MiniMax-01 TP8", MINIMAX_TP8, torch.bfloat16, 2, plan_prefill(MINIMAX_TP8, True, limits, snapshots=True))
     yield from ragged("head sizes of 256", WIDE, torch.bfloat16, 0)
     yield from ragged("head sizes of 256 in float32", WIDE, torch.float32, 0)
     yield from recurrent("MiniMax-01", MINIMAX, 4, plan_decode(MINIMAX, limits))

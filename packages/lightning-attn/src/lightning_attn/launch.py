@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 
 from lightning_attn.kernels import chunked, recurrent
 from lightning_attn.plan import (
@@ -28,8 +27,6 @@ from lightning_attn.plan import (
 )
 
 Tensor = torch.Tensor
-# Products in float32, of float16 operands too: tf32 alone cuts off the sums and states that they are multiplied with.
-_EXACT = "tf32x3" if torch.version.hip is None else "ieee"
 Strides = tuple[int, ...]
 
 
@@ -116,6 +113,7 @@ def device_limits(device: torch.device) -> DeviceLimits:
         cores=properties["multiprocessor_count"],
         shared_memory=properties["max_shared_mem"],
         hopper=capability == (9, 0) and _has_gluon(),
+        blackwell=capability >= (10, 0),
         dependent_launch=capability >= (9, 0),
     )
 
@@ -185,10 +183,8 @@ class _Walk(NamedTuple):
 
     def plan(self, aligned: bool) -> PrefillPlan:
         hopper = aligned and all(operand.suits_descriptors() for operand in (self.q, self.k, self.v, self.o))
-        return plan_prefill(
-            self.heads, self.dtype.itemsize, self.dtype == torch.bfloat16, device_limits(self.device), hopper,
-            self.snapshots > 0,
-        )
+        limits = device_limits(self.device)
+        return plan_prefill(self.heads, self.dtype == torch.bfloat16, limits, hopper, self.snapshots > 0)
 
 
 def _prepare_walk(walk: _Walk, plan: PrefillPlan | None) -> Callable[..., None]:
@@ -196,19 +192,18 @@ def _prepare_walk(walk: _Walk, plan: PrefillPlan | None) -> Callable[..., None]:
 
     All but the first five may be None. Two plans are kept: slices of fused tensors may come aligned or not.
     """
-    made: dict[tuple[bool, bool], Callable[..., None]] = {}
+    made: dict[bool, Callable[..., None]] = {}
 
     def run(*tensors: Tensor | None) -> None:
         aligned = not any([tensor.data_ptr() & 15 for tensor in tensors[:4] if tensor is not None])
-        exact = walk.dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest"
-        if (aligned, exact) not in made:
-            made[aligned, exact] = _make_walk(walk, walk.plan(aligned) if plan is None else plan, exact)
-        made[aligned, exact](*tensors)
+        if aligned not in made:
+            made[aligned] = _make_walk(walk, walk.plan(aligned) if plan is None else plan)
+        made[aligned](*tensors)
 
     return run
 
 
-def _make_walk(walk: _Walk, plan: PrefillPlan, exact: bool) -> Callable[..., None]:
+def _make_walk(walk: _Walk, plan: PrefillPlan) -> Callable[..., None]:
     heads, segment = walk.heads, plan.segment
     ratios = (heads.num_heads // heads.num_heads_qk, heads.num_heads // heads.num_heads_v)
     sizes = (heads.head_qk, heads.head_v)
@@ -225,12 +220,17 @@ def _make_walk(walk: _Walk, plan: PrefillPlan, exact: bool) -> Callable[..., Non
     initial, final = walk.initial or no_state, walk.final or no_state
     carried = (heads.num_heads * heads.head_qk * heads.head_v, heads.head_qk * heads.head_v, 1, heads.head_qk)
     counts = (walk.rows, walk.sequences, walk.num_slots)
-    computed = tl.bfloat16 if walk.dtype == torch.bfloat16 else tl.float32
-    precision = _EXACT if exact else "tf32"
     furthest = (plan.chunk - 1) * max(abs(operand.strides[1]) for operand in (walk.q, walk.k, walk.v, walk.o))
-    arithmetic = (walk.backwards, computed, precision, furthest >= 2**31)
+    arithmetic = (walk.backwards, furthest >= 2**31)
     options = {"num_warps": plan.num_warps, "num_stages": plan.num_stages}
 
+    if plan.chunk == 1:
+        rest: tuple[Any, ...] = (
+            *counts, walk.snapshots, walk.scale, walk.q.strides, walk.k.strides, walk.v.strides, walk.o.strides,
+            initial, final, *ratios, *sizes, *blocks, walk.backwards,
+        )  # fmt: skip
+        by_token = Launch(recurrent.walk, grid, rest, walk.device, num_warps=plan.num_warps)
+        return by_token
     if plan.hopper:
         from lightning_attn.kernels import hopper
 

@@ -30,13 +30,15 @@ class DeviceLimits:
     """What the plan needs to know of a processor.
 
     ``cores`` are multiprocessors (compute units); ``shared_memory`` is the most that a program may use, in bytes.
-    ``hopper``: sm_90, with its tensor memory accelerator and warpgroup products, and a Triton that brings Gluon.
+    ``hopper``: sm_90, with its tensor memory accelerator and warpgroup products, and a Triton that brings Gluon;
+    ``blackwell``: sm_100 and later.
     ``dependent_launch``: a kernel can be started before the one ahead of it has ended, and wait on the device.
     """
 
     cores: int
     shared_memory: int = 64 * 1024
     hopper: bool = False
+    blackwell: bool = False
     dependent_launch: bool = False
 
 
@@ -44,7 +46,7 @@ class DeviceLimits:
 class PrefillPlan:
     """One walk over the tokens of every sequence, ``chunk`` tokens and ``block_e`` columns of a state at a time.
 
-    A program holds those columns in pieces of ``block_d`` rows. ``segment`` 0: a program walks a whole sequence. Otherwise programs walk pieces of that many tokens at the same
+    A program holds those columns in pieces of ``block_d`` rows. ``chunk`` 1: token by token. ``segment`` 0: a program walks a whole sequence. Otherwise programs walk pieces of that many tokens at the same
     time, after two smaller launches that make the states between them. ``hopper``: by the kernel made for sm_90.
     """
 
@@ -64,7 +66,11 @@ class PrefillPlan:
         """Whether its blocks are such that a kernel can take them, for these heads."""
         if not (_is_power_of_two(self.chunk, self.block_d, self.block_e, self.num_warps) and self.num_stages >= 1):
             return False
-        if min(self.chunk, self.block_d, self.block_e) < 16 or self.segment < 0 or self.segment % self.chunk:
+        if min(self.block_d, self.block_e) < 16 or self.segment < 0 or self.segment % self.chunk:
+            return False
+        if self.chunk == 1:
+            return self.block_d >= heads.head_qk and not self.segment and not self.hopper
+        if self.chunk < 16:
             return False
         return not self.hopper or (
             fits_hopper(heads)
@@ -113,29 +119,25 @@ def fits_hopper(heads: Heads) -> bool:
 
 
 def plan_prefill(
-    heads: Heads, item_bytes: int, multiplied_as_16_bits: bool, limits: DeviceLimits, hopper: bool = False,
-    snapshots: bool = False,
-) -> PrefillPlan:  # fmt: skip
-    """The plan for q, k and v of ``item_bytes`` bytes an element on this device.
+    heads: Heads, multiplied_as_16_bits: bool, limits: DeviceLimits, hopper: bool = False, snapshots: bool = False
+) -> PrefillPlan:
+    """The plan for q, k and v of these heads on this device.
 
-    ``multiplied_as_16_bits``: bfloat16; float16 and float32 are multiplied in 32 bits. ``hopper``: strides and
-    alignment are such that the tensor memory accelerator can address the tensors. ``snapshots``: some are wanted.
+    ``multiplied_as_16_bits``: bfloat16; float16 and float32 are multiplied in 32 bits, token by token. ``hopper``:
+    strides and alignment are such that the tensor memory accelerator can address the tensors. ``snapshots``: some are wanted.
     """
     if hopper and limits.hopper and multiplied_as_16_bits and fits_hopper(heads):
         # Measured on an H200, 64 heads x 128 and 131072 tokens: 2 stages 3.17 ms, 3 stages 2.26, 4 stages 2.05.
         return PrefillPlan(64, 64, _segment(heads, 64, limits), 4, 4, block_d=heads.head_qk, hopper=True)
-    # The largest tiles whose state, scores and operands stay in a thread's registers, as the compiler reports them.
     if not multiplied_as_16_bits:
-        chunk, block_e, block_d = 32, 16, 32
-    elif heads.head_qk > 128:
-        chunk, block_e, block_d = 32, 64, 32
-    else:
-        chunk, block_e, block_d = 32, 32, 64
+        # A warp alone needs no barrier when it sums a token's output.
+        return PrefillPlan(1, 16, 0, 1, 1, block_d=max(16, power_of_two_at_least(heads.head_qk)))
+    # The largest tiles whose state, scores and operands stay in a thread's registers, as the compiler reports them.
+    block_e = 16 if heads.head_qk > 128 or limits.blackwell or snapshots else 32
+    block_d = min(64, max(16, power_of_two_at_least(heads.head_qk)))
     block_e = min(block_e, max(16, power_of_two_at_least(heads.head_v)))
-    block_d = min(block_d, max(16, power_of_two_at_least(heads.head_qk)))
-    # Copies ahead pay where a step takes most of what it reads from few, large tiles.
-    stages = 2 if block_d == 64 and limits.shared_memory > 64 * 1024 else 1
-    return PrefillPlan(chunk, block_e, _segment(heads, block_e, limits), 4, stages, block_d)
+    stages = 2 if limits.shared_memory > 64 * 1024 else 1
+    return PrefillPlan(32, block_e, _segment(heads, block_e, limits), 4, stages, block_d)
 
 
 def _segment(heads: Heads, block_e: int, limits: DeviceLimits) -> int:

@@ -1,4 +1,4 @@
-"""Prefill in chunks, on every target. Source of the chunked form: Lightning Attention-2 (arXiv 2401.04658).
+"""Prefill in chunks, in bfloat16, on every target. Source of the chunked form: Lightning Attention-2 (arXiv 2401.04658).
 
 With i and j the 0-based places in a chunk of L tokens and a = exp(-s), query i sees key j <= i with weight a^(i-j) and
 the state before the chunk with a^(i+1); key j enters the new state with a^(L-1-j) and the old state with a^L. No
@@ -97,16 +97,6 @@ def has_initial(p_initial, p_has, i_n, num_sequences):
 
 
 @triton.jit
-def product(b_a, b_b, b_acc, PRECISION: tl.constexpr):
-    """acc + a b, in 16-bit floats where both are, else in float32."""
-    if b_a.dtype == b_b.dtype and b_a.dtype != tl.float32:
-        b_acc = tl.dot(b_a, b_b, b_acc)
-    else:
-        b_acc = tl.dot(b_a.to(tl.float32), b_b.to(tl.float32), b_acc, input_precision=PRECISION)
-    return b_acc
-
-
-@triton.jit
 def row_offsets(o_row, s_row, WIDE_ROWS: tl.constexpr):
     """Where rows of a chunk begin. 64-bit numbers only where a chunk's rows need them: they take twice the registers."""
     if WIDE_ROWS:
@@ -128,7 +118,7 @@ def load_tile(p, o_row, o_column, s_tensor, length, WIDTH: tl.constexpr, BLOCK: 
 def step(
     p_q, p_k, p_v, p_o, S, b_within, rate, scale, row, end, i_e, s_q, s_k, s_v, s_o,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr,
-    REVERSED: tl.constexpr, COMPUTED: tl.constexpr, PRECISION: tl.constexpr, WIDE_ROWS: tl.constexpr,
+    REVERSED: tl.constexpr, WIDE_ROWS: tl.constexpr,
 ):  # fmt: skip
     """The chunk that begins at ``row``: its outputs are stored, the state after it is returned. p_q None: no outputs."""
     length = tl.minimum(end - row, CHUNK).to(tl.int32)
@@ -136,7 +126,7 @@ def step(
     o_e = i_e * BLOCK_E + tl.arange(0, BLOCK_E)
     b_seeing, b_entering = weights(rate, o_c, length, scale, REVERSED)
     b_v = load_tile(p_v + row * s_v[1], o_c, o_e, s_v, length, E, BLOCK_E, WIDE_ROWS)  # [CHUNK, BLOCK_E]
-    b_weighted_v = tl.trans((b_v * b_entering[:, None]).to(COMPUTED))
+    b_weighted_v = tl.trans((b_v * b_entering[:, None]).to(b_v.dtype))
     b_seen = tl.zeros([BLOCK_E, CHUNK], tl.float32)
     b_scores = tl.zeros([CHUNK, CHUNK], tl.float32)
     next_S = ()
@@ -145,12 +135,12 @@ def step(
         b_k = load_tile(p_k + row * s_k[1], o_c, o_d, s_k, length, D, BLOCK_D, WIDE_ROWS)  # [CHUNK, BLOCK_D]
         if p_q is not None:
             b_q = load_tile(p_q + row * s_q[1], o_c, o_d, s_q, length, D, BLOCK_D, WIDE_ROWS)  # [CHUNK, BLOCK_D]
-            b_seen = product(S[i].to(COMPUTED), tl.trans(b_q), b_seen, PRECISION)  # [BLOCK_E, queries]
-            b_scores = product(b_k, tl.trans(b_q), b_scores, PRECISION)  # [keys, queries]
-        next_S = next_S + (product(b_weighted_v, b_k, decayed(S[i], rate, length), PRECISION),)
+            b_seen = tl.dot(S[i].to(b_q.dtype), tl.trans(b_q), b_seen)  # [BLOCK_E, queries]
+            b_scores = tl.dot(b_k, tl.trans(b_q), b_scores)  # [keys, queries]
+        next_S = next_S + (tl.dot(b_weighted_v, b_k, decayed(S[i], rate, length)),)
     if p_q is not None:
-        b_scores = (b_scores * b_within).to(COMPUTED)
-        b_o = tl.trans(product(tl.trans(b_v), b_scores, b_seen * b_seeing[None, :], PRECISION))
+        b_scores = (b_scores * b_within).to(b_v.dtype)
+        b_o = tl.trans(tl.dot(tl.trans(b_v), b_scores, b_seen * b_seeing[None, :]))
         p_tile = p_o + row * s_o[1] + row_offsets(o_c, s_o[1], WIDE_ROWS)[:, None] + o_e[None, :] * s_o[3]
         m = (o_c[:, None] < length) & (o_e[None, :] < E)
         tl.store(p_tile, b_o.to(p_o.dtype.element_ty), mask=m)
@@ -236,12 +226,12 @@ def store_zeros(p_o, begin, end, o_c, o_e, s_o, E: tl.constexpr, CHUNK: tl.const
 def next_snapshot(p_positions, i_n, num_snapshots, length, at, CHUNK: tl.constexpr):
     """The first place >= ``at``, whole chunks from the sequence's start, at which a snapshot wants the state."""
     # Past every place that is ever reached.
-    place = (length + CHUNK).to(tl.int64)
+    place = (length + CHUNK).to(tl.int32)
     for i_p in range(num_snapshots):
         position = tl.load(p_positions + i_n * num_snapshots + i_p).to(tl.int64)
         floor = position // CHUNK * CHUNK
         wanted = (position >= 1) & (position <= length) & (floor >= at)
-        place = tl.where(wanted, tl.minimum(place, floor), place)
+        place = tl.where(wanted, tl.minimum(place, floor.to(tl.int32)), place)
     return place
 
 
@@ -276,7 +266,7 @@ def walk(
     rows, num_sequences, num_slots, num_snapshots, scale, s_q, s_k, s_v, s_o, s_initial, s_final, s_carried,
     RATIO_QK: tl.constexpr, RATIO_V: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, SEGMENT: tl.constexpr, STAGES: tl.constexpr, REVERSED: tl.constexpr,
-    COMPUTED: tl.constexpr, PRECISION: tl.constexpr, WIDE_ROWS: tl.constexpr,
+    WIDE_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Walk one sequence, or one segment of it, for one head and BLOCK_E columns of its state.
 
@@ -341,7 +331,7 @@ def walk(
                     stop = next_snapshot(p_positions, i_n, num_snapshots, length, stop + 1, CHUNK)
             S = step(
                 p_q, p_k, p_v, p_o, S, b_within, rate, scale, row, end, i_e, s_q, s_k, s_v, s_o,
-                D, E, BLOCK_D, BLOCK_E, CHUNK, REVERSED, COMPUTED, PRECISION, WIDE_ROWS,
+                D, E, BLOCK_D, BLOCK_E, CHUNK, REVERSED, WIDE_ROWS,
             )  # fmt: skip
         if p_positions is not None:
             # A place at this segment's end is the next segment's, but for the last.
@@ -363,7 +353,7 @@ def segment_states(
     p_k, p_v, p_slopes, p_cu, p_slots, p_carried, rows, num_sequences, num_slots, scale, s_k, s_v, s_carried,
     RATIO_QK: tl.constexpr, RATIO_V: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, SEGMENT: tl.constexpr, STAGES: tl.constexpr, REVERSED: tl.constexpr,
-    COMPUTED: tl.constexpr, PRECISION: tl.constexpr, WIDE_ROWS: tl.constexpr,
+    WIDE_ROWS: tl.constexpr,
 ):  # fmt: skip
     """The state that each segment would leave behind had it started from zero, stored in the place of the next one."""
     i_e = tl.program_id(0)
@@ -397,7 +387,7 @@ def segment_states(
                 row = begin + last_row - c
             S = step(
                 None, p_k, p_v, None, S, None, rate, scale, row, end, i_e, s_k, s_k, s_v, s_v,
-                D, E, BLOCK_D, BLOCK_E, CHUNK, REVERSED, COMPUTED, PRECISION, WIDE_ROWS,
+                D, E, BLOCK_D, BLOCK_E, CHUNK, REVERSED, WIDE_ROWS,
             )  # fmt: skip
         place = carried_place(p_cu, i_n, first, rows, SEGMENT) + next_segment
         store_state(p_carried, place, i_h, i_e, s_carried, S, D, E, BLOCK_D, BLOCK_E)

@@ -48,15 +48,16 @@ def tile_layout(columns):
 
 @gluon.jit
 def opaque(values):
-    """The same values of 32 or 16 bits, in a way that compilers do not see through, nor move against the products.
+    """The same values, in a way that compilers do not see through, nor move against the products.
 
     Otherwise what is computed from them is computed early and kept in registers, of which there are none to spare.
     """
-    if values.dtype.primitive_bitwidth == 32:
-        pack: gl.constexpr = 1
+    bits: gl.constexpr = values.dtype.primitive_bitwidth
+    if bits == 64:
+        return gl.inline_asm_elementwise("mov.b64 $0, $1;", "=l,l", [values], values.dtype, is_pure=False, pack=1)
     else:
-        pack: gl.constexpr = 2
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [values], values.dtype, is_pure=False, pack=pack)
+        pack: gl.constexpr = 32 // bits
+        return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [values], values.dtype, is_pure=False, pack=pack)
 
 
 @gluon.jit
@@ -145,7 +146,9 @@ def store_zeros(p_o, begin, end, column, s_o, BLOCK_E: gl.constexpr, CHUNK: gl.c
 @gluon.jit
 def store_state(p_state, slot, i_h, o_d, o_e, s_state, acc_S):
     """A state's tile, [e, d]."""
-    p_tile = state_pointers(p_state, slot, i_h, opaque(o_d), opaque(o_e), s_state)
+    # Only here: the 32 offsets along d would otherwise be computed before the walk and kept through it.
+    s_d = opaque(gl.to_tensor(s_state[2]).to(gl.int64))
+    p_tile = state_pointers(p_state, slot, i_h, o_d, o_e, (s_state[0], s_state[1], s_d, s_state[3]))
     gl.store(p_tile, acc_S.to(p_state.dtype.element_ty))
 
 

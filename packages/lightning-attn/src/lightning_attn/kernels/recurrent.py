@@ -1,11 +1,15 @@
 """Token by token: the recurrence as it is written, in float32. Decoding, checking drafts and taking them over share it.
 
 A draft's output and a committed state therefore have the bits that decoding its tokens one by one would give.
+
+Prefill of float16 and float32 walks so too (``walk``): tensor cores round what they multiply to 11 bits, three products
+that make up for it take more registers than there are, and a warp that holds its tile of the state needs neither.
 """
 
 import triton
 import triton.language as tl
 
+from lightning_attn.kernels.chunked import bounds, has_initial, slot_of, store_zeros
 from lightning_attn.kernels.decay import base_two_rate, decayed
 
 
@@ -101,3 +105,81 @@ def finish_snapshots(
             b_v = load_row(p_v + i_t * s_v[1], o_e, s_v[3], E)
             b_S = advance(b_S, b_k, b_v, rate)
         tl.store(p_tile, b_S.to(p_pool.dtype.element_ty), mask=m)
+
+
+@triton.jit
+def walk(
+    p_q, p_k, p_v, p_o, p_slopes, p_cu, p_slots, p_has, p_initial, p_final, p_positions, p_snapshot_slots,
+    rows, num_sequences, num_slots, num_snapshots, scale, s_q, s_k, s_v, s_o, s_initial, s_final,
+    RATIO_QK: tl.constexpr, RATIO_V: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr, REVERSED: tl.constexpr,
+):  # fmt: skip
+    """``chunked.walk`` in chunks of one token, without segments."""
+    i_e = tl.program_id(0)
+    i_h = tl.program_id(1).to(tl.int64)
+    i_n = tl.program_id(2)
+    begin, end = bounds(p_cu, i_n, num_sequences, rows)
+    slot = slot_of(p_slots, i_n, num_sequences, num_slots)
+    o_d = tl.arange(0, BLOCK_D)
+    o_e = i_e * BLOCK_E + tl.arange(0, BLOCK_E)
+    p_q += i_n.to(tl.int64) * s_q[0] + (i_h // RATIO_QK) * s_q[2]
+    p_k += i_n.to(tl.int64) * s_k[0] + (i_h // RATIO_QK) * s_k[2]
+    p_v += i_n.to(tl.int64) * s_v[0] + (i_h // RATIO_V) * s_v[2]
+    p_o += i_n.to(tl.int64) * s_o[0] + i_h * s_o[2]
+    if slot < 0:
+        store_zeros(p_o, begin, end, tl.arange(0, 32), o_e, s_o, E, 32)
+        if p_cu is not None:
+            if i_n == num_sequences:
+                # Rows before the first sequence.
+                before, _ = bounds(p_cu, 0, num_sequences, rows)
+                store_zeros(p_o, 0, before, tl.arange(0, 32), o_e, s_o, E, 32)
+    elif begin < end:
+        m = (o_d[:, None] < D) & (o_e[None, :] < E)
+        b_S = tl.zeros([BLOCK_D, BLOCK_E], tl.float32)
+        if p_initial is not None:
+            if has_initial(p_initial, p_has, i_n, num_sequences):
+                p_tile = p_initial + slot * s_initial[0] + i_h * s_initial[1]
+                p_tile = p_tile + o_d[:, None] * s_initial[2] + o_e[None, :] * s_initial[3]
+                b_S = tl.load(p_tile, mask=m, other=0.0).to(tl.float32)
+        rate = base_two_rate(p_slopes, i_h)
+        row = begin
+        if REVERSED:
+            row = end - 1
+        # A token's rows are loaded while the token before it is computed.
+        b_q = load_row(p_q + row * s_q[1], o_d, s_q[3], D)
+        b_k = load_row(p_k + row * s_k[1], o_d, s_k[3], D)
+        b_v = load_row(p_v + row * s_v[1], o_e, s_v[3], E)
+        for t in range(begin, end):
+            row = t
+            ahead = tl.minimum(t + 1, end - 1)
+            if REVERSED:
+                row = begin + end - 1 - t
+                ahead = begin + end - 1 - ahead
+            b_next_q = load_row(p_q + ahead * s_q[1], o_d, s_q[3], D)
+            b_next_k = load_row(p_k + ahead * s_k[1], o_d, s_k[3], D)
+            b_next_v = load_row(p_v + ahead * s_v[1], o_e, s_v[3], E)
+            # Backwards a token is added before the state decays, and carries the scale: see chunked.py.
+            if REVERSED:
+                b_S = b_S + (b_k * scale)[:, None] * b_v[None, :]
+                b_o = tl.sum(b_S * b_q[:, None], axis=0)
+                b_S = decayed(b_S, rate, 1)
+            else:
+                b_S = advance(b_S, b_k, b_v, rate)
+                b_o = tl.sum(b_S * b_q[:, None], axis=0) * scale
+            tl.store(p_o + row * s_o[1] + o_e * s_o[3], b_o.to(p_o.dtype.element_ty), mask=o_e < E)
+            if p_positions is not None:
+                for i_p in range(num_snapshots):
+                    i_snapshot = i_n * num_snapshots + i_p
+                    target = tl.load(p_snapshot_slots + i_snapshot).to(tl.int64)
+                    wanted = tl.load(p_positions + i_snapshot).to(tl.int64) == t + 1 - begin
+                    if wanted & (target >= 0) & (target < num_slots):
+                        p_tile = p_final + target * s_final[0] + i_h * s_final[1]
+                        p_tile = p_tile + o_d[:, None] * s_final[2] + o_e[None, :] * s_final[3]
+                        tl.store(p_tile, b_S.to(p_final.dtype.element_ty), mask=m)
+            b_q = b_next_q
+            b_k = b_next_k
+            b_v = b_next_v
+        if p_final is not None:
+            p_tile = p_final + slot * s_final[0] + i_h * s_final[1]
+            p_tile = p_tile + o_d[:, None] * s_final[2] + o_e[None, :] * s_final[3]
+            tl.store(p_tile, b_S.to(p_final.dtype.element_ty), mask=m)

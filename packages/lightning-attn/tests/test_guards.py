@@ -68,15 +68,17 @@ class Inputs:
             assert_bitwise_equal(buffer.tensor, original, what=f"{name} after the call")
 
 
-# Every branch: in one go and in segments, each chunk and number of columns, each arithmetic, and of the snapshots those
+# Every branch: in one go, in segments and token by token, each chunk and number of columns, and of the snapshots those
 # that a chunk ends at and those inside one.
 WALKS = [
     pytest.param(PrefillPlan(16, 16, 0, 4, 1, 16), BF16, (24, 40), id="in one go, chunk 16", marks=sanitize),
-    pytest.param(PrefillPlan(32, 32, 0, 4, 3, 64), FP16, (48, 33), id="in one go, chunk 32, float16", marks=sanitize),
-    pytest.param(PrefillPlan(64, 64, 0, 4, 2, 16), FP32, (17, 16), id="in one go, chunk 64, float32", marks=sanitize),
-    pytest.param(PrefillPlan(16, 32, 16, 4, 2, 16), FP32, (16, 31), id="segments, chunk 16, float32", marks=sanitize),
+    pytest.param(PrefillPlan(32, 32, 0, 4, 3, 64), BF16, (48, 33), id="in one go, chunk 32", marks=sanitize),
+    pytest.param(PrefillPlan(64, 64, 0, 4, 2, 16), BF16, (17, 16), id="in one go, chunk 64", marks=sanitize),
+    pytest.param(PrefillPlan(16, 32, 16, 4, 2, 16), BF16, (16, 31), id="segments, chunk 16", marks=sanitize),
     pytest.param(PrefillPlan(32, 16, 64, 4, 2, 32), BF16, (33, 24), id="segments, chunk 32", marks=sanitize),
-    pytest.param(PrefillPlan(64, 64, 64, 4, 1, 32), FP16, (31, 65), id="segments, chunk 64, float16", marks=sanitize),
+    pytest.param(PrefillPlan(64, 64, 64, 4, 1, 32), BF16, (31, 65), id="segments, chunk 64", marks=sanitize),
+    pytest.param(PrefillPlan(1, 16, 0, 1, 1, 64), FP16, (33, 40), id="by token, float16", marks=sanitize),
+    pytest.param(PrefillPlan(1, 32, 0, 4, 1, 32), FP32, (17, 24), id="by token, float32", marks=sanitize),
 ]
 every_walk = pytest.mark.parametrize(("plan", "dtype", "sizes"), WALKS)
 
@@ -86,7 +88,7 @@ every_walk = pytest.mark.parametrize(("plan", "dtype", "sizes"), WALKS)
 def test_ragged_walks_touch_their_rows_and_slots_and_nothing_else(
     tensors, kernels, plan, dtype, sizes, aligned
 ) -> None:
-    chunk = plan.chunk
+    chunk = max(plan.chunk, 8)
     lengths = [1, 0, 2 * chunk + 3, 2, chunk, 1]
     positions = [[-1, 1], [-1, -1], [chunk, chunk + 5], [1, 2], [chunk, -1], [1, -1]]
     batch = tensors.ragged(
@@ -247,6 +249,7 @@ def on_hopper_or_skip(plan: PrefillPlan, device: torch.device) -> None:
 FAR_WALKS = [
     pytest.param(PrefillPlan(16, 16, 0, 4, 2), 16, id="in one go"),
     pytest.param(PrefillPlan(16, 16, 16, 4, 2), 16, id="segments"),
+    pytest.param(PrefillPlan(1, 16, 0, 1, 1, 16), 16, id="by token"),
     pytest.param(PrefillPlan(64, 64, 0, 4, 4, block_d=64, hopper=True), 64, id="on Hopper, in one go", marks=gpu),
     pytest.param(PrefillPlan(64, 64, 64, 4, 4, block_d=64, hopper=True), 64, id="on Hopper, segments", marks=gpu),
 ]
@@ -254,6 +257,7 @@ FAR_WALKS = [
 
 def ragged_tensors(tensors, size: int, chunk: int) -> list[torch.Tensor]:
     """The tensors of prepare_varlen: a sequence of several segments, one of a token, and snapshots inside a chunk."""
+    chunk = max(chunk, 8)
     device, lengths = tensors.device, [2 * chunk + 3, 1]
     q, k, v, out = (tensors.normal(sum(lengths) + 1, 2, size, dtype=BF16) for _ in range(4))
     pool = tensors.normal(4, 2, size, size, dtype=BF16)
@@ -283,7 +287,7 @@ def test_ragged_walks_follow_rows_slots_and_heads_more_than_2_to_the_31_elements
     check_far_apart(walk, ragged_tensors(tensors, size, plan.chunk), dims)
 
 
-@pytest.mark.parametrize(("plan", "size"), FAR_WALKS[:2])
+@pytest.mark.parametrize(("plan", "size"), FAR_WALKS[:3])
 @pytest.mark.parametrize("dims", [{0: 2, 1: 2, 2: 2, 5: 2, 10: 2}, {5: 3}], ids=["elements", "columns of states"])
 def test_ragged_walks_follow_elements_whose_last_is_more_than_2_to_the_31_elements_off(
     tensors, plan, size, dims
@@ -621,7 +625,15 @@ def test_states_between_segments_are_allocated_only_for_sequences_longer_than_a_
     assert Heads(2, 2, 16, 16).num_heads * cdiv(16, plan.block_e) == 2
 
 
-@pytest.mark.parametrize("segment", [0, 16, 32])
+# None: token by token.
+every_way = pytest.mark.parametrize("segment", [0, 16, None])
+
+
+def plan_of(segment: int | None) -> PrefillPlan:
+    return PrefillPlan(1, 16, 0, 1, 1, 16) if segment is None else PrefillPlan(16, 16, segment, 4, 1, 16)
+
+
+@every_way
 @pytest.mark.parametrize(
     ("cu", "rows"),
     [([0, 40, 2**31 - 1], 70), ([0, 70, 90, 200], 70), ([-7, 30, 70], 70), ([-9, -5, -1], 20), ([25, 40, 70], 75)],
@@ -630,7 +642,8 @@ def test_states_between_segments_are_allocated_only_for_sequences_longer_than_a_
 def test_kernels_clamp_impossible_sequences_and_zero_the_rows_of_none(tensors, kernels, cu, rows, segment) -> None:
     clamped = [min(max(bound, 0), rows) for bound in cu]
     lengths = [max(end - begin, 0) for begin, end in itertools.pairwise(clamped)]
-    batch = tensors.ragged(lengths, heads=(1, 1), sizes=(16, 16), rows_after=rows - sum(lengths), dtype=FP32)
+    dtype = FP32 if segment is None else BF16
+    batch = tensors.ragged(lengths, heads=(1, 1), sizes=(16, 16), rows_after=rows - sum(lengths), dtype=dtype)
     batch.cu_seqlens.copy_(torch.tensor(cu))
     before = clamped[0]
     if before:
@@ -639,24 +652,24 @@ def test_kernels_clamp_impossible_sequences_and_zero_the_rows_of_none(tensors, k
             tensor = getattr(batch, name)
             tensor.copy_(tensor.roll(before, 0))
         batch.begins = [begin + before for begin in batch.begins]
-    kernels.prefill(batch, PrefillPlan(16, 16, segment, 4, 1))
+    kernels.prefill(batch, plan_of(segment))
     batch.check()
 
 
-@pytest.mark.parametrize("segment", [0, 16])
+@every_way
 @pytest.mark.parametrize(
     "cu", [[0, 70, 20], [0, 50, 10, 60], [70, 0, 35], [0, 2**31 - 1, -(2**31), 70], [69, 1, 68, 2]], ids=str
 )
 def test_kernels_stay_within_the_rows_and_slots_when_sequences_overlap(tensors, kernels, cu, segment) -> None:
     rows, count = 70, len(cu) - 1
-    batch = tensors.ragged([rows] + [0] * (count - 1), heads=(1, 1), sizes=(16, 16), dtype=FP32)
+    batch = tensors.ragged([rows] + [0] * (count - 1), heads=(1, 1), sizes=(16, 16))
     batch.cu_seqlens.copy_(torch.tensor(cu))
     for slot in batch.slot_of:
         batch.pool.tensor[slot] = 1
     batch.before.copy_(batch.pool.tensor)
     inputs = Inputs()
     inputs.hide(batch, aligned=True)
-    kernels.prefill(batch, PrefillPlan(16, 16, segment, 4, 1))
+    kernels.prefill(batch, plan_of(segment))
     inputs.check()
     batch.pool.check(written=False)
     batch.out.check(written=False)
@@ -665,11 +678,11 @@ def test_kernels_stay_within_the_rows_and_slots_when_sequences_overlap(tensors, 
         assert_bitwise_equal(batch.pool.tensor[slot], batch.before[slot], what=f"slot {slot}, which is not in use,")
 
 
-@pytest.mark.parametrize("segment", [0, 16])
+@every_way
 def test_kernels_leave_out_impossible_snapshots(tensors, kernels, segment) -> None:
     ends = torch.iinfo(torch.int64)
     batch = tensors.ragged(
-        [40, 0, 17], heads=(1, 1), sizes=(16, 16), slots=[3, 1, 0], num_slots=8, index_dtype=torch.int64, dtype=FP32
+        [40, 0, 17], heads=(1, 1), sizes=(16, 16), slots=[3, 1, 0], num_slots=8, index_dtype=torch.int64
     )
     positions = [[16, 41, 0, -2, 1], [1, 0, -1, 16, 2], [ends.max, ends.min, 17, 18, 3]]
     slots = [[5, 6, 6, 6, 8], [6, 6, 6, 6, 6], [6, 6, 7, 6, ends.max]]
@@ -678,7 +691,7 @@ def test_kernels_leave_out_impossible_snapshots(tensors, kernels, segment) -> No
         batch.q, batch.k, batch.v, batch.slopes, batch.cu_seqlens, batch.pool.tensor, batch.slots,
         batch.has_initial_state, *snapshot, batch.out.tensor,
     )  # fmt: skip
-    launch.prepare_varlen(*given[:8], False, *given[8:], 1.0, PrefillPlan(16, 16, segment, 4, 1))(*given)
+    launch.prepare_varlen(*given[:8], False, *given[8:], 1.0, plan_of(segment))(*given)
     batch.check(snapshots=[(0, 16, 5), (2, 17, 7)])
 
 

@@ -13,7 +13,7 @@ operand that a tensor core takes from registers, and only the scores pass throug
 import triton
 import triton.language as tl
 
-from lightning_attn.kernels.decay import base_two_rate, decayed, weights
+from lightning_attn.kernels.decay import base_two_rate, decayed, entering, seeing
 
 
 @triton.jit
@@ -124,7 +124,8 @@ def step(
     length = tl.minimum(end - row, CHUNK).to(tl.int32)
     o_c = tl.arange(0, CHUNK)
     o_e = i_e * BLOCK_E + tl.arange(0, BLOCK_E)
-    b_seeing, b_entering = weights(rate, o_c, length, scale, REVERSED)
+    b_seeing = seeing(rate, o_c, length, scale, REVERSED)
+    b_entering = entering(rate, o_c, length, scale, REVERSED)
     b_v = load_tile(p_v + row * s_v[1], o_c, o_e, s_v, length, E, BLOCK_E, WIDE_ROWS)  # [CHUNK, BLOCK_E]
     b_weighted_v = tl.trans((b_v * b_entering[:, None]).to(b_v.dtype))
     b_seen = tl.zeros([BLOCK_E, CHUNK], tl.float32)
@@ -223,39 +224,42 @@ def store_zeros(p_o, begin, end, o_c, o_e, s_o, E: tl.constexpr, CHUNK: tl.const
 
 
 @triton.jit
-def next_snapshot(p_positions, i_n, num_snapshots, length, at, CHUNK: tl.constexpr):
-    """The first place >= ``at``, whole chunks from the sequence's start, at which a snapshot wants the state."""
-    # Past every place that is ever reached.
-    place = (length + CHUNK).to(tl.int32)
+def next_snapshot(p_positions, p_cu, i_n, num_sequences, rows, num_snapshots, at, CHUNK: tl.constexpr):
+    """The first row >= ``at``, whole chunks from the sequence's start, at which a snapshot wants the state."""
+    first, last = bounds(p_cu, i_n, num_sequences, rows)
+    # Past every row that is ever reached.
+    row = last + CHUNK
     for i_p in range(num_snapshots):
         position = tl.load(p_positions + i_n * num_snapshots + i_p).to(tl.int64)
-        floor = position // CHUNK * CHUNK
-        wanted = (position >= 1) & (position <= length) & (floor >= at)
-        place = tl.where(wanted, tl.minimum(place, floor.to(tl.int32)), place)
-    return place
+        floor = first + position // CHUNK * CHUNK
+        wanted = (position >= 1) & (position <= last - first) & (floor >= at)
+        row = tl.where(wanted, tl.minimum(row, floor), row)
+    return row.to(tl.int32)
 
 
 @triton.jit
-def snapshot_slot(p_positions, p_snapshot_slots, i_snapshot, length, at, num_slots, CHUNK: tl.constexpr):
-    """The slot of a snapshot whose position lies in the chunk that begins ``at`` this place, -1 for all others.
+def snapshot_slot(p_positions, p_targets, p_cu, i_n, i_p, num_sequences, rows, num_snapshots, at, num_slots, CHUNK: tl.constexpr):
+    """The slot of snapshot i_p of a sequence if its position lies in the chunk that begins ``at`` this row, else -1.
 
     Of a position inside the chunk the rest is added by ``recurrent.finish_snapshots``.
     """
-    position = tl.load(p_positions + i_snapshot).to(tl.int64)
-    slot = tl.load(p_snapshot_slots + i_snapshot).to(tl.int64)
-    wanted = (position >= 1) & (position <= length) & (position // CHUNK * CHUNK == at)
+    first, last = bounds(p_cu, i_n, num_sequences, rows)
+    position = tl.load(p_positions + i_n * num_snapshots + i_p).to(tl.int64)
+    slot = tl.load(p_targets + i_n * num_snapshots + i_p).to(tl.int64)
+    wanted = (position >= 1) & (position <= last - first) & (first + position // CHUNK * CHUNK == at)
     return tl.where(wanted & (slot < num_slots), slot, -1)
 
 
 @triton.jit
 def store_snapshots(
-    p_positions, p_snapshot_slots, i_n, num_snapshots, length, at, p_pool, num_slots, i_h, i_e, s_pool, S,
+    p_positions, p_targets, p_cu, i_n, num_sequences, rows, num_snapshots, at, p_pool, num_slots, i_h, i_e, s_pool, S,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Store the state at this place for every snapshot that wants it."""
+    """Store the state at this row for every snapshot that wants it."""
     for i_p in range(num_snapshots):
-        i_snapshot = i_n * num_snapshots + i_p
-        slot = snapshot_slot(p_positions, p_snapshot_slots, i_snapshot, length, at, num_slots, CHUNK)
+        slot = snapshot_slot(
+            p_positions, p_targets, p_cu, i_n, i_p, num_sequences, rows, num_snapshots, at, num_slots, CHUNK
+        )
         if slot >= 0:
             store_state(p_pool, slot, i_h, i_e, s_pool, S, D, E, BLOCK_D, BLOCK_E)
 
@@ -314,32 +318,32 @@ def walk(
         if REVERSED:
             distance = -distance
         b_within = tl.where(distance >= 0, tl.exp2(-rate * tl.maximum(distance, 0).to(tl.float32)) * scale, 0.0)
-        stop = length
         if p_positions is not None:
-            stop = next_snapshot(p_positions, i_n, num_snapshots, length, begin - first, CHUNK)
+            # A segment stores the states at its chunks' ends; the state before the first one is the sequence's own.
+            stop = next_snapshot(p_positions, p_cu, i_n, num_sequences, rows, num_snapshots, begin, CHUNK)
+            if stop == begin:
+                if begin == first:
+                    store_snapshots(
+                        p_positions, p_snapshot_slots, p_cu, i_n, num_sequences, rows, num_snapshots, stop, p_final, num_slots, i_h, i_e,
+                        s_final, S, D, E, BLOCK_D, BLOCK_E, CHUNK,
+                    )  # fmt: skip
+                stop = next_snapshot(p_positions, p_cu, i_n, num_sequences, rows, num_snapshots, stop + 1, CHUNK)
         last_row = begin + (end - begin - 1) // CHUNK * CHUNK
         for c in tl.range(begin, end, CHUNK, num_stages=STAGES):
             row = c
             if REVERSED:
                 row = begin + last_row - c
-            if p_positions is not None:
-                if row - first == stop:
-                    store_snapshots(
-                        p_positions, p_snapshot_slots, i_n, num_snapshots, length, stop, p_final, num_slots, i_h, i_e,
-                        s_final, S, D, E, BLOCK_D, BLOCK_E, CHUNK,
-                    )  # fmt: skip
-                    stop = next_snapshot(p_positions, i_n, num_snapshots, length, stop + 1, CHUNK)
             S = step(
                 p_q, p_k, p_v, p_o, S, b_within, rate, scale, row, end, i_e, s_q, s_k, s_v, s_o,
                 D, E, BLOCK_D, BLOCK_E, CHUNK, REVERSED, WIDE_ROWS,
             )  # fmt: skip
-        if p_positions is not None:
-            # A place at this segment's end is the next segment's, but for the last.
-            if (end - first == stop) & (end - first == length):
-                store_snapshots(
-                    p_positions, p_snapshot_slots, i_n, num_snapshots, length, stop, p_final, num_slots, i_h, i_e,
-                    s_final, S, D, E, BLOCK_D, BLOCK_E, CHUNK,
-                )  # fmt: skip
+            if p_positions is not None:
+                if row + CHUNK == stop:
+                    store_snapshots(
+                        p_positions, p_snapshot_slots, p_cu, i_n, num_sequences, rows, num_snapshots, stop, p_final, num_slots, i_h, i_e,
+                        s_final, S, D, E, BLOCK_D, BLOCK_E, CHUNK,
+                    )  # fmt: skip
+                    stop = next_snapshot(p_positions, p_cu, i_n, num_sequences, rows, num_snapshots, stop + 1, CHUNK)
         if p_final is not None:
             is_last = end - first == length
             if REVERSED:

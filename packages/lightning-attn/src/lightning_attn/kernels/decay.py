@@ -11,18 +11,30 @@ def base_two_rate(p_slopes, i_h):
 
 
 @triton.jit
-def weights(rate, o_place, length, scale, REVERSED: tl.constexpr):
-    """How the query at each place sees the state before its chunk of ``length``, and how the key there enters it."""
-    from_start = tl.exp2(-rate * (o_place + 1).to(tl.float32))
-    # Places past the end get a weight of at most 1; what they multiply is masked.
-    to_end = tl.exp2(-rate * tl.maximum(length - 1 - o_place, 0).to(tl.float32))
-    if REVERSED:
-        seeing = to_end
-        entering = from_start * scale
-    else:
-        seeing = from_start * scale
-        entering = to_end
-    return seeing, entering
+def from_start(rate, o_place):
+    """exp2(-rate (place + 1)): the decay between the state before a chunk and its places, those included."""
+    return tl.exp2(-rate * (o_place + 1).to(tl.float32))
+
+
+@triton.jit
+def to_end(rate, o_place, length):
+    """exp2(-rate (length - 1 - place)): the decay between a chunk's places and its end.
+
+    1 for places past the end; what they multiply is masked.
+    """
+    return tl.exp2(-rate * tl.maximum(length - 1 - o_place, 0).to(tl.float32))
+
+
+@triton.jit
+def seeing(rate, o_place, length, scale, REVERSED: tl.constexpr):
+    """How much of the state before its chunk a query sees."""
+    return to_end(rate, o_place, length) if REVERSED else from_start(rate, o_place) * scale
+
+
+@triton.jit
+def entering(rate, o_place, length, scale, REVERSED: tl.constexpr):
+    """How much of a key and value enters the state after their chunk."""
+    return from_start(rate, o_place) * scale if REVERSED else to_end(rate, o_place, length)
 
 
 @triton.jit

@@ -28,7 +28,7 @@ from lightning_attn.kernels.chunked import (
     snapshot_slot,
     state_pointers,
 )
-from lightning_attn.kernels.decay import base_two_rate, weights
+from lightning_attn.kernels.decay import base_two_rate, entering, seeing
 
 
 @gluon.jit
@@ -71,8 +71,8 @@ def zero_after(smem, length, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def step(
-    d_q, d_k, d_v, d_o, q_smem, k_smem, v_smem, o_smem, scores_smem, arrived, within_smem, p_o, s_o, acc_S, b_seeing,
-    b_entering, decay, i, row, ahead_row, length, chunks, i_box, i_h_qk, i_h_v, i_h, column,
+    d_q, d_k, d_v, d_o, q_smem, k_smem, v_smem, o_smem, scores_smem, arrived, within_smem, seeing_smem, entering_smem, p_o, s_o,
+    acc_S, decay, i, row, ahead_row, length, chunks, i_box, i_h_qk, i_h_v, i_h, column,
     CHUNK: gl.constexpr, D: gl.constexpr, BLOCK_E: gl.constexpr, STAGES: gl.constexpr, L_S: gl.constexpr,
     L_O: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
@@ -107,9 +107,11 @@ def step(
         d_q, d_k, d_v, q_smem.index(free), k_smem.index(free), v_smem.index(free), arrived.index(free),
         i_box, i_h_qk, i_h_v, ahead_row, column, ahead < chunks,
     )  # fmt: skip
+    b_entering = entering_smem.load(gl.SliceLayout(0, operand_of_S))
     b_v = v_tile.permute((1, 0)).load(operand_of_S)
     b_v = (b_v.to(gl.float32) * b_entering[None, :]).to(dtype)
     b_seen = warpgroup_mma_wait(0, deps=[seen])
+    b_seeing = seeing_smem.load(gl.SliceLayout(0, L_O))
     out = warpgroup_mma(v_tile.permute((1, 0)), scores_smem, b_seen * b_seeing[None, :], is_async=True)
     next_S = warpgroup_mma(b_v, k_tile, decayed_S, is_async=True)
     b_o = warpgroup_mma_wait(1, deps=[out]).to(dtype)  # [BLOCK_E, queries]
@@ -148,19 +150,20 @@ def store_state(p_state, slot, i_h, o_d, o_e, s_state, acc_S):
     """A state's tile, [e, d]."""
     # Only here: the 32 offsets along d would otherwise be computed before the walk and kept through it.
     s_d = opaque(gl.to_tensor(s_state[2]).to(gl.int64))
-    p_tile = state_pointers(p_state, slot, i_h, o_d, o_e, (s_state[0], s_state[1], s_d, s_state[3]))
+    p_tile = state_pointers(p_state, slot, i_h.to(gl.int64), o_d, o_e, (s_state[0], s_state[1], s_d, s_state[3]))
     gl.store(p_tile, acc_S.to(p_state.dtype.element_ty))
 
 
 @gluon.jit
 def store_snapshots(
-    p_positions, p_snapshot_slots, i_n, num_snapshots, length, at, p_pool, num_slots, i_h, o_d, o_e, s_pool, acc_S,
-    CHUNK: gl.constexpr,
+    p_positions, p_targets, p_cu, i_n, num_sequences, rows, num_snapshots, at, p_pool, num_slots, i_h, o_d, o_e, s_pool,
+    acc_S, CHUNK: gl.constexpr,
 ):  # fmt: skip
-    """Store the state at this place for every snapshot that wants it."""
+    """Store the state at this row for every snapshot that wants it."""
     for i_p in range(num_snapshots):
-        i_snapshot = i_n * num_snapshots + i_p
-        slot = snapshot_slot(p_positions, p_snapshot_slots, i_snapshot, length, at, num_slots, CHUNK)
+        slot = snapshot_slot(
+            p_positions, p_targets, p_cu, i_n, i_p, num_sequences, rows, num_snapshots, at, num_slots, CHUNK
+        )
         if slot >= 0:
             store_state(p_pool, slot, i_h, o_d, o_e, s_pool, acc_S)
 
@@ -226,7 +229,6 @@ def walk(
 
         L_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
         L_O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])
-        i_h64 = i_h.to(gl.int64)
         o_d = gl.arange(0, D, gl.SliceLayout(0, L_S))
         o_e = column + gl.arange(0, BLOCK_E, gl.SliceLayout(1, L_S))
         acc_S = gl.zeros([BLOCK_E, D], gl.float32, L_S)
@@ -235,10 +237,10 @@ def walk(
             is_carried = length > SEGMENT
             if is_carried:
                 place = carried_place(p_cu, i_n, first, rows, SEGMENT) + i_segment
-                acc_S = gl.load(state_pointers(p_carried, place.to(gl.int64), i_h64, o_d, o_e, s_carried))
+                acc_S = gl.load(state_pointers(p_carried, place.to(gl.int64), i_h.to(gl.int64), o_d, o_e, s_carried))
         if p_initial is not None:
             if has_initial(p_initial, p_has, i_n, num_sequences) and not is_carried:
-                acc_S = gl.load(state_pointers(p_initial, slot, i_h64, o_d, o_e, s_initial)).to(gl.float32)
+                acc_S = gl.load(state_pointers(p_initial, slot, i_h.to(gl.int64), o_d, o_e, s_initial)).to(gl.float32)
 
         rate = base_two_rate(p_slopes, i_h)
         # The layouts in which queries and keys stand where their weights are needed.
@@ -252,8 +254,9 @@ def walk(
         # In shared memory, for want of registers; swizzled so that a warp's eight rows meet no bank twice.
         within_layout: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
         within_smem = gl.allocate_shared_memory(gl.float32, [CHUNK, CHUNK], within_layout, b_within)
-        b_seeing, _ = weights(rate, o_i, CHUNK, scale, REVERSED)
-        _, b_entering = weights(rate, o_k, CHUNK, scale, REVERSED)
+        row_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        seeing_smem = gl.allocate_shared_memory(gl.float32, [CHUNK], row_layout)
+        entering_smem = gl.allocate_shared_memory(gl.float32, [CHUNK], row_layout)
         decay = gl.exp2(-rate * CHUNK)
 
         whole_from = 0
@@ -261,55 +264,64 @@ def walk(
         if REVERSED:
             if rest > 0:
                 whole_from = 1
-                b_seeing_rest, _ = weights(rate, opaque(o_i), rest, scale, REVERSED)
-                _, b_entering_rest = weights(rate, opaque(o_k), rest, scale, REVERSED)
+                tl.debug_barrier()
+                seeing_smem.store(seeing(rate, opaque(o_i), rest, scale, REVERSED))
+                entering_smem.store(entering(rate, opaque(o_k), rest, scale, REVERSED))
                 acc_S = step(
-                    d_q, d_k, d_v, d_o, q_smem, k_smem, v_smem, o_smem, scores_smem, arrived, within_smem, p_o, s_o, acc_S,
-                    b_seeing_rest, b_entering_rest, gl.exp2(-rate * rest), 0, start,
+                    d_q, d_k, d_v, d_o, q_smem, k_smem, v_smem, o_smem, scores_smem, arrived, within_smem, seeing_smem,
+                    entering_smem, p_o, s_o, acc_S, gl.exp2(-rate * rest), 0, start,
                     start + (STAGES - 1) * stride, rest, chunks, i_box, i_h_qk, i_h_v, i_h, column,
                     CHUNK, D, BLOCK_E, STAGES, L_S, L_O, MASKED=True,
                 )  # fmt: skip
         else:
             if rest > 0:
                 whole_to = chunks - 1
-        stop = length
+        tl.debug_barrier()
+        seeing_smem.store(seeing(rate, o_i, CHUNK, scale, REVERSED))
+        entering_smem.store(entering(rate, o_k, CHUNK, scale, REVERSED))
         if p_positions is not None:
-            stop = next_snapshot(p_positions, i_n, num_snapshots, length, begin - first, CHUNK)
+            # A segment stores the states at its chunks' ends; the state before the first one is the sequence's own.
+            stop = next_snapshot(p_positions, p_cu, i_n, num_sequences, rows, num_snapshots, begin, CHUNK)
+            if stop == begin:
+                if begin == first:
+                    store_snapshots(
+                        p_positions, p_snapshot_slots, p_cu, i_n, num_sequences, rows, num_snapshots, stop, p_final, num_slots, i_h, o_d,
+                        o_e, s_final, acc_S, CHUNK,
+                    )  # fmt: skip
+                stop = next_snapshot(p_positions, p_cu, i_n, num_sequences, rows, num_snapshots, stop + 1, CHUNK)
         for i in range(whole_from, whole_to):
             row = start + i * stride
-            if p_positions is not None:
-                if row - first == stop:
-                    store_snapshots(
-                        p_positions, p_snapshot_slots, i_n, num_snapshots, length, stop, p_final, num_slots, i_h64, o_d, o_e,
-                        s_final, acc_S, CHUNK,
-                    )  # fmt: skip
-                    stop = next_snapshot(p_positions, i_n, num_snapshots, length, stop + 1, CHUNK)
             acc_S = step(
-                d_q, d_k, d_v, d_o, q_smem, k_smem, v_smem, o_smem, scores_smem, arrived, within_smem, p_o, s_o, acc_S,
-                b_seeing, b_entering, decay, i, row, row + (STAGES - 1) * stride, CHUNK, chunks, i_box, i_h_qk, i_h_v,
+                d_q, d_k, d_v, d_o, q_smem, k_smem, v_smem, o_smem, scores_smem, arrived, within_smem, seeing_smem,
+                entering_smem, p_o, s_o, acc_S, decay, i, row, row + (STAGES - 1) * stride, CHUNK, chunks, i_box, i_h_qk, i_h_v,
                 i_h, column, CHUNK, D, BLOCK_E, STAGES, L_S, L_O, MASKED=False,
             )  # fmt: skip
-        if p_positions is not None:
-            # The place at this segment's end is the next segment's, but for the last.
-            if (end - rest - first == stop) & ((rest > 0) | (end - first == length)):
-                store_snapshots(
-                    p_positions, p_snapshot_slots, i_n, num_snapshots, length, stop, p_final, num_slots, i_h64, o_d, o_e,
-                    s_final, acc_S, CHUNK,
-                )  # fmt: skip
+            if p_positions is not None:
+                if row + CHUNK == stop:
+                    store_snapshots(
+                        p_positions, p_snapshot_slots, p_cu, i_n, num_sequences, rows, num_snapshots, stop, p_final, num_slots, i_h, o_d,
+                        o_e, s_final, acc_S, CHUNK,
+                    )  # fmt: skip
+                    stop = next_snapshot(p_positions, p_cu, i_n, num_sequences, rows, num_snapshots, stop + 1, CHUNK)
         if not REVERSED:
             if rest > 0:
-                b_seeing_rest, _ = weights(rate, opaque(o_i), rest, scale, REVERSED)
-                _, b_entering_rest = weights(rate, opaque(o_k), rest, scale, REVERSED)
+                rate = base_two_rate(p_slopes, i_h)
+                tl.debug_barrier()
+                seeing_smem.store(seeing(rate, opaque(o_i), rest, scale, REVERSED))
+                entering_smem.store(entering(rate, opaque(o_k), rest, scale, REVERSED))
                 acc_S = step(
-                    d_q, d_k, d_v, d_o, q_smem, k_smem, v_smem, o_smem, scores_smem, arrived, within_smem, p_o, s_o, acc_S,
-                    b_seeing_rest, b_entering_rest, gl.exp2(-rate * rest), chunks - 1,
+                    d_q, d_k, d_v, d_o, q_smem, k_smem, v_smem, o_smem, scores_smem, arrived, within_smem, seeing_smem,
+                    entering_smem, p_o, s_o, acc_S, gl.exp2(-rate * rest), chunks - 1,
                     start + (chunks - 1) * stride, 0, rest, chunks, i_box, i_h_qk, i_h_v, i_h, column,
                     CHUNK, D, BLOCK_E, STAGES, L_S, L_O, MASKED=True,
                 )  # fmt: skip
         tma.store_wait(0)
         if p_final is not None:
-            is_last = end - first == length
+            # Read again: through the walk its registers serve better.
+            first_again, last = bounds(p_cu, i_n, num_sequences, rows)
+            is_last = end == last
             if REVERSED:
-                is_last = begin == first
+                is_last = begin == first_again
             if is_last:
-                store_state(p_final, slot, i_h64, o_d, o_e, s_final, acc_S)
+                slot = slot_of(p_slots, i_n, num_sequences, num_slots)
+                store_state(p_final, slot, i_h, o_d, o_e, s_final, acc_S)

@@ -62,7 +62,7 @@ def interpreted() -> Iterator[Row]:
 
     prompt = [x[:, :, :tokens].contiguous() for x in (q, k, v)]
     out, kv = torch.empty_like(prompt[2]), torch.empty(1, model.num_heads, 1, model.head_qk, model.head_v)
-    run = launch.prepare_attention(*prompt, decays, None, out, kv, 1.0, plan_prefill(heads, 2, True, a_gpu))
+    run = launch.prepare_attention(*prompt, decays, None, out, kv, 1.0, plan_prefill(heads, True, a_gpu))
     run(*prompt, decays, None, out, kv)
     duration = _median_ms(lambda: run(*prompt, decays, None, out, kv), device, 2, "prefill, interpreted")
     error = _error(out, exact[:, :, :tokens])

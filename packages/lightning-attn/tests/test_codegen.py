@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import triton.language as tl
 
 import lightning_attn
 from kernel_reference.models import MINIMAX_01
@@ -41,10 +40,6 @@ TYPES = {
 }  # fmt: skip
 # Triton specialises integers on being 1 and on being divisible by 16.
 MULTIPLE = 16
-
-
-class Recorded(Exception):
-    """Raised instead of a launch; what it was called with is in ``calls``."""
 
 
 def recorded(
@@ -98,11 +93,6 @@ def spec_of(name: str, start: launch.Launch, tensors: tuple[Any, ...]) -> Kernel
 
 def empty(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(*size, dtype=dtype)
-
-
-@pytest.fixture
-def specs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    yield lambda target: list(all_specs(target, monkeypatch))
 
 
 def all_specs(target: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[KernelSpec]:
@@ -171,3 +161,43 @@ def all_specs(target: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[KernelSp
         yield from ragged("for sm_90, snapshots", MINIMAX, torch.bfloat16, 2)
         yield from ragged("for sm_90, segments and snapshots", MINIMAX_TP8, torch.bfloat16, 2)
         yield from ragged("for sm_90, grouped", GROUPED, torch.bfloat16, 0)
+
+
+@pytest.fixture(scope="module")
+def reports() -> list[Report]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        jobs = {target: list(all_specs(target, monkeypatch)) for target in TARGETS}
+    return [report for target, specs in jobs.items() for report in compile_specs(specs, [target])]
+
+
+def test_every_kernel_compiles_for_every_target_without_spills_or_traps(reports: list[Report]) -> None:
+    assert_clean(reports)
+    assert {report.target for report in reports} == set(TARGETS)
+
+
+def test_prefill_in_bfloat16_multiplies_on_tensor_cores(reports: list[Report]) -> None:
+    hopper = [report for report in reports if report.spec.startswith("for sm_90, grouped")]
+    assert len(hopper) == 1
+    assert hopper[0].uses_tensor_cores
+    assert hopper[0].uses("UTMALDG")
+    assert hopper[0].uses("UTMASTG")
+    portable = [report for report in reports if report.spec.startswith("MiniMax-01, 1 launches")]
+    assert {report.target for report in portable} == set(TARGETS)
+    for report in portable:
+        # Tiles of 32 rows are too few for the matrix instructions of a whole warpgroup.
+        assert any(report.uses(opcode) for opcode in ("HMMA", "HGMMA", "v_mfma_f32_32x32x8_bf16", *AMD_BF16)), report
+
+
+AMD_BF16 = ("v_mfma_f32_16x16x16_bf16", "v_mfma_f32_16x16x16bf16_1k", "v_mfma_f32_32x32x8bf16_1k")
+
+
+def test_no_kernel_is_left_out() -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        specs = list(all_specs("sm_90", monkeypatch))
+    compiled = {spec.kernel for spec in specs}
+    folder = Path(lightning_attn.__file__).with_name("kernels")
+    for file in folder.glob("*.py"):
+        functions = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)]
+        entries = {node.name for node in functions if any("program_id" in ast.unparse(line) for line in node.body)}
+        for name in entries:
+            assert f"lightning_attn.kernels.{file.stem}:{name}" in compiled

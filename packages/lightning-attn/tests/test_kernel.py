@@ -52,10 +52,10 @@ def portable_branches() -> list[Any]:
     branches = []
     for i, chunk in enumerate((16, 32, 64)):
         for j, block_e in enumerate((16, 32, 64)):
-            for segment in (0, chunk) if i != j else (0, chunk, 2 * chunk):
+            for segment in (0, (1 + (i + j) % 2) * chunk):
                 turn = i + j + segment // chunk
                 plan = PrefillPlan(chunk, block_e, segment, 4, 1 + turn % 3, block_d=(16, 32, 16, 128)[(j + turn) % 4])
-                branches.append((plan, BF16, ((1, 1), (2, 1), (1, 2))[j]))
+                branches.append((plan, BF16, (1, 1) if segment else ((1, 1), (2, 1), (1, 2))[j]))
     for i, (block_e, num_warps) in enumerate(((16, 1), (32, 4), (64, 2))):
         for j, dtype in enumerate(DTYPES):
             branches.append((by_token(block_e, num_warps), dtype, ((2, 1), (1, 2), (1, 1))[(i + j) % 3]))
@@ -154,10 +154,7 @@ def test_snapshots_stand_at_every_kind_of_place_in_any_order(tensors, kernels, p
 
 
 # The steepest leave nothing of a state after a token; of those between, a segment's first chunks are out of reach.
-STEEP = {
-    "steep": (50.0, 300.0, 1e30, 0.0), "within reach of a few chunks": (3.0, 1.1, 6.5, 0.7),
-    "hardly any": (0.0, 1e-7, 1e-30, 1e-4),
-}  # fmt: skip
+STEEP = {"steep": (50.0, 1e30), "within reach of a few chunks": (6.5, 1.1), "hardly any": (0.0, 1e-7)}
 
 
 # numpy says so where a series of the interpreter's is computed and not taken.
@@ -167,12 +164,12 @@ STEEP = {
 def test_steep_and_flat_decays_are_the_recurrence_in_every_walk(tensors, kernels, plan, dtype, slopes) -> None:
     slopes = torch.tensor(slopes, device=tensors.device)
     tokens = 20 if plan.chunk == 1 else 70
-    batch = tensors.ragged([tokens], heads=(4, 4), sizes=(16, 16), dtype=dtype, slopes=slopes)
+    batch = tensors.ragged([tokens], heads=(2, 2), sizes=(16, 16), dtype=dtype, slopes=slopes)
     kernels.prefill(batch, plan)
     batch.check(**beside(plan))
-    leaves = [tensors.normal(1, 4, tokens, 16, dtype=dtype) for _ in range(3)]
+    leaves = [tensors.normal(1, 2, tokens, 16, dtype=dtype) for _ in range(3)]
     check_gradients(tensors, kernels, plan, leaves, slopes, None, 1.0)
-    drafts = tensors.ragged([5] * 2, heads=(4, 4), sizes=(16, 16), slopes=slopes)
+    drafts = tensors.ragged([5] * 2, heads=(2, 2), sizes=(16, 16), slopes=slopes)
     kernels.verify(drafts, DecodePlan(16, 4))
     kernels.commit(drafts, [5, 3], DecodePlan(16, 4))
     drafts.check(states=[5, 3], products=FP32, chunk=1)
@@ -278,8 +275,10 @@ DECODING = [DecodePlan(block_e, num_warps) for block_e, num_warps in ((16, 1), (
 
 
 @pytest.mark.parametrize("plan", DECODING, ids=name_of)
-@pytest.mark.parametrize(("dtype", "pool_dtype"), [(BF16, FP32), (FP16, BF16), (FP32, FP16), (BF16, BF16)], ids=name_of)
-def test_every_plan_decodes_verifies_and_commits_the_recurrence(tensors, kernels, plan, dtype, pool_dtype) -> None:
+@pytest.mark.parametrize("turn", range(2))
+def test_every_plan_decodes_verifies_and_commits_the_recurrence(tensors, kernels, plan, turn) -> None:
+    kinds = [(BF16, FP32), (FP16, BF16), (FP32, FP16), (BF16, BF16), (FP32, FP32)]
+    dtype, pool_dtype = kinds[(DECODING.index(plan) + 2 * turn) % len(kinds)]
     heads = ((2, 1), (1, 2), (2, 2))[DECODING.index(plan) % 3]
     options = {"heads": heads, "sizes": SIZES, "dtype": dtype, "pool_dtype": pool_dtype, "num_slots": 9, "scale": 0.7}
     batch = tensors.ragged([1] * 4, slots=[5, -1, 0, 9], pool="gaps", **options)
@@ -292,8 +291,7 @@ def test_every_plan_decodes_verifies_and_commits_the_recurrence(tensors, kernels
     batch.check(states=[3, 0, 3, 2], products=FP32, chunk=1)
 
 
-@pytest.mark.parametrize("plan", DECODING[:4], ids=name_of)
-@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize(("plan", "dtype"), [*zip(DECODING, (BF16, FP16, FP32, BF16, FP32), strict=True)], ids=name_of)
 def test_drafts_are_verified_and_committed_with_the_bits_of_decoding_token_by_token(
     tensors, kernels, dtype, plan
 ) -> None:
@@ -457,8 +455,8 @@ def check_make(tensors, kernels, make: Make, drawn: list[tuple[int, bool, bool, 
     batch.check(snapshots=kernels.prefill(batch, make.plan, positions), **beside(make.plan))
 
 
-@settings(max_examples=40 if INTERPRETED else 10)
-@given(make=makes(), drawn=sequences(3, 60), seed=st.integers(0, 2**31))
+@settings(max_examples=25 if INTERPRETED else 10)
+@given(make=makes(), drawn=sequences(3, 40), seed=st.integers(0, 2**31))
 def test_ragged_batches_of_any_make_are_the_recurrence(tensors, kernels, make, drawn, seed) -> None:
     check_make(tensors, kernels, make, drawn, seed)
 
@@ -720,7 +718,7 @@ def test_every_branch_of_the_dense_walk_on_hopper_and_its_gradients_is_the_recur
 def test_steep_and_flat_decays_are_the_recurrence_on_hopper(tensors, kernels, segment, slopes) -> None:
     plan = hopper_plan(64, segment)
     slopes = torch.tensor(slopes, device=tensors.device)
-    batch = tensors.ragged([1400], heads=(4, 4), sizes=(64, 64), slopes=slopes)
+    batch = tensors.ragged([1400], heads=(2, 2), sizes=(64, 64), slopes=slopes)
     kernels.prefill(batch, plan)
     batch.check()
 

@@ -31,22 +31,21 @@ H200 = DeviceLimits(132, 227 * KIB, hopper=True, dependent_launch=True)
 A100 = DeviceLimits(108, 163 * KIB)
 CONSUMER = DeviceLimits(84, 99 * KIB)
 MI300X = DeviceLimits(304, 64 * KIB)
-DEVICES = {"H200": H200, "A100": A100, "a consumer GPU": CONSUMER, "MI300X": MI300X, "one core": DeviceLimits(1)}
+B200 = DeviceLimits(148, 227 * KIB, blackwell=True, dependent_launch=True)
+DEVICES = {
+    "H200": H200, "A100": A100, "a consumer GPU": CONSUMER, "MI300X": MI300X, "B200": B200, "one core": DeviceLimits(1),
+}  # fmt: skip
 on_every_device = pytest.mark.parametrize("limits", DEVICES.values(), ids=DEVICES)
-# Bytes of an element, and whether its products are of 16 bits: bfloat16, float16 and float32.
-KINDS = [(2, True), (2, False), (4, False)]
 SIZES = (16, 17, 31, 32, 33, 48, 64, 65, 80, 96, 100, 128, 129, 192, 250, 255, 256)
 MINIMAX = Heads(MINIMAX_01.num_heads, MINIMAX_01.num_heads, MINIMAX_01.head_qk, MINIMAX_01.head_v)
 TP8 = replace(MINIMAX, num_heads_qk=8, num_heads_v=8)
 
 
 def prefill_plans(limits: DeviceLimits):
-    """Plans of every dtype, head size and number of heads, for Hopper's kernel or not, for snapshots or not."""
-    for (item_bytes, as_16_bits), d, e, heads, hopper, snapshots in itertools.product(
-        KINDS, SIZES, SIZES, (1, 8, 64), (False, True), (False, True)
-    ):
+    """Plans of every arithmetic, head size and number of heads, for Hopper's kernel or not, for snapshots or not."""
+    for d, e, heads, as_16_bits, hopper, snapshots in itertools.product(SIZES, SIZES, (1, 8, 64), *[(False, True)] * 3):
         shape = Heads(heads, heads, d, e)
-        yield shape, item_bytes, plan_prefill(shape, item_bytes, as_16_bits, limits, hopper, snapshots)
+        yield shape, as_16_bits, plan_prefill(shape, as_16_bits, limits, hopper, snapshots)
 
 
 @on_every_device
@@ -59,20 +58,21 @@ def test_the_plan_of_any_heads_is_one_that_covers_them(limits: DeviceLimits) -> 
 @on_every_device
 def test_segments_are_whole_chunks_at_all_head_sizes(limits: DeviceLimits) -> None:
     for d, e in itertools.product(range(16, 257, 3), range(16, 257, 3)):
-        for item_bytes, as_16_bits in KINDS:
-            plan = plan_prefill(Heads(8, 8, d, e), item_bytes, as_16_bits, limits, hopper=True)
+        for as_16_bits, hopper in itertools.product((False, True), repeat=2):
+            plan = plan_prefill(Heads(8, 8, d, e), as_16_bits, limits, hopper)
             assert plan.segment % plan.chunk == 0
             assert plan.segment == 0 or plan.segment >= 4 * plan.chunk
 
 
 @on_every_device
 def test_blocks_are_powers_of_two_that_waste_less_than_half_of_a_state(limits: DeviceLimits) -> None:
-    for shape, *_, plan in prefill_plans(limits):
-        assert 16 <= plan.chunk <= 64
+    for shape, as_16_bits, plan in prefill_plans(limits):
         assert 16 <= plan.block_e <= 64
-        assert 16 <= plan.block_d <= 128
+        assert 16 <= plan.block_d <= 256
         assert plan.block_e < 2 * shape.head_v
         assert plan.block_d < 2 * shape.head_qk
+        # A tensor core's products are of 16 at least; float16 and float32 are walked token by token.
+        assert 16 <= plan.chunk <= 64 if as_16_bits else plan.chunk == 1
     for e in SIZES:
         block_e = plan_decode(Heads(1, 1, 64, e), limits).block_e
         assert 16 <= block_e <= 64
@@ -83,19 +83,23 @@ def test_blocks_are_powers_of_two_that_waste_less_than_half_of_a_state(limits: D
 def test_stages_fit_the_shared_memory_that_there_is(kib: int) -> None:
     """Counted by hand: q, k and v of each stage, and at the least a chunk's scores and weighted values."""
     limits = DeviceLimits(100, kib * KIB)
-    for shape, item_bytes, plan in prefill_plans(limits):
+    for shape, as_16_bits, plan in prefill_plans(limits):
+        if not as_16_bits:
+            # A walk by token holds nothing in shared memory but sums.
+            assert plan.num_stages == 1
+            continue
         # Without copies ahead a piece of a chunk is held at a time.
         pieces = cdiv(shape.head_qk, plan.block_d) if plan.num_stages > 1 else 1
-        tile = plan.chunk * (2 * pieces * plan.block_d + plan.block_e) * item_bytes
-        operands = plan.chunk * (plan.chunk + plan.block_e) * item_bytes
+        tile = plan.chunk * (2 * pieces * plan.block_d + plan.block_e) * 2
+        operands = plan.chunk * (plan.chunk + plan.block_e) * 2
         assert plan.num_stages * tile + operands <= limits.shared_memory, (shape, plan)
 
 
 def test_less_shared_memory_never_means_more_stages() -> None:
     for d, e in itertools.product(SIZES, SIZES):
-        for item_bytes, as_16_bits in KINDS:
+        for as_16_bits in (False, True):
             stages = [
-                plan_prefill(Heads(8, 8, d, e), item_bytes, as_16_bits, DeviceLimits(100, kib * KIB)).num_stages
+                plan_prefill(Heads(8, 8, d, e), as_16_bits, DeviceLimits(100, kib * KIB)).num_stages
                 for kib in (16, 64, 99, 163, 227)
             ]
             assert stages == sorted(stages)
@@ -103,22 +107,21 @@ def test_less_shared_memory_never_means_more_stages() -> None:
 
 def test_hoppers_kernel_takes_bfloat16_of_its_head_sizes_where_strides_and_device_allow_it() -> None:
     asked = Heads(64, 64, 128, 128)
-    plan = plan_prefill(asked, 2, True, H200, hopper=True)
+    plan = plan_prefill(asked, True, H200, hopper=True)
     assert plan == PrefillPlan(64, 64, 0, 4, 4, block_d=128, hopper=True)
-    assert not plan_prefill(asked, 2, True, H200, hopper=False).hopper
-    assert not plan_prefill(asked, 2, True, replace(H200, hopper=False), hopper=True).hopper
-    assert not plan_prefill(asked, 2, False, H200, hopper=True).hopper
-    assert not plan_prefill(asked, 4, False, H200, hopper=True).hopper
+    assert not plan_prefill(asked, True, H200, hopper=False).hopper
+    assert not plan_prefill(asked, True, replace(H200, hopper=False), hopper=True).hopper
+    assert not plan_prefill(asked, False, H200, hopper=True).hopper
     for d, e in itertools.product(range(16, 257), range(16, 257)):
         shape = Heads(64, 64, d, e)
         fits = d in (64, 128) and e % 64 == 0
         assert fits_hopper(shape) == fits
-        assert plan_prefill(shape, 2, True, H200, hopper=True).hopper == fits
+        assert plan_prefill(shape, True, H200, hopper=True).hopper == fits
 
 
 def test_hoppers_plan_fits_its_shared_memory() -> None:
     for d, e in itertools.product((64, 128), (64, 128, 192, 256)):
-        plan = plan_prefill(Heads(8, 8, d, e), 2, True, H200, hopper=True)
+        plan = plan_prefill(Heads(8, 8, d, e), True, H200, hopper=True)
         # q, k and v of each stage, two tiles of outputs, the scores, and the weights within a chunk in float32.
         stages = plan.num_stages * plan.chunk * (2 * d + plan.block_e) * 2
         assert stages + 2 * plan.chunk * plan.block_e * 2 + plan.chunk**2 * (2 + 4) <= H200.shared_memory - KIB
@@ -127,14 +130,14 @@ def test_hoppers_plan_fits_its_shared_memory() -> None:
 def test_segments_are_taken_where_heads_alone_leave_a_quarter_of_the_device_idle() -> None:
     for limits in DEVICES.values():
         for heads, e in itertools.product((1, 2, 8, 24, 40, 64, 100, 256), (32, 64, 128, 256)):
-            plan = plan_prefill(Heads(heads, heads, 64, e), 2, True, limits)
+            plan = plan_prefill(Heads(heads, heads, 64, e), True, limits)
             programs = heads * cdiv(e, plan.block_e)
             assert (plan.segment == 0) == (programs >= 0.75 * limits.cores), (limits, heads, e)
-    assert plan_prefill(MINIMAX, 2, True, H200).segment == 0
-    assert plan_prefill(TP8, 2, True, H200).segment == 2048
+    assert plan_prefill(MINIMAX, True, H200).segment == 0
+    assert plan_prefill(TP8, True, H200).segment == 2048
     # Grouped heads are walked one by one, whichever of q and v has them.
     for shape in (Heads(8, 64, 128, 128), Heads(64, 8, 128, 128)):
-        assert plan_prefill(shape, 2, True, H200) == plan_prefill(MINIMAX, 2, True, H200)
+        assert plan_prefill(shape, True, H200) == plan_prefill(MINIMAX, True, H200)
 
 
 @on_every_device
@@ -144,7 +147,7 @@ def test_states_between_segments_take_at_most_5_percent_of_q_k_and_v(limits: Dev
     for d, e in itertools.product(range(16, 257), repeat=2):
         if max(d, e) > 2 * min(d, e):
             continue
-        plan = plan_prefill(Heads(8, 8, d, e), 2, True, limits, hopper=True)
+        plan = plan_prefill(Heads(8, 8, d, e), True, limits, hopper=True)
         if plan.segment:
             states = tokens // plan.segment + 1
             assert states * d * e * 4 <= 0.05 * tokens * (2 * d + e) * 2, (d, e, plan)
@@ -153,11 +156,11 @@ def test_states_between_segments_take_at_most_5_percent_of_q_k_and_v(limits: Dev
 def test_plans_do_not_depend_on_how_many_sequences_or_tokens_there_are() -> None:
     """A sequence has the same bits whatever its neighbours, of which there is no way to tell a plan."""
     assert [*inspect.signature(plan_prefill).parameters] == [
-        "heads", "item_bytes", "multiplied_as_16_bits", "limits", "hopper", "snapshots",
+        "heads", "multiplied_as_16_bits", "limits", "hopper", "snapshots",
     ]  # fmt: skip
     assert [*inspect.signature(plan_decode).parameters] == ["heads", "limits"]
     for limits in DEVICES.values():
-        assert plan_prefill(TP8, 2, True, limits) == plan_prefill(TP8, 2, True, limits)
+        assert plan_prefill(TP8, True, limits) == plan_prefill(TP8, True, limits)
         assert plan_decode(TP8, limits) == plan_decode(TP8, limits)
 
 
@@ -166,8 +169,24 @@ def test_only_devices_that_can_wait_on_the_device_are_asked_to() -> None:
     assert not plan_decode(TP8, A100).dependent_launch
 
 
+def test_a_walk_by_token_holds_all_rows_of_a_state() -> None:
+    for limits in DEVICES.values():
+        for d, e in itertools.product(SIZES, SIZES):
+            plan = plan_prefill(Heads(8, 8, d, e), False, limits)
+            assert (plan.chunk, plan.segment) == (1, 0)
+            assert plan.block_d >= d
+    plan = PrefillPlan(1, 16, 0, 1, 1, block_d=64)
+    for d in (16, 48, 64):
+        assert plan.covers(Heads(1, 1, d, 256))
+    for d in (65, 128, 256):
+        assert not plan.covers(Heads(1, 1, d, 16))
+
+
 GOOD = PrefillPlan(32, 32, 64, 4, 2)
 REFUSED = {
+    "by token, in segments": PrefillPlan(1, 16, 64, 1, 1, block_d=128),
+    "by token, for Hopper": PrefillPlan(1, 64, 0, 4, 2, block_d=128, hopper=True),
+    "a chunk of 2": PrefillPlan(2, 16, 0, 1, 1, block_d=128),
     "a chunk that is no power of two": replace(GOOD, chunk=48, segment=96),
     "a chunk below 16": replace(GOOD, chunk=8),
     "a chunk of 0": replace(GOOD, chunk=0, segment=0),
@@ -223,7 +242,7 @@ def test_a_decoding_plan_that_no_kernel_can_take_covers_nothing(plan: DecodePlan
 
 
 @pytest.mark.parametrize("plan", [
-    plan_prefill(MINIMAX, 2, True, H200, hopper=True), plan_prefill(TP8, 4, False, A100), GOOD, plan_decode(TP8, H200),
+    plan_prefill(MINIMAX, True, H200, hopper=True), plan_prefill(TP8, False, A100), GOOD, plan_decode(TP8, H200),
     plan_decode(MINIMAX, MI300X),
 ], ids=str)  # fmt: skip
 def test_a_plan_is_a_value_that_survives_the_way_through_an_op(plan: PrefillPlan | DecodePlan) -> None:
@@ -270,7 +289,7 @@ def test_importing_the_package_and_planning_touch_no_gpu_and_import_no_triton() 
     program = (
         "import sys, lightning_attn, torch\n"
         "from lightning_attn.plan import *\n"
-        "plan_prefill(Heads(8, 8, 128, 128), 2, True, DeviceLimits(132, 232448, True), True)\n"
+        "plan_prefill(Heads(8, 8, 128, 128), True, DeviceLimits(132, 232448, True), True)\n"
         "assert not torch.cuda.is_initialized()\n"
         "assert 'triton.language' not in sys.modules, 'triton is imported'\n"
         "assert 'lightning_attn.launch' not in sys.modules\n"

@@ -19,6 +19,37 @@ def load_row(p_row, o, s_element, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def tile_pointers(p_state, slot, i_h, o_d, o_e, s_state):
+    return p_state + slot * s_state[0] + i_h * s_state[1] + o_d[:, None] * s_state[2] + o_e[None, :] * s_state[3]
+
+
+@triton.jit
+def load_tile(p_state, slot, i_h, o_d, o_e, s_state, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """A state's columns o_e, [BLOCK_D, BLOCK_E] in float32, 0 outside the state. No mask where none is needed."""
+    p_tile = tile_pointers(p_state, slot, i_h, o_d, o_e, s_state)
+    if D % BLOCK_D or E % BLOCK_E:
+        b_S = tl.load(p_tile, mask=(o_d[:, None] < D) & (o_e[None, :] < E), other=0.0)
+    else:
+        b_S = tl.load(p_tile)
+    return b_S.to(tl.float32)
+
+
+@triton.jit
+def store_tile(p_state, slot, i_h, o_d, o_e, s_state, b_S, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """The reverse of load_tile."""
+    p_tile = tile_pointers(p_state, slot, i_h, o_d, o_e, s_state)
+    b_S = b_S.to(p_state.dtype.element_ty)
+    if D % BLOCK_D or E % BLOCK_E:
+        tl.store(p_tile, b_S, mask=(o_d[:, None] < D) & (o_e[None, :] < E))
+    else:
+        tl.store(p_tile, b_S)
+
+
+@triton.jit
 def advance(b_S, b_k, b_v, rate):
     """exp(-s) S + k v^T: [BLOCK_D, BLOCK_E] in float32."""
     return decayed(b_S, rate, 1) + b_k[:, None] * b_v[None, :]
@@ -48,29 +79,36 @@ def recur(
     o_e = i_e * BLOCK_E + tl.arange(0, BLOCK_E)
     p_k += i_n * s_k[0] + (i_h // RATIO_QK) * s_k[2]
     p_v += i_n * s_v[0] + (i_h // RATIO_V) * s_v[2]
+    # The first token's rows are on their way while the slot, and then the state, is waited for; the next ones' while
+    # a token is computed.
+    rate = base_two_rate(p_slopes, i_h)
+    b_k = load_row(p_k, o_d, s_k[3], D)
+    b_v = load_row(p_v, o_e, s_v[3], E)
     if p_q is not None:
         p_q += i_n * s_q[0] + (i_h // RATIO_QK) * s_q[2]
         p_o += i_n * s_o[0] + i_h * s_o[2]
+        b_q = load_row(p_q, o_d, s_q[3], D)
     if (slot < 0) | (slot >= num_slots):
         if p_q is not None:
             b_zero = tl.zeros([BLOCK_E], p_o.dtype.element_ty)
             for i_t in range(TOKENS):
                 tl.store(p_o + i_t * s_o[1] + o_e * s_o[3], b_zero, mask=o_e < E)
     elif tokens > 0:
-        p_tile = p_pool + slot * s_pool[0] + i_h * s_pool[1] + o_d[:, None] * s_pool[2] + o_e[None, :] * s_pool[3]
-        m = (o_d[:, None] < D) & (o_e[None, :] < E)
-        b_S = tl.load(p_tile, mask=m, other=0.0).to(tl.float32)
-        rate = base_two_rate(p_slopes, i_h)
+        b_S = load_tile(p_pool, slot, i_h, o_d, o_e, s_pool, D, E, BLOCK_D, BLOCK_E)
         for i_t in range(tokens):
-            b_k = load_row(p_k + i_t * s_k[1], o_d, s_k[3], D)
-            b_v = load_row(p_v + i_t * s_v[1], o_e, s_v[3], E)
             b_S = advance(b_S, b_k, b_v, rate)
+            if WRITES:
+                if i_t == tokens - 1:
+                    store_tile(p_pool, slot, i_h, o_d, o_e, s_pool, b_S, D, E, BLOCK_D, BLOCK_E)
+            if TOKENS > 1:
+                ahead = tl.minimum(i_t + 1, TOKENS - 1)
+                b_k = load_row(p_k + ahead * s_k[1], o_d, s_k[3], D)
+                b_v = load_row(p_v + ahead * s_v[1], o_e, s_v[3], E)
             if p_q is not None:
-                b_q = load_row(p_q + i_t * s_q[1], o_d, s_q[3], D)
                 b_o = tl.sum(b_S * b_q[:, None], axis=0) * scale
                 tl.store(p_o + i_t * s_o[1] + o_e * s_o[3], b_o.to(p_o.dtype.element_ty), mask=o_e < E)
-        if WRITES:
-            tl.store(p_tile, b_S.to(p_pool.dtype.element_ty), mask=m)
+                if TOKENS > 1:
+                    b_q = load_row(p_q + ahead * s_q[1], o_d, s_q[3], D)
 
 
 @triton.jit
@@ -96,15 +134,13 @@ def finish_snapshots(
         row = begin + position - missing
         p_k += row * s_k[1] + (i_h // RATIO_QK) * s_k[2]
         p_v += row * s_v[1] + (i_h // RATIO_V) * s_v[2]
-        p_tile = p_pool + target * s_pool[0] + i_h * s_pool[1] + o_d[:, None] * s_pool[2] + o_e[None, :] * s_pool[3]
-        m = (o_d[:, None] < D) & (o_e[None, :] < E)
-        b_S = tl.load(p_tile, mask=m, other=0.0).to(tl.float32)
+        b_S = load_tile(p_pool, target, i_h, o_d, o_e, s_pool, D, E, BLOCK_D, BLOCK_E)
         rate = base_two_rate(p_slopes, i_h)
         for i_t in range(missing):
             b_k = load_row(p_k + i_t * s_k[1], o_d, s_k[3], D)
             b_v = load_row(p_v + i_t * s_v[1], o_e, s_v[3], E)
             b_S = advance(b_S, b_k, b_v, rate)
-        tl.store(p_tile, b_S.to(p_pool.dtype.element_ty), mask=m)
+        store_tile(p_pool, target, i_h, o_d, o_e, s_pool, b_S, D, E, BLOCK_D, BLOCK_E)
 
 
 @triton.jit
@@ -134,13 +170,10 @@ def walk(
                 before, _ = bounds(p_cu, 0, num_sequences, rows)
                 store_zeros(p_o, 0, before, tl.arange(0, 32), o_e, s_o, E, 32)
     elif begin < end:
-        m = (o_d[:, None] < D) & (o_e[None, :] < E)
         b_S = tl.zeros([BLOCK_D, BLOCK_E], tl.float32)
         if p_initial is not None:
             if has_initial(p_initial, p_has, i_n, num_sequences):
-                p_tile = p_initial + slot * s_initial[0] + i_h * s_initial[1]
-                p_tile = p_tile + o_d[:, None] * s_initial[2] + o_e[None, :] * s_initial[3]
-                b_S = tl.load(p_tile, mask=m, other=0.0).to(tl.float32)
+                b_S = load_tile(p_initial, slot, i_h, o_d, o_e, s_initial, D, E, BLOCK_D, BLOCK_E)
         rate = base_two_rate(p_slopes, i_h)
         row = begin
         if REVERSED:
@@ -173,13 +206,9 @@ def walk(
                     target = tl.load(p_snapshot_slots + i_snapshot).to(tl.int64)
                     wanted = tl.load(p_positions + i_snapshot).to(tl.int64) == t + 1 - begin
                     if wanted & (target >= 0) & (target < num_slots):
-                        p_tile = p_final + target * s_final[0] + i_h * s_final[1]
-                        p_tile = p_tile + o_d[:, None] * s_final[2] + o_e[None, :] * s_final[3]
-                        tl.store(p_tile, b_S.to(p_final.dtype.element_ty), mask=m)
+                        store_tile(p_final, target, i_h, o_d, o_e, s_final, b_S, D, E, BLOCK_D, BLOCK_E)
             b_q = b_next_q
             b_k = b_next_k
             b_v = b_next_v
         if p_final is not None:
-            p_tile = p_final + slot * s_final[0] + i_h * s_final[1]
-            p_tile = p_tile + o_d[:, None] * s_final[2] + o_e[None, :] * s_final[3]
-            tl.store(p_tile, b_S.to(p_final.dtype.element_ty), mask=m)
+            store_tile(p_final, slot, i_h, o_d, o_e, s_final, b_S, D, E, BLOCK_D, BLOCK_E)

@@ -55,7 +55,7 @@ def portable_branches() -> list[Any]:
             for segment in (0, (1 + (i + j) % 2) * chunk):
                 turn = i + j + segment // chunk
                 plan = PrefillPlan(chunk, block_e, segment, 4, 1 + turn % 3, block_d=(16, 32, 16, 128)[(j + turn) % 4])
-                branches.append((plan, BF16, (1, 1) if segment else ((1, 1), (2, 1), (1, 2))[j]))
+                branches.append((plan, BF16, ((2, 2), (2, 1), (1, 2))[j]))
     for i, (block_e, num_warps) in enumerate(((16, 1), (32, 4), (64, 2))):
         for j, dtype in enumerate(DTYPES):
             branches.append((by_token(block_e, num_warps), dtype, ((2, 1), (1, 2), (1, 1))[(i + j) % 3]))
@@ -78,11 +78,11 @@ SIZES = (24, 20)
 def ragged_of(tensors, plan: PrefillPlan, heads: tuple[int, int], dtype: torch.dtype, **options: Any):
     """Sequences of every kind for this plan, padding of both kinds, rows of no sequence, and snapshots."""
     chunk = max(plan.chunk, 8)
-    lengths = [0, 2 * chunk + 5, 1, 3, chunk, 2]
-    positions = [[-1] * 3, [chunk + 1, 1, 2 * chunk], [1, -1, -1], [2, -1, 3], [chunk - 1, -1, chunk], [-1] * 3]
+    lengths = [0, 2 * chunk + 5, 1, 3, chunk]
+    positions = [[-1] * 2, [chunk + 1, 2 * chunk], [1, -1], [2, 3], [chunk - 1, chunk]]
     batch = tensors.ragged(
-        lengths, heads=heads, dtype=dtype, slots=[3, 7, 0, -1, 5, 99], num_slots=24, rows_after=3,
-        initial=[True, True, False, True, False, True], **{"sizes": SIZES, "scale": 0.7, **options},
+        lengths, heads=heads, dtype=dtype, slots=[3, 7, 0, -1, 5], num_slots=12, rows_after=3,
+        initial=[True, True, False, True, False], **{"sizes": SIZES, "scale": 0.7, **options},
     )  # fmt: skip
     return batch, positions
 

@@ -8,6 +8,7 @@ from tensors that look like those of the calls. On CPU tensors a call works only
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from lightning_attn.plan import (
     Heads,
     PrefillPlan,
     cdiv,
+    fits_hopper,
     plan_decode,
     plan_prefill,
     power_of_two_at_least,
@@ -205,7 +207,8 @@ def _prepare_walk(walk: _Walk, plan: PrefillPlan | None) -> Callable[..., None]:
 
 def _make_walk(walk: _Walk, plan: PrefillPlan) -> Callable[..., None]:
     heads, segment = walk.heads, plan.segment
-    ratios = (heads.num_heads // heads.num_heads_qk, heads.num_heads // heads.num_heads_v)
+    # Heads, and how many of them share one of q and k, and of v.
+    ratios = (heads.num_heads, heads.num_heads // heads.num_heads_qk, heads.num_heads // heads.num_heads_v)
     sizes = (heads.head_qk, heads.head_v)
     blocks = (plan.block_d, plan.block_e)
     tiles = cdiv(heads.head_v, plan.block_e)
@@ -215,12 +218,14 @@ def _make_walk(walk: _Walk, plan: PrefillPlan) -> Callable[..., None]:
         places = walk.rows // segment + walk.sequences + 1
     else:
         places = walk.sequences * cdiv(walk.rows, segment)
-    grid = (tiles, heads.num_heads, places)
+    grid = (tiles * heads.num_heads * places, 1, 1)
     no_state = (0, 0, 0, 0)
     initial, final = walk.initial or no_state, walk.final or no_state
     carried = (heads.num_heads * heads.head_qk * heads.head_v, heads.head_qk * heads.head_v, 1, heads.head_qk)
     counts = (walk.rows, walk.sequences, walk.num_slots)
-    furthest = (plan.chunk - 1) * max(abs(operand.strides[1]) for operand in (walk.q, walk.k, walk.v, walk.o))
+    operands = (walk.q, walk.k, walk.v, walk.o)
+    # Of rows within a chunk and of elements within a row.
+    furthest = max(max(plan.chunk * o.strides[1], max(blocks[0], heads.head_qk, heads.head_v) * o.strides[3]) for o in operands)
     arithmetic = (walk.backwards, furthest >= 2**31)
     options = {"num_warps": plan.num_warps, "num_stages": plan.num_stages}
 
@@ -234,7 +239,6 @@ def _make_walk(walk: _Walk, plan: PrefillPlan) -> Callable[..., None]:
     if plan.hopper:
         from lightning_attn.kernels import hopper
 
-        operands = (walk.q, walk.k, walk.v, walk.o)
         boxes, strides = zip(*[operand.described() for operand in operands], strict=True)
         tile_blocks = ((plan.chunk, blocks[0]), (plan.chunk, blocks[0]), (plan.chunk, plan.block_e), (plan.chunk, plan.block_e))
         rest = (
@@ -260,7 +264,9 @@ def _make_walk(walk: _Walk, plan: PrefillPlan) -> Callable[..., None]:
 
     whole = walk.rows // segment
     # A sequence has states to carry if it is longer than a segment: see chunked.carried_place.
-    if walk.ragged:
+    if walk.rows <= segment:
+        states = 0
+    elif walk.ragged:
         states = whole + min(walk.sequences, whole)
     else:
         states = walk.sequences * cdiv(walk.rows, segment)
@@ -272,9 +278,10 @@ def _make_walk(walk: _Walk, plan: PrefillPlan) -> Callable[..., None]:
          segment, min(3, plan.num_stages), *arithmetic),
         walk.device, num_warps=plan.num_warps, num_stages=min(3, plan.num_stages),
     )  # fmt: skip
+    carried_tiles = cdiv(heads.head_v, 16) * cdiv(heads.head_qk, plan.block_d)
     carry = Launch(
-        chunked.carry_states, (cdiv(heads.head_v, 16) * cdiv(heads.head_qk, plan.block_d), heads.num_heads, walk.sequences),
-        (*counts, initial, carried, *sizes, blocks[0], 16, segment, walk.backwards), walk.device, num_warps=4,
+        chunked.carry_states, (carried_tiles * heads.num_heads * walk.sequences, 1, 1),
+        (*counts, initial, carried, heads.num_heads, *sizes, blocks[0], 16, segment, walk.backwards), walk.device, num_warps=4,
     )  # fmt: skip
     size = (states, heads.num_heads, heads.head_v, heads.head_qk)
 
@@ -289,9 +296,9 @@ def _make_walk(walk: _Walk, plan: PrefillPlan) -> Callable[..., None]:
     return run_segments
 
 
-def _prepare_finish(walk: _Walk, plan: PrefillPlan, ratios: tuple[int, int], pool: Strides) -> Callable[..., None]:
+def _prepare_finish(walk: _Walk, plan: PrefillPlan, ratios: tuple[int, ...], pool: Strides) -> Callable[..., None]:
     heads = walk.heads
-    grid = (cdiv(heads.head_v, 64), heads.num_heads, walk.sequences * walk.snapshots)
+    grid = (cdiv(heads.head_v, 64) * heads.num_heads * walk.sequences * walk.snapshots, 1, 1)
     rest = (
         walk.rows, walk.num_slots, walk.snapshots, walk.k.strides, walk.v.strides, pool, *ratios, heads.head_qk,
         heads.head_v, max(16, power_of_two_at_least(heads.head_qk)), 64, plan.chunk,
@@ -320,6 +327,17 @@ def prepare_attention(
     )
 
 
+def _fitted(plan: PrefillPlan | None, heads: Heads) -> PrefillPlan | None:
+    """A plan that a caller has pinned, for a walk over other head sizes than the forward's."""
+    if plan is None or plan.covers(heads):
+        return plan
+    if plan.chunk == 1:
+        return replace(plan, block_d=max(16, power_of_two_at_least(heads.head_qk)))
+    if fits_hopper(heads):
+        return replace(plan, block_d=heads.head_qk)
+    return replace(plan, chunk=32, block_e=16, block_d=64, num_stages=1, hopper=False)
+
+
 def prepare_attention_backward(
     q: Tensor, k: Tensor, v: Tensor, ed: Tensor, kv_history: Tensor | None, d_out: Tensor, d_kv: Tensor | None,
     dq: Tensor, dk: Tensor, dv: Tensor, d_history: Tensor, scale: float, plan: PrefillPlan | None = None,
@@ -345,11 +363,12 @@ def prepare_attention_backward(
     end = None if d_kv is None else d_kv[:, :, 0].stride()
     common = (n, b, b, 0, False, scale, q.dtype, q.device)
     by_v, by_k = Heads(h, h, e, d), Heads(h, h, d, e)
+    plan_by_v = _fitted(plan, by_v)
     walk_dq = _prepare_walk(
-        _Walk(of["do"], of["v"], of["k"], of["dq"], history and transposed(history), None, by_v, *common), plan
+        _Walk(of["do"], of["v"], of["k"], of["dq"], history and transposed(history), None, by_v, *common), plan_by_v
     )
     walk_dk = _prepare_walk(
-        _Walk(of["v"], of["do"], of["q"], of["dk"], end and transposed(end), None, by_v, *common, backwards=True), plan
+        _Walk(of["v"], of["do"], of["q"], of["dk"], end and transposed(end), None, by_v, *common, backwards=True), plan_by_v
     )
     walk_dv = _prepare_walk(
         _Walk(of["k"], of["q"], of["do"], of["dv"], end, d_history.stride(), by_k, *common, backwards=True), plan
@@ -436,10 +455,10 @@ def _prepare_recur(
     no_tensor = (0, 0, 0, 0)
     rest = (
         pool.shape[0], scale, no_tensor if q is None else q.stride(), k.stride(), v.stride(), pool.stride(),
-        no_tensor if out is None else out.stride(), tokens, heads.num_heads // heads_qk, heads.num_heads // v.shape[2],
+        no_tensor if out is None else out.stride(), tokens, heads.num_heads, heads.num_heads // heads_qk, heads.num_heads // v.shape[2],
         head_qk, v.shape[3], max(16, power_of_two_at_least(head_qk)), plan.block_e, writes, plan.dependent_launch,
     )  # fmt: skip
-    grid = (cdiv(v.shape[3], plan.block_e), heads.num_heads, sequences)
+    grid = (cdiv(v.shape[3], plan.block_e) * heads.num_heads * sequences, 1, 1)
     options: dict[str, Any] = {"launch_pdl": True} if plan.dependent_launch else {}
     launch = Launch(recurrent.recur, grid, rest, k.device, num_warps=plan.num_warps, **options)
 

@@ -17,6 +17,13 @@ from lightning_attn.kernels.decay import base_two_rate, decayed, entering, seein
 
 
 @triton.jit
+def program(H: tl.constexpr, TILES: tl.constexpr):
+    """Tile, head and place in the grid. One dimension: of the others a grid has 65535 at most."""
+    pid = tl.program_id(0)
+    return pid % TILES, (pid // TILES) % H, pid // (TILES * H)
+
+
+@triton.jit
 def bounds(p_cu, i_n, num_sequences, rows):
     """The rows of a sequence, clamped; sequence ``num_sequences`` stands for the rows after the last one."""
     if p_cu is None:
@@ -70,7 +77,8 @@ def locate(p_cu, i_w, num_sequences, rows, SEGMENT: tl.constexpr):
                 above = middle
         i_segment = (i_w - first_segment(p_cu, i_n, rows, SEGMENT)).to(tl.int32)
     begin, end = bounds(p_cu, i_n, num_sequences, rows)
-    return i_n, i_segment, begin, end
+    # Places before the first sequence's are nobody's.
+    return i_n, i_segment, begin, tl.where(i_segment < 0, begin, end)
 
 
 @triton.jit
@@ -97,20 +105,20 @@ def has_initial(p_initial, p_has, i_n, num_sequences):
 
 
 @triton.jit
-def row_offsets(o_row, s_row, WIDE_ROWS: tl.constexpr):
-    """Where rows of a chunk begin. 64-bit numbers only where a chunk's rows need them: they take twice the registers."""
-    if WIDE_ROWS:
-        o_row = o_row.to(tl.int64)
-    return o_row * s_row
+def offsets(o_place, stride, WIDE: tl.constexpr):
+    """Where a tile's rows or columns begin, in 64 bits only if a tile needs them: they take twice the registers."""
+    if WIDE:
+        o_place = o_place.to(tl.int64)
+    return o_place * stride
 
 
 @triton.jit
-def load_tile(p, o_row, o_column, s_tensor, length, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WIDE_ROWS: tl.constexpr):
+def load_tile(p, o_row, o_column, s_tensor, length, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr):
     """Rows x columns of one head, 0 past ``length`` rows and ``WIDTH`` columns. A mask of columns only where needed."""
     m = o_row[:, None] < length
     if WIDTH % BLOCK:
         m = m & (o_column[None, :] < WIDTH)
-    p_tile = p + row_offsets(o_row, s_tensor[1], WIDE_ROWS)[:, None] + o_column[None, :] * s_tensor[3]
+    p_tile = p + offsets(o_row, s_tensor[1], WIDE)[:, None] + offsets(o_column, s_tensor[3], WIDE)[None, :]
     return tl.load(p_tile, mask=m, other=0.0)
 
 
@@ -118,7 +126,7 @@ def load_tile(p, o_row, o_column, s_tensor, length, WIDTH: tl.constexpr, BLOCK: 
 def step(
     p_q, p_k, p_v, p_o, S, b_within, rate, scale, row, end, i_e, s_q, s_k, s_v, s_o,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr,
-    REVERSED: tl.constexpr, WIDE_ROWS: tl.constexpr,
+    REVERSED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """The chunk that begins at ``row``: its outputs are stored, the state after it is returned. p_q None: no outputs."""
     length = tl.minimum(end - row, CHUNK).to(tl.int32)
@@ -126,23 +134,23 @@ def step(
     o_e = i_e * BLOCK_E + tl.arange(0, BLOCK_E)
     b_seeing = seeing(rate, o_c, length, scale, REVERSED)
     b_entering = entering(rate, o_c, length, scale, REVERSED)
-    b_v = load_tile(p_v + row * s_v[1], o_c, o_e, s_v, length, E, BLOCK_E, WIDE_ROWS)  # [CHUNK, BLOCK_E]
+    b_v = load_tile(p_v + row * s_v[1], o_c, o_e, s_v, length, E, BLOCK_E, WIDE)  # [CHUNK, BLOCK_E]
     b_weighted_v = tl.trans((b_v * b_entering[:, None]).to(b_v.dtype))
     b_seen = tl.zeros([BLOCK_E, CHUNK], tl.float32)
     b_scores = tl.zeros([CHUNK, CHUNK], tl.float32)
     next_S = ()
     for i in tl.static_range((D + BLOCK_D - 1) // BLOCK_D):
         o_d = i * BLOCK_D + tl.arange(0, BLOCK_D)
-        b_k = load_tile(p_k + row * s_k[1], o_c, o_d, s_k, length, D, BLOCK_D, WIDE_ROWS)  # [CHUNK, BLOCK_D]
+        b_k = load_tile(p_k + row * s_k[1], o_c, o_d, s_k, length, D, BLOCK_D, WIDE)  # [CHUNK, BLOCK_D]
         if p_q is not None:
-            b_q = load_tile(p_q + row * s_q[1], o_c, o_d, s_q, length, D, BLOCK_D, WIDE_ROWS)  # [CHUNK, BLOCK_D]
+            b_q = load_tile(p_q + row * s_q[1], o_c, o_d, s_q, length, D, BLOCK_D, WIDE)  # [CHUNK, BLOCK_D]
             b_seen = tl.dot(S[i].to(b_q.dtype), tl.trans(b_q), b_seen)  # [BLOCK_E, queries]
             b_scores = tl.dot(b_k, tl.trans(b_q), b_scores)  # [keys, queries]
         next_S = next_S + (tl.dot(b_weighted_v, b_k, decayed(S[i], rate, length)),)
     if p_q is not None:
         b_scores = (b_scores * b_within).to(b_v.dtype)
         b_o = tl.trans(tl.dot(tl.trans(b_v), b_scores, b_seen * b_seeing[None, :]))
-        p_tile = p_o + row * s_o[1] + row_offsets(o_c, s_o[1], WIDE_ROWS)[:, None] + o_e[None, :] * s_o[3]
+        p_tile = p_o + row * s_o[1] + offsets(o_c, s_o[1], WIDE)[:, None] + offsets(o_e, s_o[3], WIDE)[None, :]
         m = (o_c[:, None] < length) & (o_e[None, :] < E)
         tl.store(p_tile, b_o.to(p_o.dtype.element_ty), mask=m)
     return next_S
@@ -160,7 +168,8 @@ def zero_state(D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr):
 @triton.jit
 def state_pointers(p_state, slot, i_h, o_d, o_e, s_state):
     """A tile of a state, transposed: [e, d]."""
-    return p_state + slot * s_state[0] + i_h * s_state[1] + o_d[None, :] * s_state[2] + o_e[:, None] * s_state[3]
+    p_tile = p_state + slot * s_state[0] + i_h * s_state[1]
+    return p_tile + o_d.to(tl.int64)[None, :] * s_state[2] + o_e.to(tl.int64)[:, None] * s_state[3]
 
 
 @triton.jit
@@ -218,7 +227,7 @@ def store_zeros(p_o, begin, end, o_c, o_e, s_o, E: tl.constexpr, CHUNK: tl.const
     """Zero rows begin to end of one head's tile of columns."""
     for row in range(begin, end, CHUNK):
         o_row = row + o_c
-        p_tile = p_o + o_row[:, None].to(tl.int64) * s_o[1] + o_e[None, :] * s_o[3]
+        p_tile = p_o + o_row[:, None].to(tl.int64) * s_o[1] + o_e[None, :].to(tl.int64) * s_o[3]
         b_zero = tl.zeros([CHUNK, o_e.shape[0]], p_o.dtype.element_ty)
         tl.store(p_tile, b_zero, mask=(o_row[:, None] < end) & (o_e[None, :] < E))
 
@@ -268,9 +277,9 @@ def store_snapshots(
 def walk(
     p_q, p_k, p_v, p_o, p_slopes, p_cu, p_slots, p_has, p_initial, p_final, p_carried, p_positions, p_snapshot_slots,
     rows, num_sequences, num_slots, num_snapshots, scale, s_q, s_k, s_v, s_o, s_initial, s_final, s_carried,
-    RATIO_QK: tl.constexpr, RATIO_V: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr,
+    H: tl.constexpr, RATIO_QK: tl.constexpr, RATIO_V: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, SEGMENT: tl.constexpr, STAGES: tl.constexpr, REVERSED: tl.constexpr,
-    WIDE_ROWS: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     """Walk one sequence, or one segment of it, for one head and BLOCK_E columns of its state.
 
@@ -278,9 +287,9 @@ def walk(
     ``rows`` rows each; otherwise packed rows. p_initial and p_final None: from a zero state, and the last is dropped.
     SEGMENT > 0: segments of that many rows, walked at the same time, start from the states in p_carried.
     """
-    i_e = tl.program_id(0)
-    i_h = tl.program_id(1).to(tl.int64)
-    i_n, i_segment, begin, end = locate(p_cu, tl.program_id(2), num_sequences, rows, SEGMENT)
+    i_e, i_h, i_w = program(H, (E + BLOCK_E - 1) // BLOCK_E)
+    i_h = i_h.to(tl.int64)
+    i_n, i_segment, begin, end = locate(p_cu, i_w, num_sequences, rows, SEGMENT)
     first = begin
     length = end - begin
     if SEGMENT:
@@ -335,7 +344,7 @@ def walk(
                 row = begin + last_row - c
             S = step(
                 p_q, p_k, p_v, p_o, S, b_within, rate, scale, row, end, i_e, s_q, s_k, s_v, s_o,
-                D, E, BLOCK_D, BLOCK_E, CHUNK, REVERSED, WIDE_ROWS,
+                D, E, BLOCK_D, BLOCK_E, CHUNK, REVERSED, WIDE,
             )  # fmt: skip
             if p_positions is not None:
                 if row + CHUNK == stop:
@@ -355,14 +364,14 @@ def walk(
 @triton.jit
 def segment_states(
     p_k, p_v, p_slopes, p_cu, p_slots, p_carried, rows, num_sequences, num_slots, scale, s_k, s_v, s_carried,
-    RATIO_QK: tl.constexpr, RATIO_V: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr,
+    H: tl.constexpr, RATIO_QK: tl.constexpr, RATIO_V: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, SEGMENT: tl.constexpr, STAGES: tl.constexpr, REVERSED: tl.constexpr,
-    WIDE_ROWS: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     """The state that each segment would leave behind had it started from zero, stored in the place of the next one."""
-    i_e = tl.program_id(0)
-    i_h = tl.program_id(1).to(tl.int64)
-    i_n, i_segment, first, last = locate(p_cu, tl.program_id(2), num_sequences, rows, SEGMENT)
+    i_e, i_h, i_w = program(H, (E + BLOCK_E - 1) // BLOCK_E)
+    i_h = i_h.to(tl.int64)
+    i_n, i_segment, first, last = locate(p_cu, i_w, num_sequences, rows, SEGMENT)
     length = last - first
     begin = tl.minimum(first + i_segment * SEGMENT, last)
     end = tl.minimum(begin + SEGMENT, last)
@@ -391,7 +400,7 @@ def segment_states(
                 row = begin + last_row - c
             S = step(
                 None, p_k, p_v, None, S, None, rate, scale, row, end, i_e, s_k, s_k, s_v, s_v,
-                D, E, BLOCK_D, BLOCK_E, CHUNK, REVERSED, WIDE_ROWS,
+                D, E, BLOCK_D, BLOCK_E, CHUNK, REVERSED, WIDE,
             )  # fmt: skip
         place = carried_place(p_cu, i_n, first, rows, SEGMENT) + next_segment
         store_state(p_carried, place, i_h, i_e, s_carried, S, D, E, BLOCK_D, BLOCK_E)
@@ -400,7 +409,7 @@ def segment_states(
 @triton.jit
 def carry_states(
     p_slopes, p_cu, p_slots, p_has, p_initial, p_carried, rows, num_sequences, num_slots, s_initial, s_carried,
-    D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, SEGMENT: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, SEGMENT: tl.constexpr,
     REVERSED: tl.constexpr,
 ):  # fmt: skip
     """Turn each segment's own state into the state before the next one, from a sequence's initial state on.
@@ -408,10 +417,11 @@ def carry_states(
     The initial state is stored too: a pool's slot is overwritten while the segments are walked.
     """
     # One piece of one tile: nothing passes between pieces.
-    i_e = tl.program_id(0) // ((D + BLOCK_D - 1) // BLOCK_D)
-    i = tl.program_id(0) % ((D + BLOCK_D - 1) // BLOCK_D)
-    i_h = tl.program_id(1).to(tl.int64)
-    i_n = tl.program_id(2)
+    PIECES: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
+    i_tile, i_h, i_n = program(H, PIECES * ((E + BLOCK_E - 1) // BLOCK_E))
+    i_e = i_tile // PIECES
+    i = i_tile % PIECES
+    i_h = i_h.to(tl.int64)
     first, last = bounds(p_cu, i_n, num_sequences, rows)
     slot = slot_of(p_slots, i_n, num_sequences, num_slots)
     if (last - first > SEGMENT) & (slot >= 0):

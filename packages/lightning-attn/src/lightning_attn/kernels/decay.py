@@ -38,12 +38,22 @@ def entering(rate, o_place, length, scale, REVERSED: tl.constexpr):
 
 
 @triton.jit
-def decayed(b_S, rate, tokens):
-    """exp2(-rate tokens) S. Where the factor is near 1, S and what it loses are added: the factor itself would be
-    rounded the same way at every chunk or token, and over many that shows."""
+def kept_and_lost(rate, tokens):
+    """Factors of which a state S becomes ``S kept + (S lost + what is new)`` after these tokens.
+
+    Where the decay is near 1 they are 1 and exp2(-rate tokens) - 1, else 0 and the decay: a factor near 1 would be
+    rounded the same way at every token, and over many that shows.
+    """
     exponent = rate * tokens * 0.6931471805599453
     # The series of exp(-x) - 1 up to x^6; its next term is below the rounding of float32 for x < 1/4.
     series = 1 - exponent / 5 * (1 - exponent / 6)
     series = -exponent * (1 - exponent / 2 * (1 - exponent / 3 * (1 - exponent / 4 * series)))
     is_small = exponent < 0.25
-    return b_S * tl.where(is_small, 1.0, 0.0) + b_S * tl.where(is_small, series, tl.exp2(-rate * tokens))
+    return tl.where(is_small, 1.0, 0.0), tl.where(is_small, series, tl.exp2(-rate * tokens))
+
+
+@triton.jit
+def decayed(b_S, rate, tokens):
+    """The state after these tokens, if they bring nothing new."""
+    kept, lost = kept_and_lost(rate, tokens)
+    return b_S * kept + b_S * lost

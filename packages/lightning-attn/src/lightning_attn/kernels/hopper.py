@@ -24,6 +24,7 @@ from lightning_attn.kernels.chunked import (
     has_initial,
     locate,
     next_snapshot,
+    program,
     slot_of,
     snapshot_slot,
     state_pointers,
@@ -172,13 +173,12 @@ def store_snapshots(
 def walk(
     d_q, d_k, d_v, d_o, p_o, p_slopes, p_cu, p_slots, p_has, p_initial, p_final, p_carried, p_positions,
     p_snapshot_slots, rows, num_sequences, num_slots, num_snapshots, scale, s_o, s_initial, s_final, s_carried,
-    RATIO_QK: gl.constexpr, RATIO_V: gl.constexpr, D: gl.constexpr, E: gl.constexpr, BLOCK_E: gl.constexpr,
+    H: gl.constexpr, RATIO_QK: gl.constexpr, RATIO_V: gl.constexpr, D: gl.constexpr, E: gl.constexpr, BLOCK_E: gl.constexpr,
     CHUNK: gl.constexpr, SEGMENT: gl.constexpr, STAGES: gl.constexpr, REVERSED: gl.constexpr,
 ):  # fmt: skip
     """``chunked.walk`` with q, k, v and o as descriptors of [sequences, heads, rows, D or E], blocks of one chunk."""
-    i_e = gl.program_id(0)
-    i_h = gl.program_id(1)
-    i_n, i_segment, begin, end = locate(p_cu, gl.program_id(2), num_sequences, rows, SEGMENT)
+    i_e, i_h, i_w = program(H, E // BLOCK_E)
+    i_n, i_segment, begin, end = locate(p_cu, i_w, num_sequences, rows, SEGMENT)
     # The tensor memory accelerator counts rows in 32 bits.
     begin = begin.to(gl.int32)
     end = end.to(gl.int32)

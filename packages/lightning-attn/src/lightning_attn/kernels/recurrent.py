@@ -9,8 +9,8 @@ that make up for it take more registers than there are, and a warp that holds it
 import triton
 import triton.language as tl
 
-from lightning_attn.kernels.chunked import bounds, has_initial, slot_of, store_zeros
-from lightning_attn.kernels.decay import base_two_rate, decayed
+from lightning_attn.kernels.chunked import bounds, has_initial, program, slot_of, store_zeros
+from lightning_attn.kernels.decay import base_two_rate, decayed, kept_and_lost
 
 
 @triton.jit
@@ -52,22 +52,23 @@ def store_tile(p_state, slot, i_h, o_d, o_e, s_state, b_S, D: tl.constexpr, E: t
 @triton.jit
 def advance(b_S, b_k, b_v, rate):
     """exp(-s) S + k v^T: [BLOCK_D, BLOCK_E] in float32."""
-    return decayed(b_S, rate, 1) + b_k[:, None] * b_v[None, :]
+    kept, lost = kept_and_lost(rate, 1)
+    return b_S * kept + (b_S * lost + b_k[:, None] * b_v[None, :])
 
 
 @triton.jit
 def recur(
     p_q, p_k, p_v, p_pool, p_slots, p_slopes, p_accepted, p_o, num_slots, scale, s_q, s_k, s_v, s_pool, s_o,
-    TOKENS: tl.constexpr, RATIO_QK: tl.constexpr, RATIO_V: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    TOKENS: tl.constexpr, H: tl.constexpr, RATIO_QK: tl.constexpr, RATIO_V: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, WRITES: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
     """TOKENS tokens, or the first accepted of them, of one sequence and head, BLOCK_E columns of its state.
 
     Strides are (sequence, token, head, element) of q, k, v, o and (slot, head, d, e) of the pool. p_q None: no outputs.
     """
-    i_e = tl.program_id(0)
-    i_h = tl.program_id(1).to(tl.int64)
-    i_n = tl.program_id(2).to(tl.int64)
+    i_e, i_h, i_n = program(H, (E + BLOCK_E - 1) // BLOCK_E)
+    i_h = i_h.to(tl.int64)
+    i_n = i_n.to(tl.int64)
     if DEPENDENT_LAUNCH:
         tl.extra.cuda.gdc_wait()
     slot = tl.load(p_slots + i_n).to(tl.int64)
@@ -75,8 +76,8 @@ def recur(
     if p_accepted is not None:
         accepted = tl.load(p_accepted + i_n)
         tokens = tl.where((accepted >= 0) & (accepted <= TOKENS), accepted, 0).to(tl.int32)
-    o_d = tl.arange(0, BLOCK_D)
-    o_e = i_e * BLOCK_E + tl.arange(0, BLOCK_E)
+    o_d = tl.arange(0, BLOCK_D).to(tl.int64)
+    o_e = (i_e * BLOCK_E + tl.arange(0, BLOCK_E)).to(tl.int64)
     p_k += i_n * s_k[0] + (i_h // RATIO_QK) * s_k[2]
     p_v += i_n * s_v[0] + (i_h // RATIO_V) * s_v[2]
     # The first token's rows are on their way while the slot, and then the state, is waited for; the next ones' while
@@ -92,7 +93,7 @@ def recur(
         if p_q is not None:
             b_zero = tl.zeros([BLOCK_E], p_o.dtype.element_ty)
             for i_t in range(TOKENS):
-                tl.store(p_o + i_t * s_o[1] + o_e * s_o[3], b_zero, mask=o_e < E)
+                tl.store(p_o + (i_h * 0 + i_t) * s_o[1] + o_e * s_o[3], b_zero, mask=o_e < E)
     elif tokens > 0:
         b_S = load_tile(p_pool, slot, i_h, o_d, o_e, s_pool, D, E, BLOCK_D, BLOCK_E)
         for i_t in range(tokens):
@@ -101,12 +102,12 @@ def recur(
                 if i_t == tokens - 1:
                     store_tile(p_pool, slot, i_h, o_d, o_e, s_pool, b_S, D, E, BLOCK_D, BLOCK_E)
             if TOKENS > 1:
-                ahead = tl.minimum(i_t + 1, TOKENS - 1)
+                ahead = tl.minimum(i_t + 1, TOKENS - 1).to(tl.int64)
                 b_k = load_row(p_k + ahead * s_k[1], o_d, s_k[3], D)
                 b_v = load_row(p_v + ahead * s_v[1], o_e, s_v[3], E)
             if p_q is not None:
                 b_o = tl.sum(b_S * b_q[:, None], axis=0) * scale
-                tl.store(p_o + i_t * s_o[1] + o_e * s_o[3], b_o.to(p_o.dtype.element_ty), mask=o_e < E)
+                tl.store(p_o + (i_h * 0 + i_t) * s_o[1] + o_e * s_o[3], b_o.to(p_o.dtype.element_ty), mask=o_e < E)
                 if TOKENS > 1:
                     b_q = load_row(p_q + ahead * s_q[1], o_d, s_q[3], D)
 
@@ -114,31 +115,31 @@ def recur(
 @triton.jit
 def finish_snapshots(
     p_k, p_v, p_slopes, p_cu, p_slots, p_pool, p_positions, p_snapshot_slots, rows, num_slots, num_snapshots, s_k, s_v,
-    s_pool, RATIO_QK: tl.constexpr, RATIO_V: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr,
+    s_pool, H: tl.constexpr, RATIO_QK: tl.constexpr, RATIO_V: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Advance each snapshot, stored at a place of whole chunks, by the tokens between there and its position."""
-    i_e = tl.program_id(0)
-    i_h = tl.program_id(1).to(tl.int64)
-    i_n = (tl.program_id(2) // num_snapshots).to(tl.int64)
+    i_e, i_h, i_snapshot = program(H, (E + BLOCK_E - 1) // BLOCK_E)
+    i_h = i_h.to(tl.int64)
+    i_n = (i_snapshot // num_snapshots).to(tl.int64)
     begin = tl.minimum(tl.maximum(tl.load(p_cu + i_n).to(tl.int64), 0), rows)
     length = tl.minimum(tl.load(p_cu + i_n + 1).to(tl.int64), rows) - begin
-    position = tl.load(p_positions + tl.program_id(2)).to(tl.int64)
-    target = tl.load(p_snapshot_slots + tl.program_id(2)).to(tl.int64)
+    position = tl.load(p_positions + i_snapshot).to(tl.int64)
+    target = tl.load(p_snapshot_slots + i_snapshot).to(tl.int64)
     slot = tl.load(p_slots + i_n).to(tl.int64)
     missing = (position % CHUNK).to(tl.int32)
     wanted = (position >= 1) & (position <= length) & (target >= 0) & (target < num_slots)
     if wanted & (slot >= 0) & (slot < num_slots) & (missing > 0):
-        o_d = tl.arange(0, BLOCK_D)
-        o_e = i_e * BLOCK_E + tl.arange(0, BLOCK_E)
+        o_d = tl.arange(0, BLOCK_D).to(tl.int64)
+        o_e = (i_e * BLOCK_E + tl.arange(0, BLOCK_E)).to(tl.int64)
         row = begin + position - missing
         p_k += row * s_k[1] + (i_h // RATIO_QK) * s_k[2]
         p_v += row * s_v[1] + (i_h // RATIO_V) * s_v[2]
         b_S = load_tile(p_pool, target, i_h, o_d, o_e, s_pool, D, E, BLOCK_D, BLOCK_E)
         rate = base_two_rate(p_slopes, i_h)
         for i_t in range(missing):
-            b_k = load_row(p_k + i_t * s_k[1], o_d, s_k[3], D)
-            b_v = load_row(p_v + i_t * s_v[1], o_e, s_v[3], E)
+            b_k = load_row(p_k + (i_h * 0 + i_t) * s_k[1], o_d, s_k[3], D)
+            b_v = load_row(p_v + (i_h * 0 + i_t) * s_v[1], o_e, s_v[3], E)
             b_S = advance(b_S, b_k, b_v, rate)
         store_tile(p_pool, target, i_h, o_d, o_e, s_pool, b_S, D, E, BLOCK_D, BLOCK_E)
 
@@ -147,17 +148,16 @@ def finish_snapshots(
 def walk(
     p_q, p_k, p_v, p_o, p_slopes, p_cu, p_slots, p_has, p_initial, p_final, p_positions, p_snapshot_slots,
     rows, num_sequences, num_slots, num_snapshots, scale, s_q, s_k, s_v, s_o, s_initial, s_final,
-    RATIO_QK: tl.constexpr, RATIO_V: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_E: tl.constexpr, REVERSED: tl.constexpr,
+    H: tl.constexpr, RATIO_QK: tl.constexpr, RATIO_V: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, REVERSED: tl.constexpr,
 ):  # fmt: skip
     """``chunked.walk`` in chunks of one token, without segments."""
-    i_e = tl.program_id(0)
-    i_h = tl.program_id(1).to(tl.int64)
-    i_n = tl.program_id(2)
+    i_e, i_h, i_n = program(H, (E + BLOCK_E - 1) // BLOCK_E)
+    i_h = i_h.to(tl.int64)
     begin, end = bounds(p_cu, i_n, num_sequences, rows)
     slot = slot_of(p_slots, i_n, num_sequences, num_slots)
-    o_d = tl.arange(0, BLOCK_D)
-    o_e = i_e * BLOCK_E + tl.arange(0, BLOCK_E)
+    o_d = tl.arange(0, BLOCK_D).to(tl.int64)
+    o_e = (i_e * BLOCK_E + tl.arange(0, BLOCK_E)).to(tl.int64)
     p_q += i_n.to(tl.int64) * s_q[0] + (i_h // RATIO_QK) * s_q[2]
     p_k += i_n.to(tl.int64) * s_k[0] + (i_h // RATIO_QK) * s_k[2]
     p_v += i_n.to(tl.int64) * s_v[0] + (i_h // RATIO_V) * s_v[2]

@@ -471,7 +471,9 @@ def located(cu: Sequence[int], rows: int, segment: int, place: int) -> tuple[int
             above = middle
     begin = min(max(cu[sequence], 0), rows)
     end = min(max(cu[sequence + 1] if sequence < count else rows, begin), rows)
-    return sequence, place - first_segment(sequence), begin, end
+    i_segment = place - first_segment(sequence)
+    # Places before the first sequence's are nobody's.
+    return sequence, max(i_segment, 0), begin, begin if i_segment < 0 else end
 
 
 def carried(begin: int, sequence: int, segment: int) -> int:
@@ -598,7 +600,8 @@ def test_launches_have_a_place_for_each_segment_and_a_state_between_them(monkeyp
         assert grids.calls[-1][0] == "walk"
         for name, grid in grids.grids:
             if name in ("walk", "segment_states"):
-                assert grid_places(rows, len(cu) - 1, segment) in grid
+                # Of two heads, one tile each.
+                assert grid == (2 * grid_places(rows, len(cu) - 1, segment), 1, 1)
         if rows > segment:
             assert [name for name, _ in grids.calls] == ["segment_states", "carry_states", "walk"]
             between = next(given for name, given in grids.calls if name == "segment_states")[5]

@@ -150,6 +150,6 @@ def _segment(heads: Heads, block_e: int, limits: DeviceLimits) -> int:
 
 def plan_decode(heads: Heads, limits: DeviceLimits) -> DecodePlan:
     """The plan for a few tokens of every sequence on this device."""
-    # Measured on an H200, 64 heads x 128, share of the copy's bandwidth at 32 and 256 sequences: blocks of 32 columns
-    # 0.88 and 0.90, of 64 with four warps 0.93 and 0.95, with eight 0.94 and 0.97, of 128 0.89 and 0.94.
-    return DecodePlan(min(64, power_of_two_at_least(max(16, heads.head_v))), 8, limits.dependent_launch)
+    # Measured on an H200, 64 heads x 128, share of the copy's bandwidth at 32 and 256 sequences: blocks of 64 columns
+    # with four warps 0.92 and 0.96, with eight 0.91 and 0.93; of 32 columns 0.88 and 0.89; of 128 0.81 and 0.77.
+    return DecodePlan(min(64, power_of_two_at_least(max(16, heads.head_v))), 4, limits.dependent_launch)

@@ -78,7 +78,8 @@ def locate(p_cu, i_w, num_sequences, rows, SEGMENT: tl.constexpr):
         i_segment = (i_w - first_segment(p_cu, i_n, rows, SEGMENT)).to(tl.int32)
     begin, end = bounds(p_cu, i_n, num_sequences, rows)
     # Places before the first sequence's are nobody's.
-    return i_n, i_segment, begin, tl.where(i_segment < 0, begin, end)
+    end = tl.where(i_segment < 0, begin, end)
+    return i_n, tl.maximum(i_segment, 0), begin, end
 
 
 @triton.jit

@@ -150,7 +150,9 @@ def all_specs(target: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[KernelSp
     yield from dense("head sizes 80 and 48", NARROW_KEYS, torch.bfloat16)
     yield from dense("float16", MINIMAX, torch.float16)
     yield from ragged("MiniMax-01 TP8 in float32", MINIMAX_TP8, torch.float32, 0)
-    yield from ragged("MiniMax-01 TP8", MINIMAX_TP8, torch.bfloat16, 2, plan_prefill(MINIMAX_TP8, True, limits, snapshots=True))
+    yield from ragged(
+        "MiniMax-01 TP8", MINIMAX_TP8, torch.bfloat16, 2, plan_prefill(MINIMAX_TP8, True, limits, snapshots=True)
+    )
     yield from ragged("head sizes of 256", WIDE, torch.bfloat16, 0)
     yield from ragged("head sizes of 256 in float32", WIDE, torch.float32, 0)
     yield from recurrent("MiniMax-01", MINIMAX, 4, plan_decode(MINIMAX, limits))

@@ -37,7 +37,7 @@ class Launch:
 
     Called with tensors, or None where the kernel takes none, of the dtypes, strides and device it was made for. From
     the second call on Triton's binding of arguments is skipped (half of a launch's host time): all that it would
-    specialise on is fixed here but the pointers' alignment, and tensors that are not 16-byte aligned go through it again.
+    specialise on is fixed here but the pointers' alignment; tensors that are not 16-byte aligned go through it again.
     """
 
     def __init__(
@@ -77,13 +77,12 @@ class HopperLaunch(Launch):
         self, kernel: Any, grid: tuple[int, int, int], rest: tuple[Any, ...], device: torch.device,
         boxes: tuple[tuple[int, ...], ...], strides: tuple[Strides, ...], blocks: tuple[tuple[int, int], ...],
     ) -> None:  # fmt: skip
-        from triton.experimental.gluon import language as gl
-        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+        from lightning_attn.kernels.hopper import TensorDescriptor, descriptor_layout
 
         super().__init__(kernel, grid, rest, device, num_warps=4)
         self._descriptor = TensorDescriptor
         shapes = [[1, 1, *block] for block in blocks]
-        layouts = [gl.NVMMASharedLayout.get_default_for(shape, gl.bfloat16) for shape in shapes]
+        layouts = [descriptor_layout(shape) for shape in shapes]
         self._forms = [
             [list(box), list(stride), shape, layout]
             for box, stride, shape, layout in zip(boxes, strides, shapes, layouts, strict=True)
@@ -91,9 +90,7 @@ class HopperLaunch(Launch):
 
     def _start(self, tensors: tuple[Tensor | None, ...]) -> None:
         described = tensors[:4]
-        descriptors = [
-            self._descriptor(tensor, *form) for tensor, form in zip(described, self._forms, strict=True)
-        ]
+        descriptors = [self._descriptor(tensor, *form) for tensor, form in zip(described, self._forms, strict=True)]
         # o travels twice: the rows of a last, short chunk are stored one by one.
         others = tensors[3:]
         pointers = [tensor if tensor is None else tensor.data_ptr() for tensor in others]
@@ -143,7 +140,8 @@ class _Operand(NamedTuple):
     @classmethod
     def packed(cls, tensor: Tensor) -> _Operand:
         """Of a tensor [rows, heads, elements]."""
-        return cls((1, *tensor.shape), (0, *tensor.stride()))
+        (n, h, d), (s_n, s_h, s_d) = tensor.shape, tensor.stride()
+        return cls((1, n, h, d), (0, s_n, s_h, s_d))
 
     def suits_descriptors(self) -> bool:
         """Whether the tensor memory accelerator can address it: packed elements, other strides of whole 16 bytes."""
@@ -225,7 +223,9 @@ def _make_walk(walk: _Walk, plan: PrefillPlan) -> Callable[..., None]:
     counts = (walk.rows, walk.sequences, walk.num_slots)
     operands = (walk.q, walk.k, walk.v, walk.o)
     # Of rows within a chunk and of elements within a row.
-    furthest = max(max(plan.chunk * o.strides[1], max(blocks[0], heads.head_qk, heads.head_v) * o.strides[3]) for o in operands)
+    furthest = max(
+        max(plan.chunk * o.strides[1], max(blocks[0], heads.head_qk, heads.head_v) * o.strides[3]) for o in operands
+    )
     arithmetic = (walk.backwards, furthest >= 2**31)
     options = {"num_warps": plan.num_warps, "num_stages": plan.num_stages}
 
@@ -240,7 +240,12 @@ def _make_walk(walk: _Walk, plan: PrefillPlan) -> Callable[..., None]:
         from lightning_attn.kernels import hopper
 
         boxes, strides = zip(*[operand.described() for operand in operands], strict=True)
-        tile_blocks = ((plan.chunk, blocks[0]), (plan.chunk, blocks[0]), (plan.chunk, plan.block_e), (plan.chunk, plan.block_e))
+        tile_blocks = (
+            (plan.chunk, blocks[0]),
+            (plan.chunk, blocks[0]),
+            (plan.chunk, plan.block_e),
+            (plan.chunk, plan.block_e),
+        )
         rest = (
             *counts, walk.snapshots, walk.scale, walk.o.strides, initial, final, carried,
             *ratios, *sizes, plan.block_e, plan.chunk, segment, plan.num_stages, walk.backwards,
@@ -281,11 +286,14 @@ def _make_walk(walk: _Walk, plan: PrefillPlan) -> Callable[..., None]:
     carried_tiles = cdiv(heads.head_v, 16) * cdiv(heads.head_qk, plan.block_d)
     carry = Launch(
         chunked.carry_states, (carried_tiles * heads.num_heads * walk.sequences, 1, 1),
-        (*counts, initial, carried, heads.num_heads, *sizes, blocks[0], 16, segment, walk.backwards), walk.device, num_warps=4,
+        (*counts, initial, carried, heads.num_heads, *sizes, blocks[0], 16, segment, walk.backwards), walk.device,
+        num_warps=4,
     )  # fmt: skip
     size = (states, heads.num_heads, heads.head_v, heads.head_qk)
 
-    def run_segments(q, k, v, o, slopes, cu, slots, has, first, last, positions, targets):  # type: ignore[no-untyped-def]
+    def run_segments(  # type: ignore[no-untyped-def]
+        q, k, v, o, slopes, cu, slots, has, first, last, positions, targets
+    ):
         between = torch.empty(size, dtype=torch.float32, device=walk.device)
         if walk.rows > segment:
             own(k, v, slopes, cu, slots, between)
@@ -322,9 +330,7 @@ def prepare_attention(
     if kv.numel() == 0:
         return _nothing
     run = _prepare_walk(walk, plan)
-    return lambda q, k, v, ed, kv_history, out, kv: run(
-        q, k, v, out, ed, None, None, None, kv_history, kv, None, None
-    )
+    return lambda q, k, v, ed, kv_history, out, kv: run(q, k, v, out, ed, None, None, None, kv_history, kv, None, None)
 
 
 def _fitted(plan: PrefillPlan | None, heads: Heads) -> PrefillPlan | None:
@@ -354,7 +360,10 @@ def prepare_attention_backward(
         return _nothing
     b, h, n, d = q.shape
     e = v.shape[3]
-    of = {name: _Operand.dense(t) for name, t in zip("q k v do dq dk dv".split(), (q, k, v, d_out, dq, dk, dv), strict=True)}
+    of = {
+        name: _Operand.dense(t)
+        for name, t in zip(["q", "k", "v", "do", "dq", "dk", "dv"], (q, k, v, d_out, dq, dk, dv), strict=True)
+    }
 
     def transposed(strides: Sequence[int]) -> Strides:
         return (*strides[:2], strides[3], strides[2])
@@ -368,7 +377,8 @@ def prepare_attention_backward(
         _Walk(of["do"], of["v"], of["k"], of["dq"], history and transposed(history), None, by_v, *common), plan_by_v
     )
     walk_dk = _prepare_walk(
-        _Walk(of["v"], of["do"], of["q"], of["dk"], end and transposed(end), None, by_v, *common, backwards=True), plan_by_v
+        _Walk(of["v"], of["do"], of["q"], of["dk"], end and transposed(end), None, by_v, *common, backwards=True),
+        plan_by_v,
     )
     walk_dv = _prepare_walk(
         _Walk(of["k"], of["q"], of["do"], of["dv"], end, d_history.stride(), by_k, *common, backwards=True), plan
@@ -401,7 +411,9 @@ def prepare_varlen(
     )  # fmt: skip
     run = _prepare_walk(walk, plan)
 
-    def run_varlen(q, k, v, slopes, cu_seqlens, pool, slots, has, positions, targets, out):  # type: ignore[no-untyped-def]
+    def run_varlen(  # type: ignore[no-untyped-def]
+        q, k, v, slopes, cu_seqlens, pool, slots, has, positions, targets, out
+    ):
         if not snapshots:
             positions = targets = None
         run(q, k, v, out, slopes, cu_seqlens, slots, has, pool if reads else None, pool, positions, targets)
@@ -455,7 +467,8 @@ def _prepare_recur(
     no_tensor = (0, 0, 0, 0)
     rest = (
         pool.shape[0], scale, no_tensor if q is None else q.stride(), k.stride(), v.stride(), pool.stride(),
-        no_tensor if out is None else out.stride(), tokens, heads.num_heads, heads.num_heads // heads_qk, heads.num_heads // v.shape[2],
+        no_tensor if out is None else out.stride(), tokens, heads.num_heads, heads.num_heads // heads_qk,
+        heads.num_heads // v.shape[2],
         head_qk, v.shape[3], max(16, power_of_two_at_least(head_qk)), plan.block_e, writes, plan.dependent_launch,
     )  # fmt: skip
     grid = (cdiv(v.shape[3], plan.block_e) * heads.num_heads * sequences, 1, 1)

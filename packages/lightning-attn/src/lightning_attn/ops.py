@@ -130,7 +130,7 @@ def _with_plan(arguments_of_op: tuple[Any, ...], place: int) -> tuple[Any, ...]:
 
 
 def _plan(kind: type[PrefillPlan] | type[DecodePlan], plan: Ints) -> Any:
-    return None if plan is None else kind(*plan)
+    return None if plan is None else kind(*plan)  # type: ignore[arg-type]
 
 
 def _check_plan(kind: type[PrefillPlan] | type[DecodePlan], plan: Ints, heads: Heads) -> None:

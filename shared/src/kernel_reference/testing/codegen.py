@@ -56,7 +56,7 @@ class KernelSpec:
 
     kernel: ``package.module:function``, or ``path/to/file.py:function``.
     signature: the type of each argument that is not a constexpr: ``*bf16``, ``*i64``, ``i32``, ``fp32``; in Gluon also
-        ``tensordesc<bf16[64, 128],...>``. The elements of an argument that is a tuple are ``strides[0]``, ``strides[1]``.
+        ``tensordesc<bf16[64, 128],...>``. The elements of a tuple are named ``strides[0]``, ``strides[1]``.
     constexprs: the value of each constexpr. An argument that Triton would specialise on 1 belongs here, as ``1``.
     options: of the compiler: num_warps, num_stages, maxnreg.
     aligned: the arguments promised to be divisible by 16 (pointers: in bytes); None stands for all pointers.

@@ -1,4 +1,4 @@
-"""Prefill in chunks, in bfloat16, on every target. Source of the chunked form: Lightning Attention-2 (arXiv 2401.04658).
+"""Prefill in chunks, in bfloat16, on every target. The chunked form is Lightning Attention-2's (arXiv 2401.04658).
 
 With i and j the 0-based places in a chunk of L tokens and a = exp(-s), query i sees key j <= i with weight a^(i-j) and
 the state before the chunk with a^(i+1); key j enters the new state with a^(L-1-j) and the old state with a^L. No
@@ -129,7 +129,7 @@ def step(
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr,
     REVERSED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """The chunk that begins at ``row``: its outputs are stored, the state after it is returned. p_q None: no outputs."""
+    """The chunk that begins at ``row``: outputs are stored, the state after it is returned. p_q None: no outputs."""
     length = tl.minimum(end - row, CHUNK).to(tl.int32)
     o_c = tl.arange(0, CHUNK)
     o_e = i_e * BLOCK_E + tl.arange(0, BLOCK_E)
@@ -248,7 +248,9 @@ def next_snapshot(p_positions, p_cu, i_n, num_sequences, rows, num_snapshots, at
 
 
 @triton.jit
-def snapshot_slot(p_positions, p_targets, p_cu, i_n, i_p, num_sequences, rows, num_snapshots, at, num_slots, CHUNK: tl.constexpr):
+def snapshot_slot(
+    p_positions, p_targets, p_cu, i_n, i_p, num_sequences, rows, num_snapshots, at, num_slots, CHUNK: tl.constexpr
+):
     """The slot of snapshot i_p of a sequence if its position lies in the chunk that begins ``at`` this row, else -1.
 
     Of a position inside the chunk the rest is added by ``recurrent.finish_snapshots``.
@@ -278,7 +280,8 @@ def store_snapshots(
 def walk(
     p_q, p_k, p_v, p_o, p_slopes, p_cu, p_slots, p_has, p_initial, p_final, p_carried, p_positions, p_snapshot_slots,
     rows, num_sequences, num_slots, num_snapshots, scale, s_q, s_k, s_v, s_o, s_initial, s_final, s_carried,
-    H: tl.constexpr, RATIO_QK: tl.constexpr, RATIO_V: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr,
+    H: tl.constexpr, RATIO_QK: tl.constexpr, RATIO_V: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, SEGMENT: tl.constexpr, STAGES: tl.constexpr, REVERSED: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -334,7 +337,8 @@ def walk(
             if stop == begin:
                 if begin == first:
                     store_snapshots(
-                        p_positions, p_snapshot_slots, p_cu, i_n, num_sequences, rows, num_snapshots, stop, p_final, num_slots, i_h, i_e,
+                        p_positions, p_snapshot_slots, p_cu, i_n, num_sequences, rows, num_snapshots, stop, p_final,
+                        num_slots, i_h, i_e,
                         s_final, S, D, E, BLOCK_D, BLOCK_E, CHUNK,
                     )  # fmt: skip
                 stop = next_snapshot(p_positions, p_cu, i_n, num_sequences, rows, num_snapshots, stop + 1, CHUNK)
@@ -350,7 +354,8 @@ def walk(
             if p_positions is not None:
                 if row + CHUNK == stop:
                     store_snapshots(
-                        p_positions, p_snapshot_slots, p_cu, i_n, num_sequences, rows, num_snapshots, stop, p_final, num_slots, i_h, i_e,
+                        p_positions, p_snapshot_slots, p_cu, i_n, num_sequences, rows, num_snapshots, stop, p_final,
+                        num_slots, i_h, i_e,
                         s_final, S, D, E, BLOCK_D, BLOCK_E, CHUNK,
                     )  # fmt: skip
                     stop = next_snapshot(p_positions, p_cu, i_n, num_sequences, rows, num_snapshots, stop + 1, CHUNK)
@@ -365,7 +370,8 @@ def walk(
 @triton.jit
 def segment_states(
     p_k, p_v, p_slopes, p_cu, p_slots, p_carried, rows, num_sequences, num_slots, scale, s_k, s_v, s_carried,
-    H: tl.constexpr, RATIO_QK: tl.constexpr, RATIO_V: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr,
+    H: tl.constexpr, RATIO_QK: tl.constexpr, RATIO_V: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, SEGMENT: tl.constexpr, STAGES: tl.constexpr, REVERSED: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -373,7 +379,6 @@ def segment_states(
     i_e, i_h, i_w = program(H, (E + BLOCK_E - 1) // BLOCK_E)
     i_h = i_h.to(tl.int64)
     i_n, i_segment, first, last = locate(p_cu, i_w, num_sequences, rows, SEGMENT)
-    length = last - first
     begin = tl.minimum(first + i_segment * SEGMENT, last)
     end = tl.minimum(begin + SEGMENT, last)
     slot = slot_of(p_slots, i_n, num_sequences, num_slots)
@@ -410,7 +415,8 @@ def segment_states(
 @triton.jit
 def carry_states(
     p_slopes, p_cu, p_slots, p_has, p_initial, p_carried, rows, num_sequences, num_slots, s_initial, s_carried,
-    H: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, SEGMENT: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    SEGMENT: tl.constexpr,
     REVERSED: tl.constexpr,
 ):  # fmt: skip
     """Turn each segment's own state into the state before the next one, from a sequence's initial state on.

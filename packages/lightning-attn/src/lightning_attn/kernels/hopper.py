@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lightning_attn.kernels.chunked import (
     bounds,
@@ -30,6 +31,13 @@ from lightning_attn.kernels.chunked import (
     state_pointers,
 )
 from lightning_attn.kernels.decay import base_two_rate, entering, seeing
+
+__all__ = ["TensorDescriptor", "descriptor_layout", "walk"]
+
+
+def descriptor_layout(block: list[int]) -> gl.NVMMASharedLayout:
+    """How a descriptor lays a block of bfloat16 out in shared memory."""
+    return gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
 
 
 @gluon.jit
@@ -63,7 +71,7 @@ def opaque(values):
 
 @gluon.jit
 def zero_after(smem, length, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """Zero a tile's rows from ``length`` on: they are another sequence's, and a NaN of theirs survives a weight of 0."""
+    """Zero a tile's rows from ``length`` on: they are another sequence's, whose NaN would survive a weight of 0."""
     layout: gl.constexpr = tile_layout(COLUMNS)
     o_row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     b_tile = smem.load(layout)
@@ -72,7 +80,8 @@ def zero_after(smem, length, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def step(
-    d_q, d_k, d_v, d_o, q_smem, k_smem, v_smem, o_smem, scores_smem, arrived, within_smem, seeing_smem, entering_smem, p_o, s_o,
+    d_q, d_k, d_v, d_o, q_smem, k_smem, v_smem, o_smem, scores_smem, arrived, within_smem, seeing_smem, entering_smem,
+    p_o, s_o,
     acc_S, decay, i, row, ahead_row, length, chunks, i_box, i_h_qk, i_h_v, i_h, column,
     CHUNK: gl.constexpr, D: gl.constexpr, BLOCK_E: gl.constexpr, STAGES: gl.constexpr, L_S: gl.constexpr,
     L_O: gl.constexpr, MASKED: gl.constexpr,
@@ -173,7 +182,8 @@ def store_snapshots(
 def walk(
     d_q, d_k, d_v, d_o, p_o, p_slopes, p_cu, p_slots, p_has, p_initial, p_final, p_carried, p_positions,
     p_snapshot_slots, rows, num_sequences, num_slots, num_snapshots, scale, s_o, s_initial, s_final, s_carried,
-    H: gl.constexpr, RATIO_QK: gl.constexpr, RATIO_V: gl.constexpr, D: gl.constexpr, E: gl.constexpr, BLOCK_E: gl.constexpr,
+    H: gl.constexpr, RATIO_QK: gl.constexpr, RATIO_V: gl.constexpr, D: gl.constexpr, E: gl.constexpr,
+    BLOCK_E: gl.constexpr,
     CHUNK: gl.constexpr, SEGMENT: gl.constexpr, STAGES: gl.constexpr, REVERSED: gl.constexpr,
 ):  # fmt: skip
     """``chunked.walk`` with q, k, v and o as descriptors of [sequences, heads, rows, D or E], blocks of one chunk."""
@@ -216,7 +226,7 @@ def walk(
 
         rest = (end - begin) % CHUNK
         chunks = (end - begin + CHUNK - 1) // CHUNK
-        # Chunk i begins at start + i * stride; the one with fewer rows is the sequence's last, whichever way it is walked.
+        # Chunk i begins at start + i * stride. The one with fewer rows is the sequence's last, whichever way it walks.
         stride: gl.constexpr = -CHUNK if REVERSED else CHUNK
         start = begin
         if REVERSED:
@@ -285,7 +295,8 @@ def walk(
             if stop == begin:
                 if begin == first:
                     store_snapshots(
-                        p_positions, p_snapshot_slots, p_cu, i_n, num_sequences, rows, num_snapshots, stop, p_final, num_slots, i_h, o_d,
+                        p_positions, p_snapshot_slots, p_cu, i_n, num_sequences, rows, num_snapshots, stop, p_final,
+                        num_slots, i_h, o_d,
                         o_e, s_final, acc_S, CHUNK,
                     )  # fmt: skip
                 stop = next_snapshot(p_positions, p_cu, i_n, num_sequences, rows, num_snapshots, stop + 1, CHUNK)
@@ -293,13 +304,15 @@ def walk(
             row = start + i * stride
             acc_S = step(
                 d_q, d_k, d_v, d_o, q_smem, k_smem, v_smem, o_smem, scores_smem, arrived, within_smem, seeing_smem,
-                entering_smem, p_o, s_o, acc_S, decay, i, row, row + (STAGES - 1) * stride, CHUNK, chunks, i_box, i_h_qk, i_h_v,
+                entering_smem, p_o, s_o, acc_S, decay, i, row, row + (STAGES - 1) * stride, CHUNK, chunks, i_box,
+                i_h_qk, i_h_v,
                 i_h, column, CHUNK, D, BLOCK_E, STAGES, L_S, L_O, MASKED=False,
             )  # fmt: skip
             if p_positions is not None:
                 if row + CHUNK == stop:
                     store_snapshots(
-                        p_positions, p_snapshot_slots, p_cu, i_n, num_sequences, rows, num_snapshots, stop, p_final, num_slots, i_h, o_d,
+                        p_positions, p_snapshot_slots, p_cu, i_n, num_sequences, rows, num_snapshots, stop, p_final,
+                        num_slots, i_h, o_d,
                         o_e, s_final, acc_S, CHUNK,
                     )  # fmt: skip
                     stop = next_snapshot(p_positions, p_cu, i_n, num_sequences, rows, num_snapshots, stop + 1, CHUNK)

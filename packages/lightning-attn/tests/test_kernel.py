@@ -134,6 +134,18 @@ def test_batches_of_nothing_but_padding_of_empty_sequences_and_of_no_sequence(te
         batch.check()
 
 
+@pytest.mark.parametrize(("plan", "dtype"), [
+    (PrefillPlan(16, 16, 0, 4, 1, 16), BF16), (PrefillPlan(16, 16, 16, 4, 1, 16), BF16),
+    (PrefillPlan(1, 16, 0, 1, 1, 16), FP32),
+], ids=["in one go", "segments", "by token"])  # fmt: skip
+def test_as_many_tokens_as_sequences_are_no_decoding_and_the_slot_past_the_pool_is_padding(
+    tensors, kernels, plan, dtype
+) -> None:
+    batch = tensors.ragged([3, 0, 0, 1], heads=(1, 1), sizes=(16, 16), dtype=dtype, num_slots=5, slots=[1, 2, 0, 5])
+    kernels.prefill(batch, plan)
+    batch.check()
+
+
 @pytest.mark.parametrize("segment", [0, 16, 32])
 def test_sequences_whose_ends_lie_at_and_round_those_of_segments(tensors, kernels, segment) -> None:
     plan = PrefillPlan(16, 16, segment, 4, 1)

@@ -187,3 +187,16 @@ def test_an_unknown_target_is_refused() -> None:
 def test_a_spec_is_named_after_its_function_and_settings() -> None:
     spec = KernelSpec("gdn_split.kernels:split_by_group", {}, {"ROWS": 4}, {"num_warps": 2})
     assert spec.name == "split_by_group(ROWS=4, num_warps=2)"
+
+
+def test_elements_of_an_argument_that_is_a_tuple_are_named_by_their_places(tmp_path: Path) -> None:
+    file = tmp_path / "striding.py"
+    file.write_text(
+        "import triton\nimport triton.language as tl\n\n\n@triton.jit\ndef stride(p, s):\n"
+        "    o = tl.arange(0, 32)\n    tl.store(p + o * s[0] + o * s[1], o)\n"
+    )
+    spec = KernelSpec(f"{file}:stride", {"p": "*i32", "s[0]": "i32"}, {"s[1]": 1})
+    (report,) = compile_specs([spec], ["sm_90"])
+    assert not report.problems()
+    (report,) = compile_specs([KernelSpec(f"{file}:stride", {"p": "*i32", "t[0]": "i32"}, {"s[1]": 1})], ["sm_90"])
+    assert "of arguments of" in report.error

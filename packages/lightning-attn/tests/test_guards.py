@@ -72,9 +72,7 @@ class Inputs:
 # that a chunk ends at and those inside one.
 WALKS = [
     pytest.param(PrefillPlan(16, 16, 0, 4, 1, 16), BF16, (24, 40), id="in one go, chunk 16", marks=sanitize),
-    pytest.param(PrefillPlan(32, 32, 0, 4, 3, 64), BF16, (48, 33), id="in one go, chunk 32", marks=sanitize),
-    pytest.param(PrefillPlan(64, 64, 0, 4, 2, 16), BF16, (17, 16), id="in one go, chunk 64", marks=sanitize),
-    pytest.param(PrefillPlan(16, 32, 16, 4, 2, 16), BF16, (16, 31), id="segments, chunk 16", marks=sanitize),
+    pytest.param(PrefillPlan(64, 64, 0, 4, 3, 16), BF16, (17, 33), id="in one go, chunk 64", marks=sanitize),
     pytest.param(PrefillPlan(32, 16, 64, 4, 2, 32), BF16, (33, 24), id="segments, chunk 32", marks=sanitize),
     pytest.param(PrefillPlan(64, 64, 64, 4, 1, 32), BF16, (31, 65), id="segments, chunk 64", marks=sanitize),
     pytest.param(PrefillPlan(1, 16, 0, 1, 1, 64), FP16, (33, 40), id="by token, float16", marks=sanitize),
@@ -306,8 +304,8 @@ def test_dense_walks_and_gradients_follow_dimensions_more_than_2_to_the_31_eleme
     if tensors.device.type == "cpu":
         if dim == 2 and plan.chunk == 1:
             pytest.skip("the interpreter's loops count in Python's numbers, which meet a stride as 32 bits")
-        if dim == 1 and plan.segment:
-            pytest.skip("takes long in the interpreter, and ragged walks of heads apart are as good")
+        if dim < 2 and plan.segment:
+            pytest.skip("takes long in the interpreter, which addresses segments as it does whole sequences")
     q, k, v, d_out, *results = (tensors.normal(2, 2, plan.chunk + 3, size, dtype=BF16) for _ in range(8))
     history, kv, d_history = (tensors.normal(2, 2, size, size) for _ in range(3))
     slopes = tensors.slopes(2)
@@ -436,6 +434,18 @@ def test_the_grids_of_many_sequences_rows_and_snapshots_are_such_as_a_launch_can
         # CUDA's limits of the three dimensions of a grid.
         for size, most in zip(grid, (2**31 - 1, 65535, 65535), strict=True):
             assert 0 < size <= most, (name, grid)
+
+
+def test_no_drafts_launch_nothing(monkeypatch) -> None:
+    """There are no rows to read then, not even one too many."""
+    grids = Grids(monkeypatch, PLAIN)
+    for sequences, tokens in ((3, 0), (0, 4), (0, 0)):
+        q, pool = meta(sequences, tokens, 2, 16), meta(5, 2, 16, 16)
+        slots, slopes = meta(sequences, dtype=torch.int32), meta(2, dtype=FP32)
+        for plan in (None, DecodePlan(16, 1)):
+            launch.prepare_verify(q, q, q, pool, slots, slopes, q, 1.0, plan)(q, q, q, pool, slots, slopes, q)
+            launch.prepare_commit(q, q, pool, slots, slopes, slots, plan)(q, q, pool, slots, slopes, slots)
+    assert not grids.calls
 
 
 @gpu
@@ -664,9 +674,7 @@ def test_kernels_clamp_impossible_sequences_and_zero_the_rows_of_none(tensors, k
 
 
 @every_way
-@pytest.mark.parametrize(
-    "cu", [[0, 70, 20], [0, 50, 10, 60], [70, 0, 35], [0, 2**31 - 1, -(2**31), 70], [69, 1, 68, 2]], ids=str
-)
+@pytest.mark.parametrize("cu", [[0, 50, 10, 60], [70, 0, 35], [0, 2**31 - 1, -(2**31), 70]], ids=str)
 def test_kernels_stay_within_the_rows_and_slots_when_sequences_overlap(tensors, kernels, cu, segment) -> None:
     rows, count = 70, len(cu) - 1
     batch = tensors.ragged([rows] + [0] * (count - 1), heads=(1, 1), sizes=(16, 16))

@@ -486,11 +486,12 @@ def test_ragged_batches_in_bulk_are_the_recurrence(tensors, kernels, plan, dtype
     check_make(tensors, kernels, make, drawn, seed)
 
 
-# The same drafts each time: of so few numbers the largest error is, once in some hundred draws, past twice another's.
+# In float32 the largest error of so few numbers is, once in some hundred draws, past twice another's: there, drafts are
+# held to the bits of decoding (above), and decoding to the recurrence on more numbers.
 @settings(max_examples=15 if INTERPRETED else 10, derandomize=True)
 @given(
     sizes=st.tuples(st.integers(16, 80), st.integers(16, 80)), heads=st.sampled_from([(1, 1), (1, 2), (2, 1)]),
-    dtype=st.sampled_from(DTYPES), pool=st.sampled_from(["packed", "gaps", "transposed"]), fused=st.booleans(),
+    dtype=st.sampled_from([BF16, FP16]), pool=st.sampled_from(["packed", "gaps", "transposed"]), fused=st.booleans(),
     accepted=st.lists(st.integers(0, 3), min_size=3, max_size=5), plan=st.sampled_from(DECODING),
     seed=st.integers(0, 2**31),
 )  # fmt: skip

@@ -460,7 +460,7 @@ def _prepare_recur(
     """
     sequences, tokens, heads_qk, head_qk = k.shape
     heads = Heads(heads_qk, v.shape[2], head_qk, v.shape[3])
-    if sequences == 0:
+    if sequences == 0 or tokens == 0:
         return _nothing
     if plan is None:
         plan = plan_decode(heads, device_limits(k.device))

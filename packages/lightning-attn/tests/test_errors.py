@@ -366,6 +366,18 @@ def test_bad_input_is_named_with_what_it_must_be_and_what_it_was_and_nothing_is_
     assert_kept(before)
 
 
+@pytest.mark.parametrize("function", [function for function, kind in PLAN_OF.items() if kind is PrefillPlan])
+def test_a_plan_whose_products_would_round_float16_and_float32_is_refused(device, function) -> None:
+    arguments = good(function, device)
+    in_chunks = PrefillPlan(16, 16, 0, 4, 1)
+    FUNCTIONS[function](**{**arguments, "plan": in_chunks})
+    for dtype in (torch.float16, torch.float32):
+        changed = {name: x.to(dtype) for name, x in arguments.items() if name in ("q", "k", "v", "out")}
+        FUNCTIONS[function](**{**arguments, **changed, "plan": PrefillPlan(1, 16, 0, 1, 1)})
+        with pytest.raises(ValueError, match=r"^plan must be of chunk 1 for torch\.float(16|32)"):
+            FUNCTIONS[function](**{**arguments, **changed, "plan": in_chunks})
+
+
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_the_right_arguments_of_the_table_are_taken(device, function) -> None:
     FUNCTIONS[function](**good(function, device))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import subprocess
 import sys
 import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from importlib import metadata
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -184,13 +186,13 @@ def cases_of(name: str, make: Maker) -> list[tuple[Any, ...]]:
     walk, step = PrefillPlan(16, 16, 0, 4, 2).as_ints(), DecodePlan(16, 4).as_ints()
     if name in ("attention", "attention_inference"):
         q, k, v, ed, history = make.dense(2)
+        if name == "attention":
+            leaves = requiring([q[:, :, :3].float(), k[:, :, :3].float(), v[:, :, :3].float(), history.clone()])
+            return [(*leaves[:3], ed, leaves[3], 1.0), (q, k, v, ed[:, None], None, 1.0, walk)]
         cases = [(q, k, v, ed, history, 0.5), (q, k, v, ed[:, None], None, 1.0, walk)]
         cases.append((q[:0], k[:0], v[:0], ed, history[:0], 1.0))
         cases.append((q[:, :, :0], k[:, :, :0], v[:, :, :0], ed, history, 1.0))
         cases.append((q.mT.contiguous().mT, k[:1].expand_as(k), v, ed, history, 1.0))
-        if name == "attention":
-            fp32 = [x.float() for x in (q, k, v)]
-            cases.append((*requiring(fp32), ed, requiring([history.clone()])[0], 1.0))
         return cases
     if name == "attention_backward":
         q, k, v, ed, history = make.dense(2)
@@ -297,16 +299,6 @@ def test_the_first_call_of_a_process_may_be_inside_torch_compile(device: torch.d
     )
 
 
-def test_importing_the_package_imports_no_triton_and_initialises_no_gpu() -> None:
-    run_alone(
-        """
-        import sys, lightning_attn, torch
-        assert "triton" not in sys.modules, "triton was imported"
-        assert not torch.cuda.is_initialized(), "CUDA was initialised"
-        """
-    )
-
-
 def test_cpu_tensors_need_no_triton() -> None:
     run_alone(
         """
@@ -320,27 +312,17 @@ def test_cpu_tensors_need_no_triton() -> None:
     )
 
 
-def test_the_version_is_that_of_the_metadata_or_says_that_there_is_none() -> None:
-    run_alone(
-        """
-        from importlib import metadata
-        import torch
-        def missing(name):
+@pytest.mark.parametrize(("installed", "wanted"), [({"lightning-attn": "1.2.3"}, "1.2.3"), ({}, "0+source")], ids=str)
+def test_the_version_is_that_of_the_metadata_or_says_that_there_is_none(monkeypatch, installed, wanted) -> None:
+    def version(name: str) -> str:
+        if name not in installed:
             raise metadata.PackageNotFoundError(name)
-        metadata.version = missing
-        import lightning_attn
-        assert lightning_attn.__version__ == "0+source", lightning_attn.__version__
-        """
-    )
-    run_alone(
-        """
-        from importlib import metadata
-        import torch
-        metadata.version = {"lightning-attn": "1.2.3", "kernel-reference": "0.1.0"}.__getitem__
-        import lightning_attn
-        assert lightning_attn.__version__ == "1.2.3", lightning_attn.__version__
-        """
-    )
+        return installed[name]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(metadata, "version", version)
+        assert importlib.reload(lightning_attn).__version__ == wanted
+    importlib.reload(lightning_attn)
 
 
 def test_all_names_that_are_exported_are_there() -> None:
@@ -377,9 +359,9 @@ def test_the_same_walk_gives_the_same_bits(tensors, kernels, segment: int) -> No
 
     def walk() -> tuple[Tensor, Tensor]:
         torch.manual_seed(0)
-        batch = tensors.ragged([37, 1, 20], heads=(1, 1), sizes=(16, 16), slots=[2, 0, 1])
+        batch = tensors.ragged([20, 1], heads=(1, 1), sizes=(16, 16), slots=[2, 0])
         kernels.prefill(batch, plan)
-        return batch.out.tensor, batch.pool.tensor[:3]
+        return batch.out.tensor, batch.pool.tensor[[2, 0]]
 
     contract.check_deterministic(walk, runs=2)
 
@@ -441,8 +423,8 @@ def check_neighbours(given: Sequence[Tensor], plan: Any, through: Callable[..., 
 
 @pytest.mark.parametrize("segment", [0, 16])
 def test_a_walk_of_a_sequence_has_the_same_bits_whatever_is_walked_beside_it(make, segment: int) -> None:
-    given = batch_of(make, [33, 1, 50, 16], 1, (16, 16))
-    check_neighbours(given, PrefillPlan(16, 16, segment, 4, 2), by_launch, [[0], [1], [2], [2, 0], [3, 2, 1]])
+    given = batch_of(make, [33, 1, 20, 16], 1, (16, 16))
+    check_neighbours(given, PrefillPlan(16, 16, segment, 4, 2), by_launch, [[0], [2, 0], [3, 2, 1]])
 
 
 def test_a_ragged_sequence_has_the_same_bits_whatever_is_beside_it(make) -> None:
@@ -490,11 +472,11 @@ def test_decoding_and_verifying_a_sequence_has_the_same_bits_whatever_is_beside_
 
 
 def test_kernels_decode_a_sequence_to_the_same_bits_whatever_is_beside_it(tensors, kernels) -> None:
-    whole = tensors.ragged([2] * 4, heads=(2, 2), sizes=(24, 40), slots=[3, 0, -1, 6])
+    whole = tensors.ragged([2] * 4, heads=(2, 2), sizes=(24, 20), slots=[3, 0, -1, 6])
     kernels.verify(whole, DecodePlan(16, 4))
     kernels.commit(whole, [2, 1, 2, 2], DecodePlan(16, 4))
     for i in (0, 3):
-        alone = tensors.ragged([2], heads=(2, 2), sizes=(24, 40), slots=[1], num_slots=3)
+        alone = tensors.ragged([2], heads=(2, 2), sizes=(24, 20), slots=[1], num_slots=3)
         alone.q, alone.k, alone.v = (x[2 * i : 2 * i + 2] for x in (whole.q, whole.k, whole.v))
         alone.pool.tensor[1] = whole.before[whole.slot_of[i]]
         kernels.verify(alone, DecodePlan(16, 4))
@@ -519,9 +501,9 @@ def test_gradients_are_made_once_and_not_twice(make) -> None:
 def test_gradients_match_finite_differences(make) -> None:
     """In float32, of which differences over 1e-2 keep three digits."""
     make.start(0)
-    q, k, v = (make.normal(1, 2, 5, 16, dtype=FP32) * 0.3 for _ in range(3))
-    history = make.normal(1, 2, 16, 16, dtype=FP32) * 0.3
-    ed = torch.tensor([0.1, 0.7], device=make.device)
+    q, k, v = (make.normal(1, 1, 5, 16, dtype=FP32) * 0.3 for _ in range(3))
+    history = make.normal(1, 1, 16, 16, dtype=FP32) * 0.3
+    ed = torch.tensor([0.3], device=make.device)
     torch.autograd.gradcheck(
         lambda q, k, v, history: attend(q, k, v, ed, history), requiring([q, k, v, history]), eps=1e-2, atol=2e-2,
         rtol=2e-2, nondet_tol=0.0,
@@ -659,7 +641,7 @@ def test_public_functions_reach_the_kernels_with_every_argument_in_its_place(ten
 @pytest.mark.usefixtures("by_kernels")
 @pytest.mark.parametrize("carried", [False, True], ids=["from zeros", "carried"])
 def test_autograd_reaches_the_kernels_with_every_argument_in_its_place(tensors, carried: bool) -> None:
-    q, k, v = (tensors.normal(1, 2, 20, size) for size in (16, 16, 32))
+    q, k, v = (tensors.normal(1, 2, 9, size) for size in (16, 16, 32))
     history = tensors.normal(1, 2, 16, 32) if carried else None
     slopes = tensors.slopes(2)
     given = [q, k, v, *([history] if carried else [])]

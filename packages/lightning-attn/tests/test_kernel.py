@@ -47,17 +47,28 @@ def by_token(block_e: int = 16, num_warps: int = 1, block_d: int = 32) -> Prefil
     return PrefillPlan(1, block_e, 0, num_warps, 1, block_d=block_d)
 
 
+def hopper_plan(head_qk: int, segment: int, stages: int = 4) -> PrefillPlan:
+    return PrefillPlan(64, 64, segment, 4, stages, block_d=head_qk, hopper=True)
+
+
 def portable_branches() -> list[Any]:
-    """Every chunk with every number of columns, in one go and in segments, and token by token; all else takes turns."""
+    """Every chunk with every number of columns, in one go and in segments, and token by token; all else takes turns.
+
+    Interpreted, which knows no tiles, a chunk and a number of columns meet once: in one go or in segments.
+    """
     branches = []
     for i, chunk in enumerate((16, 32, 64)):
         for j, block_e in enumerate((16, 32, 64)):
             for segment in (0, (1 + (i + j) % 2) * chunk):
+                if INTERPRETED and (i + j + (segment > 0)) % 2:
+                    continue
                 turn = i + j + segment // chunk
                 plan = PrefillPlan(chunk, block_e, segment, 4, 1 + turn % 3, block_d=(16, 32, 16, 128)[(j + turn) % 4])
                 branches.append((plan, BF16, ((2, 2), (2, 1), (1, 2))[j]))
     for i, (block_e, num_warps) in enumerate(((16, 1), (32, 4), (64, 2))):
         for j, dtype in enumerate(DTYPES):
+            if INTERPRETED and (i + j) % 2:
+                continue
             branches.append((by_token(block_e, num_warps), dtype, ((2, 1), (1, 2), (1, 1))[(i + j) % 3]))
     return branches
 
@@ -79,7 +90,9 @@ def ragged_of(tensors, plan: PrefillPlan, heads: tuple[int, int], dtype: torch.d
     """Sequences of every kind for this plan, padding of both kinds, rows of no sequence, and snapshots."""
     chunk = max(plan.chunk, 8)
     lengths = [0, 2 * chunk + 5, 1, 3, chunk]
-    positions = [[-1] * 2, [chunk + 1, 2 * chunk], [1, -1], [2, 3], [chunk - 1, chunk]]
+    # The longest way from a whole chunk to a snapshot takes long in the interpreter, and as well in a chunk of 16.
+    inside = min(chunk - 1, 15) if INTERPRETED else chunk - 1
+    positions = [[-1] * 2, [chunk + 1, 2 * chunk], [1, -1], [2, 3], [inside, chunk]]
     batch = tensors.ragged(
         lengths, heads=heads, dtype=dtype, slots=[3, 7, 0, -1, 5], num_slots=12, rows_after=3,
         initial=[True, True, False, True, False], **{"sizes": SIZES, "scale": 0.7, **options},
@@ -155,7 +168,7 @@ def test_sequences_whose_ends_lie_at_and_round_those_of_segments(tensors, kernel
     batch.check()
 
 
-@pytest.mark.parametrize("tokens", [1, 16, 17, 48, 49, 70])
+@pytest.mark.parametrize("tokens", [1, 16, 48, 49, 70])
 @every_way
 def test_snapshots_stand_at_every_kind_of_place_in_any_order(tensors, kernels, plan, dtype, tokens) -> None:
     places = {1, 15, 16, 17, 32, 47, 48, 49, 64, tokens - 1, tokens}
@@ -175,12 +188,19 @@ STEEP = {"steep": (50.0, 1e30), "within reach of a few chunks": (6.5, 1.1), "har
 @every_way
 def test_steep_and_flat_decays_are_the_recurrence_in_every_walk(tensors, kernels, plan, dtype, slopes) -> None:
     slopes = torch.tensor(slopes, device=tensors.device)
-    tokens = 20 if plan.chunk == 1 else 70
+    # By segments, one that is whole and a part of one.
+    tokens = 12 if plan.chunk == 1 else 3 * plan.chunk + 5 + plan.segment // 4
     batch = tensors.ragged([tokens], heads=(2, 2), sizes=(16, 16), dtype=dtype, slopes=slopes)
     kernels.prefill(batch, plan)
     batch.check(**beside(plan))
     leaves = [tensors.normal(1, 2, tokens, 16, dtype=dtype) for _ in range(3)]
     check_gradients(tensors, kernels, plan, leaves, slopes, None, 1.0)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+@pytest.mark.parametrize("slopes", STEEP.values(), ids=STEEP)
+def test_steep_and_flat_decays_are_the_recurrence_in_drafts(tensors, kernels, slopes) -> None:
+    slopes = torch.tensor(slopes, device=tensors.device)
     drafts = tensors.ragged([5] * 2, heads=(2, 2), sizes=(16, 16), slopes=slopes)
     kernels.verify(drafts, DecodePlan(16, 4))
     kernels.commit(drafts, [5, 3], DecodePlan(16, 4))
@@ -236,7 +256,7 @@ def check_dense(tensors, kernels, plan, batch, heads, tokens, sizes, dtype, carr
 ], ids=name_of)  # fmt: skip
 def test_every_branch_of_the_dense_walk_and_its_gradients_is_the_recurrence(tensors, kernels, plan, dtype) -> None:
     # Several segments, the last one short.
-    tokens, carried = max(plan.chunk, 16) + plan.segment + 5, plan.num_stages % 2 == 0
+    tokens, carried = max(plan.chunk, 8) + plan.segment + 5, plan.num_stages % 2 == 0
     batch, heads = (1, 1) if plan.segment else (1 + carried, 2 - carried)
     check_dense(tensors, kernels, plan, batch, heads, tokens, SIZES, dtype, carried)
 
@@ -276,9 +296,10 @@ def test_walks_follow_strides_of_every_kind(tensors, kernels, plan, dtype) -> No
     slopes = tensors.slopes(2)
     for leaves in ((rows_last, one_sequence, every_second), (one_row, every_second, rows_last)):
         check_attention(tensors, kernels, plan, leaves, slopes, history, 1.0)
-        d_out = tensors.normal(1, 1, 1, 16, dtype=dtype).expand(shape)
-        d_state = tensors.normal(2, 1, 16, 1).expand(2, 2, 16, 16)
-        check_gradients(tensors, kernels, plan, [*leaves, history], slopes, d_state, 1.0, d_out)
+    d_out = tensors.normal(1, 1, 1, 16, dtype=dtype).expand(shape)
+    d_state = tensors.normal(2, 1, 16, 1).expand(2, 2, 16, 16)
+    leaves = (rows_last, one_sequence, every_second)
+    check_gradients(tensors, kernels, plan, [*leaves, history], slopes, d_state, 1.0, d_out)
 
 
 # Token by token
@@ -307,7 +328,7 @@ def test_every_plan_decodes_verifies_and_commits_the_recurrence(tensors, kernels
 def test_drafts_are_verified_and_committed_with_the_bits_of_decoding_token_by_token(
     tensors, kernels, dtype, plan
 ) -> None:
-    tokens, accepted = (4, [4, 0, 3, 1]) if INTERPRETED else (16, [16, 0, 7, 1])
+    tokens, accepted = (3, [3, 0, 2, 1]) if INTERPRETED else (16, [16, 0, 7, 1])
     drafts = tensors.ragged([tokens] * 4, heads=(1, 2), sizes=SIZES, dtype=dtype, slots=[6, 2, -1, 0], scale=0.7)
     kernels.verify(drafts, plan)
     kernels.commit(drafts, accepted, plan)
@@ -467,7 +488,7 @@ def check_make(tensors, kernels, make: Make, drawn: list[tuple[int, bool, bool, 
     batch.check(snapshots=kernels.prefill(batch, make.plan, positions), **beside(make.plan))
 
 
-@settings(max_examples=25 if INTERPRETED else 10, derandomize=True)
+@settings(max_examples=16 if INTERPRETED else 10, derandomize=True)
 @given(make=makes(), drawn=sequences(3, 40), seed=st.integers(0, 2**31))
 def test_ragged_batches_of_any_make_are_the_recurrence(tensors, kernels, make, drawn, seed) -> None:
     check_make(tensors, kernels, make, drawn, seed)
@@ -488,7 +509,7 @@ def test_ragged_batches_in_bulk_are_the_recurrence(tensors, kernels, plan, dtype
 
 # In float32 the largest error of so few numbers is, once in some hundred draws, past twice another's: there, drafts are
 # held to the bits of decoding (above), and decoding to the recurrence on more numbers.
-@settings(max_examples=15 if INTERPRETED else 10, derandomize=True)
+@settings(max_examples=10, derandomize=True)
 @given(
     sizes=st.tuples(st.integers(16, 80), st.integers(16, 80)), heads=st.sampled_from([(1, 1), (1, 2), (2, 1)]),
     dtype=st.sampled_from([BF16, FP16]), pool=st.sampled_from(["packed", "gaps", "transposed"]), fused=st.booleans(),
@@ -578,6 +599,33 @@ def test_only_what_the_memory_accelerator_can_address_goes_to_the_kernel_for_hop
     operands[place] = change(operands[place])
     run_packed(tensors, *operands)
     assert walks.on_hopper == [change in FRIENDLY.values()]
+
+
+@pytest.mark.parametrize("place", range(4), ids=["q", "k", "v", "out"])
+@pytest.mark.parametrize("change", UNFRIENDLY.values(), ids=UNFRIENDLY)
+def test_a_pinned_plan_for_hopper_is_refused_where_the_memory_accelerator_cannot_address_a_tensor(
+    tensors, monkeypatch, change, place
+) -> None:
+    walks = Walks(monkeypatch)
+    operands = [packed(tensors) for _ in range(4)]
+    run_packed(tensors, *operands, hopper_plan(64, 0))
+    assert walks.on_hopper == [True]
+    operands[place] = change(operands[place])
+    with pytest.raises(ValueError, match=r"^plan must be without hopper where .*, got PrefillPlan\("):
+        run_packed(tensors, *operands, hopper_plan(64, 0))
+
+
+def test_a_gradient_that_the_memory_accelerator_cannot_address_takes_the_devices_plan(tensors, monkeypatch) -> None:
+    """That of a sum is one number for all."""
+    walks = Walks(monkeypatch)
+    q, k, v = (tensors.normal(1, 2, 70, 64, dtype=BF16) for _ in range(3))
+    d_out = tensors.normal(1, dtype=BF16).expand_as(v)
+    results = [*(torch.empty_like(x) for x in (q, k, v)), tensors.normal(1, 2, 64, 64)]
+    for cotangent, on_hopper in ((v, True), (d_out, False)):
+        given_tensors = (q, k, v, tensors.slopes(2), None, cotangent, None, *results)
+        launch.prepare_attention_backward(*given_tensors, 1.0, hopper_plan(64, 0))(*given_tensors)
+        assert walks.on_hopper == [on_hopper] * 3
+        walks.made.clear()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
@@ -674,10 +722,6 @@ def sm_90(device) -> None:
 HOPPER = [(0, 4), (0, 2), (0, 3), (64, 4), (128, 2), (192, 3), (1024, 4)]
 HOPPER_SIZES = [(64, 64), (128, 128), (64, 192), (128, 64), (64, 256)]
 on_hopper = [gpu, pytest.mark.usefixtures("sm_90")]
-
-
-def hopper_plan(head_qk: int, segment: int, stages: int = 4) -> PrefillPlan:
-    return PrefillPlan(64, 64, segment, 4, stages, block_d=head_qk, hopper=True)
 
 
 def marked(*marks: Any) -> Any:

@@ -67,7 +67,8 @@ def lightning_attention(
             to 256; n and b may be 0.
         ed: the decay rates s >= 0, float32, any shape of h elements, contiguous. See :func:`lightning_attn.slopes`.
         block_size: without effect; there for the callers that pass it.
-        kv_history: the states before the first token, [b, h, d, e] float32, any strides; not modified.
+        kv_history: the states before the first token, [b, h, d, e] float32, any strides; not modified. To go on from an
+            earlier call: its ``kv[:, :, -1]``.
         scale: of the outputs.
         plan: a launch plan to use instead of the one made for the device (see ``lightning_attn.plan``).
 
@@ -130,7 +131,7 @@ def lightning_attention_varlen(
         slots: [B] int32 or int64, contiguous; -1 for padding, whose rows are 0 and whose states are neither read nor
             written. No two sequences may share a slot.
         has_initial_state: [B] bool, contiguous, or one bool for all: whether the sequence starts from its slot's state;
-            if not, from zeros.
+            if not, from zeros, whatever the slot's last owner has left there.
         scale: of the outputs.
         out: [T, H, E] in the dtype of q to write instead of a new tensor; strides as for the pool, no overlap with the
             inputs.

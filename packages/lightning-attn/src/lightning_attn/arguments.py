@@ -15,7 +15,7 @@ from lightning_attn.plan import Heads
 
 Tensor = torch.Tensor
 
-# What one launch takes of a sequence's draft tokens, in closed form.
+# More than anyone drafts: a kernel is compiled for each number of them.
 MOST_DRAFTS = 16
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _INTEGERS = (torch.int32, torch.int64)
@@ -39,7 +39,10 @@ def describe(value: object) -> str:
         if value.layout != torch.strided:
             return f"{value.dtype} {list(value.shape)} of layout {value.layout}"
         return f"{value.dtype} {list(value.shape)} with strides {list(value.stride())}"
-    return f"{value!r} ({type(value).__name__})"
+    text = " ".join(repr(value).split())
+    # An array or a list of tensors would fill the screen.
+    text = text if len(text) <= 80 else f"{text[:77]}..."
+    return f"{text} ({type(value).__name__})"
 
 
 def check_tensors(**tensors: object) -> None:
@@ -79,9 +82,10 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor, ed: Tensor, kv_history: Ten
         fail("v", f"[{', '.join(map(str, q.shape[:3]))}, e] as q is", describe(v))
     batch, num_heads, _, head_qk = q.shape
     heads = _check_heads("q", num_heads, num_heads, head_qk, v.shape[3])
-    _check_slopes("ed", ed, num_heads, "q", q)
+    _check_slopes("ed", ed, num_heads, "q", q, f" (q, [b, h, n, d], is {list(q.shape)})")
     if kv_history is not None:
-        _check_matrices("kv_history", kv_history, (batch, num_heads, head_qk, v.shape[3]), "q", q)
+        states = (batch, num_heads, head_qk, v.shape[3])
+        _check_matrices("kv_history", kv_history, states, "q", q, " (of an earlier call's kv: kv[:, :, -1])")
     return heads
 
 
@@ -277,11 +281,11 @@ def _check_drafts(name: str, first: Tensor) -> None:
         fail(name, f"[B, T, ...] with at most {MOST_DRAFTS} tokens T", describe(first))
 
 
-def _check_slopes(name: str, slopes: Tensor, num_heads: int, as_in: str, first: Tensor) -> None:
+def _check_slopes(name: str, slopes: Tensor, num_heads: int, as_in: str, first: Tensor, hint: str = "") -> None:
     if slopes.dtype != torch.float32:
         fail(f"{name}.dtype", "float32", slopes.dtype, TypeError)
     if slopes.numel() != num_heads or not slopes.is_contiguous():
-        fail(name, f"of {num_heads} elements, one a head, contiguous", describe(slopes))
+        fail(name, f"of {num_heads} elements, one a head, contiguous{hint}", describe(slopes))
     _check_device(name, slopes, as_in, first)
 
 
@@ -297,15 +301,17 @@ def _check_packed_whole(name: str, tensor: Tensor, shape: tuple[int, ...], as_in
     _check_device(name, tensor, as_in, first)
 
 
-def _check_matrices(name: str, tensor: Tensor, shape: tuple[int, ...], as_in: str, first: Tensor) -> None:
+def _check_matrices(
+    name: str, tensor: Tensor, shape: tuple[int, ...], as_in: str, first: Tensor, hint: str = ""
+) -> None:
     if tensor.dtype != torch.float32:
         fail(f"{name}.dtype", "float32", tensor.dtype, TypeError)
-    _check_shape(name, tensor, shape, as_in, first)
+    _check_shape(name, tensor, shape, as_in, first, hint)
 
 
-def _check_shape(name: str, tensor: Tensor, shape: tuple[int, ...], as_in: str, first: Tensor) -> None:
+def _check_shape(name: str, tensor: Tensor, shape: tuple[int, ...], as_in: str, first: Tensor, hint: str = "") -> None:
     if tensor.shape != shape:
-        fail(name, f"[{', '.join(map(str, shape))}]", describe(tensor))
+        fail(name, f"[{', '.join(map(str, shape))}]{hint}", describe(tensor))
     _check_device(name, tensor, as_in, first)
 
 

@@ -1,8 +1,9 @@
 """Launches: ask the plan, set the grid, start the kernel on the tensors' device and its current stream.
 
-Nothing here checks arguments (arguments.py does). Each ``prepare_`` function makes ready what its calls have in common,
-from tensors that look like those of the calls. On CPU tensors a call works only under Triton's interpreter
-(TRITON_INTERPRET=1, set before triton is imported) and with a plan given: that is how kernels are tested with no GPU.
+Arguments are checked in arguments.py, but for what their addresses tell. Each ``prepare_`` function makes ready what
+its calls have in common, from tensors that look like those of the calls. On CPU tensors a call works only under
+Triton's interpreter (TRITON_INTERPRET=1, set before triton is imported) and with a plan given: that is how kernels are
+tested with no GPU.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
+from kernel_reference.checks import fail
 from lightning_attn.kernels import chunked, recurrent
 from lightning_attn.plan import (
     DecodePlan,
@@ -181,13 +183,22 @@ class _Walk(NamedTuple):
     device: torch.device
     backwards: bool = False
 
-    def plan(self, aligned: bool) -> PrefillPlan:
+    def plan(self, aligned: bool, pinned: PrefillPlan | None, is_gradient: bool) -> PrefillPlan:
+        """The caller's if it has pinned one, else the device's.
+
+        How a gradient comes is nobody's choice: one that the kernel for sm_90 cannot address takes the device's plan.
+        """
         hopper = aligned and all(operand.suits_descriptors() for operand in (self.q, self.k, self.v, self.o))
+        if pinned is not None and (hopper or not pinned.hopper):
+            return pinned
+        if pinned is not None and not is_gradient:
+            wanted = "without hopper where q, k, v and out are not 16-byte aligned, with strides of whole 16 bytes"
+            fail("plan", wanted, pinned)
         limits = device_limits(self.device)
         return plan_prefill(self.heads, self.dtype == torch.bfloat16, limits, hopper, self.snapshots > 0)
 
 
-def _prepare_walk(walk: _Walk, plan: PrefillPlan | None) -> Callable[..., None]:
+def _prepare_walk(walk: _Walk, plan: PrefillPlan | None, is_gradient: bool = False) -> Callable[..., None]:
     """What walks, called with q, k, v, o, slopes, cu_seqlens, slots, has, initial, final, positions, snapshot_slots.
 
     All but the first five may be None. Two plans are kept: slices of fused tensors may come aligned or not.
@@ -197,7 +208,7 @@ def _prepare_walk(walk: _Walk, plan: PrefillPlan | None) -> Callable[..., None]:
     def run(*tensors: Tensor | None) -> None:
         aligned = not any([tensor.data_ptr() & 15 for tensor in tensors[:4] if tensor is not None])
         if aligned not in made:
-            made[aligned] = _make_walk(walk, walk.plan(aligned) if plan is None else plan)
+            made[aligned] = _make_walk(walk, walk.plan(aligned, plan, is_gradient))
         made[aligned](*tensors)
 
     return run
@@ -234,18 +245,12 @@ def _make_walk(walk: _Walk, plan: PrefillPlan) -> Callable[..., None]:
             *counts, walk.snapshots, walk.scale, walk.q.strides, walk.k.strides, walk.v.strides, walk.o.strides,
             initial, final, *ratios, *sizes, *blocks, walk.backwards,
         )  # fmt: skip
-        by_token = Launch(recurrent.walk, grid, rest, walk.device, num_warps=plan.num_warps)
-        return by_token
+        return Launch(recurrent.walk, grid, rest, walk.device, num_warps=plan.num_warps)
     if plan.hopper:
         from lightning_attn.kernels import hopper
 
         boxes, strides = zip(*[operand.described() for operand in operands], strict=True)
-        tile_blocks = (
-            (plan.chunk, blocks[0]),
-            (plan.chunk, blocks[0]),
-            (plan.chunk, plan.block_e),
-            (plan.chunk, plan.block_e),
-        )
+        tile_blocks = tuple((plan.chunk, columns) for columns in (blocks[0], blocks[0], plan.block_e, plan.block_e))
         rest = (
             *counts, walk.snapshots, walk.scale, walk.o.strides, initial, final, carried,
             *ratios, *sizes, plan.block_e, plan.chunk, segment, plan.num_stages, walk.backwards,
@@ -374,15 +379,17 @@ def prepare_attention_backward(
     by_v, by_k = Heads(h, h, e, d), Heads(h, h, d, e)
     plan_by_v = _fitted(plan, by_v)
     walk_dq = _prepare_walk(
-        _Walk(of["do"], of["v"], of["k"], of["dq"], history and transposed(history), None, by_v, *common), plan_by_v
-    )
+        _Walk(of["do"], of["v"], of["k"], of["dq"], history and transposed(history), None, by_v, *common),
+        plan_by_v, is_gradient=True,
+    )  # fmt: skip
     walk_dk = _prepare_walk(
         _Walk(of["v"], of["do"], of["q"], of["dk"], end and transposed(end), None, by_v, *common, backwards=True),
-        plan_by_v,
-    )
+        plan_by_v, is_gradient=True,
+    )  # fmt: skip
     walk_dv = _prepare_walk(
-        _Walk(of["k"], of["q"], of["do"], of["dv"], end, d_history.stride(), by_k, *common, backwards=True), plan
-    )
+        _Walk(of["k"], of["q"], of["do"], of["dv"], end, d_history.stride(), by_k, *common, backwards=True),
+        plan, is_gradient=True,
+    )  # fmt: skip
 
     def run(q, k, v, ed, kv_history, d_out, d_kv, dq, dk, dv, d_history):  # type: ignore[no-untyped-def]
         walk_dq(d_out, v, k, dq, ed, None, None, None, kv_history, None, None, None)
@@ -468,8 +475,8 @@ def _prepare_recur(
     rest = (
         pool.shape[0], scale, no_tensor if q is None else q.stride(), k.stride(), v.stride(), pool.stride(),
         no_tensor if out is None else out.stride(), tokens, heads.num_heads, heads.num_heads // heads_qk,
-        heads.num_heads // v.shape[2],
-        head_qk, v.shape[3], max(16, power_of_two_at_least(head_qk)), plan.block_e, writes, plan.dependent_launch,
+        heads.num_heads // v.shape[2], head_qk, v.shape[3], max(16, power_of_two_at_least(head_qk)), plan.block_e,
+        writes, plan.dependent_launch,
     )  # fmt: skip
     grid = (cdiv(v.shape[3], plan.block_e) * heads.num_heads * sequences, 1, 1)
     options: dict[str, Any] = {"launch_pdl": True} if plan.dependent_launch else {}

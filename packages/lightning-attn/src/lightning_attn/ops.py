@@ -84,7 +84,7 @@ def _checked_attention(
     q: Tensor, k: Tensor, v: Tensor, ed: Tensor, kv_history: Tensor | None, scale: float, plan: Ints = None
 ) -> None:
     arguments.check_scale(scale)
-    _check_plan(PrefillPlan, plan, arguments.check_attention(q, k, v, ed, kv_history))
+    _check_prefill_plan(plan, arguments.check_attention(q, k, v, ed, kv_history), q.dtype)
 
 
 def _checked_attention_backward(
@@ -104,7 +104,7 @@ def _checked_varlen(
     heads = arguments.check_varlen(
         q, k, v, slopes, cu_seqlens, state_pool, slots, has_initial_state, positions, snapshot_slots, out
     )
-    _check_plan(PrefillPlan, plan, heads)
+    _check_prefill_plan(plan, heads, q.dtype)
 
 
 def _checked_decode(*tensors_and_numbers: Any) -> None:
@@ -136,7 +136,15 @@ def _plan(kind: type[PrefillPlan] | type[DecodePlan], plan: Ints) -> Any:
 def _check_plan(kind: type[PrefillPlan] | type[DecodePlan], plan: Ints, heads: Heads) -> None:
     made = _plan(kind, plan)
     if made is not None and not made.covers(heads):
-        fail("plan", f"one made for {heads}", made)
+        fail("plan", f"one that covers {heads}", made)
+
+
+def _check_prefill_plan(plan: Ints, heads: Heads, dtype: torch.dtype) -> None:
+    _check_plan(PrefillPlan, plan, heads)
+    made = _plan(PrefillPlan, plan)
+    if made is not None and made.chunk > 1 and dtype != torch.bfloat16:
+        # Tensor cores would round what they multiply.
+        fail("plan", f"of chunk 1 for {dtype}, which is walked token by token", made)
 
 
 # What only device memory tells, inside validate_values

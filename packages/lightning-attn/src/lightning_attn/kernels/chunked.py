@@ -281,9 +281,8 @@ def walk(
     p_q, p_k, p_v, p_o, p_slopes, p_cu, p_slots, p_has, p_initial, p_final, p_carried, p_positions, p_snapshot_slots,
     rows, num_sequences, num_slots, num_snapshots, scale, s_q, s_k, s_v, s_o, s_initial, s_final, s_carried,
     H: tl.constexpr, RATIO_QK: tl.constexpr, RATIO_V: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, SEGMENT: tl.constexpr, STAGES: tl.constexpr, REVERSED: tl.constexpr,
-    WIDE: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, SEGMENT: tl.constexpr, STAGES: tl.constexpr,
+    REVERSED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Walk one sequence, or one segment of it, for one head and BLOCK_E columns of its state.
 
@@ -338,8 +337,7 @@ def walk(
                 if begin == first:
                     store_snapshots(
                         p_positions, p_snapshot_slots, p_cu, i_n, num_sequences, rows, num_snapshots, stop, p_final,
-                        num_slots, i_h, i_e,
-                        s_final, S, D, E, BLOCK_D, BLOCK_E, CHUNK,
+                        num_slots, i_h, i_e, s_final, S, D, E, BLOCK_D, BLOCK_E, CHUNK,
                     )  # fmt: skip
                 stop = next_snapshot(p_positions, p_cu, i_n, num_sequences, rows, num_snapshots, stop + 1, CHUNK)
         last_row = begin + (end - begin - 1) // CHUNK * CHUNK
@@ -355,8 +353,7 @@ def walk(
                 if row + CHUNK == stop:
                     store_snapshots(
                         p_positions, p_snapshot_slots, p_cu, i_n, num_sequences, rows, num_snapshots, stop, p_final,
-                        num_slots, i_h, i_e,
-                        s_final, S, D, E, BLOCK_D, BLOCK_E, CHUNK,
+                        num_slots, i_h, i_e, s_final, S, D, E, BLOCK_D, BLOCK_E, CHUNK,
                     )  # fmt: skip
                     stop = next_snapshot(p_positions, p_cu, i_n, num_sequences, rows, num_snapshots, stop + 1, CHUNK)
         if p_final is not None:
@@ -371,9 +368,8 @@ def walk(
 def segment_states(
     p_k, p_v, p_slopes, p_cu, p_slots, p_carried, rows, num_sequences, num_slots, scale, s_k, s_v, s_carried,
     H: tl.constexpr, RATIO_QK: tl.constexpr, RATIO_V: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, SEGMENT: tl.constexpr, STAGES: tl.constexpr, REVERSED: tl.constexpr,
-    WIDE: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, SEGMENT: tl.constexpr, STAGES: tl.constexpr,
+    REVERSED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """The state that each segment would leave behind had it started from zero, stored in the place of the next one."""
     i_e, i_h, i_w = program(H, (E + BLOCK_E - 1) // BLOCK_E)
@@ -416,8 +412,7 @@ def segment_states(
 def carry_states(
     p_slopes, p_cu, p_slots, p_has, p_initial, p_carried, rows, num_sequences, num_slots, s_initial, s_carried,
     H: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    SEGMENT: tl.constexpr,
-    REVERSED: tl.constexpr,
+    SEGMENT: tl.constexpr, REVERSED: tl.constexpr,
 ):  # fmt: skip
     """Turn each segment's own state into the state before the next one, from a sequence's initial state on.
 

@@ -81,8 +81,7 @@ def zero_after(smem, length, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 @gluon.jit
 def step(
     d_q, d_k, d_v, d_o, q_smem, k_smem, v_smem, o_smem, scores_smem, arrived, within_smem, seeing_smem, entering_smem,
-    p_o, s_o,
-    acc_S, decay, i, row, ahead_row, length, chunks, i_box, i_h_qk, i_h_v, i_h, column,
+    p_o, s_o, acc_S, decay, i, row, ahead_row, length, chunks, i_box, i_h_qk, i_h_v, i_h, column,
     CHUNK: gl.constexpr, D: gl.constexpr, BLOCK_E: gl.constexpr, STAGES: gl.constexpr, L_S: gl.constexpr,
     L_O: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
@@ -183,8 +182,7 @@ def walk(
     d_q, d_k, d_v, d_o, p_o, p_slopes, p_cu, p_slots, p_has, p_initial, p_final, p_carried, p_positions,
     p_snapshot_slots, rows, num_sequences, num_slots, num_snapshots, scale, s_o, s_initial, s_final, s_carried,
     H: gl.constexpr, RATIO_QK: gl.constexpr, RATIO_V: gl.constexpr, D: gl.constexpr, E: gl.constexpr,
-    BLOCK_E: gl.constexpr,
-    CHUNK: gl.constexpr, SEGMENT: gl.constexpr, STAGES: gl.constexpr, REVERSED: gl.constexpr,
+    BLOCK_E: gl.constexpr, CHUNK: gl.constexpr, SEGMENT: gl.constexpr, STAGES: gl.constexpr, REVERSED: gl.constexpr,
 ):  # fmt: skip
     """``chunked.walk`` with q, k, v and o as descriptors of [sequences, heads, rows, D or E], blocks of one chunk."""
     i_e, i_h, i_w = program(H, E // BLOCK_E)
@@ -296,8 +294,7 @@ def walk(
                 if begin == first:
                     store_snapshots(
                         p_positions, p_snapshot_slots, p_cu, i_n, num_sequences, rows, num_snapshots, stop, p_final,
-                        num_slots, i_h, o_d,
-                        o_e, s_final, acc_S, CHUNK,
+                        num_slots, i_h, o_d, o_e, s_final, acc_S, CHUNK,
                     )  # fmt: skip
                 stop = next_snapshot(p_positions, p_cu, i_n, num_sequences, rows, num_snapshots, stop + 1, CHUNK)
         for i in range(whole_from, whole_to):
@@ -305,15 +302,13 @@ def walk(
             acc_S = step(
                 d_q, d_k, d_v, d_o, q_smem, k_smem, v_smem, o_smem, scores_smem, arrived, within_smem, seeing_smem,
                 entering_smem, p_o, s_o, acc_S, decay, i, row, row + (STAGES - 1) * stride, CHUNK, chunks, i_box,
-                i_h_qk, i_h_v,
-                i_h, column, CHUNK, D, BLOCK_E, STAGES, L_S, L_O, MASKED=False,
+                i_h_qk, i_h_v, i_h, column, CHUNK, D, BLOCK_E, STAGES, L_S, L_O, MASKED=False,
             )  # fmt: skip
             if p_positions is not None:
                 if row + CHUNK == stop:
                     store_snapshots(
                         p_positions, p_snapshot_slots, p_cu, i_n, num_sequences, rows, num_snapshots, stop, p_final,
-                        num_slots, i_h, o_d,
-                        o_e, s_final, acc_S, CHUNK,
+                        num_slots, i_h, o_d, o_e, s_final, acc_S, CHUNK,
                     )  # fmt: skip
                     stop = next_snapshot(p_positions, p_cu, i_n, num_sequences, rows, num_snapshots, stop + 1, CHUNK)
         if not REVERSED:

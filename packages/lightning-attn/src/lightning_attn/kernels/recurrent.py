@@ -60,8 +60,8 @@ def advance(b_S, b_k, b_v, rate):
 def recur(
     p_q, p_k, p_v, p_pool, p_slots, p_slopes, p_accepted, p_o, num_slots, scale, s_q, s_k, s_v, s_pool, s_o,
     TOKENS: tl.constexpr, H: tl.constexpr, RATIO_QK: tl.constexpr, RATIO_V: tl.constexpr, D: tl.constexpr,
-    E: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, WRITES: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
+    E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, WRITES: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
     """TOKENS tokens, or the first accepted of them, of one sequence and head, BLOCK_E columns of its state.
 
@@ -117,8 +117,7 @@ def recur(
 def finish_snapshots(
     p_k, p_v, p_slopes, p_cu, p_slots, p_pool, p_positions, p_snapshot_slots, rows, num_slots, num_snapshots, s_k, s_v,
     s_pool, H: tl.constexpr, RATIO_QK: tl.constexpr, RATIO_V: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_E: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Advance each snapshot, stored at a place of whole chunks, by the tokens between there and its position."""
     i_e, i_h, i_snapshot = program(H, (E + BLOCK_E - 1) // BLOCK_E)

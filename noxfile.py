@@ -1,5 +1,5 @@
 """`nox -l` lists the sessions, `nox -s "test(gdn-split)"` runs one of them for one package, `nox -t gdn-split` all of
-its sessions that need no GPU, `nox -t gdn-split-gpu` the others.
+its sessions that need no GPU and send nothing away, `nox -t gdn-split-gpu` those for a GPU.
 
 Packages are found by their pyproject.toml and listed nowhere. What is tested is the wheel, never the source tree: a
 session builds the sdist, from that the wheel, and installs it over whatever `-r` or `-R` kept. Packages come from where
@@ -73,6 +73,7 @@ def types(session: nox.Session, package: str) -> None:
     checker = nox.project.dependency_groups(PROJECT, "types")
     if package == "tools":
         session.install(*checker, *nox.project.dependency_groups(PROJECT, "tools"))
+        install_reference_alone(session)
         session.run("mypy", "noxfile.py", *map(str, sorted((ROOT / "tools").glob("*.py"))))
         return
     install(session, package, *checker, *group(package, "test"))
@@ -88,7 +89,9 @@ def test(session: nox.Session, package: str) -> None:
         session.skip(f"no faults are planted in {package}")
     if package == "tools":
         session.install(*nox.project.dependency_groups(PROJECT, "tools"))
-        session.run("pytest", "--override-ini=addopts=", "tools/tests", *session.posargs)
+        # Half of the time goes into releases and half into a new package.
+        at_once = ("--numprocesses=2", "--dist=loadfile")
+        session.run("pytest", "--override-ini=addopts=", *at_once, "tools/tests", *session.posargs)
         return
     install(session, package, *group(package, "test"))
     if faults:
@@ -197,10 +200,33 @@ def sanitize(session: nox.Session, package: str) -> None:
         run_installed(session, *checked, "-m", "sanitize", HOMES[package] / "tests", **variables)
 
 
+@nox.session
+@each(HOMES, tag="{}-release")
+def release(session: nox.Session, package: str) -> None:
+    """Release a package: `-- major|minor|patch|<version> [--index URL] [--dry-run]`."""
+    session.install(*nox.project.dependency_groups(PROJECT, "release"))
+    session.run("python", ROOT / "tools" / "release.py", package, *session.posargs)
+
+
 @nox.session(venv_backend="none")
 def affected(session: nox.Session) -> None:
     """Print as JSON the packages that a git range touches, dependants included: `-- main..HEAD`."""
     session.run(sys.executable, ROOT / "tools" / "affected.py", *session.posargs, external=True)
+
+
+@nox.session
+def report(session: nox.Session) -> None:
+    """Make dist/report.html, and the picture in the README, of the committed records."""
+    session.install(*nox.project.dependency_groups(PROJECT, "templates"))
+    install_reference_alone(session)
+    session.run("python", ROOT / "tools" / "report.py", *session.posargs)
+
+
+@nox.session
+def new(session: nox.Session) -> None:
+    """Make an empty package that passes every session: `-- <name>`."""
+    session.install(*nox.project.dependency_groups(PROJECT, "templates", "lint"))
+    session.run("python", ROOT / "tools" / "new.py", *session.posargs)
 
 
 # What the sessions are made of.
@@ -225,6 +251,11 @@ def install(session: nox.Session, package: str, *requirements: str, versions: It
     session.install(*constrain(session, runtime_pins() if versions is None else versions), *wheels, *requirements)
     # `-R` skips session.install, and pip would keep an installed wheel of the same version.
     session.run("python", "-m", "pip", "install", "--quiet", "--force-reinstall", "--no-deps", *wheels)
+
+
+def install_reference_alone(session: nox.Session) -> None:
+    """Install kernel-reference without what it asks for: reading its records takes no torch."""
+    session.run("python", "-m", "pip", "install", "--quiet", "--force-reinstall", "--no-deps", wheel(session, "shared"))
 
 
 def run_installed(session: nox.Session, *command: str | Path, **variables: str) -> None:

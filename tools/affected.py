@@ -19,10 +19,12 @@ from pathlib import Path, PurePosixPath
 
 # No wheel holds these but as text for people, so no dependant can tell the difference.
 DOCUMENTS = {".md", ".cff", ".svg", ".png"}
+# The picture in the README, which a test of the tools holds to them, is drawn of these.
+RECORDS = "packages/*/benchmarks/results/*.jsonl"
 
 
 def packages(root: Path) -> dict[str, set[str]]:
-    """Each package's name, and the names of those it depends on, however far down."""
+    """Each package's name and that of the tools, and the names of those they depend on, however far down."""
     homes = [root / "shared", *sorted(file.parent for file in root.glob("packages/*/pyproject.toml"))]
     projects = {home.name: tomllib.loads((home / "pyproject.toml").read_text())["project"] for home in homes}
     owner = {canonical(project["name"]): name for name, project in projects.items()}
@@ -36,7 +38,8 @@ def packages(root: Path) -> dict[str, set[str]]:
             seen = reach(wanted, seen | {wanted})
         return seen
 
-    return {name: set(reach(name, frozenset())) for name in projects}
+    # The tools read the records of kernel-reference, and make packages that use all of it.
+    return {name: set(reach(name, frozenset())) for name in projects} | {"tools": {"shared"}}
 
 
 def canonical(requirement: str) -> str:
@@ -47,12 +50,14 @@ def canonical(requirement: str) -> str:
 
 def affected(changed: Iterable[str], depends: dict[str, set[str]]) -> list[str]:
     """The names that a change of these files touches; ``depends`` is what :func:`packages` gives."""
-    everything = sorted([*depends, "tools"])
+    everything = sorted(depends)
     touched: set[str] = set()
     for file in map(PurePosixPath, changed):
         document = file.suffix in DOCUMENTS or file.name == "LICENSE"
         top = file.parts[0]
         name = file.parts[1] if top == "packages" and len(file.parts) > 2 else top
+        if file.match(RECORDS):
+            touched.add("tools")
         if top == "tools":
             touched.add("tools")
         elif name in depends and (top == "packages" or top == name == "shared"):
@@ -74,7 +79,7 @@ def main(arguments: list[str]) -> int:
             changed = git("diff", "--name-only", "--no-renames", "-z", arguments[0], "--").split("\0")[:-1]
             print(json.dumps(affected(changed, depends)))
         else:
-            print(json.dumps(sorted([*depends, "tools"])))
+            print(json.dumps(sorted(depends)))
     except subprocess.CalledProcessError as error:
         print(f"affected: git says: {error.stderr.strip().splitlines()[0]}", file=sys.stderr)
         return 2

@@ -75,7 +75,12 @@ def test_a_kernel_touches_its_package_and_who_depends_on_it(affected_by: Change)
 
 
 def test_the_shared_package_touches_every_dependant_however_its_name_is_spelt(affected_by: Change) -> None:
-    assert affected_by({"shared/src/kernel_reference/attention.py": "x = 1\n"}) == ["one", "shared", "two"]
+    touched = affected_by({"shared/src/kernel_reference/attention.py": "x = 1\n"})
+    assert touched == ["one", "shared", "tools", "two"]
+
+
+def test_a_record_touches_the_tools_which_draw_a_picture_of_it(affected_by: Change) -> None:
+    assert affected_by({"packages/alone/benchmarks/results/alone.jsonl": "{}\n"}) == ["alone", "tools"]
 
 
 @pytest.mark.parametrize("file", ["pyproject.toml", "noxfile.py", ".ci/run", ".github/workflows/ci.yml", "conftest.py"])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = [file.parent for file in sorted(ROOT.glob("packages/*/pyproject.toml"))]
+HOMES = [ROOT / "shared", *PACKAGES]
 
 each_package = pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
 
@@ -46,7 +48,7 @@ def test_every_distribution_carries_the_whole_licence(folder: str) -> None:
 
 
 def test_no_module_is_called_after_nothing() -> None:
-    modules = [file for home in [ROOT / "shared", *PACKAGES] for file in home.glob("src/**/*.py")]
+    modules = [file for home in HOMES for file in home.glob("src/**/*.py")]
     assert [file for file in modules if file.stem in {"utils", "util", "helpers", "misc"}] == []
 
 
@@ -56,3 +58,10 @@ def test_every_action_is_pinned_by_its_commit_with_the_version_beside_it() -> No
     found = [use for file in ROOT.glob(".github/workflows/*.yml") for use in uses.findall(file.read_text())]
     assert found
     assert [use for use in found if not pinned.fullmatch(use)] == []
+
+
+def test_every_distribution_names_the_repository_by_which_an_index_shows_that_it_is_ours() -> None:
+    projects = {home.name: tomllib.loads((home / "pyproject.toml").read_text())["project"] for home in HOMES}
+    named = {name: project.get("urls", {}).get("Repository") for name, project in projects.items()}
+    assert named == dict.fromkeys(named, named["shared"])
+    assert named["shared"]

@@ -1,0 +1,344 @@
+"""Does the page show every record, and nothing that no record says, in a browser as people have it?"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import figures
+import pytest
+import report
+from selenium.webdriver import Chrome, ChromeOptions
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.by import By
+from selenium.webdriver.remote.webelement import WebElement
+
+from kernel_reference.bench.case import Requirement
+from kernel_reference.bench.record import MACHINE, Record, load, save
+
+ROOT = Path(__file__).parents[2]
+WIDE, NARROW = 1280, 400
+RESULTS = "packages/{0}/benchmarks/results/{0}.jsonl"
+
+TIMED = Record(
+    package="some-package", package_version="1.2.3", case="a case", shape={"tokens": 1}, implementation="some-package",
+    ours=True, status="timed", note="", median_us=20.0, p20_us=19.5, p80_us=21.0, host_us=30.0, method="graph",
+    input_sets=2, bytes=40_000_000, flops=0, gb_per_s=2000.0, tflop_per_s=0.0, copy_roof_gb_per_s=4000.0,
+    gemm_roof_tflop_per_s=800.0, fraction_of_copy_roof=0.5, fraction_of_gemm_roof=0.0, baseline="copy",
+    ratio_to_baseline=2.0, error=0.0, requirement=None, requirement_met=None, device="A GPU", driver="1.0",
+    capability="9.0", cuda="13.0", torch="2.13.0", triton="3.7.1", python="3.11.2", commit=None,
+    date="2026-01-02T03:04:05+00:00",
+)  # fmt: skip
+ABSENT = dataclasses.replace(
+    TIMED, implementation="a peer", ours=False, status="absent", note="ImportError: no module named 'peer'",
+    median_us=None, p20_us=None, p80_us=None, host_us=None, method=None, input_sets=None, gb_per_s=None,
+    tflop_per_s=None, fraction_of_copy_roof=None, fraction_of_gemm_roof=None, ratio_to_baseline=None, error=None,
+)  # fmt: skip
+# What a record may hold and a page might trip over: markup, long words, no time of ours, no machine-made commit.
+AWKWARD = [
+    TIMED,
+    ABSENT,
+    dataclasses.replace(TIMED, implementation="copy", ours=False, median_us=10.0, error=0.0),
+    dataclasses.replace(TIMED, case="<script>throw 1</script> & 'quotes\"", error=1e-9, flops=10**12, tflop_per_s=50.0),
+    dataclasses.replace(ABSENT, case="a case that failed", implementation="some-package", ours=True, status="red"),
+    dataclasses.replace(
+        TIMED, case="a_case_of_one_long_word_" * 6, median_us=123456.7, requirement="time <= 4 us (9.1)"
+    ),
+    dataclasses.replace(TIMED, case="met or not, nobody knows", requirement="speed >= 0.9 of a peer"),
+    dataclasses.replace(TIMED, case="older", date="2025-01-01T00:00:00+00:00"),
+]
+
+
+def house(root: Path, records: list[Record], package: str = "some-package") -> Path:
+    save(records, root / RESULTS.format(package))
+    return root
+
+
+def made(root: Path, target: Path) -> Path:
+    assert report.main(["--root", str(root), "--page", str(target), "--picture", str(target.with_suffix(".svg"))]) == 0
+    return target
+
+
+def committed() -> list[Record]:
+    return [record for file in sorted(ROOT.glob(report.RECORDS)) for record in load(file)]
+
+
+# The records
+
+
+@pytest.mark.parametrize("field", MACHINE)
+def test_a_record_that_does_not_name_its_machine_is_refused_by_file_and_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], field: str
+) -> None:
+    file = house(tmp_path, [TIMED]) / RESULTS.format("some-package")
+    nameless = dataclasses.asdict(TIMED) | {field: " "}
+    file.write_text(file.read_text() + json.dumps(nameless) + "\n")
+    assert report.main(["--root", str(tmp_path)]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"report: {RESULTS.format('some-package')}:2: ")
+    assert line.endswith(f"got none for {field}")
+    assert not (tmp_path / "dist").exists()
+
+
+def test_without_records_there_is_no_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert report.main(["--root", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == "report: no record in packages/*/benchmarks/results/*.jsonl\n"
+
+
+def test_what_was_not_measured_together_is_not_shown_together(tmp_path: Path) -> None:
+    runs = report.read(house(tmp_path, AWKWARD))
+    assert [len(run.records) for run in runs] == [len(AWKWARD) - 1, 1]
+    assert [run.first.date[:4] for run in runs] == ["2026", "2025"]
+
+
+def test_the_same_records_give_the_same_bytes(tmp_path: Path) -> None:
+    first, second = (made(ROOT, tmp_path / name) for name in ("first.html", "second.html"))
+    assert first.read_bytes() == second.read_bytes()
+    assert first.with_suffix(".svg").read_bytes() == second.with_suffix(".svg").read_bytes()
+
+
+def test_the_committed_picture_shows_the_committed_records(tmp_path: Path) -> None:
+    drawn = made(ROOT, tmp_path / "page.html").with_suffix(".svg").read_text()
+    assert (ROOT / "tools" / "report.svg").read_text() == drawn, "make it again: nox -s report"
+    assert "](tools/report.svg)" in (ROOT / "README.md").read_text()
+
+
+def test_no_package_is_named_by_what_shows_all_of_them() -> None:
+    sources = [ROOT / "tools" / "report.py", ROOT / "tools" / "figures.py", *report.TEMPLATES.iterdir()]
+    text = "".join(file.read_text() for file in sources)
+    assert [home.name for home in ROOT.glob("packages/*") if home.name in text] == []
+
+
+# The figures
+
+
+@pytest.mark.parametrize("against", ["copy", "a peer (off by one)", "a peer; and more"])
+def test_a_bar_is_read_from_the_words_that_the_benchmark_writes(against: str) -> None:
+    owed = [
+        Requirement("ours", against, speed_at_least=0.97),
+        Requirement("ours", "other", time_at_most=0.5),
+        Requirement("ours", against, time_at_most=1.5, quantity="host"),
+        Requirement("ours", us_at_most=4.0),
+    ]
+    for words in (
+        "; ".join(requirement.describe() for requirement in owed),
+        "; ".join(f"{requirement.describe()} (0.951)" for requirement in owed),
+    ):
+        assert figures.bars_of(dataclasses.replace(TIMED, requirement=words)) == [(against, 0.97), ("other", 2.0)]
+
+
+@pytest.mark.parametrize("values", [[1.0], [0.9, 1.1], [1e-9, 0.3], [0.0, 3e-7], [3.5, 4300], [49e3, 3.2e9], [0.0]])
+def test_an_axis_holds_its_values_and_a_few_ticks(values: list[float]) -> None:
+    axis = figures.Axis.over(values)
+    assert all(0 <= axis.at(value) <= 100 for value in values)
+    assert axis.high / axis.low > 9.999
+    assert 1 <= len(axis.ticks) <= figures.MOST_TICKS + 1
+    places = [axis.at(tick) for tick in axis.ticks]
+    assert places == sorted(set(places))
+    assert (0.0 in axis.ticks) == (0.0 in values)
+
+
+def test_peers_of_a_package_look_different() -> None:
+    peers = [dataclasses.replace(ABSENT, implementation=f"peer {i}") for i in range(35)]
+    looks = figures.looks_of([*peers, TIMED]).values()
+    assert len({(look.colour, look.shape) for look in looks}) == 36
+
+
+def test_no_mark_and_no_roof_stands_outside_its_plot(tmp_path: Path) -> None:
+    for run in [*report.read(ROOT), *report.read(house(tmp_path, AWKWARD))]:
+        for plot in run.plots:
+            ends = [place for roof in plot.roofs for place in (roof.start, roof.end)]
+            for x, y in [*((mark.x, mark.y) for mark in plot.marks), *ends]:
+                assert 0 <= x <= 100
+                assert 0 <= y <= 100
+
+
+# The page in a browser
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
+    binary = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    driver = shutil.which("chromedriver")
+    if binary is None or driver is None:
+        reason = "needs chromium and chromedriver (Debian: apt-get install chromium chromium-driver)"
+        pytest.fail(reason) if os.environ.get("CI") else pytest.skip(reason)
+    options = ChromeOptions()
+    options.binary_location = binary
+    for name in (
+        "headless=new", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "disable-background-networking",
+        "disable-component-update", "disable-sync", f"user-data-dir={tmp_path_factory.mktemp('profile')}",
+    ):  # fmt: skip
+        options.add_argument(f"--{name}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    chrome = Chrome(options=options, service=Service(driver))
+    yield chrome
+    chrome.quit()
+
+
+@pytest.fixture(scope="module", params=["committed", "awkward"])
+def page(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Record]]:
+    """A page and the records that it must show."""
+    folder = tmp_path_factory.mktemp(request.param)
+    if request.param == "committed":
+        return made(ROOT, folder / "report.html"), committed()
+    return made(house(folder, AWKWARD), folder / "report.html"), AWKWARD
+
+
+def opened(browser: Chrome, page: tuple[Path, list[Record]], width: int = WIDE, scheme: str = "light") -> Chrome:
+    metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width == NARROW}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    colours = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", colours)
+    for log in ("browser", "performance"):
+        browser.get_log(log)
+    browser.get(page[0].as_uri())
+    return browser
+
+
+Page = tuple[Path, list[Record]]
+
+
+def test_the_page_loads_without_a_complaint_and_asks_for_nothing_but_itself(browser: Chrome, page: Page) -> None:
+    opened(browser, page)
+    assert browser.get_log("browser") == []
+    events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
+    asked = {event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"}
+    assert {url for url in asked if not url.startswith("data:")} == {page[0].as_uri()}
+
+
+def test_every_record_is_shown_and_what_it_was_measured_on(browser: Chrome, page: Page) -> None:
+    opened(browser, page)
+    rows = browser.execute_script(
+        "return [...document.querySelectorAll('table.records tbody tr')].map(r => [...r.cells].map(c => c.textContent))"
+    )
+    records = page[1]
+    assert sorted(row[:2] for row in rows) == sorted([record.case, record.implementation] for record in records)
+    text = browser.execute_script("return document.body.textContent")
+    for record in records:
+        for name in ("package", "package_version", *MACHINE, "note"):
+            assert getattr(record, name) in text, name
+        for words in filter(None, (record.date[:10], record.requirement, record.commit and record.commit[:12])):
+            assert words in text
+
+
+def test_every_timed_record_has_its_mark_under_the_roofs(browser: Chrome, page: Page) -> None:
+    opened(browser, page)
+    marks = browser.execute_script("return [...document.querySelectorAll('.plot .mark')].map(m => m.dataset.tip)")
+    timed = [record for record in page[1] if record.median_us]
+    assert sorted(tip.split("\n")[0] for tip in marks) == sorted(f"{r.implementation}: {r.case}" for r in timed)
+
+
+def keys(browser: Chrome, column: int) -> list[Any]:
+    return browser.execute_script(
+        "return [...document.querySelector('table.records').tBodies[0].rows].map(r => r.cells[arguments[0]])"
+        ".map(c => c.dataset.exact !== undefined ? Number(c.dataset.exact) : c.textContent || null)",
+        column,
+    )
+
+
+def headings(browser: Chrome) -> list[WebElement]:
+    return browser.find_elements(By.CSS_SELECTOR, "table.records:first-of-type thead th")[
+        : len(browser.find_element(By.CSS_SELECTOR, "table.records thead tr").find_elements(By.TAG_NAME, "th"))
+    ]
+
+
+def test_a_heading_sorts_by_its_column_and_then_the_other_way_round(browser: Chrome, page: Page) -> None:
+    opened(browser, page)
+    names = [heading.text.strip() for heading in headings(browser)]
+    assert {"case", "implementation", "µs", "error"} <= set(names)
+    for name in ("µs", "error", "GB/s"):
+        column = names.index(name)
+        before = keys(browser, column)
+        values = sorted(value for value in before if value is not None)
+        empty = [None] * before.count(None)
+        for order, wanted in (("ascending", values + empty), ("descending", values[::-1] + empty)):
+            headings(browser)[column].find_element(By.TAG_NAME, "button").click()
+            assert keys(browser, column) == wanted
+            sorted_by = [heading.get_attribute("aria-sort") for heading in headings(browser)]
+            assert sorted_by == [order if i == column else None for i in range(len(names))]
+
+
+def test_names_sort_by_the_numbers_in_them(browser: Chrome, tmp_path: Path) -> None:
+    cases = [f"tokens={tokens}" for tokens in (1024, 64, 8192)]
+    root = house(tmp_path, [dataclasses.replace(TIMED, case=case) for case in cases])
+    opened(browser, (made(root, tmp_path / "page.html"), []))
+    headings(browser)[0].find_element(By.TAG_NAME, "button").click()
+    assert keys(browser, 0) == ["tokens=64", "tokens=1024", "tokens=8192"]
+
+
+def test_pointing_at_a_mark_says_its_values(browser: Chrome, page: Page) -> None:
+    opened(browser, page)
+    tip = browser.find_element(By.ID, "tip")
+    assert not tip.is_displayed()
+    for selector in (".plot .mark", ".chart .mark", "td[data-tip]"):
+        # The last of those at a place lies on top.
+        target = browser.find_elements(By.CSS_SELECTOR, selector)[-1]
+        browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", target)
+        ActionChains(browser).move_to_element(target).perform()
+        assert tip.is_displayed()
+        assert tip.text == target.get_attribute("data-tip").strip()
+        box = tip.rect
+        assert box["x"] >= 0
+        assert box["x"] + box["width"] <= WIDE
+
+
+STICKING_OUT = """
+const wide = document.documentElement.clientWidth;
+return [...document.querySelectorAll("body *")]
+  .filter((element) => !element.closest(".scroll *, defs, [hidden]"))
+  .map((element) => [element.tagName, element.textContent.trim().slice(0, 40), element.getBoundingClientRect()])
+  .filter(([, , box]) => box.width && (box.left < -0.5 || box.right > wide + 0.5))
+  .map(([tag, text]) => `${tag}: ${text}`);
+"""
+
+OVERLAPPING = """
+const found = [];
+for (const part of document.querySelectorAll(".plot svg, .chart .row, .facts, .legend")) {
+  const words = [...part.querySelectorAll("text, .what, .value, div, li")]
+    .map((element) => [element.textContent.trim(), element.getBoundingClientRect()])
+    .filter(([text]) => text);
+  words.forEach(([a, x], i) => words.slice(i + 1).forEach(([b, y]) => {
+    const beside = x.right <= y.left + 0.5 || y.right <= x.left + 0.5;
+    const below = x.bottom <= y.top + 2 || y.bottom <= x.top + 2;
+    if (!beside && !below) found.push(`${a} | ${b}`);
+  }));
+}
+return found;
+"""
+
+
+@pytest.mark.parametrize("width", [WIDE, NARROW])
+def test_nothing_sticks_out_of_the_page_and_no_words_lie_on_others(browser: Chrome, page: Page, width: int) -> None:
+    opened(browser, page, width)
+    visible, whole = browser.execute_script(
+        "const { clientWidth, scrollWidth } = document.documentElement; return [clientWidth, scrollWidth]"
+    )
+    assert whole == visible <= width
+    assert browser.execute_script(STICKING_OUT) == []
+    assert browser.execute_script(OVERLAPPING) == []
+
+
+def test_the_page_is_dark_where_the_reader_wants_it_dark(browser: Chrome, page: Page) -> None:
+    ask = "return getComputedStyle(document.body).backgroundColor"
+    light, dark = (opened(browser, page, scheme=scheme).execute_script(ask) for scheme in ("light", "dark"))
+    assert light == "rgb(255, 255, 255)"
+    assert max(map(int, dark.removeprefix("rgb(").removesuffix(")").split(","))) < 40
+
+
+def test_the_picture_is_whole_by_itself(browser: Chrome, tmp_path: Path) -> None:
+    picture = made(ROOT, tmp_path / "page.html").with_suffix(".svg")
+    opened(browser, (picture, []))
+    assert browser.get_log("browser") == []
+    outside = """
+    const whole = document.documentElement.getBoundingClientRect();
+    return [...document.querySelectorAll("text, circle")].map((e) => [e.textContent, e.getBoundingClientRect()])
+      .filter(([, b]) => b.left < whole.left || b.right > whole.right || b.bottom > whole.bottom).map(([text]) => text);
+    """
+    assert browser.execute_script(outside) == []

@@ -1,0 +1,1 @@
+"""Device code: the only modules that import a kernel language."""

@@ -1,0 +1,180 @@
+"""How the work is laid over a device: pure functions from a problem and the device's limits to a launch plan.
+
+A plan is a value: it can be built, printed and tested on a machine with no GPU, and pinned by a caller with ``plan=``.
+It follows from shapes alone, never from lengths, which only the device knows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass, replace
+
+# What a second launch merges quickly enough.
+_MOST_SPLITS = 128
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a plan needs to know of a call.
+
+    ``capacity``: keys that a row of the block table has room for. ``bits``: of an element of q; ``cache_bits``: of one
+    of the cache. ``apart``: the new keys and values are tensors of their own, not in the cache yet. ``biased``: scores
+    have a bias that depends on the key (ALiBi). ``described``: layout, strides, alignment and scales are such that the
+    kernel for sm_90 can address keys and values and take them as they are.
+    """
+
+    num_heads: int
+    num_heads_kv: int
+    head_size: int
+    page_size: int
+    tokens: int
+    sequences: int
+    max_seqlen_q: int
+    capacity: int
+    bits: int = 16
+    cache_bits: int = 16
+    apart: bool = False
+    biased: bool = False
+    described: bool = False
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a kv head."""
+        return self.num_heads // self.num_heads_kv
+
+
+@dataclass(frozen=True)
+class DeviceLimits:
+    """What the plan needs to know of a processor.
+
+    ``cores`` are multiprocessors (compute units); ``shared_memory`` is the most that a program may use, in bytes.
+    ``hopper``: sm_90, with its tensor memory accelerator and warpgroup products, and a Triton that brings Gluon.
+    """
+
+    cores: int
+    shared_memory: int = 64 * 1024
+    hopper: bool = False
+
+
+@dataclass(frozen=True)
+class PrefillPlan:
+    """Tiles of ``block_m`` rows, each a query head of a token, walk the keys ``block_n`` at a time.
+
+    The query heads of a kv head stand together in a tile. ``num_splits`` programs share the keys of a tile; more than
+    one leave their parts to a second launch that merges them. ``hopper``: by the kernel made for sm_90.
+    """
+
+    block_m: int
+    block_n: int
+    num_splits: int
+    num_warps: int
+    num_stages: int
+    hopper: bool = False
+
+    def as_ints(self) -> list[int]:
+        """The plan as a torch op takes it."""
+        return [int(number) for number in astuple(self)]
+
+    def covers(self, problem: Problem) -> bool:
+        """Whether its blocks are such that a kernel can take them, for this problem."""
+        if not is_power_of_two(self.block_m, self.block_n, self.num_warps):
+            return False
+        if min(self.block_m, self.block_n) < 16 or min(self.num_stages, self.num_splits) < 1:
+            return False
+        return not self.hopper or (
+            problem.described
+            and fits_hopper(problem)
+            and self.block_m in (64, 128)
+            and self.block_n in ((64,) if problem.head_size > 128 else (64, 128))
+            and self.num_warps == 4
+            and self.num_stages >= 2
+        )
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
+def power_of_two_at_least(n: int) -> int:
+    """The smallest power of two that is >= n, for n >= 1."""
+    return 1 << (n - 1).bit_length()
+
+
+def is_power_of_two(*numbers: int) -> bool:
+    return all(number >= 1 and number & (number - 1) == 0 for number in numbers)
+
+
+def power_of_two_in(n: int) -> int:
+    """The largest power of two that divides n, for n >= 1."""
+    return n & -n
+
+
+def fits_hopper(problem: Problem) -> bool:
+    """Whether sizes and dtypes are such that the kernel for sm_90 is written for them."""
+    # Of rows brought together, shared memory is swizzled in groups of eight; the kernel counts in sixteen.
+    return problem.bits == problem.cache_bits == 16 and problem.page_size % 16 == 0 and problem.head_size % 8 == 0
+
+
+def heads_per_tile(group: int, block_m: int) -> int:
+    """Query heads of one kv head that stand together in a tile."""
+    return min(group, block_m)
+
+
+def tokens_per_tile(group: int, block_m: int) -> int:
+    """Tokens whose query heads fill a tile."""
+    return block_m // heads_per_tile(group, block_m)
+
+
+def num_places(problem: Problem, tokens: int) -> int:
+    """Places in the grid for tiles of so many tokens: each sequence may leave one tile that is not full.
+
+    The rows before the first sequence and after the last one count as two sequences more: see kernels/tiles.py.
+    """
+    return problem.tokens // tokens + problem.sequences + 2
+
+
+def plan_prefill(problem: Problem, limits: DeviceLimits, num_splits: int = 0) -> PrefillPlan:
+    """The plan for a problem on this device; ``num_splits`` 0 leaves that number to the plan as well."""
+    plan = (
+        _hopper(problem) if limits.hopper and problem.described and fits_hopper(problem) else _portable(problem, limits)
+    )
+    return replace(plan, num_splits=num_splits or _splits(problem, plan, limits))
+
+
+def _rows_of_a_sequence(problem: Problem) -> int:
+    return max(1, min(problem.max_seqlen_q, problem.tokens)) * problem.group
+
+
+def _hopper(problem: Problem) -> PrefillPlan:
+    # One warpgroup of 64 rows where no sequence has more: decoding, and the first tokens of drafts.
+    block_m = 64 if _rows_of_a_sequence(problem) <= 64 else 128
+    # The largest tiles of keys whose scores stay in registers and two of which, values included, fit in shared memory.
+    block_n = 128 if problem.head_size <= 128 and not problem.biased else 64
+    return PrefillPlan(block_m, block_n, 1, 4, 2, hopper=True)
+
+
+def _portable(problem: Problem, limits: DeviceLimits) -> PrefillPlan:
+    block_d = max(16, power_of_two_at_least(problem.head_size))
+    if problem.bits == 32:
+        most_m, block_n, warps, stages = 16, 16, 4, 1
+    else:
+        most_m, block_n, warps, stages = (64, 64, 4, 2) if block_d <= 128 else (64, 32, 8, 2)
+    if limits.shared_memory <= 64 * 1024:
+        stages = 1
+    block_m = min(most_m, max(16, power_of_two_at_least(_rows_of_a_sequence(problem))))
+    return PrefillPlan(block_m, block_n, 1, warps, stages)
+
+
+def _splits(problem: Problem, plan: PrefillPlan, limits: DeviceLimits) -> int:
+    """Programs that share a tile's keys: as many as keep the device's cores evenly busy, and no more."""
+    # Tiles with something to do, were the lengths equal.
+    sequences = max(1, problem.sequences)
+    each = cdiv(cdiv(problem.tokens, sequences), tokens_per_tile(problem.group, plan.block_m))
+    head_tiles = cdiv(problem.group, heads_per_tile(problem.group, plan.block_m))
+    tiles = max(1, sequences * each * head_tiles * problem.num_heads_kv)
+    if tiles >= 2 * limits.cores:
+        return 1
+    # A split of fewer than four tiles of keys costs more than it saves.
+    most = max(1, min(_MOST_SPLITS, problem.capacity // (4 * plan.block_n)))
+    # Rounds of equal work, and what writing, reading and merging one more part costs in such rounds.
+    return min(range(1, most + 1), key=lambda splits: cdiv(tiles * splits, limits.cores) / splits + 0.002 * splits)

@@ -1,0 +1,554 @@
+"""What several of these tests need: ragged batches over paged caches in guarded memory, the oracle and a plain version.
+
+Tests are imported one by one (``--import-mode=importlib``), so that what they share reaches them as a fixture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from kernel_reference.attention import attention
+from kernel_reference.paging import paged_cache
+from kernel_reference.testing.guards import Canaried, assert_bitwise_equal, canaried, poison_
+from kernel_reference.testing.numerics import assert_close_to_oracle
+
+Tensor = torch.Tensor
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+# Numbers of this many rows and heads or fewer do not tell a version's errors: one weight may be exact by chance.
+_TOO_FEW = 64
+# Rows that the oracle computes of a sequence, beside its first and its last two.
+_SAMPLE = 12
+
+
+class Wanted(NamedTuple):
+    """A result in float64, and what the plain version in the dtype under test makes of it."""
+
+    exact: Tensor
+    plain: Tensor
+
+
+def plain_rows(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, distance: Tensor, scale: float, softcap: float,
+    slopes: Tensor | None, sinks: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Rows of one sequence as plain PyTorch in the dtype of q: what a kernel's errors are measured beside.
+
+    Each matrix product takes operands of that dtype and sums in float32, which is what the hardware's matrix
+    instructions do; the softmax is float32 and its weights, at most 1, are rounded to the dtype for the second product.
+    q [R, H, D], k and v [K, H, D], seen and distance (key - query position) [R, K]; out [R, H, D] float32, lse [H, R].
+    """
+
+    def heads_first(x: Tensor) -> Tensor:
+        return x.transpose(0, 1).float()
+
+    scores = heads_first(q) @ heads_first(k).mT * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if slopes is not None:
+        scores = scores + slopes.float()[:, None, None] * distance
+    scores = scores.masked_fill(~seen, -torch.inf)
+    top = scores.amax(2)
+    if sinks is not None:
+        top = torch.maximum(top, sinks.float()[:, None])
+    weights = torch.exp(scores - top[..., None])
+    total = weights.sum(2)
+    if sinks is not None:
+        total = total + torch.exp(sinks.float()[:, None] - top)
+    out = weights.to(q.dtype).float() @ heads_first(v) / total[..., None]
+    return out.transpose(0, 1), top + torch.log(total)
+
+
+def moved(wanted: Wanted, *, logarithm: bool = False) -> Wanted:
+    """With the plain version at least a unit in the last place off, where numbers are too few to tell its errors.
+
+    logarithm: of a sum, whose last place it is too; the logarithm itself may be near 0.
+    """
+    want, beside = wanted
+    unit = torch.finfo(beside.dtype).eps * (want.abs().clamp(min=1) if logarithm else want.abs())
+    other = (want + torch.where(want < 0, -unit, unit)).to(beside.dtype)
+    near = (beside.double() - want).abs() < (other.double() - want).abs()
+    return Wanted(want, torch.where(near, other.float(), beside.float()).to(beside.dtype))
+
+
+def assert_rounded(got: Tensor, wanted: Wanted, *, what: str = "the output") -> None:
+    """``assert_close_to_oracle`` of [R, H, D] with every row of every head brought to the same size.
+
+    A row that sees few keys holds values many times those of one that sees thousands, whose errors it would hide. They
+    are scaled by powers of two, which is exact; 8-bit results, whose range is too small for that, are not.
+    """
+    if wanted.exact.shape[:-1].numel() <= _TOO_FEW:
+        wanted = moved(wanted)
+    want, beside = wanted
+    if want.numel() and got.dtype not in FP8:
+        size = want.abs().amax(-1, keepdim=True)
+        factor = torch.exp2(-torch.where(size > 0, size, 1).log2().round().clamp(-14, 14))
+        got, want, beside = got * factor.to(got.dtype), want * factor, beside * factor.to(got.dtype)
+    assert_close_to_oracle(got, want, beside, what=what)
+
+
+def guarded(tensor: Tensor, *, strides: Sequence[int] | None = None, row_padding: int = 0, offset: int = 0) -> Canaried:
+    """The same bits inside a guarded buffer."""
+    place = canaried(tensor.shape, tensor.dtype, tensor.device, strides=strides, row_padding=row_padding, offset=offset)
+    bits(place.tensor).copy_(bits(tensor))
+    return place
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """Copying and indexing are not implemented for every 8-bit float on every device; their bytes can be moved."""
+    return tensor.view(torch.uint8) if tensor.dtype in FP8 else tensor
+
+
+def quantised(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """float64 values in a dtype; out of the range of an 8-bit float, its largest number."""
+    limit = torch.finfo(dtype).max
+    return values.double().clamp(-limit, limit).to(dtype)
+
+
+class Batch:
+    """Sequences of new tokens behind ``ctx`` older ones, packed one after another, over a paged cache.
+
+    ``lengths``: (ctx, new tokens) of each. Whatever a call has no business with is NaN: rows of padding, pages of no
+    sequence, the unused tails of pages, what lies round the inputs, and the outputs before they are written; the block
+    table goes on past each sequence with pages of NaN, and past its columns with pages that do not exist.
+    :meth:`check` then holds everything to the oracle.
+
+    cached: the new tokens are in the cache and k, v None. k_scale, v_scale: "number", "tensor", "heads", "tokens" (per
+    token and head), a number, or None. window, softcap, softmax_scale, causal, skip_decode, out_scale (a number or a
+    float32 tensor): as :func:`prefix_prefill.prefix_prefill` takes them. sinks, alibi: tensors, or whether to make
+    some. rows_after: rows of padding. fused: q, k and v are slices of one tensor. interleaved: pages of keys and values
+    alternate in one tensor. size: of the inputs' values, 1 the unit scale. offset: what is added to q and to the keys.
+    """
+
+    def __init__(
+        self, device: torch.device, lengths: Sequence[tuple[int, int]], *, heads: tuple[int, int] = (4, 2),
+        head_size: int = 64, page: int = 16, layout: str = "NHD", dtype: torch.dtype = torch.bfloat16,
+        cache_dtype: torch.dtype | None = None, cached: bool = False, causal: bool = True,
+        window: tuple[int, int] | None = None, softcap: float = 0.0, softmax_scale: float | None = None,
+        sinks: bool | Tensor = False, alibi: bool | Tensor = False, k_scale: str | float | None = None,
+        v_scale: str | float | None = None, out_scale: float | Tensor | None = None,
+        out_dtype: torch.dtype | None = None, lse: bool = True, skip_decode: bool = False, rows_after: int = 0,
+        fused: bool = False, interleaved: bool = False, index_dtype: torch.dtype = torch.int32,
+        extra_columns: int = 1, size: float = 1.0, offset: tuple[float, float] = (0.0, 0.0),
+    ) -> None:  # fmt: skip
+        self.device, self.lengths, self.layout, self.page = device, list(lengths), layout, page
+        self.heads, self.head_size, self.dtype, self.cached = heads, head_size, dtype, cached
+        self.causal, self.window, self.softcap, self.softmax_scale = causal, window, softcap, softmax_scale
+        self.skip_decode, self.out_scale = skip_decode, out_scale
+        self.begins = list(accumulate([new for _, new in lengths], initial=0))
+        self.totals = [ctx + new for ctx, new in lengths]
+        self.max_seqlen_q = max([new for _, new in lengths], default=0)
+        self._inputs: list[tuple[str, Canaried, Tensor]] = []
+        num_heads, heads_kv = heads
+        rows = self.begins[-1] + rows_after
+
+        q = self._packed([new for _, new in lengths], num_heads, size)
+        keys, values = (self._packed(self.totals, heads_kv, size) for _ in range(2))
+        q, keys = (x + by if by else x for x, by in zip((q, keys), offset, strict=True))
+        stored = [total if cached else ctx for (ctx, _), total in zip(lengths, self.totals, strict=True)]
+        in_cache = self._chosen([range(n) for n in stored])
+        new = self._chosen([range(n, total) for n, total in zip(stored, self.totals, strict=True)])
+        self._fill_cache(keys[in_cache], values[in_cache], stored, cache_dtype or dtype, k_scale, v_scale, interleaved)
+        # What the cache holds is what the keys and values are, rounding and all.
+        self.keys, self.values = keys.double(), values.double()
+        self.keys[in_cache], self.values[in_cache] = self._held
+
+        self._hold_new(q, None if cached else (keys[new], values[new]), rows, fused)
+        indices = {"dtype": index_dtype, "device": device}
+        self._hold_lengths(extra_columns, indices)
+        self.alibi_slopes = self._per_head(alibi, lambda h: 2.0 ** -(1 + h % 8), "alibi_slopes")
+        self.sinks = self._per_head(sinks, lambda h: 1.5 * (h % 3) - 1, "sinks")
+        self.out_dtype = out_dtype or (dtype if out_scale is None else torch.float8_e4m3fn)
+        self.out: Canaried = canaried((rows, num_heads, head_size), self.out_dtype, device, row_padding=8)
+        self.lse: Canaried | None = canaried((num_heads, rows), torch.float32, device, row_padding=5) if lse else None
+        self._before = (self.out.tensor.clone(), None if self.lse is None else self.lse.tensor.clone())
+        self._wanted: tuple[Tensor, Wanted, Wanted] | None = None
+
+    def _packed(self, lengths: Sequence[int], heads: int, size: float) -> Tensor:
+        return (torch.randn(sum(lengths), heads, self.head_size, device=self.device) * size).to(self.dtype)
+
+    def _chosen(self, positions: Sequence[range]) -> Tensor:
+        """These positions of each sequence as rows of its packed keys."""
+        begins = accumulate(self.totals, initial=0)
+        rows = [begin + position for begin, chosen in zip(begins, positions, strict=False) for position in chosen]
+        return torch.tensor(rows, dtype=torch.int64, device=self.device)
+
+    def _guard(self, name: str, tensor: Tensor, **how: Any) -> Tensor:
+        place = guarded(tensor, **how)
+        self._inputs.append((name, place, tensor.clone()))
+        return place.tensor
+
+    def _fill_cache(
+        self, keys: Tensor, values: Tensor, stored: Sequence[int], dtype: torch.dtype, k_scale: str | float | None,
+        v_scale: str | float | None, interleaved: bool,
+    ) -> None:  # fmt: skip
+        # Without sequences, the pages of one that is empty.
+        cu = torch.tensor([0, *accumulate(stored or [0])], dtype=torch.int64, device=self.device)
+        scales = [self._make_scale(kind, keys.shape[0]) for kind in (k_scale, v_scale)]
+        paged = paged_cache(
+            keys, values, cu, self.page, self.layout, dtype=dtype, k_scale=scales[0], v_scale=scales[1],
+            seed=int(torch.randint(2**31, ())),
+        )  # fmt: skip
+        self.block_table = paged.block_table[: len(stored)]
+        self._held = [self._dequantised(x, dtype, s) for x, s in zip((keys, values), scales, strict=True)]
+        self.k_scale, self.v_scale = (
+            self._guard(name, s) if isinstance(s, Tensor) and s.ndim else s
+            for name, s in (("k_scale", paged.k_scale), ("v_scale", paged.v_scale))
+        )
+        caches = [paged.k_cache, paged.v_cache]
+        if interleaved:
+            whole = torch.stack([bits(cache) for cache in caches], dim=1).view(dtype)
+            self.k_cache, self.v_cache = self._guard("the cache", whole).unbind(1)
+        else:
+            self.k_cache = self._guard("k_cache", caches[0])
+            self.v_cache = self._guard("v_cache", caches[1], offset=16)
+
+    def _make_scale(self, kind: str | float | None, tokens: int) -> float | Tensor | None:
+        if not isinstance(kind, str):
+            return kind
+        if kind == "number":
+            return 0.037
+        shape = {"tensor": (1,), "heads": (self.heads[1],), "tokens": (tokens, self.heads[1])}[kind]
+        return torch.rand(shape, device=self.device) * 0.05 + 0.01
+
+    def _dequantised(self, x: Tensor, dtype: torch.dtype, scale: float | Tensor | None) -> Tensor:
+        if dtype == x.dtype and scale is None:
+            return x.double()
+        by = torch.as_tensor(1.0 if scale is None else scale, dtype=torch.float64, device=x.device)
+        by = by.reshape(()) if by.numel() == 1 else by[..., None]
+        return quantised(x.double() / by, dtype).double() * by
+
+    def _hold_new(self, q: Tensor, new: tuple[Tensor, Tensor] | None, rows: int, fused: bool) -> None:
+        parts = [q, *(new or ())]
+        whole = [poison_(torch.empty(rows, *x.shape[1:], dtype=x.dtype, device=x.device)) for x in parts]
+        for x, place in zip(parts, whole, strict=True):
+            place[: x.shape[0]] = x
+        if fused:
+            widths = [x.shape[1] for x in whole]
+            held: Sequence[Tensor] = self._guard("qkv", torch.cat(whole, dim=1)).split(widths, dim=1)
+        else:
+            held = [self._guard(name, x, row_padding=8) for name, x in zip("qkv", whole, strict=False)]
+        self.q: Tensor = held[0]
+        self.k: Tensor | None
+        self.v: Tensor | None
+        self.k, self.v = (None, None) if new is None else (held[1], held[2])
+
+    def _hold_lengths(self, extra_columns: int, indices: dict[str, Any]) -> None:
+        # A page of NaN, wherever one may look past a sequence; columns past those, pages that are none.
+        table = self.block_table
+        spare = [p for p in range(self.k_cache.shape[0]) if p not in set(table.flatten().tolist())]
+        padding = table.new_full((table.shape[0], extra_columns), spare[-1] if spare else 0)
+        table = torch.cat([table, padding], dim=1)
+        wide = torch.full((table.shape[0], table.shape[1] + 3), 2**31 - 1, **indices)
+        wide[:, : table.shape[1]] = table
+        self.block_table = self._guard("block_table", wide)[:, : table.shape[1]]
+        self.cu_seqlens_q = self._guard("cu_seqlens_q", torch.tensor(self.begins, **indices))
+        self.seqlens_k = self._guard("seqlens_k", torch.tensor(self.totals, **indices))
+
+    def _per_head(self, given: bool | Tensor, made: Any, name: str) -> Tensor | None:
+        if isinstance(given, Tensor):
+            return given
+        if not given:
+            return None
+        return self._guard(name, torch.tensor([made(h) for h in range(self.heads[0])], device=self.device))
+
+    def forget_inputs(self) -> None:
+        """Take what the inputs hold now for what they must hold after the call."""
+        self._inputs = [(name, place, place.tensor.clone()) for name, place, _ in self._inputs]
+        self._wanted = None
+
+    def spoil(self, sequence: int, positions: Sequence[int]) -> None:
+        """NaN in the cache at positions of a sequence, as far as it is in the cache."""
+        stored = self.totals[sequence] if self.cached else self.lengths[sequence][0]
+        for position in positions:
+            if position < stored:
+                block, place = int(self.block_table[sequence, position // self.page]), position % self.page
+                for cache in (self.k_cache, self.v_cache):
+                    if self.layout == "NHD":
+                        poison_(cache[block, place])
+                    elif self.layout == "HND":
+                        poison_(cache[block, :, place])
+                    else:
+                        poison_(cache[block, :, :, place])
+        self.forget_inputs()
+
+    # What a call is given
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments of the public function, its result and plan left out."""
+        return {
+            "max_seqlen_q": self.max_seqlen_q, "layout": self.layout, "softmax_scale": self.softmax_scale,
+            "causal": self.causal, "window": self.window, "softcap": self.softcap, "alibi_slopes": self.alibi_slopes,
+            "sinks": self.sinks, "k_scale": self.k_scale, "v_scale": self.v_scale, "out_scale": self.out_scale,
+            "skip_decode": self.skip_decode,
+        }  # fmt: skip
+
+    @property
+    def inputs(self) -> tuple[Any, ...]:
+        """The positional arguments of the public function."""
+        return (
+            self.q, self.k, self.v, self.k_cache, self.v_cache, self.block_table, self.cu_seqlens_q, self.seqlens_k
+        )  # fmt: skip
+
+    @property
+    def tensors(self) -> tuple[Any, ...]:
+        """The fifteen tensors of the op."""
+        scales = [s if isinstance(s, Tensor) else None for s in (self.k_scale, self.v_scale, self.out_scale)]
+        lse = None if self.lse is None else self.lse.tensor
+        return (*self.inputs, self.alibi_slopes, self.sinks, *scales, self.out.tensor, lse)
+
+    def numbers(self, num_splits: int = 0) -> tuple[Any, ...]:
+        """The numbers of the op, the plan left out."""
+        left, right = (-1, -1) if self.window is None else self.window
+        factors = [
+            1.0 if s is None or isinstance(s, Tensor) else s for s in (self.k_scale, self.v_scale, self.out_scale)
+        ]
+        return (
+            self.max_seqlen_q, self.layout, self.scale, left, 0 if self.causal else right, self.softcap,
+            self.skip_decode, *factors, num_splits,
+        )  # fmt: skip
+
+    @property
+    def scale(self) -> float:
+        return self.head_size**-0.5 if self.softmax_scale is None else self.softmax_scale
+
+    def run(self, **options: Any) -> Any:
+        """The public function, into the guarded output; lse is copied into its guarded place."""
+        from prefix_prefill import prefix_prefill
+
+        given = {**self.options, "out": self.out.tensor, "return_lse": self.lse is not None, **options}
+        got = prefix_prefill(*self.inputs, **given)
+        if given["return_lse"]:
+            if given["out"] is self.out.tensor:
+                assert got.out is self.out.tensor
+            if self.lse is not None:
+                self.take_lse(got.lse)
+        return got
+
+    def take_lse(self, lse: Tensor) -> None:
+        """Keep a new lse where the checks look for it; of rows that are to be left, what was there."""
+        assert self.lse is not None
+        assert lse.dtype == torch.float32
+        assert lse.shape == self.lse.tensor.shape
+        untouched = self.untouched
+        self.lse.tensor[:, ~untouched] = lse[:, ~untouched]
+
+    # What it must give
+
+    @property
+    def possible(self) -> list[int]:
+        """The sequences whose lengths, as they stand in the tensors, can be, in the pages that there are."""
+        capacity = self.block_table.shape[1] * self.page
+        found = []
+        for i, total in enumerate(self.seqlens_k.tolist()):
+            new = self.begins[i + 1] - self.begins[i]
+            if new <= total and (total if self.cached else total - new) <= capacity:
+                found.append(i)
+        return found
+
+    @property
+    def untouched(self) -> Tensor:
+        """Which rows are to be left as they are."""
+        rows = torch.zeros(self.q.shape[0], dtype=torch.bool, device=self.device)
+        if self.skip_decode:
+            for i in self.possible:
+                if self.lengths[i][1] == 1:
+                    rows[self.begins[i]] = True
+        return rows
+
+    @property
+    def live(self) -> Tensor:
+        """Which rows belong to sequences that can be, and are to be written."""
+        rows = torch.zeros(self.q.shape[0], dtype=torch.bool, device=self.device)
+        for i in self.possible:
+            rows[self.begins[i] : self.begins[i + 1]] = True
+        return rows & ~self.untouched
+
+    def sample(self, most: int | None = None) -> Tensor:
+        """Live rows: all, or where these are many the first, the last two and some others of each sequence."""
+        live = self.live
+        some = _SAMPLE if most is None else most
+        chosen = []
+        for i in self.possible:
+            own = torch.arange(self.begins[i], self.begins[i + 1])
+            own = own[live[own.to(self.device)].cpu()]
+            if len(own) > some + 3:
+                between = 1 + torch.randperm(len(own) - 3)[:some].sort().values
+                own = own[torch.cat([torch.tensor([0]), between, torch.tensor([len(own) - 2, len(own) - 1])])]
+            chosen.append(own)
+        rows = torch.cat([torch.zeros(0, dtype=torch.int64), *chosen])
+        return rows.to(self.device)
+
+    def wanted(self, rows: Tensor) -> tuple[Wanted, Wanted]:
+        """out [R, H, D] and lse [H, R] of these live rows; out before it is scaled and rounded to 8 bits."""
+        exact = attention(
+            self.q.double(), self.keys, self.values, cu_seqlens_q=self.cu_seqlens_q.new_tensor(self.begins),
+            cu_seqlens_k=self.cu_seqlens_q.new_tensor([0, *accumulate(self.totals)]), softmax_scale=self.scale,
+            causal=self.causal, window=self.window, sinks=self.sinks, softcap=self.softcap,
+            alibi_slopes=self.alibi_slopes, rows=rows,
+        )  # fmt: skip
+        out, lse = self._plain(rows)
+        return Wanted(exact.out, out), Wanted(exact.lse, lse)
+
+    def _plain(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        num_heads, heads_kv = self.heads
+        out = torch.zeros(len(rows), num_heads, self.head_size, device=self.device)
+        lse = torch.full((num_heads, len(rows)), -torch.inf, device=self.device)
+        begins_k = list(accumulate(self.totals, initial=0))
+        left, right = (-1, -1) if self.window is None else self.window
+        right = 0 if self.causal else right
+        for i, total in enumerate(self.totals):
+            places = ((rows >= self.begins[i]) & (rows < self.begins[i + 1])).nonzero()[:, 0]
+            own = slice(begins_k[i], begins_k[i + 1])
+            k, v = (
+                x[own].to(self.dtype).repeat_interleave(num_heads // heads_kv, dim=1) for x in (self.keys, self.values)
+            )
+            if not len(places):
+                continue
+            for some in places.split(max(1, 2**22 // max(1, total * num_heads))):
+                position = rows[some] - self.begins[i + 1] + total
+                distance = torch.arange(total, device=self.device) - position[:, None]
+                seen = torch.ones_like(distance, dtype=torch.bool)
+                if left >= 0:
+                    seen &= distance >= -left
+                if right >= 0:
+                    seen &= distance <= right
+                result = plain_rows(
+                    self.q[rows[some]], k, v, seen, distance, self.scale, self.softcap, self.alibi_slopes, self.sinks
+                )
+                out[some], lse[:, some] = result
+        return out, lse
+
+    def check(self, *, most: int | None = None, again: bool = False) -> None:
+        """Outputs are the oracle's, padding is zero, what is to be left is left and nothing else has changed.
+
+        most: rows to look at of each sequence, beside its first and its last two. again: use the oracle's last answer.
+        """
+        self.check_out(self.out.tensor, None if self.lse is None else self.lse.tensor, most=most, again=again)
+        self.check_guards()
+
+    def check_guards(self) -> None:
+        """Nothing beside the outputs has been written, every row of the outputs has, or else left as it was."""
+        untouched = self.untouched
+        for name, place, before in zip(("out", "lse"), (self.out, self.lse), self._before, strict=True):
+            if place is None or before is None:
+                continue
+            place.check(written=False if bool(untouched.any()) else None)
+            now = [bits(x)[untouched] if name == "out" else x[:, untouched] for x in (place.tensor, before)]
+            assert_bitwise_equal(now[0], now[1], what=f"rows of {name} that are to be left")
+        for name, place, original in self._inputs:
+            place.check(written=False)
+            assert_bitwise_equal(place.tensor, original, what=f"{name} after the call")
+
+    def check_out(
+        self, out: Tensor, lse: Tensor | None = None, *, most: int | None = None, again: bool = False
+    ) -> None:
+        """[T, Hq, D] and [Hq, T]: the oracle's in rows of sequences, 0 and -inf in all others."""
+        live, untouched = self.live, self.untouched
+        assert out.dtype == self.out_dtype
+        none = ~live & ~untouched
+        assert not bool((bits(out)[none] != 0).any()), "rows of no sequence are not zero"
+        if lse is not None:
+            assert bool((lse[:, none] == -torch.inf).all()), "lse of rows of no sequence is not -inf"
+        if self._wanted is None or not again:
+            rows = self.sample(most)
+            self._wanted = (rows, *self.wanted(rows))
+        rows, (want, beside), lse_wanted = self._wanted
+        if self.out_dtype in FP8:
+            divisor = torch.as_tensor(self.out_scale, dtype=torch.float64, device=self.device)
+            limit = torch.finfo(self.out_dtype).max
+            want = (want / divisor).clamp(-limit, limit)
+            beside = quantised(beside.double() / divisor, self.out_dtype)
+        else:
+            beside = beside.to(self.out_dtype)
+        assert_rounded(bits(out)[rows].view(out.dtype), Wanted(want, beside))
+        if lse is not None:
+            if lse_wanted.exact.numel() <= _TOO_FEW:
+                lse_wanted = moved(lse_wanted, logarithm=True)
+            assert_close_to_oracle(lse[:, rows], *lse_wanted, what="lse")
+
+    def check_merged(self, got: Any, *parts: Any) -> None:
+        """The whole, merged from two parts: its errors may be those of the parts merged in float64, and twice as much.
+
+        What the parts lost to rounding no merging brings back, so that they stand for the plain version here.
+        """
+        from kernel_reference.attention import merge_attention_states
+
+        rows = self.sample()
+        out, lse = self.wanted(rows)
+        merged = merge_attention_states(*parts[0], *parts[1])
+        beside = merged.out[rows].to(self.dtype).double()
+        # The parts may be lucky where the plain version of the whole is not.
+        worse = (beside - out.exact).abs() > (out.plain.to(self.dtype).double() - out.exact).abs()
+        beside = torch.where(worse, beside, out.plain.to(self.dtype).double())
+        assert_rounded(got.out[rows], Wanted(out.exact, beside.to(self.dtype)))
+        assert_close_to_oracle(got.lse[:, rows], *moved(lse, logarithm=True), what="lse")
+
+
+class Tensors:
+    """Makes and compares tensors on the device under test."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    Batch = Batch
+    Wanted = Wanted
+    moved = staticmethod(moved)
+    assert_rounded = staticmethod(assert_rounded)
+    guarded = staticmethod(guarded)
+
+    def normal(self, *size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(size, device=self.device).to(dtype)
+
+    def batch(self, lengths: Sequence[tuple[int, int]], **options: Any) -> Batch:
+        return Batch(self.device, lengths, **options)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """On the CPU every product here is so small that a second thread costs more than it does."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def tensors(device: torch.device) -> Tensors:
+    return Tensors(device)
+
+
+class Kernels:
+    """The launches themselves, with plans of the caller's: on a GPU, or in Triton's interpreter."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def prefill(self, batch: Batch, plan: Any, num_splits: int = 0) -> None:
+        """A batch, into its guarded output and lse."""
+        from prefix_prefill import launch
+
+        launch.prepare_prefill(*batch.tensors, *batch.numbers(num_splits), plan)(*batch.tensors)
+
+    def merge(self, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+        """Two parts, into guarded memory."""
+        from prefix_prefill import launch
+
+        out = canaried(tuple(out_a.shape), out_a.dtype, self.device, row_padding=8)
+        lse = canaried(tuple(lse_a.shape), torch.float32, self.device, row_padding=5)
+        tensors = (out_a, lse_a, out_b, lse_b, out.tensor, lse.tensor)
+        launch.prepare_merge(*tensors)(*tensors)
+        for result in (out, lse):
+            result.check(written=True)
+        return out.tensor, lse.tensor
+
+
+@pytest.fixture(scope="session")
+def kernels(device: torch.device) -> Kernels:
+    return Kernels(device)

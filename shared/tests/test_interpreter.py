@@ -132,6 +132,30 @@ def test_rows_more_than_two_to_the_31_elements_apart_are_reached(dtype: torch.dt
     assert bitwise_equal(y, x)
 
 
+def test_triton_puts_the_interpreter_in_its_language_once_a_launch_and_not_once_a_call(
+    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import triton.language as tl
+    from triton.runtime import interpreter as tritons
+
+    patches = []
+    patch = tritons._patch_builtin
+    monkeypatch.setattr(tritons, "_patch_builtin", lambda *given: (patches.append(given), patch(*given)))
+    x = torch.ones(8)
+    before = tl.load, tl.core.load
+    counts = []
+    for programs in (1, 6):
+        patches.clear()
+        # Each program calls two device functions, of a module that sees the language by another name.
+        kernels.softmax[(programs,)](torch.ones(programs, 8).bfloat16(), torch.empty(6, 8).bfloat16(), 8, 8, 8)
+        counts.append(len(patches))
+        assert (tl.load, tl.core.load) == before
+    assert counts[0] == counts[1] > 0
+    with pytest.raises(Exception, match="power of 2"):
+        kernels.softmax[(1,)](x.bfloat16(), x.bfloat16(), 8, 8, 7)
+    assert (tl.load, tl.core.load) == before
+
+
 def test_repairing_and_testing_takes_less_than_a_second() -> None:
     code = """
 import time, torch, triton

@@ -29,8 +29,8 @@ from typing import Any
 import torch
 
 _PRIVATE_NAMES = {
-    "": ("InterpreterBuilder", "InterpretedFunction", "ReduceOps", "ScanOps", "TensorHandle", "_get_np_dtype",
-         "_interpreter", "_ir", "_patch_lang_tensor"),
+    "": ("InterpreterBuilder", "InterpretedFunction", "ReduceOps", "ScanOps", "TensorHandle", "_LangPatchScope",
+         "_get_np_dtype", "_interpreter", "_ir", "_patch_lang", "_patch_lang_tensor"),
     "InterpreterBuilder": ("binary_op", "cast_impl", "create_atomic_cas", "create_atomic_rmw", "create_clampf",
                            "create_dot", "create_fma", "create_fp_to_fp", "create_masked_load", "create_masked_store",
                            "create_maxnumf", "create_minnumf", "ternary_op"),
@@ -163,6 +163,33 @@ def _install(interpreter: Any) -> None:
         original(tensor, scope)
         # A scalar is an array of one element and one dimension, which int() refuses from numpy 2.4 on.
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    # The modules that a launch has patched so far, and what takes the patches of its device functions back.
+    patched: set[str] = set()
+    inner: list[Any] = []
+
+    @replace(interpreter, "_patch_lang")
+    def patch_language(original: Any, function: Any) -> Any:
+        """Triton does so again at each call of a device function, for a third of a kernel's time; once a launch do."""
+        languages = {x.__name__ for x in function.__globals__.values() if x is tl or x is tl.core}
+        if languages and languages <= patched:
+            return interpreter._LangPatchScope()
+        outermost = not patched
+        scope = original(function)
+        patched.update(languages)
+        if not outermost:
+            inner.append(scope)
+            return scope
+        restore = scope.restore
+
+        def restore_all() -> None:
+            patched.clear()
+            while inner:
+                inner.pop().restore()
+            restore()
+
+        scope.restore = restore_all
+        return scope
 
     @replace(builder, "create_masked_load")
     def load(original: Any, self: Any, ptrs: Any, mask: Any, other: Any, *rest: Any, **named: Any) -> Any:

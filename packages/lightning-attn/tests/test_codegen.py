@@ -56,6 +56,9 @@ def recorded(
 def spec_of(name: str, start: launch.Launch, tensors: tuple[Any, ...]) -> KernelSpec:
     """What Triton would compile for this launch of these tensors, were they on a GPU and 16-byte aligned."""
     arguments = list(inspect.signature(start._kernel.fn).parameters.items())
+    kernel = start._kernel
+    # The interpreter's functions keep it among their keyword arguments.
+    as_they_come = getattr(kernel, "do_not_specialize", None) or kernel.kwargs.get("do_not_specialize") or ()
     signature: dict[str, str] = {}
     constexprs: dict[str, Any] = {}
     aligned = []
@@ -79,11 +82,11 @@ def spec_of(name: str, start: launch.Launch, tensors: tuple[Any, ...]) -> Kernel
             constexprs[argument] = value
         elif isinstance(value, float):
             signature[argument] = "fp32"
-        elif value == 1:
+        elif value == 1 and argument not in as_they_come:
             constexprs[argument] = 1
         else:
             signature[argument] = "i32" if value < 2**31 else "i64"
-            if value % MULTIPLE == 0:
+            if value % MULTIPLE == 0 and argument not in as_they_come:
                 aligned.append(argument)
 
     for (argument, parameter), value in zip(arguments, values, strict=True):

@@ -276,7 +276,7 @@ def store_snapshots(
             store_state(p_pool, slot, i_h, i_e, s_pool, S, D, E, BLOCK_D, BLOCK_E)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "num_sequences", "num_slots", "num_snapshots"])
 def walk(
     p_q, p_k, p_v, p_o, p_slopes, p_cu, p_slots, p_has, p_initial, p_final, p_carried, p_positions, p_snapshot_slots,
     rows, num_sequences, num_slots, num_snapshots, scale, s_q, s_k, s_v, s_o, s_initial, s_final, s_carried,
@@ -364,7 +364,7 @@ def walk(
                 store_state(p_final, slot, i_h, i_e, s_final, S, D, E, BLOCK_D, BLOCK_E)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "num_sequences", "num_slots"])
 def segment_states(
     p_k, p_v, p_slopes, p_cu, p_slots, p_carried, rows, num_sequences, num_slots, scale, s_k, s_v, s_carried,
     H: tl.constexpr, RATIO_QK: tl.constexpr, RATIO_V: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
@@ -408,7 +408,7 @@ def segment_states(
         store_state(p_carried, place, i_h, i_e, s_carried, S, D, E, BLOCK_D, BLOCK_E)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "num_sequences", "num_slots"])
 def carry_states(
     p_slopes, p_cu, p_slots, p_has, p_initial, p_carried, rows, num_sequences, num_slots, s_initial, s_carried,
     H: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,

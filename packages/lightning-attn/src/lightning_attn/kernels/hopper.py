@@ -177,7 +177,7 @@ def store_snapshots(
             store_state(p_pool, slot, i_h, o_d, o_e, s_pool, acc_S)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["rows", "num_sequences", "num_slots", "num_snapshots"])
 def walk(
     d_q, d_k, d_v, d_o, p_o, p_slopes, p_cu, p_slots, p_has, p_initial, p_final, p_carried, p_positions,
     p_snapshot_slots, rows, num_sequences, num_slots, num_snapshots, scale, s_o, s_initial, s_final, s_carried,

@@ -56,7 +56,7 @@ def advance(b_S, b_k, b_v, rate):
     return b_S * kept + (b_S * lost + b_k[:, None] * b_v[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots"])
 def recur(
     p_q, p_k, p_v, p_pool, p_slots, p_slopes, p_accepted, p_o, num_slots, scale, s_q, s_k, s_v, s_pool, s_o,
     TOKENS: tl.constexpr, H: tl.constexpr, RATIO_QK: tl.constexpr, RATIO_V: tl.constexpr, D: tl.constexpr,
@@ -113,7 +113,7 @@ def recur(
                     b_q = load_row(p_q + ahead * s_q[1], o_d, s_q[3], D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "num_slots", "num_snapshots"])
 def finish_snapshots(
     p_k, p_v, p_slopes, p_cu, p_slots, p_pool, p_positions, p_snapshot_slots, rows, num_slots, num_snapshots, s_k, s_v,
     s_pool, H: tl.constexpr, RATIO_QK: tl.constexpr, RATIO_V: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
@@ -145,7 +145,7 @@ def finish_snapshots(
         store_tile(p_pool, target, i_h, o_d, o_e, s_pool, b_S, D, E, BLOCK_D, BLOCK_E)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "num_sequences", "num_slots", "num_snapshots"])
 def walk(
     p_q, p_k, p_v, p_o, p_slopes, p_cu, p_slots, p_has, p_initial, p_final, p_positions, p_snapshot_slots,
     rows, num_sequences, num_slots, num_snapshots, scale, s_q, s_k, s_v, s_o, s_initial, s_final,

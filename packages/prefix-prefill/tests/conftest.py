@@ -433,13 +433,21 @@ class Batch:
         self.check_out(self.out.tensor, None if self.lse is None else self.lse.tensor, most=most, again=again)
         self.check_guards()
 
-    def check_guards(self) -> None:
-        """Nothing beside the outputs has been written, every row of the outputs has, or else left as it was."""
+    def check_guards(self, *, all_written: bool = True) -> None:
+        """Nothing beside the outputs has been written, and every row of them has been, or else left as it was.
+
+        all_written False: rows may be left, but what is written must be finite, -inf in lse aside.
+        """
         untouched = self.untouched
         for name, place, before in zip(("out", "lse"), (self.out, self.lse), self._before, strict=True):
             if place is None or before is None:
                 continue
-            place.check(written=False if bool(untouched.any()) else None)
+            place.check(written=all_written and not bool(untouched.any()))
+            if not all_written:
+                changed = bits(place.tensor).view(torch.uint8) != bits(before).view(torch.uint8)
+                changed = changed.unflatten(-1, (place.tensor.shape[-1], -1)).any(-1)
+                values = place.tensor.double()[changed]
+                assert bool((values.isfinite() | (values == -torch.inf)).all()), f"{name} holds what is no number"
             now = [bits(x)[untouched] if name == "out" else x[:, untouched] for x in (place.tensor, before)]
             assert_bitwise_equal(now[0], now[1], what=f"rows of {name} that are to be left")
         for name, place, original in self._inputs:

@@ -668,8 +668,7 @@ def test_impossible_bounds_are_clamped_and_nothing_outside_is_read_or_written(te
     )  # fmt: skip
     batch.take_lse(got.lse)
     if clamped is None:
-        batch.check_guards()
-        assert bool(got.out.isfinite().all())
+        batch.check_guards(all_written=False)
         return
     if before:
         assert not bool(got.out[:before].any())

@@ -144,7 +144,14 @@ def check_prefill(
         bits=8 * q.element_size(),
         cache_bits=8 * k_cache.element_size(),
         apart=k is not None,
+        biased=alibi_slopes is not None,
+        # As far as can be told without the alignment of memory, which a fake tensor has none of.
         described=layout != "x-packed"
+        and blocks > 0
+        and k_scale is None
+        and v_scale is None
+        and k_factor == v_factor == 1
+        and softmax_scale >= 0
         and all(_in_boxes(tensor) for tensor in (k, v, k_cache, v_cache) if tensor is not None),
     )
 
@@ -353,7 +360,7 @@ def _check_out(out: Tensor, out_scale: Tensor | None, out_factor: float, q: Tens
 def _in_boxes(tensor: Tensor) -> bool:
     """Whether strides are such that a tensor memory accelerator can address it: whole 16 bytes, all but the last."""
     *steps, last = tensor.stride()
-    return last == 1 and all(step * tensor.element_size() % 16 == 0 for step in steps)
+    return last == 1 and all(0 < step < 2**39 and step * tensor.element_size() % 16 == 0 for step in steps)
 
 
 def _check_shape(name: str, tensor: Tensor, shape: tuple[int, ...], as_in: str, first: Tensor) -> None:

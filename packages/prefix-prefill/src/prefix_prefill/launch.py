@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import triton
 
+from kernel_reference.checks import fail
 from prefix_prefill.kernels import merge, paged
 from prefix_prefill.plan import (
     DeviceLimits,
@@ -221,6 +222,9 @@ def prepare_prefill(
         chosen = plan
         if chosen is None:
             chosen = plan_prefill(replace(problem, described=suits and aligned), device_limits(q.device), num_splits)
+        elif chosen.hopper and not (suits and aligned):
+            wanted = "without hopper where the cache has scales, softmax_scale is below 0, or keys or values are not"
+            fail("plan", f"{wanted} 16-byte aligned and of strides of whole 16 bytes", chosen)
         tensors = (q, k, v, out, lse, block_table, k_scale, v_scale)
         numbers = (softmax_scale, softcap, left, right, skip_decode, k_factor, v_factor, out_factor)
         attend = _prepare_hopper if chosen.hopper else _prepare_portable

@@ -10,6 +10,8 @@ from dataclasses import astuple, dataclass, replace
 
 # What a second launch merges quickly enough.
 _MOST_SPLITS = 128
+# Tokens that fill tiles of any plan.
+_ANY = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,9 @@ def num_places(problem: Problem, tokens: int) -> int:
 
 def plan_prefill(problem: Problem, limits: DeviceLimits, num_splits: int = 0) -> PrefillPlan:
     """The plan for a problem on this device; ``num_splits`` 0 leaves that number to the plan as well."""
+    if num_splits:
+        # How keys are cut depends on the rows of a tile: with as many in every batch, a sequence keeps its bits.
+        problem = replace(problem, tokens=_ANY, max_seqlen_q=_ANY)
     plan = (
         _hopper(problem) if limits.hopper and problem.described and fits_hopper(problem) else _portable(problem, limits)
     )

@@ -396,7 +396,9 @@ def consume(
             gl.store(p_tile, acc, mask=m_row[:, None] & (o_d < D)[None, :])
 
 
-@gluon.jit
+@gluon.jit(
+    do_not_specialize=["rows", "num_sequences", "num_blocks", "capacity", "s_table", "places", "left", "right"]
+)
 def attend(
     d_k_cache, d_v_cache, d_k, d_v,
     p_q, p_table, p_cu, p_seqlens, p_alibi, p_sinks, p_out_scale, p_out, p_lse, p_part, p_part_lse,

@@ -60,7 +60,7 @@ def include(acc, m, total, b_part, b_lse):
     return acc * decay[:, None] + b_part * weight[:, None], new_m, total * decay + weight
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "num_sequences", "capacity", "places"])
 def merge_splits(
     p_cu, p_seqlens, p_sinks, p_out_scale, p_out, p_lse, p_part, p_part_lse,
     rows, num_sequences, capacity, places, out_factor, s_out, s_lse,
@@ -69,7 +69,7 @@ def merge_splits(
 ):  # fmt: skip
     """Results from their parts: p_part [SPLITS, rows, H, D], p_part_lse [SPLITS, H, rows] in base 2."""
     pid = tl.program_id(0)
-    i_h = pid // places
+    i_h = (pid // places).to(tl.int64)
     i_n, i_tile, begin, q_len = locate(p_cu, pid % places, num_sequences, rows, TOKENS)
     _, _, possible = lengths(p_seqlens, i_n, num_sequences, q_len, capacity, APART)
     skipped = False
@@ -97,14 +97,13 @@ def merge_splits(
         o_d_out = o_d
         if WIDE:
             o_d_out = o_d.to(tl.int64)
-        i_h = i_h.to(tl.int64)
         store_results(
             p_out, p_lse, p_out_scale, out_factor, acc, m, total, row * s_out[0] + i_h * s_out[1],
             i_h * s_lse[0] + row * s_lse[1], o_d_out * s_out[2], m_row, m_tile, LIMIT,
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def merge_states(
     p_out_a, p_lse_a, p_out_b, p_lse_b, p_out, p_lse, rows, s_out_a, s_lse_a, s_out_b, s_lse_b, s_out, s_lse,
     H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, TOKENS: tl.constexpr,

@@ -55,7 +55,8 @@ def lengths(p_seqlens, i_n, num_sequences, q_len, capacity, APART: tl.constexpr)
     cached = length
     if APART:
         cached = context
-    possible = real & (context >= 0) & (cached <= capacity) & (length < 2**31)
+    # Compared before it is taken away: a length near -2^63 would wrap.
+    possible = real & (length >= q_len) & (cached <= capacity) & (length < 2**31)
     return tl.where(possible, context, 0).to(tl.int32), tl.where(possible, length, 0).to(tl.int32), possible
 
 

@@ -1,0 +1,218 @@
+"""What the demo runs for prefix-prefill: 2048 new tokens behind 32k older ones, as in Llama-3-70B and gpt-oss."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kernel_reference.attention import attention
+from kernel_reference.bench.demo import CPU_IMPLEMENTATION, GPU_KERNEL, INTERPRETED_KERNEL, Row
+from kernel_reference.models import GPT_OSS, LLAMA3_70B, SoftmaxAttention
+from kernel_reference.paging import PagedCache, cumulative, paged_cache
+from prefix_prefill import context_attention_fwd, merge_attention_states, prefix_prefill
+
+PREFIX, CHUNK, PAGE = 32768, 2048, 16
+# Llama-3-70B's prefix where there is no GPU: what it costs grows with it, unlike under gpt-oss's window.
+PREFIX_ON_CPU = 4096
+SAMPLE = 16
+DTYPE = torch.bfloat16
+
+
+@dataclass
+class Prompt:
+    """Sequences of (older, new) tokens: queries, and all keys and values, dense and in a paged cache, elsewhere NaN."""
+
+    lengths: Sequence[tuple[int, int]]
+    q: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    sinks: torch.Tensor | None
+    paged: PagedCache
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor
+
+    @property
+    def max_seqlen_q(self) -> int:
+        return max(new for _, new in self.lengths)
+
+    @property
+    def own(self) -> torch.Tensor:
+        """Where the new tokens are among all."""
+        ends = self.cu_seqlens_k.tolist()[1:]
+        return torch.cat([torch.arange(end - new, end) for end, (_, new) in zip(ends, self.lengths, strict=True)])
+
+
+def real_size(device: torch.device) -> Iterator[Row]:
+    """One rank's share of Llama-3-70B, all of gpt-oss, and an engine's call: GPU kernels or the CPU implementation."""
+    on_gpu = device.type == "cuda"
+    how = (GPU_KERNEL, torch.cuda.get_device_name(device)) if on_gpu else (CPU_IMPLEMENTATION, "cpu")
+
+    prefix = PREFIX if on_gpu else PREFIX_ON_CPU
+    shorter = "" if on_gpu else f"; behind {PREFIX} on a GPU"
+    for model, ctx, remark in ((LLAMA3_70B.tensor_parallel(8), prefix, shorter), (GPT_OSS, PREFIX, "")):
+        prompt = make_prompt(model, [(ctx, CHUNK)], device)
+
+        def call(prompt: Prompt = prompt, window: tuple[int, int] | None = model.window) -> torch.Tensor:
+            return prefill(prompt, window)
+
+        rows = sampled(CHUNK)
+        error = error_of(call()[rows], exact(prompt, model.window, rows))
+        duration = median_ms(call, device, 3 if on_gpu else 1, f"prefill {model.name}")
+        shape = f"{described(model)}, {CHUNK} tokens behind {ctx}, {DTYPE_NAME}"
+        yield Row("prefix_prefill", *how, shape, error, duration, f"{SAMPLED}{remark}")
+
+    model = LLAMA3_70B.tensor_parallel(8)
+    prompt = make_prompt(model, [(1000, 500), (2000, 1), (4000, 1)], device, layout="x-packed")
+    rows = sampled(500).tolist() + [500, 501]
+    own = prompt.own.to(device)
+    k, v, out = prompt.keys[own], prompt.values[own], torch.empty_like(prompt.q)
+    paged, one = prompt.paged, torch.ones(1, device=device)
+
+    def by_engines_signature() -> None:
+        context_attention_fwd(
+            prompt.q, k, v, out, "auto", paged.k_cache, paged.v_cache, paged.block_table, prompt.cu_seqlens_q,
+            paged.seqlens_k, 4001, 500, one, one,
+        )  # fmt: skip
+
+    by_engines_signature()
+    error = error_of(out[rows], exact(prompt, None, torch.tensor(rows)))
+    duration = median_ms(by_engines_signature, device, 3, "context_attention_fwd")
+    shape = f"{model.name}, 500 tokens behind 1000, 1 behind 2000, 1 behind 4000, {DTYPE_NAME}"
+    yield Row("context_attention_fwd", *how, shape, error, duration, SAMPLED)
+
+    parts = [torch.randn(CHUNK, LLAMA3_70B.num_heads_q, 128, device=device).to(DTYPE) for _ in range(2)]
+    weights = [torch.randn(LLAMA3_70B.num_heads_q, CHUNK, device=device) for _ in range(2)]
+
+    def merge() -> torch.Tensor:
+        return merge_attention_states(parts[0], weights[0], parts[1], weights[1]).out
+
+    error = error_of(merge(), merged(parts, weights))
+    duration = median_ms(merge, device, 3, "merge")
+    shape = f"{LLAMA3_70B.name}, {CHUNK} tokens, {DTYPE_NAME}"
+    yield Row("merge_attention_states", *how, shape, error, duration, NOTE)
+
+
+def interpreted() -> Iterator[Row]:
+    """The kernels themselves at a small size, in Triton's interpreter, launched as they would be on a GPU."""
+    from prefix_prefill import launch
+    from prefix_prefill.plan import PrefillPlan
+
+    device = torch.device("cpu")
+    model = SoftmaxAttention("4/2 heads of 64", 4, 2, 64, window=(31, 0), sinks=True)
+    lengths = [(100, 20), (70, 1)]
+    rows = torch.arange(21)
+    for window, splits in ((None, 1), (model.window, 1), (None, 2)):
+        prompt = make_prompt(model, lengths, device, sinks=window is not None)
+        left, right = window or (-1, 0)
+        numbers = (20, "NHD", model.head_dim**-0.5, left, right, 0.0, False, 1.0, 1.0, 1.0, 0)
+        out = torch.empty_like(prompt.q)
+        cache = (prompt.paged.k_cache, prompt.paged.v_cache, prompt.paged.block_table)
+        tensors = (prompt.q, None, None, *cache, prompt.cu_seqlens_q, prompt.paged.seqlens_k, None, prompt.sinks)
+        tensors = (*tensors, None, None, None, out, None)
+        run = launch.prepare_prefill(*tensors, *numbers, PrefillPlan(32, 32, splits, 4, 1))
+        run(*tensors)
+        error = error_of(out, exact(prompt, window, rows))
+        duration = median_ms(lambda run=run, tensors=tensors: run(*tensors), device, 1, "prefill, interpreted")
+        how = f"window {window[0] + 1} and sinks" if window else f"keys in {splits} parts" if splits > 1 else "causal"
+        shape = f"{model.name}, 20 tokens behind 100 and 1 behind 70, {how}, {DTYPE_NAME}"
+        yield Row("prefix_prefill", INTERPRETED_KERNEL, "cpu", shape, error, duration, NOTE)
+
+
+DTYPE_NAME = str(DTYPE).removeprefix("torch.")
+NOTE = "error relative to a row's largest value"
+SAMPLED = f"{NOTE}; of a sample of rows, all heads"
+
+
+def described(model: SoftmaxAttention) -> str:
+    window = f", window {model.window[0] + 1}" if model.window else ""
+    return f"{model.name}{window}{' and sinks' if model.sinks else ''}"
+
+
+def make_prompt(
+    model: SoftmaxAttention, lengths: Sequence[tuple[int, int]], device: torch.device, *, layout: str = "NHD",
+    sinks: bool | None = None,
+) -> Prompt:  # fmt: skip
+    """Random tokens; ``sinks`` None: as the model has them."""
+    new, total = sum(n for _, n in lengths), sum(ctx + n for ctx, n in lengths)
+    q, keys, values = (
+        torch.randn(rows, heads, model.head_dim, device=device).to(DTYPE)
+        for rows, heads in ((new, model.num_heads_q), (total, model.num_heads_kv), (total, model.num_heads_kv))
+    )
+    cu_seqlens_q = cumulative(torch.tensor([n for _, n in lengths])).to(device)
+    cu_seqlens_k = cumulative(torch.tensor([ctx + n for ctx, n in lengths])).to(device)
+    paged = paged_cache(keys, values, cu_seqlens_k, PAGE, layout)
+    wanted = model.sinks if sinks is None else sinks
+    logits = torch.randn(model.num_heads_q, device=device) if wanted else None
+    return Prompt(lengths, q, keys, values, logits, paged, cu_seqlens_q, cu_seqlens_k)
+
+
+def prefill(prompt: Prompt, window: tuple[int, int] | None) -> torch.Tensor:
+    paged = prompt.paged
+    out = prefix_prefill(
+        prompt.q, None, None, paged.k_cache, paged.v_cache, paged.block_table, prompt.cu_seqlens_q, paged.seqlens_k,
+        max_seqlen_q=prompt.max_seqlen_q, window=window, sinks=prompt.sinks,
+    )  # fmt: skip
+    if not isinstance(out, torch.Tensor):
+        raise TypeError("without return_lse the result must be a tensor")
+    return out
+
+
+def sampled(rows: int) -> torch.Tensor:
+    """The first, the last and some between."""
+    return torch.cat([torch.tensor([0, rows - 1]), torch.randint(rows, (SAMPLE - 2,))]).unique()
+
+
+def exact(prompt: Prompt, window: tuple[int, int] | None, rows: torch.Tensor) -> torch.Tensor:
+    """These rows in float64."""
+    return attention(
+        prompt.q, prompt.keys, prompt.values, cu_seqlens_q=prompt.cu_seqlens_q, cu_seqlens_k=prompt.cu_seqlens_k,
+        causal=True, window=window, sinks=prompt.sinks, rows=rows,
+    ).out  # fmt: skip
+
+
+def merged(parts: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    from kernel_reference.attention import merge_attention_states as reference
+
+    return reference(parts[0], weights[0], parts[1], weights[1]).out
+
+
+def error_of(out: torch.Tensor, wanted: torch.Tensor) -> float:
+    """The largest difference of a row of a head from float64, over its largest value; of the worst row."""
+    difference, size = ((x.abs().amax(-1)) for x in (out.double() - wanted, wanted))
+    error = float((difference / size).max())
+    if math.isnan(error):
+        raise ArithmeticError("the result holds NaN")
+    return error
+
+
+def median_ms(call: Callable[[], object], device: torch.device, repeats: int, what: str) -> float:
+    """The median of ``repeats`` runs, of one call each or on a GPU of 20; whoever asks has called it before."""
+    times = []
+    calls = 20 if device.type == "cuda" else 1
+    for _ in shown(range(repeats), what):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        started = time.perf_counter()
+        for _ in range(calls):
+            call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(1e3 * (time.perf_counter() - started) / calls)
+    return statistics.median(times)
+
+
+def shown(items: Iterable[Any], what: str) -> Iterator[Any]:
+    """``items`` with a bar of how many are done, where somebody watches."""
+    items = list(items)
+    for number, item in enumerate(items, start=1):
+        yield item
+        if sys.stderr.isatty():
+            bar = ("#" * (30 * number // len(items))).ljust(30)
+            print(f"\r{what} [{bar}] {number}/{len(items)}", end="\n" if number == len(items) else "", file=sys.stderr)

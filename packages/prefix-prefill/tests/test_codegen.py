@@ -1,0 +1,234 @@
+"""What do the compilers make of the kernels, for GPUs that are not here?
+
+The configurations are those that plans and launches make for real models: all arguments of a spec come from a Launch.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import prefix_prefill
+from kernel_reference.models import GPT_OSS, LLAMA3_70B, SoftmaxAttention
+from kernel_reference.testing.codegen import TARGETS, KernelSpec, Report, assert_clean, compile_specs
+from prefix_prefill import launch
+from prefix_prefill.plan import DeviceLimits, Problem, plan_prefill
+
+pytestmark = pytest.mark.codegen
+
+# As launch.device_limits reads them: multiprocessors, shared memory of a program.
+LIMITS = {
+    "sm_80": DeviceLimits(108, 166912),
+    "sm_90": DeviceLimits(132, 232448, hopper=True),
+    "sm_100": DeviceLimits(148, 232448),
+    "gfx942": DeviceLimits(304, 65536),
+}
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+LLAMA = LLAMA3_70B.tensor_parallel(8)
+WIDE = SoftmaxAttention("heads of 256", 16, 4, 256)
+NARROW = SoftmaxAttention("heads of 80", 32, 32, 80)
+TYPES = {
+    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.uint8: "u8",
+    torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5",
+}  # fmt: skip
+# Triton specialises integers on being 1 and on being divisible by 16.
+MULTIPLE = 16
+
+
+def recorded(
+    run: Any, tensors: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[launch.Launch, tuple[Any, ...]]]:
+    """The launches that a call makes, each with its tensors."""
+    calls: list[tuple[launch.Launch, tuple[Any, ...]]] = []
+    monkeypatch.setattr(launch.Launch, "__call__", lambda self, *given: calls.append((self, given)))
+    run(*tensors)
+    return calls
+
+
+def spec_of(name: str, start: launch.Launch, tensors: tuple[Any, ...]) -> KernelSpec:
+    """What Triton would compile for this launch of these tensors, were they on a GPU and 16-byte aligned."""
+    arguments = list(inspect.signature(start._kernel.fn).parameters.items())
+    kernel = start._kernel
+    # The interpreter's functions keep it among their keyword arguments.
+    as_they_come = getattr(kernel, "do_not_specialize", None) or kernel.kwargs.get("do_not_specialize") or ()
+    signature: dict[str, str] = {}
+    constexprs: dict[str, Any] = {}
+    aligned = []
+    values: list[Any] = [*tensors, *start._rest]
+    if isinstance(start, launch.HopperLaunch):
+        described = len(start._forms)
+        for (argument, _), form in zip(arguments[:described], start._forms, strict=True):
+            _, _, block, layout = form
+            kind = TYPES[tensors[0].dtype]
+            signature[argument] = f"tensordesc<{kind}[{','.join(map(str, block))}],{layout!r}>"
+        values, arguments = values[described:], arguments[described:]
+
+    def give(argument: str, parameter: Any, value: Any) -> None:
+        if isinstance(value, tuple):
+            for place, element in enumerate(value):
+                give(f"{argument}[{place}]", None, element)
+        elif isinstance(value, torch.Tensor):
+            signature[argument] = f"*{TYPES[value.dtype]}"
+            aligned.append(argument)
+        elif value is None or (parameter is not None and "constexpr" in str(parameter.annotation)):
+            constexprs[argument] = value
+        elif isinstance(value, float):
+            signature[argument] = "fp32"
+        elif value == 1 and argument not in as_they_come:
+            constexprs[argument] = 1
+        else:
+            signature[argument] = "i32" if value < 2**31 else "i64"
+            if value % MULTIPLE == 0 and argument not in as_they_come:
+                aligned.append(argument)
+
+    for (argument, parameter), value in zip(arguments, values, strict=True):
+        give(argument, parameter, value)
+    module = start._kernel.fn.__module__
+    return KernelSpec(f"{module}:{start._kernel.fn.__name__}", signature, constexprs, start._options, aligned, name)
+
+
+def empty(*size: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.empty(*size, dtype=dtype)
+
+
+def caches(layout: str, page: int, heads: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    blocks = 64
+    x = 16 // dtype.itemsize
+    shapes = {
+        "NHD": [(blocks, page, heads, size)] * 2,
+        "HND": [(blocks, heads, page, size)] * 2,
+        "x-packed": [(blocks, heads, size // x, page, x), (blocks, heads, size, page)],
+    }
+    return [empty(*shape, dtype=dtype) for shape in shapes[layout]]
+
+
+def prefill(
+    name: str, model: SoftmaxAttention, limits: DeviceLimits, monkeypatch: pytest.MonkeyPatch, *,
+    dtype: torch.dtype = BF16, cache_dtype: torch.dtype | None = None, page: int = 16, layout: str = "NHD",
+    apart: bool = False, rows: int = 2048, longest: int | None = None, splits: int = 1, softcap: float = 0.0,
+    alibi: bool = False, scales: str | None = None, lse: bool = False, out_dtype: torch.dtype | None = None,
+    skip_decode: bool = False,
+) -> Iterator[KernelSpec]:  # fmt: skip
+    """The launches of a call for this model, its window and sinks included, with the device's plan."""
+    sequences, columns = 8, 4096
+    heads, heads_kv, size = model.num_heads_q, model.num_heads_kv, model.head_dim
+    q = empty(rows, heads, size, dtype=dtype)
+    k, v = [empty(rows, heads_kv, size, dtype=dtype) if apart else None for _ in range(2)]
+    k_cache, v_cache = caches(layout, page, heads_kv, size, cache_dtype or dtype)
+    shape = {None: None, "heads": (heads_kv,), "tokens": (64, page, heads_kv)}[scales]
+    k_scale, v_scale = [None if shape is None else empty(*shape, dtype=FP32) for _ in range(2)]
+    table, cu, seqlens = (empty(*n, dtype=torch.int32) for n in ((sequences, columns), (sequences + 1,), (sequences,)))
+    per_head = [empty(heads, dtype=FP32) if there else None for there in (alibi, model.sinks)]
+    out = empty(rows, heads, size, dtype=out_dtype or dtype)
+    out_scale = None if out_dtype is None else empty(1, dtype=FP32)
+    tensors = (
+        q, k, v, k_cache, v_cache, table, cu, seqlens, *per_head, k_scale, v_scale, out_scale, out,
+        empty(heads, rows, dtype=FP32) if lse else None,
+    )  # fmt: skip
+    longest = rows if longest is None else longest
+    problem = Problem(
+        heads, heads_kv, size, page, rows, sequences, longest, columns * page, 8 * dtype.itemsize,
+        8 * k_cache.dtype.itemsize, apart, alibi, described=layout != "x-packed" and scales is None,
+    )  # fmt: skip
+    # Not as many splits as fill a GPU: that would say nothing else of the code.
+    plan = replace(plan_prefill(problem, limits), num_splits=splits)
+    left, right = model.window or (-1, 0)
+    numbers = (longest, layout, size**-0.5, left, right, softcap, skip_decode, 1.0, 1.0, 1.0, 0, plan)
+    run = launch.prepare_prefill(*tensors, *numbers)
+    for call in recorded(run, tensors, monkeypatch):
+        yield spec_of(f"{name}{', merged' if call[0]._kernel.fn.__name__ == 'merge_splits' else ''}", *call)
+
+
+def merging(monkeypatch: pytest.MonkeyPatch) -> Iterator[KernelSpec]:
+    rows, heads, size = 2048, LLAMA.num_heads_q, LLAMA.head_dim
+    part, lse = empty(rows, heads, size), empty(heads, rows, dtype=FP32)
+    tensors = (part, lse) * 3
+    for call in recorded(launch.prepare_merge(*tensors), tensors, monkeypatch):
+        yield spec_of("two results merged", *call)
+
+
+def all_specs(target: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[KernelSpec]:
+    limits = LIMITS[target]
+
+    def portable(name: str, model: SoftmaxAttention, **options: Any) -> Iterator[KernelSpec]:
+        yield from prefill(name, model, replace(limits, hopper=False), monkeypatch, **options)
+
+    yield from portable("Llama-3-70B TP8", LLAMA, apart=True)
+    yield from portable("gpt-oss, split", GPT_OSS, splits=3, lse=True, page=64)
+    yield from portable("heads of 256", WIDE, layout="HND", page=544)
+    yield from portable("heads of 80 in float16, x-packed", NARROW, dtype=FP16, layout="x-packed", alibi=True, lse=True)
+    yield from portable("float32, capped", LLAMA, dtype=FP32, softcap=30.0, apart=True)
+    yield from portable("8-bit cache, decoding", LLAMA, cache_dtype=E4M3, scales="heads", rows=64, longest=1)
+    yield from portable("8-bit cache, scales of tokens", GPT_OSS, cache_dtype=E5M2, scales="tokens", apart=True)
+    yield from merging(monkeypatch)
+    if target in ("sm_90", "sm_100"):
+        yield from portable("8-bit output", GPT_OSS, out_dtype=E4M3, apart=True, skip_decode=True)
+    if not limits.hopper:
+        return
+
+    def hopper(name: str, model: SoftmaxAttention, **options: Any) -> Iterator[KernelSpec]:
+        specs = prefill(f"for sm_90, {name}", model, limits, monkeypatch, **options)
+        yield from (spec for spec in specs if spec.kernel.endswith("hopper:attend"))
+
+    yield from hopper("128", LLAMA, apart=True, page=64)
+    yield from hopper("64 with a window, sinks and lse", GPT_OSS, lse=True)
+    yield from hopper("64 rows, split", LLAMA, rows=64, longest=1, splits=4)
+    yield from hopper("96 in float16, capped", replace(LLAMA, head_dim=96), dtype=FP16, page=544, softcap=30.0)
+    yield from hopper("192 apart", replace(LLAMA, head_dim=192), apart=True)
+    yield from hopper("256 with slopes", WIDE, layout="HND", page=64, alibi=True)
+    yield from hopper("8-bit output and window apart", GPT_OSS, out_dtype=E4M3, apart=True)
+
+
+@pytest.fixture(scope="module")
+def reports() -> list[Report]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        jobs = {target: list(all_specs(target, monkeypatch)) for target in TARGETS}
+    # Each target has plans of its own, so specs of its own: a process for each, two at a time, the longest first.
+    order = sorted(TARGETS, key=lambda target: len(jobs[target]), reverse=True)
+    with ThreadPoolExecutor(2) as pool:
+        compiled = pool.map(lambda target: compile_specs(jobs[target], [target], processes=1), order)
+        return [report for reports in compiled for report in reports]
+
+
+def test_every_kernel_compiles_for_every_target_without_spills_or_traps(reports: list[Report]) -> None:
+    assert_clean(reports)
+    assert {report.target for report in reports} == set(TARGETS)
+
+
+def test_what_is_in_16_bits_is_multiplied_on_tensor_cores(reports: list[Report]) -> None:
+    attending = [report for report in reports if "merged" not in report.spec]
+    for report in attending:
+        multiplied = any(opcode.startswith(("HMMA", "HGMMA", "UTCHMMA", "v_mfma")) for opcode in report.opcodes)
+        # float32 is multiplied as it is.
+        assert multiplied == ("float32" not in report.spec) or report.target == "gfx942", report.spec
+    assert {report.target for report in attending} == set(TARGETS)
+
+
+def test_the_kernel_for_sm_90_copies_by_the_memory_accelerator_and_multiplies_by_warpgroups(reports) -> None:
+    hopper = [report for report in reports if report.spec.startswith("for sm_90")]
+    assert len(hopper) == 7
+    for report in hopper:
+        assert report.uses("UTMALDG"), report.spec
+        assert report.uses_tensor_cores, report.spec
+        assert report.shared <= LIMITS["sm_90"].shared_memory, report.spec
+
+
+def test_no_kernel_is_left_out() -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        compiled = {spec.kernel for spec in all_specs("sm_90", monkeypatch)}
+    entries = set()
+    for file in Path(prefix_prefill.__file__).with_name("kernels").glob("*.py"):
+        for node in ast.parse(file.read_text()).body:
+            # What is launched asks which program it is; helpers are handed that.
+            if isinstance(node, ast.FunctionDef) and "pid = " in ast.unparse(node):
+                entries.add(f"prefix_prefill.kernels.{file.stem}:{node.name}")
+    assert entries == compiled

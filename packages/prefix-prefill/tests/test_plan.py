@@ -1,0 +1,282 @@
+"""Does every call get a plan that a kernel can take, on any device? Plans are values, so that this needs no device."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import itertools
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import FrozenInstanceError, fields, replace
+from pathlib import Path
+
+import pytest
+
+import prefix_prefill.plan
+from kernel_reference.models import GPT_OSS, LLAMA3_70B, SoftmaxAttention
+from prefix_prefill import PrefillPlan
+from prefix_prefill.plan import (
+    DeviceLimits,
+    Problem,
+    cdiv,
+    fits_hopper,
+    heads_per_tile,
+    is_power_of_two,
+    num_places,
+    plan_prefill,
+    power_of_two_at_least,
+    power_of_two_in,
+    tokens_per_tile,
+)
+
+KIB = 1024
+H200 = DeviceLimits(132, 227 * KIB, hopper=True)
+A100 = DeviceLimits(108, 163 * KIB)
+DEVICES = {
+    "H200": H200, "A100": A100, "a consumer GPU": DeviceLimits(84, 99 * KIB), "MI300X": DeviceLimits(304, 64 * KIB),
+    "B200": DeviceLimits(148, 227 * KIB), "one core": DeviceLimits(1),
+}  # fmt: skip
+on_every_device = pytest.mark.parametrize("limits", DEVICES.values(), ids=DEVICES)
+SIZES = (16, 24, 65, 80, 128, 129, 192, 256)
+
+
+def problem_of(
+    model: SoftmaxAttention, *, tokens: int = 2048, sequences: int = 1, longest: int | None = None,
+    capacity: int = 32768, page: int = 16, apart: bool = True, described: bool = True, **more: object,
+) -> Problem:  # fmt: skip
+    return Problem(
+        model.num_heads_q, model.num_heads_kv, model.head_dim, page, tokens, sequences,
+        tokens if longest is None else longest, capacity, apart=apart, described=described, **more,
+    )  # fmt: skip
+
+
+LLAMA = LLAMA3_70B.tensor_parallel(8)
+PROMPT = problem_of(LLAMA)
+
+
+def problems() -> Iterator[Problem]:
+    """Every head size, dtype and number of heads; long and short sequences, few and many, narrow tables and wide."""
+    shapes = itertools.product(SIZES, ((7, 7), (64, 8), (300, 1)), ((16, 16), (16, 8), (32, 32)))
+    for (size, heads, bits), page, described in itertools.product(shapes, (1, 544), (False, True)):
+        biased = size % 3 == 0
+        for tokens, sequences, longest, capacity in (
+            (0, 0, 0, 0), (1, 1, 1, 16), (32, 32, 1, 4096), (8192, 3, 8000, 131072), (70, 1, 0, 10**9), (5, 300, 9, 0),
+        ):  # fmt: skip
+            yield Problem(*heads, size, page, tokens, sequences, longest, capacity, *bits, True, biased, described)
+
+
+@on_every_device
+def test_the_plan_of_any_call_is_one_that_covers_it(limits: DeviceLimits) -> None:
+    for problem in problems():
+        for splits in (0, 1, 5):
+            plan = plan_prefill(problem, limits, splits)
+            assert plan.covers(problem), (problem, plan)
+            assert splits in (0, plan.num_splits)
+
+
+@on_every_device
+def test_tiles_hold_every_query_head_of_every_token_once(limits: DeviceLimits) -> None:
+    for problem in problems():
+        plan = plan_prefill(problem, limits)
+        heads, tokens = (of(problem.group, plan.block_m) for of in (heads_per_tile, tokens_per_tile))
+        assert 1 <= heads * tokens <= plan.block_m
+        # Of heads more than a tile has rows, several tiles share a token; else a tile has room for no token more.
+        assert heads == problem.group or (heads, tokens) == (plan.block_m, 1)
+        assert (tokens + 1) * heads > plan.block_m
+        assert num_places(problem, tokens) >= cdiv(problem.tokens, tokens) + max(problem.sequences - 1, 0)
+
+
+def tile_bytes(problem: Problem, plan: PrefillPlan) -> int:
+    """q, and the keys and values in flight: what a program must hold in shared memory at the least."""
+    block_d = max(64 if plan.hopper else 16, power_of_two_at_least(problem.head_size))
+    held = plan.num_stages * 2 * plan.block_n * problem.cache_bits // 8
+    return block_d * (held + (plan.block_m * problem.bits // 8 if plan.hopper else 0))
+
+
+@on_every_device
+def test_keys_and_values_in_flight_fit_in_shared_memory(limits: DeviceLimits) -> None:
+    for problem in problems():
+        plan = plan_prefill(problem, limits)
+        assert tile_bytes(problem, plan) <= limits.shared_memory - plan.hopper * KIB, (problem, plan)
+
+
+def test_what_the_kernel_for_sm_90_is_written_for_goes_to_it_and_nothing_else() -> None:
+    assert plan_prefill(PROMPT, H200) == PrefillPlan(128, 128, 1, 4, 2, hopper=True)
+    for change in (
+        {"described": False}, {"bits": 32, "cache_bits": 32}, {"cache_bits": 8}, {"page_size": 8}, {"page_size": 1},
+        {"page_size": 24}, {"head_size": 100},
+    ):  # fmt: skip
+        assert not plan_prefill(replace(PROMPT, **change), H200).hopper, change
+    assert not plan_prefill(PROMPT, replace(H200, hopper=False)).hopper
+    for page in (16, 32, 48, 64, 256, 544, 1056):
+        assert plan_prefill(replace(PROMPT, page_size=page), H200).hopper
+    for size in range(16, 257):
+        assert fits_hopper(replace(PROMPT, head_size=size)) == (size % 8 == 0)
+
+
+@pytest.mark.parametrize(
+    ("model", "longest", "biased", "rows", "keys"),
+    [
+        (LLAMA, 2048, False, 128, 128), (LLAMA, 8, False, 64, 128), (LLAMA, 9, False, 128, 128),
+        (LLAMA, 1, False, 64, 128), (GPT_OSS, 2048, False, 128, 128), (GPT_OSS, 1, False, 64, 128),
+        (replace(LLAMA, head_dim=96), 2048, False, 128, 128), (replace(LLAMA, head_dim=192), 2048, False, 128, 64),
+        (replace(LLAMA, head_dim=256), 1, False, 64, 64), (LLAMA, 2048, True, 128, 64),
+    ],
+)  # fmt: skip
+def test_tiles_of_models_on_an_h200(model, longest: int, biased: bool, rows: int, keys: int) -> None:
+    """64 rows where no sequence has more; tiles of keys whose scores stay in registers."""
+    plan = plan_prefill(problem_of(model, tokens=2048, longest=longest, biased=biased), H200)
+    assert (plan.block_m, plan.block_n, plan.hopper) == (rows, keys, True)
+
+
+def test_small_sequences_take_tiles_of_fewer_rows() -> None:
+    rows = [plan_prefill(problem_of(LLAMA, longest=n), A100).block_m for n in (0, 1, 2, 3, 4, 8, 9, 1000)]
+    assert rows == [16, 16, 16, 32, 32, 64, 64, 64]
+
+
+def rounds(problem: Problem, plan: PrefillPlan, cores: int) -> float:
+    """How long the device is busy, in the time that one tile takes with all its keys, lengths being equal."""
+    sequences = max(1, problem.sequences)
+    tokens = tokens_per_tile(problem.group, plan.block_m)
+    tiles = sequences * cdiv(cdiv(problem.tokens, sequences), tokens) * problem.num_heads_kv
+    tiles *= cdiv(problem.group, heads_per_tile(problem.group, plan.block_m))
+    return cdiv(tiles * plan.num_splits, cores) / plan.num_splits
+
+
+@pytest.mark.parametrize("model", [LLAMA, GPT_OSS], ids=str)
+@pytest.mark.parametrize(("tokens", "sequences"), [(1, 1), (16, 16), (128, 1), (512, 1), (2048, 1), (2079, 32)])
+def test_splits_keep_the_cores_evenly_busy_behind_a_long_context(model, tokens: int, sequences: int) -> None:
+    problem = problem_of(model, tokens=tokens, sequences=sequences, longest=max(tokens // sequences, 1), capacity=2**17)
+    plan = plan_prefill(problem, H200)
+    ideal = rounds(problem, replace(plan, num_splits=10**6), H200.cores)
+    # Work shared out without loss, a quarter more, and a little where merging parts would cost more than that.
+    assert rounds(problem, plan, H200.cores) <= 1.25 * ideal + 0.05, plan
+
+
+def test_one_chunk_of_llama_on_an_h200_is_one_pass_and_a_token_of_it_is_split() -> None:
+    assert plan_prefill(PROMPT, H200).num_splits == 1
+    decoding = problem_of(LLAMA, tokens=1, longest=1, capacity=131072)
+    assert plan_prefill(decoding, H200).num_splits >= 16
+    # 32 one-token rows are a quarter of the cores.
+    batch = problem_of(LLAMA, tokens=32, sequences=32, longest=1, capacity=131072)
+    assert plan_prefill(batch, H200).num_splits == 4
+
+
+def test_parts_are_never_so_small_that_they_cost_more_than_they_save() -> None:
+    for problem in problems():
+        for limits in DEVICES.values():
+            plan = plan_prefill(problem, limits)
+            assert plan.num_splits == 1 or plan.num_splits * 4 * plan.block_n <= problem.capacity
+
+
+def test_a_number_of_splits_that_is_given_means_the_same_tiles_whatever_the_batch() -> None:
+    """How a tile's keys are cut depends on the tile: one of other rows would give a sequence other bits."""
+    for limits, splits, model in itertools.product(DEVICES.values(), (1, 3), (LLAMA, GPT_OSS)):
+        plans = {
+            plan_prefill(problem_of(model, tokens=tokens, sequences=sequences, longest=longest, capacity=c), limits, splits)
+            for tokens, sequences, longest, c in ((1, 1, 1, 64), (9, 1, 9, 512), (4096, 9, 2048, 2**17), (64, 64, 1, 64))
+        }  # fmt: skip
+        assert len(plans) == 1, plans
+
+
+def test_a_plan_follows_from_shapes_alone() -> None:
+    assert [*inspect.signature(plan_prefill).parameters] == ["problem", "limits", "num_splits"]
+    assert all(field.type in ("int", "bool") for field in fields(Problem))
+
+
+GOOD = PrefillPlan(64, 64, 1, 4, 2)
+REFUSED = {
+    "rows that are no power of two": replace(GOOD, block_m=48), "rows below 16": replace(GOOD, block_m=8),
+    "negative rows": replace(GOOD, block_m=-64), "keys that are no power of two": replace(GOOD, block_n=24),
+    "keys below 16": replace(GOOD, block_n=8), "no keys": replace(GOOD, block_n=0),
+    "no splits": replace(GOOD, num_splits=0), "negative splits": replace(GOOD, num_splits=-2),
+    "warps that are no power of two": replace(GOOD, num_warps=3), "no warps": replace(GOOD, num_warps=0),
+    "no stages": replace(GOOD, num_stages=0),
+}  # fmt: skip
+ON_HOPPER = PrefillPlan(128, 128, 1, 4, 2, hopper=True)
+REFUSED_ON_HOPPER = {
+    "32 rows": replace(ON_HOPPER, block_m=32), "256 rows": replace(ON_HOPPER, block_m=256),
+    "32 keys": replace(ON_HOPPER, block_n=32), "256 keys": replace(ON_HOPPER, block_n=256),
+    "8 warps": replace(ON_HOPPER, num_warps=8), "one stage": replace(ON_HOPPER, num_stages=1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("plan", REFUSED.values(), ids=REFUSED)
+def test_a_plan_that_no_kernel_can_take_covers_nothing(plan: PrefillPlan) -> None:
+    assert GOOD.covers(PROMPT)
+    assert not plan.covers(PROMPT)
+
+
+@pytest.mark.parametrize("plan", REFUSED_ON_HOPPER.values(), ids=REFUSED_ON_HOPPER)
+def test_a_plan_for_hopper_is_of_the_blocks_that_its_kernel_is_written_for(plan: PrefillPlan) -> None:
+    assert ON_HOPPER.covers(PROMPT)
+    assert not plan.covers(PROMPT)
+
+
+def test_a_plan_for_hopper_covers_only_what_its_kernel_can_take() -> None:
+    for change in ({"described": False}, {"cache_bits": 8}, {"bits": 32, "cache_bits": 32}, {"page_size": 24}):
+        assert GOOD.covers(replace(PROMPT, **change))
+        assert not ON_HOPPER.covers(replace(PROMPT, **change))
+    for size in range(16, 257):
+        problem = replace(PROMPT, head_size=size)
+        assert ON_HOPPER.covers(problem) == (size <= 128 and size % 8 == 0)
+        assert replace(ON_HOPPER, block_n=64).covers(problem) == (size % 8 == 0)
+
+
+@pytest.mark.parametrize("plan", [GOOD, ON_HOPPER, plan_prefill(PROMPT, A100), plan_prefill(PROMPT, H200, 7)], ids=str)
+def test_a_plan_is_a_value_that_survives_the_way_through_an_op(plan: PrefillPlan) -> None:
+    assert all(type(number) is int for number in plan.as_ints())
+    again = PrefillPlan(*plan.as_ints())
+    assert again == plan
+    assert hash(again) == hash(plan)
+    assert again.as_ints() == plan.as_ints()
+    assert eval(repr(plan)) == plan
+    with pytest.raises(FrozenInstanceError):
+        plan.block_m = 1  # type: ignore[misc]
+
+
+def test_limits_and_problems_are_values_too() -> None:
+    for value in (H200, PROMPT):
+        with pytest.raises(FrozenInstanceError):
+            setattr(value, fields(value)[0].name, 1)
+
+
+def test_quotients_and_powers_of_two_are_what_their_names_say() -> None:
+    for n in range(1, 1200):
+        at_least, inside = power_of_two_at_least(n), power_of_two_in(n)
+        assert n <= at_least < 2 * n
+        assert n % inside == 0
+        assert n // inside % 2 == 1
+        assert is_power_of_two(at_least, inside)
+        assert is_power_of_two(n) == (at_least == n)
+        for by in (1, 3, 16, 64):
+            assert (cdiv(n, by) - 1) * by < n <= cdiv(n, by) * by
+    assert cdiv(0, 16) == 0
+    assert not is_power_of_two(16, 0)
+
+
+def test_the_source_of_plan_imports_neither_triton_nor_torch() -> None:
+    tree = ast.parse(Path(prefix_prefill.plan.__file__).read_text())
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add(node.module)
+    banned = ("torch", "triton", "kernel_reference", "prefix_prefill")
+    assert not {name for name in names if name.partition(".")[0] in banned}
+
+
+def test_importing_the_package_and_planning_touch_no_gpu_and_import_no_triton() -> None:
+    program = (
+        "import sys, prefix_prefill, torch\n"
+        "from prefix_prefill.plan import *\n"
+        "plan_prefill(Problem(8, 1, 128, 16, 2048, 1, 2048, 32768, described=True), DeviceLimits(132, 232448, True))\n"
+        "assert not torch.cuda.is_initialized()\n"
+        "assert 'triton' not in sys.modules, 'triton is imported'\n"
+        "assert 'prefix_prefill.launch' not in sys.modules\n"
+        "assert 'prefix_prefill.kernels' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -145,14 +145,25 @@ def check_prefill(
         cache_bits=8 * k_cache.element_size(),
         apart=k is not None,
         biased=alibi_slopes is not None,
-        # As far as can be told without the alignment of memory, which a fake tensor has none of.
-        described=layout != "x-packed"
-        and blocks > 0
-        and k_scale is None
-        and v_scale is None
-        and k_factor == v_factor == 1
+        described=is_described(k, v, k_cache, v_cache, layout, k_scale, v_scale, softmax_scale, k_factor, v_factor),
+    )
+
+
+def is_described(
+    k: Tensor | None, v: Tensor | None, k_cache: Tensor, v_cache: Tensor, layout: str, k_scale: Tensor | None,
+    v_scale: Tensor | None, softmax_scale: float, k_factor: float, v_factor: float,
+) -> bool:  # fmt: skip
+    """``Problem.described``, as far as can be told without the alignment of memory, which a fake tensor has none of."""
+    if k_cache.element_size() == 1:
+        scaled = all(scale is None or scale.ndim < 3 for scale in (k_scale, v_scale))
+    else:
+        scaled = k_scale is None and v_scale is None and k_factor == v_factor == 1
+    return (
+        layout != "x-packed"
+        and k_cache.shape[0] > 0
+        and scaled
         and softmax_scale >= 0
-        and all(_in_boxes(tensor) for tensor in (k, v, k_cache, v_cache) if tensor is not None),
+        and all(_in_boxes(tensor) for tensor in (k, v, k_cache, v_cache) if tensor is not None)
     )
 
 

@@ -16,6 +16,7 @@ import torch
 import triton
 
 from kernel_reference.checks import fail
+from prefix_prefill.arguments import is_described
 from prefix_prefill.kernels import merge, paged
 from prefix_prefill.plan import (
     DeviceLimits,
@@ -80,18 +81,21 @@ class Launch:
 class HopperLaunch(Launch):
     """A launch whose first tensors travel as descriptors for the tensor memory accelerator.
 
-    ``forms``: sizes, strides and box of each, in the order of a descriptor. A tensor that is None travels as the first.
+    ``forms``: sizes, strides and box of each, in the order of a descriptor, and bits of an element. A tensor that is
+    None travels as the first.
     """
 
     def __init__(
         self, kernel: Any, grid: tuple[int, int, int], rest: tuple[Any, ...], device: torch.device,
-        forms: list[tuple[list[int], list[int], list[int]]],
+        forms: list[tuple[list[int], list[int], list[int]]], element_bits: list[int],
     ) -> None:  # fmt: skip
         from prefix_prefill.kernels.hopper import TensorDescriptor, descriptor_layout
 
         super().__init__(kernel, grid, rest, device, num_warps=4)
         self._descriptor = TensorDescriptor
-        self._forms = [(*form, descriptor_layout(form[2])) for form in forms]
+        self._forms = [
+            (*form, descriptor_layout(form[2], bits)) for form, bits in zip(forms, element_bits, strict=True)
+        ]
 
     def _start(self, tensors: tuple[Tensor | None, ...]) -> None:
         count = len(self._forms)
@@ -132,7 +136,7 @@ class _Cache:
     """How keys or values lie in pages: sizes, and strides by (page, place, head, element / x, element % x)."""
 
     def __init__(self, cache: Tensor, layout: str) -> None:
-        self.blocks = cache.shape[0]
+        self.blocks, self.bits = cache.shape[0], 8 * cache.element_size()
         s = cache.stride()
         if layout == "NHD":
             self.page, self.heads, self.x = cache.shape[1], cache.shape[2], cache.shape[3]
@@ -151,23 +155,16 @@ class _Cache:
         """Elements from a head's first element to its last."""
         return (head_size - 1) // self.x * self.strides[3] + (self.x - 1) * self.strides[4]
 
-    def suits_descriptors(self) -> bool:
-        """Whether the tensor memory accelerator can address it: packed elements, other strides of whole 16 bytes."""
-        return self.blocks > 0 and self.strides[3] == 0 and self.strides[4] == 1 and _whole_16_bytes(self.strides[:3])
-
     def described(self, head_size: int, box: int) -> tuple[list[int], list[int], list[int]]:
         """Sizes, strides and box of a descriptor over (page, head, place, element)."""
         strides = [self.strides[0], self.strides[2], self.strides[1], 1]
-        return [self.blocks, self.heads, self.page, head_size], strides, [1, 1, box, 64]
-
-
-def _whole_16_bytes(strides: Strides) -> bool:
-    """Whether strides of 16-bit elements are such as descriptors take."""
-    return all(stride > 0 and stride % 8 == 0 and stride < 2**39 for stride in strides)
+        # A box is at most 128 bytes wide, over which shared memory is swizzled.
+        width = 64 if self.bits == 16 else min(128, max(64, power_of_two_at_least(head_size)))
+        return [self.blocks, self.heads, self.page, head_size], strides, [1, 1, box, width]
 
 
 def _described_rows(tensor: Tensor, box: int) -> tuple[list[int], list[int], list[int]]:
-    """The same of new keys or values [tokens, heads, elements], as one page."""
+    """Sizes, strides and box of new keys or values [tokens, heads, elements], as one page."""
     rows, heads, head_size = tensor.shape
     row, head, _ = tensor.stride()
     return [1, heads, rows, head_size], [8, head, row, 1], [1, 1, box, 64]
@@ -202,18 +199,10 @@ def prepare_prefill(
     keys, values = _Cache(k_cache, layout), _Cache(v_cache, layout)
     if q.shape[0] == 0:
         return _nothing
-    own = [] if k is None or v is None else [k, v]
-    suits = (
-        keys.suits_descriptors()
-        and values.suits_descriptors()
-        and k_scale is None
-        and v_scale is None
-        and (softmax_scale >= 0 and k_factor == v_factor == 1)
-        and all(x.stride()[2] == 1 and _whole_16_bytes(x.stride()[:2]) for x in own)
-    )
+    suits = is_described(k, v, k_cache, v_cache, layout, k_scale, v_scale, softmax_scale, k_factor, v_factor)
     problem = Problem(
         q.shape[1], keys.heads, q.shape[2], keys.page, q.shape[0], seqlens_k.shape[0], max_seqlen_q,
-        block_table.shape[1] * keys.page, 8 * q.element_size(), 8 * k_cache.element_size(), bool(own),
+        block_table.shape[1] * keys.page, 8 * q.element_size(), 8 * k_cache.element_size(), k is not None,
         alibi_slopes is not None,
     )  # fmt: skip
     made: dict[bool, Callable[..., None]] = {}
@@ -281,26 +270,29 @@ def _prepare_hopper(  # type: ignore[no-untyped-def]
     """The kernel for sm_90, called like the portable one."""
     from prefix_prefill.kernels import hopper
 
-    q, k, v, out, lse, block_table, _, _ = tensors
-    softmax_scale, softcap, left, right, skip_decode, _, _, out_factor = numbers
+    q, k, v, out, lse, block_table, k_scale, v_scale = tensors
+    softmax_scale, softcap, left, right, skip_decode, k_factor, v_factor, out_factor = numbers
     head_size = problem.head_size
     box = min(plan.block_n, power_of_two_in(keys.page))
     forms = [keys.described(head_size, box), values.described(head_size, box)]
     forms += forms if k is None else [_described_rows(k, box), _described_rows(v, box)]
+    element_bits = [keys.bits, keys.bits] + ([keys.bits, keys.bits] if k is None else [16, 16])
+    (_, s_k_scale), (_, s_v_scale) = _scaling(k_scale), _scaling(v_scale)
     rest = (
         problem.tokens, problem.sequences, keys.blocks, problem.capacity, block_table.stride()[0],
         num_places(problem, tokens_per_tile(problem.group, plan.block_m)), softmax_scale, softcap, left, right,
-        out_factor, q.stride(), out.stride(), (0, 0) if lse is None else lse.stride(),
+        k_factor, v_factor, out_factor, s_k_scale[2], s_v_scale[2], q.stride(), out.stride(),
+        (0, 0) if lse is None else lse.stride(),
         problem.group, keys.heads, head_size, max(64, power_of_two_at_least(head_size)), keys.page, box, plan.block_m,
         plan.block_n, plan.num_splits, _limit(out), softcap > 0, left >= 0, right >= 0, skip_decode, plan.num_stages,
         problem.apart,
     )  # fmt: skip
-    attend = HopperLaunch(hopper.attend, _grid(problem, plan), rest, q.device, forms)
+    attend = HopperLaunch(hopper.attend, _grid(problem, plan), rest, q.device, forms, element_bits)
 
     def run(  # type: ignore[no-untyped-def]
         q, k, v, k_cache, v_cache, table, cu, seqlens, alibi, sinks, k_scale, v_scale, out_scale, *results
     ):
-        attend(k_cache, v_cache, k, v, q, table, cu, seqlens, alibi, sinks, out_scale, *results)
+        attend(k_cache, v_cache, k, v, q, table, cu, seqlens, alibi, sinks, k_scale, v_scale, out_scale, *results)
 
     return run
 

@@ -86,7 +86,7 @@ class PrefillPlan:
             problem.described
             and fits_hopper(problem)
             and self.block_m in (64, 128)
-            and self.block_n in ((64,) if problem.head_size > 128 else (64, 128))
+            and self.block_n in ((64,) if problem.head_size > 128 or problem.cache_bits == 8 else (64, 128))
             and self.num_warps == 4
             and self.num_stages >= 2
         )
@@ -114,7 +114,12 @@ def power_of_two_in(n: int) -> int:
 def fits_hopper(problem: Problem) -> bool:
     """Whether sizes and dtypes are such that the kernel for sm_90 is written for them."""
     # Of rows brought together, shared memory is swizzled in groups of eight; the kernel counts in sixteen.
-    return problem.bits == problem.cache_bits == 16 and problem.page_size % 16 == 0 and problem.head_size % 8 == 0
+    if problem.bits != 16 or problem.page_size % 16:
+        return False
+    if problem.cache_bits == 8:
+        # Larger heads leave no room for the tiles twice, of 8 bits and of 16.
+        return problem.head_size % 16 == 0 and problem.head_size <= 128
+    return problem.head_size % 8 == 0
 
 
 def heads_per_tile(group: int, block_m: int) -> int:
@@ -151,8 +156,12 @@ def _rows_of_a_sequence(problem: Problem) -> int:
 
 
 def _hopper(problem: Problem) -> PrefillPlan:
-    # One warpgroup of 64 rows where no sequence has more: decoding, and the first tokens of drafts.
-    block_m = 64 if _rows_of_a_sequence(problem) <= 64 else 128
+    # One warpgroup of 64 rows where no sequence has more: decoding, and the first tokens of drafts. Two that keep the
+    # slopes of large heads spill registers.
+    block_m = 64 if _rows_of_a_sequence(problem) <= 64 or (problem.biased and problem.head_size > 128) else 128
+    if problem.cache_bits == 8:
+        # A warpgroup that turns 8-bit tiles into 16-bit ones takes registers from the others.
+        return PrefillPlan(block_m, 64, 1, 4, 3, hopper=True)
     # The largest tiles of keys whose scores stay in registers and two of which, values included, fit in shared memory.
     block_n = 128 if problem.head_size <= 128 and not problem.biased else 64
     return PrefillPlan(block_m, block_n, 1, 4, 2, hopper=True)
@@ -163,10 +172,15 @@ def _portable(problem: Problem, limits: DeviceLimits) -> PrefillPlan:
     if problem.bits == 32:
         most_m, block_n, warps, stages = 16, 16, 4, 1
     else:
-        most_m, block_n, warps, stages = (64, 64, 4, 2) if block_d <= 128 else (64, 32, 8, 2)
+        # Wider tiles, or fewer warps, spill registers on one target or another.
+        most_m, block_n, stages = 64, 64 if block_d <= 64 else 32, 2
+        warps = 4 if block_d <= 64 and problem.cache_bits == problem.bits else 8
     if limits.shared_memory <= 64 * 1024:
-        stages = 1
+        # Masks of wider tiles take more scalar registers than gfx942 has.
+        block_n, stages = 16, 1
     block_m = min(most_m, max(16, power_of_two_at_least(_rows_of_a_sequence(problem))))
+    if block_m < most_m and block_d <= 128:
+        warps = 4
     return PrefillPlan(block_m, block_n, 1, warps, stages)
 
 

@@ -88,9 +88,7 @@ def update(
     return acc, new_m, new_total
 
 
-@triton.jit(
-    do_not_specialize=["rows", "num_sequences", "num_blocks", "capacity", "s_table", "places", "left", "right"]
-)
+@triton.jit(do_not_specialize=["rows", "num_sequences", "num_blocks", "capacity", "s_table", "places", "left", "right"])
 def attend(
     p_q, p_k, p_v, p_k_cache, p_v_cache, p_table, p_cu, p_seqlens, p_alibi, p_sinks, p_k_scale, p_v_scale, p_out_scale,
     p_out, p_lse, p_part, p_part_lse,

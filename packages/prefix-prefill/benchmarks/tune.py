@@ -37,7 +37,7 @@ SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 
 
 def problem_of(problem: cases.Problem, batch: cases.Batch) -> Problem:
-    """What a plan is made from: here inputs are packed and aligned, and have scales where the cache has 8 bits."""
+    """What a plan is made from: here inputs are packed and aligned, and 8-bit caches have one scale each."""
     shape = problem.shape
     return Problem(
         num_heads=shape.model.num_heads_q,
@@ -51,7 +51,7 @@ def problem_of(problem: cases.Problem, batch: cases.Batch) -> Problem:
         bits=8 * batch.q.element_size(),
         cache_bits=8 if problem.kind == "fp8" else 8 * batch.k_cache.element_size(),
         apart=problem.kind == "x-packed",
-        described=problem.kind == "paged",
+        described=problem.kind != "x-packed",
     )
 
 

@@ -66,9 +66,10 @@ def spec_of(name: str, start: launch.Launch, tensors: tuple[Any, ...]) -> Kernel
     values: list[Any] = [*tensors, *start._rest]
     if isinstance(start, launch.HopperLaunch):
         described = len(start._forms)
-        for (argument, _), form in zip(arguments[:described], start._forms, strict=True):
+        for (argument, _), form, tensor in zip(arguments[:described], start._forms, tensors, strict=False):
             _, _, block, layout = form
-            kind = TYPES[tensors[0].dtype]
+            # What is not there travels as the first.
+            kind = TYPES[(tensors[0] if tensor is None else tensor).dtype]
             signature[argument] = f"tensordesc<{kind}[{','.join(map(str, block))}],{layout!r}>"
         values, arguments = values[described:], arguments[described:]
 
@@ -92,8 +93,7 @@ def spec_of(name: str, start: launch.Launch, tensors: tuple[Any, ...]) -> Kernel
 
     for (argument, parameter), value in zip(arguments, values, strict=True):
         give(argument, parameter, value)
-    module = start._kernel.fn.__module__
-    return KernelSpec(f"{module}:{start._kernel.fn.__name__}", signature, constexprs, start._options, aligned, name)
+    return KernelSpec(f"{kernel.fn.__module__}:{kernel.fn.__name__}", signature, constexprs, start._options, aligned, name)
 
 
 def empty(*size: int, dtype: torch.dtype = BF16) -> torch.Tensor:
@@ -137,7 +137,7 @@ def prefill(
     longest = rows if longest is None else longest
     problem = Problem(
         heads, heads_kv, size, page, rows, sequences, longest, columns * page, 8 * dtype.itemsize,
-        8 * k_cache.dtype.itemsize, apart, alibi, described=layout != "x-packed" and scales is None,
+        8 * k_cache.dtype.itemsize, apart, alibi, described=layout != "x-packed" and scales != "tokens",
     )  # fmt: skip
     # Not as many splits as fill a GPU: that would say nothing else of the code.
     plan = replace(plan_prefill(problem, limits), num_splits=splits)
@@ -168,7 +168,7 @@ def all_specs(target: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[KernelSp
     yield from portable("heads of 80 in float16, x-packed", NARROW, dtype=FP16, layout="x-packed", alibi=True, lse=True)
     yield from portable("float32, capped", LLAMA, dtype=FP32, softcap=30.0, apart=True)
     yield from portable("8-bit cache, decoding", LLAMA, cache_dtype=E4M3, scales="heads", rows=64, longest=1)
-    yield from portable("8-bit cache, scales of tokens", GPT_OSS, cache_dtype=E5M2, scales="tokens", apart=True)
+    yield from portable("8-bit cache, scales of tokens", GPT_OSS, cache_dtype=E5M2, scales="tokens")
     yield from merging(monkeypatch)
     if target in ("sm_90", "sm_100"):
         yield from portable("8-bit output", GPT_OSS, out_dtype=E4M3, apart=True, skip_decode=True)
@@ -185,6 +185,7 @@ def all_specs(target: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[KernelSp
     yield from hopper("96 in float16, capped", replace(LLAMA, head_dim=96), dtype=FP16, page=544, softcap=30.0)
     yield from hopper("192 apart", replace(LLAMA, head_dim=192), apart=True)
     yield from hopper("256 with slopes", WIDE, layout="HND", page=64, alibi=True)
+    yield from hopper("8-bit cache", LLAMA, cache_dtype=E4M3, scales="heads", apart=True)
     yield from hopper("8-bit output and window apart", GPT_OSS, out_dtype=E4M3, apart=True)
 
 
@@ -215,7 +216,7 @@ def test_what_is_in_16_bits_is_multiplied_on_tensor_cores(reports: list[Report])
 
 def test_the_kernel_for_sm_90_copies_by_the_memory_accelerator_and_multiplies_by_warpgroups(reports) -> None:
     hopper = [report for report in reports if report.spec.startswith("for sm_90")]
-    assert len(hopper) == 7
+    assert len(hopper) == 8
     for report in hopper:
         assert report.uses("UTMALDG"), report.spec
         assert report.uses_tensor_cores, report.spec

@@ -104,8 +104,9 @@ def test_keys_and_values_in_flight_fit_in_shared_memory(limits: DeviceLimits) ->
 def test_what_the_kernel_for_sm_90_is_written_for_goes_to_it_and_nothing_else() -> None:
     assert plan_prefill(PROMPT, H200) == PrefillPlan(128, 128, 1, 4, 2, hopper=True)
     for change in (
-        {"described": False}, {"bits": 32, "cache_bits": 32}, {"cache_bits": 8}, {"page_size": 8}, {"page_size": 1},
-        {"page_size": 24}, {"head_size": 100},
+        {"described": False}, {"bits": 32, "cache_bits": 32}, {"page_size": 8}, {"page_size": 1},
+        {"page_size": 24}, {"head_size": 100}, {"cache_bits": 8, "head_size": 256}, {"cache_bits": 8, "head_size": 72},
+        {"bits": 32, "cache_bits": 8},
     ):  # fmt: skip
         assert not plan_prefill(replace(PROMPT, **change), H200).hopper, change
     assert not plan_prefill(PROMPT, replace(H200, hopper=False)).hopper
@@ -172,11 +173,12 @@ def test_parts_are_never_so_small_that_they_cost_more_than_they_save() -> None:
 
 def test_a_number_of_splits_that_is_given_means_the_same_tiles_whatever_the_batch() -> None:
     """How a tile's keys are cut depends on the tile: one of other rows would give a sequence other bits."""
+    batches = [(1, 1, 1, 64), (9, 1, 9, 512), (4096, 9, 2048, 2**17), (64, 64, 1, 64)]
     for limits, splits, model in itertools.product(DEVICES.values(), (1, 3), (LLAMA, GPT_OSS)):
-        plans = {
-            plan_prefill(problem_of(model, tokens=tokens, sequences=sequences, longest=longest, capacity=c), limits, splits)
-            for tokens, sequences, longest, c in ((1, 1, 1, 64), (9, 1, 9, 512), (4096, 9, 2048, 2**17), (64, 64, 1, 64))
-        }  # fmt: skip
+        plans = set()
+        for tokens, sequences, longest, capacity in batches:
+            problem = problem_of(model, tokens=tokens, sequences=sequences, longest=longest, capacity=capacity)
+            plans.add(plan_prefill(problem, limits, splits))
         assert len(plans) == 1, plans
 
 

@@ -23,6 +23,9 @@ PREFIX, CHUNK, PAGE = 32768, 2048, 16
 PREFIX_ON_CPU = 4096
 SAMPLE = 16
 DTYPE = torch.bfloat16
+DTYPE_NAME = str(DTYPE).removeprefix("torch.")
+NOTE = "error relative to a row's largest value"
+SAMPLED = f"{NOTE}; of a sample of rows, all heads"
 
 
 @dataclass
@@ -70,7 +73,7 @@ def real_size(device: torch.device) -> Iterator[Row]:
 
     model = LLAMA3_70B.tensor_parallel(8)
     prompt = make_prompt(model, [(1000, 500), (2000, 1), (4000, 1)], device, layout="x-packed")
-    rows = sampled(500).tolist() + [500, 501]
+    rows = torch.cat([sampled(500), torch.tensor([500, 501])])
     own = prompt.own.to(device)
     k, v, out = prompt.keys[own], prompt.values[own], torch.empty_like(prompt.q)
     paged, one = prompt.paged, torch.ones(1, device=device)
@@ -82,7 +85,7 @@ def real_size(device: torch.device) -> Iterator[Row]:
         )  # fmt: skip
 
     by_engines_signature()
-    error = error_of(out[rows], exact(prompt, None, torch.tensor(rows)))
+    error = error_of(out[rows], exact(prompt, None, rows))
     duration = median_ms(by_engines_signature, device, 3, "context_attention_fwd")
     shape = f"{model.name}, 500 tokens behind 1000, 1 behind 2000, 1 behind 4000, {DTYPE_NAME}"
     yield Row("context_attention_fwd", *how, shape, error, duration, SAMPLED)
@@ -124,10 +127,16 @@ def interpreted() -> Iterator[Row]:
         shape = f"{model.name}, 20 tokens behind 100 and 1 behind 70, {how}, {DTYPE_NAME}"
         yield Row("prefix_prefill", INTERPRETED_KERNEL, "cpu", shape, error, duration, NOTE)
 
-
-DTYPE_NAME = str(DTYPE).removeprefix("torch.")
-NOTE = "error relative to a row's largest value"
-SAMPLED = f"{NOTE}; of a sample of rows, all heads"
+    parts = [torch.randn(21, 4, 64).to(DTYPE) for _ in range(2)]
+    weights = [torch.randn(4, 21) for _ in range(2)]
+    out, lse = torch.empty_like(parts[0]), torch.empty_like(weights[0])
+    six = (parts[0], weights[0], parts[1], weights[1], out, lse)
+    merge = launch.prepare_merge(*six)
+    merge(*six)
+    duration = median_ms(lambda: merge(*six), device, 1, "merge, interpreted")
+    shape = f"{model.name}, 21 tokens, {DTYPE_NAME}"
+    error = error_of(out, merged(parts, weights))
+    yield Row("merge_attention_states", INTERPRETED_KERNEL, "cpu", shape, error, duration, NOTE)
 
 
 def described(model: SoftmaxAttention) -> str:

@@ -93,7 +93,8 @@ def spec_of(name: str, start: launch.Launch, tensors: tuple[Any, ...]) -> Kernel
 
     for (argument, parameter), value in zip(arguments, values, strict=True):
         give(argument, parameter, value)
-    return KernelSpec(f"{kernel.fn.__module__}:{kernel.fn.__name__}", signature, constexprs, start._options, aligned, name)
+    place = f"{kernel.fn.__module__}:{kernel.fn.__name__}"
+    return KernelSpec(place, signature, constexprs, start._options, aligned, name)
 
 
 def empty(*size: int, dtype: torch.dtype = BF16) -> torch.Tensor:

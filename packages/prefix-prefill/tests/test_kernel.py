@@ -142,9 +142,9 @@ FEATURES: dict[str, dict[str, Any]] = {
     "heads before places": {"layout": "HND"},
     "slices of one tensor": {"fused": True, "interleaved": True},
     "lengths of 64 bits": {"index_dtype": torch.int64},
-    "8 bits, a number": {"cache_dtype": E4M3, "k_scale": "number", "v_scale": "number"},
+    "8 bits, a number": {"cache_dtype": E4M3, "k_scale": "number", "v_scale": "number", "cached": False},
     "8 bits, a tensor": {"cache_dtype": E5M2, "k_scale": "tensor", "v_scale": "tensor", "dtype": FP16},
-    "8 bits, of heads": {"cache_dtype": E4M3, "k_scale": "heads", "v_scale": "heads", "layout": "x-packed"},
+    "8 bits, of heads": {"cache_dtype": E4M3, "k_scale": "heads", "v_scale": "heads", "layout": "x-packed", "cached": False},
     "8 bits, of tokens": {"cache_dtype": E4M3, "k_scale": "tokens", "v_scale": "tokens", "window": (15, -1)},
     "8 bits, of tokens, e5m2": {"cache_dtype": E5M2, "k_scale": "tokens", "v_scale": "tokens", "dtype": FP32},
     "8 bits, of tokens and of heads": {"cache_dtype": E4M3, "k_scale": "tokens", "v_scale": "heads", "softcap": 3.0},
@@ -273,9 +273,11 @@ def makes(draw) -> Make:
     sides = st.sampled_from([-1, -1, 0, 1, 9, 16, 30])
     out_scale = draw(st.sampled_from([None, None, 0.02]))
     layout = draw(st.sampled_from(["NHD", "HND", "x-packed"]))
+    # There x elements, of 16 bytes, stand together.
+    sizes = [16, 32] if layout == "x-packed" else [16, 24, 32, 40]
     return Make(plan, {
         "heads": draw(st.sampled_from([(1, 1), (2, 1), (3, 1), (2, 2), (6, 2)])),
-        "head_size": draw(st.sampled_from([16, 24, 32, 40])), "page": draw(st.sampled_from([1, 3, 16, 24, 32])),
+        "head_size": draw(st.sampled_from(sizes)), "page": draw(st.sampled_from([1, 3, 16, 24, 32])),
         "layout": layout, "dtype": draw(st.sampled_from([BF16, FP16, FP32])),
         "cache_dtype": cache_dtype, "cached": draw(st.booleans()), "causal": draw(st.booleans()),
         "window": (draw(sides), draw(sides)), "softcap": draw(st.sampled_from([0.0, 0.0, 3.0])),
@@ -294,7 +296,7 @@ def sequences(most: int, longest: int, deepest: int, least: int = 0) -> st.Searc
     return st.lists(st.tuples(context, new), min_size=least, max_size=most)
 
 
-@settings(max_examples=30 if INTERPRETED else 10, derandomize=True)
+@settings(max_examples=24 if INTERPRETED else 10, derandomize=True)
 @given(make=makes(), lengths=sequences(3, 20, 50, least=1), seed=st.integers(0, 2**31))
 def test_batches_of_any_make_are_the_attention(tensors, kernels, make, lengths, seed) -> None:
     torch.manual_seed(seed)

@@ -168,11 +168,13 @@ def all_specs(target: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[KernelSp
     yield from portable("heads of 256", WIDE, layout="HND", page=544)
     yield from portable("heads of 80 in float16, x-packed", NARROW, dtype=FP16, layout="x-packed", alibi=True, lse=True)
     yield from portable("float32, capped", LLAMA, dtype=FP32, softcap=30.0, apart=True)
-    yield from portable("8-bit cache, decoding", LLAMA, cache_dtype=E4M3, scales="heads", rows=64, longest=1)
-    yield from portable("8-bit cache, scales of tokens", GPT_OSS, cache_dtype=E5M2, scales="tokens")
+    yield from portable(
+        "8-bit cache, decoding", LLAMA, cache_dtype=E4M3, scales="heads", rows=64, longest=1, skip_decode=True
+    )
+    # gfx942 and sm_80 have no instructions for such outputs.
+    out_dtype = E4M3 if target in ("sm_90", "sm_100") else None
+    yield from portable("8 bits, scales of tokens", GPT_OSS, cache_dtype=E5M2, scales="tokens", out_dtype=out_dtype)
     yield from merging(monkeypatch)
-    if target in ("sm_90", "sm_100"):
-        yield from portable("8-bit output", GPT_OSS, out_dtype=E4M3, apart=True, skip_decode=True)
     if not limits.hopper:
         return
 
@@ -181,13 +183,12 @@ def all_specs(target: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[KernelSp
         yield from (spec for spec in specs if spec.kernel.endswith("hopper:attend"))
 
     yield from hopper("128", LLAMA, apart=True, page=64)
-    yield from hopper("64 with a window, sinks and lse", GPT_OSS, lse=True)
+    yield from hopper("64 apart with a window, sinks, lse", GPT_OSS, apart=True, lse=True, out_dtype=E4M3)
     yield from hopper("64 rows, split", LLAMA, rows=64, longest=1, splits=4)
     yield from hopper("96 in float16, capped", replace(LLAMA, head_dim=96), dtype=FP16, page=544, softcap=30.0)
     yield from hopper("192 apart", replace(LLAMA, head_dim=192), apart=True)
     yield from hopper("256 with slopes", WIDE, layout="HND", page=64, alibi=True)
     yield from hopper("8-bit cache", LLAMA, cache_dtype=E4M3, scales="heads", apart=True)
-    yield from hopper("8-bit output and window apart", GPT_OSS, out_dtype=E4M3, apart=True)
 
 
 @pytest.fixture(scope="module")
@@ -217,7 +218,7 @@ def test_what_is_in_16_bits_is_multiplied_on_tensor_cores(reports: list[Report])
 
 def test_the_kernel_for_sm_90_copies_by_the_memory_accelerator_and_multiplies_by_warpgroups(reports) -> None:
     hopper = [report for report in reports if report.spec.startswith("for sm_90")]
-    assert len(hopper) == 8
+    assert len(hopper) == 7
     for report in hopper:
         assert report.uses("UTMALDG"), report.spec
         assert report.uses_tensor_cores, report.spec

@@ -179,7 +179,7 @@ def _portable(problem: Problem, limits: DeviceLimits) -> PrefillPlan:
         # Masks of wider tiles take more scalar registers than gfx942 has.
         block_n, stages = 16, 1
     block_m = min(most_m, max(16, power_of_two_at_least(_rows_of_a_sequence(problem))))
-    if block_m < most_m and block_d <= 128:
+    if block_m < most_m and block_d <= 128 and problem.cache_bits == problem.bits:
         warps = 4
     return PrefillPlan(block_m, block_n, 1, warps, stages)
 

@@ -7,8 +7,10 @@ every kernel and every branch of the plans, for compute-sanitizer.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -53,6 +55,23 @@ SMALL: dict[str, tuple[PrefillPlan, dict[str, Any]]] = {
     "8 bits, of heads": (portable(), {"cache_dtype": E5M2, "k_scale": "heads", "v_scale": "heads", "out_scale": 1.0}),
     "leaving decoding rows, split": (portable(num_splits=2), {"skip_decode": True, "fused": True}),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("num_splits", [1, 2])
+def test_what_is_made_ready_keeps_no_tensor_of_its_first_call_alive(tensors, num_splits) -> None:
+    """It is kept for as long as the process lives, and a call's tensors may be gigabytes."""
+
+    def call() -> tuple[Callable[..., None], list[weakref.ref[torch.Tensor]]]:
+        batch = tensors.batch([(5, 3), (1, 20)], heads=(2, 1), head_size=16)
+        run = launch.prepare_prefill(*batch.tensors, *batch.numbers(num_splits), portable(num_splits=num_splits))
+        run(*batch.tensors)
+        return run, [weakref.ref(tensor) for tensor in batch.tensors if tensor is not None]
+
+    run, remembered = call()
+    gc.collect()
+    assert len(remembered) >= 10
+    assert [alive() for alive in remembered if alive() is not None] == []
+    del run
 
 
 @sanitize

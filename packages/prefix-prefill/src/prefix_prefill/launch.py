@@ -184,6 +184,13 @@ def _limit(out: Tensor) -> int:
     return int(torch.finfo(out.dtype).max) if out.dtype.itemsize == 1 else 0
 
 
+def _form(tensor: Tensor | None) -> Tensor | None:
+    """A tensor of the same form without memory: what is made ready must not keep the first call's tensors alive."""
+    if tensor is None:
+        return None
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.dtype in _FP8 else tensor
 
@@ -195,7 +202,10 @@ def prepare_prefill(
     max_seqlen_q: int, layout: str, softmax_scale: float, left: int, right: int, softcap: float, skip_decode: bool,
     k_factor: float, v_factor: float, out_factor: float, num_splits: int, plan: PrefillPlan | None = None,
 ) -> Callable[..., None]:  # fmt: skip
-    """What attends, called with the fifteen tensors. Two plans are kept: slices of a cache may come aligned or not."""
+    """What attends, called with the fifteen tensors.
+
+    Two plans are kept: slices of a cache may come aligned or not.
+    """
     keys, values = _Cache(k_cache, layout), _Cache(v_cache, layout)
     if q.shape[0] == 0:
         return _nothing
@@ -205,21 +215,21 @@ def prepare_prefill(
         block_table.shape[1] * keys.page, 8 * q.element_size(), 8 * k_cache.element_size(), k is not None,
         alibi_slopes is not None,
     )  # fmt: skip
+    device, cache_dtype = q.device, k_cache.dtype
+    tensors = (*map(_form, (q, k, v, out, lse, block_table, k_scale, v_scale)), device)
+    numbers = (softmax_scale, softcap, left, right, skip_decode, k_factor, v_factor, out_factor)
     made: dict[bool, Callable[..., None]] = {}
 
     def make(aligned: bool) -> Callable[..., None]:
         chosen = plan
         if chosen is None:
-            chosen = plan_prefill(replace(problem, described=suits and aligned), device_limits(q.device), num_splits)
+            chosen = plan_prefill(replace(problem, described=suits and aligned), device_limits(device), num_splits)
         elif chosen.hopper and not (suits and aligned):
             wanted = "without hopper where the cache has scales, softmax_scale is below 0, or keys or values are not"
             fail("plan", f"{wanted} 16-byte aligned and of strides of whole 16 bytes", chosen)
-        tensors = (q, k, v, out, lse, block_table, k_scale, v_scale)
-        numbers = (softmax_scale, softcap, left, right, skip_decode, k_factor, v_factor, out_factor)
         attend = _prepare_hopper if chosen.hopper else _prepare_portable
-        return _in_parts(
-            attend(problem, chosen, keys, values, tensors, numbers, k_cache), problem, chosen, tensors, numbers
-        )
+        ready = attend(problem, chosen, keys, values, tensors, numbers, cache_dtype)
+        return _in_parts(ready, problem, chosen, tensors, numbers)
 
     def run(*tensors: Tensor | None) -> None:
         aligned = not any([tensor.data_ptr() & 15 for tensor in tensors[1:5] if tensor is not None])
@@ -237,10 +247,10 @@ def _grid(problem: Problem, plan: PrefillPlan) -> tuple[int, int, int]:
 
 
 def _prepare_portable(  # type: ignore[no-untyped-def]
-    problem: Problem, plan: PrefillPlan, keys: _Cache, values: _Cache, tensors, numbers, k_cache: Tensor
+    problem: Problem, plan: PrefillPlan, keys: _Cache, values: _Cache, tensors, numbers, cache_dtype: torch.dtype
 ) -> Callable[..., None]:
     """The kernel for every target, called with the seventeen tensors of its signature."""
-    q, k, v, out, lse, block_table, k_scale, v_scale = tensors
+    q, k, v, out, lse, block_table, k_scale, v_scale, device = tensors
     softmax_scale, softcap, left, right, skip_decode, k_factor, v_factor, out_factor = numbers
     head_size, nothing = problem.head_size, (0, 0, 0)
     own = (nothing, nothing) if k is None else (k.stride(), v.stride())
@@ -253,10 +263,10 @@ def _prepare_portable(  # type: ignore[no-untyped-def]
         k_factor, v_factor, out_factor, q.stride(), *own, keys.strides, values.strides, s_k_scale, s_v_scale,
         out.stride(), (0, 0) if lse is None else lse.stride(),
         problem.group, keys.heads, head_size, max(16, power_of_two_at_least(head_size)), keys.page, keys.x,
-        plan.block_m, plan.block_n, plan.num_splits, _FP8.get(k_cache.dtype, 0), k_scaled, v_scaled, _limit(out),
+        plan.block_m, plan.block_n, plan.num_splits, _FP8.get(cache_dtype, 0), k_scaled, v_scaled, _limit(out),
         softcap > 0, left >= 0, right >= 0, skip_decode, reach >= 2**31, plan.num_stages,
     )  # fmt: skip
-    attend = Launch(paged.attend, _grid(problem, plan), rest, q.device, num_warps=plan.num_warps)
+    attend = Launch(paged.attend, _grid(problem, plan), rest, device, num_warps=plan.num_warps)
 
     def run(q, k, v, k_cache, v_cache, *others):  # type: ignore[no-untyped-def]
         attend(q, k, v, _bytes(k_cache), _bytes(v_cache), *others)
@@ -265,12 +275,12 @@ def _prepare_portable(  # type: ignore[no-untyped-def]
 
 
 def _prepare_hopper(  # type: ignore[no-untyped-def]
-    problem: Problem, plan: PrefillPlan, keys: _Cache, values: _Cache, tensors, numbers, k_cache: Tensor
+    problem: Problem, plan: PrefillPlan, keys: _Cache, values: _Cache, tensors, numbers, cache_dtype: torch.dtype
 ) -> Callable[..., None]:
     """The kernel for sm_90, called like the portable one."""
     from prefix_prefill.kernels import hopper
 
-    q, k, v, out, lse, block_table, k_scale, v_scale = tensors
+    q, k, v, out, lse, block_table, k_scale, v_scale, device = tensors
     softmax_scale, softcap, left, right, skip_decode, k_factor, v_factor, out_factor = numbers
     head_size = problem.head_size
     box = min(plan.block_n, power_of_two_in(keys.page))
@@ -287,7 +297,7 @@ def _prepare_hopper(  # type: ignore[no-untyped-def]
         plan.block_n, plan.num_splits, _limit(out), softcap > 0, left >= 0, right >= 0, skip_decode, plan.num_stages,
         problem.apart,
     )  # fmt: skip
-    attend = HopperLaunch(hopper.attend, _grid(problem, plan), rest, q.device, forms, element_bits)
+    attend = HopperLaunch(hopper.attend, _grid(problem, plan), rest, device, forms, element_bits)
 
     def run(  # type: ignore[no-untyped-def]
         q, k, v, k_cache, v_cache, table, cu, seqlens, alibi, sinks, k_scale, v_scale, out_scale, *results
@@ -303,7 +313,7 @@ def _in_parts(  # type: ignore[no-untyped-def]
     """One launch, or, with splits, one that leaves parts and one that merges them; called with the fifteen tensors."""
     if plan.num_splits == 1:
         return lambda *fifteen: attend(*fifteen, None, None)
-    q, _, _, out, lse, _, _, _ = tensors
+    _, _, _, out, lse, _, _, _, device = tensors
     skip_decode, out_factor = numbers[4], numbers[7]
     places = num_places(problem, _MERGED_TOKENS)
     rest = (
@@ -312,10 +322,9 @@ def _in_parts(  # type: ignore[no-untyped-def]
         max(16, power_of_two_at_least(problem.head_size)), _MERGED_TOKENS, plan.num_splits, problem.apart,
         _limit(out), skip_decode, (problem.head_size - 1) * out.stride()[2] >= 2**31,
     )  # fmt: skip
-    finish = Launch(merge.merge_splits, (places * problem.num_heads, 1, 1), rest, q.device, num_warps=4)
+    finish = Launch(merge.merge_splits, (places * problem.num_heads, 1, 1), rest, device, num_warps=4)
     size = (plan.num_splits, problem.tokens, problem.num_heads, problem.head_size)
     lse_size = (plan.num_splits, problem.num_heads, problem.tokens)
-    device = q.device
 
     def run(  # type: ignore[no-untyped-def]
         q, k, v, k_cache, v_cache, table, cu, seqlens, alibi, sinks, k_scale, v_scale, out_scale, out, lse

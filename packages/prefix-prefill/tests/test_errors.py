@@ -371,7 +371,7 @@ TABLE = [
         for what, error, value in (
             ("a name", T, "fast"), ("numbers", T, [16, 16, 1, 4, 1, 0]), ("that reaches nothing", V, NO_PLAN),
             ("of no power of two", V, PrefillPlan(48, 16, 1, 4, 1)), ("of no stages", V, PrefillPlan(16, 16, 1, 4, 0)),
-            ("for another device's layout", V, PrefillPlan(64, 64, 1, 4, 2, hopper=True)),
+            ("of wider tiles than 8 bits take", V, PrefillPlan(64, 128, 1, 4, 2, hopper=True)),
         )
     ],
     *[

@@ -173,8 +173,8 @@ def _portable(problem: Problem, limits: DeviceLimits) -> PrefillPlan:
         most_m, block_n, warps, stages = 16, 16, 4, 1
     else:
         # Wider tiles, or fewer warps, spill registers on one target or another.
-        most_m, block_n, stages = 64, 64 if block_d <= 64 else 32, 2
-        warps = 4 if block_d <= 64 and problem.cache_bits == problem.bits else 8
+        light = block_d <= 64 and problem.cache_bits == problem.bits
+        most_m, block_n, warps, stages = 64, 64 if light else 32, 4 if light else 8, 2
     if limits.shared_memory <= 64 * 1024:
         # Masks of wider tiles take more scalar registers than gfx942 has.
         block_n, stages = 16, 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -45,6 +46,14 @@ def test_a_plan_knows_neither_triton_nor_the_gpu(package: Path) -> None:
 @pytest.mark.parametrize("folder", ["shared", *(f"packages/{package.name}" for package in PACKAGES)])
 def test_every_distribution_carries_the_whole_licence(folder: str) -> None:
     assert (ROOT / folder / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
+
+
+@pytest.mark.parametrize("home", HOMES, ids=lambda home: home.name)
+def test_every_planted_fault_still_applies(home: Path) -> None:
+    """`-- --faults` would say so after minutes, and is seldom run."""
+    for patch in sorted(home.glob("tests/faults/*.patch")):
+        place = home.relative_to(ROOT)
+        subprocess.run(["git", "apply", "--check", f"--directory={place}", patch], cwd=ROOT, check=True)
 
 
 def test_no_module_is_called_after_nothing() -> None:

@@ -1,0 +1,86 @@
+"""Does the kernel for sm_90 do what it should, warp by warp? On a CPU, with its partitions as threads.
+
+``kernel_reference.testing.gluon`` runs the kernel's own text: its barriers, its copies box by box, its tiles and masks.
+What only hardware tells, swizzles, fences and registers among it, is for the tests on a GPU and for test_codegen.py.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from kernel_reference.testing import gluon
+from prefix_prefill import launch
+from prefix_prefill.plan import PrefillPlan
+
+BF16, FP16 = torch.bfloat16, torch.float16
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+# Less than a box, than a tile, several tiles, none, decoding.
+LENGTHS = [(30, 5), (3, 0), (0, 40), (200, 1), (128, 9)]
+
+
+@pytest.fixture(scope="module")
+def hopper() -> ModuleType:
+    kernels = ("tiles", "merge", "hopper")
+    return gluon.shadow(*(f"prefix_prefill.kernels.{name}" for name in kernels))[-1]
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch, hopper: ModuleType, device: torch.device) -> None:
+    """The launch of the kernel for sm_90, without a GPU."""
+    if device.type != "cpu":
+        pytest.skip("the kernel itself runs here")
+
+    class Launch:
+        def __init__(
+            self, kernel: Any, grid: Any, rest: Any, _: Any, forms: list[Any], element_bits: list[int]
+        ) -> None:
+            self.grid, self.rest = grid, rest
+            layouts = [hopper.descriptor_layout(form[2], bits) for form, bits in zip(forms, element_bits, strict=True)]
+            self.forms = [(*form, layout) for form, layout in zip(forms, layouts, strict=True)]
+
+        def __call__(self, *tensors: torch.Tensor | None) -> None:
+            described = [tensors[0] if tensor is None else tensor for tensor in tensors[: len(self.forms)]]
+            boxes = [gluon.Descriptor(x, *form) for x, form in zip(described, self.forms, strict=True)]
+            gluon.launch(hopper.attend, self.grid[0], *boxes, *tensors[len(self.forms) :], *self.rest)
+
+    monkeypatch.setattr(launch, "HopperLaunch", Launch)
+
+
+def plan(block_m: int = 128, block_n: int = 128, num_splits: int = 1, num_stages: int = 2) -> PrefillPlan:
+    return PrefillPlan(block_m, block_n, num_splits, 4, num_stages, hopper=True)
+
+
+CASES: dict[str, tuple[PrefillPlan, dict[str, Any]]] = {
+    "pages of 16": (plan(), {"heads": (8, 2), "head_size": 128, "cached": True}),
+    "pages of 64, apart": (plan(), {"heads": (8, 2), "head_size": 128, "page": 64}),
+    "one warpgroup": (plan(64), {"heads": (4, 1), "head_size": 64, "dtype": FP16, "page": 544}),
+    "narrow tiles": (plan(128, 64, 1, 3), {"heads": (3, 1), "head_size": 64, "layout": "HND", "page": 48}),
+    "in parts": (plan(128, 64, 3), {"heads": (6, 2), "head_size": 64, "sinks": True}),
+    "a window": (plan(), {"heads": (8, 1), "head_size": 64, "window": (50, -1), "sinks": True}),
+    "a window, cached": (plan(64, 64), {"heads": (7, 1), "head_size": 64, "window": (31, -1), "cached": True}),
+    "not causal": (plan(64, 64), {"heads": (4, 2), "head_size": 64, "causal": False, "window": (40, 7)}),
+    "head size 80": (plan(), {"heads": (4, 2), "head_size": 80, "cached": True}),
+    "head size 256": (plan(128, 64), {"heads": (2, 2), "head_size": 256}),
+    "slopes": (plan(128, 64), {"heads": (4, 2), "head_size": 64, "alibi": True}),
+    "capped": (plan(64), {"heads": (4, 2), "head_size": 64, "softcap": 5.0, "cached": True}),
+    "more heads than rows": (plan(64), {"heads": (70, 1), "head_size": 64}),
+    "8 bits": (plan(128, 64, 1, 3), {"heads": (8, 2), "head_size": 128, "cache_dtype": E4M3, "cached": True,
+                                     "k_scale": "number", "v_scale": "number"}),
+    "8 bits, apart": (plan(128, 64, 1, 3), {"heads": (4, 2), "head_size": 64, "cache_dtype": E4M3, "window": (90, -1),
+                                            "k_scale": "heads", "v_scale": "heads"}),
+    "8 bits, one warpgroup": (plan(64, 64, 2), {"heads": (4, 2), "head_size": 64, "cache_dtype": E5M2, "dtype": FP16,
+                                                "k_scale": "tensor", "v_scale": "tensor"}),
+    "an output of 8 bits": (plan(64), {"heads": (4, 2), "head_size": 64, "out_scale": 0.25}),
+    "decoding left": (plan(64), {"heads": (4, 2), "head_size": 64, "skip_decode": True}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("chosen", "options"), CASES.values(), ids=CASES)
+def test_the_kernel_for_sm_90_is_the_attention(tensors, kernels, chosen, options) -> None:
+    batch = tensors.batch(LENGTHS, rows_after=3, **options)
+    kernels.prefill(batch, chosen)
+    batch.check(most=4)

@@ -1,0 +1,86 @@
+"""Do Gluon kernels run on a CPU, and does what is wrong in them show?"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from kernel_reference.testing import gluon
+from kernel_reference.testing.numerics import assert_close_to_oracle
+
+M, N, BLOCK_K = 64, 64, 32
+
+
+@pytest.fixture(scope="module")
+def kernels() -> ModuleType:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.syspath_prepend(str(Path(__file__).parent))
+        [module] = gluon.shadow("gluon_kernels")
+    return module
+
+
+def multiply(kernels: ModuleType, inner: int = 100, fault: str = "") -> None:
+    a, b = torch.randn(M, inner).bfloat16(), torch.randn(inner, N).bfloat16()
+    c = torch.full((M, N), torch.nan)
+    boxes = [
+        gluon.Descriptor(x, list(x.shape), list(x.stride()), block, kernels.descriptor_layout(block))
+        for x, block in ((a, [M, BLOCK_K]), (b, [BLOCK_K, N]))
+    ]
+    gluon.launch(kernels.matmul, 1, *boxes, c, -(-inner // BLOCK_K), c.stride(), M, N, BLOCK_K, fault)
+    assert_close_to_oracle(c, a.double() @ b.double(), a.float() @ b.float())
+
+
+@pytest.mark.parametrize("inner", [32, 100, 320])
+def test_partitions_that_hand_tiles_over_multiply_matrices(kernels: ModuleType, inner: int) -> None:
+    """100: what a box has beyond the tensor is zero, and not what comes after it in memory."""
+    multiply(kernels, inner)
+
+
+def test_a_place_that_is_freed_before_the_product_is_done_holds_the_next_tile(kernels: ModuleType) -> None:
+    with pytest.raises(AssertionError, match="further from float64"):
+        multiply(kernels, fault="freed too early")
+
+
+@pytest.mark.parametrize(("fault", "error", "message"), [
+    ("read too early", RuntimeError, "read while its product is in flight"),
+    ("half the bytes", RuntimeError, "by more bytes"),
+    ("freed twice", RuntimeError, "more often"),
+    ("stored too far", IndexError, "elements 64 to 4159 of memory that holds 4096"),
+    ("never freed", RuntimeError, "a deadlock"),
+])  # fmt: skip
+def test_what_would_hang_or_corrupt_on_a_gpu_is_an_error(
+    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, fault: str, error: type[Exception], message: str
+) -> None:
+    monkeypatch.setattr(gluon, "_PATIENCE_S", 0.5)
+    with pytest.raises(error, match=message):
+        multiply(kernels, fault=fault)
+
+
+def test_integers_divide_as_in_c(kernels: ModuleType) -> None:
+    out = torch.zeros(2, dtype=torch.int32)
+    gluon.launch(kernels.quotients, 1, torch.tensor([-7], dtype=torch.int32), out, 2)
+    assert out.tolist() == [-3, -1]
+
+
+def test_pieces_of_shared_memory_are_a_tile_where_their_bytes_are_its(kernels: ModuleType) -> None:
+    x = torch.randn(64, 128).bfloat16()
+    y = torch.zeros_like(x)
+    gluon.launch(kernels.in_pieces, 1, x, y, 64)
+    assert torch.equal(x, y)
+
+
+def test_shadows_leave_triton_and_the_modules_themselves_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    before = {name: module for name, module in sys.modules.items() if name.startswith(("triton", "gluon_kernels"))}
+    gluon.shadow("gluon_kernels")
+    after = {name: module for name, module in sys.modules.items() if name.startswith(("triton", "gluon_kernels"))}
+    assert after == before
+
+
+def test_a_module_that_there_is_not_is_named() -> None:
+    with pytest.raises(ImportError, match="there is no module no_such_kernels"):
+        gluon.shadow("no_such_kernels")

@@ -156,7 +156,7 @@ def _load(pointer: _Pointer, mask: Any = True, other: Any = 0) -> _Value:
     places, seen = _reached(pointer, mask)
     memory = _bytes(pointer.memory())
     found = memory[places.clamp(0, max(memory.numel() - 1, 0))] if memory.numel() else memory.new_zeros(places.shape)
-    return _Value(torch.where(seen, found, torch.tensor(other).to(memory.dtype)).view(pointer.tensor.dtype))
+    return _Value(torch.where(seen, found, torch.as_tensor(_raw(other)).to(memory.dtype)).view(pointer.tensor.dtype))
 
 
 def _store(pointer: _Pointer, value: Any, mask: Any = True) -> None:

@@ -1,0 +1,54 @@
+"""Does the kernel for sm_90 do what it should? On a CPU, with its barriers, copies and products as they behave.
+
+``kernel_reference.testing.gluon`` runs the kernel's own text. What only hardware tells, swizzles, fences and registers
+among it, is for the tests on a GPU and for test_codegen.py.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from kernel_reference.testing import gluon
+from lightning_attn import launch
+from lightning_attn.plan import PrefillPlan
+
+
+@pytest.fixture(scope="module")
+def hopper() -> ModuleType:
+    return gluon.shadow(*(f"lightning_attn.kernels.{name}" for name in ("decay", "chunked", "hopper")))[-1]
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch, hopper: ModuleType, device: torch.device) -> None:
+    """The launch of the kernel for sm_90, without a GPU."""
+    if device.type != "cpu":
+        pytest.skip("the kernel itself runs here")
+
+    class Launch:
+        def __init__(self, kernel: Any, grid: Any, rest: Any, _: Any, boxes: Any, strides: Any, blocks: Any) -> None:
+            self.grid, self.rest = grid, rest
+            shapes = [[1, 1, *block] for block in blocks]
+            layouts = map(hopper.descriptor_layout, shapes)
+            self.forms = [*zip(boxes, strides, shapes, layouts, strict=True)]
+
+        def __call__(self, *tensors: torch.Tensor | None) -> None:
+            described = [gluon.Descriptor(x, *form) for x, form in zip(tensors[:4], self.forms, strict=True)]
+            gluon.launch(hopper.walk, self.grid[0], *described, *tensors[3:], *self.rest)
+
+    monkeypatch.setattr(launch, "HopperLaunch", Launch)
+
+
+@pytest.mark.parametrize("sizes", [(64, 64), (64, 128), (128, 64)], ids=str)
+@pytest.mark.parametrize(("segment", "stages"), [(0, 4), (0, 2), (64, 3), (128, 4)])
+def test_the_kernel_for_sm_90_is_the_recurrence(tensors, kernels, segment, stages, sizes) -> None:
+    plan = PrefillPlan(64, 64, segment, 4, stages, block_d=sizes[0], hopper=True)
+    batch = tensors.ragged(
+        [1, 200, 0, 64, 70], heads=(1, 2), sizes=sizes, dtype=torch.bfloat16, slots=[3, 7, 1, -1, 0], num_slots=12,
+        initial=[True, False, True, True, True], rows_after=5,
+    )  # fmt: skip
+    positions = [[-1, 1], [128, 130], [-1, -1], [-1, -1], [64, 70]]
+    batch.check(snapshots=kernels.prefill(batch, plan, positions))

@@ -275,6 +275,9 @@ class _Program:
     number = 0
     failed = threading.Event()
     errors: ClassVar[list[BaseException]] = []
+    # Copies that have not arrived.
+    on_the_way: ClassVar[set[threading.Timer]] = set()
+    landing = threading.RLock()
     own = threading.local()
 
     @classmethod
@@ -344,17 +347,22 @@ def _copy_to_shared(d: Descriptor, coordinates: Any, barrier: _Barrier, place: _
     box = _load(*d.box(coordinates))
 
     def arrive() -> None:
-        try:
-            place.store(_Value(box.data.reshape(box.data.shape[-2:])))
-            barrier.take(0, -d.block_type.nbytes)
-        except RuntimeError as error:
-            # Raised in a thread of its own, it would be nobody's.
-            _Program.fail(error)
+        place.store(_Value(box.data.reshape(box.data.shape[-2:])))
+        # Otherwise a program could end between the two.
+        with _Program.landing:
+            _Program.on_the_way.discard(timer)
+            try:
+                barrier.take(0, -d.block_type.nbytes)
+            except RuntimeError as error:
+                # Raised in a thread of its own, it would be nobody's.
+                _Program.fail(error)
 
+    timer = threading.Timer(random.random() * _LATE_S, arrive)
     if random.random() < 0.5:
         arrive()
     else:
-        threading.Timer(random.random() * _LATE_S, arrive).start()
+        _Program.on_the_way.add(timer)
+        timer.start()
 
 
 def _copy_from_shared(d: Descriptor, coordinates: Any, place: _Shared) -> None:
@@ -565,7 +573,7 @@ def launch(kernel: Callable[..., None], programs: int, *arguments: Any) -> None:
 
     ``arguments`` are the kernel's: :class:`Descriptor`, torch tensors on the CPU for pointers, None, tuples of strides
     and numbers. Raises what the kernel does: IndexError for memory that is not a tensor's, RuntimeError for a deadlock,
-    a barrier arrived at too often, and an accumulator read too early.
+    a barrier arrived at too often, an accumulator read too early, and a copy that nobody waited for.
     """
     parameters = inspect.signature(kernel).parameters.values()
     given: list[Any] = []
@@ -580,4 +588,11 @@ def launch(kernel: Callable[..., None], programs: int, *arguments: Any) -> None:
         _Program.number = number
         _Program.failed.clear()
         _Program.errors.clear()
+        _Program.on_the_way.clear()
         kernel(*given)
+        with _Program.landing:
+            late = bool(_Program.on_the_way)
+        if _Program.errors:
+            raise _Program.errors[0]
+        if late:
+            raise RuntimeError("a program ended while copies to its shared memory were on their way")

@@ -1,40 +1,32 @@
 """Does the README say what is so?"""
 
-import contextlib
-import io
 import re
 from pathlib import Path
 
 import lightning_attn
+from kernel_reference.testing.readme import python_blocks, run_block
 
 PACKAGE = Path(__file__).parents[1]
 README = (PACKAGE / "README.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-
-
-def run(block: str) -> str:
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        exec(compile(block, "README.md", "exec"), {})
-    return printed.getvalue()
+BLOCKS = python_blocks(PACKAGE / "README.md")
 
 
 def test_the_first_example_is_the_quickstart_and_decodes_what_prefill_gives() -> None:
     quickstart = (PACKAGE / "examples" / "quickstart.py").read_text()
     assert quickstart.endswith(BLOCKS[0])
-    printed = run(BLOCKS[0])
+    printed = run_block(BLOCKS[0])
     assert "[1, 64, 1000, 128] torch.bfloat16 and a state [1, 64, 128, 128] torch.float32" in printed
     assert "decoded 24 tokens; the same as in one call to 1 %: True" in printed
 
 
 def test_a_step_of_a_server_leaves_padding_zero_and_a_snapshot_to_go_on_from() -> None:
-    printed = run(BLOCKS[1])
+    printed = run_block(BLOCKS[1])
     assert "[303, 8, 128] padding is zero: True" in printed
     assert "from the snapshot on, the same: True" in printed
 
 
 def test_drafts_are_checked_and_taken_as_the_third_example_says() -> None:
-    printed = run(BLOCKS[2])
+    printed = run_block(BLOCKS[2])
     assert "[2, 4, 8, 128] states untouched: True" in printed
     assert "as by three decode steps: True" in printed
     assert "none accepted, no bit changed: True" in printed

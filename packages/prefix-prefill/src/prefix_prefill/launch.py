@@ -99,8 +99,9 @@ class HopperLaunch(Launch):
 
     def _start(self, tensors: tuple[Tensor | None, ...]) -> None:
         count = len(self._forms)
-        described = [tensors[0] if tensor is None else tensor for tensor in tensors[:count]]
-        descriptors = [self._descriptor(tensor, *form) for tensor, form in zip(described, self._forms, strict=True)]
+        descriptors: list[Any] = []
+        for tensor, form in zip(tensors[:count], self._forms, strict=True):
+            descriptors.append(descriptors[0] if tensor is None else self._descriptor(tensor, *form))
         others = tensors[count:]
         pointers = [tensor if tensor is None else tensor.data_ptr() for tensor in others]
         aligned = not any([pointer & 15 for pointer in pointers if pointer is not None])

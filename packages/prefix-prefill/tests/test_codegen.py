@@ -188,7 +188,10 @@ def all_specs(target: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[KernelSp
     yield from hopper("96 in float16, capped", replace(LLAMA, head_dim=96), dtype=FP16, page=544, softcap=30.0)
     yield from hopper("192 apart", replace(LLAMA, head_dim=192), apart=True)
     yield from hopper("256 with slopes", WIDE, layout="HND", page=64, alibi=True)
-    yield from hopper("8-bit cache", LLAMA, cache_dtype=E4M3, scales="heads", apart=True)
+    yield from hopper("8-bit cache", LLAMA, cache_dtype=E4M3, scales="heads", splits=2)
+    yield from hopper("8-bit cache with a window and sinks", GPT_OSS, cache_dtype=E5M2, page=64, lse=True)
+    yield from hopper("8-bit cache, decoding", LLAMA, cache_dtype=E4M3, rows=64, longest=1)
+    yield from hopper("8-bit cache, apart", LLAMA, cache_dtype=E4M3, scales="heads", apart=True)
 
 
 @pytest.fixture(scope="module")
@@ -218,7 +221,7 @@ def test_what_is_in_16_bits_is_multiplied_on_tensor_cores(reports: list[Report])
 
 def test_the_kernel_for_sm_90_copies_by_the_memory_accelerator_and_multiplies_by_warpgroups(reports) -> None:
     hopper = [report for report in reports if report.spec.startswith("for sm_90")]
-    assert len(hopper) == 7
+    assert len(hopper) == 10
     for report in hopper:
         assert report.uses("UTMALDG"), report.spec
         assert report.uses_tensor_cores, report.spec

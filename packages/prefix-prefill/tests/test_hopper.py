@@ -70,6 +70,10 @@ CASES: dict[str, tuple[PrefillPlan, dict[str, Any]]] = {
     "more heads than rows": (plan(64), {"heads": (70, 1), "head_size": 64}),
     "8 bits": (plan(128, 64, 1, 3), {"heads": (8, 2), "head_size": 128, "cache_dtype": E4M3, "cached": True,
                                      "k_scale": "number", "v_scale": "number"}),
+    "8 bits, wide tiles": (plan(), {"heads": (8, 2), "head_size": 128, "cache_dtype": E4M3, "cached": True,
+                                    "k_scale": -0.5, "v_scale": "heads", "page": 64}),
+    "8 bits, in parts": (plan(64, 128, 3), {"heads": (4, 2), "head_size": 64, "cache_dtype": E5M2, "cached": True,
+                                            "window": (90, -1), "sinks": True, "softcap": 8.0, "v_scale": "number"}),
     "8 bits, apart": (plan(128, 64, 1, 3), {"heads": (4, 2), "head_size": 64, "cache_dtype": E4M3, "window": (90, -1),
                                             "k_scale": "heads", "v_scale": "heads"}),
     "8 bits, one warpgroup": (plan(64, 64, 2), {"heads": (4, 2), "head_size": 64, "cache_dtype": E5M2, "dtype": FP16,
@@ -83,4 +87,14 @@ CASES: dict[str, tuple[PrefillPlan, dict[str, Any]]] = {
 def test_the_kernel_for_sm_90_is_the_attention(tensors, kernels, chosen, options) -> None:
     batch = tensors.batch(LENGTHS, rows_after=3, **options)
     kernels.prefill(batch, chosen)
+    batch.check(most=4)
+
+
+def test_queries_of_any_size_attend_to_a_cache_of_8_bits(tensors, kernels) -> None:
+    batch = tensors.batch(LENGTHS, heads=(8, 2), head_size=64, cache_dtype=E4M3, cached=True, k_scale="number")
+    # Powers of two change no digit; their scores are all alike, or one is all that counts.
+    sizes = torch.exp2(torch.randint(-90, 20, batch.q.shape[:2], device=batch.q.device).float())
+    batch.q.mul_(sizes[:, :, None])
+    batch.forget_inputs()
+    kernels.prefill(batch, plan())
     batch.check(most=4)

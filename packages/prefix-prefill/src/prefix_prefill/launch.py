@@ -171,6 +171,14 @@ def _described_rows(tensor: Tensor, box: int) -> tuple[list[int], list[int], lis
     return [1, heads, rows, head_size], [8, head, row, 1], [1, 1, box, 64]
 
 
+def _box(values: _Cache, block_n: int) -> int:
+    """Places that are loaded together where places, not elements, lie next to each other; 0 where elements do."""
+    box = min(block_n, power_of_two_in(values.page))
+    across = values.strides[1] == 1 and values.strides[4] != 1
+    # Fewer than 16 bytes are no gain.
+    return box if across and box * values.bits >= 128 else 0
+
+
 def _scaling(scale: Tensor | None) -> tuple[int, Strides]:
     """How scales vary, 1 with the kv head at most and 2 with the token too, and strides by (page, place, head)."""
     if scale is None:
@@ -263,8 +271,9 @@ def _prepare_portable(  # type: ignore[no-untyped-def]
         num_places(problem, tokens_per_tile(problem.group, plan.block_m)), softmax_scale, softcap, left, right,
         k_factor, v_factor, out_factor, q.stride(), *own, keys.strides, values.strides, s_k_scale, s_v_scale,
         out.stride(), (0, 0) if lse is None else lse.stride(),
-        problem.group, keys.heads, head_size, max(16, power_of_two_at_least(head_size)), keys.page, keys.x,
-        plan.block_m, plan.block_n, plan.num_splits, _FP8.get(cache_dtype, 0), k_scaled, v_scaled, _limit(out),
+        problem.group, keys.heads, head_size, max(16, power_of_two_at_least(head_size)), keys.page,
+        _box(values, plan.block_n), keys.x, plan.block_m, plan.block_n, plan.num_splits,
+        _FP8.get(cache_dtype, 0), k_scaled, v_scaled, _limit(out),
         softcap > 0, left >= 0, right >= 0, skip_decode, reach >= 2**31, plan.num_stages,
     )  # fmt: skip
     attend = Launch(paged.attend, _grid(problem, plan), rest, device, num_warps=plan.num_warps)

@@ -73,8 +73,8 @@ class _Value:
     def dtype(self) -> _DType:
         return _DType(self.data.dtype)
 
-    def to(self, dtype: _DType) -> _Value:
-        return _Value(self.data.to(dtype.torch))
+    def to(self, dtype: _DType, bitcast: bool = False) -> _Value:
+        return _Value(self.data.view(dtype.torch) if bitcast else self.data.to(dtype.torch))
 
     def __getitem__(self, place: Any) -> _Value:
         return _Value(self.data[place])
@@ -207,9 +207,11 @@ class _Shared:
         return self._view(shape, self.layout, self.first)
 
     def _reinterpret(self, dtype: _DType, shape: Sequence[int], layout: Any) -> _Shared:
-        if dtype != self.dtype or int(torch.tensor(shape).prod()) != self.memory.numel():
+        if dtype.torch.itemsize != self.dtype.torch.itemsize:
+            raise ValueError(f"{dtype.torch} has not the size of {self.dtype.torch}")
+        if int(torch.tensor(shape).prod()) != self.memory.numel():
             raise ValueError(f"{list(shape)} is not the whole of shared memory that holds {self.memory.numel()}")
-        return self._view(shape, layout, self.first)
+        return _Shared(self.memory.view(dtype.torch), dtype, shape, layout, self.first)
 
     def permute(self, order: Sequence[int]) -> _Shared:
         view = self._view(self.shape[::-1], self.layout, self.first)
@@ -217,9 +219,13 @@ class _Shared:
         return view
 
     def slice(self, start: int, length: int, dim: int = 0) -> _Shared:
-        rows, columns = self.shape
-        view = self._view([length, columns] if dim == 0 else [rows, length], self.layout, self.first)
-        view.window = (start, 0, rows, columns) if dim == 0 else (0, start, rows, columns)
+        if not 0 <= start <= start + length <= self.shape[dim]:
+            raise IndexError(f"from {start} to {start + length} of {self.shape[dim]} in shared memory")
+        shape, window = list(self.shape), list(self.window or (0, 0, *self.shape))
+        shape[dim] = length
+        window[dim] += start
+        view = self._view(shape, self.layout, self.first)
+        view.window = (window[0], window[1], window[2], window[3])
         return view
 
     def _places(self) -> Tensor:

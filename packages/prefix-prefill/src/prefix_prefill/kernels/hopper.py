@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from prefix_prefill.kernels.merge import LN_2, LOG2_E, finite, logarithm
-from prefix_prefill.kernels.tiles import cap, keys_of_tile, lengths, locate, share, visible
+from prefix_prefill.kernels.tiles import cap, keys_of_tile, lengths, locate, share
 
 __all__ = ["TensorDescriptor", "attend", "descriptor_layout"]
 
@@ -30,27 +30,29 @@ ROWS: tl.constexpr = tl.constexpr(64)
 COLUMNS: tl.constexpr = tl.constexpr(64)
 # The least rows of a box.
 STRIP: tl.constexpr = tl.constexpr(16)
+# Where bfloat16 is taken as float16, a row's largest number is brought to 2^14 and more, and so is a weight of 1: what
+# is 2^-28 times as large is then still a normal number.
+HEADROOM: tl.constexpr = tl.constexpr(14)
+HEADROOM_INVERSE: tl.constexpr = tl.constexpr(2.0**-14)
+# Where ``put`` keeps what.
+TILE: tl.constexpr = tl.constexpr(0)
+BEGIN: tl.constexpr = tl.constexpr(1)
+Q_LEN: tl.constexpr = tl.constexpr(2)
+POSSIBLE: tl.constexpr = tl.constexpr(3)
+HEAD_KV: tl.constexpr = tl.constexpr(4)
+HEAD_TILE: tl.constexpr = tl.constexpr(5)
+SPLIT: tl.constexpr = tl.constexpr(6)
+ALL_ROWS: tl.constexpr = tl.constexpr(7)
+NOTES: tl.constexpr = tl.constexpr(8)
+OUT_SCALE: tl.constexpr = tl.constexpr(0)
+K_FACTOR: tl.constexpr = tl.constexpr(1)
+V_FACTOR: tl.constexpr = tl.constexpr(2)
+FACTORS: tl.constexpr = tl.constexpr(3)
 
 
 def descriptor_layout(block: list[int], bits: int) -> gl.NVMMASharedLayout:
     """How a descriptor lays a block of elements of so many bits out in shared memory."""
     return gl.NVMMASharedLayout(block[-1] * bits // 8, bits, rank=len(block))
-
-
-@gluon.jit
-def parts_of(pid, places, HEADS_KV: gl.constexpr, HEAD_TILES: gl.constexpr):
-    """Place among the tiles, kv head, tile of its query heads and split of a program."""
-    i_w = pid % places
-    i_kv = pid // places % HEADS_KV
-    i_hb = pid // (places * HEADS_KV) % HEAD_TILES
-    i_split = pid // (places * HEADS_KV * HEAD_TILES)
-    return i_w, i_kv, i_hb, i_split
-
-
-@gluon.jit
-def later(x):
-    """The same number, made where it is asked for: compilers would make it early and keep it in a register."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], x.dtype, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -69,10 +71,26 @@ def pointers(p, row, o_h, o_d, s):
 
 
 @gluon.jit
+def powers_of_two(most):
+    """2^(e - HEADROOM) and its inverse, for each number and its exponent e, as far as both are normal numbers."""
+    bits = gl.maximum(most.to(gl.int32, bitcast=True) & 0x7F800000, (1 + HEADROOM) << 23)
+    bits = gl.minimum(bits, 253 << 23) - (HEADROOM << 23)
+    return bits.to(gl.float32, bitcast=True), ((254 << 23) - bits).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def scaled_by(number, p_scale, place):
+    """A number times the scale that is there, if there are scales."""
+    if p_scale is not None:
+        number = number * gl.load(p_scale + place)
+    return number
+
+
+@gluon.jit
 def put(notes, i: gl.constexpr, number):
     """Keep a number in shared memory: what is asked for again only after the walk needs no register through it."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    notes.index(i).store(gl.full([1], 0, gl.int32, layout) + number.to(gl.int32))
+    notes.index(i).store((gl.full([1], 0, notes.dtype, layout) + number).to(notes.dtype))
 
 
 @gluon.jit
@@ -121,6 +139,14 @@ def cached_of(tiles, APART: gl.constexpr):
 
 
 @gluon.jit
+def factor_of(i, cached, cached_factor, factor, APART: gl.constexpr):
+    """What makes scores of a tile's products: there is one factor for the cached keys and one for the new ones."""
+    if APART:
+        cached_factor = gl.where(i < cached, cached_factor, factor)
+    return cached_factor
+
+
+@gluon.jit
 def bring(
     d_cache, d_new, p_row, stored, stored_arrived, stored_free, boxes, arrived, free, i_kv, keys, tiles, new_row, rows,
     num_blocks, BLOCK_D: gl.constexpr, WIDTH: gl.constexpr, PAGE: gl.constexpr, BOX: gl.constexpr,
@@ -165,35 +191,31 @@ def bring(
 
 
 @gluon.jit
-def convert(stored, stored_arrived, stored_free, boxes, arrived, free, i, BLOCK_D: gl.constexpr, WIDTH: gl.constexpr,
-            STAGES: gl.constexpr):  # fmt: skip
-    """Turn one tile of 8-bit floats into 16-bit ones, which hold them exactly."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 16], [512 // WIDTH, WIDTH // 16], [4, 1], [1, 0])
-    stage = i % STAGES
-    phase = i // STAGES & 1
-    mbarrier.wait(stored_arrived.index(stage), phase)
-    mbarrier.wait(free.index(stage), phase ^ 1)
-    for i_c in gl.static_range(BLOCK_D // WIDTH):
-        b_tile = stored.index(stage * (BLOCK_D // WIDTH) + i_c).load(layout)
-        # By way of float32: from float16 to bfloat16 itself there is only an instruction at the rate of exp2.
-        b_tile = b_tile.to(gl.float16).to(gl.float32).to(boxes.dtype)
-        boxes.index(stage).slice(i_c * WIDTH, WIDTH, dim=1).store(b_tile)
-    fence_async_shared()
-    mbarrier.arrive(arrived.index(stage))
-    mbarrier.arrive(stored_free.index(stage))
-
-
-@gluon.jit
-def convert_all(
-    k_stored, v_stored, stored_barriers, k_tiles, v_tiles, barriers, tiles, BLOCK_D: gl.constexpr, WIDTH: gl.constexpr,
-    STAGES: gl.constexpr, APART: gl.constexpr,
+def convert(
+    stored, stored_arrived, stored_free, converted, arrived, free, tiles, BLOCK_D: gl.constexpr, WIDTH: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, APART: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Turn the tiles of 8-bit keys and values into 16-bit ones, each as soon as there is a place for it."""
-    k_stored_arrived, v_stored_arrived, k_stored_free, v_stored_free = stored_barriers
-    k_arrived, v_arrived, k_free, v_free = barriers
+    """Turn the tiles of 8-bit keys, or values, into 16-bit ones, which hold them exactly, as soon as there is place."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [num_warps, 1], [1, 0])
+    dtype: gl.constexpr = converted.dtype
     for i in range(cached_of(tiles, APART)):
-        convert(k_stored, k_stored_arrived, k_stored_free, k_tiles, k_arrived, k_free, i, BLOCK_D, WIDTH, STAGES)
-        convert(v_stored, v_stored_arrived, v_stored_free, v_tiles, v_arrived, v_free, i, BLOCK_D, WIDTH, STAGES)
+        stage = i % STAGES
+        phase = i // STAGES & 1
+        mbarrier.wait(stored_arrived.index(stage), phase)
+        mbarrier.wait(free.index(stage), phase ^ 1)
+        for i_c in gl.static_range(BLOCK_D // WIDTH):
+            # A few rows at a time: this warp has hardly any registers.
+            for i_r in gl.static_range(BLOCK_N // STRIP):
+                b_strip = stored.index(stage * (BLOCK_D // WIDTH) + i_c).slice(i_r * STRIP, STRIP, dim=0).load(layout)
+                b_strip = b_strip.to(gl.float16)
+                if dtype != gl.float16:
+                    # By way of float32: from float16 to bfloat16 itself there is only an instruction at exp2's rate.
+                    b_strip = b_strip.to(gl.float32).to(dtype)
+                place = converted.index(stage).slice(i_r * STRIP, STRIP, dim=0).slice(i_c * WIDTH, WIDTH, dim=1)
+                place.store(b_strip)
+        fence_async_shared()
+        mbarrier.arrive(arrived.index(stage))
+        mbarrier.arrive(stored_free.index(stage))
 
 
 @gluon.jit
@@ -230,54 +252,72 @@ def zero_strips(strips, first_strip, from_row, to_row, BLOCK_D: gl.constexpr, BL
 
 @gluon.jit
 def weigh(
-    scores, m, total, at, key_low, key_high, position, slope, factor, softcap, left, right, L_S: gl.constexpr,
-    BLOCK_N: gl.constexpr, SCALED: gl.constexpr, SOFTCAP: gl.constexpr, ALIBI: gl.constexpr, HAS_LEFT: gl.constexpr,
-    HAS_RIGHT: gl.constexpr, MASKED: gl.constexpr, dtype: gl.constexpr,
+    scores, m, total, at, key_low, key_high, positions, slope, factor, softcap, left, right, L_S: gl.constexpr,
+    BLOCK_N: gl.constexpr, SIGNED: gl.constexpr, SOFTCAP: gl.constexpr, ALIBI: gl.constexpr, HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr, MASKED: gl.constexpr, RESCALED: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
-    """Weights relative to the largest score so far, that score, the sum so far, and what the past decays by."""
+    """Weights relative to the largest score so far, that score, the sum so far, and what the past decays by.
+
+    SIGNED: ``factor`` may be negative. RESCALED: it is one for each row, and weights and their sum are 2^HEADROOM times
+    as large.
+    """
+    shift: gl.constexpr = HEADROOM if RESCALED else 0
+    b_factor = factor
+    if RESCALED:
+        b_factor = factor[:, None]
     o_key = at + gl.arange(0, BLOCK_N, gl.SliceLayout(0, L_S))
+    if ALIBI or MASKED:
+        position = positions.load(gl.SliceLayout(1, L_S))
     if SOFTCAP:
-        scores = cap(scores * factor, softcap, False) * LOG2_E
-    elif SCALED or ALIBI:
-        scores = scores * factor
+        scores = cap(scores * b_factor, softcap, False) * LOG2_E
+    elif SIGNED or ALIBI:
+        scores = scores * b_factor
     if ALIBI:
         scores += slope[:, None] * (o_key[None, :] - position[:, None]).to(gl.float32)
     if MASKED:
-        seen = visible(o_key[None, :], position[:, None], left, right, HAS_LEFT, HAS_RIGHT)
-        seen = seen & ((o_key >= key_low) & (o_key < key_high))[None, :]
+        # The last key that a row sees, and the first; written so that no sum runs over.
+        last = position * 0 + (key_high - 1)
+        if HAS_RIGHT:
+            last = position + gl.minimum(right, last - position)
+        seen = o_key[None, :] <= last[:, None]
+        if HAS_LEFT:
+            first = position - gl.minimum(left, position - key_low)
+            seen = seen & (o_key[None, :] >= first[:, None])
         scores = gl.where(seen, scores, float("-inf"))
     most = gl.max(scores, 1)
-    if SCALED or SOFTCAP or ALIBI:
+    if SIGNED or SOFTCAP or ALIBI:
         new_m = gl.maximum(m, most)
-        weights = gl.exp2(scores - finite(new_m)[:, None])
+        weights = gl.exp2(scores - (finite(new_m) - shift)[:, None])
     else:
         # A factor of 0 or more keeps the order; multiplied here, it costs no instruction.
         new_m = gl.maximum(m, most * factor)
-        weights = gl.exp2(scores * factor - finite(new_m)[:, None])
+        weights = gl.exp2(scores * b_factor - (finite(new_m) - shift)[:, None])
     decay = gl.exp2(m - finite(new_m))
     return weights.to(dtype), new_m, total * decay + gl.sum(weights, 1), decay
 
 
 @gluon.jit
 def weigh_tile(
-    scores, m, total, at, key_low, key_high, all_low, all_high, position, slope, factor, softcap, left, right,
-    L_S: gl.constexpr, BLOCK_N: gl.constexpr, SCALED: gl.constexpr, SOFTCAP: gl.constexpr, ALIBI: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, dtype: gl.constexpr,
+    scores, m, total, at, key_low, key_high, all_low, all_high, positions, slope, factor, softcap, left, right,
+    L_S: gl.constexpr, BLOCK_N: gl.constexpr, SIGNED: gl.constexpr, SOFTCAP: gl.constexpr, ALIBI: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, APART: gl.constexpr, RESCALED: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
     """``weigh``, with masks only where some row does not see the whole tile.
 
     Both ways are branches of their own: in straight code ptxas moves the softmax past the wait for the product that it
     is to run beside.
     """
-    if (at >= all_low) & (at + BLOCK_N <= gl.minimum(all_high, key_high)):
+    if APART:
+        all_high = gl.minimum(all_high, key_high)
+    if (at >= all_low) & (at + BLOCK_N <= all_high):
         weights, new_m, new_total, decay = weigh(
-            scores, m, total, at, key_low, key_high, position, slope, factor, softcap, left, right, L_S, BLOCK_N,
-            SCALED, SOFTCAP, ALIBI, HAS_LEFT, HAS_RIGHT, False, dtype,
+            scores, m, total, at, key_low, key_high, positions, slope, factor, softcap, left, right, L_S, BLOCK_N,
+            SIGNED, SOFTCAP, ALIBI, HAS_LEFT, HAS_RIGHT, False, RESCALED, dtype,
         )  # fmt: skip
     else:
         weights, new_m, new_total, decay = weigh(
-            scores, m, total, at, key_low, key_high, position, slope, factor, softcap, left, right, L_S, BLOCK_N,
-            SCALED, SOFTCAP, ALIBI, HAS_LEFT, HAS_RIGHT, True, dtype,
+            scores, m, total, at, key_low, key_high, positions, slope, factor, softcap, left, right, L_S, BLOCK_N,
+            SIGNED, SOFTCAP, ALIBI, HAS_LEFT, HAS_RIGHT, True, RESCALED, dtype,
         )  # fmt: skip
     return weights, new_m, new_total, decay
 
@@ -303,19 +343,20 @@ def multiply(b_p, v_tiles, v_strips, v_arrived, acc, own_v, i, tiles, keys, BLOC
 
 @gluon.jit
 def consume(
-    p_q, p_alibi, p_sinks, p_k_scale, p_v_scale, p_out_scale, p_out, p_lse, p_part, p_part_lse, k_tiles, v_tiles,
-    v_strips, q_smem, barriers, notes, i_half, place, keys, tiles, numbers, s_k_scale, s_v_scale, s_q, s_out, s_lse,
+    p_q, p_alibi, p_sinks, p_out, p_lse, p_part, p_part_lse, memory, barriers, i_half, place, keys, tiles, numbers,
+    s_q, s_out, s_lse,
     GROUP: gl.constexpr, HEADS_KV: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr, BOX: gl.constexpr,
     HEADS: gl.constexpr, TOKENS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, SPLITS: gl.constexpr,
     APART: gl.constexpr, SCALED: gl.constexpr, LIMIT: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr,
 ):  # fmt: skip
     """64 rows of a tile: their outputs, or their part of them."""
+    k_tiles, v_tiles, v_strips, q_smem, out_smem, position_smem, notes, factors = memory
     k_arrived, v_arrived, k_free, v_free = barriers
-    rows, places, scale, softcap, left, right, k_factor, v_factor, out_factor = numbers
+    scale, softcap, left, right = numbers
     i_tile, begin, q_len, context, length = place
-    HEAD_TILES: gl.constexpr = (GROUP + HEADS - 1) // HEADS
-    _, i_kv, i_hb, _ = parts_of(later(gl.program_id(0)), places, HEADS_KV, HEAD_TILES)
+    i_kv = get(notes, HEAD_KV)
+    i_hb = get(notes, HEAD_TILE)
     low, cached_high, high = keys
     dtype: gl.constexpr = q_smem.dtype
     L_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -324,33 +365,48 @@ def consume(
     L_ROW: gl.constexpr = gl.SliceLayout(1, L_S)
     L_IO: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     ALIBI: gl.constexpr = p_alibi is not None
+    # 8-bit floats become float16, which takes one instruction for two; bfloat16 takes four.
+    RESCALED: gl.constexpr = dtype != p_q.dtype.element_ty
+    SIGNED: gl.constexpr = SCALED and APART
+
+    factor = scale
+    if not SOFTCAP:
+        factor = scale * LOG2_E
+    cached_factor = factor
+    own_v = 1.0
+    if SCALED:
+        cached_factor = factor * get(factors, K_FACTOR)
+        if APART:
+            own_v = get(factors, V_FACTOR)
 
     q_tile = q_smem.index(i_half)
     o_m = i_half * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, L_IO))
     o_d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, L_IO))
     o_t, o_h, m_row = rows_of(o_m, i_tile, i_kv, i_hb, q_len, GROUP, HEADS, TOKENS)
     p_tile = pointers(p_q, begin + o_t, o_h, o_d, s_q)
-    q_tile.store(gl.load(p_tile, mask=m_row[:, None] & (o_d < D)[None, :], other=0.0))
+    b_q = gl.load(p_tile, mask=m_row[:, None] & (o_d < D)[None, :], other=0.0)
+    if RESCALED:
+        q_power, q_inverse = powers_of_two(gl.max(gl.abs(b_q.to(gl.float32)), 1))
+        b_q = b_q.to(gl.float32) * q_inverse[:, None]
+    if SCALED and not APART:
+        # Below, a factor of 0 or more keeps the order of scores.
+        b_q = b_q.to(gl.float32) * gl.where(cached_factor < 0, -1.0, 1.0)
+        cached_factor = gl.abs(cached_factor)
+    q_tile.store(b_q.to(dtype))
     fence_async_shared()
     tl.debug_barrier()
 
     o_m = i_half * ROWS + gl.arange(0, ROWS, L_ROW)
     o_t, o_h, _ = rows_of(o_m, i_tile, i_kv, i_hb, q_len, GROUP, HEADS, TOKENS)
-    position = context + o_t
+    # Looked up where it is asked for, which most tiles do not: it takes no register.
+    positions = position_smem.index(i_half)
+    positions.store(context + o_t)
+    tl.debug_barrier()
     slope = gl.zeros([ROWS], gl.float32, L_ROW)
     if ALIBI:
         slope = gl.load(p_alibi + o_h).to(gl.float32) * LOG2_E
-    factor = scale
-    if not SOFTCAP:
-        factor = scale * LOG2_E
-    cached_factor = factor
-    own_v = v_factor
-    if SCALED:
-        cached_factor = factor * k_factor
-        if p_k_scale is not None:
-            cached_factor = cached_factor * gl.load(p_k_scale + i_kv * s_k_scale)
-        if p_v_scale is not None:
-            own_v = own_v * gl.load(p_v_scale + i_kv * s_v_scale)
+    if RESCALED:
+        cached_factor = cached_factor * gl.convert_layout(q_power, L_ROW)
     # The keys that all of these rows see.
     all_low = low
     all_high = high
@@ -372,8 +428,8 @@ def consume(
         mbarrier.arrive(k_free.index(0))
         weights, m, total, decay = weigh_tile(
             b_scores, m, total, position_of(0, tiles, BLOCK_N, APART), low, end_of(0, tiles, keys, APART),
-            all_low, all_high, position, slope, gl.where(0 < cached, cached_factor, factor), softcap, left, right, L_S,
-            BLOCK_N, SCALED, SOFTCAP, ALIBI, HAS_LEFT, HAS_RIGHT, dtype,
+            all_low, all_high, positions, slope, factor_of(0, cached, cached_factor, factor, APART), softcap, left,
+            right, L_S, BLOCK_N, SIGNED, SOFTCAP, ALIBI, HAS_LEFT, HAS_RIGHT, APART, RESCALED, dtype,
         )  # fmt: skip
         b_p = gl.convert_layout(weights, L_P)
         for i in range(1, count):
@@ -388,8 +444,8 @@ def consume(
             mbarrier.arrive(k_free.index(stage))
             weights, m, total, decay = weigh_tile(
                 b_scores, m, total, position_of(i, tiles, BLOCK_N, APART), low, end_of(i, tiles, keys, APART),
-                all_low, all_high, position, slope, gl.where(i < cached, cached_factor, factor), softcap, left, right,
-                L_S, BLOCK_N, SCALED, SOFTCAP, ALIBI, HAS_LEFT, HAS_RIGHT, dtype,
+                all_low, all_high, positions, slope, factor_of(i, cached, cached_factor, factor, APART), softcap,
+                left, right, L_S, BLOCK_N, SIGNED, SOFTCAP, ALIBI, HAS_LEFT, HAS_RIGHT, APART, RESCALED, dtype,
             )  # fmt: skip
             acc = warpgroup_mma_wait(0, deps=[product])
             mbarrier.arrive(v_free.index((i - 1) % STAGES))
@@ -400,16 +456,22 @@ def consume(
             SCALED, APART,
         )  # fmt: skip
         acc = warpgroup_mma_wait(0, deps=[product])
-        if SCALED:
-            # Otherwise new ones came after them.
-            if cached == count:
+        if APART:
+            if SCALED and cached == count:
+                # Otherwise new ones came after them.
                 acc = acc * own_v
 
-    _, i_kv, i_hb, i_split = parts_of(later(gl.program_id(0)), places, HEADS_KV, HEAD_TILES)
-    i_tile = get(notes, 0)
-    begin = get(notes, 1)
-    q_len = get(notes, 2)
-    possible = get(notes, 3) != 0
+    i_kv = get(notes, HEAD_KV)
+    i_hb = get(notes, HEAD_TILE)
+    i_tile = get(notes, TILE)
+    begin = get(notes, BEGIN)
+    q_len = get(notes, Q_LEN)
+    possible = get(notes, POSSIBLE) != 0
+    if SCALED and not APART:
+        acc = acc * get(factors, V_FACTOR)
+        if RESCALED:
+            total = total * HEADROOM_INVERSE
+            acc = acc * HEADROOM_INVERSE
     o_t, o_h, m_row = rows_of(o_m, i_tile, i_kv, i_hb, q_len, GROUP, HEADS, TOKENS)
     if SPLITS == 1:
         if p_sinks is not None:
@@ -420,31 +482,31 @@ def consume(
             total = total * decay + gl.exp2(b_sink - finite(new_m))
             acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, L_O))[:, None]
             m = new_m
-        out_scale = out_factor
-        if p_out_scale is not None:
-            out_scale = out_factor * gl.load(p_out_scale)
         if p_lse is not None:
             row = (begin + o_t).to(gl.int64)
             gl.store(p_lse + o_h.to(gl.int64) * s_lse[0] + row * s_lse[1], logarithm(m, total) * LN_2, mask=m_row)
-        sum_inverse = 1.0 / (gl.where(total == 0, 1.0, total) * out_scale)
+        sum_inverse = 1.0 / (gl.where(total == 0, 1.0, total) * get(factors, OUT_SCALE))
         acc = acc * gl.convert_layout(sum_inverse, gl.SliceLayout(1, L_O))[:, None]
         if LIMIT:
             acc = gl.where(acc > LIMIT, LIMIT, gl.where(acc < -LIMIT, -LIMIT, acc))
     else:
         row = begin + o_t
-        place_of_lse = (i_split.to(gl.int64) * (GROUP * HEADS_KV) + o_h) * rows + row
+        i_split = get(notes, SPLIT).to(gl.int64)
+        rows = get(notes, ALL_ROWS)
+        place_of_lse = (i_split * (GROUP * HEADS_KV) + o_h) * rows + row
         gl.store(p_part_lse + place_of_lse, logarithm(m, total), mask=m_row)
         acc = acc * gl.convert_layout(1.0 / gl.where(total == 0, 1.0, total), gl.SliceLayout(1, L_O))[:, None]
 
-    if SPLITS == 1 and p_out.dtype.element_ty == dtype:
+    if SPLITS == 1 and p_out.dtype.element_ty == p_q.dtype.element_ty:
         # By way of q's place, so that each row is stored in whole lines.
+        out_tile = out_smem.index(i_half)
         tl.debug_barrier()
-        q_tile.store(acc.to(dtype))
+        out_tile.store(acc.to(out_smem.dtype))
         tl.debug_barrier()
         o_m = i_half * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, L_IO))
         o_t, o_h, m_row = rows_of(o_m, i_tile, i_kv, i_hb, q_len, GROUP, HEADS, TOKENS)
         p_tile = pointers(p_out, begin + o_t, o_h, o_d, s_out)
-        gl.store(p_tile, q_tile.load(L_IO), mask=m_row[:, None] & (o_d < D)[None, :])
+        gl.store(p_tile, out_tile.load(L_IO), mask=m_row[:, None] & (o_d < D)[None, :])
     else:
         o_m = i_half * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, L_O))
         o_d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, L_O))
@@ -453,7 +515,7 @@ def consume(
             p_tile = pointers(p_out, begin + o_t, o_h, o_d, s_out)
             gl.store(p_tile, acc.to(p_out.dtype.element_ty), mask=m_row[:, None] & (o_d < D)[None, :])
         else:
-            row = i_split.to(gl.int64) * rows + begin + o_t
+            row = get(notes, SPLIT).to(gl.int64) * get(notes, ALL_ROWS) + begin + o_t
             p_tile = p_part + (row * (GROUP * HEADS_KV) + o_h)[:, None] * D + o_d[None, :]
             gl.store(p_tile, acc, mask=m_row[:, None] & (o_d < D)[None, :])
 
@@ -481,7 +543,11 @@ def attend(
     HEAD_TILES: gl.constexpr = (GROUP + HEADS - 1) // HEADS
     HALVES: gl.constexpr = BLOCK_M // ROWS
     pid = gl.program_id(0)
-    i_w, i_kv, i_hb, i_split = parts_of(pid, places, HEADS_KV, HEAD_TILES)
+    # Tiles that see many keys come first, of all heads, so that no few of them are left at the end.
+    i_kv = pid % HEADS_KV
+    i_w = pid // HEADS_KV % places
+    i_hb = pid // (places * HEADS_KV) % HEAD_TILES
+    i_split = pid // (places * HEADS_KV * HEAD_TILES)
     i_n, i_tile, begin, q_len = locate(p_cu, i_w, num_sequences, rows, TOKENS)
     context, length, possible = lengths(p_seqlens, i_n, num_sequences, q_len, capacity, APART)
     skipped = False
@@ -504,7 +570,9 @@ def attend(
         from_tile, to_tile = share(cached_tiles + new_tiles, i_split, SPLITS)
         p_row = p_table + gl.minimum(gl.maximum(i_n, 0), num_sequences - 1).to(gl.int64) * s_table
 
-        dtype: gl.constexpr = p_q.dtype.element_ty
+        q_dtype: gl.constexpr = p_q.dtype.element_ty
+        # New keys and values, where these come too, are not all within float16's range.
+        dtype: gl.constexpr = gl.float16 if SCALED and not APART else q_dtype
         box_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=4)
         tile_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
         count: gl.constexpr = STAGES * (BLOCK_D // COLUMNS) * (BLOCK_N // BOX)
@@ -517,6 +585,8 @@ def attend(
             dtype, [STAGES * (BLOCK_D // COLUMNS) * (BLOCK_N // STRIP), STRIP, COLUMNS], tile_layout
         )
         q_smem = gl.allocate_shared_memory(dtype, [HALVES, ROWS, BLOCK_D], tile_layout)
+        position_smem = gl.allocate_shared_memory(gl.int32, [HALVES, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        out_smem = q_smem._reinterpret(q_dtype, [HALVES, ROWS, BLOCK_D], tile_layout)
         k_arrived = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         v_arrived = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -547,12 +617,22 @@ def attend(
                 mbarrier.init(v_stored_arrived.index(i), count=1)
                 mbarrier.init(k_stored_free.index(i), count=1)
                 mbarrier.init(v_stored_free.index(i), count=1)
-        notes = gl.allocate_shared_memory(gl.int32, [4, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        put(notes, 0, i_tile)
-        put(notes, 1, begin)
-        put(notes, 2, q_len)
-        put(notes, 3, possible)
+        notes = gl.allocate_shared_memory(gl.int32, [NOTES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        factors = gl.allocate_shared_memory(gl.float32, [FACTORS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        put(notes, TILE, i_tile)
+        put(notes, BEGIN, begin)
+        put(notes, Q_LEN, q_len)
+        put(notes, POSSIBLE, possible)
+        put(notes, HEAD_KV, i_kv)
+        put(notes, HEAD_TILE, i_hb)
+        put(notes, SPLIT, i_split)
+        put(notes, ALL_ROWS, rows)
+        put(factors, OUT_SCALE, scaled_by(out_factor, p_out_scale, 0))
+        if SCALED:
+            put(factors, K_FACTOR, scaled_by(k_factor, p_k_scale, i_kv * s_k_scale))
+            put(factors, V_FACTOR, scaled_by(v_factor, p_v_scale, i_kv * s_v_scale))
         fence_async_shared()
+        memory = (k_tiles, v_tiles, v_strips, q_smem, out_smem, position_smem, notes, factors)
         barriers = (k_arrived, v_arrived, k_free, v_free)
         # Rows are fewer than 2^31, as tokens always are.
         place = (i_tile, begin.to(gl.int32), q_len, context, length)
@@ -562,25 +642,30 @@ def attend(
         tiles = (start, to_tile - from_tile, cached_tiles - from_tile, new_start - cached_first * BLOCK_N)
         new_row = begin.to(gl.int32) - context
         i_half = i_w * 0
-        numbers = (rows, places, scale, softcap, left, right, k_factor, v_factor, out_factor)
+        numbers = (scale, softcap, left, right)
         # Registers a thread: a multiprocessor has 65536, and a warp that only starts copies needs few.
         if SCALED:
+            # bfloat16 needs more registers to be made, and tiles of 64 keys fewer to be worked on.
+            CONVERTING: gl.constexpr = 104 if APART else 24
+            ATTENDING: gl.constexpr = 184 if APART else 232
             stored_layout: gl.constexpr = gl.NVMMASharedLayout(WIDTH, 8, rank=2)
             shape: gl.constexpr = [STAGES * (BLOCK_D // WIDTH), BLOCK_N, WIDTH]
             k_stored_tiles = k_stored._reinterpret(d_k_cache.dtype, shape, stored_layout)
             v_stored_tiles = v_stored._reinterpret(d_k_cache.dtype, shape, stored_layout)
-            stored_barriers = (k_stored_arrived, v_stored_arrived, k_stored_free, v_stored_free)
             if HALVES == 1:
                 gl.warp_specialize([
                     (consume, (
-                        p_q, p_alibi, p_sinks, p_k_scale, p_v_scale, p_out_scale, p_out, p_lse, p_part, p_part_lse,
-                        k_tiles, v_tiles, v_strips, q_smem, barriers, notes, i_half, place, keys, tiles, numbers,
-                        s_k_scale, s_v_scale, s_q, s_out, s_lse, GROUP, HEADS_KV, D, BLOCK_D, BOX, HEADS, TOKENS,
+                        p_q, p_alibi, p_sinks, p_out, p_lse, p_part, p_part_lse, memory, barriers, i_half, place,
+                        keys, tiles, numbers, s_q, s_out, s_lse, GROUP, HEADS_KV, D, BLOCK_D, BOX, HEADS, TOKENS,
                         BLOCK_N, STAGES, SPLITS, APART, SCALED, LIMIT, SOFTCAP, HAS_LEFT, HAS_RIGHT,
                     )),
-                    (convert_all, (
-                        k_stored_tiles, v_stored_tiles, stored_barriers, k_tiles, v_tiles, barriers, tiles, BLOCK_D,
-                        WIDTH, STAGES, APART,
+                    (convert, (
+                        k_stored_tiles, k_stored_arrived, k_stored_free, k_tiles, k_arrived, k_free, tiles, BLOCK_D,
+                        WIDTH, BLOCK_N, STAGES, APART, 2,
+                    )),
+                    (convert, (
+                        v_stored_tiles, v_stored_arrived, v_stored_free, v_tiles, v_arrived, v_free, tiles, BLOCK_D,
+                        WIDTH, BLOCK_N, STAGES, APART, 2,
                     )),
                     (bring, (
                         d_k_cache, d_k, p_row, k_stored, k_stored_arrived, k_stored_free, k_boxes,
@@ -592,24 +677,26 @@ def attend(
                         v_arrived, v_free, i_kv, keys, tiles, new_row, rows, num_blocks, BLOCK_D, WIDTH, PAGE, BOX,
                         BLOCK_N, STAGES, APART, HAS_LEFT,
                     )),
-                ], [4, 1, 1], [104, 24, 24])  # fmt: skip
+                ], [2, 2, 1, 1], [CONVERTING, CONVERTING, 24, 24])  # fmt: skip
             else:
                 gl.warp_specialize([
                     (consume, (
-                        p_q, p_alibi, p_sinks, p_k_scale, p_v_scale, p_out_scale, p_out, p_lse, p_part, p_part_lse,
-                        k_tiles, v_tiles, v_strips, q_smem, barriers, notes, i_half, place, keys, tiles, numbers,
-                        s_k_scale, s_v_scale, s_q, s_out, s_lse, GROUP, HEADS_KV, D, BLOCK_D, BOX, HEADS, TOKENS,
+                        p_q, p_alibi, p_sinks, p_out, p_lse, p_part, p_part_lse, memory, barriers, i_half, place,
+                        keys, tiles, numbers, s_q, s_out, s_lse, GROUP, HEADS_KV, D, BLOCK_D, BOX, HEADS, TOKENS,
                         BLOCK_N, STAGES, SPLITS, APART, SCALED, LIMIT, SOFTCAP, HAS_LEFT, HAS_RIGHT,
                     )),
                     (consume, (
-                        p_q, p_alibi, p_sinks, p_k_scale, p_v_scale, p_out_scale, p_out, p_lse, p_part, p_part_lse,
-                        k_tiles, v_tiles, v_strips, q_smem, barriers, notes, i_half + 1, place, keys, tiles,
-                        numbers, s_k_scale, s_v_scale, s_q, s_out, s_lse, GROUP, HEADS_KV, D, BLOCK_D, BOX, HEADS,
-                        TOKENS, BLOCK_N, STAGES, SPLITS, APART, SCALED, LIMIT, SOFTCAP, HAS_LEFT, HAS_RIGHT,
+                        p_q, p_alibi, p_sinks, p_out, p_lse, p_part, p_part_lse, memory, barriers, i_half + 1, place,
+                        keys, tiles, numbers, s_q, s_out, s_lse, GROUP, HEADS_KV, D, BLOCK_D, BOX, HEADS, TOKENS,
+                        BLOCK_N, STAGES, SPLITS, APART, SCALED, LIMIT, SOFTCAP, HAS_LEFT, HAS_RIGHT,
                     )),
-                    (convert_all, (
-                        k_stored_tiles, v_stored_tiles, stored_barriers, k_tiles, v_tiles, barriers, tiles, BLOCK_D,
-                        WIDTH, STAGES, APART,
+                    (convert, (
+                        k_stored_tiles, k_stored_arrived, k_stored_free, k_tiles, k_arrived, k_free, tiles, BLOCK_D,
+                        WIDTH, BLOCK_N, STAGES, APART, 2,
+                    )),
+                    (convert, (
+                        v_stored_tiles, v_stored_arrived, v_stored_free, v_tiles, v_arrived, v_free, tiles, BLOCK_D,
+                        WIDTH, BLOCK_N, STAGES, APART, 2,
                     )),
                     (bring, (
                         d_k_cache, d_k, p_row, k_stored, k_stored_arrived, k_stored_free, k_boxes,
@@ -621,13 +708,12 @@ def attend(
                         v_arrived, v_free, i_kv, keys, tiles, new_row, rows, num_blocks, BLOCK_D, WIDTH, PAGE, BOX,
                         BLOCK_N, STAGES, APART, HAS_LEFT,
                     )),
-                ], [4, 4, 1, 1], [184, 104, 24, 24])  # fmt: skip
+                ], [4, 2, 2, 1, 1], [ATTENDING, CONVERTING, CONVERTING, 24, 24])  # fmt: skip
         elif HALVES == 1:
             gl.warp_specialize([
                 (consume, (
-                    p_q, p_alibi, p_sinks, p_k_scale, p_v_scale, p_out_scale, p_out, p_lse, p_part, p_part_lse,
-                    k_tiles, v_tiles, v_strips, q_smem, barriers, notes, i_half, place, keys, tiles, numbers,
-                    s_k_scale, s_v_scale, s_q, s_out, s_lse, GROUP, HEADS_KV, D, BLOCK_D, BOX, HEADS, TOKENS,
+                    p_q, p_alibi, p_sinks, p_out, p_lse, p_part, p_part_lse, memory, barriers, i_half, place,
+                    keys, tiles, numbers, s_q, s_out, s_lse, GROUP, HEADS_KV, D, BLOCK_D, BOX, HEADS, TOKENS,
                     BLOCK_N, STAGES, SPLITS, APART, SCALED, LIMIT, SOFTCAP, HAS_LEFT, HAS_RIGHT,
                 )),
                 (bring, (
@@ -644,16 +730,14 @@ def attend(
         else:
             gl.warp_specialize([
                 (consume, (
-                    p_q, p_alibi, p_sinks, p_k_scale, p_v_scale, p_out_scale, p_out, p_lse, p_part, p_part_lse,
-                    k_tiles, v_tiles, v_strips, q_smem, barriers, notes, i_half, place, keys, tiles, numbers,
-                    s_k_scale, s_v_scale, s_q, s_out, s_lse, GROUP, HEADS_KV, D, BLOCK_D, BOX, HEADS, TOKENS,
+                    p_q, p_alibi, p_sinks, p_out, p_lse, p_part, p_part_lse, memory, barriers, i_half, place,
+                    keys, tiles, numbers, s_q, s_out, s_lse, GROUP, HEADS_KV, D, BLOCK_D, BOX, HEADS, TOKENS,
                     BLOCK_N, STAGES, SPLITS, APART, SCALED, LIMIT, SOFTCAP, HAS_LEFT, HAS_RIGHT,
                 )),
                 (consume, (
-                    p_q, p_alibi, p_sinks, p_k_scale, p_v_scale, p_out_scale, p_out, p_lse, p_part, p_part_lse,
-                    k_tiles, v_tiles, v_strips, q_smem, barriers, notes, i_half + 1, place, keys, tiles,
-                    numbers, s_k_scale, s_v_scale, s_q, s_out, s_lse, GROUP, HEADS_KV, D, BLOCK_D, BOX, HEADS,
-                    TOKENS, BLOCK_N, STAGES, SPLITS, APART, SCALED, LIMIT, SOFTCAP, HAS_LEFT, HAS_RIGHT,
+                    p_q, p_alibi, p_sinks, p_out, p_lse, p_part, p_part_lse, memory, barriers, i_half + 1, place,
+                    keys, tiles, numbers, s_q, s_out, s_lse, GROUP, HEADS_KV, D, BLOCK_D, BOX, HEADS, TOKENS,
+                    BLOCK_N, STAGES, SPLITS, APART, SCALED, LIMIT, SOFTCAP, HAS_LEFT, HAS_RIGHT,
                 )),
                 (bring, (
                     d_k_cache, d_k, p_row, k_stored, k_stored_arrived, k_stored_free, k_boxes,

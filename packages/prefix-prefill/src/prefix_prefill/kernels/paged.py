@@ -40,18 +40,48 @@ def decoded(bits, FP8: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
+def load_across(
+    p_v, p_row, at, o_dv, s_v, num_blocks, low, high,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, BOX: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """Values [BLOCK_N, BLOCK_D] where a page's places, not a head's elements, lie next to each other.
+
+    BOX places of a page lie together, and are loaded together: masks are of whole boxes, or each would be of one place.
+    """
+    o_box = tl.multiple_of(at, BLOCK_N) + tl.arange(0, BLOCK_N // BOX) * BOX
+    o_in = tl.arange(0, BOX)
+    m_box = o_box < high
+    if MASKED:
+        m_box = m_box & (o_box + BOX > low)
+    block = tl.load(p_row + o_box // PAGE, mask=m_box, other=-1).to(tl.int64)
+    m_box = (block >= 0) & (block < num_blocks)
+    off = tl.where(m_box, block, 0) * s_v[0] + o_box % PAGE
+    m_tile = m_box[:, None, None]
+    if D != BLOCK_D:
+        m_tile = m_tile & (tl.arange(0, BLOCK_D) < D)[None, :, None]
+    b_v = tl.load(p_v + off[:, None, None] + o_dv[None, :, None] + o_in[None, None, :], mask=m_tile, other=0)
+    if MASKED:
+        o_key = o_box[:, None] + o_in[None, :]
+        b_v = tl.where(((o_key >= low) & (o_key < high))[:, None, :], b_v, 0)
+    return tl.reshape(tl.permute(b_v, (0, 2, 1)), [BLOCK_N, BLOCK_D])
+
+
+@triton.jit
 def update(
     acc, m, total, b_q, p_k, p_v, off_k, off_v, o_dk, o_dv, fits, o_key, position, b_ks, b_vs, factor, softcap, slope,
-    left, right, low, high,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, FP8: tl.constexpr, K_SCALED: tl.constexpr, V_SCALED: tl.constexpr,
+    left, right, low, high, p_row, at, s_v, num_blocks,
+    PAGE: tl.constexpr, BOX: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, FP8: tl.constexpr,
+    K_SCALED: tl.constexpr, V_SCALED: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys and values into the running output, maximum and sum of a tile of rows.
 
     ``factor`` times q.k is the score. ``fits``: keys that exist; the others are read as zeros. With K_SCALED each key's
-    score is multiplied by b_ks, with V_SCALED each value by b_vs.
+    score is multiplied by b_ks, with V_SCALED each value by b_vs. BOX: as in ``load_across``, or 0.
     """
     dtype: tl.constexpr = b_q.dtype
+    BLOCK_N: tl.constexpr = o_key.shape[0]
     m_key = fits
     if MASKED:
         # Values of keys that no row sees are left out of the product: 0 times NaN would be NaN.
@@ -77,7 +107,11 @@ def update(
     decay = tl.exp2(m - finite(new_m))
     new_total = total * decay + tl.sum(b_p, 1)
     acc = acc * decay[:, None]
-    b_v = decoded(tl.load(p_v + off_v[:, None] + o_dv[None, :], mask=m_tile, other=0), FP8, dtype)  # [BLOCK_N, BLOCK_D]
+    if BOX:
+        b_v = load_across(p_v, p_row, at, o_dv, s_v, num_blocks, low, high, D, BLOCK_D, BLOCK_N, PAGE, BOX, MASKED)
+    else:
+        b_v = tl.load(p_v + off_v[:, None] + o_dv[None, :], mask=m_tile, other=0)
+    b_v = decoded(b_v, FP8, dtype)  # [BLOCK_N, BLOCK_D]
     if V_SCALED:
         # Relative to the tile's largest scale, so that 16 bits hold the weights as well as without scales.
         most = tl.max(tl.abs(b_vs), 0)
@@ -95,7 +129,8 @@ def attend(
     rows, num_sequences, num_blocks, capacity, s_table, places, scale, softcap, left, right, k_factor, v_factor,
     out_factor, s_q, s_k, s_v, s_k_cache, s_v_cache, s_k_scale, s_v_scale, s_out, s_lse,
     GROUP: tl.constexpr, HEADS_KV: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
-    X: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, FP8: tl.constexpr,
+    BOX: tl.constexpr, X: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
+    FP8: tl.constexpr,
     K_SCALED: tl.constexpr, V_SCALED: tl.constexpr, LIMIT: tl.constexpr, SOFTCAP: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     SKIP_DECODE: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
@@ -111,8 +146,9 @@ def attend(
     HEAD_TILES: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     APART: tl.constexpr = p_k is not None
     pid = tl.program_id(0)
-    i_w = pid % places
-    i_kv = pid // places % HEADS_KV
+    # Tiles that see many keys come first, of all heads, so that no few of them are left at the end.
+    i_kv = pid % HEADS_KV
+    i_w = pid // HEADS_KV % places
     i_hb = pid // (places * HEADS_KV) % HEAD_TILES
     i_split = pid // (places * HEADS_KV * HEAD_TILES)
 
@@ -207,9 +243,9 @@ def attend(
                     acc, m, total = update(
                         acc, m, total, b_q, k_head, v_head, block * s_k_cache[0] + place * s_k_cache[1],
                         block * s_v_cache[0] + place * s_v_cache[1], o_dk, o_dv, fits, o_key, position, b_ks, b_vs,
-                        cached_factor, softcap, slope, left, right, low, cached_high,
-                        D, BLOCK_D, FP8, K_SCALED == 2, V_SCALED == 2, SOFTCAP, p_alibi is not None, HAS_LEFT,
-                        HAS_RIGHT, PHASE != 1,
+                        cached_factor, softcap, slope, left, right, low, cached_high, p_row, at, s_v_cache, num_blocks,
+                        PAGE, BOX, D, BLOCK_D, FP8, K_SCALED == 2, V_SCALED == 2, SOFTCAP, p_alibi is not None,
+                        HAS_LEFT, HAS_RIGHT, PHASE != 1,
                     )  # fmt: skip
         acc = acc * own_v
         if APART:
@@ -226,7 +262,8 @@ def attend(
                 acc, m, total = update(
                     acc, m, total, b_q, k_head, v_head, o_row * s_k[0], o_row * s_v[0], o_d_wide * s_k[2],
                     o_d_wide * s_v[2], fits, o_key, position, o_n, o_n, scale, softcap, slope, left, right, low, high,
-                    D, BLOCK_D, 0, False, False, SOFTCAP, p_alibi is not None, HAS_LEFT, HAS_RIGHT, True,
+                    p_row, at, s_v_cache, num_blocks, PAGE, 0, D, BLOCK_D, 0, False, False, SOFTCAP,
+                    p_alibi is not None, HAS_LEFT, HAS_RIGHT, True,
                 )  # fmt: skip
 
         if SPLITS == 1:

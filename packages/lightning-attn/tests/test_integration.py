@@ -658,9 +658,9 @@ def test_autograd_reaches_the_kernels_with_every_argument_in_its_place(tensors, 
         return torch.autograd.grad([out, kv], own, [d_out.to(out.dtype), d_kv.to(kv.dtype)])
 
     wanted = gradients([x.double() for x in given], tensors.exact)
-    beside = gradients(given, tensors.plain)
-    for one, *pair in zip(gradients(given, None), wanted, beside, strict=True):
-        tensors.assert_rounded(one, tensors.Wanted(*pair), apart=(0, 1))
+    beside = [gradients(given, form) for form in (tensors.plain, tensors.otherwise)]
+    for one, *forms in zip(gradients(given, None), wanted, *beside, strict=True):
+        tensors.assert_rounded(one, tensors.Wanted(*forms), apart=(0, 1))
 
 
 @pytest.mark.usefixtures("by_kernels")

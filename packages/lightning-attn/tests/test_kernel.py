@@ -224,17 +224,17 @@ def check_gradients(tensors, kernels, plan, leaves, slopes, d_state, scale, d_ou
         return torch.autograd.grad(results, leaves, cotangents)
 
     wanted = by_autograd([leaf.double() for leaf in leaves], tensors.exact)
-    compared = by_autograd(leaves, partial(tensors.plain, **beside(plan)))
-    for name, one, *pair in zip(("dq", "dk", "dv", "d_history"), got, wanted, compared, strict=False):
-        tensors.assert_rounded(one, tensors.Wanted(*pair), apart=(0, 1), what=name)
+    compared = [by_autograd(leaves, partial(form, **beside(plan))) for form in (tensors.plain, tensors.otherwise)]
+    for name, one, *forms in zip(("dq", "dk", "dv", "d_history"), got, wanted, *compared, strict=False):
+        tensors.assert_rounded(one, tensors.Wanted(*forms), apart=(0, 1), what=name)
 
 
 def check_attention(tensors, kernels, plan, leaves, slopes, history, scale) -> None:
-    forms = tensors.exact, partial(tensors.plain, **beside(plan))
-    wanted, compared = (tensors.padded(*leaves, slopes, history, scale, form) for form in forms)
+    forms = tensors.exact, *(partial(form, **beside(plan)) for form in (tensors.plain, tensors.otherwise))
+    compared = [tensors.padded(*leaves, slopes, history, scale, form) for form in forms]
     got = kernels.attention(plan, *leaves, slopes, history, scale)
-    for name, one, *pair in zip(("out", "the state"), got, wanted, compared, strict=True):
-        tensors.assert_rounded(one, tensors.Wanted(*pair), apart=(0, 1), what=name)
+    for name, one, *wanted in zip(("out", "the state"), got, *compared, strict=True):
+        tensors.assert_rounded(one, tensors.Wanted(*wanted), apart=(0, 1), what=name)
 
 
 def check_dense(tensors, kernels, plan, batch, heads, tokens, sizes, dtype, carried=True, scale=0.7) -> None:
@@ -258,6 +258,9 @@ def test_every_branch_of_the_dense_walk_and_its_gradients_is_the_recurrence(tens
     # Several segments, the last one short.
     tokens, carried = max(plan.chunk, 8) + plan.segment + 5, plan.num_stages % 2 == 0
     batch, heads = (1, 1) if plan.segment else (1 + carried, 2 - carried)
+    if plan.chunk == 1:
+        # The largest error of few numbers says little where all of them are roundings of float32.
+        heads = 6
     check_dense(tensors, kernels, plan, batch, heads, tokens, SIZES, dtype, carried)
 
 

@@ -479,7 +479,10 @@ def _prepare_recur(
         writes, plan.dependent_launch,
     )  # fmt: skip
     grid = (cdiv(v.shape[3], plan.block_e) * heads.num_heads * sequences, 1, 1)
-    options: dict[str, Any] = {"launch_pdl": True} if plan.dependent_launch else {}
+    # A draft's results have the bits of decoding: what is fused in one of these kernels must be in the others.
+    options: dict[str, Any] = {"enable_fp_fusion": False}
+    if plan.dependent_launch:
+        options["launch_pdl"] = True
     launch = Launch(recurrent.recur, grid, rest, k.device, num_warps=plan.num_warps, **options)
 
     def run(q, k, v, pool, slots, slopes, out, accepted=None):  # type: ignore[no-untyped-def]

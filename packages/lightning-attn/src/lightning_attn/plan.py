@@ -136,8 +136,9 @@ def plan_prefill(
         # Measured on an H200, 64 heads x 128 and 131072 tokens: 2 stages 3.17 ms, 3 stages 2.26, 4 stages 2.05.
         return PrefillPlan(64, 64, _segment(heads, 64, limits), 4, 4, block_d=heads.head_qk, hopper=True)
     if not multiplied_as_16_bits:
-        # A warp alone needs no barrier when it sums a token's output.
-        return PrefillPlan(1, 16, 0, 1, 1, block_d=max(16, power_of_two_at_least(heads.head_qk)))
+        # A warp alone needs no barrier when it sums a token's output, but holds no more than 128 rows.
+        block_d = max(16, power_of_two_at_least(heads.head_qk))
+        return PrefillPlan(1, 16, 0, max(1, block_d // 128), 1, block_d=block_d)
     # The largest tiles whose state, scores and operands stay in a thread's registers, as the compiler reports them.
     block_e = 16 if heads.head_qk > 128 or limits.blackwell or snapshots else 32
     block_d = min(64, max(16, power_of_two_at_least(heads.head_qk)))

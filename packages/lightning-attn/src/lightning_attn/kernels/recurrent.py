@@ -51,9 +51,21 @@ def store_tile(p_state, slot, i_h, o_d, o_e, s_state, b_S, D: tl.constexpr, E: t
 
 @triton.jit
 def advance(b_S, b_k, b_v, rate):
-    """exp(-s) S + k v^T: [BLOCK_D, BLOCK_E] in float32."""
+    """exp(-s) S + k v^T: [BLOCK_D, BLOCK_E] in float32.
+
+    Where products and sums are fused is said here and not left to a compiler, which would choose for each kernel anew.
+    """
     kept, lost = kept_and_lost(rate, 1)
-    return b_S * kept + (b_S * lost + b_k[:, None] * b_v[None, :])
+    return tl.fma(b_S, kept, tl.fma(b_S, lost, b_k[:, None] * b_v[None, :]))
+
+
+@triton.jit
+def advance_and_remember(b_S, b_error, b_k, b_v, kept, lost):
+    """``advance`` over many tokens: what rounding takes away from one sum is added to the next (Kahan, 1965)."""
+    b_kept = b_S * kept
+    b_new = tl.fma(b_S, lost, b_k[:, None] * b_v[None, :]) + b_error * kept
+    b_next = b_kept + b_new
+    return b_next, b_new - (b_next - b_kept)
 
 
 @triton.jit(do_not_specialize=["num_slots"])
@@ -175,7 +187,9 @@ def walk(
         if p_initial is not None:
             if has_initial(p_initial, p_has, i_n, num_sequences):
                 b_S = load_tile(p_initial, slot, i_h, o_d, o_e, s_initial, D, E, BLOCK_D, BLOCK_E)
+        b_error = tl.zeros([BLOCK_D, BLOCK_E], tl.float32)
         rate = base_two_rate(p_slopes, i_h)
+        kept, lost = kept_and_lost(rate, 1)
         row = begin
         if REVERSED:
             row = end - 1
@@ -192,13 +206,15 @@ def walk(
             b_next_q = load_row(p_q + ahead * s_q[1], o_d, s_q[3], D)
             b_next_k = load_row(p_k + ahead * s_k[1], o_d, s_k[3], D)
             b_next_v = load_row(p_v + ahead * s_v[1], o_e, s_v[3], E)
-            # Backwards a token is added before the state decays, and carries the scale: see chunked.py.
+            # Backwards a token is added before the state decays, and carries the scale: see chunked.py. So the state
+            # that goes in has not decayed at the first token yet, and the one that comes out does once more.
             if REVERSED:
-                b_S = b_S + (b_k * scale)[:, None] * b_v[None, :]
+                first_kept = tl.where(t == begin, 1.0, kept)
+                first_lost = tl.where(t == begin, 0.0, lost)
+                b_S, b_error = advance_and_remember(b_S, b_error, b_k * scale, b_v, first_kept, first_lost)
                 b_o = tl.sum(b_S * b_q[:, None], axis=0)
-                b_S = decayed(b_S, rate, 1)
             else:
-                b_S = advance(b_S, b_k, b_v, rate)
+                b_S, b_error = advance_and_remember(b_S, b_error, b_k, b_v, kept, lost)
                 b_o = tl.sum(b_S * b_q[:, None], axis=0) * scale
             tl.store(p_o + row * s_o[1] + o_e * s_o[3], b_o.to(p_o.dtype.element_ty), mask=o_e < E)
             if p_positions is not None:
@@ -211,5 +227,7 @@ def walk(
             b_q = b_next_q
             b_k = b_next_k
             b_v = b_next_v
+        if REVERSED:
+            b_S = decayed(b_S, rate, 1)
         if p_final is not None:
             store_tile(p_final, slot, i_h, o_d, o_e, s_final, b_S, D, E, BLOCK_D, BLOCK_E)

@@ -79,6 +79,9 @@ CASES: dict[str, tuple[PrefillPlan, dict[str, Any]]] = {
     "8 bits, one warpgroup": (plan(64, 64, 2), {"heads": (4, 2), "head_size": 64, "cache_dtype": E5M2, "dtype": FP16,
                                                 "k_scale": "tensor", "v_scale": "tensor"}),
     "an output of 8 bits": (plan(64), {"heads": (4, 2), "head_size": 64, "out_scale": 0.25}),
+    "a scale of zero": (plan(), {"heads": (4, 2), "head_size": 64, "softmax_scale": 0.0}),
+    "a scale of zero, 8 bits": (plan(), {"heads": (4, 2), "head_size": 64, "softmax_scale": 0.0, "cache_dtype": E4M3,
+                                         "cached": True, "v_scale": "heads"}),
     "decoding left": (plan(64), {"heads": (4, 2), "head_size": 64, "skip_decode": True}),
 }  # fmt: skip
 

@@ -34,6 +34,8 @@ STRIP: tl.constexpr = tl.constexpr(16)
 # is 2^-28 times as large is then still a normal number.
 HEADROOM: tl.constexpr = tl.constexpr(14)
 HEADROOM_INVERSE: tl.constexpr = tl.constexpr(2.0**-14)
+# The least normal number of float32, or a little more.
+TINY: tl.constexpr = tl.constexpr(1.2e-38)
 # Where ``put`` keeps what.
 TILE: tl.constexpr = tl.constexpr(0)
 BEGIN: tl.constexpr = tl.constexpr(1)
@@ -407,6 +409,10 @@ def consume(
         slope = gl.load(p_alibi + o_h).to(gl.float32) * LOG2_E
     if RESCALED:
         cached_factor = cached_factor * gl.convert_layout(q_power, L_ROW)
+    if not SIGNED:
+        # Scores that are left out are -inf, of which a factor of 0 would make NaN.
+        cached_factor = gl.where(cached_factor < TINY, TINY, cached_factor)
+        factor = cached_factor
     # The keys that all of these rows see.
     all_low = low
     all_high = high

@@ -189,10 +189,12 @@ def spread_of(record: Record) -> Cell:
 
 
 def result(record: Record) -> Cell:
+    note = " ".join(record.note.split())
     if record.status != "timed":
-        return Cell(f"{record.status}: {' '.join(record.note.split())}", mark="missed" if record.ours else "absent")
+        return Cell(f"{record.status}: {note}", mark="missed" if record.ours else "absent")
     said = verdict(record)
-    return Cell(f"{said}: {record.requirement}" if said else "", mark=said.replace(" ", "-"))
+    words = [f"{said}: {record.requirement}" if said else "", note]
+    return Cell("; ".join(filter(None, words)), mark=said.replace(" ", "-"))
 
 
 def read(root: Path) -> list[Run]:

@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from kernel_reference.checks import fail
+from kernel_reference.testing.sass import unwritten_reads
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 """The targets that every portable kernel compiles for: NVIDIA A100, H100 and H200, B200; AMD MI300."""
@@ -95,6 +96,7 @@ class Report:
         code that they cannot compile.
     opcodes: every instruction that occurs, as the disassembler spells it: ``LDG.E.128``, ``HGMMA.64x128x16.F32.BF16``,
         ``global_load_dwordx4``.
+    unwritten: where registers are read that nothing has written (sm_80 and sm_90; see :mod:`.sass`).
     error: the compiler's message if it failed; the figures are then 0.
     """
 
@@ -107,6 +109,7 @@ class Report:
     sgpr_spills: int = 0
     trap: bool = False
     opcodes: frozenset[str] = frozenset()
+    unwritten: tuple[str, ...] = ()
     error: str = ""
 
     @property
@@ -156,6 +159,8 @@ class Report:
             found.append(f"spills registers: {self.stack} bytes of stack a thread")
         if self.trap:
             found.append("holds a trap instruction")
+        if self.unwritten:
+            found.append(f"reads what nothing wrote, in {len(self.unwritten)} places: {self.unwritten[0]}")
         return found
 
 
@@ -355,6 +360,7 @@ def _read_nvidia(name: str, target: str, kernel: Any) -> Report:
         stack=figures["STACK"] + figures["LOCAL"],
         shared=kernel.metadata.shared,
         trap=re.search(r"^\s*(@\S+\s+)?trap;", kernel.asm["ptx"], re.MULTILINE) is not None,
+        unwritten=tuple(unwritten_reads(sass)) if target in ("sm_80", "sm_90") else (),
         opcodes=frozenset(re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)", sass, re.MULTILINE)),
     )
 

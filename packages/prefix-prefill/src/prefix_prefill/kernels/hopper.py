@@ -651,8 +651,9 @@ def attend(
         numbers = (scale, softcap, left, right)
         # Registers a thread: a multiprocessor has 65536, and a warp that only starts copies needs few.
         if SCALED:
-            # bfloat16 needs more registers to be made, and tiles of 64 keys fewer to be worked on.
-            CONVERTING: gl.constexpr = 104 if APART else 24
+            # Partitions of two warps may give registers back, never ask for more than the 80 that workers wait with:
+            # asking is for four warps together, and they would do it two by two.
+            CONVERTING: gl.constexpr = 56 if APART else 24
             ATTENDING: gl.constexpr = 184 if APART else 232
             stored_layout: gl.constexpr = gl.NVMMASharedLayout(WIDTH, 8, rank=2)
             shape: gl.constexpr = [STAGES * (BLOCK_D // WIDTH), BLOCK_N, WIDTH]

@@ -1,0 +1,102 @@
+"""A look at machine code that a compiler should make superfluous: uniform registers that are read before any write.
+
+ptxas 12.8 was seen to do so (sm_90, a matrix product whose operand's address it had computed on one way through a loop
+only): the kernel then multiplies whatever lies where a register left over from other work points, or faults.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+_LABEL = re.compile(r"^(\.L_x_\d+):")
+_INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,6})\*/\s+(?:@(!?U?P\w+)\s+)?(.*?)\s*;")
+_TARGET = re.compile(r"\((\.L_x_\d+)\)")
+_REGISTER = re.compile(r"(gdesc\[|desc\[)?\bUR(\d+)\b")
+# What writes uniform registers, its first operand but for predicates, and what looks like it and does not.
+_WRITES = re.compile(r"(?!UISETP|UPLOP3|UTMA|USETMAXREG|UCGABAR)(U|R2UR|S2UR|VOTEU|REDUX)")
+_ALL = frozenset(range(64))
+
+
+class _Line(NamedTuple):
+    at: str
+    words: str
+    reads: frozenset[int]
+    writes: frozenset[int]
+    after: tuple[int, ...]
+
+
+def unwritten_reads(sass: str) -> list[str]:
+    """Where uniform registers are read that on some way from the kernel's start nothing has written.
+
+    sass: what ``nvdisasm -c`` prints of one kernel for sm_80 or sm_90. A kernel that branches by a table, as those do
+    whose warps are specialised, is not looked into: nothing is found there.
+    """
+    lines = _parse(sass)
+    written: list[frozenset[int] | None] = [None] * len(lines)
+    if lines:
+        written[0] = frozenset()
+    waiting = [0] if lines else []
+    while waiting:
+        i = waiting.pop()
+        left = (written[i] or frozenset()) | lines[i].writes
+        for after in lines[i].after:
+            before = written[after]
+            now = left if before is None else before & left
+            if now != before:
+                written[after] = now
+                waiting.append(after)
+    found = []
+    for line, known in zip(lines, written, strict=True):
+        if known is not None and line.reads - known:
+            names = ", ".join(f"UR{number}" for number in sorted(line.reads - known))
+            found.append(f"{names} at 0x{line.at}: {line.words}")
+    return found
+
+
+def _parse(sass: str) -> list[_Line]:
+    labels: dict[str, int] = {}
+    found: list[tuple[str, str, str]] = []
+    for text in sass.splitlines():
+        if label := _LABEL.match(text):
+            labels[label[1]] = len(found)
+        elif instruction := _INSTRUCTION.match(text):
+            found.append((instruction[1], instruction[2] or "", instruction[3]))
+    if any(words.startswith("BRX") for _, _, words in found):
+        return []
+    lines = []
+    for i, (at, predicate, words) in enumerate(found):
+        after = []
+        name = words.partition(" ")[0]
+        if name.startswith("BRA"):
+            target = _TARGET.search(words)
+            if target and target[1] in labels:
+                after.append(labels[target[1]])
+        # A branch may also name its predicate among its operands.
+        goes_on = predicate or re.match(r"BRA\S* !?U?P\d", words)
+        if goes_on or not name.startswith(("BRA", "EXIT", "RET")):
+            after.append(i + 1)
+        reads, writes = _uniform(name, words)
+        lines.append(_Line(at, words, reads, writes, tuple(j for j in after if j < len(found))))
+    return lines
+
+
+def _uniform(name: str, words: str) -> tuple[frozenset[int], frozenset[int]]:
+    """The uniform registers that an instruction reads and writes."""
+    operands = words[len(name) :]
+    reads: set[int] = set()
+    writes: set[int] = set()
+    for place, (kind, digits) in enumerate(_REGISTER.findall(operands)):
+        number = int(digits)
+        first = place == 0 and re.match(rf"\s*(U?P\d, |U?PT, )*UR{number}\b", operands)
+        if kind == "gdesc[":
+            # Two descriptors, the first of which does not count where the first operand comes from registers.
+            from_registers = re.match(r"\s*R\d+, R\d+", operands)
+            reads |= {number + 2, number + 3} if from_registers else {number + i for i in range(4)}
+        elif kind == "desc[":
+            reads |= {number, number + 1}
+        elif first and _WRITES.match(name):
+            writes |= {number, number + 1} if ".64" in name or ".WIDE" in name else {number}
+        else:
+            reads |= {number, number + 1} if name.startswith("UIADD3.64") else {number}
+    return frozenset(reads) & _ALL, frozenset(writes) & _ALL

@@ -177,9 +177,9 @@ def _portable(problem: Problem, limits: DeviceLimits) -> PrefillPlan:
     if problem.bits == 32:
         most_m, block_n, warps, stages = 16, 16, 4, 1
     else:
-        # Wider tiles, or fewer warps, spill registers on one target or another. Heads that are not of whole 16 bytes are
-        # loaded number by number; of 17 and so many keys at a time, ptxas 12.8 made a kernel that reads what it never
-        # wrote (see kernel_reference.testing.sass).
+        # Wider tiles, or fewer warps, spill registers on one target or another. Heads that are not of whole 16 bytes
+        # are loaded number by number; of heads of 17, light, ptxas 12.8 made a kernel that reads what it never wrote
+        # (see kernel_reference.testing.sass).
         light = block_d <= 64 and problem.cache_bits == problem.bits and problem.head_size % 8 == 0
         most_m, block_n, warps, stages = 64, 64 if light else 32, 4 if light else 8, 2
         if limits.hopper and block_d == 128 and not _is_mixed(problem):

@@ -216,7 +216,10 @@ def walk(
             else:
                 b_S, b_error = advance_and_remember(b_S, b_error, b_k, b_v, kept, lost)
                 b_o = tl.sum(b_S * b_q[:, None], axis=0) * scale
-            tl.store(p_o + row * s_o[1] + o_e * s_o[3], b_o.to(p_o.dtype.element_ty), mask=o_e < E)
+            # As the first row of a tile of the state's: the threads that hold it store it, no other layout is made.
+            p_tile = p_o + row * s_o[1] + (o_d[:, None] * 0 + o_e[None, :]) * s_o[3]
+            b_tile = tl.broadcast_to(b_o[None, :], [BLOCK_D, BLOCK_E]).to(p_o.dtype.element_ty)
+            tl.store(p_tile, b_tile, mask=(o_d[:, None] == 0) & (o_e[None, :] < E))
             if p_positions is not None:
                 for i_p in range(num_snapshots):
                     i_snapshot = i_n * num_snapshots + i_p

@@ -610,7 +610,7 @@ def attend(
         v_stored_free = v_free
         WIDTH: gl.constexpr = d_k_cache.block_type.shape[3]
         if SCALED:
-            # 8-bit tiles arrive in places of their own, from which a warpgroup makes 16-bit ones.
+            # 8-bit tiles arrive in places of their own, from which two pairs of warps make 16-bit ones.
             stored: gl.constexpr = STAGES * (BLOCK_D // WIDTH) * (BLOCK_N // BOX)
             k_stored = gl.allocate_shared_memory(d_k_cache.dtype, [stored, 1, 1, BOX, WIDTH], d_k_cache.layout)
             v_stored = gl.allocate_shared_memory(d_k_cache.dtype, [stored, 1, 1, BOX, WIDTH], d_k_cache.layout)

@@ -653,7 +653,7 @@ def attend(
         if SCALED:
             # Partitions of two warps may give registers back, never ask for more than the 80 that workers wait with:
             # asking is for four warps together, and they would do it two by two.
-            CONVERTING: gl.constexpr = 56 if APART else 24
+            CONVERTING: gl.constexpr = 72 if APART else 24
             ATTENDING: gl.constexpr = 184 if APART else 232
             stored_layout: gl.constexpr = gl.NVMMASharedLayout(WIDTH, 8, rank=2)
             shape: gl.constexpr = [STAGES * (BLOCK_D // WIDTH), BLOCK_N, WIDTH]

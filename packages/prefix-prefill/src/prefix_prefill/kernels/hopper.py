@@ -36,6 +36,8 @@ HEADROOM: tl.constexpr = tl.constexpr(14)
 HEADROOM_INVERSE: tl.constexpr = tl.constexpr(2.0**-14)
 # The least normal number of float32, or a little more.
 TINY: tl.constexpr = tl.constexpr(1.2e-38)
+# A program has at most so many tiles with keys that do not exist or that no row sees.
+EDGES: tl.constexpr = tl.constexpr(3)
 # Where ``put`` keeps what.
 TILE: tl.constexpr = tl.constexpr(0)
 BEGIN: tl.constexpr = tl.constexpr(1)
@@ -250,16 +252,19 @@ def page_of(p_row, key, low, high, num_blocks, PAGE: gl.constexpr, BOX: gl.const
 
 
 @gluon.jit
-def zero_strips(strips, first_strip, from_row, to_row, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, BOX: gl.constexpr):
+def zero_strips(
+    strips, first_strip, from_row, to_row, zeroed, i_half, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr,
+    BOX: gl.constexpr, HALVES: gl.constexpr,
+):  # fmt: skip
     """Zero a tile's rows before ``from_row`` and from ``to_row`` on: weights of 0 would not silence NaN there.
 
-    Boxes that lie wholly outside came as zeros.
+    Boxes that lie wholly outside came as zeros. Two warpgroups share the strips, and wait for each other's.
     """
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     o_row = gl.arange(0, STRIP, gl.SliceLayout(1, layout))
     begin = from_row // BOX * (BOX // STRIP)
     end = (to_row + BOX - 1) // BOX * (BOX // STRIP)
-    for strip in range(begin, end):
+    for strip in range(begin + i_half, end, HALVES):
         row = strip * STRIP + o_row
         if (strip * STRIP < from_row) | (strip * STRIP + STRIP > to_row):
             for i_c in gl.static_range(BLOCK_D // COLUMNS):
@@ -268,7 +273,11 @@ def zero_strips(strips, first_strip, from_row, to_row, BLOCK_D: gl.constexpr, BL
                 keep = (row >= from_row) & (row < to_row)
                 place.store(gl.where(keep[:, None], b_strip, 0.0).to(b_strip.dtype))
     fence_async_shared()
-    tl.debug_barrier()
+    if HALVES == 1:
+        tl.debug_barrier()
+    else:
+        mbarrier.arrive(zeroed)
+        mbarrier.wait(zeroed, 0)
 
 
 @gluon.jit
@@ -344,9 +353,11 @@ def weigh_tile(
 
 
 @gluon.jit
-def multiply(b_p, v_tiles, v_strips, v_arrived, acc, own_v, i, tiles, keys, BLOCK_D: gl.constexpr,
-             BLOCK_N: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr, SCALED: gl.constexpr,
-             APART: gl.constexpr):  # fmt: skip
+def multiply(
+    b_p, v_tiles, v_strips, v_arrived, zeroed, acc, own_v, i, i_half, tiles, keys, BLOCK_D: gl.constexpr,
+    BLOCK_N: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr, SCALED: gl.constexpr, APART: gl.constexpr,
+    HALVES: gl.constexpr,
+):  # fmt: skip
     """Start adding the weighted values of a split's tile i; before the first new ones, scale what the cache gave."""
     if SCALED and APART:
         if i == tiles[2]:
@@ -357,8 +368,12 @@ def multiply(b_p, v_tiles, v_strips, v_arrived, acc, own_v, i, tiles, keys, BLOC
     from_row = keys[0] - at
     to_row = end_of(i, tiles, keys, APART) - at
     if (from_row > 0) | (to_row < BLOCK_N):
-        zero_strips(v_strips, stage * (BLOCK_D // COLUMNS) * (BLOCK_N // STRIP), gl.maximum(from_row, 0),
-                    gl.minimum(to_row, BLOCK_N), BLOCK_D, BLOCK_N, BOX)  # fmt: skip
+        # Such tiles are the first, the last and, between these, the last cached one: a barrier for each.
+        edge = gl.where(i == 0, 0, gl.where(i == tiles[1] - 1, 2, 1))
+        zero_strips(
+            v_strips, stage * (BLOCK_D // COLUMNS) * (BLOCK_N // STRIP), gl.maximum(from_row, 0),
+            gl.minimum(to_row, BLOCK_N), zeroed.index(edge), i_half, BLOCK_D, BLOCK_N, BOX, HALVES,
+        )  # fmt: skip
     return warpgroup_mma(b_p, v_tiles.index(stage), acc, is_async=True)
 
 
@@ -373,7 +388,7 @@ def consume(
 ):  # fmt: skip
     """64 rows of a tile: their outputs, or their part of them."""
     k_tiles, v_tiles, v_strips, q_smem, out_smem, position_smem, notes, factors = memory
-    k_arrived, v_arrived, k_free, v_free = barriers
+    k_arrived, v_arrived, k_free, v_free, zeroed = barriers
     scale, softcap, left, right = numbers
     i_tile, begin, q_len, context, length = place
     i_kv = get(notes, HEAD_KV)
@@ -387,6 +402,7 @@ def consume(
     L_IO: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     ALIBI: gl.constexpr = p_alibi is not None
     # 8-bit floats become float16, which takes one instruction for two; bfloat16 takes four.
+    HALVES: gl.constexpr = q_smem.shape[0]
     RESCALED: gl.constexpr = dtype != p_q.dtype.element_ty
     SIGNED: gl.constexpr = SCALED and APART
 
@@ -462,8 +478,8 @@ def consume(
             mbarrier.wait(k_arrived.index(stage), i // STAGES & 1)
             scores = warpgroup_mma(q_tile, k_tiles.index(stage).permute((1, 0)), b_zero, use_acc=False, is_async=True)
             product = multiply(
-                b_p, v_tiles, v_strips, v_arrived, acc, own_v, i - 1, tiles, keys, BLOCK_D, BLOCK_N, BOX, STAGES,
-                SCALED, APART,
+                b_p, v_tiles, v_strips, v_arrived, zeroed, acc, own_v, i - 1, i_half, tiles, keys, BLOCK_D, BLOCK_N,
+                BOX, STAGES, SCALED, APART, HALVES,
             )  # fmt: skip
             b_scores = warpgroup_mma_wait(1, deps=[scores])
             mbarrier.arrive(k_free.index(stage))
@@ -477,8 +493,8 @@ def consume(
             b_p = gl.convert_layout(weights, L_P)
             acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, L_O))[:, None]
         product = multiply(
-            b_p, v_tiles, v_strips, v_arrived, acc, own_v, count - 1, tiles, keys, BLOCK_D, BLOCK_N, BOX, STAGES,
-            SCALED, APART,
+            b_p, v_tiles, v_strips, v_arrived, zeroed, acc, own_v, count - 1, i_half, tiles, keys, BLOCK_D, BLOCK_N,
+            BOX, STAGES, SCALED, APART, HALVES,
         )  # fmt: skip
         acc = warpgroup_mma_wait(0, deps=[product])
         if APART:
@@ -623,6 +639,9 @@ def attend(
             mbarrier.init(v_arrived.index(i), count=1)
             mbarrier.init(k_free.index(i), count=HALVES)
             mbarrier.init(v_free.index(i), count=HALVES)
+        zeroed = gl.allocate_shared_memory(gl.int64, [EDGES, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(EDGES):
+            mbarrier.init(zeroed.index(i), count=HALVES)
         k_stored = k_boxes
         v_stored = v_boxes
         k_stored_arrived = k_arrived
@@ -654,13 +673,14 @@ def attend(
         put(notes, HEAD_TILE, i_hb)
         put(notes, SPLIT, i_split)
         put(notes, ALL_ROWS, rows)
-        put(factors, OUT_SCALE, scaled_by(out_factor, p_out_scale, 0))
+        if SPLITS == 1:
+            put(factors, OUT_SCALE, scaled_by(out_factor, p_out_scale, 0))
         if SCALED:
             put(factors, K_FACTOR, scaled_by(k_factor, p_k_scale, i_kv * s_k_scale))
             put(factors, V_FACTOR, scaled_by(v_factor, p_v_scale, i_kv * s_v_scale))
         fence_async_shared()
         memory = (k_tiles, v_tiles, v_strips, q_smem, out_smem, position_smem, notes, factors)
-        barriers = (k_arrived, v_arrived, k_free, v_free)
+        barriers = (k_arrived, v_arrived, k_free, v_free, zeroed)
         # Rows are fewer than 2^31, as tokens always are.
         place = (i_tile, begin.to(gl.int32), q_len, context, length)
         keys = (low, cached_high, high)

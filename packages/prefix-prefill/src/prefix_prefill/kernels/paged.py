@@ -60,6 +60,16 @@ def power(x, NATURAL: tl.constexpr):
 
 
 @triton.jit
+def dot_by_parts(b_q, b_k):
+    """q k^T, [BLOCK_M, BLOCK_N], of float32: sums of a few products each, which round less than one sum of all."""
+    EACH: tl.constexpr = 32 if b_q.shape[1] > 64 else 16
+    PARTS: tl.constexpr = b_q.shape[1] // EACH
+    q_parts = tl.permute(tl.reshape(b_q, [b_q.shape[0], PARTS, EACH]), (1, 0, 2))
+    k_parts = tl.permute(tl.reshape(b_k, [b_k.shape[0], PARTS, EACH]), (1, 2, 0))
+    return tl.sum(tl.dot(q_parts, k_parts, input_precision="ieee"), 0)
+
+
+@triton.jit
 def load_across(
     p_v, p_row, at, o_dv, s_v, num_blocks, low, high,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, BOX: tl.constexpr,
@@ -112,7 +122,10 @@ def update(
     if D != BLOCK_D:
         m_tile = m_tile & (tl.arange(0, BLOCK_D) < D)[None, :]
     b_k = decoded(tl.load(p_k + off_k[:, None] + o_dk[None, :], mask=m_tile, other=0), FP8, dtype)  # [BLOCK_N, BLOCK_D]
-    b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
+    if NATURAL:
+        b_s = dot_by_parts(b_q, b_k)
+    else:
+        b_s = tl.dot(b_q, tl.trans(b_k))  # [BLOCK_M, BLOCK_N]
     if K_SCALED:
         b_s = b_s * b_ks[None, :]
     if SOFTCAP:

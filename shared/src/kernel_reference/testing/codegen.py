@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from kernel_reference.checks import fail
+from kernel_reference.testing.ptx import overwritten_barriers
 from kernel_reference.testing.sass import unwritten_reads
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
@@ -97,6 +98,7 @@ class Report:
     opcodes: every instruction that occurs, as the disassembler spells it: ``LDG.E.128``, ``HGMMA.64x128x16.F32.BF16``,
         ``global_load_dwordx4``.
     unwritten: where registers are read that nothing has written (sm_80 and sm_90; see :mod:`.sass`).
+    overwritten: stores to where a barrier was made in shared memory (NVIDIA; see :mod:`.ptx`).
     error: the compiler's message if it failed; the figures are then 0.
     """
 
@@ -110,6 +112,7 @@ class Report:
     trap: bool = False
     opcodes: frozenset[str] = frozenset()
     unwritten: tuple[str, ...] = ()
+    overwritten: tuple[str, ...] = ()
     error: str = ""
 
     @property
@@ -149,7 +152,7 @@ class Report:
         return frozenset(found)
 
     def problems(self) -> list[str]:
-        """What no kernel should have: an error, spilled registers, a trap. One sentence each."""
+        """What no kernel should have: an error, spilled registers, a trap and the like. One sentence each."""
         if self.error:
             return [f"does not compile: {self.error}"]
         found = []
@@ -161,6 +164,8 @@ class Report:
             found.append("holds a trap instruction")
         if self.unwritten:
             found.append(f"reads what nothing wrote, in {len(self.unwritten)} places: {self.unwritten[0]}")
+        if self.overwritten:
+            found.append(f"stores to the place of a barrier, {len(self.overwritten)} times: {self.overwritten[0]}")
         return found
 
 
@@ -361,6 +366,7 @@ def _read_nvidia(name: str, target: str, kernel: Any) -> Report:
         shared=kernel.metadata.shared,
         trap=re.search(r"^\s*(@\S+\s+)?trap;", kernel.asm["ptx"], re.MULTILINE) is not None,
         unwritten=tuple(unwritten_reads(sass)) if target in ("sm_80", "sm_90") else (),
+        overwritten=tuple(overwritten_barriers(kernel.asm["ptx"])),
         opcodes=frozenset(re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)", sass, re.MULTILINE)),
     )
 

@@ -368,11 +368,13 @@ def multiply(
     from_row = keys[0] - at
     to_row = end_of(i, tiles, keys, APART) - at
     if (from_row > 0) | (to_row < BLOCK_N):
-        # Such tiles are the first, the last and, between these, the last cached one: a barrier for each.
-        edge = gl.where(i == 0, 0, gl.where(i == tiles[1] - 1, 2, 1))
+        edge = zeroed
+        if HALVES > 1:
+            # Such tiles are the first, the last and, between these, the last cached one: a barrier for each.
+            edge = zeroed.index(gl.where(i == 0, 0, gl.where(i == tiles[1] - 1, 2, 1)))
         zero_strips(
             v_strips, stage * (BLOCK_D // COLUMNS) * (BLOCK_N // STRIP), gl.maximum(from_row, 0),
-            gl.minimum(to_row, BLOCK_N), zeroed.index(edge), i_half, BLOCK_D, BLOCK_N, BOX, HALVES,
+            gl.minimum(to_row, BLOCK_N), edge, i_half, BLOCK_D, BLOCK_N, BOX, HALVES,
         )  # fmt: skip
     return warpgroup_mma(b_p, v_tiles.index(stage), acc, is_async=True)
 
@@ -639,9 +641,13 @@ def attend(
             mbarrier.init(v_arrived.index(i), count=1)
             mbarrier.init(k_free.index(i), count=HALVES)
             mbarrier.init(v_free.index(i), count=HALVES)
-        zeroed = gl.allocate_shared_memory(gl.int64, [EDGES, 1], mbarrier.MBarrierLayout())
-        for i in gl.static_range(EDGES):
-            mbarrier.init(zeroed.index(i), count=HALVES)
+        # One warpgroup has no use for such barriers, and the compiler would give the place of what nobody uses to what is
+        # handed to the partitions, over which a barrier made there may yet be written.
+        zeroed = v_free
+        if HALVES > 1:
+            zeroed = gl.allocate_shared_memory(gl.int64, [EDGES, 1], mbarrier.MBarrierLayout())
+            for i in gl.static_range(EDGES):
+                mbarrier.init(zeroed.index(i), count=HALVES)
         k_stored = k_boxes
         v_stored = v_boxes
         k_stored_arrived = k_arrived

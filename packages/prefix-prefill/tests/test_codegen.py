@@ -164,6 +164,7 @@ def all_specs(target: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[KernelSp
         yield from prefill(name, model, replace(limits, hopper=False), monkeypatch, **options)
 
     yield from portable("Llama-3-70B TP8", LLAMA, apart=True)
+    yield from portable("Llama-3-70B TP8, x-packed", LLAMA, apart=True, layout="x-packed")
     yield from portable("gpt-oss, split", GPT_OSS, splits=3, lse=True, page=64)
     yield from portable("heads of 256", WIDE, layout="HND", page=544)
     yield from portable("heads of 80 in float16, x-packed", NARROW, dtype=FP16, layout="x-packed", alibi=True, lse=True)
@@ -219,6 +220,14 @@ def test_what_is_in_16_bits_is_multiplied_on_tensor_cores(reports: list[Report])
         # float32 is multiplied as it is.
         assert multiplied == ("float32" not in report.spec) or report.target == "gfx942", report.spec
     assert {report.target for report in attending} == set(TARGETS)
+
+
+def test_no_layout_is_loaded_number_by_number(reports: list[Report]) -> None:
+    loaded = [report for report in reports if report.spec.startswith("Llama") and report.target != "gfx942"]
+    assert len(loaded) == 6
+    for report in loaded:
+        # 32: what there is one of for each row, as pages and lengths.
+        assert report.load_bits <= {32, 64, 128}, report.spec
 
 
 def test_the_kernel_for_sm_90_copies_by_the_memory_accelerator_and_multiplies_by_warpgroups(reports) -> None:

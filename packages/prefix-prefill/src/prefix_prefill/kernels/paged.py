@@ -166,7 +166,7 @@ def attend(
     rows, num_sequences, num_blocks, capacity, s_table, places, scale, softcap, left, right, k_factor, v_factor,
     out_factor, s_q, s_k, s_v, s_k_cache, s_v_cache, s_k_scale, s_v_scale, s_out, s_lse,
     GROUP: tl.constexpr, HEADS_KV: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
-    BOX: tl.constexpr, X: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
+    BOX: tl.constexpr, X: tl.constexpr, STEP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
     FP8: tl.constexpr,
     K_SCALED: tl.constexpr, V_SCALED: tl.constexpr, LIMIT: tl.constexpr, SOFTCAP: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
@@ -175,7 +175,8 @@ def attend(
     """Rows of one tile over one split of their keys.
 
     Strides are (token, head, element) of q, k, v and out, (page, place, head, element / X, element % X) of the caches,
-    (page, place, head) of scales, (head, token) of lse. With SPLITS > 1 results go to p_part [SPLITS, rows, H, D] and
+    (page, place, head) of scales, (head, token) of lse; where X elements of a key lie together, STEP is the stride of
+    places, otherwise 0. With SPLITS > 1 results go to p_part [SPLITS, rows, H, D] and
     p_part_lse [SPLITS, H, rows], without sinks, otherwise to p_out and p_lse.
     """
     HEADS: tl.constexpr = GROUP if GROUP < BLOCK_M else BLOCK_M
@@ -252,6 +253,8 @@ def attend(
         o_n = tl.arange(0, BLOCK_N)
         k_head = p_k_cache + i_kv.to(tl.int64) * s_k_cache[2]
         v_head = p_v_cache + i_kv.to(tl.int64) * s_v_cache[2]
+        # A stride of 8 is not known to be one of whole 16 bytes: only multiples of 16 are compiled for as such.
+        s_place = STEP if STEP else s_k_cache[1]
         o_dk = o_d_wide // X * s_k_cache[3] + o_d_wide % X * s_k_cache[4]
         o_dv = o_d_wide * s_v_cache[4]
         p_row = p_table + tl.minimum(tl.maximum(i_n, 0), num_sequences - 1).to(tl.int64) * s_table
@@ -279,7 +282,7 @@ def attend(
                         b_vs = tl.load(p_v_scale + block * s_v_scale[0] + place * s_v_scale[1] + i_kv * s_v_scale[2],
                                        mask=fits & (o_key >= low), other=0.0)  # fmt: skip
                     acc, m, total = update(
-                        acc, m, total, b_q, k_head, v_head, block * s_k_cache[0] + place * s_k_cache[1],
+                        acc, m, total, b_q, k_head, v_head, block * s_k_cache[0] + place * s_place,
                         block * s_v_cache[0] + place * s_v_cache[1], o_dk, o_dv, fits, o_key, position, b_ks, b_vs,
                         cached_factor, softcap, slope, left, right, low, cached_high, p_row, at, s_v_cache, num_blocks,
                         PAGE, BOX, D, BLOCK_D, FP8, K_SCALED == 2, V_SCALED == 2, SOFTCAP, p_alibi is not None,

@@ -641,8 +641,8 @@ def attend(
             mbarrier.init(v_arrived.index(i), count=1)
             mbarrier.init(k_free.index(i), count=HALVES)
             mbarrier.init(v_free.index(i), count=HALVES)
-        # One warpgroup has no use for such barriers, and the compiler would give the place of what nobody uses to what is
-        # handed to the partitions, over which a barrier made there may yet be written.
+        # One warpgroup has no use for such barriers, and Triton would give the place of what nobody uses to what it
+        # hands to the partitions: see kernel_reference.testing.ptx.
         zeroed = v_free
         if HALVES > 1:
             zeroed = gl.allocate_shared_memory(gl.int64, [EDGES, 1], mbarrier.MBarrierLayout())

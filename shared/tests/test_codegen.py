@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from kernel_reference.testing.codegen import TARGETS, KernelSpec, Report, assert_clean, compile_specs, table
 
@@ -187,6 +189,28 @@ def test_an_unknown_target_is_refused() -> None:
 def test_a_spec_is_named_after_its_function_and_settings() -> None:
     spec = KernelSpec("gdn_split.kernels:split_by_group", {}, {"ROWS": 4}, {"num_warps": 2})
     assert spec.name == "split_by_group(ROWS=4, num_warps=2)"
+
+
+def test_a_call_says_what_is_compiled_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "calling.py").write_text(
+        "import triton\nimport triton.language as tl\n\n\n@triton.jit(do_not_specialize=['rows'])\n"
+        "def scale(d_x, p_x, p_y, rows, s, factor, p_none, BLOCK: tl.constexpr):\n    pass\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    kernel = importlib.import_module("calling").scale
+    x = torch.empty(2, device="meta", dtype=torch.bfloat16)
+    values = (x, x, x.float(), 32, (48, 1, 2**31), 0.5, None, 64)
+    spec = KernelSpec.of_call(
+        kernel, values, options={"num_warps": 2}, name="a call", descriptors=[([8, 64], "layout")]
+    )
+    assert spec == KernelSpec(
+        "calling:scale",
+        {"d_x": "tensordesc<bf16[8,64],'layout'>", "p_x": "*bf16", "p_y": "*fp32", "rows": "i32", "s[0]": "i32",
+         "s[2]": "i64", "factor": "fp32"},
+        {"s[1]": 1, "p_none": None, "BLOCK": 64}, {"num_warps": 2}, ["p_x", "p_y", "s[0]", "s[2]"], "a call",
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="values must be of 8 arguments, as the kernel has, got 7"):
+        KernelSpec.of_call(kernel, values[:-1])
 
 
 def test_elements_of_an_argument_that_is_a_tuple_are_named_by_their_places(tmp_path: Path) -> None:

@@ -6,13 +6,11 @@ The configurations are those that plans and launches make for real models: all a
 from __future__ import annotations
 
 import ast
-import inspect
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -36,30 +34,9 @@ PLAIN = DeviceLimits(108, 166912, 8, False)
 FEW_CORES = DeviceLimits(40)
 WAITING_TARGETS = ("sm_90", "sm_100")
 
-# Triton specialises integer arguments on being 1 and on being divisible by 16, but for these.
-NOT_SPECIALISED = {"rows", "rows_per_program", "sequences", "num_slots"}
-TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int8: "*i8"}
-
 
 def spec_of(name: str, start: launch.Launch, *tensors: torch.Tensor) -> KernelSpec:
-    """What Triton would compile for this launch of these tensors, were they on a GPU and 16-byte aligned."""
-    arguments = inspect.signature(start._kernel.fn).parameters
-    signature: dict[str, str] = {}
-    constexprs: dict[str, Any] = {}
-    aligned = []
-    for (argument, parameter), value in zip(arguments.items(), (*tensors, *start._rest), strict=True):
-        if isinstance(value, torch.Tensor):
-            signature[argument] = TYPES[value.dtype]
-            aligned.append(argument)
-        elif "constexpr" in str(parameter.annotation) or (value == 1 and argument not in NOT_SPECIALISED):
-            constexprs[argument] = value
-        else:
-            signature[argument] = "i32" if value < 2**31 else "i64"
-            if value % 16 == 0 and argument not in NOT_SPECIALISED:
-                aligned.append(argument)
-    return KernelSpec(
-        f"gdn_split.kernels:{start._kernel.fn.__name__}", signature, constexprs, start._options, aligned, name
-    )
+    return KernelSpec.of_call(start._kernel, (*tensors, *start._rest), options=start._options, name=name)
 
 
 def move(

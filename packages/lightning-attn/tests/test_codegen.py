@@ -6,7 +6,6 @@ The configurations are those that plans and launches make for real models: all a
 from __future__ import annotations
 
 import ast
-import inspect
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -36,12 +35,6 @@ NARROW_KEYS = Heads(64, 64, 80, 48)
 WIDE = Heads(64, 64, 256, 256)
 GROUPED = Heads(16, 64, 64, 192)
 
-TYPES = {
-    torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32", torch.bool: "*i1",
-}  # fmt: skip
-# Triton specialises integers on being 1 and on being divisible by 16.
-MULTIPLE = 16
-
 
 def recorded(
     run: Any, tensors: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
@@ -54,45 +47,14 @@ def recorded(
 
 
 def spec_of(name: str, start: launch.Launch, tensors: tuple[Any, ...]) -> KernelSpec:
-    """What Triton would compile for this launch of these tensors, were they on a GPU and 16-byte aligned."""
-    arguments = list(inspect.signature(start._kernel.fn).parameters.items())
-    kernel = start._kernel
-    # The interpreter's functions keep it among their keyword arguments.
-    as_they_come = getattr(kernel, "do_not_specialize", None) or kernel.kwargs.get("do_not_specialize") or ()
-    signature: dict[str, str] = {}
-    constexprs: dict[str, Any] = {}
-    aligned = []
-    values: list[Any] = [*tensors, *start._rest]
+    blocks = []
     if isinstance(start, launch.HopperLaunch):
+        blocks = [form[2:] for form in start._forms]
         # o travels twice.
-        values.insert(4, tensors[3])
-        for (argument, _), form in zip(arguments[:4], start._forms, strict=True):
-            _, _, block, layout = form
-            signature[argument] = f"tensordesc<bf16[{','.join(map(str, block))}],{layout!r}>"
-        values, arguments = values[4:], arguments[4:]
-
-    def give(argument: str, parameter: Any, value: Any) -> None:
-        if isinstance(value, tuple):
-            for place, element in enumerate(value):
-                give(f"{argument}[{place}]", None, element)
-        elif isinstance(value, torch.Tensor):
-            signature[argument] = TYPES[value.dtype]
-            aligned.append(argument)
-        elif value is None or (parameter is not None and "constexpr" in str(parameter.annotation)):
-            constexprs[argument] = value
-        elif isinstance(value, float):
-            signature[argument] = "fp32"
-        elif value == 1 and argument not in as_they_come:
-            constexprs[argument] = 1
-        else:
-            signature[argument] = "i32" if value < 2**31 else "i64"
-            if value % MULTIPLE == 0 and argument not in as_they_come:
-                aligned.append(argument)
-
-    for (argument, parameter), value in zip(arguments, values, strict=True):
-        give(argument, parameter, value)
-    module = start._kernel.fn.__module__
-    return KernelSpec(f"{module}:{start._kernel.fn.__name__}", signature, constexprs, start._options, aligned, name)
+        tensors = (*tensors[:4], tensors[3], *tensors[4:])
+    return KernelSpec.of_call(
+        start._kernel, (*tensors, *start._rest), options=start._options, name=name, descriptors=blocks
+    )
 
 
 def empty(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

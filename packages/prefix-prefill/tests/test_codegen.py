@@ -6,7 +6,6 @@ The configurations are those that plans and launches make for real models: all a
 from __future__ import annotations
 
 import ast
-import inspect
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -36,12 +35,6 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LLAMA = LLAMA3_70B.tensor_parallel(8)
 WIDE = SoftmaxAttention("heads of 256", 16, 4, 256)
 NARROW = SoftmaxAttention("heads of 80", 32, 32, 80)
-TYPES = {
-    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.uint8: "u8",
-    torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5",
-}  # fmt: skip
-# Triton specialises integers on being 1 and on being divisible by 16.
-MULTIPLE = 16
 
 
 def recorded(
@@ -55,46 +48,10 @@ def recorded(
 
 
 def spec_of(name: str, start: launch.Launch, tensors: tuple[Any, ...]) -> KernelSpec:
-    """What Triton would compile for this launch of these tensors, were they on a GPU and 16-byte aligned."""
-    arguments = list(inspect.signature(start._kernel.fn).parameters.items())
-    kernel = start._kernel
-    # The interpreter's functions keep it among their keyword arguments.
-    as_they_come = getattr(kernel, "do_not_specialize", None) or kernel.kwargs.get("do_not_specialize") or ()
-    signature: dict[str, str] = {}
-    constexprs: dict[str, Any] = {}
-    aligned = []
-    values: list[Any] = [*tensors, *start._rest]
-    if isinstance(start, launch.HopperLaunch):
-        described = len(start._forms)
-        for (argument, _), form, tensor in zip(arguments[:described], start._forms, tensors, strict=False):
-            _, _, block, layout = form
-            # What is not there travels as the first.
-            kind = TYPES[(tensors[0] if tensor is None else tensor).dtype]
-            signature[argument] = f"tensordesc<{kind}[{','.join(map(str, block))}],{layout!r}>"
-        values, arguments = values[described:], arguments[described:]
-
-    def give(argument: str, parameter: Any, value: Any) -> None:
-        if isinstance(value, tuple):
-            for place, element in enumerate(value):
-                give(f"{argument}[{place}]", None, element)
-        elif isinstance(value, torch.Tensor):
-            signature[argument] = f"*{TYPES[value.dtype]}"
-            aligned.append(argument)
-        elif value is None or (parameter is not None and "constexpr" in str(parameter.annotation)):
-            constexprs[argument] = value
-        elif isinstance(value, float):
-            signature[argument] = "fp32"
-        elif value == 1 and argument not in as_they_come:
-            constexprs[argument] = 1
-        else:
-            signature[argument] = "i32" if value < 2**31 else "i64"
-            if value % MULTIPLE == 0 and argument not in as_they_come:
-                aligned.append(argument)
-
-    for (argument, parameter), value in zip(arguments, values, strict=True):
-        give(argument, parameter, value)
-    place = f"{kernel.fn.__module__}:{kernel.fn.__name__}"
-    return KernelSpec(place, signature, constexprs, start._options, aligned, name)
+    blocks = [form[2:] for form in start._forms] if isinstance(start, launch.HopperLaunch) else []
+    return KernelSpec.of_call(
+        start._kernel, (*tensors, *start._rest), options=start._options, name=name, descriptors=blocks
+    )
 
 
 def empty(*size: int, dtype: torch.dtype = BF16) -> torch.Tensor:

@@ -8,6 +8,7 @@
         constexprs={"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64},
         options={"num_warps": 8},
     )
+    # or, where there is a launch, with all that it gives: KernelSpec.of_call(matmul, (a, b, c, m, n, k, 128, 128, 64))
     reports = compile_specs([matmul], targets=("sm_80", "sm_90"))
     assert_clean(reports)
     assert all(report.uses_tensor_cores for report in reports)
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import json
 import os
 import pickle
@@ -48,6 +50,13 @@ _TENSOR_CORES = {
     "sm_100": r"UTC\w*MMA",
     "gfx942": r"v_s?mfma\w*|v_smfmac\w*",
 }
+# Triton's names of torch's dtypes.
+_TYPES = {
+    "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64", "float8_e4m3fn": "fp8e4nv",
+    "float8_e5m2": "fp8e5", "bool": "i1", "int8": "i8", "uint8": "u8", "int16": "i16", "int32": "i32", "int64": "i64",
+}  # fmt: skip
+# Triton specialises integers on being 1 and on being divisible by 16.
+_MULTIPLE = 16
 # Bits that one thread moves, by the ending of AMD's opcodes.
 _AMD_WIDTHS = {"byte": 8, "short": 16, "dword": 32, "dwordx2": 64, "dwordx3": 96, "dwordx4": 128}
 
@@ -83,6 +92,59 @@ class KernelSpec:
             settings = {**self.constexprs, **self.options}
             shown = ", ".join(f"{key}={value}" for key, value in settings.items())
             object.__setattr__(self, "name", f"{self.kernel.rpartition(':')[2]}({shown})")
+
+    @classmethod
+    def of_call(
+        cls, kernel: Any, values: Sequence[Any], *, options: Mapping[str, Any] | None = None, name: str = "",
+        descriptors: Sequence[tuple[Sequence[int], Any]] = (),
+    ) -> KernelSpec:  # fmt: skip
+        """What Triton would compile where ``kernel`` is launched with ``values``, were their tensors on a GPU.
+
+        kernel: a function under ``triton.jit`` or ``gluon.jit``, interpreted or not. values: all its arguments, by
+        position: tensors (taken to be 16-byte aligned; their contents are not looked at), numbers, tuples of these,
+        None. descriptors: block and layout of each of the first arguments that reaches a Gluon kernel as a tensor
+        descriptor; None among these has the dtype of the first.
+        """
+        parameters = list(inspect.signature(kernel.fn).parameters.items())
+        if len(values) != len(parameters):
+            fail("values", f"of {len(parameters)} arguments, as the kernel has", len(values))
+        # The interpreter's functions keep it among their keyword arguments.
+        as_they_come = getattr(kernel, "do_not_specialize", None) or kernel.kwargs.get("do_not_specialize") or ()
+        signature: dict[str, str] = {}
+        constexprs: dict[str, Any] = {}
+        aligned = []
+
+        def give(argument: str, parameter: Any, value: Any) -> None:
+            if isinstance(value, tuple):
+                for place, element in enumerate(value):
+                    give(f"{argument}[{place}]", None, element)
+            elif hasattr(value, "data_ptr"):
+                signature[argument] = f"*{_dtype_of(value)}"
+                aligned.append(argument)
+            elif value is None or (parameter is not None and "constexpr" in str(parameter.annotation)):
+                constexprs[argument] = value
+            elif isinstance(value, float):
+                signature[argument] = "fp32"
+            elif value == 1 and argument not in as_they_come:
+                constexprs[argument] = 1
+            else:
+                signature[argument] = "i32" if -(2**31) <= value < 2**31 else "i64"
+                if value % _MULTIPLE == 0 and argument not in as_they_come:
+                    aligned.append(argument)
+
+        for i, ((argument, parameter), value) in enumerate(zip(parameters, values, strict=True)):
+            if i < len(descriptors):
+                block, layout = descriptors[i]
+                kind = _dtype_of(values[0] if value is None else value)
+                signature[argument] = f"tensordesc<{kind}[{','.join(map(str, block))}],{layout!r}>"
+            else:
+                give(argument, parameter, value)
+        place = f"{kernel.fn.__module__}:{kernel.fn.__name__}"
+        return cls(place, signature, constexprs, dict(options or {}), aligned, name)
+
+
+def _dtype_of(tensor: Any) -> str:
+    return _TYPES[str(tensor.dtype).removeprefix("torch.")]
 
 
 @dataclass(frozen=True)

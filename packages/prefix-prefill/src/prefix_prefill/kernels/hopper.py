@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from prefix_prefill.kernels.merge import LN_2, LOG2_E, finite, logarithm
-from prefix_prefill.kernels.tiles import cap, keys_of_tile, lengths, locate, share
+from prefix_prefill.kernels.tiles import cap, keys_of_tile, lengths, locate, part_of, share
 
 __all__ = ["TensorDescriptor", "attend", "descriptor_layout"]
 
@@ -588,11 +588,7 @@ def attend(
     HEAD_TILES: gl.constexpr = (GROUP + HEADS - 1) // HEADS
     HALVES: gl.constexpr = BLOCK_M // ROWS
     pid = gl.program_id(0)
-    # Tiles that see many keys come first, of all heads, so that no few of them are left at the end.
-    i_kv = pid % HEADS_KV
-    i_w = pid // HEADS_KV % places
-    i_hb = pid // (places * HEADS_KV) % HEAD_TILES
-    i_split = pid // (places * HEADS_KV * HEAD_TILES)
+    i_kv, i_w, i_hb, i_split = part_of(pid, places, HEADS_KV, HEAD_TILES)
     i_n, i_tile, begin, q_len = locate(p_cu, i_w, num_sequences, rows, TOKENS)
     context, length, possible = lengths(p_seqlens, i_n, num_sequences, q_len, capacity, APART)
     skipped = False

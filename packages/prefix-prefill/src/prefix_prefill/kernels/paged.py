@@ -18,7 +18,7 @@ from prefix_prefill.kernels.merge import (
     store_results,
     with_sink,
 )
-from prefix_prefill.kernels.tiles import cap, keys_of_tile, lengths, locate, share, visible
+from prefix_prefill.kernels.tiles import cap, keys_of_tile, lengths, locate, part_of, share, visible
 
 
 @triton.jit
@@ -185,11 +185,7 @@ def attend(
     APART: tl.constexpr = p_k is not None
     NATURAL: tl.constexpr = p_q.dtype.element_ty == tl.float32
     pid = tl.program_id(0)
-    # Tiles that see many keys come first, of all heads, so that no few of them are left at the end.
-    i_kv = pid % HEADS_KV
-    i_w = pid // HEADS_KV % places
-    i_hb = pid // (places * HEADS_KV) % HEAD_TILES
-    i_split = pid // (places * HEADS_KV * HEAD_TILES)
+    i_kv, i_w, i_hb, i_split = part_of(pid, places, HEADS_KV, HEAD_TILES)
 
     i_n, i_tile, begin, q_len = locate(p_cu, i_w, num_sequences, rows, TOKENS)
     context, length, possible = lengths(p_seqlens, i_n, num_sequences, q_len, capacity, APART)

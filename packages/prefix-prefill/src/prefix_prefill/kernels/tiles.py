@@ -9,6 +9,16 @@ import triton.language as tl
 
 
 @triton.jit
+def part_of(pid, places, HEADS_KV: tl.constexpr, HEAD_TILES: tl.constexpr):
+    """A program's kv head, grid place, tile of its query heads and split.
+
+    The tiles with the most keys come first, of all heads, so that the last programs to run are short ones.
+    """
+    i = pid // HEADS_KV
+    return pid % HEADS_KV, i % places, i // places % HEAD_TILES, i // places // HEAD_TILES
+
+
+@triton.jit
 def row_at(p_cu, i_n, num_sequences, rows):
     """The first row of a sequence, clamped. Sequence -1 begins before all others, ``num_sequences`` after them."""
     inside = (i_n >= 0) & (i_n <= num_sequences)

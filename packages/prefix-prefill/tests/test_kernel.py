@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +21,7 @@ from kernel_reference.attention import attention
 from kernel_reference.testing.contract import check_batch_invariant, check_deterministic
 from kernel_reference.testing.guards import assert_bitwise_equal
 from prefix_prefill import launch, ops
+from prefix_prefill.kernels import merge
 from prefix_prefill.plan import DeviceLimits, PrefillPlan
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -358,6 +361,24 @@ def test_a_part_that_saw_nothing_is_left_out_whatever_it_holds(tensors, kernels)
     assert bool(out.isfinite().all())
     assert_bitwise_equal(lse[:, 3:6], lse_b[:, 3:6])
     torch.testing.assert_close(lse[:, :3], torch.logaddexp(lse_a, lse_b)[:, :3])
+
+
+@triton.jit
+def exponentiate(p_x, p_y, COUNT: tl.constexpr):
+    o = tl.arange(0, COUNT)
+    tl.store(p_y + o, merge.exponential(tl.load(p_x + o)))
+
+
+def test_float32_exponentials_are_off_by_no_more_than_the_last_place(device: torch.device) -> None:
+    x = -torch.linspace(0, 87, 4096, device=device)
+    x[-2:] = torch.tensor([-torch.inf, torch.nan])
+    y = torch.full_like(x, 9.0)
+    exponentiate[(1,)](x, y, COUNT=4096)
+    assert y[0] == 1
+    assert y[-2] == 0
+    assert y[-1].isnan()
+    exact = x[:-2].double().exp()
+    assert bool(((y[:-2].double() - exact).abs() <= exact * 2.0**-23).all())
 
 
 def test_results_of_any_strides_are_merged(tensors, kernels) -> None:

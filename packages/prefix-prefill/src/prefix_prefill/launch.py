@@ -273,9 +273,8 @@ def _prepare_portable(  # type: ignore[no-untyped-def]
         out.stride(), (0, 0) if lse is None else lse.stride(),
         problem.group, keys.heads, head_size, max(16, power_of_two_at_least(head_size)), keys.page,
         _box(values, plan.block_n), keys.x, keys.strides[1] if keys.x < head_size else 0, plan.block_m, plan.block_n,
-        plan.num_splits,
-        _FP8.get(cache_dtype, 0), k_scaled, v_scaled, _limit(out),
-        softcap > 0, left >= 0, right >= 0, skip_decode, reach >= 2**31, plan.num_stages,
+        plan.num_splits, _FP8.get(cache_dtype, 0), k_scaled, v_scaled, _limit(out), softcap > 0, left >= 0, right >= 0,
+        skip_decode, reach >= 2**31, plan.num_stages,
     )  # fmt: skip
     attend = Launch(paged.attend, _grid(problem, plan), rest, device, num_warps=plan.num_warps)
 

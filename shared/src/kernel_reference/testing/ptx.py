@@ -22,9 +22,7 @@ def overwritten_barriers(ptx: str) -> list[str]:
     for match in _SUM.finditer(ptx):
         if match[2] in places:
             places[match[1]] = places[match[2]] + int(match[3])
-    barriers = {
-        places[match[1]] + int(match[2] or 0) for match in _BARRIER.finditer(ptx) if match[1] in places
-    }  # fmt: skip
+    barriers = {places[match[1]] + int(match[2] or 0) for match in _BARRIER.finditer(ptx) if match[1] in places}
     found = []
     for match in _STORE.finditer(ptx):
         if match[3] in places:

@@ -403,8 +403,8 @@ def consume(
     L_ROW: gl.constexpr = gl.SliceLayout(1, L_S)
     L_IO: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     ALIBI: gl.constexpr = p_alibi is not None
-    # 8-bit floats become float16, which takes one instruction for two; bfloat16 takes four.
     HALVES: gl.constexpr = q_smem.shape[0]
+    # 8-bit floats become float16, which takes one instruction for two; bfloat16 takes four.
     RESCALED: gl.constexpr = dtype != p_q.dtype.element_ty
     SIGNED: gl.constexpr = SCALED and APART
 

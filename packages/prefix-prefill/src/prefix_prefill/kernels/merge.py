@@ -14,7 +14,7 @@ LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def exponential(x):
-    """e^x for x <= 0, to a rounding of float32; the hardware's exp2 of a rounded x log2(e) is off by several.
+    """e^x for x <= 0, to a unit in the last place; the hardware's exp2 of a rounded x log2(e) is off by several.
 
     2^j e^r with an integer j and |r| <= log(2) / 2, the power series of e^r up to r^7.
     """

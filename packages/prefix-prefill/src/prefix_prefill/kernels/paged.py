@@ -176,8 +176,8 @@ def attend(
 
     Strides are (token, head, element) of q, k, v and out, (page, place, head, element / X, element % X) of the caches,
     (page, place, head) of scales, (head, token) of lse; where X elements of a key lie together, STEP is the stride of
-    places, otherwise 0. With SPLITS > 1 results go to p_part [SPLITS, rows, H, D] and
-    p_part_lse [SPLITS, H, rows], without sinks, otherwise to p_out and p_lse.
+    places, otherwise 0. With SPLITS > 1 results go to p_part [SPLITS, rows, H, D] and p_part_lse [SPLITS, H, rows],
+    without sinks, otherwise to p_out and p_lse.
     """
     HEADS: tl.constexpr = GROUP if GROUP < BLOCK_M else BLOCK_M
     TOKENS: tl.constexpr = BLOCK_M // HEADS

@@ -79,14 +79,15 @@ def load_across(
 
     BOX places of a page lie together, and are loaded together: masks are of whole boxes, or each would be of one place.
     """
-    o_box = tl.multiple_of(at, BLOCK_N) + tl.arange(0, BLOCK_N // BOX) * BOX
+    o_box = at + tl.arange(0, BLOCK_N // BOX) * BOX
     o_in = tl.arange(0, BOX)
     m_box = o_box < high
     if MASKED:
         m_box = m_box & (o_box + BOX > low)
     block = tl.load(p_row + o_box // PAGE, mask=m_box, other=-1).to(tl.int64)
     m_box = (block >= 0) & (block < num_blocks)
-    off = tl.where(m_box, block, 0) * s_v[0] + o_box % PAGE
+    # A remainder is not known to be a multiple: places would be loaded one by one.
+    off = tl.where(m_box, block, 0) * s_v[0] + tl.multiple_of(o_box % PAGE, BOX)
     m_tile = m_box[:, None, None]
     if D != BLOCK_D:
         m_tile = m_tile & (tl.arange(0, BLOCK_D) < D)[None, :, None]

@@ -90,15 +90,14 @@ def test(session: nox.Session, package: str) -> None:
     if package == "tools":
         session.install(*nox.project.dependency_groups(PROJECT, "tools"))
         # Half of the time goes into releases and half into a new package.
-        at_once = ("--numprocesses=2", "--dist=loadfile")
-        session.run("pytest", "--override-ini=addopts=", *at_once, "tools/tests", *session.posargs)
+        session.run("pytest", "--override-ini=addopts=", *at_once(), "tools/tests", *session.posargs)
         return
-    install(session, package, *group(package, "test"))
+    install(session, package, *group(package, "test"), *nox.project.dependency_groups(PROJECT, "tests"))
     if faults:
         rest = [argument for argument in session.posargs if argument != "--faults"]
         run_installed(session, "python", "-m", "kernel_reference.testing.faults", HOMES[package], *rest)
     else:
-        run_installed(session, "pytest", HOMES[package] / "tests", *session.posargs)
+        run_installed(session, "pytest", *at_once(), HOMES[package] / "tests", *session.posargs)
 
 
 @nox.session
@@ -106,8 +105,9 @@ def test(session: nox.Session, package: str) -> None:
 def minimums(session: nox.Session, package: str) -> None:
     """Test a package on the lowest versions that its ranges allow; torch stays at the pin."""
     session.log("torch stays at its pin: an older CPU build may not be at hand")
-    install(session, package, *group(package, "test"), versions=lowest_versions(package))
-    run_installed(session, "pytest", HOMES[package] / "tests", *session.posargs)
+    tests = (*group(package, "test"), *nox.project.dependency_groups(PROJECT, "tests"))
+    install(session, package, *tests, versions=lowest_versions(package))
+    run_installed(session, "pytest", *at_once(), HOMES[package] / "tests", *session.posargs)
 
 
 @nox.session
@@ -251,6 +251,11 @@ def install(session: nox.Session, package: str, *requirements: str, versions: It
     session.install(*constrain(session, runtime_pins() if versions is None else versions), *wheels, *requirements)
     # `-R` skips session.install, and pip would keep an installed wheel of the same version.
     session.run("python", "-m", "pip", "install", "--quiet", "--force-reinstall", "--no-deps", *wheels)
+
+
+def at_once() -> tuple[str, ...]:
+    """Two of a package's files of tests at a time; one on a GPU, whose memory they would share."""
+    return () if has_gpu() else ("--numprocesses=2", "--dist=loadfile")
 
 
 def install_reference_alone(session: nox.Session) -> None:

@@ -1,0 +1,188 @@
+"""What the demo runs for blocksparse-attn: a prompt of 16384 tokens through Phi-3-small's layer, then decoding."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from blocksparse_attn import BlockLayout, LocalStridedBlockSparseAttn, blocksparse_attention
+from kernel_reference import blocks
+from kernel_reference.attention import attention
+from kernel_reference.bench.demo import CPU_IMPLEMENTATION, GPU_KERNEL, INTERPRETED_KERNEL, Row
+from kernel_reference.models import PHI3_SMALL, BlockSparseAttention
+from kernel_reference.paging import cumulative
+
+PROMPT, SEQUENCES = 16384, 4
+# Of the prompt, where there is no GPU, the last ones only.
+LAST_ON_CPU = 256
+# Tokens of the model's longest context.
+LONGEST = 131072
+SAMPLE = 16
+DTYPE = torch.bfloat16
+DTYPE_NAME = str(DTYPE).removeprefix("torch.")
+NOTE = "error relative to a row's largest value"
+SAMPLED = f"{NOTE}; of a sample of rows, all heads"
+
+
+class Batch(NamedTuple):
+    """Sequences of (older, new) tokens: queries of the new ones, keys and values of all."""
+
+    lengths: list[tuple[int, int]]
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor
+
+
+def real_size(device: torch.device) -> Iterator[Row]:
+    """The layout of the longest context, a prompt, and a token of each of four sequences: GPU kernels or the CPU's."""
+    on_gpu = device.type == "cuda"
+    how = (GPU_KERNEL, torch.cuda.get_device_name(device)) if on_gpu else (CPU_IMPLEMENTATION, "cpu")
+    model = PHI3_SMALL
+    numbers = (model.num_heads_q, LONGEST, model.local_blocks, model.vert_stride, model.block_size)
+
+    # Whatever a device does but once, at its first use.
+    BlockLayout.local_strided(1, model.block_size, 1, 2, model.block_size, device=device)
+    started = time.perf_counter()
+    layout = BlockLayout.local_strided(*numbers, device=device)
+    # The first use: what was only begun is waited for.
+    int(layout.col[-1, -1])
+    duration = 1e3 * (time.perf_counter() - started)
+    wrong = layout.to_mask() != blocks.local_strided(*numbers).to(device)
+    # Lists are made by torch's own operations, on a GPU too.
+    shape = f"{model.name}, {LONGEST} tokens, {model.num_heads_q} heads"
+    note = f"density {layout.density():.3f}; error: the share of wrong blocks; time to the first use"
+    yield Row("BlockLayout.local_strided", *how, shape, float(wrong.sum()) / wrong.numel(), duration, note)
+
+    new = PROMPT if on_gpu else LAST_ON_CPU
+    prompt = make_batch(model, [(PROMPT - new, new)], device)
+
+    def prefill() -> torch.Tensor:
+        return attend(prompt, layout)
+
+    rows = sampled(new)
+    error = error_of(prefill()[rows], exact(model, prompt, rows))
+    duration = median_ms(prefill, device, 3 if on_gpu else 1, "prefill")
+    tokens = f"{PROMPT} tokens" if on_gpu else f"the last {new} of {PROMPT} tokens"
+    remark = "" if on_gpu else "; all of the prompt on a GPU"
+    yield Row(
+        "blocksparse_attention", *how, f"{model.name}, {tokens}, {DTYPE_NAME}", error, duration, f"{SAMPLED}{remark}"
+    )
+
+    decoding = make_batch(model, [(PROMPT - 1, 1)] * SEQUENCES, device)
+    layer = LocalStridedBlockSparseAttn(*numbers, device=device)
+
+    def decode() -> torch.Tensor:
+        out = layer(decoding.q, decoding.k, decoding.v, decoding.cu_seqlens_k)
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    error = error_of(decode(), exact(model, decoding, torch.arange(SEQUENCES)))
+    duration = median_ms(decode, device, 3, "decode")
+    shape = f"{model.name}, 1 token of each of {SEQUENCES} sequences, behind {PROMPT - 1}, {DTYPE_NAME}"
+    yield Row("LocalStridedBlockSparseAttn", *how, shape, error, duration, f"{NOTE}; all rows and heads")
+
+
+def interpreted() -> Iterator[Row]:
+    """The kernels themselves at a small size, in Triton's interpreter, launched as they would be on a GPU."""
+    from blocksparse_attn import launch
+    from blocksparse_attn.plan import AttentionPlan
+
+    device = torch.device("cpu")
+    model = BlockSparseAttention("4/2 heads of 64, blocks of 32", 4, 2, 64, 32, 2, 3)
+    prompt, decoding = [(0, 150), (90, 40)], [(200, 1), (70, 1)]
+    for lengths, plan, how in (
+        (prompt, AttentionPlan(32, 32, 1, 4, 1), "150 tokens, and 40 behind 90"),
+        (decoding, AttentionPlan(16, 32, 1, 4, 1, packed=1), "1 token behind 200 and 1 behind 70"),
+        (decoding, AttentionPlan(16, 16, 2, 4, 1, packed=1), "the same, keys in 2 parts"),
+    ):
+        batch = make_batch(model, lengths, device)
+        layout = BlockLayout.local_strided(4, 256, model.local_blocks, model.vert_stride, model.block_size)
+        out = torch.empty_like(batch.q)
+        # Of a ragged batch without sinks: the op takes sixteen tensors, and numbers in the order of its schema.
+        tensors = (batch.q, batch.k, batch.v, layout.crow, layout.col, batch.cu_seqlens_q, batch.cu_seqlens_k)
+        tensors = (*tensors, *[None] * 7, out, None)
+        longest = max(new for _, new in lengths)
+        numbers = (longest, model.block_size, model.block_size, "NHD", model.head_dim**-0.5, -1, 0, 0.0, 0)
+        run = launch.prepare_attend(*tensors, *numbers, plan)
+        run(*tensors)
+        error = error_of(out, exact(model, batch, torch.arange(len(out))))
+        duration = median_ms(lambda run=run, tensors=tensors: run(*tensors), device, 1, f"{how}, interpreted")
+        shape = f"{model.name}, {how}, {DTYPE_NAME}"
+        yield Row("blocksparse_attention", INTERPRETED_KERNEL, "cpu", shape, error, duration, NOTE)
+
+
+def make_batch(model: BlockSparseAttention, lengths: list[tuple[int, int]], device: torch.device) -> Batch:
+    new, total = [n for _, n in lengths], [ctx + n for ctx, n in lengths]
+    q, k, v = (
+        torch.randn(rows, heads, model.head_dim, device=device).to(DTYPE)
+        for rows, heads in ((sum(new), model.num_heads_q), *[(sum(total), model.num_heads_kv)] * 2)
+    )
+    return Batch(lengths, q, k, v, *(cumulative(torch.tensor(sizes)).to(device) for sizes in (new, total)))
+
+
+def attend(batch: Batch, layout: BlockLayout) -> torch.Tensor:
+    out = blocksparse_attention(
+        batch.q, batch.k, batch.v, layout, cu_seqlens_q=batch.cu_seqlens_q, cu_seqlens_k=batch.cu_seqlens_k,
+        max_seqlen_q=max(new for _, new in batch.lengths),
+    )  # fmt: skip
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
+def sampled(rows: int) -> torch.Tensor:
+    """The first, the last and some between."""
+    return torch.cat([torch.tensor([0, rows - 1]), torch.randint(rows, (SAMPLE - 2,))]).unique()
+
+
+def exact(model: BlockSparseAttention, batch: Batch, rows: torch.Tensor) -> torch.Tensor:
+    """These rows in float64, under the reference's mask and not the layout's lists."""
+    longest = max(ctx + new for ctx, new in batch.lengths)
+    pattern = (model.num_heads_q, longest, model.local_blocks, model.vert_stride, model.block_size)
+    mask = blocks.local_strided(*pattern).to(batch.q.device)
+    return attention(
+        batch.q, batch.k, batch.v, cu_seqlens_q=batch.cu_seqlens_q, cu_seqlens_k=batch.cu_seqlens_k, causal=True,
+        mask=blocks.mask_function(mask, model.block_size, model.block_size), rows=rows,
+    ).out  # fmt: skip
+
+
+def error_of(out: torch.Tensor, wanted: torch.Tensor) -> float:
+    """The largest difference of a row of a head from float64, over its largest value; of the worst row."""
+    difference, size = (x.abs().amax(-1) for x in (out.double() - wanted, wanted))
+    error = float((difference / size).max())
+    if math.isnan(error):
+        raise ArithmeticError("the result holds NaN")
+    return error
+
+
+def median_ms(call: Callable[[], object], device: torch.device, repeats: int, what: str) -> float:
+    """The median of ``repeats`` runs, of one call each or on a GPU of 20; whoever asks has called it before."""
+    times = []
+    calls = 20 if device.type == "cuda" else 1
+    for _ in shown(range(repeats), what):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        started = time.perf_counter()
+        for _ in range(calls):
+            call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(1e3 * (time.perf_counter() - started) / calls)
+    return statistics.median(times)
+
+
+def shown(items: Iterable[Any], what: str) -> Iterator[Any]:
+    """``items`` with a bar of how many are done, where somebody watches."""
+    items = list(items)
+    for number, item in enumerate(items, start=1):
+        yield item
+        if sys.stderr.isatty():
+            bar = ("#" * (30 * number // len(items))).ljust(30)
+            print(f"\r{what} [{bar}] {number}/{len(items)}", end="\n" if number == len(items) else "", file=sys.stderr)

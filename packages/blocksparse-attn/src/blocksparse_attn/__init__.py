@@ -1,0 +1,23 @@
+"""Attention over a per-head block layout: local and vertical blocks, or any; ragged, paged and padded batches."""
+
+from importlib import metadata
+
+from blocksparse_attn.api import AttentionResult, blocksparse_attention, blocksparse_flash_attn_varlen_fwd
+from blocksparse_attn.layout import BlockLayout
+from blocksparse_attn.module import LocalStridedBlockSparseAttn
+from blocksparse_attn.plan import AttentionPlan
+
+__all__ = [
+    "AttentionPlan",
+    "AttentionResult",
+    "BlockLayout",
+    "LocalStridedBlockSparseAttn",
+    "blocksparse_attention",
+    "blocksparse_flash_attn_varlen_fwd",
+]
+
+try:
+    __version__ = metadata.version("blocksparse-attn")
+except metadata.PackageNotFoundError:
+    # Run from a source tree that was never installed.
+    __version__ = "0+source"

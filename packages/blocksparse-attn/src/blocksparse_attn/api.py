@@ -1,0 +1,330 @@
+"""The public functions: check the arguments, say what is wrong, call the op."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from blocksparse_attn import (
+    arguments,
+    ops,  # noqa: F401  defines the op that is taken below
+)
+from blocksparse_attn.arguments import (
+    Names,
+    check_bool,
+    check_cache_layout,
+    check_float,
+    check_int,
+    check_tensors,
+    check_window,
+    describe,
+)
+from blocksparse_attn.layout import BlockLayout
+from blocksparse_attn.plan import AttentionPlan
+from kernel_reference.checks import fail, values_are_checked
+
+Tensor = torch.Tensor
+
+_attend = torch.ops.blocksparse_attn.attend.default
+
+# What torch and tensors raise, in words of their own, over arguments of the wrong kind or rank.
+_REFUSALS = (RuntimeError, AttributeError, TypeError, IndexError)
+# No two tokens of a sequence are further apart.
+_FARTHEST = 2**31 - 1
+# The block size that callers of the drop-in function need not give.
+_BLOCK_SIZE = 64
+
+
+class AttentionResult(NamedTuple):
+    """``out`` [T, Hq, Dv] and the natural logarithm of the softmax's denominator, ``lse`` [Hq, T] in float32.
+
+    Of a padded batch they are [B, T, Hq, Dv] and [B, Hq, T].
+    """
+
+    out: Tensor
+    lse: Tensor
+
+
+def blocksparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: BlockLayout,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    block_table: Tensor | None = None,
+    seqlens_k: Tensor | None = None,
+    cache_layout: str = "NHD",
+    q_starts: Tensor | None = None,
+    q_ends: Tensor | None = None,
+    k_starts: Tensor | None = None,
+    k_ends: Tensor | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    window: tuple[int, int] | None = None,
+    out: Tensor | None = None,
+    return_lse: bool = False,
+    num_splits: int | None = None,
+    plan: AttentionPlan | None = None,
+) -> Tensor | AttentionResult:
+    """Causal softmax attention to the key blocks that a layout lists for each head and block of queries.
+
+    Query i of a sequence of ``q_len`` queries and ``k_len`` keys stands at position ``p = k_len - q_len + i``, so that
+    prefill, chunks of it, drafts and decoding are one call. It sees the key at position j when ``j <= p``, the layout's
+    row ``p // q_block`` lists column ``j // k_block``, and the window allows it. ``score = softmax_scale * q.k``, then
+    ``softcap * tanh(score / softcap)``. Source: FlashAttention-2 (arXiv 2307.08691) over the block-sparse pattern of
+    Phi-3-small (arXiv 2404.14219).
+
+    Batches are ragged, paged or padded; all tensors are on one device, of any strides but where said.
+
+    Args:
+        q: [T, Hq, D], or padded [B, T, Hq, D]; bfloat16, float16 or float32; D from 16 to 256.
+        k, v: ragged [Tk, Hkv, D] and [Tk, Hkv, Dv]; padded [B, Tk, Hkv, D] and [B, Tk, Hkv, Dv]; or, with block_table,
+            the pages of a cache that holds the new tokens too. Of q's dtype; Dv from 16 to 256. Hkv divides Hq: query
+            head h reads kv head ``h // (Hq / Hkv)``.
+        layout: a :class:`BlockLayout` of Hq heads or of one for all, with rows for the longest sequence: a query behind
+            them sees nothing.
+        cu_seqlens_q, cu_seqlens_k: [B + 1] int32 or int64, contiguous, from 0, never falling, at most T and Tk: where
+            the sequences of a ragged batch begin; of a paged one cu_seqlens_q alone. Rows behind the last sequence are
+            0 in the result and -inf in lse.
+        max_seqlen_q: the most queries of a sequence, or more; sizes the launch only. Needed unless q is padded.
+        block_table: [B, max_blocks] int32 or int64, rows contiguous: position p of sequence b is in page
+            ``block_table[b, p // page]``. A page that the pool does not have reads as zeros.
+        seqlens_k: with block_table: [B] int32 or int64, contiguous: tokens of each sequence, the new ones counted.
+        cache_layout: of the pages: "NHD" [blocks, page, Hkv, D]; "HND" [blocks, Hkv, page, D]; "x-packed" [blocks, Hkv,
+            D / x, page, x] and [blocks, Hkv, Dv, page]. A page holds any number of tokens from 1 on.
+        q_starts, q_ends, k_starts, k_ends: of a padded batch: [B] int32 or int64, contiguous: sequence b is rows
+            ``starts[b] .. ends[b] - 1``, all of them when None. Other rows are not read, and 0 and -inf in the results.
+        softmax_scale: ``D ** -0.5`` when None; 0 is a scale like any other.
+        softcap: 0 is off.
+        sinks: [Hq] float32, bfloat16 or float16, contiguous: logits that stand in the denominator, and so in lse, only;
+            neither scaled nor capped.
+        window: (left, right): a query sees keys from ``left`` before its position on; -1 is unlimited. No key after it
+            is seen whatever ``right`` is.
+        out: a tensor to write instead of a new one: [T, Hq, Dv] or [B, T, Hq, Dv] of q's dtype; any strides that give
+            each element a place of its own and do not interleave dimensions, no overlap with inputs.
+        return_lse: whether to return lse too.
+        num_splits: in how many parts each row's keys are cut, 1 or more; a number makes a sequence's result, to the
+            last bit, independent of the rest of the batch. None: as the plan has it.
+        plan: a launch plan to use instead of the one made for the device; has its own num_splits.
+
+    Returns:
+        out, contiguous if new, in q's dtype; with return_lse AttentionResult(out, lse), natural logarithms in float32:
+        [Hq, T], padded [B, Hq, T]. A query that sees no key gives 0, and its sink, or -inf without sinks, in lse. NaN
+        in a key or value that no query of a sequence sees changes nothing; in one that some query sees it may show in
+        rows beside that one too. Not differentiable.
+
+    Raises:
+        TypeError, ValueError: an argument is not as said above; nothing has been written. What only device memory tells
+            is looked at inside ``kernel_reference.checks.validate_values``, a sequence longer than the layout has rows
+            for among it. Without it bounds of queries are clamped to the rows there are; a sequence of impossible
+            bounds of keys, of fewer keys than queries, or of more than its row of the block table has room for, gives 0
+            and -inf.
+    """
+    left, right = _window(window)
+    check_bool("return_lse", return_lse)
+    scale = None if softmax_scale is None else _as_float("softmax_scale", softmax_scale)
+    softcap = _as_float("softcap", softcap)
+    splits = _splits(num_splits)
+    ints = None if plan is None else _as_ints(plan)
+    if ints is not None and splits:
+        fail("num_splits", "None where a plan is given, which has its own", num_splits)
+    if not isinstance(layout, BlockLayout):
+        fail("layout", "a blocksparse_attn.BlockLayout", describe(layout), TypeError)
+    optional = {
+        "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "block_table": block_table, "seqlens_k": seqlens_k,
+        "q_starts": q_starts, "q_ends": q_ends, "k_starts": k_starts, "k_ends": k_ends, "sinks": sinks,
+    }  # fmt: skip
+    given = {"q": q, "k": k, "v": v, **_given(**optional, out=out)}
+    try:
+        if torch.is_grad_enabled():
+            _refuse_gradients(given)
+        most = _most_queries(q, max_seqlen_q)
+        size = v.shape[2] if block_table is not None and cache_layout == "x-packed" else v.shape[-1]
+        result = q.new_empty((*q.shape[:-1], size)) if out is None else out
+        lse = q.new_empty(arguments.lse_shape(q), dtype=torch.float32) if return_lse else None
+    except _REFUSALS:
+        check_tensors(**given)
+        check_cache_layout(cache_layout, "cache_layout")
+        arguments.check_q(q)
+        raise
+    _call(
+        given, (q, k, v, layout.crow, layout.col, *optional.values(), result, lse),
+        (most, layout.q_block, layout.k_block, cache_layout, q.shape[-1] ** -0.5 if scale is None else scale, left,
+         right, softcap, splits), ints, _NAMES,
+    )  # fmt: skip
+    return result if lse is None else AttentionResult(result, lse)
+
+
+_NAMES = Names(crow="layout.crow", col="layout.col", heads="layout", cache_layout="cache_layout")
+
+
+def blocksparse_flash_attn_varlen_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_k: Tensor,
+    cu_seqlens_q: Tensor | None,
+    sm_scale: float | None,
+    sparse_layout: BlockLayout | tuple[Tensor, Tensor],
+    *,
+    block_size: int = _BLOCK_SIZE,
+    q_block_size: int | None = None,
+    max_seqlen: int | None = None,
+) -> Tensor:
+    """:func:`blocksparse_attention` of a ragged batch with the signature that engines call.
+
+    Args:
+        q: [T, Hq, D]; k: [Tk, Hkv, D]; v: [Tk, Hkv, Dv]; as there.
+        cu_seqlens_k, cu_seqlens_q: as there. cu_seqlens_q None: each sequence has one query when T is the number of
+            sequences; else it has as many as keys, when T is Tk.
+        sm_scale: softmax_scale there.
+        sparse_layout: a BlockLayout, or its lists (crow [heads or 1, rows + 1], col [heads or 1, nnz]), int32, rows
+            contiguous. Of a pair what is behind ``crow[h, -1]`` is not read; columns should increase in each row, and
+            none may be listed twice, which inside ``validate_values`` is looked at: a BlockLayout saves that.
+        block_size: tokens of a block of keys, a multiple of 16.
+        q_block_size: tokens of a block of queries, a multiple or a divisor of it; block_size when None. A BlockLayout
+            knows both, and what is given beside it must be the same; 64, the default, goes with any.
+        max_seqlen: the most tokens of a sequence, or more; sizes the launch only.
+
+    Returns:
+        [T, Hq, Dv], new and contiguous, in q's dtype. Not differentiable.
+
+    Raises:
+        TypeError, ValueError: as there, under these names; or cu_seqlens_q is None where T is neither of the two.
+    """
+    scale = None if sm_scale is None else _as_float("sm_scale", sm_scale)
+    if max_seqlen is not None:
+        check_int("max_seqlen", max_seqlen, 0)
+    crow, col, q_block, k_block = _lists(sparse_layout, block_size, q_block_size)
+    names = ("q", "k", "v", "cu_seqlens_k", *([] if cu_seqlens_q is None else ["cu_seqlens_q"]))
+    given = dict(zip(names, (q, k, v, cu_seqlens_k, cu_seqlens_q), strict=False))
+    try:
+        if torch.is_grad_enabled():
+            _refuse_gradients(given)
+        cu_seqlens_q, most = _queries(q, k, cu_seqlens_k, cu_seqlens_q)
+        result = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    except _REFUSALS:
+        check_tensors(**given)
+        arguments.check_q(q)
+        raise
+    if q.ndim != 3:
+        fail("q", "[T, Hq, D]", describe(q))
+    most = most if max_seqlen is None else min(most, max_seqlen)
+    _call(
+        given, (q, k, v, crow, col, cu_seqlens_q, cu_seqlens_k, *(None,) * 7, result, None),
+        (most, q_block, k_block, "NHD", q.shape[-1] ** -0.5 if scale is None else scale, -1, 0, 0.0, 0), None,
+        _NAMES_OF_PAIRS if isinstance(sparse_layout, (tuple, list)) else _NAMES_OF_ENGINES,
+    )  # fmt: skip
+    return result
+
+
+_NAMES_OF_ENGINES = Names(
+    crow="sparse_layout.crow", col="sparse_layout.col", heads="sparse_layout", max_seqlen_q="max_seqlen",
+    softmax_scale="sm_scale",
+)  # fmt: skip
+_NAMES_OF_PAIRS = _NAMES_OF_ENGINES._replace(
+    crow="sparse_layout[0]", col="sparse_layout[1]", q_block="q_block_size", k_block="block_size"
+)
+
+
+def _call(
+    given: dict[str, Any], tensors: tuple[Any, ...], numbers: tuple[Any, ...], plan: list[int] | None, names: Names
+) -> None:
+    """The op; what it refuses is said in the names that the caller knows."""
+    try:
+        _attend(*tensors, *numbers, plan)
+    except (*_REFUSALS, ValueError):
+        check_tensors(**given)
+        problem = arguments.check_attend(*(*tensors, *numbers, names))
+        if values_are_checked():
+            q, k, _, *lists = tensors[:13]
+            arguments.check_values(q, k, *lists, problem=problem, blocks=k.shape[0], left=numbers[5], names=names)
+        raise
+
+
+def _queries(q: Tensor, k: Tensor, cu_seqlens_k: Tensor, cu_seqlens_q: Tensor | None) -> tuple[Tensor, int]:
+    """cu_seqlens_q, and the most queries of a sequence as far as shapes tell."""
+    if cu_seqlens_q is not None:
+        return cu_seqlens_q, q.shape[0]
+    sequences = cu_seqlens_k.shape[0] - 1
+    if q.shape[0] == sequences:
+        return torch.arange(sequences + 1, dtype=cu_seqlens_k.dtype, device=cu_seqlens_k.device), 1
+    if q.shape[0] == k.shape[0]:
+        return cu_seqlens_k, q.shape[0]
+    wanted = f"given unless q has one row a sequence ({sequences}) or as many as k ({k.shape[0]})"
+    fail("cu_seqlens_q", wanted, f"None with {q.shape[0]} rows of q")
+
+
+def _lists(
+    layout: BlockLayout | tuple[Tensor, Tensor], block_size: int, q_block_size: int | None
+) -> tuple[Tensor, Tensor, int, int]:
+    """crow, col, q_block and k_block."""
+    check_int("block_size", block_size, 1)
+    if q_block_size is not None:
+        check_int("q_block_size", q_block_size, 1)
+    if isinstance(layout, BlockLayout):
+        if block_size not in (_BLOCK_SIZE, layout.k_block):
+            fail("block_size", f"{layout.k_block} as that of sparse_layout is", block_size)
+        if q_block_size not in (None, layout.q_block):
+            fail("q_block_size", f"{layout.q_block} as that of sparse_layout is", q_block_size)
+        return layout.crow, layout.col, layout.q_block, layout.k_block
+    if not isinstance(layout, (tuple, list)) or len(layout) != 2:
+        fail("sparse_layout", "a blocksparse_attn.BlockLayout or (crow, col)", describe(layout), TypeError)
+    for place, tensor in enumerate(layout):
+        arguments.check_tensor(f"sparse_layout[{place}]", tensor)
+    return layout[0], layout[1], block_size if q_block_size is None else q_block_size, block_size
+
+
+def _most_queries(q: Tensor, max_seqlen_q: int | None) -> int:
+    if max_seqlen_q is None:
+        if q.ndim != 4:
+            fail("max_seqlen_q", "given with q [T, Hq, D]", None)
+        return q.shape[1]
+    check_int("max_seqlen_q", max_seqlen_q, 0)
+    return max_seqlen_q
+
+
+def _as_float(name: str, number: float) -> float:
+    # torch would take a tensor for a number, and wait for the device to tell it.
+    check_float(name, number)
+    return number
+
+
+def _window(window: tuple[int, int] | None) -> tuple[int, int]:
+    """What a query sees to its left and right, causality in it."""
+    if window is None:
+        return -1, 0
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        fail("window", "None or (left, right)", describe(window), TypeError)
+    for side in window:
+        check_int("window", side)
+    check_window(*window)
+    return -1 if window[0] >= _FARTHEST else window[0], 0
+
+
+def _splits(num_splits: int | None) -> int:
+    if num_splits is None:
+        return 0
+    check_int("num_splits", num_splits, 1)
+    return num_splits
+
+
+def _refuse_gradients(tensors: dict[str, Any]) -> None:
+    for name, tensor in tensors.items():
+        if tensor.requires_grad:
+            fail(name, "without gradient (call under torch.no_grad() or inference_mode())", "requires_grad=True")
+
+
+def _given(**tensors: object) -> dict[str, Any]:
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+
+def _as_ints(plan: AttentionPlan) -> list[int]:
+    if not isinstance(plan, AttentionPlan):
+        fail("plan", "a blocksparse_attn.AttentionPlan or None", describe(plan), TypeError)
+    return plan.as_ints()

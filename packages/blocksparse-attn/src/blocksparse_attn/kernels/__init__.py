@@ -1,0 +1,1 @@
+"""Device code only; what is launched, and how, is decided in launch.py and plan.py."""

@@ -1,0 +1,557 @@
+"""Attention to listed blocks of keys for NVIDIA's sm_90, in 16 bits, with copies and products in flight.
+
+Two warpgroups have 64 rows each, one behind the other in a sequence's positions, of one head. The rows of each belong
+to one row of the layout. A warp of its own merges the two lists and asks the tensor memory accelerator for the keys of
+each 64 that either wants, a second one does so for the values; what is wanted by whom goes along in shared memory. The
+warpgroups take all tiles, and leave out the scores of what they did not want: neighbouring rows of a layout mostly list
+the same. While a tile's values are being multiplied, the scores of the next one are made and their softmax is taken
+(FlashAttention-3, arXiv 2407.08608, section 3.2):
+
+    scores = q k_i^T      in flight together with      acc += weights_(i-1) v_(i-1)
+    softmax of scores     while the second product runs
+"""
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from blocksparse_attn.kernels.softmax import LN_2, LOG2_E, cap, finite, logarithm
+from blocksparse_attn.kernels.tiles import PADDED, PAGED, keys_of_sequence, list_of, locate, part_of, share
+
+__all__ = ["TensorDescriptor", "attend", "descriptor_layout"]
+
+# Rows of a warpgroup, keys that are listed together, and columns that shared memory is swizzled over: 128 bytes.
+ROWS: tl.constexpr = tl.constexpr(64)
+KEYS: tl.constexpr = tl.constexpr(64)
+COLUMNS: tl.constexpr = tl.constexpr(64)
+# Rows of values that are zeroed together: those of a pattern of swizzling.
+STRIP: tl.constexpr = tl.constexpr(8)
+# Where there are no keys: behind all, and so that 64 more do not run over.
+NOWHERE: tl.constexpr = tl.constexpr(2**31 - 128)
+# The least normal number of float32, or a little more.
+TINY: tl.constexpr = tl.constexpr(1.2e-38)
+# Where ``put`` keeps what, of a program ...
+START: tl.constexpr = tl.constexpr(0)
+TOKEN: tl.constexpr = tl.constexpr(1)
+BATCH: tl.constexpr = tl.constexpr(2)
+CONTEXT: tl.constexpr = tl.constexpr(3)
+LENGTH: tl.constexpr = tl.constexpr(4)
+POSSIBLE: tl.constexpr = tl.constexpr(5)
+HEAD: tl.constexpr = tl.constexpr(6)
+SPLIT: tl.constexpr = tl.constexpr(7)
+ROW: tl.constexpr = tl.constexpr(8)
+ALL_ROWS: tl.constexpr = tl.constexpr(9)
+NOTES: tl.constexpr = tl.constexpr(10)
+# ... and of a tile of keys: where its halves are, for the first warpgroup and for the second, and whether it is one.
+PER_TILE: tl.constexpr = tl.constexpr(5)
+
+
+def descriptor_layout(block: list[int]) -> gl.NVMMASharedLayout:
+    """How a descriptor lays a block of 16-bit elements out in shared memory."""
+    return gl.NVMMASharedLayout(block[-1] * 2, 16, rank=len(block))
+
+
+@gluon.jit
+def put(notes, i, number, num_warps: gl.constexpr):
+    """Keep a number in shared memory: what is asked for again only after the walk needs no register through it."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
+    notes.index(i).store((gl.full([1], 0, notes.dtype, layout) + number).to(notes.dtype))
+
+
+@gluon.jit
+def get(notes, i):
+    """A number that ``put`` kept."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    return gl.max(notes.index(i).load(layout), 0)
+
+
+@gluon.jit
+def pointers(p, i_b, token, i_h, o_d, s):
+    """To rows of a head [ROWS, BLOCK_D], by strides of (sequence, token, head, element)."""
+    off = i_b.to(gl.int64) * s[0] + token.to(gl.int64) * s[1] + i_h.to(gl.int64) * s[2]
+    return p + off[:, None] + o_d[None, :] * s[3]
+
+
+@gluon.jit
+def natural_logarithm(m, total, unit):
+    """log(2^m total), and -inf for a row that saw nothing, where m is a score in units of ``unit`` log2(e) as rounded.
+
+    What undoes that factor is taken in two parts, so that a large score is rounded once.
+    """
+    rounded = unit * LOG2_E
+    rounded = gl.where(rounded == 0, 1.0, rounded)
+    ratio = unit / rounded
+    rest = gl.fma(-ratio, rounded, unit) / rounded
+    log_total = gl.log(gl.where(total == 0, 1.0, total))
+    return gl.where(total == 0, float("-inf"), gl.fma(finite(m), ratio, gl.fma(finite(m), rest, log_total)))
+
+
+# What is brought
+
+
+@gluon.jit
+def keys_of_entry(p_list, i, end, columns, K_BLOCK: gl.constexpr):
+    """Where the keys of a list's entry i begin, an entry being 64 keys of a column, and NOWHERE behind its end.
+
+    Columns that are not there are just before that, where no row sees them.
+    """
+    PER_BLOCK: gl.constexpr = K_BLOCK // KEYS
+    column = gl.load(p_list + i // PER_BLOCK, mask=i < end, other=-1)
+    at = gl.where((column >= 0) & (column < columns), column * K_BLOCK + i % PER_BLOCK * KEYS, NOWHERE - 1)
+    return gl.where(i < end, at, NOWHERE)
+
+
+@gluon.jit
+def next_keys(p_list, i_a, i_b, lists, columns, K_BLOCK: gl.constexpr):
+    """The next 64 keys that a row of either list sees: where they begin, or NOWHERE, and whether each list has them.
+
+    Both lists are walked once, in whatever order they are; rising ones meet where they list the same.
+    """
+    end_a, end_b, last_a, last_b = lists
+    at = i_a * 0 + NOWHERE
+    for_a = at < 0
+    for_b = at < 0
+    while ((i_a < end_a) | (i_b < end_b)) & (at == NOWHERE):
+        at_a = keys_of_entry(p_list, i_a, end_a, columns, K_BLOCK)
+        at_b = keys_of_entry(p_list, i_b, end_b, columns, K_BLOCK)
+        least = gl.minimum(at_a, at_b)
+        for_a = (at_a == least) & (least <= last_a)
+        for_b = (at_b == least) & (least <= last_b)
+        i_a += (at_a == least).to(gl.int32)
+        i_b += (at_b == least).to(gl.int32)
+        at = gl.where(for_a | for_b, least, at)
+    return at, for_a, for_b, i_a, i_b
+
+
+@gluon.jit
+def fetch(
+    d, boxes, arrived, stage, at, half: gl.constexpr, p_row, i_n, i_kv, k_begin, length, keys, num_blocks,
+    BLOCK_D: gl.constexpr, PAGE: gl.constexpr, BOX: gl.constexpr, HALVES: gl.constexpr,
+):  # fmt: skip
+    """Start bringing 64 keys, or values, to one half of a tile. What is not there, and NOWHERE, is filled with 0."""
+    BOXES: gl.constexpr = KEYS // BOX
+    first_box = stage * (BOXES * HALVES * (BLOCK_D // COLUMNS)) + half * BOXES
+    for i_box in gl.static_range(BOXES):
+        key = at + i_box * BOX
+        if PAGE:
+            block = gl.load(p_row + key // PAGE, mask=key < length, other=-1).to(gl.int64)
+            outer = gl.where((block >= 0) & (block < num_blocks), block, num_blocks).to(gl.int32)
+            place = key % PAGE
+        else:
+            outer = i_n
+            place = gl.where(at == NOWHERE, keys, k_begin + key)
+        for i_c in gl.static_range(BLOCK_D // COLUMNS):
+            tma.async_copy_global_to_shared(
+                d, [outer, i_kv, place, i_c * COLUMNS], arrived,
+                boxes.index(first_box + i_c * (BOXES * HALVES) + i_box),
+            )  # fmt: skip
+
+
+@gluon.jit
+def zero_rows(strips, first_strip, at, length, BLOCK_D: gl.constexpr, HALVES: gl.constexpr):
+    """Zero the values of keys from ``length`` on: weights of 0 would not silence NaN there. By one warp."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
+    o_row = gl.arange(0, STRIP, gl.SliceLayout(1, layout))
+    for strip in range((length - at) // STRIP, KEYS // STRIP):
+        keep = (at + strip * STRIP + o_row < length)[:, None]
+        for i_c in gl.static_range(BLOCK_D // COLUMNS):
+            place = strips.index(first_strip + i_c * (KEYS // STRIP * HALVES) + strip)
+            b_strip = place.load(layout)
+            place.store(gl.where(keep, b_strip, 0.0).to(b_strip.dtype))
+
+
+@gluon.jit
+def bring(
+    d, boxes, strips, arrived, free, edge, told, p_list, p_row, walk, lists, source, BLOCK_D: gl.constexpr,
+    K_BLOCK: gl.constexpr, PAGE: gl.constexpr, BOX: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    VALUES: gl.constexpr,
+):  # fmt: skip
+    """Bring the tiles of keys, or of values, each as soon as its place in shared memory is free; tell what they are.
+
+    The tile behind the last one is none.
+    """
+    HALVES: gl.constexpr = BLOCK_N // KEYS
+    BYTES: gl.constexpr = BLOCK_N * BLOCK_D * 2
+    STRIPS: gl.constexpr = BLOCK_N // STRIP * (BLOCK_D // COLUMNS)
+    i_a, i_b, columns = walk
+    i_n, i_kv, k_begin, length, keys, num_blocks = source
+    i = i_a * 0
+    edges = i_a * 0
+    there = i == 0
+    while there:
+        stage = i % STAGES
+        at, for_a, for_b, i_a, i_b = next_keys(p_list, i_a, i_b, lists, columns, K_BLOCK)
+        there = at != NOWHERE
+        second = i_a * 0 + NOWHERE
+        second_for_a = second < 0
+        second_for_b = second < 0
+        if HALVES == 2:
+            second, second_for_a, second_for_b, i_a, i_b = next_keys(p_list, i_a, i_b, lists, columns, K_BLOCK)
+        # A place is free at first: waiting for the phase before the first one returns at once.
+        mbarrier.wait(free.index(stage), (i // STAGES & 1) ^ 1)
+        if not VALUES:
+            put(told, stage * PER_TILE, gl.where(for_a, at, NOWHERE), 1)
+            put(told, stage * PER_TILE + 1, gl.where(second_for_a, second, NOWHERE), 1)
+            put(told, stage * PER_TILE + 2, gl.where(for_b, at, NOWHERE), 1)
+            put(told, stage * PER_TILE + 3, gl.where(second_for_b, second, NOWHERE), 1)
+            put(told, stage * PER_TILE + 4, there, 1)
+            tl.debug_barrier()
+        if there:
+            # Compared so that NOWHERE does not run over.
+            ends = VALUES & ((at > length - KEYS) | ((second > length - KEYS) & (second != NOWHERE)))
+            if ends:
+                mbarrier.expect(edge.index(0), BYTES)
+                fetch(d, boxes, edge.index(0), stage, at, 0, p_row, i_n, i_kv, k_begin, length, keys, num_blocks,
+                      BLOCK_D, PAGE, BOX, HALVES)  # fmt: skip
+                if HALVES == 2:
+                    fetch(d, boxes, edge.index(0), stage, second, 1, p_row, i_n, i_kv, k_begin, length, keys,
+                          num_blocks, BLOCK_D, PAGE, BOX, HALVES)  # fmt: skip
+                mbarrier.wait(edge.index(0), edges & 1)
+                edges += 1
+                if VALUES:
+                    if at > length - KEYS:
+                        zero_rows(strips, stage * STRIPS, at, length, BLOCK_D, HALVES)
+                    if HALVES == 2:
+                        if (second > length - KEYS) & (second != NOWHERE):
+                            zero_rows(strips, stage * STRIPS + KEYS // STRIP, second, length, BLOCK_D, HALVES)
+                fence_async_shared()
+                tl.debug_barrier()
+                mbarrier.arrive(arrived.index(stage))
+            else:
+                mbarrier.expect(arrived.index(stage), BYTES)
+                fetch(d, boxes, arrived.index(stage), stage, at, 0, p_row, i_n, i_kv, k_begin, length, keys,
+                      num_blocks, BLOCK_D, PAGE, BOX, HALVES)  # fmt: skip
+                if HALVES == 2:
+                    fetch(d, boxes, arrived.index(stage), stage, second, 1, p_row, i_n, i_kv, k_begin, length, keys,
+                          num_blocks, BLOCK_D, PAGE, BOX, HALVES)  # fmt: skip
+        else:
+            if not VALUES:
+                mbarrier.arrive(arrived.index(stage))
+        i += 1
+
+
+# What is made of it
+
+
+@gluon.jit
+def weigh(
+    scores, m, total, at, second, start, factor, softcap, L_S: gl.constexpr, BLOCK_N: gl.constexpr,
+    SOFTCAP: gl.constexpr, MASKED: gl.constexpr, dtype: gl.constexpr,
+):  # fmt: skip
+    """Weights relative to the largest score so far, that score, the sum so far, and what the past decays by."""
+    if SOFTCAP:
+        scores = cap(scores * factor, softcap, False) * LOG2_E
+    if MASKED:
+        o_n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, L_S))
+        o_key = at + o_n
+        if BLOCK_N > KEYS:
+            o_key = gl.where(o_n < KEYS, o_key, second + (o_n - KEYS))
+        position = start + gl.arange(0, ROWS, gl.SliceLayout(1, L_S))
+        scores = gl.where(o_key[None, :] <= position[:, None], scores, float("-inf"))
+    most = gl.max(scores, 1)
+    if SOFTCAP:
+        new_m = gl.maximum(m, most)
+        weights = gl.exp2(scores - finite(new_m)[:, None])
+    else:
+        # A factor of 0 or more keeps the order; multiplied here, it costs no instruction.
+        new_m = gl.maximum(m, most * factor)
+        weights = gl.exp2(scores * factor - finite(new_m)[:, None])
+    decay = gl.exp2(m - finite(new_m))
+    return weights.to(dtype), new_m, total * decay + gl.sum(weights, 1), decay
+
+
+@gluon.jit
+def weigh_tile(
+    scores, m, total, at, second, start, factor, softcap, L_S: gl.constexpr, BLOCK_N: gl.constexpr,
+    SOFTCAP: gl.constexpr, dtype: gl.constexpr,
+):  # fmt: skip
+    """``weigh``, with masks only where some row does not see the whole tile.
+
+    Both ways are branches of their own: in straight code ptxas moves the softmax past the wait for the product that it
+    is to run beside.
+    """
+    last = at
+    if BLOCK_N > KEYS:
+        last = gl.maximum(at, second)
+    if last < start:
+        weights, new_m, new_total, decay = weigh(
+            scores, m, total, at, second, start, factor, softcap, L_S, BLOCK_N, SOFTCAP, False, dtype
+        )
+    else:
+        weights, new_m, new_total, decay = weigh(
+            scores, m, total, at, second, start, factor, softcap, L_S, BLOCK_N, SOFTCAP, True, dtype
+        )
+    return weights, new_m, new_total, decay
+
+
+@gluon.jit
+def tile_told(told, stage, i_half, BLOCK_N: gl.constexpr):
+    """Where the halves of the tile are for this warpgroup, and whether it is one."""
+    at = get(told, stage * PER_TILE + i_half * 2)
+    second = at
+    if BLOCK_N > KEYS:
+        second = get(told, stage * PER_TILE + i_half * 2 + 1)
+    return at, second, get(told, stage * PER_TILE + 4) != 0
+
+
+@gluon.jit
+def consume(
+    p_q, p_sinks, p_out, p_lse, p_part, p_part_lse, memory, barriers, i_half, softcap, s_q, s_out, s_lse,
+    D: gl.constexpr, BLOCK_D: gl.constexpr, DV: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, H: gl.constexpr, SPLITS: gl.constexpr, SOFTCAP: gl.constexpr,
+):  # fmt: skip
+    """64 rows of a tile: their outputs, or their part of them."""
+    k_tiles, v_tiles, q_smem, out_smem, notes, scale_smem, told = memory
+    k_arrived, v_arrived, k_free, v_free = barriers
+    dtype: gl.constexpr = q_smem.dtype
+    L_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    L_O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
+    L_P: gl.constexpr = gl.DotOperandLayout(0, L_O, 2)
+    L_ROW: gl.constexpr = gl.SliceLayout(1, L_S)
+    L_IO: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+
+    factor = get(scale_smem, 0)
+    if not SOFTCAP:
+        # Scores that are left out are -inf, of which a factor of 0 would make NaN.
+        factor = factor * LOG2_E
+        factor = gl.where(factor < TINY, TINY, factor)
+
+    start = get(notes, START) + i_half * ROWS
+    q_tile = q_smem.index(i_half)
+    position = start + gl.arange(0, ROWS, gl.SliceLayout(1, L_IO))
+    o_d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, L_IO))
+    m_row = (position >= get(notes, CONTEXT)) & (position < get(notes, LENGTH))
+    i_b = get(notes, BATCH)
+    p_tile = pointers(p_q, i_b, get(notes, TOKEN) + position, get(notes, HEAD), o_d, s_q)
+    q_tile.store(gl.load(p_tile, mask=m_row[:, None] & (o_d < D)[None, :], other=0.0))
+    fence_async_shared()
+    tl.debug_barrier()
+
+    m = gl.full([ROWS], float("-inf"), gl.float32, L_ROW)
+    total = gl.zeros([ROWS], gl.float32, L_ROW)
+    acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, L_O)
+    b_zero = gl.zeros([ROWS, BLOCK_N], gl.float32, L_S)
+    mbarrier.wait(k_arrived.index(0), 0)
+    at, second, there = tile_told(told, 0, i_half, BLOCK_N)
+    if there:
+        scores = warpgroup_mma(q_tile, k_tiles.index(0).permute((1, 0)), b_zero, use_acc=False, is_async=True)
+        b_scores = warpgroup_mma_wait(0, deps=[scores])
+        mbarrier.arrive(k_free.index(0))
+        weights, m, total, decay = weigh_tile(
+            b_scores, m, total, at, second, start, factor, softcap, L_S, BLOCK_N, SOFTCAP, dtype
+        )
+        b_p = gl.convert_layout(weights, L_P)
+        i = i_half * 0 + 1
+        mbarrier.wait(k_arrived.index(i % STAGES), i // STAGES & 1)
+        at, second, there = tile_told(told, i % STAGES, i_half, BLOCK_N)
+        while there:
+            stage = i % STAGES
+            scores = warpgroup_mma(q_tile, k_tiles.index(stage).permute((1, 0)), b_zero, use_acc=False, is_async=True)
+            before = (i - 1) % STAGES
+            mbarrier.wait(v_arrived.index(before), (i - 1) // STAGES & 1)
+            product = warpgroup_mma(b_p, v_tiles.index(before), acc, is_async=True)
+            b_scores = warpgroup_mma_wait(1, deps=[scores])
+            mbarrier.arrive(k_free.index(stage))
+            weights, m, total, decay = weigh_tile(
+                b_scores, m, total, at, second, start, factor, softcap, L_S, BLOCK_N, SOFTCAP, dtype
+            )
+            acc = warpgroup_mma_wait(0, deps=[product])
+            mbarrier.arrive(v_free.index(before))
+            b_p = gl.convert_layout(weights, L_P)
+            acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, L_O))[:, None]
+            i += 1
+            mbarrier.wait(k_arrived.index(i % STAGES), i // STAGES & 1)
+            at, second, there = tile_told(told, i % STAGES, i_half, BLOCK_N)
+        before = (i - 1) % STAGES
+        mbarrier.wait(v_arrived.index(before), (i - 1) // STAGES & 1)
+        product = warpgroup_mma(b_p, v_tiles.index(before), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[product])
+
+    start = get(notes, START) + i_half * ROWS
+    context = get(notes, CONTEXT)
+    length = get(notes, LENGTH)
+    token = get(notes, TOKEN)
+    i_b = get(notes, BATCH)
+    i_h = get(notes, HEAD)
+    possible = get(notes, POSSIBLE) != 0
+    position = start + gl.arange(0, ROWS, L_ROW)
+    m_row = (position >= context) & (position < length)
+    scale = get(scale_smem, 0)
+    log_sum = natural_logarithm(m, total, 1.0 if SOFTCAP else scale)
+    if SPLITS == 1:
+        if p_sinks is not None:
+            m = m * LN_2
+            b_sink = gl.load(p_sinks + i_h).to(gl.float32)
+            b_sink = gl.where(possible, b_sink, float("-inf"))
+            new_m = gl.maximum(m, b_sink)
+            decay = gl.exp(m - finite(new_m))
+            total = total * decay + gl.exp(b_sink - finite(new_m))
+            acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, L_O))[:, None]
+            log_sum = logarithm(new_m, total)
+        if p_lse is not None:
+            off = i_b.to(gl.int64) * s_lse[0] + i_h.to(gl.int64) * s_lse[1] + (token + position).to(gl.int64) * s_lse[2]
+            gl.store(p_lse + off, log_sum, mask=m_row)
+    else:
+        place = (get(notes, SPLIT).to(gl.int64) * H + i_h) * get(notes, ALL_ROWS) + get(notes, ROW) + position
+        gl.store(p_part_lse + place, gl.where(possible, log_sum, float("inf")), mask=m_row)
+    acc = acc * gl.convert_layout(1.0 / gl.where(total == 0, 1.0, total), gl.SliceLayout(1, L_O))[:, None]
+
+    if SPLITS == 1:
+        # By way of shared memory, so that each row is stored in whole lines.
+        out_tile = out_smem.index(i_half)
+        tl.debug_barrier()
+        out_tile.store(acc.to(dtype))
+        tl.debug_barrier()
+        position = start + gl.arange(0, ROWS, gl.SliceLayout(1, L_IO))
+        o_d = gl.arange(0, BLOCK_DV, gl.SliceLayout(0, L_IO))
+        m_row = (position >= context) & (position < length)
+        p_tile = pointers(p_out, i_b, token + position, i_h, o_d, s_out)
+        gl.store(p_tile, out_tile.load(L_IO), mask=m_row[:, None] & (o_d < DV)[None, :])
+    else:
+        position = start + gl.arange(0, ROWS, gl.SliceLayout(1, L_O))
+        o_d = gl.arange(0, BLOCK_DV, gl.SliceLayout(0, L_O))
+        m_row = (position >= context) & (position < length)
+        row = get(notes, SPLIT).to(gl.int64) * get(notes, ALL_ROWS) + get(notes, ROW) + position
+        gl.store(p_part + (row * H + i_h)[:, None] * DV + o_d[None, :], acc, mask=m_row[:, None] & (o_d < DV)[None, :])
+
+
+@gluon.jit
+def list_of_half(
+    p_crow, i_h, start, context, length, s_crow, layout_rows, entries, possible, i_split, Q_BLOCK: gl.constexpr,
+    K_BLOCK: gl.constexpr, SPLITS: gl.constexpr,
+):  # fmt: skip
+    """A split's share of the list of 64 rows, 64 keys an entry: from, to, and the last key that any of them may see."""
+    last = gl.minimum(start + (ROWS - 1), length - 1)
+    begin, end = list_of(
+        p_crow, i_h, start // Q_BLOCK, s_crow, layout_rows, entries, possible & (last >= gl.maximum(start, context))
+    )
+    begin = begin * (K_BLOCK // KEYS)
+    from_entry, to_entry = share(end * (K_BLOCK // KEYS) - begin, i_split, SPLITS)
+    return begin + from_entry, begin + to_entry, last
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "rows", "num_sequences", "keys", "num_blocks", "s_table", "s_crow", "s_col", "layout_rows", "entries", "places",
+        "left",
+    ]
+)  # fmt: skip
+def attend(
+    d_k, d_v,
+    p_q, p_crow, p_col, p_table, p_q_starts, p_q_ends, p_k_starts, p_k_ends, p_sinks, p_out, p_lse, p_part, p_part_lse,
+    rows, num_sequences, keys, num_blocks, s_table, s_crow, s_col, layout_rows, entries, places, scale, softcap, left,
+    s_q, s_out, s_lse,
+    KIND: gl.constexpr, GROUP: gl.constexpr, HEADS_KV: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr,
+    DV: gl.constexpr, BLOCK_DV: gl.constexpr, PAGE: gl.constexpr, BOX: gl.constexpr, Q_BLOCK: gl.constexpr,
+    K_BLOCK: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SPLITS: gl.constexpr, SOFTCAP: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """``portable.attend_lists`` without a window, with keys and values as descriptors of [pages or sequences, kv heads,
+    places, D or DV], in boxes of BOX places and 64 columns. Tiles of BLOCK_N keys are one or two times 64 of a list.
+    """
+    pid = gl.program_id(0)
+    i_g, i_split, i_w, i_kv = part_of(pid, places, GROUP, SPLITS)
+    i_n, i_place, begin, q_len = locate(p_q_starts, p_q_ends, i_w, num_sequences, rows, BLOCK_M, 2, KIND)
+    k_begin, length, possible = keys_of_sequence(p_k_starts, p_k_ends, i_n, q_len, keys, KIND)
+    context = length - q_len
+    i_tile = (length - 1) // BLOCK_M - i_place
+    if (q_len > 0) & (i_place >= 0) & (i_tile >= context // BLOCK_M):
+        start = i_tile * BLOCK_M
+        i_h = i_kv * GROUP + i_g
+        i_b = begin * 0
+        all_rows = rows
+        if KIND == PADDED:
+            i_b = begin // rows
+            all_rows = rows * num_sequences
+        from_a, end_a, last_a = list_of_half(
+            p_crow, i_h, start, context, length, s_crow, layout_rows, entries, possible, i_split, Q_BLOCK, K_BLOCK,
+            SPLITS,
+        )  # fmt: skip
+        from_b, end_b, last_b = list_of_half(
+            p_crow, i_h, start + ROWS, context, length, s_crow, layout_rows, entries, possible, i_split, Q_BLOCK,
+            K_BLOCK, SPLITS,
+        )  # fmt: skip
+        columns = gl.maximum(last_a, last_b) // K_BLOCK + 1
+
+        dtype: gl.constexpr = p_q.dtype.element_ty
+        box_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=4)
+        tile_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+        k_count: gl.constexpr = STAGES * (BLOCK_D // COLUMNS) * (BLOCK_N // BOX)
+        v_count: gl.constexpr = STAGES * (BLOCK_DV // COLUMNS) * (BLOCK_N // BOX)
+        k_boxes = gl.allocate_shared_memory(dtype, [k_count, 1, 1, BOX, COLUMNS], box_layout)
+        v_boxes = gl.allocate_shared_memory(dtype, [v_count, 1, 1, BOX, COLUMNS], box_layout)
+        # The same bytes as the products take them: 64 columns of all rows, then the next 64.
+        k_tiles = k_boxes._reinterpret(dtype, [STAGES, BLOCK_N, BLOCK_D], tile_layout)
+        v_tiles = v_boxes._reinterpret(dtype, [STAGES, BLOCK_N, BLOCK_DV], tile_layout)
+        strips: gl.constexpr = STAGES * (BLOCK_DV // COLUMNS) * (BLOCK_N // STRIP)
+        v_strips = v_boxes._reinterpret(dtype, [strips, STRIP, COLUMNS], tile_layout)
+        q_smem = gl.allocate_shared_memory(dtype, [BLOCK_M // ROWS, ROWS, BLOCK_D], tile_layout)
+        out_smem = q_smem
+        if BLOCK_DV != BLOCK_D:
+            out_smem = gl.allocate_shared_memory(dtype, [BLOCK_M // ROWS, ROWS, BLOCK_DV], tile_layout)
+        k_arrived = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        v_arrived = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        edge = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(STAGES):
+            mbarrier.init(k_arrived.index(i), count=1)
+            mbarrier.init(v_arrived.index(i), count=1)
+            mbarrier.init(k_free.index(i), count=BLOCK_M // ROWS)
+            mbarrier.init(v_free.index(i), count=BLOCK_M // ROWS)
+        mbarrier.init(edge.index(0), count=1)
+        notes = gl.allocate_shared_memory(gl.int32, [NOTES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        scale_smem = gl.allocate_shared_memory(gl.float32, [1, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        told = gl.allocate_shared_memory(gl.int32, [STAGES * PER_TILE, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        put(notes, START, start, 4)
+        # Rows are fewer than 2^31, as the launch sees to.
+        put(notes, TOKEN, begin - i_b * rows - context, 4)
+        put(notes, BATCH, i_b, 4)
+        put(notes, CONTEXT, context, 4)
+        put(notes, LENGTH, length, 4)
+        put(notes, POSSIBLE, possible, 4)
+        put(notes, HEAD, i_h, 4)
+        put(notes, SPLIT, i_split, 4)
+        put(notes, ROW, begin - context, 4)
+        put(notes, ALL_ROWS, all_rows, 4)
+        put(scale_smem, 0, scale, 4)
+        fence_async_shared()
+        memory = (k_tiles, v_tiles, q_smem, out_smem, notes, scale_smem, told)
+        barriers = (k_arrived, v_arrived, k_free, v_free)
+        i_half = i_w * 0
+        # Where there are no pages it is not read, but None cannot be handed on.
+        p_row = p_crow
+        outer = i_b.to(gl.int32)
+        if KIND == PAGED:
+            p_row = p_table + gl.maximum(i_n, 0).to(gl.int64) * s_table
+        p_list = p_col + i_h.to(gl.int64) * s_col
+        walk = (from_a, from_b, columns)
+        lists = (end_a, end_b, last_a, last_b)
+        source = (outer, i_kv, k_begin.to(gl.int32), length, keys, num_blocks)
+        # Registers a thread: a multiprocessor has 65536, and a warp that only starts copies needs few.
+        gl.warp_specialize([
+            (consume, (
+                p_q, p_sinks, p_out, p_lse, p_part, p_part_lse, memory, barriers, i_half, softcap, s_q, s_out, s_lse,
+                D, BLOCK_D, DV, BLOCK_DV, BLOCK_N, STAGES, GROUP * HEADS_KV, SPLITS, SOFTCAP,
+            )),
+            (consume, (
+                p_q, p_sinks, p_out, p_lse, p_part, p_part_lse, memory, barriers, i_half + 1, softcap, s_q, s_out,
+                s_lse, D, BLOCK_D, DV, BLOCK_DV, BLOCK_N, STAGES, GROUP * HEADS_KV, SPLITS, SOFTCAP,
+            )),
+            (bring, (
+                d_k, k_boxes, v_strips, k_arrived, k_free, edge, told, p_list, p_row, walk, lists, source, BLOCK_D,
+                K_BLOCK, PAGE, BOX, BLOCK_N, STAGES, False,
+            )),
+            (bring, (
+                d_v, v_boxes, v_strips, v_arrived, v_free, edge, told, p_list, p_row, walk, lists, source, BLOCK_DV,
+                K_BLOCK, PAGE, BOX, BLOCK_N, STAGES, True,
+            )),
+        ], [4, 1, 1], [240, 24, 24])  # fmt: skip

@@ -1,0 +1,234 @@
+"""How the work is laid over a device: pure functions from a problem and the device's limits to a launch plan.
+
+A plan is a value: it can be built, printed and tested on a machine with no GPU, and pinned by a caller with ``plan=``.
+It follows from shapes alone, never from lengths or layouts, which only the device knows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass, replace
+
+# What a second launch merges quickly enough.
+_MOST_SPLITS = 128
+# Rows of a kv head up to which its query heads share a tile: more tokens list more blocks that only some of them want.
+_MOST_PACKED = 64
+# Tokens that fill tiles of any plan.
+_ANY = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a plan needs to know of a call.
+
+    ``tokens``: rows of q; of a padded batch, its sequences times their length. ``layouts``: heads of the layout, 1 or
+    as many as query heads. ``rows``: of the layout. ``entries``: columns listed by a head, at most. ``page_size``: of a
+    paged cache, 0 without one. ``capacity``: keys that a sequence may have. ``bits``: of an element. ``described``:
+    layout, strides and alignment are such that the kernel for sm_90 can address keys and values, and the call has no
+    window and no negative scale.
+    """
+
+    num_heads: int
+    num_heads_kv: int
+    head_size: int
+    head_size_v: int
+    q_block: int
+    k_block: int
+    layouts: int
+    rows: int
+    entries: int
+    tokens: int
+    sequences: int
+    max_seqlen_q: int
+    capacity: int
+    page_size: int = 0
+    padded: bool = False
+    bits: int = 16
+    described: bool = False
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a kv head."""
+        return self.num_heads // self.num_heads_kv
+
+
+@dataclass(frozen=True)
+class DeviceLimits:
+    """What the plan needs to know of a processor.
+
+    ``cores`` are multiprocessors (compute units); ``shared_memory`` is the most that a program may use, in bytes.
+    ``hopper``: sm_90, with its tensor memory accelerator and warpgroup products, and a Triton that brings Gluon.
+    """
+
+    cores: int
+    shared_memory: int = 64 * 1024
+    hopper: bool = False
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """Tiles of ``block_m`` rows walk the keys of their blocks ``block_n`` at a time.
+
+    A tile is rows of one head and of one row of its layout; with ``packed``, of the query heads of a kv head of so many
+    tokens, and walks the blocks that any of them lists. ``num_splits`` programs share the blocks of a tile; more than
+    one leave their parts to a second launch that merges them. ``hopper``: by the kernel made for sm_90.
+    """
+
+    block_m: int
+    block_n: int
+    num_splits: int
+    num_warps: int
+    num_stages: int
+    packed: int = 0
+    hopper: bool = False
+
+    def as_ints(self) -> list[int]:
+        """The plan as a torch op takes it."""
+        return [int(number) for number in astuple(self)]
+
+    def covers(self, problem: Problem) -> bool:
+        """Whether its blocks are such that a kernel can take them, for this problem."""
+        if not is_power_of_two(self.block_m, self.block_n, self.num_warps):
+            return False
+        if min(self.block_m, self.block_n) < 16 or min(self.num_stages, self.num_splits) < 1:
+            return False
+        if self.hopper:
+            return (
+                problem.described
+                and fits_hopper(problem)
+                and not self.packed
+                and self.block_m == 128
+                and self.block_n in ((64,) if _widest(problem) > 128 else (64, 128))
+                and self.num_warps == 4
+                and self.num_stages >= 2
+            )
+        if problem.k_block % self.block_n:
+            return False
+        if self.packed:
+            return 1 <= self.packed <= self.block_m // heads_per_tile(problem.group, self.block_m)
+        return problem.q_block % self.block_m == 0
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
+def is_power_of_two(*numbers: int) -> bool:
+    return all(number >= 1 and number & (number - 1) == 0 for number in numbers)
+
+
+def power_of_two_at_least(n: int) -> int:
+    """The smallest power of two that is >= n, for n >= 1."""
+    return 1 << (n - 1).bit_length()
+
+
+def power_of_two_in(n: int) -> int:
+    """The largest power of two that divides n, for n >= 1."""
+    return n & -n
+
+
+def fits_hopper(problem: Problem) -> bool:
+    """Whether sizes and dtypes are such that the kernel for sm_90 is written for them."""
+    # Rows of a warpgroup, of one row of the layout, and keys of a tile are 64; shared memory is swizzled in groups of
+    # eight rows, of which pages hold two.
+    sizes = problem.q_block % 64 == problem.k_block % 64 == problem.page_size % 16 == 0
+    # It counts in 32 bits.
+    counts = max(problem.tokens, problem.capacity, problem.entries * (problem.k_block // 64)) < 2**31
+    return sizes and counts and problem.bits == 16 and problem.head_size % 8 == problem.head_size_v % 8 == 0
+
+
+def _widest(problem: Problem) -> int:
+    return max(problem.head_size, problem.head_size_v)
+
+
+def heads_per_tile(group: int, block_m: int) -> int:
+    """Query heads of one kv head that stand together in a packed tile."""
+    return min(group, block_m)
+
+
+def tokens_per_tile(plan: AttentionPlan) -> int:
+    """Tokens whose rows fill a tile."""
+    return plan.packed or plan.block_m
+
+
+def num_places(problem: Problem, plan: AttentionPlan) -> int:
+    """Places in the grid for tiles of rows, of one head or group of heads: see kernels/tiles.py.
+
+    Each segment of rows may leave a tile that is not full, at its beginning too where tiles lie at multiples of their
+    size in the positions of a sequence.
+    """
+    segments = 3 * problem.sequences if problem.padded else problem.sequences + 2
+    return problem.tokens // tokens_per_tile(plan) + segments * (1 if plan.packed else 2)
+
+
+def plan_attention(problem: Problem, limits: DeviceLimits, num_splits: int = 0) -> AttentionPlan:
+    """The plan for a problem on this device; ``num_splits`` 0 leaves that number to the plan as well."""
+    if num_splits:
+        # How keys are cut depends on the rows of a tile: with as many in every batch, a sequence keeps its bits.
+        problem = replace(problem, tokens=_ANY, max_seqlen_q=_ANY)
+    if max(1, min(problem.max_seqlen_q, problem.tokens)) == 1 or _rows_of_a_kv_head(problem) <= _MOST_PACKED:
+        plan = _packed(problem, limits)
+    elif limits.hopper and problem.described and fits_hopper(problem):
+        plan = AttentionPlan(128, 128 if _widest(problem) <= 128 else 64, 1, 4, 2, hopper=True)
+    else:
+        plan = _lists(problem, limits)
+    return replace(plan, num_splits=num_splits or _splits(problem, plan, limits))
+
+
+def _rows_of_a_kv_head(problem: Problem) -> int:
+    return max(1, min(problem.max_seqlen_q, problem.tokens)) * problem.group
+
+
+def _block_n(problem: Problem, most: int) -> int:
+    return min(most, power_of_two_in(problem.k_block))
+
+
+def _packed(problem: Problem, limits: DeviceLimits) -> AttentionPlan:
+    # A tile of one token needs no look at what each of its rows sees.
+    tokens = max(1, min(problem.max_seqlen_q, problem.tokens))
+    if problem.bits == 32 or limits.shared_memory <= 64 * 1024:
+        # Masks of wider tiles take more scalar registers than gfx942 has.
+        most_m, block_n, stages = 16, 16, 1
+    else:
+        # Wider tiles spill registers. Tiles in flight hide the memory's latency, as far as shared memory holds them.
+        large = limits.shared_memory > 200 * 1024
+        most_m, block_n, stages = 32, 64 if large else 32, 3 if large else 2
+    block_m = min(most_m, max(16, power_of_two_at_least(tokens * problem.group)))
+    if block_m > 16 or _widest(problem) > 128:
+        block_n = min(block_n, 32)
+    packed = min(tokens, block_m // heads_per_tile(problem.group, block_m))
+    return AttentionPlan(block_m, _block_n(problem, block_n), 1, 4 if block_m == 16 else 8, stages, packed)
+
+
+def _lists(problem: Problem, limits: DeviceLimits) -> AttentionPlan:
+    block_d = max(16, power_of_two_at_least(_widest(problem)))
+    if problem.bits == 32:
+        return AttentionPlan(16, 16, 1, 4, 1)
+    block_m = min(64 if block_d <= 128 else 32, power_of_two_in(problem.q_block))
+    if limits.shared_memory <= 64 * 1024:
+        return AttentionPlan(block_m, 16, 1, 8 if block_m == 64 else 4, 1)
+    return AttentionPlan(block_m, _block_n(problem, 64 if block_d <= 64 else 32), 1, 4 if block_m < 64 else 8, 2)
+
+
+def _splits(problem: Problem, plan: AttentionPlan, limits: DeviceLimits) -> int:
+    """Programs that share a tile's keys: as many as keep the device's cores evenly busy, and no more."""
+    sequences = max(1, problem.sequences)
+    each = cdiv(cdiv(problem.tokens, sequences), tokens_per_tile(plan))
+    heads = problem.num_heads
+    if plan.packed:
+        heads = problem.num_heads_kv * cdiv(problem.group, heads_per_tile(problem.group, plan.block_m))
+    # Tiles with something to do, were the lengths equal.
+    tiles = max(1, sequences * each * heads)
+    if tiles >= 2 * limits.cores:
+        return 1
+    # Of a ragged batch the capacity is that of all sequences together.
+    keys = problem.capacity if problem.padded or problem.page_size else problem.capacity // sequences
+    steps = cdiv(min(keys, problem.rows * problem.q_block), plan.block_n)
+    # A split of fewer than four steps costs more than it saves.
+    most = max(1, min(_MOST_SPLITS, steps // 4))
+
+    def cost(splits: int) -> int:
+        """In steps: programs run in rounds, each begins and ends at the cost of two; merging costs three."""
+        return cdiv(tiles * splits, limits.cores) * (cdiv(steps, splits) + 2) + 3 * (splits > 1)
+
+    return min(range(1, most + 1), key=cost)

@@ -1,0 +1,185 @@
+"""What do the compilers make of the kernels, for GPUs that are not here?
+
+The configurations are those that plans and launches make for real models: all arguments of a spec come from a Launch.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import blocksparse_attn
+from blocksparse_attn import launch
+from blocksparse_attn.arguments import check_attend
+from blocksparse_attn.plan import DeviceLimits, plan_attention
+from kernel_reference.models import PHI3_SMALL
+from kernel_reference.testing.codegen import TARGETS, KernelSpec, Report, assert_clean, compile_specs
+
+pytestmark = pytest.mark.codegen
+
+# As launch.device_limits reads them: multiprocessors, shared memory of a program.
+LIMITS = {
+    "sm_80": DeviceLimits(108, 166912),
+    "sm_90": DeviceLimits(132, 232448, hopper=True),
+    "sm_100": DeviceLimits(148, 232448),
+    "gfx942": DeviceLimits(304, 65536),
+}
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+PHI3 = (PHI3_SMALL.num_heads_q, PHI3_SMALL.num_heads_kv, PHI3_SMALL.head_dim)
+
+
+def recorded(
+    run: Any, tensors: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[launch.Launch, tuple[Any, ...]]]:
+    """The launches that a call makes, each with its tensors."""
+    calls: list[tuple[launch.Launch, tuple[Any, ...]]] = []
+    monkeypatch.setattr(launch.Launch, "__call__", lambda self, *given: calls.append((self, given)))
+    run(*tensors)
+    return calls
+
+
+def spec_of(name: str, start: launch.Launch, tensors: tuple[Any, ...]) -> KernelSpec:
+    blocks = [form[2:] for form in start._forms] if isinstance(start, launch.HopperLaunch) else []
+    return KernelSpec.of_call(
+        start._kernel, (*tensors, *start._rest), options=start._options, name=name, descriptors=blocks
+    )
+
+
+def attending(
+    name: str, limits: DeviceLimits, monkeypatch: pytest.MonkeyPatch, *, heads: tuple[int, int, int] = PHI3,
+    head_size_v: int | None = None, dtype: torch.dtype = BF16, kind: str = "ragged", page: int = 16,
+    layout: str = "NHD", rows: int = 4096, longest: int = 1024, blocks: tuple[int, int] = (64, 64), splits: int = 1,
+    softcap: float = 0.0, left: int = -1, sinks: bool = False, lse: bool = False,
+) -> Iterator[KernelSpec]:  # fmt: skip
+    """The launches of a call, with the device's plan."""
+    sequences, pages = 8, 512
+    num_heads, heads_kv, size = heads
+    size_v = size if head_size_v is None else head_size_v
+    front: tuple[int, ...] = (sequences, rows // sequences) if kind == "padded" else (rows,)
+    q, out = (torch.empty(*front, num_heads, n, dtype=dtype) for n in (size, size_v))
+    if kind == "paged":
+        x = 16 // dtype.itemsize
+        shapes = {
+            "NHD": [(pages, page, heads_kv, n) for n in (size, size_v)],
+            "HND": [(pages, heads_kv, page, n) for n in (size, size_v)],
+            "x-packed": [(pages, heads_kv, size // x, page, x), (pages, heads_kv, size_v, page)],
+        }[layout]
+    else:
+        shapes = [(*front, heads_kv, n) for n in (size, size_v)]
+    k, v = (torch.empty(shape, dtype=dtype) for shape in shapes)
+
+    def integers(there: bool, *size: int) -> torch.Tensor | None:
+        return torch.empty(*size, dtype=torch.int32) if there else None
+
+    ragged, paged, padded = (kind == one for one in ("ragged", "paged", "padded"))
+    tensors = (
+        q, k, v, integers(True, num_heads, 33), integers(True, num_heads, 512),
+        integers(not padded, sequences + 1), integers(ragged, sequences + 1), integers(paged, sequences, 256),
+        integers(paged, sequences), *(integers(padded, sequences) for _ in range(4)),
+        torch.empty(num_heads) if sinks else None, out,
+        torch.empty(*front[:-1], num_heads, front[-1]) if lse else None,
+    )  # fmt: skip
+    numbers = (longest, *blocks, layout, size**-0.5, left, 0, softcap, 0)
+    # Not as many splits as fill a GPU: that would say nothing else of the code.
+    plan = replace(plan_attention(check_attend(*tensors, *numbers), limits), num_splits=splits)
+    for call in recorded(launch.prepare_attend(*tensors, *numbers, plan), tensors, monkeypatch):
+        yield spec_of(f"{name}{', merged' if call[0]._kernel.fn.__name__ == 'merge' else ''}", *call)
+
+
+def all_specs(target: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[KernelSpec]:
+    limits = LIMITS[target]
+
+    def portable(name: str, **options: Any) -> Iterator[KernelSpec]:
+        yield from attending(name, replace(limits, hopper=False), monkeypatch, **options)
+
+    decoding = {"rows": 8, "longest": 1}
+    yield from portable("Phi-3-small")
+    yield from portable("Phi-3-small, paged", kind="paged", left=4095, sinks=True)
+    yield from portable("Phi-3-small, x-packed", kind="paged", layout="x-packed", page=64)
+    yield from portable("Phi-3-small, padded", kind="padded", lse=True, softcap=30.0)
+    yield from portable("Phi-3-small, decoding", **decoding)
+    yield from portable("Phi-3-small, decoding, split", kind="paged", splits=3, lse=True, **decoding)
+    yield from portable("Phi-3-small, decoding, x-packed", kind="paged", layout="x-packed", **decoding)
+    yield from portable("Phi-3-small, drafts of 16", kind="paged", page=64, left=4095, rows=128, longest=16)
+    yield from portable("heads of 256", heads=(16, 4, 256), splits=2)
+    yield from portable("heads of 256, decoding", heads=(16, 4, 256), dtype=FP16, **decoding)
+    yield from portable("heads of 80 in float16", heads=(16, 16, 80), dtype=FP16, blocks=(128, 32))
+    yield from portable("heads of 17 and 40", heads=(4, 4, 17), head_size_v=40, blocks=(16, 16))
+    yield from portable("float32", dtype=FP32, softcap=30.0, sinks=True)
+    yield from portable("float32, heads of 256", dtype=FP32, heads=(16, 4, 256))
+    yield from portable("float32, decoding", dtype=FP32, kind="paged", **decoding)
+    if not limits.hopper:
+        return
+
+    def hopper(name: str, **options: Any) -> Iterator[KernelSpec]:
+        specs = attending(f"for sm_90, {name}", limits, monkeypatch, **options)
+        yield from (spec for spec in specs if spec.kernel.endswith("hopper:attend"))
+
+    yield from hopper("128")
+    yield from hopper("128, paged", kind="paged", sinks=True, lse=True)
+    yield from hopper("128, padded", kind="padded", lse=True)
+    yield from hopper("64, split, capped", heads=(16, 2, 64), kind="paged", page=64, splits=3, softcap=30.0)
+    yield from hopper("96 and 128 in float16", heads=(8, 8, 96), head_size_v=128, dtype=FP16, blocks=(128, 64))
+    yield from hopper("192 and 128", heads=(8, 8, 192), head_size_v=128, blocks=(64, 192))
+    yield from hopper("256", heads=(8, 2, 256), kind="paged", page=48, layout="HND", lse=True)
+
+
+@pytest.fixture(scope="module")
+def reports() -> list[Report]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        jobs = {target: list(all_specs(target, monkeypatch)) for target in TARGETS}
+    # Each target has plans of its own, so specs of its own: a process for each, two at a time, the longest first.
+    order = sorted(TARGETS, key=lambda target: len(jobs[target]), reverse=True)
+    with ThreadPoolExecutor(2) as pool:
+        compiled = pool.map(lambda target: compile_specs(jobs[target], [target], processes=1), order)
+        return [report for reports in compiled for report in reports]
+
+
+def test_every_kernel_compiles_for_every_target_without_spills_or_traps(reports: list[Report]) -> None:
+    assert_clean(reports)
+    assert {report.target for report in reports} == set(TARGETS)
+
+
+def test_what_is_in_16_bits_is_multiplied_on_tensor_cores(reports: list[Report]) -> None:
+    for report in reports:
+        if "merged" not in report.spec:
+            multiplied = any(opcode.startswith(("HMMA", "HGMMA", "UTCHMMA", "v_mfma")) for opcode in report.opcodes)
+            # float32 is multiplied as it is.
+            assert multiplied == ("float32" not in report.spec) or report.target == "gfx942", report.spec
+
+
+def test_no_layout_is_loaded_number_by_number(reports: list[Report]) -> None:
+    loaded = [report for report in reports if report.spec.startswith("Phi") and report.target != "gfx942"]
+    loaded = [report for report in loaded if "merged" not in report.spec]
+    assert len(loaded) == 8 * 3
+    for report in loaded:
+        # 32: what there is one of for each row, as pages, lengths and columns.
+        assert report.load_bits <= {32, 64, 128}, (report.spec, report.target, report.load_bits)
+
+
+def test_the_kernel_for_sm_90_copies_by_the_memory_accelerator_and_multiplies_by_warpgroups(reports) -> None:
+    hopper = [report for report in reports if report.spec.startswith("for sm_90")]
+    assert len(hopper) == 7
+    for report in hopper:
+        assert report.uses("UTMALDG"), report.spec
+        assert report.uses_tensor_cores, report.spec
+        assert report.shared <= LIMITS["sm_90"].shared_memory, report.spec
+
+
+def test_no_kernel_is_left_out() -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        compiled = {spec.kernel for spec in all_specs("sm_90", monkeypatch)}
+    entries = set()
+    for file in Path(blocksparse_attn.__file__).with_name("kernels").glob("*.py"):
+        for node in ast.parse(file.read_text()).body:
+            # What is launched asks which program it is; helpers are handed that.
+            if isinstance(node, ast.FunctionDef) and "pid = " in ast.unparse(node):
+                entries.add(f"blocksparse_attn.kernels.{file.stem}:{node.name}")
+    assert entries == compiled

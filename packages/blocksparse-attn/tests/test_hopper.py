@@ -1,0 +1,117 @@
+"""Does the kernel for sm_90 do what it should, warp by warp? On a CPU, with its partitions as threads.
+
+``kernel_reference.testing.gluon`` runs the kernel's own text: its barriers, its copies box by box, its tiles and masks.
+What only hardware tells, swizzles, fences and registers among it, is for the tests on a GPU and for test_codegen.py.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from blocksparse_attn import AttentionPlan, launch
+from kernel_reference.testing import gluon
+
+BF16, FP16 = torch.bfloat16, torch.float16
+# Less than a block, than a tile, several tiles, none, decoding, a tile that begins within a block.
+LENGTHS = [(30, 5), (3, 0), (0, 140), (200, 1), (70, 70)]
+
+
+@pytest.fixture(scope="module")
+def hopper() -> ModuleType:
+    return gluon.shadow(*(f"blocksparse_attn.kernels.{name}" for name in ("tiles", "softmax", "hopper")))[-1]
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch, hopper: ModuleType, device: torch.device) -> None:
+    """The launch of the kernel for sm_90, without a GPU."""
+    if device.type != "cpu":
+        # It runs there itself.
+        return
+
+    class Launch:
+        def __init__(self, kernel: Any, grid: Any, rest: Any, _: Any, forms: list[Any]) -> None:
+            self.grid, self.rest = grid, rest
+            self.forms = [(*form, hopper.descriptor_layout(form[2])) for form in forms]
+
+        def __call__(self, *tensors: torch.Tensor | None) -> None:
+            count = len(self.forms)
+            boxes = [gluon.Descriptor(x, *form) for x, form in zip(tensors[:count], self.forms, strict=True)]
+            gluon.launch(hopper.attend, self.grid[0], *boxes, *tensors[count:], *self.rest)
+
+    monkeypatch.setattr(launch, "HopperLaunch", Launch)
+
+
+def plan(block_n: int = 128, num_splits: int = 1, num_stages: int = 2) -> AttentionPlan:
+    return AttentionPlan(128, block_n, num_splits, 4, num_stages, hopper=True)
+
+
+CASES: dict[str, tuple[AttentionPlan, dict[str, Any]]] = {
+    "one block at a time": (plan(64), {"heads": (2, 1), "head_size": 64}),
+    "two blocks at a time": (plan(), {"heads": (2, 1), "head_size": 128}),
+    "three stages": (plan(64, 1, 3), {"heads": (2, 2), "head_size": 64, "dtype": FP16}),
+    "in parts": (plan(64, 3), {"heads": (2, 1), "head_size": 64, "sinks": True}),
+    "pages of 16": (plan(), {"heads": (2, 1), "head_size": 64, "kind": "paged", "page": 16}),
+    "pages of 48": (plan(64), {"heads": (2, 1), "head_size": 64, "kind": "paged", "page": 48, "cache_layout": "HND"}),
+    "pages of 128": (plan(), {"heads": (2, 1), "head_size": 64, "kind": "paged", "page": 128}),
+    "padded": (plan(), {"heads": (2, 1), "head_size": 64, "kind": "padded", "side": "both"}),
+    "rows of 128": (plan(), {"heads": (2, 1), "head_size": 64, "blocks": (128, 64)}),
+    "columns of 128": (plan(), {"heads": (2, 1), "head_size": 64, "blocks": (64, 128)}),
+    "columns of 192": (plan(64), {"heads": (1, 1), "head_size": 64, "blocks": (64, 192)}),
+    "values wider than keys": (plan(), {"heads": (2, 1), "head_size": 64, "head_size_v": 96}),
+    "keys wider than values": (plan(64), {"heads": (2, 1), "head_size": 192, "head_size_v": 64}),
+    "head size 80": (plan(), {"heads": (2, 1), "head_size": 80}),
+    "head size 256": (plan(64), {"heads": (1, 1), "head_size": 256}),
+    "capped": (plan(), {"heads": (2, 1), "head_size": 64, "softcap": 5.0, "sinks": True}),
+    "a scale of zero": (plan(), {"heads": (2, 1), "head_size": 64, "softmax_scale": 0.0}),
+    "one layout": (plan(), {"heads": (3, 1), "head_size": 64, "one_layout": True, "lse": False}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("chosen", "options"), CASES.values(), ids=CASES)
+def test_the_kernel_for_sm_90_is_the_attention(tensors, kernels, chosen, options) -> None:
+    options = {"blocks": (64, 64), "rows_after": 0 if options.get("kind") == "padded" else 3, **options}
+    batch = tensors.batch(LENGTHS, **options)
+    kernels.attend(batch, chosen)
+    batch.check(most=4)
+
+
+@pytest.mark.parametrize("block_n", [64, 128])
+def test_columns_may_be_in_any_order(tensors, kernels, block_n) -> None:
+    batch = tensors.batch([(300, 100)], heads=(2, 1), head_size=64, blocks=(64, 64))
+    crow, col = batch.layout.crow, batch.layout.col
+    for head in range(2):
+        for row in range(crow.shape[1] - 1):
+            own = slice(int(crow[head, row]), int(crow[head, row + 1]))
+            col[head, own] = col[head, own].flip(0)
+    kernels.attend(batch, plan(block_n))
+    batch.check(most=4)
+
+
+def test_columns_that_are_not_there_are_passed_over(tensors, kernels) -> None:
+    """Behind the diagonal, behind the last, and negative ones."""
+    mask = torch.eye(4, dtype=torch.bool).expand(2, 4, 4)
+    batch = tensors.batch([(100, 156)], heads=(2, 1), head_size=64, blocks=(64, 64), mask=mask)
+    crow, col = batch.layout.crow, batch.layout.col
+    wide = torch.tensor([2**31 - 1, -1, 0, -(2**31), 3, 40_000_000], dtype=torch.int32, device=col.device)
+    # Each row lists its own block among others that no row of it may see, row 0 aside.
+    lists = [torch.cat([wide[:2], col[0, row : row + 1], wide[3:4], wide[5:]]) for row in range(4)]
+    given = list(batch.tensors)
+    given[3] = (torch.arange(5, dtype=torch.int32) * 5).expand(2, 5).contiguous().to(crow.device)
+    given[4] = torch.cat(lists).expand(2, 20).contiguous()
+    assert crow[0].tolist() == [0, 1, 2, 3, 4]
+    launch.prepare_attend(*given, *batch.numbers(), plan())(*given)
+    batch.check(most=4)
+
+
+def test_lists_that_have_nothing_in_common_are_each_walked_once(tensors, kernels) -> None:
+    mask = torch.zeros(1, 8, 8, dtype=torch.bool)
+    mask[:, 0::2, 0::2] = True
+    mask[:, 1::2, 1::2] = True
+    for block_n in (64, 128):
+        batch = tensors.batch([(256, 256)], heads=(1, 1), head_size=64, blocks=(64, 64), mask=mask)
+        kernels.attend(batch, plan(block_n))
+        batch.check(most=4)

@@ -1,0 +1,360 @@
+"""Does every call get a plan that a kernel can take, on any device? Plans are values, so that this needs no device."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import itertools
+from collections.abc import Iterator
+from dataclasses import FrozenInstanceError, fields, replace
+from pathlib import Path
+
+import pytest
+
+import blocksparse_attn.plan
+from blocksparse_attn import AttentionPlan
+from blocksparse_attn.plan import (
+    DeviceLimits,
+    Problem,
+    cdiv,
+    fits_hopper,
+    heads_per_tile,
+    is_power_of_two,
+    num_places,
+    plan_attention,
+    power_of_two_at_least,
+    power_of_two_in,
+    tokens_per_tile,
+)
+from kernel_reference.models import PHI3_SMALL
+
+KIB = 1024
+H200 = DeviceLimits(132, 227 * KIB, hopper=True)
+A100 = DeviceLimits(108, 163 * KIB)
+DEVICES = {
+    "H200": H200, "A100": A100, "a consumer GPU": DeviceLimits(84, 99 * KIB), "MI300X": DeviceLimits(304, 64 * KIB),
+    "B200": DeviceLimits(148, 227 * KIB), "one core": DeviceLimits(1),
+}  # fmt: skip
+on_every_device = pytest.mark.parametrize("limits", DEVICES.values(), ids=DEVICES)
+LONGEST = 2**17
+
+
+def phi(
+    *, tokens: int = 8192, sequences: int = 1, longest: int | None = None, keys: int = 32768, kind: str = "paged",
+    tensor_parallel: int = 1, **more: object,
+) -> Problem:  # fmt: skip
+    """A call of Phi-3-small's layer, or of a rank's share of it, under the layout of its longest sequence."""
+    model = PHI3_SMALL
+    heads, heads_kv = model.num_heads_q // tensor_parallel, model.num_heads_kv // tensor_parallel
+    rows = LONGEST // model.block_size
+    where = {"paged": {"page_size": 64}, "padded": {"padded": True}, "ragged": {}}[kind]
+    given = Problem(
+        heads, heads_kv, model.head_dim, model.head_dim, model.block_size, model.block_size, heads, rows,
+        rows * (rows + 1) // 2, tokens, sequences, tokens // sequences if longest is None else longest,
+        keys * sequences if kind == "ragged" else keys, described=True, **where,
+    )  # fmt: skip
+    return replace(given, **more)
+
+
+PROMPT = phi()
+DECODING = phi(tokens=32, sequences=32)
+
+
+def problems() -> Iterator[Problem]:
+    """Head sizes, dtypes, groups and blocks of all kinds; long and short sequences, few and many."""
+    shapes = itertools.product(
+        ((16, 16), (80, 80), (128, 64), (192, 128), (256, 256), (100, 40)), ((7, 7), (32, 8), (300, 1)),
+        ((64, 64), (48, 16), (128, 64), (16, 256)),
+    )  # fmt: skip
+    others = ((16, 0, True), (16, 48, True), (16, 24, False), (32, 1, False))
+    for (sizes, heads, blocks), (bits, page, described) in itertools.product(shapes, others):
+        for tokens, sequences, longest, capacity in (
+            (0, 0, 0, 0), (1, 1, 1, 16), (32, 32, 1, 4096), (8192, 3, 8000, LONGEST), (70, 1, 0, 10**9), (5, 300, 9, 0),
+        ):  # fmt: skip
+            yield Problem(
+                *heads, *sizes, *blocks, heads[0], cdiv(capacity, blocks[0]), 1000, tokens, sequences, longest,
+                capacity, page, bits=bits, described=described,
+            )  # fmt: skip
+
+
+ALL = [*problems()]
+
+
+# Any call
+
+
+@on_every_device
+def test_the_plan_of_any_call_is_one_that_covers_it(limits: DeviceLimits) -> None:
+    for problem in ALL:
+        for splits in (0, 5):
+            plan = plan_attention(problem, limits, splits)
+            assert plan.covers(problem), (problem, plan)
+            assert splits in (0, plan.num_splits)
+
+
+def tile_bytes(problem: Problem, plan: AttentionPlan) -> int:
+    """The keys and values in flight, and on Hopper q: what a program must hold in shared memory at the least."""
+    wide, wide_v = (
+        max(64 if plan.hopper else 16, power_of_two_at_least(size)) for size in (problem.head_size, problem.head_size_v)
+    )
+    held = plan.num_stages * plan.block_n * (wide + wide_v)
+    return (held + plan.hopper * plan.block_m * wide) * problem.bits // 8
+
+
+@on_every_device
+def test_keys_and_values_in_flight_fit_in_shared_memory(limits: DeviceLimits) -> None:
+    for problem in ALL:
+        plan = plan_attention(problem, limits)
+        assert tile_bytes(problem, plan) <= limits.shared_memory - plan.hopper * KIB, (problem, plan)
+
+
+@on_every_device
+def test_tiles_of_packed_heads_hold_each_once_and_those_of_lists_lie_within_a_row_of_the_layout(limits) -> None:
+    for problem in ALL:
+        plan = plan_attention(problem, limits)
+        if plan.packed:
+            heads = heads_per_tile(problem.group, plan.block_m)
+            # Of heads more than a tile has rows, several tiles share a token.
+            assert heads * tokens_per_tile(plan) <= plan.block_m
+            assert heads == problem.group or (heads, plan.packed) == (plan.block_m, 1)
+        elif not plan.hopper:
+            assert tokens_per_tile(plan) == plan.block_m
+            assert problem.q_block % plan.block_m == 0
+        assert problem.k_block % min(plan.block_n, 64 if plan.hopper else plan.block_n) == 0
+
+
+@on_every_device
+def test_the_grid_has_a_place_for_every_tile_of_every_segment(limits: DeviceLimits) -> None:
+    """Padded: three segments a sequence; otherwise each sequence, and the rows before and behind them."""
+    for problem in ALL:
+        plan = plan_attention(problem, limits)
+        tokens = tokens_per_tile(plan)
+        slack = 1 if plan.packed else 2
+        assert num_places(problem, plan) >= problem.tokens // tokens + (problem.sequences + 2) * slack
+        padded = replace(problem, padded=True)
+        assert num_places(padded, plan) >= problem.tokens // tokens + 3 * problem.sequences * slack
+
+
+def test_a_plan_follows_from_shapes_alone() -> None:
+    assert [*inspect.signature(plan_attention).parameters] == ["problem", "limits", "num_splits"]
+    assert all(field.type in ("int", "bool") for field in fields(Problem))
+
+
+def test_small_devices_and_float32_take_tiles_that_they_can_hold() -> None:
+    for problem in (PROMPT, DECODING, replace(PROMPT, head_size=256, head_size_v=256)):
+        large, small = (plan_attention(problem, replace(A100, shared_memory=n * KIB)) for n in (227, 64))
+        assert small.block_n <= large.block_n
+        assert small.num_stages <= large.num_stages
+        assert tile_bytes(problem, small) <= 64 * KIB
+        for limits in DEVICES.values():
+            exact = plan_attention(replace(problem, bits=32), limits)
+            assert not exact.hopper
+            assert tile_bytes(replace(problem, bits=32), exact) <= limits.shared_memory
+
+
+# Which kernel
+
+
+def test_a_prompt_of_a_model_goes_to_the_kernel_for_sm_90_and_decoding_packs_heads() -> None:
+    for kind, ranks in itertools.product(("paged", "padded", "ragged"), (1, 2, 4, 8)):
+        given = {"kind": kind, "tensor_parallel": ranks}
+        assert plan_attention(phi(**given), H200).hopper
+        for limits in DEVICES.values():
+            decoding = plan_attention(phi(tokens=32, sequences=32, **given), limits)
+            assert decoding.packed
+            assert not decoding.hopper
+            if not limits.hopper:
+                prompt = plan_attention(phi(**given), limits)
+                assert (prompt.hopper, prompt.packed) == (False, 0)
+
+
+def test_what_the_kernel_for_sm_90_is_not_written_for_never_goes_to_it() -> None:
+    assert fits_hopper(PROMPT)
+    assert plan_attention(PROMPT, H200).hopper
+    assert not plan_attention(PROMPT, replace(H200, hopper=False)).hopper
+    for change in (
+        {"described": False}, {"bits": 32}, {"page_size": 8}, {"page_size": 1}, {"page_size": 24}, {"head_size": 100},
+        {"head_size_v": 20}, {"q_block": 32}, {"k_block": 32}, {"k_block": 96, "q_block": 96}, {"q_block": 16},
+        {"tokens": 2**31}, {"capacity": 2**31}, {"entries": 2**31},
+    ):  # fmt: skip
+        problem = replace(PROMPT, **change)
+        plan = plan_attention(problem, H200)
+        assert not plan.hopper, change
+        assert plan.covers(problem), change
+    for problem in ALL:
+        plan = plan_attention(problem, H200)
+        assert not plan.hopper or (problem.described and fits_hopper(problem))
+
+
+def test_pages_and_head_sizes_of_models_go_to_the_kernel_for_sm_90() -> None:
+    for page in (0, 16, 32, 48, 64, 256, 544):
+        assert plan_attention(replace(PROMPT, page_size=page), H200).hopper
+    for blocks in ((64, 64), (128, 64), (64, 128), (192, 64)):
+        assert plan_attention(replace(PROMPT, q_block=blocks[0], k_block=blocks[1]), H200).hopper
+    for size in range(16, 257):
+        assert fits_hopper(replace(PROMPT, head_size=size)) == (size % 8 == 0)
+        assert fits_hopper(replace(PROMPT, head_size_v=size)) == (size % 8 == 0)
+
+
+# Splits
+
+
+def rounds(problem: Problem, plan: AttentionPlan, cores: int) -> float:
+    """How long the device is busy, in the time that one tile takes with all its keys, lengths being equal."""
+    sequences = max(1, problem.sequences)
+    tiles = sequences * cdiv(cdiv(problem.tokens, sequences), tokens_per_tile(plan))
+    if plan.packed:
+        tiles *= problem.num_heads_kv * cdiv(problem.group, heads_per_tile(problem.group, plan.block_m))
+    else:
+        tiles *= problem.num_heads
+    return cdiv(tiles * plan.num_splits, cores) / plan.num_splits
+
+
+@pytest.mark.parametrize("limits", [H200, A100], ids=["H200", "A100"])
+@pytest.mark.parametrize("kind", ["paged", "padded", "ragged"])
+@pytest.mark.parametrize(("tokens", "sequences"), [(1, 1), (4, 4), (16, 16), (32, 32), (128, 1), (512, 1), (4, 1)])
+def test_splits_keep_the_cores_evenly_busy_behind_a_long_context(tokens, sequences, kind, limits) -> None:
+    for ranks in (1, 8):
+        problem = phi(tokens=tokens, sequences=sequences, keys=LONGEST, kind=kind, tensor_parallel=ranks)
+        plan = plan_attention(problem, limits)
+        ideal = rounds(problem, replace(plan, num_splits=10**6), limits.cores)
+        # Work shared out without loss, a third more, and a little where merging parts would cost more than that.
+        assert rounds(problem, plan, limits.cores) <= 4 / 3 * ideal + 0.05, plan
+
+
+def test_decoding_fills_132_cores_and_a_long_prompt_is_one_pass() -> None:
+    for sequences in (1, 2, 8, 16):
+        problem = phi(tokens=sequences, sequences=sequences)
+        plan = plan_attention(problem, H200)
+        assert problem.num_heads_kv * sequences * plan.num_splits >= 0.75 * H200.cores
+    assert plan_attention(phi(tokens=256, sequences=256), H200).num_splits == 1
+    for limits in DEVICES.values():
+        assert plan_attention(PROMPT, limits).num_splits == 1
+
+
+def test_parts_are_never_so_small_that_they_cost_more_than_they_save() -> None:
+    for problem in ALL:
+        for limits in DEVICES.values():
+            plan = plan_attention(problem, limits)
+            assert plan.num_splits == 1 or plan.num_splits * plan.block_n * 2 <= problem.capacity
+    # Nor are there more than keys of one sequence, of a ragged batch, or rows of the layout tell.
+    one = plan_attention(phi(tokens=1), H200).num_splits
+    assert one > 1
+    assert plan_attention(phi(tokens=1, keys=64), H200).num_splits == 1
+    assert plan_attention(phi(tokens=1, rows=1), H200).num_splits == 1
+    assert plan_attention(phi(tokens=4, sequences=4, keys=64, kind="ragged"), H200).num_splits == 1
+
+
+def test_a_number_of_splits_that_is_given_means_the_same_tiles_whatever_the_batch() -> None:
+    """How a tile's keys are cut depends on the tile: one of other rows would give a sequence other bits."""
+    batches = [(1, 1, 1, 64), (9, 1, 9, 512), (4096, 9, 2048, LONGEST), (64, 64, 1, 64)]
+    for limits, splits, ranks in itertools.product(DEVICES.values(), (1, 3), (1, 8)):
+        plans = set()
+        for tokens, sequences, longest, keys in batches:
+            problem = phi(tokens=tokens, sequences=sequences, longest=longest, keys=keys, tensor_parallel=ranks)
+            plans.add(plan_attention(problem, limits, splits))
+        assert len(plans) == 1, plans
+        assert plans.pop().num_splits == splits
+
+
+# Plans that are given
+
+
+GOOD = AttentionPlan(64, 64, 1, 4, 2)
+PACKED = AttentionPlan(16, 64, 1, 4, 2, packed=4)
+ON_HOPPER = AttentionPlan(128, 128, 1, 4, 2, hopper=True)
+REFUSED = {
+    "rows that are no power of two": {"block_m": 48}, "rows below 16": {"block_m": 8},
+    "negative rows": {"block_m": -64},
+    "keys that are no power of two": {"block_n": 24}, "keys below 16": {"block_n": 8}, "no keys": {"block_n": 0},
+    "keys of two blocks": {"block_n": 128}, "no splits": {"num_splits": 0}, "negative splits": {"num_splits": -2},
+    "warps that are no power of two": {"num_warps": 3}, "no warps": {"num_warps": 0}, "no stages": {"num_stages": 0},
+}  # fmt: skip
+REFUSED_ON_HOPPER = {
+    "64 rows": {"block_m": 64}, "256 rows": {"block_m": 256}, "32 keys": {"block_n": 32}, "256 keys": {"block_n": 256},
+    "8 warps": {"num_warps": 8}, "one stage": {"num_stages": 1}, "packed": {"packed": 1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", REFUSED.values(), ids=REFUSED)
+def test_a_plan_that_no_kernel_can_take_covers_nothing(change: dict[str, int]) -> None:
+    for plan in (GOOD, PACKED):
+        assert plan.covers(PROMPT)
+        assert not replace(plan, **change).covers(PROMPT)
+
+
+def test_tiles_of_lists_have_the_rows_of_one_row_of_the_layout_and_packed_ones_room_for_their_tokens() -> None:
+    for q_block in (16, 32, 64, 96, 128):
+        problem = replace(PROMPT, q_block=q_block)
+        for rows in (16, 32, 64, 128):
+            plan = replace(GOOD, block_m=rows)
+            assert plan.covers(problem) == (q_block % rows == 0)
+            assert replace(PACKED, block_m=rows).covers(problem)
+    for heads in (8, 16, 24, 32, 64, 128, 256):
+        problem = replace(PROMPT, num_heads=heads, layouts=heads)
+        room = max(1, 16 // problem.group)
+        for tokens in range(-1, 20):
+            assert replace(PACKED, packed=tokens).covers(problem) == (1 <= tokens <= room or (tokens == 0)), tokens
+
+
+@pytest.mark.parametrize("change", REFUSED_ON_HOPPER.values(), ids=REFUSED_ON_HOPPER)
+def test_a_plan_for_hopper_is_of_the_blocks_that_its_kernel_is_written_for(change: dict[str, int]) -> None:
+    assert ON_HOPPER.covers(PROMPT)
+    assert not replace(ON_HOPPER, **change).covers(PROMPT)
+
+
+def test_a_plan_for_hopper_covers_only_what_its_kernel_can_take() -> None:
+    for change in ({"described": False}, {"bits": 32}, {"page_size": 24}, {"head_size": 100}, {"head_size_v": 100}):
+        assert GOOD.covers(replace(PROMPT, **change))
+        assert not ON_HOPPER.covers(replace(PROMPT, **change))
+    for name, size in itertools.product(("head_size", "head_size_v"), range(16, 257, 8)):
+        problem = replace(PROMPT, **{name: size})
+        assert ON_HOPPER.covers(problem) == (size <= 128)
+        assert replace(ON_HOPPER, block_n=64).covers(problem)
+
+
+# What plans are
+
+
+@pytest.mark.parametrize("plan", [GOOD, PACKED, ON_HOPPER, plan_attention(DECODING, A100)], ids=str)
+def test_a_plan_is_a_value_that_survives_the_way_through_an_op(plan: AttentionPlan) -> None:
+    assert all(type(number) is int for number in plan.as_ints())
+    again = AttentionPlan(*plan.as_ints())
+    assert again == plan
+    assert hash(again) == hash(plan)
+    assert again.as_ints() == plan.as_ints()
+    assert eval(repr(plan)) == plan
+    with pytest.raises(FrozenInstanceError):
+        plan.block_m = 1  # type: ignore[misc]
+
+
+def test_limits_and_problems_are_values_too() -> None:
+    for value in (H200, PROMPT):
+        with pytest.raises(FrozenInstanceError):
+            setattr(value, fields(value)[0].name, 1)
+
+
+def test_quotients_and_powers_of_two_are_what_their_names_say() -> None:
+    for n in range(1, 1200):
+        at_least, inside = power_of_two_at_least(n), power_of_two_in(n)
+        assert n <= at_least < 2 * n
+        assert n % inside == 0
+        assert n // inside % 2 == 1
+        assert is_power_of_two(at_least, inside)
+        assert is_power_of_two(n) == (at_least == n)
+        for by in (1, 3, 16, 64):
+            assert (cdiv(n, by) - 1) * by < n <= cdiv(n, by) * by
+    assert cdiv(0, 16) == 0
+    assert not is_power_of_two(16, 0)
+
+
+def test_the_source_of_plan_imports_neither_triton_nor_torch() -> None:
+    tree = ast.parse(Path(blocksparse_attn.plan.__file__).read_text())
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add(node.module)
+    banned = ("torch", "triton", "kernel_reference", "blocksparse_attn")
+    assert not {name for name in names if name.partition(".")[0] in banned}

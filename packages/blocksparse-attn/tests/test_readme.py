@@ -1,0 +1,49 @@
+"""Does the README say what is so?"""
+
+import re
+from pathlib import Path
+
+import blocksparse_attn
+from kernel_reference.testing.readme import python_blocks, run_block
+
+PACKAGE = Path(__file__).parents[1]
+README = (PACKAGE / "README.md").read_text()
+BLOCKS = python_blocks(PACKAGE / "README.md")
+
+
+def test_the_first_example_is_the_quickstart_and_decodes_what_prefill_gives() -> None:
+    quickstart = (PACKAGE / "examples" / "quickstart.py").read_text()
+    assert quickstart.endswith(BLOCKS[0])
+    printed = run_block(BLOCKS[0])
+    assert "lists 14% of the blocks" in printed
+    assert "32, 128] torch.bfloat16" in printed
+    assert "decoded 8 tokens, the same: True" in printed
+
+
+def test_the_second_reads_the_rows_that_the_picture_shows() -> None:
+    printed = run_block(BLOCKS[1])
+    local = [*range(47, 63)]
+    assert f"head 0 lists {[7, 15, 23, 31, 39, *local]}" in printed
+    assert f"head 1 lists {[6, 14, 22, 30, 38, 46, *local]}" in printed
+
+
+def test_layouts_join_and_a_padded_batch_leaves_its_padding_zero() -> None:
+    printed = run_block(BLOCKS[2])
+    assert "row 60 lists [0, 57, 58, 59, 60]" in printed
+    assert "[2, 512, 4, 64] [2, 4, 512] padding is zero: True" in printed
+
+
+def test_a_step_of_a_server_leaves_padding_zero_and_no_sequence_knows_of_the_others() -> None:
+    printed = run_block(BLOCKS[3])
+    assert "[131, 8, 128] [8, 131] padding is zero: True" in printed
+    assert "each sequence by itself: True" in printed
+
+
+def test_the_module_and_its_lists_give_the_same() -> None:
+    assert "[3, 32, 128] the same by the lists: True" in run_block(BLOCKS[4])
+    assert len(BLOCKS) == 5
+
+
+def test_every_public_name_is_in_the_readme() -> None:
+    for name in blocksparse_attn.__all__:
+        assert re.search(rf"\b{name}\b", README) or name in ("AttentionResult", "AttentionPlan"), name

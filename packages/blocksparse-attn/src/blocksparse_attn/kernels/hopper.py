@@ -24,7 +24,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from blocksparse_attn.kernels.softmax import LN_2, LOG2_E, cap, finite, logarithm
-from blocksparse_attn.kernels.tiles import PADDED, PAGED, keys_of_sequence, list_of, locate, part_of, share
+from blocksparse_attn.kernels.tiles import (
+    PAGED,
+    keys_of_sequence,
+    list_of,
+    locate,
+    part_of,
+    place_in_batch,
+    share,
+)
 
 __all__ = ["TensorDescriptor", "attend", "descriptor_layout"]
 
@@ -466,11 +474,7 @@ def attend(
     if (q_len > 0) & (i_place >= 0) & (i_tile >= context // BLOCK_M):
         start = i_tile * BLOCK_M
         i_h = i_kv * GROUP + i_g
-        i_b = begin * 0
-        all_rows = rows
-        if KIND == PADDED:
-            i_b = begin // rows
-            all_rows = rows * num_sequences
+        i_b, first_token, all_rows = place_in_batch(begin, begin - context, rows, num_sequences, KIND)
         from_a, end_a, last_a = list_of_half(
             p_crow, i_h, start, context, length, s_crow, layout_rows, entries, possible, i_split, Q_BLOCK, K_BLOCK,
             SPLITS,
@@ -513,7 +517,7 @@ def attend(
         told = gl.allocate_shared_memory(gl.int32, [STAGES * PER_TILE, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         put(notes, START, start, 4)
         # Rows are fewer than 2^31, as the launch sees to.
-        put(notes, TOKEN, begin - i_b * rows - context, 4)
+        put(notes, TOKEN, first_token, 4)
         put(notes, BATCH, i_b, 4)
         put(notes, CONTEXT, context, 4)
         put(notes, LENGTH, length, 4)

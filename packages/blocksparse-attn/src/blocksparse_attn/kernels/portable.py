@@ -10,13 +10,14 @@ import triton.language as tl
 
 from blocksparse_attn.kernels.softmax import store, update
 from blocksparse_attn.kernels.tiles import (
-    PADDED,
+    head_of,
     keys_of_sequence,
     list_of,
     load_across,
     load_tile,
     locate,
     part_of,
+    place_in_batch,
     place_of,
     share,
     wide,
@@ -102,18 +103,9 @@ def attend_lists(
         position = tl.minimum(tl.maximum(position, context), length - 1)
         row = begin + (position - context)
         i_h = i_kv * GROUP + i_g
-        i_b = begin * 0
-        all_rows = rows.to(tl.int64)
-        if KIND == PADDED:
-            i_b = begin // rows
-            all_rows = all_rows * num_sequences
-        token = row - i_b * rows
-        o_d = tl.arange(0, BLOCK_D)
-        m_tile = m_row[:, None]
-        if D != BLOCK_D:
-            m_tile = m_tile & (o_d < D)[None, :]
+        i_b, token, all_rows = place_in_batch(begin, row, rows, num_sequences, KIND)
         off_q = i_b * s_q[0] + token * s_q[1] + i_h.to(tl.int64) * s_q[2]
-        b_q = tl.load(p_q + off_q[:, None] + (wide(o_d, WIDE) * s_q[3])[None, :], mask=m_tile, other=0.0)
+        b_q = load_tile(p_q, off_q, wide(tl.arange(0, BLOCK_D), WIDE) * s_q[3], m_row, D, BLOCK_D)
 
         first = tl.maximum(i_tile * BLOCK_M, context)
         # The keys that some row may see.
@@ -125,11 +117,8 @@ def attend_lists(
         p_list = p_col + i_h.to(tl.int64) * s_col
         from_entry, to_entry = list_of(p_crow, i_h, i_tile * BLOCK_M // Q_BLOCK, s_crow, layout_rows, entries, possible)
         from_tile, to_tile = share((to_entry - from_entry) * PER_BLOCK, i_split, SPLITS)
-        k_head = p_k + i_kv.to(tl.int64) * s_k[2]
-        v_head = p_v + i_kv.to(tl.int64) * s_v[2]
-        if KIND == PADDED:
-            k_head += i_b * s_k[0]
-            v_head += i_b * s_v[0]
+        k_head = head_of(p_k, i_b, i_kv, s_k, KIND)
+        v_head = head_of(p_v, i_b, i_kv, s_v, KIND)
         p_row = p_table + tl.maximum(i_n, 0).to(tl.int64) * s_table if PAGE else p_table
         acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
         m = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -217,18 +206,9 @@ def attend_packed(
         o_h = i_kv * GROUP + tl.minimum(o_g, GROUP - 1)
         position = context + o_t
         row = begin + o_t
-        i_b = begin * 0
-        all_rows = rows.to(tl.int64)
-        if KIND == PADDED:
-            i_b = begin // rows
-            all_rows = all_rows * num_sequences
-        token = row - i_b * rows
-        o_d = tl.arange(0, BLOCK_D)
-        m_tile = m_row[:, None]
-        if D != BLOCK_D:
-            m_tile = m_tile & (o_d < D)[None, :]
+        i_b, token, all_rows = place_in_batch(begin, row, rows, num_sequences, KIND)
         off_q = i_b * s_q[0] + token * s_q[1] + o_h.to(tl.int64) * s_q[2]
-        b_q = tl.load(p_q + off_q[:, None] + (wide(o_d, WIDE) * s_q[3])[None, :], mask=m_tile, other=0.0)
+        b_q = load_tile(p_q, off_q, wide(tl.arange(0, BLOCK_D), WIDE) * s_q[3], m_row, D, BLOCK_D)
 
         high = context + tl.minimum((i_tile + 1) * TOKENS, q_len)
         low = high * 0
@@ -240,11 +220,8 @@ def attend_packed(
         from_column, to_column = share((high - 1) // K_BLOCK + 1 - first_column, i_split, SPLITS)
         from_column += first_column
         to_column = tl.where(possible, to_column + first_column, from_column)
-        k_head = p_k + i_kv.to(tl.int64) * s_k[2]
-        v_head = p_v + i_kv.to(tl.int64) * s_v[2]
-        if KIND == PADDED:
-            k_head += i_b * s_k[0]
-            v_head += i_b * s_v[0]
+        k_head = head_of(p_k, i_b, i_kv, s_k, KIND)
+        v_head = head_of(p_v, i_b, i_kv, s_v, KIND)
         p_row = p_table + tl.maximum(i_n, 0).to(tl.int64) * s_table if PAGE else p_table
         acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
         m = tl.full([BLOCK_M], float("-inf"), tl.float32)

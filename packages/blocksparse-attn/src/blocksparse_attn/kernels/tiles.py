@@ -91,6 +91,26 @@ def locate(p_starts, p_ends, i_w, num_sequences, rows, TOKENS: tl.constexpr, SLA
 
 
 @triton.jit
+def place_in_batch(begin, row, rows, num_sequences, KIND: tl.constexpr):
+    """The sequence of a padded batch that rows are in, or 0, their tokens in it, and how many rows there are in all."""
+    i_b = begin * 0
+    all_rows = rows.to(tl.int64)
+    if KIND == PADDED:
+        i_b = begin // rows
+        all_rows = all_rows * num_sequences
+    return i_b, row - i_b * rows, all_rows
+
+
+@triton.jit
+def head_of(p, i_b, i_kv, s, KIND: tl.constexpr):
+    """The keys, or values, of a kv head, in a padded batch those of a sequence."""
+    p += i_kv.to(tl.int64) * s[2]
+    if KIND == PADDED:
+        p += i_b * s[0]
+    return p
+
+
+@triton.jit
 def keys_of_sequence(p_starts, p_ends, i_n, q_len, keys, KIND: tl.constexpr):
     """Where a sequence's keys begin, how many there are, and whether such a sequence can be.
 
@@ -159,7 +179,7 @@ def wide(o, WIDE: tl.constexpr):
 
 @triton.jit
 def load_tile(p, off, o_d, fits, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Keys or values [BLOCK_N, BLOCK_D], zeros where they do not fit."""
+    """Queries, keys or values [rows, BLOCK_D], zeros in rows that do not fit."""
     m_tile = fits[:, None]
     if D != BLOCK_D:
         m_tile = m_tile & (tl.arange(0, BLOCK_D) < D)[None, :]

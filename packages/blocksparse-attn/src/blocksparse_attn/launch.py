@@ -176,6 +176,13 @@ def _batched(strides: Strides) -> Strides:
     return strides if len(strides) == 4 else (0, *strides)
 
 
+def _lse_strides(lse: Tensor | None) -> Strides:
+    """Strides by (sequence, head, token), of what is not there and of what has one row of tokens by (0, ...)."""
+    if lse is None:
+        return 0, 0, 0
+    return lse.stride() if lse.ndim == 3 else (0, *lse.stride())
+
+
 def _form(tensor: Tensor | None) -> Tensor | None:
     """A tensor of the same form without memory: what is made ready must not keep the first call's tensors alive."""
     if tensor is None:
@@ -233,7 +240,7 @@ def _prepare(problem: Problem, plan: AttentionPlan, forms: list[Any], numbers: t
     keys, values = _Keys(k, paged, layout), _Keys(v, paged, layout)
     size, size_v = problem.head_size, problem.head_size_v
     s_q, s_out = _batched(q.stride()), _batched(out.stride())
-    s_lse = (0, 0, 0) if lse is None else lse.stride() if padded else (0, *lse.stride())
+    s_lse = _lse_strides(lse)
     places = num_places(problem, plan)
     head_tiles = problem.group
     if plan.packed:
@@ -295,7 +302,7 @@ def _in_parts(
     q, _, _, _, _, _, out, lse, device = forms
     heads, size_v = problem.num_heads, problem.head_size_v
     s_out = _batched(out.stride())
-    s_lse = (0, 0, 0) if lse is None else lse.stride() if problem.padded else (0, *lse.stride())
+    s_lse = _lse_strides(lse)
     rest = (
         problem.tokens, q.shape[-3], s_out, s_lse, heads, size_v, max(16, power_of_two_at_least(size_v)),
         _MERGED_TOKENS, plan.num_splits, problem.padded, (size_v - 1) * s_out[3] >= 2**31,

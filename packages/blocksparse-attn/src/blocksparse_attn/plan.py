@@ -166,7 +166,7 @@ def plan_attention(problem: Problem, limits: DeviceLimits, num_splits: int = 0) 
     if num_splits:
         # How keys are cut depends on the rows of a tile: with as many in every batch, a sequence keeps its bits.
         problem = replace(problem, tokens=_ANY, max_seqlen_q=_ANY)
-    if max(1, min(problem.max_seqlen_q, problem.tokens)) == 1 or _rows_of_a_kv_head(problem) <= _MOST_PACKED:
+    if _most_queries(problem) == 1 or _most_queries(problem) * problem.group <= _MOST_PACKED:
         plan = _packed(problem, limits)
     elif limits.hopper and problem.described and fits_hopper(problem):
         plan = AttentionPlan(128, 128 if _widest(problem) <= 128 else 64, 1, 4, 2, hopper=True)
@@ -175,8 +175,8 @@ def plan_attention(problem: Problem, limits: DeviceLimits, num_splits: int = 0) 
     return replace(plan, num_splits=num_splits or _splits(problem, plan, limits))
 
 
-def _rows_of_a_kv_head(problem: Problem) -> int:
-    return max(1, min(problem.max_seqlen_q, problem.tokens)) * problem.group
+def _most_queries(problem: Problem) -> int:
+    return max(1, min(problem.max_seqlen_q, problem.tokens))
 
 
 def _block_n(problem: Problem, most: int) -> int:
@@ -185,7 +185,7 @@ def _block_n(problem: Problem, most: int) -> int:
 
 def _packed(problem: Problem, limits: DeviceLimits) -> AttentionPlan:
     # A tile of one token needs no look at what each of its rows sees.
-    tokens = max(1, min(problem.max_seqlen_q, problem.tokens))
+    tokens = _most_queries(problem)
     if problem.bits == 32 or limits.shared_memory <= 64 * 1024:
         # Masks of wider tiles take more scalar registers than gfx942 has.
         most_m, block_n, stages = 16, 16, 1

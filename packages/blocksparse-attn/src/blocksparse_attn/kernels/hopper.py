@@ -178,13 +178,14 @@ def zero_rows(strips, first_strip, at, length, BLOCK_D: gl.constexpr, HALVES: gl
 
 @gluon.jit
 def bring(
-    d, boxes, strips, arrived, free, edge, told, p_list, p_row, walk, lists, source, BLOCK_D: gl.constexpr,
+    d, boxes, strips, arrived, free, told, p_list, p_row, walk, lists, source, BLOCK_D: gl.constexpr,
     K_BLOCK: gl.constexpr, PAGE: gl.constexpr, BOX: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     VALUES: gl.constexpr,
 ):  # fmt: skip
     """Bring the tiles of keys, or of values, each as soon as its place in shared memory is free; tell what they are.
 
-    The tile behind the last one is none.
+    The tile behind the last one is none. Values behind a sequence's end are zeroed here before they are handed on: such
+    a tile arrives at a barrier of this warp's own, that behind those of the stages.
     """
     HALVES: gl.constexpr = BLOCK_N // KEYS
     BYTES: gl.constexpr = BLOCK_N * BLOCK_D * 2
@@ -192,7 +193,7 @@ def bring(
     i_a, i_b, columns = walk
     i_n, i_kv, k_begin, length, keys, num_blocks = source
     i = i_a * 0
-    edges = i_a * 0
+    ends = i_a * 0
     there = i == 0
     while there:
         stage = i % STAGES
@@ -213,33 +214,29 @@ def bring(
             put(told, stage * PER_TILE + 4, there, 1)
             tl.debug_barrier()
         if there:
-            # Compared so that NOWHERE does not run over.
-            ends = VALUES & ((at > length - KEYS) | ((second > length - KEYS) & (second != NOWHERE)))
-            if ends:
-                mbarrier.expect(edge.index(0), BYTES)
-                fetch(d, boxes, edge.index(0), stage, at, 0, p_row, i_n, i_kv, k_begin, length, keys, num_blocks,
-                      BLOCK_D, PAGE, BOX, HALVES)  # fmt: skip
-                if HALVES == 2:
-                    fetch(d, boxes, edge.index(0), stage, second, 1, p_row, i_n, i_kv, k_begin, length, keys,
-                          num_blocks, BLOCK_D, PAGE, BOX, HALVES)  # fmt: skip
-                mbarrier.wait(edge.index(0), edges & 1)
-                edges += 1
-                if VALUES:
-                    if at > length - KEYS:
-                        zero_rows(strips, stage * STRIPS, at, length, BLOCK_D, HALVES)
-                    if HALVES == 2:
-                        if (second > length - KEYS) & (second != NOWHERE):
-                            zero_rows(strips, stage * STRIPS + KEYS // STRIP, second, length, BLOCK_D, HALVES)
-                fence_async_shared()
-                tl.debug_barrier()
-                mbarrier.arrive(arrived.index(stage))
-            else:
-                mbarrier.expect(arrived.index(stage), BYTES)
-                fetch(d, boxes, arrived.index(stage), stage, at, 0, p_row, i_n, i_kv, k_begin, length, keys,
+            landing = stage
+            if VALUES:
+                # Compared so that NOWHERE does not run over.
+                first_ends = at > length - KEYS
+                second_ends = (second > length - KEYS) & (second != NOWHERE)
+                landing = gl.where(first_ends | second_ends, STAGES, stage)
+            mbarrier.expect(arrived.index(landing), BYTES)
+            fetch(d, boxes, arrived.index(landing), stage, at, 0, p_row, i_n, i_kv, k_begin, length, keys, num_blocks,
+                  BLOCK_D, PAGE, BOX, HALVES)  # fmt: skip
+            if HALVES == 2:
+                fetch(d, boxes, arrived.index(landing), stage, second, 1, p_row, i_n, i_kv, k_begin, length, keys,
                       num_blocks, BLOCK_D, PAGE, BOX, HALVES)  # fmt: skip
-                if HALVES == 2:
-                    fetch(d, boxes, arrived.index(stage), stage, second, 1, p_row, i_n, i_kv, k_begin, length, keys,
-                          num_blocks, BLOCK_D, PAGE, BOX, HALVES)  # fmt: skip
+            if VALUES:
+                if landing == STAGES:
+                    mbarrier.wait(arrived.index(STAGES), ends & 1)
+                    ends += 1
+                    if first_ends:
+                        zero_rows(strips, stage * STRIPS, at, length, BLOCK_D, HALVES)
+                    if second_ends:
+                        zero_rows(strips, stage * STRIPS + KEYS // STRIP, second, length, BLOCK_D, HALVES)
+                    fence_async_shared()
+                    tl.debug_barrier()
+                    mbarrier.arrive(arrived.index(stage))
         else:
             if not VALUES:
                 mbarrier.arrive(arrived.index(stage))
@@ -502,16 +499,15 @@ def attend(
         if BLOCK_DV != BLOCK_D:
             out_smem = gl.allocate_shared_memory(dtype, [BLOCK_M // ROWS, ROWS, BLOCK_DV], tile_layout)
         k_arrived = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-        v_arrived = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        v_arrived = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
         k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-        edge = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
         for i in gl.static_range(STAGES):
             mbarrier.init(k_arrived.index(i), count=1)
             mbarrier.init(v_arrived.index(i), count=1)
             mbarrier.init(k_free.index(i), count=BLOCK_M // ROWS)
             mbarrier.init(v_free.index(i), count=BLOCK_M // ROWS)
-        mbarrier.init(edge.index(0), count=1)
+        mbarrier.init(v_arrived.index(STAGES), count=1)
         notes = gl.allocate_shared_memory(gl.int32, [NOTES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         scale_smem = gl.allocate_shared_memory(gl.float32, [1, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         told = gl.allocate_shared_memory(gl.int32, [STAGES * PER_TILE, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -551,11 +547,11 @@ def attend(
                 s_lse, D, BLOCK_D, DV, BLOCK_DV, BLOCK_N, STAGES, GROUP * HEADS_KV, SPLITS, SOFTCAP,
             )),
             (bring, (
-                d_k, k_boxes, v_strips, k_arrived, k_free, edge, told, p_list, p_row, walk, lists, source, BLOCK_D,
+                d_k, k_boxes, v_strips, k_arrived, k_free, told, p_list, p_row, walk, lists, source, BLOCK_D,
                 K_BLOCK, PAGE, BOX, BLOCK_N, STAGES, False,
             )),
             (bring, (
-                d_v, v_boxes, v_strips, v_arrived, v_free, edge, told, p_list, p_row, walk, lists, source, BLOCK_DV,
+                d_v, v_boxes, v_strips, v_arrived, v_free, told, p_list, p_row, walk, lists, source, BLOCK_DV,
                 K_BLOCK, PAGE, BOX, BLOCK_N, STAGES, True,
             )),
         ], [4, 1, 1], [240, 24, 24])  # fmt: skip

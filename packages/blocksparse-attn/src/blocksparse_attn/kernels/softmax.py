@@ -175,6 +175,8 @@ def merge(
     acc = tl.zeros([TOKENS, BLOCK_DV], tl.float32)
     m = tl.full([TOKENS], float("-inf"), tl.float32)
     total = tl.zeros([TOKENS], tl.float32)
+    # All parts agree on this.
+    possible = m_row
     for i_split in range(SPLITS):
         split = row * 0 + i_split
         b_part = tl.load(p_part + ((split * rows + row) * H + i_h)[:, None] * DV + o_d[None, :], mask=m_tile, other=0.0)

@@ -24,6 +24,7 @@ from blocksparse_attn.plan import (
     plan_attention,
     power_of_two_at_least,
     power_of_two_in,
+    query_stages,
     tokens_per_tile,
 )
 from kernel_reference.models import PHI3_SMALL
@@ -194,6 +195,19 @@ def test_pages_and_head_sizes_of_models_go_to_the_kernel_for_sm_90() -> None:
     for size in range(16, 257):
         assert fits_hopper(replace(PROMPT, head_size=size)) == (size % 8 == 0)
         assert fits_hopper(replace(PROMPT, head_size_v=size)) == (size % 8 == 0)
+
+
+def test_short_lists_are_walked_64_keys_at_a_time_on_sm_90() -> None:
+    for listed, block_n in ((5, 64), (15, 64), (16, 128), (200, 128)):
+        assert plan_attention(replace(PROMPT, entries=listed * PROMPT.rows), H200).block_n == block_n
+    assert plan_attention(replace(PROMPT, entries=8 * PROMPT.rows, k_block=128), H200).block_n == 128
+    assert plan_attention(replace(PROMPT, entries=5 * PROMPT.rows, head_size=256), H200).num_stages == 2
+
+
+def test_next_queries_come_early_on_sm_90_where_there_is_room_for_them() -> None:
+    for size, size_v, stages in ((64, 64, 2), (128, 128, 2), (128, 64, 2), (192, 128, 1), (256, 256, 1)):
+        problem = replace(PROMPT, head_size=size, head_size_v=size_v)
+        assert query_stages(problem, plan_attention(problem, H200)) == stages
 
 
 # Splits

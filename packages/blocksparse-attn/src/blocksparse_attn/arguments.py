@@ -260,14 +260,14 @@ def check_attend(
         page_size=page_size,
         padded=q.ndim == 4,
         bits=8 * q.element_size(),
-        described=_is_described(k, v, layout, softmax_scale, left),
+        described=_is_described(q, k, v, layout, softmax_scale, left),
     )
 
 
-def _is_described(k: Tensor, v: Tensor, layout: str, softmax_scale: float, left: int) -> bool:
+def _is_described(q: Tensor, k: Tensor, v: Tensor, layout: str, softmax_scale: float, left: int) -> bool:
     """``Problem.described``, as far as can be told without the alignment of memory, which a fake tensor has none of."""
     suits = layout != "x-packed" and k.shape[0] > 0 and softmax_scale >= 0 and left < 0
-    return suits and all(_in_boxes(tensor) for tensor in (k, v))
+    return suits and all(_in_boxes(tensor) for tensor in (q, k, v))
 
 
 def _in_boxes(tensor: Tensor) -> bool:

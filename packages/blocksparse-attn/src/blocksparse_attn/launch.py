@@ -23,10 +23,12 @@ from blocksparse_attn.plan import (
     Problem,
     cdiv,
     heads_per_tile,
+    hopper_size,
     num_places,
     plan_attention,
     power_of_two_at_least,
     power_of_two_in,
+    query_stages,
 )
 from kernel_reference.checks import fail
 
@@ -76,7 +78,7 @@ class Launch:
 
 
 class HopperLaunch(Launch):
-    """A launch whose first two tensors, keys and values, travel as descriptors for the tensor memory accelerator.
+    """A launch whose first tensors, queries, keys and values, travel as descriptors for the tensor memory accelerator.
 
     ``forms``: sizes, strides and box of each, in the order of a descriptor.
     """
@@ -218,12 +220,12 @@ def prepare_attend(
         if chosen is None:
             chosen = plan_attention(here, device_limits(device), num_splits)
         elif chosen.hopper and not here.described:
-            wanted = "without hopper where there is a window, softmax_scale is below 0, or keys or values are not"
-            fail("plan", f"{wanted} 16-byte aligned and of strides of whole 16 bytes", chosen)
+            wanted = "without hopper where there is a window, softmax_scale is below 0, or queries, keys or values are"
+            fail("plan", f"{wanted} not 16-byte aligned and of strides of whole 16 bytes", chosen)
         return _in_parts(_prepare(here, chosen, forms, numbers), here, chosen, forms)
 
     def run(*tensors: Tensor | None) -> None:
-        aligned = not any([tensor.data_ptr() & 15 for tensor in tensors[1:3] if tensor is not None])
+        aligned = not any([tensor.data_ptr() & 15 for tensor in tensors[:3] if tensor is not None])
         if aligned not in made:
             made[aligned] = make(aligned)
         made[aligned](*tensors)
@@ -258,15 +260,12 @@ def _prepare(problem: Problem, plan: AttentionPlan, forms: list[Any], numbers: t
 
         box = min(64, power_of_two_in(problem.page_size)) if paged else 64
         rest = (
-            *lengths, s_q, s_out, s_lse, kind, problem.group, problem.num_heads_kv, size, _hopper_size(size), size_v,
-            _hopper_size(size_v), problem.page_size, box, *last, plan.num_stages,
+            *lengths, s_out, s_lse, kind, problem.group, problem.num_heads_kv, hopper_size(size), size_v,
+            hopper_size(size_v), problem.page_size, box, *last, plan.num_stages, query_stages(problem, plan),
         )  # fmt: skip
-        attend = HopperLaunch(
-            hopper.attend, grid, rest, device, [keys.described(size, box), values.described(size_v, box)]
-        )
-
-        def start(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> None:
-            attend(k, v, q, *others)
+        queries = _Keys(q, False, layout)
+        described = [queries.described(size, 64), keys.described(size, box), values.described(size_v, box)]
+        start = HopperLaunch(hopper.attend, (min(grid[0], _cores(device)), 1, 1), rest, device, described)
 
     else:
         reach = max(keys.reach(size), values.reach(size_v), (size - 1) * s_q[3], (size_v - 1) * s_out[3])
@@ -289,8 +288,9 @@ def _prepare(problem: Problem, plan: AttentionPlan, forms: list[Any], numbers: t
     return run
 
 
-def _hopper_size(head_size: int) -> int:
-    return max(64, power_of_two_at_least(head_size))
+def _cores(device: torch.device) -> int:
+    """Programs that stay; where there is no GPU so few that each has several tiles, as it has there."""
+    return device_limits(device).cores if device.type == "cuda" else 3
 
 
 def _in_parts(

@@ -12,6 +12,8 @@ from dataclasses import astuple, dataclass, replace
 _MOST_SPLITS = 128
 # Rows of a kv head up to which its query heads share a tile: more tokens list more blocks that only some of them want.
 _MOST_PACKED = 64
+# Keys that a row lists on average, below which lists are short.
+_SHORT_LIST = 1024
 # Tokens that fill tiles of any plan.
 _ANY = 2**31 - 1
 
@@ -23,8 +25,8 @@ class Problem:
     ``tokens``: rows of q; of a padded batch, its sequences times their length. ``layouts``: heads of the layout, 1 or
     as many as query heads. ``rows``: of the layout. ``entries``: columns listed by a head, at most. ``page_size``: of a
     paged cache, 0 without one. ``capacity``: keys that a sequence may have. ``bits``: of an element. ``described``:
-    layout, strides and alignment are such that the kernel for sm_90 can address keys and values, and the call has no
-    window and no negative scale.
+    layout, strides and alignment are such that the kernel for sm_90 can address queries, keys and values, and the call
+    has no window and no negative scale.
     """
 
     num_heads: int
@@ -141,6 +143,20 @@ def _widest(problem: Problem) -> int:
     return max(problem.head_size, problem.head_size_v)
 
 
+def hopper_size(head_size: int) -> int:
+    """Columns of a head in the shared memory of the kernel for sm_90."""
+    return max(64, power_of_two_at_least(head_size))
+
+
+def query_stages(problem: Problem, plan: AttentionPlan) -> int:
+    """Tiles of queries that the kernel for sm_90 has room for: with two, the next ones come while it is at one."""
+    size, size_v = hopper_size(problem.head_size), hopper_size(problem.head_size_v)
+    columns = plan.num_stages * plan.block_n * (size + size_v) + plan.block_m * (size_v if size_v != size else 0)
+    held = (columns + 2 * plan.block_m * size) * problem.bits // 8
+    # Of 227 KiB, less what it takes for barriers and notes.
+    return 2 if held <= 225 * 1024 else 1
+
+
 def heads_per_tile(group: int, block_m: int) -> int:
     """Query heads of one kv head that stand together in a packed tile."""
     return min(group, block_m)
@@ -169,7 +185,10 @@ def plan_attention(problem: Problem, limits: DeviceLimits, num_splits: int = 0) 
     if _most_queries(problem) == 1 or _most_queries(problem) * problem.group <= _MOST_PACKED:
         plan = _packed(problem, limits)
     elif limits.hopper and problem.described and fits_hopper(problem):
-        plan = AttentionPlan(128, 128 if _widest(problem) <= 128 else 64, 1, 4, 2, hopper=True)
+        # Short lists fill tiles of 128 keys badly.
+        short = problem.entries * problem.k_block < _SHORT_LIST * problem.rows
+        wide = _widest(problem) > 128
+        plan = AttentionPlan(128, 64 if wide or short else 128, 1, 4, 4 if short and not wide else 2, hopper=True)
     else:
         plan = _lists(problem, limits)
     return replace(plan, num_splits=num_splits or _splits(problem, plan, limits))
@@ -190,11 +209,12 @@ def _packed(problem: Problem, limits: DeviceLimits) -> AttentionPlan:
         # Masks of wider tiles take more scalar registers than gfx942 has.
         most_m, block_n, stages = 16, 16, 1
     else:
-        # Wider tiles spill registers. Tiles in flight hide the memory's latency, as far as shared memory holds them.
+        # Wider tiles spill registers. Tiles in flight hide the memory's latency, as far as shared memory holds them; of
+        # pages the table is loaded some stages before the keys.
         large = limits.shared_memory > 200 * 1024
-        most_m, block_n, stages = 32, 64 if large else 32, 3 if large else 2
+        most_m, block_n, stages = (32, 64, 5 if problem.page_size else 3) if large else (32, 32, 2)
     block_m = min(most_m, max(16, power_of_two_at_least(tokens * problem.group)))
-    if block_m > 16 or _widest(problem) > 128:
+    if _widest(problem) > 128:
         block_n = min(block_n, 32)
     packed = min(tokens, block_m // heads_per_tile(problem.group, block_m))
     return AttentionPlan(block_m, _block_n(problem, block_n), 1, 4 if block_m == 16 else 8, stages, packed)
@@ -214,12 +234,14 @@ def _splits(problem: Problem, plan: AttentionPlan, limits: DeviceLimits) -> int:
     """Programs that share a tile's keys: as many as keep the device's cores evenly busy, and no more."""
     sequences = max(1, problem.sequences)
     each = cdiv(cdiv(problem.tokens, sequences), tokens_per_tile(plan))
-    heads = problem.num_heads
+    heads, cores = problem.num_heads, limits.cores
     if plan.packed:
+        # Two of these programs fit on a core, and each waits for memory most of its time.
+        cores *= 2
         heads = problem.num_heads_kv * cdiv(problem.group, heads_per_tile(problem.group, plan.block_m))
     # Tiles with something to do, were the lengths equal.
     tiles = max(1, sequences * each * heads)
-    if tiles >= 2 * limits.cores:
+    if tiles >= 2 * cores:
         return 1
     # Of a ragged batch the capacity is that of all sequences together.
     keys = problem.capacity if problem.padded or problem.page_size else problem.capacity // sequences
@@ -229,6 +251,6 @@ def _splits(problem: Problem, plan: AttentionPlan, limits: DeviceLimits) -> int:
 
     def cost(splits: int) -> int:
         """In steps: programs run in rounds, each begins and ends at the cost of two; merging costs three."""
-        return cdiv(tiles * splits, limits.cores) * (cdiv(steps, splits) + 2) + 3 * (splits > 1)
+        return cdiv(tiles * splits, cores) * (cdiv(steps, splits) + 2) + 3 * (splits > 1)
 
     return min(range(1, most + 1), key=cost)

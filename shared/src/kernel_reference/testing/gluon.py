@@ -287,6 +287,7 @@ class _Program:
     """What the threads of one program share."""
 
     number = 0
+    count = 1
     failed = threading.Event()
     errors: ClassVar[list[BaseException]] = []
     # Copies that have not arrived.
@@ -479,6 +480,11 @@ def _extreme(of_tensors: Callable[[Tensor, Tensor], Tensor], of_numbers: Callabl
     return extreme
 
 
+def _assume(condition: Any) -> None:
+    if not condition:
+        raise RuntimeError("what the kernel assumes is not so")
+
+
 def _constexpr(value: Any = None) -> Any:
     return value
 
@@ -492,6 +498,7 @@ _LANGUAGE: dict[str, Any] = {
     "static_range": lambda *bounds: range(*map(int, bounds)),
     "range": lambda *bounds, **_: range(*map(int, bounds)),
     "program_id": lambda axis: _Value(_Program.number),
+    "num_programs": lambda axis: _Value(_Program.count),
     "arange": lambda begin, end, layout=None: _Value(torch.arange(begin, end, dtype=torch.int32)),
     "zeros": lambda shape, dtype, layout=None: _filled(shape, 0, dtype),
     "full": _filled,
@@ -515,6 +522,7 @@ _LANGUAGE: dict[str, Any] = {
     "allocate_shared_memory": _allocate,
     "warp_specialize": _warp_specialize,
     "debug_barrier": _linger,
+    "assume": _assume,
     "NVMMASharedLayout": _NVMMASharedLayout,
     **dict.fromkeys(
         ("SwizzledSharedLayout", "NVMMADistributedLayout", "DotOperandLayout", "SliceLayout", "BlockedLayout"), _Layout
@@ -606,6 +614,7 @@ def launch(kernel: Callable[..., None], programs: int, *arguments: Any) -> None:
             given.append(_Value(argument))
         else:
             given.append(argument)
+    _Program.count = programs
     for number in range(programs):
         _Program.number = number
         _Program.failed.clear()

@@ -9,6 +9,10 @@ the same. While a tile's values are being multiplied, the scores of the next one
 
     scores = q k_i^T      in flight together with      acc += weights_(i-1) v_(i-1)
     softmax of scores     while the second product runs
+
+Programs stay, one on each multiprocessor, and take one pair of such rows after the other. A third warp looks the next
+pair up and fetches its queries, and the other two are ahead by as many tiles as there is room for, while the warpgroups
+still finish the pair before: short lists cost little more than their blocks.
 """
 
 import triton.language as tl
@@ -29,7 +33,6 @@ from blocksparse_attn.kernels.tiles import (
     keys_of_sequence,
     list_of,
     locate,
-    part_of,
     place_in_batch,
     share,
 )
@@ -46,19 +49,31 @@ STRIP: tl.constexpr = tl.constexpr(8)
 NOWHERE: tl.constexpr = tl.constexpr(2**31 - 128)
 # The least normal number of float32, or a little more.
 TINY: tl.constexpr = tl.constexpr(1.2e-38)
-# Where ``put`` keeps what, of a program ...
-START: tl.constexpr = tl.constexpr(0)
-TOKEN: tl.constexpr = tl.constexpr(1)
-BATCH: tl.constexpr = tl.constexpr(2)
-CONTEXT: tl.constexpr = tl.constexpr(3)
-LENGTH: tl.constexpr = tl.constexpr(4)
-POSSIBLE: tl.constexpr = tl.constexpr(5)
-HEAD: tl.constexpr = tl.constexpr(6)
-SPLIT: tl.constexpr = tl.constexpr(7)
-ROW: tl.constexpr = tl.constexpr(8)
-ALL_ROWS: tl.constexpr = tl.constexpr(9)
-NOTES: tl.constexpr = tl.constexpr(10)
-# ... and of a tile of keys: where its halves are, for the first warpgroup and for the second, and whether it is one.
+# Where ``put`` keeps what, of a pair of rows ...
+THERE: tl.constexpr = tl.constexpr(0)
+START: tl.constexpr = tl.constexpr(1)
+TOKEN: tl.constexpr = tl.constexpr(2)
+BATCH: tl.constexpr = tl.constexpr(3)
+CONTEXT: tl.constexpr = tl.constexpr(4)
+LENGTH: tl.constexpr = tl.constexpr(5)
+POSSIBLE: tl.constexpr = tl.constexpr(6)
+HEAD: tl.constexpr = tl.constexpr(7)
+SPLIT: tl.constexpr = tl.constexpr(8)
+ROW: tl.constexpr = tl.constexpr(9)
+ALL_ROWS: tl.constexpr = tl.constexpr(10)
+SEQUENCE: tl.constexpr = tl.constexpr(11)
+K_BEGIN: tl.constexpr = tl.constexpr(12)
+FROM_A: tl.constexpr = tl.constexpr(13)
+END_A: tl.constexpr = tl.constexpr(14)
+LAST_A: tl.constexpr = tl.constexpr(15)
+FROM_B: tl.constexpr = tl.constexpr(16)
+END_B: tl.constexpr = tl.constexpr(17)
+LAST_B: tl.constexpr = tl.constexpr(18)
+NOTES: tl.constexpr = tl.constexpr(19)
+# Pairs whose numbers are kept.
+PAIRS: tl.constexpr = tl.constexpr(2)
+# ... and of a tile of keys: where its halves are, counted from the first row of the first warpgroup, and from that of
+# the second, or NOWHERE for one that did not list it; and whether it is a tile.
 PER_TILE: tl.constexpr = tl.constexpr(5)
 
 
@@ -75,9 +90,9 @@ def put(notes, i, number, num_warps: gl.constexpr):
 
 
 @gluon.jit
-def get(notes, i):
+def get(notes, i, num_warps: gl.constexpr = 4):
     """A number that ``put`` kept."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
     return gl.max(notes.index(i).load(layout), 0)
 
 
@@ -177,24 +192,23 @@ def zero_rows(strips, first_strip, at, length, BLOCK_D: gl.constexpr, HALVES: gl
 
 
 @gluon.jit
-def bring(
-    d, boxes, strips, arrived, free, told, p_list, p_row, walk, lists, source, BLOCK_D: gl.constexpr,
+def bring_tiles(
+    d, boxes, strips, arrived, free, told, p_list, p_row, i, ends, start, walk, lists, source, BLOCK_D: gl.constexpr,
     K_BLOCK: gl.constexpr, PAGE: gl.constexpr, BOX: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     VALUES: gl.constexpr,
 ):  # fmt: skip
     """Bring the tiles of keys, or of values, each as soon as its place in shared memory is free; tell what they are.
 
-    The tile behind the last one is none. Values behind a sequence's end are zeroed here before they are handed on: such
-    a tile arrives at a barrier of this warp's own, that behind those of the stages.
+    Behind the last tile of keys one is told of that is none. Values behind a sequence's end are zeroed here before they
+    are handed on: such a tile arrives at a barrier of this warp's own, that behind those of the stages. Tile i is the
+    first; the number of the one behind the last, and of those that had an end, are returned.
     """
     HALVES: gl.constexpr = BLOCK_N // KEYS
     BYTES: gl.constexpr = BLOCK_N * BLOCK_D * 2
     STRIPS: gl.constexpr = BLOCK_N // STRIP * (BLOCK_D // COLUMNS)
     i_a, i_b, columns = walk
     i_n, i_kv, k_begin, length, keys, num_blocks = source
-    i = i_a * 0
-    ends = i_a * 0
-    there = i == 0
+    there = i >= 0
     while there:
         stage = i % STAGES
         at, for_a, for_b, i_a, i_b = next_keys(p_list, i_a, i_b, lists, columns, K_BLOCK)
@@ -207,10 +221,10 @@ def bring(
         # A place is free at first: waiting for the phase before the first one returns at once.
         mbarrier.wait(free.index(stage), (i // STAGES & 1) ^ 1)
         if not VALUES:
-            put(told, stage * PER_TILE, gl.where(for_a, at, NOWHERE), 1)
-            put(told, stage * PER_TILE + 1, gl.where(second_for_a, second, NOWHERE), 1)
-            put(told, stage * PER_TILE + 2, gl.where(for_b, at, NOWHERE), 1)
-            put(told, stage * PER_TILE + 3, gl.where(second_for_b, second, NOWHERE), 1)
+            put(told, stage * PER_TILE, gl.where(for_a, at - start, NOWHERE), 1)
+            put(told, stage * PER_TILE + 1, gl.where(second_for_a, second - start, NOWHERE), 1)
+            put(told, stage * PER_TILE + 2, gl.where(for_b, at - start - ROWS, NOWHERE), 1)
+            put(told, stage * PER_TILE + 3, gl.where(second_for_b, second - start - ROWS, NOWHERE), 1)
             put(told, stage * PER_TILE + 4, there, 1)
             tl.debug_barrier()
         if there:
@@ -237,10 +251,141 @@ def bring(
                     fence_async_shared()
                     tl.debug_barrier()
                     mbarrier.arrive(arrived.index(stage))
+            i += 1
         else:
             if not VALUES:
                 mbarrier.arrive(arrived.index(stage))
-        i += 1
+                i += 1
+    return i, ends
+
+
+@gluon.jit
+def bring(
+    d, p_crow, p_col, p_table, memory, barriers, keys, num_blocks, s_col, s_table, KIND: gl.constexpr,
+    GROUP: gl.constexpr, BLOCK_D: gl.constexpr, K_BLOCK: gl.constexpr, PAGE: gl.constexpr, BOX: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, VALUES: gl.constexpr,
+):  # fmt: skip
+    """The tiles of keys, or of values, of one pair of rows after the other."""
+    boxes, strips, notes, told = memory
+    noted, note_free, arrived, free = barriers
+    # Signs of strides would take registers.
+    gl.assume(s_col >= 0)
+    gl.assume(s_table >= 0)
+    n = gl.program_id(0) * 0
+    i = n
+    ends = n
+    mbarrier.wait(noted.index(0), 0)
+    there = get(notes, THERE, 1) != 0
+    while there:
+        i_note = n % PAIRS
+        note = i_note * NOTES
+        i_n = get(notes, note + SEQUENCE, 1)
+        i_b = get(notes, note + BATCH, 1)
+        i_h = get(notes, note + HEAD, 1)
+        start = get(notes, note + START, 1)
+        length = get(notes, note + LENGTH, 1)
+        k_begin = get(notes, note + K_BEGIN, 1)
+        from_a = get(notes, note + FROM_A, 1)
+        end_a = get(notes, note + END_A, 1)
+        last_a = get(notes, note + LAST_A, 1)
+        from_b = get(notes, note + FROM_B, 1)
+        end_b = get(notes, note + END_B, 1)
+        last_b = get(notes, note + LAST_B, 1)
+        tl.debug_barrier()
+        mbarrier.arrive(note_free.index(i_note))
+        # Where there are no pages it is not read.
+        p_row = p_crow
+        if KIND == PAGED:
+            p_row = p_table + i_n.to(gl.int64) * s_table
+        i, ends = bring_tiles(
+            d, boxes, strips, arrived, free, told, p_col + i_h.to(gl.int64) * s_col, p_row, i, ends, start,
+            (from_a, from_b, gl.maximum(last_a, last_b) // K_BLOCK + 1), (end_a, end_b, last_a, last_b),
+            (i_b, i_h // GROUP, k_begin, length, keys, num_blocks),
+            BLOCK_D, K_BLOCK, PAGE, BOX, BLOCK_N, STAGES, VALUES,
+        )  # fmt: skip
+        n += 1
+        mbarrier.wait(noted.index(n % PAIRS), n // PAIRS & 1)
+        there = get(notes, n % PAIRS * NOTES + THERE, 1) != 0
+
+
+@gluon.jit
+def scout(
+    d_q, p_crow, p_q_starts, p_q_ends, p_k_starts, p_k_ends, q_boxes, notes, barriers, rows, num_sequences, keys,
+    s_crow, layout_rows, entries, places, KIND: gl.constexpr, GROUP: gl.constexpr, HEADS_KV: gl.constexpr,
+    BLOCK_D: gl.constexpr, Q_BLOCK: gl.constexpr, K_BLOCK: gl.constexpr, BLOCK_M: gl.constexpr, SPLITS: gl.constexpr,
+    Q_STAGES: gl.constexpr,
+):  # fmt: skip
+    """Look one pair of rows after the other up, note its numbers, fetch its queries; behind the last, note the end."""
+    noted, note_free, q_arrived, q_free = barriers
+    HALVES: gl.constexpr = BLOCK_M // ROWS
+    gl.assume(s_crow >= 0)
+    work = gl.program_id(0)
+    turn = work * 0
+    n = work * 0
+    while work < places * (GROUP * HEADS_KV * SPLITS):
+        i_h = work % (GROUP * HEADS_KV)
+        i_split = work // (GROUP * HEADS_KV) % SPLITS
+        i_w = work // (GROUP * HEADS_KV * SPLITS)
+        i_n, i_place, begin, q_len = locate(p_q_starts, p_q_ends, i_w, num_sequences, rows, BLOCK_M, 2, KIND)
+        k_begin, length, possible = keys_of_sequence(p_k_starts, p_k_ends, i_n, q_len, keys, KIND)
+        context = length - q_len
+        i_tile = (length - 1) // BLOCK_M - i_place
+        if (q_len > 0) & (i_place >= 0) & (i_tile >= context // BLOCK_M):
+            start = i_tile * BLOCK_M
+            i_b, first_token, all_rows = place_in_batch(begin, begin - context, rows, num_sequences, KIND)
+            from_a, end_a, last_a = list_of_half(
+                p_crow, i_h, start, context, length, s_crow, layout_rows, entries, possible, i_split, Q_BLOCK, K_BLOCK,
+                SPLITS,
+            )  # fmt: skip
+            from_b, end_b, last_b = list_of_half(
+                p_crow, i_h, start + ROWS, context, length, s_crow, layout_rows, entries, possible, i_split, Q_BLOCK,
+                K_BLOCK, SPLITS,
+            )  # fmt: skip
+            # A place is free at first: waiting for the phase before the first one returns at once.
+            i_note = n % PAIRS
+            mbarrier.wait(note_free.index(i_note), (n // PAIRS & 1) ^ 1)
+            note = i_note * NOTES
+            put(notes, note + THERE, 1, 1)
+            put(notes, note + START, start, 1)
+            # Rows and keys are fewer than 2^31, as the launch sees to.
+            put(notes, note + TOKEN, first_token, 1)
+            put(notes, note + BATCH, i_b, 1)
+            put(notes, note + CONTEXT, context, 1)
+            put(notes, note + LENGTH, length, 1)
+            put(notes, note + POSSIBLE, possible, 1)
+            put(notes, note + HEAD, i_h, 1)
+            put(notes, note + SPLIT, i_split, 1)
+            put(notes, note + ROW, begin - context, 1)
+            put(notes, note + ALL_ROWS, all_rows, 1)
+            put(notes, note + SEQUENCE, gl.maximum(i_n, 0), 1)
+            put(notes, note + K_BEGIN, k_begin, 1)
+            put(notes, note + FROM_A, from_a, 1)
+            put(notes, note + END_A, end_a, 1)
+            put(notes, note + LAST_A, last_a, 1)
+            put(notes, note + FROM_B, from_b, 1)
+            put(notes, note + END_B, end_b, 1)
+            put(notes, note + LAST_B, last_b, 1)
+            tl.debug_barrier()
+            mbarrier.arrive(noted.index(i_note))
+            i_q = n % Q_STAGES
+            mbarrier.wait(q_free.index(i_q), (n // Q_STAGES & 1) ^ 1)
+            mbarrier.expect(q_arrived.index(i_q), BLOCK_M * BLOCK_D * 2)
+            for i_half in gl.static_range(HALVES):
+                row = (first_token + start).to(gl.int32) + i_half * ROWS
+                for i_c in gl.static_range(BLOCK_D // COLUMNS):
+                    # Rows of other sequences, or none, come along: each has scores of its own, that are not kept.
+                    tma.async_copy_global_to_shared(
+                        d_q, [i_b.to(gl.int32), i_h, row, i_c * COLUMNS], q_arrived.index(i_q),
+                        q_boxes.index((i_q * HALVES + i_half) * (BLOCK_D // COLUMNS) + i_c),
+                    )  # fmt: skip
+            n += 1
+        # Every second turn goes backwards, so that no program has the longer rows each time.
+        turn += 1
+        work = turn * 2 * gl.num_programs(0) - 1 - work
+    mbarrier.wait(note_free.index(n % PAIRS), (n // PAIRS & 1) ^ 1)
+    put(notes, n % PAIRS * NOTES + THERE, 0, 1)
+    tl.debug_barrier()
+    mbarrier.arrive(noted.index(n % PAIRS))
 
 
 # What is made of it
@@ -248,10 +393,13 @@ def bring(
 
 @gluon.jit
 def weigh(
-    scores, m, total, at, second, start, factor, softcap, L_S: gl.constexpr, BLOCK_N: gl.constexpr,
+    scores, m, total, at, second, factor, softcap, L_S: gl.constexpr, BLOCK_N: gl.constexpr,
     SOFTCAP: gl.constexpr, MASKED: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
-    """Weights relative to the largest score so far, that score, the sum so far, and what the past decays by."""
+    """Weights relative to the largest score so far, that score, the sum so far, and what the past decays by.
+
+    Keys are counted from the first row: a row sees those up to its own number.
+    """
     if SOFTCAP:
         scores = cap(scores * factor, softcap, False) * LOG2_E
     if MASKED:
@@ -259,8 +407,8 @@ def weigh(
         o_key = at + o_n
         if BLOCK_N > KEYS:
             o_key = gl.where(o_n < KEYS, o_key, second + (o_n - KEYS))
-        position = start + gl.arange(0, ROWS, gl.SliceLayout(1, L_S))
-        scores = gl.where(o_key[None, :] <= position[:, None], scores, float("-inf"))
+        o_row = gl.arange(0, ROWS, gl.SliceLayout(1, L_S))
+        scores = gl.where(o_key[None, :] <= o_row[:, None], scores, float("-inf"))
     most = gl.max(scores, 1)
     if SOFTCAP:
         new_m = gl.maximum(m, most)
@@ -275,7 +423,7 @@ def weigh(
 
 @gluon.jit
 def weigh_tile(
-    scores, m, total, at, second, start, factor, softcap, L_S: gl.constexpr, BLOCK_N: gl.constexpr,
+    scores, m, total, at, second, factor, softcap, L_S: gl.constexpr, BLOCK_N: gl.constexpr,
     SOFTCAP: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
     """``weigh``, with masks only where some row does not see the whole tile.
@@ -286,13 +434,13 @@ def weigh_tile(
     last = at
     if BLOCK_N > KEYS:
         last = gl.maximum(at, second)
-    if last < start:
+    if last < 0:
         weights, new_m, new_total, decay = weigh(
-            scores, m, total, at, second, start, factor, softcap, L_S, BLOCK_N, SOFTCAP, False, dtype
+            scores, m, total, at, second, factor, softcap, L_S, BLOCK_N, SOFTCAP, False, dtype
         )
     else:
         weights, new_m, new_total, decay = weigh(
-            scores, m, total, at, second, start, factor, softcap, L_S, BLOCK_N, SOFTCAP, True, dtype
+            scores, m, total, at, second, factor, softcap, L_S, BLOCK_N, SOFTCAP, True, dtype
         )
     return weights, new_m, new_total, decay
 
@@ -309,123 +457,154 @@ def tile_told(told, stage, i_half, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def consume(
-    p_q, p_sinks, p_out, p_lse, p_part, p_part_lse, memory, barriers, i_half, softcap, s_q, s_out, s_lse,
-    D: gl.constexpr, BLOCK_D: gl.constexpr, DV: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, H: gl.constexpr, SPLITS: gl.constexpr, SOFTCAP: gl.constexpr,
+    p_sinks, p_out, p_lse, p_part, p_part_lse, memory, barriers, i_half, softcap, s_out, s_lse,
+    BLOCK_D: gl.constexpr, DV: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    Q_STAGES: gl.constexpr, H: gl.constexpr, SPLITS: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
-    """64 rows of a tile: their outputs, or their part of them."""
-    k_tiles, v_tiles, q_smem, out_smem, notes, scale_smem, told = memory
-    k_arrived, v_arrived, k_free, v_free = barriers
-    dtype: gl.constexpr = q_smem.dtype
+    """64 rows after the other: their outputs, or their part of them."""
+    k_tiles, v_tiles, q_tiles, out_tiles, notes, scale_smem, told = memory
+    k_arrived, v_arrived, k_free, v_free, q_arrived, q_free, noted, note_free = barriers
+    dtype: gl.constexpr = q_tiles.dtype
     L_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     L_O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
     L_P: gl.constexpr = gl.DotOperandLayout(0, L_O, 2)
     L_ROW: gl.constexpr = gl.SliceLayout(1, L_S)
     L_IO: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
 
-    factor = get(scale_smem, 0)
-    if not SOFTCAP:
-        # Scores that are left out are -inf, of which a factor of 0 would make NaN.
-        factor = factor * LOG2_E
-        factor = gl.where(factor < TINY, TINY, factor)
-
-    start = get(notes, START) + i_half * ROWS
-    q_tile = q_smem.index(i_half)
-    position = start + gl.arange(0, ROWS, gl.SliceLayout(1, L_IO))
-    o_d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, L_IO))
-    m_row = (position >= get(notes, CONTEXT)) & (position < get(notes, LENGTH))
-    i_b = get(notes, BATCH)
-    p_tile = pointers(p_q, i_b, get(notes, TOKEN) + position, get(notes, HEAD), o_d, s_q)
-    q_tile.store(gl.load(p_tile, mask=m_row[:, None] & (o_d < D)[None, :], other=0.0))
-    fence_async_shared()
-    tl.debug_barrier()
-
-    m = gl.full([ROWS], float("-inf"), gl.float32, L_ROW)
-    total = gl.zeros([ROWS], gl.float32, L_ROW)
-    acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, L_O)
-    b_zero = gl.zeros([ROWS, BLOCK_N], gl.float32, L_S)
-    mbarrier.wait(k_arrived.index(0), 0)
-    at, second, there = tile_told(told, 0, i_half, BLOCK_N)
-    if there:
-        scores = warpgroup_mma(q_tile, k_tiles.index(0).permute((1, 0)), b_zero, use_acc=False, is_async=True)
-        b_scores = warpgroup_mma_wait(0, deps=[scores])
-        mbarrier.arrive(k_free.index(0))
-        weights, m, total, decay = weigh_tile(
-            b_scores, m, total, at, second, start, factor, softcap, L_S, BLOCK_N, SOFTCAP, dtype
-        )
-        b_p = gl.convert_layout(weights, L_P)
-        i = i_half * 0 + 1
+    # Pairs of rows, and tiles of keys: one more for each pair, which is none.
+    n = i_half * 0
+    i = i_half * 0
+    mbarrier.wait(noted.index(0), 0)
+    there_are_rows = get(notes, THERE) != 0
+    while there_are_rows:
+        i_q = n % Q_STAGES
+        note = n % PAIRS * NOTES
+        q_tile = q_tiles.index(i_q * 2 + i_half)
+        factor = get(scale_smem, 0)
+        if not SOFTCAP:
+            # Scores that are left out are -inf, of which a factor of 0 would make NaN.
+            factor = factor * LOG2_E
+            factor = gl.where(factor < TINY, TINY, factor)
+        m = gl.full([ROWS], float("-inf"), gl.float32, L_ROW)
+        total = gl.zeros([ROWS], gl.float32, L_ROW)
+        acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, L_O)
+        b_zero = gl.zeros([ROWS, BLOCK_N], gl.float32, L_S)
+        mbarrier.wait(q_arrived.index(i_q), n // Q_STAGES & 1)
         mbarrier.wait(k_arrived.index(i % STAGES), i // STAGES & 1)
         at, second, there = tile_told(told, i % STAGES, i_half, BLOCK_N)
-        while there:
+        if there:
             stage = i % STAGES
             scores = warpgroup_mma(q_tile, k_tiles.index(stage).permute((1, 0)), b_zero, use_acc=False, is_async=True)
-            before = (i - 1) % STAGES
-            mbarrier.wait(v_arrived.index(before), (i - 1) // STAGES & 1)
-            product = warpgroup_mma(b_p, v_tiles.index(before), acc, is_async=True)
-            b_scores = warpgroup_mma_wait(1, deps=[scores])
+            b_scores = warpgroup_mma_wait(0, deps=[scores])
             mbarrier.arrive(k_free.index(stage))
             weights, m, total, decay = weigh_tile(
-                b_scores, m, total, at, second, start, factor, softcap, L_S, BLOCK_N, SOFTCAP, dtype
+                b_scores, m, total, at, second, factor, softcap, L_S, BLOCK_N, SOFTCAP, dtype
             )
-            acc = warpgroup_mma_wait(0, deps=[product])
-            mbarrier.arrive(v_free.index(before))
             b_p = gl.convert_layout(weights, L_P)
-            acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, L_O))[:, None]
             i += 1
             mbarrier.wait(k_arrived.index(i % STAGES), i // STAGES & 1)
             at, second, there = tile_told(told, i % STAGES, i_half, BLOCK_N)
-        before = (i - 1) % STAGES
-        mbarrier.wait(v_arrived.index(before), (i - 1) // STAGES & 1)
-        product = warpgroup_mma(b_p, v_tiles.index(before), acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=[product])
-
-    start = get(notes, START) + i_half * ROWS
-    context = get(notes, CONTEXT)
-    length = get(notes, LENGTH)
-    token = get(notes, TOKEN)
-    i_b = get(notes, BATCH)
-    i_h = get(notes, HEAD)
-    possible = get(notes, POSSIBLE) != 0
-    position = start + gl.arange(0, ROWS, L_ROW)
-    m_row = (position >= context) & (position < length)
-    scale = get(scale_smem, 0)
-    log_sum = natural_logarithm(m, total, 1.0 if SOFTCAP else scale)
-    if SPLITS == 1:
-        if p_sinks is not None:
-            m = m * LN_2
-            b_sink = gl.load(p_sinks + i_h).to(gl.float32)
-            b_sink = gl.where(possible, b_sink, float("-inf"))
-            new_m = gl.maximum(m, b_sink)
-            decay = gl.exp(m - finite(new_m))
-            total = total * decay + gl.exp(b_sink - finite(new_m))
-            acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, L_O))[:, None]
-            log_sum = logarithm(new_m, total)
-        if p_lse is not None:
-            off = i_b.to(gl.int64) * s_lse[0] + i_h.to(gl.int64) * s_lse[1] + (token + position).to(gl.int64) * s_lse[2]
-            gl.store(p_lse + off, log_sum, mask=m_row)
-    else:
-        place = (get(notes, SPLIT).to(gl.int64) * H + i_h) * get(notes, ALL_ROWS) + get(notes, ROW) + position
-        gl.store(p_part_lse + place, gl.where(possible, log_sum, float("inf")), mask=m_row)
-    acc = acc * gl.convert_layout(1.0 / gl.where(total == 0, 1.0, total), gl.SliceLayout(1, L_O))[:, None]
-
-    if SPLITS == 1:
-        # By way of shared memory, so that each row is stored in whole lines.
-        out_tile = out_smem.index(i_half)
+            while there:
+                stage = i % STAGES
+                scores = warpgroup_mma(
+                    q_tile, k_tiles.index(stage).permute((1, 0)), b_zero, use_acc=False, is_async=True
+                )
+                before = (i - 1 - n) % STAGES
+                mbarrier.wait(v_arrived.index(before), (i - 1 - n) // STAGES & 1)
+                product = warpgroup_mma(b_p, v_tiles.index(before), acc, is_async=True)
+                b_scores = warpgroup_mma_wait(1, deps=[scores])
+                mbarrier.arrive(k_free.index(stage))
+                weights, m, total, decay = weigh_tile(
+                    b_scores, m, total, at, second, factor, softcap, L_S, BLOCK_N, SOFTCAP, dtype
+                )
+                acc = warpgroup_mma_wait(0, deps=[product])
+                mbarrier.arrive(v_free.index(before))
+                b_p = gl.convert_layout(weights, L_P)
+                acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, L_O))[:, None]
+                i += 1
+                mbarrier.wait(k_arrived.index(i % STAGES), i // STAGES & 1)
+                at, second, there = tile_told(told, i % STAGES, i_half, BLOCK_N)
+            before = (i - 1 - n) % STAGES
+            mbarrier.wait(v_arrived.index(before), (i - 1 - n) // STAGES & 1)
+            product = warpgroup_mma(b_p, v_tiles.index(before), acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[product])
+            mbarrier.arrive(v_free.index(before))
+        # All warps have read what they were told, before that is overwritten.
         tl.debug_barrier()
-        out_tile.store(acc.to(dtype))
+        mbarrier.arrive(k_free.index(i % STAGES))
+        i += 1
+
+        start = get(notes, note + START) + i_half * ROWS
+        context = get(notes, note + CONTEXT)
+        length = get(notes, note + LENGTH)
+        token = get(notes, note + TOKEN)
+        i_b = get(notes, note + BATCH)
+        i_h = get(notes, note + HEAD)
+        possible = get(notes, note + POSSIBLE) != 0
+        position = start + gl.arange(0, ROWS, L_ROW)
+        m_row = (position >= context) & (position < length)
+        scale = get(scale_smem, 0)
+        log_sum = natural_logarithm(m, total, 1.0 if SOFTCAP else scale)
+        if SPLITS == 1:
+            if p_sinks is not None:
+                m = m * LN_2
+                b_sink = gl.load(p_sinks + i_h).to(gl.float32)
+                b_sink = gl.where(possible, b_sink, float("-inf"))
+                new_m = gl.maximum(m, b_sink)
+                decay = gl.exp(m - finite(new_m))
+                total = total * decay + gl.exp(b_sink - finite(new_m))
+                acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, L_O))[:, None]
+                log_sum = logarithm(new_m, total)
+            if p_lse is not None:
+                # Their signs would take registers through the walk.
+                for i_s in gl.static_range(3):
+                    gl.assume(s_lse[i_s] >= 0)
+                off = (
+                    i_b.to(gl.int64) * s_lse[0]
+                    + i_h.to(gl.int64) * s_lse[1]
+                    + (token + position).to(gl.int64) * s_lse[2]
+                )
+                gl.store(p_lse + off, log_sum, mask=m_row)
+        else:
+            place = (
+                (get(notes, note + SPLIT).to(gl.int64) * H + i_h) * get(notes, note + ALL_ROWS)
+                + get(notes, note + ROW)
+                + position
+            )
+            gl.store(p_part_lse + place, gl.where(possible, log_sum, float("inf")), mask=m_row)
+        acc = acc * gl.convert_layout(1.0 / gl.where(total == 0, 1.0, total), gl.SliceLayout(1, L_O))[:, None]
+
+        if SPLITS == 1:
+            # By way of shared memory, so that each row is stored in whole lines: that of queries as wide, if they are.
+            out_tile = q_tile
+            if BLOCK_DV != BLOCK_D:
+                out_tile = out_tiles.index(i_half)
+            tl.debug_barrier()
+            out_tile.store(acc.to(dtype))
+            tl.debug_barrier()
+            position = start + gl.arange(0, ROWS, gl.SliceLayout(1, L_IO))
+            o_d = gl.arange(0, BLOCK_DV, gl.SliceLayout(0, L_IO))
+            m_row = (position >= context) & (position < length)
+            p_tile = pointers(p_out, i_b, token + position, i_h, o_d, s_out)
+            gl.store(p_tile, out_tile.load(L_IO), mask=m_row[:, None] & (o_d < DV)[None, :])
+        else:
+            position = start + gl.arange(0, ROWS, gl.SliceLayout(1, L_O))
+            o_d = gl.arange(0, BLOCK_DV, gl.SliceLayout(0, L_O))
+            m_row = (position >= context) & (position < length)
+            row = (
+                get(notes, note + SPLIT).to(gl.int64) * get(notes, note + ALL_ROWS) + get(notes, note + ROW) + position
+            )
+            gl.store(
+                p_part + (row * H + i_h)[:, None] * DV + o_d[None, :], acc, mask=m_row[:, None] & (o_d < DV)[None, :]
+            )
+        # Queries are brought by another way than results were written: the fence keeps them in order.
+        fence_async_shared()
         tl.debug_barrier()
-        position = start + gl.arange(0, ROWS, gl.SliceLayout(1, L_IO))
-        o_d = gl.arange(0, BLOCK_DV, gl.SliceLayout(0, L_IO))
-        m_row = (position >= context) & (position < length)
-        p_tile = pointers(p_out, i_b, token + position, i_h, o_d, s_out)
-        gl.store(p_tile, out_tile.load(L_IO), mask=m_row[:, None] & (o_d < DV)[None, :])
-    else:
-        position = start + gl.arange(0, ROWS, gl.SliceLayout(1, L_O))
-        o_d = gl.arange(0, BLOCK_DV, gl.SliceLayout(0, L_O))
-        m_row = (position >= context) & (position < length)
-        row = get(notes, SPLIT).to(gl.int64) * get(notes, ALL_ROWS) + get(notes, ROW) + position
-        gl.store(p_part + (row * H + i_h)[:, None] * DV + o_d[None, :], acc, mask=m_row[:, None] & (o_d < DV)[None, :])
+        mbarrier.arrive(q_free.index(i_q))
+        mbarrier.arrive(note_free.index(n % PAIRS))
+        n += 1
+        mbarrier.wait(noted.index(n % PAIRS), n // PAIRS & 1)
+        there_are_rows = get(notes, n % PAIRS * NOTES + THERE) != 0
 
 
 @gluon.jit
@@ -450,108 +629,91 @@ def list_of_half(
     ]
 )  # fmt: skip
 def attend(
-    d_k, d_v,
-    p_q, p_crow, p_col, p_table, p_q_starts, p_q_ends, p_k_starts, p_k_ends, p_sinks, p_out, p_lse, p_part, p_part_lse,
+    d_q, d_k, d_v,
+    p_crow, p_col, p_table, p_q_starts, p_q_ends, p_k_starts, p_k_ends, p_sinks, p_out, p_lse, p_part, p_part_lse,
     rows, num_sequences, keys, num_blocks, s_table, s_crow, s_col, layout_rows, entries, places, scale, softcap, left,
-    s_q, s_out, s_lse,
-    KIND: gl.constexpr, GROUP: gl.constexpr, HEADS_KV: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr,
-    DV: gl.constexpr, BLOCK_DV: gl.constexpr, PAGE: gl.constexpr, BOX: gl.constexpr, Q_BLOCK: gl.constexpr,
-    K_BLOCK: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SPLITS: gl.constexpr, SOFTCAP: gl.constexpr,
-    STAGES: gl.constexpr,
+    s_out, s_lse,
+    KIND: gl.constexpr, GROUP: gl.constexpr, HEADS_KV: gl.constexpr, BLOCK_D: gl.constexpr, DV: gl.constexpr,
+    BLOCK_DV: gl.constexpr, PAGE: gl.constexpr, BOX: gl.constexpr, Q_BLOCK: gl.constexpr, K_BLOCK: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SPLITS: gl.constexpr, SOFTCAP: gl.constexpr, STAGES: gl.constexpr,
+    Q_STAGES: gl.constexpr,
 ):  # fmt: skip
-    """``portable.attend_lists`` without a window, with keys and values as descriptors of [pages or sequences, kv heads,
-    places, D or DV], in boxes of BOX places and 64 columns. Tiles of BLOCK_N keys are one or two times 64 of a list.
-    """
-    pid = gl.program_id(0)
-    i_g, i_split, i_w, i_kv = part_of(pid, places, GROUP, SPLITS)
-    i_n, i_place, begin, q_len = locate(p_q_starts, p_q_ends, i_w, num_sequences, rows, BLOCK_M, 2, KIND)
-    k_begin, length, possible = keys_of_sequence(p_k_starts, p_k_ends, i_n, q_len, keys, KIND)
-    context = length - q_len
-    i_tile = (length - 1) // BLOCK_M - i_place
-    if (q_len > 0) & (i_place >= 0) & (i_tile >= context // BLOCK_M):
-        start = i_tile * BLOCK_M
-        i_h = i_kv * GROUP + i_g
-        i_b, first_token, all_rows = place_in_batch(begin, begin - context, rows, num_sequences, KIND)
-        from_a, end_a, last_a = list_of_half(
-            p_crow, i_h, start, context, length, s_crow, layout_rows, entries, possible, i_split, Q_BLOCK, K_BLOCK,
-            SPLITS,
-        )  # fmt: skip
-        from_b, end_b, last_b = list_of_half(
-            p_crow, i_h, start + ROWS, context, length, s_crow, layout_rows, entries, possible, i_split, Q_BLOCK,
-            K_BLOCK, SPLITS,
-        )  # fmt: skip
-        columns = gl.maximum(last_a, last_b) // K_BLOCK + 1
+    """``portable.attend_lists`` without a window, by any number of programs. Tiles of BLOCK_N keys are one or two times
+    64 of a list.
 
-        dtype: gl.constexpr = p_q.dtype.element_ty
-        box_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=4)
-        tile_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-        k_count: gl.constexpr = STAGES * (BLOCK_D // COLUMNS) * (BLOCK_N // BOX)
-        v_count: gl.constexpr = STAGES * (BLOCK_DV // COLUMNS) * (BLOCK_N // BOX)
-        k_boxes = gl.allocate_shared_memory(dtype, [k_count, 1, 1, BOX, COLUMNS], box_layout)
-        v_boxes = gl.allocate_shared_memory(dtype, [v_count, 1, 1, BOX, COLUMNS], box_layout)
-        # The same bytes as the products take them: 64 columns of all rows, then the next 64.
-        k_tiles = k_boxes._reinterpret(dtype, [STAGES, BLOCK_N, BLOCK_D], tile_layout)
-        v_tiles = v_boxes._reinterpret(dtype, [STAGES, BLOCK_N, BLOCK_DV], tile_layout)
-        strips: gl.constexpr = STAGES * (BLOCK_DV // COLUMNS) * (BLOCK_N // STRIP)
-        v_strips = v_boxes._reinterpret(dtype, [strips, STRIP, COLUMNS], tile_layout)
-        q_smem = gl.allocate_shared_memory(dtype, [BLOCK_M // ROWS, ROWS, BLOCK_D], tile_layout)
-        out_smem = q_smem
-        if BLOCK_DV != BLOCK_D:
-            out_smem = gl.allocate_shared_memory(dtype, [BLOCK_M // ROWS, ROWS, BLOCK_DV], tile_layout)
-        k_arrived = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-        v_arrived = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
-        k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-        v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-        for i in gl.static_range(STAGES):
-            mbarrier.init(k_arrived.index(i), count=1)
-            mbarrier.init(v_arrived.index(i), count=1)
-            mbarrier.init(k_free.index(i), count=BLOCK_M // ROWS)
-            mbarrier.init(v_free.index(i), count=BLOCK_M // ROWS)
-        mbarrier.init(v_arrived.index(STAGES), count=1)
-        notes = gl.allocate_shared_memory(gl.int32, [NOTES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        scale_smem = gl.allocate_shared_memory(gl.float32, [1, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        told = gl.allocate_shared_memory(gl.int32, [STAGES * PER_TILE, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        put(notes, START, start, 4)
-        # Rows are fewer than 2^31, as the launch sees to.
-        put(notes, TOKEN, first_token, 4)
-        put(notes, BATCH, i_b, 4)
-        put(notes, CONTEXT, context, 4)
-        put(notes, LENGTH, length, 4)
-        put(notes, POSSIBLE, possible, 4)
-        put(notes, HEAD, i_h, 4)
-        put(notes, SPLIT, i_split, 4)
-        put(notes, ROW, begin - context, 4)
-        put(notes, ALL_ROWS, all_rows, 4)
-        put(scale_smem, 0, scale, 4)
-        fence_async_shared()
-        memory = (k_tiles, v_tiles, q_smem, out_smem, notes, scale_smem, told)
-        barriers = (k_arrived, v_arrived, k_free, v_free)
-        i_half = i_w * 0
-        # Where there are no pages it is not read, but None cannot be handed on.
-        p_row = p_crow
-        outer = i_b.to(gl.int32)
-        if KIND == PAGED:
-            p_row = p_table + gl.maximum(i_n, 0).to(gl.int64) * s_table
-        p_list = p_col + i_h.to(gl.int64) * s_col
-        walk = (from_a, from_b, columns)
-        lists = (end_a, end_b, last_a, last_b)
-        source = (outer, i_kv, k_begin.to(gl.int32), length, keys, num_blocks)
-        # Registers a thread: a multiprocessor has 65536, and a warp that only starts copies needs few.
-        gl.warp_specialize([
-            (consume, (
-                p_q, p_sinks, p_out, p_lse, p_part, p_part_lse, memory, barriers, i_half, softcap, s_q, s_out, s_lse,
-                D, BLOCK_D, DV, BLOCK_DV, BLOCK_N, STAGES, GROUP * HEADS_KV, SPLITS, SOFTCAP,
-            )),
-            (consume, (
-                p_q, p_sinks, p_out, p_lse, p_part, p_part_lse, memory, barriers, i_half + 1, softcap, s_q, s_out,
-                s_lse, D, BLOCK_D, DV, BLOCK_DV, BLOCK_N, STAGES, GROUP * HEADS_KV, SPLITS, SOFTCAP,
-            )),
-            (bring, (
-                d_k, k_boxes, v_strips, k_arrived, k_free, told, p_list, p_row, walk, lists, source, BLOCK_D,
-                K_BLOCK, PAGE, BOX, BLOCK_N, STAGES, False,
-            )),
-            (bring, (
-                d_v, v_boxes, v_strips, v_arrived, v_free, told, p_list, p_row, walk, lists, source, BLOCK_DV,
-                K_BLOCK, PAGE, BOX, BLOCK_N, STAGES, True,
-            )),
-        ], [4, 1, 1], [240, 24, 24])  # fmt: skip
+    Queries, keys and values are descriptors of [sequences, or 1, or pages, heads, places, D or DV], in boxes of 64
+    columns and 64 places, or, of pages, BOX places.
+    """
+    dtype: gl.constexpr = d_k.dtype
+    box_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=4)
+    tile_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    halves: gl.constexpr = BLOCK_M // ROWS
+    q_count: gl.constexpr = Q_STAGES * halves * (BLOCK_D // COLUMNS)
+    k_count: gl.constexpr = STAGES * (BLOCK_D // COLUMNS) * (BLOCK_N // BOX)
+    v_count: gl.constexpr = STAGES * (BLOCK_DV // COLUMNS) * (BLOCK_N // BOX)
+    q_boxes = gl.allocate_shared_memory(dtype, [q_count, 1, 1, ROWS, COLUMNS], box_layout)
+    k_boxes = gl.allocate_shared_memory(dtype, [k_count, 1, 1, BOX, COLUMNS], box_layout)
+    v_boxes = gl.allocate_shared_memory(dtype, [v_count, 1, 1, BOX, COLUMNS], box_layout)
+    # The same bytes as the products take them: 64 columns of all rows, then the next 64.
+    q_tiles = q_boxes._reinterpret(dtype, [Q_STAGES * halves, ROWS, BLOCK_D], tile_layout)
+    k_tiles = k_boxes._reinterpret(dtype, [STAGES, BLOCK_N, BLOCK_D], tile_layout)
+    v_tiles = v_boxes._reinterpret(dtype, [STAGES, BLOCK_N, BLOCK_DV], tile_layout)
+    strips: gl.constexpr = STAGES * (BLOCK_DV // COLUMNS) * (BLOCK_N // STRIP)
+    v_strips = v_boxes._reinterpret(dtype, [strips, STRIP, COLUMNS], tile_layout)
+    out_tiles = q_tiles
+    if BLOCK_DV != BLOCK_D:
+        out_tiles = gl.allocate_shared_memory(dtype, [halves, ROWS, BLOCK_DV], tile_layout)
+    k_arrived = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_arrived = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
+    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    q_arrived = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], mbarrier.MBarrierLayout())
+    q_free = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_arrived.index(i), count=1)
+        mbarrier.init(v_arrived.index(i), count=1)
+        mbarrier.init(k_free.index(i), count=halves)
+        mbarrier.init(v_free.index(i), count=halves)
+    mbarrier.init(v_arrived.index(STAGES), count=1)
+    for i in gl.static_range(Q_STAGES):
+        mbarrier.init(q_arrived.index(i), count=1)
+        mbarrier.init(q_free.index(i), count=halves)
+    noted = gl.allocate_shared_memory(gl.int64, [PAIRS, 1], mbarrier.MBarrierLayout())
+    note_free = gl.allocate_shared_memory(gl.int64, [PAIRS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(PAIRS):
+        mbarrier.init(noted.index(i), count=1)
+        # Who reads notes: the warpgroups, and the warps that bring keys and values.
+        mbarrier.init(note_free.index(i), count=halves + 2)
+    notes = gl.allocate_shared_memory(gl.int32, [PAIRS * NOTES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    scale_smem = gl.allocate_shared_memory(gl.float32, [1, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    told = gl.allocate_shared_memory(gl.int32, [STAGES * PER_TILE, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    put(scale_smem, 0, scale, 4)
+    fence_async_shared()
+    memory = (k_tiles, v_tiles, q_tiles, out_tiles, notes, scale_smem, told)
+    barriers = (k_arrived, v_arrived, k_free, v_free, q_arrived, q_free, noted, note_free)
+    pid = gl.program_id(0)
+    i_half = pid * 0
+    # Registers a thread: a multiprocessor has 65536, and warps that look up and start copies need fewer.
+    gl.warp_specialize([
+        (consume, (
+            p_sinks, p_out, p_lse, p_part, p_part_lse, memory, barriers, i_half, softcap, s_out, s_lse, BLOCK_D, DV,
+            BLOCK_DV, BLOCK_N, STAGES, Q_STAGES, GROUP * HEADS_KV, SPLITS, SOFTCAP,
+        )),
+        (consume, (
+            p_sinks, p_out, p_lse, p_part, p_part_lse, memory, barriers, i_half + 1, softcap, s_out, s_lse, BLOCK_D,
+            DV, BLOCK_DV, BLOCK_N, STAGES, Q_STAGES, GROUP * HEADS_KV, SPLITS, SOFTCAP,
+        )),
+        (bring, (
+            d_k, p_crow, p_col, p_table, (k_boxes, v_strips, notes, told), (noted, note_free, k_arrived, k_free), keys,
+            num_blocks, s_col, s_table, KIND, GROUP, BLOCK_D, K_BLOCK, PAGE, BOX, BLOCK_N, STAGES, False,
+        )),
+        (bring, (
+            d_v, p_crow, p_col, p_table, (v_boxes, v_strips, notes, told), (noted, note_free, v_arrived, v_free), keys,
+            num_blocks, s_col, s_table, KIND, GROUP, BLOCK_DV, K_BLOCK, PAGE, BOX, BLOCK_N, STAGES, True,
+        )),
+        (scout, (
+            d_q, p_crow, p_q_starts, p_q_ends, p_k_starts, p_k_ends, q_boxes, notes,
+            (noted, note_free, q_arrived, q_free), rows, num_sequences, keys, s_crow, layout_rows, entries, places,
+            KIND, GROUP, HEADS_KV, BLOCK_D, Q_BLOCK, K_BLOCK, BLOCK_M, SPLITS, Q_STAGES,
+        )),
+    ], [4, 1, 1, 1], [240, 24, 24, 24])  # fmt: skip

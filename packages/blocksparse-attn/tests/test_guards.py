@@ -24,7 +24,7 @@ from blocksparse_attn.kernels import portable, tiles
 from blocksparse_attn.plan import DeviceLimits, Problem, cdiv, num_places
 from kernel_reference import blocks
 from kernel_reference.testing import contract
-from kernel_reference.testing.guards import assert_bitwise_equal, poisoned
+from kernel_reference.testing.guards import assert_bitwise_equal, poison_, poisoned
 
 sanitize = pytest.mark.sanitize
 gpu = pytest.mark.gpu
@@ -360,6 +360,18 @@ def test_a_column_that_is_listed_twice_touches_its_own_rows_alone(tensors, kerne
         torch.testing.assert_close(got[others], before[others], rtol=eps, atol=eps)
         assert bool(got.isfinite().all())
     batch.check_guards()
+
+
+@walks("lists, split", "packed, split", "on Hopper, narrow, split")
+def test_rows_that_no_sequence_claims_hold_nothing_of_old_memory(monkeypatch, tensors, plan) -> None:
+    """A cu_seqlens_q that falls leaves rows out, of which no program writes a part."""
+    batch = batch_for(plan, tensors, [(30, 100), (130, 0), (130, 0)], kind="paged")
+    batch.positional["cu_seqlens_q"] = torch.tensor([0, 80, 20, 90], dtype=torch.int32, device=tensors.device)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: poison_(empty(*size, **options)))
+    attend(batch, plan)
+    monkeypatch.undo()
+    batch.check_guards(all_written=False)
 
 
 @sanitize

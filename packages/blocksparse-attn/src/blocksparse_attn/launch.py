@@ -314,7 +314,8 @@ def _in_parts(
 
     def run(*sixteen: Tensor | None) -> None:
         parts = torch.empty(size, dtype=torch.float32, device=device)
-        part_lse = torch.empty(lse_size, dtype=torch.float32, device=device)
+        # Rows that no sequence claims, as where cu_seqlens_q falls, are merged too: as such, and not from old memory.
+        part_lse = torch.full(lse_size, torch.inf, dtype=torch.float32, device=device)
         *inputs, sinks, out, lse = sixteen
         attend(*inputs, None, None, None, parts, part_lse)
         finish(sinks, out, lse, parts, part_lse)

@@ -73,6 +73,14 @@ def quotients(p_x, p_out, by):
 
 
 @gluon.jit
+def in_turns(p_out, total):
+    """Of a number of places each program fills its own, as far as it is told that there are any."""
+    gl.assume(total > 0)
+    for i in range(gl.program_id(0), total, gl.num_programs(0)):
+        gl.store(p_out + i, gl.program_id(0))
+
+
+@gluon.jit
 def in_pieces(p_x, p_y, ROWS: gl.constexpr):
     """Rows that are written 16 at a time and 64 columns together, read as one tile."""
     pieces_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)

@@ -68,6 +68,14 @@ def test_integers_divide_as_in_c(kernels: ModuleType) -> None:
     assert out.tolist() == [-3, -1]
 
 
+def test_programs_that_stay_share_the_work_and_what_they_assume_is_looked_at(kernels: ModuleType) -> None:
+    filled = torch.full((5,), -1, dtype=torch.int32)
+    gluon.launch(kernels.in_turns, 2, filled, 5)
+    assert filled.tolist() == [0, 1, 0, 1, 0]
+    with pytest.raises(RuntimeError, match="assumes"):
+        gluon.launch(kernels.in_turns, 2, filled, 0)
+
+
 def test_pieces_of_shared_memory_are_a_tile_where_their_bytes_are_its(kernels: ModuleType) -> None:
     x = torch.randn(64, 128).bfloat16()
     y = torch.zeros_like(x)

@@ -323,6 +323,7 @@ def scout(
     turn = work * 0
     n = work * 0
     while work < places * (GROUP * HEADS_KV * SPLITS):
+        # All heads of the same rows come one after the other: they have about as much to do.
         i_h = work % (GROUP * HEADS_KV)
         i_split = work // (GROUP * HEADS_KV) % SPLITS
         i_w = work // (GROUP * HEADS_KV * SPLITS)

@@ -12,7 +12,7 @@ the same. While a tile's values are being multiplied, the scores of the next one
 
 Programs stay, one on each multiprocessor, and take one pair of such rows after the other. A third warp looks the next
 pair up and fetches its queries, and the other two are ahead by as many tiles as there is room for, while the warpgroups
-still finish the pair before: short lists cost little more than their blocks.
+still finish the pair before.
 """
 
 import triton.language as tl

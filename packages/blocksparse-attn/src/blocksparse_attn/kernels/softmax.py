@@ -175,7 +175,7 @@ def merge(
     acc = tl.zeros([TOKENS, BLOCK_DV], tl.float32)
     m = tl.full([TOKENS], float("-inf"), tl.float32)
     total = tl.zeros([TOKENS], tl.float32)
-    # All parts agree on this.
+    # What the last part says is read behind the loop, as all agree; Triton wants it to be there before.
     possible = m_row
     for i_split in range(SPLITS):
         split = row * 0 + i_split

@@ -149,14 +149,16 @@ if "triton" in sys.modules:
 @nox.session(reuse_venv=False)
 def demo(session: nox.Session) -> None:
     """Build every wheel, install them afresh and run every package's example on real-size input, GPU or not."""
-    extra = "" if has_gpu() else "[triton]"
+    # A GPU build of torch brings its own Triton.
+    extras = {"bench", "tilelang"} if has_gpu() else {"bench", "tilelang", "triton"}
     wanted = []
     for name in HOMES:
         session.log(f"{name}: building the sdist, and from it the wheel")
         started = time.monotonic()
         built = wheel(session, name)
         session.log(f"{name}: {Path(built).name} after {time.monotonic() - started:.0f} s")
-        wanted.append(f"{built}[bench]" if name == "shared" else f"{built}{extra}")
+        own = sorted(extras.intersection(PROJECTS[name]["project"].get("optional-dependencies", {})))
+        wanted.append(f"{built}[{','.join(own)}]" if own else built)
     session.log("installing the wheels and what they need, of which torch is the largest")
     session.install(*constrain(session, runtime_pins()), *wanted, silent=False)
     examples = sorted(ROOT.glob("packages/*/examples/demo.py"))

@@ -1,0 +1,180 @@
+"""What the demo runs for tilelang-mla: decoding and a prompt at DeepSeek-V3's sizes, and the kernels' own text in C."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+
+from kernel_reference.attention import attention, mla_decode
+from kernel_reference.bench.demo import CPU_IMPLEMENTATION, CPU_TARGET_KERNEL, GPU_KERNEL, Row
+from kernel_reference.models import DEEPSEEK_V3, LatentAttention
+from tilelang_mla import DecodePlan, PrefillPlan, flash_mla_varlen_func, flash_mla_with_kvcache, plan_decode
+
+DTYPE = torch.bfloat16
+PAGE = 64
+# Sequences that decode and the most keys of one, and tokens of a prompt; of each, where there is no GPU, fewer.
+SEQUENCES, LONGEST, PROMPT = 64, 8192, 4096
+SEQUENCES_ON_CPU, LONGEST_ON_CPU, PROMPT_ON_CPU = 8, 2048, 512
+SAMPLE = 16
+NOTE = "error relative to a row's largest value"
+SAMPLED = f"{NOTE}; of a sample of rows, all heads"
+IN_C = f"{NOTE}; the kernel's text as C for one thread in float32"
+
+
+class Batch(NamedTuple):
+    """Sequences of many lengths in a paged latent cache, as the public function takes them."""
+
+    q: torch.Tensor
+    kv: torch.Tensor
+    cache_seqlens: torch.Tensor
+    block_table: torch.Tensor
+
+
+def real_size(device: torch.device) -> Iterator[Row]:
+    """A token of every sequence with one GPU's heads of eight, and a prompt: GPU kernels or the CPU implementation."""
+    on_gpu = device.type == "cuda"
+    how = (GPU_KERNEL, torch.cuda.get_device_name(device)) if on_gpu else (CPU_IMPLEMENTATION, "cpu")
+    model = DEEPSEEK_V3.tensor_parallel(8)
+    scale = model.head_qk**-0.5
+
+    sequences, longest = (SEQUENCES, LONGEST) if on_gpu else (SEQUENCES_ON_CPU, LONGEST_ON_CPU)
+    batch = make_batch(model, torch.randint(1, longest + 1, (sequences,)), 1, device, DTYPE)
+    plan = plan_decode(batch.cache_seqlens, model.num_heads, max_seqlen_k=longest)
+
+    def decode() -> torch.Tensor:
+        out = flash_mla_with_kvcache(*batch, model.latent, scale, causal=True, plan=plan)
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    error = error_of(decode(), mla_decode(*batch, model.latent, softmax_scale=scale).out)
+    shape = f"{model.name}, {sequences} sequences of 1 to {longest} keys, bfloat16"
+    remark = "" if on_gpu else f"; {SEQUENCES} of up to {LONGEST} on a GPU"
+    yield Row(
+        "flash_mla_with_kvcache", *how, shape, error, median_ms(decode, device), f"{NOTE}; all rows and heads{remark}"
+    )
+
+    tokens = PROMPT if on_gpu else PROMPT_ON_CPU
+    sizes = (model.head_qk, model.head_qk, model.head_v)
+    q, k, v = (torch.randn(tokens, model.num_heads, size, device=device).to(DTYPE) for size in sizes)
+    bounds = torch.tensor([0, tokens], dtype=torch.int32, device=device)
+
+    def prefill() -> torch.Tensor:
+        out = flash_mla_varlen_func(q, k, v, bounds, bounds, tokens, tokens, scale, causal=True)
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    rows = torch.cat([torch.tensor([0, tokens - 1]), torch.randint(tokens, (SAMPLE - 2,))]).unique()
+    wanted = attention(
+        q, k, v, cu_seqlens_q=bounds, cu_seqlens_k=bounds, softmax_scale=scale, causal=True, rows=rows
+    ).out  # fmt: skip
+    error = error_of(prefill()[rows.to(device)], wanted)
+    shape = f"{model.name}, a prompt of {tokens} tokens, bfloat16"
+    remark = "" if on_gpu else f"; {PROMPT} tokens on a GPU"
+    yield Row("flash_mla_varlen_func", *how, shape, error, median_ms(prefill, device), f"{SAMPLED}{remark}")
+
+
+def interpreted() -> Iterator[Row]:
+    """The kernels themselves at a small size, through TileLang's C target, launched as they would be on a GPU."""
+    from tilelang_mla.kernels import c
+
+    device, log2_e = torch.device("cpu"), math.log2(math.e)
+    model = LatentAttention("4 heads of 64 + 32", 4, 64, 32, 64, 64)
+    scale = model.head_qk**-0.5
+
+    lengths = torch.tensor([300, 65, 0, 130])
+    batch = make_batch(model, lengths, 2, device, torch.float32)
+    plan = plan_decode(
+        batch.cache_seqlens, model.num_heads, 2, num_splits=2, dim_nope=model.latent, dim_rope=model.rope
+    )  # fmt: skip
+    attend = c.kernel(
+        "decode", dim_nope=model.latent, dim_rope=model.rope, block_n=plan.tiles.block_n,
+        num_stages=plan.tiles.num_stages, gather=False,
+    )  # fmt: skip
+    merge = c.kernel("merge", dim_nope=model.latent)
+
+    def decode() -> torch.Tensor:
+        return decode_in_c(attend, merge, batch, model, plan, scale * log2_e)
+
+    error = error_of(decode(), mla_decode(*batch, model.latent, softmax_scale=scale).out)
+    shape = f"{model.name}, 2 tokens of 4 sequences of 0 to 300 keys, in 2 parts, float32"
+    yield Row("flash_mla_with_kvcache", CPU_TARGET_KERNEL, "cpu", shape, error, median_ms(decode, device), IN_C)
+
+    blocks, tokens = PrefillPlan(64, 64, 2), [70, 0, 130]
+    bounds = torch.tensor([0, *tokens]).cumsum(0).int()
+    q, k, v = (torch.randn(sum(tokens), 4, size) for size in (model.head_qk, model.head_qk, model.head_v))
+    attend_prompts = c.kernel(
+        "prefill", head_size=model.head_qk, head_size_v=model.head_v, block_m=blocks.block_m, block_n=blocks.block_n,
+        num_stages=blocks.num_stages,
+    )  # fmt: skip
+
+    def prefill() -> torch.Tensor:
+        out, lse = torch.empty(sum(tokens), 4, model.head_v), torch.empty(4, sum(tokens))
+        places = sum(tokens) // blocks.block_m + len(tokens) + 2
+        attend_prompts(q, k, v, bounds, bounds, out, lse, scale * log2_e, True, places, 1)
+        return out
+
+    wanted = attention(q, k, v, cu_seqlens_q=bounds, cu_seqlens_k=bounds, softmax_scale=scale, causal=True).out
+    error = error_of(prefill(), wanted)
+    shape = f"4 heads of {model.head_qk} and {model.head_v}, prompts of 70, 0 and 130 tokens, float32"
+    yield Row("flash_mla_varlen_func", CPU_TARGET_KERNEL, "cpu", shape, error, median_ms(prefill, device), IN_C)
+
+
+def decode_in_c(
+    attend: Callable[..., None], merge: Callable[..., None], batch: Batch, model: LatentAttention, plan: DecodePlan,
+    scale: float,
+) -> torch.Tensor:  # fmt: skip
+    """Both launches of a plan of several parts."""
+    count, tokens, heads, width = batch.q.shape
+    rows, num_parts = tokens * heads, plan.tiles.num_parts(count)
+    out, lse = torch.empty(count, rows, model.latent), torch.empty(count, heads, tokens)
+    parts, part_lse = torch.empty(num_parts, rows, model.latent), torch.empty(num_parts, rows)
+    attend(
+        batch.q.view(count, rows, width), batch.kv.squeeze(2), batch.cache_seqlens, batch.block_table, plan.first_part,
+        plan.order, out, lse, parts, part_lse, scale, heads, True, num_parts, plan.tiles.num_splits, 1, 1, 1,
+    )  # fmt: skip
+    merge(plan.first_part, out, lse, parts, part_lse, heads, plan.tiles.num_splits, 1, 1)
+    return out.view(count, tokens, heads, model.latent)
+
+
+def make_batch(
+    model: LatentAttention, lengths: torch.Tensor, tokens: int, device: torch.device, dtype: torch.dtype
+) -> Batch:
+    """Pages in random order."""
+    columns = -(-int(lengths.max()) // PAGE)
+    pages = len(lengths) * columns
+    block_table = torch.randperm(pages, device=device).int().view(-1, columns)
+    width = model.latent + model.rope
+    q = torch.randn(len(lengths), tokens, model.num_heads, width, device=device).to(dtype)
+    kv = torch.randn(pages, PAGE, 1, width, device=device).to(dtype)
+    return Batch(q, kv, lengths.int().to(device), block_table)
+
+
+def error_of(out: torch.Tensor, wanted: torch.Tensor) -> float:
+    """The largest difference of a row of a head from float64, over its largest value; of the worst row."""
+    difference, size = (x.abs().amax(-1) for x in (out.double() - wanted, wanted))
+    # A row that sees no key is 0.
+    error = float((difference / torch.where(size > 0, size, 1)).max())
+    if math.isnan(error):
+        raise ArithmeticError("the result holds NaN")
+    return error
+
+
+def median_ms(call: Callable[[], object], device: torch.device) -> float:
+    """The median of 5 runs, of one call each or on a GPU of 20; whoever asks has called it before."""
+    times = []
+    calls = 20 if device.type == "cuda" else 1
+    for _ in range(5):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        started = time.perf_counter()
+        for _ in range(calls):
+            call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(1e3 * (time.perf_counter() - started) / calls)
+    return statistics.median(times)

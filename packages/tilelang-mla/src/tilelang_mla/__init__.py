@@ -1,0 +1,26 @@
+"""Multi-head latent attention: ragged prefill with separate heads, and decoding over a paged latent cache."""
+
+from importlib import metadata
+
+from tilelang_mla import flash_mla
+from tilelang_mla.api import AttentionResult, flash_mla_varlen_func, flash_mla_with_kvcache, get_splits, plan_decode
+from tilelang_mla.plan import DecodeTiles, PrefillPlan
+from tilelang_mla.schedule import DecodePlan
+
+__all__ = [
+    "AttentionResult",
+    "DecodePlan",
+    "DecodeTiles",
+    "PrefillPlan",
+    "flash_mla",
+    "flash_mla_varlen_func",
+    "flash_mla_with_kvcache",
+    "get_splits",
+    "plan_decode",
+]
+
+try:
+    __version__ = metadata.version("tilelang-mla")
+except metadata.PackageNotFoundError:
+    # Run from a source tree that was never installed.
+    __version__ = "0+source"

@@ -1,0 +1,347 @@
+"""The public functions: check the arguments, say what is wrong, call the op."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from kernel_reference.checks import fail, values_are_checked
+from tilelang_mla import (
+    arguments,
+    ops,
+    schedule,
+)
+from tilelang_mla import plan as plans
+from tilelang_mla.arguments import Names, check_bool, check_float, check_int, check_tensors, describe
+from tilelang_mla.plan import DecodeTiles, DeviceLimits, PrefillPlan
+from tilelang_mla.schedule import DecodePlan
+
+Tensor = torch.Tensor
+# A plan as the op takes it: first_part, order if there is one, tiles.
+Parts = tuple[Tensor, Tensor | None, list[int]]
+
+_prefill = torch.ops.tilelang_mla.prefill.default
+_decode = torch.ops.tilelang_mla.decode.default
+
+# What torch and tensors raise, in words of their own, over arguments of the wrong kind or rank.
+_REFUSALS = (RuntimeError, AttributeError, TypeError, IndexError)
+# DeepSeek V2's and V3's latent and rope.
+_DIM_NOPE, _DIM_ROPE = 512, 64
+
+
+class AttentionResult(NamedTuple):
+    """``out`` in q's dtype and the natural logarithm of the softmax's denominator, ``lse``, in float32.
+
+    Of prefill they are [Tq, H, dv] and [H, Tq], of decoding [B, Sq, Hq, dim_nope] and [B, Hq, Sq].
+    """
+
+    out: Tensor
+    lse: Tensor
+
+
+def flash_mla_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    *,
+    out: Tensor | None = None,
+    return_lse: bool = False,
+    plan: PrefillPlan | None = None,
+) -> Tensor | AttentionResult:
+    """Softmax attention of a ragged batch with separate heads: prefill of multi-head latent attention.
+
+    ``out = softmax(softmax_scale * q k^T) v``. With causal, query i of a sequence of ``q_len`` queries and ``k_len``
+    keys sees the keys up to ``k_len - q_len + i`` (aligned to the right); either may be the longer. Source:
+    FlashAttention-2 (arXiv 2307.08691) at the head sizes of DeepSeek-V2 (arXiv 2405.04434).
+
+    Args:
+        q: [Tq, H, dqk]; bfloat16 or float16; dqk a multiple of 32 up to 256 (192 in DeepSeek V2 and V3).
+        k, v: [Tk, Hkv, dqk] and [Tk, Hkv, dv], of q's dtype; dv a multiple of 64 up to 256. Hkv divides H: query head h
+            reads kv head ``h // (H / Hkv)``. Rows of q, k and v are contiguous and multiples of 16 bytes apart.
+        cu_seqlens_q, cu_seqlens_k: [B + 1] int32, contiguous, from 0, never falling, at most Tq and Tk: where the
+            sequences begin; any may be empty. Rows behind the last one are 0 in the result and -inf in lse.
+        max_seqlen_q, max_seqlen_k: the most queries and keys of a sequence, or more; they size the launch only.
+        softmax_scale: ``dqk ** -0.5`` when None; 0 is a scale like any other.
+        causal: whether later keys are hidden.
+        out: a tensor to write instead of a new one: [Tq, H, dv] of q's dtype; rows contiguous, any other strides that
+            give each element a place of its own and do not interleave dimensions, no overlap with inputs.
+        return_lse: whether to return lse too.
+        plan: a launch plan to use instead of the one made for the device.
+
+    Returns:
+        out, contiguous if new; with return_lse AttentionResult(out, lse), lse [H, Tq] in float32. A query that sees no
+        key gives 0 and -inf. NaN in what no query of a sequence sees changes nothing; in what some query sees it may
+        show in rows beside that one too. Not differentiable.
+
+    Raises:
+        TypeError, ValueError: an argument is not as said above; nothing has been written. What only device memory tells
+            is looked at inside ``kernel_reference.checks.validate_values``. Without it bounds of queries are clamped to
+            the rows there are, and a sequence of impossible bounds of keys gives 0 and -inf.
+    """
+    check_bool("causal", causal)
+    check_bool("return_lse", return_lse)
+    check_int("max_seqlen_q", max_seqlen_q, 0)
+    check_int("max_seqlen_k", max_seqlen_k, 0)
+    scale = checked_scale(softmax_scale)
+    ints = None if plan is None else _prefill_ints(plan)
+    given = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, **_given(out=out)}
+    try:
+        _refuse_gradients(given)
+        result = q.new_empty((*q.shape[:2], v.shape[2])) if out is None else out
+        lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32) if return_lse else None
+        numbers = (max_seqlen_q, max_seqlen_k, q.shape[-1] ** -0.5 if scale is None else scale, causal)
+    except _REFUSALS:
+        check_tensors(**given)
+        _check_ranks({"q": (q, "[Tq, H, dqk]", 3), "v": (v, "[Tk, Hkv, dv]", 3)})
+        raise
+    tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, result, lse)
+    try:
+        _prefill(*tensors, *numbers, ints)
+    except _REFUSALS:
+        check_tensors(**given)
+        arguments.check_prefill(*tensors, *numbers)
+        raise
+    return result if lse is None else AttentionResult(result, lse)
+
+
+def flash_mla_with_kvcache(
+    q: Tensor,
+    kv: Tensor,
+    cache_seqlens: Tensor,
+    block_table: Tensor,
+    dim_nope: int,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    *,
+    out: Tensor | None = None,
+    return_lse: bool = False,
+    plan: DecodePlan | None = None,
+) -> Tensor | AttentionResult:
+    """Attention of a few query tokens a sequence to a paged latent cache: decoding with the projections absorbed.
+
+    ``out = softmax(softmax_scale * q kv^T) kv[..., :dim_nope]``: all query heads share one kv head, whose first
+    ``dim_nope`` elements, the latent, are the value too. With causal, query token j of Sq sees the first
+    ``cache_seqlens - Sq + j + 1`` keys (the new tokens are in the cache already), else all. Source: DeepSeek-V2
+    (arXiv 2405.04434), section 2.1 and appendix C.
+
+    Args:
+        q: [B, Sq, Hq, dim_nope + dpe]; bfloat16 or float16; dpe, the rope, a multiple of 32 up to 128.
+        kv: [pages, page_size, 1, dim_nope + dpe], of q's dtype, any page_size from 1 on. Rows of q and kv are
+            contiguous and multiples of 16 bytes apart, so that kv may be a view with a stride between pages. FlashMLA's
+            fp8 records of 656 bytes are not supported.
+        cache_seqlens: [B] int32, contiguous: tokens of each sequence, the new ones counted; 0, or fewer than Sq, too.
+        block_table: [B, max_pages] int32, rows contiguous: position p of sequence b is in page
+            ``block_table[b, p // page_size]``. A page that the pool does not have reads as zeros.
+        dim_nope: elements of the latent: a multiple of 64 up to 512.
+        softmax_scale: ``(dim_nope + dpe) ** -0.5`` when None, as in FlashMLA. A model's own is that of its separate
+            heads, for DeepSeek V2 and V3 ``(128 + 64) ** -0.5`` times what their rope scaling asks: give it.
+        causal: whether query tokens are hidden from those before them.
+        out: a tensor to write instead of a new one: [B, Sq, Hq, dim_nope] of q's dtype; rows contiguous, any other
+            strides that give each element a place of its own and do not interleave dimensions, no overlap with inputs.
+        return_lse: whether to return lse too.
+        plan: how keys are cut in parts, from :func:`plan_decode`; made for as many sequences and for as many query
+            tokens x heads. None: every sequence in as many parts, which follow from shapes and the device.
+
+    Returns:
+        out, contiguous if new; with return_lse AttentionResult(out, lse), lse [B, Hq, Sq] in float32. A query that sees
+        no key gives 0, and -inf in lse, where FlashMLA gives +inf. NaN in what no query of a sequence sees (the unused
+        tail of a page, pages of others) changes nothing; in what some query sees it may show in rows beside that one
+        too. Not differentiable.
+
+    Raises:
+        TypeError, ValueError: an argument is not as said above; nothing has been written. What only device memory tells
+            is looked at inside ``kernel_reference.checks.validate_values``. Without it a sequence of a length below 0,
+            or of more than its row of the block table has room for, gives 0 and -inf.
+    """
+    check_bool("causal", causal)
+    check_bool("return_lse", return_lse)
+    parts = None if plan is None else _decode_parts(plan)
+    scale = checked_scale(softmax_scale)
+    return run_decode(q, kv, cache_seqlens, block_table, dim_nope, scale, causal, out, return_lse, parts, Names())
+
+
+def run_decode(
+    q: Tensor, kv: Tensor, cache_seqlens: Tensor, block_table: Tensor, dim_nope: int, scale: float | None,
+    causal: bool, out: Tensor | None, return_lse: bool, parts: Parts | None, names: Names,
+) -> Tensor | AttentionResult:  # fmt: skip
+    """The op; what it refuses is said in the names that the caller knows."""
+    check_int(names.dim_nope, dim_nope)
+    first_part, order, ints = (None, None, None) if parts is None else parts
+    optional = _given(**{names.first_part: first_part, names.order: order, "out": out})
+    given = {"q": q, names.kv: kv, "cache_seqlens": cache_seqlens, "block_table": block_table, **optional}
+    try:
+        _refuse_gradients(given)
+        batch, seqlen_q, num_heads = q.shape[:3]
+        shape = (batch, seqlen_q, num_heads, max(0, dim_nope))
+        result = q.new_empty(shape) if out is None else out
+        lse = q.new_empty((batch, num_heads, seqlen_q), dtype=torch.float32) if return_lse else None
+        numbers = (dim_nope, q.shape[-1] ** -0.5 if scale is None else scale, causal)
+    except (*_REFUSALS, ValueError):
+        check_tensors(**given)
+        _check_ranks({"q": (q, f"[B, Sq, Hq, {names.dim_nope} + dpe]", 4)})
+        raise
+    tensors = (q, kv, cache_seqlens, block_table, first_part, order, result, lse)
+    try:
+        _decode(*tensors, *numbers, ints)
+    except (*_REFUSALS, ValueError):
+        check_tensors(**given)
+        problem = arguments.check_decode(*tensors, *numbers, ints, names)
+        if values_are_checked():
+            tiles = ops.decode_plan(ints)
+            arguments.check_decode_values(*tensors[2:6], kv.shape[0], problem, tiles, names)
+        raise
+    return result if lse is None else AttentionResult(result, lse)
+
+
+def plan_decode(
+    cache_seqlens: Tensor,
+    num_heads: int,
+    seqlen_q: int = 1,
+    *,
+    max_seqlen_k: int | None = None,
+    num_splits: int | None = None,
+    dim_nope: int = _DIM_NOPE,
+    dim_rope: int = _DIM_ROPE,
+    multiprocessors: int | None = None,
+) -> DecodePlan:
+    """How a ragged batch is cut over the multiprocessors: the plan that :func:`flash_mla_with_kvcache` takes.
+
+    Each sequence gets at least one part, and parts share its keys equally. A step of decoding makes one plan and uses
+    it in every layer. It is made by torch operations on the lengths' device, with no host synchronisation, so that it
+    may be captured in a CUDA graph or compiled too. Made outside one, it may be replayed with any other lengths: the
+    kernel cuts the lengths that it finds, and results are as right, only less balanced. Source: the parts of
+    Flash-Decoding (https://pytorch.org/blog/flash-decoding/), their number taken for the least estimated time.
+
+    Args:
+        cache_seqlens: [B] int32, contiguous, as :func:`flash_mla_with_kvcache` takes it.
+        num_heads, seqlen_q: Hq and Sq.
+        max_seqlen_k: the most keys that a sequence may have, or more; fewer candidates are looked at where it is small.
+            None: any number.
+        num_splits: cut each sequence in this many parts, 1 to 256, whatever its length and the batch: a sequence's
+            result is then, to the last bit, independent of the rest of the batch. None: by the lengths.
+        dim_nope, dim_rope: elements of latent and rope.
+        multiprocessors: of the device; those of cache_seqlens' device when None (a CPU counts as one).
+
+    Returns:
+        DecodePlan(tiles, first_part, order): numbers that depend on neither lengths nor batch, and on the device int32
+        [B + 1], the first part of each sequence, and int32 [tiles.num_parts(B)], the order in which parts start. The
+        grid has so many parts for each tile of packed query tokens x heads.
+
+    Raises TypeError or ValueError, naming the argument, for dtypes, shapes and numbers that do not fit. Lengths that
+    cannot be are clamped.
+    """
+    check_int("num_heads", num_heads, 1)
+    check_int("seqlen_q", seqlen_q, 0)
+    if max_seqlen_k is not None:
+        check_int("max_seqlen_k", max_seqlen_k, 0)
+    if num_splits is not None:
+        check_int("num_splits", num_splits, 1, plans.MOST_SPLITS)
+    check_int("dim_rope", dim_rope)
+    check_int("dim_nope", dim_nope)
+    arguments.check_dims("dim_nope", "dim_rope", dim_nope, dim_rope)
+    if multiprocessors is not None:
+        check_int("multiprocessors", multiprocessors, 1)
+    check_tensors(cache_seqlens=cache_seqlens)
+    arguments.check_plan_lengths(cache_seqlens)
+    limits = device_limits(cache_seqlens.device)
+    if multiprocessors is not None:
+        limits = DeviceLimits(multiprocessors, limits.shared_memory)
+    rows = num_heads * seqlen_q
+    tiles = plans.decode_tiles(rows, dim_nope, dim_rope, max_seqlen_k, limits, num_splits)
+    at_once = plans.parts_at_once(rows, limits.multiprocessors)
+    return DecodePlan(tiles, *schedule.cut(cache_seqlens, tiles, rows, max_seqlen_k, at_once))
+
+
+def get_splits(
+    batch_size: int,
+    num_heads: int,
+    seqlen_q: int,
+    avg_seqlen_k: int,
+    block_size_h: int = 64,
+    block_size_n: int = 128,
+    streaming_info: Sequence[int] | None = None,
+    *,
+    device: torch.device | str | None = None,
+) -> int:
+    """In how many parts a static schedule would cut the keys of every sequence: a power of two.
+
+    ``natural = batch_size * seqlen_q * ceil(num_heads / block_size_h)`` tiles are there without; 1 where that is
+    ``target = 2 * multiprocessors`` or more; else ``ceil(target / natural)``, at most one a block of keys, rounded down
+    to a power of two.
+
+    Args:
+        batch_size, num_heads, seqlen_q, avg_seqlen_k: sequences, query heads, query tokens and keys of a sequence.
+        block_size_h, block_size_n: heads of a tile and keys of a block.
+        streaming_info: [sink_blocks, local_blocks]: at most their sum of blocks is read of a sequence. A shorter list
+            is ignored.
+        device: whose multiprocessors are meant, that of q; the current GPU when None (a CPU counts as one).
+
+    Raises TypeError or ValueError, naming the argument, for what is no int or below its least value.
+    """
+    least = {"batch_size": 0, "num_heads": 0, "seqlen_q": 0, "avg_seqlen_k": 0, "block_size_h": 1, "block_size_n": 1}
+    numbers = (batch_size, num_heads, seqlen_q, avg_seqlen_k, block_size_h, block_size_n)
+    for (name, at_least), number in zip(least.items(), numbers, strict=True):
+        check_int(name, number, at_least)
+    if streaming_info is not None:
+        if not isinstance(streaming_info, (list, tuple)):
+            fail("streaming_info", "[sink_blocks, local_blocks] or None", describe(streaming_info), TypeError)
+        for place, blocks in enumerate(streaming_info):
+            check_int(f"streaming_info[{place}]", blocks, 0)
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    cores = device_limits(torch.device(device)).multiprocessors
+    return plans.get_splits(*numbers, streaming_info, multiprocessors=cores)
+
+
+def device_limits(device: torch.device) -> DeviceLimits:
+    """The limits of the device a tensor is on; what is no CUDA device counts as one multiprocessor."""
+    if device.type != "cuda":
+        return DeviceLimits(1)
+    properties = torch.cuda.get_device_properties(device)
+    return DeviceLimits(properties.multi_processor_count, properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]
+
+
+def checked_scale(softmax_scale: float | None) -> float | None:
+    # torch would take a tensor for a number, and wait for the device to tell it.
+    if softmax_scale is not None:
+        check_float("softmax_scale", softmax_scale)
+    return softmax_scale
+
+
+def _prefill_ints(plan: PrefillPlan) -> list[int]:
+    if not isinstance(plan, PrefillPlan):
+        fail("plan", "a tilelang_mla.PrefillPlan or None", describe(plan), TypeError)
+    return plan.as_ints()
+
+
+def _decode_parts(plan: DecodePlan) -> Parts:
+    if not isinstance(plan, DecodePlan):
+        fail("plan", "a tilelang_mla.DecodePlan, from plan_decode, or None", describe(plan), TypeError)
+    if not isinstance(plan.tiles, DecodeTiles):
+        fail("plan.tiles", "a tilelang_mla.DecodeTiles", describe(plan.tiles), TypeError)
+    return plan.first_part, plan.order, plan.tiles.as_ints()
+
+
+def _refuse_gradients(tensors: dict[str, Any]) -> None:
+    if torch.is_grad_enabled():
+        for name, tensor in tensors.items():
+            if tensor.requires_grad:
+                fail(name, "without gradient (call under torch.no_grad() or inference_mode())", "requires_grad=True")
+
+
+def _given(**tensors: object) -> dict[str, Any]:
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+
+def _check_ranks(tensors: dict[str, tuple[Tensor, str, int]]) -> None:
+    for name, (tensor, wanted, rank) in tensors.items():
+        if tensor.ndim != rank:
+            fail(name, wanted, describe(tensor))

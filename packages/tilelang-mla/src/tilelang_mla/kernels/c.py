@@ -1,0 +1,82 @@
+"""The kernels' text as C, for one thread in float32: it tells of indices, masks, pages, parts and clamps without a GPU.
+
+TileLang's language is respelled to what its C target has. What comes of it has no races, no copy engine, no rounding to
+16 bits and no roles, whose steps follow each other in one loop. It is slow: for tests and the demo.
+"""
+
+from functools import lru_cache
+from typing import Any
+
+import tilelang
+import tilelang.language as tl
+from tilelang.cpu.language import Kernel
+from tilelang.utils.language import to_buffer_region
+
+from tilelang_mla.kernels import decode, prefill
+
+_BUILDERS: dict[str, Any] = {"decode": decode.attend, "merge": decode.merge, "prefill": prefill.attend}
+
+
+@lru_cache
+def kernel(name: str, **constants: Any) -> Any:
+    """A compiled kernel, which takes contiguous float32 tensors."""
+    text = _BUILDERS[name](_Language(), dtype=tl.float32, serial=True, **constants)
+    return tilelang.compile(text, target="c", execution_backend="cython")
+
+
+@tl.macro
+def _product(a, b, c, first, rows, columns, depth, transposed, clear):
+    for i, j in tl.grid(rows, columns):
+        if clear:
+            c[i, j] = 0
+        for k in tl.serial(depth):
+            if transposed:
+                c[i, j] = c[i, j] + a[i, k] * b[*first, j, k]
+            else:
+                c[i, j] = c[i, j] + a[i, k] * b[*first, k, j]
+
+
+class _Language:
+    """One thread, and arrays of its own for all that warps would share."""
+
+    bfloat16 = float16 = tl.float32
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(tl, name)
+
+    @staticmethod
+    def alloc_shared(shape, dtype):
+        return tl.alloc_local(shape, dtype)
+
+    alloc_fragment = alloc_shared
+
+    @staticmethod
+    def StridedTensor(shape, strides, dtype):
+        # What wraps C passes no strides.
+        return tl.Tensor(shape, dtype)
+
+    @staticmethod
+    def Parallel(*extents, **_):
+        return tl.serial(extents[0]) if len(extents) == 1 else tl.grid(*extents)
+
+    @staticmethod
+    def Kernel(*blocks, threads):
+        return Kernel(*blocks)
+
+    @staticmethod
+    def gemm(a, b, c, transpose_B=False, clear_accum=False):
+        region = to_buffer_region(b)
+        first = [part.min for part in region.region[:-2]]
+        return _product(a, region.buffer, c, first, *c.shape, a.shape[1], transpose_B, clear_accum)
+
+    @staticmethod
+    def get_thread_binding():
+        return 0
+
+    @staticmethod
+    def sync_threads(*_):
+        return None
+
+    @staticmethod
+    def assume(_):
+        return None

@@ -1,0 +1,16 @@
+"""The kernels in TileLang's own language, for GPUs."""
+
+from typing import Any
+
+import tilelang.language as T
+import torch
+
+from tilelang_mla.kernels import decode, prefill
+
+_BUILDERS: dict[str, Any] = {"decode": decode.attend, "merge": decode.merge, "prefill": prefill.attend}
+_DTYPES = {torch.bfloat16: T.bfloat16, torch.float16: T.float16}
+
+
+def text_of(name: str, dtype: torch.dtype, **constants: Any) -> Any:
+    """A kernel as TileLang has it before it is compiled."""
+    return _BUILDERS[name](T, dtype=_DTYPES[dtype], **constants)

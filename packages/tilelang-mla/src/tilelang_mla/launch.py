@@ -1,0 +1,262 @@
+"""Launches: ask the plan, choose the kernel, start it on the tensors' device and its current stream.
+
+Nothing here checks what arguments.py does. Each ``prepare_`` function makes ready what its calls have in common, from
+tensors that look like those of the calls. A kernel is compiled once for each set of constants, which are head sizes,
+dtype, the blocks of the plan and whether pages hold whole blocks; never for a batch, a length, heads, tokens
+or pages, a scale or a number of parts. What ``python -m tilelang_mla.compile`` has built is found in TileLang's cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import tilelang
+import torch
+
+from kernel_reference.checks import fail
+from tilelang_mla.kernels.cuda import text_of
+from tilelang_mla.plan import (
+    DecodeProblem,
+    DecodeTiles,
+    DeviceLimits,
+    PrefillPlan,
+    PrefillProblem,
+    merge_grid,
+    plan_prefill,
+    plan_without_schedule,
+)
+
+Tensor = torch.Tensor
+
+# "cuda" alone would be read as sm_50.
+TARGET = {"kind": "cuda", "arch": "sm_90a"}
+# Roles of warpgroups run side by side: what one has finished with is not free for another, and TileLang's own barriers
+# between threads do not know of the kernels' barriers.
+PASS_CONFIGS = {
+    "tl.enable_fast_math": True,
+    "tl.disable_thread_storage_sync": True,
+    "tl.disable_shared_memory_reuse": True,
+}
+_LOG2_E = 1.4426950408889634
+# Kernels take a scale above 0. Times this one any score is 0, and what is hidden, minus infinity, is still that.
+_ZERO_SCALE = 1e-30
+# Elements of 16 bits in the 16 bytes that the copy engine counts in.
+_LINE = 8
+
+
+@lru_cache
+def device_limits(device: torch.device) -> DeviceLimits:
+    """The limits of the device a tensor is on. The kernels are those of sm_90 alone."""
+    capability = torch.cuda.get_device_capability(device)
+    if torch.version.hip is not None or capability != (9, 0):
+        name = torch.cuda.get_device_name(device)
+        raise RuntimeError(f"q.device: must be of compute capability 9.0 (H100, H200, GH200); got {name}, {capability}")
+    properties = torch.cuda.get_device_properties(device)
+    return DeviceLimits(properties.multi_processor_count, properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]
+
+
+@lru_cache
+def kernel(name: str, **constants: Any) -> Any:
+    """A compiled kernel, from TileLang's cache if it is there; it takes seconds otherwise."""
+    # The cython backend would let all kernels of a stream overlap, not only those that wait for each other.
+    return tilelang.compile(
+        text_of(name, **constants), target=TARGET, execution_backend="tvm_ffi", pass_configs=PASS_CONFIGS
+    )
+
+
+# Decoding
+
+
+def decode_constants(problem: DecodeProblem, tiles: DecodeTiles, dtype: torch.dtype) -> dict[str, Any]:
+    """What the kernel of parts is compiled for."""
+    return {
+        "dim_nope": problem.dim_nope, "dim_rope": problem.dim_rope, "dtype": dtype, "block_n": tiles.block_n,
+        "num_stages": tiles.num_stages, "gather": problem.page_size % tiles.block_n != 0,
+    }  # fmt: skip
+
+
+def prepare_decode(
+    q: Tensor, kv: Tensor, cache_seqlens: Tensor, block_table: Tensor, first_part: Tensor | None,
+    order: Tensor | None, out: Tensor, lse: Tensor | None, dim_nope: int, softmax_scale: float, causal: bool,
+    plan: DecodeTiles | None = None,
+) -> Callable[..., None]:  # fmt: skip
+    """What attends, called with the eight tensors."""
+    if out.numel() == 0:
+        return _nothing
+    batch, tokens, heads, width = q.shape
+    pages, page_size = kv.shape[:2]
+    columns = block_table.shape[1]
+    if columns == 0:
+        return _see_nothing
+    limits = device_limits(q.device)
+    problem = DecodeProblem(heads, dim_nope, width - dim_nope, tokens, batch, columns * page_size, page_size)
+    tiles = plan_without_schedule(problem, limits) if plan is None else plan
+    _check_fits(problem, tiles, limits)
+    constants = decode_constants(problem, tiles, q.dtype)
+
+    rows, num_parts = problem.rows, tiles.num_parts(batch)
+    merged = num_parts > batch
+    q_form = _packed_form(q)
+    kv_form = _form((max(pages, 1), page_size, width), (kv.stride(0), kv.stride(1), 1))
+    if 0 in kv_form[1]:
+        # Pages or rows that are all the same memory, which descriptors cannot say.
+        constants["gather"] = True
+    table_form = _form((batch, columns), (block_table.stride(0), 1))
+    out_form = _packed_form(out)
+    attend = kernel("decode", **constants)
+    merge = kernel("merge", dim_nope=dim_nope, dtype=q.dtype) if merged else None
+    merging = merge_grid(batch, rows, tiles, limits.multiprocessors)
+    # Programs that stay start once. Without a schedule parts of unlike lengths are in no order, and a program for each,
+    # which starts as another ends, is more even.
+    programs = num_parts * tiles.row_tiles(rows)
+    if first_part is not None:
+        programs = min(programs, limits.multiprocessors)
+    # Parts and their logarithms in float32; one that is not used where nothing is cut.
+    room = num_parts if merged else 1
+    scale = max(abs(softmax_scale), _ZERO_SCALE) * _LOG2_E
+    flags = (int(first_part is not None), int(order is not None), int(lse is not None))
+    device, dtype = q.device, q.dtype
+
+    def run(q, kv, cache_seqlens, block_table, first_part, order, out, lse):  # type: ignore[no-untyped-def]
+        q = q.contiguous().view(batch, rows, width) if q_form is None else q.as_strided(*q_form)
+        _check_aligned(q=q, kv=kv)
+        if softmax_scale < 0:
+            q = -q
+        kv = kv.as_strided(*kv_form) if pages else kv.new_zeros(kv_form[0])
+        if out_form is None or out.data_ptr() % 16:
+            packed = torch.empty((batch, rows, dim_nope), dtype=dtype, device=device)
+        else:
+            packed = out.as_strided(*out_form)
+        parts = torch.empty((room, rows, dim_nope), dtype=torch.float32, device=device)
+        part_lse = torch.empty((room, rows), dtype=torch.float32, device=device)
+        own_lse = part_lse[:, :, None] if lse is None else lse
+        bounds = cache_seqlens if first_part is None else first_part
+        attend(
+            q, kv, cache_seqlens, block_table.as_strided(*table_form), bounds,
+            cache_seqlens if order is None else order, packed, own_lse, parts, part_lse, scale, heads,
+            int(causal), num_parts, tiles.num_splits, *flags, programs,
+        )  # fmt: skip
+        if merge is not None:
+            merge(bounds, packed, own_lse, parts, part_lse, heads, tiles.num_splits, *merging, flags[0], flags[2])
+        if packed.data_ptr() != out.data_ptr():
+            out.copy_(packed.view(out.shape))
+
+    return _on(device, run)
+
+
+# Prefill
+
+
+def prefill_constants(problem: PrefillProblem, plan: PrefillPlan, dtype: torch.dtype) -> dict[str, Any]:
+    """What the kernel of prefill is compiled for."""
+    return {
+        "head_size": problem.head_size, "head_size_v": problem.head_size_v, "dtype": dtype, "block_m": plan.block_m,
+        "block_n": plan.block_n, "num_stages": plan.num_stages,
+    }  # fmt: skip
+
+
+def prepare_prefill(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, out: Tensor, lse: Tensor | None,
+    max_seqlen_q: int, max_seqlen_k: int, softmax_scale: float, causal: bool, plan: PrefillPlan | None = None,
+) -> Callable[..., None]:  # fmt: skip
+    """What attends, called with the seven tensors."""
+    if out.numel() == 0:
+        return _nothing
+    tokens, heads, head_size = q.shape
+    tokens_k, heads_kv, head_size_v = v.shape
+    sequences = cu_seqlens_q.shape[0] - 1
+    if tokens_k == 0:
+        return _see_nothing
+    limits = device_limits(q.device)
+    problem = PrefillProblem(heads, heads_kv, head_size, head_size_v, tokens, sequences, max_seqlen_q, causal)
+    chosen = plan_prefill(problem, limits) if plan is None else plan
+    _check_fits(problem, chosen, limits)
+    forms = [_form(tensor.shape, tensor.stride()) for tensor in (q, k, v)]
+    out_form = _form(out.shape, out.stride())
+    lines = all(stride % _LINE == 0 for stride in out_form[1][:-1])
+    attend = kernel("prefill", **prefill_constants(problem, chosen, q.dtype))
+    # Two more than sequences can need: for rows behind the last, and before the first where that begins too late.
+    num_places = tokens // chosen.block_m + sequences + 2
+    scale = max(abs(softmax_scale), _ZERO_SCALE) * _LOG2_E
+    wants_lse = int(lse is not None)
+    device = q.device
+
+    def run(q, k, v, cu_seqlens_q, cu_seqlens_k, out, lse):  # type: ignore[no-untyped-def]
+        q, k, v = [
+            tensor.contiguous() if 0 in form[1] else tensor.as_strided(*form)
+            for tensor, form in zip((q, k, v), forms, strict=True)
+        ]
+        _check_aligned(q=q, k=k, v=v)
+        if softmax_scale < 0:
+            q = -q
+        apart = not lines or out.data_ptr() % 16
+        packed = torch.empty(out.shape, dtype=out.dtype, device=device) if apart else out.as_strided(*out_form)
+        own_lse = torch.empty((1, 1), dtype=torch.float32, device=device) if lse is None else lse
+        attend(q, k, v, cu_seqlens_q, cu_seqlens_k, packed, own_lse, scale, int(causal), num_places, wants_lse)
+        if apart:
+            out.copy_(packed)
+
+    return _on(device, run)
+
+
+# What both have
+
+
+def _form(sizes: Any, strides: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Sizes and strides, those of dimensions of one element as if it were packed: torch leaves them any."""
+    strides = list(strides)
+    for i in reversed(range(len(sizes) - 1)):
+        if sizes[i] == 1:
+            strides[i] = strides[i + 1] * sizes[i + 1]
+            strides[i] += -strides[i] % _LINE
+    return tuple(sizes), tuple(strides)
+
+
+def _packed_form(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """[B, Sq, Hq, D] as [B, Sq x Hq, D], if descriptors of the copy engine can say where it is."""
+    batch, tokens, heads, size = tensor.shape
+    by_batch, by_token, by_head, _ = tensor.stride()
+    row = by_head if heads > 1 else by_token
+    if tokens > 1 and heads > 1 and by_token != heads * by_head:
+        return None
+    form = _form((batch, tokens * heads, size), (by_batch, row, 1))
+    return form if all(stride > 0 and stride % _LINE == 0 for stride in form[1][:2]) else None
+
+
+def _check_fits(problem: DecodeProblem | PrefillProblem, plan: DecodeTiles | PrefillPlan, limits: DeviceLimits) -> None:
+    needed = plan.shared_memory(problem)  # type: ignore[arg-type]
+    if needed > limits.shared_memory:
+        fail("plan", f"of blocks that fit in {limits.shared_memory} bytes of shared memory", f"{plan}, of {needed}")
+
+
+def _check_aligned(**tensors: Tensor) -> None:
+    for name, tensor in tensors.items():
+        if tensor.data_ptr() % 16:
+            fail(name, "at an address that is a multiple of 16", hex(tensor.data_ptr()))
+
+
+def _on(device: torch.device, run: Callable[..., None]) -> Callable[..., None]:
+    """The same with the tensors' device as the current one; where there is one device there is nothing to do."""
+    if torch.cuda.device_count() <= 1:
+        return run
+
+    def guarded(*tensors: Tensor | None) -> None:
+        with torch.cuda.device(device):
+            run(*tensors)
+
+    return guarded
+
+
+def _nothing(*_: object) -> None:
+    """The launch over nothing."""
+
+
+def _see_nothing(*tensors: Tensor | None) -> None:
+    """Where there are no keys."""
+    out, lse = tensors[-2:]
+    if out is not None:
+        out.zero_()
+    if lse is not None:
+        lse.fill_(-torch.inf)

@@ -1,0 +1,261 @@
+"""How the work is laid over a device: pure functions from a problem and the device's limits to a launch plan.
+
+A plan is a value: it can be built, printed and tested on a machine with no GPU, and pinned by a caller with ``plan=``.
+What of a plan depends on lengths is a tensor, made on the device by schedule.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+# Rows of a warpgroup's matrix product on sm_90: query tokens x heads are packed into tiles of as many.
+_ROWS = 64
+# Parts beyond one a sequence, in multiples of what the device runs at once: schedules of more are not looked at.
+_WAVES = 2
+# Costs are in units of an eighth of the time of a block of keys, some 2 us. What a part costs beside its blocks: its
+# beginning and end, and, where it is not alone, 64 rows of 512 float32 to write.
+_BLOCK, _START, _MERGE = 8, 8, 8
+# Rows of parts, of 512 float32, that are written and read again by all programs together in a unit.
+_MERGED_ROWS = 128
+# Shared memory beside blocks: factors of rows, places of keys, barriers, each from a multiple of 1024 bytes on.
+_BESIDE = 2048
+# Pieces of a row are no shorter than 32 bytes of it: those of 64 elements.
+_MOST_PIECES = 16
+# Programs that merge, as many on a multiprocessor: no more than run at once.
+_MERGING = 16
+# What a second launch merges quickly enough.
+MOST_SPLITS = 256
+
+
+@dataclass(frozen=True)
+class DeviceLimits:
+    """What a plan needs to know of a processor: multiprocessors, and the shared memory of a block in bytes."""
+
+    multiprocessors: int
+    shared_memory: int = 227 * 1024
+
+
+@dataclass(frozen=True)
+class PrefillProblem:
+    """What a plan needs to know of a prefill; ``tokens`` are rows of q, ``bits`` those of an element."""
+
+    num_heads: int
+    num_heads_kv: int
+    head_size: int
+    head_size_v: int
+    tokens: int
+    sequences: int
+    max_seqlen_q: int
+    causal: bool = True
+    bits: int = 16
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a kv head."""
+        return self.num_heads // self.num_heads_kv
+
+
+@dataclass(frozen=True)
+class DecodeProblem:
+    """What a plan needs to know of decoding.
+
+    ``dim_rope``: elements of q and of the cache behind the latent's ``dim_nope``. ``capacity``: keys that a sequence
+    may have. ``bits``: of an element.
+    """
+
+    num_heads: int
+    dim_nope: int
+    dim_rope: int
+    seqlen_q: int
+    sequences: int
+    capacity: int
+    page_size: int
+    bits: int = 16
+
+    @property
+    def rows(self) -> int:
+        """Rows of a sequence: its query tokens x heads."""
+        return self.seqlen_q * self.num_heads
+
+
+@dataclass(frozen=True)
+class PrefillPlan:
+    """Tiles of ``block_m`` queries of a head walk their keys ``block_n`` at a time, ``num_stages`` blocks in flight."""
+
+    block_m: int
+    block_n: int
+    num_stages: int
+
+    def as_ints(self) -> list[int]:
+        """The plan as a torch op takes it."""
+        return [self.block_m, self.block_n, self.num_stages]
+
+    def covers(self, problem: PrefillProblem) -> bool:
+        """Whether its blocks are such that a kernel can take them, for this problem."""
+        blocks = self.block_m in (64, 128) and self.block_n in (32, 64, 96, 128)
+        return blocks and 1 <= self.num_stages <= 4 and problem.num_heads % problem.num_heads_kv == 0
+
+    def shared_memory(self, problem: PrefillProblem) -> int:
+        """Bytes of a block: a tile of q, blocks of keys and values, and what tells a program its work."""
+        keys = self.num_stages * self.block_n * (problem.head_size + problem.head_size_v)
+        return (self.block_m * problem.head_size + keys) * problem.bits // 8 + _BESIDE
+
+    def num_tiles(self, problem: PrefillProblem) -> int:
+        """Programs of the grid: as many tiles as sequences of any lengths can need, for each head."""
+        return (problem.tokens // self.block_m + problem.sequences) * problem.num_heads
+
+
+@dataclass(frozen=True)
+class DecodeTiles:
+    """Tiles of ``block_m`` rows, packed query tokens x heads, walk a part of a sequence's keys ``block_n`` at a time.
+
+    ``num_stages`` blocks are in flight. A grid has ``num_splits`` parts for each sequence and ``spare_parts`` for all
+    of them, which those share that are cut further; neither depends on the batch or on lengths.
+    """
+
+    block_m: int
+    block_n: int
+    num_stages: int
+    num_splits: int = 1
+    spare_parts: int = 0
+
+    def as_ints(self) -> list[int]:
+        """The tiles as a torch op takes them."""
+        return [self.block_m, self.block_n, self.num_stages, self.num_splits, self.spare_parts]
+
+    def covers(self, problem: DecodeProblem) -> bool:
+        """Whether its blocks are such that a kernel can take them, for this problem."""
+        blocks = self.block_m == _ROWS and self.block_n in (16, 32, 64, 128)
+        return blocks and 1 <= self.num_stages <= 4 and 1 <= self.num_splits <= MOST_SPLITS and self.spare_parts >= 0
+
+    def shared_memory(self, problem: DecodeProblem) -> int:
+        """Bytes of a block: a tile of q and its weights, blocks of keys, and what tells a program its work."""
+        width = problem.dim_nope + problem.dim_rope
+        held = (self.block_m + self.num_stages * self.block_n) * width + self.block_m * self.block_n
+        return held * problem.bits // 8 + _BESIDE
+
+    def num_parts(self, sequences: int) -> int:
+        """Parts in the grid: no schedule of this plan has more."""
+        return sequences * self.num_splits + self.spare_parts
+
+    def row_tiles(self, rows: int) -> int:
+        """Tiles that hold the packed rows of a sequence, each once."""
+        return cdiv(rows, self.block_m)
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
+def part_range(blocks: int, part: int, parts: int) -> tuple[int, int]:
+    """The blocks of keys (first, last + 1) that one of a sequence's parts takes.
+
+    ``blocks`` are those of the length that the kernel finds, so that a schedule made from other lengths still has each
+    block in one part. Parts differ by one block at most; some are empty where there are fewer blocks than parts.
+    """
+    return blocks * part // parts, blocks * (part + 1) // parts
+
+
+def get_splits(
+    batch_size: int, num_heads: int, seqlen_q: int, avg_seqlen_k: int, block_size_h: int = 64, block_size_n: int = 128,
+    streaming_info: Sequence[int] | None = None, *, multiprocessors: int,
+) -> int:  # fmt: skip
+    """The static rule: in how many parts keys are cut for two tiles a multiprocessor, a power of two, rounded down."""
+    natural = batch_size * seqlen_q * cdiv(num_heads, block_size_h)
+    target = 2 * multiprocessors
+    if natural >= target:
+        return 1
+    effective = avg_seqlen_k
+    if streaming_info is not None and len(streaming_info) >= 2:
+        effective = min(effective, (streaming_info[0] + streaming_info[1]) * block_size_n)
+    # No sequence, no token or no head: nothing is to be cut.
+    wanted = cdiv(target, natural) if natural else 1
+    splits = min(wanted, max(1, effective // block_size_n))
+    return 1 << (splits.bit_length() - 1)
+
+
+def plan_prefill(problem: PrefillProblem, limits: DeviceLimits) -> PrefillPlan:
+    """The largest blocks that shared memory holds: two tiles of 64 rows, one a consumer warpgroup, share the keys."""
+    size = problem.bits // 8
+    queries = 128 * max(problem.head_size, problem.head_size_v) * size
+    for block_n, num_stages in ((128, 2), (64, 2), (64, 1), (32, 1)):
+        keys = num_stages * block_n * (problem.head_size + problem.head_size_v) * size
+        if queries + keys <= limits.shared_memory:
+            return PrefillPlan(128, block_n, num_stages)
+    return PrefillPlan(64, 32, 1)
+
+
+def decode_tiles(
+    rows: int, dim_nope: int, dim_rope: int, max_seqlen_k: int | None, limits: DeviceLimits,
+    num_splits: int | None = None, bits: int = 16,
+) -> DecodeTiles:  # fmt: skip
+    """The tiles of ``plan_decode``, from no length and no batch: its bits with ``num_splits`` depend on neither.
+
+    ``rows``: query tokens x heads. ``max_seqlen_k`` None: any.
+    """
+    block_n, num_stages = _keys_in_flight(dim_nope, dim_rope, limits, bits)
+    if num_splits is not None:
+        return DecodeTiles(_ROWS, block_n, num_stages, num_splits)
+    alone = max_seqlen_k is not None and max_seqlen_k <= block_n
+    spare = 0 if alone else _WAVES * parts_at_once(rows, limits.multiprocessors)
+    return DecodeTiles(_ROWS, block_n, num_stages, 1, spare)
+
+
+def plan_without_schedule(problem: DecodeProblem, limits: DeviceLimits) -> DecodeTiles:
+    """What a call without a plan is launched with: as many parts of every sequence, from shapes alone."""
+    tiles = decode_tiles(problem.rows, problem.dim_nope, problem.dim_rope, problem.capacity, limits, 1, problem.bits)
+    blocks = max(1, cdiv(problem.capacity, tiles.block_n))
+    places = problem.sequences * tiles.row_tiles(problem.rows)
+
+    def cost(splits: int) -> int:
+        rounds = cdiv(places * splits, limits.multiprocessors)
+        parts = splits * problem.sequences if splits > 1 else 0
+        each = part_cost(cdiv(blocks, splits), merge_cost(problem.rows) if splits > 1 else 0)
+        return rounds * int(each) + int(merging_cost(parts, problem.rows))
+
+    most = min(blocks, parts_at_once(problem.rows, limits.multiprocessors), MOST_SPLITS)
+    splits = min(range(1, most + 1), key=cost)
+    return DecodeTiles(tiles.block_m, tiles.block_n, tiles.num_stages, splits)
+
+
+def parts_at_once(rows: int, multiprocessors: int) -> int:
+    """Parts that run at once: one tile of rows fills a multiprocessor's shared memory."""
+    return max(1, multiprocessors // max(1, cdiv(rows, _ROWS)))
+
+
+def part_cost(blocks: Any, merge: Any) -> Any:
+    """Of a part, in eighths of a block's time; integers, or tensors of them."""
+    return blocks * _BLOCK + _START + merge
+
+
+def merge_cost(rows: int) -> int:
+    """Of a part that is not alone, beside its own cost: its rows are written in float32."""
+    return max(1, cdiv(_MERGE * min(rows, _ROWS), _ROWS))
+
+
+def merging_cost(parts: Any, rows: int) -> Any:
+    """Of all parts that are not alone, beside their own costs: what they wrote is read again, by another launch."""
+    return parts * rows // _MERGED_ROWS
+
+
+def merge_grid(sequences: int, rows: int, tiles: DecodeTiles, multiprocessors: int) -> tuple[int, int]:
+    """Of the launch that merges: rows of a program, one after the other, and pieces of a row.
+
+    A thread has one load of each of 8 parts on its way, so that a row of more is cut into pieces, with a group of
+    threads for each 8 parts. Where most rows have nothing to merge, programs are to be few.
+    """
+    parts = parts_at_once(rows, multiprocessors) // sequences if tiles.spare_parts else tiles.num_splits
+    pieces = min(_MOST_PIECES, 1 << max(0, (parts // 8).bit_length() - 1))
+    return max(1, cdiv(sequences * rows * pieces, _MERGING * multiprocessors)), pieces
+
+
+def _keys_in_flight(dim_nope: int, dim_rope: int, limits: DeviceLimits, bits: int) -> tuple[int, int]:
+    """Keys of a block, and blocks in shared memory beside a tile of q and its weights."""
+    width = (dim_nope + dim_rope) * bits // 8
+    for block_n, num_stages in ((64, 2), (32, 2), (32, 1)):
+        if (_ROWS + num_stages * block_n) * width + _ROWS * block_n * bits // 8 <= limits.shared_memory:
+            return block_n, num_stages
+    return 16, 1

@@ -1,0 +1,313 @@
+"""What do the compilers make of the kernels, for a GPU that is not here?
+
+Kernels are lowered for sm_90a, compiled by nvcc, and the assembler's report is read. Constants are those of real calls.
+Lowering takes TileLang up to 20 s a kernel: what comes of it is kept in pytest's cache, by all that it is made from,
+which `--cache-clear` empties.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sysconfig
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from tilelang_mla.compile import wanted
+from tilelang_mla.plan import (
+    DecodeProblem,
+    DecodeTiles,
+    DeviceLimits,
+    PrefillPlan,
+    PrefillProblem,
+    decode_tiles,
+    plan_prefill,
+)
+
+pytestmark = pytest.mark.codegen
+
+BF16, FP16 = torch.bfloat16, torch.float16
+H200 = DeviceLimits(132, 227 * 1024)
+
+
+class Decoding(NamedTuple):
+    """A kernel of parts."""
+
+    dim_nope: int
+    dim_rope: int
+    dtype: torch.dtype
+    gather: bool
+
+    @property
+    def tiles(self) -> DecodeTiles:
+        return decode_tiles(16, self.dim_nope, self.dim_rope, None, H200)
+
+    @property
+    def problem(self) -> DecodeProblem:
+        return DecodeProblem(16, self.dim_nope, self.dim_rope, 1, 1, 4096, 64)
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        return {**self._asdict(), "block_n": self.tiles.block_n, "num_stages": self.tiles.num_stages}
+
+
+class Prefill(NamedTuple):
+    """A kernel of prefill."""
+
+    head_size: int
+    head_size_v: int
+    dtype: torch.dtype
+
+    @property
+    def problem(self) -> PrefillProblem:
+        return PrefillProblem(8, 8, self.head_size, self.head_size_v, 1000, 2, 600)
+
+    @property
+    def plan(self) -> PrefillPlan:
+        return plan_prefill(self.problem, H200)
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        plan = self.plan
+        blocks = {"block_m": plan.block_m, "block_n": plan.block_n, "num_stages": plan.num_stages}
+        return {**self._asdict(), **blocks}
+
+
+DECODE = {
+    "DeepSeek": Decoding(512, 64, BF16, False),
+    "DeepSeek, pages of any size": Decoding(512, 64, BF16, True),
+    "DeepSeek in float16": Decoding(512, 64, FP16, False),
+    "no powers of two, pages of any size": Decoding(320, 96, FP16, True),
+    "blocks of 32 keys": Decoding(512, 128, BF16, False),
+    "the smallest": Decoding(64, 32, BF16, False),
+}
+PREFILL = {
+    "DeepSeek": Prefill(192, 128, BF16),
+    "equal sizes in float16": Prefill(128, 128, FP16),
+    "the largest, of one block": Prefill(256, 256, BF16),
+    "values wider than keys": Prefill(32, 192, BF16),
+}
+every_decoding = pytest.mark.parametrize("kernel", DECODE.values(), ids=DECODE)
+every_prefill = pytest.mark.parametrize("kernel", PREFILL.values(), ids=PREFILL)
+
+
+class Report(NamedTuple):
+    """The CUDA text of a kernel, and what ptxas says of it."""
+
+    text: str
+    said: str
+
+    def count(self, what: str) -> int:
+        """The sum of the numbers before these words."""
+        return sum(int(number) for number in re.findall(rf"(\d+) bytes {what}", self.said))
+
+
+def missing(reason: str) -> None:
+    if os.environ.get("CI"):
+        pytest.fail(f"{reason}, in CI")
+    pytest.skip(reason)
+
+
+@pytest.fixture(scope="module")
+def nvcc() -> str:
+    """From PATH, CUDA_HOME or the wheels of nvidia-cuda-nvcc."""
+    wheel = Path(sysconfig.get_path("purelib"), "nvidia", "cu13", "bin", "nvcc")
+    for place in (shutil.which("nvcc"), os.path.join(os.environ.get("CUDA_HOME", ""), "bin", "nvcc"), str(wheel)):
+        if place and os.access(place, os.X_OK):
+            return place
+    missing("no nvcc")
+    raise AssertionError
+
+
+@pytest.fixture(scope="module")
+def launch() -> Any:
+    try:
+        from tilelang_mla import launch
+    except ImportError as error:
+        missing(f"no TileLang: {error}")
+    return launch
+
+
+Kept = Callable[[list[Any], Callable[[], str]], str]
+
+
+@pytest.fixture(scope="module")
+def kept(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Kept:
+    """Makes a text, or finds it again if all that it is made from is the same; from one run to the next in a cache."""
+    cache = getattr(request.config, "cache", None)
+    folder = tmp_path_factory.mktemp("kept") if cache is None else cache.mkdir("tilelang-mla")
+
+    def find(made_from: list[Any], make: Callable[[], str]) -> str:
+        place = folder / sha256(json.dumps(made_from).encode()).hexdigest()
+        if not place.exists():
+            whole = place.with_suffix(f".{os.getpid()}")
+            whole.write_text(make())
+            whole.replace(place)
+        return place.read_text()
+
+    return find
+
+
+@pytest.fixture(scope="module")
+def text(launch: Any, kept: Kept) -> Callable[..., str]:
+    """Lowers a kernel to CUDA."""
+    import tilelang
+    from tilelang import tvm
+    from tilelang.engine.lower import lower
+
+    made: dict[Any, str] = {}
+
+    def make(name: str, constants: dict[str, Any]) -> str:
+        key = (name, *constants.items())
+        if key not in made:
+            program = launch.text_of(name, **constants)
+
+            def lowered() -> str:
+                context = tvm.transform.PassContext(opt_level=3, config=launch.PASS_CONFIGS)
+                with context, tvm.target.Target(launch.TARGET):
+                    return str(lower(program, target=launch.TARGET).kernel_source)
+
+            settings = [tilelang.__version__, launch.TARGET, launch.PASS_CONFIGS]
+            made[key] = kept([*settings, program.script(show_meta=True)], lowered)
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def report(nvcc: str, text: Callable[..., str], kept: Kept, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Compiles a kernel."""
+    import tilelang
+
+    home = Path(tilelang.__file__).parent
+    version = subprocess.check_output([nvcc, "--version"], text=True)
+    flags = ["-std=c++20", "-O3", "--use_fast_math", "-w", "-cubin", "-gencode=arch=compute_90a,code=sm_90a"]
+    flags += ["-DENABLE_BF16", "--ptxas-options=--verbose,--warn-on-spills"]
+
+    def make(name: str, constants: dict[str, Any]) -> Report:
+        written = text(name, constants)
+
+        def said() -> str:
+            source = tmp_path_factory.mktemp(name) / "kernel.cu"
+            source.write_text(written)
+            headers = [f"-I{home / 'src'}", f"-I{home / '3rdparty/cutlass/include'}"]
+            command = [nvcc, *flags, *headers, str(source), "-o", str(source.with_suffix(".cubin"))]
+            ran = subprocess.run(command, capture_output=True, text=True)
+            assert ran.returncode == 0, ran.stderr[-2000:]
+            return ran.stdout + ran.stderr
+
+        return Report(written, kept([tilelang.__version__, version, flags, written], said))
+
+    return make
+
+
+def shared_memory(text: str) -> int:
+    """From where the buffers lie: the last one's begin, and the whole size that the text does not tell, at most."""
+    return max([int(offset) for offset in re.findall(r"buf_dyn_shmem \+ (\d+)", text)], default=0)
+
+
+def assert_clean(report: Report) -> None:
+    assert report.count("spill stores") == report.count("spill loads") == report.count("stack frame") == 0, report.said
+    # C7508: setmaxnreg ignored. C7510 to C7514: products of a warpgroup one after the other.
+    assert not re.search(r"C75\d\d", report.said), report.said
+    assert re.search(r"Used \d+ registers", report.said), report.said
+
+
+def words(report: Report) -> set[str]:
+    return set(re.findall(r"tl::(\w+)", report.text))
+
+
+@every_decoding
+def test_decoding_multiplies_by_warpgroups_and_copies_asynchronously_without_spills(report, kernel) -> None:
+    made = report("decode", kernel.constants)
+    assert_clean(made)
+    roles = {"wgmma_ss", "wgmma_rs", "warpgroup_reg_alloc", "warpgroup_reg_dealloc", "tma_load", "tma_store"}
+    assert roles <= words(made)
+    assert ("cp_async_gs_conditional<16>" in made.text) == kernel.gather
+    assert made.text.count("tma_load(kv_desc") == (0 if kernel.gather else 3)
+
+
+@every_prefill
+def test_prefill_multiplies_by_warpgroups_and_copies_by_the_copy_engine_without_spills(report, kernel) -> None:
+    made = report("prefill", kernel.constants)
+    assert_clean(made)
+    assert {"wgmma_ss", "wgmma_rs", "warpgroup_reg_alloc", "warpgroup_reg_dealloc", "tma_load"} <= words(made)
+
+
+def test_merging_reads_lines_of_16_bytes_without_spills(report) -> None:
+    for dim_nope in (512, 64):
+        made = report("merge", {"dim_nope": dim_nope, "dtype": BF16})
+        assert_clean(made)
+        assert "*(float4*)(parts" in made.text
+
+
+@every_decoding
+def test_shared_memory_of_decoding_is_what_plans_say_and_what_a_block_may_have(text, kernel) -> None:
+    tiles = kernel.tiles
+    assert tiles.shared_memory(kernel.problem) <= H200.shared_memory
+    # What lies last are the weights.
+    weights = 2 * tiles.block_m * tiles.block_n
+    begins = shared_memory(text("decode", kernel.constants))
+    assert begins + weights + 1024 <= tiles.shared_memory(kernel.problem)
+
+
+@every_prefill
+def test_shared_memory_of_prefill_is_what_plans_say_and_what_a_block_may_have(text, kernel) -> None:
+    plan = kernel.plan
+    assert plan.shared_memory(kernel.problem) <= H200.shared_memory
+    values = 2 * plan.num_stages * plan.block_n * kernel.head_size_v
+    begins = shared_memory(text("prefill", kernel.constants))
+    assert begins + values + 1024 <= plan.shared_memory(kernel.problem)
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel"),
+    [("prefill", PREFILL["DeepSeek"]), ("decode", DECODE["DeepSeek, pages of any size"])],
+    ids=["prefill", "decoding"],
+)
+def test_buffers_of_different_roles_lie_apart(text, name, kernel) -> None:
+    """Roles run side by side: what one no longer needs another still reads."""
+    offsets = re.findall(r"buf_dyn_shmem \+ (\d+)", text(name, kernel.constants))
+    assert len(offsets) == len(set(offsets)) > 3
+
+
+def test_the_plan_of_any_sizes_fits_in_shared_memory() -> None:
+    for dim_nope in range(64, 513, 64):
+        for dim_rope in range(32, 129, 32):
+            tiles = decode_tiles(16, dim_nope, dim_rope, None, H200)
+            assert tiles.shared_memory(DecodeProblem(16, dim_nope, dim_rope, 1, 1, 4096, 64)) <= H200.shared_memory
+    for head_size in range(32, 257, 32):
+        for head_size_v in range(64, 257, 64):
+            prompt = PrefillProblem(8, 8, head_size, head_size_v, 1000, 2, 600)
+            assert plan_prefill(prompt, H200).shared_memory(prompt) <= H200.shared_memory
+
+
+def test_nothing_but_sizes_dtype_and_blocks_is_a_constant_of_a_kernel(launch) -> None:
+    """A constant more would be a compilation more in the middle of serving."""
+    few = DecodeProblem(16, 512, 64, 1, 1, 8192, 64)
+    many = DecodeProblem(128, 512, 64, 4, 300, 131072, 128)
+    tiles = DecodeTiles(64, 64, 2, 1, 0)
+    assert launch.decode_constants(few, tiles, BF16) == launch.decode_constants(
+        many, DecodeTiles(64, 64, 2, 7, 99), BF16
+    )
+    prompts = (PrefillProblem(128, 128, 192, 128, 8192, 1, 8192), PrefillProblem(16, 4, 192, 128, 77, 9, 20, False))
+    assert len({str(launch.prefill_constants(prompt, PrefillPlan(128, 128, 2), BF16)) for prompt in prompts}) == 1
+
+
+def test_what_the_command_builds_is_what_calls_of_deepseek_ask_for(launch) -> None:
+    built = list(wanted(["bfloat16"], [(512, 64)], [(192, 128)]))
+    for page in (1, 16, 64, 128):
+        problem = DecodeProblem(16, 512, 64, 1, 4, 8192, page)
+        tiles = decode_tiles(16, 512, 64, 8192, H200)
+        assert ("decode", launch.decode_constants(problem, tiles, BF16)) in built
+    prompt = PrefillProblem(128, 128, 192, 128, 8192, 1, 8192)
+    assert ("prefill", launch.prefill_constants(prompt, plan_prefill(prompt, H200), BF16)) in built
+    assert ("merge", {"dim_nope": 512, "dtype": BF16}) in built

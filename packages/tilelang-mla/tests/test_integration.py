@@ -1,0 +1,599 @@
+"""Does the package do what engines take for granted: torch.compile, CUDA graphs, streams, large batches, equal bits?"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import tilelang_mla
+from kernel_reference.testing import contract
+from kernel_reference.testing.guards import assert_bitwise_equal, poison_
+from tilelang_mla import DecodePlan, DecodeTiles, PrefillPlan, flash_mla, ops
+
+Tensor = torch.Tensor
+BF16, FP32 = torch.bfloat16, torch.float32
+gpu = pytest.mark.gpu
+HEADS, NOPE, ROPE, PAGE, COLUMNS, POOL = 4, 64, 32, 16, 4, 40
+WIDTH, LONGEST = NOPE + ROPE, COLUMNS * PAGE
+# For plans: on a CPU, which counts as one multiprocessor, nothing would be cut.
+CORES = 132
+
+
+class Maker:
+    """Makes the inputs of the public functions from a number of sequences and a seed: lengths follow from both."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def start(self, seed: int) -> None:
+        self.generator = torch.Generator(self.device).manual_seed(seed)
+        self.host = torch.Generator().manual_seed(seed)
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator, device=self.device).to(BF16)
+
+    def integers(self, values: Any) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=self.device)
+
+    def lengths(self, sequences: int, most: int) -> list[int]:
+        return torch.randint(most + 1, (sequences,), generator=self.host).tolist()
+
+    def decoding(self, sequences: int, seed: int = 0) -> list[Tensor]:
+        """q, kv, cache_seqlens, block_table."""
+        self.start(seed)
+        q, kv = self.normal(sequences, 2, HEADS, WIDTH), self.normal(POOL, PAGE, 1, WIDTH)
+        table = torch.randint(POOL, (sequences, COLUMNS), generator=self.host).tolist()
+        return [q, kv, self.integers(self.lengths(sequences, LONGEST)), self.integers(table)]
+
+    def planned(self, sequences: int, seed: int = 0) -> list[Tensor]:
+        """q, kv, cache_seqlens, block_table, the tensors of a plan, out."""
+        tensors = self.decoding(sequences, seed)
+        return [*tensors, *plan_of(tensors[2])[1:], torch.zeros_like(tensors[0])[..., :NOPE].contiguous()]
+
+    def of_engines(self, sequences: int, seed: int = 0) -> list[Tensor]:
+        """q, kv, cache_seqlens, block_table, metadata and splits."""
+        tensors = self.decoding(sequences, seed)
+        return [*tensors, *flash_mla.get_mla_metadata(tensors[2], 2 * HEADS, 1)]
+
+    def ragged(self, sequences: int, seed: int = 0) -> list[Tensor]:
+        """q, k, v, cu_seqlens_q, cu_seqlens_k."""
+        self.start(seed)
+        rows = 9 * sequences
+        q, k, v = self.normal(rows, HEADS, 192), self.normal(2 * rows, 2, 192), self.normal(2 * rows, 2, 128)
+        bounds = [list(accumulate(self.lengths(sequences, most), initial=0)) for most in (9, 18)]
+        return [q, k, v, *map(self.integers, bounds)]
+
+    def lengths_alone(self, sequences: int, seed: int = 0) -> list[Tensor]:
+        """cache_seqlens."""
+        self.start(seed)
+        return [self.integers(self.lengths(sequences, 8192))]
+
+
+@pytest.fixture
+def make(device: torch.device) -> Maker:
+    return Maker(device)
+
+
+def plan_of(cache_seqlens: Tensor, **options: Any) -> DecodePlan:
+    sizes = {"dim_nope": NOPE, "dim_rope": ROPE, "multiprocessors": CORES}
+    return tilelang_mla.plan_decode(cache_seqlens, HEADS, 2, **sizes, **options)
+
+
+# The most queries follow from a shape, so that they are a symbol to torch.compile where that is one.
+
+
+def decode(q: Tensor, kv: Tensor, cache_seqlens: Tensor, block_table: Tensor) -> Any:
+    return tilelang_mla.flash_mla_with_kvcache(q, kv, cache_seqlens, block_table, NOPE, 0.2, True, return_lse=True)
+
+
+def plan_and_decode(q: Tensor, kv: Tensor, cache_seqlens: Tensor, block_table: Tensor) -> Any:
+    plan = plan_of(cache_seqlens)
+    return tilelang_mla.flash_mla_with_kvcache(q, kv, cache_seqlens, block_table, NOPE, None, False, plan=plan)
+
+
+def decode_in_parts(q: Tensor, kv: Tensor, cache_seqlens: Tensor, block_table: Tensor) -> Any:
+    plan = plan_of(cache_seqlens, num_splits=3)
+    return tilelang_mla.flash_mla_with_kvcache(
+        q, kv, cache_seqlens, block_table, NOPE, 0.2, True, plan=plan, return_lse=True
+    )
+
+
+def decode_with_a_plan(
+    q: Tensor, kv: Tensor, cache_seqlens: Tensor, block_table: Tensor, first_part: Tensor, order: Tensor, out: Tensor
+) -> Any:
+    plan = DecodePlan(plan_of(torch.zeros(1, dtype=torch.int32)).tiles, first_part, order)
+    return tilelang_mla.flash_mla_with_kvcache(
+        q, kv, cache_seqlens, block_table, NOPE, 0.2, True, out=out, return_lse=True, plan=plan
+    )
+
+
+def decode_as_engines_do(
+    q: Tensor, kv: Tensor, cache_seqlens: Tensor, block_table: Tensor, metadata: Tensor, num_splits: Tensor
+) -> Any:
+    return flash_mla.flash_mla_with_kvcache(
+        q, kv, block_table, cache_seqlens, NOPE, metadata, num_splits, softmax_scale=0.2, causal=True
+    )
+
+
+def prefill(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Any:
+    most = q.shape[0], k.shape[0]
+    return tilelang_mla.flash_mla_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, *most, None, True, return_lse=True)
+
+
+def plan_alone(cache_seqlens: Tensor) -> Any:
+    return tilelang_mla.plan_decode(cache_seqlens, 16, 1, max_seqlen_k=8192, multiprocessors=CORES)[1:]
+
+
+def metadata_alone(cache_seqlens: Tensor) -> Any:
+    return flash_mla.get_mla_metadata(cache_seqlens, 16, 1)
+
+
+PUBLIC: dict[str, tuple[Callable[..., Any], Callable[..., list[Tensor]]]] = {
+    "prefill": (prefill, Maker.ragged),
+    "decode": (decode, Maker.decoding),
+    "plan and decode": (plan_and_decode, Maker.decoding),
+    "decode in parts": (decode_in_parts, Maker.decoding),
+    "decode with a plan, out=": (decode_with_a_plan, Maker.planned),
+    "decode as engines do": (decode_as_engines_do, Maker.of_engines),
+    "plan_decode": (plan_alone, Maker.lengths_alone),
+    "get_mla_metadata": (metadata_alone, Maker.lengths_alone),
+}
+every_public_function = pytest.mark.parametrize(("function", "inputs"), PUBLIC.values(), ids=PUBLIC)
+
+
+# The ops
+
+
+def op_names() -> list[str]:
+    names = torch._C._dispatch_get_all_op_names()
+    return sorted(name.removeprefix("tilelang_mla::") for name in names if name.startswith("tilelang_mla::"))
+
+
+def test_there_is_one_op_a_public_function() -> None:
+    assert op_names() == ["decode", "prefill"]
+
+
+def test_decode_passes_opcheck(make) -> None:
+    q, kv, lengths, table = make.decoding(3)
+    out, lse = q.new_zeros(3, 2, HEADS, NOPE), q.new_zeros(3, HEADS, 2, dtype=FP32)
+    plan = plan_of(lengths)
+    fixed = DecodeTiles(64, 64, 2, 3).as_ints()
+    contract.check_opcheck(
+        torch.ops.tilelang_mla.decode.default,
+        [
+            (q, kv, lengths, table, None, None, out, lse, NOPE, 0.2, True),
+            (q, kv, lengths, table, None, None, out, None, NOPE, 0.2, False, None),
+            (q, kv, lengths, table, *plan[1:], out, lse, NOPE, 0.2, True, plan.tiles.as_ints()),
+            (q, kv, lengths, table, plan[1], None, out, lse, NOPE, 0.2, True, plan.tiles.as_ints()),
+            (q, kv, lengths, table, None, None, out, lse, NOPE, 0.2, True, fixed),
+            (q[:0], kv, lengths[:0], table[:0], None, None, out[:0], lse[:0], NOPE, 0.2, True, fixed),
+        ],
+    )
+
+
+def test_prefill_passes_opcheck(make) -> None:
+    q, k, v, *bounds = make.ragged(3)
+    out, lse = q.new_zeros(27, HEADS, 128), q.new_zeros(HEADS, 27, dtype=FP32)
+    plan = PrefillPlan(128, 64, 2).as_ints()
+    none = (q[:0], k[:0], v[:0], *(x[:1] for x in bounds), out[:0], lse[:, :0])
+    contract.check_opcheck(
+        torch.ops.tilelang_mla.prefill.default,
+        [
+            (q, k, v, *bounds, out, lse, 27, 54, 0.2, True), (q, k, v, *bounds, out, None, 27, 54, 0.2, False, plan),
+            (*none, 0, 0, 0.2, True, plan),
+        ],
+    )  # fmt: skip
+
+
+# torch.compile
+
+
+def backend_of(device: torch.device) -> str:
+    return "inductor" if device.type == "cuda" else "aot_eager"
+
+
+@every_public_function
+def test_public_functions_compile_whole_and_once_for_two_sizes(make, function, inputs) -> None:
+    contract.check_compiles(function, inputs(make, 3), inputs(make, 5, seed=1))
+
+
+@every_public_function
+def test_other_lengths_in_as_many_rows_compile_once(make, function, inputs) -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(function, fullgraph=True, backend=backend_of(make.device), dynamic=False)
+    for seed in range(3):
+        with torch._dynamo.config.patch(error_on_recompile=seed > 0):
+            check_same(compiled(*inputs(make, 4, seed)), function(*inputs(make, 4, seed)))
+
+
+@pytest.mark.parametrize("function", [decode, plan_and_decode])
+def test_trap_pages_tables_and_tokens_of_other_numbers_compile_nothing_anew(make, function) -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(function, fullgraph=True, backend=backend_of(make.device))
+    q, kv, lengths, table = make.decoding(3)
+    looks = [
+        (q, kv, lengths, table), (q, kv[:30].contiguous(), lengths, table % 30),
+        (q, kv, lengths, torch.cat([table, table], 1)), tuple(make.decoding(7)),
+    ]  # fmt: skip
+    dims: tuple[tuple[int, ...], ...] = ((0,), (0,), (0,), (0, 1))
+    if function is decode:
+        # The tiles of a plan follow from the tokens.
+        looks.append((torch.cat([q, q, q], 1), kv, lengths, table))
+        dims = ((0, 1), *dims[1:])
+    for i, look in enumerate(looks):
+        for tensor, own in zip(look, dims, strict=True):
+            for dim in own:
+                torch._dynamo.mark_dynamic(tensor, dim)
+        with torch._dynamo.config.patch(error_on_recompile=i > 0):
+            check_same(compiled(*look), function(*look))
+
+
+def test_a_plan_may_be_an_argument_and_a_result_of_what_is_compiled(make) -> None:
+    torch.compiler.reset()
+
+    def run(plan: DecodePlan, q: Tensor, kv: Tensor, lengths: Tensor, table: Tensor) -> Any:
+        return tilelang_mla.flash_mla_with_kvcache(q, kv, lengths, table, NOPE, 0.2, True, plan=plan)
+
+    compiled = torch.compile(run, fullgraph=True, backend=backend_of(make.device))
+    planned = torch.compile(plan_of, fullgraph=True, backend=backend_of(make.device))
+    for seed in range(3):
+        tensors = make.decoding(4, seed)
+        with torch._dynamo.config.patch(error_on_recompile=seed > 0):
+            plan = planned(tensors[2])
+            assert type(plan) is DecodePlan
+            assert plan.tiles == plan_of(tensors[2]).tiles
+            check_same([*plan[1:]], [*plan_of(tensors[2])[1:]])
+            check_same(compiled(plan, *tensors), run(plan, *tensors))
+
+
+def run_alone(script: str) -> None:
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_first_call_of_a_process_may_be_inside_torch_compile(device: torch.device) -> None:
+    run_alone(
+        f"""
+        import torch
+        from tilelang_mla import flash_mla_with_kvcache
+        q = torch.zeros(1, 1, 2, 96, device={device.type!r}).bfloat16()
+        kv = torch.ones(2, 16, 1, 96, device={device.type!r}).bfloat16()
+        table = torch.tensor([[1, 0]], dtype=torch.int32, device={device.type!r})
+        def attend(q, kv, lengths, table):
+            return flash_mla_with_kvcache(q, kv, lengths, table, 64)
+        out = torch.compile(attend, fullgraph=True, backend={backend_of(device)!r})(q, kv, table[0, :1] + 19, table)
+        torch.testing.assert_close(out, torch.ones_like(out))
+        """
+    )
+
+
+# Imports
+
+
+def test_importing_the_package_imports_neither_tilelang_nor_triton_and_initialises_no_gpu() -> None:
+    run_alone(
+        """
+        import sys
+        import torch
+        before = set(sys.modules)
+        import tilelang_mla
+        for name in ("triton", "tilelang", "tvm"):
+            assert name not in set(sys.modules) - before, name + " was imported"
+        assert not torch.cuda.is_initialized(), "CUDA was initialised"
+        """
+    )
+
+
+def test_cpu_tensors_need_neither_tilelang_nor_triton() -> None:
+    run_alone(
+        """
+        import sys
+        sys.modules["triton"] = sys.modules["tilelang"] = None
+        import torch
+        from tilelang_mla import flash_mla_varlen_func, flash_mla_with_kvcache, plan_decode
+        x = torch.ones(3, 2, 64).half()
+        cu = torch.tensor([0, 3], dtype=torch.int32)
+        assert (flash_mla_varlen_func(x, x, x, cu, cu, 3, 3, None, True) == 1).all()
+        lengths = torch.tensor([3], dtype=torch.int32)
+        table = torch.zeros(1, 1, dtype=torch.int32)
+        q, kv = torch.ones(1, 1, 2, 96).half(), torch.ones(1, 16, 1, 96).half()
+        assert (flash_mla_with_kvcache(q, kv, lengths, table, 64, plan=plan_decode(lengths, 2)) == 1).all()
+        """
+    )
+
+
+def test_importing_the_package_costs_little_beside_torch() -> None:
+    run_alone(
+        """
+        import time
+        import torch
+        import torch._subclasses, torch.utils._pytree, einops  # what the first definition of an op brings
+        begin = time.process_time()
+        import tilelang_mla
+        spent = time.process_time() - begin
+        assert spent < 1.0, spent
+        """
+    )
+
+
+def test_the_version_is_that_of_the_metadata_or_says_that_there_is_none() -> None:
+    run_alone(
+        """
+        import importlib
+        from importlib import metadata
+        import torch
+        def missing(name):
+            raise metadata.PackageNotFoundError(name)
+        metadata.version = missing
+        import tilelang_mla
+        assert tilelang_mla.__version__ == "0+source", tilelang_mla.__version__
+        metadata.version = {"tilelang-mla": "1.2.3"}.__getitem__
+        importlib.reload(tilelang_mla)
+        assert tilelang_mla.__version__ == "1.2.3", tilelang_mla.__version__
+        """
+    )
+
+
+def test_all_names_that_are_exported_are_there() -> None:
+    assert sorted(tilelang_mla.__all__) == tilelang_mla.__all__
+    wanted = {"flash_mla_varlen_func", "flash_mla_with_kvcache", "get_splits", "plan_decode", "flash_mla"}
+    assert wanted <= set(tilelang_mla.__all__)
+    for module in (tilelang_mla, flash_mla):
+        for name in module.__all__:
+            assert getattr(module, name).__doc__
+
+
+# What no call may do
+
+
+@every_public_function
+def test_trap_no_call_looks_at_what_is_in_device_memory(make, function, inputs) -> None:
+    """Tensors without contents are all that a call needs: a copy to the host would have nothing to copy."""
+    tensors = inputs(make, 4)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        results = leaves(function(*[mode.from_tensor(tensor) for tensor in tensors]))
+    for got, wanted in zip(results, leaves(function(*inputs(make, 4))), strict=True):
+        assert (got.shape, got.dtype, got.stride()) == (wanted.shape, wanted.dtype, wanted.stride())
+
+
+@every_public_function
+def test_public_functions_run_under_inference_mode(make, function, inputs) -> None:
+    expected = function(*inputs(make, 4))
+    with torch.inference_mode():
+        for tensors in (inputs(make, 4), [tensor.clone() for tensor in inputs(make, 4)]):
+            check_same(function(*tensors), expected)
+
+
+def leaves(results: Any) -> list[Tensor]:
+    return [results] if isinstance(results, Tensor) else [one for part in results for one in leaves(part)]
+
+
+def check_same(results: Any, expected: Any, what: str = "the result") -> None:
+    for one, other in zip(leaves(results), leaves(expected), strict=True):
+        assert_bitwise_equal(one, other, what=what)
+
+
+@every_public_function
+def test_the_same_call_gives_the_same_bits(make, function, inputs) -> None:
+    contract.check_deterministic(lambda: function(*inputs(make, 4)))
+
+
+def test_the_static_rule_asks_the_device_for_its_multiprocessors(device: torch.device) -> None:
+    from tilelang_mla.plan import get_splits
+
+    cores = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    for given in ((1, 16, 1, 8192), (32, 16, 1, 8192)):
+        for which in (device, str(device)):
+            assert tilelang_mla.get_splits(*given, device=which) == get_splits(*given, multiprocessors=cores)
+
+
+# What is made ready once and found again
+
+
+def test_the_table_of_launches_is_emptied_at_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The table is asked on a GPU alone; what fills and empties it is not.
+    monkeypatch.setattr(ops, "_MOST_LAUNCHES", 4)
+    monkeypatch.setattr(ops, "_launches", {})
+    made: list[int] = []
+
+    def prepare(tensors: Sequence[Tensor], numbers: tuple[int, ...]) -> int:
+        made.append(numbers[0])
+        return numbers[0]
+
+    tensor = torch.empty(2, 3)
+    for number in (*range(20), 19, 19):
+        assert ops._ready(prepare, (tensor,), (number,)) == number
+        assert len(ops._launches) <= 4
+    assert made == list(range(20))
+
+
+def test_a_launch_is_found_again_only_for_the_same_sizes_strides_dtypes_device_and_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ops, "_launches", {})
+
+    def prepare(tensors: Sequence[Tensor], numbers: tuple[Any, ...]) -> object:
+        return object()
+
+    def prepare_another(tensors: Sequence[Tensor], numbers: tuple[Any, ...]) -> object:
+        return object()
+
+    tensor = torch.empty(2, 3)
+    others = [torch.empty(3, 3), torch.empty(2, 4)[:, :3], tensor.double(), tensor.to("meta"), None]
+    looks = [
+        (prepare, (tensor,), (1.0, None)), (prepare, (tensor,), (2.0, None)), (prepare, (tensor,), (1.0, [16, 4])),
+        (prepare, (tensor,), (1.0, [32, 4])), (prepare, (tensor,), ()), (prepare_another, (tensor,), (1.0, None)),
+        *[(prepare, (other,), (1.0, None)) for other in others],
+    ]  # fmt: skip
+    made = [ops._ready(*look) for look in looks]
+    assert len(set(map(id, made))) == len(looks)
+    assert [ops._ready(*look) for look in looks] == made
+
+
+class Recorder:
+    """Stands in for the launches: keeps what they are made ready with, and runs the reference."""
+
+    def __init__(self) -> None:
+        self.prepared: list[tuple[Any, ...]] = []
+        self.ran = 0
+
+    def _prepare(self, reference: Callable[..., None], count: int, given: tuple[Any, ...]) -> Callable[..., None]:
+        self.prepared.append(given)
+        *numbers, plan = given[count:]
+
+        def run(*tensors: Any) -> None:
+            self.ran += 1
+            reference(*tensors, *numbers, None if plan is None else plan.as_ints())
+
+        return run
+
+    def prepare_prefill(self, *given: Any) -> Callable[..., None]:
+        return self._prepare(ops._reference_prefill, 7, given)
+
+    def prepare_decode(self, *given: Any) -> Callable[..., None]:
+        return self._prepare(ops._reference_decode, 8, given)
+
+
+def test_launches_are_made_ready_once_with_tensors_numbers_and_the_plan_as_a_value(tensors, monkeypatch) -> None:
+    recorder = Recorder()
+    monkeypatch.setattr(ops, "_launches", {})
+    monkeypatch.setattr(ops, "_launches_of_gpu", lambda: recorder)
+    sizes = {"dim_nope": NOPE, "dim_rope": ROPE, "page": PAGE, "heads": HEADS, "seqlen_q": 2}
+    for _ in range(3):
+        batch = tensors.decode([20, 3, 0], **sizes)
+        for plan in (None, batch.plan(), batch.plan(num_splits=2)):
+            ops._kernel_decode(*batch.op_arguments(plan))
+            batch.check()
+    assert [given[-1] for given in recorder.prepared] == [None, batch.plan().tiles, batch.plan(num_splits=2).tiles]
+    assert recorder.ran == 9
+    for _ in range(2):
+        prompt = tensors.prefill([(3, 7), (4, 4)])
+        for plan in (None, PrefillPlan(64, 64, 2)):
+            ops._kernel_prefill(*prompt.op_arguments(plan))
+            prompt.check()
+    assert [given[-1] for given in recorder.prepared[3:]] == [None, PrefillPlan(64, 64, 2)]
+    assert recorder.ran == 13
+
+
+# Offsets past 2^31 elements
+
+
+def check_far_apart(function: Callable[..., Any], given: Sequence[Any], dims: dict[int, int]) -> None:
+    try:
+        contract.check_int64_offsets(function, given, dims)
+    except RuntimeError as error:
+        # 8 GiB of addresses, of which next to nothing is touched; a small machine refuses even that.
+        if "allocate memory" not in str(error) and "out of memory" not in str(error):
+            raise
+        pytest.skip("this machine does not give out 8 GiB of addresses")
+
+
+@gpu
+@pytest.mark.parametrize("dims", [{0: 0}, {1: 0}, {1: 1}, {3: 0}, {6: 0}], ids=str)
+def test_trap_kernels_follow_dimensions_more_than_2_to_the_31_elements_apart(tensors, dims) -> None:
+    """Sequences of q, pages, places of a page, rows of the block table, results."""
+    batch = tensors.decode([70, 3, 33], page=16, heads=4)
+    given = batch.op_arguments(batch.plan())
+
+    def run(*arguments: Any) -> tuple[Tensor, Tensor]:
+        torch.ops.tilelang_mla.decode(*arguments)
+        return arguments[6], arguments[7]
+
+    check_far_apart(run, given, dims)
+
+
+# What only a GPU shows
+
+
+@gpu
+@every_public_function
+def test_trap_a_captured_graph_replays_the_bits_of_plain_calls(make, function, inputs) -> None:
+    """For other lengths, pages and values in as many rows."""
+    contract.check_cuda_graph(function, lambda seed: inputs(make, 5, seed=seed), replays=4)
+
+
+@gpu
+def test_trap_a_graph_with_a_plan_of_other_lengths_replays_right_results(tensors) -> None:
+    """The plan is made once, outside the graph; lengths are refilled, up to the same maximum."""
+    batch = tensors.decode([8192, 1, 700, 64], heads=16, page=64)
+    lengths, plan = batch.cache_seqlens, batch.plan()
+    full = lengths.clone()
+    lengths.copy_(tensors.integers(64, 64, 64, 64))
+    run = partial(tilelang_mla.flash_mla_with_kvcache, *batch.given, out=batch.out.tensor, return_lse=True, plan=plan)
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    lengths.copy_(full)
+    poison_(batch.out.tensor)
+    graph.replay()
+    torch.cuda.synchronize()
+    batch.check_out(*captured)
+
+
+@gpu
+@every_public_function
+def test_trap_no_call_waits_for_the_gpu(make, function, inputs) -> None:
+    tensors = inputs(make, 5)
+    contract.check_no_host_sync(lambda: function(*tensors))
+
+
+@gpu
+def test_a_call_inside_another_stream_runs_there(make) -> None:
+    given = make.decoding(6)
+    wanted = decode_in_parts(*given)
+    q = given[0]
+    value = q.clone()
+    q.zero_()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        q.copy_(value)
+        result = decode_in_parts(*given)
+    torch.cuda.current_stream().wait_stream(stream)
+    check_same(result, wanted)
+
+
+@gpu
+def test_tensors_on_a_device_that_is_not_the_current_one_are_taken_there(make) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    for function, inputs in ((decode_in_parts, make.decoding), (prefill, make.ragged)):
+        expected = function(*inputs(5))
+        results = function(*[tensor.to("cuda:1") for tensor in inputs(5)])
+        for one, other in zip(leaves(results), leaves(expected), strict=True):
+            assert one.device == torch.device("cuda:1")
+            assert_bitwise_equal(one.cpu(), other.cpu())
+
+
+@gpu
+def test_a_chain_on_one_stream_reads_what_the_call_before_it_wrote(make) -> None:
+    """A launch that starts before the one ahead has ended must wait on the device, or it reads old values."""
+    q, kv, lengths, table = make.decoding(9)
+    one = torch.ones_like(kv)
+    plan = plan_of(lengths)
+    for step in range(100):
+        kv.copy_(one * (step % 7))
+        out = tilelang_mla.flash_mla_with_kvcache(q, kv, lengths, table, NOPE, 0.2, False, plan=plan)
+        poison_(kv)
+        assert float((out[lengths > 0].float() - step % 7).abs().max()) < 0.1
+
+
+@gpu
+def test_many_sizes_do_not_grow_the_table_of_launches_past_its_bound(make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "_MOST_LAUNCHES", 8)
+    monkeypatch.setattr(ops, "_launches", {})
+    for sequences in range(1, 12):
+        decode(*make.decoding(sequences))
+        assert len(ops._launches) <= 8

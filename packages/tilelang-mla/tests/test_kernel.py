@@ -1,0 +1,279 @@
+"""Is the kernels' own text the attention, by every plan and page? On a GPU the kernels, else their text in fp32.
+
+Without a GPU the text becomes C, see kernels/c.py: it tells of indices, masks, pages, parts and clamps. It has no
+races, no copy engine, no rounding to 16 bits and no roles, whose steps follow each other in one loop.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernel_reference.testing.guards import assert_bitwise_equal, poison_
+from tilelang_mla import DecodeTiles, plan_decode
+from tilelang_mla.plan import DecodeProblem, DeviceLimits, PrefillPlan, decode_tiles, plan_without_schedule
+
+Tensor = torch.Tensor
+BF16 = torch.bfloat16
+SMALL = {"dim_nope": 64, "dim_rope": 32}
+MIXED = [0, 1, 2, 3, 63, 64, 65, 200]
+RAGGED = [(5, 20), (17, 17), (40, 9), (0, 33), (7, 0), (0, 0), (1, 130), (70, 70), (65, 100)]
+PLANS = {
+    "no plan": None, "by lengths": {}, "1 part": {"num_splits": 1}, "3 parts": {"num_splits": 3},
+    "for 8 multiprocessors": {"multiprocessors": 8},
+}  # fmt: skip
+every_plan = pytest.mark.parametrize("how", PLANS.values(), ids=PLANS)
+LOG2_E = 1.4426950408889634
+
+
+def in_c(name: str, **constants: Any) -> Any:
+    from tilelang_mla.kernels import c
+
+    return c.kernel(name, **constants)
+
+
+class OnCpu:
+    """What launch.py does, for one thread in float32."""
+
+    @staticmethod
+    def decode(batch: Any, plan: Any = None, kv: Tensor | None = None) -> None:
+        q, lengths, table = batch.q, batch.cache_seqlens, batch.block_table.contiguous()
+        kv = (batch.kv if kv is None else kv).float().squeeze(2).contiguous()
+        count, tokens, heads, _ = q.shape
+        rows, dim_nope, page = tokens * heads, batch.dim_nope, kv.shape[1]
+        problem = DecodeProblem(heads, dim_nope, batch.dim_rope, tokens, count, table.shape[1] * page, page)
+        tiles: DecodeTiles
+        if plan is None:
+            tiles, first, order = plan_without_schedule(problem, DeviceLimits(132)), None, None
+        else:
+            tiles, first, order = plan
+        num_parts = tiles.num_parts(count)
+        merged = num_parts > count
+        out = poison_(torch.empty(count, rows, dim_nope))
+        lse = poison_(torch.empty(count, heads, tokens))
+        parts, part_lse = poison_(torch.empty(num_parts, rows, dim_nope)), poison_(torch.empty(num_parts, rows))
+        attend = in_c(
+            "decode", dim_nope=dim_nope, dim_rope=batch.dim_rope, block_n=tiles.block_n, num_stages=tiles.num_stages,
+            gather=page % tiles.block_n != 0,
+        )  # fmt: skip
+        flags = (int(first is not None), int(order is not None), 1)
+        bounds = lengths if first is None else first
+        attend(
+            q.float().reshape(count, rows, -1).contiguous(), kv, lengths, table, bounds,
+            lengths if order is None else order, out, lse, parts, part_lse, batch.scale * LOG2_E, heads,
+            int(batch.causal), num_parts, tiles.num_splits, *flags, 3,
+        )  # fmt: skip
+        if merged:
+            merge = in_c("merge", dim_nope=dim_nope)
+            merge(bounds, out, lse, parts, part_lse, heads, tiles.num_splits, 3, 1, flags[0], 1)
+        batch.out.tensor.copy_(out.view(batch.out.tensor.shape))
+        batch.lse.tensor.copy_(lse)
+
+    @staticmethod
+    def prefill(batch: Any, plan: PrefillPlan | None = None) -> None:
+        plan = PrefillPlan(64, 32, 2) if plan is None else plan
+        q, k, v = (x.float().contiguous() for x in (batch.q, batch.k, batch.v))
+        out, lse = poison_(torch.empty(*q.shape[:2], v.shape[2])), poison_(torch.empty(q.shape[1], q.shape[0]))
+        attend = in_c(
+            "prefill", head_size=q.shape[2], head_size_v=v.shape[2], block_m=plan.block_m, block_n=plan.block_n,
+            num_stages=plan.num_stages,
+        )  # fmt: skip
+        num_places = q.shape[0] // plan.block_m + len(batch.cu_seqlens_q) + 1
+        attend(
+            q, k, v, batch.cu_seqlens_q, batch.cu_seqlens_k, out, lse, batch.scale * LOG2_E, int(batch.causal),
+            num_places, 1,
+        )  # fmt: skip
+        batch.out.tensor.copy_(out)
+        batch.lse.tensor.copy_(lse)
+
+
+class OnGpu:
+    """The public functions."""
+
+    @staticmethod
+    def decode(batch: Any, plan: Any = None, kv: Tensor | None = None) -> None:
+        if kv is not None:
+            pytest.skip("kv of another shape is for the text in C")
+        batch.run(plan=plan)
+
+    @staticmethod
+    def prefill(batch: Any, plan: PrefillPlan | None = None) -> None:
+        batch.run(plan=plan)
+
+
+@pytest.fixture(scope="module")
+def kernels(device: torch.device) -> Any:
+    if device.type != "cpu":
+        return OnGpu()
+    try:
+        import tilelang  # noqa: F401
+    except ImportError as error:
+        if os.environ.get("CI"):
+            raise
+        pytest.skip(f"no TileLang: {error}")
+    from tilelang.contrib.cc import get_cplus_compiler
+
+    if get_cplus_compiler() is None:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)("no C++ compiler")
+    return OnCpu()
+
+
+def decode(tensors: Any, kernels: Any, lengths: list[int], how: Any = None, **options: Any) -> Any:
+    batch = tensors.decode(lengths, **{**SMALL, **options})
+    kernels.decode(batch, None if how is None else batch.plan(**how))
+    batch.check()
+    return batch
+
+
+def prefill(tensors: Any, kernels: Any, lengths: Any, plan: PrefillPlan | None = None, **options: Any) -> Any:
+    batch = tensors.prefill(lengths, **options)
+    kernels.prefill(batch, plan)
+    batch.check()
+    return batch
+
+
+@every_plan
+@pytest.mark.parametrize("page", [64, 16, 1])
+def test_every_plan_over_pages_of_whole_blocks_and_of_less(tensors, kernels, page, how) -> None:
+    for causal, tokens, heads in ((True, 2, 12), (False, 1, 5)):
+        decode(tensors, kernels, MIXED, how, page=page, causal=causal, seqlen_q=tokens, heads=heads)
+
+
+@pytest.mark.parametrize(("heads", "tokens"), [(1, 1), (64, 1), (80, 1), (20, 4), (16, 4), (128, 2), (33, 3)])
+def test_heads_and_tokens_are_packed_into_tiles_without_a_rest(tensors, kernels, heads, tokens) -> None:
+    decode(tensors, kernels, [0, 1, 70, 130], {"num_splits": 2}, heads=heads, seqlen_q=tokens)
+
+
+@pytest.mark.parametrize("page", [128, 3, 48, 100])
+def test_pages_of_other_sizes(tensors, kernels, page) -> None:
+    decode(tensors, kernels, MIXED, {}, page=page, heads=4, seqlen_q=2)
+
+
+@pytest.mark.parametrize("dims", [(512, 64), (128, 96)], ids=str)
+def test_latents_of_other_sizes(tensors, kernels, dims) -> None:
+    decode(tensors, kernels, [0, 65], {"num_splits": 2}, dim_nope=dims[0], dim_rope=dims[1], heads=2)
+
+
+def test_more_parts_than_a_chunk_of_the_merging_kernel(tensors, kernels) -> None:
+    decode(tensors, kernels, [1500, 0, 64, 700], {"num_splits": 19}, heads=3)
+
+
+def test_a_plan_made_from_other_lengths_is_as_right(tensors, kernels) -> None:
+    batch = tensors.decode([3, 0, 300, 65], heads=4, **SMALL)
+    for others in ([300, 300, 0, 0], [0, 0, 0, 0], [2**31 - 1, -5, 1, 64]):
+        plan = plan_decode(tensors.integers(*others), 4, multiprocessors=132, **SMALL)
+        kernels.decode(batch, plan)
+        batch.check()
+
+
+def test_nan_of_other_sequences_and_of_unused_tails_stays_away(tensors, kernels) -> None:
+    for page in (64, 16):
+        decode(tensors, kernels, [70, 33, 129], {"num_splits": 2}, page=page, heads=4, of_nan=(1,))
+    for causal in (True, False):
+        prefill(tensors, kernels, [(5, 20), (17, 17), (40, 9), (1, 33), (65, 100)], causal=causal, of_nan=(1, 3))
+
+
+def test_nan_that_a_row_sees_is_not_hidden(tensors, kernels) -> None:
+    for splits in (1, 2):
+        batch = tensors.decode([70, 33, 129], heads=4, of_nan=(1,), **SMALL)
+        kernels.decode(batch, batch.plan(num_splits=splits))
+        assert bool(batch.out.tensor[1].isnan().all())
+        assert bool(batch.lse.tensor[1].isnan().all())
+
+
+@pytest.mark.parametrize("page", [64, 16])
+def test_what_device_memory_may_hold_is_clamped(tensors, kernels, page) -> None:
+    """Lengths, pages and parts that cannot be: nothing outside is read or written, and others do not change."""
+    batch = tensors.decode([70, 33, 129, 64], heads=4, page=page, **SMALL)
+    plan = batch.plan(num_splits=2)
+    kernels.decode(batch, plan)
+    want = (batch.out.tensor.clone(), batch.lse.tensor.clone())
+    held = batch.cache_seqlens.clone()
+    for bad in (-1, -(2**31), 2**31 - 1, batch.block_table.shape[1] * page + 1):
+        batch.cache_seqlens[1] = bad
+        kernels.decode(batch, plan)
+        assert not bool(batch.out.tensor[1].any())
+        assert bool((batch.lse.tensor[1] == -torch.inf).all())
+        for got, wanted in zip((batch.out.tensor, batch.lse.tensor), want, strict=True):
+            assert_bitwise_equal(got[[0, 2, 3]], wanted[[0, 2, 3]])
+    batch.cache_seqlens.copy_(held)
+    for bad in (-1, 2**31 - 1, batch.kv.shape[0]):
+        page_there = batch.block_table[1, 0].clone()
+        batch.block_table[1, 0] = bad
+        kernels.decode(batch, plan)
+        assert bool(batch.out.tensor.isfinite().all())
+        assert_bitwise_equal(batch.out.tensor[[0, 2, 3]], want[0][[0, 2, 3]])
+        batch.block_table[1, 0] = page_there
+    for first in ([0, 0, 0, 0, 0], [-5, 2, 4, 6, 10**9], [8, 6, 4, 2, 0], [0, 2**31 - 1, 4, 6, 8]):
+        for order in ([-1] * 8, [2**31 - 1] * 8, list(range(8))):
+            bounds, places = tensors.integers(*first), tensors.integers(*order)
+            kernels.decode(batch, plan._replace(first_part=bounds, order=places))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("plan", [PrefillPlan(64, 32, 2), PrefillPlan(128, 64, 1), PrefillPlan(128, 128, 2)], ids=str)
+def test_every_plan_of_prefill(tensors, kernels, plan, causal) -> None:
+    prefill(tensors, kernels, RAGGED, plan, causal=causal, rows_after=9, sizes=(64, 64), heads=(4, 2))
+
+
+@pytest.mark.parametrize("sizes", [(192, 128), (96, 64), (32, 192)], ids=str)
+def test_head_sizes_of_prefill(tensors, kernels, sizes) -> None:
+    prefill(tensors, kernels, [(5, 20), (70, 70), (3, 0)], sizes=sizes)
+
+
+def test_bounds_that_cannot_be_leave_other_sequences_as_they_are(tensors, kernels) -> None:
+    batch = prefill(tensors, kernels, [(5, 20), (17, 17), (40, 9)], sizes=(64, 64))
+    want = batch.out.tensor.clone()
+    for place, bad in ((3, 10**6), (3, 2**31 - 1)):
+        held = batch.cu_seqlens_k[place].clone()
+        batch.cu_seqlens_k[place] = bad
+        kernels.prefill(batch)
+        assert_bitwise_equal(batch.out.tensor[:22], want[:22])
+        assert not bool(batch.out.tensor[22:].any())
+        batch.cu_seqlens_k[place] = held
+    batch.cu_seqlens_q[3] = 2**31 - 1
+    kernels.prefill(batch)
+    assert_bitwise_equal(batch.out.tensor, want)
+    # Rows that are no sequence's, before the first too.
+    for bounds in ([20, 22, 22, 40], [-7, 5, 22, 62], [0, 62, 62, 62], [62, 62, 62, 62]):
+        batch.cu_seqlens_q.copy_(tensors.integers(*bounds))
+        poison_(batch.out.tensor)
+        kernels.prefill(batch)
+        got = batch.out.tensor
+        assert bool(got.isfinite().all())
+        assert not bool(got[: max(bounds[0], 0)].any())
+        assert not bool(got[bounds[3] :].any())
+
+
+@given(st.data())
+@settings(max_examples=15)
+def test_any_batch(tensors, kernels, data) -> None:
+    options = {
+        "heads": data.draw(st.integers(1, 70)), "seqlen_q": data.draw(st.integers(1, 4)),
+        "page": data.draw(st.sampled_from([64, 128, 1, 7, 16])), "causal": data.draw(st.booleans()),
+    }  # fmt: skip
+    lengths = data.draw(st.lists(st.integers(0, 200), min_size=1, max_size=4))
+    decode(tensors, kernels, lengths, data.draw(st.sampled_from([*PLANS.values()])), **options)
+
+
+@given(st.data())
+@settings(max_examples=15)
+def test_any_batch_of_prefill(tensors, kernels, data) -> None:
+    length = st.integers(0, 140)
+    lengths = data.draw(st.lists(st.tuples(length, length), min_size=1, max_size=4))
+    if sum(k for _, k in lengths) == 0 or sum(q for q, _ in lengths) == 0:
+        return
+    prefill(
+        tensors, kernels, lengths, heads=(2, 1), causal=data.draw(st.booleans()), sizes=(64, 64),
+        rows_after=data.draw(st.sampled_from([0, 5, 200])),
+    )  # fmt: skip
+
+
+def test_tiles_of_plans_are_those_that_the_kernel_takes() -> None:
+    """One tile is one warpgroup's rows."""
+    assert decode_tiles(16, 512, 64, None, DeviceLimits(132)).block_m == 64

@@ -1,0 +1,159 @@
+"""What do launches hand to kernels? On any machine: kernels are stood in for, and what they are given is looked at."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from tilelang_mla import DecodeTiles, PrefillPlan
+from tilelang_mla.plan import DeviceLimits
+
+Tensor = torch.Tensor
+BF16 = torch.bfloat16
+
+
+@pytest.fixture
+def launch(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """launch.py with kernels that only note their arguments, in ``given``."""
+    try:
+        from tilelang_mla import launch
+    except ImportError as error:
+        if os.environ.get("CI"):
+            raise
+        pytest.skip(f"no TileLang: {error}")
+    given: list[tuple[str, dict[str, Any], tuple[Any, ...]]] = []
+
+    def kernel(name: str, **constants: Any) -> Any:
+        return lambda *arguments: given.append((name, constants, arguments))
+
+    monkeypatch.setattr(launch, "kernel", kernel)
+    monkeypatch.setattr(launch, "device_limits", lambda _: DeviceLimits(132))
+    monkeypatch.setattr(launch, "given", given, raising=False)
+    return launch
+
+
+def decoding(batch: int = 3, tokens: int = 2, heads: int = 16, page: int = 64, **changed: Any) -> list[Any]:
+    """q, kv, cache_seqlens, block_table, first_part, order, out, lse, dim_nope, scale, causal, plan."""
+    ints = torch.zeros(8 * batch + 1, dtype=torch.int32)
+    named = {
+        "q": torch.zeros(batch, tokens, heads, 576, dtype=BF16), "kv": torch.zeros(9, page, 1, 576, dtype=BF16),
+        "cache_seqlens": ints[:batch], "block_table": ints[: 2 * batch].view(batch, 2), "first_part": None,
+        "order": None, "out": torch.zeros(batch, tokens, heads, 512, dtype=BF16),
+        "lse": torch.zeros(batch, heads, tokens), "dim_nope": 512, "scale": 0.1, "causal": True, "plan": None,
+    }  # fmt: skip
+    return [{**named, **changed}[name] for name in named]
+
+
+def started(launch: Any, arguments: list[Any], tensors: int, prepare: str = "prepare_decode") -> list[Any]:
+    launch.given.clear()
+    getattr(launch, prepare)(*arguments)(*arguments[:tensors])
+    return [name for name, _, _ in launch.given]
+
+
+def assert_fits(launch: Any, name: str, constants: dict[str, Any], arguments: tuple[Any, ...]) -> None:
+    """As many arguments as the kernel has, of its ranks, dtypes and constant sizes; one size for one name."""
+    text = launch.text_of(name, **constants)
+    assert len(arguments) == len(text.params)
+    known: dict[str, int] = {}
+    for parameter, argument in zip(text.params, arguments, strict=True):
+        if parameter not in text.buffer_map:
+            assert isinstance(argument, float if str(parameter.dtype) == "float32" else int), parameter
+            continue
+        buffer = text.buffer_map[parameter]
+        assert str(argument.dtype).removeprefix("torch.") == str(buffer.dtype), parameter
+        assert len(buffer.shape) == argument.ndim, parameter
+        for wanted, size in zip([*buffer.shape, *buffer.strides], [*argument.shape, *argument.stride()], strict=False):
+            name_of_size = str(wanted)
+            if name_of_size.isdigit():
+                assert int(name_of_size) == size, parameter
+            elif name_of_size.isidentifier():
+                assert known.setdefault(name_of_size, size) == size, (parameter, name_of_size)
+
+
+@pytest.mark.parametrize("page", [64, 16, 1, 128])
+def test_decoding_hands_kernels_what_they_are_made_for(launch, page) -> None:
+    ints = torch.zeros(100, dtype=torch.int32)
+    plans: list[dict[str, Any]] = [
+        {}, {"lse": None}, {"batch": 1, "tokens": 1, "heads": 1}, {"plan": DecodeTiles(64, 64, 2, 3)},
+        {"plan": DecodeTiles(64, 64, 2, 1, 5), "first_part": ints[:4], "order": ints[:8]},
+        {"plan": DecodeTiles(64, 64, 2, 1, 5), "first_part": ints[:4]},
+    ]  # fmt: skip
+    for changed in plans:
+        names = started(launch, decoding(page=page, **changed), 8)
+        assert names in (["decode"], ["decode", "merge"])
+        for name, constants, arguments in launch.given:
+            assert_fits(launch, name, constants, arguments)
+        assert launch.given[0][1]["gather"] == (page % 64 != 0)
+
+
+def test_the_merging_kernel_runs_where_keys_may_be_cut_and_only_there(launch) -> None:
+    assert started(launch, decoding(plan=DecodeTiles(64, 64, 2, 1)), 8) == ["decode"]
+    assert started(launch, decoding(plan=DecodeTiles(64, 64, 2, 2)), 8) == ["decode", "merge"]
+
+
+def test_nothing_is_launched_over_nothing(launch) -> None:
+    assert started(launch, decoding(batch=0), 8) == []
+    assert started(launch, decoding(tokens=0), 8) == []
+    arguments = decoding(block_table=torch.zeros(3, 0, dtype=torch.int32))
+    arguments[6].fill_(7)
+    assert started(launch, arguments, 8) == []
+    assert not bool(arguments[6].any())
+    assert bool((arguments[7] == -torch.inf).all())
+
+
+def test_a_pool_without_pages_is_one_of_zeros(launch) -> None:
+    started(launch, decoding(kv=torch.zeros(0, 64, 1, 576, dtype=BF16)), 8)
+    assert launch.given[0][2][1].shape == (1, 64, 576)
+
+
+def test_scales_of_0_and_below_become_scales_above_0(launch) -> None:
+    arguments = decoding(scale=-0.5)
+    arguments[0].normal_()
+    started(launch, arguments, 8)
+    handed = launch.given[0][2]
+    torch.testing.assert_close(handed[0], -arguments[0].flatten(1, 2), rtol=0, atol=0)
+    assert handed[10] == pytest.approx(0.5 * 1.4426950408889634)
+    started(launch, decoding(scale=0.0), 8)
+    assert 0 < launch.given[0][2][10] < 1e-20
+
+
+def test_queries_and_outputs_that_no_descriptor_tells_of_are_copied(launch) -> None:
+    wide = torch.zeros(3, 2, 32, 576, dtype=BF16)[:, :, :16]
+    odd = torch.full((3, 2, 16, 513), 7.0, dtype=BF16)[..., :512]
+    for changed in ({"q": wide}, {"out": odd}, {"q": torch.zeros(1, 1, 16, 576, dtype=BF16).expand(3, 2, 16, 576)}):
+        arguments = decoding(**changed)
+        started(launch, arguments, 8)
+        name, constants, handed = launch.given[0]
+        assert_fits(launch, name, constants, handed)
+        assert all(stride % 8 == 0 and stride > 0 for place in (0, 1, 6) for stride in handed[place].stride()[:-1])
+    # Of another one than its own memory: it has been written over.
+    assert launch.given[0][2][0].data_ptr() != arguments[0].data_ptr()
+
+
+def test_pages_that_are_all_the_same_memory_are_copied_row_by_row(launch) -> None:
+    started(launch, decoding(kv=torch.zeros(1, 64, 1, 576, dtype=BF16).expand(9, 64, 1, 576)), 8)
+    assert launch.given[0][1]["gather"]
+
+
+@pytest.mark.parametrize("plan", [None, PrefillPlan(64, 32, 1)], ids=str)
+def test_prefill_hands_its_kernel_what_it_is_made_for(launch, plan) -> None:
+    bounds = torch.zeros(4, dtype=torch.int32)
+    for heads, tokens, lse in (((4, 2), 50, True), ((1, 1), 1, False)):
+        q, k, v = (
+            torch.zeros(tokens, h, d, dtype=BF16) for h, d in ((heads[0], 192), (heads[1], 192), (heads[1], 128))
+        )
+        given = [q, k, v, bounds, bounds, torch.zeros(tokens, heads[0], 128, dtype=BF16)]
+        given += [torch.zeros(heads[0], tokens) if lse else None, 50, 50, -0.1, True, plan]
+        assert started(launch, given, 7, "prepare_prefill") == ["prefill"]
+        assert_fits(launch, *launch.given[0])
+
+
+def test_blocks_that_do_not_fit_and_addresses_that_are_odd_are_refused_by_name(launch) -> None:
+    with pytest.raises(ValueError, match=r"^plan must be of blocks that fit in"):
+        started(launch, decoding(plan=DecodeTiles(64, 128, 4)), 8)
+    room = torch.zeros(9 * 64 * 576 + 8, dtype=BF16)[1:]
+    with pytest.raises(ValueError, match=r"^kv must be at an address that is a multiple of 16"):
+        started(launch, decoding(kv=room[: 9 * 64 * 576].view(9, 64, 1, 576)), 8)

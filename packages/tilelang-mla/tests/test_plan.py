@@ -1,0 +1,383 @@
+"""Is the work laid out so that every row and key is taken once and no processor waits? Pure: no GPU, no kernel."""
+
+from __future__ import annotations
+
+import ast
+import heapq
+import inspect
+import itertools
+from collections.abc import Sequence
+from dataclasses import FrozenInstanceError, fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import tilelang_mla.plan
+from tilelang_mla import plan_decode
+from tilelang_mla.plan import (
+    MOST_SPLITS,
+    DecodeProblem,
+    DecodeTiles,
+    DeviceLimits,
+    PrefillPlan,
+    PrefillProblem,
+    cdiv,
+    decode_tiles,
+    get_splits,
+    merge_cost,
+    part_cost,
+    part_range,
+    plan_prefill,
+    plan_without_schedule,
+)
+
+H200 = DeviceLimits(132)
+A100 = DeviceLimits(108, 163 * 1024)
+SMALL = DeviceLimits(8, 99 * 1024)
+DEVICES = {"H200": H200, "A100": A100, "8 multiprocessors": SMALL}
+on_every_device = pytest.mark.parametrize("limits", DEVICES.values(), ids=DEVICES)
+HEADS = (1, 8, 12, 16, 20, 24, 40, 64, 80, 96, 112, 128)
+DECODING = DecodeProblem(16, 512, 64, 1, 32, 8192, 64)
+PROMPT = PrefillProblem(128, 128, 192, 128, 8192, 1, 8192)
+
+
+# The static rule, with 132 multiprocessors: sequences, heads, query tokens, keys -> splits
+
+
+SPLITS = [
+    # 264 tiles are wanted: more than a block of 128 keys has none.
+    ((1, 128, 1, 8192), {}, 64), ((1, 64, 1, 65536), {}, 256), ((1, 16, 1, 65536), {}, 256),
+    ((1, 16, 1, 8192), {}, 64), ((1, 16, 1, 128), {}, 1), ((1, 16, 1, 127), {}, 1), ((1, 16, 1, 0), {}, 1),
+    ((1, 16, 1, 255), {}, 1), ((1, 16, 1, 256), {}, 2), ((1, 16, 1, 640), {}, 4), ((1, 16, 1, 1023), {}, 4),
+    # ceil(264 / 32) = 9, ceil(264 / 64) = 5, ceil(264 / 66) = 4, rounded down to a power of two.
+    ((32, 16, 1, 8192), {}, 8), ((64, 16, 1, 8192), {}, 4), ((66, 16, 1, 8192), {}, 4), ((88, 16, 1, 8192), {}, 2),
+    ((128, 16, 1, 8192), {}, 2), ((132, 64, 1, 8192), {}, 2), ((263, 64, 1, 8192), {}, 2),
+    # As many as wanted, or more.
+    ((264, 64, 1, 8192), {}, 1), ((132, 128, 1, 8192), {}, 1), ((132, 64, 2, 8192), {}, 1), ((1000, 1, 1, 1), {}, 1),
+    # Heads are counted in whole groups of 64, query tokens one by one.
+    ((16, 65, 1, 8192), {}, 8), ((16, 128, 1, 8192), {}, 8), ((16, 129, 1, 8192), {}, 4), ((16, 16, 4, 8192), {}, 4),
+    ((16, 16, 1, 8192), {"block_size_h": 8}, 8), ((16, 16, 1, 8192), {}, 16),
+    ((1, 16, 1, 8192), {"block_size_n": 64}, 128), ((1, 16, 1, 8192), {"block_size_n": 1024}, 8),
+    # At most sink and local blocks are read; a list that is too short says nothing.
+    ((1, 16, 1, 8192), {"streaming_info": [1, 15]}, 16), ((1, 16, 1, 8192), {"streaming_info": [1, 6]}, 4),
+    ((1, 16, 1, 8192), {"streaming_info": [0, 0]}, 1), ((1, 16, 1, 256), {"streaming_info": [8, 8]}, 2),
+    ((1, 16, 1, 8192), {"streaming_info": [1]}, 64), ((1, 16, 1, 8192), {"streaming_info": []}, 64),
+    ((1, 16, 1, 8192), {"streaming_info": [1, 6, 99]}, 4), ((1, 16, 1, 8192), {"streaming_info": None}, 64),
+    ((1, 16, 1, 8192), {"streaming_info": [1, 15], "block_size_n": 64}, 16),
+    # Nothing at all.
+    ((0, 16, 1, 8192), {}, 1), ((4, 16, 0, 8192), {}, 1), ((4, 0, 1, 8192), {}, 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "options", "splits"), SPLITS, ids=str)
+def test_the_static_rule(given, options, splits) -> None:
+    assert get_splits(*given, **options, multiprocessors=132) == splits
+
+
+def test_the_static_rule_is_that_of_the_specification_for_any_numbers() -> None:
+    numbers = itertools.product((1, 3, 33, 200), (1, 16, 80, 128), (1, 2, 4), (0, 100, 1000, 8192, 10**6), (1, 78, 132))
+    for batch, heads, tokens, keys, cores in numbers:
+        natural = batch * tokens * -(-heads // 64)
+        splits = get_splits(batch, heads, tokens, keys, multiprocessors=cores)
+        most = min(-(-2 * cores // natural), max(1, keys // 128))
+        assert splits == (1 if natural >= 2 * cores else max(2**n for n in range(40) if 2**n <= most))
+
+
+def test_the_static_rule_takes_the_arguments_of_the_specification() -> None:
+    parameters = inspect.signature(get_splits).parameters.values()
+    defaults = [p.default for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][4:]
+    assert defaults == [64, 128, None]
+
+
+# The grid of decoding: rows
+
+
+def rows_of(tiles: DecodeTiles, rows: int) -> list[int]:
+    """Every row that a grid of ``row_tiles`` takes."""
+    count = tiles.row_tiles(rows)
+    return [r for t in range(count) for r in range(t * tiles.block_m, (t + 1) * tiles.block_m) if r < rows]
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_trap_tiles_hold_each_row_once_and_there_is_none_without_rows(heads) -> None:
+    """``(sq * (h + 15)) // 16`` is 7 for 4 tokens of 16 heads; ``sq * h // 16`` is 0 for 8 heads, and 5 for 88 rows."""
+    for tokens, block_m in itertools.product((0, 1, 2, 3, 4, 7), (64, 128)):
+        tiles = DecodeTiles(block_m, 64, 2)
+        rows = tokens * heads
+        assert rows_of(tiles, rows) == [*range(rows)]
+        assert (tiles.row_tiles(rows) - 1) * block_m < max(rows, 1)
+
+
+def test_several_query_tokens_of_few_heads_share_a_tile() -> None:
+    """So that the cache is read once for all of them."""
+    for heads, tokens in ((16, 4), (8, 8), (20, 3), (32, 2), (64, 1), (1, 64)):
+        assert DecodeTiles(64, 64, 2).row_tiles(heads * tokens) == 1
+    assert DecodeTiles(64, 64, 2).row_tiles(16 * 5) == 2
+    assert DecodeTiles(64, 64, 2).row_tiles(128 * 4) == 8
+
+
+# The grid of decoding: keys
+
+
+def test_trap_parts_take_each_block_of_keys_once_whatever_the_length() -> None:
+    for blocks, parts in itertools.product((*range(20), 63, 64, 65, 1000, 2**25), (1, 2, 3, 7, 64, 256)):
+        ranges = [part_range(blocks, part, parts) for part in range(parts)]
+        assert (ranges[0][0], ranges[-1][1]) == (0, blocks)
+        assert all(before[1] == after[0] for before, after in itertools.pairwise(ranges))
+        sizes = {end - begin for begin, end in ranges}
+        assert min(sizes) >= 0
+        assert max(sizes) - min(sizes) <= 1
+        assert max(sizes) == cdiv(blocks, parts)
+
+
+def lengths_of(kind: str, batch: int, longest: int) -> list[int]:
+    generator = torch.Generator().manual_seed(batch * longest)
+    some = torch.randint(longest + 1, (batch,), generator=generator).tolist()
+    return {
+        "uniform": some, "equal": [longest] * batch, "one long": [longest, *[64] * (batch - 1)][:batch],
+        "empty": [0] * batch, "skewed": [int(n**3 / longest**2) for n in some],
+    }[kind]  # fmt: skip
+
+
+KINDS = ("uniform", "equal", "one long", "empty", "skewed")
+CASES = [*itertools.product(KINDS, (0, 1, 2, 16, 128, 700), (64, 1000, 8192, 65536))]
+
+
+def schedule(lengths: Sequence[int], heads: int = 16, seqlen_q: int = 1, cores: int = 132, **options):
+    plan = plan_decode(torch.tensor(lengths, dtype=torch.int32), heads, seqlen_q, multiprocessors=cores, **options)
+    assert plan.first_part.dtype == torch.int32
+    assert plan.first_part.shape == (len(lengths) + 1,)
+    assert plan.order.dtype == torch.int32
+    assert sorted(plan.order.tolist()) == [*range(plan.tiles.num_parts(len(lengths)))]
+    return plan
+
+
+@pytest.mark.parametrize("heads", [1, 16, 128])
+@pytest.mark.parametrize("seqlen_q", [1, 4])
+def test_every_sequence_has_a_part_and_the_grid_has_room_for_all(heads, seqlen_q) -> None:
+    for kind, batch, longest in CASES:
+        lengths = lengths_of(kind, batch, longest)
+        for options in ({}, {"max_seqlen_k": longest}, {"num_splits": 3}, {"cores": 1}, {"max_seqlen_k": 1}):
+            plan = schedule(lengths, heads, seqlen_q, **options)
+            bounds = plan.first_part.tolist()
+            assert bounds[0] == 0
+            assert all(before < after for before, after in itertools.pairwise(bounds))
+            assert bounds[-1] <= plan.tiles.num_parts(batch)
+
+
+def test_the_grid_follows_from_multiprocessors_and_batch_alone() -> None:
+    for batch in (1, 16, 128):
+        tiles = {
+            schedule(lengths_of(kind, batch, longest), max_seqlen_k=most).tiles
+            for kind, longest, most in itertools.product(KINDS, (64, 8192), (8192, 65536, None))
+        }
+        assert len(tiles) == 1
+        # Of which there are no more than a second launch merges at no cost worth naming.
+        assert tiles.pop().num_parts(batch) <= batch + 2 * 132
+    assert schedule([5], max_seqlen_k=8192).tiles == schedule([5] * 300, max_seqlen_k=8192).tiles
+
+
+def test_lengths_that_cannot_be_make_no_other_grid() -> None:
+    for lengths in ([-1, -(2**31), 5], [2**31 - 1] * 3, [2**31 - 1, -5, 0]):
+        for options in ({}, {"max_seqlen_k": 8192}, {"num_splits": 5}):
+            plan = schedule(lengths, **options)
+            bounds = plan.first_part.tolist()
+            assert all(before < after for before, after in itertools.pairwise(bounds))
+            assert bounds[-1] <= plan.tiles.num_parts(3)
+
+
+def test_a_number_of_splits_that_is_given_is_that_of_every_sequence_in_every_batch() -> None:
+    made = set()
+    for (kind, batch, longest), splits in itertools.product(CASES, (1, 4, MOST_SPLITS)):
+        for most in (None, 64, 8192):
+            plan = schedule(lengths_of(kind, batch, longest), num_splits=splits, max_seqlen_k=most)
+            assert plan.first_part.tolist() == [i * splits for i in range(batch + 1)]
+            assert plan.tiles.num_parts(batch) == batch * splits
+            made.add((splits, plan.tiles))
+    assert len(made) == 3
+
+
+# Balance
+
+
+BLOCK = part_cost(1, 0) - part_cost(0, 0)
+
+
+def makespan(
+    lengths: Sequence[int], bounds: Sequence[int], order: Sequence[int], tiles: DecodeTiles, rows: int, cores: int,
+    dealt: bool = True,
+) -> float:  # fmt: skip
+    """When the last part ends, in blocks: places are dealt out to and fro, or start on whatever core is free first."""
+    cost = [0] * len(order)
+    for length, (first, last) in zip(lengths, itertools.pairwise(bounds), strict=True):
+        blocks, parts = cdiv(length, tiles.block_n), last - first
+        for part in range(parts):
+            begin, end = part_range(blocks, part, parts)
+            cost[first + part] = part_cost(end - begin, merge_cost(rows) if parts > 1 else 0)
+    busy = [0] * cores
+    for place, part in enumerate(part for part in order for _ in range(tiles.row_tiles(rows))):
+        if dealt:
+            turn, program = divmod(place, cores)
+            busy[program if turn % 2 == 0 else cores - 1 - program] += cost[part]
+        else:
+            heapq.heapreplace(busy, busy[0] + cost[part])
+    return max(busy) / BLOCK
+
+
+def quality(lengths: Sequence[int], heads: int, seqlen_q: int = 1, cores: int = 132, **options) -> tuple[float, float]:
+    """The end of a schedule, and that of the blocks alone, shared without loss."""
+    plan = schedule(lengths, heads, seqlen_q, cores, **options)
+    rows = heads * seqlen_q
+    blocks = sum(cdiv(n, plan.tiles.block_n) for n in lengths) * plan.tiles.row_tiles(rows)
+    return makespan(lengths, *[x.tolist() for x in plan[1:]], plan.tiles, rows, cores), blocks / cores
+
+
+@pytest.mark.parametrize("heads", [16, 64, 128])
+@pytest.mark.parametrize("batch", [1, 4, 16, 32, 64, 128, 256])
+def test_ragged_batches_end_soon_after_the_work_shared_without_loss(batch, heads) -> None:
+    for kind in ("uniform", "equal", "one long", "skewed"):
+        end, ideal = quality(lengths_of(kind, batch, 8192), heads)
+        # A quarter more, and eight blocks: starting, merging and a last block that not all have.
+        assert end <= 1.25 * ideal + 8, (kind, end, ideal)
+
+
+def test_trap_splits_from_the_mean_length_leave_a_long_sequence_to_few() -> None:
+    """One of 65,536 among 31 of 64 tokens: the mean is 2,110."""
+    lengths = [65536, *[64] * 31]
+    end, ideal = quality(lengths, 16)
+    by_mean = get_splits(32, 16, 1, sum(lengths) // 32, multiprocessors=132)
+    worse, _ = quality(lengths, 16, num_splits=by_mean)
+    assert end <= 1.25 * ideal + 8
+    assert worse > 5 * end
+
+
+def test_a_plan_made_for_other_lengths_costs_balance_only() -> None:
+    lengths, others = lengths_of("uniform", 32, 8192), lengths_of("uniform", 32, 8000)
+
+    def end_by(plan) -> float:
+        return makespan(lengths, *[x.tolist() for x in plan[1:]], plan.tiles, 16, 132)
+
+    best, _ = quality(lengths, 16)
+    # Lengths of an earlier step, and lengths that have nothing to do with these: the longest may be in one part.
+    assert end_by(schedule([max(n - 100, 0) for n in lengths])) <= 1.15 * best
+    assert end_by(schedule(others)) <= best + cdiv(max(lengths), 64)
+
+
+@on_every_device
+def test_without_a_plan_equal_lengths_fill_the_device(limits: DeviceLimits) -> None:
+    for batch, heads, tokens, capacity in itertools.product((1, 2, 16, 32, 100), (16, 64, 128), (1, 4), (1024, 8192)):
+        problem = replace(DECODING, sequences=batch, num_heads=heads, seqlen_q=tokens, capacity=capacity)
+        tiles = plan_without_schedule(problem, limits)
+        assert tiles.covers(problem)
+        assert tiles.spare_parts == 0
+        end = makespan(
+            [capacity] * batch, [i * tiles.num_splits for i in range(batch + 1)],
+            range(batch * tiles.num_splits), tiles, problem.rows, limits.multiprocessors,
+            dealt=False,
+        )  # fmt: skip
+        blocks = batch * tiles.row_tiles(problem.rows) * cdiv(capacity, tiles.block_n)
+        assert end <= 1.6 * blocks / limits.multiprocessors + 8, (problem, tiles)
+
+
+def test_without_a_plan_nothing_is_cut_that_has_one_block_or_a_batch_that_fills_the_device() -> None:
+    for capacity in (0, 1, 64):
+        assert plan_without_schedule(replace(DECODING, capacity=capacity), H200).num_splits == 1
+    assert plan_without_schedule(replace(DECODING, sequences=132 * 4), H200).num_splits == 1
+    assert plan_without_schedule(replace(DECODING, sequences=0), H200).num_splits == 1
+
+
+# Blocks
+
+
+def decode_bytes(tiles: DecodeTiles, width: int) -> int:
+    """Queries, the blocks of keys in flight, and weights."""
+    return 2 * ((tiles.block_m + tiles.num_stages * tiles.block_n) * width + tiles.block_m * tiles.block_n)
+
+
+@on_every_device
+def test_what_a_tile_holds_fits_in_shared_memory(limits: DeviceLimits) -> None:
+    for nope, rope in itertools.product((64, 128, 256, 512), (32, 64, 128)):
+        tiles = decode_tiles(64, nope, rope, 8192, limits)
+        if limits is not SMALL or nope + rope < 512:
+            assert decode_bytes(tiles, nope + rope) <= limits.shared_memory, (nope, rope, tiles)
+    for size, size_v in itertools.product((32, 64, 96, 128, 192, 256), (64, 128, 192, 256)):
+        plan = plan_prefill(replace(PROMPT, head_size=size, head_size_v=size_v), limits)
+        held = plan.block_m * max(size, size_v) + plan.num_stages * plan.block_n * (size + size_v)
+        assert 2 * held <= limits.shared_memory, (size, size_v, plan)
+
+
+def test_the_sizes_of_a_model_have_two_blocks_in_flight_on_hopper() -> None:
+    assert decode_tiles(16, 512, 64, None, H200) == DecodeTiles(64, 64, 2, 1, 264)
+    assert plan_prefill(PROMPT, H200) == PrefillPlan(128, 128, 2)
+
+
+@on_every_device
+def test_the_plan_of_any_call_covers_it(limits: DeviceLimits) -> None:
+    for heads, tokens, batch, page in itertools.product(HEADS, (0, 1, 4), (0, 1, 300), (1, 64)):
+        problem = DecodeProblem(heads, 512, 64, tokens, batch, 100 * page, page)
+        for splits in (None, 1, MOST_SPLITS):
+            assert decode_tiles(problem.rows, 512, 64, 8192, limits, splits).covers(problem)
+        assert plan_without_schedule(problem, limits).covers(problem)
+        prompt = PrefillProblem(heads, heads, 192, 128, tokens * batch, batch, tokens)
+        assert plan_prefill(prompt, limits).covers(prompt)
+
+
+def test_the_grid_of_prefill_has_a_tile_for_any_lengths() -> None:
+    for lengths in ([1] * 50, [128] * 3, [129, 0, 1, 127], [0], [], [1000, 1, 1]):
+        problem = replace(PROMPT, tokens=sum(lengths), sequences=len(lengths))
+        needed = sum(cdiv(n, 128) for n in lengths) * problem.num_heads
+        assert needed <= PrefillPlan(128, 128, 2).num_tiles(problem)
+
+
+# Plans that are given
+
+
+REFUSED = {
+    "48 rows": {"block_m": 48}, "no rows": {"block_m": 0}, "48 keys": {"block_n": 48}, "no keys": {"block_n": 0},
+    "no stages": {"num_stages": 0}, "9 stages": {"num_stages": 9}, "no splits": {"num_splits": 0},
+    "negative splits": {"num_splits": -1}, "too many splits": {"num_splits": MOST_SPLITS + 1},
+    "negative spares": {"spare_parts": -1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", REFUSED.values(), ids=REFUSED)
+def test_a_plan_that_no_kernel_can_take_covers_nothing(change) -> None:
+    good = DecodeTiles(64, 64, 2, 4, 0)
+    assert good.covers(DECODING)
+    assert not replace(good, **change).covers(DECODING)
+    of_prefill = {name: value for name, value in change.items() if name in ("block_m", "block_n", "num_stages")}
+    if of_prefill:
+        assert PrefillPlan(128, 128, 2).covers(PROMPT)
+        assert not replace(PrefillPlan(128, 128, 2), **of_prefill).covers(PROMPT)
+
+
+@pytest.mark.parametrize("plan", [DecodeTiles(64, 64, 2, 3, 7), PrefillPlan(128, 64, 2)], ids=str)
+def test_a_plan_is_a_value_that_survives_the_way_through_an_op(plan) -> None:
+    ints = plan.as_ints()
+    assert all(type(number) is int for number in ints)
+    assert ints == [getattr(plan, field.name) for field in fields(plan)]
+    again = type(plan)(*ints)
+    assert again == plan
+    assert hash(again) == hash(plan)
+    assert eval(repr(plan)) == plan
+    with pytest.raises(FrozenInstanceError):
+        plan.block_m = 1
+
+
+def test_limits_and_problems_are_values_too() -> None:
+    for value in (H200, DECODING, PROMPT):
+        with pytest.raises(FrozenInstanceError):
+            setattr(value, fields(value)[0].name, 1)
+
+
+def test_the_source_of_plan_imports_neither_tilelang_nor_torch() -> None:
+    tree = ast.parse(Path(tilelang_mla.plan.__file__).read_text())
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add(node.module)
+    banned = ("torch", "triton", "tilelang", "kernel_reference", "tilelang_mla")
+    assert not {name for name in names if name.partition(".")[0] in banned}

@@ -15,6 +15,8 @@ GROUP = 128
 _MANY, _FEW = {1: 240, 2: 240, 3: 160}, 24
 _FLOOR = -1e30
 _LN_2 = 0.6931471805599453
+# What is found of a place in the grid: what has its rows, and where its queries and keys begin and end.
+_OWNER, _BEGIN, _END, _BEGIN_K, _END_K = 0, 1, 2, 3, 4
 # The named barrier of those that multiply; TileLang keeps 1 and 2 for itself.
 _OF_CONSUMERS = 5
 
@@ -33,6 +35,9 @@ def attend(
     s_lse_head, s_lse_token = T.dynamic("s_lse_head"), T.dynamic("s_lse_token")
     consumers = block_m // ROWS * GROUP
     threads = 1 if serial else consumers + GROUP
+    # The next keys are waited for before the products, not behind them: ptxas moves a wait for products up to the last
+    # branch, and so away from the softmax that it is to stand behind. With room for one block they only come behind it.
+    waits_early = num_stages > 1
     # The output goes through the shared memory of q, which is done with, where it has room.
     staged = head_size_v <= head_size and not serial
 
@@ -96,7 +101,7 @@ def attend(
             q_shared = T.alloc_shared((block_m, head_size), dtype)
             k_shared = T.alloc_shared((num_stages, block_n, head_size), dtype)
             v_shared = T.alloc_shared((num_stages, block_n, head_size_v), dtype)
-            found = T.alloc_shared((1,), T.int32)
+            found = T.alloc_shared((5,), T.int32)
 
             scores = T.alloc_fragment((block_m, block_n), T.float32)
             weights = T.alloc_fragment((block_m, block_n), dtype)
@@ -117,39 +122,43 @@ def attend(
             # rows behind the last. Each has places of the grid from begin // block_m + its index on, which are at least
             # as many as its tiles.
             if thread == 0:
-                found[0] = -1
+                found[_OWNER] = -1
             T.sync_threads()
             for i in T.serial(T.truncdiv(bounds + threads, threads)):
                 i_owner = i * threads + thread
                 if i_owner <= bounds:
+                    # Whoever finds the place notes all there is to know of it: loads in a row take a microsecond each.
                     begin = T.alloc_var(T.int32, init=0)
+                    begin_k = T.alloc_var(T.int32, init=0)
                     if i_owner > 0:
                         begin = T.max(T.min(cu_seqlens_q[i_owner - 1], tokens), 0)
+                        begin_k = cu_seqlens_k[i_owner - 1]
                     until = T.alloc_var(T.int32, init=num_places)
+                    end = T.alloc_var(T.int32, init=tokens)
+                    end_k = T.alloc_var(T.int32, init=begin_k)
                     if i_owner < bounds:
                         end = T.max(T.min(cu_seqlens_q[i_owner], tokens), 0)
                         until = T.truncdiv(end, block_m) + i_owner + 1
+                        if i_owner > 0:
+                            end_k = cu_seqlens_k[i_owner]
                     if T.truncdiv(begin, block_m) + i_owner <= place and place < until:
-                        found[0] = i_owner
+                        found[_OWNER] = i_owner
+                        found[_BEGIN] = begin
+                        found[_END] = end
+                        found[_BEGIN_K] = begin_k
+                        found[_END_K] = end_k
             T.sync_threads()
-            owner = T.alloc_var(T.int32, init=T.max(found[0], 0))
-            q_begin = T.alloc_var(T.int32, init=0)
-            q_end = T.alloc_var(T.int32, init=tokens)
-            k_begin = T.alloc_var(T.int32, init=0)
-            k_len = T.alloc_var(T.int32, init=0)
-            if owner > 0:
-                q_begin = T.max(T.min(cu_seqlens_q[owner - 1], tokens), 0)
-            if owner < bounds:
-                q_end = T.max(T.min(cu_seqlens_q[owner], tokens), 0)
-            if owner > 0 and owner < bounds:
-                k_begin = cu_seqlens_k[owner - 1]
-                k_len = cu_seqlens_k[owner] - k_begin
-                if k_begin < 0 or k_len < 0 or cu_seqlens_k[owner] > tokens_k:
-                    k_begin = 0
-                    k_len = 0
+            owner = T.alloc_var(T.int32, init=T.max(found[_OWNER], 0))
+            q_begin = T.alloc_var(T.int32, init=found[_BEGIN])
+            q_end = T.alloc_var(T.int32, init=found[_END])
+            k_begin = T.alloc_var(T.int32, init=found[_BEGIN_K])
+            k_len = T.alloc_var(T.int32, init=found[_END_K] - k_begin)
+            if k_begin < 0 or k_len < 0 or found[_END_K] > tokens_k:
+                k_begin = 0
+                k_len = 0
             first_row = T.alloc_var(T.int32, init=q_begin + (place - owner - T.truncdiv(q_begin, block_m)) * block_m)
             rows_here = T.alloc_var(T.int32, init=T.max(T.min(q_end - first_row, block_m), 0))
-            if found[0] < 0:
+            if found[_OWNER] < 0:
                 rows_here = 0
 
             # Keys that the tile's first row and its last row see.
@@ -237,10 +246,14 @@ def attend(
                         T.barrier_arrive(k_free[0])
                         softmax(scores, top, block_top, factor, total, block_total, limit, 0, scale, sees_all)
                         T.copy(scores, weights)
+                    if waits_early:
+                        if steps > 1:
+                            T.barrier_wait(k_here[1], 0)
                     for step in T.serial(steps - 1):
                         stage = step % num_stages
                         after = (step + 1) % num_stages
-                        T.barrier_wait(k_here[after], (step + 1) // num_stages % 2)
+                        if not waits_early:
+                            T.barrier_wait(k_here[after], (step + 1) // num_stages % 2)
                         T.wgmma_gemm(
                             q_shared, k_shared[after, :, :], scores, transpose_B=True, clear_accum=True,
                             policy=T.GemmWarpPolicy.FullRow,
@@ -253,6 +266,9 @@ def attend(
                             scores, top, block_top, factor, total, block_total, limit, (step + 1) * block_n, scale,
                             sees_all,
                         )  # fmt: skip
+                        if waits_early:
+                            if step + 2 < steps:
+                                T.barrier_wait(k_here[(step + 2) % num_stages], (step + 2) // num_stages % 2)
                         T.wait_wgmma(0)
                         T.barrier_arrive(v_free[stage])
                         scale_rows(acc, factor)

@@ -39,8 +39,8 @@ def plain_rows(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> t
 
     Each matrix product takes operands of that dtype and sums in float32: on a GPU by its matrix instructions, whose
     sums of many numbers are not as near as those of float32 operands. The softmax is float32 and its weights, at most
-    1, are rounded to the dtype for the second product. q [R, H, D], k and v [K, H or 1, ...], seen [R, K]; out
-    [R, H, Dv] float32, lse [H, R].
+    1, are rounded to the dtype for the second product. q [R, H, D], k and v [K, H or 1, ...], seen [R, K];
+    out [R, H, Dv] float32, lse [H, R].
     """
 
     def heads_first(x: Tensor) -> Tensor:

@@ -70,7 +70,8 @@ class OnCpu:
         )  # fmt: skip
         if merged:
             merge = in_c("merge", dim_nope=dim_nope)
-            merge(bounds, out, lse, parts, part_lse, heads, tiles.num_splits, 3, 1, flags[0], 1)
+            # Of several rows a program and several pieces a row, whatever merge_grid says of batches so small.
+            merge(bounds, out, lse, parts, part_lse, heads, tiles.num_splits, 3, 2, flags[0], 1)
         batch.out.tensor.copy_(out.view(batch.out.tensor.shape))
         batch.lse.tensor.copy_(lse)
 
@@ -161,6 +162,12 @@ def test_latents_of_other_sizes(tensors, kernels, dims) -> None:
 
 def test_more_parts_than_a_chunk_of_the_merging_kernel(tensors, kernels) -> None:
     decode(tensors, kernels, [1500, 0, 64, 700], {"num_splits": 19}, heads=3)
+
+
+def test_sums_follow_a_maximum_that_moves_far_and_one_that_moves_a_little(tensors, kernels) -> None:
+    """From block to block, by more than the headroom and by less."""
+    for page in (64, 16):
+        decode(tensors, kernels, [330, 65, 200], {"num_splits": 1}, page=page, heads=16, softmax_scale=1.0)
 
 
 def test_a_plan_made_from_other_lengths_is_as_right(tensors, kernels) -> None:

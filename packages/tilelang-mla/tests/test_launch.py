@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -53,9 +54,15 @@ def started(launch: Any, arguments: list[Any], tensors: int, prepare: str = "pre
     return [name for name, _, _ in launch.given]
 
 
+@lru_cache
+def text_of(launch: Any, name: str, **constants: Any) -> Any:
+    """Traced once for all that hand the same kernel its arguments."""
+    return launch.text_of(name, **constants)
+
+
 def assert_fits(launch: Any, name: str, constants: dict[str, Any], arguments: tuple[Any, ...]) -> None:
     """As many arguments as the kernel has, of its ranks, dtypes and constant sizes; one size for one name."""
-    text = launch.text_of(name, **constants)
+    text = text_of(launch, name, **constants)
     assert len(arguments) == len(text.params)
     known: dict[str, int] = {}
     for parameter, argument in zip(text.params, arguments, strict=True):

@@ -19,8 +19,9 @@ _WAVES = 2
 _BLOCK, _START, _MERGE = 8, 8, 8
 # Rows of parts, of 512 float32, that are written and read again by all programs together in a unit.
 _MERGED_ROWS = 128
-# Shared memory beside blocks: factors of rows, places of keys, barriers, each from a multiple of 1024 bytes on.
-_BESIDE = 2048
+# Shared memory beside blocks: factors of rows, places of keys, what roles are told, and barriers, each from a multiple
+# of 1024 bytes on.
+_BESIDE = 3072
 # Pieces of a row are no shorter than 32 bytes of it: those of 64 elements.
 _MOST_PIECES = 16
 # Programs that merge, as many on a multiprocessor: no more than run at once.
@@ -183,7 +184,7 @@ def plan_prefill(problem: PrefillProblem, limits: DeviceLimits) -> PrefillPlan:
     queries = 128 * max(problem.head_size, problem.head_size_v) * size
     for block_n, num_stages in ((128, 2), (64, 2), (64, 1), (32, 1)):
         keys = num_stages * block_n * (problem.head_size + problem.head_size_v) * size
-        if queries + keys <= limits.shared_memory:
+        if queries + keys + _BESIDE <= limits.shared_memory:
             return PrefillPlan(128, block_n, num_stages)
     return PrefillPlan(64, 32, 1)
 
@@ -256,6 +257,6 @@ def _keys_in_flight(dim_nope: int, dim_rope: int, limits: DeviceLimits, bits: in
     """Keys of a block, and blocks in shared memory beside a tile of q and its weights."""
     width = (dim_nope + dim_rope) * bits // 8
     for block_n, num_stages in ((64, 2), (32, 2), (32, 1)):
-        if (_ROWS + num_stages * block_n) * width + _ROWS * block_n * bits // 8 <= limits.shared_memory:
+        if (_ROWS + num_stages * block_n) * width + _ROWS * block_n * bits // 8 + _BESIDE <= limits.shared_memory:
             return block_n, num_stages
     return 16, 1

@@ -447,8 +447,10 @@ def weigh_tile(
 
 
 @gluon.jit
-def tile_told(told, stage, i_half, BLOCK_N: gl.constexpr):
-    """Where the halves of the tile are for this warpgroup, and whether it is one."""
+def tile_told(told, arrived, i, i_half, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):
+    """Wait for tile i of keys: where its halves are, from this warpgroup's first row, and whether it is a tile."""
+    stage = i % STAGES
+    mbarrier.wait(arrived.index(stage), i // STAGES & 1)
     at = get(told, stage * PER_TILE + i_half * 2)
     second = at
     if BLOCK_N > KEYS:
@@ -457,22 +459,172 @@ def tile_told(told, stage, i_half, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
+def add_values(b_p, acc, tiles, arrived, i, STAGES: gl.constexpr):
+    """Wait for tile i of values, and start adding its product with the weights to ``acc``."""
+    stage = i % STAGES
+    mbarrier.wait(arrived.index(stage), i // STAGES & 1)
+    return warpgroup_mma(b_p, tiles.index(stage), acc, is_async=True)
+
+
+@gluon.jit
+def walk(
+    q_tile, memory, barriers, i, n, i_half, scale, softcap, BLOCK_DV: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, SOFTCAP: gl.constexpr, L_S: gl.constexpr, L_O: gl.constexpr,
+):  # fmt: skip
+    """All tiles of a pair, for 64 of its rows: the sum of weighted values, the largest score, the sum of weights.
+
+    Weights are relative to that score, which carries a factor log2(e). Tile i of keys is the pair's first, and the
+    number of the next pair's first is returned too. Behind its tiles each of the n pairs before had one of keys that is
+    none, and no values for it: to tile i of keys belongs tile i - n of values.
+    """
+    k_tiles, v_tiles, told = memory
+    k_arrived, v_arrived, k_free, v_free = barriers
+    dtype: gl.constexpr = q_tile.dtype
+    L_P: gl.constexpr = gl.DotOperandLayout(0, L_O, 2)
+    factor = scale
+    if not SOFTCAP:
+        # Scores that are left out are -inf, of which a factor of 0 would make NaN.
+        factor = factor * LOG2_E
+        factor = gl.where(factor < TINY, TINY, factor)
+    m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, L_S))
+    total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, L_S))
+    acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, L_O)
+    b_zero = gl.zeros([ROWS, BLOCK_N], gl.float32, L_S)
+    at, second, there = tile_told(told, k_arrived, i, i_half, BLOCK_N, STAGES)
+    if there:
+        # Beside the softmax of the first tile there is no product to run.
+        stage = i % STAGES
+        scores = warpgroup_mma(q_tile, k_tiles.index(stage).permute((1, 0)), b_zero, use_acc=False, is_async=True)
+        b_scores = warpgroup_mma_wait(0, deps=[scores])
+        mbarrier.arrive(k_free.index(stage))
+        weights, m, total, decay = weigh_tile(
+            b_scores, m, total, at, second, factor, softcap, L_S, BLOCK_N, SOFTCAP, dtype
+        )
+        b_p = gl.convert_layout(weights, L_P)
+        i += 1
+        at, second, there = tile_told(told, k_arrived, i, i_half, BLOCK_N, STAGES)
+        while there:
+            stage = i % STAGES
+            scores = warpgroup_mma(q_tile, k_tiles.index(stage).permute((1, 0)), b_zero, use_acc=False, is_async=True)
+            product = add_values(b_p, acc, v_tiles, v_arrived, i - 1 - n, STAGES)
+            # The scores alone are waited for: the product runs on beside their softmax.
+            b_scores = warpgroup_mma_wait(1, deps=[scores])
+            mbarrier.arrive(k_free.index(stage))
+            weights, m, total, decay = weigh_tile(
+                b_scores, m, total, at, second, factor, softcap, L_S, BLOCK_N, SOFTCAP, dtype
+            )
+            acc = warpgroup_mma_wait(0, deps=[product])
+            mbarrier.arrive(v_free.index((i - 1 - n) % STAGES))
+            b_p = gl.convert_layout(weights, L_P)
+            acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, L_O))[:, None]
+            i += 1
+            at, second, there = tile_told(told, k_arrived, i, i_half, BLOCK_N, STAGES)
+        product = add_values(b_p, acc, v_tiles, v_arrived, i - 1 - n, STAGES)
+        acc = warpgroup_mma_wait(0, deps=[product])
+        mbarrier.arrive(v_free.index((i - 1 - n) % STAGES))
+    # All warps have read what they were told, before that is overwritten.
+    tl.debug_barrier()
+    mbarrier.arrive(k_free.index(i % STAGES))
+    return acc, m, total, i + 1
+
+
+@gluon.jit
+def store_rows(
+    acc, tile, p_out, i_b, i_h, token, start, context, length, s_out, DV: gl.constexpr, BLOCK_DV: gl.constexpr
+):
+    """Store the outputs of 64 positions from ``start``, where those are the sequence's queries.
+
+    They go by way of a tile of shared memory, so that each row is stored in whole lines.
+    """
+    L_IO: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    # All warps are done with what the tile held, before that is overwritten.
+    tl.debug_barrier()
+    tile.store(acc.to(tile.dtype))
+    # All warps have stored their rows, before others load them.
+    tl.debug_barrier()
+    position = start + gl.arange(0, ROWS, gl.SliceLayout(1, L_IO))
+    o_d = gl.arange(0, BLOCK_DV, gl.SliceLayout(0, L_IO))
+    m_row = (position >= context) & (position < length)
+    p_tile = pointers(p_out, i_b, token + position, i_h, o_d, s_out)
+    gl.store(p_tile, tile.load(L_IO), mask=m_row[:, None] & (o_d < DV)[None, :])
+
+
+@gluon.jit
+def store_part(
+    acc, p_part, notes, note, i_h, start, context, length, DV: gl.constexpr, BLOCK_DV: gl.constexpr, H: gl.constexpr,
+    L_O: gl.constexpr,
+):  # fmt: skip
+    """Store a split's part of the outputs, in float32, of the same positions as ``store_rows``."""
+    position = start + gl.arange(0, ROWS, gl.SliceLayout(1, L_O))
+    o_d = gl.arange(0, BLOCK_DV, gl.SliceLayout(0, L_O))
+    m_row = (position >= context) & (position < length)
+    row = get(notes, note + SPLIT).to(gl.int64) * get(notes, note + ALL_ROWS) + get(notes, note + ROW) + position
+    gl.store(p_part + (row * H + i_h)[:, None] * DV + o_d[None, :], acc, mask=m_row[:, None] & (o_d < DV)[None, :])
+
+
+@gluon.jit
+def finish(
+    acc, m, total, scale, tile, p_sinks, p_out, p_lse, p_part, p_part_lse, notes, note, i_half, s_out, s_lse,
+    DV: gl.constexpr, BLOCK_DV: gl.constexpr, H: gl.constexpr, SPLITS: gl.constexpr, SOFTCAP: gl.constexpr,
+    L_S: gl.constexpr, L_O: gl.constexpr,
+):  # fmt: skip
+    """Make outputs, or a split's part of them, of what ``walk`` summed for 64 rows, and store them and their lse.
+
+    As in ``softmax.store``: a part is without the sink, which ``softmax.merge`` adds once.
+    """
+    start = get(notes, note + START) + i_half * ROWS
+    context = get(notes, note + CONTEXT)
+    length = get(notes, note + LENGTH)
+    token = get(notes, note + TOKEN)
+    i_b = get(notes, note + BATCH)
+    i_h = get(notes, note + HEAD)
+    possible = get(notes, note + POSSIBLE) != 0
+    position = start + gl.arange(0, ROWS, gl.SliceLayout(1, L_S))
+    m_row = (position >= context) & (position < length)
+    log_sum = natural_logarithm(m, total, 1.0 if SOFTCAP else scale)
+    if SPLITS == 1:
+        if p_sinks is not None:
+            m = m * LN_2
+            b_sink = gl.load(p_sinks + i_h).to(gl.float32)
+            b_sink = gl.where(possible, b_sink, float("-inf"))
+            new_m = gl.maximum(m, b_sink)
+            decay = gl.exp(m - finite(new_m))
+            total = total * decay + gl.exp(b_sink - finite(new_m))
+            acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, L_O))[:, None]
+            log_sum = logarithm(new_m, total)
+        if p_lse is not None:
+            # Signs of strides would take registers through the walk.
+            for i_s in gl.static_range(3):
+                gl.assume(s_lse[i_s] >= 0)
+            off = i_b.to(gl.int64) * s_lse[0] + i_h.to(gl.int64) * s_lse[1] + (token + position).to(gl.int64) * s_lse[2]
+            gl.store(p_lse + off, log_sum, mask=m_row)
+    else:
+        place = (
+            (get(notes, note + SPLIT).to(gl.int64) * H + i_h) * get(notes, note + ALL_ROWS)
+            + get(notes, note + ROW)
+            + position
+        )
+        gl.store(p_part_lse + place, gl.where(possible, log_sum, float("inf")), mask=m_row)
+    acc = acc * gl.convert_layout(1.0 / gl.where(total == 0, 1.0, total), gl.SliceLayout(1, L_O))[:, None]
+    if SPLITS == 1:
+        store_rows(acc, tile, p_out, i_b, i_h, token, start, context, length, s_out, DV, BLOCK_DV)
+    else:
+        store_part(acc, p_part, notes, note, i_h, start, context, length, DV, BLOCK_DV, H, L_O)
+
+
+@gluon.jit
 def consume(
     p_sinks, p_out, p_lse, p_part, p_part_lse, memory, barriers, i_half, softcap, s_out, s_lse,
     BLOCK_D: gl.constexpr, DV: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     Q_STAGES: gl.constexpr, H: gl.constexpr, SPLITS: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
-    """64 rows after the other: their outputs, or their part of them."""
+    """A warpgroup's 64 rows of one pair after the other: their outputs, or a split's part of them."""
     k_tiles, v_tiles, q_tiles, out_tiles, notes, scale_smem, told = memory
     k_arrived, v_arrived, k_free, v_free, q_arrived, q_free, noted, note_free = barriers
-    dtype: gl.constexpr = q_tiles.dtype
     L_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     L_O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
-    L_P: gl.constexpr = gl.DotOperandLayout(0, L_O, 2)
-    L_ROW: gl.constexpr = gl.SliceLayout(1, L_S)
-    L_IO: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
 
-    # Pairs of rows, and tiles of keys: one more for each pair, which is none.
+    # Numbers of the pair of rows, and of the tile of keys: behind each pair's tiles one counts that is none.
     n = i_half * 0
     i = i_half * 0
     mbarrier.wait(noted.index(0), 0)
@@ -481,123 +633,19 @@ def consume(
         i_q = n % Q_STAGES
         note = n % PAIRS * NOTES
         q_tile = q_tiles.index(i_q * 2 + i_half)
-        factor = get(scale_smem, 0)
-        if not SOFTCAP:
-            # Scores that are left out are -inf, of which a factor of 0 would make NaN.
-            factor = factor * LOG2_E
-            factor = gl.where(factor < TINY, TINY, factor)
-        m = gl.full([ROWS], float("-inf"), gl.float32, L_ROW)
-        total = gl.zeros([ROWS], gl.float32, L_ROW)
-        acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, L_O)
-        b_zero = gl.zeros([ROWS, BLOCK_N], gl.float32, L_S)
         mbarrier.wait(q_arrived.index(i_q), n // Q_STAGES & 1)
-        mbarrier.wait(k_arrived.index(i % STAGES), i // STAGES & 1)
-        at, second, there = tile_told(told, i % STAGES, i_half, BLOCK_N)
-        if there:
-            stage = i % STAGES
-            scores = warpgroup_mma(q_tile, k_tiles.index(stage).permute((1, 0)), b_zero, use_acc=False, is_async=True)
-            b_scores = warpgroup_mma_wait(0, deps=[scores])
-            mbarrier.arrive(k_free.index(stage))
-            weights, m, total, decay = weigh_tile(
-                b_scores, m, total, at, second, factor, softcap, L_S, BLOCK_N, SOFTCAP, dtype
-            )
-            b_p = gl.convert_layout(weights, L_P)
-            i += 1
-            mbarrier.wait(k_arrived.index(i % STAGES), i // STAGES & 1)
-            at, second, there = tile_told(told, i % STAGES, i_half, BLOCK_N)
-            while there:
-                stage = i % STAGES
-                scores = warpgroup_mma(
-                    q_tile, k_tiles.index(stage).permute((1, 0)), b_zero, use_acc=False, is_async=True
-                )
-                before = (i - 1 - n) % STAGES
-                mbarrier.wait(v_arrived.index(before), (i - 1 - n) // STAGES & 1)
-                product = warpgroup_mma(b_p, v_tiles.index(before), acc, is_async=True)
-                b_scores = warpgroup_mma_wait(1, deps=[scores])
-                mbarrier.arrive(k_free.index(stage))
-                weights, m, total, decay = weigh_tile(
-                    b_scores, m, total, at, second, factor, softcap, L_S, BLOCK_N, SOFTCAP, dtype
-                )
-                acc = warpgroup_mma_wait(0, deps=[product])
-                mbarrier.arrive(v_free.index(before))
-                b_p = gl.convert_layout(weights, L_P)
-                acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, L_O))[:, None]
-                i += 1
-                mbarrier.wait(k_arrived.index(i % STAGES), i // STAGES & 1)
-                at, second, there = tile_told(told, i % STAGES, i_half, BLOCK_N)
-            before = (i - 1 - n) % STAGES
-            mbarrier.wait(v_arrived.index(before), (i - 1 - n) // STAGES & 1)
-            product = warpgroup_mma(b_p, v_tiles.index(before), acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=[product])
-            mbarrier.arrive(v_free.index(before))
-        # All warps have read what they were told, before that is overwritten.
-        tl.debug_barrier()
-        mbarrier.arrive(k_free.index(i % STAGES))
-        i += 1
-
-        start = get(notes, note + START) + i_half * ROWS
-        context = get(notes, note + CONTEXT)
-        length = get(notes, note + LENGTH)
-        token = get(notes, note + TOKEN)
-        i_b = get(notes, note + BATCH)
-        i_h = get(notes, note + HEAD)
-        possible = get(notes, note + POSSIBLE) != 0
-        position = start + gl.arange(0, ROWS, L_ROW)
-        m_row = (position >= context) & (position < length)
-        scale = get(scale_smem, 0)
-        log_sum = natural_logarithm(m, total, 1.0 if SOFTCAP else scale)
-        if SPLITS == 1:
-            if p_sinks is not None:
-                m = m * LN_2
-                b_sink = gl.load(p_sinks + i_h).to(gl.float32)
-                b_sink = gl.where(possible, b_sink, float("-inf"))
-                new_m = gl.maximum(m, b_sink)
-                decay = gl.exp(m - finite(new_m))
-                total = total * decay + gl.exp(b_sink - finite(new_m))
-                acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, L_O))[:, None]
-                log_sum = logarithm(new_m, total)
-            if p_lse is not None:
-                # Their signs would take registers through the walk.
-                for i_s in gl.static_range(3):
-                    gl.assume(s_lse[i_s] >= 0)
-                off = (
-                    i_b.to(gl.int64) * s_lse[0]
-                    + i_h.to(gl.int64) * s_lse[1]
-                    + (token + position).to(gl.int64) * s_lse[2]
-                )
-                gl.store(p_lse + off, log_sum, mask=m_row)
-        else:
-            place = (
-                (get(notes, note + SPLIT).to(gl.int64) * H + i_h) * get(notes, note + ALL_ROWS)
-                + get(notes, note + ROW)
-                + position
-            )
-            gl.store(p_part_lse + place, gl.where(possible, log_sum, float("inf")), mask=m_row)
-        acc = acc * gl.convert_layout(1.0 / gl.where(total == 0, 1.0, total), gl.SliceLayout(1, L_O))[:, None]
-
-        if SPLITS == 1:
-            # By way of shared memory, so that each row is stored in whole lines: that of queries as wide, if they are.
-            out_tile = q_tile
-            if BLOCK_DV != BLOCK_D:
-                out_tile = out_tiles.index(i_half)
-            tl.debug_barrier()
-            out_tile.store(acc.to(dtype))
-            tl.debug_barrier()
-            position = start + gl.arange(0, ROWS, gl.SliceLayout(1, L_IO))
-            o_d = gl.arange(0, BLOCK_DV, gl.SliceLayout(0, L_IO))
-            m_row = (position >= context) & (position < length)
-            p_tile = pointers(p_out, i_b, token + position, i_h, o_d, s_out)
-            gl.store(p_tile, out_tile.load(L_IO), mask=m_row[:, None] & (o_d < DV)[None, :])
-        else:
-            position = start + gl.arange(0, ROWS, gl.SliceLayout(1, L_O))
-            o_d = gl.arange(0, BLOCK_DV, gl.SliceLayout(0, L_O))
-            m_row = (position >= context) & (position < length)
-            row = (
-                get(notes, note + SPLIT).to(gl.int64) * get(notes, note + ALL_ROWS) + get(notes, note + ROW) + position
-            )
-            gl.store(
-                p_part + (row * H + i_h)[:, None] * DV + o_d[None, :], acc, mask=m_row[:, None] & (o_d < DV)[None, :]
-            )
+        acc, m, total, i = walk(
+            q_tile, (k_tiles, v_tiles, told), (k_arrived, v_arrived, k_free, v_free), i, n, i_half, get(scale_smem, 0),
+            softcap, BLOCK_DV, BLOCK_N, STAGES, SOFTCAP, L_S, L_O,
+        )  # fmt: skip
+        # Outputs go where the queries were, if they are as wide.
+        out_tile = q_tile
+        if BLOCK_DV != BLOCK_D:
+            out_tile = out_tiles.index(i_half)
+        finish(
+            acc, m, total, get(scale_smem, 0), out_tile, p_sinks, p_out, p_lse, p_part, p_part_lse, notes, note,
+            i_half, s_out, s_lse, DV, BLOCK_DV, H, SPLITS, SOFTCAP, L_S, L_O,
+        )  # fmt: skip
         # Queries are brought by another way than results were written: the fence keeps them in order.
         fence_async_shared()
         tl.debug_barrier()

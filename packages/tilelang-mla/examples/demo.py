@@ -128,16 +128,17 @@ def decode_in_c(
     attend: Callable[..., None], merge: Callable[..., None], batch: Batch, model: LatentAttention, plan: DecodePlan,
     scale: float,
 ) -> torch.Tensor:  # fmt: skip
-    """Both launches of a plan of several parts."""
+    """Both launches of a plan of several parts, as three programs would have it that share the work."""
     count, tokens, heads, width = batch.q.shape
-    rows, num_parts = tokens * heads, plan.tiles.num_parts(count)
+    rows, num_parts, num_programs, rows_each, pieces = tokens * heads, plan.tiles.num_parts(count), 3, 8, 2
     out, lse = torch.empty(count, rows, model.latent), torch.empty(count, heads, tokens)
     parts, part_lse = torch.empty(num_parts, rows, model.latent), torch.empty(num_parts, rows)
     attend(
         batch.q.view(count, rows, width), batch.kv.squeeze(2), batch.cache_seqlens, batch.block_table, plan.first_part,
         plan.order, out, lse, parts, part_lse, scale, heads, True, num_parts, plan.tiles.num_splits, 1, 1, 1,
+        num_programs,
     )  # fmt: skip
-    merge(plan.first_part, out, lse, parts, part_lse, heads, plan.tiles.num_splits, 1, 1)
+    merge(plan.first_part, out, lse, parts, part_lse, heads, plan.tiles.num_splits, rows_each, pieces, 1, 1)
     return out.view(count, tokens, heads, model.latent)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tilelang_mla.plan import DeviceLimits, PrefillProblem, decode_tiles, plan_prefill
+from tilelang_mla.plan import DecodeProblem, DeviceLimits, PrefillProblem, decode_tiles, plan_prefill
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 # The kernels are for sm_90, whose blocks of keys do not depend on how many multiprocessors there are.
@@ -25,22 +25,21 @@ def wanted(
     dtypes: list[str], latents: list[tuple[int, int]], heads: list[tuple[int, int]]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Names and constants of the kernels for these dtypes, (latent, rope) of decoding and (q and k, v) of prefill."""
+    # Here, so that an error among the options need not wait for TileLang.
+    from tilelang_mla.launch import decode_constants, prefill_constants
+
     for dtype in map(_DTYPES.__getitem__, dtypes):
         for dim_nope, dim_rope in latents:
             tiles = decode_tiles(1, dim_nope, dim_rope, None, _LIMITS)
-            for gather in (False, True):
-                yield "decode", {
-                    "dim_nope": dim_nope, "dim_rope": dim_rope, "dtype": dtype, "block_n": tiles.block_n,
-                    "num_stages": tiles.num_stages, "gather": gather,
-                }  # fmt: skip
+            # Pages of whole blocks, and of less.
+            for page_size in (tiles.block_n, 1):
+                problem = DecodeProblem(1, dim_nope, dim_rope, 1, 1, page_size, page_size)
+                yield "decode", decode_constants(problem, tiles, dtype)
         for dim_nope in sorted({dim_nope for dim_nope, _ in latents}):
             yield "merge", {"dim_nope": dim_nope, "dtype": dtype}
         for head_size, head_size_v in heads:
-            plan = plan_prefill(PrefillProblem(1, 1, head_size, head_size_v, 1, 1, 1), _LIMITS)
-            yield "prefill", {
-                "head_size": head_size, "head_size_v": head_size_v, "dtype": dtype, "block_m": plan.block_m,
-                "block_n": plan.block_n, "num_stages": plan.num_stages,
-            }  # fmt: skip
+            prompt = PrefillProblem(1, 1, head_size, head_size_v, 1, 1, 1)
+            yield "prefill", prefill_constants(prompt, plan_prefill(prompt, _LIMITS), dtype)
 
 
 def _pair(text: str) -> tuple[int, int]:

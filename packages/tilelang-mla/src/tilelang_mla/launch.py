@@ -177,8 +177,7 @@ def prepare_prefill(
     out_form = _form(out.shape, out.stride())
     lines = all(stride % _LINE == 0 for stride in out_form[1][:-1])
     attend = kernel("prefill", **prefill_constants(problem, chosen, q.dtype))
-    # Two more than sequences can need: for rows behind the last, and before the first where that begins too late.
-    num_places = tokens // chosen.block_m + sequences + 2
+    num_places = chosen.num_places(problem)
     scale = max(abs(softmax_scale), _ZERO_SCALE) * _LOG2_E
     wants_lse = int(lse is not None)
     device = q.device

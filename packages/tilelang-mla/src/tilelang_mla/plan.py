@@ -52,11 +52,6 @@ class PrefillProblem:
     causal: bool = True
     bits: int = 16
 
-    @property
-    def group(self) -> int:
-        """Query heads that share a kv head."""
-        return self.num_heads // self.num_heads_kv
-
 
 @dataclass(frozen=True)
 class DecodeProblem:
@@ -103,9 +98,12 @@ class PrefillPlan:
         keys = self.num_stages * self.block_n * (problem.head_size + problem.head_size_v)
         return (self.block_m * problem.head_size + keys) * problem.bits // 8 + _BESIDE
 
-    def num_tiles(self, problem: PrefillProblem) -> int:
-        """Programs of the grid: as many tiles as sequences of any lengths can need, for each head."""
-        return (problem.tokens // self.block_m + problem.sequences) * problem.num_heads
+    def num_places(self, problem: PrefillProblem) -> int:
+        """Programs of a head: as many tiles as sequences of any lengths can need.
+
+        Two more are for rows behind the last sequence, and before the first where that begins too late.
+        """
+        return problem.tokens // self.block_m + problem.sequences + 2
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Attention of packed query tokens x heads to a paged latent cache, and the merging of its parts.
 
-Programs stay, one on each multiprocessor, and take one place of a schedule after the other: a tile of 64 rows of a
+A program takes one place of a schedule after the other, or without a schedule one place: a tile of 64 rows of a
 sequence and the part of its keys that is walked for it. Three warpgroups have a role each:
 
 ========  ====================================================================================================

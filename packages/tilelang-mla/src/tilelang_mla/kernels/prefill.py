@@ -37,6 +37,7 @@ def attend(
     threads = 1 if serial else consumers + GROUP
     # The next keys are waited for before the products, not behind them: ptxas moves a wait for products up to the last
     # branch, and so away from the softmax that it is to stand behind. With room for one block they only come behind it.
+    # On an H200 the loop was no faster for it; what limits it instead is not known yet.
     waits_early = num_stages > 1
     # The output goes through the shared memory of q, which is done with, where it has room.
     staged = head_size_v <= head_size and not serial

@@ -114,8 +114,8 @@ def interpreted() -> Iterator[Row]:
 
     def prefill() -> torch.Tensor:
         out, lse = torch.empty(sum(tokens), 4, model.head_v), torch.empty(4, sum(tokens))
-        places = sum(tokens) // blocks.block_m + len(tokens) + 2
-        attend_prompts(q, k, v, bounds, bounds, out, lse, scale * log2_e, True, places, 1)
+        places, taken = sum(tokens) // blocks.block_m + len(tokens) + 2, torch.zeros(1, dtype=torch.int32)
+        attend_prompts(q, k, v, bounds, bounds, out, lse, taken, scale * log2_e, True, places, 1, 3)
         return out
 
     wanted = attention(q, k, v, cu_seqlens_q=bounds, cu_seqlens_k=bounds, softmax_scale=scale, causal=True).out

@@ -542,6 +542,22 @@ def test_trap_a_graph_with_a_plan_of_other_lengths_replays_right_results(tensors
 
 
 @gpu
+def test_trap_a_graph_of_more_tiles_than_multiprocessors_counts_them_anew(tensors) -> None:
+    batch = tensors.prefill([(700, 700), (1, 900), (300, 20)], heads=(64, 64))
+    run = partial(tilelang_mla.flash_mla_varlen_func, *batch.given, out=batch.out.tensor, return_lse=True)
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    for _ in range(3):
+        poison_(batch.out.tensor)
+        graph.replay()
+        torch.cuda.synchronize()
+        batch.check_out(*captured)
+
+
+@gpu
 @every_public_function
 def test_trap_no_call_waits_for_the_gpu(make, function, inputs) -> None:
     tensors = inputs(make, 5)

@@ -85,9 +85,10 @@ class OnCpu:
             num_stages=plan.num_stages,
         )  # fmt: skip
         num_places = q.shape[0] // plan.block_m + len(batch.cu_seqlens_q) + 1
+        taken = torch.zeros(1, dtype=torch.int32)
         attend(
-            q, k, v, batch.cu_seqlens_q, batch.cu_seqlens_k, out, lse, batch.scale * LOG2_E, int(batch.causal),
-            num_places, 1,
+            q, k, v, batch.cu_seqlens_q, batch.cu_seqlens_k, out, lse, taken, batch.scale * LOG2_E, int(batch.causal),
+            num_places, 1, 3,
         )  # fmt: skip
         batch.out.tensor.copy_(out)
         batch.lse.tensor.copy_(lse)
@@ -170,6 +171,11 @@ def test_sums_follow_a_maximum_that_moves_far_and_one_that_moves_a_little(tensor
         decode(tensors, kernels, [330, 65, 200], {"num_splits": 1}, page=page, heads=16, softmax_scale=1.0)
 
 
+def test_sums_of_prefill_follow_a_maximum_that_moves_far_and_one_that_moves_a_little(tensors, kernels) -> None:
+    for causal in (True, False):
+        prefill(tensors, kernels, [(330, 330), (65, 200)], heads=(2, 1), softmax_scale=1.0, causal=causal)
+
+
 def test_a_plan_made_from_other_lengths_is_as_right(tensors, kernels) -> None:
     batch = tensors.decode([3, 0, 300, 65], heads=4, **SMALL)
     for others in ([300, 300, 0, 0], [0, 0, 0, 0], [2**31 - 1, -5, 1, 64]):
@@ -231,6 +237,18 @@ def test_every_plan_of_prefill(tensors, kernels, plan, causal) -> None:
 @pytest.mark.parametrize("sizes", [(192, 128), (96, 64), (32, 192)], ids=str)
 def test_head_sizes_of_prefill(tensors, kernels, sizes) -> None:
     prefill(tensors, kernels, [(5, 20), (70, 70), (3, 0)], sizes=sizes)
+
+
+@pytest.mark.parametrize(
+    "lengths", [[(3, 5)] * 70, [(130, 200), (0, 9), (300, 300), (64, 1)] * 5, [(1, 40)] * 31 + [(129, 129)]],
+    ids=["70 short", "20 of a few tiles", "32 and the last is long"],
+)  # fmt: skip
+def test_programs_take_one_tile_after_the_other_until_all_are_done(tensors, kernels, lengths) -> None:
+    """More tiles than programs, and more sequences than a warp has threads."""
+    batch = prefill(tensors, kernels, lengths, PrefillPlan(64, 32, 2), heads=(12, 4), sizes=(64, 64))
+    want = batch.out.tensor.clone()
+    kernels.prefill(batch, PrefillPlan(64, 32, 2))
+    assert_bitwise_equal(batch.out.tensor, want)
 
 
 def test_bounds_that_cannot_be_leave_other_sequences_as_they_are(tensors, kernels) -> None:

@@ -178,6 +178,9 @@ def prepare_prefill(
     lines = all(stride % _LINE == 0 for stride in out_form[1][:-1])
     attend = kernel("prefill", **prefill_constants(problem, chosen, q.dtype))
     num_places = chosen.num_places(problem)
+    tiles = num_places * heads
+    # Programs that stay and take the next tile from a count of those taken: tiles have unlike numbers of keys.
+    programs = min(tiles, limits.multiprocessors)
     scale = max(abs(softmax_scale), _ZERO_SCALE) * _LOG2_E
     wants_lse = int(lse is not None)
     device = q.device
@@ -193,7 +196,11 @@ def prepare_prefill(
         apart = not lines or out.data_ptr() % 16
         packed = torch.empty(out.shape, dtype=out.dtype, device=device) if apart else out.as_strided(*out_form)
         own_lse = torch.empty((1, 1), dtype=torch.float32, device=device) if lse is None else lse
-        attend(q, k, v, cu_seqlens_q, cu_seqlens_k, packed, own_lse, scale, int(causal), num_places, wants_lse)
+        taken = (torch.zeros if programs < tiles else torch.empty)((1,), dtype=torch.int32, device=device)
+        attend(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, packed, own_lse, taken, scale, int(causal), num_places, wants_lse,
+            programs,
+        )  # fmt: skip
         if apart:
             out.copy_(packed)
 

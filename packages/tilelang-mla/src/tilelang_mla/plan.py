@@ -19,6 +19,8 @@ _WAVES = 2
 _BLOCK, _START, _MERGE = 8, 8, 8
 # Rows of parts, of 512 float32, that are written and read again by all programs together in a unit.
 _MERGED_ROWS = 128
+# What a thread of those that multiply may have in registers: of rows that it sums, of scores and of weights.
+_IN_REGISTERS = 176
 # Shared memory beside blocks: factors of rows, places of keys, what roles are told, and barriers, each from a multiple
 # of 1024 bytes on.
 _BESIDE = 3072
@@ -99,7 +101,7 @@ class PrefillPlan:
         return (self.block_m * problem.head_size + keys) * problem.bits // 8 + _BESIDE
 
     def num_places(self, problem: PrefillProblem) -> int:
-        """Programs of a head: as many tiles as sequences of any lengths can need.
+        """Places of a head: as many tiles as sequences of any lengths can need.
 
         Two more are for rows behind the last sequence, and before the first where that begins too late.
         """
@@ -177,12 +179,13 @@ def get_splits(
 
 
 def plan_prefill(problem: PrefillProblem, limits: DeviceLimits) -> PrefillPlan:
-    """The largest blocks that shared memory holds: two tiles of 64 rows, one a consumer warpgroup, share the keys."""
+    """The largest blocks that fit: two tiles of 64 rows, one a consumer warpgroup, share the keys."""
     size = problem.bits // 8
     queries = 128 * max(problem.head_size, problem.head_size_v) * size
     for block_n, num_stages in ((128, 2), (64, 2), (64, 1), (32, 1)):
         keys = num_stages * block_n * (problem.head_size + problem.head_size_v) * size
-        if queries + keys + _BESIDE <= limits.shared_memory:
+        held = problem.head_size_v // 2 + block_n // 2 + block_n // 4
+        if queries + keys + _BESIDE <= limits.shared_memory and held <= _IN_REGISTERS:
             return PrefillPlan(128, block_n, num_stages)
     return PrefillPlan(64, 32, 1)
 

@@ -1,23 +1,34 @@
 """Attention of a ragged batch with separate heads.
 
-A program takes a tile of ``block_m`` queries of one head of one sequence: a warpgroup for each 64 of them, and one more
-that brings keys and values to shared memory, rings of ``num_stages`` blocks each. The scores of a block are multiplied
-while the weights of the one before meet their values. Numbers of tokens, sequences and heads, lengths and scale are no
+A program takes one tile after the other, each of ``block_m`` queries of one head of one sequence. A warpgroup for each
+64 of them multiplies: the scores of a block while the weights of the one before meet their values. A warp more finds
+the tiles and brings their q, and keys and values to shared memory, rings of ``num_stages`` blocks each; the first keys
+of a tile come while the tile before is being finished. Numbers of tokens, sequences and heads, lengths and scale are no
 constants.
 """
 
 from typing import Any
 
-# Rows of a warpgroup's matrix product, and its threads.
+# Rows of a warpgroup's matrix product, its threads, and those of a warp.
 ROWS = 64
 GROUP = 128
-# Registers of a thread: of those that multiply, by the number of warpgroups that do, and of those that copy.
-_MANY, _FEW = {1: 240, 2: 240, 3: 160}, 24
+WARP = 32
+# Registers of a thread: of those that multiply, by the number of warpgroups that do, and of the one that copies.
+_MANY, _FEW = {1: 240, 2: 224}, 56
+# A finite floor of the running maximum: a row that has seen nothing yet makes no NaN of two infinities.
 _FLOOR = -1e30
+# How far scores, as powers of two, may be above what is subtracted from them before what was summed is brought to a new
+# maximum: weights of up to 256 are as near as those of up to 1, and sums are multiplied a few times a walk at most.
+_HEADROOM = 8.0
+# Columns of a matrix product's accumulators before a thread has columns again.
+_COLUMNS = 8
 _LN_2 = 0.6931471805599453
-# What is found of a place in the grid: what has its rows, and where its queries and keys begin and end.
-_OWNER, _BEGIN, _END, _BEGIN_K, _END_K = 0, 1, 2, 3, 4
-# The named barrier of those that multiply; TileLang keeps 1 and 2 for itself.
+# What is found of a place: its first row, -1 where it has none, and where its sequence's queries and keys begin and
+# end. Beside it, the number of the next tile.
+_FIRST, _END, _BEGIN_K, _END_K, _NEXT = 0, 1, 2, 3, 4
+# What those that multiply are told of a tile; fewer than 0 blocks, that there is none.
+_HEAD, _ROW, _ROWS_HERE, _KEYS, _SEES_ALL, _STEPS = 0, 1, 2, 3, 4, 5
+# The named barrier of those that multiply; 0 is that of all threads, and TileLang keeps 1 and 2 for itself.
 _OF_CONSUMERS = 5
 
 
@@ -35,12 +46,10 @@ def attend(
     s_lse_head, s_lse_token = T.dynamic("s_lse_head"), T.dynamic("s_lse_token")
     consumers = block_m // ROWS * GROUP
     threads = 1 if serial else consumers + GROUP
-    # The next keys are waited for before the products, not behind them: ptxas moves a wait for products up to the last
-    # branch, and so away from the softmax that it is to stand behind. With room for one block they only come behind it.
-    # On an H200 the loop was no faster for it; what limits it instead is not known yet.
-    waits_early = num_stages > 1
-    # The output goes through the shared memory of q, which is done with, where it has room.
-    staged = head_size_v <= head_size and not serial
+
+    def place_of_sum(i: Any, j: Any) -> Any:
+        """A thread and its register, as in a matrix product's accumulators: four threads have two rows of 8 columns."""
+        return i // 16 * WARP + i % 8 * 4 + j // 2, i % 16 // 8 * 2 + j % 2
 
     @T.macro
     def hide(scores, limit, first_key, sees_all):
@@ -49,24 +58,48 @@ def attend(
                 scores[i, j] = T.if_then_else(first_key + j < limit[i], scores[i, j], -T.infinity(T.float32))
 
     @T.macro
-    def softmax(scores, top, block_top, factor, total, block_total, limit, first_key, scale, sees_all):
-        """Scores to weights, and the factor that brings what was summed before to the new maximum."""
+    def raise_top(scores, top, block_top, factor, limit, first_key, scale, sees_all):
+        """The maximum of each row, and the factor that brings what was summed before to it."""
         hide(scores, limit, first_key, sees_all)
         T.reduce_max(scores, block_top, dim=1)
         for i in T.Parallel(block_m):
-            factor[i] = top[i]
-            top[i] = T.max(top[i], block_top[i] * scale)
-            factor[i] = T.exp2(factor[i] - top[i])
+            block_top[i] = block_top[i] * scale
+            factor[i] = 1
+            if block_top[i] > top[i] + _HEADROOM:
+                factor[i] = T.exp2(top[i] - block_top[i])
+                top[i] = block_top[i]
+
+    @T.macro
+    def weigh(scores, weights, top, factor, sums, scale):
+        """Scores to weights, and their sums: each thread has those of its own columns until the rows are finished."""
         for i, j in T.Parallel(block_m, block_n):
             scores[i, j] = T.exp2(scores[i, j] * scale - top[i])
-        T.reduce_sum(scores, block_total, dim=1)
-        for i in T.Parallel(block_m):
-            total[i] = total[i] * factor[i] + block_total[i]
+        for i, j in T.Parallel(block_m, _COLUMNS):
+            sums[i, j] = sums[i, j] * factor[i]
+        for i_piece in T.unroll(block_n // _COLUMNS):
+            for i, j in T.Parallel(block_m, _COLUMNS):
+                sums[i, j] = sums[i, j] + scores[i, i_piece * _COLUMNS + j]
+        T.copy(scores, weights)
 
     @T.macro
     def scale_rows(acc, factor):
         for i, j in T.Parallel(block_m, head_size_v):
             acc[i, j] = acc[i, j] * factor[i]
+
+    @T.macro
+    def bring_to_maximum(acc, factor):
+        """Scale rows, but for warps whose rows all kept their maximum, and wait for the product that sums them.
+
+        ptxas moves a wait for products up to the last branch: this one, which hangs on the maximum, keeps it behind it.
+        """
+        moved = T.alloc_var(T.int32, init=0)
+        for i in T.Parallel(block_m):
+            if factor[i] != 1:
+                moved = 1
+        if T.any_sync(moved != 0) != 0:
+            T.wait_wgmma(0)
+            scale_rows(acc, factor)
+        T.wait_wgmma(0)
 
     @T.macro
     def zero_tail(v_shared, stage, first_key, k_len):
@@ -81,6 +114,113 @@ def attend(
             if i < rows_here:
                 lse[i_head, first_row + i] = top[i] * _LN_2
 
+    @T.macro
+    def arrive(barrier, i, lane):
+        """One arrival of a warp, for all that its threads have read or written."""
+        T.sync_warp()
+        if lane == 0:
+            T.barrier_arrive(barrier[i])
+
+    @T.macro
+    def load_keys(k, k_shared, k_here, k_free, i_block, row, i_head_kv, lane):
+        stage = i_block % num_stages
+        T.barrier_wait(k_free[stage], i_block // num_stages % 2 ^ 1)
+        T.tma_copy(k[row : row + block_n, i_head_kv, 0:head_size], k_shared[stage, :, :], barrier=k_here[stage])
+        arrive(k_here, stage, lane)
+
+    @T.macro
+    def tell(told, lane, i_head, first_row, rows_here, k_len, sees_all, steps):
+        if lane == 0:
+            told[_HEAD] = i_head
+            told[_ROW] = first_row
+            told[_ROWS_HERE] = rows_here
+            told[_KEYS] = k_len
+            told[_SEES_ALL] = sees_all
+            told[_STEPS] = steps
+
+    @T.macro
+    def place_of(i_tile, num_places):
+        """Heads in order, so that those at work at once share few keys; later tiles see more and start first."""
+        i_head = T.alloc_var(T.int32, init=T.truncdiv(i_tile, num_places))
+        place = T.alloc_var(T.int32, init=num_places - 1 - (i_tile - i_head * num_places))
+        return i_head, place
+
+    @T.macro
+    def candidate(i_owner, cu_seqlens_q, cu_seqlens_k, tokens, bounds, num_places):
+        """Of what may have rows: where its queries and keys begin and end, and the first and last + 1 of its places.
+
+        That are those before the first sequence, if its begin is no 0 as it must be, the sequences, and the rows behind
+        the last. Each has places from begin // block_m + its index on, which are at least as many as its tiles.
+        """
+        begin = T.alloc_var(T.int32, init=0)
+        end = T.alloc_var(T.int32, init=tokens)
+        begin_k = T.alloc_var(T.int32, init=0)
+        end_k = T.alloc_var(T.int32, init=0)
+        until = T.alloc_var(T.int32, init=num_places)
+        if i_owner > bounds:
+            until = -1
+        if i_owner > 0 and i_owner <= bounds:
+            begin = T.max(T.min(cu_seqlens_q[i_owner - 1], tokens), 0)
+            begin_k = cu_seqlens_k[i_owner - 1]
+            end_k = begin_k
+        if i_owner < bounds:
+            end = T.max(T.min(cu_seqlens_q[i_owner], tokens), 0)
+            until = T.truncdiv(end, block_m) + i_owner + 1
+            if i_owner > 0:
+                end_k = cu_seqlens_k[i_owner]
+        return begin, end, begin_k, end_k, until
+
+    @T.macro
+    def note_if(found, place, i_owner, begin, end, begin_k, end_k, until):
+        """Whoever has the place notes all there is to know of it: loads in a row take a microsecond each."""
+        if T.truncdiv(begin, block_m) + i_owner <= place and place < until:
+            found[_FIRST] = begin + (place - i_owner - T.truncdiv(begin, block_m)) * block_m
+            found[_END] = end
+            found[_BEGIN_K] = begin_k
+            found[_END_K] = end_k
+
+    @T.macro
+    def tile_of(found, tokens_k, causal):
+        """Its rows, of which there may be none, its sequence's keys, how many its first row sees, and its blocks."""
+        first_row = T.alloc_var(T.int32, init=found[_FIRST])
+        rows_here = T.alloc_var(T.int32, init=T.min(found[_END] - first_row, block_m))
+        if first_row < 0:
+            rows_here = 0
+        k_begin = T.alloc_var(T.int32, init=found[_BEGIN_K])
+        k_len = T.alloc_var(T.int32, init=found[_END_K] - k_begin)
+        if k_begin < 0 or k_len < 0 or found[_END_K] > tokens_k:
+            k_begin = 0
+            k_len = 0
+        sees_all = T.alloc_var(T.int32, init=k_len)
+        most = T.alloc_var(T.int32, init=k_len)
+        if causal != 0:
+            sees_all = k_len - found[_END] + first_row + 1
+            most = sees_all + rows_here - 1
+        steps = T.alloc_var(T.int32, init=T.truncdiv(T.max(most, 0) + (block_n - 1), block_n))
+        return first_row, rows_here, k_begin, k_len, sees_all, steps
+
+    @T.macro
+    def begin_rows(acc, top, sums, limit, sees_all, k_len, causal):
+        T.clear(acc)
+        T.clear(sums)
+        T.fill(top, _FLOOR)
+        for i in T.Parallel(block_m):
+            limit[i] = T.min(sees_all + i * causal, k_len)
+
+    @T.macro
+    def finish_rows(factor, top, total, sums):
+        """From sums to what divides them, and their logarithm (of 2). A sum of NaN is not hidden."""
+        T.reduce_sum(sums, total, dim=1)
+        for i in T.Parallel(block_m):
+            factor[i] = T.if_then_else(total[i] == 0, 0, 1 / total[i])
+            top[i] = T.if_then_else(total[i] == 0, -T.infinity(T.float32), top[i] + T.log2(total[i]))
+
+    @T.macro
+    def store_rows(out, acc, i_head, first_row, rows_here):
+        for i, j in T.Parallel(block_m, head_size_v):
+            if i < rows_here:
+                out[first_row + i, i_head, j] = acc[i, j]
+
     @T.prim_func
     def attend_prefill(
         q: T.StridedTensor((tokens, heads, head_size), (q_token, q_head, 1), dtype),
@@ -90,12 +230,14 @@ def attend(
         cu_seqlens_k: T.Tensor((bounds,), T.int32),
         out: T.StridedTensor((tokens, heads, head_size_v), (out_token, out_head, 1), dtype),
         lse: T.StridedTensor((lse_heads, lse_tokens), (s_lse_head, s_lse_token), T.float32),
+        taken: T.Tensor((1,), T.int32),
         scale: T.float32,
         causal: T.int32,
         num_places: T.int32,
         wants_lse: T.int32,
+        num_programs: T.int32,
     ):
-        with T.Kernel(num_places * heads, threads=threads) as i_program:
+        with T.Kernel(num_programs, threads=threads) as i_program:
             # Arguments are made such: rows may be written in lines of 16 bytes.
             T.assume(out_token % 8 == 0)
             T.assume(out_head % 8 == 0)
@@ -103,6 +245,7 @@ def attend(
             k_shared = T.alloc_shared((num_stages, block_n, head_size), dtype)
             v_shared = T.alloc_shared((num_stages, block_n, head_size_v), dtype)
             found = T.alloc_shared((5,), T.int32)
+            told = T.alloc_shared((6,), T.int32)
 
             scores = T.alloc_fragment((block_m, block_n), T.float32)
             weights = T.alloc_fragment((block_m, block_n), dtype)
@@ -111,195 +254,192 @@ def attend(
             block_top = T.alloc_fragment((block_m,), T.float32)
             factor = T.alloc_fragment((block_m,), T.float32)
             total = T.alloc_fragment((block_m,), T.float32)
-            block_total = T.alloc_fragment((block_m,), T.float32)
+            sums = T.alloc_fragment((block_m, _COLUMNS), T.float32)
             limit = T.alloc_fragment((block_m,), T.int32)
+            if not serial:
+                T.annotate_layout({sums: T.Fragment((block_m, _COLUMNS), forward_fn=place_of_sum)})
 
             thread = T.get_thread_binding()
-            # Later tiles see more keys: they start first.
-            i_head = T.alloc_var(T.int32, init=T.truncdiv(i_program, num_places))
-            place = T.alloc_var(T.int32, init=num_places - 1 - (i_program - i_head * num_places))
-            i_head_kv = T.alloc_var(T.int32, init=T.truncdiv(i_head, T.truncdiv(heads, heads_kv)))
-            # What has rows: those before the first sequence, if its begin is no 0 as it must be, the sequences, and the
-            # rows behind the last. Each has places of the grid from begin // block_m + its index on, which are at least
-            # as many as its tiles.
-            if thread == 0:
-                found[_OWNER] = -1
-            T.sync_threads()
-            for i in T.serial(T.truncdiv(bounds + threads, threads)):
-                i_owner = i * threads + thread
-                if i_owner <= bounds:
-                    # Whoever finds the place notes all there is to know of it: loads in a row take a microsecond each.
-                    begin = T.alloc_var(T.int32, init=0)
-                    begin_k = T.alloc_var(T.int32, init=0)
-                    if i_owner > 0:
-                        begin = T.max(T.min(cu_seqlens_q[i_owner - 1], tokens), 0)
-                        begin_k = cu_seqlens_k[i_owner - 1]
-                    until = T.alloc_var(T.int32, init=num_places)
-                    end = T.alloc_var(T.int32, init=tokens)
-                    end_k = T.alloc_var(T.int32, init=begin_k)
-                    if i_owner < bounds:
-                        end = T.max(T.min(cu_seqlens_q[i_owner], tokens), 0)
-                        until = T.truncdiv(end, block_m) + i_owner + 1
-                        if i_owner > 0:
-                            end_k = cu_seqlens_k[i_owner]
-                    if T.truncdiv(begin, block_m) + i_owner <= place and place < until:
-                        found[_OWNER] = i_owner
-                        found[_BEGIN] = begin
-                        found[_END] = end
-                        found[_BEGIN_K] = begin_k
-                        found[_END_K] = end_k
-            T.sync_threads()
-            owner = T.alloc_var(T.int32, init=T.max(found[_OWNER], 0))
-            q_begin = T.alloc_var(T.int32, init=found[_BEGIN])
-            q_end = T.alloc_var(T.int32, init=found[_END])
-            k_begin = T.alloc_var(T.int32, init=found[_BEGIN_K])
-            k_len = T.alloc_var(T.int32, init=found[_END_K] - k_begin)
-            if k_begin < 0 or k_len < 0 or found[_END_K] > tokens_k:
-                k_begin = 0
-                k_len = 0
-            first_row = T.alloc_var(T.int32, init=q_begin + (place - owner - T.truncdiv(q_begin, block_m)) * block_m)
-            rows_here = T.alloc_var(T.int32, init=T.max(T.min(q_end - first_row, block_m), 0))
-            if found[_OWNER] < 0:
-                rows_here = 0
-
-            # Keys that the tile's first row and its last row see.
-            sees_all = T.alloc_var(T.int32, init=k_len)
-            most = T.alloc_var(T.int32, init=k_len)
-            if causal != 0:
-                sees_all = k_len - q_end + first_row + 1
-                most = k_len - q_end + first_row + rows_here
-            steps = T.alloc_var(T.int32, init=T.truncdiv(T.max(most, 0) + (block_n - 1), block_n))
-            if rows_here == 0:
-                steps = 0
+            tiles = T.alloc_var(T.int32, init=num_places * heads)
 
             if serial:
-                T.clear(acc)
-                T.clear(total)
-                T.fill(top, _FLOOR)
-                for i in T.Parallel(block_m):
-                    limit[i] = T.min(sees_all + i * causal, k_len)
-                for i, j in T.Parallel(block_m, head_size):
-                    q_shared[i, j] = T.if_then_else(i < rows_here, q[first_row + i, i_head, j], 0)
-                for step in T.serial(steps):
-                    stage = step % num_stages
-                    for i, j in T.Parallel(block_n, head_size):
-                        k_shared[stage, i, j] = k[k_begin + step * block_n + i, i_head_kv, j]
-                    for i, j in T.Parallel(block_n, head_size_v):
-                        v_shared[stage, i, j] = v[k_begin + step * block_n + i, i_head_kv, j]
-                    T.gemm(q_shared, k_shared[stage, :, :], scores, transpose_B=True, clear_accum=True)
-                    softmax(scores, top, block_top, factor, total, block_total, limit, step * block_n, scale, sees_all)
-                    T.copy(scores, weights)
-                    scale_rows(acc, factor)
-                    zero_tail(v_shared, stage, step * block_n, k_len)
-                    T.gemm(weights, v_shared[stage, :, :], acc)
-                for i in T.Parallel(block_m):
-                    factor[i] = T.if_then_else(total[i] == 0, 0, 1 / total[i])
-                    top[i] = T.if_then_else(total[i] == 0, -T.infinity(T.float32), top[i] + T.log2(total[i]))
-                scale_rows(acc, factor)
-                for i, j in T.Parallel(block_m, head_size_v):
-                    if i < rows_here:
-                        out[first_row + i, i_head, j] = acc[i, j]
-                if wants_lse != 0:
-                    store_lse(lse, top, i_head, first_row, rows_here)
+                for turn in T.serial(T.truncdiv(tiles - i_program + (num_programs - 1), num_programs)):
+                    i_tile = T.alloc_var(T.int32, init=i_program + turn * num_programs)
+                    i_head, place = place_of(i_tile, num_places)
+                    i_head_kv = T.alloc_var(T.int32, init=T.truncdiv(i_head, T.truncdiv(heads, heads_kv)))
+                    found[_FIRST] = -1
+                    for i_owner in T.serial(bounds + 1):
+                        begin, end, begin_k, end_k, until = candidate(
+                            i_owner, cu_seqlens_q, cu_seqlens_k, tokens, bounds, num_places
+                        )
+                        note_if(found, place, i_owner, begin, end, begin_k, end_k, until)
+                    first_row, rows_here, k_begin, k_len, sees_all, steps = tile_of(found, tokens_k, causal)
+                    if rows_here > 0:
+                        begin_rows(acc, top, sums, limit, sees_all, k_len, causal)
+                        for i, j in T.Parallel(block_m, head_size):
+                            q_shared[i, j] = T.if_then_else(i < rows_here, q[first_row + i, i_head, j], 0)
+                        for step in T.serial(steps):
+                            stage = step % num_stages
+                            row = T.alloc_var(T.int32, init=k_begin + step * block_n)
+                            for i, j in T.Parallel(block_n, head_size):
+                                k_shared[stage, i, j] = k[row + i, i_head_kv, j]
+                            for i, j in T.Parallel(block_n, head_size_v):
+                                v_shared[stage, i, j] = v[row + i, i_head_kv, j]
+                            T.gemm(q_shared, k_shared[stage, :, :], scores, transpose_B=True, clear_accum=True)
+                            raise_top(scores, top, block_top, factor, limit, step * block_n, scale, sees_all)
+                            weigh(scores, weights, top, factor, sums, scale)
+                            scale_rows(acc, factor)
+                            zero_tail(v_shared, stage, step * block_n, k_len)
+                            T.gemm(weights, v_shared[stage, :, :], acc)
+                        finish_rows(factor, top, total, sums)
+                        scale_rows(acc, factor)
+                        store_rows(out, acc, i_head, first_row, rows_here)
+                        if wants_lse != 0:
+                            store_lse(lse, top, i_head, first_row, rows_here)
 
             else:
-                q_here = T.alloc_barrier(GROUP)
-                k_here = T.alloc_barrier([GROUP] * num_stages)
-                v_here = T.alloc_barrier([GROUP] * num_stages)
-                k_free = T.alloc_barrier([consumers] * num_stages)
-                v_free = T.alloc_barrier([consumers] * num_stages)
+                # A tile's q, and what those that multiply are told of it.
+                q_here = T.alloc_barrier(1)
+                q_free = T.alloc_barrier(consumers // WARP)
+                k_here = T.alloc_barrier([1] * num_stages)
+                v_here = T.alloc_barrier([1] * num_stages)
+                k_free = T.alloc_barrier([consumers // WARP] * num_stages)
+                v_free = T.alloc_barrier([consumers // WARP] * num_stages)
 
                 if thread >= consumers:
                     T.set_max_nreg(_FEW, 0)
-                    if steps > 0:
-                        T.tma_copy(q[first_row : first_row + block_m, i_head, 0:head_size], q_shared, barrier=q_here)
-                        T.barrier_arrive(q_here)
-                    for step in T.serial(steps):
-                        stage = step % num_stages
-                        row = T.alloc_var(T.int32, init=k_begin + step * block_n)
-                        T.barrier_wait(k_free[stage], step // num_stages % 2 ^ 1)
-                        T.tma_copy(
-                            k[row : row + block_n, i_head_kv, 0:head_size], k_shared[stage, :, :], barrier=k_here[stage]
+                    lane = thread - consumers
+                    if lane < WARP:
+                        own_begin, own_end, own_begin_k, own_end_k, own_until = candidate(
+                            lane, cu_seqlens_q, cu_seqlens_k, tokens, bounds, num_places
                         )
-                        T.barrier_arrive(k_here[stage])
-                        T.barrier_wait(v_free[stage], step // num_stages % 2 ^ 1)
-                        T.tma_copy(
-                            v[row : row + block_n, i_head_kv, 0:head_size_v], v_shared[stage, :, :],
-                            barrier=v_here[stage],
-                        )  # fmt: skip
-                        T.barrier_arrive(v_here[stage])
+                        # Barriers and the rings go on from tile to tile: ``done`` are the blocks of those before.
+                        done = T.alloc_var(T.int32, init=0)
+                        turn = T.alloc_var(T.int32, init=0)
+                        i_tile = T.alloc_var(T.int32, init=i_program)
+                        upcoming = T.alloc_var(T.int32, init=tiles)
+                        if lane == 0:
+                            found[_FIRST] = -1
+                        T.sync_warp()
+                        while i_tile < tiles:
+                            # Asked for long before it is needed; programs that are as many as tiles ask for none.
+                            if lane == 0 and num_programs < tiles:
+                                upcoming = num_programs + T.atomic_add(taken[0], 1, return_prev=True)
+                            i_head, place = place_of(i_tile, num_places)
+                            note_if(found, place, lane, own_begin, own_end, own_begin_k, own_end_k, own_until)
+                            for i in T.unroll(T.truncdiv(bounds, WARP), unroll_factor=1):
+                                i_other = (i + 1) * WARP + lane
+                                begin, end, begin_k, end_k, until = candidate(
+                                    i_other, cu_seqlens_q, cu_seqlens_k, tokens, bounds, num_places
+                                )
+                                note_if(found, place, i_other, begin, end, begin_k, end_k, until)
+                            T.sync_warp()
+                            first_row, rows_here, k_begin, k_len, sees_all, steps = tile_of(found, tokens_k, causal)
+                            if rows_here > 0:
+                                i_head_kv = T.alloc_var(T.int32, init=T.truncdiv(i_head, T.truncdiv(heads, heads_kv)))
+                                for step in T.serial(steps):
+                                    if step == 0:
+                                        load_keys(k, k_shared, k_here, k_free, done, k_begin, i_head_kv, lane)
+                                        # Behind the first keys, which the tile before does not keep from coming.
+                                        T.barrier_wait(q_free, turn % 2 ^ 1)
+                                        T.tma_copy(
+                                            q[first_row : first_row + block_m, i_head, 0:head_size], q_shared,
+                                            barrier=q_here,
+                                        )  # fmt: skip
+                                        tell(told, lane, i_head, first_row, rows_here, k_len, sees_all, steps)
+                                        arrive(q_here, 0, lane)
+                                    # Keys go ahead of values: they are free a product earlier.
+                                    if step + 1 < steps:
+                                        load_keys(
+                                            k, k_shared, k_here, k_free, done + step + 1,
+                                            k_begin + (step + 1) * block_n, i_head_kv, lane,
+                                        )  # fmt: skip
+                                    stage = (done + step) % num_stages
+                                    row = T.alloc_var(T.int32, init=k_begin + step * block_n)
+                                    T.barrier_wait(v_free[stage], (done + step) // num_stages % 2 ^ 1)
+                                    T.tma_copy(
+                                        v[row : row + block_n, i_head_kv, 0:head_size_v], v_shared[stage, :, :],
+                                        barrier=v_here[stage],
+                                    )  # fmt: skip
+                                    arrive(v_here, stage, lane)
+                                if steps == 0:
+                                    T.barrier_wait(q_free, turn % 2 ^ 1)
+                                    tell(told, lane, i_head, first_row, rows_here, k_len, sees_all, steps)
+                                    arrive(q_here, 0, lane)
+                                done = done + steps
+                                turn = turn + 1
+                            # What was found has been read by all.
+                            T.sync_warp()
+                            if lane == 0:
+                                found[_FIRST] = -1
+                                found[_NEXT] = upcoming
+                            T.sync_warp()
+                            i_tile = found[_NEXT]
+                        T.barrier_wait(q_free, turn % 2 ^ 1)
+                        tell(told, lane, 0, 0, 0, 0, 0, -1)
+                        arrive(q_here, 0, lane)
                 else:
                     T.set_max_nreg(_MANY[block_m // ROWS], 1)
-                    T.clear(acc)
-                    T.clear(total)
-                    T.fill(top, _FLOOR)
-                    for i in T.Parallel(block_m):
-                        limit[i] = T.min(sees_all + i * causal, k_len)
-                    # A loop of one step at most: an `if` would be put round each product by itself.
-                    for _ in T.serial(T.min(steps, 1)):
-                        T.barrier_wait(q_here, 0)
-                        T.barrier_wait(k_here[0], 0)
-                        T.wgmma_gemm(
-                            q_shared, k_shared[0, :, :], scores, transpose_B=True, clear_accum=True,
-                            policy=T.GemmWarpPolicy.FullRow,
-                        )  # fmt: skip
-                        T.wait_wgmma(0)
-                        T.barrier_arrive(k_free[0])
-                        softmax(scores, top, block_top, factor, total, block_total, limit, 0, scale, sees_all)
-                        T.copy(scores, weights)
-                    if waits_early:
-                        if steps > 1:
-                            T.barrier_wait(k_here[1], 0)
-                    for step in T.serial(steps - 1):
-                        stage = step % num_stages
-                        after = (step + 1) % num_stages
-                        if not waits_early:
-                            T.barrier_wait(k_here[after], (step + 1) // num_stages % 2)
-                        T.wgmma_gemm(
-                            q_shared, k_shared[after, :, :], scores, transpose_B=True, clear_accum=True,
-                            policy=T.GemmWarpPolicy.FullRow,
-                        )  # fmt: skip
-                        T.barrier_wait(v_here[stage], step // num_stages % 2)
-                        T.wgmma_gemm(weights, v_shared[stage, :, :], acc, policy=T.GemmWarpPolicy.FullRow)
-                        T.wait_wgmma(1)
-                        T.barrier_arrive(k_free[after])
-                        softmax(
-                            scores, top, block_top, factor, total, block_total, limit, (step + 1) * block_n, scale,
-                            sees_all,
-                        )  # fmt: skip
-                        if waits_early:
-                            if step + 2 < steps:
-                                T.barrier_wait(k_here[(step + 2) % num_stages], (step + 2) // num_stages % 2)
-                        T.wait_wgmma(0)
-                        T.barrier_arrive(v_free[stage])
+                    lane = thread % WARP
+                    done = T.alloc_var(T.int32, init=0)
+                    turn = T.alloc_var(T.int32, init=0)
+                    T.barrier_wait(q_here, 0)
+                    steps = T.alloc_var(T.int32, init=told[_STEPS])
+                    while steps >= 0:
+                        i_head = T.alloc_var(T.int32, init=told[_HEAD])
+                        first_row = T.alloc_var(T.int32, init=told[_ROW])
+                        rows_here = T.alloc_var(T.int32, init=told[_ROWS_HERE])
+                        k_len = T.alloc_var(T.int32, init=told[_KEYS])
+                        sees_all = T.alloc_var(T.int32, init=told[_SEES_ALL])
+                        begin_rows(acc, top, sums, limit, sees_all, k_len, causal)
+                        # A loop of one step at most: an `if` would be put round each product by itself.
+                        for _ in T.serial(T.min(steps, 1)):
+                            stage = done % num_stages
+                            T.barrier_wait(k_here[stage], done // num_stages % 2)
+                            T.wgmma_gemm(
+                                q_shared, k_shared[stage, :, :], scores, transpose_B=True, clear_accum=True,
+                                policy=T.GemmWarpPolicy.FullRow,
+                            )  # fmt: skip
+                            T.wait_wgmma(0)
+                            arrive(k_free, stage, lane)
+                            raise_top(scores, top, block_top, factor, limit, 0, scale, sees_all)
+                            weigh(scores, weights, top, factor, sums, scale)
+                        for step in T.serial(steps - 1):
+                            stage = (done + step) % num_stages
+                            after = (done + step + 1) % num_stages
+                            T.barrier_wait(k_here[after], (done + step + 1) // num_stages % 2)
+                            T.wgmma_gemm(
+                                q_shared, k_shared[after, :, :], scores, transpose_B=True, clear_accum=True,
+                                policy=T.GemmWarpPolicy.FullRow,
+                            )  # fmt: skip
+                            T.barrier_wait(v_here[stage], (done + step) // num_stages % 2)
+                            T.wgmma_gemm(weights, v_shared[stage, :, :], acc, policy=T.GemmWarpPolicy.FullRow)
+                            T.wait_wgmma(1)
+                            arrive(k_free, after, lane)
+                            raise_top(scores, top, block_top, factor, limit, (step + 1) * block_n, scale, sees_all)
+                            bring_to_maximum(acc, factor)
+                            arrive(v_free, stage, lane)
+                            weigh(scores, weights, top, factor, sums, scale)
+                        arrive(q_free, 0, lane)
+                        for _ in T.serial(T.min(steps, 1)):
+                            last = done + steps - 1
+                            stage = last % num_stages
+                            T.barrier_wait(v_here[stage], last // num_stages % 2)
+                            if steps * block_n > k_len:
+                                zero_tail(v_shared, stage, (steps - 1) * block_n, k_len)
+                                T.fence_proxy_async()
+                                T.sync_threads(_OF_CONSUMERS, consumers)
+                            T.wgmma_gemm(weights, v_shared[stage, :, :], acc, policy=T.GemmWarpPolicy.FullRow)
+                            T.wait_wgmma(0)
+                            arrive(v_free, stage, lane)
+                        done = done + steps
+                        finish_rows(factor, top, total, sums)
                         scale_rows(acc, factor)
-                        T.copy(scores, weights)
-                    for _ in T.serial(T.min(steps, 1)):
-                        stage = (steps - 1) % num_stages
-                        T.barrier_wait(v_here[stage], (steps - 1) // num_stages % 2)
-                        if steps * block_n > k_len:
-                            zero_tail(v_shared, stage, (steps - 1) * block_n, k_len)
-                            T.fence_proxy_async()
-                            T.sync_threads(_OF_CONSUMERS, consumers)
-                        T.wgmma_gemm(weights, v_shared[stage, :, :], acc, policy=T.GemmWarpPolicy.FullRow)
-                        T.wait_wgmma(0)
-                    for i in T.Parallel(block_m):
-                        factor[i] = T.if_then_else(total[i] == 0, 0, 1 / total[i])
-                        top[i] = T.if_then_else(total[i] == 0, -T.infinity(T.float32), top[i] + T.log2(total[i]))
-                    scale_rows(acc, factor)
-                    if wants_lse != 0:
-                        store_lse(lse, top, i_head, first_row, rows_here)
-                    if staged:
-                        # No warpgroup may still multiply the q that another writes over.
-                        T.sync_threads(_OF_CONSUMERS, consumers)
-                        T.copy(acc, q_shared[:, 0:head_size_v])
-                        T.sync_threads(_OF_CONSUMERS, consumers)
-                        for i, j in T.Parallel(block_m, head_size_v):
-                            if i < rows_here:
-                                out[first_row + i, i_head, j] = q_shared[i, j]
-                    else:
-                        for i, j in T.Parallel(block_m, head_size_v):
-                            if i < rows_here:
-                                out[first_row + i, i_head, j] = acc[i, j]
+                        if wants_lse != 0:
+                            store_lse(lse, top, i_head, first_row, rows_here)
+                        store_rows(out, acc, i_head, first_row, rows_here)
+                        turn = turn + 1
+                        T.barrier_wait(q_here, turn % 2)
+                        steps = told[_STEPS]
 
     return attend_prefill

@@ -27,10 +27,10 @@ GROUP = 128
 _REGISTERS = 216, 72
 # A finite floor of the running maximum: a row that has seen nothing yet makes no NaN of two infinities.
 _FLOOR = -1e30
+LN_2 = 0.6931471805599453
 # How far scores, as powers of two, may be above what is subtracted from them before what was summed is brought to a new
 # maximum: weights of up to 256 are as near as those of up to 1, and sums are multiplied a few times a walk at most.
 _HEADROOM = 8.0
-_LN_2 = 0.6931471805599453
 # Named barriers of one warpgroup; 0 is that of all threads, and TileLang keeps 1 and 2 for itself.
 _OF_SCORES, _OF_VALUES, _OF_PRODUCER = 5, 6, 7
 # What is found of a part's sequence ...
@@ -42,6 +42,15 @@ _PART, _ROW, _BLOCK, _STEPS = 4, 5, 6, 7
 _ASYNC = {"parallel_prefer_async": True, "parallel_async_without_async_commit_wait": True}
 # Parts that a merging thread has on their way at once, and elements of a row that it merges.
 _AT_ONCE, _MERGED = 8, 4
+
+
+def log_of_sum(T: Any, top: Any, total: Any, unit: float = 1.0) -> Any:
+    """The logarithm of total x 2 to the top: of 2, or with ``unit`` ln 2 the natural one.
+
+    By way of float64, since the quick one is off by more than the rounding of what comes of it.
+    """
+    log_of = T.cast(top, T.float64) + T.log2(T.cast(total, T.float64))
+    return T.cast(log_of * T.float64(unit), T.float32)
 
 
 def attend(
@@ -248,18 +257,18 @@ def attend(
                 k_piece[stage, i, j] = T.cast(0, dtype)
 
     @T.macro
-    def finish_rows(factor, top, total):
-        """From sums to what divides them, and their logarithm (of 2). A sum of NaN is not hidden."""
+    def finish_rows(factor, total):
+        """From sums to what divides them. A sum of NaN is not hidden."""
         for i in T.Parallel(ROWS):
             factor[i] = T.if_then_else(total[i] == 0, 0, 1 / total[i])
-        for i in T.Parallel(ROWS):
-            top[i] = T.if_then_else(total[i] == 0, -T.infinity(T.float32), top[i] + T.log2(total[i]))
 
     @T.macro
-    def store_lse(lse, top, i_b, first_row, heads):
+    def store_lse(lse, top, total, i_b, first_row, heads):
         for i in T.Parallel(ROWS):
             if first_row + i < rows:
-                lse[i_b, T.truncmod(first_row + i, heads), T.truncdiv(first_row + i, heads)] = top[i] * _LN_2
+                lse[i_b, T.truncmod(first_row + i, heads), T.truncdiv(first_row + i, heads)] = T.if_then_else(
+                    total[i] == 0, -T.infinity(T.float32), log_of_sum(T, top[i], total[i], LN_2)
+                )
 
     @T.macro
     def store_part(parts, acc, part, first_row, begin):
@@ -268,10 +277,16 @@ def attend(
                 parts[part, first_row + i, begin + j] = acc[i, j]
 
     @T.macro
-    def store_part_lse(part_lse, top, part, first_row):
+    def store_part_lse(part_lse, top, total, part, first_row, wants_lse):
+        """Of 2. The quick logarithm is near enough to weigh parts, but not for a sum that is asked for."""
         for i in T.Parallel(ROWS):
+            log_of = T.alloc_var(T.float32, init=-T.infinity(T.float32))
+            if total[i] != 0:
+                log_of = top[i] + T.log2(total[i])
+                if wants_lse != 0:
+                    log_of = log_of_sum(T, top[i], total[i])
             if first_row + i < rows:
-                part_lse[part, first_row + i] = top[i]
+                part_lse[part, first_row + i] = log_of
 
     @T.prim_func
     def attend_decode(
@@ -383,7 +398,7 @@ def attend(
                             zero_tail(k_r, stage, first_key, length)
                         T.gemm(weights, k_l[stage, :, :], acc_l)
                         T.gemm(weights, k_r[stage, :, :], acc_r)
-                    finish_rows(factor, top, total)
+                    finish_rows(factor, total)
                     scale_rows(acc_l, factor)
                     scale_rows(acc_r, factor)
                     if own_parts == 1:
@@ -392,11 +407,11 @@ def attend(
                                 out[i_b, first_row + i, j] = acc_l[i, j]
                                 out[i_b, first_row + i, half + j] = acc_r[i, j]
                         if wants_lse != 0:
-                            store_lse(lse, top, i_b, first_row, heads)
+                            store_lse(lse, top, total, i_b, first_row, heads)
                     if own_parts > 1:
                         store_part(parts, acc_l, part, first_row, 0)
                         store_part(parts, acc_r, part, first_row, half)
-                        store_part_lse(part_lse, top, part, first_row)
+                        store_part_lse(part_lse, top, total, part, first_row, wants_lse)
 
             else:
                 # A part's q, and what the roles are told of it; both groups are through with these.
@@ -558,7 +573,7 @@ def attend(
                             T.wait_wgmma(0)
                             T.barrier_arrive(left_free[stage])
                         done = done + steps
-                        finish_rows(factor, top, total)
+                        finish_rows(factor, total)
                         T.barrier_wait(weights_free, done % 2 ^ 1)
                         T.copy(factor, factor_shared)
                         T.barrier_arrive(totals_here)
@@ -569,11 +584,11 @@ def attend(
                             T.sync_threads(_OF_SCORES, GROUP)
                             T.tma_copy(q_l, out[i_b, first_row : first_row + ROWS, 0:half])
                             if wants_lse != 0:
-                                store_lse(lse, top, i_b, first_row, heads)
+                                store_lse(lse, top, total, i_b, first_row, heads)
                             T.tma_store_wait()
                         if own_parts > 1:
                             store_part(parts, acc_l, part, first_row, 0)
-                            store_part_lse(part_lse, top, part, first_row)
+                            store_part_lse(part_lse, top, total, part, first_row, wants_lse)
                         T.barrier_arrive(part_free)
 
                 with T.ws(1):
@@ -763,7 +778,7 @@ def merge(T: Any, *, dim_nope: int, dtype: Any, serial: bool = False) -> Any:
                     if wants_lse != 0:
                         if thread == 0 and i_piece == 0:
                             lse[i_b, T.truncmod(i_row, heads), T.truncdiv(i_row, heads)] = T.if_then_else(
-                                sum_of == 0, -T.infinity(T.float32), (top + T.log2(sum_of)) * _LN_2
+                                sum_of == 0, -T.infinity(T.float32), log_of_sum(T, top, sum_of, LN_2)
                             )
 
     return merge_parts

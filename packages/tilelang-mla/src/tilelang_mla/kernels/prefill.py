@@ -9,6 +9,8 @@ constants.
 
 from typing import Any
 
+from tilelang_mla.kernels.decode import LN_2, log_of_sum
+
 # Rows of a warpgroup's matrix product, its threads, and those of a warp.
 ROWS = 64
 GROUP = 128
@@ -22,7 +24,6 @@ _FLOOR = -1e30
 _HEADROOM = 8.0
 # Columns of a matrix product's accumulators before a thread has columns again.
 _COLUMNS = 8
-_LN_2 = 0.6931471805599453
 # What is found of a place: its first row, -1 where it has none, and where its sequence's queries and keys begin and
 # end. Beside it, the number of the next tile.
 _FIRST, _END, _BEGIN_K, _END_K, _NEXT = 0, 1, 2, 3, 4
@@ -109,10 +110,12 @@ def attend(
                 v_shared[stage, i, j] = T.cast(0, dtype)
 
     @T.macro
-    def store_lse(lse, top, i_head, first_row, rows_here):
+    def store_lse(lse, top, total, i_head, first_row, rows_here):
         for i in T.Parallel(block_m):
             if i < rows_here:
-                lse[i_head, first_row + i] = top[i] * _LN_2
+                lse[i_head, first_row + i] = T.if_then_else(
+                    total[i] == 0, -T.infinity(T.float32), log_of_sum(T, top[i], total[i], LN_2)
+                )
 
     @T.macro
     def arrive(barrier, i, lane):
@@ -208,12 +211,12 @@ def attend(
             limit[i] = T.min(sees_all + i * causal, k_len)
 
     @T.macro
-    def finish_rows(factor, top, total, sums):
-        """From sums to what divides them, and their logarithm (of 2). A sum of NaN is not hidden."""
+    def finish_rows(acc, factor, total, sums):
+        """A sum of NaN is not hidden."""
         T.reduce_sum(sums, total, dim=1)
         for i in T.Parallel(block_m):
             factor[i] = T.if_then_else(total[i] == 0, 0, 1 / total[i])
-            top[i] = T.if_then_else(total[i] == 0, -T.infinity(T.float32), top[i] + T.log2(total[i]))
+        scale_rows(acc, factor)
 
     @T.macro
     def store_rows(out, acc, i_head, first_row, rows_here):
@@ -291,16 +294,16 @@ def attend(
                             scale_rows(acc, factor)
                             zero_tail(v_shared, stage, step * block_n, k_len)
                             T.gemm(weights, v_shared[stage, :, :], acc)
-                        finish_rows(factor, top, total, sums)
-                        scale_rows(acc, factor)
+                        finish_rows(acc, factor, total, sums)
                         store_rows(out, acc, i_head, first_row, rows_here)
                         if wants_lse != 0:
-                            store_lse(lse, top, i_head, first_row, rows_here)
+                            store_lse(lse, top, total, i_head, first_row, rows_here)
 
             else:
                 # A tile's q, and what those that multiply are told of it.
                 q_here = T.alloc_barrier(1)
-                q_free = T.alloc_barrier(consumers // WARP)
+                # Every thread arrives here for itself: racecheck does not know of a warp that arrives as one.
+                q_free = T.alloc_barrier(consumers)
                 k_here = T.alloc_barrier([1] * num_stages)
                 v_here = T.alloc_barrier([1] * num_stages)
                 k_free = T.alloc_barrier([consumers // WARP] * num_stages)
@@ -420,7 +423,7 @@ def attend(
                             bring_to_maximum(acc, factor)
                             arrive(v_free, stage, lane)
                             weigh(scores, weights, top, factor, sums, scale)
-                        arrive(q_free, 0, lane)
+                        T.barrier_arrive(q_free)
                         for _ in T.serial(T.min(steps, 1)):
                             last = done + steps - 1
                             stage = last % num_stages
@@ -433,10 +436,9 @@ def attend(
                             T.wait_wgmma(0)
                             arrive(v_free, stage, lane)
                         done = done + steps
-                        finish_rows(factor, top, total, sums)
-                        scale_rows(acc, factor)
+                        finish_rows(acc, factor, total, sums)
                         if wants_lse != 0:
-                            store_lse(lse, top, i_head, first_row, rows_here)
+                            store_lse(lse, top, total, i_head, first_row, rows_here)
                         store_rows(out, acc, i_head, first_row, rows_here)
                         turn = turn + 1
                         T.barrier_wait(q_here, turn % 2)

@@ -81,6 +81,11 @@ class _Value:
     def dtype(self) -> _DType:
         return _DType(self.data.dtype)
 
+    @property
+    def type(self) -> SimpleNamespace:
+        """Its layout is none: all threads have all."""
+        return SimpleNamespace(layout=None)
+
     def to(self, dtype: _DType, bitcast: bool = False) -> _Value:
         return _Value(self.data.view(dtype.torch) if bitcast else self.data.to(dtype.torch))
 
@@ -516,6 +521,7 @@ _LANGUAGE: dict[str, Any] = {
     "sum": lambda x, axis: _Value(x.data.sum(axis)),
     "load": _load,
     "store": _store,
+    "reshape": lambda x, shape: _Value(x.data.reshape([int(size) for size in shape])),
     "convert_layout": lambda x, layout: x,
     "inline_asm_elementwise": lambda asm, constraints, arguments, *_, **__: arguments[0],
     "to_tensor": lambda x: x if isinstance(x, _Value) else _Value(x),

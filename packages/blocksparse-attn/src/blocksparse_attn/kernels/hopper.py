@@ -393,11 +393,20 @@ def scout(
 
 
 @gluon.jit
+def sum_of_own(weights, BLOCK_N: gl.constexpr):
+    """Four sums a row, each of the columns that one thread has: those are added up once, behind the last tile.
+
+    Sums over threads are shuffles, for which each tile's softmax would wait.
+    """
+    return gl.sum(gl.sum(gl.reshape(weights, [ROWS, BLOCK_N // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
 def weigh(
     scores, m, total, at, second, factor, softcap, L_S: gl.constexpr, BLOCK_N: gl.constexpr,
     SOFTCAP: gl.constexpr, MASKED: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
-    """Weights relative to the largest score so far, that score, the sum so far, and what the past decays by.
+    """Weights relative to the largest score so far, that score, the sums so far, and what the past decays by.
 
     Keys are counted from the first row: a row sees those up to its own number.
     """
@@ -419,7 +428,9 @@ def weigh(
         new_m = gl.maximum(m, most * factor)
         weights = gl.exp2(scores * factor - finite(new_m)[:, None])
     decay = gl.exp2(m - finite(new_m))
-    return weights.to(dtype), new_m, total * decay + gl.sum(weights, 1), decay
+    L_T: gl.constexpr = gl.SliceLayout(1, total.type.layout)
+    total = total * gl.convert_layout(decay, L_T)[:, None] + sum_of_own(weights, BLOCK_N)
+    return weights.to(dtype), new_m, total, decay
 
 
 @gluon.jit
@@ -487,9 +498,9 @@ def walk(
         factor = factor * LOG2_E
         factor = gl.where(factor < TINY, TINY, factor)
     m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, L_S))
-    total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, L_S))
     acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, L_O)
     b_zero = gl.zeros([ROWS, BLOCK_N], gl.float32, L_S)
+    total = sum_of_own(b_zero, BLOCK_N)
     at, second, there = tile_told(told, k_arrived, i, i_half, BLOCK_N, STAGES)
     if there:
         # Beside the softmax of the first tile there is no product to run.
@@ -525,7 +536,7 @@ def walk(
     # All warps have read what they were told, before that is overwritten.
     tl.debug_barrier()
     mbarrier.arrive(k_free.index(i % STAGES))
-    return acc, m, total, i + 1
+    return acc, m, gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, L_S)), i + 1
 
 
 @gluon.jit

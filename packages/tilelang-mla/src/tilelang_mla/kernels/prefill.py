@@ -224,6 +224,182 @@ def attend(
             if i < rows_here:
                 out[first_row + i, i_head, j] = acc[i, j]
 
+    @T.macro
+    def bring(inputs, memory, barriers, lane, tiles, num_places, num_programs, i_program, causal):
+        """A warp's: finds the tiles and brings what they need; behind the last it tells that there is none."""
+        q, k, v, cu_seqlens_q, cu_seqlens_k, taken = inputs
+        q_shared, k_shared, v_shared, found, told = memory
+        q_here, q_free, k_here, v_here, k_free, v_free = barriers
+        own_begin, own_end, own_begin_k, own_end_k, own_until = candidate(
+            lane, cu_seqlens_q, cu_seqlens_k, tokens, bounds, num_places
+        )
+        # Barriers and the rings go on from tile to tile: ``done`` are the blocks of those before.
+        done = T.alloc_var(T.int32, init=0)
+        turn = T.alloc_var(T.int32, init=0)
+        i_tile = T.alloc_var(T.int32, init=i_program)
+        upcoming = T.alloc_var(T.int32, init=tiles)
+        if lane == 0:
+            found[_FIRST] = -1
+        T.sync_warp()
+        while i_tile < tiles:
+            # Asked for long before it is needed; programs that are as many as tiles ask for none.
+            if lane == 0 and num_programs < tiles:
+                upcoming = num_programs + T.atomic_add(taken[0], 1, return_prev=True)
+            i_head, place = place_of(i_tile, num_places)
+            note_if(found, place, lane, own_begin, own_end, own_begin_k, own_end_k, own_until)
+            for i in T.unroll(T.truncdiv(bounds, WARP), unroll_factor=1):
+                i_other = (i + 1) * WARP + lane
+                begin, end, begin_k, end_k, until = candidate(
+                    i_other, cu_seqlens_q, cu_seqlens_k, tokens, bounds, num_places
+                )
+                note_if(found, place, i_other, begin, end, begin_k, end_k, until)
+            T.sync_warp()
+            first_row, rows_here, k_begin, k_len, sees_all, steps = tile_of(found, tokens_k, causal)
+            if rows_here > 0:
+                i_head_kv = T.alloc_var(T.int32, init=T.truncdiv(i_head, T.truncdiv(heads, heads_kv)))
+                for step in T.serial(steps):
+                    if step == 0:
+                        load_keys(k, k_shared, k_here, k_free, done, k_begin, i_head_kv, lane)
+                        # Behind the first keys, which the tile before does not keep from coming.
+                        T.barrier_wait(q_free, turn % 2 ^ 1)
+                        T.tma_copy(q[first_row : first_row + block_m, i_head, 0:head_size], q_shared, barrier=q_here)
+                        tell(told, lane, i_head, first_row, rows_here, k_len, sees_all, steps)
+                        arrive(q_here, 0, lane)
+                    # Keys go ahead of values: they are free a product earlier.
+                    if step + 1 < steps:
+                        next_row = k_begin + (step + 1) * block_n
+                        load_keys(k, k_shared, k_here, k_free, done + step + 1, next_row, i_head_kv, lane)
+                    stage = (done + step) % num_stages
+                    row = T.alloc_var(T.int32, init=k_begin + step * block_n)
+                    T.barrier_wait(v_free[stage], (done + step) // num_stages % 2 ^ 1)
+                    T.tma_copy(
+                        v[row : row + block_n, i_head_kv, 0:head_size_v], v_shared[stage, :, :], barrier=v_here[stage]
+                    )
+                    arrive(v_here, stage, lane)
+                if steps == 0:
+                    T.barrier_wait(q_free, turn % 2 ^ 1)
+                    tell(told, lane, i_head, first_row, rows_here, k_len, sees_all, steps)
+                    arrive(q_here, 0, lane)
+                done = done + steps
+                turn = turn + 1
+            # What was found has been read by all.
+            T.sync_warp()
+            if lane == 0:
+                found[_FIRST] = -1
+                found[_NEXT] = upcoming
+            T.sync_warp()
+            i_tile = found[_NEXT]
+        T.barrier_wait(q_free, turn % 2 ^ 1)
+        tell(told, lane, 0, 0, 0, 0, 0, -1)
+        arrive(q_here, 0, lane)
+
+    @T.macro
+    def multiply(memory, barriers, fragments, out, lse, lane, scale, causal, wants_lse):
+        """The other warpgroups': each its own rows of the tiles that it is told of."""
+        q_shared, k_shared, v_shared, _, told = memory
+        q_here, q_free, k_here, v_here, k_free, v_free = barriers
+        scores, weights, acc, top, block_top, factor, total, sums, limit = fragments
+        done = T.alloc_var(T.int32, init=0)
+        turn = T.alloc_var(T.int32, init=0)
+        T.barrier_wait(q_here, 0)
+        steps = T.alloc_var(T.int32, init=told[_STEPS])
+        while steps >= 0:
+            i_head = T.alloc_var(T.int32, init=told[_HEAD])
+            first_row = T.alloc_var(T.int32, init=told[_ROW])
+            rows_here = T.alloc_var(T.int32, init=told[_ROWS_HERE])
+            k_len = T.alloc_var(T.int32, init=told[_KEYS])
+            sees_all = T.alloc_var(T.int32, init=told[_SEES_ALL])
+            begin_rows(acc, top, sums, limit, sees_all, k_len, causal)
+            # A loop of one step at most: an `if` would be put round each product by itself.
+            for _ in T.serial(T.min(steps, 1)):
+                stage = done % num_stages
+                T.barrier_wait(k_here[stage], done // num_stages % 2)
+                T.wgmma_gemm(
+                    q_shared, k_shared[stage, :, :], scores, transpose_B=True, clear_accum=True,
+                    policy=T.GemmWarpPolicy.FullRow,
+                )  # fmt: skip
+                T.wait_wgmma(0)
+                arrive(k_free, stage, lane)
+                raise_top(scores, top, block_top, factor, limit, 0, scale, sees_all)
+                weigh(scores, weights, top, factor, sums, scale)
+            for step in T.serial(steps - 1):
+                stage = (done + step) % num_stages
+                after = (done + step + 1) % num_stages
+                T.barrier_wait(k_here[after], (done + step + 1) // num_stages % 2)
+                T.wgmma_gemm(
+                    q_shared, k_shared[after, :, :], scores, transpose_B=True, clear_accum=True,
+                    policy=T.GemmWarpPolicy.FullRow,
+                )  # fmt: skip
+                T.barrier_wait(v_here[stage], (done + step) // num_stages % 2)
+                T.wgmma_gemm(weights, v_shared[stage, :, :], acc, policy=T.GemmWarpPolicy.FullRow)
+                T.wait_wgmma(1)
+                arrive(k_free, after, lane)
+                raise_top(scores, top, block_top, factor, limit, (step + 1) * block_n, scale, sees_all)
+                bring_to_maximum(acc, factor)
+                arrive(v_free, stage, lane)
+                weigh(scores, weights, top, factor, sums, scale)
+            T.barrier_arrive(q_free)
+            for _ in T.serial(T.min(steps, 1)):
+                last = done + steps - 1
+                stage = last % num_stages
+                T.barrier_wait(v_here[stage], last // num_stages % 2)
+                if steps * block_n > k_len:
+                    zero_tail(v_shared, stage, (steps - 1) * block_n, k_len)
+                    T.fence_proxy_async()
+                    T.sync_threads(_OF_CONSUMERS, consumers)
+                T.wgmma_gemm(weights, v_shared[stage, :, :], acc, policy=T.GemmWarpPolicy.FullRow)
+                T.wait_wgmma(0)
+                arrive(v_free, stage, lane)
+            done = done + steps
+            finish_rows(acc, factor, total, sums)
+            if wants_lse != 0:
+                store_lse(lse, top, total, i_head, first_row, rows_here)
+            store_rows(out, acc, i_head, first_row, rows_here)
+            turn = turn + 1
+            T.barrier_wait(q_here, turn % 2)
+            steps = told[_STEPS]
+
+    @T.macro
+    def do_all(
+        inputs, memory, fragments, out, lse, scale, tiles, num_places, num_programs, i_program, causal, wants_lse
+    ):  # fmt: skip
+        """The steps of both roles, one after the other."""
+        q, k, v, cu_seqlens_q, cu_seqlens_k, _ = inputs
+        q_shared, k_shared, v_shared, found, _ = memory
+        scores, weights, acc, top, block_top, factor, total, sums, limit = fragments
+        for turn in T.serial(T.truncdiv(tiles - i_program + (num_programs - 1), num_programs)):
+            i_tile = T.alloc_var(T.int32, init=i_program + turn * num_programs)
+            i_head, place = place_of(i_tile, num_places)
+            i_head_kv = T.alloc_var(T.int32, init=T.truncdiv(i_head, T.truncdiv(heads, heads_kv)))
+            found[_FIRST] = -1
+            for i_owner in T.serial(bounds + 1):
+                begin, end, begin_k, end_k, until = candidate(
+                    i_owner, cu_seqlens_q, cu_seqlens_k, tokens, bounds, num_places
+                )
+                note_if(found, place, i_owner, begin, end, begin_k, end_k, until)
+            first_row, rows_here, k_begin, k_len, sees_all, steps = tile_of(found, tokens_k, causal)
+            if rows_here > 0:
+                begin_rows(acc, top, sums, limit, sees_all, k_len, causal)
+                for i, j in T.Parallel(block_m, head_size):
+                    q_shared[i, j] = T.if_then_else(i < rows_here, q[first_row + i, i_head, j], 0)
+                for step in T.serial(steps):
+                    stage = step % num_stages
+                    row = T.alloc_var(T.int32, init=k_begin + step * block_n)
+                    for i, j in T.Parallel(block_n, head_size):
+                        k_shared[stage, i, j] = k[row + i, i_head_kv, j]
+                    for i, j in T.Parallel(block_n, head_size_v):
+                        v_shared[stage, i, j] = v[row + i, i_head_kv, j]
+                    T.gemm(q_shared, k_shared[stage, :, :], scores, transpose_B=True, clear_accum=True)
+                    raise_top(scores, top, block_top, factor, limit, step * block_n, scale, sees_all)
+                    weigh(scores, weights, top, factor, sums, scale)
+                    scale_rows(acc, factor)
+                    zero_tail(v_shared, stage, step * block_n, k_len)
+                    T.gemm(weights, v_shared[stage, :, :], acc)
+                finish_rows(acc, factor, total, sums)
+                store_rows(out, acc, i_head, first_row, rows_here)
+                if wants_lse != 0:
+                    store_lse(lse, top, total, i_head, first_row, rows_here)
+
     @T.prim_func
     def attend_prefill(
         q: T.StridedTensor((tokens, heads, head_size), (q_token, q_head, 1), dtype),
@@ -264,41 +440,14 @@ def attend(
 
             thread = T.get_thread_binding()
             tiles = T.alloc_var(T.int32, init=num_places * heads)
-
+            inputs = (q, k, v, cu_seqlens_q, cu_seqlens_k, taken)
+            memory = (q_shared, k_shared, v_shared, found, told)
+            fragments = (scores, weights, acc, top, block_top, factor, total, sums, limit)
             if serial:
-                for turn in T.serial(T.truncdiv(tiles - i_program + (num_programs - 1), num_programs)):
-                    i_tile = T.alloc_var(T.int32, init=i_program + turn * num_programs)
-                    i_head, place = place_of(i_tile, num_places)
-                    i_head_kv = T.alloc_var(T.int32, init=T.truncdiv(i_head, T.truncdiv(heads, heads_kv)))
-                    found[_FIRST] = -1
-                    for i_owner in T.serial(bounds + 1):
-                        begin, end, begin_k, end_k, until = candidate(
-                            i_owner, cu_seqlens_q, cu_seqlens_k, tokens, bounds, num_places
-                        )
-                        note_if(found, place, i_owner, begin, end, begin_k, end_k, until)
-                    first_row, rows_here, k_begin, k_len, sees_all, steps = tile_of(found, tokens_k, causal)
-                    if rows_here > 0:
-                        begin_rows(acc, top, sums, limit, sees_all, k_len, causal)
-                        for i, j in T.Parallel(block_m, head_size):
-                            q_shared[i, j] = T.if_then_else(i < rows_here, q[first_row + i, i_head, j], 0)
-                        for step in T.serial(steps):
-                            stage = step % num_stages
-                            row = T.alloc_var(T.int32, init=k_begin + step * block_n)
-                            for i, j in T.Parallel(block_n, head_size):
-                                k_shared[stage, i, j] = k[row + i, i_head_kv, j]
-                            for i, j in T.Parallel(block_n, head_size_v):
-                                v_shared[stage, i, j] = v[row + i, i_head_kv, j]
-                            T.gemm(q_shared, k_shared[stage, :, :], scores, transpose_B=True, clear_accum=True)
-                            raise_top(scores, top, block_top, factor, limit, step * block_n, scale, sees_all)
-                            weigh(scores, weights, top, factor, sums, scale)
-                            scale_rows(acc, factor)
-                            zero_tail(v_shared, stage, step * block_n, k_len)
-                            T.gemm(weights, v_shared[stage, :, :], acc)
-                        finish_rows(acc, factor, total, sums)
-                        store_rows(out, acc, i_head, first_row, rows_here)
-                        if wants_lse != 0:
-                            store_lse(lse, top, total, i_head, first_row, rows_here)
-
+                do_all(
+                    inputs, memory, fragments, out, lse, scale, tiles, num_places, num_programs, i_program, causal,
+                    wants_lse,
+                )  # fmt: skip
             else:
                 # A tile's q, and what those that multiply are told of it.
                 q_here = T.alloc_barrier(1)
@@ -308,140 +457,16 @@ def attend(
                 v_here = T.alloc_barrier([1] * num_stages)
                 k_free = T.alloc_barrier([consumers // WARP] * num_stages)
                 v_free = T.alloc_barrier([consumers // WARP] * num_stages)
-
+                barriers = (q_here, q_free, k_here, v_here, k_free, v_free)
                 if thread >= consumers:
                     T.set_max_nreg(_FEW, 0)
-                    lane = thread - consumers
-                    if lane < WARP:
-                        own_begin, own_end, own_begin_k, own_end_k, own_until = candidate(
-                            lane, cu_seqlens_q, cu_seqlens_k, tokens, bounds, num_places
-                        )
-                        # Barriers and the rings go on from tile to tile: ``done`` are the blocks of those before.
-                        done = T.alloc_var(T.int32, init=0)
-                        turn = T.alloc_var(T.int32, init=0)
-                        i_tile = T.alloc_var(T.int32, init=i_program)
-                        upcoming = T.alloc_var(T.int32, init=tiles)
-                        if lane == 0:
-                            found[_FIRST] = -1
-                        T.sync_warp()
-                        while i_tile < tiles:
-                            # Asked for long before it is needed; programs that are as many as tiles ask for none.
-                            if lane == 0 and num_programs < tiles:
-                                upcoming = num_programs + T.atomic_add(taken[0], 1, return_prev=True)
-                            i_head, place = place_of(i_tile, num_places)
-                            note_if(found, place, lane, own_begin, own_end, own_begin_k, own_end_k, own_until)
-                            for i in T.unroll(T.truncdiv(bounds, WARP), unroll_factor=1):
-                                i_other = (i + 1) * WARP + lane
-                                begin, end, begin_k, end_k, until = candidate(
-                                    i_other, cu_seqlens_q, cu_seqlens_k, tokens, bounds, num_places
-                                )
-                                note_if(found, place, i_other, begin, end, begin_k, end_k, until)
-                            T.sync_warp()
-                            first_row, rows_here, k_begin, k_len, sees_all, steps = tile_of(found, tokens_k, causal)
-                            if rows_here > 0:
-                                i_head_kv = T.alloc_var(T.int32, init=T.truncdiv(i_head, T.truncdiv(heads, heads_kv)))
-                                for step in T.serial(steps):
-                                    if step == 0:
-                                        load_keys(k, k_shared, k_here, k_free, done, k_begin, i_head_kv, lane)
-                                        # Behind the first keys, which the tile before does not keep from coming.
-                                        T.barrier_wait(q_free, turn % 2 ^ 1)
-                                        T.tma_copy(
-                                            q[first_row : first_row + block_m, i_head, 0:head_size], q_shared,
-                                            barrier=q_here,
-                                        )  # fmt: skip
-                                        tell(told, lane, i_head, first_row, rows_here, k_len, sees_all, steps)
-                                        arrive(q_here, 0, lane)
-                                    # Keys go ahead of values: they are free a product earlier.
-                                    if step + 1 < steps:
-                                        load_keys(
-                                            k, k_shared, k_here, k_free, done + step + 1,
-                                            k_begin + (step + 1) * block_n, i_head_kv, lane,
-                                        )  # fmt: skip
-                                    stage = (done + step) % num_stages
-                                    row = T.alloc_var(T.int32, init=k_begin + step * block_n)
-                                    T.barrier_wait(v_free[stage], (done + step) // num_stages % 2 ^ 1)
-                                    T.tma_copy(
-                                        v[row : row + block_n, i_head_kv, 0:head_size_v], v_shared[stage, :, :],
-                                        barrier=v_here[stage],
-                                    )  # fmt: skip
-                                    arrive(v_here, stage, lane)
-                                if steps == 0:
-                                    T.barrier_wait(q_free, turn % 2 ^ 1)
-                                    tell(told, lane, i_head, first_row, rows_here, k_len, sees_all, steps)
-                                    arrive(q_here, 0, lane)
-                                done = done + steps
-                                turn = turn + 1
-                            # What was found has been read by all.
-                            T.sync_warp()
-                            if lane == 0:
-                                found[_FIRST] = -1
-                                found[_NEXT] = upcoming
-                            T.sync_warp()
-                            i_tile = found[_NEXT]
-                        T.barrier_wait(q_free, turn % 2 ^ 1)
-                        tell(told, lane, 0, 0, 0, 0, 0, -1)
-                        arrive(q_here, 0, lane)
+                    if thread - consumers < WARP:
+                        bring(
+                            inputs, memory, barriers, thread - consumers, tiles, num_places, num_programs, i_program,
+                            causal,
+                        )  # fmt: skip
                 else:
                     T.set_max_nreg(_MANY[block_m // ROWS], 1)
-                    lane = thread % WARP
-                    done = T.alloc_var(T.int32, init=0)
-                    turn = T.alloc_var(T.int32, init=0)
-                    T.barrier_wait(q_here, 0)
-                    steps = T.alloc_var(T.int32, init=told[_STEPS])
-                    while steps >= 0:
-                        i_head = T.alloc_var(T.int32, init=told[_HEAD])
-                        first_row = T.alloc_var(T.int32, init=told[_ROW])
-                        rows_here = T.alloc_var(T.int32, init=told[_ROWS_HERE])
-                        k_len = T.alloc_var(T.int32, init=told[_KEYS])
-                        sees_all = T.alloc_var(T.int32, init=told[_SEES_ALL])
-                        begin_rows(acc, top, sums, limit, sees_all, k_len, causal)
-                        # A loop of one step at most: an `if` would be put round each product by itself.
-                        for _ in T.serial(T.min(steps, 1)):
-                            stage = done % num_stages
-                            T.barrier_wait(k_here[stage], done // num_stages % 2)
-                            T.wgmma_gemm(
-                                q_shared, k_shared[stage, :, :], scores, transpose_B=True, clear_accum=True,
-                                policy=T.GemmWarpPolicy.FullRow,
-                            )  # fmt: skip
-                            T.wait_wgmma(0)
-                            arrive(k_free, stage, lane)
-                            raise_top(scores, top, block_top, factor, limit, 0, scale, sees_all)
-                            weigh(scores, weights, top, factor, sums, scale)
-                        for step in T.serial(steps - 1):
-                            stage = (done + step) % num_stages
-                            after = (done + step + 1) % num_stages
-                            T.barrier_wait(k_here[after], (done + step + 1) // num_stages % 2)
-                            T.wgmma_gemm(
-                                q_shared, k_shared[after, :, :], scores, transpose_B=True, clear_accum=True,
-                                policy=T.GemmWarpPolicy.FullRow,
-                            )  # fmt: skip
-                            T.barrier_wait(v_here[stage], (done + step) // num_stages % 2)
-                            T.wgmma_gemm(weights, v_shared[stage, :, :], acc, policy=T.GemmWarpPolicy.FullRow)
-                            T.wait_wgmma(1)
-                            arrive(k_free, after, lane)
-                            raise_top(scores, top, block_top, factor, limit, (step + 1) * block_n, scale, sees_all)
-                            bring_to_maximum(acc, factor)
-                            arrive(v_free, stage, lane)
-                            weigh(scores, weights, top, factor, sums, scale)
-                        T.barrier_arrive(q_free)
-                        for _ in T.serial(T.min(steps, 1)):
-                            last = done + steps - 1
-                            stage = last % num_stages
-                            T.barrier_wait(v_here[stage], last // num_stages % 2)
-                            if steps * block_n > k_len:
-                                zero_tail(v_shared, stage, (steps - 1) * block_n, k_len)
-                                T.fence_proxy_async()
-                                T.sync_threads(_OF_CONSUMERS, consumers)
-                            T.wgmma_gemm(weights, v_shared[stage, :, :], acc, policy=T.GemmWarpPolicy.FullRow)
-                            T.wait_wgmma(0)
-                            arrive(v_free, stage, lane)
-                        done = done + steps
-                        finish_rows(acc, factor, total, sums)
-                        if wants_lse != 0:
-                            store_lse(lse, top, total, i_head, first_row, rows_here)
-                        store_rows(out, acc, i_head, first_row, rows_here)
-                        turn = turn + 1
-                        T.barrier_wait(q_here, turn % 2)
-                        steps = told[_STEPS]
+                    multiply(memory, barriers, fragments, out, lse, thread % WARP, scale, causal, wants_lse)
 
     return attend_prefill

@@ -225,10 +225,10 @@ def attend(
                 out[first_row + i, i_head, j] = acc[i, j]
 
     @T.macro
-    def bring(inputs, memory, barriers, lane, tiles, num_places, num_programs, i_program, causal):
+    def bring(inputs, taken, found, memory, barriers, lane, tiles, num_places, num_programs, i_program, causal):
         """A warp's: finds the tiles and brings what they need; behind the last it tells that there is none."""
-        q, k, v, cu_seqlens_q, cu_seqlens_k, taken = inputs
-        q_shared, k_shared, v_shared, found, told = memory
+        q, k, v, cu_seqlens_q, cu_seqlens_k = inputs
+        q_shared, k_shared, v_shared, told = memory
         q_here, q_free, k_here, v_here, k_free, v_free = barriers
         own_begin, own_end, own_begin_k, own_end_k, own_until = candidate(
             lane, cu_seqlens_q, cu_seqlens_k, tokens, bounds, num_places
@@ -296,7 +296,7 @@ def attend(
     @T.macro
     def multiply(memory, barriers, fragments, out, lse, lane, scale, causal, wants_lse):
         """The other warpgroups': each its own rows of the tiles that it is told of."""
-        q_shared, k_shared, v_shared, _, told = memory
+        q_shared, k_shared, v_shared, told = memory
         q_here, q_free, k_here, v_here, k_free, v_free = barriers
         scores, weights, acc, top, block_top, factor, total, sums, limit = fragments
         done = T.alloc_var(T.int32, init=0)
@@ -361,11 +361,11 @@ def attend(
 
     @T.macro
     def do_all(
-        inputs, memory, fragments, out, lse, scale, tiles, num_places, num_programs, i_program, causal, wants_lse
+        inputs, found, memory, fragments, out, lse, scale, tiles, num_places, num_programs, i_program, causal, wants_lse
     ):  # fmt: skip
-        """The steps of both roles, one after the other."""
-        q, k, v, cu_seqlens_q, cu_seqlens_k, _ = inputs
-        q_shared, k_shared, v_shared, found, _ = memory
+        """The steps of both roles, one after the other, in memory that none is told of."""
+        q, k, v, cu_seqlens_q, cu_seqlens_k = inputs
+        q_shared, k_shared, v_shared = memory
         scores, weights, acc, top, block_top, factor, total, sums, limit = fragments
         for turn in T.serial(T.truncdiv(tiles - i_program + (num_programs - 1), num_programs)):
             i_tile = T.alloc_var(T.int32, init=i_program + turn * num_programs)
@@ -440,13 +440,13 @@ def attend(
 
             thread = T.get_thread_binding()
             tiles = T.alloc_var(T.int32, init=num_places * heads)
-            inputs = (q, k, v, cu_seqlens_q, cu_seqlens_k, taken)
-            memory = (q_shared, k_shared, v_shared, found, told)
+            inputs = (q, k, v, cu_seqlens_q, cu_seqlens_k)
             fragments = (scores, weights, acc, top, block_top, factor, total, sums, limit)
             if serial:
+                memory = (q_shared, k_shared, v_shared)
                 do_all(
-                    inputs, memory, fragments, out, lse, scale, tiles, num_places, num_programs, i_program, causal,
-                    wants_lse,
+                    inputs, found, memory, fragments, out, lse, scale, tiles, num_places, num_programs, i_program,
+                    causal, wants_lse,
                 )  # fmt: skip
             else:
                 # A tile's q, and what those that multiply are told of it.
@@ -457,13 +457,15 @@ def attend(
                 v_here = T.alloc_barrier([1] * num_stages)
                 k_free = T.alloc_barrier([consumers // WARP] * num_stages)
                 v_free = T.alloc_barrier([consumers // WARP] * num_stages)
+                # Unpacked again by the same names, which are those of the compiled text.
+                memory = (q_shared, k_shared, v_shared, told)
                 barriers = (q_here, q_free, k_here, v_here, k_free, v_free)
                 if thread >= consumers:
                     T.set_max_nreg(_FEW, 0)
                     if thread - consumers < WARP:
                         bring(
-                            inputs, memory, barriers, thread - consumers, tiles, num_places, num_programs, i_program,
-                            causal,
+                            inputs, taken, found, memory, barriers, thread - consumers, tiles, num_places, num_programs,
+                            i_program, causal,
                         )  # fmt: skip
                 else:
                     T.set_max_nreg(_MANY[block_m // ROWS], 1)

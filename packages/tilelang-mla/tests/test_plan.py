@@ -312,6 +312,14 @@ def test_the_sizes_of_a_model_have_two_blocks_in_flight_on_hopper() -> None:
     assert plan_prefill(PROMPT, H200) == PrefillPlan(128, 128, 2)
 
 
+def test_wide_values_take_fewer_keys_since_a_thread_holds_both() -> None:
+    """Sums of 64 rows of 192 values and weights of 128 keys are more registers than it has, though memory has room."""
+    narrow, wide = (replace(PROMPT, head_size=64, head_size_v=size_v) for size_v in (128, 192))
+    assert PrefillPlan(128, 128, 2).shared_memory(wide) <= H200.shared_memory
+    assert plan_prefill(narrow, H200) == PrefillPlan(128, 128, 2)
+    assert plan_prefill(wide, H200) == PrefillPlan(128, 64, 2)
+
+
 @on_every_device
 def test_the_plan_of_any_call_covers_it(limits: DeviceLimits) -> None:
     for heads, tokens, batch, page in itertools.product(HEADS, (0, 1, 4), (0, 1, 300), (1, 64)):

@@ -6,12 +6,23 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from kernel_reference.bench.tune import Named, Problem, Search, changes, input_sets, of_heads, of_rows, search_all
+from kernel_reference.bench.tune import (
+    Named,
+    Problem,
+    Search,
+    changes,
+    input_sets,
+    of_attention,
+    of_heads,
+    of_rows,
+    search_all,
+)
 
 
 @dataclass(frozen=True)
@@ -157,6 +168,35 @@ def test_sets_of_inputs_are_more_than_the_cache_holds_and_fit_in_memory(clock: F
     one = torch.empty(4 * 2**20, dtype=torch.uint8)
     sets = input_sets(one, 2**40, 0, clock)
     assert clock.l2_bytes < sets * one.nbytes < clock.free_bytes()
+
+
+def test_attention_of_a_benchmark_is_called_on_each_of_its_sets(clock: FakeClock) -> None:
+    @dataclass
+    class Inputs:
+        q: torch.Tensor
+        number: int
+
+    class Attention:
+        bytes_moved = 2**40
+
+        def __init__(self) -> None:
+            self.made, self.called = 0, list[int]()
+
+        def make_inputs(self) -> Inputs:
+            self.made += 1
+            return Inputs(torch.ones(2**18, 8), self.made)
+
+        def call(self, inputs: Any, *, plan: Plan) -> SimpleNamespace:
+            self.called.append(inputs.number)
+            clock.device_us += cost(plan)
+            return SimpleNamespace(out=inputs.q.clone())
+
+    attention = Attention()
+    searches = [(Plan(), [changes(stages=(2, 3))])]
+    problem = of_attention(attention, attention.make_inputs(), Plan(), searches, clock, 0.01)
+    assert problem.sets == attention.made > 1
+    assert Search(problem, clock, 0.001).run() == Plan(stages=3)
+    assert set(attention.called) == set(range(1, problem.sets + 1))
 
 
 def test_what_is_found_is_said_and_written_one_problem_after_the_other(

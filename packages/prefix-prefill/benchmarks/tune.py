@@ -61,17 +61,8 @@ def prepare(problem: cases.Problem, limits: DeviceLimits, clock: Clock) -> tune.
     """Inputs, and what to search them with."""
     first = problem.make_inputs()
     plans_for = problem_of(problem, first)
-    sets = tune.input_sets(first, problem.bytes_moved, first.q.nbytes, clock)
-    inputs = [first, *(problem.make_inputs() for _ in range(sets - 1))]
-    return tune.Problem(
-        used=plan_prefill(plans_for, limits),
-        searches=searches(plans_for, limits),
-        sets=sets,
-        call=lambda plan, turn: problem.call(inputs[turn], plan=plan),
-        results=lambda plan: [problem.call(first, plan=plan).out],
-        apart_by=tune.of_rows,
-        apart_at_most=APART_AT_MOST,
-    )
+    used = plan_prefill(plans_for, limits)
+    return tune.of_attention(problem, first, used, searches(plans_for, limits), clock, APART_AT_MOST)
 
 
 def problems(device: torch.device) -> Iterator[tune.Named[PrefillPlan]]:

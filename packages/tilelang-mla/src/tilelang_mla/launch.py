@@ -181,6 +181,8 @@ def prepare_prefill(
     tiles = num_places * heads
     # Programs that stay and take the next tile from a count of those taken: tiles have unlike numbers of keys.
     programs = min(tiles, limits.multiprocessors)
+    # Programs that are as many as tiles ask for no more.
+    make_count = torch.zeros if programs < tiles else torch.empty
     scale = max(abs(softmax_scale), _ZERO_SCALE) * _LOG2_E
     wants_lse = int(lse is not None)
     device = q.device
@@ -196,7 +198,7 @@ def prepare_prefill(
         apart = not lines or out.data_ptr() % 16
         packed = torch.empty(out.shape, dtype=out.dtype, device=device) if apart else out.as_strided(*out_form)
         own_lse = torch.empty((1, 1), dtype=torch.float32, device=device) if lse is None else lse
-        taken = (torch.zeros if programs < tiles else torch.empty)((1,), dtype=torch.int32, device=device)
+        taken = make_count((1,), dtype=torch.int32, device=device)
         attend(
             q, k, v, cu_seqlens_q, cu_seqlens_k, packed, own_lse, taken, scale, int(causal), num_places, wants_lse,
             programs,

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -90,6 +90,38 @@ class Problem(Generic[Plan]):
     apart_by: Callable[[torch.Tensor, torch.Tensor], float]
     apart_at_most: float
     forget: Callable[[], None] = lambda: None
+
+
+class Measured(Protocol):
+    """What a benchmark times, as far as a search needs it."""
+
+    @property
+    def bytes_moved(self) -> int:
+        """Of a call."""
+
+    def make_inputs(self) -> Any:
+        """One set, whose ``q`` is as large as the output."""
+
+    def call(self, inputs: Any, *, plan: Any) -> Any:
+        """Attention with this plan; the output is the result's ``out``."""
+
+
+def of_attention(
+    measured: Measured, first: Any, used: Plan, searches: Sequence[tuple[Plan, list[Changes]]], clock: Clock,
+    apart_at_most: float,
+) -> Problem[Plan]:  # fmt: skip
+    """The problem of attention whose calls change no input, with more sets of inputs like the first."""
+    sets = input_sets(first, measured.bytes_moved, first.q.nbytes, clock)
+    inputs = [first, *(measured.make_inputs() for _ in range(sets - 1))]
+    return Problem(
+        used=used,
+        searches=searches,
+        sets=sets,
+        call=lambda plan, turn: measured.call(inputs[turn], plan=plan),
+        results=lambda plan: [measured.call(first, plan=plan).out],
+        apart_by=of_rows,
+        apart_at_most=apart_at_most,
+    )
 
 
 @dataclass(frozen=True)

@@ -18,19 +18,10 @@ are the steps of one loop (``serial``).
 
 from typing import Any
 
-# Rows of a tile: those of a warpgroup's matrix product.
-ROWS = 64
-# Threads of a warp.
-WARP = 32
-# Threads of a warpgroup, and registers of a thread of those that multiply and of the one that copies: 65536 in all.
-GROUP = 128
+from tilelang_mla.kernels.common import FLOOR, GROUP, HEADROOM, LN_2, ROWS, WARP, log_of_sum
+
+# Registers of a thread of those that multiply and of the one that copies: 65536 in all.
 _REGISTERS = 216, 72
-# A finite floor of the running maximum: a row that has seen nothing yet makes no NaN of two infinities.
-_FLOOR = -1e30
-LN_2 = 0.6931471805599453
-# How far scores, as powers of two, may be above what is subtracted from them before what was summed is brought to a new
-# maximum: weights of up to 256 are as near as those of up to 1, and sums are multiplied a few times a walk at most.
-_HEADROOM = 8.0
 # Named barriers of one warpgroup; 0 is that of all threads, and TileLang keeps 1 and 2 for itself.
 _OF_SCORES, _OF_VALUES, _OF_PRODUCER = 5, 6, 7
 # What is found of a part's sequence ...
@@ -42,15 +33,6 @@ _PART, _ROW, _BLOCK, _STEPS = 4, 5, 6, 7
 _ASYNC = {"parallel_prefer_async": True, "parallel_async_without_async_commit_wait": True}
 # Parts that a merging thread has on their way at once, and elements of a row that it merges.
 _AT_ONCE, _MERGED = 8, 4
-
-
-def log_of_sum(T: Any, top: Any, total: Any, unit: float = 1.0) -> Any:
-    """The logarithm of total x 2 to the top: of 2, or with ``unit`` ln 2 the natural one.
-
-    By way of float64, since the quick one is off by more than the rounding of what comes of it.
-    """
-    log_of = T.cast(top, T.float64) + T.log2(T.cast(total, T.float64))
-    return T.cast(log_of * T.float64(unit), T.float32)
 
 
 def attend(
@@ -224,7 +206,7 @@ def attend(
         for i in T.Parallel(ROWS):
             block_top[i] = block_top[i] * scale
             factor[i] = 1
-            if block_top[i] > top[i] + _HEADROOM:
+            if block_top[i] > top[i] + HEADROOM:
                 factor[i] = T.exp2(top[i] - block_top[i])
                 top[i] = block_top[i]
         for i, j in T.Parallel(ROWS, block_n):
@@ -368,7 +350,7 @@ def attend(
                     T.clear(acc_l)
                     T.clear(acc_r)
                     T.clear(total)
-                    T.fill(top, _FLOOR)
+                    T.fill(top, FLOOR)
                     hidden_from(limit, first_row, heads, tokens, length, causal)
                     for i, j in T.Parallel(ROWS, half):
                         q_l[i, j] = T.if_then_else(first_row + i < rows, q[i_b, first_row + i, j], 0)
@@ -514,7 +496,7 @@ def attend(
                             sees_all = length - tokens + T.truncdiv(first_row, heads) + 1
                         T.clear(acc_l)
                         T.clear(total)
-                        T.fill(top, _FLOOR)
+                        T.fill(top, FLOOR)
                         hidden_from(limit, first_row, heads, tokens, length, causal)
                         # A loop of one step at most: an `if` would be put round each product by itself.
                         for _ in T.serial(T.min(steps, 1)):
@@ -656,7 +638,7 @@ def merge(T: Any, *, dim_nope: int, dtype: Any, serial: bool = False) -> Any:
     def highest(part_lse, own_first, own_parts, i_row):
         """The highest logarithm of a row's parts; each warp asks for all of them."""
         # A finite floor, as everywhere.
-        top = T.alloc_var(T.float32, init=_FLOOR)
+        top = T.alloc_var(T.float32, init=FLOOR)
         if serial:
             for s in T.serial(own_parts):
                 top = T.max(top, part_lse[own_first + s, i_row])

@@ -9,19 +9,10 @@ constants.
 
 from typing import Any
 
-from tilelang_mla.kernels.decode import LN_2, log_of_sum
+from tilelang_mla.kernels.common import FLOOR, GROUP, HEADROOM, LN_2, ROWS, WARP, log_of_sum
 
-# Rows of a warpgroup's matrix product, its threads, and those of a warp.
-ROWS = 64
-GROUP = 128
-WARP = 32
 # Registers of a thread: of those that multiply, by the number of warpgroups that do, and of the one that copies.
 _MANY, _FEW = {1: 240, 2: 224}, 56
-# A finite floor of the running maximum: a row that has seen nothing yet makes no NaN of two infinities.
-_FLOOR = -1e30
-# How far scores, as powers of two, may be above what is subtracted from them before what was summed is brought to a new
-# maximum: weights of up to 256 are as near as those of up to 1, and sums are multiplied a few times a walk at most.
-_HEADROOM = 8.0
 # Columns of a matrix product's accumulators before a thread has columns again.
 _COLUMNS = 8
 # What is found of a place: its first row, -1 where it has none, and where its sequence's queries and keys begin and
@@ -66,7 +57,7 @@ def attend(
         for i in T.Parallel(block_m):
             block_top[i] = block_top[i] * scale
             factor[i] = 1
-            if block_top[i] > top[i] + _HEADROOM:
+            if block_top[i] > top[i] + HEADROOM:
                 factor[i] = T.exp2(top[i] - block_top[i])
                 top[i] = block_top[i]
 
@@ -206,7 +197,7 @@ def attend(
     def begin_rows(acc, top, sums, limit, sees_all, k_len, causal):
         T.clear(acc)
         T.clear(sums)
-        T.fill(top, _FLOOR)
+        T.fill(top, FLOOR)
         for i in T.Parallel(block_m):
             limit[i] = T.min(sees_all + i * causal, k_len)
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from blocksparse_attn import AttentionPlan, launch
-from kernel_reference.testing import gluon
+from kernel_reference.testing import contract, gluon
 
 BF16, FP16 = torch.bfloat16, torch.float16
 # Less than a block, than a tile, several tiles, none, decoding, a tile that begins within a block.
@@ -115,3 +115,38 @@ def test_lists_that_have_nothing_in_common_are_each_walked_once(tensors, kernels
         batch = tensors.batch([(256, 256)], heads=(1, 1), head_size=64, blocks=(64, 64), mask=mask)
         kernels.attend(batch, plan(block_n))
         batch.check(most=4)
+
+
+# The arguments of the op that are stretched, and in which dimension: three or more of each, so that strides fit in 32
+# bits and products of them do not.
+Q, K, V, CROW, COL, TABLE, OUT, LSE = 0, 1, 2, 3, 4, 7, 14, 15
+FAR: dict[str, tuple[dict[str, Any], dict[int, int]]] = {
+    "rows": ({}, {Q: 0, K: 0, V: 0, OUT: 0, LSE: 1}),
+    "heads": ({"heads": (3, 3)}, {Q: 1, K: 1, V: 1, CROW: 0, COL: 0, OUT: 1, LSE: 0}),
+    "elements": ({}, {OUT: 2}),
+    "pages": ({"kind": "paged"}, {K: 0, V: 0, TABLE: 0}),
+    "places of pages": ({"kind": "paged", "cache_layout": "HND"}, {K: 2, V: 2}),
+    "sequences": ({"kind": "padded", "side": "both"}, {Q: 0, K: 0, V: 0, OUT: 0, LSE: 0}),
+    "padded rows": ({"kind": "padded", "side": "both"}, {Q: 1, K: 1, V: 1, OUT: 1, LSE: 2}),
+    "padded elements": ({"kind": "padded", "side": "both"}, {OUT: 3}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "dims"), FAR.values(), ids=FAR)
+def test_the_kernel_for_sm_90_follows_dimensions_more_than_2_to_the_31_elements_apart(tensors, options, dims) -> None:
+    """Elements of ``out`` that far apart were written before it."""
+    mask = torch.ones(options.get("heads", (1, 1))[0], 2, 2, dtype=torch.bool)
+    options = {"heads": (1, 1), "head_size": 64, "blocks": (64, 64), "mask": mask, **options}
+    batch = tensors.batch([(17, 3), (2, 1), (3, 1)], **options)
+
+    def run(*given: Any) -> tuple[()]:
+        launch.prepare_attend(*given, *batch.numbers(), plan(64))(*given)
+        return ()
+
+    try:
+        contract.check_int64_offsets(run, batch.tensors, dims)
+    except RuntimeError as error:
+        # 8 GiB of addresses, of which next to nothing is touched; a small machine refuses even that.
+        if "allocate memory" not in str(error) and "out of memory" not in str(error):
+            raise
+        pytest.skip("this machine does not give out 8 GiB of addresses")

@@ -487,6 +487,7 @@ FAR = {
     "rows": ("ragged", {0: 0, 1: 0, 2: 0}), "heads": ("ragged", {0: 1, 1: 1, 2: 1}),
     "elements": ("ragged", {0: 2, 1: 2, 2: 2}), "lists": ("ragged", {3: 0, 4: 0}),
     "results' rows": ("ragged", {14: 0, 15: 1}), "results' heads": ("ragged", {14: 1, 15: 0}),
+    "results' elements": ("ragged", {14: 2}),
     "pages": ("paged", {1: 0, 2: 0}), "places": ("paged", {1: 1, 2: 1}), "kv heads": ("paged", {1: 2, 2: 2}),
     "block table": ("paged", {7: 0}), "sequences": ("padded", {0: 0, 1: 0, 2: 0, 14: 0, 15: 0}),
     "padded rows": ("padded", {0: 1, 1: 1, 2: 1, 14: 1, 15: 2}),

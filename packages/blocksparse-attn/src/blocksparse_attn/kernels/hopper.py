@@ -100,7 +100,7 @@ def get(notes, i, num_warps: gl.constexpr = 4):
 def pointers(p, i_b, token, i_h, o_d, s):
     """To rows of a head [ROWS, BLOCK_D], by strides of (sequence, token, head, element)."""
     off = i_b.to(gl.int64) * s[0] + token.to(gl.int64) * s[1] + i_h.to(gl.int64) * s[2]
-    return p + off[:, None] + o_d[None, :] * s[3]
+    return p + off[:, None] + o_d.to(gl.int64)[None, :] * s[3]
 
 
 @gluon.jit

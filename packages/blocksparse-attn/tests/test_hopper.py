@@ -123,12 +123,12 @@ Q, K, V, CROW, COL, TABLE, OUT, LSE = 0, 1, 2, 3, 4, 7, 14, 15
 FAR: dict[str, tuple[dict[str, Any], dict[int, int]]] = {
     "rows": ({}, {Q: 0, K: 0, V: 0, OUT: 0, LSE: 1}),
     "heads": ({"heads": (3, 3)}, {Q: 1, K: 1, V: 1, CROW: 0, COL: 0, OUT: 1, LSE: 0}),
-    "elements": ({}, {OUT: 2}),
+    "columns of out": ({}, {OUT: 2}),
     "pages": ({"kind": "paged"}, {K: 0, V: 0, TABLE: 0}),
     "places of pages": ({"kind": "paged", "cache_layout": "HND"}, {K: 2, V: 2}),
     "sequences": ({"kind": "padded", "side": "both"}, {Q: 0, K: 0, V: 0, OUT: 0, LSE: 0}),
     "padded rows": ({"kind": "padded", "side": "both"}, {Q: 1, K: 1, V: 1, OUT: 1, LSE: 2}),
-    "padded elements": ({"kind": "padded", "side": "both"}, {OUT: 3}),
+    "columns of padded out": ({"kind": "padded", "side": "both"}, {OUT: 3}),
 }  # fmt: skip
 
 

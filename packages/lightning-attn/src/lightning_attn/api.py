@@ -79,7 +79,7 @@ def lightning_attention(
 
     Raises:
         TypeError, ValueError: an argument is not as said above. Decay rates are looked at only inside
-            ``kernel_reference.checks.validate_values``; without it one below 0 counts as 0.
+            ``kernel_reference.checks.validate_values``; without it one below 0, or NaN, counts as 0.
     """
     check_int("block_size", block_size)
     scale = _as_float(scale)
@@ -145,7 +145,7 @@ def lightning_attention_varlen(
     Raises:
         TypeError, ValueError: an argument is not as said above; nothing has been written. What only device memory tells
             is looked at inside ``kernel_reference.checks.validate_values``. Without it bounds of sequences are clamped
-            to 0 .. T, slots outside the pool are padding, impossible snapshots unused and rates below 0 count as 0.
+            to 0 .. T, slots outside the pool are padding, impossible snapshots unused, and rates below 0 or NaN count as 0.
     """
     scale = _as_float(scale)
     numbers = (scale, None if plan is None else _as_ints(plan, PrefillPlan))
@@ -202,7 +202,7 @@ def lightning_decode(
     Raises:
         TypeError, ValueError: an argument is not as said above; nothing has been written. Slots and decay rates are
             looked at only inside ``kernel_reference.checks.validate_values``; without it a slot outside the pool is
-            padding and a rate below 0 counts as 0.
+            padding and a rate below 0, or NaN, counts as 0.
     """
     scale = _as_float(scale)
     numbers = (scale, None if plan is None else _as_ints(plan, DecodePlan))

@@ -341,6 +341,11 @@ def _allocator(like: Tensor) -> Callable[[], Tensor]:
 _PIECE = 2048
 
 
+def _rates(slopes: Tensor) -> Tensor:
+    """Decay rates as the kernels take them: one below 0 and NaN count as 0; from 256 on nothing is left in float32."""
+    return torch.where(slopes > 0, slopes, 0).clamp(max=256)
+
+
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, state: Tensor, scale: float, out: Tensor | None = None
 ) -> Tensor:
@@ -348,9 +353,8 @@ def _attend(
     state = state.to(torch.float32)
     for first in range(0, q.shape[0], _PIECE):
         piece = slice(first, first + _PIECE)
-        # A rate below 0 counts as 0, as in the kernels.
         result = recurrence.linear_attention_chunked(
-            q[piece], k[piece], v[piece], slopes.clamp(min=0), initial_state=state[None], scale=scale,
+            q[piece], k[piece], v[piece], _rates(slopes), initial_state=state[None], scale=scale,
             compute_dtype=torch.float32,
         )  # fmt: skip
         if out is not None:
@@ -390,7 +394,7 @@ def _reference_attention_backward(
     _checked_attention_backward(q, k, v, ed, kv_history, d_out, d_kv, scale, plan)
     _check_ed(ed)
     d_q, d_k, d_v, d_history = gradients = allocate_gradients(q, k, v)
-    rates = ed.reshape(-1).clamp(min=0)
+    rates = _rates(ed).reshape(-1)
     decay = torch.exp(-rates)[:, None, None]
     zeros = torch.zeros_like(d_history[0]) if q.shape[0] else d_history
     # What the final state's gradient brings is added apart: d_kv / a, as an initial state, would overflow.
@@ -470,7 +474,7 @@ def _reference_decode(
         row = slice(i, i + 1)
         # In float32 the factor exp(-s) is rounded the same way at every token, and over many that shows.
         result = recurrence.linear_attention(
-            q[row], k[row], v[row], slopes.clamp(min=0), initial_state=state_pool[slot][None], scale=scale,
+            q[row], k[row], v[row], _rates(slopes), initial_state=state_pool[slot][None], scale=scale,
             compute_dtype=torch.float64,
         )  # fmt: skip
         out[row] = result.out

@@ -6,8 +6,12 @@ import triton.language as tl
 
 @triton.jit
 def base_two_rate(p_slopes, i_h):
-    """The decay rate for exp2. A rate below 0 counts as 0, so that no exponent is above 0."""
-    return tl.maximum(tl.load(p_slopes + i_h), 0.0) * 1.4426950408889634
+    """The decay rate for exp2: 0 for a rate below 0 and for NaN, so that no exponent is above 0.
+
+    exp(-256) is 0 in float32: a rate above counts as 256, of which every multiple is finite.
+    """
+    rate = tl.load(p_slopes + i_h)
+    return tl.minimum(tl.where(rate > 0.0, rate, 0.0), 256.0) * 1.4426950408889634
 
 
 @triton.jit

@@ -135,8 +135,9 @@ def finish_snapshots(
     i_e, i_h, i_snapshot = program(H, (E + BLOCK_E - 1) // BLOCK_E)
     i_h = i_h.to(tl.int64)
     i_n = (i_snapshot // num_snapshots).to(tl.int64)
-    begin = tl.minimum(tl.maximum(tl.load(p_cu + i_n).to(tl.int64), 0), rows)
-    length = tl.minimum(tl.load(p_cu + i_n + 1).to(tl.int64), rows) - begin
+    # Clamped before they are subtracted: the difference of 64-bit bounds may not fit in 64 bits.
+    begin, end = bounds(p_cu, i_n, i_n + 1, rows)
+    length = end - begin
     position = tl.load(p_positions + i_snapshot).to(tl.int64)
     target = tl.load(p_snapshot_slots + i_snapshot).to(tl.int64)
     slot = tl.load(p_slots + i_n).to(tl.int64)

@@ -1,4 +1,4 @@
-"""Do values that only the device knows, and that cannot be, stay harmless? At the ends of 32 and of 64 bits, and NaN."""
+"""Do values that only the device knows, and that cannot be, stay harmless? Ends of 32 and of 64 bits, and NaN."""
 
 from __future__ import annotations
 

@@ -145,7 +145,8 @@ def lightning_attention_varlen(
     Raises:
         TypeError, ValueError: an argument is not as said above; nothing has been written. What only device memory tells
             is looked at inside ``kernel_reference.checks.validate_values``. Without it bounds of sequences are clamped
-            to 0 .. T, slots outside the pool are padding, impossible snapshots unused, and rates below 0 or NaN count as 0.
+            to 0 .. T, slots outside the pool are padding, impossible snapshots unused and rates below 0, or NaN, count
+            as 0.
     """
     scale = _as_float(scale)
     numbers = (scale, None if plan is None else _as_ints(plan, PrefillPlan))

@@ -7,6 +7,8 @@ races, no copy engine, no rounding to 16 bits and no roles, whose steps follow e
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kernel_reference.attention import attention
 from kernel_reference.testing.guards import assert_bitwise_equal, poison_
 from tilelang_mla import DecodeTiles, plan_decode
 from tilelang_mla.plan import DecodeProblem, DeviceLimits, PrefillPlan, decode_tiles, plan_without_schedule
@@ -222,10 +225,27 @@ def test_what_device_memory_may_hold_is_clamped(tensors, kernels, page) -> None:
         assert bool(batch.out.tensor.isfinite().all())
         assert_bitwise_equal(batch.out.tensor[[0, 2, 3]], want[0][[0, 2, 3]])
         batch.block_table[1, 0] = page_there
-    for first in ([0, 0, 0, 0, 0], [-5, 2, 4, 6, 10**9], [8, 6, 4, 2, 0], [0, 2**31 - 1, 4, 6, 8]):
-        for order in ([-1] * 8, [2**31 - 1] * 8, list(range(8))):
+    far, below = 2**31 - 1, -(2**31)
+    for first in (
+        [0, 0, 0, 0, 0], [-5, 2, 4, 6, 10**9], [8, 6, 4, 2, 0], [0, far, 4, 6, 8], [below, far, below, far, 8],
+        [far, below, far, below, 8], [0, below, 4, far, far],
+    ):  # fmt: skip
+        for order in ([-1] * 8, [far] * 8, [below] * 8, list(range(8))):
             bounds, places = tensors.integers(*first), tensors.integers(*order)
             kernels.decode(batch, plan._replace(first_part=bounds, order=places))
+            batch.check_inputs()
+            batch.out.check(written=False)
+            batch.lse.check(written=False)
+
+
+def test_bounds_of_parts_are_clamped_to_the_grid_before_they_are_subtracted(tensors, kernels) -> None:
+    """A sequence whose bounds reach beyond all parts has those there are, in both kernels."""
+    batch = tensors.decode([70, 33, 129, 64], heads=4, **SMALL)
+    plan = batch.plan(num_splits=2)
+    for first in ([-(2**31), 2, 4, 6, 8], [0, 2, 4, 6, 2**31 - 1], [-(2**31) + 2, 2, 4, 6, 2**31 - 1]):
+        poison_(batch.out.tensor)
+        kernels.decode(batch, plan._replace(first_part=tensors.integers(*first)))
+        batch.check()
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -273,6 +293,68 @@ def test_bounds_that_cannot_be_leave_other_sequences_as_they_are(tensors, kernel
         assert bool(got.isfinite().all())
         assert not bool(got[: max(bounds[0], 0)].any())
         assert not bool(got[bounds[3] :].any())
+
+
+# What an int32 bound may hold: of each pair the second behind the first, the same, or before it.
+ANY_BOUND = (0, 5, 29, 30, 31, 2**31 - 1, -1, -5, -(2**31))
+
+
+def bounds_by_pairs(values: Sequence[int]) -> list[int]:
+    """Numbers that stand one behind another in every ordered pair, each with itself too."""
+    walk = [values[0]]
+    for i, one in enumerate(values):
+        walk += [one]
+        for other in values[i + 1 :]:
+            walk += [other, one]
+        walk += list(values[i + 1 : i + 2])
+    return walk
+
+
+def test_a_difference_of_bounds_that_wraps_is_no_length(tensors, kernels) -> None:
+    """2^31 - 1 to -2^31 + 2 wraps to 3 keys, which are none."""
+    for causal in (True, False):
+        batch = tensors.prefill([(2, 5), (2, 25)], sizes=(64, 64), causal=causal)
+        batch.cu_seqlens_k.copy_(tensors.integers(2**31 - 1, -(2**31) + 2, -(2**31) + 5))
+        batch.forget_inputs()
+        kernels.prefill(batch)
+        assert not bool(batch.out.tensor.any())
+        assert bool((batch.lse.tensor == -torch.inf).all())
+
+
+def test_any_two_bounds_of_keys_give_their_keys_or_none(tensors, kernels) -> None:
+    """In every order: below 0, falling, equal, behind the last key, and as far apart as int32 goes."""
+    bounds = bounds_by_pairs(ANY_BOUND)
+    sequences = len(bounds) - 1
+    assert {*pairwise(bounds)} == {(one, other) for one in ANY_BOUND for other in ANY_BOUND}
+    batch = tensors.prefill([(2, 30 if i == 0 else 0) for i in range(sequences)], sizes=(64, 64), causal=False)
+    batch.cu_seqlens_k.copy_(tensors.integers(*bounds))
+    batch.forget_inputs()
+    kernels.prefill(batch)
+    batch.check_guards()
+    for i, (first, last) in enumerate(pairwise(bounds)):
+        out, lse = batch.out.tensor[2 * i : 2 * i + 2], batch.lse.tensor[:, 2 * i : 2 * i + 2]
+        if 0 <= first < last <= 30:
+            k, v = (x[first:last].double() for x in (batch.k, batch.v))
+            q = batch.q[2 * i : 2 * i + 2].double()
+            want = attention(q, k, v, softmax_scale=batch.scale, causal=False)
+            torch.testing.assert_close(out.double(), want.out, rtol=2e-2, atol=2e-2)
+            torch.testing.assert_close(lse.double(), want.lse, rtol=1e-3, atol=1e-3)
+        else:
+            assert not bool(out.any()), (first, last)
+            assert bool((lse == -torch.inf).all()), (first, last)
+
+
+def test_any_bounds_of_queries_write_nothing_outside_the_rows_there_are(tensors, kernels) -> None:
+    batch = tensors.prefill([(20, 20), (30, 40), (7, 7)], sizes=(64, 64))
+    for bounds in ([0, -(2**31), 20, 57], [0, 2**31 - 1, -(2**31), 57], [2**31 - 1, -(2**31), 2**31 - 1, 0],
+                   [-(2**31), -1, 2**31 - 1, 57], [57, 50, 20, 0]):  # fmt: skip
+        batch.cu_seqlens_q.copy_(tensors.integers(*bounds))
+        batch.forget_inputs()
+        poison_(batch.out.tensor)
+        kernels.prefill(batch)
+        batch.check_inputs()
+        batch.out.check(written=False)
+        batch.lse.check(written=False)
 
 
 @given(st.data())

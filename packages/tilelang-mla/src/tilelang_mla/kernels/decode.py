@@ -24,11 +24,11 @@ from tilelang_mla.kernels.common import FLOOR, GROUP, HEADROOM, LN_2, ROWS, WARP
 _REGISTERS = 216, 72
 # Named barriers of one warpgroup; 0 is that of all threads, and TileLang keeps 1 and 2 for itself.
 _OF_SCORES, _OF_VALUES, _OF_PRODUCER = 5, 6, 7
-# What is found of a part's sequence ...
-_SEQUENCE, _FIRST, _PARTS, _LENGTH = 0, 1, 2, 3
-# ... and what of it the roles are told, before ``_LENGTH`` and ``_PARTS``, which is 0 where there is no part.
+# What is found of a part's sequence: its first part, the one behind its last, and its length.
+_SEQUENCE, _FIRST, _END, _LENGTH = 0, 1, 2, 3
+# What the roles are told, beside sequence and length; the number of parts is 0 where there is no part.
 _TOLD = 8
-_PART, _ROW, _BLOCK, _STEPS = 4, 5, 6, 7
+_PARTS, _PART, _ROW, _BLOCK, _STEPS = 2, 4, 5, 6, 7
 # For copies that nothing waits for but a barrier.
 _ASYNC = {"parallel_prefer_async": True, "parallel_async_without_async_commit_wait": True}
 # Parts that a merging thread has on their way at once, and elements of a row that it merges.
@@ -96,7 +96,7 @@ def attend(
     def note(found, i_b, begin, end, length):
         found[_SEQUENCE] = i_b
         found[_FIRST] = begin
-        found[_PARTS] = end - begin
+        found[_END] = end
         found[_LENGTH] = length
 
     @T.macro
@@ -130,8 +130,10 @@ def attend(
                     note(found, i_own, i_own * num_splits, (i_own + 1) * num_splits, cache_seqlens[i_own])
         T.sync_threads(_OF_PRODUCER, GROUP)
         if thread == 0:
-            i_share = T.alloc_var(T.int32, init=part - found[_FIRST])
-            own_parts = T.alloc_var(T.int32, init=found[_PARTS])
+            # Clamped to the grid, as where parts are merged, before they are subtracted: far bounds would wrap.
+            own_first = T.alloc_var(T.int32, init=T.max(found[_FIRST], 0))
+            i_share = T.alloc_var(T.int32, init=part - own_first)
+            own_parts = T.alloc_var(T.int32, init=T.min(found[_END], num_parts) - own_first)
             own_length = T.alloc_var(T.int32, init=found[_LENGTH])
             # Of bounds that do not rise two threads may have found something.
             if found[_SEQUENCE] < 0 or part < 0 or part >= num_parts or i_share < 0 or i_share >= own_parts:
@@ -149,6 +151,9 @@ def attend(
                 rest = T.alloc_var(T.int32, init=blocks - share * own_parts)
                 first = share * i_share + T.truncdiv(rest * i_share, own_parts)
                 last = share * (i_share + 1) + T.truncdiv(rest * (i_share + 1), own_parts)
+                # Of more parts of a sequence than a plan makes, 46340, the products above may wrap.
+                first = T.max(T.min(first, blocks), 0)
+                last = T.max(T.min(last, blocks), first)
             told[slot, _SEQUENCE] = T.max(found[_SEQUENCE], 0)
             told[slot, _PARTS] = own_parts
             told[slot, _LENGTH] = own_length
@@ -716,10 +721,9 @@ def merge(T: Any, *, dim_nope: int, dtype: Any, serial: bool = False) -> Any:
             own_first = T.alloc_var(T.int32, init=i_b * num_splits)
             own_parts = T.alloc_var(T.int32, init=num_splits)
             if scheduled != 0:
-                own_first = first_part[i_b]
-                own_parts = first_part[i_b + 1] - own_first
-            own_first = T.max(own_first, 0)
-            own_parts = T.min(own_parts, room - own_first)
+                # As where parts are found.
+                own_first = T.max(T.min(first_part[i_b], room), 0)
+                own_parts = T.max(T.min(first_part[i_b + 1], room), 0) - own_first
             if own_parts > 1:
                 for i in T.serial(T.min(rows_each, rows - first_row)):
                     i_row = T.alloc_var(T.int32, init=first_row + i)

@@ -181,10 +181,12 @@ def attend(
         if first_row < 0:
             rows_here = 0
         k_begin = T.alloc_var(T.int32, init=found[_BEGIN_K])
-        k_len = T.alloc_var(T.int32, init=found[_END_K] - k_begin)
-        if k_begin < 0 or k_len < 0 or found[_END_K] > tokens_k:
+        k_end = T.alloc_var(T.int32, init=found[_END_K])
+        # Before they are subtracted: 5 to -2^31 would wrap to a length of 2^31 - 5.
+        if k_begin < 0 or k_end < k_begin or k_end > tokens_k:
             k_begin = 0
-            k_len = 0
+            k_end = 0
+        k_len = T.alloc_var(T.int32, init=k_end - k_begin)
         sees_all = T.alloc_var(T.int32, init=k_len)
         most = T.alloc_var(T.int32, init=k_len)
         if causal != 0:

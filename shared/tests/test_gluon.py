@@ -68,6 +68,12 @@ def test_integers_divide_as_in_c(kernels: ModuleType) -> None:
     assert out.tolist() == [-3, -1]
 
 
+def test_products_of_what_was_divided_wrap_at_2_to_the_31_as_on_a_gpu() -> None:
+    for number, wanted in ((gluon._Value(2**30), -(2**31)), (gluon._Value(torch.tensor(2**30)), 2**31)):
+        assert int((number // 1) * 2) == wanted
+        assert int((number % (2**30 + 1)) * 2) == wanted
+
+
 def test_programs_that_stay_share_the_work_and_what_they_assume_is_looked_at(kernels: ModuleType) -> None:
     filled = torch.full((5,), -1, dtype=torch.int32)
     gluon.launch(kernels.in_turns, 2, filled, 5)

@@ -64,11 +64,11 @@ def _in_64_bits(value: Any) -> Tensor:
 
 
 def _truncated(a: Any, b: Any) -> Tensor:
-    return torch.div(torch.as_tensor(a), torch.as_tensor(b), rounding_mode="trunc")
+    return torch.div(*_promoted(a, b), rounding_mode="trunc")
 
 
 def _remainder(a: Any, b: Any) -> Tensor:
-    return torch.fmod(torch.as_tensor(a), torch.as_tensor(b))
+    return torch.fmod(*_promoted(a, b))
 
 
 class _Value:

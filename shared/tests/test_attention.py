@@ -348,9 +348,10 @@ def test_results_over_two_parts_of_the_keys_merge_to_the_result_over_all() -> No
     torch.testing.assert_close(merged.lse, whole.lse, **EXACT)
 
 
-def test_merging_leaves_out_a_part_that_saw_nothing_even_if_it_holds_nan() -> None:
+@pytest.mark.parametrize("empty", [-torch.inf, torch.inf])
+def test_merging_leaves_out_a_part_that_saw_nothing_even_if_it_holds_nan(empty: float) -> None:
     out, lse = normal(3, 2, 4), normal(2, 3)
-    nothing, never = torch.full_like(out, torch.nan), torch.full_like(lse, -torch.inf)
+    nothing, never = torch.full_like(out, torch.nan), torch.full_like(lse, empty)
     for merged in (
         merge_attention_states(out, lse, nothing, never),
         merge_attention_states(nothing, never, out, lse),
@@ -359,7 +360,7 @@ def test_merging_leaves_out_a_part_that_saw_nothing_even_if_it_holds_nan() -> No
         torch.testing.assert_close(merged.lse, lse, **EXACT)
     neither = merge_attention_states(nothing, never, nothing, never)
     assert torch.equal(neither.out, torch.zeros_like(out))
-    assert torch.equal(neither.lse, never)
+    assert torch.equal(neither.lse, torch.full_like(lse, -torch.inf))
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -288,9 +288,9 @@ def merge_attention_states(
     """Attention over the keys of a and of b together, from the results over each: out [T, H, Dv], lse [H, T].
 
     With natural logarithms, ``lse = log(exp(lse_a) + exp(lse_b))`` and
-    ``out = out_a exp(lse_a - lse) + out_b exp(lse_b - lse)``. A part with lse -inf saw nothing and is left out whatever
-    its ``out`` holds; where both are, out is 0 and lse -inf. Sinks belong in exactly one of the parts. Results are in
-    ``compute_dtype``. Raises ValueError for shapes that differ.
+    ``out = out_a exp(lse_a - lse) + out_b exp(lse_b - lse)``. A part with lse -inf, or +inf as FlashMLA writes it, saw
+    nothing and is left out whatever its ``out`` holds; where both are, out is 0 and lse -inf. Sinks belong in exactly
+    one of the parts. Results are in ``compute_dtype``. Raises ValueError for shapes that differ.
     """
     if out_a.ndim != 3:
         fail("out_a", "3-D [T, H, Dv]", f"{out_a.ndim}-D")
@@ -299,10 +299,11 @@ def merge_attention_states(
     for name, tensor in (("lse_a", lse_a), ("lse_b", lse_b)):
         if tensor.shape != (out_a.shape[1], out_a.shape[0]):
             fail(name, f"of shape {[out_a.shape[1], out_a.shape[0]]}", list(tensor.shape))
-    lse = torch.logaddexp(lse_a.to(compute_dtype), lse_b.to(compute_dtype))
+    lse_a, lse_b = (x.to(compute_dtype).masked_fill(x == torch.inf, -torch.inf) for x in (lse_a, lse_b))
+    lse = torch.logaddexp(lse_a, lse_b)
     out = torch.zeros_like(out_a, dtype=compute_dtype)
     for part, part_lse in ((out_a, lse_a), (out_b, lse_b)):
-        weight = torch.exp(part_lse.to(compute_dtype) - lse).T[..., None]
+        weight = torch.exp(part_lse - lse).T[..., None]
         out = out + torch.where(part_lse.T[..., None] == -torch.inf, 0, part.to(compute_dtype) * weight)
     return AttentionResult(out, lse)
 

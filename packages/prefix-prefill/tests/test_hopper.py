@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from kernel_reference.testing import gluon
+from kernel_reference.testing import contract, gluon
 from prefix_prefill import launch
 from prefix_prefill.plan import PrefillPlan
 
@@ -84,6 +84,11 @@ CASES: dict[str, tuple[PrefillPlan, dict[str, Any]]] = {
     "a scale of zero": (plan(), {"heads": (4, 2), "head_size": 64, "softmax_scale": 0.0}),
     "a scale of zero, 8 bits": (plan(), {"heads": (4, 2), "head_size": 64, "softmax_scale": 0.0, "cache_dtype": E4M3,
                                          "cached": True, "v_scale": "heads"}),
+    "a scale of zero, slopes": (plan(128, 64), {"heads": (4, 2), "head_size": 64, "softmax_scale": 0.0, "alibi": True}),
+    "a scale of zero, slopes, in parts": (plan(64, 64, 3), {"heads": (4, 2), "head_size": 64, "softmax_scale": 0.0,
+                                                            "alibi": True, "cached": True, "sinks": True}),
+    "a tiny scale, slopes": (plan(64, 64, 2), {"heads": (4, 2), "head_size": 64, "softmax_scale": 1e-41,
+                                               "alibi": True}),
     "decoding left": (plan(64), {"heads": (4, 2), "head_size": 64, "skip_decode": True}),
 }  # fmt: skip
 
@@ -112,3 +117,33 @@ def test_new_keys_wait_until_the_cached_ones_before_them_are_used(tensors, kerne
         batch = tensors.batch(LONG, **{**options, "window": (-1, -1)})
         kernels.prefill(batch, chosen)
         batch.check(most=4)
+
+
+# The tensors of a call, by their place, and the dimensions in which elements are laid 2^31 apart.
+FAR = {
+    "q": [(0, 0), (0, 1), (0, 2)], "block table": [(5, 0)], "scales of heads": [(10, 0), (11, 0)],
+    "out": [(13, 0), (13, 1), (13, 2)], "lse": [(14, 0), (14, 1)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("places", FAR.values(), ids=FAR)
+def test_the_kernel_for_sm_90_follows_elements_more_than_2_to_the_31_apart(tensors, kernels, places) -> None:
+    """Three or more of each, so that strides fit in 32 bits and products of them do not."""
+    batch = tensors.batch(
+        [(20, 3), (3, 2), (0, 1)], heads=(6, 3), cache_dtype=E4M3, k_scale="heads", v_scale="heads", cached=True
+    )
+
+    def attend(*given: Any) -> tuple[()]:
+        launch.prepare_prefill(*given, *batch.numbers(), plan(64, 64))(*given)
+        return ()
+
+    for place, dim in places:
+        try:
+            contract.check_int64_offsets(attend, batch.tensors, {place: dim})
+        except IndexError as error:
+            raise AssertionError(f"dimension {dim} of argument {place}: {error}") from error
+        except RuntimeError as error:
+            # 8 GiB of addresses and more, of which next to nothing is touched; a small machine refuses even that.
+            if "allocate memory" not in str(error):
+                raise
+            pytest.skip("this machine does not give out so many addresses")

@@ -659,10 +659,12 @@ def test_merging_parts_far_apart_gives_the_larger_and_does_not_overflow(tensors)
             check_merge(tensors, outs[0], lse + sign * large, outs[1], lse + sign * large)
 
 
-def test_trap_a_part_that_saw_no_key_is_left_out_whatever_it_holds(tensors) -> None:
+@pytest.mark.parametrize("empty", [(-torch.inf, -torch.inf), (torch.inf, torch.inf), (torch.inf, -torch.inf)], ids=str)
+def test_trap_a_part_that_saw_no_key_is_left_out_whatever_it_holds(tensors, empty) -> None:
+    """Its lse is -inf, or, as FlashMLA has it, +inf."""
     a, b = (tensors.normal(20, 4, 64, dtype=BF16) for _ in range(2))
     lse_a, lse_b = tensors.normal(4, 20), tensors.normal(4, 20)
-    lse_a[:, 3:7], lse_b[:, 5:9] = -torch.inf, -torch.inf
+    lse_a[:, 3:7], lse_b[:, 5:9] = empty
     a[3:7], b[5:9] = torch.nan, torch.inf
     got = merge_attention_states(a, lse_a, b, lse_b)
     assert_bitwise_equal(got.out[3:5], b[3:5])

@@ -280,8 +280,8 @@ def merge_attention_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: T
 
     Args:
         out_a, out_b: [T, H, Dv] of one dtype of bfloat16, float16 and float32, any strides.
-        lse_a, lse_b: [H, T] float32, natural logarithms, any strides. A part whose lse is -inf saw no key and is left
-            out, whatever its out holds.
+        lse_a, lse_b: [H, T] float32, natural logarithms, any strides. A part whose lse is -inf, or +inf as FlashMLA
+            writes it, saw no key and is left out, whatever its out holds.
 
     Returns:
         AttentionResult(out [T, H, Dv] in the dtype of out_a, lse [H, T] float32), both new and contiguous; 0 and -inf

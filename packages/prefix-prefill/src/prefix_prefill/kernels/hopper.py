@@ -71,7 +71,7 @@ def rows_of(o_m, i_tile, i_kv, i_hb, q_len, GROUP: gl.constexpr, HEADS: gl.const
 @gluon.jit
 def pointers(p, row, o_h, o_d, s):
     """To rows of heads [ROWS, BLOCK_D], by strides of (token, head, element)."""
-    return p + (row.to(gl.int64) * s[0] + o_h.to(gl.int64) * s[1])[:, None] + o_d[None, :] * s[2]
+    return p + (row.to(gl.int64) * s[0] + o_h.to(gl.int64) * s[1])[:, None] + o_d.to(gl.int64)[None, :] * s[2]
 
 
 @gluon.jit
@@ -94,10 +94,11 @@ def scaled_by(number, p_scale, place):
 def natural_logarithm(m, total, unit):
     """log(2^m total), and -inf for a row that saw nothing, where m is a score in units of ``unit`` log2(e) as rounded.
 
-    What undoes that factor is taken in two parts, so that a large score is rounded once.
+    What undoes that factor is taken in two parts, so that a large score is rounded once. Where the factor is 0, or too
+    small to be divided by, m is all bias, in units of log2(e).
     """
+    unit = gl.where(unit < TINY, 1.0, unit)
     rounded = unit * LOG2_E
-    rounded = gl.where(rounded == 0, 1.0, rounded)
     ratio = unit / rounded
     rest = gl.fma(-ratio, rounded, unit) / rounded
     log_total = gl.log(gl.where(total == 0, 1.0, total))
@@ -678,8 +679,8 @@ def attend(
         if SPLITS == 1:
             put(factors, OUT_SCALE, scaled_by(out_factor, p_out_scale, 0))
         if SCALED:
-            put(factors, K_FACTOR, scaled_by(k_factor, p_k_scale, i_kv * s_k_scale))
-            put(factors, V_FACTOR, scaled_by(v_factor, p_v_scale, i_kv * s_v_scale))
+            put(factors, K_FACTOR, scaled_by(k_factor, p_k_scale, i_kv.to(gl.int64) * s_k_scale))
+            put(factors, V_FACTOR, scaled_by(v_factor, p_v_scale, i_kv.to(gl.int64) * s_v_scale))
         fence_async_shared()
         memory = (k_tiles, v_tiles, v_strips, q_smem, out_smem, position_smem, notes, factors)
         barriers = (k_arrived, v_arrived, k_free, v_free, zeroed)

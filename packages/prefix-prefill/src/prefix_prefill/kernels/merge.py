@@ -125,6 +125,13 @@ def merge_splits(
         )  # fmt: skip
 
 
+@triton.jit
+def load_lse(p_lse, mask):
+    """Logarithms of a part given to us, where +inf says as well as -inf that it saw no key: FlashMLA writes that."""
+    b_lse = tl.load(p_lse, mask=mask, other=float("-inf"))
+    return tl.where(b_lse == float("inf"), float("-inf"), b_lse)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def merge_states(
     p_out_a, p_lse_a, p_out_b, p_lse_b, p_out, p_lse, rows, s_out_a, s_lse_a, s_out_b, s_lse_b, s_out, s_lse,
@@ -144,12 +151,12 @@ def merge_states(
     b_a = tl.load(
         p_out_a + (row * s_out_a[0] + i_h * s_out_a[1])[:, None] + o_d[None, :] * s_out_a[2], mask=m_tile, other=0.0
     )
-    b_lse = tl.load(p_lse_a + i_h * s_lse_a[0] + row * s_lse_a[1], mask=m_row, other=float("-inf"))
+    b_lse = load_lse(p_lse_a + i_h * s_lse_a[0] + row * s_lse_a[1], m_row)
     acc, m, total = include(acc, m, total, b_a, b_lse)
     b_b = tl.load(
         p_out_b + (row * s_out_b[0] + i_h * s_out_b[1])[:, None] + o_d[None, :] * s_out_b[2], mask=m_tile, other=0.0
     )
-    b_lse = tl.load(p_lse_b + i_h * s_lse_b[0] + row * s_lse_b[1], mask=m_row, other=float("-inf"))
+    b_lse = load_lse(p_lse_b + i_h * s_lse_b[0] + row * s_lse_b[1], m_row)
     acc, m, total = include(acc, m, total, b_b, b_lse)
     store_results(
         p_out, p_lse, None, 1.0, acc, m, total, row * s_out[0] + i_h * s_out[1], i_h * s_lse[0] + row * s_lse[1],

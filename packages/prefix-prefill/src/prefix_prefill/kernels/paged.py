@@ -240,10 +240,14 @@ def attend(
 
         factor = scale
         own_v = 1.0
+        if K_SCALED:
+            k_scales = p_k_scale + i_kv.to(tl.int64) * s_k_scale[2]
+        if V_SCALED:
+            v_scales = p_v_scale + i_kv.to(tl.int64) * s_v_scale[2]
         if K_SCALED == 1:
-            factor = scale * tl.load(p_k_scale + i_kv * s_k_scale[2])
+            factor = scale * tl.load(k_scales)
         if V_SCALED == 1:
-            own_v = tl.load(p_v_scale + i_kv * s_v_scale[2])
+            own_v = tl.load(v_scales)
         cached_factor = factor * k_factor
         own_v = own_v * v_factor
 
@@ -273,10 +277,10 @@ def attend(
                     b_ks = o_n.to(tl.float32)
                     b_vs = b_ks
                     if K_SCALED == 2:
-                        b_ks = tl.load(p_k_scale + block * s_k_scale[0] + place * s_k_scale[1] + i_kv * s_k_scale[2],
+                        b_ks = tl.load(k_scales + block * s_k_scale[0] + place * s_k_scale[1],
                                        mask=fits & (o_key >= low), other=0.0)  # fmt: skip
                     if V_SCALED == 2:
-                        b_vs = tl.load(p_v_scale + block * s_v_scale[0] + place * s_v_scale[1] + i_kv * s_v_scale[2],
+                        b_vs = tl.load(v_scales + block * s_v_scale[0] + place * s_v_scale[1],
                                        mask=fits & (o_key >= low), other=0.0)  # fmt: skip
                     acc, m, total = update(
                         acc, m, total, b_q, k_head, v_head, block * s_k_cache[0] + place * s_place,

@@ -15,17 +15,11 @@ from typing import Any, NoReturn
 import torch
 from torch.autograd import forward_ad
 
+from kernel_reference.errors import fail as fail
+
 _values_are_checked: ContextVar[bool | None] = ContextVar("kernel_reference_values_are_checked", default=None)
 
 _LONGEST = 120
-
-
-def fail(name: str, wanted: str, got: object, error: type[Exception] = ValueError) -> NoReturn:
-    """Raise ``error`` saying that argument ``name`` must be ``wanted`` but was ``got``.
-
-    ``error`` is TypeError for an argument of the wrong kind, ValueError for one of the right kind with a wrong value.
-    """
-    raise error(f"{name} must be {wanted}, got {got}")
 
 
 def describe(value: object) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from .checks import fail
+from .errors import fail
 
 
 def _share(name: str, heads: int, ranks: int) -> int:

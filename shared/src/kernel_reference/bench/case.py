@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from kernel_reference.checks import fail
+from kernel_reference.errors import fail
 
 Call = Callable[[Any], object]
 """An implementation: takes one set of inputs and returns its outputs. Launches device work and does not wait for it."""

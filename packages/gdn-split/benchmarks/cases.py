@@ -60,7 +60,7 @@ def projected(device: torch.device, rows: int, shape: GroupShape) -> Projected:
 def is_exact(outputs: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...]) -> float:
     """0 for equal bits; an engine's kernel may return the parts flat."""
     for got, want in zip(outputs, wanted, strict=True):
-        if not torch.equal(got.reshape(want.shape).view(torch.int16), want.contiguous().view(torch.int16)):
+        if not torch.equal(*(x.reshape(want.shape).contiguous().view(torch.int16) for x in (got, want))):
             raise AssertionError("differs from the reference")
     return 0.0
 

@@ -43,12 +43,19 @@ class _Verdict:
 
 
 def measure(
-    case: Case, device: torch.device, clock: Clock, stamp: Stamp, *, seconds: float = 0.4, rounds: int = 10
+    case: Case,
+    device: torch.device,
+    clock: Clock,
+    stamp: Stamp,
+    *,
+    seconds: float = 0.4,
+    rounds: int = 10,
+    memory_bytes: int = MEMORY_BYTES,
 ) -> list[Record]:
     """Check every implementation of ``case``, then time those that passed, in turns, on the same rotating inputs.
 
-    seconds: device time for each implementation. Returns one record an implementation, in the order of
-    ``case.labels()``. What raises becomes a red record, never an exception.
+    seconds: device time for each implementation. memory_bytes: for all sets of inputs together. Returns one record an
+    implementation, in the order of ``case.labels()``. What raises becomes a red record, never an exception.
     """
     torch.manual_seed(0)
     verdicts: dict[str, _Verdict] = {}
@@ -62,7 +69,7 @@ def measure(
             verdicts[label] = _judge_peer(case, factory, first, clock)
         passed = {label: verdict.call for label, verdict in verdicts.items() if verdict.call is not None}
         if passed:
-            sets = _count_sets(case, first, clock)
+            sets = _count_sets(case, first, clock, memory_bytes)
             inputs = [first, *(case.make_inputs() for _ in range(sets - 1))]
             calls = {label: _over(call, inputs) for label, call in passed.items()}
             if case.copy:
@@ -118,13 +125,12 @@ def _poison(outputs: Any) -> None:
             _poison(part)
 
 
-def _count_sets(case: Case, inputs: Any, clock: Clock) -> int:
+def _count_sets(case: Case, inputs: Any, clock: Clock, memory_bytes: int) -> int:
     held = tensor_bytes(inputs)
     touched = min(held, case.bytes_moved) or case.bytes_moved
     # Besides its inputs a set costs the copy's two buffers, and outputs that events and graphs each keep.
-    return rotation_count(
-        touched, held + 3 * case.bytes_moved, clock.l2_bytes, min(MEMORY_BYTES, clock.free_bytes() * 2 // 5)
-    )
+    room = min(memory_bytes, clock.free_bytes() * 2 // 5)
+    return rotation_count(touched, held + 3 * case.bytes_moved, clock.l2_bytes, room)
 
 
 def _over(call: Call, inputs: Sequence[Any]) -> Callable[[int], object]:

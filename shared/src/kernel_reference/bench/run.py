@@ -14,9 +14,11 @@ import importlib.util
 import re
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from types import ModuleType
 from typing import Protocol
 
 import torch
@@ -75,17 +77,37 @@ class CudaBench:
         torch.cuda.empty_cache()
 
 
-def load_cases(path: Path, device: torch.device) -> list[Case]:
-    """The cases of ``path`` for ``device``. Raises UnusableError where it defines none, or one name twice."""
+def load_module(path: Path, wanted: str) -> ModuleType:
+    """The Python file ``path``, which may import what lies beside it. Raises UnusableError where there is none."""
     # Unique, so that the cases.py of two packages can be loaded in one process.
-    name = "cases_" + re.sub(r"\W", "_", str(path.resolve()))
+    name = f"{path.stem}_" + re.sub(r"\W", "_", str(path.resolve()))
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None or not path.is_file():
-        raise UnusableError(f"{path} must be a Python file that defines cases(device)")
+        raise UnusableError(f"{path} must be a Python file that defines {wanted}")
     module = importlib.util.module_from_spec(spec)
     # Dataclasses look their module up by name.
     sys.modules[name] = module
-    spec.loader.exec_module(module)
+    with _beside(path.resolve().parent):
+        spec.loader.exec_module(module)
+    return module
+
+
+@contextmanager
+def _beside(folder: Path) -> Iterator[None]:
+    """Imports find the files of ``folder``, and not those of another package's that have the same names."""
+    for name in {file.stem for file in folder.glob("*.py")} & set(sys.modules):
+        if Path(getattr(sys.modules[name], "__file__", None) or "").parent != folder:
+            del sys.modules[name]
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+
+
+def load_cases(path: Path, device: torch.device) -> list[Case]:
+    """The cases of ``path`` for ``device``. Raises UnusableError where it defines none, or one name twice."""
+    module = load_module(path, "cases(device)")
     function = getattr(module, "cases", None)
     if not callable(function):
         raise UnusableError(f"{path} must define cases(device), got none")

@@ -1,0 +1,62 @@
+"""A bench without a GPU: results are judged on the CPU, and every call takes the same made-up time.
+
+It shows that cases and maps can be made, run and judged; no time that it gives means anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from kernel_reference.bench.machine import Machine
+from kernel_reference.bench.roofs import Roofs
+
+# So long that a call is not repeated more than it must be.
+CALL_US = 20_000.0
+
+
+class DryClock:
+    """Every call costs ``CALL_US`` of device time, and looking at the host's clock 10 us."""
+
+    # So small that inputs rotate no further than they must.
+    l2_bytes = 2**16
+
+    def __init__(self) -> None:
+        self.host_us = 0.0
+
+    def free_bytes(self) -> int:
+        return 10**9
+
+    def host_seconds(self) -> float:
+        self.host_us += 10.0
+        return self.host_us * 1e-6
+
+    def synchronize(self) -> None:
+        return None
+
+    def sample_us(self, calls: Sequence[Callable[[], object]]) -> list[float]:
+        for call in calls:
+            call()
+        return [CALL_US] * len(calls)
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], object]:
+        raise RuntimeError("there are no graphs without a GPU")
+
+
+class DryBench:
+    """The CPU as the device of a run."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.clock = DryClock()
+
+    def roofs(self) -> Roofs:
+        return Roofs(4000.0, 800.0)
+
+    def machine(self) -> Machine:
+        return Machine("no GPU", "none", "0.0", "none", str(torch.__version__), "none", "3")
+
+    def tidy(self) -> None:
+        return None

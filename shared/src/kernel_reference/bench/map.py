@@ -1,0 +1,425 @@
+"""Find where speed falls off: ``python -m kernel_reference.bench.map packages/<name>/benchmarks/map.py --out DIR``.
+
+map.py defines ``maps(device: torch.device) -> Iterable[Map]``, grids round the package's cases, and may define
+``sweep(device, batch) -> Callable[[], object]``, a call with so many sequences. A sample of every grid in which any two
+values meet is measured, each point as `bench.run` measures a case, only more briefly: judged first, timed beside
+every peer that runs it and a copy. What comes out is ``map.jsonl``, a picture of each grid and the slowest points.
+
+Measuring is done in a process of its own, so that a peer that ends or hangs it costs one point. Before, other processes
+call everything once, to compile side by side what is later found in the caches of Triton and TileLang; and one, with an
+empty cache, counts what is compiled as a server's batch grows from 1 to 256.
+
+Exit code 0: measured, perhaps not all of it in time; 1: a point of ours is red; 2: nothing could be measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kernel_reference.bench import machine, mapped
+from kernel_reference.bench.compiled import compilations
+from kernel_reference.bench.grid import Axis, Map, Value, key_of, words_of
+from kernel_reference.bench.mapped import First, Header, Measured, Outcome, Sweep
+from kernel_reference.bench.measure import Stamp, measure
+from kernel_reference.bench.roofs import Roofs
+from kernel_reference.bench.run import Bench, CudaBench, UnusableError, load_module
+from kernel_reference.bench.table import show, significant
+from kernel_reference.bench.timers import host_time_us
+
+__all__ = ["Axis", "Map", "main"]
+
+# A point's bytes read and written, and all the sets of its inputs together.
+POINT_BYTES, SETS_BYTES = 4 * 10**9, 8 * 10**9
+BATCHES = 256
+# Device time for each implementation of a point.
+SECONDS, ROUNDS = 0.03, 3
+# A point that takes longer hangs.
+POINT_SECONDS = 40.0
+# Of the budget: the end, for the table and the pictures; and the most that compiling ahead and the sweep may take.
+LAST_SECONDS, AHEAD = 8.0, 0.45
+# A process that dies before its first point is started again once, one that dies at a point as often as this.
+RESTARTS = 20
+# What the measuring process exits with when the device is lost to it, as after an illegal access.
+LOST = 3
+
+
+@dataclass(frozen=True)
+class Item:
+    """A point that is to be measured."""
+
+    map: Map
+    point: Mapping[str, Value]
+
+    @property
+    def key(self) -> str:
+        return key_of(self.map.name, self.point)
+
+
+def load_maps(path: Path, device: torch.device) -> tuple[list[Map], Callable[..., Callable[[], object]] | None]:
+    """The maps of ``path``, and its ``sweep``. Raises UnusableError where it defines no maps, or one name twice."""
+    module = load_module(path, "maps(device)")
+    function = getattr(module, "maps", None)
+    if not callable(function):
+        raise UnusableError(f"{path} must define maps(device), got none")
+    found: list[Map] = list(function(device))
+    names = [one.name for one in found]
+    if not found or len(set(names)) < len(names):
+        raise UnusableError(f"{path} must name each map once and have one, got {names}")
+    return found, getattr(module, "sweep", None)
+
+
+def items_of(maps: Iterable[Map], *, seed: int = 0, points: int | None = None) -> list[Item]:
+    """The sample of every map, in turns, so that all have their share when time is up. ``points``: of all together."""
+    maps = list(maps)
+    samples = [[Item(one, point) for point in one.sample(seed=seed)] for one in maps]
+    order = sorted(
+        (
+            (number / len(sample), which, item)
+            for which, sample in enumerate(samples)
+            for number, item in enumerate(sample)
+        ),
+        key=lambda entry: entry[:2],
+    )
+    known = {id(item): index < len(item.map.known) for sample in samples for index, item in enumerate(sample)}
+    items = sorted((item for *_, item in order), key=lambda item: not known[id(item)])
+    return items[:points]
+
+
+# Measuring, in its own process
+
+
+def measure_items(
+    items: Iterable[Item], bench: Bench, stamp: Stamp, file: Path, *, until: float, number: int = 0, total: int = 0
+) -> Iterator[Measured]:
+    """Measure each point and add it to ``file``; ends before ``until`` (of time.monotonic)."""
+    running = file.with_suffix(".running")
+    longest = 0.0
+    for count, item in enumerate(items, start=number + 1):
+        if time.monotonic() + longest > until:
+            return
+        # Whoever finds this file after the process has died knows at which point.
+        running.write_text(json.dumps([item.map.name, dict(item.point)]), encoding="utf-8")
+        start = time.monotonic()
+        found = measure_one(item, bench, stamp)
+        mapped.append(file, found)
+        running.unlink()
+        longest = max(longest, min(time.monotonic() - start, POINT_SECONDS / 4))
+        print(f"[{count}/{total}] {item.map.name} {words_of(item.point)}: {_outcome(found, stamp)}", flush=True)
+        yield found
+
+
+def measure_one(item: Item, bench: Bench, stamp: Stamp) -> Measured:
+    """One point. What raises is its note."""
+    start = time.monotonic()
+
+    def done(**values: Any) -> Measured:
+        return Measured(item.map.name, dict(item.point), round(time.monotonic() - start, 2), **values)
+
+    try:
+        case = item.map.case(item.point)
+        if case is None:
+            return done()
+        if case.bytes_moved > POINT_BYTES:
+            return done(note=f"moves {case.bytes_moved / 1e9:.1f} GB, and a point may move {POINT_BYTES / 1e9:g}")
+        limits = {"seconds": SECONDS, "rounds": ROUNDS, "memory_bytes": SETS_BYTES}
+        records = measure(case, bench.device, bench.clock, stamp, **limits)  # type: ignore[arg-type]
+        outcomes = tuple(Outcome.of(record) for record in records)
+        return done(bytes=case.bytes_moved, flops=case.flops, outcomes=outcomes)
+    except Exception as error:
+        return done(note=f"{type(error).__name__}: {' '.join(str(error).split())}"[:500])
+    finally:
+        with suppress(Exception):
+            bench.tidy()
+
+
+def _outcome(found: Measured, stamp: Stamp) -> str:
+    if found.red:
+        return f"RED {'; '.join(found.red)[:160]} ({found.seconds:.1f} s)"
+    if not found.ours:
+        return f"no case ({found.seconds:.1f} s)"
+    beside = f"{found.of_peer:.2f} of {found.peer.implementation}" if found.peer and found.of_peer else "no peer"
+    absent = [o.implementation for o in found.outcomes if not o.ours and o.status != "timed"]
+    without = f", without {', '.join(absent)}" if absent else ""
+    return f"{significant(found.ours.us)} us, {beside}{without} ({found.seconds:.1f} s)"
+
+
+def call_ahead(items: Iterable[Item], bench: Bench) -> None:
+    """Call every implementation of these points once, so that it is compiled; what fails says so in its turn."""
+    for item in items:
+        with suppress(Exception):
+            case = item.map.case(item.point)
+            if case is not None and case.bytes_moved <= POINT_BYTES:
+                inputs = case.make_inputs()
+                for call in (*((lambda call=call: call) for call in case.ours.values()), *case.peers.values()):
+                    with suppress(Exception):
+                        call()(inputs)
+                        bench.clock.synchronize()
+                del inputs
+        with suppress(Exception):
+            bench.tidy()
+
+
+def run_sweep(
+    sweep: Callable[..., Callable[[], object]], bench: Bench, file: Path, *, until: float, batches: int = BATCHES
+) -> Sweep:
+    """Go through the batch sizes, noting what each first call compiles; the host's time of a second call."""
+    first: list[First] = []
+    host: list[float] = []
+    done = Sweep(0, batches, 0.0, ())
+    # Whatever the package imports to make a call is imported before compiling is watched.
+    call = sweep(bench.device, 1)
+    with compilations() as compiled:
+        for batch in range(1, batches + 1):
+            if time.monotonic() > until:
+                break
+            call = call if batch == 1 else sweep(bench.device, batch)
+            bench.clock.synchronize()
+            before, start = len(compiled), time.monotonic()
+            call()
+            bench.clock.synchronize()
+            if len(compiled) > before:
+                first.append(First(batch, round(time.monotonic() - start, 3), tuple(compiled[before:])))
+            host.append(host_time_us(call, bench.clock, calls=4, bursts=3))
+            done = Sweep(batch, batches, sorted(host)[len(host) // 2], tuple(first))
+            if len(compiled) > before or batch % 16 == 0 or batch == batches:
+                mapped.save_sweep(file, done)
+    mapped.save_sweep(file, done)
+    return done
+
+
+# The command
+
+
+def main(arguments: Sequence[str] | None = None, *, bench: Bench | None = None) -> int:
+    """The command. Returns the exit code. ``bench``: measure on this one, in this process."""
+    started = time.monotonic()
+    parser = argparse.ArgumentParser(prog="python -m kernel_reference.bench.map", description="Map where speed falls.")
+    parser.add_argument("maps", type=Path, help="benchmarks/map.py of a package")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="for map.jsonl and the pictures")
+    parser.add_argument("--seconds", type=float, default=150.0, metavar="BUDGET", help="in all (default 150)")
+    parser.add_argument("--resume", action="store_true", help="keep what map.jsonl holds and measure the rest")
+    parser.add_argument("--points", type=int, metavar="N", help="at most so many, of all maps together")
+    parser.add_argument("--seed", type=int, default=0, help="of the sample (default 0)")
+    parser.add_argument("--only", type=re.compile, metavar="REGEX", help="only maps whose name matches")
+    parser.add_argument("--ahead", type=int, metavar="N", help="processes that compile ahead (default: half the cores)")
+    parser.add_argument("--no-sweep", action="store_true", help="do not go through batch sizes")
+    parser.add_argument("--commit", help="the commit to record where the sources are no git checkout")
+    parser.add_argument("--role", choices=("ahead", "sweep", "measure"), help=argparse.SUPPRESS)
+    parser.add_argument("--share", default="0/1", help=argparse.SUPPRESS)
+    parser.add_argument("--left", type=float, help=argparse.SUPPRESS)
+    chosen = parser.parse_args(arguments)
+    until = started + (chosen.left if chosen.left is not None else chosen.seconds - LAST_SECONDS)
+    try:
+        if chosen.role:
+            return _play(chosen, bench or CudaBench(), until)
+        if bench is not None:
+            _prepare(chosen)
+            _play(_as(chosen, "measure"), bench, until)
+            if not chosen.no_sweep:
+                _play(_as(chosen, "sweep"), bench, until)
+        else:
+            CudaBench()
+            _prepare(chosen)
+            _direct(chosen, list(sys.argv[1:] if arguments is None else arguments), started, until)
+        return finish(chosen.out)
+    except UnusableError as error:
+        print(f"map: {error}", file=sys.stderr)
+        return 2
+
+
+def _as(chosen: argparse.Namespace, role: str) -> argparse.Namespace:
+    return argparse.Namespace(**{**vars(chosen), "role": role})
+
+
+def _prepare(chosen: argparse.Namespace) -> None:
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    if not chosen.resume:
+        for name in (mapped.NAME, mapped.SWEEP_NAME):
+            (chosen.out / name).unlink(missing_ok=True)
+    (chosen.out / mapped.NAME).with_suffix(".running").unlink(missing_ok=True)
+
+
+def _play(chosen: argparse.Namespace, bench: Bench, until: float) -> int:
+    """What one of the processes does."""
+    file = chosen.out / mapped.NAME
+    maps, sweep = load_maps(chosen.maps, bench.device)
+    if chosen.only:
+        maps = [one for one in maps if chosen.only.search(one.name)]
+    if not maps:
+        raise UnusableError(f"--only must match a map of {chosen.maps}, got none")
+    if chosen.role == "sweep":
+        if sweep is not None and not (chosen.resume and (chosen.out / mapped.SWEEP_NAME).is_file()):
+            print(run_sweep(sweep, bench, chosen.out / mapped.SWEEP_NAME, until=until).words(), flush=True)
+        return 0
+    items = items_of(maps, seed=chosen.seed, points=chosen.points)
+    done = {point.key for point in mapped.load(file)[1]} if file.is_file() else set()
+    left = [item for item in items if item.key not in done]
+    if chosen.role == "ahead":
+        own, of = map(int, chosen.share.split("/"))
+        call_ahead(left[own::of], bench)
+        return 0
+    stamp = _stamp(chosen, bench, maps, file)
+    for _ in measure_items(left, bench, stamp, file, until=until, number=len(items) - len(left), total=len(items)):
+        try:
+            bench.clock.synchronize()
+        except Exception as error:
+            print(f"the device is lost to this process: {error}", flush=True)
+            return LOST
+    return 0
+
+
+def _stamp(chosen: argparse.Namespace, bench: Bench, maps: Sequence[Map], file: Path) -> Stamp:
+    """From the file's first line, which is written here where there is none."""
+    if file.is_file():
+        header, _ = mapped.load(file)
+        described = machine.Machine(**{name: getattr(header, name) for name in machine.Machine.__dataclass_fields__})
+        roofs = Roofs(header.copy_roof_gb_per_s, header.gemm_roof_tflop_per_s)
+        return Stamp(header.package, header.package_version, described, roofs, header.commit, header.date)
+    package, version = machine.package_of(chosen.maps)
+    described, roofs = bench.machine(), bench.roofs()
+    commit = chosen.commit or machine.commit_of(chosen.maps.resolve().parent)
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    axes = {one.name: {axis.name: list(axis.values) for axis in one.axes} for one in maps}
+    common: dict[str, Any] = {**asdict(described), "commit": commit, "date": date, "axes": axes}
+    copied, multiplied = roofs.copy_gb_per_s, roofs.gemm_tflop_per_s
+    mapped.begin(file, Header(package, version, copy_roof_gb_per_s=copied, gemm_roof_tflop_per_s=multiplied, **common))
+    return Stamp(package, version, described, roofs, commit, date)
+
+
+def finish(out: Path) -> int:
+    """Show the slowest points and draw every map; the exit code."""
+    file = out / mapped.NAME
+    if not file.is_file():
+        raise UnusableError(f"nothing was measured: there is no {file}")
+    header, points = mapped.load(file)
+    show(mapped.of_points(header, points))
+    sweep = mapped.load_sweep(out / mapped.SWEEP_NAME)
+    if sweep is not None:
+        print(sweep.words())
+    try:
+        from kernel_reference.bench.heat import draw
+    except ImportError as error:
+        print(f"no SVG: {error}")
+    else:
+        for name in header.axes:
+            target = out / f"map-{name}.svg"
+            draw(header, [point for point in points if point.map == name], name, target)
+            print(f"wrote {target}")
+    print(f"wrote {file}: {len(points)} points", flush=True)
+    return 1 if any(point.red for point in points) else 0
+
+
+# The processes
+
+
+def _direct(chosen: argparse.Namespace, arguments: list[str], started: float, until: float) -> None:
+    """Compile ahead and sweep, then measure, starting anew after each point that ended the process."""
+    command = [sys.executable, "-m", __spec__.name if __spec__ else "kernel_reference.bench.map", *arguments]
+    # What is done is in the file: every process goes on from it.
+    command += [] if chosen.resume else ["--resume"]
+    ahead = (os.cpu_count() or 2) // 2 if chosen.ahead is None else chosen.ahead
+    together = [[*command, "--role", "ahead", "--share", f"{own}/{ahead}"] for own in range(min(ahead, 8))]
+    with tempfile.TemporaryDirectory() as cache:
+        empty = {"TRITON_CACHE_DIR": f"{cache}/triton", "TILELANG_CACHE_DIR": f"{cache}/tilelang"}
+        environments: list[dict[str, str]] = [{} for _ in together]
+        if not chosen.no_sweep:
+            together.append([*command, "--role", "sweep", "--left", str(AHEAD * chosen.seconds)])
+            environments.append(empty)
+        run_together(together, environments, until=min(until, started + AHEAD * chosen.seconds))
+    supervise([*command, "--role", "measure"], chosen.out / mapped.NAME, until=until)
+
+
+def run_together(
+    commands: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]], *, until: float
+) -> list[int | None]:
+    """Run these side by side; whichever has not ended by ``until`` is ended. Exit codes, None for those."""
+    with ended() as processes:
+        for command, environment in zip(commands, environments, strict=True):
+            processes.append(subprocess.Popen(command, env={**os.environ, **environment}, stdin=subprocess.DEVNULL))
+        codes: list[int | None] = []
+        for process in processes:
+            try:
+                codes.append(process.wait(max(0.0, until - time.monotonic())))
+            except subprocess.TimeoutExpired:
+                codes.append(None)
+        return codes
+
+
+def supervise(command: Sequence[str], file: Path, *, until: float, point_seconds: float = POINT_SECONDS) -> None:
+    """Run the measuring process until it has no more to do, or time is up.
+
+    A point at which it dies or hangs is written to ``file`` with the reason, and the process started again.
+    """
+    running = file.with_suffix(".running")
+    lives = 2
+    for _ in range(RESTARTS):
+        left = until - time.monotonic()
+        if left <= 0 or not lives:
+            return
+        with ended() as processes:
+            process = subprocess.Popen([*command, "--left", f"{left:.1f}"], stdin=subprocess.DEVNULL)
+            processes.append(process)
+            reason = _watch(process, running, until, point_seconds)
+        if reason is None:
+            return
+        if running.is_file():
+            name, point = json.loads(running.read_text(encoding="utf-8"))
+            seconds = round(time.time() - running.stat().st_mtime, 2)
+            running.unlink()
+            if file.is_file() and time.monotonic() < until:
+                mapped.append(file, Measured(name, point, seconds, note=reason))
+                print(f"{name} {words_of(point)}: RED {reason}", flush=True)
+        elif reason != f"the process ended with {LOST}":
+            lives -= 1
+
+
+def _watch(process: subprocess.Popen[bytes], running: Path, until: float, point_seconds: float) -> str | None:
+    """Wait for the process. Returns None where it ended well, else the reason."""
+    while True:
+        with suppress(subprocess.TimeoutExpired):
+            code = process.wait(0.2)
+            if code == 0:
+                return None
+            ended_by = signal.Signals(-code).name if code < 0 else code
+            return f"the process ended with {ended_by}"
+        if time.monotonic() > until:
+            return "time was up"
+        with suppress(FileNotFoundError):
+            if time.time() - running.stat().st_mtime > point_seconds:
+                return f"no result within {point_seconds:g} s"
+
+
+@contextmanager
+def ended() -> Iterator[list[subprocess.Popen[bytes]]]:
+    """A list of processes, none of which is left behind."""
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
+
+if __name__ == "__main__":
+    # As a script this module is __main__, and its Map would not be the Map that a map.py imports.
+    from kernel_reference.bench import map as command
+
+    sys.exit(command.main())

@@ -161,6 +161,7 @@ class Batch:
             mask = random_mask(1 if one_layout else heads[0], rows, columns)
         self.mask = mask.to(device)
         self.layout = layout_of(mask, *blocks, device)
+        self.max_seqlen_q = min(self.max_seqlen_q, self.layout.rows * blocks[0])
 
         q = self._values(self.begins[-1], heads[0], head_size, size)
         keys, values = (self._values(self.begins_k[-1], heads[1], n, size) for n in (head_size, self.head_size_v))
@@ -301,7 +302,8 @@ class Batch:
     def numbers(self, num_splits: int = 0) -> tuple[Any, ...]:
         """The numbers of the op, the plan left out."""
         left = -1 if self.window is None else self.window[0]
-        most = self.q.shape[1] if self.kind == "padded" else self.max_seqlen_q
+        padded = min(self.q.shape[1], self.layout.rows * self.blocks[0])
+        most = padded if self.kind == "padded" else self.max_seqlen_q
         return (most, *self.blocks, self.cache_layout, self.scale, left, 0, self.softcap, num_splits)
 
     @property

@@ -117,15 +117,16 @@ def make(device: torch.device) -> Maker:
 
 def attend(make: Maker, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Any:
     return blocksparse_attn.blocksparse_attention(
-        q, k, v, make.layout, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=q.shape[0],
-        return_lse=True,
+        q, k, v, make.layout, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=min(q.shape[0], LONGEST), return_lse=True,
     )  # fmt: skip
 
 
 def attend_in_parts(make: Maker, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Any:
     return blocksparse_attn.blocksparse_attention(
-        q, k, v, make.merged, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=q.shape[0],
-        return_lse=True, num_splits=3, softmax_scale=0.4, window=(20, 0), softcap=4.0,
+        q, k, v, make.merged, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=min(q.shape[0], LONGEST), return_lse=True, num_splits=3, softmax_scale=0.4, window=(20, 0),
+        softcap=4.0,
     )  # fmt: skip
 
 
@@ -135,7 +136,7 @@ def attend_to_pages(
 ) -> Any:  # fmt: skip
     return blocksparse_attn.blocksparse_attention(
         q, k, v, make.layout, block_table=block_table, cu_seqlens_q=cu_seqlens_q, seqlens_k=seqlens_k, sinks=sinks,
-        out=out, max_seqlen_q=q.shape[0],
+        out=out, max_seqlen_q=min(q.shape[0], LONGEST),
     )  # fmt: skip
 
 
@@ -231,7 +232,7 @@ def test_a_layout_may_be_an_argument_of_what_is_compiled(make) -> None:
     backend = "inductor" if make.device.type == "cuda" else "aot_eager"
 
     def run(layout: BlockLayout, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Any:
-        options = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": q.shape[0]}
+        options = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": min(q.shape[0], LONGEST)}
         return blocksparse_attn.blocksparse_attention(q, k, v, layout, **options)
 
     torch.compiler.reset()
@@ -459,6 +460,22 @@ def test_public_functions_reach_the_kernels_with_every_argument_in_its_place(ten
 
 @needs_kernels
 @pytest.mark.usefixtures("by_kernels")
+def test_an_output_in_the_memory_of_an_input_is_refused_in_each_call_of_a_launch_that_is_made_ready(tensors) -> None:
+    """A kernel would read what another program has written already. Slices that share no element are taken."""
+    batch = tensors.batch([(0, 20), (0, 9)], heads=(2, 1), head_size=16, lse=False)
+    fused = torch.cat([batch.q, poison_(torch.empty_like(batch.q))], dim=1)
+    batch.q, own = fused[:, :2], fused[:, 2:]
+    for _ in range(2):
+        batch.run(out=own)
+        batch.check_out(own)
+        kept = fused.clone()
+        with pytest.raises(ValueError, match=r"^out must be a tensor that shares no memory with q, got "):
+            batch.run(out=fused[:, 1:3])
+        assert_bitwise_equal(fused, kept)
+
+
+@needs_kernels
+@pytest.mark.usefixtures("by_kernels")
 def test_the_drop_in_and_the_module_reach_the_kernels_too(tensors) -> None:
     mask = blocks.local_strided(2, 32, 1, 2, 16)
     batch = tensors.batch([(20, 4), (5, 1), (0, 3)], heads=(2, 1), head_size=16, mask=mask, lse=False)
@@ -610,7 +627,7 @@ def test_a_chain_on_one_stream_reads_what_the_call_before_it_wrote(make) -> None
     q, k, v, *bounds = make.ragged(9)
     one = torch.ones_like(v)
     dense = BlockLayout.sliding(LONGEST, COLUMNS, BLOCK, make.device)
-    options = {"cu_seqlens_q": bounds[0], "cu_seqlens_k": bounds[1], "max_seqlen_q": 99}
+    options = {"cu_seqlens_q": bounds[0], "cu_seqlens_k": bounds[1], "max_seqlen_q": LONGEST}
     for step in range(100):
         v.copy_(one * (step % 7))
         out = blocksparse_attn.blocksparse_attention(q, k, v, dense, **options, num_splits=1 + step % 3)

@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from blocksparse_attn import BlockLayout, layout
+from blocksparse_attn import BlockLayout, blocksparse_flash_attn_varlen_fwd, layout
 from kernel_reference import blocks
 from kernel_reference.models import PHI3_SMALL
 from kernel_reference.testing.guards import assert_bitwise_equal
@@ -260,6 +260,39 @@ def test_given_lists_are_kept_as_they_are_and_what_is_behind_them_is_not_read(de
     assert_bitwise_equal(long.to_mask().cpu(), wanted)
     # A layout is no better for being wider than it must.
     assert long.density() == made.density() == BlockLayout.from_mask(wanted.to(device), 16, 16).density()
+
+
+def dense_to_crow_col(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As vLLM's function of that name: int64, padded with -1, of a mask [rows, columns] without heads."""
+    heads = [head.to_sparse_csr() for head in (mask[None] if mask.ndim == 2 else mask).float()]
+    width = max(head.col_indices().numel() for head in heads)
+    crow = torch.vstack([head.crow_indices() for head in heads])
+    col = [head.col_indices() for head in heads]
+    col = torch.vstack([torch.cat([own, own.new_full((width - len(own),), -1)]) for own in col])
+    return (crow[0], col[0]) if mask.ndim == 2 else (crow, col)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("heads", [1, 4])
+def test_lists_as_vllm_makes_them_are_taken_wherever_lists_are(device, heads) -> None:
+    """int64, and of one pattern for all heads without a dimension for those."""
+    mask = blocks.local_strided(4, 512, 2, 4, 64)[:heads].to(device)
+    crow, col = dense_to_crow_col(mask if heads > 1 else mask[0])
+    assert crow.dtype == col.dtype == torch.int64
+    assert crow.ndim == col.ndim == (2 if heads > 1 else 1)
+    q, k, v = torch.randn(3, 512, 4, 16, device=device)
+    cu = torch.tensor([0, 500], device=device)
+    want = blocksparse_flash_attn_varlen_fwd(q, k, v, cu, cu, None, BlockLayout.from_mask(mask, 64, 64))
+    assert want[:500].any(2).all()
+    for lists in (
+        (crow, col), BlockLayout(crow, col, 64, 64, 8), BlockLayout.from_csr(crow, col, 64, 64),
+        # As it hands one pattern out to all heads.
+        (crow.expand(4, -1), col.expand(4, -1)),
+    ):  # fmt: skip
+        if isinstance(lists, BlockLayout):
+            assert lists.crow.dtype == lists.col.dtype == torch.int32
+            assert torch.equal(lists.to_mask(), mask)
+        assert_bitwise_equal(blocksparse_flash_attn_varlen_fwd(q, k, v, cu, cu, None, lists), want)
 
 
 def test_columns_are_as_many_as_the_rows_reach_where_they_are_not_said(device) -> None:

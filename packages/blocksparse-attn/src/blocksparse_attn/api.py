@@ -14,15 +14,13 @@ from blocksparse_attn.arguments import (
     Names,
     check_bool,
     check_cache_layout,
-    check_float,
     check_int,
     check_tensors,
     check_window,
-    describe,
 )
 from blocksparse_attn.layout import BlockLayout
 from blocksparse_attn.plan import AttentionPlan
-from kernel_reference.checks import fail, values_are_checked
+from kernel_reference.checks import check_float, check_no_tangents, describe, fail, values_are_checked
 
 Tensor = torch.Tensor
 
@@ -91,7 +89,8 @@ def blocksparse_attention(
         cu_seqlens_q, cu_seqlens_k: [B + 1] int32 or int64, contiguous, from 0, never falling, at most T and Tk: where
             the sequences of a ragged batch begin; of a paged one cu_seqlens_q alone. Rows behind the last sequence are
             0 in the result and -inf in lse.
-        max_seqlen_q: the most queries of a sequence, or more; sizes the launch only. Needed unless q is padded.
+        max_seqlen_q: the most queries of a sequence, or more, up to those that the layout has rows for; sizes the
+            launch only. Needed unless q is padded: then the rows of a sequence when None.
         block_table: [B, max_blocks] int32 or int64, rows contiguous: position p of sequence b is in page
             ``block_table[b, p // page]``. A page that the pool does not have reads as zeros.
         seqlens_k: with block_table: [B] int32 or int64, contiguous: tokens of each sequence, the new ones counted.
@@ -106,7 +105,7 @@ def blocksparse_attention(
         window: (left, right): a query sees keys from ``left`` before its position on; -1 is unlimited. No key after it
             is seen whatever ``right`` is.
         out: a tensor to write instead of a new one: [T, Hq, Dv] or [B, T, Hq, Dv] of q's dtype; any strides that give
-            each element a place of its own and do not interleave dimensions, no overlap with inputs.
+            each element a place of its own and do not interleave dimensions, in memory of its own.
         return_lse: whether to return lse too.
         num_splits: in how many parts each row's keys are cut, 1 or more; a number makes a sequence's result, to the
             last bit, independent of the rest of the batch. None: as the plan has it.
@@ -119,9 +118,11 @@ def blocksparse_attention(
         rows beside that one too. Not differentiable.
 
     Raises:
-        TypeError, ValueError: an argument is not as said above; nothing has been written. What only device memory tells
-            is looked at inside ``kernel_reference.checks.validate_values``, a sequence longer than the layout has rows
-            for among it. Without it bounds of queries are clamped to the rows there are; a sequence of impossible
+        TypeError, ValueError: an argument is not as said above; nothing has been written. There are no derivatives: an
+            input that requires a gradient or carries a tangent, and one under ``torch.vmap``, are refused. What only
+            device memory tells is looked at on a CPU, and inside ``kernel_reference.checks.validate_values``, a
+            sequence longer than the layout has rows for among it. Without it, and so on a GPU and inside
+            ``validate_values(False)``, bounds of queries are clamped to the rows there are; a sequence of impossible
             bounds of keys, of fewer keys than queries, or of more than its row of the block table has room for, gives 0
             and -inf.
     """
@@ -141,9 +142,8 @@ def blocksparse_attention(
     }  # fmt: skip
     given = {"q": q, "k": k, "v": v, **_given(**optional, out=out)}
     try:
-        if torch.is_grad_enabled():
-            _refuse_gradients(given)
-        most = _most_queries(q, max_seqlen_q)
+        _refuse_derivatives(given)
+        most = _most_queries(q, max_seqlen_q, q_starts is None and q_ends is None, layout)
         size = v.shape[2] if block_table is not None and cache_layout == "x-packed" else v.shape[-1]
         result = q.new_empty((*q.shape[:-1], size)) if out is None else out
         lse = q.new_empty(arguments.lse_shape(q), dtype=torch.float32) if return_lse else None
@@ -172,7 +172,7 @@ def blocksparse_flash_attn_varlen_fwd(
     sm_scale: float | None,
     sparse_layout: BlockLayout | tuple[Tensor, Tensor],
     *,
-    block_size: int = _BLOCK_SIZE,
+    block_size: int | None = None,
     q_block_size: int | None = None,
     max_seqlen: int | None = None,
 ) -> Tensor:
@@ -183,13 +183,16 @@ def blocksparse_flash_attn_varlen_fwd(
         cu_seqlens_k, cu_seqlens_q: as there. cu_seqlens_q None: each sequence has one query when T is the number of
             sequences; else it has as many as keys, when T is Tk.
         sm_scale: softmax_scale there.
-        sparse_layout: a BlockLayout, or its lists (crow [heads or 1, rows + 1], col [heads or 1, nnz]), int32, rows
-            contiguous. Of a pair what is behind ``crow[h, -1]`` is not read; columns should increase in each row, and
-            none may be listed twice, which inside ``validate_values`` is looked at: a BlockLayout saves that.
-        block_size: tokens of a block of keys, a multiple of 16.
+        sparse_layout: a BlockLayout, or its lists (crow [heads or 1, rows + 1], col [heads or 1, nnz]), rows
+            contiguous; of one head also [rows + 1] and [nnz]. Of a pair what is behind ``crow[h, -1]`` is not read;
+            columns should increase in each row, and none may be listed twice, which is looked at where values are. A
+            pair of int64, as vLLM's ``dense_to_crow_col`` makes them, is brought to int32 in each call: a BlockLayout
+            saves both.
+        block_size: tokens of a block of keys, a multiple of 16; 64 when None.
         q_block_size: tokens of a block of queries, a multiple or a divisor of it; block_size when None. A BlockLayout
-            knows both, and what is given beside it must be the same; 64, the default, goes with any.
-        max_seqlen: the most tokens of a sequence, or more; sizes the launch only.
+            knows both, and what is given beside it must be the same.
+        max_seqlen: the most tokens of a sequence, or more, up to those that the layout has rows for; sizes the launch
+            only.
 
     Returns:
         [T, Hq, Dv], new and contiguous, in q's dtype. Not differentiable.
@@ -201,11 +204,13 @@ def blocksparse_flash_attn_varlen_fwd(
     if max_seqlen is not None:
         check_int("max_seqlen", max_seqlen, 0)
     crow, col, q_block, k_block = _lists(sparse_layout, block_size, q_block_size)
+    longest = (crow.shape[1] - 1) * q_block
+    if max_seqlen is not None and max_seqlen > longest:
+        fail("max_seqlen", f"at most {longest}, as sparse_layout has rows for", max_seqlen)
     names = ("q", "k", "v", "cu_seqlens_k", *([] if cu_seqlens_q is None else ["cu_seqlens_q"]))
     given = dict(zip(names, (q, k, v, cu_seqlens_k, cu_seqlens_q), strict=False))
     try:
-        if torch.is_grad_enabled():
-            _refuse_gradients(given)
+        _refuse_derivatives(given)
         cu_seqlens_q, most = _queries(q, k, cu_seqlens_k, cu_seqlens_q)
         result = q.new_empty((*q.shape[:-1], v.shape[-1]))
     except _REFUSALS:
@@ -214,7 +219,7 @@ def blocksparse_flash_attn_varlen_fwd(
         raise
     if q.ndim != 3:
         fail("q", "[T, Hq, D]", describe(q))
-    most = most if max_seqlen is None else min(most, max_seqlen)
+    most = min(most, longest if max_seqlen is None else max_seqlen)
     _call(
         given, (q, k, v, crow, col, cu_seqlens_q, cu_seqlens_k, *(None,) * 7, result, None),
         (most, q_block, k_block, "NHD", q.shape[-1] ** -0.5 if scale is None else scale, -1, 0, 0.0, 0), None,
@@ -240,8 +245,9 @@ def _call(
         _attend(*tensors, *numbers, plan)
     except (*_REFUSALS, ValueError):
         check_tensors(**given)
+        _refuse_transforms(given)
         problem = arguments.check_attend(*(*tensors, *numbers, names))
-        if values_are_checked():
+        if values_are_checked(tensors[0].device):
             q, k, _, *lists = tensors[:13]
             arguments.check_values(q, k, *lists, problem=problem, blocks=k.shape[0], left=numbers[5], names=names)
         raise
@@ -261,30 +267,34 @@ def _queries(q: Tensor, k: Tensor, cu_seqlens_k: Tensor, cu_seqlens_q: Tensor | 
 
 
 def _lists(
-    layout: BlockLayout | tuple[Tensor, Tensor], block_size: int, q_block_size: int | None
+    layout: BlockLayout | tuple[Tensor, Tensor], block_size: int | None, q_block_size: int | None
 ) -> tuple[Tensor, Tensor, int, int]:
     """crow, col, q_block and k_block."""
-    check_int("block_size", block_size, 1)
+    if block_size is not None:
+        check_int("block_size", block_size, 1)
     if q_block_size is not None:
         check_int("q_block_size", q_block_size, 1)
     if isinstance(layout, BlockLayout):
-        if block_size not in (_BLOCK_SIZE, layout.k_block):
+        if block_size not in (None, layout.k_block):
             fail("block_size", f"{layout.k_block} as that of sparse_layout is", block_size)
         if q_block_size not in (None, layout.q_block):
             fail("q_block_size", f"{layout.q_block} as that of sparse_layout is", q_block_size)
         return layout.crow, layout.col, layout.q_block, layout.k_block
     if not isinstance(layout, (tuple, list)) or len(layout) != 2:
         fail("sparse_layout", "a blocksparse_attn.BlockLayout or (crow, col)", describe(layout), TypeError)
-    for place, tensor in enumerate(layout):
-        arguments.check_tensor(f"sparse_layout[{place}]", tensor)
-    return layout[0], layout[1], block_size if q_block_size is None else q_block_size, block_size
+    crow, col = arguments.in_32_bits(*arguments.with_heads(*layout, _NAMES_OF_PAIRS))
+    k_block = _BLOCK_SIZE if block_size is None else block_size
+    q_block = k_block if q_block_size is None else q_block_size
+    arguments.check_blocks(q_block, k_block, _NAMES_OF_PAIRS)
+    return crow, col, q_block, k_block
 
 
-def _most_queries(q: Tensor, max_seqlen_q: int | None) -> int:
+def _most_queries(q: Tensor, max_seqlen_q: int | None, without_padding: bool, layout: BlockLayout) -> int:
     if max_seqlen_q is None:
         if q.ndim != 4:
             fail("max_seqlen_q", "given with q [T, Hq, D]", None)
-        return q.shape[1]
+        # Padding may reach further than the layout does.
+        return q.shape[1] if without_padding else min(q.shape[1], layout.rows * layout.q_block)
     check_int("max_seqlen_q", max_seqlen_q, 0)
     return max_seqlen_q
 
@@ -314,10 +324,20 @@ def _splits(num_splits: int | None) -> int:
     return num_splits
 
 
-def _refuse_gradients(tensors: dict[str, Any]) -> None:
+def _refuse_derivatives(tensors: dict[str, Any]) -> None:
+    check_no_tangents(**tensors)
+    if not torch.is_grad_enabled():
+        return
     for name, tensor in tensors.items():
         if tensor.requires_grad:
             fail(name, "without gradient (call under torch.no_grad() or inference_mode())", "requires_grad=True")
+
+
+def _refuse_transforms(tensors: dict[str, Any]) -> None:
+    """What torch says of an op without a rule for ``vmap`` helps nobody."""
+    for name, tensor in tensors.items():
+        if torch._C._functorch.is_batchedtensor(tensor):
+            fail(name, "without a dimension of torch.vmap (cu_seqlens_q takes many sequences in one call)", "a batch")
 
 
 def _given(**tensors: object) -> dict[str, Any]:

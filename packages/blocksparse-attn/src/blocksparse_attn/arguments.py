@@ -5,14 +5,13 @@ Every function raises ValueError or TypeError naming the argument, what it must 
 
 from __future__ import annotations
 
-import math
 from itertools import pairwise
 from typing import NamedTuple, NoReturn
 
 import torch
 
 from blocksparse_attn.plan import Problem, cdiv
-from kernel_reference.checks import fail
+from kernel_reference.checks import check_float, describe, fail
 from kernel_reference.paging import LAYOUTS
 
 Tensor = torch.Tensor
@@ -46,15 +45,6 @@ class Names(NamedTuple):
 _NAMES = Names()
 
 
-def describe(value: object) -> str:
-    """What an argument was, for an error message."""
-    if isinstance(value, Tensor):
-        if value.layout != torch.strided:
-            return f"{value.dtype} {list(value.shape)} of layout {value.layout}"
-        return f"{value.dtype} {list(value.shape)} with strides {list(value.stride())}"
-    return f"{value!r} ({type(value).__name__})"
-
-
 def check_tensors(**tensors: object) -> None:
     """Each must be a dense tensor."""
     for name, tensor in tensors.items():
@@ -81,14 +71,6 @@ def check_bool(name: str, value: object) -> None:
     """True or False."""
     if not isinstance(value, bool):
         fail(name, "a bool", describe(value), TypeError)
-
-
-def check_float(name: str, number: object, wanted: str = "a float") -> None:
-    """A finite number."""
-    if isinstance(number, bool) or not isinstance(number, (int, float, torch.SymInt, torch.SymFloat)):
-        fail(name, wanted, describe(number), TypeError)
-    if isinstance(number, float) and not math.isfinite(number):
-        fail(name, "finite", number)
 
 
 def check_cache_layout(layout: object, name: str = "layout") -> None:
@@ -127,6 +109,26 @@ def check_divides(name: str, size: int, other_name: str, other: int) -> None:
 def reach(rows: int, q_block: int, k_block: int) -> int:
     """Blocks of keys up to the last position of so many blocks of queries: no query sees one after them."""
     return cdiv(rows * q_block, k_block)
+
+
+def with_heads(
+    crow: Tensor, col: Tensor, names: Names = _NAMES, dtypes: tuple[torch.dtype, ...] = _INTEGERS
+) -> tuple[Tensor, Tensor]:
+    """crow and col as [heads or 1, ...], given so or, for a layout of one head, as [rows + 1] and [nnz]."""
+    check_tensors(**{names.crow: crow, names.col: col})
+    if crow.ndim == col.ndim == 1:
+        crow, col = crow[None], col[None]
+    check_lists(crow, col, dtypes, names)
+    return crow, col
+
+
+def in_32_bits(crow: Tensor, col: Tensor) -> tuple[Tensor, Tensor]:
+    """Lists as kernels read them. What 32 bits cannot hold stays what it is, impossible."""
+    return _in_32_bits(crow), _in_32_bits(col)
+
+
+def _in_32_bits(numbers: Tensor) -> Tensor:
+    return numbers if numbers.dtype == torch.int32 else numbers.clamp(-1, 2**31 - 1).to(torch.int32)
 
 
 def check_lists(
@@ -226,13 +228,17 @@ def check_attend(
             )
             capacity = block_table.shape[1] * page_size
     if num_heads % num_heads_kv:
-        fail("q", f"of a multiple of the {num_heads_kv} kv heads", f"{num_heads} heads")
+        fits = _fitting_layout(q, k, v, layout) if page_size else ""
+        fail("q", f"of a multiple of the {num_heads_kv} kv heads", f"{num_heads} heads{fits}")
 
     check_blocks(q_block, k_block, names)
     layouts, rows = check_lists(crow, col, names=names)
     if layouts not in (1, num_heads):
         fail(names.heads, f"of 1 head or of {num_heads}, as q", layouts)
     _check_device(names.heads, crow, "q", q)
+    if max_seqlen_q > rows * q_block:
+        wanted = f"at most {rows * q_block}, as the {rows} rows of {q_block} queries of {names.heads} hold"
+        fail(names.max_seqlen_q, wanted, max_seqlen_q)
     if sinks is not None:
         _check_per_head("sinks", sinks, num_heads, q)
     _check_shape("out", out, (*q.shape[:-1], head_size_v), "q", q)
@@ -390,26 +396,45 @@ def _check_caches(q: Tensor, k: Tensor, v: Tensor, layout: str) -> tuple[int, in
     x_packed = layout == "x-packed"
     for name, tensor, rank, wanted in (("k", k, 5 if x_packed else 4, wanted_k), ("v", v, 4, wanted_v)):
         if tensor.ndim != rank:
-            fail(name, f"{wanted}, the pages of a cache", describe(tensor))
+            was = describe(tensor) + _fitting_layout(q, k, v, layout)
+            fail(name, f"{wanted}, the pages of a cache of layout {layout!r}", was)
         _check_dtype(name, tensor, "q", q)
         _check_device(name, tensor, "q", q)
-    sizes: tuple[int, ...] = tuple(k.shape)
-    if x_packed:
-        blocks, heads, parts, page_size, x = sizes
-        head_size, head_size_v = parts * x, v.shape[2]
-        rest: tuple[int, ...] = (blocks, heads, head_size_v, page_size)
-    else:
-        blocks, page_size, heads, head_size = sizes if layout == "NHD" else (sizes[0], sizes[2], sizes[1], sizes[3])
-        head_size_v = v.shape[3]
-        rest = (*sizes[:3], head_size_v)
+    page_size, heads, head_size, head_size_v, wanted_shape = _sizes_of_pages(k, v, layout)
     if head_size != q.shape[2]:
-        fail("k", f"{wanted_k} with a D of {q.shape[2]} as q has", describe(k))
+        was = describe(k) + _fitting_layout(q, k, v, layout)
+        fail("k", f"{wanted_k} with a D of {q.shape[2]} as q has, layout {layout!r}", was)
     if page_size < 1 or heads < 1:
         fail("k", f"{wanted_k} with a page and an Hkv of at least 1", describe(k))
-    if tuple(v.shape) != rest:
-        fail("v", f"{wanted_v} of as many blocks, places and heads as k", describe(v))
+    if tuple(v.shape) != wanted_shape:
+        was = describe(v) + _fitting_layout(q, k, v, layout)
+        fail("v", f"{wanted_v} of as many blocks, places and heads as k, layout {layout!r}", was)
     _check_head_size("v", head_size_v)
     return page_size, heads, head_size_v
+
+
+def _sizes_of_pages(k: Tensor, v: Tensor, layout: str) -> tuple[int, int, int, int, tuple[int, ...]]:
+    """Places of a page, heads, the head sizes of k and of v, and the shape that v must have."""
+    sizes: tuple[int, ...] = tuple(k.shape)
+    if layout == "x-packed":
+        blocks, heads, parts, page_size, x = sizes
+        return page_size, heads, parts * x, v.shape[2], (blocks, heads, v.shape[2], page_size)
+    page_size, heads = (sizes[1], sizes[2]) if layout == "NHD" else (sizes[2], sizes[1])
+    return page_size, heads, sizes[3], v.shape[3], (*sizes[:3], v.shape[3])
+
+
+def _fitting_layout(q: Tensor, k: Tensor, v: Tensor, layout: str) -> str:
+    """The other layout of a cache that these pages would be right in, as the end of an error."""
+    for other in LAYOUTS:
+        if other == layout or k.ndim != (5 if other == "x-packed" else 4) or v.ndim != 4:
+            continue
+        page_size, heads, head_size, head_size_v, shape = _sizes_of_pages(k, v, other)
+        least, most = _HEAD_SIZES
+        if min(page_size, heads) < 1 or head_size != q.shape[2] or q.shape[1] % heads or tuple(v.shape) != shape:
+            continue
+        if least <= head_size_v <= most:
+            return f", which fits layout {other!r}"
+    return ""
 
 
 def _check_bounds_tensor(name: str, bounds: Tensor, q: Tensor) -> int:

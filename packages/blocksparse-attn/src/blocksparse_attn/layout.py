@@ -19,16 +19,15 @@ from blocksparse_attn.arguments import (
     check_blocks,
     check_bool,
     check_int,
-    check_lists,
     check_tensor,
-    check_tensors,
-    describe,
     fail_lists,
+    in_32_bits,
     list_faults,
     reach,
+    with_heads,
 )
 from blocksparse_attn.plan import cdiv
-from kernel_reference.checks import fail
+from kernel_reference.checks import describe, fail
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -37,7 +36,6 @@ Tensor = torch.Tensor
 
 # Kernels count positions in 32 bits.
 _LONGEST = 2**31 - 1
-_INDICES = (torch.int32, torch.int64)
 # A model has one or two patterns; more would keep memory that nobody uses.
 _MOST_KEPT = 8
 
@@ -52,9 +50,10 @@ class BlockLayout:
     are the same object.
 
     Attributes:
-        crow: [heads or 1, rows + 1] int32, from 0, never falling.
+        crow: [heads or 1, rows + 1] int32, from 0, never falling. The constructor takes int64 too, and [rows + 1] of
+            one head.
         col: [heads or 1, nnz] int32, as wide as the longest head's lists; what is behind a head's lists is not read,
-            and -1 where made here.
+            and -1 where made here. Taken as crow is.
         q_block, k_block: tokens of a block, multiples of 16 up to 65536, one of them a multiple of the other.
         columns: blocks of keys that there are: the longest sequence over k_block, rounded up.
     """
@@ -67,9 +66,11 @@ class BlockLayout:
 
     def __post_init__(self) -> None:
         check_blocks(self.q_block, self.k_block)
-        check_tensors(crow=self.crow, col=self.col)
-        _, rows = check_lists(self.crow, self.col)
-        _check_columns(self.columns, rows, self.q_block, self.k_block)
+        crow, col = in_32_bits(*with_heads(self.crow, self.col))
+        if crow is not self.crow or col is not self.col:
+            object.__setattr__(self, "crow", crow)
+            object.__setattr__(self, "col", col)
+        _check_columns(self.columns, self.rows, self.q_block, self.k_block)
 
     def __repr__(self) -> str:
         sizes = f"num_heads={self.num_heads}, rows={self.rows}, columns={self.columns}"
@@ -123,7 +124,7 @@ class BlockLayout:
         Args:
             crow: [heads or 1, rows + 1] int32 or int64, rows contiguous: from 0, never falling, at most nnz.
             col: [heads or 1, nnz] likewise: increasing in each row, from 0 to columns - 1. What is behind
-                ``crow[h, -1]`` may be anything.
+                ``crow[h, -1]`` may be anything. Of one head also [rows + 1] and [nnz].
             q_block, k_block: see the class.
             columns: see the class; None: as many as the rows reach, ``ceil(rows * q_block / k_block)``, which is also
                 the most.
@@ -133,14 +134,14 @@ class BlockLayout:
                 To look at them the call waits for the device.
         """
         check_blocks(q_block, k_block)
-        check_tensors(crow=crow, col=col)
-        _, rows = check_lists(crow, col, _INDICES)
+        crow, col = with_heads(crow, col)
+        rows = crow.shape[1] - 1
         if columns is None:
             columns = reach(rows, q_block, k_block)
         _check_columns(columns, rows, q_block, k_block)
         if bool(list_faults(crow, col, columns).any()):
             fail_lists(crow, col, columns)
-        return BlockLayout(crow.to(torch.int32), col.to(torch.int32), q_block, k_block, columns)
+        return BlockLayout(crow, col, q_block, k_block, columns)
 
     @staticmethod
     def local_strided(

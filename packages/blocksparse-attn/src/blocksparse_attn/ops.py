@@ -21,7 +21,7 @@ from blocksparse_attn.layout import block_mask
 from blocksparse_attn.plan import AttentionPlan, Problem, cdiv
 from kernel_reference.attention import attention
 from kernel_reference.blocks import mask_function
-from kernel_reference.checks import fail, values_are_checked
+from kernel_reference.checks import MemoryOverlap, check_no_overlap, fail, values_are_checked
 from kernel_reference.paging import gather
 
 Tensor = torch.Tensor
@@ -38,6 +38,11 @@ _library.define(
 # Below, the tensors come first, 16 of them, then the numbers, and a plan is one as ints, which torch leaves out when it
 # is None.
 _TENSORS, _NUMBERS = 16, 10
+_NAMES = (
+    "q", "k", "v", "crow", "col", "cu_seqlens_q", "cu_seqlens_k", "block_table", "seqlens_k", "q_starts", "q_ends",
+    "k_starts", "k_ends", "sinks", "out", "lse",
+)  # fmt: skip
+_WRITTEN = ("out", "lse")
 
 
 def _with_plan(arguments_of_op: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -67,8 +72,8 @@ def _plan(plan: list[int] | None) -> AttentionPlan | None:
 
 
 def _check_attend_values(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> None:
-    """What only device memory tells, inside validate_values."""
-    if values_are_checked():
+    """What only device memory tells, on a CPU and inside validate_values."""
+    if values_are_checked(tensors[0].device):
         problem = arguments.check_attend(*(*tensors, *numbers[:-1]))
         q, k, _, *lists = tensors[:13]
         arguments.check_values(q, k, *lists, problem=problem, blocks=k.shape[0], left=numbers[5])
@@ -111,13 +116,15 @@ def _prepare_attend(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
     launch = _launches_of_gpu()
     _checked_attend(*tensors, *numbers)
     *others, plan = numbers
-    return launch.prepare_attend(*tensors, *others, _plan(plan))
+    overlap = MemoryOverlap(dict(zip(_NAMES, tensors, strict=True)), _WRITTEN)
+    return launch.prepare_attend(*tensors, *others, _plan(plan)), overlap
 
 
 def _kernel_attend(*arguments_of_op: Any) -> None:
     arguments_of_op = _with_plan(arguments_of_op)
     tensors, numbers = arguments_of_op[:_TENSORS], arguments_of_op[_TENSORS:]
-    run = _ready(_prepare_attend, tensors, numbers)
+    run, check_overlap = _ready(_prepare_attend, tensors, numbers)
+    check_overlap(*tensors)
     _check_attend_values(tensors, numbers)
     run(*tensors)
 
@@ -140,6 +147,7 @@ def _reference_attend(*arguments_of_op: Any) -> None:
     problem = _checked_attend(*arguments_of_op)
     arguments_of_op = _with_plan(arguments_of_op)
     tensors, numbers = arguments_of_op[:_TENSORS], arguments_of_op[_TENSORS:]
+    check_no_overlap(dict(zip(_NAMES, tensors, strict=True)), _WRITTEN)
     _check_attend_values(tensors, numbers)
     crow, col, sinks, out, lse = (tensors[i] for i in (3, 4, 13, 14, 15))
     _, q_block, k_block, _, softmax_scale, left, right, softcap, *_ = numbers

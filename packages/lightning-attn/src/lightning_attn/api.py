@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 import torch
 
-from kernel_reference.checks import fail, values_are_checked
+from kernel_reference.checks import as_int, check_float, describe, fail, values_are_checked
 from lightning_attn import (
     arguments,
     ops,  # noqa: F401  defines the ops that are taken below
 )
-from lightning_attn.arguments import Names, check_int, check_scale, check_tensors, describe
+from lightning_attn.arguments import Names, check_tensors
 from lightning_attn.plan import DecodePlan, PrefillPlan
 
 Tensor = torch.Tensor
@@ -78,10 +78,11 @@ def lightning_attention(
         k, v and kv_history.
 
     Raises:
-        TypeError, ValueError: an argument is not as said above. Decay rates are looked at only inside
-            ``kernel_reference.checks.validate_values``; without it one below 0, or NaN, counts as 0.
+        TypeError, ValueError: an argument is not as said above. Decay rates are looked at on a CPU, and elsewhere in
+            ``kernel_reference.checks.validate_values``. Not looked at, one below 0, or NaN, counts as 0 and an infinite
+            one forgets the state at each token, on every device.
     """
-    check_int("block_size", block_size)
+    as_int("block_size", block_size)
     scale = _as_float(scale)
     numbers = (scale, None if plan is None else _as_ints(plan, PrefillPlan))
     try:
@@ -133,8 +134,8 @@ def lightning_attention_varlen(
         has_initial_state: [B] bool, contiguous, or one bool for all: whether the sequence starts from its slot's state;
             if not, from zeros, whatever the slot's last owner has left there.
         scale: of the outputs.
-        out: [T, H, E] in the dtype of q to write instead of a new tensor; strides as for the pool, no overlap with the
-            inputs.
+        out: [T, H, E] in the dtype of q to write instead of a new tensor; strides as for the pool, no memory of the
+            other tensors.
         snapshot: states to keep besides; see :class:`Snapshots`. Padding keeps none, and a snapshot's slot must be no
             other's of the call.
         plan: a launch plan to use instead of the one made for the device.
@@ -143,10 +144,10 @@ def lightning_attention_varlen(
         out [T, H, E], contiguous if new. Not differentiable.
 
     Raises:
-        TypeError, ValueError: an argument is not as said above; nothing has been written. What only device memory tells
-            is looked at inside ``kernel_reference.checks.validate_values``. Without it bounds of sequences are clamped
-            to 0 .. T, slots outside the pool are padding, impossible snapshots unused and rates below 0, or NaN, count
-            as 0.
+        TypeError, ValueError: an argument is not as said above; nothing has been written. What only memory tells is
+            looked at on a CPU, and elsewhere inside ``kernel_reference.checks.validate_values``. Not looked at, bounds
+            of sequences are clamped to 0 .. T, slots outside the pool are padding, impossible snapshots unused and
+            rates as for :func:`lightning_attention`.
     """
     scale = _as_float(scale)
     numbers = (scale, None if plan is None else _as_ints(plan, PrefillPlan))
@@ -193,8 +194,8 @@ def lightning_decode(
         slots: [B] int32 or int64, contiguous; -1 for padding, whose row is 0 and which writes nothing. No two sequences
             may share a slot.
         slopes, scale: as there.
-        out: [B, H, E] in the dtype of q to write instead of a new tensor; strides as for the pool, no overlap with the
-            inputs.
+        out: [B, H, E] in the dtype of q to write instead of a new tensor; strides as for the pool, no memory of the
+            other tensors.
         plan: a launch plan to use instead of the one made for the device.
 
     Returns:
@@ -202,8 +203,8 @@ def lightning_decode(
 
     Raises:
         TypeError, ValueError: an argument is not as said above; nothing has been written. Slots and decay rates are
-            looked at only inside ``kernel_reference.checks.validate_values``; without it a slot outside the pool is
-            padding and a rate below 0, or NaN, counts as 0.
+            looked at on a CPU, and elsewhere inside ``kernel_reference.checks.validate_values``. Not looked at, a slot
+            outside the pool is padding and rates are as for :func:`lightning_attention`.
     """
     scale = _as_float(scale)
     numbers = (scale, None if plan is None else _as_ints(plan, DecodePlan))
@@ -243,7 +244,7 @@ def linear_decode_forward_triton(
     Raises:
         TypeError, ValueError: as there, under these names.
     """
-    check_int("BLOCK_SIZE", BLOCK_SIZE)
+    as_int("BLOCK_SIZE", BLOCK_SIZE)
     try:
         if torch.is_grad_enabled():
             _refuse_gradients(q=q, k=k, v=v, kv_caches=kv_caches, slope_rate=slope_rate)
@@ -257,8 +258,11 @@ def linear_decode_forward_triton(
     except (*_REFUSALS, ValueError):
         # The op knows its arguments by other names.
         check_tensors(q=q, k=k, v=v, kv_caches=kv_caches, slope_rate=slope_rate, slot_idx=slot_idx)
-        arguments.check_decode(q_rows, k_rows, v_rows, kv_caches, slot_idx, slope_rate, out, _NAMES_OF_ENGINES)
-        if values_are_checked():
+        tensors = (q_rows, k_rows, v_rows, kv_caches, slot_idx, slope_rate, out)
+        arguments.check_decode(*tensors, _NAMES_OF_ENGINES)
+        if not torch.compiler.is_compiling():
+            arguments.overlap("decode", tensors, _NAMES_OF_ENGINES)(*tensors)
+        if values_are_checked(q.device):
             arguments.check_values(_NAMES_OF_ENGINES, slopes=slope_rate, slots=slot_idx, num_slots=kv_caches.shape[0])
         raise
     return out.flatten(1)
@@ -272,7 +276,8 @@ def _only_token(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor
     for name, tensor, tail in (("q", q, "D"), ("k", k, "D"), ("v", v, "E")):
         if tensor.ndim != 4 or tensor.shape[2] != 1:
             fail(name, f"[B, H, 1, {tail}]", describe(tensor))
-        if tensor.shape[:2] != q.shape[:2]:
+        # While torch.compile traces, sizes may be ones that only the device knows: then the op asks.
+        if not torch.compiler.is_compiling() and tensor.shape[:2] != q.shape[:2]:
             fail(name, f"[{q.shape[0]}, {q.shape[1]}, 1, {tail}] as q is", describe(tensor))
     return q[:, :, 0], k[:, :, 0], v[:, :, 0]
 
@@ -297,8 +302,8 @@ def lightning_verify(
         state_pool: [num_slots, H, D, E], as there; not modified.
         slots: [B] int32 or int64, contiguous; -1 for padding, whose rows are 0.
         slopes, scale: as there.
-        out: [B, T, H, E] in the dtype of q to write instead of a new tensor; strides as for the pool, no overlap with
-            the inputs.
+        out: [B, T, H, E] in the dtype of q to write instead of a new tensor; strides as for the pool, no memory of
+            the other tensors.
         plan: a launch plan to use instead of the one made for the device.
 
     Returns:
@@ -344,8 +349,8 @@ def lightning_commit(
     Not differentiable.
 
     Raises:
-        TypeError, ValueError: as for :func:`lightning_decode`. Outside ``kernel_reference.checks.validate_values`` an
-            ``accepted`` that is not from 0 to T counts as 0.
+        TypeError, ValueError: as for :func:`lightning_decode`. Not looked at, an ``accepted`` that is not from 0 to T
+            counts as 0.
     """
     ints = None if plan is None else _as_ints(plan, DecodePlan)
     try:
@@ -375,7 +380,7 @@ def _given(**tensors: object) -> dict[str, object]:
 def _as_float(scale: float) -> float:
     # torch would take a tensor for a number, and wait for the device to tell it.
     if type(scale) is not float:
-        check_scale(scale)
+        check_float("scale", scale)
     return scale
 
 

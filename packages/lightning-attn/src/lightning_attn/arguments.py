@@ -6,11 +6,12 @@ Every function raises ValueError or TypeError naming the argument, what it must 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
-from kernel_reference.checks import fail
+from kernel_reference.checks import MemoryOverlap, describe, fail
 from lightning_attn.plan import Heads
 
 Tensor = torch.Tensor
@@ -33,16 +34,18 @@ class Names(NamedTuple):
 _NAMES = Names()
 
 
-def describe(value: object) -> str:
-    """What an argument was, for an error message."""
-    if isinstance(value, Tensor):
-        if value.layout != torch.strided:
-            return f"{value.dtype} {list(value.shape)} of layout {value.layout}"
-        return f"{value.dtype} {list(value.shape)} with strides {list(value.stride())}"
-    text = " ".join(repr(value).split())
-    # An array or a list of tensors would fill the screen.
-    text = text if len(text) <= 80 else f"{text[:77]}..."
-    return f"{text} ({type(value).__name__})"
+def known(condition: Any) -> bool:
+    """A condition on sizes; False where only the device knows them: an op asks again when it runs."""
+    if condition is True or condition is False:
+        return condition
+    # Torch imports it for itself when it makes symbolic sizes.
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return guard_or_false(condition)
+
+
+def _differ(shape: Sequence[int], wanted: Sequence[int]) -> bool:
+    return len(shape) != len(wanted) or any(known(one != other) for one, other in zip(shape, wanted, strict=True))
 
 
 def check_tensors(**tensors: object) -> None:
@@ -54,31 +57,15 @@ def check_tensors(**tensors: object) -> None:
             fail(name, "a dense (strided) tensor", describe(tensor), TypeError)
 
 
-def check_int(name: str, number: object, at_least: int | None = None) -> None:
-    """An int, of a least value if one is given."""
-    if not isinstance(number, (int, torch.SymInt)):
-        fail(name, "an int", describe(number), TypeError)
-    if at_least is not None and number < at_least:
-        fail(name, f"at least {at_least}", number)
-
-
-def check_scale(scale: object) -> None:
-    """A finite number."""
-    if not isinstance(scale, (int, float, torch.SymInt, torch.SymFloat)):
-        fail("scale", "a float", describe(scale), TypeError)
-    if isinstance(scale, float) and not math.isfinite(scale):
-        fail("scale", "finite", scale)
-
-
 def check_attention(q: Tensor, k: Tensor, v: Tensor, ed: Tensor, kv_history: Tensor | None) -> Heads:
     """The inputs of a batch of sequences of one length: q, k [b, h, n, d], v [b, h, n, e], and the heads they make."""
     for name, tensor, tail in (("q", q, "d"), ("k", k, "d"), ("v", v, "e")):
         if tensor.ndim != 4:
             fail(name, f"[b, h, n, {tail}]", describe(tensor))
         _check_like_first(name, tensor, "q", q)
-    if k.shape != q.shape:
+    if _differ(k.shape, q.shape):
         fail("k", f"{list(q.shape)} as q is", describe(k))
-    if v.shape[:3] != q.shape[:3]:
+    if _differ(v.shape[:3], q.shape[:3]):
         fail("v", f"[{', '.join(map(str, q.shape[:3]))}, e] as q is", describe(v))
     batch, num_heads, _, head_qk = q.shape
     heads = _check_heads("q", num_heads, num_heads, head_qk, v.shape[3])
@@ -111,7 +98,7 @@ def check_varlen(
         if tensor.ndim != 1:
             fail(name, "[B + 1]" if name == "cu_seqlens" else "[B]", describe(tensor))
     sequences = slots.shape[0]
-    if cu_seqlens.shape[0] != sequences + 1:
+    if known(cu_seqlens.shape[0] != sequences + 1):
         fail("cu_seqlens, slots", "[B + 1] and [B]", f"{list(cu_seqlens.shape)} and {list(slots.shape)}")
     _check_indices("cu_seqlens", cu_seqlens, (sequences + 1,), *like)
     _check_indices("slots", slots, (sequences,), *like)
@@ -172,9 +159,9 @@ def check_packed(leading: tuple[str, ...], q: Tensor | None, k: Tensor, v: Tenso
             fail(name, f"[{', '.join(leading)}, {tail}]", describe(tensor))
         _check_like_first(name, tensor, *like)
     first_name, first = like
-    if k.shape != first.shape:
+    if _differ(k.shape, first.shape):
         fail("k", f"{list(first.shape)} as {first_name} is", describe(k))
-    if v.shape[:-2] != first.shape[:-2]:
+    if _differ(v.shape[:-2], first.shape[:-2]):
         fail("v", f"[{', '.join(map(str, first.shape[:-2]))}, Hv, E] as {first_name} is", describe(v))
     return _check_heads(first_name, first.shape[-2], v.shape[-2], first.shape[-1], v.shape[-1])
 
@@ -184,17 +171,31 @@ def check_pool(state_pool: Tensor, heads: Heads, as_in: str, first: Tensor, name
     shape = (heads.num_heads, heads.head_qk, heads.head_v)
     if state_pool.dtype not in _FLOATS:
         fail(f"{name}.dtype", "float32, bfloat16 or float16", state_pool.dtype, TypeError)
-    if state_pool.ndim != 4 or state_pool.shape[1:] != shape:
+    if state_pool.ndim != 4 or _differ(state_pool.shape[1:], shape):
         fail(name, f"[num_slots, {', '.join(map(str, shape))}]", describe(state_pool))
     _check_device(name, state_pool, as_in, first)
-    _check_no_overlap(name, state_pool)
+    _check_places(name, state_pool)
 
 
 def check_out(out: Tensor, shape: tuple[int, ...], q: Tensor) -> None:
     """A tensor for the outputs, of any strides that leave each element a place of its own."""
     _check_shape("out", out, shape, "q", q)
     _check_dtype("out", out, "q", q)
-    _check_no_overlap("out", out)
+    _check_places("out", out)
+
+
+def overlap(op: str, tensors: Sequence[Tensor | None], names: Names = _NAMES) -> MemoryOverlap:
+    """What refuses tensors of an op, in its order, of which one that it writes shares memory with another."""
+    state_pool, slots, slopes = names
+    if op == "varlen":
+        order = ["q", "k", "v", slopes, "cu_seqlens", state_pool, slots, "has_initial_state"]
+        order += ["snapshot.positions", "snapshot.slots", "out"]
+    elif op == "commit":
+        order = ["k", "v", state_pool, slots, slopes, "accepted"]
+    else:
+        order = ["q", "k", "v", state_pool, slots, slopes, "out"]
+    written = {"verify": ["out"], "commit": [state_pool]}.get(op, ["out", state_pool])
+    return MemoryOverlap(dict(zip(order, tensors, strict=True)), written)
 
 
 def check_values(
@@ -277,7 +278,7 @@ def _check_heads(first_name: str, heads_qk: int, heads_v: int, head_qk: int, hea
 
 
 def _check_drafts(name: str, first: Tensor) -> None:
-    if first.shape[1] > MOST_DRAFTS:
+    if known(first.shape[1] > MOST_DRAFTS):
         fail(name, f"[B, T, ...] with at most {MOST_DRAFTS} tokens T", describe(first))
 
 
@@ -296,7 +297,7 @@ def _check_indices(name: str, indices: Tensor, shape: tuple[int, ...], as_in: st
 
 
 def _check_packed_whole(name: str, tensor: Tensor, shape: tuple[int, ...], as_in: str, first: Tensor) -> None:
-    if tensor.shape != shape or not tensor.is_contiguous():
+    if _differ(tensor.shape, shape) or not tensor.is_contiguous():
         fail(name, f"{list(shape)}, contiguous", describe(tensor))
     _check_device(name, tensor, as_in, first)
 
@@ -310,7 +311,7 @@ def _check_matrices(
 
 
 def _check_shape(name: str, tensor: Tensor, shape: tuple[int, ...], as_in: str, first: Tensor, hint: str = "") -> None:
-    if tensor.shape != shape:
+    if _differ(tensor.shape, shape):
         fail(name, f"[{', '.join(map(str, shape))}]{hint}", describe(tensor))
     _check_device(name, tensor, as_in, first)
 
@@ -333,9 +334,11 @@ def _check_device(name: str, tensor: Tensor, as_in: str, first: Tensor) -> None:
         fail(f"{name}.device", f"{first.device} as {as_in} is", tensor.device)
 
 
-def _check_no_overlap(name: str, tensor: Tensor) -> None:
+def _check_places(name: str, tensor: Tensor) -> None:
     """A tensor to be written: each stride passes all that the smaller ones reach, so that no place is shared."""
-    if tensor.numel() == 0:
+    sizes = [*tensor.shape, *tensor.stride()]
+    if any(isinstance(size, torch.SymInt) for size in sizes) or 0 in sizes[: tensor.ndim]:
+        # Of symbolic sizes the op asks when it runs.
         return
     dims = [(stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
     reach = 0

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kernel_reference.checks import fail
-from lightning_attn.arguments import check_int
+from kernel_reference.checks import as_int, fail
 
 
 def slopes(num_heads: int, layer_idx: int | None = None, num_layers: int | None = None) -> torch.Tensor:
@@ -27,14 +26,17 @@ def slopes(num_heads: int, layer_idx: int | None = None, num_layers: int | None 
     Raises:
         TypeError, ValueError: an argument is not as said above.
     """
-    check_int("num_heads", num_heads, at_least=1)
+    num_heads = as_int("num_heads", num_heads)
+    if num_heads < 1:
+        fail("num_heads", "at least 1", num_heads)
     if (layer_idx is None) != (num_layers is None):
         missing, given = ("layer_idx", "num_layers") if layer_idx is None else ("num_layers", "layer_idx")
         fail(missing, f"given where {given} is", None)
     rungs = _rungs(num_heads)
     if layer_idx is not None and num_layers is not None:
-        check_int("num_layers", num_layers, at_least=1)
-        check_int("layer_idx", layer_idx)
+        num_layers, layer_idx = as_int("num_layers", num_layers), as_int("layer_idx", layer_idx)
+        if num_layers < 1:
+            fail("num_layers", "at least 1", num_layers)
         if not 0 <= layer_idx < num_layers:
             fail("layer_idx", f"from 0 to num_layers - 1 = {num_layers - 1}", layer_idx)
         factor = 1 - layer_idx / max(1, num_layers - 1) + 1e-5

@@ -24,7 +24,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from kernel_reference import recurrence
-from kernel_reference.checks import fail, values_are_checked
+from kernel_reference.checks import check_float, fail, values_are_checked
 from lightning_attn import arguments
 from lightning_attn.arguments import Names
 from lightning_attn.plan import DecodePlan, Heads, PrefillPlan
@@ -83,7 +83,7 @@ def allocate_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor,
 def _checked_attention(
     q: Tensor, k: Tensor, v: Tensor, ed: Tensor, kv_history: Tensor | None, scale: float, plan: Ints = None
 ) -> None:
-    arguments.check_scale(scale)
+    check_float("scale", scale)
     _check_prefill_plan(plan, arguments.check_attention(q, k, v, ed, kv_history), q.dtype)
 
 
@@ -100,7 +100,7 @@ def _checked_varlen(
     has_initial_state: Tensor | None, all_have_initial_state: bool, positions: Tensor | None,
     snapshot_slots: Tensor | None, out: Tensor, scale: float, plan: Ints = None,
 ) -> None:  # fmt: skip
-    arguments.check_scale(scale)
+    check_float("scale", scale)
     heads = arguments.check_varlen(
         q, k, v, slopes, cu_seqlens, state_pool, slots, has_initial_state, positions, snapshot_slots, out
     )
@@ -109,13 +109,13 @@ def _checked_varlen(
 
 def _checked_decode(*tensors_and_numbers: Any) -> None:
     *tensors, scale, plan = _with_plan(tensors_and_numbers, 8)
-    arguments.check_scale(scale)
+    check_float("scale", scale)
     _check_plan(DecodePlan, plan, arguments.check_decode(*tensors))
 
 
 def _checked_verify(*tensors_and_numbers: Any) -> None:
     *tensors, scale, plan = _with_plan(tensors_and_numbers, 8)
-    arguments.check_scale(scale)
+    check_float("scale", scale)
     _check_plan(DecodePlan, plan, arguments.check_verify(*tensors))
 
 
@@ -147,11 +147,11 @@ def _check_prefill_plan(plan: Ints, heads: Heads, dtype: torch.dtype) -> None:
         fail("plan", f"of chunk 1 for {dtype}, which is walked token by token", made)
 
 
-# What only device memory tells, inside validate_values
+# What only device memory tells: on a CPU, and inside validate_values
 
 
 def _check_ed(ed: Tensor) -> None:
-    if values_are_checked():
+    if values_are_checked(ed.device):
         arguments.check_values(Names(slopes="ed"), slopes=ed)
 
 
@@ -159,7 +159,7 @@ def _check_varlen_values(
     q: Tensor, slopes: Tensor, cu_seqlens: Tensor, state_pool: Tensor, slots: Tensor, positions: Tensor | None,
     snapshot_slots: Tensor | None,
 ) -> None:  # fmt: skip
-    if values_are_checked():
+    if values_are_checked(q.device):
         arguments.check_values(
             slopes=slopes, slots=slots, num_slots=state_pool.shape[0], cu_seqlens=cu_seqlens, tokens=q.shape[0],
             positions=positions, snapshot_slots=snapshot_slots,
@@ -167,12 +167,12 @@ def _check_varlen_values(
 
 
 def _check_state_values(state_pool: Tensor, slots: Tensor, slopes: Tensor) -> None:
-    if values_are_checked():
+    if values_are_checked(slots.device):
         arguments.check_values(slopes=slopes, slots=slots, num_slots=state_pool.shape[0])
 
 
 def _check_commit_values(k: Tensor, state_pool: Tensor, slots: Tensor, slopes: Tensor, accepted: Tensor) -> None:
-    if values_are_checked():
+    if values_are_checked(slots.device):
         arguments.check_values(
             slopes=slopes, slots=slots, num_slots=state_pool.shape[0], accepted=accepted, drafts=k.shape[1]
         )
@@ -235,27 +235,28 @@ def _prepare_varlen(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
     all_have_initial_state, scale, plan = numbers
     in_order: tuple[Any, ...] = (*tensors[:8], all_have_initial_state, *tensors[8:], scale, plan)
     _checked_varlen(*in_order)
-    return launch.prepare_varlen(*in_order[:-1], _plan(PrefillPlan, plan))
+    run = launch.prepare_varlen(*in_order[:-1], _plan(PrefillPlan, plan))
+    return arguments.overlap("varlen", tensors), run
 
 
 def _prepare_decode(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
     launch = _launches_of_gpu()
     _checked_decode(*tensors, *numbers)
     scale, plan = numbers
-    return launch.prepare_decode(*tensors, scale, _plan(DecodePlan, plan))
+    return arguments.overlap("decode", tensors), launch.prepare_decode(*tensors, scale, _plan(DecodePlan, plan))
 
 
 def _prepare_verify(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
     launch = _launches_of_gpu()
     _checked_verify(*tensors, *numbers)
     scale, plan = numbers
-    return launch.prepare_verify(*tensors, scale, _plan(DecodePlan, plan))
+    return arguments.overlap("verify", tensors), launch.prepare_verify(*tensors, scale, _plan(DecodePlan, plan))
 
 
 def _prepare_commit(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
     launch = _launches_of_gpu()
     _checked_commit(*tensors, *numbers)
-    return launch.prepare_commit(*tensors, _plan(DecodePlan, numbers[0]))
+    return arguments.overlap("commit", tensors), launch.prepare_commit(*tensors, _plan(DecodePlan, numbers[0]))
 
 
 def _kernel_attention(
@@ -288,7 +289,8 @@ def _kernel_varlen(
     tensors = (
         q, k, v, slopes, cu_seqlens, state_pool, slots, has_initial_state, positions, snapshot_slots, out
     )  # fmt: skip
-    run = _ready(_prepare_varlen, tensors, (all_have_initial_state, scale, plan))
+    refuse_overlap, run = _ready(_prepare_varlen, tensors, (all_have_initial_state, scale, plan))
+    refuse_overlap(*tensors)
     _check_varlen_values(q, slopes, cu_seqlens, state_pool, slots, positions, snapshot_slots)
     run(*tensors)
 
@@ -298,7 +300,8 @@ def _kernel_decode(
     plan: Ints = None,
 ) -> None:  # fmt: skip
     tensors = (q, k, v, state_pool, slots, slopes, out)
-    run = _ready(_prepare_decode, tensors, (scale, plan))
+    refuse_overlap, run = _ready(_prepare_decode, tensors, (scale, plan))
+    refuse_overlap(*tensors)
     _check_state_values(state_pool, slots, slopes)
     run(*tensors)
 
@@ -308,7 +311,8 @@ def _kernel_verify(
     plan: Ints = None,
 ) -> None:  # fmt: skip
     tensors = (q, k, v, state_pool, slots, slopes, out)
-    run = _ready(_prepare_verify, tensors, (scale, plan))
+    refuse_overlap, run = _ready(_prepare_verify, tensors, (scale, plan))
+    refuse_overlap(*tensors)
     _check_state_values(state_pool, slots, slopes)
     run(*tensors)
 
@@ -317,7 +321,8 @@ def _kernel_commit(
     k: Tensor, v: Tensor, state_pool: Tensor, slots: Tensor, slopes: Tensor, accepted: Tensor, plan: Ints = None
 ) -> None:
     tensors = (k, v, state_pool, slots, slopes, accepted)
-    run = _ready(_prepare_commit, tensors, (plan,))
+    refuse_overlap, run = _ready(_prepare_commit, tensors, (plan,))
+    refuse_overlap(*tensors)
     _check_commit_values(k, state_pool, slots, slopes, accepted)
     run(*tensors)
 
@@ -339,6 +344,10 @@ def _allocator(like: Tensor) -> Callable[[], Tensor]:
 
 # What a sequence of these many tokens takes in float32 is alive at once, some ten times; a multiple of the chunk.
 _PIECE = 2048
+
+
+def _refuse_overlap(op: str, *tensors: Tensor | None) -> None:
+    arguments.overlap(op, tensors)(*tensors)
 
 
 def _rates(slopes: Tensor) -> Tensor:
@@ -429,6 +438,9 @@ def _reference_varlen(
         q, k, v, slopes, cu_seqlens, state_pool, slots, has_initial_state, all_have_initial_state, positions,
         snapshot_slots, out, scale, plan,
     )  # fmt: skip
+    _refuse_overlap(
+        "varlen", q, k, v, slopes, cu_seqlens, state_pool, slots, has_initial_state, positions, snapshot_slots, out
+    )
     _check_varlen_values(q, slopes, cu_seqlens, state_pool, slots, positions, snapshot_slots)
     out.zero_()
     ranges = _clamped_ranges(cu_seqlens, q.shape[0])
@@ -463,22 +475,28 @@ def _in_pool(slots: Tensor, state_pool: Tensor) -> list[tuple[int, int]]:
     return [(i, slot) for i, slot in enumerate(slots.tolist()) if 0 <= slot < state_pool.shape[0]]
 
 
+def _step(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """One token of one sequence, [H, D|E]: its output and the state after it, rounded to the dtype of the pool.
+
+    So drafts have the bits of decoding. In float32 the factor exp(-s) would be rounded the same way at every token, and
+    over many that shows.
+    """
+    result = recurrence.linear_attention(
+        q[None], k[None], v[None], _rates(slopes), initial_state=state[None], scale=scale, compute_dtype=torch.float64
+    )
+    return result.out[0], result.state[0].to(state.dtype)
+
+
 def _reference_decode(
     q: Tensor, k: Tensor, v: Tensor, state_pool: Tensor, slots: Tensor, slopes: Tensor, out: Tensor, scale: float,
     plan: Ints = None,
 ) -> None:  # fmt: skip
     _checked_decode(q, k, v, state_pool, slots, slopes, out, scale, plan)
+    _refuse_overlap("decode", q, k, v, state_pool, slots, slopes, out)
     _check_state_values(state_pool, slots, slopes)
     out.zero_()
     for i, slot in _in_pool(slots, state_pool):
-        row = slice(i, i + 1)
-        # In float32 the factor exp(-s) is rounded the same way at every token, and over many that shows.
-        result = recurrence.linear_attention(
-            q[row], k[row], v[row], _rates(slopes), initial_state=state_pool[slot][None], scale=scale,
-            compute_dtype=torch.float64,
-        )  # fmt: skip
-        out[row] = result.out
-        state_pool[slot] = result.state[0]
+        out[i], state_pool[slot] = _step(q[i], k[i], v[i], slopes, state_pool[slot], scale)
 
 
 def _reference_verify(
@@ -486,22 +504,28 @@ def _reference_verify(
     plan: Ints = None,
 ) -> None:  # fmt: skip
     _checked_verify(q, k, v, state_pool, slots, slopes, out, scale, plan)
+    _refuse_overlap("verify", q, k, v, state_pool, slots, slopes, out)
     _check_state_values(state_pool, slots, slopes)
     out.zero_()
     for i, slot in _in_pool(slots, state_pool):
-        _attend(q[i], k[i], v[i], slopes, state_pool[slot], scale, out[i])
+        state = state_pool[slot]
+        for t in range(q.shape[1]):
+            out[i, t], state = _step(q[i, t], k[i, t], v[i, t], slopes, state, scale)
 
 
 def _reference_commit(
     k: Tensor, v: Tensor, state_pool: Tensor, slots: Tensor, slopes: Tensor, accepted: Tensor, plan: Ints = None
 ) -> None:
     _checked_commit(k, v, state_pool, slots, slopes, accepted, plan)
+    _refuse_overlap("commit", k, v, state_pool, slots, slopes, accepted)
     _check_commit_values(k, state_pool, slots, slopes, accepted)
     counts = accepted.tolist()
     for i, slot in _in_pool(slots, state_pool):
         if 1 <= counts[i] <= k.shape[1]:
-            keys = k[i, : counts[i]]
-            state_pool[slot] = _attend(keys, keys, v[i, : counts[i]], slopes, state_pool[slot], 1.0)
+            state = state_pool[slot]
+            for t in range(counts[i]):
+                _, state = _step(k[i, t], k[i, t], v[i, t], slopes, state, 1.0)
+            state_pool[slot] = state
 
 
 # The fakes

@@ -60,6 +60,7 @@ def exact(
 def plain(
     q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, lengths: Sequence[int], initial: Tensor | None = None,
     scale: float = 1.0, products: torch.dtype | None = None, chunk: int = _CHUNK, weighted_values: bool = False,
+    stored: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The recurrence in chunks as plain PyTorch in the dtype of the inputs: what a kernel's errors are measured beside.
 
@@ -68,8 +69,8 @@ def plain(
     ``linear_attention_chunked`` with a 16-bit ``compute_dtype`` would round the state after every chunk, which no
     kernel does, and so would pardon errors many times those of a good one; in float32 the two are the same. Decoding
     is held to ``products`` in float32, and many tokens decoded one by one to a ``chunk`` of 1, since there the state is
-    rounded at every token. What a token's product with its value decays by until the chunk's end is multiplied into
-    the key, or, ``weighted_values``, into the value.
+    rounded at every token: to the dtype that it is ``stored`` in. What a token's product with its value decays by until
+    the chunk's end is multiplied into the key, or, ``weighted_values``, into the value.
     """
     operands = products or v.dtype
 
@@ -95,6 +96,7 @@ def plain(
             entering = torch.exp(-s * (place[-1] - place)[:, None])
             weighted = (kc, entering * vc.float()) if weighted_values else (entering * kc.float(), vc)
             state = torch.exp(-s * (place[-1] + 1)) * state + product(weighted[0].mT, weighted[1])
+            state = state if stored is None else state.to(stored).float()
         states.append(state)
     return torch.cat(outs).to(dtype), torch.stack(states) if states else q.new_zeros((0, *sizes), dtype=torch.float32)
 
@@ -104,7 +106,7 @@ def otherwise(
     scale: float = 1.0, **how: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As good a plain version, which rounds elsewhere: the recurrence as it is written, or values that are weighted."""
-    if sum(lengths) > 16:
+    if sum(lengths) > 16 or how.get("stored") is not None:
         return plain(q, k, v, slopes, lengths, initial, scale, weighted_values=True, **how)
     ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int64, device=q.device)
     out, state = linear_attention(

@@ -143,9 +143,9 @@ def test_decoding_verifying_and_committing_touch_their_rows_and_slots_and_nothin
     batch, inputs = tensors.ragged([3] * 5, **options), Inputs()
     inputs.hide(batch, aligned=True)
     kernels.verify(batch, plan)
-    batch.check(states=[0] * 5, products=FP32, chunk=1)
+    batch.check(states=[0] * 5, products=FP32, chunk=1, stored=pool_dtype)
     kernels.commit(batch, [3, 3, 1, 2, 0], plan)
-    batch.check(states=[3, 3, 1, 2, 0], products=FP32, chunk=1)
+    batch.check(states=[3, 3, 1, 2, 0], products=FP32, chunk=1, stored=pool_dtype)
     inputs.check()
 
 

@@ -322,22 +322,24 @@ def test_every_plan_decodes_verifies_and_commits_the_recurrence(tensors, kernels
     batch.check(products=FP32)
     batch = tensors.ragged([3] * 4, slots=[4, 7, -1, 0], pool="transposed", **options)
     kernels.verify(batch, plan)
-    batch.check(states=[0] * 4, products=FP32, chunk=1)
+    batch.check(states=[0] * 4, products=FP32, chunk=1, stored=pool_dtype)
     kernels.commit(batch, [3, 0, 3, 2], plan)
-    batch.check(states=[3, 0, 3, 2], products=FP32, chunk=1)
+    batch.check(states=[3, 0, 3, 2], products=FP32, chunk=1, stored=pool_dtype)
 
 
+@pytest.mark.parametrize("pool_dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize(("plan", "dtype"), [*zip(DECODING, (BF16, FP16, FP32, BF16, FP32), strict=True)], ids=name_of)
 def test_drafts_are_verified_and_committed_with_the_bits_of_decoding_token_by_token(
-    tensors, kernels, dtype, plan
+    tensors, kernels, dtype, plan, pool_dtype
 ) -> None:
     tokens, accepted = (3, [3, 0, 2, 1]) if INTERPRETED else (16, [16, 0, 7, 1])
-    drafts = tensors.ragged([tokens] * 4, heads=(1, 2), sizes=SIZES, dtype=dtype, slots=[6, 2, -1, 0], scale=0.7)
+    options = {"heads": (1, 2), "sizes": SIZES, "dtype": dtype, "pool_dtype": pool_dtype, "scale": 0.7}
+    drafts = tensors.ragged([tokens] * 4, slots=[6, 2, -1, 0], **options)
     kernels.verify(drafts, plan)
     kernels.commit(drafts, accepted, plan)
     outs, states = [], [drafts.before]
     q, k, v = (kernels.drafts(drafts, x) for x in (drafts.q, drafts.k, drafts.v))
-    step = tensors.ragged([1] * 4, heads=(1, 2), sizes=SIZES, dtype=dtype, slots=[6, 2, -1, 0], scale=0.7)
+    step = tensors.ragged([1] * 4, slots=[6, 2, -1, 0], **options)
     step.pool.tensor.copy_(drafts.before)
     for t in range(tokens):
         step.q, step.k, step.v = q[:, t], k[:, t], v[:, t]

@@ -593,9 +593,9 @@ def test_verifying_gives_what_decoding_would_and_leaves_the_bits_of_the_pool(ten
         batch.check_out(torch.stack(outs, dim=1).flatten(0, 1), products=FP32, chunk=1)
 
 
-@pytest.mark.parametrize("pool_dtype", [FP32, BF16], ids=name_of)
+@pytest.mark.parametrize("pool_dtype", [FP32, BF16, FP16], ids=name_of)
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-def test_committing_gives_the_state_that_decoding_the_accepted_tokens_gives(tensors, dtype, pool_dtype) -> None:
+def test_verifying_and_committing_have_the_bits_of_decoding_the_accepted_tokens(tensors, dtype, pool_dtype) -> None:
     tokens, accepted = 6, [6, 0, 3, 1, 5, 2, 4]
     slots = [8, 1, 0, 5, -1, 3, 9]
     batch = tensors.ragged(
@@ -603,18 +603,16 @@ def test_committing_gives_the_state_that_decoding_the_accepted_tokens_gives(tens
     )
     verify(batch)
     commit(batch, accepted, torch.int64 if dtype == FP32 else torch.int32)
-    batch.check(states=accepted, products=FP32, out=False)
-    batch.check_out(batch.out.tensor)
-    if pool_dtype != FP32:
-        # Decoding rounds the state after every token, committing once.
-        return
-    pool = batch.before.clone()
-    q, k, v = (drafts(batch, x) for x in (batch.q, batch.k, batch.v))
+    batch.check(states=accepted, products=FP32, chunk=1, stored=pool_dtype, out=False)
+    batch.check_out(batch.out.tensor, products=FP32, chunk=1, stored=pool_dtype)
+    q, k, v, verified = (drafts(batch, x) for x in (batch.q, batch.k, batch.v, batch.out.tensor))
+    pool, every = batch.before.clone(), batch.before.clone()
     for t in range(tokens):
         now = torch.tensor([slot if t < most else -1 for slot, most in zip(slots, accepted, strict=True)])
         lightning_decode(q[:, t], k[:, t], v[:, t], pool, now.int().to(tensors.device), batch.slopes)
-    batch.pool.tensor.copy_(pool)
-    batch.check(states=accepted, products=FP32, chunk=1, out=False)
+        out = lightning_decode(q[:, t], k[:, t], v[:, t], every, batch.slots, batch.slopes)
+        assert_bitwise_equal(verified[:, t], out, what=f"the output of draft {t}")
+    assert_bitwise_equal(batch.pool.tensor, pool, what="the committed states")
 
 
 @pytest.mark.parametrize("pool_dtype", [FP32, BF16, FP16], ids=name_of)

@@ -1,6 +1,7 @@
 """Token by token: the recurrence as it is written, in float32. Decoding, checking drafts and taking them over share it.
 
-A draft's output and a committed state therefore have the bits that decoding its tokens one by one would give.
+A draft's output and a committed state therefore have the bits that decoding its tokens one by one would give, in a pool
+of 16 bits too, since each token's state is rounded as decoding stores it.
 
 Prefill of float16 and float32 walks so too (``walk``): tensor cores round what they multiply to 11 bits, three products
 that make up for it take more registers than there are, and a warp that holds its tile of the state needs neither.
@@ -114,12 +115,15 @@ def recur(
             if WRITES:
                 if i_t == tokens - 1:
                     store_tile(p_pool, slot, i_h, o_d, o_e, s_pool, b_S, D, E, BLOCK_D, BLOCK_E)
+            b_now = b_S
             if TOKENS > 1:
+                # What the next token would read, had decoding stored it.
+                b_S = b_S.to(p_pool.dtype.element_ty).to(tl.float32)
                 ahead = tl.minimum(i_t + 1, TOKENS - 1).to(tl.int64)
                 b_k = load_row(p_k + ahead * s_k[1], o_d, s_k[3], D)
                 b_v = load_row(p_v + ahead * s_v[1], o_e, s_v[3], E)
             if p_q is not None:
-                b_o = tl.sum(b_S * b_q[:, None], axis=0) * scale
+                b_o = tl.sum(b_now * b_q[:, None], axis=0) * scale
                 tl.store(p_o + (i_h * 0 + i_t) * s_o[1] + o_e * s_o[3], b_o.to(p_o.dtype.element_ty), mask=o_e < E)
                 if TOKENS > 1:
                     b_q = load_row(p_q + ahead * s_q[1], o_d, s_q[3], D)

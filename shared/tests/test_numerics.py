@@ -42,7 +42,7 @@ def test_beside_a_good_baseline_there_is_room_for_one_rounding_and_no_more(dtype
         assert_close_to_oracle(plain + 2 * eps, exact, plain)
 
 
-def test_three_times_the_baselines_error_fails_on_all_three_figures() -> None:
+def test_three_times_the_baselines_error_fails_on_three_figures() -> None:
     a, b = inputs(torch.bfloat16)
     exact = a.double() @ b.double()
     plain = by_chunks(a, b)
@@ -143,3 +143,149 @@ def test_what_cannot_be_judged_is_refused(
 ) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         assert_close_to_oracle(actual, oracle, plain)
+
+
+# What the absolute figures do not see
+
+
+def truncated(exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Rounded towards zero, as by dropping the lower bits of a wider number."""
+    nearest = exact.to(dtype)
+    bits = nearest.view({2: torch.int16, 1: torch.int8}[dtype.itemsize])
+    return torch.where(nearest.double().abs() > exact.abs(), bits - 1, bits).view(dtype)
+
+
+def causal_attention(dtype: torch.dtype, heads: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+    """256 rows of attention, of which the first sees one key and the last 2048: exact, and plain."""
+    q, k, v = (torch.randn(heads, n, 64).to(dtype) for n in (256, 2048, 2048))
+    seen = torch.arange(2048) <= 8 * torch.arange(256)[:, None]
+
+    def scores(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (x @ y.mT / 8).masked_fill(~seen, -torch.inf)
+
+    exact = scores(q.double(), k.double()).softmax(-1) @ v.double()
+    weights = torch.exp(scores(q.float(), k.float()) - 4)
+    return exact, (weights.to(dtype).float() @ v.float() / weights.sum(-1, keepdim=True)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_small_row_of_zeros_among_large_rows_fails(dtype: torch.dtype) -> None:
+    exact = torch.randn(64, 128, dtype=torch.float64)
+    exact[10:24] *= 2.0**-11
+    zeroed = exact.to(dtype)
+    zeroed[17] = 0
+    with pytest.raises(AssertionError, match=r"relative row .* ABOVE .* row \(17,\)") as caught:
+        assert_close_to_oracle(zeroed, exact, exact.to(dtype))
+    assert str(caught.value).count("ABOVE") == 1
+
+
+def test_a_wrong_block_in_the_last_rows_of_attention_whose_values_are_small_fails() -> None:
+    exact, plain = causal_attention(torch.float16)
+    # Of the others the plain version is far off, as where a few rows were computed in another way.
+    plain[:, :32] *= 1.25
+    wrong = plain.clone()
+    wrong[1, -16:, 32:48] = wrong[1, -16:, 48:]
+    with pytest.raises(AssertionError, match=r"relative row .* ABOVE .* row \(1, 2[45]\d\)") as caught:
+        assert_close_to_oracle(wrong, exact, plain)
+    assert str(caught.value).count("ABOVE") == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_truncation_in_place_of_rounding_fails_beside_a_baseline_with_errors_of_its_own(dtype: torch.dtype) -> None:
+    exact = torch.randn(64, 96, dtype=torch.float64)
+    noise = 0.25 * torch.finfo(dtype).eps * exact.abs() * torch.randn_like(exact)
+    with pytest.raises(AssertionError, match=r"lean .* ABOVE .* towards zero") as caught:
+        assert_close_to_oracle(truncated(exact, dtype), exact, (exact + noise).to(dtype))
+    assert str(caught.value).count("ABOVE") == 1
+
+
+def test_attention_that_is_truncated_fails_and_that_is_rounded_passes() -> None:
+    exact, plain = causal_attention(torch.bfloat16)
+    assert_close_to_oracle(plain, exact, plain)
+    assert_close_to_oracle(exact.bfloat16(), exact, plain)
+    with pytest.raises(AssertionError, match=r"lean .* ABOVE"):
+        assert_close_to_oracle(truncated(exact, torch.bfloat16), exact, plain)
+
+
+def test_leaning_away_from_zero_fails_too_and_the_heading_gives_the_units() -> None:
+    exact = torch.randn(64, 96, dtype=torch.float64)
+    up = -truncated(-exact - exact.sign() * torch.finfo(torch.bfloat16).eps * exact.abs() * 0.75, torch.bfloat16)
+    noisy = (exact * (1 + torch.finfo(torch.bfloat16).eps * 0.4 * torch.randn_like(exact))).bfloat16()
+    with pytest.raises(AssertionError, match="units in the last place, away from zero"):
+        assert_close_to_oracle(up, exact, noisy)
+
+
+SHAPES = [(64, 96), (16, 32), (7, 40), (3, 1), (128, 4), (4, 100, 64), (1, 2048), (2, 8, 16, 24), (300,), (1000, 1)]
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rounded_results_of_rows_of_every_size_pass_beside_any_baseline(shape, dtype) -> None:
+    for _ in range(5):
+        exact = torch.randn(shape, dtype=torch.float64)
+        if len(shape) > 1:
+            exact *= torch.exp2(torch.randint(-6, 7, (*shape[:-1], 1)).double())
+        exact[..., -1:] *= torch.rand_like(exact[..., -1:]) > 0.5
+        exact = exact.clamp(-400, 400)
+        rounded = exact.to(dtype)
+        noisy = (exact * (1 + torch.finfo(dtype).eps * 0.3 * torch.randn_like(exact))).to(dtype)
+        for plain in (rounded, noisy):
+            assert_close_to_oracle(rounded, exact, plain)
+            assert_close_to_oracle(plain, exact, plain)
+
+
+def test_rows_of_zeros_and_of_what_is_flushed_to_zero_are_not_judged_by_their_size() -> None:
+    exact = torch.randn(64, 32, dtype=torch.float64)
+    exact[3], exact[4], exact[5, :31] = 0, exact[4] * 1e-42, 0
+    for dtype in (torch.float32, torch.bfloat16):
+        flushed = exact.to(dtype)
+        flushed[4] = 0
+        assert_close_to_oracle(flushed, exact, exact.to(dtype))
+
+
+def test_a_logarithm_of_a_sum_may_pass_zero_anywhere() -> None:
+    lse = torch.randn(4, 500, dtype=torch.float64) * 3
+    lse[:, ::7], lse[:, 3] = -torch.inf, 1e-12
+    # As where it is a maximum and a logarithm, each of them rounded.
+    plain, other = ((lse + 2.0**-24 * 3 * torch.randn_like(lse)).float() for _ in range(2))
+    assert_close_to_oracle(other, lse, plain)
+
+
+def test_errors_that_a_row_shares_are_no_lean() -> None:
+    """A row of attention is divided by one sum, whose error all of its columns have."""
+    for _ in range(10):
+        exact = torch.randn(20, 128, dtype=torch.float64)
+        off = 1 + torch.finfo(torch.bfloat16).eps * 0.3 * torch.randn(2, 20, 1, dtype=torch.float64)
+        plain, other = (exact * off).bfloat16()
+        assert_close_to_oracle(other, exact, plain)
+
+
+def test_a_small_row_between_large_ones_fails_where_the_baseline_is_never_that_far_off() -> None:
+    exact = torch.randn(64, 128, dtype=torch.float64)
+    exact[17] *= 2.0**-6
+    # Elsewhere a whole row is further off than that one is large.
+    plain = exact.bfloat16()
+    plain[40] += 0.25
+    zeroed = exact.bfloat16()
+    zeroed[17] = 0
+    with pytest.raises(AssertionError, match=r"relative row .* ABOVE .* row \(17,\)"):
+        assert_close_to_oracle(zeroed, exact, plain)
+
+
+def test_rows_that_cancel_as_a_whole_may_be_off_by_any_part_of_themselves() -> None:
+    """A weight of linear attention is a product that all columns share, and now and then almost 0."""
+    for _ in range(100):
+        weight, noise, other = torch.randn(3, 4, 70, 1, dtype=torch.float64)
+        values = torch.randn(4, 70, 48, dtype=torch.float64)
+        weight[2, 11] = 1e-6
+        exact, plain, kernel = (w * values for w in (weight, weight + 1e-7 * noise, weight + 1e-7 * other))
+        assert_close_to_oracle(kernel.float(), exact, plain.float())
+
+
+def test_measure_finds_the_row_that_is_furthest_off_for_its_size() -> None:
+    oracle = torch.ones(3, 16, dtype=torch.float64)
+    oracle[1] = 0.25
+    report = measure((oracle - 0.125).float(), oracle)
+    assert (report.relative_row, report.at_row) == (0.5, (1,))
+    # So few columns may cancel.
+    assert measure(oracle[:, :15].float() - 0.125, oracle[:, :15]).relative_row == 0

@@ -1,7 +1,9 @@
 """How far a kernel is from float64, measured beside plain PyTorch of the same dtype.
 
-No tolerance is chosen by hand: a kernel's error may be at most twice that of a plain PyTorch version in the same
-dtype, plus one rounding of the output, on three figures: the maximum, the mean and the worst row.
+A kernel's error may be at most twice that of a plain PyTorch version in the same dtype, plus one rounding of the
+output, on four figures: the maximum, the mean, the worst row, and the worst row relative to its own size, which sees a
+wrong small row among large ones. Results of 16 bits or fewer must not lean towards zero or away from it either, as
+truncated ones do.
 """
 
 from __future__ import annotations
@@ -13,14 +15,30 @@ import torch
 
 from kernel_reference.checks import fail
 
+# Rows of fewer columns may be near zero by cancellation alone, where an error relative to them says nothing.
+_COLUMNS_OF_A_ROW = 16
+# So many rows on either side tell what the baseline's error in a row might have been, and by luck is not.
+_BESIDE = 2
+_LUCK = 4
+# GPUs may flush what is below the normal range of float32 to zero, whatever the dtype of the result.
+_FLUSHED = torch.finfo(torch.float32).tiny
+# A mean of fewer errors, or of errors of fewer rows, whose columns share what was rounded before, is chance.
+_ELEMENTS_OF_A_LEAN = 512
+_ROWS_OF_A_LEAN = 16
+# Truncation leans by half a unit in the last place, a result rounded to nearest by none: a bound half-way between.
+_LEAN = 0.25
+_SIGMAS = 6
+
 
 @dataclass(frozen=True)
 class ErrorReport:
-    """Absolute errors of a tensor.
+    """Errors of a tensor.
 
     maximum: of one element; at: its index.
     mean: over all elements.
     worst_row: the largest root mean square over a row, which is the last dimension; row: that row's index.
+    relative_row: the largest root mean square of a row's errors divided by that of the oracle's row; at_row: that row's
+    index. 0 and () where rows have fewer than 16 columns; rows of zeros are left out.
     """
 
     maximum: float
@@ -28,6 +46,8 @@ class ErrorReport:
     worst_row: float
     at: tuple[int, ...]
     row: tuple[int, ...]
+    relative_row: float
+    at_row: tuple[int, ...]
 
 
 def measure(actual: torch.Tensor, oracle: torch.Tensor) -> ErrorReport:
@@ -47,13 +67,14 @@ def measure(actual: torch.Tensor, oracle: torch.Tensor) -> ErrorReport:
     if bool(oracle.isnan().any()):
         fail("oracle", "free of NaN", f"NaN at {_index(oracle.isnan().double())}")
     if actual.numel() == 0:
-        return ErrorReport(0.0, 0.0, 0.0, (), ())
-    values = actual.detach().double()
-    error = torch.where(values == oracle, 0.0, (values - oracle).abs()).nan_to_num(nan=math.inf, posinf=math.inf)
+        return ErrorReport(0.0, 0.0, 0.0, (), (), 0.0, ())
+    error = _errors(actual, oracle)
     rows = _rows(error)
+    shares = _shares_of_rows(rows, actual, oracle)
     return ErrorReport(
-        float(error.max()), float(error.mean()), float(rows.max()), _index(error), _index(rows) if rows.dim() else ()
-    )
+        float(error.max()), float(error.mean()), float(rows.max()), _index(error), _index(rows) if rows.dim() else (),
+        0.0 if shares is None else float(shares.max()), () if shares is None else _index(shares),
+    )  # fmt: skip
 
 
 def assert_close_to_oracle(
@@ -63,9 +84,18 @@ def assert_close_to_oracle(
 
     actual: what the kernel returned, of any float dtype. oracle64: the exact result in float64. same_dtype_baseline: a
     plain PyTorch version computed in ``actual``'s dtype. All of one shape, rows in the last dimension. One rounding is
-    half a unit in the last place of ``actual``'s dtype: at the largest value for the maximum, and of the mean and the
-    root mean square of the values for the others. NaN never passes. The message gives the three figures and where the
-    worst are. Returns the kernel's errors.
+    half a unit in the last place of ``actual``'s dtype: at the largest value for the maximum, of the mean and the root
+    mean square of the values for the mean and the worst row, and half of the dtype's eps for the worst relative row.
+    Whole rows may cancel, where a weight that all columns share does, and be off by any part of themselves: a row whose
+    error is within four times the baseline's in a row beside it is not counted there.
+
+    The lean of a result is the mean of its errors in units of the last place, each counted positive away from zero and
+    negative towards it: 0 for rounding to nearest, -1/2 for truncation. It may be at most twice the baseline's plus 1/4
+    plus six times what chance makes of it, which is estimated from how rows, heads and so on differ. It is judged in
+    dtypes of 16 bits or fewer, where arithmetic is finer than the result, of results of at least 16 rows, and where
+    the baseline's errors are those of its last rounding.
+
+    NaN never passes. The message gives the figures and where the worst are. Returns the kernel's errors.
 
     ValueError or TypeError is raised if the oracle or the baseline cannot judge: other shapes or dtypes, or not finite
     where the oracle is.
@@ -79,12 +109,11 @@ def assert_close_to_oracle(
     if actual.numel() == 0:
         return kernel
     limits = torch.finfo(actual.dtype)
-    size = oracle64.detach().double().abs()
-    size = torch.where(size.isinf(), 0.0, size)
+    size = _without_infinities(oracle64.detach()).abs()
     half_ulp = limits.eps / 2
     # Below the normal range the spacing no longer shrinks with the value.
     floor = limits.smallest_normal * half_ulp
-    figures = [
+    figures: list[tuple[str, float, float, float, str]] = [
         (
             "maximum",
             kernel.maximum,
@@ -94,18 +123,27 @@ def assert_close_to_oracle(
         ),
         ("mean", kernel.mean, plain.mean, float(size.mean()), ""),
         ("worst row", kernel.worst_row, plain.worst_row, float(_rows(size).max()), f"row {kernel.row}"),
+        ("relative row", *_unexplained(actual, oracle64, same_dtype_baseline, plain.relative_row)),
     ]
+    judged = [
+        (name, error, 2 * baseline + half_ulp * magnitude + floor, baseline, where)
+        for name, error, baseline, magnitude, where in figures
+    ]
+    leans = _leans(actual, oracle64, same_dtype_baseline)
+    if leans is not None:
+        kernels, its_bound, plains = leans
+        towards = "towards zero" if kernels < 0 else "away from zero"
+        judged.append(("lean", abs(kernels), its_bound, abs(plains), f"units in the last place, {towards}"))
     lines = []
     failed = False
-    for name, error, baseline, magnitude, where in figures:
-        bound = 2 * baseline + half_ulp * magnitude + floor
+    for name, error, bound, baseline, where in judged:
         over = not error <= bound
         failed |= over
         verdict = "ABOVE" if over else "within"
-        lines.append(f"  {name:<9}  {error:10.3e}  {verdict:<6}  {bound:10.3e}  {baseline:13.3e}  {where}".rstrip())
+        lines.append(f"  {name:<12}  {error:10.3e}  {verdict:<6}  {bound:10.3e}  {baseline:13.3e}  {where}".rstrip())
     if failed:
         dtype = str(actual.dtype).removeprefix("torch.")
-        heading = f"  {'error':<9}  {'kernel':>10}  {'':<6}  {'bound':>10}  {'plain PyTorch':>13}"
+        heading = f"  {'error':<12}  {'kernel':>10}  {'':<6}  {'bound':>10}  {'plain PyTorch':>13}"
         raise AssertionError(
             f"{what} {tuple(actual.shape)} is further from float64 than twice plain {dtype} PyTorch and a rounding:\n"
             + "\n".join([heading, *lines])
@@ -113,8 +151,90 @@ def assert_close_to_oracle(
     return kernel
 
 
+def _errors(actual: torch.Tensor, oracle: torch.Tensor) -> torch.Tensor:
+    values = actual.detach().double()
+    return torch.where(values == oracle, 0.0, (values - oracle).abs()).nan_to_num(nan=math.inf, posinf=math.inf)
+
+
+def _shares_of_rows(rows: torch.Tensor, actual: torch.Tensor, oracle: torch.Tensor) -> torch.Tensor | None:
+    """The errors of rows divided by the rows' sizes; None where rows are too short for that."""
+    if not oracle.dim() or oracle.shape[-1] < _COLUMNS_OF_A_ROW:
+        return None
+    # What any result may be off, however small its row: the spacing no longer shrinks with the value down there.
+    limits = torch.finfo(actual.dtype)
+    least = max(limits.smallest_normal * limits.eps / 2, _FLUSHED if actual.dtype != torch.float64 else 0.0)
+    size = _rows(_without_infinities(oracle))
+    return torch.where(size > 0, (rows - least).clamp(min=0) / size, 0.0)
+
+
+def _unexplained(
+    actual: torch.Tensor, oracle: torch.Tensor, baseline: torch.Tensor, plain: float
+) -> tuple[float, float, float, str]:
+    """The largest share of a row that its error is, the baseline's, 1 for a rounding, and where: rows aside whose error
+    is that of the baseline in rows beside them, along the dimension that has most."""
+    oracle = oracle.detach().to(actual.device)
+    rows = _rows(_errors(actual, oracle))
+    shares = _shares_of_rows(rows, actual, oracle)
+    if shares is None:
+        return 0.0, plain, 1.0, ""
+    if shares.dim():
+        plains = _rows(_errors(baseline.to(actual.device), oracle))
+        dim = max(range(rows.dim()), key=lambda d: rows.shape[d])
+        lines = plains.movedim(dim, -1).unsqueeze(-2).flatten(0, -3) if plains.dim() > 1 else plains[None, None]
+        beside = torch.nn.functional.max_pool1d(lines, 2 * _BESIDE + 1, 1, _BESIDE)
+        beside = beside.view(plains.movedim(dim, -1).shape).movedim(-1, dim)
+        shares = torch.where(rows > _LUCK * beside, shares, 0.0)
+    return float(shares.max()), plain, 1.0, f"row {_index(shares)}"
+
+
+def _leans(actual: torch.Tensor, oracle: torch.Tensor, baseline: torch.Tensor) -> tuple[float, float, float] | None:
+    """How far ``actual`` leans, how far it may, and how far the baseline does; None where that cannot be told."""
+    if actual.dtype.itemsize > 2 or actual.dim() < 2 or actual[..., 0].numel() < _ROWS_OF_A_LEAN:
+        return None
+    oracle = oracle.detach().to(actual.device)
+    limits = torch.finfo(actual.dtype)
+    counted = oracle.isfinite() & (oracle.abs() >= limits.smallest_normal) & (oracle.abs() <= limits.max)
+    exponent = torch.frexp(torch.where(counted, oracle, 1.0)).exponent - 1
+    # Errors of more than a unit were made before the last rounding, and would drown it.
+    errors = [
+        torch.where(
+            counted, (torch.ldexp((x.detach().double() - oracle) * oracle.sign(), -exponent) / limits.eps), 0.0
+        ).clamp(-1, 1)
+        for x in (actual, baseline.to(actual.device))
+    ]
+    number = int(counted.sum())
+    rows = int(counted.any(-1).sum())
+    if number < _ELEMENTS_OF_A_LEAN or rows < _ROWS_OF_A_LEAN or float(errors[1].abs().sum()) / number > 0.5:
+        return None
+    kernels, plains = (float(error.sum()) / number for error in errors)
+    chance = max(_spread(errors[0], counted, dim) for dim in [None, *range(actual.dim())])
+    return kernels, 2 * abs(plains) + _LEAN + _SIGMAS * chance, plains
+
+
+def _spread(errors: torch.Tensor, counted: torch.Tensor, dim: int | None) -> float:
+    """The standard deviation of the mean of the errors, if those at one index of ``dim``, or of one row, belong
+    together. 0 where these are too few to tell.
+    """
+    others = [-1] if dim is None else [other for other in range(errors.dim()) if other != dim]
+    weight = counted.double().sum(others).flatten()
+    total = errors.sum(others).flatten()[weight > 0]
+    weight = weight[weight > 0]
+    if len(weight) < _ROWS_OF_A_LEAN // 2:
+        return 0.0
+    # Of a ratio of sums over groups of any size.
+    mean = total.sum() / weight.sum()
+    return float(
+        (total - mean * weight).square().sum().sqrt() / weight.sum() * (len(weight) / (len(weight) - 1)) ** 0.5
+    )
+
+
+def _without_infinities(values: torch.Tensor) -> torch.Tensor:
+    return torch.where(values.isinf(), 0.0, values.double())
+
+
 def _rows(values: torch.Tensor) -> torch.Tensor:
     """Root mean square over the last dimension, without overflow."""
+    values = values.abs()
     if values.dim() == 0:
         return values
     largest = values.amax(-1, keepdim=True)

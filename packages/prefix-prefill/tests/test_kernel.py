@@ -182,7 +182,11 @@ def test_outputs_of_8_bits_are_divided_by_their_scale_and_held_within_their_rang
 
 
 def test_what_a_window_hides_weighs_nothing_even_where_true_scores_are_below_minus_10000(tensors, kernels) -> None:
-    batch = tensors.batch([(40, 6)], heads=(1, 1), head_size=16, window=(8, -1), dtype=FP32, offset=(-60.0, 60.0))
+    # Scores near -14400 have a last place of 1e-3, and 2e-3 in base 2, where the kernel takes their differences. Of a
+    # softmax that is 1e-3 of a weight where keys share it: plain float32, in base e, may happen to lose nothing in six
+    # rows, and a bound made from its errors then fails a correct kernel, as it did for one seed in 20. In bfloat16 it
+    # is less than the rounding of the output; what masks in place of -inf shows in any dtype.
+    batch = tensors.batch([(40, 6)], heads=(1, 1), head_size=16, window=(8, -1), dtype=BF16, offset=(-60.0, 60.0))
     kernels.prefill(batch, portable())
     batch.check()
 

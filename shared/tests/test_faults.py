@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
@@ -79,6 +83,44 @@ def test_a_fault_is_judged_by_the_tests_that_it_names(package: Path) -> None:
     ]
 
 
+def test_an_error_or_a_run_without_end_is_not_caught_by_a_test(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(faults, "_TIMEOUT_S", 8)
+    plant(package, "a_unknown", patch("    return 2 * x\n", "    return 2 * y\n"))
+    plant(package, "b_endless", patch("    return 2 * x\n", "    while True: pass\n"))
+    assert run(package) == [
+        (faults.BROKEN, "no assertion failed: test_double.py::test_two_becomes_four (NameError)"),
+        (faults.BROKEN, "a run longer than 8 s is no assertion"),
+    ]
+
+
+def test_what_passes_clean_may_be_known_from_the_suite(package: Path) -> None:
+    plant(package, "tripled", patch("    return 2 * x\n", "    return 3 * x\n"))
+    passed = package / "passed.json"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "kernel_reference.testing.faults", "--write-passed", passed]
+    path = os.pathsep.join([str(package / "src"), *sys.path])
+    subprocess.run(command, cwd=package, env=os.environ | {"PYTHONPATH": path}, check=True)
+    assert sorted(json.loads(passed.read_text())) == [
+        "test_double.py::test_nought_stays",
+        "test_double.py::test_two_becomes_four",
+    ]
+    assert faults.main([str(package), "--passed", str(passed)]) == 0
+    passed.write_text("[]")
+    (outcome,) = faults.run_faults(package, passed=passed)
+    assert (outcome.verdict, outcome.reason) == (
+        faults.BROKEN,
+        "test_double.py::test_two_becomes_four did not pass without it",
+    )
+
+
+def test_a_test_that_expects_an_error_and_gets_none_asserts(package: Path) -> None:
+    (package / "tests/test_half.py").write_text(
+        "import pytest\nfrom doubling import half\n\ndef test_a_word_has_no_half():\n"
+        "    with pytest.raises(TypeError):\n        half('word')\n"
+    )
+    plant(package, "lenient", patch("    return x / 2\n", "    return x\n", "# tests: tests/test_half.py\n"))
+    assert run(package) == [(faults.CAUGHT, "by test_half.py::test_a_word_has_no_half")]
+
+
 def test_a_patch_that_does_not_apply_is_an_error(package: Path) -> None:
     plant(package, "stale", patch("    return 2 * x\n", "    return 3 * x\n").replace("-    return 2", "-    return 5"))
     plant(package, "tests", patch("    return 2 * x\n", "    return 3 * x\n").replace("src/doubling", "tests"))
@@ -94,7 +136,7 @@ def test_a_suite_that_is_red_anyway_catches_nothing(package: Path) -> None:
 
 def test_a_suite_that_cannot_be_collected_catches_nothing(package: Path) -> None:
     plant(package, "syntax", patch("    return 2 * x\n", "    return 2 *\n"))
-    assert run(package) == [(faults.BROKEN, "test_double.py")]
+    assert run(package) == [(faults.BROKEN, "no assertion failed: tests/test_double.py (error of collection)")]
 
 
 def test_the_copy_is_found_before_an_installed_package(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:

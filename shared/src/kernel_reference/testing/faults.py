@@ -1,4 +1,4 @@
-"""Plant a package's faults and see its tests go red: ``python -m kernel_reference.testing.faults packages/<name>``.
+"""Mutation testing: plant faults and see a package's tests go red: ``python -m kernel_reference.testing.faults DIR``.
 
 A fault is a patch in the package's ``tests/faults``, of files under its ``src``. It is applied to a copy in a temporary
 folder, never to the working tree, and the package's tests are run against the copy, which is found before any installed
@@ -7,31 +7,48 @@ wheel. The lines before the patch proper may say, in one line each, what the fau
     # the last row is written whether or not it is there
     # tests: tests/test_split.py -k "ragged or empty"
 
-Without the second line the whole suite runs, up to its first failure. Each selection of tests is run on an unchanged
-copy first, since a suite that is red anyway catches nothing. Arguments after the package's folder go to pytest. The
-exit code is 0 if every fault is caught, 1 if one survives, does not apply or cannot be judged, 2 if there are none.
+Without the second line the whole suite runs. A fault is caught if a test that passes without it fails with it, and
+fails by an assertion: a NameError, an illegal instruction or a run that never ends would be seen without any test. What
+passes without faults is read from ``--passed FILE``, which the suite writes when it runs with
+``-p kernel_reference.testing.faults --write-passed FILE``; without it each selection of tests runs once clean.
+
+Tests run in forks of this process, which has imported torch, Triton and pytest once for all of them. Arguments after
+``--`` go to pytest. The exit code is 0 if every fault is caught, 1 if one survives, does not apply or cannot be judged,
+2 if there are none.
 """
 
 from __future__ import annotations
 
+import argparse
+import faulthandler
+import importlib
+import importlib.util
+import json
 import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+
+import pytest
 
 CAUGHT = "caught"
 SURVIVED = "SURVIVED"
 BROKEN = "BROKEN"
 
-_TIMEOUT_S = 900
+_TIMEOUT_S = 600
+# Imported before the first fork where they are installed: seconds of each test run, and no thread is started by it.
+# The plugin first: it says, before Triton is imported, whether kernels are interpreted.
+_WARM = ("kernel_reference.testing.pytest_plugin", "torch._dynamo", "triton", "hypothesis", "numpy")
 
 
 @dataclass(frozen=True)
@@ -69,99 +86,282 @@ class Outcome:
     output: str = ""
 
 
-def run_faults(package: Path, pytest_args: Sequence[str] = (), *, jobs: int = 2) -> list[Outcome]:
+def run_faults(
+    package: Path, pytest_args: Sequence[str] = (), *, jobs: int = 2, passed: Path | None = None
+) -> list[Outcome]:
     """Plant each fault of ``package`` and return what became of it, in the patches' order; ``jobs`` of them at a time.
 
-    Prints a line for each as it is done. ValueError is raised if the package has no ``src`` folder.
+    passed: a file with the tests that pass without faults; if left out, they are run. Prints a line for each fault as
+    it is done. ValueError is raised if the package has no ``src`` folder.
     """
     package = package.resolve()
     if not (package / "src").is_dir():
         raise ValueError(f"package must be a folder that holds src and tests/faults, got {package}")
     faults = [Fault.read(patch) for patch in sorted((package / "tests" / "faults").glob("*.patch"))]
+    if not faults:
+        return []
+    _warm_up()
+    if passed is None:
+        selections = list(dict.fromkeys(fault.tests for fault in faults))
+        runs = _in_forks([_Task(package, None, tests, pytest_args) for tests in selections], jobs)
+        clean = dict(zip(selections, [run for _, run in sorted(runs, key=lambda pair: pair[0])], strict=True))
+    else:
+        known = _Run(0, passed=json.loads(passed.read_text()))
+        clean = {fault.tests: known for fault in faults}
     started = time.monotonic()
-    outcomes: list[Outcome] = []
-    with ThreadPoolExecutor(jobs) as pool:
-        selections = dict.fromkeys(fault.tests for fault in faults)
-        clean = {tests: pool.submit(_run, package, None, tests, pytest_args) for tests in selections}
-        pending = [pool.submit(_judge, package, fault, clean[fault.tests], pytest_args) for fault in faults]
-        for number, future in enumerate(pending, 1):
-            outcome = future.result()
-            outcomes.append(outcome)
-            elapsed = time.monotonic() - started
-            name = outcome.fault.patch.stem
-            print(f"[{number}/{len(faults)}] {elapsed:4.0f} s  {name}: {outcome.verdict}, {outcome.reason}", flush=True)
-    return outcomes
+    outcomes: dict[int, Outcome] = {}
+    judged = [place for place, fault in enumerate(faults) if clean[fault.tests].code == 0]
+    for place, fault in enumerate(faults):
+        if place not in judged:
+            before = clean[fault.tests]
+            outcomes[place] = Outcome(fault, BROKEN, f"its tests fail without it: {before.why}", 0, before.output)
+    tasks = [_Task(package, faults[place].patch, faults[place].tests, pytest_args) for place in judged]
+    for number, (index, run) in enumerate(_in_forks(tasks, jobs), 1 + len(outcomes)):
+        fault = faults[judged[index]]
+        outcome = outcomes[judged[index]] = _judge(fault, clean[fault.tests], run)
+        elapsed = time.monotonic() - started
+        line = f"[{number}/{len(faults)}] {elapsed:4.0f} s  {fault.patch.stem}: {outcome.verdict}, {outcome.reason}"
+        print(line, flush=True)
+    return [outcomes[place] for place in range(len(faults))]
+
+
+@dataclass(frozen=True)
+class _Task:
+    package: Path
+    patch: Path | None
+    tests: tuple[str, ...]
+    pytest_args: Sequence[str]
 
 
 @dataclass(frozen=True)
 class _Run:
+    """code: pytest's, or below 0 if it did not end by itself. asserted, raised: the tests that failed, and how."""
+
     code: int
-    culprit: str
-    output: str
-    seconds: float
+    passed: list[str] = field(default_factory=list)
+    asserted: list[str] = field(default_factory=list)
+    raised: dict[str, str] = field(default_factory=dict)
+    output: str = ""
+    seconds: float = 0.0
+
+    @property
+    def why(self) -> str:
+        failed = [*self.asserted, *(f"{test} ({error})" for test, error in self.raised.items())]
+        return failed[0] if failed else f"pytest ended with code {self.code}"
+
+
+def _judge(fault: Fault, clean: _Run, run: _Run) -> Outcome:
+    caught = [test for test in run.asserted if test in clean.passed]
+    if caught:
+        return Outcome(fault, CAUGHT, f"by {caught[0]}", run.seconds)
+    if run.code == _DOES_NOT_APPLY:
+        return Outcome(fault, BROKEN, "the patch does not apply", 0, run.output)
+    if run.code == _TOO_LONG:
+        return Outcome(fault, BROKEN, f"a run longer than {_TIMEOUT_S} s is no assertion", run.seconds, run.output)
+    if run.asserted:
+        return Outcome(fault, BROKEN, f"{run.asserted[0]} did not pass without it", run.seconds, run.output)
+    if run.raised or run.code not in (0, 1):
+        return Outcome(fault, BROKEN, f"no assertion failed: {run.why}", run.seconds, run.output)
+    return Outcome(fault, SURVIVED, "all tests pass", run.seconds, run.output)
+
+
+# By process: which task, since when, in which folder.
+_Running = dict[int, tuple[int, float, "tempfile.TemporaryDirectory[str]"]]
+
+_DOES_NOT_APPLY = -1001
+_TOO_LONG = -1002
+
+
+def _warm_up() -> None:
+    for name in _WARM:
+        with suppress(ImportError):
+            importlib.import_module(name)
+
+
+def _in_forks(tasks: Sequence[_Task], jobs: int) -> Iterator[tuple[int, _Run]]:
+    """Each task in a process of its own, ``jobs`` at a time; yields (index, run) as they end."""
+    waiting = list(enumerate(tasks))[::-1]
+    running: _Running = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                index, task = waiting.pop()
+                folder = tempfile.TemporaryDirectory(prefix="kernel_reference_fault_")
+                try:
+                    _copy(task, Path(folder.name))
+                except _DoesNotApplyError as error:
+                    folder.cleanup()
+                    yield index, _Run(_DOES_NOT_APPLY, output=str(error))
+                    continue
+                pid = _fork(partial(_child, task, Path(folder.name)))
+                running[pid] = (index, time.monotonic(), folder)
+            if not running:
+                continue
+            for pid, code in _wait(running):
+                index, started, folder = running.pop(pid)
+                run = _read(Path(folder.name), code, time.monotonic() - started)
+                folder.cleanup()
+                yield index, run
+    finally:
+        for pid, (_, _, folder) in running.items():
+            _kill(pid)
+            os.waitpid(pid, 0)
+            folder.cleanup()
+
+
+def _wait(running: _Running) -> list[tuple[int, int]]:
+    """The processes that ended, with their exit codes; one that takes too long is ended."""
+    while True:
+        ended = []
+        for pid, (_, started, _) in running.items():
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                ended.append((pid, os.waitstatus_to_exitcode(status)))
+            elif time.monotonic() - started > _TIMEOUT_S:
+                _kill(pid)
+                os.waitpid(pid, 0)
+                ended.append((pid, _TOO_LONG))
+        if ended:
+            return ended
+        time.sleep(0.02)
+
+
+def _kill(pid: int) -> None:
+    # Its own group, so that what it has started ends too.
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _fork(work: Callable[[], int]) -> int:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Its thread (pytest's faulthandler_timeout) stays behind, and whoever cancels it in the fork waits for ever.
+    faulthandler.cancel_dump_traceback_later()
+    pid = os.fork()
+    if pid:
+        # Here too, so that the group is there whoever runs first.
+        with suppress(PermissionError, ProcessLookupError):
+            os.setpgid(pid, pid)
+        return pid
+    code = 70
+    try:
+        os.setpgid(0, 0)
+        code = work()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Not sys.exit: the parent's handlers must not run twice.
+        os._exit(code)
+
+
+def _child(task: _Task, copy: Path) -> int:
+    with (copy / "output").open("wb") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.chdir(copy)
+    sys.dont_write_bytecode = True
+    sys.path.insert(0, str(copy / "src"))
+    # For the processes that tests start.
+    path = [str(copy / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ |= {"PYTHONPATH": os.pathsep.join(path), "PYTHONDONTWRITEBYTECODE": "1"}
+    importlib.invalidate_caches()
+    _check_shadowing(copy)
+    selected = [str(task.package / test) if _is_test_path(task.package, test) else test for test in task.tests]
+    if not any(_is_test_path(task.package, test) for test in task.tests):
+        selected.append(str(task.package / "tests"))
+    observer = _Observer(stop=task.patch is not None)
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", *task.pytest_args]
+    code = int(pytest.main([*options, *selected], plugins=[observer]))
+    found = {"passed": observer.passed, "asserted": observer.asserted, "raised": observer.raised}
+    (copy / "found.json").write_text(json.dumps(found | {"code": code}))
+    return 0
+
+
+def _read(copy: Path, code: int, seconds: float) -> _Run:
+    output = (copy / "output").read_text(errors="replace") if (copy / "output").exists() else ""
+    file = copy / "found.json"
+    if not file.exists():
+        return _Run(code or 70, output=output, seconds=seconds)
+    return _Run(**json.loads(file.read_text()), output=output, seconds=seconds)
+
+
+class _Observer:
+    """Notes which tests passed and how the others failed; ``stop``: ends the run at the first failed assertion."""
+
+    def __init__(self, *, stop: bool) -> None:
+        self.passed: list[str] = []
+        self.asserted: list[str] = []
+        self.raised: dict[str, str] = {}
+        self._stop = stop
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        name = name_of(item)
+        if report.failed:
+            error = call.excinfo.value if call.excinfo else None
+            if call.when == "call" and isinstance(error, (AssertionError, pytest.fail.Exception)):
+                self.asserted.append(name)
+                if self._stop:
+                    item.session.shouldstop = "an assertion failed"
+            else:
+                self.raised[name] = type(error).__name__
+        elif report.when == "call" and report.passed:
+            self.passed.append(name)
+        return report
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self.raised[report.nodeid] = "error of collection"
+
+
+def name_of(item: pytest.Item) -> str:
+    """A test's name wherever pytest was started: file, class, function and parameters without the folder."""
+    return f"{item.path.name}::{item.nodeid.partition('::')[2]}"
+
+
+# As a plugin of the suite's own run.
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-passed", metavar="FILE", help="write the names of the tests that passed, as JSON")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Workers of pytest-xdist hand their reports to the process that has no `workerinput`.
+    if config.getoption("--write-passed") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Writer(Path(config.getoption("--write-passed"))))
+
+
+class _Writer:
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._passed: list[str] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" and report.passed:
+            path, _, rest = report.nodeid.partition("::")
+            self._passed.append(f"{path.rpartition('/')[2]}::{rest}")
+
+    def pytest_sessionfinish(self) -> None:
+        self._file.write_text(json.dumps(self._passed))
 
 
 class _DoesNotApplyError(Exception):
     pass
 
 
-def _judge(package: Path, fault: Fault, clean: Future[_Run], pytest_args: Sequence[str]) -> Outcome:
-    before = clean.result()
-    if before.code != 0:
-        why = before.culprit or f"pytest ended with code {before.code}"
-        return Outcome(fault, BROKEN, f"its tests fail without it: {why}", before.seconds, before.output)
-    try:
-        run = _run(package, fault.patch, fault.tests, pytest_args)
-    except _DoesNotApplyError as error:
-        return Outcome(fault, BROKEN, "the patch does not apply", 0, str(error))
-    if run.code == 1:
-        return Outcome(fault, CAUGHT, f"by {run.culprit}", run.seconds)
-    if run.code == 0:
-        return Outcome(fault, SURVIVED, "all tests pass", run.seconds, run.output)
-    return Outcome(fault, BROKEN, run.culprit or f"pytest ended with code {run.code}", run.seconds, run.output)
-
-
-def _run(package: Path, patch: Path | None, tests: tuple[str, ...], pytest_args: Sequence[str]) -> _Run:
-    started = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="kernel_reference_fault_") as folder:
-        copy = Path(folder)
-        shutil.copytree(package / "src", copy / "src", ignore=shutil.ignore_patterns("__pycache__"))
-        if patch is not None:
-            _apply(patch, copy)
-        path = [str(copy / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path), "PYTHONDONTWRITEBYTECODE": "1"}
-        _check_shadowing(copy, environment)
-        selected = [str(package / test) if _is_test_path(package, test) else test for test in tests]
-        if not any(_is_test_path(package, test) for test in tests):
-            selected.append(str(package / "tests"))
-        # The temporary folder as the current one, since `python -m` puts that first on sys.path.
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-x",
-            "-q",
-            "-rfE",
-            "-p",
-            "no:cacheprovider",
-            *pytest_args,
-            *selected,
-        ]
-        try:
-            done = subprocess.run(
-                command, cwd=copy, env=environment, timeout=_TIMEOUT_S, text=True, stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            # A kernel that never ends is as visible as a wrong result.
-            return _Run(1, f"a run longer than {_TIMEOUT_S} s", "", time.monotonic() - started)
-    found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
-    culprit = found[1].rpartition("/")[2] if found else ""
-    return _Run(done.returncode, culprit, done.stdout, time.monotonic() - started)
-
-
 def _is_test_path(package: Path, test: str) -> bool:
     return not test.startswith("-") and (package / test.partition("::")[0]).exists()
+
+
+def _copy(task: _Task, copy: Path) -> None:
+    shutil.copytree(task.package / "src", copy / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    if task.patch is not None:
+        _apply(task.patch, copy)
 
 
 def _apply(patch: Path, copy: Path) -> None:
@@ -181,25 +381,27 @@ def _apply(patch: Path, copy: Path) -> None:
         raise _DoesNotApplyError(done.stdout + done.stderr)
 
 
-def _check_shadowing(copy: Path, environment: dict[str, str]) -> None:
+def _check_shadowing(copy: Path) -> None:
     name = next(file.parent.name for file in sorted((copy / "src").glob("*/__init__.py")))
-    code = f"import importlib.util; print(importlib.util.find_spec({name!r}).origin)"
-    found = subprocess.check_output([sys.executable, "-c", code], cwd=copy, env=environment, text=True).strip()
-    if not Path(found).resolve().is_relative_to(copy.resolve()):
-        raise RuntimeError(f"{name} is imported from {found}, not from the copy that holds the fault")
+    if name in sys.modules:
+        raise RuntimeError(f"{name} is imported before its copy: the process that forks must not need it")
+    spec = importlib.util.find_spec(name)
+    if spec is None or not Path(str(spec.origin)).resolve().is_relative_to(copy.resolve()):
+        raise RuntimeError(f"{name} is imported from {spec and spec.origin}, not from the copy that holds the fault")
 
 
 def main(arguments: Sequence[str]) -> int:
     """The command line; returns the exit code."""
-    if not arguments or arguments[0].startswith("-"):
-        print(
-            "usage: python -m kernel_reference.testing.faults <package folder> [-- pytest arguments]", file=sys.stderr
-        )
-        return 2
-    package = Path(arguments[0])
-    outcomes = run_faults(package, [argument for argument in arguments[1:] if argument != "--"])
+    at = list(arguments).index("--") if "--" in arguments else len(arguments)
+    own, pytest_args = arguments[:at], arguments[at + 1 :]
+    parser = argparse.ArgumentParser(prog="python -m kernel_reference.testing.faults", description="Mutation testing.")
+    parser.add_argument("package", type=Path, help="the package's folder; arguments after -- go to pytest")
+    parser.add_argument("--passed", type=Path, metavar="FILE", help="the tests that pass clean; else they are run")
+    parser.add_argument("--jobs", type=int, default=2, help="processes at a time (default 2)")
+    chosen = parser.parse_args(own)
+    outcomes = run_faults(chosen.package, pytest_args, jobs=chosen.jobs, passed=chosen.passed)
     if not outcomes:
-        print(f"no faults: {package / 'tests' / 'faults'} holds no *.patch", file=sys.stderr)
+        print(f"no faults: {chosen.package / 'tests' / 'faults'} holds no *.patch", file=sys.stderr)
         return 2
     for outcome in outcomes:
         if outcome.verdict != CAUGHT:

@@ -1,17 +1,21 @@
 """`nox -l` lists the sessions, `nox -s "test(gdn-split)"` runs one of them for one package, `nox -t gdn-split` all of
 its sessions that need no GPU and send nothing away, `nox -t gdn-split-gpu` those for a GPU.
 
-Packages are found by their pyproject.toml and listed nowhere. What is tested is the wheel, never the source tree: a
-session builds the sdist, from that the wheel, and installs it over whatever `-r` or `-R` kept. Packages come from where
-the user's pip configuration and PIP_ variables say; what is pinned stands in pyproject.toml.
+Packages are found by their pyproject.toml and listed nowhere. What is tested is the wheel, never the source tree: the
+sdist is built, from that the wheel, once for each state of the sources (.nox/wheels), and installed over whatever `-r`
+or `-R` kept. uv makes the environments where it is installed, in seconds, else virtualenv and pip do. Packages come
+from where the user's pip configuration and PIP_ variables say, with either; what is pinned stands in pyproject.toml.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable
 from itertools import chain
@@ -22,7 +26,7 @@ import nox
 from packaging.requirements import Requirement
 
 nox.needs_version = ">=2025.5.1"
-nox.options.default_venv_backend = "virtualenv"
+nox.options.default_venv_backend = "uv|virtualenv"
 nox.options.sessions = ["lint", "test"]
 
 ROOT = Path(__file__).parent
@@ -41,6 +45,32 @@ ON_GPU = {"KERNEL_REFERENCE_REQUIRE_GPU": "1"}
 # A pip.conf in the environment that nox runs from would not be seen from the environments that it makes.
 if (Path(sys.prefix) / "pip.conf").is_file():
     os.environ.setdefault("PIP_CONFIG_FILE", str(Path(sys.prefix) / "pip.conf"))
+# Without bytecode every start of Python compiles torch again, 4 s of it.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+
+def tell_uv_what_pip_knows() -> None:
+    """Set uv's variables, unless they are set, from pip's configuration, which uv does not read."""
+    told = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True).stdout
+    known: dict[str, str] = {}
+    # Of one setting the file's line comes before the variable's, which is the stronger.
+    for line in sorted(told.splitlines(), key=lambda line: line.startswith(":env:")):
+        if found := re.fullmatch(r"(?:global|install|:env:)\.([\w-]+)='(.*)'", line):
+            known[found[1]] = " ".join(found[2].replace("\\n", " ").split())
+    settings = {
+        "UV_DEFAULT_INDEX": known.get("index-url", ""),
+        "UV_INDEX": known.get("extra-index-url", ""),
+        "UV_FIND_LINKS": ",".join(known.get("find-links", "").split()),
+        "SSL_CERT_FILE": known.get("cert", ""),
+        # pip's rule, which the CPU builds of torch need: the best version of all sources, not the first source's.
+        "UV_INDEX_STRATEGY": "unsafe-best-match",
+    }
+    for name, value in settings.items():
+        if value:
+            os.environ.setdefault(name, value)
+
+
+tell_uv_what_pip_knows()
 
 
 Session = Callable[[nox.Session, str], None]
@@ -66,38 +96,46 @@ def lint(session: nox.Session) -> None:
     session.run("zizmor", "--offline", "--pedantic", "--quiet", ".github/workflows")
 
 
-@nox.session
-@each([*HOMES, "tools"])
-def types(session: nox.Session, package: str) -> None:
-    """Check the types of what a package ships."""
-    checker = nox.project.dependency_groups(PROJECT, "types")
-    if package == "tools":
-        session.install(*checker, *nox.project.dependency_groups(PROJECT, "tools"))
-        install_reference_alone(session)
-        session.run("mypy", "noxfile.py", *map(str, sorted((ROOT / "tools").glob("*.py"))))
-        return
-    install(session, package, *checker, *group(package, "test"))
-    session.run("mypy", HOMES[package] / "src")
+@nox.session(tags=[*HOMES, "tools"])
+def types(session: nox.Session) -> None:
+    """Check the types of what the packages ship and of the tools, all in one environment: `-- gdn-split` for one."""
+    wanted = session.posargs or [*HOMES, "tools"]
+    needed = [*nox.project.dependency_groups(PROJECT, "types"), *nox.project.dependency_groups(PROJECT, "tools")]
+    needed += chain.from_iterable(group(package, "test") for package in HOMES)
+    install(session, *HOMES, requirements=needed)
+    sources = [HOMES[package] / "src" for package in wanted if package != "tools"]
+    if "tools" in wanted:
+        sources += [ROOT / "noxfile.py", *sorted((ROOT / "tools").glob("*.py"))]
+    session.run("mypy", *map(str, sources))
 
 
 @nox.session
 @each([*HOMES, "tools"])
 def test(session: nox.Session, package: str) -> None:
-    """Test a package's wheel; `-- --faults` shows instead that each planted fault turns the suite red."""
-    faults = "--faults" in session.posargs
-    if faults and package not in having("tests/faults"):
-        session.skip(f"no faults are planted in {package}")
+    """Test a package's wheel; `-- --faults` shows after it that each planted fault turns the suite red."""
     if package == "tools":
         session.install(*nox.project.dependency_groups(PROJECT, "tools"))
         # Half of the time goes into releases and half into a new package.
         session.run("pytest", "--override-ini=addopts=", *at_once(), "tools/tests", *session.posargs)
         return
-    install(session, package, *group(package, "test"), *nox.project.dependency_groups(PROJECT, "tests"))
-    if faults:
-        rest = [argument for argument in session.posargs if argument != "--faults"]
-        run_installed(session, "python", "-m", "kernel_reference.testing.faults", HOMES[package], *rest)
-    else:
-        run_installed(session, "pytest", *at_once(), HOMES[package] / "tests", *session.posargs)
+    faults = "--faults" in session.posargs
+    rest = [argument for argument in session.posargs if argument != "--faults"]
+    if faults and package not in having("tests/faults"):
+        session.log(f"no faults are planted in {package}")
+        faults = False
+    install(session, package, requirements=tests_of(package))
+    suite: list[str | Path] = ["pytest", *at_once(), HOMES[package] / "tests", *rest]
+    if not faults:
+        run_installed(session, *suite)
+        return
+    passed = Path(session.create_tmp()) / "passed.json"
+    run_installed(session, *suite, "-p", "kernel_reference.testing.faults", "--write-passed", passed)
+    judge: list[str | Path] = ["python", "-m", "kernel_reference.testing.faults", HOMES[package], "--passed", passed]
+    run_installed(session, *judge, "--jobs", os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS") or "2", "--", *rest)
+
+
+# The lowest Triton compiles this package's kernels, which use most of it; the others' are compiled by `test` alone.
+COMPILED_AT_THE_LOWEST = "prefix-prefill"
 
 
 @nox.session
@@ -105,9 +143,9 @@ def test(session: nox.Session, package: str) -> None:
 def minimums(session: nox.Session, package: str) -> None:
     """Test a package on the lowest versions that its ranges allow; torch stays at the pin."""
     session.log("torch stays at its pin: an older CPU build may not be at hand")
-    tests = (*group(package, "test"), *nox.project.dependency_groups(PROJECT, "tests"))
-    install(session, package, *tests, versions=lowest_versions(package))
-    run_installed(session, "pytest", *at_once(), HOMES[package] / "tests", *session.posargs)
+    install(session, package, requirements=tests_of(package), versions=lowest_versions(package))
+    chosen = [] if package == COMPILED_AT_THE_LOWEST else ["-m", "not codegen"]
+    run_installed(session, "pytest", *at_once(), HOMES[package] / "tests", *chosen, *session.posargs)
 
 
 @nox.session
@@ -117,19 +155,24 @@ def build(session: nox.Session, package: str) -> None:
     session.install(*nox.project.dependency_groups(PROJECT, "build"))
     out = ROOT / "dist" / package
     shutil.rmtree(out, ignore_errors=True)
-    session.run("python", "-m", "build", "--outdir", out, HOMES[package])
+    shutil.copytree(Path(wheel(session, package)).parent, out)
     made = sorted(out.iterdir())
     session.run("twine", "check", "--strict", *made)
     session.run("check-wheel-contents", *(file for file in made if file.suffix == ".whl"))
 
+    # An environment of its own, in which nothing but what the wheel asks for is installed.
     fresh = Path(session.virtualenv.location) / "fresh"
     python = fresh / "bin" / "python"
-    session.run("python", "-m", "virtualenv", "--quiet", "--clear", fresh)
     # Triton is there, so that not importing it is a choice.
     needed = [*constrain(session, runtime_pins()), *map(str, out.glob("*.whl")), "triton"]
     if package != "shared":
         needed.append(wheel(session, "shared"))
-    session.run(python, "-m", "pip", "install", "--quiet", *needed, external=True)
+    if with_uv(session):
+        session.run("uv", "venv", "--quiet", "--clear", fresh, external=True)
+        session.run("uv", "pip", "install", "--quiet", "--python", python, *needed, external=True)
+    else:
+        session.run("python", "-m", "virtualenv", "--quiet", "--clear", fresh)
+        session.run(python, "-m", "pip", "install", "--quiet", *needed, external=True)
     without_gpu = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
     session.run(python, "-I", "-c", IMPORT_CHECK, import_name(package), env=without_gpu, external=True)
 
@@ -170,7 +213,7 @@ def demo(session: nox.Session) -> None:
 def bench(session: nox.Session, package: str) -> None:
     """GPU: test a package, then measure it beside every peer that can be imported; `-- --compare old.jsonl`."""
     require_gpu(session)
-    install(session, package, *group(package, "test"), *group(package, "bench"))
+    install(session, package, requirements=[*group(package, "test"), *group(package, "bench")])
     run_installed(session, "pytest", HOMES[package] / "tests", **ON_GPU)
     benchmarks = HOMES[package] / "benchmarks"
     # Unlike a test, this keeps PYTHONPATH: a peer that has no wheel is found there.
@@ -183,7 +226,7 @@ def bench(session: nox.Session, package: str) -> None:
 def tune(session: nox.Session, package: str) -> None:
     """GPU: search for a package's launch plans."""
     require_gpu(session)
-    install(session, package, *group(package, "bench"))
+    install(session, package, requirements=group(package, "bench"))
     run_installed(session, "python", HOMES[package] / "benchmarks" / "tune.py", *session.posargs)
 
 
@@ -194,7 +237,7 @@ def sanitize(session: nox.Session, package: str) -> None:
     require_gpu(session)
     if shutil.which("compute-sanitizer") is None:
         session.error("compute-sanitizer is not on PATH; it comes with the CUDA toolkit")
-    install(session, package, *group(package, "test"))
+    install(session, package, requirements=group(package, "test"))
     for tool in ("memcheck", "racecheck"):
         checked = [*f"compute-sanitizer --tool {tool} --error-exitcode 1".split(), f"{session.bin}/pytest"]
         # torch's caching allocator would hand out memory beyond a tensor's end, where a stray access goes unseen.
@@ -233,36 +276,67 @@ def new(session: nox.Session) -> None:
 
 # What the sessions are made of.
 
-BUILT: dict[str, str] = {}
-
 
 def wheel(session: nox.Session, package: str) -> str:
-    """A package's wheel, built from its sdist, once in a run of nox."""
-    if package not in BUILT:
-        session.install("build", *PROJECTS[package]["build-system"]["requires"])
-        out = Path(session.virtualenv.location) / "dist" / package
-        shutil.rmtree(out, ignore_errors=True)
-        session.run("python", "-m", "build", "--no-isolation", "--outdir", out, HOMES[package], silent=True)
-        BUILT[package] = str(next(out.glob("*.whl")))
-    return BUILT[package]
+    """A package's wheel, beside its sdist, built from that once for each state of the package's files."""
+    made = ROOT / ".nox" / "wheels" / package / digest(HOMES[package])
+    if not made.is_dir():
+        session.install(*nox.project.dependency_groups(PROJECT, "build"))
+        made.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=made.parent) as scratch:
+            out = Path(scratch) / "dist"
+            session.run("python", "-m", "build", "--no-isolation", "--outdir", out, HOMES[package], silent=True)
+            # Another session may have been quicker; what it made is of the same files.
+            if not made.is_dir():
+                out.rename(made)
+    return str(next(made.glob("*.whl")))
 
 
-def install(session: nox.Session, package: str, *requirements: str, versions: Iterable[str] | None = None) -> None:
-    """Install the wheels of a package and of kernel-reference, with all that they and the requirements ask for."""
-    wheels = [wheel(session, name) for name in dict.fromkeys(["shared", package])]
+def digest(home: Path) -> str:
+    """Tells the states of a package's files apart."""
+    hashed = hashlib.sha256()
+    for file in sorted(home.rglob("*")):
+        if file.is_file() and "__pycache__" not in file.parts:
+            hashed.update(f"{file.relative_to(home)} {file.stat().st_size}\n".encode())
+            hashed.update(file.read_bytes())
+    return hashed.hexdigest()[:16]
+
+
+def install(
+    session: nox.Session, *packages: str, requirements: Iterable[str], versions: Iterable[str] | None = None
+) -> None:
+    """Install the wheels of packages and of kernel-reference, with all that they and the requirements ask for."""
+    wheels = [wheel(session, name) for name in dict.fromkeys(["shared", *packages])]
     session.install(*constrain(session, runtime_pins() if versions is None else versions), *wheels, *requirements)
-    # `-R` skips session.install, and pip would keep an installed wheel of the same version.
-    session.run("python", "-m", "pip", "install", "--quiet", "--force-reinstall", "--no-deps", *wheels)
+    install_again(session, *wheels)
+
+
+def install_again(session: nox.Session, *wheels: str) -> None:
+    """Install these files over what is there: `-R` skips session.install, and an installed version would be kept."""
+    if with_uv(session):
+        session.run("uv", "pip", "install", "--quiet", "--reinstall", "--no-deps", *wheels)
+    else:
+        session.run("python", "-m", "pip", "install", "--quiet", "--force-reinstall", "--no-deps", *wheels)
+
+
+def with_uv(session: nox.Session) -> bool:
+    return session.virtualenv.venv_backend == "uv"
+
+
+def tests_of(package: str) -> tuple[str, ...]:
+    return (*group(package, "test"), *nox.project.dependency_groups(PROJECT, "tests"))
 
 
 def at_once() -> tuple[str, ...]:
-    """Two of a package's files of tests at a time; one on a GPU, whose memory they would share."""
-    return () if has_gpu() else ("--numprocesses=2", "--dist=loadfile")
+    """A package's files of tests on two processors (PYTEST_XDIST_AUTO_NUM_WORKERS says another number); one at a time
+    on a GPU, whose memory they would share."""
+    workers = os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS") or "2"
+    return () if has_gpu() or workers == "1" else (f"--numprocesses={workers}", "--dist=loadfile")
 
 
 def install_reference_alone(session: nox.Session) -> None:
     """Install kernel-reference without what it asks for: reading its records takes no torch."""
-    session.run("python", "-m", "pip", "install", "--quiet", "--force-reinstall", "--no-deps", wheel(session, "shared"))
+    install_again(session, wheel(session, "shared"))
 
 
 def run_installed(session: nox.Session, *command: str | Path, **variables: str) -> None:

@@ -53,7 +53,7 @@ def test_a_new_package_passes_its_tests_and_types_and_its_fault_is_caught(house:
     environments = house / ".nox"
     environments.mkdir()
     (environments / f"types-{NAME}").symlink_to(f"test-{NAME}")
-    tool(house, "nox", "-r", "-s", f"test({NAME})", f"types({NAME})")
+    tool(house, "nox", "-r", "-s", f"test({NAME})", "types")
 
     python = environments / f"test-{NAME}" / "bin" / "python"
     caught = run(house, python, "-m", "kernel_reference.testing.faults", f"packages/{NAME}")

@@ -98,7 +98,7 @@ def test_a_tag_selects_what_needs_no_gpu_and_another_the_rest(nox: Nox) -> None:
         assert listed.returncode == 0, listed.stderr
         return sorted(session["session"] for session in json.loads(listed.stdout))
 
-    assert sessions("-t", "tiny") == ["build(tiny)", "minimums(tiny)", "test(tiny)", "types(tiny)"]
+    assert sessions("-t", "tiny") == ["build(tiny)", "minimums(tiny)", "test(tiny)", "types"]
     assert sessions("-t", "tiny-release") == ["release(tiny)"]
     assert sessions("-t", "tiny-gpu") == ["bench(tiny)", "sanitize(tiny)", "tune(tiny)"]
     assert sessions("-s", "test") == ["test(shared)", "test(tiny)", "test(tools)"]
@@ -113,12 +113,55 @@ def test_a_session_for_the_gpu_says_so_and_installs_nothing_without_one(house: P
     assert "install" not in stopped.stderr
 
 
-def test_the_only_exact_versions_are_the_runtime_pins_and_none_names_a_build_of_torch() -> None:
+def test_the_only_exact_versions_are_the_runtime_and_build_pins_and_none_names_a_build_of_torch() -> None:
     root, *others = [ROOT / "pyproject.toml", ROOT / "shared/pyproject.toml", *ROOT.glob("packages/*/pyproject.toml")]
-    exact = re.compile(r'^\s*"([\w-]+)==[^"]+",$', re.MULTILINE)
-    runtime = re.search(r"^runtime = \[\n(.*?)^\]", root.read_text(), re.MULTILINE | re.DOTALL)
-    assert runtime is not None
-    assert exact.findall(root.read_text()) == exact.findall(runtime[1])
-    assert {"torch", "triton"} <= set(exact.findall(runtime[1]))
+    exact = re.compile(r'"([\w-]+)==[^"]+"')
+    pinned = {}
+    for name in ("runtime", "build"):
+        found = re.search(rf"^{name} = \[(.*?)\]$", root.read_text(), re.MULTILINE | re.DOTALL)
+        assert found is not None
+        pinned[name] = exact.findall(found[1])
+    assert sorted(exact.findall(root.read_text())) == sorted(pinned["runtime"] + pinned["build"])
+    assert {"torch", "triton"} <= set(pinned["runtime"])
+    assert {"build", "hatchling", "twine"} <= set(pinned["build"])
     assert [file for file in others if "==" in re.sub(r";[^\"]*", "", file.read_text())] == []
     assert "+cpu" not in root.read_text()
+
+
+def test_a_wheel_is_built_once_for_each_state_of_its_files(house: Path, nox: Nox) -> None:
+    built = []
+    for _ in range(2):
+        done = nox("-s", "test(tiny)", "minimums(tiny)")
+        assert done.returncode == 0, done.stdout + done.stderr
+        built.append([line for line in done.stderr.splitlines() if "-m build" in line])
+    # Its own and kernel-reference's.
+    assert [len(lines) for lines in built] == [2, 0]
+    assert sorted(file.suffix for file in house.glob(".nox/wheels/tiny/*/*")) == [".gz", ".whl"]
+
+
+def test_uv_is_told_what_pip_is_configured_to(house: Path) -> None:
+    """What uv would not read: indexes, sources of files and certificates of pip's files and variables."""
+    code = "import noxfile, os, json; print(json.dumps({k: v for k, v in os.environ.items() if k.startswith('UV_')}))"
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("UV_", "PIP_"))}
+    (house / "pip.conf").write_text("[global]\nindex-url = https://one.test/simple\nfind-links =\n    /a\n    /b\n")
+    told = {
+        "PIP_CONFIG_FILE": str(house / "pip.conf"),
+        "PIP_EXTRA_INDEX_URL": "https://two.test/x https://three.test/y",
+    }
+    done = subprocess.run([sys.executable, "-c", code], cwd=house, env=kept | told, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    variables = json.loads(done.stdout)
+    assert variables["UV_DEFAULT_INDEX"] == "https://one.test/simple"
+    assert variables["UV_INDEX"] == "https://two.test/x https://three.test/y"
+    assert variables["UV_FIND_LINKS"] == "/a,/b"
+    own = subprocess.run(
+        [sys.executable, "-c", code], cwd=house, env=kept | told | {"UV_INDEX": "mine"}, capture_output=True, text=True
+    )
+    assert json.loads(own.stdout)["UV_INDEX"] == "mine"
+
+
+def test_without_uv_environments_are_made_by_virtualenv(house: Path, nox: Nox) -> None:
+    done = nox("-db", "virtualenv", "-s", "test(tiny)")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 passed" in done.stdout
+    assert "uv pip" not in done.stderr

@@ -153,6 +153,61 @@ def test_offsets_of_32_bits_fail_and_those_of_64_pass(device: torch.device) -> N
         contract.check_int64_offsets(wrapping, [x], {0: 0})
 
 
+def scatter(
+    place: Callable[[torch.Tensor, int], torch.Tensor], dim: int = 1
+) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """Writes ``2 * x`` to out by offsets of its own, those of ``dim`` made by ``place`` from indices and the stride."""
+
+    def fn(x: torch.Tensor, out: torch.Tensor) -> None:
+        storage = torch.as_strided(out, (out.untyped_storage().nbytes() // out.element_size(),), (1,), 0)
+        offsets = torch.full((), out.storage_offset(), device=x.device)
+        for d, (size, stride) in enumerate(zip(out.shape, out.stride(), strict=True)):
+            index = torch.arange(size, device=x.device)
+            offsets = offsets[..., None] + (place(index, stride) if d == dim else index * stride)
+        storage[offsets.clamp(0, len(storage) - 1)] = 2 * x
+
+    return fn
+
+
+def wrap(index: torch.Tensor, stride: int) -> torch.Tensor:
+    return (index.int() * torch.tensor(stride).int().to(index.device)).long()
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_written_argument_is_stretched_in_every_dimension(dim: int, device: torch.device) -> None:
+    x = torch.randint(1, 60, (5, 32), dtype=torch.int8, device=device)
+    contract.check_int64_offsets(scatter(lambda index, stride: index * stride), [x, -x], written=[1])
+    with pytest.raises(
+        AssertionError, match=rf"argument 1 .* in dimension {dim}: \d+ elements beside it were overwritten"
+    ):
+        contract.check_int64_offsets(scatter(wrap, dim), [x, -x], written=[1])
+    with pytest.raises(AssertionError, match=rf"in dimension {dim}: .* one is \d+ before its first"):
+        contract.check_int64_offsets(scatter(wrap, dim), [x, -x], {1: [1, 0]})
+
+
+def test_elements_of_several_bytes_are_guarded_too(device: torch.device) -> None:
+    x = torch.randn(3, 20, device=device).bfloat16()
+    contract.check_int64_offsets(scatter(lambda index, stride: index * stride), [x, -x], written=[1])
+    with pytest.raises(AssertionError, match="before its first"):
+        contract.check_int64_offsets(scatter(wrap), [x, -x], written=[1])
+
+
+def test_a_stray_write_beside_the_right_ones_fails(device: torch.device) -> None:
+    x = torch.randint(1, 60, (5, 32), dtype=torch.int8, device=device)
+
+    def twice(x: torch.Tensor, out: torch.Tensor) -> None:
+        scatter(wrap)(x, out)
+        scatter(lambda index, stride: index * stride)(x, out)
+
+    with pytest.raises(AssertionError, match="elements beside it were overwritten"):
+        contract.check_int64_offsets(twice, [x, -x], {1: 1})
+
+
+def test_one_or_more_dimensions_are_to_be_named() -> None:
+    with pytest.raises(ValueError, match="dims must be at least one argument's dimension, got none"):
+        contract.check_int64_offsets(lambda x: x, [torch.ones(3, 3)])
+
+
 def test_rows_far_apart_hold_the_same_values_and_their_alignment(device: torch.device) -> None:
     x = torch.randint(1, 100, (3, 2, 40), dtype=torch.int8, device=device)
     for dim in (0, 1):

@@ -154,22 +154,51 @@ def check_no_host_sync(fn: Callable[[], Any]) -> None:
         torch.cuda.set_sync_debug_mode(before)
 
 
-def check_int64_offsets(fn: Callable[..., Any], inputs: Inputs, dims: Mapping[int, int]) -> None:
-    """``fn(*inputs)`` keeps its bits when the rows of an input lie so far apart that offsets pass 2^31 elements.
+def check_int64_offsets(
+    fn: Callable[..., Any], inputs: Inputs, dims: Mapping[int, int | Sequence[int]] | None = None, *,
+    written: Sequence[int] = (),
+) -> None:  # fmt: skip
+    """``fn(*inputs)`` keeps its bits, and writes nowhere else, when what an argument's index counts lies so far apart
+    that offsets pass 2^31 elements.
 
-    dims: the dimension to stretch, by the position of the argument; one argument is stretched at a time, see
-    :func:`far_apart` for the memory that takes.
+    dims: the dimension to stretch, or several, by the position of the argument. written: positions of arguments that
+    ``fn`` writes, such as ``out=``; each is stretched in every dimension of two or more besides, the last one too: an
+    offset of its elements made in 32 bits is negative there, and what it places is written before the tensor. One
+    dimension of one argument is stretched at a time. Three or more of what is stretched see most: of two, the stride
+    itself does not fit in 32 bits, which Triton notices and counts in 64.
+
+    Memory round the stretched argument is NaN (-1 of integers) and must stay so: on a GPU all of it is looked at, on
+    a CPU, where what is not touched takes up no memory, the elements that offsets of 32 bits would name and eight on
+    either side. Takes at least 2^32 elements of memory once, see :func:`far_apart`, for as long as the largest argument
+    named here is stretched: 4 GiB of 8 bits each, 8 of bfloat16, 16 of float32; a GPU must have that to spare, a CPU
+    must give out the addresses. ``RuntimeError`` ("out of memory", "allocate memory") is raised where there is less.
+
+    >>> q, k, v, out, lse = ...  # (tokens, heads, head size) and (heads, tokens), three or more of each
+    >>> def attend(q, k, v, out, lse):
+    ...     attention(q, k, v, out=out, lse=lse)
+    >>> check_int64_offsets(attend, [q, k, v, out, lse], {0: 0, 1: (0, 1), 2: (0, 1)}, written=[3, 4])
     """
-    if not dims:
+    stretches: dict[tuple[int, int], None] = {}
+    for argument, chosen in (dims or {}).items():
+        for dim in [chosen] if isinstance(chosen, int) else chosen:
+            stretches[argument, dim % inputs[argument].dim()] = None
+    for argument in written:
+        stretches.update(dict.fromkeys((argument, dim) for dim, size in enumerate(inputs[argument].shape) if size > 1))
+    if not stretches:
         fail("dims", "at least one argument's dimension", "none")
     expected_inputs = _twins(inputs)
     expected = _copied(fn(*expected_inputs))
-    for argument, dim in dims.items():
+    for argument, dim in stretches:
         stretched = _twins(inputs)
-        stretched[argument] = far_apart(stretched[argument], dim)
-        what = f"argument {argument} with a stride of {stretched[argument].stride(dim)} in dimension {dim}:"
-        _compare(fn(*stretched), expected, what)
+        far = stretched[argument] = far_apart(stretched[argument], dim)
+        what = f"argument {argument} with a stride of {far.stride(dim)} in dimension {dim}:"
+        surroundings = _Surroundings(far, dim)
+        results = fn(*stretched)
+        surroundings.check(what)
+        _compare(results, expected, what)
         _compare(stretched, expected_inputs, f"{what} after the call: input")
+        # Before the next one is made: there may not be room for two.
+        del far, surroundings, results, stretched
 
 
 def far_apart(tensor: torch.Tensor, dim: int = 0, beyond: int = 2**31) -> torch.Tensor:
@@ -191,6 +220,82 @@ def far_apart(tensor: torch.Tensor, dim: int = 0, beyond: int = 2**31) -> torch.
     extent = stride * (rows - 1) + width
     storage = torch.empty(2 * extent, dtype=tensor.dtype, device=tensor.device)
     return torch.as_strided(storage, tensor.shape, strides, extent // 16 * 16).copy_(tensor.detach())
+
+
+class _Surroundings:
+    """What lies in the allocation of a tensor made by :func:`far_apart`, but for its own elements: to stay as it is."""
+
+    def __init__(self, far: torch.Tensor, dim: int) -> None:
+        self._first = far.storage_offset()
+        size = far.untyped_storage().nbytes() // far.element_size()
+        whole = torch.as_strided(far, (size,), (1,), 0)
+        self._whole = whole.view(_integers_of(far))
+        self._own = _places(far)
+        # In 0xFF of every byte each floating-point dtype has a NaN.
+        self._nothing = -1 if self._whole.dtype.is_signed else 255
+        self._watched: torch.Tensor | None = None
+        if far.is_cuda:
+            kept = far.clone()
+            self._whole.fill_(self._nothing)
+            far.copy_(kept)
+            return
+        self._watched = self._others(_wrapped(far, dim, size))
+        self._whole[self._watched] = self._nothing
+
+    def check(self, what: str) -> None:
+        if self._watched is not None:
+            changed = self._watched[self._whole[self._watched] != self._nothing]
+        else:
+            parts = []
+            for start in range(0, len(self._whole), _CHUNK):
+                found = (self._whole[start : start + _CHUNK] != self._nothing).nonzero().flatten() + start
+                parts.append(self._others(found))
+            changed = torch.cat(parts)
+        if not len(changed):
+            return
+        offset = int(changed[0]) - self._first
+        last = int(self._own.max()) - self._first
+        where = f"{-offset} before its first" if offset < 0 else f"{offset} after its first"
+        if offset > last:
+            where = f"{offset - last} after its last"
+        raise AssertionError(f"{what} {len(changed)} elements beside it were overwritten; one is {where}")
+
+    def _others(self, places: torch.Tensor) -> torch.Tensor:
+        return places[~torch.isin(places, self._own)]
+
+
+# Elements looked at in one go.
+_CHUNK = 2**27
+_NEIGHBOURS = 8
+
+
+def _integers_of(tensor: torch.Tensor) -> torch.dtype:
+    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+
+
+def _places(tensor: torch.Tensor) -> torch.Tensor:
+    """Of all elements of a tensor, in its allocation."""
+    places = torch.full((), int(tensor.storage_offset()), dtype=torch.int64, device=tensor.device)
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        places = places[..., None] + torch.arange(size, device=tensor.device) * stride
+    return places.flatten()
+
+
+def _wrapped(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    """Places in an allocation of ``size`` elements, and some beside them, that an offset of 32 bits would name: of the
+    stretched dimension alone, and of all dimensions."""
+    first = int(tensor.storage_offset())
+    offsets = _places(tensor) - first
+    index = torch.arange(tensor.shape[dim], device=tensor.device) * tensor.stride(dim)
+    of_dim = index.view([-1 if d == dim else 1 for d in range(tensor.dim())]).expand(tensor.shape).flatten()
+    places = [first + _in_32_bits(offsets), first + _in_32_bits(of_dim) + (offsets - of_dim)]
+    beside = torch.arange(-_NEIGHBOURS, _NEIGHBOURS + 1, device=tensor.device)
+    found: torch.Tensor = torch.unique(torch.cat([(place[:, None] + beside).flatten() for place in places]))
+    return found[(found >= 0) & (found < size)]
+
+
+def _in_32_bits(offsets: torch.Tensor) -> torch.Tensor:
+    return (offsets + 2**31) % 2**32 - 2**31
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

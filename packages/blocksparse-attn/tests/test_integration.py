@@ -218,6 +218,122 @@ def test_public_functions_compile_whole_and_once_for_two_sizes(make, function, i
     contract.check_compiles(partial(function, make), inputs(make, 3), inputs(make, 5, seed=1))
 
 
+def compiled(make: Maker, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    torch.compiler.reset()
+    backend = "inductor" if make.device.type == "cuda" else "aot_eager"
+    return torch.compile(function, fullgraph=True, backend=backend, **options)
+
+
+@every_public_function
+def test_public_functions_compile_where_every_size_is_a_symbol(make, function, inputs) -> None:
+    run = compiled(make, partial(function, make), dynamic=True)
+    for sequences in (6, 9, 13):
+        given = inputs(make, sequences, seed=sequences)
+        expected = function(make, *[x.clone() for x in given])
+        # Sizes that are the same by chance are no one size.
+        symbols = torch.fx.experimental._config.patch(use_duck_shape=False)
+        with symbols, torch._dynamo.config.patch(error_on_recompile=sequences != 6):
+            check_same(run(*given), expected)
+
+
+def scaled(make: Maker, scale: float, softcap: float, q: Tensor, k: Tensor, v: Tensor, *cu_seqlens: Tensor) -> Any:
+    options = {"cu_seqlens_q": cu_seqlens[0], "cu_seqlens_k": cu_seqlens[1], "max_seqlen_q": LONGEST}
+    return blocksparse_attn.blocksparse_attention(
+        q, k, v, make.layout, **options, softmax_scale=scale, softcap=softcap, return_lse=True
+    )
+
+
+def scaled_drop_in(make: Maker, scale: float, _: float, q: Tensor, k: Tensor, v: Tensor, *cu_seqlens: Tensor) -> Any:
+    return blocksparse_attn.blocksparse_flash_attn_varlen_fwd(q, k, v, *cu_seqlens[::-1], scale, make.layout)
+
+
+def scaled_module(make: Maker, scale: float, _: float, q: Tensor, k: Tensor, v: Tensor, *cu_seqlens: Tensor) -> Any:
+    return make.module(q, k, v, *cu_seqlens[::-1], scale)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("function", [scaled, scaled_drop_in, scaled_module])
+def test_any_value_of_a_float_compiles_whole(make, function, dynamic) -> None:
+    """From the second value on torch takes a float for a symbol, and compiles anew for what an op does with it."""
+    run = compiled(make, partial(function, make), dynamic=dynamic)
+    given = make.ragged(3)
+    for scale, softcap in ((0.2, 1.0), (0.25, 2.0), (0.0, 2.5), (0.125, 0.0)):
+        check_same(run(scale, softcap, *given), function(make, scale, softcap, *given))
+
+
+def some_tokens(make: Maker, wanted: Tensor, q: Tensor, k: Tensor, v: Tensor, *cu_seqlens: Tensor) -> Any:
+    """Of as many keys as queries, and as many as only the device knows."""
+    (chosen,) = wanted.nonzero(as_tuple=True)
+    return attend(make, q[chosen], k[chosen], v[chosen], *cu_seqlens)
+
+
+def some_tokens_as_engines_do(
+    make: Maker, wanted: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor
+) -> Any:
+    (chosen,) = wanted.nonzero(as_tuple=True)
+    layout = make.layout
+    given = (q[chosen], k[chosen], v[chosen], cu_seqlens_k)
+    return blocksparse_attn.blocksparse_flash_attn_varlen_fwd(
+        *given, cu_seqlens_q, 0.2, layout
+    ), blocksparse_attn.blocksparse_flash_attn_varlen_fwd(*given, None, 0.2, layout)
+
+
+def some_sequences_decode(
+    make: Maker, wanted: Tensor, q: Tensor, k: Tensor, v: Tensor, table: Tensor, _: Tensor, seqlens: Tensor, *__: Tensor
+) -> Any:
+    (chosen,) = wanted.nonzero(as_tuple=True)
+    cu_seqlens_q = torch.arange(chosen.shape[0] + 1, device=q.device)
+    return blocksparse_attn.blocksparse_attention(
+        q[chosen], k, v, make.layout, block_table=table[chosen], cu_seqlens_q=cu_seqlens_q,
+        seqlens_k=seqlens[chosen].clamp(min=1), max_seqlen_q=1, return_lse=True,
+    )  # fmt: skip
+
+
+def some_sequences_decode_as_engines_do(make: Maker, wanted: Tensor, q: Tensor, k: Tensor, v: Tensor, _: Tensor) -> Any:
+    (chosen,) = wanted.nonzero(as_tuple=True)
+    cu_seqlens_k = torch.arange(chosen.shape[0] + 1, device=q.device)
+    return blocksparse_attn.blocksparse_flash_attn_varlen_fwd(q[chosen], k, v, cu_seqlens_k, None, None, make.layout)
+
+
+def some_padded_sequences(make: Maker, wanted: Tensor, *given: Tensor) -> Any:
+    (chosen,) = wanted.nonzero(as_tuple=True)
+    return attend_padded(make, *[x[chosen] for x in given])
+
+
+def most_queries_by_the_device(make: Maker, wanted: Tensor, *given: Tensor) -> Any:
+    q, k, v, cu_seqlens_q, cu_seqlens_k = given
+    options = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": int(wanted.sum())}
+    return blocksparse_attn.blocksparse_attention(q, k, v, make.layout, **options)
+
+
+UNKNOWN: dict[str, tuple[Callable[..., Any], Callable[..., list[Tensor]]]] = {
+    "ragged": (some_tokens, Maker.ragged),
+    "as engines do": (some_tokens_as_engines_do, Maker.ragged),
+    "paged decoding": (some_sequences_decode, Maker.paged),
+    "as engines decode": (some_sequences_decode_as_engines_do, Maker.decoding),
+    "padded": (some_padded_sequences, Maker.padded),
+    "most queries": (most_queries_by_the_device, Maker.ragged),
+}
+
+
+@pytest.mark.parametrize(("function", "inputs"), UNKNOWN.values(), ids=UNKNOWN)
+def test_sizes_that_only_the_device_knows_compile_whole_and_once(make, function, inputs) -> None:
+    config = {"capture_dynamic_output_shape_ops": True, "capture_scalar_outputs": True}
+    run = compiled(make, partial(function, make))
+    given = inputs(make, 4)
+    paged = len(given) == 8
+    rows = 4 if paged else given[0].shape[0]
+    for count in (rows, 1, 3):
+        tensors = list(given)
+        if inputs is Maker.ragged and function is not most_queries_by_the_device:
+            tensors[3:] = [make.integers([0, count])] * 2
+        elif function is most_queries_by_the_device:
+            tensors[3:] = [make.integers([0, count]), make.integers([0, count + 7])]
+        wanted = torch.arange(rows, device=make.device) < count
+        with torch._dynamo.config.patch(config | {"error_on_recompile": count != rows}):
+            check_same(run(wanted, *tensors), function(make, wanted, *tensors))
+
+
 def test_other_lengths_in_as_many_rows_compile_once(make) -> None:
     backend = "inductor" if make.device.type == "cuda" else "aot_eager"
     compiled = torch.compile(partial(attend, make), fullgraph=True, backend=backend, dynamic=False)

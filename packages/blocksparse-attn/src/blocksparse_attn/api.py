@@ -17,6 +17,7 @@ from blocksparse_attn.arguments import (
     check_int,
     check_tensors,
     check_window,
+    surely,
 )
 from blocksparse_attn.layout import BlockLayout
 from blocksparse_attn.plan import AttentionPlan
@@ -205,7 +206,7 @@ def blocksparse_flash_attn_varlen_fwd(
         check_int("max_seqlen", max_seqlen, 0)
     crow, col, q_block, k_block = _lists(sparse_layout, block_size, q_block_size)
     longest = (crow.shape[1] - 1) * q_block
-    if max_seqlen is not None and max_seqlen > longest:
+    if max_seqlen is not None and surely(max_seqlen > longest):
         fail("max_seqlen", f"at most {longest}, as sparse_layout has rows for", max_seqlen)
     names = ("q", "k", "v", "cu_seqlens_k", *([] if cu_seqlens_q is None else ["cu_seqlens_q"]))
     given = dict(zip(names, (q, k, v, cu_seqlens_k, cu_seqlens_q), strict=False))
@@ -258,9 +259,9 @@ def _queries(q: Tensor, k: Tensor, cu_seqlens_k: Tensor, cu_seqlens_q: Tensor | 
     if cu_seqlens_q is not None:
         return cu_seqlens_q, q.shape[0]
     sequences = cu_seqlens_k.shape[0] - 1
-    if q.shape[0] == sequences:
+    if surely(q.shape[0] == sequences):
         return torch.arange(sequences + 1, dtype=cu_seqlens_k.dtype, device=cu_seqlens_k.device), 1
-    if q.shape[0] == k.shape[0]:
+    if surely(q.shape[0] == k.shape[0]):
         return cu_seqlens_k, q.shape[0]
     wanted = f"given unless q has one row a sequence ({sequences}) or as many as k ({k.shape[0]})"
     fail("cu_seqlens_q", wanted, f"None with {q.shape[0]} rows of q")

@@ -5,6 +5,7 @@ Every function raises ValueError or TypeError naming the argument, what it must 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple, NoReturn
 
@@ -45,6 +46,19 @@ class Names(NamedTuple):
 _NAMES = Names()
 
 
+def surely(condition: bool) -> bool:
+    """A condition on sizes, and False where only the device knows it: the op looks again when it runs."""
+    if torch.compiler.is_compiling() or not isinstance(condition, bool):
+        from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+        return guard_or_false(condition)
+    return condition
+
+
+def _differ(shape: Sequence[int], wanted: Sequence[int]) -> bool:
+    return len(shape) != len(wanted) or any([surely(a != b) for a, b in zip(shape, wanted, strict=True)])
+
+
 def check_tensors(**tensors: object) -> None:
     """Each must be a dense tensor."""
     for name, tensor in tensors.items():
@@ -63,7 +77,7 @@ def check_int(name: str, number: object, at_least: int | None = None) -> None:
     """An int, of a least value if one is given."""
     if isinstance(number, bool) or not isinstance(number, (int, torch.SymInt)):
         fail(name, "an int", describe(number), TypeError)
-    if at_least is not None and number < at_least:
+    if at_least is not None and surely(number < at_least):
         fail(name, f"at least {at_least}", number)
 
 
@@ -236,7 +250,7 @@ def check_attend(
     if layouts not in (1, num_heads):
         fail(names.heads, f"of 1 head or of {num_heads}, as q", layouts)
     _check_device(names.heads, crow, "q", q)
-    if max_seqlen_q > rows * q_block:
+    if surely(max_seqlen_q > rows * q_block):
         wanted = f"at most {rows * q_block}, as the {rows} rows of {q_block} queries of {names.heads} hold"
         fail(names.max_seqlen_q, wanted, max_seqlen_q)
     if sinks is not None:
@@ -272,14 +286,17 @@ def check_attend(
 
 def _is_described(q: Tensor, k: Tensor, v: Tensor, layout: str, softmax_scale: float, left: int) -> bool:
     """``Problem.described``, as far as can be told without the alignment of memory, which a fake tensor has none of."""
-    suits = layout != "x-packed" and k.shape[0] > 0 and softmax_scale >= 0 and left < 0
+    suits = layout != "x-packed" and surely(k.shape[0] > 0) and softmax_scale >= 0 and left < 0
     return suits and all(_in_boxes(tensor) for tensor in (q, k, v))
 
 
 def _in_boxes(tensor: Tensor) -> bool:
     """Whether strides are such that a tensor memory accelerator can address it: whole 16 bytes, all but the last."""
     *steps, last = tensor.stride()
-    return last == 1 and all(0 < step < 2**39 and step * tensor.element_size() % 16 == 0 for step in steps)
+    size = tensor.element_size()
+    return last == 1 and all(
+        surely(step > 0) and surely(step < 2**39) and surely(step * size % 16 == 0) for step in steps
+    )
 
 
 def lse_shape(q: Tensor) -> tuple[int, ...]:
@@ -325,7 +342,7 @@ def _check_keys(q: Tensor, k: Tensor, v: Tensor, wanted: str) -> tuple[int, int]
         _check_device(name, tensor, "q", q)
     if k.shape[-1] != q.shape[-1] or k.shape[-2] < 1:
         fail("k", f"{wanted.format(q.shape[-1])} as q is, of at least 1 head", describe(k))
-    if v.shape[:-1] != k.shape[:-1]:
+    if _differ(v.shape[:-1], k.shape[:-1]):
         fail("v", f"[{', '.join(map(str, k.shape[:-1]))}, Dv] as k is", describe(v))
     _check_head_size("v", v.shape[-1])
     return k.shape[-2], v.shape[-1]
@@ -342,7 +359,7 @@ def _check_ragged(
     cu_seqlens_k = _check_given("cu_seqlens_k", cu_seqlens_k, f"{when} (seqlens_k is that of a paged cache)")
     sequences = _check_bounds_tensor("cu_seqlens_q", cu_seqlens_q, q)
     _check_bounds_tensor("cu_seqlens_k", cu_seqlens_k, q)
-    if cu_seqlens_k.shape != cu_seqlens_q.shape:
+    if _differ(cu_seqlens_k.shape, cu_seqlens_q.shape):
         both = f"{list(cu_seqlens_q.shape)} and {list(cu_seqlens_k.shape)}"
         fail("cu_seqlens_q, cu_seqlens_k", "[B + 1] both", both)
     return sequences, num_heads_kv, head_size_v
@@ -359,13 +376,13 @@ def _check_paged(
     seqlens_k = _check_given("seqlens_k", seqlens_k, "with block_table")
     sequences = _check_bounds_tensor("cu_seqlens_q", cu_seqlens_q, q)
     _check_lengths("seqlens_k", seqlens_k, q)
-    if seqlens_k.shape[0] != sequences:
+    if surely(seqlens_k.shape[0] != sequences):
         both = f"{list(cu_seqlens_q.shape)} and {list(seqlens_k.shape)}"
         fail("cu_seqlens_q, seqlens_k", "[B + 1] and [B]", both)
     _check_integers("block_table", block_table, q)
-    if block_table.ndim != 2 or block_table.shape[0] != sequences:
+    if block_table.ndim != 2 or surely(block_table.shape[0] != sequences):
         fail("block_table", f"[{sequences}, max_blocks]", describe(block_table))
-    if block_table.shape[1] > 1 and block_table.stride(1) != 1:
+    if surely(block_table.shape[1] > 1) and block_table.stride(1) != 1:
         fail("block_table", "of contiguous rows", describe(block_table))
     return sequences, num_heads_kv, head_size_v, page_size
 
@@ -380,12 +397,12 @@ def _check_padded(
         _check_absent(name, tensor, "with q [T, Hq, D]")
     num_heads_kv, head_size_v = _check_keys(q, k, v, "[B, Tk, Hkv, {}]")
     sequences = q.shape[0]
-    if k.shape[0] != sequences:
+    if surely(k.shape[0] != sequences):
         fail("k", f"of the {sequences} sequences of q", describe(k))
     for name, tensor in bounds.items():
         if tensor is not None:
             _check_lengths(name, tensor, q)
-            if tensor.shape[0] != sequences:
+            if surely(tensor.shape[0] != sequences):
                 fail(name, f"[{sequences}], one a sequence", describe(tensor))
     return sequences, num_heads_kv, head_size_v, k.shape[1]
 
@@ -406,7 +423,7 @@ def _check_caches(q: Tensor, k: Tensor, v: Tensor, layout: str) -> tuple[int, in
         fail("k", f"{wanted_k} with a D of {q.shape[2]} as q has, layout {layout!r}", was)
     if page_size < 1 or heads < 1:
         fail("k", f"{wanted_k} with a page and an Hkv of at least 1", describe(k))
-    if tuple(v.shape) != wanted_shape:
+    if _differ(v.shape, wanted_shape):
         was = describe(v) + _fitting_layout(q, k, v, layout)
         fail("v", f"{wanted_v} of as many blocks, places and heads as k, layout {layout!r}", was)
     _check_head_size("v", head_size_v)
@@ -440,7 +457,7 @@ def _fitting_layout(q: Tensor, k: Tensor, v: Tensor, layout: str) -> str:
 def _check_bounds_tensor(name: str, bounds: Tensor, q: Tensor) -> int:
     """cu_seqlens: how many sequences there are."""
     _check_lengths(name, bounds, q, "[B + 1]")
-    if bounds.shape[0] < 1:
+    if surely(bounds.shape[0] < 1):
         fail(name, "[B + 1]", describe(bounds))
     return bounds.shape[0] - 1
 
@@ -449,7 +466,7 @@ def _check_lengths(name: str, tensor: Tensor, q: Tensor, wanted: str = "[B]") ->
     _check_integers(name, tensor, q)
     if tensor.ndim != 1:
         fail(name, wanted, describe(tensor))
-    if not tensor.is_contiguous():
+    if surely(tensor.shape[0] > 1) and tensor.stride(0) != 1:
         fail(name, "contiguous", describe(tensor))
 
 
@@ -468,7 +485,7 @@ def _check_per_head(name: str, values: Tensor, num_heads: int, q: Tensor) -> Non
 
 
 def _check_shape(name: str, tensor: Tensor, shape: tuple[int, ...], as_in: str, first: Tensor) -> None:
-    if tuple(tensor.shape) != shape:
+    if _differ(tensor.shape, shape):
         fail(name, f"[{', '.join(map(str, shape))}]", describe(tensor))
     _check_device(name, tensor, as_in, first)
 
@@ -483,8 +500,17 @@ def _check_device(name: str, tensor: Tensor, as_in: str, first: Tensor) -> None:
         fail(f"{name}.device", f"{first.device} as {as_in} is", tensor.device)
 
 
+def _is_unbacked(tensor: Tensor) -> bool:
+    """Whether it has sizes that only the device knows."""
+    from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
+
+    return has_free_unbacked_symbols(tensor)
+
+
 def _check_no_overlap(name: str, tensor: Tensor) -> None:
     """A tensor to be written: each stride passes all that the smaller ones reach, so that no place is shared."""
+    if not all(isinstance(number, int) for number in (*tensor.shape, *tensor.stride())) and _is_unbacked(tensor):
+        return
     if tensor.numel() == 0:
         return
     dims = [(stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]

@@ -1,6 +1,6 @@
 """Does bad input say which argument, what it must be and what it was, and write nothing? One table.
 
-Then what only device memory tells: named inside ``validate_values``, harmless outside it.
+Then what only device memory tells: named inside ``validate_values``, and on a CPU by default; clamped outside it.
 """
 
 from __future__ import annotations
@@ -461,7 +461,8 @@ def test_a_length_that_cannot_be_is_named_and_outside_the_check_its_rows_are_not
     batch.check_inputs()
     batch.dead = {sequence}
     for how in (None, {}, {"num_splits": 3}):
-        batch.run(plan=None if how is None else batch.plan(**how))
+        with validate_values(False):
+            batch.run(plan=None if how is None else batch.plan(**how))
         batch.check()
 
 
@@ -471,7 +472,8 @@ def test_a_block_table_too_narrow_for_a_length_is_named_and_outside_the_check_ne
     with validate_values(), pytest.raises(ValueError, match=r"cache_seqlens\[0\] must be from 0 to 64, .* got 70"):
         batch.run()
     batch.dead = {0}
-    batch.run(plan=batch.plan())
+    with validate_values(False):
+        batch.run(plan=batch.plan())
     batch.check()
 
 
@@ -487,7 +489,8 @@ def test_a_page_that_is_none_is_named_and_outside_the_check_reads_as_zeros(tenso
         assert str(raised.value) == said
     begin = batch.begins_k[sequence] + 16 * column
     batch.keys[begin : min(begin + 16, batch.begins_k[sequence + 1])] = 0
-    batch.run(plan=batch.plan())
+    with validate_values(False):
+        batch.run(plan=batch.plan())
     batch.check()
 
 
@@ -502,7 +505,8 @@ def test_a_pool_of_no_pages_reads_as_zeros(tensors) -> None:
     batch = tensors.decode([20, 3], page=16, **SMALL)
     batch.kv = batch.kv[:0]
     batch.keys.zero_()
-    batch.run(plan=batch.plan())
+    with validate_values(False):
+        batch.run(plan=batch.plan())
     batch.check()
     with validate_values(), pytest.raises(ValueError, match=r"block_table\[0, 0\] must be a page from 0 to -1"):
         batch.run()
@@ -555,7 +559,8 @@ def test_bounds_that_cannot_be_are_named_and_outside_the_check_write_only_their_
     with validate_values(), pytest.raises(ValueError, match=message):
         batch.run()
     batch.check_inputs()
-    batch.run()
+    with validate_values(False):
+        batch.run()
     batch.check_guards()
     if name == "cu_seqlens_k":
         # A sequence whose keys cannot be sees none; those beside it are as they were.
@@ -576,6 +581,171 @@ def test_a_bound_below_a_length_is_named(tensors, side) -> None:
     wanted = f"max_seqlen_{side} must be at least {longest}, the length of sequence {place}, got {longest - 1}"
     with validate_values(), pytest.raises(ValueError, match=wanted):
         batch.run()
+
+
+CPU_ONLY = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "place", "value", "message"),
+    [
+        ("decode", "cache_seqlens", 1, 97, r"^cache_seqlens\[1\] must be from 0 to 48, what the 3 columns"),
+        ("drop-in", "block_table", (2, 1), 7, r"^block_table\[2, 1\] must be a page from 0 to 6, got 7"),
+        ("decode", "plan", 3, 10**6, r"^plan.first_part\[3\] must be from .* got 1000000"),
+        ("drop-in", "num_splits", 1, 0, r"^num_splits\[1\] must be from 1 to .* got 0"),
+        ("prefill", "cu_seqlens_k", 2, 5, r"^cu_seqlens_k\[2\] must be from cu_seqlens_k\[1\] = 22 to 41 .* got 5"),
+        ("prefill", "cu_seqlens_q", 3, 7, r"^cu_seqlens_q\[3\] must be from .* to 6 \(the rows of q\), got 7"),
+    ],
+)  # fmt: skip
+def test_values_of_tensors_on_a_cpu_are_checked_unless_that_is_turned_off(
+    function, name, place, value, message
+) -> None:
+    arguments = good(function, CPU_ONLY)
+    held = arguments[name].first_part if name == "plan" else arguments[name]
+    held[place] = value
+    if "out" in arguments:
+        arguments["out"].fill_(7)
+    with pytest.raises(ValueError, match=message):
+        call(function, arguments)
+    assert "out" not in arguments or bool((arguments["out"] == 7).all())
+    with validate_values(False):
+        call(function, arguments)
+
+
+# Derivatives, and memory that is shared
+
+
+def floats_of(function: str) -> list[str]:
+    return {"prefill": ["q", "k", "v", "out"], "decode": ["q", "kv", "out"], "drop-in": ["q", "k_cache"]}[function]
+
+
+@pytest.mark.parametrize(("function", "name"), [(f, name) for f in CALLS for name in floats_of(f)])
+def test_derivatives_of_either_mode_are_refused_by_name(device, function, name) -> None:
+    arguments = good(function, device)
+
+    def run(x: Tensor) -> Tensor:
+        return call(function, {**arguments, name: x})[0].float().sum()
+
+    x = arguments[name]
+    with pytest.raises(ValueError, match=rf"^{name} must be without a tangent: .*jvp"):
+        torch.func.jvp(run, (x,), (x,))
+    with pytest.raises(ValueError, match=rf"^{name} must be without gradient"):
+        torch.func.grad(run)(x)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        with pytest.raises(ValueError, match=rf"^{name} must be without a tangent"):
+            run(dual)
+        run(x)
+
+
+@pytest.mark.parametrize(("function", "name"), [(f, name) for f in CALLS for name in floats_of(f)] + [
+    ("decode", "cache_seqlens"), ("drop-in", "block_table"), ("prefill", "cu_seqlens_q"), ("plan", "cache_seqlens"),
+    ("metadata", "cache_seqlens")])  # fmt: skip
+def test_vmap_is_refused_by_name(device, function, name) -> None:
+    arguments = good(function, device)
+
+    def run(x: Tensor) -> Tensor:
+        return call(function, {**arguments, name: x})[1]
+
+    twice = torch.stack([arguments[name]] * 2)
+    with pytest.raises(ValueError, match=rf"^{name} must be outside torch.vmap"):
+        torch.vmap(run)(twice)
+    if twice.is_floating_point():
+        with pytest.raises(ValueError, match=rf"^{name} must be (outside torch.vmap|without gradient)"):
+            torch.vmap(torch.func.grad(lambda x: call(function, {**arguments, name: x})[0].float().sum()))(twice)
+
+
+@pytest.mark.parametrize("function", ["prefill", "decode"])
+def test_the_ops_refuse_vmap_too(tensors, function) -> None:
+    batch = tensors.prefill([(3, 5)]) if function == "prefill" else tensors.decode([3], dim_nope=64, dim_rope=32)
+    first, *others = batch.op_arguments()
+    with pytest.raises(ValueError, match=r"^q must be outside torch.vmap"):
+        torch.vmap(lambda q: getattr(torch.ops.tilelang_mla, function)(q, *others))(torch.stack([first, first]))
+
+
+def test_an_output_that_shares_memory_with_an_input_is_refused_and_nothing_is_written(tensors) -> None:
+    prompt = tensors.prefill([(4, 4), (3, 3)], sizes=(128, 128))
+    batch = tensors.decode([20, 33], dim_nope=64, dim_rope=32, heads=4)
+    room = torch.zeros_like(prompt.q)
+    cases: list[tuple[Any, Any, str]] = [(prompt, getattr(prompt, name), name) for name in "qkv"]
+    cases += [(batch, batch.q[..., :64], "q"), (batch, batch.q[..., 8:72], "q")]
+    pages = batch.kv.flatten(0, 2)[: 2 * 4, :64].view(2, 1, 4, 64)
+    cases.append((batch, pages, "kv"))
+    for given, out, name in cases:
+        with pytest.raises(ValueError, match=rf"^out must be a tensor that shares no memory with {name}, got"):
+            given.run(out=out)
+        given.check_inputs()
+    # Columns of one wide row, which lie between each other and share nothing.
+    fused = torch.cat([prompt.q, room], -1)
+    out = fused[..., 128:]
+    tilelang_mla.flash_mla_varlen_func(fused[..., :128], *prompt.given[1:], out=out)
+    prompt.check_out(out)
+    arguments = [*batch.op_arguments()]
+    room = torch.zeros(2, 4, 64, device=batch.device)
+    arguments[6], arguments[7] = room.to(batch.dtype)[:, None], room[..., :1]
+    torch.ops.tilelang_mla.decode(*arguments)
+    arguments[6] = room.view(batch.dtype)[..., :64][:, None]
+    with pytest.raises(ValueError, match=r"^out must be a tensor that shares no memory with lse"):
+        torch.ops.tilelang_mla.decode(*arguments)
+
+
+@pytest.mark.gpu
+def test_overlap_is_looked_for_in_every_call_that_finds_its_launch_ready(tensors) -> None:
+    prompt = tensors.prefill([(4, 4), (3, 3)], sizes=(128, 128))
+    apart = torch.empty_like(prompt.q.contiguous())
+    q = prompt.q.contiguous()
+    run = tilelang_mla.flash_mla_varlen_func
+    run(q, *prompt.given[1:], out=apart)
+    held = q.clone()
+    with pytest.raises(ValueError, match=r"^out must be a tensor that shares no memory with q"):
+        run(q, *prompt.given[1:], out=q)
+    assert_bitwise_equal(q, held)
+
+
+# Arrays of other libraries, and layouts of other libraries
+
+
+@pytest.mark.parametrize(
+    ("function", "name"), [(f, name) for f in CALLS for name in [*floats_of(f)[:2], "softmax_scale"]]
+)
+def test_an_array_of_numpy_is_told_in_a_line(device, function, name) -> None:
+    array = torch.zeros(300, 300).numpy()
+    with pytest.raises(TypeError) as raised:
+        call(function, {**good(function, device), name: array})
+    assert str(raised.value).endswith(", got a numpy ndarray float32 [300, 300]")
+    assert len(str(raised.value)) < 120
+
+
+LAYOUTS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "pages with heads first": ("decode", {"kv": lambda x: x.transpose(1, 2)},
+                               r"another layout: kv.transpose\(1, 2\) would fit"),
+    "pages without a head": ("drop-in", {"k_cache": lambda x: x.squeeze(2)}, r"k_cache.unsqueeze\(2\) would fit"),
+    "the latent alone": ("decode", {"kv": lambda x: x[..., :64]}, r"a row is torch.cat\(\[latent, rope\], -1\)"),
+    "the rope alone": ("decode", {"kv": lambda x: x[..., :32]}, r"a row is torch.cat\(\[latent, rope\], -1\)"),
+    "q of one token": ("decode", {"q": lambda x: x[:, 0]}, r"q.unsqueeze\(1\) would fit"),
+    "q of a batch": ("prefill", {"q": lambda x: x[None]}, r"q.flatten\(0, 1\) would fit"),
+    "k with heads first": ("prefill", {"k": lambda x: x.transpose(0, 1), "v": lambda x: x.transpose(0, 1)},
+                           r"another layout: k.transpose\(0, 1\) would fit"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("function", "changes", "said"), LAYOUTS.values(), ids=LAYOUTS)
+def test_another_layout_is_named_with_what_would_fit(device, function, changes, said) -> None:
+    arguments = good(function, device)
+    for name, change in changes.items():
+        arguments[name] = change(arguments[name])
+    with pytest.raises(ValueError, match=rf"^\w+ must be .*, got .*; .*{said}$"):
+        call(function, arguments)
+
+
+def test_arguments_in_each_others_place_are_told(device) -> None:
+    arguments = good("decode", device)
+    swapped = {"cache_seqlens": arguments["block_table"], "block_table": arguments["cache_seqlens"]}
+    with pytest.raises(ValueError, match=r"cache_seqlens and block_table are in each other's place$"):
+        call("decode", {**arguments, **swapped})
+    arguments = good("prefill", device)
+    with pytest.raises(ValueError, match=r"k and v are in each other's place$"):
+        call("prefill", {**arguments, "k": arguments["v"], "v": arguments["k"], "out": None})
 
 
 def test_a_gpu_tensor_without_tilelang_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from kernel_reference.checks import validate_values
 from kernel_reference.testing.guards import assert_bitwise_equal
 from tilelang_mla import DecodeTiles, PrefillPlan, flash_mla_varlen_func, flash_mla_with_kvcache
 from tilelang_mla.schedule import DecodePlan
@@ -85,7 +86,8 @@ def test_pages_outside_the_pool_read_as_zeros(tensors, page) -> None:
         batch.keys[column * page : min((column + 1) * page, length)] = 0
     batch.forget_inputs()
     for how in ({"num_splits": 1}, {"num_splits": 2}):
-        batch.run(plan=batch.plan(**how))
+        with validate_values(False):
+            batch.run(plan=batch.plan(**how))
         batch.check()
 
 

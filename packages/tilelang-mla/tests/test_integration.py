@@ -463,6 +463,27 @@ class Recorder:
         return self._prepare(ops._reference_decode, 8, given)
 
 
+def test_a_launch_that_is_found_again_still_refuses_an_output_in_its_input(tensors, monkeypatch) -> None:
+    """As on a GPU: prepared with the launch, looked at in each call."""
+    recorder = Recorder()
+    monkeypatch.setattr(ops, "_launches", {})
+    monkeypatch.setattr(ops, "_launches_of_gpu", lambda: recorder)
+    prompt = tensors.prefill([(3, 7), (4, 4)], sizes=(128, 128))
+    batch = tensors.decode([20, 3, 0], dim_nope=NOPE, dim_rope=ROPE, page=PAGE, heads=HEADS)
+    for call, given, out in ((ops._kernel_prefill, prompt, 5), (ops._kernel_decode, batch, 6)):
+        arguments = [*given.op_arguments()]
+        q = arguments[0]
+        apart = torch.empty_strided(q.shape, q.stride(), dtype=q.dtype)
+        arguments[out] = apart[..., : arguments[out].shape[-1]]
+        call(*arguments)
+        arguments[out] = q[..., : arguments[out].shape[-1]]
+        with pytest.raises(ValueError, match=r"^out must be a tensor that shares no memory with q, got"):
+            call(*arguments)
+        given.check_inputs()
+    # By the wrapper, before the reference that stands in for the kernels could.
+    assert (len(recorder.prepared), recorder.ran) == (2, 2)
+
+
 def test_launches_are_made_ready_once_with_tensors_numbers_and_the_plan_as_a_value(tensors, monkeypatch) -> None:
     recorder = Recorder()
     monkeypatch.setattr(ops, "_launches", {})

@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kernel_reference.checks import fail, values_are_checked
+from kernel_reference.checks import check_float, check_no_tangents, describe, fail, values_are_checked
 from tilelang_mla import (
     arguments,
     ops,
     schedule,
 )
 from tilelang_mla import plan as plans
-from tilelang_mla.arguments import Names, check_bool, check_float, check_int, check_tensors, describe
+from tilelang_mla.arguments import Names, check_bool, check_int, check_no_vmap, check_tensors
 from tilelang_mla.plan import DecodeTiles, DeviceLimits, PrefillPlan
 from tilelang_mla.schedule import DecodePlan
 
@@ -82,9 +82,10 @@ def flash_mla_varlen_func(
         show in rows beside that one too. Not differentiable.
 
     Raises:
-        TypeError, ValueError: an argument is not as said above; nothing has been written. What only device memory tells
-            is looked at inside ``kernel_reference.checks.validate_values``. Without it bounds of queries are clamped to
-            the rows there are, and a sequence of impossible bounds of keys gives 0 and -inf.
+        TypeError, ValueError: an argument is not as said above, requires a gradient, carries a tangent (jvp) or is
+            batched by torch.vmap; nothing has been written. What only device memory tells is checked on a CPU, and on
+            a GPU inside ``kernel_reference.checks.validate_values``. Else bounds of queries are clamped to the rows
+            there are, and a sequence of impossible bounds of keys gives 0 and -inf.
     """
     check_bool("causal", causal)
     check_bool("return_lse", return_lse)
@@ -94,7 +95,7 @@ def flash_mla_varlen_func(
     ints = None if plan is None else _prefill_ints(plan)
     given = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, **_given(out=out)}
     try:
-        _refuse_gradients(given)
+        _refuse_derivatives(given)
         result = q.new_empty((*q.shape[:2], v.shape[2])) if out is None else out
         lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32) if return_lse else None
         numbers = (max_seqlen_q, max_seqlen_k, q.shape[-1] ** -0.5 if scale is None else scale, causal)
@@ -157,9 +158,10 @@ def flash_mla_with_kvcache(
         too. Not differentiable.
 
     Raises:
-        TypeError, ValueError: an argument is not as said above; nothing has been written. What only device memory tells
-            is looked at inside ``kernel_reference.checks.validate_values``. Without it a sequence of a length below 0,
-            or of more than its row of the block table has room for, gives 0 and -inf.
+        TypeError, ValueError: an argument is not as said above, requires a gradient, carries a tangent (jvp) or is
+            batched by torch.vmap; nothing has been written. What only device memory tells is checked on a CPU, and on
+            a GPU inside ``kernel_reference.checks.validate_values``. Else a sequence of a length below 0, or of more
+            than its row of the block table has room for, gives 0 and -inf.
     """
     check_bool("causal", causal)
     check_bool("return_lse", return_lse)
@@ -178,7 +180,7 @@ def run_decode(
     optional = _given(**{names.first_part: first_part, names.order: order, "out": out})
     given = {"q": q, names.kv: kv, "cache_seqlens": cache_seqlens, "block_table": block_table, **optional}
     try:
-        _refuse_gradients(given)
+        _refuse_derivatives(given)
         batch, seqlen_q, num_heads = q.shape[:3]
         shape = (batch, seqlen_q, num_heads, max(0, dim_nope))
         result = q.new_empty(shape) if out is None else out
@@ -191,10 +193,10 @@ def run_decode(
     tensors = (q, kv, cache_seqlens, block_table, first_part, order, result, lse)
     try:
         _decode(*tensors, *numbers, ints)
-    except (*_REFUSALS, ValueError):
+    except (*_REFUSALS, ValueError) as error:
         check_tensors(**given)
         problem = arguments.check_decode(*tensors, *numbers, ints, names)
-        if values_are_checked():
+        if isinstance(error, ValueError) and values_are_checked(q.device):
             tiles = ops.decode_plan(ints)
             arguments.check_decode_values(*tensors[2:6], kv.shape[0], problem, tiles, names)
         raise
@@ -250,6 +252,7 @@ def plan_decode(
     if multiprocessors is not None:
         check_int("multiprocessors", multiprocessors, 1)
     check_tensors(cache_seqlens=cache_seqlens)
+    check_no_vmap(cache_seqlens=cache_seqlens)
     arguments.check_plan_lengths(cache_seqlens)
     limits = device_limits(cache_seqlens.device)
     if multiprocessors is not None:
@@ -312,7 +315,7 @@ def device_limits(device: torch.device) -> DeviceLimits:
 def checked_scale(softmax_scale: float | None) -> float | None:
     # torch would take a tensor for a number, and wait for the device to tell it.
     if softmax_scale is not None:
-        check_float("softmax_scale", softmax_scale)
+        check_float("softmax_scale", softmax_scale, "a float or None")
     return softmax_scale
 
 
@@ -330,7 +333,10 @@ def _decode_parts(plan: DecodePlan) -> Parts:
     return plan.first_part, plan.order, plan.tiles.as_ints()
 
 
-def _refuse_gradients(tensors: dict[str, Any]) -> None:
+def _refuse_derivatives(tensors: dict[str, Any]) -> None:
+    """Of either mode, and torch.vmap, under which derivatives of batches are taken."""
+    check_no_vmap(**tensors)
+    check_no_tangents(**tensors)
     if torch.is_grad_enabled():
         for name, tensor in tensors.items():
             if tensor.requires_grad:

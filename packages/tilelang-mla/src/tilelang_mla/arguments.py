@@ -1,18 +1,21 @@
 """What arguments must be. The ops call these, so that no call goes unchecked, not torch.compile's nor a direct one.
 
+While torch.compile traces, sizes may be symbols of which nothing is known yet, such as a number of tokens that the
+device counts. What they leave open (``known``) is checked when the op runs.
+
 Every function raises ValueError or TypeError naming the argument, what it must be and what it was.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
+from torch.fx.experimental.symbolic_shapes import guard_or_false as known
 
-from kernel_reference.checks import fail
+from kernel_reference.checks import check_float, describe, fail
 from tilelang_mla.plan import DecodeProblem, DecodeTiles, PrefillProblem, cdiv
 
 Tensor = torch.Tensor
@@ -41,15 +44,6 @@ class Names(NamedTuple):
 _NAMES = Names()
 
 
-def describe(value: object) -> str:
-    """What an argument was, for an error message."""
-    if isinstance(value, Tensor):
-        if value.layout != torch.strided:
-            return f"{value.dtype} {list(value.shape)} of layout {value.layout}"
-        return f"{value.dtype} {list(value.shape)} with strides {list(value.stride())}"
-    return f"{value!r} ({type(value).__name__})"
-
-
 def check_tensors(**tensors: object) -> None:
     """Each must be a dense tensor."""
     for name, tensor in tensors.items():
@@ -63,9 +57,9 @@ def check_int(name: str, number: object, at_least: int | None = None, at_most: i
     """An int, of a least and a greatest value if they are given."""
     if isinstance(number, bool) or not isinstance(number, (int, torch.SymInt)):
         fail(name, "an int", describe(number), TypeError)
-    if at_least is not None and number < at_least:
+    if at_least is not None and known(number < at_least):
         fail(name, f"at least {at_least}", number)
-    if at_most is not None and number > at_most:
+    if at_most is not None and known(number > at_most):
         fail(name, f"at most {at_most}", number)
 
 
@@ -75,12 +69,14 @@ def check_bool(name: str, value: object) -> None:
         fail(name, "a bool", describe(value), TypeError)
 
 
-def check_float(name: str, number: object) -> None:
-    """A finite number."""
-    if isinstance(number, bool) or not isinstance(number, (int, float, torch.SymInt, torch.SymFloat)):
-        fail(name, "a float or None", describe(number), TypeError)
-    if isinstance(number, float) and not math.isfinite(number):
-        fail(name, "finite", number)
+def check_no_vmap(**tensors: object) -> None:
+    """None may be a batch of ``torch.vmap``: the ops take whole batches themselves, and write what they are given."""
+    # The functions below are private; there is no other way to ask.
+    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None:
+        return
+    for name, tensor in tensors.items():
+        if isinstance(tensor, Tensor) and torch._C._functorch.is_batchedtensor(tensor):
+            fail(name, "outside torch.vmap (the function takes a batch of sequences itself)", "a batched tensor")
 
 
 # Prefill
@@ -93,31 +89,34 @@ def check_prefill(
     """Ragged queries, keys and values of separate heads; the problem that they make."""
     check_int("max_seqlen_q", max_seqlen_q, 0)
     check_int("max_seqlen_k", max_seqlen_k, 0)
-    check_float("softmax_scale", softmax_scale)
-    _check_rank("q", q, "[Tq, H, dqk]", 3)
+    check_float("softmax_scale", softmax_scale, "a float or None")
+    _check_rank("q", q, "[Tq, H, dqk]", 3, "q.flatten(0, 1) would fit" if q.ndim == 4 else "")
     _check_float16("q", q)
     num_heads, head_size = q.shape[1:]
-    if num_heads < 1:
+    if known(num_heads < 1):
         fail("q", "of at least 1 head", describe(q))
     _check_size("q", head_size, _QK_STEP, _MOST_QK)
     for name, tensor, wanted in (("k", k, "[Tk, Hkv, dqk]"), ("v", v, "[Tk, Hkv, dv]")):
         _check_rank(name, tensor, wanted, 3)
         _check_like_q(name, tensor, q)
-    if k.shape[2] != head_size:
-        fail("k", f"[Tk, Hkv, {head_size}] as q is", describe(k))
+    if known(k.shape[2] != head_size):
+        swapped = known(v.shape[2] == head_size)
+        fail("k", f"[Tk, Hkv, {head_size}] as q is", _hinted(k, "k and v are in each other's place" if swapped else ""))
     num_heads_kv = k.shape[1]
-    if num_heads_kv < 1 or num_heads % num_heads_kv:
-        fail("k", f"of a number of heads that divides the {num_heads} of q", describe(k))
-    if v.shape[:2] != k.shape[:2]:
+    if known(num_heads_kv < 1) or known(num_heads % num_heads_kv != 0):
+        turned = known(k.shape[0] > 0) and known(num_heads % k.shape[0] == 0)
+        hint = "[Hkv, Tk, dqk] is another layout: k.transpose(0, 1) would fit" if turned else ""
+        fail("k", f"of a number of heads that divides the {num_heads} of q", _hinted(k, hint))
+    if _differ(v.shape[:2], k.shape[:2]):
         fail("v", f"[{k.shape[0]}, {num_heads_kv}, dv] as k is", describe(v))
     _check_size("v", v.shape[2], _V_STEP, _MOST_V)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         _check_rows(name, tensor)
     for name, tensor in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         _check_integers(name, tensor, q, 1, "[B + 1]")
-        if tensor.shape[0] < 1:
+        if known(tensor.shape[0] < 1):
             fail(name, "[B + 1]", describe(tensor))
-    if cu_seqlens_k.shape != cu_seqlens_q.shape:
+    if _differ(cu_seqlens_k.shape, cu_seqlens_q.shape):
         both = f"{list(cu_seqlens_q.shape)} and {list(cu_seqlens_k.shape)}"
         fail("cu_seqlens_q, cu_seqlens_k", "[B + 1] both", both)
     _check_results(q, out, lse, (q.shape[0], num_heads, v.shape[2]), (num_heads, q.shape[0]))
@@ -152,21 +151,24 @@ def check_decode(
     plan: Sequence[int] | None = None, names: Names = _NAMES,
 ) -> DecodeProblem:  # fmt: skip
     """Queries and a paged latent cache; the problem that they make."""
-    check_float("softmax_scale", softmax_scale)
-    _check_rank("q", q, f"[B, Sq, Hq, {names.dim_nope} + dpe]", 4)
+    check_float("softmax_scale", softmax_scale, "a float or None")
+    _check_rank("q", q, f"[B, Sq, Hq, {names.dim_nope} + dpe]", 4, "q.unsqueeze(1) would fit" if q.ndim == 3 else "")
     _check_float16("q", q)
     sequences, seqlen_q, num_heads, width = q.shape
-    if num_heads < 1:
+    if known(num_heads < 1):
         fail("q", "of at least 1 head", describe(q))
     check_int(names.dim_nope, dim_nope)
     check_dims(names.dim_nope, "q", dim_nope, width - dim_nope)
-    _check_cache(q, kv, names)
+    _check_cache(q, kv, dim_nope, names)
     page_size = kv.shape[1]
+    if cache_seqlens.ndim == 2 and block_table.ndim == 1:
+        got = _hinted(cache_seqlens, "cache_seqlens and block_table are in each other's place")
+        fail("cache_seqlens", "[B]", got)
     _check_integers("cache_seqlens", cache_seqlens, q, 1, "[B]")
-    if cache_seqlens.shape[0] != sequences:
+    if known(cache_seqlens.shape[0] != sequences):
         fail("cache_seqlens", f"[{sequences}], one a sequence of q", describe(cache_seqlens))
     _check_integers("block_table", block_table, q, 2, "[B, max_pages]")
-    if block_table.shape[0] != sequences:
+    if known(block_table.shape[0] != sequences):
         fail("block_table", f"[{sequences}, max_pages], a row a sequence of q", describe(block_table))
     shape = (sequences, seqlen_q, num_heads, dim_nope)
     _check_results(q, out, lse, shape, (sequences, num_heads, seqlen_q))
@@ -195,33 +197,38 @@ def _check_parts(
         if tiles is None or first_part is None:
             fail(name, "None without a plan", describe(tensor))
         _check_integers(name, tensor, q, 1, f"[{size}]")
-        if tensor.shape[0] != size:
+        if known(tensor.shape[0] != size):
             fail(name, f"[{size}], made for the {sequences} sequences of q", describe(tensor))
 
 
 def check_dims(nope: str, rope: str, dim_nope: int, dim_rope: int) -> None:
     """Sizes of the latent and of the rope behind it, and what gives them."""
-    if dim_nope % _V_STEP or not _V_STEP <= dim_nope <= _MOST_NOPE:
+    if not _is_size(dim_nope, _V_STEP, _MOST_NOPE):
         fail(nope, f"a multiple of {_V_STEP} from {_V_STEP} to {_MOST_NOPE}", dim_nope)
-    if dim_rope % _QK_STEP or not _QK_STEP <= dim_rope <= _MOST_ROPE:
+    if not _is_size(dim_rope, _QK_STEP, _MOST_ROPE):
         wanted = f"a multiple of {_QK_STEP} from {_QK_STEP} to {_MOST_ROPE}"
         if rope == "q":
             fail(rope, f"of {nope} = {dim_nope} elements and {wanted} more", f"{dim_nope + dim_rope} elements")
         fail(rope, wanted, dim_rope)
 
 
-def _check_cache(q: Tensor, kv: Tensor, names: Names) -> None:
+def _check_cache(q: Tensor, kv: Tensor, dim_nope: int, names: Names) -> None:
     width = q.shape[3]
-    if kv.dtype in _FP8 or kv.shape[-1:] == (_FP8_RECORD,):
+    if kv.dtype in _FP8 or (kv.ndim and known(kv.shape[-1] == _FP8_RECORD)):
         wanted = f"{q.dtype} as q is (an fp8 latent cache, of {_FP8_RECORD} bytes a token, is not supported yet)"
         fail(f"{names.kv}.dtype", wanted, describe(kv), TypeError)
-    _check_rank(names.kv, kv, f"[pages, page_size, 1, {width}]", 4)
+    hint = f"{names.kv}.unsqueeze(2) would fit" if kv.ndim == 3 else ""
+    _check_rank(names.kv, kv, f"[pages, page_size, 1, {width}]", 4, hint)
     _check_like_q(names.kv, kv, q)
-    if kv.shape[2] != 1:
-        fail(names.kv, f"[pages, page_size, 1, {width}], of 1 kv head", describe(kv))
-    if kv.shape[3] != width:
-        fail(names.kv, f"[pages, page_size, 1, {width}] as q is", describe(kv))
-    if kv.shape[1] < 1:
+    if known(kv.shape[2] != 1):
+        turned = known(kv.shape[1] == 1) and known(kv.shape[3] == width)
+        hint = f"[pages, 1, page_size, {width}] is another layout: {names.kv}.transpose(1, 2) would fit"
+        fail(names.kv, f"[pages, page_size, 1, {width}], of 1 kv head", _hinted(kv, hint if turned else ""))
+    if known(kv.shape[3] != width):
+        hint = "a row is torch.cat([latent, rope], -1)"
+        a_part = known(kv.shape[3] == dim_nope) or known(kv.shape[3] == width - dim_nope)
+        fail(names.kv, f"[pages, page_size, 1, {width}] as q is", _hinted(kv, hint if a_part else ""))
+    if known(kv.shape[1] < 1):
         fail(names.kv, f"[pages, page_size, 1, {width}] with a page_size of at least 1", describe(kv))
     _check_rows("q", q)
     _check_rows(names.kv, kv)
@@ -267,9 +274,22 @@ def check_plan_lengths(cache_seqlens: Tensor) -> None:
 # What both have
 
 
-def _check_rank(name: str, tensor: Tensor, wanted: str, rank: int) -> None:
+def _hinted(tensor: Tensor, hint: str) -> str:
+    """What a tensor was, and what of it may have been meant."""
+    return f"{describe(tensor)}; {hint}" if hint else describe(tensor)
+
+
+def _differ(sizes: Sequence[int], wanted: Sequence[int]) -> bool:
+    return len(sizes) != len(wanted) or any(known(one != other) for one, other in zip(sizes, wanted, strict=True))
+
+
+def _is_size(size: int, step: int, most: int) -> bool:
+    return not (known(size % step != 0) or known(size < step) or known(size > most))
+
+
+def _check_rank(name: str, tensor: Tensor, wanted: str, rank: int, hint: str = "") -> None:
     if tensor.ndim != rank:
-        fail(name, wanted, describe(tensor))
+        fail(name, wanted, _hinted(tensor, hint))
 
 
 def _check_float16(name: str, tensor: Tensor) -> None:
@@ -289,7 +309,7 @@ def _check_device(name: str, tensor: Tensor, q: Tensor) -> None:
 
 
 def _check_size(name: str, size: int, step: int, most: int) -> None:
-    if size % step or not step <= size <= most:
+    if not _is_size(size, step, most):
         fail(name, f"of a head size that is a multiple of {step} from {step} to {most}", size)
 
 
@@ -298,7 +318,8 @@ def _check_rows(name: str, tensor: Tensor) -> None:
     line = _LINE_BYTES // tensor.element_size()
     *steps, last = tensor.stride()
     *sizes, _ = tensor.shape
-    if last != 1 or any(size > 1 and step % line for size, step in zip(sizes, steps, strict=True)):
+    apart = (known(size > 1) and known(step % line != 0) for size, step in zip(sizes, steps, strict=True))
+    if known(last != 1) or any(apart):
         fail(name, f"of contiguous rows {_LINE_BYTES} bytes apart or a multiple of that", describe(tensor))
 
 
@@ -308,7 +329,7 @@ def _check_integers(name: str, tensor: Tensor, q: Tensor | None, rank: int, want
     _check_rank(name, tensor, wanted, rank)
     if rank == 1 and not tensor.is_contiguous():
         fail(name, "contiguous", describe(tensor))
-    if rank == 2 and tensor.shape[1] > 1 and tensor.stride(1) != 1:
+    if rank == 2 and known(tensor.shape[1] > 1) and known(tensor.stride(1) != 1):
         fail(name, "of contiguous rows", describe(tensor))
     if q is not None:
         _check_device(name, tensor, q)
@@ -319,7 +340,7 @@ def _check_results(
 ) -> None:
     _check_like_q("out", out, q)
     _check_shape("out", out, shape, q)
-    if out.stride(-1) != 1:
+    if known(out.stride(-1) != 1):
         fail("out", "of contiguous rows", describe(out))
     _check_no_overlap("out", out)
     if lse is not None:
@@ -330,13 +351,16 @@ def _check_results(
 
 
 def _check_shape(name: str, tensor: Tensor, shape: tuple[int, ...], q: Tensor) -> None:
-    if tuple(tensor.shape) != shape:
+    if _differ(tensor.shape, shape):
         fail(name, f"[{', '.join(map(str, shape))}]", describe(tensor))
     _check_device(name, tensor, q)
 
 
 def _check_no_overlap(name: str, tensor: Tensor) -> None:
     """A tensor to be written: each stride passes all that the smaller ones reach, so that no place is shared."""
+    if any(isinstance(number, torch.SymInt) for number in (*tensor.shape, *tensor.stride())):
+        # Not to be compiled anew for each order of strides: the op looks when it runs.
+        return
     if tensor.numel() == 0:
         return
     dims = [(stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]

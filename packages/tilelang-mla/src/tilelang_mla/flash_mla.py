@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from kernel_reference.checks import fail
+from kernel_reference.checks import describe, fail
 from tilelang_mla import api
 from tilelang_mla import plan as plans
-from tilelang_mla.arguments import Names, check_bool, check_int, check_tensors, describe
+from tilelang_mla.arguments import Names, check_bool, check_int, check_tensors
 from tilelang_mla.plan import DecodeTiles
 
 Tensor = torch.Tensor

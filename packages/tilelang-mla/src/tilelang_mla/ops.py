@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from kernel_reference.attention import attention
-from kernel_reference.checks import fail, values_are_checked
+from kernel_reference.checks import MemoryOverlap, check_no_overlap, fail, values_are_checked
 from kernel_reference.paging import gather
 from tilelang_mla import arguments
 from tilelang_mla.plan import DecodeProblem, DecodeTiles, PrefillPlan, PrefillProblem
@@ -39,6 +39,9 @@ _library.define(
 
 # Below, the tensors come first, then the numbers; a plan is one as ints, which torch leaves out where it is None.
 _PREFILL, _DECODE = (7, 4), (8, 3)
+_PREFILL_NAMES = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "out", "lse")
+_DECODE_NAMES = ("q", "kv", "cache_seqlens", "block_table", "plan.first_part", "plan.order", "out", "lse")
+_WRITTEN = ("out", "lse")
 
 
 def _split(arguments_of_op: tuple[Any, ...], counts: tuple[int, int]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -73,15 +76,15 @@ def decode_plan(ints: list[int] | tuple[int, ...] | None) -> DecodeTiles | None:
 
 
 def _check_prefill_values(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> None:
-    """What only device memory tells, inside validate_values."""
-    if values_are_checked():
+    """What only device memory tells, on a CPU and inside validate_values."""
+    if values_are_checked(tensors[0].device):
         problem = arguments.check_prefill(*tensors, *numbers[:-1])
         q, k, _, cu_seqlens_q, cu_seqlens_k = tensors[:5]
         arguments.check_prefill_values(q, k, cu_seqlens_q, cu_seqlens_k, problem, numbers[1])
 
 
 def _check_decode_values(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> None:
-    if values_are_checked():
+    if values_are_checked(tensors[0].device):
         problem = _checked_decode(tensors, numbers)
         _, kv, cache_seqlens, block_table, first_part, order = tensors[:6]
         made = decode_plan(numbers[-1])
@@ -133,26 +136,30 @@ def _prepare_prefill(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
     launch = _launches_of_gpu()
     _checked_prefill(tensors, numbers)
     *others, plan = numbers
-    return launch.prepare_prefill(*tensors, *others, prefill_plan(plan))
+    run = launch.prepare_prefill(*tensors, *others, prefill_plan(plan))
+    return run, MemoryOverlap(dict(zip(_PREFILL_NAMES, tensors, strict=True)), _WRITTEN)
 
 
 def _prepare_decode(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
     launch = _launches_of_gpu()
     _checked_decode(tensors, numbers)
     *others, plan = numbers
-    return launch.prepare_decode(*tensors, *others, decode_plan(plan))
+    run = launch.prepare_decode(*tensors, *others, decode_plan(plan))
+    return run, MemoryOverlap(dict(zip(_DECODE_NAMES, tensors, strict=True)), _WRITTEN)
 
 
 def _kernel_prefill(*arguments_of_op: Any) -> None:
     tensors, numbers = _split(arguments_of_op, _PREFILL)
-    run = _ready(_prepare_prefill, tensors, numbers)
+    run, refuse_overlap = _ready(_prepare_prefill, tensors, numbers)
+    refuse_overlap(*tensors)
     _check_prefill_values(tensors, numbers)
     run(*tensors)
 
 
 def _kernel_decode(*arguments_of_op: Any) -> None:
     tensors, numbers = _split(arguments_of_op, _DECODE)
-    run = _ready(_prepare_decode, tensors, numbers)
+    run, refuse_overlap = _ready(_prepare_decode, tensors, numbers)
+    refuse_overlap(*tensors)
     _check_decode_values(tensors, numbers)
     run(*tensors)
 
@@ -164,6 +171,7 @@ def _reference_prefill(*arguments_of_op: Any) -> None:
     """Each sequence in float32."""
     tensors, numbers = _split(arguments_of_op, _PREFILL)
     _checked_prefill(tensors, numbers)
+    check_no_overlap(dict(zip(_PREFILL_NAMES, tensors, strict=True)), _WRITTEN)
     _check_prefill_values(tensors, numbers)
     q, k, v, cu_seqlens_q, cu_seqlens_k, out, lse = tensors
     _, _, softmax_scale, causal, _ = numbers
@@ -181,6 +189,7 @@ def _reference_decode(*arguments_of_op: Any) -> None:
     """Each sequence in float32, its latents keys, with the rope behind them, and values."""
     tensors, numbers = _split(arguments_of_op, _DECODE)
     problem = _checked_decode(tensors, numbers)
+    check_no_overlap(dict(zip(_DECODE_NAMES, tensors, strict=True)), _WRITTEN)
     _check_decode_values(tensors, numbers)
     q, kv, cache_seqlens, block_table, _, _, out, lse = tensors
     dim_nope, softmax_scale, causal, _ = numbers
@@ -214,12 +223,27 @@ def _latents(kv: Tensor, pages: Tensor, length: int) -> Tensor:
     return gather(pool, table, torch.tensor([length], device=pool.device), "NHD").tokens
 
 
-_IMPLEMENTATIONS: dict[str, tuple[Callable[..., None], Callable[..., None], Callable[..., None]]] = {
-    "prefill": (_reference_prefill, _kernel_prefill, _fake_prefill),
-    "decode": (_reference_decode, _kernel_decode, _fake_decode),
+def _batched_prefill(*arguments_of_op: Any) -> None:
+    _refuse_vmap(_PREFILL_NAMES, arguments_of_op)
+
+
+def _batched_decode(*arguments_of_op: Any) -> None:
+    _refuse_vmap(_DECODE_NAMES, arguments_of_op)
+
+
+def _refuse_vmap(names: tuple[str, ...], arguments_of_op: tuple[Any, ...]) -> None:
+    """Torch would look for a rule of batches, and tell its users to write one."""
+    arguments.check_no_vmap(**dict(zip(names, arguments_of_op, strict=False)))
+    fail("tensors", "outside torch.vmap", "a batched one")
+
+
+_IMPLEMENTATIONS: dict[str, tuple[Callable[..., None], ...]] = {
+    "prefill": (_reference_prefill, _kernel_prefill, _fake_prefill, _batched_prefill),
+    "decode": (_reference_decode, _kernel_decode, _fake_decode, _batched_decode),
 }
-for _name, (_reference, _kernel, _fake) in _IMPLEMENTATIONS.items():
+for _name, (_reference, _kernel, _fake, _batched) in _IMPLEMENTATIONS.items():
     _library.impl(_name, _reference, "CPU")
+    _library.impl(_name, _batched, "FuncTorchBatched")
     # CUDA is also ROCm's key; PrivateUse1 that of out-of-tree devices such as Ascend's NPUs.
     for _key in ("CUDA", "PrivateUse1"):
         _library.impl(_name, _kernel, _key)

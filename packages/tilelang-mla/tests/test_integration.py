@@ -255,6 +255,98 @@ def test_a_plan_may_be_an_argument_and_a_result_of_what_is_compiled(make) -> Non
             check_same(compiled(plan, *tensors), run(plan, *tensors))
 
 
+# Numbers that are symbols while torch.compile traces: floats, and sizes that only the device knows
+
+
+def compiled(function: Callable[..., Any], device: torch.device, **options: Any) -> Callable[..., Any]:
+    torch.compiler.reset()
+    return torch.compile(function, fullgraph=True, backend=backend_of(device), **options)
+
+
+def scaled_prefill(scale: float, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Any:
+    most = q.shape[0], k.shape[0]
+    return tilelang_mla.flash_mla_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, *most, scale, return_lse=True)
+
+
+def scaled_decode(scale: float, q: Tensor, kv: Tensor, cache_seqlens: Tensor, block_table: Tensor) -> Any:
+    sizes = {"dim_nope": q.shape[3] - ROPE, "dim_rope": ROPE, "multiprocessors": CORES}
+    plan = tilelang_mla.plan_decode(cache_seqlens, q.shape[2], q.shape[1], max_seqlen_k=kv.shape[0] * PAGE, **sizes)
+    return tilelang_mla.flash_mla_with_kvcache(
+        q, kv, cache_seqlens, block_table, NOPE, scale, True, plan=plan, return_lse=True
+    )
+
+
+def scaled_drop_in(scale: float, q: Tensor, kv: Tensor, cache_seqlens: Tensor, block_table: Tensor) -> Any:
+    made = flash_mla.get_mla_metadata(cache_seqlens, q.shape[1] * q.shape[2], 1)
+    return flash_mla.flash_mla_with_kvcache(q, kv, block_table, cache_seqlens, NOPE, *made, softmax_scale=scale)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize(
+    ("function", "inputs"),
+    [(scaled_prefill, Maker.ragged), (scaled_decode, Maker.decoding), (scaled_drop_in, Maker.decoding)],
+)
+def test_a_scale_of_another_value_compiles_and_has_the_bits_of_a_plain_call(make, function, inputs, dynamic) -> None:
+    run = compiled(function, make.device, dynamic=dynamic)
+    # The second value is what makes a number a symbol; torch compiles anew for each, as for any op that takes a float.
+    for scale in (0.1, 0.25, -0.3):
+        check_same(run(scale, *inputs(make, 3)), function(scale, *inputs(make, 3)))
+
+
+@every_public_function
+def test_public_functions_compile_with_every_size_a_symbol(make, function, inputs) -> None:
+    run = compiled(function, make.device, dynamic=True)
+    # Of no size that another dimension has: torch takes equal sizes for one symbol.
+    for sequences in (6, 9):
+        with torch._dynamo.config.patch(error_on_recompile=sequences > 6):
+            check_same(run(*inputs(make, sequences)), function(*inputs(make, sequences)))
+
+
+def prefill_of_some(rows: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Any:
+    """Of as many queries and keys as the device counts, and of as many at the most."""
+    chosen = rows.nonzero()[:, 0]
+    some_q, some_k, some_v = q[chosen], k[chosen], v[chosen]
+    bounds = torch.nn.functional.pad(rows.sum().to(torch.int32)[None], (1, 0))
+    most = bounds.amax().item()
+    return tilelang_mla.flash_mla_varlen_func(
+        some_q, some_k, some_v, bounds, bounds, most, most, causal=True, return_lse=True
+    )
+
+
+def some_sequences(function: Callable[..., Any]) -> Callable[..., Any]:
+    def run(rows: Tensor, q: Tensor, kv: Tensor, cache_seqlens: Tensor, block_table: Tensor) -> Any:
+        chosen = rows.nonzero()[:, 0]
+        return function(q[chosen], kv, cache_seqlens[chosen], block_table[chosen])
+
+    return run
+
+
+def plan_of_the_longest(q: Tensor, kv: Tensor, cache_seqlens: Tensor, block_table: Tensor) -> Any:
+    return plan_of(cache_seqlens, max_seqlen_k=cache_seqlens.amax().item() + 64)[1:]
+
+
+UNKNOWN: dict[str, tuple[Callable[..., Any], Callable[..., list[Tensor]]]] = {
+    "prefill": (prefill_of_some, Maker.ragged),
+    "decode": (some_sequences(decode), Maker.decoding),
+    "plan and decode": (some_sequences(plan_and_decode), Maker.decoding),
+    "decode in parts": (some_sequences(decode_in_parts), Maker.decoding),
+    "drop-in": (some_sequences(partial(scaled_drop_in, 0.2)), Maker.decoding),
+    "a plan of the longest": (some_sequences(plan_of_the_longest), Maker.decoding),
+}
+
+
+@pytest.mark.parametrize(("function", "inputs"), UNKNOWN.values(), ids=UNKNOWN)
+def test_sizes_that_only_the_device_knows_compile_whole(make, function, inputs) -> None:
+    tensors = inputs(make, 4)
+    settings = {"capture_dynamic_output_shape_ops": True, "capture_scalar_outputs": True}
+    with torch._dynamo.config.patch(settings):
+        run = compiled(function, make.device)
+        for few in (2, 3):
+            rows = torch.arange(len(tensors[0]), device=make.device) % 4 < few
+            with torch._dynamo.config.patch(error_on_recompile=few > 2):
+                check_same(run(rows, *tensors), function(rows, *tensors))
+
+
 def run_alone(script: str) -> None:
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

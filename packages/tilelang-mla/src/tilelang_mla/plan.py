@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch.fx.experimental.symbolic_shapes import guard_or_false
+
 # Rows of a warpgroup's matrix product on sm_90: query tokens x heads are packed into tiles of as many.
 _ROWS = 64
 # Parts beyond one a sequence, in multiples of what the device runs at once: schedules of more are not looked at.
@@ -201,7 +203,8 @@ def decode_tiles(
     block_n, num_stages = _keys_in_flight(dim_nope, dim_rope, limits, bits)
     if num_splits is not None:
         return DecodeTiles(_ROWS, block_n, num_stages, num_splits)
-    alone = max_seqlen_k is not None and max_seqlen_k <= block_n
+    # A symbol that only the device knows, while torch.compile traces, is any.
+    alone = max_seqlen_k is not None and guard_or_false(max_seqlen_k <= block_n)
     spare = 0 if alone else _WAVES * parts_at_once(rows, limits.multiprocessors)
     return DecodeTiles(_ROWS, block_n, num_stages, 1, spare)
 

@@ -7,8 +7,10 @@ import re
 import subprocess
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = [file.parent for file in sorted(ROOT.glob("packages/*/pyproject.toml"))]
@@ -74,3 +76,48 @@ def test_every_distribution_names_the_repository_by_which_an_index_shows_that_it
     named = {name: project.get("urls", {}).get("Repository") for name, project in projects.items()}
     assert named == dict.fromkeys(named, named["shared"])
     assert named["shared"]
+
+
+def workflow(name: str) -> dict[str, Any]:
+    # YAML 1.1 reads the key `on` as true.
+    return yaml.safe_load((ROOT / ".github/workflows" / f"{name}.yml").read_text())
+
+
+def test_one_check_waits_for_every_other_job_and_is_red_unless_all_are_green() -> None:
+    jobs = workflow("ci")["jobs"]
+    last = jobs["all-green"]
+    assert last["name"] == "all green"
+    assert last["if"] == "always()"
+    assert set(last["needs"]) == set(jobs) - {"all-green"}
+    passed = last["steps"][0]["env"]["PASSED"]
+    assert all(f"needs.{name}.result" in passed for name in last["needs"])
+
+
+def test_a_push_to_main_is_never_cancelled_by_the_next_one() -> None:
+    concurrency = workflow("ci")["concurrency"]
+    assert concurrency["cancel-in-progress"] == "${{ github.event_name == 'pull_request' }}"
+    assert "|| github.sha" in concurrency["group"]
+
+
+def test_tests_run_on_every_python_that_the_packages_allow() -> None:
+    assert '["3.11", "3.12", "3.13", "3.14"]' in (ROOT / ".github/workflows/ci.yml").read_text()
+    for file in [ROOT / "shared/pyproject.toml", *ROOT.glob("packages/*/pyproject.toml")]:
+        assert 'requires-python = ">=3.11"' in file.read_text(), file
+
+
+def test_faults_are_planted_on_a_schedule() -> None:
+    faults = workflow("faults")
+    assert faults[True]["schedule"]
+    assert faults["jobs"]["faults"]["steps"][-1]["run"] == 'nox -s "test($PACKAGE)" -- --faults'
+
+
+def test_a_release_is_built_with_pinned_tools_from_a_tag_on_main() -> None:
+    steps = workflow("release")["jobs"]["build"]["steps"]
+    commands = [step.get("run", "") for step in steps]
+    on_main = next(at for at, command in enumerate(commands) if "merge-base --is-ancestor" in command)
+    built = next(at for at, command in enumerate(commands) if "nox -s" in command)
+    assert on_main < built
+    requirements = (ROOT / ".ci/requirements.txt").read_text()
+    assert {line.split("==")[0] for line in requirements.splitlines() if "==" in line} == {"nox", "pip", "uv"}
+    for file in (ROOT / ".github/workflows").glob("*.yml"):
+        assert "pip install nox" not in file.read_text(), file

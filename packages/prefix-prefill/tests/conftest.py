@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from kernel_reference.attention import attention
+from kernel_reference.checks import validate_values
 from kernel_reference.paging import paged_cache
 from kernel_reference.testing.guards import Canaried, assert_bitwise_equal, canaried, poison_
 from kernel_reference.testing.numerics import assert_close_to_oracle
@@ -525,6 +526,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def unchecked() -> Iterator[None]:
+    """What only device memory tells is not looked at on a CPU either, and bad values are clamped."""
+    with validate_values(False):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,6 @@
 """Does bad input say which argument, what it must be and what it was, and write nothing? One table.
 
-Then what only device memory tells: named inside ``validate_values``, harmless outside it.
+Then what only device memory tells: named on a CPU and inside ``validate_values``, harmless elsewhere.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ TABLE_OF = {"prefill": "block_table", "drop-in": "b_loc"}
 CU_OF = {"prefill": "cu_seqlens_q", "drop-in": "b_start_loc"}
 SEQLENS_OF = {"prefill": "seqlens_k", "drop-in": "b_seq_len"}
 MOST_OF = {"prefill": "max_seqlen_q", "drop-in": "max_input_len"}
+MOST_KEYS_OF = {"drop-in": "max_seq_len"}
 OUT_OF = {"prefill": "out", "drop-in": "o"}
 OUT_SCALE_OF = {"prefill": "out_scale", "drop-in": "fp8_out_scale"}
 SCALE_OF = {"prefill": "softmax_scale", "drop-in": "sm_scale"}
@@ -257,12 +258,18 @@ TABLE = [
     ],
     *[
         ("drop-in", f"kv_cache_dtype {value!r}", V, "kv_cache_dtype", replaced("kv_cache_dtype", value))
-        for value in ("fp16", "FP8", "", None, torch.float8_e4m3fn)
+        for value in ("fp16", "FP8", "", None, torch.float8_e4m3fn, ["fp8"])
     ],
     ("drop-in", "uint8 caches as they say themselves", T, "k_cache", together(
         replaced("kv_cache_dtype", "auto"),
         *[replaced(name, lambda x: x.view(torch.uint8)) for name in ("k_cache", "v_cache")])),
-    ("drop-in", "caches of other 8 bits than said", T, "k_cache", replaced("kv_cache_dtype", "fp8_e5m2")),
+    *[
+        ("drop-in", f"caches of another dtype than {said}", T, "k_cache", replaced("kv_cache_dtype", said))
+        for said in ("fp8_e5m2", "bfloat16", "float16")
+    ],
+    ("drop-in", "caches of another dtype than q's, as said", T, "k_cache", together(
+        replaced("kv_cache_dtype", "float16"),
+        *[replaced(name, lambda x: x.half()) for name in ("k_cache", "v_cache")])),
     ("drop-in", "a cache of no 8 bits", T, "v_cache", replaced("v_cache", lambda x: x.to(torch.bfloat16))),
     *[
         (function, f"{names[function]}: {what}", error, names[function], replaced(names[function], change))
@@ -279,7 +286,10 @@ TABLE = [
         for function in ATTENDING
         for value, error in ((-1, V), (2.5, T), ("3", T), (None, T))
     ],
-    *[("drop-in", f"max_seq_len {value!r}", T, "max_seq_len", replaced("max_seq_len", value)) for value in (2.5, None)],
+    *[
+        ("drop-in", f"max_seq_len {value!r}", error, "max_seq_len", replaced("max_seq_len", value))
+        for value, error in ((2.5, T), (None, T), (True, T), (-1, V))
+    ],
     *[
         (function, f"{name}: {what}", error, name, replaced(name, change))
         for function in ATTENDING
@@ -542,18 +552,21 @@ VALUES = [
         )
     ],
     (MOST_OF, "too few", "{}", lambda most: 2),
+    (MOST_KEYS_OF, "too few", "{}", lambda most: 21),
     (TABLE_OF, "too narrow", "seqlens", lambda table: table[:, :1]),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("function", ATTENDING)
 @pytest.mark.parametrize(
-    ("names", "element", "change"), [pytest.param(names, *rest, id=f"{names['prefill']} {what}")
+    ("names", "element", "change"), [pytest.param(names, *rest, id=f"{next(iter(names.values()))} {what}")
                                      for names, what, *rest in VALUES]
 )  # fmt: skip
 def test_validate_values_names_what_only_device_memory_tells_before_anything_is_written(
     device, function, names, element, change
 ) -> None:
+    if function not in names:
+        pytest.skip("an argument that it has not")
     arguments = good(function, device)
     replaced(names[function], change)(arguments)
     before = kept(arguments)
@@ -561,10 +574,15 @@ def test_validate_values_names_what_only_device_memory_tells_before_anything_is_
     with validate_values(), pytest.raises(ValueError, match=f"^{element} must be .*, got -?[0-9]+$"):
         FUNCTIONS[function](**arguments)
     assert_kept(before)
+    if device.type == "cpu":
+        with pytest.raises(ValueError, match=f"^{element} must be "):
+            FUNCTIONS[function](**arguments)
+        assert_kept(before)
     if names is MOST_OF:
         return
     # Nor does it do harm without the check.
-    out = FUNCTIONS[function](**arguments) or arguments["o"]
+    with validate_values(False):
+        out = FUNCTIONS[function](**arguments) or arguments["o"]
     assert bool((out if function == "drop-in" else out.out).isfinite().all())
 
 
@@ -605,6 +623,7 @@ def far_off(number: int, dtype: torch.dtype) -> int:
     return number + 2**32 if dtype == torch.int64 else -(2**31) + number
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("splits", [None, 3])
 @pytest.mark.parametrize("cached", [False, True], ids=["apart", "cached"])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
@@ -620,6 +639,7 @@ def test_sequences_of_impossible_lengths_give_zeros_and_harm_no_other(tensors, d
     batch.check()
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("cached", [False, True], ids=["apart", "cached"])
 def test_more_keys_than_the_table_has_columns_for_give_zeros(tensors, cached) -> None:
     batch = tensors.batch([(20, 5), (60, 20), (64, 1), (65, 1)], cached=cached)
@@ -644,6 +664,7 @@ BAD_ENDS = {
 }
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize(("ends", "clamped"), BAD_ENDS.values(), ids=BAD_ENDS)
 def test_impossible_bounds_are_clamped_and_nothing_outside_is_read_or_written(tensors, ends, clamped, dtype) -> None:

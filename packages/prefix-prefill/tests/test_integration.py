@@ -165,11 +165,12 @@ def cases_of(name: str, make: Maker) -> list[tuple[Any, ...]]:
     plan = PrefillPlan(16, 16, 2, 4, 1).as_ints()
     none = (None,) * 5
     plain, cached = make.batch(3), make.cached(3)
+    nothing = [*[x[:0] for x in plain[:3]], *plain[3:6], *[0 * x for x in plain[6:]]]
     return [
         (*tensors, alibi, sinks, k_scale, v_scale, None, out, lse, 33, "NHD", 0.2, 25, 3, 4.0, True, 1.0, 1.0, 1.0, 0),
         (*plain, *none, out, None, 33, "NHD", 0.2, -1, 0, 0.0, False, 0.5, 2.0, 1.0, 0, plan),
         (cached[0], None, None, *cached[1:-1], *none, out, lse, 33, "NHD", 0.2, -1, -1, 0.0, False, 1.0, 1.0, 1.0, 2),
-        (*[x[:0] for x in plain[:3]], *plain[3:], *none, out[:0], lse[:, :0], 0, "NHD", 0.2, -1, 0, 0.0, False, 1.0,
+        (*nothing, *none, out[:0], lse[:, :0], 0, "NHD", 0.2, -1, 0, 0.0, False, 1.0,
          1.0, 1.0, 0),
     ]  # fmt: skip
 
@@ -443,8 +444,8 @@ def test_a_launch_is_found_again_only_for_the_same_sizes_strides_dtypes_device_a
     tensor = torch.empty(2, 3)
     others = [torch.empty(3, 3), torch.empty(2, 4)[:, :3], tensor.double(), tensor.to("meta"), None]
     looks = [
-        (prepare, (tensor,), (1.0, None)), (prepare, (tensor,), (2.0, None)), (prepare, (tensor,), (1.0, [16, 4])),
-        (prepare, (tensor,), (1.0, [32, 4])), (prepare, (tensor,), ()), (prepare_another, (tensor,), (1.0, None)),
+        (prepare, (tensor,), (1.0, None)), (prepare, (tensor,), (2.0, None)), (prepare, (tensor,), (1.0, (16, 4))),
+        (prepare, (tensor,), (1.0, (32, 4))), (prepare, (tensor,), ()), (prepare_another, (tensor,), (1.0, None)),
         *[(prepare, (other,), (1.0, None)) for other in others],
     ]  # fmt: skip
     made = [ops._ready(*look) for look in looks]

@@ -459,6 +459,7 @@ def test_decoding_rows_are_left_untouched_where_that_is_asked_for(tensors) -> No
     check(tensors, [(20, 1), (0, 1)], skip_decode=True, rows_after=1)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_trap_rows_of_impossible_sequences_are_zero_and_their_lse_minus_infinity(tensors) -> None:
     """Not what the memory held, and not the 0 that a sum begun at 1 would give; sinks do not show there either."""
     for sinks, cached, splits in product((False, True), (False, True), (None, 4)):
@@ -483,6 +484,7 @@ def test_new_tensors_hold_zeros_in_rows_of_no_sequence_and_not_what_the_memory_h
 # Pages that do not exist, and other content of the block table
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_a_page_outside_the_pool_reads_as_zeros(tensors) -> None:
     for page_id, cached in product((-1, 2**31 - 1, -(2**31), None), (False, True)):
         for scales in ({}, {"cache_dtype": E4M3, "k_scale": "tokens", "v_scale": "tokens"}):
@@ -576,7 +578,9 @@ def test_the_drop_in_at_sizes_of_models(tensors, head_size, page) -> None:
     batch.check()
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("fp8", E4M3), ("fp8_e4m3", E4M3), ("fp8_e5m2", E5M2)], ids=name_of)
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("fp8", E4M3), ("fp8_e4m3", E4M3), ("fp8_inc", E4M3), ("fp8_e5m2", E5M2)], ids=name_of
+)
 def test_the_drop_in_takes_8_bit_caches_by_the_names_of_their_dtypes(tensors, name, dtype) -> None:
     for scale, stored in product(("number", "tensor", "heads", "tokens"), (torch.uint8, dtype)):
         batch = tensors.batch(
@@ -588,6 +592,13 @@ def test_the_drop_in_takes_8_bit_caches_by_the_names_of_their_dtypes(tensors, na
         if stored == dtype:
             legacy(batch, kv_cache_dtype="auto", **caches)
             batch.check(again=True)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("bfloat16", BF16), ("float16", FP16)])
+def test_the_drop_in_takes_caches_of_16_bits_by_the_names_of_their_dtypes(tensors, name, dtype) -> None:
+    batch = tensors.batch(RAGGED, layout="x-packed", lse=False, dtype=dtype)
+    legacy(batch, kv_cache_dtype=name)
+    batch.check()
 
 
 def test_the_drop_in_gives_scales_no_effect_on_a_cache_that_is_not_of_8_bits(tensors) -> None:

@@ -5,22 +5,23 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 
-from kernel_reference.checks import fail, values_are_checked
+from kernel_reference.checks import as_int, check_float, check_no_tangents, describe, fail, values_are_checked
 from prefix_prefill import (
     arguments,
     ops,  # noqa: F401  defines the ops that are taken below
 )
 from prefix_prefill.arguments import (
     FP8,
+    MOST_TOKENS,
+    NAMES,
     Names,
     check_bool,
-    check_float,
     check_int,
     check_layout,
     check_tensors,
     check_window,
-    describe,
 )
 from prefix_prefill.plan import PrefillPlan
 
@@ -31,10 +32,11 @@ _merge = torch.ops.prefix_prefill.merge.default
 
 # What torch and tensors raise, in words of their own, over arguments of the wrong kind or rank.
 _REFUSALS = (RuntimeError, AttributeError, TypeError, IndexError)
-# What 8-bit caches hold by the names that engines have for it.
-_CACHE_DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-# No two tokens of a sequence are further apart.
-_FARTHEST = 2**31 - 1
+# What caches hold by the names that engines have for it.
+_CACHE_DTYPES = {
+    "bfloat16": torch.bfloat16, "float16": torch.float16, "fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_inc": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2,
+}  # fmt: skip
 
 
 class AttentionResult(NamedTuple):
@@ -106,7 +108,8 @@ def prefix_prefill(
             prompt of one token, or its last one, is such a sequence too. Without ``out`` they, and their lse, hold
             whatever the memory held.
         out: [T, Hq, D] to write instead of a new tensor: of q's dtype, with out_scale of either 8-bit float; any
-            strides that give each element a place of its own and do not interleave dimensions, no overlap with inputs.
+            strides that give each element a place of its own and do not interleave dimensions. It shares no memory with
+            any argument, q neither.
         return_lse: whether to return lse too.
         num_splits: in how many parts each row's keys are cut, 1 or more; a number makes a sequence's result, to the
             last bit, independent of the rest of the batch. None: as the plan has it.
@@ -119,11 +122,12 @@ def prefix_prefill(
 
     Raises:
         TypeError, ValueError: an argument is not as said above; nothing has been written. What only device memory tells
-            is looked at inside ``kernel_reference.checks.validate_values``. Without it bounds of sequences are clamped
-            to 0 .. T, and a sequence of fewer tokens than are new, or more than its row of the block table has room
-            for, gives 0 and -inf.
+            is looked at on a CPU, and on a GPU inside ``kernel_reference.checks.validate_values``. Where it is not, as
+            inside ``validate_values(False)``, bounds of sequences are clamped to 0 .. T, and a sequence of fewer tokens
+            than are new, or more than its row of the block table has room for, gives 0 and -inf.
     """
-    names = Names()
+    names = NAMES
+    max_seqlen_q = as_int("max_seqlen_q", max_seqlen_q)
     own_k, k_factor = _scale("k_scale", k_scale)
     own_v, v_factor = _scale("v_scale", v_scale)
     own_out, out_factor = _scale("out_scale", out_scale)
@@ -137,8 +141,8 @@ def prefix_prefill(
     if ints is not None and splits:
         fail("num_splits", "None where a plan is given, which has its own", num_splits)
     try:
-        if torch.is_grad_enabled():
-            _refuse_gradients(
+        if _may_be_derived():
+            _refuse_derivatives(
                 q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache, alibi_slopes=alibi_slopes, sinks=sinks, k_scale=own_k,
                 v_scale=own_v, out_scale=own_out, out=out,
             )  # fmt: skip
@@ -162,7 +166,6 @@ def prefix_prefill(
                 alibi_slopes=alibi_slopes, sinks=sinks, k_scale=own_k, v_scale=own_v, out_scale=own_out, out=out
             ),
         )  # fmt: skip
-        check_int("max_seqlen_q", max_seqlen_q)
         check_layout(layout)
         arguments.check_q(q)
         raise
@@ -197,11 +200,13 @@ def context_attention_fwd(
     Args:
         q: [T, Hq, D]; k, v: [T, Hkv, D]; as there.
         o: [T, Hq, D], the ``out`` there: of q's dtype, with fp8_out_scale of either 8-bit float.
-        kv_cache_dtype: "auto": the caches are of q's dtype, or 8-bit floats as they say themselves; "fp8" or
-            "fp8_e4m3", and "fp8_e5m2": 8-bit floats, stored as such or as uint8.
+        kv_cache_dtype: "auto": the caches are of q's dtype, or 8-bit floats as they say themselves; "bfloat16" and
+            "float16": of that dtype, which is q's; "fp8", "fp8_e4m3" or "fp8_inc", and "fp8_e5m2": 8-bit floats, stored
+            as such or as uint8.
         k_cache: [blocks, Hkv, D / x, page, x]; v_cache: [blocks, Hkv, D, page]; any strides.
         b_loc, b_start_loc, b_seq_len, max_input_len: block_table, cu_seqlens_q, seqlens_k and max_seqlen_q there.
-        max_seq_len: without effect; there for the callers that pass it.
+        max_seq_len: the most tokens of a sequence, the older ones counted, or more: the launch plan reckons with as
+            many keys, rounded up to a power of two, where the block table has room for more.
         k_scale, v_scale: as there; without effect unless the caches are of 8 bits, as callers of this one expect.
         alibi_slopes, sinks, skip_decode, causal: as there.
         sliding_window: w: a token sees keys less than w positions before its own; None or <= 0 is off.
@@ -211,18 +216,17 @@ def context_attention_fwd(
     Raises:
         TypeError, ValueError: as there, under these names.
     """
-    check_int("max_seq_len", max_seq_len)
+    max_seq_len, max_input_len = as_int("max_seq_len", max_seq_len), as_int("max_input_len", max_input_len)
     check_bool("skip_decode", skip_decode)
-    if sliding_window is not None:
-        check_int("sliding_window", sliding_window)
-    left, right = _window((-1 if sliding_window is None else max(sliding_window, 0) - 1, -1), causal)
+    reach = 0 if sliding_window is None else as_int("sliding_window", sliding_window)
+    left, right = _window((max(reach, 0) - 1, -1), causal)
     scale = None if sm_scale is None else _as_float("sm_scale", sm_scale)
     own_out, out_factor = _scale("fp8_out_scale", fp8_out_scale)
     own_k, k_factor = _scale("k_scale", k_scale)
     own_v, v_factor = _scale("v_scale", v_scale)
     try:
-        if torch.is_grad_enabled():
-            _refuse_gradients(
+        if _may_be_derived():
+            _refuse_derivatives(
                 q=q, k=k, v=v, o=o, k_cache=k_cache, v_cache=v_cache, alibi_slopes=alibi_slopes, sinks=sinks,
                 k_scale=own_k, v_scale=own_v, fp8_out_scale=own_out,
             )  # fmt: skip
@@ -247,7 +251,7 @@ def context_attention_fwd(
     factors = (k_factor, v_factor, out_factor, 0)
     numbers = (max_input_len, "x-packed", softmax_scale, left, right, 0.0)
     try:
-        _prefill(*tensors, *numbers, skip_decode, *factors)
+        _prefill(*tensors, *numbers, skip_decode, *factors, None, max_seq_len)
     except (*_REFUSALS, ValueError):
         # The op knows its arguments by other names.
         check_tensors(
@@ -256,19 +260,20 @@ def context_attention_fwd(
                 alibi_slopes=alibi_slopes, sinks=sinks, k_scale=own_k, v_scale=own_v, fp8_out_scale=own_out, o=o
             ),
         )  # fmt: skip
-        problem = arguments.check_prefill(*tensors, *numbers, *factors, _NAMES_OF_ENGINES)
-        if values_are_checked():
+        arguments.check_prefill(*tensors, *numbers, *factors, max_seq_len, _NAMES_OF_ENGINES)
+        if values_are_checked(q.device):
             arguments.check_values(
-                b_start_loc, b_seq_len, b_loc, tokens=q.shape[0], max_seqlen_q=max_input_len,
-                page_size=problem.page_size, blocks=k_cache.shape[0], apart=True, left=left, skip_decode=skip_decode,
+                b_start_loc, b_seq_len, b_loc, tokens=q.shape[0], max_seqlen_q=max_input_len, max_seqlen_k=max_seq_len,
+                page_size=k_cache.shape[3], blocks=k_cache.shape[0], apart=True, left=left, skip_decode=skip_decode,
                 names=_NAMES_OF_ENGINES,
             )  # fmt: skip
+        arguments.overlap_of_prefill(tensors, _NAMES_OF_ENGINES)(*tensors)
         raise
 
 
 _NAMES_OF_ENGINES = Names(
     block_table="b_loc", cu_seqlens_q="b_start_loc", seqlens_k="b_seq_len", max_seqlen_q="max_input_len",
-    softmax_scale="sm_scale", out_scale="fp8_out_scale", out="o",
+    max_seqlen_k="max_seq_len", softmax_scale="sm_scale", out_scale="fp8_out_scale", out="o",
 )  # fmt: skip
 
 
@@ -291,8 +296,8 @@ def merge_attention_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: T
         TypeError, ValueError: an argument is not as said above.
     """
     try:
-        if torch.is_grad_enabled():
-            _refuse_gradients(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
+        if _may_be_derived():
+            _refuse_derivatives(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
         out, lse = out_a.new_empty(out_a.shape), lse_a.new_empty(lse_a.shape)
         _merge(out_a, lse_a, out_b, lse_b, out, lse)
     except (*_REFUSALS, ValueError):
@@ -326,18 +331,15 @@ def _window(window: tuple[int, int] | None, causal: bool) -> tuple[int, int]:
         return -1, 0 if causal else -1
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         fail("window", "None or (left, right)", describe(window), TypeError)
-    for side in window:
-        check_int("window", side)
-    check_window(*window)
-    left, right = (-1 if side >= _FARTHEST else side for side in window)
+    left, right = [as_int("window", side) for side in window]
+    check_window(left, right)
+    # No two tokens of a sequence are further apart.
+    left, right = -1 if left >= MOST_TOKENS else left, -1 if right >= MOST_TOKENS else right
     return left, 0 if causal else right
 
 
 def _splits(num_splits: int | None) -> int:
-    if num_splits is None:
-        return 0
-    check_int("num_splits", num_splits, 1)
-    return num_splits
+    return 0 if num_splits is None else check_int("num_splits", num_splits, 1)
 
 
 def _require_scales(
@@ -359,20 +361,28 @@ def _as_stored(kv_cache_dtype: str, **caches: Tensor) -> list[Tensor]:
     """The caches in the dtype that they hold."""
     if kv_cache_dtype == "auto":
         return [*caches.values()]
-    if kv_cache_dtype not in _CACHE_DTYPES:
+    if not isinstance(kv_cache_dtype, str) or kv_cache_dtype not in _CACHE_DTYPES:
         wanted = ", ".join(["auto", *_CACHE_DTYPES])
         fail("kv_cache_dtype", f"one of {wanted}", describe(kv_cache_dtype))
     dtype = _CACHE_DTYPES[kv_cache_dtype]
+    stored = f"{dtype} or uint8" if dtype in FP8 else f"{dtype}"
     for name, cache in caches.items():
-        if cache.dtype not in (torch.uint8, dtype):
-            fail(f"{name}.dtype", f"{dtype} or uint8 with kv_cache_dtype {kv_cache_dtype!r}", cache.dtype, TypeError)
+        if cache.dtype != dtype and not (dtype in FP8 and cache.dtype == torch.uint8):
+            fail(f"{name}.dtype", f"{stored} with kv_cache_dtype {kv_cache_dtype!r}", cache.dtype, TypeError)
     return [cache.view(dtype) for cache in caches.values()]
 
 
-def _refuse_gradients(**tensors: Tensor | None) -> None:
-    for name, tensor in tensors.items():
-        if tensor is not None and tensor.requires_grad:
-            fail(name, "without gradient (call under torch.no_grad() or inference_mode())", "requires_grad=True")
+def _may_be_derived() -> bool:
+    """Whether derivatives of any kind are being taken: tells in no time, for servers, that there are none."""
+    return torch.is_grad_enabled() or forward_ad._current_level >= 0
+
+
+def _refuse_derivatives(**tensors: Tensor | None) -> None:
+    check_no_tangents(**tensors)
+    if torch.is_grad_enabled():
+        for name, tensor in tensors.items():
+            if tensor is not None and tensor.requires_grad:
+                fail(name, "without gradient (call under torch.no_grad() or inference_mode())", "requires_grad=True")
 
 
 def _given(**tensors: object) -> dict[str, object]:

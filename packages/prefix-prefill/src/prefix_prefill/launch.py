@@ -16,7 +16,7 @@ import torch
 import triton
 
 from kernel_reference.checks import fail
-from prefix_prefill.arguments import is_described
+from prefix_prefill.arguments import MOST_TOKENS, is_described
 from prefix_prefill.kernels import merge, paged
 from prefix_prefill.plan import (
     DeviceLimits,
@@ -210,10 +210,12 @@ def prepare_prefill(
     k_scale: Tensor | None, v_scale: Tensor | None, out_scale: Tensor | None, out: Tensor, lse: Tensor | None,
     max_seqlen_q: int, layout: str, softmax_scale: float, left: int, right: int, softcap: float, skip_decode: bool,
     k_factor: float, v_factor: float, out_factor: float, num_splits: int, plan: PrefillPlan | None = None,
+    max_seqlen_k: int = MOST_TOKENS,
 ) -> Callable[..., None]:  # fmt: skip
     """What attends, called with the fifteen tensors.
 
-    Two plans are kept: slices of a cache may come aligned or not.
+    ``max_seqlen_k`` bounds the keys that a plan reckons with, and nothing else. Two plans are kept: slices of a cache
+    may come aligned or not.
     """
     keys, values = _Cache(k_cache, layout), _Cache(v_cache, layout)
     if q.shape[0] == 0:
@@ -232,7 +234,8 @@ def prepare_prefill(
     def make(aligned: bool) -> Callable[..., None]:
         chosen = plan
         if chosen is None:
-            chosen = plan_prefill(replace(problem, described=suits and aligned), device_limits(device), num_splits)
+            expected = replace(problem, described=suits and aligned, capacity=min(problem.capacity, max_seqlen_k))
+            chosen = plan_prefill(expected, device_limits(device), num_splits)
         elif chosen.hopper and not (suits and aligned):
             wanted = "without hopper where the cache has scales, softmax_scale is below 0, or keys or values are not"
             fail("plan", f"{wanted} 16-byte aligned and of strides of whole 16 bytes", chosen)

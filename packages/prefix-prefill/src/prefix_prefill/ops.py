@@ -22,7 +22,7 @@ from kernel_reference.checks import fail, values_are_checked
 from kernel_reference.paging import Scale, gather
 from prefix_prefill import arguments
 from prefix_prefill.arguments import FP8
-from prefix_prefill.plan import PrefillPlan
+from prefix_prefill.plan import PrefillPlan, power_of_two_at_least
 
 Tensor = torch.Tensor
 Ints = Sequence[int] | None
@@ -31,34 +31,42 @@ _library = torch.library.Library("prefix_prefill", "DEF")
 for _schema in (
     "prefill(Tensor q, Tensor? k, Tensor? v, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor cu_seqlens_q,"
     " Tensor seqlens_k, Tensor? alibi_slopes, Tensor? sinks, Tensor? k_scale, Tensor? v_scale, Tensor? out_scale,"
-    " Tensor(a!) out, Tensor(b!)? lse, SymInt max_seqlen_q, str layout, float softmax_scale, int left, int right,"
-    " float softcap, bool skip_decode, float k_factor, float v_factor, float out_factor, int num_splits,"
-    " int[]? plan=None) -> ()",
+    " Tensor(a!) out, Tensor(b!)? lse, SymInt max_seqlen_q, str layout, float softmax_scale, SymInt left, SymInt right,"
+    " float softcap, bool skip_decode, float k_factor, float v_factor, float out_factor, SymInt num_splits,"
+    " int[]? plan=None, SymInt max_seqlen_k=2147483647) -> ()",
     "merge(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b, Tensor(a!) out, Tensor(b!) lse) -> ()",
 ):
     _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
-# Below, the tensors of prefill come first, 15 of them, then the numbers, and a plan is one as ints, which torch leaves
-# out when it is None.
+# Below, the tensors of prefill come first, 15 of them, then the numbers. The last ones of these torch leaves out where
+# they are the defaults: a plan as ints, and the most tokens of a sequence.
 _TENSORS = 15
+_DEFAULTS = (None, arguments.MOST_TOKENS)
+_ALL = _TENSORS + 13
 
 
 def _checked_prefill(*arguments_of_op: Any) -> None:
-    *others, _, k_factor, v_factor, out_factor, num_splits, plan = _with_plan(arguments_of_op)
-    factors = (k_factor, v_factor, out_factor, num_splits)
-    problem = arguments.check_prefill(*(*others, *factors))
+    """The checks, which need no memory: also the fake implementation."""
+    *others, _, k_factor, v_factor, out_factor, num_splits, plan, max_seqlen_k = _whole(arguments_of_op)
+    rest = (k_factor, v_factor, out_factor, num_splits, max_seqlen_k)
+    arguments.check_prefill(*(*others, *rest))
     if plan is None:
         return
     if num_splits:
         fail("num_splits", "None where a plan is given, which has its own", num_splits)
     made = _plan(plan)
+    q, k, v, k_cache, v_cache, table, _, seqlens, alibi, _, k_scale, v_scale, *_, most, layout, scale = others[:18]
+    problem = arguments.problem_of(
+        q, k, v, k_cache, v_cache, table, seqlens, alibi, k_scale, v_scale, most, layout, scale, k_factor, v_factor
+    )
     if made is None or not made.covers(problem):
         fail("plan", f"one made for {problem}", made)
 
 
-def _with_plan(arguments_of_op: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of prefill, the plan among them even when torch left it out."""
-    return arguments_of_op if len(arguments_of_op) > _TENSORS + 11 else (*arguments_of_op, None)
+def _whole(arguments_of_op: tuple[Any, ...]) -> tuple[Any, ...]:
+    """All arguments of prefill, those too that torch left out."""
+    missing = _ALL - len(arguments_of_op)
+    return (*arguments_of_op, *_DEFAULTS[len(_DEFAULTS) - missing :]) if missing else arguments_of_op
 
 
 def _plan(plan: Ints) -> PrefillPlan | None:
@@ -66,13 +74,13 @@ def _plan(plan: Ints) -> PrefillPlan | None:
 
 
 def _check_prefill_values(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> None:
-    """What only device memory tells, inside validate_values."""
-    if not values_are_checked():
-        return
+    """What only device memory tells, inside validate_values and on a CPU."""
     q, k, _, k_cache, _, block_table, cu_seqlens_q, seqlens_k, *_ = tensors
-    max_seqlen_q, layout, _, left, _, _, skip_decode, *_ = numbers
+    if not values_are_checked(q.device):
+        return
+    max_seqlen_q, layout, _, left, _, _, skip_decode, *_, max_seqlen_k = numbers
     arguments.check_values(
-        cu_seqlens_q, seqlens_k, block_table, tokens=q.shape[0], max_seqlen_q=max_seqlen_q,
+        cu_seqlens_q, seqlens_k, block_table, tokens=q.shape[0], max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
         page_size=_page_size(k_cache, layout), blocks=k_cache.shape[0], apart=k is not None, left=left,
         skip_decode=skip_decode,
     )  # fmt: skip
@@ -91,9 +99,6 @@ _MOST_LAUNCHES = 8192
 
 def _ready(prepare: Callable[..., Any], tensors: tuple[Tensor | None, ...], numbers: tuple[Any, ...]) -> Any:
     """What ``prepare(tensors, numbers)`` made the last time that tensors and numbers looked like this."""
-    if numbers and type(numbers[-1]) is list:
-        # A plan, as torch passes it: a key wants it hashable.
-        numbers = (*numbers[:-1], tuple(numbers[-1]))
     key = (prepare, numbers, *[t if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors])
     found = _launches.get(key)
     if found is None:
@@ -118,20 +123,34 @@ def _launches_of_gpu() -> Any:
 def _prepare_prefill(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
     launch = _launches_of_gpu()
     _checked_prefill(*tensors, *numbers)
-    *others, plan = numbers
-    return launch.prepare_prefill(*tensors, *others, _plan(plan))
+    *others, plan, max_seqlen_k = numbers
+    run = launch.prepare_prefill(*tensors, *others, _plan(plan), max_seqlen_k)
+    return _apart(run, arguments.overlap_of_prefill(tensors))
 
 
 def _prepare_merge(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
     launch = _launches_of_gpu()
     arguments.check_merge(*tensors)
-    return launch.prepare_merge(*tensors)
+    return _apart(launch.prepare_merge(*tensors), arguments.overlap_of_merge(tensors))
+
+
+def _apart(run: Callable[..., None], overlap: Callable[..., None]) -> Callable[..., None]:
+    """A launch over tensors of which the written ones share no memory with another."""
+
+    def checked(*tensors: Tensor | None) -> None:
+        overlap(*tensors)
+        run(*tensors)
+
+    return checked
 
 
 def _kernel_prefill(*arguments_of_op: Any) -> None:
-    arguments_of_op = _with_plan(arguments_of_op)
-    tensors, numbers = arguments_of_op[:_TENSORS], arguments_of_op[_TENSORS:]
-    run = _ready(_prepare_prefill, tensors, numbers)
+    given = _whole(arguments_of_op)
+    tensors, numbers = given[:_TENSORS], given[_TENSORS:]
+    *others, plan, max_seqlen_k = numbers
+    # A key is hashable, and one for all bounds up to a power of two: sequences grow with every step of a server.
+    rounded = max_seqlen_k if max_seqlen_k < 1 else power_of_two_at_least(max_seqlen_k)
+    run = _ready(_prepare_prefill, tensors, (*others, plan if plan is None else tuple(plan), rounded))
     _check_prefill_values(tensors, numbers)
     run(*tensors)
 
@@ -145,10 +164,11 @@ def _kernel_merge(*tensors: Tensor) -> None:
 
 def _reference_prefill(*arguments_of_op: Any) -> None:
     """Each sequence in float32: its cached keys and values made dense, the new ones behind them."""
-    _checked_prefill(*arguments_of_op)
-    arguments_of_op = _with_plan(arguments_of_op)
-    tensors, numbers = arguments_of_op[:_TENSORS], arguments_of_op[_TENSORS:]
+    given = _whole(arguments_of_op)
+    _checked_prefill(*given)
+    tensors, numbers = given[:_TENSORS], given[_TENSORS:]
     _check_prefill_values(tensors, numbers)
+    arguments.overlap_of_prefill(tensors)(*tensors)
     (
         q, k, v, k_cache, v_cache, block_table, cu_seqlens_q, seqlens_k, alibi_slopes, sinks, k_scale, v_scale,
         out_scale, out, lse,
@@ -222,7 +242,9 @@ def _dense(cache: Tensor, pages: Tensor, tokens: int, layout: str, factor: float
 
 
 def _reference_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor, lse: Tensor) -> None:
-    arguments.check_merge(out_a, lse_a, out_b, lse_b, out, lse)
+    tensors = (out_a, lse_a, out_b, lse_b, out, lse)
+    arguments.check_merge(*tensors)
+    arguments.overlap_of_merge(tensors)(*tensors)
     result = merge_attention_states(out_a, lse_a, out_b, lse_b, compute_dtype=torch.float32)
     out.copy_(result.out)
     lse.copy_(result.lse)

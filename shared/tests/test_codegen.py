@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernel_reference.testing.codegen import TARGETS, KernelSpec, Report, assert_clean, compile_specs, table
+from kernel_reference.testing.codegen import KernelSpec, Report, assert_clean, compile_specs, table
+from kernel_reference.testing.targets import KNOWN, SMALL_TARGETS, TARGETS
 
 pytest.importorskip("triton", reason="needs triton, which is not installed")
 pytestmark = pytest.mark.codegen
@@ -36,6 +37,14 @@ ON_ONE_TARGET = [
     ),
     KernelSpec(f"{FILE}:halting", POINTERS, options={"debug": True}, name="halting"),
 ]
+# Tiles of 32 KiB, of which so many stages are too much for the smaller GPUs.
+DEEP = KernelSpec(
+    f"{FILE}:matmul",
+    SPECS[2].signature,
+    {"BLOCK": 128},
+    {"num_stages": 4, "num_warps": 8},
+    name="deep",
+)
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +87,23 @@ def test_a_product_of_tiles_uses_the_targets_own_matrix_instruction(target: str,
     assert report.shared > 0
 
 
+def test_what_takes_more_shared_memory_than_a_target_gives_to_a_program_is_a_problem() -> None:
+    for report in compile_specs([SPECS[2], DEEP], [*SMALL_TARGETS, "sm_80"]):
+        assert report.uses_tensor_cores, report
+        if report.spec == "deep" and report.target in SMALL_TARGETS:
+            assert 101376 < report.shared <= 166912
+            message = f"takes {report.shared} bytes of shared memory, of which {report.target} has 101376"
+            assert report.problems() == [message]
+        else:
+            assert_clean([report])
+
+
+def test_every_target_that_is_known_can_be_compiled_for() -> None:
+    others = [name for name in KNOWN if name not in (*TARGETS, *SMALL_TARGETS)]
+    assert others == ["sm_75"]
+    assert_clean(compile_specs(SPECS[:1], others))
+
+
 def test_a_kernel_with_too_few_registers_is_reported_to_spill(reports: Reports) -> None:
     report = reports["centre", "sm_90"]
     assert report.registers <= 32
@@ -116,6 +142,8 @@ def test_no_report_at_all_is_not_clean() -> None:
         (Report("k", "sm_90", stack=16), "spills registers: 16 bytes of stack a thread"),
         (Report("k", "sm_90", opcodes=frozenset({"LDL.64"})), "spills registers: 0 bytes of stack a thread"),
         (Report("k", "sm_100", trap=True), "holds a trap instruction"),
+        (Report("k", "sm_75", shared=65537), "takes 65537 bytes of shared memory, of which sm_75 has 65536"),
+        (Report("k", "gfx942", shared=80 << 10), "takes 81920 bytes of shared memory, of which gfx942 has 65536"),
     ],
 )
 def test_each_sign_of_trouble_is_a_problem(report: Report, problem: str) -> None:
@@ -182,7 +210,7 @@ def test_a_spec_that_contradicts_itself_is_refused(arguments: dict[str, object],
 
 
 def test_an_unknown_target_is_refused() -> None:
-    with pytest.raises(ValueError, match="targets must be among"):
+    with pytest.raises(ValueError, match=r"target must be among .*sm_120"):
         compile_specs(SPECS, ["sm_50"])
 
 
@@ -211,6 +239,29 @@ def test_a_call_says_what_is_compiled_for_it(tmp_path: Path, monkeypatch: pytest
     )  # fmt: skip
     with pytest.raises(ValueError, match="values must be of 8 arguments, as the kernel has, got 7"):
         KernelSpec.of_call(kernel, values[:-1])
+
+
+def test_a_call_of_a_kernel_that_leaves_nothing_out_of_specialisation_says_so_too() -> None:
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
+
+    def scale(p_x, rows, columns):
+        pass
+
+    x = torch.empty(2, device="meta", dtype=torch.bfloat16)
+    whole = KernelSpec.of_call(JITFunction(scale), (x, 32, 1))
+    assert (whole.signature, whole.constexprs, whole.aligned) == (
+        {"p_x": "*bf16", "rows": "i32"},
+        {"columns": 1},
+        ["p_x", "rows"],
+    )
+    assert KernelSpec.of_call(InterpretedFunction(scale), (x, 32, 1)) == whole
+    # Triton takes places for names.
+    for listed in (["rows", "columns"], [1, 2]):
+        for make in (JITFunction, InterpretedFunction):
+            spec = KernelSpec.of_call(make(scale, do_not_specialize=listed), (x, 32, 1))
+            assert (spec.signature["columns"], spec.constexprs, spec.aligned) == ("i32", {}, ["p_x"])
+            assert KernelSpec.of_call(make(scale, do_not_specialize=None), (x, 32, 1)) == whole
 
 
 def test_elements_of_an_argument_that_is_a_tuple_are_named_by_their_places(tmp_path: Path) -> None:

@@ -40,16 +40,9 @@ from typing import Any
 from kernel_reference.checks import fail
 from kernel_reference.testing.ptx import overwritten_barriers
 from kernel_reference.testing.sass import unwritten_reads
+from kernel_reference.testing.targets import TARGETS as TARGETS
+from kernel_reference.testing.targets import target_named
 
-TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
-"""The targets that every portable kernel compiles for: NVIDIA A100, H100 and H200, B200; AMD MI300."""
-
-_TENSOR_CORES = {
-    "sm_80": r"[HI]MMA",
-    "sm_90": r"[HQI]GMMA",
-    "sm_100": r"UTC\w*MMA",
-    "gfx942": r"v_s?mfma\w*|v_smfmac\w*",
-}
 # Triton's names of torch's dtypes.
 _TYPES = {
     "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64", "float8_e4m3fn": "fp8e4nv",
@@ -108,8 +101,10 @@ class KernelSpec:
         parameters = list(inspect.signature(kernel.fn).parameters.items())
         if len(values) != len(parameters):
             fail("values", f"of {len(parameters)} arguments, as the kernel has", len(values))
-        # The interpreter's functions keep it among their keyword arguments.
-        as_they_come = getattr(kernel, "do_not_specialize", None) or kernel.kwargs.get("do_not_specialize") or ()
+        # The interpreter's functions keep it among their keyword arguments. Names, or places among the parameters.
+        given = getattr(kernel, "kwargs", {}).get("do_not_specialize")
+        listed = getattr(kernel, "do_not_specialize", None) or given or ()
+        as_they_come = {parameters[one][0] if isinstance(one, int) else one for one in listed}
         signature: dict[str, str] = {}
         constexprs: dict[str, Any] = {}
         aligned = []
@@ -185,7 +180,7 @@ class Report:
     @property
     def uses_tensor_cores(self) -> bool:
         """Whether there is a matrix instruction, of the target's newest kind (sm_90: wgmma; sm_100: tcgen05)."""
-        pattern = re.compile(_TENSOR_CORES[self.target])
+        pattern = re.compile(target_named(self.target).matrix)
         return any(pattern.fullmatch(opcode.partition(".")[0]) for opcode in self.opcodes)
 
     def uses(self, opcode: str) -> bool:
@@ -214,10 +209,14 @@ class Report:
         return frozenset(found)
 
     def problems(self) -> list[str]:
-        """What no kernel should have: an error, spilled registers, a trap and the like. One sentence each."""
+        """What no kernel should have: an error, more shared memory than there is, spilled registers, a trap and the
+        like. One sentence each."""
         if self.error:
             return [f"does not compile: {self.error}"]
         found = []
+        limit = target_named(self.target).shared_memory
+        if self.shared > limit:
+            found.append(f"takes {self.shared} bytes of shared memory, of which {self.target} has {limit}")
         if self.vgpr_spills or self.sgpr_spills:
             found.append(f"spills {self.vgpr_spills} vector and {self.sgpr_spills} scalar registers")
         elif self.spills:
@@ -234,18 +233,17 @@ class Report:
 def compile_specs(
     specs: Iterable[KernelSpec], targets: Iterable[str] = TARGETS, *, processes: int = 2, timeout_s: float = 600
 ) -> list[Report]:
-    """Compile every spec for every target and report on each, in that order.
+    """Compile every spec for every target (:data:`.targets.KNOWN`) and report on each, in that order.
 
     The work is shared by ``processes`` processes. A kernel that does not compile is a report with an ``error``;
     RuntimeError is raised if a process dies or takes longer than ``timeout_s`` seconds. No GPU is needed, nor used.
     """
     wanted = list(targets)
-    for target in wanted:
-        if target not in _TENSOR_CORES:
-            fail("targets", f"among {TARGETS}", repr(target))
+    for name in wanted:
+        target_named(name)
     if processes < 1:
         fail("processes", ">= 1", processes)
-    jobs = [(spec, target) for spec in specs for target in wanted]
+    jobs = [(spec, name) for spec in specs for name in wanted]
     shares = [jobs[first::processes] for first in range(min(processes, len(jobs)))]
     reports: list[Report | None] = [None] * len(jobs)
     with ExitStack() as stack:

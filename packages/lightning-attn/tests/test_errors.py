@@ -429,6 +429,9 @@ def test_whether_states_exist_must_be_said(device) -> None:
         ("layer_idx", {"num_heads": 8, "layer_idx": 1.5, "num_layers": 3}, T),
         ("num_layers", {"num_heads": 8, "layer_idx": 0, "num_layers": 3.0}, T),
         ("num_layers", {"num_heads": 8, "layer_idx": 0, "num_layers": 0}, V),
+        ("family", {"num_heads": 8, "layer_idx": 0, "num_layers": 3, "family": "ling"}, V),
+        ("family", {"num_heads": 8, "family": "ling"}, V),
+        ("family", {"num_heads": 8, "family": None}, T),
     ],
     ids=str,
 )

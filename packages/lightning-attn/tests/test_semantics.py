@@ -759,6 +759,24 @@ def test_slopes_of_a_layer_are_less_the_deeper_it_lies(heads, layer, layers) -> 
     assert torch.equal(lightning_attn.slopes(heads, layer_idx=layer, num_layers=layers), got)
 
 
+@pytest.mark.parametrize(
+    ("layer", "layers", "factor"),
+    [(0, 32, 1 + 1 / 31 + 1e-5), (1, 32, 1 + 1e-5), (31, 32, 1 / 31 + 1e-5), (0, 1, 2 + 1e-5)],
+)
+def test_slopes_of_ling_and_ring_count_layers_from_minus_1(layer, layers, factor) -> None:
+    base = lightning_attn.slopes(16)
+    got = lightning_attn.slopes(16, layer, layers, family="bailing")
+    assert ((got.double() / (base.double() * factor) - 1).abs() <= 2 * torch.finfo(FP32).eps).all()
+
+
+def test_the_first_of_32_layers_differs_by_family_as_the_models_do() -> None:
+    """Head 0 of 16, by the modelling code of each."""
+    assert lightning_attn.slopes(16, 0, 32)[0].item() == pytest.approx(0.70711, abs=1e-5)
+    assert lightning_attn.slopes(16, 0, 32, family="minimax")[0].item() == pytest.approx(0.70711, abs=1e-5)
+    assert lightning_attn.slopes(16, 0, 32, family="bailing")[0].item() == pytest.approx(0.72992, abs=1e-5)
+    assert torch.equal(lightning_attn.slopes(16, family="bailing"), lightning_attn.slopes(16))
+
+
 def gradients(tensors, leaves, slopes, d_out, d_kv, form):
     """Of q, k, v and the history (if any): by the public function, or by autograd through exact or plain."""
     leaves = [leaf.detach().clone().requires_grad_() for leaf in leaves]

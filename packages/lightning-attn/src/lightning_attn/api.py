@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from kernel_reference.checks import as_int, check_float, describe, fail, values_are_checked
+from kernel_reference.checks import as_int, check_float, check_no_tangents, describe, fail, values_are_checked
 from lightning_attn import (
     arguments,
     ops,  # noqa: F401  defines the ops that are taken below
+    transforms,
 )
 from lightning_attn.arguments import Names, check_tensors
 from lightning_attn.plan import DecodePlan, PrefillPlan
@@ -75,7 +76,7 @@ def lightning_attention(
     Returns:
         LightningResult(out [b, h, n, e] in the dtype of q, kv [b, h, 1, d, e] float32), both new: kv is the state after
         the last token, ``kv[:, :, -1]`` for callers that expect the states of all blocks. Differentiable, once, in q,
-        k, v and kv_history.
+        k, v and kv_history, backwards and forwards; torch.func's transforms work, vmap over any of the tensors too.
 
     Raises:
         TypeError, ValueError: an argument is not as said above. Decay rates are looked at on a CPU, and elsewhere in
@@ -86,10 +87,12 @@ def lightning_attention(
     scale = _as_float(scale)
     numbers = (scale, None if plan is None else _as_ints(plan, PrefillPlan))
     try:
-        op = _attention_inference
-        if torch.is_grad_enabled():
-            if ed.requires_grad:
-                fail("ed", "without gradient (decay rates have none here; pass ed.detach())", "requires_grad=True")
+        op: Any = _attention_inference
+        if torch.is_grad_enabled() and ed.requires_grad:
+            fail("ed", "without gradient (decay rates have none here; pass ed.detach())", "requires_grad=True")
+        if transforms.are_active():
+            op = transforms.attention
+        elif torch.is_grad_enabled():
             if q.requires_grad or k.requires_grad or v.requires_grad:
                 op = _attention
             if kv_history is not None and kv_history.requires_grad:
@@ -154,8 +157,9 @@ def lightning_attention_varlen(
     positions, snapshot_slots = (None, None) if snapshot is None else _parts(snapshot)
     own_states, all_have_states = _initial(has_initial_state)
     try:
-        if torch.is_grad_enabled():
-            _refuse_gradients(q=q, k=k, v=v, slopes=slopes, state_pool=state_pool, out=out)
+        _refuse_derivatives(
+            q=q, k=k, v=v, slopes=slopes, cu_seqlens=cu_seqlens, state_pool=state_pool, slots=slots, out=out
+        )
         result = _allocate_out(q, v) if out is None else out
         _varlen(
             q, k, v, slopes, cu_seqlens, state_pool, slots, own_states, all_have_states, positions, snapshot_slots,
@@ -209,8 +213,7 @@ def lightning_decode(
     scale = _as_float(scale)
     numbers = (scale, None if plan is None else _as_ints(plan, DecodePlan))
     try:
-        if torch.is_grad_enabled():
-            _refuse_gradients(q=q, k=k, v=v, state_pool=state_pool, slopes=slopes, out=out)
+        _refuse_derivatives(q=q, k=k, v=v, state_pool=state_pool, slots=slots, slopes=slopes, out=out)
         result = _allocate_out(q, v) if out is None else out
         _decode(q, k, v, state_pool, slots, slopes, result, *numbers)
     except _REFUSALS:
@@ -246,12 +249,11 @@ def linear_decode_forward_triton(
     """
     as_int("BLOCK_SIZE", BLOCK_SIZE)
     try:
-        if torch.is_grad_enabled():
-            _refuse_gradients(q=q, k=k, v=v, kv_caches=kv_caches, slope_rate=slope_rate)
+        _refuse_derivatives(q=q, k=k, v=v, kv_caches=kv_caches, slope_rate=slope_rate, slot_idx=slot_idx)
         q_rows, k_rows, v_rows = _only_token(q, k, v)
         out = _allocate_out(q_rows, v_rows)
     except _REFUSALS:
-        check_tensors(q=q, k=k, v=v, kv_caches=kv_caches, slope_rate=slope_rate)
+        check_tensors(q=q, k=k, v=v, kv_caches=kv_caches, slope_rate=slope_rate, slot_idx=slot_idx)
         raise
     try:
         _decode(q_rows, k_rows, v_rows, kv_caches, slot_idx, slope_rate, out, 1.0)
@@ -315,8 +317,7 @@ def lightning_verify(
     scale = _as_float(scale)
     numbers = (scale, None if plan is None else _as_ints(plan, DecodePlan))
     try:
-        if torch.is_grad_enabled():
-            _refuse_gradients(q=q, k=k, v=v, state_pool=state_pool, slopes=slopes, out=out)
+        _refuse_derivatives(q=q, k=k, v=v, state_pool=state_pool, slots=slots, slopes=slopes, out=out)
         result = _allocate_out(q, v) if out is None else out
         _verify(q, k, v, state_pool, slots, slopes, result, *numbers)
     except _REFUSALS:
@@ -354,8 +355,7 @@ def lightning_commit(
     """
     ints = None if plan is None else _as_ints(plan, DecodePlan)
     try:
-        if torch.is_grad_enabled():
-            _refuse_gradients(k=k, v=v, state_pool=state_pool, slopes=slopes)
+        _refuse_derivatives(k=k, v=v, state_pool=state_pool, slots=slots, slopes=slopes, accepted=accepted)
         _commit(k, v, state_pool, slots, slopes, accepted, ints)
     except _REFUSALS:
         check_tensors(k=k, v=v, state_pool=state_pool, slots=slots, slopes=slopes, accepted=accepted)
@@ -367,10 +367,14 @@ def _allocate_out(q: Tensor, v: Tensor) -> Tensor:
     return q.new_empty((*q.shape[:-2], max(q.shape[-2], v.shape[-2]), v.shape[-1]))
 
 
-def _refuse_gradients(**tensors: Tensor | None) -> None:
-    for name, tensor in tensors.items():
-        if tensor is not None and tensor.requires_grad:
-            fail(name, "without gradient (call under torch.no_grad() or inference_mode())", "requires_grad=True")
+def _refuse_derivatives(**tensors: Tensor | None) -> None:
+    if torch.is_grad_enabled():
+        for name, tensor in tensors.items():
+            if tensor is not None and tensor.requires_grad:
+                fail(name, "without gradient (call under torch.no_grad() or inference_mode())", "requires_grad=True")
+    if transforms.are_active():
+        check_no_tangents(**tensors)
+        transforms.refuse_batched(**tensors)
 
 
 def _given(**tensors: object) -> dict[str, object]:

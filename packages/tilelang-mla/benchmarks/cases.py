@@ -103,7 +103,7 @@ class Reference(NamedTuple):
 
 @dataclass(eq=False)
 class Batch:
-    """A batch that decodes. q_rope, q_nope: q as FA3 takes it, [B x Sq, H, ...]. plan: ours; flash_mla: that peer's."""
+    """A batch that decodes. q_rope, q_nope: q as FA3 takes it, [B x Sq, H, ...]. plan: ours; held: the peers'."""
 
     shape: Shape
     q: torch.Tensor
@@ -114,13 +114,14 @@ class Batch:
     q_rope: torch.Tensor
     q_nope: torch.Tensor
     plan: DecodePlan
+    page: int = PAGE
     held: dict[str, Any] = field(default_factory=dict)
 
 
-def make_batch(device: torch.device, shape: Shape) -> Batch:
+def make_batch(device: torch.device, shape: Shape, page: int = PAGE) -> Batch:
     """Random pages in random order, all of them used."""
     m = shape.model
-    counts = [-(-n // PAGE) for n in shape.lengths]
+    counts = [-(-n // page) for n in shape.lengths]
     pages = torch.randperm(sum(counts), device=device, dtype=torch.int32)
     # Past a sequence's last page stands page 0, as in an engine's tables.
     block_table = torch.zeros(len(counts), max(counts), dtype=torch.int32, device=device)
@@ -132,13 +133,14 @@ def make_batch(device: torch.device, shape: Shape) -> Batch:
     return Batch(
         shape=shape,
         q=q,
-        kv=torch.randn(sum(counts), PAGE, 1, m.latent + m.rope, device=device, dtype=DTYPE),
+        kv=torch.randn(sum(counts), page, 1, m.latent + m.rope, device=device, dtype=DTYPE),
         cache_seqlens=lengths,
         block_table=block_table,
         cu_seqlens_q=torch.arange(len(counts) + 1, device=device, dtype=torch.int32) * shape.tokens,
         q_rope=flat[..., m.latent :].contiguous(),
         q_nope=flat[..., : m.latent].contiguous(),
         plan=plan_decode(lengths, m.num_heads, shape.tokens, max_seqlen_k=max(shape.lengths)),
+        page=page,
     )
 
 
@@ -176,7 +178,7 @@ def fa3() -> Callable[[Batch], Theirs]:
             DTYPE,
             headdim_v=m.latent,
             cu_seqlens_q=i.cu_seqlens_q,
-            page_size=PAGE,
+            page_size=i.page,
             causal=True,
         )
         return made
@@ -224,7 +226,7 @@ def vllm_triton() -> Callable[[Batch], Theirs]:
             between,
             VLLM_SPLITS,
             i.shape.scale,
-            PAGE,
+            i.page,
             is_mla=True,
         )
         return Theirs(out[:, None])
@@ -243,7 +245,7 @@ def reference_of(i: Batch) -> Reference:
         exact, plain = [], []
         for b in which.tolist():
             n, latent = i.shape.lengths[b], i.shape.model.latent
-            keys = i.kv[i.block_table[b, : -(-n // PAGE)].long()].flatten(0, 1)[:n]
+            keys = i.kv[i.block_table[b, : -(-n // i.page)].long()].flatten(0, 1)[:n]
             given = {"softmax_scale": i.shape.scale, "causal": True}
             exact.append(attention(i.q[b].double(), keys.double(), keys[..., :latent].double(), **given).out)
             plain.append(plain_attention(i.q[b], keys, keys[..., :latent], i.shape.scale))

@@ -1,0 +1,202 @@
+"""Where tilelang-mla's speed falls off: grids round its cases, beside FlashMLA, FA3 and vLLM's Triton kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from weakref import WeakKeyDictionary
+
+import torch
+from cases import (
+    DTYPE,
+    ERROR_AT_MOST,
+    FA3,
+    FLASH_MLA,
+    OURS,
+    PAGE,
+    VLLM,
+    Shape,
+    check,
+    fa3,
+    flash_mla,
+    make_batch,
+    ours,
+    share,
+    vllm_triton,
+)
+
+from kernel_reference.attention import attention
+from kernel_reference.bench import Axis, Case, Map, Point
+from kernel_reference.paging import cumulative
+from tilelang_mla import flash_mla_varlen_func
+
+# Keys of all sequences together, and FLOP of a call.
+MOST_KEYS, MOST_FLOP = 2**20, 4e12
+
+
+def lengths_of(point: Point) -> tuple[int, ...]:
+    """``keys`` of each sequence; in a ragged batch any number up to that, and in one the first has 100000."""
+    keys, sequences = point["keys"], point["sequences"]
+    if point["lengths"] == "equal":
+        return (keys,) * sequences
+    generator = torch.Generator().manual_seed(sequences)
+    some = torch.randint(min(point["tokens"], keys), keys + 1, (sequences,), generator=generator).tolist()
+    return (100_000, *some[1:]) if point["lengths"] == "one of 100k" else tuple(some)
+
+
+def decode_point(device: torch.device, point: Point) -> Case:
+    shape = Shape(share(point["heads"]), lengths_of(point), point["tokens"])
+    peers = {FA3: fa3}
+    if point["page"] == PAGE:
+        # It takes no other.
+        peers[FLASH_MLA] = flash_mla
+    if point["tokens"] == 1:
+        peers[VLLM] = vllm_triton
+    return Case(
+        name="decode",
+        shape={},
+        make_inputs=partial(make_batch, device, shape, point["page"]),
+        ours={OURS: partial(ours, planned=point["plan"] == "made")},
+        peers=peers,
+        check=check,
+        # The bound is the check's own, which raises.
+        tolerance=float("inf"),
+        bytes_moved=shape.bytes_moved,
+        flops=shape.flops,
+    )
+
+
+def allows_decode(point: Point) -> bool:
+    longest = 100_000 if point["lengths"] == "one of 100k" else point["keys"]
+    keys = point["sequences"] * point["keys"] + longest
+    return keys <= MOST_KEYS and keys * point["heads"] * point["tokens"] * 2200 <= MOST_FLOP
+
+
+# Prefill
+
+
+@dataclass(eq=False)
+class Chunks:
+    """New tokens behind older ones, with separate heads."""
+
+    new: int
+    older: int
+    scale: float
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor
+
+
+def make_chunks(device: torch.device, point: Point) -> Chunks:
+    m, new, older, sequences = share(point["heads"]), point["new"], point["older"], point["sequences"]
+    sizes = ((new, m.head_qk), (new + older, m.head_qk), (new + older, m.head_v))
+    q, k, v = (torch.randn(sequences * n, m.num_heads, size, device=device, dtype=DTYPE) for n, size in sizes)
+    bounds = [cumulative(torch.tensor([n] * sequences)).to(device) for n in (new, new + older)]
+    return Chunks(new, older, float(m.head_qk**-0.5), q, k, v, *bounds)
+
+
+def ours_chunks(i: Chunks) -> torch.Tensor:
+    bounds = (i.cu_seqlens_q, i.cu_seqlens_k, i.new, i.new + i.older)
+    return flash_mla_varlen_func(i.q, i.k, i.v, *bounds, i.scale, True)  # type: ignore[return-value]
+
+
+def fa3_chunks() -> Callable[[Chunks], torch.Tensor]:
+    from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+    def call(i: Chunks) -> torch.Tensor:
+        bounds = (i.new, i.cu_seqlens_q, i.new + i.older, i.cu_seqlens_k)
+        out: torch.Tensor = flash_attn_varlen_func(
+            i.q, i.k, i.v, *bounds, softmax_scale=i.scale, causal=True, fa_version=3
+        )
+        return out
+
+    return call
+
+
+_kept: WeakKeyDictionary[Chunks, torch.Tensor] = WeakKeyDictionary()
+
+
+def check_chunks(out: torch.Tensor, i: Chunks) -> float:
+    """The largest error of the last sequence's sampled rows, over a row's largest value."""
+    rows = torch.tensor(sorted({0, i.new // 3, i.new - 1}), device=i.q.device)
+    if i not in _kept:
+        q, k, v = i.q[-i.new :], i.k[-i.new - i.older :], i.v[-i.new - i.older :]
+        bounds = {"cu_seqlens_q": torch.tensor([0, len(q)]), "cu_seqlens_k": torch.tensor([0, len(k)])}
+        _kept[i] = attention(q, k, v, **bounds, softmax_scale=i.scale, causal=True, rows=rows).out
+    exact = _kept[i]
+    error = float(((out[-i.new :][rows].double() - exact).abs().amax(-1) / exact.abs().amax(-1)).max())
+    if not error <= ERROR_AT_MOST:
+        raise AssertionError(f"error {error:.2g} of a row's largest value > {ERROR_AT_MOST:g}")
+    return error
+
+
+def pairs_of(point: Point) -> int:
+    new, older = point["new"], point["older"]
+    return int(point["sequences"] * new * (older + (new + 1) / 2))
+
+
+def prefill_point(device: torch.device, point: Point) -> Case:
+    m, rows = share(point["heads"]), point["sequences"] * point["new"]
+    keys = rows + point["sequences"] * point["older"]
+    return Case(
+        name="prefill",
+        shape={},
+        make_inputs=partial(make_chunks, device, point),
+        ours={OURS: ours_chunks},
+        peers={FA3: fa3_chunks},
+        check=check_chunks,
+        tolerance=float("inf"),
+        bytes_moved=(rows + keys) * m.num_heads * (m.head_qk + m.head_v) * DTYPE.itemsize,
+        flops=2 * pairs_of(point) * m.num_heads * (m.head_qk + m.head_v),
+    )
+
+
+def allows_prefill(point: Point) -> bool:
+    elements = point["sequences"] * (point["new"] + point["older"]) * point["heads"] * 320
+    # One prefill of 512 behind 60000 with 128 heads moves 5 GB, more than a point may.
+    return elements <= 1.6e9 and pairs_of(point) * point["heads"] * 640 <= MOST_FLOP
+
+
+def maps(device: torch.device) -> Iterator[Map]:
+    ragged = {"heads": 16, "page": PAGE, "lengths": "one of 100k", "keys": 1000, "sequences": 64, "tokens": 1}
+    yield Map(
+        name="decode",
+        axes=(
+            Axis("heads", (8, 16, 32, 64, 128)),
+            Axis("page", (1, 16, 24, 32, PAGE, 128)),
+            Axis("lengths", ("equal", "ragged", "one of 100k")),
+            Axis("keys", (100, 1000, 8192, 65536)),
+            Axis("sequences", (1, 4, 16, 64, 128)),
+            Axis("tokens", (1, 2, 4)),
+            Axis("plan", ("made", "none")),
+        ),
+        case=partial(decode_point, device),
+        allows=allows_decode,
+        known=[{**ragged, "plan": plan} for plan in ("none", "made")]
+        + [{**ragged, "plan": "made", "lengths": "equal", "keys": 8192, "page": page} for page in (24, 32)],
+        points=44,
+    )
+    yield Map(
+        name="prefill",
+        axes=(
+            Axis("heads", (8, 16, 64, 128)),
+            Axis("new", (33, 512, 1024, 8192)),
+            Axis("older", (0, 1000, 16384, 60000)),
+            Axis("sequences", (1, 4, 16)),
+        ),
+        case=partial(prefill_point, device),
+        allows=allows_prefill,
+        known=[{"heads": 16, "new": 1024, "older": 16384, "sequences": 4}],
+    )
+
+
+def sweep(device: torch.device, batch: int) -> Callable[[], object]:
+    """A decode step of 16 heads, with a plan."""
+    if device.type == "cuda":
+        # What compiles is watched where it is imported already.
+        import tilelang_mla.launch  # noqa: F401
+    i = make_batch(device, Shape(share(16), (500,) * batch))
+    return partial(ours, i)

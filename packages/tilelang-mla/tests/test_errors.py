@@ -366,7 +366,7 @@ def cases() -> dict[str, list[Any]]:
     case("splits without metadata", "drop-in", replaced("tile_scheduler_metadata", None), ValueError,
          "tile_scheduler_metadata must be given")  # fmt: skip
     case("metadata of another shape", "drop-in", replaced("tile_scheduler_metadata", lambda x: x[:, :4]), ValueError,
-         r"tile_scheduler_metadata must be \[spare_parts, 8\] from get_mla_metadata, got")  # fmt: skip
+         r"tile_scheduler_metadata must be \[parts at once, 8\] from get_mla_metadata, got")  # fmt: skip
     for name in (
         "indices",
         "attn_sink",

@@ -18,7 +18,8 @@ import tilelang_mla
 from kernel_reference.attention import attention
 from kernel_reference.models import DEEPSEEK_V3
 from kernel_reference.testing.guards import assert_bitwise_equal, poison_
-from tilelang_mla import AttentionResult, flash_mla, flash_mla_varlen_func, flash_mla_with_kvcache
+from tilelang_mla import AttentionResult, api, flash_mla, flash_mla_varlen_func, flash_mla_with_kvcache, plan_decode
+from tilelang_mla.plan import DeviceLimits
 
 Tensor = torch.Tensor
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -355,6 +356,52 @@ def test_metadata_for_a_graph_is_of_a_shape_that_lengths_do_not_change(tensors) 
             assert tensor.device == tensors.integers(0).device
             looks.add(tuple(tensor.shape))
     assert len(looks) == 2
+
+
+@pytest.mark.parametrize("rows", [1, 16, 64, 65, 128, 512, 9000])
+def test_metadata_has_a_row_for_each_multiprocessor_at_most_and_keeps_the_schedule(tensors, monkeypatch, rows) -> None:
+    """Engines allocate as many rows, and assert that there are no more."""
+    monkeypatch.setattr(api, "device_limits", lambda _: DeviceLimits(132))
+    lengths = tensors.integers(8192, 1, 700, 0, 100_000)
+    plan = plan_decode(lengths, rows)
+    metadata, num_splits = flash_mla.get_mla_metadata(lengths, rows, 1)
+    assert 1 <= metadata.shape[0] <= 132
+    assert metadata.shape[1] == 8
+    assert_bitwise_equal(num_splits, plan.first_part)
+    q = torch.zeros(5, 1, rows, 576, dtype=BF16, device=lengths.device)
+    parts = flash_mla._parts(q, 512, flash_mla.FlashMLASchedMeta(metadata, num_splits))
+    assert parts is not None
+    assert parts[2] == plan.tiles.as_ints()
+
+
+def test_metadata_without_arguments_is_made_by_the_first_call_and_used_by_those_behind_it(tensors) -> None:
+    batch = tensors.decode(MIXED, heads=16, seqlen_q=2)
+    made, none = flash_mla.get_mla_metadata()
+    assert none is None
+    assert made == flash_mla.FlashMLASchedMeta()
+    given = (batch.q, batch.kv, batch.block_table, batch.cache_seqlens, 512, made, none, None, True)
+    with pytest.raises(ValueError, match=r"^indices must be None, all that is supported"):
+        flash_mla.flash_mla_with_kvcache(*given, indices=batch.block_table)
+    with pytest.raises(ValueError, match=r"^block_table must be \[8, max_pages\]"):
+        flash_mla.flash_mla_with_kvcache(batch.q, batch.kv, batch.block_table[:3], *given[3:])
+    assert made == flash_mla.FlashMLASchedMeta(), "a call that was refused has filled it"
+    first = flash_mla.flash_mla_with_kvcache(*given)
+    batch.check_out(*first)
+    plan = plan_decode(batch.cache_seqlens, 16, 2)
+    assert_bitwise_equal(made.num_splits, plan.first_part)
+    assert_bitwise_equal(made.order, plan.order)
+    planned = batch.run(out=None, plan=plan)
+    held = made.num_splits
+    again = flash_mla.flash_mla_with_kvcache(*given)
+    assert made.num_splits is held
+    for one, other, third in zip(first, again, planned, strict=True):
+        assert_bitwise_equal(one, other)
+        assert_bitwise_equal(one, third)
+    with pytest.raises(ValueError, match=r"^num_splits must be None beside a FlashMLASchedMeta"):
+        flash_mla.flash_mla_with_kvcache(*given[:6], held)
+    few = (batch.q[:3], batch.kv, batch.block_table[:3], batch.cache_seqlens[:3])
+    with pytest.raises(ValueError, match=r"^num_splits must be \[4\], made for the 3 sequences of q"):
+        flash_mla.flash_mla_with_kvcache(*few, *given[4:])
 
 
 def test_public_functions_take_arguments_in_the_order_of_the_specification() -> None:

@@ -1,61 +1,90 @@
 """FlashMLA's names, in its order of arguments: an engine swaps the import.
 
 It returns what FlashMLA returns, but for lse where a query sees no key: -inf, the logarithm of nothing, for its +inf.
-What FlashMLA takes beyond dense bfloat16 and float16 caches raises an error that names the argument.
+What FlashMLA takes beyond dense bfloat16 and float16 caches raises an error that names the argument. Both of its
+interfaces are there: metadata made from lengths, and ``get_mla_metadata()`` without arguments, whose result the first
+call fills.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from kernel_reference.checks import describe, fail
-from tilelang_mla import api
+from tilelang_mla import api, arguments
 from tilelang_mla import plan as plans
 from tilelang_mla.arguments import Names, check_bool, check_int, check_tensors
 from tilelang_mla.plan import DecodeTiles
+from tilelang_mla.schedule import DecodePlan
 
 Tensor = torch.Tensor
 
-__all__ = ["flash_mla_with_kvcache", "get_mla_metadata"]
+__all__ = ["FlashMLASchedMeta", "flash_mla_with_kvcache", "get_mla_metadata"]
 
-# Integers of a row of FlashMLA's metadata.
+# Integers of a row of FlashMLA's metadata. There are as many rows as parts that run at once, at most one for each
+# multiprocessor, for which engines allocate; a schedule may have WAVES times as many.
 _METADATA_WIDTH = 8
 _NAMES = Names(kv="k_cache", dim_nope="head_dim_v", first_part="num_splits")
 
 
+@dataclass
+class FlashMLASchedMeta:
+    """How a batch is cut, made from the lengths of the first call that is given it; later calls use it again.
+
+    For one step of decoding, in all its layers. A later call may be of other lengths: results are as right, only less
+    balanced. The fields are None until then: tile_scheduler_metadata and num_splits as :func:`get_mla_metadata` makes
+    them of lengths, and the order in which parts start.
+    """
+
+    tile_scheduler_metadata: Tensor | None = None
+    num_splits: Tensor | None = None
+    order: Tensor | None = None
+
+
 def get_mla_metadata(
-    cache_seqlens: Tensor,
-    num_q_tokens_per_head_k: int,
-    num_heads_k: int,
+    cache_seqlens: Tensor | None = None,
+    num_q_tokens_per_head_k: int | None = None,
+    num_heads_k: int = 1,
     num_heads_q: int | None = None,
     is_fp8_kvcache: bool = False,
     topk: int | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor | FlashMLASchedMeta, Tensor | None]:
     """How a batch is cut over the multiprocessors, for every layer of a step; see :func:`tilelang_mla.plan_decode`.
+
+    Without lengths: (:class:`FlashMLASchedMeta`, None), which the first call that is given it fills.
 
     Args:
         cache_seqlens: [B] int32, contiguous.
-        num_q_tokens_per_head_k: query tokens x query heads of a kv head: Sq * Hq.
+        num_q_tokens_per_head_k: query tokens x query heads of a kv head: Sq * Hq; given with cache_seqlens.
         num_heads_k: kv heads: 1.
         num_heads_q, is_fp8_kvcache, topk: of caches that are not supported yet; num_heads_q is not looked at.
 
     Returns:
-        tile_scheduler_metadata: int32 [spare_parts, 8], of which only the shape, the parts of the grid beyond one a
-        sequence, means something; it depends on num_q_tokens_per_head_k and the device alone. num_splits: int32
-        [B + 1], the first part of each sequence. Both can be copied into tensors that a CUDA graph reads.
+        tile_scheduler_metadata: int32 [parts at once, 8], at most a row for each multiprocessor, of which only the
+        shape means something; it depends on num_q_tokens_per_head_k and the device alone. num_splits: int32 [B + 1],
+        the first part of each sequence. Both can be copied into tensors that a CUDA graph reads.
 
     Raises TypeError or ValueError, naming the argument, for what does not fit or is not supported.
     """
-    check_int("num_q_tokens_per_head_k", num_q_tokens_per_head_k, 1)
+    _refuse(is_fp8_kvcache=(is_fp8_kvcache, False), topk=(topk, None))
     check_int("num_heads_k", num_heads_k)
     if num_heads_k != 1:
         fail("num_heads_k", "1", num_heads_k)
-    _refuse(is_fp8_kvcache=(is_fp8_kvcache, False), topk=(topk, None))
-    tiles, first_part, _ = api.plan_decode(cache_seqlens, num_q_tokens_per_head_k, 1)
-    metadata = torch.zeros(tiles.spare_parts, _METADATA_WIDTH, dtype=torch.int32, device=cache_seqlens.device)
-    return metadata, first_part
+    if cache_seqlens is None and num_q_tokens_per_head_k is None:
+        return FlashMLASchedMeta(), None
+    check_tensors(cache_seqlens=cache_seqlens)
+    check_int("num_q_tokens_per_head_k", num_q_tokens_per_head_k, 1)
+    made = _made(api.plan_decode(cache_seqlens, num_q_tokens_per_head_k, 1))  # type: ignore[arg-type]
+    return made.tile_scheduler_metadata, made.num_splits  # type: ignore[return-value]
+
+
+def _made(plan: DecodePlan) -> FlashMLASchedMeta:
+    rows = plan.tiles.spare_parts // plans.WAVES
+    metadata = plan.first_part.new_zeros((rows, _METADATA_WIDTH))
+    return FlashMLASchedMeta(metadata, plan.first_part, plan.order)
 
 
 def flash_mla_with_kvcache(
@@ -64,7 +93,7 @@ def flash_mla_with_kvcache(
     block_table: Tensor,
     cache_seqlens: Tensor,
     head_dim_v: int,
-    tile_scheduler_metadata: Tensor | None = None,
+    tile_scheduler_metadata: Tensor | FlashMLASchedMeta | None = None,
     num_splits: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
@@ -82,7 +111,7 @@ def flash_mla_with_kvcache(
         q: [B, Sq, Hq, head_dim_v + dpe]; k_cache: [pages, page_size, 1, head_dim_v + dpe]; block_table, cache_seqlens,
             softmax_scale and causal: as there. head_dim_v: dim_nope there.
         tile_scheduler_metadata, num_splits: from :func:`get_mla_metadata`, made for as many sequences and query tokens
-            x heads; both or neither.
+            x heads; both tensors, or a :class:`FlashMLASchedMeta` and None, or neither.
         is_fp8_kvcache and what follows it: not supported; anything but what stands above raises ValueError.
 
     Returns:
@@ -98,14 +127,39 @@ def flash_mla_with_kvcache(
     )  # fmt: skip
     check_bool("causal", causal)
     scale = api.checked_scale(softmax_scale)
-    parts = _parts(q, head_dim_v, tile_scheduler_metadata, num_splits)
+    kept = tile_scheduler_metadata
+    if not isinstance(kept, FlashMLASchedMeta):
+        made = FlashMLASchedMeta(kept, num_splits)
+    elif num_splits is not None:
+        fail("num_splits", "None beside a FlashMLASchedMeta, which has its own", describe(num_splits))
+    elif kept.num_splits is None:
+        made = _made_first(q, cache_seqlens, head_dim_v)
+    else:
+        made = kept
+    parts = _parts(q, head_dim_v, made)
     out, lse = api.run_decode(
         q, k_cache, cache_seqlens, block_table, head_dim_v, scale, causal, None, True, parts, _NAMES
     )
+    if isinstance(kept, FlashMLASchedMeta):
+        # Only now: a call that is refused leaves it as it was.
+        kept.tile_scheduler_metadata, kept.num_splits = made.tile_scheduler_metadata, made.num_splits
+        kept.order = made.order
     return out, lse
 
 
-def _parts(q: Tensor, head_dim_v: int, metadata: Tensor | None, num_splits: Tensor | None) -> api.Parts | None:
+def _made_first(q: Tensor, cache_seqlens: Tensor, head_dim_v: int) -> FlashMLASchedMeta:
+    """A schedule for a call of these queries."""
+    check_tensors(q=q, cache_seqlens=cache_seqlens)
+    check_int("head_dim_v", head_dim_v)
+    if q.ndim != 4 or q.shape[2] < 1:
+        fail("q", "[B, Sq, Hq, head_dim_v + dpe] of at least 1 head", describe(q))
+    dim_rope = q.shape[3] - head_dim_v
+    arguments.check_dims("head_dim_v", "q", head_dim_v, dim_rope)
+    return _made(api.plan_decode(cache_seqlens, q.shape[2], q.shape[1], dim_nope=head_dim_v, dim_rope=dim_rope))
+
+
+def _parts(q: Tensor, head_dim_v: int, made: FlashMLASchedMeta) -> api.Parts | None:
+    metadata, num_splits = made.tile_scheduler_metadata, made.num_splits
     if metadata is None and num_splits is None:
         return None
     given = {"tile_scheduler_metadata": metadata, "num_splits": num_splits}
@@ -114,14 +168,14 @@ def _parts(q: Tensor, head_dim_v: int, metadata: Tensor | None, num_splits: Tens
             fail(name, "given, as the other of get_mla_metadata's results is", None)
     check_tensors(q=q, **given)
     if metadata is None or num_splits is None or metadata.ndim != 2 or metadata.shape[1] != _METADATA_WIDTH:
-        fail("tile_scheduler_metadata", f"[spare_parts, {_METADATA_WIDTH}] from get_mla_metadata", describe(metadata))
+        fail("tile_scheduler_metadata", f"[parts at once, {_METADATA_WIDTH}] from get_mla_metadata", describe(metadata))
     check_int("head_dim_v", head_dim_v)
     if q.ndim != 4:
         fail("q", "[B, Sq, Hq, head_dim_v + dpe]", describe(q))
     limits = api.device_limits(q.device)
-    made = plans.decode_tiles(q.shape[1] * q.shape[2], head_dim_v, q.shape[3] - head_dim_v, None, limits, 1)
-    tiles = DecodeTiles(made.block_m, made.block_n, made.num_stages, 1, metadata.shape[0])
-    return num_splits, None, tiles.as_ints()
+    tiles = plans.decode_tiles(q.shape[1] * q.shape[2], head_dim_v, q.shape[3] - head_dim_v, None, limits, 1)
+    tiles = DecodeTiles(tiles.block_m, tiles.block_n, tiles.num_stages, 1, plans.WAVES * metadata.shape[0])
+    return num_splits, made.order, tiles.as_ints()
 
 
 def _refuse(**given: tuple[Any, Any]) -> None:

@@ -15,7 +15,7 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 # Rows of a warpgroup's matrix product on sm_90: query tokens x heads are packed into tiles of as many.
 _ROWS = 64
 # Parts beyond one a sequence, in multiples of what the device runs at once: schedules of more are not looked at.
-_WAVES = 2
+WAVES = 2
 # Costs are in units of an eighth of the time of a block of keys, some 2 us. What a part costs beside its blocks: its
 # beginning and end, and, where it is not alone, 64 rows of 512 float32 to write.
 _BLOCK, _START, _MERGE = 8, 8, 8
@@ -205,7 +205,7 @@ def decode_tiles(
         return DecodeTiles(_ROWS, block_n, num_stages, num_splits)
     # A symbol that only the device knows, while torch.compile traces, is any.
     alone = max_seqlen_k is not None and guard_or_false(max_seqlen_k <= block_n)
-    spare = 0 if alone else _WAVES * parts_at_once(rows, limits.multiprocessors)
+    spare = 0 if alone else WAVES * parts_at_once(rows, limits.multiprocessors)
     return DecodeTiles(_ROWS, block_n, num_stages, 1, spare)
 
 

@@ -320,6 +320,18 @@ def test_a_run_compares_with_an_old_record(tmp_path: Path, capsys: pytest.Captur
     assert "double n256" not in capsys.readouterr().out
 
 
+def test_a_case_that_is_no_longer_there_is_a_regression_unless_left_out(tmp_path: Path, capsys: Any) -> None:
+    cases = written(tmp_path, CASES.replace("FACTOR", "2"))
+    assert run.main([cases, "--out", str(tmp_path / "old"), "--quick"], bench=FakeBench()) == 0
+    written(tmp_path, CASES.replace("FACTOR", "2").replace("(256, 512)", "(256,)"))
+    again = [cases, "--out", str(tmp_path), "--quick", "--compare", str(tmp_path / "old" / "doubling.jsonl")]
+    assert run.main(again, bench=FakeBench()) == 1
+    assert "double n512 / ours: MISSING" in capsys.readouterr().out
+    assert run.main([*again, "--only", "n256$"], bench=FakeBench()) == 0
+    # What its pattern asks for and no case has any more is missing too.
+    assert run.main([*again, "--only", "n256$|n512$"], bench=FakeBench()) == 1
+
+
 def test_a_run_without_matplotlib_still_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.delitem(sys.modules, "kernel_reference.bench.plot", raising=False)

@@ -59,6 +59,7 @@ _STYLES = {
     "met": "green",
     "MISSED": "bold red",
     "REGRESSION": "bold red",
+    "MISSING": "bold red",
     "faster": "green",
 }
 

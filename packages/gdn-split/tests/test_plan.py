@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import FrozenInstanceError, fields, replace
 from pathlib import Path
 
 import pytest
@@ -226,6 +226,16 @@ def test_a_plan_depends_on_nothing_but_its_arguments() -> None:
 def test_only_devices_that_can_wait_on_the_device_are_asked_to() -> None:
     for plan in (plan_split(64, QWEN, QWEN_ROW_BYTES, DeviceLimits(40)), plan_conv(64, 1, QWEN, DeviceLimits(40))):
         assert not plan.dependent_launch
+
+
+def test_only_the_kernel_that_waits_is_launched_before_the_one_ahead_has_ended() -> None:
+    by_run = plan_split(64, QWEN, QWEN_ROW_BYTES, DeviceLimits(40))
+    by_group = plan_split(64, QWEN, QWEN_ROW_BYTES, H200)
+    assert by_run.covers(64, QWEN)
+    assert not replace(by_run, dependent_launch=True).covers(64, QWEN)
+    assert by_group.dependent_launch
+    assert by_group.covers(64, QWEN)
+    assert replace(by_group, dependent_launch=False).covers(64, QWEN)
 
 
 def test_limits_and_shapes_are_values_too() -> None:

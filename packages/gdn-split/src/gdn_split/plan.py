@@ -62,7 +62,8 @@ class SplitPlan:
     """One launch of the split or of the merge.
 
     ``rows_per_program`` 0: a program takes ``rows_per_step`` rows of one head group, or ``rows_per_step_ba`` rows of b
-    and a. Otherwise a program walks that many adjacent rows, whole, ``rows_per_step`` at a time.
+    and a. Otherwise a program walks that many adjacent rows, whole, ``rows_per_step`` at a time; that kernel does not
+    wait for the one ahead, and ``dependent_launch`` is not for it.
     """
 
     programs: int
@@ -77,11 +78,12 @@ class SplitPlan:
         return [int(number) for number in astuple(self)]
 
     def covers(self, rows: int, shape: GroupShape) -> bool:
-        """Whether its programs reach every row, in steps that a kernel can take."""
+        """Whether its programs reach every row, in steps that a kernel can take, after the kernel ahead has ended."""
         if not _are_steps(self.rows_per_step, self.rows_per_step_ba, self.num_warps):
             return False
         if self.rows_per_program:
-            return self.rows_per_program > 0 and self.programs * self.rows_per_program >= rows
+            walked = self.programs * self.rows_per_program
+            return self.rows_per_program > 0 and walked >= rows and not self.dependent_launch
         return self.programs >= cdiv(rows, self.rows_per_step_ba) + cdiv(rows, self.rows_per_step) * shape.num_heads_qk
 
 

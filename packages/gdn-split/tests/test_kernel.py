@@ -330,6 +330,32 @@ def test_the_convolution_in_bulk(tensors, number) -> None:
         convolve(tensors, case, n, rng, ConvPlan(programs, *pinned.as_ints()[1:-1]))
 
 
+@pytest.mark.parametrize("dtype", [
+    torch.bool, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.complex32, torch.uint32,
+    torch.float64, torch.uint64, torch.complex64,
+], ids=str)  # fmt: skip
+def test_b_and_a_of_any_dtype_of_up_to_8_bytes_pass_beside_the_convolution_bit_for_bit(tensors, dtype) -> None:
+    shape, sizes = GroupShape(2, 6, 16, 8), (2, 6, 16, 8)
+    qkvz = torch.randn(5, shape.qkvz_width, device=tensors.device).bfloat16()
+    ba = tensors.random(5, shape.ba_width, dtype=dtype)
+    state = torch.randn(8, shape.qkv_width, 3, device=tensors.device).bfloat16()
+    weight = torch.randn(shape.qkv_width, 4, device=tensors.device).bfloat16()
+    slots = torch.tensor([3, 0, -1, 7, 5], device=tensors.device)
+    parts = ops.allocate_parts(qkvz, ba, shape)
+    run = launch.prepare_split_conv1d_update(
+        qkvz, ba, state, weight, False, slots, parts, shape, 1, True, "interleaved", plan_conv(5, 1, shape, GPU)
+    )
+    try:
+        run(qkvz, ba, state, weight, weight, slots, *parts)
+    except KeyError as error:
+        pytest.fail(f"Triton has no name for this dtype: {error}")
+    wanted = projection.split(qkvz, ba, *sizes)
+    for got, part in zip(parts[1:], wanted[1:], strict=True):
+        assert (tensors.bits(got[2]) == 0).all()
+        live = [0, 1, 3, 4]
+        assert torch.equal(tensors.bits(got)[live], tensors.bits(part)[live])
+
+
 def test_slots_past_32_bits_of_state_are_followed(tensors) -> None:
     shape = GroupShape(1, 1, 4, 4)
     # As rows of two bytes each; the state's slots are as far apart as the rows above.

@@ -39,7 +39,7 @@ class Launch:
         plan: SplitPlan | ConvPlan,
         rest: tuple[int | bool, ...],
         device: torch.device,
-        as_bits: bool = False,
+        as_bits: Sequence[int] = (),
     ) -> None:
         self._kernel = kernel
         self._grid = (plan.programs, 1, 1)
@@ -47,7 +47,8 @@ class Launch:
         self._options: dict[str, Any] = {"num_warps": plan.num_warps}
         if plan.dependent_launch:
             self._options["launch_pdl"] = True
-        self._as_bits = as_bits
+        # The places of tensors to hand over as integers.
+        self._as_bits = frozenset(as_bits)
         # Triton launches on the current device; with one device there is nothing to ask.
         self._guarded = device if device.type == "cuda" and torch.cuda.device_count() > 1 else None
         self._run: Callable[..., None] | None = None
@@ -66,7 +67,10 @@ class Launch:
             self._run(*pointers, *self._rest)
             return
         if self._as_bits:
-            tensors = tuple(tensor.view(_AS_BITS[tensor.element_size()]) for tensor in tensors)
+            tensors = tuple(
+                tensor.view(_AS_BITS[tensor.element_size()]) if place in self._as_bits else tensor
+                for place, tensor in enumerate(tensors)
+            )
         compiled = self._kernel[self._grid](*tensors, *self._rest, **self._options)
         # The interpreter compiles nothing and returns None.
         if compiled is not None and aligned:
@@ -108,7 +112,7 @@ def prepare_move(
         kernel = split_by_group
         steps = (plan.rows_per_step, plan.rows_per_step_ba)
         rest = (rows, *strides, *sizes, *steps, *_blocks(shape), plan.dependent_launch)
-    return Launch(kernel, plan, rest, qkvz.device, as_bits=not {qkvz.dtype, ba.dtype} <= _COPIED_AS_THEY_ARE)
+    return Launch(kernel, plan, rest, qkvz.device, () if {qkvz.dtype, ba.dtype} <= _COPIED_AS_THEY_ARE else range(6))
 
 
 def prepare_split_conv1d_update(
@@ -133,7 +137,8 @@ def prepare_split_conv1d_update(
         tokens, conv_weight.shape[1], has_bias, silu,
         plan.sequences_per_program, plan.rows_per_step_ba, plan.block, _blocks(shape)[2], plan.dependent_launch,
     )  # fmt: skip
-    return Launch(split_and_convolve, plan, rest, qkvz.device)
+    # mixed_ba, b and a are copied; all else is a float.
+    return Launch(split_and_convolve, plan, rest, qkvz.device, () if ba.dtype in _COPIED_AS_THEY_ARE else (1, 8, 9))
 
 
 def _nothing(*_: object) -> None:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -138,6 +139,11 @@ TABLE = [
         )
         for value in (other, [1, 0, 1, 1, 4, 0], "fast")
     ],
+    # Its kernel does not wait for the one ahead.
+    *[
+        (function, "plan by runs, dependent", E, "plan", replaced("plan", SplitPlan(3, 2, 1, 1, 4, True)))
+        for function in ("split", "merge")
+    ],
     # A plan that leaves rows out, or whose steps are no tile's.
     *[
         (function, f"plan {value}", E, "plan", replaced("plan", value))
@@ -201,6 +207,8 @@ TABLE = [
             ("conv_state", "channels", E, lambda s: s[:, :-1]),
             ("conv_state", "taps", E, one_wider),
             ("conv_state", "expanded", E, lambda s: s[:1].expand(5, -1, -1)),
+            ("conv_state", "slots that overlap", E, lambda s: s.flatten().as_strided((5, 64, 3), (191, 3, 1))),
+            ("conv_state", "channels that overlap", E, lambda s: s.flatten().as_strided((5, 64, 3), (192, 2, 1))),
             ("conv_state", "dtype", T, lambda s: s.double()),
             ("conv_state", "device", E, elsewhere),
             ("conv_state", "not a tensor", T, as_list),
@@ -298,3 +306,154 @@ def test_the_ops_check_for_those_who_call_them_directly(device, function, name, 
     with pytest.raises((ValueError, TypeError), match=rf"{name}\w* must be .*, got"):
         getattr(torch.ops.gdn_split, OPS[function])(*arguments)
     assert all(torch.equal(tensor, copy) for tensor, copy in before)
+
+
+# Layouts mixed up
+
+
+def transposed(*names: str) -> Callable[[dict[str, Any]], None]:
+    """Swap the last two dimensions of these arguments."""
+
+    def change(arguments: dict[str, Any]) -> None:
+        for name in names:
+            arguments[name] = arguments[name].mT.contiguous()
+
+    return change
+
+
+def swapped(one: str, other: str) -> Callable[[dict[str, Any]], None]:
+    def change(arguments: dict[str, Any]) -> None:
+        arguments[one], arguments[other] = arguments[other], arguments[one]
+
+    return change
+
+
+MIX_UPS = [
+    *[
+        (function, swapped("mixed_qkvz", "mixed_ba"), "mixed_qkvz and mixed_ba must be .*112.*12.*, got them swapped")
+        for function in ("split", "views", "convolve")
+    ],
+    *[
+        (function, swapped("num_heads_qk", "num_heads_v"), r"num_heads_v must be .*, got 2 \(are the two swapped\?\)")
+        for function in FUNCTIONS
+    ],
+    ("split", transposed("mixed_qkvz", "mixed_ba"), r"got .*\[112, 6\].*; mixed_qkvz.T would fit"),
+    (
+        "split",
+        replaced("mixed_qkvz", lambda x: x[None]),
+        r"got .*\[1, 6, 112\].*; mixed_qkvz.flatten\(0, 1\) would fit",
+    ),
+    ("split", replaced("mixed_ba", lambda x: x[:, None]), r"got .*\[6, 1, 12\].*; mixed_ba.squeeze\(1\) would fit"),
+    ("merge", replaced("z", lambda z: z.flatten(1)), r"got .*\[6, 48\].*; z.unflatten\(1, \(6, 8\)\) would fit"),
+    ("convolve", transposed("conv_weight"), r"got .*\[4, 64\].*; conv_weight.T would fit"),
+    ("convolve", replaced("conv_weight", lambda w: w[:, None]), r"\[64, 1, 4\].*; conv_weight.squeeze\(1\) would fit"),
+    ("convolve", transposed("conv_state"), r"got .*\[5, 3, 64\].*; conv_state.transpose\(1, 2\) would fit"),
+    ("convolve", replaced("conv_state", one_wider), r"got .*\[5, 64, 4\].*; conv_state\[..., 1:\] would fit"),
+    ("split", in_out(1, lambda z: z.flatten(1)), r"out.z must .* got .*; out.z.unflatten\(1, \(6, 8\)\) would fit"),
+]
+
+
+@pytest.mark.parametrize(("function", "change", "said"), MIX_UPS)
+def test_an_argument_of_another_layout_is_told_what_would_fit(device, function, change, said) -> None:
+    arguments = good(function, device)
+    change(arguments)
+    with pytest.raises(ValueError, match=said):
+        FUNCTIONS[function](**arguments)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_an_array_of_another_library_is_named_in_one_line(device, function) -> None:
+    for name, right in good(function, device).items():
+        if isinstance(right, torch.Tensor) or name == "out":
+            arguments = good(function, device)
+            arguments[name] = numpy.zeros((300, 12288))
+            with pytest.raises(
+                TypeError, match=rf"{name} must be .*, got a numpy ndarray float64 \[300, 12288\]"
+            ) as raised:
+                FUNCTIONS[function](**arguments)
+            assert len(str(raised.value)) < 200
+
+
+# Memory that is shared
+
+
+def names_of_tensors(function: str) -> list[str]:
+    """What a function reads, then what it writes."""
+    read = {"split": ["mixed_qkvz", "mixed_ba"], "merge": [*PARTS]}.get(function)
+    read = read or ["mixed_qkvz", "mixed_ba", "conv_weight", "conv_bias", "slots", "conv_state"]
+    return read + [f"out.{name}" for name in (("mixed_qkvz", "mixed_ba") if function == "merge" else PARTS)]
+
+
+def tensors_by_name(function: str, arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
+    out = dict(zip([n for n in names_of_tensors(function) if "." in n], arguments["out"], strict=True))
+    return {name: out[name] if name in out else arguments[name] for name in names_of_tensors(function)}
+
+
+PAIRS = [
+    (function, one, other)
+    for function in OPS
+    for place, one in enumerate(names_of_tensors(function))
+    for other in names_of_tensors(function)[:place]
+    if "." in one or one == "conv_state"
+]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["api", "op"])
+@pytest.mark.parametrize(("function", "one", "other"), PAIRS)
+def test_a_tensor_to_write_that_shares_a_byte_with_another_is_refused(device, function, one, other, compiled) -> None:
+    arguments = good(function, device)
+    arguments["slots"] = arguments.get("slots", torch.zeros(1)).long()
+    named = tensors_by_name(function, arguments)
+    # The one begins in the last element of the other, in one allocation.
+    before, behind = named[other], named[one]
+    allocation = torch.zeros(8 * (before.numel() + behind.numel()), dtype=torch.uint8, device=device)
+
+    def place(tensor: torch.Tensor, byte: int) -> torch.Tensor:
+        room = allocation[byte : byte + tensor.numel() * tensor.element_size()].view(tensor.dtype)
+        return room.view(tensor.shape).copy_(tensor)
+
+    size = max(before.element_size(), behind.element_size())
+    for overlap, refused in ((size, True), (0, False)):
+        end = -(-before.numel() * before.element_size() // 8) * 8
+        replacements = {other: place(before, 0), one: place(behind, end - overlap)}
+        if "slots" in replacements:
+            replacements["slots"].copy_(torch.tensor([3, -1, 0]))
+        call = {**arguments, **{name: t for name, t in replacements.items() if "." not in name}}
+        call["out"] = [replacements.get(n, t) for n, t in named.items() if "." in n]
+        if function != "convolve":
+            del call["slots"]
+        content = allocation.clone()
+        run = (lambda: FUNCTIONS[function](**call)) if not compiled else (lambda: call_op(function, call))  # noqa: B023
+        if refused:
+            with pytest.raises(ValueError, match=r"must be a tensor that shares no memory with \w+.*, got") as raised:
+                run()
+            assert one in str(raised.value)
+            assert other in str(raised.value)
+            assert torch.equal(allocation, content)
+        else:
+            run()
+
+
+def call_op(function: str, arguments: dict[str, Any]) -> None:
+    out = arguments["out"]
+    tensors = [value for name, value in arguments.items() if isinstance(value, torch.Tensor)]
+    tokens = [arguments["tokens_per_sequence"], True] if function == "convolve" else []
+    sizes = [arguments[name] for name in SIZES]
+    getattr(torch.ops.gdn_split, OPS[function])(*tensors, *out, *tokens, *sizes, "interleaved")
+
+
+def test_parts_that_are_columns_of_one_tensor_are_written(device) -> None:
+    arguments = good("split", device)
+    wanted = FUNCTIONS["split"](**{**arguments, "out": None})
+    wide = torch.zeros(ROWS, 64 + 48 + 6 + 6, device=device)
+    mixed_qkv, z, b, a = wide.split([64, 48, 6, 6], dim=1)
+    got = FUNCTIONS["split"](**{**arguments, "out": [mixed_qkv, z.unflatten(1, (6, 8)), b, a]})
+    assert all(torch.equal(one, other) for one, other in zip(got, wanted, strict=True))
+
+
+def test_a_state_in_pages_of_a_larger_tensor_is_taken_in_any_order_of_its_dimensions(device) -> None:
+    arguments = good("convolve", device)
+    for strides in ((200, 3, 1), (200, 1, 64), (1, 15, 5), (3, 15, 1), (64, 1, 320)):
+        room = torch.zeros(5 * 200, device=device)
+        arguments["conv_state"] = room.as_strided((5, 64, 3), strides)
+        FUNCTIONS["convolve"](**arguments)

@@ -122,7 +122,10 @@ def cases_of(name: str, device: torch.device) -> list[tuple[Any, ...]]:
         if name == "split":
             cases.append((*requiring(projections(device, 5, TINY, torch.float32)), *sizes))
         return cases
-    if name == "merge":
+    if name in ("merge", "merge_inference"):
+        parts = parts_of(device, 5, TINY, torch.float32)
+        if name == "merge_inference":
+            return [(*parts, *sizes)]
         return [(*parts, *sizes), (*requiring(parts_of(device, 5, TINY, torch.float32)), *sizes)]
     if name == "split_into":
         return [(*fused, *[torch.zeros_like(part) for part in parts], *sizes)]
@@ -152,6 +155,106 @@ def test_public_functions_compile_whole_and_once_for_two_sizes(
     device: torch.device, function: Callable[..., Any], inputs: Callable[..., list[Tensor]]
 ) -> None:
     contract.check_compiles(function, inputs(device, 5), inputs(device, 9, seed=1))
+
+
+def check_bit_for_bit(function: Callable[..., Any], *inputs: Any, dynamic: bool | None = None) -> None:
+    """Compiled whole as without, in results and in what it writes."""
+    torch._dynamo.reset()
+    backend = "inductor" if inputs[0].is_cuda else "aot_eager"
+    compiled = torch.compile(function, fullgraph=True, backend=backend, dynamic=dynamic)
+    copies = [[i.clone() if isinstance(i, Tensor) else i for i in inputs] for _ in range(2)]
+    expected = function(*copies[0])
+    try:
+        results = compiled(*copies[1])
+    except Exception as error:
+        pytest.fail(f"does not compile: {error}")
+    for one, other in zip((*results, *copies[1]), (*expected, *copies[0]), strict=True):
+        if isinstance(one, Tensor):
+            assert_bitwise_equal(one, other)
+
+
+@every_public_function
+def test_public_functions_compile_whole_where_every_size_may_change(
+    device: torch.device, function: Callable[..., Any], inputs: Callable[..., list[Tensor]]
+) -> None:
+    check_bit_for_bit(function, *inputs(device, 5), dynamic=True)
+
+
+def the_first(keep: Tensor, tensors: list[Tensor]) -> list[Tensor]:
+    number = keep.sum().item()
+    torch._check(number >= 0)
+    torch._check(number <= keep.shape[0])
+    return [tensor[:number] for tensor in tensors]
+
+
+# Rows whose number the device alone knows.
+SOME_ROWS: dict[str, Callable[[Tensor, list[Tensor]], list[Tensor]]] = {
+    "nonzero": lambda keep, tensors: [tensor[rows] for rows in [keep.nonzero()[:, 0]] for tensor in tensors],
+    "a mask": lambda keep, tensors: [tensor[keep] for tensor in tensors],
+    "an item": the_first,
+}
+
+
+@pytest.mark.parametrize("choose", SOME_ROWS.values(), ids=SOME_ROWS)
+@every_public_function
+def test_public_functions_compile_whole_for_rows_whose_number_the_device_alone_knows(
+    device: torch.device, function: Callable[..., Any], inputs: Callable[..., list[Tensor]], choose: Callable[..., Any]
+) -> None:
+    tensors = inputs(device, 9)
+    # The pool, the weights and the bias are the same for all rows.
+    with_rows = [place for place, tensor in enumerate(tensors) if tensor.shape[0] == 9]
+
+    def of_some_rows(keep: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        some = list(tensors)
+        for place, chosen in zip(with_rows, choose(keep, [tensors[place] for place in with_rows]), strict=True):
+            some[place] = chosen.clone()
+        return (*function(*some), *some)
+
+    keep = torch.arange(9, device=device) % 3 != 1
+    captured = {"capture_dynamic_output_shape_ops": True, "capture_scalar_outputs": True}
+    with torch._dynamo.config.patch(captured):
+        for kept in (keep, keep & False):
+            check_bit_for_bit(of_some_rows, kept, *tensors)
+
+
+def test_rows_that_two_questions_to_the_device_count_are_compared_when_the_call_runs(device: torch.device) -> None:
+    def split_some(qkvz: Tensor, ba: Tensor, one: Tensor, other: Tensor) -> tuple[Tensor, ...]:
+        return tuple(split(qkvz[one.nonzero()[:, 0]], ba[other.nonzero()[:, 0]]))
+
+    tensors, keep = projections(device, 9), torch.arange(9, device=device) % 2 == 0
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        check_bit_for_bit(split_some, *tensors, keep, keep.clone())
+        compiled = torch.compile(split_some, fullgraph=True, backend="aot_eager")
+        with pytest.raises(ValueError, match=r"mixed_ba must be \[N = 5, .*got"):
+            compiled(*tensors, keep, ~keep)
+
+
+NUMBERS = [(TINY_SIZES, 1), (TINY_SIZES, 2), ((1, 2, 5, 4), 1), ((2, 2, 4, 7), 3), ((3, 9, 3, 2), 1)]
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_every_number_may_have_a_second_value_in_compiled_code(device: torch.device, dynamic: bool | None) -> None:
+    def all_of_them(qkvz: Tensor, ba: Tensor, state: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        weight, bias, slots, *sizes, tokens = rest
+        parts = gdn_split.fused_qkvzba_split_reshape_cat(qkvz, ba, *sizes)
+        merged = gdn_split.merge_qkvzba(*parts, *sizes, layout="contiguous")
+        seen = gdn_split.split_views(*merged, *sizes)
+        convolved = gdn_split.split_conv1d_update(
+            qkvz, ba, state, weight, bias, slots, *sizes, tokens_per_sequence=tokens
+        )
+        return (*parts, *merged, *seen, *convolved, state)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(all_of_them, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for sizes, tokens in NUMBERS:
+        tensors = convolution(device, 4, GroupShape(*sizes))
+        tensors[:2] = projections(device, 4 * tokens, GroupShape(*sizes))
+        for one, other in zip(
+            compiled(*[tensor.clone() for tensor in tensors], *sizes, tokens),
+            all_of_them(*[tensor.clone() for tensor in tensors], *sizes, tokens),
+            strict=True,
+        ):
+            assert_bitwise_equal(one, other)
 
 
 def test_gradients_compile_whole(device: torch.device) -> None:

@@ -488,7 +488,8 @@ def test_slots_outside_the_pool_are_padding_and_nothing_outside_is_written(tenso
     weight = torch.randn(SMALL.qkv_width, 4, device=tensors.device)
     slots = torch.tensor([3, -2, 1, 5, -(2**31), 2**31 - 1, 4], dtype=dtype_slots, device=tensors.device)
     before = pool.clone()
-    got = split_conv1d_update(qkvz, ba, state, weight, None, slots, *sizes_of(SMALL))
+    with validate_values(False):
+        got = split_conv1d_update(qkvz, ba, state, weight, None, slots, *sizes_of(SMALL))
     for part in got:
         assert (tensors.bits(part[[0, 1, 3, 4, 5, 6]]) == 0).all()
         assert (tensors.bits(part[2]) != 0).any()
@@ -545,6 +546,19 @@ def test_validate_values_refuses_bad_slots_before_anything_is_written(tensors, b
         )  # fmt: skip
     assert tensors.same(state, before)
     assert all(band.is_unchanged() for band in bands)
+
+
+@pytest.mark.parametrize("bad", [[1, 2, 1], [0, 3, -1], [0, -2, -1]], ids=["twice", "past the pool", "below -1"])
+def test_on_a_cpu_slots_are_looked_at_without_asking(bad) -> None:
+    qkvz, ba = torch.randn(3, SMALL.qkvz_width), torch.randn(3, SMALL.ba_width)
+    state, weight = torch.randn(3, SMALL.qkv_width, 3), torch.randn(SMALL.qkv_width, 4)
+    before = state.clone()
+    with pytest.raises(ValueError, match=r"slots\[\d\] must be .*, got"):
+        split_conv1d_update(qkvz, ba, state, weight, None, torch.tensor(bad), *sizes_of(SMALL))
+    assert torch.equal(state, before)
+    with validate_values(False):
+        split_conv1d_update(qkvz, ba, state, weight, None, torch.tensor(bad), *sizes_of(SMALL))
+    assert not torch.equal(state, before)
 
 
 def test_validate_values_lets_padding_repeat(tensors) -> None:

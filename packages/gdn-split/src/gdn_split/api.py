@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
-from gdn_split import ops
-from gdn_split.arguments import check_positive, check_projections, check_sizes, check_tensors, describe
+from gdn_split import derivatives, ops
+from gdn_split.arguments import check_positive, check_projections, check_sizes, check_tensors
 from gdn_split.plan import ConvPlan, GroupShape, SplitPlan
 from kernel_reference import projection
-from kernel_reference.checks import fail
+from kernel_reference.checks import describe, fail
 
 _split = torch.ops.gdn_split.split.default
 _split_inference = torch.ops.gdn_split.split_inference.default
 _split_into = torch.ops.gdn_split.split_into.default
 _merge = torch.ops.gdn_split.merge.default
+_merge_inference = torch.ops.gdn_split.merge_inference.default
 _merge_into = torch.ops.gdn_split.merge_into.default
 _split_conv1d_update = torch.ops.gdn_split.split_conv1d_update.default
 
@@ -69,12 +70,14 @@ def fused_qkvzba_split_reshape_cat(
         num_heads_qk, num_heads_v: QK and V heads on this rank; num_heads_v is a multiple of num_heads_qk.
         head_qk, head_v: elements in a QK and in a V head.
         layout: "interleaved" or "contiguous".
-        out: four tensors (mixed_qkv, z, b, a) to write instead of new ones; any row stride, no overlap with the inputs.
+        out: four tensors (mixed_qkv, z, b, a) to write instead of new ones; any row stride. They share no memory with
+            each other or with the inputs.
         plan: a launch plan to use instead of the one made for the device (see ``gdn_split.plan.plan_split``).
 
     Returns:
-        SplitResult(mixed_qkv, z, b, a). V head g*r + j belongs to QK head g. Differentiable: the backward is one
-        :func:`merge_qkvzba`.
+        SplitResult(mixed_qkv, z, b, a). V head g*r + j belongs to QK head g. Differentiable in both modes, and in
+        transforms of torch.func: the backward is one :func:`merge_qkvzba`, a tangent is split as the values are, and a
+        batch under torch.vmap is more rows. With ``out``, or in a transform inside torch.compile, that is refused.
 
     Raises:
         TypeError, ValueError: an argument is not as said above; nothing has been written.
@@ -86,7 +89,8 @@ def fused_qkvzba_split_reshape_cat(
             out = _checked_out(out, SplitResult._fields, needs_gradient)
             _split_into(mixed_qkvz, mixed_ba, *out, *sizes)
             return SplitResult(*out)
-        op = _split if needs_gradient else _split_inference
+        may_be_derived = needs_gradient or derivatives.may_be_asked()
+        op = _derived(derivatives.split, _split) if may_be_derived else _split_inference
         return SplitResult(*op(mixed_qkvz, mixed_ba, *sizes))
     except (RuntimeError, AttributeError):
         _check_kinds(sizes, mixed_qkvz=mixed_qkvz, mixed_ba=mixed_ba)
@@ -113,10 +117,11 @@ def merge_qkvzba(
         mixed_qkv: [N, 2*nqk*hq + nv*hv]; z: [N, nv, hv] of its dtype; b, a: [N, nv] of one dtype. Any row stride,
             packed rows, dtypes of 1, 2, 4 or 8 bytes.
         num_heads_qk, num_heads_v, head_qk, head_v, layout, plan: as for the split.
-        out: two tensors (mixed_qkvz, mixed_ba) to write instead of new ones.
+        out: two tensors (mixed_qkvz, mixed_ba) to write instead of new ones; they share no memory with each other or
+            with the inputs.
 
     Returns:
-        MergeResult(mixed_qkvz [N, 2*nqk*hq + 2*nv*hv], mixed_ba [N, 2*nv]). Differentiable.
+        MergeResult(mixed_qkvz [N, 2*nqk*hq + 2*nv*hv], mixed_ba [N, 2*nv]). Differentiable as the split is.
 
     Raises:
         TypeError, ValueError: an argument is not as said above; nothing has been written.
@@ -125,7 +130,8 @@ def merge_qkvzba(
     parts = (mixed_qkv, z, b, a)
     _check_kinds(sizes, mixed_qkv=mixed_qkv, z=z, b=b, a=a)
     if out is None:
-        return MergeResult(*_merge(*parts, *sizes))
+        op = _derived(derivatives.merge, _merge) if derivatives.may_be_asked(*parts) else _merge_inference
+        return MergeResult(*op(*parts, *sizes))
     needs_gradient = torch.is_grad_enabled() and any(part.requires_grad for part in parts)
     out = _checked_out(out, MergeResult._fields, needs_gradient)
     _merge_into(*parts, *out, *sizes)
@@ -219,18 +225,20 @@ def split_conv1d_update(
         mixed_qkvz, mixed_ba: as for :func:`fused_qkvzba_split_reshape_cat`, with N = S * tokens_per_sequence, the
             tokens of a sequence adjacent; mixed_qkvz is bfloat16, float16 or float32.
         conv_state: [num_slots, qkv_dim, width - 1], any strides, bfloat16, float16 or float32; changed in place,
-            conv_state[..., -1] is the newest input. qkv_dim = 2*nqk*hq + nv*hv, in the order of mixed_qkv.
+            conv_state[..., -1] is the newest input. qkv_dim = 2*nqk*hq + nv*hv, in the order of mixed_qkv. It shares
+            no memory with other arguments, nor one element with another (a stride spans what the shorter ones do).
         conv_weight: [qkv_dim, width], width 2 to 4, weight[:, -1] on the newest token, any strides.
         conv_bias: [qkv_dim], packed, or None.
         slots: [S] int32 or int64, packed: the row of conv_state of each sequence, -1 for padding, whose rows of all
-            four results are 0. No two sequences may share a slot (checked under ``checks.validate_values``). Without
-            that check a slot outside the pool is treated as padding.
+            four results are 0. No two sequences may share a slot. Slots are checked on a CPU, and on a GPU under
+            ``checks.validate_values()``; unchecked, a slot outside the pool is treated as padding.
         tokens_per_sequence: new tokens of each sequence.
         activation: "silu" or None.
         out, layout, plan: as for the split; the plan is a ``gdn_split.plan.ConvPlan``.
 
     Returns:
-        SplitResult, mixed_qkv after the convolution in the dtype of mixed_qkvz. Not differentiable.
+        SplitResult, mixed_qkv after the convolution in the dtype of mixed_qkvz. Not differentiable, and refused in
+        transforms of torch.func.
 
     Raises:
         TypeError, ValueError: an argument is not as said above; nothing has been written.
@@ -242,6 +250,7 @@ def split_conv1d_update(
     try:
         if torch.is_grad_enabled():
             _refuse_gradients(tensors)
+        _refuse_transforms("a call of split_conv1d_update")
         parts: tuple[torch.Tensor, ...]
         if out is None:
             parts = ops.allocate_parts(mixed_qkvz, mixed_ba, GroupShape(num_heads_qk, num_heads_v, head_qk, head_v))
@@ -260,6 +269,21 @@ def split_conv1d_update(
 
 
 _CONV_TENSORS = ("mixed_qkvz", "mixed_ba", "conv_state", "conv_weight", "conv_bias", "slots")
+
+
+def _derived(function: Callable[..., Any], op: Callable[..., Any]) -> Callable[..., Any]:
+    """What to call where a derivative may be asked for: torch.compile traces the op, and knows gradients alone."""
+    if not torch.compiler.is_compiling():
+        return function
+    if derivatives.is_forward_or_transformed():
+        fail("a call inside torch.func.jvp, torch.vmap or other transforms", "outside torch.compile", "one inside both")
+    return op
+
+
+def _refuse_transforms(call: str) -> None:
+    """For what writes tensors that it is given. The op refuses tangents, but torch.compile drops them before."""
+    if derivatives.is_transformed() or (torch.compiler.is_compiling() and derivatives.is_forward_or_transformed()):
+        fail(call, "outside torch.func.jvp, torch.vmap and other transforms", "one inside")
 
 
 def _refuse_gradients(tensors: Sequence[torch.Tensor | None]) -> None:
@@ -284,6 +308,7 @@ def _checked_out(out: Sequence[torch.Tensor], names: tuple[str, ...], needs_grad
         fail("out", "None for inputs that require a gradient", "preallocated tensors")
     if not isinstance(out, (tuple, list)) or len(out) != len(names):
         fail("out", f"{len(names)} tensors ({', '.join(names)})", describe(out), TypeError)
+    _refuse_transforms("a call with out=")
     named = {f"out.{name}": tensor for name, tensor in zip(names, out, strict=True)}
     check_tensors(**named)
     for name, tensor in named.items():

@@ -5,12 +5,13 @@ Every function raises ValueError or TypeError naming the argument, what it must 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from gdn_split.plan import GroupShape
-from kernel_reference.checks import fail
+from kernel_reference.checks import describe, fail
 from kernel_reference.projection import LAYOUTS
 
 Tensor = torch.Tensor
@@ -19,15 +20,6 @@ Tensor = torch.Tensor
 _ITEM_SIZES = (1, 2, 4, 8)
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 PART_NAMES = ("mixed_qkv", "z", "b", "a")
-
-
-def describe(value: object) -> str:
-    """What an argument was, for an error message."""
-    if isinstance(value, Tensor):
-        if value.layout != torch.strided:
-            return f"{value.dtype} {list(value.shape)} of layout {value.layout}"
-        return f"{value.dtype} {list(value.shape)} with strides {list(value.stride())}"
-    return f"{value!r} ({type(value).__name__})"
 
 
 def check_tensors(**tensors: object) -> None:
@@ -53,7 +45,8 @@ def check_sizes(num_heads_qk: int, num_heads_v: int, head_qk: int, head_v: int, 
     """The shape that these numbers make."""
     check_positive(num_heads_qk=num_heads_qk, num_heads_v=num_heads_v, head_qk=head_qk, head_v=head_v)
     if num_heads_v % num_heads_qk:
-        fail("num_heads_v", f"a multiple of num_heads_qk = {num_heads_qk}", num_heads_v)
+        swapped = "" if num_heads_qk % num_heads_v else " (are the two swapped?)"
+        fail("num_heads_v", f"a multiple of num_heads_qk = {num_heads_qk}", f"{num_heads_v}{swapped}")
     if layout not in LAYOUTS:
         fail("layout", " or ".join(f'"{name}"' for name in LAYOUTS), repr(layout))
     shape = GroupShape(num_heads_qk, num_heads_v, head_qk, head_v)
@@ -67,6 +60,10 @@ def check_projections(
 ) -> None:
     """The fused projections: as wide as the shape says, rows packed, as many as in ``like`` (a name, a tensor)."""
     like = like or ("mixed_qkvz", mixed_qkvz)
+    widths = (shape.qkvz_width, shape.ba_width)
+    if mixed_qkvz.ndim == mixed_ba.ndim == 2 and widths == (mixed_ba.shape[1], mixed_qkvz.shape[1]) != widths[::-1]:
+        names = f"{prefix}mixed_qkvz and {prefix}mixed_ba"
+        fail(names, f"[N, {widths[0]}] and [N, {widths[1]}]", f"them swapped: {describe(mixed_qkvz)} first")
     for name, tensor, width in (("mixed_qkvz", mixed_qkvz, shape.qkvz_width), ("mixed_ba", mixed_ba, shape.ba_width)):
         _check_rows(prefix + name, tensor, (width,))
         _check_companion(prefix + name, tensor, *like)
@@ -95,7 +92,7 @@ def check_written(**tensors: Tensor) -> None:
     """Tensors to be written: no two elements in one place."""
     for name, tensor in tensors.items():
         width = tensor.shape[1:].numel()
-        if tensor.shape[0] > 1 and tensor.stride(0) < width:
+        if _holds(tensor.shape[0] > 1) and _holds(tensor.stride(0) < width):
             fail(name, f"a tensor whose rows do not overlap (row stride >= {width})", describe(tensor))
 
 
@@ -116,19 +113,21 @@ def check_convolution(
             fail(f"{name}.device", f"{mixed_qkvz.device} as mixed_qkvz is", tensor.device)
     channels = shape.qkv_width
     if conv_weight.ndim != 2 or conv_weight.shape[0] != channels or not 2 <= conv_weight.shape[1] <= 4:
-        fail("conv_weight", f"[{channels}, width] with width 2, 3 or 4", describe(conv_weight))
+        fits = _what_fits("conv_weight", conv_weight, *[(channels, width) for width in (2, 3, 4)])
+        fail("conv_weight", f"[{channels}, width] with width 2, 3 or 4", describe(conv_weight) + fits)
     taps = conv_weight.shape[1] - 1
     if conv_state.ndim != 3 or conv_state.shape[1:] != (channels, taps):
-        fail("conv_state", f"[num_slots, {channels}, {taps}]", describe(conv_state))
-    if any(size > 1 and stride == 0 for size, stride in zip(conv_state.shape, conv_state.stride(), strict=True)):
+        fits = _what_fits("conv_state", conv_state, (None, channels, taps))
+        fail("conv_state", f"[num_slots, {channels}, {taps}]", describe(conv_state) + fits)
+    if _elements_share_memory(conv_state):
         fail("conv_state", "a tensor whose elements do not share memory", describe(conv_state))
     if conv_bias is not None and (conv_bias.shape != (channels,) or (channels > 1 and conv_bias.stride(0) != 1)):
         fail("conv_bias", f"[{channels}], contiguous, or None", describe(conv_bias))
     if slots.dtype not in (torch.int32, torch.int64):
         fail("slots.dtype", "int32 or int64", slots.dtype, TypeError)
-    if slots.ndim != 1 or (slots.shape[0] > 1 and slots.stride(0) != 1):
+    if slots.ndim != 1 or (_holds(slots.shape[0] > 1) and slots.stride(0) != 1):
         fail("slots", "[sequences], contiguous", describe(slots))
-    if slots.shape[0] * tokens_per_sequence != mixed_qkvz.shape[0]:
+    if _holds(slots.shape[0] * tokens_per_sequence != mixed_qkvz.shape[0]):
         rows = slots.shape[0] * tokens_per_sequence
         fail("mixed_qkvz", f"[len(slots) * tokens_per_sequence = {rows}, ...]", describe(mixed_qkvz))
 
@@ -148,7 +147,8 @@ def check_slot_values(slots: Tensor, num_slots: int) -> None:
 def _check_rows(name: str, tensor: Tensor, tail: tuple[int, ...]) -> None:
     """A tensor [N, *tail] whose rows are packed."""
     if tensor.ndim != 1 + len(tail) or tensor.shape[1:] != tail:
-        fail(name, f"[N, {', '.join(map(str, tail))}]", describe(tensor))
+        fits = _what_fits(name, tensor, (None, *tail))
+        fail(name, f"[N, {', '.join(map(str, tail))}]", describe(tensor) + fits)
     if tensor.element_size() not in _ITEM_SIZES:
         fail(f"{name}.dtype", "a dtype of 1, 2, 4 or 8 bytes", tensor.dtype, TypeError)
     packed = 1
@@ -160,7 +160,55 @@ def _check_rows(name: str, tensor: Tensor, tail: tuple[int, ...]) -> None:
 
 def _check_companion(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
     """As many rows as the other, on the same device."""
-    if tensor.shape[0] != other.shape[0]:
+    if _holds(tensor.shape[0] != other.shape[0]):
         fail(name, f"[N = {other.shape[0]}, ...] as {other_name} is", describe(tensor))
     if tensor.device != other.device:
         fail(f"{name}.device", f"{other.device} as {other_name} is", tensor.device)
+
+
+def _holds(condition: Any) -> bool:
+    """Whether a comparison of sizes is true. One that only the device can tell, of torch.compile, counts as false:
+    the op asks again when it runs."""
+    if isinstance(condition, bool):
+        return condition
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return guard_or_false(condition)
+
+
+def _elements_share_memory(tensor: Tensor) -> bool:
+    """Whether two elements may lie in one place: a stride is shorter than what the dimensions inside it span."""
+    dims = [(stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if _holds(size > 1)]
+    if not all(type(number) is int for dim in dims for number in dim):
+        return False
+    span = 1
+    for stride, size in sorted(dims):
+        if stride < span:
+            return True
+        span += stride * (size - 1)
+    return False
+
+
+def _what_fits(name: str, tensor: Tensor, *wanted: tuple[int | None, ...]) -> str:
+    """The end of an error message: the view of a tensor that has a wanted shape, in which None stands for any size."""
+    views: dict[str, Callable[[], Tensor]] = {
+        ".T": lambda: tensor.transpose(*range(tensor.ndim)),
+        ".transpose(1, 2)": lambda: tensor.transpose(1, 2),
+        ".squeeze(1)": lambda: tensor.squeeze(1),
+        ".flatten(0, 1)": lambda: tensor.flatten(0, 1),
+        "[..., 1:]": lambda: tensor[..., 1:],
+    }
+    for shape in wanted:
+        if len(shape) > 2:
+            views[f".unflatten(1, {shape[1:]})"] = lambda heads=shape[1:]: tensor.unflatten(1, heads)  # type: ignore[misc]
+        else:
+            views[".flatten(1)"] = lambda: tensor.flatten(1)
+    for view, make in views.items():
+        try:
+            made = make().shape
+        except (IndexError, RuntimeError, TypeError):
+            continue
+        for shape in wanted:
+            if len(made) == len(shape) and all(size in (None, got) for size, got in zip(shape, made, strict=True)):
+                return f"; {name}{view} would fit"
+    return ""

@@ -1,14 +1,16 @@
 """The torch ops: schemas, fake implementations, the CPU implementation, autograd.
 
 =========================  ==============================================================================
-split, merge               functional, differentiable
-split_inference            split without autograd, which costs an op 5 us an eager call even when unused
+split, merge               functional, with derivatives of both modes
+split_inference,           the same without derivatives, which cost an op 5 us an eager call even when unused; it is
+merge_inference            these that the other two call
 split_into, merge_into     write tensors they are given, for ``out=``
 split_conv1d_update        writes the convolution's state and four tensors it is given
 =========================  ==============================================================================
 
 Every implementation, the fake ones included, checks its arguments. On a GPU checks, plan and launch are made once for
-each set of shapes, strides, dtypes and sizes, and found again by it.
+each set of shapes, strides, dtypes and sizes, and found again by it; whether tensors to be written share memory with
+others is asked in each call.
 """
 
 from __future__ import annotations
@@ -19,10 +21,10 @@ from typing import Any
 
 import torch
 
-from gdn_split import arguments
+from gdn_split import arguments, derivatives
 from gdn_split.plan import ConvPlan, GroupShape, SplitPlan
 from kernel_reference import projection
-from kernel_reference.checks import fail, values_are_checked
+from kernel_reference.checks import MemoryOverlap, check_no_overlap, fail, values_are_checked
 
 Tensor = torch.Tensor
 Parts = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -35,6 +37,7 @@ for _name, _arguments, _results in (
     ("split", f"Tensor mixed_qkvz, Tensor mixed_ba, {_SIZES}", "(Tensor, Tensor, Tensor, Tensor)"),
     ("split_inference", f"Tensor mixed_qkvz, Tensor mixed_ba, {_SIZES}", "(Tensor, Tensor, Tensor, Tensor)"),
     ("merge", f"Tensor mixed_qkv, Tensor z, Tensor b, Tensor a, {_SIZES}", "(Tensor, Tensor)"),
+    ("merge_inference", f"Tensor mixed_qkv, Tensor z, Tensor b, Tensor a, {_SIZES}", "(Tensor, Tensor)"),
     ("split_into", f"Tensor mixed_qkvz, Tensor mixed_ba, {_PARTS}, {_SIZES}", "()"),
     (
         "merge_into",
@@ -49,6 +52,14 @@ for _name, _arguments, _results in (
     ),
 ):
     _library.define(f"{_name}({_arguments}) -> {_results}", tags=(torch.Tag.pt2_compliant_tag,))
+
+# The tensors of the ops that write what they are given, and which they write, as errors name them.
+_OUT_PARTS = tuple(f"out.{name}" for name in arguments.PART_NAMES)
+_OUT_PROJECTIONS = ("out.mixed_qkvz", "out.mixed_ba")
+_SPLIT_INTO = ("mixed_qkvz", "mixed_ba", *_OUT_PARTS)
+_MERGE_INTO = (*arguments.PART_NAMES, *_OUT_PROJECTIONS)
+_CONVOLVE = ("mixed_qkvz", "mixed_ba", "conv_state", "conv_weight", "conv_bias", "slots", *_OUT_PARTS)
+_OUT_CONVOLVE = ("conv_state", *_OUT_PARTS)
 
 # Below, `sizes` are an op's last arguments: num_heads_qk, num_heads_v, head_qk, head_v, layout, and the plan as ints,
 # which torch leaves out when it is None.
@@ -89,7 +100,11 @@ def _checked_merge(mixed_qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, *sizes: A
 
 def _check_plan(rows: int, shape: GroupShape, sizes: tuple[Any, ...]) -> None:
     plan = _plan(SplitPlan, sizes)
-    if plan is not None and not plan.covers(rows, shape):
+    if plan is None:
+        return
+    if plan.rows_per_program and plan.dependent_launch:
+        fail("plan", "without dependent_launch if it has rows_per_program: that kernel waits for none", plan)
+    if not plan.covers(rows, shape):
         fail("plan", f"one made for {rows} rows of {shape}", plan)
 
 
@@ -176,14 +191,16 @@ def _prepare_split_into(tensors: tuple[Tensor, ...], sizes: tuple[Any, ...]) -> 
     launch = _launches_of_gpu()
     shape = _checked_split_into(*tensors, *sizes)
     qkvz, ba, *parts = tensors
-    return launch.prepare_move(qkvz, ba, parts, shape, sizes[4], merge=False, plan=_plan(SplitPlan, sizes))
+    run = launch.prepare_move(qkvz, ba, parts, shape, sizes[4], merge=False, plan=_plan(SplitPlan, sizes))
+    return run, MemoryOverlap(dict(zip(_SPLIT_INTO, tensors, strict=True)), _OUT_PARTS)
 
 
 def _prepare_merge_into(tensors: tuple[Tensor, ...], sizes: tuple[Any, ...]) -> Any:
     launch = _launches_of_gpu()
     shape = _checked_merge_into(*tensors, *sizes)
     *parts, qkvz, ba = tensors
-    return launch.prepare_move(qkvz, ba, parts, shape, sizes[4], merge=True, plan=_plan(SplitPlan, sizes))
+    run = launch.prepare_move(qkvz, ba, parts, shape, sizes[4], merge=True, plan=_plan(SplitPlan, sizes))
+    return run, MemoryOverlap(dict(zip(_MERGE_INTO, tensors, strict=True)), _OUT_PROJECTIONS)
 
 
 def _prepare_conv(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
@@ -191,9 +208,10 @@ def _prepare_conv(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
     tokens, silu, *sizes = numbers
     shape = _checked_conv(*tensors, *numbers)
     qkvz, ba, state, weight, bias, slots, *parts = tensors
-    return launch.prepare_split_conv1d_update(
+    run = launch.prepare_split_conv1d_update(
         qkvz, ba, state, weight, bias is not None, slots, parts, shape, tokens, silu, sizes[4], _plan(ConvPlan, sizes)
     )
+    return run, MemoryOverlap(dict(zip(_CONVOLVE, tensors, strict=True)), _OUT_CONVOLVE)
 
 
 def _kernel_split(mixed_qkvz: Tensor, mixed_ba: Tensor, *sizes: Any) -> Parts:
@@ -205,27 +223,36 @@ def _kernel_split(mixed_qkvz: Tensor, mixed_ba: Tensor, *sizes: Any) -> Parts:
 
 def _kernel_split_into(mixed_qkvz: Tensor, mixed_ba: Tensor, *parts_and_sizes: Any) -> None:
     tensors = (mixed_qkvz, mixed_ba, *parts_and_sizes[:4])
-    _ready(_prepare_split_into, tensors, parts_and_sizes[4:])(*tensors)
+    derivatives.refuse_tangents(_SPLIT_INTO, tensors)
+    run, check_overlap = _ready(_prepare_split_into, tensors, parts_and_sizes[4:])
+    check_overlap(*tensors)
+    run(*tensors)
 
 
 def _kernel_merge_into(
     mixed_qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, mixed_qkvz: Tensor, mixed_ba: Tensor, *sizes: Any
 ) -> None:
-    run = _ready(_prepare_merge_into, (mixed_qkv, z, b, a, mixed_qkvz, mixed_ba), sizes)
+    tensors = (mixed_qkv, z, b, a, mixed_qkvz, mixed_ba)
+    derivatives.refuse_tangents(_MERGE_INTO, tensors)
+    run, check_overlap = _ready(_prepare_merge_into, tensors, sizes)
+    check_overlap(*tensors)
     run(mixed_qkvz, mixed_ba, mixed_qkv, z, b, a)
 
 
 def _kernel_merge(mixed_qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, *sizes: Any) -> tuple[Tensor, Tensor]:
     fused = allocate_projections(mixed_qkv, b, _checked_merge(mixed_qkv, z, b, a, *sizes))
-    _kernel_merge_into(mixed_qkv, z, b, a, *fused, *sizes)
+    run, _ = _ready(_prepare_merge_into, (mixed_qkv, z, b, a, *fused), sizes)
+    run(*fused, mixed_qkv, z, b, a)
     return fused
 
 
 def _kernel_split_conv1d_update(*arguments_of_op: Any) -> None:
     tensors, numbers = arguments_of_op[:10], arguments_of_op[10:]
-    run = _ready(_prepare_conv, tensors, numbers)
+    derivatives.refuse_tangents(_CONVOLVE, tensors)
+    run, check_overlap = _ready(_prepare_conv, tensors, numbers)
+    check_overlap(*tensors)
     qkvz, ba, state, weight, bias, slots, *parts = tensors
-    if values_are_checked():
+    if values_are_checked(qkvz.device):
         arguments.check_slot_values(slots, state.shape[0])
     run(qkvz, ba, state, weight, weight if bias is None else bias, slots, *parts)
 
@@ -257,6 +284,9 @@ def _reference_merge(mixed_qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, *sizes:
 
 def _reference_split_into(mixed_qkvz: Tensor, mixed_ba: Tensor, *parts_and_sizes: Any) -> None:
     _checked_split_into(mixed_qkvz, mixed_ba, *parts_and_sizes)
+    tensors = (mixed_qkvz, mixed_ba, *parts_and_sizes[:4])
+    derivatives.refuse_tangents(_SPLIT_INTO, tensors)
+    check_no_overlap(dict(zip(_SPLIT_INTO, tensors, strict=True)), _OUT_PARTS)
     _copy_into(parts_and_sizes[:4], projection.split(mixed_qkvz, mixed_ba, *parts_and_sizes[4:9]))
 
 
@@ -264,14 +294,19 @@ def _reference_merge_into(
     mixed_qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, mixed_qkvz: Tensor, mixed_ba: Tensor, *sizes: Any
 ) -> None:
     _checked_merge_into(mixed_qkv, z, b, a, mixed_qkvz, mixed_ba, *sizes)
+    tensors = (mixed_qkv, z, b, a, mixed_qkvz, mixed_ba)
+    derivatives.refuse_tangents(_MERGE_INTO, tensors)
+    check_no_overlap(dict(zip(_MERGE_INTO, tensors, strict=True)), _OUT_PROJECTIONS)
     _copy_into((mixed_qkvz, mixed_ba), projection.merge(mixed_qkv, z, b, a, *sizes[:5]))
 
 
 def _reference_split_conv1d_update(*arguments_of_op: Any) -> None:
     _checked_conv(*arguments_of_op)
+    derivatives.refuse_tangents(_CONVOLVE, arguments_of_op[:10])
+    check_no_overlap(dict(zip(_CONVOLVE, arguments_of_op[:10], strict=True)), _OUT_CONVOLVE)
     qkvz, ba, state, weight, bias, slots, *parts, tokens, silu = arguments_of_op[:12]
     sizes = arguments_of_op[12:]
-    if values_are_checked():
+    if values_are_checked(qkvz.device):
         arguments.check_slot_values(slots, state.shape[0])
     results = projection.split_conv1d_update(
         qkvz, ba, state, weight, bias, slots, *sizes[:4], layout=sizes[4], tokens_per_sequence=tokens,
@@ -304,6 +339,7 @@ for _name, _kernel, _reference, _fake in (
     ("split", _kernel_split, _reference_split, _fake_split),
     ("split_inference", _kernel_split, _reference_split, _fake_split),
     ("merge", _kernel_merge, _reference_merge, _fake_merge),
+    ("merge_inference", _kernel_merge, _reference_merge, _fake_merge),
     ("split_into", _kernel_split_into, _reference_split_into, _only_checking(_checked_split_into)),
     ("merge_into", _kernel_merge_into, _reference_merge_into, _only_checking(_checked_merge_into)),
     ("split_conv1d_update", _kernel_split_conv1d_update, _reference_split_conv1d_update, _only_checking(_checked_conv)),
@@ -315,20 +351,5 @@ for _name, _kernel, _reference, _fake in (
     torch.library.register_fake(f"gdn_split::{_name}", _fake, lib=_library)
 
 
-def _remember_sizes(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
-    ctx.sizes = inputs[-6:]
-
-
-def _split_backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-    # Autograd hands over expanded gradients (of a sum, for one); the op wants packed rows.
-    fused = torch.ops.gdn_split.merge(*[gradient.contiguous() for gradient in gradients], *ctx.sizes)
-    return (*fused, *[None] * len(ctx.sizes))
-
-
-def _merge_backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-    parts = torch.ops.gdn_split.split(*[gradient.contiguous() for gradient in gradients], *ctx.sizes)
-    return (*parts, *[None] * len(ctx.sizes))
-
-
-torch.library.register_autograd("gdn_split::split", _split_backward, setup_context=_remember_sizes, lib=_library)
-torch.library.register_autograd("gdn_split::merge", _merge_backward, setup_context=_remember_sizes, lib=_library)
+_library.impl("split", derivatives.split, "Autograd")
+_library.impl("merge", derivatives.merge, "Autograd")

@@ -197,6 +197,17 @@ def test_the_kernel_for_sm_90_copies_by_the_memory_accelerator_and_multiplies_by
         assert report.shared <= LIMITS["sm_90"].shared_memory, report.spec
 
 
+def test_the_largest_tiles_fit_in_the_64_kib_of_sm_75(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads of 256 in the caches that take most: in 16 bits, and x-packed in 8."""
+    limits = DeviceLimits(40, 65536, turing=True)
+    options = [{"layout": "HND", "page": 544}, {"layout": "x-packed", "cache_dtype": E4M3, "scales": "heads"}]
+    specs = [spec for each in options for spec in prefill(str(each), WIDE, limits, monkeypatch, dtype=FP16, **each)]
+    reports = compile_specs(specs, ["sm_75"], processes=1)
+    assert_clean(reports)
+    for report in reports:
+        assert 40 * 1024 < report.shared <= limits.shared_memory, report
+
+
 def test_no_kernel_is_left_out() -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
         compiled = {spec.kernel for spec in all_specs("sm_90", monkeypatch)}

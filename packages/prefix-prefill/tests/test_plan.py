@@ -35,7 +35,7 @@ H200 = DeviceLimits(132, 227 * KIB, hopper=True)
 A100 = DeviceLimits(108, 163 * KIB)
 DEVICES = {
     "H200": H200, "A100": A100, "a consumer GPU": DeviceLimits(84, 99 * KIB), "MI300X": DeviceLimits(304, 64 * KIB),
-    "B200": DeviceLimits(148, 227 * KIB), "one core": DeviceLimits(1),
+    "B200": DeviceLimits(148, 227 * KIB), "T4": DeviceLimits(40, 64 * KIB, turing=True), "one core": DeviceLimits(1),
 }  # fmt: skip
 on_every_device = pytest.mark.parametrize("limits", DEVICES.values(), ids=DEVICES)
 SIZES = (16, 24, 65, 80, 128, 129, 192, 256)
@@ -99,6 +99,19 @@ def test_keys_and_values_in_flight_fit_in_shared_memory(limits: DeviceLimits) ->
     for problem in problems():
         plan = plan_prefill(problem, limits)
         assert tile_bytes(problem, plan) <= limits.shared_memory - plan.hopper * KIB, (problem, plan)
+
+
+def test_tiles_fit_in_the_shared_memory_of_turing_which_holds_them_twice() -> None:
+    """As the compiler makes it: see test_codegen.py. Larger heads take fewer rows, and only where they must."""
+    limits = DEVICES["T4"]
+    for problem in problems():
+        plan = plan_prefill(problem, limits)
+        block_d = max(16, power_of_two_at_least(problem.head_size))
+        assert 2 * block_d * (plan.block_m + plan.block_n) * problem.bits // 8 <= limits.shared_memory, (problem, plan)
+    for size, rows in ((128, 64), (129, 32), (256, 32)):
+        problem = replace(PROMPT, head_size=size, described=False)
+        assert plan_prefill(problem, limits).block_m == rows
+        assert plan_prefill(problem, DEVICES["MI300X"]).block_m == 64
 
 
 def test_what_the_kernel_for_sm_90_is_written_for_goes_to_it_and_nothing_else() -> None:

@@ -122,6 +122,7 @@ def device_limits(device: torch.device) -> DeviceLimits:
         cores=properties["multiprocessor_count"],
         shared_memory=properties["max_shared_mem"],
         hopper=capability == (9, 0) and _has_gluon(),
+        turing=capability == (7, 5),
     )
 
 

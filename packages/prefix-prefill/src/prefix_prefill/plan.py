@@ -50,11 +50,13 @@ class DeviceLimits:
 
     ``cores`` are multiprocessors (compute units); ``shared_memory`` is the most that a program may use, in bytes.
     ``hopper``: sm_90, with its tensor memory accelerator and warpgroup products, and a Triton that brings Gluon.
+    ``turing``: sm_75, where shared memory holds tiles twice, the second time as they are multiplied.
     """
 
     cores: int
     shared_memory: int = 64 * 1024
     hopper: bool = False
+    turing: bool = False
 
 
 @dataclass(frozen=True)
@@ -188,6 +190,9 @@ def _portable(problem: Problem, limits: DeviceLimits) -> PrefillPlan:
     if limits.shared_memory <= 64 * 1024:
         # Masks of wider tiles take more scalar registers than gfx942 has.
         block_n, stages = 16, 1
+        if limits.turing and problem.bits == 16 and block_d > 128:
+            # 64 rows of heads of 256 would take 80 KB, of 64.
+            most_m = 32
     block_m = min(most_m, max(16, power_of_two_at_least(_rows_of_a_sequence(problem))))
     if block_m < most_m and block_d <= 128 and problem.cache_bits == problem.bits:
         warps = 4

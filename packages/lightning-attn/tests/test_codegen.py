@@ -29,6 +29,14 @@ LIMITS = {
     "sm_100": DeviceLimits(148, 232448, blackwell=True, dependent_launch=True),
     "gfx942": DeviceLimits(304, 65536),
 }
+# Those with less shared memory, for which the largest tiles are compiled. sm_75 multiplies bfloat16 without tensor
+# cores, in more registers than there are.
+SMALL_LIMITS = {
+    "sm_75": DeviceLimits(40, 65536),
+    "sm_86": DeviceLimits(84, 101376),
+    "sm_89": DeviceLimits(142, 101376),
+    "sm_120": DeviceLimits(170, 101376, blackwell=True, dependent_launch=True),
+}
 MINIMAX = Heads(MINIMAX_01.num_heads, MINIMAX_01.num_heads, MINIMAX_01.head_qk, MINIMAX_01.head_v)
 MINIMAX_TP8 = Heads(8, 8, MINIMAX_01.head_qk, MINIMAX_01.head_v)
 NARROW_KEYS = Heads(64, 64, 80, 48)
@@ -62,7 +70,7 @@ def empty(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def all_specs(target: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[KernelSpec]:
-    limits = LIMITS[target]
+    limits = {**LIMITS, **SMALL_LIMITS}[target]
 
     def dense(
         name: str, heads: Heads, dtype: torch.dtype, plan: PrefillPlan | None = None, *, forward: bool = False
@@ -152,6 +160,20 @@ def reports() -> list[Report]:
 def test_every_kernel_compiles_for_every_target_without_spills_or_traps(reports: list[Report]) -> None:
     assert_clean(reports)
     assert {report.target for report in reports} == set(TARGETS)
+
+
+def test_the_largest_tiles_fit_the_shared_memory_of_smaller_gpus() -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        jobs = {target: list(all_specs(target, monkeypatch)) for target in SMALL_LIMITS}
+    reports = []
+    for target, specs in jobs.items():
+        largest = [spec for spec in specs if spec.name == "head sizes of 256, ragged 0"]
+        reports += compile_specs(largest, [target], processes=1)
+    assert [report.target for report in reports] == [*SMALL_LIMITS]
+    assert_clean([report for report in reports if report.target != "sm_75"])
+    for report in reports:
+        assert not report.error
+        assert 0 < report.shared <= SMALL_LIMITS[report.target].shared_memory
 
 
 def test_prefill_in_bfloat16_multiplies_on_tensor_cores(reports: list[Report]) -> None:

@@ -30,10 +30,13 @@ KIB = 1024
 H200 = DeviceLimits(132, 227 * KIB, hopper=True, dependent_launch=True)
 A100 = DeviceLimits(108, 163 * KIB)
 CONSUMER = DeviceLimits(84, 99 * KIB)
+RTX_50 = DeviceLimits(170, 99 * KIB, blackwell=True, dependent_launch=True)
+T4 = DeviceLimits(40, 64 * KIB)
 MI300X = DeviceLimits(304, 64 * KIB)
 B200 = DeviceLimits(148, 227 * KIB, blackwell=True, dependent_launch=True)
 DEVICES = {
     "H200": H200, "A100": A100, "a consumer GPU": CONSUMER, "MI300X": MI300X, "B200": B200, "one core": DeviceLimits(1),
+    "RTX 50": RTX_50, "T4": T4,
 }  # fmt: skip
 on_every_device = pytest.mark.parametrize("limits", DEVICES.values(), ids=DEVICES)
 SIZES = (16, 17, 31, 32, 33, 48, 64, 65, 80, 96, 100, 128, 129, 192, 250, 255, 256)
@@ -79,10 +82,9 @@ def test_blocks_are_powers_of_two_that_waste_less_than_half_of_a_state(limits: D
         assert block_e < 2 * e
 
 
-@pytest.mark.parametrize("kib", [64, 99, 163, 227])
-def test_stages_fit_the_shared_memory_that_there_is(kib: int) -> None:
+@on_every_device
+def test_stages_fit_the_shared_memory_that_there_is(limits: DeviceLimits) -> None:
     """Counted by hand: q, k and v of each stage, and at the least a chunk's scores and weighted values."""
-    limits = DeviceLimits(100, kib * KIB)
     for shape, as_16_bits, plan in prefill_plans(limits):
         if not as_16_bits:
             # A walk by token holds nothing in shared memory but sums.

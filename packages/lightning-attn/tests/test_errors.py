@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import math
 import re
+import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import fields
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -682,3 +684,52 @@ def test_an_output_may_lie_between_the_columns_of_a_fused_projection(tensors) ->
         part.copy_(x)
     lightning_attn.lightning_decode(*parts[:3], batch.pool.tensor, batch.slots, batch.slopes, out=parts[3])
     batch.check_out(parts[3], products=torch.float32)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_an_array_of_another_library_is_told_in_a_line_and_not_printed(function) -> None:
+    for name, value in good(function, torch.device("cpu")).items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        arguments = good(function, torch.device("cpu"))
+        arguments[name] = numpy.zeros((300, 300))
+        with torch.no_grad(), pytest.raises(TypeError) as raised:
+            FUNCTIONS[function](**arguments)
+        told = "".join(traceback.format_exception(raised.value))
+        assert re.search(
+            rf"^TypeError: {name} must be .*, got a numpy ndarray float64 \[300, 300\]$", told, re.MULTILINE
+        )
+        assert len(told) < 3000
+        assert "[[0." not in told
+
+
+heads_and_tokens = lambda x: x.transpose(-3, -2)  # noqa: E731
+transposed = lambda x: x.mT  # noqa: E731
+# Layouts that are mixed up: what is laid out otherwise, the argument named, and what the error says would fit.
+LAYOUTS = [
+    ("prefill", ("q", "k", "v"), heads_and_tokens, "ed", "q.transpose(1, 2) if it is [b, n, h, d]"),
+    ("prefill", ("k",), heads_and_tokens, "k", "k.transpose(1, 2) if it is [b, n, h, d]"),
+    ("prefill", ("v",), heads_and_tokens, "v", "v.transpose(1, 2) if it is [b, n, h, d]"),
+    ("prefill", ("kv_history",), transposed, "kv_history", "kv_history.mT if it is [.., E, D]"),
+    ("varlen", ("q", "k", "v"), heads_and_tokens, "slopes", "q.transpose(0, 1) if it is [H, T, D]"),
+    ("verify", ("q", "k", "v"), heads_and_tokens, "slopes", "q.transpose(1, 2) if it is [B, H, T, D]"),
+    ("drop-in", ("q",), heads_and_tokens, "q", "q.transpose(1, 2) if it is [B, 1, H, D]"),
+    *[(function, (name,), transposed, name, f"{name}.mT if it is [.., E, D]") for function, name in POOL.items()],
+]
+
+
+@pytest.mark.parametrize(("function", "names", "change", "named", "fits"), LAYOUTS)
+def test_an_error_over_a_layout_that_is_mixed_up_says_what_would_fit(
+    device, function, names, change, named, fits
+) -> None:
+    arguments = good(function, device)
+    if function == "varlen":
+        # As many heads of q and k as of v.
+        arguments["q"], arguments["k"] = (arguments[name].repeat(1, H // HQK, 1) for name in ("q", "k"))
+    if function == "verify":
+        arguments["q"], arguments["k"] = (arguments[name][:, :3].repeat(1, 1, H // HQK, 1) for name in ("q", "k"))
+        arguments["v"] = arguments["v"][:, :3]
+    for name in names:
+        arguments[name] = change(arguments[name])
+    with pytest.raises(ValueError, match=rf"^{named} must be .*{re.escape(fits)}.*, got "):
+        FUNCTIONS[function](**arguments)

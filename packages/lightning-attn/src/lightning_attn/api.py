@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -99,7 +100,7 @@ def lightning_attention(
                 op = _attention
         return LightningResult(*op(q, k, v, ed, kv_history, *numbers))
     except _REFUSALS:
-        check_tensors(q=q, k=k, v=v, ed=ed, **_given(kv_history=kv_history))
+        _explain(check_tensors, q=q, k=k, v=v, ed=ed, **_given(kv_history=kv_history))
         raise
 
 
@@ -166,14 +167,14 @@ def lightning_attention_varlen(
             result, *numbers,
         )  # fmt: skip
     except _REFUSALS:
-        check_tensors(
-            q=q, k=k, v=v, slopes=slopes, cu_seqlens=cu_seqlens, state_pool=state_pool, slots=slots,
+        _explain(
+            check_tensors, q=q, k=k, v=v, slopes=slopes, cu_seqlens=cu_seqlens, state_pool=state_pool, slots=slots,
             **_given(
                 out=out, has_initial_state=own_states, **{"snapshot.positions": positions},
                 **{"snapshot.slots": snapshot_slots},
             ),
         )  # fmt: skip
-        arguments.check_packed(("T",), q, k, v)
+        _explain(arguments.check_packed, ("T",), q, k, v)
         raise
     return result
 
@@ -217,8 +218,8 @@ def lightning_decode(
         result = _allocate_out(q, v) if out is None else out
         _decode(q, k, v, state_pool, slots, slopes, result, *numbers)
     except _REFUSALS:
-        check_tensors(q=q, k=k, v=v, state_pool=state_pool, slots=slots, slopes=slopes, **_given(out=out))
-        arguments.check_packed(("B",), q, k, v)
+        _explain(check_tensors, q=q, k=k, v=v, state_pool=state_pool, slots=slots, slopes=slopes, **_given(out=out))
+        _explain(arguments.check_packed, ("B",), q, k, v)
         raise
     return result
 
@@ -253,19 +254,20 @@ def linear_decode_forward_triton(
         q_rows, k_rows, v_rows = _only_token(q, k, v)
         out = _allocate_out(q_rows, v_rows)
     except _REFUSALS:
-        check_tensors(q=q, k=k, v=v, kv_caches=kv_caches, slope_rate=slope_rate, slot_idx=slot_idx)
+        _explain(check_tensors, q=q, k=k, v=v, kv_caches=kv_caches, slope_rate=slope_rate, slot_idx=slot_idx)
         raise
     try:
         _decode(q_rows, k_rows, v_rows, kv_caches, slot_idx, slope_rate, out, 1.0)
     except (*_REFUSALS, ValueError):
         # The op knows its arguments by other names.
-        check_tensors(q=q, k=k, v=v, kv_caches=kv_caches, slope_rate=slope_rate, slot_idx=slot_idx)
+        _explain(check_tensors, q=q, k=k, v=v, kv_caches=kv_caches, slope_rate=slope_rate, slot_idx=slot_idx)
         tensors = (q_rows, k_rows, v_rows, kv_caches, slot_idx, slope_rate, out)
-        arguments.check_decode(*tensors, _NAMES_OF_ENGINES)
+        _explain(arguments.check_decode, *tensors, _NAMES_OF_ENGINES)
         if not torch.compiler.is_compiling():
-            arguments.overlap("decode", tensors, _NAMES_OF_ENGINES)(*tensors)
+            _explain(arguments.overlap("decode", tensors, _NAMES_OF_ENGINES), *tensors)
         if values_are_checked(q.device):
-            arguments.check_values(_NAMES_OF_ENGINES, slopes=slope_rate, slots=slot_idx, num_slots=kv_caches.shape[0])
+            num_slots = kv_caches.shape[0]
+            _explain(arguments.check_values, _NAMES_OF_ENGINES, slopes=slope_rate, slots=slot_idx, num_slots=num_slots)
         raise
     return out.flatten(1)
 
@@ -276,8 +278,12 @@ _NAMES_OF_ENGINES = Names(state_pool="kv_caches", slots="slot_idx", slopes="slop
 def _only_token(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """[B, H, 1, D|E] as [B, H, D|E]: views."""
     for name, tensor, tail in (("q", q, "D"), ("k", k, "D"), ("v", v, "E")):
+        if not isinstance(tensor, Tensor):
+            check_tensors(**{name: tensor})
         if tensor.ndim != 4 or tensor.shape[2] != 1:
-            fail(name, f"[B, H, 1, {tail}]", describe(tensor))
+            tokens_first = tensor.ndim == 4 and tensor.shape[1] == 1
+            hint = f" (pass {name}.transpose(1, 2) if it is [B, 1, H, {tail}])" if tokens_first else ""
+            fail(name, f"[B, H, 1, {tail}]{hint}", describe(tensor))
         # While torch.compile traces, sizes may be ones that only the device knows: then the op asks.
         if not torch.compiler.is_compiling() and tensor.shape[:2] != q.shape[:2]:
             fail(name, f"[{q.shape[0]}, {q.shape[1]}, 1, {tail}] as q is", describe(tensor))
@@ -321,8 +327,8 @@ def lightning_verify(
         result = _allocate_out(q, v) if out is None else out
         _verify(q, k, v, state_pool, slots, slopes, result, *numbers)
     except _REFUSALS:
-        check_tensors(q=q, k=k, v=v, state_pool=state_pool, slots=slots, slopes=slopes, **_given(out=out))
-        arguments.check_packed(("B", "T"), q, k, v)
+        _explain(check_tensors, q=q, k=k, v=v, state_pool=state_pool, slots=slots, slopes=slopes, **_given(out=out))
+        _explain(arguments.check_packed, ("B", "T"), q, k, v)
         raise
     return result
 
@@ -358,8 +364,16 @@ def lightning_commit(
         _refuse_derivatives(k=k, v=v, state_pool=state_pool, slots=slots, slopes=slopes, accepted=accepted)
         _commit(k, v, state_pool, slots, slopes, accepted, ints)
     except _REFUSALS:
-        check_tensors(k=k, v=v, state_pool=state_pool, slots=slots, slopes=slopes, accepted=accepted)
+        _explain(check_tensors, k=k, v=v, state_pool=state_pool, slots=slots, slopes=slopes, accepted=accepted)
         raise
+
+
+def _explain(check: Callable[..., object], *given: Any, **named: Any) -> None:
+    """What is wrong, in our words alone: torch's, of a call that it cannot take, print whole arrays."""
+    try:
+        check(*given, **named)
+    except (ValueError, TypeError) as said:
+        raise said from None
 
 
 def _allocate_out(q: Tensor, v: Tensor) -> Tensor:

@@ -64,15 +64,16 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor, ed: Tensor, kv_history: Ten
             fail(name, f"[b, h, n, {tail}]", describe(tensor))
         _check_like_first(name, tensor, "q", q)
     if _differ(k.shape, q.shape):
-        fail("k", f"{list(q.shape)} as q is", describe(k))
+        fail("k", f"{list(q.shape)} as q is{_if_tokens_first('k', k, q)}", describe(k))
     if _differ(v.shape[:3], q.shape[:3]):
-        fail("v", f"[{', '.join(map(str, q.shape[:3]))}, e] as q is", describe(v))
+        fail("v", f"[{', '.join(map(str, q.shape[:3]))}, e] as q is{_if_tokens_first('v', v, q)}", describe(v))
     batch, num_heads, _, head_qk = q.shape
     heads = _check_heads("q", num_heads, num_heads, head_qk, v.shape[3])
-    _check_slopes("ed", ed, num_heads, "q", q, f" (q, [b, h, n, d], is {list(q.shape)})")
+    _check_slopes("ed", ed, num_heads, "q", q, "[b, h, n, d]")
     if kv_history is not None:
         states = (batch, num_heads, head_qk, v.shape[3])
-        _check_matrices("kv_history", kv_history, states, "q", q, " (of an earlier call's kv: kv[:, :, -1])")
+        hint = " (of an earlier call's kv: kv[:, :, -1])" + _if_transposed("kv_history", kv_history, states)
+        _check_matrices("kv_history", kv_history, states, "q", q, hint)
     return heads
 
 
@@ -93,7 +94,7 @@ def check_varlen(
     """A ragged batch of packed tokens and the pool of its states; the heads they make."""
     heads = check_packed(("T",), q, k, v)
     like = ("q", q)
-    _check_slopes("slopes", slopes, heads.num_heads, *like)
+    _check_slopes("slopes", slopes, heads.num_heads, *like, "[T, H, D]")
     for name, tensor in (("cu_seqlens", cu_seqlens), ("slots", slots)):
         if tensor.ndim != 1:
             fail(name, "[B + 1]" if name == "cu_seqlens" else "[B]", describe(tensor))
@@ -172,7 +173,8 @@ def check_pool(state_pool: Tensor, heads: Heads, as_in: str, first: Tensor, name
     if state_pool.dtype not in _FLOATS:
         fail(f"{name}.dtype", "float32, bfloat16 or float16", state_pool.dtype, TypeError)
     if state_pool.ndim != 4 or _differ(state_pool.shape[1:], shape):
-        fail(name, f"[num_slots, {', '.join(map(str, shape))}]", describe(state_pool))
+        hint = _if_transposed(name, state_pool, (0, *shape))
+        fail(name, f"[num_slots, {', '.join(map(str, shape))}]{hint}", describe(state_pool))
     _check_device(name, state_pool, as_in, first)
     _check_places(name, state_pool)
 
@@ -260,7 +262,8 @@ def _check_states(
     state_pool: Tensor, slots: Tensor, slopes: Tensor, heads: Heads, as_in: str, first: Tensor, names: Names = _NAMES
 ) -> None:
     _check_indices(names.slots, slots, (first.shape[0],), as_in, first)
-    _check_slopes(names.slopes, slopes, heads.num_heads, as_in, first)
+    layout = "[B, H, D]" if first.ndim == 3 else "[B, T, H, D]"
+    _check_slopes(names.slopes, slopes, heads.num_heads, as_in, first, layout)
     check_pool(state_pool, heads, as_in, first, names.state_pool)
 
 
@@ -282,12 +285,34 @@ def _check_drafts(name: str, first: Tensor) -> None:
         fail(name, f"[B, T, ...] with at most {MOST_DRAFTS} tokens T", describe(first))
 
 
-def _check_slopes(name: str, slopes: Tensor, num_heads: int, as_in: str, first: Tensor, hint: str = "") -> None:
+def _check_slopes(name: str, slopes: Tensor, num_heads: int, as_in: str, first: Tensor, layout: str) -> None:
+    """One rate a head of ``first``, laid out so; a layout in which as many heads as rates would stand is named."""
     if slopes.dtype != torch.float32:
         fail(f"{name}.dtype", "float32", slopes.dtype, TypeError)
     if slopes.numel() != num_heads or not slopes.is_contiguous():
+        hint = f" ({as_in}, {layout}, is {list(first.shape)})"
+        names = layout.strip("[]").split(", ")
+        heads = names.index("h" if "h" in names else "H")
+        for other, size in enumerate(first.shape[:-1]):
+            if other != heads and known(size == slopes.numel()) and not known(size == first.shape[heads]):
+                swapped = names.copy()
+                swapped[heads], swapped[other] = names[other], names[heads]
+                fits = f"{as_in}.transpose({min(heads, other)}, {max(heads, other)}) if it is [{', '.join(swapped)}]"
+                hint = f"{hint[:-1]}; {fits}, and so k and v)"
         fail(name, f"of {num_heads} elements, one a head, contiguous{hint}", describe(slopes))
     _check_device(name, slopes, as_in, first)
+
+
+def _if_tokens_first(name: str, tensor: Tensor, q: Tensor) -> str:
+    """A hint for [b, n, h, d] beside a q [b, h, n, d]."""
+    fits = not _differ(tensor.shape[:3], [q.shape[0], q.shape[2], q.shape[1]])
+    return f" (pass {name}.transpose(1, 2) if it is [b, n, h, d])" if fits else ""
+
+
+def _if_transposed(name: str, tensor: Tensor, shape: Sequence[int]) -> str:
+    """A hint for states [.., D, E] that come as [.., E, D]."""
+    fits = tensor.ndim == len(shape) and not _differ(tensor.shape[1:], [*shape[1:-2], shape[-1], shape[-2]])
+    return f" (pass {name}.mT if it is [.., E, D])" if fits else ""
 
 
 def _check_indices(name: str, indices: Tensor, shape: tuple[int, ...], as_in: str, first: Tensor) -> None:

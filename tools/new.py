@@ -8,6 +8,8 @@ start with an underscore are parts of others. It wants jinja2 and ruff.
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import keyword
 import re
 import shutil
@@ -41,6 +43,28 @@ def check(name: str, root: Path) -> None:
     taken = {"shared", "tools", *(project(home)["name"] for home in [root / "shared", *homes(root)])}
     if name in taken or (root / "packages" / name).exists():
         raise NewError(f"name must be new, and there is a {name} already")
+    # Where either is imported the other would be hidden. This process may lack what the packages need.
+    if name in needed(root) | installed() or importlib.util.find_spec(module) is not None:
+        raise NewError(f"name must be no other project's, got {name}, which is installed or which packages need")
+
+
+def normal(requirement: str) -> str:
+    """The name of a distribution that a requirement begins with, spelt as an index does."""
+    return re.sub(r"[-_.]+", "-", re.match(r"[\w.-]*", requirement.strip())[0]).lower()  # type: ignore[index]
+
+
+def installed() -> set[str]:
+    return {normal(str(distribution.metadata["Name"])) for distribution in importlib.metadata.distributions()}
+
+
+def needed(root: Path) -> set[str]:
+    """What the repository's packages and tools are made of, and so what every environment of theirs holds."""
+    groups = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8")).get("dependency-groups", {})
+    lists = list(groups.values())
+    for home in [root / "shared", *homes(root)]:
+        found = project(home)
+        lists += [found.get("dependencies", []), *found.get("optional-dependencies", {}).values()]  # type: ignore[attr-defined]
+    return {normal(one) for requirements in lists for one in requirements if isinstance(one, str)}
 
 
 def homes(root: Path) -> list[Path]:

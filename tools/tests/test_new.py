@@ -104,6 +104,9 @@ def test_the_longest_name_still_fits_the_lines(house: Path) -> None:
         (["../block"], "name must be kebab-case, such as block-scan, got '../block'"),
         (["2-pass"], "name must be kebab-case, such as block-scan, got '2-pass'"),
         (["json"], "name must be none of Python's own, got json"),
+        (["torch"], "name must be no other project's, got torch, which is installed or which packages need"),
+        (["ml-dtypes"], "name must be no other project's, got ml-dtypes, which is installed or which packages need"),
+        (["pytest"], "name must be no other project's, got pytest, which is installed or which packages need"),
         (["lambda"], "name must be none of Python's own, got lambda"),
         ([LONG_NAME + "x"], f"name must be at most 30 characters long, got 31: {LONG_NAME}x"),
         ([], "usage: new.py <name>, kebab-case, such as block-scan"),
@@ -118,6 +121,22 @@ def test_a_wrong_name_is_told_in_one_line_and_makes_nothing(house: Path, argumen
     assert done.stdout == ""
     assert done.stderr in (f"new: {why}\n", f"{why}\n")
     assert sorted((house / "packages").iterdir()) == before
+
+
+@pytest.mark.parametrize("name", ["jinja2", "markupsafe"])
+def test_what_is_installed_here_is_refused_though_no_package_names_it(house: Path, name: str) -> None:
+    with pytest.raises(new.NewError, match=f"no other project's, got {name}"):
+        new.check(name, house)
+
+
+def test_a_module_without_a_distribution_is_refused(
+    house: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new.check("lone-module", house)
+    (tmp_path / "lone_module.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(new.NewError, match="no other project's, got lone-module"):
+        new.check("lone-module", house)
 
 
 def test_a_package_that_cannot_be_finished_is_not_begun(house: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,8 @@ from blocksparse_attn import launch
 from blocksparse_attn.arguments import check_attend
 from blocksparse_attn.plan import DeviceLimits, plan_attention
 from kernel_reference.models import PHI3_SMALL
-from kernel_reference.testing.codegen import TARGETS, KernelSpec, Report, assert_clean, compile_specs
+from kernel_reference.testing.codegen import KernelSpec, Report, assert_clean, compile_specs
+from kernel_reference.testing.targets import SMALL_TARGETS, TARGETS
 
 pytestmark = pytest.mark.codegen
 
@@ -30,7 +31,12 @@ LIMITS = {
     "sm_90": DeviceLimits(132, 232448, hopper=True),
     "sm_100": DeviceLimits(148, 232448),
     "gfx942": DeviceLimits(304, 65536),
+    "sm_86": DeviceLimits(84, 101376),
+    "sm_89": DeviceLimits(142, 101376),
+    "sm_120": DeviceLimits(170, 101376),
 }
+# Of those that smaller GPUs are given.
+MOST_SHARED = ("heads of 256", "Phi-3-small, x-packed")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 PHI3 = (PHI3_SMALL.num_heads_q, PHI3_SMALL.num_heads_kv, PHI3_SMALL.head_dim)
 
@@ -80,7 +86,7 @@ def attending(
 
     ragged, paged, padded = (kind == one for one in ("ragged", "paged", "padded"))
     tensors = (
-        q, k, v, integers(True, num_heads, 33), integers(True, num_heads, entries),
+        q, k, v, integers(True, num_heads, -(-longest // blocks[0]) + 1), integers(True, num_heads, entries),
         integers(not padded, sequences + 1), integers(ragged, sequences + 1), integers(paged, sequences, 256),
         integers(paged, sequences), *(integers(padded, sequences) for _ in range(4)),
         torch.empty(num_heads) if sinks else None, out,
@@ -146,6 +152,20 @@ def reports() -> list[Report]:
 def test_every_kernel_compiles_for_every_target_without_spills_or_traps(reports: list[Report]) -> None:
     assert_clean(reports)
     assert {report.target for report in reports} == set(TARGETS)
+
+
+def test_what_takes_most_shared_memory_compiles_for_gpus_that_have_99_kib_of_it() -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        jobs = {
+            target: [spec for spec in all_specs(target, monkeypatch) if spec.name in MOST_SHARED]
+            for target in SMALL_TARGETS
+        }
+    with ThreadPoolExecutor(2) as pool:
+        compiled = pool.map(lambda target: compile_specs(jobs[target], [target], processes=1), SMALL_TARGETS)
+        reports = [report for reports in compiled for report in reports]
+    assert len(reports) == 2 * len(SMALL_TARGETS)
+    assert_clean(reports)
+    assert all(report.uses_tensor_cores for report in reports)
 
 
 def test_what_is_in_16_bits_is_multiplied_on_tensor_cores(reports: list[Report]) -> None:

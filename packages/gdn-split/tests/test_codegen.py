@@ -19,7 +19,8 @@ import gdn_split
 from gdn_split import launch, ops
 from gdn_split.plan import DeviceLimits, GroupShape, plan_conv, plan_split
 from kernel_reference.models import QWEN3_NEXT_80B
-from kernel_reference.testing.codegen import TARGETS, KernelSpec, Report, assert_clean, compile_specs
+from kernel_reference.testing.codegen import KernelSpec, Report, assert_clean, compile_specs
+from kernel_reference.testing.targets import SMALL_TARGETS, TARGETS
 
 pytestmark = pytest.mark.codegen
 
@@ -95,6 +96,15 @@ def reports() -> list[Report]:
 def test_every_kernel_compiles_for_every_target_without_spills_or_traps(reports: list[Report]) -> None:
     assert_clean(reports)
     assert len(reports) == len(EVERYWHERE) * 4 + len(WAITING) * 2
+
+
+def test_the_largest_launches_compile_for_gpus_that_have_99_kib_of_shared_memory() -> None:
+    smaller = DeviceLimits(84, 101376, 8, False)
+    largest = [
+        move("split TP1, 65536 tokens", TP1, 65536, smaller),
+        convolution("convolution TP1, 256 sequences", TP1, 256, smaller),
+    ]
+    assert_clean(compile_specs(largest, SMALL_TARGETS))
 
 
 def test_no_kernel_of_the_file_is_left_out() -> None:

@@ -2,13 +2,15 @@
 
     python tools/report.py        writes dist/report.html and tools/report.svg
 
-Records are what ``packages/*/benchmarks/results/*.jsonl`` hold; who adds a package or a peer changes nothing here. The
+Records are what ``packages/*/benchmarks/results/*.jsonl`` hold, and maps of where speed falls off ``map.jsonl`` and
+``map-*.svg`` there; who adds a package or a peer changes nothing here. The
 same records give the same bytes. A record that does not say on what it was measured is refused, with its file and line.
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
 import statistics
 import sys
 from collections.abc import Sequence
@@ -32,6 +34,8 @@ from figures import (
     verdict,
 )
 
+from kernel_reference.bench import mapped
+from kernel_reference.bench.grid import words_of
 from kernel_reference.bench.record import MACHINE, Record, load
 
 ROOT = Path(__file__).parents[1]
@@ -54,7 +58,22 @@ COLUMNS = (
     ("× baseline", "median over the baseline's median: above 1 is slower", True),
     ("host µs", "median time that a call keeps the host", True),
     ("error", "as the package's check counts it; 0 is exact", True),
+    ("L2", "how the cache was cold at each call: by rotating more inputs than it holds, or flushed between", False),
     ("result", "what was owed and whether it was met, or why there is no time", False),
+)
+
+
+# Of a map: the slowest points, of which this many are shown.
+SLOWEST = 20
+MAP_COLUMNS = (
+    ("map", "which of the package's grids", False),
+    ("point", "the value on each axis", False),
+    ("µs", "median time of one call on the device", True),
+    ("best peer", "the fastest that ran and gave the right result", False),
+    ("of peer", "our speed over the best peer's", True),
+    ("of roof", "our speed over that of a copy of the same bytes, or of a GEMM of as many operations", True),
+    ("host µs", "median time that a call keeps the host", True),
+    ("result", "why there is no time", False),
 )
 
 
@@ -158,6 +177,40 @@ class Run:
         return Table([COLUMNS[i] for i in filled], [[row[i] for i in filled] for row in rows])
 
 
+class Map:
+    """What a package's map found: its slowest points, and its pictures as they were drawn."""
+
+    def __init__(self, file: Path) -> None:
+        self.header, self.points = mapped.load(file)
+        self.sweep = mapped.load_sweep(file.with_name(mapped.SWEEP_NAME))
+        drawn = ((name, file.with_name(f"map-{name}.svg")) for name in self.header.axes)
+        self.pictures = [
+            (name, base64.b64encode(picture.read_bytes()).decode()) for name, picture in drawn if picture.is_file()
+        ]
+
+    @property
+    def table(self) -> Table:
+        """The slowest points, then those that are red."""
+        slow = mapped.worst(self.header, self.points, SLOWEST)
+        red = [point for point in self.points if point.red and point not in slow]
+        rows = [self._cells(point) for point in (*slow, *red)]
+        filled = [i for i in range(len(MAP_COLUMNS)) if any(row[i].text for row in rows)]
+        return Table([MAP_COLUMNS[i] for i in filled], [[row[i] for i in filled] for row in rows])
+
+    def _cells(self, point: mapped.Measured) -> list[Cell]:
+        ours, peer = point.ours, point.peer
+        return [
+            Cell(point.map),
+            Cell(words_of(point.point)),
+            number(ours.us if ours else None, ",.2f"),
+            Cell(peer.implementation if peer else "", tip=f"{peer.us} µs" if peer else ""),
+            number(point.of_peer, ".2f"),
+            number(self.header.of_roof(point), ".2f"),
+            number(ours.host_us if ours else None, ",.1f"),
+            Cell("; ".join(point.red), mark="missed" if point.red else ""),
+        ]
+
+
 def cells(record: Record) -> list[Cell]:
     """A row of the table: as many cells as there are COLUMNS."""
     computes = bool(record.flops)
@@ -173,6 +226,7 @@ def cells(record: Record) -> list[Cell]:
         number(record.ratio_to_baseline, ",.3f"),
         number(record.host_us, ",.1f"),
         Cell("0", 0.0) if record.error == 0 else number(record.error, ".2e"),
+        Cell(record.l2 or ""),
         result(record),
     ]
 
@@ -199,7 +253,7 @@ def result(record: Record) -> Cell:
 
 def read(root: Path) -> list[Run]:
     """The runs of every package under ``root``, in the order of their files. Raises ReportError."""
-    files = sorted(root.glob(RECORDS))
+    files = sorted(file for file in root.glob(RECORDS) if file.name != mapped.NAME)
     runs: dict[tuple[object, ...], list[Record]] = {}
     for file in files:
         try:
@@ -213,7 +267,15 @@ def read(root: Path) -> list[Run]:
     return [Run(records) for records in runs.values()]
 
 
-def render(template: str, runs: Sequence[Run]) -> str:
+def read_maps(root: Path) -> list[Map]:
+    """The maps of every package under ``root``. Raises ReportError."""
+    try:
+        return [Map(file) for file in sorted(root.glob(RECORDS)) if file.name == mapped.NAME]
+    except (OSError, ValueError) as error:
+        raise ReportError(" ".join(str(error).replace(f"{root}/", "").split())) from error
+
+
+def render(template: str, runs: Sequence[Run], maps: Sequence[Map] = ()) -> str:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=True,
@@ -223,7 +285,7 @@ def render(template: str, runs: Sequence[Run]) -> str:
     )
     environment.filters["short"] = short
     summary = Chart([row for run in runs for row in run.summary], line=1.0)
-    return environment.get_template(template).render(runs=runs, summary=summary)
+    return environment.get_template(template).render(runs=runs, maps=maps, summary=summary)
 
 
 def short(number: float) -> str:
@@ -243,13 +305,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "picture.svg.jinja": chosen.picture or chosen.root / "tools" / "report.svg",
     }
     try:
-        runs = read(chosen.root)
+        runs, maps = read(chosen.root), read_maps(chosen.root)
     except ReportError as error:
         print(f"report: {error}", file=sys.stderr)
         return 2
     for template, target in targets.items():
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(render(template, runs), encoding="utf-8")
+        target.write_text(render(template, runs, maps), encoding="utf-8")
         print(f"wrote {target}")
     return 0
 

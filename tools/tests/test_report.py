@@ -19,6 +19,7 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
 
+from kernel_reference.bench import mapped
 from kernel_reference.bench.case import Requirement
 from kernel_reference.bench.record import MACHINE, Record, load, save
 
@@ -66,7 +67,8 @@ def made(root: Path, target: Path) -> Path:
 
 
 def committed() -> list[Record]:
-    return [record for file in sorted(ROOT.glob(report.RECORDS)) for record in load(file)]
+    files = (file for file in sorted(ROOT.glob(report.RECORDS)) if file.name != mapped.NAME)
+    return [record for file in files for record in load(file)]
 
 
 # The records
@@ -113,6 +115,51 @@ def test_no_package_is_named_by_what_shows_all_of_them() -> None:
     sources = [ROOT / "tools" / "report.py", ROOT / "tools" / "figures.py", *report.TEMPLATES.iterdir()]
     text = "".join(file.read_text() for file in sources)
     assert [home.name for home in ROOT.glob("packages/*") if home.name in text] == []
+
+
+# The maps
+
+
+def with_map(root: Path) -> Path:
+    """A house whose package has a map of three points, the slowest in the middle, and one picture."""
+    results = (house(root, [TIMED]) / RESULTS.format("some-package")).parent
+    machine = {name: getattr(TIMED, name) for name in MACHINE}
+    axes = {"decode": {"page": [16, 24, 64], "heads": [8]}}
+    header = mapped.Header(
+        "some-package", "1.2.3", **machine, copy_roof_gb_per_s=4000.0, gemm_roof_tflop_per_s=800.0, commit=None,
+        date=TIMED.date, axes=axes,
+    )  # fmt: skip
+    mapped.begin(results / mapped.NAME, header)
+    for page, theirs in ((16, 40.0), (24, 10.0), (64, 80.0)):
+        outcomes = [
+            mapped.Outcome(label, label == "ours", "timed", "", us, us, us, 9.0, "graph", 0.0)
+            for label, us in (("ours", 40.0), ("FA3", theirs))
+        ]
+        mapped.append(
+            results / mapped.NAME, mapped.Measured("decode", {"page": page, "heads": 8}, 1.0, outcomes=outcomes)
+        )
+    mapped.append(
+        results / mapped.NAME, mapped.Measured("decode", {"page": 1, "heads": 8}, 1.0, note="<b>no result</b>")
+    )
+    mapped.save_sweep(results / mapped.SWEEP_NAME, mapped.Sweep(256, 256, 54.0, (mapped.First(17, 2.5, ("paged",)),)))
+    (results / "map-decode.svg").write_text("<svg/>")
+    return root
+
+
+def test_a_map_is_shown_with_its_picture_and_its_slowest_points_first(tmp_path: Path) -> None:
+    page = made(with_map(tmp_path), tmp_path / "page.html").read_text()
+    assert "some-package: where speed falls off" in page
+    assert "data:image/svg+xml;base64,PHN2Zy8+" in page
+    assert page.index("page=24 heads=8") < page.index("page=16 heads=8") < page.index("page=64 heads=8")
+    assert "&lt;b&gt;no result&lt;/b&gt;" in page
+    assert "1 kernels compiled in 2.5 s of first calls, at sizes 17 (2.5 s)" in page
+
+
+def test_a_broken_map_is_refused_by_file_and_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = (with_map(tmp_path) / RESULTS.format("some-package")).with_name(mapped.NAME)
+    file.write_text(file.read_text() + "{}\n")
+    assert report.main(["--root", str(tmp_path)]) == 2
+    assert "benchmarks/results/map.jsonl:6: must be a line of a map" in capsys.readouterr().err
 
 
 # The figures

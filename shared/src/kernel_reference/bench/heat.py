@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from kernel_reference.bench.mapped import Header, Measured
 
-_INK, _FAINT, _EMPTY, _RED = "#222222", "#777777", "#F2F2F2", "#D55E00"
+_INK, _FAINT, _EMPTY, _ROOF, _RED = "#222222", "#777777", "#F6F6F6", "#E0E0E0", "#D55E00"
 # Speeds as powers of two; beyond, all are one colour.
 _SLOWEST, _FASTEST = -3.0, 3.0
 _CELL, _LEFT, _GAP = 0.42, 1.15, 0.22
@@ -27,7 +27,7 @@ def draw(
     """Write the points of map ``name`` as an SVG to ``path``. Equal points give equal bytes.
 
     A panel for any two axes, a cell for any two of their values: the lowest speed of its points beside the best peer,
-    or, in italics, beside the roof where no peer ran at any of them. ``x``: a point there is red.
+    or, in italics and on grey, beside the roof where no peer ran at any of them. ``x``: a point there is red.
     """
     settings: dict[Any, Any] = {
         "svg.hashsalt": "kernel_reference",
@@ -70,7 +70,7 @@ def _figure(header: Header, points: Sequence[Measured], name: str, axes: Mapping
     versions = f"driver {header.driver}, torch {header.torch}, triton {header.triton}"
     words = f"{header.device}, {versions}; {timed} of {len(points)} points timed"
     figure.text(0.1 / width, 1 - 0.5 / height, words, color=_FAINT)
-    key = "lowest speed beside the best peer (1: as fast; italics: beside the roof, where no peer ran); x: a red point"
+    key = "lowest speed beside the best peer (1: as fast; on grey beside the roof, where no peer ran); x: a red point"
     figure.text(0.1 / width, 1 - 0.7 / height, key, color=_FAINT)
     return figure
 
@@ -90,7 +90,10 @@ def _panel(
             panel.add_patch(
                 matplotlib.patches.Rectangle((column, row), 1, 1, facecolor=colour, edgecolor="white", lw=0.8)
             )
-            dark = found is not None and abs(math.log2(max(found, 1e-9))) > 1.9
+            if found is not None and not beside:
+                # No judgement: how near a roof can be come to differs from kernel to kernel.
+                colour = _ROOF
+            dark = bool(beside) and found is not None and abs(math.log2(max(found, 1e-9))) > 1.9
             words = "" if found is None else f"{found:.2f}" if found < 9.95 else f"{found:.0f}"
             style = "normal" if beside or found is None else "italic"
             ink = "white" if dark else _INK

@@ -275,7 +275,7 @@ def linear_decode_forward_triton(
 _NAMES_OF_ENGINES = Names(state_pool="kv_caches", slots="slot_idx", slopes="slope_rate")
 
 
-def _only_token(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _only_token(q: Any, k: Any, v: Any) -> tuple[Tensor, Tensor, Tensor]:
     """[B, H, 1, D|E] as [B, H, D|E]: views."""
     for name, tensor, tail in (("q", q, "D"), ("k", k, "D"), ("v", v, "E")):
         if not isinstance(tensor, Tensor):

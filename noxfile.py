@@ -221,6 +221,18 @@ def bench(session: nox.Session, package: str) -> None:
     session.run(*measure, "--out", benchmarks / "results", *session.posargs)
 
 
+@nox.session(name="map")
+@each(having("benchmarks/map.py"), tag="{}-gpu")
+def map_speed(session: nox.Session, package: str) -> None:
+    """GPU: find where a package's speed falls off, round its cases; `-- --seconds 150 --resume`."""
+    require_gpu(session)
+    install(session, package, requirements=group(package, "bench"))
+    benchmarks = HOMES[package] / "benchmarks"
+    # Peers are found on PYTHONPATH, as in a benchmark.
+    command = ["python", "-m", "kernel_reference.bench.map", str(benchmarks / "map.py")]
+    session.run(*command, "--out", benchmarks / "results", *session.posargs)
+
+
 @nox.session
 @each(having("benchmarks/tune.py"), tag="{}-gpu")
 def tune(session: nox.Session, package: str) -> None:

@@ -43,6 +43,7 @@ HOUSE = {
     "packages/tiny/src/tiny/__init__.py": "VALUE = 1\n",
     "packages/tiny/tests/test_value.py": "import tiny\n\n\ndef test_value():\n    assert tiny.VALUE == 1\n",
     "packages/tiny/benchmarks/cases.py": "",
+    "packages/tiny/benchmarks/map.py": "",
     "packages/tiny/benchmarks/tune.py": "",
     # Found first by whoever lets PYTHONPATH reach the tests.
     "elsewhere/tiny.py": "VALUE = 'not the wheel'\n",
@@ -100,11 +101,11 @@ def test_a_tag_selects_what_needs_no_gpu_and_another_the_rest(nox: Nox) -> None:
 
     assert sessions("-t", "tiny") == ["build(tiny)", "minimums(tiny)", "test(tiny)", "types"]
     assert sessions("-t", "tiny-release") == ["release(tiny)"]
-    assert sessions("-t", "tiny-gpu") == ["bench(tiny)", "sanitize(tiny)", "tune(tiny)"]
+    assert sessions("-t", "tiny-gpu") == ["bench(tiny)", "map(tiny)", "sanitize(tiny)", "tune(tiny)"]
     assert sessions("-s", "test") == ["test(shared)", "test(tiny)", "test(tools)"]
 
 
-@pytest.mark.parametrize("session", ["bench(tiny)", "tune(tiny)", "sanitize(tiny)"])
+@pytest.mark.parametrize("session", ["bench(tiny)", "map(tiny)", "tune(tiny)", "sanitize(tiny)"])
 def test_a_session_for_the_gpu_says_so_and_installs_nothing_without_one(house: Path, nox: Nox, session: str) -> None:
     stopped = nox("-s", session)
     assert stopped.returncode != 0

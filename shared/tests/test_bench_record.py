@@ -139,7 +139,7 @@ def test_a_slower_median_outside_the_old_range_is_a_regression() -> None:
     assert verdicts == ["REGRESSION", "same", "same", "faster"]
 
 
-def test_what_was_timed_and_is_red_now_is_a_regression_but_a_peer_that_went_is_not() -> None:
+def test_what_was_timed_and_is_red_now_is_a_regression_but_an_absent_peer_is_not() -> None:
     gone = compare([record()], [absent(status="red")])[0]
     assert gone.verdict == "red"
     assert gone.is_regression
@@ -147,7 +147,7 @@ def test_what_was_timed_and_is_red_now_is_a_regression_but_a_peer_that_went_is_n
     changes = compare([record(), peer], [record()])
     assert [(c.implementation, c.verdict, c.is_regression) for c in changes] == [
         ("gdn-split", "same", False),
-        ("sglang", "gone", False),
+        ("sglang", "MISSING", True),
     ]
     assert compare([peer], [absent(implementation="sglang", ours=False)])[0].verdict == "gone"
     slower = record(implementation="sglang", ours=False, median_us=200.0, p20_us=199.0, p80_us=201.0)
@@ -157,6 +157,18 @@ def test_what_was_timed_and_is_red_now_is_a_regression_but_a_peer_that_went_is_n
 def test_comparing_names_what_the_machines_differ_in() -> None:
     assert machine_differences([record()], [record(driver="581.0")]) == ["driver: 580.159.04 -> 581.0"]
     assert machine_differences([record()], [record()]) == []
+
+
+def test_what_is_no_longer_recorded_is_missing_unless_left_out(tmp_path: Path, capsys: Any) -> None:
+    small, large = record(), record(case="QWEN3_NEXT n65536")
+    old, new = tmp_path / "old.jsonl", tmp_path / "new.jsonl"
+    save([small, large, record(implementation="copy", ours=False)], old)
+    save([small, record(implementation="copy", ours=False)], new)
+    assert compare_main([str(old), str(new)]) == 1
+    assert "1 regression(s): QWEN3_NEXT n65536 / gdn-split: MISSING" in capsys.readouterr().out
+    assert compare_main([str(old), str(new), "--only", "n8192$"]) == 0
+    save([small], new)
+    assert compare_main([str(old), str(new), "--only", "n8192$"]) == 1
 
 
 def test_a_measurement_recorded_twice_cannot_be_compared() -> None:

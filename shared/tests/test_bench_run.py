@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,9 @@ class FakeClock:
             call()
             times.append(100.0 + self.extra_us - before)
         return times
+
+    def flush(self) -> None:
+        return None
 
     def capture(self, run: Callable[[], None]) -> Callable[[], object]:
         raise RuntimeError("no graphs here")
@@ -168,6 +172,102 @@ def test_inputs_that_cannot_be_made_turn_the_case_red_and_not_the_run() -> None:
     assert found["ours"].status == "red"
 
 
+def test_a_record_says_how_the_cache_was_cold() -> None:
+    assert measured(doubling())["ours"].l2 == "flushed"
+    clock = FakeClock()
+    clock.l2_bytes = 64 * 4096 // 3
+    assert measured(doubling(), clock)["ours"].l2 == "rotated"
+
+
+class KnowsItsInputs:
+    """Returns what it gave before to inputs at the same address; in a graph alone with ``when_captured``."""
+
+    def __init__(self, clock: CapturingClock, when_captured: bool = False) -> None:
+        self.clock, self.when_captured = clock, when_captured
+        self.given: dict[int, torch.Tensor] = {}
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        # What it is called with must live: another tensor may have its address else.
+        if x.data_ptr() not in self.given or (self.when_captured and not self.clock.capturing):
+            self.given[x.data_ptr()] = 2 * x
+            self.kept = [*getattr(self, "kept", []), x]
+        return self.given[x.data_ptr()]
+
+
+class CapturingClock(FakeClock):
+    """A device whose graphs run their calls anew, into what the first run returned, as CUDA's do."""
+
+    capturing = False
+
+    def sample_us(self, calls: Sequence[Callable[[], object]]) -> list[float]:
+        # So short that it is captured.
+        return [us / 10 for us in super().sample_us(calls)]
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], object]:
+        self.capturing = True
+        try:
+            run()
+        finally:
+            self.capturing = False
+        return lambda: None
+
+
+def test_what_knows_its_inputs_again_by_their_address_is_red_after_its_timing() -> None:
+    clock = CapturingClock()
+    clock.capture = FakeClock.capture.__get__(clock)  # type: ignore[method-assign]
+    found = measured(doubling(ours={"honest": double, "cheats": KnowsItsInputs(clock)}), clock)
+    assert found["cheats"].status == "red"
+    assert found["cheats"].note.startswith(
+        "passed, and failed on new values at old addresses after it was timed: error"
+    )
+    assert (found["cheats"].median_us, found["cheats"].ratio_to_baseline) == (None, None)
+    assert found["honest"].status == "timed"
+
+
+def test_what_is_timed_in_a_graph_is_judged_in_one() -> None:
+    clock = CapturingClock()
+    replayed: list[torch.Tensor] = []
+
+    def in_graphs(run: Callable[[], None]) -> Callable[[], object]:
+        clock.capturing = True
+        run()
+        clock.capturing = False
+        return lambda: [out.copy_(2 * given) for given, out in replayed]
+
+    def honest(given: torch.Tensor) -> torch.Tensor:
+        out = 2 * given
+        if clock.capturing:
+            replayed.append((given, out))
+        return out
+
+    clock.capture = in_graphs  # type: ignore[method-assign]
+    cheats = KnowsItsInputs(clock, when_captured=True)
+    found = measured(doubling(ours={"honest": honest, "cheats": cheats}, copy=False, baseline="honest"), clock)
+    assert (found["honest"].status, found["honest"].method) == ("timed", "graph")
+    assert found["cheats"].status == "red"
+
+
+def test_inputs_that_are_changed_in_place_are_judged_again_as_they_were() -> None:
+    @dataclass(eq=False)
+    class Step:
+        x: torch.Tensor
+        held: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def in_place(i: Step) -> torch.Tensor:
+        # What a peer keeps beside its inputs belongs to their values and is made anew with them.
+        i.held.setdefault("factor", torch.full((), 2.0 if i.x[0] != 0 else 0.0))
+        return i.x.mul_(i.held["factor"])
+
+    found = measured(
+        doubling(
+            make_inputs=lambda: Step(torch.randn(1024)),
+            ours={"ours": in_place},
+            check=lambda out, i: float((out - 2 * i.x).abs().max()),
+        )
+    )
+    assert found["ours"].status == "timed"
+
+
 def test_nothing_is_timed_where_nothing_passed() -> None:
     found = measured(doubling(ours={"ours": lambda x: x}))
     assert (found["ours"].status, found["copy"].status) == ("red", "absent")
@@ -193,7 +293,8 @@ def test_every_implementation_is_timed_on_every_set_of_the_same_inputs() -> None
     found = measured(
         doubling(make_inputs=make_inputs, ours={"ours": noting("ours")}, peers={"peer": lambda: noting("peer")})
     )
-    sets = {x.data_ptr() for x in made}
+    # The last one gives the values that all are judged by again.
+    sets = {x.data_ptr() for x in made[:-1]}
     assert len(sets) == found["ours"].input_sets == 64
     assert len(made[0].unique()) > 1000
     assert not torch.equal(made[0], made[1])
@@ -318,6 +419,18 @@ def test_a_run_compares_with_an_old_record(tmp_path: Path, capsys: pytest.Captur
     assert run.main([*again, "--only", "n512$"], bench=slower) == 1
     assert "1 regression(s): double n512 / ours" in capsys.readouterr().out
     assert "double n256" not in capsys.readouterr().out
+
+
+def test_a_case_that_is_no_longer_there_is_a_regression_unless_left_out(tmp_path: Path, capsys: Any) -> None:
+    cases = written(tmp_path, CASES.replace("FACTOR", "2"))
+    assert run.main([cases, "--out", str(tmp_path / "old"), "--quick"], bench=FakeBench()) == 0
+    written(tmp_path, CASES.replace("FACTOR", "2").replace("(256, 512)", "(256,)"))
+    again = [cases, "--out", str(tmp_path), "--quick", "--compare", str(tmp_path / "old" / "doubling.jsonl")]
+    assert run.main(again, bench=FakeBench()) == 1
+    assert "double n512 / ours: MISSING" in capsys.readouterr().out
+    assert run.main([*again, "--only", "n256$"], bench=FakeBench()) == 0
+    # What its pattern asks for and no case has any more is missing too.
+    assert run.main([*again, "--only", "n256$|n512$"], bench=FakeBench()) == 1
 
 
 def test_a_run_without_matplotlib_still_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

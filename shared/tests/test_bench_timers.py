@@ -34,6 +34,7 @@ class FakeClock:
     launched: list[tuple[str, int, bool]] = field(default_factory=list)
     capturing: bool = False
     drift: float = 0.0
+    flush_us: float = 45.0
 
     def free_bytes(self) -> int:
         return 10**11
@@ -53,6 +54,10 @@ class FakeClock:
             # Outside a graph the device waits for a slow host.
             times.append(max(self.device_us - start, self.host_us - host))
         return times
+
+    def flush(self) -> None:
+        self.launched.append(("flush", 0, self.capturing))
+        self.device_us += self.flush_us
 
     def capture(self, run: Callable[[], None]) -> Callable[[], object]:
         start, host = self.device_us, self.host_us
@@ -242,3 +247,29 @@ def test_the_time_spent_stays_within_the_budget() -> None:
     timings = time_interleaved(calls, 2, clock, seconds=0.4)
     assert timings["slow"].samples >= 3
     assert clock.device_us < 3e6
+
+
+def test_a_small_case_finds_its_set_flushed_in_every_cycle_of_a_graph_and_pays_nothing_for_it() -> None:
+    clock = FakeClock()
+    calls = {"ours": clock.implementation("ours", 2.0), "copy": clock.implementation("copy", 3.0)}
+    timings = time_interleaved(calls, 4, clock, flush=True)
+    assert {label: t.method for label, t in timings.items()} == {"ours": "graph", "copy": "graph"}
+    assert timings["ours"].median_us == pytest.approx(2.0)
+    assert timings["copy"].median_us == pytest.approx(3.0)
+    captured = [(label, turn) for label, turn, capturing in clock.launched if capturing]
+    last = captured[captured.index(("copy", 0)) - 1 :]
+    assert last[:10] == 2 * [("flush", 0), *[("copy", turn) for turn in range(4)]]
+
+
+def test_a_call_timed_by_events_is_flushed_for_outside_of_its_time() -> None:
+    clock = FakeClock()
+    timings = time_interleaved({"ours": clock.implementation("ours", 200.0)}, 2, clock, flush=True)
+    assert (timings["ours"].method, timings["ours"].median_us) == ("events", pytest.approx(200.0))
+    order = [label for label, _, _ in clock.launched]
+    assert order[-4:] == ["flush", "ours", "flush", "ours"]
+
+
+def test_what_rotates_through_the_cache_is_not_flushed() -> None:
+    clock = FakeClock()
+    time_interleaved({"ours": clock.implementation("ours", 2.0)}, 4, clock)
+    assert "flush" not in {label for label, _, _ in clock.launched}

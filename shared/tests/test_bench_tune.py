@@ -57,6 +57,9 @@ class FakeClock:
             times.append(self.device_us - before)
         return times
 
+    def flush(self) -> None:
+        return None
+
     def capture(self, run: Callable[[], None]) -> Callable[[], object]:
         raise AssertionError("nothing here is short")
 

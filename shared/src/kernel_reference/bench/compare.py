@@ -1,12 +1,14 @@
 """What changed between two records: ``python -m kernel_reference.bench.compare old.jsonl new.jsonl``.
 
-Exit code 0: no regression; 1: at least one; 2: a record cannot be read. Two runs are two runs: a change of clocks or
-driver looks like a change of code, so a regression here is a question, and the ratios within one run are the answer.
+Exit code 0: no regression; 1: at least one, or something is missing; 2: a record cannot be read. Two runs are two runs:
+a change of clocks or driver looks like a change of code, so a regression here is a question, and the ratios within one
+run are the answer.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,7 +18,7 @@ from typing import Literal
 from kernel_reference.bench.record import MACHINE, Record, load
 from kernel_reference.bench.table import Table, show, significant
 
-Verdict = Literal["same", "faster", "REGRESSION", "red", "new", "gone"]
+Verdict = Literal["same", "faster", "REGRESSION", "red", "new", "gone", "MISSING"]
 # Medians of one version differ this much between two runs on one machine.
 NOISE = 0.02
 
@@ -35,12 +37,15 @@ class Change:
 
     @property
     def is_regression(self) -> bool:
-        """Whether this one of ours became slower beyond noise, or is timed no more because it went red."""
-        return self.ours and self.verdict in ("REGRESSION", "red")
+        """Whether this one of ours became slower beyond noise or went red, or is missing from the new record.
+
+        A peer too may not go missing: one that cannot be imported is recorded, as absent.
+        """
+        return self.verdict == "MISSING" or (self.ours and self.verdict in ("REGRESSION", "red"))
 
 
 def compare(old: Iterable[Record], new: Iterable[Record], *, noise: float = NOISE) -> list[Change]:
-    """Compare two runs, in the order of ``new``, then what only ``old`` has.
+    """Compare two runs, in the order of ``new``, then what only ``old`` has, and so is missing.
 
     A difference counts when the ranges p20-p80 do not overlap and the medians differ by more than ``noise``. Raises
     ValueError where a run holds a measurement twice.
@@ -50,7 +55,7 @@ def compare(old: Iterable[Record], new: Iterable[Record], *, noise: float = NOIS
     for key, record in before.items():
         if key not in after:
             changes.append(
-                Change(record.case, record.implementation, record.ours, record.median_us, None, None, "gone")
+                Change(record.case, record.implementation, record.ours, record.median_us, None, None, "MISSING")
             )
     return changes
 
@@ -122,8 +127,18 @@ def report(old: Sequence[Record], new: Sequence[Record]) -> int:
     show(of_changes(changes))
     worse = [c for c in changes if c.is_regression]
     if worse:
-        print(f"{len(worse)} regression(s): " + "; ".join(f"{c.case} / {c.implementation}" for c in worse))
+        print(f"{len(worse)} regression(s): " + "; ".join(map(_in_words, worse)))
     return 1 if worse else 0
+
+
+def _in_words(change: Change) -> str:
+    missing = ": MISSING" if change.verdict == "MISSING" else ""
+    return f"{change.case} / {change.implementation}{missing}"
+
+
+def only(records: Iterable[Record], pattern: re.Pattern[str] | None) -> list[Record]:
+    """The records of cases whose name matches; all without a pattern."""
+    return [record for record in records if pattern is None or pattern.search(record.case)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -133,9 +148,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("old", type=Path)
     parser.add_argument("new", type=Path)
+    parser.add_argument("--only", type=re.compile, metavar="REGEX", help="leave out cases whose name does not match")
     chosen = parser.parse_args(arguments)
     try:
-        return report(load(chosen.old), load(chosen.new))
+        old, new = (only(load(path), chosen.only) for path in (chosen.old, chosen.new))
+        return report(old, new)
     except (OSError, ValueError) as error:
         print(f"compare: {error}", file=sys.stderr)
         return 2

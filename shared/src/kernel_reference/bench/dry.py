@@ -40,6 +40,9 @@ class DryClock:
             call()
         return [CALL_US] * len(calls)
 
+    def flush(self) -> None:
+        return None
+
     def capture(self, run: Callable[[], None]) -> Callable[[], object]:
         raise RuntimeError("there are no graphs without a GPU")
 

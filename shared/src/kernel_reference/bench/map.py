@@ -137,7 +137,7 @@ def measure_one(item: Item, bench: Bench, stamp: Stamp) -> Measured:
             return done()
         if case.bytes_moved > POINT_BYTES:
             return done(note=f"moves {case.bytes_moved / 1e9:.1f} GB, and a point may move {POINT_BYTES / 1e9:g}")
-        limits = {"seconds": SECONDS, "rounds": ROUNDS, "memory_bytes": SETS_BYTES}
+        limits = {"seconds": SECONDS, "rounds": ROUNDS, "memory_bytes": SETS_BYTES, "again": False}
         records = measure(case, bench.device, bench.clock, stamp, **limits)  # type: ignore[arg-type]
         outcomes = tuple(Outcome.of(record) for record in records)
         return done(bytes=case.bytes_moved, flops=case.flops, outcomes=outcomes)

@@ -31,6 +31,9 @@ class Record:
     requirement, requirement_met: what was owed, in words, and whether it was met; None where nothing was owed, or
         nothing could be said.
     device ... cuda: the machine; commit: of the sources, None if unknown; date: UTC, ISO 8601.
+    l2: how the cache was cold at each call: ``rotated`` (the sets of inputs together are several times its size) or
+        ``flushed`` (they are not, and it was read through between calls, outside of what was timed). None in records
+        of before this was said: there the smallest cases found their inputs in the cache.
     """
 
     package: str
@@ -69,6 +72,7 @@ class Record:
     python: str
     commit: str | None
     date: str
+    l2: Literal["rotated", "flushed"] | None = None
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -116,6 +120,7 @@ def _parse(line: Any) -> Record:
     nameless = [name for name in MACHINE if not (isinstance(line.get(name), str) and line[name].strip())]
     if nameless:
         raise ValueError(f"a record must name its machine, driver and versions, got none for {', '.join(nameless)}")
+    line.setdefault("l2", None)
     missing = [name for name in _FIELDS if name not in line]
     if missing:
         raise ValueError(f"a record must have every field, got none for {', '.join(missing)}")

@@ -25,7 +25,7 @@ import torch
 
 from kernel_reference.bench import machine, roofs
 from kernel_reference.bench.case import Case
-from kernel_reference.bench.compare import report
+from kernel_reference.bench.compare import only, report
 from kernel_reference.bench.measure import Stamp, measure
 from kernel_reference.bench.record import Record, load, save
 from kernel_reference.bench.table import of_records, show
@@ -177,8 +177,7 @@ def _run(chosen: argparse.Namespace, old: Sequence[Record] | None, bench: Bench)
         _say(f"RED: {record.case} / {record.implementation}: {record.note}")
     code = 0
     if old is not None:
-        names = {case.name for case in cases}
-        code = report([r for r in old if chosen.only is None or r.case in names], records)
+        code = report(only(old, chosen.only), records)
     return 1 if red else code
 
 

@@ -59,6 +59,7 @@ _STYLES = {
     "met": "green",
     "MISSED": "bold red",
     "REGRESSION": "bold red",
+    "MISSING": "bold red",
     "faster": "green",
 }
 
@@ -137,7 +138,7 @@ def _cells(r: Record, case: str) -> list[str]:
         r.implementation,
         significant(r.median_us, 4),
         span,
-        r.method or "",
+        f"{r.method or ''}{', L2 flushed' if r.l2 == 'flushed' else ''}",
         "" if r.gb_per_s is None else f"{r.gb_per_s:.0f}",
         "" if r.fraction_of_copy_roof is None else f"{r.fraction_of_copy_roof:.3f}",
         significant(r.tflop_per_s) if computes else "",

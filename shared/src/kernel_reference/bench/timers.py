@@ -29,6 +29,10 @@ EVENTS_FROM_US = 1000.0
 # One replay is long enough to drown the launch of the graph (a few us), short enough to give hundreds of samples.
 REPLAY_US = 2000.0
 MAX_CALLS_PER_GRAPH = 2048
+# Sets of inputs that together are this many times the cache leave nothing in it: it does not evict in order.
+ROTATED = 3
+# Times that reading through the cache is repeated to know how long it takes.
+_FLUSHES = 16
 # The launch queue holds 1024 kernels; beyond it the host waits and host times would be device times.
 MAX_CALLS_PER_SAMPLE = 256
 
@@ -52,6 +56,9 @@ class Clock(Protocol):
     def sample_us(self, calls: Sequence[Callable[[], object]]) -> list[float]:
         """Launch ``calls`` back to back and return each one's time on the device in microseconds."""
 
+    def flush(self) -> None:
+        """Launch what leaves nothing of earlier calls in the last-level cache."""
+
     def capture(self, run: Callable[[], None]) -> Callable[[], object]:
         """Record what ``run`` launches into a graph and return its replay. Raises where it cannot be captured."""
 
@@ -73,17 +80,16 @@ class Timing:
     note: str = ""
 
 
-def tensor_bytes(inputs: Any) -> int:
-    """Bytes of all distinct tensors inside ``inputs``: nested dicts, sequences, dataclasses and plain objects."""
+def tensors_of(inputs: Any) -> Iterator[torch.Tensor]:
+    """All distinct tensors inside ``inputs``: nested dicts, sequences and dataclasses, always in the same order."""
     seen: set[int] = set()
 
-    def walk(value: Any) -> Iterator[int]:
+    def walk(value: Any) -> Iterator[torch.Tensor]:
         if id(value) in seen:
             return
         seen.add(id(value))
         if isinstance(value, torch.Tensor):
-            # An expanded tensor has fewer bytes than elements say.
-            yield min(value.numel() * value.element_size(), value.untyped_storage().nbytes())
+            yield value
             return
         parts: Sequence[Any] = ()
         if isinstance(value, Mapping):
@@ -95,20 +101,26 @@ def tensor_bytes(inputs: Any) -> int:
         for part in parts:
             yield from walk(part)
 
-    return sum(walk(inputs))
+    return walk(inputs)
+
+
+def tensor_bytes(inputs: Any) -> int:
+    """Bytes of all distinct tensors inside ``inputs``, see :func:`tensors_of`."""
+    # An expanded tensor has fewer bytes than elements say.
+    return sum(min(x.numel() * x.element_size(), x.untyped_storage().nbytes()) for x in tensors_of(inputs))
 
 
 def rotation_count(touched_bytes: int, held_bytes: int, l2_bytes: int, memory_bytes: int, *, most: int = 64) -> int:
     """How many sets of inputs must rotate for each call to find a cold L2.
 
-    touched_bytes: read by one call. The sets together pass three times the cache, as a cache does not evict in order.
+    touched_bytes: read by one call. The sets together pass ``ROTATED`` times the cache.
     held_bytes: device memory that one more set costs; ``memory_bytes`` is what all may cost.
-    At least 2, so that a call never reads what the one before it read; at most ``most``: tiny inputs rotate too, though
-    they do not fill the cache.
+    At least 2, so that a call never reads what the one before it read; at most ``most``: where so many do not fill the
+    cache, it must be flushed, see :func:`time_interleaved`.
     """
     if touched_bytes <= 0:
         fail("touched_bytes", "positive", touched_bytes)
-    wanted = 3 * l2_bytes // touched_bytes + 1
+    wanted = ROTATED * l2_bytes // touched_bytes + 1
     affordable = memory_bytes // max(held_bytes, 1)
     return max(2, min(wanted, affordable, most))
 
@@ -170,6 +182,8 @@ class _Entry:
     method: Method = "events"
     calls_per_step: int = 1
     step_us: float = 0.0
+    # What a step takes besides its calls.
+    extra_us: float = 0.0
     note: str = ""
     times: list[float] = dataclasses.field(default_factory=list)
 
@@ -181,6 +195,7 @@ def time_interleaved(
     *,
     seconds: float = 0.4,
     rounds: int = 10,
+    flush: bool = False,
 ) -> dict[str, Timing]:
     """Time ``implementations`` (each a function of the index of an input set) beside each other.
 
@@ -188,20 +203,24 @@ def time_interleaved(
     alike; ``seconds`` is the device time spent on each. Where one of them takes less than 50 us, or launching takes
     longer than half of what events show, all that take less than 1 ms are captured into CUDA graphs that run over all
     sets: a ratio needs both sides timed alike. What cannot be captured is timed by events, and its ``method`` says so.
+
+    flush: the sets do not fill the L2 cache, so it is flushed: before each call that events time, and in a graph once a
+    cycle over the sets, each of which is met once there. The time that this takes is measured apart and subtracted.
     """
     turns = itertools.count()
     entries = {}
     for label, call in implementations.items():
-        entries[label] = _estimate(Rotation(call, sets, turns), clock)
+        entries[label] = _estimate(Rotation(call, sets, turns), clock, flush)
     if any(_launch_bound(entry) for entry in entries.values()):
+        flush_us = _flush_us(clock) if flush else None
         for label, entry in entries.items():
             if entry.estimate_us < EVENTS_FROM_US:
-                _use_graph(entry, implementations[label], sets, clock)
+                _use_graph(entry, implementations[label], sets, clock, flush_us)
     order = list(entries)
     for number in range(rounds):
         shift = number % len(order) if order else 0
         for label in order[shift:] + order[:shift]:
-            _take_turn(entries[label], number, seconds, rounds, clock)
+            _take_turn(entries[label], number, seconds, rounds, clock, flush)
     timings = {}
     for label, entry in entries.items():
         median, p20, p80 = spread(entry.times)
@@ -209,10 +228,29 @@ def time_interleaved(
     return timings
 
 
-def _estimate(rotation: Rotation, clock: Clock) -> _Entry:
+def _sampled(step: Callable[[], object], count: int, clock: Clock, flush: bool) -> list[float]:
+    if not flush:
+        return clock.sample_us([step] * count)
+    return clock.sample_us([clock.flush, step] * count)[1::2]
+
+
+def _flush_us(clock: Clock) -> float | None:
+    """How long a flush takes in a graph, where it can be captured."""
+
+    def run() -> None:
+        for _ in range(_FLUSHES):
+            clock.flush()
+
+    try:
+        return statistics.median(clock.sample_us([clock.capture(run)] * 8)[1:]) / _FLUSHES
+    except Exception:
+        return None
+
+
+def _estimate(rotation: Rotation, clock: Clock, flush: bool) -> _Entry:
     rotation()
     clock.synchronize()
-    estimate = statistics.median(clock.sample_us([rotation] * 4)[1:])
+    estimate = statistics.median(_sampled(rotation, 4, clock, flush)[1:])
     host = None
     if estimate < EVENTS_FROM_US:
         calls = max(4, min(32, int(5000 / max(estimate, 1.0))))
@@ -225,42 +263,47 @@ def _launch_bound(entry: _Entry) -> bool:
     return entry.estimate_us < GRAPH_BELOW_US or (entry.host_us is not None and entry.estimate_us < 2 * entry.host_us)
 
 
-def _use_graph(entry: _Entry, call: Callable[[int], object], sets: int, clock: Clock) -> None:
+def _use_graph(entry: _Entry, call: Callable[[int], object], sets: int, clock: Clock, flush_us: float | None) -> None:
     # The estimate may be the host's time, so the length of one cycle over the sets is read from a graph of one cycle.
     cycles = 1
     for _ in range(2):
         try:
-            replay = clock.capture(_cycles(call, sets, cycles))
+            replay = clock.capture(_cycles(call, sets, cycles, clock.flush if flush_us else None))
             step_us = statistics.median(clock.sample_us([replay] * 4)[1:])
         except Exception as error:
             # A peer is what it is: one that cannot be captured is timed as it would run, and the record says why.
             entry.note = f"not captured into a CUDA graph: {error}".splitlines()[0]
             return
         entry.step, entry.method, entry.calls_per_step, entry.step_us = replay, "graph", cycles * sets, step_us
+        entry.extra_us = cycles * (flush_us or 0.0)
         wanted = min(math.ceil(REPLAY_US / max(step_us, 1e-3)), MAX_CALLS_PER_GRAPH // sets)
         if wanted <= cycles:
             return
         cycles = wanted
 
 
-def _cycles(call: Callable[[int], object], sets: int, cycles: int) -> Callable[[], None]:
+def _cycles(
+    call: Callable[[int], object], sets: int, cycles: int, flush: Callable[[], None] | None
+) -> Callable[[], None]:
     def run() -> None:
         rotation = Rotation(call, sets, itertools.count())
-        for _ in range(cycles * sets):
+        for number in range(cycles * sets):
+            if flush is not None and number % sets == 0:
+                flush()
             rotation()
 
     return run
 
 
-def _take_turn(entry: _Entry, number: int, seconds: float, rounds: int, clock: Clock) -> None:
+def _take_turn(entry: _Entry, number: int, seconds: float, rounds: int, clock: Clock, flush: bool) -> None:
     affordable = max(3, int(3 * seconds * 1e6 / max(entry.step_us, 1e-3)))
     if number % math.ceil(rounds / min(rounds, affordable)):
         return
     steps = max(1, min(MAX_CALLS_PER_SAMPLE, int(seconds * 1e6 / rounds / max(entry.step_us, 1e-3))))
     # The first step after another implementation's turn pays for the idle gap between them.
     warm = 1 if entry.step_us < 10_000 else 0
-    times = clock.sample_us([entry.step] * (warm + steps))[warm:]
-    entry.times.extend(us / entry.calls_per_step for us in times)
+    times = _sampled(entry.step, warm + steps, clock, flush and entry.method == "events")[warm:]
+    entry.times.extend(max(us - entry.extra_us, 1e-3) / entry.calls_per_step for us in times)
     entry.rotation.release()
 
 
@@ -271,6 +314,7 @@ class CudaClock:
         self._device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         torch.cuda.set_device(self._device)
         self._side = torch.cuda.Stream(self._device)
+        self._read: torch.Tensor | None = None
 
     @property
     def l2_bytes(self) -> int:
@@ -295,6 +339,12 @@ class CudaClock:
             event.record()
         self.synchronize()
         return [before.elapsed_time(after) * 1e3 for before, after in itertools.pairwise(events)]
+
+    def flush(self) -> None:
+        # Read and not written: lines that are no one's to write back cost the next call nothing.
+        if self._read is None:
+            self._read = torch.zeros(ROTATED * self.l2_bytes // 4, device=self._device)
+        self._read.sum()
 
     def capture(self, run: Callable[[], None]) -> Callable[[], object]:
         # By hand and not through torch.cuda.graph: that one empties the allocator's cache before every capture, and

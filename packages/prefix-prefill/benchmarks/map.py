@@ -50,6 +50,7 @@ class Given:
     cu_seqlens_q: torch.Tensor
     seqlens_k: torch.Tensor
     sinks: torch.Tensor | None
+    one: torch.Tensor
 
 
 def given(device: torch.device, shape: Shape, options: Options) -> Given:
@@ -73,6 +74,7 @@ def given(device: torch.device, shape: Shape, options: Options) -> Given:
         cu_seqlens_q=cumulative(torch.tensor([new for _, new in shape.lengths])).to(device),
         seqlens_k=torch.tensor(shape.totals, dtype=torch.int32, device=device),
         sinks=torch.randn(m.num_heads_q, device=device, dtype=DTYPE) if options.sinks else None,
+        one=torch.ones(1, device=device),
     )
 
 
@@ -144,8 +146,8 @@ def unified() -> Callable[[Given], torch.Tensor]:
             block_table=i.block_table,
             softcap=i.options.softcap,
             q_descale=None,
-            k_descale=None,
-            v_descale=None,
+            k_descale=i.one,
+            v_descale=i.one,
             kv_quant_mode=KVQuantMode.NONE,
             sinks=i.sinks,
         )

@@ -44,15 +44,15 @@ from kernel_reference.bench.timers import host_time_us
 
 __all__ = ["Axis", "Map", "main"]
 
-# A point's bytes read and written, and all the sets of its inputs together.
-POINT_BYTES, SETS_BYTES = 4 * 10**9, 8 * 10**9
+# A point's bytes read and written; all the sets of its inputs together, and how many: making them takes time.
+POINT_BYTES, SETS_BYTES, SETS = 4 * 10**9, 8 * 10**9, 8
 BATCHES = 256
 # Device time for each implementation of a point.
 SECONDS, ROUNDS = 0.03, 3
 # A point that takes longer hangs.
 POINT_SECONDS = 40.0
 # Of the budget: the end, for the table and the pictures; and the most that compiling ahead and the sweep may take.
-LAST_SECONDS, AHEAD = 8.0, 0.45
+LAST_SECONDS, AHEAD = 12.0, 0.45
 # A process that dies before its first point is started again once, one that dies at a point as often as this.
 RESTARTS = 20
 # What the measuring process exits with when the device is lost to it, as after an illegal access.
@@ -137,7 +137,7 @@ def measure_one(item: Item, bench: Bench, stamp: Stamp) -> Measured:
             return done()
         if case.bytes_moved > POINT_BYTES:
             return done(note=f"moves {case.bytes_moved / 1e9:.1f} GB, and a point may move {POINT_BYTES / 1e9:g}")
-        limits = {"seconds": SECONDS, "rounds": ROUNDS, "memory_bytes": SETS_BYTES, "again": False}
+        limits = {"seconds": SECONDS, "rounds": ROUNDS, "memory_bytes": SETS_BYTES, "most_sets": SETS, "again": False}
         records = measure(case, bench.device, bench.clock, stamp, **limits)  # type: ignore[arg-type]
         outcomes = tuple(Outcome.of(record) for record in records)
         return done(bytes=case.bytes_moved, flops=case.flops, outcomes=outcomes)
@@ -330,6 +330,8 @@ def finish(out: Path) -> int:
 
 def _direct(chosen: argparse.Namespace, arguments: list[str], started: float, until: float) -> None:
     """Compile ahead and sweep, then measure, starting anew after each point that ended the process."""
+    # So that the processes are ended with this one.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     command = [sys.executable, "-m", __spec__.name if __spec__ else "kernel_reference.bench.map", *arguments]
     # What is done is in the file: every process goes on from it.
     command += [] if chosen.resume else ["--resume"]

@@ -20,6 +20,7 @@ from kernel_reference.bench.machine import Machine
 from kernel_reference.bench.record import Record, Status
 from kernel_reference.bench.roofs import Roofs
 from kernel_reference.bench.timers import (
+    MAX_CALLS_PER_GRAPH,
     ROTATED,
     Clock,
     Timing,
@@ -31,6 +32,8 @@ from kernel_reference.bench.timers import (
 
 # All rotating sets together; more would only shorten the list of machines that can repeat a measurement.
 MEMORY_BYTES = 20 * 10**9
+# Of 64 sets this makes the longest graph that is worth capturing.
+CYCLES_PER_GRAPH = MAX_CALLS_PER_GRAPH // 64
 
 
 @dataclass(frozen=True)
@@ -64,13 +67,14 @@ def measure(
     seconds: float = 0.4,
     rounds: int = 10,
     memory_bytes: int = MEMORY_BYTES,
+    most_sets: int = 64,
     again: bool = True,
 ) -> list[Record]:
     """Check every implementation of ``case``, then time those that passed, in turns, on the same rotating inputs.
 
-    seconds: device time for each implementation. memory_bytes: for all sets of inputs together. again: check once more
-    after the timing. Returns one record an implementation, in the order of ``case.labels()``. What raises becomes a red
-    record, never an exception.
+    seconds: device time for each implementation. memory_bytes: for all sets of inputs together; most_sets: of them.
+    again: check once more after the timing. Returns one record an implementation, in the order of ``case.labels()``.
+    What raises becomes a red record, never an exception.
     """
     torch.manual_seed(0)
     verdicts: dict[str, _Verdict] = {}
@@ -84,7 +88,7 @@ def measure(
             verdicts[label] = _judge_peer(case, factory, first, clock)
         passed = {label: verdict.call for label, verdict in verdicts.items() if verdict.call is not None}
         if passed:
-            sets = _count_sets(case, first, clock, memory_bytes)
+            sets = _count_sets(case, first, clock, memory_bytes, most_sets)
             inputs = [first, *(case.make_inputs() for _ in range(sets - 1))]
             calls = {label: _over(call, inputs) for label, call in passed.items()}
             if case.copy:
@@ -92,7 +96,8 @@ def measure(
                 verdicts[COPY] = _Verdict("timed", error=0.0)
             clock.synchronize()
             flushed = sets * _touched(case, first) < ROTATED * clock.l2_bytes
-            timings = time_interleaved(calls, sets, clock, seconds=seconds, rounds=rounds, flush=flushed)
+            how: dict[str, Any] = {"flush": flushed, "calls_per_graph": most_sets * CYCLES_PER_GRAPH}
+            timings = time_interleaved(calls, sets, clock, seconds=seconds, rounds=rounds, **how)
             if again:
                 del calls
                 last = inputs[-1]
@@ -202,11 +207,11 @@ def _touched(case: Case, inputs: Any) -> int:
     return min(tensor_bytes(inputs), case.bytes_moved) or case.bytes_moved
 
 
-def _count_sets(case: Case, inputs: Any, clock: Clock, memory_bytes: int) -> int:
+def _count_sets(case: Case, inputs: Any, clock: Clock, memory_bytes: int, most: int) -> int:
     # Besides its inputs a set costs the copy's two buffers, and outputs that events and graphs each keep.
     held = tensor_bytes(inputs) + 3 * case.bytes_moved
     room = min(memory_bytes, clock.free_bytes() * 2 // 5)
-    return rotation_count(_touched(case, inputs), held, clock.l2_bytes, room)
+    return rotation_count(_touched(case, inputs), held, clock.l2_bytes, room, most=most)
 
 
 def _over(call: Call, inputs: Sequence[Any]) -> Callable[[int], object]:

@@ -196,6 +196,7 @@ def time_interleaved(
     seconds: float = 0.4,
     rounds: int = 10,
     flush: bool = False,
+    calls_per_graph: int = MAX_CALLS_PER_GRAPH,
 ) -> dict[str, Timing]:
     """Time ``implementations`` (each a function of the index of an input set) beside each other.
 
@@ -206,6 +207,7 @@ def time_interleaved(
 
     flush: the sets do not fill the L2 cache, so it is flushed: before each call that events time, and in a graph once a
     cycle over the sets, each of which is met once there. The time that this takes is measured apart and subtracted.
+    calls_per_graph: the most; capturing takes the host as long as the calls do.
     """
     turns = itertools.count()
     entries = {}
@@ -215,7 +217,7 @@ def time_interleaved(
         flush_us = _flush_us(clock) if flush else None
         for label, entry in entries.items():
             if entry.estimate_us < EVENTS_FROM_US:
-                _use_graph(entry, implementations[label], sets, clock, flush_us)
+                _use_graph(entry, implementations[label], sets, clock, flush_us, calls_per_graph)
     order = list(entries)
     for number in range(rounds):
         shift = number % len(order) if order else 0
@@ -263,7 +265,9 @@ def _launch_bound(entry: _Entry) -> bool:
     return entry.estimate_us < GRAPH_BELOW_US or (entry.host_us is not None and entry.estimate_us < 2 * entry.host_us)
 
 
-def _use_graph(entry: _Entry, call: Callable[[int], object], sets: int, clock: Clock, flush_us: float | None) -> None:
+def _use_graph(
+    entry: _Entry, call: Callable[[int], object], sets: int, clock: Clock, flush_us: float | None, most_calls: int
+) -> None:
     # The estimate may be the host's time, so the length of one cycle over the sets is read from a graph of one cycle.
     cycles = 1
     for _ in range(2):
@@ -276,7 +280,7 @@ def _use_graph(entry: _Entry, call: Callable[[int], object], sets: int, clock: C
             return
         entry.step, entry.method, entry.calls_per_step, entry.step_us = replay, "graph", cycles * sets, step_us
         entry.extra_us = cycles * (flush_us or 0.0)
-        wanted = min(math.ceil(REPLAY_US / max(step_us, 1e-3)), MAX_CALLS_PER_GRAPH // sets)
+        wanted = min(math.ceil(REPLAY_US / max(step_us, 1e-3)), most_calls // sets)
         if wanted <= cycles:
             return
         cycles = wanted

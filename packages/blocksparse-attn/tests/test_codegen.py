@@ -34,6 +34,7 @@ LIMITS = {
     "sm_86": DeviceLimits(84, 101376),
     "sm_89": DeviceLimits(142, 101376),
     "sm_120": DeviceLimits(170, 101376),
+    "sm_75": DeviceLimits(40, 65536),
 }
 # Of those that smaller GPUs are given.
 MOST_SHARED = ("heads of 256", "Phi-3-small, x-packed")
@@ -166,6 +167,19 @@ def test_what_takes_most_shared_memory_compiles_for_gpus_that_have_99_kib_of_it(
     assert len(reports) == 2 * len(SMALL_TARGETS)
     assert_clean(reports)
     assert all(report.uses_tensor_cores for report in reports)
+
+
+def test_what_takes_most_shared_memory_fits_in_the_64_kib_of_sm_75() -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        largest = {"heads": (16, 4, 256), "kind": "paged", "layout": "x-packed", "page": 64}
+        jobs = [
+            spec
+            for dtype in (FP16, FP32)
+            for spec in attending(f"heads of 256 in {dtype}", LIMITS["sm_75"], monkeypatch, dtype=dtype, **largest)
+        ]
+    reports = compile_specs(jobs, ["sm_75"])
+    assert [report.error for report in reports] == ["", ""]
+    assert max(report.shared for report in reports) <= LIMITS["sm_75"].shared_memory
 
 
 def test_what_is_in_16_bits_is_multiplied_on_tensor_cores(reports: list[Report]) -> None:

@@ -265,7 +265,9 @@ def test_head_sizes_of_prefill(tensors, kernels, sizes) -> None:
 )  # fmt: skip
 def test_programs_take_one_tile_after_the_other_until_all_are_done(tensors, kernels, lengths) -> None:
     """More tiles than programs, and more sequences than a warp has threads."""
-    batch = prefill(tensors, kernels, lengths, PrefillPlan(64, 32, 2), heads=(12, 4), sizes=(64, 64))
+    # The text in C runs as three programs, a GPU's multiprocessors are many.
+    heads = (12, 4) if tensors.device.type != "cpu" else (3, 1)
+    batch = prefill(tensors, kernels, lengths, PrefillPlan(64, 32, 2), heads=heads, sizes=(64, 64))
     want = batch.out.tensor.clone()
     kernels.prefill(batch, PrefillPlan(64, 32, 2))
     assert_bitwise_equal(batch.out.tensor, want)

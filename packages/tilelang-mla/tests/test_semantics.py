@@ -82,7 +82,9 @@ def test_trap_any_number_of_heads_in_one_batch_of_all_lengths(tensors, heads) ->
             "heads": heads, "seqlen_q": in_turn(TOKENS, turn, i), "page": in_turn(PAGES, turn, 2 * i),
             "dtype": in_turn(DTYPES, turn, i), "causal": causal,
         }  # fmt: skip
-        decode(tensors, [*MIXED, 8192] if causal else MIXED, {}, **options)
+        # A GPU has several parts of it to merge; the reference on a CPU has no parts, and takes a second a head size.
+        longest = 8192 if tensors.device.type != "cpu" else 1500
+        decode(tensors, [*MIXED, longest] if causal else MIXED, {}, **options)
 
 
 @pytest.mark.parametrize("seqlen_q", TOKENS)

@@ -6,10 +6,13 @@ It shows that cases and maps can be made, run and judged; no time that it gives 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 
+from kernel_reference.bench import map as maps_of
 from kernel_reference.bench.machine import Machine
+from kernel_reference.bench.measure import Stamp
 from kernel_reference.bench.roofs import Roofs
 
 # So long that a call is not repeated more than it must be.
@@ -63,3 +66,33 @@ class DryBench:
 
     def tidy(self) -> None:
         return None
+
+
+def rehearse(path: Path, *, judged: int = 1) -> dict[str, int]:
+    """Make the case of every point that the maps of ``path`` measure, judge the smallest, and call the sweep once.
+
+    Returns how many points each map has. Raises AssertionError where a point has no case, moves more than a point may,
+    or is red.
+    """
+    bench = DryBench()
+    maps, sweep = maps_of.load_maps(path, bench.device)
+    stamp = Stamp("dry", "0", bench.machine(), bench.roofs(), None, "")
+    counts = {}
+    for one in maps:
+        items = [maps_of.Item(one, point) for point in one.sample()]
+        sizes = []
+        for item in items:
+            case = one.case(item.point)
+            if case is None or case.bytes_moved > maps_of.POINT_BYTES:
+                moved = "no case" if case is None else f"{case.bytes_moved} bytes"
+                raise AssertionError(f"{one.name} {dict(item.point)}: {moved}")
+            # On a CPU the reference's work counts as much as bytes do.
+            sizes.append(20 * case.bytes_moved + case.flops)
+        for number in sorted(range(len(items)), key=sizes.__getitem__)[:judged]:
+            found = maps_of.measure_one(items[number], bench, stamp)
+            if found.red or found.ours is None:
+                raise AssertionError(f"{one.name} {dict(items[number].point)}: {found.red}")
+        counts[one.name] = len(items)
+    if sweep is not None:
+        sweep(bench.device, 3)()
+    return counts

@@ -1,0 +1,14 @@
+"""The grids of benchmarks/map.py can be measured: every point of the sample is a case, and the smallest are right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kernel_reference.bench.dry import rehearse
+
+MAP = Path(__file__).parents[1] / "benchmarks" / "map.py"
+
+
+def test_every_point_of_the_maps_is_a_case_and_the_smallest_are_right() -> None:
+    counts = rehearse(MAP)
+    assert 40 <= sum(counts.values()) <= 90

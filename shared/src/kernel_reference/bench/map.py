@@ -341,7 +341,8 @@ def _direct(chosen: argparse.Namespace, arguments: list[str], started: float, un
         empty = {"TRITON_CACHE_DIR": f"{cache}/triton", "TILELANG_CACHE_DIR": f"{cache}/tilelang"}
         environments: list[dict[str, str]] = [{} for _ in together]
         if not chosen.no_sweep:
-            together.append([*command, "--role", "sweep", "--left", str(AHEAD * chosen.seconds)])
+            # It ends by itself a little before it would be ended.
+            together.append([*command, "--role", "sweep", "--left", str(AHEAD * chosen.seconds - 5.0)])
             environments.append(empty)
         run_together(together, environments, until=min(until, started + AHEAD * chosen.seconds))
     supervise([*command, "--role", "measure"], chosen.out / mapped.NAME, until=until)

@@ -238,7 +238,7 @@ ints = {"dtype": torch.int32}
             TypeError,
             "block_table must be an int32 or int64 tensor, got torch.float",
         ),
-        ({"block_table": [[0]]}, TypeError, "block_table must be an int32 or int64 tensor, got list"),
+        ({"block_table": [[0]]}, TypeError, "block_table must be an int32 or int64 tensor, got ."),
         ({"block_table": torch.zeros(2, 3, **ints, device="meta")}, ValueError, "block_table must be on cpu, as cache"),
         ({"seqlens": torch.zeros(2, **ints, device="meta")}, ValueError, "seqlens must be on cpu, as cache, got meta"),
         ({"seqlens": torch.zeros(3, **ints)}, ValueError, r"seqlens must be of shape \[2\], got \[3\]"),

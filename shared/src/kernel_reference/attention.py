@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from einops import rearrange
 
-from .checks import fail
+from .checks import as_int, check_float, check_tensors, describe, fail
 from .paging import check_integers, cumulative, gather, sequence_ranges
 
 MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -43,8 +43,7 @@ class _Scoring(NamedTuple):
 
 def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(tensor, torch.Tensor):
-            fail(name, "a tensor", type(tensor).__name__, TypeError)
+        check_tensors(**{name: tensor})
         if not tensor.dtype.is_floating_point:
             fail(name, "of a floating-point dtype", tensor.dtype, TypeError)
         if tensor.device != q.device:
@@ -67,13 +66,18 @@ def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
 def _per_head(name: str, values: torch.Tensor | None, heads: int, like: torch.Tensor) -> torch.Tensor | None:
     if values is None:
         return None
+    check_tensors(**{name: values})
     if values.shape != (heads,):
         fail(name, f"of shape [{heads}], one for each query head", list(values.shape))
     return values.to(device=like.device, dtype=like.dtype)
 
 
 def _window(window: tuple[int, int] | None, causal: bool) -> tuple[int, int]:
-    left, right = (-1, -1) if window is None else window
+    if window is not None and not (isinstance(window, (tuple, list)) and len(window) == 2):
+        fail("window", "(left, right), two ints", describe(window), TypeError)
+    left, right = (
+        as_int("window", side, "(left, right), two ints") for side in ((-1, -1) if window is None else window)
+    )
     if min(left, right) < -1:
         fail("window", "(left, right) of -1 (unlimited) or more", (left, right))
     return left, 0 if causal else right
@@ -186,6 +190,11 @@ def attention(
     _check_tensors(q, k, v)
     if not compute_dtype.is_floating_point:
         fail("compute_dtype", "a floating-point dtype", compute_dtype, TypeError)
+    check_float("softcap", softcap)
+    if softmax_scale is not None:
+        check_float("softmax_scale", softmax_scale)
+    if mask is not None and not isinstance(mask, torch.Tensor) and not callable(mask):
+        fail("mask", "a bool tensor or a function of positions", describe(mask), TypeError)
     if not softcap >= 0:
         fail("softcap", "0 (off) or more", softcap)
     if (cu_seqlens_q is None) != (cu_seqlens_k is None):
@@ -292,6 +301,7 @@ def merge_attention_states(
     nothing and is left out whatever its ``out`` holds; where both are, out is 0 and lse -inf. Sinks belong in exactly
     one of the parts. Results are in ``compute_dtype``. Raises ValueError for shapes that differ.
     """
+    check_tensors(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
     if out_a.ndim != 3:
         fail("out_a", "3-D [T, H, Dv]", f"{out_a.ndim}-D")
     if out_b.shape != out_a.shape:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from .attention import MaskFunction
-from .checks import fail, values_are_checked
+from .checks import as_int, check_tensors, fail, values_are_checked
 from .paging import check_integers
 
 
@@ -27,6 +27,7 @@ class Csr(NamedTuple):
 
 
 def _check_mask(mask: torch.Tensor) -> None:
+    check_tensors(mask=mask)
     if mask.dtype != torch.bool:
         fail("mask", "bool", mask.dtype, TypeError)
     if mask.ndim != 3:
@@ -35,7 +36,7 @@ def _check_mask(mask: torch.Tensor) -> None:
 
 def _check_positive(**sizes: int) -> None:
     for name, size in sizes.items():
-        if size < 1:
+        if as_int(name, size) < 1:
             fail(name, "at least 1", size)
 
 
@@ -60,6 +61,8 @@ def csr_to_mask(crow: torch.Tensor, col: torch.Tensor, columns: int) -> torch.Te
     """
     check_integers("crow", crow, (None, None))
     check_integers("col", col, (crow.shape[0], None))
+    if as_int("columns", columns) < 0:
+        fail("columns", "0 or more", columns)
     if crow.shape[1] == 0:
         fail("crow", "of shape [heads, rows + 1]", list(crow.shape))
     mask = torch.zeros(crow.shape[0], crow.shape[1] - 1, columns, dtype=torch.bool)
@@ -83,7 +86,11 @@ def token_mask(
 
     Positions past the mask's rows or columns, and below 0, see and are seen by nothing.
     """
+    _check_mask(mask)
     _check_positive(q_block=q_block, k_block=k_block)
+    for name, length in (("q_len", q_len), ("k_len", k_len)):
+        if as_int(name, length) < 0:
+            fail(name, "0 or more", length)
     query = torch.arange(k_len - q_len, k_len, device=mask.device)[:, None]
     key = torch.arange(k_len, device=mask.device)
     heads = torch.arange(mask.shape[0], device=mask.device)[:, None, None]
@@ -137,6 +144,8 @@ def local_strided(
     2404.14219), section 2.
     """
     _check_positive(num_heads=num_heads, local_blocks=local_blocks, vert_stride=vert_stride, block_size=block_size)
+    if as_int("max_seqlen", max_seqlen) < 0:
+        fail("max_seqlen", "0 or more", max_seqlen)
     low, high = active_head_range or (0, num_heads)
     if not 0 <= low < high <= num_heads:
         fail("active_head_range", f"(lo, hi) with 0 <= lo < hi <= {num_heads}", (low, high))

@@ -50,7 +50,18 @@ def as_int(name: str, number: Any, wanted: str = "an int") -> int:
         return number  # type: ignore[return-value]
     if isinstance(number, (bool, torch.Tensor)) or not hasattr(number, "__index__"):
         fail(name, wanted, describe(number), TypeError)
-    return operator.index(number)
+    try:
+        return operator.index(number)
+    except TypeError:
+        # Arrays have __index__ whether or not they are one integer.
+        fail(name, wanted, describe(number), TypeError)
+
+
+def check_tensors(**tensors: object) -> None:
+    """Raise TypeError unless each of these is a tensor: not a list, nor an array of another library."""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            fail(name, "a tensor", describe(tensor), TypeError)
 
 
 def check_float(name: str, number: object, wanted: str = "a float") -> None:

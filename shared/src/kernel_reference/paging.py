@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from .checks import fail, values_are_checked
+from .checks import as_int, check_float, check_tensors, describe, fail, values_are_checked
 
 LAYOUTS = ("NHD", "HND", "x-packed")
 
@@ -50,7 +50,7 @@ class PagedCache(NamedTuple):
 def check_integers(name: str, tensor: torch.Tensor, shape: tuple[int | None, ...]) -> None:
     """Raise unless ``tensor`` is int32 or int64 of ``shape``, in which None stands for any size."""
     if not isinstance(tensor, torch.Tensor) or tensor.dtype not in (torch.int32, torch.int64):
-        fail(name, "an int32 or int64 tensor", getattr(tensor, "dtype", type(tensor).__name__), TypeError)
+        fail(name, "an int32 or int64 tensor", describe(tensor), TypeError)
     if tensor.ndim != len(shape) or any(want not in (None, got) for want, got in zip(shape, tensor.shape, strict=True)):
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
         fail(name, f"of shape [{wanted}]", list(tensor.shape))
@@ -86,6 +86,7 @@ def sequence_ranges(name: str, cu_seqlens: torch.Tensor | None, tokens: int) -> 
 
 def cumulative(seqlens: torch.Tensor) -> torch.Tensor:
     """Lengths [B] to cu_seqlens [B + 1] int32."""
+    check_integers("seqlens", seqlens, (None,))
     return torch.nn.functional.pad(seqlens.cumsum(0), (1, 0)).to(torch.int32)
 
 
@@ -107,6 +108,9 @@ def pack(padded: torch.Tensor, starts: torch.Tensor | None = None, ends: torch.T
 
     ``starts`` None means 0 and ``ends`` None means S. Rows whose end is not past their start hold nothing.
     """
+    check_tensors(padded=padded)
+    if padded.ndim < 2:
+        fail("padded", "of shape [B, S, ...]", list(padded.shape))
     rows = _padded_rows(padded.shape, starts, ends)
     return Packed(padded[rows.to(padded.device)], cumulative(rows.sum(1)).to(padded.device))
 
@@ -121,6 +125,12 @@ def unpack(
     fill: float = 0.0,
 ) -> torch.Tensor:
     """The inverse of :func:`pack`: tokens ``[T, ...]`` to ``[batch, length, ...]``, padding set to ``fill``."""
+    check_tensors(tokens=tokens)
+    if tokens.ndim < 1:
+        fail("tokens", "of shape [T, ...]", list(tokens.shape))
+    for name, size in (("batch", batch), ("length", length)):
+        if as_int(name, size) < 0:
+            fail(name, "0 or more", size)
     rows = _padded_rows(torch.Size((batch, length)), starts, ends)
     if int(rows.sum()) != tokens.shape[0]:
         fail("tokens", f"of {int(rows.sum())} rows, as starts and ends say", tokens.shape[0])
@@ -144,6 +154,7 @@ def append(prefix: Packed, new: Packed) -> Packed:
 
 def _pages(cache: torch.Tensor, layout: str) -> torch.Tensor:
     """A view of ``cache`` indexed [block, place, head, then what makes D up]."""
+    check_tensors(cache=cache)
     if layout not in LAYOUTS:
         fail("layout", f"one of {', '.join(LAYOUTS)}", repr(layout))
     if cache.ndim != 4 and not (layout == "x-packed" and cache.ndim == 5):
@@ -178,6 +189,7 @@ def _places(
 def _expand_scale(name: str, scale: Scale, heads: int, block: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
     """The scale of each token, broadcastable to [T, H, 1], in float64."""
     if not isinstance(scale, torch.Tensor):
+        check_float(name, scale, f"a number, [{heads}] or [blocks, page, {heads}]")
         return torch.tensor(float(scale), dtype=torch.float64, device=block.device)
     if scale.ndim == 3 and scale.shape[2] == heads:
         return scale[block, place].to(torch.float64)[..., None]
@@ -264,6 +276,7 @@ def scatter(
     pages = _pages(cache, layout)
     blocks, page, heads = pages.shape[:3]
     dim = pages.shape[3:].numel()
+    check_tensors(tokens=tokens)
     if tokens.ndim != 3 or tokens.shape[1:] != (heads, dim):
         fail("tokens", f"of shape [T, {heads}, {dim}]", list(tokens.shape))
     check_integers("block_table", block_table, (None, None))
@@ -341,13 +354,14 @@ def paged_cache(
 
     ``seqlens_k`` and ``block_table`` are int32, on k's device. Raises ValueError for sizes that do not fit.
     """
+    check_tensors(k=k, **({} if v is None else {"v": v}))
     if k.ndim != 3:
         fail("k", "3-D [T, H, D]", f"{k.ndim}-D")
     if v is not None and (v.ndim != 3 or v.shape[:2] != k.shape[:2]):
         fail("v", f"of shape [{k.shape[0]}, {k.shape[1]}, Dv]", list(v.shape))
-    if page_size < 1:
+    if as_int("page_size", page_size) < 1:
         fail("page_size", "at least 1", page_size)
-    if unused_pages < 1:
+    if as_int("unused_pages", unused_pages) < 1:
         fail("unused_pages", "at least 1", unused_pages)
     dtype = dtype or k.dtype
     x = x or 16 // dtype.itemsize

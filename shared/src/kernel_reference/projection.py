@@ -15,6 +15,8 @@ from typing import NamedTuple
 import torch
 from einops import rearrange, repeat
 
+from .checks import as_int, check_tensors, fail
+
 LAYOUTS = ("interleaved", "contiguous")
 
 
@@ -34,6 +36,19 @@ class Projections(NamedTuple):
     mixed_ba: torch.Tensor
 
 
+def _check_sizes(num_heads_qk: int, num_heads_v: int, head_qk: int, head_v: int, layout: str) -> int:
+    """The V heads of a QK head."""
+    sizes = {"num_heads_qk": num_heads_qk, "num_heads_v": num_heads_v, "head_qk": head_qk, "head_v": head_v}
+    for name, size in sizes.items():
+        if as_int(name, size) < 1:
+            fail(name, "at least 1", size)
+    if num_heads_v % num_heads_qk:
+        fail("num_heads_v", f"a multiple of num_heads_qk = {num_heads_qk}", num_heads_v)
+    if layout not in LAYOUTS:
+        fail("layout", f"one of {', '.join(LAYOUTS)}", repr(layout))
+    return num_heads_v // num_heads_qk
+
+
 def split(
     mixed_qkvz: torch.Tensor,
     mixed_ba: torch.Tensor,
@@ -44,7 +59,12 @@ def split(
     layout: str = "interleaved",
 ) -> Parts:
     """Take the projections apart; exact, for any dtype, differentiable. Results are packed copies."""
-    ratio = num_heads_v // num_heads_qk
+    ratio = _check_sizes(num_heads_qk, num_heads_v, head_qk, head_v, layout)
+    of_both = (2 * num_heads_qk * head_qk + 2 * num_heads_v * head_v, 2 * num_heads_v)
+    for name, tensor, width in zip(("mixed_qkvz", "mixed_ba"), (mixed_qkvz, mixed_ba), of_both, strict=True):
+        check_tensors(**{name: tensor})
+        if tensor.ndim != 2 or tensor.shape[1] != width:
+            fail(name, f"of shape [N, {width}]", list(tensor.shape))
     if layout == "interleaved":
         per_head = mixed_qkvz.unflatten(1, (num_heads_qk, 2 * head_qk + 2 * ratio * head_v))
         parts = per_head.split([head_qk, head_qk, ratio * head_v, ratio * head_v], dim=2)
@@ -77,6 +97,17 @@ def merge(
     layout: str = "interleaved",
 ) -> Projections:
     """Put the projections together again: the inverse, and so the backward, of :func:`split`."""
+    _check_sizes(num_heads_qk, num_heads_v, head_qk, head_v, layout)
+    check_tensors(mixed_qkv=mixed_qkv, z=z, b=b, a=a)
+    shapes = (
+        (2 * num_heads_qk * head_qk + num_heads_v * head_v,),
+        (num_heads_v, head_v),
+        (num_heads_v,),
+        (num_heads_v,),
+    )
+    for name, tensor, shape in zip(("mixed_qkv", "z", "b", "a"), (mixed_qkv, z, b, a), shapes, strict=True):
+        if tensor.shape[1:] != shape or tensor.ndim == 0:
+            fail(name, f"of shape [N, {', '.join(map(str, shape))}]", list(tensor.shape))
     q, k, v = mixed_qkv.split([num_heads_qk * head_qk] * 2 + [num_heads_v * head_v], dim=1)
     z = z.flatten(1)
     if layout == "interleaved":
@@ -110,6 +141,21 @@ def split_conv1d_update(
     its rows are 0 and no state is touched.
     """
     parts = split(mixed_qkvz, mixed_ba, num_heads_qk, num_heads_v, head_qk, head_v, layout)
+    check_tensors(conv_state=conv_state, conv_weight=conv_weight, slots=slots)
+    check_tensors(**({} if conv_bias is None else {"conv_bias": conv_bias}))
+    channels = parts.mixed_qkv.shape[1]
+    if conv_state.ndim != 3 or conv_state.shape[1] != channels:
+        fail("conv_state", f"of shape [slots, {channels}, width - 1]", list(conv_state.shape))
+    if conv_weight.shape != (channels, conv_state.shape[2] + 1):
+        fail("conv_weight", f"of shape [{channels}, {conv_state.shape[2] + 1}]", list(conv_weight.shape))
+    if conv_bias is not None and conv_bias.shape != (channels,):
+        fail("conv_bias", f"of shape [{channels}]", list(conv_bias.shape))
+    if as_int("tokens_per_sequence", tokens_per_sequence) < 1:
+        fail("tokens_per_sequence", "at least 1", tokens_per_sequence)
+    if slots.ndim != 1 or len(slots) * tokens_per_sequence != len(mixed_qkvz):
+        fail("slots", f"of shape [N / {tokens_per_sequence}] for N = {len(mixed_qkvz)}", list(slots.shape))
+    if activation not in (None, "silu"):
+        fail("activation", "None or 'silu'", repr(activation))
     live = (slots >= 0) & (slots < conv_state.shape[0])
     taps = conv_state.shape[2]
     x = rearrange(parts.mixed_qkv, "(s t) c -> s c t", t=tokens_per_sequence)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from .checks import fail, values_are_checked
+from .checks import as_int, check_tensors, fail, values_are_checked
 from .paging import check_integers, sequence_ranges
 
 
@@ -43,6 +43,7 @@ def _prepare(
     dtype: torch.dtype,
 ) -> _Inputs:
     """Check, convert to ``dtype`` and repeat the heads so that q, k and v have as many."""
+    check_tensors(q=q, k=k, v=v, slopes=slopes)
     for name, tensor in (("q", q), ("k", k), ("v", v), ("slopes", slopes)):
         if not tensor.dtype.is_floating_point:
             fail(name, "of a floating-point dtype", tensor.dtype, TypeError)
@@ -69,6 +70,8 @@ def _prepare(
         fail("slopes", "0 or more", float(slopes.min()))
     ranges = sequence_ranges("cu_seqlens", cu_seqlens, q.shape[0])
     shape = (len(ranges), heads, q.shape[2], v.shape[2])
+    if initial_state is not None:
+        check_tensors(initial_state=initial_state)
     if initial_state is None:
         state = torch.zeros(shape, dtype=dtype, device=q.device)
     elif initial_state.shape != shape:
@@ -143,7 +146,7 @@ def linear_attention_chunked(
     with ``exp(-s (last + 1))``. No exponent is above 0, so nothing overflows. Arguments, results and errors are the
     same.
     """
-    if chunk_size < 1:
+    if as_int("chunk_size", chunk_size) < 1:
         fail("chunk_size", "at least 1", chunk_size)
     q, k, v, slopes, state, ranges = _prepare(q, k, v, slopes, cu_seqlens, initial_state, compute_dtype)
     pieces, rows, finals = [], [], []
@@ -188,6 +191,7 @@ def commit(
 
     Returns [B, H, D, E] in ``compute_dtype``. Raises TypeError or ValueError for dtypes and shapes that do not fit.
     """
+    check_tensors(k=k, v=v, state=state, slopes=slopes)
     if k.ndim != 4:
         fail("k", "4-D [B, T, Hk, D]", f"{k.ndim}-D")
     if v.ndim != 4 or v.shape[:2] != k.shape[:2]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernel_reference.checks import fail
+from kernel_reference.checks import check_tensors, fail
 
 # Rows of fewer columns may be near zero by cancellation alone, where an error relative to them says nothing.
 _COLUMNS_OF_A_ROW = 16
@@ -57,6 +57,7 @@ def measure(actual: torch.Tensor, oracle: torch.Tensor) -> ErrorReport:
     not hold NaN (ValueError). Integers are exact or wrong: compare them with
     :func:`kernel_reference.testing.guards.bitwise_equal`.
     """
+    check_tensors(actual=actual, oracle=oracle)
     if oracle.dtype != torch.float64:
         fail("oracle", "float64", oracle.dtype, TypeError)
     if not actual.is_floating_point():
@@ -100,6 +101,7 @@ def assert_close_to_oracle(
     ValueError or TypeError is raised if the oracle or the baseline cannot judge: other shapes or dtypes, or not finite
     where the oracle is.
     """
+    check_tensors(actual=actual, oracle64=oracle64, same_dtype_baseline=same_dtype_baseline)
     if same_dtype_baseline.dtype != actual.dtype:
         fail("same_dtype_baseline", f"of actual's dtype {actual.dtype}", same_dtype_baseline.dtype, TypeError)
     plain = measure(same_dtype_baseline, oracle64)

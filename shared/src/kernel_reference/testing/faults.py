@@ -48,7 +48,10 @@ BROKEN = "BROKEN"
 _TIMEOUT_S = 600
 # Imported before the first fork where they are installed: seconds of each test run, and no thread is started by it.
 # The plugin first: it says, before Triton is imported, whether kernels are interpreted.
-_WARM = ("kernel_reference.testing.pytest_plugin", "torch._dynamo", "triton", "hypothesis", "numpy")
+_WARM = (
+    "kernel_reference.testing.pytest_plugin", "torch._dynamo", "triton", "hypothesis", "_hypothesis_pytestplugin",
+    "numpy", "xdist.plugin", "xdist.looponfail",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -87,17 +90,19 @@ class Outcome:
 
 
 def run_faults(
-    package: Path, pytest_args: Sequence[str] = (), *, jobs: int = 2, passed: Path | None = None
+    package: Path, pytest_args: Sequence[str] = (), *, jobs: int = 2, passed: Path | None = None, only: str = ""
 ) -> list[Outcome]:
     """Plant each fault of ``package`` and return what became of it, in the patches' order; ``jobs`` of them at a time.
 
-    passed: a file with the tests that pass without faults; if left out, they are run. Prints a line for each fault as
-    it is done. ValueError is raised if the package has no ``src`` folder.
+    passed: a file with the tests that pass without faults; if left out, they are run. only: a regular expression that
+    the names of the patches must match. Prints a line for each fault as it is done. ValueError is raised if the package
+    has no ``src`` folder.
     """
     package = package.resolve()
     if not (package / "src").is_dir():
         raise ValueError(f"package must be a folder that holds src and tests/faults, got {package}")
     faults = [Fault.read(patch) for patch in sorted((package / "tests" / "faults").glob("*.patch"))]
+    faults = [fault for fault in faults if re.search(only, fault.patch.stem)]
     if not faults:
         return []
     _warm_up()
@@ -176,6 +181,9 @@ def _warm_up() -> None:
     for name in _WARM:
         with suppress(ImportError):
             importlib.import_module(name)
+    if "torch" in sys.modules:
+        # OpenMP's threads do not survive a fork, and whoever asks for them there waits for ever.
+        sys.modules["torch"].set_num_threads(1)
 
 
 def _in_forks(tasks: Sequence[_Task], jobs: int) -> Iterator[tuple[int, _Run]]:
@@ -397,11 +405,12 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m kernel_reference.testing.faults", description="Mutation testing.")
     parser.add_argument("package", type=Path, help="the package's folder; arguments after -- go to pytest")
     parser.add_argument("--passed", type=Path, metavar="FILE", help="the tests that pass clean; else they are run")
+    parser.add_argument("--only", default="", metavar="REGEX", help="only faults whose name matches")
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time (default 2)")
     chosen = parser.parse_args(own)
-    outcomes = run_faults(chosen.package, pytest_args, jobs=chosen.jobs, passed=chosen.passed)
+    outcomes = run_faults(chosen.package, pytest_args, jobs=chosen.jobs, passed=chosen.passed, only=chosen.only)
     if not outcomes:
-        print(f"no faults: {chosen.package / 'tests' / 'faults'} holds no *.patch", file=sys.stderr)
+        print(f"no faults: {chosen.package / 'tests' / 'faults'} holds no such *.patch", file=sys.stderr)
         return 2
     for outcome in outcomes:
         if outcome.verdict != CAUGHT:

@@ -40,7 +40,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (copy / "packages").mkdir(parents=True)
     for name in ("noxfile.py", "pyproject.toml", "LICENSE"):
         shutil.copy(ROOT / name, copy / name)
-    for name in (".github", "shared", "tools"):
+    for name in (".ci", ".github", "shared", "tools"):
         shutil.copytree(ROOT / name, copy / name, ignore=MADE)
     said = run(copy, sys.executable, "tools/new.py", NAME)
     assert said.startswith(f"made packages/{NAME}")
@@ -48,16 +48,10 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_new_package_passes_its_tests_and_types_and_its_fault_is_caught(house: Path) -> None:
-    # Both sessions as people run them, but in one environment, and the fault without its session: torch is installed
-    # once, which is most of what they take.
-    environments = house / ".nox"
-    environments.mkdir()
-    (environments / f"types-{NAME}").symlink_to(f"test-{NAME}")
-    tool(house, "nox", "-r", "-s", f"test({NAME})", "types")
-
-    python = environments / f"test-{NAME}" / "bin" / "python"
-    caught = run(house, python, "-m", "kernel_reference.testing.faults", f"packages/{NAME}")
+    tool(house, "nox", "-s", "types", "--", NAME)
+    caught = tool(house, "nox", "-s", f"test({NAME})", "--", "--faults")
     assert "1 of 1 faults caught" in caught
+    python = house / ".nox" / f"test-{NAME}" / "bin" / "python"
     shown = run(house, python, "-m", "kernel_reference.bench.demo", f"packages/{NAME}/examples/demo.py")
     assert re.search(rf"{NAME} +scale +CPU implementation", shown)
     assert re.search(r"scale_blocks +kernel in Triton's interpreter", shown)
@@ -81,8 +75,9 @@ def test_a_new_package_is_built_and_its_files_are_sound(house: Path, tmp_path: P
 
 def test_a_new_package_belongs_to_every_session_and_has_something_to_release(house: Path) -> None:
     sessions = tool(house, "nox", "-l")
-    for session in ("test", "types", "build", "minimums", "bench", "sanitize", "release"):
+    for session in ("test", "build", "minimums", "bench", "sanitize", "release"):
         assert f"{session}({NAME})" in sessions
+    assert "* types" in tool(house, "nox", "-l", "-t", NAME)
     draft = ["towncrier", "build", "--draft", "--config", "pyproject.toml", "--dir", f"packages/{NAME}"]
     assert "- `scale`: a tensor times a number." in tool(house, *draft, "--name", NAME, "--version", "0.1.0")
 

@@ -202,7 +202,8 @@ class Counted(TorchDispatchMode):
 def test_a_pattern_of_any_length_is_built_in_as_many_operations_that_make_a_few_times_its_lists(device) -> None:
     """On a GPU it is there within 50 ms: no walk over rows or heads, and no mask of all blocks."""
     model, counts = PHI3_SMALL, set()
-    for max_seqlen in (16384, 131072):
+    # Lengths of no other test, since the last few patterns are kept.
+    for max_seqlen in (16384 - 64, 131072 - 64):
         with Counted() as counted:
             made = BlockLayout.local_strided(
                 model.num_heads_q, max_seqlen, model.local_blocks, model.vert_stride, model.block_size, device=device

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from kernel_reference.checks import check_float, check_no_tangents, describe, fail, values_are_checked
 from tilelang_mla import (
@@ -258,7 +259,7 @@ def plan_decode(
     if multiprocessors is not None:
         limits = DeviceLimits(multiprocessors, limits.shared_memory)
     rows = num_heads * seqlen_q
-    tiles = plans.decode_tiles(rows, dim_nope, dim_rope, max_seqlen_k, limits, num_splits)
+    tiles = plans.decode_tiles(rows, dim_nope, dim_rope, max_seqlen_k, limits, num_splits, known=guard_or_false)
     at_once = plans.parts_at_once(rows, limits.multiprocessors)
     return DecodePlan(tiles, *schedule.cut(cache_seqlens, tiles, rows, max_seqlen_k, at_once))
 

@@ -6,11 +6,9 @@ What of a plan depends on lengths is a tensor, made on the device by schedule.py
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 # Rows of a warpgroup's matrix product on sm_90: query tokens x heads are packed into tiles of as many.
 _ROWS = 64
@@ -194,17 +192,17 @@ def plan_prefill(problem: PrefillProblem, limits: DeviceLimits) -> PrefillPlan:
 
 def decode_tiles(
     rows: int, dim_nope: int, dim_rope: int, max_seqlen_k: int | None, limits: DeviceLimits,
-    num_splits: int | None = None, bits: int = 16,
+    num_splits: int | None = None, bits: int = 16, *, known: Callable[[bool], bool] = bool,
 ) -> DecodeTiles:  # fmt: skip
     """The tiles of ``plan_decode``, from no length and no batch: its bits with ``num_splits`` depend on neither.
 
-    ``rows``: query tokens x heads. ``max_seqlen_k`` None: any.
+    ``rows``: query tokens x heads. ``max_seqlen_k`` None: any. ``known``: says of a comparison with it whether it holds
+    for certain; while torch.compile traces, the number may be a symbol that only the device knows.
     """
     block_n, num_stages = _keys_in_flight(dim_nope, dim_rope, limits, bits)
     if num_splits is not None:
         return DecodeTiles(_ROWS, block_n, num_stages, num_splits)
-    # A symbol that only the device knows, while torch.compile traces, is any.
-    alone = max_seqlen_k is not None and guard_or_false(max_seqlen_k <= block_n)
+    alone = max_seqlen_k is not None and known(max_seqlen_k <= block_n)
     spare = 0 if alone else WAVES * parts_at_once(rows, limits.multiprocessors)
     return DecodeTiles(_ROWS, block_n, num_stages, 1, spare)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import os
 from pathlib import Path
@@ -275,3 +276,15 @@ def test_elements_of_an_argument_that_is_a_tuple_are_named_by_their_places(tmp_p
     assert not report.problems()
     (report,) = compile_specs([KernelSpec(f"{file}:stride", {"p": "*i32", "t[0]": "i32"}, {"s[1]": 1})], ["sm_90"])
     assert "of arguments of" in report.error
+
+
+def test_a_few_bytes_of_spills_can_be_a_warning_and_more_are_a_problem() -> None:
+    report = Report("kernel", "sm_120", registers=168, stack=8, shared=1024)
+    with pytest.raises(AssertionError, match="spills registers: 8 bytes"):
+        assert_clean([report])
+    with pytest.warns(UserWarning, match="1 of 1 compiled kernels spill"):
+        assert_clean([report], most_stack=8)
+    with pytest.raises(AssertionError, match="spills registers"):
+        assert_clean([report], most_stack=4)
+    with pytest.warns(UserWarning, match="spill"), pytest.raises(AssertionError, match="trap"):
+        assert_clean([dataclasses.replace(report, trap=True)], most_stack=8)

@@ -32,7 +32,7 @@ def test_ranks_that_do_not_divide_the_heads_are_named(model: object, ranks: int)
 
 def test_importing_the_package_or_the_models_loads_no_torch() -> None:
     code = (
-        "import sys, kernel_reference, kernel_reference.models, kernel_reference.checks;"
+        "import sys, kernel_reference, kernel_reference.models, kernel_reference.errors;"
         "assert kernel_reference.__version__;"
         "print(sorted({'torch', 'einops', 'triton', 'numpy'} & set(sys.modules)))"
     )

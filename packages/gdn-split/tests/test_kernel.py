@@ -34,6 +34,14 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 MOST_ELEMENTS = 200_000
 
 
+@pytest.mark.parametrize("ratio", [1, 2, 3, 6])
+def test_every_side_of_a_tile_is_a_power_of_two_whatever_the_heads(ratio: int) -> None:
+    shape = GroupShape(num_heads_qk=3, num_heads_v=3 * ratio, head_qk=96, head_v=80)
+    sides = launch._blocks(shape)
+    assert [side & (side - 1) for side in sides] == [0, 0, 0]
+    assert all(side >= least for side, least in zip(sides, (96, 80 * ratio, 3 * ratio), strict=True))
+
+
 @dataclass(frozen=True)
 class Move:
     """All of a split or merge but its number of rows."""

@@ -187,7 +187,8 @@ def test_what_takes_most_shared_memory_compiles_for_gpus_that_have_99_kib_of_it(
         compiled = pool.map(lambda target: compile_specs(jobs[target], [target], processes=1), SMALL_TARGETS)
         reports = [report for reports in compiled for report in reports]
     assert len(reports) == 2 * len(SMALL_TARGETS)
-    assert_clean(reports)
+    # Triton 3.6 spills 8 bytes of one of them on sm_120, 3.7 none.
+    assert_clean(reports, most_stack=8)
     assert all(report.uses_tensor_cores for report in reports)
 
 

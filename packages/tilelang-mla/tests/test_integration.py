@@ -267,7 +267,7 @@ def test_a_plan_may_be_an_argument_and_a_result_of_what_is_compiled(make) -> Non
 
 def compiled(function: Callable[..., Any], device: torch.device, **options: Any) -> Callable[..., Any]:
     torch.compiler.reset()
-    return torch.compile(function, fullgraph=True, backend=backend_of(device), **options)
+    return torch.compile(function, fullgraph=True, **{"backend": backend_of(device)} | options)
 
 
 def whole(run: Callable[..., Any], *given: Any) -> Any:
@@ -355,7 +355,8 @@ def test_sizes_that_only_the_device_knows_compile_whole(make, function, inputs) 
     tensors = inputs(make, 4)
     settings = {"capture_dynamic_output_shape_ops": True, "capture_scalar_outputs": True}
     with torch._dynamo.config.patch(settings):
-        run = compiled(function, make.device)
+        # Of torch 2.11's inductor, what makes the tensors here fails by itself ("Cannot convert symbols to int").
+        run = compiled(function, make.device, backend="aot_eager")
         for few in (2, 3):
             rows = torch.arange(len(tensors[0]), device=make.device) % 4 < few
             with torch._dynamo.config.patch(error_on_recompile=few > 2):
@@ -583,7 +584,7 @@ def test_a_launch_that_is_found_again_still_refuses_an_output_in_its_input(tenso
     for call, given, out in ((ops._kernel_prefill, prompt, 5), (ops._kernel_decode, batch, 6)):
         arguments = [*given.op_arguments()]
         q = arguments[0]
-        apart = torch.empty_strided(q.shape, q.stride(), dtype=q.dtype)
+        apart = torch.empty_strided(q.shape, q.stride(), dtype=q.dtype, device=q.device)
         arguments[out] = apart[..., : arguments[out].shape[-1]]
         call(*arguments)
         arguments[out] = q[..., : arguments[out].shape[-1]]

@@ -31,6 +31,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -254,11 +255,20 @@ def compile_specs(
     return [report for report in reports if report is not None]
 
 
-def assert_clean(reports: Sequence[Report]) -> None:
-    """Raise AssertionError, with a table, if any report has problems, or if there is no report at all."""
+def assert_clean(reports: Sequence[Report], *, most_stack: int = 0) -> None:
+    """Raise AssertionError, with a table, if any report has problems, or if there is no report at all.
+
+    most_stack: bytes a thread that a kernel may spill, as on a GPU for which no plan was tuned; a warning then.
+    """
     if not reports:
         raise AssertionError("no kernel was compiled: the list of reports is empty")
-    broken = [report for report in reports if report.problems()]
+    let_pass = [report for report in reports if report.spills and 0 < report.stack <= most_stack]
+    if let_pass:
+        warnings.warn(f"{len(let_pass)} of {len(reports)} compiled kernels spill:\n{table(let_pass)}", stacklevel=2)
+    broken = [
+        report for report in reports
+        if [problem for problem in report.problems() if report not in let_pass or not problem.startswith("spills ")]
+    ]  # fmt: skip
     if broken:
         raise AssertionError(f"{len(broken)} of {len(reports)} compiled kernels have problems:\n{table(broken)}")
 

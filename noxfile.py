@@ -298,9 +298,12 @@ def wheel(session: nox.Session, package: str) -> str:
         with tempfile.TemporaryDirectory(dir=made.parent) as scratch:
             out = Path(scratch) / "dist"
             session.run("python", "-m", "build", "--no-isolation", "--outdir", out, HOMES[package], silent=True)
-            # Another session may have been quicker; what it made is of the same files.
-            if not made.is_dir():
+            try:
                 out.rename(made)
+            except OSError:
+                # A session beside this one was quicker; what it made is of the same files.
+                if not made.is_dir():
+                    raise
     return str(next(made.glob("*.whl")))
 
 

@@ -15,6 +15,7 @@ from kernel_reference.bench import mapped
 from kernel_reference.bench.compiled import compilations
 from kernel_reference.bench.dry import DryBench
 from kernel_reference.bench.mapped import First, Header, Measured, Outcome, Sweep
+from kernel_reference.bench.processes import started
 
 MAPS = """
 import torch
@@ -182,6 +183,72 @@ def test_a_point_that_ends_or_hangs_its_process_costs_only_itself(tmp_path: Path
     assert not file.with_suffix(".running").exists()
 
 
+def test_a_point_that_has_all_the_time_is_named_with_what_it_was_doing(tmp_path: Path, capfd: Any) -> None:
+    file = tmp_path / "map.jsonl"
+    mapped.begin(file, HEADER)
+    text = """
+import faulthandler, os, pathlib, signal, sys, time
+faulthandler.register(signal.SIGUSR1)
+running = pathlib.Path(sys.argv[1])
+running.write_text('["prefill", {"heads": 8}]')
+os.utime(running, (time.time() - 20, time.time() - 20))
+
+def compile_forty_eight_configurations():
+    time.sleep(600)
+
+compile_forty_eight_configurations()
+"""
+    child = [sys.executable, "-c", text, str(file.with_suffix(".running"))]
+    command.supervise(child, file, until=time.monotonic() + 3)
+    shown = capfd.readouterr()
+    assert "time was up after 2" in shown.out
+    assert "of prefill heads=8, not recorded" in shown.out
+    assert "in compile_forty_eight_configurations" in shown.err
+    assert mapped.load(file)[1] == []
+
+
+def test_the_measuring_process_makes_itself_ready_and_begins_when_it_is_told(tmp_path: Path) -> None:
+    file, ready = tmp_path / "map.jsonl", tmp_path / "ready"
+    mapped.begin(file, HEADER)
+    text = """
+import sys
+from pathlib import Path
+from kernel_reference.bench import mapped
+
+Path(sys.argv[2]).touch()
+if sys.stdin.readline():
+    mapped.append(Path(sys.argv[1]), mapped.Measured("decode", {"heads": 8, "page": 16}, 0.1))
+"""
+    with started([sys.executable, "-c", text, str(file), str(ready)]) as process:
+        while not ready.exists():
+            assert process.poll() is None
+            time.sleep(0.05)
+        assert mapped.load(file)[1] == []
+        command.supervise(["no such command"], file, until=time.monotonic() + 100, first=process)
+    assert len(mapped.load(file)[1]) == 1
+
+
+def test_one_long_point_does_not_keep_the_next_from_being_begun(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    maps, _ = command.load_maps(Path(written(tmp_path)), DryBench.device)
+    file = tmp_path / "map.jsonl"
+    mapped.begin(file, HEADER)
+    now = [0.0]
+    seconds = iter([1.0, 60.0, 1.0, 1.0, 1.0])
+
+    def measure_one(item: Any, bench: Any, stamp: Any, spent: dict[str, float]) -> Measured:
+        took = next(seconds)
+        now[0] += took
+        spent.update({"judging vLLM": took * 0.8, "inputs": took * 0.1})
+        return Measured(item.map.name, dict(item.point), took)
+
+    monkeypatch.setattr(command.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(command, "measure_one", measure_one)
+    stamp: Any = None
+    found = list(command.measure_items(command.items_of(maps), DryBench(), stamp, file, until=63.5))
+    assert [one.seconds for one in found] == [1.0, 60.0, 1.0, 1.0]
+    assert "(60.0 s, judging vLLM 48.0, inputs 6.0)" in capsys.readouterr().out
+
+
 def test_when_time_is_up_the_processes_are_ended_and_no_point_is_blamed(tmp_path: Path) -> None:
     file = tmp_path / "map.jsonl"
     mapped.begin(file, HEADER)
@@ -258,6 +325,26 @@ def test_a_sweep_counts_what_each_first_call_compiles(tmp_path: Path) -> None:
     assert mapped.load_sweep(tmp_path / "s.json") == found
     cut = command.run_sweep(sweep, DryBench(), tmp_path / "s.json", until=time.monotonic() - 1)
     assert (cut.batches, cut.of) == (0, 256)
+
+
+def test_a_sweep_that_is_ended_after_its_first_call_has_written_what_that_compiled(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    triton = pytest.importorskip("triton")
+
+    def sweep(device: Any, batch: int) -> Any:
+        told = {"src": None, "metadata_group": {}, "times": None, "cache_hit": False}
+        return lambda: triton.knobs.compilation.listener(metadata={"name": "attend"}, **told)
+
+    def killed(*_: Any, **__: Any) -> float:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "host_time_us", killed)
+    with pytest.raises(KeyboardInterrupt):
+        command.run_sweep(sweep, DryBench(), tmp_path / "s.json", until=time.monotonic() + 100)
+    found = mapped.load_sweep(tmp_path / "s.json")
+    assert found is not None
+    assert [(one.batch, list(one.kernels)) for one in found.first] == [(1, ["attend"])]
 
 
 def test_watching_compilations_leaves_a_listener_of_the_users_in_place() -> None:

@@ -15,16 +15,17 @@ Exit code 0: measured, perhaps not all of it in time; 1: a point of ours is red;
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 import re
 import signal
-import subprocess
+import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -37,6 +38,7 @@ from kernel_reference.bench.compiled import compilations
 from kernel_reference.bench.grid import Axis, Map, Value, key_of, words_of
 from kernel_reference.bench.mapped import First, Header, Measured, Outcome, Sweep
 from kernel_reference.bench.measure import Stamp, measure
+from kernel_reference.bench.processes import LOST, POINT_SECONDS, run_together, started, supervise
 from kernel_reference.bench.roofs import Roofs
 from kernel_reference.bench.run import Bench, CudaBench, UnusableError, load_module
 from kernel_reference.bench.table import show, significant
@@ -49,14 +51,10 @@ POINT_BYTES, SETS_BYTES, SETS = 4 * 10**9, 8 * 10**9, 8
 BATCHES = 256
 # Device time for each implementation of a point.
 SECONDS, ROUNDS = 0.03, 3
-# A point that takes longer hangs.
-POINT_SECONDS = 40.0
 # Of the budget: the end, for the table and the pictures; and the most that compiling ahead and the sweep may take.
-LAST_SECONDS, AHEAD = 12.0, 0.45
-# A process that dies before its first point is started again once, one that dies at a point as often as this.
-RESTARTS = 20
-# What the measuring process exits with when the device is lost to it, as after an illegal access.
-LOST = 3
+LAST_SECONDS, AHEAD = 8.0, 0.45
+# Processes that compile ahead: of the cores, which the sweep and the measuring process need too; and of the memory.
+OF_CORES, MOST_AHEAD = 0.75, 12
 
 
 @dataclass(frozen=True)
@@ -107,25 +105,36 @@ def items_of(maps: Iterable[Map], *, seed: int = 0, points: int | None = None) -
 def measure_items(
     items: Iterable[Item], bench: Bench, stamp: Stamp, file: Path, *, until: float, number: int = 0, total: int = 0
 ) -> Iterator[Measured]:
-    """Measure each point and add it to ``file``; ends before ``until`` (of time.monotonic)."""
+    """Measure each point and add it to ``file``; none is begun that ``until`` (of time.monotonic) is too near for."""
     running = file.with_suffix(".running")
-    longest = 0.0
+    taken = [0.0]
     for count, item in enumerate(items, start=number + 1):
-        if time.monotonic() + longest > until:
+        # One that takes longer than most is ended by whoever watches, and blamed for nothing.
+        if time.monotonic() + statistics.median(taken) > until:
             return
         # Whoever finds this file after the process has died knows at which point.
         running.write_text(json.dumps([item.map.name, dict(item.point)]), encoding="utf-8")
         start = time.monotonic()
-        found = measure_one(item, bench, stamp)
+        spent: dict[str, float] = {}
+        with compilations() as compiled:
+            found = measure_one(item, bench, stamp, spent)
         mapped.append(file, found)
         running.unlink()
-        longest = max(longest, min(time.monotonic() - start, POINT_SECONDS / 4))
-        print(f"[{count}/{total}] {item.map.name} {words_of(item.point)}: {_outcome(found, stamp)}", flush=True)
+        taken.append(time.monotonic() - start)
+        words = f"{item.map.name} {words_of(item.point)}: {_outcome(found)} ({_where(found.seconds, spent, compiled)})"
+        print(f"[{count}/{total}] {words}", flush=True)
         yield found
 
 
-def measure_one(item: Item, bench: Bench, stamp: Stamp) -> Measured:
-    """One point. What raises is its note."""
+def _where(seconds: float, spent: Mapping[str, float], compiled: Sequence[str]) -> str:
+    """The seconds of a point, and of one that took long what they went into."""
+    longest = sorted(spent.items(), key=lambda entry: -entry[1])[:3] if seconds >= 1 else ()
+    parts = [f"{seconds:.1f} s", *(f"{what} {took:.1f}" for what, took in longest)]
+    return ", ".join(parts + ([f"{len(compiled)} compiled"] if compiled else []))
+
+
+def measure_one(item: Item, bench: Bench, stamp: Stamp, spent: dict[str, float] | None = None) -> Measured:
+    """One point. What raises is its note. ``spent``: takes the seconds by what they were spent on."""
     start = time.monotonic()
 
     def done(**values: Any) -> Measured:
@@ -138,7 +147,7 @@ def measure_one(item: Item, bench: Bench, stamp: Stamp) -> Measured:
         if case.bytes_moved > POINT_BYTES:
             return done(note=f"moves {case.bytes_moved / 1e9:.1f} GB, and a point may move {POINT_BYTES / 1e9:g}")
         limits = {"seconds": SECONDS, "rounds": ROUNDS, "memory_bytes": SETS_BYTES, "most_sets": SETS, "again": False}
-        records = measure(case, bench.device, bench.clock, stamp, **limits)  # type: ignore[arg-type]
+        records = measure(case, bench.device, bench.clock, stamp, spent=spent, **limits)  # type: ignore[arg-type]
         outcomes = tuple(Outcome.of(record) for record in records)
         return done(bytes=case.bytes_moved, flops=case.flops, outcomes=outcomes)
     except Exception as error:
@@ -148,31 +157,55 @@ def measure_one(item: Item, bench: Bench, stamp: Stamp) -> Measured:
             bench.tidy()
 
 
-def _outcome(found: Measured, stamp: Stamp) -> str:
+def _outcome(found: Measured) -> str:
     if found.red:
-        return f"RED {'; '.join(found.red)[:160]} ({found.seconds:.1f} s)"
+        return f"RED {'; '.join(found.red)[:160]}"
     if not found.ours:
-        return f"no case ({found.seconds:.1f} s)"
+        return "no case"
     beside = f"{found.of_peer:.2f} of {found.peer.implementation}" if found.peer and found.of_peer else "no peer"
     absent = [o.implementation for o in found.outcomes if not o.ours and o.status != "timed"]
     without = f", without {', '.join(absent)}" if absent else ""
-    return f"{significant(found.ours.us)} us, {beside}{without} ({found.seconds:.1f} s)"
+    return f"{significant(found.ours.us)} us, {beside}{without}"
 
 
 def call_ahead(items: Iterable[Item], bench: Bench) -> None:
     """Call every implementation of these points once, so that it is compiled; what fails says so in its turn."""
     for item in items:
-        with suppress(Exception):
+        start = time.monotonic()
+        spent: dict[str, float] = {}
+        with suppress(Exception), compilations() as compiled:
             case = item.map.case(item.point)
             if case is not None and case.bytes_moved <= POINT_BYTES:
                 inputs = case.make_inputs()
-                for call in (*((lambda call=call: call) for call in case.ours.values()), *case.peers.values()):
-                    with suppress(Exception):
-                        call()(inputs)
+                for label in (*case.ours, *case.peers):
+                    begun = time.monotonic()
+                    # Judging tells of errors; that there is no memory, with so many processes, is told only here.
+                    try:
+                        call = case.ours[label] if label in case.ours else case.peers[label]()
+                        call(inputs)
                         bench.clock.synchronize()
+                    except torch.OutOfMemoryError:
+                        print(f"ahead: {item.map.name} {words_of(item.point)}: {label}: out of memory", flush=True)
+                    except Exception:
+                        continue
+                    finally:
+                        spent[label] = time.monotonic() - begun
                 del inputs
+            where = _where(time.monotonic() - start, spent, compiled)
+            print(f"ahead: {item.map.name} {words_of(item.point)} ({where})", flush=True)
         with suppress(Exception):
             bench.tidy()
+
+
+def make_ready(items: Iterable[Item], bench: Bench) -> None:
+    """Import what measuring these needs, and touch the device, while there is time that is not for measuring."""
+    torch.zeros(1, device=bench.device)
+    for item in items:
+        with suppress(Exception):
+            case = item.map.case(item.point)
+            for factory in case.peers.values() if case is not None else ():
+                with suppress(Exception):
+                    factory()
 
 
 def run_sweep(
@@ -195,6 +228,8 @@ def run_sweep(
             bench.clock.synchronize()
             if len(compiled) > before:
                 first.append(First(batch, round(time.monotonic() - start, 3), tuple(compiled[before:])))
+                # At once: compiling may have taken all the time there is.
+                mapped.save_sweep(file, Sweep(batch, batches, done.host_us, tuple(first)))
             host.append(host_time_us(call, bench.clock, calls=4, bursts=3))
             done = Sweep(batch, batches, sorted(host)[len(host) // 2], tuple(first))
             if len(compiled) > before or batch % 16 == 0 or batch == batches:
@@ -208,7 +243,7 @@ def run_sweep(
 
 def main(arguments: Sequence[str] | None = None, *, bench: Bench | None = None) -> int:
     """The command. Returns the exit code. ``bench``: measure on this one, in this process."""
-    started = time.monotonic()
+    begun = time.monotonic()
     parser = argparse.ArgumentParser(prog="python -m kernel_reference.bench.map", description="Map where speed falls.")
     parser.add_argument("maps", type=Path, help="benchmarks/map.py of a package")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="for map.jsonl and the pictures")
@@ -217,14 +252,18 @@ def main(arguments: Sequence[str] | None = None, *, bench: Bench | None = None) 
     parser.add_argument("--points", type=int, metavar="N", help="at most so many, of all maps together")
     parser.add_argument("--seed", type=int, default=0, help="of the sample (default 0)")
     parser.add_argument("--only", type=re.compile, metavar="REGEX", help="only maps whose name matches")
-    parser.add_argument("--ahead", type=int, metavar="N", help="processes that compile ahead (default: half the cores)")
+    parser.add_argument(
+        "--ahead", type=int, metavar="N", help="processes that compile ahead (default: most of the cores)"
+    )
     parser.add_argument("--no-sweep", action="store_true", help="do not go through batch sizes")
     parser.add_argument("--commit", help="the commit to record where the sources are no git checkout")
     parser.add_argument("--role", choices=("ahead", "sweep", "measure"), help=argparse.SUPPRESS)
     parser.add_argument("--share", default="0/1", help=argparse.SUPPRESS)
-    parser.add_argument("--left", type=float, help=argparse.SUPPRESS)
+    # Of time.monotonic(), which all processes share: a time left would begin anew with each.
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--wait", action="store_true", help=argparse.SUPPRESS)
     chosen = parser.parse_args(arguments)
-    until = started + (chosen.left if chosen.left is not None else chosen.seconds - LAST_SECONDS)
+    until = chosen.until if chosen.until is not None else begun + chosen.seconds - LAST_SECONDS
     try:
         if chosen.role:
             return _play(chosen, bench or CudaBench(), until)
@@ -236,7 +275,7 @@ def main(arguments: Sequence[str] | None = None, *, bench: Bench | None = None) 
         else:
             CudaBench()
             _prepare(chosen)
-            _direct(chosen, list(sys.argv[1:] if arguments is None else arguments), started, until)
+            _direct(chosen, list(sys.argv[1:] if arguments is None else arguments), begun, until)
         return finish(chosen.out)
     except UnusableError as error:
         print(f"map: {error}", file=sys.stderr)
@@ -258,6 +297,9 @@ def _prepare(chosen: argparse.Namespace) -> None:
 def _play(chosen: argparse.Namespace, bench: Bench, until: float) -> int:
     """What one of the processes does."""
     file = chosen.out / mapped.NAME
+    if hasattr(signal, "SIGUSR1") and chosen.until is not None:
+        # Whoever ends this process asks first where it is.
+        faulthandler.register(signal.SIGUSR1, all_threads=False)
     maps, sweep = load_maps(chosen.maps, bench.device)
     if chosen.only:
         maps = [one for one in maps if chosen.only.search(one.name)]
@@ -274,6 +316,10 @@ def _play(chosen: argparse.Namespace, bench: Bench, until: float) -> int:
         own, of = map(int, chosen.share.split("/"))
         call_ahead(left[own::of], bench)
         return 0
+    if chosen.wait:
+        make_ready(left[:16], bench)
+        if not sys.stdin.readline():
+            return 0
     stamp = _stamp(chosen, bench, maps, file)
     for _ in measure_items(left, bench, stamp, file, until=until, number=len(items) - len(left), total=len(items)):
         try:
@@ -310,8 +356,7 @@ def finish(out: Path) -> int:
     header, points = mapped.load(file)
     show(mapped.of_points(header, points))
     sweep = mapped.load_sweep(out / mapped.SWEEP_NAME)
-    if sweep is not None:
-        print(sweep.words())
+    print(sweep.words() if sweep is not None else "no sweep: not asked for, or ended before its first call was done")
     try:
         from kernel_reference.bench.heat import draw
     except ImportError as error:
@@ -328,97 +373,43 @@ def finish(out: Path) -> int:
 # The processes
 
 
-def _direct(chosen: argparse.Namespace, arguments: list[str], started: float, until: float) -> None:
+def _direct(chosen: argparse.Namespace, arguments: list[str], begun: float, until: float) -> None:
     """Compile ahead and sweep, then measure, starting anew after each point that ended the process."""
     # So that the processes are ended with this one.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     command = [sys.executable, "-m", __spec__.name if __spec__ else "kernel_reference.bench.map", *arguments]
     # What is done is in the file: every process goes on from it.
     command += [] if chosen.resume else ["--resume"]
-    ahead = (os.cpu_count() or 2) // 2 if chosen.ahead is None else chosen.ahead
-    together = [[*command, "--role", "ahead", "--share", f"{own}/{ahead}"] for own in range(min(ahead, 8))]
-    with tempfile.TemporaryDirectory() as cache:
+    before = min(until, begun + AHEAD * chosen.seconds)
+    ahead = int((os.cpu_count() or 2) * OF_CORES) if chosen.ahead is None else chosen.ahead
+    ahead = min(ahead, MOST_AHEAD)
+    roles = [["--role", "ahead", "--share", f"{own}/{ahead}"] for own in range(ahead)]
+    with (
+        tempfile.TemporaryDirectory() as cache,
+        started([*command, "--role", "measure", "--wait", "--until", f"{until:.3f}"]) as measuring,
+    ):
         empty = {"TRITON_CACHE_DIR": f"{cache}/triton", "TILELANG_CACHE_DIR": f"{cache}/tilelang"}
-        environments: list[dict[str, str]] = [{} for _ in together]
+        # Torch's threads of so many processes would wait for each other.
+        environments: list[dict[str, str]] = [{"OMP_NUM_THREADS": "1"} for _ in roles]
         if not chosen.no_sweep:
             # It ends by itself a little before it would be ended.
-            together.append([*command, "--role", "sweep", "--left", str(AHEAD * chosen.seconds - 5.0)])
-            environments.append(empty)
-        run_together(together, environments, until=min(until, started + AHEAD * chosen.seconds))
-    supervise([*command, "--role", "measure"], chosen.out / mapped.NAME, until=until)
-
-
-def run_together(
-    commands: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]], *, until: float
-) -> list[int | None]:
-    """Run these side by side; whichever has not ended by ``until`` is ended. Exit codes, None for those."""
-    with ended() as processes:
-        for command, environment in zip(commands, environments, strict=True):
-            processes.append(subprocess.Popen(command, env={**os.environ, **environment}, stdin=subprocess.DEVNULL))
-        codes: list[int | None] = []
-        for process in processes:
-            try:
-                codes.append(process.wait(max(0.0, until - time.monotonic())))
-            except subprocess.TimeoutExpired:
-                codes.append(None)
-        return codes
-
-
-def supervise(command: Sequence[str], file: Path, *, until: float, point_seconds: float = POINT_SECONDS) -> None:
-    """Run the measuring process until it has no more to do, or time is up.
-
-    A point at which it dies or hangs is written to ``file`` with the reason, and the process started again.
-    """
-    running = file.with_suffix(".running")
-    lives = 2
-    for _ in range(RESTARTS):
-        left = until - time.monotonic()
-        if left <= 0 or not lives:
-            return
-        with ended() as processes:
-            process = subprocess.Popen([*command, "--left", f"{left:.1f}"], stdin=subprocess.DEVNULL)
-            processes.append(process)
-            reason = _watch(process, running, until, point_seconds)
-        if reason is None:
-            return
-        if running.is_file():
-            name, point = json.loads(running.read_text(encoding="utf-8"))
-            seconds = round(time.time() - running.stat().st_mtime, 2)
-            running.unlink()
-            if file.is_file() and time.monotonic() < until:
-                mapped.append(file, Measured(name, point, seconds, note=reason))
-                print(f"{name} {words_of(point)}: RED {reason}", flush=True)
-        elif reason != f"the process ended with {LOST}":
-            lives -= 1
-
-
-def _watch(process: subprocess.Popen[bytes], running: Path, until: float, point_seconds: float) -> str | None:
-    """Wait for the process. Returns None where it ended well, else the reason."""
-    while True:
-        with suppress(subprocess.TimeoutExpired):
-            code = process.wait(0.2)
-            if code == 0:
-                return None
-            ended_by = signal.Signals(-code).name if code < 0 else code
-            return f"the process ended with {ended_by}"
-        if time.monotonic() > until:
-            return "time was up"
-        with suppress(FileNotFoundError):
-            if time.time() - running.stat().st_mtime > point_seconds:
-                return f"no result within {point_seconds:g} s"
-
-
-@contextmanager
-def ended() -> Iterator[list[subprocess.Popen[bytes]]]:
-    """A list of processes, none of which is left behind."""
-    processes: list[subprocess.Popen[bytes]] = []
-    try:
-        yield processes
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
+            roles.insert(0, ["--role", "sweep"])
+            environments.insert(0, empty)
+        commands = [[*command, *role, "--until", f"{before - 2.0:.3f}"] for role in roles]
+        codes = run_together(commands, environments, until=before)
+        ends = [
+            f"{role[-1]} {'had to be ended' if code is None else code}" for role, code in zip(roles, codes, strict=True)
+        ]
+        measured_from = time.monotonic()
+        print(
+            f"{measured_from - begun:.1f} s: of compiling ahead and sweep are over ({', '.join(ends)}); now measuring",
+            flush=True,
+        )
+        file = chosen.out / mapped.NAME
+        # One point is not to have all the time.
+        longest = min(POINT_SECONDS, max(10.0, (until - measured_from) / 2))
+        supervise([*command, "--role", "measure"], file, until=until, point_seconds=longest, first=measuring)
+    print(f"{time.monotonic() - begun:.1f} s: measured for {time.monotonic() - measured_from:.1f} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -69,27 +71,34 @@ def measure(
     memory_bytes: int = MEMORY_BYTES,
     most_sets: int = 64,
     again: bool = True,
+    spent: dict[str, float] | None = None,
 ) -> list[Record]:
     """Check every implementation of ``case``, then time those that passed, in turns, on the same rotating inputs.
 
     seconds: device time for each implementation. memory_bytes: for all sets of inputs together; most_sets: of them.
-    again: check once more after the timing. Returns one record an implementation, in the order of ``case.labels()``.
+    again: check once more after the timing. spent: takes the seconds by what they were spent on.
+    Returns one record an implementation, in the order of ``case.labels()``.
     What raises becomes a red record, never an exception.
     """
     torch.manual_seed(0)
     verdicts: dict[str, _Verdict] = {}
     timings: dict[str, Timing] = {}
     sets, flushed = 0, False
+    spent = {} if spent is None else spent
     try:
-        first = case.make_inputs()
+        with _counted(spent, "inputs"):
+            first = case.make_inputs()
         for label, call in case.ours.items():
-            verdicts[label] = _judge(case, call, first, clock)
+            with _counted(spent, f"judging {label}"):
+                verdicts[label] = _judge(case, call, first, clock)
         for label, factory in case.peers.items():
-            verdicts[label] = _judge_peer(case, factory, first, clock)
+            with _counted(spent, f"judging {label}"):
+                verdicts[label] = _judge_peer(case, factory, first, clock)
         passed = {label: verdict.call for label, verdict in verdicts.items() if verdict.call is not None}
         if passed:
             sets = _count_sets(case, first, clock, memory_bytes, most_sets)
-            inputs = [first, *(case.make_inputs() for _ in range(sets - 1))]
+            with _counted(spent, "inputs"):
+                inputs = [first, *(case.make_inputs() for _ in range(sets - 1))]
             calls = {label: _over(call, inputs) for label, call in passed.items()}
             if case.copy:
                 calls[COPY] = _copy_of(case.bytes_moved, sets, device)
@@ -97,7 +106,8 @@ def measure(
             clock.synchronize()
             flushed = sets * _touched(case, first) < ROTATED * clock.l2_bytes
             how: dict[str, Any] = {"flush": flushed, "calls_per_graph": most_sets * CYCLES_PER_GRAPH}
-            timings = time_interleaved(calls, sets, clock, seconds=seconds, rounds=rounds, **how)
+            with _counted(spent, "timing"):
+                timings = time_interleaved(calls, sets, clock, seconds=seconds, rounds=rounds, **how)
             if again:
                 del calls
                 last = inputs[-1]
@@ -110,6 +120,15 @@ def measure(
             if label not in verdicts or verdicts[label].status == "timed":
                 verdicts[label] = _Verdict("red", note=_in_words(error))
     return _records(case, verdicts, timings, sets, flushed, stamp)
+
+
+@contextmanager
+def _counted(spent: dict[str, float], what: str) -> Iterator[None]:
+    start = time.monotonic()
+    try:
+        yield
+    finally:
+        spent[what] = spent.get(what, 0.0) + time.monotonic() - start
 
 
 def _judge_peer(case: Case, factory: Callable[[], Call], inputs: Any, clock: Clock) -> _Verdict:

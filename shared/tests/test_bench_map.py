@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +227,28 @@ if sys.stdin.readline():
         assert mapped.load(file)[1] == []
         command.supervise(["no such command"], file, until=time.monotonic() + 100, first=process)
     assert len(mapped.load(file)[1]) == 1
+
+
+def test_compiling_ahead_tells_what_was_compiled_and_what_failed(tmp_path: Path, capsys: Any) -> None:
+    triton = pytest.importorskip("triton")
+    told = {"src": None, "metadata_group": {}, "times": None, "cache_hit": False}
+    maps, _ = command.load_maps(Path(written(tmp_path)), DryBench.device)
+    double = maps[0]
+
+    def case(point: Any) -> Any:
+        triton.knobs.compilation.listener(metadata={"name": "attend"}, **told)
+        return double.case(point)
+
+    items = [
+        command.Item(replace(double, case=case), {"n": 256, "dtype": "float32", "kind": kind})
+        for kind in ("plain", "memory", "alone")
+    ]
+    command.call_ahead(items, DryBench())
+    shown = capsys.readouterr().out
+    assert "ahead: double n=256 dtype=float32 kind=memory: ours: OutOfMemoryError: CUDA out of memory" in shown
+    assert shown.count("1 compiled: attend)") == 3
+    # That a peer is not there is told where it is judged.
+    assert "no peer here" not in shown
 
 
 def test_one_long_point_does_not_keep_the_next_from_being_begun(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:

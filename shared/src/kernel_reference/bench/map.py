@@ -130,7 +130,8 @@ def _where(seconds: float, spent: Mapping[str, float], compiled: Sequence[str]) 
     """The seconds of a point, and of one that took long what they went into."""
     longest = sorted(spent.items(), key=lambda entry: -entry[1])[:3] if seconds >= 1 else ()
     parts = [f"{seconds:.1f} s", *(f"{what} {took:.1f}" for what, took in longest)]
-    return ", ".join(parts + ([f"{len(compiled)} compiled"] if compiled else []))
+    # What was compiled ahead is not compiled again: a name here says what that missed.
+    return ", ".join(parts + ([f"{len(compiled)} compiled: {' '.join(sorted(set(compiled)))}"] if compiled else []))
 
 
 def measure_one(item: Item, bench: Bench, stamp: Stamp, spent: dict[str, float] | None = None) -> Measured:
@@ -179,15 +180,15 @@ def call_ahead(items: Iterable[Item], bench: Bench) -> None:
                 inputs = case.make_inputs()
                 for label in (*case.ours, *case.peers):
                     begun = time.monotonic()
-                    # Judging tells of errors; that there is no memory, with so many processes, is told only here.
                     try:
                         call = case.ours[label] if label in case.ours else case.peers[label]()
                         call(inputs)
                         bench.clock.synchronize()
-                    except torch.OutOfMemoryError:
-                        print(f"ahead: {item.map.name} {words_of(item.point)}: {label}: out of memory", flush=True)
-                    except Exception:
-                        continue
+                    except Exception as error:
+                        # Judging tells of errors; that there was no memory beside so many others is told only here.
+                        if label in case.ours or isinstance(error, torch.OutOfMemoryError):
+                            words = f"{words_of(item.point)}: {label}: {type(error).__name__}: {error}"
+                            print(f"ahead: {item.map.name} {words}"[:400].splitlines()[0], flush=True)
                     finally:
                         spent[label] = time.monotonic() - begun
                 del inputs

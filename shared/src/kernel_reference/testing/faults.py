@@ -50,7 +50,7 @@ _TIMEOUT_S = 600
 # The plugin first: it says, before Triton is imported, whether kernels are interpreted.
 _WARM = (
     "kernel_reference.testing.pytest_plugin", "torch._dynamo", "triton", "hypothesis", "_hypothesis_pytestplugin",
-    "numpy", "xdist.plugin", "xdist.looponfail",
+    "numpy", "xdist.plugin", "xdist.looponfail", "tilelang",
 )  # fmt: skip
 
 

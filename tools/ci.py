@@ -1,6 +1,6 @@
 """Run every session of nox that needs no GPU, several at a time, and end with a table of what each took.
 
-``python tools/ci.py [--jobs 2] [--table FILE] [session ...]``: all of ``lint``, ``types``, ``build``, ``demo``,
+``python tools/ci.py [--jobs 3] [--table FILE] [session ...]``: all of ``lint``, ``types``, ``build``, ``demo``,
 ``minimums`` and ``test``, the latter with the planted faults, unless sessions are named. A session's log is printed
 when it ends, so that they do not mix: the whole of it if it failed, else its end. The exit code is 0 if all passed.
 """
@@ -74,20 +74,22 @@ def run(session: str) -> Ended:
     return Ended(session, done.returncode, time.monotonic() - started, done.stdout)
 
 
-def table(ended: Sequence[Ended], seconds: float) -> str:
+def table(ended: Sequence[Ended], seconds: float, jobs: int) -> str:
     """Sessions and minutes as Markdown, the longest first."""
     rows = sorted(ended, key=lambda one: -one.seconds)
     lines = ["| session | minutes | |", "| --- | --- | --- |"]
     for one in rows:
         lines.append(f"| `{one.session}` | {one.seconds / 60:.1f} | {'passed' if one.code == 0 else 'FAILED'} |")
-    return "\n".join([*lines, f"| all, two at a time | {seconds / 60:.1f} | |"])
+    return "\n".join([*lines, f"| all, {jobs} at a time | {seconds / 60:.1f} | |"])
 
 
 def main(arguments: Sequence[str]) -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="tools/ci.py", description="Run the sessions that need no GPU.")
     parser.add_argument("sessions", nargs="*", help="sessions as nox lists them (default: all that need no GPU)")
-    parser.add_argument("--jobs", type=int, default=2, help="sessions at a time (default 2)")
+    # One more than there are cores: while one installs, the others have them.
+    at_once = (os.cpu_count() or 1) + 1
+    parser.add_argument("--jobs", type=int, default=at_once, help=f"sessions at a time (default {at_once})")
     parser.add_argument("--table", type=Path, metavar="FILE", help="write the table of minutes there too")
     chosen = parser.parse_args(arguments)
     sessions = in_order(chosen.sessions or [session for kind in KINDS for session in sessions_of(kind)])
@@ -102,7 +104,7 @@ def main(arguments: Sequence[str]) -> int:
             verdict = "passed" if one.code == 0 else f"FAILED with code {one.code}"
             print(f"\n=== [{number}/{len(sessions)}] {one.session}: {verdict} after {one.seconds:.0f} s", flush=True)
             print("\n".join(shown), flush=True)
-    text = table(ended, time.monotonic() - started)
+    text = table(ended, time.monotonic() - started, chosen.jobs)
     print(f"\n{text}\n")
     if chosen.table:
         chosen.table.write_text(text + "\n")

@@ -70,7 +70,9 @@ def run(session: str) -> Ended:
         text=True, errors="replace", check=False,
     )  # fmt: skip
     if shutil.disk_usage(ROOT).free < _LEAST_FREE_BYTES:
-        shutil.rmtree(ROOT / ".nox" / "".join(c if c.isalnum() or c in "-_" else "-" for c in session).rstrip("-"))
+        folder = "".join(c if c.isalnum() or c in "-_" else "-" for c in session).rstrip("-")
+        # A session that failed early has made none.
+        shutil.rmtree(ROOT / ".nox" / folder, ignore_errors=True)
     return Ended(session, done.returncode, time.monotonic() - started, done.stdout)
 
 

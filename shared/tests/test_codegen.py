@@ -278,6 +278,27 @@ def test_elements_of_an_argument_that_is_a_tuple_are_named_by_their_places(tmp_p
     assert "of arguments of" in report.error
 
 
+def test_the_fields_of_named_tuples_reach_a_kernel_as_in_a_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "grouping.py").write_text(
+        "from typing import NamedTuple\nimport triton\nimport triton.language as tl\n\n\n"
+        "class Shape(NamedTuple):\n    rows: int\n    strides: tuple\n\n\n"
+        "class Tile(NamedTuple):\n    ROWS: int\n    WIDE: bool\n\n\n"
+        "@triton.jit(do_not_specialize=['shape'])\ndef stride(p, shape, tile: tl.constexpr):\n"
+        "    T: tl.constexpr = Tile(tile.ROWS, tile.WIDE)\n"
+        "    o = tl.arange(0, T.ROWS)\n    tl.store(p + o * shape.strides[1], o, mask=o < shape.rows)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("grouping")
+    p = torch.empty(2, device="meta", dtype=torch.int32)
+    spec = KernelSpec.of_call(module.stride, (p, module.Shape(16, (16, 1)), module.Tile(32, False)))
+    assert spec.signature == {"p": "*i32", "shape[0]": "i32", "shape[1][0]": "i32", "shape[1][1]": "i32"}
+    assert (spec.aligned, spec.constexprs) == (["p"], {"tile": module.Tile(32, False)})
+    (report,) = compile_specs([spec], ["sm_90"])
+    assert not report.problems()
+
+
 def test_a_few_bytes_of_spills_can_be_a_warning_and_more_are_a_problem() -> None:
     report = Report("kernel", "sm_120", registers=168, stack=8, shared=1024)
     with pytest.raises(AssertionError, match="spills registers: 8 bytes"):

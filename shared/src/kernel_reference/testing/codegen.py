@@ -61,11 +61,12 @@ class KernelSpec:
 
     kernel: ``package.module:function``, or ``path/to/file.py:function``.
     signature: the type of each argument that is not a constexpr: ``*bf16``, ``*i64``, ``i32``, ``fp32``; in Gluon also
-        ``tensordesc<bf16[64, 128],...>``. The elements of a tuple are named ``strides[0]``, ``strides[1]``.
+        ``tensordesc<bf16[64, 128],...>``. The elements of a tuple are named ``strides[0]``, ``strides[1][0]``.
     constexprs: the value of each constexpr. An argument that Triton would specialise on 1 belongs here, as ``1``.
     options: of the compiler: num_warps, num_stages, maxnreg.
     aligned: the arguments promised to be divisible by 16 (pointers: in bytes); None stands for all pointers.
     name: what reports call it; made from the function and its constexprs if left out.
+    groups: the class of each argument, or element of one, that is a NamedTuple, so that the kernel finds its fields.
     """
 
     kernel: str
@@ -74,6 +75,7 @@ class KernelSpec:
     options: Mapping[str, Any] = field(default_factory=dict)
     aligned: Sequence[str] | None = None
     name: str = ""
+    groups: Mapping[str, type] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.kernel.count(":") != 1:
@@ -95,9 +97,9 @@ class KernelSpec:
         """What Triton would compile where ``kernel`` is launched with ``values``, were their tensors on a GPU.
 
         kernel: a function under ``triton.jit`` or ``gluon.jit``, interpreted or not. values: all its arguments, by
-        position: tensors (taken to be 16-byte aligned; their contents are not looked at), numbers, tuples of these,
-        None. descriptors: block and layout of each of the first arguments that reaches a Gluon kernel as a tensor
-        descriptor; None among these has the dtype of the first.
+        position: tensors (taken to be 16-byte aligned; their contents are not looked at), numbers, None, tuples and
+        NamedTuples of these. descriptors: block and layout of each of the first arguments that reaches a Gluon kernel
+        as a tensor descriptor; None among these has the dtype of the first.
         """
         parameters = list(inspect.signature(kernel.fn).parameters.items())
         if len(values) != len(parameters):
@@ -110,22 +112,26 @@ class KernelSpec:
         constexprs: dict[str, Any] = {}
         aligned = []
 
-        def give(argument: str, parameter: Any, value: Any) -> None:
-            if isinstance(value, tuple):
+        groups: dict[str, type] = {}
+
+        def give(argument: str, value: Any, constant: bool, specialized: bool) -> None:
+            if value is None or constant:
+                constexprs[argument] = value
+            elif isinstance(value, tuple):
+                if hasattr(value, "_fields"):
+                    groups[argument] = type(value)
                 for place, element in enumerate(value):
-                    give(f"{argument}[{place}]", None, element)
+                    give(f"{argument}[{place}]", element, False, specialized)
             elif hasattr(value, "data_ptr"):
                 signature[argument] = f"*{_dtype_of(value)}"
                 aligned.append(argument)
-            elif value is None or (parameter is not None and "constexpr" in str(parameter.annotation)):
-                constexprs[argument] = value
             elif isinstance(value, float):
                 signature[argument] = "fp32"
-            elif value == 1 and argument not in as_they_come:
+            elif value == 1 and specialized:
                 constexprs[argument] = 1
             else:
                 signature[argument] = "i32" if -(2**31) <= value < 2**31 else "i64"
-                if value % _MULTIPLE == 0 and argument not in as_they_come:
+                if value % _MULTIPLE == 0 and specialized:
                     aligned.append(argument)
 
         for i, ((argument, parameter), value) in enumerate(zip(parameters, values, strict=True)):
@@ -134,9 +140,9 @@ class KernelSpec:
                 kind = _dtype_of(values[0] if value is None else value)
                 signature[argument] = f"tensordesc<{kind}[{','.join(map(str, block))}],{layout!r}>"
             else:
-                give(argument, parameter, value)
+                give(argument, value, "constexpr" in str(parameter.annotation), argument not in as_they_come)
         place = f"{kernel.fn.__module__}:{kernel.fn.__name__}"
-        return cls(place, signature, constexprs, dict(options or {}), aligned, name)
+        return cls(place, signature, constexprs, dict(options or {}), aligned, name, groups)
 
 
 def _dtype_of(tensor: Any) -> str:
@@ -369,6 +375,7 @@ def _compiled(spec: KernelSpec, target: str) -> Any:
         fail("signature", f"complete for {spec.kernel}", f"nothing for {missing}")
     pointers = [name for name, kind in spec.signature.items() if kind.startswith("*")]
     aligned = pointers if spec.aligned is None else spec.aligned
+    groups = {_path(name, names): group for name, group in spec.groups.items()}
     make_source: Any = ASTSource
     if getattr(function, "is_gluon", bool)():
         from triton.experimental.gluon._runtime import GluonASTSource
@@ -376,7 +383,7 @@ def _compiled(spec: KernelSpec, target: str) -> Any:
         make_source = GluonASTSource
     source = make_source(
         fn=function,
-        signature={name: _type_of(place, types) for place, name in enumerate(names)},
+        signature={name: _type_of((place,), types, groups) for place, name in enumerate(names)},
         constexprs={paths[name]: value for name, value in spec.constexprs.items()},
         attrs={paths[name]: [["tt.divisibility", 16]] for name in aligned},
     )
@@ -386,18 +393,20 @@ def _compiled(spec: KernelSpec, target: str) -> Any:
 
 
 def _path(name: str, names: Sequence[str]) -> Any:
-    """Where an argument, or ``name[i]`` of one that is a tuple, stands among a kernel's; None if it has none such."""
-    argument, *element = re.fullmatch(r"(\w+)(?:\[(\d+)\])?", name).groups()  # type: ignore[union-attr]
+    """Where an argument, or ``name[i][j]`` within one that is a tuple, stands among a kernel's; None if it has none."""
+    argument, elements = re.fullmatch(r"(\w+)((?:\[\d+\])*)", name).groups()  # type: ignore[union-attr]
     if argument not in names:
         return None
-    return (names.index(argument), *[int(number) for number in element if number is not None])
+    return (names.index(argument), *map(int, re.findall(r"\d+", elements)))
 
 
-def _type_of(place: int, types: Mapping[tuple[int, ...], str]) -> Any:
-    """The type of the argument at this place, or the tuple of its elements' types."""
-    if (place,) in types:
-        return types[(place,)]
-    return tuple(types[path] for path in sorted(path for path in types if path[0] == place))
+def _type_of(path: tuple[int, ...], types: Mapping[tuple[int, ...], str], groups: Mapping[Any, type]) -> Any:
+    """The type of the argument or element at this path, or the tuple of its elements' types."""
+    if path in types:
+        return types[path]
+    depth = len(path) + 1
+    elements = [_type_of(one, types, groups) for one in sorted({p[:depth] for p in types if p[: depth - 1] == path})]
+    return groups[path](*elements) if path in groups else tuple(elements)
 
 
 def _load(kernel: str) -> Any:

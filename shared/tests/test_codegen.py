@@ -281,6 +281,9 @@ def test_elements_of_an_argument_that_is_a_tuple_are_named_by_their_places(tmp_p
 def test_the_fields_of_named_tuples_reach_a_kernel_as_in_a_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from triton._C.libtriton import native_specialize_impl
+    from triton.backends.nvidia.compiler import CUDABackend
+
     (tmp_path / "grouping.py").write_text(
         "from typing import NamedTuple\nimport triton\nimport triton.language as tl\n\n\n"
         "class Shape(NamedTuple):\n    rows: int\n    strides: tuple\n\n\n"
@@ -293,8 +296,12 @@ def test_the_fields_of_named_tuples_reach_a_kernel_as_in_a_call(
     module = importlib.import_module("grouping")
     p = torch.empty(2, device="meta", dtype=torch.int32)
     spec = KernelSpec.of_call(module.stride, (p, module.Shape(16, (16, 1)), module.Tile(32, False)))
-    assert spec.signature == {"p": "*i32", "shape[0]": "i32", "shape[1][0]": "i32", "shape[1][1]": "i32"}
-    assert (spec.aligned, spec.constexprs) == (["p"], {"tile": module.Tile(32, False)})
+    assert spec.signature == {"p": "*i32", "shape[0]": "i32", "shape[1][0]": "i32"}
+    assert spec.constexprs == {"shape[1][1]": 1, "tile": module.Tile(32, False)}
+    assert spec.aligned == ["p", "shape[0]", "shape[1][0]"]
+    # What Triton itself says of the tuple, told not to specialise on it.
+    said = native_specialize_impl(CUDABackend, module.Shape(16, (16, 1)), False, False, True)
+    assert said == (module.Shape("i32", ("i32", "constexpr")), module.Shape("D", ("D", 1)))
     (report,) = compile_specs([spec], ["sm_90"])
     assert not report.problems()
 

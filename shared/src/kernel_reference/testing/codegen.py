@@ -121,7 +121,8 @@ class KernelSpec:
                 if hasattr(value, "_fields"):
                     groups[argument] = type(value)
                 for place, element in enumerate(value):
-                    give(f"{argument}[{place}]", element, False, specialized)
+                    # Triton 3.6 and 3.7 specialise on elements of tuples whatever do_not_specialize says.
+                    give(f"{argument}[{place}]", element, False, True)
             elif hasattr(value, "data_ptr"):
                 signature[argument] = f"*{_dtype_of(value)}"
                 aligned.append(argument)

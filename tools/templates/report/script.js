@@ -32,19 +32,28 @@ for (const table of document.querySelectorAll("table")) {
 }
 
 const tip = document.getElementById("tip");
+let pointer = { x: -1, y: -1 };
 
-function show(event) {
-  const target = event.target.closest("[data-tip]");
+function show(target) {
   tip.hidden = !target;
   if (!target) return;
   tip.textContent = target.dataset.tip;
   const { width, height } = tip.getBoundingClientRect();
-  const left = Math.min(event.clientX + 12, document.documentElement.clientWidth - width - 8);
-  const above = event.clientY - height - 12;
-  tip.style.translate = `${Math.max(8, left)}px ${above < 8 ? event.clientY + 16 : above}px`;
+  const left = Math.min(pointer.x + 12, document.documentElement.clientWidth - width - 8);
+  const above = pointer.y - height - 12;
+  tip.style.translate = `${Math.max(8, left)}px ${above < 8 ? pointer.y + 16 : above}px`;
 }
 
-// A finger has no hover: it taps.
-for (const type of ["pointermove", "pointerdown"]) document.addEventListener(type, show);
+// A touch screen has no hover: a tap is a pointerdown.
+for (const type of ["pointermove", "pointerdown"]) {
+  document.addEventListener(type, (event) => {
+    pointer = { x: event.clientX, y: event.clientY };
+    show(event.target.closest("[data-tip]"));
+  });
+}
 document.addEventListener("pointerleave", () => { tip.hidden = true; });
-document.addEventListener("scroll", () => { tip.hidden = true; }, { passive: true });
+// The event of a scroll comes a frame late, perhaps after the pointer has moved: ask what lies under the pointer now. In
+// the capturing phase, since the scroll of a table does not bubble.
+document.addEventListener("scroll", () => {
+  if (!tip.hidden) show(document.elementFromPoint(pointer.x, pointer.y)?.closest("[data-tip]"));
+}, { passive: true, capture: true });

@@ -8,18 +8,34 @@ import threading
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given as random
 from hypothesis import strategies as st
 from torch.autograd import forward_ad
 
 from kernel_reference.checks import (
     MemoryOverlap,
+    as_float,
     as_int,
+    as_splits,
+    as_window,
+    check_bool,
+    check_choice,
+    check_dense,
+    check_dtype,
+    check_elements_apart,
     check_float,
+    check_int,
     check_no_overlap,
     check_no_tangents,
+    check_same_device,
+    check_same_dtype,
+    check_shape,
+    check_window,
     describe,
+    differ,
     fail,
+    given,
+    known,
     share_memory,
     validate_values,
     values_are_checked,
@@ -220,7 +236,7 @@ def test_what_is_written_must_share_no_memory_with_anything_else() -> None:
     check_no_overlap({"q": q, "k": q, "out": out}, ["out"])
 
 
-@given(st.data())
+@random(st.data())
 def test_no_shared_element_is_missed(data: st.DataObject) -> None:
     flat = torch.arange(4096)
 
@@ -233,3 +249,180 @@ def test_no_shared_element_is_missed(data: st.DataObject) -> None:
     shared = bool(set(one.flatten().tolist()) & set(other.flatten().tolist()))
     if shared:
         assert share_memory(one, other)
+
+
+# Sizes that only the device knows
+
+
+def test_conditions_on_numbers_are_what_they_are() -> None:
+    assert known(3 > 2)
+    assert not known(2 > 3)
+    assert differ((2, 3), (2, 4))
+    assert differ((2, 3), (2, 3, 1))
+    assert not differ((2, 3), [2, 3])
+
+
+def test_while_compiling_a_size_that_only_the_device_knows_raises_nothing_and_the_graph_serves_all() -> None:
+    """Rows that a mask chooses: no guard is set and no break made, whatever is asked of their number."""
+
+    def check(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        chosen = x[mask]
+        if known(chosen.shape[0] < 2) or differ(chosen.shape, (5, x.shape[1])):
+            return chosen + 100
+        if known(chosen.shape[0] == 3) or known(chosen.shape[0] > 10**6):
+            return chosen + 200
+        check_shape("chosen", chosen, (7, x.shape[1]))
+        return chosen + 1
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(check, backend="eager", fullgraph=True)
+        x = torch.zeros(8, 4)
+        for rows in (3, 5, 7):
+            mask = torch.arange(8) < rows
+            assert torch.equal(compiled(x, mask), torch.ones(rows, 4)), rows
+
+
+def test_while_compiling_what_shapes_tell_is_known() -> None:
+    def check(x: torch.Tensor) -> torch.Tensor:
+        check_shape("x", x, (3, 4))
+        return x + known(x.shape[1] == 4)
+
+    compiled = torch.compile(check, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(torch.zeros(3, 4)), torch.ones(3, 4))
+    with pytest.raises(Exception, match=r"x must be \[3, 4\]"):
+        compiled(torch.zeros(3, 5))
+
+
+# Numbers, options, windows
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: check_int("n", 2.0), TypeError, r"^n must be an int, got 2\.0 \(float\)$"),
+        (lambda: check_int("n", True, 0), TypeError, r"^n must be an int, got True \(bool\)$"),
+        (lambda: check_int("n", -1, 0), ValueError, r"^n must be at least 0, got -1$"),
+        (lambda: check_int("n", 9, at_most=8), ValueError, r"^n must be at most 8, got 9$"),
+        (lambda: check_int("n", 0, 1, 8), ValueError, r"^n must be from 1 to 8, got 0$"),
+        (lambda: check_int("n", 9, 1, 8), ValueError, r"^n must be from 1 to 8, got 9$"),
+        (lambda: check_bool("causal", 1), TypeError, r"^causal must be a bool, got 1 \(int\)$"),
+        (lambda: check_choice("layout", 3, ("NHD", "HND")), TypeError, r'^layout must be one of "NHD", "HND", got 3'),
+        (lambda: check_choice("layout", "x", ("NHD",)), ValueError, r"""^layout must be one of "NHD", got 'x'$"""),
+        (lambda: as_float("scale", torch.ones(())), TypeError, r"^scale must be a float, got torch\.float32"),
+        (lambda: as_float("scale", "1", "a float or None"), TypeError, r"^scale must be a float or None, got '1'"),
+        (lambda: as_window((1, 2, 3)), TypeError, r"^window must be None or \(left, right\), got \(1, 2, 3\)"),
+        (lambda: as_window(7), TypeError, r"^window must be None or \(left, right\), got 7 \(int\)$"),
+        (lambda: as_window((1.5, 0)), TypeError, r"^window must be an int, got 1\.5"),
+        (
+            lambda: as_window((-2, 0)),
+            ValueError,
+            r"^window must be None or .* of -1 \(unlimited\) or more, got",
+        ),
+        (lambda: check_window(0, -2, "reach"), ValueError, r"^reach must be None or .* got \(0, -2\)$"),
+        (lambda: as_splits(0), ValueError, r"^num_splits must be at least 1, got 0$"),
+        (lambda: as_splits("2"), TypeError, r"^num_splits must be an int, got '2'"),
+    ],
+)
+def test_a_wrong_number_or_option_is_named_with_what_it_must_be(call, error, message) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_numbers_of_other_libraries_become_ints() -> None:
+    assert [type(check_int("n", number, 0, 9)) for number in (3, np.int64(3))] == [int, int]
+    assert as_splits(np.int32(4)) == 4
+    assert as_splits(None) == 0
+    assert as_float("scale", 2) == 2
+    assert as_float("scale", 0.5) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("window", "causal", "wanted"),
+    [
+        (None, True, (-1, 0)), (None, False, (-1, -1)), ((127, 0), True, (127, 0)), ((127, 5), True, (127, 0)),
+        ([127, 5], False, (127, 5)), ((-1, -1), False, (-1, -1)), ((2**31 - 1, 2**40), False, (-1, -1)),
+        ((2**31 - 2, 0), True, (2**31 - 2, 0)), ((np.int64(3), 0), True, (3, 0)),
+    ],
+)  # fmt: skip
+def test_a_window_is_what_a_query_sees_to_either_side_causality_in_it(window, causal, wanted) -> None:
+    assert as_window(window, causal) == wanted
+
+
+# Tensors
+
+
+def test_what_is_given_is_what_is_not_none() -> None:
+    assert given(q=1, sinks=None, out=0) == {"q": 1, "out": 0}
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: check_dense(q=torch.ones(2), k=[1.0]), TypeError, r"^k must be a torch\.Tensor, got \[1\.0\]"),
+        (lambda: check_dense(q=torch.ones(2).to_sparse()), TypeError, r"^q must be a dense \(strided\) tensor, got"),
+        (lambda: check_shape("out", torch.ones(2, 3), (2, 4)), ValueError, r"^out must be \[2, 4\], got torch"),
+        (lambda: check_shape("v", torch.ones(2), (3,), " (pass v.T)"), ValueError, r"^v must be \[3\] \(pass v\.T\)"),
+        (lambda: check_dtype("v", torch.ones(2), torch.int32), TypeError, r"^v\.dtype must be int32, got torch"),
+        (
+            lambda: check_dtype("v", torch.ones(2).int(), torch.bfloat16, torch.float16, torch.float32),
+            TypeError, r"^v\.dtype must be bfloat16, float16 or float32, got torch\.int32$",
+        ),
+        (
+            lambda: check_same_dtype("v", torch.ones(2), "q", torch.ones(2).half()),
+            TypeError, r"^v\.dtype must be torch\.float16 as that of q is, got torch\.float32$",
+        ),
+        (
+            lambda: check_same_device("v", torch.ones(2), "q", torch.ones(2, device="meta")),
+            ValueError, r"^v\.device must be meta as q is, got cpu$",
+        ),
+    ],
+)  # fmt: skip
+def test_a_wrong_tensor_is_named_with_what_it_must_be(call, error, message) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_right_tensors_pass() -> None:
+    x = torch.ones(2, 3)
+    check_dense(q=x, k=torch.ones(3).expand(2, 3))
+    check_shape("q", x, [2, 3])
+    check_dtype("q", x, torch.float16, torch.float32)
+    check_same_dtype("q", x, "k", x)
+    check_same_device("q", x, "k", x)
+
+
+sizes_and_strides = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 14)), max_size=4)
+
+
+@random(sizes_and_strides)
+def test_no_two_elements_of_a_tensor_that_passes_share_memory(dims: list[tuple[int, int]]) -> None:
+    tensor = torch.empty(256).as_strided([size for size, _ in dims], [stride for _, stride in dims])
+    try:
+        check_elements_apart("out", tensor)
+    except ValueError:
+        return
+    places = torch.arange(256).as_strided(tensor.shape, tensor.stride()).reshape(-1).tolist()
+    assert len(set(places)) == len(places)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.empty(4, 8), torch.empty(4, 8).T, torch.empty(4, 8)[:, ::2], torch.empty(6, 4, 8)[::2, 1:3].mT,
+        torch.empty(0, 8).expand(0, 8), torch.empty(1, 8).expand(1, 8), torch.empty(()),
+    ],
+)  # fmt: skip
+def test_tensors_that_kernels_may_write_pass(tensor: torch.Tensor) -> None:
+    check_elements_apart("out", tensor)
+
+
+def test_expanded_and_interleaved_tensors_are_refused() -> None:
+    for tensor in (
+        torch.empty(8).expand(4, 8),
+        torch.empty(64).as_strided((4, 8), (2, 1)),
+        torch.empty(9).unfold(0, 3, 1),
+    ):
+        with pytest.raises(ValueError, match=r"^lse must be a tensor whose elements do not share memory, nor its dim"):
+            check_elements_apart("lse", tensor)
+    with pytest.raises(ValueError, match="interleave"):
+        check_elements_apart("lse", torch.empty(64).as_strided((2, 3), (3, 2)))

@@ -1,8 +1,9 @@
 """Plain PyTorch oracles for attention, linear attention and projection kernels, and tools to test kernels against them.
 
 ``import kernel_reference`` loads nothing but the standard library; each module is imported by its name
-(``from kernel_reference import attention``). The oracles need torch and einops; ``kernel_reference.testing`` and
-``kernel_reference.bench`` need the extras of the same names.
+(``from kernel_reference import attention``). The oracles need torch and einops; the host side of a kernel package
+(checks, ragged, transforms, dispatch, launching, plans, integers) torch at most; ``kernel_reference.testing`` and
+``kernel_reference.bench`` the extras of the same names.
 """
 
 from __future__ import annotations
@@ -15,4 +16,18 @@ except PackageNotFoundError:
     # A source tree on PYTHONPATH carries no metadata.
     __version__ = "0+source"
 
-__all__ = ["attention", "blocks", "checks", "models", "paging", "projection", "recurrence"]
+__all__ = [
+    "attention",
+    "blocks",
+    "checks",
+    "dispatch",
+    "integers",
+    "launching",
+    "models",
+    "paging",
+    "plans",
+    "projection",
+    "ragged",
+    "recurrence",
+    "transforms",
+]

@@ -1,42 +1,64 @@
 """Argument errors that read alike in every package, and the switch for checks that must look at device memory.
 
-An error names the argument, what it must be and what it was: ``mixed_ba must be on cuda:0, got cpu``.
+An error names the argument, what it must be and what it was: ``mixed_ba must be on cuda:0, got cpu``. Functions named
+``check_`` raise it or return; those named ``as_`` also return the argument as an op takes it.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
 from kernel_reference.errors import fail as fail
+from kernel_reference.memory import MemoryOverlap as MemoryOverlap
+from kernel_reference.memory import check_elements_apart as check_elements_apart
+from kernel_reference.memory import check_no_overlap as check_no_overlap
+from kernel_reference.memory import share_memory as share_memory
+from kernel_reference.transforms import check_no_tangents as check_no_tangents
+from kernel_reference.words import describe as describe
 
 _values_are_checked: ContextVar[bool | None] = ContextVar("kernel_reference_values_are_checked", default=None)
 
-_LONGEST = 120
+# No two tokens of a sequence are further apart: a window that reaches so far is none.
+_FARTHEST = 2**31 - 1
+
+REFUSALS = (RuntimeError, AttributeError, TypeError, IndexError)
+"""What torch and tensors raise, in words of their own, over arguments of the wrong kind or rank.
+
+Where host time counts, a public function calls its op at once, and checks kinds only after one of these.
+"""
 
 
-def describe(value: object) -> str:
-    """What an argument was, in one line of an error message: dtype, shape and strides of a tensor, else its value.
+# Sizes
 
-    An array of another library is described by its shape and dtype, and a long value is cut.
+
+def known(condition: Any) -> bool:
+    """Whether a condition on sizes holds for certain.
+
+    While torch.compile traces, sizes may be symbols that only the device knows, such as a number of tokens. What they
+    leave open counts as False here, installs no guard, and is asked again when the op runs. Write a check so that the
+    condition is what must not be: ``if known(k.shape[0] != q.shape[0]): fail(...)``.
     """
-    if isinstance(value, torch.Tensor):
-        if value.layout != torch.strided:
-            return f"{value.dtype} {list(value.shape)} of layout {value.layout}"
-        return f"{value.dtype} {list(value.shape)} with strides {list(value.stride())}"
-    kind = type(value).__name__
-    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
-    if isinstance(shape, tuple) and dtype is not None:
-        return f"a {type(value).__module__.partition('.')[0]} {kind} {dtype} {list(shape)}"
-    shown = " ".join(repr(value).split())
-    return f"{shown if len(shown) <= _LONGEST else shown[: _LONGEST - 3] + '...'} ({kind})"
+    if isinstance(condition, bool) and not torch.compiler.is_compiling():
+        return condition
+    # Torch imports it for itself when it makes symbolic sizes.
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return guard_or_false(condition)
+
+
+def differ(shape: Sequence[int], wanted: Sequence[int]) -> bool:
+    """Whether a shape is :func:`known` to be another: of another rank, or of another size somewhere."""
+    return len(shape) != len(wanted) or any([known(one != other) for one, other in zip(shape, wanted, strict=True)])
+
+
+# Numbers, options
 
 
 def as_int(name: str, number: Any, wanted: str = "an int") -> int:
@@ -57,11 +79,40 @@ def as_int(name: str, number: Any, wanted: str = "an int") -> int:
         fail(name, wanted, describe(number), TypeError)
 
 
-def check_tensors(**tensors: object) -> None:
-    """Raise TypeError unless each of these is a tensor: not a list, nor an array of another library."""
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, torch.Tensor):
-            fail(name, "a tensor", describe(tensor), TypeError)
+def check_int(name: str, number: Any, at_least: int | None = None, at_most: int | None = None) -> int:
+    """``number`` as an int (:func:`as_int`), within the bounds that are given.
+
+    >>> check_int("max_seqlen_q", -1, 0)
+    Traceback (most recent call last):
+    ValueError: max_seqlen_q must be at least 0, got -1
+    """
+    found = as_int(name, number)
+    low = at_least is not None and known(found < at_least)
+    if low or (at_most is not None and known(found > at_most)):
+        if at_least is not None and at_most is not None:
+            fail(name, f"from {at_least} to {at_most}", found)
+        fail(name, f"at least {at_least}" if low else f"at most {at_most}", found)
+    return found
+
+
+def check_bool(name: str, value: object) -> None:
+    """Raise TypeError unless it is True or False."""
+    if not isinstance(value, bool):
+        fail(name, "a bool", describe(value), TypeError)
+
+
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    """Raise unless a string option is one of its choices: TypeError if it is no string, else ValueError.
+
+    >>> check_choice("page_layout", "NDH", ("NHD", "HND"))
+    Traceback (most recent call last):
+    ValueError: page_layout must be one of "NHD", "HND", got 'NDH'
+    """
+    wanted = "one of " + ", ".join([f'"{choice}"' for choice in choices])
+    if not isinstance(value, str):
+        fail(name, wanted, describe(value), TypeError)
+    if value not in choices:
+        fail(name, wanted, repr(value))
 
 
 def check_float(name: str, number: object, wanted: str = "a float") -> None:
@@ -73,108 +124,100 @@ def check_float(name: str, number: object, wanted: str = "a float") -> None:
         fail(name, "finite", number)
 
 
-def check_no_tangents(**tensors: object) -> None:
-    """Raise ValueError if a tensor carries a forward-mode tangent, which an op without a jvp rule would drop silently.
+def as_float(name: str, number: float, wanted: str = "a float") -> float:
+    """The number of a public function: torch would take a tensor for one, and wait for the device to tell it.
 
-    ``torch.func.jvp``, ``jacfwd`` and ``torch.autograd.forward_ad`` make such tensors. None is skipped.
+    A float passes at once; whether it is finite the op's own :func:`check_float` says.
     """
-    # Private, and the only thing that tells in no time that there is none.
-    if forward_ad._current_level < 0:
-        return
+    if type(number) is not float:
+        check_float(name, number, wanted)
+    return number
+
+
+def check_window(left: int, right: int, name: str = "window") -> None:
+    """Raise ValueError unless both are tokens that a window reaches to, or -1 (unlimited)."""
+    if left < -1 or right < -1:
+        fail(name, "None or (left, right) of -1 (unlimited) or more", (left, right))
+
+
+def as_window(window: Any, causal: bool = True, name: str = "window") -> tuple[int, int]:
+    """What a query sees to its left and right, -1 without limit, causality in it.
+
+    window: None or (left, right). Causal, nothing to the right is seen whatever ``right`` is.
+
+    >>> as_window(None), as_window((127, 5)), as_window((127, 5), causal=False)
+    ((-1, 0), (127, 0), (127, 5))
+    """
+    if window is None:
+        return -1, 0 if causal else -1
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        fail(name, "None or (left, right)", describe(window), TypeError)
+    left, right = [as_int(name, side) for side in window]
+    check_window(left, right, name)
+    left, right = -1 if left >= _FARTHEST else left, -1 if right >= _FARTHEST else right
+    return left, 0 if causal else right
+
+
+def as_splits(num_splits: Any, name: str = "num_splits") -> int:
+    """In how many parts keys are cut as an op takes it: an int of 1 or more, and 0 for None, as the plan has it."""
+    return 0 if num_splits is None else check_int(name, num_splits, 1)
+
+
+# Tensors
+
+
+def given(**arguments: Any) -> dict[str, Any]:
+    """Those of the arguments that are not None."""
+    return {name: argument for name, argument in arguments.items() if argument is not None}
+
+
+def check_tensors(**tensors: object) -> None:
+    """Raise TypeError unless each of these is a tensor: not a list, nor an array of another library."""
     for name, tensor in tensors.items():
-        if isinstance(tensor, torch.Tensor) and forward_ad.unpack_dual(tensor).tangent is not None:
-            fail(name, "without a tangent: it has no forward-mode derivative (jvp, jacfwd)", "a dual tensor")
+        if not isinstance(tensor, torch.Tensor):
+            fail(name, "a tensor", describe(tensor), TypeError)
 
 
-class MemoryOverlap:
-    """Whether tensors that a kernel writes share memory with others, prepared once for given shapes and strides.
+def check_dense(**tensors: object) -> None:
+    """Raise TypeError unless each is a dense (strided) tensor, which alone has memory that a kernel can address."""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            fail(name, "a torch.Tensor", describe(tensor), TypeError)
+        if tensor.layout != torch.strided:
+            fail(name, "a dense (strided) tensor", describe(tensor), TypeError)
 
-    tensors: by the names of the arguments, in the order of later calls; None where one is left out. written: the names
-    of those that the kernel writes. Calling it with tensors of the same shapes, strides and dtypes raises ValueError if
-    a written one shares memory with any other. Slices of one tensor that interleave without sharing an element, as q,
-    k and v of a fused projection do, pass. Costs the host 0.1 us a tensor, and 0.06 us a pair of which one is written.
 
-    >>> overlap = MemoryOverlap({"q": q, "out": out}, written=["out"])
-    >>> overlap(q, out)
+def check_shape(name: str, tensor: torch.Tensor, shape: Sequence[int], hint: str = "") -> None:
+    """Raise ValueError if a tensor is :func:`known` to be of another shape. ``hint`` is added to what is wanted."""
+    if differ(tensor.shape, shape):
+        fail(name, f"[{', '.join(map(str, shape))}]{hint}", describe(tensor))
+
+
+def check_dtype(name: str, tensor: torch.Tensor, *dtypes: torch.dtype) -> None:
+    """Raise TypeError unless a tensor's dtype is one of these.
+
+    >>> check_dtype("slots", torch.empty(3), torch.int32, torch.int64)
+    Traceback (most recent call last):
+    TypeError: slots.dtype must be int32 or int64, got torch.float32
     """
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor | None], written: Sequence[str]) -> None:
-        self._names = tuple(tensors)
-        spans = {name: _bytes_spanned(tensor) for name, tensor in tensors.items() if tensor is not None}
-        places = {name: place for place, name in enumerate(tensors)}
-        self._pairs = [
-            (places[one], spans[one], [(places[other], spans[other]) for other in spans if _later(one, other, written)])
-            for one in written
-            if spans.get(one)
-        ]
-
-    def __call__(self, *tensors: torch.Tensor | None) -> None:
-        starts = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-        for place, span, others in self._pairs:
-            start = starts[place]
-            end = start + span
-            for other, its_span in others:
-                its_start = starts[other]
-                if its_start < end and start < its_start + its_span:
-                    written: Any = tensors[place]
-                    if share_memory(written, tensors[other]):  # type: ignore[arg-type]
-                        self._fail(place, other, written)
-
-    def _fail(self, place: int, other: int, written: torch.Tensor) -> NoReturn:
-        fail(self._names[place], f"a tensor that shares no memory with {self._names[other]}", describe(written))
+    if tensor.dtype not in dtypes:
+        *others, last = [str(dtype).removeprefix("torch.") for dtype in dtypes]
+        fail(f"{name}.dtype", f"{', '.join(others)} or {last}" if others else last, tensor.dtype, TypeError)
 
 
-def check_no_overlap(tensors: Mapping[str, torch.Tensor | None], written: Sequence[str]) -> None:
-    """:class:`MemoryOverlap` of these tensors, asked once: for calls whose host time does not count."""
-    MemoryOverlap(tensors, written)(*tensors.values())
+def check_same_dtype(name: str, tensor: torch.Tensor, as_in: str, other: torch.Tensor) -> None:
+    """Raise TypeError unless a tensor has the dtype of another, which the error calls ``as_in``."""
+    if tensor.dtype != other.dtype:
+        fail(f"{name}.dtype", f"{other.dtype} as that of {as_in} is", tensor.dtype, TypeError)
 
 
-def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two strided tensors of one device may share a byte.
-
-    True if their ranges of addresses meet, unless both keep to columns of their own of rows of a common length.
-    """
-    if not one.numel() or not other.numel():
-        return False
-    distance = other.data_ptr() - one.data_ptr()
-    if not -_bytes_spanned(other) < distance < _bytes_spanned(one):
-        return False
-    dims = [sorted(_dims_in_bytes(tensor)) for tensor in (one, other)]
-    for length in {stride for tensor_dims in dims for stride, _ in tensor_dims}:
-        widths = [_width_in_rows(tensor_dims, length) for tensor_dims in dims]
-        if None not in widths:
-            width, its_width = widths
-            start = distance % length
-            # Columns 0 to width of the one; start to start + its_width, on a circle, of the other.
-            if start >= width and start + its_width <= length:  # type: ignore[operator]
-                return False
-    return True
+def check_same_device(name: str, tensor: torch.Tensor, as_in: str, other: torch.Tensor) -> None:
+    """Raise ValueError unless a tensor is where another is, which the error calls ``as_in``."""
+    if tensor.device != other.device:
+        fail(f"{name}.device", f"{other.device} as {as_in} is", tensor.device)
 
 
-def _later(one: str, other: str, written: Sequence[str]) -> bool:
-    """Each pair once: two written ones are compared when the first is."""
-    return one != other and (other not in written or list(written).index(other) > list(written).index(one))
-
-
-def _dims_in_bytes(tensor: torch.Tensor) -> list[tuple[int, int]]:
-    """(stride, size) of the dimensions that have an extent, and of an element's own bytes."""
-    size = tensor.element_size()
-    dims = [(step * size, n) for step, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1 and step]
-    return [(1, size), *dims]
-
-
-def _bytes_spanned(tensor: torch.Tensor) -> int:
-    """From the first to the last byte, both counted."""
-    if not tensor.numel():
-        return 0
-    return 1 + sum(stride * (size - 1) for stride, size in _dims_in_bytes(tensor))
-
-
-def _width_in_rows(dims: list[tuple[int, int]], length: int) -> int | None:
-    """The bytes that a tensor spans of each row of ``length`` bytes; None where its dimensions do not keep to rows."""
-    inner = [(stride, size) for stride, size in dims if stride % length]
-    width = 1 + sum(stride * (size - 1) for stride, size in inner)
-    return width if width <= length else None
+# Values
 
 
 @contextmanager

@@ -1,0 +1,127 @@
+"""How torch ops find their implementations, and calls what was made ready for others that look alike. Torch only.
+
+An op's room (``ops.py`` of a package) reads like this::
+
+    _library = torch.library.Library("my_package", "DEF")
+    _library.define("attend(Tensor q, ..., float scale, int[]? plan=None) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
+    launches = PreparedLaunches()
+
+    def _prepare(tensors, numbers):
+        problem = arguments.check_attend(*tensors, *numbers)
+        return launch_module("my_package").prepare_attend(problem, *tensors), arguments.overlap(tensors)
+
+    def _kernel(*given):
+        tensors, numbers = given[:7], given[7:]
+        run, check_overlap = launches.find(_prepare, tensors, numbers)
+        check_overlap(*tensors)
+        run(*tensors)
+
+    implement(_library, "attend", reference=reference.attend, kernel=_kernel, fake=arguments.check_attend)
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+Tensor = torch.Tensor
+
+
+class PreparedLaunches:
+    """What was made ready for calls, found again by all that tells one call from another.
+
+    Checks, plan and launch cost a call tens of microseconds, and depend on shapes, strides, dtypes, devices and numbers
+    alone; finding what they gave costs one key and one look-up. Each package keeps a table of its own. Past ``most``
+    entries it is emptied, and each is made once more.
+    """
+
+    def __init__(self, most: int = 8192) -> None:
+        # Room for the sizes of a server's life.
+        self.most = most
+        self._found: dict[tuple[object, ...], Any] = {}
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def find(
+        self,
+        prepare: Callable[[tuple[Any, ...], tuple[Any, ...]], Any],
+        tensors: tuple[Tensor | None, ...],
+        numbers: tuple[Any, ...],
+    ) -> Any:
+        """What ``prepare(tensors, numbers)`` returned the last time that tensors and numbers looked like this.
+
+        numbers are hashable; the last may be a list, a plan as torch passes it, which ``prepare`` gets as a tuple. What
+        it returns must not keep the tensors alive: it lives as long as the process.
+        """
+        if numbers and type(numbers[-1]) is list:
+            numbers = (*numbers[:-1], tuple(numbers[-1]))
+        key = (prepare, numbers, *[t if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors])
+        found = self._found.get(key)
+        if found is None:
+            found = prepare(tensors, numbers)
+            if len(self._found) >= self.most:
+                self._found.clear()
+            self._found[key] = found
+        return found
+
+
+def launch_module(package: str, needs: str = "Triton, which torch's GPU builds bring") -> Any:
+    """``<package>.launch``, imported when a tensor on a GPU first asks for it: all else works without Triton.
+
+    RuntimeError says what is needed where it cannot be imported.
+    """
+    try:
+        return importlib.import_module(f"{package}.launch")
+    except ImportError as error:
+        raise RuntimeError(f"tensors on a GPU need {needs}; here it is missing") from error
+
+
+def implement(
+    library: torch.library.Library,
+    name: str,
+    *,
+    reference: Callable[..., Any],
+    kernel: Callable[..., Any],
+    fake: Callable[..., Any],
+) -> None:
+    """Give an op that ``library`` defines its three implementations.
+
+    reference: on a CPU. kernel: on a GPU, ROCm's among them, and on out-of-tree devices such as Ascend's NPUs. fake:
+    while torch.compile traces; it allocates what the op returns, and of an op that returns nothing only checks: what a
+    check returns, such as a Problem, is dropped. All three check their arguments, so that a compiled call and a direct
+    one are checked too.
+    """
+    library.impl(name, reference, "CPU")
+    # CUDA is also ROCm's key; PrivateUse1 that of out-of-tree devices.
+    for key in ("CUDA", "PrivateUse1"):
+        library.impl(name, kernel, key)
+    returns = getattr(getattr(torch.ops, library.ns), name).default._schema.returns
+    torch.library.register_fake(f"{library.ns}::{name}", fake if returns else _dropping(fake), lib=library)
+
+
+def _dropping(check: Callable[..., object]) -> Callable[..., None]:
+    def fake(*given: Any) -> None:
+        check(*given)
+
+    return fake
+
+
+# The allocator of torch.compile's generated code: half of torch.empty's host time. It is a private name, so that where
+# it is missing the public one serves; and it knows only the current device.
+_empty_strided_cuda = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+
+
+def allocator(like: Tensor) -> Callable[[], Tensor]:
+    """What makes an uninitialised tensor of the same sizes, strides, dtype and device, in the least host time.
+
+    Keeps nothing of ``like`` alive.
+    """
+    size, stride, dtype, device = tuple(like.shape), like.stride(), like.dtype, like.device
+    if _empty_strided_cuda is not None and device.type == "cuda" and torch.cuda.device_count() == 1:
+        return partial(_empty_strided_cuda, size, stride, dtype)
+    return partial(torch.empty_strided, size, stride, dtype=dtype, device=device)

@@ -1,0 +1,232 @@
+"""Launches made ready once and started many times, on the tensors' device and its current stream.
+
+``launch.py`` of a package asks its plan, and makes of it a :class:`Launch` or, where tensors travel as TMA descriptors,
+a :class:`TmaLaunch`::
+
+    grid = (cdiv(problem.tokens, plan.block_m) * problem.num_heads, 1, 1)
+    rest = (problem.tokens, softmax_scale, q.stride(), plan.block_m, plan.block_n)
+    attend = Launch(kernels.attend, grid, rest, q.device, num_warps=plan.num_warps)
+    attend(q, k, v, out)  # now, and again with tensors that look like these
+
+Importing this module imports torch alone: neither Triton nor Gluon before the first launch on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+Tensor = torch.Tensor
+
+_INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Launch:
+    """One launch made ready: a kernel, its grid and every argument but the tensors, which are the kernel's first.
+
+    Args:
+        kernel: a function under ``triton.jit`` or ``gluon.jit``.
+        grid: of three numbers.
+        rest: the arguments behind the tensors, by position.
+        device: of the tensors.
+        as_integers: places of tensors that travel as integers of their element's size: copies that Triton cannot name,
+            or would change (a bool is normalised to 0 and 1).
+        dependent_launch: whether the kernel may be started before the one ahead of it has ended, and waits on the
+            device (programmatic dependent launch: NVIDIA from sm_90 on).
+        options: of the compiler: num_warps, num_stages, enable_fp_fusion ...
+
+    Called with tensors, or None where the kernel takes none, of the dtypes, strides and device it was made for. From
+    the second call on Triton's binding of arguments is skipped (half of a launch's host time): all that it would
+    specialise on is fixed here but the pointers' alignment; tensors that are not 16-byte aligned go through it again.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        grid: tuple[int, int, int],
+        rest: tuple[Any, ...],
+        device: torch.device,
+        *,
+        as_integers: Sequence[int] = (),
+        dependent_launch: bool = False,
+        **options: Any,
+    ) -> None:
+        self.kernel = kernel
+        self.grid = grid
+        self.rest = rest
+        self.options = {**options, "launch_pdl": True} if dependent_launch else options
+        self._as_integers = frozenset(as_integers)
+        self._guarded = _guarded(device)
+        self._run: Callable[..., None] | None = None
+
+    def __call__(self, *tensors: Tensor | None) -> None:
+        if self._guarded is None or self._guarded.index == torch.cuda.current_device():
+            self._start(tensors)
+        else:
+            with torch.cuda.device(self._guarded):
+                self._start(tensors)
+
+    def _start(self, tensors: tuple[Tensor | None, ...], leading: Sequence[Any] = ()) -> None:
+        pointers = [tensor if tensor is None else tensor.data_ptr() for tensor in tensors]
+        aligned = not any([pointer & 15 for pointer in pointers if pointer is not None])
+        if self._run is not None and aligned:
+            self._run(*leading, *pointers, *self.rest)
+            return
+        if self._as_integers:
+            tensors = tuple([self._as_given(place, tensor) for place, tensor in enumerate(tensors)])
+        compiled = self.kernel[self.grid](*leading, *tensors, *self.rest, **self.options)
+        # The interpreter compiles nothing and returns None.
+        if compiled is not None and aligned:
+            self._run = compiled[self.grid]
+
+    def _as_given(self, place: int, tensor: Tensor | None) -> Tensor | None:
+        if tensor is None or place not in self._as_integers:
+            return tensor
+        return tensor.view(_INTEGER_OF_SIZE[tensor.element_size()])
+
+
+class TmaBox(NamedTuple):
+    """How a tensor is addressed by a TMA descriptor: sizes and strides in its order of dimensions, the last of stride 1
+    and the others of whole 16 bytes; and the box that one TMA load or store moves.
+
+    Shared memory is swizzled over the 128, 64 or 32 bytes that divide the box's last dimension, if any do.
+    """
+
+    sizes: Sequence[int]
+    strides: Sequence[int]
+    box: Sequence[int]
+    element_bits: int = 16
+
+    @property
+    def layout(self) -> Any:
+        """Gluon's layout of the box in shared memory."""
+        from triton.experimental.gluon import language as gl
+
+        row_bytes = self.box[-1] * self.element_bits // 8
+        swizzled = next((width for width in (128, 64, 32) if row_bytes % width == 0), 0)
+        return gl.NVMMASharedLayout(swizzled, self.element_bits, rank=len(self.box))
+
+
+class TmaLaunch(Launch):
+    """A launch whose first tensors travel as TMA descriptors, one for each of ``boxes``: for kernels in Gluon.
+
+    A tensor among them that is None travels as the first. One that a kernel wants as a pointer too is passed once more
+    behind them. The descriptors' tensors are 16-byte aligned; the caller sees to that (:func:`by_alignment`).
+
+    >>> walk = TmaLaunch(hopper.walk, grid, rest, q.device, [TmaBox(q.shape, q.stride(), [64, 64]), ...], num_warps=4)
+    >>> walk(q, k, v, out, out, slopes)
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        grid: tuple[int, int, int],
+        rest: tuple[Any, ...],
+        device: torch.device,
+        boxes: Sequence[TmaBox],
+        **options: Any,
+    ) -> None:
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+        super().__init__(kernel, grid, rest, device, **options)
+        self._descriptor = TensorDescriptor
+        self.boxes = [(list(box.sizes), list(box.strides), list(box.box), box.layout) for box in boxes]
+
+    def _start(self, tensors: tuple[Tensor | None, ...], leading: Sequence[Any] = ()) -> None:
+        count = len(self.boxes)
+        descriptors: list[Any] = []
+        for tensor, box in zip(tensors[:count], self.boxes, strict=True):
+            descriptors.append(descriptors[0] if tensor is None else self._descriptor(tensor, *box))
+        super()._start(tensors[count:], descriptors)
+
+
+def _guarded(device: torch.device) -> torch.device | None:
+    """The device that must be the current one; None where there is only one, and nothing to ask in each call."""
+    return device if device.type == "cuda" and torch.cuda.device_count() > 1 else None
+
+
+def on_device(device: torch.device, run: Callable[..., None]) -> Callable[..., None]:
+    """``run`` with the tensors' device as the current one, for what is not a :class:`Launch`: TileLang's kernels, say.
+
+    Where there is one device it is ``run`` itself.
+    """
+    guarded = _guarded(device)
+    if guarded is None:
+        return run
+
+    def run_there(*tensors: Tensor | None) -> None:
+        with torch.cuda.device(guarded):
+            run(*tensors)
+
+    return run_there
+
+
+def by_alignment(make: Callable[[bool], Callable[..., None]], tensors: slice) -> Callable[..., None]:
+    """A launch with two plans: slices of a fused tensor or of a cache may come 16-byte aligned or not.
+
+    ``make(aligned)`` makes a launch the first time that it is wanted; ``tensors``: which of them must be aligned.
+    """
+    made: dict[bool, Callable[..., None]] = {}
+
+    def run(*given: Tensor | None) -> None:
+        aligned = not any([tensor.data_ptr() & 15 for tensor in given[tensors] if tensor is not None])
+        if aligned not in made:
+            made[aligned] = make(aligned)
+        made[aligned](*given)
+
+    return run
+
+
+def launch_nothing(*_: object) -> None:
+    """The launch over nothing."""
+
+
+def without_memory(tensor: Tensor | None) -> Tensor | None:
+    """A tensor of the same form on the device ``meta``: what is made ready must not keep a call's tensors alive."""
+    if tensor is None:
+        return None
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+@dataclass(frozen=True)
+class DeviceProperties:
+    """What a package's DeviceLimits are made of.
+
+    kind: "cuda", "hip" or "npu". cores: SMs, compute units or an NPU's vector cores. shared_memory: bytes that a
+    program may have at most; 0 where the driver does not say. capability: NVIDIA's compute capability, else (0, 0).
+    """
+
+    kind: str
+    cores: int
+    shared_memory: int
+    capability: tuple[int, int] = (0, 0)
+
+
+@lru_cache
+def device_properties(device: torch.device) -> DeviceProperties:
+    """Of the device a tensor is on; asked once. NVIDIA's from torch, others' from their Triton driver."""
+    if device.type == "cuda" and torch.version.hip is None:
+        found: Any = torch.cuda.get_device_properties(device)
+        capability = torch.cuda.get_device_capability(device)
+        return DeviceProperties("cuda", found.multi_processor_count, found.shared_memory_per_block_optin, capability)
+    import triton
+
+    properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
+    if "num_vectorcore" in properties:
+        return DeviceProperties("npu", properties["num_vectorcore"], 0)
+    return DeviceProperties("hip", properties["multiprocessor_count"], properties["max_shared_mem"])
+
+
+@lru_cache
+def has_gluon() -> bool:
+    """Whether the Triton that is installed brings Gluon with sm_90's barriers, TMA and WGMMA."""
+    try:
+        from triton.experimental.gluon.language.nvidia import hopper  # noqa: F401
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # noqa: F401
+    except ImportError:
+        return False
+    return True

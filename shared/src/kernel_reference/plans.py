@@ -1,0 +1,58 @@
+"""What every launch plan can do: a plan is a frozen dataclass of numbers, and crosses a torch op as ``int[]``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from typing import Any, Self
+
+from kernel_reference.errors import fail
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The base of launch plans, whose fields are all int or bool. Needs no torch.
+
+    >>> @dataclass(frozen=True)
+    ... class SplitPlan(Plan):
+    ...     block: int
+    ...     num_warps: int
+    ...     hopper: bool = False
+    >>> SplitPlan(64, 4, True).as_ints()
+    [64, 4, 1]
+    >>> SplitPlan.from_ints([64, 4, 1])
+    SplitPlan(block=64, num_warps=4, hopper=1)
+    """
+
+    def as_ints(self) -> list[int]:
+        """The plan as a torch op takes it."""
+        return [int(number) for number in astuple(self)]
+
+    @classmethod
+    def from_ints(cls, ints: Sequence[int] | None) -> Self | None:
+        """The plan that an op was given; None where it was given none. ValueError names ``plan`` if the count differs.
+
+        What was a bool is 0 or 1 again, which compares equal.
+        """
+        if ints is None:
+            return None
+        try:
+            return cls(*ints)
+        except TypeError:
+            fail("plan", f"the numbers of a {cls.__name__}", list(ints))
+
+
+def plan_as_ints(plan: Any, kind: type[Plan]) -> list[int] | None:
+    """What a public function hands to its op for ``plan=``: None, or the plan's numbers.
+
+    Raises TypeError unless the plan is None or a ``kind``, which is named with its package.
+    """
+    if plan is None:
+        return None
+    if not isinstance(plan, kind):
+        # Here, as plans are made without torch too.
+        from kernel_reference.words import describe
+
+        package = kind.__module__.partition(".")[0]
+        fail("plan", f"a {package}.{kind.__name__} or None", describe(plan), TypeError)
+    return plan.as_ints()

@@ -73,6 +73,13 @@ def quotients(p_x, p_out, by):
 
 
 @gluon.jit
+def copy_in_group(tensors):
+    """Of tensors in a group with names, one of which is not there."""
+    if tensors.absent is None:
+        gl.store(tensors.out, gl.load(tensors.pair[0]))
+
+
+@gluon.jit
 def in_turns(p_out, total):
     """Of a number of places each program fills its own, as far as it is told that there are any."""
     gl.assume(total > 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -66,6 +67,17 @@ def test_integers_divide_as_in_c(kernels: ModuleType) -> None:
     out = torch.zeros(2, dtype=torch.int32)
     gluon.launch(kernels.quotients, 1, torch.tensor([-7], dtype=torch.int32), out, 2)
     assert out.tolist() == [-3, -1]
+
+
+def test_tensors_within_tuples_and_named_tuples_are_pointers_too(kernels: ModuleType) -> None:
+    class Group(NamedTuple):
+        pair: tuple[torch.Tensor, int]
+        out: torch.Tensor
+        absent: None
+
+    out = torch.zeros(1)
+    gluon.launch(kernels.copy_in_group, 1, Group((torch.full((1,), 5.0), 7), out, None))
+    assert out.tolist() == [5.0]
 
 
 def test_products_of_what_was_divided_wrap_at_2_to_the_31_as_on_a_gpu() -> None:

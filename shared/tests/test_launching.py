@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -83,6 +83,22 @@ def test_what_compiles_to_nothing_as_in_the_interpreter_is_always_handed_tensors
     made(tensor)
     made(tensor)
     assert [given[0] is tensor for given in seen] == [True, True]
+
+
+def test_tensors_reach_a_kernel_in_groups_and_so_do_their_pointers() -> None:
+    kernel = Compiled()
+
+    class Outputs(NamedTuple):
+        out: Any
+        lse: Any
+
+    made = Launch(kernel, (3, 1, 1), (7,), CPU, group=lambda q, out, lse: (q, Outputs(out, lse)), num_warps=4)
+    q, out = aligned(), aligned()
+    made(q, out, None)
+    made(q, out, None)
+    (_, (first, outputs, seven), _), (way, short, _) = kernel.started
+    assert (first is q, outputs.out is out, outputs.lse, seven) == (True, True, None, 7)
+    assert (way, short) == ("short", (q.data_ptr(), Outputs(out.data_ptr(), None), 7))
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float8_e5m2fnuz, torch.complex64])

@@ -35,6 +35,8 @@ class Launch:
         device: of the tensors.
         as_integers: places of tensors that travel as integers of their element's size: copies that Triton cannot name,
             or would change (a bool is normalised to 0 and 1).
+        group: makes the kernel's first arguments of the tensors, which it is called with, or of their pointers: tuples,
+            NamedTuples. Descriptors are not among them. None: each tensor is an argument.
         dependent_launch: whether the kernel may be started before the one ahead of it has ended, and waits on the
             device (programmatic dependent launch: NVIDIA from sm_90 on).
         options: of the compiler: num_warps, num_stages, enable_fp_fusion ...
@@ -52,6 +54,7 @@ class Launch:
         device: torch.device,
         *,
         as_integers: Sequence[int] = (),
+        group: Callable[..., tuple[Any, ...]] | None = None,
         dependent_launch: bool = False,
         **options: Any,
     ) -> None:
@@ -59,6 +62,7 @@ class Launch:
         self.grid = grid
         self.rest = rest
         self.options = {**options, "launch_pdl": True} if dependent_launch else options
+        self.group = group
         self._as_integers = frozenset(as_integers)
         self._guarded = _guarded(device)
         self._run: Callable[..., None] | None = None
@@ -74,10 +78,13 @@ class Launch:
         pointers = [tensor if tensor is None else tensor.data_ptr() for tensor in tensors]
         aligned = not any([pointer & 15 for pointer in pointers if pointer is not None])
         if self._run is not None and aligned:
-            self._run(*leading, *pointers, *self.rest)
+            grouped: Sequence[Any] = pointers if self.group is None else self.group(*pointers)
+            self._run(*leading, *grouped, *self.rest)
             return
         if self._as_integers:
             tensors = tuple([self._as_given(place, tensor) for place, tensor in enumerate(tensors)])
+        if self.group is not None:
+            tensors = self.group(*tensors)
         compiled = self.kernel[self.grid](*leading, *tensors, *self.rest, **self.options)
         # The interpreter compiles nothing and returns None.
         if compiled is not None and aligned:

@@ -604,18 +604,27 @@ def shadow(*names: str) -> list[ModuleType]:
     return shadows
 
 
+def _pointers_in(argument: Any) -> Any:
+    """A tensor's pointer; of a tuple, a NamedTuple too, those of the tensors in it beside all else."""
+    if isinstance(argument, tuple):
+        found = [_pointers_in(element) for element in argument]
+        return type(argument)(*found) if hasattr(argument, "_fields") else tuple(found)
+    return _Pointer(argument) if isinstance(argument, Tensor) else argument
+
+
 def launch(kernel: Callable[..., None], programs: int, *arguments: Any) -> None:
     """Run a shadow's kernel, one program after the other.
 
-    ``arguments`` are the kernel's: :class:`Descriptor`, torch tensors on the CPU for pointers, None, tuples of strides
-    and numbers. Raises what the kernel does: IndexError for memory that is not a tensor's, RuntimeError for a deadlock,
-    a barrier arrived at too often, an accumulator read too early, and a copy that nobody waited for.
+    ``arguments`` are the kernel's: :class:`Descriptor`, torch tensors on the CPU for pointers, None, numbers, and
+    tuples of all these but descriptors. Raises what the kernel does: IndexError for memory that is not a tensor's,
+    RuntimeError for a deadlock, a barrier arrived at too often, an accumulator read too early, and a copy that nobody
+    waited for.
     """
     parameters = inspect.signature(kernel).parameters.values()
     given: list[Any] = []
     for parameter, argument in zip(parameters, arguments, strict=True):
-        if isinstance(argument, Tensor):
-            given.append(_Pointer(argument))
+        if isinstance(argument, (Tensor, tuple)):
+            given.append(_pointers_in(argument))
         elif isinstance(argument, int) and parameter.annotation is inspect.Parameter.empty:
             given.append(_Value(argument))
         else:

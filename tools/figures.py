@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 from kernel_reference.bench.case import COPY
 from kernel_reference.bench.record import Record
-from kernel_reference.bench.table import significant
+from kernel_reference.bench.table import duration, significant
 
-# How many colours and shapes of peers the templates define. They share no factor, so that colour and shape together
-# tell the first 35 peers of a package apart.
+# How many colours and shapes the templates define, of ours and of peers. The two numbers share no factor, so that
+# colour and shape together tell the first 12 of ours and the first 35 peers of a package apart.
+OUR_COLOURS, OUR_SHAPES = 3, 4
 COLOURS, SHAPES = 7, 5
 MOST_TICKS = 7
 
@@ -98,7 +99,7 @@ class Chart:
     @property
     def looks(self) -> list[Look]:
         """What the legend must explain."""
-        return list(dict.fromkeys(point.look for row in self.rows for point in row.points))
+        return list(dict.fromkeys(point.look for row in self.rows for point in (*row.points, *row.bars)))
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ class Roof:
 
 @dataclass(frozen=True)
 class Plot:
-    """Marks under roofs. ``kind`` is "roofline" (TFLOP/s over FLOP/byte) or "bandwidth" (GB/s over bytes)."""
+    """Marks under roofs. ``kind`` is "roofline" (TFLOP/s over FLOP/byte) or "bandwidth" (TB/s over bytes)."""
 
     kind: str
     x: Axis
@@ -131,13 +132,20 @@ class Plot:
     marks: Sequence[Mark]
     roofs: Sequence[Roof]
 
+    @property
+    def looks(self) -> list[Look]:
+        """What the legend must explain: an implementation that was absent has no mark."""
+        return list(dict.fromkeys(mark.look for mark in self.marks))
+
 
 def looks_of(records: Iterable[Record]) -> dict[str, Look]:
     """The look of every implementation: ours first, then the peers, then the copy, which looks alike everywhere."""
     records = list(records)
     ours = dict.fromkeys(record.implementation for record in records if record.ours)
     others = dict.fromkeys(record.implementation for record in records if not record.ours)
-    looks = {label: Look(label, f"ours-{i % 3}", "dot") for i, label in enumerate(ours)}
+    looks = {
+        label: Look(label, f"ours-{i % OUR_COLOURS}", f"ours-shape-{i % OUR_SHAPES}") for i, label in enumerate(ours)
+    }
     for i, label in enumerate(label for label in others if label != COPY):
         looks[label] = Look(label, f"peer-{i % COLOURS}", f"shape-{i % SHAPES}")
     if COPY in others:
@@ -156,7 +164,7 @@ def roofline(records: Sequence[Record], looks: Mapping[str, Look]) -> Plot:
     foot, top, right = (_place(x.at(i), y.at(min(gemm, copy * i))) for i in (first, ridge, x.high))
     middle = _place(x.at((first * ridge) ** 0.5), y.at(copy * (first * ridge) ** 0.5))
     roofs = [
-        Roof(foot, top, f"copy {copy:.2f} TB/s", middle),
+        Roof(foot, top, f"copy {bytes_per_second(1e3 * copy)}", middle),
         Roof(top, right, f"GEMM {gemm:.0f} TFLOP/s", right),
     ]
     marks = _marks(records, looks, lambda r: _place(x.at(r.flops / r.bytes), y.at(r.tflop_per_s or 0)))
@@ -167,10 +175,10 @@ def bandwidth(records: Sequence[Record], looks: Mapping[str, Look]) -> Plot:
     """Speed over size, under the copy's ceiling."""
     copy = records[0].copy_roof_gb_per_s
     x = Axis.over((record.bytes for record in records), margin=2)
-    y = Axis.over([copy, *(record.gb_per_s or copy for record in records)], margin=1.6)
-    left, right = _place(0, y.at(copy)), _place(100, y.at(copy))
-    marks = _marks(records, looks, lambda r: _place(x.at(r.bytes), y.at(r.gb_per_s or 0)))
-    return Plot("bandwidth", x, y, marks, [Roof(left, right, f"copy {copy * 1e-3:.2f} TB/s", right)])
+    y = Axis.over([1e-3 * speed for speed in (copy, *(record.gb_per_s or copy for record in records))], margin=1.6)
+    left, right = _place(0, y.at(1e-3 * copy)), _place(100, y.at(1e-3 * copy))
+    marks = _marks(records, looks, lambda r: _place(x.at(r.bytes), y.at(1e-3 * (r.gb_per_s or 0))))
+    return Plot("bandwidth", x, y, marks, [Roof(left, right, f"copy {bytes_per_second(copy)}", right)])
 
 
 def _place(from_left: float, from_below: float) -> tuple[float, float]:
@@ -190,21 +198,30 @@ def speeds(cases: Mapping[str, Sequence[Record]], looks: Mapping[str, Look]) -> 
     """Case by case how many times as fast as each peer ours is, with the bars that it owes."""
     rows = []
     for records in cases.values():
-        peers = {record.implementation: record for record in records if not record.ours}
         for ours in (record for record in records if record.ours):
+            owed = bars_of(ours)
+            # A bar may be owed beside another of ours: it is met, or not, by a mark too.
+            rivals = [
+                record for record in records if not record.ours or record.implementation in (label for label, _ in owed)
+            ]
             points = [
                 Point(
-                    looks[label], speed, f"{speed:.2f} × as fast as {label}\n{duration(ours)}, {label} {duration(peer)}"
+                    looks[peer.implementation],
+                    speed,
+                    f"{speed:.2f} × as fast as {peer.implementation}\n"
+                    f"{duration(ours.median_us)}, {peer.implementation} {duration(peer.median_us)}",
                 )
-                for label, peer in peers.items()
+                for peer in rivals
                 if (speed := speed_beside(ours, peer)) is not None
             ]
             bars = [
                 Point(looks[label], bar, f"owed: {bar:.3g} × as fast as {label}")
-                for label, bar in bars_of(ours)
+                for label, bar in owed
                 if label in looks
             ]
-            rows.append(Row(_label(ours, records), points, bars, duration(ours) or ours.status, verdict(ours)))
+            rows.append(
+                Row(_label(ours, records), points, bars, duration(ours.median_us) or ours.status, verdict(ours))
+            )
     return Chart(rows, line=1.0)
 
 
@@ -218,9 +235,14 @@ def errors(cases: Mapping[str, Sequence[Record]], looks: Mapping[str, Look]) -> 
                 Point(looks[r.implementation], r.error or 0.0, f"{r.implementation}: {error_of(r)}")
                 for r in sorted(counted, key=lambda r: r.ours)
             ]
-            ours = ", ".join(error_of(record) for record in counted if record.ours)
-            rows.append(Row(label, points, value=ours))
+            rows.append(Row(label, points, value=_range([r for r in counted if r.ours])))
     return Chart(rows)
+
+
+def _range(records: Sequence[Record]) -> str:
+    """The least and the largest error, or the one that all have."""
+    by_size = sorted(records, key=lambda record: record.error or 0.0)
+    return " to ".join(dict.fromkeys(error_of(record) for record in (by_size[:1] + by_size[-1:])))
 
 
 def speed_beside(ours: Record, peer: Record) -> float | None:
@@ -252,16 +274,16 @@ def verdict(record: Record) -> str:
 
 def words(record: Record) -> str:
     """A record in a few lines."""
-    lines = [f"{record.implementation}: {record.case}", f"{duration(record)} ({spread(record)})"]
-    lines.append(f"{record.gb_per_s:,.0f} GB/s, {record.fraction_of_copy_roof:.3f} of the copy roof")
+    lines = [f"{record.implementation}: {record.case}", f"{duration(record.median_us)} ({spread(record)})"]
+    lines.append(f"{bytes_per_second(record.gb_per_s or 0)}, {record.fraction_of_copy_roof:.3f} of the copy roof")
     if record.flops:
         lines.append(f"{significant(record.tflop_per_s)} TFLOP/s, {record.fraction_of_gemm_roof:.3f} of the GEMM roof")
     return "\n".join(lines)
 
 
-def duration(record: Record) -> str:
-    """The median time of a call, in the unit that fits; empty where there is none."""
-    return _duration(record.median_us)
+def bytes_per_second(gb_per_s: float) -> str:
+    """In TB/s, as the READMEs have it, whatever the size, so that two of them compare at a glance."""
+    return f"{gb_per_s * 1e-3:#.3g}".rstrip(".") + " TB/s"
 
 
 def error_of(record: Record) -> str:
@@ -270,17 +292,9 @@ def error_of(record: Record) -> str:
     return "exact" if error == 0 else f"{error:.2f}" if error >= 0.01 else f"{error:.1e}".replace("e-0", "e-")
 
 
-def _duration(us: float | None) -> str:
-    if us is None:
-        return ""
-    value, unit = (us, "µs") if us < 1000 else (us / 1000, "ms")
-    # Three digits, the last of them too where it is 0, so that numbers below each other look alike.
-    return f"{value:#.3g}".rstrip(".") + f" {unit}"
-
-
 def spread(record: Record) -> str:
     """Where the middle three fifths of the times lie."""
-    return f"p20 to p80: {_duration(record.p20_us)} to {_duration(record.p80_us)}"
+    return f"p20 to p80: {duration(record.p20_us)} to {duration(record.p80_us)}"
 
 
 def _label(ours: Record, records: Sequence[Record]) -> str:

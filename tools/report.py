@@ -25,6 +25,7 @@ from figures import (
     Point,
     Row,
     bandwidth,
+    bytes_per_second,
     errors,
     looks_of,
     roofline,
@@ -37,6 +38,7 @@ from figures import (
 from kernel_reference.bench import mapped
 from kernel_reference.bench.grid import words_of
 from kernel_reference.bench.record import MACHINE, Record, load
+from kernel_reference.bench.table import duration
 
 ROOT = Path(__file__).parents[1]
 TEMPLATES = Path(__file__).parent / "templates" / "report"
@@ -49,14 +51,14 @@ STAMP = ("package", "package_version", *MACHINE, "commit", "date", "copy_roof_gb
 COLUMNS = (
     ("case", "what was measured", False),
     ("implementation", "what it was measured on", False),
-    ("µs", "median time of one call on the device", True),
+    ("time", "median time of one call on the device", True),
     ("spread", "p80 less p20, the range of the middle three fifths of the times, over the median", True),
-    ("GB/s", "bytes of the case over the median", True),
-    ("of copy", "GB/s over the copy roof", True),
+    ("TB/s", "bytes of the case over the median", True),
+    ("of copy", "TB/s over the copy roof", True),
     ("TFLOP/s", "operations of the case over the median", True),
     ("of GEMM", "TFLOP/s over the GEMM roof", True),
     ("× baseline", "median over the baseline's median: above 1 is slower", True),
-    ("host µs", "median time that a call keeps the host", True),
+    ("host time", "median time that a call keeps the host", True),
     ("error", "as the package's check counts it; 0 is exact", True),
     ("L2", "how the cache was cold at each call: by rotating more inputs than it holds, or flushed between", False),
     ("result", "what was owed and whether it was met, or why there is no time", False),
@@ -68,11 +70,11 @@ SLOWEST = 20
 MAP_COLUMNS = (
     ("map", "which of the package's grids", False),
     ("point", "the value on each axis", False),
-    ("µs", "median time of one call on the device", True),
+    ("time", "median time of one call on the device", True),
     ("best peer", "the fastest that ran and gave the right result", False),
     ("of peer", "our speed over the best peer's", True),
     ("of roof", "our speed over that of a copy of the same bytes, or of a GEMM of as many operations", True),
-    ("host µs", "median time that a call keeps the host", True),
+    ("host time", "median time that a call keeps the host", True),
     ("result", "why there is no time", False),
 )
 
@@ -119,7 +121,7 @@ class Run:
             ("torch", first.torch),
             ("triton", first.triton),
             ("Python", first.python),
-            ("copy roof", f"{first.copy_roof_gb_per_s:,.0f} GB/s"),
+            ("copy roof", bytes_per_second(first.copy_roof_gb_per_s)),
             ("bf16 GEMM roof", f"{first.gemm_roof_tflop_per_s:,.0f} TFLOP/s"),
         ]
 
@@ -202,11 +204,11 @@ class Map:
         return [
             Cell(point.map),
             Cell(words_of(point.point)),
-            number(ours.us if ours else None, ",.2f"),
-            Cell(peer.implementation if peer else "", tip=f"{peer.us} µs" if peer else ""),
+            time_of(ours.us if ours else None),
+            Cell(peer.implementation if peer else "", tip=duration(peer.us) if peer else ""),
             number(point.of_peer, ".2f"),
             number(self.header.of_roof(point), ".2f"),
-            number(ours.host_us if ours else None, ",.1f"),
+            time_of(ours.host_us if ours else None),
             Cell("; ".join(point.red), mark="missed" if point.red else ""),
         ]
 
@@ -217,14 +219,14 @@ def cells(record: Record) -> list[Cell]:
     return [
         Cell(record.case),
         Cell(record.implementation, mark="ours" if record.ours else ""),
-        number(record.median_us, ",.2f"),
+        time_of(record.median_us),
         spread_of(record),
-        number(record.gb_per_s, ",.0f"),
+        number(record.gb_per_s and record.gb_per_s * 1e-3, ".3f"),
         number(record.fraction_of_copy_roof, ".3f"),
         number(record.tflop_per_s if computes else None, ",.2f"),
         number(record.fraction_of_gemm_roof if computes else None, ".3f"),
         number(record.ratio_to_baseline, ",.3f"),
-        number(record.host_us, ",.1f"),
+        time_of(record.host_us),
         Cell("0", 0.0) if record.error == 0 else number(record.error, ".2e"),
         Cell(record.l2 or ""),
         result(record),
@@ -233,6 +235,11 @@ def cells(record: Record) -> list[Cell]:
 
 def number(value: float | None, shown: str) -> Cell:
     return Cell("" if value is None else format(value, shown), value, "" if value is None else str(value))
+
+
+def time_of(us: float | None) -> Cell:
+    """Sorted by microseconds, shown in the unit that fits."""
+    return Cell(duration(us), us, "" if us is None else f"{us} us")
 
 
 def spread_of(record: Record) -> Cell:
@@ -284,8 +291,14 @@ def render(template: str, runs: Sequence[Run], maps: Sequence[Map] = ()) -> str:
         lstrip_blocks=True,
     )
     environment.filters["short"] = short
+    environment.filters["count"] = counted
     summary = Chart([row for run in runs for row in run.summary], line=1.0)
     return environment.get_template(template).render(runs=runs, maps=maps, summary=summary)
+
+
+def counted(number: int, thing: str) -> str:
+    """1 case, 2 cases."""
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
 def short(number: float) -> str:

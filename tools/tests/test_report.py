@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+import math
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +28,7 @@ from kernel_reference.bench.case import Requirement
 from kernel_reference.bench.record import MACHINE, Record, load, save
 
 ROOT = Path(__file__).parents[2]
-WIDE, NARROW = 1280, 400
+WIDE, NARROW = 1280, 390
 RESULTS = "packages/{0}/benchmarks/results/{0}.jsonl"
 
 TIMED = Record(
@@ -153,7 +156,7 @@ def test_a_map_is_shown_with_its_picture_and_its_slowest_points_first(tmp_path: 
     assert "data:image/svg+xml;base64,PHN2Zy8+" in page
     assert page.index("page=24 heads=8") < page.index("page=16 heads=8") < page.index("page=64 heads=8")
     assert "&lt;b&gt;no result&lt;/b&gt;" in page
-    assert "1 kernels compiled in 2.5 s of first calls, at sizes 17 (2.5 s)" in page
+    assert "1 kernel compiled in 2.5 s of first calls, at sizes 17 (2.5 s)" in page
 
 
 def test_a_broken_map_is_refused_by_file_and_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -192,10 +195,36 @@ def test_an_axis_holds_its_values_and_a_few_ticks(values: list[float]) -> None:
     assert (0.0 in axis.ticks) == (0.0 in values)
 
 
-def test_peers_of_a_package_look_different() -> None:
+def test_implementations_of_a_package_look_different() -> None:
     peers = [dataclasses.replace(ABSENT, implementation=f"peer {i}") for i in range(35)]
-    looks = figures.looks_of([*peers, TIMED]).values()
-    assert len({(look.colour, look.shape) for look in looks}) == 36
+    ours = [dataclasses.replace(TIMED, implementation=f"ours {i}") for i in range(12)]
+    looks = figures.looks_of([*peers, *ours]).values()
+    assert len({(look.colour, look.shape) for look in looks}) == 47
+
+
+def test_an_absent_peer_is_in_no_picture(tmp_path: Path) -> None:
+    (run,) = report.read(house(tmp_path, [TIMED, ABSENT]))
+    for figure in (*run.plots, run.speeds, run.errors):
+        assert "a peer" not in [look.label for look in figure.looks]
+
+
+def test_one_case_is_not_called_cases(tmp_path: Path) -> None:
+    records = [TIMED, dataclasses.replace(TIMED, case="another", error=1e-3)]
+    page = made(house(tmp_path, records), tmp_path / "page.html").read_text()
+    assert "1 other case is exact" in page
+    assert "2 records of" in page
+    page = made(house(tmp_path, [TIMED]), tmp_path / "page.html").read_text()
+    assert "1 record of\n1 case." in page
+
+
+def test_speeds_are_in_the_units_of_the_readmes(tmp_path: Path) -> None:
+    slow = dataclasses.replace(TIMED, case="slow", median_us=2618.0)
+    page = made(house(tmp_path, [TIMED, slow]), tmp_path / "page.html").read_text()
+    assert "4.00 TB/s" in page
+    assert "2.62 ms" in page
+    assert "20.0 us" in page
+    assert "GB/s" not in page
+    assert "µs" not in page
 
 
 def test_no_mark_and_no_roof_stands_outside_its_plot(tmp_path: Path) -> None:
@@ -301,8 +330,8 @@ def headings(browser: Chrome) -> list[WebElement]:
 def test_a_heading_sorts_by_its_column_and_then_the_other_way_round(browser: Chrome, page: Page) -> None:
     opened(browser, page)
     names = [heading.text.strip() for heading in headings(browser)]
-    assert {"case", "implementation", "µs", "error"} <= set(names)
-    for name in ("µs", "error", "GB/s"):
+    assert {"case", "implementation", "time", "error"} <= set(names)
+    for name in ("time", "error", "TB/s"):
         column = names.index(name)
         before = keys(browser, column)
         values = sorted(value for value in before if value is not None)
@@ -418,6 +447,67 @@ def test_nothing_sticks_out_of_the_page_and_no_words_lie_on_others(browser: Chro
     assert browser.execute_script(OVERLAPPING) == []
 
 
+def test_labels_break_between_words_on_a_telephone(browser: Chrome, page: Page) -> None:
+    opened(browser, page, NARROW)
+    broken = """
+    return [...document.querySelectorAll(".chart .what")].filter((label) => {
+      const range = document.createRange();
+      range.selectNodeContents(label);
+      const lines = new Set([...range.getClientRects()].map((box) => Math.round(box.top))).size;
+      // A word of more than 30 characters may be broken.
+      return lines > label.textContent.trim().split(/\\s+/).reduce((sum, word) => sum + Math.ceil(word.length / 30), 0);
+    }).map((label) => label.textContent);
+    """
+    assert browser.execute_script(broken) == []
+
+
+def test_a_case_is_met_where_each_mark_reaches_its_bar(browser: Chrome, page: Page) -> None:
+    opened(browser, page)
+    rows = browser.execute_script("""
+    const peer = (element) => element.dataset.tip.split("\\n")[0].split(" as fast as ")[1];
+    const place = (element, name) => parseFloat(element.getAttribute(name));
+    const read = (row, what, name) => [...row.querySelectorAll(what)].map((e) => [peer(e), place(e, name)]);
+    return [...document.querySelectorAll(".chart .row")].filter((row) => row.querySelector(".bar[data-tip^=owed]"))
+      .map((row) => [row.querySelector(".what").textContent, row.querySelector(".value[class*=me], .missed").className,
+        read(row, ".bar", "x1"), Object.fromEntries(read(row, ".mark", "x"))]);
+    """)
+    judged = [row for row in rows if "not-measured" not in row[1]]
+    assert judged or page[1] is AWKWARD
+    for case, verdict, bars, marks in judged:
+        met = all(marks[peer] >= bar - 0.01 for peer, bar in bars)
+        assert met == ("met" in verdict.split()), case
+
+
+COLOURS = """
+const names = [...document.styleSheets[0].cssRules].map((rule) => rule.selectorText)
+  .filter((selector) => /^\\.(ours|peer)-\\d$|^\\.copy$/.test(selector));
+return names.map((selector) => {
+  const element = document.body.appendChild(document.createElement("i"));
+  element.className = selector.slice(1);
+  const colour = getComputedStyle(element).color;
+  element.remove();
+  return [selector, colour.match(/\\d+/g).map(Number)];
+});
+"""
+
+
+def lab(colour: list[int]) -> tuple[float, float, float]:
+    """A colour of sRGB in CIELAB, in which distances are what an eye sees of them."""
+    r, g, b = (c / 3294.6 if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in colour)
+    white = ((0.4124, 0.3576, 0.1805, 0.9505), (0.2126, 0.7152, 0.0722, 1.0), (0.0193, 0.1192, 0.9505, 1.0888))
+    x, y, z = (((red * r + green * g + blue * b) / most) ** (1 / 3) for red, green, blue, most in white)
+    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_no_two_colours_are_alike(browser: Chrome, tmp_path: Path, scheme: str) -> None:
+    opened(browser, (made(house(tmp_path, [TIMED]), tmp_path / "page.html"), []), scheme=scheme)
+    colours = {name: lab(colour) for name, colour in browser.execute_script(COLOURS)}
+    assert len(colours) == figures.OUR_COLOURS + figures.COLOURS + 1
+    for (one, first), (other, second) in itertools.combinations(colours.items(), 2):
+        assert math.dist(first, second) > 20, (one, other)
+
+
 def test_the_page_is_dark_where_the_reader_wants_it_dark(browser: Chrome, page: Page) -> None:
     ask = "return getComputedStyle(document.body).backgroundColor"
     light, dark = (opened(browser, page, scheme=scheme).execute_script(ask) for scheme in ("light", "dark"))
@@ -425,13 +515,37 @@ def test_the_page_is_dark_where_the_reader_wants_it_dark(browser: Chrome, page: 
     assert max(map(int, dark.removeprefix("rgb(").removesuffix(")").split(","))) < 40
 
 
-def test_the_picture_is_whole_by_itself(browser: Chrome, tmp_path: Path) -> None:
-    picture = made(ROOT, tmp_path / "page.html").with_suffix(".svg")
-    opened(browser, (picture, []))
-    assert browser.get_log("browser") == []
-    outside = """
-    const whole = document.documentElement.getBoundingClientRect();
-    return [...document.querySelectorAll("text, circle")].map((e) => [e.textContent, e.getBoundingClientRect()])
-      .filter(([, b]) => b.left < whole.left || b.right > whole.right || b.bottom > whole.bottom).map(([text]) => text);
-    """
-    assert browser.execute_script(outside) == []
+PICTURES = [ROOT / "tools" / "report.svg", *sorted(ROOT.glob("packages/*/benchmarks/results/*.svg"))]
+
+OUTSIDE = """
+const whole = document.documentElement.getBoundingClientRect();
+return [...document.querySelectorAll("text, circle")].map((e) => [e.textContent, e.getBoundingClientRect()])
+  .filter(([, b]) => b.left < whole.left || b.right > whole.right || b.bottom > whole.bottom).map(([text]) => text);
+"""
+
+# The first shape that is painted is the paper; the colour of most words is the ink.
+PAPER_AND_INK = """
+const numbers = (colour) => colour.match(/\\d+/g).map(Number);
+const paper = [...document.querySelectorAll("rect, path")].find((shape) => !shape.closest("defs"));
+const words = [...document.querySelectorAll("text")].map((text) => getComputedStyle(text).fill);
+return [numbers(getComputedStyle(paper).fill), numbers(words[0])];
+"""
+
+
+@pytest.mark.parametrize("picture", PICTURES, ids=lambda picture: picture.stem)
+def test_a_picture_is_whole_by_itself_on_light_and_dark_pages(browser: Chrome, picture: Path) -> None:
+    for scheme in ("light", "dark"):
+        opened(browser, (picture, []), scheme=scheme)
+        assert browser.get_log("browser") == []
+        assert browser.execute_script(OUTSIDE) == []
+        paper, ink = browser.execute_script(PAPER_AND_INK)
+        assert (min(paper) > 240 and max(ink) < 120) if scheme == "light" else (max(paper) < 40 and min(ink) > 120)
+
+
+def test_no_picture_has_an_absent_peer_or_a_bar_that_is_cut_in_silence() -> None:
+    for file in (file for file in sorted(ROOT.glob(report.RECORDS)) if file.name != mapped.NAME):
+        text = file.with_suffix(".svg").read_text()
+        assert "absent: " not in text
+        # A bar longer than the axis says so in words, and is broken by two strokes.
+        said = len(re.findall(r"% of (?:copy|GEMM) roof, [\d.]+ x", text))
+        assert text.count('id="break-') == 2 * said, file.name

@@ -91,15 +91,48 @@ def test_every_case_implementation_and_time_is_named(tmp_path: Path) -> None:
     plot.draw(RECORDS, tmp_path / "a.svg")
     text = (tmp_path / "a.svg").read_text()
     for r in RECORDS:
-        assert r.case in text
+        assert r.case in text or r.status == "absent"
         assert r.implementation in text
-    assert "328 µs" in text
+    assert "328 us" in text
     assert "97% of GEMM roof" in text
-    assert "ModuleNotFoundError" in text
     assert "red: error nan &gt; 0" in text
     assert "prefill (1 = gdn-split: fla was not timed)" in text
     assert "64 sequences (1 = gdn-split, two kernels)" in text
     assert "4.8 x" in text
+
+
+def test_an_absent_peer_has_no_row_and_what_of_ours_failed_has_one(tmp_path: Path) -> None:
+    ours = record("prefill", "gdn-split, other", None, note="ImportError: no such kernel")
+    plot.draw([*RECORDS, ours], tmp_path / "a.svg")
+    text = (tmp_path / "a.svg").read_text()
+    assert "absent: ModuleNotFoundError" not in text
+    assert "absent: ImportError: no such kernel" in text
+
+
+def test_a_bar_that_is_cut_is_broken_by_two_strokes(tmp_path: Path) -> None:
+    plot.draw(RECORDS, tmp_path / "a.svg")
+    text = (tmp_path / "a.svg").read_text()
+    # 4.8 x, the one bar beyond 3.
+    assert text.count('id="break-') == 2
+
+
+def test_a_long_title_is_wrapped(tmp_path: Path) -> None:
+    name = "prefill of a model with a long name, in many words, and with a window and sinks beside it, of 65536 tokens"
+    figure = plot._figure([record(name, "gdn-split", 1.2), record(name, "copy", 1.1)])
+    titles = [text.get_text() for text in figure.findobj(Text) if "prefill of" in text.get_text()]
+    assert len(titles) == 1
+    assert name.startswith(titles[0])
+    assert titles[0] != name
+    assert name.endswith(next(text.get_text() for text in figure.findobj(Text) if "65536" in text.get_text()))
+
+
+def test_every_colour_has_one_for_dark_pages(tmp_path: Path) -> None:
+    plot.draw(RECORDS, tmp_path / "a.svg")
+    text = (tmp_path / "a.svg").read_text()
+    drawn = set(re.findall(r'style="[^"]*(?:fill|stroke): (#[0-9a-f]{6})', text))
+    assert len(drawn) > 6
+    for colour in drawn:
+        assert f'[style*="fill: {colour}"]' in text or f'[style*="stroke: {colour}"]' in text
 
 
 def test_no_label_overlaps_another_or_leaves_the_picture() -> None:

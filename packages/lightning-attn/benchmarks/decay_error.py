@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from kernel_reference.bench import machine
+from kernel_reference.bench import machine, picture
 from kernel_reference.models import MINIMAX_01
 from kernel_reference.recurrence import linear_attention
 from lightning_attn import lightning_attention, slopes
@@ -133,24 +133,10 @@ def as_text(found: Mapping[str, Any]) -> str:
     return flat + "\n"
 
 
-# The house's look, as in kernel_reference.bench.plot: Okabe and Ito's palette, text that stays text, equal bytes again.
-LOOK: dict[str, Any] = {
-    "svg.hashsalt": "kernel_reference",
-    "svg.fonttype": "none",
-    "font.family": "sans-serif",
-    "font.sans-serif": ["Helvetica", "Arial", "DejaVu Sans"],
-    "font.size": 9,
-}
-OURS_COLOURS, PEER_COLOUR, INK, FAINT = ("#0072B2", "#56B4E9"), "#E69F00", "#222222", "#777777"
-
-
 def draw(found: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     """Two panels, without and with a carried state; equal JSON gives equal bytes."""
-    import matplotlib
-
-    with matplotlib.rc_context(LOOK):
-        figure = _figure(found)
-        figure.savefig(path, format="svg", metadata={"Date": None})
+    with picture.settings():
+        picture.save(_figure(found), path)
 
 
 def _figure(found: Mapping[str, Any]) -> Any:
@@ -162,35 +148,35 @@ def _figure(found: Mapping[str, Any]) -> Any:
     panels = ((left, False, "a call without a state"), (right, True, "a call that goes on from a carried state"))
     for axes, carried, title in panels:
         curves = [curve for curve in found["curves"] if curve["carried_state"] is carried]
-        colours = iter(OURS_COLOURS)
+        colours = iter(picture.OURS)
         for curve in curves:
-            colour = next(colours) if curve["ours"] else PEER_COLOUR
+            colour = next(colours) if curve["ours"] else picture.PEERS[0]
             # Ours lies on top: where both are right, the line that is hidden is the other's.
             line = {"color": colour, "linewidth": 1.2, "zorder": 3 if curve["ours"] else 2}
             axes.plot(curve[FASTEST], label=f"{curve['implementation']}: {FASTEST}", **line)
             if not curve["ours"]:
                 label = f"{curve['implementation']}: {ALL}, root mean square"
                 axes.plot(curve[ALL], label=label, linestyle=(0, (4, 2)), **line)
-        axes.set_title(title, loc="left", size=9, weight="bold", color=INK)
+        axes.set_title(title, loc="left", size=9, weight="bold", color=picture.INK)
         axes.set_yscale("log")
         axes.set_xlim(0, found["tokens"] - 1)
         axes.set_xticks(range(0, found["tokens"], 128))
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
         for side in ("bottom", "left"):
-            axes.spines[side].set_color(FAINT)
-        axes.tick_params(which="both", colors=FAINT)
-        axes.set_xlabel("position in the call", color=FAINT)
-    left.set_ylabel("error of the output", color=FAINT)
+            axes.spines[side].set_color(picture.FAINT)
+        axes.tick_params(which="both", colors=picture.FAINT)
+        axes.set_xlabel("position in the call", color=picture.FAINT)
+    left.set_ylabel("error of the output", color=picture.FAINT)
     lines, labels = left.get_legend_handles_labels()
-    figure.legend(lines, labels, loc="lower center", ncols=2, frameon=False, fontsize=8, labelcolor=INK)
-    figure.text(0.02, 0.93, "Error against the recurrence, by position", size=13, weight="bold", color=INK)
+    figure.legend(lines, labels, loc="lower center", ncols=2, frameon=False, fontsize=8, labelcolor=picture.INK)
+    figure.text(0.02, 0.93, "Error against the recurrence, by position", size=13, weight="bold", color=picture.INK)
     words = (
         f"{found['heads']} heads of {found['head_size']}, decay rates {found['slopes'][0]:.2g} (the fastest head) to "
         f"{found['slopes'][-1]:.2g}; {found['device']}, driver {found['driver']}, torch {found['torch']}, "
         f"triton {found['triton']}, {found['date'][:10]}"
     )
-    figure.text(0.02, 0.88, words, size=8, color=FAINT)
+    figure.text(0.02, 0.88, words, size=8, color=picture.FAINT)
     return figure
 
 

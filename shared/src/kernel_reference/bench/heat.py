@@ -12,9 +12,11 @@ from matplotlib.axes import Axes
 from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 
+from kernel_reference.bench import picture
 from kernel_reference.bench.mapped import Header, Measured
+from kernel_reference.bench.picture import EMPTY, FAINT, INK, NEUTRAL, ON_DARK, ON_LIGHT, PAPER
 
-_INK, _FAINT, _EMPTY, _ROOF, _RED = "#222222", "#777777", "#F6F6F6", "#E0E0E0", "#D55E00"
+_RED = "#d1480b"
 # Speeds as powers of two; beyond, all are one colour.
 _SLOWEST, _FASTEST = -3.0, 3.0
 _CELL, _LEFT, _GAP = 0.42, 1.15, 0.22
@@ -29,17 +31,9 @@ def draw(
     A panel for any two axes, a cell for any two of their values: the lowest speed of its points beside the best peer,
     or, in italics and on grey, beside the roof where no peer ran at any of them. ``x``: a point there is red.
     """
-    settings: dict[Any, Any] = {
-        "svg.hashsalt": "kernel_reference",
-        "svg.fonttype": "none",
-        "font.family": "sans-serif",
-        "font.sans-serif": ["Helvetica", "Arial", "DejaVu Sans"],
-        "font.size": 7,
-    }
     axes = {axis: list(values) for axis, values in header.axes[name].items() if len(values) > 1}
-    with matplotlib.rc_context(settings):
-        figure = _figure(header, points, name, dict(list(axes.items())[:most_axes]))
-        figure.savefig(path, format="svg", metadata={"Date": None})
+    with picture.settings(font_size=7):
+        picture.save(_figure(header, points, name, dict(list(axes.items())[:most_axes])), path)
 
 
 def _figure(header: Header, points: Sequence[Measured], name: str, axes: Mapping[str, Sequence[Any]]) -> Figure:
@@ -69,9 +63,9 @@ def _figure(header: Header, points: Sequence[Measured], name: str, axes: Mapping
     )
     versions = f"driver {header.driver}, torch {header.torch}, triton {header.triton}"
     words = f"{header.device}, {versions}; {timed} of {len(points)} points timed"
-    figure.text(0.1 / width, 1 - 0.5 / height, words, color=_FAINT)
+    figure.text(0.1 / width, 1 - 0.5 / height, words, color=FAINT)
     key = "lowest speed beside the best peer (1: as fast; on grey beside the roof, where no peer ran); x: a red point"
-    figure.text(0.1 / width, 1 - 0.7 / height, key, color=_FAINT)
+    figure.text(0.1 / width, 1 - 0.7 / height, key, color=FAINT)
     return figure
 
 
@@ -86,17 +80,20 @@ def _panel(
             beside = [point.of_peer for point in here if point.of_peer is not None]
             roofs = [ratio for point in here if (ratio := header.of_roof(point)) is not None]
             found = min(beside or roofs, default=None)
-            colour: Any = _EMPTY if found is None else colours(scale(math.log2(max(found, 1e-9))))
+            if found is None:
+                colour: Any = EMPTY
+            elif beside:
+                colour = colours(scale(math.log2(max(found, 1e-9))))
+            else:
+                # No judgement: how near a roof a kernel can come differs from kernel to kernel.
+                colour = NEUTRAL
             panel.add_patch(
-                matplotlib.patches.Rectangle((column, row), 1, 1, facecolor=colour, edgecolor="white", lw=0.8)
+                matplotlib.patches.Rectangle((column, row), 1, 1, facecolor=colour, edgecolor=PAPER, lw=0.8)
             )
-            if found is not None and not beside:
-                # No judgement: how near a roof can be come to differs from kernel to kernel.
-                colour = _ROOF
             dark = bool(beside) and found is not None and abs(math.log2(max(found, 1e-9))) > 1.9
             words = "" if found is None else f"{found:.2f}" if found < 9.95 else f"{found:.0f}"
             style = "normal" if beside or found is None else "italic"
-            ink = "white" if dark else _INK
+            ink = ON_DARK if dark else ON_LIGHT
             panel.text(column + 0.5, row + 0.52, words, ha="center", va="center", color=ink, style=style, size=6.5)
             if any(point.red for point in here):
                 panel.text(column + 0.93, row + 0.22, "x", ha="right", va="center", color=_RED, weight="bold", size=6.5)
@@ -107,15 +104,15 @@ def _panel(
 def _name(panel: Axes, across: str, down: str, columns: Sequence[Any], rows: Sequence[Any]) -> None:
     for side in panel.spines.values():
         side.set_visible(False)
-    panel.tick_params(length=0, colors=_FAINT, pad=2)
+    panel.tick_params(length=0, colors=FAINT, pad=2)
     panel.set_xticks([i + 0.5 for i in range(len(columns))] if across else [])
     panel.set_yticks([i + 0.5 for i in range(len(rows))] if down else [])
     if across:
         panel.set_xticklabels([_short(value) for value in columns], rotation=35, ha="right", rotation_mode="anchor")
-        panel.set_xlabel(across, color=_INK, weight="bold")
+        panel.set_xlabel(across, color=INK, weight="bold")
     if down:
         panel.set_yticklabels([_short(value) for value in rows])
-        panel.set_ylabel(down, color=_INK, weight="bold")
+        panel.set_ylabel(down, color=INK, weight="bold")
 
 
 def _short(value: Any) -> str:

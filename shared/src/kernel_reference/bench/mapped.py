@@ -163,9 +163,10 @@ class Sweep:
         """The sweep in a line."""
         sizes = ", ".join(f"{one.batch} ({one.seconds:.1f} s)" for one in self.first)
         cut = "" if self.batches == self.of else f" (of {self.of}: time was up)"
+        kernels = f"{self.kernels} kernel{'' if self.kernels == 1 else 's'}"
         return (
-            f"batch sizes 1 to {self.batches}{cut}: {self.kernels} kernels compiled in {self.seconds:.1f} s of first "
-            f"calls, at sizes {sizes or 'none'}; an eager call keeps the host {significant(self.host_us)} us"
+            f"batch sizes 1 to {self.batches}{cut}: {kernels} compiled in {self.seconds:.1f} s of first calls, at "
+            f"sizes {sizes or 'none'}; an eager call keeps the host {significant(self.host_us)} us"
         )
 
 

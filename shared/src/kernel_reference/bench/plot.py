@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import os
+import textwrap
 from collections.abc import Iterable, Sequence
 from itertools import groupby
-from typing import Any
 
-import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from kernel_reference.bench import picture
+from kernel_reference.bench.case import COPY
+from kernel_reference.bench.picture import FAINT, INK, PAPER
 from kernel_reference.bench.record import Record
-from kernel_reference.bench.table import significant
+from kernel_reference.bench.table import duration
 
-# Okabe and Ito's palette, told apart by colour-blind readers too; ours is the strong blue, the copy a grey.
-_OURS = ("#0072B2", "#56B4E9", "#004B76")
-_PEERS = ("#E69F00", "#009E73", "#CC79A7", "#D55E00", "#F0E442", "#8C6BB1", "#B3B3B3")
-_COPY = "#9A9A9A"
-_INK, _FAINT = "#222222", "#777777"
 _ROW = 0.27
 _WIDTH = 9.6
-# Longer bars are cut here and say their value in words, so that one slow baseline does not flatten the others.
+# Inches of a character at 9 points, in the widest font that a reader may have; bold ones are wider.
+_CHARACTER, _BOLD_CHARACTER = 0.078, 0.086
+# Longer bars are broken here and say their value in words, so that one slow baseline does not flatten the others.
 _LONGEST = 3.0
 
 
@@ -30,43 +29,38 @@ def draw(records: Iterable[Record], path: str | os.PathLike[str]) -> None:
 
     A bar is the baseline's time / the implementation's time: longer is faster, and the line at 1 is the baseline. Where
     a case's baseline was not timed, its fastest implementation takes its place. The text gives the time and the
-    fraction of the nearer of the two measured roofs. What was not timed is named with its reason.
+    fraction of the nearer of the two measured roofs. What failed is named with its reason; an absent peer has no row.
     """
     records = list(records)
     if not records:
         raise ValueError("records must hold at least one record, got none")
-    settings: dict[Any, Any] = {
-        "svg.hashsalt": "kernel_reference",
-        # Text stays text: it can be searched and read aloud, and the file does not depend on this machine's fonts.
-        "svg.fonttype": "none",
-        "font.family": "sans-serif",
-        "font.sans-serif": ["Helvetica", "Arial", "DejaVu Sans"],
-        "font.size": 9,
-    }
-    with matplotlib.rc_context(settings):
-        figure = _figure(records)
-        figure.savefig(path, format="svg", metadata={"Date": None})
+    with picture.settings():
+        picture.save(_figure(records), path)
 
 
 def _figure(records: Sequence[Record]) -> Figure:
+    records = [record for record in records if record.ours or record.status != "absent"]
     cases = [(name, list(group)) for name, group in groupby(records, key=lambda r: r.case)]
-    rows = sum(len(group) + 1.6 for _, group in cases)
-    top, bottom = 0.85, 0.75
+    left = (0.35 + _CHARACTER * max(len(r.implementation) for r in records)) / _WIDTH
+    across = int(_WIDTH * (0.98 - left) / _BOLD_CHARACTER)
+    titles = {name: textwrap.wrap(_title(name, group, records[0].baseline), across) for name, group in cases}
+    rows = sum(len(group) + 1.0 + 0.6 * len(titles[name]) for name, group in cases)
+    top, bottom = 0.85, 0.9
     height = rows * _ROW + top + bottom
     figure = Figure(figsize=(_WIDTH, height))
-    left = (0.35 + 0.078 * max(len(r.implementation) for r in records)) / _WIDTH
     axes = figure.add_axes((left, bottom / height, 0.715 - left, 1 - (top + bottom) / height))
     colours = _colours(records)
     longest = 1.0
     y = 0.0
     for name, group in cases:
-        y += 1.1
-        title = _title(name, group, records[0].baseline)
-        axes.text(0, y - 0.12, title, ha="left", va="center", weight="bold", color=_INK)
+        y += 0.5
+        for line in titles[name]:
+            y += 0.6
+            axes.text(0, y - 0.12, line, ha="left", va="center", weight="bold", color=INK)
         y += 0.5
         reference = _reference(group)
         # Case by case: one line through the whole picture would cross the titles.
-        axes.plot((1, 1), (y, y + len(group)), color=_INK, linewidth=0.8, linestyle=(0, (4, 3)), zorder=0)
+        axes.plot((1, 1), (y, y + len(group)), color=INK, linewidth=0.8, linestyle=(0, (4, 3)), zorder=0)
         for record in group:
             y += 0.5
             speed = _bar(axes, record, reference, y, colours[record.implementation])
@@ -78,10 +72,10 @@ def _figure(records: Sequence[Record]) -> Figure:
 
 def _colours(records: Sequence[Record]) -> dict[str, str]:
     ours = dict.fromkeys(r.implementation for r in records if r.ours)
-    peers = dict.fromkeys(r.implementation for r in records if not r.ours and r.implementation != "copy")
-    colours = {"copy": _COPY}
-    colours |= {label: _OURS[i % len(_OURS)] for i, label in enumerate(ours)}
-    return colours | {label: _PEERS[i % len(_PEERS)] for i, label in enumerate(peers)}
+    peers = dict.fromkeys(r.implementation for r in records if not r.ours and r.implementation != COPY)
+    colours = {COPY: picture.COPY}
+    colours |= {label: picture.OURS[i % len(picture.OURS)] for i, label in enumerate(ours)}
+    return colours | {label: picture.PEERS[i % len(picture.PEERS)] for i, label in enumerate(peers)}
 
 
 def _title(name: str, group: Sequence[Record], usual: str) -> str:
@@ -99,22 +93,28 @@ def _reference(group: Sequence[Record]) -> Record | None:
 
 
 def _bar(axes: Axes, record: Record, reference: Record | None, y: float, colour: str) -> float:
-    axes.text(-0.03, y, record.implementation, ha="right", va="center", color=_INK if record.ours else _FAINT)
+    axes.text(-0.03, y, record.implementation, ha="right", va="center", color=INK if record.ours else FAINT)
     if reference is None or not record.median_us or not reference.median_us:
         note = " ".join(record.note.split())
-        words = f"{record.status}: {note[:80]}"
-        behind = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
-        axes.text(0.02, y, words, ha="left", va="center", color=_FAINT, style="italic", bbox=behind)
+        words = textwrap.shorten(f"{record.status}: {note}", 80, placeholder=" …")
+        behind = {"facecolor": PAPER, "edgecolor": "none", "pad": 1.0}
+        axes.text(0.02, y, words, ha="left", va="center", color=FAINT, style="italic", bbox=behind)
         return 0.0
     speed = reference.median_us / record.median_us
     shown = min(speed, _LONGEST)
     axes.barh(y, shown, height=0.72, color=colour, linewidth=0)
-    if record.p20_us and record.p80_us and speed <= _LONGEST:
+    if speed > _LONGEST:
+        for at in (0.955, 0.985):
+            (gap,) = axes.plot(
+                (at * _LONGEST - 0.015, at * _LONGEST + 0.015), (y + 0.45, y - 0.45), color=PAPER, linewidth=2
+            )
+            gap.set_gid(f"break-{y:.1f}-{at}")
+    elif record.p20_us and record.p80_us:
         ends = (reference.median_us / record.p80_us, reference.median_us / record.p20_us)
-        axes.plot(ends, (y, y), color=_INK, linewidth=1, solid_capstyle="butt")
+        axes.plot(ends, (y, y), color=INK, linewidth=1, solid_capstyle="butt")
     right = axes.get_yaxis_transform()
-    axes.text(1.13, y, f"{significant(record.median_us)} µs", transform=right, ha="right", va="center", color=_INK)
-    axes.text(1.16, y, _words(record, speed), transform=right, ha="left", va="center", color=_FAINT)
+    axes.text(1.13, y, duration(record.median_us), transform=right, ha="right", va="center", color=INK)
+    axes.text(1.16, y, _words(record, speed), transform=right, ha="left", va="center", color=FAINT)
     return speed
 
 
@@ -130,16 +130,16 @@ def _frame(axes: Axes, first: Record, right: float, rows: float, figure: Figure,
     axes.set_yticks([])
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(_FAINT)
-    axes.tick_params(colors=_FAINT)
+    axes.spines["bottom"].set_color(FAINT)
+    axes.tick_params(colors=FAINT)
     label = f"speed, 1 = {first.baseline} where a case names no other (longer is faster); thin line: p20 to p80"
-    axes.set_xlabel(label, color=_FAINT)
-    figure.text(0.02, 1 - 0.28 / height, f"{first.package} {first.package_version}", size=13, weight="bold", color=_INK)
+    axes.set_xlabel("\n".join(textwrap.wrap(label, 60)), color=FAINT)
+    figure.text(0.02, 1 - 0.28 / height, f"{first.package} {first.package_version}", size=13, weight="bold", color=INK)
     figure.text(
         0.02,
         1 - 0.53 / height,
         f"{first.device}, driver {first.driver}, CUDA {first.cuda}, torch {first.torch}, triton {first.triton}; "
-        f"roofs: copy {first.copy_roof_gb_per_s:.0f} GB/s, bf16 GEMM {first.gemm_roof_tflop_per_s:.0f} TFLOP/s",
+        f"roofs: copy {first.copy_roof_gb_per_s * 1e-3:.2f} TB/s, bf16 GEMM {first.gemm_roof_tflop_per_s:.0f} TFLOP/s",
         size=8,
-        color=_FAINT,
+        color=FAINT,
     )

@@ -93,6 +93,15 @@ def significant(value: float | None, digits: int = 3) -> str:
     return f"{float(text):.0f}" if "e" in text else text
 
 
+def duration(us: float | None) -> str:
+    """A time in microseconds or, from 1000 of them, milliseconds; empty for None."""
+    if us is None:
+        return ""
+    value, unit = (us, "us") if us < 1000 else (us / 1000, "ms")
+    # Three digits, the last of them too where it is 0, so that numbers below each other look alike.
+    return f"{value:#.3g}".rstrip(".") + f" {unit}"
+
+
 def of_records(records: Iterable[Record]) -> Table:
     """The table of one run: a section a case, in the order of the records."""
     records = list(records)

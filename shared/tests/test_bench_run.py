@@ -435,7 +435,8 @@ def test_a_case_that_is_no_longer_there_is_a_regression_unless_left_out(tmp_path
 
 def test_a_run_without_matplotlib_still_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delitem(sys.modules, "kernel_reference.bench.plot", raising=False)
+    for name in ("plot", "picture"):
+        monkeypatch.delitem(sys.modules, f"kernel_reference.bench.{name}", raising=False)
     cases = written(tmp_path, CASES.replace("FACTOR", "2"))
     assert run.main([cases, "--out", str(tmp_path), "--quick"], bench=FakeBench()) == 0
     assert "no SVG: " in capsys.readouterr().out

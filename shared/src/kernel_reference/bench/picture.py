@@ -7,10 +7,10 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+import matplotlib
+from matplotlib.figure import Figure
 
 # After Okabe and Ito's palette, which colour-blind readers tell apart; ours are blues, the copy is a grey.
 OURS = ("#0068b0", "#2b9bd2", "#0b2f5e", "#7cc6ee")
@@ -45,8 +45,6 @@ _SETTINGS: dict[Any, Any] = {
 @contextmanager
 def settings(**changed: Any) -> Iterator[None]:
     """matplotlib's settings for a picture; ``font_size=7`` changes ``font.size``."""
-    import matplotlib
-
     with matplotlib.rc_context(_SETTINGS | {name.replace("_", "."): value for name, value in changed.items()}):
         yield
 

@@ -213,6 +213,7 @@ def test_the_op_passes_opcheck(make) -> None:
     contract.check_opcheck(torch.ops.blocksparse_attn.attend.default, cases_of(make))
 
 
+@pytest.mark.torch_compile
 @every_public_function
 def test_public_functions_compile_whole_and_once_for_two_sizes(make, function, inputs) -> None:
     contract.check_compiles(partial(function, make), inputs(make, 3), inputs(make, 5, seed=1))
@@ -224,6 +225,7 @@ def compiled(make: Maker, function: Callable[..., Any], **options: Any) -> Calla
     return torch.compile(function, fullgraph=True, backend=backend, **options)
 
 
+@pytest.mark.torch_compile
 @every_public_function
 def test_public_functions_compile_where_every_size_is_a_symbol(make, function, inputs) -> None:
     run = compiled(make, partial(function, make), dynamic=True)
@@ -251,6 +253,7 @@ def scaled_module(make: Maker, scale: float, _: float, q: Tensor, k: Tensor, v: 
     return make.module(q, k, v, *cu_seqlens[::-1], scale)
 
 
+@pytest.mark.torch_compile
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("function", [scaled, scaled_drop_in, scaled_module])
 def test_any_value_of_a_float_compiles_whole(make, function, dynamic) -> None:
@@ -316,6 +319,7 @@ UNKNOWN: dict[str, tuple[Callable[..., Any], Callable[..., list[Tensor]]]] = {
 }
 
 
+@pytest.mark.torch_compile
 @pytest.mark.parametrize(("function", "inputs"), UNKNOWN.values(), ids=UNKNOWN)
 def test_sizes_that_only_the_device_knows_compile_whole_and_once(make, function, inputs) -> None:
     config = {"capture_dynamic_output_shape_ops": True, "capture_scalar_outputs": True}
@@ -334,6 +338,7 @@ def test_sizes_that_only_the_device_knows_compile_whole_and_once(make, function,
             check_same(run(wanted, *tensors), function(make, wanted, *tensors))
 
 
+@pytest.mark.torch_compile
 def test_other_lengths_in_as_many_rows_compile_once(make) -> None:
     backend = "inductor" if make.device.type == "cuda" else "aot_eager"
     compiled = torch.compile(partial(attend, make), fullgraph=True, backend=backend, dynamic=False)
@@ -343,6 +348,7 @@ def test_other_lengths_in_as_many_rows_compile_once(make) -> None:
             check_same(compiled(*tensors), attend(make, *tensors))
 
 
+@pytest.mark.torch_compile
 def test_a_layout_may_be_an_argument_of_what_is_compiled(make) -> None:
     """One of the same sizes with other lists compiles nothing anew."""
     backend = "inductor" if make.device.type == "cuda" else "aot_eager"
@@ -367,6 +373,7 @@ def run_alone(script: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.torch_compile
 def test_the_first_call_of_a_process_may_be_inside_torch_compile(device: torch.device) -> None:
     backend = "inductor" if device.type == "cuda" else "aot_eager"
     run_alone(

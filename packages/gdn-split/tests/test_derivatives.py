@@ -191,6 +191,7 @@ def test_what_writes_given_tensors_refuses_the_tangent_that_it_would_drop(device
             function(tensors[0], dual, *tensors[2:])
 
 
+@pytest.mark.torch_compile
 @pytest.mark.parametrize("transform", ["jvp", "grad", "vmap"])
 @pytest.mark.parametrize("name", [*LINEAR, *WRITING])
 def test_transforms_inside_torch_compile_are_right_or_refused_by_name(device, name, transform) -> None:
@@ -210,6 +211,7 @@ def test_transforms_inside_torch_compile_are_right_or_refused_by_name(device, na
         run(*tensors)
 
 
+@pytest.mark.torch_compile
 @pytest.mark.parametrize("name", ["split", "merge", *WRITING])
 def test_a_tangent_into_compiled_code_is_refused_before_it_is_dropped(device, name) -> None:
     if name in LINEAR:

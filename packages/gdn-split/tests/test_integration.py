@@ -150,6 +150,7 @@ def test_every_op_of_the_library_passes_opcheck(device: torch.device, name: str)
     contract.check_opcheck(getattr(torch.ops.gdn_split, name).default, cases_of(name, device))
 
 
+@pytest.mark.torch_compile
 @every_public_function
 def test_public_functions_compile_whole_and_once_for_two_sizes(
     device: torch.device, function: Callable[..., Any], inputs: Callable[..., list[Tensor]]
@@ -173,6 +174,7 @@ def check_bit_for_bit(function: Callable[..., Any], *inputs: Any, dynamic: bool 
             assert_bitwise_equal(one, other)
 
 
+@pytest.mark.torch_compile
 @every_public_function
 def test_public_functions_compile_whole_where_every_size_may_change(
     device: torch.device, function: Callable[..., Any], inputs: Callable[..., list[Tensor]]
@@ -195,6 +197,7 @@ SOME_ROWS: dict[str, Callable[[Tensor, list[Tensor]], list[Tensor]]] = {
 }
 
 
+@pytest.mark.torch_compile
 @pytest.mark.parametrize("choose", SOME_ROWS.values(), ids=SOME_ROWS)
 @every_public_function
 def test_public_functions_compile_whole_for_rows_whose_number_the_device_alone_knows(
@@ -217,6 +220,7 @@ def test_public_functions_compile_whole_for_rows_whose_number_the_device_alone_k
             check_bit_for_bit(of_some_rows, kept, *tensors)
 
 
+@pytest.mark.torch_compile
 def test_rows_that_two_questions_to_the_device_count_are_compared_when_the_call_runs(device: torch.device) -> None:
     def split_some(qkvz: Tensor, ba: Tensor, one: Tensor, other: Tensor) -> tuple[Tensor, ...]:
         return tuple(split(qkvz[one.nonzero()[:, 0]], ba[other.nonzero()[:, 0]]))
@@ -232,6 +236,7 @@ def test_rows_that_two_questions_to_the_device_count_are_compared_when_the_call_
 NUMBERS = [(TINY_SIZES, 1), (TINY_SIZES, 2), ((1, 2, 5, 4), 1), ((2, 2, 4, 7), 3), ((3, 9, 3, 2), 1)]
 
 
+@pytest.mark.torch_compile
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_every_number_may_have_a_second_value_in_compiled_code(device: torch.device, dynamic: bool | None) -> None:
     def all_of_them(qkvz: Tensor, ba: Tensor, state: Tensor, *rest: Any) -> tuple[Tensor, ...]:
@@ -257,6 +262,7 @@ def test_every_number_may_have_a_second_value_in_compiled_code(device: torch.dev
             assert_bitwise_equal(one, other)
 
 
+@pytest.mark.torch_compile
 def test_gradients_compile_whole(device: torch.device) -> None:
     def loss(mixed_qkvz: Tensor, mixed_ba: Tensor) -> Tensor:
         mixed_qkv, z, b, _ = split(mixed_qkvz, mixed_ba)
@@ -275,6 +281,7 @@ def run_alone(script: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.torch_compile
 def test_the_first_call_of_a_process_may_be_inside_torch_compile(device: torch.device) -> None:
     backend = "inductor" if device.type == "cuda" else "aot_eager"
     run_alone(

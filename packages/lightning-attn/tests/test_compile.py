@@ -13,6 +13,8 @@ import lightning_attn
 from kernel_reference.testing.guards import assert_bitwise_equal
 from lightning_attn import Snapshots
 
+pytestmark = pytest.mark.torch_compile
+
 Tensor = torch.Tensor
 BF16 = torch.bfloat16
 HEADS, D, E, SLOTS = 4, 32, 48, 9

@@ -240,11 +240,13 @@ def test_results_of_fakes_have_the_shapes_strides_and_dtypes_of_those_of_the_ops
                 assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
 
 
+@pytest.mark.torch_compile
 @every_public_function
 def test_public_functions_compile_whole_and_once_for_two_sizes(make, function, inputs) -> None:
     contract.check_compiles(function, inputs(make, 3), inputs(make, 5, seed=1))
 
 
+@pytest.mark.torch_compile
 def test_lengths_alone_compile_once_for_two_sizes(make) -> None:
     def of_length(tokens: int) -> list[Tensor]:
         q, k, v, ed, history = make.dense(3)
@@ -253,6 +255,7 @@ def test_lengths_alone_compile_once_for_two_sizes(make) -> None:
     contract.check_compiles(attend, of_length(9), of_length(20))
 
 
+@pytest.mark.torch_compile
 @pytest.mark.parametrize("used", ["both", "out", "kv"])
 def test_gradients_compile_whole(make, used: str) -> None:
     def loss(q: Tensor, k: Tensor, v: Tensor, ed: Tensor, history: Tensor) -> Tensor:
@@ -279,6 +282,7 @@ def run_alone(script: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.torch_compile
 def test_the_first_call_of_a_process_may_be_inside_torch_compile(device: torch.device) -> None:
     backend = "inductor" if device.type == "cuda" else "aot_eager"
     run_alone(

@@ -173,6 +173,7 @@ def test_functions_that_keep_a_state_refuse_tangents_and_batches_by_name(tensors
         torch.func.grad(lambda given: run(given).sum())(x)
 
 
+@pytest.mark.torch_compile
 def test_transforms_are_not_compiled_and_say_so_where_the_graph_must_be_whole(tensors) -> None:
     """Dynamo would otherwise trace the forward alone, and the derivatives be 0."""
     x, slopes = tensors.normal(1, 2, 3, 16), tensors.slopes(2)

@@ -101,6 +101,7 @@ NUMBERS: dict[str, tuple[str, str, tuple[Any, ...]]] = {
 }
 
 
+@pytest.mark.torch_compile
 @pytest.mark.parametrize(("way", "name", "values"), NUMBERS.values(), ids=NUMBERS)
 def test_a_compiled_call_takes_other_values_of_each_number(
     device, way: str, name: str, values: tuple[Any, ...]
@@ -117,6 +118,7 @@ def test_a_compiled_call_takes_other_values_of_each_number(
         check_same(actual, function(*tensors, **{**scales, name: value}), f"{name} of {value}")
 
 
+@pytest.mark.torch_compile
 @pytest.mark.parametrize("function", [attend, attend_as_engines_do, merge], ids=["prefill", ENGINES, "merge"])
 def test_a_call_compiles_once_for_all_sizes_where_they_are_dynamic(device, function: Callable[..., Any]) -> None:
     # No two sizes are alike at first, or torch would take them for one.
@@ -129,6 +131,7 @@ def test_a_call_compiles_once_for_all_sizes_where_they_are_dynamic(device, funct
         check_same(actual, function(*tensors), f"{rows} rows of {sequences} sequences")
 
 
+@pytest.mark.torch_compile
 @pytest.mark.parametrize("way", ["prefill", "cached", "8-bit output", ENGINES, "merge"])
 def test_a_call_compiles_where_only_the_device_knows_how_many_tokens_there_are(device, way: str) -> None:
     """Rows are chosen by a mask, in one tensor after the other, so that each has a size of its own."""
@@ -155,6 +158,7 @@ def test_a_call_compiles_where_only_the_device_knows_how_many_tokens_there_are(d
                 check_same(call(keep, *tensors), step(keep, *tensors), f"{count} rows")
 
 
+@pytest.mark.torch_compile
 def test_a_call_compiles_where_only_the_device_knows_the_most_tokens_and_the_sequences(device) -> None:
     def step(count: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Any:
         k_cache, v_cache, table, cu, seqlens = rest
@@ -174,6 +178,7 @@ def test_a_call_compiles_where_only_the_device_knows_the_most_tokens_and_the_seq
             check_same(call(count, *tensors), step(count, *tensors), f"{sequences} sequences")
 
 
+@pytest.mark.torch_compile
 def test_sizes_that_do_not_fit_are_refused_by_name_when_a_compiled_call_runs(device) -> None:
     def step(keep: Tensor, q: Tensor, *rest: Tensor) -> Any:
         return attend(q[keep.nonzero()[:, 0]], *rest)

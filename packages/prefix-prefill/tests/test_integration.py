@@ -194,11 +194,13 @@ def test_the_op_passes_what_of_opcheck_knows_8_bit_floats(make) -> None:
     torch.library.opcheck(torch.ops.prefix_prefill.prefill.default, given, test_utils=some)
 
 
+@pytest.mark.torch_compile
 @every_public_function
 def test_public_functions_compile_whole_and_once_for_two_sizes(make, function, inputs) -> None:
     contract.check_compiles(function, inputs(make, 3), inputs(make, 5, seed=1))
 
 
+@pytest.mark.torch_compile
 def test_other_lengths_in_as_many_rows_and_other_numbers_of_rows_or_sequences_compile_once(make) -> None:
     def of_rows(rows: int, sequences: int) -> list[Tensor]:
         make.start(rows)
@@ -221,6 +223,7 @@ def run_alone(script: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.torch_compile
 def test_the_first_call_of_a_process_may_be_inside_torch_compile(device: torch.device) -> None:
     backend = "inductor" if device.type == "cuda" else "aot_eager"
     run_alone(

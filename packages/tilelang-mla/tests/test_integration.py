@@ -208,11 +208,13 @@ def backend_of(device: torch.device) -> str:
     return "inductor" if device.type == "cuda" else "aot_eager"
 
 
+@pytest.mark.torch_compile
 @every_public_function
 def test_public_functions_compile_whole_and_once_for_two_sizes(make, function, inputs) -> None:
     contract.check_compiles(function, inputs(make, 3), inputs(make, 5, seed=1))
 
 
+@pytest.mark.torch_compile
 @every_public_function
 def test_other_lengths_in_as_many_rows_compile_once(make, function, inputs) -> None:
     torch.compiler.reset()
@@ -222,6 +224,7 @@ def test_other_lengths_in_as_many_rows_compile_once(make, function, inputs) -> N
             check_same(compiled(*inputs(make, 4, seed)), function(*inputs(make, 4, seed)))
 
 
+@pytest.mark.torch_compile
 @pytest.mark.parametrize("function", [decode, plan_and_decode])
 def test_trap_pages_tables_and_tokens_of_other_numbers_compile_nothing_anew(make, function) -> None:
     torch.compiler.reset()
@@ -244,6 +247,7 @@ def test_trap_pages_tables_and_tokens_of_other_numbers_compile_nothing_anew(make
             check_same(compiled(*look), function(*look))
 
 
+@pytest.mark.torch_compile
 def test_a_plan_may_be_an_argument_and_a_result_of_what_is_compiled(make) -> None:
     torch.compiler.reset()
 
@@ -296,6 +300,7 @@ def scaled_drop_in(scale: float, q: Tensor, kv: Tensor, cache_seqlens: Tensor, b
     return flash_mla.flash_mla_with_kvcache(q, kv, block_table, cache_seqlens, NOPE, *made, softmax_scale=scale)
 
 
+@pytest.mark.torch_compile
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize(
     ("function", "inputs"),
@@ -308,6 +313,7 @@ def test_a_scale_of_another_value_compiles_and_has_the_bits_of_a_plain_call(make
         check_same(whole(run, scale, *inputs(make, 3)), function(scale, *inputs(make, 3)))
 
 
+@pytest.mark.torch_compile
 @every_public_function
 def test_public_functions_compile_with_every_size_a_symbol(make, function, inputs) -> None:
     run = compiled(function, make.device, dynamic=True)
@@ -350,6 +356,7 @@ UNKNOWN: dict[str, tuple[Callable[..., Any], Callable[..., list[Tensor]]]] = {
 }
 
 
+@pytest.mark.torch_compile
 @pytest.mark.parametrize(("function", "inputs"), UNKNOWN.values(), ids=UNKNOWN)
 def test_sizes_that_only_the_device_knows_compile_whole(make, function, inputs) -> None:
     tensors = inputs(make, 4)
@@ -368,6 +375,7 @@ def run_alone(script: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.torch_compile
 def test_the_first_call_of_a_process_may_be_inside_torch_compile(device: torch.device) -> None:
     run_alone(
         f"""

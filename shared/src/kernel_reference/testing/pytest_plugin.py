@@ -11,7 +11,8 @@ It gives
 - the fixture ``seed`` (of every test): the integer that torch's generators were seeded with, made from the test's name
   and printed when the test fails. KERNEL_REFERENCE_SEED=<integer> sets it for all tests;
 - the markers ``gpu`` (skipped, with the reason, where there is none), ``sanitize`` (the subset that runs under
-  compute-sanitizer) and ``codegen`` (compiles kernels for GPUs that need not be there);
+  compute-sanitizer), ``codegen`` (compiles kernels for GPUs that need not be there) and ``torch_compile`` (calls public
+  functions under torch.compile);
 - the hypothesis profiles ``cpu`` and ``gpu``, the right one loaded: no deadline, and on CI the same examples each time.
 
 Reasons of skipped tests are always printed. KERNEL_REFERENCE_REQUIRE_GPU=1 makes a missing GPU an error. Where Triton
@@ -96,6 +97,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a GPU; skipped, with the reason, where there is none")
     config.addinivalue_line("markers", "sanitize: in the subset that runs under compute-sanitizer")
     config.addinivalue_line("markers", "codegen: compiles kernels for GPUs that need not be there")
+    config.addinivalue_line("markers", "torch_compile: calls public functions under torch.compile")
     if not set(config.option.reportchars) & set("sAa"):
         config.option.reportchars += "s"
 

@@ -18,7 +18,7 @@ are the steps of one loop (``serial``).
 
 from typing import Any
 
-from tilelang_mla.kernels.common import FLOOR, GROUP, HEADROOM, LN_2, ROWS, WARP, log_of_sum
+from tilelang_mla.kernels.common import FLOOR, GROUP, HEADROOM, LN_2, ROWS, WARP, log_of_sum, row_owners
 
 # Registers of a thread of those that multiply and of the one that copies: 65536 in all.
 _REGISTERS = 216, 72
@@ -54,6 +54,7 @@ def attend(
     s_lse_batch, s_lse_head, s_lse_token = (T.dynamic(name) for name in ("s_lse_batch", "s_lse_head", "s_lse_token"))
     threads = 1 if serial else 3 * GROUP
     many, few = _REGISTERS
+    of_rows = None if serial else row_owners(T, ROWS)
 
     def place_of(turn: Any, i_program: Any, num_programs: Any) -> Any:
         """Places are in falling order of their cost and are dealt out to the programs, to and fro."""
@@ -230,7 +231,7 @@ def attend(
     def bring_to_maximum(acc, factor):
         """Scale rows, but for warps whose rows all kept their maximum."""
         moved = T.alloc_var(T.int32, init=0)
-        for i in T.Parallel(ROWS):
+        for i in T.Parallel(ROWS, loop_layout=of_rows):
             if factor[i] != 1:
                 moved = 1
         if T.any_sync(moved != 0) != 0:
@@ -251,7 +252,7 @@ def attend(
 
     @T.macro
     def store_lse(lse, top, total, i_b, first_row, heads):
-        for i in T.Parallel(ROWS):
+        for i in T.Parallel(ROWS, loop_layout=of_rows):
             if first_row + i < rows:
                 lse[i_b, T.truncmod(first_row + i, heads), T.truncdiv(first_row + i, heads)] = T.if_then_else(
                     total[i] == 0, -T.infinity(T.float32), log_of_sum(T, top[i], total[i], LN_2)
@@ -266,7 +267,7 @@ def attend(
     @T.macro
     def store_part_lse(part_lse, top, total, part, first_row, wants_lse):
         """Of 2. The quick logarithm is near enough to weigh parts, but not for a sum that is asked for."""
-        for i in T.Parallel(ROWS):
+        for i in T.Parallel(ROWS, loop_layout=of_rows):
             log_of = T.alloc_var(T.float32, init=-T.infinity(T.float32))
             if total[i] != 0:
                 log_of = top[i] + T.log2(total[i])

@@ -9,7 +9,7 @@ constants.
 
 from typing import Any
 
-from tilelang_mla.kernels.common import FLOOR, GROUP, HEADROOM, LN_2, ROWS, WARP, log_of_sum
+from tilelang_mla.kernels.common import FLOOR, GROUP, HEADROOM, LN_2, ROWS, WARP, log_of_sum, row_owners
 
 # Registers of a thread: of those that multiply, by the number of warpgroups that do, and of the one that copies.
 _MANY, _FEW = {1: 240, 2: 224}, 56
@@ -38,6 +38,7 @@ def attend(
     s_lse_head, s_lse_token = T.dynamic("s_lse_head"), T.dynamic("s_lse_token")
     consumers = block_m // ROWS * GROUP
     threads = 1 if serial else consumers + GROUP
+    of_rows = None if serial else row_owners(T, block_m)
 
     def place_of_sum(i: Any, j: Any) -> Any:
         """A thread and its register, as in a matrix product's accumulators: four threads have two rows of 8 columns."""
@@ -85,7 +86,7 @@ def attend(
         ptxas moves a wait for products up to the last branch: this one, which hangs on the maximum, keeps it behind it.
         """
         moved = T.alloc_var(T.int32, init=0)
-        for i in T.Parallel(block_m):
+        for i in T.Parallel(block_m, loop_layout=of_rows):
             if factor[i] != 1:
                 moved = 1
         if T.any_sync(moved != 0) != 0:
@@ -102,7 +103,7 @@ def attend(
 
     @T.macro
     def store_lse(lse, top, total, i_head, first_row, rows_here):
-        for i in T.Parallel(block_m):
+        for i in T.Parallel(block_m, loop_layout=of_rows):
             if i < rows_here:
                 lse[i_head, first_row + i] = T.if_then_else(
                     total[i] == 0, -T.infinity(T.float32), log_of_sum(T, top[i], total[i], LN_2)

@@ -146,6 +146,12 @@ def all_specs(target: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[KernelSp
             yield from (spec for spec in specs if spec.kernel.endswith("hopper:walk"))
 
 
+def specs(target: str) -> list[KernelSpec]:
+    """The cases that ``python -m kernel_reference.testing.codegen --compare REV`` compiles too."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        return list(all_specs(target, monkeypatch))
+
+
 @pytest.fixture(scope="module")
 def reports() -> list[Report]:
     with pytest.MonkeyPatch.context() as monkeypatch:

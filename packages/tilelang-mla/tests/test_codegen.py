@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sysconfig
 from collections.abc import Callable
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from kernel_reference.testing.codegen import GeneratedSource
 from tilelang_mla.compile import wanted
 from tilelang_mla.plan import (
     DecodeProblem,
@@ -156,12 +158,41 @@ def kept(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return find
 
 
+def lowered(launch: Any, program: Any) -> str:
+    """The CUDA source that TileLang makes of a kernel."""
+    from tilelang import tvm
+    from tilelang.engine.lower import lower
+
+    context = tvm.transform.PassContext(opt_level=3, config=launch.PASS_CONFIGS)
+    with context, tvm.target.Target(launch.TARGET):
+        return str(lower(program, target=launch.TARGET).kernel_source)
+
+
+def specs(target: str) -> list[GeneratedSource]:
+    """The cases that ``python -m kernel_reference.testing.codegen --compare REV`` compares, by their source."""
+    if target != "sm_90":
+        return []
+    from tilelang_mla import launch
+
+    cases: list[tuple[str, str, dict[str, Any]]] = [
+        *[("decode", name, kernel.constants) for name, kernel in DECODE.items()],
+        *[("prefill", name, kernel.constants) for name, kernel in PREFILL.items()],
+        *[("merge", f"{dim_nope}", {"dim_nope": dim_nope, "dtype": BF16}) for dim_nope in (512, 64)],
+    ]
+    return [
+        GeneratedSource(f"{kind}, {name}", partial(_source_of, launch, kind, constants))
+        for kind, name, constants in cases
+    ]
+
+
+def _source_of(launch: Any, kind: str, constants: dict[str, Any]) -> str:
+    return lowered(launch, launch.text_of(kind, **constants))
+
+
 @pytest.fixture(scope="module")
 def text(launch: Any, kept: Kept) -> Callable[..., str]:
     """Lowers a kernel to CUDA."""
     import tilelang
-    from tilelang import tvm
-    from tilelang.engine.lower import lower
 
     made: dict[Any, str] = {}
 
@@ -169,14 +200,8 @@ def text(launch: Any, kept: Kept) -> Callable[..., str]:
         key = (name, *constants.items())
         if key not in made:
             program = launch.text_of(name, **constants)
-
-            def lowered() -> str:
-                context = tvm.transform.PassContext(opt_level=3, config=launch.PASS_CONFIGS)
-                with context, tvm.target.Target(launch.TARGET):
-                    return str(lower(program, target=launch.TARGET).kernel_source)
-
             settings = [tilelang.__version__, launch.TARGET, launch.PASS_CONFIGS]
-            made[key] = kept([*settings, program.script(show_meta=True)], lowered)
+            made[key] = kept([*settings, program.script(show_meta=True)], lambda: lowered(launch, program))
         return made[key]
 
     return make

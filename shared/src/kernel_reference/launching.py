@@ -63,6 +63,8 @@ class Launch:
         self.rest = rest
         self.options = {**options, "launch_pdl": True} if dependent_launch else options
         self.group = group
+        # Sizes, strides, box and layout of each TMA descriptor: see TmaLaunch.
+        self.boxes: list[tuple[list[int], list[int], list[int], Any]] = []
         self._as_integers = frozenset(as_integers)
         self._guarded = _guarded(device)
         self._run: Callable[..., None] | None = None
@@ -74,6 +76,11 @@ class Launch:
             with torch.cuda.device(self._guarded):
                 self._start(tensors)
 
+    def arguments(self, *tensors: Tensor | None) -> tuple[Any, ...]:
+        """Every argument as the kernel gets it, by position, descriptors as their tensors: for a look at a launch."""
+        count = len(self.boxes)
+        return *tensors[:count], *self._given(tensors[count:]), *self.rest
+
     def _start(self, tensors: tuple[Tensor | None, ...], leading: Sequence[Any] = ()) -> None:
         pointers = [tensor if tensor is None else tensor.data_ptr() for tensor in tensors]
         aligned = not any([pointer & 15 for pointer in pointers if pointer is not None])
@@ -81,16 +88,18 @@ class Launch:
             grouped: Sequence[Any] = pointers if self.group is None else self.group(*pointers)
             self._run(*leading, *grouped, *self.rest)
             return
-        if self._as_integers:
-            tensors = tuple([self._as_given(place, tensor) for place, tensor in enumerate(tensors)])
-        if self.group is not None:
-            tensors = self.group(*tensors)
-        compiled = self.kernel[self.grid](*leading, *tensors, *self.rest, **self.options)
+        compiled = self.kernel[self.grid](*leading, *self._given(tensors), *self.rest, **self.options)
         # The interpreter compiles nothing and returns None.
         if compiled is not None and aligned:
             self._run = compiled[self.grid]
 
-    def _as_given(self, place: int, tensor: Tensor | None) -> Tensor | None:
+    def _given(self, tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+        """The tensors, without those that travel as descriptors, as the kernel gets them."""
+        if self._as_integers:
+            tensors = tuple([self._as_integer(place, tensor) for place, tensor in enumerate(tensors)])
+        return tensors if self.group is None else self.group(*tensors)
+
+    def _as_integer(self, place: int, tensor: Tensor | None) -> Tensor | None:
         if tensor is None or place not in self._as_integers:
             return tensor
         return tensor.view(_INTEGER_OF_SIZE[tensor.element_size()])
@@ -141,7 +150,7 @@ class TmaLaunch(Launch):
 
         super().__init__(kernel, grid, rest, device, **options)
         self._descriptor = TensorDescriptor
-        self.boxes = [(list(box.sizes), list(box.strides), list(box.box), box.layout) for box in boxes]
+        self.boxes += [(list(box.sizes), list(box.strides), list(box.box), box.layout) for box in boxes]
 
     def _start(self, tensors: tuple[Tensor | None, ...], leading: Sequence[Any] = ()) -> None:
         count = len(self.boxes)

@@ -10,7 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernel_reference.testing.codegen import KernelSpec, Report, assert_clean, compile_specs, table
+from kernel_reference.launching import Launch
+from kernel_reference.testing.codegen import (
+    KernelSpec,
+    Report,
+    assert_clean,
+    compile_by_target,
+    compile_specs,
+    launched_kernels,
+    recorded_launches,
+    table,
+)
 from kernel_reference.testing.targets import KNOWN, SMALL_TARGETS, TARGETS
 
 pytest.importorskip("triton", reason="needs triton, which is not installed")
@@ -316,3 +326,52 @@ def test_a_few_bytes_of_spills_can_be_a_warning_and_more_are_a_problem() -> None
         assert_clean([report], most_stack=4)
     with pytest.warns(UserWarning, match="spill"), pytest.raises(AssertionError, match="trap"):
         assert_clean([dataclasses.replace(report, trap=True)], most_stack=8)
+
+
+# Launches
+
+
+def test_a_launch_is_recorded_with_its_tensors_and_not_started(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "launched.py").write_text(
+        "import triton\nimport triton.language as tl\n\n\n@triton.jit\n"
+        "def scale(p_x, p_y, rows, BLOCK: tl.constexpr):\n    pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    kernel = importlib.import_module("launched").scale
+    start = Launch(kernel, (1, 1, 1), (32, 64), torch.device("cpu"), num_warps=8)
+    x = torch.empty(4, dtype=torch.float16)
+    calls = recorded_launches(lambda *tensors: [start(*tensors), start(*tensors)], x, None)
+    assert [(one is start, given) for one, given in calls] == [(True, (x, None))] * 2
+    spec = KernelSpec.of_launch(*calls[0], name="scaled")
+    assert (spec.kernel, spec.name, spec.options) == ("launched:scale", "scaled", {"num_warps": 8})
+    assert spec.signature == {"p_x": "*fp16", "rows": "i32"}
+    assert spec.constexprs == {"p_y": None, "BLOCK": 64}
+
+
+def test_kernels_that_the_host_launches_are_those_that_no_other_mentions(tmp_path: Path, monkeypatch) -> None:
+    folder = tmp_path / "kernels_of_mine" / "kernels"
+    folder.mkdir(parents=True)
+    (folder.parent / "__init__.py").touch()
+    (folder / "tiles.py").write_text("@triton.jit\ndef load(p):\n    pass\n\n\ndef on_the_host():\n    pass\n")
+    (folder / "attend.py").write_text(
+        "@gluon.jit\ndef consume(merge):\n    merge = 1\n\n\n@gluon.jit\ndef attend(p):\n"
+        "    warp_specialize([(tiles.load, p), (consume, p)])\n\n\n@gluon.jit(do_not_specialize=['p'])\n"
+        "def merge(p):\n    load(p)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    package = importlib.import_module("kernels_of_mine")
+    prefix = "kernels_of_mine.kernels.attend"
+    assert launched_kernels(package) == {f"{prefix}:attend", f"{prefix}:merge"}
+
+
+def test_specs_of_each_target_are_compiled_for_it_and_their_code_is_kept_where_it_is_wanted() -> None:
+    def specs(target: str) -> list[KernelSpec]:
+        return SPECS[:1] if target == "sm_80" else SPECS[:2]
+
+    found = compile_by_target(specs, ["sm_80", "gfx942"], keep_code=True)
+    assert [(report.target, report.spec) for report in found] == [
+        ("gfx942", "copy"), ("gfx942", "unaligned copy"), ("sm_80", "copy"),
+    ]  # fmt: skip
+    assert [set(report.code) for report in found] == [{"amdgcn"}, {"amdgcn"}, {"ptx", "sass"}]
+    assert all(text for report in found for text in report.code.values())
+    assert "EXIT" in found[2].code["sass"]

@@ -292,3 +292,10 @@ def test_the_first_tensors_travel_as_descriptors_and_the_short_way_gets_new_ones
         behind = given[3] if way == "short" else given[3].data_ptr()
         assert behind in {pointer.data_ptr(), pointer[8:].data_ptr(), pointer[1:].data_ptr()}
         assert given[4:] == (None, 7)
+
+
+def test_arguments_are_what_the_kernel_gets_in_its_order() -> None:
+    made = Launch(Compiled(), (3, 1, 1), (7, (1, 2)), CPU, as_integers=[1], group=lambda x, y: (y, x), num_warps=4)
+    flags = torch.zeros(4, dtype=torch.bool)
+    first, second, *rest = made.arguments(None, flags)
+    assert (first.dtype, first.data_ptr(), second, rest) == (torch.int8, flags.data_ptr(), None, [7, (1, 2)])

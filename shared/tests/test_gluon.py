@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import ModuleType
-from typing import NamedTuple
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
+from kernel_reference.launching import TmaBox
 from kernel_reference.testing import gluon
 from kernel_reference.testing.numerics import assert_close_to_oracle
 
@@ -112,3 +113,30 @@ def test_shadows_leave_triton_and_the_modules_themselves_alone(monkeypatch: pyte
 def test_a_module_that_there_is_not_is_named() -> None:
     with pytest.raises(ImportError, match="there is no module no_such_kernels"):
         gluon.shadow("no_such_kernels")
+
+
+def test_a_launch_with_descriptors_runs_here_in_place_of_the_one_on_a_gpu(kernels: ModuleType) -> None:
+    class Group(NamedTuple):
+        out: torch.Tensor
+
+    seen: list[tuple[Any, ...]] = []
+
+    def copy(first: Any, second: Any, group: Any, n: Any) -> None:
+        seen.append((first, second, group, n))
+
+    def stand_in() -> None: ...
+
+    kernel = SimpleNamespace(fn=stand_in)
+    module = ModuleType("shadow")
+    module.stand_in = copy  # type: ignore[attr-defined]
+    box = TmaBox([8, 64], [64, 1], [4, 64])
+    out = torch.zeros(3)
+    start = gluon.tma_launch(module)(
+        kernel, (2, 1, 1), (7,), torch.device("cpu"), [box, box], group=lambda out: (Group(out),), num_warps=4
+    )
+    start(torch.zeros(8, 64), None, out)
+    assert len(seen) == 2, "a run for each program"
+    first, second, group, _ = seen[0]
+    assert first is second
+    assert (first.sizes, first.strides, first.block_type.shape) == ([8, 64], [64, 1], [4, 64])
+    assert group.out.tensor is out

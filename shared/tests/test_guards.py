@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernel_reference.testing.guards import assert_bitwise_equal, bitwise_equal, canaried, nan_pages, poison_, poisoned
+from kernel_reference.testing.guards import (
+    assert_bitwise_equal,
+    bitwise_equal,
+    canaried,
+    guarded,
+    nan_pages,
+    poison_,
+    poisoned,
+)
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
           torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]  # fmt: skip
@@ -158,3 +166,12 @@ def test_strides_do_not_matter_but_shape_and_dtype_do(device: torch.device) -> N
         assert_bitwise_equal(a, a.t())
     with pytest.raises(AssertionError, match=r"dtype torch\.float32, should be torch\.float16"):
         assert_bitwise_equal(a, a.half())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int64], ids=str)
+def test_an_input_keeps_its_bits_between_guards(dtype: torch.dtype, device: torch.device) -> None:
+    given = torch.randn(3, 5, device=device).to(dtype)
+    place = guarded(given, row_padding=7, offset=1)
+    assert_bitwise_equal(place.tensor, given)
+    assert place.tensor.stride() == (12, 1)
+    place.check()

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from kernel_reference.checks import values_are_checked
+
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens where there is no GPU")
 
 
@@ -141,3 +143,11 @@ def test_a_plugin_loaded_after_triton_says_where_to_name_it(tmp_path: Path) -> N
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert "must be loaded before triton is imported; name it in addopts" in done.stderr
+
+
+def test_a_test_may_ask_for_one_thread(one_thread: None) -> None:
+    assert torch.get_num_threads() == 1
+
+
+def test_a_test_may_ask_that_values_are_not_looked_at(unchecked: None) -> None:
+    assert not values_are_checked(torch.device("cpu"))

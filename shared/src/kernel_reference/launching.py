@@ -122,9 +122,13 @@ class TmaBox(NamedTuple):
         """Gluon's layout of the box in shared memory."""
         from triton.experimental.gluon import language as gl
 
+        return gl.NVMMASharedLayout(self.swizzle_bytes, self.element_bits, rank=len(self.box))
+
+    @property
+    def swizzle_bytes(self) -> int:
+        """Bytes of a row over which shared memory is swizzled, 0 if it is not."""
         row_bytes = self.box[-1] * self.element_bits // 8
-        swizzled = next((width for width in (128, 64, 32) if row_bytes % width == 0), 0)
-        return gl.NVMMASharedLayout(swizzled, self.element_bits, rank=len(self.box))
+        return next((width for width in (128, 64, 32) if row_bytes % width == 0), 0)
 
 
 class TmaLaunch(Launch):

@@ -32,6 +32,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from kernel_reference.launching import TmaBox
+
 __all__ = ["Descriptor", "launch", "shadow"]
 
 Tensor = torch.Tensor
@@ -642,3 +644,34 @@ def launch(kernel: Callable[..., None], programs: int, *arguments: Any) -> None:
             raise _Program.errors[0]
         if late:
             raise RuntimeError("a program ended while copies to its shared memory were on their way")
+
+
+def tma_launch(module: ModuleType) -> type:
+    """What stands in for :class:`kernel_reference.launching.TmaLaunch` where kernels run here.
+
+    ``module`` is the :func:`shadow` of the one that holds the kernels. A test puts it in place::
+
+        monkeypatch.setattr(launch, "TmaLaunch", gluon.tma_launch(hopper))
+    """
+
+    class Launch:
+        def __init__(
+            self, kernel: Any, grid: tuple[int, int, int], rest: tuple[Any, ...], device: torch.device,
+            boxes: Sequence[TmaBox], *, group: Callable[..., tuple[Any, ...]] | None = None, **_: Any,
+        ) -> None:  # fmt: skip
+            self.kernel = getattr(module, kernel.fn.__name__)
+            self.programs, self.rest, self.group = grid[0], rest, group
+            self.forms = [
+                (box.sizes, box.strides, box.box, _NVMMASharedLayout(box.swizzle_bytes, box.element_bits, len(box.box)))
+                for box in boxes
+            ]
+
+        def __call__(self, *tensors: Tensor | None) -> None:
+            described, others = tensors[: len(self.forms)], tensors[len(self.forms) :]
+            descriptors: list[Descriptor] = []
+            for tensor, form in zip(described, self.forms, strict=True):
+                descriptors.append(descriptors[0] if tensor is None else Descriptor(tensor, *form))
+            grouped = others if self.group is None else self.group(*others)
+            launch(self.kernel, self.programs, *descriptors, *grouped, *self.rest)
+
+    return Launch

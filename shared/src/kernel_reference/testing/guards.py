@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -126,6 +127,20 @@ def canaried(
     if offset < 0:
         fail("offset", ">= 0", offset)
     return Canaried(sizes, tuple(strides), dtype, device, band + offset, band)
+
+
+def guarded(tensor: torch.Tensor, **how: Any) -> Canaried:
+    """The same bits inside a guarded buffer: an input. ``how``: as for :func:`canaried`."""
+    place = canaried(tensor.shape, tensor.dtype, tensor.device, **how)
+    with torch.no_grad():
+        movable(place.tensor).copy_(movable(tensor))
+    return place
+
+
+def movable(tensor: torch.Tensor) -> torch.Tensor:
+    """A view whose elements can be copied and indexed: bytes of an 8-bit float, for which not every device can."""
+    is_fp8 = tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1
+    return tensor.view(torch.uint8) if is_fp8 else tensor
 
 
 def nan_pages(cache: torch.Tensor, used: torch.Tensor | Iterable[int]) -> torch.Tensor:

@@ -10,6 +10,9 @@ It gives
 - the fixture ``device`` (session): ``torch.device("cuda")``, or ``cpu`` where kernels are interpreted;
 - the fixture ``seed`` (of every test): the integer that torch's generators were seeded with, made from the test's name
   and printed when the test fails. KERNEL_REFERENCE_SEED=<integer> sets it for all tests;
+- the fixture ``one_thread`` (session), with which torch computes on one: the products of tests of kernels are so small
+  that a second thread costs more than it does. A conftest asks for it by an autouse fixture of its own;
+- the fixture ``unchecked``: what only device memory tells is not looked at on a CPU either, and bad values are clamped;
 - the markers ``gpu`` (skipped, with the reason, where there is none), ``sanitize`` (the subset that runs under
   compute-sanitizer), ``codegen`` (compiles kernels for GPUs that need not be there) and ``torch_compile`` (calls public
   functions under torch.compile);
@@ -29,6 +32,8 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+
+from kernel_reference.checks import validate_values
 
 _INTERPRET = "TRITON_INTERPRET"
 _SEED = "KERNEL_REFERENCE_SEED"
@@ -124,6 +129,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def device() -> torch.device:
     """Where tensors live that are given to kernels: the GPU, or the CPU where kernels are interpreted."""
     return torch.device("cpu" if _no_gpu else "cuda")
+
+
+@pytest.fixture(scope="session")
+def one_thread() -> Generator[None, None, None]:
+    """Torch's products on one thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def unchecked() -> Generator[None, None, None]:
+    """A test inside ``validate_values(False)``."""
+    with validate_values(False):
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,105 @@ def test_a_plan_knows_neither_triton_nor_the_gpu(package: Path) -> None:
             case ast.Attribute(value=ast.Name(id="torch"), attr=attribute):
                 known.add(f"torch.{attribute}")
     assert [name for name in sorted(known) if re.match(r"(triton|tilelang|torch\.cuda)\b", name)] == []
+
+
+# Sizes that one can read. Each list below holds what is larger still, and by how much: it only ever shrinks. Who brings
+# a function or a file under the limit deletes its line (a function that is split or renamed takes its line along).
+
+MOST_ARGUMENTS = {"device function": 12, "kernel": 25}
+MOST_LINES = 450
+
+LARGER_FUNCTIONS: dict[str, int] = {
+    "blocksparse-attn attend": 46,
+    "blocksparse-attn attend_lists": 53,
+    "blocksparse-attn attend_packed": 54,
+    "blocksparse-attn bring": 19,
+    "blocksparse-attn bring_tiles": 21,
+    "blocksparse-attn consume": 20,
+    "blocksparse-attn fetch": 17,
+    "blocksparse-attn finish": 22,
+    "blocksparse-attn list_of_half": 13,
+    "blocksparse-attn load_across": 13,
+    "blocksparse-attn scout": 25,
+    "blocksparse-attn step": 34,
+    "blocksparse-attn store": 22,
+    "blocksparse-attn walk": 14,
+    "gdn-split convolve": 21,
+    "gdn-split move_b_and_a": 14,
+    "gdn-split move_group": 18,
+    "gdn-split split_and_convolve": 37,
+    "lightning-attn fetch": 13,
+    "lightning-attn step": 34,
+    "lightning-attn store_snapshots": 19,
+    "lightning-attn walk": 37,
+    "prefix-prefill attend": 60,
+    "prefix-prefill bring": 23,
+    "prefix-prefill consume": 33,
+    "prefix-prefill convert": 13,
+    "prefix-prefill load_across": 14,
+    "prefix-prefill multiply": 18,
+    "prefix-prefill store_results": 13,
+    "prefix-prefill update": 38,
+    "prefix-prefill weigh": 22,
+    "prefix-prefill weigh_tile": 24,
+    "tilelang-mla do_all": 13,
+    "tilelang-mla find_part": 15,
+}  # fmt: skip
+LONGER_FILES: dict[str, int] = {
+    "blocksparse-attn arguments.py": 611,
+    "blocksparse-attn hopper.py": 779,
+    "blocksparse-attn layout.py": 519,
+    "lightning-attn launch.py": 503,
+    "lightning-attn ops.py": 584,
+    "prefix-prefill arguments.py": 464,
+    "prefix-prefill hopper.py": 803,
+    "shared gluon.py": 677,
+    "shared interpreter.py": 535,
+    "tilelang-mla decode.py": 771,
+    "tilelang-mla prefill.py": 468,
+}  # fmt: skip
+
+
+def device_functions(package: Path) -> Iterator[tuple[str, str, int]]:
+    """Name, kind and number of arguments of the functions in a package's kernels that are compiled for a GPU.
+
+    A kernel is what the host launches: a prim_func of TileLang, or what Triton compiles and no other function mentions.
+    """
+    trees = [ast.parse(file.read_text()) for file in package.glob("src/*/kernels*/**/*.py")]
+    trees += [ast.parse(file.read_text()) for file in package.glob("src/*/kernels.py")]
+    functions = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    mentioned = {name for function in functions for name in names_used(function)}
+    for function in functions:
+        decorators = " ".join(ast.unparse(line) for line in function.decorator_list)
+        if re.search(r"\b(jit|macro|prim_func)\b", decorators):
+            launched = "prim_func" in decorators or ("macro" not in decorators and function.name not in mentioned)
+            count = sum(1 for node in ast.walk(function.args) if isinstance(node, ast.arg))
+            yield function.name, "kernel" if launched else "device function", count
+
+
+def names_used(function: ast.FunctionDef) -> set[str]:
+    """Names that a function takes from outside itself."""
+    names = [node for node in ast.walk(function) if isinstance(node, ast.Name)]
+    own = {node.id for node in names if isinstance(node.ctx, ast.Store)} | {function.name}
+    own |= {node.arg for node in ast.walk(function.args) if isinstance(node, ast.arg)}
+    attributes = {node.attr for node in ast.walk(function) if isinstance(node, ast.Attribute)}
+    return {node.id for node in names} - own | (attributes - own)
+
+
+@each_package
+def test_device_functions_take_few_arguments(package: Path) -> None:
+    found: dict[str, int] = {}
+    for name, kind, count in device_functions(package):
+        if count > MOST_ARGUMENTS[kind]:
+            place = f"{package.name} {name}"
+            found[place] = max(count, found.get(place, 0))
+    assert {place: count for place, count in found.items() if count > LARGER_FUNCTIONS.get(place, 0)} == {}
+
+
+@pytest.mark.parametrize("home", HOMES, ids=lambda home: home.name)
+def test_source_files_are_short(home: Path) -> None:
+    lengths = {f"{home.name} {file.name}": len(file.read_text().splitlines()) for file in home.glob("src/**/*.py")}
+    assert {file: lines for file, lines in lengths.items() if lines > max(MOST_LINES, LONGER_FILES.get(file, 0))} == {}
 
 
 @pytest.mark.parametrize("folder", ["shared", *(f"packages/{package.name}" for package in PACKAGES)])

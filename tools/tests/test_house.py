@@ -25,7 +25,7 @@ def test_every_package_has_the_same_rooms(package: Path) -> None:
     source = package / "src" / package.name.replace("-", "_")
     rooms = ["README.md", "CHANGELOG.md", "LICENSE", "changelog.d", "tests", "benchmarks/cases.py"]
     rooms += ["examples/quickstart.py", "examples/demo.py"]
-    modules = ["__init__.py", "api.py", "ops.py", "plan.py", "launch.py", "py.typed"]
+    modules = ["__init__.py", "api.py", "arguments.py", "ops.py", "plan.py", "launch.py", "py.typed"]
     assert [room for room in rooms if not (package / room).exists()] == []
     assert [module for module in modules if not (source / module).is_file()] == []
     assert (source / "kernels.py").is_file() or (source / "kernels").is_dir()

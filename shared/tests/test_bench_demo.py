@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from kernel_reference.bench import demo
-from kernel_reference.bench.demo import Row, of_rows
-from kernel_reference.bench.table import plain
+from kernel_reference.bench.demo import Row, as_text
+
+# What a machine without a kernel language has in its place.
+WITHOUT = "import sys; sys.modules['triton'] = None"
 
 DEMO = """
 import os
@@ -25,7 +29,7 @@ def real_size(device):
 
 def interpreted():
     assert os.environ["TRITON_INTERPRET"] == "1"
-    yield Row("split", INTERPRETED_KERNEL, "cpu", "64 tokens", 1.5e-3, 1800.0, note="every 8th row")
+    yield Row("split", INTERPRETED_KERNEL, "cpu", "64 tokens", 1.5e-3, 1800.0, note="every 8th row", limit=2e-3)
 """
 
 
@@ -48,10 +52,19 @@ def test_one_table_tells_for_every_row_what_ran(tmp_path: Path, capsys: pytest.C
     out = capsys.readouterr().out
     assert "[1/3] gdn-split: quickstart.py ..." in out
     assert "[3/3] gdn-split: interpreted done in" in out
-    rows = [line.split() for line in out.splitlines() if " tokens " in line]
-    assert [" ".join(row) for row in rows] == [
-        "gdn-split split CPU implementation cpu 4096 tokens 0 (exact) 12.5 ms",
-        "split kernel in Triton's interpreter cpu 64 tokens 1.5e-03 1.8 s every 8th row",
+    table = [" ".join(line.split()) for line in out.splitlines()]
+    assert table[table.index("gdn-split") :] == [
+        "gdn-split",
+        "CPU implementation, cpu",
+        "split exact exact 12.5 ms ok",
+        "4096 tokens",
+        "kernel in Triton's interpreter, cpu",
+        "split 1.5e-03 2.0e-03 1.8 s ok",
+        "64 tokens; every 8th row",
+        "",
+        "-" * 80,
+        "2 of 2 results within their limits",
+        "",
     ]
 
 
@@ -139,10 +152,75 @@ def test_a_row_that_would_mislead_is_refused(changes: dict[str, Any], words: str
     assert words in str(caught.value)
 
 
-def test_the_note_column_appears_only_where_something_is_noted() -> None:
-    row = Row("k", demo.GPU_KERNEL, "NVIDIA H200", "s", 0.0, 0.0123)
-    text = plain(of_rows([("p", row)]))
-    assert "note" not in text
-    assert "12.3 us" in text
-    noted = Row("k", demo.GPU_KERNEL, "NVIDIA H200", "s", 0.0, 1.0, note="every 8th row")
-    assert "note" in plain(of_rows([("p", row), ("p", noted)]))
+SHAPE = "Phi-3-small, 1 token of each of 4 sequences, behind 16383, bfloat16"
+NOTE = "error relative to a row's largest value; of a sample of rows, all heads"
+LONG = "a_function_whose_name_leaves_no_room_for_its_numbers_x"
+H200 = (demo.GPU_KERNEL, "NVIDIA H200", SHAPE)
+ROWS = [
+    ("gdn-split", Row("fused_qkvzba_split_reshape_cat", *H200, 0.0, 0.0974, plain_ms=0.345)),
+    ("mla", Row(LONG, *H200, 9e-3, 12.0, NOTE, limit=7.8e-3)),
+]
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_table_fits_a_terminal_and_cuts_no_word(width: int) -> None:
+    text = as_text(ROWS, width)
+    assert max(map(len, text.splitlines())) == width
+    words = text.split()
+    for _, row in ROWS:
+        assert set(f"{row.kernel} {row.shape};".replace(";", " ").split()) <= {word.rstrip(";") for word in words}
+
+
+def test_a_row_says_its_verdict_and_on_a_gpu_how_much_faster_it_is() -> None:
+    text = as_text(ROWS, 120)
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert "fused_qkvzba_split_reshape_cat exact exact 97.4 us 3.54 x ok" in lines
+    assert any(line.endswith("9.0e-03 7.8e-03 12 ms OVER") for line in lines)
+    assert "1 of 2 results within their limits" in lines
+    assert "speed-up" not in as_text([("p", Row("k", demo.CPU_IMPLEMENTATION, "cpu", "s", 0.0, 1.0))], 80)
+
+
+def test_an_error_over_its_limit_fails_the_package(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    inexact = DEMO.replace("0.0, 12.5)", "1e-2, 12.5, limit=8e-3)")
+    assert demo.main([package(tmp_path, "gdn-split", inexact)], has_gpu=lambda: True) == 1
+    assert "FAILED: gdn-split: split: an error of 1.0e-02, over the limit of 8.0e-03" in capsys.readouterr().err
+
+
+def test_without_a_kernel_language_its_step_is_skipped_and_the_others_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs = DEMO.replace('    assert os.environ["TRITON_INTERPRET"] == "1"', "    import triton.language")
+    (tmp_path / "without").mkdir()
+    (tmp_path / "without" / "sitecustomize.py").write_text(WITHOUT)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'without'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    assert demo.main([package(tmp_path, "needs-it", needs)], has_gpu=lambda: False) == 0
+    out = capsys.readouterr().out
+    assert (
+        "[3/3] needs-it: interpreted skipped: its kernels need Triton (on Linux alone), which is not installed" in out
+    )
+    assert "skipped: needs-it, interpreted: its kernels need Triton" in out
+    assert "1 of 1 results within their limits" in out
+
+
+def test_on_a_gpu_a_missing_kernel_language_is_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    needs = DEMO.replace(
+        '    assert "TRITON_INTERPRET" not in os.environ', "    raise ModuleNotFoundError(name='triton')"
+    )
+    assert demo.main([package(tmp_path, "gdn-split", needs)], has_gpu=lambda: True) == 1
+    assert "FAILED: gdn-split: real_size: exit code 1" in capsys.readouterr().err
+
+
+def test_an_error_of_rows_is_of_the_worst_one_and_never_nan() -> None:
+    wanted = torch.tensor([[1.0, 2.0], [0.0, 0.0]]).double()
+    assert demo.error_of_rows(torch.tensor([[1.0, 1.5], [0.0, 0.0]]), wanted) == 0.25
+    assert demo.error_of_rows(torch.tensor([[1.0, 2.0], [0.0, 0.5]]), wanted) == 0.5
+    with pytest.raises(ArithmeticError, match="NaN"):
+        demo.error_of_rows(wanted * float("nan"), wanted)
+
+
+def test_a_time_is_the_median_of_calls_one_each_on_a_cpu() -> None:
+    calls = []
+    assert demo.median_ms(lambda: calls.append(1), torch.device("cpu"), 3) > 0
+    assert len(calls) == 3
+    assert demo.plain_ms(lambda: calls.append(1), torch.device("cpu")) is None
+    assert len(calls) == 3

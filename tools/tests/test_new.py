@@ -53,8 +53,8 @@ def test_a_new_package_passes_its_tests_and_types_and_its_fault_is_caught(house:
     assert "1 of 1 faults caught" in caught
     python = house / ".nox" / f"test-{NAME}" / "bin" / "python"
     shown = run(house, python, "-m", "kernel_reference.bench.demo", f"packages/{NAME}/examples/demo.py")
-    assert re.search(rf"{NAME} +scale +CPU implementation", shown)
-    assert re.search(r"scale_blocks +kernel in Triton's interpreter", shown)
+    assert re.search(rf"{NAME}\n  CPU implementation, cpu\n    scale +.* ok\n", shown)
+    assert re.search(r"  kernel in Triton's interpreter, cpu\n    scale_blocks +.* ok\n", shown)
 
 
 def test_a_new_package_is_in_style_and_has_the_rooms_of_the_others(house: Path) -> None:

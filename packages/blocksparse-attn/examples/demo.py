@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import math
-import statistics
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
 from blocksparse_attn import BlockLayout, LocalStridedBlockSparseAttn, blocksparse_attention
 from kernel_reference import blocks
 from kernel_reference.attention import attention
-from kernel_reference.bench.demo import CPU_IMPLEMENTATION, GPU_KERNEL, INTERPRETED_KERNEL, Row
+from kernel_reference.bench.demo import INTERPRETED_KERNEL, Row, error_of_rows, median_ms, plain_ms, ran_on
 from kernel_reference.models import PHI3_SMALL, BlockSparseAttention
 from kernel_reference.paging import cumulative
 
 PROMPT, SEQUENCES = 16384, 4
 # Of the prompt, where there is no GPU, the last ones only.
-LAST_ON_CPU = 256
+LAST_ON_CPU = 128
+SEQUENCES_ON_CPU = 1
 # Tokens of the model's longest context.
 LONGEST = 131072
 SAMPLE = 16
 DTYPE = torch.bfloat16
 DTYPE_NAME = str(DTYPE).removeprefix("torch.")
+LIMIT = torch.finfo(DTYPE).eps
 NOTE = "error relative to a row's largest value"
 SAMPLED = f"{NOTE}; of a sample of rows, all heads"
 
@@ -44,7 +43,7 @@ class Batch(NamedTuple):
 def real_size(device: torch.device) -> Iterator[Row]:
     """The layout of the longest context, a prompt, and a token of each of four sequences: GPU kernels or the CPU's."""
     on_gpu = device.type == "cuda"
-    how = (GPU_KERNEL, torch.cuda.get_device_name(device)) if on_gpu else (CPU_IMPLEMENTATION, "cpu")
+    how = ran_on(device)
     model = PHI3_SMALL
     numbers = (model.num_heads_q, LONGEST, model.local_blocks, model.vert_stride, model.block_size)
 
@@ -68,15 +67,17 @@ def real_size(device: torch.device) -> Iterator[Row]:
         return attend(prompt, layout)
 
     rows = sampled(new)
-    error = error_of(prefill()[rows], exact(model, prompt, rows))
+    error = error_of_rows(prefill()[rows], exact(model, prompt, rows))
     duration = median_ms(prefill, device, 3 if on_gpu else 1, "prefill")
     tokens = f"{PROMPT} tokens" if on_gpu else f"the last {new} of {PROMPT} tokens"
     remark = "" if on_gpu else "; all of the prompt on a GPU"
-    yield Row(
-        "blocksparse_attention", *how, f"{model.name}, {tokens}, {DTYPE_NAME}", error, duration, f"{SAMPLED}{remark}"
-    )
+    plain = plain_ms(lambda: exact(model, prompt, None, torch.float32), device)
+    shape = f"{model.name}, {tokens}, {DTYPE_NAME}"
+    note = f"{SAMPLED}{remark}"
+    yield Row("blocksparse_attention", *how, shape, error, duration, note, limit=LIMIT, plain_ms=plain)
 
-    decoding = make_batch(model, [(PROMPT - 1, 1)] * SEQUENCES, device)
+    sequences = SEQUENCES if on_gpu else SEQUENCES_ON_CPU
+    decoding = make_batch(model, [(PROMPT - 1, 1)] * sequences, device)
     layer = LocalStridedBlockSparseAttn(*numbers, device=device)
 
     def decode() -> torch.Tensor:
@@ -84,10 +85,12 @@ def real_size(device: torch.device) -> Iterator[Row]:
         assert isinstance(out, torch.Tensor)
         return out
 
-    error = error_of(decode(), exact(model, decoding, torch.arange(SEQUENCES)))
-    duration = median_ms(decode, device, 3, "decode")
-    shape = f"{model.name}, 1 token of each of {SEQUENCES} sequences, behind {PROMPT - 1}, {DTYPE_NAME}"
-    yield Row("LocalStridedBlockSparseAttn", *how, shape, error, duration, f"{NOTE}; all rows and heads")
+    error = error_of_rows(decode(), exact(model, decoding, torch.arange(sequences)))
+    duration = median_ms(decode, device, 3 if on_gpu else 1, "decode")
+    shape = f"{model.name}, the next token of {sequences} of {SEQUENCES} sequences, behind {PROMPT - 1}, {DTYPE_NAME}"
+    note = f"{NOTE}; all rows and heads"
+    plain = plain_ms(lambda: exact(model, decoding, None, torch.float32), device)
+    yield Row("LocalStridedBlockSparseAttn", *how, shape, error, duration, note, limit=LIMIT, plain_ms=plain)
 
 
 def interpreted() -> Iterator[Row]:
@@ -113,10 +116,10 @@ def interpreted() -> Iterator[Row]:
         numbers = (longest, model.block_size, model.block_size, "NHD", model.head_dim**-0.5, -1, 0, 0.0, 0)
         run = launch.prepare_attend(*tensors, *numbers, plan)
         run(*tensors)
-        error = error_of(out, exact(model, batch, torch.arange(len(out))))
+        error = error_of_rows(out, exact(model, batch, torch.arange(len(out))))
         duration = median_ms(lambda run=run, tensors=tensors: run(*tensors), device, 1, f"{how}, interpreted")
         shape = f"{model.name}, {how}, {DTYPE_NAME}"
-        yield Row("blocksparse_attention", INTERPRETED_KERNEL, "cpu", shape, error, duration, NOTE)
+        yield Row("blocksparse_attention", INTERPRETED_KERNEL, "cpu", shape, error, duration, NOTE, limit=LIMIT)
 
 
 def make_batch(model: BlockSparseAttention, lengths: list[tuple[int, int]], device: torch.device) -> Batch:
@@ -142,47 +145,15 @@ def sampled(rows: int) -> torch.Tensor:
     return torch.cat([torch.tensor([0, rows - 1]), torch.randint(rows, (SAMPLE - 2,))]).unique()
 
 
-def exact(model: BlockSparseAttention, batch: Batch, rows: torch.Tensor) -> torch.Tensor:
-    """These rows in float64, under the reference's mask and not the layout's lists."""
+def exact(
+    model: BlockSparseAttention, batch: Batch, rows: torch.Tensor | None, compute_dtype: torch.dtype = torch.float64
+) -> torch.Tensor:
+    """These rows, or all, in float64 unless told otherwise, under the reference's mask and not the layout's lists."""
     longest = max(ctx + new for ctx, new in batch.lengths)
     pattern = (model.num_heads_q, longest, model.local_blocks, model.vert_stride, model.block_size)
     mask = blocks.local_strided(*pattern).to(batch.q.device)
     return attention(
         batch.q, batch.k, batch.v, cu_seqlens_q=batch.cu_seqlens_q, cu_seqlens_k=batch.cu_seqlens_k, causal=True,
         mask=blocks.mask_function(mask, model.block_size, model.block_size), rows=rows,
+        compute_dtype=compute_dtype,
     ).out  # fmt: skip
-
-
-def error_of(out: torch.Tensor, wanted: torch.Tensor) -> float:
-    """The largest difference of a row of a head from float64, over its largest value; of the worst row."""
-    difference, size = (x.abs().amax(-1) for x in (out.double() - wanted, wanted))
-    error = float((difference / size).max())
-    if math.isnan(error):
-        raise ArithmeticError("the result holds NaN")
-    return error
-
-
-def median_ms(call: Callable[[], object], device: torch.device, repeats: int, what: str) -> float:
-    """The median of ``repeats`` runs, of one call each or on a GPU of 20; whoever asks has called it before."""
-    times = []
-    calls = 20 if device.type == "cuda" else 1
-    for _ in shown(range(repeats), what):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        started = time.perf_counter()
-        for _ in range(calls):
-            call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(1e3 * (time.perf_counter() - started) / calls)
-    return statistics.median(times)
-
-
-def shown(items: Iterable[Any], what: str) -> Iterator[Any]:
-    """``items`` with a bar of how many are done, where somebody watches."""
-    items = list(items)
-    for number, item in enumerate(items, start=1):
-        yield item
-        if sys.stderr.isatty():
-            bar = ("#" * (30 * number // len(items))).ljust(30)
-            print(f"\r{what} [{bar}] {number}/{len(items)}", end="\n" if number == len(items) else "", file=sys.stderr)

@@ -2,42 +2,44 @@
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from gdn_split import fused_qkvzba_split_reshape_cat, ops, split_conv1d_update
 from gdn_split.plan import DeviceLimits, GroupShape, plan_conv, plan_split
 from kernel_reference import projection
-from kernel_reference.bench.demo import CPU_IMPLEMENTATION, GPU_KERNEL, INTERPRETED_KERNEL, Row
+from kernel_reference.bench.demo import INTERPRETED_KERNEL, Row, median_ms, plain_ms, ran_on
 from kernel_reference.models import QWEN3_NEXT_80B, GatedDeltaNet
 
 Tensors = Sequence[torch.Tensor]
 _RELATIVE = "error relative to the largest value"
+_LIMIT = torch.finfo(torch.bfloat16).eps
 
 
 def real_size(device: torch.device) -> Iterator[Row]:
     """4096 tokens through the split, 256 sequences through the convolution: GPU kernels or the CPU implementation."""
     model = QWEN3_NEXT_80B
     sizes = _sizes(model)
-    on_gpu = device.type == "cuda"
-    how = (GPU_KERNEL, torch.cuda.get_device_name(device)) if on_gpu else (CPU_IMPLEMENTATION, "cpu")
+    how = ran_on(device)
 
     fused = _projections(model, 4096, device)
     parts = fused_qkvzba_split_reshape_cat(*fused, *sizes)
     error = _copy_error(fused, parts, model)
-    duration = _median_ms(lambda: fused_qkvzba_split_reshape_cat(*fused, *sizes), device)
+    duration = median_ms(lambda: fused_qkvzba_split_reshape_cat(*fused, *sizes), device)
     shape = f"{model.name}, 4096 tokens, bfloat16"
-    yield Row("fused_qkvzba_split_reshape_cat", *how, shape, error, duration)
+    plain = plain_ms(lambda: projection.split(*fused, *sizes), device)
+    yield Row("fused_qkvzba_split_reshape_cat", *how, shape, error, duration, plain_ms=plain)
 
     fused, state, weight, slots = _decode_step(model, 256, device)
     before = state.clone()
     parts = split_conv1d_update(*fused, state, weight, None, slots, *sizes)
     error = _convolution_error(fused, before, weight, slots, parts, state, model)
-    duration = _median_ms(lambda: split_conv1d_update(*fused, state, weight, None, slots, *sizes), device)
-    yield Row("split_conv1d_update", *how, f"{model.name}, 256 sequences, bfloat16", error, duration, _RELATIVE)
+    duration = median_ms(lambda: split_conv1d_update(*fused, state, weight, None, slots, *sizes), device)
+    inputs = (*fused, before, weight, None, slots, *sizes)
+    plain = plain_ms(lambda: projection.split_conv1d_update(*inputs, compute_dtype=torch.float32), device)
+    shape = f"{model.name}, 256 sequences, bfloat16"
+    yield Row("split_conv1d_update", *how, shape, error, duration, _RELATIVE, limit=_LIMIT, plain_ms=plain)
 
 
 def interpreted() -> Iterator[Row]:
@@ -54,7 +56,7 @@ def interpreted() -> Iterator[Row]:
     parts = ops.allocate_parts(*fused, shape)
     split_plan = plan_split(16, shape, 2 * (shape.qkvz_width + shape.ba_width), a_gpu)
     run = launch.prepare_move(*fused, parts, shape, "interleaved", merge=False, plan=split_plan)
-    duration = _median_ms(lambda: run(*fused, *parts), device)
+    duration = median_ms(lambda: run(*fused, *parts), device)
     yield Row("split_by_group", *how, f"{model.name}, 16 tokens, bfloat16", _copy_error(fused, parts, model), duration)
 
     fused, state, weight, slots = _decode_step(model, 4, device)
@@ -66,8 +68,10 @@ def interpreted() -> Iterator[Row]:
     before = state.clone()
     run(*fused, state, weight, weight, slots, *parts)
     error = _convolution_error(fused, before, weight, slots, parts, state, model)
-    duration = _median_ms(lambda: run(*fused, state, weight, weight, slots, *parts), device)
-    yield Row("split_and_convolve", *how, f"{model.name}, 4 sequences, bfloat16", error, duration, _RELATIVE)
+    duration = median_ms(lambda: run(*fused, state, weight, weight, slots, *parts), device)
+    yield Row(
+        "split_and_convolve", *how, f"{model.name}, 4 sequences, bfloat16", error, duration, _RELATIVE, limit=_LIMIT
+    )
 
 
 def _sizes(model: GatedDeltaNet) -> tuple[int, int, int, int]:
@@ -110,19 +114,3 @@ def _convolution_error(
     pairs = zip((*parts, after), (*oracle, before), strict=True)
     differences = [float((one.double() - other.double()).abs().max()) for one, other in pairs]
     return max(differences) / float(oracle.mixed_qkv.abs().max())
-
-
-def _median_ms(call: Callable[[], object], device: torch.device) -> float:
-    call()
-    times = []
-    for _ in range(5):
-        calls = 50 if device.type == "cuda" else 1
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        started = time.perf_counter()
-        for _ in range(calls):
-            call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(1e3 * (time.perf_counter() - started) / calls)
-    return statistics.median(times)

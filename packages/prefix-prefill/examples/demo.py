@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import math
-import statistics
-import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from kernel_reference.attention import attention
-from kernel_reference.bench.demo import CPU_IMPLEMENTATION, GPU_KERNEL, INTERPRETED_KERNEL, Row
+from kernel_reference.bench.demo import INTERPRETED_KERNEL, Row, error_of_rows, median_ms, plain_ms, ran_on
 from kernel_reference.models import GPT_OSS, LLAMA3_70B, SoftmaxAttention
 from kernel_reference.paging import PagedCache, cumulative, paged_cache
 from prefix_prefill import context_attention_fwd, merge_attention_states, prefix_prefill
@@ -21,9 +16,11 @@ from prefix_prefill import context_attention_fwd, merge_attention_states, prefix
 PREFIX, CHUNK, PAGE = 32768, 2048, 16
 # Llama-3-70B's prefix where there is no GPU: what it costs grows with it, unlike under gpt-oss's window.
 PREFIX_ON_CPU = 4096
+CHUNK_ON_CPU = 512
 SAMPLE = 16
 DTYPE = torch.bfloat16
 DTYPE_NAME = str(DTYPE).removeprefix("torch.")
+LIMIT = torch.finfo(DTYPE).eps
 NOTE = "error relative to a row's largest value"
 SAMPLED = f"{NOTE}; of a sample of rows, all heads"
 
@@ -55,21 +52,23 @@ class Prompt:
 def real_size(device: torch.device) -> Iterator[Row]:
     """One rank's share of Llama-3-70B, all of gpt-oss, and an engine's call: GPU kernels or the CPU implementation."""
     on_gpu = device.type == "cuda"
-    how = (GPU_KERNEL, torch.cuda.get_device_name(device)) if on_gpu else (CPU_IMPLEMENTATION, "cpu")
+    how = ran_on(device)
 
-    prefix = PREFIX if on_gpu else PREFIX_ON_CPU
-    shorter = "" if on_gpu else f"; behind {PREFIX} on a GPU"
-    for model, ctx, remark in ((LLAMA3_70B.tensor_parallel(8), prefix, shorter), (GPT_OSS, PREFIX, "")):
-        prompt = make_prompt(model, [(ctx, CHUNK)], device)
+    prefix, chunk = (PREFIX, CHUNK) if on_gpu else (PREFIX_ON_CPU, CHUNK_ON_CPU)
+    remark = "" if on_gpu else f"; {CHUNK} behind {PREFIX} on a GPU"
+    for model, ctx in ((LLAMA3_70B.tensor_parallel(8), prefix), (GPT_OSS, PREFIX)):
+        prompt = make_prompt(model, [(ctx, chunk)], device)
 
         def call(prompt: Prompt = prompt, window: tuple[int, int] | None = model.window) -> torch.Tensor:
             return prefill(prompt, window)
 
-        rows = sampled(CHUNK)
-        error = error_of(call()[rows], exact(prompt, model.window, rows))
+        rows = sampled(chunk)
+        error = error_of_rows(call()[rows], exact(prompt, model.window, rows))
         duration = median_ms(call, device, 3 if on_gpu else 1, f"prefill {model.name}")
-        shape = f"{described(model)}, {CHUNK} tokens behind {ctx}, {DTYPE_NAME}"
-        yield Row("prefix_prefill", *how, shape, error, duration, f"{SAMPLED}{remark}")
+        shape = f"{described(model)}, {chunk} tokens behind {ctx}, {DTYPE_NAME}"
+        plain = plain_ms(lambda prompt=prompt, model=model: exact(prompt, model.window, None, torch.float32), device)
+        note = f"{SAMPLED}{remark}"
+        yield Row("prefix_prefill", *how, shape, error, duration, note, limit=LIMIT, plain_ms=plain)
 
     model = LLAMA3_70B.tensor_parallel(8)
     prompt = make_prompt(model, [(1000, 500), (2000, 1), (4000, 1)], device, layout="x-packed")
@@ -85,10 +84,11 @@ def real_size(device: torch.device) -> Iterator[Row]:
         )  # fmt: skip
 
     by_engines_signature()
-    error = error_of(out[rows], exact(prompt, None, rows))
+    error = error_of_rows(out[rows], exact(prompt, None, rows))
     duration = median_ms(by_engines_signature, device, 3, "context_attention_fwd")
     shape = f"{model.name}, 500 tokens behind 1000, 1 behind 2000, 1 behind 4000, {DTYPE_NAME}"
-    yield Row("context_attention_fwd", *how, shape, error, duration, SAMPLED)
+    plain = plain_ms(lambda: exact(prompt, None, None, torch.float32), device)
+    yield Row("context_attention_fwd", *how, shape, error, duration, SAMPLED, limit=LIMIT, plain_ms=plain)
 
     parts = [torch.randn(CHUNK, LLAMA3_70B.num_heads_q, 128, device=device).to(DTYPE) for _ in range(2)]
     weights = [torch.randn(LLAMA3_70B.num_heads_q, CHUNK, device=device) for _ in range(2)]
@@ -96,10 +96,11 @@ def real_size(device: torch.device) -> Iterator[Row]:
     def merge() -> torch.Tensor:
         return merge_attention_states(parts[0], weights[0], parts[1], weights[1]).out
 
-    error = error_of(merge(), merged(parts, weights))
+    error = error_of_rows(merge(), merged(parts, weights))
     duration = median_ms(merge, device, 3, "merge")
     shape = f"{LLAMA3_70B.name}, {CHUNK} tokens, {DTYPE_NAME}"
-    yield Row("merge_attention_states", *how, shape, error, duration, NOTE)
+    plain = plain_ms(lambda: merged(parts, weights, torch.float32), device)
+    yield Row("merge_attention_states", *how, shape, error, duration, NOTE, limit=LIMIT, plain_ms=plain)
 
 
 def interpreted() -> Iterator[Row]:
@@ -121,11 +122,11 @@ def interpreted() -> Iterator[Row]:
         tensors = (*tensors, None, None, None, out, None)
         run = launch.prepare_prefill(*tensors, *numbers, PrefillPlan(32, 32, splits, 4, 1))
         run(*tensors)
-        error = error_of(out, exact(prompt, window, rows))
+        error = error_of_rows(out, exact(prompt, window, rows))
         duration = median_ms(lambda run=run, tensors=tensors: run(*tensors), device, 1, "prefill, interpreted")
         how = f"window {window[0] + 1} and sinks" if window else f"keys in {splits} parts" if splits > 1 else "causal"
         shape = f"{model.name}, 20 tokens behind 100 and 1 behind 70, {how}, {DTYPE_NAME}"
-        yield Row("prefix_prefill", INTERPRETED_KERNEL, "cpu", shape, error, duration, NOTE)
+        yield Row("prefix_prefill", INTERPRETED_KERNEL, "cpu", shape, error, duration, NOTE, limit=LIMIT)
 
     parts = [torch.randn(21, 4, 64).to(DTYPE) for _ in range(2)]
     weights = [torch.randn(4, 21) for _ in range(2)]
@@ -135,8 +136,8 @@ def interpreted() -> Iterator[Row]:
     merge(*six)
     duration = median_ms(lambda: merge(*six), device, 1, "merge, interpreted")
     shape = f"{model.name}, 21 tokens, {DTYPE_NAME}"
-    error = error_of(out, merged(parts, weights))
-    yield Row("merge_attention_states", INTERPRETED_KERNEL, "cpu", shape, error, duration, NOTE)
+    error = error_of_rows(out, merged(parts, weights))
+    yield Row("merge_attention_states", INTERPRETED_KERNEL, "cpu", shape, error, duration, NOTE, limit=LIMIT)
 
 
 def described(model: SoftmaxAttention) -> str:
@@ -178,50 +179,22 @@ def sampled(rows: int) -> torch.Tensor:
     return torch.cat([torch.tensor([0, rows - 1]), torch.randint(rows, (SAMPLE - 2,))]).unique()
 
 
-def exact(prompt: Prompt, window: tuple[int, int] | None, rows: torch.Tensor) -> torch.Tensor:
-    """These rows in float64."""
+def exact(
+    prompt: Prompt,
+    window: tuple[int, int] | None,
+    rows: torch.Tensor | None,
+    compute_dtype: torch.dtype = torch.float64,
+) -> torch.Tensor:
+    """These rows, or all, in float64 unless told otherwise."""
     return attention(
         prompt.q, prompt.keys, prompt.values, cu_seqlens_q=prompt.cu_seqlens_q, cu_seqlens_k=prompt.cu_seqlens_k,
-        causal=True, window=window, sinks=prompt.sinks, rows=rows,
+        causal=True, window=window, sinks=prompt.sinks, rows=rows, compute_dtype=compute_dtype,
     ).out  # fmt: skip
 
 
-def merged(parts: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> torch.Tensor:
+def merged(
+    parts: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], compute_dtype: torch.dtype = torch.float64
+) -> torch.Tensor:
     from kernel_reference.attention import merge_attention_states as reference
 
-    return reference(parts[0], weights[0], parts[1], weights[1]).out
-
-
-def error_of(out: torch.Tensor, wanted: torch.Tensor) -> float:
-    """The largest difference of a row of a head from float64, over its largest value; of the worst row."""
-    difference, size = ((x.abs().amax(-1)) for x in (out.double() - wanted, wanted))
-    error = float((difference / size).max())
-    if math.isnan(error):
-        raise ArithmeticError("the result holds NaN")
-    return error
-
-
-def median_ms(call: Callable[[], object], device: torch.device, repeats: int, what: str) -> float:
-    """The median of ``repeats`` runs, of one call each or on a GPU of 20; whoever asks has called it before."""
-    times = []
-    calls = 20 if device.type == "cuda" else 1
-    for _ in shown(range(repeats), what):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        started = time.perf_counter()
-        for _ in range(calls):
-            call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(1e3 * (time.perf_counter() - started) / calls)
-    return statistics.median(times)
-
-
-def shown(items: Iterable[Any], what: str) -> Iterator[Any]:
-    """``items`` with a bar of how many are done, where somebody watches."""
-    items = list(items)
-    for number, item in enumerate(items, start=1):
-        yield item
-        if sys.stderr.isatty():
-            bar = ("#" * (30 * number // len(items))).ljust(30)
-            print(f"\r{what} [{bar}] {number}/{len(items)}", end="\n" if number == len(items) else "", file=sys.stderr)
+    return reference(parts[0], weights[0], parts[1], weights[1], compute_dtype=compute_dtype).out

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-import statistics
-import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 
 from kernel_reference.attention import attention, mla_decode
-from kernel_reference.bench.demo import CPU_IMPLEMENTATION, CPU_TARGET_KERNEL, GPU_KERNEL, Row
+from kernel_reference.bench.demo import CPU_TARGET_KERNEL, Row, error_of_rows, median_ms, plain_ms, ran_on
 from kernel_reference.models import DEEPSEEK_V3, LatentAttention
 from tilelang_mla import DecodePlan, PrefillPlan, flash_mla_varlen_func, flash_mla_with_kvcache, plan_decode
 
@@ -21,6 +19,7 @@ PAGE = 64
 SEQUENCES, LONGEST, PROMPT = 64, 8192, 4096
 SEQUENCES_ON_CPU, LONGEST_ON_CPU, PROMPT_ON_CPU = 8, 2048, 512
 SAMPLE = 16
+LIMIT, LIMIT_IN_C = torch.finfo(DTYPE).eps, 1e-5
 NOTE = "error relative to a row's largest value"
 SAMPLED = f"{NOTE}; of a sample of rows, all heads"
 IN_C = f"{NOTE}; the kernel's text as C for one thread in float32"
@@ -38,7 +37,7 @@ class Batch(NamedTuple):
 def real_size(device: torch.device) -> Iterator[Row]:
     """A token of every sequence with one GPU's heads of eight, and a prompt: GPU kernels or the CPU implementation."""
     on_gpu = device.type == "cuda"
-    how = (GPU_KERNEL, torch.cuda.get_device_name(device)) if on_gpu else (CPU_IMPLEMENTATION, "cpu")
+    how = ran_on(device)
     model = DEEPSEEK_V3.tensor_parallel(8)
     scale = model.head_qk**-0.5
 
@@ -51,12 +50,14 @@ def real_size(device: torch.device) -> Iterator[Row]:
         assert isinstance(out, torch.Tensor)
         return out
 
-    error = error_of(decode(), mla_decode(*batch, model.latent, softmax_scale=scale).out)
+    error = error_of_rows(decode(), mla_decode(*batch, model.latent, softmax_scale=scale).out)
     shape = f"{model.name}, {sequences} sequences of 1 to {longest} keys, bfloat16"
     remark = "" if on_gpu else f"; {SEQUENCES} of up to {LONGEST} on a GPU"
-    yield Row(
-        "flash_mla_with_kvcache", *how, shape, error, median_ms(decode, device), f"{NOTE}; all rows and heads{remark}"
-    )
+    note = f"{NOTE}; all rows and heads{remark}"
+    duration = median_ms(decode, device)
+    in_float32 = {"softmax_scale": scale, "compute_dtype": torch.float32}
+    plain = plain_ms(lambda: mla_decode(*batch, model.latent, **in_float32), device)
+    yield Row("flash_mla_with_kvcache", *how, shape, error, duration, note, limit=LIMIT, plain_ms=plain)
 
     tokens = PROMPT if on_gpu else PROMPT_ON_CPU
     sizes = (model.head_qk, model.head_qk, model.head_v)
@@ -72,10 +73,14 @@ def real_size(device: torch.device) -> Iterator[Row]:
     wanted = attention(
         q, k, v, cu_seqlens_q=bounds, cu_seqlens_k=bounds, softmax_scale=scale, causal=True, rows=rows
     ).out  # fmt: skip
-    error = error_of(prefill()[rows.to(device)], wanted)
+    error = error_of_rows(prefill()[rows.to(device)], wanted)
     shape = f"{model.name}, a prompt of {tokens} tokens, bfloat16"
     remark = "" if on_gpu else f"; {PROMPT} tokens on a GPU"
-    yield Row("flash_mla_varlen_func", *how, shape, error, median_ms(prefill, device), f"{SAMPLED}{remark}")
+    note = f"{SAMPLED}{remark}"
+    duration = median_ms(prefill, device)
+    packed = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "causal": True}
+    plain = plain_ms(lambda: attention(q, k, v, **packed, **in_float32), device)
+    yield Row("flash_mla_varlen_func", *how, shape, error, duration, note, limit=LIMIT, plain_ms=plain)
 
 
 def interpreted() -> Iterator[Row]:
@@ -100,9 +105,18 @@ def interpreted() -> Iterator[Row]:
     def decode() -> torch.Tensor:
         return decode_in_c(attend, merge, batch, model, plan, scale * log2_e)
 
-    error = error_of(decode(), mla_decode(*batch, model.latent, softmax_scale=scale).out)
+    error = error_of_rows(decode(), mla_decode(*batch, model.latent, softmax_scale=scale).out)
     shape = f"{model.name}, 2 tokens of 4 sequences of 0 to 300 keys, in 2 parts, float32"
-    yield Row("flash_mla_with_kvcache", CPU_TARGET_KERNEL, "cpu", shape, error, median_ms(decode, device), IN_C)
+    yield Row(
+        "flash_mla_with_kvcache",
+        CPU_TARGET_KERNEL,
+        "cpu",
+        shape,
+        error,
+        median_ms(decode, device),
+        IN_C,
+        limit=LIMIT_IN_C,
+    )
 
     blocks, tokens = PrefillPlan(64, 64, 2), [70, 0, 130]
     bounds = torch.tensor([0, *tokens]).cumsum(0).int()
@@ -119,9 +133,18 @@ def interpreted() -> Iterator[Row]:
         return out
 
     wanted = attention(q, k, v, cu_seqlens_q=bounds, cu_seqlens_k=bounds, softmax_scale=scale, causal=True).out
-    error = error_of(prefill(), wanted)
+    error = error_of_rows(prefill(), wanted)
     shape = f"4 heads of {model.head_qk} and {model.head_v}, prompts of 70, 0 and 130 tokens, float32"
-    yield Row("flash_mla_varlen_func", CPU_TARGET_KERNEL, "cpu", shape, error, median_ms(prefill, device), IN_C)
+    yield Row(
+        "flash_mla_varlen_func",
+        CPU_TARGET_KERNEL,
+        "cpu",
+        shape,
+        error,
+        median_ms(prefill, device),
+        IN_C,
+        limit=LIMIT_IN_C,
+    )
 
 
 def decode_in_c(
@@ -153,29 +176,3 @@ def make_batch(
     q = torch.randn(len(lengths), tokens, model.num_heads, width, device=device).to(dtype)
     kv = torch.randn(pages, PAGE, 1, width, device=device).to(dtype)
     return Batch(q, kv, lengths.int().to(device), block_table)
-
-
-def error_of(out: torch.Tensor, wanted: torch.Tensor) -> float:
-    """The largest difference of a row of a head from float64, over its largest value; of the worst row."""
-    difference, size = (x.abs().amax(-1) for x in (out.double() - wanted, wanted))
-    # A row that sees no key is 0.
-    error = float((difference / torch.where(size > 0, size, 1)).max())
-    if math.isnan(error):
-        raise ArithmeticError("the result holds NaN")
-    return error
-
-
-def median_ms(call: Callable[[], object], device: torch.device) -> float:
-    """The median of 5 runs, of one call each or on a GPU of 20; whoever asks has called it before."""
-    times = []
-    calls = 20 if device.type == "cuda" else 1
-    for _ in range(5):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        started = time.perf_counter()
-        for _ in range(calls):
-            call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(1e3 * (time.perf_counter() - started) / calls)
-    return statistics.median(times)

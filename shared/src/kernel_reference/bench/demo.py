@@ -2,8 +2,9 @@
 
 ``python -m kernel_reference.bench.demo packages/*/examples/demo.py``. A demo.py defines
 ``real_size(device: torch.device) -> Iterable[Row]`` and ``interpreted() -> Iterable[Row]``, quickstart.py beside it.
-Each of the three runs in a process of its own; ``interpreted`` only where there is no GPU, with TRITON_INTERPRET=1.
-Exit code 0: all ran; 1: a package failed, and is named; 2: nothing to run.
+Each of the three runs in a process of its own; ``interpreted`` only where there is no GPU, with TRITON_INTERPRET=1. A
+step that needs a kernel language which is not installed, as Triton is not on macOS, is skipped, and the table says so.
+Exit code 0: all that could ran and was within its limit; 1: a package failed, and is named; 2: nothing to run.
 """
 
 from __future__ import annotations
@@ -13,23 +14,35 @@ import dataclasses
 import importlib.util
 import json
 import os
+import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from kernel_reference.bench.machine import package_of
-from kernel_reference.bench.table import Table, show, significant
+from kernel_reference.bench.table import significant
 from kernel_reference.checks import fail
+
+if TYPE_CHECKING:
+    from torch import Tensor, device
 
 GPU_KERNEL = "GPU kernel"
 CPU_IMPLEMENTATION = "CPU implementation"
 INTERPRETED_KERNEL = "kernel in Triton's interpreter"
 CPU_TARGET_KERNEL = "kernel through TileLang's CPU target"
 IMPLEMENTATIONS = (GPU_KERNEL, CPU_IMPLEMENTATION, INTERPRETED_KERNEL, CPU_TARGET_KERNEL)
+
+# Kernel languages, of which a machine may lack one, and the exit code of a step that does.
+_LANGUAGES = {"triton": "Triton (on Linux alone)", "tilelang": "TileLang"}
+_SKIPPED = 77
 
 # Enough of a traceback to see where and why, short enough that several failures fit a screen.
 _TAIL_LINES = 25
@@ -47,6 +60,8 @@ class Row:
     error: against float64, >= 0 (0 is exact); NaN is refused.
     time_ms: of one call, in milliseconds, after a warm-up.
     note: anything the reader must know, such as the sample of rows that the error was taken on.
+    limit: the largest error that passes; 0 where the result must be exact.
+    plain_ms: the time of the reference in plain PyTorch, in float32 on the same GPU; None without a GPU.
     """
 
     kernel: str
@@ -56,6 +71,8 @@ class Row:
     error: float
     time_ms: float
     note: str = ""
+    limit: float = field(default=0.0, kw_only=True)
+    plain_ms: float | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         for name in ("kernel", "implementation", "device", "shape", "note"):
@@ -63,12 +80,69 @@ class Row:
                 fail(name, "a string", repr(getattr(self, name)), TypeError)
         if self.implementation not in IMPLEMENTATIONS:
             fail("implementation", f"one of {IMPLEMENTATIONS}", repr(self.implementation))
-        for name in ("error", "time_ms"):
+        for name in ("error", "time_ms", "limit", *(("plain_ms",) if self.plain_ms is not None else ())):
             value = float(getattr(self, name))
             if not 0 <= value < float("inf"):
                 fail(name, "a finite number >= 0", value)
             # A NumPy or tensor scalar would not pass through JSON.
             object.__setattr__(self, name, value)
+
+    @property
+    def is_ok(self) -> bool:
+        return self.error <= self.limit
+
+
+def ran_on(device: device) -> tuple[str, str]:
+    """What ran in ``real_size``, and the device, as a row names them."""
+    import torch
+
+    return (GPU_KERNEL, torch.cuda.get_device_name(device)) if device.type == "cuda" else (CPU_IMPLEMENTATION, "cpu")
+
+
+def median_ms(call: Callable[[], object], device: device, repeats: int = 5, what: str = "", calls: int = 20) -> float:
+    """The median of ``repeats`` runs, of one call each or on a GPU of ``calls``; whoever asks has called it before."""
+    import torch
+
+    times = []
+    calls = calls if device.type == "cuda" else 1
+    for _ in shown(range(repeats), what):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        started = time.perf_counter()
+        for _ in range(calls):
+            call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(1e3 * (time.perf_counter() - started) / calls)
+    return statistics.median(times)
+
+
+def plain_ms(call: Callable[[], object], device: device) -> float | None:
+    """The time of the reference in plain PyTorch on a GPU; None on a CPU, where it is what has been timed."""
+    if device.type != "cuda":
+        return None
+    call()
+    return median_ms(call, device, 3, calls=1)
+
+
+def error_of_rows(out: Tensor, wanted: Tensor) -> float:
+    """The largest difference of a row of a head from float64, over its largest value; of the worst row."""
+    difference, size = (x.abs().amax(-1) for x in (out.double() - wanted, wanted))
+    # A row that sees no key is 0.
+    error = float((difference / size.where(size > 0, 1)).max())
+    if error != error:
+        raise ArithmeticError("the result holds NaN")
+    return error
+
+
+def shown(items: Iterable[Any], what: str) -> Iterator[Any]:
+    """``items`` with a bar of how many are done, where somebody watches."""
+    items = list(items)
+    for number, item in enumerate(items, start=1):
+        yield item
+        if what and sys.stderr.isatty():
+            bar = ("#" * (30 * number // len(items))).ljust(30)
+            print(f"\r{what} [{bar}] {number}/{len(items)}", end="\n" if number == len(items) else "", file=sys.stderr)
 
 
 @dataclass(frozen=True)
@@ -101,18 +175,28 @@ def main(arguments: Sequence[str] | None = None, *, has_gpu: Callable[[], bool] 
     print("a GPU is here: kernels run on it" if on_gpu else "no GPU here: CPU implementations, and kernels interpreted")
     found: list[tuple[str, Row]] = []
     failed: dict[str, str] = {}
+    skipped: dict[tuple[str, str], str] = {}
     with tempfile.TemporaryDirectory() as folder:
         steps = [step for path in chosen.demos for step in _steps(path, Path(folder), on_gpu)]
         for number, step in enumerate(steps, start=1):
-            reason = _run(step, f"[{number}/{len(steps)}] {step.package}: {step.name}", chosen.timeout)
+            title = f"[{number}/{len(steps)}] {step.package}: {step.name}"
+            reason, skip = _run(step, title, chosen.timeout)
             rows = _read(step.rows) if step.rows else []
             found += [(step.package, row) for row in rows]
-            if step.rows and not rows and not reason:
+            if skip:
+                skipped[step.package, step.name] = skip
+            elif step.rows and not rows and not reason:
                 reason = f"{step.name}() yielded no row"
                 print(reason, file=sys.stderr)
             if reason:
                 failed.setdefault(step.package, f"{step.name}: {reason}")
-    show(of_rows(found))
+    width = max(80, min(120, shutil.get_terminal_size().columns))
+    print("\n" + as_text(found, width, colours=sys.stdout.isatty()))
+    for (package, name), reason in skipped.items():
+        print(textwrap.fill(f"skipped: {package}, {name}: {reason}", width, subsequent_indent="  "))
+    for package, row in found:
+        if not row.is_ok:
+            failed.setdefault(package, f"{row.kernel}: an error of {row.error:.1e}, over the limit of {row.limit:.1e}")
     for package, reason in failed.items():
         print(f"FAILED: {package}: {reason}", file=sys.stderr)
     return 1 if failed else 0
@@ -134,8 +218,8 @@ def _steps(path: Path, folder: Path, on_gpu: bool) -> list[_Step]:
     return steps
 
 
-def _run(step: _Step, title: str, timeout: float) -> str:
-    """Run one step, showing that it lives. Returns the reason of its failure, empty where it succeeded."""
+def _run(step: _Step, title: str, timeout: float) -> tuple[str, str]:
+    """Run one step, showing that it lives. Returns why it failed and why it was skipped, empty where it was not."""
     # An interpreter asked for by the caller's shell would make the reference rows wait for kernels they do not run.
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     if step.interpreted:
@@ -151,16 +235,19 @@ def _run(step: _Step, title: str, timeout: float) -> str:
             process.kill()
             process.wait()
             raise
+        output.seek(0)
+        tail = output.read().splitlines()[-_TAIL_LINES:]
+        if reason == f"exit code {_SKIPPED}" and tail:
+            print(f"{title} skipped: {tail[-1]}", flush=True)
+            return "", tail[-1]
         if reason:
-            output.seek(0)
-            tail = output.read().splitlines()[-_TAIL_LINES:]
             print(
                 "\n".join([f"{title} failed, {reason}; its last lines:", *(f"    {line}" for line in tail)]),
                 file=sys.stderr,
             )
         else:
             print(f"{title} done in {time.monotonic() - start:.1f} s", flush=True)
-    return reason
+    return reason, ""
 
 
 def _wait(process: subprocess.Popen[bytes], title: str, start: float, timeout: float) -> str:
@@ -182,7 +269,8 @@ def _collect(path: Path, name: str, target: Path) -> None:
     """In the process of a step: write the rows of demo.py's function ``name`` to ``target``, each as it comes."""
     import torch
 
-    if name == "interpreted":
+    # TileLang's kernels run without Triton.
+    if name == "interpreted" and importlib.util.find_spec("triton"):
         from kernel_reference.testing import interpreter
 
         interpreter.repair()
@@ -200,11 +288,19 @@ def _collect(path: Path, name: str, target: Path) -> None:
     else:
         rows = module.real_size(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     with target.open("w", encoding="utf-8") as out:
-        for row in rows:
-            if not isinstance(row, Row):
-                fail(f"what {name}() yields", "a kernel_reference.bench.demo.Row", repr(row), TypeError)
-            out.write(json.dumps(dataclasses.asdict(row)) + "\n")
-            out.flush()
+        try:
+            for row in rows:
+                if not isinstance(row, Row):
+                    fail(f"what {name}() yields", "a kernel_reference.bench.demo.Row", repr(row), TypeError)
+                out.write(json.dumps(dataclasses.asdict(row)) + "\n")
+                out.flush()
+        except ModuleNotFoundError as error:
+            language = _LANGUAGES.get((error.name or "").partition(".")[0])
+            # On a GPU a missing language is a failure: nothing falls back silently.
+            if name != "interpreted" or language is None:
+                raise
+            print(f"its kernels need {language}, which is not installed here")
+            sys.exit(_SKIPPED)
 
 
 def _read(path: Path) -> list[Row]:
@@ -215,22 +311,58 @@ def _read(path: Path) -> list[Row]:
     return [Row(**json.loads(line)) for line in lines]
 
 
-def of_rows(rows: Iterable[tuple[str, Row]]) -> Table:
-    """The demo's table: a section a package."""
+def as_text(rows: Iterable[tuple[str, Row]], width: int, colours: bool = False) -> str:
+    """The demo's table, at most ``width`` >= 80 columns wide: a section a package, in it one an implementation.
+
+    A row is the function with its numbers and its verdict, and below it, in whole words, its shape and its note.
+    """
     rows = list(rows)
-    columns = ["package", "kernel", "implementation", "device", "shape", "error vs float64", "time"]
-    noted = any(row.note for _, row in rows)
-    table = Table("demo", [*columns, "note"] if noted else columns, right=frozenset({"error vs float64", "time"}))
-    for package in dict.fromkeys(package for package, _ in rows):
-        mine = [row for name, row in rows if name == package]
-        table.sections.append([_cells(package if i == 0 else "", row, noted) for i, row in enumerate(mine)])
-    return table
+    beside = any(row.plain_ms is not None for _, row in rows)
+    headings = ["error", "limit", "time", *(["speed-up"] if beside else []), "result"]
+
+    def line(name: str, cells: Sequence[str], indent: str) -> list[str]:
+        numbers = "  ".join(
+            [f"{cells[0]:>9}", f"{cells[1]:>7}", f"{cells[2]:>7}", *(f"{cell:>8}" for cell in cells[3:-1])]
+        )
+        left = width - len(numbers) - 8
+        first = f"{indent}{name}"
+        lines = [f"{first:<{left}}{numbers}  {cells[-1]}".rstrip()]
+        # A long name keeps its line to itself.
+        return lines if len(first) < left else [first, f"{'':<{left}}{numbers}  {cells[-1]}".rstrip()]
+
+    lines = [*line("error against float64", headings, ""), "-" * width]
+    for package, of_package in groupby(rows, key=lambda row: row[0]):
+        lines.append(package)
+        for (implementation, where), group in groupby(
+            of_package, key=lambda row: (row[1].implementation, row[1].device)
+        ):
+            lines.append(f"  {implementation}, {where}")
+            for _, row in group:
+                lines += line(row.kernel, _cells(row, beside), "    ")
+                lines += _indented("; ".join(filter(None, (row.shape, row.note))), width)
+        lines.append("")
+    ok = sum(row.is_ok for _, row in rows)
+    lines += ["-" * width, f"{ok} of {len(rows)} results within their limits"]
+    if beside:
+        lines += textwrap.wrap("speed-up: over the reference in plain PyTorch, float32, on the same GPU", width)
+    text = "\n".join(lines) + "\n"
+    if colours:
+        text = text.replace("  ok\n", "  \033[32mok\033[0m\n").replace("  OVER\n", "  \033[1;31mOVER\033[0m\n")
+    return text
 
 
-def _cells(package: str, row: Row, noted: bool) -> list[str]:
-    error = f"{row.error:.1e}" if row.error else "0 (exact)"
-    cells = [package, row.kernel, row.implementation, row.device, row.shape, error, _duration(row.time_ms)]
-    return [*cells, row.note] if noted else cells
+def _indented(text: str, width: int) -> list[str]:
+    indent = " " * 6
+    return textwrap.wrap(
+        text, width, initial_indent=indent, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def _cells(row: Row, beside: bool) -> list[str]:
+    error = f"{row.error:.1e}" if row.error else "exact"
+    limit = f"{row.limit:.1e}" if row.limit else "exact"
+    speed_up = [f"{significant(row.plain_ms / row.time_ms)} x" if row.plain_ms and row.time_ms else ""]
+    return [error, limit, _duration(row.time_ms), *(speed_up if beside else []), "ok" if row.is_ok else "OVER"]
 
 
 def _duration(ms: float) -> str:

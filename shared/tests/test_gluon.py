@@ -12,6 +12,8 @@ import torch
 
 from kernel_reference.launching import TmaBox
 from kernel_reference.testing import gluon
+from kernel_reference.testing.gluon import pipeline
+from kernel_reference.testing.gluon.values import Value
 from kernel_reference.testing.numerics import assert_close_to_oracle
 
 M, N, BLOCK_K = 64, 64, 32
@@ -50,7 +52,7 @@ def test_a_place_that_is_freed_before_the_product_is_done_holds_the_next_tile(ke
 @pytest.mark.parametrize(("fault", "error", "message"), [
     ("read too early", RuntimeError, "read while its product is in flight"),
     # Whichever comes first.
-    ("half the bytes", RuntimeError, "by more bytes|on their way"),
+    ("half the bytes", RuntimeError, "by more bytes|in flight"),
     ("freed twice", RuntimeError, "more often"),
     ("stored too far", IndexError, "elements 64 to 4159 of memory that holds 4096"),
     ("never freed", RuntimeError, "a deadlock"),
@@ -59,7 +61,7 @@ def test_what_would_hang_or_corrupt_on_a_gpu_is_an_error(
     kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, fault: str, error: type[Exception], message: str
 ) -> None:
     if fault == "never freed":
-        monkeypatch.setattr(gluon, "_PATIENCE_S", 0.5)
+        monkeypatch.setattr(pipeline, "PATIENCE_S", 0.5)
     with pytest.raises(error, match=message):
         multiply(kernels, fault=fault)
 
@@ -82,7 +84,7 @@ def test_tensors_within_tuples_and_named_tuples_are_pointers_too(kernels: Module
 
 
 def test_products_of_what_was_divided_wrap_at_2_to_the_31_as_on_a_gpu() -> None:
-    for number, wanted in ((gluon._Value(2**30), -(2**31)), (gluon._Value(torch.tensor(2**30)), 2**31)):
+    for number, wanted in ((Value(2**30), -(2**31)), (Value(torch.tensor(2**30)), 2**31)):
         assert int((number // 1) * 2) == wanted
         assert int((number % (2**30 + 1)) * 2) == wanted
 

@@ -96,8 +96,6 @@ LONGER_FILES: dict[str, int] = {
     "lightning-attn ops.py": 584,
     "prefix-prefill arguments.py": 464,
     "prefix-prefill hopper.py": 803,
-    "shared gluon.py": 677,
-    "shared interpreter.py": 535,
     "tilelang-mla decode.py": 771,
     "tilelang-mla prefill.py": 468,
 }  # fmt: skip

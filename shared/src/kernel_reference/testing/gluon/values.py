@@ -1,0 +1,171 @@
+"""What a simulated kernel computes with: numbers and tiles in registers, pointers, loads and stores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+Tensor = torch.Tensor
+
+
+class DType:
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.torch = dtype
+        self.primitive_bitwidth = 8 * dtype.itemsize
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, DType) and other.torch == self.torch
+
+    def __hash__(self) -> int:
+        return hash(self.torch)
+
+
+def raw(value: Any) -> Any:
+    return value.data if isinstance(value, Value) else value
+
+
+def in_64_bits(value: Any) -> Tensor:
+    return torch.as_tensor(raw(value)).double()
+
+
+def truncated(a: Any, b: Any) -> Tensor:
+    return torch.div(*promoted(a, b), rounding_mode="trunc")
+
+
+def remainder(a: Any, b: Any) -> Tensor:
+    return torch.fmod(*promoted(a, b))
+
+
+class Value:
+    """A number or a tile in registers; integers divide as in C."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = data if isinstance(data, Tensor) else torch.tensor(data, dtype=dtype_of_number(data))
+
+    @property
+    def dtype(self) -> DType:
+        return DType(self.data.dtype)
+
+    @property
+    def type(self) -> SimpleNamespace:
+        """Its layout is none: all threads have all."""
+        return SimpleNamespace(layout=None)
+
+    def to(self, dtype: DType, bitcast: bool = False) -> Value:
+        return Value(self.data.view(dtype.torch) if bitcast else self.data.to(dtype.torch))
+
+    def __getitem__(self, place: Any) -> Value:
+        return Value(self.data[place])
+
+    def __index__(self) -> int:
+        return int(self.data)
+
+    __int__ = __index__
+
+    def __bool__(self) -> bool:
+        return bool(self.data)
+
+    def __neg__(self) -> Value:
+        return Value(-self.data)
+
+    def __invert__(self) -> Value:
+        return Value(~self.data)
+
+
+def dtype_of_number(number: Any) -> torch.dtype | None:
+    return torch.int32 if isinstance(number, int) and not isinstance(number, bool) else None
+
+
+def define_operators() -> None:
+    def define(name: str, function: Callable[[Any, Any], Any], mirrored: bool) -> None:
+        def forwards(a: Value, b: Any) -> Any:
+            # A tile plus a pointer is a pointer.
+            return NotImplemented if isinstance(b, Pointer) else Value(function(a.data, raw(b)))
+
+        setattr(Value, f"__{name}__", forwards)
+        if mirrored:
+            setattr(Value, f"__r{name}__", lambda a, b: Value(function(raw(b), a.data)))
+
+    for name in ("add", "sub", "mul", "truediv", "and", "or", "xor"):
+        define(name, lambda a, b, name=name: getattr(torch.as_tensor(a), f"__{name}__")(b), True)  # type: ignore[misc]
+    define("floordiv", truncated, True)
+    define("mod", remainder, True)
+    for name in ("lt", "le", "gt", "ge", "eq", "ne"):
+        define(name, lambda a, b, name=name: getattr(a, f"__{name}__")(b), False)  # type: ignore[misc]
+
+
+class Pointer:
+    """A tensor's memory, and places in it counted in elements from the first one's."""
+
+    def __init__(self, tensor: Tensor, places: Any = 0) -> None:
+        self.tensor, self.places = tensor, places
+        self.dtype = SimpleNamespace(element_ty=DType(tensor.dtype))
+
+    def __add__(self, places: Any) -> Pointer:
+        return Pointer(self.tensor, raw(places) + self.places)
+
+    __radd__ = __add__
+
+    def memory(self) -> Tensor:
+        tensor = self.tensor
+        reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        return torch.as_strided(tensor, (reach + 1 if tensor.numel() else 0,), (1,), tensor.storage_offset())
+
+
+define_operators()
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    # Indexing is not implemented for 8-bit floats.
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 and tensor.dtype.is_floating_point else tensor
+
+
+def reached(pointer: Pointer, *others: Any) -> list[Tensor]:
+    """A pointer's places and others, broadcast; the places that the last one, a mask, leaves are in memory."""
+    parts = [torch.as_tensor(raw(part)) for part in (pointer.places, *others)]
+    places, *rest = torch.broadcast_tensors(*parts)
+    used, size = places[rest[-1]], pointer.memory().numel()
+    if used.numel() and not 0 <= int(used.min()) <= int(used.max()) < size:
+        raise IndexError(f"elements {int(used.min())} to {int(used.max())} of memory that holds {size}")
+    return [places.long(), *rest]
+
+
+def load(pointer: Pointer, mask: Any = True, other: Any = 0) -> Value:
+    places, seen = reached(pointer, mask)
+    memory = as_bytes(pointer.memory())
+    found = memory[places.clamp(0, max(memory.numel() - 1, 0))] if memory.numel() else memory.new_zeros(places.shape)
+    return Value(torch.where(seen, found, torch.as_tensor(raw(other)).to(memory.dtype)).view(pointer.tensor.dtype))
+
+
+def store(pointer: Pointer, value: Any, mask: Any = True) -> None:
+    memory = pointer.memory()
+    places, values, seen = reached(pointer, torch.as_tensor(raw(value)), mask)
+    as_bytes(memory)[places[seen]] = as_bytes(values[seen].to(memory.dtype))
+
+
+def select(condition: Any, a: Any, b: Any) -> Any:
+    if not isinstance(condition, Value):
+        return a if condition else b
+    return Value(torch.where(condition.data, *promoted(raw(a), raw(b))))
+
+
+def promoted(a: Any, b: Any) -> tuple[Tensor, Tensor]:
+    """Of one dtype: a Python number takes the other's."""
+    if not isinstance(a, Tensor):
+        a = torch.tensor(a, dtype=b.dtype if isinstance(b, Tensor) else dtype_of_number(a))
+    if not isinstance(b, Tensor):
+        b = torch.tensor(b, dtype=a.dtype)
+    dtype = torch.promote_types(a.dtype, b.dtype)
+    return a.to(dtype), b.to(dtype)
+
+
+def extreme(of_tensors: Callable[[Tensor, Tensor], Tensor], of_numbers: Callable[..., Any]) -> Callable[..., Any]:
+    def extreme(a: Any, b: Any) -> Any:
+        if not isinstance(a, Value) and not isinstance(b, Value):
+            return of_numbers(a, b)
+        return Value(of_tensors(*promoted(raw(a), raw(b))))
+
+    return extreme

@@ -158,7 +158,7 @@ class Ragged:
         self.initial = [initial] * batch if isinstance(initial, bool) else list(initial)
         self.begins = list(accumulate(lengths, initial=0))
         self.scale = scale
-        self.slopes = ladder(self.num_heads, device) if slopes is None else slopes
+        self.slopes = decay_rates(self.num_heads, device) if slopes is None else slopes
         indices = {"dtype": index_dtype, "device": device}
         self.cu_seqlens = torch.tensor(self.begins, **indices)
         self.slots = torch.tensor(self.slot_of, **indices)
@@ -246,7 +246,7 @@ class Ragged:
         assert_rounded(got, attended.state, apart=(0, 1), what=what)
 
 
-def ladder(heads: int, device: torch.device) -> Tensor:
+def decay_rates(heads: int, device: torch.device) -> Tensor:
     """Decays of every kind, from none to all of the state in one token."""
     return torch.tensor([_SLOPES[h % len(_SLOPES)] for h in range(heads)], dtype=torch.float32, device=device)
 
@@ -267,7 +267,7 @@ class Tensors:
         return torch.randn(size, device=self.device).to(dtype)
 
     def slopes(self, heads: int) -> Tensor:
-        return ladder(heads, self.device)
+        return decay_rates(heads, self.device)
 
     def ragged(self, lengths: Sequence[int], **options: Any) -> Ragged:
         return Ragged(self.device, lengths, **options)
@@ -312,6 +312,23 @@ class Kernels:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
+    @staticmethod
+    def prepare(op: str, given: Sequence[Any], *numbers: Any, plan: Any = None) -> tuple[Any, Any]:
+        """What launches an op, and its tensors as that takes them: checked, but for values and a plan."""
+        from lightning_attn import arguments, launch
+        from lightning_attn import tensors as groups
+
+        names = {"attention_backward": "AttentionBackward", "verify": "Decode"}
+        tensors = getattr(groups, names.get(op, op.title()))(*given)
+        problem = getattr(arguments, f"check_{op}")(tensors, *numbers)
+        prepare = getattr(launch, f"prepare_{'decode' if op == 'verify' else op}")
+        return prepare(problem, plan, tensors), tensors
+
+    def call(self, op: str, given: Sequence[Any], *numbers: Any, plan: Any = None) -> None:
+        """Launch an op: its tensors, its results among them, and its numbers but for the plan."""
+        run, tensors = self.prepare(op, given, *numbers, plan=plan)
+        run(tensors)
+
     def prefill(
         self, batch: Ragged, plan: Any, positions: Sequence[Sequence[int]] | None = None, *, initial: bool | None = None
     ) -> list[tuple[int, int, int]]:
@@ -319,8 +336,6 @@ class Kernels:
 
         initial: speaks for all sequences. Returns the snapshots to come, as :meth:`Ragged.check` wants them.
         """
-        from lightning_attn import launch
-
         indices = {"dtype": batch.slots.dtype, "device": self.device}
         snapshots, taken = (None, None), []
         if positions is not None:
@@ -334,32 +349,26 @@ class Kernels:
             batch.q, batch.k, batch.v, batch.slopes, batch.cu_seqlens, batch.pool.tensor, batch.slots, own, *snapshots,
             batch.out.tensor,
         )  # fmt: skip
-        launch.prepare_varlen(*tensors[:8], bool(initial), *tensors[8:], batch.scale, plan)(*tensors)
+        self.call("varlen", tensors, bool(initial), batch.scale, plan=plan)
         return taken
 
     def decode(self, batch: Ragged, plan: Any) -> None:
         """A batch whose sequences have one token each."""
-        from lightning_attn import launch
-
         tensors = (batch.q, batch.k, batch.v, batch.pool.tensor, batch.slots, batch.slopes, batch.out.tensor)
-        launch.prepare_decode(*tensors, batch.scale, plan)(*tensors)
+        self.call("decode", tensors, batch.scale, plan=plan)
 
     def verify(self, batch: Ragged, plan: Any) -> None:
         """A batch whose sequences have as many tokens each, as drafts."""
-        from lightning_attn import launch
-
         q, k, v, out = (self.drafts(batch, x) for x in (batch.q, batch.k, batch.v, batch.out.tensor))
         tensors = (q, k, v, batch.pool.tensor, batch.slots, batch.slopes, out)
-        launch.prepare_verify(*tensors, batch.scale, plan)(*tensors)
+        self.call("verify", tensors, batch.scale, plan=plan)
 
     def commit(self, batch: Ragged, accepted: Sequence[int], plan: Any) -> None:
         """The first so many drafts of each sequence."""
-        from lightning_attn import launch
-
         counts = torch.tensor(accepted, dtype=batch.slots.dtype, device=self.device)
         k, v = (self.drafts(batch, x) for x in (batch.k, batch.v))
         tensors = (k, v, batch.pool.tensor, batch.slots, batch.slopes, counts)
-        launch.prepare_commit(*tensors, plan)(*tensors)
+        self.call("commit", tensors, plan=plan)
 
     @staticmethod
     def drafts(batch: Ragged, x: Tensor) -> Tensor:
@@ -370,13 +379,11 @@ class Kernels:
         self, plan: Any, q: Tensor, k: Tensor, v: Tensor, ed: Tensor, history: Tensor | None, scale: float = 1.0
     ) -> tuple[Tensor, Tensor]:
         """out [b, h, n, e] and the states [b, h, d, e] of [b, h, n, d|e] tensors."""
-        from lightning_attn import launch
-
         b, h, n, d = q.shape
         e = v.shape[3]
         out, kv = self._guarded((b, h, n, e), q.dtype), self._guarded((b, h, 1, d, e), torch.float32)
         tensors = (q, k, v, ed, history, out.tensor, kv.tensor)
-        launch.prepare_attention(*tensors, scale, plan)(*tensors)
+        self.call("attention", tensors, scale, plan=plan)
         for result in (out, kv):
             result.check(written=True)
         return out.tensor, kv.tensor[:, :, 0]
@@ -386,13 +393,11 @@ class Kernels:
         d_state: Tensor | None, scale: float = 1.0,
     ) -> list[Tensor]:  # fmt: skip
         """dq, dk, dv and the gradient of the history [b, h, d, e]."""
-        from lightning_attn import launch
-
         results = [self._guarded(x.shape, q.dtype) for x in (q, k, v)]
         results.append(self._guarded((*q.shape[:2], q.shape[3], v.shape[3]), torch.float32))
         d_kv = None if d_state is None else d_state[:, :, None]
         tensors = (q, k, v, ed, history, d_out, d_kv, *(result.tensor for result in results))
-        launch.prepare_attention_backward(*tensors, scale, plan)(*tensors)
+        self.call("attention_backward", tensors, scale, plan=plan)
         for result in results:
             result.check(written=True)
         return [result.tensor for result in results]

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 import lightning_attn
+from kernel_reference.launching import Launch, TmaLaunch
 from kernel_reference.models import MINIMAX_01
 from kernel_reference.testing.codegen import TARGETS, KernelSpec, Report, assert_clean, compile_specs
-from lightning_attn import launch
 from lightning_attn.plan import DecodePlan, DeviceLimits, Heads, PrefillPlan, plan_decode, plan_prefill
 
 pytestmark = pytest.mark.codegen
@@ -45,23 +45,28 @@ GROUPED = Heads(16, 64, 64, 192)
 
 
 def recorded(
-    run: Any, tensors: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
-) -> list[tuple[launch.Launch, tuple[Any, ...]]]:
-    """The launches that a call makes, each with its tensors."""
-    calls: list[tuple[launch.Launch, tuple[Any, ...]]] = []
-    monkeypatch.setattr(launch.Launch, "__call__", lambda self, *given: calls.append((self, given)))
-    run(*tensors)
+    op: str, given: tuple[Any, ...], numbers: tuple[Any, ...], plan: Any, monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[Launch, tuple[Any, ...]]]:
+    """The launches that an op makes with this plan, each with its tensors."""
+    from lightning_attn import arguments, launch
+    from lightning_attn import tensors as groups
+
+    calls: list[tuple[Launch, tuple[Any, ...]]] = []
+    monkeypatch.setattr(Launch, "__call__", lambda self, *given: calls.append((self, given)))
+    group = {"attention_backward": "AttentionBackward", "verify": "Decode"}.get(op, op.title())
+    tensors = getattr(groups, group)(*given)
+    problem = getattr(arguments, f"check_{op}")(tensors, *numbers)
+    prepare = getattr(launch, f"prepare_{'decode' if op == 'verify' else op}")
+    prepare(problem, plan, tensors)(tensors)
     return calls
 
 
-def spec_of(name: str, start: launch.Launch, tensors: tuple[Any, ...]) -> KernelSpec:
+def spec_of(name: str, start: Launch, tensors: tuple[Any, ...]) -> KernelSpec:
     blocks = []
-    if isinstance(start, launch.HopperLaunch):
-        blocks = [form[2:] for form in start._forms]
-        # o travels twice.
-        tensors = (*tensors[:4], tensors[3], *tensors[4:])
+    if isinstance(start, TmaLaunch):
+        blocks = [box[2:] for box in start.boxes]
     return KernelSpec.of_call(
-        start._kernel, (*tensors, *start._rest), options=start._options, name=name, descriptors=blocks
+        start.kernel, (*tensors, *start.rest), options=start.options, name=name, descriptors=blocks
     )
 
 
@@ -81,16 +86,15 @@ def all_specs(target: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[KernelSp
         v = empty(1, heads.num_heads, rows, heads.head_v, dtype=dtype)
         out, state = torch.empty_like(v), empty(1, heads.num_heads, 1, heads.head_qk, heads.head_v, dtype=torch.float32)
         rates, history = empty(heads.num_heads, dtype=torch.float32), state[:, :, 0]
-        plan = plan or plan_prefill(heads, dtype == torch.bfloat16, limits, hopper=True)
+        plan = plan or plan_prefill(heads, dtype == torch.bfloat16, limits, suits_tma=True)
         if forward:
-            run = launch.prepare_attention(q, k, v, rates, history, out, state, 1.0, plan)
-            calls = recorded(run, (q, k, v, rates, history, out, state), monkeypatch)
+            calls = recorded("attention", (q, k, v, rates, history, out, state), (1.0,), plan, monkeypatch)
             yield from (spec_of(f"{name}, {len(calls)} launches", *call) for call in calls)
         tensors = (q, k, v, rates, history, out, state, *map(torch.empty_like, (q, k, v, history)))
-        run = launch.prepare_attention_backward(*tensors, 1.0, plan)
+        calls = recorded("attention_backward", tensors, (1.0,), plan, monkeypatch)
         # The last of the three walks goes backwards and keeps its final state; with segments it is three launches.
-        for place, call in enumerate(recorded(run, tensors, monkeypatch)[-3 if plan.segment else -1 :]):
-            yield spec_of(f"{name}, backward {place}", *call)
+        for i, call in enumerate(calls[-3 if plan.segment else -1 :]):
+            yield spec_of(f"{name}, backward {i}", *call)
 
     def ragged(
         name: str, heads: Heads, dtype: torch.dtype, snapshots: int, plan: PrefillPlan | None = None
@@ -105,9 +109,9 @@ def all_specs(target: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[KernelSp
         marks = [empty(sequences, snapshots, dtype=torch.int32) if snapshots else None for _ in range(2)]
         rates = empty(heads.num_heads, dtype=torch.float32)
         plan = plan or plan_prefill(heads, dtype == torch.bfloat16, limits, True, snapshots > 0)
-        run = launch.prepare_varlen(q, k, v, rates, cu, pool, slots, has, False, *marks, out, 1.0, plan)
-        for place, call in enumerate(recorded(run, (q, k, v, rates, cu, pool, slots, has, *marks, out), monkeypatch)):
-            yield spec_of(f"{name}, ragged {place}", *call)
+        tensors = (q, k, v, rates, cu, pool, slots, has, *marks, out)
+        for i, call in enumerate(recorded("varlen", tensors, (False, 1.0), plan, monkeypatch)):
+            yield spec_of(f"{name}, ragged {i}", *call)
 
     def recurrent(name: str, heads: Heads, tokens: int, plan: DecodePlan, *kinds: str) -> Iterator[KernelSpec]:
         q, k = (empty(32, tokens, heads.num_heads_qk, heads.head_qk) for _ in range(2))
@@ -122,8 +126,8 @@ def all_specs(target: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[KernelSp
         }
         for kind in kinds:
             numbers = () if kind == "commit" else (1.0,)
-            run = getattr(launch, f"prepare_{kind}")(*tensors_of[kind], *numbers, plan)
-            yield from (spec_of(f"{name}, {kind}", *call) for call in recorded(run, tensors_of[kind], monkeypatch))
+            calls = recorded(kind, tensors_of[kind], numbers, plan, monkeypatch)
+            yield from (spec_of(f"{name}, {kind}", *call) for call in calls)
 
     yield from dense("MiniMax-01", MINIMAX, torch.bfloat16, plan_prefill(MINIMAX, True, limits), forward=True)
     yield from dense("head sizes 80 and 48", NARROW_KEYS, torch.bfloat16)

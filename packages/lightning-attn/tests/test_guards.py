@@ -21,7 +21,7 @@ import lightning_attn
 from kernel_reference.testing import contract
 from kernel_reference.testing.guards import Canaried, assert_bitwise_equal, canaried
 from lightning_attn import launch
-from lightning_attn.kernels import chunked
+from lightning_attn.kernels import schedule
 from lightning_attn.plan import DecodePlan, DeviceLimits, Heads, PrefillPlan, cdiv
 
 sanitize = pytest.mark.sanitize
@@ -268,12 +268,12 @@ def ragged_tensors(tensors, size: int, chunk: int, heads: int = 1) -> list[torch
     ids=["rows and slots", "heads"],
 )
 def test_ragged_walks_follow_rows_slots_and_heads_more_than_2_to_the_31_elements_apart(
-    tensors, plan, size, dims
+    tensors, kernels, plan, size, dims
 ) -> None:
     on_hopper_or_skip(plan, tensors.device)
 
     def walk(*given: torch.Tensor) -> tuple[()]:
-        launch.prepare_varlen(*given[:8], False, *given[8:], 1.0, plan)(*given)
+        kernels.call("varlen", given, False, 1.0, plan=plan)
         return ()
 
     check_far_apart(walk, ragged_tensors(tensors, size, plan.chunk, heads=1 + dims[0]), dims)
@@ -282,10 +282,10 @@ def test_ragged_walks_follow_rows_slots_and_heads_more_than_2_to_the_31_elements
 @pytest.mark.parametrize(("plan", "size"), FAR_WALKS[:3])
 @pytest.mark.parametrize("dims", [{0: 2, 1: 2, 2: 2, 5: 2, 10: 2}, {5: 3}], ids=["elements", "columns of states"])
 def test_ragged_walks_follow_elements_whose_last_is_more_than_2_to_the_31_elements_off(
-    tensors, plan, size, dims
+    tensors, kernels, plan, size, dims
 ) -> None:
     def walk(*given: torch.Tensor) -> tuple[()]:
-        launch.prepare_varlen(*given[:8], False, *given[8:], 1.0, plan)(*given)
+        kernels.call("varlen", given, False, 1.0, plan=plan)
         return ()
 
     check_far_apart(walk, ragged_tensors(tensors, size, plan.chunk), dims)
@@ -294,7 +294,7 @@ def test_ragged_walks_follow_elements_whose_last_is_more_than_2_to_the_31_elemen
 @pytest.mark.parametrize(("plan", "size"), FAR_WALKS)
 @pytest.mark.parametrize("dim", [0, 1, 2], ids=["sequences", "heads", "rows"])
 def test_dense_walks_and_gradients_follow_dimensions_more_than_2_to_the_31_elements_apart(
-    tensors, plan, size, dim
+    tensors, kernels, plan, size, dim
 ) -> None:
     on_hopper_or_skip(plan, tensors.device)
     if tensors.device.type == "cpu":
@@ -309,12 +309,12 @@ def test_dense_walks_and_gradients_follow_dimensions_more_than_2_to_the_31_eleme
 
     def attend(q, k, v, out) -> tuple[()]:
         given = (q, k, v, slopes, history, out, kv[:, :, None])
-        launch.prepare_attention(*given, 1.0, plan)(*given)
+        kernels.call("attention", given, 1.0, plan=plan)
         return ()
 
     def differentiate(q, k, v, d_out, dq, dk, dv) -> tuple[()]:
         given = (q, k, v, slopes, history, d_out, kv[:, :, None], dq, dk, dv, d_history)
-        launch.prepare_attention_backward(*given, 1.0, plan)(*given)
+        kernels.call("attention_backward", given, 1.0, plan=plan)
         return ()
 
     check_far_apart(attend, (q, k, v, results[0]), dict.fromkeys((1, 3) if dim else range(4), dim))
@@ -323,7 +323,9 @@ def test_dense_walks_and_gradients_follow_dimensions_more_than_2_to_the_31_eleme
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2, 3], ids=["slots or sequences", "tokens or heads", "heads or d", "elements"])
-def test_decoding_verifying_and_committing_follow_dimensions_more_than_2_to_the_31_elements_apart(tensors, dim) -> None:
+def test_decoding_verifying_and_committing_follow_dimensions_more_than_2_to_the_31_elements_apart(
+    tensors, kernels, dim
+) -> None:
     sequences, heads = 1 + (dim == 0), 1 + (dim in (1, 2))
     q, k, v, out = (tensors.normal(sequences, 3, heads, 16, dtype=BF16) for _ in range(4))
     pool = tensors.normal(3, heads, 16, 16, dtype=BF16)
@@ -332,9 +334,9 @@ def test_decoding_verifying_and_committing_follow_dimensions_more_than_2_to_the_
 
     def verify_and_commit(q, k, v, pool, out) -> tuple[()]:
         drafts = (q, k, v, pool, slots, slopes, out)
-        launch.prepare_verify(*drafts, 1.0, plan)(*drafts)
+        kernels.call("verify", drafts, 1.0, plan=plan)
         taken = (k, v, pool, slots, slopes, accepted)
-        launch.prepare_commit(*taken, plan)(*taken)
+        kernels.call("commit", taken, plan=plan)
         return ()
 
     check_far_apart(verify_and_commit, (q, k, v, pool, out), dict.fromkeys(range(5), dim))
@@ -343,7 +345,7 @@ def test_decoding_verifying_and_committing_follow_dimensions_more_than_2_to_the_
 
         def decode(q, k, v, pool, out) -> tuple[()]:
             given = (q, k, v, pool, slots, slopes, out)
-            launch.prepare_decode(*given, 1.0, plan)(*given)
+            kernels.call("decode", given, 1.0, plan=plan)
             return ()
 
         check_far_apart(decode, (*tokens, pool, out[:, 0].contiguous()), dict.fromkeys((0, 3, 4), dim))
@@ -389,7 +391,7 @@ class Grids:
                 calls.append((self.name, given))
 
         monkeypatch.setattr(launch, "Launch", Recorded)
-        monkeypatch.setattr(launch, "HopperLaunch", Recorded)
+        monkeypatch.setattr(launch, "TmaLaunch", Recorded)
         monkeypatch.setattr(launch, "device_limits", lambda device: limits)
 
 
@@ -401,7 +403,7 @@ def meta(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 
 
 def prepare_ragged(
-    rows: int, sequences: int, plan: PrefillPlan | None = None, snapshots: int = 0, heads: int = 2
+    kernels: Any, rows: int, sequences: int, plan: PrefillPlan | None = None, snapshots: int = 0, heads: int = 2
 ) -> None:
     """Make a ragged call of tensors that have no memory."""
     q = meta(rows, heads, 16)
@@ -409,40 +411,42 @@ def prepare_ragged(
     pool = meta(5, heads, 16, 16)
     places = (meta(sequences, snapshots, dtype=torch.int32),) * 2 if snapshots else (None, None)
     given = (q, q, q, meta(heads, dtype=FP32), cu, pool, slots, None, *places, q)
-    launch.prepare_varlen(*given[:8], True, *given[8:], 1.0, plan)(*given)
+    kernels.call("varlen", given, True, 1.0, plan=plan)
 
 
 MANY = 70_000
 
 
 @pytest.mark.parametrize("segment", [0, 16])
-def test_the_grids_of_many_sequences_rows_and_snapshots_are_such_as_a_launch_can_take(monkeypatch, segment) -> None:
+def test_the_grids_of_many_sequences_rows_and_snapshots_are_such_as_a_launch_can_take(
+    monkeypatch, kernels, segment
+) -> None:
     grids = Grids(monkeypatch, PLAIN)
     plan = PrefillPlan(16, 16, segment, 4, 2)
-    prepare_ragged(MANY, MANY, plan)
-    prepare_ragged(2**21, 3, plan)
-    prepare_ragged(1000, 1000, plan, snapshots=70)
+    prepare_ragged(kernels, MANY, MANY, plan)
+    prepare_ragged(kernels, 2**21, 3, plan)
+    prepare_ragged(kernels, 1000, 1000, plan, snapshots=70)
     q, kv = meta(MANY, 1, 40, 16), meta(MANY, 1, 1, 16, 16, dtype=FP32)
     given = (q, q, q, meta(1, dtype=FP32), None, q, kv)
-    launch.prepare_attention(*given, 1.0, plan)(*given)
+    kernels.call("attention", given, 1.0, plan=plan)
     q, pool = meta(MANY, 1, 16), meta(5, 1, 16, 16)
     given = (q, q, q, pool, meta(MANY, dtype=torch.int32), meta(1, dtype=FP32), q)
-    launch.prepare_decode(*given, 1.0, DecodePlan(16, 1))(*given)
+    kernels.call("decode", given, 1.0, plan=DecodePlan(16, 1))
     for name, grid in grids.grids:
         # CUDA's limits of the three dimensions of a grid.
         for size, most in zip(grid, (2**31 - 1, 65535, 65535), strict=True):
             assert 0 < size <= most, (name, grid)
 
 
-def test_no_drafts_launch_nothing(monkeypatch) -> None:
+def test_no_drafts_launch_nothing(monkeypatch, kernels) -> None:
     """There are no rows to read then, not even one too many."""
     grids = Grids(monkeypatch, PLAIN)
     for sequences, tokens in ((3, 0), (0, 4), (0, 0)):
         q, pool = meta(sequences, tokens, 2, 16), meta(5, 2, 16, 16)
         slots, slopes = meta(sequences, dtype=torch.int32), meta(2, dtype=FP32)
         for plan in (None, DecodePlan(16, 1)):
-            launch.prepare_verify(q, q, q, pool, slots, slopes, q, 1.0, plan)(q, q, q, pool, slots, slopes, q)
-            launch.prepare_commit(q, q, pool, slots, slopes, slots, plan)(q, q, pool, slots, slopes, slots)
+            kernels.call("verify", (q, q, q, pool, slots, slopes, q), 1.0, plan=plan)
+            kernels.call("commit", (q, q, pool, slots, slopes, slots), plan=plan)
     assert not grids.calls
 
 
@@ -460,7 +464,8 @@ def test_more_sequences_than_a_grid_has_in_its_last_dimensions_are_all_decoded_a
         torch.testing.assert_close(batch.pool.tensor.double(), wanted, rtol=1e-2, atol=1e-2)
 
 
-# Where segments stand: the arithmetic of chunked.locate and chunked.carried_place, in Python and on the device
+# Which program takes which segment: the arithmetic of schedule.locate and schedule.carried_slot, in Python and on the
+# device
 
 
 def located(cu: Sequence[int], rows: int, segment: int, place: int) -> tuple[int, int, int, int]:
@@ -485,7 +490,7 @@ def located(cu: Sequence[int], rows: int, segment: int, place: int) -> tuple[int
 
 
 def carried(begin: int, sequence: int, segment: int) -> int:
-    """chunked.carried_place of ragged sequences."""
+    """schedule.carried_slot of ragged sequences."""
     return begin // segment + min(begin // segment, sequence)
 
 
@@ -562,15 +567,16 @@ def test_places_of_impossible_bounds_stay_within_rows_and_states() -> None:
 
 
 @triton.jit
-def tabulate_places(p_cu, p_table, num_sequences, rows, SEGMENT: tl.constexpr):
+def tabulate(p_cu, p_table, num_sequences, rows, SEGMENT: tl.constexpr):
     i_w = tl.program_id(0)
-    i_n, i_segment, begin, end = chunked.locate(p_cu, i_w, num_sequences, rows, SEGMENT)
-    place = chunked.carried_place(p_cu, i_n, begin, rows, SEGMENT)
+    batch = schedule.Batch(p_cu, None, None, schedule.Counts(rows, num_sequences, num_sequences))
+    i_n, i_segment, begin, end = schedule.locate(batch, i_w, SEGMENT)
+    slot = schedule.carried_slot(batch, i_n, begin, SEGMENT)
     tl.store(p_table + i_w * 5, i_n)
     tl.store(p_table + i_w * 5 + 1, i_segment)
     tl.store(p_table + i_w * 5 + 2, begin)
     tl.store(p_table + i_w * 5 + 3, end)
-    tl.store(p_table + i_w * 5 + 4, place)
+    tl.store(p_table + i_w * 5 + 4, slot)
 
 
 def all_bounds() -> Iterator[tuple[list[int], int]]:
@@ -589,14 +595,14 @@ def test_the_device_finds_the_places_that_python_does(device: torch.device, segm
         places = grid_places(rows, len(cu) - 1, segment)
         table = torch.full((places, 5), -9, dtype=torch.int64, device=device)
         bounds = torch.tensor(cu, dtype=dtype, device=device)
-        tabulate_places[(places,)](bounds, table, len(cu) - 1, rows, SEGMENT=segment)
+        tabulate[(places,)](bounds, table, len(cu) - 1, rows, SEGMENT=segment)
         for place, found in enumerate(table.tolist()):
             sequence, i_segment, begin, end = located(cu, rows, segment, place)
             assert found == [sequence, i_segment, begin, end, carried(begin, sequence, segment)], (cu, rows, place)
 
 
 @pytest.mark.parametrize("segment", [16, 32, 48])
-def test_launches_have_a_place_for_each_segment_and_a_state_between_them(monkeypatch, segment: int) -> None:
+def test_launches_have_a_program_for_each_segment_and_a_state_between_them(monkeypatch, kernels, segment: int) -> None:
     rng = random.Random(3)
     plan = PrefillPlan(16, 16, segment, 4, 2)
     for _ in range(20):
@@ -604,7 +610,7 @@ def test_launches_have_a_place_for_each_segment_and_a_state_between_them(monkeyp
         if not rows:
             continue
         grids = Grids(monkeypatch, PLAIN)
-        prepare_ragged(rows, len(cu) - 1, plan)
+        prepare_ragged(kernels, rows, len(cu) - 1, plan)
         assert grids.calls[-1][0] == "walk"
         for name, grid in grids.grids:
             if name in ("walk", "segment_states"):
@@ -619,7 +625,7 @@ def test_launches_have_a_place_for_each_segment_and_a_state_between_them(monkeyp
             assert [name for name, _ in grids.calls] == ["walk"]
 
 
-def test_states_between_segments_are_allocated_only_for_sequences_longer_than_a_segment(monkeypatch) -> None:
+def test_states_between_segments_are_allocated_only_for_sequences_longer_than_a_segment(monkeypatch, kernels) -> None:
     """Many short sequences would otherwise take more memory for states that nothing carries than for q, k and v."""
     made: list[int] = []
     empty = torch.empty
@@ -633,9 +639,9 @@ def test_states_between_segments_are_allocated_only_for_sequences_longer_than_a_
     plan = PrefillPlan(16, 16, 64, 4, 2)
     q, kv, ed = meta(1000, 2, 64, 16), meta(1000, 2, 1, 16, 16, dtype=FP32), meta(2, dtype=FP32)
     given = (q, q, q, ed, None, q, kv)
-    run = launch.prepare_attention(*given, 1.0, plan)
+    run, given_tensors = kernels.prepare("attention", given, 1.0, plan=plan)
     monkeypatch.setattr(torch, "empty", count)
-    run(*given)
+    run(given_tensors)
     assert sum(made) == 0
     assert Heads(2, 2, 16, 16).num_heads * cdiv(16, plan.block_e) == 2
 
@@ -704,7 +710,7 @@ def test_kernels_leave_out_impossible_snapshots(tensors, kernels, segment) -> No
         batch.q, batch.k, batch.v, batch.slopes, batch.cu_seqlens, batch.pool.tensor, batch.slots,
         batch.has_initial_state, *snapshot, batch.out.tensor,
     )  # fmt: skip
-    launch.prepare_varlen(*given[:8], False, *given[8:], 1.0, plan_of(segment))(*given)
+    kernels.call("varlen", given, False, 1.0, plan=plan_of(segment))
     batch.check(snapshots=[(0, 16, 5), (2, 17, 7)])
 
 

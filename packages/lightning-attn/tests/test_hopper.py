@@ -19,7 +19,7 @@ from lightning_attn.plan import PrefillPlan
 
 @pytest.fixture(scope="module")
 def hopper() -> ModuleType:
-    return gluon.shadow(*(f"lightning_attn.kernels.{name}" for name in ("decay", "chunked", "hopper")))[-1]
+    return gluon.shadow(*(f"lightning_attn.kernels.{name}" for name in ("decay", "schedule", "hopper")))[-1]
 
 
 @pytest.fixture(autouse=True)
@@ -29,17 +29,16 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch, hopper: ModuleType, device: torc
         pytest.skip("the kernel itself runs here")
 
     class Launch:
-        def __init__(self, kernel: Any, grid: Any, rest: Any, _: Any, boxes: Any, strides: Any, blocks: Any) -> None:
+        def __init__(self, kernel: Any, grid: Any, rest: Any, _: Any, boxes: Any, **options: Any) -> None:
             self.grid, self.rest = grid, rest
-            shapes = [[1, 1, *block] for block in blocks]
-            layouts = map(hopper.descriptor_layout, shapes)
-            self.forms = [*zip(boxes, strides, shapes, layouts, strict=True)]
+            layout = hopper.gl.NVMMASharedLayout.get_default_for
+            self.boxes = [(box.sizes, box.strides, box.box, layout(box.box, hopper.gl.bfloat16)) for box in boxes]
 
         def __call__(self, *tensors: torch.Tensor | None) -> None:
-            described = [gluon.Descriptor(x, *form) for x, form in zip(tensors[:4], self.forms, strict=True)]
-            gluon.launch(hopper.walk, self.grid[0], *described, *tensors[3:], *self.rest)
+            described = [gluon.Descriptor(x, *box) for x, box in zip(tensors[:4], self.boxes, strict=True)]
+            gluon.launch(hopper.walk, self.grid[0], *described, *tensors[4:], *self.rest)
 
-    monkeypatch.setattr(launch, "HopperLaunch", Launch)
+    monkeypatch.setattr(launch, "TmaLaunch", Launch)
 
 
 @pytest.mark.parametrize("sizes", [(64, 64), (64, 128), (128, 64)], ids=str)

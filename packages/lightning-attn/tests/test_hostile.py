@@ -50,7 +50,7 @@ def test_each_value_follows_each() -> None:
 @pytest.mark.parametrize("dtype", HOSTILE, ids=str)
 @pytest.mark.parametrize(("plan", "kind", "size"), PLANS)
 def test_bounds_at_the_ends_of_their_integers_read_no_row_and_change_no_slot_but_those_of_the_clamped_sequences(
-    tensors, plan, kind, size, dtype
+    tensors, kernels, plan, kind, size, dtype
 ) -> None:
     """Inputs stand amid NaN, so that a row which does not exist shows in the state that is made of it."""
     device = tensors.device
@@ -75,7 +75,7 @@ def test_bounds_at_the_ends_of_their_integers_read_no_row_and_change_no_slot_but
     cu = torch.tensor(bounds, dtype=dtype, device=device)
     rates = torch.tensor([0.1], device=device)
     call = (q, k, v, rates, cu, pool.tensor, slots, None, positions, targets, out.tensor)
-    launch.prepare_varlen(*call[:8], True, *call[8:], 1.0, plan)(*call)
+    kernels.call("varlen", call, True, 1.0, plan=plan)
 
     assert bool(pool.tensor.isfinite().all()), "a state was made of rows that do not exist"
     pool.check(written=False)

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import lightning_attn
+from kernel_reference.dispatch import PreparedLaunches
 from kernel_reference.models import MINIMAX_01
 from kernel_reference.testing import contract
 from kernel_reference.testing.guards import assert_bitwise_equal
@@ -203,9 +204,9 @@ def cases_of(name: str, make: Maker) -> list[tuple[Any, ...]]:
         out = torch.zeros(90, HEADS, E, dtype=BF16, device=make.device)
         first, has = tensors[:7], tensors[7]
         return [
-            (*first, has, False, positions, targets, out, 0.5),
-            (*first, None, True, None, None, out, 1.0, walk),
-            (*first[:4], first[4].long(), first[5], first[6].long(), None, False, None, None, out, 1.0),
+            (*first, has, positions, targets, out, False, 0.5),
+            (*first, None, None, None, out, True, 1.0, walk),
+            (*first[:4], first[4].long(), first[5], first[6].long(), None, None, None, out, False, 1.0),
         ]  # fmt: skip
     if name in ("decode", "verify"):
         tensors = make.tokens(3) if name == "decode" else make.drafts(3)
@@ -390,9 +391,9 @@ def prefill_of(given: Sequence[Tensor], sequences: Sequence[int], plan: Any, thr
     return [*out.split([*lengths, 1])[:-1]], [*pool[slots[chosen].long()]]
 
 
-def by_launch(*given: Any) -> None:
+def by_launch(kernels: Any, *given: Any) -> None:
     *tensors, plan = given
-    launch.prepare_varlen(*tensors[:8], False, *tensors[8:], 1.0, plan)(*tensors)
+    kernels.call("varlen", tensors, False, 1.0, plan=plan)
 
 
 def by_public_function(*given: Any) -> None:
@@ -426,9 +427,9 @@ def check_neighbours(given: Sequence[Tensor], plan: Any, through: Callable[..., 
 
 
 @pytest.mark.parametrize("segment", [0, 16])
-def test_a_walk_of_a_sequence_has_the_same_bits_whatever_is_walked_beside_it(make, segment: int) -> None:
+def test_a_walk_of_a_sequence_has_the_same_bits_whatever_is_walked_beside_it(make, kernels, segment: int) -> None:
     given = batch_of(make, [33, 1, 20, 16], 1, (16, 16))
-    check_neighbours(given, PrefillPlan(16, 16, segment, 4, 2), by_launch, [[0], [2, 0], [3, 2, 1]])
+    check_neighbours(given, PrefillPlan(16, 16, segment, 4, 2), partial(by_launch, kernels), [[0], [2, 0], [3, 2, 1]])
 
 
 def test_a_ragged_sequence_has_the_same_bits_whatever_is_beside_it(make) -> None:
@@ -445,7 +446,7 @@ def test_sequences_of_a_model_have_the_same_bits_whatever_is_beside_them(make, m
     lengths = [5000, 1, 2048, 2049, 0, 777, 1, 4097]
     given = batch_of(make, lengths, model.num_heads, (model.head_qk, model.head_v), dtype)
     if dtype == BF16:
-        plan = plan_prefill(lightning_attn.plan.Heads(8, 8, 128, 128), True, H200, hopper=True)
+        plan = plan_prefill(lightning_attn.plan.Heads(8, 8, 128, 128), True, H200, suits_tma=True)
         assert plan.segment == 2048
     groups = [[0], [2], [3], [7], [7, 0], [1, 3, 5], [6, 5, 4, 3, 2, 1, 0]]
     check_neighbours(given, None, by_public_function, groups)
@@ -517,73 +518,6 @@ def test_gradients_match_finite_differences(make) -> None:
 # What is made ready once and found again
 
 
-class RecordingKernel:
-    """Stands for a kernel: says how it was started, through Triton's binding of arguments or past it."""
-
-    def __init__(self) -> None:
-        self.started: list[str] = []
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
-        def bind(*arguments: Any, **options: Any) -> dict[tuple[int, ...], Callable[..., None]]:
-            self.started.append("bound")
-            return {grid: lambda *arguments: self.started.append("past")}
-
-        return bind
-
-
-def test_only_aligned_tensors_go_past_tritons_binding_and_only_after_an_aligned_one_went_through_it() -> None:
-    kernel = RecordingKernel()
-    run = launch.Launch(kernel, (1, 1, 1), (), torch.device("cpu"))
-    room = torch.empty(64, dtype=BF16)
-    first = (-room.data_ptr() % 16) // 2
-    aligned, askew = room[first : first + 8], room[first + 1 : first + 9]
-    for tensors in (
-        (aligned, askew), (aligned, None), (aligned, aligned), (askew, None), (None, askew), (None, aligned)
-    ):  # fmt: skip
-        run(*tensors)
-    assert kernel.started == ["bound", "bound", "past", "bound", "bound", "past"]
-
-
-def test_the_table_of_launches_is_emptied_at_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The table is asked on a GPU alone; what fills and empties it is not.
-    monkeypatch.setattr(ops, "_MOST_LAUNCHES", 4)
-    monkeypatch.setattr(ops, "_launches", {})
-    made: list[int] = []
-
-    def prepare(tensors: Sequence[Tensor], numbers: tuple[int, ...]) -> int:
-        made.append(numbers[0])
-        return numbers[0]
-
-    tensor = torch.empty(2, 3)
-    for number in (*range(20), 19, 19):
-        assert ops._ready(prepare, (tensor,), (number,)) == number
-        assert len(ops._launches) <= 4
-    assert made == list(range(20))
-
-
-def test_a_launch_is_found_again_only_for_the_same_sizes_strides_dtypes_device_and_numbers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(ops, "_launches", {})
-
-    def prepare(tensors: Sequence[Tensor], numbers: tuple[Any, ...]) -> object:
-        return object()
-
-    def prepare_another(tensors: Sequence[Tensor], numbers: tuple[Any, ...]) -> object:
-        return object()
-
-    tensor = torch.empty(2, 3)
-    others = [torch.empty(3, 3), torch.empty(2, 4)[:, :3], tensor.double(), tensor.to("meta"), None]
-    looks = [
-        (prepare, (tensor,), (1.0, None)), (prepare, (tensor,), (2.0, None)), (prepare, (tensor,), (1.0, [16, 4])),
-        (prepare, (tensor,), (1.0, [32, 4])), (prepare_another, (tensor,), (1.0, None)),
-        *[(prepare, (other,), (1.0, None)) for other in others],
-    ]  # fmt: skip
-    made = [ops._ready(*look) for look in looks]
-    assert len(set(map(id, made))) == len(looks)
-    assert [ops._ready(*look) for look in looks] == made
-
-
 # The way from a public function to the kernels: where there is no GPU, CPU tensors are sent it too
 
 
@@ -595,7 +529,7 @@ def by_kernels(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterato
         return
     library = torch.library.Library("lightning_attn", "IMPL", "CPU")
     monkeypatch.setattr(launch, "device_limits", lambda device: DeviceLimits(1))
-    monkeypatch.setattr(ops, "_launches", {})
+    monkeypatch.setattr(ops, "launches", PreparedLaunches())
     with warnings.catch_warnings():
         # torch says once that an implementation is replaced.
         warnings.simplefilter("ignore")
@@ -791,12 +725,11 @@ def test_an_unaligned_tensor_after_an_aligned_one_of_the_same_look_is_computed(t
 
 @gpu
 def test_many_sizes_do_not_grow_the_table_of_launches_past_its_bound(make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "_MOST_LAUNCHES", 8)
-    monkeypatch.setattr(ops, "_launches", {})
+    monkeypatch.setattr(ops, "launches", PreparedLaunches(most=8))
     for sequences in range(1, 12):
         for function, inputs in PUBLIC.values():
             function(*inputs(make, sequences))
-            assert len(ops._launches) <= 8
+            assert len(ops.launches) <= 8
 
 
 @gpu

@@ -197,8 +197,9 @@ def test_the_drop_in_functions_keep_the_arguments_that_engines_pass_by_place_and
     assert [p.name for p in attention[:6]] == ["q", "k", "v", "ed", "block_size", "kv_history"]
     assert [p.default for p in attention[4:6]] == [256, None]
     decoding = [*inspect.signature(linear_decode_forward_triton).parameters.values()]
-    assert [p.name for p in decoding] == ["q", "k", "v", "kv_caches", "slope_rate", "slot_idx", "BLOCK_SIZE"]
-    assert decoding[-1].default == 32
+    assert [p.name for p in decoding[:7]] == ["q", "k", "v", "kv_caches", "slope_rate", "slot_idx", "BLOCK_SIZE"]
+    assert decoding[6].default == 32
+    assert all(p.kind == p.KEYWORD_ONLY for p in decoding[7:])
 
 
 def test_the_scale_multiplies_outputs_and_not_states(tensors) -> None:

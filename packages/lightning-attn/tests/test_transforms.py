@@ -167,7 +167,7 @@ def test_functions_that_keep_a_state_refuse_tangents_and_batches_by_name(tensors
     run(x)
     with pytest.raises(ValueError, match=rf"^{name} must be without a tangent: .*, got a dual tensor"):
         torch.func.jvp(lambda given: run(given), (x,), (x,))
-    with pytest.raises(ValueError, match=rf"^{name} must be whole, not batched by torch.vmap \(.*\), got a batched"):
+    with pytest.raises(ValueError, match=rf"^{name} must be outside torch.vmap \(.*\), got a batched"):
         torch.vmap(run)(torch.stack([x, x]))
     with pytest.raises(ValueError, match=rf"^{name} must be without gradient"):
         torch.func.grad(lambda given: run(given).sum())(x)

@@ -12,7 +12,7 @@ from lightning_attn.api import (
     lightning_verify,
     linear_decode_forward_triton,
 )
-from lightning_attn.ladder import slopes
+from lightning_attn.decay_rates import slopes
 
 __all__ = [
     "LightningResult",

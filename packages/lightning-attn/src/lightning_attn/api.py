@@ -7,14 +7,27 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kernel_reference.checks import as_int, check_float, check_no_tangents, describe, fail, values_are_checked
+from kernel_reference.checks import (
+    REFUSALS,
+    as_float,
+    as_int,
+    check_dense,
+    describe,
+    fail,
+    given,
+    known,
+    values_are_checked,
+)
+from kernel_reference.plans import plan_as_ints
+from kernel_reference.transforms import are_active, refuse_derivatives
 from lightning_attn import (
     arguments,
     ops,  # noqa: F401  defines the ops that are taken below
     transforms,
 )
-from lightning_attn.arguments import Names, check_tensors
+from lightning_attn.arguments import Names
 from lightning_attn.plan import DecodePlan, PrefillPlan
+from lightning_attn.tensors import Decode
 
 Tensor = torch.Tensor
 
@@ -24,9 +37,6 @@ _varlen = torch.ops.lightning_attn.varlen.default
 _decode = torch.ops.lightning_attn.decode.default
 _verify = torch.ops.lightning_attn.verify.default
 _commit = torch.ops.lightning_attn.commit.default
-
-# What torch and tensors raise, in words of their own, over arguments of the wrong kind or rank.
-_REFUSALS = (RuntimeError, AttributeError, TypeError, IndexError)
 
 
 class LightningResult(NamedTuple):
@@ -85,13 +95,13 @@ def lightning_attention(
             one forgets the state at each token, on every device.
     """
     as_int("block_size", block_size)
-    scale = _as_float(scale)
-    numbers = (scale, None if plan is None else _as_ints(plan, PrefillPlan))
+    scale = as_float("scale", scale)
+    numbers = (scale, plan_as_ints(plan, PrefillPlan))
     try:
         op: Any = _attention_inference
         if torch.is_grad_enabled() and ed.requires_grad:
             fail("ed", "without gradient (decay rates have none here; pass ed.detach())", "requires_grad=True")
-        if transforms.are_active():
+        if are_active():
             op = transforms.attention
         elif torch.is_grad_enabled():
             if q.requires_grad or k.requires_grad or v.requires_grad:
@@ -99,8 +109,8 @@ def lightning_attention(
             if kv_history is not None and kv_history.requires_grad:
                 op = _attention
         return LightningResult(*op(q, k, v, ed, kv_history, *numbers))
-    except _REFUSALS:
-        _explain(check_tensors, q=q, k=k, v=v, ed=ed, **_given(kv_history=kv_history))
+    except REFUSALS:
+        _explain(check_dense, q=q, k=k, v=v, ed=ed, **given(kv_history=kv_history))
         raise
 
 
@@ -153,23 +163,23 @@ def lightning_attention_varlen(
             of sequences are clamped to 0 .. T, slots outside the pool are padding, impossible snapshots unused and
             rates as for :func:`lightning_attention`.
     """
-    scale = _as_float(scale)
-    numbers = (scale, None if plan is None else _as_ints(plan, PrefillPlan))
+    scale = as_float("scale", scale)
+    numbers = (scale, plan_as_ints(plan, PrefillPlan))
     positions, snapshot_slots = (None, None) if snapshot is None else _parts(snapshot)
     own_states, all_have_states = _initial(has_initial_state)
     try:
-        _refuse_derivatives(
+        refuse_derivatives(
             q=q, k=k, v=v, slopes=slopes, cu_seqlens=cu_seqlens, state_pool=state_pool, slots=slots, out=out
         )
         result = _allocate_out(q, v) if out is None else out
         _varlen(
-            q, k, v, slopes, cu_seqlens, state_pool, slots, own_states, all_have_states, positions, snapshot_slots,
-            result, *numbers,
+            q, k, v, slopes, cu_seqlens, state_pool, slots, own_states, positions, snapshot_slots, result,
+            all_have_states, *numbers,
         )  # fmt: skip
-    except _REFUSALS:
+    except REFUSALS:
         _explain(
-            check_tensors, q=q, k=k, v=v, slopes=slopes, cu_seqlens=cu_seqlens, state_pool=state_pool, slots=slots,
-            **_given(
+            check_dense, q=q, k=k, v=v, slopes=slopes, cu_seqlens=cu_seqlens, state_pool=state_pool, slots=slots,
+            **given(
                 out=out, has_initial_state=own_states, **{"snapshot.positions": positions},
                 **{"snapshot.slots": snapshot_slots},
             ),
@@ -211,14 +221,14 @@ def lightning_decode(
             looked at on a CPU, and elsewhere inside ``kernel_reference.checks.validate_values``. Not looked at, a slot
             outside the pool is padding and rates are as for :func:`lightning_attention`.
     """
-    scale = _as_float(scale)
-    numbers = (scale, None if plan is None else _as_ints(plan, DecodePlan))
+    scale = as_float("scale", scale)
+    numbers = (scale, plan_as_ints(plan, DecodePlan))
     try:
-        _refuse_derivatives(q=q, k=k, v=v, state_pool=state_pool, slots=slots, slopes=slopes, out=out)
+        refuse_derivatives(q=q, k=k, v=v, state_pool=state_pool, slots=slots, slopes=slopes, out=out)
         result = _allocate_out(q, v) if out is None else out
         _decode(q, k, v, state_pool, slots, slopes, result, *numbers)
-    except _REFUSALS:
-        _explain(check_tensors, q=q, k=k, v=v, state_pool=state_pool, slots=slots, slopes=slopes, **_given(out=out))
+    except REFUSALS:
+        _explain(check_dense, q=q, k=k, v=v, state_pool=state_pool, slots=slots, slopes=slopes, **given(out=out))
         _explain(arguments.check_packed, ("B",), q, k, v)
         raise
     return result
@@ -232,6 +242,8 @@ def linear_decode_forward_triton(
     slope_rate: Tensor,
     slot_idx: Tensor,
     BLOCK_SIZE: int = 32,
+    *,
+    plan: DecodePlan | None = None,
 ) -> Tensor:
     """:func:`lightning_decode` with the signature that engines call.
 
@@ -241,6 +253,7 @@ def linear_decode_forward_triton(
         slope_rate: the decay rates s >= 0, float32, any shape of H elements, contiguous.
         slot_idx: [B], the ``slots`` there.
         BLOCK_SIZE: without effect; there for the callers that pass it.
+        plan: a launch plan to use instead of the one made for the device.
 
     Returns:
         [B, H * E], new, contiguous. Rows of padding are 0. Not differentiable.
@@ -249,25 +262,25 @@ def linear_decode_forward_triton(
         TypeError, ValueError: as there, under these names.
     """
     as_int("BLOCK_SIZE", BLOCK_SIZE)
+    ints = plan_as_ints(plan, DecodePlan)
     try:
-        _refuse_derivatives(q=q, k=k, v=v, kv_caches=kv_caches, slope_rate=slope_rate, slot_idx=slot_idx)
+        refuse_derivatives(q=q, k=k, v=v, kv_caches=kv_caches, slope_rate=slope_rate, slot_idx=slot_idx)
         q_rows, k_rows, v_rows = _only_token(q, k, v)
         out = _allocate_out(q_rows, v_rows)
-    except _REFUSALS:
-        _explain(check_tensors, q=q, k=k, v=v, kv_caches=kv_caches, slope_rate=slope_rate, slot_idx=slot_idx)
+    except REFUSALS:
+        _explain(check_dense, q=q, k=k, v=v, kv_caches=kv_caches, slope_rate=slope_rate, slot_idx=slot_idx)
         raise
     try:
-        _decode(q_rows, k_rows, v_rows, kv_caches, slot_idx, slope_rate, out, 1.0)
-    except (*_REFUSALS, ValueError):
+        _decode(q_rows, k_rows, v_rows, kv_caches, slot_idx, slope_rate, out, 1.0, ints)
+    except (*REFUSALS, ValueError):
         # The op knows its arguments by other names.
-        _explain(check_tensors, q=q, k=k, v=v, kv_caches=kv_caches, slope_rate=slope_rate, slot_idx=slot_idx)
-        tensors = (q_rows, k_rows, v_rows, kv_caches, slot_idx, slope_rate, out)
-        _explain(arguments.check_decode, *tensors, _NAMES_OF_ENGINES)
+        _explain(check_dense, q=q, k=k, v=v, kv_caches=kv_caches, slope_rate=slope_rate, slot_idx=slot_idx)
+        tensors = Decode(q_rows, k_rows, v_rows, kv_caches, slot_idx, slope_rate, out)
+        _explain(arguments.check_decode, tensors, 1.0, ints, _NAMES_OF_ENGINES)
         if not torch.compiler.is_compiling():
             _explain(arguments.overlap("decode", tensors, _NAMES_OF_ENGINES), *tensors)
         if values_are_checked(q.device):
-            num_slots = kv_caches.shape[0]
-            _explain(arguments.check_values, _NAMES_OF_ENGINES, slopes=slope_rate, slots=slot_idx, num_slots=num_slots)
+            _explain(arguments.check_decode_values, tensors, _NAMES_OF_ENGINES)
         raise
     return out.flatten(1)
 
@@ -279,13 +292,12 @@ def _only_token(q: Any, k: Any, v: Any) -> tuple[Tensor, Tensor, Tensor]:
     """[B, H, 1, D|E] as [B, H, D|E]: views."""
     for name, tensor, tail in (("q", q, "D"), ("k", k, "D"), ("v", v, "E")):
         if not isinstance(tensor, Tensor):
-            check_tensors(**{name: tensor})
+            check_dense(**{name: tensor})
         if tensor.ndim != 4 or tensor.shape[2] != 1:
             tokens_first = tensor.ndim == 4 and tensor.shape[1] == 1
             hint = f" (pass {name}.transpose(1, 2) if it is [B, 1, H, {tail}])" if tokens_first else ""
             fail(name, f"[B, H, 1, {tail}]{hint}", describe(tensor))
-        # While torch.compile traces, sizes may be ones that only the device knows: then the op asks.
-        if not torch.compiler.is_compiling() and tensor.shape[:2] != q.shape[:2]:
+        if any([known(one != other) for one, other in zip(tensor.shape[:2], q.shape[:2], strict=True)]):
             fail(name, f"[{q.shape[0]}, {q.shape[1]}, 1, {tail}] as q is", describe(tensor))
     return q[:, :, 0], k[:, :, 0], v[:, :, 0]
 
@@ -320,14 +332,14 @@ def lightning_verify(
     Raises:
         TypeError, ValueError: as for :func:`lightning_decode`.
     """
-    scale = _as_float(scale)
-    numbers = (scale, None if plan is None else _as_ints(plan, DecodePlan))
+    scale = as_float("scale", scale)
+    numbers = (scale, plan_as_ints(plan, DecodePlan))
     try:
-        _refuse_derivatives(q=q, k=k, v=v, state_pool=state_pool, slots=slots, slopes=slopes, out=out)
+        refuse_derivatives(q=q, k=k, v=v, state_pool=state_pool, slots=slots, slopes=slopes, out=out)
         result = _allocate_out(q, v) if out is None else out
         _verify(q, k, v, state_pool, slots, slopes, result, *numbers)
-    except _REFUSALS:
-        _explain(check_tensors, q=q, k=k, v=v, state_pool=state_pool, slots=slots, slopes=slopes, **_given(out=out))
+    except REFUSALS:
+        _explain(check_dense, q=q, k=k, v=v, state_pool=state_pool, slots=slots, slopes=slopes, **given(out=out))
         _explain(arguments.check_packed, ("B", "T"), q, k, v)
         raise
     return result
@@ -359,12 +371,12 @@ def lightning_commit(
         TypeError, ValueError: as for :func:`lightning_decode`. Not looked at, an ``accepted`` that is not from 0 to T
             counts as 0.
     """
-    ints = None if plan is None else _as_ints(plan, DecodePlan)
+    ints = plan_as_ints(plan, DecodePlan)
     try:
-        _refuse_derivatives(k=k, v=v, state_pool=state_pool, slots=slots, slopes=slopes, accepted=accepted)
+        refuse_derivatives(k=k, v=v, state_pool=state_pool, slots=slots, slopes=slopes, accepted=accepted)
         _commit(k, v, state_pool, slots, slopes, accepted, ints)
-    except _REFUSALS:
-        _explain(check_tensors, k=k, v=v, state_pool=state_pool, slots=slots, slopes=slopes, accepted=accepted)
+    except REFUSALS:
+        _explain(check_dense, k=k, v=v, state_pool=state_pool, slots=slots, slopes=slopes, accepted=accepted)
         raise
 
 
@@ -381,27 +393,6 @@ def _allocate_out(q: Tensor, v: Tensor) -> Tensor:
     return q.new_empty((*q.shape[:-2], max(q.shape[-2], v.shape[-2]), v.shape[-1]))
 
 
-def _refuse_derivatives(**tensors: Tensor | None) -> None:
-    if torch.is_grad_enabled():
-        for name, tensor in tensors.items():
-            if tensor is not None and tensor.requires_grad:
-                fail(name, "without gradient (call under torch.no_grad() or inference_mode())", "requires_grad=True")
-    if transforms.are_active():
-        check_no_tangents(**tensors)
-        transforms.refuse_batched(**tensors)
-
-
-def _given(**tensors: object) -> dict[str, object]:
-    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
-
-
-def _as_float(scale: float) -> float:
-    # torch would take a tensor for a number, and wait for the device to tell it.
-    if type(scale) is not float:
-        check_float("scale", scale)
-    return scale
-
-
 def _initial(has_initial_state: Tensor | bool) -> tuple[Tensor | None, bool]:
     if isinstance(has_initial_state, bool):
         return None, has_initial_state
@@ -415,11 +406,5 @@ def _parts(snapshot: Snapshots) -> Snapshots:
         fail("snapshot", "a lightning_attn.Snapshots or None", describe(snapshot), TypeError)
     for name, tensor in snapshot._asdict().items():
         # None would read as no snapshot at all.
-        check_tensors(**{f"snapshot.{name}": tensor})
+        check_dense(**{f"snapshot.{name}": tensor})
     return snapshot
-
-
-def _as_ints(plan: PrefillPlan | DecodePlan, kind: type[PrefillPlan] | type[DecodePlan]) -> list[int]:
-    if not isinstance(plan, kind):
-        fail("plan", f"a lightning_attn.plan.{kind.__name__} or None", describe(plan), TypeError)
-    return plan.as_ints()

@@ -7,7 +7,12 @@ whatever its neighbours are.
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, replace
+
+from kernel_reference.integers import cdiv, is_power_of_two, power_of_two_at_least
+from kernel_reference.plans import Plan
+
+Strides = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -26,12 +31,87 @@ class Heads:
 
 
 @dataclass(frozen=True)
+class Operand:
+    """Sizes and strides of q, k, v or o as (sequence, row, head, element)."""
+
+    sizes: tuple[int, int, int, int]
+    strides: tuple[int, int, int, int]
+
+    def suits_tma(self) -> bool:
+        """Whether TMA can address it: packed elements, other strides of whole 16 bytes."""
+        outer = zip(self.sizes[:3], self.strides[:3], strict=True)
+        return self.strides[3] == 1 and all(
+            size == 1 or (stride > 0 and stride % 8 == 0 and stride < 2**39) for size, stride in outer
+        )
+
+
+@dataclass(frozen=True)
+class PrefillProblem:
+    """A walk over many tokens of every sequence: what is read and written, and how it is addressed.
+
+    ``initial`` and ``final``: strides (slot, head, d, e) of the states before and after, or None where there are none.
+    ``ragged``: all sequences' rows are packed, and ``rows`` counts them all; otherwise each has ``rows``.
+    ``snapshots``: how many each sequence may have. ``reversed``: from the last token to the first, as gradients go.
+    """
+
+    heads: Heads
+    q: Operand
+    k: Operand
+    v: Operand
+    o: Operand
+    initial: Strides | None
+    final: Strides | None
+    rows: int
+    sequences: int
+    num_slots: int
+    scale: float
+    is_bfloat16: bool
+    snapshots: int = 0
+    ragged: bool = False
+    reversed: bool = False
+    # How a gradient's memory is laid out is no caller's choice, so that no caller is told of it.
+    is_gradient: bool = False
+
+    def suits_tma(self) -> bool:
+        """Whether TMA can address q, k, v and o, if they are 16-byte aligned."""
+        return all(operand.suits_tma() for operand in (self.q, self.k, self.v, self.o))
+
+
+@dataclass(frozen=True)
+class BackwardProblem:
+    """The gradients of a batch of sequences of one length: a walk each for dq, dk and dv."""
+
+    dq: PrefillProblem
+    dk: PrefillProblem
+    dv: PrefillProblem
+
+
+@dataclass(frozen=True)
+class DecodeProblem:
+    """A few tokens of every sequence: strides (sequence, token, head, element) and, of the pool, (slot, head, d, e).
+
+    ``q`` and ``o`` None: no outputs. ``writes``: whether states are stored in the pool.
+    """
+
+    heads: Heads
+    sequences: int
+    tokens: int
+    num_slots: int
+    q: Strides | None
+    k: Strides
+    v: Strides
+    pool: Strides
+    o: Strides | None
+    scale: float
+    writes: bool
+
+
+@dataclass(frozen=True)
 class DeviceLimits:
     """What the plan needs to know of a processor.
 
-    ``cores`` are multiprocessors (compute units); ``shared_memory`` is the most that a program may use, in bytes.
-    ``hopper``: sm_90, with its tensor memory accelerator and warpgroup products, and a Triton that brings Gluon;
-    ``blackwell``: sm_100 and later.
+    ``cores`` are SMs (compute units); ``shared_memory`` is the most that a program may use, in bytes.
+    ``hopper``: sm_90, with TMA and WGMMA, and a Triton that brings Gluon; ``blackwell``: sm_100 and later.
     ``dependent_launch``: a kernel can be started before the one ahead of it has ended, and wait on the device.
     """
 
@@ -43,7 +123,7 @@ class DeviceLimits:
 
 
 @dataclass(frozen=True)
-class PrefillPlan:
+class PrefillPlan(Plan):
     """One walk over the tokens of every sequence, ``chunk`` tokens and ``block_e`` columns of a state at a time.
 
     A program holds those columns in pieces of ``block_d`` rows. ``chunk`` 1: token by token. ``segment`` 0: a program
@@ -59,13 +139,9 @@ class PrefillPlan:
     block_d: int = 128
     hopper: bool = False
 
-    def as_ints(self) -> list[int]:
-        """The plan as a torch op takes it."""
-        return [int(number) for number in astuple(self)]
-
     def covers(self, heads: Heads) -> bool:
         """Whether its blocks are such that a kernel can take them, for these heads."""
-        if not (_is_power_of_two(self.chunk, self.block_d, self.block_e, self.num_warps) and self.num_stages >= 1):
+        if not (is_power_of_two(self.chunk, self.block_d, self.block_e, self.num_warps) and self.num_stages >= 1):
             return False
         if min(self.block_d, self.block_e) < 16 or self.segment < 0 or self.segment % self.chunk:
             return False
@@ -83,35 +159,17 @@ class PrefillPlan:
 
 
 @dataclass(frozen=True)
-class DecodePlan:
+class DecodePlan(Plan):
     """One launch over a few tokens of every sequence: a program takes ``block_e`` columns of a state."""
 
     block_e: int
     num_warps: int
     dependent_launch: bool = False
 
-    def as_ints(self) -> list[int]:
-        """The plan as a torch op takes it."""
-        return [int(number) for number in astuple(self)]
-
     def covers(self, heads: Heads) -> bool:
         """Whether its blocks are such that a kernel can take them: any heads will do."""
         del heads
-        return _is_power_of_two(self.block_e, self.num_warps) and self.block_e >= 16
-
-
-def cdiv(a: int, b: int) -> int:
-    """a / b, rounded up."""
-    return -(-a // b)
-
-
-def power_of_two_at_least(n: int) -> int:
-    """The smallest power of two that is >= n, for n >= 1."""
-    return 1 << (n - 1).bit_length()
-
-
-def _is_power_of_two(*numbers: int) -> bool:
-    return all(number >= 1 and number & (number - 1) == 0 for number in numbers)
+        return is_power_of_two(self.block_e, self.num_warps) and self.block_e >= 16
 
 
 def fits_hopper(heads: Heads) -> bool:
@@ -119,23 +177,33 @@ def fits_hopper(heads: Heads) -> bool:
     return heads.head_qk in (64, 128) and heads.head_v % 64 == 0
 
 
+def fitted(plan: PrefillPlan, heads: Heads) -> PrefillPlan:
+    """A plan that a caller has pinned, for a walk over other head sizes than the forward's."""
+    if plan.covers(heads):
+        return plan
+    if plan.chunk == 1:
+        return replace(plan, block_d=max(16, power_of_two_at_least(heads.head_qk)))
+    if fits_hopper(heads):
+        return replace(plan, block_d=heads.head_qk)
+    return replace(plan, chunk=32, block_e=16, block_d=64, num_stages=1, hopper=False)
+
+
 def plan_prefill(
     heads: Heads,
-    multiplied_as_16_bits: bool,
+    is_bfloat16: bool,
     limits: DeviceLimits,
-    hopper: bool = False,
+    suits_tma: bool = False,
     snapshots: bool = False,
 ) -> PrefillPlan:
     """The plan for q, k and v of these heads on this device.
 
-    ``multiplied_as_16_bits``: bfloat16; float16 and float32 are multiplied in 32 bits, token by token. ``hopper``:
-    strides and alignment are such that the tensor memory accelerator can address the tensors. ``snapshots``: some are
-    wanted.
+    ``is_bfloat16``: float16 and float32 are multiplied in float32, token by token. ``suits_tma``: strides and alignment
+    are such that TMA can address the tensors. ``snapshots``: some are wanted.
     """
-    if hopper and limits.hopper and multiplied_as_16_bits and fits_hopper(heads):
+    if suits_tma and limits.hopper and is_bfloat16 and fits_hopper(heads):
         # Measured on an H200, 64 heads x 128 and 131072 tokens: 2 stages 3.17 ms, 3 stages 2.26, 4 stages 2.05.
         return PrefillPlan(64, 64, _segment(heads, 64, limits), 4, 4, block_d=heads.head_qk, hopper=True)
-    if not multiplied_as_16_bits:
+    if not is_bfloat16:
         # A warp alone needs no barrier when it sums a token's output, but holds no more than 128 rows.
         block_d = max(16, power_of_two_at_least(heads.head_qk))
         return PrefillPlan(1, 16, 0, max(1, block_d // 128), 1, block_d=block_d)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
 from kernel_reference.checks import fail
 from lightning_attn import ops  # noqa: F401  defines the ops
@@ -18,16 +17,6 @@ Tensor = torch.Tensor
 
 _forward = torch.ops.lightning_attn.attention_inference.default
 _backward = torch.ops.lightning_attn.attention_backward.default
-
-
-def are_active() -> bool:
-    """Whether a transform of torch.func or a dual level is round the call; torch.compile guards on it by itself."""
-    # Private, both, and what tells in no time that there is none.
-    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
-
-
-# As torch.compiler.assume_constant_result would have it, whose import of torch._dynamo takes seconds.
-are_active._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def attention(
@@ -40,13 +29,6 @@ def attention(
     apply: Any = _Attention.apply
     found: tuple[Tensor, Tensor] = apply(q, k, v, ed, kv_history, scale, plan)
     return found
-
-
-def refuse_batched(**tensors: object) -> None:
-    """Raise ValueError for a tensor that torch.vmap has taken apart: what is written in place is not batched."""
-    for name, tensor in tensors.items():
-        if isinstance(tensor, Tensor) and torch._C._functorch.is_batchedtensor(tensor):
-            fail(name, "whole, not batched by torch.vmap (pass all sequences in one call)", "a batched tensor")
 
 
 def _heads_first(info: Any, dims: Any, tensors: tuple[Tensor | None, ...]) -> list[Any]:

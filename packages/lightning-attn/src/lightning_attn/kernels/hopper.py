@@ -1,11 +1,16 @@
-"""Prefill in chunks for NVIDIA's sm_90, in bfloat16: the walk of chunked.py with its copies and products in flight.
+"""Prefill in chunks for NVIDIA's sm_90, in bfloat16: the walk of chunked.py with its loads and MMAs asynchronous.
 
-One warpgroup a program, one program a multiprocessor. The tensor memory accelerator brings chunks STAGES - 1 ahead, and
-each of a chunk's four products runs while the registers or the shared memory of another are made ready:
+One warpgroup a program, one program an SM. TMA loads run STAGES - 1 chunks ahead, and each of a chunk's four WGMMAs
+overlaps with converting or storing an operand or result of another:
 
     scores = k q^T          with    seen  = S^T q^T     in flight together
     o^T = seen + v^T scores with    S^T' = (v entering)^T k + decayed S^T, while o is converted and stored
+
+There are no consumer warps, so the ring of stages has full barriers alone: a stage is free again once all warps have
+passed the barrier in the middle of the next chunk's step.
 """
+
+from typing import Any, NamedTuple
 
 import triton.language as tl
 from triton.experimental import gluon
@@ -17,11 +22,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from lightning_attn.kernels.chunked import (
+from lightning_attn.kernels.decay import base_two_rate, entering, seeing
+from lightning_attn.kernels.schedule import (
+    Batch,
+    Counts,
+    Rows,
+    Snapshots,
+    States,
+    StateStrides,
     bounds,
-    carried_place,
+    carried_slot,
     has_initial,
     locate,
     next_snapshot,
@@ -30,23 +41,77 @@ from lightning_attn.kernels.chunked import (
     snapshot_slot,
     state_pointers,
 )
-from lightning_attn.kernels.decay import base_two_rate, entering, seeing
-
-__all__ = ["TensorDescriptor", "descriptor_layout", "walk"]
 
 
-def descriptor_layout(block: list[int]) -> gl.NVMMASharedLayout:
-    """How a descriptor lays a block of bfloat16 out in shared memory."""
-    return gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
+class Ring(NamedTuple):
+    """A ring buffer of chunks in shared memory: q, k and v of a stage arrive on its full barrier."""
+
+    q: Any
+    k: Any
+    v: Any
+    full: Any
+
+
+class Buffers(NamedTuple):
+    """Shared memory beside the ring: scores as an operand, two tiles of outputs being stored, and decay weights."""
+
+    scores: Any
+    o: Any
+    within: Any
+    seeing: Any
+    entering: Any
+
+
+class Work(NamedTuple):
+    """Where a program works: what TMA coordinates are made of, and the chunks that it walks.
+
+    Chunk i begins at row start + i * stride.
+    """
+
+    i_box: Any
+    i_h_qk: Any
+    i_h_v: Any
+    i_h: Any
+    column: Any
+    start: Any
+    chunks: Any
+
+
+class Chunk(NamedTuple):
+    """Chunk i, of ``length`` rows from ``row`` on; its step loads the one that begins at row ``ahead``."""
+
+    i: Any
+    row: Any
+    ahead: Any
+    length: Any
+
+
+@gluon.constexpr_function
+def state_layout(D):
+    """Registers of a state's tile [64, D], an accumulator."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+
+
+@gluon.constexpr_function
+def out_layout(CHUNK):
+    """Registers of scores [keys, queries] and outputs [64, queries], accumulators."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])
 
 
 @gluon.jit
-def fetch(d_q, d_k, d_v, q_smem, k_smem, v_smem, arrived, i_n, i_h_qk, i_h_v, row, column, pred):
-    """Start bringing one chunk of q, k and v."""
-    mbarrier.expect(arrived, d_q.block_type.nbytes + d_k.block_type.nbytes + d_v.block_type.nbytes, pred=pred)
-    tma.async_copy_global_to_shared(d_q, [i_n, i_h_qk, row, 0], arrived, q_smem, pred=pred)
-    tma.async_copy_global_to_shared(d_k, [i_n, i_h_qk, row, 0], arrived, k_smem, pred=pred)
-    tma.async_copy_global_to_shared(d_v, [i_n, i_h_v, row, column], arrived, v_smem, pred=pred)
+def load_chunk(tensors, ring, work, i, row, STAGES: gl.constexpr):
+    """Issue the TMA loads of chunk i of q, k and v, from ``row`` on, if there is one."""
+    stage = i % STAGES
+    q_tile = ring.q.index(stage)
+    k_tile = ring.k.index(stage)
+    v_tile = ring.v.index(stage)
+    full = ring.full.index(stage)
+    pred = i < work.chunks
+    d_q, d_k, d_v, _ = tensors
+    mbarrier.expect(full, d_q.block_type.nbytes + d_k.block_type.nbytes + d_v.block_type.nbytes, pred=pred)
+    tma.async_copy_global_to_shared(d_q, [work.i_box, work.i_h_qk, row, 0], full, q_tile, pred=pred)
+    tma.async_copy_global_to_shared(d_k, [work.i_box, work.i_h_qk, row, 0], full, k_tile, pred=pred)
+    tma.async_copy_global_to_shared(d_v, [work.i_box, work.i_h_v, row, work.column], full, v_tile, pred=pred)
 
 
 @gluon.constexpr_function
@@ -79,52 +144,48 @@ def zero_after(smem, length, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def step(
-    d_q, d_k, d_v, d_o, q_smem, k_smem, v_smem, o_smem, scores_smem, arrived, within_smem, seeing_smem, entering_smem,
-    p_o, s_o, acc_S, decay, i, row, ahead_row, length, chunks, i_box, i_h_qk, i_h_v, i_h, column,
-    CHUNK: gl.constexpr, D: gl.constexpr, BLOCK_E: gl.constexpr, STAGES: gl.constexpr, L_S: gl.constexpr,
-    L_O: gl.constexpr, MASKED: gl.constexpr,
-):  # fmt: skip
-    """Chunk i, of ``length`` rows from ``row`` on: store its outputs, return the state after it."""
-    dtype: gl.constexpr = d_q.dtype
+def step(tensors, ring, buffers, o, work, chunk, acc_S, decay, sizes: gl.constexpr, MASKED: gl.constexpr):
+    """One chunk: store its outputs, return the state after it."""
+    d_o = tensors[3]
+    CHUNK: gl.constexpr = sizes.CHUNK
+    D: gl.constexpr = sizes.D
+    BLOCK_E: gl.constexpr = sizes.BLOCK_E
+    dtype: gl.constexpr = d_o.dtype
+    L_S: gl.constexpr = state_layout(D)
+    L_O: gl.constexpr = out_layout(CHUNK)
     operand_of_o: gl.constexpr = gl.DotOperandLayout(0, L_O, 2)
     operand_of_S: gl.constexpr = gl.DotOperandLayout(0, L_S, 2)
-    stage = i % STAGES
-    q_tile = q_smem.index(stage).reshape([CHUNK, D])
-    k_tile = k_smem.index(stage).reshape([CHUNK, D])
-    v_tile = v_smem.index(stage).reshape([CHUNK, BLOCK_E])
-    # Were the state read after the next products have started, ptxas would wait for them first.
+    stage = chunk.i % sizes.STAGES
+    q_tile = ring.q.index(stage).reshape([CHUNK, D])
+    k_tile = ring.k.index(stage).reshape([CHUNK, D])
+    v_tile = ring.v.index(stage).reshape([CHUNK, BLOCK_E])
+    # Were the state read after the next WGMMAs have been issued, ptxas would wait for them first.
     b_S = gl.convert_layout(opaque(acc_S.to(dtype)), operand_of_o)
     decayed_S = acc_S * decay
-    mbarrier.wait(arrived.index(stage), (i // STAGES) & 1)
+    mbarrier.wait(ring.full.index(stage), (chunk.i // sizes.STAGES) & 1)
     if MASKED:
-        zero_after(k_tile, length, CHUNK, D)
-        zero_after(v_tile, length, CHUNK, BLOCK_E)
+        zero_after(k_tile, chunk.length, CHUNK, D)
+        zero_after(v_tile, chunk.length, CHUNK, BLOCK_E)
         fence_async_shared()
         tl.debug_barrier()
     b_zero = gl.zeros([CHUNK, CHUNK], gl.float32, L_O)
     scores = warpgroup_mma(k_tile, q_tile.permute((1, 0)), b_zero, use_acc=False, is_async=True)  # [keys, queries]
     seen = warpgroup_mma(b_S, q_tile.permute((1, 0)), b_zero, use_acc=False, is_async=True)  # [BLOCK_E, queries]
     b_scores = warpgroup_mma_wait(1, deps=[scores])
-    scores_smem.store((b_scores * within_smem.load(L_O)).to(dtype))
+    buffers.scores.store((b_scores * buffers.within.load(L_O)).to(dtype))
     fence_async_shared()
     tl.debug_barrier()
     # Past this barrier no warp is still in the chunk before: its stage takes the chunk that is STAGES - 1 ahead.
-    ahead = i + STAGES - 1
-    free = ahead % STAGES
-    fetch(
-        d_q, d_k, d_v, q_smem.index(free), k_smem.index(free), v_smem.index(free), arrived.index(free),
-        i_box, i_h_qk, i_h_v, ahead_row, column, ahead < chunks,
-    )  # fmt: skip
-    b_entering = entering_smem.load(gl.SliceLayout(0, operand_of_S))
+    load_chunk(tensors, ring, work, chunk.i + sizes.STAGES - 1, chunk.ahead, sizes.STAGES)
+    b_entering = buffers.entering.load(gl.SliceLayout(0, operand_of_S))
     b_v = v_tile.permute((1, 0)).load(operand_of_S)
     b_v = (b_v.to(gl.float32) * b_entering[None, :]).to(dtype)
     b_seen = warpgroup_mma_wait(0, deps=[seen])
-    b_seeing = seeing_smem.load(gl.SliceLayout(0, L_O))
-    out = warpgroup_mma(v_tile.permute((1, 0)), scores_smem, b_seen * b_seeing[None, :], is_async=True)
+    b_seeing = buffers.seeing.load(gl.SliceLayout(0, L_O))
+    out = warpgroup_mma(v_tile.permute((1, 0)), buffers.scores, b_seen * b_seeing[None, :], is_async=True)
     next_S = warpgroup_mma(b_v, k_tile, decayed_S, is_async=True)
     b_o = warpgroup_mma_wait(1, deps=[out]).to(dtype)  # [BLOCK_E, queries]
-    o_tile = o_smem.index(i % 2)
+    o_tile = buffers.o.index(chunk.i % 2)
     tma.store_wait(1)
     tl.debug_barrier()
     o_tile.reshape([CHUNK, BLOCK_E]).permute((1, 0)).store(b_o)
@@ -132,62 +193,81 @@ def step(
         tl.debug_barrier()
         layout: gl.constexpr = tile_layout(BLOCK_E)
         o_row = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
-        o_e = column + gl.arange(0, BLOCK_E, gl.SliceLayout(0, layout))
-        p_tile = p_o + (row + o_row)[:, None].to(gl.int64) * s_o[1] + o_e[None, :] * s_o[3]
-        gl.store(p_tile, o_tile.reshape([CHUNK, BLOCK_E]).load(layout), mask=o_row[:, None] < length)
+        o_e = work.column + gl.arange(0, BLOCK_E, gl.SliceLayout(0, layout))
+        p_tile = o.p + (chunk.row + o_row)[:, None].to(gl.int64) * o.stride + o_e[None, :] * o.element
+        gl.store(p_tile, o_tile.reshape([CHUNK, BLOCK_E]).load(layout), mask=o_row[:, None] < chunk.length)
     else:
         fence_async_shared()
         tl.debug_barrier()
-        tma.async_copy_shared_to_global(d_o, [i_box, i_h, row, column], o_tile)
+        tma.async_copy_shared_to_global(d_o, [work.i_box, work.i_h, chunk.row, work.column], o_tile)
     return warpgroup_mma_wait(0, deps=[next_S])
 
 
 @gluon.jit
-def store_zeros(p_o, begin, end, column, s_o, BLOCK_E: gl.constexpr, CHUNK: gl.constexpr):
+def store_weights(buffers, rate, o_i, o_k, length, scale, REVERSED: gl.constexpr, SHORT: gl.constexpr):
+    """The weights with which chunks of this length see the state before them, and enter the one after."""
+    tl.debug_barrier()
+    if SHORT:
+        o_i = opaque(o_i)
+    buffers.seeing.store(seeing(rate, o_i, length, scale, REVERSED))
+    if SHORT:
+        o_k = opaque(o_k)
+    buffers.entering.store(entering(rate, o_k, length, scale, REVERSED))
+
+
+@gluon.jit
+def store_zeros(o, begin, end, column, BLOCK_E: gl.constexpr, CHUNK: gl.constexpr):
     """Zero rows begin to end of one head's BLOCK_E columns."""
     layout: gl.constexpr = tile_layout(BLOCK_E)
     o_row = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
     o_e = column + gl.arange(0, BLOCK_E, gl.SliceLayout(0, layout))
-    b_zero = gl.zeros([CHUNK, BLOCK_E], p_o.dtype.element_ty, layout)
+    b_zero = gl.zeros([CHUNK, BLOCK_E], o.p.dtype.element_ty, layout)
     for row in range(begin, end, CHUNK):
-        p_tile = p_o + (row + o_row)[:, None].to(gl.int64) * s_o[1] + o_e[None, :] * s_o[3]
+        p_tile = o.p + (row + o_row)[:, None].to(gl.int64) * o.stride + o_e[None, :] * o.element
         gl.store(p_tile, b_zero, mask=(row + o_row)[:, None] < end)
 
 
 @gluon.jit
-def store_state(p_state, slot, i_h, o_d, o_e, s_state, acc_S):
+def store_state(states, slot, i_h, o_d, o_e, acc_S):
     """A state's tile, [e, d]."""
+    strides = states.strides
     # Only here: the 32 offsets along d would otherwise be computed before the walk and kept through it.
-    s_d = opaque(gl.to_tensor(s_state[2]).to(gl.int64))
-    p_tile = state_pointers(p_state, slot, i_h.to(gl.int64), o_d, o_e, (s_state[0], s_state[1], s_d, s_state[3]))
-    gl.store(p_tile, acc_S.to(p_state.dtype.element_ty))
+    s_d = opaque(gl.to_tensor(strides.d).to(gl.int64))
+    opaque_states = States(states.p, StateStrides(strides.slot, strides.head, s_d, strides.e))
+    gl.store(state_pointers(opaque_states, slot, i_h.to(gl.int64), o_d, o_e), acc_S.to(states.p.dtype.element_ty))
 
 
 @gluon.jit
-def store_snapshots(
-    p_positions, p_targets, p_cu, i_n, num_sequences, rows, num_snapshots, at, p_pool, num_slots, i_h, o_d, o_e, s_pool,
-    acc_S, CHUNK: gl.constexpr,
-):  # fmt: skip
+def store_snapshots(snapshots, batch, states, i_n, at, i_h, o_d, o_e, acc_S, CHUNK: gl.constexpr):
     """Store the state at this row for every snapshot that wants it."""
-    for i_p in range(num_snapshots):
-        slot = snapshot_slot(
-            p_positions, p_targets, p_cu, i_n, i_p, num_sequences, rows, num_snapshots, at, num_slots, CHUNK
-        )
+    for i_p in range(snapshots.count):
+        slot = snapshot_slot(snapshots, batch, i_n, i_p, at, CHUNK)
         if slot >= 0:
-            store_state(p_pool, slot, i_h, o_d, o_e, s_pool, acc_S)
+            store_state(states, slot, i_h, o_d, o_e, acc_S)
 
 
 @gluon.jit(do_not_specialize=["rows", "num_sequences", "num_slots", "num_snapshots"])
 def walk(
     d_q, d_k, d_v, d_o, p_o, p_slopes, p_cu, p_slots, p_has, p_initial, p_final, p_carried, p_positions,
-    p_snapshot_slots, rows, num_sequences, num_slots, num_snapshots, scale, s_o, s_initial, s_final, s_carried,
-    H: gl.constexpr, RATIO_QK: gl.constexpr, RATIO_V: gl.constexpr, D: gl.constexpr, E: gl.constexpr,
-    BLOCK_E: gl.constexpr, CHUNK: gl.constexpr, SEGMENT: gl.constexpr, STAGES: gl.constexpr, REVERSED: gl.constexpr,
+    p_snapshot_slots, rows, num_sequences, num_slots, num_snapshots, scale, strides, sizes: gl.constexpr,
 ):  # fmt: skip
-    """``chunked.walk`` with q, k, v and o as descriptors of [sequences, heads, rows, D or E], blocks of one chunk."""
-    i_e, i_h, i_w = program(H, E // BLOCK_E)
-    i_n, i_segment, begin, end = locate(p_cu, i_w, num_sequences, rows, SEGMENT)
-    # The tensor memory accelerator counts rows in 32 bits.
+    """``chunked.walk`` with TMA descriptors of q, k, v and o, [sequences, heads, rows, D or E], boxes of one chunk."""
+    CHUNK: gl.constexpr = sizes.CHUNK
+    D: gl.constexpr = sizes.D
+    BLOCK_E: gl.constexpr = sizes.BLOCK_E
+    SEGMENT: gl.constexpr = sizes.SEGMENT
+    STAGES: gl.constexpr = sizes.STAGES
+    REVERSED: gl.constexpr = sizes.REVERSED
+    batch = Batch(p_cu, p_slots, p_has, Counts(rows, num_sequences, num_slots))
+    snapshots = Snapshots(p_positions, p_snapshot_slots, num_snapshots)
+    initial, final, carried = (
+        States(p_initial, strides.initial),
+        States(p_final, strides.final),
+        States(p_carried, strides.carried),
+    )
+    i_e, i_h, i_w = program(sizes.H, sizes.E // BLOCK_E)
+    i_n, i_segment, begin, end = locate(batch, i_w, SEGMENT)
+    # TMA coordinates have 32 bits.
     begin = begin.to(gl.int32)
     end = end.to(gl.int32)
     first = begin
@@ -195,32 +275,35 @@ def walk(
     if SEGMENT:
         begin = gl.minimum(first + i_segment * SEGMENT, end)
         end = gl.minimum(begin + SEGMENT, end)
-    slot = slot_of(p_slots, i_n, num_sequences, num_slots)
+    slot = slot_of(batch, i_n)
     column = i_e * BLOCK_E
-    p_o += i_n.to(gl.int64) * s_o[0] + i_h.to(gl.int64) * s_o[2]
+    p_o += i_n.to(gl.int64) * strides.o.sequence + i_h.to(gl.int64) * strides.o.head
+    o = Rows(p_o, strides.o.row, strides.o.element)
     if slot < 0:
-        store_zeros(p_o, begin, end, column, s_o, BLOCK_E, CHUNK)
+        store_zeros(o, begin, end, column, BLOCK_E, CHUNK)
         if p_cu is not None:
             if (i_n == num_sequences) & (i_segment == 0):
                 # Rows before the first sequence.
-                before, _ = bounds(p_cu, 0, num_sequences, rows)
-                store_zeros(p_o, 0, before.to(gl.int32), column, s_o, BLOCK_E, CHUNK)
+                before, _ = bounds(batch, 0)
+                store_zeros(o, 0, before.to(gl.int32), column, BLOCK_E, CHUNK)
     elif begin < end:
         # The packed rows of a ragged batch are one box.
         i_box = i_n.to(gl.int32) if p_cu is None else 0
-        i_h_qk = i_h // RATIO_QK
-        i_h_v = i_h // RATIO_V
+        i_h_qk = i_h // sizes.RATIO_QK
+        i_h_v = i_h // sizes.RATIO_V
+        tensors = (d_q, d_k, d_v, d_o)
         dtype: gl.constexpr = d_q.dtype
-        q_smem = gl.allocate_shared_memory(dtype, [STAGES] + d_q.block_type.shape, d_q.layout)
-        k_smem = gl.allocate_shared_memory(dtype, [STAGES] + d_k.block_type.shape, d_k.layout)
-        v_smem = gl.allocate_shared_memory(dtype, [STAGES] + d_v.block_type.shape, d_v.layout)
-        o_smem = gl.allocate_shared_memory(dtype, [2] + d_o.block_type.shape, d_o.layout)
+        q_stages = gl.allocate_shared_memory(dtype, [STAGES] + d_q.block_type.shape, d_q.layout)
+        k_stages = gl.allocate_shared_memory(dtype, [STAGES] + d_k.block_type.shape, d_k.layout)
+        v_stages = gl.allocate_shared_memory(dtype, [STAGES] + d_v.block_type.shape, d_v.layout)
+        o_tiles = gl.allocate_shared_memory(dtype, [2] + d_o.block_type.shape, d_o.layout)
         scores_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-        scores_smem = gl.allocate_shared_memory(dtype, [CHUNK, CHUNK], scores_layout)
-        arrived = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        scores = gl.allocate_shared_memory(dtype, [CHUNK, CHUNK], scores_layout)
+        full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         for i in gl.static_range(STAGES):
-            mbarrier.init(arrived.index(i), count=1)
+            mbarrier.init(full.index(i), count=1)
         fence_async_shared()
+        ring = Ring(q_stages, k_stages, v_stages, full)
 
         rest = (end - begin) % CHUNK
         chunks = (end - begin + CHUNK - 1) // CHUNK
@@ -229,14 +312,12 @@ def walk(
         start = begin
         if REVERSED:
             start += (chunks - 1) * CHUNK
+        work = Work(i_box, i_h_qk, i_h_v, i_h, column, start, chunks)
         for i in gl.static_range(STAGES - 1):
-            fetch(
-                d_q, d_k, d_v, q_smem.index(i), k_smem.index(i), v_smem.index(i), arrived.index(i),
-                i_box, i_h_qk, i_h_v, start + i * stride, column, i < chunks,
-            )  # fmt: skip
+            load_chunk(tensors, ring, work, i, start + i * stride, STAGES)
 
-        L_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-        L_O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])
+        L_S: gl.constexpr = state_layout(D)
+        L_O: gl.constexpr = out_layout(CHUNK)
         o_d = gl.arange(0, D, gl.SliceLayout(0, L_S))
         o_e = column + gl.arange(0, BLOCK_E, gl.SliceLayout(1, L_S))
         acc_S = gl.zeros([BLOCK_E, D], gl.float32, L_S)
@@ -244,11 +325,11 @@ def walk(
         if SEGMENT:
             is_carried = length > SEGMENT
             if is_carried:
-                place = carried_place(p_cu, i_n, first, rows, SEGMENT) + i_segment
-                acc_S = gl.load(state_pointers(p_carried, place.to(gl.int64), i_h.to(gl.int64), o_d, o_e, s_carried))
+                i_state = carried_slot(batch, i_n, first, SEGMENT) + i_segment
+                acc_S = gl.load(state_pointers(carried, i_state.to(gl.int64), i_h.to(gl.int64), o_d, o_e))
         if p_initial is not None:
-            if has_initial(p_initial, p_has, i_n, num_sequences) and not is_carried:
-                acc_S = gl.load(state_pointers(p_initial, slot, i_h.to(gl.int64), o_d, o_e, s_initial)).to(gl.float32)
+            if has_initial(batch, i_n) and not is_carried:
+                acc_S = gl.load(state_pointers(initial, slot, i_h.to(gl.int64), o_d, o_e)).to(gl.float32)
 
         rate = base_two_rate(p_slopes, i_h)
         # The layouts in which queries and keys stand where their weights are needed.
@@ -259,12 +340,13 @@ def walk(
         if REVERSED:
             distance = -distance
         b_within = gl.where(distance >= 0, gl.exp2(-rate * gl.maximum(distance, 0).to(gl.float32)) * scale, 0.0)
-        # In shared memory, for want of registers; swizzled so that a warp's eight rows meet no bank twice.
+        # In shared memory, for want of registers; swizzled so that a warp's eight rows have no bank conflicts.
         within_layout: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
         within_smem = gl.allocate_shared_memory(gl.float32, [CHUNK, CHUNK], within_layout, b_within)
         row_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
         seeing_smem = gl.allocate_shared_memory(gl.float32, [CHUNK], row_layout)
         entering_smem = gl.allocate_shared_memory(gl.float32, [CHUNK], row_layout)
+        buffers = Buffers(scores, o_tiles, within_smem, seeing_smem, entering_smem)
         decay = gl.exp2(-rate * CHUNK)
 
         whole_from = 0
@@ -272,64 +354,43 @@ def walk(
         if REVERSED:
             if rest > 0:
                 whole_from = 1
-                tl.debug_barrier()
-                seeing_smem.store(seeing(rate, opaque(o_i), rest, scale, REVERSED))
-                entering_smem.store(entering(rate, opaque(o_k), rest, scale, REVERSED))
-                acc_S = step(
-                    d_q, d_k, d_v, d_o, q_smem, k_smem, v_smem, o_smem, scores_smem, arrived, within_smem, seeing_smem,
-                    entering_smem, p_o, s_o, acc_S, gl.exp2(-rate * rest), 0, start,
-                    start + (STAGES - 1) * stride, rest, chunks, i_box, i_h_qk, i_h_v, i_h, column,
-                    CHUNK, D, BLOCK_E, STAGES, L_S, L_O, MASKED=True,
-                )  # fmt: skip
+                store_weights(buffers, rate, o_i, o_k, rest, scale, REVERSED, SHORT=True)
+                rest_decay = gl.exp2(-rate * rest)
+                short = Chunk(0, start, start + (STAGES - 1) * stride, rest)
+                acc_S = step(tensors, ring, buffers, o, work, short, acc_S, rest_decay, sizes, MASKED=True)
         else:
             if rest > 0:
                 whole_to = chunks - 1
-        tl.debug_barrier()
-        seeing_smem.store(seeing(rate, o_i, CHUNK, scale, REVERSED))
-        entering_smem.store(entering(rate, o_k, CHUNK, scale, REVERSED))
+        store_weights(buffers, rate, o_i, o_k, CHUNK, scale, REVERSED, SHORT=False)
         if p_positions is not None:
             # A segment stores the states at its chunks' ends; the state before the first one is the sequence's own.
-            stop = next_snapshot(p_positions, p_cu, i_n, num_sequences, rows, num_snapshots, begin, CHUNK)
+            stop = next_snapshot(snapshots, batch, i_n, begin, CHUNK)
             if stop == begin:
                 if begin == first:
-                    store_snapshots(
-                        p_positions, p_snapshot_slots, p_cu, i_n, num_sequences, rows, num_snapshots, stop, p_final,
-                        num_slots, i_h, o_d, o_e, s_final, acc_S, CHUNK,
-                    )  # fmt: skip
-                stop = next_snapshot(p_positions, p_cu, i_n, num_sequences, rows, num_snapshots, stop + 1, CHUNK)
+                    store_snapshots(snapshots, batch, final, i_n, stop, i_h, o_d, o_e, acc_S, CHUNK)
+                stop = next_snapshot(snapshots, batch, i_n, stop + 1, CHUNK)
         for i in range(whole_from, whole_to):
             row = start + i * stride
-            acc_S = step(
-                d_q, d_k, d_v, d_o, q_smem, k_smem, v_smem, o_smem, scores_smem, arrived, within_smem, seeing_smem,
-                entering_smem, p_o, s_o, acc_S, decay, i, row, row + (STAGES - 1) * stride, CHUNK, chunks, i_box,
-                i_h_qk, i_h_v, i_h, column, CHUNK, D, BLOCK_E, STAGES, L_S, L_O, MASKED=False,
-            )  # fmt: skip
+            chunk = Chunk(i, row, row + (STAGES - 1) * stride, CHUNK)
+            acc_S = step(tensors, ring, buffers, o, work, chunk, acc_S, decay, sizes, MASKED=False)
             if p_positions is not None:
                 if row + CHUNK == stop:
-                    store_snapshots(
-                        p_positions, p_snapshot_slots, p_cu, i_n, num_sequences, rows, num_snapshots, stop, p_final,
-                        num_slots, i_h, o_d, o_e, s_final, acc_S, CHUNK,
-                    )  # fmt: skip
-                    stop = next_snapshot(p_positions, p_cu, i_n, num_sequences, rows, num_snapshots, stop + 1, CHUNK)
+                    store_snapshots(snapshots, batch, final, i_n, stop, i_h, o_d, o_e, acc_S, CHUNK)
+                    stop = next_snapshot(snapshots, batch, i_n, stop + 1, CHUNK)
         if not REVERSED:
             if rest > 0:
                 rate = base_two_rate(p_slopes, i_h)
-                tl.debug_barrier()
-                seeing_smem.store(seeing(rate, opaque(o_i), rest, scale, REVERSED))
-                entering_smem.store(entering(rate, opaque(o_k), rest, scale, REVERSED))
-                acc_S = step(
-                    d_q, d_k, d_v, d_o, q_smem, k_smem, v_smem, o_smem, scores_smem, arrived, within_smem, seeing_smem,
-                    entering_smem, p_o, s_o, acc_S, gl.exp2(-rate * rest), chunks - 1,
-                    start + (chunks - 1) * stride, 0, rest, chunks, i_box, i_h_qk, i_h_v, i_h, column,
-                    CHUNK, D, BLOCK_E, STAGES, L_S, L_O, MASKED=True,
-                )  # fmt: skip
+                store_weights(buffers, rate, o_i, o_k, rest, scale, REVERSED, SHORT=True)
+                rest_decay = gl.exp2(-rate * rest)
+                # No chunk is ahead of it.
+                short = Chunk(chunks - 1, start + (chunks - 1) * stride, 0, rest)
+                acc_S = step(tensors, ring, buffers, o, work, short, acc_S, rest_decay, sizes, MASKED=True)
         tma.store_wait(0)
         if p_final is not None:
-            # Read again: through the walk its registers serve better.
-            first_again, last = bounds(p_cu, i_n, num_sequences, rows)
+            # Read again: during the walk the registers are needed.
+            first_again, last = bounds(batch, i_n)
             is_last = end == last
             if REVERSED:
                 is_last = begin == first_again
             if is_last:
-                slot = slot_of(p_slots, i_n, num_sequences, num_slots)
-                store_state(p_final, slot, i_h, o_d, o_e, s_final, acc_S)
+                store_state(final, slot_of(batch, i_n), i_h, o_d, o_e, acc_S)

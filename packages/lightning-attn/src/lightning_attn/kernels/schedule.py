@@ -1,0 +1,245 @@
+"""What a program works on: its tile, head, sequence and segment; and the groups of arguments that all kernels share.
+
+``Sizes`` and ``Strides`` come from the launch. ``Counts`` are made in the kernel: in a tuple Triton would specialise on
+them. So are the groups that hold pointers, which a launch gives one by one, as they are in each call.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+
+class Sizes(NamedTuple):
+    """The constants that a kernel is compiled for: heads and head sizes of a problem, blocks of its plan."""
+
+    # Heads of the outputs and states, and how many of them share a head of q and k, and of v.
+    H: int
+    RATIO_QK: int
+    RATIO_V: int
+    # Head sizes, and the blocks that a program takes of them.
+    D: int
+    E: int
+    BLOCK_D: int
+    BLOCK_E: int
+    # Tokens of a step, tokens of a segment (0: whole sequences) and pipeline depth.
+    CHUNK: int = 1
+    SEGMENT: int = 0
+    STAGES: int = 1
+    # From the last token to the first, as gradients go.
+    REVERSED: bool = False
+    # Offsets inside a tile need 64 bits.
+    WIDE: bool = False
+
+
+class Counts(NamedTuple):
+    """Rows of a sequence (of all, where rows are packed), sequences, and slots of the pool."""
+
+    rows: Any
+    sequences: Any
+    slots: Any
+
+
+class RowStrides(NamedTuple):
+    """Strides of q, k, v or o, in elements."""
+
+    sequence: Any
+    row: Any
+    head: Any
+    element: Any
+
+
+class StateStrides(NamedTuple):
+    """Strides of states, in elements."""
+
+    slot: Any
+    head: Any
+    d: Any
+    e: Any
+
+
+class Strides(NamedTuple):
+    """Those of a prefill kernel's tensors, as far as it has them.
+
+    Kernels take them out of the tuple before their first ``if``: inside of one Triton 3.6 loses strides of 1.
+    """
+
+    q: Any = None
+    k: Any = None
+    v: Any = None
+    o: Any = None
+    initial: Any = None
+    final: Any = None
+    carried: Any = None
+
+
+class DecodeStrides(NamedTuple):
+    """Those of a decode kernel's tensors, as far as it has them."""
+
+    q: Any = None
+    k: Any = None
+    v: Any = None
+    pool: Any = None
+    o: Any = None
+
+
+class Batch(NamedTuple):
+    """The sequences of a call. p_cu None: of ``rows`` rows each, otherwise packed. p_has None: all have a state."""
+
+    p_cu: Any
+    p_slots: Any
+    p_has: Any
+    count: Any
+
+
+class Snapshots(NamedTuple):
+    """For each sequence ``count`` positions at which to keep the state, and the slots for it."""
+
+    p_positions: Any
+    p_slots: Any
+    count: Any
+
+
+class Rows(NamedTuple):
+    """The rows of one head of q, k, v or o: the first one's address and the strides between rows and elements."""
+
+    p: Any
+    stride: Any
+    element: Any
+
+
+class States(NamedTuple):
+    """States by slot: a pool, initial states or a workspace."""
+
+    p: Any
+    strides: Any
+
+
+@triton.jit
+def program(H: tl.constexpr, TILES: tl.constexpr):
+    """Tile, head and sequence (or segment) of a program. The grid has one dimension: others end at 65535."""
+    pid = tl.program_id(0)
+    return pid % TILES, (pid // TILES) % H, pid // (TILES * H)
+
+
+@triton.jit
+def rows_of_head(p, strides, i_n, i_h, RATIO: tl.constexpr):
+    """A sequence's rows of the head that RATIO heads share, head i_h among them."""
+    p += i_n.to(tl.int64) * strides.sequence + (i_h // RATIO) * strides.head
+    return Rows(p, strides.row, strides.element)
+
+
+@triton.jit
+def bounds(batch, i_n):
+    """The rows of a sequence, clamped; the one after the last stands for the rows after it."""
+    if batch.p_cu is None:
+        begin = i_n.to(tl.int64) * 0
+        end = begin + batch.count.rows
+    else:
+        begin = tl.minimum(tl.maximum(tl.load(batch.p_cu + i_n).to(tl.int64), 0), batch.count.rows)
+        after = tl.load(batch.p_cu + i_n + 1, mask=i_n < batch.count.sequences, other=batch.count.rows).to(tl.int64)
+        end = tl.minimum(tl.maximum(after, begin), batch.count.rows)
+    return begin, end
+
+
+@triton.jit
+def first_segment(batch, i_n, SEGMENT: tl.constexpr):
+    """The grid index of a ragged sequence's first segment: no two sequences share one, whatever their lengths."""
+    begin = tl.minimum(tl.maximum(tl.load(batch.p_cu + i_n).to(tl.int64), 0), batch.count.rows)
+    return begin // SEGMENT + i_n
+
+
+@triton.jit
+def carried_slot(batch, i_n, begin, SEGMENT: tl.constexpr):
+    """The slot, in the workspace, of the state before the sequence's first segment; the next segments' follow it.
+
+    A sequence of n > SEGMENT rows has at most n // SEGMENT + 1 segments, which is what f + min(i, f) leaves room for,
+    f being the whole segments of rows before sequence i.
+    """
+    if batch.p_cu is None:
+        slot = i_n.to(tl.int64) * tl.cdiv(batch.count.rows, SEGMENT)
+    else:
+        before = begin // SEGMENT
+        slot = before + tl.minimum(before, i_n)
+    return slot
+
+
+@triton.jit
+def locate(batch, i_w, SEGMENT: tl.constexpr):
+    """Sequence, segment and the sequence's rows of grid index i_w. Segments past the sequence's last have no rows."""
+    if SEGMENT == 0:
+        i_n = i_w
+        i_segment = 0
+    elif batch.p_cu is None:
+        i_n = i_w // tl.cdiv(batch.count.rows, SEGMENT)
+        i_segment = i_w % tl.cdiv(batch.count.rows, SEGMENT)
+    else:
+        i_n = i_w * 0
+        above = i_w * 0 + batch.count.sequences + 1
+        while above - i_n > 1:
+            middle = (i_n + above) // 2
+            if first_segment(batch, middle, SEGMENT) <= i_w:
+                i_n = middle
+            else:
+                above = middle
+        i_segment = (i_w - first_segment(batch, i_n, SEGMENT)).to(tl.int32)
+    begin, end = bounds(batch, i_n)
+    # Indices before the first sequence's are nobody's.
+    end = tl.where(i_segment < 0, begin, end)
+    return i_n, tl.maximum(i_segment, 0), begin, end
+
+
+@triton.jit
+def slot_of(batch, i_n):
+    """The sequence's slot in the pool, -1 for padding and for the rows of no sequence."""
+    if batch.p_slots is None:
+        slot = i_n.to(tl.int64)
+    else:
+        slot = tl.load(batch.p_slots + i_n, mask=i_n < batch.count.sequences, other=-1).to(tl.int64)
+        slot = tl.where((slot >= 0) & (slot < batch.count.slots), slot, -1)
+    return slot
+
+
+@triton.jit
+def has_initial(batch, i_n):
+    """Whether the sequence starts from a state, where the call has initial states at all."""
+    if batch.p_has is None:
+        has = True
+    else:
+        has = tl.load(batch.p_has + i_n, mask=i_n < batch.count.sequences, other=0) != 0
+    return has
+
+
+@triton.jit
+def next_snapshot(snapshots, batch, i_n, at, CHUNK: tl.constexpr):
+    """The first row >= ``at``, whole chunks from the sequence's start, at which a snapshot wants the state."""
+    first, last = bounds(batch, i_n)
+    # Past every row that is ever reached.
+    row = last + CHUNK
+    for i_p in range(snapshots.count):
+        position = tl.load(snapshots.p_positions + i_n * snapshots.count + i_p).to(tl.int64)
+        floor = first + position // CHUNK * CHUNK
+        wanted = (position >= 1) & (position <= last - first) & (floor >= at)
+        row = tl.where(wanted, tl.minimum(row, floor), row)
+    return row.to(tl.int32)
+
+
+@triton.jit
+def snapshot_slot(snapshots, batch, i_n, i_p, at, CHUNK: tl.constexpr):
+    """The slot of snapshot i_p of a sequence if its position lies in the chunk that begins ``at`` this row, else -1.
+
+    Of a position inside the chunk the rest is added by ``recurrent.finish_snapshots``.
+    """
+    first, last = bounds(batch, i_n)
+    position = tl.load(snapshots.p_positions + i_n * snapshots.count + i_p).to(tl.int64)
+    slot = tl.load(snapshots.p_slots + i_n * snapshots.count + i_p).to(tl.int64)
+    wanted = (position >= 1) & (position <= last - first) & (first + position // CHUNK * CHUNK == at)
+    return tl.where(wanted & (slot < batch.count.slots), slot, -1)
+
+
+@triton.jit
+def state_pointers(states, slot, i_h, o_d, o_e):
+    """A tile of a state, transposed: [e, d]."""
+    strides = states.strides
+    p_tile = states.p + slot * strides.slot + i_h * strides.head
+    return p_tile + o_d.to(tl.int64)[None, :] * strides.d + o_e.to(tl.int64)[:, None] * strides.e

@@ -1,0 +1,74 @@
+"""The tensors of each op, in its order: what checks, references and launches take as one argument."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Attention(NamedTuple):
+    """q, k [b, h, n, d], v [b, h, n, e], decay rates, initial states [b, h, d, e]; results if allocated."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    ed: Tensor
+    kv_history: Tensor | None
+    out: Tensor | None = None
+    kv: Tensor | None = None
+
+
+class AttentionBackward(NamedTuple):
+    """The tensors of an attention, the gradients of its results and, if allocated, those of its inputs."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    ed: Tensor
+    kv_history: Tensor | None
+    d_out: Tensor
+    d_kv: Tensor | None
+    d_q: Tensor | None = None
+    d_k: Tensor | None = None
+    d_v: Tensor | None = None
+    d_history: Tensor | None = None
+
+
+class Varlen(NamedTuple):
+    """q, k [T, Hqk, D], v [T, Hv, E], packed; the pool of states [num_slots, H, D, E]; snapshots [B, P]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    slopes: Tensor
+    cu_seqlens: Tensor
+    state_pool: Tensor
+    slots: Tensor
+    has_initial_state: Tensor | None
+    positions: Tensor | None
+    snapshot_slots: Tensor | None
+    out: Tensor
+
+
+class Decode(NamedTuple):
+    """q, k [B, Hqk, D], v [B, Hv, E], one token each, or with T drafts behind B; the pool of states."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    state_pool: Tensor
+    slots: Tensor
+    slopes: Tensor
+    out: Tensor
+
+
+class Commit(NamedTuple):
+    """Keys and values of drafts, the pool of states, and how many drafts are accepted [B]."""
+
+    k: Tensor
+    v: Tensor
+    state_pool: Tensor
+    slots: Tensor
+    slopes: Tensor
+    accepted: Tensor

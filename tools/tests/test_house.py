@@ -53,20 +53,6 @@ MOST_ARGUMENTS = {"device function": 12, "kernel": 25}
 MOST_LINES = 450
 
 LARGER_FUNCTIONS: dict[str, int] = {
-    "blocksparse-attn attend": 46,
-    "blocksparse-attn attend_lists": 53,
-    "blocksparse-attn attend_packed": 54,
-    "blocksparse-attn bring": 19,
-    "blocksparse-attn bring_tiles": 21,
-    "blocksparse-attn consume": 20,
-    "blocksparse-attn fetch": 17,
-    "blocksparse-attn finish": 22,
-    "blocksparse-attn list_of_half": 13,
-    "blocksparse-attn load_across": 13,
-    "blocksparse-attn scout": 25,
-    "blocksparse-attn step": 34,
-    "blocksparse-attn store": 22,
-    "blocksparse-attn walk": 14,
     "gdn-split convolve": 21,
     "gdn-split move_b_and_a": 14,
     "gdn-split move_group": 18,
@@ -85,9 +71,6 @@ LARGER_FUNCTIONS: dict[str, int] = {
     "tilelang-mla find_part": 15,
 }  # fmt: skip
 LONGER_FILES: dict[str, int] = {
-    "blocksparse-attn arguments.py": 611,
-    "blocksparse-attn hopper.py": 779,
-    "blocksparse-attn layout.py": 519,
     "prefix-prefill arguments.py": 464,
     "prefix-prefill hopper.py": 803,
     "tilelang-mla decode.py": 771,

@@ -81,8 +81,7 @@ def real_size(device: torch.device) -> Iterator[Row]:
     layer = LocalStridedBlockSparseAttn(*numbers, device=device)
 
     def decode() -> torch.Tensor:
-        out = layer(decoding.q, decoding.k, decoding.v, decoding.cu_seqlens_k)
-        assert isinstance(out, torch.Tensor)
+        out: torch.Tensor = layer(decoding.q, decoding.k, decoding.v, decoding.cu_seqlens_k)
         return out
 
     error = error_of_rows(decode(), exact(model, decoding, torch.arange(sequences)))
@@ -96,6 +95,7 @@ def real_size(device: torch.device) -> Iterator[Row]:
 def interpreted() -> Iterator[Row]:
     """The kernels themselves at a small size, in Triton's interpreter, launched as they would be on a GPU."""
     from blocksparse_attn import launch
+    from blocksparse_attn.arguments import Options, Tensors, check_attend
     from blocksparse_attn.plan import AttentionPlan
 
     device = torch.device("cpu")
@@ -109,12 +109,14 @@ def interpreted() -> Iterator[Row]:
         batch = make_batch(model, lengths, device)
         layout = BlockLayout.local_strided(4, 256, model.local_blocks, model.vert_stride, model.block_size)
         out = torch.empty_like(batch.q)
-        # Of a ragged batch without sinks: the op takes sixteen tensors, and numbers in the order of its schema.
-        tensors = (batch.q, batch.k, batch.v, layout.crow, layout.col, batch.cu_seqlens_q, batch.cu_seqlens_k)
-        tensors = (*tensors, *[None] * 7, out, None)
+        # A ragged batch without sinks: what belongs to the others is None.
+        tensors = Tensors(
+            batch.q, batch.k, batch.v, layout.crow, layout.col, batch.cu_seqlens_q, batch.cu_seqlens_k,
+            *[None] * 7, out, None,
+        )  # fmt: skip
         longest = max(new for _, new in lengths)
-        numbers = (longest, model.block_size, model.block_size, "NHD", model.head_dim**-0.5, -1, 0, 0.0, 0)
-        run = launch.prepare_attend(*tensors, *numbers, plan)
+        options = Options(longest, model.block_size, model.block_size, "NHD", model.head_dim**-0.5, -1, 0, 0.0, 0)
+        run = launch.prepare_attend(check_attend(tensors, options), plan, tensors)
         run(*tensors)
         error = error_of_rows(out, exact(model, batch, torch.arange(len(out))))
         duration = median_ms(lambda run=run, tensors=tensors: run(*tensors), device, 1, f"{how}, interpreted")
@@ -132,12 +134,10 @@ def make_batch(model: BlockSparseAttention, lengths: list[tuple[int, int]], devi
 
 
 def attend(batch: Batch, layout: BlockLayout) -> torch.Tensor:
-    out = blocksparse_attention(
+    return blocksparse_attention(
         batch.q, batch.k, batch.v, layout, cu_seqlens_q=batch.cu_seqlens_q, cu_seqlens_k=batch.cu_seqlens_k,
         max_seqlen_q=max(new for _, new in batch.lengths),
     )  # fmt: skip
-    assert isinstance(out, torch.Tensor)
-    return out
 
 
 def sampled(rows: int) -> torch.Tensor:

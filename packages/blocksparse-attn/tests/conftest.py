@@ -5,9 +5,9 @@ Tests are imported one by one (``--import-mode=importlib``), so that what they s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -15,87 +15,16 @@ import torch
 from kernel_reference import blocks
 from kernel_reference.attention import attention
 from kernel_reference.paging import paged_cache
-from kernel_reference.testing.guards import Canaried, assert_bitwise_equal, canaried, poison_
+from kernel_reference.testing.guards import Canaried, assert_bitwise_equal, canaried, guarded, poison_
 from kernel_reference.testing.numerics import assert_close_to_oracle
+from kernel_reference.testing.plain import Wanted, assert_rounded, moved, plain_rows
 
 Tensor = torch.Tensor
 
-# Numbers of this many rows and heads or fewer do not tell a version's errors: one weight may be exact by chance.
+# Rows and heads up to which numbers are too few to tell a version's errors.
 _TOO_FEW = 64
 # Rows that the oracle computes of a sequence, beside its first and its last two.
 _SAMPLE = 12
-
-
-class Wanted(NamedTuple):
-    """A result in float64, and what the plain version in the dtype under test makes of it."""
-
-    exact: Tensor
-    plain: Tensor
-
-
-def plain_rows(
-    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, softcap: float, sinks: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Rows of one sequence as plain PyTorch in the dtype of q: what a kernel's errors are measured beside.
-
-    Each matrix product takes operands of that dtype and sums in float32, which is what the hardware's matrix
-    instructions do; the softmax is float32 and its weights, at most 1, are rounded to the dtype for the second product.
-    q [R, H, D], k and v [K, H, ...], seen [H, R, K]; out [R, H, Dv] float32, lse [H, R].
-    """
-
-    def heads_first(x: Tensor) -> Tensor:
-        return x.transpose(0, 1).float()
-
-    scores = heads_first(q) @ heads_first(k).mT * scale
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~seen, -torch.inf)
-    top = scores.amax(2)
-    if sinks is not None:
-        top = torch.maximum(top, sinks.float()[:, None])
-    shift = top.masked_fill(top == -torch.inf, 0)
-    weights = torch.exp(scores - shift[..., None])
-    total = weights.sum(2)
-    if sinks is not None:
-        total = total + torch.exp(sinks.float()[:, None] - shift)
-    out = weights.to(q.dtype).float() @ heads_first(v) / total[..., None]
-    out = torch.where(seen.any(2)[..., None], out, 0)
-    return out.transpose(0, 1), shift + torch.log(total)
-
-
-def moved(wanted: Wanted, *, logarithm: bool = False, units: float = 1) -> Wanted:
-    """With the plain version at least some units in the last place off, where numbers are too few to tell its errors.
-
-    logarithm: of a sum, whose last place it is too; the logarithm itself may be near 0.
-    """
-    want, beside = wanted
-    unit = units * torch.finfo(beside.dtype).eps * (want.abs().clamp(min=1) if logarithm else want.abs())
-    other = (want + torch.where(want < 0, -unit, unit)).to(beside.dtype)
-    near = (beside.double() - want).abs() < (other.double() - want).abs()
-    return Wanted(want, torch.where(near, other.float(), beside.float()).to(beside.dtype))
-
-
-def assert_rounded(got: Tensor, wanted: Wanted, *, what: str = "the output", units: float = 1) -> None:
-    """``assert_close_to_oracle`` of [R, H, Dv] with every row of every head brought to the same size.
-
-    A row that sees few keys holds values many times those of one that sees thousands, whose errors it would hide. They
-    are scaled by powers of two, which is exact. units: what plain PyTorch may be off where numbers are few.
-    """
-    if wanted.exact.shape[:-1].numel() <= _TOO_FEW:
-        wanted = moved(wanted, units=units)
-    want, beside = wanted
-    if want.numel():
-        size = want.abs().amax(-1, keepdim=True)
-        factor = torch.exp2(-torch.where(size > 0, size, 1).log2().round().clamp(-14, 14))
-        got, want, beside = got * factor.to(got.dtype), want * factor, beside * factor.to(got.dtype)
-    assert_close_to_oracle(got, want, beside, what=what)
-
-
-def guarded(tensor: Tensor, *, strides: Sequence[int] | None = None, row_padding: int = 0, offset: int = 0) -> Canaried:
-    """The same bits inside a guarded buffer."""
-    place = canaried(tensor.shape, tensor.dtype, tensor.device, strides=strides, row_padding=row_padding, offset=offset)
-    place.tensor.copy_(tensor)
-    return place
 
 
 def random_mask(heads: int, rows: int, columns: int) -> Tensor:
@@ -138,13 +67,13 @@ class Batch:
         self, device: torch.device, lengths: Sequence[tuple[int, int]], *, kind: str = "ragged",
         heads: tuple[int, int] = (4, 2), head_size: int = 32, head_size_v: int | None = None,
         blocks: tuple[int, int] = (16, 16), mask: Tensor | None = None, one_layout: bool = False, page: int = 16,
-        cache_layout: str = "NHD", side: str = "left", dtype: torch.dtype = torch.bfloat16,
+        page_layout: str = "NHD", side: str = "left", dtype: torch.dtype = torch.bfloat16,
         window: tuple[int, int] | None = None, softcap: float = 0.0, softmax_scale: float | None = None,
         sinks: bool | Tensor = False, lse: bool = True, rows_after: int = 0, fused: bool = False,
         index_dtype: torch.dtype = torch.int32, extra_columns: int = 1, size: float = 1.0,
     ) -> None:  # fmt: skip
         self.device, self.lengths, self.kind, self.page = device, list(lengths), kind, page
-        self.heads, self.head_size, self.dtype, self.cache_layout = heads, head_size, dtype, cache_layout
+        self.heads, self.head_size, self.dtype, self.page_layout = heads, head_size, dtype, page_layout
         self.head_size_v = head_size if head_size_v is None else head_size_v
         self.window, self.softcap, self.softmax_scale = window, softcap, softmax_scale
         self.blocks = blocks
@@ -224,7 +153,7 @@ class Batch:
         # Without sequences, the pages of one that is empty.
         cu = torch.tensor([0, *accumulate(self.totals or [0])], dtype=torch.int64, device=self.device)
         seed = int(torch.randint(2**31, ()))
-        paged = paged_cache(keys, values, cu, self.page, self.cache_layout, seed=seed)
+        paged = paged_cache(keys, values, cu, self.page, self.page_layout, seed=seed)
         self.k, self.v = self._guard("k", paged.k_cache), self._guard("v", paged.v_cache, offset=16)
         # A page of NaN, wherever one may look past a sequence; columns past those, pages that are none.
         table = paged.block_table[: len(self.lengths)]
@@ -274,7 +203,7 @@ class Batch:
             page, place = int(table[sequence, position // self.page]), position % self.page
             for cache in (self.k, self.v):
                 at = {"NHD": (page, place), "HND": (page, slice(None), place)}.get(
-                    self.cache_layout, (page, slice(None), slice(None), place)
+                    self.page_layout, (page, slice(None), slice(None), place)
                 )
                 poison_(cache[at])
         self.forget_inputs()
@@ -285,7 +214,7 @@ class Batch:
     def options(self) -> dict[str, Any]:
         """The keyword arguments of the public function, its result and plan left out."""
         most = {} if self.kind == "padded" else {"max_seqlen_q": self.max_seqlen_q}
-        paged = {"cache_layout": self.cache_layout} if self.kind == "paged" else {}
+        paged = {"page_layout": self.page_layout} if self.kind == "paged" else {}
         given = {name: tensor for name, tensor in self.positional.items() if tensor is not None}
         return {
             **given, **most, **paged, "softmax_scale": self.softmax_scale, "window": self.window,
@@ -304,11 +233,22 @@ class Batch:
         left = -1 if self.window is None else self.window[0]
         padded = min(self.q.shape[1], self.layout.rows * self.blocks[0])
         most = padded if self.kind == "padded" else self.max_seqlen_q
-        return (most, *self.blocks, self.cache_layout, self.scale, left, 0, self.softcap, num_splits)
+        return (most, *self.blocks, self.page_layout, self.scale, left, 0, self.softcap, num_splits)
 
     @property
     def scale(self) -> float:
         return self.head_size**-0.5 if self.softmax_scale is None else self.softmax_scale
+
+    def prepare(
+        self, plan: Any, tensors: Sequence[Any] | None = None, numbers: Sequence[Any] | None = None
+    ) -> Callable[..., None]:
+        """The launch of this plan, made ready for the batch, or for other tensors and numbers of the op."""
+        from blocksparse_attn import launch
+        from blocksparse_attn.arguments import Options, Tensors, check_attend
+
+        given = Tensors(*(self.tensors if tensors is None else tensors))
+        problem = check_attend(given, Options(*(self.numbers() if numbers is None else numbers)))
+        return launch.prepare_attend(problem, plan, given)
 
     def run(self, layout: Any = None, **options: Any) -> Any:
         """The public function, into the guarded output; lse is copied into its guarded place."""
@@ -409,7 +349,7 @@ class Batch:
             seen = visible(torch.zeros_like(each), each, position, key) & (key <= position)
             if left >= 0:
                 seen = seen & (key >= position - left)
-            result = plain_rows(queries[rows[places]], k, v, seen, self.scale, self.softcap, self.sinks)
+            result = plain_rows(queries[rows[places]], k, v, seen, self.scale, softcap=self.softcap, sinks=self.sinks)
             out[places], lse[:, places] = result
         return out, lse
 
@@ -489,12 +429,8 @@ class Tensors:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def one_thread() -> Iterator[None]:
-    """On the CPU every product here is so small that a second thread costs more than it does."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def on_one_thread(one_thread: None) -> None:
+    """Every product here is so small that a second thread costs more than it does."""
 
 
 @pytest.fixture(scope="session")
@@ -510,9 +446,7 @@ class Kernels:
 
     def attend(self, batch: Batch, plan: Any, num_splits: int = 0) -> None:
         """A batch, into its guarded output and lse."""
-        from blocksparse_attn import launch
-
-        launch.prepare_attend(*batch.tensors, *batch.numbers(num_splits), plan)(*batch.tensors)
+        batch.prepare(plan, numbers=batch.numbers(num_splits))(*batch.tensors)
 
 
 @pytest.fixture(scope="session")

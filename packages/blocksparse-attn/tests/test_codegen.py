@@ -5,11 +5,9 @@ The configurations are those that plans and launches make for real models: all a
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,10 +15,17 @@ import torch
 
 import blocksparse_attn
 from blocksparse_attn import launch
-from blocksparse_attn.arguments import check_attend
+from blocksparse_attn.arguments import Options, Tensors, check_attend
 from blocksparse_attn.plan import DeviceLimits, plan_attention
 from kernel_reference.models import PHI3_SMALL
-from kernel_reference.testing.codegen import KernelSpec, Report, assert_clean, compile_specs
+from kernel_reference.testing.codegen import (
+    KernelSpec,
+    Report,
+    assert_clean,
+    compile_specs,
+    launched_kernels,
+    recorded_launches,
+)
 from kernel_reference.testing.targets import SMALL_TARGETS, TARGETS
 
 pytestmark = pytest.mark.codegen
@@ -42,25 +47,8 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 PHI3 = (PHI3_SMALL.num_heads_q, PHI3_SMALL.num_heads_kv, PHI3_SMALL.head_dim)
 
 
-def recorded(
-    run: Any, tensors: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
-) -> list[tuple[launch.Launch, tuple[Any, ...]]]:
-    """The launches that a call makes, each with its tensors."""
-    calls: list[tuple[launch.Launch, tuple[Any, ...]]] = []
-    monkeypatch.setattr(launch.Launch, "__call__", lambda self, *given: calls.append((self, given)))
-    run(*tensors)
-    return calls
-
-
-def spec_of(name: str, start: launch.Launch, tensors: tuple[Any, ...]) -> KernelSpec:
-    blocks = [form[2:] for form in start._forms] if isinstance(start, launch.HopperLaunch) else []
-    return KernelSpec.of_call(
-        start._kernel, (*tensors, *start._rest), options=start._options, name=name, descriptors=blocks
-    )
-
-
 def attending(
-    name: str, limits: DeviceLimits, monkeypatch: pytest.MonkeyPatch, *, heads: tuple[int, int, int] = PHI3,
+    name: str, limits: DeviceLimits, *, heads: tuple[int, int, int] = PHI3,
     head_size_v: int | None = None, dtype: torch.dtype = BF16, kind: str = "ragged", page: int = 16,
     layout: str = "NHD", rows: int = 4096, longest: int = 1024, blocks: tuple[int, int] = (64, 64), splits: int = 1,
     softcap: float = 0.0, left: int = -1, sinks: bool = False, lse: bool = False, entries: int = 512,
@@ -86,25 +74,26 @@ def attending(
         return torch.empty(*size, dtype=torch.int32) if there else None
 
     ragged, paged, padded = (kind == one for one in ("ragged", "paged", "padded"))
-    tensors = (
+    tensors = Tensors(
         q, k, v, integers(True, num_heads, -(-longest // blocks[0]) + 1), integers(True, num_heads, entries),
         integers(not padded, sequences + 1), integers(ragged, sequences + 1), integers(paged, sequences, 256),
         integers(paged, sequences), *(integers(padded, sequences) for _ in range(4)),
         torch.empty(num_heads) if sinks else None, out,
         torch.empty(*front[:-1], num_heads, front[-1]) if lse else None,
     )  # fmt: skip
-    numbers = (longest, *blocks, layout, size**-0.5, left, 0, softcap, 0)
+    problem = check_attend(tensors, Options(longest, *blocks, layout, size**-0.5, left, 0, softcap, 0))
     # Not as many splits as fill a GPU: that would say nothing else of the code.
-    plan = replace(plan_attention(check_attend(*tensors, *numbers), limits), num_splits=splits)
-    for call in recorded(launch.prepare_attend(*tensors, *numbers, plan), tensors, monkeypatch):
-        yield spec_of(f"{name}{', merged' if call[0]._kernel.fn.__name__ == 'merge' else ''}", *call)
+    plan = replace(plan_attention(problem, limits), num_splits=splits)
+    for start, given in recorded_launches(launch.prepare_attend(problem, plan, tensors), *tensors):
+        merged = ", merged" if start.kernel.fn.__name__ == "merge" else ""
+        yield KernelSpec.of_launch(start, given, name=name + merged)
 
 
-def all_specs(target: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[KernelSpec]:
+def all_specs(target: str) -> Iterator[KernelSpec]:
     limits = LIMITS[target]
 
     def portable(name: str, **options: Any) -> Iterator[KernelSpec]:
-        yield from attending(name, replace(limits, hopper=False), monkeypatch, **options)
+        yield from attending(name, replace(limits, hopper=False), **options)
 
     decoding = {"rows": 8, "longest": 1}
     yield from portable("Phi-3-small")
@@ -126,8 +115,8 @@ def all_specs(target: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[KernelSp
         return
 
     def hopper(name: str, **options: Any) -> Iterator[KernelSpec]:
-        specs = attending(f"for sm_90, {name}", limits, monkeypatch, **options)
-        yield from (spec for spec in specs if spec.kernel.endswith("hopper:attend"))
+        specs = attending(f"for sm_90, {name}", limits, **options)
+        yield from (spec for spec in specs if spec.kernel.endswith("hopper.kernel:attend"))
 
     yield from hopper("128")
     yield from hopper("128, short lists", entries=256)
@@ -141,14 +130,12 @@ def all_specs(target: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[KernelSp
 
 def specs(target: str) -> list[KernelSpec]:
     """The cases that ``python -m kernel_reference.testing.codegen --compare REV`` compiles too."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        return list(all_specs(target, monkeypatch))
+    return list(all_specs(target))
 
 
 @pytest.fixture(scope="module")
 def reports() -> list[Report]:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        jobs = {target: list(all_specs(target, monkeypatch)) for target in TARGETS}
+    jobs = {target: specs(target) for target in TARGETS}
     # Each target has plans of its own, so specs of its own: a process for each, two at a time, the longest first.
     order = sorted(TARGETS, key=lambda target: len(jobs[target]), reverse=True)
     with ThreadPoolExecutor(2) as pool:
@@ -162,11 +149,7 @@ def test_every_kernel_compiles_for_every_target_without_spills_or_traps(reports:
 
 
 def test_what_takes_most_shared_memory_compiles_for_gpus_that_have_99_kib_of_it() -> None:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        jobs = {
-            target: [spec for spec in all_specs(target, monkeypatch) if spec.name in MOST_SHARED]
-            for target in SMALL_TARGETS
-        }
+    jobs = {target: [spec for spec in all_specs(target) if spec.name in MOST_SHARED] for target in SMALL_TARGETS}
     with ThreadPoolExecutor(2) as pool:
         compiled = pool.map(lambda target: compile_specs(jobs[target], [target], processes=1), SMALL_TARGETS)
         reports = [report for reports in compiled for report in reports]
@@ -176,13 +159,12 @@ def test_what_takes_most_shared_memory_compiles_for_gpus_that_have_99_kib_of_it(
 
 
 def test_what_takes_most_shared_memory_fits_in_the_64_kib_of_sm_75() -> None:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        largest = {"heads": (16, 4, 256), "kind": "paged", "layout": "x-packed", "page": 64}
-        jobs = [
-            spec
-            for dtype in (FP16, FP32)
-            for spec in attending(f"heads of 256 in {dtype}", LIMITS["sm_75"], monkeypatch, dtype=dtype, **largest)
-        ]
+    largest = {"heads": (16, 4, 256), "kind": "paged", "layout": "x-packed", "page": 64}
+    jobs = [
+        spec
+        for dtype in (FP16, FP32)
+        for spec in attending(f"heads of 256 in {dtype}", LIMITS["sm_75"], dtype=dtype, **largest)
+    ]
     reports = compile_specs(jobs, ["sm_75"])
     assert [report.error for report in reports] == ["", ""]
     assert max(report.shared for report in reports) <= LIMITS["sm_75"].shared_memory
@@ -215,12 +197,4 @@ def test_the_kernel_for_sm_90_copies_by_the_memory_accelerator_and_multiplies_by
 
 
 def test_no_kernel_is_left_out() -> None:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        compiled = {spec.kernel for spec in all_specs("sm_90", monkeypatch)}
-    entries = set()
-    for file in Path(blocksparse_attn.__file__).with_name("kernels").glob("*.py"):
-        for node in ast.parse(file.read_text()).body:
-            # What is launched asks which program it is; helpers are handed that.
-            if isinstance(node, ast.FunctionDef) and "pid = " in ast.unparse(node):
-                entries.add(f"blocksparse_attn.kernels.{file.stem}:{node.name}")
-    assert entries == compiled
+    assert {spec.kernel for spec in specs("sm_90")} == launched_kernels(blocksparse_attn)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from itertools import permutations
@@ -81,7 +81,7 @@ def good(function: str, device: torch.device) -> dict[str, Any]:
     return {
         "q": make(ROWS, H, D), "k": make(BLOCKS, PAGE, HKV, D), "v": make(BLOCKS, PAGE, HKV, DV), **options,
         "cu_seqlens_q": bounds["cu_seqlens_q"], "seqlens_k": integers(22, 16, 3),
-        "block_table": integers([3, 0], [5, 2], [6, 6]), "cache_layout": "NHD",
+        "block_table": integers([3, 0], [5, 2], [6, 6]), "page_layout": "NHD",
     }  # fmt: skip
 
 
@@ -272,11 +272,11 @@ TABLE = [
         )
     ],
     *[
-        ("paged", f"cache_layout {value!r}", error, "cache_layout", replaced("cache_layout", value))
+        ("paged", f"page_layout {value!r}", error, "page_layout", replaced("page_layout", value))
         for value, error in (("nhd", V), ("", V), ("BHSD", V), (None, T), (3, T), (["NHD"], T))
     ],
-    ("paged", "pages of 16 heads, as another layout has them", V, "q", replaced("cache_layout", "HND")),
-    ("paged", "4-D keys said to be x-packed", V, "k", replaced("cache_layout", "x-packed")),
+    ("paged", "pages of 16 heads, as another layout has them", V, "q", replaced("page_layout", "HND")),
+    ("paged", "4-D keys said to be x-packed", V, "k", replaced("page_layout", "x-packed")),
     ("paged", "pages of no tokens", V, "k", together(*[replaced(name, lambda x: x[:, :0]) for name in "kv"])),
     ("paged", "v of smaller pages", V, "v", replaced("v", lambda x: x[:, :-1])),
     *[
@@ -478,7 +478,7 @@ def test_functions_refuse_transforms_in_words_of_their_own(device, function) -> 
         (lambda: func.jacfwd(attend)(q), "without a tangent"),
         (lambda: func.grad(lambda q: attend(q).sum())(q), "without gradient"),
         (lambda: func.vmap(func.grad(lambda q: attend(q).sum()))(batch), "without gradient"),
-        (lambda: func.vmap(attend)(batch), "without a dimension of torch.vmap"),
+        (lambda: func.vmap(attend)(batch), "outside torch.vmap"),
     ):
         with pytest.raises(ValueError, match=rf"^q must be {said}.*, got "):
             transformed()
@@ -516,10 +516,10 @@ CACHES = {
 
 @pytest.mark.parametrize(("given", "said"), [*permutations(CACHES, 2)])
 def test_a_cache_of_another_layout_than_said_is_named_with_the_one_that_it_fits(device, given, said) -> None:
-    arguments = {**good("paged", device), "cache_layout": said}
+    arguments = {**good("paged", device), "page_layout": said}
     for name, lay_out in zip("kv", CACHES[given], strict=True):
         arguments[name] = lay_out(arguments[name])
-    with pytest.raises(ValueError, match=rf"^[qkv] must be .*, got .*, which fits layout '{given}'$"):
+    with pytest.raises(ValueError, match=rf"^[qkv] must be .*, got .*, which fits page_layout '{given}'$"):
         FUNCTIONS["paged"](**arguments)
 
 
@@ -541,7 +541,7 @@ def test_the_op_checks_what_reaches_it_by_another_way(tensors) -> None:
         ):  # fmt: skip
             with pytest.raises(ValueError, match=f"^{said} must be "):
                 torch.ops.blocksparse_attn.attend(*batch.tensors, *numbers, splits, plan)
-        for place, value, said in ((1, 24, "q_block"), (2, 8, "k_block"), (5, -2, "window"), (3, "nhd", "layout")):
+        for place, value, said in ((1, 24, "q_block"), (2, 8, "k_block"), (5, -2, "window"), (3, "nhd", "page_layout")):
             changed = [value if i == place else number for i, number in enumerate(numbers)]
             with pytest.raises(ValueError, match=f"^{said} must be "):
                 torch.ops.blocksparse_attn.attend(*batch.tensors, *changed, 0)
@@ -753,13 +753,7 @@ def checked_values(device: torch.device) -> AbstractContextManager[None]:
     return nullcontext() if device.type == "cpu" else validate_values()
 
 
-clamping = pytest.mark.usefixtures("values_unchecked")
-
-
-@pytest.fixture
-def values_unchecked() -> Iterator[None]:
-    with validate_values(False):
-        yield
+clamping = pytest.mark.usefixtures("unchecked")
 
 
 # What only device memory tells: the kind of batch, the argument, what is wrong with it, the element named.

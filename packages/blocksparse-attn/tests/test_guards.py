@@ -20,17 +20,19 @@ import triton
 import triton.language as tl
 
 from blocksparse_attn import AttentionPlan, BlockLayout, blocksparse_attention, launch
-from blocksparse_attn.kernels import portable, tiles
-from blocksparse_attn.plan import DeviceLimits, Problem, cdiv, num_places
+from blocksparse_attn.arguments import Options, Tensors, check_attend
+from blocksparse_attn.kernels import groups, portable, tiles
+from blocksparse_attn.plan import DeviceLimits, Problem, num_slots
 from kernel_reference import blocks
+from kernel_reference.integers import cdiv
 from kernel_reference.testing import contract
-from kernel_reference.testing.guards import assert_bitwise_equal, poison_, poisoned
+from kernel_reference.testing.guards import assert_bitwise_equal, poison_
 
 sanitize = pytest.mark.sanitize
 gpu = pytest.mark.gpu
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 KINDS = ("ragged", "paged", "padded")
-X_PACKED = {"kind": "paged", "cache_layout": "x-packed"}
+X_PACKED = {"kind": "paged", "page_layout": "x-packed"}
 FAR_OFF = (torch.iinfo(torch.int64).min, -1, 2**40, torch.iinfo(torch.int64).max)
 
 
@@ -88,7 +90,7 @@ def attend(batch: Any, plan: AttentionPlan | None, most: int | None = None, layo
         numbers[0] = most
     if layout is not None:
         given[CROW], given[COL] = layout.crow, layout.col
-    launch.prepare_attend(*given, *numbers, plan)(*given)
+    batch.prepare(plan, given, numbers)(*given)
 
 
 # The places of tensors in a call.
@@ -109,7 +111,7 @@ SMALL: dict[str, tuple[AttentionPlan, dict[str, Any]]] = {
     "packed, one token": (packed(), {"window": (9, -1)}),
     "packed, some tokens": (packed(tokens=3), {"window": (9, -1), "softcap": 3.0}),
     "packed, paged, split": (
-        packed(16, 16, 3, 1, 8), {"kind": "paged", "sinks": True, "cache_layout": "HND", "page": 24},
+        packed(16, 16, 3, 1, 8), {"kind": "paged", "sinks": True, "page_layout": "HND", "page": 24},
     ),
     "packed, padded, split": (packed(16, 16, 2, 1, 8), {"kind": "padded", "side": "right"}),
     "packed, 32 x 32": (packed(32, 32, 1, 1, 16), {"dtype": FP16, "blocks": (16, 64), "one_layout": True}),
@@ -122,7 +124,7 @@ SMALL: dict[str, tuple[AttentionPlan, dict[str, Any]]] = {
 @pytest.mark.parametrize(("plan", "options"), SMALL.values(), ids=SMALL)
 def test_calls_touch_their_rows_and_nothing_else(tensors, kernels, plan, options) -> None:
     options = {"heads": (2, 1), "head_size": 24, **options}
-    if options.get("cache_layout") == "x-packed":
+    if options.get("page_layout") == "x-packed":
         options["head_size"] = 16
     if options.get("kind") != "padded":
         options["rows_after"] = 3
@@ -134,7 +136,7 @@ def test_calls_touch_their_rows_and_nothing_else(tensors, kernels, plan, options
 @sanitize
 @gpu
 @pytest.mark.parametrize("options", [
-    {}, {"kind": "paged", "page": 64, "sinks": True}, {"kind": "paged", "page": 48, "cache_layout": "HND"},
+    {}, {"kind": "paged", "page": 64, "sinks": True}, {"kind": "paged", "page": 48, "page_layout": "HND"},
     {"kind": "padded", "side": "both", "softcap": 3.0}, {"dtype": FP16, "blocks": (64, 128)},
     {"blocks": (128, 64), "kind": "paged", "page": 16, "head_size_v": 64}, {"one_layout": True, "softmax_scale": 0.0},
 ], ids=str)  # fmt: skip
@@ -191,7 +193,7 @@ def test_pages_past_the_pool_and_below_it_read_as_zeros(tensors, kernels, plan, 
     if plan.hopper:
         layout = "HND"
     mask = torch.ones(2, *((2, 2) if plan.hopper else (7, 7)), dtype=torch.bool)
-    batch = batch_for(plan, tensors, [(100, 3)], kind="paged", cache_layout=layout, mask=mask, index_dtype=torch.int64)
+    batch = batch_for(plan, tensors, [(100, 3)], kind="paged", page_layout=layout, mask=mask, index_dtype=torch.int64)
     batch.positional["block_table"][0, 1:5] = torch.tensor([batch.k.shape[0], *FAR_OFF[:3]])
     for held in (batch.keys, batch.values):
         held[16:80] = 0
@@ -433,7 +435,7 @@ UNSUITED = {
     "on Hopper, a window": (hopper(), {"blocks": (64, 64), "window": (9, 0)}),
     "on Hopper, a negative scale": (hopper(), {"blocks": (64, 64), "softmax_scale": -0.1}),
     "on Hopper, pages of 24": (hopper(), {"blocks": (64, 64), "kind": "paged", "page": 24}),
-    "on Hopper, x-packed": (hopper(), {"blocks": (64, 64), "kind": "paged", "cache_layout": "x-packed"}),
+    "on Hopper, x-packed": (hopper(), {"blocks": (64, 64), "kind": "paged", "page_layout": "x-packed"}),
     "on Hopper, packed": (AttentionPlan(128, 64, 1, 4, 2, 1, True), {"blocks": (64, 64)}),
 }  # fmt: skip
 
@@ -455,7 +457,7 @@ def test_a_plan_for_hopper_is_refused_where_keys_come_unaligned_though_its_strid
         room = torch.empty(given[place].numel() + 1, dtype=BF16, device=tensors.device)
         given[place] = room[1:].view(given[place].shape).copy_(given[place])
         with pytest.raises(ValueError, match=r"^plan must be without hopper where .* 16-byte aligned"):
-            launch.prepare_attend(*given, *batch.numbers(), hopper())(*given)
+            batch.prepare(hopper(), given)(*given)
 
 
 # What is made ready once
@@ -467,7 +469,7 @@ def test_what_is_made_ready_keeps_no_tensor_of_its_first_call_alive(tensors, num
 
     def call() -> tuple[Callable[..., None], list[weakref.ref[torch.Tensor]]]:
         batch = tensors.batch([(5, 3)], heads=(2, 1), head_size=16, sinks=True, kind="paged")
-        run = launch.prepare_attend(*batch.tensors, *batch.numbers(), lists(num_splits=num_splits))
+        run = batch.prepare(lists(num_splits=num_splits))
         run(*batch.tensors)
         return run, [weakref.ref(tensor) for tensor in batch.tensors if tensor is not None]
 
@@ -482,7 +484,7 @@ def test_what_is_made_ready_keeps_no_tensor_of_its_first_call_alive(tensors, num
 def test_what_is_made_ready_serves_other_tensors_that_look_alike(tensors, plan) -> None:
     mask = torch.ones(2, 2, 2, dtype=torch.bool)
     first = batch_for(plan, tensors, [(5, 3), (1, 20)], mask=mask, index_dtype=torch.int64)
-    run = launch.prepare_attend(*first.tensors, *first.numbers(), plan)
+    run = first.prepare(plan)
     run(*first.tensors)
     first.check()
     kept = first.out.tensor.clone()
@@ -493,41 +495,6 @@ def test_what_is_made_ready_serves_other_tensors_that_look_alike(tensors, plan) 
     run(*other.tensors)
     other.check()
     assert_bitwise_equal(first.out.tensor, kept)
-
-
-class Compiled:
-    """Stands for a kernel, and for what compiling it gives: remembers what it is started with, and how."""
-
-    def __init__(self) -> None:
-        self.started: list[tuple[str, tuple[Any, ...]]] = []
-
-    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., Any]:
-        assert grid == (3, 1, 1)
-
-        def start(*given: Any, **options: Any) -> Any:
-            # Options come with what binds arguments, the first way; the short one knows them.
-            self.started.append(("whole" if options else "short", given))
-            return self
-
-        return start
-
-
-def test_from_the_second_call_on_a_launch_passes_its_own_pointers_and_unaligned_ones_the_whole_way() -> None:
-    kernel = Compiled()
-    made = launch.Launch(kernel, (3, 1, 1), (7, 2.5), torch.device("cpu"), num_warps=4)
-    aligned = [poisoned((64,), FP32) for _ in range(3)]
-    odd = aligned[0][1:5]
-    assert odd.data_ptr() % 16
-    calls = [(odd, None), (aligned[0], None), (aligned[1], aligned[2]), (aligned[2], odd), (aligned[0], None)]
-    for call in calls:
-        made(*call)
-    ways = ["whole", "whole", "short", "whole", "short"]
-    assert [way for way, _ in kernel.started] == ways
-    for (way, given), call in zip(kernel.started, calls, strict=True):
-        wanted = call if way == "whole" else tuple(x if x is None else x.data_ptr() for x in call)
-        assert len(given) == 4
-        assert all(one is other or one == other for one, other in zip(given[:2], wanted, strict=True))
-        assert given[2:] == (7, 2.5)
 
 
 # What only a GPU shows
@@ -545,7 +512,7 @@ def call_of(batch: Any, plan: AttentionPlan) -> tuple[Callable[..., Any], list[t
     def run(*inputs: torch.Tensor | None) -> list[torch.Tensor]:
         out = inputs[Q].new_empty(batch.out.tensor.shape)
         lse = inputs[Q].new_empty(batch.lse.tensor.shape, dtype=FP32)
-        launch.prepare_attend(*inputs, out, lse, *batch.numbers(), plan)(*inputs, out, lse)
+        batch.prepare(plan, (*inputs, out, lse))(*inputs, out, lse)
         return [out, lse]
 
     return run, list(batch.tensors[:OUT])
@@ -613,7 +580,7 @@ def test_kernels_follow_dimensions_more_than_2_to_the_31_elements_apart(tensors,
             x[-1] = tensors.normal(*x.shape[1:])
 
     def run(*given: Any) -> tuple[()]:
-        launch.prepare_attend(*given, *batch.numbers(), plan)(*given)
+        batch.prepare(plan, given)(*given)
         return ()
 
     check_far_apart(run, batch.tensors, dims)
@@ -624,7 +591,7 @@ def test_merging_follows_dimensions_more_than_2_to_the_31_elements_apart(tensors
     batch = tensors.batch([(16, 3)], heads=(3, 3), head_size=16)
 
     def run(*given: Any) -> tuple[()]:
-        launch.prepare_attend(*given, *batch.numbers(), packed(num_splits=2, tokens=8))(*given)
+        batch.prepare(packed(num_splits=2, tokens=8), given)(*given)
         return ()
 
     check_far_apart(run, batch.tensors, dims)
@@ -651,7 +618,7 @@ def test_parts_of_splits_more_than_2_to_the_31_elements_apart_are_found(tensors,
 
     def run() -> torch.Tensor:
         given[OUT] = torch.empty(tokens, 1, size, dtype=BF16, device=tensors.device)
-        launch.prepare_attend(*given, *batch.numbers(), plan)(*given)
+        batch.prepare(plan, given)(*given)
         return given[OUT][1:2]
 
     tensors.assert_rounded(with_room(run), tensors.Wanted(wanted.exact[1:], wanted.plain[1:].to(BF16)))
@@ -689,7 +656,7 @@ def test_caches_of_more_than_2_to_the_31_elements_are_read_to_their_ends(tensors
         given[place] = torch.zeros(before + cache.shape[0], *cache.shape[1:], dtype=BF16, device=cache.device)
         given[place][before:] = cache
     given[TABLE] = (given[TABLE] + before).contiguous()
-    launch.prepare_attend(*given, *batch.numbers(), plan)(*given)
+    batch.prepare(plan, given)(*given)
     for one, other in zip((given[OUT], given[LSE]), wanted, strict=True):
         assert_bitwise_equal(one, other, what="with the last of many pages")
 
@@ -712,7 +679,7 @@ class Grids:
                 pass
 
         monkeypatch.setattr(launch, "Launch", Recorded)
-        monkeypatch.setattr(launch, "HopperLaunch", Recorded)
+        monkeypatch.setattr(launch, "TmaLaunch", Recorded)
         monkeypatch.setattr(launch, "device_limits", lambda device: DeviceLimits(132, 232448, hopper=True))
 
 
@@ -733,8 +700,9 @@ def prepare(rows: int, sequences: int, plan: AttentionPlan | None, kind: str = "
         out, lse = q, meta(8, rows, dtype=FP32)
         bounds = [cu, None, table, lengths] if kind == "paged" else [cu, cu, None, None]
         bounds += [None] * 4
-    given = (q, k, k, crow, col, *bounds, None, out, lse)
-    launch.prepare_attend(*given, rows, 64, 64, "NHD", 0.1, -1, 0, 0.0, 0, plan)(*given)
+    given = Tensors(q, k, k, crow, col, *bounds, None, out, lse)
+    problem = check_attend(given, Options(rows, 64, 64, "NHD", 0.1, -1, 0, 0.0, 0))
+    launch.prepare_attend(problem, plan, given)(*given)
 
 
 MANY = 70_000
@@ -768,7 +736,7 @@ def test_the_grid_grows_with_rows_and_sequences_and_never_with_the_longest(monke
     The kernel for sm_90 has no more programs than there are multiprocessors.
     """
     grids = Grids(monkeypatch)
-    monkeypatch.setattr(launch, "_cores", lambda device: 100)
+    monkeypatch.setattr(launch, "_persistent_programs", lambda device: 100)
     for rows, sequences, splits in ((1, 1, 1), (2079, 32, 1), (2079, 32, 3), (32, 32, 7)):
         for plan, tokens, heads, spare in (
             (lists(16, 16, splits), 16, 8, 2), (packed(16, 16, splits), 1, 2, 1), (hopper(128, splits), 128, 8, 2),
@@ -788,7 +756,8 @@ def tabulate_places(
     p_starts, p_ends, p_table, num_sequences, rows, TOKENS: tl.constexpr, SLACK: tl.constexpr, KIND: tl.constexpr
 ):
     i_w = tl.program_id(0)
-    i_n, i_place, begin, q_len = tiles.locate(p_starts, p_ends, i_w, num_sequences, rows, TOKENS, SLACK, KIND)
+    batch = groups.Batch(groups.Bounds(p_starts, p_ends, None, None), num_sequences, rows, None)
+    i_n, i_place, begin, q_len = tiles.locate(batch, i_w, TOKENS, SLACK, KIND)
     tl.store(p_table + i_w * 4, i_n)
     tl.store(p_table + i_w * 4 + 1, i_place)
     tl.store(p_table + i_w * 4 + 2, begin)
@@ -804,7 +773,7 @@ def places_of(
     sequences = len(bounds[0]) - (0 if padded else 1)
     total = rows * sequences if padded else rows
     problem = Problem(1, 1, 16, 16, 16, 16, 1, 1, 1, total, sequences, rows, rows, padded=padded)
-    places = num_places(problem, lists(tokens) if wide_tiles else packed(tokens=tokens))
+    places = num_slots(problem, lists(tokens) if wide_tiles else packed(tokens=tokens))
     table = torch.full((places, 4), -9, dtype=torch.int64, device=device)
     kind = tiles.PADDED if padded else tiles.RAGGED
     slack = 2 if wide_tiles else 1

@@ -22,7 +22,8 @@ LENGTHS = [(30, 5), (3, 0), (0, 140), (200, 1), (70, 70)]
 
 @pytest.fixture(scope="module")
 def hopper() -> ModuleType:
-    return gluon.shadow(*(f"blocksparse_attn.kernels.{name}" for name in ("tiles", "softmax", "hopper")))[-1]
+    modules = ("tiles", "softmax", "hopper.memory", "hopper.producers", "hopper.consumers", "hopper.kernel")
+    return gluon.shadow(*(f"blocksparse_attn.kernels.{name}" for name in modules))[-1]
 
 
 @pytest.fixture(autouse=True)
@@ -31,18 +32,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch, hopper: ModuleType, device: torc
     if device.type != "cpu":
         # It runs there itself.
         return
-
-    class Launch:
-        def __init__(self, kernel: Any, grid: Any, rest: Any, _: Any, forms: list[Any]) -> None:
-            self.grid, self.rest = grid, rest
-            self.forms = [(*form, hopper.descriptor_layout(form[2])) for form in forms]
-
-        def __call__(self, *tensors: torch.Tensor | None) -> None:
-            count = len(self.forms)
-            boxes = [gluon.Descriptor(x, *form) for x, form in zip(tensors[:count], self.forms, strict=True)]
-            gluon.launch(hopper.attend, self.grid[0], *boxes, *tensors[count:], *self.rest)
-
-    monkeypatch.setattr(launch, "HopperLaunch", Launch)
+    monkeypatch.setattr(launch, "TmaLaunch", gluon.tma_launch(hopper))
 
 
 def plan(block_n: int = 128, num_splits: int = 1, num_stages: int = 2) -> AttentionPlan:
@@ -55,7 +45,7 @@ CASES: dict[str, tuple[AttentionPlan, dict[str, Any]]] = {
     "three stages": (plan(64, 1, 3), {"heads": (2, 2), "head_size": 64, "dtype": FP16}),
     "in parts": (plan(64, 3), {"heads": (2, 1), "head_size": 64, "sinks": True}),
     "pages of 16": (plan(), {"heads": (2, 1), "head_size": 64, "kind": "paged", "page": 16}),
-    "pages of 48": (plan(64), {"heads": (2, 1), "head_size": 64, "kind": "paged", "page": 48, "cache_layout": "HND"}),
+    "pages of 48": (plan(64), {"heads": (2, 1), "head_size": 64, "kind": "paged", "page": 48, "page_layout": "HND"}),
     "pages of 128": (plan(), {"heads": (2, 1), "head_size": 64, "kind": "paged", "page": 128}),
     "padded": (plan(), {"heads": (2, 1), "head_size": 64, "kind": "padded", "side": "both"}),
     "rows of 128": (plan(), {"heads": (2, 1), "head_size": 64, "blocks": (128, 64)}),
@@ -103,7 +93,7 @@ def test_columns_that_are_not_there_are_passed_over(tensors, kernels) -> None:
     given[3] = (torch.arange(5, dtype=torch.int32) * 5).expand(2, 5).contiguous().to(crow.device)
     given[4] = torch.cat(lists).expand(2, 20).contiguous()
     assert crow[0].tolist() == [0, 1, 2, 3, 4]
-    launch.prepare_attend(*given, *batch.numbers(), plan())(*given)
+    batch.prepare(plan(), given)(*given)
     batch.check(most=4)
 
 
@@ -123,7 +113,7 @@ Q, K, V, CROW, COL, TABLE, OUT, LSE = 0, 1, 2, 3, 4, 7, 14, 15
 FAR: dict[str, tuple[dict[str, Any], dict[int, tuple[int, ...]]]] = {
     "ragged": ({"heads": (3, 3)}, {Q: (0, 1), K: (0, 1), V: (0, 1), CROW: (0,), COL: (0,)}),
     "paged": ({"kind": "paged"}, {K: (0, 1), V: (0, 1), TABLE: (0,)}),
-    "paged, HND": ({"kind": "paged", "cache_layout": "HND", "heads": (3, 3)}, {K: (1, 2), V: (1, 2)}),
+    "paged, HND": ({"kind": "paged", "page_layout": "HND", "heads": (3, 3)}, {K: (1, 2), V: (1, 2)}),
     "padded": ({"kind": "padded", "side": "both"}, {Q: (0, 1), K: (0, 1), V: (0, 1)}),
 }  # fmt: skip
 
@@ -136,10 +126,10 @@ def test_the_kernel_for_sm_90_follows_dimensions_more_than_2_to_the_31_elements_
     batch = tensors.batch([(17, 3), (2, 1), (3, 1)], **options)
 
     def run(*given: Any) -> tuple[()]:
-        launch.prepare_attend(*given, *batch.numbers(), plan(64))(*given)
+        batch.prepare(plan(64), given)(*given)
         return ()
 
-    written = [] if "cache_layout" in options else [OUT, LSE]
+    written = [] if "page_layout" in options else [OUT, LSE]
     try:
         contract.check_int64_offsets(run, batch.tensors, dims, written=written)
     except IndexError as error:

@@ -22,6 +22,7 @@ from blocksparse_attn import AttentionPlan, BlockLayout, LocalStridedBlockSparse
 from blocksparse_attn.plan import DeviceLimits
 from kernel_reference import blocks
 from kernel_reference.attention import attention
+from kernel_reference.dispatch import PreparedLaunches
 from kernel_reference.models import PHI3_SMALL
 from kernel_reference.testing import contract
 from kernel_reference.testing.guards import assert_bitwise_equal, poison_
@@ -506,49 +507,6 @@ def test_a_sequence_has_the_same_bits_whatever_is_beside_it_where_splits_are_giv
         assert_bitwise_equal(got.lse[:, :-1], whole.lse[:, expected], what=f"lse of sequences {group}")
 
 
-# What is made ready once and found again
-
-
-def test_the_table_of_launches_is_emptied_at_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The table is asked on a GPU alone; what fills and empties it is not.
-    monkeypatch.setattr(ops, "_MOST_LAUNCHES", 4)
-    monkeypatch.setattr(ops, "_launches", {})
-    made: list[int] = []
-
-    def prepare(tensors: Sequence[Tensor], numbers: tuple[int, ...]) -> int:
-        made.append(numbers[0])
-        return numbers[0]
-
-    tensor = torch.empty(2, 3)
-    for number in (*range(20), 19, 19):
-        assert ops._ready(prepare, (tensor,), (number,)) == number
-        assert len(ops._launches) <= 4
-    assert made == list(range(20))
-
-
-def test_a_launch_is_found_again_only_for_the_same_sizes_strides_dtypes_device_and_numbers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(ops, "_launches", {})
-
-    def prepare(tensors: Sequence[Tensor], numbers: tuple[Any, ...]) -> object:
-        return object()
-
-    def prepare_another(tensors: Sequence[Tensor], numbers: tuple[Any, ...]) -> object:
-        return object()
-
-    tensor = torch.empty(2, 3)
-    others = [torch.empty(3, 3), torch.empty(2, 4)[:, :3], tensor.double(), tensor.to("meta"), None]
-    looks = [
-        (prepare, (tensor,), (1.0, None)), (prepare, (tensor,), (2.0, None)), (prepare, (tensor,), (1.0, [16, 4])),
-        (prepare, (tensor,), (1.0, [32, 4])), (prepare, (tensor,), ()), (prepare_another, (tensor,), (1.0, None)),
-        *[(prepare, (other,), (1.0, None)) for other in others],
-    ]  # fmt: skip
-    made = [ops._ready(*look) for look in looks]
-    assert len(set(map(id, made))) == len(looks)
-    assert [ops._ready(*look) for look in looks] == made
-
-
 # The way from a public function to the kernels: where there is no GPU, CPU tensors are sent it too
 
 
@@ -562,7 +520,7 @@ def by_kernels(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
     library = torch.library.Library("blocksparse_attn", "IMPL", "CPU")
     monkeypatch.setattr(launch, "device_limits", lambda device: DeviceLimits(1))
-    monkeypatch.setattr(ops, "_launches", {})
+    monkeypatch.setattr(ops, "launches", PreparedLaunches())
     with warnings.catch_warnings():
         # torch says once that an implementation is replaced.
         warnings.simplefilter("ignore")
@@ -641,8 +599,6 @@ FAR = {
 @pytest.mark.parametrize("far", FAR)
 def test_trap_kernels_follow_dimensions_more_than_2_to_the_31_elements_apart(tensors, far) -> None:
     """Three or more of each, so that strides fit in 32 bits and products of them do not."""
-    from blocksparse_attn import launch
-
     kind, dims = FAR[far]
     heads = (3, 3) if "heads" in far or far == "lists" else (1, 1)
     lengths = [(17, 3)] if kind == "ragged" else [(17, 3), (2, 1), (3, 1)]
@@ -652,7 +608,7 @@ def test_trap_kernels_follow_dimensions_more_than_2_to_the_31_elements_apart(ten
         plan = AttentionPlan(16, 16, splits, 4, 1)
 
         def run(*given: Any, plan: AttentionPlan = plan) -> tuple[()]:
-            launch.prepare_attend(*given, *batch.numbers(), plan)(*given)
+            batch.prepare(plan, given)(*given)
             return ()
 
         check_far_apart(run, batch.tensors, dims)
@@ -764,11 +720,10 @@ def test_a_chain_on_one_stream_reads_what_the_call_before_it_wrote(make) -> None
 
 @gpu
 def test_many_sizes_do_not_grow_the_table_of_launches_past_its_bound(make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "_MOST_LAUNCHES", 8)
-    monkeypatch.setattr(ops, "_launches", {})
+    monkeypatch.setattr(ops, "launches", PreparedLaunches(8))
     for sequences in range(1, 12):
         attend(make, *make.ragged(sequences))
-        assert len(ops._launches) <= 8
+        assert len(ops.launches) <= 8
 
 
 @gpu

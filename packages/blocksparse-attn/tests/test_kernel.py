@@ -16,7 +16,7 @@ import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from blocksparse_attn import AttentionPlan, launch
+from blocksparse_attn import AttentionPlan
 from blocksparse_attn.kernels import softmax
 from kernel_reference.testing.contract import check_batch_invariant, check_deterministic
 
@@ -179,7 +179,7 @@ def test_pages_of_any_size(tensors, kernels, page) -> None:
     """The last keys lie in the second page, or past it."""
     context = page + 5 if page >= 16 else 37
     i = (1, 16, 32, 64, 256, 3, 24).index(page)
-    options = {"kind": "paged", "page": page, "cache_layout": ("NHD", "HND", "x-packed")[i % 3]}
+    options = {"kind": "paged", "page": page, "page_layout": ("NHD", "HND", "x-packed")[i % 3]}
     for make in (lists, packed):
         check(tensors, kernels, make(), [(context, 3), (page, 1)], heads=(1, 1), head_size=16, **options)
 
@@ -204,15 +204,15 @@ FEATURES: dict[str, dict[str, Any]] = {
     "a scale of zero": {"softmax_scale": 0.0},
     "no lse": {"lse": False},
     "one layout for all heads": {"one_layout": True},
-    "x-packed": {"kind": "paged", "cache_layout": "x-packed"},
-    "heads before places": {"kind": "paged", "cache_layout": "HND"},
+    "x-packed": {"kind": "paged", "page_layout": "x-packed"},
+    "heads before places": {"kind": "paged", "page_layout": "HND"},
     "slices of one tensor": {"fused": True},
     "padding on the left": {"kind": "padded", "side": "left"},
     "padding on the right": {"kind": "padded", "side": "right"},
     "padding on both sides": {"kind": "padded", "side": "both", "index_dtype": torch.int64},
     "lengths of 64 bits": {"index_dtype": torch.int64},
     "everything": {
-        "window": (19, -1), "sinks": True, "softcap": 4.0, "kind": "paged", "cache_layout": "x-packed", "page": 24,
+        "window": (19, -1), "sinks": True, "softcap": 4.0, "kind": "paged", "page_layout": "x-packed", "page": 24,
     },
 }  # fmt: skip
 feature = pytest.mark.parametrize("options", FEATURES.values(), ids=FEATURES)
@@ -280,7 +280,7 @@ def test_a_sequence_has_the_same_bits_whatever_its_neighbours(tensors, kernels, 
         given[0], given[14], given[15] = q[rows], torch.empty_like(out[rows]), torch.empty_like(lse[:, rows])
         given[5] = cu[some.start : some.stop + 1] - begins[0]
         given[7], given[8] = table[some], seqlens[some]
-        launch.prepare_attend(*given, *batch.numbers(), plan)(*given)
+        batch.prepare(plan, given)(*given)
         longest = max(new for _, new in lengths)
         results = torch.zeros(len(begins) - 1, longest, 2, 17, device=q.device)
         for i, begin in enumerate(begins[:-1]):
@@ -326,7 +326,7 @@ def makes(draw) -> tuple[AttentionPlan, dict[str, Any]]:
     options: dict[str, Any] = {
         "heads": heads, "blocks": blocks, "kind": kind,
         "head_size": draw(st.sampled_from(sizes)), "head_size_v": draw(st.sampled_from([16, 24, 32, 40])),
-        "page": draw(st.sampled_from([1, 3, 16, 24, 32])), "cache_layout": layout,
+        "page": draw(st.sampled_from([1, 3, 16, 24, 32])), "page_layout": layout,
         "dtype": draw(st.sampled_from([BF16, FP16, FP32])), "one_layout": draw(st.booleans()),
         "window": draw(st.sampled_from([None, None, (0, 0), (9, -1), (30, -1)])),
         "softcap": draw(st.sampled_from([0.0, 0.0, 3.0])), "softmax_scale": draw(st.sampled_from([None, 0.5, -0.2])),

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from blocksparse_attn import BlockLayout, blocksparse_flash_attn_varlen_fwd, layout
+from blocksparse_attn import BlockLayout, blocksparse_flash_attn_varlen_fwd, lists, patterns
 from kernel_reference import blocks
 from kernel_reference.models import PHI3_SMALL
 from kernel_reference.testing.guards import assert_bitwise_equal
@@ -278,7 +278,10 @@ def test_given_lists_are_kept_as_they_are_and_what_is_behind_them_is_not_read(de
 
 
 def dense_to_crow_col(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As vLLM's function of that name: int64, padded with -1, of a mask [rows, columns] without heads."""
+    """As vLLM's function of that name (vllm/attention/ops/blocksparse_attention/utils.py at fc10a0496cfd) returns them.
+
+    int64 (int32 in releases that took SciPy for it), padded with -1; of a mask [rows, columns], lists without heads.
+    """
     heads = [head.to_sparse_csr() for head in (mask[None] if mask.ndim == 2 else mask).float()]
     width = max(head.col_indices().numel() for head in heads)
     crow = torch.vstack([head.crow_indices() for head in heads])
@@ -288,26 +291,26 @@ def dense_to_crow_col(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
 @pytest.mark.parametrize("heads", [1, 4])
-def test_lists_as_vllm_makes_them_are_taken_wherever_lists_are(device, heads) -> None:
-    """int64, and of one pattern for all heads without a dimension for those."""
+def test_lists_as_vllm_makes_them_are_taken_wherever_lists_are(device, heads, dtype) -> None:
+    """Of one pattern for all heads there is no dimension for those."""
     mask = blocks.local_strided(4, 512, 2, 4, 64)[:heads].to(device)
-    crow, col = dense_to_crow_col(mask if heads > 1 else mask[0])
-    assert crow.dtype == col.dtype == torch.int64
+    crow, col = (x.to(dtype) for x in dense_to_crow_col(mask if heads > 1 else mask[0]))
     assert crow.ndim == col.ndim == (2 if heads > 1 else 1)
     q, k, v = torch.randn(3, 512, 4, 16, device=device)
     cu = torch.tensor([0, 500], device=device)
     want = blocksparse_flash_attn_varlen_fwd(q, k, v, cu, cu, None, BlockLayout.from_mask(mask, 64, 64))
     assert want[:500].any(2).all()
-    for lists in (
+    for pair in (
         (crow, col), BlockLayout(crow, col, 64, 64, 8), BlockLayout.from_csr(crow, col, 64, 64),
         # As it hands one pattern out to all heads.
         (crow.expand(4, -1), col.expand(4, -1)),
     ):  # fmt: skip
-        if isinstance(lists, BlockLayout):
-            assert lists.crow.dtype == lists.col.dtype == torch.int32
-            assert torch.equal(lists.to_mask(), mask)
-        assert_bitwise_equal(blocksparse_flash_attn_varlen_fwd(q, k, v, cu, cu, None, lists), want)
+        if isinstance(pair, BlockLayout):
+            assert pair.crow.dtype == pair.col.dtype == torch.int32
+            assert torch.equal(pair.to_mask(), mask)
+        assert_bitwise_equal(blocksparse_flash_attn_varlen_fwd(q, k, v, cu, cu, None, pair), want)
 
 
 def test_columns_are_as_many_as_the_rows_reach_where_they_are_not_said(device) -> None:
@@ -400,12 +403,12 @@ def test_the_same_arguments_give_the_very_same_layout(device) -> None:
 
 def test_few_layouts_are_kept_and_those_used_last(device) -> None:
     first = BlockLayout.sliding(10000, 1, 16, device)
-    for window in range(2, layout._MOST_KEPT + 1):
+    for window in range(2, patterns._MOST_KEPT + 1):
         BlockLayout.sliding(10000, window, 16, device)
     assert BlockLayout.sliding(10000, 1, 16, device) is first
-    for window in range(2, 3 * layout._MOST_KEPT):
+    for window in range(2, 3 * patterns._MOST_KEPT):
         BlockLayout.sliding(20000, window, 16, device)
-        assert len(layout._layouts) <= layout._MOST_KEPT
+        assert len(patterns._layouts) <= patterns._MOST_KEPT
     assert BlockLayout.sliding(10000, 1, 16, device) is not first
 
 
@@ -428,9 +431,9 @@ def test_lists_of_any_content_list_what_is_there() -> None:
     """Columns in any order, twice, or none that there are; rows whose bounds are impossible."""
     crow = torch.tensor([[0, 3, 2, 5, 99, 6], [-1, 1, 3, 3, 6, 2**31 - 1]], dtype=torch.int32)
     col = torch.tensor([[2, 0, 2, 5, -1, 1], [0, 1, 3, 2**31 - 1, -(2**31), 2]], dtype=torch.int32)
-    got = layout.block_mask(crow, col, 5, 4)
+    got = lists.block_mask(crow, col, 5, 4)
     assert_bitwise_equal(got, blocks.csr_to_mask(crow, col, 4))
-    assert_bitwise_equal(layout.block_mask(crow, col, 3, 2), got[:, :3, :2])
+    assert_bitwise_equal(lists.block_mask(crow, col, 3, 2), got[:, :3, :2])
 
 
 # Pictures

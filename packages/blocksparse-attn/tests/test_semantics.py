@@ -177,8 +177,8 @@ def test_features_in_any_combination(tensors, data) -> None:
     torch.manual_seed(draw(st.integers(0, 2**32), label="seed"))
     kind = draw(st.sampled_from(KINDS), label="kind")
     heads_kv = draw(st.integers(1, 3), label="kv heads")
-    cache_layout = draw(st.sampled_from(LAYOUTS), label="cache")
-    sizes = st.sampled_from([16, 32, 48, 80, *([] if kind == "paged" and cache_layout == "x-packed" else [40, 17])])
+    page_layout = draw(st.sampled_from(LAYOUTS), label="cache")
+    sizes = st.sampled_from([16, 32, 48, 80, *([] if kind == "paged" and page_layout == "x-packed" else [40, 17])])
     fused = kind == "ragged" and draw(st.booleans())
     context = st.just(0) if fused else st.integers(0, 90)
     head_size = draw(sizes)
@@ -191,7 +191,7 @@ def test_features_in_any_combination(tensors, data) -> None:
         blocks=(draw(st.sampled_from(SIZES)), draw(st.sampled_from(SIZES))),
         one_layout=draw(st.booleans()),
         page=draw(st.sampled_from([1, 5, 16, 24, 64])),
-        cache_layout=cache_layout,
+        page_layout=page_layout,
         side=draw(st.sampled_from(["left", "right", "both"])),
         dtype=draw(st.sampled_from(DTYPES), label="dtype"),
         window=draw(st.one_of(st.none(), st.tuples(st.sampled_from([-1, 0, 1, 7, 40]), st.sampled_from([-1, 0, 5])))),
@@ -418,13 +418,13 @@ def test_sizes_of_the_softmax_are_those_of_the_largest_score_and_do_not_overflow
 # Kinds of batches
 
 
-@pytest.mark.parametrize("cache_layout", LAYOUTS)
+@pytest.mark.parametrize("page_layout", LAYOUTS)
 @pytest.mark.parametrize("page", [1, 3, 16, 24, 64, 544])
-def test_pages_of_any_size_in_every_layout_give_what_dense_keys_do(tensors, page, cache_layout) -> None:
+def test_pages_of_any_size_in_every_layout_give_what_dense_keys_do(tensors, page, page_layout) -> None:
     lengths = [(page, 1), (page + 1, 3), (2 * page - 1, 33), (0, 17), (max(0, page - 1), 2)]
-    dtype = in_turn(DTYPES, page, LAYOUTS.index(cache_layout))
+    dtype = in_turn(DTYPES, page, LAYOUTS.index(page_layout))
     batch = check(
-        tensors, lengths, kind="paged", page=page, cache_layout=cache_layout, dtype=dtype, head_size_v=48, most=5
+        tensors, lengths, kind="paged", page=page, page_layout=page_layout, dtype=dtype, head_size_v=48, most=5
     )
     keys, values = batch.keys.to(dtype), batch.values.to(dtype)
     got = blocksparse_attention(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 
@@ -10,27 +10,35 @@ from blocksparse_attn import (
     arguments,
     ops,  # noqa: F401  defines the op that is taken below
 )
-from blocksparse_attn.arguments import (
-    Names,
-    check_bool,
-    check_cache_layout,
-    check_int,
-    check_tensors,
-    check_window,
-    surely,
-)
+from blocksparse_attn.arguments import Options, Tensors
 from blocksparse_attn.layout import BlockLayout
+from blocksparse_attn.lists import Names, check_blocks, in_32_bits, with_heads
 from blocksparse_attn.plan import AttentionPlan
-from kernel_reference.checks import check_float, check_no_tangents, describe, fail, values_are_checked
+from blocksparse_attn.values import check_values
+from kernel_reference.checks import (
+    REFUSALS,
+    as_float,
+    as_splits,
+    as_window,
+    check_bool,
+    check_choice,
+    check_dense,
+    check_int,
+    describe,
+    fail,
+    given,
+    known,
+    values_are_checked,
+)
+from kernel_reference.paging import LAYOUTS
+from kernel_reference.plans import plan_as_ints
+from kernel_reference.transforms import refuse_derivatives
 
 Tensor = torch.Tensor
+PageLayout = Literal["NHD", "HND", "x-packed"]
 
 _attend = torch.ops.blocksparse_attn.attend.default
 
-# What torch and tensors raise, in words of their own, over arguments of the wrong kind or rank.
-_REFUSALS = (RuntimeError, AttributeError, TypeError, IndexError)
-# No two tokens of a sequence are further apart.
-_FARTHEST = 2**31 - 1
 # The block size that callers of the drop-in function need not give.
 _BLOCK_SIZE = 64
 
@@ -45,6 +53,7 @@ class AttentionResult(NamedTuple):
     lse: Tensor
 
 
+@overload
 def blocksparse_attention(
     q: Tensor,
     k: Tensor,
@@ -56,7 +65,90 @@ def blocksparse_attention(
     max_seqlen_q: int | None = None,
     block_table: Tensor | None = None,
     seqlens_k: Tensor | None = None,
-    cache_layout: str = "NHD",
+    page_layout: PageLayout = "NHD",
+    q_starts: Tensor | None = None,
+    q_ends: Tensor | None = None,
+    k_starts: Tensor | None = None,
+    k_ends: Tensor | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    window: tuple[int, int] | None = None,
+    out: Tensor | None = None,
+    return_lse: Literal[False] = False,
+    num_splits: int | None = None,
+    plan: AttentionPlan | None = None,
+) -> Tensor: ...
+
+
+@overload
+def blocksparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: BlockLayout,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    block_table: Tensor | None = None,
+    seqlens_k: Tensor | None = None,
+    page_layout: PageLayout = "NHD",
+    q_starts: Tensor | None = None,
+    q_ends: Tensor | None = None,
+    k_starts: Tensor | None = None,
+    k_ends: Tensor | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    window: tuple[int, int] | None = None,
+    out: Tensor | None = None,
+    return_lse: Literal[True],
+    num_splits: int | None = None,
+    plan: AttentionPlan | None = None,
+) -> AttentionResult: ...
+
+
+@overload
+def blocksparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: BlockLayout,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    block_table: Tensor | None = None,
+    seqlens_k: Tensor | None = None,
+    page_layout: PageLayout = "NHD",
+    q_starts: Tensor | None = None,
+    q_ends: Tensor | None = None,
+    k_starts: Tensor | None = None,
+    k_ends: Tensor | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    window: tuple[int, int] | None = None,
+    out: Tensor | None = None,
+    return_lse: bool,
+    num_splits: int | None = None,
+    plan: AttentionPlan | None = None,
+) -> Tensor | AttentionResult: ...
+
+
+def blocksparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: BlockLayout,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    block_table: Tensor | None = None,
+    seqlens_k: Tensor | None = None,
+    page_layout: PageLayout = "NHD",
     q_starts: Tensor | None = None,
     q_ends: Tensor | None = None,
     k_starts: Tensor | None = None,
@@ -95,7 +187,7 @@ def blocksparse_attention(
         block_table: [B, max_blocks] int32 or int64, rows contiguous: position p of sequence b is in page
             ``block_table[b, p // page]``. A page that the pool does not have reads as zeros.
         seqlens_k: with block_table: [B] int32 or int64, contiguous: tokens of each sequence, the new ones counted.
-        cache_layout: of the pages: "NHD" [blocks, page, Hkv, D]; "HND" [blocks, Hkv, page, D]; "x-packed" [blocks, Hkv,
+        page_layout: of the pages: "NHD" [blocks, page, Hkv, D]; "HND" [blocks, Hkv, page, D]; "x-packed" [blocks, Hkv,
             D / x, page, x] and [blocks, Hkv, Dv, page]. A page holds any number of tokens from 1 on.
         q_starts, q_ends, k_starts, k_ends: of a padded batch: [B] int32 or int64, contiguous: sequence b is rows
             ``starts[b] .. ends[b] - 1``, all of them when None. Other rows are not read, and 0 and -inf in the results.
@@ -127,12 +219,12 @@ def blocksparse_attention(
             bounds of keys, of fewer keys than queries, or of more than its row of the block table has room for, gives 0
             and -inf.
     """
-    left, right = _window(window)
+    left, right = as_window(window)
     check_bool("return_lse", return_lse)
-    scale = None if softmax_scale is None else _as_float("softmax_scale", softmax_scale)
-    softcap = _as_float("softcap", softcap)
-    splits = _splits(num_splits)
-    ints = None if plan is None else _as_ints(plan)
+    scale = None if softmax_scale is None else as_float("softmax_scale", softmax_scale)
+    softcap = as_float("softcap", softcap)
+    splits = as_splits(num_splits)
+    ints = plan_as_ints(plan, AttentionPlan)
     if ints is not None and splits:
         fail("num_splits", "None where a plan is given, which has its own", num_splits)
     if not isinstance(layout, BlockLayout):
@@ -141,27 +233,27 @@ def blocksparse_attention(
         "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "block_table": block_table, "seqlens_k": seqlens_k,
         "q_starts": q_starts, "q_ends": q_ends, "k_starts": k_starts, "k_ends": k_ends, "sinks": sinks,
     }  # fmt: skip
-    given = {"q": q, "k": k, "v": v, **_given(**optional, out=out)}
+    named = {"q": q, "k": k, "v": v, **given(**optional, out=out)}
     try:
-        _refuse_derivatives(given)
+        refuse_derivatives(**named)
         most = _most_queries(q, max_seqlen_q, q_starts is None and q_ends is None, layout)
-        size = v.shape[2] if block_table is not None and cache_layout == "x-packed" else v.shape[-1]
+        size = v.shape[2] if block_table is not None and page_layout == "x-packed" else v.shape[-1]
         result = q.new_empty((*q.shape[:-1], size)) if out is None else out
         lse = q.new_empty(arguments.lse_shape(q), dtype=torch.float32) if return_lse else None
-    except _REFUSALS:
-        check_tensors(**given)
-        check_cache_layout(cache_layout, "cache_layout")
+    except REFUSALS:
+        check_dense(**named)
+        check_choice("page_layout", page_layout, LAYOUTS)
         arguments.check_q(q)
         raise
     _call(
-        given, (q, k, v, layout.crow, layout.col, *optional.values(), result, lse),
-        (most, layout.q_block, layout.k_block, cache_layout, q.shape[-1] ** -0.5 if scale is None else scale, left,
-         right, softcap, splits), ints, _NAMES,
+        named, (q, k, v, layout.crow, layout.col, *optional.values(), result, lse),
+        (most, layout.q_block, layout.k_block, page_layout, q.shape[-1] ** -0.5 if scale is None else scale, left,
+         right, softcap, splits, ints), _NAMES,
     )  # fmt: skip
     return result if lse is None else AttentionResult(result, lse)
 
 
-_NAMES = Names(crow="layout.crow", col="layout.col", heads="layout", cache_layout="cache_layout")
+_NAMES = Names(crow="layout.crow", col="layout.col", heads="layout")
 
 
 def blocksparse_flash_attn_varlen_fwd(
@@ -186,9 +278,9 @@ def blocksparse_flash_attn_varlen_fwd(
         sm_scale: softmax_scale there.
         sparse_layout: a BlockLayout, or its lists (crow [heads or 1, rows + 1], col [heads or 1, nnz]), rows
             contiguous; of one head also [rows + 1] and [nnz]. Of a pair what is behind ``crow[h, -1]`` is not read;
-            columns should increase in each row, and none may be listed twice, which is looked at where values are. A
-            pair of int64, as vLLM's ``dense_to_crow_col`` makes them, is brought to int32 in each call: a BlockLayout
-            saves both.
+            columns should increase in each row, and none may be listed twice, which is checked where values are. A
+            pair of int64, as vLLM's ``dense_to_crow_col`` makes them, is converted to int32 in each call: a
+            BlockLayout saves both.
         block_size: tokens of a block of keys, a multiple of 16; 64 when None.
         q_block_size: tokens of a block of queries, a multiple or a divisor of it; block_size when None. A BlockLayout
             knows both, and what is given beside it must be the same.
@@ -201,29 +293,28 @@ def blocksparse_flash_attn_varlen_fwd(
     Raises:
         TypeError, ValueError: as there, under these names; or cu_seqlens_q is None where T is neither of the two.
     """
-    scale = None if sm_scale is None else _as_float("sm_scale", sm_scale)
+    scale = None if sm_scale is None else as_float("sm_scale", sm_scale)
     if max_seqlen is not None:
         check_int("max_seqlen", max_seqlen, 0)
     crow, col, q_block, k_block = _lists(sparse_layout, block_size, q_block_size)
     longest = (crow.shape[1] - 1) * q_block
-    if max_seqlen is not None and surely(max_seqlen > longest):
+    if max_seqlen is not None and known(max_seqlen > longest):
         fail("max_seqlen", f"at most {longest}, as sparse_layout has rows for", max_seqlen)
-    names = ("q", "k", "v", "cu_seqlens_k", *([] if cu_seqlens_q is None else ["cu_seqlens_q"]))
-    given = dict(zip(names, (q, k, v, cu_seqlens_k, cu_seqlens_q), strict=False))
+    named = {"q": q, "k": k, "v": v, "cu_seqlens_k": cu_seqlens_k, **given(cu_seqlens_q=cu_seqlens_q)}
     try:
-        _refuse_derivatives(given)
+        refuse_derivatives(**named)
         cu_seqlens_q, most = _queries(q, k, cu_seqlens_k, cu_seqlens_q)
         result = q.new_empty((*q.shape[:-1], v.shape[-1]))
-    except _REFUSALS:
-        check_tensors(**given)
+    except REFUSALS:
+        check_dense(**named)
         arguments.check_q(q)
         raise
     if q.ndim != 3:
         fail("q", "[T, Hq, D]", describe(q))
     most = min(most, longest if max_seqlen is None else max_seqlen)
     _call(
-        given, (q, k, v, crow, col, cu_seqlens_q, cu_seqlens_k, *(None,) * 7, result, None),
-        (most, q_block, k_block, "NHD", q.shape[-1] ** -0.5 if scale is None else scale, -1, 0, 0.0, 0), None,
+        named, (q, k, v, crow, col, cu_seqlens_q, cu_seqlens_k, *(None,) * 7, result, None),
+        (most, q_block, k_block, "NHD", q.shape[-1] ** -0.5 if scale is None else scale, -1, 0, 0.0, 0, None),
         _NAMES_OF_PAIRS if isinstance(sparse_layout, (tuple, list)) else _NAMES_OF_ENGINES,
     )  # fmt: skip
     return result
@@ -238,19 +329,16 @@ _NAMES_OF_PAIRS = _NAMES_OF_ENGINES._replace(
 )
 
 
-def _call(
-    given: dict[str, Any], tensors: tuple[Any, ...], numbers: tuple[Any, ...], plan: list[int] | None, names: Names
-) -> None:
+def _call(named: dict[str, Any], tensors: tuple[Any, ...], options: tuple[Any, ...], names: Names) -> None:
     """The op; what it refuses is said in the names that the caller knows."""
     try:
-        _attend(*tensors, *numbers, plan)
-    except (*_REFUSALS, ValueError):
-        check_tensors(**given)
-        _refuse_transforms(given)
-        problem = arguments.check_attend(*(*tensors, *numbers, names))
-        if values_are_checked(tensors[0].device):
-            q, k, _, *lists = tensors[:13]
-            arguments.check_values(q, k, *lists, problem=problem, blocks=k.shape[0], left=numbers[5], names=names)
+        _attend(*tensors, *options)
+    except (*REFUSALS, ValueError):
+        check_dense(**named)
+        refused = Tensors(*tensors)
+        problem = arguments.check_attend(refused, Options(*options), names)
+        if values_are_checked(refused.q.device):
+            check_values(problem, refused, names)
         raise
 
 
@@ -259,9 +347,9 @@ def _queries(q: Tensor, k: Tensor, cu_seqlens_k: Tensor, cu_seqlens_q: Tensor | 
     if cu_seqlens_q is not None:
         return cu_seqlens_q, q.shape[0]
     sequences = cu_seqlens_k.shape[0] - 1
-    if surely(q.shape[0] == sequences):
+    if known(q.shape[0] == sequences):
         return torch.arange(sequences + 1, dtype=cu_seqlens_k.dtype, device=cu_seqlens_k.device), 1
-    if surely(q.shape[0] == k.shape[0]):
+    if known(q.shape[0] == k.shape[0]):
         return cu_seqlens_k, q.shape[0]
     wanted = f"given unless q has one row a sequence ({sequences}) or as many as k ({k.shape[0]})"
     fail("cu_seqlens_q", wanted, f"None with {q.shape[0]} rows of q")
@@ -283,10 +371,10 @@ def _lists(
         return layout.crow, layout.col, layout.q_block, layout.k_block
     if not isinstance(layout, (tuple, list)) or len(layout) != 2:
         fail("sparse_layout", "a blocksparse_attn.BlockLayout or (crow, col)", describe(layout), TypeError)
-    crow, col = arguments.in_32_bits(*arguments.with_heads(*layout, _NAMES_OF_PAIRS))
+    crow, col = in_32_bits(*with_heads(*layout, _NAMES_OF_PAIRS))
     k_block = _BLOCK_SIZE if block_size is None else block_size
     q_block = k_block if q_block_size is None else q_block_size
-    arguments.check_blocks(q_block, k_block, _NAMES_OF_PAIRS)
+    check_blocks(q_block, k_block, _NAMES_OF_PAIRS)
     return crow, col, q_block, k_block
 
 
@@ -298,54 +386,3 @@ def _most_queries(q: Tensor, max_seqlen_q: int | None, without_padding: bool, la
         return q.shape[1] if without_padding else min(q.shape[1], layout.rows * layout.q_block)
     check_int("max_seqlen_q", max_seqlen_q, 0)
     return max_seqlen_q
-
-
-def _as_float(name: str, number: float) -> float:
-    # torch would take a tensor for a number, and wait for the device to tell it.
-    check_float(name, number)
-    return number
-
-
-def _window(window: tuple[int, int] | None) -> tuple[int, int]:
-    """What a query sees to its left and right, causality in it."""
-    if window is None:
-        return -1, 0
-    if not isinstance(window, (tuple, list)) or len(window) != 2:
-        fail("window", "None or (left, right)", describe(window), TypeError)
-    for side in window:
-        check_int("window", side)
-    check_window(*window)
-    return -1 if window[0] >= _FARTHEST else window[0], 0
-
-
-def _splits(num_splits: int | None) -> int:
-    if num_splits is None:
-        return 0
-    check_int("num_splits", num_splits, 1)
-    return num_splits
-
-
-def _refuse_derivatives(tensors: dict[str, Any]) -> None:
-    check_no_tangents(**tensors)
-    if not torch.is_grad_enabled():
-        return
-    for name, tensor in tensors.items():
-        if tensor.requires_grad:
-            fail(name, "without gradient (call under torch.no_grad() or inference_mode())", "requires_grad=True")
-
-
-def _refuse_transforms(tensors: dict[str, Any]) -> None:
-    """What torch says of an op without a rule for ``vmap`` helps nobody."""
-    for name, tensor in tensors.items():
-        if torch._C._functorch.is_batchedtensor(tensor):
-            fail(name, "without a dimension of torch.vmap (cu_seqlens_q takes many sequences in one call)", "a batch")
-
-
-def _given(**tensors: object) -> dict[str, Any]:
-    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
-
-
-def _as_ints(plan: AttentionPlan) -> list[int]:
-    if not isinstance(plan, AttentionPlan):
-        fail("plan", "a blocksparse_attn.AttentionPlan or None", describe(plan), TypeError)
-    return plan.as_ints()

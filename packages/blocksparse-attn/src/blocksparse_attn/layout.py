@@ -1,43 +1,33 @@
-"""Layouts: which blocks of keys each block of queries attends to, as sorted lists per head.
-
-Builders work on the layout's device, without loops over heads, rows or blocks, and take little memory besides.
-"""
+"""Layouts: which blocks of keys each block of queries attends to, as sorted lists per head."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from os import PathLike
-from threading import Lock
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
-from blocksparse_attn.arguments import (
-    Names,
+from blocksparse_attn.lists import (
+    block_mask,
     check_blocks,
-    check_bool,
-    check_int,
-    check_tensor,
+    check_columns,
     fail_lists,
     in_32_bits,
     list_faults,
+    listed,
     reach,
     with_heads,
 )
-from blocksparse_attn.plan import cdiv
-from kernel_reference.checks import describe, fail
+from blocksparse_attn.patterns import LONGEST, head_range, kept, local_and_vertical, row_sizes
+from blocksparse_attn.picture import picture
+from kernel_reference.checks import check_bool, check_dense, check_int, describe, fail
+from kernel_reference.integers import cdiv
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Tensor = torch.Tensor
-
-# Kernels count positions in 32 bits.
-_LONGEST = 2**31 - 1
-# A model has one or two patterns; more would keep memory that nobody uses.
-_MOST_KEPT = 8
 
 
 @dataclass(frozen=True, eq=False, repr=False, slots=True, weakref_slot=True)
@@ -70,7 +60,7 @@ class BlockLayout:
         if crow is not self.crow or col is not self.col:
             object.__setattr__(self, "crow", crow)
             object.__setattr__(self, "col", col)
-        _check_columns(self.columns, self.rows, self.q_block, self.k_block)
+        check_columns(self.columns, self.rows, self.q_block, self.k_block)
 
     def __repr__(self) -> str:
         sizes = f"num_heads={self.num_heads}, rows={self.rows}, columns={self.columns}"
@@ -106,7 +96,7 @@ class BlockLayout:
             TypeError, ValueError: an argument is not as said above.
         """
         check_blocks(q_block, k_block)
-        check_tensor("mask", mask)
+        check_dense(mask=mask)
         if mask.dtype != torch.bool:
             fail("mask.dtype", "bool", mask.dtype, TypeError)
         if mask.ndim != 3 or mask.shape[0] < 1:
@@ -138,7 +128,7 @@ class BlockLayout:
         rows = crow.shape[1] - 1
         if columns is None:
             columns = reach(rows, q_block, k_block)
-        _check_columns(columns, rows, q_block, k_block)
+        check_columns(columns, rows, q_block, k_block)
         if bool(list_faults(crow, col, columns).any()):
             fail_lists(crow, col, columns)
         return BlockLayout(crow, col, q_block, k_block, columns)
@@ -181,20 +171,20 @@ class BlockLayout:
         """
         check_int("num_heads", num_heads, 1)
         check_int("vert_stride", vert_stride, 1)
-        if vert_stride > _LONGEST:
-            fail("vert_stride", f"at most {_LONGEST}", vert_stride)
+        if vert_stride > LONGEST:
+            fail("vert_stride", f"at most {LONGEST}", vert_stride)
         check_bool("homo_head", homo_head)
-        low, high = _head_range(active_head_range, num_heads)
+        low, high = head_range(active_head_range, num_heads)
         # Heads whose pattern is one need be listed once only.
         low, high = (0, 1) if homo_head else (low, high)
         step = 0 if homo_head else max(1, vert_stride // num_heads)
-        sizes = _row_sizes(max_seqlen, local_blocks, "local_blocks", block_size, q_block_size)
+        sizes = row_sizes(max_seqlen, local_blocks, "local_blocks", block_size, q_block_size)
 
         def build(device: torch.device) -> BlockLayout:
             first = (-torch.arange(low, high, device="cpu") * step - 1) % vert_stride
-            return _local_and_vertical(first[:, None], vert_stride, *sizes, device)
+            return _built(first[:, None], vert_stride, sizes, device)
 
-        return _kept(("local and vertical", low, high, step, vert_stride, *sizes), device, build)
+        return kept(("local and vertical", low, high, step, vert_stride, *sizes), device, build)
 
     @staticmethod
     def sliding(
@@ -213,13 +203,13 @@ class BlockLayout:
         Raises:
             TypeError, ValueError: an argument is not as said above.
         """
-        sizes = _row_sizes(max_seqlen, window_blocks, "window_blocks", block_size, None)
+        sizes = row_sizes(max_seqlen, window_blocks, "window_blocks", block_size, None)
 
         def build(device: torch.device) -> BlockLayout:
             # The first vertical block is behind the last row.
-            return _local_and_vertical(torch.full((1, 1), sizes[1], device="cpu"), 1, *sizes, device)
+            return _built(torch.full((1, 1), sizes[1], device="cpu"), 1, sizes, device)
 
-        return _kept(("sliding", *sizes), device, build)
+        return kept(("sliding", *sizes), device, build)
 
     def union(self, other: BlockLayout) -> BlockLayout:
         """The layout that lists what either does.
@@ -252,7 +242,7 @@ class BlockLayout:
         """
         last_query = (torch.arange(self.rows, device=self.device) + 1) * self.q_block - 1
         possible = (last_query // self.k_block + 1).clamp(max=self.columns)
-        row, place = _listed(self.crow, self.col)
+        row, place = listed(self.crow, self.col)
         seen = int((self.col.reshape(-1)[place] < possible[row % max(1, self.rows)]).sum())
         return seen / max(1, int(possible.sum()) * self.num_heads)
 
@@ -282,11 +272,16 @@ class BlockLayout:
         if max_seqlen is not None:
             check_int("max_seqlen", max_seqlen, 1)
             longest = min(longest, max_seqlen)
-        return _picture(self, path, head, longest, title)
+        rows, columns = min(self.rows, cdiv(longest, self.q_block)), min(self.columns, cdiv(longest, self.k_block))
+        mask = block_mask(self.crow[head : head + 1], self.col[head : head + 1], rows, columns)[0]
+        if title is None:
+            title = f"head {head}, density {self.heads(head, head + 1).density():.3f}"
+        return picture(mask, self.q_block, self.k_block, longest, title, path)
 
     def to(self, device: torch.device | str | int) -> BlockLayout:
         """The layout on a device: itself where it is there."""
-        wanted = _device(device)
+        # With the number of the device that a name without one stands for.
+        wanted = torch.empty(0, device=device).device
         if wanted == self.device:
             return self
         return BlockLayout(self.crow.to(wanted), self.col.to(wanted), self.q_block, self.k_block, self.columns)
@@ -297,47 +292,15 @@ class BlockLayout:
         TypeError or ValueError unless ``0 <= lo < hi`` and, where heads have lists of their own, ``hi <= num_heads``.
         """
         most = None if self.num_heads == 1 else self.num_heads
-        lo, hi = _head_range((lo, hi), most, "lo, hi")
+        lo, hi = head_range((lo, hi), most, "lo, hi")
         if most is None or (lo, hi) == (0, most):
             return self
         return BlockLayout(self.crow[lo:hi], self.col[lo:hi], self.q_block, self.k_block, self.columns)
 
 
-def block_mask(crow: Tensor, col: Tensor, rows: int, columns: int) -> Tensor:
-    """What the first ``rows`` rows, of those there are, list of ``columns`` columns: bool [heads or 1, rows, columns].
-
-    Lists of any content: columns in any order, and those that are not there, and rows whose bounds are impossible, list
-    nothing.
-    """
-    row, place = _listed(crow[:, : rows + 1], col)
-    column = col.reshape(-1)[place]
-    there = (column >= 0) & (column < columns)
-    mask = torch.zeros(crow.shape[0] * rows, columns, dtype=torch.bool, device=crow.device)
-    mask[row[there], column[there].long()] = True
-    return mask.view(crow.shape[0], rows, columns)
-
-
-class _Listed(NamedTuple):
-    """Of each entry of the lists, in their order: ``head * rows + row``, and ``head * nnz`` + its place in col."""
-
-    row: Tensor
-    place: Tensor
-
-
-def _listed(crow: Tensor, col: Tensor) -> _Listed:
-    heads, nnz = col.shape
-    begin, end = crow[:, :-1].long(), crow[:, 1:].long()
-    possible = (begin >= 0) & (begin <= end) & (end <= nnz)
-    counts = torch.where(possible, end - begin, 0).reshape(-1)
-    row = torch.repeat_interleave(torch.arange(counts.numel(), device=crow.device), counts)
-    first = (begin + torch.arange(heads, device=crow.device)[:, None] * nnz).reshape(-1)
-    before = counts.cumsum(0) - counts
-    return _Listed(row, torch.arange(row.numel(), device=crow.device) + (first - before)[row])
-
-
 def _keys(layout: BlockLayout, heads: int, rows: int, columns: int) -> Tensor:
     """Each entry as a number, ``(head * rows + row) * columns + column``, of a layout at most as large as said."""
-    row, place = _listed(layout.crow, layout.col)
+    row, place = listed(layout.crow, layout.col)
     head, row = row // max(1, layout.rows), row % max(1, layout.rows)
     keys = (head * rows + row) * columns + layout.col.reshape(-1)[place]
     if layout.num_heads == heads:
@@ -353,167 +316,12 @@ def _from_keys(keys: Tensor, heads: int, rows: int, columns: int, q_block: int, 
     crow = (crow - crow[:, :1]).to(torch.int32)
     width = int(crow[:, -1].max())
     col = torch.full((heads, width), -1, dtype=torch.int32, device=device)
-    listed = torch.arange(width, device=device) < crow[:, -1:]
-    col.masked_scatter_(listed, (keys % max(1, columns)).to(torch.int32))
+    inside = torch.arange(width, device=device) < crow[:, -1:]
+    col.masked_scatter_(inside, (keys % max(1, columns)).to(torch.int32))
     return BlockLayout(crow, col, q_block, k_block, columns)
 
 
-def _local_and_vertical(
-    first: Tensor, stride: int, rows: int, columns: int, local_blocks: int, k_block: int, q_block: int,
-    device: torch.device,
-) -> BlockLayout:  # fmt: skip
-    """Each row's vertical blocks ``first``, ``first + stride``, ... before its local ones, then those.
-
-    A row lists two runs of equal steps, so that columns are linear in pieces: their second differences are 0 but where
-    a run begins, and two running sums of those give the columns. first: [heads, 1] int64 on the host, where all that is
-    of the size of crow is made, so that the device need not be asked how long lists are.
-    """
-    row = torch.arange(rows, device="cpu")
-    local = (row * q_block // k_block - local_blocks + 1).clamp(min=0)
-    end = (((row + 1) * q_block - 1) // k_block).clamp(max=columns - 1) + 1
-    vertical = ((local - first + stride - 1) // stride).clamp(min=0)
-    crow = torch.nn.functional.pad((vertical + end - local).cumsum(1), (1, 0))
-    heads, width = crow.shape[0], int(crow[:, -1].max())
-    if width >= 2**31:
-        fail("max_seqlen", "such that a head lists less than 2^31 blocks", f"{width} blocks")
-
-    begin = torch.arange(heads, device="cpu")[:, None] * width + crow
-    # Behind the last row's, what fills up the width: -1, -1, ...
-    runs = [
-        (torch.stack([vertical_run, local_run], dim=2).flatten(1), behind)
-        for vertical_run, local_run, behind in (
-            (begin[:, :-1], begin[:, :-1] + vertical, begin[:, -1:]),
-            (first.expand_as(vertical), local.expand_as(vertical), torch.full_like(first, -1)),
-            (torch.full_like(vertical, stride), torch.ones_like(vertical), torch.zeros_like(first)),
-        )
-    ]
-    position, value, slope = (torch.cat(run, dim=1).reshape(-1) for run in runs)
-    col = _linear_in_pieces(position, value, slope, heads * width, device)
-    return BlockLayout(crow.to(device, torch.int32), col.view(heads, width), q_block, k_block, columns)
-
-
-def _linear_in_pieces(position: Tensor, value: Tensor, slope: Tensor, length: int, device: torch.device) -> Tensor:
-    """int32 [length]: ``value + slope * (place - position)`` from each position to the next one; positions never fall.
-
-    Where several pieces begin at one position the last of them counts. Sums wrap at 32 bits, which the columns, all
-    less, come through unharmed.
-    """
-    before_position, before_value, before_slope = (
-        torch.nn.functional.pad(x[:-1], (1, 0)) for x in (position, value, slope)
-    )
-    jump = value - before_value - before_slope * (position - before_position)
-    bend = slope - before_slope - jump
-    place, second = torch.cat([position, position + 1]), torch.cat([jump, bend])
-    inside = place < length
-    place, second = place[inside].to(device), second[inside].to(device, torch.int32)
-    return torch.zeros(length, dtype=torch.int32, device=device).index_add_(0, place, second).cumsum_(0).cumsum_(0)
-
-
-# Arguments
-
-
-def _check_columns(columns: object, rows: int, q_block: int, k_block: int) -> None:
-    check_int("columns", columns, 0)
-    most = reach(rows, q_block, k_block)
-    if columns > most:  # type: ignore[operator]
-        fail("columns", f"at most {most}, which {rows} rows of {q_block} queries reach", columns)
-
-
-def _row_sizes(
-    max_seqlen: int, last_blocks: int, name: str, block_size: int, q_block_size: int | None
-) -> tuple[int, int, int, int, int]:
-    """Rows, columns, the blocks that a row always lists, k_block and q_block."""
-    check_int("max_seqlen", max_seqlen, 1)
-    if max_seqlen > _LONGEST:
-        fail("max_seqlen", f"at most {_LONGEST}", max_seqlen)
-    check_int(name, last_blocks, 1)
-    names = Names(q_block="q_block_size", k_block="block_size")
-    check_int("block_size", block_size, 1)
-    q_block = block_size if q_block_size is None else q_block_size
-    check_blocks(q_block, block_size, names)
-    columns = cdiv(max_seqlen, block_size)
-    return cdiv(max_seqlen, q_block), columns, min(last_blocks, columns), block_size, q_block
-
-
-def _head_range(given: object, num_heads: int | None, name: str = "active_head_range") -> tuple[int, int]:
-    if given is None and num_heads is not None:
-        return 0, num_heads
-    if not isinstance(given, (tuple, list)) or len(given) != 2:
-        fail(name, "None or (lo, hi)", describe(given), TypeError)
-    lo, hi = given
-    for bound in (lo, hi):
-        check_int(name, bound)
-    if not 0 <= lo < hi or (num_heads is not None and hi > num_heads):
-        fail(name, f"0 <= lo < hi{'' if num_heads is None else f' <= {num_heads}'}", (lo, hi))
-    return lo, hi
-
-
-# What has been built
-
-_layouts: OrderedDict[Hashable, BlockLayout] = OrderedDict()
-_lock = Lock()
-
-
-def _kept(
-    arguments: tuple[Hashable, ...], device: torch.device | str | int | None,
-    build: Callable[[torch.device], BlockLayout],
-) -> BlockLayout:  # fmt: skip
-    """The layout of these arguments, built where it is not among the last few."""
-    # Tensors of inference mode would be refused wherever a layout is used outside it.
-    with torch.inference_mode(False):
-        probe = torch.empty(0, device=device)
-        if not _may_keep(probe):
-            return build(probe.device)
-        key = (*arguments, probe.device)
-        with _lock:
-            if key in _layouts:
-                _layouts.move_to_end(key)
-                return _layouts[key]
-        made = build(probe.device)
-        with _lock:
-            # Another thread's, if it was faster.
-            made = _layouts.setdefault(key, made)
-            while len(_layouts) > _MOST_KEPT:
-                _layouts.popitem(last=False)
-        return made
-
-
-def _may_keep(probe: Tensor) -> bool:
-    """Whether what is built now serves later calls: not a tracer's tensors, nor memory that belongs to a CUDA graph."""
-    if type(probe) is not Tensor or torch.compiler.is_compiling():
-        return False
-    return not (probe.is_cuda and torch.cuda.is_current_stream_capturing())
-
-
-def _device(device: torch.device | str | int) -> torch.device:
-    """With the number of the device that a name without one stands for."""
-    return torch.empty(0, device=device).device
-
-
-# Pictures
-
-
-def _picture(
-    layout: BlockLayout, path: str | PathLike[str] | None, head: int, longest: int, title: str | None
-) -> Figure:
-    try:
-        from matplotlib.colors import ListedColormap
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        message = "plot needs matplotlib: pip install blocksparse-attn[plot]"
-        raise ModuleNotFoundError(message, name=error.name) from error
-    rows, columns = min(layout.rows, cdiv(longest, layout.q_block)), min(layout.columns, cdiv(longest, layout.k_block))
-    mask = block_mask(layout.crow[head : head + 1], layout.col[head : head + 1], rows, columns)[0]
-    if title is None:
-        title = f"head {head}, density {layout.heads(head, head + 1).density():.3f}"
-    figure = Figure(figsize=(5, 5), layout="constrained")
-    axes = figure.add_subplot()
-    axes.imshow(
-        mask.cpu().numpy(), extent=(0, columns * layout.k_block, rows * layout.q_block, 0), vmin=0, vmax=1,
-        cmap=ListedColormap(["white", "tab:blue"]), interpolation="nearest",
-    )  # fmt: skip
-    axes.fill([0, longest, longest], [0, longest, 0], color="lightgrey", linewidth=0)
-    axes.set(xlim=(0, longest), ylim=(longest, 0), xlabel="key position", ylabel="query position", title=title)
-    if path is not None:
-        figure.savefig(path)
-    return figure
+def _built(first: Tensor, stride: int, sizes: tuple[int, int, int, int, int], device: torch.device) -> BlockLayout:
+    """Of vertical and local blocks, see :func:`local_and_vertical`."""
+    _, columns, _, k_block, q_block = sizes
+    return BlockLayout(*local_and_vertical(first, stride, *sizes, device), q_block, k_block, columns)

@@ -7,9 +7,8 @@ from collections.abc import Callable
 import torch
 
 from blocksparse_attn.api import blocksparse_flash_attn_varlen_fwd
-from blocksparse_attn.arguments import check_int
 from blocksparse_attn.layout import BlockLayout
-from kernel_reference.checks import fail
+from kernel_reference.checks import check_int, fail
 
 Tensor = torch.Tensor
 

@@ -6,7 +6,10 @@ It follows from shapes alone, never from lengths or layouts, which only the devi
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
+
+from kernel_reference.integers import cdiv, is_power_of_two, power_of_two_at_least, power_of_two_in
+from kernel_reference.plans import Plan
 
 # What a second launch merges quickly enough.
 _MOST_SPLITS = 128
@@ -20,13 +23,13 @@ _ANY = 2**31 - 1
 
 @dataclass(frozen=True)
 class Problem:
-    """What a plan needs to know of a call.
+    """One call, as plan, launch and reference are told of it; it is made by ``arguments.check_attend``.
 
-    ``tokens``: rows of q; of a padded batch, its sequences times their length. ``layouts``: heads of the layout, 1 or
+    ``tokens``: rows of q; in a padded batch, its sequences times their length. ``layouts``: heads of the layout, 1 or
     as many as query heads. ``rows``: of the layout. ``entries``: columns listed by a head, at most. ``page_size``: of a
     paged cache, 0 without one. ``capacity``: keys that a sequence may have. ``bits``: of an element. ``described``:
-    layout, strides and alignment are such that the kernel for sm_90 can address queries, keys and values, and the call
-    has no window and no negative scale.
+    layout, strides and alignment are such that TMA descriptors can address queries, keys and values, and the call has
+    no window and no negative scale. ``left``: of the window, -1 without one. ``num_splits`` 0: as the plan has it.
     """
 
     num_heads: int
@@ -46,6 +49,11 @@ class Problem:
     padded: bool = False
     bits: int = 16
     described: bool = False
+    page_layout: str = "NHD"
+    softmax_scale: float = 1.0
+    softcap: float = 0.0
+    left: int = -1
+    num_splits: int = 0
 
     @property
     def group(self) -> int:
@@ -57,8 +65,8 @@ class Problem:
 class DeviceLimits:
     """What the plan needs to know of a processor.
 
-    ``cores`` are multiprocessors (compute units); ``shared_memory`` is the most that a program may use, in bytes.
-    ``hopper``: sm_90, with its tensor memory accelerator and warpgroup products, and a Triton that brings Gluon.
+    ``cores``: SMs (compute units). ``shared_memory``: the most that a program may use, in bytes. ``hopper``: sm_90,
+    with TMA and WGMMA, and a Triton that brings Gluon.
     """
 
     cores: int
@@ -67,7 +75,7 @@ class DeviceLimits:
 
 
 @dataclass(frozen=True)
-class AttentionPlan:
+class AttentionPlan(Plan):
     """Tiles of ``block_m`` rows walk the keys of their blocks ``block_n`` at a time.
 
     A tile is rows of one head and of one row of its layout; with ``packed``, of the query heads of a kv head of so many
@@ -82,10 +90,6 @@ class AttentionPlan:
     num_stages: int
     packed: int = 0
     hopper: bool = False
-
-    def as_ints(self) -> list[int]:
-        """The plan as a torch op takes it."""
-        return [int(number) for number in astuple(self)]
 
     def covers(self, problem: Problem) -> bool:
         """Whether its blocks are such that a kernel can take them, for this problem."""
@@ -108,25 +112,6 @@ class AttentionPlan:
         if self.packed:
             return 1 <= self.packed <= self.block_m // heads_per_tile(problem.group, self.block_m)
         return problem.q_block % self.block_m == 0
-
-
-def cdiv(a: int, b: int) -> int:
-    """a / b, rounded up."""
-    return -(-a // b)
-
-
-def is_power_of_two(*numbers: int) -> bool:
-    return all(number >= 1 and number & (number - 1) == 0 for number in numbers)
-
-
-def power_of_two_at_least(n: int) -> int:
-    """The smallest power of two that is >= n, for n >= 1."""
-    return 1 << (n - 1).bit_length()
-
-
-def power_of_two_in(n: int) -> int:
-    """The largest power of two that divides n, for n >= 1."""
-    return n & -n
 
 
 def fits_hopper(problem: Problem) -> bool:
@@ -167,8 +152,8 @@ def tokens_per_tile(plan: AttentionPlan) -> int:
     return plan.packed or plan.block_m
 
 
-def num_places(problem: Problem, plan: AttentionPlan) -> int:
-    """Places in the grid for tiles of rows, of one head or group of heads: see kernels/tiles.py.
+def num_slots(problem: Problem, plan: AttentionPlan) -> int:
+    """Slots in the grid for tiles of rows, of one head or group of heads: see kernels/tiles.py.
 
     Each segment of rows may leave a tile that is not full, at its beginning too where tiles lie at multiples of their
     size in the positions of a sequence.
@@ -177,9 +162,9 @@ def num_places(problem: Problem, plan: AttentionPlan) -> int:
     return problem.tokens // tokens_per_tile(plan) + segments * (1 if plan.packed else 2)
 
 
-def plan_attention(problem: Problem, limits: DeviceLimits, num_splits: int = 0) -> AttentionPlan:
-    """The plan for a problem on this device; ``num_splits`` 0 leaves that number to the plan as well."""
-    if num_splits:
+def plan_attention(problem: Problem, limits: DeviceLimits) -> AttentionPlan:
+    """The plan for a problem on this device."""
+    if problem.num_splits:
         # How keys are cut depends on the rows of a tile: with as many in every batch, a sequence keeps its bits.
         problem = replace(problem, tokens=_ANY, max_seqlen_q=_ANY)
     if _most_queries(problem) == 1 or _most_queries(problem) * problem.group <= _MOST_PACKED:
@@ -191,7 +176,7 @@ def plan_attention(problem: Problem, limits: DeviceLimits, num_splits: int = 0) 
         plan = AttentionPlan(128, 64 if wide or short else 128, 1, 4, 4 if short and not wide else 2, hopper=True)
     else:
         plan = _lists(problem, limits)
-    return replace(plan, num_splits=num_splits or _splits(problem, plan, limits))
+    return replace(plan, num_splits=problem.num_splits or _splits(problem, plan, limits))
 
 
 def _most_queries(problem: Problem) -> int:

@@ -1,13 +1,14 @@
 """Attention to listed blocks of keys, on every target.
 
 ``attend_lists``: a tile is rows of one head and of one row of its layout, and walks that row's list; prefill.
-``attend_packed``: a tile is the query heads of a kv head, of one token or a few, and walks the blocks that any of its
+``attend_packed``: a tile is the query heads of a kv head, for one token or a few, and walks the blocks that any of its
 rows lists, so that keys and values are read once for all of them; decoding.
 """
 
 import triton
 import triton.language as tl
 
+from blocksparse_attn.kernels.groups import Batch, Cache, Layout, Rows, Scoring, Visible
 from blocksparse_attn.kernels.softmax import store, update
 from blocksparse_attn.kernels.tiles import (
     head_of,
@@ -17,143 +18,137 @@ from blocksparse_attn.kernels.tiles import (
     load_tile,
     locate,
     part_of,
-    place_in_batch,
-    place_of,
     share,
+    slot_of,
+    split_row,
     wide,
 )
 
-# Columns whose listing is kept in the bits of a number.
+# Columns that a packed tile looks at together: the bits of a number.
 BITS: tl.constexpr = tl.constexpr(64)
 
 
 @triton.jit
 def step(
-    acc, m, total, b_q, k_head, v_head, p_row, at, listed, position, low, high, left, k_begin, num_blocks, scale,
-    softcap, s_k, s_v,
-    KIND: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PAGE: tl.constexpr, BOX: tl.constexpr, X: tl.constexpr, STEP: tl.constexpr, BLOCK_N: tl.constexpr,
-    SOFTCAP: tl.constexpr, HAS_LEFT: tl.constexpr, WIDE: tl.constexpr, MIXED: tl.constexpr, TOKENS: tl.constexpr,
+    acc, running_max, row_sum, b_q, cache, at, listed, visible, scoring, strides, config: tl.constexpr,
+    MIXED: tl.constexpr,
 ):  # fmt: skip
-    """The keys from ``at`` on for a tile of rows.
+    """BLOCK_N keys from ``at`` on, for a tile of rows.
 
     MIXED: not all rows list them, ``listed`` [BLOCK_M] says which do; the rows are of TOKENS tokens.
     """
-    o_key = at + tl.arange(0, BLOCK_N)
-    block, place, fits = place_of(p_row, o_key, high, k_begin, num_blocks, PAGE)
-    seen = o_key[None, :] <= position[:, None]
-    m_key = fits & (o_key < high)
-    if HAS_LEFT:
-        seen = seen & (o_key[None, :] >= position[:, None] - left)
-        m_key = m_key & (o_key >= low)
+    o_key = at + tl.arange(0, config.BLOCK_N)
+    page, slot, fits = slot_of(cache, o_key, visible.high, config.PAGE)
+    seen = o_key[None, :] <= visible.position[:, None]
+    m_key = fits & (o_key < visible.high)
+    if config.HAS_LEFT:
+        seen = seen & (o_key[None, :] >= visible.position[:, None] - scoring.left)
+        m_key = m_key & (o_key >= visible.low)
     m_value = m_key
     if MIXED:
         seen = seen & listed[:, None]
-        if TOKENS > 1:
-            # The values of a key that no row sees are left out, of which 0 times NaN would be NaN. Rows of one token,
-            # or of one list, see all from low to high.
+        if config.TOKENS > 1:
+            # The values of a key that no row sees are not loaded: 0 times NaN would be NaN. Rows of one token, or of
+            # one list, see all from low to high.
             m_value = m_key & (tl.max(seen.to(tl.int32), 0) != 0)
-    o_dk = wide(tl.arange(0, BLOCK_D), WIDE)
-    o_dk = o_dk // X * s_k[3] + o_dk % X * s_k[4]
-    o_dv = wide(tl.arange(0, BLOCK_DV), WIDE) * s_v[4]
-    # A stride of 8 is not known to be one of whole 16 bytes: only multiples of 16 are compiled for as such.
-    s_place = STEP if STEP else s_k[1]
-    b_k = load_tile(k_head, block * s_k[0] + place * s_place, o_dk, m_key, D, BLOCK_D)
-    if BOX:
-        b_v = load_across(v_head, p_row, at, o_dv, s_v, num_blocks, low, high, DV, BLOCK_DV, BLOCK_N, PAGE, BOX)
-        if MIXED and TOKENS > 1:
+    o_dk = wide(tl.arange(0, config.BLOCK_D), config.WIDE)
+    o_dk = o_dk // config.X * strides.k[3] + o_dk % config.X * strides.k[4]
+    o_dv = wide(tl.arange(0, config.BLOCK_DV), config.WIDE) * strides.v[4]
+    # A stride of 8 is not known to be one of whole 16 bytes: Triton specialises on multiples of 16 alone.
+    s_slot = config.STEP if config.STEP else strides.k[1]
+    b_k = load_tile(cache.k, page * strides.k[0] + slot * s_slot, o_dk, m_key, config.D, config.BLOCK_D)
+    if config.BOX:
+        b_v = load_across(cache, at, o_dv, strides.v[0], visible, config)
+        if MIXED and config.TOKENS > 1:
             b_v = tl.where(m_value[:, None], b_v, 0.0)
     else:
-        b_v = load_tile(v_head, block * s_v[0] + place * s_v[1], o_dv, m_value, DV, BLOCK_DV)
-    return update(acc, m, total, b_q, b_k, b_v, seen, scale, softcap, SOFTCAP)
+        off_v = page * strides.v[0] + slot * strides.v[1]
+        b_v = load_tile(cache.v, off_v, o_dv, m_value, config.DV, config.BLOCK_DV)
+    return update(acc, running_max, row_sum, b_q, b_k, b_v, seen, scoring, config.SOFTCAP)
 
 
 @triton.jit(
     do_not_specialize=[
-        "rows", "num_sequences", "keys", "num_blocks", "s_table", "s_crow", "s_col", "layout_rows", "entries", "places",
+        "rows", "sequences", "keys", "num_pages", "s_table", "s_crow", "s_col", "layout_rows", "entries", "slots",
         "left",
     ]
 )  # fmt: skip
 def attend_lists(
-    p_q, p_k, p_v, p_crow, p_col, p_table, p_q_starts, p_q_ends, p_k_starts, p_k_ends, p_sinks, p_out, p_lse, p_part,
-    p_part_lse,
-    rows, num_sequences, keys, num_blocks, s_table, s_crow, s_col, layout_rows, entries, places, scale, softcap, left,
-    s_q, s_k, s_v, s_out, s_lse,
-    KIND: tl.constexpr, GROUP: tl.constexpr, HEADS_KV: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE: tl.constexpr, BOX: tl.constexpr, X: tl.constexpr,
-    STEP: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr, SOFTCAP: tl.constexpr, HAS_LEFT: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
+    p_q, p_k, p_v, lists, p_table, bounds, p_sinks, outputs, rows, sequences, keys, num_pages, s_table, s_crow, s_col,
+    layout_rows, entries, slots, scale, softcap, left, strides, config: tl.constexpr,
 ):  # fmt: skip
     """Rows of one tile over one split of their row of the layout; columns may be in any order.
 
-    Strides are (sequence, token, head, element) of q and out, (page or sequence, place, head, element / X, element % X)
-    of k and v, (sequence, head, token) of lse; where X elements of a key lie together, STEP is the stride of places,
-    otherwise 0. Tiles lie at multiples of BLOCK_M in a sequence's positions.
+    Tiles lie at multiples of BLOCK_M in a sequence's positions.
     """
-    PER_BLOCK: tl.constexpr = K_BLOCK // BLOCK_N
+    BLOCK_M: tl.constexpr = config.BLOCK_M
+    BLOCK_DV: tl.constexpr = config.BLOCK_DV
+    PER_BLOCK: tl.constexpr = config.K_BLOCK // config.BLOCK_N
+    batch = Batch(bounds, sequences, rows, keys)
+    layout = Layout(lists, s_crow, s_col, layout_rows, entries)
+    scoring = Scoring(scale, softcap, left)
     pid = tl.program_id(0)
-    i_g, i_split, i_w, i_kv = part_of(pid, places, GROUP, SPLITS)
-    i_n, i_place, begin, q_len = locate(p_q_starts, p_q_ends, i_w, num_sequences, rows, BLOCK_M, 2, KIND)
-    k_begin, length, possible = keys_of_sequence(p_k_starts, p_k_ends, i_n, q_len, keys, KIND)
+    i_g, i_split, i_w, i_kv = part_of(pid, slots, config.GROUP, config.SPLITS)
+    i_n, i_slot, begin, q_len = locate(batch, i_w, BLOCK_M, 2, config.KIND)
+    k_begin, length, possible = keys_of_sequence(batch, i_n, q_len, config.KIND)
     context = length - q_len
-    i_tile = (length - 1) // BLOCK_M - i_place
-    if (q_len > 0) & (i_place >= 0) & (i_tile >= context // BLOCK_M):
+    i_tile = (length - 1) // BLOCK_M - i_slot
+    if (q_len > 0) & (i_slot >= 0) & (i_tile >= context // BLOCK_M):
         position = i_tile * BLOCK_M + tl.arange(0, BLOCK_M)
         m_row = (position >= context) & (position < length)
         position = tl.minimum(tl.maximum(position, context), length - 1)
         row = begin + (position - context)
-        i_h = i_kv * GROUP + i_g
-        i_b, token, all_rows = place_in_batch(begin, row, rows, num_sequences, KIND)
-        off_q = i_b * s_q[0] + token * s_q[1] + i_h.to(tl.int64) * s_q[2]
-        b_q = load_tile(p_q, off_q, wide(tl.arange(0, BLOCK_D), WIDE) * s_q[3], m_row, D, BLOCK_D)
+        i_h = i_kv * config.GROUP + i_g
+        i_b, token, all_rows = split_row(batch, begin, row, config.KIND)
+        off_q = i_b * strides.q[0] + token * strides.q[1] + i_h.to(tl.int64) * strides.q[2]
+        o_d = wide(tl.arange(0, config.BLOCK_D), config.WIDE) * strides.q[3]
+        b_q = load_tile(p_q, off_q, o_d, m_row, config.D, config.BLOCK_D)
 
         first = tl.maximum(i_tile * BLOCK_M, context)
         # The keys that some row may see.
         high = tl.minimum(i_tile * BLOCK_M + (BLOCK_M - 1), length - 1) + 1
         low = high * 0
-        if HAS_LEFT:
+        if config.HAS_LEFT:
             low = tl.maximum(first - left, 0)
-        columns = (high - 1) // K_BLOCK + 1
-        p_list = p_col + i_h.to(tl.int64) * s_col
-        from_entry, to_entry = list_of(p_crow, i_h, i_tile * BLOCK_M // Q_BLOCK, s_crow, layout_rows, entries, possible)
-        from_tile, to_tile = share((to_entry - from_entry) * PER_BLOCK, i_split, SPLITS)
-        k_head = head_of(p_k, i_b, i_kv, s_k, KIND)
-        v_head = head_of(p_v, i_b, i_kv, s_v, KIND)
-        p_row = p_table + tl.maximum(i_n, 0).to(tl.int64) * s_table if PAGE else p_table
+        columns = (high - 1) // config.K_BLOCK + 1
+        p_list = lists.col + i_h.to(tl.int64) * s_col
+        from_entry, to_entry = list_of(layout, i_h, i_tile * BLOCK_M // config.Q_BLOCK, possible)
+        from_tile, to_tile = share((to_entry - from_entry) * PER_BLOCK, i_split, config.SPLITS)
+        k_head = head_of(p_k, i_b, i_kv, strides.k, config.KIND)
+        v_head = head_of(p_v, i_b, i_kv, strides.v, config.KIND)
+        p_pages = p_table + tl.maximum(i_n, 0).to(tl.int64) * s_table if config.PAGE else p_table
+        cache = Cache(k_head, v_head, p_pages, k_begin, num_pages)
+        visible = Visible(position, low, high)
         acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-        m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK_M], tl.float32)
-        for i in tl.range(from_tile, to_tile, num_stages=STAGES):
+        running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        row_sum = tl.zeros([BLOCK_M], tl.float32)
+        for i in tl.range(from_tile, to_tile, num_stages=config.STAGES):
             column = tl.load(p_list + from_entry + i // PER_BLOCK)
             # A column that is not there, or whose keys no row may see, is walked without effect.
             column = tl.where((column >= 0) & (column < columns), column, columns)
-            at = column * K_BLOCK + i % PER_BLOCK * BLOCK_N
-            acc, m, total = step(
-                acc, m, total, b_q, k_head, v_head, p_row, at, m_row, position, low, high, left, k_begin, num_blocks,
-                scale, softcap, s_k, s_v, KIND, D, BLOCK_D, DV, BLOCK_DV, PAGE, BOX, X, STEP, BLOCK_N, SOFTCAP,
-                HAS_LEFT, WIDE, False, 1,
-            )  # fmt: skip
+            at = column * config.K_BLOCK + i % PER_BLOCK * config.BLOCK_N
+            acc, running_max, row_sum = step(
+                acc, running_max, row_sum, b_q, cache, at, m_row, visible, scoring, strides, config, False
+            )
+        tile = Rows(row, position * 0 + i_h, i_b, token, all_rows, possible, m_row)
         store(
-            p_q, p_sinks, p_out, p_lse, p_part, p_part_lse, acc, m, total, row, position * 0 + i_h, possible,
-            i_b * s_out[0] + token * s_out[1] + i_h.to(tl.int64) * s_out[2],
-            i_b * s_lse[0] + i_h.to(tl.int64) * s_lse[1] + token * s_lse[2],
-            wide(tl.arange(0, BLOCK_DV), WIDE) * s_out[3], all_rows, i_split, m_row, DV, BLOCK_DV, GROUP * HEADS_KV,
-            SPLITS,
+            acc, running_max, row_sum, tile, i_split, p_sinks, outputs, strides, config,
+            p_q.dtype.element_ty == tl.float32,
         )  # fmt: skip
 
 
 @triton.jit
 def lowest_bit(bits):
-    """Which is the lowest bit of a number other than 0: the exponent of what it stands for."""
+    """Which is the lowest set bit of a number other than 0: the exponent of its value."""
     power = tl.abs((bits & -bits).to(tl.float32))
     return (power.to(tl.int32, bitcast=True) >> 23) - 127
 
 
 @triton.jit
 def listed_columns(p_lists, begin, end, first, last, PIECE: tl.constexpr):
-    """Of each row the columns from ``first`` to before ``last`` that its list holds, as bits [BLOCK_M]; at most BITS.
+    """The columns from ``first`` to ``last`` - 1, at most BITS, that each row lists, as bits [BLOCK_M].
 
-    No column may be listed twice.
+    No column may be listed twice. Lists are read PIECE entries at a time.
     """
     bits = begin.to(tl.int64) * 0
     for at in range(0, tl.max(end - begin, 0), PIECE):
@@ -168,64 +163,64 @@ def listed_columns(p_lists, begin, end, first, last, PIECE: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=[
-        "rows", "num_sequences", "keys", "num_blocks", "s_table", "s_crow", "s_col", "layout_rows", "entries", "places",
+        "rows", "sequences", "keys", "num_pages", "s_table", "s_crow", "s_col", "layout_rows", "entries", "slots",
         "left",
     ]
 )  # fmt: skip
 def attend_packed(
-    p_q, p_k, p_v, p_crow, p_col, p_table, p_q_starts, p_q_ends, p_k_starts, p_k_ends, p_sinks, p_out, p_lse, p_part,
-    p_part_lse,
-    rows, num_sequences, keys, num_blocks, s_table, s_crow, s_col, layout_rows, entries, places, scale, softcap, left,
-    s_q, s_k, s_v, s_out, s_lse,
-    KIND: tl.constexpr, GROUP: tl.constexpr, HEADS_KV: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE: tl.constexpr, BOX: tl.constexpr, X: tl.constexpr,
-    STEP: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr, SOFTCAP: tl.constexpr, HAS_LEFT: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
-    TOKENS: tl.constexpr,
+    p_q, p_k, p_v, lists, p_table, bounds, p_sinks, outputs, rows, sequences, keys, num_pages, s_table, s_crow, s_col,
+    layout_rows, entries, slots, scale, softcap, left, strides, config: tl.constexpr,
 ):  # fmt: skip
-    """``attend_lists`` with rows that have lists of their own: row m is head ``m % HEADS`` of token ``m // HEADS``, of
-    which there are TOKENS.
+    """``attend_lists`` for rows that each have a list: row m is head ``m % HEADS`` of token ``m // HEADS``.
 
     The splits share the columns, and a program looks at BITS of them at a time.
     """
-    HEADS: tl.constexpr = GROUP if GROUP < BLOCK_M else BLOCK_M
-    HEAD_TILES: tl.constexpr = (GROUP + HEADS - 1) // HEADS
-    PER_BLOCK: tl.constexpr = K_BLOCK // BLOCK_N
+    BLOCK_M: tl.constexpr = config.BLOCK_M
+    HEADS: tl.constexpr = config.GROUP if config.GROUP < BLOCK_M else BLOCK_M
+    HEAD_TILES: tl.constexpr = (config.GROUP + HEADS - 1) // HEADS
+    BLOCK_DV: tl.constexpr = config.BLOCK_DV
+    PER_BLOCK: tl.constexpr = config.K_BLOCK // config.BLOCK_N
+    batch = Batch(bounds, sequences, rows, keys)
+    layout = Layout(lists, s_crow, s_col, layout_rows, entries)
+    scoring = Scoring(scale, softcap, left)
     pid = tl.program_id(0)
-    i_hb, i_split, i_w, i_kv = part_of(pid, places, HEAD_TILES, SPLITS)
-    i_n, i_place, begin, q_len = locate(p_q_starts, p_q_ends, i_w, num_sequences, rows, TOKENS, 1, KIND)
-    k_begin, length, possible = keys_of_sequence(p_k_starts, p_k_ends, i_n, q_len, keys, KIND)
+    i_hb, i_split, i_w, i_kv = part_of(pid, slots, HEAD_TILES, config.SPLITS)
+    i_n, i_slot, begin, q_len = locate(batch, i_w, config.TOKENS, 1, config.KIND)
+    k_begin, length, possible = keys_of_sequence(batch, i_n, q_len, config.KIND)
     context = length - q_len
-    i_tile = (q_len - 1) // TOKENS - i_place
-    if (q_len > 0) & (i_place >= 0) & (i_tile >= 0):
+    i_tile = (q_len - 1) // config.TOKENS - i_slot
+    if (q_len > 0) & (i_slot >= 0) & (i_tile >= 0):
         o_m = tl.arange(0, BLOCK_M)
-        o_t = i_tile * TOKENS + o_m // HEADS
+        o_t = i_tile * config.TOKENS + o_m // HEADS
         o_g = i_hb * HEADS + o_m % HEADS
-        m_row = (o_m < TOKENS * HEADS) & (o_t < q_len) & (o_g < GROUP)
+        m_row = (o_m < config.TOKENS * HEADS) & (o_t < q_len) & (o_g < config.GROUP)
         o_t = tl.minimum(o_t, q_len - 1)
-        o_h = i_kv * GROUP + tl.minimum(o_g, GROUP - 1)
+        o_h = i_kv * config.GROUP + tl.minimum(o_g, config.GROUP - 1)
         position = context + o_t
         row = begin + o_t
-        i_b, token, all_rows = place_in_batch(begin, row, rows, num_sequences, KIND)
-        off_q = i_b * s_q[0] + token * s_q[1] + o_h.to(tl.int64) * s_q[2]
-        b_q = load_tile(p_q, off_q, wide(tl.arange(0, BLOCK_D), WIDE) * s_q[3], m_row, D, BLOCK_D)
+        i_b, token, all_rows = split_row(batch, begin, row, config.KIND)
+        off_q = i_b * strides.q[0] + token * strides.q[1] + o_h.to(tl.int64) * strides.q[2]
+        o_d = wide(tl.arange(0, config.BLOCK_D), config.WIDE) * strides.q[3]
+        b_q = load_tile(p_q, off_q, o_d, m_row, config.D, config.BLOCK_D)
 
-        high = context + tl.minimum((i_tile + 1) * TOKENS, q_len)
+        high = context + tl.minimum((i_tile + 1) * config.TOKENS, q_len)
         low = high * 0
-        if HAS_LEFT:
-            low = tl.maximum(context + i_tile * TOKENS - left, 0)
-        p_lists = p_col + o_h.to(tl.int64) * s_col
-        from_entry, to_entry = list_of(p_crow, o_h, position // Q_BLOCK, s_crow, layout_rows, entries, m_row & possible)
-        first_column = low // K_BLOCK
-        from_column, to_column = share((high - 1) // K_BLOCK + 1 - first_column, i_split, SPLITS)
+        if config.HAS_LEFT:
+            low = tl.maximum(context + i_tile * config.TOKENS - left, 0)
+        p_lists = lists.col + o_h.to(tl.int64) * s_col
+        from_entry, to_entry = list_of(layout, o_h, position // config.Q_BLOCK, m_row & possible)
+        first_column = low // config.K_BLOCK
+        from_column, to_column = share((high - 1) // config.K_BLOCK + 1 - first_column, i_split, config.SPLITS)
         from_column += first_column
         to_column = tl.where(possible, to_column + first_column, from_column)
-        k_head = head_of(p_k, i_b, i_kv, s_k, KIND)
-        v_head = head_of(p_v, i_b, i_kv, s_v, KIND)
-        p_row = p_table + tl.maximum(i_n, 0).to(tl.int64) * s_table if PAGE else p_table
+        k_head = head_of(p_k, i_b, i_kv, strides.k, config.KIND)
+        v_head = head_of(p_v, i_b, i_kv, strides.v, config.KIND)
+        p_pages = p_table + tl.maximum(i_n, 0).to(tl.int64) * s_table if config.PAGE else p_table
+        cache = Cache(k_head, v_head, p_pages, k_begin, num_pages)
+        visible = Visible(position, low, high)
         acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-        m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK_M], tl.float32)
+        running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        row_sum = tl.zeros([BLOCK_M], tl.float32)
         o_bit = tl.arange(0, BITS).to(tl.int64)
         column = from_column
         # Inside of a ``for`` Triton would not pipeline the loop over keys, where another loop is beside it.
@@ -235,21 +230,17 @@ def attend_packed(
             )  # [BLOCK_M]
             anywhere = tl.max((bits[:, None] >> o_bit[None, :]) & 1, 0)  # [BITS]
             left_over = tl.sum(anywhere << o_bit, 0)
-            for i in tl.range(0, tl.sum(anywhere, 0).to(tl.int32) * PER_BLOCK, num_stages=STAGES):
+            for i in tl.range(0, tl.sum(anywhere, 0).to(tl.int32) * PER_BLOCK, num_stages=config.STAGES):
                 i_bit = lowest_bit(left_over)
-                at = (column + i_bit) * K_BLOCK + i % PER_BLOCK * BLOCK_N
+                at = (column + i_bit) * config.K_BLOCK + i % PER_BLOCK * config.BLOCK_N
                 listed = ((bits >> i_bit) & 1) != 0
                 left_over = tl.where(i % PER_BLOCK == PER_BLOCK - 1, left_over & (left_over - 1), left_over)
-                acc, m, total = step(
-                    acc, m, total, b_q, k_head, v_head, p_row, at, listed, position, low, high, left, k_begin,
-                    num_blocks, scale, softcap, s_k, s_v, KIND, D, BLOCK_D, DV, BLOCK_DV, PAGE, BOX, X, STEP, BLOCK_N,
-                    SOFTCAP, HAS_LEFT, WIDE, True, TOKENS,
-                )  # fmt: skip
+                acc, running_max, row_sum = step(
+                    acc, running_max, row_sum, b_q, cache, at, listed, visible, scoring, strides, config, True
+                )
             column += BITS
+        tile = Rows(row, o_h, i_b, token, all_rows, possible, m_row)
         store(
-            p_q, p_sinks, p_out, p_lse, p_part, p_part_lse, acc, m, total, row, o_h, possible,
-            i_b * s_out[0] + token * s_out[1] + o_h.to(tl.int64) * s_out[2],
-            i_b * s_lse[0] + o_h.to(tl.int64) * s_lse[1] + token * s_lse[2],
-            wide(tl.arange(0, BLOCK_DV), WIDE) * s_out[3], all_rows, i_split, m_row, DV, BLOCK_DV, GROUP * HEADS_KV,
-            SPLITS,
+            acc, running_max, row_sum, tile, i_split, p_sinks, outputs, strides, config,
+            p_q.dtype.element_ty == tl.float32,
         )  # fmt: skip

@@ -1,11 +1,13 @@
-"""The online softmax (arXiv 1805.02867, as FlashAttention does), and its parts over different keys brought together.
+"""The online softmax (arXiv 1805.02867, as FlashAttention does it), and the merge of partial results of split-KV.
 
-Of 16-bit numbers it is taken in base 2: scores carry a factor log2(e), so that exp2 serves. float32 would show that
-rounding; its scores are natural. Results and parts are natural for all.
+For 16-bit inputs it is taken in base 2: scores carry a factor log2(e), so that exp2 serves. float32 would show that
+rounding: its scores are natural. The logarithms that are stored are natural for all.
 """
 
 import triton
 import triton.language as tl
+
+from blocksparse_attn.kernels.tiles import wide
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
@@ -42,13 +44,13 @@ def power(x, NATURAL: tl.constexpr):
 
 @triton.jit
 def finite(m):
-    """What to subtract before exponentiation: the largest score, and 0 for a row that has none."""
+    """What to subtract before exponentiation: the running max, and 0 for a row that has seen no score."""
     return tl.where(m == float("-inf"), 0.0, m)
 
 
 @triton.jit
 def tanh(x, PRECISE: tl.constexpr):
-    """tanh; where the quotient would cancel, below 1/4, the series serves, if float32's last digits are wanted."""
+    """tanh. PRECISE: where the quotient would cancel, below 1/4, the power series is right to float32's last digits."""
     e = tl.exp2(tl.abs(x) * -2.8853900817779268)
     y = (1.0 - e) / (1.0 + e)
     y = tl.where(x < 0, -y, y)
@@ -71,7 +73,7 @@ def cap(scores, softcap, PRECISE: tl.constexpr):
 
 @triton.jit
 def dot_by_parts(b_q, b_k):
-    """q k^T, [BLOCK_M, BLOCK_N], of float32: sums of a few products each, which round less than one sum of all."""
+    """q k^T [BLOCK_M, BLOCK_N] of float32, summed in parts, which rounds less than one sum over the head."""
     EACH: tl.constexpr = 32 if b_q.shape[1] > 64 else 16
     PARTS: tl.constexpr = b_q.shape[1] // EACH
     q_parts = tl.permute(tl.reshape(b_q, [b_q.shape[0], PARTS, EACH]), (1, 0, 2))
@@ -80,8 +82,8 @@ def dot_by_parts(b_q, b_k):
 
 
 @triton.jit
-def update(acc, m, total, b_q, b_k, b_v, seen, scale, softcap, SOFTCAP: tl.constexpr):
-    """One tile of keys and values into the running output, maximum and sum of a tile of rows.
+def update(acc, running_max, row_sum, b_q, b_k, b_v, seen, scoring, SOFTCAP: tl.constexpr):
+    """One step of the online softmax: a tile of keys and values into the accumulator, running max and row sum.
 
     seen [BLOCK_M, BLOCK_N]: which rows see which keys. Values of keys that no row sees must be finite.
     """
@@ -92,80 +94,82 @@ def update(acc, m, total, b_q, b_k, b_v, seen, scale, softcap, SOFTCAP: tl.const
     else:
         b_s = tl.dot(b_q, tl.trans(b_k))  # [BLOCK_M, BLOCK_N]
     if SOFTCAP:
-        b_s = cap(b_s * scale, softcap, NATURAL) * UNIT
+        b_s = cap(b_s * scoring.scale, scoring.softcap, NATURAL) * UNIT
     else:
-        b_s = b_s * (scale * UNIT)
+        b_s = b_s * (scoring.scale * UNIT)
     b_s = tl.where(seen, b_s, float("-inf"))
-    new_m = tl.maximum(m, tl.max(b_s, 1))
-    b_p = power(b_s - finite(new_m)[:, None], NATURAL)
-    decay = power(m - finite(new_m), NATURAL)
-    new_total = total * decay + tl.sum(b_p, 1)
+    new_max = tl.maximum(running_max, tl.max(b_s, 1))
+    b_p = power(b_s - finite(new_max)[:, None], NATURAL)
+    rescale = power(running_max - finite(new_max), NATURAL)
+    new_sum = row_sum * rescale + tl.sum(b_p, 1)
     if NATURAL:
-        # Without a matrix unit one sum over all keys would round as often as there are keys: each tile has its own.
-        acc = tl.fma(tl.dot(b_p, b_v, input_precision="ieee"), 1.0, acc * decay[:, None])
+        # Without tensor cores one sum over all keys would round as often as there are keys: each tile has its own.
+        acc = tl.fma(tl.dot(b_p, b_v, input_precision="ieee"), 1.0, acc * rescale[:, None])
     else:
-        acc = tl.dot(b_p.to(b_v.dtype), b_v, acc * decay[:, None])
-    return acc, new_m, new_total
+        acc = tl.dot(b_p.to(b_v.dtype), b_v, acc * rescale[:, None])
+    return acc, new_max, new_sum
 
 
 @triton.jit
-def with_sink(acc, m, total, b_sink):
+def with_sink(acc, running_max, row_sum, b_sink):
     """A logit that stands in the denominator only."""
-    new_m = tl.maximum(m, b_sink)
-    decay = exponential(m - finite(new_m))
-    return acc * decay[:, None], new_m, total * decay + exponential(b_sink - finite(new_m))
+    new_max = tl.maximum(running_max, b_sink)
+    rescale = exponential(running_max - finite(new_max))
+    return acc * rescale[:, None], new_max, row_sum * rescale + exponential(b_sink - finite(new_max))
 
 
 @triton.jit
-def normalised(acc, total):
-    """acc / total, and 0 for a row that saw nothing."""
-    return tl.div_rn(acc, tl.where(total == 0, 1.0, total)[:, None])
+def normalised(acc, row_sum):
+    """acc / row_sum, and 0 for a row that saw nothing."""
+    return tl.div_rn(acc, tl.where(row_sum == 0, 1.0, row_sum)[:, None])
 
 
 @triton.jit
-def logarithm(m, total):
-    """m + log(total), and -inf for a row that saw nothing."""
-    return tl.where(total == 0, float("-inf"), m + tl.log(tl.where(total == 0, 1.0, total)))
+def logarithm(running_max, row_sum):
+    """running_max + log(row_sum), and -inf for a row that saw nothing."""
+    return tl.where(row_sum == 0, float("-inf"), running_max + tl.log(tl.where(row_sum == 0, 1.0, row_sum)))
 
 
 @triton.jit
 def store(
-    p_q, p_sinks, p_out, p_lse, p_part, p_part_lse, acc, m, total, row, o_h, possible, off_out, off_lse, o_d_out, rows,
-    i_split, m_row, DV: tl.constexpr, BLOCK_DV: tl.constexpr, H: tl.constexpr, SPLITS: tl.constexpr,
-):  # fmt: skip
-    """A tile's results, with sinks, or a split's part of them, without.
-
-    Parts are p_part [SPLITS, rows, H, DV] and p_part_lse [SPLITS, H, rows]; the latter is +inf, which no sum is, in
-    rows of no sequence. A head o_h for each row.
-    """
-    if p_q.dtype.element_ty != tl.float32:
-        m = m * LN_2
-    m_tile = m_row[:, None]
-    o_d = tl.arange(0, BLOCK_DV)
-    if DV != BLOCK_DV:
-        m_tile = m_tile & (o_d < DV)[None, :]
-    if SPLITS == 1:
+    acc, running_max, row_sum, rows, i_split, p_sinks, outputs, strides, config: tl.constexpr, NATURAL: tl.constexpr
+):
+    """The epilogue of a tile: its results, with sinks, or a split's partial results, without; see ``Outputs``."""
+    H: tl.constexpr = config.GROUP * config.HEADS_KV
+    off_out = rows.i_b * strides.out[0] + rows.token * strides.out[1] + rows.head.to(tl.int64) * strides.out[2]
+    off_lse = rows.i_b * strides.lse[0] + rows.head.to(tl.int64) * strides.lse[1] + rows.token * strides.lse[2]
+    o_d = tl.arange(0, config.BLOCK_DV)
+    o_d_out = wide(o_d, config.WIDE) * strides.out[3]
+    if not NATURAL:
+        running_max = running_max * LN_2
+    m_tile = rows.mask[:, None]
+    if config.DV != config.BLOCK_DV:
+        m_tile = m_tile & (o_d < config.DV)[None, :]
+    if config.SPLITS == 1:
         if p_sinks is not None:
-            b_sink = tl.load(p_sinks + o_h).to(tl.float32)
-            acc, m, total = with_sink(acc, m, total, tl.where(possible, b_sink, float("-inf")))
-        b_out = normalised(acc, total)
-        tl.store(p_out + off_out[:, None] + o_d_out[None, :], b_out.to(p_out.dtype.element_ty), mask=m_tile)
-        if p_lse is not None:
-            tl.store(p_lse + off_lse, logarithm(m, total), mask=m_row)
+            b_sink = tl.load(p_sinks + rows.head).to(tl.float32)
+            b_sink = tl.where(rows.possible, b_sink, float("-inf"))
+            acc, running_max, row_sum = with_sink(acc, running_max, row_sum, b_sink)
+        b_out = normalised(acc, row_sum)
+        p_out = outputs.out + off_out[:, None] + o_d_out[None, :]
+        tl.store(p_out, b_out.to(outputs.out.dtype.element_ty), mask=m_tile)
+        if outputs.lse is not None:
+            tl.store(outputs.lse + off_lse, logarithm(running_max, row_sum), mask=rows.mask)
     else:
-        place = i_split.to(tl.int64) * rows + row
-        tl.store(p_part + (place * H + o_h)[:, None] * DV + o_d[None, :], normalised(acc, total), mask=m_tile)
-        b_lse = tl.where(possible, logarithm(m, total), float("inf"))
-        tl.store(p_part_lse + (i_split.to(tl.int64) * H + o_h) * rows + row, b_lse, mask=m_row)
+        i_part = i_split.to(tl.int64) * rows.total + rows.row
+        p_part = outputs.part + (i_part * H + rows.head)[:, None] * config.DV + o_d[None, :]
+        tl.store(p_part, normalised(acc, row_sum), mask=m_tile)
+        b_lse = tl.where(rows.possible, logarithm(running_max, row_sum), float("inf"))
+        p_part_lse = outputs.part_lse + (i_split.to(tl.int64) * H + rows.head) * rows.total + rows.row
+        tl.store(p_part_lse, b_lse, mask=rows.mask)
 
 
 @triton.jit(do_not_specialize=["rows", "length"])
 def merge(
-    p_sinks, p_out, p_lse, p_part, p_part_lse, rows, length, s_out, s_lse,
-    H: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, TOKENS: tl.constexpr, SPLITS: tl.constexpr,
-    PADDED: tl.constexpr, WIDE: tl.constexpr,
+    p_sinks, outputs, rows, length, strides, H: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+    TOKENS: tl.constexpr, SPLITS: tl.constexpr, PADDED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Results from their parts, see ``store``; of a padded batch with ``length`` rows for each sequence."""
+    """Combine partial results, see ``Outputs``; in a padded batch there are ``length`` rows for each sequence."""
     pid = tl.program_id(0)
     i_h = (pid % H).to(tl.int64)
     row = (pid // H).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
@@ -173,36 +177,37 @@ def merge(
     m_row = row < rows
     m_tile = m_row[:, None] & (o_d < DV)[None, :]
     acc = tl.zeros([TOKENS, BLOCK_DV], tl.float32)
-    m = tl.full([TOKENS], float("-inf"), tl.float32)
-    total = tl.zeros([TOKENS], tl.float32)
-    # What the last part says is read behind the loop, as all agree; Triton wants it to be there before.
+    running_max = tl.full([TOKENS], float("-inf"), tl.float32)
+    row_sum = tl.zeros([TOKENS], tl.float32)
+    # Read from the last split after the loop, as all splits agree; Triton wants it to be there before.
     possible = m_row
     for i_split in range(SPLITS):
         split = row * 0 + i_split
-        b_part = tl.load(p_part + ((split * rows + row) * H + i_h)[:, None] * DV + o_d[None, :], mask=m_tile, other=0.0)
-        b_lse = tl.load(p_part_lse + (split * H + i_h) * rows + row, mask=m_row, other=float("inf"))
+        p_part = outputs.part + ((split * rows + row) * H + i_h)[:, None] * DV + o_d[None, :]
+        b_part = tl.load(p_part, mask=m_tile, other=0.0)
+        b_lse = tl.load(outputs.part_lse + (split * H + i_h) * rows + row, mask=m_row, other=float("inf"))
         possible = b_lse != float("inf")
         b_lse = tl.where(possible, b_lse, float("-inf"))
-        new_m = tl.maximum(m, b_lse)
-        decay = exponential(m - finite(new_m))
-        weight = exponential(b_lse - finite(new_m))
-        # A part that saw nothing may hold anything.
+        new_max = tl.maximum(running_max, b_lse)
+        rescale = exponential(running_max - finite(new_max))
+        weight = exponential(b_lse - finite(new_max))
+        # A split that saw nothing may have left anything.
         b_part = tl.where((b_lse == float("-inf"))[:, None], 0.0, b_part)
-        acc = acc * decay[:, None] + b_part * weight[:, None]
-        total = total * decay + weight
-        m = new_m
+        acc = acc * rescale[:, None] + b_part * weight[:, None]
+        row_sum = row_sum * rescale + weight
+        running_max = new_max
     if p_sinks is not None:
         b_sink = tl.zeros([TOKENS], tl.float32) + tl.load(p_sinks + i_h).to(tl.float32)
-        acc, m, total = with_sink(acc, m, total, tl.where(possible, b_sink, float("-inf")))
+        acc, running_max, row_sum = with_sink(acc, running_max, row_sum, tl.where(possible, b_sink, float("-inf")))
     i_n = row * 0
     token = row
     if PADDED:
         i_n = row // length
         token = row % length
-    o_d_out = o_d
-    if WIDE:
-        o_d_out = o_d.to(tl.int64)
-    p_tile = p_out + (i_n * s_out[0] + token * s_out[1] + i_h * s_out[2])[:, None] + (o_d_out * s_out[3])[None, :]
-    tl.store(p_tile, normalised(acc, total).to(p_out.dtype.element_ty), mask=m_tile)
-    if p_lse is not None:
-        tl.store(p_lse + i_n * s_lse[0] + i_h * s_lse[1] + token * s_lse[2], logarithm(m, total), mask=m_row)
+    o_d_out = wide(o_d, WIDE)
+    s_out, s_lse = strides.out, strides.lse
+    p_tile = outputs.out + (i_n * s_out[0] + token * s_out[1] + i_h * s_out[2])[:, None] + (o_d_out * s_out[3])[None, :]
+    tl.store(p_tile, normalised(acc, row_sum).to(outputs.out.dtype.element_ty), mask=m_tile)
+    if outputs.lse is not None:
+        p_lse = outputs.lse + i_n * s_lse[0] + i_h * s_lse[1] + token * s_lse[2]
+        tl.store(p_lse, logarithm(running_max, row_sum), mask=m_row)

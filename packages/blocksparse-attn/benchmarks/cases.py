@@ -15,7 +15,6 @@ time of a block at every density, and the density below which a layout pays.
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import math
 import sys
@@ -26,7 +25,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import peers
 import torch
+from peers import FLEX, VLLM, takes_vllm
 
 from blocksparse_attn import BlockLayout, blocksparse_attention
 from kernel_reference import blocks
@@ -36,9 +37,7 @@ from kernel_reference.bench.record import Record, load
 from kernel_reference.models import PHI3_SMALL, BlockSparseAttention
 from kernel_reference.testing.numerics import assert_close_to_oracle
 
-OURS, VLLM, FA3 = "blocksparse-attn", "vLLM blocksparse", "FA3, all keys"
-# The size of a sparse block that FlexAttention takes by default, and one with fewer keys in it: queries, keys.
-FLEX = {"FlexAttention": (128, 128), "FlexAttention, 128 x 64": (128, 64)}
+OURS, FA3 = "blocksparse-attn", "FA3, all keys"
 DTYPE = torch.bfloat16
 # Whatever a peer does, no element is further off than this, of a row's largest.
 ERROR_AT_MOST = 0.05
@@ -202,11 +201,6 @@ class Problem:
     bytes_moved: int
 
 
-def has_peer(name: str) -> bool:
-    """Whether inputs for this peer are worth their memory."""
-    return importlib.util.find_spec(name) is not None
-
-
 # Inputs
 
 
@@ -226,7 +220,7 @@ def make_batch(device: torch.device, shape: Shape) -> Batch:
         seqlens_k=torch.full((b,), shape.total, dtype=torch.int32, device=device),
         layout=layout,
         mask=shape.mask(device),
-        theirs=(layout.crow.long(), layout.col.long()) if has_peer("vllm") and not shape.page else (),
+        theirs=(layout.crow.long(), layout.col.long()) if peers.has_peer("vllm") and not shape.page else (),
         pages=paged(k, v, b, shape.page) if shape.page else (),
     )
 
@@ -255,35 +249,22 @@ def ours(batch: Batch, plan: Any = None) -> Ours:
     out = blocksparse_attention(
         batch.q, k, v, batch.layout, cu_seqlens_q=batch.cu_seqlens_q, max_seqlen_q=shape.new, plan=plan, **where
     )
-    if not isinstance(out, torch.Tensor):
-        raise TypeError("without return_lse the result must be a tensor")
     return Ours(out)
 
 
 def vllm() -> Callable[[Batch], Theirs]:
-    """The kernel of vLLM 0.6 to 0.9, called as its layer did; it takes whole prompts and single tokens only."""
-    from vllm.attention.ops.blocksparse_attention.blocksparse_attention_kernel import blocksparse_flash_attn_varlen_fwd
+    kernel = peers.vllm()
 
     def call(batch: Batch) -> Theirs:
         shape = batch.shape
-        out = blocksparse_flash_attn_varlen_fwd(
-            batch.q,
-            batch.k,
-            batch.v,
-            batch.cu_seqlens_k,
-            None,
-            shape.scale,
-            batch.theirs,
-            block_size=shape.model.block_size,
-            max_seqlen=shape.total,
-        )
-        return Theirs(out)
+        lists = peers.Lists(*batch.theirs, shape.model.block_size)
+        return Theirs(kernel(batch.q, batch.k, batch.v, batch.cu_seqlens_k, shape.scale, lists, shape.total))
 
     return call
 
 
 def fa3() -> Callable[[Batch], AllKeys]:
-    from vllm.vllm_flash_attn import flash_attn_varlen_func
+    kernel = peers.fa3()
 
     def call(batch: Batch) -> AllKeys:
         shape = batch.shape
@@ -292,77 +273,26 @@ def fa3() -> Callable[[Batch], AllKeys]:
         if shape.page:
             k, v, block_table = batch.pages
             where = {"block_table": block_table, "seqused_k": batch.seqlens_k}
-        out = flash_attn_varlen_func(
-            batch.q,
-            k,
-            v,
-            shape.new,
-            batch.cu_seqlens_q,
-            shape.total,
-            softmax_scale=shape.scale,
-            causal=True,
-            fa_version=3,
-            **where,
-        )
-        return AllKeys(out)
+        queries = peers.Queries(batch.q, batch.cu_seqlens_q, shape.new)
+        return AllKeys(kernel(queries, k, v, shape.total, shape.scale, True, **where))
 
     return call
 
 
-def flex(shape: Shape, size: tuple[int, int]) -> Callable[[Batch], Theirs]:
-    """FlexAttention, compiled for this shape; its mask is made of the lists of blocks, which takes little memory."""
-    from torch.nn.attention.flex_attention import flex_attention
-
-    # What was compiled for other cases counts against a limit, past which it would run uncompiled.
-    torch._dynamo.reset()
-    compiled = torch.compile(flex_attention, dynamic=False)
-    # One for all inputs: another would be compiled for again.
-    mask: list[Any] = []
+def flex(shape: Shape, size: tuple[int, int], device: torch.device) -> Callable[[Batch], Theirs]:
+    m = shape.model
+    kernel = peers.flex(
+        lambda: peers.Pattern(
+            shape.mask(device), m.block_size, m.local_blocks, m.vert_stride, shape.ctx, shape.new
+        ),
+        size,
+    )  # fmt: skip
 
     def call(batch: Batch) -> Theirs:
-        if not mask:
-            mask.append(flex_mask(shape, size, batch.q.device))
         q, k, v = (x.unflatten(0, (shape.sequences, -1)).transpose(1, 2) for x in (batch.q, batch.k, batch.v))
-        return Theirs(compiled(q, k, v, block_mask=mask[0], scale=shape.scale, enable_gqa=True))
+        return Theirs(kernel(q, k, v, shape.scale))
 
     return call
-
-
-def flex_mask(shape: Shape, size: tuple[int, int], device: torch.device) -> Any:
-    """FlexAttention's BlockMask of sparse blocks of these many queries and keys, those seen whole apart."""
-    from torch.nn.attention.flex_attention import BlockMask
-
-    m, ctx, (q_size, k_size) = shape.model, shape.ctx, size
-    block, local, stride = m.block_size, m.local_blocks, m.vert_stride
-    step = max(1, stride // m.num_heads_q)
-    if q_size % block or k_size % block or (ctx % q_size and shape.new > 1):
-        raise ValueError(f"sparse blocks must be whole blocks of {block} and begin with one, got {size} behind {ctx}")
-
-    def visible(_: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        position = query + ctx
-        near = position // block - key // block < local
-        return (key <= position) & (near | ((key // block + head * step + 1) % stride == 0))
-
-    rows, columns = -(-shape.new // q_size), -(-shape.total // k_size)
-    first = ctx // block
-    each = shape.mask(device)[:, first:]
-    # To whole sparse blocks; what is added sees nothing, and hides nothing of what is seen whole.
-    wide = (0, columns * (k_size // block) - each.shape[2], 0, rows * (q_size // block) - each.shape[1])
-    tiles = (rows, q_size // block, columns, k_size // block)
-    some = torch.nn.functional.pad(each, wide).unflatten(1, tiles[:2]).unflatten(3, tiles[2:]).any(4).any(2)
-    every = torch.nn.functional.pad(each, wide, value=True).unflatten(1, tiles[:2]).unflatten(3, tiles[2:])
-    row = torch.arange(rows, device=device)[:, None] * q_size + ctx
-    end = (torch.arange(columns, device=device) + 1) * k_size
-    whole = every.all(4).all(2) & (end - 1 <= row) & (end <= shape.total)
-    return BlockMask.from_kv_blocks(
-        *listed(some & ~whole), *listed(whole), BLOCK_SIZE=size, mask_mod=visible, seq_lengths=(shape.new, shape.total)
-    )
-
-
-def listed(mask: torch.Tensor) -> Tensors:
-    """A block mask [H, rows, columns] as FlexAttention has it: how many, and which ones first."""
-    order = mask.to(torch.int8).argsort(dim=2, descending=True, stable=True)
-    return mask.sum(2).to(torch.int32)[None], order.to(torch.int32)[None]
 
 
 # Their check
@@ -456,12 +386,12 @@ def attention_case(
 
     of_fa3: the share owed of FA3's rate on all keys, in FLOP of pairs seen by each; of_vllm, of_copy: speeds owed.
     """
-    peers: dict[str, Callable[[], Callable[[Any], Any]]] = {FA3: fa3}
-    if not shape.page and (not shape.ctx or shape.new == 1):
-        peers[VLLM] = vllm
+    beside: dict[str, Callable[[], Callable[[Any], Any]]] = {FA3: fa3}
+    if takes_vllm(shape.ctx, shape.new, shape.page):
+        beside[VLLM] = vllm
     # Decoding over a paged cache it would have to have the cache copied first.
     if not (shape.page and shape.new == 1):
-        peers |= {label: partial(flex, shape, size) for label, size in FLEX.items()}
+        beside |= {label: partial(flex, shape, size, device) for label, size in FLEX.items()}
     requirements = []
     if of_fa3 is not None:
         requirements.append(Requirement(OURS, FA3, speed_at_least=round(of_fa3 / shape.share, 3)))
@@ -475,7 +405,7 @@ def attention_case(
         shape=shape.entry,
         make_inputs=partial(make_batch, device, shape),
         ours={OURS: ours},
-        peers=peers,
+        peers=beside,
         check=check,
         # The bound is the check's own, which raises; of all cases of attention here.
         tolerance=math.inf,

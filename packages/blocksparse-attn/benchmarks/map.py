@@ -12,8 +12,10 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import peers
 import torch
-from cases import ERROR_AT_MOST, OURS, VLLM, paged
+from cases import ERROR_AT_MOST, OURS, paged
+from peers import VLLM
 
 from blocksparse_attn import BlockLayout, blocksparse_attention
 from kernel_reference.bench import Axis, Case, Map, Point
@@ -146,7 +148,7 @@ def given(device: torch.device, shape: Shape) -> Given:
         seqlens_k=torch.full((b,), shape.total, dtype=torch.int32, device=device),
         layout=layout,
         pages=pages,
-        theirs=(layout.crow.long(), layout.col.long()) if takes_vllm(shape) else (),
+        theirs=(layout.crow.long(), layout.col.long()) if peers.takes_vllm(shape.ctx, shape.new, shape.page) else (),
         fa3=fa3,
     )
 
@@ -154,11 +156,6 @@ def given(device: torch.device, shape: Shape) -> Given:
 def keys_of(shape: Shape) -> int:
     """How many keys a row sees, on average."""
     return max(1, min(shape.total, shape.pairs // (shape.new * shape.heads[0])))
-
-
-def takes_vllm(shape: Shape) -> bool:
-    """vLLM's kernel takes whole prompts and single tokens only."""
-    return not shape.page and (not shape.ctx or shape.new == 1)
 
 
 def ours(i: Given) -> torch.Tensor:
@@ -169,35 +166,28 @@ def ours(i: Given) -> torch.Tensor:
         k, v, table = i.pages
         where = {"block_table": table, "seqlens_k": i.seqlens_k}
     out = blocksparse_attention(i.q, k, v, i.layout, cu_seqlens_q=i.cu_seqlens_q, max_seqlen_q=shape.new, **where)
-    if not isinstance(out, torch.Tensor):
-        raise TypeError("without return_lse the result must be a tensor")
     return out
 
 
 def fa3() -> Callable[[Given], AsMany]:
-    from vllm.vllm_flash_attn import flash_attn_varlen_func
+    kernel = peers.fa3()
 
     def call(i: Given) -> AsMany:
         shape, keys = i.shape, keys_of(i.shape)
         k, v = i.pages[:2] if shape.page else (i.k[: keys * shape.sequences], i.v[: keys * shape.sequences])
-        sizes = {"softmax_scale": shape.size**-0.5, "causal": False, "fa_version": 3}
-        out = flash_attn_varlen_func(i.q, k, v, shape.new, i.cu_seqlens_q, keys, **sizes, **i.fa3)
-        return AsMany(out, keys)
+        queries = peers.Queries(i.q, i.cu_seqlens_q, shape.new)
+        return AsMany(kernel(queries, k, v, keys, shape.size**-0.5, False, **i.fa3), keys)
 
     return call
 
 
 def vllm() -> Callable[[Given], torch.Tensor]:
-    from vllm.attention.ops.blocksparse_attention.blocksparse_attention_kernel import blocksparse_flash_attn_varlen_fwd
+    kernel = peers.vllm()
 
     def call(i: Given) -> torch.Tensor:
         shape = i.shape
-        sizes = {"block_size": shape.block, "max_seqlen": shape.total}
-        scale = shape.size**-0.5
-        out: torch.Tensor = blocksparse_flash_attn_varlen_fwd(
-            i.q, i.k, i.v, i.cu_seqlens_k, None, scale, i.theirs, **sizes
-        )
-        return out
+        lists = peers.Lists(*i.theirs, shape.block)
+        return kernel(i.q, i.k, i.v, i.cu_seqlens_k, shape.size**-0.5, lists, shape.total)
 
     return call
 
@@ -257,9 +247,9 @@ def shape_of(point: Point) -> Shape:
 
 def point_case(device: torch.device, point: Point) -> Case:
     shape = shape_of(point)
-    peers: dict[str, Callable[[], Callable[[Given], Any]]] = {FA3: fa3}
-    if takes_vllm(shape):
-        peers[VLLM] = vllm
+    beside: dict[str, Callable[[], Callable[[Given], Any]]] = {FA3: fa3}
+    if peers.takes_vllm(shape.ctx, shape.new, shape.page):
+        beside[VLLM] = vllm
     # Of the keys those that some head sees: a row's of one head, of all heads of a kv head together at most.
     group = shape.heads[0] // shape.heads[1]
     keys = min(shape.total, keys_of(shape) * (group if shape.new == 1 else shape.total))
@@ -269,7 +259,7 @@ def point_case(device: torch.device, point: Point) -> Case:
         shape={},
         make_inputs=partial(given, device, shape),
         ours={OURS: ours},
-        peers=peers,
+        peers=beside,
         check=check,
         # The bound is the check's own, which raises.
         tolerance=float("inf"),

@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 
 import cases
+import peers
 import torch
 
 from blocksparse_attn.plan import AttentionPlan, DeviceLimits, Problem, plan_attention
@@ -79,7 +80,7 @@ def problems(device: torch.device) -> Iterator[tune.Named[AttentionPlan]]:
 
     limits = launch.device_limits(device)
     # No peer runs here, and what they would be called with takes as much memory again.
-    cases.has_peer = lambda name: False
+    peers.has_peer = lambda name: False
     for problem in cases.problems(device):
         yield tune.Named(problem.name, partial(prepare, problem, limits))
 

@@ -98,12 +98,13 @@ def lint(session: nox.Session) -> None:
 
 @nox.session(tags=[*HOMES, "tools"])
 def types(session: nox.Session) -> None:
-    """Check the types of what the packages ship and of the tools, all in one environment: `-- gdn-split` for one."""
+    """Check the types of what the packages ship, of users' code (`tests/typing`) and of the tools: `-- gdn-split`."""
     wanted = session.posargs or [*HOMES, "tools"]
     needed = [*nox.project.dependency_groups(PROJECT, "types"), *nox.project.dependency_groups(PROJECT, "tools")]
     needed += chain.from_iterable(group(package, "test") for package in HOMES)
     install(session, *HOMES, requirements=needed)
     sources = [HOMES[package] / "src" for package in wanted if package != "tools"]
+    sources += [file for package in wanted if package != "tools" for file in HOMES[package].glob("tests/typing/*.py")]
     if "tools" in wanted:
         sources += [ROOT / "noxfile.py", *sorted((ROOT / "tools").glob("*.py"))]
     session.run("mypy", *map(str, sources))

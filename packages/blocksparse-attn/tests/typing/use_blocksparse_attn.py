@@ -1,0 +1,56 @@
+"""A user's code, for `nox -s types` to check with mypy in strict mode; it is never run.
+
+Every file of such a folder has a name of its own, as mypy takes them together.
+"""
+
+from typing import Literal, assert_type
+
+import torch
+
+from blocksparse_attn import (
+    AttentionPlan,
+    AttentionResult,
+    BlockLayout,
+    LocalStridedBlockSparseAttn,
+    blocksparse_attention,
+    blocksparse_flash_attn_varlen_fwd,
+)
+
+q, k, v = torch.randn(3, 20, 4, 64)
+cu_seqlens = torch.tensor([0, 5, 20], dtype=torch.int32)
+layout = BlockLayout.local_strided(4, 64, local_blocks=1, vert_stride=2, block_size=16, device="cpu")
+
+
+def attend(with_lse: bool, pages: Literal["NHD", "HND"]) -> torch.Tensor:
+    """The type of a result follows from ``return_lse``."""
+    assert_type(blocksparse_attention(q, k, v, layout, max_seqlen_q=15), torch.Tensor)
+    assert_type(blocksparse_attention(q, k, v, layout, return_lse=False), torch.Tensor)
+    out, lse = blocksparse_attention(
+        q,
+        k,
+        v,
+        layout,
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_k=cu_seqlens,
+        max_seqlen_q=15,
+        softmax_scale=0.1,
+        window=(127, 0),
+        out=torch.empty_like(q),
+        return_lse=True,
+        plan=AttentionPlan(16, 16, 1, 4, 1),
+    )
+    assert_type(lse, torch.Tensor)
+    either = blocksparse_attention(q, k, v, layout, page_layout=pages, return_lse=with_lse)
+    assert_type(either, torch.Tensor | AttentionResult)
+    blocksparse_attention(q, k, v, layout, page_layout="NDH")  # type: ignore[call-overload]
+    return out
+
+
+def drop_in() -> torch.Tensor:
+    """By keyword and by position, with a layout and with its lists."""
+    lists = (layout.crow, layout.col)
+    blocksparse_flash_attn_varlen_fwd(q, k, v, cu_seqlens, None, None, lists, block_size=16, max_seqlen=64)
+    layer = LocalStridedBlockSparseAttn(4, 64, 1, 2, 16, dtype=torch.bfloat16)
+    assert_type(layer.layout.density(), float)
+    assert_type(layer.forward(q, k, v, cu_seqlens), torch.Tensor)
+    return blocksparse_flash_attn_varlen_fwd(q, k, v, cu_seqlens, cu_seqlens, 0.1, layout.union(layout))

@@ -12,9 +12,9 @@ import tilelang.language as tl
 from tilelang.cpu.language import Kernel
 from tilelang.utils.language import to_buffer_region
 
-from tilelang_mla.kernels import decode, prefill
+from tilelang_mla.kernels import decode, merge, prefill
 
-_BUILDERS: dict[str, Any] = {"decode": decode.attend, "merge": decode.merge, "prefill": prefill.attend}
+_BUILDERS: dict[str, Any] = {"decode": decode.attend, "merge": merge.merge, "prefill": prefill.attend}
 
 
 @lru_cache

@@ -5,9 +5,9 @@ from typing import Any
 import tilelang.language as T
 import torch
 
-from tilelang_mla.kernels import decode, prefill
+from tilelang_mla.kernels import decode, merge, prefill
 
-_BUILDERS: dict[str, Any] = {"decode": decode.attend, "merge": decode.merge, "prefill": prefill.attend}
+_BUILDERS: dict[str, Any] = {"decode": decode.attend, "merge": merge.merge, "prefill": prefill.attend}
 _DTYPES = {torch.bfloat16: T.bfloat16, torch.float16: T.float16}
 
 

@@ -1,0 +1,187 @@
+"""What the decoding kernel hands from macro to macro: sizes, tensors, shared memory, barriers, work."""
+
+from typing import Any, NamedTuple
+
+from tilelang.language import macro
+
+from tilelang_mla.kernels.common import GROUP, ROWS
+
+# What a work item says of the part at hand: places in ``told``, one of whose two slots the producer fills while the
+# consumers still read the other.
+_TOLD = 8
+_SEQUENCE, _PARTS, _LENGTH, _PART, _ROW, _BLOCK, _STEPS = 0, 2, 3, 4, 5, 6, 7
+
+
+class Sizes(NamedTuple):
+    """What the kernel is compiled for; see :func:`tilelang_mla.kernels.decode.attend`."""
+
+    dim_nope: int
+    dim_rope: int
+    dtype: Any
+    block_n: int
+    num_stages: int
+    gather: bool
+
+    @property
+    def half(self) -> int:
+        """Elements of half a latent, which one consumer multiplies."""
+        return self.dim_nope // 2
+
+    @property
+    def width(self) -> int:
+        """Elements of a key: latent and rope."""
+        return self.dim_nope + self.dim_rope
+
+
+class Inputs(NamedTuple):
+    """Tensors that are read; without a schedule, or an order, ``cache_seqlens`` stands in for them."""
+
+    q: Any
+    kv: Any
+    cache_seqlens: Any
+    block_table: Any
+    first_part: Any
+    order: Any
+
+
+class Outputs(NamedTuple):
+    """Tensors that are written: a sequence of one part to ``out``, partial results of others to ``parts``."""
+
+    out: Any
+    lse: Any
+    parts: Any
+    part_lse: Any
+
+
+class Launch(NamedTuple):
+    """Numbers of a launch that all programs share, and the program's own."""
+
+    scale: Any
+    heads: Any
+    causal: Any
+    num_parts: Any
+    num_splits: Any
+    scheduled: Any
+    ordered: Any
+    wants_lse: Any
+    tokens: Any
+    row_tiles: Any
+    i_program: Any
+    num_programs: Any
+
+
+class Memory(NamedTuple):
+    """Shared memory: q and rings of key blocks, as left and right half of the latent and rope; what roles exchange."""
+
+    q_l: Any
+    q_r: Any
+    q_rope: Any
+    k_l: Any
+    k_r: Any
+    k_rope: Any
+    weights: Any
+    rescale: Any
+    at_page: Any
+    at_row: Any
+    found: Any
+    told: Any
+
+
+class Barriers(NamedTuple):
+    """Full and empty barriers: of a work item and its q, of the rings' left part (with rope) and right part, of a
+    block's weights; ``sums_full`` once a work item."""
+
+    work_full: Any
+    work_empty: Any
+    left_full: Any
+    left_empty: Any
+    right_full: Any
+    right_empty: Any
+    weights_full: Any
+    weights_empty: Any
+    sums_full: Any
+
+
+class Work(NamedTuple):
+    """A work item: tile ``first_row`` of a sequence's packed rows, and ``steps`` blocks of its keys from ``first`` on.
+
+    num_parts: of the sequence; 0 where there is no such part, and nothing to do.
+    """
+
+    sequence: Any
+    num_parts: Any
+    length: Any
+    part: Any
+    first_row: Any
+    first: Any
+    steps: Any
+
+
+@macro
+def alloc_memory(T, S):
+    q_l = T.alloc_shared((ROWS, S.half), S.dtype)
+    q_r = T.alloc_shared((ROWS, S.half), S.dtype)
+    q_rope = T.alloc_shared((ROWS, S.dim_rope), S.dtype)
+    k_l = T.alloc_shared((S.num_stages, S.block_n, S.half), S.dtype)
+    k_r = T.alloc_shared((S.num_stages, S.block_n, S.half), S.dtype)
+    k_rope = T.alloc_shared((S.num_stages, S.block_n, S.dim_rope), S.dtype)
+    weights_shared = T.alloc_shared((ROWS, S.block_n), S.dtype)
+    factor_shared = T.alloc_shared((ROWS,), T.float32)
+    at_page = T.alloc_shared((S.block_n,), T.int32)
+    at_row = T.alloc_shared((S.block_n,), T.int32)
+    found = T.alloc_shared((4,), T.int32)
+    told = T.alloc_shared((2, _TOLD), T.int32)
+    return q_l, q_r, q_rope, k_l, k_r, k_rope, weights_shared, factor_shared, at_page, at_row, found, told
+
+
+@macro
+def alloc_softmax(T, S):
+    scores = T.alloc_fragment((ROWS, S.block_n), T.float32)
+    weights = T.alloc_fragment((ROWS, S.block_n), S.dtype)
+    running_max = T.alloc_fragment((ROWS,), T.float32)
+    block_max = T.alloc_fragment((ROWS,), T.float32)
+    rescale = T.alloc_fragment((ROWS,), T.float32)
+    row_sum = T.alloc_fragment((ROWS,), T.float32)
+    block_sum = T.alloc_fragment((ROWS,), T.float32)
+    limit = T.alloc_fragment((ROWS,), T.int32)
+    return scores, weights, running_max, block_max, rescale, row_sum, block_sum, limit
+
+
+@macro
+def alloc_barriers(T, S):
+    work_full = T.alloc_barrier(GROUP)
+    work_empty = T.alloc_barrier(2 * GROUP)
+    left_full = T.alloc_barrier([GROUP] * S.num_stages)
+    right_full = T.alloc_barrier([GROUP] * S.num_stages)
+    left_empty = T.alloc_barrier([GROUP] * S.num_stages)
+    right_empty = T.alloc_barrier([GROUP] * S.num_stages)
+    weights_full = T.alloc_barrier(GROUP)
+    weights_empty = T.alloc_barrier(GROUP)
+    sums_full = T.alloc_barrier(GROUP)
+    return (
+        work_full, work_empty, left_full, left_empty, right_full, right_empty, weights_full, weights_empty, sums_full
+    )  # fmt: skip
+
+
+@macro
+def write_work(T, told, slot, sequence, num_parts, length, part, tile, first, last):
+    told[slot, _SEQUENCE] = sequence
+    told[slot, _PARTS] = num_parts
+    told[slot, _LENGTH] = length
+    told[slot, _PART] = part
+    told[slot, _ROW] = tile * ROWS
+    told[slot, _BLOCK] = first
+    told[slot, _STEPS] = last - first
+
+
+@macro
+def read_work(T, told, slot):
+    """The fields of a :class:`Work`."""
+    sequence = T.alloc_var(T.int32, init=told[slot, _SEQUENCE])
+    num_parts = T.alloc_var(T.int32, init=told[slot, _PARTS])
+    length = T.alloc_var(T.int32, init=told[slot, _LENGTH])
+    part = T.alloc_var(T.int32, init=told[slot, _PART])
+    first_row = T.alloc_var(T.int32, init=told[slot, _ROW])
+    first = T.alloc_var(T.int32, init=told[slot, _BLOCK])
+    steps = T.alloc_var(T.int32, init=told[slot, _STEPS])
+    return sequence, num_parts, length, part, first_row, first, steps

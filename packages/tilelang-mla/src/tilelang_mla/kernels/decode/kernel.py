@@ -1,0 +1,96 @@
+"""The decoding kernel: its tensors, its memory, and which warpgroup has which role."""
+
+from typing import Any
+
+from tilelang_mla.kernels.common import GROUP, ROWS
+from tilelang_mla.kernels.decode.groups import (
+    Barriers,
+    Inputs,
+    Launch,
+    Memory,
+    Outputs,
+    Sizes,
+    alloc_barriers,
+    alloc_memory,
+    alloc_softmax,
+)
+from tilelang_mla.kernels.decode.roles import produce, score, value
+from tilelang_mla.kernels.decode.serial import attend_serially
+from tilelang_mla.kernels.softmax import Softmax
+
+_SCORES, _VALUES, _PRODUCER = 0, 1, 2
+
+
+def attend(
+    T: Any, *, dim_nope: int, dim_rope: int, dtype: Any, block_n: int, num_stages: int, gather: bool,
+    serial: bool = False,
+) -> Any:  # fmt: skip
+    """The kernel of parts.
+
+    gather: rows of a block may lie in many pages and are copied one by one; else a block is one piece of a page of a
+    multiple of ``block_n`` tokens. A page that the pool does not have reads as zeros either way. The kernel's
+    ``scale`` is that of a softmax of powers of two, and above 0.
+    """
+    S = Sizes(dim_nope, dim_rope, dtype, block_n, num_stages, gather)
+    batch, rows, pages, page_size = (T.dynamic(name) for name in ("batch", "rows", "pages", "page_size"))
+    columns, bounds, places, room = (T.dynamic(name) for name in ("columns", "bounds", "places", "room"))
+    q_batch, q_row, kv_page, kv_row = (T.dynamic(name) for name in ("q_batch", "q_row", "kv_page", "kv_row"))
+    out_batch, out_row, table_row = (T.dynamic(name) for name in ("out_batch", "out_row", "table_row"))
+    lse_batch, lse_head, lse_token = (T.dynamic(name) for name in ("lse_batch", "lse_head", "lse_token"))
+    s_lse_batch, s_lse_head, s_lse_token = (T.dynamic(name) for name in ("s_lse_batch", "s_lse_head", "s_lse_token"))
+
+    @T.prim_func
+    def attend_decode(
+        q: T.StridedTensor((batch, rows, S.width), (q_batch, q_row, 1), dtype),
+        kv: T.StridedTensor((pages, page_size, S.width), (kv_page, kv_row, 1), dtype),
+        cache_seqlens: T.Tensor((batch,), T.int32),
+        block_table: T.StridedTensor((batch, columns), (table_row, 1), T.int32),
+        first_part: T.Tensor((bounds,), T.int32),
+        order: T.Tensor((places,), T.int32),
+        out: T.StridedTensor((batch, rows, dim_nope), (out_batch, out_row, 1), dtype),
+        lse: T.StridedTensor((lse_batch, lse_head, lse_token), (s_lse_batch, s_lse_head, s_lse_token), T.float32),
+        parts: T.Tensor((room, rows, dim_nope), T.float32),
+        part_lse: T.Tensor((room, rows), T.float32),
+        scale: T.float32,
+        heads: T.int32,
+        causal: T.int32,
+        num_parts: T.int32,
+        num_splits: T.int32,
+        scheduled: T.int32,
+        ordered: T.int32,
+        wants_lse: T.int32,
+        num_programs: T.int32,
+    ):
+        with T.Kernel(num_programs, threads=1 if serial else 3 * GROUP) as i_program:
+            # Arguments are checked for it: rows may be read in lines of 16 bytes.
+            T.assume(kv_page % 8 == 0)
+            T.assume(kv_row % 8 == 0)
+            memory = Memory(*alloc_memory(T, S))
+            s = Softmax(*alloc_softmax(T, S))
+            acc_l = T.alloc_fragment((ROWS, S.half), T.float32)
+            acc_r = T.alloc_fragment((ROWS, S.half), T.float32)
+            rescale_r = T.alloc_fragment((ROWS,), T.float32)
+
+            thread = T.get_thread_binding()
+            row_tiles = T.alloc_var(T.int32, init=T.truncdiv(rows + (ROWS - 1), ROWS))
+            tokens = T.alloc_var(T.int32, init=T.truncdiv(rows, heads))
+            inputs = Inputs(q, kv, cache_seqlens, block_table, first_part, order)
+            outputs = Outputs(out, lse, parts, part_lse)
+            launch = Launch(
+                scale, heads, causal, num_parts, num_splits, scheduled, ordered, wants_lse, tokens, row_tiles,
+                i_program, num_programs,
+            )  # fmt: skip
+            if serial:
+                attend_serially(T, S, launch, inputs, outputs, memory, s, acc_l, acc_r)
+            else:
+                # The merge kernel may be brought up; it waits for the end of this one by itself.
+                T.pdl_trigger()
+                barriers = Barriers(*alloc_barriers(T, S))
+                with T.ws(_PRODUCER):
+                    produce(T, S, launch, inputs, memory, barriers, thread - 2 * GROUP)
+                with T.ws(_SCORES):
+                    score(T, S, launch, inputs, outputs, memory, barriers, s, acc_l)
+                with T.ws(_VALUES):
+                    value(T, S, launch, inputs, outputs, memory, barriers, rescale_r, acc_r)
+
+    return attend_decode

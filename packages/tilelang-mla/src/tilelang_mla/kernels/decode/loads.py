@@ -1,0 +1,56 @@
+"""Loads of key blocks to shared memory, by TMA where a block lies in one page, else row by row."""
+
+from tilelang.language import macro
+
+# For copies that nothing waits for but a barrier.
+_ASYNC = {"parallel_prefer_async": True, "parallel_async_without_async_commit_wait": True}
+
+
+@macro
+def load_q(T, S, q, memory, full, i_b, first_row):
+    """A tile of q; TMA gives zeros for rows behind the last."""
+    rows = memory.q_l.shape[0]
+    T.tma_copy(q[i_b, first_row : first_row + rows, 0 : S.half], memory.q_l, barrier=full)
+    T.tma_copy(q[i_b, first_row : first_row + rows, S.half : S.dim_nope], memory.q_r, barrier=full)
+    T.tma_copy(q[i_b, first_row : first_row + rows, S.dim_nope : S.width], memory.q_rope, barrier=full)
+    T.barrier_arrive(full)
+
+
+@macro
+def load_left(T, S, kv, memory, full, i_page, row, stage):
+    """Left half and rope of a block that lies in one page; TMA gives zeros for a page outside the pool."""
+    T.tma_copy(kv[i_page, row : row + S.block_n, 0 : S.half], memory.k_l[stage, :, :], barrier=full[stage])
+    T.tma_copy(kv[i_page, row : row + S.block_n, S.dim_nope : S.width], memory.k_rope[stage, :, :], barrier=full[stage])
+    T.barrier_arrive(full[stage])
+
+
+@macro
+def load_right(T, S, kv, memory, full, i_page, row, stage):
+    T.tma_copy(kv[i_page, row : row + S.block_n, S.half : S.dim_nope], memory.k_r[stage, :, :], barrier=full[stage])
+    T.barrier_arrive(full[stage])
+
+
+@macro
+def find_rows(T, S, inputs, memory, i_b, first_key, length):
+    """Where the keys of a block are; those behind the last, and those of no page, are on page -1."""
+    pages, page_size = inputs.kv.shape[:2]
+    for i in T.Parallel(S.block_n):
+        i_page = T.if_then_else(
+            first_key + i < length, inputs.block_table[i_b, T.truncdiv(first_key + i, page_size)], -1
+        )
+        memory.at_page[i] = T.if_then_else(i_page < pages, i_page, -1)
+        memory.at_row[i] = T.truncmod(first_key + i, page_size)
+
+
+@macro
+def load_rows(T, kv, memory, ring, stage, begin):
+    """Elements from ``begin`` on of each key of a block, as many as the ring holds of it; 0 on page -1."""
+    at_page, at_row = memory.at_page, memory.at_row
+    block_n, size = ring.shape[1], int(ring.shape[2])
+    # Pieces of a power of two, or what tells a line's place takes more registers than the producer has.
+    piece = size if size & (size - 1) == 0 else 32
+    for i_piece in T.serial(size // piece):
+        for i, j in T.Parallel(block_n, piece, annotations=_ASYNC):
+            ring[stage, i, i_piece * piece + j] = T.if_then_else(
+                at_page[i] >= 0, kv[T.max(at_page[i], 0), at_row[i], begin + i_piece * piece + j], T.cast(0, ring.dtype)
+            )

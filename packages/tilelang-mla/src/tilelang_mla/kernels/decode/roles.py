@@ -1,0 +1,287 @@
+"""The three warpgroups of decoding.
+
+Barriers and the rings go on from part to part: ``done`` are the blocks of those before.
+"""
+
+from tilelang.language import macro
+
+from tilelang_mla.kernels.common import GROUP, ROWS, log_of_sum, row_owners
+from tilelang_mla.kernels.decode.groups import Work, read_work
+from tilelang_mla.kernels.decode.loads import find_rows, load_left, load_q, load_right, load_rows
+from tilelang_mla.kernels.decode.schedule import OF_PRODUCER, Owner, find_part, owner_of, part_of, turns_of
+from tilelang_mla.kernels.softmax import (
+    any_moved,
+    clear,
+    exponentiate,
+    invert_sums,
+    mask,
+    natural_lse,
+    raise_max,
+    scale_rows,
+    zero_tail,
+)
+
+# Registers of a thread of the consumers and of the producer: 65536 in all.
+_CONSUMER, _PRODUCER = 216, 72
+# Named barriers of one warpgroup; 0 is that of all threads, and TileLang keeps 1 and 2 for itself.
+_OF_SCORES, _OF_VALUES = 5, 6
+
+
+@macro
+def produce(T, S, launch, inputs, memory, barriers, thread):
+    """Finds the work items and loads their q and key blocks, the first while the one before is being finished."""
+    T.set_max_nreg(_PRODUCER, 0)
+    done = T.alloc_var(T.int32, init=0)
+    # Loads that wait for none of the others first.
+    begin, end, length = owner_of(T, launch, inputs, thread)
+    own = Owner(begin, end, length)
+    first_part, first_tile = part_of(T, launch, inputs, 0)
+    part = T.alloc_var(T.int32, init=first_part)
+    tile = T.alloc_var(T.int32, init=first_tile)
+    turns = turns_of(T, launch, inputs)
+    for turn in T.serial(turns):
+        slot = turn % 2
+        find_part(T, S, launch, inputs, memory, slot, part, tile, own, thread, GROUP)
+        work = Work(*read_work(T, memory.told, slot))
+        # The page of the next block is looked up a block ahead: that takes as long as half a block.
+        i_page = T.alloc_var(T.int32, init=-1)
+        if not S.gather:
+            if work.steps > 0:
+                first_column = T.alloc_var(T.int32, init=T.truncdiv(work.first * S.block_n, inputs.kv.shape[1]))
+                i_page = inputs.block_table[work.sequence, first_column]
+        for step in T.serial(work.steps):
+            stage = (done + step) % S.num_stages
+            phase = (done + step) // S.num_stages % 2 ^ 1
+            first_key = (work.first + step) * S.block_n
+            if S.gather:
+                gather_block(T, S, inputs, memory, barriers, work, first_key, stage, phase)
+            else:
+                row = T.alloc_var(T.int32, init=T.truncmod(first_key, inputs.kv.shape[1]))
+                T.barrier_wait(barriers.left_empty[stage], phase)
+                load_left(T, S, inputs.kv, memory, barriers.left_full, i_page, row, stage)
+                T.barrier_wait(barriers.right_empty[stage], phase)
+                load_right(T, S, inputs.kv, memory, barriers.right_full, i_page, row, stage)
+                if step + 1 < work.steps:
+                    column = T.alloc_var(T.int32, init=T.truncdiv(first_key + S.block_n, inputs.kv.shape[1]))
+                    i_page = inputs.block_table[work.sequence, column]
+            if step == 0:
+                # Behind the first keys, which the part before does not keep from coming.
+                T.barrier_wait(barriers.work_empty, slot ^ 1)
+                load_q(T, S, inputs.q, memory, barriers.work_full, work.sequence, work.first_row)
+        if work.steps == 0:
+            T.barrier_wait(barriers.work_empty, slot ^ 1)
+            T.barrier_arrive(barriers.work_full)
+        done = done + work.steps
+        next_part, next_tile = part_of(T, launch, inputs, turn + 1)
+        part = next_part
+        tile = next_tile
+
+
+@macro
+def gather_block(T, S, inputs, memory, barriers, work, first_key, stage, phase):
+    """A block whose keys lie anywhere, by asynchronous copies of a row each."""
+    T.sync_threads(OF_PRODUCER, GROUP)
+    find_rows(T, S, inputs, memory, work.sequence, first_key, work.length)
+    T.sync_threads(OF_PRODUCER, GROUP)
+    T.barrier_wait(barriers.left_empty[stage], phase)
+    load_rows(T, inputs.kv, memory, memory.k_l, stage, 0)
+    load_rows(T, inputs.kv, memory, memory.k_rope, stage, S.dim_nope)
+    T.cp_async_barrier_noinc(barriers.left_full[stage])
+    T.barrier_wait(barriers.right_empty[stage], phase)
+    load_rows(T, inputs.kv, memory, memory.k_r, stage, S.half)
+    T.cp_async_barrier_noinc(barriers.right_full[stage])
+
+
+@macro
+def score(T, S, launch, inputs, outputs, memory, barriers, s, acc):
+    """Multiplies q by the keys, makes and shares the weights, and multiplies the left half of the latents by them.
+
+    The scores of a block are made while the other consumer multiplies the right half of the one before.
+    """
+    T.set_max_nreg(_CONSUMER, 1)
+    done = T.alloc_var(T.int32, init=0)
+    turns = turns_of(T, launch, inputs)
+    for turn in T.serial(turns):
+        slot = turn % 2
+        T.barrier_wait(barriers.work_full, slot)
+        work = Work(*read_work(T, memory.told, slot))
+        unmasked = unmasked_keys(T, launch, work)
+        T.clear(acc)
+        clear(T, s)
+        find_limits(T, s.limit, work.first_row, launch.heads, launch.tokens, work.length, launch.causal)
+        # A loop of one step at most: an `if` would be put round each product by itself.
+        for _ in T.serial(T.min(work.steps, 1)):
+            score_block(T, memory, barriers, s, done % S.num_stages, done // S.num_stages % 2)
+        for step in T.serial(work.steps - 1):
+            stage = (done + step) % S.num_stages
+            after = (done + step + 1) % S.num_stages
+            phase = (done + step + 1) // S.num_stages % 2
+            weigh(T, s, (work.first + step) * S.block_n, launch.scale, unmasked)
+            share_weights(T, memory, barriers, s, done + step)
+            if any_moved(T, s.rescale):
+                scale_rows(T, acc, s.rescale)
+            T.wgmma_gemm(s.weights, memory.k_l[stage, :, :], acc)
+            # Free the stage first: the next block may not be here yet, and that behind it is to be on its way.
+            T.wait_wgmma(0)
+            T.barrier_arrive(barriers.left_empty[stage])
+            score_block(T, memory, barriers, s, after, phase)
+        for _ in T.serial(T.min(work.steps, 1)):
+            last = done + work.steps - 1
+            stage = last % S.num_stages
+            first_key = (work.first + work.steps - 1) * S.block_n
+            weigh(T, s, first_key, launch.scale, unmasked)
+            share_weights(T, memory, barriers, s, last)
+            if any_moved(T, s.rescale):
+                scale_rows(T, acc, s.rescale)
+            if not S.gather:
+                if first_key + S.block_n > work.length:
+                    zero_tail(T, memory.k_l, stage, first_key, work.length)
+                    T.fence_proxy_async()
+                    T.sync_threads(_OF_SCORES, GROUP)
+            T.wgmma_gemm(s.weights, memory.k_l[stage, :, :], acc)
+            T.wait_wgmma(0)
+            T.barrier_arrive(barriers.left_empty[stage])
+        done = done + work.steps
+        invert_sums(T, s)
+        T.barrier_wait(barriers.weights_empty, done % 2 ^ 1)
+        T.copy(s.rescale, memory.rescale)
+        T.barrier_arrive(barriers.sums_full)
+        scale_rows(T, acc, s.rescale)
+        if work.num_parts == 1:
+            T.copy(acc, memory.q_l)
+            T.fence_proxy_async()
+            T.sync_threads(_OF_SCORES, GROUP)
+            T.tma_copy(memory.q_l, outputs.out[work.sequence, work.first_row : work.first_row + ROWS, 0 : S.half])
+            if launch.wants_lse != 0:
+                store_lse(T, launch, outputs.lse, s, work, outputs.out.shape[1])
+            T.tma_store_wait()
+        if work.num_parts > 1:
+            store_part(T, outputs.parts, acc, work, 0)
+            store_part_lse(T, launch, outputs.part_lse, s, work)
+        T.barrier_arrive(barriers.work_empty)
+
+
+@macro
+def value(T, S, launch, inputs, outputs, memory, barriers, rescale, acc):
+    """Multiplies the right half of the latents by the weights that it is given."""
+    T.set_max_nreg(_CONSUMER, 1)
+    done = T.alloc_var(T.int32, init=0)
+    turns = turns_of(T, launch, inputs)
+    for turn in T.serial(turns):
+        slot = turn % 2
+        T.barrier_wait(barriers.work_full, slot)
+        work = Work(*read_work(T, memory.told, slot))
+        T.clear(acc)
+        for step in T.serial(work.steps):
+            stage = (done + step) % S.num_stages
+            first_key = (work.first + step) * S.block_n
+            T.barrier_wait(barriers.weights_full, (done + step) % 2)
+            T.copy(memory.rescale, rescale)
+            if any_moved(T, rescale):
+                scale_rows(T, acc, rescale)
+            if not S.gather:
+                if first_key + S.block_n > work.length:
+                    zero_tail(T, memory.k_r, stage, first_key, work.length)
+                    T.fence_proxy_async()
+                    T.sync_threads(_OF_VALUES, GROUP)
+            T.wgmma_gemm(memory.weights, memory.k_r[stage, :, :], acc)
+            T.wait_wgmma(0)
+            T.barrier_arrive(barriers.weights_empty)
+            T.barrier_arrive(barriers.right_empty[stage])
+        done = done + work.steps
+        T.barrier_wait(barriers.sums_full, slot)
+        T.copy(memory.rescale, rescale)
+        scale_rows(T, acc, rescale)
+        if work.num_parts == 1:
+            T.copy(acc, memory.q_r)
+            T.fence_proxy_async()
+            T.sync_threads(_OF_VALUES, GROUP)
+            T.tma_copy(
+                memory.q_r,
+                outputs.out[work.sequence, work.first_row : work.first_row + ROWS, S.half : S.dim_nope],
+            )
+            T.tma_store_wait()
+        if work.num_parts > 1:
+            store_part(T, outputs.parts, acc, work, S.half)
+        T.barrier_arrive(barriers.work_empty)
+
+
+@macro
+def unmasked_keys(T, launch, work):
+    """Keys that the first row of a tile sees, and the others do too."""
+    unmasked = T.alloc_var(T.int32, init=work.length)
+    if launch.causal != 0:
+        unmasked = work.length - launch.tokens + T.truncdiv(work.first_row, launch.heads) + 1
+    return unmasked
+
+
+@macro
+def find_limits(T, limit, first_row, heads, tokens, length, causal):
+    """The first key that each row does not see."""
+    for i in T.Parallel(ROWS):
+        i_token = T.min(T.truncdiv(first_row + i, heads), tokens - 1)
+        limit[i] = T.if_then_else(causal != 0, length - tokens + i_token + 1, length)
+
+
+@macro
+def score_block(T, memory, barriers, s, stage, phase):
+    """Scores of the block in a stage, as soon as each piece of it is there."""
+    T.barrier_wait(barriers.left_full[stage], phase)
+    T.wgmma_gemm(memory.q_l, memory.k_l[stage, :, :], s.scores, transpose_B=True, clear_accum=True)
+    T.wgmma_gemm(memory.q_rope, memory.k_rope[stage, :, :], s.scores, transpose_B=True)
+    T.barrier_wait(barriers.right_full[stage], phase)
+    T.wgmma_gemm(memory.q_r, memory.k_r[stage, :, :], s.scores, transpose_B=True)
+    T.wait_wgmma(0)
+
+
+@macro
+def weigh(T, s, first_key, scale, unmasked):
+    """A block's scores to weights; the running maximum and the row sums follow."""
+    mask(T, s, first_key, unmasked)
+    raise_max(T, s, scale)
+    exponentiate(T, s, scale)
+    T.reduce_sum(s.scores, s.partial_sum, dim=1)
+    for i in T.Parallel(ROWS):
+        s.row_sum[i] = s.row_sum[i] * s.rescale[i] + s.partial_sum[i]
+    T.copy(s.scores, s.weights)
+
+
+@macro
+def share_weights(T, memory, barriers, s, block):
+    """Hand a block's weights, and what rescales the accumulators, to the other consumer."""
+    T.barrier_wait(barriers.weights_empty, block % 2 ^ 1)
+    T.copy(s.rescale, memory.rescale)
+    T.copy(s.weights, memory.weights)
+    T.fence_proxy_async()
+    T.barrier_arrive(barriers.weights_full)
+
+
+@macro
+def store_lse(T, launch, lse, s, work, rows):
+    for i in T.Parallel(ROWS, loop_layout=row_owners(T, ROWS)):
+        if work.first_row + i < rows:
+            lse[
+                work.sequence,
+                T.truncmod(work.first_row + i, launch.heads),
+                T.truncdiv(work.first_row + i, launch.heads),
+            ] = natural_lse(T, s, i)
+
+
+@macro
+def store_part(T, parts, acc, work, begin):
+    for i, j in T.Parallel(*acc.shape):
+        if work.first_row + i < parts.shape[1]:
+            parts[work.part, work.first_row + i, begin + j] = acc[i, j]
+
+
+@macro
+def store_part_lse(T, launch, part_lse, s, work):
+    """Of 2. The quick logarithm is near enough to weigh parts, but not for a sum that is asked for."""
+    for i in T.Parallel(ROWS, loop_layout=row_owners(T, ROWS)):
+        log_of = T.alloc_var(T.float32, init=-T.infinity(T.float32))
+        if s.row_sum[i] != 0:
+            log_of = s.running_max[i] + T.log2(s.row_sum[i])
+            if launch.wants_lse != 0:
+                log_of = log_of_sum(T, s.running_max[i], s.row_sum[i])
+        if work.first_row + i < part_lse.shape[1]:
+            part_lse[work.part, work.first_row + i] = log_of

@@ -1,0 +1,144 @@
+"""The tile scheduler of decoding: which parts a program takes, and what a part is.
+
+A schedule's places are (part, tile of rows), the parts in falling order of their cost; without a schedule each
+sequence has ``num_splits`` parts, in order.
+"""
+
+from typing import Any, NamedTuple
+
+from tilelang.language import macro
+
+from tilelang_mla.kernels.common import GROUP
+from tilelang_mla.kernels.decode.groups import Launch, write_work
+
+# The named barrier of the producer; 0 is that of all threads, and TileLang keeps 1 and 2 for itself.
+OF_PRODUCER = 7
+# What is found of a part's sequence, in shared memory: its number, its first part, the one behind its last, its length.
+_SEQUENCE, _FIRST, _END, _LENGTH = 0, 1, 2, 3
+
+
+class Owner(NamedTuple):
+    """A sequence that may own a part: its first part, the one behind its last, and its length."""
+
+    begin: Any
+    end: Any
+    length: Any
+
+
+def place_of(T: Any, launch: Launch, turn: Any) -> Any:
+    """Snake order: programs take a place each, and turn back, so that none gets the costliest of every turn."""
+    i_program, num_programs = launch.i_program, launch.num_programs
+    return turn * num_programs + T.if_then_else(turn % 2 == 0, i_program, num_programs - 1 - i_program)
+
+
+@macro
+def turns_of(T, launch, inputs):
+    """How many places a program takes."""
+    places = T.alloc_var(T.int32, init=launch.num_parts * launch.row_tiles)
+    if launch.scheduled != 0:
+        last = inputs.first_part[inputs.cache_seqlens.shape[0]]
+        places = T.min(T.max(last, 0), launch.num_parts) * launch.row_tiles
+    turns = T.alloc_var(T.int32, init=T.truncdiv(places, launch.num_programs))
+    if place_of(T, launch, turns) < places:
+        turns = turns + 1
+    return turns
+
+
+@macro
+def part_of(T, launch, inputs, turn):
+    """The part at a place, and its tile of rows; :func:`find_part` finds that one behind the last is none."""
+    place = T.alloc_var(T.int32, init=place_of(T, launch, turn))
+    part = T.alloc_var(T.int32, init=T.truncdiv(place, launch.row_tiles))
+    tile = T.alloc_var(T.int32, init=place - part * launch.row_tiles)
+    if launch.ordered != 0:
+        part = inputs.order[part]
+    return part, tile
+
+
+@macro
+def owner_of(T, launch, inputs, i_b):
+    """The fields of an :class:`Owner`."""
+    begin = T.alloc_var(T.int32, init=0)
+    end = T.alloc_var(T.int32, init=0)
+    length = T.alloc_var(T.int32, init=0)
+    if launch.scheduled != 0 and i_b < inputs.cache_seqlens.shape[0]:
+        begin = inputs.first_part[i_b]
+        end = inputs.first_part[i_b + 1]
+        length = inputs.cache_seqlens[i_b]
+    return begin, end, length
+
+
+@macro
+def note_owner(found, i_b, begin, end, length):
+    found[_SEQUENCE] = i_b
+    found[_FIRST] = begin
+    found[_END] = end
+    found[_LENGTH] = length
+
+
+@macro
+def find_part(T, S, launch, inputs, memory, slot, part, tile, own, thread, count):
+    """Write down the work item of a part, found by ``count`` threads, each of which brings the owner of its number.
+
+    Loads that wait for each other take a microsecond each: whoever finds the sequence has read all there is to know.
+    """
+    batch = inputs.cache_seqlens.shape[0]
+    found = memory.found
+    # What was found before has been read by all.
+    T.sync_threads(OF_PRODUCER, GROUP)
+    if thread == 0:
+        found[_SEQUENCE] = -1
+    T.sync_threads(OF_PRODUCER, GROUP)
+    if launch.scheduled != 0:
+        if own.begin <= part and part < own.end:
+            note_owner(found, thread, own.begin, own.end, own.length)
+        # Not unrolled: one who copies row by row has no registers to spare.
+        for i in T.unroll(T.truncdiv(batch - 1, count), unroll_factor=1):
+            i_other = (i + 1) * count + thread
+            begin, end, length = owner_of(T, launch, inputs, i_other)
+            if begin <= part and part < end:
+                note_owner(found, i_other, begin, end, length)
+    else:
+        if thread == 0:
+            i_own = T.alloc_var(T.int32, init=T.truncdiv(part, launch.num_splits))
+            if part >= 0 and i_own < batch:
+                note_owner(
+                    found, i_own, i_own * launch.num_splits, (i_own + 1) * launch.num_splits,
+                    inputs.cache_seqlens[i_own],
+                )  # fmt: skip
+    T.sync_threads(OF_PRODUCER, GROUP)
+    if thread == 0:
+        tell_part(T, S, launch, inputs, memory, slot, part, tile)
+    T.sync_threads(OF_PRODUCER, GROUP)
+
+
+@macro
+def tell_part(T, S, launch, inputs, memory, slot, part, tile):
+    """One thread's: from what was found to a work item, clamped so that bad device values lead out of no tensor."""
+    found = memory.found
+    capacity = T.cast(inputs.block_table.shape[1], T.int64) * inputs.kv.shape[1]
+    # Clamped to the grid, as the merge kernel does, before they are subtracted: far bounds would wrap.
+    own_first = T.alloc_var(T.int32, init=T.max(found[_FIRST], 0))
+    i_share = T.alloc_var(T.int32, init=part - own_first)
+    own_parts = T.alloc_var(T.int32, init=T.min(found[_END], launch.num_parts) - own_first)
+    own_length = T.alloc_var(T.int32, init=found[_LENGTH])
+    # Of bounds that do not rise two threads may have found something.
+    if found[_SEQUENCE] < 0 or part < 0 or part >= launch.num_parts or i_share < 0 or i_share >= own_parts:
+        own_parts = 0
+    if own_length < 0 or T.cast(own_length, T.int64) > capacity:
+        own_length = 0
+    first = T.alloc_var(T.int32, init=0)
+    last = T.alloc_var(T.int32, init=0)
+    if own_parts > 0:
+        # blocks * i_share / own_parts, rounded down, without a product of more than 32 bits.
+        blocks = T.alloc_var(T.int32, init=T.truncdiv(own_length, S.block_n))
+        if own_length > blocks * S.block_n:
+            blocks = blocks + 1
+        share = T.alloc_var(T.int32, init=T.truncdiv(blocks, own_parts))
+        rest = T.alloc_var(T.int32, init=blocks - share * own_parts)
+        first = share * i_share + T.truncdiv(rest * i_share, own_parts)
+        last = share * (i_share + 1) + T.truncdiv(rest * (i_share + 1), own_parts)
+        # Of more parts of a sequence than a plan makes, 46340, the products above may wrap.
+        first = T.max(T.min(first, blocks), 0)
+        last = T.max(T.min(last, blocks), first)
+    write_work(T, memory.told, slot, T.max(found[_SEQUENCE], 0), own_parts, own_length, part, tile, first, last)

@@ -1,0 +1,85 @@
+"""The steps of the three roles of decoding, one after the other in one thread: for TileLang's C target, in tests."""
+
+from tilelang.language import macro
+
+from tilelang_mla.kernels.common import ROWS
+from tilelang_mla.kernels.decode.groups import Work, read_work
+from tilelang_mla.kernels.decode.loads import find_rows, load_rows
+from tilelang_mla.kernels.decode.roles import (
+    find_limits,
+    store_lse,
+    store_part,
+    store_part_lse,
+    unmasked_keys,
+    weigh,
+)
+from tilelang_mla.kernels.decode.schedule import Owner, find_part, owner_of, part_of, turns_of
+from tilelang_mla.kernels.softmax import clear, invert_sums, scale_rows, zero_tail
+
+
+@macro
+def attend_serially(T, S, launch, inputs, outputs, memory, s, acc_l, acc_r):
+    """All work items of a program."""
+    turns = turns_of(T, launch, inputs)
+    for turn in T.serial(turns):
+        own = Owner(*owner_of(T, launch, inputs, 0))
+        part, tile = part_of(T, launch, inputs, turn)
+        find_part(T, S, launch, inputs, memory, 0, part, tile, own, 0, 1)
+        work = Work(*read_work(T, memory.told, 0))
+        unmasked = unmasked_keys(T, launch, work)
+        T.clear(acc_l)
+        T.clear(acc_r)
+        clear(T, s)
+        find_limits(T, s.limit, work.first_row, launch.heads, launch.tokens, work.length, launch.causal)
+        copy_q(T, S, inputs.q, memory, work)
+        for step in T.serial(work.steps):
+            stage = step % S.num_stages
+            first_key = (work.first + step) * S.block_n
+            # TMA brings whole blocks; only rows that are gathered stop at the length.
+            length = T.if_then_else(S.gather, work.length, 2**31 - 1)
+            find_rows(T, S, inputs, memory, work.sequence, first_key, length)
+            load_rows(T, inputs.kv, memory, memory.k_l, stage, 0)
+            load_rows(T, inputs.kv, memory, memory.k_r, stage, S.half)
+            load_rows(T, inputs.kv, memory, memory.k_rope, stage, S.dim_nope)
+            T.gemm(memory.q_l, memory.k_l[stage, :, :], s.scores, transpose_B=True, clear_accum=True)
+            T.gemm(memory.q_r, memory.k_r[stage, :, :], s.scores, transpose_B=True)
+            T.gemm(memory.q_rope, memory.k_rope[stage, :, :], s.scores, transpose_B=True)
+            weigh(T, s, first_key, launch.scale, unmasked)
+            scale_rows(T, acc_l, s.rescale)
+            scale_rows(T, acc_r, s.rescale)
+            if not S.gather:
+                zero_tail(T, memory.k_l, stage, first_key, work.length)
+                zero_tail(T, memory.k_r, stage, first_key, work.length)
+            T.gemm(s.weights, memory.k_l[stage, :, :], acc_l)
+            T.gemm(s.weights, memory.k_r[stage, :, :], acc_r)
+        invert_sums(T, s)
+        scale_rows(T, acc_l, s.rescale)
+        scale_rows(T, acc_r, s.rescale)
+        store(T, S, launch, outputs, s, acc_l, acc_r, work)
+
+
+@macro
+def copy_q(T, S, q, memory, work):
+    for i, j in T.Parallel(ROWS, S.half):
+        there = work.first_row + i < q.shape[1]
+        memory.q_l[i, j] = T.if_then_else(there, q[work.sequence, work.first_row + i, j], 0)
+        memory.q_r[i, j] = T.if_then_else(there, q[work.sequence, work.first_row + i, S.half + j], 0)
+    for i, j in T.Parallel(ROWS, S.dim_rope):
+        there = work.first_row + i < q.shape[1]
+        memory.q_rope[i, j] = T.if_then_else(there, q[work.sequence, work.first_row + i, S.dim_nope + j], 0)
+
+
+@macro
+def store(T, S, launch, outputs, s, acc_l, acc_r, work):
+    out = outputs.out
+    if work.num_parts == 1:
+        for i, j in T.Parallel(ROWS, S.half):
+            if work.first_row + i < out.shape[1]:
+                out[work.sequence, work.first_row + i, j] = acc_l[i, j]
+                out[work.sequence, work.first_row + i, S.half + j] = acc_r[i, j]
+        if launch.wants_lse != 0:
+            store_lse(T, launch, outputs.lse, s, work, out.shape[1])
+    if work.num_parts > 1:
+        store_part(T, outputs.parts, acc_l, work, 0)
+        store_part(T, outputs.parts, acc_r, work, S.half)
+        store_part_lse(T, launch, outputs.part_lse, s, work)

@@ -1,0 +1,171 @@
+"""The combine kernel of split-KV decoding: it merges the partial results of a row's parts.
+
+A program merges one of ``pieces`` pieces, a power of two, of each of ``rows_each`` rows. Its threads are in as many
+groups, which take turns at the parts: the more parts there are, the fewer elements a program should have.
+"""
+
+from typing import Any, NamedTuple
+
+from tilelang.language import macro
+
+from tilelang_mla.kernels.common import FLOOR, LN_2, WARP, log_of_sum
+
+# Parts that a thread has on their way at once, and elements of a row that it merges.
+_AT_ONCE, _MERGED = 8, 4
+
+
+class Row(NamedTuple):
+    """A row of partial results, and the highest logarithm of its parts' sums."""
+
+    parts: Any
+    part_lse: Any
+    first_part: Any
+    num_parts: Any
+    row: Any
+    highest: Any
+
+
+class Registers(NamedTuple):
+    """A thread's: merged elements, those of a chunk of parts, and the weights of these."""
+
+    merged: Any
+    loaded: Any
+    weights: Any
+
+
+def merge(T: Any, *, dim_nope: int, dtype: Any, serial: bool = False) -> Any:
+    """The kernel; rows of sequences of one part are left alone."""
+    batch, rows, bounds, room = (T.dynamic(name) for name in ("batch", "rows", "bounds", "room"))
+    out_batch, out_row = T.dynamic("out_batch"), T.dynamic("out_row")
+    lse_batch, lse_head, lse_token = (T.dynamic(name) for name in ("lse_batch", "lse_head", "lse_token"))
+    s_lse_batch, s_lse_head, s_lse_token = (T.dynamic(name) for name in ("s_lse_batch", "s_lse_head", "s_lse_token"))
+    # Whole warps, some of whose threads may have no elements.
+    width = -(-dim_nope // (_MERGED * WARP)) * WARP
+    threads = 1 if serial else width
+
+    @T.prim_func
+    def merge_parts(
+        first_part: T.Tensor((bounds,), T.int32),
+        out: T.StridedTensor((batch, rows, dim_nope), (out_batch, out_row, 1), dtype),
+        lse: T.StridedTensor((lse_batch, lse_head, lse_token), (s_lse_batch, s_lse_head, s_lse_token), T.float32),
+        parts: T.Tensor((room, rows, dim_nope), T.float32),
+        part_lse: T.Tensor((room, rows), T.float32),
+        heads: T.int32,
+        num_splits: T.int32,
+        rows_each: T.int32,
+        pieces: T.int32,
+        scheduled: T.int32,
+        wants_lse: T.int32,
+    ):
+        with T.Kernel(batch * T.ceildiv(rows, rows_each) * pieces, threads=threads) as i_program:
+            T.assume(out_batch % 8 == 0)
+            T.assume(out_row % 8 == 0)
+            if not serial:
+                T.pdl_sync()
+            merged = T.alloc_local((_MERGED,), T.float32)
+            loaded = T.alloc_local((_AT_ONCE * _MERGED,), T.float32)
+            factors = T.alloc_local((_AT_ONCE,), T.float32)
+            of_groups = T.alloc_shared((width, _MERGED), T.float32)
+            sum_of_groups = T.alloc_shared((width,), T.float32)
+            registers = Registers(merged, loaded, factors)
+            thread = T.get_thread_binding()
+            i_all = T.alloc_var(T.int32, init=T.truncdiv(i_program, pieces))
+            i_piece = T.alloc_var(T.int32, init=i_program - i_all * pieces)
+            programs = T.alloc_var(T.int32, init=T.truncdiv(rows + rows_each - 1, rows_each))
+            i_b = T.alloc_var(T.int32, init=T.truncdiv(i_all, programs))
+            first_row = T.alloc_var(T.int32, init=(i_all - i_b * programs) * rows_each)
+            own_first = T.alloc_var(T.int32, init=i_b * num_splits)
+            own_parts = T.alloc_var(T.int32, init=num_splits)
+            if scheduled != 0:
+                # As where parts are found.
+                own_first = T.max(T.min(first_part[i_b], room), 0)
+                own_parts = T.max(T.min(first_part[i_b + 1], room), 0) - own_first
+            if own_parts > 1:
+                for i in T.serial(T.min(rows_each, rows - first_row)):
+                    i_row = T.alloc_var(T.int32, init=first_row + i)
+                    highest = highest_lse(T, part_lse, own_first, own_parts, i_row, serial)
+                    row = Row(parts, part_lse, own_first, own_parts, i_row, highest)
+                    sum_of = T.alloc_var(T.float32, init=0)
+                    if serial:
+                        for begin in T.serial(dim_nope // _MERGED):
+                            sum_of = merge_elements(T, row, registers, begin * _MERGED, 0, 1)
+                            for j in T.unroll(_MERGED):
+                                out[i_b, i_row, begin * _MERGED + j] = T.if_then_else(
+                                    sum_of == 0, 0, merged[j] / sum_of
+                                )
+                    else:
+                        of_group = T.alloc_var(T.int32, init=T.truncdiv(threads, pieces))
+                        group = T.alloc_var(T.int32, init=T.truncdiv(thread, of_group))
+                        place = T.alloc_var(T.int32, init=thread - group * of_group)
+                        begin = T.min(i_piece * of_group + place, dim_nope // _MERGED - 1) * _MERGED
+                        sum_of = merge_elements(T, row, registers, begin, group, pieces)
+                        # The row before has been read.
+                        T.sync_threads()
+                        for j in T.vectorized(_MERGED):
+                            of_groups[thread, j] = merged[j]
+                        sum_of_groups[thread] = sum_of
+                        T.sync_threads()
+                        if group == 0:
+                            for i_group in T.serial(pieces - 1):
+                                sum_of = sum_of + sum_of_groups[place + (i_group + 1) * of_group]
+                                for j in T.vectorized(_MERGED):
+                                    merged[j] = merged[j] + of_groups[place + (i_group + 1) * of_group, j]
+                            for j in T.vectorized(_MERGED):
+                                out[i_b, i_row, begin + j] = T.if_then_else(sum_of == 0, 0, merged[j] / sum_of)
+                    if wants_lse != 0:
+                        if thread == 0 and i_piece == 0:
+                            lse[i_b, T.truncmod(i_row, heads), T.truncdiv(i_row, heads)] = T.if_then_else(
+                                sum_of == 0, -T.infinity(T.float32), log_of_sum(T, highest, sum_of, LN_2)
+                            )
+
+    return merge_parts
+
+
+@macro
+def highest_lse(T, part_lse, own_first, own_parts, i_row, serial):
+    """The highest logarithm of a row's parts; each warp asks for all of them."""
+    # A finite floor, as everywhere.
+    top = T.alloc_var(T.float32, init=FLOOR)
+    if serial:
+        for s in T.serial(own_parts):
+            top = T.max(top, part_lse[own_first + s, i_row])
+    else:
+        lane = T.get_thread_binding() % WARP
+        for i in T.serial(T.truncdiv(own_parts + (WARP - 1), WARP)):
+            if i * WARP + lane < own_parts:
+                top = T.max(top, part_lse[own_first + i * WARP + lane, i_row])
+        for i in T.unroll(5):
+            top = T.max(top, T.shfl_xor(top, T.shift_left(1, i)))
+    return top
+
+
+@macro
+def merge_elements(T, row, registers, begin, group, groups):
+    """Elements ``begin`` .. ``begin + _MERGED`` of a row over a group's parts, and the sum of their weights."""
+    merged, loaded, weights = registers
+    T.assume(begin >= 0)
+    T.assume(begin + _MERGED <= row.parts.shape[2])
+    T.assume(begin % _MERGED == 0)
+    for j in T.unroll(_MERGED):
+        merged[j] = 0
+    sum_of = T.alloc_var(T.float32, init=0)
+    for chunk in T.serial(T.truncdiv(row.num_parts - group + (_AT_ONCE * groups - 1), _AT_ONCE * groups)):
+        for s in T.unroll(_AT_ONCE):
+            i_part = T.alloc_var(T.int32, init=group + (chunk * _AT_ONCE + s) * groups)
+            weights[s] = -T.infinity(T.float32)
+            for j in T.vectorized(_MERGED):
+                loaded[s * _MERGED + j] = T.cast(0, T.float32)
+            if i_part < row.num_parts:
+                weights[s] = row.part_lse[row.first_part + i_part, row.row]
+                for j in T.vectorized(_MERGED):
+                    loaded[s * _MERGED + j] = row.parts[row.first_part + i_part, row.row, begin + j]
+        for s in T.unroll(_AT_ONCE):
+            # What a part that saw nothing holds does not count, whatever it is.
+            if weights[s] == -T.infinity(T.float32):
+                for j in T.unroll(_MERGED):
+                    loaded[s * _MERGED + j] = T.cast(0, T.float32)
+            weights[s] = T.exp2(weights[s] - row.highest)
+            sum_of = sum_of + weights[s]
+            for j in T.unroll(_MERGED):
+                merged[j] = merged[j] + weights[s] * loaded[s * _MERGED + j]
+    return sum_of

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from kernel_reference.bench import map as command
-from kernel_reference.bench import mapped
+from kernel_reference.bench import mapped, processes
 from kernel_reference.bench.compiled import compilations
 from kernel_reference.bench.dry import DryBench
 from kernel_reference.bench.mapped import First, Header, Measured, Outcome, Sweep
@@ -272,7 +273,17 @@ def test_one_long_point_does_not_keep_the_next_from_being_begun(tmp_path: Path, 
     assert "(60.0 s, judging vLLM 48.0, inputs 6.0)" in capsys.readouterr().out
 
 
-def test_when_time_is_up_the_processes_are_ended_and_no_point_is_blamed(tmp_path: Path) -> None:
+def test_when_time_is_up_the_processes_are_ended_and_no_point_is_blamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[subprocess.Popen[bytes]] = []
+
+    class Noted(subprocess.Popen):
+        def __init__(self, *given: Any, **named: Any) -> None:
+            super().__init__(*given, **named)
+            made.append(self)
+
+    monkeypatch.setattr(processes.subprocess, "Popen", Noted)
     file = tmp_path / "map.jsonl"
     mapped.begin(file, HEADER)
     asleep = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text('[\"a\", {}]'); time.sleep(600)"
@@ -280,7 +291,9 @@ def test_when_time_is_up_the_processes_are_ended_and_no_point_is_blamed(tmp_path
     start = time.monotonic()
     command.supervise(child, file, until=start + 1)
     assert command.run_together([child, [sys.executable, "-c", ""]], [{}, {}], until=start + 8) == [None, 0]
-    assert time.monotonic() - start < 60
+    assert len(made) == 3
+    # Collected, so that they are gone: none is left to sleep on.
+    assert all(process.returncode is not None for process in made)
     assert mapped.load(file)[1] == []
 
 

@@ -75,13 +75,15 @@ def test_impossible_lists_are_named_when_values_are_checked(
     crow: list[list[int]], col: list[list[int]], message: str
 ) -> None:
     lists = torch.tensor(crow), torch.tensor(col)
-    with validate_values(), pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message):
         csr_to_mask(*lists, 4)
-    csr_to_mask(*lists, 4)
+    with validate_values(False):
+        csr_to_mask(*lists, 4)
 
 
 def test_impossible_columns_and_rows_list_nothing_and_order_does_not_matter() -> None:
-    mask = csr_to_mask(torch.tensor([[0, 3, 5, 9]]), torch.tensor([[3, 7, 0, -1, 2]]), 4)
+    with validate_values(False):
+        mask = csr_to_mask(torch.tensor([[0, 3, 5, 9]]), torch.tensor([[3, 7, 0, -1, 2]]), 4)
     assert mask.tolist() == [[[True, False, False, True], [False, False, True, False], [False] * 4]]
 
 

@@ -55,9 +55,9 @@ def mask_to_csr(mask: torch.Tensor) -> Csr:
 def csr_to_mask(crow: torch.Tensor, col: torch.Tensor, columns: int) -> torch.Tensor:
     """Lists as a block mask [heads or 1, rows, columns]; what stands in ``col`` past ``crow[h, -1]`` is not read.
 
-    A row's columns may stand in any order. A column that is not in 0 .. columns - 1 lists nothing, and rows of
-    impossible bounds list nothing; inside ``validate_values`` both raise ValueError, as do columns out of order or
-    repeated.
+    Where values are checked (``checks.values_are_checked``: on a CPU, and inside ``validate_values``), ValueError names
+    the first bounds or columns that are out of range, out of order or repeated. Elsewhere such bounds and columns list
+    nothing, and columns may stand in any order.
     """
     check_integers("crow", crow, (None, None))
     check_integers("col", col, (crow.shape[0], None))
@@ -66,14 +66,15 @@ def csr_to_mask(crow: torch.Tensor, col: torch.Tensor, columns: int) -> torch.Te
     if crow.shape[1] == 0:
         fail("crow", "of shape [heads, rows + 1]", list(crow.shape))
     mask = torch.zeros(crow.shape[0], crow.shape[1] - 1, columns, dtype=torch.bool)
+    checked = values_are_checked(crow.device)
     for h, (bounds, listed) in enumerate(zip(crow.tolist(), col.tolist(), strict=True)):
         for r, (begin, end) in enumerate(pairwise(bounds)):
             if not 0 <= begin <= end <= len(listed):
-                if values_are_checked():
+                if checked:
                     fail(f"crow[{h}, {r + 1}]", f"from crow[{h}, {r}] = {begin} to {len(listed)}", end)
                 continue
             entries = listed[begin:end]
-            if values_are_checked() and entries != sorted({c for c in entries if 0 <= c < columns}):
+            if checked and entries != sorted({c for c in entries if 0 <= c < columns}):
                 fail(f"col[{h}, {begin}:{end}]", f"increasing, from 0 to {columns - 1}", entries)
             mask[h, r, [c for c in entries if 0 <= c < columns]] = True
     return mask.to(crow.device)

@@ -9,9 +9,9 @@ A paged cache holds position p of sequence b in page ``block_table[b, p // page]
 - ``HND``: ``[blocks, H, page, D]``;
 - ``x-packed``: keys ``[blocks, H, D / x, page, x]``, values ``[blocks, H, D, page]``, told apart by their rank.
 
-What only the tensors' contents tell (lengths, page ids) is checked inside
-:func:`kernel_reference.checks.validate_values`. Elsewhere a sequence of impossible length has no tokens, and a page
-that does not exist reads as zeros and is not written.
+What only the tensors' contents tell (lengths, page ids) is checked on a CPU, and elsewhere inside
+:func:`kernel_reference.checks.validate_values`. Unchecked, as inside ``validate_values(False)``, a sequence of
+impossible length has no tokens, and a page that does not exist reads as zeros and is not written.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def _check_device(cache: torch.Tensor, **tensors: torch.Tensor) -> None:
 def sequence_ranges(name: str, cu_seqlens: torch.Tensor | None, tokens: int) -> list[tuple[int, int]]:
     """The rows (begin, end) of each packed sequence; without ``cu_seqlens`` one sequence holds all ``tokens`` rows.
 
-    A range that does not lie in ``0 <= begin <= end <= tokens`` is given as (0, 0), or raises ValueError inside
-    ``validate_values``. Rows past the last sequence belong to none.
+    A range that does not lie in ``0 <= begin <= end <= tokens`` raises ValueError where values are checked
+    (``values_are_checked``), and is given as (0, 0) elsewhere. Rows past the last sequence belong to none.
     """
     if cu_seqlens is None:
         return [(0, tokens)]
@@ -75,7 +75,7 @@ def sequence_ranges(name: str, cu_seqlens: torch.Tensor | None, tokens: int) -> 
         fail(name, "of at least 1 element", 0)
     bounds: list[int] = cu_seqlens.tolist()
     ranges = list(pairwise(bounds))
-    if values_are_checked():
+    if values_are_checked(cu_seqlens.device):
         if bounds[0] != 0:
             fail(f"{name}[0]", "0", bounds[0])
         for i, (begin, end) in enumerate(ranges):
@@ -179,7 +179,7 @@ def _places(
     fits = (position >= 0) & (column < block_table.shape[1])
     block = block_table[sequence, torch.where(fits, column, 0)].to(torch.int64)
     fits &= (block >= 0) & (block < blocks)
-    if values_are_checked() and not bool(fits.all()):
+    if values_are_checked(block_table.device) and not bool(fits.all()):
         worst = int(torch.nonzero(~fits)[0])
         name = f"block_table[{int(sequence[worst])}, {int(column[worst])}]"
         fail(name, f"a page from 0 to {blocks - 1}", int(block[worst]))
@@ -228,7 +228,7 @@ def gather(
     _check_device(cache, block_table=block_table, seqlens=seqlens)
     capacity = block_table.shape[1] * page
     possible = (seqlens >= 0) & (seqlens <= capacity)
-    if values_are_checked() and not bool(possible.all()):
+    if values_are_checked(seqlens.device) and not bool(possible.all()):
         worst = int(torch.nonzero(~possible)[0])
         fail(f"seqlens[{worst}]", f"from 0 to {capacity} (block_table's columns x page)", int(seqlens[worst]))
     lengths = torch.where(possible, seqlens, 0).to(torch.int64)

@@ -66,7 +66,7 @@ def _prepare(
         repeated.append(tensor.to(dtype).repeat_interleave(heads // tensor.shape[1], dim=1))
     if slopes.numel() != heads:
         fail("slopes", f"of {heads} elements, one for each head", slopes.numel())
-    if values_are_checked() and not bool((slopes >= 0).all()):
+    if values_are_checked(slopes.device) and not bool((slopes >= 0).all()):
         fail("slopes", "0 or more", float(slopes.min()))
     ranges = sequence_ranges("cu_seqlens", cu_seqlens, q.shape[0])
     shape = (len(ranges), heads, q.shape[2], v.shape[2])
@@ -199,7 +199,7 @@ def commit(
     batch, drafts = k.shape[:2]
     check_integers("accepted", accepted, (batch,))
     possible = (accepted >= 0) & (accepted <= drafts)
-    if values_are_checked() and not bool(possible.all()):
+    if values_are_checked(accepted.device) and not bool(possible.all()):
         fail("accepted", f"from 0 to {drafts}", accepted.tolist())
     counts = torch.where(possible, accepted, 0).to(k.device)
     taken = torch.arange(drafts, device=k.device) < counts[:, None]

@@ -4,13 +4,13 @@ AssertionError with the reason. Results may be a tensor or any nesting of tuples
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-from kernel_reference.checks import fail
+from kernel_reference.checks import as_int, check_tensors, describe, fail
 from kernel_reference.testing.guards import assert_bitwise_equal, poison_
 
 Inputs = Sequence[Any]
@@ -21,6 +21,8 @@ def check_opcheck(op: Any, cases: Iterable[Inputs]) -> None:
 
     op: ``torch.ops.<namespace>.<name>.default``. cases: the positional arguments of a call each.
     """
+    listed = _listed("cases", cases, "the positional arguments of a call each")
+    cases = [_checked(f"cases[{place}]", case) for place, case in enumerate(listed)]
     ran = 0
     for ran, case in enumerate(cases, 1):
         try:
@@ -46,10 +48,15 @@ def check_compiles(
     # Torch has no public way to ask for this.
     from torch._dynamo.exc import RecompileError
 
+    _check_function("fn", fn)
+    inputs_small = _checked("inputs_small", inputs_small)
+    inputs_large = _checked("inputs_large", inputs_large)
+    if len(inputs_large) != len(inputs_small):
+        fail("inputs_large", f"{len(inputs_small)} arguments, as inputs_small", len(inputs_large))
     if dynamic is None:
         differing = _differing(inputs_small, inputs_large)
     else:
-        differing = [(argument, dim) for argument, dim in dynamic.items()]
+        differing = list(_dims("dynamic", dynamic, inputs_small))
     if not differing:
         fail("inputs_large", "of another size than inputs_small", "the same sizes")
     if backend is None:
@@ -81,6 +88,9 @@ def check_cuda_graph(fn: Callable[..., Any], make_inputs: Callable[[int], Inputs
     make_inputs: from a seed to the arguments; shapes, and whatever is not a tensor, must not depend on the seed.
     Results are poisoned before each replay, so that one which does nothing is seen. Needs a GPU.
     """
+    _check_function("fn", fn)
+    _check_function("make_inputs", make_inputs)
+    replays = as_int("replays", replays)
     _require_gpu("check_cuda_graph")
     static = make_inputs(0)
     # Libraries allocate and initialise on a first call, which a capture forbids.
@@ -110,7 +120,8 @@ def check_cuda_graph(fn: Callable[..., Any], make_inputs: Callable[[int], Inputs
 
 def check_deterministic(fn: Callable[[], Any], *, runs: int = 5) -> None:
     """``fn()`` gives the same bits in every one of ``runs`` calls (>= 2)."""
-    if runs < 2:
+    _check_function("fn", fn)
+    if as_int("runs", runs) < 2:
         fail("runs", ">= 2", runs)
     expected = _copied(fn())
     for run in range(1, runs):
@@ -124,10 +135,15 @@ def check_batch_invariant(fn: Callable[[slice], Any], size: int, parts: Iterable
     are those rows: ``lambda rows: op(q[rows], k[rows])``. parts: the slices to compare with the whole batch; if left
     out, the first row, the last one, half of the rows and all but the first.
     """
-    if size < 2:
+    _check_function("fn", fn)
+    if as_int("size", size) < 2:
         fail("size", ">= 2", size)
+    chosen = None if parts is None else _listed("parts", parts, "slices")
+    for part in chosen or ():
+        if not isinstance(part, slice):
+            fail("parts", "slices", describe(part), TypeError)
     whole = _copied(fn(slice(0, size)))
-    for part in parts or (slice(0, 1), slice(size - 1, size), slice(0, size // 2), slice(1, size)):
+    for part in chosen or (slice(0, 1), slice(size - 1, size), slice(0, size // 2), slice(1, size)):
         alone = fn(part)
         _compare(
             alone, [tensor[part] for tensor in _tensors(whole)], f"rows {part.start}:{part.stop} of {size}, alone:"
@@ -139,6 +155,7 @@ def check_no_host_sync(fn: Callable[[], Any]) -> None:
 
     torch tells: what goes past it, such as a library's own cudaStreamSynchronize, is not seen.
     """
+    _check_function("fn", fn)
     _require_gpu("check_no_host_sync")
     fn()
     torch.cuda.synchronize()
@@ -178,11 +195,11 @@ def check_int64_offsets(
     ...     attention(q, k, v, out=out, lse=lse)
     >>> check_int64_offsets(attend, [q, k, v, out, lse], {0: 0, 1: (0, 1), 2: (0, 1)}, written=[3, 4])
     """
-    stretches: dict[tuple[int, int], None] = {}
-    for argument, chosen in (dims or {}).items():
-        for dim in [chosen] if isinstance(chosen, int) else chosen:
-            stretches[argument, dim % inputs[argument].dim()] = None
-    for argument in written:
+    _check_function("fn", fn)
+    inputs = _checked("inputs", inputs)
+    stretches = dict.fromkeys(_dims("dims", {} if dims is None else dims, inputs))
+    for argument in _listed("written", written, "positions of arguments"):
+        _tensor_of("written", argument, inputs)
         stretches.update(dict.fromkeys((argument, dim) for dim, size in enumerate(inputs[argument].shape) if size > 1))
     if not stretches:
         fail("dims", "at least one argument's dimension", "none")
@@ -208,6 +225,10 @@ def far_apart(tensor: torch.Tensor, dim: int = 0, beyond: int = 2**31) -> torch.
     bits reads or writes other memory of the same allocation, and shows as a wrong result instead of a crash. On a CPU,
     memory that is never touched is not taken up.
     """
+    check_tensors(tensor=tensor)
+    if not -tensor.ndim <= as_int("dim", dim) < tensor.ndim:
+        fail("dim", f"a dimension of {describe(tensor)}", dim)
+    as_int("beyond", beyond)
     rows = tensor.shape[dim]
     if rows < 2:
         fail("tensor", f"of at least 2 rows in dimension {dim}", rows)
@@ -332,6 +353,47 @@ def _differing(small: Inputs, large: Inputs) -> list[tuple[int, int]]:
         for dim in range(one.dim())
         if one.shape[dim] != other.shape[dim]
     ]
+
+
+def _check_function(name: str, fn: object) -> None:
+    if not callable(fn):
+        fail(name, "a function", describe(fn), TypeError)
+
+
+def _checked(name: str, inputs: Any) -> Inputs:
+    """The positional arguments of a call: a tensor would be taken apart row by row, a string letter by letter."""
+    if not isinstance(inputs, Sequence) or isinstance(inputs, str):
+        fail(name, "the positional arguments of a call, in a list or a tuple", describe(inputs), TypeError)
+    return inputs
+
+
+def _listed(name: str, given: Any, wanted: str) -> list[Any]:
+    if not isinstance(given, Iterable) or isinstance(given, (str, torch.Tensor)):
+        fail(name, wanted, describe(given), TypeError)
+    return list(given)
+
+
+def _tensor_of(name: str, argument: Any, inputs: Inputs) -> torch.Tensor:
+    """The tensor at a position that ``name`` says."""
+    place = as_int(name, argument, "positions of arguments")
+    if not 0 <= place < len(inputs):
+        fail(name, f"positions of arguments from 0 to {len(inputs) - 1}", place)
+    if not isinstance(inputs[place], torch.Tensor):
+        fail(name, "positions of tensors", f"{place}, which is {describe(inputs[place])}")
+    found: torch.Tensor = inputs[place]
+    return found
+
+
+def _dims(name: str, dims: Any, inputs: Inputs) -> Iterator[tuple[int, int]]:
+    """(position, dimension) of each dimension, or sequence of them, by the position of its argument."""
+    if not isinstance(dims, Mapping):
+        fail(name, "dimensions by the position of their argument", describe(dims), TypeError)
+    for argument, chosen in dims.items():
+        tensor = _tensor_of(name, argument, inputs)
+        for dim in chosen if isinstance(chosen, (tuple, list)) else [chosen]:
+            if not -tensor.ndim <= as_int(name, dim, "dimensions of tensors") < tensor.ndim:
+                fail(f"{name}[{argument}]", f"a dimension of {describe(tensor)}", dim)
+            yield argument, dim % tensor.ndim
 
 
 def _described(inputs: Inputs) -> str:

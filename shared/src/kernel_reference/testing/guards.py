@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from kernel_reference.checks import fail
+from kernel_reference.checks import as_int, check_dtype, check_tensors, describe, fail
 
 # The bits that make any pattern a NaN, by dtype; the others have none to spare.
 _NAN_BITS: dict[torch.dtype, tuple[int, torch.dtype]] = {
@@ -33,6 +33,7 @@ _buffers = itertools.count(1)
 
 def poison_(tensor: torch.Tensor) -> torch.Tensor:
     """Overwrite ``tensor`` (any dtype and strides) with NaN of varying payloads, or with noise in an integer dtype."""
+    check_tensors(tensor=tensor)
     noise = _noise(tensor.numel() * tensor.element_size(), tensor.dtype, tensor.device)
     with torch.no_grad():
         _as_integers(tensor).copy_(noise.view(_integer_of(tensor.element_size())).view_as(_as_integers(tensor)))
@@ -41,7 +42,8 @@ def poison_(tensor: torch.Tensor) -> torch.Tensor:
 
 def poisoned(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
     """A packed tensor filled as by :func:`poison_`: an output that a kernel is to write."""
-    return poison_(torch.empty(tuple(shape), dtype=dtype, device=device))
+    _check_dtype(dtype)
+    return poison_(torch.empty(_sizes("shape", shape), dtype=dtype, device=_device(device)))
 
 
 class Canaried:
@@ -110,7 +112,12 @@ def canaried(
     allocator gives. offset: elements by which the tensor starts off that alignment. Take ``.tensor``, run the kernel,
     call ``.check()``.
     """
-    sizes = tuple(shape)
+    _check_dtype(dtype)
+    device = _device(device)
+    sizes = _sizes("shape", shape)
+    row_padding, band, offset = (
+        as_int(name, number) for name, number in (("row_padding", row_padding), ("band", band), ("offset", offset))
+    )
     if strides is None:
         if row_padding < 0:
             fail("row_padding", ">= 0", row_padding)
@@ -120,17 +127,19 @@ def canaried(
         strides = steps
     elif row_padding:
         fail("row_padding", "0 where strides are given", row_padding)
-    if len(strides) != len(sizes) or min(strides, default=0) < 0:
-        fail("strides", f"{len(sizes)} numbers >= 0", tuple(strides))
+    strides = _sizes("strides", strides)
+    if len(strides) != len(sizes):
+        fail("strides", f"{len(sizes)} numbers >= 0", strides)
     if band < 0 or band % 256:
         fail("band", "a multiple of 256", band)
     if offset < 0:
         fail("offset", ">= 0", offset)
-    return Canaried(sizes, tuple(strides), dtype, device, band + offset, band)
+    return Canaried(sizes, strides, dtype, device, band + offset, band)
 
 
 def guarded(tensor: torch.Tensor, **how: Any) -> Canaried:
     """The same bits inside a guarded buffer: an input. ``how``: as for :func:`canaried`."""
+    check_tensors(tensor=tensor)
     place = canaried(tensor.shape, tensor.dtype, tensor.device, **how)
     with torch.no_grad():
         movable(place.tensor).copy_(movable(tensor))
@@ -149,7 +158,13 @@ def nan_pages(cache: torch.Tensor, used: torch.Tensor | Iterable[int]) -> torch.
     used: page ids; negative ones are ignored. A kernel that reads a page which its block table does not name then
     returns NaN. Returns the ids of the poisoned pages.
     """
-    ids = used.flatten().tolist() if isinstance(used, torch.Tensor) else list(used)
+    check_tensors(cache=cache)
+    if cache.ndim < 1:
+        fail("cache", "[pages, ...]", describe(cache))
+    if isinstance(used, torch.Tensor):
+        check_dtype("used", used, torch.int32, torch.int64)
+        used = used.flatten().tolist()
+    ids = _integers("used", used, "page ids, or a tensor of them")
     free = sorted(set(range(cache.shape[0])) - set(ids))
     for page in free:
         poison_(cache[page])
@@ -158,6 +173,7 @@ def nan_pages(cache: torch.Tensor, used: torch.Tensor | Iterable[int]) -> torch.
 
 def bitwise_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether shape, dtype and bits are the same: -0 is not 0, and a NaN equals a NaN of the same payload."""
+    check_tensors(a=a, b=b)
     return first_difference(a, b) is None
 
 
@@ -170,6 +186,7 @@ def assert_bitwise_equal(actual: torch.Tensor, expected: torch.Tensor, *, what: 
 
 def first_difference(actual: torch.Tensor, expected: torch.Tensor) -> str | None:
     """The first difference in bits (or in shape or dtype) as a sentence, or None. Any dtype and strides."""
+    check_tensors(actual=actual, expected=expected)
     if actual.dtype != expected.dtype:
         return f"dtype {actual.dtype}, should be {expected.dtype}"
     if actual.shape != expected.shape:
@@ -186,6 +203,32 @@ def first_difference(actual: torch.Tensor, expected: torch.Tensor) -> str | None
         f"{int(differs.sum())} of {differs.numel()} elements differ; the first, at {at}, is {_value(actual, at)} "
         f"(bits {bits[0]}), should be {_value(expected, at)} (bits {bits[1]})"
     )
+
+
+def _check_dtype(dtype: object) -> None:
+    if not isinstance(dtype, torch.dtype):
+        fail("dtype", "a torch.dtype", describe(dtype), TypeError)
+
+
+def _device(device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError):
+        fail("device", "a torch.device, or the name of one", describe(device), TypeError)
+
+
+def _sizes(name: str, sizes: Any) -> tuple[int, ...]:
+    """Numbers of 0 or more."""
+    found = tuple(_integers(name, sizes, "a sequence of ints"))
+    if min(found, default=0) < 0:
+        fail(name, f"{len(found)} numbers >= 0", found)
+    return found
+
+
+def _integers(name: str, numbers: Any, wanted: str) -> list[int]:
+    if not isinstance(numbers, Iterable) or isinstance(numbers, (str, torch.Tensor)):
+        fail(name, wanted, describe(numbers), TypeError)
+    return [as_int(name, number, wanted) for number in numbers]
 
 
 def _value(tensor: torch.Tensor, at: tuple[int, ...]) -> object:

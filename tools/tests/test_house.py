@@ -57,22 +57,10 @@ LARGER_FUNCTIONS: dict[str, int] = {
     "gdn-split move_b_and_a": 14,
     "gdn-split move_group": 18,
     "gdn-split split_and_convolve": 37,
-    "prefix-prefill attend": 60,
-    "prefix-prefill bring": 23,
-    "prefix-prefill consume": 33,
-    "prefix-prefill convert": 13,
-    "prefix-prefill load_across": 14,
-    "prefix-prefill multiply": 18,
-    "prefix-prefill store_results": 13,
-    "prefix-prefill update": 38,
-    "prefix-prefill weigh": 22,
-    "prefix-prefill weigh_tile": 24,
     "tilelang-mla do_all": 13,
     "tilelang-mla find_part": 15,
 }  # fmt: skip
 LONGER_FILES: dict[str, int] = {
-    "prefix-prefill arguments.py": 464,
-    "prefix-prefill hopper.py": 803,
     "tilelang-mla decode.py": 771,
     "tilelang-mla prefill.py": 468,
 }  # fmt: skip

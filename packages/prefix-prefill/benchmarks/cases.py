@@ -329,7 +329,7 @@ def x_packed_by_plan(batch: Batch, plan: Any = None) -> Ours:
         batch.cu_seqlens_q,
         batch.seqlens_k,
         max_seqlen_q=shape.max_seqlen_q,
-        layout="x-packed",
+        page_layout="x-packed",
         window=shape.sides if shape.window else None,
         plan=plan,
     )

@@ -32,7 +32,7 @@ def problem_of(problem: cases.Problem, batch: cases.Batch) -> Problem:
     return Problem(
         num_heads=shape.model.num_heads_q,
         num_heads_kv=shape.model.num_heads_kv,
-        head_size=shape.model.head_dim,
+        head_dim=shape.model.head_dim,
         page_size=shape.page,
         tokens=batch.q.shape[0],
         sequences=len(shape.lengths),
@@ -40,8 +40,8 @@ def problem_of(problem: cases.Problem, batch: cases.Batch) -> Problem:
         capacity=batch.block_table.shape[1] * shape.page,
         bits=8 * batch.q.element_size(),
         cache_bits=8 if problem.kind == "fp8" else 8 * batch.k_cache.element_size(),
-        apart=problem.kind == "x-packed",
-        described=problem.kind != "x-packed",
+        new_kv=problem.kind == "x-packed",
+        tma=problem.kind != "x-packed",
     )
 
 
@@ -52,7 +52,7 @@ def searches(problem: Problem, limits: DeviceLimits) -> list[tuple[PrefillPlan, 
     found: list[tuple[PrefillPlan, list[Changes]]] = []
     if used.hopper:
         found.append((used, [changes(block_m=(64, 128), block_n=(64, 128), num_stages=(2, 3, 4)), splits]))
-    portable = plan_prefill(replace(problem, described=False), limits)
+    portable = plan_prefill(replace(problem, tma=False), limits)
     tiles = changes(block_m=(16, 32, 64, 128), block_n=(32, 64, 128), num_warps=(4, 8))
     return [*found, (portable, [tiles, changes(num_warps=(2, 4, 8), num_stages=(1, 2, 3, 4)), splits])]
 

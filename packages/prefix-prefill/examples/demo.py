@@ -71,7 +71,7 @@ def real_size(device: torch.device) -> Iterator[Row]:
         yield Row("prefix_prefill", *how, shape, error, duration, note, limit=LIMIT, plain_ms=plain)
 
     model = LLAMA3_70B.tensor_parallel(8)
-    prompt = make_prompt(model, [(1000, 500), (2000, 1), (4000, 1)], device, layout="x-packed")
+    prompt = make_prompt(model, [(1000, 500), (2000, 1), (4000, 1)], device, page_layout="x-packed")
     rows = torch.cat([sampled(500), torch.tensor([500, 501])])
     own = prompt.own.to(device)
     k, v, out = prompt.keys[own], prompt.values[own], torch.empty_like(prompt.q)
@@ -106,6 +106,7 @@ def real_size(device: torch.device) -> Iterator[Row]:
 def interpreted() -> Iterator[Row]:
     """The kernels themselves at a small size, in Triton's interpreter, launched as they would be on a GPU."""
     from prefix_prefill import launch
+    from prefix_prefill.arguments import MergeTensors, PrefillNumbers, PrefillTensors, check_prefill
     from prefix_prefill.plan import PrefillPlan
 
     device = torch.device("cpu")
@@ -115,12 +116,15 @@ def interpreted() -> Iterator[Row]:
     for window, splits in ((None, 1), (model.window, 1), (None, 2)):
         prompt = make_prompt(model, lengths, device, sinks=window is not None)
         left, right = window or (-1, 0)
-        numbers = (20, "NHD", model.head_dim**-0.5, left, right, 0.0, False, 1.0, 1.0, 1.0, 0)
+        numbers = PrefillNumbers(20, "NHD", model.head_dim**-0.5, left, right, 0.0, False, 1.0, 1.0, 1.0, 0)
         out = torch.empty_like(prompt.q)
         cache = (prompt.paged.k_cache, prompt.paged.v_cache, prompt.paged.block_table)
-        tensors = (prompt.q, None, None, *cache, prompt.cu_seqlens_q, prompt.paged.seqlens_k, None, prompt.sinks)
-        tensors = (*tensors, None, None, None, out, None)
-        run = launch.prepare_prefill(*tensors, *numbers, PrefillPlan(32, 32, splits, 4, 1))
+        lengths_of = (prompt.cu_seqlens_q, prompt.paged.seqlens_k)
+        tensors = PrefillTensors(
+            prompt.q, None, None, *cache, *lengths_of, None, prompt.sinks, None, None, None, out, None
+        )
+        problem = check_prefill(tensors, numbers)
+        run = launch.prepare_prefill(problem, PrefillPlan(32, 32, splits, 4, 1), tensors)
         run(*tensors)
         error = error_of_rows(out, exact(prompt, window, rows))
         duration = median_ms(lambda run=run, tensors=tensors: run(*tensors), device, 1, "prefill, interpreted")
@@ -131,8 +135,8 @@ def interpreted() -> Iterator[Row]:
     parts = [torch.randn(21, 4, 64).to(DTYPE) for _ in range(2)]
     weights = [torch.randn(4, 21) for _ in range(2)]
     out, lse = torch.empty_like(parts[0]), torch.empty_like(weights[0])
-    six = (parts[0], weights[0], parts[1], weights[1], out, lse)
-    merge = launch.prepare_merge(*six)
+    six = MergeTensors(parts[0], weights[0], parts[1], weights[1], out, lse)
+    merge = launch.prepare_merge(six)
     merge(*six)
     duration = median_ms(lambda: merge(*six), device, 1, "merge, interpreted")
     shape = f"{model.name}, 21 tokens, {DTYPE_NAME}"
@@ -146,7 +150,7 @@ def described(model: SoftmaxAttention) -> str:
 
 
 def make_prompt(
-    model: SoftmaxAttention, lengths: Sequence[tuple[int, int]], device: torch.device, *, layout: str = "NHD",
+    model: SoftmaxAttention, lengths: Sequence[tuple[int, int]], device: torch.device, *, page_layout: str = "NHD",
     sinks: bool | None = None,
 ) -> Prompt:  # fmt: skip
     """Random tokens; ``sinks`` None: as the model has them."""
@@ -157,7 +161,7 @@ def make_prompt(
     )
     cu_seqlens_q = cumulative(torch.tensor([n for _, n in lengths])).to(device)
     cu_seqlens_k = cumulative(torch.tensor([ctx + n for ctx, n in lengths])).to(device)
-    paged = paged_cache(keys, values, cu_seqlens_k, PAGE, layout)
+    paged = paged_cache(keys, values, cu_seqlens_k, PAGE, page_layout)
     wanted = model.sinks if sinks is None else sinks
     logits = torch.randn(model.num_heads_q, device=device) if wanted else None
     return Prompt(lengths, q, keys, values, logits, paged, cu_seqlens_q, cu_seqlens_k)
@@ -165,13 +169,10 @@ def make_prompt(
 
 def prefill(prompt: Prompt, window: tuple[int, int] | None) -> torch.Tensor:
     paged = prompt.paged
-    out = prefix_prefill(
+    return prefix_prefill(
         prompt.q, None, None, paged.k_cache, paged.v_cache, paged.block_table, prompt.cu_seqlens_q, paged.seqlens_k,
         max_seqlen_q=prompt.max_seqlen_q, window=window, sinks=prompt.sinks,
     )  # fmt: skip
-    if not isinstance(out, torch.Tensor):
-        raise TypeError("without return_lse the result must be a tensor")
-    return out
 
 
 def sampled(rows: int) -> torch.Tensor:

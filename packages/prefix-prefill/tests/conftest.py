@@ -5,104 +5,25 @@ Tests are imported one by one (``--import-mode=importlib``), so that what they s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 
 from kernel_reference.attention import attention
-from kernel_reference.checks import validate_values
 from kernel_reference.paging import paged_cache
-from kernel_reference.testing.guards import Canaried, assert_bitwise_equal, canaried, poison_
+from kernel_reference.testing.guards import Canaried, assert_bitwise_equal, canaried, guarded, movable, poison_
 from kernel_reference.testing.numerics import assert_close_to_oracle
+from kernel_reference.testing.plain import Wanted, assert_rounded, moved, plain_rows
+from prefix_prefill.arguments import MergeTensors, PrefillNumbers, PrefillTensors, check_prefill
 
 Tensor = torch.Tensor
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
-# Numbers of this many rows and heads or fewer do not tell a version's errors: one weight may be exact by chance.
-_TOO_FEW = 64
 # Rows that the oracle computes of a sequence, beside its first and its last two.
 _SAMPLE = 12
-
-
-class Wanted(NamedTuple):
-    """A result in float64, and what the plain version in the dtype under test makes of it."""
-
-    exact: Tensor
-    plain: Tensor
-
-
-def plain_rows(
-    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, distance: Tensor, scale: float, softcap: float,
-    slopes: Tensor | None, sinks: Tensor | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Rows of one sequence as plain PyTorch in the dtype of q: what a kernel's errors are measured beside.
-
-    Each matrix product takes operands of that dtype and sums in float32, which is what the hardware's matrix
-    instructions do; the softmax is float32 and its weights, at most 1, are rounded to the dtype for the second product.
-    q [R, H, D], k and v [K, H, D], seen and distance (key - query position) [R, K]; out [R, H, D] float32, lse [H, R].
-    """
-
-    def heads_first(x: Tensor) -> Tensor:
-        return x.transpose(0, 1).float()
-
-    scores = heads_first(q) @ heads_first(k).mT * scale
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    if slopes is not None:
-        scores = scores + slopes.float()[:, None, None] * distance
-    scores = scores.masked_fill(~seen, -torch.inf)
-    top = scores.amax(2)
-    if sinks is not None:
-        top = torch.maximum(top, sinks.float()[:, None])
-    weights = torch.exp(scores - top[..., None])
-    total = weights.sum(2)
-    if sinks is not None:
-        total = total + torch.exp(sinks.float()[:, None] - top)
-    out = weights.to(q.dtype).float() @ heads_first(v) / total[..., None]
-    return out.transpose(0, 1), top + torch.log(total)
-
-
-def moved(wanted: Wanted, *, logarithm: bool = False) -> Wanted:
-    """With the plain version at least a unit in the last place off, where numbers are too few to tell its errors.
-
-    logarithm: of a sum, whose last place it is too; the logarithm itself may be near 0.
-    """
-    want, beside = wanted
-    unit = torch.finfo(beside.dtype).eps * (want.abs().clamp(min=1) if logarithm else want.abs())
-    other = (want + torch.where(want < 0, -unit, unit)).to(beside.dtype)
-    near = (beside.double() - want).abs() < (other.double() - want).abs()
-    return Wanted(want, torch.where(near, other.float(), beside.float()).to(beside.dtype))
-
-
-def assert_rounded(got: Tensor, wanted: Wanted, *, what: str = "the output") -> None:
-    """``assert_close_to_oracle`` of [R, H, D] with every row of every head brought to the same size.
-
-    A row that sees few keys holds values many times those of one that sees thousands, whose errors it would hide. They
-    are scaled by powers of two, which is exact; 8-bit results, whose range is too small for that, are not.
-    """
-    if wanted.exact.shape[:-1].numel() <= _TOO_FEW:
-        wanted = moved(wanted)
-    want, beside = wanted
-    if want.numel() and got.dtype not in FP8:
-        size = want.abs().amax(-1, keepdim=True)
-        factor = torch.exp2(-torch.where(size > 0, size, 1).log2().round().clamp(-14, 14))
-        got, want, beside = got * factor.to(got.dtype), want * factor, beside * factor.to(got.dtype)
-    assert_close_to_oracle(got, want, beside, what=what)
-
-
-def guarded(tensor: Tensor, *, strides: Sequence[int] | None = None, row_padding: int = 0, offset: int = 0) -> Canaried:
-    """The same bits inside a guarded buffer."""
-    place = canaried(tensor.shape, tensor.dtype, tensor.device, strides=strides, row_padding=row_padding, offset=offset)
-    bits(place.tensor).copy_(bits(tensor))
-    return place
-
-
-def bits(tensor: Tensor) -> Tensor:
-    """Copying and indexing are not implemented for every 8-bit float on every device; their bytes can be moved."""
-    return tensor.view(torch.uint8) if tensor.dtype in FP8 else tensor
 
 
 def quantised(values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -128,7 +49,7 @@ class Batch:
 
     def __init__(
         self, device: torch.device, lengths: Sequence[tuple[int, int]], *, heads: tuple[int, int] = (4, 2),
-        head_size: int = 64, page: int = 16, layout: str = "NHD", dtype: torch.dtype = torch.bfloat16,
+        head_dim: int = 64, page: int = 16, page_layout: str = "NHD", dtype: torch.dtype = torch.bfloat16,
         cache_dtype: torch.dtype | None = None, cached: bool = False, causal: bool = True,
         window: tuple[int, int] | None = None, softcap: float = 0.0, softmax_scale: float | None = None,
         sinks: bool | Tensor = False, alibi: bool | Tensor = False, k_scale: str | float | None = None,
@@ -137,8 +58,8 @@ class Batch:
         fused: bool = False, interleaved: bool = False, index_dtype: torch.dtype = torch.int32,
         extra_columns: int = 1, size: float = 1.0, offset: tuple[float, float] = (0.0, 0.0),
     ) -> None:  # fmt: skip
-        self.device, self.lengths, self.layout, self.page = device, list(lengths), layout, page
-        self.heads, self.head_size, self.dtype, self.cached = heads, head_size, dtype, cached
+        self.device, self.lengths, self.page_layout, self.page = device, list(lengths), page_layout, page
+        self.heads, self.head_dim, self.dtype, self.cached = heads, head_dim, dtype, cached
         self.causal, self.window, self.softcap, self.softmax_scale = causal, window, softcap, softmax_scale
         self.skip_decode, self.out_scale = skip_decode, out_scale
         self.begins = list(accumulate([new for _, new in lengths], initial=0))
@@ -165,13 +86,13 @@ class Batch:
         self.alibi_slopes = self._per_head(alibi, lambda h: 2.0 ** -(1 + h % 8), "alibi_slopes")
         self.sinks = self._per_head(sinks, lambda h: 1.5 * (h % 3) - 1, "sinks")
         self.out_dtype = out_dtype or (dtype if out_scale is None else torch.float8_e4m3fn)
-        self.out: Canaried = canaried((rows, num_heads, head_size), self.out_dtype, device, row_padding=8)
+        self.out: Canaried = canaried((rows, num_heads, head_dim), self.out_dtype, device, row_padding=8)
         self.lse: Canaried | None = canaried((num_heads, rows), torch.float32, device, row_padding=5) if lse else None
         self._before = (self.out.tensor.clone(), None if self.lse is None else self.lse.tensor.clone())
         self._wanted: tuple[Tensor, Wanted, Wanted] | None = None
 
     def _packed(self, lengths: Sequence[int], heads: int, size: float) -> Tensor:
-        return (torch.randn(sum(lengths), heads, self.head_size, device=self.device) * size).to(self.dtype)
+        return (torch.randn(sum(lengths), heads, self.head_dim, device=self.device) * size).to(self.dtype)
 
     def _chosen(self, positions: Sequence[range]) -> Tensor:
         """These positions of each sequence as rows of its packed keys."""
@@ -192,7 +113,7 @@ class Batch:
         cu = torch.tensor([0, *accumulate(stored or [0])], dtype=torch.int64, device=self.device)
         scales = [self._make_scale(kind, keys.shape[0]) for kind in (k_scale, v_scale)]
         paged = paged_cache(
-            keys, values, cu, self.page, self.layout, dtype=dtype, k_scale=scales[0], v_scale=scales[1],
+            keys, values, cu, self.page, self.page_layout, dtype=dtype, k_scale=scales[0], v_scale=scales[1],
             seed=int(torch.randint(2**31, ())),
         )  # fmt: skip
         self.block_table = paged.block_table[: len(stored)]
@@ -203,7 +124,7 @@ class Batch:
         )
         caches = [paged.k_cache, paged.v_cache]
         if interleaved:
-            whole = torch.stack([bits(cache) for cache in caches], dim=1).view(dtype)
+            whole = torch.stack([movable(cache) for cache in caches], dim=1).view(dtype)
             self.k_cache, self.v_cache = self._guard("the cache", whole).unbind(1)
         else:
             self.k_cache = self._guard("k_cache", caches[0])
@@ -270,9 +191,9 @@ class Batch:
             if position < stored:
                 block, place = int(self.block_table[sequence, position // self.page]), position % self.page
                 for cache in (self.k_cache, self.v_cache):
-                    if self.layout == "NHD":
+                    if self.page_layout == "NHD":
                         poison_(cache[block, place])
-                    elif self.layout == "HND":
+                    elif self.page_layout == "HND":
                         poison_(cache[block, :, place])
                     else:
                         poison_(cache[block, :, :, place])
@@ -284,7 +205,7 @@ class Batch:
     def options(self) -> dict[str, Any]:
         """The keyword arguments of the public function, its result and plan left out."""
         return {
-            "max_seqlen_q": self.max_seqlen_q, "layout": self.layout, "softmax_scale": self.softmax_scale,
+            "max_seqlen_q": self.max_seqlen_q, "page_layout": self.page_layout, "softmax_scale": self.softmax_scale,
             "causal": self.causal, "window": self.window, "softcap": self.softcap, "alibi_slopes": self.alibi_slopes,
             "sinks": self.sinks, "k_scale": self.k_scale, "v_scale": self.v_scale, "out_scale": self.out_scale,
             "skip_decode": self.skip_decode,
@@ -298,26 +219,33 @@ class Batch:
         )  # fmt: skip
 
     @property
-    def tensors(self) -> tuple[Any, ...]:
-        """The fifteen tensors of the op."""
+    def tensors(self) -> PrefillTensors:
+        """The tensors of the op."""
         scales = [s if isinstance(s, Tensor) else None for s in (self.k_scale, self.v_scale, self.out_scale)]
         lse = None if self.lse is None else self.lse.tensor
-        return (*self.inputs, self.alibi_slopes, self.sinks, *scales, self.out.tensor, lse)
+        return PrefillTensors(*self.inputs, self.alibi_slopes, self.sinks, *scales, self.out.tensor, lse)
 
-    def numbers(self, num_splits: int = 0) -> tuple[Any, ...]:
+    def numbers(self, num_splits: int = 0) -> PrefillNumbers:
         """The numbers of the op, the plan left out."""
         left, right = (-1, -1) if self.window is None else self.window
         factors = [
             1.0 if s is None or isinstance(s, Tensor) else s for s in (self.k_scale, self.v_scale, self.out_scale)
         ]
-        return (
-            self.max_seqlen_q, self.layout, self.scale, left, 0 if self.causal else right, self.softcap,
+        return PrefillNumbers(
+            self.max_seqlen_q, self.page_layout, self.scale, left, 0 if self.causal else right, self.softcap,
             self.skip_decode, *factors, num_splits,
         )  # fmt: skip
 
+    def attend(self, given: Sequence[Any], plan: Any, num_splits: int = 0) -> None:
+        """The launches of a plan, or of the device's, on these tensors in place of the batch's."""
+        from prefix_prefill import launch
+
+        tensors = PrefillTensors(*given)
+        launch.prepare_prefill(check_prefill(tensors, self.numbers(num_splits)), plan, tensors)(*tensors)
+
     @property
     def scale(self) -> float:
-        return self.head_size**-0.5 if self.softmax_scale is None else self.softmax_scale
+        return self.head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale
 
     def run(self, **options: Any) -> Any:
         """The public function, into the guarded output; lse is copied into its guarded place."""
@@ -399,7 +327,7 @@ class Batch:
 
     def _plain(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         num_heads, heads_kv = self.heads
-        out = torch.zeros(len(rows), num_heads, self.head_size, device=self.device)
+        out = torch.zeros(len(rows), num_heads, self.head_dim, device=self.device)
         lse = torch.full((num_heads, len(rows)), -torch.inf, device=self.device)
         begins_k = list(accumulate(self.totals, initial=0))
         left, right = (-1, -1) if self.window is None else self.window
@@ -420,9 +348,11 @@ class Batch:
                     seen &= distance >= -left
                 if right >= 0:
                     seen &= distance <= right
+                slopes = self.alibi_slopes
                 result = plain_rows(
-                    self.q[rows[some]], k, v, seen, distance, self.scale, self.softcap, self.alibi_slopes, self.sinks
-                )
+                    self.q[rows[some]], k, v, seen, self.scale, softcap=self.softcap, sinks=self.sinks,
+                    bias=None if slopes is None else slopes.float()[:, None, None] * distance,
+                )  # fmt: skip
                 out[some], lse[:, some] = result
         return out, lse
 
@@ -445,11 +375,11 @@ class Batch:
                 continue
             place.check(written=all_written and not bool(untouched.any()))
             if not all_written:
-                changed = bits(place.tensor).view(torch.uint8) != bits(before).view(torch.uint8)
+                changed = movable(place.tensor).view(torch.uint8) != movable(before).view(torch.uint8)
                 changed = changed.unflatten(-1, (place.tensor.shape[-1], -1)).any(-1)
                 values = place.tensor.double()[changed]
                 assert bool((values.isfinite() | (values == -torch.inf)).all()), f"{name} holds what is no number"
-            now = [bits(x)[untouched] if name == "out" else x[:, untouched] for x in (place.tensor, before)]
+            now = [movable(x)[untouched] if name == "out" else x[:, untouched] for x in (place.tensor, before)]
             assert_bitwise_equal(now[0], now[1], what=f"rows of {name} that are to be left")
         for name, place, original in self._inputs:
             place.check(written=False)
@@ -462,7 +392,7 @@ class Batch:
         live, untouched = self.live, self.untouched
         assert out.dtype == self.out_dtype
         none = ~live & ~untouched
-        assert not bool((bits(out)[none] != 0).any()), "rows of no sequence are not zero"
+        assert not bool((movable(out)[none] != 0).any()), "rows of no sequence are not zero"
         if lse is not None:
             assert bool((lse[:, none] == -torch.inf).all()), "lse of rows of no sequence is not -inf"
         if self._wanted is None or not again:
@@ -476,9 +406,9 @@ class Batch:
             beside = quantised(beside.double() / divisor, self.out_dtype)
         else:
             beside = beside.to(self.out_dtype)
-        assert_rounded(bits(out)[rows].view(out.dtype), Wanted(want, beside))
+        assert_rounded(movable(out)[rows].view(out.dtype), Wanted(want, beside))
         if lse is not None:
-            if lse_wanted.exact.numel() <= _TOO_FEW:
+            if lse_wanted.exact.numel() <= 64:
                 lse_wanted = moved(lse_wanted, logarithm=True)
             assert_close_to_oracle(lse[:, rows], *lse_wanted, what="lse")
 
@@ -520,19 +450,8 @@ class Tensors:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def one_thread() -> Iterator[None]:
-    """On the CPU every product here is so small that a second thread costs more than it does."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
-def unchecked() -> Iterator[None]:
-    """What only device memory tells is not looked at on a CPU either, and bad values are clamped."""
-    with validate_values(False):
-        yield
+def computing_on_one_thread(one_thread: None) -> None:
+    """As the plugin has it."""
 
 
 @pytest.fixture(scope="session")
@@ -548,9 +467,7 @@ class Kernels:
 
     def prefill(self, batch: Batch, plan: Any, num_splits: int = 0) -> None:
         """A batch, into its guarded output and lse."""
-        from prefix_prefill import launch
-
-        launch.prepare_prefill(*batch.tensors, *batch.numbers(num_splits), plan)(*batch.tensors)
+        batch.attend(batch.tensors, plan, num_splits)
 
     def merge(self, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
         """Two parts, into guarded memory."""
@@ -558,8 +475,8 @@ class Kernels:
 
         out = canaried(tuple(out_a.shape), out_a.dtype, self.device, row_padding=8)
         lse = canaried(tuple(lse_a.shape), torch.float32, self.device, row_padding=5)
-        tensors = (out_a, lse_a, out_b, lse_b, out.tensor, lse.tensor)
-        launch.prepare_merge(*tensors)(*tensors)
+        tensors = MergeTensors(out_a, lse_a, out_b, lse_b, out.tensor, lse.tensor)
+        launch.prepare_merge(tensors)(*tensors)
         for result in (out, lse):
             result.check(written=True)
         return out.tensor, lse.tensor

@@ -5,11 +5,8 @@ The configurations are those that plans and launches make for real models: all a
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,10 +14,19 @@ import torch
 
 import prefix_prefill
 from kernel_reference.models import GPT_OSS, LLAMA3_70B, SoftmaxAttention
-from kernel_reference.testing.codegen import KernelSpec, Report, assert_clean, compile_specs
+from kernel_reference.testing.codegen import (
+    KernelSpec,
+    Report,
+    assert_clean,
+    compile_by_target,
+    compile_specs,
+    launched_kernels,
+    recorded_launches,
+)
 from kernel_reference.testing.targets import SMALL_TARGETS, TARGETS
 from prefix_prefill import launch
-from prefix_prefill.plan import DeviceLimits, Problem, plan_prefill
+from prefix_prefill.arguments import MergeTensors, PrefillNumbers, PrefillTensors, check_prefill
+from prefix_prefill.plan import DeviceLimits, plan_prefill
 
 pytestmark = pytest.mark.codegen
 
@@ -43,28 +49,11 @@ WIDE = SoftmaxAttention("heads of 256", 16, 4, 256)
 NARROW = SoftmaxAttention("heads of 80", 32, 32, 80)
 
 
-def recorded(
-    run: Any, tensors: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
-) -> list[tuple[launch.Launch, tuple[Any, ...]]]:
-    """The launches that a call makes, each with its tensors."""
-    calls: list[tuple[launch.Launch, tuple[Any, ...]]] = []
-    monkeypatch.setattr(launch.Launch, "__call__", lambda self, *given: calls.append((self, given)))
-    run(*tensors)
-    return calls
-
-
-def spec_of(name: str, start: launch.Launch, tensors: tuple[Any, ...]) -> KernelSpec:
-    blocks = [form[2:] for form in start._forms] if isinstance(start, launch.HopperLaunch) else []
-    return KernelSpec.of_call(
-        start._kernel, (*tensors, *start._rest), options=start._options, name=name, descriptors=blocks
-    )
-
-
 def empty(*size: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.empty(*size, dtype=dtype)
 
 
-def caches(layout: str, page: int, heads: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
+def caches(page_layout: str, page: int, heads: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
     blocks = 64
     x = 16 // dtype.itemsize
     shapes = {
@@ -72,13 +61,13 @@ def caches(layout: str, page: int, heads: int, size: int, dtype: torch.dtype) ->
         "HND": [(blocks, heads, page, size)] * 2,
         "x-packed": [(blocks, heads, size // x, page, x), (blocks, heads, size, page)],
     }
-    return [empty(*shape, dtype=dtype) for shape in shapes[layout]]
+    return [empty(*shape, dtype=dtype) for shape in shapes[page_layout]]
 
 
 def prefill(
-    name: str, model: SoftmaxAttention, limits: DeviceLimits, monkeypatch: pytest.MonkeyPatch, *,
-    dtype: torch.dtype = BF16, cache_dtype: torch.dtype | None = None, page: int = 16, layout: str = "NHD",
-    apart: bool = False, rows: int = 2048, longest: int | None = None, splits: int = 1, softcap: float = 0.0,
+    name: str, model: SoftmaxAttention, limits: DeviceLimits, *,
+    dtype: torch.dtype = BF16, cache_dtype: torch.dtype | None = None, page: int = 16, page_layout: str = "NHD",
+    new_kv: bool = False, rows: int = 2048, longest: int | None = None, splits: int = 1, softcap: float = 0.0,
     alibi: bool = False, scales: str | None = None, lse: bool = False, out_dtype: torch.dtype | None = None,
     skip_decode: bool = False,
 ) -> Iterator[KernelSpec]:  # fmt: skip
@@ -86,54 +75,54 @@ def prefill(
     sequences, columns = 8, 4096
     heads, heads_kv, size = model.num_heads_q, model.num_heads_kv, model.head_dim
     q = empty(rows, heads, size, dtype=dtype)
-    k, v = [empty(rows, heads_kv, size, dtype=dtype) if apart else None for _ in range(2)]
-    k_cache, v_cache = caches(layout, page, heads_kv, size, cache_dtype or dtype)
+    k, v = [empty(rows, heads_kv, size, dtype=dtype) if new_kv else None for _ in range(2)]
+    k_cache, v_cache = caches(page_layout, page, heads_kv, size, cache_dtype or dtype)
     shape = {None: None, "heads": (heads_kv,), "tokens": (64, page, heads_kv)}[scales]
     k_scale, v_scale = [None if shape is None else empty(*shape, dtype=FP32) for _ in range(2)]
     table, cu, seqlens = (empty(*n, dtype=torch.int32) for n in ((sequences, columns), (sequences + 1,), (sequences,)))
     per_head = [empty(heads, dtype=FP32) if there else None for there in (alibi, model.sinks)]
     out = empty(rows, heads, size, dtype=out_dtype or dtype)
     out_scale = None if out_dtype is None else empty(1, dtype=FP32)
-    tensors = (
+    tensors = PrefillTensors(
         q, k, v, k_cache, v_cache, table, cu, seqlens, *per_head, k_scale, v_scale, out_scale, out,
         empty(heads, rows, dtype=FP32) if lse else None,
     )  # fmt: skip
     longest = rows if longest is None else longest
-    problem = Problem(
-        heads, heads_kv, size, page, rows, sequences, longest, columns * page, 8 * dtype.itemsize,
-        8 * k_cache.dtype.itemsize, apart, alibi, described=layout != "x-packed" and scales != "tokens",
-    )  # fmt: skip
+    left, right = model.window or (-1, 0)
+    numbers = PrefillNumbers(longest, page_layout, size**-0.5, left, right, softcap, skip_decode, 1.0, 1.0, 1.0, 0)
+    problem = check_prefill(tensors, numbers)
     # Not as many splits as fill a GPU: that would say nothing else of the code.
     plan = replace(plan_prefill(problem, limits), num_splits=splits)
-    left, right = model.window or (-1, 0)
-    numbers = (longest, layout, size**-0.5, left, right, softcap, skip_decode, 1.0, 1.0, 1.0, 0, plan)
-    run = launch.prepare_prefill(*tensors, *numbers)
-    for call in recorded(run, tensors, monkeypatch):
-        yield spec_of(f"{name}{', merged' if call[0]._kernel.fn.__name__ == 'merge_splits' else ''}", *call)
+    for start, given in recorded_launches(launch.prepare_prefill(problem, plan, tensors), *tensors):
+        merging = ", merged" if start.kernel.fn.__name__ == "merge_splits" else ""
+        yield KernelSpec.of_launch(start, given, name=f"{name}{merging}")
 
 
-def merging(monkeypatch: pytest.MonkeyPatch) -> Iterator[KernelSpec]:
+def merge() -> Iterator[KernelSpec]:
     rows, heads, size = 2048, LLAMA.num_heads_q, LLAMA.head_dim
     part, lse = empty(rows, heads, size), empty(heads, rows, dtype=FP32)
-    tensors = (part, lse) * 3
-    for call in recorded(launch.prepare_merge(*tensors), tensors, monkeypatch):
-        yield spec_of("two results merged", *call)
+    tensors = MergeTensors(part, lse, part, lse, part, lse)
+    for call in recorded_launches(launch.prepare_merge(tensors), *tensors):
+        yield KernelSpec.of_launch(*call, name="two results merged")
 
 
-def all_specs(target: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[KernelSpec]:
+def specs(target: str) -> Iterator[KernelSpec]:
+    """The cases that ``python -m kernel_reference.testing.codegen --compare REV`` compiles too."""
     limits = LIMITS[target]
 
     def portable(name: str, model: SoftmaxAttention, **options: Any) -> Iterator[KernelSpec]:
-        yield from prefill(name, model, replace(limits, hopper=False), monkeypatch, **options)
+        yield from prefill(name, model, replace(limits, hopper=False), **options)
 
-    yield from portable("Llama-3-70B TP8", LLAMA, apart=True)
-    yield from portable("Llama-3-70B TP8, x-packed", LLAMA, apart=True, layout="x-packed")
-    yield from portable("Llama-3-70B TP8, x-packed, pages of 64", LLAMA, apart=True, layout="x-packed", page=64)
+    yield from portable("Llama-3-70B TP8", LLAMA, new_kv=True)
+    yield from portable("Llama-3-70B TP8, x-packed", LLAMA, new_kv=True, page_layout="x-packed")
+    yield from portable("Llama-3-70B TP8, x-packed, pages of 64", LLAMA, new_kv=True, page_layout="x-packed", page=64)
     yield from portable("gpt-oss, split", GPT_OSS, splits=3, lse=True, page=64)
-    yield from portable("heads of 256", WIDE, layout="HND", page=544)
-    yield from portable("heads of 80 in float16, x-packed", NARROW, dtype=FP16, layout="x-packed", alibi=True, lse=True)
+    yield from portable("heads of 256", WIDE, page_layout="HND", page=544)
+    yield from portable(
+        "heads of 80 in float16, x-packed", NARROW, dtype=FP16, page_layout="x-packed", alibi=True, lse=True
+    )
     yield from portable("heads of 17", replace(NARROW, head_dim=17), rows=64, longest=20)
-    yield from portable("float32, capped", LLAMA, dtype=FP32, softcap=30.0, apart=True)
+    yield from portable("float32, capped", LLAMA, dtype=FP32, softcap=30.0, new_kv=True)
     yield from portable("float32, heads of 256", WIDE, dtype=FP32)
     yield from portable(
         "8-bit cache, decoding", LLAMA, cache_dtype=E4M3, scales="heads", rows=64, longest=1, skip_decode=True
@@ -141,41 +130,29 @@ def all_specs(target: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[KernelSp
     # gfx942 and sm_80 have no instructions for such outputs.
     out_dtype = E4M3 if target in ("sm_90", "sm_100") else None
     yield from portable("8 bits, scales of tokens", GPT_OSS, cache_dtype=E5M2, scales="tokens", out_dtype=out_dtype)
-    yield from merging(monkeypatch)
+    yield from merge()
     if not limits.hopper:
         return
 
     def hopper(name: str, model: SoftmaxAttention, **options: Any) -> Iterator[KernelSpec]:
-        specs = prefill(f"for sm_90, {name}", model, limits, monkeypatch, **options)
-        yield from (spec for spec in specs if spec.kernel.endswith("hopper:attend"))
+        specs = prefill(f"for sm_90, {name}", model, limits, **options)
+        yield from (spec for spec in specs if spec.kernel.endswith("hopper.kernel:attend"))
 
-    yield from hopper("128", LLAMA, apart=True, page=64)
-    yield from hopper("64 apart with a window, sinks, lse", GPT_OSS, apart=True, lse=True, out_dtype=E4M3)
+    yield from hopper("128", LLAMA, new_kv=True, page=64)
+    yield from hopper("64 apart with a window, sinks, lse", GPT_OSS, new_kv=True, lse=True, out_dtype=E4M3)
     yield from hopper("64 rows, split", LLAMA, rows=64, longest=1, splits=4)
     yield from hopper("96 in float16, capped", replace(LLAMA, head_dim=96), dtype=FP16, page=544, softcap=30.0)
-    yield from hopper("192 apart", replace(LLAMA, head_dim=192), apart=True)
-    yield from hopper("256 with slopes", WIDE, layout="HND", page=64, alibi=True)
+    yield from hopper("192 apart", replace(LLAMA, head_dim=192), new_kv=True)
+    yield from hopper("256 with slopes", WIDE, page_layout="HND", page=64, alibi=True)
     yield from hopper("8-bit cache", LLAMA, cache_dtype=E4M3, scales="heads", splits=2)
     yield from hopper("8-bit cache with a window and sinks", GPT_OSS, cache_dtype=E5M2, page=64, lse=True)
     yield from hopper("8-bit cache, decoding", LLAMA, cache_dtype=E4M3, rows=64, longest=1)
-    yield from hopper("8-bit cache, apart", LLAMA, cache_dtype=E4M3, scales="heads", apart=True)
-
-
-def specs(target: str) -> list[KernelSpec]:
-    """The cases that ``python -m kernel_reference.testing.codegen --compare REV`` compiles too."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        return list(all_specs(target, monkeypatch))
+    yield from hopper("8-bit cache, apart", LLAMA, cache_dtype=E4M3, scales="heads", new_kv=True)
 
 
 @pytest.fixture(scope="module")
 def reports() -> list[Report]:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        jobs = {target: list(all_specs(target, monkeypatch)) for target in TARGETS}
-    # Each target has plans of its own, so specs of its own: a process for each, two at a time, the longest first.
-    order = sorted(TARGETS, key=lambda target: len(jobs[target]), reverse=True)
-    with ThreadPoolExecutor(2) as pool:
-        compiled = pool.map(lambda target: compile_specs(jobs[target], [target], processes=1), order)
-        return [report for reports in compiled for report in reports]
+    return compile_by_target(specs)
 
 
 def test_every_kernel_compiles_for_every_target_without_spills_or_traps(reports: list[Report]) -> None:
@@ -184,14 +161,9 @@ def test_every_kernel_compiles_for_every_target_without_spills_or_traps(reports:
 
 
 def test_what_takes_most_shared_memory_compiles_for_gpus_that_have_99_kib_of_it() -> None:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        jobs = {
-            target: [spec for spec in all_specs(target, monkeypatch) if spec.name in MOST_SHARED]
-            for target in SMALL_TARGETS
-        }
-    with ThreadPoolExecutor(2) as pool:
-        compiled = pool.map(lambda target: compile_specs(jobs[target], [target], processes=1), SMALL_TARGETS)
-        reports = [report for reports in compiled for report in reports]
+    reports = compile_by_target(
+        lambda target: [spec for spec in specs(target) if spec.name in MOST_SHARED], SMALL_TARGETS
+    )
     assert len(reports) == 2 * len(SMALL_TARGETS)
     # Triton 3.6 spills 8 bytes of one of them on sm_120, 3.7 none.
     assert_clean(reports, most_stack=8)
@@ -215,7 +187,7 @@ def test_no_layout_is_loaded_number_by_number(reports: list[Report]) -> None:
         assert report.load_bits <= {32, 64, 128}, report.spec
 
 
-def test_the_kernel_for_sm_90_copies_by_the_memory_accelerator_and_multiplies_by_warpgroups(reports) -> None:
+def test_the_kernel_for_sm_90_loads_by_tma_and_multiplies_by_wgmma(reports) -> None:
     hopper = [report for report in reports if report.spec.startswith("for sm_90")]
     assert len(hopper) == 10
     for report in hopper:
@@ -224,24 +196,16 @@ def test_the_kernel_for_sm_90_copies_by_the_memory_accelerator_and_multiplies_by
         assert report.shared <= LIMITS["sm_90"].shared_memory, report.spec
 
 
-def test_the_largest_tiles_fit_in_the_64_kib_of_sm_75(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_largest_tiles_fit_in_the_64_kib_of_sm_75() -> None:
     """Heads of 256 in the caches that take most: in 16 bits, and x-packed in 8."""
     limits = DeviceLimits(40, 65536, turing=True)
-    options = [{"layout": "HND", "page": 544}, {"layout": "x-packed", "cache_dtype": E4M3, "scales": "heads"}]
-    specs = [spec for each in options for spec in prefill(str(each), WIDE, limits, monkeypatch, dtype=FP16, **each)]
-    reports = compile_specs(specs, ["sm_75"], processes=1)
+    options = [{"page_layout": "HND", "page": 544}, {"page_layout": "x-packed", "cache_dtype": E4M3, "scales": "heads"}]
+    largest = [spec for each in options for spec in prefill(str(each), WIDE, limits, dtype=FP16, **each)]
+    reports = compile_specs(largest, ["sm_75"], processes=1)
     assert_clean(reports)
     for report in reports:
         assert 40 * 1024 < report.shared <= limits.shared_memory, report
 
 
 def test_no_kernel_is_left_out() -> None:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        compiled = {spec.kernel for spec in all_specs("sm_90", monkeypatch)}
-    entries = set()
-    for file in Path(prefix_prefill.__file__).with_name("kernels").glob("*.py"):
-        for node in ast.parse(file.read_text()).body:
-            # What is launched asks which program it is; helpers are handed that.
-            if isinstance(node, ast.FunctionDef) and "pid = " in ast.unparse(node):
-                entries.add(f"prefix_prefill.kernels.{file.stem}:{node.name}")
-    assert entries == compiled
+    assert {spec.kernel for spec in specs("sm_90")} == launched_kernels(prefix_prefill)

@@ -220,10 +220,8 @@ TRANSFORMS: dict[str, tuple[Callable[..., Any], str]] = {
     "vmap of grad": (
         lambda f, x: vmap(grad(lambda y: f(y).float().sum()))(torch.stack([x, x])), "without gradient",
     ),
-    "vmap": (lambda f, x: vmap(f)(torch.stack([x, x])), "a plain tensor: there is no rule for torch.func.vmap"),
-    "functionalize": (
-        lambda f, x: functionalize(f)(x), "a plain tensor: there is no rule for torch.func.functionalize",
-    ),
+    "vmap": (lambda f, x: vmap(f)(torch.stack([x, x])), "outside torch.vmap"),
+    "functionalize": (lambda f, x: functionalize(f)(x), "outside torch.func.functionalize"),
 }  # fmt: skip
 
 

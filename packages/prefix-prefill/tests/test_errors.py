@@ -73,7 +73,7 @@ def good(function: str, device: torch.device) -> dict[str, Any]:
             "v_cache": make(BLOCKS, HKV, D, PAGE, dtype=E4M3),
         }  # fmt: skip
     caches = {name: make(BLOCKS, PAGE, HKV, D, dtype=E4M3) for name in ("k_cache", "v_cache")}
-    options = {"layout": "NHD", "window": (30, 0), "softcap": 3.0, "return_lse": True, "num_splits": 1}
+    options = {"page_layout": "NHD", "window": (30, 0), "softcap": 3.0, "return_lse": True, "num_splits": 1}
     return {**tensors, **lengths, **caches, **options}
 
 
@@ -114,7 +114,7 @@ def in_layout(layout: str) -> Change:
     """Another layout, and caches that are right in it."""
 
     def change(arguments: dict[str, Any]) -> None:
-        arguments["layout"] = layout
+        arguments["page_layout"] = layout
         for name in ("k_cache", "v_cache"):
             cache = arguments[name].view(torch.uint8)
             if layout == "HND":
@@ -127,7 +127,7 @@ def in_layout(layout: str) -> Change:
     return change
 
 
-def with_head_size(size: int) -> Change:
+def with_head_dim(size: int) -> Change:
     def change(arguments: dict[str, Any]) -> None:
         for name in ("q", "k", "v", "out", "o"):
             if name in arguments:
@@ -210,7 +210,7 @@ TABLE = [
         for function in ATTENDING
     ],
     *[
-        (function, f"of {size} elements", V, "q", with_head_size(size))
+        (function, f"of {size} elements", V, "q", with_head_dim(size))
         for function in ATTENDING
         for size in (0, 1, 15, 257, 512)
     ],
@@ -246,11 +246,11 @@ TABLE = [
     ("prefill", "uint8 caches", T, "k_cache",
      together(*[replaced(name, lambda x: x.view(torch.uint8)) for name in ("k_cache", "v_cache")])),
     *[
-        ("prefill", f"layout {value!r}", error, "layout", replaced("layout", value))
+        ("prefill", f"page_layout {value!r}", error, "page_layout", replaced("page_layout", value))
         for value, error in (("nhd", V), ("", V), ("BHSD", V), (None, T), (3, T), (["NHD"], T))
     ],
-    ("prefill", "caches of another layout than said", V, "k_cache", replaced("layout", "HND")),
-    ("prefill", "4-D keys said to be x-packed", V, "k_cache", replaced("layout", "x-packed")),
+    ("prefill", "caches of another layout than said", V, "k_cache", replaced("page_layout", "HND")),
+    ("prefill", "4-D keys said to be x-packed", V, "k_cache", replaced("page_layout", "x-packed")),
     *[
         ("prefill", f"v_cache of another layout, {layout}", V, "v_cache",
          together(in_layout(layout), replaced("v_cache", lambda x: x.mT)))
@@ -514,10 +514,10 @@ def test_the_ops_check_what_reaches_them_by_another_way(device, tensors, name) -
             torch.ops.prefix_prefill.merge(a, lse, a, lse, torch.empty_like(a), lse.T)
         return
     batch = tensors.batch([(20, 5)])
-    *numbers, _ = batch.numbers()
+    *numbers, _, most, _ = batch.numbers()
     for splits, plan, said in ((-1, None, "num_splits"), (2, [16, 16, 1, 4, 1, 0], "num_splits"), (0, [0] * 6, "plan")):
         with pytest.raises(ValueError, match=f"^{said} must be "):
-            torch.ops.prefix_prefill.prefill(*batch.tensors, *numbers, splits, plan)
+            torch.ops.prefix_prefill.prefill(*batch.tensors, *numbers, splits, most, plan)
     numbers[3] = -2
     with pytest.raises(ValueError, match=r"^window must be "):
         torch.ops.prefix_prefill.prefill(*batch.tensors, *numbers, 0)
@@ -625,7 +625,7 @@ def far_off(number: int, dtype: torch.dtype) -> int:
 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("splits", [None, 3])
-@pytest.mark.parametrize("cached", [False, True], ids=["apart", "cached"])
+@pytest.mark.parametrize("cached", [False, True], ids=["new keys", "cached"])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_sequences_of_impossible_lengths_give_zeros_and_harm_no_other(tensors, dtype, cached, splits) -> None:
     ends = torch.iinfo(dtype)
@@ -640,7 +640,7 @@ def test_sequences_of_impossible_lengths_give_zeros_and_harm_no_other(tensors, d
 
 
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("cached", [False, True], ids=["apart", "cached"])
+@pytest.mark.parametrize("cached", [False, True], ids=["new keys", "cached"])
 def test_more_keys_than_the_table_has_columns_for_give_zeros(tensors, cached) -> None:
     batch = tensors.batch([(20, 5), (60, 20), (64, 1), (65, 1)], cached=cached)
     batch.block_table = batch.block_table[:, :4]

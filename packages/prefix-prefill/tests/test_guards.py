@@ -19,11 +19,13 @@ import torch
 import triton
 import triton.language as tl
 
+from kernel_reference.integers import cdiv
 from kernel_reference.testing import contract
 from kernel_reference.testing.guards import assert_bitwise_equal
 from prefix_prefill import launch
-from prefix_prefill.kernels import tiles
-from prefix_prefill.plan import DeviceLimits, PrefillPlan, Problem, cdiv, heads_per_tile, num_places, tokens_per_tile
+from prefix_prefill.arguments import MergeTensors, PrefillNumbers, PrefillTensors, check_prefill
+from prefix_prefill.kernels import schedule
+from prefix_prefill.plan import DeviceLimits, PrefillPlan, Problem, heads_per_tile, num_slots, tokens_per_tile
 
 sanitize = pytest.mark.sanitize
 gpu = pytest.mark.gpu
@@ -48,8 +50,8 @@ def on_hopper_or_skip(plan: PrefillPlan, device: torch.device) -> None:
 SMALL: dict[str, tuple[PrefillPlan, dict[str, Any]]] = {
     "apart": (portable(), {}),
     "cached, split": (portable(num_splits=3), {"cached": True, "sinks": True}),
-    "a window, 32 x 32": (portable(32, 32), {"window": (5, -1), "dtype": FP16, "layout": "HND"}),
-    "64 x 64, x-packed": (portable(64, 64, 1, 2), {"layout": "x-packed", "softcap": 3.0, "page": 24}),
+    "a window, 32 x 32": (portable(32, 32), {"window": (5, -1), "dtype": FP16, "page_layout": "HND"}),
+    "64 x 64, x-packed": (portable(64, 64, 1, 2), {"page_layout": "x-packed", "softcap": 3.0, "page": 24}),
     "float32": (portable(16, 32), {"dtype": FP32, "alibi": True, "window": (9, 3), "causal": False, "page": 1}),
     "8 bits, of tokens": (portable(), {"cache_dtype": E4M3, "k_scale": "tokens", "v_scale": "tokens"}),
     "8 bits, of heads": (portable(), {"cache_dtype": E5M2, "k_scale": "heads", "v_scale": "heads", "out_scale": 1.0}),
@@ -62,8 +64,9 @@ def test_what_is_made_ready_keeps_no_tensor_of_its_first_call_alive(tensors, num
     """It is kept for as long as the process lives, and a call's tensors may be gigabytes."""
 
     def call() -> tuple[Callable[..., None], list[weakref.ref[torch.Tensor]]]:
-        batch = tensors.batch([(5, 3), (1, 20)], heads=(2, 1), head_size=16)
-        run = launch.prepare_prefill(*batch.tensors, *batch.numbers(num_splits), portable(num_splits=num_splits))
+        batch = tensors.batch([(5, 3), (1, 20)], heads=(2, 1), head_dim=16)
+        problem = check_prefill(batch.tensors, batch.numbers())
+        run = launch.prepare_prefill(problem, portable(num_splits=num_splits), batch.tensors)
         run(*batch.tensors)
         return run, [weakref.ref(tensor) for tensor in batch.tensors if tensor is not None]
 
@@ -77,7 +80,7 @@ def test_what_is_made_ready_keeps_no_tensor_of_its_first_call_alive(tensors, num
 @sanitize
 @pytest.mark.parametrize(("plan", "options"), SMALL.values(), ids=SMALL)
 def test_calls_touch_their_rows_and_nothing_else(tensors, kernels, plan, options) -> None:
-    options = {"heads": (2, 1), "head_size": 24, "rows_after": 3, **options}
+    options = {"heads": (2, 1), "head_dim": 24, "rows_after": 3, **options}
     batch = tensors.batch([(19, 6), (0, 0), (16, 1), (0, 2)], **options)
     kernels.prefill(batch, plan)
     batch.check()
@@ -98,7 +101,7 @@ def test_merging_touches_its_results_and_nothing_else(tensors, kernels) -> None:
 @gpu
 @pytest.mark.parametrize("options", [
     {}, {"cached": True, "page": 64}, {"window": (70, -1), "sinks": True},
-    {"layout": "HND", "page": 544, "softcap": 3.0}, {"alibi": True, "cached": True, "skip_decode": True},
+    {"page_layout": "HND", "page": 544, "softcap": 3.0}, {"alibi": True, "cached": True, "skip_decode": True},
     {"dtype": FP16, "out_scale": 0.1, "causal": False},
     {"cache_dtype": E4M3, "k_scale": "heads", "v_scale": "tensor"},
 ], ids=str)  # fmt: skip
@@ -109,9 +112,9 @@ def test_calls_on_hopper_touch_their_rows_and_nothing_else(tensors, kernels, opt
     eight = "cache_dtype" in options
     if eight:
         plan = PrefillPlan(plan.block_m, 64, plan.num_splits, 4, 3, hopper=True)
-    head_size = (128, 80, 128 if eight else 256)[turn]
+    head_dim = (128, 80, 128 if eight else 256)[turn]
     lengths = [(190, 37), (0, 0), (16, 1), (0, 2), (5, 70)]
-    batch = tensors.batch(lengths, heads=(8, 2), head_size=head_size, rows_after=40, **options)
+    batch = tensors.batch(lengths, heads=(8, 2), head_dim=head_dim, rows_after=40, **options)
     kernels.prefill(batch, plan)
     batch.check()
 
@@ -127,7 +130,7 @@ every_walk = pytest.mark.parametrize(
     "plan", [pytest.param(p, id=name, marks=[gpu] if p.hopper else []) for name, p in EVERY_WALK.items()]
 )
 # Such as every walk takes.
-SHAPE = {"heads": (2, 1), "head_size": 16}
+SHAPE = {"heads": (2, 1), "head_dim": 16}
 
 
 @sanitize
@@ -147,7 +150,7 @@ IMPOSSIBLE = [-1, 0, 2, 2**31 - 1, -(2**31)]
 
 @sanitize
 @every_walk
-@pytest.mark.parametrize("cached", [False, True], ids=["apart", "cached"])
+@pytest.mark.parametrize("cached", [False, True], ids=["new keys", "cached"])
 def test_rows_of_impossible_lengths_are_zero(tensors, kernels, plan, cached) -> None:
     """Fewer tokens than are new, or more than a row of the table has room for; the neighbours are as ever."""
     on_hopper_or_skip(plan, tensors.device)
@@ -170,7 +173,7 @@ def test_pages_past_the_pool_and_below_it_read_as_zeros(tensors, kernels, plan, 
     on_hopper_or_skip(plan, tensors.device)
     options = {**SHAPE, "index_dtype": torch.int64} if not plan.hopper else SHAPE
     ends = torch.iinfo(options.get("index_dtype", torch.int32))
-    batch = tensors.batch([(100, 3)], layout=layout, **options)
+    batch = tensors.batch([(100, 3)], page_layout=layout, **options)
     blocks = batch.k_cache.shape[0]
     wrong = torch.tensor([blocks, -1, ends.max, ends.min], device=batch.block_table.device)
     batch.block_table[0, 1:5] = wrong
@@ -214,7 +217,7 @@ def test_impossible_bounds_are_clamped_and_the_rows_of_none_are_zero(tensors, ke
 
 @sanitize
 @every_walk
-@pytest.mark.parametrize("cached", [False, True], ids=["apart", "cached"])
+@pytest.mark.parametrize("cached", [False, True], ids=["new keys", "cached"])
 @pytest.mark.parametrize("cu", [[0, 50, 10, 60], [60, 0, 35, 7], [0, 2**31 - 1, -(2**31), 60]], ids=str)
 def test_falling_bounds_touch_nothing_outside(tensors, kernels, cu, plan, cached) -> None:
     on_hopper_or_skip(plan, tensors.device)
@@ -262,10 +265,10 @@ def far_calls(tensors, plan: PrefillPlan, **options: Any) -> tuple[Callable[...,
     Three or more of each, so that strides fit in 32 bits and products of them do not.
     """
     # The interpreter's loops count in Python's numbers, which meet a stride as 32 bits: there sequences are short.
-    batch = tensors.batch([(18, 2), (0, 2), (3, 1)], heads=(6, 3), head_size=16, page=16, **options)
+    batch = tensors.batch([(18, 2), (0, 2), (3, 1)], heads=(6, 3), head_dim=16, page=16, **options)
 
     def call(*given: Any) -> tuple[()]:
-        launch.prepare_prefill(*given, *batch.numbers(), plan)(*given)
+        batch.attend(given, plan)
         return ()
 
     return call, [None if tensor is None else tensor.clone() for tensor in batch.tensors]
@@ -293,8 +296,8 @@ def test_kernels_follow_dimensions_more_than_2_to_the_31_elements_apart(tensors,
 )  # fmt: skip
 def test_kernels_follow_elements_whose_last_is_more_than_2_to_the_31_elements_off(tensors, layout, dims) -> None:
     if layout == "x-packed":
-        check_far_apart(*far_calls(tensors, portable(), layout=layout), {**dims, K_CACHE: 4})
-    check_far_apart(*far_calls(tensors, portable(), layout=layout), dims)
+        check_far_apart(*far_calls(tensors, portable(), page_layout=layout), {**dims, K_CACHE: 4})
+    check_far_apart(*far_calls(tensors, portable(), page_layout=layout), dims)
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2], ids=["pages", "places", "heads"])
@@ -311,7 +314,7 @@ def test_merging_follows_dimensions_more_than_2_to_the_31_elements_apart(tensors
     results = [torch.zeros_like(part) for part in parts[:2]]
 
     def merge(*given: torch.Tensor) -> tuple[()]:
-        launch.prepare_merge(*given)(*given)
+        launch.prepare_merge(MergeTensors(*given))(*given)
         return ()
 
     check_far_apart(merge, [*parts, *results], dims)
@@ -325,7 +328,7 @@ def last_rows(plan: PrefillPlan, batch: Any, **changed: torch.Tensor) -> tuple[t
         given[places[name]] = tensor
     rows = given[Q].shape[0]
     given[OUT], given[LSE] = torch.empty_like(given[Q]), given[Q].new_empty(given[Q].shape[1], rows, dtype=FP32)
-    launch.prepare_prefill(*given, *batch.numbers(), plan)(*given)
+    batch.attend(given, plan)
     new = batch.lengths[-1][1]
     return given[OUT][-new:].clone(), given[LSE][:, -new:].clone()
 
@@ -334,7 +337,7 @@ def last_rows(plan: PrefillPlan, batch: Any, **changed: torch.Tensor) -> tuple[t
 @pytest.mark.parametrize("plan", [portable(64, 64), portable(64, 64, 2), hopper(), hopper(64, 128, 2)], ids=str)
 def test_packed_queries_and_caches_of_more_than_2_to_the_31_elements_are_read_to_their_ends(tensors, plan) -> None:
     on_hopper_or_skip(plan, tensors.device)
-    batch = tensors.batch([(0, 100), (300, 100)], heads=(64, 8), head_size=128, cached=True)
+    batch = tensors.batch([(0, 100), (300, 100)], heads=(64, 8), head_dim=128, cached=True)
     wanted = last_rows(plan, batch)
     rows = 2**31 // (64 * 128) + 300
     q = torch.zeros(rows, 64, 128, dtype=BF16, device=batch.q.device)
@@ -376,7 +379,7 @@ class Grids:
                 pass
 
         monkeypatch.setattr(launch, "Launch", Recorded)
-        monkeypatch.setattr(launch, "HopperLaunch", Recorded)
+        monkeypatch.setattr(launch, "TmaLaunch", Recorded)
         monkeypatch.setattr(launch, "device_limits", lambda device: DeviceLimits(132, 232448, hopper=True))
 
 
@@ -388,9 +391,10 @@ def prepare(rows: int, sequences: int, plan: PrefillPlan | None, heads: tuple[in
     """Make a call ready, of tensors that have no memory, and call it."""
     q, cache = meta(rows, heads[0], 128), meta(50, 16, heads[1], 128)
     table, cu, seqlens = (meta(*n, dtype=torch.int32) for n in ((sequences, 9), (sequences + 1,), (sequences,)))
-    given = (q, None, None, cache, cache, table, cu, seqlens, *[None] * 5, q, meta(heads[0], rows, dtype=FP32))
-    numbers = (rows, "NHD", 0.1, -1, 0, 0.0, False, 1.0, 1.0, 1.0, 0)
-    launch.prepare_prefill(*given, *numbers, plan)(*given)
+    lse = meta(heads[0], rows, dtype=FP32)
+    given = PrefillTensors(q, None, None, cache, cache, table, cu, seqlens, None, None, None, None, None, q, lse)
+    numbers = PrefillNumbers(rows, "NHD", 0.1, -1, 0, 0.0, False, 1.0, 1.0, 1.0, 0)
+    launch.prepare_prefill(check_prefill(given, numbers), plan, given)(*given)
 
 
 MANY = 70_000
@@ -402,7 +406,7 @@ def test_grids_of_many_sequences_and_rows_have_one_dimension(monkeypatch, plan) 
     for rows, sequences in ((MANY, MANY), (2**21, 3), (1, 1), (2**20, MANY)):
         prepare(rows, sequences, plan)
     part, lse = meta(2**21, 8, 128), meta(8, 2**21, dtype=FP32)
-    launch.prepare_merge(part, lse, part, lse, part, lse)
+    launch.prepare_merge(MergeTensors(part, lse, part, lse, part, lse))
     assert len(grids.grids) > 4
     for name, (size, *others) in grids.grids:
         assert 0 < size < 2**31, name
@@ -414,7 +418,7 @@ def test_no_rows_launch_nothing(monkeypatch) -> None:
     for sequences in (0, 3):
         prepare(0, sequences, portable())
     part, lse = meta(0, 2, 16), meta(2, 0, dtype=FP32)
-    launch.prepare_merge(part, lse, part, lse, part, lse)
+    launch.prepare_merge(MergeTensors(part, lse, part, lse, part, lse))
     assert not grids.grids
 
 
@@ -428,44 +432,44 @@ def test_a_launch_has_a_place_for_every_tile_kv_head_and_split_and_no_more_than_
             assert place[0] == (rows // (plan.block_m // 4) + sequences + 2) * 2 * splits
 
 
-# Where tiles stand, and which keys they walk: the arithmetic of kernels/tiles.py, in Python and on the device
+# Where tiles stand, and which keys they walk: the arithmetic of kernels/schedule.py, in Python and on the device
 
 
-def located(cu: Sequence[int], rows: int, tokens: int, place: int) -> tuple[int, int, int, int]:
-    """tiles.locate: sequence, tile, first row and number of rows; sequences -1 and B are the rows of none."""
+def located(cu: Sequence[int], rows: int, tokens: int, slot: int) -> tuple[int, int, int, int]:
+    """schedule.find_tile: sequence, tile, first row and number of rows; sequences -1 and B are the rows of none."""
     count = len(cu) - 1
 
     def row_at(i: int) -> int:
         return 0 if i < 0 else rows if i > count else min(max(cu[i], 0), rows)
 
-    def first_tile(i: int) -> int:
+    def first_slot(i: int) -> int:
         return row_at(i) // tokens + i + 1
 
     sequence, above = -1, count + 1
     while above - sequence > 1:
         middle = (sequence + above) // 2
-        if first_tile(middle) <= place:
+        if first_slot(middle) <= slot:
             sequence = middle
         else:
             above = middle
     begin = row_at(sequence)
     end = max(row_at(sequence + 1), begin)
-    i_place = place - first_tile(sequence)
-    i_tile = cdiv(end - begin, tokens) - 1 - i_place
-    here = i_tile >= 0 and i_place >= 0
+    i_own = slot - first_slot(sequence)
+    i_tile = cdiv(end - begin, tokens) - 1 - i_own
+    here = i_tile >= 0 and i_own >= 0
     return sequence, max(i_tile, 0), begin, end - begin if here else 0
 
 
-def places_of(rows: int, sequences: int, tokens: int) -> int:
-    return num_places(Problem(1, 1, 16, 16, rows, sequences, rows, 16), tokens)
+def slots_of(rows: int, sequences: int, tokens: int) -> int:
+    return num_slots(Problem(1, 1, 16, 16, rows, sequences, rows, 16), tokens)
 
 
-def check_places(cu: Sequence[int], rows: int, tokens: int) -> None:
-    """Every row of every sequence, and every row of none, has one place."""
+def check_slots(cu: Sequence[int], rows: int, tokens: int) -> None:
+    """Every row of every sequence, and every row of none, has one slot."""
     count = len(cu) - 1
     owner: dict[int, int] = {}
-    for place in range(places_of(rows, count, tokens)):
-        sequence, i_tile, begin, length = located(cu, rows, tokens, place)
+    for slot in range(slots_of(rows, count, tokens)):
+        sequence, i_tile, begin, length = located(cu, rows, tokens, slot)
         for row in range(begin + i_tile * tokens, min(begin + (i_tile + 1) * tokens, begin + length)):
             assert row not in owner, (cu, rows, tokens, row)
             owner[row] = sequence
@@ -486,39 +490,39 @@ def impossible_bounds(rng: random.Random) -> tuple[list[int], int]:
     return [rng.choice([*numbers, rng.randint(0, 100)]) for _ in range(rng.randint(1, 7))], rows
 
 
-def test_every_row_of_all_small_batches_has_one_place() -> None:
+def test_every_row_of_all_small_batches_has_one_slot() -> None:
     for rows, tokens, count in itertools.product(range(8), (1, 2, 3), range(4)):
         for bounds in itertools.combinations_with_replacement(range(rows + 1), count + 1):
-            check_places(bounds, rows, tokens)
+            check_slots(bounds, rows, tokens)
 
 
-def test_every_row_of_random_batches_has_one_place() -> None:
+def test_every_row_of_random_batches_has_one_slot() -> None:
     rng = random.Random(0)
     for _ in range(200):
         cu, rows = random_bounds(rng)
         for tokens in (1, 4, 18, 64):
-            check_places(cu, rows, tokens)
+            check_slots(cu, rows, tokens)
 
 
-def test_places_of_impossible_bounds_stay_within_the_rows() -> None:
+def test_slots_of_impossible_bounds_stay_within_the_rows() -> None:
     rng = random.Random(1)
     for _ in range(1000):
         cu, rows = impossible_bounds(rng)
-        for place in range(places_of(rows, len(cu) - 1, 16)):
-            sequence, i_tile, begin, length = located(cu, rows, 16, place)
+        for slot in range(slots_of(rows, len(cu) - 1, 16)):
+            sequence, i_tile, begin, length = located(cu, rows, 16, slot)
             assert -1 <= sequence <= len(cu) - 1
             assert 0 <= begin <= begin + length <= rows
             assert length == 0 or i_tile * 16 < length
 
 
 @triton.jit
-def tabulate_places(p_cu, p_table, num_sequences, rows, TOKENS: tl.constexpr):
-    i_w = tl.program_id(0)
-    i_n, i_tile, begin, q_len = tiles.locate(p_cu, i_w, num_sequences, rows, TOKENS)
-    tl.store(p_table + i_w * 4, i_n)
-    tl.store(p_table + i_w * 4 + 1, i_tile)
-    tl.store(p_table + i_w * 4 + 2, begin)
-    tl.store(p_table + i_w * 4 + 3, q_len)
+def tabulate_slots(p_cu, p_table, num_sequences, rows, TOKENS: tl.constexpr):
+    i_slot = tl.program_id(0)
+    i_n, i_tile, begin, q_len = schedule.find_tile(p_cu, i_slot, num_sequences, rows, TOKENS)
+    tl.store(p_table + i_slot * 4, i_n)
+    tl.store(p_table + i_slot * 4 + 1, i_tile)
+    tl.store(p_table + i_slot * 4 + 2, begin)
+    tl.store(p_table + i_slot * 4 + 3, q_len)
 
 
 def all_bounds() -> Iterator[tuple[list[int], int]]:
@@ -534,15 +538,15 @@ def all_bounds() -> Iterator[tuple[list[int], int]]:
 def test_the_device_finds_the_places_that_python_does(device: torch.device, dtype: torch.dtype) -> None:
     for cu, rows in all_bounds():
         for tokens in (5, 32):
-            places = places_of(rows, len(cu) - 1, tokens)
+            places = slots_of(rows, len(cu) - 1, tokens)
             table = torch.full((places, 4), -9, dtype=torch.int64, device=device)
             bounds = torch.tensor(cu, dtype=dtype, device=device)
-            tabulate_places[(places,)](bounds, table, len(cu) - 1, rows, TOKENS=tokens)
-            for place, found in enumerate(table.tolist()):
-                wanted = list(located(cu, rows, tokens, place))
+            tabulate_slots[(places,)](bounds, table, len(cu) - 1, rows, TOKENS=tokens)
+            for slot, found in enumerate(table.tolist()):
+                wanted = list(located(cu, rows, tokens, slot))
                 # Of a place without rows it matters only that it has none.
-                assert found[3] == wanted[3], (cu, rows, tokens, place)
-                assert found == wanted or not wanted[3], (cu, rows, tokens, place)
+                assert found[3] == wanted[3], (cu, rows, tokens, slot)
+                assert found == wanted or not wanted[3], (cu, rows, tokens, slot)
 
 
 @triton.jit
@@ -551,11 +555,11 @@ def tabulate_keys(
     SPLITS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
 ):  # fmt: skip
     i_tile = tl.program_id(0)
-    low, high = tiles.keys_of_tile(context, length, i_tile, q_len, left, right, TOKENS, HAS_LEFT, HAS_RIGHT)
+    low, high = schedule.key_range(context, length, i_tile, q_len, left, right, TOKENS, HAS_LEFT, HAS_RIGHT)
     tl.store(p_table + i_tile * (2 + 2 * SPLITS), low)
     tl.store(p_table + i_tile * (2 + 2 * SPLITS) + 1, high)
     for i_split in tl.static_range(SPLITS):
-        first, last = tiles.share((high + BLOCK_N - 1) // BLOCK_N - low // BLOCK_N, i_split, SPLITS)
+        first, last = schedule.split_range((high + BLOCK_N - 1) // BLOCK_N - low // BLOCK_N, i_split, SPLITS)
         tl.store(p_table + i_tile * (2 + 2 * SPLITS) + 2 + 2 * i_split, first)
         tl.store(p_table + i_tile * (2 + 2 * SPLITS) + 3 + 2 * i_split, last)
 

@@ -26,8 +26,8 @@ LONG = [(600, 70)]
 
 @pytest.fixture(scope="module")
 def hopper() -> ModuleType:
-    kernels = ("tiles", "merge", "hopper")
-    return gluon.shadow(*(f"prefix_prefill.kernels.{name}" for name in kernels))[-1]
+    own = (f"hopper.{name}" for name in ("config", "memory", "softmax", "producers", "consumers", "kernel"))
+    return gluon.shadow(*(f"prefix_prefill.kernels.{name}" for name in ("softmax", "schedule", *own)))[-1]
 
 
 @pytest.fixture(autouse=True)
@@ -36,20 +36,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch, hopper: ModuleType, device: torc
     if device.type != "cpu":
         pytest.skip("the kernel itself runs here")
 
-    class Launch:
-        def __init__(
-            self, kernel: Any, grid: Any, rest: Any, _: Any, forms: list[Any], element_bits: list[int]
-        ) -> None:
-            self.grid, self.rest = grid, rest
-            layouts = [hopper.descriptor_layout(form[2], bits) for form, bits in zip(forms, element_bits, strict=True)]
-            self.forms = [(*form, layout) for form, layout in zip(forms, layouts, strict=True)]
-
-        def __call__(self, *tensors: torch.Tensor | None) -> None:
-            described = [tensors[0] if tensor is None else tensor for tensor in tensors[: len(self.forms)]]
-            boxes = [gluon.Descriptor(x, *form) for x, form in zip(described, self.forms, strict=True)]
-            gluon.launch(hopper.attend, self.grid[0], *boxes, *tensors[len(self.forms) :], *self.rest)
-
-    monkeypatch.setattr(launch, "HopperLaunch", Launch)
+    monkeypatch.setattr(launch, "TmaLaunch", gluon.tma_launch(hopper))
 
 
 def plan(block_m: int = 128, block_n: int = 128, num_splits: int = 1, num_stages: int = 2) -> PrefillPlan:
@@ -57,39 +44,39 @@ def plan(block_m: int = 128, block_n: int = 128, num_splits: int = 1, num_stages
 
 
 CASES: dict[str, tuple[PrefillPlan, dict[str, Any]]] = {
-    "pages of 16": (plan(), {"heads": (8, 2), "head_size": 128, "cached": True}),
-    "pages of 64, apart": (plan(), {"heads": (8, 2), "head_size": 128, "page": 64}),
-    "one warpgroup": (plan(64), {"heads": (4, 1), "head_size": 64, "dtype": FP16, "page": 544}),
-    "narrow tiles": (plan(128, 64, 1, 3), {"heads": (3, 1), "head_size": 64, "layout": "HND", "page": 48}),
-    "in parts": (plan(128, 64, 3), {"heads": (6, 2), "head_size": 64, "sinks": True}),
-    "a window": (plan(), {"heads": (8, 1), "head_size": 64, "window": (50, -1), "sinks": True}),
-    "a window, cached": (plan(64, 64), {"heads": (7, 1), "head_size": 64, "window": (31, -1), "cached": True}),
-    "not causal": (plan(64, 64), {"heads": (4, 2), "head_size": 64, "causal": False, "window": (40, 7)}),
-    "head size 80": (plan(), {"heads": (4, 2), "head_size": 80, "cached": True}),
-    "head size 256": (plan(128, 64), {"heads": (2, 2), "head_size": 256}),
-    "slopes": (plan(128, 64), {"heads": (4, 2), "head_size": 64, "alibi": True}),
-    "capped": (plan(64), {"heads": (4, 2), "head_size": 64, "softcap": 5.0, "cached": True}),
-    "more heads than rows": (plan(64), {"heads": (70, 1), "head_size": 64}),
-    "8 bits": (plan(128, 64, 1, 3), {"heads": (8, 2), "head_size": 128, "cache_dtype": E4M3, "cached": True,
+    "pages of 16": (plan(), {"heads": (8, 2), "head_dim": 128, "cached": True}),
+    "pages of 64, apart": (plan(), {"heads": (8, 2), "head_dim": 128, "page": 64}),
+    "one warpgroup": (plan(64), {"heads": (4, 1), "head_dim": 64, "dtype": FP16, "page": 544}),
+    "narrow tiles": (plan(128, 64, 1, 3), {"heads": (3, 1), "head_dim": 64, "page_layout": "HND", "page": 48}),
+    "in parts": (plan(128, 64, 3), {"heads": (6, 2), "head_dim": 64, "sinks": True}),
+    "a window": (plan(), {"heads": (8, 1), "head_dim": 64, "window": (50, -1), "sinks": True}),
+    "a window, cached": (plan(64, 64), {"heads": (7, 1), "head_dim": 64, "window": (31, -1), "cached": True}),
+    "not causal": (plan(64, 64), {"heads": (4, 2), "head_dim": 64, "causal": False, "window": (40, 7)}),
+    "head size 80": (plan(), {"heads": (4, 2), "head_dim": 80, "cached": True}),
+    "head size 256": (plan(128, 64), {"heads": (2, 2), "head_dim": 256}),
+    "slopes": (plan(128, 64), {"heads": (4, 2), "head_dim": 64, "alibi": True}),
+    "capped": (plan(64), {"heads": (4, 2), "head_dim": 64, "softcap": 5.0, "cached": True}),
+    "more heads than rows": (plan(64), {"heads": (70, 1), "head_dim": 64}),
+    "8 bits": (plan(128, 64, 1, 3), {"heads": (8, 2), "head_dim": 128, "cache_dtype": E4M3, "cached": True,
                                      "k_scale": "number", "v_scale": "number"}),
-    "8 bits, wide tiles": (plan(), {"heads": (8, 2), "head_size": 128, "cache_dtype": E4M3, "cached": True,
+    "8 bits, wide tiles": (plan(), {"heads": (8, 2), "head_dim": 128, "cache_dtype": E4M3, "cached": True,
                                     "k_scale": -0.5, "v_scale": "heads", "page": 64}),
-    "8 bits, in parts": (plan(64, 128, 3), {"heads": (4, 2), "head_size": 64, "cache_dtype": E5M2, "cached": True,
+    "8 bits, in parts": (plan(64, 128, 3), {"heads": (4, 2), "head_dim": 64, "cache_dtype": E5M2, "cached": True,
                                             "window": (90, -1), "sinks": True, "softcap": 8.0, "v_scale": "number"}),
-    "8 bits, apart": (plan(128, 64, 1, 3), {"heads": (4, 2), "head_size": 64, "cache_dtype": E4M3, "window": (90, -1),
+    "8 bits, apart": (plan(128, 64, 1, 3), {"heads": (4, 2), "head_dim": 64, "cache_dtype": E4M3, "window": (90, -1),
                                             "k_scale": "heads", "v_scale": "heads"}),
-    "8 bits, one warpgroup": (plan(64, 64, 2), {"heads": (4, 2), "head_size": 64, "cache_dtype": E5M2, "dtype": FP16,
+    "8 bits, one warpgroup": (plan(64, 64, 2), {"heads": (4, 2), "head_dim": 64, "cache_dtype": E5M2, "dtype": FP16,
                                                 "k_scale": "tensor", "v_scale": "tensor"}),
-    "an output of 8 bits": (plan(64), {"heads": (4, 2), "head_size": 64, "out_scale": 0.25}),
-    "a scale of zero": (plan(), {"heads": (4, 2), "head_size": 64, "softmax_scale": 0.0}),
-    "a scale of zero, 8 bits": (plan(), {"heads": (4, 2), "head_size": 64, "softmax_scale": 0.0, "cache_dtype": E4M3,
+    "an output of 8 bits": (plan(64), {"heads": (4, 2), "head_dim": 64, "out_scale": 0.25}),
+    "a scale of zero": (plan(), {"heads": (4, 2), "head_dim": 64, "softmax_scale": 0.0}),
+    "a scale of zero, 8 bits": (plan(), {"heads": (4, 2), "head_dim": 64, "softmax_scale": 0.0, "cache_dtype": E4M3,
                                          "cached": True, "v_scale": "heads"}),
-    "a scale of zero, slopes": (plan(128, 64), {"heads": (4, 2), "head_size": 64, "softmax_scale": 0.0, "alibi": True}),
-    "a scale of zero, slopes, in parts": (plan(64, 64, 3), {"heads": (4, 2), "head_size": 64, "softmax_scale": 0.0,
+    "a scale of zero, slopes": (plan(128, 64), {"heads": (4, 2), "head_dim": 64, "softmax_scale": 0.0, "alibi": True}),
+    "a scale of zero, slopes, in parts": (plan(64, 64, 3), {"heads": (4, 2), "head_dim": 64, "softmax_scale": 0.0,
                                                             "alibi": True, "cached": True, "sinks": True}),
-    "a tiny scale, slopes": (plan(64, 64, 2), {"heads": (4, 2), "head_size": 64, "softmax_scale": 1e-41,
+    "a tiny scale, slopes": (plan(64, 64, 2), {"heads": (4, 2), "head_dim": 64, "softmax_scale": 1e-41,
                                                "alibi": True}),
-    "decoding left": (plan(64), {"heads": (4, 2), "head_size": 64, "skip_decode": True}),
+    "decoding left": (plan(64), {"heads": (4, 2), "head_dim": 64, "skip_decode": True}),
 }  # fmt: skip
 
 
@@ -101,7 +88,7 @@ def test_the_kernel_for_sm_90_is_the_attention(tensors, kernels, chosen, options
 
 
 def test_queries_of_any_size_attend_to_a_cache_of_8_bits(tensors, kernels) -> None:
-    batch = tensors.batch(LENGTHS, heads=(8, 2), head_size=64, cache_dtype=E4M3, cached=True, k_scale="number")
+    batch = tensors.batch(LENGTHS, heads=(8, 2), head_dim=64, cache_dtype=E4M3, cached=True, k_scale="number")
     # Powers of two change no digit; their scores are all alike, or one is all that counts.
     sizes = torch.exp2(torch.randint(-90, 20, batch.q.shape[:2], device=batch.q.device).float())
     batch.q.mul_(sizes[:, :, None])
@@ -134,7 +121,7 @@ def test_the_kernel_for_sm_90_follows_elements_more_than_2_to_the_31_apart(tenso
     )
 
     def attend(*given: Any) -> tuple[()]:
-        launch.prepare_prefill(*given, *batch.numbers(), plan(64, 64))(*given)
+        batch.attend(given, plan(64, 64))
         return ()
 
     for place, dim in places:

@@ -17,10 +17,12 @@ import torch
 
 import prefix_prefill
 from kernel_reference.attention import attention
+from kernel_reference.dispatch import PreparedLaunches
 from kernel_reference.models import LLAMA3_70B
 from kernel_reference.testing import contract
 from kernel_reference.testing.guards import assert_bitwise_equal, poison_
 from prefix_prefill import PrefillPlan, launch, ops
+from prefix_prefill.arguments import MergeTensors, PrefillNumbers, PrefillTensors, check_prefill
 from prefix_prefill.plan import DeviceLimits, Problem, plan_prefill
 
 Tensor = torch.Tensor
@@ -168,7 +170,7 @@ def cases_of(name: str, make: Maker) -> list[tuple[Any, ...]]:
     nothing = [*[x[:0] for x in plain[:3]], *plain[3:6], *[0 * x for x in plain[6:]]]
     return [
         (*tensors, alibi, sinks, k_scale, v_scale, None, out, lse, 33, "NHD", 0.2, 25, 3, 4.0, True, 1.0, 1.0, 1.0, 0),
-        (*plain, *none, out, None, 33, "NHD", 0.2, -1, 0, 0.0, False, 0.5, 2.0, 1.0, 0, plan),
+        (*plain, *none, out, None, 33, "NHD", 0.2, -1, 0, 0.0, False, 0.5, 2.0, 1.0, 0, 64, plan),
         (cached[0], None, None, *cached[1:-1], *none, out, lse, 33, "NHD", 0.2, -1, -1, 0.0, False, 1.0, 1.0, 1.0, 2),
         (*nothing, *none, out[:0], lse[:, :0], 0, "NHD", 0.2, -1, 0, 0.0, False, 1.0,
          1.0, 1.0, 0),
@@ -322,14 +324,14 @@ def test_the_same_call_gives_the_same_bits(make, function, inputs) -> None:
 
 def test_a_plan_for_given_splits_follows_from_heads_sizes_and_dtypes_and_from_nothing_of_the_batch() -> None:
     """Tiles of another size sum a row's keys in another order, and cut them in parts at other places."""
-    heads = {"num_heads": 8, "num_heads_kv": 1, "head_size": 128, "page_size": 16}
+    heads = {"num_heads": 8, "num_heads_kv": 1, "head_dim": 128, "page_size": 16}
     for limits in (DeviceLimits(132, 232448, hopper=True), DeviceLimits(108, 166912)):
         for bits, described in ((16, True), (16, False), (32, False)):
             plans = {
                 plan_prefill(
                     Problem(
                         **heads, tokens=tokens, sequences=sequences, max_seqlen_q=most, capacity=capacity, bits=bits,
-                        cache_bits=bits, apart=True, described=described,
+                        cache_bits=bits, new_kv=True, tma=described,
                     ),
                     limits, 3,
                 )
@@ -368,9 +370,10 @@ def by_launch(plan: PrefillPlan) -> Callable[..., Any]:
         q = tensors[0]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty(q.shape[1], q.shape[0], device=q.device)
-        given = (*tensors, None, options["sinks"], None, None, None, out, lse)
-        numbers = (options["max_seqlen_q"], options["layout"], 0.2, -1, 0, 0.0, False, 1.0, 1.0, 1.0, 0)
-        launch.prepare_prefill(*given, *numbers, plan)(*given)
+        given = PrefillTensors(*tensors, None, options["sinks"], None, None, None, out, lse)
+        longest, layout = options["max_seqlen_q"], options["page_layout"]
+        numbers = PrefillNumbers(longest, layout, 0.2, -1, 0, 0.0, False, 1.0, 1.0, 1.0, 0)
+        launch.prepare_prefill(check_prefill(given, numbers), plan, given)(*given)
         return out, lse
 
     return run
@@ -386,7 +389,7 @@ def check_neighbours(batch: Any, groups: Any, through: Callable[..., Any] = by_p
 
 @pytest.mark.parametrize("splits", [1, 3])
 def test_kernels_give_a_sequence_the_same_bits_whatever_is_beside_it(tensors, splits: int) -> None:
-    batch = tensors.batch([(40, 3), (0, 1), (70, 12)], heads=(2, 1), head_size=16, sinks=True)
+    batch = tensors.batch([(40, 3), (0, 1), (70, 12)], heads=(2, 1), head_dim=16, sinks=True)
     through = by_launch(PrefillPlan(16, 16, splits, 4, 1))
     check_neighbours(batch, [[0], [1], [2, 0]], through)
 
@@ -401,59 +404,16 @@ def test_a_sequence_has_the_same_bits_whatever_is_beside_it_where_splits_are_giv
 
 @gpu
 @pytest.mark.parametrize("splits", [1, 4])
-@pytest.mark.parametrize("cached", [False, True], ids=["apart", "cached"])
+@pytest.mark.parametrize("cached", [False, True], ids=["new keys", "cached"])
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 def test_sequences_of_a_model_have_the_same_bits_whatever_is_beside_them(tensors, dtype, cached, splits) -> None:
     model = LLAMA3_70B.tensor_parallel(8)
     lengths = [(8192, 1), (0, 777), (4096, 256), (131, 1), (16384, 2), (0, 1), (64, 2048)]
     batch = tensors.batch(
-        lengths, heads=(model.num_heads_q, model.num_heads_kv), head_size=model.head_dim, dtype=dtype, cached=cached
+        lengths, heads=(model.num_heads_q, model.num_heads_kv), head_dim=model.head_dim, dtype=dtype, cached=cached
     )
     groups = [[0], [2], [3], [6], [4, 0], [1, 3, 5], [6, 5, 4, 3, 2, 1, 0]]
     check_neighbours(batch, groups, num_splits=splits)
-
-
-# What is made ready once and found again
-
-
-def test_the_table_of_launches_is_emptied_at_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The table is asked on a GPU alone; what fills and empties it is not.
-    monkeypatch.setattr(ops, "_MOST_LAUNCHES", 4)
-    monkeypatch.setattr(ops, "_launches", {})
-    made: list[int] = []
-
-    def prepare(tensors: Sequence[Tensor], numbers: tuple[int, ...]) -> int:
-        made.append(numbers[0])
-        return numbers[0]
-
-    tensor = torch.empty(2, 3)
-    for number in (*range(20), 19, 19):
-        assert ops._ready(prepare, (tensor,), (number,)) == number
-        assert len(ops._launches) <= 4
-    assert made == list(range(20))
-
-
-def test_a_launch_is_found_again_only_for_the_same_sizes_strides_dtypes_device_and_numbers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(ops, "_launches", {})
-
-    def prepare(tensors: Sequence[Tensor], numbers: tuple[Any, ...]) -> object:
-        return object()
-
-    def prepare_another(tensors: Sequence[Tensor], numbers: tuple[Any, ...]) -> object:
-        return object()
-
-    tensor = torch.empty(2, 3)
-    others = [torch.empty(3, 3), torch.empty(2, 4)[:, :3], tensor.double(), tensor.to("meta"), None]
-    looks = [
-        (prepare, (tensor,), (1.0, None)), (prepare, (tensor,), (2.0, None)), (prepare, (tensor,), (1.0, (16, 4))),
-        (prepare, (tensor,), (1.0, (32, 4))), (prepare, (tensor,), ()), (prepare_another, (tensor,), (1.0, None)),
-        *[(prepare, (other,), (1.0, None)) for other in others],
-    ]  # fmt: skip
-    made = [ops._ready(*look) for look in looks]
-    assert len(set(map(id, made))) == len(looks)
-    assert [ops._ready(*look) for look in looks] == made
 
 
 # The way from a public function to the kernels: where there is no GPU, CPU tensors are sent it too
@@ -467,7 +427,7 @@ def by_kernels(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterato
         return
     library = torch.library.Library("prefix_prefill", "IMPL", "CPU")
     monkeypatch.setattr(launch, "device_limits", lambda device: DeviceLimits(1))
-    monkeypatch.setattr(ops, "_launches", {})
+    monkeypatch.setattr(ops, "launches", PreparedLaunches())
     with warnings.catch_warnings():
         # torch says once that an implementation is replaced.
         warnings.simplefilter("ignore")
@@ -481,15 +441,16 @@ def by_kernels(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterato
 @pytest.mark.parametrize("options", [
     {"alibi": True, "sinks": True, "window": (13, 4), "causal": False, "softcap": 3.0, "softmax_scale": 0.3,
      "cache_dtype": E4M3, "k_scale": "heads", "v_scale": "tokens", "skip_decode": True},
-    {"sinks": True, "cached": True, "cache_dtype": E4M3, "k_scale": "number", "v_scale": 0.5, "layout": "HND",
+    {"sinks": True, "cached": True, "cache_dtype": E4M3, "k_scale": "number", "v_scale": 0.5, "page_layout": "HND",
      "out_scale": torch.full((1,), 0.03)},
-    {"alibi": True, "window": (9, 0), "k_scale": 0.5, "v_scale": "tensor", "layout": "x-packed", "out_scale": 0.02},
+    {"alibi": True, "window": (9, 0), "k_scale": 0.5, "v_scale": "tensor", "page_layout": "x-packed",
+     "out_scale": 0.02},
 ], ids=["apart", "cached", "x-packed"])  # fmt: skip
 def test_public_functions_reach_the_kernels_with_every_argument_in_its_place(tensors, options) -> None:
     if isinstance(options.get("out_scale"), Tensor):
         options = {**options, "out_scale": options["out_scale"].to(tensors.device)}
     for splits in (None, 2):
-        batch = tensors.batch([(20, 4), (5, 1), (0, 3)], heads=(2, 1), head_size=16, rows_after=1, **options)
+        batch = tensors.batch([(20, 4), (5, 1), (0, 3)], heads=(2, 1), head_dim=16, rows_after=1, **options)
         batch.run(num_splits=splits)
         batch.check()
 
@@ -497,7 +458,8 @@ def test_public_functions_reach_the_kernels_with_every_argument_in_its_place(ten
 @pytest.mark.usefixtures("by_kernels")
 def test_the_other_public_functions_reach_the_kernels_too(tensors) -> None:
     batch = tensors.batch(
-        [(20, 4), (5, 1), (0, 3)], heads=(2, 1), head_size=16, layout="x-packed", cache_dtype=E4M3, k_scale="tensor",
+        [(20, 4), (5, 1), (0, 3)], heads=(2, 1), head_dim=16, page_layout="x-packed", cache_dtype=E4M3,
+        k_scale="tensor",
         v_scale="number", window=(6, -1), sinks=True, alibi=True, lse=False, skip_decode=True, softmax_scale=0.3,
     )  # fmt: skip
     prefix_prefill.context_attention_fwd(
@@ -516,7 +478,7 @@ def test_the_other_public_functions_reach_the_kernels_too(tensors) -> None:
 @pytest.mark.usefixtures("by_kernels")
 def test_calls_of_one_look_but_for_strides_dtypes_and_scale_are_not_confused(tensors) -> None:
     for dtype, scale, fused in ((BF16, 1.0, False), (BF16, 0.5, False), (BF16, 0.5, True), (FP32, 0.5, True)):
-        batch = tensors.batch([(5, 2)], heads=(1, 1), head_size=16, dtype=dtype, softmax_scale=scale, fused=fused)
+        batch = tensors.batch([(5, 2)], heads=(1, 1), head_dim=16, dtype=dtype, softmax_scale=scale, fused=fused)
         batch.run()
         batch.check()
 
@@ -546,7 +508,7 @@ FAR = {
 @pytest.mark.parametrize("dims", FAR.values(), ids=FAR)
 def test_kernels_follow_dimensions_more_than_2_to_the_31_elements_apart(tensors, dims) -> None:
     """Three or more of each, so that strides fit in 32 bits and products of them do not."""
-    options = {"heads": (3, 3), "head_size": 16, "page": 8, "cache_dtype": E4M3, "k_scale": "tokens"}
+    options = {"heads": (3, 3), "head_dim": 16, "page": 8, "cache_dtype": E4M3, "k_scale": "tokens"}
     lengths = [(2, 1), (1, 1), (3, 1)] if 5 in dims else [(17, 3)]
     batch = tensors.batch(lengths, **options, v_scale="tokens")
     # Splits have a launch of their own for the results.
@@ -554,7 +516,7 @@ def test_kernels_follow_dimensions_more_than_2_to_the_31_elements_apart(tensors,
         plan = PrefillPlan(16, 16, splits, 4, 1)
 
         def attend(*given: Any, plan: PrefillPlan = plan) -> tuple[()]:
-            launch.prepare_prefill(*given, *batch.numbers(), plan)(*given)
+            batch.attend(given, plan)
             return ()
 
         check_far_apart(attend, batch.tensors, dims)
@@ -566,7 +528,7 @@ def test_merging_follows_dimensions_more_than_2_to_the_31_elements_apart(tensors
     lses = [tensors.normal(3, 3) for _ in range(3)]
 
     def merge(*given: Any) -> tuple[()]:
-        launch.prepare_merge(*given)(*given)
+        launch.prepare_merge(MergeTensors(*given))(*given)
         return ()
 
     check_far_apart(merge, (outs[0], lses[0], outs[1], lses[1], outs[2], lses[2]), dims)
@@ -575,7 +537,7 @@ def test_merging_follows_dimensions_more_than_2_to_the_31_elements_apart(tensors
 @gpu
 @pytest.mark.parametrize("layout", ["NHD", "HND", "x-packed"])
 def test_a_packed_cache_of_more_than_2_to_the_31_elements_is_read_in_its_last_pages(tensors, layout: str) -> None:
-    batch = tensors.batch([(3000, 200), (500, 1)], heads=(8, 2), head_size=128, page=32, layout=layout, lse=False)
+    batch = tensors.batch([(3000, 200), (500, 1)], heads=(8, 2), head_dim=128, page=32, page_layout=layout, lse=False)
     own = batch.k_cache.shape[0]
     blocks = 2**31 // (32 * 2 * 128) + own + 3
     q, k, v, k_cache, v_cache, table, *lengths = batch.inputs
@@ -628,7 +590,7 @@ def test_a_captured_graph_replays_the_bits_of_plain_calls(make, function, inputs
 
 
 @gpu
-@pytest.mark.parametrize("cached", [False, True], ids=["apart", "cached"])
+@pytest.mark.parametrize("cached", [False, True], ids=["new keys", "cached"])
 def test_a_captured_graph_of_a_model_replays_other_lengths_of_the_same_most(make, cached: bool) -> None:
     sequences, rows, blocks, columns = 16, 2048, 2000, 600
 
@@ -690,12 +652,11 @@ def test_a_chain_on_one_stream_reads_what_the_call_before_it_wrote(make) -> None
 
 @gpu
 def test_many_sizes_do_not_grow_the_table_of_launches_past_its_bound(make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "_MOST_LAUNCHES", 8)
-    monkeypatch.setattr(ops, "_launches", {})
+    monkeypatch.setattr(ops, "launches", PreparedLaunches(most=8))
     for sequences in range(1, 12):
         for function, inputs in (PUBLIC["prefill"], PUBLIC["merge"]):
             function(*inputs(make, sequences))
-            assert len(ops._launches) <= 8
+            assert len(ops.launches) <= 8
 
 
 @gpu

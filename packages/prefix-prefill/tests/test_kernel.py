@@ -18,9 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernel_reference.attention import attention
+from kernel_reference.dispatch import PreparedLaunches
 from kernel_reference.testing.contract import check_batch_invariant, check_deterministic
 from kernel_reference.testing.guards import assert_bitwise_equal
 from prefix_prefill import launch, ops
+from prefix_prefill.arguments import check_prefill
 from prefix_prefill.kernels import merge
 from prefix_prefill.plan import DeviceLimits, PrefillPlan
 
@@ -77,24 +79,24 @@ LENGTHS = [(30, 17), (0, 0), (18, 3), (16, 1), (0, 2)]
 
 @pytest.mark.parametrize(("plan", "dtype", "cached"), branches(), ids=name_of)
 def test_every_branch_of_the_portable_kernel_is_the_attention(tensors, kernels, plan, dtype, cached) -> None:
-    options = {"heads": (3, 1), "head_size": 24, "dtype": dtype, "cached": cached}
+    options = {"heads": (3, 1), "head_dim": 24, "dtype": dtype, "cached": cached}
     check(tensors, kernels, plan, LENGTHS, rows_after=3, **options)
 
 
-@pytest.mark.parametrize("cached", [False, True], ids=["apart", "cached"])
+@pytest.mark.parametrize("cached", [False, True], ids=["new keys", "cached"])
 @pytest.mark.parametrize("num_splits", [1, 2, 3, 7])
 def test_any_number_of_splits_even_more_than_there_are_tiles_of_keys(tensors, kernels, num_splits, cached) -> None:
-    options = {"heads": (2, 1), "head_size": 16, "sinks": True, "dtype": FP32, "cached": cached}
+    options = {"heads": (2, 1), "head_dim": 16, "sinks": True, "dtype": FP32, "cached": cached}
     check(tensors, kernels, portable(num_splits=num_splits), [(37, 5), (0, 1), (3, 2)], **options)
 
 
 # Sizes
 
 
-@pytest.mark.parametrize("head_size", HEAD_SIZES)
-def test_head_sizes_of_models(tensors, kernels, head_size) -> None:
-    dtype = (BF16, FP16, FP32)[HEAD_SIZES.index(head_size) % 3]
-    check(tensors, kernels, portable(), [(18, 5), (0, 2)], heads=(2, 1), head_size=head_size, dtype=dtype)
+@pytest.mark.parametrize("head_dim", HEAD_SIZES)
+def test_head_dims_of_models(tensors, kernels, head_dim) -> None:
+    dtype = (BF16, FP16, FP32)[HEAD_SIZES.index(head_dim) % 3]
+    check(tensors, kernels, portable(), [(18, 5), (0, 2)], heads=(2, 1), head_dim=head_dim, dtype=dtype)
 
 
 @pytest.mark.parametrize("page", [*PAGES, 3, 24])
@@ -104,12 +106,12 @@ def test_pages_of_any_size(tensors, kernels, page) -> None:
     # Interpreted, the wide tile makes few of many keys.
     plan = portable(16, 16 if page < 64 else 256)
     layout = ("NHD", "HND", "x-packed")[[*PAGES, 3, 24].index(page) % 3]
-    check(tensors, kernels, plan, [(context, 3), (page, 1)], heads=(1, 1), head_size=16, page=page, layout=layout)
+    check(tensors, kernels, plan, [(context, 3), (page, 1)], heads=(1, 1), head_dim=16, page=page, page_layout=layout)
 
 
 @pytest.mark.parametrize("ratio", [*RATIOS, 20])
 def test_any_number_of_query_heads_shares_a_kv_head_in_one_tile_or_in_several(tensors, kernels, ratio) -> None:
-    check(tensors, kernels, portable(16), [(17, 5), (0, 3)], heads=(2 * ratio, 2), head_size=16)
+    check(tensors, kernels, portable(16), [(17, 5), (0, 3)], heads=(2 * ratio, 2), head_dim=16)
 
 
 @pytest.mark.parametrize("context", [0, 1, 15, 16, pytest.param(4096, marks=gpu)])
@@ -118,7 +120,7 @@ def test_any_number_of_query_heads_shares_a_kv_head_in_one_tile_or_in_several(te
 )  # fmt: skip
 def test_any_number_of_new_tokens_behind_any_context(tensors, kernels, tokens, context) -> None:
     for cached in (False, True):
-        batch = tensors.batch([(context, tokens)], heads=(1, 1), head_size=16, cached=cached)
+        batch = tensors.batch([(context, tokens)], heads=(1, 1), head_dim=16, cached=cached)
         kernels.prefill(batch, portable(32, 32))
         batch.check()
 
@@ -141,8 +143,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "a scale below zero": {"softmax_scale": -0.3},
     "a scale of zero": {"softmax_scale": 0.0},
     "no lse": {"lse": False},
-    "x-packed": {"layout": "x-packed"},
-    "heads before places": {"layout": "HND"},
+    "x-packed": {"page_layout": "x-packed"},
+    "heads before places": {"page_layout": "HND"},
     "slices of one tensor": {"fused": True, "interleaved": True},
     "lengths of 64 bits": {"index_dtype": torch.int64},
     "8 bits, a number": {"cache_dtype": E4M3, "k_scale": "number", "v_scale": "number", "cached": False},
@@ -157,7 +159,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "leaving decoding rows": {"skip_decode": True},
     "everything": {
         "window": (19, -1), "sinks": True, "softcap": 4.0, "alibi": True, "cache_dtype": E4M3, "k_scale": "heads",
-        "v_scale": "tokens", "out_scale": 0.01, "layout": "x-packed", "skip_decode": True, "page": 24,
+        "v_scale": "tokens", "out_scale": 0.01, "page_layout": "x-packed", "skip_decode": True, "page": 24,
     },
 }  # fmt: skip
 feature = pytest.mark.parametrize("options", FEATURES.values(), ids=FEATURES)
@@ -167,7 +169,7 @@ feature = pytest.mark.parametrize("options", FEATURES.values(), ids=FEATURES)
 def test_each_feature_in_one_pass_and_in_parts(tensors, kernels, options) -> None:
     number = [*FEATURES.values()].index(options)
     # Two kv heads, so that neither scales nor slopes of one serve for the other.
-    options = {"heads": (4, 2), "head_size": 16, "rows_after": 2, "cached": number % 2 == 0, **options}
+    options = {"heads": (4, 2), "head_dim": 16, "rows_after": 2, "cached": number % 2 == 0, **options}
     check(tensors, kernels, portable(16, 16, 1 + 2 * (number % 3 == 0)), [(21, 12), (16, 1), (0, 3)], **options)
 
 
@@ -175,7 +177,7 @@ def test_each_feature_in_one_pass_and_in_parts(tensors, kernels, options) -> Non
 def test_outputs_of_8_bits_are_divided_by_their_scale_and_held_within_their_range(tensors, kernels, as_tensor) -> None:
     for num_splits in (1, 2):
         scale = torch.tensor([1e-3], device=tensors.device) if as_tensor else 1e-3
-        batch = tensors.batch([(18, 3)], heads=(2, 1), head_size=16, out_scale=scale)
+        batch = tensors.batch([(18, 3)], heads=(2, 1), head_dim=16, out_scale=scale)
         kernels.prefill(batch, portable(num_splits=num_splits))
         batch.check()
         assert batch.out.tensor.float().abs().max() == torch.finfo(E4M3).max
@@ -186,7 +188,7 @@ def test_what_a_window_hides_weighs_nothing_even_where_true_scores_are_below_min
     # softmax that is 1e-3 of a weight where keys share it: plain float32, in base e, may happen to lose nothing in six
     # rows, and a bound made from its errors then fails a correct kernel, as it did for one seed in 20. In bfloat16 it
     # is less than the rounding of the output; what masks in place of -inf shows in any dtype.
-    batch = tensors.batch([(40, 6)], heads=(1, 1), head_size=16, window=(8, -1), dtype=BF16, offset=(-60.0, 60.0))
+    batch = tensors.batch([(40, 6)], heads=(1, 1), head_dim=16, window=(8, -1), dtype=BF16, offset=(-60.0, 60.0))
     kernels.prefill(batch, portable())
     batch.check()
 
@@ -194,18 +196,18 @@ def test_what_a_window_hides_weighs_nothing_even_where_true_scores_are_below_min
 # The largest of such scores is none.
 @pytest.mark.filterwarnings("ignore:All-NaN slice")
 def test_a_row_whose_every_key_is_nan_says_so_and_its_neighbours_do_not(tensors, kernels) -> None:
-    batch = tensors.batch([(33, 2), (17, 2)], heads=(1, 1), head_size=16, cached=True)
+    batch = tensors.batch([(33, 2), (17, 2)], heads=(1, 1), head_dim=16, cached=True)
     batch.spoil(0, range(35))
     kernels.prefill(batch, portable())
     assert bool(batch.out.tensor[:2].isnan().all())
     assert bool(batch.out.tensor[2:].isfinite().all())
 
 
-@pytest.mark.parametrize("cached", [False, True], ids=["apart", "cached"])
+@pytest.mark.parametrize("cached", [False, True], ids=["new keys", "cached"])
 @pytest.mark.parametrize("splits", [1, 2])
 def test_keys_before_the_window_are_not_read_wherever_they_lie(tensors, kernels, splits, cached) -> None:
     """In pages of their own, and in places of the page that the window begins in."""
-    options = {"heads": (1, 1), "head_size": 16, "window": (20, -1), "cached": cached}
+    options = {"heads": (1, 1), "head_dim": 16, "window": (20, -1), "cached": cached}
     # (context, new tokens): the first row sees 20 keys before it.
     batch = tensors.batch([(75, 3), (40, 17)], **options)
     batch.spoil(0, range(75 - 20))
@@ -223,7 +225,7 @@ FIXED = [portable(), portable(num_splits=3), portable(32, 32, 2)]
 @pytest.mark.parametrize("plan", FIXED, ids=name_of)
 def test_a_sequence_has_the_same_bits_whatever_its_neighbours(tensors, kernels, plan) -> None:
     lengths = [(70, 5), (0, 17), (33, 1)]
-    batch = tensors.batch(lengths, heads=(2, 1), head_size=16, sinks=True, cached=True)
+    batch = tensors.batch(lengths, heads=(2, 1), head_dim=16, sinks=True, cached=True)
     q, out, lse = batch.q, batch.out.tensor, batch.lse.tensor
 
     def compute(some: slice) -> list[torch.Tensor]:
@@ -234,7 +236,7 @@ def test_a_sequence_has_the_same_bits_whatever_its_neighbours(tensors, kernels, 
         given[0], given[13], given[14] = q[rows], torch.empty_like(out[rows]), torch.empty_like(lse[:, rows])
         given[5], given[7] = batch.block_table[some], batch.seqlens_k[some]
         given[6] = batch.cu_seqlens_q[some.start : some.stop + 1] - begins[0]
-        launch.prepare_prefill(*given, *batch.numbers(), plan)(*given)
+        batch.attend(given, plan)
         longest = max(new for _, new in lengths)
         results = torch.zeros(len(begins) - 1, longest, 2, 17, device=q.device)
         for i, begin in enumerate(begins[:-1]):
@@ -250,7 +252,7 @@ def test_a_sequence_has_the_same_bits_whatever_its_neighbours(tensors, kernels, 
 
 @pytest.mark.parametrize("plan", FIXED[1:], ids=name_of)
 def test_the_same_call_twice_gives_the_same_bits(tensors, kernels, plan) -> None:
-    batch = tensors.batch([(40, 5), (0, 3)], heads=(2, 1), head_size=16, window=(25, -1))
+    batch = tensors.batch([(40, 5), (0, 3)], heads=(2, 1), head_dim=16, window=(25, -1))
 
     def compute() -> list[torch.Tensor]:
         kernels.prefill(batch, plan)
@@ -284,8 +286,8 @@ def makes(draw) -> Make:
     sizes = [16, 32] if layout == "x-packed" else [16, 24, 32, 40]
     return Make(plan, {
         "heads": draw(st.sampled_from([(1, 1), (2, 1), (3, 1), (2, 2), (6, 2)])),
-        "head_size": draw(st.sampled_from(sizes)), "page": draw(st.sampled_from([1, 3, 16, 24, 32])),
-        "layout": layout, "dtype": draw(st.sampled_from([BF16, FP16, FP32])),
+        "head_dim": draw(st.sampled_from(sizes)), "page": draw(st.sampled_from([1, 3, 16, 24, 32])),
+        "page_layout": layout, "dtype": draw(st.sampled_from([BF16, FP16, FP32])),
         "cache_dtype": cache_dtype, "cached": draw(st.booleans()), "causal": draw(st.booleans()),
         "window": (draw(sides), draw(sides)), "softcap": draw(st.sampled_from([0.0, 0.0, 3.0])),
         "softmax_scale": draw(st.sampled_from([None, 0.5, -0.2])), "sinks": draw(st.booleans()),
@@ -314,9 +316,9 @@ def test_batches_of_any_make_are_the_attention(tensors, kernels, make, lengths, 
 
 
 BULK: list[dict[str, Any]] = [
-    {"heads": (8, 1), "head_size": 128, "cached": True}, {"heads": (4, 2), "head_size": 80, "window": (100, -1)},
-    {"heads": (16, 2), "head_size": 64, "sinks": True, "window": (127, -1), "page": 64},
-    {"heads": (6, 2), "head_size": 96, "causal": False, "window": (-1, 40), "page": 48, "fused": True},
+    {"heads": (8, 1), "head_dim": 128, "cached": True}, {"heads": (4, 2), "head_dim": 80, "window": (100, -1)},
+    {"heads": (16, 2), "head_dim": 64, "sinks": True, "window": (127, -1), "page": 64},
+    {"heads": (6, 2), "head_dim": 96, "causal": False, "window": (-1, 40), "page": 48, "fused": True},
 ]  # fmt: skip
 
 
@@ -404,10 +406,10 @@ class Taken:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.plans: list[PrefillPlan] = []
-        for name in ("_prepare_hopper", "_prepare_portable"):
-            monkeypatch.setattr(launch, name, self._prepare(name == "_prepare_hopper"))
+        for name in ("_hopper", "_portable"):
+            monkeypatch.setattr(launch, name, self._prepare(name == "_hopper"))
         monkeypatch.setattr(launch, "device_limits", lambda device: H200)
-        monkeypatch.setattr(ops, "_launches", {})
+        monkeypatch.setattr(ops, "launches", PreparedLaunches())
 
     def _prepare(self, hopper: bool) -> Any:
         def prepare(problem: Any, plan: PrefillPlan, *rest: Any) -> Any:
@@ -428,8 +430,7 @@ def run(batch: Any, plan: PrefillPlan | None = None, **changed: torch.Tensor | N
     for name, tensor in changed.items():
         given[places[name]] = tensor
     # Splits would be merged by a launch that really starts.
-    numbers = batch.numbers(0 if plan else 1)
-    launch.prepare_prefill(*given, *numbers, plan)(*given)
+    batch.attend(given, plan, 0 if plan else 1)
 
 
 def off_by_an_element(x: torch.Tensor) -> torch.Tensor:
@@ -450,7 +451,7 @@ FRIENDLY = {"packed": lambda x: x.contiguous(), "rows of a stride of 8 elements"
 
 
 def plain_batch(tensors, **options: Any) -> Any:
-    return tensors.batch([(20, 3)], **{"heads": (4, 2), "head_size": 64, **options})
+    return tensors.batch([(20, 3)], **{"heads": (4, 2), "head_dim": 64, **options})
 
 
 @pytest.mark.parametrize("name", ["k", "v", "k_cache", "v_cache"])
@@ -470,12 +471,13 @@ def test_only_what_the_memory_accelerator_can_address_goes_to_the_kernel_for_hop
 @pytest.mark.parametrize(
     ("options", "on_hopper"),
     [
-        ({}, True), ({"dtype": FP16}, True), ({"dtype": FP32}, False), ({"head_size": 80}, True),
-        ({"head_size": 84}, False), ({"head_size": 256, "page": 544}, True), ({"page": 8}, False), ({"page": 1}, False),
-        ({"layout": "HND"}, True), ({"layout": "x-packed"}, False), ({"cached": True}, True), ({"fused": True}, True),
+        ({}, True), ({"dtype": FP16}, True), ({"dtype": FP32}, False), ({"head_dim": 80}, True),
+        ({"head_dim": 84}, False), ({"head_dim": 256, "page": 544}, True), ({"page": 8}, False), ({"page": 1}, False),
+        ({"page_layout": "HND"}, True), ({"page_layout": "x-packed"}, False), ({"cached": True}, True),
+        ({"fused": True}, True),
         ({"cache_dtype": E4M3, "k_scale": "heads", "v_scale": 1.0}, True), ({"k_scale": "tensor"}, False),
         ({"cache_dtype": E4M3, "k_scale": "tokens", "v_scale": 1.0}, False),
-        ({"cache_dtype": E5M2, "k_scale": 1.0, "v_scale": 1.0, "head_size": 256}, False),
+        ({"cache_dtype": E5M2, "k_scale": 1.0, "v_scale": 1.0, "head_dim": 256}, False),
         ({"v_scale": "number"}, False), ({"k_scale": 1.0, "v_scale": 1.0}, True), ({"softmax_scale": -0.1}, False),
         ({"softmax_scale": 0.0}, True), ({"interleaved": True}, True), ({"out_scale": 0.1}, True),
         ({"window": (20, 3), "sinks": True, "alibi": True, "softcap": 3.0, "causal": False}, True),
@@ -501,10 +503,9 @@ def test_a_pinned_plan_for_hopper_is_refused_where_its_kernel_would_leave_a_scal
 
 def test_tensors_that_come_aligned_or_not_find_a_kernel_of_their_own_each_time(tensors, monkeypatch) -> None:
     taken, batch = Taken(monkeypatch), plain_batch(tensors)
-    aligned = list(batch.tensors)
-    askew = [*aligned[:3], off_by_an_element(aligned[3].contiguous()), *aligned[4:]]
-    aligned[3] = aligned[3].contiguous()
-    ready = launch.prepare_prefill(*aligned, *batch.numbers(1), None)
+    aligned = batch.tensors._replace(k_cache=batch.k_cache.contiguous())
+    askew = aligned._replace(k_cache=off_by_an_element(aligned.k_cache))
+    ready = launch.prepare_prefill(check_prefill(aligned, batch.numbers(1)), None, aligned)
     for arguments in (aligned, askew, aligned, askew):
         ready(*arguments)
     assert taken.on_hopper == [True, False]
@@ -513,7 +514,7 @@ def test_tensors_that_come_aligned_or_not_find_a_kernel_of_their_own_each_time(t
 @gpu
 @pytest.mark.parametrize("change", UNFRIENDLY.values(), ids=UNFRIENDLY)
 def test_what_the_memory_accelerator_cannot_address_is_computed_all_the_same(tensors, kernels, change) -> None:
-    batch = tensors.batch([(300, 130), (0, 5)], heads=(4, 2), head_size=64)
+    batch = tensors.batch([(300, 130), (0, 5)], heads=(4, 2), head_dim=64)
     for name in ("k_cache", "v_cache", "k", "v"):
         changed = change(getattr(batch, name))
         if 0 not in changed.stride():
@@ -545,25 +546,25 @@ LONG = [(4096, 17), (0, 0), (15, 1), (16, 1000), (0, 2), (1, 128), (130, 300)]
 
 
 @on_hopper
-@pytest.mark.parametrize("cached", [False, True], ids=["apart", "cached"])
+@pytest.mark.parametrize("cached", [False, True], ids=["new keys", "cached"])
 @pytest.mark.parametrize("plan", HOPPER, ids=name_of)
 def test_every_branch_on_hopper_is_the_attention(tensors, kernels, plan, cached) -> None:
     # A kernel takes seconds to compile: dtypes, heads and head sizes take turns.
     dtype, heads, size = ((BF16, (8, 1), 128), (FP16, (6, 2), 64))[(HOPPER.index(plan) + cached) % 2]
-    batch = tensors.batch(LONG, heads=heads, head_size=size, dtype=dtype, cached=cached, rows_after=70)
+    batch = tensors.batch(LONG, heads=heads, head_dim=size, dtype=dtype, cached=cached, rows_after=70)
     kernels.prefill(batch, plan)
     batch.check(most=6)
 
 
 @on_hopper
 @pytest.mark.parametrize("turn", range(4))
-@pytest.mark.parametrize("head_size", HEAD_SIZES)
-def test_head_sizes_and_pages_on_hopper(tensors, kernels, head_size, turn) -> None:
+@pytest.mark.parametrize("head_dim", HEAD_SIZES)
+def test_head_dims_and_pages_on_hopper(tensors, kernels, head_dim, turn) -> None:
     """Each head size with pages of several sizes, and each page with several head sizes."""
     pages = (16, 32, 48, 64, 256, 544, 1056)
-    page = pages[(HEAD_SIZES.index(head_size) + 2 * turn) % len(pages)]
-    plan = hopper(64 if turn == 3 else 128, 128 if head_size <= 128 else 64)
-    options = {"heads": (8, 2), "head_size": head_size, "page": page, "layout": ("NHD", "HND")[turn // 2]}
+    page = pages[(HEAD_SIZES.index(head_dim) + 2 * turn) % len(pages)]
+    plan = hopper(64 if turn == 3 else 128, 128 if head_dim <= 128 else 64)
+    options = {"heads": (8, 2), "head_dim": head_dim, "page": page, "page_layout": ("NHD", "HND")[turn // 2]}
     batch = tensors.batch([(700, 40), (page, 1), (0, 200)], cached=turn % 2 == 1, **options)
     kernels.prefill(batch, plan)
     batch.check(most=6)
@@ -572,19 +573,19 @@ def test_head_sizes_and_pages_on_hopper(tensors, kernels, head_size, turn) -> No
 @on_hopper
 @pytest.mark.parametrize("ratio", [*RATIOS, 100])
 def test_any_number_of_query_heads_shares_a_kv_head_on_hopper(tensors, kernels, ratio) -> None:
-    batch = tensors.batch(LONG, heads=(2 * ratio, 2), head_size=64)
+    batch = tensors.batch(LONG, heads=(2 * ratio, 2), head_dim=64)
     kernels.prefill(batch, hopper(64 if ratio in (3, 8) else 128))
     batch.check(most=3)
 
 
 @on_hopper
-@pytest.mark.parametrize("cached", [False, True], ids=["apart", "cached"])
+@pytest.mark.parametrize("cached", [False, True], ids=["new keys", "cached"])
 @feature
 def test_each_feature_on_hopper(tensors, kernels, options, cached) -> None:
     plans = (hopper(64, 64), hopper(128, 128), hopper(128, 64, 3), hopper(64, 128, 2))
     plan = plans[([*FEATURES.values()].index(options) + cached) % len(plans)]
     scales = [options.get(name) for name in ("k_scale", "v_scale")]
-    if options.get("layout") == "x-packed" or options.get("softmax_scale") == -0.3 or "tokens" in scales:
+    if options.get("page_layout") == "x-packed" or options.get("softmax_scale") == -0.3 or "tokens" in scales:
         pytest.skip("goes to the portable kernel")
     if "cache_dtype" in options:
         plan = replace(plan, block_n=64, num_stages=3)
@@ -594,7 +595,7 @@ def test_each_feature_on_hopper(tensors, kernels, options, cached) -> None:
         options = {**options, "dtype": BF16}
     if options.get("page", 16) % 16:
         options = {**options, "page": 48}
-    options = {"heads": (8, 2), "head_size": 128, "rows_after": 3, **options, "cached": cached}
+    options = {"heads": (8, 2), "head_dim": 128, "rows_after": 3, **options, "cached": cached}
     batch = tensors.batch(LONG, **options)
     kernels.prefill(batch, plan)
     batch.check(most=6)
@@ -602,10 +603,10 @@ def test_each_feature_on_hopper(tensors, kernels, options, cached) -> None:
 
 @on_hopper
 @pytest.mark.parametrize("window", [0, 1, 15, 16, 63, 64, 127, 128, 129, 1000])
-@pytest.mark.parametrize("cached", [False, True], ids=["apart", "cached"])
+@pytest.mark.parametrize("cached", [False, True], ids=["new keys", "cached"])
 def test_windows_of_any_width_on_hopper_read_nothing_before_them(tensors, kernels, window, cached) -> None:
     for plan in (hopper(128, 128), hopper(64, 64, 2)):
-        batch = tensors.batch(LONG, heads=(8, 1), head_size=64, window=(window, -1), cached=cached, sinks=True)
+        batch = tensors.batch(LONG, heads=(8, 1), head_dim=64, window=(window, -1), cached=cached, sinks=True)
         for i, (context, _) in enumerate(LONG):
             batch.spoil(i, range(context - window))
         kernels.prefill(batch, plan)
@@ -615,7 +616,7 @@ def test_windows_of_any_width_on_hopper_read_nothing_before_them(tensors, kernel
 @on_hopper
 @pytest.mark.parametrize("plan", [hopper(), hopper(64, 128), hopper(128, 64, 3)], ids=name_of)
 def test_the_same_call_on_hopper_twice_gives_the_same_bits(tensors, kernels, plan) -> None:
-    batch = tensors.batch(LONG, heads=(8, 1), head_size=128)
+    batch = tensors.batch(LONG, heads=(8, 1), head_dim=128)
 
     def compute() -> list[torch.Tensor]:
         kernels.prefill(batch, plan)
@@ -627,7 +628,7 @@ def test_the_same_call_on_hopper_twice_gives_the_same_bits(tensors, kernels, pla
 @on_hopper
 @pytest.mark.parametrize("plan", [hopper(), hopper(128, 128, 3)], ids=name_of)
 def test_a_sequence_on_hopper_has_the_same_bits_whatever_its_neighbours(tensors, kernels, plan) -> None:
-    batch = tensors.batch(LONG, heads=(8, 1), head_size=128, cached=True)
+    batch = tensors.batch(LONG, heads=(8, 1), head_dim=128, cached=True)
     kernels.prefill(batch, plan)
     batch.check(most=3)
     whole = batch.out.tensor
@@ -637,7 +638,7 @@ def test_a_sequence_on_hopper_has_the_same_bits_whatever_its_neighbours(tensors,
         given[0], given[13], given[14] = batch.q[rows], torch.empty_like(whole[rows]), None
         given[5], given[7] = batch.block_table[i : i + 1], batch.seqlens_k[i : i + 1]
         given[6] = batch.cu_seqlens_q[i : i + 2] - batch.begins[i]
-        launch.prepare_prefill(*given, *batch.numbers(), plan)(*given)
+        batch.attend(given, plan)
         assert_bitwise_equal(given[13], whole[rows], what=f"sequence {i} alone")
 
 
@@ -657,7 +658,7 @@ def test_ragged_batches_in_bulk_on_hopper_are_the_attention(tensors, kernels, pl
 @on_hopper
 def test_the_kernels_for_hopper_and_for_every_target_agree(tensors, kernels) -> None:
     """Both are within their bounds of the oracle; here on every row, of which the oracle samples some."""
-    batch = tensors.batch(LONG, heads=(8, 1), head_size=128)
+    batch = tensors.batch(LONG, heads=(8, 1), head_dim=128)
     kernels.prefill(batch, hopper())
     one = batch.out.tensor.float().clone()
     kernels.prefill(batch, replace(portable(64, 64), num_stages=2))

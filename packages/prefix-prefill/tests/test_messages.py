@@ -39,10 +39,10 @@ def test_caches_of_another_layout_than_said_name_their_own(device, given: str, s
     new, lengths = batch(device)
     call = (*new, *caches_in(given, device), *lengths)
     if said == given:
-        prefix_prefill.prefix_prefill(*call, max_seqlen_q=5, layout=said)
+        prefix_prefill.prefix_prefill(*call, max_seqlen_q=5, page_layout=said)
         return
-    with pytest.raises(ValueError, match=rf'^k_cache must be .*, got .*; with layout="{given}" it would fit$'):
-        prefix_prefill.prefix_prefill(*call, max_seqlen_q=5, layout=said)
+    with pytest.raises(ValueError, match=rf'^k_cache must be .*, got .*; with page_layout="{given}" it would fit$'):
+        prefix_prefill.prefix_prefill(*call, max_seqlen_q=5, page_layout=said)
 
 
 def test_caches_that_fit_no_layout_name_none(device) -> None:
@@ -58,14 +58,14 @@ def test_pages_taken_for_heads_that_do_not_divide_the_queries_name_the_layout(de
     [q, _, _], lengths = batch(device)
     shape = (BLOCKS, HEADS_KV, 24, D)
     k_cache, v_cache = (torch.randn(shape, device=device).bfloat16() for _ in range(2))
-    with pytest.raises(ValueError, match=r'^q must be of a multiple of .*; with layout="HND" it would fit$'):
+    with pytest.raises(ValueError, match=r'^q must be of a multiple of .*; with page_layout="HND" it would fit$'):
         prefix_prefill.prefix_prefill(q, None, None, k_cache, v_cache, *lengths, max_seqlen_q=5)
 
 
 @pytest.mark.parametrize("given", ["NHD", "HND"])
 def test_the_drop_in_says_which_layout_of_prefix_prefill_its_caches_would_fit(device, given: str) -> None:
     new, lengths = batch(device)
-    said = rf'^k_cache must be .*, got .*; with layout="{given}" it would fit prefix_prefill$'
+    said = rf'^k_cache must be .*, got .*; with page_layout="{given}" it would fit prefix_prefill$'
     with pytest.raises(ValueError, match=said):
         prefix_prefill.context_attention_fwd(
             *new, torch.empty_like(new[0]), "auto", *caches_in(given, device), *lengths, 25, 5, None, None
@@ -75,7 +75,9 @@ def test_the_drop_in_says_which_layout_of_prefix_prefill_its_caches_would_fit(de
 LARGE = np.arange(30_000.0, dtype=np.float32).reshape(300, 100)
 
 
-@pytest.mark.parametrize("name", ["q", "k_cache", "block_table", "sinks", "k_scale", "out", "window", "layout", "plan"])
+@pytest.mark.parametrize(
+    "name", ["q", "k_cache", "block_table", "sinks", "k_scale", "out", "window", "page_layout", "plan"]
+)
 def test_an_array_of_numpy_is_described_and_not_printed(device, name: str) -> None:
     new, lengths = batch(device)
     names = ("q", "k", "v", "k_cache", "v_cache", "block_table", "cu_seqlens_q", "seqlens_k")

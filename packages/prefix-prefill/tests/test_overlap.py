@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import prefix_prefill
+from kernel_reference.dispatch import PreparedLaunches
 from kernel_reference.testing.guards import assert_bitwise_equal
 from prefix_prefill import launch, ops
 from prefix_prefill.plan import DeviceLimits
@@ -26,7 +27,7 @@ def implementation(request, device: torch.device, monkeypatch: pytest.MonkeyPatc
         return
     library = torch.library.Library("prefix_prefill", "IMPL", "CPU")
     monkeypatch.setattr(launch, "device_limits", lambda device: DeviceLimits(1))
-    monkeypatch.setattr(ops, "_launches", {})
+    monkeypatch.setattr(ops, "launches", PreparedLaunches())
     with warnings.catch_warnings():
         # torch says once that an implementation is replaced.
         warnings.simplefilter("ignore")

@@ -72,34 +72,46 @@ def test_pages_of_any_size_in_every_layout(tensors, page, layout) -> None:
     lengths = [(page, 1), (page + 1, 3), (2 * page - 1, 33), (0, 17), (max(0, page - 1), 2), (15, 1)]
     turn = (PAGES.index(page), LAYOUTS.index(layout))
     check(
-        tensors, lengths, page=page, layout=layout, cached=in_turn((False, True), *turn), dtype=in_turn(DTYPES, *turn)
+        tensors,
+        lengths,
+        page=page,
+        page_layout=layout,
+        cached=in_turn((False, True), *turn),
+        dtype=in_turn(DTYPES, *turn),
     )
 
 
 @pytest.mark.parametrize("page", [3, 24, 100])
 def test_trap_pages_need_not_be_of_a_power_of_two(tensors, page) -> None:
     for layout, cached in zip(LAYOUTS, (True, False, True), strict=True):
-        check(tensors, [(5 * page + 2, 6), (0, page), (page, 1)], page=page, layout=layout, cached=cached, head_size=16)
+        check(
+            tensors,
+            [(5 * page + 2, 6), (0, page), (page, 1)],
+            page=page,
+            page_layout=layout,
+            cached=cached,
+            head_dim=16,
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-@pytest.mark.parametrize("head_size", HEAD_SIZES)
-def test_head_sizes_not_only_powers_of_two(tensors, head_size, dtype) -> None:
-    turn = (HEAD_SIZES.index(head_size), DTYPES.index(dtype))
+@pytest.mark.parametrize("head_dim", HEAD_SIZES)
+def test_head_dims_not_only_powers_of_two(tensors, head_dim, dtype) -> None:
+    turn = (HEAD_SIZES.index(head_dim), DTYPES.index(dtype))
     cached = in_turn((False, True), *turn)
-    check(tensors, RAGGED, head_size=head_size, dtype=dtype, layout=in_turn(LAYOUTS, *turn), cached=cached)
+    check(tensors, RAGGED, head_dim=head_dim, dtype=dtype, page_layout=in_turn(LAYOUTS, *turn), cached=cached)
 
 
-@pytest.mark.parametrize("head_size", [17, 33, 100, 255])
-def test_head_sizes_of_any_number(tensors, head_size) -> None:
-    check(tensors, SHORT, head_size=head_size, dtype=BF16 if head_size % 2 else FP32, layout="HND", heads=(2, 1))
+@pytest.mark.parametrize("head_dim", [17, 33, 100, 255])
+def test_head_dims_of_any_number(tensors, head_dim) -> None:
+    check(tensors, SHORT, head_dim=head_dim, dtype=BF16 if head_dim % 2 else FP32, page_layout="HND", heads=(2, 1))
 
 
 @pytest.mark.parametrize("heads_kv", [1, 2])
 @pytest.mark.parametrize("ratio", [1, 3, 4, 7, 8, 16])
 def test_any_number_of_query_heads_shares_a_kv_head(tensors, ratio, heads_kv) -> None:
     options = FP8_CACHE if heads_kv == 2 else {}
-    check(tensors, RAGGED, heads=(ratio * heads_kv, heads_kv), head_size=32, sinks=True, alibi=True, **options)
+    check(tensors, RAGGED, heads=(ratio * heads_kv, heads_kv), head_dim=32, sinks=True, alibi=True, **options)
 
 
 @pytest.mark.parametrize("context", [0, 1, 15, 16, 4096])
@@ -123,7 +135,7 @@ def test_empty_batches(tensors) -> None:
             check(tensors, lengths, rows_after=rows_after, cached=cached, skip_decode=True, **FP8_CACHE)
 
 
-@pytest.mark.parametrize("cached", [False, True], ids=["apart", "cached"])
+@pytest.mark.parametrize("cached", [False, True], ids=["new keys", "cached"])
 def test_a_pool_without_pages_or_a_table_without_columns_serves_where_there_is_no_context(tensors, cached) -> None:
     batch = tensors.batch([(0, 0)] if cached else [(0, 5), (0, 1), (0, 0)], cached=cached)
     for pages, columns in ((1, 0), (0, 0), (0, 1)):
@@ -149,9 +161,9 @@ FEATURES = {
     "e4m3 cache, a number": {"cache_dtype": E4M3, "k_scale": "number", "v_scale": "number"},
     "e4m3 cache, as stored": {"cache_dtype": E4M3, "k_scale": 1.0, "v_scale": 1.0},
     "e5m2 cache, a tensor": {"cache_dtype": E5M2, "k_scale": "tensor", "v_scale": "tensor"},
-    "e4m3 cache, per head": {"cache_dtype": E4M3, "k_scale": "heads", "v_scale": "heads", "layout": "HND"},
+    "e4m3 cache, per head": {"cache_dtype": E4M3, "k_scale": "heads", "v_scale": "heads", "page_layout": "HND"},
     "e4m3 cache, per token": {"cache_dtype": E4M3, "k_scale": "tokens", "v_scale": "tokens"},
-    "e5m2 cache, mixed": {"cache_dtype": E5M2, "k_scale": "tokens", "v_scale": "number", "layout": "x-packed"},
+    "e5m2 cache, mixed": {"cache_dtype": E5M2, "k_scale": "tokens", "v_scale": "number", "page_layout": "x-packed"},
     "e4m3 cache, mixed": {"cache_dtype": E4M3, "k_scale": "heads", "v_scale": "tokens", "cached": True},
     "a scaled cache of no 8 bits": {"k_scale": "heads", "v_scale": "tensor"},
     "a scale of the keys alone": {"k_scale": "tokens"},
@@ -171,14 +183,14 @@ def test_each_feature_alone(tensors, options) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-@pytest.mark.parametrize("cached", [False, True], ids=["apart", "cached"])
+@pytest.mark.parametrize("cached", [False, True], ids=["new keys", "cached"])
 def test_all_features_together(tensors, cached, dtype) -> None:
     options = {
         "window": (40, 0), "softcap": 5.0, "alibi": True, "sinks": True, "softmax_scale": 0.4, "skip_decode": True,
         "cache_dtype": E5M2, "k_scale": "tokens", "v_scale": "heads", "rows_after": 3, "fused": True,
     }  # fmt: skip
     check(tensors, RAGGED, dtype=dtype, cached=cached, **options)
-    check(tensors, RAGGED, dtype=dtype, cached=cached, **options, out_scale=0.02, layout="x-packed")
+    check(tensors, RAGGED, dtype=dtype, cached=cached, **options, out_scale=0.02, page_layout="x-packed")
 
 
 @settings(max_examples=60 if torch.cuda.is_available() else 200)
@@ -195,9 +207,9 @@ def test_features_in_any_combination(tensors, data) -> None:
     batch = tensors.batch(
         draw(st.lists(st.tuples(st.integers(0, 90), st.sampled_from([0, 1, 1, 2, 5, 33, 70])), max_size=5)),
         heads=(heads_kv * draw(st.sampled_from([1, 2, 3, 7])), heads_kv),
-        head_size=draw(st.sampled_from([16, 32, 48, 80] + ([] if layout == "x-packed" else [40, 17]))),
+        head_dim=draw(st.sampled_from([16, 32, 48, 80] + ([] if layout == "x-packed" else [40, 17]))),
         page=draw(st.sampled_from([1, 5, 16, 24, 64])),
-        layout=layout,
+        page_layout=layout,
         dtype=dtype,
         cache_dtype=cache,
         k_scale=draw(scales),
@@ -224,7 +236,7 @@ def test_features_in_any_combination(tensors, data) -> None:
 WINDOWS = [(0, 0), (1, 0), (15, 0), (16, 0), (17, -1), (100, 0), (4095, 0), (2**31 - 1, 0), (2**40, -1), (-1, 0)]
 
 
-@pytest.mark.parametrize("cached", [False, True], ids=["apart", "cached"])
+@pytest.mark.parametrize("cached", [False, True], ids=["new keys", "cached"])
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
 def test_windows_of_any_width(tensors, window, cached) -> None:
     check(tensors, [(300, 40), (0, 20), (17, 1), (16, 17), (40, 3)], window=window, cached=cached, heads=(2, 1))
@@ -278,7 +290,7 @@ def test_trap_scores_are_scaled_before_they_are_masked(tensors, softmax_scale) -
     check(tensors, SHORT, softmax_scale=softmax_scale, cache_dtype=E4M3, k_scale=0.5, v_scale=1.0, window=(3, 0))
 
 
-@pytest.mark.parametrize("cached", [False, True], ids=["apart", "cached"])
+@pytest.mark.parametrize("cached", [False, True], ids=["new keys", "cached"])
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=name_of)
 def test_trap_what_a_window_hides_weighs_nothing_even_where_true_scores_are_below_minus_10000(
     tensors, dtype, cached
@@ -306,7 +318,7 @@ def test_sizes_of_the_softmax_are_those_of_the_largest_score_and_do_not_overflow
 
 
 @pytest.mark.parametrize("options", [
-    {}, {"cached": True}, {"layout": "HND"}, {"layout": "x-packed", "page": 32}, {"page": 1}, {"page": 256},
+    {}, {"cached": True}, {"page_layout": "HND"}, {"page_layout": "x-packed", "page": 32}, {"page": 1}, {"page": 256},
     FP8_CACHE, {**FP8_CACHE, "k_scale": "tokens", "v_scale": "tokens", "cached": True}, {"dtype": FP32},
     {"alibi": True, "sinks": True, "softcap": 3.0},
 ], ids=name_of)  # fmt: skip
@@ -328,7 +340,7 @@ def test_trap_nan_in_tokens_far_after_a_row_does_not_reach_it_nor_other_sequence
     """Rows up to a tile's length before it may show it: in their product it is multiplied by 0."""
     lengths, bad, tile = [(5, 3), (30, 170), (9, 4)], 165, 128
     for cached in (False, True):
-        batch = tensors.batch(lengths, cached=cached, heads=(2, 2), head_size=16)
+        batch = tensors.batch(lengths, cached=cached, heads=(2, 2), head_dim=16)
         batch.run()
         kept = batch.out.tensor.clone()
         if cached:
@@ -405,7 +417,7 @@ def test_caches_and_scales_of_any_strides(tensors, layout) -> None:
         return wide[..., 0]
 
     for turn, options in product((0, 1), ({}, {"cache_dtype": E5M2, "k_scale": "tokens", "v_scale": "tokens"})):
-        batch = tensors.batch(RAGGED, layout=layout, cached=turn == 1, **options)
+        batch = tensors.batch(RAGGED, page_layout=layout, cached=turn == 1, **options)
         batch.k_cache, batch.v_cache = spread(batch.k_cache, turn), spread(batch.v_cache, 1 - turn)
         if options:
             batch.k_scale, batch.v_scale = spread(batch.k_scale, 1 - turn), spread(batch.v_scale, turn)
@@ -475,7 +487,7 @@ def test_trap_rows_of_impossible_sequences_are_zero_and_their_lse_minus_infinity
 
 def test_new_tensors_hold_zeros_in_rows_of_no_sequence_and_not_what_the_memory_held(tensors) -> None:
     for splits in (None, 3):
-        batch = tensors.batch(SHORT, rows_after=5, head_size=32)
+        batch = tensors.batch(SHORT, rows_after=5, head_dim=32)
         # Freed at once, so that the next allocation of its size finds it.
         poisoned(tuple(batch.q.shape), BF16, tensors.device)
         batch.check_out(*batch.run(out=None, num_splits=splits))
@@ -561,18 +573,18 @@ def legacy(batch, **options) -> Tensor:
 def test_the_drop_in_sees_less_than_its_window_before_a_token(tensors, sliding_window, causal) -> None:
     off = sliding_window is None or sliding_window <= 0
     window = None if off else (sliding_window - 1, -1)
-    batch = tensors.batch(RAGGED, layout="x-packed", window=window, causal=causal, lse=False)
+    batch = tensors.batch(RAGGED, page_layout="x-packed", window=window, causal=causal, lse=False)
     legacy(batch, sliding_window=sliding_window)
     batch.check()
 
 
 @pytest.mark.parametrize("page", [16, 32, 1056])
-@pytest.mark.parametrize("head_size", [64, 80, 128])
-def test_the_drop_in_at_sizes_of_models(tensors, head_size, page) -> None:
-    options = in_turn(({"alibi": True}, {"sinks": True, "softmax_scale": 0.2}, {"skip_decode": True}), head_size, page)
-    dtype = in_turn(DTYPES, head_size // 16, page // 16)
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+def test_the_drop_in_at_sizes_of_models(tensors, head_dim, page) -> None:
+    options = in_turn(({"alibi": True}, {"sinks": True, "softmax_scale": 0.2}, {"skip_decode": True}), head_dim, page)
+    dtype = in_turn(DTYPES, head_dim // 16, page // 16)
     batch = tensors.batch(
-        RAGGED, layout="x-packed", lse=False, head_size=head_size, page=page, rows_after=1, dtype=dtype, **options
+        RAGGED, page_layout="x-packed", lse=False, head_dim=head_dim, page=page, rows_after=1, dtype=dtype, **options
     )
     legacy(batch)
     batch.check()
@@ -584,7 +596,7 @@ def test_the_drop_in_at_sizes_of_models(tensors, head_size, page) -> None:
 def test_the_drop_in_takes_8_bit_caches_by_the_names_of_their_dtypes(tensors, name, dtype) -> None:
     for scale, stored in product(("number", "tensor", "heads", "tokens"), (torch.uint8, dtype)):
         batch = tensors.batch(
-            RAGGED, layout="x-packed", lse=False, cache_dtype=dtype, k_scale=scale, v_scale=scale, head_size=32
+            RAGGED, page_layout="x-packed", lse=False, cache_dtype=dtype, k_scale=scale, v_scale=scale, head_dim=32
         )
         caches = {"k_cache": batch.k_cache.view(stored), "v_cache": batch.v_cache.view(stored)}
         legacy(batch, kv_cache_dtype=name, **caches)
@@ -596,14 +608,14 @@ def test_the_drop_in_takes_8_bit_caches_by_the_names_of_their_dtypes(tensors, na
 
 @pytest.mark.parametrize(("name", "dtype"), [("bfloat16", BF16), ("float16", FP16)])
 def test_the_drop_in_takes_caches_of_16_bits_by_the_names_of_their_dtypes(tensors, name, dtype) -> None:
-    batch = tensors.batch(RAGGED, layout="x-packed", lse=False, dtype=dtype)
+    batch = tensors.batch(RAGGED, page_layout="x-packed", lse=False, dtype=dtype)
     legacy(batch, kv_cache_dtype=name)
     batch.check()
 
 
 def test_the_drop_in_gives_scales_no_effect_on_a_cache_that_is_not_of_8_bits(tensors) -> None:
     for scales in ((3.0, 5.0), (None, None), (torch.full((1,), 7.0, device=tensors.device), 2.0)):
-        batch = tensors.batch(RAGGED, layout="x-packed", lse=False)
+        batch = tensors.batch(RAGGED, page_layout="x-packed", lse=False)
         legacy(batch, k_scale=scales[0], v_scale=scales[1])
         batch.check()
 
@@ -611,7 +623,7 @@ def test_the_drop_in_gives_scales_no_effect_on_a_cache_that_is_not_of_8_bits(ten
 @pytest.mark.parametrize("out_dtype", [E4M3, E5M2], ids=name_of)
 def test_the_drop_in_writes_8_bit_outputs(tensors, out_dtype) -> None:
     for scale in (0.02, torch.tensor([0.05], device=tensors.device)):
-        batch = tensors.batch(RAGGED, layout="x-packed", lse=False, out_scale=scale, out_dtype=out_dtype)
+        batch = tensors.batch(RAGGED, page_layout="x-packed", lse=False, out_scale=scale, out_dtype=out_dtype)
         legacy(batch)
         batch.check()
 
@@ -765,10 +777,10 @@ def test_trap_a_window_bounds_the_walk_over_the_context(tensors, cost) -> None:
     """One that only masks costs 8 times as much at 32768 tokens as at 4096, or here at 320 as at 40."""
     if tensors.device.type == "cuda":
         sizes, window, most = [(4096, 1024), (65536, 1024)], (1023, 0), 1.3
-        options = {"heads": (32, 8), "head_size": 128, "lse": False}
+        options = {"heads": (32, 8), "head_dim": 128, "lse": False}
     else:
         sizes, window, most = [(40, 10), (320, 10)], (20, 0), 1.0
-        options = {"heads": (1, 1), "head_size": 16}
+        options = {"heads": (1, 1), "head_dim": 16}
     for cached in (False, True):
         short, long = (cost(tensors.batch([size], window=window, cached=cached, **options)) for size in sizes)
         assert long <= most * short + (4 if most == 1 else 0), f"{long} for a long context, {short} for a short one"
@@ -787,19 +799,19 @@ def test_trap_a_ragged_batch_costs_the_sum_of_its_work(tensors, cost) -> None:
     """Tiles past a short sequence's end, as many as the longest one has, would each walk the short one's context."""
     if tensors.device.type == "cuda":
         short, long = [(16384, 16)] * 15, [(0, 4096)]
-        options = {"heads": (32, 8), "head_size": 128, "lse": False}
+        options = {"heads": (32, 8), "head_dim": 128, "lse": False}
         whole, *apart = (cost(tensors.batch(lengths, **options)) for lengths in (short + long, short, long))
         assert whole <= 1.5 * sum(apart), f"{whole} together, {apart} apart"
         return
     for lengths in ([(160, 1), (0, 60), (160, 2)], [(160, 1)], [(0, 0), (33, 17), (64, 0)]):
-        spent = cost(tensors.batch(lengths, heads=(1, 1), head_size=16))
+        spent = cost(tensors.batch(lengths, heads=(1, 1), head_dim=16))
         assert spent <= tiles_of(lengths, 16), f"{spent} tiles loaded for {lengths}"
 
 
 def test_trap_query_heads_of_a_kv_head_share_what_is_read_of_it(tensors, cost) -> None:
     if tensors.device.type == "cuda":
         pytest.skip("counts loads, which only the interpreter tells")
-    one, eight = (cost(tensors.batch([(60, 2)], heads=(heads, 1), head_size=16)) for heads in (1, 8))
+    one, eight = (cost(tensors.batch([(60, 2)], heads=(heads, 1), head_dim=16)) for heads in (1, 8))
     assert eight <= one, f"{eight} for eight heads, {one} for one"
 
 
@@ -821,8 +833,8 @@ CASES = {
 def test_at_sizes_of_models(tensors, lengths, model) -> None:
     for page, layout, cached in ((16, "NHD", False), (64, "HND", True)):
         check(
-            tensors, lengths, most=6, heads=(model.num_heads_q, model.num_heads_kv), head_size=model.head_dim,
-            page=page, layout=layout, cached=cached, window=model.window, sinks=model.sinks, rows_after=7,
+            tensors, lengths, most=6, heads=(model.num_heads_q, model.num_heads_kv), head_dim=model.head_dim,
+            page=page, page_layout=layout, cached=cached, window=model.window, sinks=model.sinks, rows_after=7,
         )  # fmt: skip
 
 
@@ -831,16 +843,16 @@ def test_at_sizes_of_models(tensors, lengths, model) -> None:
 def test_8_bit_caches_at_sizes_of_models(tensors, lengths) -> None:
     for kind, layout in (("number", "NHD"), ("tokens", "x-packed")):
         check(
-            tensors, lengths, most=6, heads=(8, 1), head_size=128, cache_dtype=E4M3, k_scale=kind, v_scale=kind,
-            layout=layout, page=32,
+            tensors, lengths, most=6, heads=(8, 1), head_dim=128, cache_dtype=E4M3, k_scale=kind, v_scale=kind,
+            page_layout=layout, page=32,
         )  # fmt: skip
 
 
 @on_a_gpu
 def test_a_window_far_into_a_long_context(tensors) -> None:
     for cached in (False, True):
-        check(tensors, [(16384, 1024)] * 4, most=8, heads=(32, 8), head_size=128, window=(4095, 0), cached=cached)
-        check(tensors, [(100000, 300), (5000, 1)], most=8, heads=(8, 1), head_size=256, window=(999, 0), cached=cached)
+        check(tensors, [(16384, 1024)] * 4, most=8, heads=(32, 8), head_dim=128, window=(4095, 0), cached=cached)
+        check(tensors, [(100000, 300), (5000, 1)], most=8, heads=(8, 1), head_dim=256, window=(999, 0), cached=cached)
 
 
 def test_the_package_exports_what_it_documents() -> None:

@@ -2,8 +2,9 @@
 
 from importlib import metadata
 
-from prefix_prefill.api import AttentionResult, context_attention_fwd, merge_attention_states, prefix_prefill
+from prefix_prefill.api import AttentionResult, merge_attention_states, prefix_prefill
 from prefix_prefill.plan import PrefillPlan
+from prefix_prefill.vllm import context_attention_fwd
 
 __all__ = ["AttentionResult", "PrefillPlan", "context_attention_fwd", "merge_attention_states", "prefix_prefill"]
 

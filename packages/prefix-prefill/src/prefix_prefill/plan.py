@@ -1,4 +1,4 @@
-"""How the work is laid over a device: pure functions from a problem and the device's limits to a launch plan.
+"""From a problem and the device's limits to a launch plan, as pure functions of plain values.
 
 A plan is a value: it can be built, printed and tested on a machine with no GPU, and pinned by a caller with ``plan=``.
 It follows from shapes alone, never from lengths, which only the device knows.
@@ -6,27 +6,32 @@ It follows from shapes alone, never from lengths, which only the device knows.
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 
-# What a second launch merges quickly enough.
+from kernel_reference.integers import cdiv, is_power_of_two, power_of_two_at_least
+from kernel_reference.plans import Plan
+
+# The most tokens that a sequence may have: no bound is this one.
+MOST_TOKENS = 2**31 - 1
+# What a merge kernel combines quickly enough.
 _MOST_SPLITS = 128
-# Tokens that fill tiles of any plan.
-_ANY = 2**31 - 1
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What a plan needs to know of a call.
+    """One call, as its arguments were checked: all that a plan and a launch need to know beside the tensors.
 
     ``capacity``: keys that a row of the block table has room for. ``bits``: of an element of q; ``cache_bits``: of one
-    of the cache. ``apart``: the new keys and values are tensors of their own, not in the cache yet. ``biased``: scores
-    have a bias that depends on the key (ALiBi). ``described``: layout, strides, alignment and scales are such that the
-    kernel for sm_90 can address keys and values and take them as they are.
+    of the cache. ``new_kv``: the new keys and values are tensors of their own, not in the cache yet. ``alibi``: scores
+    have a bias that depends on the key. ``tma``: layout, strides and scales are such that the kernel for sm_90 can
+    address keys and values by TMA and take them as they are; alignment, which only memory tells, is not among these.
+    ``max_seqlen_k``: bounds the keys that the plan reckons with, and nothing else. ``left``, ``right``: the window, -1
+    without limit. ``k_scale``, ``v_scale``, ``out_scale``: those that were given as numbers.
     """
 
     num_heads: int
     num_heads_kv: int
-    head_size: int
+    head_dim: int
     page_size: int
     tokens: int
     sequences: int
@@ -34,9 +39,21 @@ class Problem:
     capacity: int
     bits: int = 16
     cache_bits: int = 16
-    apart: bool = False
-    biased: bool = False
-    described: bool = False
+    new_kv: bool = False
+    alibi: bool = False
+    tma: bool = False
+    num_blocks: int = 1
+    page_layout: str = "NHD"
+    max_seqlen_k: int = MOST_TOKENS
+    num_splits: int = 0
+    softmax_scale: float = 1.0
+    softcap: float = 0.0
+    left: int = -1
+    right: int = 0
+    skip_decode: bool = False
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+    out_scale: float = 1.0
 
     @property
     def group(self) -> int:
@@ -48,9 +65,9 @@ class Problem:
 class DeviceLimits:
     """What the plan needs to know of a processor.
 
-    ``cores`` are multiprocessors (compute units); ``shared_memory`` is the most that a program may use, in bytes.
-    ``hopper``: sm_90, with its tensor memory accelerator and warpgroup products, and a Triton that brings Gluon.
-    ``turing``: sm_75, where shared memory holds tiles twice, the second time as they are multiplied.
+    ``cores`` are SMs (compute units); ``shared_memory`` is the most that a program may use, in bytes. ``hopper``:
+    sm_90, with TMA and WGMMA, and a Triton that brings Gluon. ``turing``: sm_75, where shared memory holds tiles twice,
+    the second time as they are multiplied.
     """
 
     cores: int
@@ -60,11 +77,11 @@ class DeviceLimits:
 
 
 @dataclass(frozen=True)
-class PrefillPlan:
-    """Tiles of ``block_m`` rows, each a query head of a token, walk the keys ``block_n`` at a time.
+class PrefillPlan(Plan):
+    """Tiles of ``block_m`` rows, each a query head of a token, take the keys ``block_n`` at a time.
 
     The query heads of a kv head stand together in a tile. ``num_splits`` programs share the keys of a tile; more than
-    one leave their parts to a second launch that merges them. ``hopper``: by the kernel made for sm_90.
+    one leave partial results to a merge kernel. ``hopper``: by the kernel made for sm_90.
     """
 
     block_m: int
@@ -74,10 +91,6 @@ class PrefillPlan:
     num_stages: int
     hopper: bool = False
 
-    def as_ints(self) -> list[int]:
-        """The plan as a torch op takes it."""
-        return [int(number) for number in astuple(self)]
-
     def covers(self, problem: Problem) -> bool:
         """Whether its blocks are such that a kernel can take them, for this problem."""
         if not is_power_of_two(self.block_m, self.block_n, self.num_warps):
@@ -85,48 +98,29 @@ class PrefillPlan:
         if min(self.block_m, self.block_n) < 16 or min(self.num_stages, self.num_splits) < 1:
             return False
         return not self.hopper or (
-            problem.described
+            problem.tma
             and fits_hopper(problem)
             and self.block_m in (64, 128)
-            and self.block_n in ((64,) if problem.head_size > 128 or _is_mixed(problem) else (64, 128))
+            and self.block_n in ((64,) if problem.head_dim > 128 or _is_mixed(problem) else (64, 128))
             and self.num_warps == 4
             and self.num_stages >= 2
         )
 
 
-def cdiv(a: int, b: int) -> int:
-    """a / b, rounded up."""
-    return -(-a // b)
-
-
-def power_of_two_at_least(n: int) -> int:
-    """The smallest power of two that is >= n, for n >= 1."""
-    return 1 << (n - 1).bit_length()
-
-
-def is_power_of_two(*numbers: int) -> bool:
-    return all(number >= 1 and number & (number - 1) == 0 for number in numbers)
-
-
-def power_of_two_in(n: int) -> int:
-    """The largest power of two that divides n, for n >= 1."""
-    return n & -n
-
-
 def fits_hopper(problem: Problem) -> bool:
     """Whether sizes and dtypes are such that the kernel for sm_90 is written for them."""
-    # Of rows brought together, shared memory is swizzled in groups of eight; the kernel counts in sixteen.
+    # Shared memory is swizzled in groups of eight rows; the kernel counts in sixteen.
     if problem.bits != 16 or problem.page_size % 16:
         return False
     if problem.cache_bits == 8:
         # Larger heads leave no room for the tiles twice, of 8 bits and of 16.
-        return problem.head_size % 16 == 0 and problem.head_size <= 128
-    return problem.head_size % 8 == 0
+        return problem.head_dim % 16 == 0 and problem.head_dim <= 128
+    return problem.head_dim % 8 == 0
 
 
 def _is_mixed(problem: Problem) -> bool:
     """Whether the cache has 8 bits an element and the new keys 16."""
-    return problem.cache_bits == 8 and problem.apart
+    return problem.cache_bits == 8 and problem.new_kv
 
 
 def heads_per_tile(group: int, block_m: int) -> int:
@@ -139,10 +133,10 @@ def tokens_per_tile(group: int, block_m: int) -> int:
     return block_m // heads_per_tile(group, block_m)
 
 
-def num_places(problem: Problem, tokens: int) -> int:
-    """Places in the grid for tiles of so many tokens: each sequence may leave one tile that is not full.
+def num_slots(problem: Problem, tokens: int) -> int:
+    """Slots of the grid for tiles of so many tokens: each sequence may leave one tile that is not full.
 
-    The rows before the first sequence and after the last one count as two sequences more: see kernels/tiles.py.
+    The rows before the first sequence and after the last one count as two sequences more: see kernels/schedule.py.
     """
     return problem.tokens // tokens + problem.sequences + 2
 
@@ -151,10 +145,8 @@ def plan_prefill(problem: Problem, limits: DeviceLimits, num_splits: int = 0) ->
     """The plan for a problem on this device; ``num_splits`` 0 leaves that number to the plan as well."""
     if num_splits:
         # How keys are cut depends on the rows of a tile: with as many in every batch, a sequence keeps its bits.
-        problem = replace(problem, tokens=_ANY, max_seqlen_q=_ANY)
-    plan = (
-        _hopper(problem) if limits.hopper and problem.described and fits_hopper(problem) else _portable(problem, limits)
-    )
+        problem = replace(problem, tokens=MOST_TOKENS, max_seqlen_q=MOST_TOKENS)
+    plan = _hopper(problem) if limits.hopper and problem.tma and fits_hopper(problem) else _portable(problem, limits)
     return replace(plan, num_splits=num_splits or _splits(problem, plan, limits))
 
 
@@ -163,29 +155,29 @@ def _rows_of_a_sequence(problem: Problem) -> int:
 
 
 def _hopper(problem: Problem) -> PrefillPlan:
-    # One warpgroup of 64 rows where no sequence has more: decoding, and the first tokens of drafts. Two that keep the
+    # One consumer of 64 rows where no sequence has more: decoding, and the first tokens of drafts. Two that keep the
     # slopes of large heads spill registers.
-    block_m = 64 if _rows_of_a_sequence(problem) <= 64 or (problem.biased and problem.head_size > 128) else 128
+    block_m = 64 if _rows_of_a_sequence(problem) <= 64 or (problem.alibi and problem.head_dim > 128) else 128
     if _is_mixed(problem):
-        # Warps that turn 8-bit tiles into bfloat16 take registers from the others.
+        # Converters to bfloat16 take registers from the consumers.
         return PrefillPlan(block_m, 64, 1, 4, 3, hopper=True)
     # The largest tiles of keys whose scores stay in registers and two of which, values included, fit in shared memory.
-    block_n = 128 if problem.head_size <= 128 and not problem.biased else 64
+    block_n = 128 if problem.head_dim <= 128 and not problem.alibi else 64
     return PrefillPlan(block_m, block_n, 1, 4, 2, hopper=True)
 
 
 def _portable(problem: Problem, limits: DeviceLimits) -> PrefillPlan:
-    block_d = max(16, power_of_two_at_least(problem.head_size))
+    block_d = max(16, power_of_two_at_least(problem.head_dim))
     if problem.bits == 32:
         most_m, block_n, warps, stages = 16, 16, 4, 1
     else:
         # Wider tiles, or fewer warps, spill registers on one target or another. Heads that are not of whole 16 bytes
         # are loaded number by number; of heads of 17, light, ptxas 12.8 made a kernel that reads what it never wrote
         # (see kernel_reference.testing.sass).
-        light = block_d <= 64 and problem.cache_bits == problem.bits and problem.head_size % 8 == 0
+        light = block_d <= 64 and problem.cache_bits == problem.bits and problem.head_dim % 8 == 0
         most_m, block_n, warps, stages = 64, 64 if light else 32, 4 if light else 8, 2
         if limits.hopper and block_d == 128 and not _is_mixed(problem):
-            # Twice the rows use each key that is brought, and no register is spilled here.
+            # Twice the rows use each key that is loaded, and no register is spilled here.
             most_m, block_n = 128, 64
     if limits.shared_memory <= 64 * 1024:
         # Masks of wider tiles take more scalar registers than gfx942 has.
@@ -200,7 +192,7 @@ def _portable(problem: Problem, limits: DeviceLimits) -> PrefillPlan:
 
 
 def _splits(problem: Problem, plan: PrefillPlan, limits: DeviceLimits) -> int:
-    """Programs that share a tile's keys: as many as keep the device's cores evenly busy, and no more."""
+    """Programs that share a tile's keys: as many as keep all SMs evenly busy, and no more."""
     # Tiles with something to do, were the lengths equal.
     sequences = max(1, problem.sequences)
     each = cdiv(cdiv(problem.tokens, sequences), tokens_per_tile(problem.group, plan.block_m))
@@ -208,12 +200,12 @@ def _splits(problem: Problem, plan: PrefillPlan, limits: DeviceLimits) -> int:
     tiles = max(1, sequences * each * head_tiles * problem.num_heads_kv)
     if tiles >= 2 * limits.cores:
         return 1
-    keys = cdiv(problem.capacity, plan.block_n)
+    keys = cdiv(min(problem.capacity, problem.max_seqlen_k), plan.block_n)
     # A split of fewer than four tiles of keys costs more than it saves.
     most = max(1, min(_MOST_SPLITS, keys // 4))
 
     def cost(splits: int) -> int:
-        """In tiles of keys: programs run in rounds, each begins and ends at the cost of two; merging costs three."""
+        """In tiles of keys: programs run in waves, each begins and ends at the cost of two; merging costs three."""
         return cdiv(tiles * splits, limits.cores) * (cdiv(keys, splits) + 2) + 3 * (splits > 1)
 
     return min(range(1, most + 1), key=cost)

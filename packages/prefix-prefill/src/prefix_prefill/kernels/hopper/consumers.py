@@ -1,0 +1,318 @@
+"""Consumer warpgroups of the sm_90 kernel: 64 rows each, all over the same tiles of keys and values.
+
+While the values of a tile are multiplied, the scores of the next one are made and its softmax is taken
+(FlashAttention-3, arXiv 2407.08608, section 3.2):
+
+    scores = q k_i^T      in flight together with      acc += weights_(i-1) v_(i-1)
+    softmax of scores     while the second WGMMA runs
+"""
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from prefix_prefill.kernels.hopper.config import COLUMNS, ROWS, STRIP
+from prefix_prefill.kernels.hopper.memory import (
+    ALL_ROWS,
+    BEGIN,
+    HEAD_KV,
+    HEAD_TILE,
+    K_SCALE,
+    OUT_SCALE,
+    Q_LEN,
+    SPLIT,
+    TILE,
+    V_SCALE,
+    VALID,
+    release,
+    stashed,
+    wait_full,
+)
+from prefix_prefill.kernels.hopper.producers import cached_tiles, end_of_tile, key_of_tile
+from prefix_prefill.kernels.hopper.softmax import (
+    HEADROOM_INVERSE,
+    TINY,
+    Scoring,
+    Variant,
+    natural_log_sum_exp,
+    powers_of_two,
+    update_tile,
+)
+from prefix_prefill.kernels.softmax import LN_2, LOG2_E, finite, log_sum_exp
+
+
+@gluon.jit
+def rows_of(o_m, i_tile, i_kv, i_hb, q_len, C):
+    """Token and head of a tile's rows, and whether there are such."""
+    o_t = i_tile * C.TOKENS + o_m // C.HEADS
+    o_g = i_hb * C.HEADS + o_m % C.HEADS
+    m_row = (o_m < C.TOKENS * C.HEADS) & (o_t < q_len) & (o_g < C.GROUP)
+    return o_t, i_kv * C.GROUP + gl.minimum(o_g, C.GROUP - 1), m_row
+
+
+@gluon.jit
+def pointers_to(p, row, o_h, o_d, s):
+    """Rows of heads [ROWS, BLOCK_D], by strides of (token, head, element)."""
+    return p + (row.to(gl.int64) * s[0] + o_h.to(gl.int64) * s[1])[:, None] + o_d.to(gl.int64)[None, :] * s[2]
+
+
+@gluon.jit
+def zero_masked_values(strips, first_strip, i_consumer, from_row, to_row, edge, C):
+    """Zero the values of a tile before ``from_row`` and from ``to_row`` on: a weight of 0 times NaN would be NaN.
+
+    Boxes that lie wholly outside came as zeros. Two consumers share the strips, and wait for each other's.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    o_row = gl.arange(0, STRIP, gl.SliceLayout(1, layout))
+    begin = from_row // C.BOX * (C.BOX // STRIP)
+    end = (to_row + C.BOX - 1) // C.BOX * (C.BOX // STRIP)
+    for strip in range(begin + i_consumer, end, C.CONSUMERS):
+        row = strip * STRIP + o_row
+        if (strip * STRIP < from_row) | (strip * STRIP + STRIP > to_row):
+            for i_c in gl.static_range(C.BLOCK_D // COLUMNS):
+                p_strip = strips.index(first_strip + i_c * (C.BLOCK_N // STRIP) + strip)
+                b_strip = p_strip.load(layout)
+                keep = (row >= from_row) & (row < to_row)
+                p_strip.store(gl.where(keep[:, None], b_strip, 0.0).to(b_strip.dtype))
+    fence_async_shared()
+    if C.CONSUMERS == 1:
+        tl.debug_barrier()
+    else:
+        mbarrier.arrive(edge)
+        mbarrier.wait(edge, 0)
+
+
+@gluon.jit
+def issue_pv(b_p, acc, v, memory, v_scale, i, i_consumer, walk, C):
+    """Issue acc += weights v of tile i; before the first new values, scale what the cached ones gave."""
+    if C.IS_FP8 and C.NEW_KV:
+        if i == walk.first_new:
+            acc = acc * v_scale
+    wait_full(v, i, C)
+    key = key_of_tile(i, walk, C)
+    from_row = walk.low - key
+    to_row = end_of_tile(i, walk, C) - key
+    if (from_row > 0) | (to_row < C.BLOCK_N):
+        edge = memory.zeroed
+        if C.CONSUMERS > 1:
+            # Such tiles are the first, the last and, between these, the last cached one: a barrier for each.
+            edge = memory.zeroed.index(gl.where(i == 0, 0, gl.where(i == walk.count - 1, 2, 1)))
+        first_strip = i % C.STAGES * (C.BLOCK_D // COLUMNS) * (C.BLOCK_N // STRIP)
+        from_row = gl.maximum(from_row, 0)
+        to_row = gl.minimum(to_row, C.BLOCK_N)
+        zero_masked_values(memory.v_strips, first_strip, i_consumer, from_row, to_row, edge, C)
+    return warpgroup_mma(b_p, v.tiles.index(i % C.STAGES), acc, is_async=True)
+
+
+@gluon.jit
+def issue_qk(q_tile, k, i, b_zero, C):
+    """Issue scores = q k^T of tile i."""
+    wait_full(k, i, C)
+    k_tile = k.tiles.index(i % C.STAGES).permute((1, 0))
+    return warpgroup_mma(q_tile, k_tile, b_zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def softmax_of(b_s, m, row_sum, i, cached, walk, scoring, V, C):
+    """The online softmax of tile i: weights, running max, row sum, and what the accumulator is rescaled by."""
+    key = key_of_tile(i, walk, C)
+    bounds = (walk.low, end_of_tile(i, walk, C))
+    scale = scoring.cached_scale
+    if C.NEW_KV:
+        # Only cached keys have a scale of their own.
+        scale = gl.where(i < cached, scoring.cached_scale, scoring.scale)
+    return update_tile(b_s, m, row_sum, scale, key, bounds, scoring, V, C)
+
+
+@gluon.jit
+def load_q(pointers, q_tile, i_consumer, tile, heads, cached_scale, strides, V, C):
+    """A consumer's queries into shared memory, and, where they are rescaled, the powers of two that undo it; and the
+    scale of their scores, its sign now in q where only its size may count.
+    """
+    L_IO: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    i_kv, i_hb = heads
+    o_m = i_consumer * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, L_IO))
+    o_d = gl.arange(0, C.BLOCK_D, gl.SliceLayout(0, L_IO))
+    o_t, o_h, m_row = rows_of(o_m, tile.i_tile, i_kv, i_hb, tile.q_len, C)
+    p_tile = pointers_to(pointers.q, tile.begin + o_t, o_h, o_d, strides.q)
+    b_q = gl.load(p_tile, mask=m_row[:, None] & (o_d < C.D)[None, :], other=0.0)
+    q_power = 1.0
+    if V.RESCALED:
+        q_power, q_inverse = powers_of_two(gl.max(gl.abs(b_q.to(gl.float32)), 1))
+        b_q = b_q.to(gl.float32) * q_inverse[:, None]
+    if C.IS_FP8 and not C.NEW_KV:
+        # In ``update`` a scale of 0 or more keeps the order of scores.
+        b_q = b_q.to(gl.float32) * gl.where(cached_scale < 0, -1.0, 1.0)
+        cached_scale = gl.abs(cached_scale)
+    q_tile.store(b_q.to(V.dtype))
+    fence_async_shared()
+    tl.debug_barrier()
+    return q_power, cached_scale
+
+
+@gluon.jit
+def consume(pointers, memory, k, v, i_consumer, tile, walk, window, scores, numbers, C):
+    """64 rows of a tile: their outputs, or their partial results."""
+    dtype: gl.constexpr = memory.q.dtype
+    L_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_N, 16])
+    L_O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_D, 16])
+    L_P: gl.constexpr = gl.DotOperandLayout(0, L_O, 2)
+    L_ROW: gl.constexpr = gl.SliceLayout(1, L_S)
+    # 8-bit floats become float16, which takes one instruction for two; bfloat16 takes four.
+    V: gl.constexpr = Variant(
+        SIGNED=C.IS_FP8 and C.NEW_KV, RESCALED=dtype != pointers.q.dtype.element_ty, dtype=dtype, L_S=L_S, L_O=L_O
+    )
+    i_kv = stashed(memory.scalars, HEAD_KV)
+    i_hb = stashed(memory.scalars, HEAD_TILE)
+
+    scale = scores.softmax_scale
+    if not C.SOFTCAP:
+        scale = scores.softmax_scale * LOG2_E
+    cached_scale = scale
+    v_scale = 1.0
+    if C.IS_FP8:
+        cached_scale = scale * stashed(memory.scales, K_SCALE)
+        if C.NEW_KV:
+            v_scale = stashed(memory.scales, V_SCALE)
+
+    q_tile = memory.q.index(i_consumer)
+    q_power, cached_scale = load_q(
+        pointers, q_tile, i_consumer, tile, (i_kv, i_hb), cached_scale, numbers.strides, V, C
+    )
+
+    o_m = i_consumer * ROWS + gl.arange(0, ROWS, L_ROW)
+    o_t, o_h, _ = rows_of(o_m, tile.i_tile, i_kv, i_hb, tile.q_len, C)
+    # In shared memory, as most tiles do not ask for them: so they take no registers.
+    positions = memory.positions.index(i_consumer)
+    positions.store(tile.context + o_t)
+    tl.debug_barrier()
+    slope = gl.zeros([ROWS], gl.float32, L_ROW)
+    if C.ALIBI:
+        slope = gl.load(pointers.alibi + o_h).to(gl.float32) * LOG2_E
+    if V.RESCALED:
+        cached_scale = cached_scale * gl.convert_layout(q_power, L_ROW)
+    if not V.SIGNED:
+        # Masked scores are -inf, of which a scale of 0 would make NaN.
+        cached_scale = gl.where(cached_scale < TINY, TINY, cached_scale)
+        scale = cached_scale
+    all_low = walk.low
+    all_high = walk.high
+    if C.HAS_LEFT:
+        last_row = tile.context + tile.i_tile * C.TOKENS + (i_consumer * ROWS + ROWS - 1) // C.HEADS
+        all_low = gl.maximum(last_row, window.left) - window.left
+    if C.HAS_RIGHT:
+        first_row = tile.context + tile.i_tile * C.TOKENS + i_consumer * ROWS // C.HEADS
+        all_high = gl.minimum(walk.high, first_row + 1 + gl.minimum(window.right, tile.length))
+    scoring = Scoring(cached_scale, scale, scores.softcap, window, slope, positions, all_low, all_high)
+
+    m = gl.full([ROWS], float("-inf"), gl.float32, L_ROW)
+    row_sum = gl.zeros([ROWS], gl.float32, L_ROW)
+    acc = gl.zeros([ROWS, C.BLOCK_D], gl.float32, L_O)
+    b_zero = gl.zeros([ROWS, C.BLOCK_N], gl.float32, L_S)
+    count = walk.count
+    cached = cached_tiles(walk, C)
+    if count > 0:
+        # Prologue: the scores of the first tile.
+        qk = issue_qk(q_tile, k, 0, b_zero, C)
+        b_s = warpgroup_mma_wait(0, deps=[qk])
+        release(k, 0, C)
+        weights, m, row_sum, rescale = softmax_of(b_s, m, row_sum, 0, cached, walk, scoring, V, C)
+        b_p = gl.convert_layout(weights, L_P)
+        for i in range(1, count):
+            # Both WGMMAs are in flight; the softmax of tile i overlaps with the second.
+            qk = issue_qk(q_tile, k, i, b_zero, C)
+            pv = issue_pv(b_p, acc, v, memory, v_scale, i - 1, i_consumer, walk, C)
+            b_s = warpgroup_mma_wait(1, deps=[qk])
+            release(k, i, C)
+            weights, m, row_sum, rescale = softmax_of(b_s, m, row_sum, i, cached, walk, scoring, V, C)
+            acc = warpgroup_mma_wait(0, deps=[pv])
+            release(v, i - 1, C)
+            b_p = gl.convert_layout(weights, L_P)
+            acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, L_O))[:, None]
+        pv = issue_pv(b_p, acc, v, memory, v_scale, count - 1, i_consumer, walk, C)
+        acc = warpgroup_mma_wait(0, deps=[pv])
+        if C.NEW_KV:
+            if C.IS_FP8 and cached == count:
+                # Otherwise ``issue_pv`` did, before the first new tile.
+                acc = acc * v_scale
+    finish(pointers, memory, i_consumer, acc, m, row_sum, scores, numbers, V, C)
+
+
+@gluon.jit
+def finish(pointers, memory, i_consumer, acc, m, row_sum, scores, numbers, V, C):
+    """Epilogue: the sink, lse and the output over its scale; or, with splits, partial results without them."""
+    i_kv = stashed(memory.scalars, HEAD_KV)
+    i_hb = stashed(memory.scalars, HEAD_TILE)
+    i_tile = stashed(memory.scalars, TILE)
+    begin = stashed(memory.scalars, BEGIN)
+    q_len = stashed(memory.scalars, Q_LEN)
+    valid = stashed(memory.scalars, VALID) != 0
+    if C.IS_FP8 and not C.NEW_KV:
+        acc = acc * stashed(memory.scales, V_SCALE)
+        if V.RESCALED:
+            row_sum = row_sum * HEADROOM_INVERSE
+            acc = acc * HEADROOM_INVERSE
+    o_m = i_consumer * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, V.L_S))
+    o_t, o_h, m_row = rows_of(o_m, i_tile, i_kv, i_hb, q_len, C)
+    lse = natural_log_sum_exp(m, row_sum, 1.0 if C.SOFTCAP else scores.softmax_scale)
+    if C.SPLITS == 1:
+        if pointers.sinks is not None:
+            m = m * LN_2
+            b_sink = gl.load(pointers.sinks + o_h).to(gl.float32)
+            b_sink = gl.where(valid, b_sink, float("-inf"))
+            new_m = gl.maximum(m, b_sink)
+            rescale = gl.exp(m - finite(new_m))
+            row_sum = row_sum * rescale + gl.exp(b_sink - finite(new_m))
+            acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, V.L_O))[:, None]
+            lse = log_sum_exp(new_m, row_sum)
+        if pointers.lse is not None:
+            row = (begin + o_t).to(gl.int64)
+            s_lse = numbers.strides.lse
+            gl.store(pointers.lse + o_h.to(gl.int64) * s_lse[0] + row * s_lse[1], lse, mask=m_row)
+        sum_inverse = 1.0 / (gl.where(row_sum == 0, 1.0, row_sum) * stashed(memory.scales, OUT_SCALE))
+        acc = acc * gl.convert_layout(sum_inverse, gl.SliceLayout(1, V.L_O))[:, None]
+        if C.LIMIT:
+            acc = gl.where(acc > C.LIMIT, C.LIMIT, gl.where(acc < -C.LIMIT, -C.LIMIT, acc))
+    else:
+        row = begin + o_t
+        i_split = stashed(memory.scalars, SPLIT).to(gl.int64)
+        rows = stashed(memory.scalars, ALL_ROWS)
+        gl.store(pointers.lse + (i_split * (C.GROUP * C.HEADS_KV) + o_h) * rows + row, lse, mask=m_row)
+        acc = acc * gl.convert_layout(1.0 / gl.where(row_sum == 0, 1.0, row_sum), gl.SliceLayout(1, V.L_O))[:, None]
+    store_out(pointers, memory, i_consumer, acc, (i_tile, i_kv, i_hb), begin, q_len, numbers.strides, V, C)
+
+
+@gluon.jit
+def store_out(pointers, memory, i_consumer, acc, at, begin, q_len, strides, V, C):
+    """A consumer's outputs, or with splits their partial ones: workspace [SPLITS, rows, heads, D]."""
+    L_IO: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    out_dtype: gl.constexpr = pointers.out.dtype.element_ty
+    i_tile, i_kv, i_hb = at
+    if C.SPLITS == 1 and out_dtype == pointers.q.dtype.element_ty:
+        # Through the memory of q, so that each row is stored in whole lines.
+        out_tile = memory.out.index(i_consumer)
+        tl.debug_barrier()
+        out_tile.store(acc.to(out_dtype))
+        tl.debug_barrier()
+        o_m = i_consumer * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, L_IO))
+        o_d = gl.arange(0, C.BLOCK_D, gl.SliceLayout(0, L_IO))
+        o_t, o_h, m_row = rows_of(o_m, i_tile, i_kv, i_hb, q_len, C)
+        p_tile = pointers_to(pointers.out, begin + o_t, o_h, o_d, strides.out)
+        gl.store(p_tile, out_tile.load(L_IO), mask=m_row[:, None] & (o_d < C.D)[None, :])
+    else:
+        o_m = i_consumer * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, V.L_O))
+        o_d = gl.arange(0, C.BLOCK_D, gl.SliceLayout(0, V.L_O))
+        o_t, o_h, m_row = rows_of(o_m, i_tile, i_kv, i_hb, q_len, C)
+        if C.SPLITS == 1:
+            p_tile = pointers_to(pointers.out, begin + o_t, o_h, o_d, strides.out)
+            gl.store(p_tile, acc.to(out_dtype), mask=m_row[:, None] & (o_d < C.D)[None, :])
+        else:
+            row = stashed(memory.scalars, SPLIT).to(gl.int64) * stashed(memory.scalars, ALL_ROWS) + begin + o_t
+            p_tile = pointers.out + (row * (C.GROUP * C.HEADS_KV) + o_h)[:, None] * C.D + o_d[None, :]
+            gl.store(p_tile, acc, mask=m_row[:, None] & (o_d < C.D)[None, :])

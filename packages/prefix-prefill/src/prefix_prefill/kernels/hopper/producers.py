@@ -1,0 +1,128 @@
+"""Producer warps of the sm_90 kernel: one issues the TMA loads of keys, one those of values; converters widen 8 bits.
+
+load      global memory --TMA--> a stage of 16 bits, or, of an 8-bit cache, one of 8 bits
+convert   a stage of 8 bits --registers--> one of 16 bits, which holds the same numbers exactly
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from prefix_prefill.kernels.hopper.config import COLUMNS, STRIP
+from prefix_prefill.kernels.hopper.memory import release, wait_empty
+
+# Of each converter, keys and values.
+CONVERTER_WARPS: gl.constexpr = gl.constexpr(2)
+
+
+@gluon.jit
+def key_of_tile(i, walk, C):
+    """The position of the first key of tile i."""
+    key = walk.start + i * C.BLOCK_N
+    if C.NEW_KV:
+        key += gl.where(i < walk.first_new, 0, walk.to_new)
+    return key
+
+
+@gluon.jit
+def end_of_tile(i, walk, C):
+    """The position before which the keys of tile i are of its source, cached or new, and are seen."""
+    end = walk.cached_high
+    if C.NEW_KV:
+        end = gl.where(i < walk.first_new, end, walk.high)
+    return end
+
+
+@gluon.jit
+def cached_tiles(walk, C):
+    """How many of a program's tiles hold cached keys; they come first."""
+    count = walk.count
+    if C.NEW_KV:
+        count = gl.minimum(gl.maximum(walk.first_new, 0), walk.count)
+    return count
+
+
+@gluon.jit
+def page_of(key, source, walk, C):
+    """The page that holds a box of keys; for one that no row sees, or that does not exist, one past the last."""
+    seen = key < walk.cached_high
+    if C.HAS_LEFT:
+        seen = seen & (key + C.BOX > walk.low)
+    block = gl.load(source.p_row + key // C.PAGE, mask=seen, other=-1).to(gl.int64)
+    return gl.where((block >= 0) & (block < source.num_blocks), block, source.num_blocks).to(gl.int32)
+
+
+@gluon.jit
+def issue_loads(d, ring, stage, first_box, at, WIDTH: gl.constexpr, C):
+    """TMA loads of one box of rows, WIDTH columns each. What lies out of bounds becomes 0."""
+    i_outer, i_head, row = at
+    for i_c in gl.static_range(C.BLOCK_D // WIDTH):
+        box = ring.boxes.index(first_box + i_c * (C.BLOCK_N // C.BOX))
+        tma.async_copy_global_to_shared(d, [i_outer, i_head, row, i_c * WIDTH], ring.full.index(stage), box)
+
+
+@gluon.jit
+def load(d_cache, d_new, cached, ring, source, walk, C):
+    """Load the tiles of keys, or of values, each as soon as its stage is empty.
+
+    Cached ones go to the ring ``cached``, which for a 16-bit cache is ``ring``; new ones to ``ring``.
+    """
+    BOXES: gl.constexpr = C.BLOCK_N // C.BOX
+    ELEMENT_BYTES: gl.constexpr = d_cache.dtype.primitive_bitwidth // 8
+    # Pages are looked up a few at a time: all at once would take too many registers.
+    MOST: gl.constexpr = 2 if C.NEW_KV and C.HAS_LEFT else 4
+    AT_ONCE: gl.constexpr = BOXES if BOXES < MOST else MOST
+    count = cached_tiles(walk, C)
+    for i in range(count):
+        stage = i % C.STAGES
+        wait_empty(cached, i, C)
+        mbarrier.expect(cached.full.index(stage), C.BLOCK_N * C.BLOCK_D * ELEMENT_BYTES)
+        first_key = walk.start + i * C.BLOCK_N
+        first_box = stage * BOXES * (C.BLOCK_D // C.WIDTH)
+        for i_g in range(BOXES // AT_ONCE):
+            for i_b in gl.static_range(AT_ONCE):
+                box = i_g * AT_ONCE + i_b
+                key = first_key + box * C.BOX
+                at = (page_of(key, source, walk, C), source.i_kv, key % C.PAGE)
+                issue_loads(d_cache, cached, stage, first_box + box, at, C.WIDTH, C)
+    if C.NEW_KV:
+        if ELEMENT_BYTES == 1:
+            # Only once the converter has waited for the last cached tile's stage may a new tile's be waited for: from
+            # two phases ahead the past looks like the future.
+            last = gl.maximum(count - 1, 0)
+            mbarrier.wait(cached.empty.index(last % C.STAGES), last // C.STAGES & 1, pred=count > 0)
+        for i in range(count, walk.count):
+            stage = i % C.STAGES
+            wait_empty(ring, i, C)
+            mbarrier.expect(ring.full.index(stage), C.BLOCK_N * C.BLOCK_D * 2)
+            first_key = key_of_tile(i, walk, C)
+            for box in range(BOXES):
+                key = first_key + box * C.BOX
+                row = gl.where((key < walk.high) & (key + C.BOX > walk.low), source.new_row + key, source.rows)
+                first_box = stage * BOXES * (C.BLOCK_D // COLUMNS) + box
+                issue_loads(d_new, ring, stage, first_box, (0, source.i_kv, row), COLUMNS, C)
+
+
+@gluon.jit
+def convert(cached, ring, walk, C):
+    """Widen the tiles of 8-bit keys, or values, to 16 bits, as soon as there is an empty stage."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C.WIDTH, C.WIDTH // 8], [CONVERTER_WARPS, 1], [1, 0])
+    dtype: gl.constexpr = ring.tiles.dtype
+    for i in range(cached_tiles(walk, C)):
+        stage = i % C.STAGES
+        phase = i // C.STAGES & 1
+        mbarrier.wait(cached.full.index(stage), phase)
+        mbarrier.wait(ring.empty.index(stage), phase ^ 1)
+        for i_c in gl.static_range(C.BLOCK_D // C.WIDTH):
+            # A few rows at a time: a converter has hardly any registers.
+            for i_r in gl.static_range(C.BLOCK_N // STRIP):
+                b_tile = cached.tiles.index(stage * (C.BLOCK_D // C.WIDTH) + i_c)
+                b_strip = b_tile.slice(i_r * STRIP, STRIP, dim=0).load(layout).to(gl.float16)
+                if dtype != gl.float16:
+                    # By way of float32: from float16 to bfloat16 itself there is only an instruction at exp2's rate.
+                    b_strip = b_strip.to(gl.float32).to(dtype)
+                strip = ring.tiles.index(stage).slice(i_r * STRIP, STRIP, dim=0)
+                strip.slice(i_c * C.WIDTH, C.WIDTH, dim=1).store(b_strip)
+        fence_async_shared()
+        mbarrier.arrive(ring.full.index(stage))
+        release(cached, i, C)

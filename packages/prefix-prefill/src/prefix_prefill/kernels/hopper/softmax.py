@@ -1,0 +1,125 @@
+"""Online softmax of the sm_90 kernel, on tiles of scores in registers."""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from prefix_prefill.kernels.softmax import LOG2_E, finite, soft_capped
+
+# Where bfloat16 is multiplied as float16, a row's largest number is brought to 2^14 and more, and so is a weight of 1:
+# what is 2^-28 times as large is then still a normal number.
+HEADROOM: gl.constexpr = gl.constexpr(14)
+HEADROOM_INVERSE: gl.constexpr = gl.constexpr(2.0**-14)
+# The least normal number of float32, or a little more.
+TINY: gl.constexpr = gl.constexpr(1.2e-38)
+
+
+class Scoring(NamedTuple):
+    """What makes scores of products: their scale, for cached keys and for new ones, cap and window, and, of each row,
+    the slope and the position in shared memory. All rows see the keys from ``all_low`` to before ``all_high``.
+    """
+
+    cached_scale: object
+    scale: object
+    softcap: object
+    window: object
+    slope: object
+    positions: object
+    all_low: object
+    all_high: object
+
+
+class Variant(NamedTuple):
+    """Constants of a consumer's making.
+
+    SIGNED: the scale of scores may be negative. RESCALED: there is one for each row, and weights and row sums are
+    2^HEADROOM times as large. dtype: of WGMMA's operands. L_S, L_O: layouts of scores and outputs.
+    """
+
+    SIGNED: object
+    RESCALED: object
+    dtype: object
+    L_S: object
+    L_O: object
+
+
+@gluon.jit
+def powers_of_two(most):
+    """2^(e - HEADROOM) and its inverse, for each number and its exponent e, as far as both are normal numbers."""
+    bits = gl.maximum(most.to(gl.int32, bitcast=True) & 0x7F800000, (1 + HEADROOM) << 23)
+    bits = gl.minimum(bits, 253 << 23) - (HEADROOM << 23)
+    return bits.to(gl.float32, bitcast=True), ((254 << 23) - bits).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def natural_log_sum_exp(m, row_sum, unit):
+    """log(2^m row_sum), and -inf for a row that saw no key, where m is in units of ``unit`` log2(e) as rounded.
+
+    What undoes that factor is taken in two parts, so that a large score is rounded once. Where the factor is 0, or too
+    small to be divided by, m is all bias, in units of log2(e).
+    """
+    unit = gl.where(unit < TINY, 1.0, unit)
+    rounded = unit * LOG2_E
+    ratio = unit / rounded
+    rest = gl.fma(-ratio, rounded, unit) / rounded
+    log_sum = gl.log(gl.where(row_sum == 0, 1.0, row_sum))
+    return gl.where(row_sum == 0, float("-inf"), gl.fma(finite(m), ratio, gl.fma(finite(m), rest, log_sum)))
+
+
+@gluon.jit
+def update(scores, m, row_sum, scale, key, bounds, scoring, MASKED: gl.constexpr, V, C):
+    """Weights relative to the new running max, that max, the new row sum, and what the accumulator is rescaled by.
+
+    ``key`` is the tile's first; ``bounds`` are the first key and the end of those that any row sees.
+    """
+    shift: gl.constexpr = HEADROOM if V.RESCALED else 0
+    b_scale = scale
+    if V.RESCALED:
+        b_scale = scale[:, None]
+    o_key = key + gl.arange(0, C.BLOCK_N, gl.SliceLayout(0, V.L_S))
+    if C.ALIBI or MASKED:
+        position = scoring.positions.load(gl.SliceLayout(1, V.L_S))
+    if C.SOFTCAP:
+        scores = soft_capped(scores * b_scale, scoring.softcap, False) * LOG2_E
+    elif V.SIGNED or C.ALIBI:
+        scores = scores * b_scale
+    if C.ALIBI:
+        scores += scoring.slope[:, None] * (o_key[None, :] - position[:, None]).to(gl.float32)
+    if MASKED:
+        low, high = bounds
+        # The last key that a row sees, and the first; written so that no sum overflows.
+        last = position * 0 + (high - 1)
+        if C.HAS_RIGHT:
+            last = position + gl.minimum(scoring.window.right, last - position)
+        seen = o_key[None, :] <= last[:, None]
+        if C.HAS_LEFT:
+            first = position - gl.minimum(scoring.window.left, position - low)
+            seen = seen & (o_key[None, :] >= first[:, None])
+        scores = gl.where(seen, scores, float("-inf"))
+    most = gl.max(scores, 1)
+    if V.SIGNED or C.SOFTCAP or C.ALIBI:
+        new_m = gl.maximum(m, most)
+        weights = gl.exp2(scores - (finite(new_m) - shift)[:, None])
+    else:
+        # A scale of 0 or more keeps the order; multiplied here, it costs no instruction.
+        new_m = gl.maximum(m, most * scale)
+        weights = gl.exp2(scores * b_scale - (finite(new_m) - shift)[:, None])
+    rescale = gl.exp2(m - finite(new_m))
+    return weights.to(V.dtype), new_m, row_sum * rescale + gl.sum(weights, 1), rescale
+
+
+@gluon.jit
+def update_tile(scores, m, row_sum, scale, key, bounds, scoring, V, C):
+    """``update``, masked only where some row does not see the whole tile.
+
+    Two branches: in straight code ptxas moves the softmax past the wait for the WGMMA that it is to overlap with.
+    """
+    all_high = scoring.all_high
+    if C.NEW_KV:
+        all_high = gl.minimum(all_high, bounds[1])
+    if (key >= scoring.all_low) & (key + C.BLOCK_N <= all_high):
+        weights, new_m, new_sum, rescale = update(scores, m, row_sum, scale, key, bounds, scoring, False, V, C)
+    else:
+        weights, new_m, new_sum, rescale = update(scores, m, row_sum, scale, key, bounds, scoring, True, V, C)
+    return weights, new_m, new_sum, rescale

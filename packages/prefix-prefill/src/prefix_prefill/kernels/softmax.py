@@ -1,0 +1,117 @@
+"""Online softmax: the pieces that the attention and merge kernels share.
+
+Running maxima and lse are natural logarithms here: by way of base 2 they would be rounded once more, and a large one
+shows it.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
+
+
+class Target(NamedTuple):
+    """Where a tile of rows is stored: offsets of rows in out and lse, of elements in a row, and masks."""
+
+    off_out: object
+    off_lse: object
+    o_d: object
+    m_row: object
+    m_tile: object
+
+
+@triton.jit
+def visible(o_key, position, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
+    """Whether rows at ``position`` see these keys, as far as window and causality go; all operands broadcast."""
+    distance = o_key - position
+    seen = distance == distance
+    if HAS_LEFT:
+        seen = seen & (distance >= -left)
+    if HAS_RIGHT:
+        seen = seen & (distance <= right)
+    return seen
+
+
+@triton.jit
+def tanh(x, PRECISE: tl.constexpr):
+    """tanh; PRECISE takes the series below 1/4, where the quotient would cancel."""
+    e = tl.exp2(tl.abs(x) * -2.8853900817779268)
+    y = (1.0 - e) / (1.0 + e)
+    y = tl.where(x < 0, -y, y)
+    if PRECISE:
+        s = x * x
+        series = 1.0 + s * (
+            -0.3333333333333333
+            + s
+            * (0.13333333333333333 + s * (-0.05396825396825397 + s * (0.021869488536155203 - s * 0.008863235529902197)))
+        )
+        y = tl.where(tl.abs(x) < 0.25, x * series, y)
+    return y
+
+
+@triton.jit
+def soft_capped(scores, softcap, PRECISE: tl.constexpr):
+    """softcap * tanh(scores / softcap)."""
+    return softcap * tanh(scores / softcap, PRECISE)
+
+
+@triton.jit
+def exponential(x):
+    """e^x for x <= 0, to a unit in the last place; the hardware's exp2 of a rounded x log2(e) is off by several.
+
+    2^j e^r with an integer j and |r| <= log(2) / 2, the power series of e^r up to r^7.
+    """
+    x = tl.where(x < -110.0, -110.0, x)
+    j = tl.floor(x * LOG2_E + 0.5)
+    # log(2) in two parts, the first with so few digits that its product with j is exact.
+    r = tl.fma(j, -1.4286068203094172e-06, tl.fma(j, -0.693145751953125, x))
+    y = tl.fma(r, 1.0 / 5040, 1.0 / 720)
+    y = tl.fma(r, y, 1.0 / 120)
+    y = tl.fma(r, y, 1.0 / 24)
+    y = tl.fma(r, y, 1.0 / 6)
+    y = tl.fma(r, y, 0.5)
+    y = tl.fma(r * r, y, r) + 1.0
+    return y * tl.exp2(j)
+
+
+@triton.jit
+def finite(m):
+    """What to subtract before exponentiation: the running max, and 0 for a row that has seen no key."""
+    return tl.where(m == float("-inf"), 0.0, m)
+
+
+@triton.jit
+def with_sink(acc, m, row_sum, b_sink):
+    """A sink: a logit in the denominator only."""
+    new_m = tl.maximum(m, b_sink)
+    rescale = exponential(m - finite(new_m))
+    return acc * rescale[:, None], new_m, row_sum * rescale + exponential(b_sink - finite(new_m))
+
+
+@triton.jit
+def normalised(acc, row_sum):
+    """acc / row_sum, and 0 for a row that saw no key."""
+    return tl.div_rn(acc, tl.where(row_sum == 0, 1.0, row_sum)[:, None])
+
+
+@triton.jit
+def log_sum_exp(m, row_sum):
+    """m + log(row_sum), and -inf for a row that saw no key."""
+    return tl.where(row_sum == 0, float("-inf"), m + tl.log(tl.where(row_sum == 0, 1.0, row_sum)))
+
+
+@triton.jit
+def store_results(p_out, p_lse, p_out_scale, out_scale, acc, m, row_sum, target, LIMIT: tl.constexpr):
+    """Epilogue: the output over its scale, clamped to +-LIMIT unless that is 0, and lse if there is memory for it."""
+    if p_out_scale is not None:
+        out_scale = out_scale * tl.load(p_out_scale)
+    b_out = tl.div_rn(normalised(acc, row_sum), out_scale)
+    if LIMIT:
+        b_out = tl.where(b_out > LIMIT, LIMIT, tl.where(b_out < -LIMIT, -LIMIT, b_out))
+    p_tile = p_out + target.off_out[:, None] + target.o_d[None, :]
+    tl.store(p_tile, b_out.to(p_out.dtype.element_ty), mask=target.m_tile)
+    if p_lse is not None:
+        tl.store(p_lse + target.off_lse, log_sum_exp(m, row_sum), mask=target.m_row)

@@ -1,0 +1,104 @@
+"""The CPU implementation of the ops: each sequence in float32, its cached keys and values made dense."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kernel_reference.attention import attention, merge_attention_states
+from kernel_reference.checks import values_are_checked
+from kernel_reference.paging import Scale, gather
+from kernel_reference.ragged import clamped_ranges
+from prefix_prefill import arguments
+from prefix_prefill.arguments import FP8, MergeTensors, PrefillTensors
+from prefix_prefill.plan import Problem
+
+Tensor = torch.Tensor
+
+
+def prefill(*given: Any) -> None:
+    """The op ``prefill`` on a CPU."""
+    tensors, numbers = arguments.prefill_arguments(given)
+    problem = arguments.check_prefill(tensors, numbers)
+    if values_are_checked(tensors.q.device):
+        arguments.check_values(tensors, numbers)
+    arguments.overlap_of_prefill(tensors)(*tensors)
+    sequences, skipped = [], []
+    ranges = clamped_ranges(tensors.cu_seqlens_q, problem.tokens)
+    for i, ((begin, end), total) in enumerate(zip(ranges, tensors.seqlens_k.tolist(), strict=True)):
+        context = total - (end - begin)
+        cached = context if problem.new_kv else total
+        if end > begin and context >= 0 and cached <= problem.capacity:
+            if problem.skip_decode and end - begin == 1:
+                skipped.append(begin)
+            else:
+                sequences.append((i, slice(begin, end), context, cached))
+    _clear(tensors.out, tensors.lse, skipped)
+    for i, rows, context, cached in sequences:
+        _attend(problem, tensors, i, rows, context, cached)
+
+
+def _attend(problem: Problem, tensors: PrefillTensors, i: int, rows: slice, context: int, cached: int) -> None:
+    """One sequence. Pages wholly before the window are not read; positions count from the first page that is."""
+    first = min(max(0, context - problem.left), cached) // problem.page_size if problem.left >= 0 else 0
+    pages = tensors.block_table[i : i + 1, first:]
+    tokens = cached - first * problem.page_size
+    keys, values = (
+        _dense(cache, pages, tokens, problem.page_layout, number, scale)
+        for cache, number, scale in (
+            (tensors.k_cache, problem.k_scale, tensors.k_scale), (tensors.v_cache, problem.v_scale, tensors.v_scale)
+        )
+    )  # fmt: skip
+    if tensors.k is not None and tensors.v is not None:
+        keys, values = torch.cat([keys, tensors.k[rows].float()]), torch.cat([values, tensors.v[rows].float()])
+    result = attention(
+        tensors.q[rows], keys, values, softmax_scale=problem.softmax_scale, window=(problem.left, problem.right),
+        softcap=problem.softcap, sinks=tensors.sinks, alibi_slopes=tensors.alibi_slopes, compute_dtype=torch.float32,
+    )  # fmt: skip
+    whole, out = result.out, tensors.out
+    if out.dtype in FP8:
+        limit = torch.finfo(out.dtype).max
+        scale = tensors.out_scale
+        divisor = problem.out_scale if scale is None else scale.reshape(()) * problem.out_scale
+        whole = (whole / divisor).clamp(-limit, limit)
+    out[rows] = whole.to(out.dtype)
+    if tensors.lse is not None:
+        tensors.lse[:, rows] = result.lse
+
+
+def _clear(out: Tensor, lse: Tensor | None, kept: list[int]) -> None:
+    """What rows of no sequence hold, in all rows but those to be left as they are."""
+    cleared = torch.ones(out.shape[0], dtype=torch.bool)
+    cleared[kept] = False
+    # Indexing is not implemented for 8-bit floats; zero has no bits set in any dtype.
+    (out.view(torch.uint8) if out.element_size() == 1 else out)[cleared] = 0
+    if lse is not None:
+        lse[:, cleared] = -torch.inf
+
+
+def _dense(cache: Tensor, pages: Tensor, tokens: int, page_layout: str, number: float, scale: Tensor | None) -> Tensor:
+    """The first tokens [tokens, Hkv, D] of one sequence's pages [1, columns], in float32, scaled."""
+    if scale is not None and scale.numel() == 1:
+        scale = scale.reshape(())
+    if cache.shape[0] == 0:
+        # No page exists, and one that does not exist reads as zeros.
+        cache = cache.new_zeros((1, *cache.shape[1:]))
+        pages = torch.full_like(pages, -1)
+        scale = None if scale is None or scale.ndim == 3 else scale
+    by: Scale | None = scale
+    if scale is None and (number != 1 or cache.dtype in FP8):
+        by = number
+    lengths = torch.tensor([tokens], dtype=torch.int64)
+    return gather(cache, pages, lengths, page_layout, scale=by, dtype=torch.float32).tokens
+
+
+def merge(*given: Tensor) -> None:
+    """The op ``merge`` on a CPU."""
+    tensors = MergeTensors(*given)
+    arguments.check_merge(*tensors)
+    arguments.overlap_of_merge(tensors)(*tensors)
+    out_a, lse_a, out_b, lse_b, out, lse = tensors
+    result = merge_attention_states(out_a, lse_a, out_b, lse_b, compute_dtype=torch.float32)
+    out.copy_(result.out)
+    lse.copy_(result.lse)

@@ -1,4 +1,4 @@
-"""Prefill a prompt through one Phi-3-small layer's block-sparse attention, then decode behind it."""
+"""Prefill a prompt through one Phi-3-small layer's block-sparse attention, then decode after it."""
 
 import torch
 

@@ -148,7 +148,7 @@ def test_every_kernel_compiles_for_every_target_without_spills_or_traps(reports:
     assert {report.target for report in reports} == set(TARGETS)
 
 
-def test_what_takes_most_shared_memory_compiles_for_gpus_that_have_99_kib_of_it() -> None:
+def test_the_largest_tiles_compile_for_gpus_with_99_kib_of_shared_memory() -> None:
     jobs = {target: [spec for spec in all_specs(target) if spec.name in MOST_SHARED] for target in SMALL_TARGETS}
     with ThreadPoolExecutor(2) as pool:
         compiled = pool.map(lambda target: compile_specs(jobs[target], [target], processes=1), SMALL_TARGETS)
@@ -158,7 +158,7 @@ def test_what_takes_most_shared_memory_compiles_for_gpus_that_have_99_kib_of_it(
     assert all(report.uses_tensor_cores for report in reports)
 
 
-def test_what_takes_most_shared_memory_fits_in_the_64_kib_of_sm_75() -> None:
+def test_the_largest_tiles_fit_in_the_64_kib_of_sm_75() -> None:
     largest = {"heads": (16, 4, 256), "kind": "paged", "layout": "x-packed", "page": 64}
     jobs = [
         spec
@@ -170,7 +170,7 @@ def test_what_takes_most_shared_memory_fits_in_the_64_kib_of_sm_75() -> None:
     assert max(report.shared for report in reports) <= LIMITS["sm_75"].shared_memory
 
 
-def test_what_is_in_16_bits_is_multiplied_on_tensor_cores(reports: list[Report]) -> None:
+def test_products_of_16_bits_use_tensor_cores(reports: list[Report]) -> None:
     for report in reports:
         if "merged" not in report.spec:
             multiplied = any(opcode.startswith(("HMMA", "HGMMA", "UTCHMMA", "v_mfma")) for opcode in report.opcodes)
@@ -178,7 +178,7 @@ def test_what_is_in_16_bits_is_multiplied_on_tensor_cores(reports: list[Report])
             assert multiplied == ("float32" not in report.spec) or report.target == "gfx942", report.spec
 
 
-def test_no_layout_is_loaded_number_by_number(reports: list[Report]) -> None:
+def test_no_page_layout_is_loaded_element_by_element(reports: list[Report]) -> None:
     loaded = [report for report in reports if report.spec.startswith("Phi") and report.target != "gfx942"]
     loaded = [report for report in loaded if "merged" not in report.spec]
     assert len(loaded) == 8 * 3
@@ -187,7 +187,7 @@ def test_no_layout_is_loaded_number_by_number(reports: list[Report]) -> None:
         assert report.load_bits <= {32, 64, 128}, (report.spec, report.target, report.load_bits)
 
 
-def test_the_kernel_for_sm_90_copies_by_the_memory_accelerator_and_multiplies_by_warpgroups(reports) -> None:
+def test_the_kernel_for_sm_90_uses_tma_and_wgmma(reports) -> None:
     hopper = [report for report in reports if report.spec.startswith("for sm_90")]
     assert len(hopper) == 8
     for report in hopper:

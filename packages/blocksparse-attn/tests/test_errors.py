@@ -461,7 +461,7 @@ def test_functions_refuse_gradients_and_say_how_to_go_on(device, function) -> No
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_functions_refuse_transforms_in_words_of_their_own(device, function) -> None:
+def test_functions_refuse_transforms_by_name(device, function) -> None:
     """Forward-mode derivatives were zeros, and of vmap torch spoke of a fallback path."""
     arguments = good(function, device)
     names = [name for name in ("q", "k", "v", "out") if name in arguments]
@@ -515,7 +515,7 @@ CACHES = {
 
 
 @pytest.mark.parametrize(("given", "said"), [*permutations(CACHES, 2)])
-def test_a_cache_of_another_layout_than_said_is_named_with_the_one_that_it_fits(device, given, said) -> None:
+def test_a_cache_in_another_page_layout_is_named_with_the_one_it_fits(device, given, said) -> None:
     arguments = {**good("paged", device), "page_layout": said}
     for name, lay_out in zip("kv", CACHES[given], strict=True):
         arguments[name] = lay_out(arguments[name])
@@ -532,7 +532,7 @@ def test_rows_of_queries_that_are_neither_of_decoding_nor_as_many_as_keys_need_b
         FUNCTIONS["drop-in"](**arguments)
 
 
-def test_the_op_checks_what_reaches_it_by_another_way(tensors) -> None:
+def test_the_op_checks_direct_calls(tensors) -> None:
     for kind in ("ragged", "paged", "padded"):
         batch = tensors.batch([(20, 5)], kind=kind)
         *numbers, _ = batch.numbers()
@@ -701,7 +701,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize(("crow", "col", "said"), FAULTS.values(), ids=FAULTS)
-def test_trap_lists_that_are_no_layout_are_refused_when_it_is_built_and_the_place_named(
+def test_trap_invalid_lists_are_refused_when_a_layout_is_built_and_the_entry_named(
     device, crow, col, said, dtype
 ) -> None:
     crow = torch.tensor(crow, dtype=dtype) if crow else CROW.to(dtype)
@@ -711,7 +711,7 @@ def test_trap_lists_that_are_no_layout_are_refused_when_it_is_built_and_the_plac
             BlockLayout.from_csr(crow.to(device), col.to(device), 16, 16, columns=columns)
 
 
-def test_lists_of_64_bits_are_looked_at_before_they_are_shortened(device) -> None:
+def test_lists_of_int64_are_validated_before_conversion(device) -> None:
     for name, place, far in (("crow", (1, 2), 2**32 + 3), ("col", (0, 0), 2**32)):
         given = {"crow": CROW.long(), "col": COL.long()}
         given[name][place] = far
@@ -721,9 +721,7 @@ def test_lists_of_64_bits_are_looked_at_before_they_are_shortened(device) -> Non
 
 @pytest.mark.parametrize("kind", ["ragged", "paged", "padded"])
 @pytest.mark.parametrize(("crow", "col", "said"), FAULTS.values(), ids=FAULTS)
-def test_lists_that_are_no_layout_are_named_inside_validate_values_and_harmless_outside(
-    tensors, crow, col, said, kind
-) -> None:
+def test_invalid_lists_are_named_inside_validate_values_and_harmless_outside(tensors, crow, col, said, kind) -> None:
     """Rows of impossible bounds and columns that are not there list nothing; nothing else changes."""
     crow = torch.tensor(crow, dtype=torch.int32) if crow else CROW
     col = torch.tensor(col, dtype=torch.int32) if col else COL
@@ -878,7 +876,7 @@ def far_off(number: int, dtype: torch.dtype) -> int:
 @clamping
 @pytest.mark.parametrize("splits", [None, 3])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-def test_sequences_of_impossible_lengths_give_zeros_and_harm_no_other(tensors, dtype, splits) -> None:
+def test_sequences_of_impossible_lengths_give_zeros_and_leave_others_alone(tensors, dtype, splits) -> None:
     ends = torch.iinfo(dtype)
     lengths = [(20, 5), (7, 3), (0, 4), (30, 1), (9, 2), (33, 6), (3, 1)]
     bad = [25, 2, ends.max, ends.min, far_off(11, dtype), 39, 0]
@@ -892,7 +890,7 @@ def test_sequences_of_impossible_lengths_give_zeros_and_harm_no_other(tensors, d
 
 @clamping
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-def test_impossible_bounds_of_keys_give_zeros_and_harm_no_other(tensors, dtype) -> None:
+def test_impossible_bounds_of_keys_give_zeros_and_leave_other_sequences_alone(tensors, dtype) -> None:
     lengths = [(20, 5), (7, 3), (0, 4), (9, 2)]
     for place, bad, dead in (
         (1, -1, {0, 1}), (2, 200, {1, 2}), (2, 25, {1}), (3, far_off(39, dtype), {2, 3}), (4, 40, {3}), (4, 51, {3}),

@@ -158,7 +158,7 @@ def test_calls_on_hopper_touch_their_rows_and_nothing_else(tensors, kernels, opt
 @sanitize
 @every_walk
 @pytest.mark.parametrize("kind", KINDS)
-def test_sequences_whose_keys_cannot_be_are_zero_and_their_neighbours_as_ever(tensors, kernels, plan, kind) -> None:
+def test_sequences_of_impossible_keys_are_zero_and_leave_others_alone(tensors, kernels, plan, kind) -> None:
     """Bounds that fall, are negative, far off or past the end; fewer keys than queries."""
     far = plan.num_splits > 1
     # Of a padded batch the rows before and behind each sequence have programs too.
@@ -276,7 +276,7 @@ def test_falling_bounds_touch_nothing_outside(tensors, cu, plan) -> None:
 @pytest.mark.parametrize(
     "plan", [lists(32), packed(32, 16, 1, 1, 32), packed(32, 32, 1, 1, 8)], ids=["lists", "packed", "packed, wider"]
 )
-def test_rows_of_a_tile_of_several_blocks_of_keys_see_none_behind_their_own_position(tensors, kernels, plan) -> None:
+def test_rows_of_a_tile_of_several_blocks_of_keys_see_none_past_their_own_position(tensors, kernels, plan) -> None:
     """Rows of the layout longer than a block of keys list blocks that only their later queries may see."""
     mask = torch.ones(1, 2, 64 // plan.block_n, dtype=torch.bool)
     batch = tensors.batch([(3, 50)], heads=(1, 1), head_size=16, blocks=(32, plan.block_n), mask=mask)
@@ -299,7 +299,7 @@ def test_a_row_that_lists_nothing_sees_nothing_and_not_the_blocks_of_its_neighbo
 
 
 @sanitize
-def test_nan_of_keys_that_a_row_lists_and_no_row_of_the_tile_sees_is_silent(tensors, kernels) -> None:
+def test_nan_of_keys_that_a_row_lists_and_no_row_of_the_tile_sees_does_not_spread(tensors, kernels) -> None:
     """Tokens 14 and 15 list nothing; 16 and 17, in the same tile, list the keys there, and their windows hide them."""
     mask = torch.zeros(2, 2, 2, dtype=torch.bool)
     mask[0, 1, 0] = mask[1, 1, 1] = True
@@ -323,7 +323,7 @@ def wrong_lists(rng: random.Random, rows: int, columns: int, wrong_row: int) -> 
 
 @sanitize
 @every_walk
-def test_lists_of_any_content_list_what_is_there_and_do_no_harm(tensors, plan) -> None:
+def test_lists_of_any_content_list_what_is_there_and_touch_nothing_else(tensors, plan) -> None:
     """Rows of impossible bounds list nothing, nor do columns that are not there; the others are as ever."""
     rng = random.Random(3)
     size = 64 if plan.hopper else 16
@@ -378,7 +378,7 @@ def test_rows_that_no_sequence_claims_hold_nothing_of_old_memory(monkeypatch, te
 
 @sanitize
 @every_walk
-def test_what_is_behind_the_lists_changes_no_bit(tensors, plan) -> None:
+def test_entries_past_the_lists_change_no_bit(tensors, plan) -> None:
     """Entries behind ``crow[h, -1]``, and bounds behind those of the layout's rows: sequences are longer than it."""
     size = 64 if plan.hopper else 16
     mask = torch.ones(2, 3, 3, dtype=torch.bool).tril()
@@ -403,7 +403,7 @@ def test_what_is_behind_the_lists_changes_no_bit(tensors, plan) -> None:
 
 
 @one_pass
-def test_the_most_queries_of_a_sequence_only_size_the_launch(tensors, kernels, plan) -> None:
+def test_max_seqlen_q_only_sizes_the_launch(tensors, kernels, plan) -> None:
     """Too few cost speed, or nothing; the bits are those of the plan."""
     batch = batch_for(plan, tensors, [(5, 20)])
     kernels.attend(batch, plan)
@@ -450,7 +450,7 @@ def test_a_plan_that_does_not_suit_a_call_is_refused_by_name_and_nothing_is_writ
     assert bool(batch.out.tensor.isnan().all())
 
 
-def test_a_plan_for_hopper_is_refused_where_keys_come_unaligned_though_its_strides_would_do(tensors) -> None:
+def test_a_plan_for_hopper_is_refused_for_unaligned_keys(tensors) -> None:
     batch = tensors.batch([(5, 3)], heads=(2, 1), head_size=16, blocks=(64, 64))
     for place in (K, V):
         given = list(batch.tensors)
@@ -464,7 +464,7 @@ def test_a_plan_for_hopper_is_refused_where_keys_come_unaligned_though_its_strid
 
 
 @pytest.mark.parametrize("num_splits", [1, 2])
-def test_what_is_made_ready_keeps_no_tensor_of_its_first_call_alive(tensors, num_splits) -> None:
+def test_a_prepared_launch_keeps_no_tensor_of_its_first_call_alive(tensors, num_splits) -> None:
     """It is kept for as long as the process lives, and a call's tensors may be gigabytes."""
 
     def call() -> tuple[Callable[..., None], list[weakref.ref[torch.Tensor]]]:
@@ -481,7 +481,7 @@ def test_what_is_made_ready_keeps_no_tensor_of_its_first_call_alive(tensors, num
 
 
 @every_walk
-def test_what_is_made_ready_serves_other_tensors_that_look_alike(tensors, plan) -> None:
+def test_a_prepared_launch_serves_other_tensors_that_look_alike(tensors, plan) -> None:
     mask = torch.ones(2, 2, 2, dtype=torch.bool)
     first = batch_for(plan, tensors, [(5, 3), (1, 20)], mask=mask, index_dtype=torch.int64)
     run = first.prepare(plan)
@@ -520,7 +520,7 @@ def call_of(batch: Any, plan: AttentionPlan) -> tuple[Callable[..., Any], list[t
 
 @gpu
 @pytest.mark.parametrize("plan", GRAPHS.values(), ids=GRAPHS)
-def test_every_kernel_is_captured_in_a_graph_and_never_waits_for_the_gpu(tensors, plan) -> None:
+def test_every_kernel_is_captured_in_a_graph_and_never_synchronises(tensors, plan) -> None:
     on_hopper_or_skip(plan, tensors.device)
     for kind in KINDS:
         options = {"heads": (8, 2), "head_size": 64, "blocks": (64, 64), "kind": kind, "side": "both"}
@@ -600,7 +600,7 @@ def test_merging_follows_dimensions_more_than_2_to_the_31_elements_apart(tensors
 @pytest.mark.parametrize(
     ("plan", "programs"), [(lists(num_splits=2), 8), (packed(num_splits=2, tokens=4), 4)], ids=["lists", "packed"]
 )
-def test_parts_of_splits_more_than_2_to_the_31_elements_apart_are_found(tensors, monkeypatch, plan, programs) -> None:
+def test_partial_results_more_than_2_to_the_31_elements_apart_are_found(tensors, monkeypatch, plan, programs) -> None:
     """A great many rows, of which launches are cut down to the first: a second split's parts lie 8 GiB behind them."""
     size, tokens = 256, 2**31 // 256 + 16
     mask = torch.ones(1, 3, 3, dtype=torch.bool)
@@ -804,7 +804,7 @@ def impossible_bounds(rng: random.Random) -> tuple[list[int], int]:
     return [rng.choice([*numbers, rng.randint(0, 40)]) for _ in range(rng.randint(1, 5))], rows
 
 
-def test_every_row_of_a_ragged_batch_has_one_place_in_the_grid(device: torch.device) -> None:
+def test_every_row_of_a_ragged_batch_has_one_slot_in_the_grid(device: torch.device) -> None:
     rng = random.Random(0)
     for turn in range(16):
         cu, rows = random_bounds(rng)
@@ -832,7 +832,7 @@ def padded_bounds(rng: random.Random) -> Iterator[tuple[tuple[list[int], list[in
         yield ([begin for begin, _ in pairs], [end for _, end in pairs]), rows
 
 
-def test_every_row_of_a_padded_batch_has_one_place_in_the_grid_whatever_its_bounds(device: torch.device) -> None:
+def test_every_row_of_a_padded_batch_has_one_slot_in_the_grid_whatever_its_bounds(device: torch.device) -> None:
     rng = random.Random(1)
     for turn, (bounds, rows) in enumerate(padded_bounds(rng)):
         tokens, packed_tiles = rng.choice([1, 4, 16]), turn % 2
@@ -851,7 +851,7 @@ def test_every_row_of_a_padded_batch_has_one_place_in_the_grid_whatever_its_boun
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-def test_places_of_impossible_bounds_stay_within_the_rows(device: torch.device, dtype: torch.dtype) -> None:
+def test_slots_of_impossible_bounds_stay_within_the_rows(device: torch.device, dtype: torch.dtype) -> None:
     rng = random.Random(2)
     for turn in range(12):
         cu, rows = impossible_bounds(rng)

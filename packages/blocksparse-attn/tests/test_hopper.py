@@ -62,7 +62,7 @@ CASES: dict[str, tuple[AttentionPlan, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(("chosen", "options"), CASES.values(), ids=CASES)
-def test_the_kernel_for_sm_90_is_the_attention(tensors, kernels, chosen, options) -> None:
+def test_the_kernel_for_sm_90_matches_the_oracle(tensors, kernels, chosen, options) -> None:
     options = {"blocks": (64, 64), "rows_after": 0 if options.get("kind") == "padded" else 3, **options}
     batch = tensors.batch(LENGTHS, **options)
     kernels.attend(batch, chosen)
@@ -81,7 +81,7 @@ def test_columns_may_be_in_any_order(tensors, kernels, block_n) -> None:
     batch.check(most=4)
 
 
-def test_columns_that_are_not_there_are_passed_over(tensors, kernels) -> None:
+def test_columns_out_of_bounds_are_skipped(tensors, kernels) -> None:
     """Behind the diagonal, behind the last, and negative ones."""
     mask = torch.eye(4, dtype=torch.bool).expand(2, 4, 4)
     batch = tensors.batch([(100, 156)], heads=(2, 1), head_size=64, blocks=(64, 64), mask=mask)

@@ -216,7 +216,7 @@ def test_the_op_passes_opcheck(make) -> None:
 
 @pytest.mark.torch_compile
 @every_public_function
-def test_public_functions_compile_whole_and_once_for_two_sizes(make, function, inputs) -> None:
+def test_public_functions_compile_without_graph_breaks_and_once_for_two_sizes(make, function, inputs) -> None:
     contract.check_compiles(partial(function, make), inputs(make, 3), inputs(make, 5, seed=1))
 
 
@@ -257,7 +257,7 @@ def scaled_module(make: Maker, scale: float, _: float, q: Tensor, k: Tensor, v: 
 @pytest.mark.torch_compile
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("function", [scaled, scaled_drop_in, scaled_module])
-def test_any_value_of_a_float_compiles_whole(make, function, dynamic) -> None:
+def test_any_float_argument_compiles_without_graph_breaks(make, function, dynamic) -> None:
     """From the second value on torch takes a float for a symbol, and compiles anew for what an op does with it."""
     run = compiled(make, partial(function, make), dynamic=dynamic)
     given = make.ragged(3)
@@ -322,7 +322,7 @@ UNKNOWN: dict[str, tuple[Callable[..., Any], Callable[..., list[Tensor]]]] = {
 
 @pytest.mark.torch_compile
 @pytest.mark.parametrize(("function", "inputs"), UNKNOWN.values(), ids=UNKNOWN)
-def test_sizes_that_only_the_device_knows_compile_whole_and_once(make, function, inputs) -> None:
+def test_data_dependent_sizes_compile_without_graph_breaks_and_once(make, function, inputs) -> None:
     config = {"capture_dynamic_output_shape_ops": True, "capture_scalar_outputs": True}
     run = compiled(make, partial(function, make))
     given = inputs(make, 4)
@@ -438,7 +438,7 @@ def test_the_version_is_that_of_the_metadata_or_says_that_there_is_none() -> Non
     )
 
 
-def test_all_names_that_are_exported_are_there() -> None:
+def test_every_exported_name_exists() -> None:
     assert sorted(blocksparse_attn.__all__) == blocksparse_attn.__all__
     wanted = {"BlockLayout", "LocalStridedBlockSparseAttn", "blocksparse_attention"}
     assert wanted | {"blocksparse_flash_attn_varlen_fwd"} <= set(blocksparse_attn.__all__)
@@ -447,7 +447,7 @@ def test_all_names_that_are_exported_are_there() -> None:
 
 
 @every_public_function
-def test_trap_no_call_looks_at_what_is_in_device_memory(make, function, inputs) -> None:
+def test_trap_no_call_reads_device_memory(make, function, inputs) -> None:
     """Tensors without contents are all that a call needs: a copy to the host would have nothing to copy."""
     tensors = inputs(make, 4)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
@@ -486,7 +486,7 @@ def test_the_same_call_gives_the_same_bits(make, function, inputs) -> None:
 
 @pytest.mark.parametrize("splits", [1, 2, 5])
 @pytest.mark.parametrize("options", [{}, {"window": (50, 0), "dtype": FP32}, {"one_layout": True}], ids=str)
-def test_a_sequence_has_the_same_bits_whatever_is_beside_it_where_splits_are_given(tensors, options, splits) -> None:
+def test_given_splits_are_batch_invariant(tensors, options, splits) -> None:
     batch = tensors.batch([(70, 5), (0, 1), (300, 1), (20, 90), (5, 0), (129, 33)], sinks=True, kind="paged", **options)
     whole = batch.run(out=None, num_splits=splits)
     for group in [[i] for i in range(6)] + [[2, 0], [3, 5, 1], [5, 4, 3, 2, 1, 0]]:
@@ -544,7 +544,7 @@ def test_public_functions_reach_the_kernels_with_every_argument_in_its_place(ten
 
 @needs_kernels
 @pytest.mark.usefixtures("by_kernels")
-def test_an_output_in_the_memory_of_an_input_is_refused_in_each_call_of_a_launch_that_is_made_ready(tensors) -> None:
+def test_an_output_that_overlaps_an_input_is_refused_in_each_call_of_a_prepared_launch(tensors) -> None:
     """A kernel would read what another program has written already. Slices that share no element are taken."""
     batch = tensors.batch([(0, 20), (0, 9)], heads=(2, 1), head_size=16, lse=False)
     fused = torch.cat([batch.q, poison_(torch.empty_like(batch.q))], dim=1)
@@ -686,13 +686,13 @@ def test_a_captured_graph_of_a_model_decodes_other_lengths(make) -> None:
 
 @gpu
 @every_public_function
-def test_trap_no_call_waits_for_the_gpu(make, function, inputs) -> None:
+def test_trap_no_call_synchronises(make, function, inputs) -> None:
     tensors = inputs(make, 5)
     contract.check_no_host_sync(lambda: function(make, *tensors))
 
 
 @gpu
-def test_an_unaligned_tensor_after_an_aligned_one_of_the_same_look_is_computed(tensors) -> None:
+def test_an_unaligned_tensor_after_an_aligned_one_of_the_same_shape_is_computed(tensors) -> None:
     for offset in (0, 0, 1, 0, 3, 8):
         for kind in ("ragged", "paged"):
             batch = tensors.batch([(70, 33), (20, 1)], heads=(4, 2), kind=kind)
@@ -719,7 +719,7 @@ def test_a_chain_on_one_stream_reads_what_the_call_before_it_wrote(make) -> None
 
 
 @gpu
-def test_many_sizes_do_not_grow_the_table_of_launches_past_its_bound(make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_sizes_do_not_grow_the_table_of_launches_past_its_limit(make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "launches", PreparedLaunches(8))
     for sequences in range(1, 12):
         attend(make, *make.ragged(sequences))

@@ -94,7 +94,7 @@ LENGTHS = [(30, 17), (0, 0), (18, 3), (16, 1), (0, 2)]
 
 
 @pytest.mark.parametrize(("plan", "blocks", "dtype", "kind"), branches(), ids=name_of)
-def test_every_branch_of_the_portable_kernels_is_the_attention(tensors, kernels, plan, blocks, dtype, kind) -> None:
+def test_every_branch_of_the_portable_kernels_matches_the_oracle(tensors, kernels, plan, blocks, dtype, kind) -> None:
     options = {"heads": (3, 1), "head_size": 24, "head_size_v": 40, "dtype": dtype, "kind": kind, "blocks": blocks}
     after = {"rows_after": 3} if kind != "padded" else {"side": "both"}
     check(tensors, kernels, plan, LENGTHS, **options, **after)
@@ -140,7 +140,7 @@ def test_rows_of_one_tile_may_list_different_blocks(tensors, kernels, make) -> N
 
 
 @makers
-def test_a_row_of_more_columns_than_are_looked_at_together(tensors, kernels, make) -> None:
+def test_a_row_may_list_more_columns_than_one_bit_mask_holds(tensors, kernels, make) -> None:
     """150 blocks of 16 keys; pieces are of 64, and the last head lists none of the first 64."""
     mask = torch.rand(3, 150, 150) < 0.5
     mask[2, :, :64] = False
@@ -219,7 +219,7 @@ feature = pytest.mark.parametrize("options", FEATURES.values(), ids=FEATURES)
 
 
 @feature
-def test_each_feature_in_one_pass_and_in_parts(tensors, kernels, options) -> None:
+def test_each_feature_with_and_without_splits(tensors, kernels, options) -> None:
     number = [*FEATURES.values()].index(options)
     lengths = [(0, 7), (0, 12), (0, 3)] if options.get("fused") else [(21, 12), (16, 1), (0, 3)]
     # Two kv heads, so that neither sinks nor lists of one serve for the other.
@@ -266,7 +266,7 @@ FIXED = [lists(), lists(num_splits=3), packed(), several(16, 16, 2)]
 
 
 @pytest.mark.parametrize("plan", FIXED, ids=name_of)
-def test_a_sequence_has_the_same_bits_whatever_its_neighbours(tensors, kernels, plan) -> None:
+def test_plans_with_fixed_splits_are_batch_invariant(tensors, kernels, plan) -> None:
     lengths = [(70, 5), (0, 17), (33, 1)]
     batch = tensors.batch(lengths, heads=(2, 1), head_size=16, sinks=True, kind="paged")
     q, out, lse = batch.q, batch.out.tensor, batch.lse.tensor
@@ -347,7 +347,7 @@ def sequences(most: int, longest: int, deepest: int, least: int = 0) -> st.Searc
 
 @settings(max_examples=20 if INTERPRETED else 10, derandomize=True)
 @given(make=makes(), lengths=sequences(3, 20, 50, least=1), seed=st.integers(0, 2**31))
-def test_batches_of_any_make_are_the_attention(tensors, kernels, make, lengths, seed) -> None:
+def test_random_batches_match_the_oracle(tensors, kernels, make, lengths, seed) -> None:
     torch.manual_seed(seed)
     plan, options = make
     batch = tensors.batch(lengths, **options)
@@ -370,7 +370,7 @@ BULK: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", BULK, ids=str)
 @settings(max_examples=40)
 @given(lengths=sequences(12, 700, 2000), seed=st.integers(0, 2**31))
-def test_ragged_batches_in_bulk_are_the_attention(tensors, kernels, plan, options, lengths, seed) -> None:
+def test_large_ragged_batches_match_the_oracle(tensors, kernels, plan, options, lengths, seed) -> None:
     """One compilation, so that many lengths can be tried."""
     torch.manual_seed(seed)
     batch = tensors.batch(lengths, **options)

@@ -166,7 +166,7 @@ def test_sliding_lists_the_last_blocks(device) -> None:
         check_lists(made, ((difference >= 0) & (difference < window))[None])
 
 
-def test_the_pattern_of_a_model_at_its_longest_is_the_definition_in_rows_looked_at_one_by_one(device) -> None:
+def test_the_pattern_of_a_model_at_its_longest_is_the_definition_in_rows_checked_one_by_one(device) -> None:
     model, max_seqlen = PHI3_SMALL, 131072
     made = BlockLayout.local_strided(
         model.num_heads_q, max_seqlen, model.local_blocks, model.vert_stride, model.block_size, device=device
@@ -229,7 +229,7 @@ def test_the_pattern_of_a_million_tokens_takes_no_more_memory_than_twice_its_lis
 # Masks and lists
 
 
-def test_a_mask_of_any_rows_goes_to_lists_and_back(device, tensors) -> None:
+def test_a_mask_of_any_rows_round_trips_through_lists(device, tensors) -> None:
     for heads, rows, columns in ((1, 1, 1), (3, 7, 5), (2, 20, 20), (5, 0, 0), (1, 4, 0)):
         mask = tensors.random_mask(heads, rows, columns)
         check_lists(BlockLayout.from_mask(mask.to(device), 16, 16), mask)
@@ -238,7 +238,7 @@ def test_a_mask_of_any_rows_goes_to_lists_and_back(device, tensors) -> None:
 
 
 @given(data=st.data())
-def test_any_mask_goes_to_lists_and_back_and_its_density_is_the_reference_s(device, tensors, data) -> None:
+def test_any_mask_round_trips_through_lists_and_has_the_density_of_the_reference(device, tensors, data) -> None:
     q_block, k_block = data.draw(st.sampled_from(SIZES)), data.draw(st.sampled_from(SIZES))
     torch.manual_seed(data.draw(st.integers(0, 2**32)))
     rows = data.draw(st.integers(0, 12))
@@ -261,7 +261,7 @@ def test_masks_of_any_strides_are_taken(device, tensors) -> None:
     check_lists(BlockLayout.from_mask(mask[:1].to(device).expand(3, -1, -1), 16, 16), mask[:1].expand(3, -1, -1))
 
 
-def test_given_lists_are_kept_as_they_are_and_what_is_behind_them_is_not_read(device) -> None:
+def test_given_lists_are_not_copied_and_entries_past_them_are_not_read(device) -> None:
     crow = torch.tensor([[0, 1, 1, 3], [0, 0, 2, 2]], dtype=torch.int32, device=device)
     col = torch.tensor([[0, 1, 2, 7], [0, 1, -5, 2**30]], dtype=torch.int32, device=device)
     made = BlockLayout.from_csr(crow, col, 16, 16)
@@ -313,7 +313,7 @@ def test_lists_as_vllm_makes_them_are_taken_wherever_lists_are(device, heads, dt
         assert_bitwise_equal(blocksparse_flash_attn_varlen_fwd(q, k, v, cu, cu, None, pair), want)
 
 
-def test_columns_are_as_many_as_the_rows_reach_where_they_are_not_said(device) -> None:
+def test_columns_default_to_those_that_the_rows_reach(device) -> None:
     for rows, q_block, k_block, wanted in (
         (4, 16, 16, 4),
         (4, 16, 64, 1),
@@ -359,7 +359,7 @@ def test_heads_of_a_layout_are_those_asked_for(device, tensors) -> None:
     assert one.heads(3, 7) is one
 
 
-def test_a_layout_goes_to_a_device_and_stays_where_it_is_there(device) -> None:
+def test_a_layout_moves_to_a_device_or_is_returned_if_it_is_there(device) -> None:
     made = BlockLayout.sliding(100, 2, 16, device)
     assert made.to(device) is made
     elsewhere = made.to("meta")
@@ -380,13 +380,13 @@ def test_a_layout_cannot_be_changed_and_equals_itself_alone(device) -> None:
         same(twin, one)
 
 
-def test_a_layout_says_what_it_is_without_its_lists(device) -> None:
+def test_the_repr_of_a_layout_leaves_out_its_lists(device) -> None:
     made = BlockLayout.local_strided(4, 1000, 2, 4, 16, device=device, q_block_size=32)
     wanted = f"BlockLayout(num_heads=4, rows=32, columns=63, q_block=32, k_block=16, device='{made.device}')"
     assert repr(made) == wanted
 
 
-def test_the_same_arguments_give_the_very_same_layout(device) -> None:
+def test_the_same_arguments_give_the_same_layout_object(device) -> None:
     made = BlockLayout.local_strided(4, 1000, 2, 4, 16, device=device)
     named = {"num_heads": 4, "max_seqlen": 1000, "local_blocks": 2, "vert_stride": 4, "block_size": 16}
     assert BlockLayout.local_strided(**named, device=str(device), q_block_size=16, active_head_range=(0, 4)) is made
@@ -401,7 +401,7 @@ def test_the_same_arguments_give_the_very_same_layout(device) -> None:
     assert BlockLayout.sliding(1000, 2, 16, device) is BlockLayout.sliding(1000, 2, 16, device)
 
 
-def test_few_layouts_are_kept_and_those_used_last(device) -> None:
+def test_the_cache_evicts_the_least_recently_used_layout(device) -> None:
     first = BlockLayout.sliding(10000, 1, 16, device)
     for window in range(2, patterns._MOST_KEPT + 1):
         BlockLayout.sliding(10000, window, 16, device)

@@ -23,7 +23,7 @@ from blocksparse_attn.plan import (
     query_stages,
     tokens_per_tile,
 )
-from kernel_reference.integers import cdiv, is_power_of_two, power_of_two_at_least, power_of_two_in
+from kernel_reference.integers import cdiv, power_of_two_at_least
 from kernel_reference.models import PHI3_SMALL
 
 KIB = 1024
@@ -122,7 +122,7 @@ def test_tiles_of_packed_heads_hold_each_once_and_those_of_lists_lie_within_a_ro
 
 
 @on_every_device
-def test_the_grid_has_a_place_for_every_tile_of_every_segment(limits: DeviceLimits) -> None:
+def test_the_grid_has_a_slot_for_every_tile_of_every_segment(limits: DeviceLimits) -> None:
     """Padded: three segments a sequence; otherwise each sequence, and the rows before and behind them."""
     for problem in ALL:
         plan = plan_attention(problem, limits)
@@ -133,7 +133,7 @@ def test_the_grid_has_a_place_for_every_tile_of_every_segment(limits: DeviceLimi
         assert num_slots(padded, plan) >= problem.tokens // tokens + 3 * problem.sequences * slack
 
 
-def test_a_plan_follows_from_shapes_alone() -> None:
+def test_a_plan_depends_on_shapes_only() -> None:
     assert [*inspect.signature(plan_attention).parameters] == ["problem", "limits"]
     assert all(field.type in ("int", "bool", "float", "str") for field in fields(Problem))
 
@@ -153,7 +153,7 @@ def test_small_devices_and_float32_take_tiles_that_they_can_hold() -> None:
 # Which kernel
 
 
-def test_a_prompt_of_a_model_goes_to_the_kernel_for_sm_90_and_decoding_packs_heads() -> None:
+def test_prefill_takes_the_kernel_for_sm_90_and_decode_packs_heads() -> None:
     for kind, ranks in itertools.product(("paged", "padded", "ragged"), (1, 2, 4, 8)):
         given = {"kind": kind, "tensor_parallel": ranks}
         assert plan_attention(phi(**given), H200).hopper
@@ -166,7 +166,7 @@ def test_a_prompt_of_a_model_goes_to_the_kernel_for_sm_90_and_decoding_packs_hea
                 assert (prompt.hopper, prompt.packed) == (False, 0)
 
 
-def test_what_the_kernel_for_sm_90_is_not_written_for_never_goes_to_it() -> None:
+def test_problems_that_the_kernel_for_sm_90_does_not_support_never_take_it() -> None:
     assert fits_hopper(PROMPT)
     assert plan_attention(PROMPT, H200).hopper
     assert not plan_attention(PROMPT, replace(H200, hopper=False)).hopper
@@ -184,7 +184,7 @@ def test_what_the_kernel_for_sm_90_is_not_written_for_never_goes_to_it() -> None
         assert not plan.hopper or (problem.described and fits_hopper(problem))
 
 
-def test_pages_and_head_sizes_of_models_go_to_the_kernel_for_sm_90() -> None:
+def test_page_and_head_sizes_of_models_take_the_kernel_for_sm_90() -> None:
     for page in (0, 16, 32, 48, 64, 256, 544):
         assert plan_attention(replace(PROMPT, page_size=page), H200).hopper
     for blocks in ((64, 64), (128, 64), (64, 128), (192, 64)):
@@ -201,7 +201,7 @@ def test_short_lists_are_walked_64_keys_at_a_time_on_sm_90() -> None:
     assert plan_attention(replace(PROMPT, entries=5 * PROMPT.rows, head_size=256), H200).num_stages == 2
 
 
-def test_next_queries_come_early_on_sm_90_where_there_is_room_for_them() -> None:
+def test_queries_have_two_stages_on_sm_90_where_shared_memory_allows() -> None:
     for size, size_v, stages in ((64, 64, 2), (128, 128, 2), (128, 64, 2), (192, 128, 1), (256, 256, 1)):
         problem = replace(PROMPT, head_size=size, head_size_v=size_v)
         assert query_stages(problem, plan_attention(problem, H200)) == stages
@@ -224,7 +224,7 @@ def rounds(problem: Problem, plan: AttentionPlan, cores: int) -> float:
 @pytest.mark.parametrize("limits", [H200, A100], ids=["H200", "A100"])
 @pytest.mark.parametrize("kind", ["paged", "padded", "ragged"])
 @pytest.mark.parametrize(("tokens", "sequences"), [(1, 1), (4, 4), (16, 16), (32, 32), (128, 1), (512, 1), (4, 1)])
-def test_splits_keep_the_cores_evenly_busy_behind_a_long_context(tokens, sequences, kind, limits) -> None:
+def test_splits_keep_sms_evenly_busy_at_long_context(tokens, sequences, kind, limits) -> None:
     for ranks in (1, 8):
         problem = phi(tokens=tokens, sequences=sequences, keys=LONGEST, kind=kind, tensor_parallel=ranks)
         plan = plan_attention(problem, limits)
@@ -233,7 +233,7 @@ def test_splits_keep_the_cores_evenly_busy_behind_a_long_context(tokens, sequenc
         assert rounds(problem, plan, limits.cores) <= 4 / 3 * ideal + 0.05, plan
 
 
-def test_decoding_fills_132_cores_and_a_long_prompt_is_one_pass() -> None:
+def test_decode_fills_132_sms_and_a_long_prompt_is_not_split() -> None:
     for sequences in (1, 2, 8, 16):
         problem = phi(tokens=sequences, sequences=sequences)
         plan = plan_attention(problem, H200)
@@ -243,7 +243,7 @@ def test_decoding_fills_132_cores_and_a_long_prompt_is_one_pass() -> None:
         assert plan_attention(PROMPT, limits).num_splits == 1
 
 
-def test_parts_are_never_so_small_that_they_cost_more_than_they_save() -> None:
+def test_splits_are_never_so_small_that_they_cost_more_than_they_save() -> None:
     for problem in ALL:
         for limits in DEVICES.values():
             plan = plan_attention(problem, limits)
@@ -256,7 +256,7 @@ def test_parts_are_never_so_small_that_they_cost_more_than_they_save() -> None:
     assert plan_attention(phi(tokens=4, sequences=4, keys=64, kind="ragged"), H200).num_splits == 1
 
 
-def test_a_number_of_splits_that_is_given_means_the_same_tiles_whatever_the_batch() -> None:
+def test_given_splits_take_the_same_tiles_whatever_the_batch() -> None:
     """How a tile's keys are cut depends on the tile: one of other rows would give a sequence other bits."""
     batches = [(1, 1, 1, 64), (9, 1, 9, 512), (4096, 9, 2048, LONGEST), (64, 64, 1, 64)]
     for limits, splits, ranks in itertools.product(DEVICES.values(), (1, 3), (1, 8)):
@@ -309,12 +309,12 @@ def test_tiles_of_lists_have_the_rows_of_one_row_of_the_layout_and_packed_ones_r
 
 
 @pytest.mark.parametrize("change", REFUSED_ON_HOPPER.values(), ids=REFUSED_ON_HOPPER)
-def test_a_plan_for_hopper_is_of_the_blocks_that_its_kernel_is_written_for(change: dict[str, int]) -> None:
+def test_a_plan_for_hopper_has_block_sizes_that_its_kernel_supports(change: dict[str, int]) -> None:
     assert ON_HOPPER.covers(PROMPT)
     assert not replace(ON_HOPPER, **change).covers(PROMPT)
 
 
-def test_a_plan_for_hopper_covers_only_what_its_kernel_can_take() -> None:
+def test_a_plan_for_hopper_covers_only_what_its_kernel_supports() -> None:
     for change in ({"described": False}, {"bits": 32}, {"page_size": 24}, {"head_size": 100}, {"head_size_v": 100}):
         assert GOOD.covers(replace(PROMPT, **change))
         assert not ON_HOPPER.covers(replace(PROMPT, **change))
@@ -328,7 +328,7 @@ def test_a_plan_for_hopper_covers_only_what_its_kernel_can_take() -> None:
 
 
 @pytest.mark.parametrize("plan", [GOOD, PACKED, ON_HOPPER, plan_attention(DECODING, A100)], ids=str)
-def test_a_plan_is_a_value_that_survives_the_way_through_an_op(plan: AttentionPlan) -> None:
+def test_a_plan_survives_the_round_trip_through_an_op(plan: AttentionPlan) -> None:
     assert all(type(number) is int for number in plan.as_ints())
     again = AttentionPlan(*plan.as_ints())
     assert again == plan
@@ -343,20 +343,6 @@ def test_limits_and_problems_are_values_too() -> None:
     for value in (H200, PROMPT):
         with pytest.raises(FrozenInstanceError):
             setattr(value, fields(value)[0].name, 1)
-
-
-def test_quotients_and_powers_of_two_are_what_their_names_say() -> None:
-    for n in range(1, 1200):
-        at_least, inside = power_of_two_at_least(n), power_of_two_in(n)
-        assert n <= at_least < 2 * n
-        assert n % inside == 0
-        assert n // inside % 2 == 1
-        assert is_power_of_two(at_least, inside)
-        assert is_power_of_two(n) == (at_least == n)
-        for by in (1, 3, 16, 64):
-            assert (cdiv(n, by) - 1) * by < n <= cdiv(n, by) * by
-    assert cdiv(0, 16) == 0
-    assert not is_power_of_two(16, 0)
 
 
 def test_the_source_of_plan_imports_neither_triton_nor_torch() -> None:

@@ -27,13 +27,13 @@ def test_the_second_reads_the_rows_that_the_picture_shows() -> None:
     assert f"head 1 lists {[6, 14, 22, 30, 38, 46, *local]}" in printed
 
 
-def test_layouts_join_and_a_padded_batch_leaves_its_padding_zero() -> None:
+def test_layouts_unite_and_a_padded_batch_leaves_its_padding_zero() -> None:
     printed = run_block(BLOCKS[2])
     assert "row 60 lists [0, 57, 58, 59, 60]" in printed
     assert "[2, 512, 4, 64] [2, 4, 512] padding is zero: True" in printed
 
 
-def test_a_step_of_a_server_leaves_padding_zero_and_no_sequence_knows_of_the_others() -> None:
+def test_a_serving_step_zeroes_padding_and_keeps_sequences_independent() -> None:
     printed = run_block(BLOCKS[3])
     assert "[131, 8, 128] [8, 131] padding is zero: True" in printed
     assert "each sequence by itself: True" in printed

@@ -252,7 +252,7 @@ def test_trap_an_empty_row_sees_nothing_and_not_the_last_block_of_the_row_before
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_trap_a_row_that_is_masked_whole_gives_0_and_not_nan(tensors, kind) -> None:
+def test_trap_a_fully_masked_row_gives_0_and_not_nan(tensors, kind) -> None:
     """It lists blocks, all of them after its queries, or before the window."""
     future = ones(4, 12).triu(1)
     for options in ({}, {"sinks": True}, {"softcap": 3.0}, {"softmax_scale": 0.0}, {"softmax_scale": -1.0}):
@@ -328,7 +328,7 @@ def test_trap_columns_out_of_order_are_refused_or_attended_to_but_never_wrong(te
         batch.check_out(legacy(batch, (crow, col), block_size=16))
 
 
-def test_what_is_behind_the_lists_is_never_read(tensors) -> None:
+def test_entries_past_the_lists_are_never_read(tensors) -> None:
     """Padding of -1, and columns that there are: a row that has no end would list them."""
     mask = tensors.random_mask(4, 11, 11)
     mask[:, 10] = False
@@ -396,7 +396,7 @@ def test_sinks_of_any_float_dtype_and_of_minus_infinity(tensors, dtype) -> None:
         check(tensors, RAGGED, sinks=sinks, kind=kind)
 
 
-def test_a_query_that_sees_nothing_has_its_sink_for_a_sum_and_rows_of_no_sequence_have_none(tensors) -> None:
+def test_the_lse_of_a_query_that_sees_nothing_is_its_sink_and_padding_has_none(tensors) -> None:
     sinks = torch.tensor([1.5, -2.0, 0.0, 7.0], device=tensors.device)
     mask = torch.zeros(1, 11, 11, dtype=torch.bool)
     for kind in KINDS:
@@ -558,7 +558,7 @@ def test_a_plan_may_be_given(tensors) -> None:
     batch.check()
 
 
-def test_the_most_queries_may_be_given_larger_than_they_are(tensors) -> None:
+def test_max_seqlen_q_may_be_larger_than_the_longest(tensors) -> None:
     for kind in KINDS:
         batch = tensors.batch(RAGGED, kind=kind)
         for most in (73, 128, 176):
@@ -592,7 +592,7 @@ def test_the_drop_in_takes_a_layout_or_its_lists(tensors, q_block, k_block) -> N
                 batch.check_out(legacy(batch, pair, max_seqlen=most), again=True)
 
 
-def test_the_drop_in_takes_blocks_of_64_queries_and_keys_where_nothing_is_said(tensors) -> None:
+def test_the_drop_in_defaults_to_blocks_of_64_queries_and_keys(tensors) -> None:
     batch = tensors.batch(RAGGED, blocks=(64, 64), lse=False)
     cu_seqlens_q, cu_seqlens_k = batch.positional["cu_seqlens_q"], batch.positional["cu_seqlens_k"]
     for layout in (batch.layout, (batch.layout.crow, batch.layout.col)):
@@ -626,7 +626,7 @@ def test_without_cu_seqlens_q_the_drop_in_takes_as_many_queries_as_keys_where_ro
     batch.check_out(out)
 
 
-def test_the_drop_in_keeps_the_arguments_that_engines_pass_by_place_and_name() -> None:
+def test_the_drop_in_keeps_the_arguments_that_engines_pass_by_position_and_name() -> None:
     parameters = inspect.signature(blocksparse_flash_attn_varlen_fwd).parameters
     assert [*parameters] == [
         "q", "k", "v", "cu_seqlens_k", "cu_seqlens_q", "sm_scale", "sparse_layout", "block_size", "q_block_size",

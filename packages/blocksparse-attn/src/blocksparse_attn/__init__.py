@@ -1,4 +1,4 @@
-"""Attention over a per-head block layout: local and vertical blocks, or any; ragged, paged and padded batches."""
+"""Causal block-sparse attention over a per-head layout of key blocks; ragged, paged and padded batches."""
 
 from importlib import metadata
 

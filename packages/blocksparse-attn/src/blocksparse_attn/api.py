@@ -44,9 +44,9 @@ _BLOCK_SIZE = 64
 
 
 class AttentionResult(NamedTuple):
-    """``out`` [T, Hq, Dv] and the natural logarithm of the softmax's denominator, ``lse`` [Hq, T] in float32.
+    """``out`` [T, Hq, Dv] and ``lse`` [Hq, T], the natural log-sum-exp of the scores in float32.
 
-    Of a padded batch they are [B, T, Hq, Dv] and [B, Hq, T].
+    In a padded batch they are [B, T, Hq, Dv] and [B, Hq, T].
     """
 
     out: Tensor
@@ -164,60 +164,57 @@ def blocksparse_attention(
 ) -> Tensor | AttentionResult:
     """Causal softmax attention to the key blocks that a layout lists for each head and block of queries.
 
-    Query i of a sequence of ``q_len`` queries and ``k_len`` keys stands at position ``p = k_len - q_len + i``, so that
-    prefill, chunks of it, drafts and decoding are one call. It sees the key at position j when ``j <= p``, the layout's
-    row ``p // q_block`` lists column ``j // k_block``, and the window allows it. ``score = softmax_scale * q.k``, then
-    ``softcap * tanh(score / softcap)``. Source: FlashAttention-2 (arXiv 2307.08691) over the block-sparse pattern of
-    Phi-3-small (arXiv 2404.14219).
+    Query i of a sequence of ``q_len`` queries and ``k_len`` keys is at position ``p = k_len - q_len + i``: prefill,
+    chunked prefill, speculative drafts and decode are one call. It sees the key at position j when ``j <= p``, the
+    layout's row ``p // q_block`` lists column ``j // k_block``, and j is in the window. Scores are ``softmax_scale *
+    q.k``, then ``softcap * tanh(score / softcap)``. Source: FlashAttention-2 (arXiv 2307.08691) over the block-sparse
+    pattern of Phi-3-small (arXiv 2404.14219).
 
-    Batches are ragged, paged or padded; all tensors are on one device, of any strides but where said.
+    Batches are ragged, paged or padded. All tensors are on one device and may have any strides, except where noted.
 
     Args:
         q: [T, Hq, D], or padded [B, T, Hq, D]; bfloat16, float16 or float32; D from 16 to 256.
         k, v: ragged [Tk, Hkv, D] and [Tk, Hkv, Dv]; padded [B, Tk, Hkv, D] and [B, Tk, Hkv, Dv]; or, with block_table,
             the pages of a cache that holds the new tokens too. Of q's dtype; Dv from 16 to 256. Hkv divides Hq: query
             head h reads kv head ``h // (Hq / Hkv)``.
-        layout: a :class:`BlockLayout` of Hq heads or of one for all, with rows for the longest sequence: a query behind
-            them sees nothing.
+        layout: a :class:`BlockLayout` of Hq heads or of one for all, with rows for the longest sequence: a query past
+            the last row sees nothing.
         cu_seqlens_q, cu_seqlens_k: [B + 1] int32 or int64, contiguous, from 0, never falling, at most T and Tk: where
-            the sequences of a ragged batch begin; of a paged one cu_seqlens_q alone. Rows behind the last sequence are
-            0 in the result and -inf in lse.
-        max_seqlen_q: the most queries of a sequence, or more, up to those that the layout has rows for; sizes the
-            launch only. Needed unless q is padded: then the rows of a sequence when None.
+            the sequences of a ragged batch begin; a paged batch has cu_seqlens_q only. Rows past the last sequence are
+            0 in out and -inf in lse.
+        max_seqlen_q: an upper bound of the queries of a sequence, at most what the layout has rows for; it only sizes
+            the launch. Required unless q is padded, where None stands for the rows of a sequence.
         block_table: [B, max_blocks] int32 or int64, rows contiguous: position p of sequence b is in page
             ``block_table[b, p // page]``. A page that the pool does not have reads as zeros.
-        seqlens_k: with block_table: [B] int32 or int64, contiguous: tokens of each sequence, the new ones counted.
+        seqlens_k: with block_table: [B] int32 or int64, contiguous: tokens of each sequence, new ones included.
         page_layout: of the pages: "NHD" [blocks, page, Hkv, D]; "HND" [blocks, Hkv, page, D]; "x-packed" [blocks, Hkv,
             D / x, page, x] and [blocks, Hkv, Dv, page]. A page holds any number of tokens from 1 on.
         q_starts, q_ends, k_starts, k_ends: of a padded batch: [B] int32 or int64, contiguous: sequence b is rows
             ``starts[b] .. ends[b] - 1``, all of them when None. Other rows are not read, and 0 and -inf in the results.
         softmax_scale: ``D ** -0.5`` when None; 0 is a scale like any other.
         softcap: 0 is off.
-        sinks: [Hq] float32, bfloat16 or float16, contiguous: logits that stand in the denominator, and so in lse, only;
+        sinks: [Hq] float32, bfloat16 or float16, contiguous: logits in the softmax's denominator only, and so in lse;
             neither scaled nor capped.
-        window: (left, right): a query sees keys from ``left`` before its position on; -1 is unlimited. No key after it
-            is seen whatever ``right`` is.
-        out: a tensor to write instead of a new one: [T, Hq, Dv] or [B, T, Hq, Dv] of q's dtype; any strides that give
-            each element a place of its own and do not interleave dimensions, in memory of its own.
+        window: (left, right): a query sees keys up to ``left`` tokens before its position; -1 is unlimited. Keys after
+            it are masked whatever ``right`` is.
+        out: written instead of a new tensor: [T, Hq, Dv] or [B, T, Hq, Dv] of q's dtype, with strides under which
+            elements neither overlap nor interleave, and no memory shared with another argument.
         return_lse: whether to return lse too.
-        num_splits: in how many parts each row's keys are cut, 1 or more; a number makes a sequence's result, to the
-            last bit, independent of the rest of the batch. None: as the plan has it.
+        num_splits: how many ways each row's keys are split, 1 or more: results are then batch invariant, to the last
+            bit. None: as the plan has it.
         plan: a launch plan to use instead of the one made for the device; has its own num_splits.
 
     Returns:
-        out, contiguous if new, in q's dtype; with return_lse AttentionResult(out, lse), natural logarithms in float32:
-        [Hq, T], padded [B, Hq, T]. A query that sees no key gives 0, and its sink, or -inf without sinks, in lse. NaN
-        in a key or value that no query of a sequence sees changes nothing; in one that some query sees it may show in
-        rows beside that one too. Not differentiable.
+        out, contiguous if new, in q's dtype; with return_lse AttentionResult(out, lse). A query that sees no key gives
+        0, and in lse its sink, or -inf without sinks. NaN in a key or value that no query of a sequence sees changes
+        nothing; one that some query sees may contaminate other rows of the same tile. Not differentiable.
 
     Raises:
-        TypeError, ValueError: an argument is not as said above; nothing has been written. There are no derivatives: an
-            input that requires a gradient or carries a tangent, and one under ``torch.vmap``, are refused. What only
-            device memory tells is looked at on a CPU, and inside ``kernel_reference.checks.validate_values``, a
-            sequence longer than the layout has rows for among it. Without it, and so on a GPU and inside
-            ``validate_values(False)``, bounds of queries are clamped to the rows there are; a sequence of impossible
-            bounds of keys, of fewer keys than queries, or of more than its row of the block table has room for, gives 0
-            and -inf.
+        TypeError, ValueError: an argument is not as described; nothing has been written. Inputs that require a gradient
+            or carry a tangent are refused, and so is ``torch.vmap``. Values in device memory are checked for CPU
+            tensors, and inside ``kernel_reference.checks.validate_values``. Otherwise out-of-bounds queries are clamped
+            to the rows of q; a sequence with impossible bounds of keys, with fewer keys than queries, or with more than
+            its row of the block table has slots for, gives 0 and -inf.
     """
     left, right = as_window(window)
     check_bool("return_lse", return_lse)
@@ -269,23 +266,23 @@ def blocksparse_flash_attn_varlen_fwd(
     q_block_size: int | None = None,
     max_seqlen: int | None = None,
 ) -> Tensor:
-    """:func:`blocksparse_attention` of a ragged batch with the signature that engines call.
+    """:func:`blocksparse_attention` of a ragged batch, with the signature of vLLM's function of that name.
 
     Args:
         q: [T, Hq, D]; k: [Tk, Hkv, D]; v: [Tk, Hkv, Dv]; as there.
-        cu_seqlens_k, cu_seqlens_q: as there. cu_seqlens_q None: each sequence has one query when T is the number of
-            sequences; else it has as many as keys, when T is Tk.
+        cu_seqlens_k, cu_seqlens_q: as there. cu_seqlens_q None: decode, one query a sequence, when T is the number of
+            sequences; otherwise prefill, as many queries as keys, when T is Tk.
         sm_scale: softmax_scale there.
         sparse_layout: a BlockLayout, or its lists (crow [heads or 1, rows + 1], col [heads or 1, nnz]), rows
-            contiguous; of one head also [rows + 1] and [nnz]. Of a pair what is behind ``crow[h, -1]`` is not read;
+            contiguous; for one head also [rows + 1] and [nnz]. Entries of a pair past ``crow[h, -1]`` are not read;
             columns should increase in each row, and none may be listed twice, which is checked where values are. A
             pair of int64, as vLLM's ``dense_to_crow_col`` makes them, is converted to int32 in each call: a
             BlockLayout saves both.
         block_size: tokens of a block of keys, a multiple of 16; 64 when None.
         q_block_size: tokens of a block of queries, a multiple or a divisor of it; block_size when None. A BlockLayout
-            knows both, and what is given beside it must be the same.
-        max_seqlen: the most tokens of a sequence, or more, up to those that the layout has rows for; sizes the launch
-            only.
+            has both, and what is given with one must agree.
+        max_seqlen: an upper bound of the tokens of a sequence, at most what the layout has rows for; it only sizes the
+            launch.
 
     Returns:
         [T, Hq, Dv], new and contiguous, in q's dtype. Not differentiable.
@@ -330,7 +327,7 @@ _NAMES_OF_PAIRS = _NAMES_OF_ENGINES._replace(
 
 
 def _call(named: dict[str, Any], tensors: tuple[Any, ...], options: tuple[Any, ...], names: Names) -> None:
-    """The op; what it refuses is said in the names that the caller knows."""
+    """Call the op; its errors are raised again under the names that the caller knows."""
     try:
         _attend(*tensors, *options)
     except (*REFUSALS, ValueError):
@@ -343,7 +340,7 @@ def _call(named: dict[str, Any], tensors: tuple[Any, ...], options: tuple[Any, .
 
 
 def _queries(q: Tensor, k: Tensor, cu_seqlens_k: Tensor, cu_seqlens_q: Tensor | None) -> tuple[Tensor, int]:
-    """cu_seqlens_q, and the most queries of a sequence as far as shapes tell."""
+    """cu_seqlens_q, and the bound of a sequence's queries that shapes give."""
     if cu_seqlens_q is not None:
         return cu_seqlens_q, q.shape[0]
     sequences = cu_seqlens_k.shape[0] - 1

@@ -88,7 +88,7 @@ class _Sizes(NamedTuple):
 
 
 def check_attend(tensors: Tensors, options: Options, names: Names = NAMES) -> Problem:
-    """Queries, keys, values, the layout and how it is attended by; the problem that they make."""
+    """The problem that these arguments of the op make; raises where they make none."""
     check_choice("page_layout", options.page_layout, LAYOUTS)
     check_window(options.left, options.right)
     check_int(names.max_seqlen_q, options.max_seqlen_q, 0)

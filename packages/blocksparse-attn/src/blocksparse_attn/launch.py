@@ -1,8 +1,8 @@
-"""Launches: from a problem, its plan and tensors the kernel, its grid and its arguments.
+"""Launches: from a problem, its plan and tensors to a kernel, its grid and its arguments.
 
-What is made ready here holds no tensor, and is called with any that look alike. On CPU tensors that works only under
-Triton's interpreter (TRITON_INTERPRET=1, set before triton is imported) and with a plan given: that is how kernels are
-tested with no GPU.
+A prepared launch holds no tensor, and is called with any of the same shapes, strides and dtypes. On CPU tensors that
+works only under Triton's interpreter (TRITON_INTERPRET=1, set before triton is imported) and with a plan given: that is
+how kernels are tested without a GPU.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from kernel_reference.launching import (
 Tensor = torch.Tensor
 Pointer = Tensor | int | None
 
-# Rows that one program of a merging launch takes.
+# Rows of a program of the merge kernel.
 _MERGED_TOKENS = 16
 
 
@@ -64,9 +64,9 @@ def device_limits(device: torch.device) -> DeviceLimits:
 
 
 def prepare_attend(problem: Problem, plan: AttentionPlan | None, tensors: Tensors) -> Callable[..., None]:
-    """What attends, called with the op's sixteen tensors; ``plan`` None: the one made for their device.
+    """A prepared launch, called with the op's sixteen tensors; ``plan`` None: the one made for their device.
 
-    With a plan of its own for queries, keys and values of which some are not 16-byte aligned.
+    Calls whose q, k and v are not all 16-byte aligned have a plan of their own.
     """
     if not problem.tokens:
         return launch_nothing
@@ -88,7 +88,7 @@ def prepare_attend(problem: Problem, plan: AttentionPlan | None, tensors: Tensor
 
 
 def _attend(problem: Problem, plan: AttentionPlan, forms: Tensors, device: torch.device) -> Launch:
-    """What leaves results or partial ones, called with the sixteen tensors and the two of partial results."""
+    """The launch of results or partial results, called with the sixteen tensors and the two of partial results."""
     keys, values = _Keys(forms.k, problem), _Keys(forms.v, problem)
     out = _batched(forms.out.stride())
     strides = Strides(_batched(forms.q.stride()), keys.strides, values.strides, out, _lse_strides(forms.lse))
@@ -129,7 +129,7 @@ def _arguments(
     seqlens_k: Pointer, q_starts: Pointer, q_ends: Pointer, k_starts: Pointer, k_ends: Pointer, sinks: Pointer,
     *outputs: Pointer,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """What kernels take of a ragged or paged batch behind queries, keys and values."""
+    """The kernels' arguments after queries, keys and values, of a ragged or paged batch."""
     bounds = Bounds(cu_seqlens_q, None, cu_seqlens_k, seqlens_k)
     return Lists(crow, col), block_table, bounds, sinks, Outputs(*outputs)
 
@@ -212,7 +212,7 @@ class _Keys:
 
     def described(self, head_size: int, box: int) -> TmaBox:
         """For a TMA descriptor over (page or sequence, head, slot, element)."""
-        # What has one sequence has no stride from one to the next; a descriptor's is of whole 16 bytes.
+        # A single sequence has no stride to the next; a descriptor wants a multiple of 16 bytes.
         outer = self.strides[0] if self.outer > 1 else 8
         strides = [outer, self.strides[2], self.strides[1], 1]
         # A box is 128 bytes wide, over which shared memory is swizzled.
@@ -232,7 +232,7 @@ def _lse_strides(lse: Tensor | None) -> tuple[int, ...]:
 
 
 def _persistent_programs(device: torch.device) -> int:
-    """One program per SM; where there is no GPU so few that each has several work items, as it has there."""
+    """One program per SM; without a GPU so few that each has several work items, as it has there."""
     return device_limits(device).cores if device.type == "cuda" else 3
 
 
@@ -256,7 +256,7 @@ def _in_parts(
 
     def run(*sixteen: Tensor | None) -> None:
         parts = torch.empty(size, dtype=torch.float32, device=device)
-        # Rows that no sequence claims, as where cu_seqlens_q falls, are merged too: as such, and not from old memory.
+        # Rows that no sequence claims, as where cu_seqlens_q falls, are merged too: this makes them rows of none.
         part_lse = torch.full(lse_size, torch.inf, dtype=torch.float32, device=device)
         *inputs, sinks, out, lse = sixteen
         attend(*inputs, None, None, None, parts, part_lse)

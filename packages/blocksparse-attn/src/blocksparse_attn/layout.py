@@ -35,17 +35,16 @@ class BlockLayout:
     """Row r of head h attends to the key blocks ``col[h, crow[h, r] : crow[h, r + 1]]``, as far as causality lets it.
 
     The query at position p of its sequence belongs to row ``p // q_block``, the key at position p to column
-    ``p // k_block``. A layout of one head serves all heads. Columns of a row increase. One made by the methods below
-    has been looked at and is right; the constructor looks at shapes and dtypes alone. Two layouts are equal when they
-    are the same object.
+    ``p // k_block``. A layout of one head serves all heads. Columns of a row increase. The methods below make valid
+    layouts; the constructor checks shapes and dtypes only. Two layouts are equal when they are the same object.
 
     Attributes:
         crow: [heads or 1, rows + 1] int32, from 0, never falling. The constructor takes int64 too, and [rows + 1] of
             one head.
-        col: [heads or 1, nnz] int32, as wide as the longest head's lists; what is behind a head's lists is not read,
-            and -1 where made here. Taken as crow is.
+        col: [heads or 1, nnz] int32, as wide as the longest head's lists; entries past a head's lists are not read, and
+            are -1 in layouts made here. The constructor takes what it takes for crow.
         q_block, k_block: tokens of a block, multiples of 16 up to 65536, one of them a multiple of the other.
-        columns: blocks of keys that there are: the longest sequence over k_block, rounded up.
+        columns: blocks of keys: the longest sequence divided by k_block, rounded up.
     """
 
     crow: Tensor
@@ -68,12 +67,12 @@ class BlockLayout:
 
     @property
     def num_heads(self) -> int:
-        """Heads that have lists of their own, or 1 for all."""
+        """Heads with lists of their own, or 1 for all."""
         return self.crow.shape[0]
 
     @property
     def rows(self) -> int:
-        """Blocks of queries: a query at position ``rows * q_block`` or after sees nothing."""
+        """Blocks of queries: a query at position ``rows * q_block`` or later sees nothing."""
         return self.crow.shape[1] - 1
 
     @property
@@ -89,11 +88,11 @@ class BlockLayout:
 
         Args:
             mask: [heads or 1, rows, columns] bool, any strides; columns at most those that the rows reach,
-                ``ceil(rows * q_block / k_block)``. The device must tell how many are True: the call waits for it.
+                ``ceil(rows * q_block / k_block)``. Counting the listed blocks synchronises with the device.
             q_block, k_block: tokens of a row and of a column, see the class.
 
         Raises:
-            TypeError, ValueError: an argument is not as said above.
+            TypeError, ValueError: an argument is not as described.
         """
         check_blocks(q_block, k_block)
         check_dense(mask=mask)
@@ -109,19 +108,19 @@ class BlockLayout:
 
     @staticmethod
     def from_csr(crow: Tensor, col: Tensor, q_block: int, k_block: int, *, columns: int | None = None) -> BlockLayout:
-        """The layout of given lists, which are looked at once and, where int32, kept and not copied.
+        """The layout of given lists, which are validated once; int32 lists are not copied.
 
         Args:
             crow: [heads or 1, rows + 1] int32 or int64, rows contiguous: from 0, never falling, at most nnz.
-            col: [heads or 1, nnz] likewise: increasing in each row, from 0 to columns - 1. What is behind
-                ``crow[h, -1]`` may be anything. Of one head also [rows + 1] and [nnz].
+            col: [heads or 1, nnz] likewise: increasing in each row, from 0 to columns - 1. Entries past
+                ``crow[h, -1]`` may be anything. For one head also [rows + 1] and [nnz].
             q_block, k_block: see the class.
-            columns: see the class; None: as many as the rows reach, ``ceil(rows * q_block / k_block)``, which is also
-                the most.
+            columns: see the class; at most, and for None exactly, those that the rows reach,
+                ``ceil(rows * q_block / k_block)``.
 
         Raises:
-            TypeError, ValueError: an argument is not as said above; of the lists the first place that is not is named.
-                To look at them the call waits for the device.
+            TypeError, ValueError: an argument is not as described; the first bad entry of the lists is named. The
+                check synchronises with the device.
         """
         check_blocks(q_block, k_block)
         crow, col = with_heads(crow, col)
@@ -152,22 +151,22 @@ class BlockLayout:
         homo_head. Source: Phi-3 technical report (arXiv 2404.14219), section 2.
 
         Args:
-            num_heads: of the whole model, which the shift follows from.
+            num_heads: query heads of the whole model, from which the shift follows.
             max_seqlen: tokens of the longest sequence.
-            local_blocks: blocks, the query's own counted; 1 or more.
+            local_blocks: blocks, the query's own included; 1 or more.
             vert_stride: 1 or more; 1 makes the layout dense.
             block_size: tokens of a block of queries and of keys; a multiple of 16.
-            homo_head: all heads have the pattern of head 0, and the layout one head.
-            active_head_range: (lo, hi): the layout of heads lo .. hi - 1 alone, for a rank of a tensor-parallel model.
+            homo_head: all heads share the pattern of head 0, and the layout has one head.
+            active_head_range: (lo, hi): the layout of heads lo .. hi - 1 only, for a rank of a tensor-parallel model.
             device: of the lists; torch's default device when None.
             q_block_size: tokens of a row, a multiple or a divisor of block_size; block_size when None. A longer row
                 lists what any of its blocks of queries would, a shorter one what its block does.
 
         Returns:
-            The layout; the very same for the same arguments, as long as it is among the last few that were built.
+            The layout; the same object for the same arguments while it is among the last few in the cache.
 
         Raises:
-            TypeError, ValueError: an argument is not as said above, or lists are longer than 32 bits can count.
+            TypeError, ValueError: an argument is not as described, or lists are longer than 32 bits can count.
         """
         check_int("num_heads", num_heads, 1)
         check_int("vert_stride", vert_stride, 1)
@@ -175,7 +174,7 @@ class BlockLayout:
             fail("vert_stride", f"at most {LONGEST}", vert_stride)
         check_bool("homo_head", homo_head)
         low, high = head_range(active_head_range, num_heads)
-        # Heads whose pattern is one need be listed once only.
+        # A pattern that all heads share is listed once.
         low, high = (0, 1) if homo_head else (low, high)
         step = 0 if homo_head else max(1, vert_stride // num_heads)
         sizes = row_sizes(max_seqlen, local_blocks, "local_blocks", block_size, q_block_size)
@@ -194,19 +193,19 @@ class BlockLayout:
 
         Args:
             max_seqlen: tokens of the longest sequence.
-            window_blocks: the query's own counted; 1 or more.
+            window_blocks: the query's own included; 1 or more.
             block_size, device: as for :meth:`local_strided`.
 
         Returns:
-            A layout of one head, kept as there. A window in tokens is ``window`` of the attention, with any layout.
+            A layout of one head, cached as there. A window in tokens is the attention's ``window``, with any layout.
 
         Raises:
-            TypeError, ValueError: an argument is not as said above.
+            TypeError, ValueError: an argument is not as described.
         """
         sizes = row_sizes(max_seqlen, window_blocks, "window_blocks", block_size, None)
 
         def build(device: torch.device) -> BlockLayout:
-            # The first vertical block is behind the last row.
+            # The first vertical block is past the last row.
             return _built(torch.full((1, 1), sizes[1], device="cpu"), 1, sizes, device)
 
         return kept(("sliding", *sizes), device, build)
@@ -214,8 +213,8 @@ class BlockLayout:
     def union(self, other: BlockLayout) -> BlockLayout:
         """The layout that lists what either does.
 
-        ``other``: of the same blocks and device, and of the same number of heads unless one has one for all; rows and
-        columns are as many as the larger has. TypeError or ValueError where it is not so. Waits for the device.
+        ``other``: of the same block sizes and device, and of as many heads unless one of the two has one for all; the
+        union has the rows and columns of the larger. TypeError or ValueError otherwise. Synchronises with the device.
         """
         if not isinstance(other, BlockLayout):
             fail("other", "a BlockLayout", describe(other), TypeError)
@@ -236,9 +235,9 @@ class BlockLayout:
         return block_mask(self.crow, self.col, self.rows, self.columns)
 
     def density(self) -> float:
-        """The listed share of the blocks that causality leaves: those whose first key some query of the row may see.
+        """The listed share of the causally visible blocks: those whose first key some query of the row may see.
 
-        A number from 0 to 1, of all heads together; 0 where there is nothing to list. Waits for the device.
+        A number from 0 to 1 over all heads; 0 where there is nothing to list. Synchronises with the device.
         """
         last_query = (torch.arange(self.rows, device=self.device) + 1) * self.q_block - 1
         possible = (last_query // self.k_block + 1).clamp(max=self.columns)
@@ -250,19 +249,19 @@ class BlockLayout:
         self, path: str | PathLike[str] | None = None, head: int = 0, *, max_seqlen: int | None = None,
         title: str | None = None,
     ) -> Figure:  # fmt: skip
-        """A picture of one head's pattern: rows are queries, columns keys, both in tokens; hidden by causality is grey.
+        """A picture of one head's pattern: rows are queries, columns keys, both in tokens; causally masked is grey.
 
         Args:
-            path: where to save it as well, in the format that the name's ending says.
+            path: also save it there, in the format of the name's suffix.
             head: 0 .. num_heads - 1.
             max_seqlen: tokens to show, from the first; all when None.
-            title: over the picture; the head and its density when None.
+            title: the head and its density when None.
 
         Returns:
-            A matplotlib Figure, which is not shown.
+            A matplotlib Figure; it is not shown.
 
         Raises:
-            TypeError, ValueError: an argument is not as said above.
+            TypeError, ValueError: an argument is not as described.
             ModuleNotFoundError: matplotlib is not installed (``pip install blocksparse-attn[plot]``).
         """
         check_int("head", head)
@@ -279,7 +278,7 @@ class BlockLayout:
         return picture(mask, self.q_block, self.k_block, longest, title, path)
 
     def to(self, device: torch.device | str | int) -> BlockLayout:
-        """The layout on a device: itself where it is there."""
+        """The layout on a device; the layout itself if it is there already."""
         # With the number of the device that a name without one stands for.
         wanted = torch.empty(0, device=device).device
         if wanted == self.device:
@@ -287,7 +286,7 @@ class BlockLayout:
         return BlockLayout(self.crow.to(wanted), self.col.to(wanted), self.q_block, self.k_block, self.columns)
 
     def heads(self, lo: int, hi: int) -> BlockLayout:
-        """The layout of heads lo .. hi - 1, for a rank of a tensor-parallel model; one for all heads stays as it is.
+        """The layout of heads lo .. hi - 1, for a rank of a tensor-parallel model; one for all heads is returned as is.
 
         TypeError or ValueError unless ``0 <= lo < hi`` and, where heads have lists of their own, ``hi <= num_heads``.
         """

@@ -16,22 +16,22 @@ Tensor = torch.Tensor
 class LocalStridedBlockSparseAttn(torch.nn.Module):
     """Attention over local blocks and every ``vert_stride``-th vertical one, shifted by head.
 
-    The pattern is that of :meth:`BlockLayout.local_strided`. It is built here, follows the module from device to device
-    and is no part of its state dict.
+    The pattern is that of :meth:`BlockLayout.local_strided`. It moves with the module from device to device and is not
+    in its state dict.
 
     Args:
         n_heads: query heads of the whole model.
         max_seqlen, local_blocks, vert_stride, block_size, homo_head, q_block_size: as there.
         device: of the pattern; torch's default device when None.
-        dtype: without effect, there for the callers that pass it: a pattern is of integers.
-        active_head_range: (lo, hi): attend with heads lo .. hi - 1 of the model alone, as a rank of a tensor-parallel
-            one does. They keep the shifts that they have in the whole model.
+        dtype: ignored, for callers that pass it: a pattern is integers.
+        active_head_range: (lo, hi): attend with heads lo .. hi - 1 of the model only, as a rank under tensor
+            parallelism does. They keep the shifts that they have in the whole model.
 
     Attributes:
         layout: the :class:`BlockLayout`.
 
     Raises:
-        TypeError, ValueError: an argument is not as said there.
+        TypeError, ValueError: an argument is not as described there.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class LocalStridedBlockSparseAttn(torch.nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LocalStridedBlockSparseAttn:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        # Built anew where it goes, and not moved: of a module made on the meta device there is nothing to move.
+        # Rebuilt there, not copied: a module made on the meta device has nothing to copy.
         device = fn(torch.empty(0, device=self.layout.device)).device
         if device != self.layout.device:
             self.layout = self._built(device)
@@ -89,7 +89,7 @@ class LocalStridedBlockSparseAttn(torch.nn.Module):
             [T, heads of q, Dv], new, in q's dtype.
 
         Raises:
-            TypeError, ValueError: as there; or q has other heads than the module.
+            TypeError, ValueError: as there; or q does not have the module's heads.
         """
         if isinstance(q, Tensor) and q.ndim == 3 and q.shape[1] != self.num_heads:
             fail("q", f"of the {self.num_heads} heads of this module", f"{q.shape[1]} heads")

@@ -28,9 +28,9 @@ def local_and_vertical(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """crow and col of each row's vertical blocks ``first``, ``first + stride``, ... before its local ones, then those.
 
-    A row lists two runs of equal steps, so that columns are linear in pieces: their second differences are 0 but where
-    a run begins, and two running sums of those give the columns. first: [heads, 1] int64 on the host, where all that is
-    of the size of crow is made, so that the device need not be asked how long lists are.
+    A row lists two runs of equal steps, so that col is piecewise linear: its second differences are 0 except where a
+    run begins, and two cumulative sums of them give the columns. first: [heads, 1] int64 on the host, where everything
+    of the size of crow is computed, so that the device need not be asked how long lists are.
     """
     row = torch.arange(rows, device="cpu")
     local = (row * q_block // k_block - local_blocks + 1).clamp(min=0)
@@ -42,7 +42,7 @@ def local_and_vertical(
         fail("max_seqlen", "such that a head lists less than 2^31 blocks", f"{width} blocks")
 
     begin = torch.arange(heads, device="cpu")[:, None] * width + crow
-    # Behind the last row's, what fills up the width: -1, -1, ...
+    # After the last row's, the padding up to the width: -1, -1, ...
     runs = [
         (torch.stack([vertical_run, local_run], dim=2).flatten(1), behind)
         for vertical_run, local_run, behind in (
@@ -59,8 +59,8 @@ def local_and_vertical(
 def _linear_in_pieces(position: Tensor, value: Tensor, slope: Tensor, length: int, device: torch.device) -> Tensor:
     """int32 [length]: ``value + slope * (place - position)`` from each position to the next one; positions never fall.
 
-    Where several pieces begin at one position the last of them counts. Sums wrap at 32 bits, which the columns, all
-    less, come through unharmed.
+    Where several pieces begin at one position the last of them counts. Sums may wrap at 32 bits; columns, which fit,
+    are right all the same.
     """
     before_position, before_value, before_slope = (
         torch.nn.functional.pad(x[:-1], (1, 0)) for x in (position, value, slope)
@@ -105,7 +105,7 @@ def head_range(given: object, num_heads: int | None, name: str = "active_head_ra
     return lo, hi
 
 
-# What has been built
+# The cache
 
 _layouts: OrderedDict[Hashable, Any] = OrderedDict()
 _lock = Lock()
@@ -115,7 +115,7 @@ def kept(
     arguments: tuple[Hashable, ...], device: torch.device | str | int | None,
     build: Callable[[torch.device], Built],
 ) -> Built:  # fmt: skip
-    """The layout of these arguments, built where it is not among the last few."""
+    """The layout of these arguments, from the cache of the last few or newly built."""
     # Tensors of inference mode would be refused wherever a layout is used outside it.
     with torch.inference_mode(False):
         probe = torch.empty(0, device=device)
@@ -129,7 +129,7 @@ def kept(
                 return found
         made = build(probe.device)
         with _lock:
-            # Another thread's, if it was faster.
+            # Or another thread's, if it was faster.
             made = _layouts.setdefault(key, made)
             while len(_layouts) > _MOST_KEPT:
                 _layouts.popitem(last=False)
@@ -137,7 +137,7 @@ def kept(
 
 
 def _may_keep(probe: Tensor) -> bool:
-    """Whether what is built now serves later calls: not a tracer's tensors, nor memory that belongs to a CUDA graph."""
+    """Whether a layout built now may be cached: not with a tracer's tensors, nor in memory of a CUDA graph."""
     if type(probe) is not Tensor or torch.compiler.is_compiling():
         return False
     return not (probe.is_cuda and torch.cuda.is_current_stream_capturing())

@@ -1,7 +1,7 @@
-"""How the work is laid over a device: pure functions from a problem and the device's limits to a launch plan.
+"""Launch plans: pure functions from a problem and the device's limits to tile sizes, splits and the kernel to use.
 
-A plan is a value: it can be built, printed and tested on a machine with no GPU, and pinned by a caller with ``plan=``.
-It follows from shapes alone, never from lengths or layouts, which only the device knows.
+A plan is a value: it can be built, printed and tested without a GPU, and pinned by a caller with ``plan=``.
+It depends on shapes only, never on lengths or lists, which only the device knows.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from kernel_reference.integers import cdiv, is_power_of_two, power_of_two_at_least, power_of_two_in
 from kernel_reference.plans import Plan
 
-# What a second launch merges quickly enough.
+# More partial results than this take the merge kernel too long.
 _MOST_SPLITS = 128
-# Rows of a kv head up to which its query heads share a tile: more tokens list more blocks that only some of them want.
+# Rows up to which the query heads of a kv head are packed: more tokens list more blocks that only some of them want.
 _MOST_PACKED = 64
-# Keys that a row lists on average, below which lists are short.
+# Lists are short below this many keys a row, on average.
 _SHORT_LIST = 1024
-# Tokens that fill tiles of any plan.
+# So many tokens that they fill the tiles of any plan.
 _ANY = 2**31 - 1
 
 
@@ -76,11 +76,11 @@ class DeviceLimits:
 
 @dataclass(frozen=True)
 class AttentionPlan(Plan):
-    """Tiles of ``block_m`` rows walk the keys of their blocks ``block_n`` at a time.
+    """Tiles of ``block_m`` rows walk the keys that they list, ``block_n`` at a time.
 
-    A tile is rows of one head and of one row of its layout; with ``packed``, of the query heads of a kv head of so many
-    tokens, and walks the blocks that any of them lists. ``num_splits`` programs share the blocks of a tile; more than
-    one leave their parts to a second launch that merges them. ``hopper``: by the kernel made for sm_90.
+    A tile is rows of one head and of one row of its layout; with ``packed``, so many tokens of all query heads of a kv
+    head, and walks the union of their lists. ``num_splits`` programs share the keys of a tile (split-KV); more than one
+    leave partial results to a merge kernel. ``hopper``: use the kernel for sm_90.
     """
 
     block_m: int
@@ -92,7 +92,7 @@ class AttentionPlan(Plan):
     hopper: bool = False
 
     def covers(self, problem: Problem) -> bool:
-        """Whether its blocks are such that a kernel can take them, for this problem."""
+        """Whether a kernel can run this problem with this plan."""
         if not is_power_of_two(self.block_m, self.block_n, self.num_warps):
             return False
         if min(self.block_m, self.block_n) < 16 or min(self.num_stages, self.num_splits) < 1:
@@ -115,11 +115,11 @@ class AttentionPlan(Plan):
 
 
 def fits_hopper(problem: Problem) -> bool:
-    """Whether sizes and dtypes are such that the kernel for sm_90 is written for them."""
-    # Rows of a warpgroup, of one row of the layout, and keys of a tile are 64; shared memory is swizzled in groups of
-    # eight rows, of which pages hold two.
+    """Whether the kernel for sm_90 supports these sizes and dtypes."""
+    # A consumer's 64 rows belong to one row of the layout, and lists are walked 64 keys at a time; shared memory is
+    # swizzled in groups of eight rows, and TMA boxes of a page hold two of them or more.
     sizes = problem.q_block % 64 == problem.k_block % 64 == problem.page_size % 16 == 0
-    # It counts in 32 bits.
+    # The kernel counts rows, keys and entries in 32 bits.
     counts = max(problem.tokens, problem.capacity, problem.entries * (problem.k_block // 64)) < 2**31
     return sizes and counts and problem.bits == 16 and problem.head_size % 8 == problem.head_size_v % 8 == 0
 
@@ -129,21 +129,21 @@ def _widest(problem: Problem) -> int:
 
 
 def hopper_size(head_size: int) -> int:
-    """Columns of a head in the shared memory of the kernel for sm_90."""
+    """Elements of a head in the sm_90 kernel's shared memory."""
     return max(64, power_of_two_at_least(head_size))
 
 
 def query_stages(problem: Problem, plan: AttentionPlan) -> int:
-    """Tiles of queries that the kernel for sm_90 has room for: with two, the next ones come while it is at one."""
+    """Stages of queries in the sm_90 kernel: two, where shared memory allows, so that the next ones load meanwhile."""
     size, size_v = hopper_size(problem.head_size), hopper_size(problem.head_size_v)
     columns = plan.num_stages * plan.block_n * (size + size_v) + plan.block_m * (size_v if size_v != size else 0)
     held = (columns + 2 * plan.block_m * size) * problem.bits // 8
-    # Of 227 KiB, less what it takes for barriers and notes.
+    # Of 227 KiB, less barriers, headers and the queue of work items.
     return 2 if held <= 225 * 1024 else 1
 
 
 def heads_per_tile(group: int, block_m: int) -> int:
-    """Query heads of one kv head that stand together in a packed tile."""
+    """Query heads of one kv head in a packed tile."""
     return min(group, block_m)
 
 
@@ -188,14 +188,13 @@ def _block_n(problem: Problem, most: int) -> int:
 
 
 def _packed(problem: Problem, limits: DeviceLimits) -> AttentionPlan:
-    # A tile of one token needs no look at what each of its rows sees.
     tokens = _most_queries(problem)
     if problem.bits == 32 or limits.shared_memory <= 64 * 1024:
         # Masks of wider tiles take more scalar registers than gfx942 has.
         most_m, block_n, stages = 16, 16, 1
     else:
-        # Wider tiles spill registers. Tiles in flight hide the memory's latency, as far as shared memory holds them; of
-        # pages the table is loaded some stages before the keys.
+        # Wider tiles spill. More stages hide the latency of memory as far as shared memory holds them; with pages the
+        # block table is loaded some stages ahead of the keys.
         large = limits.shared_memory > 200 * 1024
         most_m, block_n, stages = (32, 64, 5 if problem.page_size else 3) if large else (32, 32, 2)
     block_m = min(most_m, max(16, power_of_two_at_least(tokens * problem.group)))
@@ -216,26 +215,26 @@ def _lists(problem: Problem, limits: DeviceLimits) -> AttentionPlan:
 
 
 def _splits(problem: Problem, plan: AttentionPlan, limits: DeviceLimits) -> int:
-    """Programs that share a tile's keys: as many as keep the device's cores evenly busy, and no more."""
+    """Splits of a tile's keys: as many as keep all SMs evenly busy, and no more."""
     sequences = max(1, problem.sequences)
     each = cdiv(cdiv(problem.tokens, sequences), tokens_per_tile(plan))
     heads, cores = problem.num_heads, limits.cores
     if plan.packed:
-        # Two of these programs fit on a core, and each waits for memory most of its time.
+        # Two of these programs fit on an SM, and each waits for memory most of its time.
         cores *= 2
         heads = problem.num_heads_kv * cdiv(problem.group, heads_per_tile(problem.group, plan.block_m))
-    # Tiles with something to do, were the lengths equal.
+    # Tiles that are not empty, were the lengths equal.
     tiles = max(1, sequences * each * heads)
     if tiles >= 2 * cores:
         return 1
-    # Of a ragged batch the capacity is that of all sequences together.
+    # In a ragged batch the capacity is that of all sequences together.
     keys = problem.capacity if problem.padded or problem.page_size else problem.capacity // sequences
     steps = cdiv(min(keys, problem.rows * problem.q_block), plan.block_n)
     # A split of fewer than four steps costs more than it saves.
     most = max(1, min(_MOST_SPLITS, steps // 4))
 
     def cost(splits: int) -> int:
-        """In steps: programs run in rounds, each begins and ends at the cost of two; merging costs three."""
+        """In steps: programs run in waves, prologue and epilogue cost two, merging costs three."""
         return cdiv(tiles * splits, cores) * (cdiv(steps, splits) + 2) + 3 * (splits > 1)
 
     return min(range(1, most + 1), key=cost)

@@ -124,7 +124,7 @@ def attend_lists(
         row_sum = tl.zeros([BLOCK_M], tl.float32)
         for i in tl.range(from_tile, to_tile, num_stages=config.STAGES):
             column = tl.load(p_list + from_entry + i // PER_BLOCK)
-            # A column that is not there, or whose keys no row may see, is walked without effect.
+            # A column out of bounds, or whose keys no row may see, is walked without effect.
             column = tl.where((column >= 0) & (column < columns), column, columns)
             at = column * config.K_BLOCK + i % PER_BLOCK * config.BLOCK_N
             acc, running_max, row_sum = step(
@@ -153,7 +153,7 @@ def listed_columns(p_lists, begin, end, first, last, PIECE: tl.constexpr):
     bits = begin.to(tl.int64) * 0
     for at in range(0, tl.max(end - begin, 0), PIECE):
         o_entry = at + tl.arange(0, PIECE)[None, :]
-        # Added to the pointer one by one: a place in a list has 32 bits, and one behind its end may have more.
+        # Added to the pointer in two steps: an index into a list has 32 bits, and one past its end may have more.
         column = tl.load((p_lists + begin)[:, None] + o_entry, mask=o_entry < (end - begin)[:, None], other=-1)
         wanted = (column >= first) & (column < last)
         bit = tl.where(wanted, column - first, 0).to(tl.int64)
@@ -223,7 +223,7 @@ def attend_packed(
         row_sum = tl.zeros([BLOCK_M], tl.float32)
         o_bit = tl.arange(0, BITS).to(tl.int64)
         column = from_column
-        # Inside of a ``for`` Triton would not pipeline the loop over keys, where another loop is beside it.
+        # Inside a ``for`` with another loop in it Triton would not pipeline the loop over keys.
         while column < to_column:
             bits = listed_columns(
                 p_lists, from_entry, to_entry, column, tl.minimum(column + BITS, to_column), 64

@@ -497,6 +497,33 @@ def test_a_prepared_launch_serves_other_tensors_that_look_alike(tensors, plan) -
     assert_bitwise_equal(first.out.tensor, kept)
 
 
+class Value:
+    """What is no pointer, of a number."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def numbers_in(arguments: Any) -> Any:
+    """Plain tuples of the numbers in an argument."""
+    return (
+        tuple(map(numbers_in, arguments)) if isinstance(arguments, tuple) else getattr(arguments, "number", arguments)
+    )
+
+
+@pytest.mark.parametrize("described", [False, True], ids=["portable", "described"])
+@pytest.mark.parametrize("padded", [False, True], ids=["ragged", "padded"])
+def test_pointers_reach_a_kernel_in_the_places_of_their_tensors(padded, described) -> None:
+    """From the second call on pointers come in tuples without names."""
+    group = launch._grouped(padded, described)
+    pointers = range(3 if described else 0, 18)
+    named = group(*map(Value, pointers))
+    assert numbers_in(named) == group(*pointers)
+    assert [type(argument) for argument in named[-5:]] == [groups.Lists, Value, groups.Bounds, Value, groups.Outputs]
+    assert numbers_in(named[-3]) == ((9, 10, 11, 12) if padded else (5, None, 6, 8))
+    assert numbers_in(launch._merged(*map(Value, range(5)))) == launch._merged(*range(5)) == (0, (1, 2, 3, 4))
+
+
 # What only a GPU shows
 
 

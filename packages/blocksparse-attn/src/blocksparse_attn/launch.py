@@ -103,7 +103,7 @@ def _attend(problem: Problem, plan: AttentionPlan, forms: Tensors, device: torch
         *(x.stride()[0] if x.shape[0] > 1 else 0 for x in (forms.crow, forms.col)), problem.rows, problem.entries,
         slots, problem.softmax_scale, problem.softcap, problem.left,
     )  # fmt: skip
-    group = _padded_arguments if problem.padded else _arguments
+    group = _grouped(problem.padded, plan.hopper)
     if plan.hopper:
         from blocksparse_attn.kernels.hopper.kernel import attend
 
@@ -118,29 +118,31 @@ def _attend(problem: Problem, plan: AttentionPlan, forms: Tensors, device: torch
         return TmaLaunch(attend, programs, rest, device, boxes, group=group, num_warps=4)
     kernel = portable.attend_packed if plan.packed else portable.attend_lists
     rest = (*numbers, strides, _portable_config(problem, plan, keys, values, strides))
-    return Launch(
-        kernel, grid, rest, device, group=lambda q, k, v, *others: (q, k, v, *group(*others)),
-        num_warps=plan.num_warps,
-    )  # fmt: skip
+    return Launch(kernel, grid, rest, device, group=group, num_warps=plan.num_warps)
 
 
-def _arguments(
-    crow: Pointer, col: Pointer, cu_seqlens_q: Pointer, cu_seqlens_k: Pointer, block_table: Pointer,
-    seqlens_k: Pointer, q_starts: Pointer, q_ends: Pointer, k_starts: Pointer, k_ends: Pointer, sinks: Pointer,
-    *outputs: Pointer,
-) -> tuple[Any, ...]:  # fmt: skip
-    """The kernels' arguments after queries, keys and values, of a ragged or paged batch."""
-    bounds = Bounds(cu_seqlens_q, None, cu_seqlens_k, seqlens_k)
-    return Lists(crow, col), block_table, bounds, sinks, Outputs(*outputs)
+def _grouped(padded: bool, described: bool) -> Callable[..., tuple[Any, ...]]:
+    """What makes a kernel's arguments of tensors, or pointers; if described, q, k and v are not among them.
+
+    Only a call that compiles needs the names of groups: pointers come in plain tuples, which take the host less time.
+    """
+
+    def group(
+        q: Pointer, k: Pointer, v: Pointer, crow: Pointer, col: Pointer, cu_q: Pointer, cu_k: Pointer, table: Pointer,
+        seqlens_k: Pointer, q_starts: Pointer, q_ends: Pointer, k_starts: Pointer, k_ends: Pointer, sinks: Pointer,
+        *outputs: Pointer,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        bounds = (q_starts, q_ends, k_starts, k_ends) if padded else (cu_q, None, cu_k, seqlens_k)
+        if type(crow) is int:
+            return q, k, v, (crow, col), table, bounds, sinks, outputs
+        return q, k, v, Lists(crow, col), table, Bounds(*bounds), sinks, Outputs(*outputs)
+
+    return (lambda *others: group(None, None, None, *others)[3:]) if described else group
 
 
-def _padded_arguments(
-    crow: Pointer, col: Pointer, cu_seqlens_q: Pointer, cu_seqlens_k: Pointer, block_table: Pointer,
-    seqlens_k: Pointer, q_starts: Pointer, q_ends: Pointer, k_starts: Pointer, k_ends: Pointer, sinks: Pointer,
-    *outputs: Pointer,
-) -> tuple[Any, ...]:  # fmt: skip
-    bounds = Bounds(q_starts, q_ends, k_starts, k_ends)
-    return Lists(crow, col), block_table, bounds, sinks, Outputs(*outputs)
+def _merged(sinks: Pointer, *outputs: Pointer) -> tuple[Any, ...]:
+    """:func:`_grouped` of the merge kernel."""
+    return sinks, outputs if type(outputs[0]) is int else Outputs(*outputs)
 
 
 def _kind(problem: Problem) -> int:
@@ -248,9 +250,7 @@ def _in_parts(
         (size_v - 1) * s_out[3] >= 2**31,
     )  # fmt: skip
     grid = (cdiv(problem.tokens, _MERGED_TOKENS) * heads, 1, 1)
-    merge = Launch(
-        softmax.merge, grid, rest, device, group=lambda sinks, *outputs: (sinks, Outputs(*outputs)), num_warps=4
-    )
+    merge = Launch(softmax.merge, grid, rest, device, group=_merged, num_warps=4)
     size = (plan.num_splits, problem.tokens, heads, size_v)
     lse_size = (plan.num_splits, heads, problem.tokens)
 

@@ -282,6 +282,15 @@ def report(session: nox.Session) -> None:
 
 
 @nox.session
+def docs(session: nox.Session) -> None:
+    """Run the documentation's examples, build it into dist/docs and check its links."""
+    needed = [*nox.project.dependency_groups(PROJECT, "docs"), *chain.from_iterable(group(p, "test") for p in HOMES)]
+    install(session, *HOMES, requirements=needed)
+    run_installed(session, "pytest", "--override-ini=addopts=", "tools/tests/test_docs.py")
+    session.run("python", ROOT / "tools" / "docs.py", *session.posargs)
+
+
+@nox.session
 def new(session: nox.Session) -> None:
     """Make an empty package that passes every session: `-- <name>`."""
     session.install(*nox.project.dependency_groups(PROJECT, "templates", "lint"))

@@ -1,0 +1,95 @@
+"""Does the documentation show every public function at work, and do its links and examples hold?"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+from pathlib import Path
+
+import docs
+import pytest
+
+PAGES = docs.HERE / "pages"
+BLOCKS = [
+    pytest.param(page, number, id=f"{page.parent.name}-{page.stem}-{number}")
+    for page in sorted(PAGES.rglob("*.md"))
+    for number in range(page.read_text().count("```python\n"))
+]
+
+
+def blocks_of(page: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="nox -s docs runs the examples")
+@pytest.mark.parametrize(("page", "number"), BLOCKS)
+def test_an_example_runs(page: Path, number: int) -> None:
+    exec(compile(blocks_of(page)[number], f"{page.name}, example {number + 1}", "exec"), {})
+
+
+@pytest.mark.parametrize("name", [name for name in docs.homes() if name != "kernel-reference"])
+def test_every_public_name_is_documented_and_every_function_has_an_example(name: str) -> None:
+    folder = docs.homes()[name] / "src" / name.replace("-", "_")
+    exported = re.search(r"__all__ = (\[.*?\])", (folder / "__init__.py").read_text(), flags=re.DOTALL)
+    assert exported
+    public = [entry for entry in ast.literal_eval(exported[1]) if not entry.startswith("__")]
+    page = PAGES / "reference" / f"{name}.md"
+    documented = re.findall(rf"^::: {folder.name}\.([\w.]+)$", page.read_text(), flags=re.MULTILINE)
+    examples = "\n".join(blocks_of(page))
+    functions = {
+        node.name for file in folder.glob("*.py") for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.FunctionDef)
+    }  # fmt: skip
+    for entry in public:
+        assert any(entry in path.split(".") for path in documented), f"{page}: nothing documents {entry}"
+        if entry in functions:
+            assert f"{entry}(" in examples, f"{page}: no example calls {entry}"
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = (docs.HERE / "mkdocs.yml").read_text()
+    for page in PAGES.rglob("*.md"):
+        assert str(page.relative_to(PAGES)) in navigation
+    for name in docs.homes():
+        assert f"packages/{name}.md" in navigation
+
+
+def test_a_broken_link_is_named_and_so_is_a_missing_anchor(tmp_path: Path) -> None:
+    (tmp_path / "index.html").write_text(
+        '<p id="here"><a href="other.html#there"></a><a href="gone.html"></a><a href="#here"></a>'
+        '<a href="other.html#nowhere"></a><img src="gone.svg"><a href="https://example.org/never-asked"></a>'
+    )
+    (tmp_path / "other.html").write_text('<p id="there">')
+    assert sorted(docs.broken_links(tmp_path)) == [
+        "index.html: gone.html is not there",
+        "index.html: gone.svg is not there",
+        "index.html: other.html#nowhere has no such anchor",
+    ]
+
+
+def test_links_of_a_readme_hold_on_the_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home, other = tmp_path / "packages" / "one", tmp_path / "packages" / "two"
+    other.mkdir(parents=True)
+    (home / "benchmarks").mkdir(parents=True)
+    (home / "benchmarks" / "one.svg").write_text("<svg/>")
+    (home / "README.md").write_text(
+        "![drawn](benchmarks/one.svg) [all](benchmarks) [two](../two#speed) [web](https://example.org) [up](#top)\n"
+        "```\n[code](no/link)\n```\n"
+    )
+    monkeypatch.setattr(docs, "ROOT", tmp_path)
+    monkeypatch.setattr(docs, "homes", lambda: {"one": home, "two": other})
+    (tmp_path / "site" / "packages").mkdir(parents=True)
+    assert docs.readme(home, tmp_path / "site", "one") == (
+        f"![drawn](one/one.svg) [all]({docs.REPOSITORY}/tree/main/packages/one/benchmarks) [two](two.md#speed) "
+        "[web](https://example.org) [up](#top)\n```\n[code](no/link)\n```\n"
+    )
+    assert (tmp_path / "site" / "packages" / "one" / "one.svg").is_file()
+
+
+def test_a_readme_that_links_to_nothing_stops_the_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "README.md").write_text("[gone](no/such/file)")
+    monkeypatch.setattr(docs, "ROOT", tmp_path)
+    monkeypatch.setattr(docs, "homes", lambda: {"one": tmp_path})
+    with pytest.raises(SystemExit, match="links to no/such/file, which is not there"):
+        docs.readme(tmp_path, tmp_path, "one")

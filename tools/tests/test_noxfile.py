@@ -122,7 +122,7 @@ def test_the_only_exact_versions_are_those_of_runtime_build_and_docs_and_none_na
         found = re.search(rf"^{name} = \[(.*?)\]$", root.read_text(), re.MULTILINE | re.DOTALL)
         assert found is not None
         pinned[name] = exact.findall(found[1])
-    assert sorted(exact.findall(root.read_text())) == sorted(sum(pinned.values(), []))
+    assert sorted(exact.findall(root.read_text())) == sorted(pin for pins in pinned.values() for pin in pins)
     assert {"torch", "triton"} <= set(pinned["runtime"])
     assert {"build", "hatchling", "twine"} <= set(pinned["build"])
     assert [file for file in others if "==" in re.sub(r";[^\"]*", "", file.read_text())] == []

@@ -281,7 +281,7 @@ def report(session: nox.Session) -> None:
     session.run("python", ROOT / "tools" / "report.py", *session.posargs)
 
 
-@nox.session
+@nox.session(tags=[*HOMES, "tools"])
 def docs(session: nox.Session) -> None:
     """Run the documentation's examples, build it into dist/docs and check its links."""
     needed = [*nox.project.dependency_groups(PROJECT, "docs"), *chain.from_iterable(group(p, "test") for p in HOMES)]

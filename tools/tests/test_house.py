@@ -46,6 +46,40 @@ def test_a_plan_knows_neither_triton_nor_the_gpu(package: Path) -> None:
     assert [name for name in sorted(known) if re.match(r"(triton|tilelang|torch\.cuda)\b", name)] == []
 
 
+# Who stands higher may import who stands lower, in CONTRIBUTING's drawing; other modules of a package are not in it.
+HEIGHT = {"api": 5, "ops": 4, "reference": 3, "launch": 3, "arguments": 2, "plan": 1, "kernels": 0}
+
+
+@each_package
+def test_no_room_imports_one_above_it_or_beside_it(package: Path) -> None:
+    name = package.name.replace("-", "_")
+    upwards = []
+    for file in package.glob(f"src/{name}/**/*.py"):
+        room = file.relative_to(package / "src" / name).parts[0].removesuffix(".py")
+        for node in ast.walk(ast.parse(file.read_text())):
+            match node:
+                case ast.ImportFrom(module=str(module), names=names):
+                    paths = [module, *(f"{module}.{alias.name}" for alias in names)]
+                case ast.Import(names=names):
+                    paths = [alias.name for alias in names]
+                case _:
+                    continue
+            others = {path.split(".")[1] for path in paths if path.startswith(f"{name}.")} - {room}
+            upwards += [(room, other) for other in others if HEIGHT.get(other, -1) >= HEIGHT.get(room, 99)]
+    assert upwards == []
+
+
+def test_install_lines_name_the_torch_that_is_tested() -> None:
+    pin = re.search(r'"torch==([\d.]+)"', (ROOT / "pyproject.toml").read_text())
+    assert pin is not None
+    files = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(home / "README.md" for home in HOMES)]
+    for file in files:
+        named = re.findall(r"torch==([\d.]+)", file.read_text())
+        assert set(named) <= {pin[1]}, file
+    for file in files[:2]:
+        assert f"pip install torch=={pin[1]} --index-url https://download.pytorch.org/whl/cpu" in file.read_text()
+
+
 # Sizes that one can read. Each list below holds what is larger still, and by how much: it only ever shrinks. Who brings
 # a function or a file under the limit deletes its line (a function that is split or renamed takes its line along).
 

@@ -99,7 +99,7 @@ def test_a_tag_selects_what_needs_no_gpu_and_another_the_rest(nox: Nox) -> None:
         assert listed.returncode == 0, listed.stderr
         return sorted(session["session"] for session in json.loads(listed.stdout))
 
-    assert sessions("-t", "tiny") == ["build(tiny)", "minimums(tiny)", "test(tiny)", "types"]
+    assert sessions("-t", "tiny") == ["build(tiny)", "docs", "minimums(tiny)", "test(tiny)", "types"]
     assert sessions("-t", "tiny-release") == ["release(tiny)"]
     assert sessions("-t", "tiny-gpu") == ["bench(tiny)", "map(tiny)", "sanitize(tiny)", "tune(tiny)"]
     assert sessions("-s", "test") == ["test(shared)", "test(tiny)", "test(tools)"]

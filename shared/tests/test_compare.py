@@ -131,8 +131,9 @@ def made(registers: int = 8, error: str = "", **code: str) -> Compiled:
     [
         (made(ptx="a\nb", sass="x"), made(ptx="a\nb", sass="x"), "unchanged"),
         (made(ptx="a\nb", sass="x"), made(ptx="a\nc", sass="x"), "unchanged SASS"),
-        (made(ptx="a\nb", sass="x\ny"), made(ptx="a\nb", sass="x\nz\nz"), "changed (3 lines)"),
-        (made(ptx="a", sass="x\ny"), made(ptx="a", sass="y\nx"), "changed (1 lines)"),
+        (made(ptx="a\nb", sass="x"), made(ptx="a\nb", sass="y"), "unchanged"),
+        (made(ptx="a\nb", sass="x\ny"), made(ptx="a\nc", sass="x\nz\nz"), "changed (3 lines)"),
+        (made(ptx="a", sass="x\ny"), made(ptx="b", sass="y\nx"), "changed (1 lines)"),
         (made(amdgcn="a"), made(amdgcn="b"), "changed (2 lines)"),
         (made(error="no"), made(error="no"), "unchanged"),
         (made(error="no"), made(ptx="a"), "changed (does not compile)"),

@@ -50,8 +50,9 @@ def real_size(device: torch.device) -> Iterator[Row]:
 
 def interpreted() -> Iterator[Row]:
     """The kernels themselves at a small size, in Triton's interpreter, launched as they would be on a GPU."""
-    from lightning_attn import launch
+    from lightning_attn import arguments, launch
     from lightning_attn.plan import DeviceLimits, Heads, plan_decode, plan_prefill
+    from lightning_attn.tensors import Attention, Decode
 
     model = LinearAttention("2 heads of 64", 2, 64, 64)
     heads = Heads(model.num_heads, model.num_heads, model.head_qk, model.head_v)
@@ -65,9 +66,11 @@ def interpreted() -> Iterator[Row]:
 
     prompt = [x[:, :, :tokens].contiguous() for x in (q, k, v)]
     out, kv = torch.empty_like(prompt[2]), torch.empty(1, model.num_heads, 1, model.head_qk, model.head_v)
-    run = launch.prepare_attention(*prompt, decays, None, out, kv, 1.0, plan_prefill(heads, True, a_gpu))
-    run(*prompt, decays, None, out, kv)
-    duration = median_ms(lambda: run(*prompt, decays, None, out, kv), device, 2, "prefill, interpreted")
+    tensors = Attention(*prompt, decays, None, out, kv)
+    problem = arguments.check_attention(tensors, 1.0)
+    run = launch.prepare_attention(problem, plan_prefill(heads, True, a_gpu), tensors)
+    run(tensors)
+    duration = median_ms(lambda: run(tensors), device, 2, "prefill, interpreted")
     error = _error(out, exact[:, :, :tokens])
     shape = f"{model.name}, {tokens} tokens, bfloat16"
     yield Row("lightning_attention", INTERPRETED_KERNEL, "cpu", shape, error, duration, note, limit=LIMIT)
@@ -76,10 +79,10 @@ def interpreted() -> Iterator[Row]:
     decoded = torch.empty_like(v[:, :, :new])
     times = []
     for t in shown(range(new), "decode, interpreted"):
-        step = [*(x[:, :, tokens + t] for x in (q, k, v)), pool, slots, decays, decoded[:, :, t]]
-        run = launch.prepare_decode(*step, 1.0, plan_decode(heads, a_gpu))
+        step = Decode(*(x[:, :, tokens + t] for x in (q, k, v)), pool, slots, decays, decoded[:, :, t])
+        decode = launch.prepare_decode(arguments.check_decode(step, 1.0), plan_decode(heads, a_gpu), step)
         started = time.perf_counter()
-        run(*step)
+        decode(step)
         times.append(1e3 * (time.perf_counter() - started))
     error = _error(decoded, exact[:, :, tokens:])
     shape = f"{model.name}, {new} tokens after those, one a call, bfloat16"

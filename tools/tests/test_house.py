@@ -87,10 +87,6 @@ MOST_ARGUMENTS = {"device function": 12, "kernel": 25}
 MOST_LINES = 450
 
 LARGER_FUNCTIONS: dict[str, int] = {
-    "gdn-split convolve": 21,
-    "gdn-split move_b_and_a": 14,
-    "gdn-split move_group": 18,
-    "gdn-split split_and_convolve": 37,
     "tilelang-mla do_all": 13,
     "tilelang-mla find_part": 15,
 }  # fmt: skip

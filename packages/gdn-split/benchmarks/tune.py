@@ -16,9 +16,12 @@ from pathlib import Path
 
 import torch
 
-from gdn_split import launch, ops
-from gdn_split.plan import ConvPlan, GroupShape, SplitPlan, cdiv, plan_conv, plan_split
+from gdn_split import arguments, launch
+from gdn_split.plan import ConvPlan, GroupShape, SplitPlan, plan_conv, plan_split
+from gdn_split.reference import new_parts
+from gdn_split.tensors import Convolve, Split
 from kernel_reference.bench.timers import CudaClock, time_interleaved
+from kernel_reference.integers import cdiv
 
 QWEN3_NEXT = GroupShape(16, 32, 128, 128)
 SHAPES = {"Qwen3-Next": QWEN3_NEXT, "TP4": GroupShape(4, 8, 128, 128), "ratio 3": GroupShape(16, 48, 128, 128)}
@@ -53,10 +56,12 @@ def split_problem(
     for _ in range(sets):
         qkvz = torch.randn(rows, shape.qkvz_width, device="cuda", dtype=torch.bfloat16)
         ba = torch.randn(rows, shape.ba_width, device="cuda", dtype=torch.bfloat16)
-        inputs.append((qkvz, ba, ops.allocate_parts(qkvz, ba, shape)))
+        inputs.append((qkvz, ba, new_parts(qkvz, ba, shape)))
 
     def under(plan: SplitPlan) -> Callable[[int], object]:
-        run = launch.prepare_move(*inputs[0], shape, "interleaved", merge=False, plan=plan)
+        t = Split(*inputs[0][:2], *inputs[0][2])
+        sizes = (shape.num_heads_qk, shape.num_heads_v, shape.head_qk, shape.head_v, "interleaved")
+        run = launch.prepare_move(arguments.check_split(t, *sizes), plan, t)
         return lambda turn: run(inputs[turn][0], inputs[turn][1], *inputs[turn][2])
 
     return plan_split(rows, shape, row_bytes, launch.device_limits(inputs[0][0].device)), under, sets
@@ -75,13 +80,12 @@ def conv_problem(sequences: int, packed: bool) -> tuple[ConvPlan, Callable[[Conv
         state = torch.randn(sequences, shape.qkv_width, width - 1, device="cuda", dtype=torch.bfloat16)
         state = state if packed else state.transpose(1, 2).contiguous().transpose(1, 2)
         slots = torch.randperm(sequences, device="cuda", dtype=torch.int32)
-        inputs.append((qkvz, ba, state, weight, bias, slots, *ops.allocate_parts(qkvz, ba, shape)))
+        inputs.append((qkvz, ba, state, weight, bias, slots, *new_parts(qkvz, ba, shape)))
 
     def under(plan: ConvPlan) -> Callable[[int], object]:
-        qkvz, ba, state, _, _, slots, *parts = inputs[0]
-        run = launch.prepare_split_conv1d_update(
-            qkvz, ba, state, weight, True, slots, parts, shape, 1, True, "interleaved", plan
-        )
+        t = Convolve(*inputs[0])
+        sizes = (shape.num_heads_qk, shape.num_heads_v, shape.head_qk, shape.head_v, "interleaved")
+        run = launch.prepare_split_conv1d_update(arguments.check_convolve(t, 1, True, *sizes), plan, t)
         return lambda turn: run(*inputs[turn])
 
     return plan_conv(sequences, 1, shape, launch.device_limits(weight.device), packed), under, sets
@@ -92,7 +96,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="write every plan's time as JSON")
     parser.add_argument("--seconds", type=float, default=0.05, help="device time a plan")
     parser.add_argument("--only", type=re.compile, default=re.compile(""), metavar="REGEX", help="only such problems")
-    arguments = parser.parse_args()
+    options = parser.parse_args()
     if not torch.cuda.is_available():
         print("tune: searching plans needs a GPU, and torch.cuda.is_available() is False", file=sys.stderr)
         return 2
@@ -102,12 +106,12 @@ def main() -> int:
                 for name, shape in SHAPES.items() for rows in TOKENS]  # fmt: skip
     problems += [(f"conv {n} sequences, {'packed' if packed else 'channel-last'}", conv_plans, (n, QWEN3_NEXT),
                   conv_problem, (n, packed)) for n in SEQUENCES for packed in (True, False)]  # fmt: skip
-    problems = [problem for problem in problems if arguments.only.search(problem[0])]
+    problems = [problem for problem in problems if options.only.search(problem[0])]
     for number, (name, candidates, sizes, problem, of) in enumerate(problems, start=1):
         used, under, sets = problem(*of)
         plans = list(dict.fromkeys([used, *candidates(*sizes, used)]))
         calls = {str(i): under(plan) for i, plan in enumerate(plans)}
-        timings = time_interleaved(calls, sets, clock, seconds=arguments.seconds, rounds=3)
+        timings = time_interleaved(calls, sets, clock, seconds=options.seconds, rounds=3)
         times = [timings[str(i)].median_us for i in range(len(plans))]
         order = sorted(range(len(plans)), key=times.__getitem__)
         found.append(
@@ -120,8 +124,8 @@ def main() -> int:
         )
         del under, calls
         torch.cuda.empty_cache()
-    if arguments.out:
-        arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+    if options.out:
+        options.out.write_text(json.dumps(found, indent=1) + "\n")
     return 0
 
 

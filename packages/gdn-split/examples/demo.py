@@ -6,8 +6,10 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from gdn_split import fused_qkvzba_split_reshape_cat, ops, split_conv1d_update
+from gdn_split import fused_qkvzba_split_reshape_cat, split_conv1d_update
 from gdn_split.plan import DeviceLimits, GroupShape, plan_conv, plan_split
+from gdn_split.reference import new_parts
+from gdn_split.tensors import Convolve, Split
 from kernel_reference import projection
 from kernel_reference.bench.demo import INTERPRETED_KERNEL, Row, median_ms, plain_ms, ran_on
 from kernel_reference.models import QWEN3_NEXT_80B, GatedDeltaNet
@@ -44,7 +46,7 @@ def real_size(device: torch.device) -> Iterator[Row]:
 
 def interpreted() -> Iterator[Row]:
     """The kernels themselves at a small size, in Triton's interpreter, launched as they would be on a GPU."""
-    from gdn_split import launch
+    from gdn_split import arguments, launch
 
     model = QWEN3_NEXT_80B.tensor_parallel(8)
     shape = GroupShape(*_sizes(model))
@@ -53,17 +55,20 @@ def interpreted() -> Iterator[Row]:
     a_gpu = DeviceLimits(cores=132, on_chip_bytes=227 * 1024, programs_per_core=8)
 
     fused = _projections(model, 16, device)
-    parts = ops.allocate_parts(*fused, shape)
+    parts = new_parts(*fused, shape)
     split_plan = plan_split(16, shape, 2 * (shape.qkvz_width + shape.ba_width), a_gpu)
-    run = launch.prepare_move(*fused, parts, shape, "interleaved", merge=False, plan=split_plan)
+    tensors = Split(*fused, *parts)
+    problem = arguments.check_split(tensors, *_sizes(model), "interleaved")
+    run = launch.prepare_move(problem, split_plan, tensors)
     duration = median_ms(lambda: run(*fused, *parts), device)
     yield Row("split_by_group", *how, f"{model.name}, 16 tokens, bfloat16", _copy_error(fused, parts, model), duration)
 
     fused, state, weight, slots = _decode_step(model, 4, device)
-    parts = ops.allocate_parts(*fused, shape)
+    parts = new_parts(*fused, shape)
     convolution_plan = plan_conv(4, 1, shape, a_gpu)
+    step = Convolve(*fused, state, weight, None, slots, *parts)
     run = launch.prepare_split_conv1d_update(
-        *fused, state, weight, False, slots, parts, shape, 1, True, "interleaved", convolution_plan
+        arguments.check_convolve(step, 1, True, *_sizes(model), "interleaved"), convolution_plan, step
     )
     before = state.clone()
     run(*fused, state, weight, weight, slots, *parts)

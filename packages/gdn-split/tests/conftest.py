@@ -6,7 +6,7 @@ Tests are imported one by one (``--import-mode=importlib``), so that what they s
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -71,12 +71,43 @@ class Band:
         return torch.equal(bits(self.wide), self.before)
 
 
+class Kernels:
+    """The launches themselves, with plans of the caller's: on a GPU, or in Triton's interpreter."""
+
+    @staticmethod
+    def move(
+        qkvz: torch.Tensor, ba: torch.Tensor, parts: Any, shape: GroupShape, layout: str, merge: bool, plan: Any = None
+    ) -> None:
+        """Split into these parts, or merge them."""
+        from gdn_split import arguments, launch
+        from gdn_split.tensors import Merge, Split
+
+        sizes = (shape.num_heads_qk, shape.num_heads_v, shape.head_qk, shape.head_v, layout)
+        t = Merge(*parts, qkvz, ba) if merge else Split(qkvz, ba, *parts)
+        problem = (arguments.check_merge if merge else arguments.check_split)(t, *sizes)
+        launch.prepare_move(problem, plan, t)(qkvz, ba, *parts)
+
+    @staticmethod
+    def convolve(given: Any, shape: GroupShape, tokens: int, silu: bool, layout: str, plan: Any = None) -> None:
+        """The op's tensors, in its order: a bias of None is not read."""
+        from gdn_split import arguments, launch
+        from gdn_split.tensors import Convolve
+
+        sizes = (shape.num_heads_qk, shape.num_heads_v, shape.head_qk, shape.head_v, layout)
+        t = Convolve(*given)
+        problem = arguments.check_convolve(t, tokens, silu, *sizes)
+        launch.prepare_split_conv1d_update(problem, plan, t)(
+            *[t.conv_weight if tensor is None else tensor for tensor in t]
+        )
+
+
 class Tensors:
     """Makes and compares tensors on the device under test."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
+    kernels = Kernels()
     bits = staticmethod(bits)
     literal_columns = staticmethod(literal_columns)
 
@@ -133,3 +164,8 @@ class Tensors:
 @pytest.fixture(scope="session")
 def tensors(device: torch.device) -> Tensors:
     return Tensors(device)
+
+
+@pytest.fixture(scope="session")
+def kernels() -> Kernels:
+    return Kernels()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -16,8 +17,11 @@ import pytest
 import torch
 
 import gdn_split
-from gdn_split import launch, ops
+from gdn_split import arguments, launch
 from gdn_split.plan import DeviceLimits, GroupShape, plan_conv, plan_split
+from gdn_split.reference import new_parts
+from gdn_split.tensors import Convolve, Merge, Split
+from kernel_reference.launching import Launch
 from kernel_reference.models import QWEN3_NEXT_80B
 from kernel_reference.testing.codegen import KernelSpec, Report, assert_clean, compile_specs
 from kernel_reference.testing.targets import SMALL_TARGETS, TARGETS
@@ -36,8 +40,8 @@ FEW_CORES = DeviceLimits(40)
 WAITING_TARGETS = ("sm_90", "sm_100")
 
 
-def spec_of(name: str, start: launch.Launch, *tensors: torch.Tensor) -> KernelSpec:
-    return KernelSpec.of_call(start._kernel, (*tensors, *start._rest), options=start._options, name=name)
+def spec_of(name: str, start: Launch, *tensors: torch.Tensor) -> KernelSpec:
+    return KernelSpec.of_call(start.kernel, (*tensors, *start.rest), options=start.options, name=name)
 
 
 def move(
@@ -46,9 +50,12 @@ def move(
 ) -> KernelSpec:  # fmt: skip
     widths = (shape.qkvz_width, shape.ba_width)
     qkvz, ba = (torch.empty(rows, width, dtype=dtype, device="meta") for width in widths)
-    parts = ops.allocate_parts(qkvz, ba, shape)
+    parts = new_parts(qkvz, ba, shape)
     plan = plan_split(rows, shape, dtype.itemsize * (shape.qkvz_width + shape.ba_width), limits)
-    return spec_of(name, launch.prepare_move(qkvz, ba, parts, shape, layout, merge, plan), qkvz, ba, *parts)
+    sizes = (shape.num_heads_qk, shape.num_heads_v, shape.head_qk, shape.head_v, layout)
+    t = Merge(*parts, qkvz, ba) if merge else Split(qkvz, ba, *parts)
+    problem = (arguments.check_merge if merge else arguments.check_split)(t, *sizes)
+    return spec_of(name, launch.prepare_move(problem, plan, t), qkvz, ba, *parts)
 
 
 def convolution(
@@ -58,17 +65,17 @@ def convolution(
     rows, channels = sequences * tokens, shape.qkv_width
     widths = (shape.qkvz_width, shape.ba_width)
     fused = [torch.empty(rows, columns, dtype=torch.bfloat16, device="meta") for columns in widths]
-    parts = ops.allocate_parts(*fused, shape)
+    parts = new_parts(*fused, shape)
     state = torch.empty(512, channels, width - 1, dtype=torch.bfloat16, device="meta")
     if not channel_last:
         state = torch.empty(512, width - 1, channels, dtype=torch.bfloat16, device="meta").transpose(1, 2)
     weight = torch.empty(channels, width, dtype=torch.bfloat16, device="meta")
     slots = torch.empty(sequences, dtype=torch.int32, device="meta")
     plan = plan_conv(sequences, tokens, shape, limits)
-    start = launch.prepare_split_conv1d_update(
-        *fused, state, weight, True, slots, parts, shape, tokens, True, layout, plan
-    )
-    return spec_of(name, start, *fused, state, weight, weight[:, 0], slots, *parts)
+    t = Convolve(*fused, state, weight, torch.empty(channels, dtype=torch.bfloat16, device="meta"), slots, *parts)
+    sizes = (shape.num_heads_qk, shape.num_heads_v, shape.head_qk, shape.head_v, layout)
+    problem = arguments.check_convolve(t, tokens, True, *sizes)
+    return spec_of(name, launch.prepare_split_conv1d_update(problem, plan, t), *t)
 
 
 EVERYWHERE = [
@@ -143,12 +150,11 @@ def test_only_targets_that_can_wait_on_the_device_are_given_the_wait(reports: li
 
 
 _PRINT_MULTIPLICATIONS = """
-import sys
-from kernel_reference.testing.codegen import KernelSpec, _compiled
-for line in sys.stdin:
-    for code in _compiled(eval(line), "sm_90").asm["ttir"].splitlines():
-        if "arith.muli" in code:
-            print(code)
+import pickle, sys
+from kernel_reference.testing.codegen import _compiled
+for code in _compiled(pickle.load(sys.stdin.buffer), "sm_90").asm["ttir"].splitlines():
+    if "arith.muli" in code:
+        print(code)
 """
 
 
@@ -160,10 +166,10 @@ def test_rows_are_multiplied_by_strides_in_64_bits(tmp_path: Path) -> None:
     run = move("split by run TP8", TP8, 4096, FEW_CORES)
     for spec in (EVERYWHERE[0], run, convolution("convolution TP1", TP1, 1024, PLAIN)):
         done = subprocess.run(
-            [sys.executable, "-c", _PRINT_MULTIPLICATIONS], input=repr(spec), env=environment, text=True,
+            [sys.executable, "-c", _PRINT_MULTIPLICATIONS], input=pickle.dumps(spec), env=environment,
             capture_output=True, check=True,
         )  # fmt: skip
         # Rows stand in the first of a tile's dimensions: tensor<ROWSx1>.
-        of_rows = re.findall(r"tensor<\d+x1x(i\d+)>", done.stdout)
+        of_rows = re.findall(r"tensor<\d+x1x(i\d+)>", done.stdout.decode())
         assert of_rows, spec.name
-        assert set(of_rows) == {"i64"}, f"{spec.name}:\n{done.stdout}"
+        assert set(of_rows) == {"i64"}, f"{spec.name}:\n{done.stdout.decode()}"

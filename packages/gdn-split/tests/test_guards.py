@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 import gdn_split
-from gdn_split import launch, ops
+from gdn_split import reference
 from gdn_split.plan import ConvPlan, DeviceLimits, GroupShape, SplitPlan, cdiv, plan_conv, plan_split
 from kernel_reference import projection
 from kernel_reference.models import QWEN3_NEXT_80B
@@ -117,7 +118,7 @@ def check(written: Sequence[Canaried], wanted: Tensors, read: Sequence[Canaried]
 @pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_split_writes_every_element_of_its_outputs_and_nothing_beside_them(
-    device: torch.device, shape: GroupShape, layout: str, rows: int, make_plan: MakePlan
+    kernels: Any, device: torch.device, shape: GroupShape, layout: str, rows: int, make_plan: MakePlan
 ) -> None:
     read, written = projections(device, rows, shape), parts_of(device, rows, shape)
     for buffer in read:
@@ -125,7 +126,7 @@ def test_split_writes_every_element_of_its_outputs_and_nothing_beside_them(
     (qkvz, ba), parts = tensors_of(read), tensors_of(written)
     before = [qkvz.clone(), ba.clone()]
     plan = make_plan(rows, shape)
-    launch.prepare_move(qkvz, ba, parts, shape, layout, False, plan)(qkvz, ba, *parts)
+    kernels.move(qkvz, ba, parts, shape, layout, False, plan)
     check(written, projection.split(*before, *sizes_of(shape), layout), read, before)
 
 
@@ -133,7 +134,7 @@ def test_split_writes_every_element_of_its_outputs_and_nothing_beside_them(
 @pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_merge_writes_every_element_of_its_outputs_and_nothing_beside_them(
-    device: torch.device, shape: GroupShape, layout: str, rows: int, make_plan: MakePlan
+    kernels: Any, device: torch.device, shape: GroupShape, layout: str, rows: int, make_plan: MakePlan
 ) -> None:
     written, read = projections(device, rows, shape), parts_of(device, rows, shape)
     for buffer in read:
@@ -141,14 +142,14 @@ def test_merge_writes_every_element_of_its_outputs_and_nothing_beside_them(
     (qkvz, ba), parts = tensors_of(written), tensors_of(read)
     before = [part.clone() for part in parts]
     plan = make_plan(rows, shape)
-    launch.prepare_move(qkvz, ba, parts, shape, layout, True, plan)(qkvz, ba, *parts)
+    kernels.move(qkvz, ba, parts, shape, layout, True, plan)
     check(written, projection.merge(*before, *sizes_of(shape), layout), read, before)
 
 
 @sanitize
 @pytest.mark.parametrize("merge", [False, True], ids=["split", "merge"])
 def test_copies_that_start_off_16_bytes_write_every_element_and_nothing_beside(
-    device: torch.device, merge: bool
+    kernels: Any, device: torch.device, merge: bool
 ) -> None:
     rows, shape = 5, TP8
     # Each tensor starts one or more elements off, so that no two of them are aligned alike.
@@ -160,7 +161,7 @@ def test_copies_that_start_off_16_bytes_write_every_element_and_nothing_beside(
     before = [tensor.clone() for tensor in tensors_of(read)]
     (qkvz, ba), parts = tensors_of(buffers[:2]), tensors_of(buffers[2:])
     plan = by_group(rows, shape, 4, 8)
-    launch.prepare_move(qkvz, ba, parts, shape, "interleaved", merge, plan)(qkvz, ba, *parts)
+    kernels.move(qkvz, ba, parts, shape, "interleaved", merge, plan)
     wanted = (projection.merge if merge else projection.split)(*before, *sizes_of(shape))
     check(written, wanted, read, before)
 
@@ -173,7 +174,7 @@ def test_copies_that_start_off_16_bytes_write_every_element_and_nothing_beside(
     ids=["int8 and float32", "float64 and bfloat16", "fp8 and int64"],
 )
 def test_elements_of_1_to_8_bytes_are_written_and_nothing_beside_them(
-    device: torch.device, dtype: torch.dtype, ba_dtype: torch.dtype, few_cores: bool
+    kernels: Any, device: torch.device, dtype: torch.dtype, ba_dtype: torch.dtype, few_cores: bool
 ) -> None:
     rows, shape = 5, RATIO_3
     qkvz, ba = guarded(device, rows, [shape.qkvz_width], dtype), guarded(device, rows, [shape.ba_width], ba_dtype)
@@ -182,8 +183,7 @@ def test_elements_of_1_to_8_bytes_are_written_and_nothing_beside_them(
     plan = by_run(rows, shape, 2) if few_cores else by_group(rows, shape, 2, 8)
     tensors = tensors_of(parts)
     # What stands in the inputs is noise of its own already, so that no output can hold it but by copying.
-    run = launch.prepare_move(qkvz.tensor, ba.tensor, tensors, shape, "interleaved", False, plan)
-    run(qkvz.tensor, ba.tensor, *tensors)
+    kernels.move(qkvz.tensor, ba.tensor, tensors, shape, "interleaved", False, plan)
     wanted = projection.split(qkvz.tensor, ba.tensor, *sizes_of(shape))
     for part, expected in zip(parts, wanted, strict=True):
         # In a byte the copied noise may equal the noise that was there: all bits together cannot.
@@ -215,7 +215,7 @@ def pool(device: torch.device, slots: int, channels: int, taps: int, kind: str) 
 @pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
 @pytest.mark.parametrize(("shape", "sequences", "tokens", "width", "kind", "choices"), CONVOLUTIONS)
 def test_the_convolution_touches_its_outputs_and_the_slots_it_was_given_and_nothing_else(
-    device: torch.device, shape: GroupShape, sequences: int, tokens: int, width: int, kind: str,
+    kernels: Any, device: torch.device, shape: GroupShape, sequences: int, tokens: int, width: int, kind: str,
     choices: tuple[int, int] | None, layout: str,
 ) -> None:  # fmt: skip
     rows, channels, slots = sequences * tokens, shape.qkv_width, 8
@@ -245,10 +245,8 @@ def test_the_convolution_touches_its_outputs_and_the_slots_it_was_given_and_noth
         plan = ConvPlan(programs, a_program, block, 16, 4)
     else:
         plan = waiting(plan, device)
-    run = launch.prepare_split_conv1d_update(
-        qkvz, ba, state.tensor, weight.tensor, True, slot.tensor, parts, shape, tokens, True, layout, plan
-    )
-    run(qkvz, ba, state.tensor, weight.tensor, bias.tensor, slot.tensor, *parts)
+    given = (qkvz, ba, state.tensor, weight.tensor, bias.tensor, slot.tensor, *parts)
+    kernels.convolve(given, shape, tokens, True, layout, plan)
 
     clean_qkvz, clean_ba, clean_weight, clean_bias, clean_slot = before
     common = dict(tokens_per_sequence=tokens, layout=layout)
@@ -288,7 +286,9 @@ def test_public_functions_write_only_their_outputs_from_inputs_amid_nan(device: 
 
 @sanitize
 @pytest.mark.parametrize("rows", [1, 67])
-def test_the_plan_of_the_device_itself_writes_every_element_and_nothing_beside(device: torch.device, rows: int) -> None:
+def test_the_plan_of_the_device_itself_writes_every_element_and_nothing_beside(
+    kernels: Any, device: torch.device, rows: int
+) -> None:
     if device.type == "cpu":
         plan = plan_split(rows, RATIO_3, 2 * (RATIO_3.qkvz_width + RATIO_3.ba_width), DeviceLimits(132, 232448, 8))
     else:
@@ -298,13 +298,15 @@ def test_the_plan_of_the_device_itself_writes_every_element_and_nothing_beside(d
         filled(buffer)
     (qkvz, ba), parts = tensors_of(read), tensors_of(written)
     before = [qkvz.clone(), ba.clone()]
-    launch.prepare_move(qkvz, ba, parts, RATIO_3, "interleaved", False, plan)(qkvz, ba, *parts)
+    kernels.move(qkvz, ba, parts, RATIO_3, "interleaved", False, plan)
     check(written, projection.split(*before, *sizes_of(RATIO_3)), read, before)
 
 
 @sanitize
 @pytest.mark.gpu
-def test_launches_that_wait_on_the_device_write_every_element_and_nothing_beside(device: torch.device) -> None:
+def test_launches_that_wait_on_the_device_write_every_element_and_nothing_beside(
+    kernels: Any, device: torch.device
+) -> None:
     rows, shape = 5, TP8
     read, written = projections(device, rows, shape), parts_of(device, rows, shape)
     for buffer in read:
@@ -312,7 +314,7 @@ def test_launches_that_wait_on_the_device_write_every_element_and_nothing_beside
     (qkvz, ba), parts = tensors_of(read), tensors_of(written)
     before = [qkvz.clone(), ba.clone()]
     plan = waiting(by_group(rows, shape, 2, 8), device)
-    launch.prepare_move(qkvz, ba, parts, shape, "interleaved", False, plan)(qkvz, ba, *parts)
+    kernels.move(qkvz, ba, parts, shape, "interleaved", False, plan)
     check(written, projection.split(*before, *sizes_of(shape)), read, before)
 
 
@@ -331,8 +333,8 @@ def test_new_outputs_are_packed_and_16_byte_aligned_whatever_the_inputs_strides(
     made = (
         parts,
         gdn_split.merge_qkvzba(*parts, *sizes_of(shape)),
-        ops.allocate_parts(qkvz, ba, shape),
-        ops.allocate_projections(qkvz[:, : shape.qkv_width], ba[:, :3], shape),
+        reference.new_parts(qkvz, ba, shape),
+        reference.new_projections(qkvz[:, : shape.qkv_width], ba[:, :3], shape),
     )
     for tensor in (tensor for tensors in made for tensor in tensors):
         assert tensor.is_contiguous()

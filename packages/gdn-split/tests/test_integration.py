@@ -13,9 +13,10 @@ import pytest
 import torch
 
 import gdn_split
-from gdn_split import launch, ops
+from gdn_split import ops, reference
 from gdn_split.plan import ConvPlan, DeviceLimits, GroupShape, SplitPlan, cdiv, plan_conv, plan_split
 from kernel_reference import projection
+from kernel_reference.dispatch import PreparedLaunches
 from kernel_reference.models import QWEN3_NEXT_80B
 from kernel_reference.testing import contract
 from kernel_reference.testing.guards import assert_bitwise_equal
@@ -398,9 +399,15 @@ def test_only_what_requires_a_gradient_gets_one(device: torch.device) -> None:
 
 
 def kernel_split(
-    qkvz: Tensor, ba: Tensor, *parts: Tensor, plan: SplitPlan | None, merge: bool = False, shape: GroupShape = TINY
+    kernels: Any,
+    qkvz: Tensor,
+    ba: Tensor,
+    *parts: Tensor,
+    plan: SplitPlan | None,
+    merge: bool = False,
+    shape: GroupShape = TINY,
 ) -> None:
-    launch.prepare_move(qkvz, ba, parts, shape, "interleaved", merge, plan)(qkvz, ba, *parts)
+    kernels.move(qkvz, ba, parts, shape, "interleaved", merge, plan)
 
 
 MOVE_PLANS = [
@@ -422,19 +429,19 @@ def check_far_apart(function: Callable[..., Any], tensors: Sequence[Tensor], dim
 @pytest.mark.parametrize("merge", [False, True], ids=["split", "merge"])
 @pytest.mark.parametrize("plan", MOVE_PLANS)
 def test_rows_more_than_2_to_the_31_elements_apart_are_copied(
-    device: torch.device, plan: SplitPlan, merge: bool
+    kernels: Any, device: torch.device, plan: SplitPlan, merge: bool
 ) -> None:
     tensors = [t.to(torch.int8) for t in [*projections(device, 3, TINY), *parts_of(device, 3, TINY, seed=1)]]
 
     def copy(*tensors: Tensor) -> tuple[()]:
-        kernel_split(*tensors, plan=plan, merge=merge)
+        kernel_split(kernels, *tensors, plan=plan, merge=merge)
         return ()
 
     check_far_apart(copy, tensors, dict.fromkeys(range(6), 0))
 
 
 def test_a_state_whose_slots_or_channels_are_more_than_2_to_the_31_elements_apart_is_updated(
-    device: torch.device,
+    kernels: Any, device: torch.device
 ) -> None:
     shape = GroupShape(1, 1, 1, 2)
     qkvz, ba, _, weight, bias, _ = convolution(device, 3, shape)
@@ -444,41 +451,13 @@ def test_a_state_whose_slots_or_channels_are_more_than_2_to_the_31_elements_apar
     plan = plan_conv(3, 1, shape, OF_A_GPU)
 
     def update(*tensors: Tensor) -> tuple[()]:
-        qkvz, ba, state, weight, bias, slots, *parts = tensors
-        launch.prepare_split_conv1d_update(
-            qkvz, ba, state, weight, True, slots, parts, shape, 1, True, "interleaved", plan
-        )(qkvz, ba, state, weight, bias, slots, *parts)
+        kernels.convolve(tensors, shape, 1, True, "interleaved", plan)
         return ()
 
     tensors = (qkvz, ba, state, weight, bias, slots, *parts)
     # The state by slots, then by channels; and all that has rows.
     check_far_apart(update, tensors, dict.fromkeys((2, 0, 1, 3, 6, 7, 8, 9), 0))
     check_far_apart(update, tensors, {2: 1})
-
-
-class RecordingKernel:
-    """Stands for a kernel: says how it was started, through Triton's binding of arguments or past it."""
-
-    def __init__(self) -> None:
-        self.started: list[str] = []
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
-        def bind(*arguments: Any, **options: Any) -> dict[tuple[int, ...], Callable[..., None]]:
-            self.started.append("bound")
-            return {grid: lambda *arguments: self.started.append("past")}
-
-        return bind
-
-
-def test_only_aligned_tensors_go_past_tritons_binding_and_only_after_an_aligned_one_went_through_it() -> None:
-    kernel = RecordingKernel()
-    run = launch.Launch(kernel, SplitPlan(1, 0, 1, 1, 4), (), torch.device("cpu"))
-    room = torch.empty(64, dtype=torch.bfloat16)
-    first = (-room.data_ptr() % 16) // 2
-    aligned, askew = room[first : first + 8], room[first + 1 : first + 9]
-    for tensors in ((aligned, askew), (aligned, aligned), (aligned, aligned), (askew, aligned), (aligned, aligned)):
-        run(*tensors)
-    assert kernel.started == ["bound", "bound", "past", "bound", "past"]
 
 
 # What only a GPU shows
@@ -515,7 +494,7 @@ def test_chains_of_splits_and_torch_ops_on_one_stream_see_each_others_results(de
     # writes over what the op behind the last split still reads.
     rows = 4096
     qkvz, ba = projections(device, rows)
-    out = ops.allocate_parts(qkvz, ba, TP8)
+    out = reference.new_parts(qkvz, ba, TP8)
     sums = []
     for turn in range(50):
         qkvz.fill_(turn)
@@ -585,8 +564,7 @@ def test_calls_of_one_look_but_for_a_stride_or_a_dtype_are_not_confused(device: 
 def test_many_sizes_do_not_grow_the_table_of_launches_past_its_bound(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ops, "_MOST_LAUNCHES", 8)
-    ops._launches.clear()
+    monkeypatch.setattr(ops, "launches", PreparedLaunches(most=8))
     for rows in range(1, 40):
         tensors = projections(device, rows, TINY)
         for one, other in zip(
@@ -595,40 +573,7 @@ def test_many_sizes_do_not_grow_the_table_of_launches_past_its_bound(
             strict=True,
         ):
             assert_bitwise_equal(one, other)
-        assert len(ops._launches) <= 8
-
-
-def test_the_table_of_launches_is_emptied_at_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The table is asked on a GPU alone; what fills and empties it is not.
-    monkeypatch.setattr(ops, "_MOST_LAUNCHES", 4)
-    monkeypatch.setattr(ops, "_launches", {})
-    made: list[int] = []
-
-    def prepare(tensors: Sequence[Tensor], numbers: tuple[int, ...]) -> int:
-        made.append(numbers[0])
-        return numbers[0]
-
-    tensor = torch.empty(2, 3)
-    for number in (*range(20), 19, 19):
-        assert ops._ready(prepare, (tensor,), (number,)) == number
-        assert len(ops._launches) <= 4
-    assert made == list(range(20))
-
-
-def test_a_launch_is_found_again_only_for_the_same_sizes_strides_dtypes_device_and_numbers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(ops, "_launches", {})
-
-    def prepare(tensors: Sequence[Tensor], numbers: tuple[int, ...]) -> object:
-        return object()
-
-    tensor = torch.empty(2, 3)
-    others = [torch.empty(3, 3), torch.empty(2, 4)[:, :3], tensor.double(), tensor.to("meta"), None]
-    looks = [((tensor,), (1,)), ((tensor,), (2,)), *[((other,), (1,)) for other in others]]
-    made = [ops._ready(prepare, *look) for look in looks]
-    assert len(set(map(id, made))) == len(looks)
-    assert [ops._ready(prepare, *look) for look in looks] == made
+        assert len(ops.launches) <= 8
 
 
 @gpu

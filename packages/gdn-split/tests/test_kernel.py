@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gdn_split import launch, ops
+from gdn_split import launch, reference
 from gdn_split.plan import ConvPlan, DeviceLimits, GroupShape, SplitPlan, cdiv, plan_conv, plan_split
 from kernel_reference import projection
 from kernel_reference.models import QWEN3_NEXT_80B
@@ -37,7 +37,7 @@ MOST_ELEMENTS = 200_000
 @pytest.mark.parametrize("ratio", [1, 2, 3, 6])
 def test_every_side_of_a_tile_is_a_power_of_two_whatever_the_heads(ratio: int) -> None:
     shape = GroupShape(num_heads_qk=3, num_heads_v=3 * ratio, head_qk=96, head_v=80)
-    sides = launch._blocks(shape)
+    sides = launch._sizes(shape, True)[-3:]
     assert [side & (side - 1) for side in sides] == [0, 0, 0]
     assert all(side >= least for side, least in zip(sides, (96, 80 * ratio, 3 * ratio), strict=True))
 
@@ -78,7 +78,7 @@ def move(tensors, case: Move, rows: int, plan: SplitPlan | None = None) -> None:
     results = [tensors.band(rows, *p.shape[1:], dtype=p.dtype, left=i, right=0) for p, i in
                zip(parts, left[2:], strict=True)]  # fmt: skip
     fused, out = [band.view for band in sources], [band.view for band in results]
-    launch.prepare_move(*fused, out, shape, case.layout, False, plan)(*fused, *out)
+    tensors.kernels.move(*fused, out, shape, case.layout, False, plan)
     assert all(band.holds(part) for band, part in zip(results, parts, strict=True)), (case, rows, plan)
     assert all(band.is_unchanged() for band in sources), (case, rows, plan)
 
@@ -86,7 +86,7 @@ def move(tensors, case: Move, rows: int, plan: SplitPlan | None = None) -> None:
         tensors.band(rows, s.shape[1], dtype=s.dtype, left=i, right=i) for s, i in zip((qkvz, ba), left, strict=False)
     ]
     fused = [band.view for band in targets]
-    launch.prepare_move(*fused, out, shape, case.layout, True, plan)(*fused, *out)
+    tensors.kernels.move(*fused, out, shape, case.layout, True, plan)
     assert all(band.holds(source) for band, source in zip(targets, (qkvz, ba), strict=True)), (case, rows, plan)
     assert all(band.holds(part) for band, part in zip(results, parts, strict=True)), (case, rows, plan)
 
@@ -168,8 +168,8 @@ def test_no_rows_launch_nothing_and_divide_nothing_by_zero(tensors, merge) -> No
     shape = GroupShape(1, 2, 4, 4)
     for plan in (None, plan_split(0, shape, 100, GPU), plan_split(0, shape, 100, DeviceLimits(40))):
         qkvz, ba = tensors.random(0, shape.qkvz_width), tensors.random(0, shape.ba_width)
-        parts = ops.allocate_parts(qkvz, ba, shape)
-        launch.prepare_move(qkvz, ba, parts, shape, "interleaved", merge, plan)(qkvz, ba, *parts)
+        parts = reference.new_parts(qkvz, ba, shape)
+        tensors.kernels.move(qkvz, ba, parts, shape, "interleaved", merge, plan)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 13])
@@ -177,8 +177,8 @@ def test_allocations_for_slices_are_packed_and_16_byte_aligned_unlike_empty_like
     shape = GroupShape(1, 3, 5, 7)
     qkvz = tensors.band(rows, shape.qkvz_width, left=1, right=9).view
     ba = tensors.band(rows, shape.ba_width, left=1, right=9).view
-    parts = ops.allocate_parts(qkvz, ba, shape)
-    for tensor in (*parts, *ops.allocate_projections(qkvz, ba, shape)):
+    parts = reference.new_parts(qkvz, ba, shape)
+    for tensor in (*parts, *reference.new_projections(qkvz, ba, shape)):
         assert tensor.stride() == torch.empty(tensor.shape, device="meta").stride()
         assert tensor.data_ptr() % 16 == 0
 
@@ -205,11 +205,11 @@ def test_offsets_past_32_bits_are_followed_as_from_174000_tokens_on(tensors, lim
     wanted = projection.split(qkvz, ba, *sizes)
     far = far_apart(tensors, shape.qkvz_width)
     far.copy_(qkvz)
-    parts = [part.zero_() for part in ops.allocate_parts(qkvz, ba, shape)]
-    launch.prepare_move(far, ba, parts, shape, "interleaved", False, plan)(far, ba, *parts)
+    parts = [part.zero_() for part in reference.new_parts(qkvz, ba, shape)]
+    tensors.kernels.move(far, ba, parts, shape, "interleaved", False, plan)
     assert tensors.all_same(tuple(parts), wanted)
     far.zero_()
-    launch.prepare_move(far, ba, parts, shape, "interleaved", True, plan)(far, ba, *parts)
+    tensors.kernels.move(far, ba, parts, shape, "interleaved", True, plan)
     assert tensors.same(far, qkvz)
 
 
@@ -219,8 +219,8 @@ def test_180000_tokens_of_qwen3_next_are_split_to_the_last_row(tensors) -> None:
     shape = GroupShape(model.num_heads_qk, model.num_heads_v, model.head_qk, model.head_v)
     qkvz, ba = tensors.random(180_000, shape.qkvz_width), tensors.random(180_000, shape.ba_width)
     assert qkvz.numel() > 2**31
-    parts = ops.allocate_parts(qkvz, ba, shape)
-    launch.prepare_move(qkvz, ba, parts, shape, "interleaved", False)(qkvz, ba, *parts)
+    parts = reference.new_parts(qkvz, ba, shape)
+    tensors.kernels.move(qkvz, ba, parts, shape, "interleaved", False)
     for first in range(0, 180_000, 20_000):
         rows = slice(first, first + 20_000)
         wanted = projection.split(qkvz[rows], ba[rows], *(16, 32, 128, 128))
@@ -276,10 +276,8 @@ def convolve(tensors, case: Convolution, sequences: int, rng: random.Random, pla
     bands = [tensors.band(rows, *p.shape[1:], dtype=d, left=i, right=1) for p, d, i in
              zip(wanted, (case.dtype, case.dtype, ba.dtype, ba.dtype), case.margins[2:], strict=True)]  # fmt: skip
     parts = [band.view for band in bands]
-    run = launch.prepare_split_conv1d_update(
-        *fused, state, weight, case.bias, slots, parts, shape, case.tokens, case.silu, case.layout, plan
-    )
-    run(*fused, state, weight, weight if bias is None else bias, slots, *parts)
+    given = (*fused, state, weight, bias, slots, *parts)
+    tensors.kernels.convolve(given, shape, case.tokens, case.silu, case.layout, plan)
     eps, limits = torch.finfo(torch.float32).eps, torch.finfo(case.dtype)
     y, magnitude = wanted.mixed_qkv, plain.mixed_qkv
     # What float32 products, sum and activation and one rounding can do to these operands.
@@ -349,12 +347,10 @@ def test_b_and_a_of_any_dtype_of_up_to_8_bytes_pass_beside_the_convolution_bit_f
     state = torch.randn(8, shape.qkv_width, 3, device=tensors.device).bfloat16()
     weight = torch.randn(shape.qkv_width, 4, device=tensors.device).bfloat16()
     slots = torch.tensor([3, 0, -1, 7, 5], device=tensors.device)
-    parts = ops.allocate_parts(qkvz, ba, shape)
-    run = launch.prepare_split_conv1d_update(
-        qkvz, ba, state, weight, False, slots, parts, shape, 1, True, "interleaved", plan_conv(5, 1, shape, GPU)
-    )
+    parts = reference.new_parts(qkvz, ba, shape)
+    given = (qkvz, ba, state, weight, None, slots, *parts)
     try:
-        run(qkvz, ba, state, weight, weight, slots, *parts)
+        tensors.kernels.convolve(given, shape, 1, True, "interleaved", plan_conv(5, 1, shape, GPU))
     except KeyError as error:
         pytest.fail(f"Triton has no name for this dtype: {error}")
     wanted = projection.split(qkvz, ba, *sizes)
@@ -374,10 +370,8 @@ def test_slots_past_32_bits_of_state_are_followed(tensors) -> None:
     weight = torch.randn(shape.qkv_width, 2, device=tensors.device).half()
     slots = torch.tensor([2, 0, 1], device=tensors.device)
     wanted = projection.split_conv1d_update(qkvz, ba, values, weight, None, slots, 1, 1, 4, 4)
-    parts = ops.allocate_parts(qkvz, ba, shape)
+    parts = reference.new_parts(qkvz, ba, shape)
     plan = plan_conv(3, 1, shape, GPU)
-    launch.prepare_split_conv1d_update(
-        qkvz, ba, state, weight, False, slots, parts, shape, 1, True, "interleaved", plan
-    )(qkvz, ba, state, weight, weight, slots, *parts)  # fmt: skip
+    tensors.kernels.convolve((qkvz, ba, state, weight, None, slots, *parts), shape, 1, True, "interleaved", plan)
     assert tensors.same(state.contiguous(), values)
     torch.testing.assert_close(parts[0].double(), wanted.mixed_qkv, rtol=2e-3, atol=1e-4)

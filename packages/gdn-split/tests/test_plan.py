@@ -27,6 +27,8 @@ from gdn_split.plan import (
 from kernel_reference.models import QWEN3_NEXT_80B
 
 H200 = DeviceLimits(cores=132, on_chip_bytes=232448, programs_per_core=8, dependent_launch=True)
+# A consumer GPU, whose SMs have the least shared memory of all that are planned for.
+CONSUMER = DeviceLimits(cores=84, on_chip_bytes=99 * 1024, programs_per_core=8)
 BUFFER = 85 * 1024
 CORES = range(1, 201)
 ROWS = range(4097)
@@ -127,7 +129,9 @@ def test_no_rows_make_a_plan_and_divide_nothing_by_zero() -> None:
         assert plan_conv(0, 1, QWEN, limits).programs == 0
 
 
-@pytest.mark.parametrize("limits", [H200, DeviceLimits(cores=1, programs_per_core=2), DeviceLimits(7, BUFFER, 3)])
+@pytest.mark.parametrize(
+    "limits", [H200, CONSUMER, DeviceLimits(cores=1, programs_per_core=2), DeviceLimits(7, BUFFER, 3)]
+)
 @pytest.mark.parametrize("shape", [QWEN, GroupShape(3, 18, 7, 5), GroupShape(1, 1, 1, 1), GroupShape(2, 16, 320, 320)])
 def test_one_program_a_tile_covers_each_group_of_each_row_and_each_row_of_b_and_a_once(
     shape: GroupShape, limits: DeviceLimits
@@ -149,6 +153,23 @@ def test_one_program_a_tile_covers_each_group_of_each_row_and_each_row_of_b_and_
                 groups[tile * step : (tile + 1) * step, group] += 1
         assert (groups == 1).all()
         assert (b_and_a == 1).all()
+
+
+@pytest.mark.parametrize("shape", [QWEN, shape_of(QWEN3_NEXT_80B.tensor_parallel(8)), GroupShape(8, 24, 128, 128)])
+def test_an_sm_with_99_kib_of_shared_memory_holds_the_tiles_of_all_its_programs(shape: GroupShape) -> None:
+    row_bytes = 2 * (shape.qkvz_width + shape.ba_width)
+    for rows in (1, 64, 1024, 8192, 65536):
+        plan = plan_split(rows, shape, row_bytes, CONSUMER)
+        assert plan.covers(rows, shape)
+        assert not plan.rows_per_program
+        tile_bytes = plan.rows_per_step * row_bytes // shape.num_heads_qk
+        assert CONSUMER.programs_per_core * tile_bytes <= CONSUMER.on_chip_bytes
+    for sequences in (1, 64, 1024):
+        plan = plan_conv(sequences, 1, shape, CONSUMER)
+        assert plan.covers(sequences, 1, shape)
+        # An input, a weight and three of the state for each channel, in float32.
+        tile_bytes = 4 * 5 * plan.sequences_per_program * plan.block
+        assert CONSUMER.programs_per_core * tile_bytes <= CONSUMER.on_chip_bytes
 
 
 def test_steps_on_a_gpu_are_powers_of_two_of_at_most_64() -> None:
@@ -265,9 +286,9 @@ def test_the_source_of_plan_imports_neither_triton_nor_torch() -> None:
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             names.add(node.module)
-    assert not {
-        name for name in names if name.partition(".")[0] in ("torch", "triton", "kernel_reference", "gdn_split")
-    }
+    pure = {"kernel_reference.integers", "kernel_reference.plans"}
+    banned = ("torch", "triton", "kernel_reference", "gdn_split")
+    assert not {name for name in names - pure if name.partition(".")[0] in banned}
 
 
 def test_importing_the_package_and_planning_touch_no_gpu_and_import_no_triton() -> None:

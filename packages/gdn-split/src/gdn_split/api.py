@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-from gdn_split import derivatives, ops
-from gdn_split.arguments import check_positive, check_projections, check_sizes, check_tensors
+from gdn_split import (
+    derivatives,
+    ops,  # noqa: F401  defines the ops that are taken below
+)
+from gdn_split.arguments import check_positive, check_projections, check_sizes
 from gdn_split.plan import ConvPlan, GroupShape, SplitPlan
+from gdn_split.reference import new_parts
 from kernel_reference import projection
-from kernel_reference.checks import describe, fail
+from kernel_reference.checks import check_dense, describe, fail
+from kernel_reference.plans import plan_as_ints
+
+Layout = Literal["interleaved", "contiguous"]
 
 _split = torch.ops.gdn_split.split.default
 _split_inference = torch.ops.gdn_split.split_inference.default
@@ -56,7 +63,7 @@ def fused_qkvzba_split_reshape_cat(
     head_qk: int,
     head_v: int,
     *,
-    layout: str = "interleaved",
+    layout: Layout = "interleaved",
     out: Sequence[torch.Tensor] | None = None,
     plan: SplitPlan | None = None,
 ) -> SplitResult:
@@ -82,7 +89,7 @@ def fused_qkvzba_split_reshape_cat(
     Raises:
         TypeError, ValueError: an argument is not as said above; nothing has been written.
     """
-    sizes = (num_heads_qk, num_heads_v, head_qk, head_v, layout, None if plan is None else _as_ints(plan, SplitPlan))
+    sizes = (num_heads_qk, num_heads_v, head_qk, head_v, layout, plan_as_ints(plan, SplitPlan))
     try:
         needs_gradient = torch.is_grad_enabled() and (mixed_qkvz.requires_grad or mixed_ba.requires_grad)
         if out is not None:
@@ -107,7 +114,7 @@ def merge_qkvzba(
     head_qk: int,
     head_v: int,
     *,
-    layout: str = "interleaved",
+    layout: Layout = "interleaved",
     out: Sequence[torch.Tensor] | None = None,
     plan: SplitPlan | None = None,
 ) -> MergeResult:
@@ -126,7 +133,7 @@ def merge_qkvzba(
     Raises:
         TypeError, ValueError: an argument is not as said above; nothing has been written.
     """
-    sizes = (num_heads_qk, num_heads_v, head_qk, head_v, layout, None if plan is None else _as_ints(plan, SplitPlan))
+    sizes = (num_heads_qk, num_heads_v, head_qk, head_v, layout, plan_as_ints(plan, SplitPlan))
     parts = (mixed_qkv, z, b, a)
     _check_kinds(sizes, mixed_qkv=mixed_qkv, z=z, b=b, a=a)
     if out is None:
@@ -149,7 +156,7 @@ def split_views(
     Raises:
         TypeError, ValueError: an argument is not as said there.
     """
-    check_tensors(mixed_qkvz=mixed_qkvz, mixed_ba=mixed_ba)
+    check_dense(mixed_qkvz=mixed_qkvz, mixed_ba=mixed_ba)
     shape = check_sizes(num_heads_qk, num_heads_v, head_qk, head_v, "contiguous")
     check_projections(mixed_qkvz, mixed_ba, shape)
     mixed_qkv, z = mixed_qkvz.split([shape.qkv_width, num_heads_v * head_v], dim=1)
@@ -211,8 +218,8 @@ def split_conv1d_update(
     head_v: int,
     *,
     tokens_per_sequence: int = 1,
-    activation: str | None = "silu",
-    layout: str = "interleaved",
+    activation: Literal["silu"] | None = "silu",
+    layout: Layout = "interleaved",
     out: Sequence[torch.Tensor] | None = None,
     plan: ConvPlan | None = None,
 ) -> SplitResult:
@@ -245,7 +252,7 @@ def split_conv1d_update(
     """
     if activation not in ("silu", None):
         fail("activation", '"silu" or None', repr(activation))
-    sizes = (num_heads_qk, num_heads_v, head_qk, head_v, layout, None if plan is None else _as_ints(plan, ConvPlan))
+    sizes = (num_heads_qk, num_heads_v, head_qk, head_v, layout, plan_as_ints(plan, ConvPlan))
     tensors = (mixed_qkvz, mixed_ba, conv_state, conv_weight, conv_bias, slots)
     try:
         if torch.is_grad_enabled():
@@ -253,7 +260,7 @@ def split_conv1d_update(
         _refuse_transforms("a call of split_conv1d_update")
         parts: tuple[torch.Tensor, ...]
         if out is None:
-            parts = ops.allocate_parts(mixed_qkvz, mixed_ba, GroupShape(num_heads_qk, num_heads_v, head_qk, head_v))
+            parts = new_parts(mixed_qkvz, mixed_ba, GroupShape(num_heads_qk, num_heads_v, head_qk, head_v))
         else:
             parts = _checked_out(out, SplitResult._fields, needs_gradient=False)
         _split_conv1d_update(*tensors, *parts, tokens_per_sequence, activation == "silu", *sizes)
@@ -297,7 +304,7 @@ def _check_kinds(sizes: tuple[object, ...], **tensors: object) -> None:
 
     Functions whose host time counts ask only once torch has refused.
     """
-    check_tensors(**tensors)
+    check_dense(**tensors)
     check_positive(**dict(zip(("num_heads_qk", "num_heads_v", "head_qk", "head_v"), sizes, strict=False)))
     if not isinstance(sizes[4], str):
         fail("layout", "a str", describe(sizes[4]), TypeError)
@@ -310,14 +317,8 @@ def _checked_out(out: Sequence[torch.Tensor], names: tuple[str, ...], needs_grad
         fail("out", f"{len(names)} tensors ({', '.join(names)})", describe(out), TypeError)
     _refuse_transforms("a call with out=")
     named = {f"out.{name}": tensor for name, tensor in zip(names, out, strict=True)}
-    check_tensors(**named)
+    check_dense(**named)
     for name, tensor in named.items():
         if tensor.requires_grad and torch.is_grad_enabled():
             fail(name, "a tensor that does not require a gradient", "requires_grad=True")
     return tuple(out)
-
-
-def _as_ints(plan: SplitPlan | ConvPlan, kind: type[SplitPlan] | type[ConvPlan]) -> list[int]:
-    if not isinstance(plan, kind):
-        fail("plan", f"a gdn_split.plan.{kind.__name__} or None", describe(plan), TypeError)
-    return plan.as_ints()

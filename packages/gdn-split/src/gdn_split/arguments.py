@@ -1,6 +1,8 @@
-"""What arguments must be. The ops call these, so that no call goes unchecked, not torch.compile's nor a direct one.
+"""What arguments must be, and the problem that they make: the ops ask once, so that no call goes unchecked.
 
-Every function raises ValueError or TypeError naming the argument, what it must be and what it was.
+``check_split``, ``check_merge`` and ``check_convolve`` take an op's tensors as a NamedTuple, its numbers behind them,
+and return the one description of the problem that plan and launch work from. Every function raises ValueError or
+TypeError naming the argument, what it must be and what it was.
 """
 
 from __future__ import annotations
@@ -10,8 +12,16 @@ from typing import Any
 
 import torch
 
-from gdn_split.plan import GroupShape
-from kernel_reference.checks import describe, fail
+from gdn_split.plan import ConvPlan, ConvProblem, GroupShape, MoveProblem, SplitPlan
+from gdn_split.tensors import Convolve, Merge, Split
+from kernel_reference.checks import (
+    MemoryOverlap,
+    check_dtype,
+    check_same_device,
+    describe,
+    fail,
+    known,
+)
 from kernel_reference.projection import LAYOUTS
 
 Tensor = torch.Tensor
@@ -19,16 +29,119 @@ Tensor = torch.Tensor
 # Copies move bits, so that any dtype of these sizes will do.
 _ITEM_SIZES = (1, 2, 4, 8)
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+# Those that a kernel copies as they are. Others Triton cannot name, or would change (a bool is normalised to 0 and 1).
+_COPIED_AS_THEY_ARE = frozenset(
+    [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int8, torch.int16, torch.int32, torch.int64]
+)
 PART_NAMES = ("mixed_qkv", "z", "b", "a")
+# The tensors of the ops that write what they are given, and which of them are written, as errors name them.
+_OUT_PARTS = tuple(f"out.{name}" for name in PART_NAMES)
+_NAMES_OF = {
+    "split_into": ("mixed_qkvz", "mixed_ba", *_OUT_PARTS),
+    "merge_into": (*PART_NAMES, "out.mixed_qkvz", "out.mixed_ba"),
+    "split_conv1d_update": (*Convolve._fields[:6], *_OUT_PARTS),
+}
+_WRITTEN_OF = {
+    "split_into": _OUT_PARTS,
+    "merge_into": ("out.mixed_qkvz", "out.mixed_ba"),
+    "split_conv1d_update": ("conv_state", *_OUT_PARTS),
+}
 
 
-def check_tensors(**tensors: object) -> None:
-    """Each must be a dense tensor."""
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            fail(name, "a torch.Tensor", describe(tensor), TypeError)
-        if tensor.layout != torch.strided:
-            fail(name, "a dense (strided) tensor", describe(tensor), TypeError)
+# One check and one problem an op. ``sizes`` are num_heads_qk, num_heads_v, head_qk, head_v, layout, and the plan as
+# ints, which torch leaves out when it is None.
+
+
+def check_split(t: Split, *sizes: Any) -> MoveProblem:
+    """The fused projections and, where they are given, parts to write."""
+    shape = check_sizes(*sizes[:5])
+    check_projections(t.mixed_qkvz, t.mixed_ba, shape)
+    _check_split_plan(t.mixed_qkvz.shape[0], shape, sizes)
+    parts = None
+    if t.mixed_qkv is not None and t.z is not None and t.b is not None and t.a is not None:
+        parts = (t.mixed_qkv, t.z, t.b, t.a)
+        check_parts(parts, shape, ("mixed_qkvz", t.mixed_qkvz), "out.")
+        check_dtypes(t.mixed_qkvz.dtype, "mixed_qkvz", **{"out.mixed_qkv": t.mixed_qkv, "out.z": t.z})
+        check_dtypes(t.mixed_ba.dtype, "mixed_ba", **{"out.b": t.b, "out.a": t.a})
+        check_written(**dict(zip(_OUT_PARTS, parts, strict=True)))
+    return _move_problem(shape, (t.mixed_qkvz, t.mixed_ba), parts, sizes, merge=False)
+
+
+def check_merge(t: Merge, *sizes: Any) -> MoveProblem:
+    """The parts and, where they are given, fused projections to write."""
+    shape = check_sizes(*sizes[:5])
+    parts = (t.mixed_qkv, t.z, t.b, t.a)
+    check_parts(parts, shape)
+    check_dtypes(t.mixed_qkv.dtype, "mixed_qkv", z=t.z)
+    check_dtypes(t.b.dtype, "b", a=t.a)
+    _check_split_plan(t.mixed_qkv.shape[0], shape, sizes)
+    fused = None
+    if t.mixed_qkvz is not None and t.mixed_ba is not None:
+        fused = (t.mixed_qkvz, t.mixed_ba)
+        check_projections(*fused, shape, ("mixed_qkv", t.mixed_qkv), "out.")
+        check_dtypes(t.mixed_qkv.dtype, "mixed_qkv", **{"out.mixed_qkvz": t.mixed_qkvz})
+        check_dtypes(t.b.dtype, "b", **{"out.mixed_ba": t.mixed_ba})
+        check_written(**{"out.mixed_qkvz": t.mixed_qkvz, "out.mixed_ba": t.mixed_ba})
+    return _move_problem(shape, fused, parts, sizes, merge=True)
+
+
+def check_convolve(t: Convolve, tokens_per_sequence: int, silu: bool, *sizes: Any) -> ConvProblem:
+    """The fused projections of new tokens, the convolution, its state and slots, and parts to write."""
+    move = check_split(Split(t.mixed_qkvz, t.mixed_ba, t.mixed_qkv, t.z, t.b, t.a), *sizes[:5])
+    shape = move.shape
+    check_convolution(t.mixed_qkvz, t.conv_state, t.conv_weight, t.conv_bias, t.slots, tokens_per_sequence, shape)
+    plan, sequences = ConvPlan.from_ints(plan_of(sizes)), t.slots.shape[0]
+    if plan is not None and not plan.covers(sequences, tokens_per_sequence, shape):
+        fail("plan", f"one made for {sequences} sequences of {tokens_per_sequence} tokens of {shape}", plan)
+    return ConvProblem(
+        shape, sequences, tokens_per_sequence, t.conv_state.shape[0], move.strides, t.conv_state.stride(),
+        t.conv_weight.stride(), t.conv_weight.shape[1], move.interleaved, t.conv_bias is not None, silu,
+        t.mixed_ba.dtype not in _COPIED_AS_THEY_ARE,
+    )  # fmt: skip
+
+
+def plan_of(sizes: Sequence[Any]) -> Any:
+    """The plan as ints, or None."""
+    return sizes[5] if len(sizes) > 5 else None
+
+
+def overlap(op: str, tensors: Sequence[Tensor | None]) -> MemoryOverlap:
+    """What refuses tensors of an op of which one that it writes shares memory with another."""
+    return MemoryOverlap(dict(zip(_NAMES_OF[op], tensors, strict=True)), _WRITTEN_OF[op])
+
+
+def names_of(op: str) -> tuple[str, ...]:
+    """What errors call an op's tensors."""
+    return _NAMES_OF[op]
+
+
+def _check_split_plan(rows: int, shape: GroupShape, sizes: Sequence[Any]) -> None:
+    plan = SplitPlan.from_ints(plan_of(sizes))
+    if plan is None:
+        return
+    if plan.rows_per_program and plan.dependent_launch:
+        fail("plan", "without dependent_launch if it has rows_per_program: that kernel waits for none", plan)
+    if not plan.covers(rows, shape):
+        fail("plan", f"one made for {rows} rows of {shape}", plan)
+
+
+def _move_problem(
+    shape: GroupShape, fused: tuple[Tensor, ...] | None, parts: tuple[Tensor, ...] | None, sizes: Sequence[Any],
+    merge: bool,
+) -> MoveProblem:  # fmt: skip
+    """What is not given the op allocates, packed."""
+    strides_of_fused = (shape.qkvz_width, shape.ba_width) if fused is None else [x.stride(0) for x in fused]
+    widths = (shape.qkv_width, shape.num_heads_v * shape.head_v, shape.num_heads_v, shape.num_heads_v)
+    strides_of_parts = widths if parts is None else [x.stride(0) for x in parts]
+    qkv, b = (parts[0], parts[2]) if parts is not None else (fused or ())
+    row_bytes = shape.qkvz_width * qkv.element_size() + shape.ba_width * b.element_size()
+    return MoveProblem(
+        shape, qkv.shape[0], row_bytes, (*strides_of_fused, *strides_of_parts), sizes[4] == "interleaved", merge,
+        not {qkv.dtype, b.dtype} <= _COPIED_AS_THEY_ARE,
+    )  # fmt: skip
+
+
+# Parts of the checks
 
 
 def check_positive(**numbers: object) -> None:
@@ -89,10 +202,10 @@ def check_dtypes(wanted: torch.dtype, as_in: str, **tensors: Tensor) -> None:
 
 
 def check_written(**tensors: Tensor) -> None:
-    """Tensors to be written: no two elements in one place."""
+    """Tensors to be written: no two elements share memory."""
     for name, tensor in tensors.items():
         width = tensor.shape[1:].numel()
-        if _holds(tensor.shape[0] > 1) and _holds(tensor.stride(0) < width):
+        if known(tensor.shape[0] > 1) and known(tensor.stride(0) < width):
             fail(name, f"a tensor whose rows do not overlap (row stride >= {width})", describe(tensor))
 
 
@@ -106,11 +219,9 @@ def check_convolution(
     if conv_bias is not None:
         floats["conv_bias"] = conv_bias
     for name, tensor in floats.items():
-        if tensor.dtype not in _FLOATS:
-            fail(f"{name}.dtype", "bfloat16, float16 or float32", tensor.dtype, TypeError)
+        check_dtype(name, tensor, *_FLOATS)
     for name, tensor in (*floats.items(), ("slots", slots)):
-        if tensor.device != mixed_qkvz.device:
-            fail(f"{name}.device", f"{mixed_qkvz.device} as mixed_qkvz is", tensor.device)
+        check_same_device(name, tensor, "mixed_qkvz", mixed_qkvz)
     channels = shape.qkv_width
     if conv_weight.ndim != 2 or conv_weight.shape[0] != channels or not 2 <= conv_weight.shape[1] <= 4:
         fits = _what_fits("conv_weight", conv_weight, *[(channels, width) for width in (2, 3, 4)])
@@ -123,11 +234,10 @@ def check_convolution(
         fail("conv_state", "a tensor whose elements do not share memory", describe(conv_state))
     if conv_bias is not None and (conv_bias.shape != (channels,) or (channels > 1 and conv_bias.stride(0) != 1)):
         fail("conv_bias", f"[{channels}], contiguous, or None", describe(conv_bias))
-    if slots.dtype not in (torch.int32, torch.int64):
-        fail("slots.dtype", "int32 or int64", slots.dtype, TypeError)
-    if slots.ndim != 1 or (_holds(slots.shape[0] > 1) and slots.stride(0) != 1):
+    check_dtype("slots", slots, torch.int32, torch.int64)
+    if slots.ndim != 1 or (known(slots.shape[0] > 1) and slots.stride(0) != 1):
         fail("slots", "[sequences], contiguous", describe(slots))
-    if _holds(slots.shape[0] * tokens_per_sequence != mixed_qkvz.shape[0]):
+    if known(slots.shape[0] * tokens_per_sequence != mixed_qkvz.shape[0]):
         rows = slots.shape[0] * tokens_per_sequence
         fail("mixed_qkvz", f"[len(slots) * tokens_per_sequence = {rows}, ...]", describe(mixed_qkvz))
 
@@ -160,25 +270,14 @@ def _check_rows(name: str, tensor: Tensor, tail: tuple[int, ...]) -> None:
 
 def _check_companion(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
     """As many rows as the other, on the same device."""
-    if _holds(tensor.shape[0] != other.shape[0]):
+    if known(tensor.shape[0] != other.shape[0]):
         fail(name, f"[N = {other.shape[0]}, ...] as {other_name} is", describe(tensor))
-    if tensor.device != other.device:
-        fail(f"{name}.device", f"{other.device} as {other_name} is", tensor.device)
-
-
-def _holds(condition: Any) -> bool:
-    """Whether a comparison of sizes is true. One that only the device can tell, of torch.compile, counts as false:
-    the op asks again when it runs."""
-    if isinstance(condition, bool):
-        return condition
-    from torch.fx.experimental.symbolic_shapes import guard_or_false
-
-    return guard_or_false(condition)
+    check_same_device(name, tensor, other_name, other)
 
 
 def _elements_share_memory(tensor: Tensor) -> bool:
     """Whether two elements may lie in one place: a stride is shorter than what the dimensions inside it span."""
-    dims = [(stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if _holds(size > 1)]
+    dims = [(stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if known(size > 1)]
     if not all(type(number) is int for dim in dims for number in dim):
         return False
     span = 1

@@ -2,10 +2,60 @@
 
 Names: i_ an index, o_ offsets, m_ a mask, p_ a pointer, b_ a block of values. A head group is one QK head and the R
 value heads that belong to it: the unit in which the interleaved layout is written.
+
+A launch gives the constants and strides in NamedTuples, and pointers one by one; kernels group these.
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+
+
+class Sizes(NamedTuple):
+    """Constants of the projections: heads and head sizes, and the blocks that hold those of a group, or of all b."""
+
+    NQK: int
+    R: int
+    HQ: int
+    HV: int
+    INTERLEAVED: bool
+    BLOCK_Q: int
+    BLOCK_V: int
+    BLOCK_H: int
+
+
+class Convolution(NamedTuple):
+    """Constants of the convolution: strides of state and weight, tokens of a sequence, and channels of a block."""
+
+    S_CHANNEL: int
+    S_TAP: int
+    S_WEIGHT_CHANNEL: int
+    S_WEIGHT_TAP: int
+    TOKENS: int
+    WIDTH: int
+    HAS_BIAS: bool
+    SILU: bool
+    BLOCK: int
+
+
+class Strides(NamedTuple):
+    """Row strides of projections and parts and, if there is a convolution, the stride between slots of its state."""
+
+    qkvz: Any
+    ba: Any
+    slot: Any
+    qkv: Any
+    z: Any
+    b: Any
+    a: Any
+
+
+class Rows(NamedTuple):
+    """A tensor of packed rows: its address and row stride."""
+
+    p: Any
+    stride: Any
 
 
 @triton.jit
@@ -19,57 +69,57 @@ def wait_for_inputs(DEPENDENT: tl.constexpr):
 
 
 @triton.jit
-def columns_of_group(
-    i_g, NQK: tl.constexpr, R: tl.constexpr, HQ: tl.constexpr, HV: tl.constexpr, INTERLEAVED: tl.constexpr
-):
+def columns_of_group(i_g, sizes: tl.constexpr):
     """First columns of group i_g's q, k, v and z in a row of mixed_qkvz."""
-    if INTERLEAVED:
-        q = i_g * (2 * HQ + 2 * R * HV)
+    HQ: tl.constexpr = sizes.HQ
+    V: tl.constexpr = sizes.R * sizes.HV
+    if sizes.INTERLEAVED:
+        q = i_g * (2 * HQ + 2 * V)
         k = q + HQ
         v = q + 2 * HQ
-        z = v + R * HV
+        z = v + V
     else:
         q = i_g * HQ
-        k = NQK * HQ + q
-        v = 2 * NQK * HQ + i_g * (R * HV)
-        z = v + NQK * R * HV
+        k = sizes.NQK * HQ + q
+        v = 2 * sizes.NQK * HQ + i_g * V
+        z = v + sizes.NQK * V
     return q, k, v, z
 
 
 @triton.jit
-def columns_of_b_and_a(o_h, NQK: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr):
+def columns_of_b_and_a(o_h, sizes: tl.constexpr):
     """Columns in a row of mixed_ba that hold b and a of the value heads o_h."""
-    if INTERLEAVED:
+    R: tl.constexpr = sizes.R
+    if sizes.INTERLEAVED:
         b = o_h // R * (2 * R) + o_h % R
         a = b + R
     else:
         b = o_h
-        a = NQK * R + o_h
+        a = sizes.NQK * R + o_h
     return b, a
 
 
 @triton.jit
-def move_group(
-    p_qkvz, p_qkv, p_z, s_qkvz, s_qkv, s_z, row, end, i_g,
-    NQK: tl.constexpr, R: tl.constexpr, HQ: tl.constexpr, HV: tl.constexpr, INTERLEAVED: tl.constexpr,
-    MERGE: tl.constexpr, ROWS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
+def move_group(qkvz, qkv, z, row, end, i_g, sizes: tl.constexpr, MERGE: tl.constexpr, ROWS: tl.constexpr):
     """Copy ROWS rows from `row` on, short of `end`, of one head group: mixed_qkvz to (mixed_qkv, z), or back."""
+    NQK: tl.constexpr = sizes.NQK
+    HQ: tl.constexpr = sizes.HQ
+    V: tl.constexpr = sizes.R * sizes.HV
     o_row = row + tl.arange(0, ROWS).to(tl.int64)
     m_row = o_row < end
-    c_q, c_k, c_v, c_z = columns_of_group(i_g, NQK, R, HQ, HV, INTERLEAVED)
-    o_q = tl.arange(0, BLOCK_Q)[None, :]
-    o_v = tl.arange(0, BLOCK_V)[None, :]
+    c_q, c_k, c_v, c_z = columns_of_group(i_g, sizes)
+    o_q = tl.arange(0, sizes.BLOCK_Q)[None, :]
+    o_v = tl.arange(0, sizes.BLOCK_V)[None, :]
     m_q = m_row[:, None] & (o_q < HQ)
-    m_v = m_row[:, None] & (o_v < R * HV)
-    p_fused = p_qkvz + o_row[:, None] * s_qkvz
-    p_mixed = p_qkv + o_row[:, None] * s_qkv
+    m_v = m_row[:, None] & (o_v < V)
+    p_fused = qkvz.p + o_row[:, None] * qkvz.stride
+    p_mixed = qkv.p + o_row[:, None] * qkv.stride
     p_fused_q, p_fused_k = p_fused + c_q + o_q, p_fused + c_k + o_q
     p_fused_v, p_fused_z = p_fused + c_v + o_v, p_fused + c_z + o_v
     p_part_q = p_mixed + i_g * HQ + o_q
     p_part_k = p_mixed + (NQK + i_g) * HQ + o_q
-    p_part_v = p_mixed + 2 * NQK * HQ + i_g * (R * HV) + o_v
-    p_part_z = p_z + o_row[:, None] * s_z + i_g * (R * HV) + o_v
+    p_part_v = p_mixed + 2 * NQK * HQ + i_g * V + o_v
+    p_part_z = z.p + o_row[:, None] * z.stride + i_g * V + o_v
     # All loads stand before all stores: the compiler may not move a load over a store that might alias it.
     if MERGE:
         b_q, b_k = tl.load(p_part_q, mask=m_q), tl.load(p_part_k, mask=m_q)
@@ -88,19 +138,16 @@ def move_group(
 
 
 @triton.jit
-def move_b_and_a(
-    p_ba, p_b, p_a, s_ba, s_b, s_a, o_row, m_row, m_live,
-    NQK: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr, MERGE: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
+def move_b_and_a(ba, b, a, o_row, m_row, m_live, sizes: tl.constexpr, MERGE: tl.constexpr):
     """Copy the rows o_row of all heads' b and a: mixed_ba to (b, a), or back. Rows that are not live become 0."""
-    o_h = tl.arange(0, BLOCK_H)[None, :]
-    c_b, c_a = columns_of_b_and_a(o_h, NQK, R, INTERLEAVED)
-    m = m_row[:, None] & (o_h < NQK * R)
+    o_h = tl.arange(0, sizes.BLOCK_H)[None, :]
+    c_b, c_a = columns_of_b_and_a(o_h, sizes)
+    m = m_row[:, None] & (o_h < sizes.NQK * sizes.R)
     m_kept = m_live[:, None]
-    p_fused = p_ba + o_row[:, None] * s_ba
+    p_fused = ba.p + o_row[:, None] * ba.stride
     p_fused_b, p_fused_a = p_fused + c_b, p_fused + c_a
-    p_part_b = p_b + o_row[:, None] * s_b + o_h
-    p_part_a = p_a + o_row[:, None] * s_a + o_h
+    p_part_b = b.p + o_row[:, None] * b.stride + o_h
+    p_part_a = a.p + o_row[:, None] * a.stride + o_h
     if MERGE:
         b_b, b_a = tl.load(p_part_b, mask=m), tl.load(p_part_a, mask=m)
         tl.store(p_fused_b, tl.where(m_kept, b_b, 0), mask=m)
@@ -113,10 +160,8 @@ def move_b_and_a(
 
 @triton.jit(do_not_specialize=["rows"])
 def split_by_group(
-    p_qkvz, p_ba, p_qkv, p_z, p_b, p_a, rows, s_qkvz, s_ba, s_qkv, s_z, s_b, s_a,
-    NQK: tl.constexpr, R: tl.constexpr, HQ: tl.constexpr, HV: tl.constexpr, INTERLEAVED: tl.constexpr,
-    MERGE: tl.constexpr, ROWS: tl.constexpr, ROWS_BA: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, DEPENDENT: tl.constexpr,
+    p_qkvz, p_ba, p_qkv, p_z, p_b, p_a, rows, strides, sizes: tl.constexpr, MERGE: tl.constexpr, ROWS: tl.constexpr,
+    ROWS_BA: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """A program copies ROWS rows of one head group, or ROWS_BA rows of b and a. Neighbouring programs share rows."""
     wait_for_inputs(DEPENDENT)
@@ -125,34 +170,31 @@ def split_by_group(
     if i_p < programs_ba:
         o_row_ba = i_p.to(tl.int64) * ROWS_BA + tl.arange(0, ROWS_BA)
         m_row_ba = o_row_ba < rows
-        move_b_and_a(p_ba, p_b, p_a, s_ba, s_b, s_a, o_row_ba, m_row_ba, m_row_ba, NQK, R, INTERLEAVED, MERGE, BLOCK_H)
+        ba, b, a = Rows(p_ba, strides.ba), Rows(p_b, strides.b), Rows(p_a, strides.a)
+        move_b_and_a(ba, b, a, o_row_ba, m_row_ba, m_row_ba, sizes, MERGE)
     else:
         i_p -= programs_ba
-        row = (i_p // NQK).to(tl.int64) * ROWS
-        move_group(
-            p_qkvz, p_qkv, p_z, s_qkvz, s_qkv, s_z, row, rows, i_p % NQK,
-            NQK, R, HQ, HV, INTERLEAVED, MERGE, ROWS, BLOCK_Q, BLOCK_V,
-        )  # fmt: skip
+        row = (i_p // sizes.NQK).to(tl.int64) * ROWS
+        qkvz, qkv, z = Rows(p_qkvz, strides.qkvz), Rows(p_qkv, strides.qkv), Rows(p_z, strides.z)
+        move_group(qkvz, qkv, z, row, rows, i_p % sizes.NQK, sizes, MERGE, ROWS)
 
 
 @triton.jit(do_not_specialize=["rows", "rows_per_program"])
 def split_by_run(
-    p_qkvz, p_ba, p_qkv, p_z, p_b, p_a, rows, rows_per_program, s_qkvz, s_ba, s_qkv, s_z, s_b, s_a,
-    NQK: tl.constexpr, R: tl.constexpr, HQ: tl.constexpr, HV: tl.constexpr, INTERLEAVED: tl.constexpr,
-    MERGE: tl.constexpr, ROWS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
+    p_qkvz, p_ba, p_qkv, p_z, p_b, p_a, rows, rows_per_program, strides, sizes: tl.constexpr, MERGE: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
     """A program walks a contiguous run of rows, ROWS at a time, all groups of each: one program a core."""
+    qkvz, qkv, z = Rows(p_qkvz, strides.qkvz), Rows(p_qkv, strides.qkv), Rows(p_z, strides.z)
+    ba, b, a = Rows(p_ba, strides.ba), Rows(p_b, strides.b), Rows(p_a, strides.a)
     first = tl.program_id(0).to(tl.int64) * rows_per_program
     end = tl.minimum(first + rows_per_program, rows)
     for row in range(first, end, ROWS):
         o_row = row + tl.arange(0, ROWS).to(tl.int64)
         m_row = o_row < end
-        for i_g in range(NQK):
-            move_group(
-                p_qkvz, p_qkv, p_z, s_qkvz, s_qkv, s_z, row, end, i_g,
-                NQK, R, HQ, HV, INTERLEAVED, MERGE, ROWS, BLOCK_Q, BLOCK_V,
-            )  # fmt: skip
-        move_b_and_a(p_ba, p_b, p_a, s_ba, s_b, s_a, o_row, m_row, m_row, NQK, R, INTERLEAVED, MERGE, BLOCK_H)
+        for i_g in range(sizes.NQK):
+            move_group(qkvz, qkv, z, row, end, i_g, sizes, MERGE, ROWS)
+        move_b_and_a(ba, b, a, o_row, m_row, m_row, sizes, MERGE)
 
 
 @triton.jit
@@ -181,48 +223,47 @@ def taps_of(b_w, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def convolve(
-    p_x, p_y, p_state, p_weight, p_bias, s_x, s_y, o_row, m_seq, m_live, o_c, m_c,
-    S_CHANNEL: tl.constexpr, S_TAP: tl.constexpr, S_WCHANNEL: tl.constexpr, S_WTAP: tl.constexpr,
-    TOKENS: tl.constexpr, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+def convolve(x, y, p_state, p_weight, p_bias, o_row, m_seq, m_live, o_c, m_c, conv: tl.constexpr):
     """Advance the convolution of the channels o_c by TOKENS rows, for the sequences that start at rows o_row.
 
-    p_x points at what becomes channel 0, p_state [SEQUENCES, 1] at channel 0 of each sequence's slot. Sequences that
-    are not live get zeros and leave the state alone.
+    x begins at what becomes channel 0, p_state [SEQUENCES, 1] points at channel 0 of each sequence's slot. Sequences
+    that are not live get zeros and leave the state alone.
     """
+    S_TAP: tl.constexpr = conv.S_TAP
+    TOKENS: tl.constexpr = conv.TOKENS
+    WIDTH: tl.constexpr = conv.WIDTH
     m_state = m_live[:, None] & m_c[None, :]
     m_row = m_seq[:, None] & m_c[None, :]
     # x_0 is the current input, x_1 the newest before it, and so on; w_i is the weight on x_i. What needs no slot is
     # loaded first, so that it is under way while the slot, and then the state, are waited for.
-    b_w = load_weights(p_weight, o_c, m_c, S_WCHANNEL, S_WTAP, WIDTH)
-    if HAS_BIAS:
+    b_w = load_weights(p_weight, o_c, m_c, conv.S_WEIGHT_CHANNEL, conv.S_WEIGHT_TAP, WIDTH)
+    if conv.HAS_BIAS:
         b_bias = tl.load(p_bias + o_c, mask=m_c, other=0.0).to(tl.float32)[None, :]
-    x_0 = tl.load(p_x + o_row[:, None] * s_x + o_c[None, :], mask=m_row, other=0.0).to(tl.float32)
-    p_1 = p_state + o_c.to(tl.int64)[None, :] * S_CHANNEL + (WIDTH - 2) * S_TAP
+    x_0 = tl.load(x.p + o_row[:, None] * x.stride + o_c[None, :], mask=m_row, other=0.0).to(tl.float32)
+    p_1 = p_state + o_c.to(tl.int64)[None, :] * conv.S_CHANNEL + (WIDTH - 2) * S_TAP
     x_1 = tl.load(p_1, mask=m_state, other=0.0).to(tl.float32)
     if WIDTH > 2:
         x_2 = tl.load(p_1 - S_TAP, mask=m_state, other=0.0).to(tl.float32)
     if WIDTH > 3:
         x_3 = tl.load(p_1 - 2 * S_TAP, mask=m_state, other=0.0).to(tl.float32)
-    w_0, w_1, w_2, w_3 = taps_of(b_w, BLOCK)
+    w_0, w_1, w_2, w_3 = taps_of(b_w, conv.BLOCK)
     for t in range(TOKENS):
-        y = x_0 * w_0 + x_1 * w_1
+        acc = x_0 * w_0 + x_1 * w_1
         if WIDTH > 2:
-            y += x_2 * w_2
+            acc += x_2 * w_2
         if WIDTH > 3:
-            y += x_3 * w_3
+            acc += x_3 * w_3
             x_3 = x_2
-        if HAS_BIAS:
-            y += b_bias
-        if SILU:
-            y = y / (1.0 + tl.exp(-y))
-        y = tl.where(m_state, y, 0.0)
-        tl.store(p_y + (o_row + t)[:, None] * s_y + o_c[None, :], y.to(p_y.dtype.element_ty), mask=m_row)
+        if conv.HAS_BIAS:
+            acc += b_bias
+        if conv.SILU:
+            acc = acc / (1.0 + tl.exp(-acc))
+        acc = tl.where(m_state, acc, 0.0)
+        tl.store(y.p + (o_row + t)[:, None] * y.stride + o_c[None, :], acc.to(y.p.dtype.element_ty), mask=m_row)
         if WIDTH > 2:
             x_2 = x_1
         x_1 = x_0
-        p_next = p_x + (o_row + t + 1)[:, None] * s_x + o_c[None, :]
+        p_next = x.p + (o_row + t + 1)[:, None] * x.stride + o_c[None, :]
         x_0 = tl.load(p_next, mask=m_row & (t + 1 < TOKENS), other=0.0).to(tl.float32)
     tl.store(p_1, x_1.to(p_state.dtype.element_ty), mask=m_state)
     if WIDTH > 2:
@@ -241,17 +282,18 @@ def load_slots(p_slots, o_seq, m_seq, num_slots):
 
 @triton.jit(do_not_specialize=["sequences", "num_slots"])
 def split_and_convolve(
-    p_qkvz, p_ba, p_state, p_weight, p_bias, p_slots, p_qkv, p_z, p_b, p_a, sequences, num_slots,
-    s_qkvz, s_ba, s_slot, s_qkv, s_z, s_b, s_a,
-    S_CHANNEL: tl.constexpr, S_TAP: tl.constexpr, S_WCHANNEL: tl.constexpr, S_WTAP: tl.constexpr,
-    NQK: tl.constexpr, R: tl.constexpr, HQ: tl.constexpr, HV: tl.constexpr, INTERLEAVED: tl.constexpr,
-    TOKENS: tl.constexpr, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr,
-    SEQUENCES: tl.constexpr, ROWS_BA: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, DEPENDENT: tl.constexpr,
+    p_qkvz, p_ba, p_state, p_weight, p_bias, p_slots, p_qkv, p_z, p_b, p_a, sequences, num_slots, strides,
+    sizes: tl.constexpr, conv: tl.constexpr, SEQUENCES: tl.constexpr, ROWS_BA: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """A program takes SEQUENCES sequences through BLOCK columns of q, k, v or z, or ROWS_BA rows through b and a.
 
     q, k and v go through the same instructions at other columns: so short a kernel is slowed by its own length.
     """
+    NQK: tl.constexpr = sizes.NQK
+    HQ: tl.constexpr = sizes.HQ
+    V: tl.constexpr = sizes.R * sizes.HV
+    BLOCK: tl.constexpr = conv.BLOCK
+    TOKENS: tl.constexpr = conv.TOKENS
     wait_for_inputs(DEPENDENT)
     i_p = tl.program_id(0)
     rows = sequences.to(tl.int64) * TOKENS
@@ -260,10 +302,11 @@ def split_and_convolve(
         o_row_ba = i_p.to(tl.int64) * ROWS_BA + tl.arange(0, ROWS_BA)
         m_row_ba = o_row_ba < rows
         _, m_live_ba = load_slots(p_slots, o_row_ba // TOKENS, m_row_ba, num_slots)
-        move_b_and_a(p_ba, p_b, p_a, s_ba, s_b, s_a, o_row_ba, m_row_ba, m_live_ba, NQK, R, INTERLEAVED, False, BLOCK_H)
+        ba, b, a = Rows(p_ba, strides.ba), Rows(p_b, strides.b), Rows(p_a, strides.a)
+        move_b_and_a(ba, b, a, o_row_ba, m_row_ba, m_live_ba, sizes, False)
     else:
         TILES_Q: tl.constexpr = (HQ + BLOCK - 1) // BLOCK
-        TILES_V: tl.constexpr = (R * HV + BLOCK - 1) // BLOCK
+        TILES_V: tl.constexpr = (V + BLOCK - 1) // BLOCK
         TILES: tl.constexpr = 2 * TILES_Q + 2 * TILES_V
         i_p -= programs_ba
         i_t = i_p % TILES
@@ -272,29 +315,27 @@ def split_and_convolve(
         m_seq = o_seq < sequences
         o_slot, m_live = load_slots(p_slots, o_seq, m_seq, num_slots)
         o_row = o_seq * TOKENS
-        c_q, c_k, c_v, c_z = columns_of_group(i_g, NQK, R, HQ, HV, INTERLEAVED)
+        c_q, c_k, c_v, c_z = columns_of_group(i_g, sizes)
         if i_t < 2 * TILES_Q + TILES_V:
             is_k = i_t >= TILES_Q
             is_v = i_t >= 2 * TILES_Q
             c_x = tl.where(is_v, c_v, tl.where(is_k, c_k, c_q))
-            c_y = tl.where(is_v, 2 * NQK * HQ + i_g * (R * HV), tl.where(is_k, NQK + i_g, i_g) * HQ)
+            c_y = tl.where(is_v, 2 * NQK * HQ + i_g * V, tl.where(is_k, NQK + i_g, i_g) * HQ)
             c_tile = (i_t - tl.where(is_v, 2 * TILES_Q, tl.where(is_k, TILES_Q, 0))) * BLOCK
             o_tile = tl.arange(0, BLOCK)
             # A mask that the compiler can see through where tiles fit, so that it may load 16 bytes at a time.
-            if HQ % BLOCK == 0 and R * HV % BLOCK == 0:
+            if HQ % BLOCK == 0 and V % BLOCK == 0:
                 m_c = o_tile < BLOCK
             else:
-                m_c = c_tile + o_tile < tl.where(is_v, R * HV, HQ)
-            convolve(
-                p_qkvz + (c_x - c_y), p_qkv, p_state + (o_slot * s_slot)[:, None], p_weight, p_bias, s_qkvz, s_qkv,
-                o_row, m_seq, m_live, c_y + c_tile + o_tile, m_c,
-                S_CHANNEL, S_TAP, S_WCHANNEL, S_WTAP, TOKENS, WIDTH, HAS_BIAS, SILU, BLOCK,
-            )  # fmt: skip
+                m_c = c_tile + o_tile < tl.where(is_v, V, HQ)
+            x, y = Rows(p_qkvz + (c_x - c_y), strides.qkvz), Rows(p_qkv, strides.qkv)
+            p_slot = p_state + (o_slot * strides.slot)[:, None]
+            convolve(x, y, p_slot, p_weight, p_bias, o_row, m_seq, m_live, c_y + c_tile + o_tile, m_c, conv)
         else:
             o_z = (i_t - 2 * TILES_Q - TILES_V) * BLOCK + tl.arange(0, BLOCK)[None, :]
-            m_z = o_z < R * HV
+            m_z = o_z < V
             for t in range(TOKENS):
                 o_t = (o_row + t)[:, None]
-                b_z = tl.load(p_qkvz + o_t * s_qkvz + c_z + o_z, mask=m_seq[:, None] & m_z)
+                b_z = tl.load(p_qkvz + o_t * strides.qkvz + c_z + o_z, mask=m_seq[:, None] & m_z)
                 b_z = tl.where(m_live[:, None], b_z, 0)
-                tl.store(p_z + o_t * s_z + i_g * (R * HV) + o_z, b_z, mask=m_seq[:, None] & m_z)
+                tl.store(p_z + o_t * strides.z + i_g * V + o_z, b_z, mask=m_seq[:, None] & m_z)

@@ -5,8 +5,17 @@ A plan is a value: it can be built, printed and tested on a machine with no GPU,
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from math import gcd
+
+from kernel_reference.integers import (
+    cdiv,
+    is_power_of_two,
+    power_of_two_at_least,
+    power_of_two_at_most,
+    power_of_two_in,
+)
+from kernel_reference.plans import Plan
 
 MAX_PROGRAMS = 2**31 - 1
 
@@ -42,10 +51,55 @@ class GroupShape:
 
 
 @dataclass(frozen=True)
+class MoveProblem:
+    """A split, or a merge: rows between fused projections and parts.
+
+    ``strides``: row strides of mixed_qkvz, mixed_ba, mixed_qkv, z, b and a. ``row_bytes``: of mixed_qkvz and mixed_ba
+    together. ``as_integers``: of dtypes that Triton cannot name, or would change.
+    """
+
+    shape: GroupShape
+    rows: int
+    row_bytes: int
+    strides: tuple[int, ...]
+    interleaved: bool
+    merge: bool
+    as_integers: bool
+
+
+@dataclass(frozen=True)
+class ConvProblem:
+    """A split with a convolution of ``tokens`` new tokens of each sequence.
+
+    ``strides`` as for a move; ``state_strides`` (slot, channel, tap); ``weight_strides`` (channel, tap).
+    ``as_integers``: mixed_ba, b and a are.
+    """
+
+    shape: GroupShape
+    sequences: int
+    tokens: int
+    num_slots: int
+    strides: tuple[int, ...]
+    state_strides: tuple[int, ...]
+    weight_strides: tuple[int, ...]
+    width: int
+    interleaved: bool
+    has_bias: bool
+    silu: bool
+    as_integers: bool
+
+    @property
+    def taps_adjacent(self) -> bool:
+        """Whether a channel's taps lie together in the state."""
+        _, channel, tap = self.state_strides
+        return tap == 1 and channel > 1
+
+
+@dataclass(frozen=True)
 class DeviceLimits:
     """What the plan needs to know of a processor.
 
-    ``cores`` are NVIDIA's multiprocessors or an NPU's vector cores; ``on_chip_bytes`` is the buffer a core works in;
+    ``cores`` are NVIDIA's SMs or an NPU's vector cores; ``on_chip_bytes`` is the buffer a core works in;
     ``programs_per_core`` is how many programs a core keeps in flight to hide memory latency: 1 where it must be given
     one long program instead. ``dependent_launch``: a kernel can be started before the one ahead of it has ended, and
     wait on the device (NVIDIA from sm_90 on).
@@ -58,7 +112,7 @@ class DeviceLimits:
 
 
 @dataclass(frozen=True)
-class SplitPlan:
+class SplitPlan(Plan):
     """One launch of the split or of the merge.
 
     ``rows_per_program`` 0: a program takes ``rows_per_step`` rows of one head group, or ``rows_per_step_ba`` rows of b
@@ -73,13 +127,9 @@ class SplitPlan:
     num_warps: int
     dependent_launch: bool = False
 
-    def as_ints(self) -> list[int]:
-        """The plan as a torch op takes it."""
-        return [int(number) for number in astuple(self)]
-
     def covers(self, rows: int, shape: GroupShape) -> bool:
         """Whether its programs reach every row, in steps that a kernel can take, after the kernel ahead has ended."""
-        if not _are_steps(self.rows_per_step, self.rows_per_step_ba, self.num_warps):
+        if not is_power_of_two(self.rows_per_step, self.rows_per_step_ba, self.num_warps):
             return False
         if self.rows_per_program:
             walked = self.programs * self.rows_per_program
@@ -88,7 +138,7 @@ class SplitPlan:
 
 
 @dataclass(frozen=True)
-class ConvPlan:
+class ConvPlan(Plan):
     """One launch of the split with convolution: a program takes ``sequences_per_program`` through ``block`` columns."""
 
     programs: int
@@ -98,35 +148,12 @@ class ConvPlan:
     num_warps: int
     dependent_launch: bool = False
 
-    def as_ints(self) -> list[int]:
-        """The plan as a torch op takes it."""
-        return [int(number) for number in astuple(self)]
-
     def covers(self, sequences: int, tokens: int, shape: GroupShape) -> bool:
         """Whether its programs reach every sequence and column, in steps that a kernel can take."""
-        if not _are_steps(self.sequences_per_program, self.block, self.rows_per_step_ba, self.num_warps):
+        if not is_power_of_two(self.sequences_per_program, self.block, self.rows_per_step_ba, self.num_warps):
             return False
         tiles = cdiv(sequences, self.sequences_per_program) * _tiles(shape, self.block)
         return self.programs >= cdiv(sequences * tokens, self.rows_per_step_ba) + tiles
-
-
-def cdiv(a: int, b: int) -> int:
-    """a / b, rounded up."""
-    return -(-a // b)
-
-
-def power_of_two_at_most(n: int) -> int:
-    """The largest power of two that is <= n, for n >= 1."""
-    return 1 << (n.bit_length() - 1)
-
-
-def power_of_two_at_least(n: int) -> int:
-    """The smallest power of two that is >= n, for n >= 1."""
-    return 1 << (n - 1).bit_length()
-
-
-def _are_steps(*numbers: int) -> bool:
-    return all(number >= 1 and number & (number - 1) == 0 for number in numbers)
 
 
 def plan_split(rows: int, shape: GroupShape, row_bytes: int, limits: DeviceLimits) -> SplitPlan:
@@ -168,7 +195,7 @@ def plan_conv(
     """
     widths = (shape.head_qk, shape.ratio * shape.head_v)
     # Tiles that divide both widths need no mask; where only tiny ones do, one masked tile of each is better.
-    block = min(128, gcd(*widths) & -gcd(*widths))
+    block = min(128, power_of_two_in(gcd(*widths)))
     if block < 32:
         block = min(256, power_of_two_at_least(max(widths)))
     # One sequence of Qwen3-Next makes fewer tiles of 128 than an H200 has cores: 1.39 us, of 64 with two warps 1.07.

@@ -1,0 +1,44 @@
+"""The tensors of each op, in its order: what checks, references and launches take as one argument."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Split(NamedTuple):
+    """The fused projections and, if allocated, their parts."""
+
+    mixed_qkvz: Tensor
+    mixed_ba: Tensor
+    mixed_qkv: Tensor | None = None
+    z: Tensor | None = None
+    b: Tensor | None = None
+    a: Tensor | None = None
+
+
+class Merge(NamedTuple):
+    """The parts and, if allocated, the fused projections."""
+
+    mixed_qkv: Tensor
+    z: Tensor
+    b: Tensor
+    a: Tensor
+    mixed_qkvz: Tensor | None = None
+    mixed_ba: Tensor | None = None
+
+
+class Convolve(NamedTuple):
+    """The fused projections of new tokens, the convolution, each sequence's slot of its state, and the parts."""
+
+    mixed_qkvz: Tensor
+    mixed_ba: Tensor
+    conv_state: Tensor
+    conv_weight: Tensor
+    conv_bias: Tensor | None
+    slots: Tensor
+    mixed_qkv: Tensor
+    z: Tensor
+    b: Tensor
+    a: Tensor

@@ -413,6 +413,13 @@ TABLE = [
             ("needs a gradient", V, needing_grad), ("another device", V, elsewhere),
         )
     ],
+    *[
+        ("merge", f"out: {what}", error, "out", lambda given, change=change: given.update(out=change(given["out_a"])))
+        for what, error, change in (
+            ("a list", T, lambda x: [1.0]), ("another dtype", T, in_half), ("fewer rows", V, one_less),
+            ("the argument itself", V, lambda x: x), ("rows of one", V, lambda x: x[:1].expand_as(x)),
+        )
+    ],
     ("merge", "no heads", V, "out_a", together(
         *[replaced(name, lambda x: x[:, :0]) for name in ("out_a", "out_b")],
         *[replaced(name, lambda x: x[:0]) for name in ("lse_a", "lse_b")])),

@@ -717,6 +717,17 @@ def test_the_prefix_merged_with_the_new_tokens_is_the_whole_with_the_sinks_in_on
         whole.check_merged(got, prefix, new)
 
 
+def test_a_merged_output_goes_where_it_is_told(tensors) -> None:
+    parts = [tensors.normal(7, 3, 16, dtype=BF16), tensors.normal(3, 7)] * 2
+    wanted = merge_attention_states(*parts)
+    place = torch.full((7, 2, 3, 16), torch.nan, dtype=BF16, device=wanted.out.device)
+    got = merge_attention_states(*parts, out=place[:, 1])
+    assert got.out.data_ptr() == place[:, 1].data_ptr()
+    torch.testing.assert_close(place[:, 1], wanted.out, rtol=0, atol=0)
+    torch.testing.assert_close(got.lse, wanted.lse, rtol=0, atol=0)
+    assert bool(place[:, 0].isnan().all())
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 def test_halves_of_the_context_merged_are_the_whole(tensors, dtype) -> None:
     """Two ranks that hold half of the pages each: the first sees them all, the second its own and the new tokens."""

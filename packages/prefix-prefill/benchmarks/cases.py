@@ -12,18 +12,30 @@ against FA3, which no requirement of a single case can state.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import peers
 import torch
+from peers import (
+    CONTEXT,
+    CONTEXT_FP8,
+    FA3,
+    FA3_BF16,
+    FA3_SCHEDULED,
+    SGLANG,
+    UNIFIED,
+    UNIFIED_FP8,
+    Paged,
+    has_peer,
+)
 
 from kernel_reference.attention import attention
 from kernel_reference.attention import merge_attention_states as merge_reference
@@ -35,9 +47,6 @@ from kernel_reference.testing.numerics import assert_close_to_oracle
 from prefix_prefill import context_attention_fwd, merge_attention_states, prefix_prefill
 
 OURS, OURS_X_PACKED, OURS_FP8 = "prefix-prefill", "prefix-prefill, x-packed", "prefix-prefill, fp8 cache"
-FA3, FA3_SCHEDULED, FA3_BF16 = "FA3", "FA3, schedule made before", "FA3, bf16 cache"
-CONTEXT, UNIFIED, SGLANG = "vLLM context_attention_fwd", "vLLM unified_attention", "sglang extend"
-CONTEXT_FP8, UNIFIED_FP8 = f"{CONTEXT}, fp8", f"{UNIFIED}, fp8"
 DTYPE = torch.bfloat16
 CACHE_DTYPE = torch.float8_e4m3fn
 # Powers of two: what an 8-bit cache holds is then exact in bfloat16, so that one reference serves both caches. Unlike
@@ -168,6 +177,21 @@ class Batch:
     fp8_x_packed: Tensors = ()
     schedule: torch.Tensor | None = None
 
+    @cached_property
+    def paged(self) -> Paged:
+        """As peers take it; made once, as each call would pay for it."""
+        shape = self.shape
+        return Paged(
+            self.q, self.k_cache, self.v_cache, self.block_table, self.cu_seqlens_q, self.seqlens_k, shape.max_seqlen_q,
+            shape.max_seqlen_k, shape.scale, shape.sides if shape.window else None,
+        )  # fmt: skip
+
+    @cached_property
+    def paged_fp8(self) -> Paged:
+        """The same over the pages with 8-bit elements."""
+        k_cache, v_cache = self.fp8
+        return self.paged._replace(k_cache=k_cache, v_cache=v_cache)
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -179,11 +203,6 @@ class Problem:
     make_inputs: Callable[[], Batch]
     call: Callable[..., Ours]
     bytes_moved: int
-
-
-def has_peer(name: str) -> bool:
-    """Whether inputs for this peer are worth their memory."""
-    return importlib.util.find_spec(name) is not None
 
 
 # Inputs
@@ -228,7 +247,7 @@ def make_batch(device: torch.device, shape: Shape, *, fp8: bool = False, x_packe
         batch.fp8_x_packed = packed_by_x(*small) if small else ()
     if has_peer("sglang"):
         add_tokens(batch)
-    batch.schedule = schedule_of_fa3(batch)
+    batch.schedule = peers.fa3_schedule(batch.paged)
     return batch
 
 
@@ -255,218 +274,81 @@ def add_tokens(batch: Batch) -> None:
     batch.window_starts = torch.tensor(begins, dtype=torch.int32, device=device)
 
 
-def schedule_of_fa3(batch: Batch) -> torch.Tensor | None:
-    """What vLLM works out once a step and gives to FA3 in every layer; None where it cannot be made."""
-    if not batch.q.is_cuda or not has_peer("vllm"):
-        return None
-    try:
-        from vllm.vllm_flash_attn import get_scheduler_metadata
-
-        shape, m = batch.shape, batch.shape.model
-        return get_scheduler_metadata(
-            batch_size=len(shape.lengths),
-            max_seqlen_q=shape.max_seqlen_q,
-            max_seqlen_k=shape.max_seqlen_k,
-            num_heads_q=m.num_heads_q,
-            num_heads_kv=m.num_heads_kv,
-            headdim=m.head_dim,
-            cache_seqlens=batch.seqlens_k,
-            qkv_dtype=DTYPE,
-            cu_seqlens_q=batch.cu_seqlens_q,
-            page_size=shape.page,
-            causal=True,
-            window_size=shape.sides,
-        )
-    except (ImportError, AttributeError, RuntimeError, TypeError):
-        # Its own row of the table then says that there is none; the plain call stands beside it.
-        return None
-
-
 # Implementations
 
 
 def ours(batch: Batch, plan: Any = None) -> Ours:
-    return Ours(paged(batch, batch.k_cache, batch.v_cache, plan=plan))
+    return Ours(over_pages(batch.paged, plan=plan))
 
 
 def ours_fp8(batch: Batch, plan: Any = None) -> Ours:
-    return Ours(paged(batch, *batch.fp8, k_scale=batch.k_scale, v_scale=batch.v_scale, plan=plan))
+    return Ours(over_pages(batch.paged_fp8, k_scale=batch.k_scale, v_scale=batch.v_scale, plan=plan))
 
 
-def paged(batch: Batch, k_cache: torch.Tensor, v_cache: torch.Tensor, **options: Any) -> torch.Tensor:
-    shape = batch.shape
-    out = prefix_prefill(
-        batch.q,
-        None,
-        None,
-        k_cache,
-        v_cache,
-        batch.block_table,
-        batch.cu_seqlens_q,
-        batch.seqlens_k,
-        max_seqlen_q=shape.max_seqlen_q,
-        window=shape.sides if shape.window else None,
-        **options,
-    )
-    if not isinstance(out, torch.Tensor):
-        raise TypeError("without return_lse the result must be a tensor")
+def over_pages(i: Paged, **options: Any) -> torch.Tensor:
+    """Ours, where the cache holds the new tokens already."""
+    rest = (i.block_table, i.cu_seqlens_q, i.seqlens_k)
+    out: torch.Tensor = prefix_prefill(
+        i.q, None, None, i.k_cache, i.v_cache, *rest, max_seqlen_q=i.max_seqlen_q, window=i.window, softcap=i.softcap,
+        sinks=i.sinks, **options,
+    )  # fmt: skip
     return out
 
 
 def ours_x_packed(batch: Batch) -> Ours:
-    return Ours(by_engines_signature(context_attention_fwd, batch, "auto", *batch.x_packed, batch.one, batch.one))
+    return Ours(engines(context_attention_fwd, batch, batch.x_packed, "auto", (batch.one, batch.one)))
 
 
 def x_packed_by_plan(batch: Batch, plan: Any = None) -> Ours:
     """The same through the function that takes a plan."""
-    shape = batch.shape
-    out = prefix_prefill(
-        batch.q,
-        batch.k,
-        batch.v,
-        *batch.x_packed,
-        batch.block_table,
-        batch.cu_seqlens_q,
-        batch.seqlens_k,
-        max_seqlen_q=shape.max_seqlen_q,
-        page_layout="x-packed",
-        window=shape.sides if shape.window else None,
-        plan=plan,
-    )
-    if not isinstance(out, torch.Tensor):
-        raise TypeError("without return_lse the result must be a tensor")
-    return Ours(out)
+    i = batch.paged
+    rest = (i.block_table, i.cu_seqlens_q, i.seqlens_k)
+    return Ours(
+        prefix_prefill(
+            i.q, batch.k, batch.v, *batch.x_packed, *rest, max_seqlen_q=i.max_seqlen_q, page_layout="x-packed",
+            window=i.window, plan=plan,
+        )
+    )  # fmt: skip
 
 
-def by_engines_signature(function: Callable[..., object], batch: Batch, *cache: Any) -> torch.Tensor:
-    """``cache``: its dtype's name, keys, values and their scales."""
-    shape = batch.shape
-    dtype, k_cache, v_cache, k_scale, v_scale = cache
-    out = torch.empty_like(batch.q)
-    function(
-        batch.q,
-        batch.k,
-        batch.v,
-        out,
-        dtype,
-        k_cache,
-        v_cache,
-        batch.block_table,
-        batch.cu_seqlens_q,
-        batch.seqlens_k,
-        shape.max_seqlen_k,
-        shape.max_seqlen_q,
-        k_scale,
-        v_scale,
-        sliding_window=shape.window,
-        sm_scale=shape.scale,
-    )
-    return out
+def engines(function: Any, batch: Batch, caches: Tensors, dtype: str, scales: Tensors) -> torch.Tensor:
+    call = peers.by_engines_signature(function)
+    return call(batch.paged, batch.k, batch.v, caches, dtype, scales, batch.shape.window)
 
 
 def context(fp8: bool = False) -> Callable[[Batch], Theirs]:
-    from vllm.v1.attention.ops.prefix_prefill import context_attention_fwd as theirs
+    call = peers.context()
 
-    def call(batch: Batch) -> Theirs:
-        cache: tuple[Any, ...] = ("auto", *batch.x_packed, batch.one, batch.one)
+    def run(batch: Batch) -> Theirs:
+        caches, dtype, scales = batch.x_packed, "auto", (batch.one, batch.one)
         if fp8:
-            cache = ("fp8", *batch.fp8_x_packed, batch.k_scale, batch.v_scale)
-        return Theirs(by_engines_signature(theirs, batch, *cache))
+            caches, dtype, scales = batch.fp8_x_packed, "fp8", (batch.k_scale, batch.v_scale)
+        return Theirs(call(batch.paged, batch.k, batch.v, caches, dtype, scales, batch.shape.window))
 
-    return call
+    return run
 
 
 def unified(fp8: bool = False) -> Callable[[Batch], Theirs]:
-    from vllm.v1.attention.ops.triton_unified_attention import unified_attention
-    from vllm.v1.kv_cache_interface import KVQuantMode
-
-    mode = KVQuantMode.FP8_PER_TENSOR if fp8 else KVQuantMode.NONE
-
-    def call(batch: Batch) -> Theirs:
-        shape = batch.shape
-        k_cache, v_cache = batch.fp8 if fp8 else (batch.k_cache, batch.v_cache)
-        out = torch.empty_like(batch.q)
-        # The buffers that vLLM adds, for a split over the keys, are for fewer sequences that decode than are here.
-        unified_attention(
-            q=batch.q,
-            k=k_cache,
-            v=v_cache,
-            out=out,
-            cu_seqlens_q=batch.cu_seqlens_q,
-            max_seqlen_q=shape.max_seqlen_q,
-            seqused_k=batch.seqlens_k,
-            max_seqlen_k=shape.max_seqlen_k,
-            softmax_scale=shape.scale,
-            causal=True,
-            window_size=shape.sides if shape.window else (-1, -1),
-            block_table=batch.block_table,
-            softcap=0,
-            q_descale=None,
-            k_descale=batch.k_scale if fp8 else batch.one,
-            v_descale=batch.v_scale if fp8 else batch.one,
-            kv_quant_mode=mode,
-        )
-        return Theirs(out)
-
-    return call
+    call = peers.unified(fp8)
+    if fp8:
+        return lambda batch: Theirs(call(batch.paged_fp8, batch.k_scale, batch.v_scale))
+    return lambda batch: Theirs(call(batch.paged, batch.one, batch.one))
 
 
 def fa3(scheduled: bool = False) -> Callable[[Batch], Theirs]:
-    from vllm.vllm_flash_attn import flash_attn_varlen_func
+    call = peers.fa3()
 
-    def call(batch: Batch) -> Theirs:
-        shape = batch.shape
+    def run(batch: Batch) -> Theirs:
         if scheduled and batch.schedule is None:
             raise RuntimeError("FA3 made no schedule for these lengths")
-        out = flash_attn_varlen_func(
-            batch.q,
-            batch.k_cache,
-            batch.v_cache,
-            shape.max_seqlen_q,
-            batch.cu_seqlens_q,
-            shape.max_seqlen_k,
-            seqused_k=batch.seqlens_k,
-            block_table=batch.block_table,
-            softmax_scale=shape.scale,
-            causal=True,
-            window_size=list(shape.sides) if shape.window else None,
-            scheduler_metadata=batch.schedule if scheduled else None,
-            fa_version=3,
-        )
-        return Theirs(out)
+        return Theirs(call(batch.paged, batch.schedule if scheduled else None))
 
-    return call
+    return run
 
 
 def sglang() -> Callable[[Batch], Theirs]:
-    from sglang.srt.layers.attention.triton_ops.extend_attention import extend_attention_fwd
-
-    def call(batch: Batch) -> Theirs:
-        shape = batch.shape
-        out = torch.empty_like(batch.q)
-        extend_attention_fwd(
-            batch.q,
-            batch.k,
-            batch.v,
-            out,
-            batch.k_cache.flatten(0, 1),
-            batch.v_cache.flatten(0, 1),
-            batch.cu_seqlens_q,
-            batch.token_starts,
-            batch.tokens,
-            None,
-            True,
-            None,
-            shape.max_seqlen_q,
-            1.0,
-            1.0,
-            sm_scale=shape.scale,
-            sliding_window_size=shape.sides[0],
-            window_kv_offsets=batch.window_starts if shape.window else None,
-        )
-        return Theirs(out)
-
-    return call
+    call = peers.sglang()
+    return lambda b: Theirs(call(b.paged, b.k, b.v, b.tokens, b.token_starts, b.window_starts))
 
 
 # Their check
@@ -553,8 +435,6 @@ def plain_attention(
 
 
 # Cases
-
-Peers = Mapping[str, Callable[[], Callable[[Any], Any]]]
 
 
 def prefill_case(device: torch.device, shape: Shape, against_context: float) -> Case:
@@ -684,7 +564,7 @@ def window_inputs(device: torch.device, shape: Shape, contexts: Sequence[int]) -
     for ctx in contexts:
         one = replace(shape, lengths=((ctx, shape.max_seqlen_q),))
         batch = replace(longest, shape=one, seqlens_k=longest.seqlens_k - (max(contexts) - ctx))
-        batch.schedule = schedule_of_fa3(batch)
+        batch.schedule = peers.fa3_schedule(batch.paged)
         found[shown(ctx)] = batch
     return found
 

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from weakref import WeakKeyDictionary
 
+import peers
 import torch
-from cases import DTYPE, ERROR_AT_MOST, FA3, OURS, UNIFIED, Shape
+from cases import DTYPE, ERROR_AT_MOST, OURS, Shape, over_pages
+from peers import FA3, UNIFIED, Paged
 
 from kernel_reference.attention import attention
 from kernel_reference.bench import Axis, Case, Map, Point
 from kernel_reference.models import SoftmaxAttention
 from kernel_reference.paging import cumulative
-from prefix_prefill import prefix_prefill
 
 # What an engine's table has room for, whatever its sequences hold.
 WIDE = 131072
@@ -52,6 +53,15 @@ class Given:
     sinks: torch.Tensor | None
     one: torch.Tensor
 
+    @cached_property
+    def paged(self) -> Paged:
+        """As peers take it; made once, as each call would pay for it."""
+        shape = self.shape
+        return Paged(
+            self.q, self.k_cache, self.v_cache, self.block_table, self.cu_seqlens_q, self.seqlens_k, shape.max_seqlen_q,
+            shape.max_seqlen_k, shape.scale, shape.sides if shape.window else None, self.options.softcap, self.sinks,
+        )  # fmt: skip
+
 
 def given(device: torch.device, shape: Shape, options: Options) -> Given:
     """Random pages in random order, all of them used."""
@@ -79,81 +89,17 @@ def given(device: torch.device, shape: Shape, options: Options) -> Given:
 
 
 def ours(i: Given) -> torch.Tensor:
-    out = prefix_prefill(
-        i.q,
-        None,
-        None,
-        i.k_cache,
-        i.v_cache,
-        i.block_table,
-        i.cu_seqlens_q,
-        i.seqlens_k,
-        max_seqlen_q=i.shape.max_seqlen_q,
-        window=i.shape.sides if i.shape.window else None,
-        softcap=i.options.softcap,
-        sinks=i.sinks,
-    )
-    if not isinstance(out, torch.Tensor):
-        raise TypeError("without return_lse the result must be a tensor")
-    return out
+    return over_pages(i.paged)
 
 
 def fa3() -> Callable[[Given], torch.Tensor]:
-    from vllm.vllm_flash_attn import flash_attn_varlen_func
-
-    def call(i: Given) -> torch.Tensor:
-        shape = i.shape
-        out: torch.Tensor = flash_attn_varlen_func(
-            i.q,
-            i.k_cache,
-            i.v_cache,
-            shape.max_seqlen_q,
-            i.cu_seqlens_q,
-            shape.max_seqlen_k,
-            seqused_k=i.seqlens_k,
-            block_table=i.block_table,
-            softmax_scale=shape.scale,
-            causal=True,
-            window_size=list(shape.sides) if shape.window else None,
-            softcap=i.options.softcap,
-            fa_version=3,
-            **({"s_aux": i.sinks} if i.sinks is not None else {}),
-        )
-        return out
-
-    return call
+    call = peers.fa3()
+    return lambda i: call(i.paged)
 
 
 def unified() -> Callable[[Given], torch.Tensor]:
-    from vllm.v1.attention.ops.triton_unified_attention import unified_attention
-    from vllm.v1.kv_cache_interface import KVQuantMode
-
-    def call(i: Given) -> torch.Tensor:
-        shape = i.shape
-        out = torch.empty_like(i.q)
-        unified_attention(
-            q=i.q,
-            k=i.k_cache,
-            v=i.v_cache,
-            out=out,
-            cu_seqlens_q=i.cu_seqlens_q,
-            max_seqlen_q=shape.max_seqlen_q,
-            seqused_k=i.seqlens_k,
-            max_seqlen_k=shape.max_seqlen_k,
-            softmax_scale=shape.scale,
-            causal=True,
-            window_size=shape.sides if shape.window else (-1, -1),
-            block_table=i.block_table,
-            softcap=i.options.softcap,
-            q_descale=None,
-            k_descale=i.one,
-            v_descale=i.one,
-            kv_quant_mode=KVQuantMode.NONE,
-            sinks=i.sinks,
-        )
-        return out
-
-    return call
+    call = peers.unified()
+    return lambda i: call(i.paged, i.one, i.one)
 
 
 _kept: WeakKeyDictionary[Given, tuple[torch.Tensor, torch.Tensor]] = WeakKeyDictionary()

@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 
 import cases
+import peers
 import torch
 
 from kernel_reference.bench import tune
@@ -72,7 +73,7 @@ def problems(device: torch.device) -> Iterator[tune.Named[PrefillPlan]]:
 
     limits = launch.device_limits(device)
     # No peer runs here, and what they would be called with takes as much memory again.
-    cases.has_peer = lambda name: False
+    cases.has_peer = peers.has_peer = lambda name: False
     for problem in cases.problems(device):
         yield tune.Named(problem.name, partial(prepare, problem, limits))
 

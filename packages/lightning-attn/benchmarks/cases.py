@@ -2,21 +2,22 @@
 
 Every peer gets its inputs in the layout and dtype that its callers give it, made outside of what is timed. Results are
 taken against float64 on three whole heads (the first, one a third of the way, the last), over all tokens. Ours must
-keep the house's bound there. A peer's error is recorded beside its time, and it must only be no garbage: vLLM's prefill
-does not follow the recurrence (see the README), and its label says so in every table and figure.
+keep the house's bound there. A peer's error is recorded beside its time; it must only be no garbage.
 """
 
 from __future__ import annotations
 
 import copy
-import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import peers
 import torch
+from peers import FLA, VLLM, VLLM_PREFILL, has_peer
+from plain import CHUNK, DTYPE, plain_attention
 
 from kernel_reference.bench import Case, Requirement
 from kernel_reference.models import MINIMAX_01, LinearAttention
@@ -31,11 +32,7 @@ from lightning_attn import (
     slopes,
 )
 
-OURS, FLA, VLLM = "lightning-attn", "fla-core", "vLLM"
-VLLM_PREFILL = "vLLM (decay off by one)"
-DTYPE = torch.bfloat16
-# Multiplications are counted as in chunks of this many tokens, whatever an implementation does.
-CHUNK = 64
+OURS = "lightning-attn"
 # Sums to 65536; a batch as a server sees it, from one token to a third of all.
 RAGGED = (2048, 17, 25303, 1, 512, 4096, 333, 1024, 12345, 64, 6000, 1500, 100, 8192, 1000, 3001)
 TP8 = MINIMAX_01.tensor_parallel(8)
@@ -116,50 +113,6 @@ def judge(outputs: Ours | Theirs, result: torch.Tensor, exact: torch.Tensor, pla
     return error
 
 
-class Product(torch.autograd.Function):
-    """A matrix product, and those of its backward, of operands rounded to 16 bits and summed in float32."""
-
-    @staticmethod
-    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        a, b = rounded(a), rounded(b)
-        ctx.save_for_backward(a, b)
-        return a @ b
-
-    @staticmethod
-    def backward(ctx: Any, d_out: torch.Tensor) -> Tensors:
-        a, b = ctx.saved_tensors
-        return rounded(d_out) @ b.mT, a.mT @ rounded(d_out)
-
-
-def rounded(x: torch.Tensor) -> torch.Tensor:
-    return x.to(DTYPE).float()
-
-
-def plain_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s: torch.Tensor, bounds: Sequence[int], initial: torch.Tensor
-) -> Tensors:
-    """Outputs and states as plain PyTorch gives them: 16-bit operands, everything else in float32.
-
-    `linear_attention_chunked` with a 16-bit compute_dtype would round the state too, after every chunk, and so let
-    errors pass that are many times those of a good kernel.
-    """
-    s = s[:, None, None]
-    outs, states = [], []
-    for begin, end, state in zip(bounds[:-1], bounds[1:], initial.float(), strict=True):
-        for first in range(begin, end, CHUNK):
-            # [heads, tokens, elements]
-            qc, kc, vc = (x[first : min(first + CHUNK, end)].transpose(0, 1).float() for x in (q, k, v))
-            place = torch.arange(qc.shape[1], device=q.device)[:, None]
-            distance = place - place.mT
-            seen = torch.where(distance >= 0, torch.exp(-s * distance.clamp(min=0)), 0) * Product.apply(qc, kc.mT)
-            before = torch.exp(-s * (place + 1)) * Product.apply(qc, state)
-            outs.append((Product.apply(seen, vc) + before).transpose(0, 1))
-            entering = torch.exp(-s * (place[-1] - place)) * kc
-            state = torch.exp(-s * (place[-1] + 1)) * state + Product.apply(entering.mT, vc)
-        states.append(state)
-    return torch.cat(outs).to(DTYPE), torch.stack(states)
-
-
 # One sequence, [1, heads, tokens, elements].
 
 
@@ -174,11 +127,6 @@ class Prefill:
     log_decay: torch.Tensor
     fla: Tensors
     vllm: Tensors
-
-
-def has_peer(name: str) -> bool:
-    """Whether inputs for this peer are worth their memory."""
-    return importlib.util.find_spec(name) is not None
 
 
 def prefill_inputs(device: torch.device, model: LinearAttention, tokens: int) -> Prefill:
@@ -196,21 +144,21 @@ def prefill_ours(i: Prefill, plan: Any = None) -> Ours:
 
 
 def prefill_fla() -> Callable[[Prefill], Theirs]:
-    from fla.ops.simple_gla import chunk_simple_gla
+    attend = peers.fla()
 
     def call(i: Prefill) -> Theirs:
-        out, state = chunk_simple_gla(*i.fla, g_gamma=i.log_decay, scale=1.0, output_final_state=True)
+        out, state = attend(*i.fla, i.log_decay, output_final_state=True)
         return Theirs((out[0], state), 0.05)
 
     return call
 
 
 def prefill_vllm() -> Callable[[Prefill], Theirs]:
-    from vllm.model_executor.layers.lightning_attn import lightning_attention as theirs
+    attend = peers.vllm_prefill()
 
     def call(i: Prefill) -> Theirs:
-        out, kv = theirs(*i.vllm, i.slopes)
-        return Theirs((out[0].transpose(0, 1), kv[:, :, -1]), 1.0)
+        out, state = attend(*i.vllm, i.slopes)
+        return Theirs((out[0].transpose(0, 1), state), 1.0)
 
     return call
 
@@ -247,13 +195,13 @@ def forward_flops(model: LinearAttention) -> int:
 
 
 def prefill_case(device: torch.device, model: LinearAttention, tokens: int, *requirements: Requirement) -> Case:
-    peers = {FLA: prefill_fla, VLLM_PREFILL: prefill_vllm}
-    return as_case(prefill_problem(device, model, tokens), peers, prefill_references, *requirements)
+    beside = {FLA: prefill_fla, VLLM_PREFILL: prefill_vllm}
+    return as_case(prefill_problem(device, model, tokens), beside, prefill_references, *requirements)
 
 
 def as_case(
     problem: Problem,
-    peers: Mapping[str, Callable[[], Callable[[Any], Theirs]]],
+    beside: Mapping[str, Callable[[], Callable[[Any], Theirs]]],
     reference: Callable[[Any], References],
     *requirements: Requirement,
 ) -> Case:
@@ -262,7 +210,7 @@ def as_case(
         shape=problem.shape,
         make_inputs=problem.make_inputs,
         ours={OURS: problem.call},
-        peers=peers,
+        peers=beside,
         check=checked_against(reference),
         # The bound is the check's own, which raises.
         tolerance=float("inf"),
@@ -377,20 +325,11 @@ def ragged_ours(i: Ragged, plan: Any = None) -> Ours:
 
 
 def ragged_fla() -> Callable[[Ragged], Theirs]:
-    from fla.ops.simple_gla import chunk_simple_gla
+    attend = peers.fla()
 
     def call(i: Ragged) -> Theirs:
-        out, state = chunk_simple_gla(
-            i.q[None],
-            i.k[None],
-            i.v[None],
-            g_gamma=i.log_decay,
-            scale=1.0,
-            initial_state=i.initial,
-            output_final_state=True,
-            cu_seqlens=i.cu_seqlens_fla,
-            cu_seqlens_cpu=i.cu_seqlens_cpu,
-        )
+        more = {"initial_state": i.initial, "cu_seqlens": i.cu_seqlens_fla, "cu_seqlens_cpu": i.cu_seqlens_cpu}
+        out, state = attend(i.q[None], i.k[None], i.v[None], i.log_decay, output_final_state=True, **more)
         return Theirs((out[0], state), 0.05)
 
     return call
@@ -398,12 +337,12 @@ def ragged_fla() -> Callable[[Ragged], Theirs]:
 
 def ragged_vllm() -> Callable[[Ragged], Theirs]:
     """One sequence after another and then one tensor of them all, as its layer does."""
-    from vllm.model_executor.layers.lightning_attn import lightning_attention as theirs
+    attend = peers.vllm_prefill()
 
     def call(i: Ragged) -> Theirs:
-        done = [theirs(q, k, v, i.slopes, 256, state) for q, k, v, state in i.vllm]
+        done = [attend(q, k, v, i.slopes, 256, state) for q, k, v, state in i.vllm]
         outs = torch.cat([out[0].transpose(0, 1) for out, _ in done])
-        return Theirs((outs, torch.cat([kv[:, :, -1] for _, kv in done])), 1.0)
+        return Theirs((outs, torch.cat([state for _, state in done])), 1.0)
 
     return call
 
@@ -487,12 +426,12 @@ def backward_ours(i: Training, plan: Any = None) -> Ours:
 
 
 def backward_fla() -> Callable[[Training], Theirs]:
-    from fla.ops.simple_gla import chunk_simple_gla
+    attend = peers.fla()
 
     def call(i: Training) -> Theirs:
         def forward() -> tuple[torch.Tensor, Tensors, torch.Tensor]:
             *qkv, d_out = i.fla
-            out, _ = chunk_simple_gla(*qkv, g_gamma=i.log_decay, scale=1.0, initial_state=i.history)
+            out, _ = attend(*qkv, i.log_decay, initial_state=i.history)
             return out, (*qkv, i.history), d_out
 
         *by_token, d_history = gradients(i, FLA, forward)
@@ -569,13 +508,8 @@ def decode_ours(i: Step, plan: Any = None) -> Ours:
 
 
 def decode_vllm() -> Callable[[Step], Theirs]:
-    from vllm.model_executor.layers.lightning_attn import linear_decode_forward_triton as theirs
-
-    def call(i: Step) -> Theirs:
-        out = theirs(*i.vllm, i.pool, i.slopes, i.slots)
-        return Theirs((out.view(i.v.shape),), 0.01, i.pool)
-
-    return call
+    decode = peers.vllm_decode()
+    return lambda i: Theirs((decode(*i.vllm, i.pool, i.slopes, i.slots),), 0.01, i.pool)
 
 
 def step_references(i: Step) -> References:

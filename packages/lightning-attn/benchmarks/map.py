@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import peers
 import torch
-from cases import OURS, VLLM, VLLM_PREFILL, has_peer
+from cases import OURS
+from peers import VLLM, VLLM_PREFILL, has_peer
 
 from kernel_reference.bench import Axis, Case, Map, Point
 from kernel_reference.models import MINIMAX_01
@@ -150,57 +152,20 @@ def prompts(device: torch.device, lengths: Sequence[int], heads: int, size: int,
     return i
 
 
-@cache
-def fla() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """fla's chunk_simple_gla, with fewer configurations of its state kernel to choose from.
-
-    Its 48, tried anew for every size, dtype and kind of batch, take half a minute to compile each time: a map would
-    have nothing else. Left are four warps and three stages, of all its tiles, each timed for a moment.
-    """
-    from fla.ops.common.chunk_h import chunk_fwd_kernel_h
-    from fla.ops.common.chunk_o import chunk_fwd_kernel_o
-    from fla.ops.simple_gla import chunk_simple_gla
-
-    for kernel in (chunk_fwd_kernel_h, chunk_fwd_kernel_o):
-        tuner: Any = kernel
-        while tuner is not None and not hasattr(tuner, "configs"):
-            tuner = getattr(tuner, "fn", None)
-        if tuner is None:
-            continue
-        tuner._do_bench = briefly
-        # What was chosen while many processes shared the device is not to be chosen again.
-        tuner.cache_results = False
-        if len(tuner.configs) > 8:
-            few = [one for one in tuner.configs if (one.num_warps, one.num_stages) == (4, 3)]
-            tuner.configs = few or tuner.configs[:4]
-    return chunk_simple_gla
-
-
-def briefly(call: Callable[[], object], quantiles: Sequence[float]) -> Any:
-    from triton.testing import do_bench
-
-    return do_bench(call, warmup=2, rep=10, quantiles=quantiles)
-
-
 def prefill_fla() -> Callable[[Given], Result]:
-    chunk_simple_gla = fla()
+    attend = peers.fla(few_configurations=True)
 
     def call(i: Given) -> Result:
         parts = (x.unflatten(0, (len(i.lengths), -1)) for x in (i.q, i.k, i.v))
-        out, state = chunk_simple_gla(*parts, g_gamma=-i.slopes, scale=1.0, output_final_state=True)
+        out, state = attend(*parts, -i.slopes, output_final_state=True)
         return Result(out.flatten(0, 1), state, 0.05)
 
     return call
 
 
 def prefill_vllm() -> Callable[[Given], Result]:
-    from vllm.model_executor.layers.lightning_attn import lightning_attention as theirs
-
-    def call(i: Given) -> Result:
-        out, kv = theirs(*i.vllm, i.slopes)
-        return Result(out, kv[:, :, -1], ANYTHING)
-
-    return call
+    attend = peers.vllm_prefill()
+    return lambda i: Result(*attend(*i.vllm, i.slopes), ANYTHING)
 
 
 def prefill_point(device: torch.device, point: Point) -> Case:
@@ -220,15 +185,14 @@ def prefill_point(device: torch.device, point: Point) -> Case:
 
 
 def varlen_fla() -> Callable[[Given], Result]:
-    chunk_simple_gla = fla()
+    attend = peers.fla(few_configurations=True)
 
     def call(i: Given) -> Result:
-        out, state = chunk_simple_gla(
+        out, state = attend(
             i.q[None],
             i.k[None],
             i.v[None],
-            g_gamma=-i.slopes,
-            scale=1.0,
+            -i.slopes,
             # In the order of the slots, which its callers would bring into that of the sequences first.
             initial_state=i.pool[i.slots.long()],
             output_final_state=True,
@@ -254,23 +218,23 @@ def varlen_point(device: torch.device, point: Point) -> Case:
         more = {"state_pool": i.pool, "slots": i.slots, "has_initial_state": i.goes_on}
         return Result(lightning_attention_varlen(i.q, i.k, i.v, i.slopes, i.cu_seqlens, **more), i.pool, most, True)
 
-    peers: dict[str, Any] = {FLA: varlen_fla}
+    beside: dict[str, Any] = {FLA: varlen_fla}
     if max(lengths) == 1:
-        peers[BY_DECODE] = by_decode(most)
+        beside[BY_DECODE] = by_decode(most)
     make = partial(given, device, lengths, point["heads"], point["head size"], getattr(torch, point["dtype"]))
     sizes = {"tokens": sum(lengths), "sequences": len(lengths)}
-    return case_of("varlen", point, make, ours, peers, **sizes)
+    return case_of("varlen", point, make, ours, beside, **sizes)
 
 
 # One token a sequence.
 
 
 def decode_vllm() -> Callable[[Given], Result]:
-    from vllm.model_executor.layers.lightning_attn import linear_decode_forward_triton as theirs
+    decode = peers.vllm_decode()
 
     def call(i: Given) -> Result:
-        out = theirs(i.q[:, :, None], i.k[:, :, None], i.v[:, :, None], i.pool, i.slopes, i.slots)
-        return Result(out.view(i.v.shape), i.pool, 0.02, True)
+        out = decode(i.q[:, :, None], i.k[:, :, None], i.v[:, :, None], i.pool, i.slopes, i.slots)
+        return Result(out, i.pool, 0.02, True)
 
     return call
 

@@ -1,8 +1,8 @@
 """Lay the documentation's pages together, build the site and check its links; `nox -s docs` calls it.
 
-The pages are those of ``tools/docs/pages``, the READMEs of all packages and the measured report. A link of a README to
-a picture brings the picture, one to another package goes to its page, and one to any other file of the repository to
-the web.
+The pages are those of ``tools/docs/pages``, of every package its README and ``docs/reference.md``, and the measured
+report. A link of a README to a picture brings the picture, one to another package goes to its page, and one to any
+other file of the repository to the web.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LINK = re.compile(r"(!?\[[^\]]*\])\(([^)\s]+)\)")
 
 def homes() -> dict[str, Path]:
     """Distributions and their folders."""
-    files = [ROOT / "shared" / "pyproject.toml", *sorted(ROOT.glob("packages/*/pyproject.toml"))]
+    files = [*sorted(ROOT.glob("packages/*/pyproject.toml")), ROOT / "shared" / "pyproject.toml"]
     return {tomllib.loads(file.read_text())["project"]["name"]: file.parent for file in files}
 
 
@@ -41,8 +41,10 @@ def lay_together(source: Path) -> None:
     shutil.copytree(HERE / "pages", source)
     index = source / "index.md"
     index.write_text(index.read_text().replace("torch==TORCH", f"torch=={pinned_torch()}"))
-    (source / "packages").mkdir()
+    for folder in ("packages", "reference"):
+        (source / folder).mkdir(exist_ok=True)
     for name, home in homes().items():
+        shutil.copyfile(home / "docs" / "reference.md", source / "reference" / f"{name}.md")
         (source / "packages" / f"{name}.md").write_text(readme(home, source, name))
     # The page alone is shown; the picture is the root README's.
     report: list[str | Path] = [sys.executable, ROOT / "tools" / "report.py", "--page", source / "report.html"]
@@ -124,6 +126,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     paths = [str(home / "src") for home in homes().values()]
     text = (HERE / "mkdocs.yml").read_text()
     text = text.replace("        python:\n", f"        python:\n          paths: {paths}\n")
+    text = text.replace("[ROLES]", f"[{HERE / 'roles.py'}]")
+    for section in ("Packages", "Reference"):
+        pages = [f"{section.lower()}/{name}.md" for name in homes()]
+        text = text.replace(f"{section}: []", f"{section}: {pages}")
     config = source.with_name(f"{site.name}.yml")
     config.write_text(f"docs_dir: {source}\nsite_dir: {site}\n{text}")
     mkdocs: list[str | Path] = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--config-file", config]

@@ -11,9 +11,10 @@ import docs
 import pytest
 
 PAGES = docs.HERE / "pages"
+REFERENCES = [home / "docs" / "reference.md" for home in docs.homes().values()]
 BLOCKS = [
-    pytest.param(page, number, id=f"{page.parent.name}-{page.stem}-{number}")
-    for page in sorted(PAGES.rglob("*.md"))
+    pytest.param(page, number, id=f"{page.parent.parent.name}-{page.stem}-{number}")
+    for page in (*sorted(PAGES.rglob("*.md")), *REFERENCES)
     for number in range(page.read_text().count("```python\n"))
 ]
 
@@ -34,7 +35,7 @@ def test_every_public_name_is_documented_and_every_function_has_an_example(name:
     exported = re.search(r"__all__ = (\[.*?\])", (folder / "__init__.py").read_text(), flags=re.DOTALL)
     assert exported
     public = [entry for entry in ast.literal_eval(exported[1]) if not entry.startswith("__")]
-    page = PAGES / "reference" / f"{name}.md"
+    page = docs.homes()[name] / "docs" / "reference.md"
     documented = re.findall(rf"^::: {folder.name}\.([\w.]+)$", page.read_text(), flags=re.MULTILINE)
     examples = "\n".join(blocks_of(page))
     functions = {
@@ -51,8 +52,18 @@ def test_every_page_is_in_the_navigation() -> None:
     navigation = (docs.HERE / "mkdocs.yml").read_text()
     for page in PAGES.rglob("*.md"):
         assert str(page.relative_to(PAGES)) in navigation
-    for name in docs.homes():
-        assert f"packages/{name}.md" in navigation
+
+
+def test_roles_of_sphinx_become_code() -> None:
+    pytest.importorskip("griffe", reason="nox -s docs has it")
+    spec = importlib.util.spec_from_file_location("roles", docs.HERE / "roles.py")
+    assert spec is not None
+    assert spec.loader is not None
+    roles = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(roles)
+    assert roles.ROLE.sub(r"`\1`", "as :func:`split` and :meth:`.Layout.to` of torch.func: done") == (
+        "as `split` and `Layout.to` of torch.func: done"
+    )
 
 
 def test_a_broken_link_is_named_and_so_is_a_missing_anchor(tmp_path: Path) -> None:

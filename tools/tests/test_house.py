@@ -24,6 +24,7 @@ each_package = pytest.mark.parametrize("package", PACKAGES, ids=lambda package: 
 def test_every_package_has_the_same_rooms(package: Path) -> None:
     source = package / "src" / package.name.replace("-", "_")
     rooms = ["README.md", "CHANGELOG.md", "LICENSE", "changelog.d", "tests", "benchmarks/cases.py"]
+    rooms += ["docs/reference.md"]
     rooms += ["examples/quickstart.py", "examples/demo.py"]
     modules = ["__init__.py", "api.py", "arguments.py", "ops.py", "plan.py", "launch.py", "py.typed"]
     assert [room for room in rooms if not (package / room).exists()] == []

@@ -1,16 +1,15 @@
-"""What blocksparse-attn is timed on: Phi-3-small's layer, beside vLLM's old kernel, FlexAttention and dense FA3.
+"""The benchmark of blocksparse-attn: Phi-3-small's layer, beside vLLM's old kernel, FlexAttention and dense FA3.
 
-FLOP are four times the head size for every pair of a query and a key that it sees: of a block on the diagonal half the
-pairs, for ours as for FA3 over all keys, whose n tokens have n (n + 1) / 2 of them. A speed owed as a share of FA3's
-rate is so a ratio of times, multiplied by the share of pairs that the pattern keeps. Blocks, in the sweep over
-densities, are counted whole, those on the diagonal too. Bytes are q, the output, and each key and value that some
-query head of its kv head sees, once.
+FLOP are four times the head size for every pair of a query and a key that it sees, so half the pairs of a block on the
+diagonal; for FA3 over all keys n tokens have n (n + 1) / 2. A requirement in terms of FA3's rate is therefore a ratio
+of times, multiplied by the share of pairs that the pattern keeps. The sweep over densities counts whole blocks, those
+on the diagonal too. Bytes are q, the output, and, once, each key and value that some query head of its kv head sees.
 
-Results are compared to float64 on sampled rows of every sequence, the pattern taken from the reference and not from the
-layout. Ours must keep the house's bound there; a peer's error is recorded beside its time, and must only be no garbage.
+Results are compared with float64 on sampled rows of every sequence, with the pattern taken from the reference, not from
+the layout. Ours must keep the repository's bound there; a peer's error is recorded, and must only not be garbage.
 
-``python benchmarks/cases.py benchmarks/results/blocksparse-attn.jsonl`` sums a record up: rates on the pairs seen, the
-time of a block at every density, and the density below which a layout pays.
+``python benchmarks/cases.py benchmarks/results/blocksparse-attn.jsonl`` summarises a record: rates on the pairs seen,
+the time of a block at every density, and the density below which a layout pays off.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ from kernel_reference.testing.numerics import assert_close_to_oracle
 
 OURS, FA3 = "blocksparse-attn", "FA3, all keys"
 DTYPE = torch.bfloat16
-# Whatever a peer does, no element is further off than this, of a row's largest.
+# A peer's largest error, over the row's largest value, above which its result is garbage.
 ERROR_AT_MOST = 0.05
-# Rows looked at, of all sequences together, beside each one's first and its last.
+# Sampled rows, of all sequences together, besides each one's first and last.
 SAMPLE = 32
 
 Tensors = tuple[torch.Tensor, ...]
@@ -57,7 +56,7 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class Shape:
-    """``sequences`` of ``new`` tokens behind ``ctx`` older ones; ``page`` 0: not in a paged cache."""
+    """``sequences`` of ``new`` tokens after ``ctx`` older ones; ``page`` 0: not in a paged cache."""
 
     model: BlockSparseAttention
     sequences: int
@@ -145,19 +144,19 @@ def work_of(shape: Shape) -> Work:
 
 
 class Ours(NamedTuple):
-    """An output that must keep the house's bound."""
+    """An output that must keep this repository's bound of errors."""
 
     out: torch.Tensor
 
 
 class Theirs(NamedTuple):
-    """One of a peer, which is timed if it is no garbage; FlexAttention's [B, Hq, new, D]."""
+    """A peer's, which is timed unless it is garbage; FlexAttention's is [B, Hq, new, D]."""
 
     out: torch.Tensor
 
 
 class AllKeys(NamedTuple):
-    """One of a peer that attends to all keys, and is held to that."""
+    """That of a peer that attends to all keys, and is compared with that."""
 
     out: torch.Tensor
 
@@ -295,7 +294,7 @@ def flex(shape: Shape, size: tuple[int, int], device: torch.device) -> Callable[
     return call
 
 
-# Their check
+# The check
 
 _kept: WeakKeyDictionary[Batch, dict[bool, Reference]] = WeakKeyDictionary()
 
@@ -309,8 +308,8 @@ def check(outputs: Ours | Theirs | AllKeys, batch: Batch) -> float:
     rows, exact, plain = kept[all_keys]
     out = outputs.out
     got = (out.transpose(1, 2).flatten(0, 1) if out.ndim == 4 else out)[rows]
-    # A row that sees few keys holds values many times those of one that sees thousands, and would hide its errors: all
-    # are brought to one size, by powers of two, which change no digit.
+    # A row that sees few keys holds values many times those of one that sees thousands, and would hide its errors: rows
+    # are scaled to one size by powers of two, which is exact.
     size = exact.abs().amax(-1, keepdim=True).clamp(min=1e-30)
     factor = torch.exp2(-size.log2().round())
     if isinstance(outputs, Ours):
@@ -389,7 +388,7 @@ def attention_case(
     beside: dict[str, Callable[[], Callable[[Any], Any]]] = {FA3: fa3}
     if takes_vllm(shape.ctx, shape.new, shape.page):
         beside[VLLM] = vllm
-    # Decoding over a paged cache it would have to have the cache copied first.
+    # To decode over a paged cache it would need a copy of the cache.
     if not (shape.page and shape.new == 1):
         beside |= {label: partial(flex, shape, size, device) for label, size in FLEX.items()}
     requirements = []
@@ -425,7 +424,7 @@ def at_density(shape: Shape, local: int, stride: int) -> Shape:
 
 
 def random_mask(shape: Shape) -> torch.Tensor:
-    """As many blocks as the pattern has, about, anywhere before the diagonal and on it; the same in every run."""
+    """About as many blocks as the pattern has, at random up to the diagonal; the same in every run."""
     rows = -(-shape.total // shape.model.block_size)
     generator = torch.Generator().manual_seed(0)
     share = entries_of(shape) / entries_of(at_density(shape, 1, 1))
@@ -471,7 +470,7 @@ def check_all(outputs: Mapping[str, Any], batches: Mapping[str, Batch]) -> float
 
 
 def sweep_case(device: torch.device, shape: Shape, patterns: Iterable[tuple[int, int]]) -> Case:
-    """The time must follow the number of blocks: of each pattern that of a block is at most 1.15 of the densest's.
+    """Time must be proportional to the number of blocks: that of a block at most 1.15 of the densest pattern's.
 
     The FLOP differ by implementation, and the record of a case has but one number of them: it has none. Blocks stand in
     its ``shape``.
@@ -512,19 +511,19 @@ class Lists(NamedTuple):
     col: torch.Tensor
 
 
-# More than the builders keep, so that none is found again.
+# More than the builders cache, so that each is built.
 LENGTHS = 16
 _turns = itertools.count()
 
 
 def built(shape: Shape) -> Callable[[torch.Tensor], Lists]:
-    """The layout of the shape or of up to 15 blocks more, made and waited for."""
+    """Build the layout of the shape, or of up to 15 blocks more, and wait for it."""
 
     def call(where: torch.Tensor) -> Lists:
         size = shape.model.block_size
         longer = replace(shape, ctx=0, new=shape.total + size * (next(_turns) % LENGTHS))
         layout = longer.layout(where.device)
-        # The first use: a number that the host must have. It also keeps the call out of CUDA graphs.
+        # The first use, a sync; it also keeps the call out of CUDA graphs.
         int(layout.col[-1, -1])
         return Lists(layout.crow, layout.col)
 
@@ -532,7 +531,7 @@ def built(shape: Shape) -> Callable[[torch.Tensor], Lists]:
 
 
 def check_lists(lists: Lists, _: torch.Tensor, *, shape: Shape) -> float:
-    """The share of places that differ from the reference's lists."""
+    """The share of entries that differ from the reference's lists."""
     size = shape.model.block_size
     longer = replace(shape, ctx=0, new=(lists.crow.shape[1] - 1) * size)
     wanted = blocks.mask_to_csr(longer.mask(lists.crow.device))
@@ -542,7 +541,7 @@ def check_lists(lists: Lists, _: torch.Tensor, *, shape: Shape) -> float:
 
 
 def layout_case(device: torch.device, shape: Shape) -> Case:
-    """From arguments to lists that are used: host time counts, so nothing of it is captured into a CUDA graph."""
+    """From arguments to the first use of the lists: host time counts, so nothing is captured into a CUDA graph."""
     m, rows = shape.model, -(-shape.total // shape.model.block_size)
     entries = entries_of(shape)
     return Case(
@@ -561,7 +560,7 @@ def layout_case(device: torch.device, shape: Shape) -> Case:
 
 @cache
 def entries_of(shape: Shape) -> int:
-    """Blocks listed, of all heads, without a list or mask of them: a layout is built when its turn comes."""
+    """Blocks listed, over all heads, computed without a layout: that is built when its case runs."""
     m, rows = shape.model, -(-shape.total // shape.model.block_size)
     local = min(m.local_blocks, rows)
     # Rows have local blocks, the first ones fewer; a vertical block is seen, beyond those, from row j + local on.
@@ -593,7 +592,7 @@ def problem(device: torch.device, shape: Shape) -> Problem:
 
 
 def problems(device: torch.device) -> Iterator[Problem]:
-    """What is worth a plan of its own, for benchmarks/tune.py: the shapes of `cases`, and some between them."""
+    """Shapes to tune plans for, for benchmarks/tune.py: those of `cases`, and some between them."""
     for tokens in (2048, *(tokens for tokens, _ in PREFILLS)):
         yield problem(device, prefill(tokens))
     for pattern in (PATTERNS[0], PATTERNS[-1]):
@@ -603,7 +602,7 @@ def problems(device: torch.device) -> Iterator[Problem]:
     for sequences, total in ((1, 32768), (1, 131072), (8, 32768), (32, 8192), (32, 32768)):
         yield problem(device, replace(DECODE, sequences=sequences, ctx=total - 1))
     yield problem(device, replace(DECODE, page=16))
-    # Drafts of speculative decoding.
+    # Speculative decoding.
     yield problem(device, Shape(PHI3_SMALL, 16, 8192 - 5, 5))
 
 
@@ -618,7 +617,7 @@ def cases(device: torch.device) -> Iterator[Case]:
 
 
 def summary(records: Iterable[Record]) -> Iterator[str]:
-    """What no requirement of a single case can state, of the cases that the record holds."""
+    """Verdicts over several cases of a record."""
     found: dict[str, dict[str, Record]] = {}
     for record in records:
         if record.median_us:

@@ -1,7 +1,7 @@
-"""Where blocksparse-attn's speed falls off: grids round its cases, beside vLLM's old kernel and dense FA3.
+"""Where blocksparse-attn's speed falls off: grids around its cases, beside vLLM's old kernel and dense FA3.
 
-FA3 attends here to as many keys as ours does on average, every row to the same ones: what so many pairs cost where
-nothing has to be looked up. Results are held to a share of a row's largest value, on sampled rows.
+FA3 attends here to as many keys as ours does on average, the same for every row: what so many pairs cost a dense
+kernel. Errors on sampled rows are measured against a row's largest value.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ HASH = (73856093, 19349663, 83492791, 1274126177)
 
 @dataclass(frozen=True)
 class Shape:
-    """``sequences`` of ``new`` tokens behind ``ctx`` older ones; ``page`` 0: not in a paged cache."""
+    """``sequences`` of ``new`` tokens after ``ctx`` older ones; ``page`` 0: not in a paged cache."""
 
     heads: tuple[int, int]
     size: int
@@ -122,7 +122,7 @@ def layout_of(shape: Shape, device: torch.device) -> BlockLayout:
     if isinstance(pattern, tuple):
         return BlockLayout.local_strided(shape.heads[0], shape.total, *pattern, shape.block, device=device)
     at = torch.arange(shape.rows, device=device)
-    # Head by head: numbers to be mixed take eight bytes a block.
+    # Head by head: the hash takes eight bytes a block.
     heads = [listed(shape, at.new_tensor(head), at[:, None], at) for head in range(shape.heads[0])]
     return BlockLayout.from_mask(torch.stack(heads), shape.block, shape.block)
 
@@ -250,7 +250,7 @@ def point_case(device: torch.device, point: Point) -> Case:
     beside: dict[str, Callable[[], Callable[[Given], Any]]] = {FA3: fa3}
     if peers.takes_vllm(shape.ctx, shape.new, shape.page):
         beside[VLLM] = vllm
-    # Of the keys those that some head sees: a row's of one head, of all heads of a kv head together at most.
+    # At most the union of all heads of a kv head.
     group = shape.heads[0] // shape.heads[1]
     keys = min(shape.total, keys_of(shape) * (group if shape.new == 1 else shape.total))
     elements = 2 * shape.sequences * (shape.new * shape.heads[0] + keys * shape.heads[1]) * shape.size
@@ -278,7 +278,7 @@ def allows(point: Point) -> bool:
         and (not page or keys % page == 0)
         and point["sequences"] * keys * kv_heads * point["head size"] <= MOST_KEYS
         and (keys // point["block"]) ** 2 * q_heads <= MOST_BLOCKS
-        # Of float32 a matrix unit does an eighth, or CUDA cores a fortieth.
+        # float32 runs at an eighth of the 16-bit rate or, on CUDA cores, a fortieth.
         and flop <= (MOST_FLOP if point["dtype"] != "float32" else MOST_FLOP / 16)
     )
 

@@ -45,7 +45,7 @@ def vllm() -> Callable[..., Tensor]:
 
 
 def takes_vllm(ctx: int, new: int, page: int) -> bool:
-    """Whether vLLM's kernel takes sequences of ``new`` tokens behind ``ctx``: whole prompts and single tokens only."""
+    """Whether vLLM's kernel takes sequences of ``new`` tokens after ``ctx``: whole prompts and single tokens only."""
     return not page and (not ctx or new == 1)
 
 
@@ -72,7 +72,7 @@ def fa3() -> Callable[..., Tensor]:
 
 
 class Pattern(NamedTuple):
-    """Local and vertical blocks of sequences of ``new`` tokens behind ``ctx``, and the same as a mask of blocks."""
+    """Local and vertical blocks of sequences of ``new`` tokens after ``ctx``, and the same as a mask of blocks."""
 
     mask: Tensor
     block: int
@@ -86,10 +86,10 @@ def flex(make_pattern: Callable[[], Pattern], size: tuple[int, int]) -> Callable
     """FlexAttention over q, k and v [B, H, T, D], compiled for one pattern; its mask is made in the first call."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    # What was compiled for other cases counts against a limit, past which it would run uncompiled.
+    # Compilations for other cases count against a limit, past which it would run uncompiled.
     torch._dynamo.reset()
     compiled = torch.compile(flex_attention, dynamic=False)
-    # One for all inputs: another would be compiled for again.
+    # One mask for all inputs: another would be compiled for again.
     mask: list[Any] = []
 
     def call(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -112,7 +112,7 @@ def flex_mask(pattern: Pattern, size: tuple[int, int]) -> Any:
     heads, total, device = each.shape[0], ctx + new, each.device
     step = max(1, stride // heads)
     if q_size % block or k_size % block or (ctx % q_size and new > 1):
-        raise ValueError(f"sparse blocks must be whole blocks of {block} and begin with one, got {size} behind {ctx}")
+        raise ValueError(f"sparse blocks must be whole blocks of {block} and begin with one, got {size} after {ctx}")
 
     def visible(_: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         position = query + ctx
@@ -121,7 +121,7 @@ def flex_mask(pattern: Pattern, size: tuple[int, int]) -> Any:
 
     rows, columns = -(-new // q_size), -(-total // k_size)
     each = each[:, ctx // block :]
-    # To whole sparse blocks; what is added sees nothing, and hides nothing of what is seen whole.
+    # Padded to whole sparse blocks, with what neither sees nor keeps a block from being seen whole.
     wide = (0, columns * (k_size // block) - each.shape[2], 0, rows * (q_size // block) - each.shape[1])
     tiles = (rows, q_size // block, columns, k_size // block)
     some = torch.nn.functional.pad(each, wide).unflatten(1, tiles[:2]).unflatten(3, tiles[2:]).any(4).any(2)

@@ -21,14 +21,14 @@ from kernel_reference.bench import tune
 from kernel_reference.bench.timers import Clock
 from kernel_reference.bench.tune import Changes, changes
 
-# Plans sum and round in different places; in 16 bits that is a unit or two in the last place of a row's largest value.
+# Plans round in different places: in 16 bits, a unit or two in the last place of a row's largest value.
 APART_AT_MOST = 0.02
-# The most parts that the keys of a tile are cut in.
+# Splits of the keys of a tile.
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)
 
 
 def problem_of(batch: cases.Batch) -> Problem:
-    """What a plan is made from: here inputs are packed and aligned."""
+    """The problem of a plan, of packed and aligned inputs."""
     shape, m = batch.shape, batch.shape.model
     return Problem(
         num_heads=m.num_heads_q,
@@ -55,7 +55,7 @@ def searches(problem: Problem, limits: DeviceLimits) -> list[tuple[AttentionPlan
     used = plan_attention(problem, limits)
     splits = changes(num_splits=SPLITS)
     found: list[tuple[AttentionPlan, list[Changes]]] = []
-    # What it takes for long prompts is tried on few tokens too: where that begins to pay is a threshold of the plan.
+    # The kernel for long prompts is tried on few tokens too: where it begins to pay is a threshold of the plan.
     long = plan_attention(replace(problem, tokens=2**20, max_seqlen_q=2**20), limits)
     if long.hopper:
         start = replace(long, num_splits=used.num_splits)
@@ -79,7 +79,7 @@ def problems(device: torch.device) -> Iterator[tune.Named[AttentionPlan]]:
     from blocksparse_attn import launch
 
     limits = launch.device_limits(device)
-    # No peer runs here, and what they would be called with takes as much memory again.
+    # No peer runs here, and their inputs would take as much memory again.
     peers.has_peer = lambda name: False
     for problem in cases.problems(device):
         yield tune.Named(problem.name, partial(prepare, problem, limits))

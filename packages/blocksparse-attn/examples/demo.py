@@ -47,15 +47,15 @@ def real_size(device: torch.device) -> Iterator[Row]:
     model = PHI3_SMALL
     numbers = (model.num_heads_q, LONGEST, model.local_blocks, model.vert_stride, model.block_size)
 
-    # Whatever a device does but once, at its first use.
+    # Warm up: what a device does once, at its first use.
     BlockLayout.local_strided(1, model.block_size, 1, 2, model.block_size, device=device)
     started = time.perf_counter()
     layout = BlockLayout.local_strided(*numbers, device=device)
-    # The first use: what was only begun is waited for.
+    # The first use, which waits for the device.
     int(layout.col[-1, -1])
     duration = 1e3 * (time.perf_counter() - started)
     wrong = layout.to_mask() != blocks.local_strided(*numbers).to(device)
-    # Lists are made by torch's own operations, on a GPU too.
+    # Layouts are built by torch operations, on a GPU too.
     shape = f"{model.name}, {LONGEST} tokens, {model.num_heads_q} heads"
     note = f"density {layout.density():.3f}; error: the share of wrong blocks; time to the first use"
     yield Row("BlockLayout.local_strided", *how, shape, float(wrong.sum()) / wrong.numel(), duration, note)
@@ -102,9 +102,9 @@ def interpreted() -> Iterator[Row]:
     model = BlockSparseAttention("4/2 heads of 64, blocks of 32", 4, 2, 64, 32, 2, 3)
     prompt, decoding = [(0, 150), (90, 40)], [(200, 1), (70, 1)]
     for lengths, plan, how in (
-        (prompt, AttentionPlan(32, 32, 1, 4, 1), "150 tokens, and 40 behind 90"),
-        (decoding, AttentionPlan(16, 32, 1, 4, 1, packed=1), "1 token behind 200 and 1 behind 70"),
-        (decoding, AttentionPlan(16, 16, 2, 4, 1, packed=1), "the same, keys in 2 parts"),
+        (prompt, AttentionPlan(32, 32, 1, 4, 1), "150 tokens, and 40 after 90"),
+        (decoding, AttentionPlan(16, 32, 1, 4, 1, packed=1), "1 token after 200 and 1 after 70"),
+        (decoding, AttentionPlan(16, 16, 2, 4, 1, packed=1), "the same, 2 splits"),
     ):
         batch = make_batch(model, lengths, device)
         layout = BlockLayout.local_strided(4, 256, model.local_blocks, model.vert_stride, model.block_size)

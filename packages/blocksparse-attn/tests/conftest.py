@@ -1,4 +1,4 @@
-"""What several of these tests need: batches of every kind in guarded memory, the oracle and a plain version.
+"""Shared by these tests: batches of every kind in guarded memory, the oracle and a plain version.
 
 Tests are imported one by one (``--import-mode=importlib``), so that what they share reaches them as a fixture.
 """
@@ -37,11 +37,11 @@ def random_mask(heads: int, rows: int, columns: int) -> Tensor:
 
 
 def layout_of(mask: Tensor, q_block: int, k_block: int, device: torch.device) -> Any:
-    """A layout with the lists that the reference makes of a block mask, NaN's like in what is not to be read."""
+    """A layout with the reference's lists of a block mask, and wrong columns in the entries that must not be read."""
     from blocksparse_attn import BlockLayout
 
     crow, col = blocks.mask_to_csr(mask)
-    # Columns that are there, and none that may be read: behind the lists of the shorter heads, and of all.
+    # Valid columns where none may be read: past the lists of the shorter heads, and past all.
     col = torch.nn.functional.pad(col, (0, 3), value=-1)
     spare = torch.arange(col.shape[1]) >= crow[:, -1:]
     col = torch.where(spare, torch.randint(max(1, mask.shape[2]), col.shape), col).to(torch.int32)
@@ -49,7 +49,7 @@ def layout_of(mask: Tensor, q_block: int, k_block: int, device: torch.device) ->
 
 
 class Batch:
-    """Sequences of new tokens behind ``ctx`` older ones: ragged, paged or padded, under a block mask.
+    """Sequences of new tokens after ``ctx`` older ones: ragged, paged or padded, under a block mask.
 
     ``lengths``: (ctx, new tokens) of each; keys and values are those of all ctx + new. Whatever a call has no business
     with is NaN: rows of padding, pages of no sequence, the unused tails of pages, what lies round the inputs, and the
@@ -81,7 +81,7 @@ class Batch:
         self.totals = [ctx + new for ctx, new in lengths]
         self.begins_k = list(accumulate(self.totals, initial=0))
         self.max_seqlen_q = max([new for _, new in lengths], default=0)
-        # Sequences that are to give 0 and -inf, because their lengths cannot be.
+        # Sequences of impossible lengths, which must give 0 and -inf.
         self.dead: set[int] = set()
         self._inputs: list[tuple[str, Canaried, Tensor]] = []
         longest = max(self.totals, default=0)
@@ -155,7 +155,7 @@ class Batch:
         seed = int(torch.randint(2**31, ()))
         paged = paged_cache(keys, values, cu, self.page, self.page_layout, seed=seed)
         self.k, self.v = self._guard("k", paged.k_cache), self._guard("v", paged.v_cache, offset=16)
-        # A page of NaN, wherever one may look past a sequence; columns past those, pages that are none.
+        # A page of NaN past each sequence; in the columns after that, pages out of bounds.
         table = paged.block_table[: len(self.lengths)]
         spare = [page for page in range(self.k.shape[0]) if page not in set(table.flatten().tolist())]
         table = torch.cat([table, table.new_full((table.shape[0], extra_columns), spare[-1] if spare else 0)], dim=1)
@@ -186,7 +186,7 @@ class Batch:
         self.first_q = held["q"]
 
     def forget_inputs(self) -> None:
-        """Take what the inputs hold now for what they must hold after the call."""
+        """Expect after the call what the inputs hold now."""
         self._inputs = [(name, place, place.tensor.clone()) for name, place, _ in self._inputs]
         self._wanted = None
 
@@ -242,7 +242,7 @@ class Batch:
     def prepare(
         self, plan: Any, tensors: Sequence[Any] | None = None, numbers: Sequence[Any] | None = None
     ) -> Callable[..., None]:
-        """The launch of this plan, made ready for the batch, or for other tensors and numbers of the op."""
+        """The prepared launch of this plan for the batch, or for other tensors and numbers of the op."""
         from blocksparse_attn import launch
         from blocksparse_attn.arguments import Options, Tensors, check_attend
 
@@ -279,7 +279,7 @@ class Batch:
         return whole, torch.cat([lse.new_zeros(lse.shape[1], 0), *(lse[i, :, own] for i, own in enumerate(rows))], 1)
 
     def _empty_rows(self) -> Tensor:
-        """Which rows of the result belong to no sequence, or to one whose lengths cannot be: [T] or [B, T]."""
+        """The rows of the result of no sequence, or of one of impossible lengths: [T] or [B, T]."""
         empty = torch.ones(self.q.shape[:-2], dtype=torch.bool, device=self.device)
         for i, (_, new) in enumerate(self.lengths):
             if i not in self.dead:
@@ -319,7 +319,7 @@ class Batch:
         return Wanted(exact.out, out), Wanted(exact.lse, lse)
 
     def _units(self, rows: Tensor) -> float:
-        """A weight is off by as many units as its score is large, which 16 bits do not show: the largest score."""
+        """The error of a weight in float32, in units in the last place: as many as its score is large."""
         if self.dtype != torch.float32 or rows.numel() * self.heads[0] > _TOO_FEW or not rows.numel():
             return 1
         heads_first = self.queries[rows].double().transpose(0, 1)
@@ -430,7 +430,7 @@ class Tensors:
 
 @pytest.fixture(scope="session", autouse=True)
 def on_one_thread(one_thread: None) -> None:
-    """Every product here is so small that a second thread costs more than it does."""
+    """Products are so small here that a second thread costs more than it saves."""
 
 
 @pytest.fixture(scope="session")

@@ -30,7 +30,7 @@ from kernel_reference.testing.targets import SMALL_TARGETS, TARGETS
 
 pytestmark = pytest.mark.codegen
 
-# As launch.device_limits reads them: multiprocessors, shared memory of a program.
+# As launch.device_limits reads them: SMs, shared memory of a program.
 LIMITS = {
     "sm_80": DeviceLimits(108, 166912),
     "sm_90": DeviceLimits(132, 232448, hopper=True),
@@ -82,7 +82,7 @@ def attending(
         torch.empty(*front[:-1], num_heads, front[-1]) if lse else None,
     )  # fmt: skip
     problem = check_attend(tensors, Options(longest, *blocks, layout, size**-0.5, left, 0, softcap, 0))
-    # Not as many splits as fill a GPU: that would say nothing else of the code.
+    # Not as many splits as fill a GPU, which compile to the same code.
     plan = replace(plan_attention(problem, limits), num_splits=splits)
     for start, given in recorded_launches(launch.prepare_attend(problem, plan, tensors), *tensors):
         merged = ", merged" if start.kernel.fn.__name__ == "merge" else ""
@@ -136,7 +136,7 @@ def specs(target: str) -> list[KernelSpec]:
 @pytest.fixture(scope="module")
 def reports() -> list[Report]:
     jobs = {target: specs(target) for target in TARGETS}
-    # Each target has plans of its own, so specs of its own: a process for each, two at a time, the longest first.
+    # Plans, and so specs, differ by target: a process for each, two at a time, the longest first.
     order = sorted(TARGETS, key=lambda target: len(jobs[target]), reverse=True)
     with ThreadPoolExecutor(2) as pool:
         compiled = pool.map(lambda target: compile_specs(jobs[target], [target], processes=1), order)
@@ -183,7 +183,7 @@ def test_no_page_layout_is_loaded_element_by_element(reports: list[Report]) -> N
     loaded = [report for report in loaded if "merged" not in report.spec]
     assert len(loaded) == 8 * 3
     for report in loaded:
-        # 32: what there is one of for each row, as pages, lengths and columns.
+        # 32: what there is one of a row, such as pages, lengths and columns.
         assert report.load_bits <= {32, 64, 128}, (report.spec, report.target, report.load_bits)
 
 

@@ -23,7 +23,7 @@ from kernel_reference.checks import validate_values
 from kernel_reference.testing.guards import assert_bitwise_equal
 
 Tensor = torch.Tensor
-# 3 sequences of 2, 0 and 3 of 6 queries, behind 20, 16 and 0 older tokens; 4 query heads on 2 kv heads of 32 elements,
+# 3 sequences of 2, 0 and 3 of 6 queries, after 20, 16 and 0 older tokens; 4 query heads on 2 kv heads of 32 elements,
 # values of 48; pages of 16; a layout of 16 queries and 32 keys a block for 64 tokens.
 H, HKV, D, DV, PAGE, BLOCKS, ROWS, KEYS = 4, 2, 32, 48, 16, 7, 6, 41
 E4M3 = torch.float8_e4m3fn
@@ -42,7 +42,7 @@ NO_PLAN = AttentionPlan(*[0] * len(fields(AttentionPlan)))
 
 
 def lists(device: torch.device) -> tuple[Tensor, Tensor]:
-    """All that causality leaves, for each head."""
+    """All causally visible blocks, for each head."""
     crow = torch.tensor([[0, 1, 2, 4, 6]] * H, dtype=torch.int32, device=device)
     col = torch.tensor([[0, 0, 0, 1, 0, 1, -1]] * H, dtype=torch.int32, device=device)
     return crow, col
@@ -462,7 +462,7 @@ def test_functions_refuse_gradients_and_say_how_to_go_on(device, function) -> No
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_functions_refuse_transforms_by_name(device, function) -> None:
-    """Forward-mode derivatives were zeros, and of vmap torch spoke of a fallback path."""
+    """Forward-mode derivatives would be zeros, and torch's own error for vmap speaks of a fallback path."""
     arguments = good(function, device)
     names = [name for name in ("q", "k", "v", "out") if name in arguments]
     arguments |= {name: arguments[name].float() for name in names}
@@ -684,7 +684,7 @@ def test_layouts_that_do_not_go_together_are_refused(device) -> None:
             made.plot(max_seqlen=most)
 
 
-# Which lists are at fault, and what is said of them.
+# Invalid lists, and what the error says.
 FAULTS = {
     "begins late": ([[0, 1, 2], [1, 1, 3]], None, r"crow\[1, 0\] must be 0, got 1"),
     "falls": ([[0, 2, 1], [0, 1, 3]], None, r"crow\[0, 2\] must be from crow\[0, 1\] = 2 to 3 \(.*\), got 1"),
@@ -722,7 +722,7 @@ def test_lists_of_int64_are_validated_before_conversion(device) -> None:
 @pytest.mark.parametrize("kind", ["ragged", "paged", "padded"])
 @pytest.mark.parametrize(("crow", "col", "said"), FAULTS.values(), ids=FAULTS)
 def test_invalid_lists_are_named_inside_validate_values_and_harmless_outside(tensors, crow, col, said, kind) -> None:
-    """Rows of impossible bounds and columns that are not there list nothing; nothing else changes."""
+    """Rows of impossible bounds and columns out of bounds list nothing; nothing else changes."""
     crow = torch.tensor(crow, dtype=torch.int32) if crow else CROW
     col = torch.tensor(col, dtype=torch.int32) if col else COL
     mask = BlockLayout(CROW, COL, 16, 16, 2).to_mask()
@@ -739,7 +739,7 @@ def test_invalid_lists_are_named_inside_validate_values_and_harmless_outside(ten
         batch.run(made)
     batch.check_guards(all_written=False)
     if said.startswith(r"col\[1, 2\] must be above 1") and col[1, 2] == 1:
-        # A column listed twice would count twice; no kernel need look for that.
+        # A column listed twice would count twice; kernels do not check that.
         return
     with validate_values(False):
         batch.run(made)
@@ -747,7 +747,7 @@ def test_invalid_lists_are_named_inside_validate_values_and_harmless_outside(ten
 
 
 def checked_values(device: torch.device) -> AbstractContextManager[None]:
-    """Where values are looked at: on a CPU anywhere, on a GPU where that is asked for."""
+    """Where values are checked: on a CPU by default, on a GPU where that is asked for."""
     return nullcontext() if device.type == "cpu" else validate_values()
 
 
@@ -818,7 +818,7 @@ def test_validate_values_names_what_only_device_memory_tells_before_anything_is_
     with checked_values(device), pytest.raises(ValueError, match=f"^{element} must be .*, got "):
         FUNCTIONS[function](**arguments)
     assert_kept(before)
-    # Nor does it do harm without the check.
+    # Harmless without the check, too.
     with validate_values(False):
         got = FUNCTIONS[function](**arguments)
     assert bool((got if isinstance(got, Tensor) else got.out).isfinite().all())
@@ -835,7 +835,7 @@ def test_validate_values_names_a_bound_that_is_too_small(device, function, name)
 
 
 def test_validate_values_names_a_sequence_that_is_longer_than_its_layout_and_its_tail_sees_nothing(tensors) -> None:
-    """80 tokens under a layout for 64: queries behind its rows see nothing, rather than the last row or a neighbour."""
+    """80 tokens under a layout for 64: queries past its rows see nothing, not what the last row lists."""
     mask = torch.ones(4, 4, 4, dtype=torch.bool)
     for kind, said in (("ragged", r"cu_seqlens_k\[2\]"), ("paged", r"seqlens_k\[1\]"), ("padded", r"k_ends\[1\]")):
         batch = tensors.batch([(20, 5), (40, 40), (64, 0)], kind=kind, mask=mask)
@@ -851,7 +851,7 @@ def test_validate_values_names_a_sequence_that_is_longer_than_its_layout_and_its
 
 
 def test_validate_values_lets_pages_be_that_no_row_reads(device) -> None:
-    """Those behind the last key, those wholly before a window, and all of a sequence without queries."""
+    """Those past the last key, those wholly before a window, and all of a sequence without queries."""
     arguments = good("paged", device)
     table = arguments["block_table"]
     table[1] = -1
@@ -869,7 +869,7 @@ def test_validate_values_lets_pages_be_that_no_row_reads(device) -> None:
 
 
 def far_off(number: int, dtype: torch.dtype) -> int:
-    """A bad value that is a good one where only 32 of its 64 bits are looked at; just a bad one in 32 bits."""
+    """A bad value whose low 32 of 64 bits are a good one; for 32 bits just a bad one."""
     return number + 2**32 if dtype == torch.int64 else -(2**31) + number
 
 
@@ -974,7 +974,7 @@ def test_impossible_bounds_are_clamped_and_nothing_outside_is_read_or_written(
     batch = tensors.batch([(130 - n, n) for n in new], rows_after=100 - sum(new), index_dtype=dtype, kind=kind)
     cu = torch.tensor(ends, dtype=dtype, device=tensors.device)
     if dtype == torch.int64:
-        # Far outside 32 bits, and within the rows where only those are looked at.
+        # Far outside 32 bits, but with low 32 bits within the rows.
         far = cu.abs() > 2**30
         cu[far] = cu[far].sign() * 2**32 + 50
     batch.positional["cu_seqlens_q"] = cu

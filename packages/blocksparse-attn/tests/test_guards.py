@@ -1,8 +1,8 @@
-"""Does anything read or write out of place, or leave an element unwritten? The kernels, and where their tiles stand.
+"""Does anything read or write out of bounds, or leave an element unwritten? The kernels, and where their tiles are.
 
-Every tensor stands inside a larger buffer of NaN (of noise where it holds integers) that differs from place to place;
-pages that no sequence has, the tails of pages and what the outputs held are NaN too. The tests marked `sanitize` hold
-every kernel and every branch of the plans, for compute-sanitizer.
+Every tensor is inside a larger buffer of NaN (of noise for integers) that differs from element to element; pages of no
+sequence, the tails of pages and the outputs before the call are NaN too. The tests marked `sanitize` cover every kernel
+and every branch of the plans, for compute-sanitizer.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def batch_for(plan: AttentionPlan, tensors: Any, lengths: Sequence[tuple[int, in
 
 
 def attend(batch: Any, plan: AttentionPlan | None, most: int | None = None, layout: BlockLayout | None = None) -> None:
-    """Into the batch's guarded output as it was at first, whatever most queries or layout are said to be."""
+    """Into the batch's guarded output as it was at first, with another max_seqlen_q or layout."""
     for place, before in zip((batch.out, batch.lse), batch._before, strict=True):
         if place is not None:
             place.tensor.copy_(before)
@@ -93,11 +93,11 @@ def attend(batch: Any, plan: AttentionPlan | None, most: int | None = None, layo
     batch.prepare(plan, given, numbers)(*given)
 
 
-# The places of tensors in a call.
+# The positions of tensors in a call.
 Q, K, V, CROW, COL, CU_Q, CU_K, TABLE, SEQLENS_K, Q_STARTS, Q_ENDS, K_STARTS, K_ENDS, SINKS, OUT, LSE = range(16)
 
 
-# What is touched
+# What is read and written
 
 
 # Every kernel and every branch: rows, keys, splits; where keys are; each kind of score.
@@ -161,9 +161,9 @@ def test_calls_on_hopper_touch_their_rows_and_nothing_else(tensors, kernels, opt
 def test_sequences_of_impossible_keys_are_zero_and_leave_others_alone(tensors, kernels, plan, kind) -> None:
     """Bounds that fall, are negative, far off or past the end; fewer keys than queries."""
     far = plan.num_splits > 1
-    # Of a padded batch the rows before and behind each sequence have programs too.
+    # In a padded batch the rows before and after each sequence have programs too.
     heads = (1, 1) if kind == "padded" else (2, 1)
-    # Rows of the layout for more keys than there is room for.
+    # A layout with rows for more keys than the cache has slots for.
     mask = torch.ones(heads[0], 4, 4, dtype=torch.bool)
     options = {"kind": kind, "side": "both", "index_dtype": torch.int64, "sinks": far, "heads": heads, "mask": mask}
     batch = batch_for(plan, tensors, [(7, 3)] * 4 + [(20, 5)], **options)
@@ -215,7 +215,7 @@ def test_impossible_bounds_are_clamped_and_the_rows_of_none_are_zero(tensors, ke
     batch = batch_for(plan, tensors, [(18, n) for n in new], rows_after=rows - sum(new), kind="paged", sinks=True)
     batch.positional["cu_seqlens_q"].copy_(torch.tensor(cu))
     if clamped[0]:
-        # The rows of the sequences stand behind rows of none.
+        # The rows of the sequences come after rows of none.
         batch.q.copy_(batch.q.roll(clamped[0], 0))
     batch.forget_inputs()
     attend(batch, plan)
@@ -229,7 +229,7 @@ def test_impossible_bounds_are_clamped_and_the_rows_of_none_are_zero(tensors, ke
 @sanitize
 @walks("lists", "packed", "packed, split", "on Hopper")
 def test_impossible_bounds_of_padded_queries_are_clamped_to_their_own_rows(tensors, kernels, plan) -> None:
-    """A row of the batch is no other's, wherever its sequence is said to begin or end."""
+    """A sequence keeps to its own row of the batch, wherever its bounds are."""
     given = {"kind": "padded", "side": "none", "index_dtype": torch.int64}
     batch = batch_for(plan, tensors, [(5, 18)] * 2, **given)
     kernels.attend(batch, plan)
@@ -241,14 +241,14 @@ def test_impossible_bounds_of_padded_queries_are_clamped_to_their_own_rows(tenso
         own = row >= clamped if name == "q_starts" else row < clamped
         batch.positional |= {"q_starts": None, "q_ends": None, name: torch.tensor(wrong, device=tensors.device)}
         attend(batch, plan)
-        # Queries are counted from the last one, so that those that are left stand where they stood.
+        # Queries are counted from the last one, so that those that are left keep their positions.
         assert_bitwise_equal(batch.out.tensor[own], whole[own])
         assert not batch.out.tensor[~own].any()
         assert bool((batch.lse.tensor.mT[~own] == -torch.inf).all())
         batch.check_guards()
 
 
-# Rows that are in no sequence now have no parts: what memory held is merged.
+# Rows that are in no sequence now have no partial results: what memory held is merged.
 @pytest.mark.filterwarnings("ignore:invalid value")
 @pytest.mark.filterwarnings("ignore:overflow")
 @sanitize
@@ -257,7 +257,7 @@ def test_impossible_bounds_of_padded_queries_are_clamped_to_their_own_rows(tenso
 def test_falling_bounds_touch_nothing_outside(tensors, cu, plan) -> None:
     batch = batch_for(plan, tensors, [(10, 20), (30, 0), (5, 0)], kind="ragged" if cu[0] else "paged")
     batch.positional["cu_seqlens_q"].copy_(torch.tensor(cu))
-    # Sequences that are longer than they were read on in their pages: what they find there shall be numbers.
+    # Sequences that are longer now read on in their pages, which must hold numbers.
     for x in (batch.k, batch.v):
         x.nan_to_num_()
     batch.forget_inputs()
@@ -265,7 +265,7 @@ def test_falling_bounds_touch_nothing_outside(tensors, cu, plan) -> None:
     for place in (batch.out, batch.lse):
         place.check(written=False)
     if plan.num_splits == 1:
-        # Which of two sequences a row belongs to is open, and with splits, whether it has parts.
+        # Which of two sequences a row belongs to is open, and with splits, whether it has partial results.
         batch.check_guards(all_written=False)
 
 
@@ -311,7 +311,7 @@ def test_nan_of_keys_that_a_row_lists_and_no_row_of_the_tile_sees_does_not_sprea
 
 
 def wrong_lists(rng: random.Random, rows: int, columns: int, wrong_row: int) -> tuple[list[int], list[int]]:
-    """crow and col of one head: a bound and many columns that cannot be; no column stands twice in a row."""
+    """crow and col of one head: an impossible bound and many columns out of bounds; no column twice in a row."""
     nnz = rows * columns
     crow = [0, *itertools.accumulate(rng.randint(1, columns) for _ in range(rows))]
     crow[wrong_row] = rng.choice([-(2**31), -1, nnz + 9, 2**31 - 1]) if wrong_row < rows else nnz + 1
@@ -324,7 +324,7 @@ def wrong_lists(rng: random.Random, rows: int, columns: int, wrong_row: int) -> 
 @sanitize
 @every_walk
 def test_lists_of_any_content_list_what_is_there_and_touch_nothing_else(tensors, plan) -> None:
-    """Rows of impossible bounds list nothing, nor do columns that are not there; the others are as ever."""
+    """Rows of impossible bounds and columns out of bounds list nothing; the others are unchanged."""
     rng = random.Random(3)
     size = 64 if plan.hopper else 16
     for kind, wrong_rows in (("ragged", (4, 2)), ("paged", (3, 0))):
@@ -366,7 +366,7 @@ def test_a_column_that_is_listed_twice_touches_its_own_rows_alone(tensors, kerne
 
 @walks("lists, split", "packed, split", "on Hopper, narrow, split")
 def test_rows_that_no_sequence_claims_hold_nothing_of_old_memory(monkeypatch, tensors, plan) -> None:
-    """A cu_seqlens_q that falls leaves rows out, of which no program writes a part."""
+    """A falling cu_seqlens_q leaves rows out, for which no program writes partial results."""
     batch = batch_for(plan, tensors, [(30, 100), (130, 0), (130, 0)], kind="paged")
     batch.positional["cu_seqlens_q"] = torch.tensor([0, 80, 20, 90], dtype=torch.int32, device=tensors.device)
     empty = torch.empty
@@ -379,7 +379,7 @@ def test_rows_that_no_sequence_claims_hold_nothing_of_old_memory(monkeypatch, te
 @sanitize
 @every_walk
 def test_entries_past_the_lists_change_no_bit(tensors, plan) -> None:
-    """Entries behind ``crow[h, -1]``, and bounds behind those of the layout's rows: sequences are longer than it."""
+    """Entries past ``crow[h, -1]``, and bounds past those of the layout's rows: sequences are longer than it."""
     size = 64 if plan.hopper else 16
     mask = torch.ones(2, 3, 3, dtype=torch.bool).tril()
     batch = batch_for(plan, tensors, [(3 * size - 3, size)], mask=mask, sinks=True, kind="paged")
@@ -404,7 +404,7 @@ def test_entries_past_the_lists_change_no_bit(tensors, plan) -> None:
 
 @one_pass
 def test_max_seqlen_q_only_sizes_the_launch(tensors, kernels, plan) -> None:
-    """Too few cost speed, or nothing; the bits are those of the plan."""
+    """Too few cost speed at most; the bits are those of the plan."""
     batch = batch_for(plan, tensors, [(5, 20)])
     kernels.attend(batch, plan)
     batch.check()
@@ -460,7 +460,7 @@ def test_a_plan_for_hopper_is_refused_for_unaligned_keys(tensors) -> None:
             batch.prepare(hopper(), given)(*given)
 
 
-# What is made ready once
+# Prepared launches
 
 
 @pytest.mark.parametrize("num_splits", [1, 2])
@@ -628,7 +628,7 @@ def test_merging_follows_dimensions_more_than_2_to_the_31_elements_apart(tensors
     ("plan", "programs"), [(lists(num_splits=2), 8), (packed(num_splits=2, tokens=4), 4)], ids=["lists", "packed"]
 )
 def test_partial_results_more_than_2_to_the_31_elements_apart_are_found(tensors, monkeypatch, plan, programs) -> None:
-    """A great many rows, of which launches are cut down to the first: a second split's parts lie 8 GiB behind them."""
+    """A great many rows, of which only the first are launched: partial results of two splits are 8 GiB apart."""
     size, tokens = 256, 2**31 // 256 + 16
     mask = torch.ones(1, 3, 3, dtype=torch.bool)
     batch = tensors.batch([(40, 2)], heads=(1, 1), head_size=16, head_size_v=size, mask=mask)
@@ -653,12 +653,12 @@ def test_partial_results_more_than_2_to_the_31_elements_apart_are_found(tensors,
 
 @pytest.mark.parametrize("plan", [lists(), packed(tokens=4)], ids=["lists", "packed"])
 def test_lists_are_read_up_to_the_last_place_that_32_bits_count(tensors, plan) -> None:
-    """Two rows of one tile: the last entry of all, and before it more than are looked at together."""
+    """Two rows of one tile: the last entry of all, and before it more than one pass reads."""
     mask = torch.zeros(1, 3, 3, dtype=torch.bool)
     mask[0, 1, 0] = mask[0, 2, 2] = True
     batch = tensors.batch([(30, 4)], heads=(1, 1), head_size=16, mask=mask)
     width = 2**31 - 1
-    # Room on both sides, so that an offset that wraps finds other entries.
+    # Memory on both sides, so that an offset that wraps finds other entries.
     room = with_room(lambda: torch.empty(2 * width + 1024, dtype=torch.int32, device=tensors.device))
     col = room[-width:][None]
     crow = tensors.integers(0, width - 201, width - 1, width)[None]
@@ -692,7 +692,7 @@ def test_caches_of_more_than_2_to_the_31_elements_are_read_to_their_ends(tensors
 
 
 class Grids:
-    """Stands for launches: remembers their grids, and starts nothing."""
+    """Stands in for launches: records their grids, and starts nothing."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.grids: list[tuple[str, tuple[int, int, int]]] = []
@@ -715,7 +715,7 @@ def meta(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 
 
 def prepare(rows: int, sequences: int, plan: AttentionPlan | None, kind: str = "paged") -> None:
-    """Make a call of 8 query and 2 kv heads ready, of tensors that have no memory, and call it."""
+    """Prepare a call of 8 query and 2 kv heads, of tensors without memory, and call it."""
     sizes = ((8, rows // 64 + 2), (8, 64), (sequences + 1,), (sequences,), (sequences, 9))
     crow, col, cu, lengths, table = (meta(*size, dtype=torch.int32) for size in sizes)
     if kind == "padded":
@@ -758,7 +758,7 @@ def test_no_rows_launch_nothing(monkeypatch, kind) -> None:
 
 
 def test_the_grid_grows_with_rows_and_sequences_and_never_with_the_longest(monkeypatch) -> None:
-    """Tiles past a sequence's end would walk its keys in vain: two a sequence are to spare at most, one if packed.
+    """At most two slots a sequence are empty, one if packed; programs past a sequence's end would walk keys in vain.
 
     The kernel for sm_90 has no more programs than there are multiprocessors.
     """
@@ -775,7 +775,7 @@ def test_the_grid_grows_with_rows_and_sequences_and_never_with_the_longest(monke
             assert grid == (min(tiles, 100) if plan.hopper else tiles, 1, 1)
 
 
-# Where tiles stand, and what they walk: the arithmetic of kernels/tiles.py
+# Where tiles are, and what they walk: the arithmetic of kernels/tiles.py
 
 
 @triton.jit
@@ -795,7 +795,7 @@ def places_of(
     bounds: tuple[Sequence[int], Sequence[int] | None], rows: int, tokens: int, wide_tiles: bool, padded: bool,
     device: torch.device, dtype: torch.dtype = torch.int64,
 ) -> list[list[int]]:  # fmt: skip
-    """What the device makes of every place of the grid: sequence, tile from the last, first row, number of rows."""
+    """What the device computes for every slot of the grid: sequence, tile from the last, first row, number of rows."""
     starts, ends = (None if x is None else torch.tensor(x, dtype=dtype, device=device) for x in bounds)
     sequences = len(bounds[0]) - (0 if padded else 1)
     total = rows * sequences if padded else rows

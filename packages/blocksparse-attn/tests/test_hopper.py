@@ -82,7 +82,7 @@ def test_columns_may_be_in_any_order(tensors, kernels, block_n) -> None:
 
 
 def test_columns_out_of_bounds_are_skipped(tensors, kernels) -> None:
-    """Behind the diagonal, behind the last, and negative ones."""
+    """Past the diagonal, past the last, and negative ones."""
     mask = torch.eye(4, dtype=torch.bool).expand(2, 4, 4)
     batch = tensors.batch([(100, 156)], heads=(2, 1), head_size=64, blocks=(64, 64), mask=mask)
     crow, col = batch.layout.crow, batch.layout.col

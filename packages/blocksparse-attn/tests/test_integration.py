@@ -1,4 +1,4 @@
-"""Does the package do what engines take for granted: torch.compile, CUDA graphs, streams, large batches, equal bits?"""
+"""Does the package do what engines rely on: torch.compile, CUDA graphs, streams, large batches, equal bits?"""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def make(device: torch.device) -> Maker:
     return Maker(device)
 
 
-# The layouts are those of every maker on the device. The most queries follow from a shape, so that they are a symbol to
+# All calls of a maker share layouts on the device. max_seqlen_q follows from a shape, so that it is a symbol to
 # torch.compile where that is one.
 
 
@@ -448,7 +448,7 @@ def test_every_exported_name_exists() -> None:
 
 @every_public_function
 def test_trap_no_call_reads_device_memory(make, function, inputs) -> None:
-    """Tensors without contents are all that a call needs: a copy to the host would have nothing to copy."""
+    """A call needs no contents of tensors: a copy to the host would have nothing to copy."""
     tensors = inputs(make, 4)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         try:
@@ -507,12 +507,12 @@ def test_given_splits_are_batch_invariant(tensors, options, splits) -> None:
         assert_bitwise_equal(got.lse[:, :-1], whole.lse[:, expected], what=f"lse of sequences {group}")
 
 
-# The way from a public function to the kernels: where there is no GPU, CPU tensors are sent it too
+# From a public function to the kernels: without a GPU, CPU tensors take that way too
 
 
 @pytest.fixture
 def by_kernels(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The op on CPU tensors runs the kernels, interpreted, with the plan of a device of few cores."""
+    """The op runs the kernels on CPU tensors, interpreted, with the plan of a device with one SM."""
     if device.type == "cuda":
         yield
         return
@@ -705,7 +705,7 @@ def test_an_unaligned_tensor_after_an_aligned_one_of_the_same_shape_is_computed(
 
 @gpu
 def test_a_chain_on_one_stream_reads_what_the_call_before_it_wrote(make) -> None:
-    """A launch that starts before the one ahead has ended must wait on the device, or it reads old values."""
+    """A launch that starts before its predecessor has ended must wait on the device, or it reads old values."""
     q, k, v, *bounds = make.ragged(9)
     one = torch.ones_like(v)
     dense = BlockLayout.sliding(LONGEST, COLUMNS, BLOCK, make.device)
@@ -775,7 +775,7 @@ def peak_beyond(run: Callable[[], Any]) -> int:
 
 @gpu
 def test_a_long_prompt_takes_no_memory_beyond_its_inputs_and_outputs(make) -> None:
-    """No list, mask or copy of the keys is made, and there is enough to do without cutting keys in parts."""
+    """No list, mask or copy of the keys is materialised, and a long prompt needs no splits."""
     model, rows = PHI3_SMALL, 32768
     make.start(0)
     q, k, v = (make.normal(rows, heads, model.head_dim) for heads in (32, 8, 8))

@@ -1,4 +1,4 @@
-"""Is every branch of every plan the attention? Through launch: on a GPU, or in Triton's interpreter.
+"""Does every branch of every plan match the oracle? Through launch: on a GPU, or in Triton's interpreter.
 
 Plans are forced, and lengths made for them: no new token, one, a tile and more, with and without context. Interpreted,
 a case has few programs; the kernel for sm_90 runs on a GPU alone, see test_hopper.py.
@@ -131,7 +131,7 @@ def test_layouts_that_are_all_or_nothing(tensors, kernels, make, mask) -> None:
 
 @makers
 def test_rows_of_one_tile_may_list_different_blocks(tensors, kernels, make) -> None:
-    """Blocks of 16 queries: of 20 new tokens some stand in each of three rows of the layout."""
+    """Blocks of 16 queries: 20 new tokens are in three rows of the layout."""
     mask = torch.zeros(4, 4, 4, dtype=torch.bool)
     for head in range(4):
         for row in range(4):
@@ -141,10 +141,10 @@ def test_rows_of_one_tile_may_list_different_blocks(tensors, kernels, make) -> N
 
 @makers
 def test_a_row_may_list_more_columns_than_one_bit_mask_holds(tensors, kernels, make) -> None:
-    """150 blocks of 16 keys; pieces are of 64, and the last head lists none of the first 64."""
+    """150 blocks of 16 keys; a bit mask holds 64, and the last head lists none of the first 64."""
     mask = torch.rand(3, 150, 150) < 0.5
     mask[2, :, :64] = False
-    # The last block of a piece, which is the sign of the number that holds its bits.
+    # The last block of a bit mask is its sign bit.
     mask[:, -1, 63] = torch.tensor([True, False, True])
     for splits in (1, 3):
         plan = make(16, 16, splits)

@@ -114,7 +114,7 @@ def test_any_pattern_is_the_one_of_the_reference(device, num_heads, rows, local,
 
 
 def test_trap_a_range_of_active_heads_keeps_the_shifts_of_the_whole_model(device) -> None:
-    """Ranks of a tensor-parallel model: their patterns side by side are those of all heads."""
+    """Ranks of a tensor-parallel model: their patterns together are those of all heads."""
     whole = BlockLayout.local_strided(8, 1000, 2, 8, 16, device=device)
     parts = [
         BlockLayout.local_strided(8, 1000, 2, 8, 16, active_head_range=(low, low + 2), device=device)
@@ -202,7 +202,7 @@ class Counted(TorchDispatchMode):
 def test_a_pattern_of_any_length_is_built_in_as_many_operations_that_make_a_few_times_its_lists(device) -> None:
     """On a GPU it is there within 50 ms: no walk over rows or heads, and no mask of all blocks."""
     model, counts = PHI3_SMALL, set()
-    # Lengths of no other test, since the last few patterns are kept.
+    # Lengths of no other test, since the last few patterns are cached.
     for max_seqlen in (16384 - 64, 131072 - 64):
         with Counted() as counted:
             made = BlockLayout.local_strided(
@@ -304,7 +304,7 @@ def test_lists_as_vllm_makes_them_are_taken_wherever_lists_are(device, heads, dt
     assert want[:500].any(2).all()
     for pair in (
         (crow, col), BlockLayout(crow, col, 64, 64, 8), BlockLayout.from_csr(crow, col, 64, 64),
-        # As it hands one pattern out to all heads.
+        # As it expands one pattern to all heads.
         (crow.expand(4, -1), col.expand(4, -1)),
     ):  # fmt: skip
         if isinstance(pair, BlockLayout):
@@ -428,7 +428,7 @@ def test_a_layout_built_in_inference_mode_serves_outside_it(device) -> None:
 
 
 def test_lists_of_any_content_list_what_is_there() -> None:
-    """Columns in any order, twice, or none that there are; rows whose bounds are impossible."""
+    """Columns in any order, twice, or out of bounds; rows of impossible bounds."""
     crow = torch.tensor([[0, 3, 2, 5, 99, 6], [-1, 1, 3, 3, 6, 2**31 - 1]], dtype=torch.int32)
     col = torch.tensor([[2, 0, 2, 5, -1, 1], [0, 1, 3, 2**31 - 1, -(2**31), 2]], dtype=torch.int32)
     got = lists.block_mask(crow, col, 5, 4)

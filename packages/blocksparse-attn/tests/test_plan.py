@@ -91,7 +91,7 @@ def test_the_plan_of_any_call_is_one_that_covers_it(limits: DeviceLimits) -> Non
 
 
 def tile_bytes(problem: Problem, plan: AttentionPlan) -> int:
-    """The keys and values in flight, and on Hopper q: what a program must hold in shared memory at the least."""
+    """The least shared memory of a program: all stages of keys and values, and on Hopper of q."""
     wide, wide_v = (
         max(64 if plan.hopper else 16, power_of_two_at_least(size)) for size in (problem.head_size, problem.head_size_v)
     )
@@ -123,7 +123,7 @@ def test_tiles_of_packed_heads_hold_each_once_and_those_of_lists_lie_within_a_ro
 
 @on_every_device
 def test_the_grid_has_a_slot_for_every_tile_of_every_segment(limits: DeviceLimits) -> None:
-    """Padded: three segments a sequence; otherwise each sequence, and the rows before and behind them."""
+    """Padded: three segments a sequence; otherwise each sequence, and the rows before and after them."""
     for problem in ALL:
         plan = plan_attention(problem, limits)
         tokens = tokens_per_tile(plan)
@@ -229,7 +229,7 @@ def test_splits_keep_sms_evenly_busy_at_long_context(tokens, sequences, kind, li
         problem = phi(tokens=tokens, sequences=sequences, keys=LONGEST, kind=kind, tensor_parallel=ranks)
         plan = plan_attention(problem, limits)
         ideal = rounds(problem, replace(plan, num_splits=10**6), limits.cores)
-        # Work shared out without loss, a third more, and a little where merging parts would cost more than that.
+        # Perfectly balanced work, plus a third, and a little where merging would cost more than that.
         assert rounds(problem, plan, limits.cores) <= 4 / 3 * ideal + 0.05, plan
 
 
@@ -257,7 +257,7 @@ def test_splits_are_never_so_small_that_they_cost_more_than_they_save() -> None:
 
 
 def test_given_splits_take_the_same_tiles_whatever_the_batch() -> None:
-    """How a tile's keys are cut depends on the tile: one of other rows would give a sequence other bits."""
+    """How a tile's keys are split depends on its rows: another tile size would give a sequence other bits."""
     batches = [(1, 1, 1, 64), (9, 1, 9, 512), (4096, 9, 2048, LONGEST), (64, 64, 1, 64)]
     for limits, splits, ranks in itertools.product(DEVICES.values(), (1, 3), (1, 8)):
         plans = set()

@@ -142,7 +142,7 @@ LISTS = {
 
 @pytest.mark.parametrize("mask", LISTS.values(), ids=LISTS)
 def test_layouts_of_every_kind(tensors, mask) -> None:
-    """One that ends before a sequence does shows the rest of it nothing, where values are not looked at."""
+    """Queries past the end of a layout see nothing, where values are not checked."""
     for kind, sinks in zip(KINDS, (False, True, False), strict=True):
         with validate_values(False):
             check(tensors, RAGGED, mask=mask.bool(), kind=kind, sinks=sinks)
@@ -570,7 +570,7 @@ def test_max_seqlen_q_may_be_larger_than_the_longest(tensors) -> None:
 
 
 def legacy(batch, layout=None, **options) -> Tensor:
-    """A ragged batch through the signature that engines call."""
+    """A ragged batch through the signature of vLLM's function."""
     given = {"block_size": batch.blocks[1], "q_block_size": batch.blocks[0], **options}
     cu_seqlens_q, cu_seqlens_k = batch.positional["cu_seqlens_q"], batch.positional["cu_seqlens_k"]
     chosen = batch.layout if layout is None else layout
@@ -702,7 +702,7 @@ def test_the_module_follows_its_model_from_device_to_device_and_is_no_part_of_it
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_shapes_of_a_model_in_sampled_rows(tensors, kind) -> None:
-    """Phi-3-small: prefill of a chunk behind a prefix, decoding, a short prompt."""
+    """Phi-3-small: a chunk of prefill after a prefix, decode, a short prompt."""
     model = PHI3_SMALL
     lengths = [(8000, 192), (8191, 1), (0, 100), (3000, 1)]
     if torch.cuda.is_available():

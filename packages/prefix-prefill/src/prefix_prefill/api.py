@@ -21,7 +21,7 @@ from kernel_reference.checks import (
 )
 from kernel_reference.paging import LAYOUTS
 from kernel_reference.plans import plan_as_ints
-from kernel_reference.transforms import refuse_derivatives
+from kernel_reference.transforms import are_active, refuse_derivatives
 from prefix_prefill import (
     arguments,
     ops,  # noqa: F401  defines the ops that are taken below
@@ -154,58 +154,58 @@ def prefix_prefill(
     num_splits: int | None = None,
     plan: PrefillPlan | None = None,
 ) -> Tensor | AttentionResult:
-    """Softmax attention of a ragged batch's new tokens over a paged prefix and themselves.
+    """Softmax attention of a ragged batch's new tokens over a paged KV cache and themselves.
 
-    Sequence b has ``q_len = cu_seqlens_q[b + 1] - cu_seqlens_q[b]`` new tokens behind ``ctx = seqlens_k[b] - q_len``
-    older ones. New token i stands at position ctx + i. ``score = softmax_scale * q.k``, then
+    Sequence b has ``q_len = cu_seqlens_q[b + 1] - cu_seqlens_q[b]`` new tokens after a prefix of
+    ``ctx = seqlens_k[b] - q_len``. New token i is at position ctx + i. ``score = softmax_scale * q.k``, then
     ``softcap * tanh(score / softcap)``, then ``+ slope * (key position - query position)``. Source: FlashAttention-2
     (arXiv 2307.08691), paged as in vLLM (arXiv 2309.06180).
 
     Args:
         q: [T, Hq, D], bfloat16, float16 or float32; D from 16 to 256; any strides, slices of one fused tensor too.
-        k, v: [T, Hkv, D], the new tokens', as q is; both None where the cache holds them already. Hkv divides Hq: query
-            head h reads kv head ``h // (Hq / Hkv)``.
+        k, v: [T, Hkv, D], of the new tokens, as q is; both None where the cache holds them already. Hkv divides Hq:
+            query head h reads kv head ``h // (Hq / Hkv)``.
         k_cache, v_cache: pages of q's dtype, float8_e4m3fn or float8_e5m2, any strides, of ``page_layout``: "NHD"
             [blocks, page, Hkv, D]; "HND" [blocks, Hkv, page, D]; "x-packed" [blocks, Hkv, D / x, page, x] and [blocks,
-            Hkv, D, page]. A page holds any number of tokens from 1 on.
+            Hkv, D, page]. Any page size of 1 or more.
         block_table: [B, max_blocks] int32 or int64, rows contiguous: position p of sequence b is in page
-            ``block_table[b, p // page]``. A page that the pool does not have reads as zeros.
-        cu_seqlens_q: [B + 1] int32 or int64, contiguous, from 0, never falling, at most T. Rows after the last sequence
-            are 0 in the result and -inf in lse.
-        seqlens_k: [B] int32 or int64, contiguous: tokens of each sequence, the new ones counted.
-        max_seqlen_q: the most new tokens of a sequence, or more; sizes the launch only.
+            ``block_table[b, p // page]``. A page out of bounds reads as zeros.
+        cu_seqlens_q: [B + 1] int32 or int64, contiguous, non-decreasing from 0 to at most T. Rows after the last
+            sequence are 0 in the result and -inf in lse.
+        seqlens_k: [B] int32 or int64, contiguous: tokens of each sequence, the new ones included.
+        max_seqlen_q: an upper bound of the new tokens of a sequence; only sizes the launch.
         softmax_scale: ``D ** -0.5`` when None.
-        causal: a token sees none after it.
-        window: (left, right): a token sees keys from ``left`` before to ``right`` after its position, with ``causal``
-            none after; -1 is unlimited. Pages wholly before the window are not read.
+        causal: a token attends to none after it.
+        window: (left, right): a token attends to keys from ``left`` before to ``right`` after its position, with
+            ``causal`` none after; -1 is unlimited. Pages wholly before the window are not read.
         softcap: 0 is off.
         alibi_slopes: [Hq] float32, bfloat16 or float16, contiguous.
-        sinks: likewise, logits that stand in the denominator, and so in lse, only; neither scaled nor capped.
-        k_scale, v_scale: what the cache's values are multiplied by, never k and v: a number, or float32 of one element,
-            [Hkv] or [blocks, page, Hkv]. Needed with an 8-bit cache, where 1.0 says that there is none.
-        out_scale: a number above 0, or float32 of one element; the result is then of an 8-bit float, the output divided
-            by it and held within that dtype's range.
-        skip_decode: leave rows of sequences with exactly one new token as they are, for another kernel to write. A
-            prompt of one token, or its last one, is such a sequence too. Without ``out`` they, and their lse, hold
-            whatever the memory held.
-        out: [T, Hq, D] to write instead of a new tensor: of q's dtype, with out_scale of either 8-bit float; any
-            strides that give each element a place of its own and do not interleave dimensions. It shares no memory with
-            any argument, q neither.
+        sinks: likewise; logits in the softmax's denominator, and so in lse, alone; neither scaled nor capped.
+        k_scale, v_scale: dequantise the cache, never k and v: a number, or float32 of one element, [Hkv] or [blocks,
+            page, Hkv]. Required with an 8-bit cache; 1.0 for one that is not scaled.
+        out_scale: a number above 0, or float32 of one element; the result is then an 8-bit float: the output divided by
+            it and clamped to the dtype's range.
+        skip_decode: leave rows of sequences with exactly one new token untouched, for another kernel to write. A
+            prompt, or a last chunk, of one token is such a sequence too. Without ``out`` they, and their lse, are
+            uninitialised.
+        out: [T, Hq, D] to write to: of q's dtype, with out_scale of either 8-bit float; any strides by which no two
+            elements share memory and dimensions do not interleave. Shares no memory with an argument, q included.
         return_lse: whether to return lse too.
-        num_splits: in how many parts each row's keys are cut, 1 or more; a number makes a sequence's result, to the
-            last bit, independent of the rest of the batch. None: as the plan has it.
-        plan: a launch plan to use instead of the one made for the device; has its own num_splits.
+        num_splits: how many programs share each row's keys (split-KV), 1 or more; a fixed number makes a sequence's
+            result bitwise independent of the rest of the batch. None: as the plan has it.
+        plan: a launch plan in place of the one made for the device; has its own num_splits.
 
     Returns:
         out [T, Hq, D], contiguous if new, of q's dtype or, with out_scale, float8_e4m3fn; with return_lse
-        AttentionResult(out, lse [Hq, T] float32, natural logarithms). NaN in a key or value that no row of a sequence
-        sees changes nothing; in one that some row sees it may show in rows beside that one too. Not differentiable.
+        AttentionResult(out, lse [Hq, T] float32, natural logarithm). NaN in a key or value that no row of a sequence
+        attends to changes nothing; in one that some row attends to it may contaminate the rows beside that one. Not
+        differentiable.
 
     Raises:
-        TypeError, ValueError: an argument is not as said above; nothing has been written. What only device memory tells
-            is looked at on a CPU, and on a GPU inside ``kernel_reference.checks.validate_values``. Where it is not, as
-            inside ``validate_values(False)``, bounds of sequences are clamped to 0 .. T, and a sequence of fewer tokens
-            than are new, or more than its row of the block table has room for, gives 0 and -inf.
+        TypeError, ValueError: an argument is not as said above; nothing has been written. Values in device memory are
+            checked on a CPU, and on a GPU inside ``kernel_reference.checks.validate_values``. Unchecked, bounds of
+            sequences are clamped to 0 .. T, and a sequence with fewer tokens than new ones, or more than its row of the
+            block table has room for, gives 0 and -inf.
     """
     max_seqlen_q = as_int("max_seqlen_q", max_seqlen_q)
     own_k, k_number = as_scale("k_scale", k_scale)
@@ -222,10 +222,11 @@ def prefix_prefill(
     if ints is not None and splits:
         fail("num_splits", "None where a plan is given, which has its own", num_splits)
     try:
-        refuse_derivatives(
-            q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache, alibi_slopes=alibi_slopes, sinks=sinks, k_scale=own_k,
-            v_scale=own_v, out_scale=own_out, out=out,
-        )  # fmt: skip
+        if torch.is_grad_enabled() or are_active():
+            refuse_derivatives(
+                q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache, alibi_slopes=alibi_slopes, sinks=sinks, k_scale=own_k,
+                v_scale=own_v, out_scale=own_out, out=out,
+            )  # fmt: skip
         require_scales(k_cache, v_cache, k_scale, v_scale)
         if out is None:
             result = q.new_empty(q.shape) if out_scale is None else q.new_empty(q.shape, dtype=FP8[0])
@@ -253,26 +254,27 @@ def prefix_prefill(
 def merge_attention_states(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, out: Tensor | None = None
 ) -> AttentionResult:
-    """The attention over the keys of a and of b together, from those over each: for cascades and context parallelism.
+    """Combine the attention over two disjoint sets of keys: for cascades and context parallelism.
 
     ``lse = log(exp(lse_a) + exp(lse_b))``, ``out = out_a exp(lse_a - lse) + out_b exp(lse_b - lse)``. Sinks belong in
-    exactly one of the parts. Source: FlashInfer (arXiv 2501.01005), section 2.2.
+    exactly one of the two. Source: FlashInfer (arXiv 2501.01005), section 2.2.
 
     Args:
         out_a, out_b: [T, H, Dv] of one dtype of bfloat16, float16 and float32, any strides.
-        lse_a, lse_b: [H, T] float32, natural logarithms, any strides. A part whose lse is -inf, or +inf as FlashMLA
-            writes it, saw no key and is left out, whatever its out holds.
-        out: [T, H, Dv] to write instead of a new tensor, as out_a is; shares no memory with the arguments.
+        lse_a, lse_b: [H, T] float32, natural logarithms, any strides. A partial result whose lse is -inf, or +inf as
+            FlashMLA writes it, saw no key and is left out, whatever its out holds.
+        out: [T, H, Dv] to write to, as out_a is; shares no memory with the arguments.
 
     Returns:
         AttentionResult(out [T, H, Dv] in the dtype of out_a, lse [H, T] float32), contiguous if new; 0 and -inf where
-        both parts saw nothing. Not differentiable.
+        neither saw a key. Not differentiable.
 
     Raises:
         TypeError, ValueError: an argument is not as said above.
     """
     try:
-        refuse_derivatives(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b, out=out)
+        if torch.is_grad_enabled() or are_active():
+            refuse_derivatives(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b, out=out)
         result = out_a.new_empty(out_a.shape) if out is None else out
         lse = lse_a.new_empty(lse_a.shape)
         _merge(out_a, lse_a, out_b, lse_b, result, lse)
@@ -285,7 +287,7 @@ def merge_attention_states(
 
 
 def as_scale(name: str, scale: float | Tensor | None) -> tuple[Tensor | None, float]:
-    """A scale as the op takes it: a tensor, or a number."""
+    """A scale as the op takes it: a tensor and a number, one of which is neutral."""
     if scale is None:
         return None, 1.0
     if isinstance(scale, Tensor):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 
 from kernel_reference.checks import (
@@ -18,7 +16,7 @@ from kernel_reference.checks import (
     given,
     values_are_checked,
 )
-from kernel_reference.transforms import refuse_derivatives
+from kernel_reference.transforms import are_active, refuse_derivatives
 from prefix_prefill import (
     arguments,
     ops,  # noqa: F401  defines the op that is taken below
@@ -27,11 +25,10 @@ from prefix_prefill.api import as_scale, require_out_scale, require_scales
 from prefix_prefill.arguments import FP8, Names, PrefillNumbers, PrefillTensors
 
 Tensor = torch.Tensor
-CacheDtype = Literal["auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_inc", "fp8_e5m2"]
 
 _prefill = torch.ops.prefix_prefill.prefill.default
 
-# What caches hold by the names that engines have for it.
+# Cache dtypes by the engine's names.
 _CACHE_DTYPES = {
     "bfloat16": torch.bfloat16, "float16": torch.float16, "fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_inc": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2,
@@ -47,7 +44,7 @@ def context_attention_fwd(
     k: Tensor,
     v: Tensor,
     o: Tensor,
-    kv_cache_dtype: CacheDtype,
+    kv_cache_dtype: str,
     k_cache: Tensor,
     v_cache: Tensor,
     b_loc: Tensor,
@@ -65,7 +62,7 @@ def context_attention_fwd(
     sinks: Tensor | None = None,
     causal: bool = True,
 ) -> None:
-    """``prefix_prefill`` with the signature that engines call; writes ``o``.
+    """``prefix_prefill`` with vLLM's signature; writes ``o``.
 
     Args:
         q: [T, Hq, D]; k, v: [T, Hkv, D]; as there.
@@ -75,11 +72,11 @@ def context_attention_fwd(
             as such or as uint8.
         k_cache: [blocks, Hkv, D / x, page, x]; v_cache: [blocks, Hkv, D, page]; any strides.
         b_loc, b_start_loc, b_seq_len, max_input_len: block_table, cu_seqlens_q, seqlens_k and max_seqlen_q there.
-        max_seq_len: the most tokens of a sequence, the older ones counted, or more: the launch plan reckons with as
+        max_seq_len: an upper bound of the tokens of a sequence, its prefix included: the launch plan is made for as
             many keys, rounded up to a power of two, where the block table has room for more.
         k_scale, v_scale: as there; without effect unless the caches are of 8 bits, as callers of this one expect.
         alibi_slopes, sinks, skip_decode, causal: as there.
-        sliding_window: w: a token sees keys less than w positions before its own; None or <= 0 is off.
+        sliding_window: w: a token attends to keys less than w positions before its own; None or <= 0 is off.
         sm_scale: softmax_scale there.
         fp8_out_scale: out_scale there.
 
@@ -96,10 +93,11 @@ def context_attention_fwd(
     own_k, k_number = as_scale("k_scale", k_scale)
     own_v, v_number = as_scale("v_scale", v_scale)
     try:
-        refuse_derivatives(
-            q=q, k=k, v=v, o=o, k_cache=k_cache, v_cache=v_cache, alibi_slopes=alibi_slopes, sinks=sinks,
-            k_scale=own_k, v_scale=own_v, fp8_out_scale=own_out,
-        )  # fmt: skip
+        if torch.is_grad_enabled() or are_active():
+            refuse_derivatives(
+                q=q, k=k, v=v, o=o, k_cache=k_cache, v_cache=v_cache, alibi_slopes=alibi_slopes, sinks=sinks,
+                k_scale=own_k, v_scale=own_v, fp8_out_scale=own_out,
+            )  # fmt: skip
         stored_k, stored_v = _as_stored(kv_cache_dtype, k_cache=k_cache, v_cache=v_cache)
         if stored_k.dtype in FP8:
             require_scales(stored_k, stored_v, k_scale, v_scale)

@@ -49,5 +49,3 @@ def as_engines_do(q: Tensor, k: Tensor, v: Tensor, o: Tensor, cache: Tensor, tab
     """vLLM's signature."""
     scale = torch.ones(1)
     context_attention_fwd(q, k, v, o, "auto", cache, cache, table, cu, cu[1:], 4096, 512, scale, scale)
-    # A dtype that no cache has.
-    context_attention_fwd(q, k, v, o, "fp4", cache, cache, table, cu, cu[1:], 4096, 512, 1.0, 1.0)  # type: ignore[arg-type]

@@ -447,6 +447,17 @@ def test_nothing_sticks_out_of_the_page_and_no_words_lie_on_others(browser: Chro
     assert browser.execute_script(OVERLAPPING) == []
 
 
+def test_no_table_or_picture_is_cut_on_a_desk(browser: Chrome, page: Page) -> None:
+    opened(browser, page)
+    cut = """
+    return [...document.querySelectorAll(".scroll")].map((part) => {
+      part.closest("details")?.setAttribute("open", "");
+      return [part.getAttribute("aria-label"), part.scrollWidth - part.clientWidth];
+    }).filter(([, wider]) => wider > 0);
+    """
+    assert browser.execute_script(cut) == []
+
+
 def test_labels_break_between_words_on_a_telephone(browser: Chrome, page: Page) -> None:
     opened(browser, page, NARROW)
     broken = """

@@ -33,8 +33,8 @@ def problem_of(batch: cases.Batch) -> Problem:
     return Problem(
         num_heads=m.num_heads_q,
         num_heads_kv=m.num_heads_kv,
-        head_size=m.head_dim,
-        head_size_v=m.head_dim,
+        head_dim=m.head_dim,
+        head_dim_v=m.head_dim,
         q_block=m.block_size,
         k_block=m.block_size,
         layouts=batch.layout.num_heads,
@@ -46,7 +46,7 @@ def problem_of(batch: cases.Batch) -> Problem:
         capacity=shape.total if shape.page else batch.k.shape[0],
         page_size=shape.page,
         bits=8 * batch.q.element_size(),
-        described=True,
+        tma=True,
     )
 
 
@@ -60,7 +60,7 @@ def searches(problem: Problem, limits: DeviceLimits) -> list[tuple[AttentionPlan
     if long.hopper:
         start = replace(long, num_splits=used.num_splits)
         found.append((start, [changes(block_n=(64, 128), num_stages=(2, 3, 4)), splits]))
-    portable = plan_attention(replace(problem, described=False), limits)
+    portable = plan_attention(replace(problem, tma=False), limits)
     tiles = changes(block_m=(16, 32, 64, 128), block_n=(16, 32, 64), num_warps=(4, 8), packed=(0, 1, 2, 4))
     return [*found, (portable, [tiles, changes(num_warps=(2, 4, 8), num_stages=(1, 2, 3, 4)), splits])]
 

@@ -65,7 +65,7 @@ class Batch:
 
     def __init__(
         self, device: torch.device, lengths: Sequence[tuple[int, int]], *, kind: str = "ragged",
-        heads: tuple[int, int] = (4, 2), head_size: int = 32, head_size_v: int | None = None,
+        heads: tuple[int, int] = (4, 2), head_dim: int = 32, head_dim_v: int | None = None,
         blocks: tuple[int, int] = (16, 16), mask: Tensor | None = None, one_layout: bool = False, page: int = 16,
         page_layout: str = "NHD", side: str = "left", dtype: torch.dtype = torch.bfloat16,
         window: tuple[int, int] | None = None, softcap: float = 0.0, softmax_scale: float | None = None,
@@ -73,8 +73,8 @@ class Batch:
         index_dtype: torch.dtype = torch.int32, extra_columns: int = 1, size: float = 1.0,
     ) -> None:  # fmt: skip
         self.device, self.lengths, self.kind, self.page = device, list(lengths), kind, page
-        self.heads, self.head_size, self.dtype, self.page_layout = heads, head_size, dtype, page_layout
-        self.head_size_v = head_size if head_size_v is None else head_size_v
+        self.heads, self.head_dim, self.dtype, self.page_layout = heads, head_dim, dtype, page_layout
+        self.head_dim_v = head_dim if head_dim_v is None else head_dim_v
         self.window, self.softcap, self.softmax_scale = window, softcap, softmax_scale
         self.blocks = blocks
         self.begins = list(accumulate([new for _, new in lengths], initial=0))
@@ -92,8 +92,8 @@ class Batch:
         self.layout = layout_of(mask, *blocks, device)
         self.max_seqlen_q = min(self.max_seqlen_q, self.layout.rows * blocks[0])
 
-        q = self._values(self.begins[-1], heads[0], head_size, size)
-        keys, values = (self._values(self.begins_k[-1], heads[1], n, size) for n in (head_size, self.head_size_v))
+        q = self._values(self.begins[-1], heads[0], head_dim, size)
+        keys, values = (self._values(self.begins_k[-1], heads[1], n, size) for n in (head_dim, self.head_dim_v))
         self.keys, self.values = keys.double(), values.double()
         self._indices: dict[str, Any] = {"dtype": index_dtype, "device": device}
         self.q: Tensor
@@ -112,15 +112,15 @@ class Batch:
         self.sinks = sinks if isinstance(sinks, Tensor) else None
         if sinks is True:
             self.sinks = self._guard("sinks", torch.tensor([1.5 * (h % 3) - 1 for h in range(heads[0])], device=device))
-        shape = (*self.q.shape[:-1], self.head_size_v)
+        shape = (*self.q.shape[:-1], self.head_dim_v)
         self.out: Canaried = canaried(shape, dtype, device, row_padding=8)
         lse_shape = (*self.q.shape[:-3], self.q.shape[-2], self.q.shape[-3])
         self.lse: Canaried | None = canaried(lse_shape, torch.float32, device, row_padding=5) if lse else None
         self._before = (self.out.tensor.clone(), None if self.lse is None else self.lse.tensor.clone())
         self._wanted: tuple[Tensor, Wanted, Wanted] | None = None
 
-    def _values(self, tokens: int, heads: int, head_size: int, size: float) -> Tensor:
-        return (torch.randn(tokens, heads, head_size, device=self.device) * size).to(self.dtype)
+    def _values(self, tokens: int, heads: int, head_dim: int, size: float) -> Tensor:
+        return (torch.randn(tokens, heads, head_dim, device=self.device) * size).to(self.dtype)
 
     def _guard(self, name: str, tensor: Tensor, **how: Any) -> Tensor:
         place = guarded(tensor, **how)
@@ -237,7 +237,7 @@ class Batch:
 
     @property
     def scale(self) -> float:
-        return self.head_size**-0.5 if self.softmax_scale is None else self.softmax_scale
+        return self.head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale
 
     def prepare(
         self, plan: Any, tensors: Sequence[Any] | None = None, numbers: Sequence[Any] | None = None
@@ -331,7 +331,7 @@ class Batch:
 
     def _plain(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         num_heads, heads_kv = self.heads
-        out = torch.zeros(len(rows), num_heads, self.head_size_v, device=self.device)
+        out = torch.zeros(len(rows), num_heads, self.head_dim_v, device=self.device)
         lse = torch.full((num_heads, len(rows)), -torch.inf, device=self.device)
         queries, visible = self.queries, blocks.mask_function(self.mask, *self.blocks)
         left = -1 if self.window is None else self.window[0]
@@ -384,7 +384,7 @@ class Batch:
     ) -> None:
         """The oracle's in rows of sequences, 0 and -inf in all others."""
         assert out.dtype == self.dtype
-        assert out.shape == (*self.q.shape[:-1], self.head_size_v)
+        assert out.shape == (*self.q.shape[:-1], self.head_dim_v)
         empty = self._empty_rows()
         assert not bool((out[empty] != 0).any()), "rows of no sequence are not zero"
         if lse is not None:

@@ -49,14 +49,14 @@ PHI3 = (PHI3_SMALL.num_heads_q, PHI3_SMALL.num_heads_kv, PHI3_SMALL.head_dim)
 
 def attending(
     name: str, limits: DeviceLimits, *, heads: tuple[int, int, int] = PHI3,
-    head_size_v: int | None = None, dtype: torch.dtype = BF16, kind: str = "ragged", page: int = 16,
+    head_dim_v: int | None = None, dtype: torch.dtype = BF16, kind: str = "ragged", page: int = 16,
     layout: str = "NHD", rows: int = 4096, longest: int = 1024, blocks: tuple[int, int] = (64, 64), splits: int = 1,
     softcap: float = 0.0, left: int = -1, sinks: bool = False, lse: bool = False, entries: int = 512,
 ) -> Iterator[KernelSpec]:  # fmt: skip
     """The launches of a call, with the device's plan."""
     sequences, pages = 8, 512
     num_heads, heads_kv, size = heads
-    size_v = size if head_size_v is None else head_size_v
+    size_v = size if head_dim_v is None else head_dim_v
     front: tuple[int, ...] = (sequences, rows // sequences) if kind == "padded" else (rows,)
     q, out = (torch.empty(*front, num_heads, n, dtype=dtype) for n in (size, size_v))
     if kind == "paged":
@@ -107,7 +107,7 @@ def all_specs(target: str) -> Iterator[KernelSpec]:
     yield from portable("heads of 256", heads=(16, 4, 256), splits=2, kind="padded", sinks=True)
     yield from portable("heads of 256, decoding", heads=(16, 4, 256), dtype=FP16, **decoding)
     yield from portable("heads of 80 in float16", heads=(16, 16, 80), dtype=FP16, blocks=(128, 32))
-    yield from portable("heads of 17 and 40", heads=(4, 4, 17), head_size_v=40, blocks=(16, 16))
+    yield from portable("heads of 17 and 40", heads=(4, 4, 17), head_dim_v=40, blocks=(16, 16))
     yield from portable("float32", dtype=FP32, softcap=30.0, sinks=True)
     yield from portable("float32, heads of 256", dtype=FP32, heads=(16, 4, 256))
     yield from portable("float32, decoding", dtype=FP32, kind="paged", **decoding)
@@ -123,8 +123,8 @@ def all_specs(target: str) -> Iterator[KernelSpec]:
     yield from hopper("128, paged", kind="paged", sinks=True, lse=True)
     yield from hopper("128, padded", kind="padded", lse=True)
     yield from hopper("64, split, capped", heads=(16, 2, 64), kind="paged", page=64, splits=3, softcap=30.0)
-    yield from hopper("96 and 128 in float16", heads=(8, 8, 96), head_size_v=128, dtype=FP16, blocks=(128, 64))
-    yield from hopper("192 and 128", heads=(8, 8, 192), head_size_v=128, blocks=(64, 192))
+    yield from hopper("96 and 128 in float16", heads=(8, 8, 96), head_dim_v=128, dtype=FP16, blocks=(128, 64))
+    yield from hopper("192 and 128", heads=(8, 8, 192), head_dim_v=128, blocks=(64, 192))
     yield from hopper("256", heads=(8, 2, 256), kind="paged", page=48, layout="HND", lse=True)
 
 

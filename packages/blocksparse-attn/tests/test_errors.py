@@ -488,7 +488,7 @@ def test_functions_refuse_transforms_by_name(device, function) -> None:
 
 
 def test_lse_that_shares_memory_with_another_argument_is_refused_by_the_op(tensors) -> None:
-    batch = tensors.batch([(20, 5)], dtype=torch.float32, head_size_v=64)
+    batch = tensors.batch([(20, 5)], dtype=torch.float32, head_dim_v=64)
     given = list(batch.tensors)
     for said, other in (("out must be .* with lse", batch.out.tensor), ("lse must be .* with q", batch.q)):
         given[15] = other[:4, 0, :5]

@@ -76,7 +76,7 @@ def on_hopper_or_skip(plan: AttentionPlan, device: torch.device) -> None:
 def batch_for(plan: AttentionPlan, tensors: Any, lengths: Sequence[tuple[int, int]], **options: Any) -> Any:
     """A batch of two query heads that the plan's kernel takes."""
     on_hopper_or_skip(plan, tensors.device)
-    sizes = {"heads": (2, 1), "head_size": 16, "blocks": (64, 64) if plan.hopper else (16, 16)}
+    sizes = {"heads": (2, 1), "head_dim": 16, "blocks": (64, 64) if plan.hopper else (16, 16)}
     return tensors.batch(lengths, **{**sizes, **options})
 
 
@@ -106,8 +106,8 @@ SMALL: dict[str, tuple[AttentionPlan, dict[str, Any]]] = {
     "lists, paged, split": (lists(num_splits=3), {"kind": "paged", "sinks": True}),
     "lists, padded": (lists(), {"kind": "padded", "side": "both", "softcap": 3.0}),
     "lists, a window, 32 x 32": (lists(32, 32), {"window": (5, -1), "dtype": FP16, "blocks": (32, 64)}),
-    "lists, x-packed": (lists(16, 16, 1, 2), {**X_PACKED, "head_size_v": 40}),
-    "lists, float32": (lists(16, 32, 2), {"dtype": FP32, "blocks": (48, 96), "head_size_v": 40}),
+    "lists, x-packed": (lists(16, 16, 1, 2), {**X_PACKED, "head_dim_v": 40}),
+    "lists, float32": (lists(16, 32, 2), {"dtype": FP32, "blocks": (48, 96), "head_dim_v": 40}),
     "packed, one token": (packed(), {"window": (9, -1)}),
     "packed, some tokens": (packed(tokens=3), {"window": (9, -1), "softcap": 3.0}),
     "packed, paged, split": (
@@ -123,9 +123,9 @@ SMALL: dict[str, tuple[AttentionPlan, dict[str, Any]]] = {
 @sanitize
 @pytest.mark.parametrize(("plan", "options"), SMALL.values(), ids=SMALL)
 def test_calls_touch_their_rows_and_nothing_else(tensors, kernels, plan, options) -> None:
-    options = {"heads": (2, 1), "head_size": 24, **options}
+    options = {"heads": (2, 1), "head_dim": 24, **options}
     if options.get("page_layout") == "x-packed":
-        options["head_size"] = 16
+        options["head_dim"] = 16
     if options.get("kind") != "padded":
         options["rows_after"] = 3
     batch = tensors.batch([(19, 6), (0, 0), (16, 1)], **options)
@@ -138,13 +138,13 @@ def test_calls_touch_their_rows_and_nothing_else(tensors, kernels, plan, options
 @pytest.mark.parametrize("options", [
     {}, {"kind": "paged", "page": 64, "sinks": True}, {"kind": "paged", "page": 48, "page_layout": "HND"},
     {"kind": "padded", "side": "both", "softcap": 3.0}, {"dtype": FP16, "blocks": (64, 128)},
-    {"blocks": (128, 64), "kind": "paged", "page": 16, "head_size_v": 64}, {"one_layout": True, "softmax_scale": 0.0},
+    {"blocks": (128, 64), "kind": "paged", "page": 16, "head_dim_v": 64}, {"one_layout": True, "softmax_scale": 0.0},
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("turn", range(3))
 def test_calls_on_hopper_touch_their_rows_and_nothing_else(tensors, kernels, options, turn) -> None:
     plan = (hopper(), hopper(128, 3), hopper(64))[turn]
     on_hopper_or_skip(plan, tensors.device)
-    given = {"heads": (8, 2), "blocks": (64, 64), "head_size": (128, 80, 256)[turn], **options}
+    given = {"heads": (8, 2), "blocks": (64, 64), "head_dim": (128, 80, 256)[turn], **options}
     if given.get("kind") != "padded":
         given["rows_after"] = 40
     batch = tensors.batch([(190, 37), (0, 0), (16, 1), (0, 2), (5, 300)], **given)
@@ -279,7 +279,7 @@ def test_falling_bounds_touch_nothing_outside(tensors, cu, plan) -> None:
 def test_rows_of_a_tile_of_several_blocks_of_keys_see_none_past_their_own_position(tensors, kernels, plan) -> None:
     """Rows of the layout longer than a block of keys list blocks that only their later queries may see."""
     mask = torch.ones(1, 2, 64 // plan.block_n, dtype=torch.bool)
-    batch = tensors.batch([(3, 50)], heads=(1, 1), head_size=16, blocks=(32, plan.block_n), mask=mask)
+    batch = tensors.batch([(3, 50)], heads=(1, 1), head_dim=16, blocks=(32, plan.block_n), mask=mask)
     kernels.attend(batch, plan)
     batch.check(most=50)
 
@@ -304,7 +304,7 @@ def test_nan_of_keys_that_a_row_lists_and_no_row_of_the_tile_sees_does_not_sprea
     mask = torch.zeros(2, 2, 2, dtype=torch.bool)
     mask[0, 1, 0] = mask[1, 1, 1] = True
     for dtype in (BF16, FP32):
-        batch = tensors.batch([(14, 4)], heads=(2, 1), head_size=16, mask=mask, window=(0, 0), dtype=dtype)
+        batch = tensors.batch([(14, 4)], heads=(2, 1), head_dim=16, mask=mask, window=(0, 0), dtype=dtype)
         batch.spoil(0, range(16))
         kernels.attend(batch, packed(tokens=4))
         batch.check()
@@ -418,7 +418,7 @@ def test_max_seqlen_q_only_sizes_the_launch(tensors, kernels, plan) -> None:
 def test_a_plan_made_for_fewer_queries_than_there_are_still_computes_them_all(tensors, monkeypatch, most) -> None:
     if tensors.device.type == "cpu":
         monkeypatch.setattr(launch, "device_limits", lambda device: DeviceLimits(1))
-    batch = tensors.batch([(5, 20), (17, 3)], heads=(2, 1), head_size=16)
+    batch = tensors.batch([(5, 20), (17, 3)], heads=(2, 1), head_dim=16)
     attend(batch, None, most)
     batch.check()
 
@@ -442,7 +442,7 @@ UNSUITED = {
 
 @pytest.mark.parametrize(("plan", "options"), UNSUITED.values(), ids=UNSUITED)
 def test_a_plan_that_does_not_suit_a_call_is_refused_by_name_and_nothing_is_written(tensors, plan, options) -> None:
-    batch = tensors.batch([(5, 3)], heads=(2, 1), head_size=16, **options)
+    batch = tensors.batch([(5, 3)], heads=(2, 1), head_dim=16, **options)
     with pytest.raises(ValueError, match=r"^plan must be one made for Problem\(.*\), got AttentionPlan\("):
         blocksparse_attention(
             batch.q, batch.k, batch.v, batch.layout, **batch.options, out=batch.out.tensor, plan=plan
@@ -451,7 +451,7 @@ def test_a_plan_that_does_not_suit_a_call_is_refused_by_name_and_nothing_is_writ
 
 
 def test_a_plan_for_hopper_is_refused_for_unaligned_keys(tensors) -> None:
-    batch = tensors.batch([(5, 3)], heads=(2, 1), head_size=16, blocks=(64, 64))
+    batch = tensors.batch([(5, 3)], heads=(2, 1), head_dim=16, blocks=(64, 64))
     for place in (K, V):
         given = list(batch.tensors)
         room = torch.empty(given[place].numel() + 1, dtype=BF16, device=tensors.device)
@@ -468,7 +468,7 @@ def test_a_prepared_launch_keeps_no_tensor_of_its_first_call_alive(tensors, num_
     """It is kept for as long as the process lives, and a call's tensors may be gigabytes."""
 
     def call() -> tuple[Callable[..., None], list[weakref.ref[torch.Tensor]]]:
-        batch = tensors.batch([(5, 3)], heads=(2, 1), head_size=16, sinks=True, kind="paged")
+        batch = tensors.batch([(5, 3)], heads=(2, 1), head_dim=16, sinks=True, kind="paged")
         run = batch.prepare(lists(num_splits=num_splits))
         run(*batch.tensors)
         return run, [weakref.ref(tensor) for tensor in batch.tensors if tensor is not None]
@@ -511,12 +511,12 @@ def numbers_in(arguments: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize("described", [False, True], ids=["portable", "described"])
+@pytest.mark.parametrize("by_tma", [False, True], ids=["portable", "TMA"])
 @pytest.mark.parametrize("padded", [False, True], ids=["ragged", "padded"])
-def test_pointers_reach_a_kernel_in_the_places_of_their_tensors(padded, described) -> None:
+def test_pointers_reach_a_kernel_in_the_places_of_their_tensors(padded, by_tma) -> None:
     """From the second call on pointers come in tuples without names."""
-    group = launch._grouped(padded, described)
-    pointers = range(3 if described else 0, 18)
+    group = launch._grouped(padded, by_tma)
+    pointers = range(3 if by_tma else 0, 18)
     named = group(*map(Value, pointers))
     assert numbers_in(named) == group(*pointers)
     assert [type(argument) for argument in named[-5:]] == [groups.Lists, Value, groups.Bounds, Value, groups.Outputs]
@@ -550,7 +550,7 @@ def call_of(batch: Any, plan: AttentionPlan) -> tuple[Callable[..., Any], list[t
 def test_every_kernel_is_captured_in_a_graph_and_never_synchronises(tensors, plan) -> None:
     on_hopper_or_skip(plan, tensors.device)
     for kind in KINDS:
-        options = {"heads": (8, 2), "head_size": 64, "blocks": (64, 64), "kind": kind, "side": "both"}
+        options = {"heads": (8, 2), "head_dim": 64, "blocks": (64, 64), "kind": kind, "side": "both"}
         mask = torch.ones(8, 8, 8, dtype=torch.bool)
 
         def made(seed: int, options: Any = options, mask: torch.Tensor = mask) -> Any:
@@ -599,7 +599,7 @@ def test_kernels_follow_dimensions_more_than_2_to_the_31_elements_apart(tensors,
     lengths = [(2, 1)] * 3 if options else [(16, 3)]
     heads = (3, 3) if {1, 2} & set(dims.values()) else (1, 1)
     mask = torch.ones(heads[0], 2, 2, dtype=torch.bool)
-    batch = tensors.batch(lengths, heads=heads, head_size=32, page=8, side="none", mask=mask, **options)
+    batch = tensors.batch(lengths, heads=heads, head_dim=32, page=8, side="none", mask=mask, **options)
     if options.get("kind") == "paged":
         # The page that lies furthest off is one that is read.
         batch.positional["block_table"][:, 0] = batch.k.shape[0] - 1
@@ -615,7 +615,7 @@ def test_kernels_follow_dimensions_more_than_2_to_the_31_elements_apart(tensors,
 
 @pytest.mark.parametrize("dims", [{OUT: 0, LSE: 1}, {OUT: 1, LSE: 0}, {OUT: 2}], ids=["rows", "heads", "elements"])
 def test_merging_follows_dimensions_more_than_2_to_the_31_elements_apart(tensors, dims) -> None:
-    batch = tensors.batch([(16, 3)], heads=(3, 3), head_size=16)
+    batch = tensors.batch([(16, 3)], heads=(3, 3), head_dim=16)
 
     def run(*given: Any) -> tuple[()]:
         batch.prepare(packed(num_splits=2, tokens=8), given)(*given)
@@ -631,7 +631,7 @@ def test_partial_results_more_than_2_to_the_31_elements_apart_are_found(tensors,
     """A great many rows, of which only the first are launched: partial results of two splits are 8 GiB apart."""
     size, tokens = 256, 2**31 // 256 + 16
     mask = torch.ones(1, 3, 3, dtype=torch.bool)
-    batch = tensors.batch([(40, 2)], heads=(1, 1), head_size=16, head_size_v=size, mask=mask)
+    batch = tensors.batch([(40, 2)], heads=(1, 1), head_dim=16, head_dim_v=size, mask=mask)
     wanted, _ = batch.wanted(batch.sample())
 
     class First(launch.Launch):
@@ -656,7 +656,7 @@ def test_lists_are_read_up_to_the_last_place_that_32_bits_count(tensors, plan) -
     """Two rows of one tile: the last entry of all, and before it more than one pass reads."""
     mask = torch.zeros(1, 3, 3, dtype=torch.bool)
     mask[0, 1, 0] = mask[0, 2, 2] = True
-    batch = tensors.batch([(30, 4)], heads=(1, 1), head_size=16, mask=mask)
+    batch = tensors.batch([(30, 4)], heads=(1, 1), head_dim=16, mask=mask)
     width = 2**31 - 1
     # Memory on both sides, so that an offset that wraps finds other entries.
     room = with_room(lambda: torch.empty(2 * width + 1024, dtype=torch.int32, device=tensors.device))
@@ -671,7 +671,7 @@ def test_lists_are_read_up_to_the_last_place_that_32_bits_count(tensors, plan) -
 @gpu
 @pytest.mark.parametrize("plan", [lists(64, 64), packed(16, 64, 2, 3), hopper(), hopper(64, 2)], ids=str)
 def test_caches_of_more_than_2_to_the_31_elements_are_read_to_their_ends(tensors, plan) -> None:
-    options = {"heads": (8, 8), "head_size": 128, "blocks": (64, 64), "kind": "paged"}
+    options = {"heads": (8, 8), "head_dim": 128, "blocks": (64, 64), "kind": "paged"}
     batch = batch_for(plan, tensors, [(0, 100), (300, 100)], **options)
     attend(batch, plan)
     batch.check()

@@ -40,24 +40,24 @@ def plan(block_n: int = 128, num_splits: int = 1, num_stages: int = 2) -> Attent
 
 
 CASES: dict[str, tuple[AttentionPlan, dict[str, Any]]] = {
-    "one block at a time": (plan(64), {"heads": (2, 1), "head_size": 64}),
-    "two blocks at a time": (plan(), {"heads": (2, 1), "head_size": 128}),
-    "three stages": (plan(64, 1, 3), {"heads": (2, 2), "head_size": 64, "dtype": FP16}),
-    "in parts": (plan(64, 3), {"heads": (2, 1), "head_size": 64, "sinks": True}),
-    "pages of 16": (plan(), {"heads": (2, 1), "head_size": 64, "kind": "paged", "page": 16}),
-    "pages of 48": (plan(64), {"heads": (2, 1), "head_size": 64, "kind": "paged", "page": 48, "page_layout": "HND"}),
-    "pages of 128": (plan(), {"heads": (2, 1), "head_size": 64, "kind": "paged", "page": 128}),
-    "padded": (plan(), {"heads": (2, 1), "head_size": 64, "kind": "padded", "side": "both"}),
-    "rows of 128": (plan(), {"heads": (2, 1), "head_size": 64, "blocks": (128, 64)}),
-    "columns of 128": (plan(), {"heads": (2, 1), "head_size": 64, "blocks": (64, 128)}),
-    "columns of 192": (plan(64), {"heads": (1, 1), "head_size": 64, "blocks": (64, 192)}),
-    "values wider than keys": (plan(), {"heads": (2, 1), "head_size": 64, "head_size_v": 96}),
-    "keys wider than values": (plan(64), {"heads": (2, 1), "head_size": 192, "head_size_v": 64}),
-    "head size 80": (plan(), {"heads": (2, 1), "head_size": 80}),
-    "head size 256": (plan(64), {"heads": (1, 1), "head_size": 256}),
-    "capped": (plan(), {"heads": (2, 1), "head_size": 64, "softcap": 5.0, "sinks": True}),
-    "a scale of zero": (plan(), {"heads": (2, 1), "head_size": 64, "softmax_scale": 0.0}),
-    "one layout": (plan(), {"heads": (3, 1), "head_size": 64, "one_layout": True, "lse": False}),
+    "one block at a time": (plan(64), {"heads": (2, 1), "head_dim": 64}),
+    "two blocks at a time": (plan(), {"heads": (2, 1), "head_dim": 128}),
+    "three stages": (plan(64, 1, 3), {"heads": (2, 2), "head_dim": 64, "dtype": FP16}),
+    "in parts": (plan(64, 3), {"heads": (2, 1), "head_dim": 64, "sinks": True}),
+    "pages of 16": (plan(), {"heads": (2, 1), "head_dim": 64, "kind": "paged", "page": 16}),
+    "pages of 48": (plan(64), {"heads": (2, 1), "head_dim": 64, "kind": "paged", "page": 48, "page_layout": "HND"}),
+    "pages of 128": (plan(), {"heads": (2, 1), "head_dim": 64, "kind": "paged", "page": 128}),
+    "padded": (plan(), {"heads": (2, 1), "head_dim": 64, "kind": "padded", "side": "both"}),
+    "rows of 128": (plan(), {"heads": (2, 1), "head_dim": 64, "blocks": (128, 64)}),
+    "columns of 128": (plan(), {"heads": (2, 1), "head_dim": 64, "blocks": (64, 128)}),
+    "columns of 192": (plan(64), {"heads": (1, 1), "head_dim": 64, "blocks": (64, 192)}),
+    "values wider than keys": (plan(), {"heads": (2, 1), "head_dim": 64, "head_dim_v": 96}),
+    "keys wider than values": (plan(64), {"heads": (2, 1), "head_dim": 192, "head_dim_v": 64}),
+    "head size 80": (plan(), {"heads": (2, 1), "head_dim": 80}),
+    "head size 256": (plan(64), {"heads": (1, 1), "head_dim": 256}),
+    "capped": (plan(), {"heads": (2, 1), "head_dim": 64, "softcap": 5.0, "sinks": True}),
+    "a scale of zero": (plan(), {"heads": (2, 1), "head_dim": 64, "softmax_scale": 0.0}),
+    "one layout": (plan(), {"heads": (3, 1), "head_dim": 64, "one_layout": True, "lse": False}),
 }  # fmt: skip
 
 
@@ -71,7 +71,7 @@ def test_the_kernel_for_sm_90_matches_the_oracle(tensors, kernels, chosen, optio
 
 @pytest.mark.parametrize("block_n", [64, 128])
 def test_columns_may_be_in_any_order(tensors, kernels, block_n) -> None:
-    batch = tensors.batch([(300, 100)], heads=(2, 1), head_size=64, blocks=(64, 64))
+    batch = tensors.batch([(300, 100)], heads=(2, 1), head_dim=64, blocks=(64, 64))
     crow, col = batch.layout.crow, batch.layout.col
     for head in range(2):
         for row in range(crow.shape[1] - 1):
@@ -84,7 +84,7 @@ def test_columns_may_be_in_any_order(tensors, kernels, block_n) -> None:
 def test_columns_out_of_bounds_are_skipped(tensors, kernels) -> None:
     """Past the diagonal, past the last, and negative ones."""
     mask = torch.eye(4, dtype=torch.bool).expand(2, 4, 4)
-    batch = tensors.batch([(100, 156)], heads=(2, 1), head_size=64, blocks=(64, 64), mask=mask)
+    batch = tensors.batch([(100, 156)], heads=(2, 1), head_dim=64, blocks=(64, 64), mask=mask)
     crow, col = batch.layout.crow, batch.layout.col
     wide = torch.tensor([2**31 - 1, -1, 0, -(2**31), 3, 40_000_000], dtype=torch.int32, device=col.device)
     # Each row lists its own block among others that no row of it may see, row 0 aside.
@@ -102,7 +102,7 @@ def test_lists_that_have_nothing_in_common_are_each_walked_once(tensors, kernels
     mask[:, 0::2, 0::2] = True
     mask[:, 1::2, 1::2] = True
     for block_n in (64, 128):
-        batch = tensors.batch([(256, 256)], heads=(1, 1), head_size=64, blocks=(64, 64), mask=mask)
+        batch = tensors.batch([(256, 256)], heads=(1, 1), head_dim=64, blocks=(64, 64), mask=mask)
         kernels.attend(batch, plan(block_n))
         batch.check(most=4)
 
@@ -122,7 +122,7 @@ FAR: dict[str, tuple[dict[str, Any], dict[int, tuple[int, ...]]]] = {
 def test_the_kernel_for_sm_90_follows_dimensions_more_than_2_to_the_31_elements_apart(tensors, options, dims) -> None:
     """Elements of ``out`` that far apart were written before it."""
     mask = torch.ones(options.get("heads", (1, 1))[0], 2, 2, dtype=torch.bool)
-    options = {"heads": (1, 1), "head_size": 64, "blocks": (64, 64), "mask": mask, **options}
+    options = {"heads": (1, 1), "head_dim": 64, "blocks": (64, 64), "mask": mask, **options}
     batch = tensors.batch([(17, 3), (2, 1), (3, 1)], **options)
 
     def run(*given: Any) -> tuple[()]:

@@ -535,7 +535,7 @@ def by_kernels(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterato
 def test_public_functions_reach_the_kernels_with_every_argument_in_its_place(tensors, kind) -> None:
     for splits in (None, 2):
         batch = tensors.batch(
-            [(20, 4), (5, 1), (0, 3)], heads=(2, 1), head_size=16, head_size_v=32, rows_after=1, kind=kind, sinks=True,
+            [(20, 4), (5, 1), (0, 3)], heads=(2, 1), head_dim=16, head_dim_v=32, rows_after=1, kind=kind, sinks=True,
             window=(13, 4), softcap=3.0, softmax_scale=0.3, blocks=(32, 16), side="both",
         )  # fmt: skip
         batch.run(num_splits=splits)
@@ -546,7 +546,7 @@ def test_public_functions_reach_the_kernels_with_every_argument_in_its_place(ten
 @pytest.mark.usefixtures("by_kernels")
 def test_an_output_that_overlaps_an_input_is_refused_in_each_call_of_a_prepared_launch(tensors) -> None:
     """A kernel would read what another program has written already. Slices that share no element are taken."""
-    batch = tensors.batch([(0, 20), (0, 9)], heads=(2, 1), head_size=16, lse=False)
+    batch = tensors.batch([(0, 20), (0, 9)], heads=(2, 1), head_dim=16, lse=False)
     fused = torch.cat([batch.q, poison_(torch.empty_like(batch.q))], dim=1)
     batch.q, own = fused[:, :2], fused[:, 2:]
     for _ in range(2):
@@ -562,7 +562,7 @@ def test_an_output_that_overlaps_an_input_is_refused_in_each_call_of_a_prepared_
 @pytest.mark.usefixtures("by_kernels")
 def test_the_drop_in_and_the_module_reach_the_kernels_too(tensors) -> None:
     mask = blocks.local_strided(2, 32, 1, 2, 16)
-    batch = tensors.batch([(20, 4), (5, 1), (0, 3)], heads=(2, 1), head_size=16, mask=mask, lse=False)
+    batch = tensors.batch([(20, 4), (5, 1), (0, 3)], heads=(2, 1), head_dim=16, mask=mask, lse=False)
     cu_seqlens_q, cu_seqlens_k = batch.positional["cu_seqlens_q"], batch.positional["cu_seqlens_k"]
     given = (batch.q, batch.k, batch.v, cu_seqlens_k, cu_seqlens_q, None)
     pair = (batch.layout.crow, batch.layout.col)
@@ -602,7 +602,7 @@ def test_trap_kernels_follow_dimensions_more_than_2_to_the_31_elements_apart(ten
     kind, dims = FAR[far]
     heads = (3, 3) if "heads" in far or far == "lists" else (1, 1)
     lengths = [(17, 3)] if kind == "ragged" else [(17, 3), (2, 1), (3, 1)]
-    batch = tensors.batch(lengths, heads=heads, head_size=16, page=8, kind=kind)
+    batch = tensors.batch(lengths, heads=heads, head_dim=16, page=8, kind=kind)
     # Splits have a launch of their own for the results.
     for splits in (1, 2) if 14 in dims else (1,):
         plan = AttentionPlan(16, 16, splits, 4, 1)

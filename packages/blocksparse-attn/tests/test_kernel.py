@@ -95,7 +95,7 @@ LENGTHS = [(30, 17), (0, 0), (18, 3), (16, 1), (0, 2)]
 
 @pytest.mark.parametrize(("plan", "blocks", "dtype", "kind"), branches(), ids=name_of)
 def test_every_branch_of_the_portable_kernels_matches_the_oracle(tensors, kernels, plan, blocks, dtype, kind) -> None:
-    options = {"heads": (3, 1), "head_size": 24, "head_size_v": 40, "dtype": dtype, "kind": kind, "blocks": blocks}
+    options = {"heads": (3, 1), "head_dim": 24, "head_dim_v": 40, "dtype": dtype, "kind": kind, "blocks": blocks}
     after = {"rows_after": 3} if kind != "padded" else {"side": "both"}
     check(tensors, kernels, plan, LENGTHS, **options, **after)
 
@@ -103,7 +103,7 @@ def test_every_branch_of_the_portable_kernels_matches_the_oracle(tensors, kernel
 @makers
 @pytest.mark.parametrize("num_splits", [1, 2, 3, 7])
 def test_any_number_of_splits_even_more_than_there_are_blocks(tensors, kernels, num_splits, make) -> None:
-    options = {"heads": (2, 1), "head_size": 16, "sinks": True, "dtype": FP32}
+    options = {"heads": (2, 1), "head_dim": 16, "sinks": True, "dtype": FP32}
     check(tensors, kernels, make(num_splits=num_splits), [(37, 5), (0, 1), (3, 2)], **options)
 
 
@@ -125,7 +125,7 @@ LAYOUTS = {
 def test_layouts_that_are_all_or_nothing(tensors, kernels, make, mask) -> None:
     for num_splits in (1, 2):
         mask_of_blocks = mask((2, 4, 4)).clone()
-        options = {"heads": (2, 1), "head_size": 16, "mask": mask_of_blocks, "sinks": num_splits == 2}
+        options = {"heads": (2, 1), "head_dim": 16, "mask": mask_of_blocks, "sinks": num_splits == 2}
         check(tensors, kernels, make(num_splits=num_splits), [(30, 17), (0, 3)], **options)
 
 
@@ -136,7 +136,7 @@ def test_rows_of_one_tile_may_list_different_blocks(tensors, kernels, make) -> N
     for head in range(4):
         for row in range(4):
             mask[head, row, (head + row) % 4] = True
-    check(tensors, kernels, make(), [(14, 20), (40, 2)], heads=(4, 1), head_size=16, mask=mask)
+    check(tensors, kernels, make(), [(14, 20), (40, 2)], heads=(4, 1), head_dim=16, mask=mask)
 
 
 @makers
@@ -148,12 +148,12 @@ def test_a_row_may_list_more_columns_than_one_bit_mask_holds(tensors, kernels, m
     mask[:, -1, 63] = torch.tensor([True, False, True])
     for splits in (1, 3):
         plan = make(16, 16, splits)
-        check(tensors, kernels, plan, [(2397, 3)], heads=(3, 1), head_size=16, mask=mask, blocks=(16, 16))
+        check(tensors, kernels, plan, [(2397, 3)], heads=(3, 1), head_dim=16, mask=mask, blocks=(16, 16))
 
 
 @makers
 def test_columns_may_be_in_any_order(tensors, kernels, make) -> None:
-    batch = tensors.batch([(40, 20)], heads=(2, 1), head_size=16)
+    batch = tensors.batch([(40, 20)], heads=(2, 1), head_dim=16)
     crow, col = batch.layout.crow, batch.layout.col
     for head in range(2):
         for row in range(crow.shape[1] - 1):
@@ -167,11 +167,11 @@ def test_columns_may_be_in_any_order(tensors, kernels, make) -> None:
 
 
 @makers
-@pytest.mark.parametrize("head_size", HEAD_SIZES)
-def test_head_sizes_of_models(tensors, kernels, head_size, make) -> None:
-    i = HEAD_SIZES.index(head_size)
-    options = {"dtype": (BF16, FP16, FP32)[i % 3], "head_size_v": HEAD_SIZES[(i + 3) % 7] if i % 2 else head_size}
-    check(tensors, kernels, make(), [(18, 5), (0, 2)], heads=(2, 1), head_size=head_size, **options)
+@pytest.mark.parametrize("head_dim", HEAD_SIZES)
+def test_head_sizes_of_models(tensors, kernels, head_dim, make) -> None:
+    i = HEAD_SIZES.index(head_dim)
+    options = {"dtype": (BF16, FP16, FP32)[i % 3], "head_dim_v": HEAD_SIZES[(i + 3) % 7] if i % 2 else head_dim}
+    check(tensors, kernels, make(), [(18, 5), (0, 2)], heads=(2, 1), head_dim=head_dim, **options)
 
 
 @pytest.mark.parametrize("page", [1, 16, 32, 64, 256, 3, 24])
@@ -181,14 +181,14 @@ def test_pages_of_any_size(tensors, kernels, page) -> None:
     i = (1, 16, 32, 64, 256, 3, 24).index(page)
     options = {"kind": "paged", "page": page, "page_layout": ("NHD", "HND", "x-packed")[i % 3]}
     for make in (lists, packed):
-        check(tensors, kernels, make(), [(context, 3), (page, 1)], heads=(1, 1), head_size=16, **options)
+        check(tensors, kernels, make(), [(context, 3), (page, 1)], heads=(1, 1), head_dim=16, **options)
 
 
 @pytest.mark.parametrize("ratio", [1, 3, 4, 7, 8, 16, 20])
 def test_any_number_of_query_heads_shares_a_kv_head_in_one_tile_or_in_several(tensors, kernels, ratio) -> None:
     tokens = max(1, 16 // ratio)
-    check(tensors, kernels, packed(tokens=tokens), [(17, 5), (0, 3)], heads=(2 * ratio, 2), head_size=16)
-    check(tensors, kernels, lists(16), [(17, 5)], heads=(2 * ratio, 2), head_size=16)
+    check(tensors, kernels, packed(tokens=tokens), [(17, 5), (0, 3)], heads=(2 * ratio, 2), head_dim=16)
+    check(tensors, kernels, lists(16), [(17, 5)], heads=(2 * ratio, 2), head_dim=16)
 
 
 # Features
@@ -223,14 +223,14 @@ def test_each_feature_with_and_without_splits(tensors, kernels, options) -> None
     number = [*FEATURES.values()].index(options)
     lengths = [(0, 7), (0, 12), (0, 3)] if options.get("fused") else [(21, 12), (16, 1), (0, 3)]
     # Two kv heads, so that neither sinks nor lists of one serve for the other.
-    options = {"heads": (4, 2), "head_size": 16, **options}
+    options = {"heads": (4, 2), "head_dim": 16, **options}
     for i, make in enumerate((lists, (packed, several)[number % 2])):
         check(tensors, kernels, make(16, 16, 1 + 2 * ((number + i) % 2)), lengths, **options)
 
 
 def test_a_padded_batch_of_full_rows_has_no_bounds_to_read(tensors, kernels) -> None:
     for make in (lists, packed):
-        check(tensors, kernels, make(), [(5, 20), (5, 20)], heads=(2, 1), head_size=16, kind="padded", side="none")
+        check(tensors, kernels, make(), [(5, 20), (5, 20)], heads=(2, 1), head_dim=16, kind="padded", side="none")
 
 
 # The largest of such scores is none.
@@ -238,7 +238,7 @@ def test_a_padded_batch_of_full_rows_has_no_bounds_to_read(tensors, kernels) -> 
 @makers
 def test_a_row_whose_every_key_is_nan_says_so_and_other_sequences_do_not(tensors, kernels, make) -> None:
     mask = torch.ones(1, 3, 3, dtype=torch.bool)
-    batch = tensors.batch([(33, 2), (17, 2)], heads=(1, 1), head_size=16, mask=mask)
+    batch = tensors.batch([(33, 2), (17, 2)], heads=(1, 1), head_dim=16, mask=mask)
     batch.spoil(0, range(35))
     kernels.attend(batch, make())
     assert bool(batch.out.tensor[:2].isnan().all())
@@ -252,7 +252,7 @@ def test_keys_that_no_query_sees_are_not_read_wherever_they_lie(tensors, kernels
     """In blocks that are not listed, before the window, and in the part of a listed block that is before it."""
     mask = torch.ones(2, 6, 6, dtype=torch.bool)
     mask[:, :, 3] = False
-    batch = tensors.batch([(75, 3), (40, 17)], heads=(2, 1), head_size=16, kind=kind, window=(40, -1), mask=mask)
+    batch = tensors.batch([(75, 3), (40, 17)], heads=(2, 1), head_dim=16, kind=kind, window=(40, -1), mask=mask)
     for sequence, context in enumerate((75, 40)):
         batch.spoil(sequence, [*range(context - 40), *range(48, min(64, batch.totals[sequence]))])
     kernels.attend(batch, make(num_splits=splits))
@@ -268,7 +268,7 @@ FIXED = [lists(), lists(num_splits=3), packed(), several(16, 16, 2)]
 @pytest.mark.parametrize("plan", FIXED, ids=name_of)
 def test_plans_with_fixed_splits_are_batch_invariant(tensors, kernels, plan) -> None:
     lengths = [(70, 5), (0, 17), (33, 1)]
-    batch = tensors.batch(lengths, heads=(2, 1), head_size=16, sinks=True, kind="paged")
+    batch = tensors.batch(lengths, heads=(2, 1), head_dim=16, sinks=True, kind="paged")
     q, out, lse = batch.q, batch.out.tensor, batch.lse.tensor
     cu, table, seqlens = (batch.positional[name] for name in ("cu_seqlens_q", "block_table", "seqlens_k"))
 
@@ -296,7 +296,7 @@ def test_plans_with_fixed_splits_are_batch_invariant(tensors, kernels, plan) -> 
 
 @pytest.mark.parametrize("plan", FIXED[1:], ids=name_of)
 def test_the_same_call_twice_gives_the_same_bits(tensors, kernels, plan) -> None:
-    batch = tensors.batch([(40, 5), (0, 3)], heads=(2, 1), head_size=16, window=(25, -1))
+    batch = tensors.batch([(40, 5), (0, 3)], heads=(2, 1), head_dim=16, window=(25, -1))
 
     def compute() -> list[torch.Tensor]:
         kernels.attend(batch, plan)
@@ -325,7 +325,7 @@ def makes(draw) -> tuple[AttentionPlan, dict[str, Any]]:
     sizes = [16, 32] if kind == "paged" and layout == "x-packed" else [16, 24, 32, 40]
     options: dict[str, Any] = {
         "heads": heads, "blocks": blocks, "kind": kind,
-        "head_size": draw(st.sampled_from(sizes)), "head_size_v": draw(st.sampled_from([16, 24, 32, 40])),
+        "head_dim": draw(st.sampled_from(sizes)), "head_dim_v": draw(st.sampled_from([16, 24, 32, 40])),
         "page": draw(st.sampled_from([1, 3, 16, 24, 32])), "page_layout": layout,
         "dtype": draw(st.sampled_from([BF16, FP16, FP32])), "one_layout": draw(st.booleans()),
         "window": draw(st.sampled_from([None, None, (0, 0), (9, -1), (30, -1)])),
@@ -357,9 +357,9 @@ def test_random_batches_match_the_oracle(tensors, kernels, make, lengths, seed) 
 
 
 BULK: list[dict[str, Any]] = [
-    {"heads": (8, 2), "head_size": 128, "blocks": (64, 64), "kind": "paged", "page": 64},
-    {"heads": (4, 2), "head_size": 80, "window": (100, -1), "blocks": (32, 32)},
-    {"heads": (4, 1), "head_size": 64, "head_size_v": 96, "sinks": True, "blocks": (64, 128), "kind": "padded"},
+    {"heads": (8, 2), "head_dim": 128, "blocks": (64, 64), "kind": "paged", "page": 64},
+    {"heads": (4, 2), "head_dim": 80, "window": (100, -1), "blocks": (32, 32)},
+    {"heads": (4, 1), "head_dim": 64, "head_dim_v": 96, "sinks": True, "blocks": (64, 128), "kind": "padded"},
 ]  # fmt: skip
 
 

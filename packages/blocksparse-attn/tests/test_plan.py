@@ -49,7 +49,7 @@ def phi(
     given = Problem(
         heads, heads_kv, model.head_dim, model.head_dim, model.block_size, model.block_size, heads, rows,
         rows * (rows + 1) // 2, tokens, sequences, tokens // sequences if longest is None else longest,
-        keys * sequences if kind == "ragged" else keys, described=True, **where,
+        keys * sequences if kind == "ragged" else keys, tma=True, **where,
     )  # fmt: skip
     return replace(given, **more)
 
@@ -65,13 +65,13 @@ def problems() -> Iterator[Problem]:
         ((64, 64), (48, 16), (128, 64), (16, 256)),
     )  # fmt: skip
     others = ((16, 0, True), (16, 48, True), (16, 24, False), (32, 1, False))
-    for (sizes, heads, blocks), (bits, page, described) in itertools.product(shapes, others):
+    for (sizes, heads, blocks), (bits, page, tma) in itertools.product(shapes, others):
         for tokens, sequences, longest, capacity in (
             (0, 0, 0, 0), (1, 1, 1, 16), (32, 32, 1, 4096), (8192, 3, 8000, LONGEST), (70, 1, 0, 10**9), (5, 300, 9, 0),
         ):  # fmt: skip
             yield Problem(
                 *heads, *sizes, *blocks, heads[0], cdiv(capacity, blocks[0]), 1000, tokens, sequences, longest,
-                capacity, page, bits=bits, described=described,
+                capacity, page, bits=bits, tma=tma,
             )  # fmt: skip
 
 
@@ -93,7 +93,7 @@ def test_the_plan_of_any_call_is_one_that_covers_it(limits: DeviceLimits) -> Non
 def tile_bytes(problem: Problem, plan: AttentionPlan) -> int:
     """The least shared memory of a program: all stages of keys and values, and on Hopper of q."""
     wide, wide_v = (
-        max(64 if plan.hopper else 16, power_of_two_at_least(size)) for size in (problem.head_size, problem.head_size_v)
+        max(64 if plan.hopper else 16, power_of_two_at_least(size)) for size in (problem.head_dim, problem.head_dim_v)
     )
     held = plan.num_stages * plan.block_n * (wide + wide_v)
     return (held + plan.hopper * plan.block_m * wide) * problem.bits // 8
@@ -139,7 +139,7 @@ def test_a_plan_depends_on_shapes_only() -> None:
 
 
 def test_small_devices_and_float32_take_tiles_that_they_can_hold() -> None:
-    for problem in (PROMPT, DECODING, replace(PROMPT, head_size=256, head_size_v=256)):
+    for problem in (PROMPT, DECODING, replace(PROMPT, head_dim=256, head_dim_v=256)):
         large, small = (plan_attention(problem, replace(A100, shared_memory=n * KIB)) for n in (227, 64))
         assert small.block_n <= large.block_n
         assert small.num_stages <= large.num_stages
@@ -171,8 +171,8 @@ def test_problems_that_the_kernel_for_sm_90_does_not_support_never_take_it() -> 
     assert plan_attention(PROMPT, H200).hopper
     assert not plan_attention(PROMPT, replace(H200, hopper=False)).hopper
     for change in (
-        {"described": False}, {"bits": 32}, {"page_size": 8}, {"page_size": 1}, {"page_size": 24}, {"head_size": 100},
-        {"head_size_v": 20}, {"q_block": 32}, {"k_block": 32}, {"k_block": 96, "q_block": 96}, {"q_block": 16},
+        {"tma": False}, {"bits": 32}, {"page_size": 8}, {"page_size": 1}, {"page_size": 24}, {"head_dim": 100},
+        {"head_dim_v": 20}, {"q_block": 32}, {"k_block": 32}, {"k_block": 96, "q_block": 96}, {"q_block": 16},
         {"tokens": 2**31}, {"capacity": 2**31}, {"entries": 2**31},
     ):  # fmt: skip
         problem = replace(PROMPT, **change)
@@ -181,7 +181,7 @@ def test_problems_that_the_kernel_for_sm_90_does_not_support_never_take_it() -> 
         assert plan.covers(problem), change
     for problem in ALL:
         plan = plan_attention(problem, H200)
-        assert not plan.hopper or (problem.described and fits_hopper(problem))
+        assert not plan.hopper or (problem.tma and fits_hopper(problem))
 
 
 def test_page_and_head_sizes_of_models_take_the_kernel_for_sm_90() -> None:
@@ -190,20 +190,20 @@ def test_page_and_head_sizes_of_models_take_the_kernel_for_sm_90() -> None:
     for blocks in ((64, 64), (128, 64), (64, 128), (192, 64)):
         assert plan_attention(replace(PROMPT, q_block=blocks[0], k_block=blocks[1]), H200).hopper
     for size in range(16, 257):
-        assert fits_hopper(replace(PROMPT, head_size=size)) == (size % 8 == 0)
-        assert fits_hopper(replace(PROMPT, head_size_v=size)) == (size % 8 == 0)
+        assert fits_hopper(replace(PROMPT, head_dim=size)) == (size % 8 == 0)
+        assert fits_hopper(replace(PROMPT, head_dim_v=size)) == (size % 8 == 0)
 
 
 def test_short_lists_are_walked_64_keys_at_a_time_on_sm_90() -> None:
     for listed, block_n in ((5, 64), (15, 64), (16, 128), (200, 128)):
         assert plan_attention(replace(PROMPT, entries=listed * PROMPT.rows), H200).block_n == block_n
     assert plan_attention(replace(PROMPT, entries=8 * PROMPT.rows, k_block=128), H200).block_n == 128
-    assert plan_attention(replace(PROMPT, entries=5 * PROMPT.rows, head_size=256), H200).num_stages == 2
+    assert plan_attention(replace(PROMPT, entries=5 * PROMPT.rows, head_dim=256), H200).num_stages == 2
 
 
 def test_queries_have_two_stages_on_sm_90_where_shared_memory_allows() -> None:
     for size, size_v, stages in ((64, 64, 2), (128, 128, 2), (128, 64, 2), (192, 128, 1), (256, 256, 1)):
-        problem = replace(PROMPT, head_size=size, head_size_v=size_v)
+        problem = replace(PROMPT, head_dim=size, head_dim_v=size_v)
         assert query_stages(problem, plan_attention(problem, H200)) == stages
 
 
@@ -315,10 +315,10 @@ def test_a_plan_for_hopper_has_block_sizes_that_its_kernel_supports(change: dict
 
 
 def test_a_plan_for_hopper_covers_only_what_its_kernel_supports() -> None:
-    for change in ({"described": False}, {"bits": 32}, {"page_size": 24}, {"head_size": 100}, {"head_size_v": 100}):
+    for change in ({"tma": False}, {"bits": 32}, {"page_size": 24}, {"head_dim": 100}, {"head_dim_v": 100}):
         assert GOOD.covers(replace(PROMPT, **change))
         assert not ON_HOPPER.covers(replace(PROMPT, **change))
-    for name, size in itertools.product(("head_size", "head_size_v"), range(16, 257, 8)):
+    for name, size in itertools.product(("head_dim", "head_dim_v"), range(16, 257, 8)):
         problem = replace(PROMPT, **{name: size})
         assert ON_HOPPER.covers(problem) == (size <= 128)
         assert replace(ON_HOPPER, block_n=64).covers(problem)

@@ -88,12 +88,12 @@ def test_blocks_need_not_be_of_a_power_of_two(tensors, blocks) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-@pytest.mark.parametrize(("head_size", "head_size_v"), [
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [
     (64, None), (96, None), (128, None), (256, None), (16, 256), (64, 96), (128, 64), (80, 17), (33, 192),
 ])  # fmt: skip
-def test_head_sizes_of_keys_and_values_may_differ(tensors, head_size, head_size_v, dtype) -> None:
-    kind = in_turn(KINDS, head_size, DTYPES.index(dtype))
-    check(tensors, RAGGED, head_size=head_size, head_size_v=head_size_v, dtype=dtype, kind=kind, heads=(2, 1))
+def test_head_sizes_of_keys_and_values_may_differ(tensors, head_dim, head_dim_v, dtype) -> None:
+    kind = in_turn(KINDS, head_dim, DTYPES.index(dtype))
+    check(tensors, RAGGED, head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype, kind=kind, heads=(2, 1))
 
 
 @pytest.mark.parametrize("ratio", [1, 3, 4, 7, 8])
@@ -154,7 +154,7 @@ def test_the_pattern_of_a_model_built_and_attended_to(tensors, kind) -> None:
     options = (2, 5, 16)
     mask = blocks.local_strided(8, 600, *options)
     batch = tensors.batch(
-        [(0, 300), (500, 70), (599, 1), (100, 1)], kind=kind, heads=(8, 2), head_size=model.head_dim, mask=mask
+        [(0, 300), (500, 70), (599, 1), (100, 1)], kind=kind, heads=(8, 2), head_dim=model.head_dim, mask=mask
     )
     batch.run(BlockLayout.local_strided(8, 600, *options, device=tensors.device))
     batch.check(most=5)
@@ -181,13 +181,13 @@ def test_features_in_any_combination(tensors, data) -> None:
     sizes = st.sampled_from([16, 32, 48, 80, *([] if kind == "paged" and page_layout == "x-packed" else [40, 17])])
     fused = kind == "ragged" and draw(st.booleans())
     context = st.just(0) if fused else st.integers(0, 90)
-    head_size = draw(sizes)
+    head_dim = draw(sizes)
     batch = tensors.batch(
         draw(st.lists(st.tuples(context, st.sampled_from([0, 1, 1, 2, 5, 33, 70])), max_size=5)),
         kind=kind,
         heads=(heads_kv * draw(st.sampled_from([1, 2, 3, 7])), heads_kv),
-        head_size=head_size,
-        head_size_v=head_size if fused else draw(sizes),
+        head_dim=head_dim,
+        head_dim_v=head_dim if fused else draw(sizes),
         blocks=(draw(st.sampled_from(SIZES)), draw(st.sampled_from(SIZES))),
         one_layout=draw(st.booleans()),
         page=draw(st.sampled_from([1, 5, 16, 24, 64])),
@@ -424,7 +424,7 @@ def test_pages_of_any_size_in_every_layout_give_what_dense_keys_do(tensors, page
     lengths = [(page, 1), (page + 1, 3), (2 * page - 1, 33), (0, 17), (max(0, page - 1), 2)]
     dtype = in_turn(DTYPES, page, LAYOUTS.index(page_layout))
     batch = check(
-        tensors, lengths, kind="paged", page=page, page_layout=page_layout, dtype=dtype, head_size_v=48, most=5
+        tensors, lengths, kind="paged", page=page, page_layout=page_layout, dtype=dtype, head_dim_v=48, most=5
     )
     keys, values = batch.keys.to(dtype), batch.values.to(dtype)
     got = blocksparse_attention(
@@ -483,7 +483,7 @@ def test_a_pool_without_pages_serves_where_there_is_nothing_to_read(tensors) -> 
 
 def test_results_are_new_packed_tensors_where_no_out_is_given(tensors) -> None:
     for kind in KINDS:
-        batch = tensors.batch(SHORT, kind=kind, rows_after=2, head_size_v=48)
+        batch = tensors.batch(SHORT, kind=kind, rows_after=2, head_dim_v=48)
         got = batch.run(out=None)
         assert isinstance(got, AttentionResult)
         assert got._fields == ("out", "lse")
@@ -583,7 +583,7 @@ def legacy(batch, layout=None, **options) -> Tensor:
 def test_the_drop_in_takes_a_layout_or_its_lists(tensors, q_block, k_block) -> None:
     for dtype, softmax_scale in zip(DTYPES, (None, 0.3, 1), strict=True):
         batch = tensors.batch(
-            RAGGED, dtype=dtype, softmax_scale=softmax_scale, lse=False, blocks=(q_block, k_block), head_size_v=64,
+            RAGGED, dtype=dtype, softmax_scale=softmax_scale, lse=False, blocks=(q_block, k_block), head_dim_v=64,
             rows_after=1,
         )  # fmt: skip
         batch.check_out(legacy(batch))
@@ -713,7 +713,7 @@ def test_the_shapes_of_a_model_in_sampled_rows(tensors, kind) -> None:
     mask = blocks.local_strided(heads[0], longest, *pattern)
     batch = tensors.batch(
         lengths if torch.cuda.is_available() else [(2000, 48), (2047, 1), (0, 100)], heads=heads, kind=kind,
-        head_size=model.head_dim, mask=mask, blocks=(model.block_size, model.block_size), page=64,
+        head_dim=model.head_dim, mask=mask, blocks=(model.block_size, model.block_size), page=64,
     )  # fmt: skip
     batch.run(BlockLayout.local_strided(heads[0], longest, *pattern, device=tensors.device))
     batch.check(most=4)

@@ -82,7 +82,7 @@ class _Sizes(NamedTuple):
 
     sequences: int
     num_heads_kv: int
-    head_size_v: int
+    head_dim_v: int
     capacity: int
     page_size: int = 0
 
@@ -99,7 +99,7 @@ def check_attend(tensors: Tensors, options: Options, names: Names = NAMES) -> Pr
         fail("softcap", "0 (off) or more", options.softcap)
 
     q = tensors.q
-    num_heads, head_size = check_q(q)
+    num_heads, head_dim = check_q(q)
     sizes = _check_keys_of_batch(tensors, options.page_layout)
     if num_heads % sizes.num_heads_kv:
         fits = _fitting_layout(tensors, options.page_layout) if sizes.page_size else ""
@@ -116,7 +116,7 @@ def check_attend(tensors: Tensors, options: Options, names: Names = NAMES) -> Pr
         fail(names.max_seqlen_q, wanted, options.max_seqlen_q)
     if tensors.sinks is not None:
         _check_per_head("sinks", tensors.sinks, num_heads, q)
-    _check_output("out", tensors.out, (*q.shape[:-1], sizes.head_size_v), q)
+    _check_output("out", tensors.out, (*q.shape[:-1], sizes.head_dim_v), q)
     check_same_dtype("out", tensors.out, "q", q)
     if tensors.lse is not None:
         check_dtype("lse", tensors.lse, torch.float32)
@@ -124,8 +124,8 @@ def check_attend(tensors: Tensors, options: Options, names: Names = NAMES) -> Pr
     return Problem(
         num_heads=num_heads,
         num_heads_kv=sizes.num_heads_kv,
-        head_size=head_size,
-        head_size_v=sizes.head_size_v,
+        head_dim=head_dim,
+        head_dim_v=sizes.head_dim_v,
         q_block=options.q_block,
         k_block=options.k_block,
         layouts=layouts,
@@ -138,7 +138,7 @@ def check_attend(tensors: Tensors, options: Options, names: Names = NAMES) -> Pr
         page_size=sizes.page_size,
         padded=q.ndim == 4,
         bits=8 * q.element_size(),
-        described=_is_described(tensors, options),
+        tma=_suits_tma(tensors, options),
         page_layout=options.page_layout,
         softmax_scale=options.softmax_scale,
         softcap=options.softcap,
@@ -147,13 +147,13 @@ def check_attend(tensors: Tensors, options: Options, names: Names = NAMES) -> Pr
     )
 
 
-def _is_described(tensors: Tensors, options: Options) -> bool:
-    """``Problem.described``, as far as can be told without the alignment of memory, which a fake tensor has none of."""
+def _suits_tma(tensors: Tensors, options: Options) -> bool:
+    """``Problem.tma``, as far as can be told without the alignment of memory, which a fake tensor has none of."""
     suits = options.page_layout != "x-packed" and options.softmax_scale >= 0 and options.left < 0
-    return suits and known(tensors.k.shape[0] > 0) and all(map(_suits_tma, tensors[:3]))
+    return suits and known(tensors.k.shape[0] > 0) and all(map(_has_tma_strides, tensors[:3]))
 
 
-def _suits_tma(tensor: Tensor) -> bool:
+def _has_tma_strides(tensor: Tensor) -> bool:
     """Whether a TMA descriptor can have these strides: whole 16 bytes, all but the last."""
     *steps, last = tensor.stride()
     size = tensor.element_size()
@@ -221,7 +221,7 @@ def _check_keys(q: Tensor, k: Tensor, v: Tensor, wanted: str) -> tuple[int, int]
 
 def _check_ragged(tensors: Tensors) -> _Sizes:
     q, k = tensors.q, tensors.k
-    num_heads_kv, head_size_v = _check_keys(q, k, tensors.v, "[Tk, Hkv, {}]")
+    num_heads_kv, head_dim_v = _check_keys(q, k, tensors.v, "[Tk, Hkv, {}]")
     _check_absent("seqlens_k", tensors.seqlens_k, "with block_table")
     when = "with q [T, Hq, D]"
     cu_seqlens_q = _check_given("cu_seqlens_q", tensors.cu_seqlens_q, when)
@@ -231,12 +231,12 @@ def _check_ragged(tensors: Tensors) -> _Sizes:
     if differ(cu_seqlens_k.shape, cu_seqlens_q.shape):
         both = f"{list(cu_seqlens_q.shape)} and {list(cu_seqlens_k.shape)}"
         fail("cu_seqlens_q, cu_seqlens_k", "[B + 1] both", both)
-    return _Sizes(sequences, num_heads_kv, head_size_v, k.shape[0])
+    return _Sizes(sequences, num_heads_kv, head_dim_v, k.shape[0])
 
 
 def _check_paged(tensors: Tensors, page_layout: str) -> _Sizes:
     q = tensors.q
-    page_size, num_heads_kv, head_size_v = _check_caches(tensors, page_layout)
+    page_size, num_heads_kv, head_dim_v = _check_caches(tensors, page_layout)
     keys_of_others = "with keys that are not paged (seqlens_k gives the lengths of those)"
     _check_absent("cu_seqlens_k", tensors.cu_seqlens_k, keys_of_others)
     cu_seqlens_q = _check_given("cu_seqlens_q", tensors.cu_seqlens_q, "with q [T, Hq, D]")
@@ -252,14 +252,14 @@ def _check_paged(tensors: Tensors, page_layout: str) -> _Sizes:
         fail("block_table", f"[{sequences}, max_blocks]", describe(block_table))
     if known(block_table.shape[1] > 1) and block_table.stride(1) != 1:
         fail("block_table", "of contiguous rows", describe(block_table))
-    return _Sizes(sequences, num_heads_kv, head_size_v, block_table.shape[1] * page_size, page_size)
+    return _Sizes(sequences, num_heads_kv, head_dim_v, block_table.shape[1] * page_size, page_size)
 
 
 def _check_padded(tensors: Tensors) -> _Sizes:
     q, k = tensors.q, tensors.k
     for name in ("cu_seqlens_q", "cu_seqlens_k", "seqlens_k", "block_table"):
         _check_absent(name, getattr(tensors, name), "with q [T, Hq, D]")
-    num_heads_kv, head_size_v = _check_keys(q, k, tensors.v, "[B, Tk, Hkv, {}]")
+    num_heads_kv, head_dim_v = _check_keys(q, k, tensors.v, "[B, Tk, Hkv, {}]")
     sequences = q.shape[0]
     if known(k.shape[0] != sequences):
         fail("k", f"of the {sequences} sequences of q", describe(k))
@@ -269,7 +269,7 @@ def _check_padded(tensors: Tensors) -> _Sizes:
             _check_lengths(name, bounds, q)
             if known(bounds.shape[0] != sequences):
                 fail(name, f"[{sequences}], one a sequence", describe(bounds))
-    return _Sizes(sequences, num_heads_kv, head_size_v, k.shape[1])
+    return _Sizes(sequences, num_heads_kv, head_dim_v, k.shape[1])
 
 
 # Pages
@@ -286,8 +286,8 @@ def _check_caches(tensors: Tensors, page_layout: str) -> tuple[int, int, int]:
             fail(name, f"{wanted}, the pages of a cache of page_layout {page_layout!r}", was)
         check_same_dtype(name, tensor, "q", q)
         check_same_device(name, tensor, "q", q)
-    page_size, heads, head_size, head_size_v, wanted_shape = _sizes_of_pages(k, v, page_layout)
-    if head_size != q.shape[2]:
+    page_size, heads, head_dim, head_dim_v, wanted_shape = _sizes_of_pages(k, v, page_layout)
+    if head_dim != q.shape[2]:
         was = describe(k) + _fitting_layout(tensors, page_layout)
         fail("k", f"{wanted_k} with a D of {q.shape[2]} as q has, page_layout {page_layout!r}", was)
     if page_size < 1 or heads < 1:
@@ -295,8 +295,8 @@ def _check_caches(tensors: Tensors, page_layout: str) -> tuple[int, int, int]:
     if differ(v.shape, wanted_shape):
         was = describe(v) + _fitting_layout(tensors, page_layout)
         fail("v", f"{wanted_v} of as many blocks, slots and heads as k, page_layout {page_layout!r}", was)
-    _check_head_size("v", head_size_v)
-    return page_size, heads, head_size_v
+    _check_head_size("v", head_dim_v)
+    return page_size, heads, head_dim_v
 
 
 def _sizes_of_pages(k: Tensor, v: Tensor, page_layout: str) -> tuple[int, int, int, int, tuple[int, ...]]:
@@ -315,11 +315,11 @@ def _fitting_layout(tensors: Tensors, page_layout: str) -> str:
     for other in LAYOUTS:
         if other == page_layout or k.ndim != (5 if other == "x-packed" else 4) or v.ndim != 4:
             continue
-        page_size, heads, head_size, head_size_v, shape = _sizes_of_pages(k, v, other)
+        page_size, heads, head_dim, head_dim_v, shape = _sizes_of_pages(k, v, other)
         least, most = _HEAD_SIZES
-        if min(page_size, heads) < 1 or head_size != q.shape[2] or q.shape[1] % heads or tuple(v.shape) != shape:
+        if min(page_size, heads) < 1 or head_dim != q.shape[2] or q.shape[1] % heads or tuple(v.shape) != shape:
             continue
-        if least <= head_size_v <= most:
+        if least <= head_dim_v <= most:
             return f", which fits page_layout {other!r}"
     return ""
 

@@ -74,9 +74,9 @@ def prepare_attend(problem: Problem, plan: AttentionPlan | None, tensors: Tensor
     forms = Tensors(*map(without_memory, tensors))  # type: ignore[arg-type]
 
     def make(aligned: bool) -> Callable[..., None]:
-        here = replace(problem, described=problem.described and aligned)
+        here = replace(problem, tma=problem.tma and aligned)
         chosen = plan_attention(here, device_limits(device)) if plan is None else plan
-        if chosen.hopper and not here.described:
+        if chosen.hopper and not here.tma:
             wanted = "without hopper where there is a window, softmax_scale is below 0, or queries, keys or values are"
             fail("plan", f"{wanted} not 16-byte aligned and of strides of whole 16 bytes", chosen)
         attend = _attend(here, chosen, forms, device)
@@ -109,9 +109,9 @@ def _attend(problem: Problem, plan: AttentionPlan, forms: Tensors, device: torch
 
         config = _hopper_config(problem, plan)
         boxes = [
-            _Keys(forms.q, replace(problem, page_size=0)).described(problem.head_size, 64),
-            keys.described(problem.head_size, config.BOX),
-            values.described(problem.head_size_v, config.BOX),
+            _Keys(forms.q, replace(problem, page_size=0)).tma_box(problem.head_dim, 64),
+            keys.tma_box(problem.head_dim, config.BOX),
+            values.tma_box(problem.head_dim_v, config.BOX),
         ]
         programs = (min(grid[0], _persistent_programs(device)), 1, 1)
         rest = (*numbers, OutputStrides(strides.out, strides.lse), config)
@@ -121,8 +121,8 @@ def _attend(problem: Problem, plan: AttentionPlan, forms: Tensors, device: torch
     return Launch(kernel, grid, rest, device, group=group, num_warps=plan.num_warps)
 
 
-def _grouped(padded: bool, described: bool) -> Callable[..., tuple[Any, ...]]:
-    """What makes a kernel's arguments of tensors, or pointers; if described, q, k and v are not among them.
+def _grouped(padded: bool, by_tma: bool) -> Callable[..., tuple[Any, ...]]:
+    """What makes a kernel's arguments of tensors, or pointers; q, k and v are not among them if they travel by TMA.
 
     Only a call that compiles needs the names of groups: pointers come in plain tuples, which take the host less time.
     """
@@ -137,7 +137,7 @@ def _grouped(padded: bool, described: bool) -> Callable[..., tuple[Any, ...]]:
             return q, k, v, (crow, col), table, bounds, sinks, outputs
         return q, k, v, Lists(crow, col), table, Bounds(*bounds), sinks, Outputs(*outputs)
 
-    return (lambda *others: group(None, None, None, *others)[3:]) if described else group
+    return (lambda *others: group(None, None, None, *others)[3:]) if by_tma else group
 
 
 def _merged(sinks: Pointer, *outputs: Pointer) -> tuple[Any, ...]:
@@ -153,7 +153,7 @@ def _kind(problem: Problem) -> int:
 def _hopper_config(problem: Problem, plan: AttentionPlan) -> HopperConfig:
     return HopperConfig(
         KIND=_kind(problem), GROUP=problem.group, HEADS_KV=problem.num_heads_kv,
-        BLOCK_D=hopper_size(problem.head_size), DV=problem.head_size_v, BLOCK_DV=hopper_size(problem.head_size_v),
+        BLOCK_D=hopper_size(problem.head_dim), DV=problem.head_dim_v, BLOCK_DV=hopper_size(problem.head_dim_v),
         PAGE=problem.page_size, BOX=min(64, power_of_two_in(problem.page_size)) if problem.page_size else 64,
         Q_BLOCK=problem.q_block, K_BLOCK=problem.k_block, BLOCK_M=plan.block_m, BLOCK_N=plan.block_n,
         SPLITS=plan.num_splits, SOFTCAP=problem.softcap > 0, STAGES=plan.num_stages,
@@ -164,7 +164,7 @@ def _hopper_config(problem: Problem, plan: AttentionPlan) -> HopperConfig:
 def _portable_config(
     problem: Problem, plan: AttentionPlan, keys: _Keys, values: _Keys, strides: Strides
 ) -> PortableConfig:
-    size, size_v = problem.head_size, problem.head_size_v
+    size, size_v = problem.head_dim, problem.head_dim_v
     reach = max(keys.reach(size), values.reach(size_v), (size - 1) * strides.q[3], (size_v - 1) * strides.out[3])
     return PortableConfig(
         KIND=_kind(problem), GROUP=problem.group, HEADS_KV=problem.num_heads_kv, D=size,
@@ -201,9 +201,9 @@ class _Keys:
             self.outer, self.heads, self.x, self.slots = keys.shape
             self.strides = (s[0], s[3], s[1], 0, s[2])
 
-    def reach(self, head_size: int) -> int:
+    def reach(self, head_dim: int) -> int:
         """Elements from a head's first element to its last."""
-        return (head_size - 1) // self.x * self.strides[3] + (self.x - 1) * self.strides[4]
+        return (head_dim - 1) // self.x * self.strides[3] + (self.x - 1) * self.strides[4]
 
     def box(self, block_n: int) -> int:
         """Slots that are loaded together where slots, not elements, lie side by side; 0 where elements do."""
@@ -212,13 +212,13 @@ class _Keys:
         # Fewer than 16 bytes are no gain.
         return box if across and box >= 8 else 0
 
-    def described(self, head_size: int, box: int) -> TmaBox:
+    def tma_box(self, head_dim: int, box: int) -> TmaBox:
         """For a TMA descriptor over (page or sequence, head, slot, element)."""
         # A single sequence has no stride to the next; a descriptor wants a multiple of 16 bytes.
         outer = self.strides[0] if self.outer > 1 else 8
         strides = [outer, self.strides[2], self.strides[1], 1]
         # A box is 128 bytes wide, over which shared memory is swizzled.
-        return TmaBox([self.outer, self.heads, self.slots, head_size], strides, [1, 1, box, 64])
+        return TmaBox([self.outer, self.heads, self.slots, head_dim], strides, [1, 1, box, 64])
 
 
 def _batched(strides: tuple[int, ...]) -> tuple[int, ...]:
@@ -242,7 +242,7 @@ def _in_parts(
     attend: Launch, problem: Problem, plan: AttentionPlan, forms: Tensors, device: torch.device
 ) -> Callable[..., None]:
     """Split-KV: a launch that leaves partial results and one that merges them; called with the sixteen tensors."""
-    heads, size_v = problem.num_heads, problem.head_size_v
+    heads, size_v = problem.num_heads, problem.head_dim_v
     s_out = _batched(forms.out.stride())
     rest = (
         problem.tokens, forms.q.shape[-3], OutputStrides(s_out, _lse_strides(forms.lse)), heads, size_v,

@@ -27,15 +27,15 @@ class Problem:
 
     ``tokens``: rows of q; in a padded batch, its sequences times their length. ``layouts``: heads of the layout, 1 or
     as many as query heads. ``rows``: of the layout. ``entries``: columns listed by a head, at most. ``page_size``: of a
-    paged cache, 0 without one. ``capacity``: keys that a sequence may have. ``bits``: of an element. ``described``:
+    paged cache, 0 without one. ``capacity``: keys that a sequence may have. ``bits``: of an element. ``tma``:
     layout, strides and alignment are such that TMA descriptors can address queries, keys and values, and the call has
     no window and no negative scale. ``left``: of the window, -1 without one. ``num_splits`` 0: as the plan has it.
     """
 
     num_heads: int
     num_heads_kv: int
-    head_size: int
-    head_size_v: int
+    head_dim: int
+    head_dim_v: int
     q_block: int
     k_block: int
     layouts: int
@@ -48,7 +48,7 @@ class Problem:
     page_size: int = 0
     padded: bool = False
     bits: int = 16
-    described: bool = False
+    tma: bool = False
     page_layout: str = "NHD"
     softmax_scale: float = 1.0
     softcap: float = 0.0
@@ -99,7 +99,7 @@ class AttentionPlan(Plan):
             return False
         if self.hopper:
             return (
-                problem.described
+                problem.tma
                 and fits_hopper(problem)
                 and not self.packed
                 and self.block_m == 128
@@ -121,21 +121,21 @@ def fits_hopper(problem: Problem) -> bool:
     sizes = problem.q_block % 64 == problem.k_block % 64 == problem.page_size % 16 == 0
     # The kernel counts rows, keys and entries in 32 bits.
     counts = max(problem.tokens, problem.capacity, problem.entries * (problem.k_block // 64)) < 2**31
-    return sizes and counts and problem.bits == 16 and problem.head_size % 8 == problem.head_size_v % 8 == 0
+    return sizes and counts and problem.bits == 16 and problem.head_dim % 8 == problem.head_dim_v % 8 == 0
 
 
 def _widest(problem: Problem) -> int:
-    return max(problem.head_size, problem.head_size_v)
+    return max(problem.head_dim, problem.head_dim_v)
 
 
-def hopper_size(head_size: int) -> int:
+def hopper_size(head_dim: int) -> int:
     """Elements of a head in the sm_90 kernel's shared memory."""
-    return max(64, power_of_two_at_least(head_size))
+    return max(64, power_of_two_at_least(head_dim))
 
 
 def query_stages(problem: Problem, plan: AttentionPlan) -> int:
     """Stages of queries in the sm_90 kernel: two, where shared memory allows, so that the next ones load meanwhile."""
-    size, size_v = hopper_size(problem.head_size), hopper_size(problem.head_size_v)
+    size, size_v = hopper_size(problem.head_dim), hopper_size(problem.head_dim_v)
     columns = plan.num_stages * plan.block_n * (size + size_v) + plan.block_m * (size_v if size_v != size else 0)
     held = (columns + 2 * plan.block_m * size) * problem.bits // 8
     # Of 227 KiB, less barriers, headers and the queue of work items.
@@ -169,7 +169,7 @@ def plan_attention(problem: Problem, limits: DeviceLimits) -> AttentionPlan:
         problem = replace(problem, tokens=_ANY, max_seqlen_q=_ANY)
     if _most_queries(problem) == 1 or _most_queries(problem) * problem.group <= _MOST_PACKED:
         plan = _packed(problem, limits)
-    elif limits.hopper and problem.described and fits_hopper(problem):
+    elif limits.hopper and problem.tma and fits_hopper(problem):
         # Short lists fill tiles of 128 keys badly.
         short = problem.entries * problem.k_block < _SHORT_LIST * problem.rows
         wide = _widest(problem) > 128

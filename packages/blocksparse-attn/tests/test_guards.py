@@ -323,6 +323,7 @@ def wrong_lists(rng: random.Random, rows: int, columns: int, wrong_row: int) -> 
 
 @sanitize
 @every_walk
+@pytest.mark.usefixtures("unchecked")
 def test_lists_of_any_content_list_what_is_there_and_touch_nothing_else(tensors, plan) -> None:
     """Rows of impossible bounds and columns out of bounds list nothing; the others are unchanged."""
     rng = random.Random(3)

@@ -427,6 +427,7 @@ def test_a_layout_built_in_inference_mode_serves_outside_it(device) -> None:
     assert not made.col.is_inference()
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_lists_of_any_content_list_what_is_there() -> None:
     """Columns in any order, twice, or out of bounds; rows of impossible bounds."""
     crow = torch.tensor([[0, 3, 2, 5, 99, 6], [-1, 1, 3, 3, 6, 2**31 - 1]], dtype=torch.int32)

@@ -1,7 +1,7 @@
 """Softmax attention, in float64 by default, computed a kv head's query heads and a block of rows at a time.
 
-The score matrix never stands in memory whole, so the oracle runs at the sizes that kernels are used at. What a row does
-not see is left out by selecting, never by multiplying with zero: NaN there changes nothing.
+The score matrix is never materialised whole, so that the oracle runs at the sizes that kernels are used at. What a row
+does not see is masked by selection, never by a product with zero: NaN there contaminates nothing.
 """
 
 from __future__ import annotations
@@ -123,11 +123,11 @@ def _attend(
         scores = scores + how.alibi_slopes[heads][:, None, None] * (k_position - q_position[:, None])
     scores = scores.masked_fill(~visible, -torch.inf)
 
-    top = scores.amax(2) if k.shape[0] else scores.new_full(scores.shape[:2], -torch.inf)
+    row_max = scores.amax(2) if k.shape[0] else scores.new_full(scores.shape[:2], -torch.inf)
     if how.sinks is not None:
-        top = torch.maximum(top, how.sinks[heads][:, None])
+        row_max = torch.maximum(row_max, how.sinks[heads][:, None])
     # A row that sees nothing has no largest score: shifting by 0 leaves its weights exp(-inf) = 0.
-    shift = top.masked_fill(top == -torch.inf, 0)
+    shift = row_max.masked_fill(row_max == -torch.inf, 0)
     weights = torch.exp(scores - shift[..., None])
     total = weights.sum(2)
     if how.sinks is not None:

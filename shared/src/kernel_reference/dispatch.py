@@ -40,7 +40,7 @@ class PreparedLaunches:
     """
 
     def __init__(self, most: int = 8192) -> None:
-        # Room for the sizes of a server's life.
+        # Enough for the sizes of a server's life.
         self.most = most
         self._found: dict[tuple[object, ...], Any] = {}
 

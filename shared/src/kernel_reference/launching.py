@@ -33,8 +33,8 @@ class Launch:
         grid: of three numbers.
         rest: the arguments behind the tensors, by position.
         device: of the tensors.
-        as_integers: places of tensors that travel as integers of their element's size: copies that Triton cannot name,
-            or would change (a bool is normalised to 0 and 1).
+        as_integers: positions of tensors that travel as integers of their element's size: copies of dtypes that Triton
+            does not know, or would change (a bool is normalised to 0 and 1).
         group: makes the kernel's first arguments of the tensors, which it is called with, or of their pointers: tuples,
             NamedTuples. Descriptors are not among them. None: each tensor is an argument.
         dependent_launch: whether the kernel may be started before the one ahead of it has ended, and waits on the
@@ -96,11 +96,11 @@ class Launch:
     def _given(self, tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
         """The tensors, without those that travel as descriptors, as the kernel gets them."""
         if self._as_integers:
-            tensors = tuple([self._as_integer(place, tensor) for place, tensor in enumerate(tensors)])
+            tensors = tuple([self._as_integer(position, tensor) for position, tensor in enumerate(tensors)])
         return tensors if self.group is None else self.group(*tensors)
 
-    def _as_integer(self, place: int, tensor: Tensor | None) -> Tensor | None:
-        if tensor is None or place not in self._as_integers:
+    def _as_integer(self, position: int, tensor: Tensor | None) -> Tensor | None:
+        if tensor is None or position not in self._as_integers:
             return tensor
         return tensor.view(_INTEGER_OF_SIZE[tensor.element_size()])
 

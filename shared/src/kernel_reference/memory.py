@@ -26,27 +26,27 @@ class MemoryOverlap:
     def __init__(self, tensors: Mapping[str, torch.Tensor | None], written: Sequence[str]) -> None:
         self._names = tuple(tensors)
         spans = {name: _bytes_spanned(tensor) for name, tensor in tensors.items() if tensor is not None}
-        places = {name: place for place, name in enumerate(tensors)}
+        at = {name: position for position, name in enumerate(tensors)}
         self._pairs = [
-            (places[one], spans[one], [(places[other], spans[other]) for other in spans if _later(one, other, written)])
+            (at[one], spans[one], [(at[other], spans[other]) for other in spans if _later(one, other, written)])
             for one in written
             if spans.get(one)
         ]
 
     def __call__(self, *tensors: torch.Tensor | None) -> None:
         starts = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-        for place, span, others in self._pairs:
-            start = starts[place]
+        for position, span, others in self._pairs:
+            start = starts[position]
             end = start + span
             for other, its_span in others:
                 its_start = starts[other]
                 if its_start < end and start < its_start + its_span:
-                    written: Any = tensors[place]
+                    written: Any = tensors[position]
                     if share_memory(written, tensors[other]):  # type: ignore[arg-type]
-                        self._fail(place, other, written)
+                        self._fail(position, other, written)
 
-    def _fail(self, place: int, other: int, written: torch.Tensor) -> NoReturn:
-        fail(self._names[place], f"a tensor that shares no memory with {self._names[other]}", describe(written))
+    def _fail(self, position: int, other: int, written: torch.Tensor) -> NoReturn:
+        fail(self._names[position], f"a tensor that shares no memory with {self._names[other]}", describe(written))
 
 
 def check_no_overlap(tensors: Mapping[str, torch.Tensor | None], written: Sequence[str]) -> None:

@@ -3,7 +3,7 @@
 Packed tokens are ``[T, H, D]`` with ``cu_seqlens`` [B + 1]: sequence b is rows
 ``cu_seqlens[b] .. cu_seqlens[b + 1] - 1``.
 
-A paged cache holds position p of sequence b in page ``block_table[b, p // page]`` at place ``p % page``. Layouts:
+A paged cache holds position p of sequence b in page ``block_table[b, p // page]`` at offset ``p % page``. Layouts:
 
 - ``NHD``: ``[blocks, page, H, D]``; a latent cache ``[pages, page, 1, dim]`` is this one with one head;
 - ``HND``: ``[blocks, H, page, D]``;
@@ -92,19 +92,19 @@ def cumulative(seqlens: torch.Tensor) -> torch.Tensor:
 
 def _padded_rows(size: torch.Size, starts: torch.Tensor | None, ends: torch.Tensor | None) -> torch.Tensor:
     batch, length = size[:2]
-    places = torch.arange(length)
+    positions = torch.arange(length)
     rows = torch.ones(batch, length, dtype=torch.bool)
     if starts is not None:
         check_integers("starts", starts, (batch,))
-        rows &= places >= starts.cpu()[:, None]
+        rows &= positions >= starts.cpu()[:, None]
     if ends is not None:
         check_integers("ends", ends, (batch,))
-        rows &= places < ends.cpu()[:, None]
+        rows &= positions < ends.cpu()[:, None]
     return rows
 
 
 def pack(padded: torch.Tensor, starts: torch.Tensor | None = None, ends: torch.Tensor | None = None) -> Packed:
-    """Take the tokens out of a padded batch ``[B, S, ...]``, of which row b holds places ``starts[b] .. ends[b] - 1``.
+    """The tokens of a padded batch ``[B, S, ...]``, of which row b holds positions ``starts[b] .. ends[b] - 1``.
 
     ``starts`` None means 0 and ``ends`` None means S. Rows whose end is not past their start hold nothing.
     """
@@ -153,7 +153,7 @@ def append(prefix: Packed, new: Packed) -> Packed:
 
 
 def _pages(cache: torch.Tensor, layout: str) -> torch.Tensor:
-    """A view of ``cache`` indexed [block, place, head, then what makes D up]."""
+    """A view of ``cache`` indexed [block, offset, head, then what makes D up]."""
     check_tensors(cache=cache)
     if layout not in LAYOUTS:
         fail("layout", f"one of {', '.join(LAYOUTS)}", repr(layout))
@@ -171,10 +171,10 @@ def _raw(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 
 
-def _places(
+def _slots(
     block_table: torch.Tensor, sequence: torch.Tensor, position: torch.Tensor, blocks: int, page: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Page, place in the page, and whether both exist, of each (sequence, position)."""
+    """Page, offset in the page, and whether both exist, of each (sequence, position)."""
     column = position // page
     fits = (position >= 0) & (column < block_table.shape[1])
     block = block_table[sequence, torch.where(fits, column, 0)].to(torch.int64)
@@ -186,13 +186,13 @@ def _places(
     return torch.where(fits, block, 0), position % page, fits
 
 
-def _expand_scale(name: str, scale: Scale, heads: int, block: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+def _expand_scale(name: str, scale: Scale, heads: int, block: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
     """The scale of each token, broadcastable to [T, H, 1], in float64."""
     if not isinstance(scale, torch.Tensor):
         check_float(name, scale, f"a number, [{heads}] or [blocks, page, {heads}]")
         return torch.tensor(float(scale), dtype=torch.float64, device=block.device)
     if scale.ndim == 3 and scale.shape[2] == heads:
-        return scale[block, place].to(torch.float64)[..., None]
+        return scale[block, offset].to(torch.float64)[..., None]
     if scale.numel() == 1:
         return scale.reshape(()).to(torch.float64)
     if scale.shape == (heads,):
@@ -239,11 +239,11 @@ def gather(
         if len(sequence):
             fail("cache", "of at least one page", list(cache.shape))
         return Packed(pages.new_zeros((0, heads, *pages.shape[3:])).flatten(2), cu_seqlens)
-    block, place, exists = _places(block_table, sequence, position, blocks, page)
-    tokens = _raw(pages)[block, place].flatten(2)
+    block, offset, exists = _slots(block_table, sequence, position, blocks, page)
+    tokens = _raw(pages)[block, offset].flatten(2)
     tokens = torch.where(exists[:, None, None], tokens, 0).to(tokens.dtype).view(cache.dtype)
     if scale is not None:
-        tokens = tokens.to(torch.float64) * _expand_scale("scale", scale, heads, block, place)
+        tokens = tokens.to(torch.float64) * _expand_scale("scale", scale, heads, block, offset)
         # A page that does not exist has no scale either, and the one read in its stead may be NaN.
         tokens = torch.where(exists[:, None, None], tokens, 0.0)
     return Packed(tokens if dtype is None else tokens.to(dtype), cu_seqlens)
@@ -289,13 +289,13 @@ def scatter(
     for b, (begin, end) in enumerate(ranges):
         position = torch.arange(end - begin, device=cache.device) + int(starts[b])
         sequence = torch.full_like(position, b)
-        block, place, exists = _places(block_table, sequence, position, blocks, page)
-        block, place = block[exists], place[exists]
+        block, offset, exists = _slots(block_table, sequence, position, blocks, page)
+        block, offset = block[exists], offset[exists]
         new = _raw(tokens[begin:end])[exists].view(tokens.dtype)
         if scale is not None:
-            new = new.to(torch.float64) / _expand_scale("scale", scale, heads, block, place)
+            new = new.to(torch.float64) / _expand_scale("scale", scale, heads, block, offset)
         stored = _quantise(new, cache.dtype).reshape(-1, heads, *pages.shape[3:])
-        _raw(pages)[block, place] = _raw(stored)
+        _raw(pages)[block, offset] = _raw(stored)
 
 
 def _empty_cache(

@@ -38,9 +38,9 @@ def check_cu_seqlens(name: str, bounds: Sequence[int], rows: int, of: str = "q")
         fail(name, "[B + 1]", "no entries")
     if bounds[0] != 0:
         fail(f"{name}[0]", "0", bounds[0])
-    for place, (before, bound) in enumerate(pairwise(bounds), 1):
+    for i, (before, bound) in enumerate(pairwise(bounds), 1):
         if not before <= bound <= rows:
-            fail(f"{name}[{place}]", f"from {name}[{place - 1}] = {before} to {rows} (the rows of {of})", bound)
+            fail(f"{name}[{i}]", f"from {name}[{i - 1}] = {before} to {rows} (the rows of {of})", bound)
     return [end - begin for begin, end in pairwise(bounds)]
 
 

@@ -141,10 +141,10 @@ def linear_attention_chunked(
 ) -> RecurrenceResult:
     """What :func:`linear_attention` gives, by matrix products over chunks of ``chunk_size`` tokens.
 
-    With i and j the 0-based places in a chunk: token i sees token j <= i with weight ``exp(-s (i - j))`` and the state
-    before the chunk with ``exp(-s (i + 1))``; token j enters the new state with ``exp(-s (last - j))``, the old one
-    with ``exp(-s (last + 1))``. No exponent is above 0, so nothing overflows. Arguments, results and errors are the
-    same.
+    With i and j the 0-based positions in a chunk: token i sees token j <= i with weight ``exp(-s (i - j))``, and the
+    state before the chunk with ``exp(-s (i + 1))``; token j enters the new state with ``exp(-s (last - j))``, and the
+    old one decays by ``exp(-s (last + 1))``. No exponent is above 0, so nothing overflows. Arguments, results and
+    errors are the same.
     """
     if as_int("chunk_size", chunk_size) < 1:
         fail("chunk_size", "at least 1", chunk_size)
@@ -156,15 +156,15 @@ def linear_attention_chunked(
             chunk = slice(first, min(first + chunk_size, end))
             # [H, C, D] and [H, C, E]
             qc, kc, vc = q[chunk].transpose(0, 1), k[chunk].transpose(0, 1), v[chunk].transpose(0, 1)
-            place = torch.arange(qc.shape[1], dtype=compute_dtype, device=q.device)
-            distance = place[:, None] - place
+            position = torch.arange(qc.shape[1], dtype=compute_dtype, device=q.device)
+            distance = position[:, None] - position
             s = slopes[:, None, None]
             inside = torch.where(distance >= 0, torch.exp(-s * distance.clamp(min=0)), 0) * (qc @ kc.mT)
-            before = torch.exp(-s * (place[:, None] + 1)) * (qc @ carried)
+            before = torch.exp(-s * (position[:, None] + 1)) * (qc @ carried)
             pieces.append(scale * (inside @ vc + before).transpose(0, 1))
             rows.append(torch.arange(chunk.start, chunk.stop, device=q.device))
-            entering = torch.exp(-s * (place[-1] - place)[:, None]) * kc
-            carried = torch.exp(-s * (place[-1] + 1)) * carried + entering.mT @ vc
+            entering = torch.exp(-s * (position[-1] - position)[:, None]) * kc
+            carried = torch.exp(-s * (position[-1] + 1)) * carried + entering.mT @ vc
         finals.append(carried)
     out = v.new_zeros(v.shape)
     if rows:

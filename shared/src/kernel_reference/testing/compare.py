@@ -78,12 +78,12 @@ def dump(package: Path, targets: Sequence[str], processes: int = 2) -> dict[str,
         found.append((f"{report.target}/{report.spec}", compiled))
     for target, cases in sources.items():
         found += [(f"{target}/{case.name}", Compiled({"source": case.make()}, None, None)) for case in cases]
-    return {_numbered(name, place, found): compiled for place, (name, compiled) in enumerate(found)}
+    return {_numbered(name, i, found): compiled for i, (name, compiled) in enumerate(found)}
 
 
-def _numbered(name: str, place: int, found: Sequence[tuple[str, Compiled]]) -> str:
+def _numbered(name: str, i: int, found: Sequence[tuple[str, Compiled]]) -> str:
     """The launches of one call may share a name: the second is "name (2)"."""
-    before = sum(other == name for other, _ in found[:place])
+    before = sum(other == name for other, _ in found[:i])
     return f"{name} ({before + 1})" if before else name
 
 
@@ -192,7 +192,7 @@ def _dumped(root: Path, package: str, targets: Sequence[str], processes: int) ->
         file = Path(folder) / "dump.json"
         words = ["--dump", str(file), f"--processes={processes}", *[f"--target={target}" for target in targets]]
         environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-        environment["PYTHONPATH"] = os.pathsep.join([*_sources(root), *[place for place in sys.path if place]])
+        environment["PYTHONPATH"] = os.pathsep.join([*_sources(root), *[path for path in sys.path if path]])
         command = [sys.executable, "-m", "kernel_reference.testing.codegen", *words, str(root / "packages" / package)]
         done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
         if done.returncode or not file.exists():
@@ -203,8 +203,8 @@ def _dumped(root: Path, package: str, targets: Sequence[str], processes: int) ->
 def _at(root: Path, revision: str, package: str, targets: Sequence[str], cache: Path, processes: int) -> Any:
     """The cases of a package at a revision: from the cache, or compiled in an archive of it."""
     key = [_trees(root, revision, package), [_version(name) for name in _COMPILERS], list(targets), sys.version]
-    place = cache / f"{package}-{sha256(json.dumps(key).encode()).hexdigest()[:24]}.json"
-    if not place.exists():
+    file = cache / f"{package}-{sha256(json.dumps(key).encode()).hexdigest()[:24]}.json"
+    if not file.exists():
         with tempfile.TemporaryDirectory(prefix="kernel_reference_revision_") as folder:
             wanted = _git(root, "ls-tree", "--name-only", revision, "shared", "packages").decode().split()
             archive = _git(root, "archive", "--format=tar", revision, *wanted)
@@ -214,8 +214,8 @@ def _at(root: Path, revision: str, package: str, targets: Sequence[str], cache: 
                 return {}
             found = _dumped(Path(folder), package, targets, processes)
         cache.mkdir(parents=True, exist_ok=True)
-        _write(place, found)
-    return _read(place)
+        _write(file, found)
+    return _read(file)
 
 
 def _write(file: Path, found: Mapping[str, Compiled]) -> None:

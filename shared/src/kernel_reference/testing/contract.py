@@ -22,7 +22,7 @@ def check_opcheck(op: Any, cases: Iterable[Inputs]) -> None:
     op: ``torch.ops.<namespace>.<name>.default``. cases: the positional arguments of a call each.
     """
     listed = _listed("cases", cases, "the positional arguments of a call each")
-    cases = [_checked(f"cases[{place}]", case) for place, case in enumerate(listed)]
+    cases = [_checked(f"cases[{position}]", case) for position, case in enumerate(listed)]
     ran = 0
     for ran, case in enumerate(cases, 1):
         try:
@@ -106,8 +106,8 @@ def check_cuda_graph(fn: Callable[..., Any], make_inputs: Callable[[int], Inputs
     given = {tensor.untyped_storage().data_ptr() for tensor in _tensors(static)}
     for seed in range(1, replays + 1):
         fresh = make_inputs(seed)
-        for place, tensor in zip(_tensors(static), _tensors(fresh), strict=True):
-            place.copy_(tensor)
+        for captured_input, tensor in zip(_tensors(static), _tensors(fresh), strict=True):
+            captured_input.copy_(tensor)
         for result in _tensors(captured):
             if result.untyped_storage().data_ptr() not in given:
                 poison_(result)
@@ -180,7 +180,7 @@ def check_int64_offsets(
 
     dims: the dimension to stretch, or several, by the position of the argument. written: positions of arguments that
     ``fn`` writes, such as ``out=``; each is stretched in every dimension of two or more besides, the last one too: an
-    offset of its elements made in 32 bits is negative there, and what it places is written before the tensor. One
+    offset of its elements made in 32 bits is negative there, and what it names is written before the tensor. One
     dimension of one argument is stretched at a time. Three or more of what is stretched see most: of two, the stride
     itself does not fit in 32 bits, which Triton notices and counts in 64.
 
@@ -214,7 +214,7 @@ def check_int64_offsets(
         surroundings.check(what)
         _compare(results, expected, what)
         _compare(stretched, expected_inputs, f"{what} after the call: input")
-        # Before the next one is made: there may not be room for two.
+        # Before the next one is made: there may not be memory for two.
         del far, surroundings, results, stretched
 
 
@@ -251,7 +251,7 @@ class _Surroundings:
         size = far.untyped_storage().nbytes() // far.element_size()
         whole = torch.as_strided(far, (size,), (1,), 0)
         self._whole = whole.view(_integers_of(far))
-        self._own = _places(far)
+        self._own = _offsets(far)
         # In 0xFF of every byte each floating-point dtype has a NaN.
         self._nothing = -1 if self._whole.dtype.is_signed else 255
         self._watched: torch.Tensor | None = None
@@ -281,8 +281,8 @@ class _Surroundings:
             where = f"{offset - last} after its last"
         raise AssertionError(f"{what} {len(changed)} elements beside it were overwritten; one is {where}")
 
-    def _others(self, places: torch.Tensor) -> torch.Tensor:
-        return places[~torch.isin(places, self._own)]
+    def _others(self, offsets: torch.Tensor) -> torch.Tensor:
+        return offsets[~torch.isin(offsets, self._own)]
 
 
 # Elements looked at in one go.
@@ -294,24 +294,24 @@ def _integers_of(tensor: torch.Tensor) -> torch.dtype:
     return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
 
 
-def _places(tensor: torch.Tensor) -> torch.Tensor:
-    """Of all elements of a tensor, in its allocation."""
-    places = torch.full((), int(tensor.storage_offset()), dtype=torch.int64, device=tensor.device)
+def _offsets(tensor: torch.Tensor) -> torch.Tensor:
+    """Offsets of all elements of a tensor in its allocation."""
+    offsets = torch.full((), int(tensor.storage_offset()), dtype=torch.int64, device=tensor.device)
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        places = places[..., None] + torch.arange(size, device=tensor.device) * stride
-    return places.flatten()
+        offsets = offsets[..., None] + torch.arange(size, device=tensor.device) * stride
+    return offsets.flatten()
 
 
 def _wrapped(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
-    """Places in an allocation of ``size`` elements, and some beside them, that an offset of 32 bits would name: of the
+    """Elements of an allocation of ``size``, and some beside them, that an offset of 32 bits would name: of the
     stretched dimension alone, and of all dimensions."""
     first = int(tensor.storage_offset())
-    offsets = _places(tensor) - first
+    offsets = _offsets(tensor) - first
     index = torch.arange(tensor.shape[dim], device=tensor.device) * tensor.stride(dim)
     of_dim = index.view([-1 if d == dim else 1 for d in range(tensor.dim())]).expand(tensor.shape).flatten()
-    places = [first + _in_32_bits(offsets), first + _in_32_bits(of_dim) + (offsets - of_dim)]
+    named = [first + _in_32_bits(offsets), first + _in_32_bits(of_dim) + (offsets - of_dim)]
     beside = torch.arange(-_NEIGHBOURS, _NEIGHBOURS + 1, device=tensor.device)
-    found: torch.Tensor = torch.unique(torch.cat([(place[:, None] + beside).flatten() for place in places]))
+    found: torch.Tensor = torch.unique(torch.cat([(one[:, None] + beside).flatten() for one in named]))
     return found[(found >= 0) & (found < size)]
 
 
@@ -331,8 +331,8 @@ def _compare(actual: Any, expected: Any, what: str) -> None:
     seen, wanted = _tensors(actual), _tensors(expected)
     if len(seen) != len(wanted):
         raise AssertionError(f"{what} {len(seen)} tensors, should be {len(wanted)}")
-    for place, (one, other) in enumerate(zip(seen, wanted, strict=True)):
-        assert_bitwise_equal(one, other, what=f"{what} tensor {place}")
+    for position, (one, other) in enumerate(zip(seen, wanted, strict=True)):
+        assert_bitwise_equal(one, other, what=f"{what} tensor {position}")
 
 
 def _twins(inputs: Inputs) -> list[Any]:
@@ -375,12 +375,12 @@ def _listed(name: str, given: Any, wanted: str) -> list[Any]:
 
 def _tensor_of(name: str, argument: Any, inputs: Inputs) -> torch.Tensor:
     """The tensor at a position that ``name`` says."""
-    place = as_int(name, argument, "positions of arguments")
-    if not 0 <= place < len(inputs):
-        fail(name, f"positions of arguments from 0 to {len(inputs) - 1}", place)
-    if not isinstance(inputs[place], torch.Tensor):
-        fail(name, "positions of tensors", f"{place}, which is {describe(inputs[place])}")
-    found: torch.Tensor = inputs[place]
+    position = as_int(name, argument, "positions of arguments")
+    if not 0 <= position < len(inputs):
+        fail(name, f"positions of arguments from 0 to {len(inputs) - 1}", position)
+    if not isinstance(inputs[position], torch.Tensor):
+        fail(name, "positions of tensors", f"{position}, which is {describe(inputs[position])}")
+    found: torch.Tensor = inputs[position]
     return found
 
 

@@ -1,6 +1,6 @@
-"""Buffers that show what a kernel must not do: write out of place, leave elements unwritten, use what is not its own.
+"""Buffers that show what a kernel must not do: write out of bounds, leave elements unwritten, read out of bounds.
 
-Memory is filled with bit patterns that are NaN in floating-point dtypes, so that a value read out of place spoils the
+Memory is filled with bit patterns that are NaN in floating-point dtypes, so that a value read out of bounds spoils the
 result, and that differ from element to element and from buffer to buffer, so that copying one guard onto another shows
 too. Comparisons are of bits, in every dtype.
 """

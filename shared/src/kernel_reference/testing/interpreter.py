@@ -8,7 +8,7 @@ even.
 What the repair takes for the GPU's rule, where there is a choice:
 
 - a cast to fp8 saturates at the largest finite value, infinities included; NaN stays NaN;
-- an integer becomes bfloat16 or fp8 by way of float32;
+- an integer is converted to bfloat16 or fp8 in float32;
 - ``tl.dot`` multiplies and accumulates in float32;
 - ``tl.sum`` and ``tl.cumsum`` of bfloat16 or fp8 add in float32 and round once; a GPU, which adds in a tree and rounds
   at each step, is a little less exact;

@@ -76,22 +76,22 @@ class Shared:
         view.window = (window[0], window[1], window[2], window[3])
         return view
 
-    def _places(self) -> Tensor:
+    def _offsets(self) -> Tensor:
         shape = [1, *self.shape][-2:]
         rows, columns = shape[::-1] if self.transposed else shape
         first_row, first_column, all_rows, all_columns = self.window or (0, 0, rows, columns)
         row = first_row + torch.arange(rows)[:, None]
         column = first_column + torch.arange(columns)
         width = self.layout.columns if isinstance(self.layout, NVMMASharedLayout) else all_columns
-        places = self.first + column // width * (all_rows * width) + row * width + column % width
-        return (places.T if self.transposed else places).reshape(self.shape[-2:])
+        offsets = self.first + column // width * (all_rows * width) + row * width + column % width
+        return (offsets.T if self.transposed else offsets).reshape(self.shape[-2:])
 
     def load(self, layout: Any = None) -> Value:
-        return Value(as_bytes(self.memory)[self._places()].view(self.memory.dtype))
+        return Value(as_bytes(self.memory)[self._offsets()].view(self.memory.dtype))
 
     def store(self, value: Any) -> None:
-        places, new = self._places(), raw(value).to(self.memory.dtype)
-        as_bytes(self.memory)[places] = as_bytes(new.reshape(places.shape) if new.numel() == places.numel() else new)
+        offsets, new = self._offsets(), raw(value).to(self.memory.dtype)
+        as_bytes(self.memory)[offsets] = as_bytes(new.reshape(offsets.shape) if new.numel() == offsets.numel() else new)
 
 
 class Descriptor:
@@ -108,9 +108,9 @@ class Descriptor:
     def box(self, coordinates: Sequence[Any]) -> tuple[Pointer, Tensor]:
         """Where a box begins and which of its elements the tensor has."""
         shape = self.block_type.shape
-        places, there = torch.zeros(shape, dtype=torch.long), torch.ones(shape, dtype=torch.bool)
+        offsets, there = torch.zeros(shape, dtype=torch.long), torch.ones(shape, dtype=torch.bool)
         for dim, first in enumerate(coordinates):
             along = (int(first) + torch.arange(shape[dim])).reshape([-1 if d == dim else 1 for d in range(len(shape))])
-            places = places + along * self.strides[dim]
+            offsets = offsets + along * self.strides[dim]
             there = there & (along >= 0) & (along < self.sizes[dim])
-        return Pointer(self.tensor, places), there
+        return Pointer(self.tensor, offsets), there

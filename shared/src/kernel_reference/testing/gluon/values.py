@@ -57,8 +57,8 @@ class Value:
     def to(self, dtype: DType, bitcast: bool = False) -> Value:
         return Value(self.data.view(dtype.torch) if bitcast else self.data.to(dtype.torch))
 
-    def __getitem__(self, place: Any) -> Value:
-        return Value(self.data[place])
+    def __getitem__(self, index: Any) -> Value:
+        return Value(self.data[index])
 
     def __index__(self) -> int:
         return int(self.data)
@@ -98,14 +98,14 @@ def define_operators() -> None:
 
 
 class Pointer:
-    """A tensor's memory, and places in it counted in elements from the first one's."""
+    """A tensor's memory, and offsets in it counted in elements from the first one's."""
 
-    def __init__(self, tensor: Tensor, places: Any = 0) -> None:
-        self.tensor, self.places = tensor, places
+    def __init__(self, tensor: Tensor, offsets: Any = 0) -> None:
+        self.tensor, self.offsets = tensor, offsets
         self.dtype = SimpleNamespace(element_ty=DType(tensor.dtype))
 
-    def __add__(self, places: Any) -> Pointer:
-        return Pointer(self.tensor, raw(places) + self.places)
+    def __add__(self, offsets: Any) -> Pointer:
+        return Pointer(self.tensor, raw(offsets) + self.offsets)
 
     __radd__ = __add__
 
@@ -124,26 +124,26 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def reached(pointer: Pointer, *others: Any) -> list[Tensor]:
-    """A pointer's places and others, broadcast; the places that the last one, a mask, leaves are in memory."""
-    parts = [torch.as_tensor(raw(part)) for part in (pointer.places, *others)]
-    places, *rest = torch.broadcast_tensors(*parts)
-    used, size = places[rest[-1]], pointer.memory().numel()
+    """A pointer's offsets and others, broadcast; the offsets that the last one, a mask, leaves are in memory."""
+    parts = [torch.as_tensor(raw(part)) for part in (pointer.offsets, *others)]
+    offsets, *rest = torch.broadcast_tensors(*parts)
+    used, size = offsets[rest[-1]], pointer.memory().numel()
     if used.numel() and not 0 <= int(used.min()) <= int(used.max()) < size:
         raise IndexError(f"elements {int(used.min())} to {int(used.max())} of memory that holds {size}")
-    return [places.long(), *rest]
+    return [offsets.long(), *rest]
 
 
 def load(pointer: Pointer, mask: Any = True, other: Any = 0) -> Value:
-    places, seen = reached(pointer, mask)
+    offsets, seen = reached(pointer, mask)
     memory = as_bytes(pointer.memory())
-    found = memory[places.clamp(0, max(memory.numel() - 1, 0))] if memory.numel() else memory.new_zeros(places.shape)
+    found = memory[offsets.clamp(0, max(memory.numel() - 1, 0))] if memory.numel() else memory.new_zeros(offsets.shape)
     return Value(torch.where(seen, found, torch.as_tensor(raw(other)).to(memory.dtype)).view(pointer.tensor.dtype))
 
 
 def store(pointer: Pointer, value: Any, mask: Any = True) -> None:
     memory = pointer.memory()
-    places, values, seen = reached(pointer, torch.as_tensor(raw(value)), mask)
-    as_bytes(memory)[places[seen]] = as_bytes(values[seen].to(memory.dtype))
+    offsets, values, seen = reached(pointer, torch.as_tensor(raw(value)), mask)
+    as_bytes(memory)[offsets[seen]] = as_bytes(values[seen].to(memory.dtype))
 
 
 def select(condition: Any, a: Any, b: Any) -> Any:

@@ -114,7 +114,7 @@ def test_transforms_of_torch_func_give_what_they_give_for_the_reference(
 
 @pytest.mark.parametrize("requires_grad", [False, True])
 @every_linear_function
-def test_a_tangent_of_forward_ad_goes_the_way_of_the_values(device, function, reference, inputs, requires_grad) -> None:
+def test_a_forward_mode_tangent_is_moved_as_values_are(device, function, reference, inputs, requires_grad) -> None:
     primals, tangents = inputs(device), inputs(device)
     with forward_ad.dual_level():
         duals = [

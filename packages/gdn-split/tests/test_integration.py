@@ -530,7 +530,7 @@ def test_chains_of_convolutions_on_one_stream_carry_the_state(device: torch.devi
 
 
 @gpu
-def test_an_unaligned_tensor_after_an_aligned_one_of_the_same_look_is_copied(device: torch.device) -> None:
+def test_an_unaligned_tensor_after_an_aligned_one_of_the_same_shape_is_copied(device: torch.device) -> None:
     rows = 33
     for offset in (0, 0, 1, 0, 3, 8):
         tensors = []
@@ -542,7 +542,7 @@ def test_an_unaligned_tensor_after_an_aligned_one_of_the_same_look_is_copied(dev
 
 
 @gpu
-def test_the_same_look_at_other_addresses_is_another_tensor(device: torch.device) -> None:
+def test_tensors_of_the_same_shape_at_other_addresses_are_not_confused(device: torch.device) -> None:
     inputs = [projections(device, 33, seed=seed) for seed in range(4)]
     results = [split(*tensors) for tensors in inputs]
     for tensors, result in zip(inputs, results, strict=True):
@@ -551,7 +551,7 @@ def test_the_same_look_at_other_addresses_is_another_tensor(device: torch.device
 
 
 @gpu
-def test_calls_of_one_look_but_for_a_stride_or_a_dtype_are_not_confused(device: torch.device) -> None:
+def test_calls_that_differ_in_a_stride_or_a_dtype_alone_are_not_confused(device: torch.device) -> None:
     for dtype in (torch.bfloat16, torch.float32, torch.int8):
         for gap in (0, 8, 1):
             wide = [torch.nn.functional.pad(t, (0, gap)).to(dtype) for t in projections(device, 33)]

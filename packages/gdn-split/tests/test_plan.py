@@ -231,7 +231,7 @@ def test_the_convolution_takes_each_column_of_each_sequence_once(tokens: int, li
     plan_split(4096, QWEN, QWEN_ROW_BYTES, DeviceLimits(40)),
     plan_conv(256, 2, QWEN, H200),
 ])  # fmt: skip
-def test_a_plan_is_a_value_that_survives_the_way_through_an_op(plan: SplitPlan | ConvPlan) -> None:
+def test_a_plan_survives_crossing_an_op(plan: SplitPlan | ConvPlan) -> None:
     assert all(type(number) is int for number in plan.as_ints())
     again = type(plan)(*plan.as_ints())
     assert again == plan

@@ -549,7 +549,7 @@ def test_validate_values_refuses_bad_slots_before_anything_is_written(tensors, b
 
 
 @pytest.mark.parametrize("bad", [[1, 2, 1], [0, 3, -1], [0, -2, -1]], ids=["twice", "past the pool", "below -1"])
-def test_on_a_cpu_slots_are_looked_at_without_asking(bad) -> None:
+def test_on_a_cpu_slots_are_checked_by_default(bad) -> None:
     qkvz, ba = torch.randn(3, SMALL.qkvz_width), torch.randn(3, SMALL.ba_width)
     state, weight = torch.randn(3, SMALL.qkv_width, 3), torch.randn(SMALL.qkv_width, 4)
     before = state.clone()

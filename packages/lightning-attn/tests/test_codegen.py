@@ -147,7 +147,7 @@ def all_specs(target: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[KernelSp
         for name, heads in (("snapshots", MINIMAX), ("segments and snapshots", MINIMAX_TP8)):
             # The other launches are those of the walks above.
             specs = ragged(f"for sm_90, {name}", heads, torch.bfloat16, 2)
-            yield from (spec for spec in specs if spec.kernel.endswith("hopper:walk"))
+            yield from (spec for spec in specs if spec.kernel.endswith("hopper:prefill"))
 
 
 def specs(target: str) -> list[KernelSpec]:

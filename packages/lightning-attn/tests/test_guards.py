@@ -524,7 +524,7 @@ def check_places(cu: Sequence[int], rows: int, segment: int) -> None:
     assert owner == wanted, (cu, rows, segment)
 
 
-def test_every_row_of_all_small_batches_has_one_place_and_every_carried_state_its_own() -> None:
+def test_in_all_small_batches_each_row_has_one_program_and_each_carried_state_a_slot() -> None:
     for rows, segment, count in itertools.product(range(9), (1, 2, 3), range(4)):
         for bounds in itertools.combinations_with_replacement(range(rows + 1), count):
             check_places([0, *bounds], rows, segment)
@@ -536,7 +536,7 @@ def random_bounds(rng: random.Random) -> tuple[list[int], int]:
     return [0, *itertools.accumulate(lengths)], sum(lengths) + rng.choice([0, 0, 1, 40])
 
 
-def test_every_row_of_random_batches_has_one_place_and_every_carried_state_its_own() -> None:
+def test_in_random_batches_each_row_has_one_program_and_each_carried_state_a_slot() -> None:
     rng = random.Random(0)
     for _ in range(300):
         cu, rows = random_bounds(rng)
@@ -550,7 +550,7 @@ def impossible_bounds(rng: random.Random) -> tuple[list[int], int]:
     return [rng.choice([*numbers, rng.randint(0, 100)]) for _ in range(rng.randint(1, 7))], rows
 
 
-def test_places_of_impossible_bounds_stay_within_rows_and_states() -> None:
+def test_segments_of_impossible_bounds_stay_within_rows_and_states() -> None:
     rng = random.Random(1)
     for _ in range(2000):
         cu, rows = impossible_bounds(rng)
@@ -590,7 +590,7 @@ def all_bounds() -> Iterator[tuple[list[int], int]]:
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("segment", [16, 32])
-def test_the_device_finds_the_places_that_python_does(device: torch.device, segment: int, dtype: torch.dtype) -> None:
+def test_the_device_finds_the_segments_that_python_does(device: torch.device, segment: int, dtype: torch.dtype) -> None:
     for cu, rows in all_bounds():
         places = grid_places(rows, len(cu) - 1, segment)
         table = torch.full((places, 5), -9, dtype=torch.int64, device=device)
@@ -611,18 +611,18 @@ def test_launches_have_a_program_for_each_segment_and_a_state_between_them(monke
             continue
         grids = Grids(monkeypatch, PLAIN)
         prepare_ragged(kernels, rows, len(cu) - 1, plan)
-        assert grids.calls[-1][0] == "walk"
+        assert grids.calls[-1][0] == "prefill"
         for name, grid in grids.grids:
-            if name in ("walk", "segment_states"):
+            if name in ("prefill", "segment_states"):
                 # Of two heads, one tile each.
                 assert grid == (2 * grid_places(rows, len(cu) - 1, segment), 1, 1)
         if rows > segment:
-            assert [name for name, _ in grids.calls] == ["segment_states", "carry_states", "walk"]
+            assert [name for name, _ in grids.calls] == ["segment_states", "carry_states", "prefill"]
             between = next(given for name, given in grids.calls if name == "segment_states")[5]
             assert between.shape[0] == states_between(rows, len(cu) - 1, segment)
         else:
             # One segment each: nothing is carried.
-            assert [name for name, _ in grids.calls] == ["walk"]
+            assert [name for name, _ in grids.calls] == ["prefill"]
 
 
 def test_states_between_segments_are_allocated_only_for_sequences_longer_than_a_segment(monkeypatch, kernels) -> None:
@@ -715,7 +715,7 @@ def test_kernels_leave_out_impossible_snapshots(tensors, kernels, segment) -> No
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-def test_kernels_take_a_count_that_cannot_be_accepted_for_none(tensors, kernels, dtype) -> None:
+def test_kernels_take_an_impossible_number_of_accepted_drafts_for_0(tensors, kernels, dtype) -> None:
     ends = torch.iinfo(dtype)
     batch = tensors.ragged([3] * 6, heads=(1, 1), sizes=(16, 16), index_dtype=dtype)
     kernels.commit(batch, [4, -1, 3, ends.max, ends.min, 2**31 + 1 if dtype == torch.int64 else 0], DecodePlan(16, 4))

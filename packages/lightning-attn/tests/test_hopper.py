@@ -36,7 +36,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch, hopper: ModuleType, device: torc
 
         def __call__(self, *tensors: torch.Tensor | None) -> None:
             described = [gluon.Descriptor(x, *box) for x, box in zip(tensors[:4], self.boxes, strict=True)]
-            gluon.launch(hopper.walk, self.grid[0], *described, *tensors[4:], *self.rest)
+            gluon.launch(hopper.prefill, self.grid[0], *described, *tensors[4:], *self.rest)
 
     monkeypatch.setattr(launch, "TmaLaunch", Launch)
 

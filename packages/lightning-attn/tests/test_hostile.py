@@ -101,7 +101,7 @@ def both_rates(device: torch.device) -> list[torch.Tensor]:
 
 @pytest.mark.filterwarnings("ignore:overflow encountered")
 @pytest.mark.parametrize(("plan", "kind", "size"), PLANS)
-def test_kernels_take_a_rate_that_is_none_for_0_and_one_without_bound_for_one_that_forgets_all(
+def test_kernels_take_a_rate_below_0_or_nan_for_0_and_an_infinite_one_to_forget_all(
     tensors, kernels, plan, kind, size
 ) -> None:
     if plan.hopper and not launch.device_limits(torch.device("cuda", 0)).hopper:
@@ -126,7 +126,7 @@ def test_kernels_take_a_rate_that_is_none_for_0_and_one_without_bound_for_one_th
 
 
 @pytest.mark.parametrize("kind", [BF16, FP32], ids=str)
-def test_a_rate_that_is_none_counts_the_same_on_every_device(tensors, kind) -> None:
+def test_an_invalid_rate_counts_the_same_on_every_device(tensors, kind) -> None:
     heads = len(COUNTS_AS)
     q, k, v = (tensors.normal(1, heads, 70, 32, dtype=kind) for _ in range(3))
     history = tensors.normal(1, heads, 32, 32)

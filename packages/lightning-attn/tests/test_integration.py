@@ -540,7 +540,7 @@ def by_kernels(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
 
 @pytest.mark.usefixtures("by_kernels")
-def test_public_functions_reach_the_kernels_with_every_argument_in_its_place(tensors) -> None:
+def test_public_functions_pass_every_argument_on_to_the_kernels(tensors) -> None:
     options = {"heads": (1, 2), "sizes": (16, 32), "scale": 0.7}
     batch = tensors.ragged(
         [20, 1, 0, 3], slots=[5, 0, 3, -1], num_slots=9, initial=[True, False, True, True], rows_after=1, **options
@@ -578,7 +578,7 @@ def test_public_functions_reach_the_kernels_with_every_argument_in_its_place(ten
 
 @pytest.mark.usefixtures("by_kernels")
 @pytest.mark.parametrize("carried", [False, True], ids=["from zeros", "carried"])
-def test_autograd_reaches_the_kernels_with_every_argument_in_its_place(tensors, carried: bool) -> None:
+def test_autograd_passes_every_argument_on_to_the_kernels(tensors, carried: bool) -> None:
     q, k, v = (tensors.normal(1, 2, 9, size) for size in (16, 16, 32))
     history = tensors.normal(1, 2, 16, 32) if carried else None
     slopes = tensors.slopes(2)
@@ -602,7 +602,7 @@ def test_autograd_reaches_the_kernels_with_every_argument_in_its_place(tensors, 
 
 
 @pytest.mark.usefixtures("by_kernels")
-def test_calls_of_one_look_but_for_strides_dtypes_and_scale_are_not_confused(tensors) -> None:
+def test_calls_that_differ_in_strides_dtypes_or_scale_alone_are_not_confused(tensors) -> None:
     for dtype in (BF16, FP32):
         for scale, pool in ((1.0, "packed"), (0.5, "packed"), (0.5, "transposed")):
             for fused in (False, True):
@@ -700,7 +700,7 @@ def test_drafts_verified_and_committed_in_a_chain_equal_decoding(make) -> None:
 
 
 @gpu
-def test_an_unaligned_tensor_after_an_aligned_one_of_the_same_look_is_computed(tensors) -> None:
+def test_an_unaligned_tensor_after_an_aligned_one_of_the_same_shape_is_computed(tensors) -> None:
     for offset in (0, 0, 1, 0, 3, 8):
         for lengths in ([70, 1, 9], [1] * 5):
             batch = tensors.ragged(lengths, heads=(4, 4), sizes=(64, 64))

@@ -161,7 +161,7 @@ def test_as_many_tokens_as_sequences_are_no_decoding_and_the_slot_past_the_pool_
 
 
 @pytest.mark.parametrize("segment", [0, 16, 32])
-def test_sequences_whose_ends_lie_at_and_round_those_of_segments(tensors, kernels, segment) -> None:
+def test_sequences_that_end_at_and_around_the_ends_of_segments(tensors, kernels, segment) -> None:
     plan = PrefillPlan(16, 16, segment, 4, 1)
     lengths = [15, 16, 17, 31, 32, 33, 0, 47, 48, 49, 1]
     batch = tensors.ragged(lengths, heads=(1, 1), sizes=(16, 16))
@@ -171,7 +171,7 @@ def test_sequences_whose_ends_lie_at_and_round_those_of_segments(tensors, kernel
 
 @pytest.mark.parametrize("tokens", [1, 16, 48, 49, 70])
 @every_way
-def test_snapshots_stand_at_every_kind_of_place_in_any_order(tensors, kernels, plan, dtype, tokens) -> None:
+def test_snapshots_at_every_kind_of_position_in_any_order(tensors, kernels, plan, dtype, tokens) -> None:
     places = {1, 15, 16, 17, 32, 47, 48, 49, 64, tokens - 1, tokens}
     positions = [place for place in places if 1 <= place <= tokens]
     positions = [positions[i] for i in torch.randperm(len(positions)).tolist()]
@@ -422,7 +422,7 @@ def tabulate_weights(p_seeing, p_entering, rate, length, REVERSED: tl.constexpr,
 
 
 @pytest.mark.parametrize("length", [64, 5])
-def test_weights_pair_a_decay_more_to_what_is_before_a_chunk_and_change_places_backwards(tensors, length) -> None:
+def test_weights_pair_a_decay_more_to_what_is_before_a_chunk_and_swap_backwards(tensors, length) -> None:
     place = torch.arange(length)
     more, left = 0.5 * 2.0 ** -(place + 1.0), 2.0 ** -(length - 1.0 - place)
     for is_reversed in (False, True):
@@ -540,13 +540,13 @@ class Walks:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, really: bool = False) -> None:
         self.made: list[tuple[Any, PrefillPlan]] = []
-        make_walk = launch._make_walk
+        make_prefill = launch._make_prefill
 
         def make(problem: Any, plan: PrefillPlan, device: torch.device) -> Any:
             self.made.append((problem, plan))
-            return make_walk(problem, plan, device) if really else lambda *tensors: None
+            return make_prefill(problem, plan, device) if really else lambda *tensors: None
 
-        monkeypatch.setattr(launch, "_make_walk", make)
+        monkeypatch.setattr(launch, "_make_prefill", make)
         monkeypatch.setattr(ops, "launches", PreparedLaunches())
         if not really:
             monkeypatch.setattr(launch, "device_limits", lambda device: H200)
@@ -646,10 +646,10 @@ def test_only_bfloat16_of_head_sizes_64_and_128_goes_to_the_kernel_for_hopper(
     assert walks.on_hopper == [dtype == BF16 and size in (64, 128)]
 
 
-def test_tensors_that_come_aligned_or_not_find_a_walk_of_their_own_each_time(tensors, kernels, monkeypatch) -> None:
+def test_aligned_and_unaligned_tensors_each_find_their_own_launch(tensors, kernels, monkeypatch) -> None:
     walks = Walks(monkeypatch)
     started: list[bool] = []
-    monkeypatch.setattr(launch, "_make_walk", lambda _, plan, device: lambda *tensors: started.append(plan.hopper))
+    monkeypatch.setattr(launch, "_make_prefill", lambda _, plan, device: lambda *tensors: started.append(plan.hopper))
     aligned = [packed(tensors) for _ in range(4)]
     askew = [*aligned[:2], off_by_an_element(aligned[2]), aligned[3]]
     cu, slots = (torch.zeros(n, dtype=torch.int32, device=tensors.device) for n in (2, 1))

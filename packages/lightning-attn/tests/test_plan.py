@@ -247,7 +247,7 @@ def test_a_decoding_plan_that_no_kernel_can_take_covers_nothing(plan: DecodePlan
     plan_prefill(MINIMAX, True, H200, suits_tma=True), plan_prefill(TP8, False, A100), GOOD, plan_decode(TP8, H200),
     plan_decode(MINIMAX, MI300X),
 ], ids=str)  # fmt: skip
-def test_a_plan_is_a_value_that_survives_the_way_through_an_op(plan: PrefillPlan | DecodePlan) -> None:
+def test_a_plan_survives_crossing_an_op(plan: PrefillPlan | DecodePlan) -> None:
     assert all(type(number) is int for number in plan.as_ints())
     again = type(plan)(*plan.as_ints())
     assert again == plan

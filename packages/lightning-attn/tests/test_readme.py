@@ -25,10 +25,10 @@ def test_a_step_of_a_server_leaves_padding_zero_and_a_snapshot_to_go_on_from() -
     assert "from the snapshot on, the same: True" in printed
 
 
-def test_drafts_are_checked_and_taken_as_the_third_example_says() -> None:
+def test_drafts_are_verified_and_committed_as_the_third_example_says() -> None:
     printed = run_block(BLOCKS[2])
     assert "[2, 4, 8, 128] states untouched: True" in printed
-    assert "as by three decode steps: True" in printed
+    assert "the same as three decode steps: True" in printed
     assert "none accepted, no bit changed: True" in printed
     assert len(BLOCKS) == 3
 

@@ -192,7 +192,7 @@ def test_block_size_is_accepted_and_without_effect(tensors, block_size) -> None:
         assert_bitwise_equal(one, other)
 
 
-def test_the_drop_in_functions_keep_the_arguments_that_engines_pass_by_place_and_name() -> None:
+def test_the_drop_in_functions_keep_the_arguments_that_engines_pass_by_position_and_name() -> None:
     attention = [*inspect.signature(lightning_attention).parameters.values()]
     assert [p.name for p in attention[:6]] == ["q", "k", "v", "ed", "block_size", "kv_history"]
     assert [p.default for p in attention[4:6]] == [256, None]
@@ -338,7 +338,7 @@ def test_a_sequence_of_no_tokens_keeps_the_bits_of_its_slot_with_or_without_an_i
     [[1, 70, 1, 1, 300, 0, 1], [1] * 9, [1, 1, 2, 1, 3], [64, 1, 128, 1], [300, 1]],
     ids=str,
 )
-def test_prefill_and_decode_rows_stand_in_one_call(tensors, lengths) -> None:
+def test_prefill_and_decode_rows_mix_in_one_call(tensors, lengths) -> None:
     for dtype in (BF16, FP32):
         batch = tensors.ragged(lengths, sizes=(48, 64), dtype=dtype, rows_after=2)
         prefill(batch)

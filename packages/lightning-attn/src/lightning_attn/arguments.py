@@ -92,7 +92,7 @@ def check_attention(t: Attention, scale: float, plan: Ints = None) -> PrefillPro
 
 
 def check_attention_backward(t: AttentionBackward, scale: float, plan: Ints = None) -> BackwardProblem:
-    """The gradients of what an attention gives, of any strides: three walks.
+    """The gradients of what an attention gives, of any strides: three prefills.
 
     dq as outputs of the queries do, keys v and values k from the transposed initial state; dk (queries v, keys do,
     values q) and dv (queries k, keys q, values do) backwards from the final state's gradient. The state that the last
@@ -331,7 +331,7 @@ def _check_prefill_plan(ints: Ints, heads: Heads, dtype: torch.dtype) -> None:
         fail("plan", f"one that covers {heads}", plan)
     if plan.chunk > 1 and dtype != torch.bfloat16:
         # Tensor cores would round what they multiply.
-        fail("plan", f"of chunk 1 for {dtype}, which is walked token by token", plan)
+        fail("plan", f"of chunk 1 for {dtype}, which goes token by token", plan)
 
 
 def _check_decode_plan(ints: Ints, heads: Heads) -> None:

@@ -70,10 +70,10 @@ def prepare_attention(
         return lambda t: _keep_state(t.kv_history, t.kv)
     if problem.sequences == 0:
         return launch_nothing
-    walk = _prepare_walk(problem, plan, tensors.q.device)
+    prefill = _prepare_prefill(problem, plan, tensors.q.device)
 
     def run(t: Attention) -> None:
-        walk(t.q, t.k, t.v, t.out, t.ed, None, None, None, t.kv_history, t.kv, None, None)
+        prefill(t.q, t.k, t.v, t.out, t.ed, None, None, None, t.kv_history, t.kv, None, None)
 
     return run
 
@@ -88,14 +88,14 @@ def prepare_attention_backward(
         return launch_nothing
     device = tensors.q.device
     other = None if plan is None else fitted(plan, problem.dq.heads)
-    walk_dq = _prepare_walk(problem.dq, other, device)
-    walk_dk = _prepare_walk(problem.dk, other, device)
-    walk_dv = _prepare_walk(problem.dv, plan, device)
+    prefill_dq = _prepare_prefill(problem.dq, other, device)
+    prefill_dk = _prepare_prefill(problem.dk, other, device)
+    prefill_dv = _prepare_prefill(problem.dv, plan, device)
 
     def run(t: AttentionBackward) -> None:
-        walk_dq(t.d_out, t.v, t.k, t.d_q, t.ed, None, None, None, t.kv_history, None, None, None)
-        walk_dk(t.v, t.d_out, t.q, t.d_k, t.ed, None, None, None, t.d_kv, None, None, None)
-        walk_dv(t.k, t.q, t.d_out, t.d_v, t.ed, None, None, None, t.d_kv, t.d_history, None, None)
+        prefill_dq(t.d_out, t.v, t.k, t.d_q, t.ed, None, None, None, t.kv_history, None, None, None)
+        prefill_dk(t.v, t.d_out, t.q, t.d_k, t.ed, None, None, None, t.d_kv, None, None, None)
+        prefill_dv(t.k, t.q, t.d_out, t.d_v, t.ed, None, None, None, t.d_kv, t.d_history, None, None)
 
     return run
 
@@ -104,11 +104,11 @@ def prepare_varlen(problem: PrefillProblem, plan: PrefillPlan | None, tensors: V
     """What runs the ragged prefill."""
     if problem.rows == 0:
         return launch_nothing
-    walk = _prepare_walk(problem, plan, tensors.q.device)
+    prefill = _prepare_prefill(problem, plan, tensors.q.device)
     reads, snapshots = problem.initial is not None, problem.snapshots > 0
 
     def run(t: Varlen) -> None:
-        walk(
+        prefill(
             t.q, t.k, t.v, t.out, t.slopes, t.cu_seqlens, t.slots, t.has_initial_state, t.state_pool if reads else None,
             t.state_pool, t.positions if snapshots else None, t.snapshot_slots if snapshots else None,
         )  # fmt: skip
@@ -118,27 +118,30 @@ def prepare_varlen(problem: PrefillProblem, plan: PrefillPlan | None, tensors: V
 
 def prepare_decode(problem: DecodeProblem, plan: DecodePlan | None, tensors: Decode) -> Callable[[Decode], None]:
     """What decodes one token a sequence, or makes the outputs of draft tokens."""
-    recur = _prepare_recur(problem, plan, tensors.k.device)
-    return lambda t: recur(t.q, t.k, t.v, t.state_pool, t.slots, t.slopes, None, t.out)
+    run = _prepare_tokens(problem, plan, tensors.k.device)
+    return lambda t: run(t.q, t.k, t.v, t.state_pool, t.slots, t.slopes, None, t.out)
 
 
 def prepare_commit(problem: DecodeProblem, plan: DecodePlan | None, tensors: Commit) -> Callable[[Commit], None]:
     """What advances states by the accepted of the draft tokens."""
-    recur = _prepare_recur(problem, plan, tensors.k.device)
-    return lambda t: recur(None, t.k, t.v, t.state_pool, t.slots, t.slopes, t.accepted, None)
+    run = _prepare_tokens(problem, plan, tensors.k.device)
+    return lambda t: run(None, t.k, t.v, t.state_pool, t.slots, t.slopes, t.accepted, None)
 
 
-def _prepare_walk(problem: PrefillProblem, plan: PrefillPlan | None, device: torch.device) -> Callable[..., None]:
-    """What walks, called with the tensors of ``Walked`` by position.
+def _prepare_prefill(problem: PrefillProblem, plan: PrefillPlan | None, device: torch.device) -> Callable[..., None]:
+    """What runs a prefill, called by position with q, k, v, o, slopes, cu_seqlens, slots, has_initial, initial, final,
+    positions and snapshot slots.
 
     Two plans are kept: slices of fused tensors may come 16-byte aligned or not.
     """
     return by_alignment(
-        lambda aligned: _make_walk(problem, _plan_walk(problem, plan, aligned, device), device), slice(0, 4)
+        lambda aligned: _make_prefill(problem, _plan_prefill(problem, plan, aligned, device), device), slice(0, 4)
     )
 
 
-def _plan_walk(problem: PrefillProblem, pinned: PrefillPlan | None, aligned: bool, device: torch.device) -> PrefillPlan:
+def _plan_prefill(
+    problem: PrefillProblem, pinned: PrefillPlan | None, aligned: bool, device: torch.device
+) -> PrefillPlan:
     """The caller's if it has pinned one, else the device's, which a gradient takes too that sm_90's cannot address."""
     suits_tma = aligned and problem.suits_tma()
     if pinned is not None and (suits_tma or not pinned.hopper):
@@ -150,19 +153,19 @@ def _plan_walk(problem: PrefillProblem, pinned: PrefillPlan | None, aligned: boo
     return plan_prefill(problem.heads, problem.is_bfloat16, limits, suits_tma, problem.snapshots > 0)
 
 
-def _make_walk(problem: PrefillProblem, plan: PrefillPlan, device: torch.device) -> Callable[..., None]:
+def _make_prefill(problem: PrefillProblem, plan: PrefillPlan, device: torch.device) -> Callable[..., None]:
     sizes, strides = _sizes(problem.heads, plan, problem), _strides(problem)
     grid = (cdiv(sizes.E, sizes.BLOCK_E) * sizes.H * _segments(problem, plan), 1, 1)
     rest = (problem.rows, problem.sequences, problem.num_slots, problem.snapshots, problem.scale)
     if plan.chunk == 1:
         arguments = (*rest, strides._replace(carried=None), sizes)
-        return Launch(recurrent.walk, grid, arguments, device, num_warps=plan.num_warps)
+        return Launch(recurrent.prefill, grid, arguments, device, num_warps=plan.num_warps)
     main: Callable[..., None]
     if plan.hopper:
         main = _hopper_launch(problem, plan, grid, (*rest, strides._replace(q=None, k=None, v=None), sizes), device)
     else:
         main = Launch(
-            chunked.walk, grid, (*rest, strides, sizes), device, num_warps=plan.num_warps, num_stages=plan.num_stages
+            chunked.prefill, grid, (*rest, strides, sizes), device, num_warps=plan.num_warps, num_stages=plan.num_stages
         )  # fmt: skip
     finish = _finish_launch(problem, sizes, strides, device) if problem.snapshots else launch_nothing
     if plan.segment:
@@ -183,7 +186,7 @@ def _hopper_launch(
     columns = (plan.block_d, plan.block_d, plan.block_e, plan.block_e)
     operands = (problem.q, problem.k, problem.v, problem.o)
     boxes = [_tma_box(operand, plan.chunk, width) for operand, width in zip(operands, columns, strict=True)]
-    launch = TmaLaunch(hopper.walk, grid, rest, device, boxes, num_warps=plan.num_warps)
+    launch = TmaLaunch(hopper.prefill, grid, rest, device, boxes, num_warps=plan.num_warps)
 
     # o travels as a pointer too: the rows of a last, short chunk are stored one by one.
     def run(q, k, v, o, *others):  # type: ignore[no-untyped-def]
@@ -204,7 +207,7 @@ def _with_segments(
     problem: PrefillProblem, plan: PrefillPlan, sizes: Sizes, device: torch.device, main: Callable[..., None],
     finish: Callable[..., None],
 ) -> Callable[..., None]:  # fmt: skip
-    """The walk over segments at the same time, after the two launches that make the states between them."""
+    """Segments in parallel, after the two launches that make the states between them."""
     strides, segment = _strides(problem), plan.segment
     counts = (problem.rows, problem.sequences, problem.num_slots)
     whole = problem.rows // segment
@@ -215,7 +218,7 @@ def _with_segments(
         states = whole + min(problem.sequences, whole)
     else:
         states = problem.sequences * cdiv(problem.rows, segment)
-    # Half the products of the walk itself: the portable kernel serves.
+    # Half the products of the prefill itself: the portable kernel serves.
     stages = min(3, plan.num_stages)
     own_sizes = sizes._replace(BLOCK_E=min(plan.block_e, 64), STAGES=stages)
     grid = (cdiv(sizes.E, own_sizes.BLOCK_E) * sizes.H * _segments(problem, plan), 1, 1)
@@ -253,8 +256,8 @@ def _finish_launch(problem: PrefillProblem, sizes: Sizes, strides: Strides, devi
     return Launch(recurrent.finish_snapshots, grid, rest, device, num_warps=8)
 
 
-def _prepare_recur(problem: DecodeProblem, plan: DecodePlan | None, device: torch.device) -> Callable[..., None]:
-    """What walks token by token, called with q, k, v, pool, slots, slopes, accepted and out by position."""
+def _prepare_tokens(problem: DecodeProblem, plan: DecodePlan | None, device: torch.device) -> Callable[..., None]:
+    """What takes a few tokens one by one, called with q, k, v, pool, slots, slopes, accepted and out by position."""
     if problem.sequences == 0 or problem.tokens == 0:
         return launch_nothing
     if plan is None:
@@ -269,7 +272,7 @@ def _prepare_recur(problem: DecodeProblem, plan: DecodePlan | None, device: torc
     grid = (cdiv(sizes.E, sizes.BLOCK_E) * sizes.H * problem.sequences, 1, 1)
     # A draft's results have the bits of decoding: what is fused in one of these kernels must be in the others.
     return Launch(
-        recurrent.recur, grid, rest, device, num_warps=plan.num_warps, enable_fp_fusion=False,
+        recurrent.decode, grid, rest, device, num_warps=plan.num_warps, enable_fp_fusion=False,
         dependent_launch=bool(plan.dependent_launch),
     )  # fmt: skip
 

@@ -47,7 +47,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class PrefillProblem:
-    """A walk over many tokens of every sequence: what is read and written, and how it is addressed.
+    """Many tokens of every sequence: what is read and written, and how it is addressed.
 
     ``initial`` and ``final``: strides (slot, head, d, e) of the states before and after, or None where there are none.
     ``ragged``: all sequences' rows are packed, and ``rows`` counts them all; otherwise each has ``rows``.
@@ -79,7 +79,7 @@ class PrefillProblem:
 
 @dataclass(frozen=True)
 class BackwardProblem:
-    """The gradients of a batch of sequences of one length: a walk each for dq, dk and dv."""
+    """The gradients of a batch of sequences of one length: a prefill each for dq, dk and dv."""
 
     dq: PrefillProblem
     dk: PrefillProblem
@@ -124,10 +124,10 @@ class DeviceLimits:
 
 @dataclass(frozen=True)
 class PrefillPlan(Plan):
-    """One walk over the tokens of every sequence, ``chunk`` tokens and ``block_e`` columns of a state at a time.
+    """A prefill, ``chunk`` tokens and ``block_e`` columns of a state at a time.
 
     A program holds those columns in pieces of ``block_d`` rows. ``chunk`` 1: token by token. ``segment`` 0: a program
-    walks a whole sequence. Otherwise programs walk pieces of that many tokens at the same time, after two smaller
+    takes a whole sequence. Otherwise programs take segments of that many tokens in parallel, after two smaller
     launches that make the states between them. ``hopper``: by the kernel made for sm_90.
     """
 
@@ -178,7 +178,7 @@ def fits_hopper(heads: Heads) -> bool:
 
 
 def fitted(plan: PrefillPlan, heads: Heads) -> PrefillPlan:
-    """A plan that a caller has pinned, for a walk over other head sizes than the forward's."""
+    """A plan that a caller has pinned, for other head sizes than the forward's."""
     if plan.covers(heads):
         return plan
     if plan.chunk == 1:

@@ -34,10 +34,10 @@ def attention(
 def _heads_first(info: Any, dims: Any, tensors: tuple[Tensor | None, ...]) -> list[Any]:
     """Tensors [b, h, ...], and the fourth of them the rates, with what vmap goes over laid beside the heads."""
     folded: list[Any] = []
-    for place, (dim, tensor) in enumerate(zip(dims, tensors, strict=True)):
+    for i, (dim, tensor) in enumerate(zip(dims, tensors, strict=True)):
         if tensor is None:
             folded.append(None)
-        elif place == 3:
+        elif i == 3:
             rows = tensor.reshape(1, -1) if dim is None else tensor.movedim(dim, 0).reshape(info.batch_size, -1)
             folded.append(rows.expand(info.batch_size, -1).contiguous().view(-1))
         else:

@@ -2,8 +2,8 @@
 
 With i and j the 0-based positions in a chunk of L tokens and a = exp(-s), query i sees key j <= i with weight a^(i-j)
 and the state before the chunk with a^(i+1); key j enters the new state with a^(L-1-j) and the old state with a^L. No
-exponent is above 0. The gradients are the same walk over other tensors, for dk and dv from the last token to the first
-(REVERSED): query i then sees keys j >= i with weight a^(j-i) and the state with a^(L-1-i), and key j enters with
+exponent is above 0. The gradients are the same kernel over other tensors, for dk and dv from the last token to the
+first (REVERSED): query i then sees keys j >= i with weight a^(j-i) and the state with a^(L-1-i), and key j enters with
 a^(j+1), so that the two vectors of weights swap.
 
 The state is held transposed, [E, D], as are scores, [keys, queries], and outputs, [E, queries]: the state is then the
@@ -158,14 +158,14 @@ def store_snapshots(snapshots, batch, states, i_n, at, i_h, i_e, S, sizes: tl.co
 
 
 @triton.jit(do_not_specialize=["rows", "num_sequences", "num_slots", "num_snapshots"])
-def walk(
+def prefill(
     p_q, p_k, p_v, p_o, p_slopes, p_cu, p_slots, p_has, p_initial, p_final, p_carried, p_positions, p_snapshot_slots,
     rows, num_sequences, num_slots, num_snapshots, scale, strides, sizes: tl.constexpr,
 ):  # fmt: skip
-    """Walk one sequence, or one segment of it, for one head and BLOCK_E columns of its state.
+    """One sequence, or one segment of it, for one head and BLOCK_E columns of its state.
 
     p_initial and p_final None: from a zero state, and the last is dropped. SEGMENT > 0: segments of that many rows,
-    walked at the same time, start from the states in p_carried.
+    in parallel, start from the states in p_carried.
     """
     batch = Batch(p_cu, p_slots, p_has, Counts(rows, num_sequences, num_slots))
     snapshots = Snapshots(p_positions, p_snapshot_slots, num_snapshots)
@@ -285,7 +285,7 @@ def carry_states(
 ):
     """Turn each segment's own state into the state before the next one, from a sequence's initial state on.
 
-    The initial state is stored too: a pool's slot is overwritten while the segments are walked.
+    The initial state is stored too: a pool's slot is overwritten while the segments run.
     """
     batch = Batch(p_cu, p_slots, p_has, Counts(rows, num_sequences, num_slots))
     initial, carried = States(p_initial, strides.initial), States(p_carried, strides.carried)

@@ -15,30 +15,30 @@ def base_two_rate(p_slopes, i_h):
 
 
 @triton.jit
-def from_start(rate, o_place):
-    """exp2(-rate (place + 1)): the decay between the state before a chunk and its places, those included."""
-    return tl.exp2(-rate * (o_place + 1).to(tl.float32))
+def from_start(rate, o_row):
+    """exp2(-rate (row + 1)): the decay between the state before a chunk and its rows, those included."""
+    return tl.exp2(-rate * (o_row + 1).to(tl.float32))
 
 
 @triton.jit
-def to_end(rate, o_place, length):
-    """exp2(-rate (length - 1 - place)): the decay between a chunk's places and its end.
+def to_end(rate, o_row, length):
+    """exp2(-rate (length - 1 - row)): the decay between a chunk's rows and its end.
 
-    1 for places past the end; what they multiply is masked.
+    1 for rows past the end; what they multiply is masked.
     """
-    return tl.exp2(-rate * tl.maximum(length - 1 - o_place, 0).to(tl.float32))
+    return tl.exp2(-rate * tl.maximum(length - 1 - o_row, 0).to(tl.float32))
 
 
 @triton.jit
-def seeing(rate, o_place, length, scale, REVERSED: tl.constexpr):
+def seeing(rate, o_row, length, scale, REVERSED: tl.constexpr):
     """How much of the state before its chunk a query sees."""
-    return to_end(rate, o_place, length) if REVERSED else from_start(rate, o_place) * scale
+    return to_end(rate, o_row, length) if REVERSED else from_start(rate, o_row) * scale
 
 
 @triton.jit
-def entering(rate, o_place, length, scale, REVERSED: tl.constexpr):
+def entering(rate, o_row, length, scale, REVERSED: tl.constexpr):
     """How much of a key and value enters the state after their chunk."""
-    return from_start(rate, o_place) * scale if REVERSED else to_end(rate, o_place, length)
+    return from_start(rate, o_row) * scale if REVERSED else to_end(rate, o_row, length)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Prefill in chunks for NVIDIA's sm_90, in bfloat16: the walk of chunked.py with its loads and MMAs asynchronous.
+"""Prefill in chunks for NVIDIA's sm_90, in bfloat16: ``chunked.prefill`` with asynchronous loads and MMAs.
 
 One warpgroup a program, one program an SM. TMA loads run STAGES - 1 chunks ahead, and each of a chunk's four WGMMAs
 overlaps with converting or storing an operand or result of another:
@@ -63,7 +63,7 @@ class Buffers(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Where a program works: what TMA coordinates are made of, and the chunks that it walks.
+    """A program's work item: what TMA coordinates are made of, and the chunks that it takes.
 
     Chunk i begins at row start + i * stride.
     """
@@ -231,7 +231,7 @@ def store_zeros(o, begin, end, column, BLOCK_E: gl.constexpr, CHUNK: gl.constexp
 def store_state(states, slot, i_h, o_d, o_e, acc_S):
     """A state's tile, [e, d]."""
     strides = states.strides
-    # Only here: the 32 offsets along d would otherwise be computed before the walk and kept through it.
+    # Only here: the 32 offsets along d would otherwise be computed before the main loop and kept through it.
     s_d = opaque(gl.to_tensor(strides.d).to(gl.int64))
     opaque_states = States(states.p, StateStrides(strides.slot, strides.head, s_d, strides.e))
     gl.store(state_pointers(opaque_states, slot, i_h.to(gl.int64), o_d, o_e), acc_S.to(states.p.dtype.element_ty))
@@ -247,11 +247,11 @@ def store_snapshots(snapshots, batch, states, i_n, at, i_h, o_d, o_e, acc_S, CHU
 
 
 @gluon.jit(do_not_specialize=["rows", "num_sequences", "num_slots", "num_snapshots"])
-def walk(
+def prefill(
     d_q, d_k, d_v, d_o, p_o, p_slopes, p_cu, p_slots, p_has, p_initial, p_final, p_carried, p_positions,
     p_snapshot_slots, rows, num_sequences, num_slots, num_snapshots, scale, strides, sizes: gl.constexpr,
 ):  # fmt: skip
-    """``chunked.walk`` with TMA descriptors of q, k, v and o, [sequences, heads, rows, D or E], boxes of one chunk."""
+    """``chunked.prefill`` with TMA descriptors of q, k, v, o: [sequences, heads, rows, D or E], boxes of one chunk."""
     CHUNK: gl.constexpr = sizes.CHUNK
     D: gl.constexpr = sizes.D
     BLOCK_E: gl.constexpr = sizes.BLOCK_E
@@ -307,7 +307,7 @@ def walk(
 
         rest = (end - begin) % CHUNK
         chunks = (end - begin + CHUNK - 1) // CHUNK
-        # Chunk i begins at start + i * stride. The one with fewer rows is the sequence's last, whichever way it walks.
+        # Chunk i begins at start + i * stride. The short one is the sequence's last, in either direction.
         stride: gl.constexpr = -CHUNK if REVERSED else CHUNK
         start = begin
         if REVERSED:
@@ -332,7 +332,7 @@ def walk(
                 acc_S = gl.load(state_pointers(initial, slot, i_h.to(gl.int64), o_d, o_e)).to(gl.float32)
 
         rate = base_two_rate(p_slopes, i_h)
-        # The layouts in which queries and keys stand where their weights are needed.
+        # The layouts of queries and keys where their weights are needed.
         o_i = gl.arange(0, CHUNK, gl.SliceLayout(0, L_O))
         o_j = gl.arange(0, CHUNK, gl.SliceLayout(1, L_O))
         o_k = gl.arange(0, CHUNK, gl.SliceLayout(0, gl.DotOperandLayout(0, L_S, 2)))
@@ -387,7 +387,7 @@ def walk(
                 acc_S = step(tensors, ring, buffers, o, work, short, acc_S, rest_decay, sizes, MASKED=True)
         tma.store_wait(0)
         if p_final is not None:
-            # Read again: during the walk the registers are needed.
+            # Read again: in the main loop the registers are needed.
             first_again, last = bounds(batch, i_n)
             is_last = end == last
             if REVERSED:

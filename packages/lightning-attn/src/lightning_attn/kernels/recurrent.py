@@ -3,7 +3,7 @@
 A draft's output and a committed state therefore have the bits that decoding its tokens one by one would give, in a pool
 of 16 bits too, since each token's state is rounded as decoding stores it.
 
-Prefill of float16 and float32 walks so too (``walk``): tensor cores round their operands to 11 bits, the three products
+So does prefill of float16 and float32 (``prefill``): tensor cores round their operands to 11 bits, the three products
 that make up for it take more registers than there are, and a warp that holds its tile of the state needs neither.
 """
 
@@ -80,7 +80,7 @@ def advance_compensated(b_S, b_error, b_k, b_v, kept, lost):
 
 
 @triton.jit(do_not_specialize=["num_slots"])
-def recur(
+def decode(
     p_q, p_k, p_v, p_pool, p_slots, p_slopes, p_accepted, p_o, num_slots, scale, strides,
     TOKENS: tl.constexpr, sizes: tl.constexpr, WRITES: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
@@ -179,11 +179,11 @@ def finish_snapshots(
 
 
 @triton.jit(do_not_specialize=["rows", "num_sequences", "num_slots", "num_snapshots"])
-def walk(
+def prefill(
     p_q, p_k, p_v, p_o, p_slopes, p_cu, p_slots, p_has, p_initial, p_final, p_positions, p_snapshot_slots,
     rows, num_sequences, num_slots, num_snapshots, scale, strides, sizes: tl.constexpr,
 ):  # fmt: skip
-    """``chunked.walk`` in chunks of one token, without segments."""
+    """``chunked.prefill`` in chunks of one token, without segments."""
     D: tl.constexpr = sizes.D
     E: tl.constexpr = sizes.E
     BLOCK_D: tl.constexpr = sizes.BLOCK_D

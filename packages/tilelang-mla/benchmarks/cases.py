@@ -108,7 +108,7 @@ class Batch:
     shape: Shape
     q: torch.Tensor
     kv: torch.Tensor
-    cache_seqlens: torch.Tensor
+    seqlens_k: torch.Tensor
     block_table: torch.Tensor
     cu_seqlens_q: torch.Tensor
     q_rope: torch.Tensor
@@ -134,7 +134,7 @@ def make_batch(device: torch.device, shape: Shape, page: int = PAGE) -> Batch:
         shape=shape,
         q=q,
         kv=torch.randn(sum(counts), page, 1, m.latent + m.rope, device=device, dtype=DTYPE),
-        cache_seqlens=lengths,
+        seqlens_k=lengths,
         block_table=block_table,
         cu_seqlens_q=torch.arange(len(counts) + 1, device=device, dtype=torch.int32) * shape.tokens,
         q_rope=flat[..., m.latent :].contiguous(),
@@ -145,8 +145,8 @@ def make_batch(device: torch.device, shape: Shape, page: int = PAGE) -> Batch:
 
 
 def ours(i: Batch, *, planned: bool = True) -> Ours:
-    given = (i.q, i.kv, i.cache_seqlens, i.block_table, i.shape.model.latent, i.shape.scale, True)
-    return Ours(flash_mla_with_kvcache(*given, plan=i.plan if planned else None))  # type: ignore[arg-type]
+    given = (i.q, i.kv, i.seqlens_k, i.block_table, i.shape.model.latent, i.shape.scale, True)
+    return Ours(flash_mla_with_kvcache(*given, plan=i.plan if planned else None))
 
 
 def flash_mla() -> Callable[[Batch], Theirs]:
@@ -156,7 +156,7 @@ def flash_mla() -> Callable[[Batch], Theirs]:
     def call(i: Batch) -> Theirs:
         # It makes its schedule in the first call with such metadata.
         metadata = i.held.setdefault("flash_mla", get_mla_metadata()[0])
-        given = (i.q, i.kv, i.block_table, i.cache_seqlens, i.shape.model.latent, metadata, None, i.shape.scale, True)
+        given = (i.q, i.kv, i.block_table, i.seqlens_k, i.shape.model.latent, metadata, None, i.shape.scale, True)
         return Theirs(run(*given)[0])
 
     return call
@@ -174,7 +174,7 @@ def fa3() -> Callable[[Batch], Theirs]:
             m.num_heads,
             1,
             m.rope,
-            i.cache_seqlens,
+            i.seqlens_k,
             DTYPE,
             headdim_v=m.latent,
             cu_seqlens_q=i.cu_seqlens_q,
@@ -194,7 +194,7 @@ def fa3() -> Callable[[Batch], Theirs]:
             i.shape.tokens,
             i.cu_seqlens_q,
             max(i.shape.lengths),
-            seqused_k=i.cache_seqlens,
+            seqused_k=i.seqlens_k,
             q_v=i.q_nope,
             softmax_scale=i.shape.scale,
             causal=True,
@@ -222,7 +222,7 @@ def vllm_triton() -> Callable[[Batch], Theirs]:
             out,
             lse,
             i.block_table,
-            i.cache_seqlens,
+            i.seqlens_k,
             between,
             VLLM_SPLITS,
             i.shape.scale,
@@ -323,7 +323,7 @@ def make_prompt(device: torch.device, shape: Shape) -> Prompt:
 
 def ours_prompt(i: Prompt) -> Ours:
     bounds = (i.cu_seqlens, i.cu_seqlens, i.most, i.most)
-    return Ours(flash_mla_varlen_func(i.q, i.k, i.v, *bounds, i.shape.scale, True))  # type: ignore[arg-type]
+    return Ours(flash_mla_varlen_func(i.q, i.k, i.v, *bounds, i.shape.scale, True))
 
 
 def fa3_prompt() -> Callable[[Prompt], Theirs]:

@@ -30,7 +30,7 @@ class Batch(NamedTuple):
 
     q: torch.Tensor
     kv: torch.Tensor
-    cache_seqlens: torch.Tensor
+    seqlens_k: torch.Tensor
     block_table: torch.Tensor
 
 
@@ -43,11 +43,10 @@ def real_size(device: torch.device) -> Iterator[Row]:
 
     sequences, longest = (SEQUENCES, LONGEST) if on_gpu else (SEQUENCES_ON_CPU, LONGEST_ON_CPU)
     batch = make_batch(model, torch.randint(1, longest + 1, (sequences,)), 1, device, DTYPE)
-    plan = plan_decode(batch.cache_seqlens, model.num_heads, max_seqlen_k=longest)
+    plan = plan_decode(batch.seqlens_k, model.num_heads, max_seqlen_k=longest)
 
     def decode() -> torch.Tensor:
         out = flash_mla_with_kvcache(*batch, model.latent, scale, causal=True, plan=plan)
-        assert isinstance(out, torch.Tensor)
         return out
 
     error = error_of_rows(decode(), mla_decode(*batch, model.latent, softmax_scale=scale).out)
@@ -66,7 +65,6 @@ def real_size(device: torch.device) -> Iterator[Row]:
 
     def prefill() -> torch.Tensor:
         out = flash_mla_varlen_func(q, k, v, bounds, bounds, tokens, tokens, scale, causal=True)
-        assert isinstance(out, torch.Tensor)
         return out
 
     rows = torch.cat([torch.tensor([0, tokens - 1]), torch.randint(tokens, (SAMPLE - 2,))]).unique()
@@ -94,7 +92,7 @@ def interpreted() -> Iterator[Row]:
     lengths = torch.tensor([300, 65, 0, 130])
     batch = make_batch(model, lengths, 2, device, torch.float32)
     plan = plan_decode(
-        batch.cache_seqlens, model.num_heads, 2, num_splits=2, dim_nope=model.latent, dim_rope=model.rope
+        batch.seqlens_k, model.num_heads, 2, num_splits=2, dim_nope=model.latent, dim_rope=model.rope
     )  # fmt: skip
     attend = c.kernel(
         "decode", dim_nope=model.latent, dim_rope=model.rope, block_n=plan.tiles.block_n,
@@ -157,7 +155,7 @@ def decode_in_c(
     out, lse = torch.empty(count, rows, model.latent), torch.empty(count, heads, tokens)
     parts, part_lse = torch.empty(num_parts, rows, model.latent), torch.empty(num_parts, rows)
     attend(
-        batch.q.view(count, rows, width), batch.kv.squeeze(2), batch.cache_seqlens, batch.block_table, plan.first_part,
+        batch.q.view(count, rows, width), batch.kv.squeeze(2), batch.seqlens_k, batch.block_table, plan.first_part,
         plan.order, out, lse, parts, part_lse, scale, heads, True, num_parts, plan.tiles.num_splits, 1, 1, 1,
         num_programs,
     )  # fmt: skip

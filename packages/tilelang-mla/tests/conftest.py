@@ -251,7 +251,7 @@ class Decode(Guarded):
         self.keys = latents.double()
         self.values = self.keys[..., :dim_nope]
         self._hold_pages(latents, page_gap, extra_columns)
-        self.cache_seqlens = self.guard("cache_seqlens", self.integers(self.lengths))
+        self.seqlens_k = self.guard("seqlens_k", self.integers(self.lengths))
         self.make_outputs((batch, seqlen_q, heads, dim_nope), (batch, heads, seqlen_q))
 
     def _hold_pages(self, latents: Tensor, page_gap: int, extra_columns: int) -> None:
@@ -275,13 +275,13 @@ class Decode(Guarded):
     @property
     def given(self) -> tuple[Any, ...]:
         """The positional arguments of the public function."""
-        tensors = (self.q, self.kv, self.cache_seqlens, self.block_table)
+        tensors = (self.q, self.kv, self.seqlens_k, self.block_table)
         return (*tensors, self.dim_nope, self.softmax_scale, self.causal)
 
     def op_arguments(self, plan: Any = None) -> tuple[Any, ...]:
         """Those of the op."""
         parts, ints = ((None, None), None) if plan is None else (plan[1:], plan.tiles.as_ints())
-        tensors = (self.q, self.kv, self.cache_seqlens, self.block_table, *parts, self.out.tensor, self.lse.tensor)
+        tensors = (self.q, self.kv, self.seqlens_k, self.block_table, *parts, self.out.tensor, self.lse.tensor)
         return (*tensors, self.dim_nope, self.scale, self.causal, ints)
 
     def run(self, **options: Any) -> Any:
@@ -298,7 +298,7 @@ class Decode(Guarded):
         from tilelang_mla import plan_decode
 
         options = {"dim_nope": self.dim_nope, "dim_rope": self.dim_rope, "multiprocessors": 132, **options}
-        return plan_decode(self.cache_seqlens, self.heads, self.seqlen_q, **options)
+        return plan_decode(self.seqlens_k, self.heads, self.seqlen_q, **options)
 
 
 class Prefill(Guarded):

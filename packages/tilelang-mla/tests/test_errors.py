@@ -33,6 +33,7 @@ FUNCTIONS = {
 CALLS = ("prefill", "decode", "drop-in")
 DECODING = ("decode", "drop-in")
 KV = {"decode": "kv", "drop-in": "k_cache"}
+LENGTH = {"decode": "seqlens_k", "drop-in": "cache_seqlens", "plan": "seqlens_k", "metadata": "cache_seqlens"}
 DIM = {"decode": "dim_nope", "drop-in": "head_dim_v"}
 FIRST = {"decode": "plan.first_part", "drop-in": "num_splits"}
 
@@ -55,7 +56,7 @@ def good(function: str, device: torch.device) -> dict[str, Any]:
         }  # fmt: skip
     lengths = integers(22, 0, 33)
     if function == "plan":
-        return {"cache_seqlens": lengths, "num_heads": H, "seqlen_q": SQ, "max_seqlen_k": 48, "num_splits": 2,
+        return {"seqlens_k": lengths, "num_heads": H, "seqlen_q": SQ, "max_seqlen_k": 48, "num_splits": 2,
                 "dim_nope": NOPE, "dim_rope": ROPE, "multiprocessors": 132}  # fmt: skip
     if function == "metadata":
         return {"cache_seqlens": lengths, "num_q_tokens_per_head_k": SQ * H, "num_heads_k": 1}
@@ -70,7 +71,7 @@ def good(function: str, device: torch.device) -> dict[str, Any]:
                 "tile_scheduler_metadata": metadata, "num_splits": num_splits, "softmax_scale": 0.25,
                 "causal": True}  # fmt: skip
     plan = tilelang_mla.plan_decode(lengths, H, SQ, dim_nope=NOPE, dim_rope=ROPE, multiprocessors=8)
-    return {"q": q, "kv": kv, "cache_seqlens": lengths, "block_table": table, "dim_nope": NOPE, "softmax_scale": 0.25,
+    return {"q": q, "kv": kv, "seqlens_k": lengths, "block_table": table, "dim_nope": NOPE, "softmax_scale": 0.25,
             "causal": True, "out": make(B, SQ, H, NOPE), "return_lse": True, "plan": plan}  # fmt: skip
 
 
@@ -147,7 +148,7 @@ def cases() -> dict[str, list[Any]]:
 
     # Kinds of arguments
     for function in CALLS:
-        kinds = {"prefill": "q k v cu_seqlens_q cu_seqlens_k out", "decode": "q kv cache_seqlens block_table out",
+        kinds = {"prefill": "q k v cu_seqlens_q cu_seqlens_k out", "decode": "q kv seqlens_k block_table out",
                  "drop-in": "q k_cache block_table cache_seqlens"}  # fmt: skip
         for name in kinds[function].split():
             case(
@@ -187,11 +188,10 @@ def cases() -> dict[str, list[Any]]:
     for name in ("cu_seqlens_q", "cu_seqlens_k"):
         case(f"{name} in int64", "prefill", replaced(name, lambda x: x.long()), TypeError,
              rf"{name}.dtype must be int32, got torch.int64")  # fmt: skip
-    for name in ("cache_seqlens", "block_table"):
-        case(f"{name} in int64", DECODING, replaced(name, lambda x: x.long()), TypeError,
-             rf"{name}.dtype must be int32, got torch.int64")  # fmt: skip
-    case("lengths in int64", ("plan", "metadata"), replaced("cache_seqlens", lambda x: x.long()), TypeError,
-         "cache_seqlens.dtype must be int32, got torch.int64")  # fmt: skip
+    case("a block table in int64", DECODING, replaced("block_table", lambda x: x.long()), TypeError,
+         "block_table.dtype must be int32, got torch.int64")  # fmt: skip
+    case("lengths in int64", LENGTH, lambda f: replaced(LENGTH[f], lambda x: x.long()), TypeError,
+         lambda f: f"{LENGTH[f]}.dtype must be int32, got torch.int64")  # fmt: skip
     # Shapes
     case("q of three dimensions", DECODING, replaced("q", lambda x: x[0]), ValueError,
          lambda f: rf"q must be \[B, Sq, Hq, {DIM[f]} \+ dpe\], got torch.bfloat16 \[2, 4, 96\]")  # fmt: skip
@@ -218,14 +218,14 @@ def cases() -> dict[str, list[Any]]:
              rf"got {NOPE + rope} elements")  # fmt: skip
         case(f"a rope of {rope}", "plan", replaced("dim_rope", rope), ValueError,
              rf"dim_rope must be a multiple of 32 from 32 to 128, got {rope}")  # fmt: skip
-    case("lengths of fewer sequences", DECODING, replaced("cache_seqlens", lambda x: x[:2]), ValueError,
-         r"cache_seqlens must be \[3\], one a sequence of q, got torch.int32 \[2\]")  # fmt: skip
+    case("lengths of fewer sequences", DECODING, lambda f: replaced(LENGTH[f], lambda x: x[:2]), ValueError,
+         lambda f: rf"{LENGTH[f]} must be \[3\], one a sequence of q, got torch.int32 \[2\]")  # fmt: skip
     case("a block table of fewer sequences", DECODING, replaced("block_table", lambda x: x[:2]), ValueError,
          r"block_table must be \[3, max_pages\], a row a sequence of q, got torch.int32 \[2, 3\]")  # fmt: skip
     case("a flat block table", DECODING, replaced("block_table", lambda x: x[0]), ValueError,
          r"block_table must be \[B, max_pages\], got")  # fmt: skip
-    case("lengths in two dimensions", (*DECODING, "plan", "metadata"), replaced("cache_seqlens", lambda x: x[None]),
-         ValueError, r"cache_seqlens must be \[B\], got torch.int32 \[1, 3\]")  # fmt: skip
+    case("lengths in two dimensions", LENGTH, lambda f: replaced(LENGTH[f], lambda x: x[None]),
+         ValueError, lambda f: rf"{LENGTH[f]} must be \[B\], got torch.int32 \[1, 3\]")  # fmt: skip
     for size in (16, 31, 100, 288):
         case(f"heads of {size}", "prefill",
              together(*[replaced(n, lambda x, size=size: x[..., :1].repeat(1, 1, size)) for n in "qk"]), ValueError,
@@ -259,8 +259,8 @@ def cases() -> dict[str, list[Any]]:
             for how in (columns_apart, rows_unaligned):
                 case(f"{name} {how.__name__}", function, replaced(name, how), ValueError,
                      rf"{name} must be of contiguous rows 16 bytes apart or a multiple of that, got")  # fmt: skip
-    for function, name in (("prefill", "cu_seqlens_q"), ("prefill", "cu_seqlens_k"), ("decode", "cache_seqlens"),
-                           ("plan", "cache_seqlens")):  # fmt: skip
+    for function, name in (("prefill", "cu_seqlens_q"), ("prefill", "cu_seqlens_k"), ("decode", "seqlens_k"),
+                           ("plan", "seqlens_k")):  # fmt: skip
         case(f"{name} with gaps", function, replaced(name, every_other), ValueError, rf"{name} must be contiguous, got")
     case("a block table with gaps", DECODING, replaced("block_table", columns_apart), ValueError,
          "block_table must be of contiguous rows, got")  # fmt: skip
@@ -309,11 +309,18 @@ def cases() -> dict[str, list[Any]]:
         ("multiprocessors", 1),
     ):
         case(
-            f"{name} too small", "plan", replaced(name, least - 1), ValueError, f"{name} must be at least {least}, got"
+            f"{name} too small",
+            "plan",
+            replaced(name, least - 1),
+            ValueError,
+            f"{name} must be (at least {least}|from {least} to 256), got",
         )
         case(f"{name} no int", "plan", replaced(name, 1.5), TypeError, f"{name} must be an int, got 1.5")
-    case("too many splits", "plan", replaced("num_splits", 257), ValueError, "num_splits must be at most 256, got 257")
-    case("lengths that are a list", ("plan", "metadata"), replaced("cache_seqlens", [1]), TypeError, "a torch.Tensor")
+    case(
+        "too many splits", "plan", replaced("num_splits", 257), ValueError, "num_splits must be from 1 to 256, got 257"
+    )
+    case("lengths that are a list", ("plan", "metadata"), lambda f: replaced(LENGTH[f], [1]), TypeError,
+         lambda f: f"{LENGTH[f]} must be a torch.Tensor")  # fmt: skip
     for name, least in (("batch_size", 0), ("num_heads", 0), ("seqlen_q", 0), ("avg_seqlen_k", 0), ("block_size_h", 1),
                         ("block_size_n", 1)):  # fmt: skip
         case(
@@ -423,7 +430,7 @@ def test_the_ops_check_their_arguments_too(tensors, function) -> None:
     arguments = [*batch.op_arguments()]
     op(*arguments)
     batch.check()
-    for place, message in ((0, "q"), (1, "k"), (2, "v|cache_seqlens"), (3, "cu_seqlens_q|block_table")):
+    for place, message in ((0, "q"), (1, "k"), (2, "v|seqlens_k"), (3, "cu_seqlens_q|block_table")):
         changed = [*arguments]
         changed[place] = changed[place][..., None]
         with pytest.raises(ValueError, match=message):
@@ -453,9 +460,9 @@ LENGTHS = {"below 0": -1, "far below 0": -(2**31), "above the table": 16 * 6 + 1
 @pytest.mark.parametrize("value", LENGTHS.values(), ids=LENGTHS)
 @pytest.mark.parametrize("sequence", [0, 1, 2])
 def test_a_length_that_cannot_be_is_named_and_outside_the_check_its_rows_are_nothing(tensors, sequence, value) -> None:
-    batch = spoilt(tensors, "cache_seqlens", sequence, value)
+    batch = spoilt(tensors, "seqlens_k", sequence, value)
     assert batch.block_table.shape[1] == 6
-    wanted = rf"cache_seqlens\[{sequence}\] must be from 0 to 96, what the 6 columns of block_table .* got {value}"
+    wanted = rf"seqlens_k\[{sequence}\] must be from 0 to 96, what the 6 columns of block_table .* got {value}"
     with validate_values(), pytest.raises(ValueError, match=wanted):
         batch.run()
     batch.check_inputs()
@@ -469,7 +476,7 @@ def test_a_length_that_cannot_be_is_named_and_outside_the_check_its_rows_are_not
 def test_a_block_table_too_narrow_for_a_length_is_named_and_outside_the_check_never_read_past(tensors) -> None:
     batch = tensors.decode([70, 20, 33], page=16, seqlen_q=2, **SMALL)
     batch.block_table = batch.block_table[:, :4]
-    with validate_values(), pytest.raises(ValueError, match=r"cache_seqlens\[0\] must be from 0 to 64, .* got 70"):
+    with validate_values(), pytest.raises(ValueError, match=r"seqlens_k\[0\] must be from 0 to 64, .* got 70"):
         batch.run()
     batch.dead = {0}
     with validate_values(False):
@@ -589,7 +596,7 @@ CPU_ONLY = torch.device("cpu")
 @pytest.mark.parametrize(
     ("function", "name", "place", "value", "message"),
     [
-        ("decode", "cache_seqlens", 1, 97, r"^cache_seqlens\[1\] must be from 0 to 48, what the 3 columns"),
+        ("decode", "seqlens_k", 1, 97, r"^seqlens_k\[1\] must be from 0 to 48, what the 3 columns"),
         ("drop-in", "block_table", (2, 1), 7, r"^block_table\[2, 1\] must be a page from 0 to 6, got 7"),
         ("decode", "plan", 3, 10**6, r"^plan.first_part\[3\] must be from .* got 1000000"),
         ("drop-in", "num_splits", 1, 0, r"^num_splits\[1\] must be from 1 to .* got 0"),
@@ -639,7 +646,7 @@ def test_derivatives_of_either_mode_are_refused_by_name(device, function, name) 
 
 
 @pytest.mark.parametrize(("function", "name"), [(f, name) for f in CALLS for name in floats_of(f)] + [
-    ("decode", "cache_seqlens"), ("drop-in", "block_table"), ("prefill", "cu_seqlens_q"), ("plan", "cache_seqlens"),
+    ("decode", "seqlens_k"), ("drop-in", "block_table"), ("prefill", "cu_seqlens_q"), ("plan", "seqlens_k"),
     ("metadata", "cache_seqlens")])  # fmt: skip
 def test_vmap_is_refused_by_name(device, function, name) -> None:
     arguments = good(function, device)
@@ -740,8 +747,8 @@ def test_another_layout_is_named_with_what_would_fit(device, function, changes, 
 
 def test_arguments_in_each_others_place_are_told(device) -> None:
     arguments = good("decode", device)
-    swapped = {"cache_seqlens": arguments["block_table"], "block_table": arguments["cache_seqlens"]}
-    with pytest.raises(ValueError, match=r"cache_seqlens and block_table are in each other's place$"):
+    swapped = {"seqlens_k": arguments["block_table"], "block_table": arguments["seqlens_k"]}
+    with pytest.raises(ValueError, match=r"seqlens_k and block_table are in each other's place$"):
         call("decode", {**arguments, **swapped})
     arguments = good("prefill", device)
     with pytest.raises(ValueError, match=r"k and v are in each other's place$"):
@@ -756,4 +763,4 @@ def test_a_gpu_tensor_without_tilelang_says_what_is_missing(monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "tilelang_mla.launch", None)
     monkeypatch.delattr(tilelang_mla, "launch", raising=False)
     with pytest.raises(RuntimeError, match="tensors on a GPU need TileLang, which"):
-        ops._launches_of_gpu()
+        ops._launch_module()

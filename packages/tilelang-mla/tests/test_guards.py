@@ -147,11 +147,14 @@ def test_blocks_that_do_not_fit_in_shared_memory_are_refused_by_name(tensors) ->
 def test_what_is_made_ready_keeps_no_tensor_of_its_first_call_alive(tensors) -> None:
     """It is kept for as long as the process lives, and a call's tensors may be gigabytes."""
     from tilelang_mla import launch
+    from tilelang_mla.arguments import DecodeOptions, DecodeTensors, check_decode
 
     def call() -> tuple[Any, list[weakref.ref[torch.Tensor]]]:
         batch = tensors.decode([70, 3], heads=4, **SMALL)
         given = batch.op_arguments(batch.plan(num_splits=2))
-        run = launch.prepare_decode(*given[:-1], DecodeTiles(*given[-1]))
+        first = DecodeTensors(*given[:8])
+        problem, plan = check_decode(first, DecodeOptions(*given[8:]))
+        run = launch.prepare_decode(problem, plan, first)
         run(*given[:8])
         return run, [weakref.ref(tensor) for tensor in given[:8] if tensor is not None]
 

@@ -15,9 +15,10 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 import tilelang_mla
+from kernel_reference.dispatch import PreparedLaunches
 from kernel_reference.testing import contract
 from kernel_reference.testing.guards import assert_bitwise_equal, poison_
-from tilelang_mla import DecodePlan, DecodeTiles, PrefillPlan, flash_mla, ops
+from tilelang_mla import DecodePlan, DecodeTiles, PrefillPlan, flash_mla, ops, reference
 
 Tensor = torch.Tensor
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -48,19 +49,19 @@ class Maker:
         return torch.randint(most + 1, (sequences,), generator=self.host).tolist()
 
     def decoding(self, sequences: int, seed: int = 0) -> list[Tensor]:
-        """q, kv, cache_seqlens, block_table."""
+        """q, kv, seqlens_k, block_table."""
         self.start(seed)
         q, kv = self.normal(sequences, 2, HEADS, WIDTH), self.normal(POOL, PAGE, 1, WIDTH)
         table = torch.randint(POOL, (sequences, COLUMNS), generator=self.host).tolist()
         return [q, kv, self.integers(self.lengths(sequences, LONGEST)), self.integers(table)]
 
     def planned(self, sequences: int, seed: int = 0) -> list[Tensor]:
-        """q, kv, cache_seqlens, block_table, the tensors of a plan, out."""
+        """q, kv, seqlens_k, block_table, the tensors of a plan, out."""
         tensors = self.decoding(sequences, seed)
         return [*tensors, *plan_of(tensors[2])[1:], torch.zeros_like(tensors[0])[..., :NOPE].contiguous()]
 
     def of_engines(self, sequences: int, seed: int = 0) -> list[Tensor]:
-        """q, kv, cache_seqlens, block_table, metadata and splits."""
+        """q, kv, seqlens_k, block_table, metadata and splits."""
         tensors = self.decoding(sequences, seed)
         return [*tensors, *flash_mla.get_mla_metadata(tensors[2], 2 * HEADS, 1)]
 
@@ -73,7 +74,7 @@ class Maker:
         return [q, k, v, *map(self.integers, bounds)]
 
     def lengths_alone(self, sequences: int, seed: int = 0) -> list[Tensor]:
-        """cache_seqlens."""
+        """seqlens_k."""
         self.start(seed)
         return [self.integers(self.lengths(sequences, 8192))]
 
@@ -83,50 +84,50 @@ def make(device: torch.device) -> Maker:
     return Maker(device)
 
 
-def plan_of(cache_seqlens: Tensor, **options: Any) -> DecodePlan:
+def plan_of(seqlens_k: Tensor, **options: Any) -> DecodePlan:
     sizes = {"dim_nope": NOPE, "dim_rope": ROPE, "multiprocessors": CORES}
-    return tilelang_mla.plan_decode(cache_seqlens, HEADS, 2, **sizes, **options)
+    return tilelang_mla.plan_decode(seqlens_k, HEADS, 2, **sizes, **options)
 
 
 # The most queries follow from a shape, so that they are a symbol to torch.compile where that is one.
 
 
-def decode(q: Tensor, kv: Tensor, cache_seqlens: Tensor, block_table: Tensor) -> Any:
-    return tilelang_mla.flash_mla_with_kvcache(q, kv, cache_seqlens, block_table, NOPE, 0.2, True, return_lse=True)
+def decode(q: Tensor, kv: Tensor, seqlens_k: Tensor, block_table: Tensor) -> Any:
+    return tilelang_mla.flash_mla_with_kvcache(q, kv, seqlens_k, block_table, NOPE, 0.2, True, return_lse=True)
 
 
-def plan_and_decode(q: Tensor, kv: Tensor, cache_seqlens: Tensor, block_table: Tensor) -> Any:
-    plan = plan_of(cache_seqlens)
-    return tilelang_mla.flash_mla_with_kvcache(q, kv, cache_seqlens, block_table, NOPE, None, False, plan=plan)
+def plan_and_decode(q: Tensor, kv: Tensor, seqlens_k: Tensor, block_table: Tensor) -> Any:
+    plan = plan_of(seqlens_k)
+    return tilelang_mla.flash_mla_with_kvcache(q, kv, seqlens_k, block_table, NOPE, None, False, plan=plan)
 
 
-def decode_in_parts(q: Tensor, kv: Tensor, cache_seqlens: Tensor, block_table: Tensor) -> Any:
-    plan = plan_of(cache_seqlens, num_splits=3)
+def decode_in_parts(q: Tensor, kv: Tensor, seqlens_k: Tensor, block_table: Tensor) -> Any:
+    plan = plan_of(seqlens_k, num_splits=3)
     return tilelang_mla.flash_mla_with_kvcache(
-        q, kv, cache_seqlens, block_table, NOPE, 0.2, True, plan=plan, return_lse=True
+        q, kv, seqlens_k, block_table, NOPE, 0.2, True, plan=plan, return_lse=True
     )
 
 
 def decode_with_a_plan(
-    q: Tensor, kv: Tensor, cache_seqlens: Tensor, block_table: Tensor, first_part: Tensor, order: Tensor, out: Tensor
+    q: Tensor, kv: Tensor, seqlens_k: Tensor, block_table: Tensor, first_part: Tensor, order: Tensor, out: Tensor
 ) -> Any:
     plan = DecodePlan(plan_of(torch.zeros(1, dtype=torch.int32)).tiles, first_part, order)
     return tilelang_mla.flash_mla_with_kvcache(
-        q, kv, cache_seqlens, block_table, NOPE, 0.2, True, out=out, return_lse=True, plan=plan
+        q, kv, seqlens_k, block_table, NOPE, 0.2, True, out=out, return_lse=True, plan=plan
     )
 
 
 def decode_as_engines_do(
-    q: Tensor, kv: Tensor, cache_seqlens: Tensor, block_table: Tensor, metadata: Tensor, num_splits: Tensor
+    q: Tensor, kv: Tensor, seqlens_k: Tensor, block_table: Tensor, metadata: Tensor, num_splits: Tensor
 ) -> Any:
     return flash_mla.flash_mla_with_kvcache(
-        q, kv, block_table, cache_seqlens, NOPE, metadata, num_splits, softmax_scale=0.2, causal=True
+        q, kv, block_table, seqlens_k, NOPE, metadata, num_splits, softmax_scale=0.2, causal=True
     )
 
 
-def decode_as_engines_do_now(q: Tensor, kv: Tensor, cache_seqlens: Tensor, block_table: Tensor) -> Any:
+def decode_as_engines_do_now(q: Tensor, kv: Tensor, seqlens_k: Tensor, block_table: Tensor) -> Any:
     made, none = flash_mla.get_mla_metadata()
-    given = (q, kv, block_table, cache_seqlens, NOPE, made, none, 0.2, True)
+    given = (q, kv, block_table, seqlens_k, NOPE, made, none, 0.2, True)
     return flash_mla.flash_mla_with_kvcache(*given), flash_mla.flash_mla_with_kvcache(*given)
 
 
@@ -135,12 +136,12 @@ def prefill(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k:
     return tilelang_mla.flash_mla_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, *most, None, True, return_lse=True)
 
 
-def plan_alone(cache_seqlens: Tensor) -> Any:
-    return tilelang_mla.plan_decode(cache_seqlens, 16, 1, max_seqlen_k=8192, multiprocessors=CORES)[1:]
+def plan_alone(seqlens_k: Tensor) -> Any:
+    return tilelang_mla.plan_decode(seqlens_k, 16, 1, max_seqlen_k=8192, multiprocessors=CORES)[1:]
 
 
-def metadata_alone(cache_seqlens: Tensor) -> Any:
-    return flash_mla.get_mla_metadata(cache_seqlens, 16, 1)
+def metadata_alone(seqlens_k: Tensor) -> Any:
+    return flash_mla.get_mla_metadata(seqlens_k, 16, 1)
 
 
 PUBLIC: dict[str, tuple[Callable[..., Any], Callable[..., list[Tensor]]]] = {
@@ -287,17 +288,17 @@ def scaled_prefill(scale: float, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: 
     return tilelang_mla.flash_mla_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, *most, scale, return_lse=True)
 
 
-def scaled_decode(scale: float, q: Tensor, kv: Tensor, cache_seqlens: Tensor, block_table: Tensor) -> Any:
+def scaled_decode(scale: float, q: Tensor, kv: Tensor, seqlens_k: Tensor, block_table: Tensor) -> Any:
     sizes = {"dim_nope": q.shape[3] - ROPE, "dim_rope": ROPE, "multiprocessors": CORES}
-    plan = tilelang_mla.plan_decode(cache_seqlens, q.shape[2], q.shape[1], max_seqlen_k=kv.shape[0] * PAGE, **sizes)
+    plan = tilelang_mla.plan_decode(seqlens_k, q.shape[2], q.shape[1], max_seqlen_k=kv.shape[0] * PAGE, **sizes)
     return tilelang_mla.flash_mla_with_kvcache(
-        q, kv, cache_seqlens, block_table, NOPE, scale, True, plan=plan, return_lse=True
+        q, kv, seqlens_k, block_table, NOPE, scale, True, plan=plan, return_lse=True
     )
 
 
-def scaled_drop_in(scale: float, q: Tensor, kv: Tensor, cache_seqlens: Tensor, block_table: Tensor) -> Any:
-    made = flash_mla.get_mla_metadata(cache_seqlens, q.shape[1] * q.shape[2], 1)
-    return flash_mla.flash_mla_with_kvcache(q, kv, block_table, cache_seqlens, NOPE, *made, softmax_scale=scale)
+def scaled_drop_in(scale: float, q: Tensor, kv: Tensor, seqlens_k: Tensor, block_table: Tensor) -> Any:
+    made = flash_mla.get_mla_metadata(seqlens_k, q.shape[1] * q.shape[2], 1)
+    return flash_mla.flash_mla_with_kvcache(q, kv, block_table, seqlens_k, NOPE, *made, softmax_scale=scale)
 
 
 @pytest.mark.torch_compile
@@ -335,15 +336,15 @@ def prefill_of_some(rows: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q:
 
 
 def some_sequences(function: Callable[..., Any]) -> Callable[..., Any]:
-    def run(rows: Tensor, q: Tensor, kv: Tensor, cache_seqlens: Tensor, block_table: Tensor) -> Any:
+    def run(rows: Tensor, q: Tensor, kv: Tensor, seqlens_k: Tensor, block_table: Tensor) -> Any:
         chosen = rows.nonzero()[:, 0]
-        return function(q[chosen], kv, cache_seqlens[chosen], block_table[chosen])
+        return function(q[chosen], kv, seqlens_k[chosen], block_table[chosen])
 
     return run
 
 
-def plan_of_the_longest(q: Tensor, kv: Tensor, cache_seqlens: Tensor, block_table: Tensor) -> Any:
-    return plan_of(cache_seqlens, max_seqlen_k=cache_seqlens.amax().item() + 64)[1:]
+def plan_of_the_longest(q: Tensor, kv: Tensor, seqlens_k: Tensor, block_table: Tensor) -> Any:
+    return plan_of(seqlens_k, max_seqlen_k=seqlens_k.amax().item() + 64)[1:]
 
 
 UNKNOWN: dict[str, tuple[Callable[..., Any], Callable[..., list[Tensor]]]] = {
@@ -518,46 +519,6 @@ def test_the_static_rule_asks_the_device_for_its_multiprocessors(device: torch.d
 # What is made ready once and found again
 
 
-def test_the_table_of_launches_is_emptied_at_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The table is asked on a GPU alone; what fills and empties it is not.
-    monkeypatch.setattr(ops, "_MOST_LAUNCHES", 4)
-    monkeypatch.setattr(ops, "_launches", {})
-    made: list[int] = []
-
-    def prepare(tensors: Sequence[Tensor], numbers: tuple[int, ...]) -> int:
-        made.append(numbers[0])
-        return numbers[0]
-
-    tensor = torch.empty(2, 3)
-    for number in (*range(20), 19, 19):
-        assert ops._ready(prepare, (tensor,), (number,)) == number
-        assert len(ops._launches) <= 4
-    assert made == list(range(20))
-
-
-def test_a_launch_is_found_again_only_for_the_same_sizes_strides_dtypes_device_and_numbers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(ops, "_launches", {})
-
-    def prepare(tensors: Sequence[Tensor], numbers: tuple[Any, ...]) -> object:
-        return object()
-
-    def prepare_another(tensors: Sequence[Tensor], numbers: tuple[Any, ...]) -> object:
-        return object()
-
-    tensor = torch.empty(2, 3)
-    others = [torch.empty(3, 3), torch.empty(2, 4)[:, :3], tensor.double(), tensor.to("meta"), None]
-    looks = [
-        (prepare, (tensor,), (1.0, None)), (prepare, (tensor,), (2.0, None)), (prepare, (tensor,), (1.0, [16, 4])),
-        (prepare, (tensor,), (1.0, [32, 4])), (prepare, (tensor,), ()), (prepare_another, (tensor,), (1.0, None)),
-        *[(prepare, (other,), (1.0, None)) for other in others],
-    ]  # fmt: skip
-    made = [ops._ready(*look) for look in looks]
-    assert len(set(map(id, made))) == len(looks)
-    assert [ops._ready(*look) for look in looks] == made
-
-
 class Recorder:
     """Stands in for the launches: keeps what they are made ready with, and runs the reference."""
 
@@ -565,28 +526,27 @@ class Recorder:
         self.prepared: list[tuple[Any, ...]] = []
         self.ran = 0
 
-    def _prepare(self, reference: Callable[..., None], count: int, given: tuple[Any, ...]) -> Callable[..., None]:
-        self.prepared.append(given)
-        *numbers, plan = given[count:]
+    def _prepare(self, attend: Callable[..., None], problem: Any, plan: Any, first: Any) -> Callable[..., None]:
+        self.prepared.append((problem, plan))
 
         def run(*tensors: Any) -> None:
             self.ran += 1
-            reference(*tensors, *numbers, None if plan is None else plan.as_ints())
+            attend(problem, type(first)(*tensors))
 
         return run
 
     def prepare_prefill(self, *given: Any) -> Callable[..., None]:
-        return self._prepare(ops._reference_prefill, 7, given)
+        return self._prepare(reference.prefill, *given)
 
     def prepare_decode(self, *given: Any) -> Callable[..., None]:
-        return self._prepare(ops._reference_decode, 8, given)
+        return self._prepare(reference.decode, *given)
 
 
 def test_a_launch_that_is_found_again_still_refuses_an_output_in_its_input(tensors, monkeypatch) -> None:
     """As on a GPU: prepared with the launch, looked at in each call."""
     recorder = Recorder()
-    monkeypatch.setattr(ops, "_launches", {})
-    monkeypatch.setattr(ops, "_launches_of_gpu", lambda: recorder)
+    monkeypatch.setattr(ops, "launches", PreparedLaunches())
+    monkeypatch.setattr(ops, "_launch_module", lambda: recorder)
     prompt = tensors.prefill([(3, 7), (4, 4)], sizes=(128, 128))
     batch = tensors.decode([20, 3, 0], dim_nope=NOPE, dim_rope=ROPE, page=PAGE, heads=HEADS)
     for call, given, out in ((ops._kernel_prefill, prompt, 5), (ops._kernel_decode, batch, 6)):
@@ -605,8 +565,8 @@ def test_a_launch_that_is_found_again_still_refuses_an_output_in_its_input(tenso
 
 def test_launches_are_made_ready_once_with_tensors_numbers_and_the_plan_as_a_value(tensors, monkeypatch) -> None:
     recorder = Recorder()
-    monkeypatch.setattr(ops, "_launches", {})
-    monkeypatch.setattr(ops, "_launches_of_gpu", lambda: recorder)
+    monkeypatch.setattr(ops, "launches", PreparedLaunches())
+    monkeypatch.setattr(ops, "_launch_module", lambda: recorder)
     sizes = {"dim_nope": NOPE, "dim_rope": ROPE, "page": PAGE, "heads": HEADS, "seqlen_q": 2}
     for _ in range(3):
         batch = tensors.decode([20, 3, 0], **sizes)
@@ -665,7 +625,7 @@ def test_trap_a_captured_graph_replays_the_bits_of_plain_calls(make, function, i
 def test_trap_a_graph_with_a_plan_of_other_lengths_replays_right_results(tensors) -> None:
     """The plan is made once, outside the graph; lengths are refilled, up to the same maximum."""
     batch = tensors.decode([8192, 1, 700, 64], heads=16, page=64)
-    lengths, plan = batch.cache_seqlens, batch.plan()
+    lengths, plan = batch.seqlens_k, batch.plan()
     full = lengths.clone()
     lengths.copy_(tensors.integers(64, 64, 64, 64))
     run = partial(tilelang_mla.flash_mla_with_kvcache, *batch.given, out=batch.out.tensor, return_lse=True, plan=plan)
@@ -748,8 +708,7 @@ def test_a_chain_on_one_stream_reads_what_the_call_before_it_wrote(make) -> None
 
 @gpu
 def test_many_sizes_do_not_grow_the_table_of_launches_past_its_bound(make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "_MOST_LAUNCHES", 8)
-    monkeypatch.setattr(ops, "_launches", {})
+    monkeypatch.setattr(ops, "launches", PreparedLaunches(8))
     for sequences in range(1, 12):
         decode(*make.decoding(sequences))
-        assert len(ops._launches) <= 8
+        assert len(ops.launches) <= 8

@@ -45,7 +45,7 @@ class OnCpu:
 
     @staticmethod
     def decode(batch: Any, plan: Any = None, kv: Tensor | None = None) -> None:
-        q, lengths, table = batch.q, batch.cache_seqlens, batch.block_table.contiguous()
+        q, lengths, table = batch.q, batch.seqlens_k, batch.block_table.contiguous()
         kv = (batch.kv if kv is None else kv).float().squeeze(2).contiguous()
         count, tokens, heads, _ = q.shape
         rows, dim_nope, page = tokens * heads, batch.dim_nope, kv.shape[1]
@@ -209,15 +209,15 @@ def test_what_device_memory_may_hold_is_clamped(tensors, kernels, page) -> None:
     plan = batch.plan(num_splits=2)
     kernels.decode(batch, plan)
     want = (batch.out.tensor.clone(), batch.lse.tensor.clone())
-    held = batch.cache_seqlens.clone()
+    held = batch.seqlens_k.clone()
     for bad in (-1, -(2**31), 2**31 - 1, batch.block_table.shape[1] * page + 1):
-        batch.cache_seqlens[1] = bad
+        batch.seqlens_k[1] = bad
         kernels.decode(batch, plan)
         assert not bool(batch.out.tensor[1].any())
         assert bool((batch.lse.tensor[1] == -torch.inf).all())
         for got, wanted in zip((batch.out.tensor, batch.lse.tensor), want, strict=True):
             assert_bitwise_equal(got[[0, 2, 3]], wanted[[0, 2, 3]])
-    batch.cache_seqlens.copy_(held)
+    batch.seqlens_k.copy_(held)
     for bad in (-1, 2**31 - 1, batch.kv.shape[0]):
         page_there = batch.block_table[1, 0].clone()
         batch.block_table[1, 0] = bad

@@ -10,10 +10,21 @@ import pytest
 import torch
 
 from tilelang_mla import DecodeTiles, PrefillPlan
+from tilelang_mla.arguments import (
+    DecodeOptions,
+    DecodeTensors,
+    PrefillOptions,
+    PrefillTensors,
+    check_decode,
+    check_prefill,
+)
 from tilelang_mla.plan import DeviceLimits
 
 Tensor = torch.Tensor
 BF16 = torch.bfloat16
+KINDS: dict[str, Any] = {
+    "decode": (DecodeTensors, DecodeOptions, check_decode), "prefill": (PrefillTensors, PrefillOptions, check_prefill)
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -37,20 +48,30 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def decoding(batch: int = 3, tokens: int = 2, heads: int = 16, page: int = 64, **changed: Any) -> list[Any]:
-    """q, kv, cache_seqlens, block_table, first_part, order, out, lse, dim_nope, scale, causal, plan."""
+    """q, kv, seqlens_k, block_table, first_part, order, out, lse, dim_nope, scale, causal, plan."""
     ints = torch.zeros(8 * batch + 1, dtype=torch.int32)
     named = {
         "q": torch.zeros(batch, tokens, heads, 576, dtype=BF16), "kv": torch.zeros(9, page, 1, 576, dtype=BF16),
-        "cache_seqlens": ints[:batch], "block_table": ints[: 2 * batch].view(batch, 2), "first_part": None,
+        "seqlens_k": ints[:batch], "block_table": ints[: 2 * batch].view(batch, 2), "first_part": None,
         "order": None, "out": torch.zeros(batch, tokens, heads, 512, dtype=BF16),
         "lse": torch.zeros(batch, heads, tokens), "dim_nope": 512, "scale": 0.1, "causal": True, "plan": None,
     }  # fmt: skip
     return [{**named, **changed}[name] for name in named]
 
 
-def started(launch: Any, arguments: list[Any], tensors: int, prepare: str = "prepare_decode") -> list[Any]:
+def started(launch: Any, arguments: list[Any], op: str = "decode") -> list[Any]:
+    """The kernels that a call of these arguments of the op starts."""
     launch.given.clear()
-    getattr(launch, prepare)(*arguments)(*arguments[:tensors])
+    kinds = {
+        "decode": (DecodeTensors, DecodeOptions, check_decode),
+        "prefill": (PrefillTensors, PrefillOptions, check_prefill),
+    }
+    of_tensors, of_options, check = kinds[op]
+    count = len(of_tensors._fields)
+    tensors, options = of_tensors(*arguments[:count]), of_options(*arguments[count:])
+    plan = options.plan
+    problem, plan = check(tensors, options._replace(plan=None if plan is None else plan.as_ints()))
+    getattr(launch, f"prepare_{op}")(problem, plan, tensors)(*tensors)
     return [name for name, _, _ in launch.given]
 
 
@@ -89,7 +110,7 @@ def test_decoding_hands_kernels_what_they_are_made_for(launch, page) -> None:
         {"plan": DecodeTiles(64, 64, 2, 1, 5), "first_part": ints[:4]},
     ]  # fmt: skip
     for changed in plans:
-        names = started(launch, decoding(page=page, **changed), 8)
+        names = started(launch, decoding(page=page, **changed))
         assert names in (["decode"], ["decode", "merge"])
         for name, constants, arguments in launch.given:
             assert_fits(launch, name, constants, arguments)
@@ -97,33 +118,33 @@ def test_decoding_hands_kernels_what_they_are_made_for(launch, page) -> None:
 
 
 def test_the_merging_kernel_runs_where_keys_may_be_cut_and_only_there(launch) -> None:
-    assert started(launch, decoding(plan=DecodeTiles(64, 64, 2, 1)), 8) == ["decode"]
-    assert started(launch, decoding(plan=DecodeTiles(64, 64, 2, 2)), 8) == ["decode", "merge"]
+    assert started(launch, decoding(plan=DecodeTiles(64, 64, 2, 1))) == ["decode"]
+    assert started(launch, decoding(plan=DecodeTiles(64, 64, 2, 2))) == ["decode", "merge"]
 
 
 def test_nothing_is_launched_over_nothing(launch) -> None:
-    assert started(launch, decoding(batch=0), 8) == []
-    assert started(launch, decoding(tokens=0), 8) == []
+    assert started(launch, decoding(batch=0)) == []
+    assert started(launch, decoding(tokens=0)) == []
     arguments = decoding(block_table=torch.zeros(3, 0, dtype=torch.int32))
     arguments[6].fill_(7)
-    assert started(launch, arguments, 8) == []
+    assert started(launch, arguments) == []
     assert not bool(arguments[6].any())
     assert bool((arguments[7] == -torch.inf).all())
 
 
 def test_a_pool_without_pages_is_one_of_zeros(launch) -> None:
-    started(launch, decoding(kv=torch.zeros(0, 64, 1, 576, dtype=BF16)), 8)
+    started(launch, decoding(kv=torch.zeros(0, 64, 1, 576, dtype=BF16)))
     assert launch.given[0][2][1].shape == (1, 64, 576)
 
 
 def test_scales_of_0_and_below_become_scales_above_0(launch) -> None:
     arguments = decoding(scale=-0.5)
     arguments[0].normal_()
-    started(launch, arguments, 8)
+    started(launch, arguments)
     handed = launch.given[0][2]
     torch.testing.assert_close(handed[0], -arguments[0].flatten(1, 2), rtol=0, atol=0)
     assert handed[10] == pytest.approx(0.5 * 1.4426950408889634)
-    started(launch, decoding(scale=0.0), 8)
+    started(launch, decoding(scale=0.0))
     assert 0 < launch.given[0][2][10] < 1e-20
 
 
@@ -132,7 +153,7 @@ def test_queries_and_outputs_that_no_descriptor_tells_of_are_copied(launch) -> N
     odd = torch.full((3, 2, 16, 513), 7.0, dtype=BF16)[..., :512]
     for changed in ({"q": wide}, {"out": odd}, {"q": torch.zeros(1, 1, 16, 576, dtype=BF16).expand(3, 2, 16, 576)}):
         arguments = decoding(**changed)
-        started(launch, arguments, 8)
+        started(launch, arguments)
         name, constants, handed = launch.given[0]
         assert_fits(launch, name, constants, handed)
         assert all(stride % 8 == 0 and stride > 0 for place in (0, 1, 6) for stride in handed[place].stride()[:-1])
@@ -141,7 +162,7 @@ def test_queries_and_outputs_that_no_descriptor_tells_of_are_copied(launch) -> N
 
 
 def test_pages_that_are_all_the_same_memory_are_copied_row_by_row(launch) -> None:
-    started(launch, decoding(kv=torch.zeros(1, 64, 1, 576, dtype=BF16).expand(9, 64, 1, 576)), 8)
+    started(launch, decoding(kv=torch.zeros(1, 64, 1, 576, dtype=BF16).expand(9, 64, 1, 576)))
     assert launch.given[0][1]["gather"]
 
 
@@ -154,13 +175,13 @@ def test_prefill_hands_its_kernel_what_it_is_made_for(launch, plan) -> None:
         )
         given = [q, k, v, bounds, bounds, torch.zeros(tokens, heads[0], 128, dtype=BF16)]
         given += [torch.zeros(heads[0], tokens) if lse else None, 50, 50, -0.1, True, plan]
-        assert started(launch, given, 7, "prepare_prefill") == ["prefill"]
+        assert started(launch, given, "prefill") == ["prefill"]
         assert_fits(launch, *launch.given[0])
 
 
 def test_blocks_that_do_not_fit_and_addresses_that_are_odd_are_refused_by_name(launch) -> None:
     with pytest.raises(ValueError, match=r"^plan must be of blocks that fit in"):
-        started(launch, decoding(plan=DecodeTiles(64, 128, 4)), 8)
+        started(launch, decoding(plan=DecodeTiles(64, 128, 4)))
     room = torch.zeros(9 * 64 * 576 + 8, dtype=BF16)[1:]
     with pytest.raises(ValueError, match=r"^kv must be at an address that is a multiple of 16"):
-        started(launch, decoding(kv=room[: 9 * 64 * 576].view(9, 64, 1, 576)), 8)
+        started(launch, decoding(kv=room[: 9 * 64 * 576].view(9, 64, 1, 576)))

@@ -18,7 +18,7 @@ import tilelang_mla
 from kernel_reference.attention import attention
 from kernel_reference.models import DEEPSEEK_V3
 from kernel_reference.testing.guards import assert_bitwise_equal, poison_
-from tilelang_mla import AttentionResult, api, flash_mla, flash_mla_varlen_func, flash_mla_with_kvcache, plan_decode
+from tilelang_mla import AttentionResult, calls, flash_mla, flash_mla_varlen_func, flash_mla_with_kvcache, plan_decode
 from tilelang_mla.plan import DeviceLimits
 
 Tensor = torch.Tensor
@@ -270,7 +270,7 @@ def test_trap_several_query_tokens_are_as_many_calls_of_one(tensors) -> None:
     batch = tensors.decode([70, 3, 200], heads=12, seqlen_q=3, **SMALL)
     batch.run()
     for token in range(3):
-        lengths = (batch.cache_seqlens - 2 + token).clamp(min=0)
+        lengths = (batch.seqlens_k - 2 + token).clamp(min=0)
         alone = flash_mla_with_kvcache(batch.q[:, token : token + 1], batch.kv, lengths, *batch.given[3:6], causal=True)
         torch.testing.assert_close(alone, batch.out.tensor[:, token : token + 1], rtol=1e-2, atol=1e-2)
 
@@ -302,7 +302,7 @@ def test_a_plan_made_from_other_lengths_is_as_right(tensors, how) -> None:
 def test_a_plan_for_other_heads_or_tokens_is_as_right(tensors) -> None:
     batch = tensors.decode([3, 0, 1000, 65], heads=80, seqlen_q=2, **SMALL)
     for heads, seqlen_q in ((1, 1), (128, 4)):
-        plan = tilelang_mla.plan_decode(batch.cache_seqlens, heads, seqlen_q, multiprocessors=132)
+        plan = tilelang_mla.plan_decode(batch.seqlens_k, heads, seqlen_q, multiprocessors=132)
         batch.run(plan=plan)
         batch.check()
 
@@ -313,7 +313,7 @@ def test_a_sequence_has_the_same_bits_whatever_is_beside_it_where_splits_are_giv
     whole = batch.run(out=None, plan=batch.plan(num_splits=splits))
     for group in [[i] for i in range(6)] + [[2, 0], [3, 5, 1], [5, 4, 3, 2, 1, 0]]:
         which = torch.tensor(group, device=batch.device)
-        lengths = batch.cache_seqlens[which]
+        lengths = batch.seqlens_k[which]
         plan = tilelang_mla.plan_decode(lengths, 16, 2, num_splits=splits, **SMALL)
         given = (batch.q[which], batch.kv, lengths, batch.block_table[which], *batch.given[4:])
         got = flash_mla_with_kvcache(*given, return_lse=True, plan=plan)
@@ -329,8 +329,8 @@ def test_the_drop_in_gives_the_same_bits_with_and_without_metadata(tensors, caus
     batch = tensors.decode(MIXED, heads=16, seqlen_q=2, causal=causal)
     want = batch.run()
     batch.check()
-    given = (batch.q, batch.kv, batch.block_table, batch.cache_seqlens, 512)
-    metadata = flash_mla.get_mla_metadata(batch.cache_seqlens, 2 * 16, 1)
+    given = (batch.q, batch.kv, batch.block_table, batch.seqlens_k, 512)
+    metadata = flash_mla.get_mla_metadata(batch.seqlens_k, 2 * 16, 1)
     for own in ((None, None), metadata, [x.clone() for x in metadata]):
         got = flash_mla.flash_mla_with_kvcache(*given, *own, None, causal)
         assert type(got) is tuple
@@ -363,7 +363,7 @@ def test_metadata_for_a_graph_is_of_a_shape_that_lengths_do_not_change(tensors) 
 @pytest.mark.parametrize("rows", [1, 16, 64, 65, 128, 512, 9000])
 def test_metadata_has_a_row_for_each_multiprocessor_at_most_and_keeps_the_schedule(tensors, monkeypatch, rows) -> None:
     """Engines allocate as many rows, and assert that there are no more."""
-    monkeypatch.setattr(api, "device_limits", lambda _: DeviceLimits(132))
+    monkeypatch.setattr(calls, "device_limits", lambda _: DeviceLimits(132))
     lengths = tensors.integers(8192, 1, 700, 0, 100_000)
     plan = plan_decode(lengths, rows)
     metadata, num_splits = flash_mla.get_mla_metadata(lengths, rows, 1)
@@ -381,7 +381,7 @@ def test_metadata_without_arguments_is_made_by_the_first_call_and_used_by_those_
     made, none = flash_mla.get_mla_metadata()
     assert none is None
     assert made == flash_mla.FlashMLASchedMeta()
-    given = (batch.q, batch.kv, batch.block_table, batch.cache_seqlens, 512, made, none, None, True)
+    given = (batch.q, batch.kv, batch.block_table, batch.seqlens_k, 512, made, none, None, True)
     with pytest.raises(ValueError, match=r"^indices must be None, all that is supported"):
         flash_mla.flash_mla_with_kvcache(*given, indices=batch.block_table)
     with pytest.raises(ValueError, match=r"^block_table must be \[8, max_pages\]"):
@@ -389,7 +389,7 @@ def test_metadata_without_arguments_is_made_by_the_first_call_and_used_by_those_
     assert made == flash_mla.FlashMLASchedMeta(), "a call that was refused has filled it"
     first = flash_mla.flash_mla_with_kvcache(*given)
     batch.check_out(*first)
-    plan = plan_decode(batch.cache_seqlens, 16, 2)
+    plan = plan_decode(batch.seqlens_k, 16, 2)
     assert_bitwise_equal(made.num_splits, plan.first_part)
     assert_bitwise_equal(made.order, plan.order)
     planned = batch.run(out=None, plan=plan)
@@ -401,7 +401,7 @@ def test_metadata_without_arguments_is_made_by_the_first_call_and_used_by_those_
         assert_bitwise_equal(one, third)
     with pytest.raises(ValueError, match=r"^num_splits must be None beside a FlashMLASchedMeta"):
         flash_mla.flash_mla_with_kvcache(*given[:6], held)
-    few = (batch.q[:3], batch.kv, batch.block_table[:3], batch.cache_seqlens[:3])
+    few = (batch.q[:3], batch.kv, batch.block_table[:3], batch.seqlens_k[:3])
     with pytest.raises(ValueError, match=r"^num_splits must be \[4\], made for the 3 sequences of q"):
         flash_mla.flash_mla_with_kvcache(*few, *given[4:])
 
@@ -409,15 +409,22 @@ def test_metadata_without_arguments_is_made_by_the_first_call_and_used_by_those_
 def test_public_functions_take_arguments_in_the_order_of_the_specification() -> None:
     wanted = {
         flash_mla_varlen_func: "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k softmax_scale causal",
-        flash_mla_with_kvcache: "q kv cache_seqlens block_table dim_nope softmax_scale causal",
+        flash_mla_with_kvcache: "q kv seqlens_k block_table dim_nope softmax_scale causal",
         tilelang_mla.get_splits: (
             "batch_size num_heads seqlen_q avg_seqlen_k block_size_h block_size_n streaming_info"
         ),
-        tilelang_mla.plan_decode: "cache_seqlens num_heads seqlen_q",
+        tilelang_mla.plan_decode: "seqlens_k num_heads seqlen_q",
     }  # fmt: skip
     for function, names in wanted.items():
         parameters = inspect.signature(function).parameters.values()
         assert [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD] == names.split()
+
+
+def test_own_functions_are_causal_by_default_and_the_drop_in_is_not_as_in_flash_mla() -> None:
+    for function, default in (
+        (flash_mla_varlen_func, True), (flash_mla_with_kvcache, True), (flash_mla.flash_mla_with_kvcache, False)
+    ):  # fmt: skip
+        assert inspect.signature(function).parameters["causal"].default is default
 
 
 # Prefill

@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Literal, NamedTuple, overload
 
 import torch
-from torch.fx.experimental.symbolic_shapes import guard_or_false
 
-from kernel_reference.checks import check_float, check_no_tangents, describe, fail, values_are_checked
+from kernel_reference.checks import (
+    REFUSALS,
+    check_bool,
+    check_dense,
+    check_int,
+    describe,
+    fail,
+    given,
+    known,
+)
+from kernel_reference.plans import plan_as_ints
+from kernel_reference.transforms import refuse_derivatives
 from tilelang_mla import (
     arguments,
-    ops,
+    calls,
+    ops,  # noqa: F401  defines the ops that are taken below
     schedule,
 )
 from tilelang_mla import plan as plans
-from tilelang_mla.arguments import Names, check_bool, check_int, check_no_vmap, check_tensors
-from tilelang_mla.plan import DecodeTiles, DeviceLimits, PrefillPlan
+from tilelang_mla.arguments import Names, PrefillOptions, PrefillTensors
+from tilelang_mla.plan import DeviceLimits, PrefillPlan
 from tilelang_mla.schedule import DecodePlan
 
 Tensor = torch.Tensor
-# A plan as the op takes it: first_part, order if there is one, tiles.
-Parts = tuple[Tensor, Tensor | None, list[int]]
-
 _prefill = torch.ops.tilelang_mla.prefill.default
-_decode = torch.ops.tilelang_mla.decode.default
 
-# What torch and tensors raise, in words of their own, over arguments of the wrong kind or rank.
-_REFUSALS = (RuntimeError, AttributeError, TypeError, IndexError)
 # DeepSeek V2's and V3's latent and rope.
 _DIM_NOPE, _DIM_ROPE = 512, 64
 
@@ -42,6 +47,7 @@ class AttentionResult(NamedTuple):
     lse: Tensor
 
 
+@overload
 def flash_mla_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -51,7 +57,60 @@ def flash_mla_varlen_func(
     max_seqlen_q: int,
     max_seqlen_k: int,
     softmax_scale: float | None = None,
-    causal: bool = False,
+    causal: bool = True,
+    *,
+    out: Tensor | None = None,
+    return_lse: Literal[False] = False,
+    plan: PrefillPlan | None = None,
+) -> Tensor: ...
+
+
+@overload
+def flash_mla_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    *,
+    out: Tensor | None = None,
+    return_lse: Literal[True],
+    plan: PrefillPlan | None = None,
+) -> AttentionResult: ...
+
+
+@overload
+def flash_mla_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    *,
+    out: Tensor | None = None,
+    return_lse: bool,
+    plan: PrefillPlan | None = None,
+) -> Tensor | AttentionResult: ...
+
+
+def flash_mla_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float | None = None,
+    causal: bool = True,
     *,
     out: Tensor | None = None,
     return_lse: bool = False,
@@ -92,36 +151,85 @@ def flash_mla_varlen_func(
     check_bool("return_lse", return_lse)
     check_int("max_seqlen_q", max_seqlen_q, 0)
     check_int("max_seqlen_k", max_seqlen_k, 0)
-    scale = checked_scale(softmax_scale)
-    ints = None if plan is None else _prefill_ints(plan)
-    given = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, **_given(out=out)}
+    scale = calls.checked_scale(softmax_scale)
+    ints = plan_as_ints(plan, PrefillPlan)
+    named = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, **given(out=out)}
     try:
-        _refuse_derivatives(given)
+        refuse_derivatives(**named)
         result = q.new_empty((*q.shape[:2], v.shape[2])) if out is None else out
         lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32) if return_lse else None
-        numbers = (max_seqlen_q, max_seqlen_k, q.shape[-1] ** -0.5 if scale is None else scale, causal)
-    except _REFUSALS:
-        check_tensors(**given)
-        _check_ranks({"q": (q, "[Tq, H, dqk]", 3), "v": (v, "[Tk, Hkv, dv]", 3)})
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+    except REFUSALS:
+        check_dense(**named)
+        calls.check_ranks({"q": (q, "[Tq, H, dqk]", 3), "v": (v, "[Tk, Hkv, dv]", 3)})
         raise
-    tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, result, lse)
+    tensors = PrefillTensors(q, k, v, cu_seqlens_q, cu_seqlens_k, result, lse)
+    options = PrefillOptions(max_seqlen_q, max_seqlen_k, scale, causal, ints)
     try:
-        _prefill(*tensors, *numbers, ints)
-    except _REFUSALS:
-        check_tensors(**given)
-        arguments.check_prefill(*tensors, *numbers)
+        _prefill(*tensors, *options)
+    except REFUSALS:
+        check_dense(**named)
+        arguments.check_prefill(tensors, options)
         raise
     return result if lse is None else AttentionResult(result, lse)
+
+
+@overload
+def flash_mla_with_kvcache(
+    q: Tensor,
+    kv: Tensor,
+    seqlens_k: Tensor,
+    block_table: Tensor,
+    dim_nope: int,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    *,
+    out: Tensor | None = None,
+    return_lse: Literal[False] = False,
+    plan: DecodePlan | None = None,
+) -> Tensor: ...
+
+
+@overload
+def flash_mla_with_kvcache(
+    q: Tensor,
+    kv: Tensor,
+    seqlens_k: Tensor,
+    block_table: Tensor,
+    dim_nope: int,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    *,
+    out: Tensor | None = None,
+    return_lse: Literal[True],
+    plan: DecodePlan | None = None,
+) -> AttentionResult: ...
+
+
+@overload
+def flash_mla_with_kvcache(
+    q: Tensor,
+    kv: Tensor,
+    seqlens_k: Tensor,
+    block_table: Tensor,
+    dim_nope: int,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    *,
+    out: Tensor | None = None,
+    return_lse: bool,
+    plan: DecodePlan | None = None,
+) -> Tensor | AttentionResult: ...
 
 
 def flash_mla_with_kvcache(
     q: Tensor,
     kv: Tensor,
-    cache_seqlens: Tensor,
+    seqlens_k: Tensor,
     block_table: Tensor,
     dim_nope: int,
     softmax_scale: float | None = None,
-    causal: bool = False,
+    causal: bool = True,
     *,
     out: Tensor | None = None,
     return_lse: bool = False,
@@ -131,7 +239,7 @@ def flash_mla_with_kvcache(
 
     ``out = softmax(softmax_scale * q kv^T) kv[..., :dim_nope]``: all query heads share one kv head, whose first
     ``dim_nope`` elements, the latent, are the value too. With causal, query token j of Sq sees the first
-    ``cache_seqlens - Sq + j + 1`` keys (the new tokens are in the cache already), else all. Source: DeepSeek-V2
+    ``seqlens_k - Sq + j + 1`` keys (the new tokens are in the cache already), else all. Source: DeepSeek-V2
     (arXiv 2405.04434), section 2.1 and appendix C.
 
     Args:
@@ -139,7 +247,7 @@ def flash_mla_with_kvcache(
         kv: [pages, page_size, 1, dim_nope + dpe], of q's dtype, any page_size from 1 on. Rows of q and kv are
             contiguous and multiples of 16 bytes apart, so that kv may be a view with a stride between pages. FlashMLA's
             fp8 records of 656 bytes are not supported.
-        cache_seqlens: [B] int32, contiguous: tokens of each sequence, the new ones counted; 0, or fewer than Sq, too.
+        seqlens_k: [B] int32, contiguous: tokens of each sequence, the new ones counted; 0, or fewer than Sq, too.
         block_table: [B, max_pages] int32, rows contiguous: position p of sequence b is in page
             ``block_table[b, p // page_size]``. A page that the pool does not have reads as zeros.
         dim_nope: elements of the latent: a multiple of 64 up to 512.
@@ -166,46 +274,16 @@ def flash_mla_with_kvcache(
     """
     check_bool("causal", causal)
     check_bool("return_lse", return_lse)
-    parts = None if plan is None else _decode_parts(plan)
-    scale = checked_scale(softmax_scale)
-    return run_decode(q, kv, cache_seqlens, block_table, dim_nope, scale, causal, out, return_lse, parts, Names())
-
-
-def run_decode(
-    q: Tensor, kv: Tensor, cache_seqlens: Tensor, block_table: Tensor, dim_nope: int, scale: float | None,
-    causal: bool, out: Tensor | None, return_lse: bool, parts: Parts | None, names: Names,
-) -> Tensor | AttentionResult:  # fmt: skip
-    """The op; what it refuses is said in the names that the caller knows."""
-    check_int(names.dim_nope, dim_nope)
-    first_part, order, ints = (None, None, None) if parts is None else parts
-    optional = _given(**{names.first_part: first_part, names.order: order, "out": out})
-    given = {"q": q, names.kv: kv, "cache_seqlens": cache_seqlens, "block_table": block_table, **optional}
-    try:
-        _refuse_derivatives(given)
-        batch, seqlen_q, num_heads = q.shape[:3]
-        shape = (batch, seqlen_q, num_heads, max(0, dim_nope))
-        result = q.new_empty(shape) if out is None else out
-        lse = q.new_empty((batch, num_heads, seqlen_q), dtype=torch.float32) if return_lse else None
-        numbers = (dim_nope, q.shape[-1] ** -0.5 if scale is None else scale, causal)
-    except (*_REFUSALS, ValueError):
-        check_tensors(**given)
-        _check_ranks({"q": (q, f"[B, Sq, Hq, {names.dim_nope} + dpe]", 4)})
-        raise
-    tensors = (q, kv, cache_seqlens, block_table, first_part, order, result, lse)
-    try:
-        _decode(*tensors, *numbers, ints)
-    except (*_REFUSALS, ValueError) as error:
-        check_tensors(**given)
-        problem = arguments.check_decode(*tensors, *numbers, ints, names)
-        if isinstance(error, ValueError) and values_are_checked(q.device):
-            tiles = ops.decode_plan(ints)
-            arguments.check_decode_values(*tensors[2:6], kv.shape[0], problem, tiles, names)
-        raise
+    parts = None if plan is None else calls.decode_parts(plan)
+    scale = calls.checked_scale(softmax_scale)
+    result, lse = calls.run_decode(
+        calls.Call(q, kv, seqlens_k, block_table, dim_nope, scale, causal), out, return_lse, parts, Names()
+    )
     return result if lse is None else AttentionResult(result, lse)
 
 
 def plan_decode(
-    cache_seqlens: Tensor,
+    seqlens_k: Tensor,
     num_heads: int,
     seqlen_q: int = 1,
     *,
@@ -224,14 +302,14 @@ def plan_decode(
     Flash-Decoding (https://pytorch.org/blog/flash-decoding/), their number taken for the least estimated time.
 
     Args:
-        cache_seqlens: [B] int32, contiguous, as :func:`flash_mla_with_kvcache` takes it.
+        seqlens_k: [B] int32, contiguous, as :func:`flash_mla_with_kvcache` takes it.
         num_heads, seqlen_q: Hq and Sq.
         max_seqlen_k: the most keys that a sequence may have, or more; fewer candidates are looked at where it is small.
             None: any number.
         num_splits: cut each sequence in this many parts, 1 to 256, whatever its length and the batch: a sequence's
             result is then, to the last bit, independent of the rest of the batch. None: by the lengths.
         dim_nope, dim_rope: elements of latent and rope.
-        multiprocessors: of the device; those of cache_seqlens' device when None (a CPU counts as one).
+        multiprocessors: how many to plan for; those of the lengths' device when None (a CPU counts as one).
 
     Returns:
         DecodePlan(tiles, first_part, order): numbers that depend on neither lengths nor batch, and on the device int32
@@ -252,16 +330,14 @@ def plan_decode(
     arguments.check_dims("dim_nope", "dim_rope", dim_nope, dim_rope)
     if multiprocessors is not None:
         check_int("multiprocessors", multiprocessors, 1)
-    check_tensors(cache_seqlens=cache_seqlens)
-    check_no_vmap(cache_seqlens=cache_seqlens)
-    arguments.check_plan_lengths(cache_seqlens)
-    limits = device_limits(cache_seqlens.device)
+    arguments.check_plan_lengths("seqlens_k", seqlens_k)
+    limits = calls.device_limits(seqlens_k.device)
     if multiprocessors is not None:
         limits = DeviceLimits(multiprocessors, limits.shared_memory)
     rows = num_heads * seqlen_q
-    tiles = plans.decode_tiles(rows, dim_nope, dim_rope, max_seqlen_k, limits, num_splits, known=guard_or_false)
+    tiles = plans.decode_tiles(rows, dim_nope, dim_rope, max_seqlen_k, limits, num_splits, known=known)
     at_once = plans.parts_at_once(rows, limits.multiprocessors)
-    return DecodePlan(tiles, *schedule.cut(cache_seqlens, tiles, rows, max_seqlen_k, at_once))
+    return DecodePlan(tiles, *schedule.cut(seqlens_k, tiles, rows, max_seqlen_k, at_once))
 
 
 def get_splits(
@@ -301,54 +377,5 @@ def get_splits(
             check_int(f"streaming_info[{place}]", blocks, 0)
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    cores = device_limits(torch.device(device)).multiprocessors
+    cores = calls.device_limits(torch.device(device)).multiprocessors
     return plans.get_splits(*numbers, streaming_info, multiprocessors=cores)
-
-
-def device_limits(device: torch.device) -> DeviceLimits:
-    """The limits of the device a tensor is on; what is no CUDA device counts as one multiprocessor."""
-    if device.type != "cuda":
-        return DeviceLimits(1)
-    properties = torch.cuda.get_device_properties(device)
-    return DeviceLimits(properties.multi_processor_count, properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]
-
-
-def checked_scale(softmax_scale: float | None) -> float | None:
-    # torch would take a tensor for a number, and wait for the device to tell it.
-    if softmax_scale is not None:
-        check_float("softmax_scale", softmax_scale, "a float or None")
-    return softmax_scale
-
-
-def _prefill_ints(plan: PrefillPlan) -> list[int]:
-    if not isinstance(plan, PrefillPlan):
-        fail("plan", "a tilelang_mla.PrefillPlan or None", describe(plan), TypeError)
-    return plan.as_ints()
-
-
-def _decode_parts(plan: DecodePlan) -> Parts:
-    if not isinstance(plan, DecodePlan):
-        fail("plan", "a tilelang_mla.DecodePlan, from plan_decode, or None", describe(plan), TypeError)
-    if not isinstance(plan.tiles, DecodeTiles):
-        fail("plan.tiles", "a tilelang_mla.DecodeTiles", describe(plan.tiles), TypeError)
-    return plan.first_part, plan.order, plan.tiles.as_ints()
-
-
-def _refuse_derivatives(tensors: dict[str, Any]) -> None:
-    """Of either mode, and torch.vmap, under which derivatives of batches are taken."""
-    check_no_vmap(**tensors)
-    check_no_tangents(**tensors)
-    if torch.is_grad_enabled():
-        for name, tensor in tensors.items():
-            if tensor.requires_grad:
-                fail(name, "without gradient (call under torch.no_grad() or inference_mode())", "requires_grad=True")
-
-
-def _given(**tensors: object) -> dict[str, Any]:
-    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
-
-
-def _check_ranks(tensors: dict[str, tuple[Tensor, str, int]]) -> None:
-    for name, (tensor, wanted, rank) in tensors.items():
-        if tensor.ndim != rank:
-            fail(name, wanted, describe(tensor))

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from kernel_reference.checks import describe, fail
-from tilelang_mla import api, arguments
+from kernel_reference.checks import check_bool, check_dense, check_int, describe, fail
+from tilelang_mla import api, arguments, calls
 from tilelang_mla import plan as plans
-from tilelang_mla.arguments import Names, check_bool, check_int, check_tensors
+from tilelang_mla.arguments import Names
 from tilelang_mla.plan import DecodeTiles
 from tilelang_mla.schedule import DecodePlan
 
@@ -27,7 +27,7 @@ __all__ = ["FlashMLASchedMeta", "flash_mla_with_kvcache", "get_mla_metadata"]
 # Integers of a row of FlashMLA's metadata. There are as many rows as parts that run at once, at most one for each
 # multiprocessor, for which engines allocate; a schedule may have WAVES times as many.
 _METADATA_WIDTH = 8
-_NAMES = Names(kv="k_cache", dim_nope="head_dim_v", first_part="num_splits")
+_NAMES = Names(kv="k_cache", seqlens_k="cache_seqlens", dim_nope="head_dim_v", first_part="num_splits")
 
 
 @dataclass
@@ -75,8 +75,9 @@ def get_mla_metadata(
         fail("num_heads_k", "1", num_heads_k)
     if cache_seqlens is None and num_q_tokens_per_head_k is None:
         return FlashMLASchedMeta(), None
-    check_tensors(cache_seqlens=cache_seqlens)
+    check_dense(cache_seqlens=cache_seqlens)
     check_int("num_q_tokens_per_head_k", num_q_tokens_per_head_k, 1)
+    arguments.check_plan_lengths("cache_seqlens", cache_seqlens)  # type: ignore[arg-type]
     made = _made(api.plan_decode(cache_seqlens, num_q_tokens_per_head_k, 1))  # type: ignore[arg-type]
     return made.tile_scheduler_metadata, made.num_splits  # type: ignore[return-value]
 
@@ -126,7 +127,7 @@ def flash_mla_with_kvcache(
         topk_length=(topk_length, None), extra_topk_length=(extra_topk_length, None),
     )  # fmt: skip
     check_bool("causal", causal)
-    scale = api.checked_scale(softmax_scale)
+    scale = calls.checked_scale(softmax_scale)
     kept = tile_scheduler_metadata
     if not isinstance(kept, FlashMLASchedMeta):
         made = FlashMLASchedMeta(kept, num_splits)
@@ -137,28 +138,28 @@ def flash_mla_with_kvcache(
     else:
         made = kept
     parts = _parts(q, head_dim_v, made)
-    out, lse = api.run_decode(
-        q, k_cache, cache_seqlens, block_table, head_dim_v, scale, causal, None, True, parts, _NAMES
-    )
+    call = calls.Call(q, k_cache, cache_seqlens, block_table, head_dim_v, scale, causal)
+    out, lse = calls.run_decode(call, None, True, parts, _NAMES)
     if isinstance(kept, FlashMLASchedMeta):
         # Only now: a call that is refused leaves it as it was.
         kept.tile_scheduler_metadata, kept.num_splits = made.tile_scheduler_metadata, made.num_splits
         kept.order = made.order
-    return out, lse
+    return out, lse  # type: ignore[return-value]
 
 
 def _made_first(q: Tensor, cache_seqlens: Tensor, head_dim_v: int) -> FlashMLASchedMeta:
     """A schedule for a call of these queries."""
-    check_tensors(q=q, cache_seqlens=cache_seqlens)
+    check_dense(q=q, cache_seqlens=cache_seqlens)
     check_int("head_dim_v", head_dim_v)
     if q.ndim != 4 or q.shape[2] < 1:
         fail("q", "[B, Sq, Hq, head_dim_v + dpe] of at least 1 head", describe(q))
     dim_rope = q.shape[3] - head_dim_v
     arguments.check_dims("head_dim_v", "q", head_dim_v, dim_rope)
+    arguments.check_plan_lengths("cache_seqlens", cache_seqlens)
     return _made(api.plan_decode(cache_seqlens, q.shape[2], q.shape[1], dim_nope=head_dim_v, dim_rope=dim_rope))
 
 
-def _parts(q: Tensor, head_dim_v: int, made: FlashMLASchedMeta) -> api.Parts | None:
+def _parts(q: Tensor, head_dim_v: int, made: FlashMLASchedMeta) -> calls.Parts | None:
     metadata, num_splits = made.tile_scheduler_metadata, made.num_splits
     if metadata is None and num_splits is None:
         return None
@@ -166,13 +167,13 @@ def _parts(q: Tensor, head_dim_v: int, made: FlashMLASchedMeta) -> api.Parts | N
     for name, tensor in given.items():
         if tensor is None:
             fail(name, "given, as the other of get_mla_metadata's results is", None)
-    check_tensors(q=q, **given)
+    check_dense(q=q, **given)
     if metadata is None or num_splits is None or metadata.ndim != 2 or metadata.shape[1] != _METADATA_WIDTH:
         fail("tile_scheduler_metadata", f"[parts at once, {_METADATA_WIDTH}] from get_mla_metadata", describe(metadata))
     check_int("head_dim_v", head_dim_v)
     if q.ndim != 4:
         fail("q", "[B, Sq, Hq, head_dim_v + dpe]", describe(q))
-    limits = api.device_limits(q.device)
+    limits = calls.device_limits(q.device)
     tiles = plans.decode_tiles(q.shape[1] * q.shape[2], head_dim_v, q.shape[3] - head_dim_v, None, limits, 1)
     tiles = DecodeTiles(tiles.block_m, tiles.block_n, tiles.num_stages, 1, plans.WAVES * metadata.shape[0])
     return num_splits, made.order, tiles.as_ints()

@@ -1,9 +1,10 @@
 """Launches: ask the plan, choose the kernel, start it on the tensors' device and its current stream.
 
-Nothing here checks what arguments.py does. Each ``prepare_`` function makes ready what its calls have in common, from
-tensors that look like those of the calls. A kernel is compiled once for each set of constants, which are head sizes,
-dtype, the blocks of the plan and whether pages hold whole blocks; never for a batch, a length, heads, tokens
-or pages, a scale or a number of parts. What ``python -m tilelang_mla.compile`` has built is found in TileLang's cache.
+Nothing here checks what arguments.py does. Each ``prepare_`` function makes ready what calls of a problem have in
+common, from tensors that look like those of the calls. A kernel is compiled once for each set of constants, which are
+head sizes, dtype, the blocks of the plan and whether pages hold whole blocks; never for a batch, a length, heads,
+tokens or pages, a scale or a number of parts. What ``python -m tilelang_mla.compile`` has built is found in TileLang's
+cache.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import tilelang
 import torch
 
 from kernel_reference.checks import fail
+from kernel_reference.launching import device_properties, launch_nothing, on_device
+from tilelang_mla.arguments import DecodeTensors, PrefillTensors
 from tilelang_mla.kernels.cuda import text_of
 from tilelang_mla.plan import (
     DecodeProblem,
@@ -42,19 +45,18 @@ PASS_CONFIGS = {
 _LOG2_E = 1.4426950408889634
 # Kernels take a scale above 0. Times this one any score is 0, and what is hidden, minus infinity, is still that.
 _ZERO_SCALE = 1e-30
-# Elements of 16 bits in the 16 bytes that the copy engine counts in.
+# Elements of 16 bits in the 16 bytes that TMA counts in.
 _LINE = 8
 
 
 @lru_cache
 def device_limits(device: torch.device) -> DeviceLimits:
     """The limits of the device a tensor is on. The kernels are those of sm_90 alone."""
-    capability = torch.cuda.get_device_capability(device)
-    if torch.version.hip is not None or capability != (9, 0):
-        name = torch.cuda.get_device_name(device)
-        raise RuntimeError(f"q.device: must be of compute capability 9.0 (H100, H200, GH200); got {name}, {capability}")
-    properties = torch.cuda.get_device_properties(device)
-    return DeviceLimits(properties.multi_processor_count, properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]
+    properties = device_properties(device)
+    if properties.capability != (9, 0):
+        got = f"{torch.cuda.get_device_name(device)}, {properties.capability}"
+        raise RuntimeError(f"q.device must be of compute capability 9.0 (H100, H200, GH200), got {got}")
+    return DeviceLimits(properties.cores, properties.shared_memory)
 
 
 @lru_cache
@@ -77,26 +79,22 @@ def decode_constants(problem: DecodeProblem, tiles: DecodeTiles, dtype: torch.dt
     }  # fmt: skip
 
 
-def prepare_decode(
-    q: Tensor, kv: Tensor, cache_seqlens: Tensor, block_table: Tensor, first_part: Tensor | None,
-    order: Tensor | None, out: Tensor, lse: Tensor | None, dim_nope: int, softmax_scale: float, causal: bool,
-    plan: DecodeTiles | None = None,
-) -> Callable[..., None]:  # fmt: skip
-    """What attends, called with the eight tensors."""
+def prepare_decode(problem: DecodeProblem, plan: DecodeTiles | None, tensors: DecodeTensors) -> Callable[..., None]:
+    """What attends, called with the tensors."""
+    q, kv, _, block_table, first_part, order, out, lse = tensors
     if out.numel() == 0:
-        return _nothing
-    batch, tokens, heads, width = q.shape
-    pages, page_size = kv.shape[:2]
-    columns = block_table.shape[1]
-    if columns == 0:
+        return launch_nothing
+    if block_table.shape[1] == 0:
         return _see_nothing
     limits = device_limits(q.device)
-    problem = DecodeProblem(heads, dim_nope, width - dim_nope, tokens, batch, columns * page_size, page_size)
     tiles = plan_without_schedule(problem, limits) if plan is None else plan
     _check_fits(problem, tiles, limits)
+    batch, rows, heads, width = problem.sequences, problem.rows, problem.num_heads, q.shape[3]
+    dim_nope, causal, softmax_scale = problem.dim_nope, int(problem.causal), problem.softmax_scale
+    pages, page_size, columns = problem.pages, problem.page_size, block_table.shape[1]
     constants = decode_constants(problem, tiles, q.dtype)
 
-    rows, num_parts = problem.rows, tiles.num_parts(batch)
+    num_parts = tiles.num_parts(batch)
     merged = num_parts > batch
     q_form = _packed_form(q)
     kv_form = _form((max(pages, 1), page_size, width), (kv.stride(0), kv.stride(1), 1))
@@ -108,8 +106,8 @@ def prepare_decode(
     attend = kernel("decode", **constants)
     merge = kernel("merge", dim_nope=dim_nope, dtype=q.dtype) if merged else None
     merging = merge_grid(batch, rows, tiles, limits.multiprocessors)
-    # Programs that stay start once. Without a schedule parts of unlike lengths are in no order, and a program for each,
-    # which starts as another ends, is more even.
+    # A persistent kernel under a schedule. Without one, parts of unlike lengths are in no order, and a program for each
+    # part, which starts as another ends, is more even.
     programs = num_parts * tiles.row_tiles(rows)
     if first_part is not None:
         programs = min(programs, limits.multiprocessors)
@@ -119,7 +117,7 @@ def prepare_decode(
     flags = (int(first_part is not None), int(order is not None), int(lse is not None))
     device, dtype = q.device, q.dtype
 
-    def run(q, kv, cache_seqlens, block_table, first_part, order, out, lse):  # type: ignore[no-untyped-def]
+    def run(q, kv, seqlens_k, block_table, first_part, order, out, lse):  # type: ignore[no-untyped-def]
         q = q.contiguous().view(batch, rows, width) if q_form is None else q.as_strided(*q_form)
         _check_aligned(q=q, kv=kv)
         if softmax_scale < 0:
@@ -132,18 +130,18 @@ def prepare_decode(
         parts = torch.empty((room, rows, dim_nope), dtype=torch.float32, device=device)
         part_lse = torch.empty((room, rows), dtype=torch.float32, device=device)
         own_lse = part_lse[:, :, None] if lse is None else lse
-        bounds = cache_seqlens if first_part is None else first_part
+        bounds = seqlens_k if first_part is None else first_part
         attend(
-            q, kv, cache_seqlens, block_table.as_strided(*table_form), bounds,
-            cache_seqlens if order is None else order, packed, own_lse, parts, part_lse, scale, heads,
-            int(causal), num_parts, tiles.num_splits, *flags, programs,
+            q, kv, seqlens_k, block_table.as_strided(*table_form), bounds,
+            seqlens_k if order is None else order, packed, own_lse, parts, part_lse, scale, heads,
+            causal, num_parts, tiles.num_splits, *flags, programs,
         )  # fmt: skip
         if merge is not None:
             merge(bounds, packed, own_lse, parts, part_lse, heads, tiles.num_splits, *merging, flags[0], flags[2])
         if packed.data_ptr() != out.data_ptr():
             out.copy_(packed.view(out.shape))
 
-    return _on(device, run)
+    return on_device(device, run)
 
 
 # Prefill
@@ -157,29 +155,24 @@ def prefill_constants(problem: PrefillProblem, plan: PrefillPlan, dtype: torch.d
     }  # fmt: skip
 
 
-def prepare_prefill(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, out: Tensor, lse: Tensor | None,
-    max_seqlen_q: int, max_seqlen_k: int, softmax_scale: float, causal: bool, plan: PrefillPlan | None = None,
-) -> Callable[..., None]:  # fmt: skip
-    """What attends, called with the seven tensors."""
+def prepare_prefill(problem: PrefillProblem, plan: PrefillPlan | None, tensors: PrefillTensors) -> Callable[..., None]:
+    """What attends, called with the tensors."""
+    q, k, v, _, _, out, lse = tensors
     if out.numel() == 0:
-        return _nothing
-    tokens, heads, head_size = q.shape
-    tokens_k, heads_kv, head_size_v = v.shape
-    sequences = cu_seqlens_q.shape[0] - 1
-    if tokens_k == 0:
+        return launch_nothing
+    if problem.tokens_k == 0:
         return _see_nothing
     limits = device_limits(q.device)
-    problem = PrefillProblem(heads, heads_kv, head_size, head_size_v, tokens, sequences, max_seqlen_q, causal)
     chosen = plan_prefill(problem, limits) if plan is None else plan
     _check_fits(problem, chosen, limits)
+    causal, softmax_scale = int(problem.causal), problem.softmax_scale
     forms = [_form(tensor.shape, tensor.stride()) for tensor in (q, k, v)]
     out_form = _form(out.shape, out.stride())
     lines = all(stride % _LINE == 0 for stride in out_form[1][:-1])
     attend = kernel("prefill", **prefill_constants(problem, chosen, q.dtype))
     num_places = chosen.num_places(problem)
-    tiles = num_places * heads
-    # Programs that stay and take the next tile from a count of those taken: tiles have unlike numbers of keys.
+    tiles = num_places * problem.num_heads
+    # A persistent kernel; programs take the next tile from a count of those taken: tiles are of unlike cost.
     programs = min(tiles, limits.multiprocessors)
     # Programs that are as many as tiles ask for no more.
     make_count = torch.zeros if programs < tiles else torch.empty
@@ -200,13 +193,13 @@ def prepare_prefill(
         own_lse = torch.empty((1, 1), dtype=torch.float32, device=device) if lse is None else lse
         taken = make_count((1,), dtype=torch.int32, device=device)
         attend(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, packed, own_lse, taken, scale, int(causal), num_places, wants_lse,
+            q, k, v, cu_seqlens_q, cu_seqlens_k, packed, own_lse, taken, scale, causal, num_places, wants_lse,
             programs,
         )  # fmt: skip
         if apart:
             out.copy_(packed)
 
-    return _on(device, run)
+    return on_device(device, run)
 
 
 # What both have
@@ -223,7 +216,7 @@ def _form(sizes: Any, strides: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _packed_form(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """[B, Sq, Hq, D] as [B, Sq x Hq, D], if descriptors of the copy engine can say where it is."""
+    """[B, Sq, Hq, D] as [B, Sq x Hq, D], if a TMA descriptor can address it."""
     batch, tokens, heads, size = tensor.shape
     by_batch, by_token, by_head, _ = tensor.stride()
     row = by_head if heads > 1 else by_token
@@ -243,22 +236,6 @@ def _check_aligned(**tensors: Tensor) -> None:
     for name, tensor in tensors.items():
         if tensor.data_ptr() % 16:
             fail(name, "at an address that is a multiple of 16", hex(tensor.data_ptr()))
-
-
-def _on(device: torch.device, run: Callable[..., None]) -> Callable[..., None]:
-    """The same with the tensors' device as the current one; where there is one device there is nothing to do."""
-    if torch.cuda.device_count() <= 1:
-        return run
-
-    def guarded(*tensors: Tensor | None) -> None:
-        with torch.cuda.device(device):
-            run(*tensors)
-
-    return guarded
-
-
-def _nothing(*_: object) -> None:
-    """The launch over nothing."""
 
 
 def _see_nothing(*tensors: Tensor | None) -> None:

@@ -10,6 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kernel_reference.integers import cdiv as cdiv
+from kernel_reference.integers import power_of_two_at_most
+from kernel_reference.plans import Plan
+
 # Rows of a warpgroup's matrix product on sm_90: query tokens x heads are packed into tiles of as many.
 _ROWS = 64
 # Parts beyond one a sequence, in multiples of what the device runs at once: schedules of more are not looked at.
@@ -42,7 +46,10 @@ class DeviceLimits:
 
 @dataclass(frozen=True)
 class PrefillProblem:
-    """What a plan needs to know of a prefill; ``tokens`` are rows of q, ``bits`` those of an element."""
+    """A prefill, as plan, launch and reference are told of it; it is made by ``arguments.check_prefill``.
+
+    ``tokens``, ``tokens_k``: rows of q and of k. ``bits``: of an element.
+    """
 
     num_heads: int
     num_heads_kv: int
@@ -53,14 +60,17 @@ class PrefillProblem:
     max_seqlen_q: int
     causal: bool = True
     bits: int = 16
+    tokens_k: int = 0
+    max_seqlen_k: int = 0
+    softmax_scale: float = 1.0
 
 
 @dataclass(frozen=True)
 class DecodeProblem:
-    """What a plan needs to know of decoding.
+    """A step of decoding, as plan, launch and reference are told of it; it is made by ``arguments.check_decode``.
 
     ``dim_rope``: elements of q and of the cache behind the latent's ``dim_nope``. ``capacity``: keys that a sequence
-    may have. ``bits``: of an element.
+    may have. ``bits``: of an element. ``pages``: of the pool.
     """
 
     num_heads: int
@@ -71,6 +81,9 @@ class DecodeProblem:
     capacity: int
     page_size: int
     bits: int = 16
+    pages: int = 0
+    softmax_scale: float = 1.0
+    causal: bool = True
 
     @property
     def rows(self) -> int:
@@ -79,16 +92,12 @@ class DecodeProblem:
 
 
 @dataclass(frozen=True)
-class PrefillPlan:
+class PrefillPlan(Plan):
     """Tiles of ``block_m`` queries of a head walk their keys ``block_n`` at a time, ``num_stages`` blocks in flight."""
 
     block_m: int
     block_n: int
     num_stages: int
-
-    def as_ints(self) -> list[int]:
-        """The plan as a torch op takes it."""
-        return [self.block_m, self.block_n, self.num_stages]
 
     def covers(self, problem: PrefillProblem) -> bool:
         """Whether its blocks are such that a kernel can take them, for this problem."""
@@ -109,7 +118,7 @@ class PrefillPlan:
 
 
 @dataclass(frozen=True)
-class DecodeTiles:
+class DecodeTiles(Plan):
     """Tiles of ``block_m`` rows, packed query tokens x heads, walk a part of a sequence's keys ``block_n`` at a time.
 
     ``num_stages`` blocks are in flight. A grid has ``num_splits`` parts for each sequence and ``spare_parts`` for all
@@ -121,10 +130,6 @@ class DecodeTiles:
     num_stages: int
     num_splits: int = 1
     spare_parts: int = 0
-
-    def as_ints(self) -> list[int]:
-        """The tiles as a torch op takes them."""
-        return [self.block_m, self.block_n, self.num_stages, self.num_splits, self.spare_parts]
 
     def covers(self, problem: DecodeProblem) -> bool:
         """Whether its blocks are such that a kernel can take them, for this problem."""
@@ -144,11 +149,6 @@ class DecodeTiles:
     def row_tiles(self, rows: int) -> int:
         """Tiles that hold the packed rows of a sequence, each once."""
         return cdiv(rows, self.block_m)
-
-
-def cdiv(a: int, b: int) -> int:
-    """a / b, rounded up."""
-    return -(-a // b)
 
 
 def part_range(blocks: int, part: int, parts: int) -> tuple[int, int]:
@@ -175,7 +175,7 @@ def get_splits(
     # No sequence, no token or no head: nothing is to be cut.
     wanted = cdiv(target, natural) if natural else 1
     splits = min(wanted, max(1, effective // block_size_n))
-    return 1 << (splits.bit_length() - 1)
+    return power_of_two_at_most(splits)
 
 
 def plan_prefill(problem: PrefillProblem, limits: DeviceLimits) -> PrefillPlan:

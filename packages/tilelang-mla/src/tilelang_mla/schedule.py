@@ -33,7 +33,7 @@ class DecodePlan(NamedTuple):
 
 
 def cut(
-    cache_seqlens: Tensor, tiles: DecodeTiles, rows: int, max_seqlen_k: int | None, at_once: int
+    seqlens_k: Tensor, tiles: DecodeTiles, rows: int, max_seqlen_k: int | None, at_once: int
 ) -> tuple[Tensor, Tensor]:
     """first_part and order of a plan; at most ``tiles.num_parts`` parts in all.
 
@@ -41,11 +41,11 @@ def cut(
     ``at_once`` parts, that is taken whose schedule ends first where the parts, the longest first, are dealt out to so
     many places, to and fro, as the kernel does.
     """
-    sequences = cache_seqlens.shape[0]
-    device = cache_seqlens.device
+    sequences = seqlens_k.shape[0]
+    device = seqlens_k.device
     # The longest that kernels count; a length that cannot be is as good as any.
     most = 2**31 - 1 if max_seqlen_k is None else max_seqlen_k
-    blocks = (cache_seqlens.long().clamp(0, most) + tiles.block_n - 1) // tiles.block_n
+    blocks = (seqlens_k.long().clamp(0, most) + tiles.block_n - 1) // tiles.block_n
     if not tiles.spare_parts:
         first_part = torch.arange(sequences + 1, device=device) * tiles.num_splits
         of_parts = blocks[:, None].expand(-1, tiles.num_splits).flatten()

@@ -34,11 +34,11 @@ class Sizes(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """Tensors that are read; without a schedule, or an order, ``cache_seqlens`` stands in for them."""
+    """Tensors that are read; without a schedule, or an order, ``seqlens_k`` stands in for them."""
 
     q: Any
     kv: Any
-    cache_seqlens: Any
+    seqlens_k: Any
     block_table: Any
     first_part: Any
     order: Any

@@ -43,7 +43,7 @@ def attend(
     def attend_decode(
         q: T.StridedTensor((batch, rows, S.width), (q_batch, q_row, 1), dtype),
         kv: T.StridedTensor((pages, page_size, S.width), (kv_page, kv_row, 1), dtype),
-        cache_seqlens: T.Tensor((batch,), T.int32),
+        seqlens_k: T.Tensor((batch,), T.int32),
         block_table: T.StridedTensor((batch, columns), (table_row, 1), T.int32),
         first_part: T.Tensor((bounds,), T.int32),
         order: T.Tensor((places,), T.int32),
@@ -74,7 +74,7 @@ def attend(
             thread = T.get_thread_binding()
             row_tiles = T.alloc_var(T.int32, init=T.truncdiv(rows + (ROWS - 1), ROWS))
             tokens = T.alloc_var(T.int32, init=T.truncdiv(rows, heads))
-            inputs = Inputs(q, kv, cache_seqlens, block_table, first_part, order)
+            inputs = Inputs(q, kv, seqlens_k, block_table, first_part, order)
             outputs = Outputs(out, lse, parts, part_lse)
             launch = Launch(
                 scale, heads, causal, num_parts, num_splits, scheduled, ordered, wants_lse, tokens, row_tiles,

@@ -36,7 +36,7 @@ def turns_of(T, launch, inputs):
     """How many places a program takes."""
     places = T.alloc_var(T.int32, init=launch.num_parts * launch.row_tiles)
     if launch.scheduled != 0:
-        last = inputs.first_part[inputs.cache_seqlens.shape[0]]
+        last = inputs.first_part[inputs.seqlens_k.shape[0]]
         places = T.min(T.max(last, 0), launch.num_parts) * launch.row_tiles
     turns = T.alloc_var(T.int32, init=T.truncdiv(places, launch.num_programs))
     if place_of(T, launch, turns) < places:
@@ -61,10 +61,10 @@ def owner_of(T, launch, inputs, i_b):
     begin = T.alloc_var(T.int32, init=0)
     end = T.alloc_var(T.int32, init=0)
     length = T.alloc_var(T.int32, init=0)
-    if launch.scheduled != 0 and i_b < inputs.cache_seqlens.shape[0]:
+    if launch.scheduled != 0 and i_b < inputs.seqlens_k.shape[0]:
         begin = inputs.first_part[i_b]
         end = inputs.first_part[i_b + 1]
-        length = inputs.cache_seqlens[i_b]
+        length = inputs.seqlens_k[i_b]
     return begin, end, length
 
 
@@ -82,7 +82,7 @@ def find_part(T, S, launch, inputs, memory, slot, part, tile, own, thread, count
 
     Loads that wait for each other take a microsecond each: whoever finds the sequence has read all there is to know.
     """
-    batch = inputs.cache_seqlens.shape[0]
+    batch = inputs.seqlens_k.shape[0]
     found = memory.found
     # What was found before has been read by all.
     T.sync_threads(OF_PRODUCER, GROUP)
@@ -104,7 +104,7 @@ def find_part(T, S, launch, inputs, memory, slot, part, tile, own, thread, count
             if part >= 0 and i_own < batch:
                 note_owner(
                     found, i_own, i_own * launch.num_splits, (i_own + 1) * launch.num_splits,
-                    inputs.cache_seqlens[i_own],
+                    inputs.seqlens_k[i_own],
                 )  # fmt: skip
     T.sync_threads(OF_PRODUCER, GROUP)
     if thread == 0:

@@ -1,0 +1,107 @@
+"""What the public functions share, FlashMLA's names among them: the op of decoding, scales, plans, limits."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from kernel_reference.checks import (
+    REFUSALS,
+    check_dense,
+    check_float,
+    check_int,
+    describe,
+    fail,
+    given,
+    values_are_checked,
+)
+from kernel_reference.launching import device_properties
+from kernel_reference.transforms import refuse_derivatives
+from tilelang_mla import (
+    arguments,
+    ops,  # noqa: F401  defines the op that is taken below
+)
+from tilelang_mla.arguments import DecodeOptions, DecodeTensors, Names
+from tilelang_mla.plan import DecodeTiles, DeviceLimits
+from tilelang_mla.schedule import DecodePlan
+
+Tensor = torch.Tensor
+# A plan as the op takes it: first_part, order if there is one, tiles.
+Parts = tuple[Tensor, Tensor | None, list[int]]
+
+_decode = torch.ops.tilelang_mla.decode.default
+
+
+class Call(NamedTuple):
+    """What both drop-in and own function are given, their scale checked."""
+
+    q: Tensor
+    kv: Tensor
+    seqlens_k: Tensor
+    block_table: Tensor
+    dim_nope: int
+    softmax_scale: float | None
+    causal: bool
+
+
+def run_decode(
+    call: Call, out: Tensor | None, return_lse: bool, parts: Parts | None, names: Names
+) -> tuple[Tensor, Tensor | None]:
+    """The op; what it refuses is said in the names that the caller knows."""
+    q, kv, seqlens_k, block_table, dim_nope, scale, causal = call
+    check_int(names.dim_nope, dim_nope)
+    first_part, order, ints = (None, None, None) if parts is None else parts
+    optional = given(**{names.first_part: first_part, names.order: order, "out": out})
+    named = {"q": q, names.kv: kv, names.seqlens_k: seqlens_k, "block_table": block_table, **optional}
+    try:
+        refuse_derivatives(**named)
+        batch, seqlen_q, num_heads = q.shape[:3]
+        shape = (batch, seqlen_q, num_heads, max(0, dim_nope))
+        result = q.new_empty(shape) if out is None else out
+        lse = q.new_empty((batch, num_heads, seqlen_q), dtype=torch.float32) if return_lse else None
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+    except (*REFUSALS, ValueError):
+        check_dense(**named)
+        check_ranks({"q": (q, f"[B, Sq, Hq, {names.dim_nope} + dpe]", 4)})
+        raise
+    tensors = DecodeTensors(q, kv, seqlens_k, block_table, first_part, order, result, lse)
+    options = DecodeOptions(dim_nope, scale, causal, ints)
+    try:
+        _decode(*tensors, *options)
+    except (*REFUSALS, ValueError) as error:
+        check_dense(**named)
+        problem, tiles = arguments.check_decode(tensors, options, names)
+        if isinstance(error, ValueError) and values_are_checked(q.device):
+            arguments.check_decode_values(problem, tiles, tensors, names)
+        raise
+    return result, lse
+
+
+def device_limits(device: torch.device) -> DeviceLimits:
+    """The limits of the device a tensor is on; what is no CUDA device counts as one multiprocessor."""
+    if device.type != "cuda":
+        return DeviceLimits(1)
+    properties = device_properties(device)
+    return DeviceLimits(properties.cores, properties.shared_memory)
+
+
+def checked_scale(softmax_scale: float | None) -> float | None:
+    # torch would take a tensor for a number, and wait for the device to tell it.
+    if softmax_scale is not None:
+        check_float("softmax_scale", softmax_scale, "a float or None")
+    return softmax_scale
+
+
+def decode_parts(plan: DecodePlan) -> Parts:
+    if not isinstance(plan, DecodePlan):
+        fail("plan", "a tilelang_mla.DecodePlan, from plan_decode, or None", describe(plan), TypeError)
+    if not isinstance(plan.tiles, DecodeTiles):
+        fail("plan.tiles", "a tilelang_mla.DecodeTiles", describe(plan.tiles), TypeError)
+    return plan.first_part, plan.order, plan.tiles.as_ints()
+
+
+def check_ranks(tensors: dict[str, tuple[Tensor, str, int]]) -> None:
+    for name, (tensor, wanted, rank) in tensors.items():
+        if tensor.ndim != rank:
+            fail(name, wanted, describe(tensor))

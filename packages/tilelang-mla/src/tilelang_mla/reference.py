@@ -1,0 +1,61 @@
+"""The CPU implementations: each sequence in float32."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+
+from kernel_reference.attention import attention
+from kernel_reference.paging import gather
+from kernel_reference.ragged import clamped_ranges
+from tilelang_mla.arguments import DecodeTensors, PrefillTensors
+from tilelang_mla.plan import DecodeProblem, PrefillProblem
+
+Tensor = torch.Tensor
+
+
+def prefill(problem: PrefillProblem, tensors: PrefillTensors) -> None:
+    """Write ``out``, and ``lse`` if there is one; sequences of impossible bounds are 0 and -inf."""
+    q, k, v, cu_seqlens_q, cu_seqlens_k, out, lse = tensors
+    _write_nothing(out, lse)
+    ranges = clamped_ranges(cu_seqlens_q, problem.tokens)
+    for (begin, end), (first, last) in zip(ranges, pairwise(cu_seqlens_k.tolist()), strict=True):
+        if begin < end and 0 <= first <= last <= problem.tokens_k:
+            rows = slice(begin, end)
+            own = None if lse is None else lse[:, rows]
+            _attend(problem, q[rows], k[first:last], v[first:last], out[rows], own)
+
+
+def decode(problem: DecodeProblem, tensors: DecodeTensors) -> None:
+    """The same over a paged cache, whose latents are keys, with the rope behind them, and values."""
+    q, kv, seqlens_k, block_table, _, _, out, lse = tensors
+    _write_nothing(out, lse)
+    for i, length in enumerate(seqlens_k.tolist()):
+        if 0 < length <= problem.capacity:
+            keys = _gathered(kv, block_table[i : i + 1], length)
+            own = None if lse is None else lse[i]
+            _attend(problem, q[i], keys, keys[..., : problem.dim_nope], out[i], own)
+
+
+def _write_nothing(out: Tensor, lse: Tensor | None) -> None:
+    out.zero_()
+    if lse is not None:
+        lse.fill_(-torch.inf)
+
+
+def _attend(
+    problem: PrefillProblem | DecodeProblem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None
+) -> None:
+    scale, causal = problem.softmax_scale, problem.causal
+    result = attention(q, k, v, softmax_scale=scale, causal=causal, compute_dtype=torch.float32)
+    out.copy_(result.out)
+    if lse is not None:
+        lse.copy_(result.lse)
+
+
+def _gathered(kv: Tensor, pages: Tensor, length: int) -> Tensor:
+    # Without a page in the pool, and on one that it does not have, keys are zeros.
+    pool, table = (kv, pages) if len(kv) else (kv.new_zeros(1, *kv.shape[1:]), pages * 0 - 1)
+    # Lengths and pages have been checked, in the caller's words, where they are to be.
+    return gather(pool, table, torch.tensor([length], device=pool.device), "NHD").tokens

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from blocksparse_attn.arguments import Tensors
-from blocksparse_attn.kernels import portable, softmax, tiles
+from blocksparse_attn.kernels import merge, portable, tiles
 from blocksparse_attn.kernels.groups import (
     Bounds,
     HopperConfig,
@@ -250,7 +250,7 @@ def _in_parts(
         (size_v - 1) * s_out[3] >= 2**31,
     )  # fmt: skip
     grid = (cdiv(problem.tokens, _MERGED_TOKENS) * heads, 1, 1)
-    merge = Launch(softmax.merge, grid, rest, device, group=_merged, num_warps=4)
+    merging = Launch(merge.merge, grid, rest, device, group=_merged, num_warps=4)
     size = (plan.num_splits, problem.tokens, heads, size_v)
     lse_size = (plan.num_splits, heads, problem.tokens)
 
@@ -260,6 +260,6 @@ def _in_parts(
         part_lse = torch.full(lse_size, torch.inf, dtype=torch.float32, device=device)
         *inputs, sinks, out, lse = sixteen
         attend(*inputs, None, None, None, parts, part_lse)
-        merge(sinks, out, lse, parts, part_lse)
+        merging(sinks, out, lse, parts, part_lse)
 
     return run

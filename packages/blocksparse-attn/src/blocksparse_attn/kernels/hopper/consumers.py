@@ -260,7 +260,7 @@ def store_part(acc, p_part, items, base, i_h, start, context, length, config: gl
 def epilogue(acc, running_max, row_sum, tile, channels, base, i_half, p_sinks, outputs, strides, config: gl.constexpr):
     """Normalise what ``attend_tiles`` summed for 64 rows, and store outputs and lse, or a split's partial ones.
 
-    As in ``softmax.store``: partial results are without the sink, which ``softmax.merge`` adds once.
+    As in ``softmax.store``: partial results are without the sink, which the merge kernel adds once.
     """
     H: gl.constexpr = config.GROUP * config.HEADS_KV
     L_O: gl.constexpr = acc.type.layout

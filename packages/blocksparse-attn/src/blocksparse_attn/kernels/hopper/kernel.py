@@ -1,6 +1,6 @@
 """Attention to listed blocks of keys for NVIDIA's sm_90, in 16 bits: a persistent, warp-specialised kernel.
 
-One program per SM. Its five roles run beside each other and meet in shared memory alone:
+One program per SM. Its five roles run concurrently and communicate through shared memory only:
 
                  work items                     q                      +---------------------+
     schedule  -------------->  all others   -------------------------->| consume A (4 warps) |

@@ -202,6 +202,21 @@ def test_without_a_kernel_language_its_step_is_skipped_and_the_others_run(
     assert "1 of 1 results within their limits" in out
 
 
+def test_a_demo_says_itself_why_its_kernels_cannot_run_here(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    raising = DEMO.replace("    yield Row", "    raise Skip('no compiler')\n    yield Row")
+    skips = f"from kernel_reference.bench.demo import Skip\n{raising}"
+    with pytest.raises(SystemExit) as ended:
+        demo._collect(Path(package(tmp_path, "gdn-split", skips)), "interpreted", tmp_path / "rows.jsonl")
+    assert ended.value.code == demo._SKIPPED
+    assert capsys.readouterr().out == "no compiler\n"
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(demo.Skip):
+        demo._collect(Path(package(tmp_path, "other", skips)), "real_size", tmp_path / "rows.jsonl")
+
+
 def test_on_a_gpu_a_missing_kernel_language_is_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     needs = DEMO.replace(
         '    assert "TRITON_INTERPRET" not in os.environ', "    raise ModuleNotFoundError(name='triton')"

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import os
+import shutil
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 
 from kernel_reference.attention import attention, mla_decode
-from kernel_reference.bench.demo import CPU_TARGET_KERNEL, Row, error_of_rows, median_ms, plain_ms, ran_on
+from kernel_reference.bench.demo import CPU_TARGET_KERNEL, Row, Skip, error_of_rows, median_ms, plain_ms, ran_on
 from kernel_reference.models import DEEPSEEK_V3, LatentAttention
 from tilelang_mla import DecodePlan, PrefillPlan, flash_mla_varlen_func, flash_mla_with_kvcache, plan_decode
 
@@ -84,6 +86,9 @@ def real_size(device: torch.device) -> Iterator[Row]:
 def interpreted() -> Iterator[Row]:
     """The kernels themselves at a small size, through TileLang's C target, launched as they would be on a GPU."""
     from tilelang_mla.kernels import c
+
+    if not (os.environ.get("CXX") or os.environ.get("CC") or any(map(shutil.which, ("g++", "clang++", "c++")))):
+        raise Skip("the kernels' text as C needs a C++ compiler, and there is no g++ or clang++ on PATH")
 
     device, log2_e = torch.device("cpu"), math.log2(math.e)
     model = LatentAttention("4 heads of 64 + 32", 4, 64, 32, 64, 64)

@@ -1,7 +1,8 @@
 """Run every package's example and demo and print one table.
 
 ``python -m kernel_reference.bench.demo packages/*/examples/demo.py``. A demo.py defines
-``real_size(device: torch.device) -> Iterable[Row]`` and ``interpreted() -> Iterable[Row]``, quickstart.py beside it.
+``real_size(device: torch.device) -> Iterable[Row]`` and ``interpreted() -> Iterable[Row]``, quickstart.py beside it;
+``interpreted`` may raise ``Skip``.
 Each of the three runs in a process of its own; ``interpreted`` only where there is no GPU, with TRITON_INTERPRET=1. A
 step that needs a kernel language which is not installed, as Triton is not on macOS, is skipped, and the table says so.
 Exit code 0: all that could ran and was within its limit; 1: a package failed, and is named; 2: nothing to run.
@@ -47,6 +48,10 @@ _SKIPPED = 77
 # Enough of a traceback to see where and why, short enough that several failures fit a screen.
 _TAIL_LINES = 25
 _HEARTBEAT_S = 20.0
+
+
+class Skip(Exception):
+    """Raised by a demo's ``interpreted`` where this machine cannot run its kernels; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -294,12 +299,12 @@ def _collect(path: Path, name: str, target: Path) -> None:
                     fail(f"what {name}() yields", "a kernel_reference.bench.demo.Row", repr(row), TypeError)
                 out.write(json.dumps(dataclasses.asdict(row)) + "\n")
                 out.flush()
-        except ModuleNotFoundError as error:
-            language = _LANGUAGES.get((error.name or "").partition(".")[0])
+        except (ModuleNotFoundError, Skip) as error:
+            language = _LANGUAGES.get((getattr(error, "name", None) or "").partition(".")[0])
             # On a GPU a missing language is a failure: nothing falls back silently.
-            if name != "interpreted" or language is None:
+            if name != "interpreted" or not (language or isinstance(error, Skip)):
                 raise
-            print(f"its kernels need {language}, which is not installed here")
+            print(f"its kernels need {language}, which is not installed here" if language else error)
             sys.exit(_SKIPPED)
 
 

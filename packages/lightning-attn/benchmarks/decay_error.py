@@ -87,7 +87,7 @@ def measure(
                     "implementation": name,
                     "ours": name in (OURS, OURS_BF16),
                     "carried_state": state is not None,
-                    # The ladder begins with the fastest decay.
+                    # Rates begin with the fastest decay.
                     FASTEST: shortened(error[0]),
                     ALL: shortened(error.square().mean(0).sqrt()),
                     "worst_position_by_head": shortened(error.amax(1)),

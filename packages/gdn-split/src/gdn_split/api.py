@@ -49,7 +49,7 @@ class MergeResult(NamedTuple):
 
 
 class RowOrder(NamedTuple):
-    """For each row of the two contiguous weights, the row of the interleaved one to take: int64, on the CPU."""
+    """For each row of the two contiguous weights, the row of the interleaved one that goes there: int64, on the CPU."""
 
     qkvz: torch.Tensor
     ba: torch.Tensor
@@ -67,7 +67,7 @@ def fused_qkvzba_split_reshape_cat(
     out: Sequence[torch.Tensor] | None = None,
     plan: SplitPlan | None = None,
 ) -> SplitResult:
-    """Split the fused projections of Gated DeltaNet into (mixed_qkv, z, b, a): a copy, bit for bit, by one kernel.
+    """Split the fused projections of Gated DeltaNet into (mixed_qkv, z, b, a): a bit-exact copy by one kernel.
 
     Args:
         mixed_qkvz: [N, 2*nqk*hq + 2*nv*hv], any dtype of 1, 2, 4 or 8 bytes, any row stride, packed rows. N may be 0.
@@ -77,17 +77,17 @@ def fused_qkvzba_split_reshape_cat(
         num_heads_qk, num_heads_v: QK and V heads on this rank; num_heads_v is a multiple of num_heads_qk.
         head_qk, head_v: elements in a QK and in a V head.
         layout: "interleaved" or "contiguous".
-        out: four tensors (mixed_qkv, z, b, a) to write instead of new ones; any row stride. They share no memory with
-            each other or with the inputs.
+        out: four tensors (mixed_qkv, z, b, a) to write instead of new ones; any row stride. They overlap neither each
+            other nor the inputs.
         plan: a launch plan to use instead of the one made for the device (see ``gdn_split.plan.plan_split``).
 
     Returns:
-        SplitResult(mixed_qkv, z, b, a). V head g*r + j belongs to QK head g. Differentiable in both modes, and in
-        transforms of torch.func: the backward is one :func:`merge_qkvzba`, a tangent is split as the values are, and a
-        batch under torch.vmap is more rows. With ``out``, or in a transform inside torch.compile, that is refused.
+        SplitResult(mixed_qkv, z, b, a). V head g*r + j belongs to QK head g. Differentiable in reverse and
+        forward mode and under torch.func: the backward is one :func:`merge_qkvzba`, a tangent is split as values are,
+        and a batch of torch.vmap is more rows. Refused with ``out``, and for a transform inside torch.compile.
 
     Raises:
-        TypeError, ValueError: an argument is not as said above; nothing has been written.
+        TypeError, ValueError: an argument is not as described; nothing has been written.
     """
     sizes = (num_heads_qk, num_heads_v, head_qk, head_v, layout, plan_as_ints(plan, SplitPlan))
     try:
@@ -124,14 +124,14 @@ def merge_qkvzba(
         mixed_qkv: [N, 2*nqk*hq + nv*hv]; z: [N, nv, hv] of its dtype; b, a: [N, nv] of one dtype. Any row stride,
             packed rows, dtypes of 1, 2, 4 or 8 bytes.
         num_heads_qk, num_heads_v, head_qk, head_v, layout, plan: as for the split.
-        out: two tensors (mixed_qkvz, mixed_ba) to write instead of new ones; they share no memory with each other or
-            with the inputs.
+        out: two tensors (mixed_qkvz, mixed_ba) to write instead of new ones; they overlap neither each other nor the
+            inputs.
 
     Returns:
         MergeResult(mixed_qkvz [N, 2*nqk*hq + 2*nv*hv], mixed_ba [N, 2*nv]). Differentiable as the split is.
 
     Raises:
-        TypeError, ValueError: an argument is not as said above; nothing has been written.
+        TypeError, ValueError: an argument is not as described; nothing has been written.
     """
     sizes = (num_heads_qk, num_heads_v, head_qk, head_v, layout, plan_as_ints(plan, SplitPlan))
     parts = (mixed_qkv, z, b, a)
@@ -154,7 +154,7 @@ def split_views(
     inputs' memory and row strides, so that mixed_qkv, b and a are packed only along the last dimension.
 
     Raises:
-        TypeError, ValueError: an argument is not as said there.
+        TypeError, ValueError: an argument is not as described there.
     """
     check_dense(mixed_qkvz=mixed_qkvz, mixed_ba=mixed_ba)
     shape = check_sizes(num_heads_qk, num_heads_v, head_qk, head_v, "contiguous")
@@ -165,7 +165,7 @@ def split_views(
 
 
 def contiguous_row_order(num_heads_qk: int, num_heads_v: int, head_qk: int, head_v: int) -> RowOrder:
-    """Which rows of the interleaved projection weights make the contiguous ones, so that a loader permutes them once.
+    """The row permutation that makes interleaved projection weights contiguous, for a loader to apply once.
 
     ``weight_qkvz[order.qkvz]`` and ``weight_ba[order.ba]`` produce projections in the contiguous layout, whose parts
     are views (:func:`split_views`). With tensor parallelism pass this rank's heads and permute this rank's rows.
@@ -189,7 +189,7 @@ def block_order(row_order: torch.Tensor, rows_per_block: int) -> torch.Tensor:
         int64 [rows / rows_per_block]: permute the scales' (or packed) rows with it.
 
     Raises:
-        ValueError: the permutation would tear a block apart, so these scales cannot follow it.
+        ValueError: the permutation would split a block, so these scales cannot follow it.
     """
     check_positive(rows_per_block=rows_per_block)
     if not isinstance(row_order, torch.Tensor) or row_order.ndim != 1 or row_order.dtype != torch.int64:
@@ -231,14 +231,14 @@ def split_conv1d_update(
     Args:
         mixed_qkvz, mixed_ba: as for :func:`fused_qkvzba_split_reshape_cat`, with N = S * tokens_per_sequence, the
             tokens of a sequence adjacent; mixed_qkvz is bfloat16, float16 or float32.
-        conv_state: [num_slots, qkv_dim, width - 1], any strides, bfloat16, float16 or float32; changed in place,
-            conv_state[..., -1] is the newest input. qkv_dim = 2*nqk*hq + nv*hv, in the order of mixed_qkv. It shares
-            no memory with other arguments, nor one element with another (a stride spans what the shorter ones do).
+        conv_state: [num_slots, qkv_dim, width - 1], any strides, bfloat16, float16 or float32; updated in place,
+            conv_state[..., -1] is the newest input. qkv_dim = 2*nqk*hq + nv*hv, in the order of mixed_qkv. It overlaps
+            no other argument, and no two of its elements overlap.
         conv_weight: [qkv_dim, width], width 2 to 4, weight[:, -1] on the newest token, any strides.
         conv_bias: [qkv_dim], packed, or None.
         slots: [S] int32 or int64, packed: the row of conv_state of each sequence, -1 for padding, whose rows of all
-            four results are 0. No two sequences may share a slot. Slots are checked on a CPU, and on a GPU under
-            ``checks.validate_values()``; unchecked, a slot outside the pool is treated as padding.
+            four results are 0. No two sequences may share a slot. Slots are checked on a CPU, and on a GPU inside
+            ``checks.validate_values()``; unchecked, one outside the pool counts as padding.
         tokens_per_sequence: new tokens of each sequence.
         activation: "silu" or None.
         out, layout, plan: as for the split; the plan is a ``gdn_split.plan.ConvPlan``.
@@ -248,7 +248,7 @@ def split_conv1d_update(
         transforms of torch.func.
 
     Raises:
-        TypeError, ValueError: an argument is not as said above; nothing has been written.
+        TypeError, ValueError: an argument is not as described; nothing has been written.
     """
     if activation not in ("silu", None):
         fail("activation", '"silu" or None', repr(activation))
@@ -279,7 +279,7 @@ _CONV_TENSORS = ("mixed_qkvz", "mixed_ba", "conv_state", "conv_weight", "conv_bi
 
 
 def _derived(function: Callable[..., Any], op: Callable[..., Any]) -> Callable[..., Any]:
-    """What to call where a derivative may be asked for: torch.compile traces the op, and knows gradients alone."""
+    """What to call where a derivative may be wanted: torch.compile traces the op, and knows only gradients."""
     if not torch.compiler.is_compiling():
         return function
     if derivatives.is_forward_or_transformed():
@@ -288,7 +288,7 @@ def _derived(function: Callable[..., Any], op: Callable[..., Any]) -> Callable[.
 
 
 def _refuse_transforms(call: str) -> None:
-    """For what writes tensors that it is given. The op refuses tangents, but torch.compile drops them before."""
+    """For calls that write given tensors. The op refuses tangents, but torch.compile drops them before it."""
     if derivatives.is_transformed() or (torch.compiler.is_compiling() and derivatives.is_forward_or_transformed()):
         fail(call, "outside torch.func.jvp, torch.vmap and other transforms", "one inside")
 
@@ -300,9 +300,9 @@ def _refuse_gradients(tensors: Sequence[torch.Tensor | None]) -> None:
 
 
 def _check_kinds(sizes: tuple[object, ...], **tensors: object) -> None:
-    """What torch would refuse before our own checks run, and in words of its own.
+    """What torch would refuse before our own checks run, in its own words.
 
-    Functions whose host time counts ask only once torch has refused.
+    Where host time counts, this is called only after torch has refused.
     """
     check_dense(**tensors)
     check_positive(**dict(zip(("num_heads_qk", "num_heads_v", "head_qk", "head_v"), sizes, strict=False)))

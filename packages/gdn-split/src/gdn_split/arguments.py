@@ -245,11 +245,11 @@ def check_convolution(
 def check_slot_values(slots: Tensor, num_slots: int) -> None:
     """What only device memory tells: -1 or a slot of the pool, none twice. Copies the slots to the host."""
     seen: set[int] = set()
-    for place, slot in enumerate(slots.tolist()):
+    for i, slot in enumerate(slots.tolist()):
         if not -1 <= slot < num_slots:
-            fail(f"slots[{place}]", f"-1 (padding) or a slot below {num_slots}", slot)
+            fail(f"slots[{i}]", f"-1 (padding) or a slot below {num_slots}", slot)
         if slot in seen:
-            fail(f"slots[{place}]", "a slot that no other sequence of the call has", slot)
+            fail(f"slots[{i}]", "a slot that no other sequence of the call has", slot)
         if slot >= 0:
             seen.add(slot)
 
@@ -276,7 +276,7 @@ def _check_companion(name: str, tensor: Tensor, other_name: str, other: Tensor) 
 
 
 def _elements_share_memory(tensor: Tensor) -> bool:
-    """Whether two elements may lie in one place: a stride is shorter than what the dimensions inside it span."""
+    """Whether two elements may overlap: a stride is shorter than what the dimensions inside it span."""
     dims = [(stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if known(size > 1)]
     if not all(type(number) is int for dim in dims for number in dim):
         return False

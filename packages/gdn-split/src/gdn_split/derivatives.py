@@ -1,7 +1,7 @@
-"""Derivatives of the split and the merge, and batches of them: what autograd and the transforms of torch.func ask for.
+"""Derivatives and batching of the split and the merge, for autograd and the transforms of torch.func.
 
-Both are linear, and each is the other's transpose: a tangent goes the way of the values, a gradient the way back. Rows
-are independent, so that a batch (torch.vmap) is a call of more rows.
+Both are linear, and each is the other's transpose: a tangent is moved as values are, a gradient by the other one. Rows
+are independent, so that a batch (torch.vmap) is a call with more rows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Tensor = torch.Tensor
 
 
 def may_be_asked(*tensors: Tensor) -> bool:
-    """Whether a derivative of what is made of these tensors, or a batch of it, may be asked for."""
+    """Whether a derivative, or a batch, of a result of these tensors may be wanted."""
     if torch.is_grad_enabled():
         for tensor in tensors:
             if tensor.requires_grad:
@@ -37,7 +37,7 @@ def is_forward_or_transformed() -> bool:
 
 
 def refuse_tangents(names: Sequence[str], tensors: Sequence[Tensor | None]) -> None:
-    """For ops that write tensors they are given: they have no derivative, and a tangent would be dropped."""
+    """For ops that write given tensors: they have no derivative, and a tangent would be dropped."""
     if forward_ad._current_level >= 0:
         check_no_tangents(**dict(zip(names, tensors, strict=True)))
 
@@ -90,12 +90,12 @@ class _Merge(_Linear):
 
 
 def split(*inputs: Any) -> Any:
-    """The op split, whatever is asked of it: also what its kernel for autograd is."""
+    """The op ``split`` with all derivatives; also its autograd kernel."""
     return _Split.apply(*_with_plan(inputs))  # type: ignore[no-untyped-call]
 
 
 def merge(*inputs: Any) -> Any:
-    """The op merge, likewise."""
+    """The op ``merge``, likewise."""
     return _Merge.apply(*_with_plan(inputs))  # type: ignore[no-untyped-call]
 
 

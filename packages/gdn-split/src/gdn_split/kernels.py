@@ -60,9 +60,9 @@ class Rows(NamedTuple):
 
 @triton.jit
 def wait_for_inputs(DEPENDENT: tl.constexpr):
-    """In a dependent launch this kernel may start before the one ahead of it ends: wait here, before the first access.
+    """Programmatic dependent launch: this kernel may start before the one ahead ends, and waits here before any access.
 
-    It does not let the kernel behind start early in turn: some are launched dependent and never wait.
+    It does not trigger the next kernel's early start in turn: some are launched dependent and never wait.
     """
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
@@ -120,7 +120,7 @@ def move_group(qkvz, qkv, z, row, end, i_g, sizes: tl.constexpr, MERGE: tl.const
     p_part_k = p_mixed + (NQK + i_g) * HQ + o_q
     p_part_v = p_mixed + 2 * NQK * HQ + i_g * V + o_v
     p_part_z = z.p + o_row[:, None] * z.stride + i_g * V + o_v
-    # All loads stand before all stores: the compiler may not move a load over a store that might alias it.
+    # All loads before all stores: the compiler may not move a load across a store that might alias it.
     if MERGE:
         b_q, b_k = tl.load(p_part_q, mask=m_q), tl.load(p_part_k, mask=m_q)
         b_v, b_z = tl.load(p_part_v, mask=m_v), tl.load(p_part_z, mask=m_v)
@@ -235,7 +235,7 @@ def convolve(x, y, p_state, p_weight, p_bias, o_row, m_seq, m_live, o_c, m_c, co
     m_state = m_live[:, None] & m_c[None, :]
     m_row = m_seq[:, None] & m_c[None, :]
     # x_0 is the current input, x_1 the newest before it, and so on; w_i is the weight on x_i. What needs no slot is
-    # loaded first, so that it is under way while the slot, and then the state, are waited for.
+    # loaded first, to overlap with the dependent loads of slot and state.
     b_w = load_weights(p_weight, o_c, m_c, conv.S_WEIGHT_CHANNEL, conv.S_WEIGHT_TAP, WIDTH)
     if conv.HAS_BIAS:
         b_bias = tl.load(p_bias + o_c, mask=m_c, other=0.0).to(tl.float32)[None, :]
@@ -274,7 +274,7 @@ def convolve(x, y, p_state, p_weight, p_bias, o_row, m_seq, m_live, o_c, m_c, co
 
 @triton.jit
 def load_slots(p_slots, o_seq, m_seq, num_slots):
-    """The sequences' slots, and which of them name one: a slot outside the pool pads, wherever it points."""
+    """The sequences' slots, and which are live: one outside the pool counts as padding."""
     o_slot = tl.load(p_slots + o_seq, mask=m_seq, other=-1).to(tl.int64)
     m_live = (o_slot >= 0) & (o_slot < num_slots)
     return tl.where(m_live, o_slot, 0), m_live
@@ -287,7 +287,7 @@ def split_and_convolve(
 ):  # fmt: skip
     """A program takes SEQUENCES sequences through BLOCK columns of q, k, v or z, or ROWS_BA rows through b and a.
 
-    q, k and v go through the same instructions at other columns: so short a kernel is slowed by its own length.
+    q, k and v share their instructions at different columns: a kernel this short is slowed by instruction fetch.
     """
     NQK: tl.constexpr = sizes.NQK
     HQ: tl.constexpr = sizes.HQ
@@ -323,7 +323,7 @@ def split_and_convolve(
             c_y = tl.where(is_v, 2 * NQK * HQ + i_g * V, tl.where(is_k, NQK + i_g, i_g) * HQ)
             c_tile = (i_t - tl.where(is_v, 2 * TILES_Q, tl.where(is_k, TILES_Q, 0))) * BLOCK
             o_tile = tl.arange(0, BLOCK)
-            # A mask that the compiler can see through where tiles fit, so that it may load 16 bytes at a time.
+            # A mask that is provably true where tiles fit, so that loads stay 16 bytes wide.
             if HQ % BLOCK == 0 and V % BLOCK == 0:
                 m_c = o_tile < BLOCK
             else:

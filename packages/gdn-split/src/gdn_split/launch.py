@@ -70,7 +70,7 @@ def prepare_move(problem: MoveProblem, plan: SplitPlan | None, tensors: Split | 
 def prepare_split_conv1d_update(problem: ConvProblem, plan: ConvPlan | None, tensors: Convolve) -> Callable[..., None]:
     """What splits and convolves: called with (qkvz, ba, state, weight, bias, slots, mixed_qkv, z, b, a).
 
-    Without a bias any tensor may stand in its place: it is not read.
+    Without a bias any tensor may be passed for it: it is not read.
     """
     device = tensors.mixed_qkvz.device
     if problem.sequences == 0:

@@ -2,15 +2,15 @@
 
 =========================  ==============================================================================
 split, merge               functional, with derivatives of both modes
-split_inference,           the same without derivatives, which cost an op 5 us an eager call even when unused; it is
-merge_inference            these that the other two call
-split_into, merge_into     write tensors they are given, for ``out=``
+split_inference,           the same without derivatives, which cost an op 5 us an eager call even when unused; the
+merge_inference            other two call these
+split_into, merge_into     write given tensors, for ``out=``
 split_conv1d_update        writes the convolution's state and four tensors it is given
 =========================  ==============================================================================
 
 Every implementation, the fake ones included, checks its arguments. On a GPU checks, plan and launch are made once for
-each set of shapes, strides, dtypes and sizes, and found again by it; whether tensors to be written share memory with
-others is asked in each call.
+each combination of shapes, strides, dtypes and sizes, and found again in a table; whether tensors to be written overlap
+others is checked in each call.
 """
 
 from __future__ import annotations

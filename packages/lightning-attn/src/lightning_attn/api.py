@@ -47,10 +47,11 @@ class LightningResult(NamedTuple):
 
 
 class Snapshots(NamedTuple):
-    """States to keep of places inside the sequences of a call, P of each at most: for prefix caching.
+    """States to keep inside the sequences of a call, up to P of each, for prefix caching.
 
-    ``positions`` [B, P]: after how many of the call's tokens of the sequence, 1 to its length, in any order;
-    ``slots`` [B, P]: where in the pool the state goes. Both int32 or int64, contiguous; -1 in either is unused.
+    ``positions`` [B, P]: the number of tokens of the sequence, in this call, after which the state is kept, 1 to its
+    length, in any order; ``slots`` [B, P]: the slot of the pool it goes to. Both int32 or int64, contiguous; -1 in
+    either is unused.
     """
 
     positions: Tensor
@@ -78,20 +79,20 @@ def lightning_attention(
         q, k: [b, h, n, d]; v: [b, h, n, e]. One dtype of bfloat16, float16 and float32, any strides; d and e from 16
             to 256; n and b may be 0.
         ed: the decay rates s >= 0, float32, any shape of h elements, contiguous. See :func:`lightning_attn.slopes`.
-        block_size: without effect; there for the callers that pass it.
-        kv_history: the states before the first token, [b, h, d, e] float32, any strides; not modified. To go on from an
-            earlier call: its ``kv[:, :, -1]``.
-        scale: of the outputs.
+        block_size: without effect; accepted for compatibility.
+        kv_history: the states before the first token, [b, h, d, e] float32, any strides; not modified. To continue an
+            earlier call, its ``kv[:, :, -1]``.
+        scale: factor of the outputs.
         plan: a launch plan to use instead of the one made for the device (see ``lightning_attn.plan``).
 
     Returns:
         LightningResult(out [b, h, n, e] in the dtype of q, kv [b, h, 1, d, e] float32), both new: kv is the state after
-        the last token, ``kv[:, :, -1]`` for callers that expect the states of all blocks. Differentiable, once, in q,
-        k, v and kv_history, backwards and forwards; torch.func's transforms work, vmap over any of the tensors too.
+        the last token, ``kv[:, :, -1]`` for callers that expect the states of all blocks. Differentiable once, in
+        reverse and forward mode, in q, k, v and kv_history; torch.func's transforms work, vmap over any tensor too.
 
     Raises:
-        TypeError, ValueError: an argument is not as said above. Decay rates are looked at on a CPU, and elsewhere in
-            ``kernel_reference.checks.validate_values``. Not looked at, one below 0, or NaN, counts as 0 and an infinite
+        TypeError, ValueError: an argument is not as described. Decay rates are checked on a CPU, and elsewhere inside
+            ``kernel_reference.checks.validate_values``. Unchecked, one below 0, or NaN, counts as 0, and an infinite
             one forgets the state at each token, on every device.
     """
     as_int("block_size", block_size)
@@ -131,37 +132,37 @@ def lightning_attention_varlen(
 ) -> Tensor:
     """The recurrence of :func:`lightning_attention` over a ragged batch, prefill and decode rows mixed, in one call.
 
-    The states live in a pool: that of sequence i is read from ``state_pool[slots[i]]``, if it has one, and the state
-    after its last token written there. A sequence of no tokens leaves its slot as it is, bit for bit.
+    States live in a pool: that of sequence i is read from ``state_pool[slots[i]]``, if it has one, and the state after
+    its last token is written there. An empty sequence leaves its slot unchanged, bit for bit.
 
     Args:
-        q, k: [T, Hqk, D]; v: [T, Hv, E]. One dtype of bfloat16, float16 and float32, any strides, slices of one fused
-            tensor among them; D and E from 16 to 256. Of Hqk and Hv the lesser divides the greater, which is H: head h
-            of H reads head ``h // (H / Hqk)`` of q and k, and of v likewise.
+        q, k: [T, Hqk, D]; v: [T, Hv, E]. One dtype of bfloat16, float16 and float32, any strides (slices of one
+            fused tensor, say); D and E from 16 to 256. H is the greater of Hqk and Hv, and a multiple of the other:
+            head h reads head ``h // (H / Hqk)`` of q and k, and v likewise.
         slopes: the decay rates s >= 0, float32, any shape of H elements, contiguous.
-        cu_seqlens: [B + 1] int32 or int64, contiguous: sequence i is rows cu_seqlens[i] to cu_seqlens[i + 1] - 1; from
-            0, never falling, at most T. Rows after the last sequence are 0 in the result.
-        state_pool: [num_slots, H, D, E] float32, bfloat16 or float16, any strides that give each element a place of its
-            own and do not interleave dimensions; changed in place.
-        slots: [B] int32 or int64, contiguous; -1 for padding, whose rows are 0 and whose states are neither read nor
+        cu_seqlens: [B + 1] int32 or int64, contiguous, from 0, non-decreasing, at most T: sequence i is rows
+            cu_seqlens[i] to cu_seqlens[i + 1] - 1. Rows after the last sequence are 0 in the result.
+        state_pool: [num_slots, H, D, E] float32, bfloat16 or float16, any strides in which no two elements
+            overlap and dimensions do not interleave; updated in place.
+        slots: [B] int32 or int64, contiguous; -1 for padding, whose rows are 0 and for which no state is read or
             written. No two sequences may share a slot.
         has_initial_state: [B] bool, contiguous, or one bool for all: whether the sequence starts from its slot's state;
-            if not, from zeros, whatever the slot's last owner has left there.
-        scale: of the outputs.
-        out: [T, H, E] in the dtype of q to write instead of a new tensor; strides as for the pool, no memory of the
-            other tensors.
-        snapshot: states to keep besides; see :class:`Snapshots`. Padding keeps none, and a snapshot's slot must be no
-            other's of the call.
+            if not, from zeros, whatever the slot holds.
+        scale: factor of the outputs.
+        out: [T, H, E] in the dtype of q to write instead of a new tensor; strides as for the pool, overlapping no
+            other tensor.
+        snapshot: states to keep as well; see :class:`Snapshots`. Padding keeps none, and nothing else in the call may
+            use a snapshot's slot.
         plan: a launch plan to use instead of the one made for the device.
 
     Returns:
         out [T, H, E], contiguous if new. Not differentiable.
 
     Raises:
-        TypeError, ValueError: an argument is not as said above; nothing has been written. What only memory tells is
-            looked at on a CPU, and elsewhere inside ``kernel_reference.checks.validate_values``. Not looked at, bounds
-            of sequences are clamped to 0 .. T, slots outside the pool are padding, impossible snapshots unused and
-            rates as for :func:`lightning_attention`.
+        TypeError, ValueError: an argument is not as described; nothing has been written. Values are checked on
+            a CPU, and elsewhere inside ``kernel_reference.checks.validate_values``. Unchecked, bounds of sequences are
+            clamped to 0 .. T, slots outside the pool are padding, impossible snapshots unused and rates as for
+            :func:`lightning_attention`.
     """
     scale = as_float("scale", scale)
     numbers = (scale, plan_as_ints(plan, PrefillPlan))
@@ -205,20 +206,20 @@ def lightning_decode(
 
     Args:
         q, k: [B, Hqk, D]; v: [B, Hv, E]; dtypes, strides, heads and sizes as for :func:`lightning_attention_varlen`.
-        state_pool: [num_slots, H, D, E], as there; changed in place. The product k v^T is formed in float32.
-        slots: [B] int32 or int64, contiguous; -1 for padding, whose row is 0 and which writes nothing. No two sequences
-            may share a slot.
+        state_pool: [num_slots, H, D, E], as there; updated in place. The product k v^T is formed in float32.
+        slots: [B] int32 or int64, contiguous; -1 for padding, whose row is 0 and which writes no state. No two
+            sequences may share a slot.
         slopes, scale: as there.
-        out: [B, H, E] in the dtype of q to write instead of a new tensor; strides as for the pool, no memory of the
-            other tensors.
+        out: [B, H, E] in the dtype of q to write instead of a new tensor; strides as for the pool, overlapping no
+            other tensor.
         plan: a launch plan to use instead of the one made for the device.
 
     Returns:
         out [B, H, E], contiguous if new. Not differentiable.
 
     Raises:
-        TypeError, ValueError: an argument is not as said above; nothing has been written. Slots and decay rates are
-            looked at on a CPU, and elsewhere inside ``kernel_reference.checks.validate_values``. Not looked at, a slot
+        TypeError, ValueError: an argument is not as described; nothing has been written. Slots and decay rates are
+            checked on a CPU, and elsewhere inside ``kernel_reference.checks.validate_values``. Unchecked, a slot
             outside the pool is padding and rates are as for :func:`lightning_attention`.
     """
     scale = as_float("scale", scale)
@@ -245,21 +246,21 @@ def linear_decode_forward_triton(
     *,
     plan: DecodePlan | None = None,
 ) -> Tensor:
-    """:func:`lightning_decode` with the signature that engines call.
+    """:func:`lightning_decode` with the signature engines call.
 
     Args:
         q, k: [B, H, 1, D]; v: [B, H, 1, E]; dtypes, strides and sizes as there.
-        kv_caches: [num_slots, H, D, E], the ``state_pool`` there; changed in place.
+        kv_caches: [num_slots, H, D, E], the ``state_pool`` there; updated in place.
         slope_rate: the decay rates s >= 0, float32, any shape of H elements, contiguous.
         slot_idx: [B], the ``slots`` there.
-        BLOCK_SIZE: without effect; there for the callers that pass it.
+        BLOCK_SIZE: without effect; accepted for compatibility.
         plan: a launch plan to use instead of the one made for the device.
 
     Returns:
         [B, H * E], new, contiguous. Rows of padding are 0. Not differentiable.
 
     Raises:
-        TypeError, ValueError: as there, under these names.
+        TypeError, ValueError: as there, with these names.
     """
     as_int("BLOCK_SIZE", BLOCK_SIZE)
     ints = plan_as_ints(plan, DecodePlan)
@@ -314,7 +315,7 @@ def lightning_verify(
     out: Tensor | None = None,
     plan: DecodePlan | None = None,
 ) -> Tensor:
-    """The outputs of T draft tokens of each sequence, the states left as they are: :func:`lightning_commit` is next.
+    """The outputs of T draft tokens of each sequence, states unchanged; :func:`lightning_commit` comes next.
 
     Args:
         q, k: [B, T, Hqk, D]; v: [B, T, Hv, E]; T at most 16; dtypes, strides, heads and sizes as for
@@ -359,17 +360,16 @@ def lightning_commit(
 
     Args:
         k: [B, T, Hqk, D]; v: [B, T, Hv, E], as given to :func:`lightning_verify`.
-        state_pool: [num_slots, H, D, E], as there; changed in place.
+        state_pool: [num_slots, H, D, E], as there; updated in place.
         slots: [B] int32 or int64, contiguous; -1 for padding, which writes nothing. No two sequences may share a slot.
         slopes: as there.
-        accepted: [B] int32 or int64, contiguous, 0 to T; 0 leaves the state as it is, bit for bit.
+        accepted: [B] int32 or int64, contiguous, 0 to T; 0 leaves the state unchanged, bit for bit.
         plan: a launch plan to use instead of the one made for the device.
 
     Not differentiable.
 
     Raises:
-        TypeError, ValueError: as for :func:`lightning_decode`. Not looked at, an ``accepted`` that is not from 0 to T
-            counts as 0.
+        TypeError, ValueError: as for :func:`lightning_decode`. Unchecked, an ``accepted`` outside 0 to T counts as 0.
     """
     ints = plan_as_ints(plan, DecodePlan)
     try:
@@ -381,7 +381,7 @@ def lightning_commit(
 
 
 def _explain(check: Callable[..., object], *given: Any, **named: Any) -> None:
-    """What is wrong, in our words alone: torch's, of a call that it cannot take, print whole arrays."""
+    """Raise our own error instead of torch's, which prints whole arrays."""
     try:
         check(*given, **named)
     except (ValueError, TypeError) as said:

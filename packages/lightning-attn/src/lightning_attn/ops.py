@@ -10,7 +10,7 @@ commit                 writes the states' pool
 =====================  ==================================================================================
 
 Every implementation, the fake ones included, checks its arguments. On a GPU checks, plan and launch are made once for
-each set of shapes, strides, dtypes and numbers, and found again by it.
+each combination of shapes, strides, dtypes and numbers, and found again in a table.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""``lightning_attention`` under torch.func: jvp, grad, vmap, and one inside another; and under forward_ad.
+"""``lightning_attention`` under torch.func (jvp, grad, vmap, nested too) and under forward_ad.
 
-The op's own autograd knows reverse mode alone, and would drop tangents. The recurrence is linear in q, linear in k, and
-linear in v and the first state together: a tangent is the recurrence again, over tangents.
+The op's own autograd knows only reverse mode, and would drop tangents. The recurrence is linear in q, in k, and in v
+and the initial state together: a tangent is the recurrence again, over tangents.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def attention(
 
 
 def _heads_first(info: Any, dims: Any, tensors: tuple[Tensor | None, ...]) -> list[Any]:
-    """Tensors [b, h, ...], and the fourth of them the rates, with what vmap goes over laid beside the heads."""
+    """Tensors [b, h, ...], the fourth of them the rates, with vmap's dimension folded into the heads."""
     folded: list[Any] = []
     for i, (dim, tensor) in enumerate(zip(dims, tensors, strict=True)):
         if tensor is None:

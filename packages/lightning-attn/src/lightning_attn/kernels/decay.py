@@ -31,22 +31,22 @@ def to_end(rate, o_row, length):
 
 @triton.jit
 def seeing(rate, o_row, length, scale, REVERSED: tl.constexpr):
-    """How much of the state before its chunk a query sees."""
+    """The weight of the state before its chunk for each query."""
     return to_end(rate, o_row, length) if REVERSED else from_start(rate, o_row) * scale
 
 
 @triton.jit
 def entering(rate, o_row, length, scale, REVERSED: tl.constexpr):
-    """How much of a key and value enters the state after their chunk."""
+    """The weight with which each key and value enter the state after their chunk."""
     return from_start(rate, o_row) * scale if REVERSED else to_end(rate, o_row, length)
 
 
 @triton.jit
 def kept_and_lost(rate, tokens):
-    """Factors of which a state S becomes ``S kept + (S lost + what is new)`` after these tokens.
+    """Factors with which a state S becomes ``S kept + (S lost + update)`` after these tokens.
 
     Where the decay is near 1 they are 1 and exp2(-rate tokens) - 1, else 0 and the decay: a factor near 1 would be
-    rounded the same way at every token, and over many that shows.
+    rounded the same way at every token, an error that accumulates.
     """
     exponent = rate * tokens * 0.6931471805599453
     # The series of exp(-x) - 1 up to x^6; its next term is below the rounding of float32 for x < 1/4.
@@ -58,6 +58,6 @@ def kept_and_lost(rate, tokens):
 
 @triton.jit
 def decayed(b_S, rate, tokens):
-    """The state after these tokens, if they bring nothing new."""
+    """The state after these tokens, without their updates."""
     kept, lost = kept_and_lost(rate, tokens)
     return b_S * kept + b_S * lost

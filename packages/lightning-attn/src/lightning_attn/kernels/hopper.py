@@ -122,9 +122,9 @@ def tile_layout(columns):
 
 @gluon.jit
 def opaque(values):
-    """The same values, in a way that compilers do not see through, nor move against the products.
+    """The same values, opaque to compilers, which do not move this across the WGMMAs either.
 
-    Otherwise what is computed from them is computed early and kept in registers, of which there are none to spare.
+    Otherwise what is computed from them is hoisted and kept in registers, of which there are none to spare.
     """
     bits: gl.constexpr = values.dtype.primitive_bitwidth
     if bits == 64:
@@ -136,7 +136,7 @@ def opaque(values):
 
 @gluon.jit
 def zero_after(smem, length, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """Zero a tile's rows from ``length`` on: they are another sequence's, whose NaN would survive a weight of 0."""
+    """Zero a tile's rows from ``length`` on: they are another sequence's, and its NaN would survive a weight of 0."""
     layout: gl.constexpr = tile_layout(COLUMNS)
     o_row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     b_tile = smem.load(layout)

@@ -64,7 +64,7 @@ def store_tile(states, slot, i_h, o_d, o_e, b_S, sizes: tl.constexpr):
 def advance(b_S, b_k, b_v, rate):
     """exp(-s) S + k v^T: [BLOCK_D, BLOCK_E] in float32.
 
-    Where products and sums are fused is said here and not left to a compiler, which would choose for each kernel anew.
+    FMAs are explicit: a compiler would choose them anew for each kernel, and bits would differ between kernels.
     """
     kept, lost = kept_and_lost(rate, 1)
     return tl.fma(b_S, kept, tl.fma(b_S, lost, b_k[:, None] * b_v[None, :]))
@@ -72,7 +72,7 @@ def advance(b_S, b_k, b_v, rate):
 
 @triton.jit
 def advance_compensated(b_S, b_error, b_k, b_v, kept, lost):
-    """``advance`` over many tokens: what rounding takes away from one sum is added to the next (Kahan, 1965)."""
+    """``advance`` over many tokens, with compensated summation (Kahan, 1965)."""
     b_kept = b_S * kept
     b_new = tl.fma(b_S, lost, b_k[:, None] * b_v[None, :]) + b_error * kept
     b_next = b_kept + b_new
@@ -233,8 +233,8 @@ def prefill(
             b_next_q = load_row(q, ahead, o_d, D)
             b_next_k = load_row(k, ahead, o_d, D)
             b_next_v = load_row(v, ahead, o_e, E)
-            # Backwards a token is added before the state decays, and carries the scale: see chunked.py. So the state
-            # that goes in has not decayed at the first token yet, and the one that comes out does once more.
+            # Backwards a token is added before the state decays, and carries the scale (see chunked.py): the initial
+            # state does not decay at the first token, and the final one decays once more.
             if REVERSED:
                 first_kept = tl.where(t == begin, 1.0, kept)
                 first_lost = tl.where(t == begin, 0.0, lost)
@@ -243,8 +243,8 @@ def prefill(
             else:
                 b_S, b_error = advance_compensated(b_S, b_error, b_k, b_v, kept, lost)
                 b_o = tl.sum(b_S * b_q[:, None], axis=0) * scale
-            # In the first row of a tile of the state's, which one thread each holds. Every thread has b_o, and a change
-            # of its layout would have them all write it to the same shared memory.
+            # Stored as the first row of a tile in the state's layout, each element of which one thread holds. Every
+            # thread has b_o, and converting its layout would have them all write it to the same shared memory.
             b_tile = tl.where(o_d[:, None] == 0, b_o[None, :], b_S).to(p_o.dtype.element_ty)
             p_tile = o.p + row * o.stride + (o_d[:, None] * 0 + o_e[None, :]) * o.element
             tl.store(p_tile, b_tile, mask=(o_d[:, None] == 0) & (o_e[None, :] < E))

@@ -184,7 +184,7 @@ def locate(batch, i_w, SEGMENT: tl.constexpr):
                 above = middle
         i_segment = (i_w - first_segment(batch, i_n, SEGMENT)).to(tl.int32)
     begin, end = bounds(batch, i_n)
-    # Indices before the first sequence's are nobody's.
+    # Indices before the first sequence's have no rows.
     end = tl.where(i_segment < 0, begin, end)
     return i_n, tl.maximum(i_segment, 0), begin, end
 
@@ -214,7 +214,7 @@ def has_initial(batch, i_n):
 def next_snapshot(snapshots, batch, i_n, at, CHUNK: tl.constexpr):
     """The first row >= ``at``, whole chunks from the sequence's start, at which a snapshot wants the state."""
     first, last = bounds(batch, i_n)
-    # Past every row that is ever reached.
+    # Past every row.
     row = last + CHUNK
     for i_p in range(snapshots.count):
         position = tl.load(snapshots.p_positions + i_n * snapshots.count + i_p).to(tl.int64)

@@ -83,8 +83,8 @@ def load(d_cache, d_new, cached, ring, source, walk, C):
             for i_b in gl.static_range(AT_ONCE):
                 box = i_g * AT_ONCE + i_b
                 key = first_key + box * C.BOX
-                at = (page_of(key, source, walk, C), source.i_kv, key % C.PAGE)
-                issue_loads(d_cache, cached, stage, first_box + box, at, C.WIDTH, C)
+                page = page_of(key, source, walk, C)
+                issue_loads(d_cache, cached, stage, first_box + box, (page, source.i_kv, key % C.PAGE), C.WIDTH, C)
     if C.NEW_KV:
         if ELEMENT_BYTES == 1:
             # Only once the converter has waited for the last cached tile's stage may a new tile's be waited for: from

@@ -125,7 +125,7 @@ def interpreted() -> Iterator[Row]:
     bounds = torch.tensor([0, *tokens]).cumsum(0).int()
     q, k, v = (torch.randn(sum(tokens), 4, size) for size in (model.head_qk, model.head_qk, model.head_v))
     attend_prompts = c.kernel(
-        "prefill", head_size=model.head_qk, head_size_v=model.head_v, block_m=blocks.block_m, block_n=blocks.block_n,
+        "prefill", head_dim=model.head_qk, head_dim_v=model.head_v, block_m=blocks.block_m, block_n=blocks.block_n,
         num_stages=blocks.num_stages,
     )  # fmt: skip
 

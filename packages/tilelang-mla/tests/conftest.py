@@ -294,10 +294,10 @@ class Decode(Guarded):
         return got
 
     def plan(self, **options: Any) -> Any:
-        """A plan made from these lengths, for a device of 132 multiprocessors unless it is said."""
+        """A plan made from these lengths, for a device of 132 SMs unless it is said."""
         from tilelang_mla import plan_decode
 
-        options = {"dim_nope": self.dim_nope, "dim_rope": self.dim_rope, "multiprocessors": 132, **options}
+        options = {"dim_nope": self.dim_nope, "dim_rope": self.dim_rope, "cores": 132, **options}
         return plan_decode(self.seqlens_k, self.heads, self.seqlen_q, **options)
 
 

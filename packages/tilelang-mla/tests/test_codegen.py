@@ -64,13 +64,13 @@ class Decoding(NamedTuple):
 class Prefill(NamedTuple):
     """A kernel of prefill."""
 
-    head_size: int
-    head_size_v: int
+    head_dim: int
+    head_dim_v: int
     dtype: torch.dtype
 
     @property
     def problem(self) -> PrefillProblem:
-        return PrefillProblem(8, 8, self.head_size, self.head_size_v, 1000, 2, 600)
+        return PrefillProblem(8, 8, self.head_dim, self.head_dim_v, 1000, 2, 600)
 
     @property
     def plan(self) -> PrefillPlan:
@@ -288,7 +288,7 @@ def test_shared_memory_of_decoding_is_what_plans_say_and_what_a_block_may_have(t
 def test_shared_memory_of_prefill_is_what_plans_say_and_what_a_block_may_have(text, kernel) -> None:
     plan = kernel.plan
     assert plan.shared_memory(kernel.problem) <= H200.shared_memory
-    values = 2 * plan.num_stages * plan.block_n * kernel.head_size_v
+    values = 2 * plan.num_stages * plan.block_n * kernel.head_dim_v
     begins = shared_memory(text("prefill", kernel.constants))
     assert begins + values + 1024 <= plan.shared_memory(kernel.problem)
 
@@ -309,9 +309,9 @@ def test_the_plan_of_any_sizes_fits_in_shared_memory() -> None:
         for dim_rope in range(32, 129, 32):
             tiles = decode_tiles(16, dim_nope, dim_rope, None, H200)
             assert tiles.shared_memory(DecodeProblem(16, dim_nope, dim_rope, 1, 1, 4096, 64)) <= H200.shared_memory
-    for head_size in range(32, 257, 32):
-        for head_size_v in range(64, 257, 64):
-            prompt = PrefillProblem(8, 8, head_size, head_size_v, 1000, 2, 600)
+    for head_dim in range(32, 257, 32):
+        for head_dim_v in range(64, 257, 64):
+            prompt = PrefillProblem(8, 8, head_dim, head_dim_v, 1000, 2, 600)
             assert plan_prefill(prompt, H200).shared_memory(prompt) <= H200.shared_memory
 
 

@@ -57,7 +57,7 @@ def good(function: str, device: torch.device) -> dict[str, Any]:
     lengths = integers(22, 0, 33)
     if function == "plan":
         return {"seqlens_k": lengths, "num_heads": H, "seqlen_q": SQ, "max_seqlen_k": 48, "num_splits": 2,
-                "dim_nope": NOPE, "dim_rope": ROPE, "multiprocessors": 132}  # fmt: skip
+                "dim_nope": NOPE, "dim_rope": ROPE, "cores": 132}  # fmt: skip
     if function == "metadata":
         return {"cache_seqlens": lengths, "num_q_tokens_per_head_k": SQ * H, "num_heads_k": 1}
     if function == "splits":
@@ -70,7 +70,7 @@ def good(function: str, device: torch.device) -> dict[str, Any]:
         return {"q": q, "k_cache": kv, "block_table": table, "cache_seqlens": lengths, "head_dim_v": NOPE,
                 "tile_scheduler_metadata": metadata, "num_splits": num_splits, "softmax_scale": 0.25,
                 "causal": True}  # fmt: skip
-    plan = tilelang_mla.plan_decode(lengths, H, SQ, dim_nope=NOPE, dim_rope=ROPE, multiprocessors=8)
+    plan = tilelang_mla.plan_decode(lengths, H, SQ, dim_nope=NOPE, dim_rope=ROPE, cores=8)
     return {"q": q, "kv": kv, "seqlens_k": lengths, "block_table": table, "dim_nope": NOPE, "softmax_scale": 0.25,
             "causal": True, "out": make(B, SQ, H, NOPE), "return_lse": True, "plan": plan}  # fmt: skip
 
@@ -306,7 +306,7 @@ def cases() -> dict[str, list[Any]]:
         ("seqlen_q", 0),
         ("max_seqlen_k", 0),
         ("num_splits", 1),
-        ("multiprocessors", 1),
+        ("cores", 1),
     ):
         case(
             f"{name} too small",

@@ -30,7 +30,7 @@ RAGGED = [(5, 20), (17, 17), (40, 9), (0, 33), (7, 0), (0, 0), (1, 130), (128, 1
 
 
 @sanitize
-@pytest.mark.parametrize("how", [{"num_splits": 1}, {"num_splits": 3}, {"multiprocessors": 8}], ids=str)
+@pytest.mark.parametrize("how", [{"num_splits": 1}, {"num_splits": 3}, {"cores": 8}], ids=str)
 @pytest.mark.parametrize("page", PAGES)
 def test_decoding_touches_its_rows_and_nothing_else(tensors, page, how) -> None:
     """One tile of rows and two, the second of which is not full."""

@@ -25,7 +25,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 gpu = pytest.mark.gpu
 HEADS, NOPE, ROPE, PAGE, COLUMNS, POOL = 4, 64, 32, 16, 4, 40
 WIDTH, LONGEST = NOPE + ROPE, COLUMNS * PAGE
-# For plans: on a CPU, which counts as one multiprocessor, nothing would be cut.
+# For plans: on a CPU, which counts as one SM, nothing would be cut.
 CORES = 132
 
 
@@ -85,7 +85,7 @@ def make(device: torch.device) -> Maker:
 
 
 def plan_of(seqlens_k: Tensor, **options: Any) -> DecodePlan:
-    sizes = {"dim_nope": NOPE, "dim_rope": ROPE, "multiprocessors": CORES}
+    sizes = {"dim_nope": NOPE, "dim_rope": ROPE, "cores": CORES}
     return tilelang_mla.plan_decode(seqlens_k, HEADS, 2, **sizes, **options)
 
 
@@ -137,7 +137,7 @@ def prefill(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k:
 
 
 def plan_alone(seqlens_k: Tensor) -> Any:
-    return tilelang_mla.plan_decode(seqlens_k, 16, 1, max_seqlen_k=8192, multiprocessors=CORES)[1:]
+    return tilelang_mla.plan_decode(seqlens_k, 16, 1, max_seqlen_k=8192, cores=CORES)[1:]
 
 
 def metadata_alone(seqlens_k: Tensor) -> Any:
@@ -289,7 +289,7 @@ def scaled_prefill(scale: float, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: 
 
 
 def scaled_decode(scale: float, q: Tensor, kv: Tensor, seqlens_k: Tensor, block_table: Tensor) -> Any:
-    sizes = {"dim_nope": q.shape[3] - ROPE, "dim_rope": ROPE, "multiprocessors": CORES}
+    sizes = {"dim_nope": q.shape[3] - ROPE, "dim_rope": ROPE, "cores": CORES}
     plan = tilelang_mla.plan_decode(seqlens_k, q.shape[2], q.shape[1], max_seqlen_k=kv.shape[0] * PAGE, **sizes)
     return tilelang_mla.flash_mla_with_kvcache(
         q, kv, seqlens_k, block_table, NOPE, scale, True, plan=plan, return_lse=True
@@ -507,13 +507,13 @@ def test_the_same_call_gives_the_same_bits(make, function, inputs) -> None:
     contract.check_deterministic(lambda: function(*inputs(make, 4)))
 
 
-def test_the_static_rule_asks_the_device_for_its_multiprocessors(device: torch.device) -> None:
+def test_the_static_rule_asks_the_device_for_its_cores(device: torch.device) -> None:
     from tilelang_mla.plan import get_splits
 
     cores = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
     for given in ((1, 16, 1, 8192), (32, 16, 1, 8192)):
         for which in (device, str(device)):
-            assert tilelang_mla.get_splits(*given, device=which) == get_splits(*given, multiprocessors=cores)
+            assert tilelang_mla.get_splits(*given, device=which) == get_splits(*given, cores=cores)
 
 
 # What is made ready once and found again
@@ -642,7 +642,7 @@ def test_trap_a_graph_with_a_plan_of_other_lengths_replays_right_results(tensors
 
 
 @gpu
-def test_trap_a_graph_of_more_tiles_than_multiprocessors_counts_them_anew(tensors) -> None:
+def test_trap_a_graph_of_more_tiles_than_cores_counts_them_anew(tensors) -> None:
     batch = tensors.prefill([(700, 700), (1, 900), (300, 20)], heads=(64, 64))
     run = partial(tilelang_mla.flash_mla_varlen_func, *batch.given, out=batch.out.tensor, return_lse=True)
     run()

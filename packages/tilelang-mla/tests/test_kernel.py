@@ -28,7 +28,7 @@ MIXED = [0, 1, 2, 3, 63, 64, 65, 200]
 RAGGED = [(5, 20), (17, 17), (40, 9), (0, 33), (7, 0), (0, 0), (1, 130), (70, 70), (65, 100)]
 PLANS = {
     "no plan": None, "by lengths": {}, "1 part": {"num_splits": 1}, "3 parts": {"num_splits": 3},
-    "for 8 multiprocessors": {"multiprocessors": 8},
+    "for 8 SMs": {"cores": 8},
 }  # fmt: skip
 every_plan = pytest.mark.parametrize("how", PLANS.values(), ids=PLANS)
 LOG2_E = 1.4426950408889634
@@ -84,7 +84,7 @@ class OnCpu:
         q, k, v = (x.float().contiguous() for x in (batch.q, batch.k, batch.v))
         out, lse = poison_(torch.empty(*q.shape[:2], v.shape[2])), poison_(torch.empty(q.shape[1], q.shape[0]))
         attend = in_c(
-            "prefill", head_size=q.shape[2], head_size_v=v.shape[2], block_m=plan.block_m, block_n=plan.block_n,
+            "prefill", head_dim=q.shape[2], head_dim_v=v.shape[2], block_m=plan.block_m, block_n=plan.block_n,
             num_stages=plan.num_stages,
         )  # fmt: skip
         num_places = q.shape[0] // plan.block_m + len(batch.cu_seqlens_q) + 1
@@ -182,7 +182,7 @@ def test_sums_of_prefill_follow_a_maximum_that_moves_far_and_one_that_moves_a_li
 def test_a_plan_made_from_other_lengths_is_as_right(tensors, kernels) -> None:
     batch = tensors.decode([3, 0, 300, 65], heads=4, **SMALL)
     for others in ([300, 300, 0, 0], [0, 0, 0, 0], [2**31 - 1, -5, 1, 64]):
-        plan = plan_decode(tensors.integers(*others), 4, multiprocessors=132, **SMALL)
+        plan = plan_decode(tensors.integers(*others), 4, cores=132, **SMALL)
         kernels.decode(batch, plan)
         batch.check()
 
@@ -255,7 +255,7 @@ def test_every_plan_of_prefill(tensors, kernels, plan, causal) -> None:
 
 
 @pytest.mark.parametrize("sizes", [(192, 128), (96, 64), (32, 192)], ids=str)
-def test_head_sizes_of_prefill(tensors, kernels, sizes) -> None:
+def test_head_dims_of_prefill(tensors, kernels, sizes) -> None:
     prefill(tensors, kernels, [(5, 20), (70, 70), (3, 0)], sizes=sizes)
 
 
@@ -265,7 +265,7 @@ def test_head_sizes_of_prefill(tensors, kernels, sizes) -> None:
 )  # fmt: skip
 def test_programs_take_one_tile_after_the_other_until_all_are_done(tensors, kernels, lengths) -> None:
     """More tiles than programs, and more sequences than a warp has threads."""
-    # The text in C runs as three programs, a GPU's multiprocessors are many.
+    # The text in C runs as three programs, a GPU's SMs are many.
     heads = (12, 4) if tensors.device.type != "cpu" else (3, 1)
     batch = prefill(tensors, kernels, lengths, PrefillPlan(64, 32, 2), heads=heads, sizes=(64, 64))
     want = batch.out.tensor.clone()

@@ -35,14 +35,14 @@ from tilelang_mla.plan import (
 H200 = DeviceLimits(132)
 A100 = DeviceLimits(108, 163 * 1024)
 SMALL = DeviceLimits(8, 99 * 1024)
-DEVICES = {"H200": H200, "A100": A100, "8 multiprocessors": SMALL}
+DEVICES = {"H200": H200, "A100": A100, "8 SMs": SMALL}
 on_every_device = pytest.mark.parametrize("limits", DEVICES.values(), ids=DEVICES)
 HEADS = (1, 8, 12, 16, 20, 24, 40, 64, 80, 96, 112, 128)
 DECODING = DecodeProblem(16, 512, 64, 1, 32, 8192, 64)
 PROMPT = PrefillProblem(128, 128, 192, 128, 8192, 1, 8192)
 
 
-# The static rule, with 132 multiprocessors: sequences, heads, query tokens, keys -> splits
+# The static rule, with 132 cores: sequences, heads, query tokens, keys -> splits
 
 
 SPLITS = [
@@ -72,14 +72,14 @@ SPLITS = [
 
 @pytest.mark.parametrize(("given", "options", "splits"), SPLITS, ids=str)
 def test_the_static_rule(given, options, splits) -> None:
-    assert get_splits(*given, **options, multiprocessors=132) == splits
+    assert get_splits(*given, **options, cores=132) == splits
 
 
 def test_the_static_rule_is_that_of_the_specification_for_any_numbers() -> None:
     numbers = itertools.product((1, 3, 33, 200), (1, 16, 80, 128), (1, 2, 4), (0, 100, 1000, 8192, 10**6), (1, 78, 132))
     for batch, heads, tokens, keys, cores in numbers:
         natural = batch * tokens * -(-heads // 64)
-        splits = get_splits(batch, heads, tokens, keys, multiprocessors=cores)
+        splits = get_splits(batch, heads, tokens, keys, cores=cores)
         most = min(-(-2 * cores // natural), max(1, keys // 128))
         assert splits == (1 if natural >= 2 * cores else max(2**n for n in range(40) if 2**n <= most))
 
@@ -145,7 +145,7 @@ CASES = [*itertools.product(KINDS, (0, 1, 2, 16, 128, 700), (64, 1000, 8192, 655
 
 
 def schedule(lengths: Sequence[int], heads: int = 16, seqlen_q: int = 1, cores: int = 132, **options):
-    plan = plan_decode(torch.tensor(lengths, dtype=torch.int32), heads, seqlen_q, multiprocessors=cores, **options)
+    plan = plan_decode(torch.tensor(lengths, dtype=torch.int32), heads, seqlen_q, cores=cores, **options)
     assert plan.first_part.dtype == torch.int32
     assert plan.first_part.shape == (len(lengths) + 1,)
     assert plan.order.dtype == torch.int32
@@ -166,7 +166,7 @@ def test_every_sequence_has_a_part_and_the_grid_has_room_for_all(heads, seqlen_q
             assert bounds[-1] <= plan.tiles.num_parts(batch)
 
 
-def test_the_grid_follows_from_multiprocessors_and_batch_alone() -> None:
+def test_the_grid_follows_from_cores_and_batch_alone() -> None:
     for batch in (1, 16, 128):
         tiles = {
             schedule(lengths_of(kind, batch, longest), max_seqlen_k=most).tiles
@@ -246,7 +246,7 @@ def test_trap_splits_from_the_mean_length_leave_a_long_sequence_to_few() -> None
     """One of 65,536 among 31 of 64 tokens: the mean is 2,110."""
     lengths = [65536, *[64] * 31]
     end, ideal = quality(lengths, 16)
-    by_mean = get_splits(32, 16, 1, sum(lengths) // 32, multiprocessors=132)
+    by_mean = get_splits(32, 16, 1, sum(lengths) // 32, cores=132)
     worse, _ = quality(lengths, 16, num_splits=by_mean)
     assert end <= 1.25 * ideal + 8
     assert worse > 5 * end
@@ -273,11 +273,11 @@ def test_without_a_plan_equal_lengths_fill_the_device(limits: DeviceLimits) -> N
         assert tiles.spare_parts == 0
         end = makespan(
             [capacity] * batch, [i * tiles.num_splits for i in range(batch + 1)],
-            range(batch * tiles.num_splits), tiles, problem.rows, limits.multiprocessors,
+            range(batch * tiles.num_splits), tiles, problem.rows, limits.cores,
             dealt=False,
         )  # fmt: skip
         blocks = batch * tiles.row_tiles(problem.rows) * cdiv(capacity, tiles.block_n)
-        assert end <= 1.6 * blocks / limits.multiprocessors + 8, (problem, tiles)
+        assert end <= 1.6 * blocks / limits.cores + 8, (problem, tiles)
 
 
 def test_without_a_plan_nothing_is_cut_that_has_one_block_or_a_batch_that_fills_the_device() -> None:
@@ -302,7 +302,7 @@ def test_what_a_tile_holds_fits_in_shared_memory(limits: DeviceLimits) -> None:
         if limits is not SMALL or nope + rope < 512:
             assert decode_bytes(tiles, nope + rope) <= limits.shared_memory, (nope, rope, tiles)
     for size, size_v in itertools.product((32, 64, 96, 128, 192, 256), (64, 128, 192, 256)):
-        plan = plan_prefill(replace(PROMPT, head_size=size, head_size_v=size_v), limits)
+        plan = plan_prefill(replace(PROMPT, head_dim=size, head_dim_v=size_v), limits)
         held = plan.block_m * max(size, size_v) + plan.num_stages * plan.block_n * (size + size_v)
         assert 2 * held <= limits.shared_memory, (size, size_v, plan)
 
@@ -314,7 +314,7 @@ def test_the_sizes_of_a_model_have_two_blocks_in_flight_on_hopper() -> None:
 
 def test_wide_values_take_fewer_keys_since_a_thread_holds_both() -> None:
     """Sums of 64 rows of 192 values and weights of 128 keys are more registers than it has, though memory has room."""
-    narrow, wide = (replace(PROMPT, head_size=64, head_size_v=size_v) for size_v in (128, 192))
+    narrow, wide = (replace(PROMPT, head_dim=64, head_dim_v=size_v) for size_v in (128, 192))
     assert PrefillPlan(128, 128, 2).shared_memory(wide) <= H200.shared_memory
     assert plan_prefill(narrow, H200) == PrefillPlan(128, 128, 2)
     assert plan_prefill(wide, H200) == PrefillPlan(128, 64, 2)

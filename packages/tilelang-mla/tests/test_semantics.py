@@ -35,7 +35,7 @@ SMALL = {"dim_nope": 64, "dim_rope": 32}
 # Plans that a kernel is launched with; the reference computes what they all must give.
 PLANS = {
     "no plan": None, "by lengths": {}, "1 part": {"num_splits": 1}, "3 parts": {"num_splits": 3},
-    "16 parts": {"num_splits": 16}, "for 8 multiprocessors": {"multiprocessors": 8},
+    "16 parts": {"num_splits": 16}, "for 8 SMs": {"cores": 8},
 }  # fmt: skip
 every_plan = pytest.mark.parametrize("how", PLANS.values(), ids=PLANS)
 
@@ -294,7 +294,7 @@ def test_any_batch(tensors, data) -> None:
 def test_a_plan_made_from_other_lengths_is_as_right(tensors, how) -> None:
     batch = tensors.decode([3, 0, 1000, 65], heads=16, **SMALL)
     for others in ([1000, 1000, 0, 0], [0, 0, 0, 0], [2**31 - 1, -5, 1, 64]):
-        options = None if how is None else {"multiprocessors": 132, **SMALL, **how}
+        options = None if how is None else {"cores": 132, **SMALL, **how}
         batch.run(plan=options and tilelang_mla.plan_decode(tensors.integers(*others), 16, **options))
         batch.check()
 
@@ -302,7 +302,7 @@ def test_a_plan_made_from_other_lengths_is_as_right(tensors, how) -> None:
 def test_a_plan_for_other_heads_or_tokens_is_as_right(tensors) -> None:
     batch = tensors.decode([3, 0, 1000, 65], heads=80, seqlen_q=2, **SMALL)
     for heads, seqlen_q in ((1, 1), (128, 4)):
-        plan = tilelang_mla.plan_decode(batch.seqlens_k, heads, seqlen_q, multiprocessors=132)
+        plan = tilelang_mla.plan_decode(batch.seqlens_k, heads, seqlen_q, cores=132)
         batch.run(plan=plan)
         batch.check()
 
@@ -361,7 +361,7 @@ def test_metadata_for_a_graph_is_of_a_shape_that_lengths_do_not_change(tensors) 
 
 
 @pytest.mark.parametrize("rows", [1, 16, 64, 65, 128, 512, 9000])
-def test_metadata_has_a_row_for_each_multiprocessor_at_most_and_keeps_the_schedule(tensors, monkeypatch, rows) -> None:
+def test_metadata_has_a_row_for_each_core_at_most_and_keeps_the_schedule(tensors, monkeypatch, rows) -> None:
     """Engines allocate as many rows, and assert that there are no more."""
     monkeypatch.setattr(calls, "device_limits", lambda _: DeviceLimits(132))
     lengths = tensors.integers(8192, 1, 700, 0, 100_000)
@@ -433,7 +433,7 @@ def test_own_functions_are_causal_by_default_and_the_drop_in_is_not_as_in_flash_
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize("sizes", [(192, 128), (128, 128), (64, 64), (96, 64), (256, 256), (32, 192)], ids=str)
-def test_prefill_of_any_lengths_and_head_sizes(tensors, sizes, dtype, causal) -> None:
+def test_prefill_of_any_lengths_and_head_dims(tensors, sizes, dtype, causal) -> None:
     """Fewer, as many and more queries than keys, and sequences that lack either."""
     prefill(tensors, RAGGED, sizes=sizes, dtype=dtype, causal=causal)
 

@@ -139,7 +139,7 @@ def flash_mla_varlen_func(
     Returns:
         out, contiguous if new; with return_lse AttentionResult(out, lse), lse [H, Tq] in float32. A query that sees no
         key gives 0 and -inf. NaN in what no query of a sequence sees changes nothing; in what some query sees it may
-        show in rows beside that one too. Not differentiable.
+        contaminate neighbouring rows. Not differentiable.
 
     Raises:
         TypeError, ValueError: an argument is not as said above, requires a gradient, carries a tangent (jvp) or is
@@ -263,8 +263,8 @@ def flash_mla_with_kvcache(
     Returns:
         out, contiguous if new; with return_lse AttentionResult(out, lse), lse [B, Hq, Sq] in float32. A query that sees
         no key gives 0, and -inf in lse, where FlashMLA gives +inf. NaN in what no query of a sequence sees (the unused
-        tail of a page, pages of others) changes nothing; in what some query sees it may show in rows beside that one
-        too. Not differentiable.
+        tail of a page, pages of others) changes nothing; in what some query sees it may contaminate
+        neighbouring rows. Not differentiable.
 
     Raises:
         TypeError, ValueError: an argument is not as said above, requires a gradient, carries a tangent (jvp) or is
@@ -291,9 +291,9 @@ def plan_decode(
     num_splits: int | None = None,
     dim_nope: int = _DIM_NOPE,
     dim_rope: int = _DIM_ROPE,
-    multiprocessors: int | None = None,
+    cores: int | None = None,
 ) -> DecodePlan:
-    """How a ragged batch is cut over the multiprocessors: the plan that :func:`flash_mla_with_kvcache` takes.
+    """The split-KV schedule of a ragged batch: the plan that :func:`flash_mla_with_kvcache` takes.
 
     Each sequence gets at least one part, and parts share its keys equally. A step of decoding makes one plan and uses
     it in every layer. It is made by torch operations on the lengths' device, with no host synchronisation, so that it
@@ -309,7 +309,7 @@ def plan_decode(
         num_splits: cut each sequence in this many parts, 1 to 256, whatever its length and the batch: a sequence's
             result is then, to the last bit, independent of the rest of the batch. None: by the lengths.
         dim_nope, dim_rope: elements of latent and rope.
-        multiprocessors: how many to plan for; those of the lengths' device when None (a CPU counts as one).
+        cores: how many to plan for; those of the lengths' device when None (a CPU counts as one).
 
     Returns:
         DecodePlan(tiles, first_part, order): numbers that depend on neither lengths nor batch, and on the device int32
@@ -328,15 +328,15 @@ def plan_decode(
     check_int("dim_rope", dim_rope)
     check_int("dim_nope", dim_nope)
     arguments.check_dims("dim_nope", "dim_rope", dim_nope, dim_rope)
-    if multiprocessors is not None:
-        check_int("multiprocessors", multiprocessors, 1)
+    if cores is not None:
+        check_int("cores", cores, 1)
     arguments.check_plan_lengths("seqlens_k", seqlens_k)
     limits = calls.device_limits(seqlens_k.device)
-    if multiprocessors is not None:
-        limits = DeviceLimits(multiprocessors, limits.shared_memory)
+    if cores is not None:
+        limits = DeviceLimits(cores, limits.shared_memory)
     rows = num_heads * seqlen_q
     tiles = plans.decode_tiles(rows, dim_nope, dim_rope, max_seqlen_k, limits, num_splits, known=known)
-    at_once = plans.parts_at_once(rows, limits.multiprocessors)
+    at_once = plans.parts_at_once(rows, limits.cores)
     return DecodePlan(tiles, *schedule.cut(seqlens_k, tiles, rows, max_seqlen_k, at_once))
 
 
@@ -354,7 +354,7 @@ def get_splits(
     """In how many parts a static schedule would cut the keys of every sequence: a power of two.
 
     ``natural = batch_size * seqlen_q * ceil(num_heads / block_size_h)`` tiles are there without; 1 where that is
-    ``target = 2 * multiprocessors`` or more; else ``ceil(target / natural)``, at most one a block of keys, rounded down
+    ``target = 2 * cores`` or more; else ``ceil(target / natural)``, at most one a block of keys, rounded down
     to a power of two.
 
     Args:
@@ -362,7 +362,7 @@ def get_splits(
         block_size_h, block_size_n: heads of a tile and keys of a block.
         streaming_info: [sink_blocks, local_blocks]: at most their sum of blocks is read of a sequence. A shorter list
             is ignored.
-        device: whose multiprocessors are meant, that of q; the current GPU when None (a CPU counts as one).
+        device: whose SMs are meant, that of q; the current GPU when None (a CPU counts as one).
 
     Raises TypeError or ValueError, naming the argument, for what is no int or below its least value.
     """
@@ -377,5 +377,5 @@ def get_splits(
             check_int(f"streaming_info[{place}]", blocks, 0)
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    cores = calls.device_limits(torch.device(device)).multiprocessors
-    return plans.get_splits(*numbers, streaming_info, multiprocessors=cores)
+    cores = calls.device_limits(torch.device(device)).cores
+    return plans.get_splits(*numbers, streaming_info, cores=cores)

@@ -116,10 +116,10 @@ def check_prefill(tensors: PrefillTensors, options: PrefillOptions) -> tuple[Pre
     check_float("softmax_scale", options.softmax_scale, "a float or None")
     _check_rank("q", q, "[Tq, H, dqk]", 3, "q.flatten(0, 1) would fit" if q.ndim == 4 else "")
     _check_float16("q", q)
-    num_heads, head_size = q.shape[1:]
+    num_heads, head_dim = q.shape[1:]
     if known(num_heads < 1):
         fail("q", "of at least 1 head", describe(q))
-    _check_size("q", head_size, _QK_STEP, _MOST_QK)
+    _check_size("q", head_dim, _QK_STEP, _MOST_QK)
     _check_keys_and_values(q, k, v)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         _check_rows(name, tensor)
@@ -132,7 +132,7 @@ def check_prefill(tensors: PrefillTensors, options: PrefillOptions) -> tuple[Pre
         fail("cu_seqlens_q, cu_seqlens_k", "[B + 1] both", both)
     _check_results(q, out, lse, (q.shape[0], num_heads, v.shape[2]), (num_heads, q.shape[0]))
     problem = PrefillProblem(
-        num_heads, k.shape[1], head_size, v.shape[2], q.shape[0], cu_seqlens_q.shape[0] - 1, options.max_seqlen_q,
+        num_heads, k.shape[1], head_dim, v.shape[2], q.shape[0], cu_seqlens_q.shape[0] - 1, options.max_seqlen_q,
         options.causal, 8 * q.element_size(), k.shape[0], options.max_seqlen_k, options.softmax_scale,
     )  # fmt: skip
     plan = PrefillPlan.from_ints(options.plan)
@@ -142,13 +142,13 @@ def check_prefill(tensors: PrefillTensors, options: PrefillOptions) -> tuple[Pre
 
 
 def _check_keys_and_values(q: Tensor, k: Tensor, v: Tensor) -> None:
-    num_heads, head_size = q.shape[1:]
+    num_heads, head_dim = q.shape[1:]
     for name, tensor, wanted in (("k", k, "[Tk, Hkv, dqk]"), ("v", v, "[Tk, Hkv, dv]")):
         _check_rank(name, tensor, wanted, 3)
         _check_like_q(name, tensor, q)
-    if known(k.shape[2] != head_size):
-        swapped = known(v.shape[2] == head_size)
-        fail("k", f"[Tk, Hkv, {head_size}] as q is", _hinted(k, "k and v are in each other's place" if swapped else ""))
+    if known(k.shape[2] != head_dim):
+        swapped = known(v.shape[2] == head_dim)
+        fail("k", f"[Tk, Hkv, {head_dim}] as q is", _hinted(k, "k and v are in each other's place" if swapped else ""))
     num_heads_kv = k.shape[1]
     if known(num_heads_kv < 1) or known(num_heads % num_heads_kv != 0):
         turned = known(k.shape[0] > 0) and known(num_heads % k.shape[0] == 0)

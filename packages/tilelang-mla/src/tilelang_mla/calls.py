@@ -79,7 +79,7 @@ def run_decode(
 
 
 def device_limits(device: torch.device) -> DeviceLimits:
-    """The limits of the device a tensor is on; what is no CUDA device counts as one multiprocessor."""
+    """The limits of the device a tensor is on; what is no CUDA device counts as one SM."""
     if device.type != "cuda":
         return DeviceLimits(1)
     properties = device_properties(device)

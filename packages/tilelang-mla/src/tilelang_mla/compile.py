@@ -17,7 +17,7 @@ import torch
 from tilelang_mla.plan import DecodeProblem, DeviceLimits, PrefillProblem, decode_tiles, plan_prefill
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-# The kernels are for sm_90, whose blocks of keys do not depend on how many multiprocessors there are.
+# The kernels are for sm_90, whose blocks of keys do not depend on how many SMs there are.
 _LIMITS = DeviceLimits(132)
 
 
@@ -37,8 +37,8 @@ def wanted(
                 yield "decode", decode_constants(problem, tiles, dtype)
         for dim_nope in sorted({dim_nope for dim_nope, _ in latents}):
             yield "merge", {"dim_nope": dim_nope, "dtype": dtype}
-        for head_size, head_size_v in heads:
-            prompt = PrefillProblem(1, 1, head_size, head_size_v, 1, 1, 1)
+        for head_dim, head_dim_v in heads:
+            prompt = PrefillProblem(1, 1, head_dim, head_dim_v, 1, 1, 1)
             yield "prefill", prefill_constants(prompt, plan_prefill(prompt, _LIMITS), dtype)
 
 

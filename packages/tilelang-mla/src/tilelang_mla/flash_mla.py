@@ -25,7 +25,7 @@ Tensor = torch.Tensor
 __all__ = ["FlashMLASchedMeta", "flash_mla_with_kvcache", "get_mla_metadata"]
 
 # Integers of a row of FlashMLA's metadata. There are as many rows as parts that run at once, at most one for each
-# multiprocessor, for which engines allocate; a schedule may have WAVES times as many.
+# SM, for which engines allocate; a schedule may have WAVES times as many.
 _METADATA_WIDTH = 8
 _NAMES = Names(kv="k_cache", seqlens_k="cache_seqlens", dim_nope="head_dim_v", first_part="num_splits")
 
@@ -52,7 +52,7 @@ def get_mla_metadata(
     is_fp8_kvcache: bool = False,
     topk: int | None = None,
 ) -> tuple[Tensor | FlashMLASchedMeta, Tensor | None]:
-    """How a batch is cut over the multiprocessors, for every layer of a step; see :func:`tilelang_mla.plan_decode`.
+    """How a batch is cut over the SMs, for every layer of a step; see :func:`tilelang_mla.plan_decode`.
 
     Without lengths: (:class:`FlashMLASchedMeta`, None), which the first call that is given it fills.
 
@@ -63,7 +63,7 @@ def get_mla_metadata(
         num_heads_q, is_fp8_kvcache, topk: of caches that are not supported yet; num_heads_q is not looked at.
 
     Returns:
-        tile_scheduler_metadata: int32 [parts at once, 8], at most a row for each multiprocessor, of which only the
+        tile_scheduler_metadata: int32 [parts at once, 8], at most a row for each SM, of which only the
         shape means something; it depends on num_q_tokens_per_head_k and the device alone. num_splits: int32 [B + 1],
         the first part of each sequence. Both can be copied into tensors that a CUDA graph reads.
 

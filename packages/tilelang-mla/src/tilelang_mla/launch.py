@@ -35,15 +35,15 @@ Tensor = torch.Tensor
 
 # "cuda" alone would be read as sm_50.
 TARGET = {"kind": "cuda", "arch": "sm_90a"}
-# Roles of warpgroups run side by side: what one has finished with is not free for another, and TileLang's own barriers
-# between threads do not know of the kernels' barriers.
+# Roles run side by side: what one is done with is not free for another, and TileLang's own thread barriers do not know
+# of the kernels' barriers.
 PASS_CONFIGS = {
     "tl.enable_fast_math": True,
     "tl.disable_thread_storage_sync": True,
     "tl.disable_shared_memory_reuse": True,
 }
 _LOG2_E = 1.4426950408889634
-# Kernels take a scale above 0. Times this one any score is 0, and what is hidden, minus infinity, is still that.
+# Kernels take a scale above 0. Times this one any score is 0, and a masked one still minus infinity.
 _ZERO_SCALE = 1e-30
 # Elements of 16 bits in the 16 bytes that TMA counts in.
 _LINE = 8
@@ -72,7 +72,7 @@ def kernel(name: str, **constants: Any) -> Any:
 
 
 def decode_constants(problem: DecodeProblem, tiles: DecodeTiles, dtype: torch.dtype) -> dict[str, Any]:
-    """What the kernel of parts is compiled for."""
+    """What the decoding kernel is compiled for."""
     return {
         "dim_nope": problem.dim_nope, "dim_rope": problem.dim_rope, "dtype": dtype, "block_n": tiles.block_n,
         "num_stages": tiles.num_stages, "gather": problem.page_size % tiles.block_n != 0,
@@ -99,19 +99,19 @@ def prepare_decode(problem: DecodeProblem, plan: DecodeTiles | None, tensors: De
     q_form = _packed_form(q)
     kv_form = _form((max(pages, 1), page_size, width), (kv.stride(0), kv.stride(1), 1))
     if 0 in kv_form[1]:
-        # Pages or rows that are all the same memory, which descriptors cannot say.
+        # Pages or rows of stride 0, which TMA descriptors cannot address.
         constants["gather"] = True
     table_form = _form((batch, columns), (block_table.stride(0), 1))
     out_form = _packed_form(out)
     attend = kernel("decode", **constants)
     merge = kernel("merge", dim_nope=dim_nope, dtype=q.dtype) if merged else None
-    merging = merge_grid(batch, rows, tiles, limits.multiprocessors)
+    merging = merge_grid(batch, rows, tiles, limits.cores)
     # A persistent kernel under a schedule. Without one, parts of unlike lengths are in no order, and a program for each
     # part, which starts as another ends, is more even.
     programs = num_parts * tiles.row_tiles(rows)
     if first_part is not None:
-        programs = min(programs, limits.multiprocessors)
-    # Parts and their logarithms in float32; one that is not used where nothing is cut.
+        programs = min(programs, limits.cores)
+    # The workspace of partial results, in float32; of one that is not used where there is one part.
     room = num_parts if merged else 1
     scale = max(abs(softmax_scale), _ZERO_SCALE) * _LOG2_E
     flags = (int(first_part is not None), int(order is not None), int(lse is not None))
@@ -150,7 +150,7 @@ def prepare_decode(problem: DecodeProblem, plan: DecodeTiles | None, tensors: De
 def prefill_constants(problem: PrefillProblem, plan: PrefillPlan, dtype: torch.dtype) -> dict[str, Any]:
     """What the kernel of prefill is compiled for."""
     return {
-        "head_size": problem.head_size, "head_size_v": problem.head_size_v, "dtype": dtype, "block_m": plan.block_m,
+        "head_dim": problem.head_dim, "head_dim_v": problem.head_dim_v, "dtype": dtype, "block_m": plan.block_m,
         "block_n": plan.block_n, "num_stages": plan.num_stages,
     }  # fmt: skip
 
@@ -173,7 +173,7 @@ def prepare_prefill(problem: PrefillProblem, plan: PrefillPlan | None, tensors: 
     num_places = chosen.num_places(problem)
     tiles = num_places * problem.num_heads
     # A persistent kernel; programs take the next tile from a count of those taken: tiles are of unlike cost.
-    programs = min(tiles, limits.multiprocessors)
+    programs = min(tiles, limits.cores)
     # Programs that are as many as tiles ask for no more.
     make_count = torch.zeros if programs < tiles else torch.empty
     scale = max(abs(softmax_scale), _ZERO_SCALE) * _LOG2_E

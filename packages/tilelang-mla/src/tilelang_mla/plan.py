@@ -1,4 +1,4 @@
-"""How the work is laid over a device: pure functions from a problem and the device's limits to a launch plan.
+"""Launch plans: pure functions from a problem and the device's limits.
 
 A plan is a value: it can be built, printed and tested on a machine with no GPU, and pinned by a caller with ``plan=``.
 What of a plan depends on lengths is a tensor, made on the device by schedule.py.
@@ -14,7 +14,7 @@ from kernel_reference.integers import cdiv as cdiv
 from kernel_reference.integers import power_of_two_at_most
 from kernel_reference.plans import Plan
 
-# Rows of a warpgroup's matrix product on sm_90: query tokens x heads are packed into tiles of as many.
+# Rows of a WGMMA: query tokens x heads are packed into tiles of as many.
 _ROWS = 64
 # Parts beyond one a sequence, in multiples of what the device runs at once: schedules of more are not looked at.
 WAVES = 2
@@ -23,24 +23,23 @@ WAVES = 2
 _BLOCK, _START, _MERGE = 8, 8, 8
 # Rows of parts, of 512 float32, that are written and read again by all programs together in a unit.
 _MERGED_ROWS = 128
-# What a thread of those that multiply may have in registers: of rows that it sums, of scores and of weights.
+# Register budget of a consumer's thread: for accumulators, scores and weights.
 _IN_REGISTERS = 176
-# Shared memory beside blocks: factors of rows, places of keys, what roles are told, and barriers, each from a multiple
-# of 1024 bytes on.
+# Shared memory beside the stages: factors of rows, rows of pages, work items, and barriers, each aligned to 1024 bytes.
 _BESIDE = 3072
-# Pieces of a row are no shorter than 32 bytes of it: those of 64 elements.
+# Pieces of a row have at least 32 bytes: of 64 elements that is as many pieces.
 _MOST_PIECES = 16
-# Programs that merge, as many on a multiprocessor: no more than run at once.
+# Programs of the combine kernel on an SM: no more than run at once.
 _MERGING = 16
-# What a second launch merges quickly enough.
+# More partial results take the combine kernel too long.
 MOST_SPLITS = 256
 
 
 @dataclass(frozen=True)
 class DeviceLimits:
-    """What a plan needs to know of a processor: multiprocessors, and the shared memory of a block in bytes."""
+    """What a plan needs to know of a GPU: its SMs, and the bytes of shared memory that a program may have."""
 
-    multiprocessors: int
+    cores: int
     shared_memory: int = 227 * 1024
 
 
@@ -53,8 +52,8 @@ class PrefillProblem:
 
     num_heads: int
     num_heads_kv: int
-    head_size: int
-    head_size_v: int
+    head_dim: int
+    head_dim_v: int
     tokens: int
     sequences: int
     max_seqlen_q: int
@@ -93,7 +92,7 @@ class DecodeProblem:
 
 @dataclass(frozen=True)
 class PrefillPlan(Plan):
-    """Tiles of ``block_m`` queries of a head walk their keys ``block_n`` at a time, ``num_stages`` blocks in flight."""
+    """Tiles of ``block_m`` queries of a head; their keys, ``block_n`` to a stage, ``num_stages`` in flight."""
 
     block_m: int
     block_n: int
@@ -105,12 +104,12 @@ class PrefillPlan(Plan):
         return blocks and 1 <= self.num_stages <= 4 and problem.num_heads % problem.num_heads_kv == 0
 
     def shared_memory(self, problem: PrefillProblem) -> int:
-        """Bytes of a block: a tile of q, blocks of keys and values, and what tells a program its work."""
-        keys = self.num_stages * self.block_n * (problem.head_size + problem.head_size_v)
-        return (self.block_m * problem.head_size + keys) * problem.bits // 8 + _BESIDE
+        """Bytes of a program: a tile of q, stages of keys and values, and what the scheduler tells of."""
+        keys = self.num_stages * self.block_n * (problem.head_dim + problem.head_dim_v)
+        return (self.block_m * problem.head_dim + keys) * problem.bits // 8 + _BESIDE
 
     def num_places(self, problem: PrefillProblem) -> int:
-        """Places of a head: as many tiles as sequences of any lengths can need.
+        """Places of a head in the schedule: as many tiles as sequences of any lengths can need.
 
         Two more are for rows behind the last sequence, and before the first where that begins too late.
         """
@@ -119,7 +118,7 @@ class PrefillPlan(Plan):
 
 @dataclass(frozen=True)
 class DecodeTiles(Plan):
-    """Tiles of ``block_m`` rows, packed query tokens x heads, walk a part of a sequence's keys ``block_n`` at a time.
+    """Tiles of ``block_m`` rows, packed query tokens x heads; a part of a sequence's keys, ``block_n`` to a stage.
 
     ``num_stages`` blocks are in flight. A grid has ``num_splits`` parts for each sequence and ``spare_parts`` for all
     of them, which those share that are cut further; neither depends on the batch or on lengths.
@@ -137,7 +136,7 @@ class DecodeTiles(Plan):
         return blocks and 1 <= self.num_stages <= 4 and 1 <= self.num_splits <= MOST_SPLITS and self.spare_parts >= 0
 
     def shared_memory(self, problem: DecodeProblem) -> int:
-        """Bytes of a block: a tile of q and its weights, blocks of keys, and what tells a program its work."""
+        """Bytes of a program: a tile of q and its weights, stages of keys, and what the scheduler tells of."""
         width = problem.dim_nope + problem.dim_rope
         held = (self.block_m + self.num_stages * self.block_n) * width + self.block_m * self.block_n
         return held * problem.bits // 8 + _BESIDE
@@ -162,11 +161,11 @@ def part_range(blocks: int, part: int, parts: int) -> tuple[int, int]:
 
 def get_splits(
     batch_size: int, num_heads: int, seqlen_q: int, avg_seqlen_k: int, block_size_h: int = 64, block_size_n: int = 128,
-    streaming_info: Sequence[int] | None = None, *, multiprocessors: int,
+    streaming_info: Sequence[int] | None = None, *, cores: int,
 ) -> int:  # fmt: skip
-    """The static rule: in how many parts keys are cut for two tiles a multiprocessor, a power of two, rounded down."""
+    """The static rule: in how many parts keys are cut for two tiles an SM, a power of two, rounded down."""
     natural = batch_size * seqlen_q * cdiv(num_heads, block_size_h)
-    target = 2 * multiprocessors
+    target = 2 * cores
     if natural >= target:
         return 1
     effective = avg_seqlen_k
@@ -181,10 +180,10 @@ def get_splits(
 def plan_prefill(problem: PrefillProblem, limits: DeviceLimits) -> PrefillPlan:
     """The largest blocks that fit: two tiles of 64 rows, one a consumer warpgroup, share the keys."""
     size = problem.bits // 8
-    queries = 128 * max(problem.head_size, problem.head_size_v) * size
+    queries = 128 * max(problem.head_dim, problem.head_dim_v) * size
     for block_n, num_stages in ((128, 2), (64, 2), (64, 1), (32, 1)):
-        keys = num_stages * block_n * (problem.head_size + problem.head_size_v) * size
-        held = problem.head_size_v // 2 + block_n // 2 + block_n // 4
+        keys = num_stages * block_n * (problem.head_dim + problem.head_dim_v) * size
+        held = problem.head_dim_v // 2 + block_n // 2 + block_n // 4
         if queries + keys + _BESIDE <= limits.shared_memory and held <= _IN_REGISTERS:
             return PrefillPlan(128, block_n, num_stages)
     return PrefillPlan(64, 32, 1)
@@ -203,30 +202,30 @@ def decode_tiles(
     if num_splits is not None:
         return DecodeTiles(_ROWS, block_n, num_stages, num_splits)
     alone = max_seqlen_k is not None and known(max_seqlen_k <= block_n)
-    spare = 0 if alone else WAVES * parts_at_once(rows, limits.multiprocessors)
+    spare = 0 if alone else WAVES * parts_at_once(rows, limits.cores)
     return DecodeTiles(_ROWS, block_n, num_stages, 1, spare)
 
 
 def plan_without_schedule(problem: DecodeProblem, limits: DeviceLimits) -> DecodeTiles:
-    """What a call without a plan is launched with: as many parts of every sequence, from shapes alone."""
+    """The plan of a call without one: as many parts of every sequence, from shapes alone."""
     tiles = decode_tiles(problem.rows, problem.dim_nope, problem.dim_rope, problem.capacity, limits, 1, problem.bits)
     blocks = max(1, cdiv(problem.capacity, tiles.block_n))
     places = problem.sequences * tiles.row_tiles(problem.rows)
 
     def cost(splits: int) -> int:
-        rounds = cdiv(places * splits, limits.multiprocessors)
+        rounds = cdiv(places * splits, limits.cores)
         parts = splits * problem.sequences if splits > 1 else 0
         each = part_cost(cdiv(blocks, splits), merge_cost(problem.rows) if splits > 1 else 0)
         return rounds * int(each) + int(merging_cost(parts, problem.rows))
 
-    most = min(blocks, parts_at_once(problem.rows, limits.multiprocessors), MOST_SPLITS)
+    most = min(blocks, parts_at_once(problem.rows, limits.cores), MOST_SPLITS)
     splits = min(range(1, most + 1), key=cost)
     return DecodeTiles(tiles.block_m, tiles.block_n, tiles.num_stages, splits)
 
 
-def parts_at_once(rows: int, multiprocessors: int) -> int:
-    """Parts that run at once: one tile of rows fills a multiprocessor's shared memory."""
-    return max(1, multiprocessors // max(1, cdiv(rows, _ROWS)))
+def parts_at_once(rows: int, cores: int) -> int:
+    """Parts that run at once: one tile of rows fills an SM's shared memory."""
+    return max(1, cores // max(1, cdiv(rows, _ROWS)))
 
 
 def part_cost(blocks: Any, merge: Any) -> Any:
@@ -235,28 +234,28 @@ def part_cost(blocks: Any, merge: Any) -> Any:
 
 
 def merge_cost(rows: int) -> int:
-    """Of a part that is not alone, beside its own cost: its rows are written in float32."""
+    """Cost of writing a partial result, in float32."""
     return max(1, cdiv(_MERGE * min(rows, _ROWS), _ROWS))
 
 
 def merging_cost(parts: Any, rows: int) -> Any:
-    """Of all parts that are not alone, beside their own costs: what they wrote is read again, by another launch."""
+    """Cost of the combine kernel, which reads all partial results."""
     return parts * rows // _MERGED_ROWS
 
 
-def merge_grid(sequences: int, rows: int, tiles: DecodeTiles, multiprocessors: int) -> tuple[int, int]:
-    """Of the launch that merges: rows of a program, one after the other, and pieces of a row.
+def merge_grid(sequences: int, rows: int, tiles: DecodeTiles, cores: int) -> tuple[int, int]:
+    """Of the combine kernel: rows of a program, one after the other, and pieces of a row.
 
-    A thread has one load of each of 8 parts on its way, so that a row of more is cut into pieces, with a group of
-    threads for each 8 parts. Where most rows have nothing to merge, programs are to be few.
+    A thread has loads of 8 parts in flight, so that a row of more parts is cut into pieces, with a group of threads for
+    each 8. Where most rows have nothing to combine, programs are to be few.
     """
-    parts = parts_at_once(rows, multiprocessors) // sequences if tiles.spare_parts else tiles.num_splits
+    parts = parts_at_once(rows, cores) // sequences if tiles.spare_parts else tiles.num_splits
     pieces = min(_MOST_PIECES, 1 << max(0, (parts // 8).bit_length() - 1))
-    return max(1, cdiv(sequences * rows * pieces, _MERGING * multiprocessors)), pieces
+    return max(1, cdiv(sequences * rows * pieces, _MERGING * cores)), pieces
 
 
 def _keys_in_flight(dim_nope: int, dim_rope: int, limits: DeviceLimits, bits: int) -> tuple[int, int]:
-    """Keys of a block, and blocks in shared memory beside a tile of q and its weights."""
+    """Keys of a stage, and stages in shared memory beside a tile of q and its weights."""
     width = (dim_nope + dim_rope) * bits // 8
     for block_n, num_stages in ((64, 2), (32, 2), (32, 1)):
         if (_ROWS + num_stages * block_n) * width + _ROWS * block_n * bits // 8 + _BESIDE <= limits.shared_memory:

@@ -1,4 +1,4 @@
-"""How a ragged batch is cut over the multiprocessors, by torch operations on the device: nothing waits for it."""
+"""The split-KV schedule of a ragged batch, by torch operations on the device and without a host sync."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def cut(
     """first_part and order of a plan; at most ``tiles.num_parts`` parts in all.
 
     Every sequence is cut in parts of at most ``share`` blocks. Of the shares that cut the longest sequence in 1, 2, ...
-    ``at_once`` parts, that is taken whose schedule ends first where the parts, the longest first, are dealt out to so
-    many places, to and fro, as the kernel does.
+    ``at_once`` parts, that is taken whose schedule ends first where the parts, the longest first, are assigned to so
+    many programs in snake order, as the kernel does.
     """
     sequences = seqlens_k.shape[0]
     device = seqlens_k.device

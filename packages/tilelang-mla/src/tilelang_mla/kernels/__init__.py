@@ -1,1 +1,1 @@
-"""The kernels: device code in TileLang, and nothing else. Each file's functions build one for given constants."""
+"""Device code in TileLang, and nothing else: functions that build a kernel for given constants, and its macros."""

@@ -1,7 +1,7 @@
-"""The kernels' text as C, for one thread in float32: it tells of indices, masks, pages, parts and clamps without a GPU.
+"""The kernels in TileLang's C target, one thread in float32: indices, masks, pages, parts and clamps without a GPU.
 
-TileLang's language is respelled to what its C target has. What comes of it has no races, no copy engine, no rounding to
-16 bits and no roles, whose steps follow each other in one loop. It is slow: for tests and the demo.
+TileLang's language is mapped to what its C target has: no races, no TMA, no rounding to 16 bits, and no roles, whose
+steps follow each other in one loop. It is slow: for tests and the demo.
 """
 
 from functools import lru_cache
@@ -37,7 +37,7 @@ def _product(a, b, c, first, rows, columns, depth, transposed, clear):
 
 
 class _Language:
-    """One thread, and arrays of its own for all that warps would share."""
+    """One thread, with local arrays for shared memory and fragments."""
 
     bfloat16 = float16 = tl.float32
 
@@ -52,7 +52,7 @@ class _Language:
 
     @staticmethod
     def StridedTensor(shape, strides, dtype):
-        # What wraps C passes no strides.
+        # The C target's wrapper passes no strides.
         return tl.Tensor(shape, dtype)
 
     @staticmethod

@@ -1,15 +1,15 @@
-"""What both attentions have: the sizes of a warpgroup, and what their softmax starts from and ends with."""
+"""What both attentions share: the sizes of a warpgroup, and constants and functions of the softmax."""
 
 from typing import Any
 
-# Rows of a warpgroup's matrix product, its threads, and those of a warp.
+# Rows of a WGMMA, threads of a warpgroup, and of a warp.
 ROWS = 64
 GROUP = 128
 WARP = 32
 # A finite floor of the running maximum: a row that has seen nothing yet makes no NaN of two infinities.
 FLOOR = -1e30
-# How far scores, as powers of two, may be above what is subtracted from them before what was summed is brought to a new
-# maximum: weights of up to 256 are as near as those of up to 1, and sums are multiplied a few times a walk at most.
+# How far scores, as powers of two, may be above the running maximum before it moves and accumulators are rescaled:
+# weights of up to 256 are as accurate as those of up to 1, and a rescale becomes rare.
 HEADROOM = 8.0
 LN_2 = 0.6931471805599453
 
@@ -27,10 +27,10 @@ def row_owners(T: Any, rows: int) -> Any:
     return T.Fragment((rows,), forward_fn=owner, replicate=4)
 
 
-def log_of_sum(T: Any, top: Any, total: Any, unit: float = 1.0) -> Any:
-    """The logarithm of total x 2 to the top: of 2, or with ``unit`` ln 2 the natural one.
+def log_of_sum(T: Any, running_max: Any, row_sum: Any, unit: float = 1.0) -> Any:
+    """The logarithm of row_sum * 2 ** running_max: of 2, or with ``unit`` ln 2 the natural one.
 
-    By way of float64, since the quick one is off by more than the rounding of what comes of it.
+    In float64: the approximate one is off by more than the rounding of the result.
     """
-    log_of = T.cast(top, T.float64) + T.log2(T.cast(total, T.float64))
+    log_of = T.cast(running_max, T.float64) + T.log2(T.cast(row_sum, T.float64))
     return T.cast(log_of * T.float64(unit), T.float32)

@@ -12,5 +12,5 @@ _DTYPES = {torch.bfloat16: T.bfloat16, torch.float16: T.float16}
 
 
 def text_of(name: str, dtype: torch.dtype, **constants: Any) -> Any:
-    """A kernel as TileLang has it before it is compiled."""
+    """A kernel traced by TileLang, not compiled yet."""
     return _BUILDERS[name](T, dtype=_DTYPES[dtype], **constants)

@@ -1,4 +1,4 @@
-"""The combine kernel of split-KV decoding: it merges the partial results of a row's parts.
+"""The combine kernel of split-KV decoding.
 
 A program merges one of ``pieces`` pieces, a power of two, of each of ``rows_each`` rows. Its threads are in as many
 groups, which take turns at the parts: the more parts there are, the fewer elements a program should have.
@@ -10,7 +10,7 @@ from tilelang.language import macro
 
 from tilelang_mla.kernels.common import FLOOR, LN_2, WARP, log_of_sum
 
-# Parts that a thread has on their way at once, and elements of a row that it merges.
+# Parts that a thread loads at once, and elements of a row that it combines.
 _AT_ONCE, _MERGED = 8, 4
 
 
@@ -77,7 +77,7 @@ def merge(T: Any, *, dim_nope: int, dtype: Any, serial: bool = False) -> Any:
             own_first = T.alloc_var(T.int32, init=i_b * num_splits)
             own_parts = T.alloc_var(T.int32, init=num_splits)
             if scheduled != 0:
-                # As where parts are found.
+                # As where a part is found.
                 own_first = T.max(T.min(first_part[i_b], room), 0)
                 own_parts = T.max(T.min(first_part[i_b + 1], room), 0) - own_first
             if own_parts > 1:
@@ -160,7 +160,7 @@ def merge_elements(T, row, registers, begin, group, groups):
                 for j in T.vectorized(_MERGED):
                     loaded[s * _MERGED + j] = row.parts[row.first_part + i_part, row.row, begin + j]
         for s in T.unroll(_AT_ONCE):
-            # What a part that saw nothing holds does not count, whatever it is.
+            # A part that saw nothing has written nothing that counts, NaN perhaps.
             if weights[s] == -T.infinity(T.float32):
                 for j in T.unroll(_MERGED):
                     loaded[s * _MERGED + j] = T.cast(0, T.float32)

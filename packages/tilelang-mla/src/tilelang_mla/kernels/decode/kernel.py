@@ -1,4 +1,20 @@
-"""The decoding kernel: its tensors, its memory, and which warpgroup has which role."""
+"""The decoding kernel: its tensors, its memory, and which warpgroup has which role.
+
+A work item is a tile of 64 rows, packed query tokens x heads, of a sequence and a part of its keys. Under a schedule
+the kernel is persistent: a program takes one item after the other; without, it has one. Three warpgroups have a role
+each:
+
+========  ====================================================================================================
+producer  finds what an item is, loads q, and key blocks to shared memory, a ring buffer of ``num_stages`` of them;
+          the first keys of an item are loaded while the other two still finish the one before
+score     multiplies q by the keys, makes the weights, shares them, and multiplies the left half of the latents
+value     multiplies the right half of the latents by these weights
+========  ====================================================================================================
+
+A block is kept as left half, right half and rope, so that each is freed as soon as its reader is done. Lengths, batch,
+heads, tokens, pages, scale and parts are not specialised on: one compiled kernel serves all of them. ``T`` is
+TileLang's language, handed in, so that tests may hand in one for machines without warpgroups (``serial``).
+"""
 
 from typing import Any
 
@@ -25,9 +41,9 @@ def attend(
     T: Any, *, dim_nope: int, dim_rope: int, dtype: Any, block_n: int, num_stages: int, gather: bool,
     serial: bool = False,
 ) -> Any:  # fmt: skip
-    """The kernel of parts.
+    """The kernel.
 
-    gather: rows of a block may lie in many pages and are copied one by one; else a block is one piece of a page of a
+    gather: rows of a block may lie in many pages and are loaded one by one; else a block is one piece of a page of a
     multiple of ``block_n`` tokens. A page that the pool does not have reads as zeros either way. The kernel's
     ``scale`` is that of a softmax of powers of two, and above 0.
     """
@@ -62,7 +78,7 @@ def attend(
         num_programs: T.int32,
     ):
         with T.Kernel(num_programs, threads=1 if serial else 3 * GROUP) as i_program:
-            # Arguments are checked for it: rows may be read in lines of 16 bytes.
+            # As arguments.py checks: rows may be read in vectors of 16 bytes.
             T.assume(kv_page % 8 == 0)
             T.assume(kv_row % 8 == 0)
             memory = Memory(*alloc_memory(T, S))
@@ -83,7 +99,7 @@ def attend(
             if serial:
                 attend_serially(T, S, launch, inputs, outputs, memory, s, acc_l, acc_r)
             else:
-                # The merge kernel may be brought up; it waits for the end of this one by itself.
+                # The combine kernel may start; it waits for the end of this one itself.
                 T.pdl_trigger()
                 barriers = Barriers(*alloc_barriers(T, S))
                 with T.ws(_PRODUCER):

@@ -1,7 +1,7 @@
 """The tile scheduler of decoding: which parts a program takes, and what a part is.
 
-A schedule's places are (part, tile of rows), the parts in falling order of their cost; without a schedule each
-sequence has ``num_splits`` parts, in order.
+The work items of a schedule are (part, tile of rows), heaviest parts first; without a schedule each sequence has
+``num_splits`` parts, in order.
 """
 
 from typing import Any, NamedTuple

@@ -15,8 +15,8 @@ HEAD, ROW, ROWS_HERE, KEYS, UNMASKED, STEPS = 0, 1, 2, 3, 4, 5
 class Sizes(NamedTuple):
     """What the kernel is compiled for."""
 
-    head_size: int
-    head_size_v: int
+    head_dim: int
+    head_dim_v: int
     dtype: Any
     block_m: int
     block_n: int
@@ -93,9 +93,9 @@ class Tile(NamedTuple):
 
 @macro
 def alloc_memory(T, S):
-    q_shared = T.alloc_shared((S.block_m, S.head_size), S.dtype)
-    k_shared = T.alloc_shared((S.num_stages, S.block_n, S.head_size), S.dtype)
-    v_shared = T.alloc_shared((S.num_stages, S.block_n, S.head_size_v), S.dtype)
+    q_shared = T.alloc_shared((S.block_m, S.head_dim), S.dtype)
+    k_shared = T.alloc_shared((S.num_stages, S.block_n, S.head_dim), S.dtype)
+    v_shared = T.alloc_shared((S.num_stages, S.block_n, S.head_dim_v), S.dtype)
     found = T.alloc_shared((5,), T.int32)
     told = T.alloc_shared((6,), T.int32)
     return q_shared, k_shared, v_shared, found, told

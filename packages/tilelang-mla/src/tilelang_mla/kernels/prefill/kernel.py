@@ -30,11 +30,11 @@ _CONSUMER, _PRODUCER = {1: 240, 2: 224}, 56
 
 
 def attend(
-    T: Any, *, head_size: int, head_size_v: int, dtype: Any, block_m: int, block_n: int, num_stages: int,
+    T: Any, *, head_dim: int, head_dim_v: int, dtype: Any, block_m: int, block_n: int, num_stages: int,
     serial: bool = False,
 ) -> Any:  # fmt: skip
     """The kernel. ``scale`` is that of a softmax of powers of two, and above 0."""
-    S = Sizes(head_size, head_size_v, dtype, block_m, block_n, num_stages)
+    S = Sizes(head_dim, head_dim_v, dtype, block_m, block_n, num_stages)
     tokens, heads, tokens_k, heads_kv, bounds = (
         T.dynamic(name) for name in ("tokens", "heads", "tokens_k", "heads_kv", "bounds")
     )
@@ -45,12 +45,12 @@ def attend(
 
     @T.prim_func
     def attend_prefill(
-        q: T.StridedTensor((tokens, heads, head_size), (q_token, q_head, 1), dtype),
-        k: T.StridedTensor((tokens_k, heads_kv, head_size), (k_token, k_head, 1), dtype),
-        v: T.StridedTensor((tokens_k, heads_kv, head_size_v), (v_token, v_head, 1), dtype),
+        q: T.StridedTensor((tokens, heads, head_dim), (q_token, q_head, 1), dtype),
+        k: T.StridedTensor((tokens_k, heads_kv, head_dim), (k_token, k_head, 1), dtype),
+        v: T.StridedTensor((tokens_k, heads_kv, head_dim_v), (v_token, v_head, 1), dtype),
         cu_seqlens_q: T.Tensor((bounds,), T.int32),
         cu_seqlens_k: T.Tensor((bounds,), T.int32),
-        out: T.StridedTensor((tokens, heads, head_size_v), (out_token, out_head, 1), dtype),
+        out: T.StridedTensor((tokens, heads, head_dim_v), (out_token, out_head, 1), dtype),
         lse: T.StridedTensor((lse_heads, lse_tokens), (s_lse_head, s_lse_token), T.float32),
         taken: T.Tensor((1,), T.int32),
         scale: T.float32,
@@ -60,12 +60,12 @@ def attend(
         num_programs: T.int32,
     ):
         with T.Kernel(num_programs, threads=1 if serial else S.consumers + GROUP) as i_program:
-            # Arguments are made such: rows may be written in lines of 16 bytes.
+            # As launch.py prepares them: rows may be written in vectors of 16 bytes.
             T.assume(out_token % 8 == 0)
             T.assume(out_head % 8 == 0)
             memory = Memory(*alloc_memory(T, S))
             s = Softmax(*alloc_softmax(T, S))
-            acc = T.alloc_fragment((block_m, head_size_v), T.float32)
+            acc = T.alloc_fragment((block_m, head_dim_v), T.float32)
             if not serial:
                 T.annotate_layout({s.partial_sum: T.Fragment((block_m, COLUMNS), forward_fn=owner_of_sum)})
             thread = T.get_thread_binding()

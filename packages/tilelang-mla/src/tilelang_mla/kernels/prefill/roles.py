@@ -87,7 +87,7 @@ def load_tile(T, S, inputs, memory, barriers, tile, k_begin, past, lane):
             # Behind the first keys, which the tile before does not keep from coming.
             T.barrier_wait(barriers.q_empty, past.turn % 2 ^ 1)
             T.tma_copy(
-                q[tile.first_row : tile.first_row + S.block_m, tile.head, 0 : S.head_size], memory.q,
+                q[tile.first_row : tile.first_row + S.block_m, tile.head, 0 : S.head_dim], memory.q,
                 barrier=barriers.q_full,
             )  # fmt: skip
             tell(memory.told, lane, *tile)
@@ -100,7 +100,7 @@ def load_tile(T, S, inputs, memory, barriers, tile, k_begin, past, lane):
         row = T.alloc_var(T.int32, init=k_begin + step * S.block_n)
         T.barrier_wait(barriers.v_empty[stage], (past.done + step) // S.num_stages % 2 ^ 1)
         T.tma_copy(
-            v[row : row + S.block_n, i_head_kv, 0 : S.head_size_v], memory.v[stage, :, :],
+            v[row : row + S.block_n, i_head_kv, 0 : S.head_dim_v], memory.v[stage, :, :],
             barrier=barriers.v_full[stage],
         )  # fmt: skip
         arrive(T, barriers.v_full, stage, lane)
@@ -115,7 +115,7 @@ def load_keys(T, S, k, memory, barriers, i_block, row, i_head_kv, lane):
     stage = i_block % S.num_stages
     T.barrier_wait(barriers.k_empty[stage], i_block // S.num_stages % 2 ^ 1)
     T.tma_copy(
-        k[row : row + S.block_n, i_head_kv, 0 : S.head_size], memory.k[stage, :, :], barrier=barriers.k_full[stage]
+        k[row : row + S.block_n, i_head_kv, 0 : S.head_dim], memory.k[stage, :, :], barrier=barriers.k_full[stage]
     )
     arrive(T, barriers.k_full, stage, lane)
 

@@ -35,14 +35,14 @@ def attend_tile(T, S, launch, inputs, memory, s, acc, tile, k_begin):
     group = T.truncdiv(q.shape[1], v.shape[1])
     i_head_kv = T.alloc_var(T.int32, init=T.truncdiv(tile.head, group))
     begin_rows(T, s, acc, tile.unmasked, tile.num_keys, launch.causal)
-    for i, j in T.Parallel(S.block_m, S.head_size):
+    for i, j in T.Parallel(S.block_m, S.head_dim):
         memory.q[i, j] = T.if_then_else(i < tile.rows, q[tile.first_row + i, tile.head, j], 0)
     for step in T.serial(tile.steps):
         stage = step % S.num_stages
         row = T.alloc_var(T.int32, init=k_begin + step * S.block_n)
-        for i, j in T.Parallel(S.block_n, S.head_size):
+        for i, j in T.Parallel(S.block_n, S.head_dim):
             memory.k[stage, i, j] = k[row + i, i_head_kv, j]
-        for i, j in T.Parallel(S.block_n, S.head_size_v):
+        for i, j in T.Parallel(S.block_n, S.head_dim_v):
             memory.v[stage, i, j] = v[row + i, i_head_kv, j]
         T.gemm(memory.q, memory.k[stage, :, :], s.scores, transpose_B=True, clear_accum=True)
         mask(T, s, step * S.block_n, tile.unmasked)

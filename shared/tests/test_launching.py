@@ -281,6 +281,7 @@ def test_the_first_tensors_travel_as_descriptors_and_the_short_way_gets_new_ones
     made(one.view(8, 64), two.view(64, 8), None, pointer, None)
     made(two.view(8, 64), one.view(64, 8), None, pointer[8:], None)
     made(two.view(8, 64), one.view(64, 8), None, pointer[1:], None)
+    assert made.arguments(one, two, None, pointer, None) == (one, two, None, pointer, None, 7)
     assert [way for way, _, _ in kernel.started] == ["whole", "short", "whole"]
     for (way, given, _), (first, second) in zip(kernel.started, [(one, two), (two, one), (two, one)], strict=True):
         assert [one.base.data_ptr() for one in given[:2]] == [first.data_ptr(), second.data_ptr()]

@@ -30,7 +30,7 @@ from prefix_prefill.plan import DeviceLimits, plan_prefill
 
 pytestmark = pytest.mark.codegen
 
-# As launch.device_limits reads them: multiprocessors, shared memory of a program.
+# As launch.device_limits reads them: SMs, shared memory of a program.
 LIMITS = {
     "sm_80": DeviceLimits(108, 166912),
     "sm_90": DeviceLimits(132, 232448, hopper=True),
@@ -139,15 +139,15 @@ def specs(target: str) -> Iterator[KernelSpec]:
         yield from (spec for spec in specs if spec.kernel.endswith("hopper.kernel:attend"))
 
     yield from hopper("128", LLAMA, new_kv=True, page=64)
-    yield from hopper("64 apart with a window, sinks, lse", GPT_OSS, new_kv=True, lse=True, out_dtype=E4M3)
+    yield from hopper("64, new keys, a window, sinks, lse", GPT_OSS, new_kv=True, lse=True, out_dtype=E4M3)
     yield from hopper("64 rows, split", LLAMA, rows=64, longest=1, splits=4)
     yield from hopper("96 in float16, capped", replace(LLAMA, head_dim=96), dtype=FP16, page=544, softcap=30.0)
-    yield from hopper("192 apart", replace(LLAMA, head_dim=192), new_kv=True)
+    yield from hopper("192, new keys", replace(LLAMA, head_dim=192), new_kv=True)
     yield from hopper("256 with slopes", WIDE, page_layout="HND", page=64, alibi=True)
     yield from hopper("8-bit cache", LLAMA, cache_dtype=E4M3, scales="heads", splits=2)
     yield from hopper("8-bit cache with a window and sinks", GPT_OSS, cache_dtype=E5M2, page=64, lse=True)
     yield from hopper("8-bit cache, decoding", LLAMA, cache_dtype=E4M3, rows=64, longest=1)
-    yield from hopper("8-bit cache, apart", LLAMA, cache_dtype=E4M3, scales="heads", new_kv=True)
+    yield from hopper("8-bit cache, new keys", LLAMA, cache_dtype=E4M3, scales="heads", new_kv=True)
 
 
 @pytest.fixture(scope="module")

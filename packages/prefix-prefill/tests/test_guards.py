@@ -48,7 +48,7 @@ def on_hopper_or_skip(plan: PrefillPlan, device: torch.device) -> None:
 
 # Every kernel and every branch: rows, keys, splits; where new tokens are; each kind of scale and of score.
 SMALL: dict[str, tuple[PrefillPlan, dict[str, Any]]] = {
-    "apart": (portable(), {}),
+    "new keys": (portable(), {}),
     "cached, split": (portable(num_splits=3), {"cached": True, "sinks": True}),
     "a window, 32 x 32": (portable(32, 32), {"window": (5, -1), "dtype": FP16, "page_layout": "HND"}),
     "64 x 64, x-packed": (portable(64, 64, 1, 2), {"page_layout": "x-packed", "softcap": 3.0, "page": 24}),
@@ -126,15 +126,15 @@ EVERY_WALK = {
     "one pass": portable(), "split": portable(num_splits=2),
     "on Hopper": hopper(), "on Hopper, 64 rows, split": hopper(64, 128, 3),
 }  # fmt: skip
-every_walk = pytest.mark.parametrize(
+every_kernel = pytest.mark.parametrize(
     "plan", [pytest.param(p, id=name, marks=[gpu] if p.hopper else []) for name, p in EVERY_WALK.items()]
 )
-# Such as every walk takes.
+# Such as every kernel takes.
 SHAPE = {"heads": (2, 1), "head_dim": 16}
 
 
 @sanitize
-@every_walk
+@every_kernel
 def test_rows_of_padding_are_zero_and_those_of_decoding_left_where_that_is_asked_for(tensors, kernels, plan) -> None:
     on_hopper_or_skip(plan, tensors.device)
     lengths = [(20, 1), (0, 1), (9, 3), (0, 0), (40, 1)]
@@ -149,7 +149,7 @@ IMPOSSIBLE = [-1, 0, 2, 2**31 - 1, -(2**31)]
 
 
 @sanitize
-@every_walk
+@every_kernel
 @pytest.mark.parametrize("cached", [False, True], ids=["new keys", "cached"])
 def test_rows_of_impossible_lengths_are_zero(tensors, kernels, plan, cached) -> None:
     """Fewer tokens than are new, or more than a row of the table has room for; the neighbours are as ever."""
@@ -167,7 +167,7 @@ def test_rows_of_impossible_lengths_are_zero(tensors, kernels, plan, cached) -> 
 
 
 @sanitize
-@every_walk
+@every_kernel
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_pages_past_the_pool_and_below_it_read_as_zeros(tensors, kernels, plan, layout) -> None:
     on_hopper_or_skip(plan, tensors.device)
@@ -185,7 +185,7 @@ def test_pages_past_the_pool_and_below_it_read_as_zeros(tensors, kernels, plan, 
 
 
 @sanitize
-@every_walk
+@every_kernel
 @pytest.mark.parametrize(
     ("cu", "rows"),
     [([0, 40, 2**31 - 1], 45), ([0, 45, 90, 200], 45), ([-7, 30, 45], 45), ([-9, -5, -1], 20), ([25, 40, 45], 60)],
@@ -216,7 +216,7 @@ def test_impossible_bounds_are_clamped_and_the_rows_of_none_are_zero(tensors, ke
 
 
 @sanitize
-@every_walk
+@every_kernel
 @pytest.mark.parametrize("cached", [False, True], ids=["new keys", "cached"])
 @pytest.mark.parametrize("cu", [[0, 50, 10, 60], [60, 0, 35, 7], [0, 2**31 - 1, -(2**31), 60]], ids=str)
 def test_falling_bounds_touch_nothing_outside(tensors, kernels, cu, plan, cached) -> None:
@@ -252,7 +252,7 @@ FAR = {
     "one pass": portable(), "split": portable(num_splits=2), "on Hopper": hopper(64, 64),
     "on Hopper, split": hopper(64, 64, 2),
 }  # fmt: skip
-far_walk = pytest.mark.parametrize(
+far_kernels = pytest.mark.parametrize(
     "plan", [pytest.param(p, id=name, marks=[gpu] if p.hopper else []) for name, p in FAR.items()]
 )
 # The tensors of a call that have dimensions to be far apart: q, k, v, the caches, scales, out and lse.
@@ -274,11 +274,11 @@ def far_calls(tensors, plan: PrefillPlan, **options: Any) -> tuple[Callable[...,
     return call, [None if tensor is None else tensor.clone() for tensor in batch.tensors]
 
 
-@far_walk
+@far_kernels
 @pytest.mark.parametrize("dims", [
     {Q: 0, K: 0, V: 0, OUT: 0, LSE: 1}, {Q: 1, K: 1, V: 1, OUT: 1, LSE: 0}, {Q: 2, OUT: 2},
     {K_CACHE: 0, V_CACHE: 0, TABLE: 0}, {K_CACHE: 1, V_CACHE: 1}, {K_CACHE: 2, V_CACHE: 2}, {K_SCALE: 0, V_SCALE: 0},
-], ids=["rows", "heads", "elements", "pages", "places", "heads of pages", "scales of heads"])  # fmt: skip
+], ids=["rows", "heads", "elements", "pages", "tokens of pages", "heads of pages", "scales of heads"])  # fmt: skip
 def test_kernels_follow_dimensions_more_than_2_to_the_31_elements_apart(tensors, plan, dims) -> None:
     on_hopper_or_skip(plan, tensors.device)
     options = {"cache_dtype": E4M3, "k_scale": "heads", "v_scale": "heads"} if K_SCALE in dims else {}
@@ -300,7 +300,7 @@ def test_kernels_follow_elements_whose_last_is_more_than_2_to_the_31_elements_of
     check_far_apart(*far_calls(tensors, portable(), page_layout=layout), dims)
 
 
-@pytest.mark.parametrize("dim", [0, 1, 2], ids=["pages", "places", "heads"])
+@pytest.mark.parametrize("dim", [0, 1, 2], ids=["pages", "tokens", "heads"])
 def test_kernels_follow_scales_more_than_2_to_the_31_elements_apart(tensors, dim) -> None:
     # Four bytes each: 16 GiB of addresses.
     options = {"cache_dtype": E4M3, "k_scale": "tokens", "v_scale": "tokens"}
@@ -422,8 +422,8 @@ def test_no_rows_launch_nothing(monkeypatch) -> None:
     assert not grids.grids
 
 
-def test_a_launch_has_a_place_for_every_tile_kv_head_and_split_and_no_more_than_two_to_spare(monkeypatch) -> None:
-    """The grid does not grow with the longest sequence: tiles past a sequence's end would walk its prefix in vain."""
+def test_a_launch_has_a_slot_for_every_tile_kv_head_and_split_and_no_more_than_two_to_spare(monkeypatch) -> None:
+    """The grid does not grow with the longest sequence: tiles past a sequence's end would load its prefix in vain."""
     grids = Grids(monkeypatch)
     for rows, sequences, splits in ((1, 1, 1), (2079, 32, 1), (2079, 32, 3), (32, 32, 7)):
         for plan in (portable(16, 16, splits), hopper(128, 128, splits)):
@@ -432,7 +432,7 @@ def test_a_launch_has_a_place_for_every_tile_kv_head_and_split_and_no_more_than_
             assert place[0] == (rows // (plan.block_m // 4) + sequences + 2) * 2 * splits
 
 
-# Where tiles stand, and which keys they walk: the arithmetic of kernels/schedule.py, in Python and on the device
+# Where tiles stand, and which keys they take: the arithmetic of kernels/schedule.py, in Python and on the device
 
 
 def located(cu: Sequence[int], rows: int, tokens: int, slot: int) -> tuple[int, int, int, int]:
@@ -535,7 +535,7 @@ def all_bounds() -> Iterator[tuple[list[int], int]]:
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-def test_the_device_finds_the_places_that_python_does(device: torch.device, dtype: torch.dtype) -> None:
+def test_the_device_finds_the_slots_that_python_does(device: torch.device, dtype: torch.dtype) -> None:
     for cu, rows in all_bounds():
         for tokens in (5, 32):
             places = slots_of(rows, len(cu) - 1, tokens)
@@ -565,8 +565,8 @@ def tabulate_keys(
 
 
 @pytest.mark.parametrize("splits", [1, 2, 7])
-def test_a_tile_walks_the_keys_that_its_rows_see_and_each_split_its_share(device: torch.device, splits: int) -> None:
-    """Behind a window the walk is as long whatever the context: 8 times too long at 32k otherwise."""
+def test_a_tile_takes_the_keys_that_its_rows_see_and_each_split_its_share(device: torch.device, splits: int) -> None:
+    """A window bounds the main loop whatever the context: it would be 8 times too long at 32k."""
     tokens, block_n, most = 8, 16, 2**31 - 1
     for context, q_len, (left, right) in itertools.product(
         (0, 5, 100_000), (1, 8, 21), ((-1, -1), (-1, 0), (0, 0), (20, 0), (most, 0), (9, 4), (3, -1), (-1, most))
@@ -581,8 +581,8 @@ def test_a_tile_walks_the_keys_that_its_rows_see_and_each_split_its_share(device
             first, last = context + i_tile * tokens, context + min((i_tile + 1) * tokens, q_len) - 1
             assert low == (max(first - left, 0) if left >= 0 else 0)
             assert high == (min(last + right + 1, length) if right >= 0 else length)
-            walked = [tile for begin, end in zip(shares[::2], shares[1::2], strict=True) for tile in range(begin, end)]
-            assert walked == [*range(cdiv(high, block_n) - low // block_n)], (context, q_len, left, right)
+            taken = [tile for begin, end in zip(shares[::2], shares[1::2], strict=True) for tile in range(begin, end)]
+            assert taken == [*range(cdiv(high, block_n) - low // block_n)], (context, q_len, left, right)
 
 
 def test_tiles_are_as_full_as_heads_allow() -> None:

@@ -20,7 +20,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # Less than a box, than a tile, several tiles, none, decoding.
 LENGTHS = [(30, 5), (3, 0), (0, 40), (200, 1), (128, 9)]
-# More tiles of cached keys than twice the places for them, and new ones after them.
+# More tiles of cached keys than two rings have stages, and new ones after them.
 LONG = [(600, 70)]
 
 
@@ -45,10 +45,10 @@ def plan(block_m: int = 128, block_n: int = 128, num_splits: int = 1, num_stages
 
 CASES: dict[str, tuple[PrefillPlan, dict[str, Any]]] = {
     "pages of 16": (plan(), {"heads": (8, 2), "head_dim": 128, "cached": True}),
-    "pages of 64, apart": (plan(), {"heads": (8, 2), "head_dim": 128, "page": 64}),
-    "one warpgroup": (plan(64), {"heads": (4, 1), "head_dim": 64, "dtype": FP16, "page": 544}),
+    "pages of 64, new keys": (plan(), {"heads": (8, 2), "head_dim": 128, "page": 64}),
+    "one consumer": (plan(64), {"heads": (4, 1), "head_dim": 64, "dtype": FP16, "page": 544}),
     "narrow tiles": (plan(128, 64, 1, 3), {"heads": (3, 1), "head_dim": 64, "page_layout": "HND", "page": 48}),
-    "in parts": (plan(128, 64, 3), {"heads": (6, 2), "head_dim": 64, "sinks": True}),
+    "split": (plan(128, 64, 3), {"heads": (6, 2), "head_dim": 64, "sinks": True}),
     "a window": (plan(), {"heads": (8, 1), "head_dim": 64, "window": (50, -1), "sinks": True}),
     "a window, cached": (plan(64, 64), {"heads": (7, 1), "head_dim": 64, "window": (31, -1), "cached": True}),
     "not causal": (plan(64, 64), {"heads": (4, 2), "head_dim": 64, "causal": False, "window": (40, 7)}),
@@ -61,18 +61,18 @@ CASES: dict[str, tuple[PrefillPlan, dict[str, Any]]] = {
                                      "k_scale": "number", "v_scale": "number"}),
     "8 bits, wide tiles": (plan(), {"heads": (8, 2), "head_dim": 128, "cache_dtype": E4M3, "cached": True,
                                     "k_scale": -0.5, "v_scale": "heads", "page": 64}),
-    "8 bits, in parts": (plan(64, 128, 3), {"heads": (4, 2), "head_dim": 64, "cache_dtype": E5M2, "cached": True,
+    "8 bits, split": (plan(64, 128, 3), {"heads": (4, 2), "head_dim": 64, "cache_dtype": E5M2, "cached": True,
                                             "window": (90, -1), "sinks": True, "softcap": 8.0, "v_scale": "number"}),
-    "8 bits, apart": (plan(128, 64, 1, 3), {"heads": (4, 2), "head_dim": 64, "cache_dtype": E4M3, "window": (90, -1),
+    "8 bits, new keys": (plan(128, 64, 1, 3), {"heads": (4, 2), "head_dim": 64, "cache_dtype": E4M3, "window": (90, -1),
                                             "k_scale": "heads", "v_scale": "heads"}),
-    "8 bits, one warpgroup": (plan(64, 64, 2), {"heads": (4, 2), "head_dim": 64, "cache_dtype": E5M2, "dtype": FP16,
+    "8 bits, one consumer": (plan(64, 64, 2), {"heads": (4, 2), "head_dim": 64, "cache_dtype": E5M2, "dtype": FP16,
                                                 "k_scale": "tensor", "v_scale": "tensor"}),
     "an output of 8 bits": (plan(64), {"heads": (4, 2), "head_dim": 64, "out_scale": 0.25}),
     "a scale of zero": (plan(), {"heads": (4, 2), "head_dim": 64, "softmax_scale": 0.0}),
     "a scale of zero, 8 bits": (plan(), {"heads": (4, 2), "head_dim": 64, "softmax_scale": 0.0, "cache_dtype": E4M3,
                                          "cached": True, "v_scale": "heads"}),
     "a scale of zero, slopes": (plan(128, 64), {"heads": (4, 2), "head_dim": 64, "softmax_scale": 0.0, "alibi": True}),
-    "a scale of zero, slopes, in parts": (plan(64, 64, 3), {"heads": (4, 2), "head_dim": 64, "softmax_scale": 0.0,
+    "a scale of zero, slopes, split": (plan(64, 64, 3), {"heads": (4, 2), "head_dim": 64, "softmax_scale": 0.0,
                                                             "alibi": True, "cached": True, "sinks": True}),
     "a tiny scale, slopes": (plan(64, 64, 2), {"heads": (4, 2), "head_dim": 64, "softmax_scale": 1e-41,
                                                "alibi": True}),
@@ -97,7 +97,7 @@ def test_queries_of_any_size_attend_to_a_cache_of_8_bits(tensors, kernels) -> No
     batch.check(most=4)
 
 
-@pytest.mark.parametrize("kind", ["8 bits, apart", "8 bits, one warpgroup", "narrow tiles"])
+@pytest.mark.parametrize("kind", ["8 bits, new keys", "8 bits, one consumer", "narrow tiles"])
 def test_new_keys_wait_until_the_cached_ones_before_them_are_used(tensors, kernels, kind) -> None:
     chosen, options = CASES[kind]
     for _ in range(4):

@@ -110,7 +110,7 @@ def attend(q: Tensor, *rest: Tensor) -> Any:
     return prefix_prefill.prefix_prefill(q, *rest, max_seqlen_q=q.shape[0], return_lse=True)
 
 
-def attend_in_parts(q: Tensor, *rest: Tensor) -> Any:
+def attend_split(q: Tensor, *rest: Tensor) -> Any:
     return prefix_prefill.prefix_prefill(
         q, *rest, max_seqlen_q=q.shape[0], return_lse=True, num_splits=3, softmax_scale=0.4, window=(20, 0)
     )
@@ -139,7 +139,7 @@ def attend_as_engines_do(q: Tensor, k: Tensor, v: Tensor, o: Tensor, *rest: Tens
 
 PUBLIC: dict[str, tuple[Callable[..., Any], Callable[..., list[Tensor]]]] = {
     "prefill": (attend, Maker.batch),
-    "prefill in parts": (attend_in_parts, Maker.batch),
+    "prefill, split": (attend_split, Maker.batch),
     "prefill with all": (attend_with_all, Maker.with_all),
     "prefill, cached, out=": (attend_to_the_cache, Maker.cached),
     "as engines do": (attend_as_engines_do, Maker.drop_in),
@@ -323,7 +323,7 @@ def test_the_same_call_gives_the_same_bits(make, function, inputs) -> None:
 
 
 def test_a_plan_for_given_splits_follows_from_heads_sizes_and_dtypes_and_from_nothing_of_the_batch() -> None:
-    """Tiles of another size sum a row's keys in another order, and cut them in parts at other places."""
+    """Tiles of another size sum a row's keys in another order, and split them elsewhere."""
     heads = {"num_heads": 8, "num_heads_kv": 1, "head_dim": 128, "page_size": 16}
     for limits in (DeviceLimits(132, 232448, hopper=True), DeviceLimits(108, 166912)):
         for bits, described in ((16, True), (16, False), (32, False)):
@@ -445,7 +445,7 @@ def by_kernels(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterato
      "out_scale": torch.full((1,), 0.03)},
     {"alibi": True, "window": (9, 0), "k_scale": 0.5, "v_scale": "tensor", "page_layout": "x-packed",
      "out_scale": 0.02},
-], ids=["apart", "cached", "x-packed"])  # fmt: skip
+], ids=["new keys", "cached", "x-packed"])  # fmt: skip
 def test_public_functions_reach_the_kernels_with_every_argument_in_its_place(tensors, options) -> None:
     if isinstance(options.get("out_scale"), Tensor):
         options = {**options, "out_scale": options["out_scale"].to(tensors.device)}
@@ -500,7 +500,8 @@ def check_far_apart(function: Callable[..., Any], given: Sequence[Any], dims: di
 FAR = {
     "rows": {0: 0, 1: 0, 2: 0}, "heads": {0: 1, 1: 1, 2: 1}, "elements": {0: 2, 1: 2},
     "results' rows": {13: 0, 14: 1}, "results' heads": {13: 1, 14: 0}, "elements of results": {13: 2},
-    "pages": {3: 0, 4: 0}, "places": {3: 1, 4: 1}, "kv heads": {3: 2, 4: 2}, "elements of a page": {3: 3, 4: 3},
+    "pages": {3: 0, 4: 0}, "tokens of a page": {3: 1, 4: 1}, "kv heads": {3: 2, 4: 2},
+    "elements of a page": {3: 3, 4: 3},
     "scales": {10: 0, 11: 1}, "block table": {5: 0},
 }  # fmt: skip
 
@@ -662,7 +663,7 @@ def test_many_sizes_do_not_grow_the_table_of_launches_past_its_bound(make, monke
 @gpu
 def test_a_call_inside_another_stream_runs_there(make) -> None:
     given = make.batch(6)
-    wanted = attend_in_parts(*given)
+    wanted = attend_split(*given)
     q = given[0]
     value = q.clone()
     q.zero_()
@@ -671,7 +672,7 @@ def test_a_call_inside_another_stream_runs_there(make) -> None:
     with torch.cuda.stream(stream):
         torch.cuda._sleep(50_000_000)
         q.copy_(value)
-        result = attend_in_parts(*given)
+        result = attend_split(*given)
     torch.cuda.current_stream().wait_stream(stream)
     check_same(result, wanted)
 
@@ -707,7 +708,7 @@ def peak_beyond(run: Callable[[], Any]) -> int:
 
 @gpu
 def test_a_long_prompt_takes_no_memory_beyond_its_inputs_and_outputs(make) -> None:
-    """The cache is neither copied nor gathered, and there is enough to do without cutting keys in parts."""
+    """The cache is neither copied nor gathered, and there is enough to do without splitting keys."""
     make.start(0)
     rows, blocks = 8192, 8192
     q, k, v = (make.normal(rows, heads, 128) for heads in (32, 8, 8))

@@ -144,7 +144,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "a scale of zero": {"softmax_scale": 0.0},
     "no lse": {"lse": False},
     "x-packed": {"page_layout": "x-packed"},
-    "heads before places": {"page_layout": "HND"},
+    "heads before tokens": {"page_layout": "HND"},
     "slices of one tensor": {"fused": True, "interleaved": True},
     "lengths of 64 bits": {"index_dtype": torch.int64},
     "8 bits, a number": {"cache_dtype": E4M3, "k_scale": "number", "v_scale": "number", "cached": False},
@@ -456,9 +456,7 @@ def plain_batch(tensors, **options: Any) -> Any:
 
 @pytest.mark.parametrize("name", ["k", "v", "k_cache", "v_cache"])
 @pytest.mark.parametrize("change", [*FRIENDLY.values(), *UNFRIENDLY.values()], ids=[*FRIENDLY, *UNFRIENDLY])
-def test_only_what_the_memory_accelerator_can_address_goes_to_the_kernel_for_hopper(
-    tensors, monkeypatch, change, name
-) -> None:
+def test_only_what_tma_can_address_goes_to_the_kernel_for_hopper(tensors, monkeypatch, change, name) -> None:
     taken, batch = Taken(monkeypatch), plain_batch(tensors)
     changed = {name: change(getattr(batch, name))}
     run(batch, **changed)
@@ -513,7 +511,7 @@ def test_tensors_that_come_aligned_or_not_find_a_kernel_of_their_own_each_time(t
 
 @gpu
 @pytest.mark.parametrize("change", UNFRIENDLY.values(), ids=UNFRIENDLY)
-def test_what_the_memory_accelerator_cannot_address_is_computed_all_the_same(tensors, kernels, change) -> None:
+def test_what_tma_cannot_address_is_computed_all_the_same(tensors, kernels, change) -> None:
     batch = tensors.batch([(300, 130), (0, 5)], heads=(4, 2), head_dim=64)
     for name in ("k_cache", "v_cache", "k", "v"):
         changed = change(getattr(batch, name))

@@ -742,7 +742,7 @@ def test_halves_of_the_context_merged_are_the_whole(tensors, dtype) -> None:
     whole.check_merged(merge_attention_states(*other, *one), other, one)
 
 
-# What a walk costs
+# What the main loop costs
 
 
 @pytest.fixture
@@ -784,7 +784,7 @@ def cost(device: torch.device, kernels, monkeypatch: pytest.MonkeyPatch) -> Iter
     yield count
 
 
-def test_trap_a_window_bounds_the_walk_over_the_context(tensors, cost) -> None:
+def test_trap_a_window_bounds_the_loop_over_the_context(tensors, cost) -> None:
     """One that only masks costs 8 times as much at 32768 tokens as at 4096, or here at 320 as at 40."""
     if tensors.device.type == "cuda":
         sizes, window, most = [(4096, 1024), (65536, 1024)], (1023, 0), 1.3
@@ -798,7 +798,7 @@ def test_trap_a_window_bounds_the_walk_over_the_context(tensors, cost) -> None:
 
 
 def tiles_of(lengths: list[tuple[int, int]], tile: int) -> int:
-    """Tiles of q, k and v that a walk needs whose tiles are of so many tokens and keys, cached keys apart from new."""
+    """Tiles of q, k and v that a main loop loads in tiles of so many tokens and keys, cached and new ones in turn."""
     count = 0
     for context, new in lengths:
         for end in range(tile, new + tile, tile):
@@ -807,12 +807,12 @@ def tiles_of(lengths: list[tuple[int, int]], tile: int) -> int:
 
 
 def test_trap_a_ragged_batch_costs_the_sum_of_its_work(tensors, cost) -> None:
-    """Tiles past a short sequence's end, as many as the longest one has, would each walk the short one's context."""
+    """Tiles past a short sequence's end, as many as the longest one has, would each load the short one's context."""
     if tensors.device.type == "cuda":
         short, long = [(16384, 16)] * 15, [(0, 4096)]
         options = {"heads": (32, 8), "head_dim": 128, "lse": False}
-        whole, *apart = (cost(tensors.batch(lengths, **options)) for lengths in (short + long, short, long))
-        assert whole <= 1.5 * sum(apart), f"{whole} together, {apart} apart"
+        whole, *alone = (cost(tensors.batch(lengths, **options)) for lengths in (short + long, short, long))
+        assert whole <= 1.5 * sum(alone), f"{whole} together, {alone} alone"
         return
     for lengths in ([(160, 1), (0, 60), (160, 2)], [(160, 1)], [(0, 0), (33, 17), (64, 0)]):
         spent = cost(tensors.batch(lengths, heads=(1, 1), head_dim=16))

@@ -86,7 +86,7 @@ class Tile(NamedTuple):
     length: object
 
 
-class Range(NamedTuple):
+class Keys(NamedTuple):
     """The keys that any row of a tile sees, from ``low`` to before ``high``, of the cached ones to before
     ``cached_high``; in tiles, cached ones first, from ``cached_first`` on, and new ones; and a split's share of these.
     """
@@ -101,7 +101,7 @@ class Range(NamedTuple):
     to_tile: object
 
 
-class Walk(NamedTuple):
+class Loop(NamedTuple):
     """The tiles of keys that a program's main loop takes: cached ones first, then new ones.
 
     Tile i begins at key ``start + i * BLOCK_N``, from tile ``first_new`` on ``to_new`` keys later. Any row sees keys

@@ -89,20 +89,20 @@ def zero_masked_values(strips, first_strip, i_consumer, from_row, to_row, edge, 
 
 
 @gluon.jit
-def issue_pv(b_p, acc, v, memory, v_scale, i, i_consumer, walk, C):
+def issue_pv(b_p, acc, v, memory, v_scale, i, i_consumer, loop, C):
     """Issue acc += weights v of tile i; before the first new values, scale what the cached ones gave."""
     if C.IS_FP8 and C.NEW_KV:
-        if i == walk.first_new:
+        if i == loop.first_new:
             acc = acc * v_scale
     wait_full(v, i, C)
-    key = key_of_tile(i, walk, C)
-    from_row = walk.low - key
-    to_row = end_of_tile(i, walk, C) - key
+    key = key_of_tile(i, loop, C)
+    from_row = loop.low - key
+    to_row = end_of_tile(i, loop, C) - key
     if (from_row > 0) | (to_row < C.BLOCK_N):
         edge = memory.zeroed
         if C.CONSUMERS > 1:
             # Such tiles are the first, the last and, between these, the last cached one: a barrier for each.
-            edge = memory.zeroed.index(gl.where(i == 0, 0, gl.where(i == walk.count - 1, 2, 1)))
+            edge = memory.zeroed.index(gl.where(i == 0, 0, gl.where(i == loop.count - 1, 2, 1)))
         first_strip = i % C.STAGES * (C.BLOCK_D // COLUMNS) * (C.BLOCK_N // STRIP)
         from_row = gl.maximum(from_row, 0)
         to_row = gl.minimum(to_row, C.BLOCK_N)
@@ -119,10 +119,10 @@ def issue_qk(q_tile, k, i, b_zero, C):
 
 
 @gluon.jit
-def softmax_of(b_s, m, row_sum, i, cached, walk, scoring, V, C):
+def softmax_of(b_s, m, row_sum, i, cached, loop, scoring, V, C):
     """The online softmax of tile i: weights, running max, row sum, and what the accumulator is rescaled by."""
-    key = key_of_tile(i, walk, C)
-    bounds = (walk.low, end_of_tile(i, walk, C))
+    key = key_of_tile(i, loop, C)
+    bounds = (loop.low, end_of_tile(i, loop, C))
     scale = scoring.cached_scale
     if C.NEW_KV:
         # Only cached keys have a scale of their own.
@@ -157,7 +157,7 @@ def load_q(pointers, q_tile, i_consumer, tile, heads, cached_scale, strides, V, 
 
 
 @gluon.jit
-def consume(pointers, memory, k, v, i_consumer, tile, walk, window, scores, numbers, C):
+def consume(pointers, memory, k, v, i_consumer, tile, loop, window, scores, numbers, C):
     """64 rows of a tile: their outputs, or their partial results."""
     dtype: gl.constexpr = memory.q.dtype
     L_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_N, 16])
@@ -201,41 +201,41 @@ def consume(pointers, memory, k, v, i_consumer, tile, walk, window, scores, numb
         # Masked scores are -inf, of which a scale of 0 would make NaN.
         cached_scale = gl.where(cached_scale < TINY, TINY, cached_scale)
         scale = cached_scale
-    all_low = walk.low
-    all_high = walk.high
+    all_low = loop.low
+    all_high = loop.high
     if C.HAS_LEFT:
         last_row = tile.context + tile.i_tile * C.TOKENS + (i_consumer * ROWS + ROWS - 1) // C.HEADS
         all_low = gl.maximum(last_row, window.left) - window.left
     if C.HAS_RIGHT:
         first_row = tile.context + tile.i_tile * C.TOKENS + i_consumer * ROWS // C.HEADS
-        all_high = gl.minimum(walk.high, first_row + 1 + gl.minimum(window.right, tile.length))
+        all_high = gl.minimum(loop.high, first_row + 1 + gl.minimum(window.right, tile.length))
     scoring = Scoring(cached_scale, scale, scores.softcap, window, slope, positions, all_low, all_high)
 
     m = gl.full([ROWS], float("-inf"), gl.float32, L_ROW)
     row_sum = gl.zeros([ROWS], gl.float32, L_ROW)
     acc = gl.zeros([ROWS, C.BLOCK_D], gl.float32, L_O)
     b_zero = gl.zeros([ROWS, C.BLOCK_N], gl.float32, L_S)
-    count = walk.count
-    cached = cached_tiles(walk, C)
+    count = loop.count
+    cached = cached_tiles(loop, C)
     if count > 0:
         # Prologue: the scores of the first tile.
         qk = issue_qk(q_tile, k, 0, b_zero, C)
         b_s = warpgroup_mma_wait(0, deps=[qk])
         release(k, 0, C)
-        weights, m, row_sum, rescale = softmax_of(b_s, m, row_sum, 0, cached, walk, scoring, V, C)
+        weights, m, row_sum, rescale = softmax_of(b_s, m, row_sum, 0, cached, loop, scoring, V, C)
         b_p = gl.convert_layout(weights, L_P)
         for i in range(1, count):
             # Both WGMMAs are in flight; the softmax of tile i overlaps with the second.
             qk = issue_qk(q_tile, k, i, b_zero, C)
-            pv = issue_pv(b_p, acc, v, memory, v_scale, i - 1, i_consumer, walk, C)
+            pv = issue_pv(b_p, acc, v, memory, v_scale, i - 1, i_consumer, loop, C)
             b_s = warpgroup_mma_wait(1, deps=[qk])
             release(k, i, C)
-            weights, m, row_sum, rescale = softmax_of(b_s, m, row_sum, i, cached, walk, scoring, V, C)
+            weights, m, row_sum, rescale = softmax_of(b_s, m, row_sum, i, cached, loop, scoring, V, C)
             acc = warpgroup_mma_wait(0, deps=[pv])
             release(v, i - 1, C)
             b_p = gl.convert_layout(weights, L_P)
             acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, L_O))[:, None]
-        pv = issue_pv(b_p, acc, v, memory, v_scale, count - 1, i_consumer, walk, C)
+        pv = issue_pv(b_p, acc, v, memory, v_scale, count - 1, i_consumer, loop, C)
         acc = warpgroup_mma_wait(0, deps=[pv])
         if C.NEW_KV:
             if C.IS_FP8 and cached == count:

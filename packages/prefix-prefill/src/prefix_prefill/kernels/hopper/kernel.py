@@ -7,14 +7,14 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from prefix_prefill.kernels.hopper.config import (
     ROWS,
     Config,
+    Keys,
+    Loop,
     Numbers,
     Pointers,
-    Range,
     Scores,
     Source,
     Strides,
     Tile,
-    Walk,
     Window,
 )
 from prefix_prefill.kernels.hopper.consumers import consume
@@ -65,7 +65,7 @@ def rings(k_boxes, v_boxes, k_tiles, v_tiles, readers: gl.constexpr, C):
 
 
 @gluon.jit
-def range_of(context, length, i_tile, q_len, valid, left, right, i_split, C):
+def keys_of(context, length, i_tile, q_len, valid, left, right, i_split, C):
     """The keys of a tile of queries, and one split's share."""
     low, high = key_range(context, length, i_tile, q_len, left, right, C.TOKENS, C.HAS_LEFT, C.HAS_RIGHT)
     high = gl.where(valid, high, low)
@@ -81,17 +81,17 @@ def range_of(context, length, i_tile, q_len, valid, left, right, i_split, C):
         new_tiles = gl.maximum((high - context + C.BLOCK_N - 1) // C.BLOCK_N - new_first, 0)
         new_start = context + (new_first - cached_tiles) * C.BLOCK_N
     from_tile, to_tile = split_range(cached_tiles + new_tiles, i_split, C.SPLITS)
-    return Range(low, cached_high, high, cached_first, cached_tiles, new_start, from_tile, to_tile)
+    return Keys(low, cached_high, high, cached_first, cached_tiles, new_start, from_tile, to_tile)
 
 
 @gluon.jit
-def walk_of(keys, C):
+def loop_of(keys, C):
     """The main loop over a split's share."""
     start = (keys.cached_first + keys.from_tile) * C.BLOCK_N
     count = keys.to_tile - keys.from_tile
     first_new = keys.cached_tiles - keys.from_tile
     to_new = keys.new_start - keys.cached_first * C.BLOCK_N
-    return Walk(keys.low, keys.cached_high, keys.high, start, count, first_new, to_new)
+    return Loop(keys.low, keys.cached_high, keys.high, start, count, first_new, to_new)
 
 
 @gluon.jit
@@ -126,7 +126,7 @@ def attend(
     if C.SKIP_DECODE:
         skipped = valid & (q_len == 1)
     if (q_len > 0) & (not skipped):
-        keys = range_of(context, length, i_tile, q_len, valid, left, right, i_split, C)
+        keys = keys_of(context, length, i_tile, q_len, valid, left, right, i_split, C)
         p_row = p_table + gl.minimum(gl.maximum(i_n, 0), num_sequences - 1).to(gl.int64) * s_table
 
         q_dtype: gl.constexpr = p_q.dtype.element_ty
@@ -172,7 +172,7 @@ def attend(
         pointers = Pointers(p_q, p_alibi, p_sinks, p_out, p_lse)
         # Rows are fewer than 2^31, as tokens always are.
         tile = Tile(i_tile, begin.to(gl.int32), q_len, context, length)
-        walk = walk_of(keys, C)
+        loop = loop_of(keys, C)
         window = Window(left, right)
         source = Source(p_row, num_blocks, i_kv, rows, tile.begin - context)
         first = i_slot * 0
@@ -185,31 +185,31 @@ def attend(
             ATTENDING: gl.constexpr = 184 if C.NEW_KV else 232
             if C.CONSUMERS == 1:
                 gl.warp_specialize([
-                    (consume, (pointers, memory, k, v, first, tile, walk, window, scores, numbers, C)),
-                    (convert, (k_fp8, k, walk, C)),
-                    (convert, (v_fp8, v, walk, C)),
-                    (load, (d_k_cache, d_k, k_fp8, k, source, walk, C)),
-                    (load, (d_v_cache, d_v, v_fp8, v, source, walk, C)),
+                    (consume, (pointers, memory, k, v, first, tile, loop, window, scores, numbers, C)),
+                    (convert, (k_fp8, k, loop, C)),
+                    (convert, (v_fp8, v, loop, C)),
+                    (load, (d_k_cache, d_k, k_fp8, k, source, loop, C)),
+                    (load, (d_v_cache, d_v, v_fp8, v, source, loop, C)),
                 ], [2, 2, 1, 1], [CONVERTING, CONVERTING, 24, 24])  # fmt: skip
             else:
                 gl.warp_specialize([
-                    (consume, (pointers, memory, k, v, first, tile, walk, window, scores, numbers, C)),
-                    (consume, (pointers, memory, k, v, first + 1, tile, walk, window, scores, numbers, C)),
-                    (convert, (k_fp8, k, walk, C)),
-                    (convert, (v_fp8, v, walk, C)),
-                    (load, (d_k_cache, d_k, k_fp8, k, source, walk, C)),
-                    (load, (d_v_cache, d_v, v_fp8, v, source, walk, C)),
+                    (consume, (pointers, memory, k, v, first, tile, loop, window, scores, numbers, C)),
+                    (consume, (pointers, memory, k, v, first + 1, tile, loop, window, scores, numbers, C)),
+                    (convert, (k_fp8, k, loop, C)),
+                    (convert, (v_fp8, v, loop, C)),
+                    (load, (d_k_cache, d_k, k_fp8, k, source, loop, C)),
+                    (load, (d_v_cache, d_v, v_fp8, v, source, loop, C)),
                 ], [4, 2, 2, 1, 1], [ATTENDING, CONVERTING, CONVERTING, 24, 24])  # fmt: skip
         elif C.CONSUMERS == 1:
             gl.warp_specialize([
-                (consume, (pointers, memory, k, v, first, tile, walk, window, scores, numbers, C)),
-                (load, (d_k_cache, d_k, k, k, source, walk, C)),
-                (load, (d_v_cache, d_v, v, v, source, walk, C)),
+                (consume, (pointers, memory, k, v, first, tile, loop, window, scores, numbers, C)),
+                (load, (d_k_cache, d_k, k, k, source, loop, C)),
+                (load, (d_v_cache, d_v, v, v, source, loop, C)),
             ], [1, 1], [24, 24])  # fmt: skip
         else:
             gl.warp_specialize([
-                (consume, (pointers, memory, k, v, first, tile, walk, window, scores, numbers, C)),
-                (consume, (pointers, memory, k, v, first + 1, tile, walk, window, scores, numbers, C)),
-                (load, (d_k_cache, d_k, k, k, source, walk, C)),
-                (load, (d_v_cache, d_v, v, v, source, walk, C)),
+                (consume, (pointers, memory, k, v, first, tile, loop, window, scores, numbers, C)),
+                (consume, (pointers, memory, k, v, first + 1, tile, loop, window, scores, numbers, C)),
+                (load, (d_k_cache, d_k, k, k, source, loop, C)),
+                (load, (d_v_cache, d_v, v, v, source, loop, C)),
             ], [4, 1, 1], [240, 24, 24])  # fmt: skip

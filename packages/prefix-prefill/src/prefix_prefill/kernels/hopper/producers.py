@@ -16,38 +16,38 @@ CONVERTER_WARPS: gl.constexpr = gl.constexpr(2)
 
 
 @gluon.jit
-def key_of_tile(i, walk, C):
+def key_of_tile(i, loop, C):
     """The position of the first key of tile i."""
-    key = walk.start + i * C.BLOCK_N
+    key = loop.start + i * C.BLOCK_N
     if C.NEW_KV:
-        key += gl.where(i < walk.first_new, 0, walk.to_new)
+        key += gl.where(i < loop.first_new, 0, loop.to_new)
     return key
 
 
 @gluon.jit
-def end_of_tile(i, walk, C):
+def end_of_tile(i, loop, C):
     """The position before which the keys of tile i are of its source, cached or new, and are seen."""
-    end = walk.cached_high
+    end = loop.cached_high
     if C.NEW_KV:
-        end = gl.where(i < walk.first_new, end, walk.high)
+        end = gl.where(i < loop.first_new, end, loop.high)
     return end
 
 
 @gluon.jit
-def cached_tiles(walk, C):
+def cached_tiles(loop, C):
     """How many of a program's tiles hold cached keys; they come first."""
-    count = walk.count
+    count = loop.count
     if C.NEW_KV:
-        count = gl.minimum(gl.maximum(walk.first_new, 0), walk.count)
+        count = gl.minimum(gl.maximum(loop.first_new, 0), loop.count)
     return count
 
 
 @gluon.jit
-def page_of(key, source, walk, C):
+def page_of(key, source, loop, C):
     """The page that holds a box of keys; for one that no row sees, or that does not exist, one past the last."""
-    seen = key < walk.cached_high
+    seen = key < loop.cached_high
     if C.HAS_LEFT:
-        seen = seen & (key + C.BOX > walk.low)
+        seen = seen & (key + C.BOX > loop.low)
     block = gl.load(source.p_row + key // C.PAGE, mask=seen, other=-1).to(gl.int64)
     return gl.where((block >= 0) & (block < source.num_blocks), block, source.num_blocks).to(gl.int32)
 
@@ -62,7 +62,7 @@ def issue_loads(d, ring, stage, first_box, at, WIDTH: gl.constexpr, C):
 
 
 @gluon.jit
-def load(d_cache, d_new, cached, ring, source, walk, C):
+def load(d_cache, d_new, cached, ring, source, loop, C):
     """Load the tiles of keys, or of values, each as soon as its stage is empty.
 
     Cached ones go to the ring ``cached``, which for a 16-bit cache is ``ring``; new ones to ``ring``.
@@ -72,18 +72,18 @@ def load(d_cache, d_new, cached, ring, source, walk, C):
     # Pages are looked up a few at a time: all at once would take too many registers.
     MOST: gl.constexpr = 2 if C.NEW_KV and C.HAS_LEFT else 4
     AT_ONCE: gl.constexpr = BOXES if BOXES < MOST else MOST
-    count = cached_tiles(walk, C)
+    count = cached_tiles(loop, C)
     for i in range(count):
         stage = i % C.STAGES
         wait_empty(cached, i, C)
         mbarrier.expect(cached.full.index(stage), C.BLOCK_N * C.BLOCK_D * ELEMENT_BYTES)
-        first_key = walk.start + i * C.BLOCK_N
+        first_key = loop.start + i * C.BLOCK_N
         first_box = stage * BOXES * (C.BLOCK_D // C.WIDTH)
         for i_g in range(BOXES // AT_ONCE):
             for i_b in gl.static_range(AT_ONCE):
                 box = i_g * AT_ONCE + i_b
                 key = first_key + box * C.BOX
-                page = page_of(key, source, walk, C)
+                page = page_of(key, source, loop, C)
                 issue_loads(d_cache, cached, stage, first_box + box, (page, source.i_kv, key % C.PAGE), C.WIDTH, C)
     if C.NEW_KV:
         if ELEMENT_BYTES == 1:
@@ -91,24 +91,24 @@ def load(d_cache, d_new, cached, ring, source, walk, C):
             # two phases ahead the past looks like the future.
             last = gl.maximum(count - 1, 0)
             mbarrier.wait(cached.empty.index(last % C.STAGES), last // C.STAGES & 1, pred=count > 0)
-        for i in range(count, walk.count):
+        for i in range(count, loop.count):
             stage = i % C.STAGES
             wait_empty(ring, i, C)
             mbarrier.expect(ring.full.index(stage), C.BLOCK_N * C.BLOCK_D * 2)
-            first_key = key_of_tile(i, walk, C)
+            first_key = key_of_tile(i, loop, C)
             for box in range(BOXES):
                 key = first_key + box * C.BOX
-                row = gl.where((key < walk.high) & (key + C.BOX > walk.low), source.new_row + key, source.rows)
+                row = gl.where((key < loop.high) & (key + C.BOX > loop.low), source.new_row + key, source.rows)
                 first_box = stage * BOXES * (C.BLOCK_D // COLUMNS) + box
                 issue_loads(d_new, ring, stage, first_box, (0, source.i_kv, row), COLUMNS, C)
 
 
 @gluon.jit
-def convert(cached, ring, walk, C):
+def convert(cached, ring, loop, C):
     """Widen the tiles of 8-bit keys, or values, to 16 bits, as soon as there is an empty stage."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C.WIDTH, C.WIDTH // 8], [CONVERTER_WARPS, 1], [1, 0])
     dtype: gl.constexpr = ring.tiles.dtype
-    for i in range(cached_tiles(walk, C)):
+    for i in range(cached_tiles(loop, C)):
         stage = i % C.STAGES
         phase = i // C.STAGES & 1
         mbarrier.wait(cached.full.index(stage), phase)

@@ -177,11 +177,13 @@ def test_ptx_is_compared_without_names_comments_and_lines_of_source() -> None:
             \t{{
             .b8 {line}
             \t}}
+            \t.section\t.debug_macinfo\t{{\t}}
         """)
 
     assert plain_ptx(ptx("scale", 3, "one")) == plain_ptx(ptx("scaled", 8, "other"))
     assert "ld.param.b32 \t%r1, [kernel_param_0];" in plain_ptx(ptx("scale", 3, "one"))
     assert ".b8" not in plain_ptx(ptx("scale", 3, "one"))
+    assert ".section" not in plain_ptx(ptx("scale", 3, "one"))
     assert plain_ptx(ptx("scale", 3, "one").replace("%r1", "%r2")) != plain_ptx(ptx("scale", 3, "one"))
 
 

@@ -110,9 +110,6 @@ def _start(
     (place / "jobs").write_bytes(pickle.dumps((jobs, keep_code)))
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(place / "cache"), "TRITON_ALWAYS_COMPILE": "1"}
-    if keep_code:
-        # ptxas allocates registers otherwise where lines of source have other numbers.
-        environment["TRITON_DISABLE_LINE_INFO"] = "1"
     process = subprocess.Popen(
         [sys.executable, "-c", _CHILD, json.dumps(sys.path), str(place)],
         env=environment,

@@ -192,6 +192,8 @@ def _dumped(root: Path, package: str, targets: Sequence[str], processes: int) ->
         file = Path(folder) / "dump.json"
         words = ["--dump", str(file), f"--processes={processes}", *[f"--target={target}" for target in targets]]
         environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        # Where lines of source have other numbers ptxas allocates registers otherwise.
+        environment["TRITON_DISABLE_LINE_INFO"] = "1"
         environment["PYTHONPATH"] = os.pathsep.join([*_sources(root), *[path for path in sys.path if path]])
         command = [sys.executable, "-m", "kernel_reference.testing.codegen", *words, str(root / "packages" / package)]
         done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
@@ -202,7 +204,13 @@ def _dumped(root: Path, package: str, targets: Sequence[str], processes: int) ->
 
 def _at(root: Path, revision: str, package: str, targets: Sequence[str], cache: Path, processes: int) -> Any:
     """The cases of a package at a revision: from the cache, or compiled in an archive of it."""
-    key = [_trees(root, revision, package), [_version(name) for name in _COMPILERS], list(targets), sys.version]
+    key = [
+        "no lines",
+        _trees(root, revision, package),
+        [_version(name) for name in _COMPILERS],
+        list(targets),
+        sys.version,
+    ]
     file = cache / f"{package}-{sha256(json.dumps(key).encode()).hexdigest()[:24]}.json"
     if not file.exists():
         with tempfile.TemporaryDirectory(prefix="kernel_reference_revision_") as folder:

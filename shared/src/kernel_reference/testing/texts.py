@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-_SECTION = re.compile(r"^\s*\.section\s+\.debug_.*?^\s*\}", re.MULTILINE | re.DOTALL)
+_SECTION = re.compile(r"^\s*\.section\s+\.debug_\w+\s*\{.*?\}", re.MULTILINE | re.DOTALL)
 _SASS = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(.*?;)|^(\.L_x_\d+:)", re.MULTILINE)
 
 

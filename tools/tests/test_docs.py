@@ -48,6 +48,16 @@ def test_every_public_name_is_documented_and_every_function_has_an_example(name:
             assert f"{entry}(" in examples, f"{page}: no example calls {entry}"
 
 
+def test_install_lines_name_the_torch_that_is_tested() -> None:
+    pin = docs.pinned_torch()
+    roots = [docs.ROOT / "README.md", docs.ROOT / "CONTRIBUTING.md"]
+    for file in (*roots, *(home / "README.md" for home in docs.homes().values())):
+        words = " ".join(file.read_text().split())
+        assert set(re.findall(r"torch==([\d.]+)", words)) <= {pin}, file
+        if file in roots:
+            assert f"pip install torch=={pin} --index-url https://download.pytorch.org/whl/cpu" in words
+
+
 def test_every_page_is_in_the_navigation() -> None:
     navigation = (docs.HERE / "mkdocs.yml").read_text()
     for page in PAGES.rglob("*.md"):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from kernel_reference.attention import attention
 from kernel_reference.paging import paged_cache
 from kernel_reference.testing.guards import Canaried, assert_bitwise_equal, canaried, poison_
 from kernel_reference.testing.numerics import assert_close_to_oracle
+from kernel_reference.testing.plain import Wanted, assert_rounded, moved, plain_rows
 
 Tensor = torch.Tensor
 
@@ -25,68 +26,6 @@ _TOO_FEW = 64
 _SAMPLE = 12
 # Entries of a block table behind its last column: not to be read.
 _NO_PAGE = 2**31 - 1
-
-
-class Wanted(NamedTuple):
-    """A result in float64, and what the plain version in the dtype under test makes of it."""
-
-    exact: Tensor
-    plain: Tensor
-
-
-def plain_rows(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Rows of one sequence as plain PyTorch in the dtype of q: what a kernel's errors are measured beside.
-
-    Each matrix product takes operands of that dtype and sums in float32: on a GPU by its matrix instructions, whose
-    sums of many numbers are not as near as those of float32 operands. The softmax is float32 and its weights, at most
-    1, are rounded to the dtype for the second product. q [R, H, D], k and v [K, H or 1, ...], seen [R, K];
-    out [R, H, Dv] float32, lse [H, R].
-    """
-
-    def heads_first(x: Tensor) -> Tensor:
-        return x.transpose(0, 1)
-
-    def product(a: Tensor, b: Tensor) -> Tensor:
-        if a.is_cuda and a.numel() and b.numel():
-            return torch.bmm(a, b.expand(len(a), -1, -1), out_dtype=torch.float32)
-        return a.float() @ b.float()
-
-    scores = (product(heads_first(q), heads_first(k).mT) * scale).masked_fill(~seen, -torch.inf)
-    top = scores.amax(2) if scores.shape[2] else scores.new_full(scores.shape[:2], -torch.inf)
-    shift = top.masked_fill(top == -torch.inf, 0)
-    weights = torch.exp(scores - shift[..., None])
-    total = weights.sum(2)
-    out = product(weights.to(q.dtype), heads_first(v)) / total[..., None]
-    out = torch.where(seen.any(1)[:, None], out, 0)
-    return out.transpose(0, 1), shift + torch.log(total)
-
-
-def moved(wanted: Wanted, *, logarithm: bool = False) -> Wanted:
-    """With the plain version at least a unit in the last place off, where numbers are too few to tell its errors.
-
-    logarithm: of a sum, whose last place it is too; the logarithm itself may be near 0.
-    """
-    want, beside = wanted
-    unit = torch.finfo(beside.dtype).eps * (want.abs().clamp(min=1) if logarithm else want.abs())
-    other = (want + torch.where(want < 0, -unit, unit)).to(beside.dtype)
-    near = (beside.double() - want).abs() < (other.double() - want).abs()
-    return Wanted(want, torch.where(near, other.float(), beside.float()).to(beside.dtype))
-
-
-def assert_rounded(got: Tensor, wanted: Wanted, *, what: str = "the output") -> None:
-    """``assert_close_to_oracle`` of [R, H, Dv] with every row of every head brought to the same size.
-
-    A row that sees few keys holds values many times those of one that sees thousands, whose errors it would hide. They
-    are scaled by powers of two, which is exact.
-    """
-    if wanted.exact.shape[:-1].numel() <= _TOO_FEW:
-        wanted = moved(wanted)
-    want, beside = wanted
-    if want.numel():
-        size = want.abs().amax(-1, keepdim=True)
-        factor = torch.exp2(-torch.where(size > 0, size, 1).log2().round().clamp(-14, 14))
-        got, want, beside = got * factor.to(got.dtype), want * factor, beside * factor.to(got.dtype)
-    assert_close_to_oracle(got, want, beside, what=what)
 
 
 class Guarded:
@@ -174,7 +113,9 @@ class Guarded:
             seen = torch.ones(len(places), len(k), dtype=torch.bool, device=self.device)
             if self.causal:
                 seen &= torch.arange(len(k), device=self.device) <= position
-            out[places], lse[:, places] = plain_rows(self.queries[rows[places]], k, v, seen, self.scale)
+            out[places], lse[:, places] = plain_rows(
+                self.queries[rows[places]], k, v, seen, self.scale, on_tensor_cores=True
+            )
         return out, lse
 
     def check(self, *, most: int | None = None) -> None:

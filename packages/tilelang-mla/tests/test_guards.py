@@ -22,7 +22,7 @@ from tilelang_mla.schedule import DecodePlan
 sanitize = pytest.mark.sanitize
 gpu = pytest.mark.gpu
 BF16, FP16 = torch.bfloat16, torch.float16
-# Pages of whole blocks come by the copy engine, others row by row.
+# Pages of whole blocks are loaded by TMA, others row by row.
 PAGES = (64, 128, 16, 1)
 SMALL = {"dim_nope": 64, "dim_rope": 32}
 MIXED = [0, 1, 63, 64, 65, 200]
@@ -101,7 +101,7 @@ def test_no_lse_is_written_where_none_is_asked_for(tensors) -> None:
 
 
 def test_queries_and_outputs_that_are_no_rows_one_behind_another(tensors) -> None:
-    """What the copy engine cannot describe is copied: heads of a wider tensor, an output of odd strides."""
+    """What a TMA descriptor cannot address is copied: heads of a wider tensor, an output of odd strides."""
     batch = tensors.decode(MIXED, heads=4, seqlen_q=2, **SMALL)
     want = batch.run(out=None, plan=batch.plan(num_splits=2)).out
     wide = torch.zeros(len(MIXED), 2, 8, 96, dtype=BF16, device=batch.device)

@@ -1,7 +1,7 @@
-"""Is the kernels' own text the attention, by every plan and page? On a GPU the kernels, else their text in fp32.
+"""Are the kernels the attention, by every plan and page? On a GPU as they are, else in TileLang's C target in float32.
 
-Without a GPU the text becomes C, see kernels/c.py: it tells of indices, masks, pages, parts and clamps. It has no
-races, no copy engine, no rounding to 16 bits and no roles, whose steps follow each other in one loop.
+Without a GPU they become C, see kernels/c.py: indices, masks, pages, parts and clamps are tested. It has no
+races, no TMA, no rounding to 16 bits and no roles, whose steps follow each other in one loop.
 """
 
 from __future__ import annotations

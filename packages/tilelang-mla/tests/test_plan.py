@@ -206,9 +206,9 @@ BLOCK = part_cost(1, 0) - part_cost(0, 0)
 
 def makespan(
     lengths: Sequence[int], bounds: Sequence[int], order: Sequence[int], tiles: DecodeTiles, rows: int, cores: int,
-    dealt: bool = True,
+    snake: bool = True,
 ) -> float:  # fmt: skip
-    """When the last part ends, in blocks: places are dealt out to and fro, or start on whatever core is free first."""
+    """When the last part ends, in blocks: in snake order, or as each core becomes free."""
     cost = [0] * len(order)
     for length, (first, last) in zip(lengths, itertools.pairwise(bounds), strict=True):
         blocks, parts = cdiv(length, tiles.block_n), last - first
@@ -217,7 +217,7 @@ def makespan(
             cost[first + part] = part_cost(end - begin, merge_cost(rows) if parts > 1 else 0)
     busy = [0] * cores
     for place, part in enumerate(part for part in order for _ in range(tiles.row_tiles(rows))):
-        if dealt:
+        if snake:
             turn, program = divmod(place, cores)
             busy[program if turn % 2 == 0 else cores - 1 - program] += cost[part]
         else:
@@ -274,7 +274,7 @@ def test_without_a_plan_equal_lengths_fill_the_device(limits: DeviceLimits) -> N
         end = makespan(
             [capacity] * batch, [i * tiles.num_splits for i in range(batch + 1)],
             range(batch * tiles.num_splits), tiles, problem.rows, limits.cores,
-            dealt=False,
+            snake=False,
         )  # fmt: skip
         blocks = batch * tiles.row_tiles(problem.rows) * cdiv(capacity, tiles.block_n)
         assert end <= 1.6 * blocks / limits.cores + 8, (problem, tiles)
@@ -313,7 +313,7 @@ def test_the_sizes_of_a_model_have_two_blocks_in_flight_on_hopper() -> None:
 
 
 def test_wide_values_take_fewer_keys_since_a_thread_holds_both() -> None:
-    """Sums of 64 rows of 192 values and weights of 128 keys are more registers than it has, though memory has room."""
+    """Accumulators of 64 rows of 192 values and weights of 128 keys would spill, though shared memory would do."""
     narrow, wide = (replace(PROMPT, head_dim=64, head_dim_v=size_v) for size_v in (128, 192))
     assert PrefillPlan(128, 128, 2).shared_memory(wide) <= H200.shared_memory
     assert plan_prefill(narrow, H200) == PrefillPlan(128, 128, 2)

@@ -130,7 +130,7 @@ def flash_mla_varlen_func(
             sequences begin; any may be empty. Rows behind the last one are 0 in the result and -inf in lse.
         max_seqlen_q, max_seqlen_k: the most queries and keys of a sequence, or more; they size the launch only.
         softmax_scale: ``dqk ** -0.5`` when None; 0 is a scale like any other.
-        causal: whether later keys are hidden.
+        causal: whether later keys are masked.
         out: a tensor to write instead of a new one: [Tq, H, dv] of q's dtype; rows contiguous, any other strides that
             give each element a place of its own and do not interleave dimensions, no overlap with inputs.
         return_lse: whether to return lse too.
@@ -253,7 +253,7 @@ def flash_mla_with_kvcache(
         dim_nope: elements of the latent: a multiple of 64 up to 512.
         softmax_scale: ``(dim_nope + dpe) ** -0.5`` when None, as in FlashMLA. A model's own is that of its separate
             heads, for DeepSeek V2 and V3 ``(128 + 64) ** -0.5`` times what their rope scaling asks: give it.
-        causal: whether query tokens are hidden from those before them.
+        causal: whether later tokens are masked.
         out: a tensor to write instead of a new one: [B, Sq, Hq, dim_nope] of q's dtype; rows contiguous, any other
             strides that give each element a place of its own and do not interleave dimensions, no overlap with inputs.
         return_lse: whether to return lse too.

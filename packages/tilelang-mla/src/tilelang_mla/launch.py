@@ -112,7 +112,7 @@ def prepare_decode(problem: DecodeProblem, plan: DecodeTiles | None, tensors: De
     if first_part is not None:
         programs = min(programs, limits.cores)
     # The workspace of partial results, in float32; of one that is not used where there is one part.
-    room = num_parts if merged else 1
+    partials = num_parts if merged else 1
     scale = max(abs(softmax_scale), _ZERO_SCALE) * _LOG2_E
     flags = (int(first_part is not None), int(order is not None), int(lse is not None))
     device, dtype = q.device, q.dtype
@@ -127,8 +127,8 @@ def prepare_decode(problem: DecodeProblem, plan: DecodeTiles | None, tensors: De
             packed = torch.empty((batch, rows, dim_nope), dtype=dtype, device=device)
         else:
             packed = out.as_strided(*out_form)
-        parts = torch.empty((room, rows, dim_nope), dtype=torch.float32, device=device)
-        part_lse = torch.empty((room, rows), dtype=torch.float32, device=device)
+        parts = torch.empty((partials, rows, dim_nope), dtype=torch.float32, device=device)
+        part_lse = torch.empty((partials, rows), dtype=torch.float32, device=device)
         own_lse = part_lse[:, :, None] if lse is None else lse
         bounds = seqlens_k if first_part is None else first_part
         attend(
@@ -188,15 +188,15 @@ def prepare_prefill(problem: PrefillProblem, plan: PrefillPlan | None, tensors: 
         _check_aligned(q=q, k=k, v=v)
         if softmax_scale < 0:
             q = -q
-        apart = not lines or out.data_ptr() % 16
-        packed = torch.empty(out.shape, dtype=out.dtype, device=device) if apart else out.as_strided(*out_form)
+        copied = not lines or out.data_ptr() % 16
+        packed = torch.empty(out.shape, dtype=out.dtype, device=device) if copied else out.as_strided(*out_form)
         own_lse = torch.empty((1, 1), dtype=torch.float32, device=device) if lse is None else lse
         taken = make_count((1,), dtype=torch.int32, device=device)
         attend(
             q, k, v, cu_seqlens_q, cu_seqlens_k, packed, own_lse, taken, scale, causal, num_places, wants_lse,
             programs,
         )  # fmt: skip
-        if apart:
+        if copied:
             out.copy_(packed)
 
     return on_device(device, run)

@@ -125,18 +125,18 @@ def merge(T: Any, *, dim_nope: int, dtype: Any, serial: bool = False) -> Any:
 def highest_lse(T, part_lse, own_first, own_parts, i_row, serial):
     """The highest logarithm of a row's parts; each warp asks for all of them."""
     # A finite floor, as everywhere.
-    top = T.alloc_var(T.float32, init=FLOOR)
+    found = T.alloc_var(T.float32, init=FLOOR)
     if serial:
         for s in T.serial(own_parts):
-            top = T.max(top, part_lse[own_first + s, i_row])
+            found = T.max(found, part_lse[own_first + s, i_row])
     else:
         lane = T.get_thread_binding() % WARP
         for i in T.serial(T.truncdiv(own_parts + (WARP - 1), WARP)):
             if i * WARP + lane < own_parts:
-                top = T.max(top, part_lse[own_first + i * WARP + lane, i_row])
+                found = T.max(found, part_lse[own_first + i * WARP + lane, i_row])
         for i in T.unroll(5):
-            top = T.max(top, T.shfl_xor(top, T.shift_left(1, i)))
-    return top
+            found = T.max(found, T.shfl_xor(found, T.shift_left(1, i)))
+    return found
 
 
 @macro

@@ -73,7 +73,7 @@ def any_moved(T, rescale):
 
 @macro
 def invert_sums(T, s):
-    """To ``rescale`` what divides each row at last. A sum of NaN is not hidden."""
+    """The last rescale: by 1 / row sum. A sum of NaN stays NaN."""
     for i in T.Parallel(s.row_sum.shape[0]):
         s.rescale[i] = T.if_then_else(s.row_sum[i] == 0, 0, 1 / s.row_sum[i])
 

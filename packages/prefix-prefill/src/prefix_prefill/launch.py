@@ -25,7 +25,7 @@ from kernel_reference.launching import (
     without_memory,
 )
 from prefix_prefill.arguments import MergeTensors, PrefillTensors
-from prefix_prefill.kernels import merge, portable
+from prefix_prefill.kernels import groups, merge, portable
 from prefix_prefill.plan import (
     DeviceLimits,
     PrefillPlan,
@@ -162,13 +162,13 @@ def _portable(problem: Problem, plan: PrefillPlan, forms: PrefillTensors, device
     (k_scaled, s_k_scale), (v_scaled, s_v_scale) = _scaling(forms.k_scale), _scaling(forms.v_scale)
     s_k, s_v = (nothing if new is None else new.stride() for new in (k, v))
     reach = max(k_pages.reach(d), v_pages.reach(d), *((d - 1) * s[2] for s in (q.stride(), out.stride(), s_k, s_v)))
-    strides = portable.Strides(
+    strides = groups.Strides(
         q=q.stride(), k=s_k, v=s_v, k_cache=k_pages.strides, v_cache=v_pages.strides, k_scale=s_k_scale,
         v_scale=s_v_scale, out=out.stride(), lse=_lse_strides(forms.lse),
     )  # fmt: skip
-    scores = portable.Scores(problem.softmax_scale, problem.softcap)
-    numbers = portable.Numbers(problem.k_scale, problem.v_scale, problem.out_scale, strides)
-    config = portable.Config(
+    scores = groups.Scores(problem.softmax_scale, problem.softcap)
+    numbers = groups.Numbers(problem.k_scale, problem.v_scale, problem.out_scale, strides)
+    config = groups.Config(
         GROUP=problem.group,
         HEADS_KV=problem.num_heads_kv,
         D=d,

@@ -31,13 +31,13 @@ class SplitConfig(NamedTuple):
 
 
 @triton.jit
-def include(acc, m, row_sum, b_part, b_lse):
+def include(acc, running_max, row_sum, b_part, b_lse):
     """One more part, its output normalised. A part that saw no key may hold anything."""
-    new_m = tl.maximum(m, b_lse)
-    rescale = exponential(m - finite(new_m))
-    weight = exponential(b_lse - finite(new_m))
+    new_max = tl.maximum(running_max, b_lse)
+    rescale = exponential(running_max - finite(new_max))
+    weight = exponential(b_lse - finite(new_max))
     b_part = tl.where((b_lse == float("-inf"))[:, None], 0.0, b_part.to(tl.float32))
-    return acc * rescale[:, None] + b_part * weight[:, None], new_m, row_sum * rescale + weight
+    return acc * rescale[:, None] + b_part * weight[:, None], new_max, row_sum * rescale + weight
 
 
 @triton.jit(do_not_specialize=["rows", "num_sequences", "capacity", "num_slots"])
@@ -61,7 +61,7 @@ def merge_splits(
         m_tile = m_row[:, None] & (o_d < C.D)[None, :]
         row = begin + tl.minimum(o_t, q_len - 1)
         acc = tl.zeros([C.TOKENS, C.BLOCK_D], tl.float32)
-        m = tl.full([C.TOKENS], float("-inf"), tl.float32)
+        running_max = tl.full([C.TOKENS], float("-inf"), tl.float32)
         row_sum = tl.zeros([C.TOKENS], tl.float32)
         for i_split in range(C.SPLITS):
             split = row * 0 + i_split
@@ -69,10 +69,10 @@ def merge_splits(
                 p_part + ((split * rows + row) * C.H + i_h)[:, None] * C.D + o_d[None, :], mask=m_tile, other=0.0
             )
             b_lse = tl.load(p_part_lse + (split * C.H + i_h) * rows + row, mask=m_row, other=float("-inf"))
-            acc, m, row_sum = include(acc, m, row_sum, b_part, b_lse)
+            acc, running_max, row_sum = include(acc, running_max, row_sum, b_part, b_lse)
         if p_sinks is not None:
             b_sink = tl.zeros([C.TOKENS], tl.float32) + tl.load(p_sinks + i_h).to(tl.float32)
-            acc, m, row_sum = with_sink(acc, m, row_sum, tl.where(valid, b_sink, float("-inf")))
+            acc, running_max, row_sum = with_sink(acc, running_max, row_sum, tl.where(valid, b_sink, float("-inf")))
         o_d_out = o_d
         if C.WIDE:
             o_d_out = o_d.to(tl.int64)
@@ -80,7 +80,7 @@ def merge_splits(
             row * strides.out[0] + i_h * strides.out[1], i_h * strides.lse[0] + row * strides.lse[1],
             o_d_out * strides.out[2], m_row, m_tile,
         )  # fmt: skip
-        store_results(p_out, p_lse, p_out_scale, out_scale, acc, m, row_sum, target, C.LIMIT)
+        store_results(p_out, p_lse, p_out_scale, out_scale, acc, running_max, row_sum, target, C.LIMIT)
 
 
 @triton.jit
@@ -114,14 +114,14 @@ def merge_states(
     m_tile = m_row[:, None] & (o_d < D)[None, :]
     row = o_t.to(tl.int64)
     acc = tl.zeros([TOKENS, BLOCK_D], tl.float32)
-    m = tl.full([TOKENS], float("-inf"), tl.float32)
+    running_max = tl.full([TOKENS], float("-inf"), tl.float32)
     row_sum = tl.zeros([TOKENS], tl.float32)
     b_part, b_lse = load_part(p_out_a, p_lse_a, s_a, row, i_h, o_d, m_row, m_tile)
-    acc, m, row_sum = include(acc, m, row_sum, b_part, b_lse)
+    acc, running_max, row_sum = include(acc, running_max, row_sum, b_part, b_lse)
     b_part, b_lse = load_part(p_out_b, p_lse_b, s_b, row, i_h, o_d, m_row, m_tile)
-    acc, m, row_sum = include(acc, m, row_sum, b_part, b_lse)
+    acc, running_max, row_sum = include(acc, running_max, row_sum, b_part, b_lse)
     target = Target(
         row * strides.out[0] + i_h * strides.out[1], i_h * strides.lse[0] + row * strides.lse[1],
         o_d * strides.out[2], m_row, m_tile,
     )  # fmt: skip
-    store_results(p_out, p_lse, None, 1.0, acc, m, row_sum, target, 0)
+    store_results(p_out, p_lse, None, 1.0, acc, running_max, row_sum, target, 0)

@@ -5,11 +5,10 @@ log2(e), so that exp2 serves. float32 would show that rounding; its scores are n
 keys first, then, where they are tensors of their own, the new ones.
 """
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 
+from prefix_prefill.kernels.groups import Keys, Pages, Rows, Scoring, Source
 from prefix_prefill.kernels.schedule import find_tile, key_range, lengths, program_tile, split_range
 from prefix_prefill.kernels.softmax import (
     LN_2,
@@ -24,120 +23,6 @@ from prefix_prefill.kernels.softmax import (
     visible,
     with_sink,
 )
-
-
-class Config(NamedTuple):
-    """What the kernel is compiled for; ``launch`` makes it from a problem and its plan."""
-
-    GROUP: int  # query heads that share a kv head
-    HEADS_KV: int
-    D: int  # head size
-    BLOCK_D: int  # the next power of two
-    PAGE: int
-    BOX: int  # tokens of a page that are loaded together where they, not elements, are contiguous; else 0
-    X: int  # elements of a key that lie together in a page
-    STEP: int  # stride of a page's tokens where X is less than D, else 0
-    BLOCK_M: int
-    BLOCK_N: int
-    HEADS: int  # query heads in a tile
-    TOKENS: int  # tokens in a tile
-    SPLITS: int
-    STAGES: int
-    NEW_KV: bool  # the new keys and values are tensors of their own
-    FP8: int  # 4: an e4m3 cache, 5: e5m2, 0: of q's dtype
-    K_SCALED: int  # 0: by no tensor, 1: one scale for a kv head, 2: one for each key
-    V_SCALED: int
-    LIMIT: int  # the largest number of an 8-bit out, else 0
-    SOFTCAP: bool
-    HAS_LEFT: bool
-    HAS_RIGHT: bool
-    SKIP_DECODE: bool
-    WIDE: bool  # a head's elements lie 2^31 and more apart
-
-
-class Strides(NamedTuple):
-    """(token, head, element) of q, k, v and out, (page, token, head, element / X, element % X) of the caches,
-    (page, token, head) of scales, (head, token) of lse.
-    """
-
-    q: tuple[int, ...]
-    k: tuple[int, ...]
-    v: tuple[int, ...]
-    k_cache: tuple[int, ...]
-    v_cache: tuple[int, ...]
-    k_scale: tuple[int, ...]
-    v_scale: tuple[int, ...]
-    out: tuple[int, ...]
-    lse: tuple[int, ...]
-
-
-class Scores(NamedTuple):
-    """What makes scores of q.k."""
-
-    softmax_scale: float
-    softcap: float
-
-
-class Numbers(NamedTuple):
-    """Scales that are numbers, and strides, which Triton specialises on."""
-
-    k_scale: float
-    v_scale: float
-    out_scale: float
-    strides: Strides
-
-
-class Rows(NamedTuple):
-    """A tile's queries [BLOCK_M, BLOCK_D], their positions and ALiBi slopes."""
-
-    q: object
-    position: object
-    slope: object
-
-
-class Keys(NamedTuple):
-    """A tile of keys and values: pointers, offsets of keys and of elements, positions, which exist, scales."""
-
-    p_k: object
-    p_v: object
-    off_k: object
-    off_v: object
-    o_dk: object
-    o_dv: object
-    o_key: object
-    exists: object
-    k_scale: object
-    v_scale: object
-
-
-class Scoring(NamedTuple):
-    """What makes scores of q.k, and the keys from ``low`` to before ``high`` that any row sees."""
-
-    scale: object
-    softcap: object
-    left: object
-    right: object
-    low: object
-    high: object
-
-
-class Pages(NamedTuple):
-    """Where the values of a tile that begins at key ``at`` are looked up, for ``load_transposed``."""
-
-    p_row: object
-    at: object
-    num_blocks: object
-    s_page: object
-
-
-class Source(NamedTuple):
-    """What differs between loops: cached keys or new ones, in the interior of the visible range or at its edges."""
-
-    BOX: int
-    FP8: int
-    K_SCALED: bool
-    V_SCALED: bool
-    MASKED: bool
 
 
 @triton.jit
@@ -215,7 +100,7 @@ def load_transposed(p_v, o_dv, pages, low, high, MASKED: tl.constexpr, C):
 
 
 @triton.jit
-def update(acc, m, row_sum, rows, keys, scoring, pages, ALIBI: tl.constexpr, source: tl.constexpr, C):
+def update(acc, running_max, row_sum, rows, keys, scoring, pages, ALIBI: tl.constexpr, source: tl.constexpr, C):
     """One tile of keys and values into the accumulator, running max and row sum of a tile of rows.
 
     Keys that do not exist are loaded as zeros.
@@ -250,9 +135,9 @@ def update(acc, m, row_sum, rows, keys, scoring, pages, ALIBI: tl.constexpr, sou
     if source.MASKED:
         seen = visible(o_key[None, :], rows.position[:, None], scoring.left, scoring.right, C.HAS_LEFT, C.HAS_RIGHT)
         b_s = tl.where(seen & ((o_key >= low) & (o_key < high))[None, :], b_s, float("-inf"))
-    new_m = tl.maximum(m, tl.max(b_s, 1))
-    b_p = power(b_s - finite(new_m)[:, None], NATURAL)
-    rescale = power(m - finite(new_m), NATURAL)
+    new_max = tl.maximum(running_max, tl.max(b_s, 1))
+    b_p = power(b_s - finite(new_max)[:, None], NATURAL)
+    rescale = power(running_max - finite(new_max), NATURAL)
     new_sum = row_sum * rescale + tl.sum(b_p, 1)
     if source.BOX:
         b_v = load_transposed(keys.p_v, keys.o_dv, pages, low, high, source.MASKED, C)
@@ -269,7 +154,7 @@ def update(acc, m, row_sum, rows, keys, scoring, pages, ALIBI: tl.constexpr, sou
         acc = tl.fma(tl.dot(b_p.to(dtype), b_v, input_precision="ieee"), most, acc * rescale[:, None])
     else:
         acc = tl.dot(b_p.to(dtype), b_v, acc * rescale[:, None], input_precision="ieee")
-    return acc, new_m, new_sum
+    return acc, new_max, new_sum
 
 
 @triton.jit(
@@ -316,7 +201,7 @@ def attend(
         p_rows = p_q + (row * numbers.strides.q[0] + o_h.to(tl.int64) * numbers.strides.q[1])[:, None]
         b_q = tl.load(p_rows + o_d_wide[None, :] * numbers.strides.q[2], mask=m_tile, other=0.0)  # [BLOCK_M, BLOCK_D]
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
         row_sum = tl.zeros([BLOCK_M], tl.float32)
         slope = tl.zeros([BLOCK_M], tl.float32)
         if ALIBI:
@@ -400,8 +285,8 @@ def attend(
                         block * numbers.strides.v_cache[0] + token * numbers.strides.v_cache[1], o_dk, o_dv, o_key,
                         exists, b_ks, b_vs,
                     )  # fmt: skip
-                    acc, m, row_sum = update(
-                        acc, m, row_sum, tile, keys, scoring,
+                    acc, running_max, row_sum = update(
+                        acc, running_max, row_sum, tile, keys, scoring,
                         Pages(p_row, at, num_blocks, numbers.strides.v_cache[0]), ALIBI,
                         Source(C.BOX, C.FP8, C.K_SCALED == 2, C.V_SCALED == 2, PHASE != 1), C,
                     )  # fmt: skip
@@ -422,26 +307,29 @@ def attend(
                     p_k_head, p_v_head, o_row * numbers.strides.k[0], o_row * numbers.strides.v[0],
                     o_d_wide * numbers.strides.k[2], o_d_wide * numbers.strides.v[2], o_key, exists, o_n, o_n,
                 )  # fmt: skip
-                acc, m, row_sum = update(
-                    acc, m, row_sum, tile, keys, scoring, Pages(p_row, at, num_blocks, numbers.strides.v_cache[0]),
-                    ALIBI, Source(0, 0, False, False, True), C,
+                acc, running_max, row_sum = update(
+                    acc, running_max, row_sum, tile, keys, scoring,
+                    Pages(p_row, at, num_blocks, numbers.strides.v_cache[0]), ALIBI,
+                    Source(0, 0, False, False, True), C,
                 )  # fmt: skip
 
         if not NATURAL:
-            m = m * LN_2
+            running_max = running_max * LN_2
         if C.SPLITS == 1:
             if p_sinks is not None:
                 b_sink = tl.load(p_sinks + o_h).to(tl.float32)
                 b_sink = tl.where(valid, b_sink, float("-inf"))
-                acc, m, row_sum = with_sink(acc, m, row_sum, b_sink)
+                acc, running_max, row_sum = with_sink(acc, running_max, row_sum, b_sink)
             target = Target(
                 row * numbers.strides.out[0] + o_h.to(tl.int64) * numbers.strides.out[1],
                 o_h.to(tl.int64) * numbers.strides.lse[0] + row * numbers.strides.lse[1],
                 o_d_wide * numbers.strides.out[2], m_row, m_tile,
             )  # fmt: skip
-            store_results(p_out, p_lse, p_scales[2], numbers.out_scale, acc, m, row_sum, target, C.LIMIT)
+            store_results(p_out, p_lse, p_scales[2], numbers.out_scale, acc, running_max, row_sum, target, C.LIMIT)
         else:
             H: tl.constexpr = C.GROUP * C.HEADS_KV
             part = i_split.to(tl.int64) * rows + row
             tl.store(p_out + (part * H + o_h)[:, None] * C.D + o_d[None, :], normalised(acc, row_sum), mask=m_tile)
-            tl.store(p_lse + (i_split.to(tl.int64) * H + o_h) * rows + row, log_sum_exp(m, row_sum), mask=m_row)
+            tl.store(
+                p_lse + (i_split.to(tl.int64) * H + o_h) * rows + row, log_sum_exp(running_max, row_sum), mask=m_row
+            )

@@ -78,17 +78,17 @@ def exponential(x):
 
 
 @triton.jit
-def finite(m):
+def finite(running_max):
     """What to subtract before exponentiation: the running max, and 0 for a row that has seen no key."""
-    return tl.where(m == float("-inf"), 0.0, m)
+    return tl.where(running_max == float("-inf"), 0.0, running_max)
 
 
 @triton.jit
-def with_sink(acc, m, row_sum, b_sink):
+def with_sink(acc, running_max, row_sum, b_sink):
     """A sink: a logit in the denominator only."""
-    new_m = tl.maximum(m, b_sink)
-    rescale = exponential(m - finite(new_m))
-    return acc * rescale[:, None], new_m, row_sum * rescale + exponential(b_sink - finite(new_m))
+    new_max = tl.maximum(running_max, b_sink)
+    rescale = exponential(running_max - finite(new_max))
+    return acc * rescale[:, None], new_max, row_sum * rescale + exponential(b_sink - finite(new_max))
 
 
 @triton.jit
@@ -98,13 +98,13 @@ def normalised(acc, row_sum):
 
 
 @triton.jit
-def log_sum_exp(m, row_sum):
-    """m + log(row_sum), and -inf for a row that saw no key."""
-    return tl.where(row_sum == 0, float("-inf"), m + tl.log(tl.where(row_sum == 0, 1.0, row_sum)))
+def log_sum_exp(running_max, row_sum):
+    """running_max + log(row_sum), and -inf for a row that saw no key."""
+    return tl.where(row_sum == 0, float("-inf"), running_max + tl.log(tl.where(row_sum == 0, 1.0, row_sum)))
 
 
 @triton.jit
-def store_results(p_out, p_lse, p_out_scale, out_scale, acc, m, row_sum, target, LIMIT: tl.constexpr):
+def store_results(p_out, p_lse, p_out_scale, out_scale, acc, running_max, row_sum, target, LIMIT: tl.constexpr):
     """Epilogue: the output over its scale, clamped to +-LIMIT unless that is 0, and lse if there is memory for it."""
     if p_out_scale is not None:
         out_scale = out_scale * tl.load(p_out_scale)
@@ -114,4 +114,4 @@ def store_results(p_out, p_lse, p_out_scale, out_scale, acc, m, row_sum, target,
     p_tile = p_out + target.off_out[:, None] + target.o_d[None, :]
     tl.store(p_tile, b_out.to(p_out.dtype.element_ty), mask=target.m_tile)
     if p_lse is not None:
-        tl.store(p_lse + target.off_lse, log_sum_exp(m, row_sum), mask=target.m_row)
+        tl.store(p_lse + target.off_lse, log_sum_exp(running_max, row_sum), mask=target.m_row)

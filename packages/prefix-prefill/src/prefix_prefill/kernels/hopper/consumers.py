@@ -119,7 +119,7 @@ def issue_qk(q_tile, k, i, b_zero, C):
 
 
 @gluon.jit
-def softmax_of(b_s, m, row_sum, i, cached, loop, scoring, V, C):
+def softmax_of(b_s, running_max, row_sum, i, cached, loop, scoring, V, C):
     """The online softmax of tile i: weights, running max, row sum, and what the accumulator is rescaled by."""
     key = key_of_tile(i, loop, C)
     bounds = (loop.low, end_of_tile(i, loop, C))
@@ -127,7 +127,7 @@ def softmax_of(b_s, m, row_sum, i, cached, loop, scoring, V, C):
     if C.NEW_KV:
         # Only cached keys have a scale of their own.
         scale = gl.where(i < cached, scoring.cached_scale, scoring.scale)
-    return update_tile(b_s, m, row_sum, scale, key, bounds, scoring, V, C)
+    return update_tile(b_s, running_max, row_sum, scale, key, bounds, scoring, V, C)
 
 
 @gluon.jit
@@ -211,7 +211,7 @@ def consume(pointers, memory, k, v, i_consumer, tile, loop, window, scores, numb
         all_high = gl.minimum(loop.high, first_row + 1 + gl.minimum(window.right, tile.length))
     scoring = Scoring(cached_scale, scale, scores.softcap, window, slope, positions, all_low, all_high)
 
-    m = gl.full([ROWS], float("-inf"), gl.float32, L_ROW)
+    running_max = gl.full([ROWS], float("-inf"), gl.float32, L_ROW)
     row_sum = gl.zeros([ROWS], gl.float32, L_ROW)
     acc = gl.zeros([ROWS, C.BLOCK_D], gl.float32, L_O)
     b_zero = gl.zeros([ROWS, C.BLOCK_N], gl.float32, L_S)
@@ -222,7 +222,7 @@ def consume(pointers, memory, k, v, i_consumer, tile, loop, window, scores, numb
         qk = issue_qk(q_tile, k, 0, b_zero, C)
         b_s = warpgroup_mma_wait(0, deps=[qk])
         release(k, 0, C)
-        weights, m, row_sum, rescale = softmax_of(b_s, m, row_sum, 0, cached, loop, scoring, V, C)
+        weights, running_max, row_sum, rescale = softmax_of(b_s, running_max, row_sum, 0, cached, loop, scoring, V, C)
         b_p = gl.convert_layout(weights, L_P)
         for i in range(1, count):
             # Both WGMMAs are in flight; the softmax of tile i overlaps with the second.
@@ -230,7 +230,9 @@ def consume(pointers, memory, k, v, i_consumer, tile, loop, window, scores, numb
             pv = issue_pv(b_p, acc, v, memory, v_scale, i - 1, i_consumer, loop, C)
             b_s = warpgroup_mma_wait(1, deps=[qk])
             release(k, i, C)
-            weights, m, row_sum, rescale = softmax_of(b_s, m, row_sum, i, cached, loop, scoring, V, C)
+            weights, running_max, row_sum, rescale = softmax_of(
+                b_s, running_max, row_sum, i, cached, loop, scoring, V, C
+            )
             acc = warpgroup_mma_wait(0, deps=[pv])
             release(v, i - 1, C)
             b_p = gl.convert_layout(weights, L_P)
@@ -241,11 +243,11 @@ def consume(pointers, memory, k, v, i_consumer, tile, loop, window, scores, numb
             if C.IS_FP8 and cached == count:
                 # Otherwise ``issue_pv`` did, before the first new tile.
                 acc = acc * v_scale
-    finish(pointers, memory, i_consumer, acc, m, row_sum, scores, numbers, V, C)
+    finish(pointers, memory, i_consumer, acc, running_max, row_sum, scores, numbers, V, C)
 
 
 @gluon.jit
-def finish(pointers, memory, i_consumer, acc, m, row_sum, scores, numbers, V, C):
+def finish(pointers, memory, i_consumer, acc, running_max, row_sum, scores, numbers, V, C):
     """Epilogue: the sink, lse and the output over its scale; or, with splits, partial results without them."""
     i_kv = stashed(memory.scalars, HEAD_KV)
     i_hb = stashed(memory.scalars, HEAD_TILE)
@@ -260,17 +262,17 @@ def finish(pointers, memory, i_consumer, acc, m, row_sum, scores, numbers, V, C)
             acc = acc * HEADROOM_INVERSE
     o_m = i_consumer * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, V.L_S))
     o_t, o_h, m_row = rows_of(o_m, i_tile, i_kv, i_hb, q_len, C)
-    lse = natural_log_sum_exp(m, row_sum, 1.0 if C.SOFTCAP else scores.softmax_scale)
+    lse = natural_log_sum_exp(running_max, row_sum, 1.0 if C.SOFTCAP else scores.softmax_scale)
     if C.SPLITS == 1:
         if pointers.sinks is not None:
-            m = m * LN_2
+            running_max = running_max * LN_2
             b_sink = gl.load(pointers.sinks + o_h).to(gl.float32)
             b_sink = gl.where(valid, b_sink, float("-inf"))
-            new_m = gl.maximum(m, b_sink)
-            rescale = gl.exp(m - finite(new_m))
-            row_sum = row_sum * rescale + gl.exp(b_sink - finite(new_m))
+            new_max = gl.maximum(running_max, b_sink)
+            rescale = gl.exp(running_max - finite(new_max))
+            row_sum = row_sum * rescale + gl.exp(b_sink - finite(new_max))
             acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, V.L_O))[:, None]
-            lse = log_sum_exp(new_m, row_sum)
+            lse = log_sum_exp(new_max, row_sum)
         if pointers.lse is not None:
             row = (begin + o_t).to(gl.int64)
             s_lse = numbers.strides.lse

@@ -53,22 +53,24 @@ def powers_of_two(most):
 
 
 @gluon.jit
-def natural_log_sum_exp(m, row_sum, unit):
-    """log(2^m row_sum), and -inf for a row that saw no key, where m is in units of ``unit`` log2(e) as rounded.
+def natural_log_sum_exp(running_max, row_sum, unit):
+    """log(2^running_max row_sum), and -inf for a row that saw no key; running_max in units of a rounded unit log2(e).
 
     What undoes that factor is taken in two parts, so that a large score is rounded once. Where the factor is 0, or too
-    small to be divided by, m is all bias, in units of log2(e).
+    small to be divided by, running_max is all bias, in units of log2(e).
     """
     unit = gl.where(unit < TINY, 1.0, unit)
     rounded = unit * LOG2_E
     ratio = unit / rounded
     rest = gl.fma(-ratio, rounded, unit) / rounded
     log_sum = gl.log(gl.where(row_sum == 0, 1.0, row_sum))
-    return gl.where(row_sum == 0, float("-inf"), gl.fma(finite(m), ratio, gl.fma(finite(m), rest, log_sum)))
+    return gl.where(
+        row_sum == 0, float("-inf"), gl.fma(finite(running_max), ratio, gl.fma(finite(running_max), rest, log_sum))
+    )
 
 
 @gluon.jit
-def update(scores, m, row_sum, scale, key, bounds, scoring, MASKED: gl.constexpr, V, C):
+def update(scores, running_max, row_sum, scale, key, bounds, scoring, MASKED: gl.constexpr, V, C):
     """Weights relative to the new running max, that max, the new row sum, and what the accumulator is rescaled by.
 
     ``key`` is the tile's first; ``bounds`` are the first key and the end of those that any row sees.
@@ -99,18 +101,18 @@ def update(scores, m, row_sum, scale, key, bounds, scoring, MASKED: gl.constexpr
         scores = gl.where(seen, scores, float("-inf"))
     most = gl.max(scores, 1)
     if V.SIGNED or C.SOFTCAP or C.ALIBI:
-        new_m = gl.maximum(m, most)
-        weights = gl.exp2(scores - (finite(new_m) - shift)[:, None])
+        new_max = gl.maximum(running_max, most)
+        weights = gl.exp2(scores - (finite(new_max) - shift)[:, None])
     else:
         # A scale of 0 or more keeps the order; multiplied here, it costs no instruction.
-        new_m = gl.maximum(m, most * scale)
-        weights = gl.exp2(scores * b_scale - (finite(new_m) - shift)[:, None])
-    rescale = gl.exp2(m - finite(new_m))
-    return weights.to(V.dtype), new_m, row_sum * rescale + gl.sum(weights, 1), rescale
+        new_max = gl.maximum(running_max, most * scale)
+        weights = gl.exp2(scores * b_scale - (finite(new_max) - shift)[:, None])
+    rescale = gl.exp2(running_max - finite(new_max))
+    return weights.to(V.dtype), new_max, row_sum * rescale + gl.sum(weights, 1), rescale
 
 
 @gluon.jit
-def update_tile(scores, m, row_sum, scale, key, bounds, scoring, V, C):
+def update_tile(scores, running_max, row_sum, scale, key, bounds, scoring, V, C):
     """``update``, masked only where some row does not see the whole tile.
 
     Two branches: in straight code ptxas moves the softmax past the wait for the WGMMA that it is to overlap with.
@@ -119,7 +121,11 @@ def update_tile(scores, m, row_sum, scale, key, bounds, scoring, V, C):
     if C.NEW_KV:
         all_high = gl.minimum(all_high, bounds[1])
     if (key >= scoring.all_low) & (key + C.BLOCK_N <= all_high):
-        weights, new_m, new_sum, rescale = update(scores, m, row_sum, scale, key, bounds, scoring, False, V, C)
+        weights, new_max, new_sum, rescale = update(
+            scores, running_max, row_sum, scale, key, bounds, scoring, False, V, C
+        )
     else:
-        weights, new_m, new_sum, rescale = update(scores, m, row_sum, scale, key, bounds, scoring, True, V, C)
-    return weights, new_m, new_sum, rescale
+        weights, new_max, new_sum, rescale = update(
+            scores, running_max, row_sum, scale, key, bounds, scoring, True, V, C
+        )
+    return weights, new_max, new_sum, rescale

@@ -1,0 +1,117 @@
+"""What the portable kernel is compiled for, and the values that its functions hand on, in groups with names."""
+
+from typing import NamedTuple
+
+
+class Config(NamedTuple):
+    """What the kernel is compiled for; ``launch`` makes it from a problem and its plan."""
+
+    GROUP: int  # query heads that share a kv head
+    HEADS_KV: int
+    D: int  # head size
+    BLOCK_D: int  # the next power of two
+    PAGE: int
+    BOX: int  # tokens of a page that are loaded together where they, not elements, are contiguous; else 0
+    X: int  # elements of a key that lie together in a page
+    STEP: int  # stride of a page's tokens where X is less than D, else 0
+    BLOCK_M: int
+    BLOCK_N: int
+    HEADS: int  # query heads in a tile
+    TOKENS: int  # tokens in a tile
+    SPLITS: int
+    STAGES: int
+    NEW_KV: bool  # the new keys and values are tensors of their own
+    FP8: int  # 4: an e4m3 cache, 5: e5m2, 0: of q's dtype
+    K_SCALED: int  # 0: by no tensor, 1: one scale for a kv head, 2: one for each key
+    V_SCALED: int
+    LIMIT: int  # the largest number of an 8-bit out, else 0
+    SOFTCAP: bool
+    HAS_LEFT: bool
+    HAS_RIGHT: bool
+    SKIP_DECODE: bool
+    WIDE: bool  # a head's elements lie 2^31 and more apart
+
+
+class Strides(NamedTuple):
+    """(token, head, element) of q, k, v and out, (page, token, head, element / X, element % X) of the caches,
+    (page, token, head) of scales, (head, token) of lse.
+    """
+
+    q: tuple[int, ...]
+    k: tuple[int, ...]
+    v: tuple[int, ...]
+    k_cache: tuple[int, ...]
+    v_cache: tuple[int, ...]
+    k_scale: tuple[int, ...]
+    v_scale: tuple[int, ...]
+    out: tuple[int, ...]
+    lse: tuple[int, ...]
+
+
+class Scores(NamedTuple):
+    """What makes scores of q.k."""
+
+    softmax_scale: float
+    softcap: float
+
+
+class Numbers(NamedTuple):
+    """Scales that are numbers, and strides, which Triton specialises on."""
+
+    k_scale: float
+    v_scale: float
+    out_scale: float
+    strides: Strides
+
+
+class Rows(NamedTuple):
+    """A tile's queries [BLOCK_M, BLOCK_D], their positions and ALiBi slopes."""
+
+    q: object
+    position: object
+    slope: object
+
+
+class Keys(NamedTuple):
+    """A tile of keys and values: pointers, offsets of keys and of elements, positions, which exist, scales."""
+
+    p_k: object
+    p_v: object
+    off_k: object
+    off_v: object
+    o_dk: object
+    o_dv: object
+    o_key: object
+    exists: object
+    k_scale: object
+    v_scale: object
+
+
+class Scoring(NamedTuple):
+    """What makes scores of q.k, and the keys from ``low`` to before ``high`` that any row sees."""
+
+    scale: object
+    softcap: object
+    left: object
+    right: object
+    low: object
+    high: object
+
+
+class Pages(NamedTuple):
+    """Where the values of a tile that begins at key ``at`` are looked up, for ``load_transposed``."""
+
+    p_row: object
+    at: object
+    num_blocks: object
+    s_page: object
+
+
+class Source(NamedTuple):
+    """What differs between loops: cached keys or new ones, in the interior of the visible range or at its edges."""
+
+    BOX: int
+    FP8: int
+    K_SCALED: bool
+    V_SCALED: bool
+    MASKED: bool

@@ -33,6 +33,7 @@ from tilelang_mla.schedule import DecodePlan
 Tensor = torch.Tensor
 _prefill = torch.ops.tilelang_mla.prefill.default
 
+_NAMES = Names()
 # DeepSeek V2's and V3's latent and rope.
 _DIM_NOPE, _DIM_ROPE = 512, 64
 
@@ -163,13 +164,13 @@ def flash_mla_varlen_func(
         check_dense(**named)
         calls.check_ranks({"q": (q, "[Tq, H, dqk]", 3), "v": (v, "[Tk, Hkv, dv]", 3)})
         raise
-    tensors = PrefillTensors(q, k, v, cu_seqlens_q, cu_seqlens_k, result, lse)
-    options = PrefillOptions(max_seqlen_q, max_seqlen_k, scale, causal, ints)
+    tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, result, lse)
+    options = (max_seqlen_q, max_seqlen_k, scale, causal, ints)
     try:
         _prefill(*tensors, *options)
     except REFUSALS:
         check_dense(**named)
-        arguments.check_prefill(tensors, options)
+        arguments.check_prefill(PrefillTensors(*tensors), PrefillOptions(*options))
         raise
     return result if lse is None else AttentionResult(result, lse)
 
@@ -277,7 +278,7 @@ def flash_mla_with_kvcache(
     parts = None if plan is None else calls.decode_parts(plan)
     scale = calls.checked_scale(softmax_scale)
     result, lse = calls.run_decode(
-        calls.Call(q, kv, seqlens_k, block_table, dim_nope, scale, causal), out, return_lse, parts, Names()
+        calls.Call(q, kv, seqlens_k, block_table, dim_nope, scale, causal), out, return_lse, parts, _NAMES
     )
     return result if lse is None else AttentionResult(result, lse)
 

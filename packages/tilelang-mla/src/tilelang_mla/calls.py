@@ -65,13 +65,12 @@ def run_decode(
         check_dense(**named)
         check_ranks({"q": (q, f"[B, Sq, Hq, {names.dim_nope} + dpe]", 4)})
         raise
-    tensors = DecodeTensors(q, kv, seqlens_k, block_table, first_part, order, result, lse)
-    options = DecodeOptions(dim_nope, scale, causal, ints)
     try:
-        _decode(*tensors, *options)
+        _decode(q, kv, seqlens_k, block_table, first_part, order, result, lse, dim_nope, scale, causal, ints)
     except (*REFUSALS, ValueError) as error:
         check_dense(**named)
-        problem, tiles = arguments.check_decode(tensors, options, names)
+        tensors = DecodeTensors(q, kv, seqlens_k, block_table, first_part, order, result, lse)
+        problem, tiles = arguments.check_decode(tensors, DecodeOptions(dim_nope, scale, causal, ints), names)
         if isinstance(error, ValueError) and values_are_checked(q.device):
             arguments.check_decode_values(problem, tiles, tensors, names)
         raise

@@ -73,6 +73,16 @@ def test_all_caught_is_success_and_no_fault_is_not(package: Path) -> None:
     assert faults.main([str(package), "--", "-W", "ignore"]) == 0
 
 
+def test_faults_of_the_package_that_plants_them_are_seen_too(package: Path) -> None:
+    """Its modules are loaded before the fork, and are imported again from the copy."""
+    (package / "src/doubling").rename(package / "src/kernel_reference")
+    tests = package / "tests/test_double.py"
+    tests.write_text(tests.read_text().replace("doubling", "kernel_reference"))
+    fault = patch("    return 2 * x\n", "    return 3 * x\n")
+    plant(package, "tripled", fault.replace("doubling", "kernel_reference"))
+    assert run(package) == [(faults.CAUGHT, "by test_double.py::test_two_becomes_four")]
+
+
 def test_a_fault_is_judged_by_the_tests_that_it_names(package: Path) -> None:
     fault = patch("    return 2 * x\n", "    return 3 * x\n", "# it triples\n# tests: tests/test_double.py -k nought\n")
     plant(package, "unseen", fault)

@@ -5,24 +5,31 @@ The configurations are those that plans and launches make for real models: all a
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import lightning_attn
-from kernel_reference.launching import Launch, TmaLaunch
+from kernel_reference.launching import Launch
 from kernel_reference.models import MINIMAX_01
-from kernel_reference.testing.codegen import TARGETS, KernelSpec, Report, assert_clean, compile_specs
+from kernel_reference.testing.codegen import (
+    KernelSpec,
+    Report,
+    assert_clean,
+    compile_by_target,
+    compile_specs,
+    launched_kernels,
+    recorded_launches,
+)
+from kernel_reference.testing.targets import TARGETS
+from lightning_attn import arguments, launch, tensors
 from lightning_attn.plan import DecodePlan, DeviceLimits, Heads, PrefillPlan, plan_decode, plan_prefill
 
 pytestmark = pytest.mark.codegen
 
-# As launch.device_limits reads them: multiprocessors, shared memory of a program.
+# As launch.device_limits reads them: SMs, shared memory of a program.
 LIMITS = {
     "sm_80": DeviceLimits(108, 166912),
     "sm_90": DeviceLimits(132, 232448, hopper=True, dependent_launch=True),
@@ -44,43 +51,28 @@ WIDE = Heads(64, 64, 256, 256)
 GROUPED = Heads(16, 64, 64, 192)
 
 
-def recorded(
-    op: str, given: tuple[Any, ...], numbers: tuple[Any, ...], plan: Any, monkeypatch: pytest.MonkeyPatch
+def launches(
+    op: str, given: tuple[Any, ...], numbers: tuple[Any, ...], plan: Any
 ) -> list[tuple[Launch, tuple[Any, ...]]]:
     """The launches that an op makes with this plan, each with its tensors."""
-    from lightning_attn import arguments, launch
-    from lightning_attn import tensors as groups
-
-    calls: list[tuple[Launch, tuple[Any, ...]]] = []
-    monkeypatch.setattr(Launch, "__call__", lambda self, *given: calls.append((self, given)))
     group = {"attention_backward": "AttentionBackward", "verify": "Decode"}.get(op, op.title())
-    tensors = getattr(groups, group)(*given)
-    problem = getattr(arguments, f"check_{op}")(tensors, *numbers)
+    t = getattr(tensors, group)(*given)
+    problem = getattr(arguments, f"check_{op}")(t, *numbers)
     prepare = getattr(launch, f"prepare_{'decode' if op == 'verify' else op}")
-    prepare(problem, plan, tensors)(tensors)
-    return calls
-
-
-def spec_of(name: str, start: Launch, tensors: tuple[Any, ...]) -> KernelSpec:
-    blocks = []
-    if isinstance(start, TmaLaunch):
-        blocks = [box[2:] for box in start.boxes]
-    return KernelSpec.of_call(
-        start.kernel, (*tensors, *start.rest), options=start.options, name=name, descriptors=blocks
-    )
+    return recorded_launches(prepare(problem, plan, t), t)
 
 
 def empty(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(*size, dtype=dtype)
 
 
-def all_specs(target: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[KernelSpec]:
+def all_specs(target: str) -> Iterator[KernelSpec]:
     limits = {**LIMITS, **SMALL_LIMITS}[target]
 
     def dense(
         name: str, heads: Heads, dtype: torch.dtype, plan: PrefillPlan | None = None, *, forward: bool = False
     ) -> Iterator[KernelSpec]:
-        """The walk backwards, which all others are like; the one forward too if wanted."""
+        """The prefill backwards, which holds all that others do; the one forward too if wanted."""
         rows = 2 * 4096
         q, k = (empty(1, heads.num_heads, rows, heads.head_qk, dtype=dtype) for _ in range(2))
         v = empty(1, heads.num_heads, rows, heads.head_v, dtype=dtype)
@@ -88,13 +80,14 @@ def all_specs(target: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[KernelSp
         rates, history = empty(heads.num_heads, dtype=torch.float32), state[:, :, 0]
         plan = plan or plan_prefill(heads, dtype == torch.bfloat16, limits, suits_tma=True)
         if forward:
-            calls = recorded("attention", (q, k, v, rates, history, out, state), (1.0,), plan, monkeypatch)
-            yield from (spec_of(f"{name}, {len(calls)} launches", *call) for call in calls)
-        tensors = (q, k, v, rates, history, out, state, *map(torch.empty_like, (q, k, v, history)))
-        calls = recorded("attention_backward", tensors, (1.0,), plan, monkeypatch)
-        # The last of the three walks goes backwards and keeps its final state; with segments it is three launches.
+            calls = launches("attention", (q, k, v, rates, history, out, state), (1.0,), plan)
+            for i, call in enumerate(calls):
+                yield KernelSpec.of_launch(*call, name=f"{name}, forward {i}")
+        given = (q, k, v, rates, history, out, state, *map(torch.empty_like, (q, k, v, history)))
+        calls = launches("attention_backward", given, (1.0,), plan)
+        # The last of the three prefills goes backwards and keeps its final state; with segments it is three launches.
         for i, call in enumerate(calls[-3 if plan.segment else -1 :]):
-            yield spec_of(f"{name}, backward {i}", *call)
+            yield KernelSpec.of_launch(*call, name=f"{name}, backward {i}")
 
     def ragged(
         name: str, heads: Heads, dtype: torch.dtype, snapshots: int, plan: PrefillPlan | None = None
@@ -109,9 +102,9 @@ def all_specs(target: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[KernelSp
         marks = [empty(sequences, snapshots, dtype=torch.int32) if snapshots else None for _ in range(2)]
         rates = empty(heads.num_heads, dtype=torch.float32)
         plan = plan or plan_prefill(heads, dtype == torch.bfloat16, limits, True, snapshots > 0)
-        tensors = (q, k, v, rates, cu, pool, slots, has, *marks, out)
-        for i, call in enumerate(recorded("varlen", tensors, (False, 1.0), plan, monkeypatch)):
-            yield spec_of(f"{name}, ragged {i}", *call)
+        given = (q, k, v, rates, cu, pool, slots, has, *marks, out)
+        for i, call in enumerate(launches("varlen", given, (False, 1.0), plan)):
+            yield KernelSpec.of_launch(*call, name=f"{name}, ragged {i}")
 
     def recurrent(name: str, heads: Heads, tokens: int, plan: DecodePlan, *kinds: str) -> Iterator[KernelSpec]:
         q, k = (empty(32, tokens, heads.num_heads_qk, heads.head_qk) for _ in range(2))
@@ -126,8 +119,8 @@ def all_specs(target: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[KernelSp
         }
         for kind in kinds:
             numbers = () if kind == "commit" else (1.0,)
-            calls = recorded(kind, tensors_of[kind], numbers, plan, monkeypatch)
-            yield from (spec_of(f"{name}, {kind}", *call) for call in calls)
+            calls = launches(kind, tensors_of[kind], numbers, plan)
+            yield from (KernelSpec.of_launch(*call, name=f"{name}, {kind}") for call in calls)
 
     yield from dense("MiniMax-01", MINIMAX, torch.bfloat16, plan_prefill(MINIMAX, True, limits), forward=True)
     yield from dense("head sizes 80 and 48", NARROW_KEYS, torch.bfloat16)
@@ -145,26 +138,19 @@ def all_specs(target: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[KernelSp
         yield from dense("for sm_90, segments", MINIMAX_TP8, torch.bfloat16)
         yield from ragged("for sm_90, grouped", GROUPED, torch.bfloat16, 0)
         for name, heads in (("snapshots", MINIMAX), ("segments and snapshots", MINIMAX_TP8)):
-            # The other launches are those of the walks above.
+            # The other launches are those above.
             specs = ragged(f"for sm_90, {name}", heads, torch.bfloat16, 2)
             yield from (spec for spec in specs if spec.kernel.endswith("hopper:prefill"))
 
 
 def specs(target: str) -> list[KernelSpec]:
     """The cases that ``python -m kernel_reference.testing.codegen --compare REV`` compiles too."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        return list(all_specs(target, monkeypatch))
+    return list(all_specs(target))
 
 
 @pytest.fixture(scope="module")
 def reports() -> list[Report]:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        jobs = {target: list(all_specs(target, monkeypatch)) for target in TARGETS}
-    # Each target has plans of its own, so specs of its own: a process for each, two at a time, the longest first.
-    order = sorted(TARGETS, key=lambda target: len(jobs[target]), reverse=True)
-    with ThreadPoolExecutor(2) as pool:
-        compiled = pool.map(lambda target: compile_specs(jobs[target], [target], processes=1), order)
-        return [report for reports in compiled for report in reports]
+    return compile_by_target(specs)
 
 
 def test_every_kernel_compiles_for_every_target_without_spills_or_traps(reports: list[Report]) -> None:
@@ -173,11 +159,9 @@ def test_every_kernel_compiles_for_every_target_without_spills_or_traps(reports:
 
 
 def test_the_largest_tiles_fit_the_shared_memory_of_smaller_gpus() -> None:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        jobs = {target: list(all_specs(target, monkeypatch)) for target in SMALL_LIMITS}
     reports = []
-    for target, specs in jobs.items():
-        largest = [spec for spec in specs if spec.name == "head sizes of 256, ragged 0"]
+    for target in SMALL_LIMITS:
+        largest = [spec for spec in all_specs(target) if spec.name == "head sizes of 256, ragged 0"]
         reports += compile_specs(largest, [target], processes=1)
     assert [report.target for report in reports] == [*SMALL_LIMITS]
     assert_clean([report for report in reports if report.target != "sm_75"])
@@ -192,7 +176,7 @@ def test_prefill_in_bfloat16_multiplies_on_tensor_cores(reports: list[Report]) -
     assert hopper[0].uses_tensor_cores
     assert hopper[0].uses("UTMALDG")
     assert hopper[0].uses("UTMASTG")
-    portable = [report for report in reports if report.spec.startswith("MiniMax-01, 1 launches")]
+    portable = [report for report in reports if report.spec == "MiniMax-01, forward 0"]
     assert {report.target for report in portable} == set(TARGETS)
     for report in portable:
         # Tiles of 32 rows are too few for the matrix instructions of a whole warpgroup.
@@ -200,12 +184,4 @@ def test_prefill_in_bfloat16_multiplies_on_tensor_cores(reports: list[Report]) -
 
 
 def test_no_kernel_is_left_out() -> None:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        specs = list(all_specs("sm_90", monkeypatch))
-    compiled = {spec.kernel for spec in specs}
-    folder = Path(lightning_attn.__file__).with_name("kernels")
-    for file in folder.glob("*.py"):
-        functions = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)]
-        entries = {node.name for node in functions if any("= program(" in ast.unparse(line) for line in node.body)}
-        for name in entries:
-            assert f"lightning_attn.kernels.{file.stem}:{name}" in compiled
+    assert {spec.kernel for spec in specs("sm_90")} == launched_kernels(lightning_attn)

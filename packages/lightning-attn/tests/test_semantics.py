@@ -729,14 +729,14 @@ def test_values_that_are_right_pass_validate_values(tensors) -> None:
         batch.check(products=FP32)
 
 
-def ladder(heads: int) -> list[float]:
+def geometric(heads: int) -> list[float]:
     return [2 ** (-8 * (i + 1) / heads) for i in range(heads)]
 
 
 @pytest.mark.parametrize("heads", [1, 2, 3, 4, 6, 7, 8, 12, 16, 20, 24, 40, 48, 64, 80, 96, 100, 128])
-def test_slopes_are_the_ladder_of_a_power_of_two_and_every_second_rung_of_the_next(heads) -> None:
+def test_slopes_are_those_of_a_power_of_two_heads_and_every_second_one_of_twice_as_many(heads) -> None:
     power = 2 ** (heads.bit_length() - 1)
-    wanted = torch.tensor(ladder(power) + ladder(2 * power)[::2][: heads - power], dtype=torch.float64)
+    wanted = torch.tensor(geometric(power) + geometric(2 * power)[::2][: heads - power], dtype=torch.float64)
     got = lightning_attn.slopes(heads)
     assert got.dtype == torch.float32
     assert got.device.type == "cpu"
@@ -747,8 +747,8 @@ def test_slopes_are_the_ladder_of_a_power_of_two_and_every_second_rung_of_the_ne
 def test_slopes_of_8_and_12_heads_as_numbers() -> None:
     assert lightning_attn.slopes(8).tolist() == [0.5, 0.25, 0.125, 0.0625, 0.03125, 0.015625, 0.0078125, 0.00390625]
     assert lightning_attn.slopes(12)[:8].tolist() == lightning_attn.slopes(8).tolist()
-    rungs = [math.sqrt(0.5), math.sqrt(0.5) / 2, math.sqrt(0.5) / 4, math.sqrt(0.5) / 8]
-    assert lightning_attn.slopes(12)[8:].tolist() == pytest.approx(rungs, rel=2**-23)
+    rates = [math.sqrt(0.5), math.sqrt(0.5) / 2, math.sqrt(0.5) / 4, math.sqrt(0.5) / 8]
+    assert lightning_attn.slopes(12)[8:].tolist() == pytest.approx(rates, rel=2**-23)
 
 
 @pytest.mark.parametrize(("layer", "layers"), [(0, 80), (3, 80), (79, 80), (0, 1), (1, 2)])

@@ -95,7 +95,7 @@ def test_grad_jacrev_and_jacfwd_give_the_gradients_of_autograd(tensors) -> None:
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("own_rates", [False, True], ids=["one ladder", "a ladder each"])
+@pytest.mark.parametrize("own_rates", [False, True], ids=["shared rates", "rates of their own"])
 def test_vmap_and_vmap_of_grad_are_the_loop(tensors, own_rates) -> None:
     many = [torch.stack(samples, dim=1) for samples in zip(*[inputs(tensors) for _ in range(4)], strict=True)]
     rates = torch.stack([tensors.slopes(3) * (1 + i * own_rates) for i in range(4)])

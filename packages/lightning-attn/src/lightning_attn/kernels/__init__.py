@@ -1,1 +1,1 @@
-"""Device code, one file a way of walking: in chunks (portable, and for Hopper), and token by token."""
+"""Device code: prefill in chunks (chunked.py; on sm_90 hopper.py), token by token (recurrent.py), shared parts."""

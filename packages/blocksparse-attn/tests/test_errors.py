@@ -475,6 +475,9 @@ def test_functions_refuse_transforms_by_name(device, function) -> None:
     batch = torch.stack([q, q])
     for transformed, said in (
         (lambda: func.jvp(attend, (q,), (q,)), "without a tangent"),
+        # Compiled code would drop the tangent, and give 0.
+        (lambda: torch.compile(lambda q: func.jvp(attend, (q,), (q,)), backend="aot_eager")(q), "without a tangent"),
+        (lambda: func.jvp(torch.compile(attend, backend="aot_eager"), (q,), (q,)), "without a tangent"),
         (lambda: func.jacfwd(attend)(q), "without a tangent"),
         (lambda: func.grad(lambda q: attend(q).sum())(q), "without gradient"),
         (lambda: func.vmap(func.grad(lambda q: attend(q).sum()))(batch), "without gradient"),

@@ -213,6 +213,13 @@ TRANSFORMS: dict[str, tuple[Callable[..., Any], str]] = {
     "jvp without gradients": (
         lambda f, x: torch.no_grad()(jvp)(f, (x,), (x,)), "without a tangent: it has no forward-mode derivative",
     ),
+    # Compiled code would drop the tangent, and give 0.
+    "jvp inside torch.compile": (
+        lambda f, x: torch.compile(lambda y: jvp(f, (y,), (y,)), backend="aot_eager")(x), "without a tangent",
+    ),
+    "jvp of compiled code": (
+        lambda f, x: jvp(torch.compile(f, backend="aot_eager"), (x,), (x,)), "without a tangent",
+    ),
     "jacfwd": (lambda f, x: jacfwd(f)(x), "without a tangent"),
     "grad": (lambda f, x: grad(lambda y: f(y).float().sum())(x), "without gradient"),
     "jacrev": (lambda f, x: jacrev(f)(x), "without gradient"),

@@ -636,6 +636,13 @@ def test_derivatives_of_either_mode_are_refused_by_name(device, function, name) 
     x = arguments[name]
     with pytest.raises(ValueError, match=rf"^{name} must be without a tangent: .*jvp"):
         torch.func.jvp(run, (x,), (x,))
+    # Compiled code would drop the tangent, and give 0.
+    for compiled in (
+        torch.compile(lambda x: torch.func.jvp(run, (x,), (x,)), backend="aot_eager"),
+        lambda x: torch.func.jvp(torch.compile(run, backend="aot_eager"), (x,), (x,)),
+    ):
+        with pytest.raises(ValueError, match=rf"^{name} must be without a tangent"):
+            compiled(x)
     with pytest.raises(ValueError, match=rf"^{name} must be without gradient"):
         torch.func.grad(run)(x)
     with torch.autograd.forward_ad.dual_level():

@@ -11,6 +11,7 @@ import docs
 import pytest
 
 PAGES = docs.HERE / "pages"
+PACKAGES = [name for name, home in docs.homes().items() if home.parent.name == "packages"]
 REFERENCES = [home / "docs" / "reference.md" for home in docs.homes().values()]
 BLOCKS = [
     pytest.param(page, number, id=f"{page.parent.parent.name}-{page.stem}-{number}")
@@ -29,7 +30,11 @@ def test_an_example_runs(page: Path, number: int) -> None:
     exec(compile(blocks_of(page)[number], f"{page.name}, example {number + 1}", "exec"), {})
 
 
-@pytest.mark.parametrize("name", [name for name in docs.homes() if name != "kernel-reference"])
+def functions_of(file: Path) -> set[str]:
+    return {node.name for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)}
+
+
+@pytest.mark.parametrize("name", PACKAGES)
 def test_every_public_name_is_documented_and_every_function_has_an_example(name: str) -> None:
     folder = docs.homes()[name] / "src" / name.replace("-", "_")
     exported = re.search(r"__all__ = (\[.*?\])", (folder / "__init__.py").read_text(), flags=re.DOTALL)
@@ -38,14 +43,35 @@ def test_every_public_name_is_documented_and_every_function_has_an_example(name:
     page = docs.homes()[name] / "docs" / "reference.md"
     documented = re.findall(rf"^::: {folder.name}\.([\w.]+)$", page.read_text(), flags=re.MULTILINE)
     examples = "\n".join(blocks_of(page))
-    functions = {
-        node.name for file in folder.glob("*.py") for node in ast.parse(file.read_text()).body
-        if isinstance(node, ast.FunctionDef)
-    }  # fmt: skip
+    functions = {name for file in folder.glob("*.py") for name in functions_of(file)}
     for entry in public:
         assert any(entry in path.split(".") for path in documented), f"{page}: nothing documents {entry}"
         if entry in functions:
             assert f"{entry}(" in examples, f"{page}: no example calls {entry}"
+
+
+def test_every_module_of_kernel_reference_is_documented_and_every_function_has_an_example() -> None:
+    home = docs.homes()["kernel-reference"]
+    page = home / "docs" / "reference.md"
+    documented = dict(re.findall(r"^::: kernel_reference\.([\w.]+)\n(.*)$", page.read_text(), flags=re.MULTILINE))
+    examples = "\n".join(blocks_of(page))
+    # The tables of the README: of oracles, of the host side and of the testing tools.
+    cells = [line.split("|")[1:-1] for line in (home / "README.md").read_text().splitlines() if line.startswith("| `")]
+    assert cells
+    for modules, *told in cells:
+        for module in re.findall(r"`(\w+)`", modules):
+            assert {module, f"testing.{module}"} & set(documented), f"{page}: nothing documents {module}"
+        for word in re.findall(r"`(?:\w+\.)?([A-Z]\w*[a-z]\w*)`", " ".join(told)):
+            assert re.search(rf"\b{word}\b", examples), f"{page}: no example has {word}"
+    for module, options in documented.items():
+        path = home / "src" / "kernel_reference" / module.replace(".", "/")
+        functions = functions_of(path / "__init__.py" if path.is_dir() else path.with_suffix(".py"))
+        if members := re.search(r"members: \[(.*?)\]", options):
+            functions &= set(members[1].split(", "))
+        for function in functions:
+            # Called or, a fixture, taken.
+            shown = function.startswith("_") or re.search(rf"\b{function}[(,)]", examples)
+            assert shown, f"{page}: no example has {module}.{function}"
 
 
 def test_install_lines_name_the_torch_that_is_tested() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import py_compile
 import re
 import shutil
 import subprocess
@@ -166,3 +167,22 @@ def test_without_uv_environments_are_made_by_virtualenv(house: Path, nox: Nox) -
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 passed" in done.stdout
     assert "uv pip" not in done.stderr
+
+
+def test_bytecode_is_linked_from_environments_that_have_the_very_same_file(house: Path) -> None:
+    """A file of the same name, size and time may be another version's, whose bytecode Python would take for its own."""
+    site = "lib/python3.11/site-packages"
+    first, second = (house / ".nox" / name / site for name in ("first", "second"))
+    for name, linked in (("same", True), ("other", False)):
+        (first / name).mkdir(parents=True)
+        (second / name).mkdir(parents=True)
+        (first / name / "it.py").write_text("VALUE = 1\n")
+        py_compile.compile(str(first / name / "it.py"))
+        if linked:
+            (second / name / "it.py").hardlink_to(first / name / "it.py")
+        else:
+            shutil.copy2(first / name / "it.py", second / name / "it.py")
+    code = "import noxfile, pathlib; noxfile.link_bytecode(pathlib.Path('.nox/second'))"
+    subprocess.run([sys.executable, "-c", code], cwd=house, check=True)
+    (compiled,) = first.glob("same/__pycache__/*.pyc")
+    assert [file.samefile(compiled) for file in second.glob("*/__pycache__/*.pyc")] == [True]

@@ -189,3 +189,16 @@ def test_a_release_is_built_with_pinned_tools_from_a_tag_on_main() -> None:
     assert {line.split("==")[0] for line in requirements.splitlines() if "==" in line} == {"nox", "pip", "uv"}
     for file in (ROOT / ".github/workflows").glob("*.yml"):
         assert "pip install nox" not in file.read_text(), file
+
+
+def test_softmax_helpers_of_one_name_are_the_same_code() -> None:
+    """Each package carries its own, as it is released on its own; what is mended in one is mended in all."""
+    bodies: dict[str, dict[str, str]] = {}
+    for file in ROOT.glob("packages/*/src/*/kernels/softmax.py"):
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and any("triton.jit" in ast.unparse(d) for d in node.decorator_list):
+                node.body = node.body[ast.get_docstring(node) is not None :]
+                bodies.setdefault(node.name, {})[str(file.relative_to(ROOT))] = ast.unparse(node)
+    shared = {name: found for name, found in bodies.items() if len(found) > 1}
+    assert {"exponential", "finite", "log_sum_exp", "normalised", "soft_capped", "tanh", "with_sink"} <= shared.keys()
+    assert [(name, *found) for name, found in shared.items() if len(set(found.values())) > 1] == []

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from blocksparse_attn.kernels.softmax import exponential, finite, logarithm, normalised, with_sink
+from blocksparse_attn.kernels.softmax import exponential, finite, log_sum_exp, normalised, with_sink
 from blocksparse_attn.kernels.tiles import wide
 
 
@@ -53,4 +53,4 @@ def merge(
     tl.store(p_tile, normalised(acc, row_sum).to(outputs.out.dtype.element_ty), mask=m_tile)
     if outputs.lse is not None:
         p_lse = outputs.lse + i_n * s_lse[0] + i_h * s_lse[1] + token * s_lse[2]
-        tl.store(p_lse, logarithm(running_max, row_sum), mask=m_row)
+        tl.store(p_lse, log_sum_exp(running_max, row_sum), mask=m_row)

@@ -43,9 +43,9 @@ def power(x, NATURAL: tl.constexpr):
 
 
 @triton.jit
-def finite(m):
+def finite(running_max):
     """What to subtract before exponentiation: the running max, and 0 for a row that has seen no score."""
-    return tl.where(m == float("-inf"), 0.0, m)
+    return tl.where(running_max == float("-inf"), 0.0, running_max)
 
 
 @triton.jit
@@ -66,7 +66,7 @@ def tanh(x, PRECISE: tl.constexpr):
 
 
 @triton.jit
-def cap(scores, softcap, PRECISE: tl.constexpr):
+def soft_capped(scores, softcap, PRECISE: tl.constexpr):
     """softcap * tanh(scores / softcap)."""
     return softcap * tanh(scores / softcap, PRECISE)
 
@@ -94,7 +94,7 @@ def update(acc, running_max, row_sum, b_q, b_k, b_v, seen, scoring, SOFTCAP: tl.
     else:
         b_s = tl.dot(b_q, tl.trans(b_k))  # [BLOCK_M, BLOCK_N]
     if SOFTCAP:
-        b_s = cap(b_s * scoring.scale, scoring.softcap, NATURAL) * UNIT
+        b_s = soft_capped(b_s * scoring.scale, scoring.softcap, NATURAL) * UNIT
     else:
         b_s = b_s * (scoring.scale * UNIT)
     b_s = tl.where(seen, b_s, float("-inf"))
@@ -125,7 +125,7 @@ def normalised(acc, row_sum):
 
 
 @triton.jit
-def logarithm(running_max, row_sum):
+def log_sum_exp(running_max, row_sum):
     """running_max + log(row_sum), and -inf for a row that saw nothing."""
     return tl.where(row_sum == 0, float("-inf"), running_max + tl.log(tl.where(row_sum == 0, 1.0, row_sum)))
 
@@ -154,11 +154,11 @@ def store(
         p_out = outputs.out + off_out[:, None] + o_d_out[None, :]
         tl.store(p_out, b_out.to(outputs.out.dtype.element_ty), mask=m_tile)
         if outputs.lse is not None:
-            tl.store(outputs.lse + off_lse, logarithm(running_max, row_sum), mask=rows.mask)
+            tl.store(outputs.lse + off_lse, log_sum_exp(running_max, row_sum), mask=rows.mask)
     else:
         i_part = i_split.to(tl.int64) * rows.total + rows.row
         p_part = outputs.part + (i_part * H + rows.head)[:, None] * config.DV + o_d[None, :]
         tl.store(p_part, normalised(acc, row_sum), mask=m_tile)
-        b_lse = tl.where(rows.possible, logarithm(running_max, row_sum), float("inf"))
+        b_lse = tl.where(rows.possible, log_sum_exp(running_max, row_sum), float("inf"))
         p_part_lse = outputs.part_lse + (i_split.to(tl.int64) * H + rows.head) * rows.total + rows.row
         tl.store(p_part_lse, b_lse, mask=rows.mask)

@@ -56,12 +56,12 @@ class Scores(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """Scales that are numbers, and strides, which Triton specialises on."""
+    """Scales that are numbers, and a kernel's strides, which Triton specialises on."""
 
     k_scale: float
     v_scale: float
     out_scale: float
-    strides: Strides
+    strides: object
 
 
 class Rows(NamedTuple):

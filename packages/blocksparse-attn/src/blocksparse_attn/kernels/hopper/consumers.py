@@ -37,7 +37,7 @@ from blocksparse_attn.kernels.hopper.memory import (
     VALID,
     get,
 )
-from blocksparse_attn.kernels.softmax import LN_2, LOG2_E, cap, finite, logarithm
+from blocksparse_attn.kernels.softmax import LN_2, LOG2_E, finite, log_sum_exp, soft_capped
 
 # The least normal number of float32, or a little more.
 TINY: tl.constexpr = tl.constexpr(1.2e-38)
@@ -66,7 +66,7 @@ def softmax_step(
     """
     L_S: gl.constexpr = scores.type.layout
     if config.SOFTCAP:
-        scores = cap(scores * factor, softcap, False) * LOG2_E
+        scores = soft_capped(scores * factor, softcap, False) * LOG2_E
     if MASKED:
         o_n = gl.arange(0, config.BLOCK_N, gl.SliceLayout(0, L_S))
         o_key = at + o_n
@@ -284,7 +284,7 @@ def epilogue(acc, running_max, row_sum, tile, channels, base, i_half, p_sinks, o
             rescale = gl.exp(running_max - finite(new_max))
             row_sum = row_sum * rescale + gl.exp(b_sink - finite(new_max))
             acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, L_O))[:, None]
-            log_sum = logarithm(new_max, row_sum)
+            log_sum = log_sum_exp(new_max, row_sum)
         if outputs.lse is not None:
             s_lse = strides.lse
             # Tests for negative strides would take registers through the main loop.

@@ -50,22 +50,6 @@ class Strides(NamedTuple):
     lse: tuple[int, ...]
 
 
-class Scores(NamedTuple):
-    """What makes scores of q.k."""
-
-    softmax_scale: float
-    softcap: float
-
-
-class Numbers(NamedTuple):
-    """Scales that are numbers, and strides, which Triton specialises on."""
-
-    k_scale: float
-    v_scale: float
-    out_scale: float
-    strides: Strides
-
-
 class Pointers(NamedTuple):
     """What consumers load and store; None for what there is not."""
 

@@ -4,14 +4,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from prefix_prefill.kernels.groups import Numbers, Scores
 from prefix_prefill.kernels.hopper.config import (
     ROWS,
     Config,
     Keys,
     Loop,
-    Numbers,
     Pointers,
-    Scores,
     Source,
     Strides,
     Tile,

@@ -2,8 +2,8 @@
 
 ``import kernel_reference`` loads nothing but the standard library; each module is imported by its name
 (``from kernel_reference import attention``). The oracles need torch and einops; the host side of a kernel package
-(checks, ragged, transforms, dispatch, launching, plans, integers) torch at most; ``kernel_reference.testing`` and
-``kernel_reference.bench`` the extras of the same names.
+(checks, ragged, transforms, dispatch, launching, collectives, plans, integers) torch at most;
+``kernel_reference.testing`` and ``kernel_reference.bench`` the extras of the same names.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ __all__ = [
     "attention",
     "blocks",
     "checks",
+    "collectives",
     "dispatch",
     "integers",
     "launching",
@@ -29,5 +30,6 @@ __all__ = [
     "projection",
     "ragged",
     "recurrence",
+    "sharding",
     "transforms",
 ]

@@ -7,10 +7,22 @@ contract     opcheck, torch.compile, CUDA graphs, determinism, batch invariance,
 interpreter  Triton's interpreter with correct bfloat16 and fp8, so that kernels are tested without a GPU
 gluon        a simulator of Gluon kernels for sm_90: mbarriers, TMA, WGMMA and warp specialisation on a CPU
 codegen      compile for GPUs that are not here; registers, spills, traps, opcodes; compare with a revision
+distributed  run a function in several ranks on one machine; count the bytes that they exchange
 faults       mutation testing: plant each of a package's faults in a copy of it and see the tests go red
 pytest_plugin  the fixture ``device``, the markers ``gpu``, ``sanitize`` and ``codegen``, and a seed for each test
 """
 
 from __future__ import annotations
 
-__all__ = ["codegen", "contract", "faults", "gluon", "guards", "interpreter", "numerics", "plain", "pytest_plugin"]
+__all__ = [
+    "codegen",
+    "contract",
+    "distributed",
+    "faults",
+    "gluon",
+    "guards",
+    "interpreter",
+    "numerics",
+    "plain",
+    "pytest_plugin",
+]

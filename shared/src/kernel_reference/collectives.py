@@ -1,0 +1,107 @@
+"""Collectives over a process group as functions: nothing is written in place, and gradients pass.
+
+These are torch's functional collectives (``torch.ops._c10d_functional``) with the ranks as a dimension of their own. On
+a GPU the stream waits for them, and not the host. A group of one is the identity. What a rank sends, of x's bytes, by
+the ring and pairwise algorithms of NCCL:
+
+==============  =================  ==============================
+all_gather      [...]              (world - 1) x
+all_to_all      [world, ...]       (world - 1) / world x
+reduce_scatter  [world, ...]       (world - 1) / world x
+all_reduce      [...]              2 (world - 1) / world x
+==============  =================  ==============================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .errors import fail
+from .words import describe
+
+Tensor = torch.Tensor
+
+
+def world_and_rank(group: Any) -> tuple[int, int]:
+    """Ranks of a ``torch.distributed.ProcessGroup``, None being the default one, and this process's within it.
+
+    Raises TypeError where it is no group, ValueError where this process is not in it or there is no default group.
+    """
+    from torch import distributed
+
+    if group is None and not (distributed.is_available() and distributed.is_initialized()):
+        fail("group", "a process group where torch.distributed has no default one", None)
+    if group is distributed.GroupMember.NON_GROUP_MEMBER:
+        fail("group", "one that this process is in", "another")
+    if group is not None and not isinstance(group, distributed.ProcessGroup):
+        fail("group", "a torch.distributed.ProcessGroup or None", describe(group), TypeError)
+    return distributed.get_world_size(group), distributed.get_rank(group)
+
+
+def start_all_gather(x: Tensor, group: Any) -> Callable[[], Tensor]:
+    """Begin an :func:`all_gather`; what is launched before the result is asked for runs beside it."""
+    world, _ = world_and_rank(group)
+    if world == 1:
+        return lambda: x[None]
+    gathered = _op("all_gather_into_tensor", x)(x[None].contiguous(), world, _name(group))
+    return lambda: _wait(gathered)
+
+
+def all_gather(x: Tensor, group: Any) -> Tensor:
+    """x of every rank, [world, ...], in the order of ranks; x has the same shape on all of them."""
+    return start_all_gather(x, group)()
+
+
+def all_to_all(x: Tensor, group: Any) -> Tensor:
+    """x [world, ...], of which ``x[r]`` goes to rank r: ``result[r]`` is what rank r had for this one."""
+    world, _ = world_and_rank(group)
+    _check_ranks(x, world)
+    if world == 1:
+        return x
+    shares = [x.shape[0] // world] * world
+    return _wait(_op("all_to_all_single", x)(x.contiguous(), shares, shares, _name(group)))
+
+
+def reduce_scatter(x: Tensor, group: Any) -> Tensor:
+    """The sum over ranks of x [world, ...], of which this rank gets its own part [...]."""
+    world, _ = world_and_rank(group)
+    _check_ranks(x, world)
+    if world == 1:
+        return x[0]
+    return _wait(_op("reduce_scatter_tensor", x)(x.contiguous(), "sum", world, _name(group)))[0]
+
+
+def all_reduce(x: Tensor, group: Any) -> Tensor:
+    """The sum over ranks of x."""
+    world, _ = world_and_rank(group)
+    if world == 1:
+        return x
+    # A sum whose derivative torch knows in every version: of x from all ranks.
+    if x.requires_grad and torch.is_grad_enabled():
+        return all_gather(x, group).sum(0)
+    return _wait(torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", _name(group)))
+
+
+def _check_ranks(x: Tensor, world: int) -> None:
+    if x.ndim < 1 or x.shape[0] != world:
+        fail("x", f"[{world}, ...], a part a rank", describe(x))
+
+
+def _name(group: Any) -> Any:
+    from torch import distributed
+
+    whole: Any = distributed.group.WORLD if group is None else group
+    return whole.group_name
+
+
+def _op(name: str, x: Tensor) -> Any:
+    # torch 2.11 has derivatives in a namespace of their own.
+    asked = x.requires_grad and torch.is_grad_enabled()
+    return getattr(torch.ops._c10d_functional_autograd if asked else torch.ops._c10d_functional, name)
+
+
+def _wait(x: Tensor) -> Tensor:
+    return torch.ops._c10d_functional.wait_tensor(x)  # type: ignore[no-any-return]

@@ -24,16 +24,16 @@ from kernel_reference.testing.codegen import (
     recorded_launches,
 )
 from kernel_reference.testing.targets import TARGETS
-from lightning_attn import arguments, launch, tensors
-from lightning_attn.plan import DecodePlan, DeviceLimits, Heads, PrefillPlan, plan_decode, plan_prefill
+from lightning_attn import arguments, launch, packed_arguments, packed_launch, tensors
+from lightning_attn.plan import DecodePlan, DeviceLimits, Heads, PrefillPlan, plan_decode, plan_prefill, plan_state
 
 pytestmark = pytest.mark.codegen
 
 # As launch.device_limits reads them: SMs, shared memory of a program.
 LIMITS = {
-    "sm_80": DeviceLimits(108, 166912),
-    "sm_90": DeviceLimits(132, 232448, hopper=True, dependent_launch=True),
-    "sm_100": DeviceLimits(148, 232448, blackwell=True, dependent_launch=True),
+    "sm_80": DeviceLimits(108, 166912, tf32=True),
+    "sm_90": DeviceLimits(132, 232448, hopper=True, dependent_launch=True, tf32=True),
+    "sm_100": DeviceLimits(148, 232448, blackwell=True, dependent_launch=True, tf32=True),
     "gfx942": DeviceLimits(304, 65536),
 }
 # Those with less shared memory, for which the largest tiles are compiled. sm_75 multiplies bfloat16 without tensor
@@ -122,6 +122,26 @@ def all_specs(target: str) -> Iterator[KernelSpec]:
             calls = launches(kind, tensors_of[kind], numbers, plan)
             yield from (KernelSpec.of_launch(*call, name=f"{name}, {kind}") for call in calls)
 
+    def states(name: str, heads: Heads, dtype: torch.dtype, *, keeps: bool) -> Iterator[KernelSpec]:
+        """States alone and, of packed sequences, what fills in those of empty ones."""
+        tokens, sequences, num_heads = 8192, 4, heads.num_heads
+        k, v = (empty(tokens, num_heads, size, dtype=dtype) for size in (heads.head_qk, heads.head_v))
+        rates, cu = empty(num_heads, dtype=torch.float32), empty(sequences + 1, dtype=torch.int32)
+        state = empty(sequences, num_heads, heads.head_qk, heads.head_v, dtype=torch.float32)
+        t = tensors.State(k, v, rates, cu, state, state)
+        problem = packed_arguments.check_state(t, 1.0, False, False)
+        plan = plan_state(heads, dtype == torch.float32, limits)
+        calls = recorded_launches(packed_launch.prepare_state(problem, plan, t), t)
+        if keeps:
+            packed = tensors.Packed(k, k, v, rates, cu, state, torch.empty_like(v), state)
+            problem = packed_arguments.check_packed_attention(packed, 1.0)
+            prefill = plan_prefill(heads, dtype == torch.bfloat16, limits)
+            calls.append(recorded_launches(packed_launch.prepare_packed(problem, prefill, packed), packed)[-1])
+        for i, call in enumerate(calls):
+            yield KernelSpec.of_launch(*call, name=f"{name}, states {i}")
+
+    yield from states("MiniMax-01", MINIMAX, torch.bfloat16, keeps=True)
+    yield next(states("float32", MINIMAX, torch.float32, keeps=False))
     yield from dense("MiniMax-01", MINIMAX, torch.bfloat16, plan_prefill(MINIMAX, True, limits), forward=True)
     yield from dense("head sizes 80 and 48", NARROW_KEYS, torch.bfloat16)
     yield from dense("float16", MINIMAX, torch.float16)
@@ -181,6 +201,9 @@ def test_prefill_in_bfloat16_multiplies_on_tensor_cores(reports: list[Report]) -
     for report in portable:
         # Tiles of 32 rows are too few for the matrix instructions of a whole warpgroup.
         assert any(opcode.startswith(("HMMA", "HGMMA", "v_mfma")) for opcode in report.opcodes), report
+    states = {(report.spec, report.target): report for report in reports if report.spec.endswith("states 0")}
+    assert len(states) == 2 * len(TARGETS)
+    assert all(report.uses_tensor_cores for report in states.values())
 
 
 def test_no_kernel_is_left_out() -> None:

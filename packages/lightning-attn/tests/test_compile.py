@@ -70,6 +70,14 @@ def varlen(calls: Calls, scale: float, rows: Tensor, n: int, q: Tensor, k: Tenso
     return out, pool
 
 
+def packed(calls: Calls, scale: float, rows: Tensor, n: int, q: Tensor, k: Tensor, v: Tensor, pool: Tensor) -> Any:
+    flat = [x[rows].flatten(0, 1) for x in (q, k, v)]
+    cu = torch.cat([calls.cu[:1], calls.cu[1:][rows]])
+    states = calls.history[rows]
+    out, final = lightning_attn.lightning_attention_packed(*flat, calls.slopes, cu, initial_state=states, scale=scale)
+    return out, final, lightning_attn.lightning_state(*flat[1:], calls.slopes, cu, initial_state=states)
+
+
 def decode(calls: Calls, scale: float, rows: Tensor, n: int, q: Tensor, k: Tensor, v: Tensor, pool: Tensor) -> Any:
     tokens = [x[rows][:, 0] for x in (q, k, v)]
     return lightning_attn.lightning_decode(*tokens, pool, calls.slots[rows], calls.slopes, scale=scale), pool
@@ -101,7 +109,7 @@ def commit(calls: Calls, scale: float, rows: Tensor, n: int, q: Tensor, k: Tenso
     return pool
 
 
-CALLS = [attention, varlen, decode, decode_as_engines_do, verify, verify_into, commit]
+CALLS = [attention, varlen, packed, decode, decode_as_engines_do, verify, verify_into, commit]
 of_every_function = pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
 
 
@@ -148,7 +156,7 @@ def test_sizes_that_only_the_device_knows_compile_whole_and_once(device, call) -
     compiled = torch.compile(run, fullgraph=True, backend=counter)
     for length, sequences in ((5, calls.sequences | True), (3, calls.sequences), (2, ~calls.sequences)):
         given = (sequences, calls.length * 0 + length)
-        if call is varlen:
+        if call in (varlen, packed):
             # No more rows than the sequences that are left have.
             calls.cu.clamp_(max=int(sequences.sum()) * TOKENS)
         check_same(compiled(*given, *calls.inputs()), run(*given, *calls.inputs()))

@@ -23,7 +23,7 @@ from kernel_reference.models import MINIMAX_01
 from kernel_reference.testing import contract
 from kernel_reference.testing.guards import assert_bitwise_equal
 from lightning_attn import Snapshots, launch, ops
-from lightning_attn.plan import DecodePlan, DeviceLimits, PrefillPlan, plan_prefill
+from lightning_attn.plan import DecodePlan, DeviceLimits, PrefillPlan, StatePlan, plan_prefill
 
 Tensor = torch.Tensor
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -85,6 +85,12 @@ class Maker:
                 positions[i][0], targets[i][0] = lengths[i] // 2, slot
         return [q, k, v, self.slopes(), cu, pool, slots, has, self.integers(positions), self.integers(targets)]
 
+    def packed(self, sequences: int, seed: int = 0) -> list[Tensor]:
+        """q, k, v, slopes, cu_seqlens, initial_state."""
+        _, _, v, slopes, cu, *_ = self.ragged(sequences, seed)
+        q, k = (self.normal(len(v), HEADS, D) for _ in range(2))
+        return [q, k, v, slopes, cu, self.normal(sequences, HEADS, D, E, dtype=FP32)]
+
     def out_of_ragged(self, sequences: int, seed: int = 0) -> list[Tensor]:
         """The same with an out."""
         tensors = self.ragged(sequences, seed)
@@ -145,6 +151,16 @@ def attend_ragged_from_zeros(*tensors: Tensor) -> Any:
     return result, pool
 
 
+def attend_packed(*tensors: Tensor) -> Any:
+    *tensors, initial = tensors
+    return lightning_attn.lightning_attention_packed(*tensors, initial_state=initial, scale=0.5)
+
+
+def states(_: Tensor, *tensors: Tensor) -> Any:
+    *tensors, initial = tensors
+    return lightning_attn.lightning_state(*tensors, initial_state=initial)
+
+
 def decode(*tensors: Tensor) -> Any:
     return lightning_attn.lightning_decode(*tensors, scale=0.5), tensors[3]
 
@@ -168,6 +184,8 @@ PUBLIC: dict[str, tuple[Callable[..., Any], Callable[..., list[Tensor]]]] = {
     "varlen": (attend_ragged, Maker.ragged),
     "varlen, out=": (attend_ragged, Maker.out_of_ragged),
     "varlen from zeros": (attend_ragged_from_zeros, Maker.ragged),
+    "packed": (attend_packed, Maker.packed),
+    "state": (states, Maker.packed),
     "decode": (decode, Maker.tokens),
     "decode as engines do": (decode_as_engines_do, Maker.drop_in),
     "verify": (verify, Maker.drafts),
@@ -199,6 +217,23 @@ def cases_of(name: str, make: Maker) -> list[tuple[Any, ...]]:
         q, k, v, ed, history = make.dense(2)
         d_kv = make.normal(2, HEADS, 1, D, E, dtype=FP32)
         return [(q, k, v, ed, history, v, d_kv, 0.5), (q, k, v, ed, None, v[:1].expand_as(v), None, 1.0, walk)]
+    if name in ("packed", "packed_backward", "state"):
+        q, k, v, slopes, cu, initial = make.packed(3)
+        if name == "packed":
+            leaves = requiring([q[:9].float(), k[:9].float(), v[:9].float(), initial.clone()])
+            return [
+                (*leaves[:3], slopes, cu.clamp(max=9), leaves[3], 1.0),
+                (q, k, v, slopes, cu.long(), None, 0.5, walk),
+            ]
+        if name == "packed_backward":
+            cotangent = v[:, :1].expand_as(v)
+            return [
+                (q, k, v, slopes, cu, None, cotangent, initial, 0.5),
+                (q, k, v, slopes, cu, initial, v, None, 1.0, walk),
+            ]
+        dense = (q[None].transpose(1, 2), v[None].transpose(1, 2), slopes, None, initial[:1])
+        plan = StatePlan(16, 16, 16, 32, 4, 1).as_ints()
+        return [(k, v, slopes, cu, initial, 1.0, False, False), (*dense, 0.5, True, True, plan)]
     if name == "varlen":
         *tensors, positions, targets = make.ragged(3)
         out = torch.zeros(90, HEADS, E, dtype=BF16, device=make.device)
@@ -239,6 +274,17 @@ def test_results_of_fakes_have_the_shapes_strides_and_dtypes_of_those_of_the_ops
             fake = op(*[x if not isinstance(x, Tensor) else x.to("meta") for x in (*given, *rest)])
             for one, other in zip(fake, real, strict=True):
                 assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
+    *given, initial = make.packed(2)
+    given[2] = given[2].mT.contiguous().mT
+    for op, tensors, rest in (
+        (torch.ops.lightning_attn.packed, (*given, None), (1.0,)),
+        (torch.ops.lightning_attn.packed_backward, (*given, initial, given[2], None), (1.0,)),
+        (torch.ops.lightning_attn.state, (*given[1:], initial), (1.0, False, False)),
+    ):
+        real = op(*tensors, *rest)
+        fake = op(*[x if x is None else x.to("meta") for x in tensors], *rest)
+        for one, other in zip(leaves(fake), leaves(real), strict=True):
+            assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
 
 
 @pytest.mark.torch_compile
@@ -574,6 +620,14 @@ def test_public_functions_pass_every_argument_on_to_the_kernels(tensors) -> None
         accepted = torch.tensor([2, 3, 3], device=tensors.device)
         lightning_attn.lightning_commit(k, v, **states, accepted=accepted)
         batch.check(states=[2, 3, 3], products=FP32, chunk=1)
+        batch = tensors.ragged([20, 0, 3], initial=True, **{**options, "heads": (2, 2)})
+        states = {"slopes": batch.slopes, "cu_seqlens": batch.cu_seqlens, "initial_state": batch.before[batch.slots]}
+        packed = lightning_attn.lightning_attention_packed(batch.q, batch.k, batch.v, **states, scale=0.7)
+        batch.check_out(packed.out)
+        wanted = batch.attend(dict(enumerate(batch.lengths))).state
+        tensors.assert_rounded(packed.final_state, wanted, apart=(0, 1))
+        state = lightning_attn.lightning_state(batch.k, batch.v, **states, exact=True)
+        tensors.assert_rounded(state, wanted, apart=(0, 1))
 
 
 @pytest.mark.usefixtures("by_kernels")

@@ -13,14 +13,18 @@ from lightning_attn.api import (
     linear_decode_forward_triton,
 )
 from lightning_attn.decay_rates import slopes
+from lightning_attn.packed import PackedResult, lightning_attention_packed, lightning_state
 
 __all__ = [
     "LightningResult",
+    "PackedResult",
     "Snapshots",
     "lightning_attention",
+    "lightning_attention_packed",
     "lightning_attention_varlen",
     "lightning_commit",
     "lightning_decode",
+    "lightning_state",
     "lightning_verify",
     "linear_decode_forward_triton",
     "slopes",

@@ -59,6 +59,7 @@ def device_limits(device: torch.device) -> DeviceLimits:
         hopper=found.capability == (9, 0) and has_gluon(),
         blackwell=found.capability >= (10, 0),
         dependent_launch=found.capability >= (9, 0),
+        tf32=found.capability >= (8, 0),
     )
 
 

@@ -4,6 +4,9 @@
 attention              functional, differentiable
 attention_inference    attention without autograd, which costs an op 5 us an eager call even when unused
 attention_backward     the gradients of attention
+packed                 functional, differentiable: packed sequences without a pool
+packed_backward        the gradients of packed
+state                  functional: the states that keys and values leave, without outputs
 varlen, decode         write the states' pool and the outputs they are given
 verify                 writes the outputs it is given
 commit                 writes the states' pool
@@ -15,6 +18,7 @@ each combination of shapes, strides, dtypes and numbers, and found again in a ta
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
@@ -22,15 +26,26 @@ from torch.autograd.function import once_differentiable
 
 from kernel_reference.checks import values_are_checked
 from kernel_reference.dispatch import PreparedLaunches, allocator, implement, launch_module
-from lightning_attn import arguments, reference
-from lightning_attn.plan import DecodePlan, PrefillPlan
+from lightning_attn import arguments, packed_arguments, packed_reference, reference
+from lightning_attn.packed_reference import new_packed_gradients, new_packed_results, new_packed_states
+from lightning_attn.plan import DecodePlan, PrefillPlan, StatePlan
 from lightning_attn.reference import new_gradients, new_results
-from lightning_attn.tensors import Attention, AttentionBackward, Commit, Decode, Varlen
+from lightning_attn.tensors import (
+    Attention,
+    AttentionBackward,
+    Commit,
+    Decode,
+    Packed,
+    PackedBackward,
+    State,
+    Varlen,
+)
 
 Tensor = torch.Tensor
 
 _QKV = "Tensor q, Tensor k, Tensor v"
 _HISTORY = "Tensor ed, Tensor? kv_history"
+_SEQUENCES = "Tensor slopes, Tensor cu_seqlens, Tensor? initial_state"
 _STATES = "Tensor slots, Tensor slopes"
 _PLAN = "int[]? plan=None"
 _LAST = f"float scale, {_PLAN}"
@@ -43,6 +58,18 @@ for _name, _arguments, _results in (
         "attention_backward",
         f"{_QKV}, {_HISTORY}, Tensor d_out, Tensor? d_kv, {_LAST}",
         "(Tensor, Tensor, Tensor, Tensor)",
+    ),
+    ("packed", f"{_QKV}, {_SEQUENCES}, {_LAST}", "(Tensor, Tensor)"),
+    (
+        "packed_backward",
+        f"{_QKV}, {_SEQUENCES}, Tensor d_out, Tensor? d_final_state, {_LAST}",
+        "(Tensor, Tensor, Tensor, Tensor)",
+    ),
+    (
+        "state",
+        "Tensor k, Tensor v, Tensor slopes, Tensor? cu_seqlens, Tensor? initial_state, float scale, bool exact,"
+        f" bool reverse, {_PLAN}",
+        "Tensor",
     ),
     (
         "varlen",
@@ -77,6 +104,35 @@ def _prepare_attention_backward(tensors: tuple[Any, ...], numbers: tuple[Any, ..
     problem = arguments.check_attention_backward(t, *numbers)
     run = launch.prepare_attention_backward(problem, PrefillPlan.from_ints(_plan(numbers, 1)), t)
     return [allocator(result) for result in new_gradients(t.q, t.k, t.v)], run
+
+
+def _prepare_packed(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
+    launch = _packed_launch()
+    t = Packed(*tensors)
+    problem = packed_arguments.check_packed_attention(t, *numbers)
+    run = launch.prepare_packed(problem, PrefillPlan.from_ints(_plan(numbers, 1)), t)
+    return [allocator(result) for result in new_packed_results(t.q, t.v, t.cu_seqlens)], run
+
+
+def _prepare_packed_backward(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
+    launch = _packed_launch()
+    t = PackedBackward(*tensors)
+    problem = packed_arguments.check_packed_backward(t, *numbers)
+    run = launch.prepare_packed_backward(problem, PrefillPlan.from_ints(_plan(numbers, 1)), t)
+    return [allocator(result) for result in new_packed_gradients(t.q, t.k, t.v, t.cu_seqlens)], run
+
+
+def _prepare_state(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
+    launch = _packed_launch()
+    t = State(*tensors)
+    problem = packed_arguments.check_state(t, *numbers)
+    run = launch.prepare_state(problem, StatePlan.from_ints(_plan(numbers, 3)), t)
+    return allocator(new_packed_states(t.k, t.v, t.cu_seqlens)), run
+
+
+def _packed_launch() -> Any:
+    launch_module("lightning_attn")
+    return importlib.import_module("lightning_attn.packed_launch")
 
 
 def _prepare_varlen(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
@@ -132,6 +188,39 @@ def _kernel_attention_backward(*given: Any) -> tuple[Tensor, ...]:
     return gradients
 
 
+def _kernel_packed(*given: Any) -> tuple[Tensor, Tensor]:
+    (new_out, new_final), run = launches.find(_prepare_packed, given[:6], given[6:])
+    q, slopes, cu_seqlens = given[0], given[3], given[4]
+    if values_are_checked(q.device):
+        packed_arguments.check_packed_values(slopes, cu_seqlens, "q", q.shape[0])
+    out, final = new_out(), new_final()
+    run(Packed(*given[:6])._replace(out=out, final_state=final))
+    return out, final
+
+
+def _kernel_packed_backward(*given: Any) -> tuple[Tensor, ...]:
+    allocators, run = launches.find(_prepare_packed_backward, given[:8], given[8:])
+    q, slopes, cu_seqlens = given[0], given[3], given[4]
+    if values_are_checked(q.device):
+        packed_arguments.check_packed_values(slopes, cu_seqlens, "q", q.shape[0])
+    gradients = tuple([allocate() for allocate in allocators])
+    run(PackedBackward(*given[:8], *gradients))
+    return gradients
+
+
+def _kernel_state(*given: Any) -> Tensor:
+    allocate, run = launches.find(_prepare_state, given[:5], given[5:])
+    k, _, slopes, cu_seqlens = given[:4]
+    if values_are_checked(k.device):
+        if cu_seqlens is None:
+            arguments.check_rates("slopes", slopes)
+        else:
+            packed_arguments.check_packed_values(slopes, cu_seqlens, "k", k.shape[0])
+    final: Tensor = allocate()
+    run(State(*given[:5])._replace(final_state=final))
+    return final
+
+
 def _kernel_varlen(*given: Any) -> None:
     t = Varlen(*given[:11])
     refuse_overlap, run = launches.find(_prepare_varlen, t, given[11:])
@@ -180,6 +269,24 @@ def _fake_attention_backward(*given: Any) -> tuple[Tensor, ...]:
     return new_gradients(t.q, t.k, t.v)
 
 
+def _fake_packed(*given: Any) -> tuple[Tensor, Tensor]:
+    t = Packed(*given[:6])
+    packed_arguments.check_packed_attention(t, *given[6:])
+    return new_packed_results(t.q, t.v, t.cu_seqlens)
+
+
+def _fake_packed_backward(*given: Any) -> tuple[Tensor, ...]:
+    t = PackedBackward(*given[:8])
+    packed_arguments.check_packed_backward(t, *given[8:])
+    return new_packed_gradients(t.q, t.k, t.v, t.cu_seqlens)
+
+
+def _fake_state(*given: Any) -> Tensor:
+    t = State(*given[:5])
+    packed_arguments.check_state(t, *given[5:])
+    return new_packed_states(t.k, t.v, t.cu_seqlens)
+
+
 def _fake_varlen(*given: Any) -> object:
     return arguments.check_varlen(Varlen(*given[:11]), *given[11:])
 
@@ -200,6 +307,9 @@ for _name, _reference, _kernel, _fake in (
     ("attention", reference.attention, _kernel_attention, _fake_attention),
     ("attention_inference", reference.attention, _kernel_attention, _fake_attention),
     ("attention_backward", reference.attention_backward, _kernel_attention_backward, _fake_attention_backward),
+    ("packed", packed_reference.packed, _kernel_packed, _fake_packed),
+    ("packed_backward", packed_reference.packed_backward, _kernel_packed_backward, _fake_packed_backward),
+    ("state", packed_reference.state, _kernel_state, _fake_state),
     ("varlen", reference.varlen, _kernel_varlen, _fake_varlen),
     ("decode", reference.decode, _kernel_decode, _fake_decode),
     ("verify", reference.verify, _kernel_verify, _fake_verify),
@@ -230,4 +340,22 @@ def _attention_backward(ctx: Any, d_out: Tensor | None, d_kv: Tensor | None) -> 
 
 torch.library.register_autograd(
     "lightning_attn::attention", _attention_backward, setup_context=_remember_inputs, lib=_library
+)
+
+
+@once_differentiable
+def _packed_backward(ctx: Any, d_out: Tensor | None, d_final: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, slopes, cu_seqlens, initial_state = ctx.saved_tensors
+    if d_out is None and d_final is None:
+        return (None,) * 8
+    if d_out is None:
+        d_out = q.new_zeros(()).expand(*q.shape[:2], v.shape[2])
+    d_q, d_k, d_v, d_initial = torch.ops.lightning_attn.packed_backward(
+        q, k, v, slopes, cu_seqlens, initial_state, d_out, d_final, ctx.scale, ctx.plan
+    )
+    return d_q, d_k, d_v, None, None, None if initial_state is None else d_initial, None, None
+
+
+torch.library.register_autograd(
+    "lightning_attn::packed", _packed_backward, setup_context=_remember_inputs, lib=_library
 )

@@ -107,10 +107,32 @@ class DecodeProblem:
 
 
 @dataclass(frozen=True)
+class StateProblem:
+    """Keys and values of which the states alone are wanted: operands, strides as for :class:`PrefillProblem`.
+
+    ``reach``: a token whose weight in its state is exp(-reach) or less is left out.
+    """
+
+    heads: Heads
+    k: Operand
+    v: Operand
+    initial: Strides | None
+    final: Strides
+    rows: int
+    sequences: int
+    scale: float
+    reach: float
+    is_float32: bool
+    ragged: bool
+    reversed: bool
+
+
+@dataclass(frozen=True)
 class DeviceLimits:
     """What the plan needs to know of a processor.
 
     ``cores`` are SMs (compute units); ``shared_memory`` is the most that a program may use, in bytes.
+    ``tf32``: tensor cores multiply TensorFloat-32, of which Triton makes products of float32's precision.
     ``hopper``: sm_90, with TMA and WGMMA, and a Triton that brings Gluon; ``blackwell``: sm_100 and later.
     ``dependent_launch``: a kernel can be started before the one ahead of it has ended, and wait on the device.
     """
@@ -120,6 +142,7 @@ class DeviceLimits:
     hopper: bool = False
     blackwell: bool = False
     dependent_launch: bool = False
+    tf32: bool = False
 
 
 @dataclass(frozen=True)
@@ -170,6 +193,30 @@ class DecodePlan(Plan):
         """Whether its blocks are such that a kernel can take them: any heads will do."""
         del heads
         return is_power_of_two(self.block_e, self.num_warps) and self.block_e >= 16
+
+
+@dataclass(frozen=True)
+class StatePlan(Plan):
+    """States alone: programs take ``segment`` tokens, ``chunk`` at a time, for ``block_d`` x ``block_e`` of a state.
+
+    ``tf32x3``: float32 is multiplied as three products of TensorFloat-32, without it on no tensor core.
+    """
+
+    chunk: int
+    block_d: int
+    block_e: int
+    segment: int
+    num_warps: int
+    num_stages: int
+    tf32x3: bool = False
+
+    def covers(self, heads: Heads) -> bool:
+        """Whether its blocks are such that a kernel can take them: any heads will do."""
+        del heads
+        if not is_power_of_two(self.chunk, self.block_d, self.block_e, self.num_warps):
+            return False
+        blocks = min(self.chunk, self.block_d, self.block_e)
+        return blocks >= 16 and self.num_stages >= 1 and self.segment >= 1 and self.segment % self.chunk == 0
 
 
 def fits_hopper(heads: Heads) -> bool:
@@ -228,3 +275,19 @@ def plan_decode(heads: Heads, limits: DeviceLimits) -> DecodePlan:
     # Made for many sequences. One alone would be quicker in smaller blocks, but a plan does not depend on how many
     # there are. benchmarks/tune.py tries the others.
     return DecodePlan(min(64, power_of_two_at_least(max(16, heads.head_v))), 4, limits.dependent_launch)
+
+
+def plan_state(heads: Heads, is_float32: bool, limits: DeviceLimits) -> StatePlan:
+    """The plan for states without outputs on this device."""
+    longest = power_of_two_at_least(max(16, heads.head_qk, heads.head_v))
+    # Sums of segments that are not the whole state then take 6 % of the bytes of k and v in 16 bits, twice.
+    segment = 16 * longest
+    widest = 64 if is_float32 else 128
+    block_d, block_e = (
+        min(widest, power_of_two_at_least(max(16, size))) for size in (heads.head_qk, heads.head_v)
+    )  # fmt: skip
+    if is_float32:
+        return StatePlan(32, block_d, block_e, segment, 4, 2, limits.tf32)
+    num_warps = 8 if block_d * block_e > 64 * 128 else 4
+    stages = 3 if limits.shared_memory > 64 * 1024 else 2
+    return StatePlan(64, block_d, block_e, segment, num_warps, stages)

@@ -57,30 +57,14 @@ def attention_backward(*given: Any) -> tuple[Tensor, ...]:
     arguments.check_attention_backward(t, scale, *plan)
     _check_rates(t.ed)
     d_q, d_k, d_v, d_history = gradients = new_gradients(t.q, t.k, t.v)
-    tokens = t.q.shape[2]
-    rates = _rates(t.ed).reshape(-1)
-    decay = torch.exp(-rates)[:, None, None]
-    zeros = torch.zeros_like(d_history[0]) if t.q.shape[0] else d_history
-    # What the final state's gradient brings is added apart: d_kv / a, as an initial state, would overflow.
-    age = torch.arange(tokens, dtype=torch.float32, device=t.q.device)
-    weight = torch.exp(-age[:, None] * rates)[:, :, None]
     for i in range(t.q.shape[0]):
-        history = zeros if t.kv_history is None else t.kv_history[i]
-        q_i, k_i, v_i, g_i, d_q_i = _tokens_first(i, t.q, t.k, t.v, t.d_out, d_q)
-        _attend(g_i, v_i, k_i, t.ed, history.mT, scale, d_q_i)
-
-        q_i, k_i, v_i, g_i = (tensor.flip(0) for tensor in (q_i, k_i, v_i, g_i))
-        d_k_i, d_v_i = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (k_i, v_i))
-        _attend(v_i, g_i, q_i, t.ed, zeros.mT, scale, d_k_i)
-        d_first = scale * _attend(k_i, q_i, g_i, t.ed, zeros, scale, d_v_i)
-        d_history[i] = decay * d_first
-        if t.d_kv is not None:
-            d_last = t.d_kv[i, :, 0]
-            d_k_i += weight * torch.einsum("nhe,hde->nhd", v_i.float(), d_last)
-            d_v_i += weight * torch.einsum("nhd,hde->nhe", k_i.float(), d_last)
-            d_history[i] += torch.exp(-rates * tokens)[:, None, None] * d_last
-        for whole, part in ((d_k, d_k_i), (d_v, d_v_i)):
-            whole[i] = part.flip(0).transpose(0, 1)
+        q_i, k_i, v_i, g_i = _tokens_first(i, t.q, t.k, t.v, t.d_out)
+        history = None if t.kv_history is None else t.kv_history[i]
+        last = None if t.d_kv is None else t.d_kv[i, :, 0]
+        found = gradients_of(q_i, k_i, v_i, g_i, t.ed, history, last, scale)
+        for whole, part in zip((d_q, d_k, d_v), found, strict=False):
+            whole[i] = part.transpose(0, 1)
+        d_history[i] = found[3]
     return gradients
 
 
@@ -148,6 +132,31 @@ def commit(*given: Any) -> None:
                 k, v = t.k[i, token], t.v[i, token]
                 _, state = _step(k, k, v, t.slopes, state, 1.0)
             t.state_pool[slot] = state
+
+
+def gradients_of(
+    q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, slopes: Tensor, history: Tensor | None, d_last: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv and the gradient of the state before one sequence [n, H, D|E]: see :func:`attention_backward`."""
+    tokens, heads, head_qk = q.shape
+    zeros = torch.zeros(heads, head_qk, v.shape[2], dtype=torch.float32, device=q.device)
+    d_q = torch.empty_like(q)
+    _attend(d_out, v, k, slopes, (zeros if history is None else history).mT, scale, d_q)
+    q, k, v, d_out = (tensor.flip(0) for tensor in (q, k, v, d_out))
+    d_k, d_v = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
+    _attend(v, d_out, q, slopes, zeros.mT, scale, d_k)
+    d_first = scale * _attend(k, q, d_out, slopes, zeros, scale, d_v)
+    rates = _rates(slopes).reshape(-1)
+    d_history = torch.exp(-rates)[:, None, None] * d_first
+    if d_last is not None:
+        # What the final state's gradient brings is added apart: d_last / a, as an initial state, would overflow.
+        age = torch.arange(tokens, dtype=torch.float32, device=q.device)
+        weight = torch.exp(-age[:, None] * rates)[:, :, None]
+        d_k += weight * torch.einsum("nhe,hde->nhd", v.float(), d_last)
+        d_v += weight * torch.einsum("nhd,hde->nhe", k.float(), d_last)
+        d_history += torch.exp(-rates * tokens)[:, None, None] * d_last
+    return d_q, d_k.flip(0), d_v.flip(0), d_history
 
 
 def _check_rates(ed: Tensor) -> None:

@@ -72,3 +72,44 @@ class Commit(NamedTuple):
     slots: Tensor
     slopes: Tensor
     accepted: Tensor
+
+
+class Packed(NamedTuple):
+    """q, k [T, H, D], v [T, H, E] of packed sequences, states before them [N, H, D, E]; results if allocated."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    slopes: Tensor
+    cu_seqlens: Tensor
+    initial_state: Tensor | None
+    out: Tensor | None = None
+    final_state: Tensor | None = None
+
+
+class PackedBackward(NamedTuple):
+    """The tensors of packed sequences, the gradients of their results and, if allocated, those of their inputs."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    slopes: Tensor
+    cu_seqlens: Tensor
+    initial_state: Tensor | None
+    d_out: Tensor
+    d_final: Tensor | None
+    d_q: Tensor | None = None
+    d_k: Tensor | None = None
+    d_v: Tensor | None = None
+    d_initial: Tensor | None = None
+
+
+class State(NamedTuple):
+    """k [T, Hk, D], v [T, Hv, E], packed, or without cu_seqlens [b, h, n, D|E]; states before and after them."""
+
+    k: Tensor
+    v: Tensor
+    slopes: Tensor
+    cu_seqlens: Tensor | None
+    initial_state: Tensor | None
+    final_state: Tensor | None = None

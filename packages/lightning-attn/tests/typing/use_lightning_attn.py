@@ -9,11 +9,14 @@ import torch
 
 from lightning_attn import (
     LightningResult,
+    PackedResult,
     Snapshots,
     lightning_attention,
+    lightning_attention_packed,
     lightning_attention_varlen,
     lightning_commit,
     lightning_decode,
+    lightning_state,
     lightning_verify,
     linear_decode_forward_triton,
     slopes,
@@ -32,6 +35,13 @@ def prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     assert_type(result, LightningResult)
     out, kv = lightning_attention(q, k, v, rates, kv_history=result.kv[:, :, -1], scale=0.5)
     return out + kv.sum()
+
+
+def train(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """Packed sequences, and the states that they leave."""
+    result = lightning_attention_packed(q, k, v, rates, cu_seqlens, initial_state=pool[:3], scale=0.5)
+    assert_type(result, PackedResult)
+    return result.final_state - lightning_state(k, v, rates, cu_seqlens, exact=True)
 
 
 def serve(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:

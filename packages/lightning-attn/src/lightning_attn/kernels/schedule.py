@@ -194,6 +194,8 @@ def slot_of(batch, i_n):
     """The sequence's slot in the pool, -1 for padding and for the rows of no sequence."""
     if batch.p_slots is None:
         slot = i_n.to(tl.int64)
+        if batch.p_cu is not None:
+            slot = tl.where(i_n < batch.count.sequences, slot, -1)
     else:
         slot = tl.load(batch.p_slots + i_n, mask=i_n < batch.count.sequences, other=-1).to(tl.int64)
         slot = tl.where((slot >= 0) & (slot < batch.count.slots), slot, -1)

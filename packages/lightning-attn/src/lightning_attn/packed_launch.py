@@ -1,0 +1,166 @@
+"""What launch.py does, for the ops over packed sequences without a pool and for states alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from kernel_reference.integers import cdiv, power_of_two_at_least
+from kernel_reference.launching import Launch, launch_nothing
+from lightning_attn import launch
+from lightning_attn.kernels import states
+from lightning_attn.kernels.schedule import RowStrides, StateStrides
+from lightning_attn.kernels.states import StateSizes, SumStrides
+from lightning_attn.launch import _NO_STATES, _keep_state, _prepare_prefill
+from lightning_attn.plan import (
+    BackwardProblem,
+    Heads,
+    Operand,
+    PrefillPlan,
+    PrefillProblem,
+    StatePlan,
+    StateProblem,
+    Strides,
+    fitted,
+    plan_state,
+)
+from lightning_attn.tensors import Packed, PackedBackward, State
+
+Tensor = torch.Tensor
+
+
+def prepare_packed(problem: PrefillProblem, plan: PrefillPlan | None, tensors: Packed) -> Callable[[Packed], None]:
+    """What runs the prefill of packed sequences."""
+    device = tensors.q.device
+    if problem.sequences == 0 or problem.rows == 0:
+        return _without_tokens(problem, lambda t: t.initial_state, lambda t: t.final_state, lambda t: (t.out,))
+    prefill, keep = _prepare_prefill(problem, plan, device), _keep_launch(problem, device)
+
+    def run(t: Packed) -> None:
+        prefill(
+            t.q, t.k, t.v, t.out, t.slopes, t.cu_seqlens, None, None, t.initial_state, t.final_state, None, None
+        )  # fmt: skip
+        keep(t.cu_seqlens, t.initial_state, t.final_state)
+
+    return run
+
+
+def prepare_packed_backward(
+    problem: BackwardProblem, plan: PrefillPlan | None, tensors: PackedBackward
+) -> Callable[[PackedBackward], None]:
+    """What makes their gradients: the problem says how."""
+    device = tensors.q.device
+    if problem.dv.sequences == 0 or problem.dv.rows == 0:
+        return _without_tokens(
+            problem.dv, lambda t: t.d_final, lambda t: t.d_initial, lambda t: (t.d_q, t.d_k, t.d_v)
+        )  # fmt: skip
+    other = None if plan is None else fitted(plan, problem.dq.heads)
+    prefill_dq = _prepare_prefill(problem.dq, other, device)
+    prefill_dk = _prepare_prefill(problem.dk, other, device)
+    prefill_dv = _prepare_prefill(problem.dv, plan, device)
+    keep = _keep_launch(problem.dv, device)
+
+    def run(t: PackedBackward) -> None:
+        cu = t.cu_seqlens
+        prefill_dq(t.d_out, t.v, t.k, t.d_q, t.slopes, cu, None, None, t.initial_state, None, None, None)
+        prefill_dk(t.v, t.d_out, t.q, t.d_k, t.slopes, cu, None, None, t.d_final, None, None, None)
+        prefill_dv(t.k, t.q, t.d_out, t.d_v, t.slopes, cu, None, None, t.d_final, t.d_initial, None, None)
+        keep(cu, t.d_final, t.d_initial)
+
+    return run
+
+
+def prepare_state(problem: StateProblem, plan: StatePlan | None, tensors: State) -> Callable[[State], None]:
+    """What makes states without outputs: one launch where no sequence can be longer than a segment, else two."""
+    device = tensors.k.device
+    if problem.sequences == 0:
+        return launch_nothing
+    if problem.rows == 0:
+        return lambda t: _keep_state(t.initial_state, t.final_state)
+    if plan is None:
+        plan = plan_state(problem.heads, problem.is_float32, launch.device_limits(device))
+    sizes = _state_sizes(problem, plan)
+    strides = SumStrides(
+        RowStrides(*problem.k.strides), RowStrides(*problem.v.strides), _state_strides(problem.initial),
+        _state_strides(problem.final), _state_strides(problem.final),
+    )  # fmt: skip
+    tiles = cdiv(sizes.D, sizes.BLOCK_D) * cdiv(sizes.E, sizes.BLOCK_E) * sizes.H
+    whole = problem.rows // plan.segment
+    if problem.ragged:
+        segments, partial = whole + problem.sequences, whole + min(problem.sequences, whole)
+    else:
+        segments = partial = problem.sequences * cdiv(problem.rows, plan.segment)
+    counts = (problem.rows, problem.sequences, problem.reach)
+    sums = Launch(
+        states.segment_sums, (tiles * segments, 1, 1), (*counts, problem.scale, strides, sizes), device,
+        num_warps=plan.num_warps, num_stages=plan.num_stages,
+    )  # fmt: skip
+    several = problem.rows > plan.segment
+    # Only loads, sums and stores: small tiles, so that many are on their way.
+    small = sizes._replace(BLOCK_D=min(sizes.BLOCK_D, 64), BLOCK_E=min(sizes.BLOCK_E, 32))
+    tiles = cdiv(sizes.D, small.BLOCK_D) * cdiv(sizes.E, small.BLOCK_E) * sizes.H
+    whole_sums = Launch(
+        states.whole_sums, (tiles * problem.sequences, 1, 1), (*counts, strides._replace(k=None, v=None), small),
+        device, num_warps=4,
+    )  # fmt: skip
+    size = (partial if several else 0, sizes.H, sizes.D, sizes.E)
+
+    def run(t: State) -> None:
+        between = torch.empty(size, dtype=torch.float32, device=device)
+        sums(t.k, t.v, t.slopes, t.cu_seqlens, t.initial_state, t.final_state, between)
+        if several:
+            whole_sums(t.slopes, t.cu_seqlens, t.initial_state, t.final_state, between)
+
+    return run
+
+
+def _state_sizes(problem: StateProblem, plan: StatePlan) -> StateSizes:
+    heads, operands = problem.heads, (problem.k, problem.v)
+    return StateSizes(
+        heads.num_heads, heads.num_heads // heads.num_heads_qk, heads.num_heads // heads.num_heads_v, heads.head_qk,
+        heads.head_v, plan.block_d, plan.block_e, plan.chunk, plan.segment, plan.num_stages, problem.reversed,
+        any(_is_wide(operand, plan.segment, max(plan.block_d, plan.block_e)) for operand in operands),
+        "tf32x3" if plan.tf32x3 else "ieee",
+    )  # fmt: skip
+
+
+def _is_wide(operand: Operand, rows: int, padding: int) -> bool:
+    elements = max(operand.sizes[3], padding)
+    return rows * operand.strides[1] + elements * operand.strides[3] >= 2**31
+
+
+def _keep_launch(problem: PrefillProblem, device: torch.device) -> Launch:
+    """What fills in the states of sequences without tokens."""
+    heads = problem.heads
+    sizes = _keep_sizes(heads)
+    strides = SumStrides(None, None, _state_strides(problem.initial), _state_strides(problem.final), None)
+    tiles = cdiv(sizes.D, sizes.BLOCK_D) * cdiv(sizes.E, sizes.BLOCK_E) * sizes.H
+    rest = (problem.rows, problem.sequences, strides, sizes)
+    return Launch(states.keep_states, (tiles * problem.sequences, 1, 1), rest, device, num_warps=4)
+
+
+def _keep_sizes(heads: Heads) -> StateSizes:
+    block_d, block_e = (min(64, power_of_two_at_least(max(16, size))) for size in (heads.head_qk, heads.head_v))
+    return StateSizes(
+        heads.num_heads, 1, 1, heads.head_qk, heads.head_v, block_d, block_e, 16, 16, 1, False, False, "ieee"
+    )  # fmt: skip
+
+
+def _state_strides(strides: Strides | None) -> StateStrides:
+    return _NO_STATES if strides is None else StateStrides(*strides)
+
+
+def _without_tokens(
+    problem: PrefillProblem, before: Callable[..., Tensor | None], after: Callable[..., Tensor],
+    rows: Callable[..., tuple[Tensor, ...]],
+) -> Callable[..., None]:  # fmt: skip
+    """What fills in results where there is no sequence or no token."""
+
+    def run(t: object) -> None:
+        for tensor in rows(t):
+            tensor.zero_()
+        if problem.sequences:
+            _keep_state(before(t), after(t))
+
+    return run

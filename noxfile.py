@@ -152,6 +152,28 @@ def minimums(session: nox.Session, package: str) -> None:
     run_installed(session, "pytest", *at_once(), HOMES[package] / "tests", *chosen, *session.posargs)
 
 
+# All packages' in one run of pytest: to import the engine costs more than its tests do.
+IN_TRANSFORMERS = "tests/test_transformers.py"
+
+
+@nox.session(tags=having(IN_TRANSFORMERS))
+@nox.parametrize("versions", [nox.param(kind, id=kind) for kind in ("lowest", "newest")])
+def engines(session: nox.Session, versions: str) -> None:
+    """Test packages inside transformers' models, with the lowest version that they allow or the newest, pinned one."""
+    packages = having(IN_TRANSFORMERS)
+    if not packages:
+        session.skip("no package is tested inside transformers")
+    if versions == "lowest":
+        pins = sorted({pin for package in packages for pin in lowest_versions(package)})
+    else:
+        pins = [*runtime_pins(), *nox.project.dependency_groups(PROJECT, "engines")]
+    extras = [f"{PROJECTS[package]['project']['name']}[transformers]" for package in packages]
+    install(session, *packages, requirements=[*extras, "kernel-reference[testing]"], versions=pins)
+    tests = [HOMES[package] / IN_TRANSFORMERS for package in packages]
+    # A model that is made from a config needs nothing from the hub.
+    run_installed(session, "pytest", *tests, *session.posargs, HF_HUB_OFFLINE="1")
+
+
 @nox.session
 @each(HOMES)
 def build(session: nox.Session, package: str) -> None:

@@ -1,9 +1,9 @@
 """Run every session of nox that needs no GPU, several at a time, and end with a table of what each took.
 
-``python tools/ci.py [--jobs 2] [--table FILE] [session ...]``: all of ``lint``, ``types``, ``build``, ``docs``,
-``demo``, ``minimums`` and ``test``, the latter with the planted faults, unless sessions are named. A session's log is
-printed when it ends, so that they do not mix: the whole of it if it failed, else its end. The exit code is 0 if all
-passed.
+``python tools/ci.py [--jobs 2] [--table FILE] [session ...]``: all of ``lint``, ``types``, ``build``, ``engines``,
+``docs``, ``demo``, ``minimums`` and ``test``, the latter with the planted faults, unless sessions are named. A
+session's log is printed when it ends, so that they do not mix: the whole of it if it failed, else its end. The exit
+code is 0 if all passed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 # Longest first, so that the last to end is a short one; seconds on one core, as .ci/run printed them.
-KINDS = ("test", "minimums", "demo", "docs", "types", "build", "lint")
+KINDS = ("test", "minimums", "demo", "docs", "engines", "types", "build", "lint")
 LONGEST = ("blocksparse-attn", "tilelang-mla", "prefix-prefill", "lightning-attn", "tools", "gdn-split", "shared")
 # An environment of virtualenv's takes 1.7 GB, one of uv's next to nothing.
 _LEAST_FREE_BYTES = 12e9

@@ -30,7 +30,8 @@ def test_drafts_are_verified_and_committed_as_the_third_example_says() -> None:
     assert "[2, 4, 8, 128] states untouched: True" in printed
     assert "the same as three decode steps: True" in printed
     assert "none accepted, no bit changed: True" in printed
-    assert len(BLOCKS) == 3
+    # The one inside transformers is run with its tests.
+    assert len(BLOCKS) == 3 + 1
 
 
 def test_every_public_function_is_in_the_readme() -> None:

@@ -17,7 +17,8 @@ def test_the_first_example_is_the_quickstart_and_one_token_alone_is_the_same() -
     printed = run_block(BLOCKS[0])
     assert "decode [16, 2, 16, 512] torch.bfloat16" in printed
     assert "the same alone: True" in printed
-    assert len(BLOCKS) == 1
+    # The one inside transformers is run with its tests.
+    assert len(BLOCKS) == 1 + 1
 
 
 def test_every_public_name_is_in_the_readme() -> None:

@@ -1,0 +1,118 @@
+"""Do decoders in transformers say the same with ``attn_implementation="prefix_prefill"``?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+if find_spec("transformers") is None:
+    pytest.skip("nox -s engines has transformers", allow_module_level=True)
+
+from transformers import DynamicCache, Gemma2Config, GptOssConfig, LlamaConfig, StaticCache
+
+from kernel_reference.testing.readme import python_blocks, run_block
+from kernel_reference.testing.transformers import Models, make_models
+from prefix_prefill.integrations.transformers import NAME, enable
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "initializer_range": 0.3, "bos_token_id": None, "eos_token_id": None,
+    "pad_token_id": None,
+}  # fmt: skip
+# GQA; a soft cap and every other layer with a window; sinks, windows and experts.
+LLAMA = LlamaConfig(**SIZES)
+GEMMA2 = Gemma2Config(**SIZES, sliding_window=5, attn_logit_softcapping=2.0, query_pre_attn_scalar=16)
+GPT_OSS = GptOssConfig(**SIZES, sliding_window=5, num_local_experts=2, num_experts_per_tok=1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_device(device: torch.device) -> Iterator[None]:
+    """Models and prompts are on the GPU where there is one."""
+    with device:
+        yield
+
+
+@pytest.fixture(scope="module", params=[LLAMA, GEMMA2, GPT_OSS], ids=["Llama", "Gemma 2", "gpt-oss"])
+def models(request: pytest.FixtureRequest) -> Models:
+    torch.manual_seed(0)
+    return make_models(request.param, enable, attn_implementation=NAME)
+
+
+@pytest.fixture(scope="module")
+def llama() -> Models:
+    torch.manual_seed(0)
+    return make_models(LLAMA, enable, attn_implementation=NAME)
+
+
+def prompts(batch: int, tokens: int) -> torch.Tensor:
+    return torch.randint(2, 64, (batch, tokens))
+
+
+def test_a_prompt_without_a_cache_is_as_exact_as_in_transformers(models: Models) -> None:
+    ids = prompts(2, 13)
+    models.assert_close(lambda model: model(ids, use_cache=False).logits)
+
+
+def test_chunks_and_single_tokens_over_a_static_cache_are_as_exact_as_in_transformers(models: Models) -> None:
+    ids = prompts(2, 16)
+
+    def chunks(model: Any) -> torch.Tensor:
+        cache = StaticCache(model.config, max_cache_len=20)
+        # Windows of 5 fill up within a chunk, and later tokens roll them.
+        parts = ids.split([3, 1, 6, 1, 1, 3, 1], 1)
+        return torch.cat([model(part, past_key_values=cache).logits for part in parts], 1)
+
+    models.assert_close(chunks)
+
+
+def test_generate_gives_what_transformers_would(models: Models) -> None:
+    models.assert_generates(prompts(2, 6), 6, cache_implementation="static")
+
+
+def test_a_cache_that_grows_is_refused_after_the_prompt(llama: Models) -> None:
+    cache = DynamicCache(config=llama.ours.config)
+    with torch.no_grad(), enable():
+        llama.ours(prompts(1, 4), past_key_values=cache)
+        with pytest.raises(ValueError, match=r"^past_key_values must be a StaticCache .*got a cache that grows$"):
+            llama.ours(prompts(1, 1), past_key_values=cache)
+
+
+def test_what_is_not_covered_is_refused_by_name(llama: Models) -> None:
+    ids, mask = prompts(2, 5), torch.ones(2, 5, dtype=torch.int64)
+    mask[0, :2] = 0
+    with torch.no_grad(), enable():
+        with pytest.raises(ValueError, match=r"^attention_mask must be all ones .*got one with padding$"):
+            llama.ours(ids, attention_mask=mask)
+        with pytest.raises(ValueError, match=r"^attention_mask must be None or a 2-D mask of ones"):
+            llama.ours(ids, attention_mask=torch.zeros(2, 1, 5, 5))
+        with pytest.raises(ValueError, match=r"^the attention mask must be causal"):
+            # Two sequences packed as one.
+            llama.ours(ids[:1], position_ids=torch.tensor([[0, 1, 2, 0, 1]]), use_cache=False)
+        with pytest.raises(ValueError, match=r"^output_attentions must be None"):
+            llama.ours(ids, output_attentions=True)
+        llama.ours.train()
+        llama.ours.model.layers[0].self_attn.attention_dropout = 0.1
+        try:
+            with pytest.raises(ValueError, match=r"^dropout must be 0 \(call model.eval\(\)\), got 0.1$"):
+                llama.ours(ids)
+        finally:
+            llama.ours.eval()
+    with pytest.raises(ValueError, match=r"^q must be .*no_grad"), enable():
+        llama.ours(ids)
+
+
+def test_it_cannot_be_enabled_twice_and_leaves_nothing_behind(llama: Models) -> None:
+    with enable(), pytest.raises(ValueError, match=r"^a call of enable\(\) must be the only one at a time"):
+        enable()
+    with pytest.raises(KeyError, match=NAME), torch.no_grad():
+        llama.ours(prompts(1, 3))
+
+
+def test_the_example_in_the_readme_runs() -> None:
+    [block] = [block for block in python_blocks(Path(__file__).parents[1] / "README.md") if "integrations" in block]
+    assert run_block(block) == "[1, 4]\n"

@@ -1,0 +1,135 @@
+"""Does DeepSeek-V3 in transformers say the same with this package's attention?"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+if find_spec("transformers") is None:
+    pytest.skip("nox -s engines has transformers", allow_module_level=True)
+
+from transformers import AutoModelForCausalLM, DeepseekV3Config, DynamicCache, StaticCache
+
+from kernel_reference.testing.readme import python_blocks, run_block
+from kernel_reference.testing.transformers import Models, make_models
+from tilelang_mla.integrations.transformers import NAME, LatentCache, LatentLayer, enable
+
+# The smallest latent and rope that the kernels have; one dense layer and one of experts.
+DEEPSEEK_V3 = DeepseekV3Config(
+    vocab_size=64, hidden_size=64, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=4, n_routed_experts=4, n_group=2, topk_group=1, num_experts_per_tok=2,
+    first_k_dense_replace=1, kv_lora_rank=64, q_lora_rank=48, qk_rope_head_dim=32, qk_nope_head_dim=32, v_head_dim=64,
+    initializer_range=0.1, bos_token_id=None, eos_token_id=None, num_mtp_layers=0,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_device(device: torch.device) -> Iterator[None]:
+    """Models and prompts are on the GPU where there is one."""
+    with device:
+        yield
+
+
+@pytest.fixture(scope="module")
+def models() -> Models:
+    torch.manual_seed(0)
+    return make_models(DEEPSEEK_V3, enable, torch.bfloat16, NAME)
+
+
+def prompts(batch: int, tokens: int) -> torch.Tensor:
+    return torch.randint(2, 64, (batch, tokens))
+
+
+def make_cache(kind: type, model: Any) -> Any:
+    if kind is LatentCache and not isinstance(model.model.layers[0].self_attn, LatentLayer):
+        kind = StaticCache
+    return kind(model.config, max_cache_len=20) if kind is not DynamicCache else DynamicCache(config=model.config)
+
+
+def test_prefill_is_as_exact_as_that_of_transformers(models: Models) -> None:
+    ids = prompts(2, 21)
+    models.assert_close(lambda model: model(ids, use_cache=False).logits)
+
+
+@pytest.mark.parametrize("kind", [LatentCache, StaticCache, DynamicCache])
+def test_decode_over_the_latents_is_as_exact_as_that_of_transformers(models: Models, kind: type) -> None:
+    ids = prompts(3, 14)
+
+    def steps(model: Any) -> torch.Tensor:
+        cache = make_cache(kind, model)
+        parts = ids.split([7, 1, 1, 4, 1], 1)
+        return torch.cat([model(part, past_key_values=cache).logits for part in parts], 1)
+
+    models.assert_close(steps)
+
+
+def test_a_latent_cache_holds_a_token_as_one_row(models: Models) -> None:
+    cache = LatentCache(models.ours.config, max_cache_len=8)
+    with torch.no_grad(), enable():
+        models.ours(prompts(2, 3), past_key_values=cache)
+    assert cache.layers[0].keys.shape == (2, 1, 8, 64 + 32)
+    assert cache.layers[0].values.numel() == 0
+    assert int(cache.get_seq_length()) == 3
+
+
+def test_generate_gives_what_transformers_would(models: Models) -> None:
+    ids = prompts(2, 6)
+    models.assert_generates(ids, 5)
+    models.assert_generates(ids, 5, past_key_values=LatentCache(models.ours.config, max_cache_len=16))
+
+
+def test_a_model_made_meanwhile_still_runs_with_transformers_own_attention(models: Models) -> None:
+    ids = prompts(1, 5)
+    with torch.no_grad(), enable():
+        models.ours.set_attn_implementation("eager")
+        told = models.ours(ids).logits
+        models.ours.set_attn_implementation(NAME)
+        assert torch.equal(told, models.theirs(ids).logits)
+
+
+def test_what_is_not_covered_is_refused_by_name(models: Models) -> None:
+    ids, mask = prompts(2, 5), torch.ones(2, 5, dtype=torch.int64)
+    mask[0, :2] = 0
+    with torch.no_grad(), enable():
+        with pytest.raises(ValueError, match=r"^attention_mask must be all ones .*got one with padding$"):
+            models.ours(ids, attention_mask=mask)
+        with pytest.raises(ValueError, match=r"^attention_mask must be None or a 2-D mask of ones"):
+            models.ours(ids, attention_mask=torch.zeros(2, 1, 5, 5))
+        whole = make_models(DEEPSEEK_V3, enable=lambda: torch.no_grad(), attn_implementation=NAME)
+        with pytest.raises(TypeError, match=r"^q.dtype must be bfloat16 or float16, got torch.float32"):
+            whole.ours(ids)
+        models.ours.train()
+        models.ours.model.layers[0].self_attn.attention_dropout = 0.1
+        try:
+            with pytest.raises(ValueError, match=r"^dropout must be 0 \(call model.eval\(\)\), got 0.1$"):
+                models.ours(ids)
+        finally:
+            models.ours.eval()
+    with pytest.raises(ValueError, match=r"^q must be .*no_grad"), enable():
+        models.ours(ids)
+
+
+def test_a_model_that_was_not_made_meanwhile_is_told_so(models: Models) -> None:
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(DEEPSEEK_V3))
+    with enable(), torch.no_grad():
+        model.set_attn_implementation(NAME)
+        with pytest.raises(ValueError, match=r"for models made inside enable\(\)"):
+            model(prompts(1, 3))
+
+
+def test_it_cannot_be_enabled_twice_and_leaves_nothing_behind(models: Models) -> None:
+    with enable(), pytest.raises(ValueError, match=r"^a call of enable\(\) must be the only one at a time"):
+        enable()
+    with pytest.raises(KeyError, match=NAME), torch.no_grad():
+        models.ours(prompts(1, 3))
+
+
+def test_the_example_in_the_readme_runs() -> None:
+    [block] = [block for block in python_blocks(Path(__file__).parents[1] / "README.md") if "integrations" in block]
+    assert run_block(block) == "[1, 4] [1, 1, 64, 576]\n"

@@ -1,0 +1,1 @@
+"""What the packages' integrations with an engine share; each imports that engine."""

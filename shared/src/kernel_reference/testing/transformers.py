@@ -1,0 +1,74 @@
+"""A tiny model of transformers three times: with a package's kernels, with transformers' own layers, and in float64."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from kernel_reference.testing.numerics import assert_close_to_oracle
+
+Tensor = torch.Tensor
+Enable = Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class Models:
+    """Models of the same weights: ``ours``, made inside ``enable()``, ``theirs`` of its dtype, and ``exact``."""
+
+    ours: Any
+    theirs: Any
+    exact: Any
+    enable: Enable
+
+    def call(self, function: Callable[[Any], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """``function(model)`` without gradients of ours, inside ``enable()``, of theirs and of exact."""
+        with torch.no_grad():
+            with self.enable():
+                ours = function(self.ours)
+            return ours, function(self.theirs), function(self.exact)
+
+    def assert_close(self, function: Callable[[Any], Tensor]) -> None:
+        """``function(ours)`` is as near to ``function(exact)`` as ``function(theirs)`` is."""
+        ours, theirs, exact = self.call(function)
+        assert_close_to_oracle(ours, exact.double(), theirs)
+
+    def assert_generates(self, ids: Tensor, tokens: int, **options: Any) -> None:
+        """Greedily, ours takes tokens that are the best of ``exact``, after those before them, or tie with the best
+        within four times what theirs is off."""
+        with torch.no_grad():
+            with self.enable():
+                told = self.ours.generate(ids, max_new_tokens=tokens, do_sample=False, **options)
+            assert told.shape == (ids.shape[0], ids.shape[1] + tokens)
+            theirs, exact = (
+                model(told[:, :-1], use_cache=False).logits.double() for model in (self.theirs, self.exact)
+            )
+        first = ids.shape[1] - 1
+        missed = exact.amax(-1) - exact.gather(-1, told[:, 1:, None])[..., 0]
+        assert float(missed[:, first:].max()) <= 4 * float((theirs - exact).abs().max())
+
+
+def make_models(
+    config: Any, enable: Enable, dtype: torch.dtype = torch.float32, attn_implementation: str | None = None
+) -> Models:
+    """Models from a config, with random weights that are of this dtype in all of them."""
+
+    def make(dtype: torch.dtype, attention: str = "eager") -> Any:
+        # A model writes its attention's name into its config. Products of experts in groups are not for float64.
+        options = {"attn_implementation": attention, "experts_implementation": "eager", "dtype": dtype}
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), **options).eval()
+        # An answer that ended early would be shorter.
+        model.generation_config.eos_token_id = None
+        return model
+
+    theirs, exact = make(dtype), make(torch.float64)
+    with enable():
+        ours = make(dtype, attn_implementation or "eager")
+    for model in (ours, exact):
+        model.load_state_dict(theirs.state_dict())
+    return Models(ours, theirs, exact, enable)

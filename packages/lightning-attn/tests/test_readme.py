@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import lightning_attn
+from kernel_reference.testing.distributed import run
 from kernel_reference.testing.readme import python_blocks, run_block
 
 PACKAGE = Path(__file__).parents[1]
@@ -30,8 +31,14 @@ def test_drafts_are_verified_and_committed_as_the_third_example_says() -> None:
     assert "[2, 4, 8, 128] states untouched: True" in printed
     assert "the same as three decode steps: True" in printed
     assert "none accepted, no bit changed: True" in printed
+
+
+def test_two_ranks_share_a_sequence_as_the_fourth_example_says() -> None:
+    printed = run(2, lambda rank: run_block(BLOCKS[3]))
+    assert "rank 0: [1, 8, 2000, 128], and the state after token 2000" in printed[0]
+    assert "rank 1: [1, 8, 2000, 128], and the state after token 4000" in printed[1]
     # The one inside transformers is run with its tests.
-    assert len(BLOCKS) == 3 + 1
+    assert len(BLOCKS) == 4 + 1
 
 
 def test_every_public_function_is_in_the_readme() -> None:

@@ -24,7 +24,7 @@ from kernel_reference.testing.codegen import (
     recorded_launches,
 )
 from kernel_reference.testing.targets import TARGETS
-from lightning_attn import arguments, launch, packed_arguments, packed_launch, tensors
+from lightning_attn import arguments, launch, packed_arguments, packed_launch, tensors, tree_arguments, tree_launch
 from lightning_attn.plan import DecodePlan, DeviceLimits, Heads, PrefillPlan, plan_decode, plan_prefill, plan_state
 
 pytestmark = pytest.mark.codegen
@@ -140,6 +140,20 @@ def all_specs(target: str) -> Iterator[KernelSpec]:
         for i, call in enumerate(calls):
             yield KernelSpec.of_launch(*call, name=f"{name}, states {i}")
 
+    def branching(name: str, heads: Heads, plan: DecodePlan) -> Iterator[KernelSpec]:
+        nodes = 32
+        q, k, v, out = (empty(32, nodes, heads.num_heads, heads.head_qk) for _ in range(4))
+        pool = empty(64, heads.num_heads, heads.head_qk, heads.head_v, dtype=torch.float32)
+        slots, rates = empty(32, dtype=torch.int32), empty(heads.num_heads, dtype=torch.float32)
+        parents = empty(32, nodes, dtype=torch.int32)
+        tree = tensors.TreeVerify(q, k, v, pool, slots, rates, parents, out)
+        run = tree_launch.prepare_verify_tree(tree_arguments.check_verify_tree(tree, 1.0), plan, tree)
+        yield from (KernelSpec.of_launch(*call, name=f"{name}, tree") for call in recorded_launches(run, tree))
+        path = tensors.PathCommit(k, v, pool, slots, rates, slots, parents)
+        run = tree_launch.prepare_commit_path(tree_arguments.check_commit_path(path), plan, path)
+        yield from (KernelSpec.of_launch(*call, name=f"{name}, path") for call in recorded_launches(run, path))
+
+    yield from branching("MiniMax-01", MINIMAX, plan_decode(MINIMAX, limits))
     yield from states("MiniMax-01", MINIMAX, torch.bfloat16, keeps=True)
     yield next(states("float32", MINIMAX, torch.float32, keeps=False))
     yield from dense("MiniMax-01", MINIMAX, torch.bfloat16, plan_prefill(MINIMAX, True, limits), forward=True)

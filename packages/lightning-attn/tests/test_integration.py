@@ -113,6 +113,15 @@ class Maker:
         q, k, v = (self.normal(sequences, 5, heads, width) for heads, width in ((2, D), (2, D), (HEADS, E)))
         return [q, k, v, *self.pool_and_slots(sequences), self.slopes()]
 
+    def tree(self, sequences: int, seed: int = 0) -> list[Tensor]:
+        """q, k, v, state_pool, slots, slopes, parents."""
+        return [*self.drafts(sequences, seed), self.integers([[-1, 0, 0, -1, 2]] * sequences)]
+
+    def path(self, sequences: int, seed: int = 0) -> list[Tensor]:
+        """k, v, state_pool, slots, slopes, accepted, path."""
+        *tensors, accepted = self.accepted(sequences, seed)
+        return [*tensors, accepted.clamp(max=3), self.integers([[0, 2, 4]] * sequences)]
+
     def accepted(self, sequences: int, seed: int = 0) -> list[Tensor]:
         """k, v, state_pool, slots, slopes, accepted."""
         _, *tensors = self.drafts(sequences, seed)
@@ -178,6 +187,17 @@ def commit(*tensors: Tensor) -> Any:
     return tensors[2]
 
 
+def verify_tree(*tensors: Tensor) -> Any:
+    *tensors, parents = tensors
+    return lightning_attn.lightning_verify(*tensors, parents=parents)
+
+
+def commit_path(*tensors: Tensor) -> Any:
+    *tensors, path = tensors
+    lightning_attn.lightning_commit(*tensors, path=path)
+    return tensors[2]
+
+
 PUBLIC: dict[str, tuple[Callable[..., Any], Callable[..., list[Tensor]]]] = {
     "attention": (attend, Maker.dense),
     "attention from zeros": (attend_from_zeros, Maker.dense),
@@ -190,6 +210,8 @@ PUBLIC: dict[str, tuple[Callable[..., Any], Callable[..., list[Tensor]]]] = {
     "decode as engines do": (decode_as_engines_do, Maker.drop_in),
     "verify": (verify, Maker.drafts),
     "commit": (commit, Maker.accepted),
+    "verify of a tree": (verify_tree, Maker.tree),
+    "commit of a path": (commit_path, Maker.path),
 }
 every_public_function = pytest.mark.parametrize(("function", "inputs"), PUBLIC.values(), ids=PUBLIC)
 
@@ -247,6 +269,12 @@ def cases_of(name: str, make: Maker) -> list[tuple[Any, ...]]:
         tensors = make.tokens(3) if name == "decode" else make.drafts(3)
         out = torch.zeros(*tensors[0].shape[:-2], HEADS, E, dtype=BF16, device=make.device)
         return [(*tensors, out, 0.5), (*tensors, out, 1.0, step)]
+    if name == "verify_tree":
+        *tensors, parents = make.tree(3)
+        out = torch.zeros(*tensors[0].shape[:-2], HEADS, E, dtype=BF16, device=make.device)
+        return [(*tensors, parents.long(), out, 0.5, step)]
+    if name == "commit_path":
+        return [tuple(make.path(3))]
     assert name == "commit", f"an op that this test does not know: {name}"
     return [tuple(make.accepted(3)), (*make.accepted(2), step)]
 

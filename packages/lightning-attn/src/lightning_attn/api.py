@@ -37,6 +37,8 @@ _varlen = torch.ops.lightning_attn.varlen.default
 _decode = torch.ops.lightning_attn.decode.default
 _verify = torch.ops.lightning_attn.verify.default
 _commit = torch.ops.lightning_attn.commit.default
+_verify_tree = torch.ops.lightning_attn.verify_tree.default
+_commit_path = torch.ops.lightning_attn.commit_path.default
 
 
 class LightningResult(NamedTuple):
@@ -311,18 +313,24 @@ def lightning_verify(
     slots: Tensor,
     slopes: Tensor,
     *,
+    parents: Tensor | None = None,
     scale: float = 1.0,
     out: Tensor | None = None,
     plan: DecodePlan | None = None,
 ) -> Tensor:
     """The outputs of T draft tokens of each sequence, states unchanged; :func:`lightning_commit` comes next.
 
+    Each output has the bits that decoding its token, and those before it on its path, would give.
+
     Args:
-        q, k: [B, T, Hqk, D]; v: [B, T, Hv, E]; T at most 16; dtypes, strides, heads and sizes as for
-            :func:`lightning_attention_varlen`.
+        q, k: [B, T, Hqk, D]; v: [B, T, Hv, E]; T at most 16, or 32 with ``parents``; dtypes, strides, heads and sizes
+            as for :func:`lightning_attention_varlen`.
         state_pool: [num_slots, H, D, E], as there; not modified.
         slots: [B] int32 or int64, contiguous; -1 for padding, whose rows are 0.
         slopes, scale: as there.
+        parents: drafts that branch: [B, T] int32 or int64, contiguous; token t of sequence b continues token
+            ``parents[b, t]``, which is less than t, or the pool's state if that is -1. Without it each token continues
+            the one before it.
         out: [B, T, H, E] in the dtype of q to write instead of a new tensor; strides as for the pool, no memory of
             the other tensors.
         plan: a launch plan to use instead of the one made for the device.
@@ -331,16 +339,21 @@ def lightning_verify(
         out [B, T, H, E], contiguous if new. Not differentiable.
 
     Raises:
-        TypeError, ValueError: as for :func:`lightning_decode`.
+        TypeError, ValueError: as for :func:`lightning_decode`. Unchecked, a parent that is not below its child counts
+            as -1.
     """
     scale = as_float("scale", scale)
     numbers = (scale, plan_as_ints(plan, DecodePlan))
+    tensors = {"q": q, "k": k, "v": v, "state_pool": state_pool, "slots": slots, "slopes": slopes, "parents": parents}
     try:
-        refuse_derivatives(q=q, k=k, v=v, state_pool=state_pool, slots=slots, slopes=slopes, out=out)
+        refuse_derivatives(**tensors, out=out)
         result = _allocate_out(q, v) if out is None else out
-        _verify(q, k, v, state_pool, slots, slopes, result, *numbers)
+        if parents is None:
+            _verify(q, k, v, state_pool, slots, slopes, result, *numbers)
+        else:
+            _verify_tree(q, k, v, state_pool, slots, slopes, parents, result, *numbers)
     except REFUSALS:
-        _explain(check_dense, q=q, k=k, v=v, state_pool=state_pool, slots=slots, slopes=slopes, **given(out=out))
+        _explain(check_dense, **given(**tensors, out=out))
         _explain(arguments.check_packed, ("B", "T"), q, k, v)
         raise
     return result
@@ -354,29 +367,38 @@ def lightning_commit(
     slopes: Tensor,
     accepted: Tensor,
     *,
+    path: Tensor | None = None,
     plan: DecodePlan | None = None,
 ) -> None:
-    """Advance the state of each sequence by the first ``accepted`` of its T draft tokens.
+    """Advance the state of each sequence by the first ``accepted`` of its T draft tokens, or of a path among them.
 
     Args:
         k: [B, T, Hqk, D]; v: [B, T, Hv, E], as given to :func:`lightning_verify`.
         state_pool: [num_slots, H, D, E], as there; updated in place.
         slots: [B] int32 or int64, contiguous; -1 for padding, which writes nothing. No two sequences may share a slot.
         slopes: as there.
-        accepted: [B] int32 or int64, contiguous, 0 to T; 0 leaves the state unchanged, bit for bit.
+        accepted: [B] int32 or int64, contiguous, 0 to T (with ``path`` to P); 0 leaves the state unchanged, bit for
+            bit.
+        path: of drafts that branch the accepted ones: [B, P] int32 or int64, contiguous, P at most T: the tokens from
+            the pool's state on, ascending, of which the first ``accepted`` count.
         plan: a launch plan to use instead of the one made for the device.
 
     Not differentiable.
 
     Raises:
-        TypeError, ValueError: as for :func:`lightning_decode`. Unchecked, an ``accepted`` outside 0 to T counts as 0.
+        TypeError, ValueError: as for :func:`lightning_decode`. Unchecked, an ``accepted`` outside its bounds counts as
+            0, and a token outside 0 to T - 1 as the nearest.
     """
     ints = plan_as_ints(plan, DecodePlan)
+    tensors = {"k": k, "v": v, "state_pool": state_pool, "slots": slots, "slopes": slopes, "accepted": accepted}
     try:
-        refuse_derivatives(k=k, v=v, state_pool=state_pool, slots=slots, slopes=slopes, accepted=accepted)
-        _commit(k, v, state_pool, slots, slopes, accepted, ints)
+        refuse_derivatives(**tensors, path=path)
+        if path is None:
+            _commit(k, v, state_pool, slots, slopes, accepted, ints)
+        else:
+            _commit_path(k, v, state_pool, slots, slopes, accepted, path, ints)
     except REFUSALS:
-        _explain(check_dense, k=k, v=v, state_pool=state_pool, slots=slots, slopes=slopes, accepted=accepted)
+        _explain(check_dense, **given(**tensors, path=path))
         raise
 
 

@@ -37,7 +37,7 @@ from lightning_attn.plan import (
     PrefillPlan,
     PrefillProblem,
 )
-from lightning_attn.tensors import Attention, AttentionBackward, Commit, Decode, Varlen
+from lightning_attn.tensors import Attention, AttentionBackward, Commit, Decode, PathCommit, TreeVerify, Varlen
 
 Tensor = torch.Tensor
 Ints = Sequence[int] | None
@@ -297,11 +297,15 @@ def _check_owned(owned: list[tuple[str, int, bool]], num_slots: int) -> None:
 
 def overlap(op: str, tensors: Sequence[Tensor | None], names: Names = _NAMES) -> MemoryOverlap:
     """What refuses tensors of an op of which one that it writes shares memory with another."""
-    kinds: dict[str, Any] = {"varlen": Varlen, "commit": Commit}
+    kinds: dict[str, Any] = {
+        "varlen": Varlen, "commit": Commit, "verify_tree": TreeVerify, "commit_path": PathCommit,
+    }  # fmt: skip
     fields = kinds.get(op, Decode)._fields
     called = {**names._asdict(), "positions": "snapshot.positions", "snapshot_slots": "snapshot.slots"}
     order = [called.get(field, field) for field in fields]
-    written = {"verify": ["out"], "commit": [names.state_pool]}.get(op, ["out", names.state_pool])
+    written = [names.state_pool] if op.startswith("commit") else ["out", names.state_pool]
+    if op.startswith("verify"):
+        written = ["out"]
     return MemoryOverlap(dict(zip(order, tensors, strict=True)), written)
 
 

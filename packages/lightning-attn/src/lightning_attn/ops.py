@@ -10,6 +10,8 @@ state                  functional: the states that keys and values leave, withou
 varlen, decode         write the states' pool and the outputs they are given
 verify                 writes the outputs it is given
 commit                 writes the states' pool
+verify_tree            as verify, of drafts that branch
+commit_path            as commit, of drafts that branch
 =====================  ==================================================================================
 
 Every implementation, the fake ones included, checks its arguments. On a GPU checks, plan and launch are made once for
@@ -26,7 +28,7 @@ from torch.autograd.function import once_differentiable
 
 from kernel_reference.checks import values_are_checked
 from kernel_reference.dispatch import PreparedLaunches, allocator, implement, launch_module
-from lightning_attn import arguments, packed_arguments, packed_reference, reference
+from lightning_attn import arguments, packed_arguments, packed_reference, reference, tree_arguments
 from lightning_attn.packed_reference import new_packed_gradients, new_packed_results, new_packed_states
 from lightning_attn.plan import DecodePlan, PrefillPlan, StatePlan
 from lightning_attn.reference import new_gradients, new_results
@@ -37,7 +39,9 @@ from lightning_attn.tensors import (
     Decode,
     Packed,
     PackedBackward,
+    PathCommit,
     State,
+    TreeVerify,
     Varlen,
 )
 
@@ -80,6 +84,12 @@ for _name, _arguments, _results in (
     ),
     ("decode", f"{_QKV}, Tensor(a!) state_pool, {_STATES}, Tensor(b!) out, {_LAST}", "()"),
     ("verify", f"{_QKV}, Tensor state_pool, {_STATES}, Tensor(a!) out, {_LAST}", "()"),
+    ("verify_tree", f"{_QKV}, Tensor state_pool, {_STATES}, Tensor parents, Tensor(a!) out, {_LAST}", "()"),
+    (
+        "commit_path",
+        f"Tensor k, Tensor v, Tensor(a!) state_pool, {_STATES}, Tensor accepted, Tensor path, {_PLAN}",
+        "()",
+    ),
     ("commit", f"Tensor k, Tensor v, Tensor(a!) state_pool, {_STATES}, Tensor accepted, {_PLAN}", "()"),
 ):
     _library.define(f"{_name}({_arguments}) -> {_results}", tags=(torch.Tag.pt2_compliant_tag,))
@@ -107,7 +117,7 @@ def _prepare_attention_backward(tensors: tuple[Any, ...], numbers: tuple[Any, ..
 
 
 def _prepare_packed(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
-    launch = _packed_launch()
+    launch = _launch_of("packed_launch")
     t = Packed(*tensors)
     problem = packed_arguments.check_packed_attention(t, *numbers)
     run = launch.prepare_packed(problem, PrefillPlan.from_ints(_plan(numbers, 1)), t)
@@ -115,7 +125,7 @@ def _prepare_packed(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
 
 
 def _prepare_packed_backward(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
-    launch = _packed_launch()
+    launch = _launch_of("packed_launch")
     t = PackedBackward(*tensors)
     problem = packed_arguments.check_packed_backward(t, *numbers)
     run = launch.prepare_packed_backward(problem, PrefillPlan.from_ints(_plan(numbers, 1)), t)
@@ -123,16 +133,17 @@ def _prepare_packed_backward(tensors: tuple[Any, ...], numbers: tuple[Any, ...])
 
 
 def _prepare_state(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
-    launch = _packed_launch()
+    launch = _launch_of("packed_launch")
     t = State(*tensors)
     problem = packed_arguments.check_state(t, *numbers)
     run = launch.prepare_state(problem, StatePlan.from_ints(_plan(numbers, 3)), t)
     return allocator(new_packed_states(t.k, t.v, t.cu_seqlens)), run
 
 
-def _packed_launch() -> Any:
+def _launch_of(module: str) -> Any:
+    """launch.py's like for other ops, found as that is, or not."""
     launch_module("lightning_attn")
-    return importlib.import_module("lightning_attn.packed_launch")
+    return importlib.import_module(f"lightning_attn.{module}")
 
 
 def _prepare_varlen(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
@@ -162,6 +173,22 @@ def _prepare_commit(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
     t = Commit(*tensors)
     problem = arguments.check_commit(t, *numbers)
     return arguments.overlap("commit", t), launch.prepare_commit(problem, DecodePlan.from_ints(_plan(numbers, 0)), t)
+
+
+def _prepare_verify_tree(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
+    launch = _launch_of("tree_launch")
+    t = TreeVerify(*tensors)
+    problem = tree_arguments.check_verify_tree(t, *numbers)
+    run = launch.prepare_verify_tree(problem, DecodePlan.from_ints(_plan(numbers, 1)), t)
+    return arguments.overlap("verify_tree", t), run
+
+
+def _prepare_commit_path(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
+    launch = _launch_of("tree_launch")
+    t = PathCommit(*tensors)
+    problem = tree_arguments.check_commit_path(t, *numbers)
+    run = launch.prepare_commit_path(problem, DecodePlan.from_ints(_plan(numbers, 0)), t)
+    return arguments.overlap("commit_path", t), run
 
 
 def _plan(numbers: tuple[Any, ...], index: int) -> Any:
@@ -257,6 +284,24 @@ def _kernel_commit(*given: Any) -> None:
     run(t)
 
 
+def _kernel_verify_tree(*given: Any) -> None:
+    t = TreeVerify(*given[:8])
+    refuse_overlap, run = launches.find(_prepare_verify_tree, t, given[8:])
+    refuse_overlap(*t)
+    if values_are_checked(t.slots.device):
+        tree_arguments.check_tree_values(t)
+    run(t)
+
+
+def _kernel_commit_path(*given: Any) -> None:
+    t = PathCommit(*given[:7])
+    refuse_overlap, run = launches.find(_prepare_commit_path, t, given[7:])
+    refuse_overlap(*t)
+    if values_are_checked(t.slots.device):
+        tree_arguments.check_tree_values(t)
+    run(t)
+
+
 def _fake_attention(*given: Any) -> tuple[Tensor, Tensor]:
     t = Attention(*given[:5])
     arguments.check_attention(t, *given[5:])
@@ -303,6 +348,14 @@ def _fake_commit(*given: Any) -> object:
     return arguments.check_commit(Commit(*given[:6]), *given[6:])
 
 
+def _fake_verify_tree(*given: Any) -> object:
+    return tree_arguments.check_verify_tree(TreeVerify(*given[:8]), *given[8:])
+
+
+def _fake_commit_path(*given: Any) -> object:
+    return tree_arguments.check_commit_path(PathCommit(*given[:7]), *given[7:])
+
+
 for _name, _reference, _kernel, _fake in (
     ("attention", reference.attention, _kernel_attention, _fake_attention),
     ("attention_inference", reference.attention, _kernel_attention, _fake_attention),
@@ -314,6 +367,8 @@ for _name, _reference, _kernel, _fake in (
     ("decode", reference.decode, _kernel_decode, _fake_decode),
     ("verify", reference.verify, _kernel_verify, _fake_verify),
     ("commit", reference.commit, _kernel_commit, _fake_commit),
+    ("verify_tree", reference.verify_tree, _kernel_verify_tree, _fake_verify_tree),
+    ("commit_path", reference.commit_path, _kernel_commit_path, _fake_commit_path),
 ):
     implement(_library, _name, reference=_reference, kernel=_kernel, fake=_fake)
 

@@ -10,8 +10,8 @@ import torch
 from kernel_reference import recurrence
 from kernel_reference.checks import values_are_checked
 from kernel_reference.ragged import clamped_ranges
-from lightning_attn import arguments
-from lightning_attn.tensors import Attention, AttentionBackward, Commit, Decode, Varlen
+from lightning_attn import arguments, tree_arguments
+from lightning_attn.tensors import Attention, AttentionBackward, Commit, Decode, PathCommit, TreeVerify, Varlen
 
 Tensor = torch.Tensor
 
@@ -132,6 +132,42 @@ def commit(*given: Any) -> None:
                 k, v = t.k[i, token], t.v[i, token]
                 _, state = _step(k, k, v, t.slopes, state, 1.0)
             t.state_pool[slot] = state
+
+
+def verify_tree(*given: Any) -> None:
+    """The op ``verify_tree``."""
+    t, (scale, *plan) = TreeVerify(*given[:8]), given[8:]
+    tree_arguments.check_verify_tree(t, scale, *plan)
+    _check_tree("verify_tree", t)
+    t.out.zero_()
+    parents = t.parents.tolist()
+    for i, slot in _in_pool(t.slots, t.state_pool):
+        states = [t.state_pool[slot]]
+        for node, parent in enumerate(parents[i]):
+            before = states[parent + 1 if -1 <= parent < node else 0]
+            t.out[i, node], after = _step(t.q[i, node], t.k[i, node], t.v[i, node], t.slopes, before, scale)
+            states.append(after)
+
+
+def commit_path(*given: Any) -> None:
+    """The op ``commit_path``."""
+    t, plan = PathCommit(*given[:7]), given[7:]
+    tree_arguments.check_commit_path(t, *plan)
+    _check_tree("commit_path", t)
+    counts, paths, nodes = t.accepted.tolist(), t.path.tolist(), t.k.shape[1]
+    for i, slot in _in_pool(t.slots, t.state_pool):
+        if 1 <= counts[i] <= t.path.shape[1]:
+            state = t.state_pool[slot]
+            for node in paths[i][: counts[i]]:
+                row = min(max(node, 0), nodes - 1)
+                _, state = _step(t.k[i, row], t.k[i, row], t.v[i, row], t.slopes, state, 1.0)
+            t.state_pool[slot] = state
+
+
+def _check_tree(op: str, t: TreeVerify | PathCommit) -> None:
+    arguments.overlap(op, t)(*t)
+    if values_are_checked(t.slots.device):
+        tree_arguments.check_tree_values(t)
 
 
 def gradients_of(

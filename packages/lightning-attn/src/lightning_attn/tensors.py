@@ -74,6 +74,31 @@ class Commit(NamedTuple):
     accepted: Tensor
 
 
+class TreeVerify(NamedTuple):
+    """Drafts [B, T, H, D|E] that branch, parents [B, T] of them; the pool of states."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    state_pool: Tensor
+    slots: Tensor
+    slopes: Tensor
+    parents: Tensor
+    out: Tensor
+
+
+class PathCommit(NamedTuple):
+    """Keys and values of drafts that branch, how many are accepted [B], and which: the path [B, P]."""
+
+    k: Tensor
+    v: Tensor
+    state_pool: Tensor
+    slots: Tensor
+    slopes: Tensor
+    accepted: Tensor
+    path: Tensor
+
+
 class Packed(NamedTuple):
     """q, k [T, H, D], v [T, H, E] of packed sequences, states before them [N, H, D, E]; results if allocated."""
 

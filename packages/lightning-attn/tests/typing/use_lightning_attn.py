@@ -65,4 +65,6 @@ def serve(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.T
     assert_type(lightning_decode(q, k, v, pool, slots, rates, out=out, plan=DecodePlan(16, 4)), torch.Tensor)
     assert_type(lightning_verify(q[:, None], k[:, None], v[:, None], pool, slots, rates), torch.Tensor)
     lightning_commit(k[:, None], v[:, None], pool, slots, rates, torch.ones_like(slots))
+    lightning_verify(q[:, None], k[:, None], v[:, None], pool, slots, rates, parents=slots[:, None] * 0 - 1)
+    lightning_commit(k[:, None], v[:, None], pool, slots, rates, torch.ones_like(slots), path=slots[:, None] * 0)
     return linear_decode_forward_triton(q, k, v, pool, rates, slots, 32)

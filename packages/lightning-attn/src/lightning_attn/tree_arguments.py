@@ -1,0 +1,93 @@
+"""What arguments.py does, for drafts that branch."""
+
+from __future__ import annotations
+
+import torch
+
+from kernel_reference.checks import check_float, describe, fail, known
+from kernel_reference.ragged import read_integers
+from lightning_attn.arguments import (
+    Ints,
+    _bits,
+    _check_decode_plan,
+    _check_indices,
+    _check_out,
+    _check_owned,
+    _check_rates,
+    _check_states,
+    check_packed,
+)
+from lightning_attn.plan import DecodeProblem
+from lightning_attn.tensors import PathCommit, TreeVerify
+
+Tensor = torch.Tensor
+
+# A kernel has them as bits.
+MAX_NODES = 32
+
+
+def check_verify_tree(t: TreeVerify, scale: float, plan: Ints = None) -> DecodeProblem:
+    """A tree of draft tokens of each sequence and the pool of their states, which is read alone."""
+    check_float("scale", scale)
+    heads = check_packed(("B", "T"), t.q, t.k, t.v)
+    _check_nodes("q", t.q)
+    _check_states(t.state_pool, t.slots, t.slopes, heads, "q", t.q)
+    _check_indices("parents", t.parents, tuple(t.q.shape[:2]), "q", t.q)
+    _check_out(t.out, (*t.q.shape[:2], heads.num_heads, heads.head_v), t.q)
+    _check_decode_plan(plan, heads)
+    q, k, v, out = (tensor.stride() for tensor in (t.q, t.k, t.v, t.out))
+    pool = t.state_pool
+    sequences, nodes = t.q.shape[:2]
+    return DecodeProblem(heads, sequences, nodes, pool.shape[0], q, k, v, pool.stride(), out, scale, writes=False)
+
+
+def check_commit_path(t: PathCommit, plan: Ints = None) -> DecodeProblem:
+    """Draft tokens' keys and values, which of them are accepted, and the pool of states."""
+    heads = check_packed(("B", "T"), None, t.k, t.v)
+    _check_nodes("k", t.k)
+    _check_states(t.state_pool, t.slots, t.slopes, heads, "k", t.k)
+    sequences, nodes = t.k.shape[:2]
+    _check_indices("accepted", t.accepted, (sequences,), "k", t.k)
+    if t.path.ndim != 2 or known(t.path.shape[1] > nodes):
+        fail("path", f"[{sequences}, P] with at most {nodes} nodes P", describe(t.path))
+    _check_indices("path", t.path, (sequences, t.path.shape[1]), "k", t.k)
+    _check_decode_plan(plan, heads)
+    k, v, pool = t.k.stride(), t.v.stride(), t.state_pool
+    return DecodeProblem(
+        heads, sequences, nodes, pool.shape[0], None, k, v, pool.stride(), None, 1.0, writes=True
+    )  # fmt: skip
+
+
+def check_tree_values(t: TreeVerify | PathCommit) -> None:
+    """Decay rates, slots and parents or, of a commit, the accepted path."""
+    named = {"slopes": _bits(t.slopes), "slots": t.slots}
+    if isinstance(t, PathCommit):
+        found = read_integers({**named, "accepted": t.accepted, "path": t.path})
+        most, nodes = t.path.shape[1], t.k.shape[1]
+        for sequence, count in enumerate(found["accepted"]):
+            if not 0 <= count <= most:
+                fail(f"accepted[{sequence}]", f"from 0 to the {most} nodes of a path", count)
+            before = -1
+            for i, node in enumerate(found["path"][sequence * most :][:count]):
+                if not before < node < nodes:
+                    fail(
+                        f"path[{sequence}, {i}]",
+                        f"from {before + 1} to {nodes - 1}: children come behind their parents",
+                        node,
+                    )
+                before = node
+    else:
+        found = read_integers({**named, "parents": t.parents})
+        nodes = t.q.shape[1]
+        for i, parent in enumerate(found["parents"]):
+            sequence, node = divmod(i, nodes)
+            if not -1 <= parent < node:
+                fail(f"parents[{sequence}, {node}]", f"from -1 (the state of the pool) to {node - 1}", parent)
+    _check_rates("slopes", found["slopes"])
+    owned = [(f"slots[{sequence}]", slot, slot >= 0) for sequence, slot in enumerate(found["slots"])]
+    _check_owned(owned, t.state_pool.shape[0])
+
+
+def _check_nodes(name: str, first: Tensor) -> None:
+    if known(first.shape[1] > MAX_NODES):
+        fail(name, f"[B, T, ...] with at most {MAX_NODES} nodes T", describe(first))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +16,7 @@ if find_spec("transformers") is None:
 
 from transformers import DynamicCache, Gemma2Config, GptOssConfig, LlamaConfig, StaticCache
 
+from kernel_reference.bench import engines as bench
 from kernel_reference.testing.readme import python_blocks, run_block
 from kernel_reference.testing.transformers import Models, make_models
 from prefix_prefill.integrations.transformers import NAME, enable
@@ -116,3 +118,15 @@ def test_it_cannot_be_enabled_twice_and_leaves_nothing_behind(llama: Models) -> 
 def test_the_example_in_the_readme_runs() -> None:
     [block] = [block for block in python_blocks(Path(__file__).parents[1] / "README.md") if "integrations" in block]
     assert run_block(block) == "[1, 4]\n"
+
+
+def test_the_benchmark_runs_and_finds_both_sides_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "STEPS", 1)
+    cases = Path(__file__).parents[1] / "benchmarks" / "engines.py"
+    assert bench.main(["--dry", str(cases), "--out", str(tmp_path / "timings")]) == 0
+    timings = [json.loads(line) for line in (tmp_path / "timings").read_text().splitlines()]
+    assert [(timing["tokens"], timing["cached"]) for timing in timings] == [(16, 0), (1, 32), (4, 32)]
+    assert all(0 < timing["difference"] < 0.05 for timing in timings)
+    assert "Llama-3-8B" in capsys.readouterr().out

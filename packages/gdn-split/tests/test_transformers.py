@@ -95,6 +95,14 @@ def test_generate_gives_what_transformers_would(models: Models) -> None:
     models.assert_generates(prompts(2, 5), 6)
 
 
+@pytest.mark.torch_compile
+def test_generate_compiles_decoding_in_one_graph() -> None:
+    layers = ["linear_attention", "full_attention"]
+    config = Qwen3NextConfig(**SIZES | {"num_experts": 0, "num_hidden_layers": 2, "layer_types": layers})
+    models = make_models(config, enable)
+    models.assert_compiles(prompts(2, 6), 4, lambda: StaticCache(config, max_cache_len=16))
+
+
 def test_gradients_of_a_prompt_are_those_of_transformers(models: Models) -> None:
     ids = prompts(1, 6)
     gradients = []

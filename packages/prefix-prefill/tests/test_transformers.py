@@ -76,6 +76,11 @@ def test_generate_gives_what_transformers_would(models: Models) -> None:
     models.assert_generates(prompts(2, 6), 6, cache_implementation="static")
 
 
+@pytest.mark.torch_compile
+def test_generate_compiles_decoding_in_one_graph(llama: Models) -> None:
+    llama.assert_compiles(prompts(2, 6), 4, lambda: StaticCache(llama.ours.config, max_cache_len=16))
+
+
 def test_a_cache_that_grows_is_refused_after_the_prompt(llama: Models) -> None:
     cache = DynamicCache(config=llama.ours.config)
     with torch.no_grad(), enable():

@@ -84,6 +84,15 @@ def test_generate_gives_what_transformers_would(models: Models) -> None:
     models.assert_generates(ids, 5, past_key_values=LatentCache(models.ours.config, max_cache_len=16))
 
 
+@pytest.mark.torch_compile
+def test_generate_compiles_decoding_in_one_graph() -> None:
+    # Experts, one by one, are what torch.compile refuses.
+    config = copy.deepcopy(DEEPSEEK_V3)
+    config.num_hidden_layers = 1
+    models = make_models(config, enable, torch.bfloat16, NAME)
+    models.assert_compiles(prompts(2, 6), 4, lambda: LatentCache(config, max_cache_len=16))
+
+
 def test_a_model_made_meanwhile_still_runs_with_transformers_own_attention(models: Models) -> None:
     ids = prompts(1, 5)
     with torch.no_grad(), enable():

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, CompileConfig
 
 from kernel_reference.testing.numerics import assert_close_to_oracle
 
@@ -51,6 +51,19 @@ class Models:
         first = ids.shape[1] - 1
         missed = exact.amax(-1) - exact.gather(-1, told[:, 1:, None])[..., 0]
         assert float(missed[:, first:].max()) <= 4 * float((theirs - exact).abs().max())
+
+    def assert_compiles(self, ids: Tensor, tokens: int, make_cache: Callable[[], Any]) -> None:
+        """Decoding that generate compiles, in one graph, takes the same tokens as decoding that it does not."""
+        compiled = CompileConfig(backend="eager", fullgraph=True, mode=None, dynamic=False)
+        # Else only what is on a GPU is compiled.
+        compiled._compile_all_devices = True
+        with torch.no_grad(), self.enable():
+            told = [
+                self.ours.generate(ids, max_new_tokens=tokens, do_sample=False, past_key_values=make_cache(), **options)
+                for options in ({"compile_config": compiled}, {"disable_compile": True})
+            ]
+        torch._dynamo.reset()
+        assert torch.equal(*told)
 
 
 def make_models(

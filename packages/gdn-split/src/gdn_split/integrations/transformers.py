@@ -94,8 +94,8 @@ class _Layer:
         state = None if cache is None else cache.get_recurrent_state(self.layer_idx)
         widths = (self.key_dim, self.key_dim, self.value_dim)
         sizes = (self.head_k_dim, self.head_k_dim, self.head_v_dim)
-        heads = (part.unflatten(2, (-1, size)) for part, size in zip(mixed_qkv.split(widths, 2), sizes, strict=True))
-        q, k, v = (part.contiguous() for part in heads)
+        split = zip(mixed_qkv.split(widths, 2), sizes, strict=True)
+        q, k, v = (part.reshape(batch, tokens, -1, size) for part, size in split)
         if VERSION < (5, 23):
             # Later versions repeat them where they must.
             q, k = (part.repeat_interleave(self.num_v_heads // self.num_k_heads, 2) for part in (q, k))
@@ -131,7 +131,7 @@ class QwenNextLayer(_Layer, modeling_qwen3_next.Qwen3NextGatedDeltaNet):
             parts = self._convolved_step(qkvz, ba, conv_state, "interleaved")
         else:
             parts = fused_qkvzba_split_reshape_cat(qkvz, ba, *self._sizes())
-            inputs = parts.mixed_qkv.unflatten(0, (batch, tokens)).transpose(1, 2)
+            inputs = parts.mixed_qkv.view(batch, tokens, -1).transpose(1, 2)
             if cache_params is not None:
                 width = self.conv_kernel_size
                 inputs = cache_params.update_conv_state(inputs, self.layer_idx, conv_kernel_size=width)

@@ -45,7 +45,7 @@ class LightningLayer(modeling_minimax.MiniMaxLightningAttention):
         qkv = self.act_fn(self.qkv_proj(hidden_states))
         qkv = modeling_minimax.apply_mask_to_padding_states(qkv, attention_mask)
         # A head's q, k and v lie side by side; the kernels read them there.
-        qkv = qkv.unflatten(2, (self.num_attention_heads, 3, self.head_dim))
+        qkv = qkv.view(batch, tokens, self.num_attention_heads, 3, self.head_dim)
         state = None if past_key_values is None else past_key_values.get_linear_cache(self.layer_idx)
         rates = self._decay_rates(hidden_states.device)
         if state is not None and tokens == 1:

@@ -116,7 +116,7 @@ def _prefill(module: LatentLayer, query: Tensor, cached: Tensor, scaling: float 
 def _decode(module: LatentLayer, query: Tensor, cached: Tensor, lengths: Tensor, scaling: float | None) -> Tensor:
     """New tokens over the cache that holds them already: kv_b_proj goes to the queries and to the result."""
     nope = module.qk_nope_head_dim
-    weight = module.kv_b_proj.weight.unflatten(0, (-1, nope + module.v_head_dim))
+    weight = module.kv_b_proj.weight.view(-1, nope + module.v_head_dim, module.kv_lora_rank)
     q_nope, q_rope = query.split((nope, module.qk_rope_head_dim), 3)
     absorbed = torch.einsum("bhsn,hnl->bshl", q_nope, weight[:, :nope])
     # A sequence's part of the cache is one page.

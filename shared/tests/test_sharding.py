@@ -65,6 +65,7 @@ def test_an_interleaved_cache_grows_at_its_end_alone(size: int) -> None:
 
 def test_runs_of_contiguous_shards_are_those_of_torch_chunk() -> None:
     # DTensor's Shard cuts as torch.chunk does.
+    assert Contiguous(4, 3).begins(torch.tensor([0, 5, 7, 16])).tolist() == [0, 5, 6, 12]
     for n in LENGTHS[1:]:
         chunks = [chunk.tolist() for chunk in torch.arange(n).chunk(4)]
         assert [Contiguous(4, rank).tokens(n).tolist() for rank in range(len(chunks))] == chunks

@@ -2,7 +2,7 @@
 
 ``import kernel_reference`` loads nothing but the standard library; each module is imported by its name
 (``from kernel_reference import attention``). The oracles need torch and einops; the host side of a kernel package
-(checks, ragged, transforms, dispatch, launching, collectives, plans, integers) torch at most;
+(checks, ragged, transforms, dispatch, launching, collectives, partials, plans, integers) torch at most;
 ``kernel_reference.testing`` and ``kernel_reference.bench`` the extras of the same names.
 """
 
@@ -26,6 +26,7 @@ __all__ = [
     "launching",
     "models",
     "paging",
+    "partials",
     "plans",
     "projection",
     "ragged",

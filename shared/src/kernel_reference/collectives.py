@@ -85,6 +85,48 @@ def all_reduce(x: Tensor, group: Any) -> Tensor:
     return _wait(torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", _name(group)))
 
 
+def symmetric_all_to_all(x: Tensor, group: Any, *, ready: bool = False) -> Tensor:
+    """:func:`all_to_all` by writes to the peers' memory over NVLink, without NCCL's latency; no multicast.
+
+    The result lies in torch's workspace of symmetric memory (``torch.distributed._symmetric_memory``), which the next
+    exchange of the group overwrites: use it up on the same stream. The first call of a size allocates the workspace and
+    synchronises all ranks; make it outside a CUDA graph.
+
+    Args:
+        ready: a collective between the last use of the workspace and this call has made all ranks wait for each other
+            already, so that the barrier before the writes is left out.
+
+    Raises ValueError where ranks have no symmetric memory: tensors on a CPU, ranks on several hosts.
+    """
+    world, rank = world_and_rank(group)
+    _check_ranks(x, world)
+    if world == 1:
+        return x
+    memory = _workspace(x, group)
+    if not ready:
+        memory.barrier(channel=0)
+    # Peers in turn, so that no two ranks write to one at once.
+    for step in range(world):
+        peer = (rank + step) % world
+        memory.get_buffer(peer, x.shape, x.dtype)[rank].copy_(x[peer])
+    memory.barrier(channel=1)
+    return memory.get_buffer(rank, x.shape, x.dtype)  # type: ignore[no-any-return]
+
+
+def _workspace(x: Tensor, group: Any) -> Any:
+    if x.device.type != "cuda":
+        fail("exchange", "one that goes by collectives where tensors are not on GPUs with symmetric memory", x.device)
+    try:
+        from torch.distributed import _symmetric_memory
+
+        return _symmetric_memory.get_symm_mem_workspace(_name(group), x.numel() * x.element_size())
+    except (ImportError, RuntimeError) as error:
+        if torch.cuda.is_current_stream_capturing():
+            raise
+        found = str(error).splitlines()[0]
+        raise ValueError(f"exchange must be one that goes by collectives on these ranks, got {found}") from error
+
+
 def _check_ranks(x: Tensor, world: int) -> None:
     if x.ndim < 1 or x.shape[0] != world:
         fail("x", f"[{world}, ...], a part a rank", describe(x))

@@ -119,9 +119,16 @@ class Contiguous(Layout):
         """See :meth:`Layout.visible`."""
         lengths = _as_lengths(lengths)
         n = lengths if n is None else _as_lengths(n)
+        return torch.minimum((torch.minimum(lengths, n) - self.rank * self._size(n)).clamp(min=0), self._size(n))
+
+    def begins(self, n: Tensor) -> Tensor:
+        """The position of this rank's first token in sequences of n; n where it has none."""
+        n = _as_lengths(n)
+        return torch.minimum(self.rank * self._size(n), n)
+
+    def _size(self, n: Tensor) -> Tensor:
         # Rounded up, of lengths up to the greatest of their dtype.
-        size = (n - 1) // self.world + 1
-        return torch.minimum((torch.minimum(lengths, n) - self.rank * size).clamp(min=0), size)
+        return (n - 1) // self.world + 1
 
     def most_tokens(self, n: int, sequences: int = 1) -> int:
         """See :meth:`Layout.most_tokens`."""

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import faulthandler
+import importlib.util
 import io
 import multiprocessing
 import os
@@ -29,13 +30,29 @@ from typing import Any, NamedTuple
 
 import torch
 
-# Imported here once, and not in every fork for seconds.
+# Each takes seconds, and is imported here once and not in every fork; a dispatch mode asks for the first.
+import torch._dynamo
 from torch.distributed import _functional_collectives as _functional_collectives
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # Ranks whose peer is gone say so at once: time for the one that failed first to say it.
 _GRACE_S = 0.5
 _END_S = 2.0
+
+
+class _InFile(NamedTuple):
+    """A function of a file that no path of imports leads to, as pytest loads tests."""
+
+    file: str
+    name: str
+
+    def __call__(self, *args: Any) -> Any:
+        spec = importlib.util.spec_from_file_location("of_ranks", self.file)
+        if spec is None or spec.loader is None:
+            raise ImportError(self.file)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return getattr(module, self.name)(*args)
 
 
 class _Report(NamedTuple):
@@ -51,8 +68,8 @@ def run(world: int, fn: Callable[..., Any], *args: Any, deadline: float = 60.0, 
     """``fn(rank, *args)`` in ``world`` processes that have a default process group; the results by rank.
 
     With gloo the processes are forks of this one, which cost milliseconds, each on one thread: ``fn`` may be a closure
-    and capture tensors. With another backend they are spawned, and ``fn`` must be found by its module. They find each
-    other by a file, so that no port is taken. Results are what ``torch.save`` takes.
+    and capture tensors. With another backend they are spawned, and ``fn`` is a function of a file, which is loaded
+    again. They find each other by a file, so that no port is taken. Results are what ``torch.save`` takes.
 
     Args:
         deadline: seconds for all of it, and of a collective that waits for a rank that does not come.
@@ -65,13 +82,14 @@ def run(world: int, fn: Callable[..., Any], *args: Any, deadline: float = 60.0, 
     """
     method = "fork" if backend == "gloo" and sys.platform != "win32" else "spawn"
     context = multiprocessing.get_context(method)
+    called = fn if method == "fork" else _InFile(fn.__code__.co_filename, fn.__name__)
     with tempfile.TemporaryDirectory() as folder:
         ranks, ends = [], []
         reports: dict[int, _Report] = {}
         for rank in range(world):
             receiving, sending = context.Pipe(duplex=False)
             how = (rank, world, backend, Path(folder), deadline)
-            process = context.Process(target=_rank, args=(how, sending, fn, args), daemon=True)  # type: ignore[attr-defined]
+            process = context.Process(target=_rank, args=(how, sending, called, args), daemon=True)  # type: ignore[attr-defined]
             with warnings.catch_warnings():
                 # Python 3.12 warns of threads, which torch has and the child does not use.
                 warnings.simplefilter("ignore", DeprecationWarning)

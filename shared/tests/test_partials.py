@@ -1,0 +1,113 @@
+"""Is attention over keys that several ranks share that over all of them, whatever the exchange?"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from kernel_reference.attention import attention
+from kernel_reference.partials import EXCHANGES, Partial, exchange_partials, merge_partials
+from kernel_reference.testing.distributed import SentBytes, run
+
+Tensor = torch.Tensor
+N, H, D = 5, 8, 16
+
+
+def parts_of(world: int, dtype: torch.dtype, scale: float = 1.0) -> tuple[Tensor, Tensor, Partial]:
+    """Parts [world, N, H, ...] over unequal shares of 37 keys, of which rank 0 has none; and the whole in float64.
+
+    scale: of scores; some overflow as powers of e.
+    """
+    q, k, v = (torch.randn(n, H, D, dtype=torch.float64) for n in (N, 37, 37))
+    cuts = [0, 0, *range(11, 11 + 9 * (world - 2), 9), 37]
+    outs, lses = [], []
+    for begin, end in pairwise(cuts):
+        part = attention(q, k[begin:end], v[begin:end], softmax_scale=scale)
+        outs.append(part.out if end > begin else torch.full((N, H, D), torch.nan))
+        lses.append(part.lse.T)
+    whole = attention(q, k, v, softmax_scale=scale)
+    return torch.stack(outs).to(dtype), torch.stack(lses).float(), Partial(whole.out, whole.lse.T)
+
+
+@pytest.mark.parametrize("scale", [0.25, 100.0])
+@pytest.mark.parametrize("world", [2, 4])
+def test_merged_parts_are_the_attention_over_all_keys(world: int, scale: float) -> None:
+    out, lse, whole = parts_of(world, torch.float32, scale)
+    merged = merge_partials(out, lse)
+    torch.testing.assert_close(merged.out.double(), whole.out, rtol=0, atol=2e-4 if scale > 1 else 2e-6)
+    torch.testing.assert_close(merged.lse.double(), whole.lse, rtol=1e-6, atol=1e-6)
+
+
+def test_parts_that_saw_nothing_are_left_out_and_nan_stays() -> None:
+    out, lse = torch.randn(3, 4, 2, 8), torch.randn(3, 4, 2)
+    lse[:, 0], out[:, 0] = -torch.inf, torch.nan
+    # As FlashMLA says that it saw nothing.
+    lse[1, 1], out[1, 1] = torch.inf, torch.nan
+    lse[2, 3, 1] = torch.nan
+    merged = merge_partials(out, lse)
+    assert torch.equal(merged.out[0], torch.zeros(2, 8))
+    assert torch.equal(merged.lse[0], torch.full((2,), -torch.inf))
+    assert torch.isfinite(merged.out[1:3]).all()
+    assert merged.out[3, 1].isnan().all()
+    assert torch.isfinite(merged.out[3, 0]).all()
+
+
+def _formula(world: int, heads: str, exchange: str, size: int) -> float:
+    if exchange == "all_to_all":
+        return (world - 1) * N * H * (D * size + 4) / (world if heads == "sharded" else 1)
+    return (world - 1) * N * H * 4 + (1 if heads == "sharded" else 2) * (world - 1) / world * N * H * D * 4
+
+
+def _exchanges(rank: int, world: int, parts: dict[torch.dtype, tuple[Tensor, Tensor, Partial]]) -> None:
+    each = H // world
+    for dtype, (out, lse, whole) in parts.items():
+        mine = Partial(out[rank], lse[rank])
+        for exchange in EXCHANGES[:2]:
+            for heads in ("sharded", "replicated"):
+                own = slice(rank * each, (rank + 1) * each) if heads == "sharded" else slice(None)
+                with SentBytes() as counted:
+                    got = exchange_partials(mine, None, heads=heads, exchange=exchange)
+                assert counted.sent == _formula(world, heads, exchange, dtype.itemsize)
+                assert got.out.dtype == dtype
+                atol = 2e-6 if dtype == torch.float32 else 8e-3
+                torch.testing.assert_close(got.out.double(), whole.out[:, own], rtol=0, atol=atol)
+                torch.testing.assert_close(got.lse.double(), whole.lse[:, own], rtol=1e-6, atol=1e-6)
+    with pytest.raises(
+        ValueError, match=r"^exchange must be one that goes by collectives where tensors are not on GPUs"
+    ):
+        exchange_partials(mine, None, exchange="symmetric")
+    with pytest.raises(ValueError, match=r"^q must be of a number of heads that the world of \d divides, got "):
+        exchange_partials(Partial(torch.zeros(N, 9, D), torch.zeros(N, 9)), None)
+    with pytest.raises(ValueError, match=r"^exchange must be one of "):
+        exchange_partials(mine, None, exchange="gossip")
+    empty = Partial(torch.zeros(0, H, D), torch.zeros(0, H))
+    assert exchange_partials(empty, None).out.shape == (0, each, D)
+    alone = [torch.distributed.new_group([one]) for one in range(world)]
+    assert exchange_partials(mine, alone[rank], exchange="symmetric") is mine
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_exchange_gives_the_whole_and_sends_what_its_table_says(world: int) -> None:
+    parts = {dtype: parts_of(world, dtype, 0.25) for dtype in (torch.float32, torch.bfloat16)}
+    run(world, _exchanges, world, parts)
+
+
+def _symmetric(rank: int) -> None:
+    torch.manual_seed(0)
+    out, lse, _ = parts_of(2, torch.bfloat16, 0.25)
+    mine = Partial(out[rank].cuda(), lse[rank].cuda())
+    for heads in ("sharded", "replicated"):
+        wanted = exchange_partials(mine, None, heads=heads)
+        for _ in range(3):
+            got = exchange_partials(mine, None, heads=heads, exchange="symmetric")
+            assert torch.equal(got.out, wanted.out)
+            assert torch.equal(got.lse, wanted.lse)
+
+
+@pytest.mark.gpu
+def test_symmetric_memory_gives_the_bits_of_the_collective() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    run(2, _symmetric, backend="nccl", deadline=300)

@@ -6,6 +6,7 @@ Tests are imported one by one (``--import-mode=importlib``), so that what they s
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from copy import copy
 from itertools import accumulate
 from typing import Any
 
@@ -236,10 +237,23 @@ class Decode(Guarded):
 
     def plan(self, **options: Any) -> Any:
         """A plan made from these lengths, for a device of 132 SMs unless it is said."""
+        return self.plan_of(self.seqlens_k, **options)
+
+    def plan_of(self, seqlens_k: Tensor, **options: Any) -> Any:
+        """The same from other lengths."""
         from tilelang_mla import plan_decode
 
         options = {"dim_nope": self.dim_nope, "dim_rope": self.dim_rope, "cores": 132, **options}
-        return plan_decode(self.seqlens_k, self.heads, self.seqlen_q, **options)
+        return plan_decode(seqlens_k, self.heads, self.seqlen_q, **options)
+
+    def alone(self, token: int, seqlens_k: Tensor) -> Decode:
+        """One of the query tokens over the same cache, of which it sees so many keys; outputs are not guarded."""
+        other = copy(self)
+        other.q, other.seqlen_q, other.seqlens_k, other.causal = self.q[:, token : token + 1], 1, seqlens_k, False
+        batch, _, heads, _ = self.q.shape
+        other._inputs = []
+        other.make_outputs((batch, 1, heads, self.dim_nope), (batch, heads, 1))
+        return other
 
 
 class Prefill(Guarded):

@@ -49,6 +49,7 @@ class Decoding(NamedTuple):
     dim_rope: int
     dtype: torch.dtype
     gather: bool
+    per_token: bool = False
 
     @property
     def tiles(self) -> DecodeTiles:
@@ -106,6 +107,7 @@ DECODE = {
     "no powers of two, pages of any size": Decoding(320, 96, FP16, True),
     "blocks of 32 keys": Decoding(512, 128, BF16, False),
     "the smallest": Decoding(64, 32, BF16, False),
+    "DeepSeek, a length of each token": Decoding(512, 64, BF16, False, per_token=True),
 }
 PREFILL = {
     "DeepSeek": Prefill(192, 128, BF16),

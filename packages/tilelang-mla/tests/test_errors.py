@@ -224,8 +224,17 @@ def cases() -> dict[str, list[Any]]:
          r"block_table must be \[3, max_pages\], a row a sequence of q, got torch.int32 \[2, 3\]")  # fmt: skip
     case("a flat block table", DECODING, replaced("block_table", lambda x: x[0]), ValueError,
          r"block_table must be \[B, max_pages\], got")  # fmt: skip
-    case("lengths in two dimensions", LENGTH, lambda f: replaced(LENGTH[f], lambda x: x[None]),
-         ValueError, lambda f: rf"{LENGTH[f]} must be \[B\], got torch.int32 \[1, 3\]")  # fmt: skip
+    case("lengths in two dimensions", [f for f in LENGTH if f not in DECODING],
+         lambda f: replaced(LENGTH[f], lambda x: x[None]), ValueError,
+         lambda f: rf"{LENGTH[f]} must be \[B\], got torch.int32 \[1, 3\]")  # fmt: skip
+    case("lengths of another number of sequences, one a token", DECODING,
+         lambda f: replaced(LENGTH[f], lambda x: x[None]), ValueError,
+         lambda f: rf"{LENGTH[f]} must be \[3\], one a sequence of q, got torch.int32 \[1, 3\]")  # fmt: skip
+    case("lengths of another number of tokens", DECODING,
+         lambda f: replaced(LENGTH[f], lambda x: x[:, None].repeat(1, SQ + 1)), ValueError,
+         lambda f: rf"{LENGTH[f]} must be \[3\] or, one a query token, \[3, {SQ}\], got torch.int32 \[3, ")  # fmt: skip
+    case("lengths in three dimensions", DECODING, lambda f: replaced(LENGTH[f], lambda x: x[:, None, None]),
+         ValueError, lambda f: rf"{LENGTH[f]} must be \[B\] or \[B, Sq\], got torch.int32 \[3, 1, 1\]")  # fmt: skip
     for size in (16, 31, 100, 288):
         case(f"heads of {size}", "prefill",
              together(*[replaced(n, lambda x, size=size: x[..., :1].repeat(1, 1, size)) for n in "qk"]), ValueError,
@@ -432,7 +441,7 @@ def test_the_ops_check_their_arguments_too(tensors, function) -> None:
     batch.check()
     for place, message in ((0, "q"), (1, "k"), (2, "v|seqlens_k"), (3, "cu_seqlens_q|block_table")):
         changed = [*arguments]
-        changed[place] = changed[place][..., None]
+        changed[place] = changed[place][..., None, None]
         with pytest.raises(ValueError, match=message):
             op(*changed)
     with pytest.raises(ValueError, match="lse must be"):

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernel_reference.attention import attention
+from kernel_reference.checks import validate_values
 from kernel_reference.testing.guards import assert_bitwise_equal, poison_
 from tilelang_mla import DecodeTiles, plan_decode
 from tilelang_mla.plan import DecodeProblem, DeviceLimits, PrefillPlan, decode_tiles, plan_without_schedule
@@ -62,13 +63,13 @@ class OnCpu:
         parts, part_lse = poison_(torch.empty(num_parts, rows, dim_nope)), poison_(torch.empty(num_parts, rows))
         attend = in_c(
             "decode", dim_nope=dim_nope, dim_rope=batch.dim_rope, block_n=tiles.block_n, num_stages=tiles.num_stages,
-            gather=page % tiles.block_n != 0,
+            gather=page % tiles.block_n != 0, per_token=lengths.ndim == 2,
         )  # fmt: skip
         flags = (int(first is not None), int(order is not None), 1)
-        bounds = lengths if first is None else first
+        bounds = lengths.view(-1) if first is None else first
         attend(
             q.float().reshape(count, rows, -1).contiguous(), kv, lengths, table, bounds,
-            lengths if order is None else order, out, lse, parts, part_lse, batch.scale * LOG2_E, heads,
+            lengths.view(-1) if order is None else order, out, lse, parts, part_lse, batch.scale * LOG2_E, heads,
             int(batch.causal), num_parts, tiles.num_splits, *flags, 3,
         )  # fmt: skip
         if merged:
@@ -185,6 +186,33 @@ def test_a_plan_made_from_other_lengths_is_as_right(tensors, kernels) -> None:
         plan = plan_decode(tensors.integers(*others), 4, cores=132, **SMALL)
         kernels.decode(batch, plan)
         batch.check()
+
+
+@every_plan
+@pytest.mark.parametrize("page", [64, 16])
+def test_each_query_token_sees_as_many_keys_as_its_own_length_says(tensors, kernels, page, how) -> None:
+    """As a rank of several has it, whose share of a sequence grows by none or one from token to token."""
+    seen = [[0, 0, 0], [0, 0, 1], [2, 2, 3], [62, 63, 63], [64, 64, 65], [128, 200, 200]]
+    # Of a length that cannot be the sequence is dead; before the last token one sees no more than that does.
+    impossible = [[1, 2, -1], [1, 2, 2**31 - 1], [-1, 2**31 - 1, 65], [-(2**31), 5, 65]]
+    lengths = [row[-1] for row in seen] + [65] * 4
+    batch = tensors.decode(lengths, heads=24, seqlen_q=3, page=page, causal=False, **SMALL)
+    batch.seqlens_k = tensors.integers(*seen, *impossible)
+    plan = None if how is None else batch.plan_of(tensors.integers(*lengths), **how)
+    with validate_values(False):
+        kernels.decode(batch, plan)
+    batch.check_guards()
+    got, got_lse = batch.out.tensor.clone(), batch.lse.tensor.clone()
+    capacity = batch.block_table.shape[1] * page
+    last = batch.seqlens_k[:, -1].clone()
+    for token in range(3):
+        each = torch.minimum(batch.seqlens_k[:, token], last).clamp(min=0)
+        each[(last < 0) | (last > capacity)] = 0
+        alone = batch.alone(token, each)
+        kernels.decode(alone, None if how is None else alone.plan(**how))
+        torch.testing.assert_close(got[:, token], alone.out.tensor[:, 0], rtol=8e-3, atol=8e-3)
+        torch.testing.assert_close(got_lse[:, :, token], alone.lse.tensor[:, :, 0], rtol=1e-5, atol=1e-5)
+        assert bool((got_lse[:, 0, token] == -torch.inf).eq(each == 0).all())
 
 
 def test_nan_of_other_sequences_and_of_unused_tails_stays_away(tensors, kernels) -> None:

@@ -1,9 +1,14 @@
 """Does the README say what is so?"""
 
+import contextlib
+import io
 import re
+import runpy
+from collections.abc import Callable
 from pathlib import Path
 
 import tilelang_mla
+from kernel_reference.testing.distributed import run
 from kernel_reference.testing.readme import python_blocks, run_block
 
 PACKAGE = Path(__file__).parents[1]
@@ -18,7 +23,22 @@ def test_the_first_example_is_the_quickstart_and_one_token_alone_is_the_same() -
     assert "decode [16, 2, 16, 512] torch.bfloat16" in printed
     assert "the same alone: True" in printed
     # The one inside transformers is run with its tests.
-    assert len(BLOCKS) == 1 + 1
+    assert len(BLOCKS) == 1 + 2
+
+
+def test_the_five_lines_for_two_gpus_are_those_of_an_example_that_agrees_with_one_process() -> None:
+    example = PACKAGE / "examples" / "parallel.py"
+    [block] = [block for block in BLOCKS if "group=group" in block]
+    lines = {line.strip() for line in example.read_text().splitlines()}
+    assert set(filter(None, block.splitlines())) <= lines
+    printed = run(2, lambda rank: printed_by(runpy.run_path(str(example))["main"]))
+    assert [line.count("the same as one process: True") for line in printed] == [1, 1]
+
+
+def printed_by(function: Callable[[], None]) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        function()
+    return printed.getvalue()
 
 
 def test_every_public_name_is_in_the_readme() -> None:

@@ -248,7 +248,9 @@ def flash_mla_with_kvcache(
         kv: [pages, page_size, 1, dim_nope + dpe], of q's dtype, any page_size from 1 on. Rows of q and kv are
             contiguous and multiples of 16 bytes apart, so that kv may be a view with a stride between pages. FlashMLA's
             fp8 records of 656 bytes are not supported.
-        seqlens_k: [B] int32, contiguous: tokens of each sequence, the new ones counted; 0, or fewer than Sq, too.
+        seqlens_k: [B] int32, contiguous: tokens of each sequence, the new ones counted; 0, or fewer than Sq, too. Or
+            [B, Sq], the keys that each query token sees, never fewer than the one before it, in place of the causal
+            rule.
         block_table: [B, max_pages] int32, rows contiguous: position p of sequence b is in page
             ``block_table[b, p // page_size]``. A page that the pool does not have reads as zeros.
         dim_nope: elements of the latent: a multiple of 64 up to 512.

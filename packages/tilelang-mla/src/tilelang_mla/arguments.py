@@ -191,9 +191,12 @@ def check_decode(
     if seqlens_k.ndim == 2 and block_table.ndim == 1:
         got = _hinted(seqlens_k, f"{names.seqlens_k} and block_table are in each other's place")
         fail(names.seqlens_k, "[B]", got)
-    _check_integers(names.seqlens_k, seqlens_k, q, 1, "[B]")
+    per_token = seqlens_k.ndim == 2
+    _check_integers(names.seqlens_k, seqlens_k, q, 2 if per_token else 1, "[B] or [B, Sq]")
     if known(seqlens_k.shape[0] != sequences):
         fail(names.seqlens_k, f"[{sequences}], one a sequence of q", describe(seqlens_k))
+    if per_token and (known(seqlens_k.shape[1] != seqlen_q) or not seqlens_k.is_contiguous()):
+        fail(names.seqlens_k, f"[{sequences}] or, one a query token, [{sequences}, {seqlen_q}]", describe(seqlens_k))
     _check_integers("block_table", block_table, q, 2, "[B, max_pages]")
     if known(block_table.shape[0] != sequences):
         fail("block_table", f"[{sequences}, max_pages], a row a sequence of q", describe(block_table))
@@ -201,7 +204,7 @@ def check_decode(
     _check_results(q, tensors.out, tensors.lse, shape, (sequences, num_heads, seqlen_q))
     problem = DecodeProblem(
         num_heads, dim_nope, width - dim_nope, seqlen_q, sequences, block_table.shape[1] * page_size, page_size,
-        8 * q.element_size(), kv.shape[0], options.softmax_scale, options.causal,
+        8 * q.element_size(), kv.shape[0], options.softmax_scale, options.causal, per_token,
     )  # fmt: skip
     tiles = DecodeTiles.from_ints(options.plan)
     _check_parts(problem, tiles, tensors, names)
@@ -269,10 +272,15 @@ def check_decode_values(
         {"lengths": tensors.seqlens_k, "table": block_table, "first": tensors.first_part, "order": tensors.order}
     )
     columns, pages = block_table.shape[1], problem.pages
-    for sequence, length in enumerate(held["lengths"]):
+    each = problem.seqlen_q if problem.per_token else 1
+    for place, length in enumerate(held["lengths"]):
+        sequence, token = divmod(place, each) if problem.per_token else (place, 0)
+        where = f"{sequence}, {token}" if problem.per_token else f"{sequence}"
         if not 0 <= length <= problem.capacity:
             wanted = f"from 0 to {problem.capacity}, what the {columns} columns of block_table have room for"
-            fail(f"{names.seqlens_k}[{sequence}]", wanted, length)
+            fail(f"{names.seqlens_k}[{where}]", wanted, length)
+        if token and length < held["lengths"][place - 1]:
+            fail(f"{names.seqlens_k}[{where}]", f"at least {held['lengths'][place - 1]}, as the token before", length)
         for column in range(cdiv(length, problem.page_size)):
             page = held["table"][sequence * columns + column]
             if not 0 <= page < pages:

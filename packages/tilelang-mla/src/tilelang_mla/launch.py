@@ -76,6 +76,7 @@ def decode_constants(problem: DecodeProblem, tiles: DecodeTiles, dtype: torch.dt
     return {
         "dim_nope": problem.dim_nope, "dim_rope": problem.dim_rope, "dtype": dtype, "block_n": tiles.block_n,
         "num_stages": tiles.num_stages, "gather": problem.page_size % tiles.block_n != 0,
+        "per_token": problem.per_token,
     }  # fmt: skip
 
 
@@ -130,10 +131,12 @@ def prepare_decode(problem: DecodeProblem, plan: DecodeTiles | None, tensors: De
         parts = torch.empty((partials, rows, dim_nope), dtype=torch.float32, device=device)
         part_lse = torch.empty((partials, rows), dtype=torch.float32, device=device)
         own_lse = part_lse[:, :, None] if lse is None else lse
-        bounds = seqlens_k if first_part is None else first_part
+        # Tensors of one dimension that stand in for those of a schedule.
+        stand_in = seqlens_k.view(-1)
+        bounds = stand_in if first_part is None else first_part
         attend(
             q, kv, seqlens_k, block_table.as_strided(*table_form), bounds,
-            seqlens_k if order is None else order, packed, own_lse, parts, part_lse, scale, heads,
+            stand_in if order is None else order, packed, own_lse, parts, part_lse, scale, heads,
             causal, num_parts, tiles.num_splits, *flags, programs,
         )  # fmt: skip
         if merge is not None:

@@ -69,7 +69,8 @@ class DecodeProblem:
     """A step of decoding, as plan, launch and reference are told of it; it is made by ``arguments.check_decode``.
 
     ``dim_rope``: elements of q and of the cache behind the latent's ``dim_nope``. ``capacity``: keys that a sequence
-    may have. ``bits``: of an element. ``pages``: of the pool.
+    may have. ``bits``: of an element. ``pages``: of the pool. ``per_token``: lengths are those that each query token
+    sees, in place of the causal rule.
     """
 
     num_heads: int
@@ -83,6 +84,7 @@ class DecodeProblem:
     pages: int = 0
     softmax_scale: float = 1.0
     causal: bool = True
+    per_token: bool = False
 
     @property
     def rows(self) -> int:

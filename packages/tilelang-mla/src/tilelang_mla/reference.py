@@ -31,11 +31,15 @@ def decode(problem: DecodeProblem, tensors: DecodeTensors) -> None:
     """The same over a paged cache, whose latents are keys, with the rope behind them, and values."""
     q, kv, seqlens_k, block_table, _, _, out, lse = tensors
     _write_nothing(out, lse)
-    for i, length in enumerate(seqlens_k.tolist()):
+    if q.shape[1] == 0:
+        return
+    lengths = seqlens_k[:, -1] if problem.per_token else seqlens_k
+    for i, length in enumerate(lengths.tolist()):
         if 0 < length <= problem.capacity:
             keys = _gathered(kv, block_table[i : i + 1], length)
             own = None if lse is None else lse[i]
-            _attend(problem, q[i], keys, keys[..., : problem.dim_nope], out[i], own)
+            seen = torch.arange(length) < seqlens_k[i][:, None] if problem.per_token else None
+            _attend(problem, q[i], keys, keys[..., : problem.dim_nope], out[i], own, seen)
 
 
 def _write_nothing(out: Tensor, lse: Tensor | None) -> None:
@@ -45,10 +49,11 @@ def _write_nothing(out: Tensor, lse: Tensor | None) -> None:
 
 
 def _attend(
-    problem: PrefillProblem | DecodeProblem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None
-) -> None:
-    scale, causal = problem.softmax_scale, problem.causal
-    result = attention(q, k, v, softmax_scale=scale, causal=causal, compute_dtype=torch.float32)
+    problem: PrefillProblem | DecodeProblem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None,
+    seen: Tensor | None = None,
+) -> None:  # fmt: skip
+    scale, causal = problem.softmax_scale, problem.causal and seen is None
+    result = attention(q, k, v, softmax_scale=scale, causal=causal, mask=seen, compute_dtype=torch.float32)
     out.copy_(result.out)
     if lse is not None:
         lse.copy_(result.lse)

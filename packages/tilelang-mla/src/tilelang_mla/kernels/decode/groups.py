@@ -34,7 +34,10 @@ class Sizes(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """Tensors that are read; without a schedule, or an order, ``seqlens_k`` stands in for them."""
+    """Tensors that are read; without a schedule, or an order, ``seqlens_k`` stands in for them.
+
+    seqlens_k: [batch], or the keys that each query token sees, [batch, tokens].
+    """
 
     q: Any
     kv: Any

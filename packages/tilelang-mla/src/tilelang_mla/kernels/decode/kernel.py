@@ -39,13 +39,14 @@ _SCORES, _VALUES, _PRODUCER = 0, 1, 2
 
 def attend(
     T: Any, *, dim_nope: int, dim_rope: int, dtype: Any, block_n: int, num_stages: int, gather: bool,
-    serial: bool = False,
+    serial: bool = False, per_token: bool = False,
 ) -> Any:  # fmt: skip
     """The kernel.
 
     gather: rows of a block may lie in many pages and are loaded one by one; else a block is one piece of a page of a
     multiple of ``block_n`` tokens. A page that the pool does not have reads as zeros either way. The kernel's
-    ``scale`` is that of a softmax of powers of two, and above 0.
+    ``scale`` is that of a softmax of powers of two, and above 0. per_token: ``seqlens_k`` is [batch, tokens], the keys
+    that each query token sees, in place of the causal rule.
     """
     S = Sizes(dim_nope, dim_rope, dtype, block_n, num_stages, gather)
     batch, rows, pages, page_size = (T.dynamic(name) for name in ("batch", "rows", "pages", "page_size"))
@@ -55,11 +56,13 @@ def attend(
     lse_batch, lse_head, lse_token = (T.dynamic(name) for name in ("lse_batch", "lse_head", "lse_token"))
     s_lse_batch, s_lse_head, s_lse_token = (T.dynamic(name) for name in ("s_lse_batch", "s_lse_head", "s_lse_token"))
 
+    lengths = (batch, T.dynamic("tokens_of")) if per_token else (batch,)
+
     @T.prim_func
     def attend_decode(
         q: T.StridedTensor((batch, rows, S.width), (q_batch, q_row, 1), dtype),
         kv: T.StridedTensor((pages, page_size, S.width), (kv_page, kv_row, 1), dtype),
-        seqlens_k: T.Tensor((batch,), T.int32),
+        seqlens_k: T.Tensor(lengths, T.int32),
         block_table: T.StridedTensor((batch, columns), (table_row, 1), T.int32),
         first_part: T.Tensor((bounds,), T.int32),
         order: T.Tensor((places,), T.int32),

@@ -3,6 +3,8 @@
 Barriers and the rings go on from part to part: ``done`` are the blocks of those before.
 """
 
+from typing import Any
+
 from tilelang.language import macro
 
 from tilelang_mla.kernels.common import GROUP, ROWS, log_of_sum, row_owners
@@ -105,10 +107,13 @@ def score(T, S, launch, inputs, outputs, memory, barriers, s, acc):
         slot = turn % 2
         T.barrier_wait(barriers.work_full, slot)
         work = Work(*read_work(T, memory.told, slot))
-        unmasked = unmasked_keys(T, launch, work)
+        unmasked = unmasked_keys(T, launch, inputs, work)
         T.clear(acc)
         clear(T, s)
-        find_limits(T, s.limit, work.first_row, launch.heads, launch.tokens, work.length, launch.causal)
+        if is_per_token(inputs):
+            find_limits_of_tokens(T, s.limit, launch, inputs, work)
+        else:
+            find_limits(T, s.limit, work.first_row, launch.heads, launch.tokens, work.length, launch.causal)
         # A loop of one step at most: an `if` would be put round each product by itself.
         for _ in T.serial(T.min(work.steps, 1)):
             score_block(T, memory, barriers, s, done % S.num_stages, done // S.num_stages % 2)
@@ -206,12 +211,26 @@ def value(T, S, launch, inputs, outputs, memory, barriers, rescale, acc):
         T.barrier_arrive(barriers.work_empty)
 
 
+def is_per_token(inputs: Any) -> bool:
+    """Whether lengths are those that each query token sees."""
+    return len(inputs.seqlens_k.shape) == 2
+
+
+def seen_by(T: Any, launch: Any, inputs: Any, work: Any, row: Any) -> Any:
+    """The keys that a row's query token sees, where each has a length of its own."""
+    i_token = T.min(T.truncdiv(row, launch.heads), launch.tokens - 1)
+    return T.min(inputs.seqlens_k[work.sequence, i_token], work.length)
+
+
 @macro
-def unmasked_keys(T, launch, work):
+def unmasked_keys(T, launch, inputs, work):
     """Keys that the first row of a tile sees, and the others do too."""
     unmasked = T.alloc_var(T.int32, init=work.length)
-    if launch.causal != 0:
-        unmasked = work.length - launch.tokens + T.truncdiv(work.first_row, launch.heads) + 1
+    if is_per_token(inputs):
+        unmasked = seen_by(T, launch, inputs, work, work.first_row)
+    else:
+        if launch.causal != 0:
+            unmasked = work.length - launch.tokens + T.truncdiv(work.first_row, launch.heads) + 1
     return unmasked
 
 
@@ -221,6 +240,13 @@ def find_limits(T, limit, first_row, heads, tokens, length, causal):
     for i in T.Parallel(ROWS):
         i_token = T.min(T.truncdiv(first_row + i, heads), tokens - 1)
         limit[i] = T.if_then_else(causal != 0, length - tokens + i_token + 1, length)
+
+
+@macro
+def find_limits_of_tokens(T, limit, launch, inputs, work):
+    """The same, where each query token has a length of its own."""
+    for i in T.Parallel(ROWS):
+        limit[i] = seen_by(T, launch, inputs, work, work.first_row + i)
 
 
 @macro

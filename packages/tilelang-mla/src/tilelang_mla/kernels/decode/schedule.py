@@ -55,6 +55,12 @@ def part_of(T, launch, inputs, turn):
     return part, tile
 
 
+def length_of(inputs: Any, i_b: Any) -> Any:
+    """A sequence's keys; where each query token has a number of its own, the last one's, which is the greatest."""
+    lengths = inputs.seqlens_k
+    return lengths[i_b] if len(lengths.shape) == 1 else lengths[i_b, lengths.shape[1] - 1]
+
+
 @macro
 def owner_of(T, launch, inputs, i_b):
     """The fields of an :class:`Owner`."""
@@ -64,7 +70,7 @@ def owner_of(T, launch, inputs, i_b):
     if launch.scheduled != 0 and i_b < inputs.seqlens_k.shape[0]:
         begin = inputs.first_part[i_b]
         end = inputs.first_part[i_b + 1]
-        length = inputs.seqlens_k[i_b]
+        length = length_of(inputs, i_b)
     return begin, end, length
 
 
@@ -104,7 +110,7 @@ def find_part(T, S, launch, inputs, memory, slot, part, tile, own, thread, count
             if part >= 0 and i_own < batch:
                 note_owner(
                     found, i_own, i_own * launch.num_splits, (i_own + 1) * launch.num_splits,
-                    inputs.seqlens_k[i_own],
+                    length_of(inputs, i_own),
                 )  # fmt: skip
     T.sync_threads(OF_PRODUCER, GROUP)
     if thread == 0:

@@ -7,6 +7,8 @@ from tilelang_mla.kernels.decode.groups import Work, read_work
 from tilelang_mla.kernels.decode.loads import find_rows, load_rows
 from tilelang_mla.kernels.decode.roles import (
     find_limits,
+    find_limits_of_tokens,
+    is_per_token,
     store_lse,
     store_part,
     store_part_lse,
@@ -26,11 +28,14 @@ def attend_serially(T, S, launch, inputs, outputs, memory, s, acc_l, acc_r):
         part, tile = part_of(T, launch, inputs, turn)
         find_part(T, S, launch, inputs, memory, 0, part, tile, own, 0, 1)
         work = Work(*read_work(T, memory.told, 0))
-        unmasked = unmasked_keys(T, launch, work)
+        unmasked = unmasked_keys(T, launch, inputs, work)
         T.clear(acc_l)
         T.clear(acc_r)
         clear(T, s)
-        find_limits(T, s.limit, work.first_row, launch.heads, launch.tokens, work.length, launch.causal)
+        if is_per_token(inputs):
+            find_limits_of_tokens(T, s.limit, launch, inputs, work)
+        else:
+            find_limits(T, s.limit, work.first_row, launch.heads, launch.tokens, work.length, launch.causal)
         copy_q(T, S, inputs.q, memory, work)
         for step in T.serial(work.steps):
             stage = step % S.num_stages

@@ -1,0 +1,141 @@
+"""Decoding over a latent cache whose tokens the ranks of a process group share.
+
+The latent has one kv head, so that tensor parallelism alone keeps the whole cache on every rank. Here each rank has the
+tokens of an ``Interleave`` layout, attends to them with all query heads, and the partial results are exchanged and
+merged by their lse; :mod:`kernel_reference.partials` says what each exchange sends. Functions over a
+``torch.distributed.ProcessGroup`` (None: the default one). Every rank calls them with the same options and with tensors
+of the same shapes. A group of one makes the plain call. Collectives are torch's functional ones; the host waits for
+nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, overload
+
+import torch
+
+from kernel_reference.checks import check_bool, check_choice, check_dense, check_dtype, check_shape, describe, fail
+from kernel_reference.collectives import all_gather, world_and_rank
+from kernel_reference.partials import EXCHANGES, HEADS, Partial, exchange_partials
+from kernel_reference.sharding import Interleave
+from kernel_reference.transforms import refuse_derivatives
+from tilelang_mla.api import AttentionResult, flash_mla_with_kvcache
+from tilelang_mla.schedule import DecodePlan
+
+Tensor = torch.Tensor
+Exchange = Literal["all_to_all", "reduce_scatter", "symmetric"]
+
+
+@overload
+def flash_mla_with_kvcache_cp(
+    q: Tensor, kv: Tensor, seqlens_k: Tensor, block_table: Tensor, dim_nope: int, softmax_scale: float | None = None,
+    causal: bool = True, *, layout: Interleave, group: Any, heads: Literal["sharded", "replicated"] = "sharded",
+    exchange: Exchange = "all_to_all", return_lse: Literal[False] = False, plan: DecodePlan | None = None,
+) -> Tensor: ...  # fmt: skip
+@overload
+def flash_mla_with_kvcache_cp(
+    q: Tensor, kv: Tensor, seqlens_k: Tensor, block_table: Tensor, dim_nope: int, softmax_scale: float | None = None,
+    causal: bool = True, *, layout: Interleave, group: Any, heads: Literal["sharded", "replicated"] = "sharded",
+    exchange: Exchange = "all_to_all", return_lse: Literal[True], plan: DecodePlan | None = None,
+) -> AttentionResult: ...  # fmt: skip
+@overload
+def flash_mla_with_kvcache_cp(
+    q: Tensor, kv: Tensor, seqlens_k: Tensor, block_table: Tensor, dim_nope: int, softmax_scale: float | None = None,
+    causal: bool = True, *, layout: Interleave, group: Any, heads: Literal["sharded", "replicated"] = "sharded",
+    exchange: Exchange = "all_to_all", return_lse: bool, plan: DecodePlan | None = None,
+) -> Tensor | AttentionResult: ...  # fmt: skip
+def flash_mla_with_kvcache_cp(
+    q: Tensor,
+    kv: Tensor,
+    seqlens_k: Tensor,
+    block_table: Tensor,
+    dim_nope: int,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    *,
+    layout: Interleave,
+    group: Any,
+    heads: Literal["sharded", "replicated"] = "sharded",
+    exchange: Exchange = "all_to_all",
+    return_lse: bool = False,
+    plan: DecodePlan | None = None,
+) -> Tensor | AttentionResult:
+    """:func:`tilelang_mla.flash_mla_with_kvcache` over a cache whose tokens the ranks of a group share.
+
+    Source: Helix parallelism (arXiv 2507.07120), section 2, and the merge of Flash-Decoding
+    (https://pytorch.org/blog/flash-decoding/).
+
+    Args:
+        q: [B, Sq, Hq / world, dim_nope + dpe], this rank's query heads, those from ``rank * Hq / world`` on; with heads
+            "replicated" [B, Sq, Hq, ...], the same on every rank.
+        kv, block_table: of this rank's own tokens: position p of its tokens of sequence b, which is token
+            ``layout.tokens(n)[p]``, is in page ``block_table[b, p // page_size]``. The new tokens are in the cache
+            already, each in that of the rank that owns it.
+        seqlens_k: [B] int32, tokens of each sequence on all ranks together; the same on every rank.
+        layout: who owns which token, for this process: ``Interleave.of(group, size=..)``.
+        group: a ``torch.distributed.ProcessGroup``; None is the default one.
+        heads: whose result a rank gets: "sharded", its own heads', for which q is gathered; or "replicated", all.
+        exchange: "all_to_all": partial results, in q's dtype; "reduce_scatter": their weighted sums, in float32, after
+            the lse; "symmetric": as all_to_all, written to the peers' memory, which takes GPUs of one host. Call it
+            once before a CUDA graph is captured, for its workspace.
+        plan: from ``plan_decode(layout.visible(seqlens_k), Hq, Sq)``, this rank's own lengths and all heads.
+        dim_nope, softmax_scale, causal, return_lse: as there.
+
+    Returns:
+        out [B, Sq, heads, dim_nope]; with return_lse AttentionResult(out, lse [B, heads, Sq]). Not differentiable.
+
+    Raises:
+        TypeError, ValueError: an argument is not as said above, or as there; layout is of another world or rank;
+            "symmetric" where ranks have no symmetric memory.
+    """
+    check_choice("heads", heads, HEADS)
+    check_choice("exchange", exchange, EXCHANGES)
+    check_bool("causal", causal)
+    check_bool("return_lse", return_lse)
+    world, rank = world_and_rank(group)
+    if not isinstance(layout, Interleave):
+        fail("layout", "a kernel_reference.sharding.Interleave", describe(layout), TypeError)
+    if (layout.world, layout.rank) != (world, rank):
+        fail("layout", f"of world {world} and rank {rank}, as group is", layout)
+    if world == 1:
+        return flash_mla_with_kvcache(
+            q, kv, seqlens_k, block_table, dim_nope, softmax_scale, causal, return_lse=return_lse, plan=plan
+        )
+    tensors = {"q": q, "kv": kv, "seqlens_k": seqlens_k, "block_table": block_table}
+    check_dense(**tensors)
+    refuse_derivatives(**tensors)
+    if q.ndim != 4:
+        fail("q", "[B, Sq, Hq, dim_nope + dpe]", describe(q))
+    check_dtype("seqlens_k", seqlens_k, torch.int32)
+    check_shape("seqlens_k", seqlens_k, (q.shape[0],))
+    if heads == "sharded":
+        # [world, B, Sq, Hq / world, ..] to heads one rank's behind another's.
+        q = all_gather(q, group).movedim(0, 2).flatten(2, 3)
+    batch, seqlen_q = q.shape[:2]
+    # Where all query tokens see as much, the kernel that knows one length a sequence.
+    of_tokens = causal and seqlen_q > 1
+    seen = visible_keys(layout, seqlens_k, seqlen_q) if of_tokens else visible_keys(layout, seqlens_k, 1).flatten()
+    own = flash_mla_with_kvcache(
+        q, kv, seen, block_table, dim_nope, softmax_scale, causal=False, return_lse=True, plan=plan
+    )
+    merged = exchange_partials(
+        # The gathered q has made all ranks wait for each other.
+        Partial(own.out.flatten(0, 1), own.lse.transpose(1, 2).flatten(0, 1)), group, heads=heads, exchange=exchange,
+        ready=heads == "sharded",
+    )  # fmt: skip
+    out = merged.out.unflatten(0, (batch, seqlen_q))
+    return AttentionResult(out, merged.lse.unflatten(0, (batch, seqlen_q)).transpose(1, 2)) if return_lse else out
+
+
+def visible_keys(layout: Interleave, seqlens_k: Tensor, seqlen_q: int, causal: bool = True) -> Tensor:
+    """How many of this rank's keys each query token sees, int32 [B, Sq]: what a rank's call takes for ``seqlens_k``.
+
+    Query token j of Sq sees the first ``seqlens_k - Sq + j + 1`` tokens of all ranks, without causal all
+    ``seqlens_k`` [B]. A length below 0, which cannot be, stays below 0.
+
+    >>> visible_keys(Interleave(world=2, rank=1), torch.tensor([9], dtype=torch.int32), 3)
+    tensor([[3, 4, 4]], dtype=torch.int32)
+    """
+    behind = torch.arange(seqlen_q - 1, -1, -1, dtype=seqlens_k.dtype, device=seqlens_k.device)
+    tokens = seqlens_k[:, None] - (behind if causal else torch.zeros_like(behind))
+    return torch.where(seqlens_k[:, None] < 0, -1, layout.visible(tokens))

@@ -1,0 +1,197 @@
+"""Does a cache whose tokens several ranks share give what one process gives? All cases of a world in one run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from kernel_reference.attention import mla_decode
+from kernel_reference.checks import validate_values
+from kernel_reference.paging import cumulative, paged_cache
+from kernel_reference.sharding import Interleave, ZigZag, shard
+from kernel_reference.testing.distributed import SentBytes, run
+from tilelang_mla import AttentionResult, flash_mla_with_kvcache, plan_decode
+from tilelang_mla.parallel import flash_mla_with_kvcache_cp, visible_keys
+
+Tensor = torch.Tensor
+NOPE, ROPE = 64, 32
+# None, fewer than a world or than the query tokens, and on and beside the ends of runs and pages.
+LENGTHS = [0, 1, 2, 3, 4, 5, 15, 16, 17, 31, 32, 33, 63, 64, 65, 200]
+
+
+class Case(NamedTuple):
+    """Packed latents [T, 1, NOPE + ROPE] of sequences, and the result over all of them in float64."""
+
+    lengths: Tensor
+    latents: Tensor
+    q: Tensor
+    causal: bool
+    exact: AttentionResult
+    size: int
+    page: int
+
+
+def paged(latents: Tensor, lengths: Tensor, page: int) -> tuple[Tensor, Tensor]:
+    """Pages in random order, NaN wherever there is no token, and their table."""
+    cache = paged_cache(latents, None, cumulative(lengths), page, seed=5)
+    return cache.k_cache, cache.block_table
+
+
+def make(
+    lengths: Sequence[int], *, seqlen_q: int, heads: int = 8, causal: bool = True, size: int = 1, page: int = 16,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Case:  # fmt: skip
+    """Sequences, and the oracle's result."""
+    seqlens = torch.tensor(lengths, dtype=torch.int32)
+    latents = torch.randn(int(seqlens.sum()), 1, NOPE + ROPE).to(dtype)
+    q = torch.randn(len(lengths), seqlen_q, heads, NOPE + ROPE).to(dtype)
+    kv, table = paged(latents, seqlens, page)
+    exact = mla_decode(q, kv, seqlens, table, NOPE, causal=causal)
+    return Case(seqlens, latents, q, causal, AttentionResult(*exact), size, page)
+
+
+def _decode(rank: int, world: int, cases: dict[str, Case]) -> None:
+    for name, case in cases.items():
+        layout = Interleave(world, rank, case.size)
+        own = shard(case.latents, layout, cumulative(case.lengths))
+        kv, table = paged(own.tokens, own.cu_seqlens.diff(), case.page)
+        batch, seqlen_q, num_heads, width = case.q.shape
+        each = num_heads // world
+        rows = batch * seqlen_q * num_heads
+        for heads, chosen in (("sharded", slice(rank * each, (rank + 1) * each)), ("replicated", slice(None))):
+            q = case.q[:, :, chosen]
+            for exchange in ("all_to_all", "reduce_scatter"):
+                with SentBytes() as counted:
+                    got = flash_mla_with_kvcache_cp(
+                        q, kv, case.lengths, table, NOPE, None, case.causal, layout=layout, group=None, heads=heads,
+                        exchange=exchange, return_lse=True,
+                    )  # fmt: skip
+                what = f"{name}, {heads}, {exchange}, rank {rank}"
+                try:
+                    # Partial results are rounded to 16 bits, and so is the whole.
+                    torch.testing.assert_close(got.out.double(), case.exact.out[:, :, chosen], rtol=8e-3, atol=8e-3)
+                    torch.testing.assert_close(got.lse.double(), case.exact.lse[:, chosen], rtol=1e-6, atol=4e-6)
+                except AssertionError as error:
+                    raise AssertionError(f"{what}: {error}") from error
+                sharded = heads == "sharded"
+                if exchange == "all_to_all":
+                    sent = (world - 1) * rows * (2 * NOPE + 4) / (world if sharded else 1)
+                else:
+                    sent = (world - 1) * rows * 4 + (1 if sharded else 2) * (world - 1) / world * rows * NOPE * 4
+                gathered = (world - 1) * batch * seqlen_q * each * width * 2 if sharded else 0
+                assert counted.sent == sent + gathered, what
+        if seqlen_q:
+            # A plan of this rank's lengths for all heads.
+            plan = plan_decode(layout.visible(case.lengths), num_heads, seqlen_q, dim_nope=NOPE, dim_rope=ROPE)
+            planned = flash_mla_with_kvcache_cp(
+                q, kv, case.lengths, table, NOPE, None, case.causal, layout=layout, group=None, heads="replicated",
+                plan=plan,
+            )  # fmt: skip
+            assert isinstance(planned, Tensor)
+            torch.testing.assert_close(planned.double(), case.exact.out, rtol=8e-3, atol=8e-3)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_decoding_over_a_cache_shared_by_ranks_is_that_of_one_process(world: int) -> None:
+    cases = {
+        "one token": make(LENGTHS, seqlen_q=1),
+        "two tokens, runs of a page": make(LENGTHS, seqlen_q=2, size=16),
+        "three tokens, runs of 3, pages of 1": make(LENGTHS[:9], seqlen_q=3, size=3, page=1),
+        "four tokens": make(LENGTHS, seqlen_q=4),
+        "four tokens that see each other": make(LENGTHS, seqlen_q=4, causal=False),
+        "runs longer than any sequence, in float16": make([5, 200, 64], seqlen_q=2, size=256, dtype=torch.float16),
+        "no tokens": make([5, 20], seqlen_q=0),
+        "nothing cached": make([0, 0], seqlen_q=1),
+    }
+    run(world, _decode, world, cases)
+
+
+def test_visible_keys_are_those_of_the_positions() -> None:
+    for world in (1, 2, 4):
+        for size in (1, 3, 16):
+            for rank in range(world):
+                layout = Interleave(world, rank, size)
+                lengths = torch.tensor([*LENGTHS, -7], dtype=torch.int32)
+                seen = visible_keys(layout, lengths, 4)
+                assert seen.dtype == torch.int32
+                assert seen.is_contiguous()
+                for length, row in zip(LENGTHS, seen.tolist(), strict=False):
+                    positions = layout.tokens(length)
+                    assert row == [int((positions < length - 4 + j + 1).sum()) for j in range(4)]
+                # One that cannot be stays one, so that its sequence gives 0 and -inf.
+                assert seen[-1].tolist() == [-1] * 4
+                whole = visible_keys(layout, lengths, 2, causal=False)
+                assert whole[:-1].tolist() == [[len(layout.tokens(length))] * 2 for length in LENGTHS]
+
+
+def _refusals(rank: int) -> None:
+    case = make([20, 3], seqlen_q=2)
+    layout = Interleave(2, rank)
+    own = shard(case.latents, layout, cumulative(case.lengths))
+    kv, table = paged(own.tokens, own.cu_seqlens.diff(), 16)
+    alone = [torch.distributed.new_group([one]) for one in range(2)][rank]
+    whole = paged(case.latents, case.lengths, 16)
+    got = flash_mla_with_kvcache_cp(
+        case.q, whole[0], case.lengths, whole[1], NOPE, layout=Interleave(1, 0), group=alone, exchange="symmetric"
+    )
+    assert torch.equal(got, flash_mla_with_kvcache(case.q, whole[0], case.lengths, whole[1], NOPE))
+
+    def refused(match: str, error: type[Exception] = ValueError, **changed: Any) -> None:
+        given = {
+            "q": case.q, "kv": kv, "seqlens_k": case.lengths, "block_table": table, "dim_nope": NOPE,
+            "layout": layout, "group": None, "heads": "replicated",
+        }  # fmt: skip
+        with pytest.raises(error, match=match):
+            flash_mla_with_kvcache_cp(**(given | changed))
+
+    refused(r"^layout must be a kernel_reference.sharding.Interleave, got ", TypeError, layout=ZigZag(2, rank))
+    refused(r"^layout must be of world 2 and rank \d, as group is, got ", layout=Interleave(2, 1 - rank))
+    refused(r"^layout must be of world 2 and rank \d, as group is, got ", layout=Interleave(3, rank))
+    refused(r'^heads must be one of "sharded", "replicated", got ', heads="split")
+    refused(r"^exchange must be one of ", exchange="ring")
+    refused(r"^exchange must be one that goes by collectives where tensors are not on GPUs", exchange="symmetric")
+    refused(r"^q must be without gradient", q=case.q.clone().requires_grad_())
+    refused(r"^seqlens_k", seqlens_k=case.lengths[:1])
+    refused(r"^seqlens_k", TypeError, seqlens_k=case.lengths.long())
+    refused(r"^seqlens_k\[0, 0\] must be from 0 to ", seqlens_k=-case.lengths)
+    with validate_values(False):
+        dead = flash_mla_with_kvcache_cp(
+            case.q, kv, case.lengths * torch.tensor([-1, 1], dtype=torch.int32), table, NOPE, layout=layout, group=None,
+            heads="replicated", return_lse=True,
+        )  # fmt: skip
+    assert torch.equal(dead.out[0], torch.zeros_like(dead.out[0]))
+    assert bool((dead.lse[0] == -torch.inf).all())
+    torch.testing.assert_close(dead.out[1].double(), case.exact.out[1], rtol=8e-3, atol=8e-3)
+
+
+def test_a_group_of_one_makes_the_plain_call_and_wrong_arguments_are_named() -> None:
+    run(2, _refusals)
+
+
+def _on_gpus(rank: int) -> None:
+    torch.manual_seed(0)
+    for case in (make([700, 0, 5, 4096], seqlen_q=2, heads=32), make([4096], seqlen_q=1, heads=128, size=64, page=64)):
+        layout = Interleave(2, rank, case.size)
+        own = shard(case.latents, layout, cumulative(case.lengths))
+        kv, table = (x.cuda() for x in paged(own.tokens, own.cu_seqlens.diff(), case.page))
+        q, lengths = case.q.cuda(), case.lengths.cuda()
+        each = q.shape[2] // 2
+        for heads, chosen in (("sharded", slice(rank * each, (rank + 1) * each)), ("replicated", slice(None))):
+            for exchange in ("all_to_all", "reduce_scatter", "symmetric"):
+                for _ in range(3):
+                    got = flash_mla_with_kvcache_cp(
+                        q[:, :, chosen], kv, lengths, table, NOPE, layout=layout, group=None, heads=heads,
+                        exchange=exchange, return_lse=True,
+                    )  # fmt: skip
+                torch.testing.assert_close(got.out.cpu().double(), case.exact.out[:, :, chosen], rtol=2e-2, atol=2e-2)
+                torch.testing.assert_close(got.lse.cpu().double(), case.exact.lse[:, chosen], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_every_exchange_between_two_gpus() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    run(2, _on_gpus, backend="nccl", deadline=500)

@@ -172,7 +172,8 @@ def prefix_prefill(
             ``block_table[b, p // page]``. A page out of bounds reads as zeros.
         cu_seqlens_q: [B + 1] int32 or int64, contiguous, non-decreasing from 0 to at most T. Rows after the last
             sequence are 0 in the result and -inf in lse.
-        seqlens_k: [B] int32 or int64, contiguous: tokens of each sequence, the new ones included.
+        seqlens_k: [B] int32 or int64, contiguous: tokens of each sequence, the new ones included. Where all keys are in
+            the cache and seen, of neither causal order nor a window, 0 too: rows that see nothing.
         max_seqlen_q: an upper bound of the new tokens of a sequence; only sizes the launch.
         softmax_scale: ``D ** -0.5`` when None.
         causal: a token attends to none after it.

@@ -251,7 +251,9 @@ def check_values(tensors: PrefillTensors, numbers: PrefillNumbers, names: Names 
         if new > numbers.max_seqlen_q:
             fail(names.max_seqlen_q, f"at least {new}, the new tokens of sequence {sequence}", numbers.max_seqlen_q)
         most = capacity + new if new_kv else capacity
-        if not new <= total <= most:
+        # Where every key is seen a sequence may have none at all, a part of one that is shared: 0 and -inf.
+        nothing = total == 0 and not new_kv and numbers.right < 0
+        if not new <= total <= most and not nothing:
             wanted = f"from {new} (the sequence's new tokens) to {most} (with what {names.block_table} has room for)"
             fail(f"{names.seqlens_k}[{sequence}]", wanted, total)
         if total > numbers.max_seqlen_k:

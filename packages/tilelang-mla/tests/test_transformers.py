@@ -14,19 +14,29 @@ import torch
 if find_spec("transformers") is None:
     pytest.skip("nox -s engines has transformers", allow_module_level=True)
 
-from transformers import AutoModelForCausalLM, DeepseekV3Config, DynamicCache, StaticCache
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    DynamicCache,
+    Glm4MoeLiteConfig,
+    StaticCache,
+)
 
 from kernel_reference.testing.readme import python_blocks, run_block
 from kernel_reference.testing.transformers import Models, make_models
 from tilelang_mla.integrations.transformers import NAME, LatentCache, LatentLayer, enable
 
-# The smallest latent and rope that the kernels have; one dense layer and one of experts.
-DEEPSEEK_V3 = DeepseekV3Config(
-    vocab_size=64, hidden_size=64, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=2,
-    num_attention_heads=4, num_key_value_heads=4, n_routed_experts=4, n_group=2, topk_group=1, num_experts_per_tok=2,
-    first_k_dense_replace=1, kv_lora_rank=64, q_lora_rank=48, qk_rope_head_dim=32, qk_nope_head_dim=32, v_head_dim=64,
-    initializer_range=0.1, bos_token_id=None, eos_token_id=None, num_mtp_layers=0,
-)  # fmt: skip
+# The smallest latent and rope that the kernels have; V3 has a dense layer and one of experts.
+SIZES: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 2, "topk_group": 1,
+    "num_experts_per_tok": 2, "kv_lora_rank": 64, "q_lora_rank": 48, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32,
+    "v_head_dim": 64, "initializer_range": 0.1, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+DEEPSEEK_V3 = DeepseekV3Config(**SIZES, first_k_dense_replace=1, num_mtp_layers=0)
+DEEPSEEK_V2 = DeepseekV2Config(**SIZES | {"q_lora_rank": None, "num_hidden_layers": 1}, first_k_dense_replace=1)
+GLM_4_7_FLASH = Glm4MoeLiteConfig(**SIZES | {"v_head_dim": 128, "num_hidden_layers": 1})
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -40,6 +50,12 @@ def on_device(device: torch.device) -> Iterator[None]:
 def models() -> Models:
     torch.manual_seed(0)
     return make_models(DEEPSEEK_V3, enable, torch.bfloat16, NAME)
+
+
+@pytest.fixture(scope="module", params=[DEEPSEEK_V2, GLM_4_7_FLASH], ids=["DeepSeek-V2", "GLM-4.7-Flash"])
+def others(request: pytest.FixtureRequest) -> Models:
+    torch.manual_seed(0)
+    return make_models(request.param, enable, torch.bfloat16, NAME)
 
 
 def prompts(batch: int, tokens: int) -> torch.Tensor:
@@ -57,8 +73,7 @@ def test_prefill_is_as_exact_as_that_of_transformers(models: Models) -> None:
     models.assert_close(lambda model: model(ids, use_cache=False).logits)
 
 
-@pytest.mark.parametrize("kind", [LatentCache, StaticCache, DynamicCache])
-def test_decode_over_the_latents_is_as_exact_as_that_of_transformers(models: Models, kind: type) -> None:
+def assert_steps_are_close(models: Models, kind: type) -> None:
     ids = prompts(3, 14)
 
     def steps(model: Any) -> torch.Tensor:
@@ -67,6 +82,16 @@ def test_decode_over_the_latents_is_as_exact_as_that_of_transformers(models: Mod
         return torch.cat([model(part, past_key_values=cache).logits for part in parts], 1)
 
     models.assert_close(steps)
+
+
+@pytest.mark.parametrize("kind", [LatentCache, StaticCache, DynamicCache])
+def test_decode_over_the_latents_is_as_exact_as_that_of_transformers(models: Models, kind: type) -> None:
+    assert_steps_are_close(models, kind)
+
+
+def test_other_models_with_latents_are_as_exact(others: Models) -> None:
+    assert isinstance(others.ours.model.layers[0].self_attn, LatentLayer)
+    assert_steps_are_close(others, LatentCache)
 
 
 def test_a_latent_cache_holds_a_token_as_one_row(models: Models) -> None:

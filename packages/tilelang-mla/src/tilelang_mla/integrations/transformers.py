@@ -1,4 +1,4 @@
-"""DeepSeek-V3's attention in transformers: prefill with separate heads, then absorbed decoding over the latents."""
+"""Latent attention in transformers: prefill with separate heads, then absorbed decoding over the latents."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from transformers import Cache, StaticCache
 from transformers.cache_utils import StaticLayer
+from transformers.models.deepseek_v2 import modeling_deepseek_v2
 from transformers.models.deepseek_v3 import modeling_deepseek_v3
+from transformers.models.glm4_moe_lite import modeling_glm4_moe_lite
 
 from kernel_reference.checks import describe, fail
 from kernel_reference.integrations.transformers import (
@@ -26,27 +28,54 @@ NAME = "tilelang_mla"
 
 
 def enable() -> ExitStack:
-    """Register ``attn_implementation="tilelang_mla"`` for DeepSeek-V3 models that are made until the result is closed.
+    """Register ``attn_implementation="tilelang_mla"`` for models that are made until the result is closed.
 
-    Used as ``with enable():`` round ``from_pretrained`` or ``from_config`` and the model's use, or called once and left
-    on. The first tokens of a batch are attended to with separate heads; those after them, any number at a time, are
-    absorbed into the latents, so that a cache is never expanded. With a :class:`LatentCache` a token's latent and rope
-    lie together, as the kernel reads them, and others are copied together in each step. bfloat16 and float16.
+    The models are DeepSeek-V2, V3 and GLM-4.7-Flash. Used as ``with enable():`` round ``from_pretrained`` or
+    ``from_config`` and the model's use, or called once and left on. The first tokens of a batch are attended to with
+    separate heads; those after them, any number at a time, are absorbed into the latents, so that a cache is never
+    expanded. With a :class:`LatentCache` a token's latent and rope lie together, as the kernel reads them, and others
+    are copied together in each step. bfloat16 and float16.
 
     Raises, in the model's call, ValueError for what is not covered, by name: padding and masks of the caller's own,
     dropout, weights of attention, projections that are quantised.
     """
-    return enabled({"DeepseekV3Attention": LatentLayer}, {NAME: Attention(attention, lengths_mask)})
+    layers = {
+        "DeepseekV2Attention": DeepseekV2Layer,
+        "DeepseekV3Attention": DeepseekV3Layer,
+        "Glm4MoeLiteAttention": Glm4MoeLiteLayer,
+    }
+    return enabled(layers, {NAME: Attention(attention, lengths_mask)})
 
 
-class LatentLayer(modeling_deepseek_v3.DeepseekV3Attention):
-    """``DeepseekV3Attention``, whose latents reach the attention function as the cache holds them."""
+class LatentLayer:
+    """Of the layers below: latents reach the attention function as the cache holds them."""
+
+    config: Any
+    kv_b_proj: Any
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
 
     def expand_kv(self, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
         """Left to :func:`attention`; other attention functions get what they expect."""
-        if self.config._attn_implementation == NAME:
-            return kv_nope, k_rot
-        return super().expand_kv(kv_nope, k_rot)
+        return (kv_nope, k_rot) if self.config._attn_implementation == NAME else self.expanded(kv_nope, k_rot)
+
+    def expanded(self, latent: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of all heads, as transformers makes them."""
+        return super().expand_kv(latent, rope)  # type: ignore[misc]
+
+
+class DeepseekV3Layer(LatentLayer, modeling_deepseek_v3.DeepseekV3Attention):
+    """``DeepseekV3Attention``."""
+
+
+class DeepseekV2Layer(LatentLayer, modeling_deepseek_v2.DeepseekV2Attention):
+    """``DeepseekV2Attention``."""
+
+
+class Glm4MoeLiteLayer(LatentLayer, modeling_glm4_moe_lite.Glm4MoeLiteAttention):
+    """``Glm4MoeLiteAttention``, of GLM-4.7-Flash."""
 
 
 class _JointLayer(StaticLayer):
@@ -71,7 +100,7 @@ class LatentCache(Cache):
 
 
 def attention(
-    module: LatentLayer,
+    module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -106,7 +135,7 @@ def _prefill(module: LatentLayer, query: Tensor, cached: Tensor, scaling: float 
     """New tokens that see each other alone, all heads separate."""
     batch, heads, tokens, _ = query.shape
     latent, rope = cached.split((module.kv_lora_rank, module.qk_rope_head_dim), 3)
-    key, value = modeling_deepseek_v3.DeepseekV3Attention.expand_kv(module, latent, rope)
+    key, value = module.expanded(latent, rope)
     q, k, v = (states.transpose(1, 2).flatten(0, 1).contiguous() for states in (query, key, value))
     begins = torch.arange(0, (batch + 1) * tokens, tokens, dtype=torch.int32, device=q.device)
     out = flash_mla_varlen_func(q, k, v, begins, begins, tokens, tokens, scaling, causal=True)

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from kernel_reference.testing.distributed import run
 from kernel_reference.testing.readme import python_blocks, run_block
 
 PACKAGE = Path(__file__).parents[1]
@@ -19,5 +20,12 @@ def test_the_first_example_is_the_quickstart_and_runs() -> None:
 
 def test_permuted_weights_make_the_split_free_as_the_second_example_says() -> None:
     assert run_block(BLOCKS[1]) == "True\n"
+
+
+def test_two_ranks_share_tokens_or_heads_as_the_third_example_says() -> None:
+    first, second = run(2, lambda rank: run_block(BLOCKS[2]))
+    assert "[1, 8192, 3] zeros: True" in first
+    assert "[1, 8192, 3] zeros: False" in second
+    assert "(8, 16, 128, 128) rows of the weight: 6144" in first
     # The one inside transformers is run with its tests.
-    assert len(BLOCKS) == 2 + 1
+    assert len(BLOCKS) == 3 + 1

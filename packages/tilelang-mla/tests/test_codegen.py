@@ -100,6 +100,18 @@ class Merge(NamedTuple):
         return self._asdict()
 
 
+class MergeRanks(NamedTuple):
+    """The kernel that merges partial results of ranks."""
+
+    name = "merge_ranks"
+    dim_nope: int
+    dtype: torch.dtype
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        return self._asdict()
+
+
 DECODE = {
     "DeepSeek": Decoding(512, 64, BF16, False),
     "DeepSeek, pages of any size": Decoding(512, 64, BF16, True),
@@ -116,8 +128,10 @@ PREFILL = {
     "values wider than keys": Prefill(32, 192, BF16),
 }
 MERGE = {"512": Merge(512, BF16), "64": Merge(64, BF16)}
+MERGE_RANKS = {"512": MergeRanks(512, BF16)}
 every_decoding = pytest.mark.parametrize("kernel", DECODE.values(), ids=DECODE)
 every_prefill = pytest.mark.parametrize("kernel", PREFILL.values(), ids=PREFILL)
+every_merge_of_ranks = pytest.mark.parametrize("kernel", MERGE_RANKS.values(), ids=MERGE_RANKS)
 every_merge = pytest.mark.parametrize("kernel", MERGE.values(), ids=MERGE)
 
 
@@ -196,7 +210,7 @@ def specs(target: str) -> list[GeneratedSource]:
 
     return [
         GeneratedSource(f"{kernel.name}, {name}", partial(_source_of, launch, kernel.name, kernel.constants))
-        for kernels in (DECODE, PREFILL, MERGE)
+        for kernels in (DECODE, PREFILL, MERGE, MERGE_RANKS)
         for name, kernel in kernels.items()
     ]
 
@@ -296,6 +310,11 @@ def test_prefill_issues_wgmma_and_tma_loads_without_spills(reports, kernel) -> N
 def test_the_combine_kernel_loads_vectors_of_16_bytes_without_spills(reports, kernel) -> None:
     assert_clean(reports[kernel])
     assert "*(float4*)(parts" in reports[kernel].text
+
+
+@every_merge_of_ranks
+def test_ranks_are_merged_without_spills(reports, kernel) -> None:
+    assert_clean(reports[kernel])
 
 
 @every_decoding

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from kernel_reference.attention import attention
 from kernel_reference.checks import validate_values
+from kernel_reference.partials import merge_partials
 from kernel_reference.testing.guards import assert_bitwise_equal, poison_
 from tilelang_mla import DecodeTiles, plan_decode
 from tilelang_mla.plan import DecodeProblem, DeviceLimits, PrefillPlan, decode_tiles, plan_without_schedule
@@ -213,6 +214,31 @@ def test_each_query_token_sees_as_many_keys_as_its_own_length_says(tensors, kern
         torch.testing.assert_close(got[:, token], alone.out.tensor[:, 0], rtol=8e-3, atol=8e-3)
         torch.testing.assert_close(got_lse[:, :, token], alone.lse.tensor[:, :, 0], rtol=1e-5, atol=1e-5)
         assert bool((got_lse[:, 0, token] == -torch.inf).eq(each == 0).all())
+
+
+@pytest.mark.parametrize("world", [1, 2, 5])
+def test_parts_of_ranks_are_merged_by_their_lse(tensors, device, world) -> None:
+    """Far apart and near; of ranks that saw nothing, as we and as FlashMLA say it, whatever their rows hold."""
+    torch.manual_seed(world)
+    parts = torch.randn(world, 12, 64, device=device).bfloat16()
+    part_lse = torch.randn(world, 12, device=device) * torch.linspace(0, 200, 12, device=device)
+    part_lse[0, 0], part_lse[-1, 1] = -torch.inf, torch.inf
+    part_lse[:, 2] = -torch.inf
+    poison_(parts[0, 0]), poison_(parts[-1, 1]), poison_(parts[:, 2])
+    part_lse[0, 3] = torch.nan
+    want = merge_partials(parts.double(), part_lse.double())
+    out, lse = poison_(torch.empty(12, 64, device=device).bfloat16()), poison_(torch.empty(12, device=device))
+    if device.type == "cpu":
+        in_place = out.float()
+        in_c("merge_ranks", dim_nope=64)(parts.float(), part_lse, in_place, lse)
+        out.copy_(in_place)
+    else:
+        torch.ops.tilelang_mla.merge(parts, part_lse, out, lse)
+    torch.testing.assert_close(out.double(), want.out.double(), rtol=8e-3, atol=1e-6, equal_nan=True)
+    torch.testing.assert_close(lse.double(), want.lse.double(), rtol=1e-6, atol=1e-6, equal_nan=True)
+    assert not bool(out[2].any())
+    assert float(lse[2]) == -torch.inf
+    assert bool(out[3].isnan().all())
 
 
 def test_nan_of_other_sequences_and_of_unused_tails_stays_away(tensors, kernels) -> None:

@@ -103,7 +103,8 @@ def _packed(out: Tensor, lse: Tensor) -> Tensor:
 
 
 def _unpacked(parts: Tensor, head_dim: int) -> Partial:
-    return Partial(parts[..., :head_dim], parts[..., head_dim:].contiguous().view(torch.float32)[..., 0])
+    behind = parts if head_dim * parts.element_size() % 4 == 0 else parts[..., head_dim:].contiguous()
+    return Partial(parts[..., :head_dim], behind.view(torch.float32)[..., -1])
 
 
 def _summed(own: Partial, group: Any, world: int, rank: int, heads: str) -> Partial:

@@ -92,6 +92,15 @@ class DecodeOptions(NamedTuple):
     plan: Sequence[int] | None = None
 
 
+class MergeTensors(NamedTuple):
+    """The tensors of the op, in its order; ``out`` and ``lse`` are written."""
+
+    parts: Tensor
+    part_lse: Tensor
+    out: Tensor
+    lse: Tensor
+
+
 class Names(NamedTuple):
     """What a function calls the arguments that go by several names, for its errors."""
 
@@ -294,6 +303,31 @@ def check_decode_values(
             fail(f"{names.first_part}[{place}]", f"from {before + 1} to {num_parts}, the parts of the grid", bound)
     if "order" in held and sorted(held["order"]) != [*range(num_parts)]:
         fail(names.order, f"each of 0 to {num_parts - 1} once", held["order"])
+
+
+# Merging
+
+
+def check_merge(tensors: MergeTensors) -> None:
+    """Partial results [world, N, dim_nope] of ranks, their lse [world, N], and where the whole goes, packed."""
+    parts, part_lse, out, lse = tensors
+    _check_rank("parts", parts, "[world, N, dim_nope]", 3)
+    _check_float16("parts", parts)
+    world, rows, dim = parts.shape
+    if not _is_size(dim, _V_STEP, _MOST_NOPE):
+        fail("parts", f"of rows of a multiple of {_V_STEP} from {_V_STEP} to {_MOST_NOPE}", describe(parts))
+    if known(parts.stride(2) != 1) or any(known(step % 2 != 0) for step in parts.stride()[:2]):
+        fail("parts", "of contiguous rows an even number of elements apart", describe(parts))
+    for name, tensor, shape in (("part_lse", part_lse, (world, rows)), ("lse", lse, (rows,))):
+        check_dtype(name, tensor, torch.float32)
+        check_shape(name, tensor, shape)
+        check_same_device(name, tensor, "parts", parts)
+    check_shape("out", out, (rows, dim))
+    check_same_dtype("out", out, "parts", parts)
+    check_same_device("out", out, "parts", parts)
+    for name, tensor in (("out", out), ("lse", lse)):
+        if not tensor.is_contiguous():
+            fail(name, "contiguous", describe(tensor))
 
 
 # plan_decode

@@ -23,7 +23,7 @@ _LIMITS = DeviceLimits(132)
 
 
 def wanted(
-    dtypes: list[str], latents: list[tuple[int, int]], heads: list[tuple[int, int]], per_token: bool = False
+    dtypes: list[str], latents: list[tuple[int, int]], heads: list[tuple[int, int]], parallel: bool = False
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Names and constants of the kernels for these dtypes, (latent, rope) of decoding and (q and k, v) of prefill."""
     # Here, so that an error among the options need not wait for TileLang.
@@ -36,10 +36,12 @@ def wanted(
             for page_size in (tiles.block_n, 1):
                 problem = DecodeProblem(1, dim_nope, dim_rope, 1, 1, page_size, page_size)
                 yield "decode", decode_constants(problem, tiles, dtype)
-                if per_token:
+                if parallel:
                     yield "decode", decode_constants(replace(problem, per_token=True), tiles, dtype)
         for dim_nope in sorted({dim_nope for dim_nope, _ in latents}):
             yield "merge", {"dim_nope": dim_nope, "dtype": dtype}
+            if parallel:
+                yield "merge_ranks", {"dim_nope": dim_nope, "dtype": dtype}
         for head_dim, head_dim_v in heads:
             prompt = PrefillProblem(1, 1, head_dim, head_dim_v, 1, 1, 1)
             yield "prefill", prefill_constants(prompt, plan_prefill(prompt, _LIMITS), dtype)
@@ -56,12 +58,12 @@ def main() -> None:
     parser.add_argument("--dtype", nargs="+", choices=[*_DTYPES], default=[*_DTYPES])
     parser.add_argument("--decode", nargs="*", type=_pair, default=[(512, 64)], metavar="LATENT,ROPE")
     parser.add_argument("--prefill", nargs="*", type=_pair, default=[(192, 128)], metavar="QK,V")
-    parser.add_argument("--per-token", action="store_true", help="lengths of each query token too (parallel decoding)")
+    parser.add_argument("--parallel", action="store_true", help="what decoding on several GPUs asks for, too")
     options = parser.parse_args()
     # After the options: an error among them need not wait for TileLang.
     from tilelang_mla import launch
 
-    for name, constants in wanted(options.dtype, options.decode, options.prefill, options.per_token):
+    for name, constants in wanted(options.dtype, options.decode, options.prefill, options.parallel):
         start = time.perf_counter()
         launch.kernel(name, **constants)
         print(f"{time.perf_counter() - start:6.1f} s  {name}", *(f"{key}={value}" for key, value in constants.items()))

@@ -18,7 +18,7 @@ import torch
 
 from kernel_reference.checks import fail
 from kernel_reference.launching import device_properties, launch_nothing, on_device
-from tilelang_mla.arguments import DecodeTensors, PrefillTensors
+from tilelang_mla.arguments import DecodeTensors, MergeTensors, PrefillTensors
 from tilelang_mla.kernels.cuda import text_of
 from tilelang_mla.plan import (
     DecodeProblem,
@@ -145,6 +145,19 @@ def prepare_decode(problem: DecodeProblem, plan: DecodeTiles | None, tensors: De
             out.copy_(packed.view(out.shape))
 
     return on_device(device, run)
+
+
+# Merging
+
+
+def prepare_merge(tensors: MergeTensors) -> Callable[..., None]:
+    """What merges the parts of ranks, called with the tensors."""
+    parts = tensors.parts
+    if tensors.lse.numel() == 0:
+        return launch_nothing
+    device_limits(parts.device)
+    merge = kernel("merge_ranks", dim_nope=parts.shape[2], dtype=parts.dtype)
+    return on_device(parts.device, merge)
 
 
 # Prefill

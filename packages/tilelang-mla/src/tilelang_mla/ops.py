@@ -3,6 +3,7 @@
 =======  =============================================================================
 prefill  writes the outputs, and the logarithms of the sums, that it is given; ragged
 decode   the same over a paged latent cache
+merge    writes the whole of an attention from the parts that ranks have of its keys
 =======  =============================================================================
 
 Every implementation checks its arguments. On a GPU checks, plan and launch are made once for each set of shapes,
@@ -22,10 +23,12 @@ from tilelang_mla import reference
 from tilelang_mla.arguments import (
     DecodeOptions,
     DecodeTensors,
+    MergeTensors,
     PrefillOptions,
     PrefillTensors,
     check_decode,
     check_decode_values,
+    check_merge,
     check_prefill,
     check_prefill_values,
 )
@@ -39,6 +42,10 @@ _library.define(
 _library.define(
     "decode(Tensor q, Tensor kv, Tensor seqlens_k, Tensor block_table, Tensor? first_part, Tensor? order,"
     " Tensor(a!) out, Tensor(b!)? lse, int dim_nope, float softmax_scale, bool causal, int[]? plan=None) -> ()",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
+    "merge(Tensor parts, Tensor part_lse, Tensor(a!) out, Tensor(b!) lse) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 # The tensors come first, and torch leaves out a plan that is None.
@@ -117,6 +124,33 @@ def _kernel_decode(*given: Any) -> None:
     run(*tensors)
 
 
+# Merging
+
+
+def _reference_merge(*given: torch.Tensor) -> None:
+    tensors = MergeTensors(*given)
+    check_merge(tensors)
+    check_no_overlap(tensors._asdict(), _WRITTEN)
+    reference.merge(tensors)
+
+
+def _prepare_merge(given: tuple[Any, ...], _: tuple[Any, ...]) -> Any:
+    launch = _launch_module()
+    tensors = MergeTensors(*given)
+    check_merge(tensors)
+    return launch.prepare_merge(tensors), MemoryOverlap(tensors._asdict(), _WRITTEN)
+
+
+def _kernel_merge(*tensors: torch.Tensor) -> None:
+    run, check_overlap = launches.find(_prepare_merge, tensors, ())
+    check_overlap(*tensors)
+    run(*tensors)
+
+
+def _fake_merge(*given: torch.Tensor) -> None:
+    check_merge(MergeTensors(*given))
+
+
 def _refuse_vmap(kind: type[PrefillTensors] | type[DecodeTensors]) -> Any:
     """Torch would look for a rule of batches, and tell its users to write one."""
 
@@ -129,5 +163,6 @@ def _refuse_vmap(kind: type[PrefillTensors] | type[DecodeTensors]) -> Any:
 
 implement(_library, "prefill", reference=_reference_prefill, kernel=_kernel_prefill, fake=_fake_prefill)
 implement(_library, "decode", reference=_reference_decode, kernel=_kernel_decode, fake=_fake_decode)
+implement(_library, "merge", reference=_reference_merge, kernel=_kernel_merge, fake=_fake_merge)
 _library.impl("prefill", _refuse_vmap(PrefillTensors), "FuncTorchBatched")
 _library.impl("decode", _refuse_vmap(DecodeTensors), "FuncTorchBatched")

@@ -23,6 +23,7 @@ from tilelang_mla.api import AttentionResult, flash_mla_with_kvcache
 from tilelang_mla.schedule import DecodePlan
 
 Tensor = torch.Tensor
+_merge = torch.ops.tilelang_mla.merge.default
 Exchange = Literal["all_to_all", "reduce_scatter", "symmetric"]
 
 
@@ -121,10 +122,18 @@ def flash_mla_with_kvcache_cp(
     merged = exchange_partials(
         # The gathered q has made all ranks wait for each other.
         Partial(own.out.flatten(0, 1), own.lse.transpose(1, 2).flatten(0, 1)), group, heads=heads, exchange=exchange,
-        ready=heads == "sharded",
+        ready=heads == "sharded", merge=_merged,
     )  # fmt: skip
     out = merged.out.unflatten(0, (batch, seqlen_q))
     return AttentionResult(out, merged.lse.unflatten(0, (batch, seqlen_q)).transpose(1, 2)) if return_lse else out
+
+
+def _merged(out: Tensor, lse: Tensor) -> Partial:
+    """:func:`kernel_reference.partials.merge_partials` in one launch: parts [world, N, H, D] and [world, N, H]."""
+    _, rows, heads, dim = out.shape
+    whole, whole_lse = out.new_empty(rows * heads, dim), lse.new_empty(rows * heads)
+    _merge(out.flatten(1, 2), lse.flatten(1, 2), whole, whole_lse)
+    return Partial(whole.unflatten(0, (rows, heads)), whole_lse.unflatten(0, (rows, heads)))
 
 
 def visible_keys(layout: Interleave, seqlens_k: Tensor, seqlen_q: int, causal: bool = True) -> Tensor:

@@ -8,8 +8,9 @@ import torch
 
 from kernel_reference.attention import attention
 from kernel_reference.paging import gather
+from kernel_reference.partials import merge_partials
 from kernel_reference.ragged import clamped_ranges
-from tilelang_mla.arguments import DecodeTensors, PrefillTensors
+from tilelang_mla.arguments import DecodeTensors, MergeTensors, PrefillTensors
 from tilelang_mla.plan import DecodeProblem, PrefillProblem
 
 Tensor = torch.Tensor
@@ -40,6 +41,13 @@ def decode(problem: DecodeProblem, tensors: DecodeTensors) -> None:
             own = None if lse is None else lse[i]
             seen = torch.arange(length) < seqlens_k[i][:, None] if problem.per_token else None
             _attend(problem, q[i], keys, keys[..., : problem.dim_nope], out[i], own, seen)
+
+
+def merge(tensors: MergeTensors) -> None:
+    """Write the whole of an attention from the parts [world, N, dim_nope] that ranks have of its keys."""
+    whole = merge_partials(tensors.parts, tensors.part_lse)
+    tensors.out.copy_(whole.out)
+    tensors.lse.copy_(whole.lse)
 
 
 def _write_nothing(out: Tensor, lse: Tensor | None) -> None:

@@ -12,9 +12,11 @@ import tilelang.language as tl
 from tilelang.cpu.language import Kernel
 from tilelang.utils.language import to_buffer_region
 
-from tilelang_mla.kernels import decode, merge, prefill
+from tilelang_mla.kernels import decode, merge, prefill, ranks
 
-_BUILDERS: dict[str, Any] = {"decode": decode.attend, "merge": merge.merge, "prefill": prefill.attend}
+_BUILDERS: dict[str, Any] = {
+    "decode": decode.attend, "merge": merge.merge, "merge_ranks": ranks.merge_ranks, "prefill": prefill.attend
+}  # fmt: skip
 
 
 @lru_cache

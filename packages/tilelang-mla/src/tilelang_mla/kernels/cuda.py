@@ -5,9 +5,11 @@ from typing import Any
 import tilelang.language as T
 import torch
 
-from tilelang_mla.kernels import decode, merge, prefill
+from tilelang_mla.kernels import decode, merge, prefill, ranks
 
-_BUILDERS: dict[str, Any] = {"decode": decode.attend, "merge": merge.merge, "prefill": prefill.attend}
+_BUILDERS: dict[str, Any] = {
+    "decode": decode.attend, "merge": merge.merge, "merge_ranks": ranks.merge_ranks, "prefill": prefill.attend
+}  # fmt: skip
 _DTYPES = {torch.bfloat16: T.bfloat16, torch.float16: T.float16}
 
 

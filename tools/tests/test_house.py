@@ -48,7 +48,7 @@ def test_a_plan_knows_neither_triton_nor_the_gpu(package: Path) -> None:
 
 
 # Who stands higher may import who stands lower, in CONTRIBUTING's drawing; other modules of a package are not in it.
-HEIGHT = {"api": 5, "ops": 4, "reference": 3, "launch": 3, "arguments": 2, "plan": 1, "kernels": 0}
+HEIGHT = {"integrations": 6, "api": 5, "ops": 4, "reference": 3, "launch": 3, "arguments": 2, "plan": 1, "kernels": 0}
 
 
 @each_package
@@ -68,6 +68,13 @@ def test_no_room_imports_one_above_it_or_beside_it(package: Path) -> None:
             others = {path.split(".")[1] for path in paths if path.startswith(f"{name}.")} - {room}
             upwards += [(room, other) for other in others if HEIGHT.get(other, -1) >= HEIGHT.get(room, 99)]
     assert upwards == []
+
+
+@each_package
+def test_an_engine_is_imported_by_its_integration_alone(package: Path) -> None:
+    imports = re.compile(r"^\s*(?:from|import) (?:sglang|transformers|vllm)\b", re.MULTILINE)
+    elsewhere = [file for file in package.glob("src/**/*.py") if file.parent.name != "integrations"]
+    assert [file.name for file in elsewhere if imports.search(file.read_text())] == []
 
 
 # Sizes that one can read: arguments travel in NamedTuples, and a file has one duty.

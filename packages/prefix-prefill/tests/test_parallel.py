@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,6 +13,7 @@ from kernel_reference import sharding
 from kernel_reference.checks import validate_values
 from kernel_reference.paging import cumulative, paged_cache
 from kernel_reference.sharding import Interleave, ZigZag
+from kernel_reference.testing.contract import check_no_host_sync
 from kernel_reference.testing.distributed import SentBytes, run
 from prefix_prefill import AttentionResult, prefix_prefill
 from prefix_prefill.parallel import prefix_decode_cp, prefix_prefill_cp
@@ -261,3 +263,71 @@ def _refusals(rank: int) -> None:
 
 def test_a_group_of_one_makes_the_plain_call_and_wrong_arguments_are_named() -> None:
     run(2, _refusals)
+
+
+def _compiled(rank: int) -> None:
+    case = make([(20, 16), (3, 8)])
+    layout, cu = ZigZag(2, rank), cumulative(case.new)
+    new, older = rows_of(case.lengths, new=True), rows_of(case.lengths, new=False)
+    shares = [sharding.shard(x, layout, cu).tokens for x in (case.q, case.k[new], case.v[new])]
+    cache = cache_of(case.k[older], case.v[older], case.totals - case.new, 16, "NHD")
+
+    def prefill(q: Tensor, k: Tensor, v: Tensor, totals: Tensor) -> Tensor:
+        return prefix_prefill_cp(
+            q, k, v, *cache, cu, totals, max_seqlen_q=16, group=torch.distributed.group.WORLD
+        )  # fmt: skip
+
+    # What one rank traces meets what the other calls.
+    called = torch.compile(prefill, fullgraph=True, backend="aot_eager") if rank == 0 else prefill
+    got = called(*shares, case.totals)
+    torch.testing.assert_close(got, sharding.shard(case.whole.out, layout, cu).tokens, rtol=0, atol=2e-6)
+
+
+@pytest.mark.torch_compile
+def test_a_prefill_compiles_as_one_graph() -> None:
+    run(2, _compiled, deadline=300)
+
+
+def _on_gpus(rank: int) -> None:
+    torch.manual_seed(0)
+    lengths = [(0, 1), (1000, 700), (5, 9), (300, 4096)]
+    for options in ({}, {"window": (511, 0)}, {"softcap": 20.0, "page_layout": "HND"}):
+        case = make(lengths, heads=(8, 2), dtype=torch.bfloat16, **options)
+        layout, cu = ZigZag(2, rank), cumulative(case.new)
+        new, older = rows_of(lengths, new=True), rows_of(lengths, new=False)
+        own = [sharding.shard(x, layout, cu).tokens for x in (case.q, case.k[new], case.v[new])]
+        most = layout.most_tokens(len(new), len(lengths))
+        shares = [torch.cat([x, x.new_zeros(most - len(x), *x.shape[1:])]).cuda() for x in own]
+        how = options.get("page_layout", "NHD")
+        cache = [x.cuda() for x in cache_of(case.k[older], case.v[older], case.totals - case.new, 16, how)]
+        prefill = partial(
+            prefix_prefill_cp, *shares, *cache, cu.cuda(), case.totals.cuda(), max_seqlen_q=4096, group=None,
+            return_lse=True, **options,
+        )  # fmt: skip
+        prefill()
+        check_no_host_sync(prefill)
+        got = prefill()
+        count = len(own[0])
+        wanted = [sharding.shard(x, layout, cu).tokens for x in (case.whole.out, case.whole.lse.T)]
+        torch.testing.assert_close(got.out[:count].cpu(), wanted[0], rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(got.lse[:, :count].cpu(), wanted[1].T, rtol=1e-4, atol=1e-4)
+
+    case = make([(older, 1 + older % 4) for older in (0, 1, 63, 700, 4000)], heads=(8, 2), dtype=torch.bfloat16)
+    turns = Interleave(2, rank, 16)
+    keys, values = (sharding.shard(x, turns, cumulative(case.totals)) for x in (case.k, case.v))
+    cache = [x.cuda() for x in cache_of(keys.tokens, values.tokens, keys.cu_seqlens.diff(), 16, "NHD")]
+    each = slice(4 * rank, 4 * rank + 4)
+    decode = partial(
+        prefix_decode_cp, case.q[:, each].cuda(), *cache, cumulative(case.new).cuda(), case.totals.cuda(),
+        max_seqlen_q=4, layout=turns, group=None,
+    )  # fmt: skip
+    decode()
+    check_no_host_sync(decode)
+    torch.testing.assert_close(decode().cpu(), case.whole.out[:, each], rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.gpu
+def test_two_gpus_agree_with_one_process() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    run(2, _on_gpus, backend="nccl", deadline=500)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,6 +13,7 @@ from kernel_reference.attention import mla_decode
 from kernel_reference.checks import validate_values
 from kernel_reference.paging import cumulative, paged_cache
 from kernel_reference.sharding import Interleave, ZigZag, shard
+from kernel_reference.testing.contract import check_no_host_sync
 from kernel_reference.testing.distributed import SentBytes, run
 from tilelang_mla import AttentionResult, flash_mla_with_kvcache, plan_decode
 from tilelang_mla.parallel import flash_mla_with_kvcache_cp, visible_keys
@@ -171,6 +173,29 @@ def test_a_group_of_one_makes_the_plain_call_and_wrong_arguments_are_named() -> 
     run(2, _refusals)
 
 
+def _compiled(rank: int) -> None:
+    case = make([20, 3], seqlen_q=2)
+    layout = Interleave(2, rank, 16)
+    own = shard(case.latents, layout, cumulative(case.lengths))
+    kv, table = paged(own.tokens, own.cu_seqlens.diff(), 16)
+    each = slice(4 * rank, 4 * rank + 4)
+
+    def decode(q: Tensor, kv: Tensor, lengths: Tensor, table: Tensor) -> Tensor:
+        return flash_mla_with_kvcache_cp(
+            q, kv, lengths, table, NOPE, layout=layout, group=torch.distributed.group.WORLD
+        )  # fmt: skip
+
+    # What one rank traces meets what the other calls.
+    called = torch.compile(decode, fullgraph=True, backend="aot_eager") if rank == 0 else decode
+    got = called(case.q[:, :, each], kv, case.lengths, table)
+    torch.testing.assert_close(got.double(), case.exact.out[:, :, each], rtol=8e-3, atol=8e-3)
+
+
+@pytest.mark.torch_compile
+def test_a_step_compiles_as_one_graph() -> None:
+    run(2, _compiled, deadline=300)
+
+
 def _on_gpus(rank: int) -> None:
     torch.manual_seed(0)
     for case in (make([700, 0, 5, 4096], seqlen_q=2, heads=32), make([4096], seqlen_q=1, heads=128, size=64, page=64)):
@@ -181,11 +206,13 @@ def _on_gpus(rank: int) -> None:
         each = q.shape[2] // 2
         for heads, chosen in (("sharded", slice(rank * each, (rank + 1) * each)), ("replicated", slice(None))):
             for exchange in ("all_to_all", "reduce_scatter", "symmetric"):
-                for _ in range(3):
-                    got = flash_mla_with_kvcache_cp(
-                        q[:, :, chosen], kv, lengths, table, NOPE, layout=layout, group=None, heads=heads,
-                        exchange=exchange, return_lse=True,
-                    )  # fmt: skip
+                decode = partial(
+                    flash_mla_with_kvcache_cp, q[:, :, chosen], kv, lengths, table, NOPE, layout=layout, group=None,
+                    heads=heads, exchange=exchange, return_lse=True,
+                )  # fmt: skip
+                decode()
+                check_no_host_sync(decode)
+                got = decode()
                 torch.testing.assert_close(got.out.cpu().double(), case.exact.out[:, :, chosen], rtol=2e-2, atol=2e-2)
                 torch.testing.assert_close(got.lse.cpu().double(), case.exact.lse[:, chosen], rtol=1e-4, atol=1e-4)
 

@@ -450,6 +450,25 @@ def test_the_ops_check_their_arguments_too(tensors, function) -> None:
         op(*[x.double() if x is batch.lse.tensor else x for x in arguments])
 
 
+def test_the_op_that_merges_names_what_is_wrong(device) -> None:
+    parts = torch.randn(2, 6, 64, device=device).bfloat16()
+    right = {"parts": parts, "part_lse": parts[..., 0].float(), "out": parts[0].clone(), "lse": parts[0, :, 0].float()}
+    torch.ops.tilelang_mla.merge(*right.values())
+    odd = torch.randn(2, 6, 65, device=device).bfloat16()[..., :64]
+    for name, wrong, message in (
+        ("parts", parts[0], r"parts must be \[world, N, dim_nope\], got"), ("parts", parts.float(), r"parts.dtype must be"),
+        ("parts", parts[..., :32], r"parts must be of rows of a multiple of 64 from 64 to 512, got"),
+        ("parts", odd, r"parts must be of contiguous rows an even number of elements apart, got"),
+        ("part_lse", right["part_lse"][:1], r"part_lse must be"), ("part_lse", parts[..., 0], r"part_lse.dtype must be"),
+        ("out", right["out"][:5], r"out must be"), ("out", parts[0].half(), r"out.dtype must be"),
+        ("out", torch.stack([right["out"]] * 2, 2)[..., 0], r"out must be contiguous"),
+        ("lse", right["lse"][:5], r"lse must be"),
+        ("lse", torch.stack([right["lse"]] * 2, 1)[..., 0], r"lse must be contiguous"),
+    ):  # fmt: skip
+        with pytest.raises((TypeError, ValueError), match=message):
+            torch.ops.tilelang_mla.merge(*(right | {name: wrong}).values())
+
+
 # What only device memory tells
 
 SMALL = {"dim_nope": 64, "dim_rope": 32, "heads": 4}

@@ -166,8 +166,8 @@ def op_names() -> list[str]:
     return sorted(name.removeprefix("tilelang_mla::") for name in names if name.startswith("tilelang_mla::"))
 
 
-def test_there_is_one_op_a_public_function() -> None:
-    assert op_names() == ["decode", "prefill"]
+def test_there_is_one_op_a_public_function_and_one_for_what_ranks_share() -> None:
+    assert op_names() == ["decode", "merge", "prefill"]
 
 
 def test_decode_passes_opcheck(make) -> None:
@@ -183,9 +183,23 @@ def test_decode_passes_opcheck(make) -> None:
             (q, kv, lengths, table, *plan[1:], out, lse, NOPE, 0.2, True, plan.tiles.as_ints()),
             (q, kv, lengths, table, plan[1], None, out, lse, NOPE, 0.2, True, plan.tiles.as_ints()),
             (q, kv, lengths, table, None, None, out, lse, NOPE, 0.2, True, fixed),
+            (q, kv, lengths[:, None].repeat(1, 2), table, None, None, out, lse, NOPE, 0.2, False),
             (q[:0], kv, lengths[:0], table[:0], None, None, out[:0], lse[:0], NOPE, 0.2, True, fixed),
         ],
     )
+
+
+def test_merge_passes_opcheck_over_parts_with_their_lse_behind_them(make) -> None:
+    packed = torch.randn(2, 6, NOPE + 2, device=make.device).bfloat16()
+    lse = packed.view(FP32)[..., -1]
+    parts = (packed[..., :NOPE], lse)
+    contract.check_opcheck(
+        torch.ops.tilelang_mla.merge.default,
+        [
+            (*parts, packed.new_zeros(6, NOPE), lse.new_zeros(6)),
+            (*(x[:, :0] for x in parts), packed.new_zeros(0, NOPE), lse.new_zeros(0)),
+        ],
+    )  # fmt: skip
 
 
 def test_prefill_passes_opcheck(make) -> None:

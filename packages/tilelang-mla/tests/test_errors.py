@@ -456,10 +456,12 @@ def test_the_op_that_merges_names_what_is_wrong(device) -> None:
     torch.ops.tilelang_mla.merge(*right.values())
     odd = torch.randn(2, 6, 65, device=device).bfloat16()[..., :64]
     for name, wrong, message in (
-        ("parts", parts[0], r"parts must be \[world, N, dim_nope\], got"), ("parts", parts.float(), r"parts.dtype must be"),
+        ("parts", parts[0], r"parts must be \[world, N, dim_nope\], got"),
+        ("parts", parts.float(), r"parts.dtype must be"),
         ("parts", parts[..., :32], r"parts must be of rows of a multiple of 64 from 64 to 512, got"),
         ("parts", odd, r"parts must be of contiguous rows an even number of elements apart, got"),
-        ("part_lse", right["part_lse"][:1], r"part_lse must be"), ("part_lse", parts[..., 0], r"part_lse.dtype must be"),
+        ("part_lse", right["part_lse"][:1], r"part_lse must be"),
+        ("part_lse", parts[..., 0], r"part_lse.dtype must be"),
         ("out", right["out"][:5], r"out must be"), ("out", parts[0].half(), r"out.dtype must be"),
         ("out", torch.stack([right["out"]] * 2, 2)[..., 0], r"out must be contiguous"),
         ("lse", right["lse"][:5], r"lse must be"),

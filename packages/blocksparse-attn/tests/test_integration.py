@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
-import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -25,6 +22,7 @@ from kernel_reference.attention import attention
 from kernel_reference.dispatch import PreparedLaunches
 from kernel_reference.models import PHI3_SMALL
 from kernel_reference.testing import contract
+from kernel_reference.testing.forks import run_alone
 from kernel_reference.testing.guards import assert_bitwise_equal, poison_
 
 Tensor = torch.Tensor
@@ -367,11 +365,6 @@ def test_a_layout_may_be_an_argument_of_what_is_compiled(make) -> None:
         made = BlockLayout.from_mask(mask, BLOCK, BLOCK)
         with torch._dynamo.config.patch(error_on_recompile=i > 0):
             check_same(compiled(made, *tensors), run(made, *tensors))
-
-
-def run_alone(script: str) -> None:
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.torch_compile

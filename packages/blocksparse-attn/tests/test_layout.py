@@ -5,9 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
-import subprocess
-import sys
-import textwrap
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from blocksparse_attn import BlockLayout, blocksparse_flash_attn_varlen_fwd, lists, patterns
 from kernel_reference import blocks
 from kernel_reference.models import PHI3_SMALL
+from kernel_reference.testing.forks import run_alone
 from kernel_reference.testing.guards import assert_bitwise_equal
 
 Tensor = torch.Tensor
@@ -469,8 +467,7 @@ def test_a_picture_without_matplotlib_says_how_to_get_it_and_nothing_else_needs_
         else:
             raise AssertionError("no error")
         """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_alone(script)
 
 
 def test_rows_of_lists_never_fall_and_columns_in_them_increase(device) -> None:

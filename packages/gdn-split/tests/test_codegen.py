@@ -5,6 +5,7 @@ The configurations are those that plans and launches make for real models: all a
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import re
@@ -142,11 +143,13 @@ def test_only_targets_that_can_wait_on_the_device_are_given_the_wait(reports: li
 
 
 _PRINT_MULTIPLICATIONS = """
-import pickle, sys
+import json, pickle, sys
 from kernel_reference.testing.codegen import _compiled
-for code in _compiled(pickle.load(sys.stdin.buffer), "sm_90").asm["ttir"].splitlines():
-    if "arith.muli" in code:
-        print(code)
+found = []
+for spec in pickle.load(sys.stdin.buffer):
+    lines = _compiled(spec, "sm_90").asm["ttir"].splitlines()
+    found.append("\\n".join(line for line in lines if "arith.muli" in line))
+print(json.dumps(found))
 """
 
 
@@ -156,12 +159,13 @@ def test_rows_are_multiplied_by_strides_in_64_bits(tmp_path: Path) -> None:
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
     # Several rows a step each: one row is no tile.
     run = move("split by run TP8", TP8, 4096, FEW_CORES)
-    for spec in (EVERYWHERE[0], run, convolution("convolution TP1", TP1, 1024, PLAIN)):
-        done = subprocess.run(
-            [sys.executable, "-c", _PRINT_MULTIPLICATIONS], input=pickle.dumps(spec), env=environment,
-            capture_output=True, check=True,
-        )  # fmt: skip
+    specs = [EVERYWHERE[0], run, convolution("convolution TP1", TP1, 1024, PLAIN)]
+    done = subprocess.run(
+        [sys.executable, "-c", _PRINT_MULTIPLICATIONS], input=pickle.dumps(specs), env=environment,
+        capture_output=True, check=True,
+    )  # fmt: skip
+    for spec, multiplications in zip(specs, json.loads(done.stdout), strict=True):
         # Rows stand in the first of a tile's dimensions: tensor<ROWSx1>.
-        of_rows = re.findall(r"tensor<\d+x1x(i\d+)>", done.stdout.decode())
+        of_rows = re.findall(r"tensor<\d+x1x(i\d+)>", multiplications)
         assert of_rows, spec.name
-        assert set(of_rows) == {"i64"}, f"{spec.name}:\n{done.stdout.decode()}"
+        assert set(of_rows) == {"i64"}, f"{spec.name}:\n{multiplications}"

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,6 +16,7 @@ from kernel_reference import projection
 from kernel_reference.dispatch import PreparedLaunches
 from kernel_reference.models import QWEN3_NEXT_80B
 from kernel_reference.testing import contract
+from kernel_reference.testing.forks import run_alone
 from kernel_reference.testing.guards import assert_bitwise_equal
 
 Tensor = torch.Tensor
@@ -275,11 +273,6 @@ def test_gradients_compile_whole(device: torch.device) -> None:
     torch.compile(loss, fullgraph=True, backend=backend)(*compiled).backward()
     for one, other in zip(plain, compiled, strict=True):
         torch.testing.assert_close(one.grad, other.grad)
-
-
-def run_alone(script: str) -> None:
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.torch_compile

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 from dataclasses import FrozenInstanceError, fields, replace
 from pathlib import Path
 
@@ -25,6 +23,7 @@ from gdn_split.plan import (
     power_of_two_at_most,
 )
 from kernel_reference.models import QWEN3_NEXT_80B
+from kernel_reference.testing.forks import run_alone
 
 H200 = DeviceLimits(cores=132, on_chip_bytes=232448, programs_per_core=8, dependent_launch=True)
 # A consumer GPU, whose SMs have the least shared memory of all that are planned for.
@@ -201,8 +200,7 @@ def test_the_grid_never_passes_what_a_launch_can_take() -> None:
 def test_planning_for_more_rows_than_any_memory_holds_ends() -> None:
     # In a process of its own, which can be stopped: a plan that grows towards no end would hold up the suite.
     program = f"import runpy; runpy.run_path({__file__!r})['check_grids'](2**40)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=15)
-    assert done.returncode == 0, done.stderr
+    run_alone(program, timeout_s=15)
 
 
 @pytest.mark.parametrize("limits", [H200, DeviceLimits(1), DeviceLimits(40)])
@@ -300,5 +298,4 @@ def test_importing_the_package_and_planning_touch_no_gpu_and_import_no_triton() 
         "assert 'triton.language' not in sys.modules, 'triton is imported'\n"
         "assert 'gdn_split.kernels' not in sys.modules\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    run_alone(program)

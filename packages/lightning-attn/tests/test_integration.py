@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import gc
 import importlib
-import subprocess
-import sys
-import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -21,6 +18,7 @@ import lightning_attn
 from kernel_reference.dispatch import PreparedLaunches
 from kernel_reference.models import MINIMAX_01
 from kernel_reference.testing import contract
+from kernel_reference.testing.forks import run_alone
 from kernel_reference.testing.guards import assert_bitwise_equal
 from lightning_attn import Snapshots, launch, ops
 from lightning_attn.plan import DecodePlan, DeviceLimits, PrefillPlan, StatePlan, plan_prefill
@@ -350,11 +348,6 @@ def test_gradients_compile_whole(make, used: str) -> None:
         assert (one.grad is None) == (other.grad is None)
         if one.grad is not None:
             torch.testing.assert_close(one.grad, other.grad)
-
-
-def run_alone(script: str) -> None:
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.torch_compile

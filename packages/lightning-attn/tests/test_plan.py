@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
-import subprocess
-import sys
 from dataclasses import FrozenInstanceError, fields, replace
 from pathlib import Path
 
@@ -14,6 +12,7 @@ import pytest
 
 import lightning_attn.plan
 from kernel_reference.models import MINIMAX_01
+from kernel_reference.testing.forks import run_alone
 from lightning_attn.plan import (
     DecodePlan,
     DeviceLimits,
@@ -298,5 +297,4 @@ def test_importing_the_package_and_planning_touch_no_gpu_and_import_no_triton() 
         "assert 'lightning_attn.launch' not in sys.modules\n"
         "assert 'lightning_attn.kernels' not in sys.modules\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    run_alone(program)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
-import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -20,6 +17,7 @@ from kernel_reference.attention import attention
 from kernel_reference.dispatch import PreparedLaunches
 from kernel_reference.models import LLAMA3_70B
 from kernel_reference.testing import contract
+from kernel_reference.testing.forks import run_alone
 from kernel_reference.testing.guards import assert_bitwise_equal, poison_
 from prefix_prefill import PrefillPlan, launch, ops
 from prefix_prefill.arguments import MergeTensors, PrefillNumbers, PrefillTensors, check_prefill
@@ -218,11 +216,6 @@ def test_other_lengths_in_as_many_rows_and_other_numbers_of_rows_or_sequences_co
         tensors = make.batch(4, seed)
         with torch._dynamo.config.patch(error_on_recompile=seed > 0):
             check_same(compiled(*tensors), attend(*tensors))
-
-
-def run_alone(script: str) -> None:
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.torch_compile

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import FrozenInstanceError, fields, replace
 from pathlib import Path
@@ -16,6 +14,7 @@ import pytest
 import prefix_prefill.plan
 from kernel_reference.integers import cdiv, power_of_two_at_least
 from kernel_reference.models import GPT_OSS, LLAMA3_70B, SoftmaxAttention
+from kernel_reference.testing.forks import run_alone
 from prefix_prefill import PrefillPlan
 from prefix_prefill.plan import (
     DeviceLimits,
@@ -283,5 +282,4 @@ def test_importing_the_package_and_planning_touch_no_gpu_and_import_no_triton() 
         "assert 'prefix_prefill.launch' not in sys.modules\n"
         "assert 'prefix_prefill.kernels' not in sys.modules\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    run_alone(program)

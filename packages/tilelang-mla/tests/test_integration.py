@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
@@ -17,6 +14,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 import tilelang_mla
 from kernel_reference.dispatch import PreparedLaunches
 from kernel_reference.testing import contract
+from kernel_reference.testing.forks import run_alone
 from kernel_reference.testing.guards import assert_bitwise_equal, poison_
 from tilelang_mla import DecodePlan, DecodeTiles, PrefillPlan, flash_mla, ops, reference
 
@@ -383,11 +381,6 @@ def test_sizes_that_only_the_device_knows_compile_whole(make, function, inputs) 
             rows = torch.arange(len(tensors[0]), device=make.device) % 4 < few
             with torch._dynamo.config.patch(error_on_recompile=few > 2):
                 check_same(whole(run, rows, *tensors), function(rows, *tensors))
-
-
-def run_alone(script: str) -> None:
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.torch_compile

@@ -14,15 +14,14 @@
     assert all(report.uses_tensor_cores for report in reports)
 
 Kernels are compiled in processes of their own without TRITON_INTERPRET, so that it makes no difference whether the
-caller runs them in the interpreter, and nothing is cached. A process takes some seconds to start and a kernel 0.2 to
-4 s: give all kernels of a package to one call. What NVIDIA targets get is read with the tools in the triton wheel.
+caller runs them in the interpreter, and nothing is cached. The first call takes some seconds to start a process that
+the others are forks of, a kernel 0.2 to 4 s. What NVIDIA targets get is read with the tools in the triton wheel.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
 import os
 import pickle
 import re
@@ -36,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from kernel_reference.checks import fail
+from kernel_reference.testing.forks import Fork
 from kernel_reference.testing.ptx import overwritten_barriers
 from kernel_reference.testing.reports import Report as Report
 from kernel_reference.testing.reports import assert_clean as assert_clean
@@ -94,39 +94,21 @@ def compile_by_target(
         return [report for reports in pool.map(compile_one, order) for report in reports]
 
 
-# The child finds modules where its parent does, be it a source tree, a wheel or a folder that a test put on sys.path.
-_CHILD = """
-import json, sys
-sys.path[:] = json.loads(sys.argv[1])
-from kernel_reference.testing.codegen import _serve
-_serve(sys.argv[2])
-"""
-
-
-def _start(
-    jobs: list[tuple[KernelSpec, str]], place: Path, stack: ExitStack, keep_code: bool
-) -> tuple[subprocess.Popen[bytes], Path]:
+def _start(jobs: list[tuple[KernelSpec, str]], place: Path, stack: ExitStack, keep_code: bool) -> tuple[Fork, Path]:
     place.mkdir()
     (place / "jobs").write_bytes(pickle.dumps((jobs, keep_code)))
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(place / "cache"), "TRITON_ALWAYS_COMPILE": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-c", _CHILD, json.dumps(sys.path), str(place)],
-        env=environment,
-        stdout=stack.enter_context((place / "log").open("wb")),
-        stderr=subprocess.STDOUT,
-        # A kernel's file may lie in a folder whose modules must not shadow installed ones.
-        cwd=place,
-    )
-    stack.callback(process.kill)
+    # In a folder of its own: a kernel's file may lie in one whose modules must not shadow installed ones.
+    process = Fork(f"{_serve.__module__}:{_serve.__name__}", place, environment, triton=True)
+    stack.callback(process.end)
     return process, place
 
 
-def _finish(process: subprocess.Popen[bytes], place: Path, timeout_s: float) -> list[Report]:
-    try:
-        code = process.wait(timeout_s)
-    except subprocess.TimeoutExpired:
-        raise RuntimeError(f"compiling took longer than {timeout_s} s\n{_tail(place)}") from None
+def _finish(process: Fork, place: Path, timeout_s: float) -> list[Report]:
+    code = process.wait(timeout_s)
+    if code is None:
+        raise RuntimeError(f"compiling took longer than {timeout_s} s\n{_tail(place)}")
     if code != 0:
         raise RuntimeError(f"the compiling process ended with code {code}\n{_tail(place)}")
     reports: list[Report] = pickle.loads((place / "reports").read_bytes())

@@ -20,7 +20,9 @@ Tests run in forks of this process, which has imported torch, Triton and pytest 
 from __future__ import annotations
 
 import argparse
+import compileall
 import faulthandler
+import gc
 import importlib
 import importlib.util
 import json
@@ -38,6 +40,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from py_compile import PycInvalidationMode
 
 import pytest
 
@@ -184,19 +187,25 @@ def _warm_up() -> None:
     if "torch" in sys.modules:
         # OpenMP's threads do not survive a fork, and whoever asks for them there waits for ever.
         sys.modules["torch"].set_num_threads(1)
+    # What is there now stays: forks need not look through it, nor copy the pages that looking writes to.
+    gc.collect()
+    gc.freeze()
 
 
 def _in_forks(tasks: Sequence[_Task], jobs: int) -> Iterator[tuple[int, _Run]]:
     """Each task in a process of its own, ``jobs`` at a time; yields (index, run) as they end."""
     waiting = list(enumerate(tasks))[::-1]
     running: _Running = {}
+    whole = tempfile.TemporaryDirectory(prefix="kernel_reference_faults_")
+    if tasks:
+        _compile(tasks[0].package, Path(whole.name))
     try:
         while waiting or running:
             while waiting and len(running) < jobs:
                 index, task = waiting.pop()
                 folder = tempfile.TemporaryDirectory(prefix="kernel_reference_fault_")
                 try:
-                    _copy(task, Path(folder.name))
+                    _copy(task, Path(whole.name), Path(folder.name))
                 except _DoesNotApplyError as error:
                     folder.cleanup()
                     yield index, _Run(_DOES_NOT_APPLY, output=str(error))
@@ -215,6 +224,7 @@ def _in_forks(tasks: Sequence[_Task], jobs: int) -> Iterator[tuple[int, _Run]]:
             _kill(pid)
             os.waitpid(pid, 0)
             folder.cleanup()
+        whole.cleanup()
 
 
 def _wait(running: _Running) -> list[tuple[int, int]]:
@@ -366,8 +376,14 @@ def _is_test_path(package: Path, test: str) -> bool:
     return not test.startswith("-") and (package / test.partition("::")[0]).exists()
 
 
-def _copy(task: _Task, copy: Path) -> None:
-    shutil.copytree(task.package / "src", copy / "src", ignore=shutil.ignore_patterns("__pycache__"))
+def _compile(package: Path, whole: Path) -> None:
+    """A copy of the package's sources that all others are made of, with bytecode that says what source it is of."""
+    shutil.copytree(package / "src", whole / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    compileall.compile_dir(whole / "src", quiet=2, invalidation_mode=PycInvalidationMode.CHECKED_HASH)
+
+
+def _copy(task: _Task, whole: Path, copy: Path) -> None:
+    shutil.copytree(whole / "src", copy / "src")
     if task.patch is not None:
         _apply(task.patch, copy)
 

@@ -139,8 +139,8 @@ def test_triton_puts_the_interpreter_in_its_language_once_a_launch_and_not_once_
     from triton.runtime import interpreter as tritons
 
     patches = []
-    patch = tritons._patch_builtin
-    monkeypatch.setattr(tritons, "_patch_builtin", lambda *given: (patches.append(given), patch(*given)))
+    patch = tritons._LangPatchScope.set_attr
+    monkeypatch.setattr(tritons._LangPatchScope, "set_attr", lambda *given: (patches.append(given), patch(*given)))
     x = torch.ones(8)
     before = tl.load, tl.core.load
     counts = []
@@ -259,3 +259,86 @@ def test_the_self_test_names_the_operation_that_is_wrong(
 def test_without_the_repair_the_self_test_fails() -> None:
     done = python("from kernel_reference.testing import interpreter; interpreter.self_test()", TRITON_INTERPRET="1")
     assert "does not compute what a GPU does" in done.stderr
+
+
+SHORTCUTS = """
+import itertools, sys, warnings
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter
+from triton.language.semantic import TritonSemantic
+from kernel_reference.testing.interpreter_shortcuts import take_shortcuts
+
+warnings.simplefilter("ignore")
+semantic = TritonSemantic(interpreter.interpreter_builder)
+handle = interpreter.TensorHandle
+DTYPES = [tl.int1, tl.int8, tl.uint8, tl.int32, tl.uint32, tl.int64, tl.uint64, tl.float16, tl.float32, tl.float64]
+NUMBERS = [0, 1, -1, 127, 128, -129, 2**31 - 1, 2**31, -2**31 - 1, 2**63 - 1, -2**63, 2**63, 2**64 - 1, 2**64,
+           0.0, -0.5, 1e300, float("inf"), float("nan"), True, False]
+SHAPES = [(), (4,), (1,), (4, 1), (1, 4), (4, 4), (2, 4), (8,)]
+
+def operand(kind, shape):
+    size = shape or (1,)
+    if kind == "pointer":
+        dtype, data = tl.pointer_type(tl.float32), np.full(size, 4096, np.uint64)
+    else:
+        dtype = kind
+        data = np.arange(np.prod(size)).reshape(size).astype(interpreter._get_np_dtype(dtype))
+    return tl.tensor(handle(data, dtype), tl.block_type(dtype, list(shape)) if shape else dtype)
+
+def outcome(function, *arguments, **named):
+    try:
+        made = function(*arguments, **named)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    made = made if isinstance(made, tuple) else (made,)
+    return [(repr(one.type), repr(one.dtype), repr(one.shape), repr(one.numel), repr(one.handle.dtype),
+             one.handle.data.dtype, one.handle.data.shape, one.handle.data.tobytes()) for one in made]
+
+def everything():
+    kinds = [*DTYPES, "pointer"]
+    tensors = [operand(kind, shape) for kind in kinds for shape in ((), (4,))]
+    shaped = [operand(kind, shape) for kind in (tl.int32, tl.float32, "pointer") for shape in SHAPES]
+    pairs = [*itertools.product(tensors, tensors), *itertools.product(shaped, shaped)]
+    pairs += [*itertools.product(tensors, NUMBERS), *itertools.product(NUMBERS, tensors)]
+    flags = [(), (True, True), (False, False, False), (False, False, True, True), (True, False)]
+    for (a, b), given in itertools.product(pairs, flags):
+        yield outcome(semantic.binary_op_type_checking_impl, a, b, *given)
+    for a, b in itertools.product(shaped, shaped):
+        yield outcome(semantic.broadcast_impl_value, a, b)
+    for a, b in itertools.product([*kinds[:-1], tl.pointer_type(tl.int8), tl.block_type(tl.int8, [4]), 3], repeat=2):
+        yield repr(a == b)
+    for kind in DTYPES:
+        yield kind.is_int(), [repr(vars(tl.block_type(kind, shape))) for shape in ([4, 8], [1], [tl.constexpr(4)])]
+    for shape in ([3], [], [0], "4", (4, 8), tl.tuple([4, 8]), [4.0], [True]):
+        try:
+            yield repr(vars(tl.block_type(tl.int8, shape)))
+        except Exception as error:
+            yield type(error).__name__, str(error)
+    for data, dtype in itertools.product((np.zeros(2, np.int64), np.zeros(2, np.int8), np.zeros(1, bool)), kinds[:-1]):
+        try:
+            yield repr(vars(handle(data, dtype))), handle(data, dtype, {"a": 1}).attr
+        except Exception as error:
+            yield type(error).__name__, str(error)
+
+wanted = list(everything())
+functions = [semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value, tl.dtype.__eq__,
+             tl.block_type.__init__, handle.__init__, tl.core.tensor.__init__, interpreter._patch_attr]
+take_shortcuts(interpreter)
+now = [semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value, tl.dtype.__eq__,
+       tl.block_type.__init__, handle.__init__, tl.core.tensor.__init__, interpreter._patch_attr]
+assert all(before != after for before, after in zip(functions, now)), "a shortcut is not taken"
+# Twice: the second time from memory.
+for _ in range(2):
+    for number, (before, after) in enumerate(zip(wanted, everything(), strict=True)):
+        assert before == after, (number, before, after)
+print(len(wanted), len({str(one) for one in wanted}))
+"""
+
+
+def test_shortcuts_give_what_triton_gives_types_values_and_errors_for_operands_of_all_kinds() -> None:
+    done = python(SHORTCUTS, TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stderr
+    compared, different = map(int, done.stdout.split())
+    assert compared > 5000
+    assert different > 100

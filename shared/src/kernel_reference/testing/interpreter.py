@@ -21,12 +21,13 @@ Triton has it. Private names of Triton are replaced, hence :func:`self_test`. Tr
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable
 from dataclasses import replace as replace_fields
 from functools import cache
 from typing import Any
+
+from kernel_reference.testing.interpreter_shortcuts import take_shortcuts
 
 _PRIVATE_NAMES = {
     "": ("InterpreterBuilder", "InterpretedFunction", "ReduceOps", "ScanOps", "TensorHandle", "_LangPatchScope",
@@ -123,7 +124,7 @@ def _install(interpreter: Any) -> None:
     if not options.debug:
         interpreter.interpreter_builder.options = replace_fields(options, sanitize_overflow=False)
 
-    _share_shapes(tl.core)
+    take_shortcuts(interpreter)
 
     def storage_of(dtype: Any) -> Any:
         return storage.get(dtype.scalar.name)
@@ -176,15 +177,32 @@ def _install(interpreter: Any) -> None:
     # The modules that a launch has patched so far, and what takes the patches of its device functions back.
     patched: set[str] = set()
     inner: list[Any] = []
+    # What is patched by what in these modules: looking for it takes milliseconds, as long as a small kernel.
+    patches: dict[frozenset[str], list[tuple[Any, str, Any]]] = {}
+    # Which of the modules a function's module sees; kept with its names, so that no other's have their place.
+    visible: dict[tuple[int, int], tuple[frozenset[str], Any]] = {}
 
     @replace(interpreter, "_patch_lang")
     def patch_language(original: Any, function: Any) -> Any:
         """Triton does so again at each call of a device function, for a third of a kernel's time; once a launch do."""
-        languages = {x.__name__ for x in function.__globals__.values() if x is tl or x is tl.core}
+        # Triton adds to a module's names when it first rewrites one of its functions.
+        seen = id(function.__globals__), len(function.__globals__)
+        if seen not in visible:
+            names = function.__globals__.values()
+            visible[seen] = frozenset(x.__name__ for x in names if x is tl or x is tl.core), function.__globals__
+        languages, _ = visible[seen]
         if languages and languages <= patched:
             return interpreter._LangPatchScope()
         outermost = not patched
-        scope = original(function)
+        if outermost and languages in patches:
+            scope = interpreter._LangPatchScope()
+            for owner, name, member in patches[languages]:
+                scope.set_attr(owner, name, member)
+        else:
+            scope = original(function)
+            if outermost:
+                changed = dict.fromkeys((owner, name) for owner, name, _ in scope._changes)
+                patches[languages] = [(owner, name, getattr(owner, name)) for owner, name in changed]
         patched.update(languages)
         if not outermost:
             inner.append(scope)
@@ -234,11 +252,18 @@ def _install(interpreter: Any) -> None:
             return handle(toward_zero(src.data, target), dst_type.scalar)
         return self.cast_impl(src, dst_type)
 
-    @replace(builder, "binary_op", "ternary_op")
-    def operate(original: Any, self: Any, *operands: Any) -> Any:
+    @replace(builder, "binary_op")
+    def operate(original: Any, self: Any, lhs: Any, rhs: Any, operation: Any) -> Any:
+        if lhs.data.dtype not in stored and rhs.data.dtype not in stored:
+            return original(self, lhs, rhs, operation)
+        # ml_dtypes reports a comparison with NaN, as numpy does not for its own floats.
+        with np.errstate(all="ignore"):
+            return original(self, lhs, rhs, operation)
+
+    @replace(builder, "ternary_op")
+    def operate_on_three(original: Any, self: Any, *operands: Any) -> Any:
         if not any(operand.data.dtype in stored for operand in operands[:-1]):
             return original(self, *operands)
-        # ml_dtypes reports a comparison with NaN, as numpy does not for its own floats.
         with np.errstate(all="ignore"):
             return original(self, *operands)
 
@@ -333,28 +358,6 @@ def _remembered(numpy_dtype: Callable[[Any], Any], tl: Any) -> Callable[[Any], A
         return found
 
     return of
-
-
-def _share_shapes(core: Any) -> None:
-    """Let tensors of one shape share what says so, where Triton makes it anew for each: a seventh of the time."""
-    known: dict[tuple[int, ...], tuple[Any, Any]] = {}
-
-    def create(self: Any, handle: Any, type: Any) -> None:
-        sizes = tuple(type.shape) if type.is_block() else ()
-        if sizes not in known:
-            known[sizes] = core.tuple([core.constexpr(size) for size in sizes]), core.constexpr(math.prod(sizes))
-        self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.shape, self.numel = known[sizes]
-
-    for type in (core.float32, core.block_type(core.int32, [4, 8])):
-        wanted, made = core.tensor(None, type), core.tensor.__new__(core.tensor)
-        create(made, None, type)
-        if {name: repr(value) for name, value in vars(wanted).items()} != {
-            name: repr(value) for name, value in vars(made).items()
-        }:
-            # A Triton whose tensors hold something else is only slower.
-            return
-    core.tensor.__init__ = create
 
 
 def _bound(function: Callable[..., Any], original: Any) -> Callable[..., Any]:

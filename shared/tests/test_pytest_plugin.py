@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from kernel_reference.checks import values_are_checked
+from kernel_reference.testing.forks import outcome_alone
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens where there is no GPU")
 
@@ -23,10 +24,12 @@ def run(folder: Path, code: str, *arguments: str, path: Path | None = None, **va
     }
     search = [str(path)] if path else []
     environment |= {"PYTHONPATH": os.pathsep.join([*search, *sys.path]), **variables}
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "kernel_reference.testing.pytest_plugin"]
-    done = subprocess.run(
-        [*command, "--strict-markers", *arguments], cwd=folder, env=environment, capture_output=True, text=True
-    )
+    options = ["-p", "no:cacheprovider", "-p", "kernel_reference.testing.pytest_plugin", "--strict-markers", *arguments]
+    if path is None:
+        _, printed = outcome_alone(f"import os, pytest; os.chdir({str(folder)!r}); pytest.main({options})", environment)
+        return printed
+    command = [sys.executable, "-m", "pytest", *options]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     return done.stdout + done.stderr
 
 

@@ -43,16 +43,22 @@ def run_alone(script: str, *, timeout_s: float = 600) -> None:
 
     script: indented or not. AssertionError, with what it printed, is raised if it fails or takes longer.
     """
+    code, printed = outcome_alone(script, os.environ, timeout_s=timeout_s)
+    assert code is not None, f"it takes longer than {timeout_s} s"
+    assert code == 0, printed
+
+
+def outcome_alone(script: str, environment: Mapping[str, str], *, timeout_s: float = 600) -> tuple[int | None, str]:
+    """The exit code (None: it took longer) and what is printed by such lines, with these variables and no others."""
     with tempfile.TemporaryDirectory(prefix="kernel_reference_") as name:
         folder = Path(name)
         (folder / "script").write_text(textwrap.dedent(script))
-        fork = Fork(f"{_HERE}:_run_script", folder, os.environ)
+        fork = Fork(f"{_HERE}:_run_script", folder, environment)
         try:
             code = fork.wait(timeout_s)
         finally:
             fork.end()
-        assert code is not None, f"it takes longer than {timeout_s} s"
-        assert code == 0, (folder / "log").read_text(errors="replace")
+        return code, (folder / "log").read_text(errors="replace")
 
 
 class Fork:

@@ -51,6 +51,8 @@ class _InFile(NamedTuple):
         if spec is None or spec.loader is None:
             raise ImportError(self.file)
         module = importlib.util.module_from_spec(spec)
+        # Dataclasses look their module up by name.
+        sys.modules[spec.name] = module
         spec.loader.exec_module(module)
         return getattr(module, self.name)(*args)
 

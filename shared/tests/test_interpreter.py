@@ -15,6 +15,7 @@ import torch
 
 from kernel_reference.testing import interpreter
 from kernel_reference.testing.contract import far_apart
+from kernel_reference.testing.forks import outcome_alone
 from kernel_reference.testing.guards import assert_bitwise_equal, bitwise_equal
 from kernel_reference.testing.numerics import assert_close_to_oracle
 
@@ -38,8 +39,8 @@ def kernels() -> ModuleType:
 
 def python(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": os.pathsep.join(sys.path), **variables}
-    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    exit_code, printed = outcome_alone(code, environment | variables)
+    return subprocess.CompletedProcess(code, -1 if exit_code is None else exit_code, printed, printed)
 
 
 def test_a_softmax_in_bfloat16_is_as_exact_as_pytorchs(kernels: ModuleType) -> None:

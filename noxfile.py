@@ -113,6 +113,16 @@ def types(session: nox.Session) -> None:
 
 
 @nox.session
+@each([name for name, home in HOMES.items() if [*home.glob("src/*/layers.py")]], tag="{}-release")
+def hub(session: nox.Session, package: str) -> None:
+    """Make dist/hub/<package>, the tree of the Hugging Face Hub's kernel of this name, from the wheel."""
+    install(session, package, requirements=[])
+    out = ROOT / "dist" / "hub" / package
+    shutil.rmtree(out, ignore_errors=True)
+    run_installed(session, "python", "-m", "kernel_reference.hub", import_name(package), out)
+
+
+@nox.session
 @each([*HOMES, "tools"])
 def test(session: nox.Session, package: str) -> None:
     """Test a package's wheel; `-- --faults` shows after it that each planted fault turns the suite red."""
@@ -164,15 +174,17 @@ def engines(session: nox.Session, versions: str) -> None:
     packages = having(IN_TRANSFORMERS)
     if not packages:
         session.skip("no package is tested inside transformers")
+    needed = [*(f"{PROJECTS[package]['project']['name']}[transformers]" for package in packages)]
+    needed.append("kernel-reference[testing]")
     if versions == "lowest":
         pins = sorted({pin for package in packages for pin in lowest_versions(package)})
         # What is traced is torch's of the pin either way.
         chosen = ["-m", "not torch_compile"]
     else:
-        pins = [*runtime_pins(), *nox.project.dependency_groups(PROJECT, "engines")]
+        pins = [*runtime_pins()]
         chosen = []
-    extras = [f"{PROJECTS[package]['project']['name']}[transformers]" for package in packages]
-    install(session, *packages, requirements=[*extras, "kernel-reference[testing]"], versions=pins)
+        needed += nox.project.dependency_groups(PROJECT, "engines")
+    install(session, *packages, requirements=needed, versions=pins)
     tests = [HOMES[package] / IN_TRANSFORMERS for package in packages]
     # A model that is made from a config needs nothing from the hub.
     run_installed(session, "pytest", *tests, *chosen, *session.posargs, HF_HUB_OFFLINE="1")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import re
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,8 +17,9 @@ if find_spec("transformers") is None:
     pytest.skip("nox -s engines has transformers", allow_module_level=True)
 
 from transformers import MiniMaxConfig
-from transformers.models.minimax.modeling_minimax import MiniMaxCache
+from transformers.models.minimax.modeling_minimax import MiniMaxCache, MiniMaxLightningAttention
 
+from kernel_reference import hub
 from kernel_reference.testing.readme import python_blocks, run_block
 from kernel_reference.testing.transformers import Models, make_models
 from lightning_attn.integrations.transformers import LightningLayer, enable
@@ -124,3 +128,33 @@ def test_it_cannot_be_enabled_twice_and_leaves_nothing_behind() -> None:
 def test_the_example_in_the_readme_runs() -> None:
     [block] = [block for block in python_blocks(Path(__file__).parents[1] / "README.md") if "integrations" in block]
     assert run_block(block) == "LightningLayer [1, 4]\n"
+
+
+@pytest.fixture(scope="module")
+def on_the_hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """This package as the tree that the Hugging Face Hub would hold."""
+    out = tmp_path_factory.mktemp("hub")
+    hub.build("lightning_attn", out)
+    return out
+
+
+def test_kernelize_puts_the_layer_of_the_hub_in(models: Models, on_the_hub: Path, device: torch.device) -> None:
+    kernels = pytest.importorskip("kernels", reason="nox -s engines has it with the newest transformers")
+    name = "MiniMaxLightningAttention"
+    theirs = copy.deepcopy(models.theirs)
+    kernels.replace_kernel_forward_from_hub(MiniMaxLightningAttention, name)
+    layer = kernels.LocalLayerRepository(on_the_hub, layer_name=name)
+    with kernels.use_kernel_mapping({name: {device.type: layer}}):
+        ours = kernels.kernelize(theirs, mode=kernels.Mode.INFERENCE, device=device.type, use_fallback=False)
+    forward = ours.model.layers[1].self_attn.forward
+    assert forward.__module__.startswith("_lightning_attn_")
+    Models(ours, models.theirs, models.exact, contextlib.nullcontext).assert_generates(prompts(2, 10), 6)
+
+
+def test_a_tree_for_the_hub_imports_nothing_of_what_is_installed(on_the_hub: Path) -> None:
+    imports = re.compile(r"^\s*(?:from|import) (lightning_attn|kernel_reference)\b", re.MULTILINE)
+    files = sorted(on_the_hub.rglob("*.py"))
+    assert {"layers.py", "launch.py", "checks.py"} <= {file.name for file in files}
+    assert [file.name for file in files if imports.search(file.read_text())] == []
+    with pytest.raises(ValueError, match=r"^out must be a new or empty folder, got "):
+        hub.build("lightning_attn", on_the_hub)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +16,9 @@ import torch._dynamo
 from torch import distributed
 
 from kernel_reference.checks import validate_values
+from kernel_reference.recurrence import linear_attention_chunked
 from kernel_reference.sharding import Contiguous
+from kernel_reference.testing.contract import check_no_host_sync
 from kernel_reference.testing.distributed import SentBytes, run
 from kernel_reference.testing.guards import assert_bitwise_equal
 from lightning_attn import lightning_attention, lightning_attention_packed
@@ -113,13 +116,15 @@ def packed(case: Case, x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(0, 1) if case.dense else x
 
 
-def attend(case: Case, rank: int, q: Tensor, k: Tensor, v: Tensor, initial: Tensor | None, group: Any = None) -> Any:
+def attend(
+    case: Case, rank: int, q: Tensor, k: Tensor, v: Tensor, initial: Tensor | None = None, group: Any = None
+) -> Any:  # fmt: skip
     """The call of a rank: its outputs and states."""
     options = {"group": group, "scale": 0.7, "exact": case.exact}
     if case.dense:
         out, kv = lightning_attention_cp(q, k, v, SLOPES, kv_history=initial, **options)
         return out, kv[:, :, 0]
-    cu = torch.tensor([0, *accumulate(runs[rank] for runs in case.runs)])
+    cu = torch.tensor([0, *accumulate([runs[rank] for runs in case.runs])], device=q.device)
     return lightning_attention_packed_cp(q, k, v, SLOPES, cu, initial_state=initial, **options)
 
 
@@ -264,6 +269,69 @@ def alone(rank: int, dense: Case, ragged: Case) -> None:
 
 def test_a_group_of_one_makes_the_plain_call_and_refusals_come_before_anything_is_sent() -> None:
     run(2, alone, make([[5], [5]]), make([[5], [0], [9]]))
+
+
+def compiled(rank: int, dense: Case, ragged: Case) -> None:
+    for case in (dense, ragged):
+        run_case = partial(attend, case, rank, group=distributed.group.WORLD)
+        # What one rank traces meets what the other calls.
+        called = torch.compile(run_case, fullgraph=True, backend="aot_eager") if rank == 0 else run_case
+        pairs = []
+        for function in (called, run_case):
+            leaves = [part(case, rank, x).clone().requires_grad_() for x in (case.q, case.k, case.v)]
+            results = function(*leaves, case.initial)
+            torch.autograd.backward([*results], [torch.ones_like(x) for x in results])
+            pairs.append([*results, *(leaf.grad for leaf in leaves)])
+        for one, other in zip(*pairs, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+@pytest.mark.torch_compile
+def test_calls_and_their_gradients_compile_as_one_graph() -> None:
+    run(2, compiled, make([[5, 4]]), make([[5, 3], [0, 9]]), deadline=300)
+
+
+def on_gpus(rank: int) -> None:
+    """Longer than a segment, in bfloat16 and in float32, beside one GPU."""
+    torch.manual_seed(0)
+    global SLOPES
+    SLOPES = SLOPES.cuda()
+    for dtype, worst in ((BF16, 2.0**-6), (FP32, 2.0**-14)):
+        for runs in ([[5000, 3001]], [[700, 0], [0, 0], [1, 6000], [40, 30]]):
+            case = make(runs, dtype=dtype, exact=False)
+            case = case._replace(**{name: getattr(case, name).cuda() for name in ("q", "k", "v", "d_out", "initial")})
+            leaves = [part(case, rank, x).contiguous().requires_grad_() for x in (case.q, case.k, case.v)]
+            how = {"group": None, "scale": 0.7, "exact": False}
+            cu = torch.tensor([0, *accumulate([runs[rank] for runs in case.runs])], device="cuda")
+            if case.dense:
+                call = partial(lightning_attention_cp, *leaves, SLOPES, kv_history=case.initial, **how)
+            else:
+                call = partial(lightning_attention_packed_cp, *leaves, SLOPES, cu, initial_state=case.initial, **how)
+            with torch.no_grad():
+                call()
+                check_no_host_sync(call)
+            out, state = call()
+            state = state.reshape(case.initial.shape)
+            torch.autograd.backward([out, state], [part(case, rank, case.d_out), torch.ones_like(state)])
+            cpu = case._replace(**{name: getattr(case, name).cpu() for name in ("q", "k", "v", "d_out", "initial")})
+            outs, states, gradients = wanted_of(cpu, 2, oracle, torch.float64)
+            pairs = [(packed(case, out.detach()), outs[rank]), (state.detach(), states[rank])]
+            pairs += [(packed(case, x.grad), w[cpu.rows(rank)]) for x, w in zip(leaves, gradients, strict=False)]
+            for got, wanted in pairs:
+                error = (got.cpu().double() - wanted).abs().max() / wanted.abs().max() if got.numel() else 0
+                assert error < worst, (runs, dtype, float(error))
+
+
+def oracle(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, lengths: list[int], initial: Tensor, scale: float) -> Any:
+    cu = torch.tensor([0, *accumulate(lengths)])
+    return linear_attention_chunked(q, k, v, slopes.cpu(), cu_seqlens=cu, initial_state=initial, scale=scale)
+
+
+@pytest.mark.gpu
+def test_two_gpus_agree_with_one_process() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    run(2, on_gpus, backend="nccl", deadline=500)
 
 
 def example(rank: int, file: str) -> None:

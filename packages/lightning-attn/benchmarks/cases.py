@@ -8,6 +8,7 @@ keep the house's bound there. A peer's error is recorded beside its time; it mus
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -28,6 +29,7 @@ from lightning_attn import (
     lightning_attention_varlen,
     lightning_commit,
     lightning_decode,
+    lightning_state,
     lightning_verify,
     slopes,
 )
@@ -367,6 +369,36 @@ def ragged_problem(device: torch.device, model: LinearAttention, lengths: Sequen
     )
 
 
+# States alone, of one packed sequence: what context parallelism makes before its all-gather.
+
+
+def state_ours(exact: bool, i: Ragged, plan: Any = None) -> Ours:
+    return Ours((lightning_state(i.k, i.v, i.slopes, i.cu_seqlens, exact=exact, plan=plan),))
+
+
+def state_references(i: Ragged) -> References:
+    heads = sampled(i.k.shape[1])
+    k, v, s, zeros = i.k[:, heads], i.v[:, heads], i.slopes[heads], torch.zeros_like(i.initial[:, heads])
+    exact = linear_attention_chunked(k, k, v, s, cu_seqlens=i.cu_seqlens, chunk_size=256)
+    return References(exact[1:], plain_attention(k, k, v, s, i.cu_seqlens_cpu.tolist(), zeros)[1:])
+
+
+def state_problem(device: torch.device, model: LinearAttention, tokens: int, exact: bool) -> Problem:
+    rates = decays(model, torch.device("cpu")).tolist()
+    read = sum(tokens if exact else min(tokens, math.ceil(24 / rate)) for rate in rates)
+    d, e = model.head_qk, model.head_v
+    return Problem(
+        kind="state",
+        name=f"states {model.name}, n={tokens}" + (", exact" if exact else ""),
+        shape={"model": model.name, "tokens": tokens, "sequences": 1},
+        make_inputs=partial(ragged_inputs, device, model, (tokens,)),
+        call=partial(state_ours, exact),
+        # k and v of the tokens that a head remembers, and the states.
+        bytes_moved=read * (d + e) * DTYPE.itemsize + model.num_heads * d * e * 4,
+        flops=2 * read * d * e,
+    )
+
+
 # The backward: gradients of q, k, v and the first state.
 
 
@@ -654,4 +686,7 @@ def cases(device: torch.device) -> Iterator[Case]:
     yield as_case(decode_problem(device, TP8, 1), {VLLM: decode_vllm}, step_references, at_once)
     yield verify_case(verify_problem(device, MINIMAX_01, 32, 4))
     yield as_case(commit_problem(device, MINIMAX_01, 32, 4), {}, commit_references)
+    for exact in (False, True):
+        owed = Requirement(OURS, speed_at_least=0.8)
+        yield as_case(state_problem(device, MINIMAX_01, 65536, exact), {}, state_references, owed)
     yield memory_case(device, MINIMAX_01, 131072)

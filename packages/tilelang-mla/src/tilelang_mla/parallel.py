@@ -112,20 +112,34 @@ def flash_mla_with_kvcache_cp(
     if heads == "sharded":
         # [world, B, Sq, Hq / world, ..] to heads one rank's behind another's.
         q = all_gather(q, group).movedim(0, 2).flatten(2, 3)
-    batch, seqlen_q = q.shape[:2]
+    seqlen_q = q.shape[1]
     # Where all query tokens see as much, the kernel that knows one length a sequence.
     of_tokens = causal and seqlen_q > 1
     seen = visible_keys(layout, seqlens_k, seqlen_q) if of_tokens else visible_keys(layout, seqlens_k, 1).flatten()
     own = flash_mla_with_kvcache(
         q, kv, seen, block_table, dim_nope, softmax_scale, causal=False, return_lse=True, plan=plan
     )
+    # The gathered q has made all ranks wait for each other.
+    merged = merge_of_ranks(own, group, heads, exchange, ready=heads == "sharded")
+    return merged if return_lse else merged.out
+
+
+def merge_of_ranks(
+    own: AttentionResult, group: Any, heads: str = "sharded", exchange: str = "all_to_all", *, ready: bool = False
+) -> AttentionResult:
+    """Exchange the partial results of all ranks, out [B, Sq, Hq, dim_nope] and lse [B, Hq, Sq], and merge them.
+
+    What :func:`flash_mla_with_kvcache_cp` does behind its kernel; options as there, and ``ready`` as
+    :func:`kernel_reference.collectives.symmetric_all_to_all` takes it.
+    """
+    batch, seqlen_q = own.out.shape[:2]
     merged = exchange_partials(
-        # The gathered q has made all ranks wait for each other.
         Partial(own.out.flatten(0, 1), own.lse.transpose(1, 2).flatten(0, 1)), group, heads=heads, exchange=exchange,
-        ready=heads == "sharded", merge=_merged,
+        ready=ready, merge=_merged,
     )  # fmt: skip
-    out = merged.out.unflatten(0, (batch, seqlen_q))
-    return AttentionResult(out, merged.lse.unflatten(0, (batch, seqlen_q)).transpose(1, 2)) if return_lse else out
+    return AttentionResult(
+        merged.out.unflatten(0, (batch, seqlen_q)), merged.lse.unflatten(0, (batch, seqlen_q)).transpose(1, 2)
+    )
 
 
 def _merged(out: Tensor, lse: Tensor) -> Partial:

@@ -559,12 +559,17 @@ def test_the_house_as_it_is_is_released_installed_and_run(tmp_path: Path, serve:
         shutil.copy(ROOT / name, house)
     make_repository(house)
 
-    # What the packages need of others comes meanwhile, from wherever pip is told to take it.
+    # What the packages need of others comes meanwhile, from wherever pip is told to take it; by uv, a second for torch,
+    # if the noxfile has told it too.
     venv.create(fresh, with_pip=True)
     python = fresh / "bin" / "python"
     pins = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]["runtime"]
     wanted = [pin for pin in pins if pin.startswith(("torch==", "einops=="))]
-    others = subprocess.Popen([python, "-m", "pip", "install", "--quiet", "--no-compile", *wanted], env=ENVIRONMENT)
+    install = [python, "-m", "pip", "install", "--quiet", "--no-compile"]
+    uv = Path(sys.executable).with_name("uv")
+    if uv.exists() and "UV_INDEX_STRATEGY" in ENVIRONMENT:
+        install = [uv, "pip", "install", "--quiet", "--python", python]
+    others = subprocess.Popen([*install, *wanted], env=ENVIRONMENT)
 
     # The session's own command, in this environment, which has what it would install.
     nox = [sys.executable, "-m", "nox", "--no-venv", "--no-install", "-s", "release(shared)", "--"]

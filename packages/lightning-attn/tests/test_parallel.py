@@ -263,6 +263,8 @@ def alone(rank: int, dense: Case, ragged: Case) -> None:
         lightning_attention_cp(q, k, v, SLOPES, group=None, exact=1)
     with pytest.raises(ValueError, match=r"^ed must be without gradient"):
         lightning_attention_cp(q, k, v, SLOPES.clone().requires_grad_(), group=None)
+    with pytest.raises(TypeError, match=r"^ed must be a torch.Tensor, got None"):
+        lightning_attention_cp(q, k, v, None, group=None)
     with validate_values(), pytest.raises(ValueError, match=r"^ed|^slopes"):
         lightning_attention_cp(q, k, v, -SLOPES, group=None)
 

@@ -344,16 +344,16 @@ def lightning_verify(
     """
     scale = as_float("scale", scale)
     numbers = (scale, plan_as_ints(plan, DecodePlan))
-    tensors = {"q": q, "k": k, "v": v, "state_pool": state_pool, "slots": slots, "slopes": slopes, "parents": parents}
+    tensors = {"q": q, "k": k, "v": v, "state_pool": state_pool, "slots": slots, "slopes": slopes}
     try:
-        refuse_derivatives(**tensors, out=out)
+        refuse_derivatives(**tensors, parents=parents, out=out)
         result = _allocate_out(q, v) if out is None else out
         if parents is None:
             _verify(q, k, v, state_pool, slots, slopes, result, *numbers)
         else:
             _verify_tree(q, k, v, state_pool, slots, slopes, parents, result, *numbers)
     except REFUSALS:
-        _explain(check_dense, **given(**tensors, out=out))
+        _explain(check_dense, **tensors, **given(parents=parents, out=out))
         _explain(arguments.check_packed, ("B", "T"), q, k, v)
         raise
     return result
@@ -398,7 +398,7 @@ def lightning_commit(
         else:
             _commit_path(k, v, state_pool, slots, slopes, accepted, path, ints)
     except REFUSALS:
-        _explain(check_dense, **given(**tensors, path=path))
+        _explain(check_dense, **tensors, **given(path=path))
         raise
 
 

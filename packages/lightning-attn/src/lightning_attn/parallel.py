@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from kernel_reference.checks import as_float, check_bool, check_dense, check_no_tangents, fail, given
+from kernel_reference.checks import as_float, check_bool, check_dense, check_no_tangents, fail
 from kernel_reference.collectives import all_gather, world_and_rank
 from kernel_reference.transforms import are_active, check_no_transforms
 from lightning_attn.api import LightningResult, lightning_attention
@@ -124,7 +124,8 @@ def lightning_attention_packed_cp(
 def _check(group: Any, exact: bool, rates: str, tensors: dict[str, Any]) -> int:
     """What must be refused before anything is sent; the ranks of the group."""
     check_bool("exact", exact)
-    check_dense(**given(**tensors))
+    optional = ("kv_history", "initial_state")
+    check_dense(**{name: tensor for name, tensor in tensors.items() if tensor is not None or name not in optional})
     if are_active():
         check_no_transforms(**tensors)
         check_no_tangents(**tensors)

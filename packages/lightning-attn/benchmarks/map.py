@@ -74,8 +74,11 @@ class Given:
         return x.unflatten(0, (len(self.lengths), -1)).transpose(1, 2)
 
 
-def given(device: torch.device, lengths: Sequence[int], heads: int, size: int, dtype: torch.dtype) -> Given:
-    q, k, v = (torch.randn(sum(lengths), heads, size, device=device, dtype=dtype) for _ in range(3))
+def given(
+    device: torch.device, lengths: Sequence[int], heads: int, size: int, dtype: torch.dtype, size_v: int | None = None
+) -> Given:
+    size_v = size_v or size
+    q, k, v = (torch.randn(sum(lengths), heads, width, device=device, dtype=dtype) for width in (size, size, size_v))
     # Those of the slowest decays: they can skip the least.
     rates = slopes(max(heads, MINIMAX_01.num_heads))[-heads:].to(device)
     bounds = torch.tensor([0, *lengths]).cumsum(0)
@@ -88,7 +91,7 @@ def given(device: torch.device, lengths: Sequence[int], heads: int, size: int, d
         slopes=rates,
         cu_seqlens=bounds.to(device, torch.int32),
         cu_seqlens_cpu=bounds,
-        pool=torch.randn(count, heads, size, size, device=device),
+        pool=torch.randn(count, heads, size, size_v, device=device),
         slots=torch.randperm(count, device=device, dtype=torch.int32),
         goes_on=torch.ones(count, device=device, dtype=torch.bool),
     )
@@ -127,7 +130,8 @@ def case_of(
     heads, size = point["heads"], point["head size"]
     tokens, sequences = more.pop("tokens"), more.pop("sequences")
     itemsize = getattr(torch, point["dtype"]).itemsize
-    states = sequences * heads * size * size * 4
+    size_v = point.get("head size of v", size)
+    states = sequences * heads * size * size_v * 4
     return Case(
         name=name,
         shape={},
@@ -137,16 +141,18 @@ def case_of(
         check=more.pop("check", check),
         # The bound is the check's own, which raises.
         tolerance=float("inf"),
-        bytes_moved=4 * tokens * heads * size * itemsize + more.pop("states", 2) * states,
-        flops=tokens * heads * 8 * size * size if tokens > sequences else 0,
+        bytes_moved=2 * tokens * heads * (size + size_v) * itemsize + more.pop("states", 2) * states,
+        flops=tokens * heads * 8 * size * size_v if tokens > sequences else 0,
     )
 
 
 # Prompts of one length, from no state: what engines call lightning_attention with.
 
 
-def prompts(device: torch.device, lengths: Sequence[int], heads: int, size: int, dtype: torch.dtype) -> Given:
-    i = given(device, lengths, heads, size, dtype)
+def prompts(
+    device: torch.device, lengths: Sequence[int], heads: int, size: int, dtype: torch.dtype, size_v: int | None = None
+) -> Given:
+    i = given(device, lengths, heads, size, dtype, size_v)
     i.bhnd = [i.batched(x).contiguous() for x in (i.q, i.k, i.v)]
     i.vllm = [x.float() for x in i.bhnd] if has_peer("vllm") else ()
     return i
@@ -176,7 +182,8 @@ def prefill_point(device: torch.device, point: Point) -> Case:
         out, kv = lightning_attention(*i.bhnd, i.slopes)
         return Result(out, kv[:, :, -1], most)
 
-    make = partial(prompts, device, lengths, point["heads"], point["head size"], getattr(torch, point["dtype"]))
+    dtype, size_v = getattr(torch, point["dtype"]), point.get("head size of v")
+    make = partial(prompts, device, lengths, point["heads"], point["head size"], dtype, size_v)
     sizes = {"tokens": sum(lengths), "sequences": len(lengths), "states": 1, "check": partial(check, from_zero=True)}
     return case_of("prefill", point, make, ours, {FLA: prefill_fla, VLLM_PREFILL: prefill_vllm}, **sizes)
 

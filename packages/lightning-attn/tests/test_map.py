@@ -6,12 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from kernel_reference.bench.dry import rehearse
+from kernel_reference.bench.dry import DryBench, rehearse
+from kernel_reference.bench.run import load_module
 
 MAP = Path(__file__).parents[1] / "benchmarks" / "map.py"
+CLIFFS = MAP.with_name("cliffs.py")
 
 
 @pytest.mark.skipif(not MAP.is_file(), reason="an sdist has no benchmarks")
 def test_every_point_of_the_maps_is_a_case_and_the_smallest_are_right() -> None:
     counts = rehearse(MAP)
     assert 40 <= sum(counts.values()) <= 90
+
+
+@pytest.mark.skipif(not CLIFFS.is_file(), reason="an sdist has no benchmarks")
+def test_every_cliff_is_a_case_that_owes_a_speed() -> None:
+    cases = [*load_module(CLIFFS, "cases(device)").cases(DryBench().device)]
+    assert len({case.name for case in cases}) == len(cases) >= 60
+    assert all(case.requirements for case in cases)

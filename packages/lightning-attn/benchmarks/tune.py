@@ -32,7 +32,7 @@ SEGMENTS = (0, 512, 1024, 2048, 4096, 8192)
 def in_use(problem: cases.Problem, heads: Heads, limits: DeviceLimits) -> Plan:
     """The plan that the package makes for the benchmark's inputs: in bfloat16, packed, aligned."""
     if problem.kind in ("prefill", "varlen", "backward"):
-        return plan_prefill(heads, True, limits, suits_tma=True)
+        return plan_prefill(heads, "bfloat16", limits, suits_tma=True)
     return plan_decode(heads, limits)
 
 
@@ -50,7 +50,7 @@ def searches(used: Plan, heads: Heads, limits: DeviceLimits) -> list[tuple[Plan,
     found: list[tuple[Plan, list[Changes]]] = []
     if used.hopper:
         found.append((used, [changes(num_stages=(2, 3, 4, 5, 6)), changes(segment=SEGMENTS)]))
-    portable = plan_prefill(heads, True, limits, suits_tma=False)
+    portable = plan_prefill(heads, "bfloat16", limits, suits_tma=False)
     tiles = changes(chunk=(16, 32, 64), block_e=(16, 32, 64, 128), block_d=(32, 64, 128))
     found.append((portable, [tiles, changes(num_warps=(2, 4, 8), num_stages=(1, 2, 3)), changes(segment=SEGMENTS)]))
     return found

@@ -68,7 +68,7 @@ def interpreted() -> Iterator[Row]:
     out, kv = torch.empty_like(prompt[2]), torch.empty(1, model.num_heads, 1, model.head_qk, model.head_v)
     tensors = Attention(*prompt, decays, None, out, kv)
     problem = arguments.check_attention(tensors, 1.0)
-    run = launch.prepare_attention(problem, plan_prefill(heads, True, a_gpu), tensors)
+    run = launch.prepare_attention(problem, plan_prefill(heads, "bfloat16", a_gpu), tensors)
     run(tensors)
     duration = median_ms(lambda: run(tensors), device, 2, "prefill, interpreted")
     error = _error(out, exact[:, :, :tokens])

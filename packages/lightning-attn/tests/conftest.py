@@ -288,6 +288,58 @@ class Tensors:
         forms = [self.padded(q, k, v, slopes, initial, scale, form) for form in (exact, plain, otherwise)]
         return Attended(*[Wanted(*pair) for pair in zip(*forms, strict=True)])
 
+    def check_powers(self, attention: Any, gradients: Any, size: int, tokens: int, powers: Sequence[int]) -> None:
+        """In float16, the powers of two that the inputs of :class:`Kernels`' functions are multiplied by are those that
+        the results are, bit for bit: as in float32, whatever happens in between.
+        """
+        of_q, of_k, of_v, of_d_out, of_scale = powers
+        shape = (1, 2, tokens, size)
+        # From 1 to 2, so that none leaves the normal range.
+        mantissas = [(1 + torch.randint(0, 1024, shape) / 1024) * torch.randn(shape).sign() for _ in range(4)]
+        history, d_state = (self.normal(1, 2, size, size) for _ in range(2))
+        slopes = torch.tensor([0.005, 0.0], device=self.device)
+
+        def results(*powers: int) -> list[Tensor]:
+            q, k, v, d_out = (
+                (x * 2.0**power).to(self.device, torch.float16) for x, power in zip(mantissas, powers[:4], strict=True)
+            )
+            of_q, of_k, of_v, of_d_out, of_scale = powers
+            before = history * 2.0 ** (of_k + of_v)
+            after = d_state * 2.0 ** (of_q + of_d_out + of_scale)
+            scale = 0.75 * 2.0**of_scale
+            return [
+                *attention(q, k, v, slopes, before, scale),
+                *gradients(q, k, v, slopes, before, d_out, after, scale),
+            ]
+
+        moved = {
+            "out": of_q + of_k + of_v + of_scale, "the state": of_k + of_v, "dq": of_k + of_v + of_d_out + of_scale,
+            "dk": of_q + of_v + of_d_out + of_scale, "dv": of_q + of_k + of_d_out + of_scale,
+            "d_history": of_q + of_d_out + of_scale,
+        }  # fmt: skip
+        for (name, power), got, base in zip(moved.items(), results(*powers), results(0, 0, 0, 0, 0), strict=True):
+            wanted = base.double() * 2.0**power
+            limits = torch.finfo(got.dtype)
+            normal = wanted.abs() >= limits.smallest_normal
+            assert wanted.abs().max() <= limits.max, name
+            assert torch.equal(got.double()[normal], wanted[normal]), name
+            assert ((got.double() - wanted).abs() <= limits.smallest_normal * limits.eps).all(), name
+
+
+# Powers of two that q, k, v, the output's gradient and the scale are multiplied by: results stay in the range of
+# float16, or most of them do, and what they are made of would not.
+_POWERS = {
+    "scores above": (7, 7, -12, -12, 0), "a state above": (-14, 9, 10, -13, 0), "scores below": (-12, -12, 12, 4, 0),
+    "a state below": (14, -12, -12, 2, 0), "a small scale": (14, 10, 0, 0, -20),
+    "a large scale": (-14, -12, -2, -2, 20),
+}  # fmt: skip
+
+
+@pytest.fixture(params=_POWERS.values(), ids=_POWERS)
+def powers(request: pytest.FixtureRequest) -> Sequence[int]:
+    """For :meth:`Tensors.check_powers`."""
+    return request.param
+
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Iterator[None]:

@@ -40,9 +40,9 @@ LIMITS = {
 # cores, in more registers than there are.
 SMALL_LIMITS = {
     "sm_75": DeviceLimits(40, 65536),
-    "sm_86": DeviceLimits(84, 101376),
-    "sm_89": DeviceLimits(142, 101376),
-    "sm_120": DeviceLimits(170, 101376, blackwell=True, dependent_launch=True),
+    "sm_86": DeviceLimits(84, 101376, tf32=True),
+    "sm_89": DeviceLimits(142, 101376, tf32=True),
+    "sm_120": DeviceLimits(170, 101376, blackwell=True, dependent_launch=True, tf32=True),
 }
 MINIMAX = Heads(MINIMAX_01.num_heads, MINIMAX_01.num_heads, MINIMAX_01.head_qk, MINIMAX_01.head_v)
 MINIMAX_TP8 = Heads(8, 8, MINIMAX_01.head_qk, MINIMAX_01.head_v)
@@ -78,7 +78,7 @@ def all_specs(target: str) -> Iterator[KernelSpec]:
         v = empty(1, heads.num_heads, rows, heads.head_v, dtype=dtype)
         out, state = torch.empty_like(v), empty(1, heads.num_heads, 1, heads.head_qk, heads.head_v, dtype=torch.float32)
         rates, history = empty(heads.num_heads, dtype=torch.float32), state[:, :, 0]
-        plan = plan or plan_prefill(heads, dtype == torch.bfloat16, limits, suits_tma=True)
+        plan = plan or plan_prefill(heads, str(dtype).removeprefix("torch."), limits, suits_tma=True)
         if forward:
             calls = launches("attention", (q, k, v, rates, history, out, state), (1.0,), plan)
             for i, call in enumerate(calls):
@@ -101,7 +101,7 @@ def all_specs(target: str) -> Iterator[KernelSpec]:
         has = empty(sequences, dtype=torch.bool)
         marks = [empty(sequences, snapshots, dtype=torch.int32) if snapshots else None for _ in range(2)]
         rates = empty(heads.num_heads, dtype=torch.float32)
-        plan = plan or plan_prefill(heads, dtype == torch.bfloat16, limits, True, snapshots > 0)
+        plan = plan or plan_prefill(heads, str(dtype).removeprefix("torch."), limits, True, snapshots > 0)
         given = (q, k, v, rates, cu, pool, slots, has, *marks, out)
         for i, call in enumerate(launches("varlen", given, (False, 1.0), plan)):
             yield KernelSpec.of_launch(*call, name=f"{name}, ragged {i}")
@@ -135,7 +135,7 @@ def all_specs(target: str) -> Iterator[KernelSpec]:
         if keeps:
             packed = tensors.Packed(k, k, v, rates, cu, state, torch.empty_like(v), state)
             problem = packed_arguments.check_packed_attention(packed, 1.0)
-            prefill = plan_prefill(heads, dtype == torch.bfloat16, limits)
+            prefill = plan_prefill(heads, str(dtype).removeprefix("torch."), limits)
             calls.append(recorded_launches(packed_launch.prepare_packed(problem, prefill, packed), packed)[-1])
         for i, call in enumerate(calls):
             yield KernelSpec.of_launch(*call, name=f"{name}, states {i}")
@@ -159,11 +159,12 @@ def all_specs(target: str) -> Iterator[KernelSpec]:
         yield from branching("MiniMax-01", MINIMAX, plan_decode(MINIMAX, limits))
     yield from of_states if target in ("sm_90", "sm_100") else [next(of_states)]
     yield next(states("float32", MINIMAX, torch.float32, keeps=False))
-    yield from dense("MiniMax-01", MINIMAX, torch.bfloat16, plan_prefill(MINIMAX, True, limits), forward=True)
+    yield from dense("MiniMax-01", MINIMAX, torch.bfloat16, plan_prefill(MINIMAX, "bfloat16", limits), forward=True)
     yield from dense("head sizes 80 and 48", NARROW_KEYS, torch.bfloat16)
     yield from dense("float16", MINIMAX, torch.float16)
+    yield from dense("token by token", MINIMAX, torch.float32, PrefillPlan(1, 16, 0, 1, 1, block_d=128))
     yield from ragged(
-        "MiniMax-01 TP8", MINIMAX_TP8, torch.bfloat16, 2, plan_prefill(MINIMAX_TP8, True, limits, snapshots=True)
+        "MiniMax-01 TP8", MINIMAX_TP8, torch.bfloat16, 2, plan_prefill(MINIMAX_TP8, "bfloat16", limits, snapshots=True)
     )
     yield from ragged("head sizes of 256", WIDE, torch.bfloat16, 0)
     yield from ragged("head sizes of 256 in float32", WIDE, torch.float32, 0)
@@ -191,7 +192,10 @@ def reports() -> list[Report]:
 
 
 def test_every_kernel_compiles_for_every_target_without_spills_or_traps(reports: list[Report]) -> None:
-    assert_clean(reports)
+    float32 = [report for report in reports if "in float32" in report.spec]
+    # TF32 parts of a state of 256 rows: 40 bytes on sm_100.
+    assert_clean(float32, most_stack=48)
+    assert_clean([report for report in reports if report not in float32])
     assert {report.target for report in reports} == set(TARGETS)
 
 
@@ -225,3 +229,46 @@ def test_prefill_in_bfloat16_multiplies_on_tensor_cores(reports: list[Report]) -
 
 def test_no_kernel_is_left_out() -> None:
     assert {spec.kernel for spec in specs("sm_90")} == launched_kernels(lightning_attn)
+
+
+def batches(heads: Heads, dtype: torch.dtype, snapshots: bool) -> Iterator[tuple[Launch, tuple[Any, ...]]]:
+    """The launches of a layer's life on sm_90: ragged batches of every kind, and decoding.
+
+    Who keeps snapshots always says at which positions, -1 where there are none.
+    """
+    limits = LIMITS["sm_90"]
+    prefill = plan_prefill(heads, str(dtype).removeprefix("torch."), limits, suits_tma=True, snapshots=snapshots)
+    pool = empty(300, heads.num_heads, heads.head_qk, heads.head_v, dtype=torch.float32)
+    rates = empty(heads.num_heads, dtype=torch.float32)
+
+    def rows(count: int) -> list[torch.Tensor]:
+        """q, k, v and out."""
+        q, k = (empty(count, heads.num_heads_qk, heads.head_qk, dtype=dtype) for _ in range(2))
+        v = empty(count, heads.num_heads_v, heads.head_v, dtype=dtype)
+        return [q, k, v, empty(count, heads.num_heads, heads.head_v, dtype=dtype)]
+
+    for sequences, tokens in ((1, 1), (1, 16), (1, 4097), (2, 4096), (16, 16), (17, 999), (128, 128), (255, 3000)):
+        q, k, v, out = rows(tokens)
+        cu, slots = empty(sequences + 1, dtype=torch.int32), empty(sequences, dtype=torch.int32)
+        for marks in (1, 2, 16) if snapshots else (0,):
+            wanted = [empty(sequences, marks, dtype=torch.int32) if marks else None for _ in range(2)]
+            given = (q, k, v, rates, cu, pool, slots, empty(sequences, dtype=torch.bool), *wanted, out)
+            yield from launches("varlen", given, (False, 1.0), prefill)
+    for sequences in (1, 2, 15, 16, 17, 64, 256):
+        q, k, v, out = rows(sequences)
+        given = (q, k, v, pool, empty(sequences, dtype=torch.int32), rates, out)
+        yield from launches("decode", given, (1.0,), plan_decode(heads, limits))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("heads", [MINIMAX, MINIMAX_TP8, Heads(8, 8, 96, 96), Heads(32, 32, 72, 72), WIDE], ids=str)
+@pytest.mark.parametrize("snapshots", [False, True], ids=["", "snapshots"])
+def test_a_layer_takes_at_most_6_kernels_whatever_its_batches(
+    heads: Heads, dtype: torch.dtype, snapshots: bool
+) -> None:
+    kernels = set()
+    for call in batches(heads, dtype, snapshots):
+        spec = KernelSpec.of_launch(*call)
+        parts = (spec.signature, spec.constexprs, spec.options, spec.aligned)
+        kernels.add((spec.kernel, *(repr(sorted(part.items()) if isinstance(part, dict) else part) for part in parts)))
+    assert len(kernels) <= 6, sorted(kernels)

@@ -369,16 +369,14 @@ def test_bad_input_is_named_with_what_it_must_be_and_what_it_was_and_nothing_is_
     assert_kept(before)
 
 
-@pytest.mark.parametrize("function", [function for function, kind in PLAN_OF.items() if kind is PrefillPlan])
-def test_a_plan_whose_products_would_round_float16_and_float32_is_refused(device, function) -> None:
-    arguments = good(function, device)
-    in_chunks = PrefillPlan(16, 16, 0, 4, 1)
-    FUNCTIONS[function](**{**arguments, "plan": in_chunks})
-    for dtype in (torch.float16, torch.float32):
-        changed = {name: x.to(dtype) for name, x in arguments.items() if name in ("q", "k", "v", "out")}
-        FUNCTIONS[function](**{**arguments, **changed, "plan": PrefillPlan(1, 16, 0, 1, 1)})
-        with pytest.raises(ValueError, match=r"^plan must be of chunk 1 for torch\.float(16|32)"):
-            FUNCTIONS[function](**{**arguments, **changed, "plan": in_chunks})
+def test_a_plan_for_hopper_is_refused_for_float32_alone(device) -> None:
+    plan = PrefillPlan(64, 64, 0, 4, 4, block_d=64, hopper=True)
+    slopes = torch.ones(1, device=device)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        x = torch.zeros(1, 1, 2, 64, dtype=dtype, device=device)
+        says = pytest.raises(ValueError, match=r"^plan must be without hopper for torch\.float32, got PrefillPlan")
+        with says if dtype == torch.float32 else nullcontext():
+            lightning_attn.lightning_attention(x, x, x, slopes, plan=plan)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)

@@ -6,6 +6,7 @@ among it, is for the tests on a GPU and for test_codegen.py.
 
 from __future__ import annotations
 
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -19,7 +20,9 @@ from lightning_attn.plan import PrefillPlan
 
 @pytest.fixture(scope="module")
 def hopper() -> ModuleType:
-    return gluon.shadow(*(f"lightning_attn.kernels.{name}" for name in ("decay", "schedule", "hopper")))[-1]
+    return gluon.shadow(*(f"lightning_attn.kernels.{name}" for name in ("decay", "schedule", "hopper_rows", "hopper")))[
+        -1
+    ]
 
 
 @pytest.fixture(autouse=True)
@@ -41,13 +44,21 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch, hopper: ModuleType, device: torc
     monkeypatch.setattr(launch, "TmaLaunch", Launch)
 
 
-@pytest.mark.parametrize("sizes", [(64, 64), (64, 128), (128, 64)], ids=str)
+@pytest.mark.parametrize(("sizes", "dtype"), [
+    ((64, 64), torch.bfloat16), ((64, 128), torch.float16), ((128, 64), torch.bfloat16),
+], ids=str)  # fmt: skip
 @pytest.mark.parametrize(("segment", "stages"), [(0, 4), (0, 2), (64, 3), (128, 4)])
-def test_the_kernel_for_sm_90_is_the_recurrence(tensors, kernels, segment, stages, sizes) -> None:
+def test_the_kernel_for_sm_90_is_the_recurrence(tensors, kernels, segment, stages, sizes, dtype) -> None:
     plan = PrefillPlan(64, 64, segment, 4, stages, block_d=sizes[0], hopper=True)
     batch = tensors.ragged(
-        [1, 200, 0, 64, 70], heads=(1, 2), sizes=sizes, dtype=torch.bfloat16, slots=[3, 7, 1, -1, 0], num_slots=12,
+        [1, 200, 0, 64, 70], heads=(1, 2), sizes=sizes, dtype=dtype, slots=[3, 7, 1, -1, 0], num_slots=12,
         initial=[True, False, True, True, True], rows_after=5,
     )  # fmt: skip
-    positions = [[-1, 1], [128, 130], [-1, -1], [-1, -1], [64, 70]]
+    # With snapshots a sequence of one token is a chunk too.
+    positions = [[-1, 1], [128, 130], [-1, -1], [-1, -1], [64, 70]] if stages > 2 else None
     batch.check(snapshots=kernels.prefill(batch, plan, positions))
+
+
+def test_powers_of_two_come_through_float16_on_sm_90(tensors, kernels, powers) -> None:
+    plan = PrefillPlan(64, 64, 0, 4, 2, block_d=64, hopper=True)
+    tensors.check_powers(partial(kernels.attention, plan), partial(kernels.gradients, plan), 64, 80, powers)

@@ -513,7 +513,7 @@ def test_sequences_of_a_model_have_the_same_bits_whatever_is_beside_them(make, m
     lengths = [5000, 1, 2048, 2049, 0, 777, 1, 4097]
     given = batch_of(make, lengths, model.num_heads, (model.head_qk, model.head_v), dtype)
     if dtype == BF16:
-        plan = plan_prefill(lightning_attn.plan.Heads(8, 8, 128, 128), True, H200, suits_tma=True)
+        plan = plan_prefill(lightning_attn.plan.Heads(8, 8, 128, 128), "bfloat16", H200, suits_tma=True)
         assert plan.segment == 2048
     groups = [[0], [2], [3], [7], [7, 0], [1, 3, 5], [6, 5, 4, 3, 2, 1, 0]]
     check_neighbours(given, None, by_public_function, groups)

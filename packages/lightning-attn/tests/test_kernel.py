@@ -20,15 +20,16 @@ from hypothesis import strategies as st
 
 import lightning_attn
 from kernel_reference.dispatch import PreparedLaunches
+from kernel_reference.testing.codegen import recorded_launches
 from kernel_reference.testing.guards import assert_bitwise_equal
 from lightning_attn import launch, ops
-from lightning_attn.kernels import decay
+from lightning_attn.kernels import chunked, decay
 from lightning_attn.plan import DecodePlan, DeviceLimits, Heads, PrefillPlan, power_of_two_at_least
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = (BF16, FP16, FP32)
-H200 = DeviceLimits(132, 232448, hopper=True, dependent_launch=True)
+H200 = DeviceLimits(132, 232448, hopper=True, dependent_launch=True, tf32=True)
 gpu = pytest.mark.gpu
 
 
@@ -44,7 +45,7 @@ def name_of(value: Any) -> str:
 
 
 def by_token(block_e: int = 16, num_warps: int = 1, block_d: int = 32) -> PrefillPlan:
-    """The plan of float16 and float32, for heads of at most ``block_d``."""
+    """Token by token, for heads of at most ``block_d``."""
     return PrefillPlan(1, block_e, 0, num_warps, 1, block_d=block_d)
 
 
@@ -65,7 +66,7 @@ def portable_branches() -> list[Any]:
                     continue
                 turn = i + j + segment // chunk
                 plan = PrefillPlan(chunk, block_e, segment, 4, 1 + turn % 3, block_d=(16, 32, 16, 128)[(j + turn) % 4])
-                branches.append((plan, BF16, ((2, 2), (2, 1), (1, 2))[j]))
+                branches.append((plan, DTYPES[(turn + i) % 3], ((2, 2), (2, 1), (1, 2))[j]))
     for i, (block_e, num_warps) in enumerate(((16, 1), (32, 4), (64, 2))):
         for j, dtype in enumerate(DTYPES):
             if INTERPRETED and (i + j) % 2:
@@ -110,8 +111,8 @@ def test_every_branch_of_the_ragged_walk_is_the_recurrence(tensors, kernels, pla
 # The ways of walking, each with a dtype that takes it.
 WAYS = {
     "in one go": (PrefillPlan(16, 16, 0, 4, 2, block_d=16), BF16),
-    "segments": (PrefillPlan(16, 16, 48, 4, 1, block_d=16), BF16),
-    "by token": (by_token(block_d=16), FP16),
+    "segments": (PrefillPlan(16, 16, 48, 4, 1, block_d=16), FP16),
+    "by token": (by_token(block_d=16), FP32),
 }
 every_way = pytest.mark.parametrize(("plan", "dtype"), WAYS.values(), ids=WAYS)
 
@@ -249,9 +250,9 @@ def check_dense(tensors, kernels, plan, batch, heads, tokens, sizes, dtype, carr
 
 
 @pytest.mark.parametrize(("plan", "dtype"), [
-    (PrefillPlan(16, 16, 0, 4, 1, 16), BF16), (PrefillPlan(16, 32, 16, 4, 2, 32), BF16),
-    (PrefillPlan(32, 64, 0, 4, 3, 64), BF16), (PrefillPlan(32, 16, 32, 4, 2, 16), BF16),
-    (PrefillPlan(64, 64, 64, 4, 2, 128), BF16), (PrefillPlan(64, 16, 128, 4, 1, 16), BF16),
+    (PrefillPlan(16, 16, 0, 4, 1, 16), FP16), (PrefillPlan(16, 32, 16, 4, 2, 32), BF16),
+    (PrefillPlan(32, 64, 0, 4, 3, 64), FP32), (PrefillPlan(32, 16, 32, 4, 2, 16), FP16),
+    (PrefillPlan(64, 64, 64, 4, 2, 128), BF16), (PrefillPlan(64, 16, 128, 4, 1, 16), FP32),
     (by_token(16, 1), FP16), (by_token(32, 4), FP32), (replace(by_token(64, 2), num_stages=2), FP32),
     (replace(by_token(16, 2, 64), num_stages=2), FP16),
 ], ids=name_of)  # fmt: skip
@@ -263,6 +264,12 @@ def test_every_branch_of_the_dense_walk_and_its_gradients_is_the_recurrence(tens
         # The largest error of few numbers says little where all of them are roundings of float32.
         heads = 6
     check_dense(tensors, kernels, plan, batch, heads, tokens, SIZES, dtype, carried)
+
+
+@pytest.mark.parametrize("segment", [0, 16])
+def test_powers_of_two_come_through_float16(tensors, kernels, powers, segment) -> None:
+    plan = PrefillPlan(16, 16, segment, 4, 1, block_d=16)
+    tensors.check_powers(partial(kernels.attention, plan), partial(kernels.gradients, plan), 16, 20, powers)
 
 
 @pytest.mark.parametrize("tokens", [1, 15, 16, 32])
@@ -460,7 +467,7 @@ def makes(draw) -> Make:
         plan, dtype = by_token(block_e, 2, 64), draw(st.sampled_from(DTYPES))
     else:
         segment, block_d = draw(st.sampled_from([0, chunk, 3 * chunk])), draw(st.sampled_from([16, 32, 64]))
-        plan, dtype = PrefillPlan(chunk, block_e, segment, 4, 2, block_d), BF16
+        plan, dtype = PrefillPlan(chunk, block_e, segment, 4, 2, block_d), draw(st.sampled_from(DTYPES))
     size = st.integers(16, 40)
     return Make(
         plan, draw(st.sampled_from([(1, 1), (1, 2), (2, 1), (3, 1)])), (draw(size), draw(size)),
@@ -638,12 +645,29 @@ def test_a_gradient_that_tma_cannot_address_takes_the_devices_plan(tensors, kern
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize("size", [16, 48, 64, 96, 128, 192, 256])
-def test_only_bfloat16_of_head_sizes_64_and_128_goes_to_the_kernel_for_hopper(
+def test_only_16_bits_of_head_sizes_64_and_128_go_to_the_kernel_for_hopper(
     tensors, kernels, monkeypatch, size, dtype
 ) -> None:
     walks = Walks(monkeypatch)
     run_packed(tensors, kernels, *(packed(tensors, dtype, size=size) for _ in range(4)))
-    assert walks.on_hopper == [dtype == BF16 and size in (64, 128)]
+    assert walks.on_hopper == [dtype != FP32 and size in (64, 128)]
+
+
+@pytest.mark.parametrize(("dtype", "limits", "products"), [
+    (BF16, H200, None), (FP16, H200, None), (FP32, H200, "tf32x3"), (FP32, replace(H200, tf32=False), "ieee"),
+], ids=["bfloat16", "float16", "float32", "float32 without TF32"])  # fmt: skip
+def test_products_of_float32_are_as_good_as_its_own(tensors, kernels, monkeypatch, dtype, limits, products) -> None:
+    """Of the output and of a segment's state: on a GPU the default would be one product of TF32."""
+    monkeypatch.setattr(launch, "device_limits", lambda device: limits)
+    # One row for all, which TMA cannot address.
+    q, k, v = (packed(tensors, dtype)[:1].expand(4096, 2, 64) for _ in range(3))
+    out = torch.empty(4096, 2, 64, dtype=dtype, device=tensors.device)
+    pool = torch.zeros(1, 2, 64, 64, device=tensors.device)
+    cu, slots = (torch.tensor(numbers, dtype=torch.int32, device=tensors.device) for numbers in ([0, 4096], [0]))
+    given_tensors = (q, k, v, tensors.slopes(2), cu, pool, slots, None, None, None, out)
+    run, group = kernels.prepare("varlen", given_tensors, False, 1.0)
+    with_products = [call for call, _ in recorded_launches(run, group) if call.kernel is not chunked.carry_states]
+    assert [call.rest[-1].PRECISION for call in with_products] == [products] * 2
 
 
 def test_aligned_and_unaligned_tensors_each_find_their_own_launch(tensors, kernels, monkeypatch) -> None:

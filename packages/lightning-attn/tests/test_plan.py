@@ -26,18 +26,19 @@ from lightning_attn.plan import (
 )
 
 KIB = 1024
-H200 = DeviceLimits(132, 227 * KIB, hopper=True, dependent_launch=True)
-A100 = DeviceLimits(108, 163 * KIB)
-CONSUMER = DeviceLimits(84, 99 * KIB)
-RTX_50 = DeviceLimits(170, 99 * KIB, blackwell=True, dependent_launch=True)
+H200 = DeviceLimits(132, 227 * KIB, hopper=True, dependent_launch=True, tf32=True)
+A100 = DeviceLimits(108, 163 * KIB, tf32=True)
+CONSUMER = DeviceLimits(84, 99 * KIB, tf32=True)
+RTX_50 = DeviceLimits(170, 99 * KIB, blackwell=True, dependent_launch=True, tf32=True)
 T4 = DeviceLimits(40, 64 * KIB)
 MI300X = DeviceLimits(304, 64 * KIB)
-B200 = DeviceLimits(148, 227 * KIB, blackwell=True, dependent_launch=True)
+B200 = DeviceLimits(148, 227 * KIB, blackwell=True, dependent_launch=True, tf32=True)
 DEVICES = {
     "H200": H200, "A100": A100, "a consumer GPU": CONSUMER, "MI300X": MI300X, "B200": B200, "one core": DeviceLimits(1),
     "RTX 50": RTX_50, "T4": T4,
 }  # fmt: skip
 on_every_device = pytest.mark.parametrize("limits", DEVICES.values(), ids=DEVICES)
+DTYPES = ("bfloat16", "float16", "float32")
 SIZES = (16, 17, 31, 32, 33, 48, 64, 65, 80, 96, 100, 128, 129, 192, 250, 255, 256)
 MINIMAX = Heads(MINIMAX_01.num_heads, MINIMAX_01.num_heads, MINIMAX_01.head_qk, MINIMAX_01.head_v)
 TP8 = replace(MINIMAX, num_heads_qk=8, num_heads_v=8)
@@ -45,9 +46,10 @@ TP8 = replace(MINIMAX, num_heads_qk=8, num_heads_v=8)
 
 def prefill_plans(limits: DeviceLimits):
     """Plans of every arithmetic, head size and number of heads, for Hopper's kernel or not, for snapshots or not."""
-    for d, e, heads, as_16_bits, hopper, snapshots in itertools.product(SIZES, SIZES, (1, 8, 64), *[(False, True)] * 3):
+    some = (1, 8, 64)
+    for d, e, heads, dtype, *flags in itertools.product(SIZES, SIZES, some, DTYPES, (False, True), (False, True)):
         shape = Heads(heads, heads, d, e)
-        yield shape, as_16_bits, plan_prefill(shape, as_16_bits, limits, hopper, snapshots)
+        yield shape, dtype, plan_prefill(shape, dtype, limits, *flags)
 
 
 @on_every_device
@@ -60,21 +62,21 @@ def test_the_plan_of_any_heads_is_one_that_covers_them(limits: DeviceLimits) -> 
 @on_every_device
 def test_segments_are_whole_chunks_at_all_head_sizes(limits: DeviceLimits) -> None:
     for d, e in itertools.product(range(16, 257, 3), range(16, 257, 3)):
-        for as_16_bits, hopper in itertools.product((False, True), repeat=2):
-            plan = plan_prefill(Heads(8, 8, d, e), as_16_bits, limits, hopper)
+        for dtype, hopper in itertools.product(DTYPES, (False, True)):
+            plan = plan_prefill(Heads(8, 8, d, e), dtype, limits, hopper)
             assert plan.segment % plan.chunk == 0
             assert plan.segment == 0 or plan.segment >= 4 * plan.chunk
 
 
 @on_every_device
 def test_blocks_are_powers_of_two_that_waste_less_than_half_of_a_state(limits: DeviceLimits) -> None:
-    for shape, as_16_bits, plan in prefill_plans(limits):
+    for shape, _, plan in prefill_plans(limits):
         assert 16 <= plan.block_e <= 64
         assert 16 <= plan.block_d <= 256
         assert plan.block_e < 2 * shape.head_v
         assert plan.block_d < 2 * shape.head_qk
-        # A tensor core's products are of 16 at least; float16 and float32 are walked token by token.
-        assert 16 <= plan.chunk <= 64 if as_16_bits else plan.chunk == 1
+        # A tensor core's products are of 16 at least.
+        assert 16 <= plan.chunk <= 64
     for e in SIZES:
         block_e = plan_decode(Heads(1, 1, 64, e), limits).block_e
         assert 16 <= block_e <= 64
@@ -84,45 +86,43 @@ def test_blocks_are_powers_of_two_that_waste_less_than_half_of_a_state(limits: D
 @on_every_device
 def test_stages_fit_the_shared_memory_that_there_is(limits: DeviceLimits) -> None:
     """Counted by hand: q, k and v of each stage, and at the least a chunk's scores and weighted values."""
-    for shape, as_16_bits, plan in prefill_plans(limits):
-        if not as_16_bits:
-            # A walk by token holds nothing in shared memory but sums.
-            assert plan.num_stages == 1
-            continue
+    for shape, dtype, plan in prefill_plans(limits):
+        itemsize = 4 if dtype == "float32" else 2
         # Without copies ahead a piece of a chunk is held at a time.
         pieces = cdiv(shape.head_qk, plan.block_d) if plan.num_stages > 1 else 1
-        tile = plan.chunk * (2 * pieces * plan.block_d + plan.block_e) * 2
-        operands = plan.chunk * (plan.chunk + plan.block_e) * 2
+        tile = plan.chunk * (2 * pieces * plan.block_d + plan.block_e) * itemsize
+        operands = plan.chunk * (plan.chunk + plan.block_e) * itemsize
         assert plan.num_stages * tile + operands <= limits.shared_memory, (shape, plan)
 
 
 def test_less_shared_memory_never_means_more_stages() -> None:
     for d, e in itertools.product(SIZES, SIZES):
-        for as_16_bits in (False, True):
+        for dtype in DTYPES:
             stages = [
-                plan_prefill(Heads(8, 8, d, e), as_16_bits, DeviceLimits(100, kib * KIB)).num_stages
+                plan_prefill(Heads(8, 8, d, e), dtype, DeviceLimits(100, kib * KIB)).num_stages
                 for kib in (16, 64, 99, 163, 227)
             ]
             assert stages == sorted(stages)
 
 
-def test_hoppers_kernel_takes_bfloat16_of_its_head_sizes_where_strides_and_device_allow_it() -> None:
+def test_hoppers_kernel_takes_16_bits_of_its_head_sizes_where_strides_and_device_allow_it() -> None:
     asked = Heads(64, 64, 128, 128)
-    plan = plan_prefill(asked, True, H200, suits_tma=True)
+    plan = plan_prefill(asked, "bfloat16", H200, suits_tma=True)
     assert plan == PrefillPlan(64, 64, 0, 4, 4, block_d=128, hopper=True)
-    assert not plan_prefill(asked, True, H200, suits_tma=False).hopper
-    assert not plan_prefill(asked, True, replace(H200, hopper=False), suits_tma=True).hopper
-    assert not plan_prefill(asked, False, H200, suits_tma=True).hopper
+    assert not plan_prefill(asked, "bfloat16", H200, suits_tma=False).hopper
+    assert not plan_prefill(asked, "bfloat16", replace(H200, hopper=False), suits_tma=True).hopper
+    assert not plan_prefill(asked, "float32", H200, suits_tma=True).hopper
+    assert plan_prefill(asked, "float16", H200, suits_tma=True) == plan
     for d, e in itertools.product(range(16, 257), range(16, 257)):
         shape = Heads(64, 64, d, e)
         fits = d in (64, 128) and e % 64 == 0
         assert fits_hopper(shape) == fits
-        assert plan_prefill(shape, True, H200, suits_tma=True).hopper == fits
+        assert plan_prefill(shape, "bfloat16", H200, suits_tma=True).hopper == fits
 
 
 def test_hoppers_plan_fits_its_shared_memory() -> None:
     for d, e in itertools.product((64, 128), (64, 128, 192, 256)):
-        plan = plan_prefill(Heads(8, 8, d, e), True, H200, suits_tma=True)
+        plan = plan_prefill(Heads(8, 8, d, e), "bfloat16", H200, suits_tma=True)
         # q, k and v of each stage, two tiles of outputs, the scores, and the weights within a chunk in float32.
         stages = plan.num_stages * plan.chunk * (2 * d + plan.block_e) * 2
         assert stages + 2 * plan.chunk * plan.block_e * 2 + plan.chunk**2 * (2 + 4) <= H200.shared_memory - KIB
@@ -131,14 +131,14 @@ def test_hoppers_plan_fits_its_shared_memory() -> None:
 def test_segments_are_taken_where_heads_alone_leave_a_quarter_of_the_device_idle() -> None:
     for limits in DEVICES.values():
         for heads, e in itertools.product((1, 2, 8, 24, 40, 64, 100, 256), (32, 64, 128, 256)):
-            plan = plan_prefill(Heads(heads, heads, 64, e), True, limits)
+            plan = plan_prefill(Heads(heads, heads, 64, e), "bfloat16", limits)
             programs = heads * cdiv(e, plan.block_e)
             assert (plan.segment == 0) == (programs >= 0.75 * limits.cores), (limits, heads, e)
-    assert plan_prefill(MINIMAX, True, H200).segment == 0
-    assert plan_prefill(TP8, True, H200).segment == 2048
+    assert plan_prefill(MINIMAX, "bfloat16", H200).segment == 0
+    assert plan_prefill(TP8, "bfloat16", H200).segment == 2048
     # Grouped heads are walked one by one, whichever of q and v has them.
     for shape in (Heads(8, 64, 128, 128), Heads(64, 8, 128, 128)):
-        assert plan_prefill(shape, True, H200) == plan_prefill(MINIMAX, True, H200)
+        assert plan_prefill(shape, "bfloat16", H200) == plan_prefill(MINIMAX, "bfloat16", H200)
 
 
 @on_every_device
@@ -148,7 +148,7 @@ def test_states_between_segments_take_at_most_5_percent_of_q_k_and_v(limits: Dev
     for d, e in itertools.product(range(16, 257), repeat=2):
         if max(d, e) > 2 * min(d, e):
             continue
-        plan = plan_prefill(Heads(8, 8, d, e), True, limits, suits_tma=True)
+        plan = plan_prefill(Heads(8, 8, d, e), "bfloat16", limits, suits_tma=True)
         if plan.segment:
             states = tokens // plan.segment + 1
             assert states * d * e * 4 <= 0.05 * tokens * (2 * d + e) * 2, (d, e, plan)
@@ -157,11 +157,11 @@ def test_states_between_segments_take_at_most_5_percent_of_q_k_and_v(limits: Dev
 def test_plans_do_not_depend_on_how_many_sequences_or_tokens_there_are() -> None:
     """A sequence has the same bits whatever its neighbours, of which there is no way to tell a plan."""
     assert [*inspect.signature(plan_prefill).parameters] == [
-        "heads", "is_bfloat16", "limits", "suits_tma", "snapshots",
+        "heads", "dtype", "limits", "suits_tma", "snapshots",
     ]  # fmt: skip
     assert [*inspect.signature(plan_decode).parameters] == ["heads", "limits"]
     for limits in DEVICES.values():
-        assert plan_prefill(TP8, True, limits) == plan_prefill(TP8, True, limits)
+        assert plan_prefill(TP8, "bfloat16", limits) == plan_prefill(TP8, "bfloat16", limits)
         assert plan_decode(TP8, limits) == plan_decode(TP8, limits)
 
 
@@ -171,16 +171,18 @@ def test_only_devices_that_can_wait_on_the_device_are_asked_to() -> None:
 
 
 def test_a_walk_by_token_holds_all_rows_of_a_state() -> None:
-    for limits in DEVICES.values():
-        for d, e in itertools.product(SIZES, SIZES):
-            plan = plan_prefill(Heads(8, 8, d, e), False, limits)
-            assert (plan.chunk, plan.segment) == (1, 0)
-            assert plan.block_d >= d
     plan = PrefillPlan(1, 16, 0, 1, 1, block_d=64)
     for d in (16, 48, 64):
         assert plan.covers(Heads(1, 1, d, 256))
     for d in (65, 128, 256):
         assert not plan.covers(Heads(1, 1, d, 16))
+
+
+def test_no_dtype_goes_token_by_token_and_float32_takes_tensor_cores_where_they_multiply_tf32() -> None:
+    for limits in DEVICES.values():
+        for shape, dtype, plan in prefill_plans(limits):
+            assert plan.chunk >= 32
+            assert plan.tf32 == (dtype == "float32" and limits.tf32), shape
 
 
 GOOD = PrefillPlan(32, 32, 64, 4, 2)
@@ -243,8 +245,8 @@ def test_a_decoding_plan_that_no_kernel_can_take_covers_nothing(plan: DecodePlan
 
 
 @pytest.mark.parametrize("plan", [
-    plan_prefill(MINIMAX, True, H200, suits_tma=True), plan_prefill(TP8, False, A100), GOOD, plan_decode(TP8, H200),
-    plan_decode(MINIMAX, MI300X),
+    plan_prefill(MINIMAX, "bfloat16", H200, suits_tma=True), plan_prefill(TP8, "float32", A100), GOOD,
+    plan_decode(TP8, H200), plan_decode(MINIMAX, MI300X),
 ], ids=str)  # fmt: skip
 def test_a_plan_survives_crossing_an_op(plan: PrefillPlan | DecodePlan) -> None:
     assert all(type(number) is int for number in plan.as_ints())
@@ -291,7 +293,7 @@ def test_importing_the_package_and_planning_touch_no_gpu_and_import_no_triton() 
     program = (
         "import sys, lightning_attn, torch\n"
         "from lightning_attn.plan import *\n"
-        "plan_prefill(Heads(8, 8, 128, 128), True, DeviceLimits(132, 232448, True), True)\n"
+        "plan_prefill(Heads(8, 8, 128, 128), 'bfloat16', DeviceLimits(132, 232448, True), True)\n"
         "assert not torch.cuda.is_initialized()\n"
         "assert 'triton' not in sys.modules, 'triton is imported'\n"
         "assert 'lightning_attn.launch' not in sys.modules\n"

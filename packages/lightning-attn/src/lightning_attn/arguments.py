@@ -87,7 +87,7 @@ def check_attention(t: Attention, scale: float, plan: Ints = None) -> PrefillPro
         heads, _dense(t.q), _dense(t.k), _dense(t.v), _dense_or_new(t.out, (batch, num_heads, tokens, head_v)),
         None if t.kv_history is None else t.kv_history.stride(),
         _strides_of_new(states) if t.kv is None else t.kv[:, :, 0].stride(),
-        tokens, batch, batch, scale, t.q.dtype == torch.bfloat16,
+        tokens, batch, batch, scale, str(t.q.dtype).removeprefix("torch."),
     )  # fmt: skip
 
 
@@ -115,7 +115,7 @@ def check_attention_backward(t: AttentionBackward, scale: float, plan: Ints = No
     last = None if t.d_kv is None else t.d_kv[:, :, 0].stride()
     dq = PrefillProblem(
         Heads(num_heads, num_heads, head_v, head_qk), d_out, v, k, d_q, _transposed(history), None, tokens, batch,
-        batch, scale, t.q.dtype == torch.bfloat16, is_gradient=True,
+        batch, scale, str(t.q.dtype).removeprefix("torch."), is_gradient=True,
     )  # fmt: skip
     dk = replace(dq, q=v, k=d_out, v=q, o=d_k, initial=_transposed(last), reversed=True)
     dv = replace(
@@ -159,7 +159,7 @@ def check_varlen(t: Varlen, all_have_initial_state: bool, scale: float, plan: In
     reads = t.has_initial_state is not None or all_have_initial_state
     return PrefillProblem(
         heads, _packed(t.q), _packed(t.k), _packed(t.v), _packed(t.out), pool if reads else None, pool, t.q.shape[0],
-        sequences, t.state_pool.shape[0], scale, t.q.dtype == torch.bfloat16, snapshots, ragged=True,
+        sequences, t.state_pool.shape[0], scale, str(t.q.dtype).removeprefix("torch."), snapshots, ragged=True,
     )  # fmt: skip
 
 
@@ -333,9 +333,8 @@ def _check_prefill_plan(ints: Ints, heads: Heads, dtype: torch.dtype) -> None:
         return
     if not plan.covers(heads):
         fail("plan", f"one that covers {heads}", plan)
-    if plan.chunk > 1 and dtype != torch.bfloat16:
-        # Tensor cores would round what they multiply.
-        fail("plan", f"of chunk 1 for {dtype}, which goes token by token", plan)
+    if plan.hopper and dtype == torch.float32:
+        fail("plan", f"without hopper for {dtype}", plan)
 
 
 def _check_decode_plan(ints: Ints, heads: Heads) -> None:

@@ -151,7 +151,7 @@ def _plan_prefill(
         wanted = "without hopper where q, k, v and out are not 16-byte aligned, with strides of whole 16 bytes"
         fail("plan", wanted, pinned)
     limits = device_limits(device)
-    return plan_prefill(problem.heads, problem.is_bfloat16, limits, suits_tma, problem.snapshots > 0)
+    return plan_prefill(problem.heads, problem.dtype, limits, suits_tma, problem.snapshots > 0)
 
 
 def _make_prefill(problem: PrefillProblem, plan: PrefillPlan, device: torch.device) -> Callable[..., None]:
@@ -163,7 +163,7 @@ def _make_prefill(problem: PrefillProblem, plan: PrefillPlan, device: torch.devi
         return Launch(recurrent.prefill, grid, arguments, device, num_warps=plan.num_warps)
     main: Callable[..., None]
     if plan.hopper:
-        main = _hopper_launch(problem, plan, grid, (*rest, strides._replace(q=None, k=None, v=None), sizes), device)
+        main = _hopper_launch(problem, plan, grid, rest, strides, sizes, device)
     else:
         main = Launch(
             chunked.prefill, grid, (*rest, strides, sizes), device, num_warps=plan.num_warps, num_stages=plan.num_stages
@@ -180,18 +180,23 @@ def _make_prefill(problem: PrefillProblem, plan: PrefillPlan, device: torch.devi
 
 
 def _hopper_launch(
-    problem: PrefillProblem, plan: PrefillPlan, grid: tuple[int, int, int], rest: tuple[Any, ...], device: torch.device
-) -> Callable[..., None]:
+    problem: PrefillProblem, plan: PrefillPlan, grid: tuple[int, int, int], counts: tuple[Any, ...], strides: Strides,
+    sizes: Sizes, device: torch.device,
+) -> Callable[..., None]:  # fmt: skip
     from lightning_attn.kernels import hopper
 
     columns = (plan.block_d, plan.block_d, plan.block_e, plan.block_e)
     operands = (problem.q, problem.k, problem.v, problem.o)
     boxes = [_tma_box(operand, plan.chunk, width) for operand, width in zip(operands, columns, strict=True)]
-    launch = TmaLaunch(hopper.prefill, grid, rest, device, boxes, num_warps=plan.num_warps)
+    # Sequences of one token, of which a ragged batch may have many, take none of their rows by TMA.
+    takes_tokens = problem.ragged and problem.final is not None and not (problem.snapshots or problem.reversed)
+    strides = strides if takes_tokens else strides._replace(q=None, k=None, v=None)
+    launch = TmaLaunch(hopper.prefill, grid, (*counts, strides, sizes), device, boxes, num_warps=plan.num_warps)
 
     # o travels as a pointer too: the rows of a last, short chunk are stored one by one.
     def run(q, k, v, o, *others):  # type: ignore[no-untyped-def]
-        launch(q, k, v, o, o, *others)
+        rows = (q, k, v) if takes_tokens else (None, None, None)
+        launch(q, k, v, o, *rows, o, *others)
 
     return run
 
@@ -280,7 +285,10 @@ def _prepare_tokens(problem: DecodeProblem, plan: DecodePlan | None, device: tor
 
 def _sizes(heads: Heads, plan: PrefillPlan, problem: PrefillProblem | None = None) -> Sizes:
     is_wide = is_reversed = False
+    precision = None
     if problem is not None:
+        if problem.dtype == "float32":
+            precision = "tf32x3" if plan.tf32 else "ieee"
         # Of rows within a chunk and of elements within a row.
         longest = max(plan.block_d, heads.head_qk, heads.head_v)
         operands = (problem.q, problem.k, problem.v, problem.o)
@@ -289,7 +297,7 @@ def _sizes(heads: Heads, plan: PrefillPlan, problem: PrefillProblem | None = Non
     num_heads = heads.num_heads
     return Sizes(
         num_heads, num_heads // heads.num_heads_qk, num_heads // heads.num_heads_v, heads.head_qk, heads.head_v,
-        plan.block_d, plan.block_e, plan.chunk, plan.segment, plan.num_stages, is_reversed, is_wide,
+        plan.block_d, plan.block_e, plan.chunk, plan.segment, plan.num_stages, is_reversed, is_wide, precision,
     )  # fmt: skip
 
 

@@ -51,7 +51,7 @@ def check_packed_attention(t: Packed, scale: float, plan: Ints = None) -> Prefil
         heads, _packed(t.q), _packed(t.k), _packed(t.v),
         _packed_or_new(t.out, (rows, heads.num_heads, heads.head_v)),
         None if t.initial_state is None else t.initial_state.stride(), _strides_of_new(states), rows, states[0],
-        states[0], scale, t.q.dtype == torch.bfloat16, ragged=True,
+        states[0], scale, str(t.q.dtype).removeprefix("torch."), ragged=True,
     )  # fmt: skip
 
 

@@ -51,7 +51,8 @@ class PrefillProblem:
 
     ``initial`` and ``final``: strides (slot, head, d, e) of the states before and after, or None where there are none.
     ``ragged``: all sequences' rows are packed, and ``rows`` counts them all; otherwise each has ``rows``.
-    ``snapshots``: how many each sequence may have. ``reversed``: from the last token to the first, as gradients go.
+    ``dtype``: bfloat16, float16 or float32. ``snapshots``: how many each sequence may have. ``reversed``: from the last
+    token to the first, as gradients go.
     """
 
     heads: Heads
@@ -65,7 +66,7 @@ class PrefillProblem:
     sequences: int
     num_slots: int
     scale: float
-    is_bfloat16: bool
+    dtype: str
     snapshots: int = 0
     ragged: bool = False
     reversed: bool = False
@@ -151,7 +152,8 @@ class PrefillPlan(Plan):
 
     A program holds those columns in pieces of ``block_d`` rows. ``chunk`` 1: token by token. ``segment`` 0: a program
     takes a whole sequence. Otherwise programs take segments of that many tokens in parallel, after two smaller
-    launches that make the states between them. ``hopper``: by the kernel made for sm_90.
+    launches that make the states between them. ``hopper``: by the kernel made for sm_90. ``tf32``: a product of float32
+    is three of TF32 parts on tensor cores; otherwise FMAs, or what matrix instructions of float32 there are.
     """
 
     chunk: int
@@ -161,6 +163,7 @@ class PrefillPlan(Plan):
     num_stages: int
     block_d: int = 128
     hopper: bool = False
+    tf32: bool = False
 
     def covers(self, heads: Heads) -> bool:
         """Whether its blocks are such that a kernel can take them, for these heads."""
@@ -237,27 +240,34 @@ def fitted(plan: PrefillPlan, heads: Heads) -> PrefillPlan:
 
 def plan_prefill(
     heads: Heads,
-    is_bfloat16: bool,
+    dtype: str,
     limits: DeviceLimits,
     suits_tma: bool = False,
     snapshots: bool = False,
 ) -> PrefillPlan:
     """The plan for q, k and v of these heads on this device.
 
-    ``is_bfloat16``: float16 and float32 are multiplied in float32, token by token. ``suits_tma``: strides and alignment
-    are such that TMA can address the tensors. ``snapshots``: some are wanted.
+    ``dtype``: bfloat16, float16 or float32. ``suits_tma``: strides and alignment are such that TMA can address the
+    tensors. ``snapshots``: some are wanted.
     """
-    if suits_tma and limits.hopper and is_bfloat16 and fits_hopper(heads):
+    if suits_tma and limits.hopper and dtype != "float32" and fits_hopper(heads):
         # Measured on an H200, 64 heads x 128 and 131072 tokens: 2 stages 3.17 ms, 3 stages 2.26, 4 stages 2.05.
         return PrefillPlan(64, 64, _segment(heads, 64, limits), 4, 4, block_d=heads.head_qk, hopper=True)
-    if not is_bfloat16:
-        # A warp alone needs no barrier when it sums a token's output, but holds no more than 128 rows.
-        block_d = max(16, power_of_two_at_least(heads.head_qk))
-        return PrefillPlan(1, 16, 0, max(1, block_d // 128), 1, block_d=block_d)
     # The largest tiles whose state, scores and operands stay in a thread's registers, as the compiler reports them.
-    block_e = 16 if heads.head_qk > 128 or limits.blackwell or snapshots else 32
     block_d = min(64, max(16, power_of_two_at_least(heads.head_qk)))
-    block_e = min(block_e, max(16, power_of_two_at_least(heads.head_v)))
+    if dtype == "float32":
+        # Operands and their TF32 parts take twice the registers.
+        # The TF32 parts of so many rows of a state would spill.
+        warps = 8 if limits.tf32 and heads.head_qk > 128 else 4
+        stages = 2 if limits.shared_memory > 64 * 1024 and limits.tf32 and warps == 4 else 1
+        return PrefillPlan(32, 16, _segment(heads, 16, limits), warps, stages, min(32, block_d), tf32=limits.tf32)
+    is_float16 = dtype == "float16"
+    widest = 192 if is_float16 else 256
+    if limits.hopper and not snapshots and 128 < heads.head_qk <= widest and heads.head_v > 32:
+        # WGMMAs of two warpgroups.
+        return PrefillPlan(64, 64, _segment(heads, 64, limits), 8, 2, 32)
+    is_narrow = heads.head_qk > (64 if is_float16 else 128) or limits.blackwell or snapshots
+    block_e = min(16 if is_narrow else 32, max(16, power_of_two_at_least(heads.head_v)))
     stages = 2 if limits.shared_memory > 64 * 1024 else 1
     return PrefillPlan(32, block_e, _segment(heads, block_e, limits), 4, stages, block_d)
 

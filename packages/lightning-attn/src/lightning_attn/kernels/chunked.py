@@ -1,4 +1,4 @@
-"""Prefill in chunks, in bfloat16, on every target. The chunked form is Lightning Attention-2's (arXiv 2401.04658).
+"""Prefill in chunks, on every target. The chunked form is Lightning Attention-2's (arXiv 2401.04658).
 
 With i and j the 0-based positions in a chunk of L tokens and a = exp(-s), query i sees key j <= i with weight a^(i-j)
 and the state before the chunk with a^(i+1); key j enters the new state with a^(L-1-j) and the old state with a^L. No
@@ -8,12 +8,18 @@ a^(j+1), so that the two vectors of weights swap.
 
 The state is held transposed, [E, D], as are scores, [keys, queries], and outputs, [E, queries]: the state is then the
 operand that a tensor core takes from registers, and only the scores go through shared memory.
+
+Products of float32 are float32's own (PRECISION: three of TF32 parts, or FMAs). In float16 a state or a score may be
+past the range of its dtype where no output is: a state's row and a query's scores are scaled by powers of two on the
+way into a product, and their results back. Backwards a key enters with the scale, which may leave nothing of a value:
+the state is then held in units of a power of two near it. A value's decayed product is not scaled: what float16 loses
+of it is below the spacing of the value itself.
 """
 
 import triton
 import triton.language as tl
 
-from lightning_attn.kernels.decay import base_two_rate, decayed, entering, seeing
+from lightning_attn.kernels.decay import base_two_rate, decayed, entering, into_float16, kept_and_lost, seeing, unit_of
 from lightning_attn.kernels.schedule import (
     Batch,
     Counts,
@@ -52,16 +58,43 @@ def load_tile(rows, row, o_row, o_column, length, WIDTH: tl.constexpr, BLOCK: tl
 
 
 @triton.jit
+def rows_into_float16(S):
+    """Powers of two that bring each row of a state's pieces into float16's range, and their inverses: [BLOCK_E]."""
+    largest = tl.max(tl.abs(S[0]), axis=1)
+    for i in tl.static_range(1, len(S)):
+        largest = tl.maximum(largest, tl.max(tl.abs(S[i]), axis=1))
+    return into_float16(largest)
+
+
+@triton.jit
+def in_units(S, factor):
+    """All pieces of a state times a factor."""
+    scaled = ()
+    for i in tl.static_range(len(S)):
+        scaled = scaled + (S[i] * factor,)
+    return scaled
+
+
+@triton.jit
 def step(q, k, v, o, S, b_within, rate, scale, row, end, i_e, sizes: tl.constexpr):
     """The chunk that begins at ``row``: outputs are stored, the state after it is returned. q None: no outputs."""
     CHUNK: tl.constexpr = sizes.CHUNK
     BLOCK_D: tl.constexpr = sizes.BLOCK_D
     BLOCK_E: tl.constexpr = sizes.BLOCK_E
+    PRECISION: tl.constexpr = sizes.PRECISION
     length = tl.minimum(end - row, CHUNK).to(tl.int32)
     o_c = tl.arange(0, CHUNK)
     o_e = i_e * BLOCK_E + tl.arange(0, BLOCK_E)
+    FP16: tl.constexpr = v.p.dtype.element_ty == tl.float16
     b_seeing = seeing(rate, o_c, length, scale, sizes.REVERSED)
-    b_entering = entering(rate, o_c, length, scale, sizes.REVERSED)
+    if FP16 and sizes.REVERSED:
+        unit = unit_of(scale)
+        b_seeing = b_seeing * unit
+        b_entering = entering(rate, o_c, length, scale / unit, sizes.REVERSED)
+    else:
+        b_entering = entering(rate, o_c, length, scale, sizes.REVERSED)
+    if FP16 and q is not None:
+        b_up, b_down = rows_into_float16(S)
     b_v = load_tile(v, row, o_c, o_e, length, sizes.E, BLOCK_E, sizes.WIDE)  # [CHUNK, BLOCK_E]
     b_weighted_v = tl.trans((b_v * b_entering[:, None]).to(b_v.dtype))
     b_seen = tl.zeros([BLOCK_E, CHUNK], tl.float32)
@@ -72,17 +105,54 @@ def step(q, k, v, o, S, b_within, rate, scale, row, end, i_e, sizes: tl.constexp
         b_k = load_tile(k, row, o_c, o_d, length, sizes.D, BLOCK_D, sizes.WIDE)  # [CHUNK, BLOCK_D]
         if q is not None:
             b_q = load_tile(q, row, o_c, o_d, length, sizes.D, BLOCK_D, sizes.WIDE)  # [CHUNK, BLOCK_D]
-            b_seen = tl.dot(S[i].to(b_q.dtype), tl.trans(b_q), b_seen)  # [BLOCK_E, queries]
-            b_scores = tl.dot(b_k, tl.trans(b_q), b_scores)  # [keys, queries]
-        next_S = next_S + (tl.dot(b_weighted_v, b_k, decayed(S[i], rate, length)),)
+            b_S = S[i]
+            if FP16:
+                b_S = b_S * b_up[:, None]
+            b_seen = tl.dot(b_S.to(b_q.dtype), tl.trans(b_q), b_seen, PRECISION)  # [BLOCK_E, queries]
+            b_scores = tl.dot(b_k, tl.trans(b_q), b_scores, PRECISION)  # [keys, queries]
+        next_S = next_S + (tl.dot(b_weighted_v, b_k, decayed(S[i], rate, length), PRECISION),)
     if q is not None:
-        b_scores = (b_scores * b_within).to(b_v.dtype)
-        b_o = tl.trans(tl.dot(tl.trans(b_v), b_scores, b_seen * b_seeing[None, :]))
+        b_scores = b_scores * b_within
+        if FP16:
+            b_up_scores, b_down_scores = into_float16(tl.max(tl.abs(b_scores), axis=0))
+            b_scores = b_scores * b_up_scores[None, :]
+            b_seeing = b_seeing * b_up_scores
+            b_seen = b_seen * b_down[:, None]
+        b_o = tl.dot(tl.trans(b_v), b_scores.to(b_v.dtype), b_seen * b_seeing[None, :], PRECISION)
+        if FP16:
+            b_o = b_o * b_down_scores[None, :]
+        b_o = tl.trans(b_o)
         p_tile = o.p + row * o.stride + offsets(o_c, o.stride, sizes.WIDE)[:, None]
         p_tile += offsets(o_e, o.element, sizes.WIDE)[None, :]
         m = (o_c[:, None] < length) & (o_e[None, :] < sizes.E)
         tl.store(p_tile, b_o.to(o.p.dtype.element_ty), mask=m)
     return next_S
+
+
+@triton.jit
+def single_token(rows, row, S, rate, scale, final, slot, i_h, i_e, sizes: tl.constexpr):
+    """``step`` for a sequence of one token, in float32: it is bound by its state, for which no chunk is waited for.
+
+    rows: q, k, v and o of its heads. The state is stored.
+    """
+    q, k, v, o = rows
+    BLOCK_D: tl.constexpr = sizes.BLOCK_D
+    BLOCK_E: tl.constexpr = sizes.BLOCK_E
+    o_e = i_e * BLOCK_E + tl.arange(0, BLOCK_E)
+    m_e = o_e < sizes.E
+    b_v = tl.load(v.p + row * v.stride + o_e.to(tl.int64) * v.element, mask=m_e, other=0.0).to(tl.float32)
+    kept, lost = kept_and_lost(rate, 1)
+    b_o = tl.zeros([BLOCK_E], tl.float32)
+    for i in tl.static_range((sizes.D + BLOCK_D - 1) // BLOCK_D):
+        o_d = i * BLOCK_D + tl.arange(0, BLOCK_D)
+        m_d = o_d < sizes.D
+        b_k = tl.load(k.p + row * k.stride + o_d.to(tl.int64) * k.element, mask=m_d, other=0.0).to(tl.float32)
+        b_q = tl.load(q.p + row * q.stride + o_d.to(tl.int64) * q.element, mask=m_d, other=0.0).to(tl.float32)
+        b_S = tl.fma(S[i], kept, tl.fma(S[i], lost, b_v[:, None] * b_k[None, :]))
+        b_o += tl.sum(b_S * b_q[None, :], axis=1)
+        store_piece(final, slot, i_h, i, i_e, b_S, sizes)
+    p_row = o.p + row * o.stride + o_e.to(tl.int64) * o.element
+    tl.store(p_row, (b_o * scale).to(o.p.dtype.element_ty), mask=m_e)
 
 
 @triton.jit
@@ -197,6 +267,7 @@ def prefill(
                 before, _ = bounds(batch, 0)
                 store_zeros(o, 0, before, o_c, o_e, sizes.E, sizes.CHUNK)
     elif begin < end:
+        IN_UNITS: tl.constexpr = sizes.REVERSED and p_v.dtype.element_ty == tl.float16
         S = zero_state(sizes)
         is_carried = False
         if sizes.SEGMENT:
@@ -206,6 +277,8 @@ def prefill(
         if p_initial is not None:
             if has_initial(batch, i_n) and not is_carried:
                 S = load_state(initial, slot, i_h, i_e, sizes)
+        if IN_UNITS:
+            S = in_units(S, 1.0 / unit_of(scale))
 
         rate = base_two_rate(p_slopes, i_h)
         # [keys, queries]
@@ -220,6 +293,12 @@ def prefill(
                 if begin == first:
                     store_snapshots(snapshots, batch, final, i_n, stop, i_h, i_e, S, sizes)
                 stop = next_snapshot(snapshots, batch, i_n, stop + 1, sizes.CHUNK)
+        TAKES_TOKENS: tl.constexpr = p_cu is not None and p_positions is None and p_final is not None
+        if TAKES_TOKENS and not sizes.REVERSED:
+            if length == 1:
+                single_token((q, k, v, o), begin, S, rate, scale, final, slot, i_h, i_e, sizes)
+                # No chunk is left, nor a state to store.
+                end = begin
         last_row = begin + (end - begin - 1) // sizes.CHUNK * sizes.CHUNK
         for c in tl.range(begin, end, sizes.CHUNK, num_stages=sizes.STAGES):
             row = c
@@ -235,6 +314,8 @@ def prefill(
             if sizes.REVERSED:
                 is_last = begin == first
             if is_last:
+                if IN_UNITS:
+                    S = in_units(S, unit_of(scale))
                 store_state(final, slot, i_h, i_e, S, sizes)
 
 
@@ -276,6 +357,8 @@ def segment_states(
                 row = begin + last_row - c
             S = step(None, k, v, None, S, None, rate, scale, row, end, i_e, sizes)
         next_slot = carried_slot(batch, i_n, first, sizes.SEGMENT) + next_segment
+        if sizes.REVERSED and p_v.dtype.element_ty == tl.float16:
+            S = in_units(S, unit_of(scale))
         store_state(carried, next_slot, i_h, i_e, S, sizes)
 
 

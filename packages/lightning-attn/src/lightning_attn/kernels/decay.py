@@ -1,4 +1,4 @@
-"""The decay exp(-s) over distances, with no exponent above 0."""
+"""The decay exp(-s) over distances, with no exponent above 0; and powers of two that keep float16 in its range."""
 
 import triton
 import triton.language as tl
@@ -61,3 +61,30 @@ def decayed(b_S, rate, tokens):
     """The state after these tokens, without their updates."""
     kept, lost = kept_and_lost(rate, tokens)
     return b_S * kept + b_S * lost
+
+
+@triton.jit
+def into_float16(largest):
+    """A power of two that brings values of at most ``largest`` below 2^15, and its inverse.
+
+    The largest is brought to 2^14 or more if it is 2^-41 or more: below that, even 2^16 of it is no float16.
+    """
+    exponent = tl.maximum(largest.to(tl.int32, bitcast=True) & 0x7F800000, 86 * 2**23)
+    up = (255 * 2**23 - exponent + 13 * 2**23).to(tl.float32, bitcast=True)
+    return up, inverse(up)
+
+
+@triton.jit
+def inverse(power):
+    """Of powers of two that ``into_float16`` gave."""
+    return (254 * 2**23 - power.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def unit_of(scale):
+    """The power of two next below |scale|, from 2^-40 to 2^40."""
+    # In the interpreter the scale is a number, which has no bits.
+    scale = tl.where(tl.program_id(0) >= 0, scale, 1.0)
+    exponent = scale.to(tl.int32, bitcast=True) & 0x7F800000
+    exponent = tl.minimum(tl.maximum(exponent, 87 * 2**23), 167 * 2**23)
+    return exponent.to(tl.float32, bitcast=True)

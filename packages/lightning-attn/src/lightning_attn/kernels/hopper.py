@@ -1,4 +1,4 @@
-"""Prefill in chunks for NVIDIA's sm_90, in bfloat16: ``chunked.prefill`` with asynchronous loads and MMAs.
+"""Prefill in chunks for NVIDIA's sm_90, in 16 bits: ``chunked.prefill`` with asynchronous loads and MMAs.
 
 One warpgroup a program, one program an SM. TMA loads run STAGES - 1 chunks ahead, and each of a chunk's four WGMMAs
 overlaps with converting or storing an operand or result of another:
@@ -8,6 +8,9 @@ overlaps with converting or storing an operand or result of another:
 
 There are no consumer warps, so the ring of stages has full barriers alone: a stage is free again once all warps have
 passed the barrier in the middle of the next chunk's step.
+
+In float16 scores are [queries, keys], so that each query's largest score, which they are scaled by (see chunked.py),
+is found among four threads.
 """
 
 from typing import Any, NamedTuple
@@ -23,22 +26,29 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from lightning_attn.kernels.decay import base_two_rate, entering, seeing
+from lightning_attn.kernels.decay import base_two_rate, entering, into_float16, inverse, seeing, unit_of
+from lightning_attn.kernels.hopper_rows import (
+    opaque,
+    single_token,
+    store_snapshots,
+    store_state,
+    store_zeros,
+    tile_layout,
+)
 from lightning_attn.kernels.schedule import (
     Batch,
     Counts,
     Rows,
     Snapshots,
     States,
-    StateStrides,
     bounds,
     carried_slot,
     has_initial,
     locate,
     next_snapshot,
     program,
+    rows_of_head,
     slot_of,
-    snapshot_slot,
     state_pointers,
 )
 
@@ -53,13 +63,17 @@ class Ring(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """Shared memory beside the ring: scores as an operand, two tiles of outputs being stored, and decay weights."""
+    """Shared memory beside the ring: scores as an operand, two tiles of outputs being stored, and decay weights.
+
+    up: what a query's scores are scaled by (float16 alone).
+    """
 
     scores: Any
     o: Any
     within: Any
     seeing: Any
     entering: Any
+    up: Any
 
 
 class Work(NamedTuple):
@@ -114,26 +128,6 @@ def load_chunk(tensors, ring, work, i, row, STAGES: gl.constexpr):
     tma.async_copy_global_to_shared(d_v, [work.i_box, work.i_h_v, row, work.column], full, v_tile, pred=pred)
 
 
-@gluon.constexpr_function
-def tile_layout(columns):
-    """Rows x columns of 16-bit elements over four warps, 16 bytes a thread."""
-    return gl.BlockedLayout([1, 8], [256 // columns, columns // 8], [4, 1], [1, 0])
-
-
-@gluon.jit
-def opaque(values):
-    """The same values, opaque to compilers, which do not move this across the WGMMAs either.
-
-    Otherwise what is computed from them is hoisted and kept in registers, of which there are none to spare.
-    """
-    bits: gl.constexpr = values.dtype.primitive_bitwidth
-    if bits == 64:
-        return gl.inline_asm_elementwise("mov.b64 $0, $1;", "=l,l", [values], values.dtype, is_pure=False, pack=1)
-    else:
-        pack: gl.constexpr = 32 // bits
-        return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [values], values.dtype, is_pure=False, pack=pack)
-
-
 @gluon.jit
 def zero_after(smem, length, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
     """Zero a tile's rows from ``length`` on: they are another sequence's, and its NaN would survive a weight of 0."""
@@ -159,8 +153,13 @@ def step(tensors, ring, buffers, o, work, chunk, acc_S, decay, sizes: gl.constex
     q_tile = ring.q.index(stage).reshape([CHUNK, D])
     k_tile = ring.k.index(stage).reshape([CHUNK, D])
     v_tile = ring.v.index(stage).reshape([CHUNK, BLOCK_E])
+    FP16: gl.constexpr = dtype == gl.float16
     # Were the state read after the next WGMMAs have been issued, ptxas would wait for them first.
-    b_S = gl.convert_layout(opaque(acc_S.to(dtype)), operand_of_o)
+    if FP16:
+        b_up, b_down = into_float16(gl.max(gl.abs(acc_S), axis=1))
+        b_S = gl.convert_layout(opaque((acc_S * b_up[:, None]).to(dtype)), operand_of_o)
+    else:
+        b_S = gl.convert_layout(opaque(acc_S.to(dtype)), operand_of_o)
     decayed_S = acc_S * decay
     mbarrier.wait(ring.full.index(stage), (chunk.i // sizes.STAGES) & 1)
     if MASKED:
@@ -169,10 +168,19 @@ def step(tensors, ring, buffers, o, work, chunk, acc_S, decay, sizes: gl.constex
         fence_async_shared()
         tl.debug_barrier()
     b_zero = gl.zeros([CHUNK, CHUNK], gl.float32, L_O)
-    scores = warpgroup_mma(k_tile, q_tile.permute((1, 0)), b_zero, use_acc=False, is_async=True)  # [keys, queries]
+    if FP16:
+        scores = warpgroup_mma(q_tile, k_tile.permute((1, 0)), b_zero, use_acc=False, is_async=True)  # [queries, keys]
+    else:
+        scores = warpgroup_mma(k_tile, q_tile.permute((1, 0)), b_zero, use_acc=False, is_async=True)  # [keys, queries]
     seen = warpgroup_mma(b_S, q_tile.permute((1, 0)), b_zero, use_acc=False, is_async=True)  # [BLOCK_E, queries]
     b_scores = warpgroup_mma_wait(1, deps=[scores])
-    buffers.scores.store((b_scores * buffers.within.load(L_O)).to(dtype))
+    if FP16:
+        b_scores = b_scores * buffers.within.load(L_O)
+        b_up_scores, _ = into_float16(gl.max(gl.abs(b_scores), axis=1))
+        buffers.up.store(b_up_scores)
+        buffers.scores.permute((1, 0)).store((b_scores * b_up_scores[:, None]).to(dtype))
+    else:
+        buffers.scores.store((b_scores * buffers.within.load(L_O)).to(dtype))
     fence_async_shared()
     tl.debug_barrier()
     # Past this barrier no warp is still in the chunk before: its stage takes the chunk that is STAGES - 1 ahead.
@@ -182,9 +190,15 @@ def step(tensors, ring, buffers, o, work, chunk, acc_S, decay, sizes: gl.constex
     b_v = (b_v.to(gl.float32) * b_entering[None, :]).to(dtype)
     b_seen = warpgroup_mma_wait(0, deps=[seen])
     b_seeing = buffers.seeing.load(gl.SliceLayout(0, L_O))
+    if FP16:
+        b_seen = b_seen * gl.convert_layout(b_down, gl.SliceLayout(1, L_O))[:, None]
+        b_seeing = b_seeing * buffers.up.load(gl.SliceLayout(0, L_O))
     out = warpgroup_mma(v_tile.permute((1, 0)), buffers.scores, b_seen * b_seeing[None, :], is_async=True)
     next_S = warpgroup_mma(b_v, k_tile, decayed_S, is_async=True)
-    b_o = warpgroup_mma_wait(1, deps=[out]).to(dtype)  # [BLOCK_E, queries]
+    b_o = warpgroup_mma_wait(1, deps=[out])  # [BLOCK_E, queries]
+    if FP16:
+        b_o = b_o * inverse(buffers.up.load(gl.SliceLayout(0, L_O)))[None, :]
+    b_o = b_o.to(dtype)
     o_tile = buffers.o.index(chunk.i % 2)
     tma.store_wait(1)
     tl.debug_barrier()
@@ -204,54 +218,33 @@ def step(tensors, ring, buffers, o, work, chunk, acc_S, decay, sizes: gl.constex
 
 
 @gluon.jit
-def store_weights(buffers, rate, o_i, o_k, length, scale, REVERSED: gl.constexpr, SHORT: gl.constexpr):
+def store_weights(
+    buffers, rate, o_i, o_k, length, scale, REVERSED: gl.constexpr, SHORT: gl.constexpr, IN_UNITS: gl.constexpr
+):
     """The weights with which chunks of this length see the state before them, and enter the one after."""
     tl.debug_barrier()
     if SHORT:
         o_i = opaque(o_i)
-    buffers.seeing.store(seeing(rate, o_i, length, scale, REVERSED))
+    if IN_UNITS:
+        unit = unit_of(scale)
+        buffers.seeing.store(seeing(rate, o_i, length, scale, REVERSED) * unit)
+        scale = scale / unit
+    else:
+        buffers.seeing.store(seeing(rate, o_i, length, scale, REVERSED))
     if SHORT:
         o_k = opaque(o_k)
     buffers.entering.store(entering(rate, o_k, length, scale, REVERSED))
 
 
-@gluon.jit
-def store_zeros(o, begin, end, column, BLOCK_E: gl.constexpr, CHUNK: gl.constexpr):
-    """Zero rows begin to end of one head's BLOCK_E columns."""
-    layout: gl.constexpr = tile_layout(BLOCK_E)
-    o_row = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
-    o_e = column + gl.arange(0, BLOCK_E, gl.SliceLayout(0, layout))
-    b_zero = gl.zeros([CHUNK, BLOCK_E], o.p.dtype.element_ty, layout)
-    for row in range(begin, end, CHUNK):
-        p_tile = o.p + (row + o_row)[:, None].to(gl.int64) * o.stride + o_e[None, :] * o.element
-        gl.store(p_tile, b_zero, mask=(row + o_row)[:, None] < end)
-
-
-@gluon.jit
-def store_state(states, slot, i_h, o_d, o_e, acc_S):
-    """A state's tile, [e, d]."""
-    strides = states.strides
-    # Only here: the 32 offsets along d would otherwise be computed before the main loop and kept through it.
-    s_d = opaque(gl.to_tensor(strides.d).to(gl.int64))
-    opaque_states = States(states.p, StateStrides(strides.slot, strides.head, s_d, strides.e))
-    gl.store(state_pointers(opaque_states, slot, i_h.to(gl.int64), o_d, o_e), acc_S.to(states.p.dtype.element_ty))
-
-
-@gluon.jit
-def store_snapshots(snapshots, batch, states, i_n, at, i_h, o_d, o_e, acc_S, CHUNK: gl.constexpr):
-    """Store the state at this row for every snapshot that wants it."""
-    for i_p in range(snapshots.count):
-        slot = snapshot_slot(snapshots, batch, i_n, i_p, at, CHUNK)
-        if slot >= 0:
-            store_state(states, slot, i_h, o_d, o_e, acc_S)
-
-
 @gluon.jit(do_not_specialize=["rows", "num_sequences", "num_slots", "num_snapshots"])
 def prefill(
-    d_q, d_k, d_v, d_o, p_o, p_slopes, p_cu, p_slots, p_has, p_initial, p_final, p_carried, p_positions,
+    d_q, d_k, d_v, d_o, p_q, p_k, p_v, p_o, p_slopes, p_cu, p_slots, p_has, p_initial, p_final, p_carried, p_positions,
     p_snapshot_slots, rows, num_sequences, num_slots, num_snapshots, scale, strides, sizes: gl.constexpr,
 ):  # fmt: skip
-    """``chunked.prefill`` with TMA descriptors of q, k, v, o: [sequences, heads, rows, D or E], boxes of one chunk."""
+    """``chunked.prefill`` with TMA descriptors of q, k, v, o: [sequences, heads, rows, D or E], boxes of one chunk.
+
+    p_q, p_k, p_v None: sequences of one token are chunks as others are.
+    """
     CHUNK: gl.constexpr = sizes.CHUNK
     D: gl.constexpr = sizes.D
     BLOCK_E: gl.constexpr = sizes.BLOCK_E
@@ -279,6 +272,15 @@ def prefill(
     column = i_e * BLOCK_E
     p_o += i_n.to(gl.int64) * strides.o.sequence + i_h.to(gl.int64) * strides.o.head
     o = Rows(p_o, strides.o.row, strides.o.element)
+    if p_q is not None:
+        if (length == 1) & (slot >= 0):
+            i_first = i_n * 0
+            q = rows_of_head(p_q, strides.q, i_first, i_h.to(gl.int64), sizes.RATIO_QK)
+            k = rows_of_head(p_k, strides.k, i_first, i_h.to(gl.int64), sizes.RATIO_QK)
+            v = rows_of_head(p_v, strides.v, i_first, i_h.to(gl.int64), sizes.RATIO_V)
+            single_token((q, k, v, o), begin, column, p_slopes, initial, final, batch, i_n, slot, i_h, scale, sizes)
+            # No chunk is left.
+            end = begin
     if slot < 0:
         store_zeros(o, begin, end, column, BLOCK_E, CHUNK)
         if p_cu is not None:
@@ -330,6 +332,10 @@ def prefill(
         if p_initial is not None:
             if has_initial(batch, i_n) and not is_carried:
                 acc_S = gl.load(state_pointers(initial, slot, i_h.to(gl.int64), o_d, o_e)).to(gl.float32)
+        FP16: gl.constexpr = dtype == gl.float16
+        IN_UNITS: gl.constexpr = FP16 and REVERSED
+        if IN_UNITS:
+            acc_S = acc_S * (1.0 / unit_of(scale))
 
         rate = base_two_rate(p_slopes, i_h)
         # The layouts of queries and keys where their weights are needed.
@@ -337,7 +343,8 @@ def prefill(
         o_j = gl.arange(0, CHUNK, gl.SliceLayout(1, L_O))
         o_k = gl.arange(0, CHUNK, gl.SliceLayout(0, gl.DotOperandLayout(0, L_S, 2)))
         distance = o_i[None, :] - o_j[:, None]
-        if REVERSED:
+        # In float16 rows are queries, and columns keys.
+        if REVERSED != FP16:
             distance = -distance
         b_within = gl.where(distance >= 0, gl.exp2(-rate * gl.maximum(distance, 0).to(gl.float32)) * scale, 0.0)
         # In shared memory, for want of registers; swizzled so that a warp's eight rows have no bank conflicts.
@@ -346,7 +353,10 @@ def prefill(
         row_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
         seeing_smem = gl.allocate_shared_memory(gl.float32, [CHUNK], row_layout)
         entering_smem = gl.allocate_shared_memory(gl.float32, [CHUNK], row_layout)
-        buffers = Buffers(scores, o_tiles, within_smem, seeing_smem, entering_smem)
+        up_smem = None
+        if FP16:
+            up_smem = gl.allocate_shared_memory(gl.float32, [CHUNK], row_layout)
+        buffers = Buffers(scores, o_tiles, within_smem, seeing_smem, entering_smem, up_smem)
         decay = gl.exp2(-rate * CHUNK)
 
         whole_from = 0
@@ -354,14 +364,14 @@ def prefill(
         if REVERSED:
             if rest > 0:
                 whole_from = 1
-                store_weights(buffers, rate, o_i, o_k, rest, scale, REVERSED, SHORT=True)
+                store_weights(buffers, rate, o_i, o_k, rest, scale, REVERSED, SHORT=True, IN_UNITS=IN_UNITS)
                 rest_decay = gl.exp2(-rate * rest)
                 short = Chunk(0, start, start + (STAGES - 1) * stride, rest)
                 acc_S = step(tensors, ring, buffers, o, work, short, acc_S, rest_decay, sizes, MASKED=True)
         else:
             if rest > 0:
                 whole_to = chunks - 1
-        store_weights(buffers, rate, o_i, o_k, CHUNK, scale, REVERSED, SHORT=False)
+        store_weights(buffers, rate, o_i, o_k, CHUNK, scale, REVERSED, SHORT=False, IN_UNITS=IN_UNITS)
         if p_positions is not None:
             # A segment stores the states at its chunks' ends; the state before the first one is the sequence's own.
             stop = next_snapshot(snapshots, batch, i_n, begin, CHUNK)
@@ -380,7 +390,7 @@ def prefill(
         if not REVERSED:
             if rest > 0:
                 rate = base_two_rate(p_slopes, i_h)
-                store_weights(buffers, rate, o_i, o_k, rest, scale, REVERSED, SHORT=True)
+                store_weights(buffers, rate, o_i, o_k, rest, scale, REVERSED, SHORT=True, IN_UNITS=IN_UNITS)
                 rest_decay = gl.exp2(-rate * rest)
                 # No chunk is ahead of it.
                 short = Chunk(chunks - 1, start + (chunks - 1) * stride, 0, rest)
@@ -393,4 +403,6 @@ def prefill(
             if REVERSED:
                 is_last = begin == first_again
             if is_last:
+                if IN_UNITS:
+                    acc_S = acc_S * unit_of(scale)
                 store_state(final, slot_of(batch, i_n), i_h, o_d, o_e, acc_S)

@@ -30,6 +30,8 @@ class Sizes(NamedTuple):
     REVERSED: bool = False
     # Offsets inside a tile need 64 bits.
     WIDE: bool = False
+    # Of products of float32, as tl.dot takes it; None for 16 bits.
+    PRECISION: Any = None
 
 
 class Counts(NamedTuple):

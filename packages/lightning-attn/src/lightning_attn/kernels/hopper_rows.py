@@ -1,0 +1,91 @@
+"""What the kernel for sm_90 does without TMA and WGMMA: rows of zeros, states, and sequences of one token."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from lightning_attn.kernels.decay import base_two_rate, kept_and_lost
+from lightning_attn.kernels.schedule import States, StateStrides, has_initial, snapshot_slot, state_pointers
+
+
+@gluon.constexpr_function
+def tile_layout(columns):
+    """Rows x columns of 16-bit elements over four warps, 16 bytes a thread."""
+    return gl.BlockedLayout([1, 8], [256 // columns, columns // 8], [4, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def decoding_layout():
+    """A state's tile [64, D] over four warps, 16 bytes of a packed pool a thread."""
+    return gl.BlockedLayout([4, 1], [16, 2], [1, 4], [0, 1])
+
+
+@gluon.jit
+def opaque(values):
+    """The same values, opaque to compilers, which do not move this across the WGMMAs either.
+
+    Otherwise what is computed from them is hoisted and kept in registers, of which there are none to spare.
+    """
+    bits: gl.constexpr = values.dtype.primitive_bitwidth
+    if bits == 64:
+        return gl.inline_asm_elementwise("mov.b64 $0, $1;", "=l,l", [values], values.dtype, is_pure=False, pack=1)
+    else:
+        pack: gl.constexpr = 32 // bits
+        return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [values], values.dtype, is_pure=False, pack=pack)
+
+
+@gluon.jit
+def store_zeros(o, begin, end, column, BLOCK_E: gl.constexpr, CHUNK: gl.constexpr):
+    """Zero rows begin to end of one head's BLOCK_E columns."""
+    layout: gl.constexpr = tile_layout(BLOCK_E)
+    o_row = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
+    o_e = column + gl.arange(0, BLOCK_E, gl.SliceLayout(0, layout))
+    b_zero = gl.zeros([CHUNK, BLOCK_E], o.p.dtype.element_ty, layout)
+    for row in range(begin, end, CHUNK):
+        p_tile = o.p + (row + o_row)[:, None].to(gl.int64) * o.stride + o_e[None, :] * o.element
+        gl.store(p_tile, b_zero, mask=(row + o_row)[:, None] < end)
+
+
+@gluon.jit
+def store_state(states, slot, i_h, o_d, o_e, acc_S):
+    """A state's tile, [e, d]."""
+    strides = states.strides
+    # Only here: the 32 offsets along d would otherwise be computed before the main loop and kept through it.
+    s_d = opaque(gl.to_tensor(strides.d).to(gl.int64))
+    opaque_states = States(states.p, StateStrides(strides.slot, strides.head, s_d, strides.e))
+    gl.store(state_pointers(opaque_states, slot, i_h.to(gl.int64), o_d, o_e), acc_S.to(states.p.dtype.element_ty))
+
+
+@gluon.jit
+def store_snapshots(snapshots, batch, states, i_n, at, i_h, o_d, o_e, acc_S, CHUNK: gl.constexpr):
+    """Store the state at this row for every snapshot that wants it."""
+    for i_p in range(snapshots.count):
+        slot = snapshot_slot(snapshots, batch, i_n, i_p, at, CHUNK)
+        if slot >= 0:
+            store_state(states, slot, i_h, o_d, o_e, acc_S)
+
+
+@gluon.jit
+def single_token(rows, row, column, p_slopes, initial, final, batch, i_n, slot, i_h, scale, sizes: gl.constexpr):
+    """A sequence of one token, in float32: it is bound by its state, for which no ring of chunks is set up.
+
+    rows: q, k, v and o of its heads.
+    """
+    D: gl.constexpr = sizes.D
+    BLOCK_E: gl.constexpr = sizes.BLOCK_E
+    layout: gl.constexpr = decoding_layout()
+    q, k, v, o = rows
+    row = row.to(gl.int64)
+    o_d = gl.arange(0, D, gl.SliceLayout(0, layout))
+    o_e = column + gl.arange(0, BLOCK_E, gl.SliceLayout(1, layout))
+    b_S = gl.zeros([BLOCK_E, D], gl.float32, layout)
+    if initial.p is not None:
+        if has_initial(batch, i_n):
+            b_S = gl.load(state_pointers(initial, slot, i_h.to(gl.int64), o_d, o_e)).to(gl.float32)
+    b_q = gl.load(q.p + row * q.stride + o_d * q.element).to(gl.float32)
+    b_k = gl.load(k.p + row * k.stride + o_d * k.element).to(gl.float32)
+    b_v = gl.load(v.p + row * v.stride + o_e * v.element).to(gl.float32)
+    kept, lost = kept_and_lost(base_two_rate(p_slopes, i_h), 1)
+    b_S = b_S * kept + (b_S * lost + b_v[:, None] * b_k[None, :])
+    gl.store(state_pointers(final, slot, i_h.to(gl.int64), o_d, o_e), b_S.to(final.p.dtype.element_ty))
+    b_o = gl.sum(b_S * b_q[None, :], axis=1) * scale
+    gl.store(o.p + row * o.stride + o_e * o.element, b_o.to(o.p.dtype.element_ty))

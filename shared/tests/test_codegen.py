@@ -326,6 +326,10 @@ def test_a_few_bytes_of_spills_can_be_a_warning_and_more_are_a_problem() -> None
         assert_clean([report], most_stack=4)
     with pytest.warns(UserWarning, match="spill"), pytest.raises(AssertionError, match="trap"):
         assert_clean([dataclasses.replace(report, trap=True)], most_stack=8)
+    # Not a word of what costs next to nothing.
+    assert_clean([report], most_stack_outside_loops=8)
+    with pytest.raises(AssertionError, match="spills registers"):
+        assert_clean([dataclasses.replace(report, spills_in_loops=1)], most_stack_outside_loops=8)
 
 
 # Launches

@@ -1,8 +1,8 @@
-"""Uniform registers that are read before anything was written to them."""
+"""Uniform registers that are read before anything was written to them, and registers spilled in loops."""
 
 from __future__ import annotations
 
-from kernel_reference.testing.sass import unwritten_reads
+from kernel_reference.testing.sass import spills_in_loops, unwritten_reads
 
 LOOP_SKIPPED = """
         /*0000*/                   ULDC UR8, c[0x0][0x228] ;
@@ -47,3 +47,44 @@ def test_a_way_round_a_loop_brings_what_it_wrote() -> None:
 def test_code_that_branches_by_a_table_is_left_alone() -> None:
     assert unwritten_reads(LOOP_SKIPPED.replace("EXIT", "BRX R2 -0x260")) == []
     assert unwritten_reads("") == []
+
+
+# A tile's beginning and end spill; its loop of steps waits in a spin that stands behind everything.
+TILES = """
+        /*0000*/                   BRX R2 -0x340                     (*"BRANCH_TARGETS .L_x_0,.L_x_1"*);
+.L_x_0:
+        /*0010*/                   EXIT ;
+.L_x_1:
+        /*0020*/                   STL [R1+0x4], R2 ;
+.L_x_2:
+        /*0030*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR21+0x28650], R16 ;
+        /*0040*/              @!P0 BRA `(.L_x_4) ;
+.L_x_3:
+        /*0050*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR40], R24 ;
+        /*0060*/              @!P1 BRA `(.L_x_2) ;
+        /*0070*/                   LDL R2, [R1+0x4] ;
+        /*0080*/                   HGMMA.64x128x16.F32.BF16 R88, gdesc[UR40], R88 ;
+        /*0090*/              @!P2 BRA `(.L_x_1) ;
+        /*00a0*/                   EXIT ;
+.L_x_4:
+        /*00b0*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR21+0x28650], R16 ;
+        /*00c0*/              @!P0 BRA `(.L_x_4) ;
+        /*00d0*/                   BRA `(.L_x_3) ;
+"""
+
+
+def test_what_is_spilled_once_a_tile_is_not_spilled_in_the_loop_over_its_steps() -> None:
+    assert spills_in_loops(TILES) == 0
+
+
+def test_what_is_spilled_in_a_loop_of_products_is_counted_wherever_it_stands() -> None:
+    step = TILES.replace(
+        "/*0060*/              @!P1", "/*0058*/  LDL.64 R4, [R1] ;\n        /*0060*/              @!P1"
+    )
+    assert spills_in_loops(step) == 1
+    spin = step.replace("/*00d0*/  ", "/*00c8*/  STL [R1], R4 ;\n        /*00d0*/  ")
+    assert spills_in_loops(spin) == 2
+
+
+def test_code_without_loops_spills_in_none() -> None:
+    assert spills_in_loops("") == spills_in_loops(TILES.replace("BRA", "NOP")) == 0

@@ -40,7 +40,7 @@ from kernel_reference.testing.ptx import overwritten_barriers
 from kernel_reference.testing.reports import Report as Report
 from kernel_reference.testing.reports import assert_clean as assert_clean
 from kernel_reference.testing.reports import table as table
-from kernel_reference.testing.sass import unwritten_reads
+from kernel_reference.testing.sass import spills_in_loops, unwritten_reads
 from kernel_reference.testing.specs import GeneratedSource as GeneratedSource
 from kernel_reference.testing.specs import KernelSpec as KernelSpec
 from kernel_reference.testing.specs import launched_kernels as launched_kernels
@@ -231,6 +231,7 @@ def _read_nvidia(name: str, target: str, kernel: Any, keep_code: bool) -> Report
         registers=figures["REG"],
         stack=figures["STACK"] + figures["LOCAL"],
         shared=kernel.metadata.shared,
+        spills_in_loops=spills_in_loops(sass),
         trap=re.search(r"^\s*(@\S+\s+)?trap;", kernel.asm["ptx"], re.MULTILINE) is not None,
         unwritten=tuple(unwritten_reads(sass)) if target in ("sm_80", "sm_90") else (),
         overwritten=tuple(overwritten_barriers(kernel.asm["ptx"])),
@@ -249,6 +250,7 @@ def _read_amd(name: str, target: str, kernel: Any, keep_code: bool) -> Report:
         registers=figures["vgpr_count"],
         stack=figures["private_segment_fixed_size"],
         shared=kernel.metadata.shared,
+        spills_in_loops=spills_in_loops(assembly),
         vgpr_spills=figures["vgpr_spill_count"],
         sgpr_spills=figures["sgpr_spill_count"],
         trap="s_trap" in opcodes,

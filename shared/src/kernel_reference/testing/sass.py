@@ -1,4 +1,5 @@
-"""A look at machine code that a compiler should make superfluous: uniform registers that are read before any write.
+"""A look at machine code that a compiler should make superfluous: uniform registers that are read before any write,
+and registers that are kept in memory where it costs time.
 
 ptxas 12.8 was seen to do so (sm_90, a matrix product whose operand's address it had computed on one way through a loop
 only): the kernel then multiplies whatever lies where a register left over from other work points, or faults.
@@ -9,13 +10,23 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-_LABEL = re.compile(r"^(\.L_x_\d+):")
+# torch requires it.
+import networkx
+
+_LABEL = re.compile(r"^(\.L_x_\d+|\.LBB\d+_\d+):")
+_ANY_LABEL = re.compile(r"\.L_x_\d+|\.LBB\d+_\d+")
+_AMD_INSTRUCTION = re.compile(r"^\s+((?:[sv]|ds|flat|global|buffer|scratch)_\w.*)$")
 _INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,6})\*/\s+(?:@(!?U?P\w+)\s+)?(.*?)\s*;")
 _TARGET = re.compile(r"\((\.L_x_\d+)\)")
 _REGISTER = re.compile(r"(gdesc\[|desc\[)?\bUR(\d+)\b")
 # What writes uniform registers, its first operand but for predicates, and what looks like it and does not.
 _WRITES = re.compile(r"(?!UISETP|UPLOP3|UTMA|USETMAXREG|UCGABAR)(U|R2UR|S2UR|VOTEU|REDUX)")
 _ALL = frozenset(range(64))
+_PRODUCT = re.compile(r"[HIUQD]\w*MMA\b|v_(mfma|dot\d)")
+# AMD keeps scalar registers in the lanes of vector ones.
+_SPILL = re.compile(r"(LDL|STL)\b|v_(read|write)lane_b32|scratch_")
+_BRANCH = re.compile(r"BRA|BRX|s_c?branch")
+_ENDS = re.compile(r"BRA|BRX|EXIT|RET|s_branch|s_endpgm")
 
 
 class _Line(NamedTuple):
@@ -52,6 +63,49 @@ def unwritten_reads(sass: str) -> list[str]:
             names = ", ".join(f"UR{number}" for number in sorted(line.reads - known))
             found.append(f"{names} at 0x{line.at}: {line.words}")
     return found
+
+
+def spills_in_loops(code: str) -> int:
+    """How many instructions move spilled registers in the innermost loops that multiply matrices.
+
+    code: what ``nvdisasm -c`` prints of one kernel, or AMD's assembly. A kernel that works on one tile after another
+    may keep in memory what belongs to all of them: that costs once a tile, a spill in such a loop once a step.
+    """
+    labels: dict[str, int] = {}
+    found: list[tuple[bool, str]] = []
+    for text in code.splitlines():
+        if label := _LABEL.match(text):
+            labels[label[1]] = len(found)
+        elif instruction := _INSTRUCTION.match(text):
+            # What a table of branches may lead to stands behind the instruction.
+            rest = text[instruction.end() :] if instruction[3].startswith("BRX") else ""
+            found.append((bool(instruction[2]), instruction[3] + rest))
+        elif instruction := _AMD_INSTRUCTION.match(text):
+            found.append((False, instruction[1]))
+    flow = networkx.DiGraph()
+    for i, (predicated, words) in enumerate(found):
+        targets = _ANY_LABEL.findall(words) if _BRANCH.match(words) else []
+        flow.add_edges_from((i, labels[target]) for target in targets if labels.get(target, len(found)) < len(found))
+        # A branch may also name its predicate among its operands.
+        goes_on = predicated or re.match(r"BRA\S* !?U?P\d", words) or not _ENDS.match(words)
+        if goes_on and i + 1 < len(found):
+            flow.add_edge(i, i + 1)
+    spilled = {i for i, (_, words) in enumerate(found) if _SPILL.match(words)}
+    products = {i for i, (_, words) in enumerate(found) if _PRODUCT.match(words)}
+    return sum(len(spilled & loop) for loop in _innermost(flow, products))
+
+
+def _innermost(flow: networkx.DiGraph, wanted: set[int]) -> list[set[int]]:
+    """The innermost loops with something that is wanted."""
+    loops: list[set[int]] = []
+    for loop in networkx.strongly_connected_components(flow):
+        if len(loop) > 1 and loop & wanted:
+            # Without the ways to its beginning a loop is no loop; what is one still lies within it.
+            inside = flow.subgraph(loop).copy()
+            entered = {i for i in loop if any(before not in loop for before in flow.predecessors(i))} or {min(loop)}
+            inside.remove_edges_from([*inside.in_edges(entered)])
+            loops += _innermost(inside, wanted) or [loop]
+    return loops
 
 
 def _parse(sass: str) -> list[_Line]:

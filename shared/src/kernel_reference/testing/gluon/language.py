@@ -58,8 +58,12 @@ LANGUAGE: dict[str, Any] = {
     "log2": lambda x: Value(torch.log2(x.data)),
     "fma": lambda x, y, z: Value((in_64_bits(x) * in_64_bits(y) + in_64_bits(z)).float()),
     "abs": lambda x: Value(torch.abs(x.data)),
+    "sqrt": lambda x: Value(torch.sqrt(x.data)),
     "max": lambda x, axis: Value(x.data.amax(axis)),
-    "sum": lambda x, axis: Value(x.data.sum(axis)),
+    "min": lambda x, axis: Value(x.data.amin(axis)),
+    # Integers of 32 bits stay so.
+    "sum": lambda x, axis: Value(x.data.sum(axis, dtype=x.data.dtype)),
+    "cumsum": lambda x, axis: Value(x.data.cumsum(axis, dtype=x.data.dtype)),
     "load": load,
     "store": store,
     "reshape": lambda x, shape: Value(x.data.reshape([int(size) for size in shape])),

@@ -83,10 +83,21 @@ def test_a_bound_that_does_not_hold_is_named_where_values_are_looked_at_and_chan
 
 def test_a_shorter_bound_cuts_keys_in_fewer_parts() -> None:
     """One token behind a table of 131072 keys; 4096 are less work than so many programs cost."""
-    device = DeviceLimits(132, 232448, hopper=True)
-    wide = Problem(8, 1, 128, 16, 1, 1, 1, 131072, tma=True)
+    device = DeviceLimits(132, 232448)
+    wide = Problem(8, 1, 128, 16, 1, 1, 1, 131072)
     splits = [
         plan_prefill(problem, device).num_splits
         for problem in (wide, replace(wide, max_seqlen_k=4096), replace(wide, capacity=4096))
     ]
     assert splits[0] > splits[1] == splits[2]
+
+
+def test_a_bound_of_few_keys_saves_the_launch_that_merges() -> None:
+    """On sm_90 no tile of 500 keys is cut, whatever the table has room for."""
+    device = DeviceLimits(132, 232448, hopper=True)
+    wide = Problem(8, 1, 128, 16, 1, 1, 1, 131072, tma=True)
+    splits = [
+        plan_prefill(problem, device).num_splits
+        for problem in (wide, replace(wide, max_seqlen_k=500), replace(wide, capacity=500))
+    ]
+    assert splits == [0, 1, 1]

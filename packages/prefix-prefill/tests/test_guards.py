@@ -422,14 +422,27 @@ def test_no_rows_launch_nothing(monkeypatch) -> None:
     assert not grids.grids
 
 
-def test_a_launch_has_a_slot_for_every_tile_kv_head_and_split_and_no_more_than_two_to_spare(monkeypatch) -> None:
+def test_a_portable_launch_has_a_slot_for_every_tile_kv_head_and_split_and_no_more_than_two_to_spare(
+    monkeypatch,
+) -> None:
     """The grid does not grow with the longest sequence: tiles past a sequence's end would load its prefix in vain."""
     grids = Grids(monkeypatch)
     for rows, sequences, splits in ((1, 1, 1), (2079, 32, 1), (2079, 32, 3), (32, 32, 7)):
-        for plan in (portable(16, 16, splits), hopper(128, 128, splits)):
-            prepare(rows, sequences, plan)
-            place = next(grid for name, grid in reversed(grids.grids) if name == "attend")
-            assert place[0] == (rows // (plan.block_m // 4) + sequences + 2) * 2 * splits
+        plan = portable(16, 16, splits)
+        prepare(rows, sequences, plan)
+        place = next(grid for name, grid in reversed(grids.grids) if name == "attend")
+        assert place[0] == (rows // (plan.block_m // 4) + sequences + 2) * 2 * splits
+
+
+def test_a_launch_for_sm_90_has_no_more_programs_than_pieces_of_tiles_or_than_its_plan_says(monkeypatch) -> None:
+    """Nor does it grow with the longest sequence, or with the width of the block table."""
+    grids = Grids(monkeypatch)
+    for rows, sequences, splits in ((1, 1, 1), (2079, 32, 1), (2079, 32, 3), (32, 32, 7), (32, 32, 0)):
+        plan = hopper(128, 128, splits)
+        prepare(rows, sequences, plan)
+        place = next(grid for name, grid in reversed(grids.grids) if name == "attend")
+        pieces = (rows // (plan.block_m // 4) + min(sequences + 2, rows)) * 2 * splits
+        assert place[0] == (min(pieces, plan.programs) if splits else plan.programs)
 
 
 # Where tiles stand, and which keys they take: the arithmetic of kernels/schedule.py, in Python and on the device

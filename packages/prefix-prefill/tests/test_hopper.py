@@ -6,6 +6,7 @@ What only hardware tells, swizzles, fences and registers among it, is for the te
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -26,8 +27,9 @@ LONG = [(600, 70)]
 
 @pytest.fixture(scope="module")
 def hopper() -> ModuleType:
-    own = (f"hopper.{name}" for name in ("config", "memory", "softmax", "producers", "consumers", "kernel"))
-    return gluon.shadow(*(f"prefix_prefill.kernels.{name}" for name in ("softmax", "schedule", *own)))[-1]
+    own = (f"hopper.{name}" for name in ("config", "items", "memory", "softmax", "producers", "consumers", "kernel"))
+    names = ("softmax", "schedule", "batch", "balance", "merge", *own)
+    return gluon.shadow(*(f"prefix_prefill.kernels.{name}" for name in names))[-1]
 
 
 @pytest.fixture(autouse=True)
@@ -104,6 +106,25 @@ def test_new_keys_wait_until_the_cached_ones_before_them_are_used(tensors, kerne
         batch = tensors.batch(LONG, **{**options, "window": (-1, -1)})
         kernels.prefill(batch, chosen)
         batch.check(most=4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"cache_dtype": E4M3, "k_scale": "number", "v_scale": "heads", "window": (90, -1)}],
+    ids=["16 bits", "8 bits, a window, new keys"],
+)
+def test_one_program_takes_more_items_than_its_table_holds(tensors, kernels, options) -> None:
+    """Barriers go on counting from tile to tile, and from one table to the next."""
+    batch = tensors.batch([(50, 3), (0, 1), (129, 2)] * 6, heads=(4, 2), head_dim=64, **options)
+    kernels.prefill(batch, replace(plan(128, 64, 1, 3), programs=1))
+    batch.check(most=4)
+
+
+@pytest.mark.parametrize("programs", [3, 5])
+def test_programs_share_a_batch_by_keys_where_lengths_differ(tensors, kernels, programs) -> None:
+    batch = tensors.batch([(30, 1), (3500, 2), (0, 40), (700, 1)], heads=(4, 2), head_dim=64, sinks=True, cached=True)
+    kernels.prefill(batch, replace(plan(128, 128, 0), programs=programs))
+    batch.check(most=4)
 
 
 # The tensors of a call, by their place, and the dimensions in which elements are laid 2^31 apart.

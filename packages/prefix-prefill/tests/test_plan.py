@@ -21,6 +21,7 @@ from prefix_prefill.plan import (
     Problem,
     fits_hopper,
     heads_per_tile,
+    most_tiles,
     num_slots,
     plan_prefill,
     tokens_per_tile,
@@ -29,6 +30,8 @@ from prefix_prefill.plan import (
 KIB = 1024
 H200 = DeviceLimits(132, 227 * KIB, hopper=True)
 A100 = DeviceLimits(108, 163 * KIB)
+# With the portable kernel, as where layouts are not for TMA.
+SM_90 = replace(H200, hopper=False)
 DEVICES = {
     "H200": H200, "A100": A100, "a consumer GPU": DeviceLimits(84, 99 * KIB), "MI300X": DeviceLimits(304, 64 * KIB),
     "B200": DeviceLimits(148, 227 * KIB), "T4": DeviceLimits(40, 64 * KIB, turing=True), "one core": DeviceLimits(1),
@@ -81,6 +84,8 @@ def test_tiles_hold_every_query_head_of_every_token_once(limits: DeviceLimits) -
         assert heads == problem.group or (heads, tokens) == (plan.block_m, 1)
         assert (tokens + 1) * heads > plan.block_m
         assert num_slots(problem, tokens) >= cdiv(problem.tokens, tokens) + max(problem.sequences - 1, 0)
+        a_tile_each = cdiv(problem.tokens, tokens) + min(max(problem.sequences - 1, 0), problem.tokens)
+        assert most_tiles(problem, plan.block_m) >= min(a_tile_each, problem.tokens) * problem.num_heads_kv
 
 
 def tile_bytes(problem: Problem, plan: PrefillPlan) -> int:
@@ -111,7 +116,7 @@ def test_tiles_fit_in_the_shared_memory_of_turing_which_holds_them_twice() -> No
 
 
 def test_what_the_kernel_for_sm_90_is_written_for_goes_to_it_and_nothing_else() -> None:
-    assert plan_prefill(PROMPT, H200) == PrefillPlan(128, 128, 1, 4, 2, hopper=True)
+    assert plan_prefill(PROMPT, H200) == PrefillPlan(128, 128, 0, 4, 2, hopper=True, programs=132)
     for change in (
         {"tma": False}, {"bits": 32, "cache_bits": 32}, {"page_size": 8}, {"page_size": 1},
         {"page_size": 24}, {"head_dim": 100}, {"cache_bits": 8, "head_dim": 256}, {"cache_bits": 8, "head_dim": 72},
@@ -155,29 +160,47 @@ def rounds(problem: Problem, plan: PrefillPlan, cores: int) -> float:
 
 
 @pytest.mark.parametrize("model", [LLAMA, GPT_OSS], ids=str)
-@pytest.mark.parametrize(("tokens", "sequences"), [(1, 1), (16, 16), (128, 1), (512, 1), (2048, 1), (2079, 32)])
+@pytest.mark.parametrize(("tokens", "sequences"), [(1, 1), (16, 16), (128, 1), (512, 1), (2048, 1)])
 def test_splits_keep_the_cores_evenly_busy_behind_a_long_context(model, tokens: int, sequences: int) -> None:
     problem = problem_of(model, tokens=tokens, sequences=sequences, longest=max(tokens // sequences, 1), capacity=2**17)
-    plan = plan_prefill(problem, H200)
-    ideal = rounds(problem, replace(plan, num_splits=10**6), H200.cores)
+    plan = plan_prefill(problem, SM_90)
+    ideal = rounds(problem, replace(plan, num_splits=10**6), SM_90.cores)
     # Work shared out without loss, a quarter more, and a little where merging parts would cost more than that.
-    assert rounds(problem, plan, H200.cores) <= 1.25 * ideal + 0.05, plan
+    assert rounds(problem, plan, SM_90.cores) <= 1.25 * ideal + 0.05, plan
 
 
-def test_one_chunk_of_llama_on_an_h200_is_one_pass_and_a_token_of_it_is_split() -> None:
-    assert plan_prefill(PROMPT, H200).num_splits == 1
+def test_one_chunk_of_llama_is_one_pass_and_a_token_of_it_is_split() -> None:
+    assert plan_prefill(PROMPT, SM_90).num_splits == 1
     decoding = problem_of(LLAMA, tokens=1, longest=1, capacity=131072)
-    assert plan_prefill(decoding, H200).num_splits >= 16
+    assert plan_prefill(decoding, SM_90).num_splits >= 16
     # 32 one-token rows are a quarter of the cores.
     batch = problem_of(LLAMA, tokens=32, sequences=32, longest=1, capacity=131072)
-    assert plan_prefill(batch, H200).num_splits == 4
+    assert plan_prefill(batch, SM_90).num_splits >= 4
 
 
 def test_parts_are_never_so_small_that_they_cost_more_than_they_save() -> None:
     for problem in problems():
         for limits in DEVICES.values():
             plan = plan_prefill(problem, limits)
-            assert plan.num_splits == 1 or plan.num_splits * 4 * plan.block_n <= problem.capacity
+            assert plan.num_splits <= 1 or plan.num_splits * 4 * plan.block_n <= problem.capacity
+
+
+def test_how_keys_are_shared_is_left_to_the_device_but_where_all_are_few() -> None:
+    for tokens, sequences, longest in ((1, 1, 1), (32, 32, 1), (2048, 1, 2048), (2079, 32, 2048)):
+        for capacity, splits in ((500, 1), (131072, 0)):
+            problem = problem_of(
+                LLAMA, tokens=tokens, sequences=sequences, longest=longest, capacity=capacity, new_kv=False
+            )
+            assert plan_prefill(problem, H200).num_splits == splits
+
+
+def test_a_plan_is_the_same_for_every_batch_of_a_server_but_for_its_rows() -> None:
+    """No table width, no batch size and no length of it: kernels are compiled for what a plan says."""
+    plans = set()
+    for sequences, longest, capacity in itertools.product((1, 2, 17, 256), (1, 2, 2048), (2048, 131072)):
+        problem = problem_of(LLAMA, tokens=sequences * longest, sequences=sequences, longest=longest, capacity=capacity)
+        plans.add(plan_prefill(problem, H200))
+    assert plans == {PrefillPlan(rows, 128, 0, 4, 2, hopper=True, programs=132) for rows in (64, 128)}
 
 
 def test_a_number_of_splits_that_is_given_means_the_same_tiles_whatever_the_batch() -> None:
@@ -206,6 +229,7 @@ REFUSED = {
     "rows that are no power of two": replace(GOOD, block_m=48), "rows below 16": replace(GOOD, block_m=8),
     "negative rows": replace(GOOD, block_m=-64), "keys that are no power of two": replace(GOOD, block_n=24),
     "keys below 16": replace(GOOD, block_n=8), "no keys": replace(GOOD, block_n=0),
+    "no programs": replace(GOOD, programs=0),
     "no splits": replace(GOOD, num_splits=0), "negative splits": replace(GOOD, num_splits=-2),
     "warps that are no power of two": replace(GOOD, num_warps=3), "no warps": replace(GOOD, num_warps=0),
     "no stages": replace(GOOD, num_stages=0),

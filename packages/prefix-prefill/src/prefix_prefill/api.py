@@ -192,8 +192,8 @@ def prefix_prefill(
         out: [T, Hq, D] to write to: of q's dtype, with out_scale of either 8-bit float; any strides by which no two
             elements share memory and dimensions do not interleave. Shares no memory with an argument, q included.
         return_lse: whether to return lse too.
-        num_splits: how many programs share each row's keys (split-KV), 1 or more; a fixed number makes a sequence's
-            result bitwise independent of the rest of the batch. None: as the plan has it.
+        num_splits: in how many pieces each row's keys are cut (split-KV), 1 or more; a fixed number makes a sequence's
+            result bitwise independent of the rest of the batch. None: as the plan, or on sm_90 the device, finds best.
         plan: a launch plan in place of the one made for the device; has its own num_splits.
 
     Returns:

@@ -30,7 +30,9 @@ from prefix_prefill.plan import (
     DeviceLimits,
     PrefillPlan,
     Problem,
+    head_tiles,
     heads_per_tile,
+    most_tiles,
     num_slots,
     plan_prefill,
     tokens_per_tile,
@@ -41,8 +43,10 @@ Run = Callable[..., None]
 
 # Kernels read 8-bit floats as integers: not every target knows the types.
 _FP8 = {torch.float8_e4m3fn: 4, torch.float8_e5m2: 5}
-# Rows that one program of a merge kernel takes.
-_MERGED_TOKENS = 16
+# Rows, or tokens, that one program of a merge kernel takes.
+_MERGED_ROWS = 16
+# Numbers of an entry that says which tile is in pieces: see kernels/merge.py.
+_ENTRY = 8
 
 
 @lru_cache
@@ -121,7 +125,9 @@ def prepare_prefill(problem: Problem, plan: PrefillPlan | None, tensors: Prefill
         elif chosen.hopper and not tma:
             wanted = "without hopper where the cache has scales, softmax_scale is below 0, or keys or values are not"
             fail("plan", f"{wanted} 16-byte aligned and of strides of whole 16 bytes", chosen)
-        attend = (_hopper if chosen.hopper else _portable)(problem, chosen, forms, device)
+        if chosen.hopper:
+            return _with_pieces(_hopper(problem, chosen, forms, device), problem, chosen, forms, device)
+        attend = _portable(problem, chosen, forms, device)
         return attend if chosen.num_splits == 1 else _with_splits(attend, problem, chosen, forms, device)
 
     # Slices of a cache may come aligned or not: k, v and the caches must be for TMA.
@@ -129,29 +135,35 @@ def prepare_prefill(problem: Problem, plan: PrefillPlan | None, tensors: Prefill
 
 
 def _grid(problem: Problem, plan: PrefillPlan) -> tuple[int, int, int]:
-    head_tiles = cdiv(problem.group, heads_per_tile(problem.group, plan.block_m))
+    """Of the portable kernel: a slot for every tile."""
     slots = num_slots(problem, tokens_per_tile(problem.group, plan.block_m))
-    return slots * problem.num_heads_kv * head_tiles * plan.num_splits, 1, 1
+    return slots * problem.num_heads_kv * head_tiles(problem.group, plan.block_m) * plan.num_splits, 1, 1
 
 
-def _counts(problem: Problem, plan: PrefillPlan, block_table: Tensor) -> tuple[int, ...]:
+def _programs(problem: Problem, plan: PrefillPlan) -> int:
+    """Of the kernel for sm_90: as many as the plan has, and no more than there may be pieces of tiles."""
+    if plan.num_splits:
+        return min(plan.programs, most_tiles(problem, plan.block_m) * plan.num_splits)
+    return plan.programs
+
+
+def _counts(problem: Problem, block_table: Tensor) -> tuple[int, ...]:
     """The integers of both kernels that differ between batches: arguments of their own, as Triton would specialise on
     those in tuples.
     """
-    slots = num_slots(problem, tokens_per_tile(problem.group, plan.block_m))
-    return problem.tokens, problem.sequences, problem.num_blocks, problem.capacity, block_table.stride()[0], slots
+    return problem.tokens, problem.sequences, problem.num_blocks, problem.capacity, block_table.stride()[0]
 
 
-# The tensors, or their pointers, as the kernels take them: the scales in one group. Named one by one, which is the
-# quickest way that Python has.
+# The tensors, or their pointers, as the kernels take them, what belongs together in one group. Named one by one, which
+# is the quickest way that Python has.
 
 
 def _for_portable(q, k, v, k_cache, v_cache, table, cu, lengths, alibi, sinks, k_s, v_s, out_s, out, lse):  # type: ignore[no-untyped-def]
     return q, k, v, k_cache, v_cache, table, cu, lengths, alibi, sinks, (k_s, v_s, out_s), out, lse
 
 
-def _for_hopper(q, table, cu, lengths, alibi, sinks, k_s, v_s, out_s, out, lse):  # type: ignore[no-untyped-def]
-    return q, table, cu, lengths, alibi, sinks, (k_s, v_s, out_s), out, lse
+def _for_hopper(q, table, cu, lengths, alibi, sinks, k_s, v_s, out_s, out, lse, *parts):  # type: ignore[no-untyped-def]
+    return q, table, (cu, lengths), (alibi, sinks), (k_s, v_s, out_s), out, lse, parts
 
 
 def _portable(problem: Problem, plan: PrefillPlan, forms: PrefillTensors, device: torch.device) -> Run:
@@ -166,6 +178,7 @@ def _portable(problem: Problem, plan: PrefillPlan, forms: PrefillTensors, device
         q=q.stride(), k=s_k, v=s_v, k_cache=k_pages.strides, v_cache=v_pages.strides, k_scale=s_k_scale,
         v_scale=s_v_scale, out=out.stride(), lse=_lse_strides(forms.lse),
     )  # fmt: skip
+    slots = num_slots(problem, tokens_per_tile(problem.group, plan.block_m))
     scores = groups.Scores(problem.softmax_scale, problem.softcap)
     numbers = groups.Numbers(problem.k_scale, problem.v_scale, problem.out_scale, strides)
     config = groups.Config(
@@ -197,7 +210,7 @@ def _portable(problem: Problem, plan: PrefillPlan, forms: PrefillTensors, device
     return Launch(
         portable.attend,
         _grid(problem, plan),
-        (*_counts(problem, plan, forms.block_table), scores, problem.left, problem.right, numbers, config),
+        (*_counts(problem, forms.block_table), slots, scores, problem.left, problem.right, numbers, config),
         device,
         # The caches, where their dtype is not every target's.
         as_integers=(3, 4) if config.FP8 else (),
@@ -228,7 +241,7 @@ def _hopper(problem: Problem, plan: PrefillPlan, forms: PrefillTensors, device: 
             rows = [1, problem.num_heads_kv, problem.tokens, d]
             boxes.append(TmaBox(rows, [8, head, token, 1], [1, 1, box, 64]))
     (_, s_k_scale), (_, s_v_scale) = _scaling(forms.k_scale), _scaling(forms.v_scale)
-    strides = hopper.Strides(s_k_scale[2], s_v_scale[2], forms.q.stride(), forms.out.stride(), _lse_strides(forms.lse))
+    strides = hopper.Strides(s_k_scale[2], s_v_scale[2], forms.q.stride(), forms.out.stride())
     scores = hopper.Scores(problem.softmax_scale, problem.softcap)
     numbers = hopper.Numbers(problem.k_scale, problem.v_scale, problem.out_scale, strides)
     config = hopper.Config(
@@ -241,10 +254,11 @@ def _hopper(problem: Problem, plan: PrefillPlan, forms: PrefillTensors, device: 
         WIDTH=width,
         BLOCK_N=plan.block_n,
         HEADS=heads_per_tile(problem.group, plan.block_m),
+        HEAD_TILES=head_tiles(problem.group, plan.block_m),
         TOKENS=tokens_per_tile(problem.group, plan.block_m),
         CONSUMERS=plan.block_m // 64,
         STAGES=plan.num_stages,
-        SPLITS=plan.num_splits,
+        IN_PARTS=plan.num_splits != 1,
         IS_FP8=problem.cache_bits == 8,
         NEW_KV=problem.new_kv,
         LIMIT=_limit(forms.out),
@@ -254,8 +268,12 @@ def _hopper(problem: Problem, plan: PrefillPlan, forms: PrefillTensors, device: 
         HAS_RIGHT=problem.right >= 0,
         SKIP_DECODE=problem.skip_decode,
     )
-    rest = (*_counts(problem, plan, forms.block_table), scores, problem.left, problem.right, numbers, config)
-    attend = TmaLaunch(hopper.attend, _grid(problem, plan), rest, device, boxes, group=_for_hopper, num_warps=4)
+    rest = (
+        *_counts(problem, forms.block_table), *_lse_strides(forms.lse), plan.num_splits, problem.left, problem.right,
+        scores, numbers, config,
+    )  # fmt: skip
+    grid = (_programs(problem, plan), 1, 1)
+    attend = TmaLaunch(hopper.attend, grid, rest, device, boxes, group=_for_hopper, num_warps=4)
 
     def run(q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tensor, v_cache: Tensor, *others: Tensor) -> None:
         attend(k_cache, v_cache, k, v, q, *others)
@@ -263,14 +281,50 @@ def _hopper(problem: Problem, plan: PrefillPlan, forms: PrefillTensors, device: 
     return run
 
 
+def _with_pieces(attend: Run, problem: Problem, plan: PrefillPlan, forms: PrefillTensors, device: torch.device) -> Run:
+    """A launch of the kernel for sm_90, which may leave tiles in parts, and one that merges them."""
+    if plan.num_splits == 1:
+        return lambda *tensors: attend(*tensors, None, None, None)
+    config = merge.MergeConfig(
+        GROUP=problem.group,
+        HEADS_KV=problem.num_heads_kv,
+        HEADS=heads_per_tile(problem.group, plan.block_m),
+        TOKENS=tokens_per_tile(problem.group, plan.block_m),
+        BLOCK_M=plan.block_m,
+        ROWS=_MERGED_ROWS,
+        D=problem.head_dim,
+        BLOCK_D=max(16, power_of_two_at_least(problem.head_dim)),
+        LIMIT=_limit(forms.out),
+        WIDE=(problem.head_dim - 1) * forms.out.stride()[2] >= 2**31,
+    )
+    programs = _programs(problem, plan)
+    # By number of the piece, for all rows; by program, two for each.
+    entries = most_tiles(problem, plan.block_m) * plan.num_splits if plan.num_splits else 2 * programs
+    rows = problem.tokens * problem.num_heads * plan.num_splits if plan.num_splits else 2 * programs * plan.block_m
+    rest = (problem.tokens, *_lse_strides(forms.lse), problem.out_scale, forms.out.stride(), config)
+    # More programs than that would wait for others' to end.
+    grid = (min(entries * cdiv(plan.block_m, _MERGED_ROWS), 8 * plan.programs), 1, 1)
+    merge_pieces = Launch(merge.merge_pieces, grid, rest, device, num_warps=4)
+
+    def run(*tensors: Tensor | None) -> None:
+        given = PrefillTensors(*tensors)  # type: ignore[arg-type]
+        part = torch.empty((rows, problem.head_dim), dtype=torch.float32, device=device)
+        part_lse = torch.empty(rows, dtype=torch.float32, device=device)
+        noted = torch.empty((entries + 1, _ENTRY), dtype=torch.int64, device=device)
+        attend(*tensors, part, part_lse, noted)
+        merge_pieces(given.sinks, given.out_scale, given.out, given.lse, part, part_lse, noted)
+
+    return run
+
+
 def _with_splits(attend: Run, problem: Problem, plan: PrefillPlan, forms: PrefillTensors, device: torch.device) -> Run:
     """A launch that leaves partial results in a workspace, and one that merges them."""
-    slots = num_slots(problem, _MERGED_TOKENS)
+    slots = num_slots(problem, _MERGED_ROWS)
     config = merge.SplitConfig(
         H=problem.num_heads,
         D=problem.head_dim,
         BLOCK_D=max(16, power_of_two_at_least(problem.head_dim)),
-        TOKENS=_MERGED_TOKENS,
+        TOKENS=_MERGED_ROWS,
         SPLITS=plan.num_splits,
         NEW_KV=problem.new_kv,
         LIMIT=_limit(forms.out),
@@ -303,6 +357,6 @@ def prepare_merge(tensors: MergeTensors) -> Run:
     if out_a.numel() == 0:
         return launch_nothing
     strides = [merge.Strides(*(x.stride() for x in pair)) for pair in ((out_a, lse_a), (out_b, lse_b), (out, lse))]
-    rest = (rows, *strides, num_heads, head_dim, max(16, power_of_two_at_least(head_dim)), _MERGED_TOKENS)
-    grid = (cdiv(rows, _MERGED_TOKENS) * num_heads, 1, 1)
+    rest = (rows, *strides, num_heads, head_dim, max(16, power_of_two_at_least(head_dim)), _MERGED_ROWS)
+    grid = (cdiv(rows, _MERGED_ROWS) * num_heads, 1, 1)
     return Launch(merge.merge_states, grid, rest, out_a.device, num_warps=4)

@@ -1,7 +1,8 @@
 """From a problem and the device's limits to a launch plan, as pure functions of plain values.
 
 A plan is a value: it can be built, printed and tested on a machine with no GPU, and pinned by a caller with ``plan=``.
-It follows from shapes alone, never from lengths, which only the device knows.
+It follows from shapes alone, never from lengths, which only the device knows: there the kernel for sm_90 finds out how
+its programs share them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from kernel_reference.plans import Plan
 
 # The most tokens that a sequence may have: no bound is this one.
 MOST_TOKENS = 2**31 - 1
+# A tile of fewer keys is never cut: see kernels/balance.py.
+_FEW_KEYS = 1024
 # What a merge kernel combines quickly enough.
 _MOST_SPLITS = 128
 
@@ -80,8 +83,9 @@ class DeviceLimits:
 class PrefillPlan(Plan):
     """Tiles of ``block_m`` rows, each a query head of a token, take the keys ``block_n`` at a time.
 
-    The query heads of a kv head stand together in a tile. ``num_splits`` programs share the keys of a tile; more than
-    one leave partial results to a merge kernel. ``hopper``: by the kernel made for sm_90.
+    The query heads of a kv head stand together in a tile. Each is cut into ``num_splits`` pieces; more than one leave
+    partial results to a merge kernel. ``hopper``: by the kernel made for sm_90, of which ``programs`` at the most work
+    at a time, one piece after another; 0 splits leave it to that kernel to cut as the lengths of the batch ask for.
     """
 
     block_m: int
@@ -90,12 +94,15 @@ class PrefillPlan(Plan):
     num_warps: int
     num_stages: int
     hopper: bool = False
+    programs: int = 132
 
     def covers(self, problem: Problem) -> bool:
         """Whether its blocks are such that a kernel can take them, for this problem."""
         if not is_power_of_two(self.block_m, self.block_n, self.num_warps):
             return False
-        if min(self.block_m, self.block_n) < 16 or min(self.num_stages, self.num_splits) < 1:
+        if min(self.block_m, self.block_n) < 16 or min(self.num_stages, self.programs) < 1:
+            return False
+        if self.num_splits < (0 if self.hopper else 1):
             return False
         return not self.hopper or (
             problem.tma
@@ -141,13 +148,35 @@ def num_slots(problem: Problem, tokens: int) -> int:
     return problem.tokens // tokens + problem.sequences + 2
 
 
+def head_tiles(group: int, block_m: int) -> int:
+    """Tiles that the query heads of one kv head take."""
+    return cdiv(group, heads_per_tile(group, block_m))
+
+
+def most_tiles(problem: Problem, block_m: int) -> int:
+    """Tiles that a batch may have: each sequence may leave one that is not full.
+
+    The rows before the first sequence and after the last one count as two sequences more: see kernels/batch.py.
+    """
+    tokens = tokens_per_tile(problem.group, block_m)
+    tiles = problem.tokens // tokens + min(problem.sequences + 2, problem.tokens)
+    return tiles * head_tiles(problem.group, block_m) * problem.num_heads_kv
+
+
 def plan_prefill(problem: Problem, limits: DeviceLimits, num_splits: int = 0) -> PrefillPlan:
     """The plan for a problem on this device; ``num_splits`` 0 leaves that number to the plan as well."""
     if num_splits:
         # How keys are cut depends on the rows of a tile: with as many in every batch, a sequence keeps its bits.
         problem = replace(problem, tokens=MOST_TOKENS, max_seqlen_q=MOST_TOKENS)
-    plan = _hopper(problem) if limits.hopper and problem.tma and fits_hopper(problem) else _portable(problem, limits)
-    return replace(plan, num_splits=num_splits or _splits(problem, plan, limits))
+    if limits.hopper and problem.tma and fits_hopper(problem):
+        plan = replace(_hopper(problem), programs=limits.cores)
+        # Of so few keys no tile is cut, and nothing need be merged.
+        keys = min(problem.capacity + problem.new_kv * problem.max_seqlen_q, problem.max_seqlen_k)
+        splits = int(keys < _FEW_KEYS)
+    else:
+        plan = _portable(problem, limits)
+        splits = _splits(problem, plan, limits)
+    return replace(plan, num_splits=num_splits or splits)
 
 
 def _rows_of_a_sequence(problem: Problem) -> int:
@@ -160,10 +189,10 @@ def _hopper(problem: Problem) -> PrefillPlan:
     block_m = 64 if _rows_of_a_sequence(problem) <= 64 or (problem.alibi and problem.head_dim > 128) else 128
     if _is_mixed(problem):
         # Converters to bfloat16 take registers from the consumers.
-        return PrefillPlan(block_m, 64, 1, 4, 3, hopper=True)
+        return PrefillPlan(block_m, 64, 0, 4, 3, hopper=True)
     # The largest tiles of keys whose scores stay in registers and two of which, values included, fit in shared memory.
     block_n = 128 if problem.head_dim <= 128 and not problem.alibi else 64
-    return PrefillPlan(block_m, block_n, 1, 4, 2, hopper=True)
+    return PrefillPlan(block_m, block_n, 0, 4, 2, hopper=True)
 
 
 def _portable(problem: Problem, limits: DeviceLimits) -> PrefillPlan:
@@ -196,8 +225,7 @@ def _splits(problem: Problem, plan: PrefillPlan, limits: DeviceLimits) -> int:
     # Tiles with something to do, were the lengths equal.
     sequences = max(1, problem.sequences)
     each = cdiv(cdiv(problem.tokens, sequences), tokens_per_tile(problem.group, plan.block_m))
-    head_tiles = cdiv(problem.group, heads_per_tile(problem.group, plan.block_m))
-    tiles = max(1, sequences * each * head_tiles * problem.num_heads_kv)
+    tiles = max(1, sequences * each * head_tiles(problem.group, plan.block_m) * problem.num_heads_kv)
     if tiles >= 2 * limits.cores:
         return 1
     keys = cdiv(min(problem.capacity, problem.max_seqlen_k), plan.block_n)

@@ -1,4 +1,7 @@
-"""Merging partial results: the splits of one call, or two results over different keys."""
+"""Merging partial results: the pieces or the splits of one call, or two results over different keys.
+
+Pieces are those of the persistent kernel for sm_90, splits those of the portable one.
+"""
 
 from typing import NamedTuple
 
@@ -7,6 +10,9 @@ import triton.language as tl
 
 from prefix_prefill.kernels.schedule import find_tile, lengths
 from prefix_prefill.kernels.softmax import Target, exponential, finite, store_results, with_sink
+
+# Numbers of an entry of the table that says which tiles are in parts; before the entries there is one with their count.
+ENTRY: tl.constexpr = tl.constexpr(8)
 
 
 class Strides(NamedTuple):
@@ -28,6 +34,54 @@ class SplitConfig(NamedTuple):
     LIMIT: int
     SKIP_DECODE: bool
     WIDE: bool
+
+
+class MergeConfig(NamedTuple):
+    """What ``merge_pieces`` is compiled for; of tiles what the kernel is that left their parts."""
+
+    GROUP: int
+    HEADS_KV: int
+    HEADS: int
+    TOKENS: int
+    BLOCK_M: int
+    ROWS: int  # rows of a tile that one program merges
+    D: int
+    BLOCK_D: int
+    LIMIT: int
+    WIDE: bool
+
+
+@triton.jit
+def write_no_entries(p_entries, i_program, work):
+    """What a program writes before its items: the first one how many entries there are, each its own two as none."""
+    if i_program == 0:
+        tl.store(p_entries, work.entries)
+    if work.line:
+        tl.store(p_entries + (2 * i_program + 1) * ENTRY, i_program * 0)
+        tl.store(p_entries + (2 * i_program + 2) * ENTRY, i_program * 0)
+
+
+@triton.jit
+def write_entry(p_entries, x, i_program, item, sequence, work, C):
+    """Note a tile in parts, with its first piece; returns where this piece's part goes, -1 if it is the whole tile.
+
+    Shares of keys leave at most two parts a program, which lie by program; others lie by number of the piece.
+    """
+    cut = item.pieces > 1
+    own = tl.where(item.i_piece == 0, 2 * i_program + 1, 2 * i_program)
+    at = tl.where(work.line, own, x)
+    first = cut & (item.i_piece == 0)
+    p_entry = p_entries + (at + 1) * ENTRY
+    if first:
+        tl.store(p_entry, item.pieces)
+        tl.store(p_entry + 1, tl.where(work.line, item.first, -1))
+        tl.store(p_entry + 2, sequence.begin + item.i_tile * C.TOKENS)
+        tl.store(p_entry + 3, tl.minimum(sequence.q_len - item.i_tile * C.TOKENS, C.TOKENS))
+        tl.store(p_entry + 4, item.i_head)
+        tl.store(p_entry + 5, sequence.valid.to(tl.int64))
+    elif (work.entries > 0) & (work.line == 0):
+        tl.store(p_entry, x * 0)
+    return tl.where(cut, tl.where(work.line, own, item.i_piece), -1)
 
 
 @triton.jit
@@ -81,6 +135,55 @@ def merge_splits(
             o_d_out * strides.out[2], m_row, m_tile,
         )  # fmt: skip
         store_results(p_out, p_lse, p_out_scale, out_scale, acc, running_max, row_sum, target, C.LIMIT)
+
+
+@triton.jit(do_not_specialize=["rows", "s_lse_head", "s_lse_token"])
+def merge_pieces(
+    p_sinks, p_out_scale, p_out, p_lse, p_part, p_part_lse, p_entries,
+    rows, s_lse_head, s_lse_token, out_scale, s_out, config: tl.constexpr,
+):  # fmt: skip
+    """The results of the tiles in parts. p_part has rows of D, p_part_lse one number for each."""
+    C: tl.constexpr = config._replace()
+    H: tl.constexpr = C.GROUP * C.HEADS_KV
+    BLOCKS: tl.constexpr = (C.BLOCK_M + C.ROWS - 1) // C.ROWS
+    i = tl.program_id(0)
+    while i < tl.load(p_entries) * BLOCKS:
+        p_entry = p_entries + (i // BLOCKS + 1).to(tl.int64) * ENTRY
+        pieces = tl.load(p_entry)
+        tokens = tl.load(p_entry + 3)
+        o_m = i % BLOCKS * C.ROWS + tl.arange(0, C.ROWS)
+        if (pieces > 0) & (i % BLOCKS * C.ROWS < tokens * C.HEADS):
+            first_cut = tl.load(p_entry + 1)
+            i_head = tl.load(p_entry + 4)
+            o_d = tl.arange(0, C.BLOCK_D)
+            o_t = o_m // C.HEADS
+            o_g = i_head // C.HEADS_KV * C.HEADS + o_m % C.HEADS
+            m_row = (o_m < C.TOKENS * C.HEADS) & (o_t < tokens) & (o_g < C.GROUP)
+            m_tile = m_row[:, None] & (o_d < C.D)[None, :]
+            row = tl.load(p_entry + 2) + tl.minimum(o_t, tokens - 1)
+            o_h = i_head % C.HEADS_KV * C.GROUP + tl.minimum(o_g, C.GROUP - 1)
+            acc = tl.zeros([C.ROWS, C.BLOCK_D], tl.float32)
+            running_max = tl.full([C.ROWS], float("-inf"), tl.float32)
+            row_sum = tl.zeros([C.ROWS], tl.float32)
+            for i_piece in range(pieces):
+                # By program, two for each, or by number of the piece.
+                i_part = tl.where(i_piece == 0, 2 * first_cut - 1, 2 * (first_cut + i_piece - 1))
+                o_part = tl.where(first_cut < 0, (i_piece * rows + row) * H + o_h, i_part * C.BLOCK_M + o_m)
+                b_part = tl.load(p_part + o_part[:, None] * C.D + o_d[None, :], mask=m_tile, other=0.0)
+                b_lse = tl.load(p_part_lse + o_part, mask=m_row, other=float("-inf"))
+                acc, running_max, row_sum = include(acc, running_max, row_sum, b_part, b_lse)
+            if p_sinks is not None:
+                b_sink = tl.load(p_sinks + o_h).to(tl.float32)
+                b_sink = tl.where(tl.load(p_entry + 5) != 0, b_sink, float("-inf"))
+                acc, running_max, row_sum = with_sink(acc, running_max, row_sum, b_sink)
+            o_d_out = o_d
+            if C.WIDE:
+                o_d_out = o_d.to(tl.int64)
+            target = Target(
+                row * s_out[0] + o_h * s_out[1], o_h * s_lse_head + row * s_lse_token, o_d_out * s_out[2], m_row, m_tile
+            )
+            store_results(p_out, p_lse, p_out_scale, out_scale, acc, running_max, row_sum, target, C.LIMIT)
+        i += tl.num_programs(0)
 
 
 @triton.jit

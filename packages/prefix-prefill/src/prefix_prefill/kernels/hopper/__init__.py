@@ -1,14 +1,16 @@
 """Attention over a paged cache for NVIDIA's sm_90, in 16 bits: TMA, WGMMA and warp specialisation.
 
-A program takes one tile of queries and one split of its keys. Its warps have roles: one issues the TMA loads of keys,
-one those of values, a page or a part of one at a time, into ring buffers of STAGES tiles; one or two consumer
-warpgroups of 64 rows each multiply the same tiles; of an 8-bit cache two pairs of warps widen the tiles in between.
+Persistent programs, one an SM, take tiles of queries, or pieces of their keys, one after another: ``balance`` says
+which. Their warps have roles: one issues the TMA loads of keys, one those of values, a page or a part of one at a time,
+into ring buffers of STAGES tiles, and runs ahead into the next tile of queries; one or two consumer warpgroups of 64
+rows each multiply the same tiles; of an 8-bit cache two pairs of warps widen the tiles in between.
 
     load k  --full-->  consume  --empty-->  load k        likewise v
     load k  --full-->  convert  --full-->  consume        with an 8-bit cache
 
 =========  =====================================================================
 kernel     setup of a program and its warps, their register budgets: begin here
+items      what a program works on, looked up by its first consumer
 config     constants and the groups of values that the warps share
 memory     ring buffers, full and empty barriers, layouts of shared memory
 producers  TMA loads; 8 bits to 16
@@ -16,7 +18,7 @@ consumers  the main loop: two WGMMAs in flight, softmax between; the epilogue
 softmax    the online softmax of a tile of scores
 =========  =====================================================================
 
-To change tile sizes, stages or splits: ``plan.py`` alone chooses them, and ``fits_hopper`` says what is covered. To
+To change tile sizes, stages or programs: ``plan.py`` alone chooses them, and ``fits_hopper`` says what is covered. To
 add a dtype of the cache: ``memory.fp8_boxes`` and ``producers.convert``, and the checks in ``arguments.py``. To port to
 another architecture: ``consumers`` and ``softmax`` hold WGMMA and its register layouts, ``memory`` and ``producers``
 TMA and mbarriers, which sm_100 keeps.

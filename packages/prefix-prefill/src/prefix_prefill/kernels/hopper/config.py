@@ -10,8 +10,8 @@ ROWS: tl.constexpr = tl.constexpr(64)
 COLUMNS: tl.constexpr = tl.constexpr(64)
 # The fewest rows of a TMA box.
 STRIP: tl.constexpr = tl.constexpr(16)
-# At most so many tiles of a program hold keys that do not exist or that no row sees: see ``zero_masked_values``.
-EDGES: tl.constexpr = tl.constexpr(3)
+# Pieces of tiles that are looked up at a time.
+ITEMS: tl.constexpr = tl.constexpr(16)
 
 
 class Config(NamedTuple):
@@ -26,10 +26,11 @@ class Config(NamedTuple):
     WIDTH: int  # columns that one TMA load of the cache brings: 128 bytes at most
     BLOCK_N: int
     HEADS: int  # query heads in a tile
+    HEAD_TILES: int  # tiles of the query heads of a kv head
     TOKENS: int  # tokens in a tile
     CONSUMERS: int  # warpgroups of ROWS rows
     STAGES: int  # pipeline depth, of keys and of values
-    SPLITS: int
+    IN_PARTS: bool  # tiles may be cut, and their partial results merged
     IS_FP8: bool  # the cache holds 8-bit floats
     NEW_KV: bool  # the new keys and values are tensors of their own
     LIMIT: int  # the largest number of an 8-bit out, else 0
@@ -41,13 +42,12 @@ class Config(NamedTuple):
 
 
 class Strides(NamedTuple):
-    """Of scales by kv head, of q and out by (token, head, element), of lse by (head, token)."""
+    """Of scales by kv head, of q and out by (token, head, element)."""
 
     k_scale: int
     v_scale: int
     q: tuple[int, ...]
     out: tuple[int, ...]
-    lse: tuple[int, ...]
 
 
 class Pointers(NamedTuple):
@@ -56,37 +56,49 @@ class Pointers(NamedTuple):
     q: object
     alibi: object
     sinks: object
+    scales: object
     out: object
     lse: object
+    parts: object
+
+
+class Sizes(NamedTuple):
+    """What differs between calls: rows, pages, strides of lse by (head, token) and of the block table's rows; and the
+    tokens that a row sees to its left and right, itself left out, INT32_MAX - 1 and less.
+    """
+
+    rows: object
+    num_blocks: object
+    lse_head: object
+    lse_token: object
+    s_table: object
+    left: object
+    right: object
 
 
 class Tile(NamedTuple):
-    """A tile of queries: its number in its sequence, the sequence's first row, new tokens, older tokens, all tokens."""
+    """A piece of a tile of queries: its sequence's first row, new tokens, older tokens, all tokens and whether that can
+    be, the tile's number, kv head and head tile, the piece's tiles of keys; -1 or where its partial result goes, and
+    whether it lies there by the program's share; the sequence's number.
+    """
 
-    i_tile: object
     begin: object
     q_len: object
     context: object
     length: object
-
-
-class Keys(NamedTuple):
-    """The keys that any row of a tile sees, from ``low`` to before ``high``, of the cached ones to before
-    ``cached_high``; in tiles, cached ones first, from ``cached_first`` on, and new ones; and a split's share of these.
-    """
-
-    low: object
-    cached_high: object
-    high: object
-    cached_first: object
-    cached_tiles: object
-    new_start: object
+    valid: object
+    i_tile: object
+    i_kv: object
+    i_hb: object
     from_tile: object
     to_tile: object
+    part: object
+    by_share: object
+    i_n: object
 
 
 class Loop(NamedTuple):
-    """The tiles of keys that a program's main loop takes: cached ones first, then new ones.
+    """The tiles of keys that a piece's main loop takes: cached ones first, then new ones.
 
     Tile i begins at key ``start + i * BLOCK_N``, from tile ``first_new`` on ``to_new`` keys later. Any row sees keys
     from ``low`` to before ``high``, of the cached ones to before ``cached_high``.
@@ -111,10 +123,3 @@ class Source(NamedTuple):
     i_kv: object
     rows: object
     new_row: object
-
-
-class Window(NamedTuple):
-    """Tokens that a row sees to its left and right, itself left out; INT32_MAX - 1 and less."""
-
-    left: object
-    right: object

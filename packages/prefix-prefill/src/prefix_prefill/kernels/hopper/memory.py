@@ -1,4 +1,4 @@
-"""Shared memory of the sm_90 kernel: rings of tiles with their barriers, and scalars that would cost registers."""
+"""Shared memory of the sm_90 kernel: rings of tiles with their barriers, and what consumers have beside."""
 
 from typing import NamedTuple
 
@@ -6,22 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from prefix_prefill.kernels.hopper.config import COLUMNS, EDGES, STRIP
-
-# Places of ``Scratch.scalars``, and of its scales.
-TILE: gl.constexpr = gl.constexpr(0)
-BEGIN: gl.constexpr = gl.constexpr(1)
-Q_LEN: gl.constexpr = gl.constexpr(2)
-VALID: gl.constexpr = gl.constexpr(3)
-HEAD_KV: gl.constexpr = gl.constexpr(4)
-HEAD_TILE: gl.constexpr = gl.constexpr(5)
-SPLIT: gl.constexpr = gl.constexpr(6)
-ALL_ROWS: gl.constexpr = gl.constexpr(7)
-SCALARS: gl.constexpr = gl.constexpr(8)
-OUT_SCALE: gl.constexpr = gl.constexpr(0)
-K_SCALE: gl.constexpr = gl.constexpr(1)
-V_SCALE: gl.constexpr = gl.constexpr(2)
-SCALES: gl.constexpr = gl.constexpr(3)
+from prefix_prefill.kernels.hopper.config import COLUMNS, STRIP
 
 
 class Ring(NamedTuple):
@@ -40,15 +25,13 @@ class Ring(NamedTuple):
 
 class Memory(NamedTuple):
     """What consumers have beside the rings: a tile of queries and of outputs (the same bytes), strips of 16 rows of the
-    values, positions of rows, scalars and scales that the epilogue needs, and a barrier for each edge of the keys.
+    values, positions of rows, and a barrier for the edges of the keys.
     """
 
     q: object
     out: object
     v_strips: object
     positions: object
-    scalars: object
-    scales: object
     zeroed: object
 
 
@@ -113,23 +96,8 @@ def as_fp8_tiles(boxes, C):
 
 
 @gluon.jit
-def edge_barriers(C):
-    """Where consumers wait until all have zeroed their strips of a tile, for each edge."""
-    zeroed = gl.allocate_shared_memory(gl.int64, [EDGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(EDGES):
-        mbarrier.init(zeroed.index(i), count=C.CONSUMERS)
+def edge_barrier(C):
+    """Where consumers wait until all have zeroed their strips of a tile."""
+    zeroed = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(zeroed.index(0), count=C.CONSUMERS)
     return zeroed
-
-
-@gluon.jit
-def stash(memory, i: gl.constexpr, number):
-    """Keep a number in shared memory: what only the epilogue needs takes no register through the main loop."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    memory.index(i).store((gl.full([1], 0, memory.dtype, layout) + number).to(memory.dtype))
-
-
-@gluon.jit
-def stashed(memory, i: gl.constexpr):
-    """A number that ``stash`` kept."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    return gl.max(memory.index(i).load(layout), 0)

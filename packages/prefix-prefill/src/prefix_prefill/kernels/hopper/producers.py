@@ -8,7 +8,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from prefix_prefill.kernels.hopper.config import COLUMNS, STRIP
+from prefix_prefill.kernels.hopper.config import COLUMNS, STRIP, Source
+from prefix_prefill.kernels.hopper.items import done, items_of, loop_of, tile_of
 from prefix_prefill.kernels.hopper.memory import release, wait_empty
 
 # Of each converter, keys and values.
@@ -62,21 +63,17 @@ def issue_loads(d, ring, stage, first_box, at, WIDTH: gl.constexpr, C):
 
 
 @gluon.jit
-def load(d_cache, d_new, cached, ring, source, loop, C):
-    """Load the tiles of keys, or of values, each as soon as its stage is empty.
-
-    Cached ones go to the ring ``cached``, which for a 16-bit cache is ``ring``; new ones to ``ring``.
-    """
+def load_cached(d_cache, ring, before, count, source, loop, C):
+    """Load ``count`` tiles of cached keys, or of values, each as soon as its stage is empty; ``before`` were before."""
     BOXES: gl.constexpr = C.BLOCK_N // C.BOX
     ELEMENT_BYTES: gl.constexpr = d_cache.dtype.primitive_bitwidth // 8
     # Pages are looked up a few at a time: all at once would take too many registers.
     MOST: gl.constexpr = 2 if C.NEW_KV and C.HAS_LEFT else 4
     AT_ONCE: gl.constexpr = BOXES if BOXES < MOST else MOST
-    count = cached_tiles(loop, C)
     for i in range(count):
-        stage = i % C.STAGES
-        wait_empty(cached, i, C)
-        mbarrier.expect(cached.full.index(stage), C.BLOCK_N * C.BLOCK_D * ELEMENT_BYTES)
+        stage = (before + i) % C.STAGES
+        wait_empty(ring, before + i, C)
+        mbarrier.expect(ring.full.index(stage), C.BLOCK_N * C.BLOCK_D * ELEMENT_BYTES)
         first_key = loop.start + i * C.BLOCK_N
         first_box = stage * BOXES * (C.BLOCK_D // C.WIDTH)
         for i_g in range(BOXES // AT_ONCE):
@@ -84,45 +81,97 @@ def load(d_cache, d_new, cached, ring, source, loop, C):
                 box = i_g * AT_ONCE + i_b
                 key = first_key + box * C.BOX
                 page = page_of(key, source, loop, C)
-                issue_loads(d_cache, cached, stage, first_box + box, (page, source.i_kv, key % C.PAGE), C.WIDTH, C)
-    if C.NEW_KV:
-        if ELEMENT_BYTES == 1:
-            # Only once the converter has waited for the last cached tile's stage may a new tile's be waited for: from
-            # two phases ahead the past looks like the future.
-            last = gl.maximum(count - 1, 0)
-            mbarrier.wait(cached.empty.index(last % C.STAGES), last // C.STAGES & 1, pred=count > 0)
-        for i in range(count, loop.count):
-            stage = i % C.STAGES
-            wait_empty(ring, i, C)
-            mbarrier.expect(ring.full.index(stage), C.BLOCK_N * C.BLOCK_D * 2)
-            first_key = key_of_tile(i, loop, C)
-            for box in range(BOXES):
-                key = first_key + box * C.BOX
-                row = gl.where((key < loop.high) & (key + C.BOX > loop.low), source.new_row + key, source.rows)
-                first_box = stage * BOXES * (C.BLOCK_D // COLUMNS) + box
-                issue_loads(d_new, ring, stage, first_box, (0, source.i_kv, row), COLUMNS, C)
+                issue_loads(d_cache, ring, stage, first_box + box, (page, source.i_kv, key % C.PAGE), C.WIDTH, C)
 
 
 @gluon.jit
-def convert(cached, ring, loop, C):
-    """Widen the tiles of 8-bit keys, or values, to 16 bits, as soon as there is an empty stage."""
+def load_new(d_new, ring, before, count, source, loop, C):
+    """Load the tiles of new keys, or of values, that come after ``count`` tiles of cached ones."""
+    BOXES: gl.constexpr = C.BLOCK_N // C.BOX
+    for i in range(count, loop.count):
+        stage = (before + i) % C.STAGES
+        wait_empty(ring, before + i, C)
+        mbarrier.expect(ring.full.index(stage), C.BLOCK_N * C.BLOCK_D * 2)
+        first_key = key_of_tile(i, loop, C)
+        for box in range(BOXES):
+            key = first_key + box * C.BOX
+            row = gl.where((key < loop.high) & (key + C.BOX > loop.low), source.new_row + key, source.rows)
+            first_box = stage * BOXES * (C.BLOCK_D // COLUMNS) + box
+            issue_loads(d_new, ring, stage, first_box, (0, source.i_kv, row), COLUMNS, C)
+
+
+@gluon.jit
+def load(d_cache, d_new, p_table, cached, ring, table, sizes, batch, C):
+    """Load the keys, or the values, of all items.
+
+    Cached ones go to the ring ``cached``, which for a 16-bit cache is ``ring``; new ones to ``ring``.
+    """
+    ELEMENT_BYTES: gl.constexpr = d_cache.dtype.primitive_bitwidth // 8
+    before = batch.num_sequences * 0
+    before_cached = before
+    i_round = before
+    more = i_round == 0
+    while more:
+        count, more = items_of(table, i_round, 1)
+        for i_item in range(count):
+            tile = tile_of(table, i_item, C, 1)
+            loop = loop_of(tile, batch, C)
+            i_n = gl.minimum(gl.maximum(tile.i_n, 0), batch.num_sequences - 1)
+            p_row = p_table + i_n.to(gl.int64) * sizes.s_table
+            source = Source(p_row, sizes.num_blocks, tile.i_kv, sizes.rows, tile.begin - tile.context)
+            tiles = cached_tiles(loop, C)
+            load_cached(d_cache, cached, before_cached if ELEMENT_BYTES == 1 else before, tiles, source, loop, C)
+            before_cached += tiles
+            if C.NEW_KV:
+                if ELEMENT_BYTES == 1:
+                    # Only once the converter has waited for the last cached tile's stage may a new tile's be waited
+                    # for: from two phases ahead the past looks like the future.
+                    last = gl.maximum(before_cached - 1, 0)
+                    mbarrier.wait(cached.empty.index(last % C.STAGES), last // C.STAGES & 1, pred=before_cached > 0)
+                load_new(d_new, ring, before, tiles, source, loop, C)
+            before += loop.count
+        done(table)
+        i_round += 1
+
+
+@gluon.jit
+def convert(cached, ring, table, batch, C):
+    """Widen the tiles of 8-bit keys, or values, of all items to 16 bits, as soon as there is an empty stage."""
+    before = batch.num_sequences * 0
+    before_cached = before
+    i_round = before
+    more = i_round == 0
+    while more:
+        count, more = items_of(table, i_round, CONVERTER_WARPS)
+        for i_item in range(count):
+            loop = loop_of(tile_of(table, i_item, C, CONVERTER_WARPS), batch, C)
+            tiles = cached_tiles(loop, C)
+            for i in range(tiles):
+                convert_tile(cached, ring, before_cached + i, before + i, C)
+            before_cached += tiles
+            before += loop.count
+        done(table)
+        i_round += 1
+
+
+@gluon.jit
+def convert_tile(cached, ring, i_cached, i, C):
+    """Tile i_cached of the one ring to tile i of the other."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C.WIDTH, C.WIDTH // 8], [CONVERTER_WARPS, 1], [1, 0])
     dtype: gl.constexpr = ring.tiles.dtype
-    for i in range(cached_tiles(loop, C)):
-        stage = i % C.STAGES
-        phase = i // C.STAGES & 1
-        mbarrier.wait(cached.full.index(stage), phase)
-        mbarrier.wait(ring.empty.index(stage), phase ^ 1)
-        for i_c in gl.static_range(C.BLOCK_D // C.WIDTH):
-            # A few rows at a time: a converter has hardly any registers.
-            for i_r in gl.static_range(C.BLOCK_N // STRIP):
-                b_tile = cached.tiles.index(stage * (C.BLOCK_D // C.WIDTH) + i_c)
-                b_strip = b_tile.slice(i_r * STRIP, STRIP, dim=0).load(layout).to(gl.float16)
-                if dtype != gl.float16:
-                    # By way of float32: from float16 to bfloat16 itself there is only an instruction at exp2's rate.
-                    b_strip = b_strip.to(gl.float32).to(dtype)
-                strip = ring.tiles.index(stage).slice(i_r * STRIP, STRIP, dim=0)
-                strip.slice(i_c * C.WIDTH, C.WIDTH, dim=1).store(b_strip)
-        fence_async_shared()
-        mbarrier.arrive(ring.full.index(stage))
-        release(cached, i, C)
+    stage = i_cached % C.STAGES
+    mbarrier.wait(cached.full.index(stage), i_cached // C.STAGES & 1)
+    wait_empty(ring, i, C)
+    for i_c in gl.static_range(C.BLOCK_D // C.WIDTH):
+        # A few rows at a time: a converter has hardly any registers.
+        for i_r in gl.static_range(C.BLOCK_N // STRIP):
+            b_tile = cached.tiles.index(stage * (C.BLOCK_D // C.WIDTH) + i_c)
+            b_strip = b_tile.slice(i_r * STRIP, STRIP, dim=0).load(layout).to(gl.float16)
+            if dtype != gl.float16:
+                # By way of float32: from float16 to bfloat16 itself there is only an instruction at exp2's rate.
+                b_strip = b_strip.to(gl.float32).to(dtype)
+            strip = ring.tiles.index(i % C.STAGES).slice(i_r * STRIP, STRIP, dim=0)
+            strip.slice(i_c * C.WIDTH, C.WIDTH, dim=1).store(b_strip)
+    fence_async_shared()
+    mbarrier.arrive(ring.full.index(i % C.STAGES))
+    release(cached, i_cached, C)

@@ -115,11 +115,11 @@ def test_a_session_for_the_gpu_says_so_and_installs_nothing_without_one(house: P
     assert "install" not in stopped.stderr
 
 
-def test_the_only_exact_versions_are_those_of_runtime_build_and_docs_and_none_names_a_build_of_torch() -> None:
+def test_the_only_exact_versions_are_those_of_runtime_engines_build_and_docs_and_none_names_a_build_of_torch() -> None:
     root, *others = [ROOT / "pyproject.toml", ROOT / "shared/pyproject.toml", *ROOT.glob("packages/*/pyproject.toml")]
     exact = re.compile(r'"([\w-]+)==[^"]+"')
     pinned = {}
-    for name in ("runtime", "build", "docs"):
+    for name in ("runtime", "engines", "build", "docs"):
         found = re.search(rf"^{name} = \[(.*?)\]$", root.read_text(), re.MULTILINE | re.DOTALL)
         assert found is not None
         pinned[name] = exact.findall(found[1])

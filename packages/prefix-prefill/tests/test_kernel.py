@@ -591,7 +591,7 @@ def test_each_feature_on_hopper(tensors, kernels, options, cached) -> None:
         pytest.skip("goes to the portable kernel")
     if options.get("dtype") == FP32:
         options = {**options, "dtype": BF16}
-    if options.get("page", 16) % 16:
+    if options.get("page", 16) % 8:
         options = {**options, "page": 48}
     options = {"heads": (8, 2), "head_dim": 128, "rows_after": 3, **options, "cached": cached}
     batch = tensors.batch(LONG, **options)

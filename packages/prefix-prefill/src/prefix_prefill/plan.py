@@ -116,8 +116,8 @@ class PrefillPlan(Plan):
 
 def fits_hopper(problem: Problem) -> bool:
     """Whether sizes and dtypes are such that the kernel for sm_90 is written for them."""
-    # Shared memory is swizzled in groups of eight rows; the kernel counts in sixteen.
-    if problem.bits != 16 or problem.page_size % 16:
+    # Shared memory is swizzled in groups of eight rows, of which no TMA box may have less.
+    if problem.bits != 16 or problem.page_size % 8:
         return False
     if problem.cache_bits == 8:
         # Larger heads leave no room for the tiles twice, of 8 bits and of 16.

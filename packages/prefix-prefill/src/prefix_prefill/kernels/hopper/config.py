@@ -8,7 +8,7 @@ import triton.language as tl
 ROWS: tl.constexpr = tl.constexpr(64)
 # 16-bit columns that shared memory is swizzled over: 128 bytes.
 COLUMNS: tl.constexpr = tl.constexpr(64)
-# The fewest rows of a TMA box.
+# Rows whose masked values are zeroed together.
 STRIP: tl.constexpr = tl.constexpr(16)
 # Pieces of tiles that are looked up at a time.
 ITEMS: tl.constexpr = tl.constexpr(16)

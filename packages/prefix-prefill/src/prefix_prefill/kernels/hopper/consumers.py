@@ -73,8 +73,9 @@ def zero_masked_values(strips, first_strip, i_consumer, from_row, to_row, zeroed
     """
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     o_row = afresh(gl.arange(0, STRIP, gl.SliceLayout(1, layout)))
-    begin = from_row // C.BOX * (C.BOX // STRIP)
-    end = (to_row + C.BOX - 1) // C.BOX * (C.BOX // STRIP)
+    BOX: gl.constexpr = STRIP if C.BOX < STRIP else C.BOX
+    begin = from_row // BOX * (BOX // STRIP)
+    end = (to_row + BOX - 1) // BOX * (BOX // STRIP)
     for strip in range(begin + i_consumer, end, C.CONSUMERS):
         row = strip * STRIP + o_row
         if (strip * STRIP < from_row) | (strip * STRIP + STRIP > to_row):

@@ -23,6 +23,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -175,6 +176,9 @@ def _rank(how: tuple[int, int, str, Path, float], sending: Connection, fn: Calla
             torch.distributed.init_process_group(
                 backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=deadline)
             )
+            if backend == "gloo":
+                # A rank that were done already would close connections that another is still making.
+                torch.distributed.barrier()
             held = io.BytesIO()
             torch.save(fn(rank, *args), held)
             result = held.getvalue()
@@ -183,6 +187,10 @@ def _rank(how: tuple[int, int, str, Path, float], sending: Connection, fn: Calla
     sending.send(_Report(time.monotonic(), failed, asserted, result))
     sending.close()
     if not failed:
+        if backend == "gloo":
+            # Nor may it close those that another still reads from; one that failed has closed its own.
+            with suppress(RuntimeError):
+                torch.distributed.barrier()
         torch.distributed.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()

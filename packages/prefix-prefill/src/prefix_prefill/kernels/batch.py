@@ -5,7 +5,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from prefix_prefill.kernels.schedule import key_range
+from prefix_prefill.kernels.schedule import key_range, lengths, row_at
 
 
 class Batch(NamedTuple):
@@ -47,36 +47,19 @@ class Keys(NamedTuple):
 
 
 @triton.jit
-def row_at(batch, i_n):
-    """The first row of a sequence, clamped. Sequence -1 begins before all others, ``num_sequences`` after them."""
-    inside = (i_n >= 0) & (i_n <= batch.num_sequences)
-    row = tl.load(batch.p_cu + i_n, mask=inside, other=0).to(tl.int64)
-    row = tl.minimum(tl.maximum(row, 0), batch.rows)
-    return tl.where(i_n > batch.num_sequences, batch.rows, row)
-
-
-@triton.jit
 def sequence_at(batch, i_n, C):
     """Sequence ``i_n``, a number or a block of them; one that is left to others has no new tokens.
 
     The rows before the first sequence, where a wrong cu_seqlens leaves some, count as sequence -1, those after the last
     one as sequence ``num_sequences``.
     """
-    begin = row_at(batch, i_n)
-    q_len = (tl.maximum(row_at(batch, i_n + 1), begin) - begin).to(tl.int32)
-    real = (i_n >= 0) & (i_n < batch.num_sequences)
-    length = tl.load(batch.p_seqlens + i_n, mask=real, other=0).to(tl.int64)
-    context = length - q_len
-    cached = length
-    if C.NEW_KV:
-        cached = context
-    # Compared before it is subtracted: a length near -2^63 would wrap.
-    valid = real & (length >= q_len) & (cached <= batch.capacity) & (length < 2**31)
+    begin = row_at(batch.p_cu, i_n, batch.num_sequences, batch.rows)
+    end = tl.maximum(row_at(batch.p_cu, i_n + 1, batch.num_sequences, batch.rows), begin)
+    q_len = (end - begin).to(tl.int32)
+    context, length, valid = lengths(batch.p_seqlens, i_n, batch.num_sequences, q_len, batch.capacity, C.NEW_KV)
     if C.SKIP_DECODE:
         q_len = tl.where(valid & (q_len == 1), 0, q_len)
-    return Sequence(
-        begin, q_len, tl.where(valid, context, 0).to(tl.int32), tl.where(valid, length, 0).to(tl.int32), valid
-    )
+    return Sequence(begin, q_len, context, length, valid)
 
 
 @triton.jit

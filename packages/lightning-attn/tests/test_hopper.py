@@ -45,11 +45,11 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch, hopper: ModuleType, device: torc
 
 
 @pytest.mark.parametrize(("sizes", "dtype"), [
-    ((64, 64), torch.bfloat16), ((64, 128), torch.float16), ((128, 64), torch.bfloat16),
+    ((64, 64), torch.bfloat16), ((72, 80), torch.float16), ((128, 64), torch.bfloat16), ((40, 104), torch.bfloat16),
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize(("segment", "stages"), [(0, 4), (0, 2), (64, 3), (128, 4)])
 def test_the_kernel_for_sm_90_is_the_recurrence(tensors, kernels, segment, stages, sizes, dtype) -> None:
-    plan = PrefillPlan(64, 64, segment, 4, stages, block_d=sizes[0], hopper=True)
+    plan = PrefillPlan(64, 64, segment, 4, stages, block_d=128 if sizes[0] > 64 else 64, hopper=True)
     batch = tensors.ragged(
         [1, 200, 0, 64, 70], heads=(1, 2), sizes=sizes, dtype=dtype, slots=[3, 7, 1, -1, 0], num_slots=12,
         initial=[True, False, True, True, True], rows_after=5,

@@ -115,16 +115,16 @@ def test_hoppers_kernel_takes_16_bits_of_its_head_sizes_where_strides_and_device
     assert plan_prefill(asked, "float16", H200, suits_tma=True) == plan
     for d, e in itertools.product(range(16, 257), range(16, 257)):
         shape = Heads(64, 64, d, e)
-        fits = d in (64, 128) and e % 64 == 0
+        fits = 32 < d <= 128 and e > 32
         assert fits_hopper(shape) == fits
         assert plan_prefill(shape, "bfloat16", H200, suits_tma=True).hopper == fits
 
 
 def test_hoppers_plan_fits_its_shared_memory() -> None:
-    for d, e in itertools.product((64, 128), (64, 128, 192, 256)):
+    for d, e in itertools.product((40, 64, 72, 128), (64, 96, 128, 256)):
         plan = plan_prefill(Heads(8, 8, d, e), "bfloat16", H200, suits_tma=True)
         # q, k and v of each stage, two tiles of outputs, the scores, and the weights within a chunk in float32.
-        stages = plan.num_stages * plan.chunk * (2 * d + plan.block_e) * 2
+        stages = plan.num_stages * plan.chunk * (2 * plan.block_d + plan.block_e) * 2
         assert stages + 2 * plan.chunk * plan.block_e * 2 + plan.chunk**2 * (2 + 4) <= H200.shared_memory - KIB
 
 
@@ -168,6 +168,10 @@ def test_plans_do_not_depend_on_how_many_sequences_or_tokens_there_are() -> None
 def test_only_devices_that_can_wait_on_the_device_are_asked_to() -> None:
     assert plan_decode(TP8, H200).dependent_launch
     assert not plan_decode(TP8, A100).dependent_launch
+    # Of a prefill those that have a launch ahead.
+    assert plan_prefill(TP8, "bfloat16", H200, suits_tma=True).dependent_launch
+    assert not plan_prefill(TP8, "bfloat16", H200).dependent_launch
+    assert not plan_prefill(MINIMAX, "bfloat16", H200, suits_tma=True).dependent_launch
 
 
 def test_a_walk_by_token_holds_all_rows_of_a_state() -> None:
@@ -204,6 +208,7 @@ REFUSED = {
     "warps that are no power of two": replace(GOOD, num_warps=3),
     "no warps": replace(GOOD, num_warps=0),
     "no stages": replace(GOOD, num_stages=0),
+    "segments that wait on the device, not for Hopper": replace(GOOD, dependent_launch=True),
 }
 ON_HOPPER = PrefillPlan(64, 64, 128, 4, 2, block_d=128, hopper=True)
 REFUSED_ON_HOPPER = {
@@ -213,6 +218,7 @@ REFUSED_ON_HOPPER = {
     "other warps": replace(ON_HOPPER, num_warps=8),
     "one stage": replace(ON_HOPPER, num_stages=1),
     "a segment of broken chunks": replace(ON_HOPPER, segment=96),
+    "one launch that waits for another": replace(ON_HOPPER, segment=0, dependent_launch=True),
 }
 
 
@@ -231,8 +237,8 @@ def test_a_plan_for_hopper_is_of_the_blocks_that_its_kernel_is_written_for(plan:
 def test_a_plan_for_hopper_covers_the_head_sizes_that_its_kernel_is_written_for() -> None:
     for d, e in itertools.product(range(16, 257), range(16, 257)):
         shape = Heads(1, 2, d, e)
-        assert replace(ON_HOPPER, block_d=64).covers(shape) == (d == 64 and e % 64 == 0)
-        assert replace(ON_HOPPER, block_d=128).covers(shape) == (d == 128 and e % 64 == 0)
+        assert replace(ON_HOPPER, block_d=64).covers(shape) == (32 < d <= 64 and e > 32)
+        assert replace(ON_HOPPER, block_d=128).covers(shape) == (64 < d <= 128 and e > 32)
         assert GOOD.covers(shape)
 
 

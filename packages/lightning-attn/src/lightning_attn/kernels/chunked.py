@@ -167,13 +167,18 @@ def zero_state(sizes: tl.constexpr):
 
 
 @triton.jit
-def load_piece(states, slot, i_h, i, i_e, sizes: tl.constexpr):
-    """Piece i of tile i_e of a state, [BLOCK_E, BLOCK_D] in float32, 0 outside the state."""
+def load_piece(states, slot, i_h, i, i_e, sizes: tl.constexpr, is_there=None):
+    """Piece i of tile i_e of a state, [BLOCK_E, BLOCK_D] in float32, 0 outside the state and unless it is there."""
     o_d = i * sizes.BLOCK_D + tl.arange(0, sizes.BLOCK_D)
     o_e = i_e * sizes.BLOCK_E + tl.arange(0, sizes.BLOCK_E)
     p_piece = state_pointers(states, slot, i_h, o_d, o_e)
     if sizes.D % sizes.BLOCK_D or sizes.E % sizes.BLOCK_E:
-        b_piece = tl.load(p_piece, mask=(o_d[None, :] < sizes.D) & (o_e[:, None] < sizes.E), other=0.0)
+        m = (o_d[None, :] < sizes.D) & (o_e[:, None] < sizes.E)
+        if is_there is not None:
+            m = m & is_there
+        b_piece = tl.load(p_piece, mask=m, other=0.0)
+    elif is_there is not None:
+        b_piece = tl.load(p_piece, mask=is_there, other=0.0)
     else:
         b_piece = tl.load(p_piece)
     return b_piece.to(tl.float32)
@@ -244,7 +249,7 @@ def prefill(
         States(p_final, strides.final),
         States(p_carried, strides.carried),
     )
-    i_e, i_h, i_w = program(sizes.H, (sizes.E + sizes.BLOCK_E - 1) // sizes.BLOCK_E)
+    i_e, i_h, i_w = program(sizes.H, (sizes.E + sizes.BLOCK_E - 1) // sizes.BLOCK_E, sizes.SEGMENT > 0)
     i_h = i_h.to(tl.int64)
     i_n, i_segment, begin, end = locate(batch, i_w, sizes.SEGMENT)
     first = begin
@@ -327,6 +332,8 @@ def segment_states(
     batch = Batch(p_cu, p_slots, None, Counts(rows, num_sequences, num_slots))
     carried = States(p_carried, strides.carried)
     s_k, s_v = strides.k, strides.v
+    if sizes.DEPENDENT_LAUNCH:
+        tl.extra.cuda.gdc_launch_dependents()
     i_e, i_h, i_w = program(sizes.H, (sizes.E + sizes.BLOCK_E - 1) // sizes.BLOCK_E)
     i_h = i_h.to(tl.int64)
     i_n, i_segment, first, last = locate(batch, i_w, sizes.SEGMENT)
@@ -372,6 +379,9 @@ def carry_states(
     """
     batch = Batch(p_cu, p_slots, p_has, Counts(rows, num_sequences, num_slots))
     initial, carried = States(p_initial, strides.initial), States(p_carried, strides.carried)
+    if sizes.DEPENDENT_LAUNCH:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     # One piece of one tile: nothing passes between pieces.
     PIECES: tl.constexpr = (sizes.D + sizes.BLOCK_D - 1) // sizes.BLOCK_D
     i_tile, i_h, i_n = program(sizes.H, PIECES * ((sizes.E + sizes.BLOCK_E - 1) // sizes.BLOCK_E))
@@ -390,12 +400,23 @@ def carry_states(
         rate = base_two_rate(p_slopes, i_h)
         first_slot = carried_slot(batch, i_n, first, sizes.SEGMENT)
         segments = tl.cdiv(last - first, sizes.SEGMENT)
-        for i_step in range(segments):
-            i_segment = i_step
-            if sizes.REVERSED:
-                i_segment = segments - 1 - i_step
-            if i_step > 0:
-                b_S += load_piece(carried, first_slot + i_segment, i_h, i, i_e, sizes)
-            store_piece(carried, first_slot + i_segment, i_h, i, i_e, b_S, sizes)
-            of_segment = tl.minimum(last - first - i_segment * sizes.SEGMENT, sizes.SEGMENT)
-            b_S = decayed(b_S, rate, of_segment)
+        AHEAD: tl.constexpr = 8
+        for i_first in range(0, segments, AHEAD):
+            # Loads of so many are in flight: nothing is stored between them, which they might have to wait for.
+            own = ()
+            for j in tl.static_range(AHEAD):
+                i_segment = nth_segment(i_first + j, segments, sizes.REVERSED)
+                is_there = (i_first + j > 0) & (i_first + j < segments)
+                own = own + (load_piece(carried, first_slot + i_segment, i_h, i, i_e, sizes, is_there),)
+            for j in tl.static_range(AHEAD):
+                if i_first + j < segments:
+                    i_segment = nth_segment(i_first + j, segments, sizes.REVERSED)
+                    b_S += own[j]
+                    store_piece(carried, first_slot + i_segment, i_h, i, i_e, b_S, sizes)
+                    of_segment = tl.minimum(last - first - i_segment * sizes.SEGMENT, sizes.SEGMENT)
+                    b_S = decayed(b_S, rate, of_segment)
+
+
+@triton.jit
+def nth_segment(i_step, segments, REVERSED: tl.constexpr):
+    return segments - 1 - i_step if REVERSED else i_step

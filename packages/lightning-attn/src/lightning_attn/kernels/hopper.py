@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from lightning_attn.kernels.decay import base_two_rate, entering, into_float16, inverse, seeing, unit_of
 from lightning_attn.kernels.hopper_rows import (
+    load_state,
     opaque,
     single_token,
     store_snapshots,
@@ -49,7 +50,6 @@ from lightning_attn.kernels.schedule import (
     program,
     rows_of_head,
     slot_of,
-    state_pointers,
 )
 
 
@@ -112,6 +112,12 @@ def out_layout(CHUNK):
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])
 
 
+@gluon.constexpr_function
+def out_stages(STAGES):
+    """Tiles of outputs being stored: one beside two stages, so that two programs fit in the memory of an SM."""
+    return 2 if STAGES > 2 else 1
+
+
 @gluon.jit
 def load_chunk(tensors, ring, work, i, row, STAGES: gl.constexpr):
     """Issue the TMA loads of chunk i of q, k and v, from ``row`` on, if there is one."""
@@ -142,7 +148,7 @@ def step(tensors, ring, buffers, o, work, chunk, acc_S, decay, sizes: gl.constex
     """One chunk: store its outputs, return the state after it."""
     d_o = tensors[3]
     CHUNK: gl.constexpr = sizes.CHUNK
-    D: gl.constexpr = sizes.D
+    D: gl.constexpr = sizes.BLOCK_D
     BLOCK_E: gl.constexpr = sizes.BLOCK_E
     dtype: gl.constexpr = d_o.dtype
     L_S: gl.constexpr = state_layout(D)
@@ -199,8 +205,8 @@ def step(tensors, ring, buffers, o, work, chunk, acc_S, decay, sizes: gl.constex
     if FP16:
         b_o = b_o * inverse(buffers.up.load(gl.SliceLayout(0, L_O)))[None, :]
     b_o = b_o.to(dtype)
-    o_tile = buffers.o.index(chunk.i % 2)
-    tma.store_wait(1)
+    o_tile = buffers.o.index(chunk.i % out_stages(sizes.STAGES))
+    tma.store_wait(out_stages(sizes.STAGES) - 1)
     tl.debug_barrier()
     o_tile.reshape([CHUNK, BLOCK_E]).permute((1, 0)).store(b_o)
     if MASKED:
@@ -209,7 +215,10 @@ def step(tensors, ring, buffers, o, work, chunk, acc_S, decay, sizes: gl.constex
         o_row = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
         o_e = work.column + gl.arange(0, BLOCK_E, gl.SliceLayout(0, layout))
         p_tile = o.p + (chunk.row + o_row)[:, None].to(gl.int64) * o.stride + o_e[None, :] * o.element
-        gl.store(p_tile, o_tile.reshape([CHUNK, BLOCK_E]).load(layout), mask=o_row[:, None] < chunk.length)
+        m = o_row[:, None] < chunk.length
+        if sizes.E % BLOCK_E:
+            m = m & (o_e[None, :] < sizes.E)
+        gl.store(p_tile, o_tile.reshape([CHUNK, BLOCK_E]).load(layout), mask=m)
     else:
         fence_async_shared()
         tl.debug_barrier()
@@ -243,10 +252,12 @@ def prefill(
 ):  # fmt: skip
     """``chunked.prefill`` with TMA descriptors of q, k, v, o: [sequences, heads, rows, D or E], boxes of one chunk.
 
+    A box may have more columns, 64 or 128, than there are: TMA loads zeros for the others, and stores none of them.
+
     p_q, p_k, p_v None: sequences of one token are chunks as others are.
     """
     CHUNK: gl.constexpr = sizes.CHUNK
-    D: gl.constexpr = sizes.D
+    D: gl.constexpr = sizes.BLOCK_D
     BLOCK_E: gl.constexpr = sizes.BLOCK_E
     SEGMENT: gl.constexpr = sizes.SEGMENT
     STAGES: gl.constexpr = sizes.STAGES
@@ -258,7 +269,7 @@ def prefill(
         States(p_final, strides.final),
         States(p_carried, strides.carried),
     )
-    i_e, i_h, i_w = program(sizes.H, sizes.E // BLOCK_E)
+    i_e, i_h, i_w = program(sizes.H, (sizes.E + BLOCK_E - 1) // BLOCK_E, SEGMENT > 0)
     i_n, i_segment, begin, end = locate(batch, i_w, SEGMENT)
     # TMA coordinates have 32 bits.
     begin = begin.to(gl.int32)
@@ -272,6 +283,10 @@ def prefill(
     column = i_e * BLOCK_E
     p_o += i_n.to(gl.int64) * strides.o.sequence + i_h.to(gl.int64) * strides.o.head
     o = Rows(p_o, strides.o.row, strides.o.element)
+    if sizes.DEPENDENT_LAUNCH:
+        if rows <= SEGMENT:
+            # Nothing of this call is ahead, but a kernel that may have written q, k and v.
+            tl.extra.cuda.gdc_wait()
     if p_q is not None:
         if (length == 1) & (slot >= 0):
             i_first = i_n * 0
@@ -282,12 +297,14 @@ def prefill(
             # No chunk is left.
             end = begin
     if slot < 0:
-        store_zeros(o, begin, end, column, BLOCK_E, CHUNK)
+        if sizes.DEPENDENT_LAUNCH:
+            tl.extra.cuda.gdc_wait()
+        store_zeros(o, begin, end, column, sizes)
         if p_cu is not None:
             if (i_n == num_sequences) & (i_segment == 0):
                 # Rows before the first sequence.
                 before, _ = bounds(batch, 0)
-                store_zeros(o, 0, before.to(gl.int32), column, BLOCK_E, CHUNK)
+                store_zeros(o, 0, before.to(gl.int32), column, sizes)
     elif begin < end:
         # The packed rows of a ragged batch are one box.
         i_box = i_n.to(gl.int32) if p_cu is None else 0
@@ -298,7 +315,7 @@ def prefill(
         q_stages = gl.allocate_shared_memory(dtype, [STAGES] + d_q.block_type.shape, d_q.layout)
         k_stages = gl.allocate_shared_memory(dtype, [STAGES] + d_k.block_type.shape, d_k.layout)
         v_stages = gl.allocate_shared_memory(dtype, [STAGES] + d_v.block_type.shape, d_v.layout)
-        o_tiles = gl.allocate_shared_memory(dtype, [2] + d_o.block_type.shape, d_o.layout)
+        o_tiles = gl.allocate_shared_memory(dtype, [out_stages(STAGES)] + d_o.block_type.shape, d_o.layout)
         scores_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
         scores = gl.allocate_shared_memory(dtype, [CHUNK, CHUNK], scores_layout)
         full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -324,14 +341,16 @@ def prefill(
         o_e = column + gl.arange(0, BLOCK_E, gl.SliceLayout(1, L_S))
         acc_S = gl.zeros([BLOCK_E, D], gl.float32, L_S)
         is_carried = False
+        if sizes.DEPENDENT_LAUNCH:
+            tl.extra.cuda.gdc_wait()
         if SEGMENT:
             is_carried = length > SEGMENT
             if is_carried:
                 i_state = carried_slot(batch, i_n, first, SEGMENT) + i_segment
-                acc_S = gl.load(state_pointers(carried, i_state.to(gl.int64), i_h.to(gl.int64), o_d, o_e))
+                acc_S = load_state(carried, i_state.to(gl.int64), i_h, o_d, o_e, sizes)
         if p_initial is not None:
             if has_initial(batch, i_n) and not is_carried:
-                acc_S = gl.load(state_pointers(initial, slot, i_h.to(gl.int64), o_d, o_e)).to(gl.float32)
+                acc_S = load_state(initial, slot, i_h, o_d, o_e, sizes)
         FP16: gl.constexpr = dtype == gl.float16
         IN_UNITS: gl.constexpr = FP16 and REVERSED
         if IN_UNITS:
@@ -377,7 +396,7 @@ def prefill(
             stop = next_snapshot(snapshots, batch, i_n, begin, CHUNK)
             if stop == begin:
                 if begin == first:
-                    store_snapshots(snapshots, batch, final, i_n, stop, i_h, o_d, o_e, acc_S, CHUNK)
+                    store_snapshots(snapshots, batch, final, i_n, stop, i_h, o_d, o_e, acc_S, sizes)
                 stop = next_snapshot(snapshots, batch, i_n, stop + 1, CHUNK)
         for i in range(whole_from, whole_to):
             row = start + i * stride
@@ -385,7 +404,7 @@ def prefill(
             acc_S = step(tensors, ring, buffers, o, work, chunk, acc_S, decay, sizes, MASKED=False)
             if p_positions is not None:
                 if row + CHUNK == stop:
-                    store_snapshots(snapshots, batch, final, i_n, stop, i_h, o_d, o_e, acc_S, CHUNK)
+                    store_snapshots(snapshots, batch, final, i_n, stop, i_h, o_d, o_e, acc_S, sizes)
                     stop = next_snapshot(snapshots, batch, i_n, stop + 1, CHUNK)
         if not REVERSED:
             if rest > 0:
@@ -405,4 +424,4 @@ def prefill(
             if is_last:
                 if IN_UNITS:
                     acc_S = acc_S * unit_of(scale)
-                store_state(final, slot_of(batch, i_n), i_h, o_d, o_e, acc_S)
+                store_state(final, slot_of(batch, i_n), i_h, o_d, o_e, acc_S, sizes)

@@ -34,34 +34,60 @@ def opaque(values):
 
 
 @gluon.jit
-def store_zeros(o, begin, end, column, BLOCK_E: gl.constexpr, CHUNK: gl.constexpr):
+def store_zeros(o, begin, end, column, sizes: gl.constexpr):
     """Zero rows begin to end of one head's BLOCK_E columns."""
+    CHUNK: gl.constexpr = sizes.CHUNK
+    BLOCK_E: gl.constexpr = sizes.BLOCK_E
     layout: gl.constexpr = tile_layout(BLOCK_E)
     o_row = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
     o_e = column + gl.arange(0, BLOCK_E, gl.SliceLayout(0, layout))
     b_zero = gl.zeros([CHUNK, BLOCK_E], o.p.dtype.element_ty, layout)
     for row in range(begin, end, CHUNK):
         p_tile = o.p + (row + o_row)[:, None].to(gl.int64) * o.stride + o_e[None, :] * o.element
-        gl.store(p_tile, b_zero, mask=(row + o_row)[:, None] < end)
+        m = (row + o_row)[:, None] < end
+        if sizes.E % BLOCK_E:
+            m = m & (o_e[None, :] < sizes.E)
+        gl.store(p_tile, b_zero, mask=m)
 
 
 @gluon.jit
-def store_state(states, slot, i_h, o_d, o_e, acc_S):
-    """A state's tile, [e, d]."""
+def load_state(states, slot, i_h, o_d, o_e, sizes: gl.constexpr):
+    """A state's tile, [e, d] in float32, 0 outside the state."""
+    p_tile = state_pointers(states, slot, i_h.to(gl.int64), o_d, o_e)
+    if sizes.D % sizes.BLOCK_D or sizes.E % sizes.BLOCK_E:
+        b_S = gl.load(p_tile, mask=(o_d[None, :] < sizes.D) & (o_e[:, None] < sizes.E), other=0.0)
+    else:
+        b_S = gl.load(p_tile)
+    return b_S.to(gl.float32)
+
+
+@gluon.jit
+def store_tile(p_tile, o_d, o_e, b_S, sizes: gl.constexpr):
+    """Store what lies inside a state."""
+    b_S = b_S.to(p_tile.dtype.element_ty)
+    if sizes.D % sizes.BLOCK_D or sizes.E % sizes.BLOCK_E:
+        gl.store(p_tile, b_S, mask=(o_d[None, :] < sizes.D) & (o_e[:, None] < sizes.E))
+    else:
+        gl.store(p_tile, b_S)
+
+
+@gluon.jit
+def store_state(states, slot, i_h, o_d, o_e, acc_S, sizes: gl.constexpr):
+    """The reverse of load_state."""
     strides = states.strides
     # Only here: the 32 offsets along d would otherwise be computed before the main loop and kept through it.
     s_d = opaque(gl.to_tensor(strides.d).to(gl.int64))
     opaque_states = States(states.p, StateStrides(strides.slot, strides.head, s_d, strides.e))
-    gl.store(state_pointers(opaque_states, slot, i_h.to(gl.int64), o_d, o_e), acc_S.to(states.p.dtype.element_ty))
+    store_tile(state_pointers(opaque_states, slot, i_h.to(gl.int64), o_d, o_e), o_d, o_e, acc_S, sizes)
 
 
 @gluon.jit
-def store_snapshots(snapshots, batch, states, i_n, at, i_h, o_d, o_e, acc_S, CHUNK: gl.constexpr):
+def store_snapshots(snapshots, batch, states, i_n, at, i_h, o_d, o_e, acc_S, sizes: gl.constexpr):
     """Store the state at this row for every snapshot that wants it."""
     for i_p in range(snapshots.count):
-        slot = snapshot_slot(snapshots, batch, i_n, i_p, at, CHUNK)
+        slot = snapshot_slot(snapshots, batch, i_n, i_p, at, sizes.CHUNK)
         if slot >= 0:
-            store_state(states, slot, i_h, o_d, o_e, acc_S)
+            store_state(states, slot, i_h, o_d, o_e, acc_S, sizes)
 
 
 @gluon.jit
@@ -70,22 +96,24 @@ def single_token(rows, row, column, p_slopes, initial, final, batch, i_n, slot, 
 
     rows: q, k, v and o of its heads.
     """
-    D: gl.constexpr = sizes.D
+    D: gl.constexpr = sizes.BLOCK_D
     BLOCK_E: gl.constexpr = sizes.BLOCK_E
     layout: gl.constexpr = decoding_layout()
     q, k, v, o = rows
     row = row.to(gl.int64)
     o_d = gl.arange(0, D, gl.SliceLayout(0, layout))
     o_e = column + gl.arange(0, BLOCK_E, gl.SliceLayout(1, layout))
+    m_d = o_d < sizes.D
+    m_e = o_e < sizes.E
     b_S = gl.zeros([BLOCK_E, D], gl.float32, layout)
     if initial.p is not None:
         if has_initial(batch, i_n):
-            b_S = gl.load(state_pointers(initial, slot, i_h.to(gl.int64), o_d, o_e)).to(gl.float32)
-    b_q = gl.load(q.p + row * q.stride + o_d * q.element).to(gl.float32)
-    b_k = gl.load(k.p + row * k.stride + o_d * k.element).to(gl.float32)
-    b_v = gl.load(v.p + row * v.stride + o_e * v.element).to(gl.float32)
+            b_S = load_state(initial, slot, i_h, o_d, o_e, sizes)
+    b_q = gl.load(q.p + row * q.stride + o_d * q.element, mask=m_d, other=0.0).to(gl.float32)
+    b_k = gl.load(k.p + row * k.stride + o_d * k.element, mask=m_d, other=0.0).to(gl.float32)
+    b_v = gl.load(v.p + row * v.stride + o_e * v.element, mask=m_e, other=0.0).to(gl.float32)
     kept, lost = kept_and_lost(base_two_rate(p_slopes, i_h), 1)
     b_S = b_S * kept + (b_S * lost + b_v[:, None] * b_k[None, :])
-    gl.store(state_pointers(final, slot, i_h.to(gl.int64), o_d, o_e), b_S.to(final.p.dtype.element_ty))
+    store_tile(state_pointers(final, slot, i_h.to(gl.int64), o_d, o_e), o_d, o_e, b_S, sizes)
     b_o = gl.sum(b_S * b_q[None, :], axis=1) * scale
-    gl.store(o.p + row * o.stride + o_e * o.element, b_o.to(o.p.dtype.element_ty))
+    gl.store(o.p + row * o.stride + o_e * o.element, b_o.to(o.p.dtype.element_ty), mask=m_e)

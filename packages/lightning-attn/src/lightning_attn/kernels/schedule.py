@@ -32,6 +32,8 @@ class Sizes(NamedTuple):
     WIDE: bool = False
     # Of products of float32, as tl.dot takes it; None for 16 bits.
     PRECISION: Any = None
+    # The three launches of a prefill in segments start one another.
+    DEPENDENT_LAUNCH: bool = False
 
 
 class Counts(NamedTuple):
@@ -118,9 +120,14 @@ class States(NamedTuple):
 
 
 @triton.jit
-def program(H: tl.constexpr, TILES: tl.constexpr):
-    """Tile, head and sequence (or segment) of a program. The grid has one dimension: others end at 65535."""
+def program(H: tl.constexpr, TILES: tl.constexpr, LAST_FIRST: tl.constexpr = False):
+    """Tile, head and sequence (or segment) of a program. The grid has one dimension: others end at 65535.
+
+    LAST_FIRST: from the end on, of which most is still in the L2 cache after a launch that went through all of it.
+    """
     pid = tl.program_id(0)
+    if LAST_FIRST:
+        pid = tl.num_programs(0) - 1 - pid
     return pid % TILES, (pid // TILES) % H, pid // (TILES * H)
 
 

@@ -249,6 +249,10 @@ def check_dense(tensors, kernels, plan, batch, heads, tokens, sizes, dtype, carr
     check_gradients(tensors, kernels, plan, [*leaves, *([history] if carried else [])], slopes, d_state, scale)
 
 
+def test_many_segments_of_a_sequence_are_the_recurrence_in_both_directions(tensors, kernels) -> None:
+    check_dense(tensors, kernels, PrefillPlan(16, 16, 16, 4, 1, 16), 1, 1, 16 * 18 + 3, (16, 16), BF16)
+
+
 @pytest.mark.parametrize(("plan", "dtype"), [
     (PrefillPlan(16, 16, 0, 4, 1, 16), FP16), (PrefillPlan(16, 32, 16, 4, 2, 32), BF16),
     (PrefillPlan(32, 64, 0, 4, 3, 64), FP32), (PrefillPlan(32, 16, 32, 4, 2, 16), FP16),

@@ -27,7 +27,9 @@ LONG = [(600, 70)]
 
 @pytest.fixture(scope="module")
 def hopper() -> ModuleType:
-    own = (f"hopper.{name}" for name in ("config", "items", "memory", "softmax", "producers", "consumers", "kernel"))
+    own = (f"hopper.{name}" for name in (
+        "config", "items", "memory", "softmax", "producers", "rows", "epilogue", "consumers", "kernel",
+    ))  # fmt: skip
     names = ("softmax", "schedule", "batch", "balance", "merge", *own)
     return gluon.shadow(*(f"prefix_prefill.kernels.{name}" for name in names))[-1]
 

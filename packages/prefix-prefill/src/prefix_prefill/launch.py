@@ -30,6 +30,7 @@ from prefix_prefill.plan import (
     DeviceLimits,
     PrefillPlan,
     Problem,
+    column_tiles,
     head_tiles,
     heads_per_tile,
     most_tiles,
@@ -163,7 +164,11 @@ def _for_portable(q, k, v, k_cache, v_cache, table, cu, lengths, alibi, sinks, k
 
 
 def _for_hopper(q, table, cu, lengths, alibi, sinks, k_s, v_s, out_s, out, lse, *parts):  # type: ignore[no-untyped-def]
-    return q, table, (cu, lengths), (alibi, sinks), (k_s, v_s, out_s), out, lse, parts
+    return (q, out, lse), (table, cu, lengths), (alibi, sinks), (k_s, v_s, out_s), parts
+
+
+def _for_hopper_without_tails(*given):  # type: ignore[no-untyped-def]
+    return None, None, None, None, *_for_hopper(*given)
 
 
 def _portable(problem: Problem, plan: PrefillPlan, forms: PrefillTensors, device: torch.device) -> Run:
@@ -219,27 +224,41 @@ def _portable(problem: Problem, plan: PrefillPlan, forms: PrefillTensors, device
     )
 
 
+def _boxes(problem: Problem, forms: PrefillTensors, box: int, k_columns: int, v_columns: int) -> list[TmaBox]:
+    """Of the caches, and of new keys and values, whose rows are as one page; for tiles of so many columns.
+
+    A box is at most 128 bytes wide, over which shared memory is swizzled.
+    """
+    boxes = []
+    for cache, size, columns in (
+        (forms.k_cache, problem.head_dim, k_columns), (forms.v_cache, problem.head_dim_v, v_columns)
+    ):  # fmt: skip
+        page, token, head, _, _ = _Pages.of(cache, problem.page_layout).strides
+        sizes = [problem.num_blocks, problem.num_heads_kv, problem.page_size, size]
+        width = min(columns, 1024 // problem.cache_bits)
+        boxes.append(TmaBox(sizes, [page, head, token, 1], [1, 1, box, width], problem.cache_bits))
+    if forms.k is None or forms.v is None:
+        return 2 * boxes
+    for new, size, columns in ((forms.k, problem.head_dim, k_columns), (forms.v, problem.head_dim_v, v_columns)):
+        token, head, _ = new.stride()
+        rows = [1, problem.num_heads_kv, problem.tokens, size]
+        boxes.append(TmaBox(rows, [8, head, token, 1], [1, 1, box, min(columns, 64)]))
+    return boxes
+
+
 def _hopper(problem: Problem, plan: PrefillPlan, forms: PrefillTensors, device: torch.device) -> Run:
     """The kernel for sm_90, called like the portable one."""
     from prefix_prefill.kernels import hopper
 
-    d = problem.head_dim
     box = min(plan.block_n, power_of_two_in(problem.page_size))
-    # A box is at most 128 bytes wide, over which shared memory is swizzled.
-    width = 64 if problem.cache_bits == 16 else min(128, max(64, power_of_two_at_least(d)))
-    sizes = [problem.num_blocks, problem.num_heads_kv, problem.page_size, d]
-    boxes = []
-    for cache in (forms.k_cache, forms.v_cache):
-        page, token, head, _, _ = _Pages.of(cache, problem.page_layout).strides
-        boxes.append(TmaBox(sizes, [page, head, token, 1], [1, 1, box, width], problem.cache_bits))
-    if forms.k is None or forms.v is None:
-        boxes *= 2
-    else:
-        for new in (forms.k, forms.v):
-            # All rows as one page.
-            token, head, _ = new.stride()
-            rows = [1, problem.num_heads_kv, problem.tokens, d]
-            boxes.append(TmaBox(rows, [8, head, token, 1], [1, 1, box, 64]))
+    k_tiles, v_tiles = column_tiles(problem.head_dim), column_tiles(problem.head_dim_v)
+    boxes = _boxes(problem, forms, box, k_tiles[0], v_tiles[0])
+    # A second tile whose boxes are as wide as those of the first comes by the same descriptor.
+    k_tail, v_tail = (
+        tiles[-1] * problem.cache_bits < min(1024, tiles[0] * problem.cache_bits) for tiles in (k_tiles, v_tiles)
+    )
+    if k_tail or v_tail:
+        boxes += _boxes(problem, forms, box, k_tiles[-1], v_tiles[-1])
     (_, s_k_scale), (_, s_v_scale) = _scaling(forms.k_scale), _scaling(forms.v_scale)
     strides = hopper.Strides(s_k_scale[2], s_v_scale[2], forms.q.stride(), forms.out.stride())
     scores = hopper.Scores(problem.softmax_scale, problem.softcap)
@@ -247,11 +266,12 @@ def _hopper(problem: Problem, plan: PrefillPlan, forms: PrefillTensors, device: 
     config = hopper.Config(
         GROUP=problem.group,
         HEADS_KV=problem.num_heads_kv,
-        D=d,
-        BLOCK_D=max(64, power_of_two_at_least(d)),
+        D=problem.head_dim,
+        DV=problem.head_dim_v,
+        K_TILES=k_tiles,
+        V_TILES=v_tiles,
         PAGE=problem.page_size,
         BOX=box,
-        WIDTH=width,
         BLOCK_N=plan.block_n,
         HEADS=heads_per_tile(problem.group, plan.block_m),
         HEAD_TILES=head_tiles(problem.group, plan.block_m),
@@ -270,13 +290,20 @@ def _hopper(problem: Problem, plan: PrefillPlan, forms: PrefillTensors, device: 
     )
     rest = (
         *_counts(problem, forms.block_table), *_lse_strides(forms.lse), plan.num_splits, problem.left, problem.right,
-        scores, numbers, config,
+        (scores, numbers), config,
     )  # fmt: skip
     grid = (_programs(problem, plan), 1, 1)
-    attend = TmaLaunch(hopper.attend, grid, rest, device, boxes, group=_for_hopper, num_warps=4)
+    group = _for_hopper if len(boxes) > 4 else _for_hopper_without_tails
+    attend = TmaLaunch(hopper.attend, grid, rest, device, boxes, group=group, num_warps=4)
 
     def run(q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tensor, v_cache: Tensor, *others: Tensor) -> None:
-        attend(k_cache, v_cache, k, v, q, *others)
+        if len(boxes) == 4:
+            attend(k_cache, v_cache, k, v, q, *others)
+        else:
+            attend(
+                k_cache, v_cache, k, v, k_cache if k_tail else None, v_cache if v_tail else None,
+                k if k_tail else None, v if v_tail else None, q, *others,
+            )  # fmt: skip
 
     return run
 

@@ -29,7 +29,8 @@ class Problem:
     have a bias that depends on the key. ``tma``: layout, strides and scales are such that the kernel for sm_90 can
     address keys and values by TMA and take them as they are; alignment, which only memory tells, is not among these.
     ``max_seqlen_k``: bounds the keys that the plan reckons with, and nothing else. ``left``, ``right``: the window, -1
-    without limit. ``k_scale``, ``v_scale``, ``out_scale``: those that were given as numbers.
+    without limit. ``k_scale``, ``v_scale``, ``out_scale``: those that were given as numbers. ``head_dim_v``: of values
+    and outputs, that of keys where it is left out.
     """
 
     num_heads: int
@@ -57,6 +58,11 @@ class Problem:
     k_scale: float = 1.0
     v_scale: float = 1.0
     out_scale: float = 1.0
+    head_dim_v: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.head_dim_v:
+            object.__setattr__(self, "head_dim_v", self.head_dim)
 
     @property
     def group(self) -> int:
@@ -128,6 +134,18 @@ def fits_hopper(problem: Problem) -> bool:
 def _is_mixed(problem: Problem) -> bool:
     """Whether the cache has 8 bits an element and the new keys 16."""
     return problem.cache_bits == 8 and problem.new_kv
+
+
+def column_tiles(head_dim: int) -> tuple[int, ...]:
+    """A head's columns as the kernel for sm_90 has them: one tile or two, each a power of two, from 16 on.
+
+    Two where that is less than one: 64 and 16 for 80, 128 and 64 for 192. Of 112, 128 are as quick as 64, 32 and 16.
+    """
+    whole = power_of_two_at_least(head_dim)
+    if whole <= 64:
+        return (64,)
+    rest = max(16, power_of_two_at_least(head_dim - whole // 2))
+    return (whole,) if rest >= whole // 2 else (whole // 2, rest)
 
 
 def heads_per_tile(group: int, block_m: int) -> int:

@@ -14,12 +14,17 @@ items      what a program works on, looked up by its first consumer
 config     constants and the groups of values that the warps share
 memory     ring buffers, full and empty barriers, layouts of shared memory
 producers  TMA loads; 8 bits to 16
-consumers  the main loop: two WGMMAs in flight, softmax between; the epilogue
+consumers  the main loop: two products in flight, softmax between
 softmax    the online softmax of a tile of scores
+epilogue   results, or partial results
+rows       what a consumer has of its rows: tokens and heads, addresses, accumulators
 =========  =====================================================================
 
+A head's columns are one tile or two, each a power of two: 96 are 64 and 32. Each has its memory, its TMA loads and its
+WGMMAs, so that nothing is padded.
+
 To change tile sizes, stages or programs: ``plan.py`` alone chooses them, and ``fits_hopper`` says what is covered. To
-add a dtype of the cache: ``memory.fp8_boxes`` and ``producers.convert``, and the checks in ``arguments.py``. To port to
+add a dtype of the cache: ``memory.boxes_of`` and ``producers.convert``, and the checks in ``arguments.py``. To port to
 another architecture: ``consumers`` and ``softmax`` hold WGMMA and its register layouts, ``memory`` and ``producers``
 TMA and mbarriers, which sm_100 keeps.
 """

@@ -3,11 +3,10 @@
 from typing import NamedTuple
 
 import triton.language as tl
+from triton.experimental import gluon
 
 # Rows of a consumer warpgroup, the M of its WGMMA instructions.
 ROWS: tl.constexpr = tl.constexpr(64)
-# 16-bit columns that shared memory is swizzled over: 128 bytes.
-COLUMNS: tl.constexpr = tl.constexpr(64)
 # Rows whose masked values are zeroed together.
 STRIP: tl.constexpr = tl.constexpr(16)
 # Pieces of tiles that are looked up at a time.
@@ -19,11 +18,12 @@ class Config(NamedTuple):
 
     GROUP: int  # query heads that share a kv head
     HEADS_KV: int
-    D: int  # head size
-    BLOCK_D: int  # the next power of two
+    D: int  # head size of queries and keys
+    DV: int  # that of values and outputs
+    K_TILES: tuple[int, ...]  # columns of D in tiles, each a power of two: 64 and 32 for 96
+    V_TILES: tuple[int, ...]  # the same of DV
     PAGE: int
     BOX: int  # rows that one TMA load brings: a page or a part of one
-    WIDTH: int  # columns that one TMA load of the cache brings: 128 bytes at most
     BLOCK_N: int
     HEADS: int  # query heads in a tile
     HEAD_TILES: int  # tiles of the query heads of a kv head
@@ -39,6 +39,30 @@ class Config(NamedTuple):
     HAS_LEFT: bool
     HAS_RIGHT: bool
     SKIP_DECODE: bool
+
+
+@gluon.constexpr_function
+def width_of(tile, bits):
+    """Columns of a tile that one TMA load brings: shared memory is swizzled over 128 bytes at most."""
+    return min(tile, 1024 // bits)
+
+
+@gluon.constexpr_function
+def every(tiles):
+    """The numbers of all tiles."""
+    return tuple(range(len(tiles)))
+
+
+@gluon.constexpr_function
+def begin_with(tiles, others):
+    """Whether the first of these tiles are as wide as the others, all of them."""
+    return tiles[: len(others)] == others
+
+
+@gluon.constexpr_function
+def column_of(tiles, i):
+    """The first column of tile i."""
+    return sum(tiles[:i])
 
 
 class Strides(NamedTuple):

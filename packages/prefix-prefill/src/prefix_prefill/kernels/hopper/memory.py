@@ -6,15 +6,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from prefix_prefill.kernels.hopper.config import COLUMNS, STRIP
+from prefix_prefill.kernels.hopper.config import ROWS, STRIP, width_of
 
 
 class Ring(NamedTuple):
     """A ring buffer in shared memory: tile i of keys, or of values, goes to stage ``i % STAGES``.
 
-    ``boxes`` are the stages as TMA writes them, ``tiles`` the same bytes as they are read. Who fills a stage waits for
-    its ``empty`` barrier and completes ``full``; who reads it waits for ``full`` and arrives at ``empty``. A barrier
-    tells only odd phases from even ones: i // STAGES is the phase.
+    A head's columns are one or more tiles: of each, ``boxes`` are the stages as TMA writes them, ``tiles`` the same
+    bytes as they are read. Who fills a stage waits for its ``empty`` barrier and completes ``full``; who reads it waits
+    for ``full`` and arrives at ``empty``. A barrier tells only odd phases from even ones: i // STAGES is the phase.
     """
 
     boxes: object
@@ -24,8 +24,8 @@ class Ring(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """What consumers have beside the rings: a tile of queries and of outputs (the same bytes), strips of 16 rows of the
-    values, positions of rows, and a barrier for the edges of the keys.
+    """What consumers have beside the rings: tiles of queries and, in the same bytes or not at all, of outputs; strips
+    of 16 rows of the values, positions of rows, and a barrier for the edges of the keys.
     """
 
     q: object
@@ -59,40 +59,75 @@ def barriers(C):
     return gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], mbarrier.MBarrierLayout())
 
 
-@gluon.jit
-def tile_boxes(dtype: gl.constexpr, C):
-    """Memory for all stages of 16-bit keys, or values, in boxes of BOX rows and COLUMNS columns."""
-    count: gl.constexpr = C.STAGES * (C.BLOCK_D // COLUMNS) * (C.BLOCK_N // C.BOX)
-    layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=4)
-    return gl.allocate_shared_memory(dtype, [count, 1, 1, C.BOX, COLUMNS], layout)
+@gluon.constexpr_function
+def tile_layout(tile, bits, rank=2):
+    """Of tiles of so many columns, and of their boxes: swizzled over the bytes that one TMA load brings of a row."""
+    return gl.NVMMASharedLayout(width_of(tile, bits) * bits // 8, bits, rank=rank)
+
+
+@gluon.constexpr_function
+def boxes_in(tile, bits, C):
+    """The shape of all stages of a tile as boxes of BOX rows, one side of WGMMA's tiles after the other."""
+    width = width_of(tile, bits)
+    return [C.STAGES * (tile // width) * (C.BLOCK_N // C.BOX), 1, 1, C.BOX, width]
+
+
+@gluon.constexpr_function
+def strips_in(tile, strip, C):
+    """Likewise as strips of so many rows."""
+    width = width_of(tile, 16)
+    return [C.STAGES * (tile // width) * (C.BLOCK_N // strip), strip, width]
 
 
 @gluon.jit
-def fp8_boxes(d_cache, C):
-    """Memory for all stages of 8-bit keys, or values, in boxes of BOX rows and WIDTH columns."""
-    count: gl.constexpr = C.STAGES * (C.BLOCK_D // C.WIDTH) * (C.BLOCK_N // C.BOX)
-    return gl.allocate_shared_memory(d_cache.dtype, [count, 1, 1, C.BOX, C.WIDTH], d_cache.layout)
+def boxes_of(dtype: gl.constexpr, TILES: gl.constexpr, C):
+    """Memory for all stages of keys, or of values, tile by tile in boxes of BOX rows and up to 128 bytes."""
+    BITS: gl.constexpr = dtype.primitive_bitwidth
+    boxes = ()
+    for t in gl.static_range(len(TILES)):
+        memory = gl.allocate_shared_memory(dtype, boxes_in(TILES[t], BITS, C), tile_layout(TILES[t], BITS, 4))
+        boxes = boxes + (memory,)
+    return boxes
 
 
 @gluon.jit
-def as_tiles(boxes, C):
-    """Boxes as WGMMA reads them: COLUMNS columns of all rows of a stage, then the next COLUMNS."""
-    layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    return boxes._reinterpret(boxes.dtype, [C.STAGES, C.BLOCK_N, C.BLOCK_D], layout)
+def as_tiles(boxes, TILES: gl.constexpr, C):
+    """Boxes as WGMMA reads them: as many columns of all rows of a stage as a box has, then the next."""
+    dtype: gl.constexpr = boxes[0].dtype
+    BITS: gl.constexpr = dtype.primitive_bitwidth
+    tiles = ()
+    for t in gl.static_range(len(TILES)):
+        tiles = tiles + (boxes[t]._reinterpret(dtype, [C.STAGES, C.BLOCK_N, TILES[t]], tile_layout(TILES[t], BITS)),)
+    return tiles
 
 
 @gluon.jit
-def as_strips(boxes, C):
-    """Boxes as strips of STRIP rows and COLUMNS columns."""
-    count: gl.constexpr = C.STAGES * (C.BLOCK_D // COLUMNS) * (C.BLOCK_N // STRIP)
-    return boxes._reinterpret(boxes.dtype, [count, STRIP, COLUMNS], gl.NVMMASharedLayout(128, 16, rank=2))
+def as_strips(boxes, TILES: gl.constexpr, C):
+    """Boxes as strips of STRIP rows, in the order of stages, columns and rows."""
+    dtype: gl.constexpr = boxes[0].dtype
+    strips = ()
+    for t in gl.static_range(len(TILES)):
+        strips = strips + (boxes[t]._reinterpret(dtype, strips_in(TILES[t], STRIP, C), tile_layout(TILES[t], 16)),)
+    return strips
 
 
 @gluon.jit
-def as_fp8_tiles(boxes, C):
-    """Boxes of 8-bit floats by WIDTH columns of all rows of a stage."""
-    layout: gl.constexpr = gl.NVMMASharedLayout(C.WIDTH, 8, rank=2)
-    return boxes._reinterpret(boxes.dtype, [C.STAGES * (C.BLOCK_D // C.WIDTH), C.BLOCK_N, C.WIDTH], layout)
+def query_tiles(dtype: gl.constexpr, TILES: gl.constexpr, C):
+    """Memory for each consumer's rows of q, tile by tile."""
+    tiles = ()
+    for t in gl.static_range(len(TILES)):
+        memory = gl.allocate_shared_memory(dtype, [C.CONSUMERS, ROWS, TILES[t]], tile_layout(TILES[t], 16))
+        tiles = tiles + (memory,)
+    return tiles
+
+
+@gluon.jit
+def as_dtype(tiles, dtype: gl.constexpr):
+    """Tiles as ones of another dtype of as many bits."""
+    others = ()
+    for t in gl.static_range(len(tiles)):
+        others = others + (tiles[t]._reinterpret(dtype, tiles[t].shape, tiles[t].layout),)
+    return others
 
 
 @gluon.jit

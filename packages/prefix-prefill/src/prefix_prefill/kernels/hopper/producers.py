@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from prefix_prefill.kernels.hopper.config import COLUMNS, STRIP, Source
+from prefix_prefill.kernels.hopper.config import STRIP, Source, column_of, width_of
 from prefix_prefill.kernels.hopper.items import done, items_of, loop_of, tile_of
 from prefix_prefill.kernels.hopper.memory import release, wait_empty
 
@@ -54,59 +54,84 @@ def page_of(key, source, loop, C):
 
 
 @gluon.jit
-def issue_loads(d, ring, stage, first_box, at, WIDTH: gl.constexpr, C):
-    """TMA loads of one box of rows, WIDTH columns each. What lies out of bounds becomes 0."""
-    i_outer, i_head, row = at
-    for i_c in gl.static_range(C.BLOCK_D // WIDTH):
-        box = ring.boxes.index(first_box + i_c * (C.BLOCK_N // C.BOX))
-        tma.async_copy_global_to_shared(d, [i_outer, i_head, row, i_c * WIDTH], ring.full.index(stage), box)
+def issue_loads(d, ring, stage, box, at, TILES: gl.constexpr, C):
+    """TMA loads of one box of rows. What lies out of bounds becomes 0."""
+    for t in gl.static_range(len(TILES)):
+        issue_loads_of_tile(d, ring, stage, box, at, TILES, t, C)
 
 
 @gluon.jit
-def load_cached(d_cache, ring, before, count, source, loop, C):
+def issue_loads_of_tile(d, ring, stage, box, at, TILES: gl.constexpr, T: gl.constexpr, C):
+    """Those of the columns of tile T. The second descriptor is for boxes that are narrower than the first tile's."""
+    BITS: gl.constexpr = d[0].dtype.primitive_bitwidth
+    WIDTH: gl.constexpr = width_of(TILES[T], BITS)
+    COUNT: gl.constexpr = TILES[T] // WIDTH
+    BEGIN: gl.constexpr = column_of(TILES, T)
+    i_outer, i_head, row = at
+    for i_c in gl.static_range(COUNT):
+        to = ring.boxes[T].index((stage * COUNT + i_c) * (C.BLOCK_N // C.BOX) + box)
+        at_column = [i_outer, i_head, row, BEGIN + i_c * WIDTH]
+        if WIDTH == width_of(TILES[0], BITS):
+            tma.async_copy_global_to_shared(d[0], at_column, ring.full.index(stage), to)
+        else:
+            tma.async_copy_global_to_shared(d[1], at_column, ring.full.index(stage), to)
+
+
+@gluon.jit
+def load_cached(d_cache, ring, before, count, source, loop, TILES: gl.constexpr, C):
     """Load ``count`` tiles of cached keys, or of values, each as soon as its stage is empty; ``before`` were before."""
     BOXES: gl.constexpr = C.BLOCK_N // C.BOX
-    ELEMENT_BYTES: gl.constexpr = d_cache.dtype.primitive_bitwidth // 8
+    TILE_BYTES: gl.constexpr = C.BLOCK_N * column_of(TILES, len(TILES)) * d_cache[0].dtype.primitive_bitwidth // 8
     # Pages are looked up a few at a time: all at once would take too many registers.
     MOST: gl.constexpr = 2 if C.NEW_KV and C.HAS_LEFT else 4
     AT_ONCE: gl.constexpr = BOXES if BOXES < MOST else MOST
     for i in range(count):
         stage = (before + i) % C.STAGES
         wait_empty(ring, before + i, C)
-        mbarrier.expect(ring.full.index(stage), C.BLOCK_N * C.BLOCK_D * ELEMENT_BYTES)
+        mbarrier.expect(ring.full.index(stage), TILE_BYTES)
         first_key = loop.start + i * C.BLOCK_N
-        first_box = stage * BOXES * (C.BLOCK_D // C.WIDTH)
         for i_g in range(BOXES // AT_ONCE):
             for i_b in gl.static_range(AT_ONCE):
                 box = i_g * AT_ONCE + i_b
                 key = first_key + box * C.BOX
                 page = page_of(key, source, loop, C)
-                issue_loads(d_cache, ring, stage, first_box + box, (page, source.i_kv, key % C.PAGE), C.WIDTH, C)
+                issue_loads(d_cache, ring, stage, box, (page, source.i_kv, key % C.PAGE), TILES, C)
 
 
 @gluon.jit
-def load_new(d_new, ring, before, count, source, loop, C):
+def load_new(d_new, ring, before, count, source, loop, TILES: gl.constexpr, C):
     """Load the tiles of new keys, or of values, that come after ``count`` tiles of cached ones."""
     BOXES: gl.constexpr = C.BLOCK_N // C.BOX
     for i in range(count, loop.count):
         stage = (before + i) % C.STAGES
         wait_empty(ring, before + i, C)
-        mbarrier.expect(ring.full.index(stage), C.BLOCK_N * C.BLOCK_D * 2)
+        mbarrier.expect(ring.full.index(stage), C.BLOCK_N * column_of(TILES, len(TILES)) * 2)
         first_key = key_of_tile(i, loop, C)
         for box in range(BOXES):
             key = first_key + box * C.BOX
             row = gl.where((key < loop.high) & (key + C.BOX > loop.low), source.new_row + key, source.rows)
-            first_box = stage * BOXES * (C.BLOCK_D // COLUMNS) + box
-            issue_loads(d_new, ring, stage, first_box, (0, source.i_kv, row), COLUMNS, C)
+            issue_loads(d_new, ring, stage, box, (0, source.i_kv, row), TILES, C)
 
 
 @gluon.jit
-def load(d_cache, d_new, p_table, cached, ring, table, sizes, batch, C):
-    """Load the keys, or the values, of all items.
+def load_keys(d_cache, d_new, p_table, cached, ring, table, sizes, batch, C):
+    """Load the keys of all items."""
+    load(d_cache, d_new, p_table, cached, ring, table, sizes, batch, C.K_TILES, C)
+
+
+@gluon.jit
+def load_values(d_cache, d_new, p_table, cached, ring, table, sizes, batch, C):
+    """Load the values of all items."""
+    load(d_cache, d_new, p_table, cached, ring, table, sizes, batch, C.V_TILES, C)
+
+
+@gluon.jit
+def load(d_cache, d_new, p_table, cached, ring, table, sizes, batch, TILES: gl.constexpr, C):
+    """Load the keys, or the values, of all items, each descriptor a pair: see ``issue_loads``.
 
     Cached ones go to the ring ``cached``, which for a 16-bit cache is ``ring``; new ones to ``ring``.
     """
-    ELEMENT_BYTES: gl.constexpr = d_cache.dtype.primitive_bitwidth // 8
+    ELEMENT_BYTES: gl.constexpr = d_cache[0].dtype.primitive_bitwidth // 8
     before = batch.num_sequences * 0
     before_cached = before
     i_round = before
@@ -120,7 +145,8 @@ def load(d_cache, d_new, p_table, cached, ring, table, sizes, batch, C):
             p_row = p_table + i_n.to(gl.int64) * sizes.s_table
             source = Source(p_row, sizes.num_blocks, tile.i_kv, sizes.rows, tile.begin - tile.context)
             tiles = cached_tiles(loop, C)
-            load_cached(d_cache, cached, before_cached if ELEMENT_BYTES == 1 else before, tiles, source, loop, C)
+            at = before_cached if ELEMENT_BYTES == 1 else before
+            load_cached(d_cache, cached, at, tiles, source, loop, TILES, C)
             before_cached += tiles
             if C.NEW_KV:
                 if ELEMENT_BYTES == 1:
@@ -128,7 +154,7 @@ def load(d_cache, d_new, p_table, cached, ring, table, sizes, batch, C):
                     # for: from two phases ahead the past looks like the future.
                     last = gl.maximum(before_cached - 1, 0)
                     mbarrier.wait(cached.empty.index(last % C.STAGES), last // C.STAGES & 1, pred=before_cached > 0)
-                load_new(d_new, ring, before, tiles, source, loop, C)
+                load_new(d_new, ring, before, tiles, source, loop, TILES, C)
             before += loop.count
         done(table)
         i_round += 1
@@ -155,23 +181,26 @@ def convert(cached, ring, table, batch, C):
 
 
 @gluon.jit
+def convert_columns(fp8_tile, tile, C):
+    """A tile of 8 bits to one of 16, a few rows at a time: a converter has hardly any registers."""
+    WIDTH: gl.constexpr = width_of(tile.shape[1], 8)
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [CONVERTER_WARPS, 1], [1, 0])
+    for i_r in gl.static_range(C.BLOCK_N // STRIP):
+        b_strip = fp8_tile.slice(i_r * STRIP, STRIP, dim=0).load(layout).to(gl.float16)
+        if tile.dtype != gl.float16:
+            # By way of float32: from float16 to bfloat16 itself there is only an instruction at exp2's rate.
+            b_strip = b_strip.to(gl.float32).to(tile.dtype)
+        tile.slice(i_r * STRIP, STRIP, dim=0).store(b_strip)
+
+
+@gluon.jit
 def convert_tile(cached, ring, i_cached, i, C):
     """Tile i_cached of the one ring to tile i of the other."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C.WIDTH, C.WIDTH // 8], [CONVERTER_WARPS, 1], [1, 0])
-    dtype: gl.constexpr = ring.tiles.dtype
     stage = i_cached % C.STAGES
     mbarrier.wait(cached.full.index(stage), i_cached // C.STAGES & 1)
     wait_empty(ring, i, C)
-    for i_c in gl.static_range(C.BLOCK_D // C.WIDTH):
-        # A few rows at a time: a converter has hardly any registers.
-        for i_r in gl.static_range(C.BLOCK_N // STRIP):
-            b_tile = cached.tiles.index(stage * (C.BLOCK_D // C.WIDTH) + i_c)
-            b_strip = b_tile.slice(i_r * STRIP, STRIP, dim=0).load(layout).to(gl.float16)
-            if dtype != gl.float16:
-                # By way of float32: from float16 to bfloat16 itself there is only an instruction at exp2's rate.
-                b_strip = b_strip.to(gl.float32).to(dtype)
-            strip = ring.tiles.index(i % C.STAGES).slice(i_r * STRIP, STRIP, dim=0)
-            strip.slice(i_c * C.WIDTH, C.WIDTH, dim=1).store(b_strip)
+    for t in gl.static_range(len(ring.tiles)):
+        convert_columns(cached.tiles[t].index(stage), ring.tiles[t].index(i % C.STAGES), C)
     fence_async_shared()
     mbarrier.arrive(ring.full.index(i % C.STAGES))
     release(cached, i_cached, C)

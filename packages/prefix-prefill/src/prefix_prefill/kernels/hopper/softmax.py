@@ -34,14 +34,21 @@ class Variant(NamedTuple):
     """Constants of a consumer's making.
 
     SIGNED: the scale of scores may be negative. RESCALED: there is one for each row, and weights and row sums are
-    2^HEADROOM times as large. dtype: of WGMMA's operands. L_S, L_O: layouts of scores and outputs.
+    2^HEADROOM times as large. dtype: of WGMMA's operands. L_S: the layout of scores. OWN: the tiles of a head's values
+    that this consumer accumulates.
     """
 
     SIGNED: object
     RESCALED: object
     dtype: object
     L_S: object
-    L_O: object
+    OWN: object
+
+
+@gluon.constexpr_function
+def acc_layout(columns):
+    """Registers of an accumulator [64, columns] of WGMMA."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
 @gluon.jit

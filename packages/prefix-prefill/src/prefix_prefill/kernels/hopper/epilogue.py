@@ -1,0 +1,120 @@
+"""What a consumer warpgroup of the sm_90 kernel does with its accumulators in the end: results, or partial ones."""
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from prefix_prefill.kernels.hopper.config import ROWS, column_of
+from prefix_prefill.kernels.hopper.items import tile_of
+from prefix_prefill.kernels.hopper.rows import afresh, pointers_to, row_layout, rows_of, scale_all, scale_rows, scaled
+from prefix_prefill.kernels.hopper.softmax import HEADROOM_INVERSE, acc_layout, natural_log_sum_exp
+from prefix_prefill.kernels.softmax import LN_2, finite, log_sum_exp
+
+
+@gluon.jit
+def finish(pointers, memory, i_consumer, accs, sums, table, i_item, scores, numbers, sizes, V, C):
+    """Epilogue: the sink, lse and the output over its scale; or, of a tile in parts, partial results without them."""
+    running_max, row_sum = sums
+    i_consumer = afresh(i_consumer)
+    # Looked up again: through the main loop it would take registers.
+    tile = tile_of(table, i_item, C, 4)
+    if C.IS_FP8 and not C.NEW_KV:
+        v_scale = scaled(numbers.v_scale, pointers.scales[1], tile.i_kv.to(gl.int64) * numbers.strides.v_scale)
+        accs = scale_all(accs, v_scale, V)
+        if V.RESCALED:
+            row_sum = row_sum * HEADROOM_INVERSE
+            accs = scale_all(accs, HEADROOM_INVERSE, V)
+    lse = natural_log_sum_exp(running_max, row_sum, 1.0 if C.SOFTCAP else scores.softmax_scale)
+    whole = tile.part < 0
+    if C.IN_PARTS:
+        if not whole:
+            store_part(pointers, i_consumer, accs, row_sum, lse, tile, sizes.rows, V, C)
+    if whole:
+        o_m = i_consumer * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, V.L_S))
+        o_t, o_h, m_row = rows_of(o_m, tile, C)
+        if pointers.sinks is not None:
+            running_max = running_max * LN_2
+            b_sink = gl.load(pointers.sinks + o_h).to(gl.float32)
+            b_sink = gl.where(tile.valid, b_sink, float("-inf"))
+            new_max = gl.maximum(running_max, b_sink)
+            rescale = gl.exp(running_max - finite(new_max))
+            row_sum = row_sum * rescale + gl.exp(b_sink - finite(new_max))
+            accs = scale_rows(accs, rescale, V, C)
+            lse = log_sum_exp(new_max, row_sum)
+        if pointers.lse is not None:
+            row = (tile.begin + o_t).to(gl.int64)
+            gl.store(pointers.lse + o_h.to(gl.int64) * sizes.lse_head + row * sizes.lse_token, lse, mask=m_row)
+        out_scale = scaled(numbers.out_scale, pointers.scales[2], 0)
+        sum_inverse = 1.0 / (gl.where(row_sum == 0, 1.0, row_sum) * out_scale)
+        accs = scale_rows(accs, sum_inverse, V, C)
+        store_out(pointers, memory, i_consumer, accs, tile, numbers.strides, V, C)
+
+
+@gluon.jit
+def store_part(pointers, i_consumer, accs, row_sum, lse, tile, rows, V, C):
+    """A consumer's partial outputs, normalised, and their lse: where, ``merge.write_entry`` has said."""
+    p_part, p_part_lse, _ = pointers.parts
+    accs = scale_rows(accs, 1.0 / gl.where(row_sum == 0, 1.0, row_sum), V, C)
+    o_m = i_consumer * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, V.L_S))
+    _, _, m_row = rows_of(o_m, tile, C)
+    gl.store(p_part_lse + place_of_part(o_m, tile, rows, C), lse, mask=m_row)
+    for t in gl.static_range(len(V.OWN)):
+        store_columns_of_part(p_part, i_consumer, accs[t], tile, rows, t, V, C)
+
+
+@gluon.jit
+def store_columns_of_part(p_part, i_consumer, acc, tile, rows, T: gl.constexpr, V, C):
+    """The columns of the tile that is the consumer's number T."""
+    TILE: gl.constexpr = C.V_TILES[V.OWN[T]]
+    BEGIN: gl.constexpr = column_of(C.V_TILES, V.OWN[T])
+    layout: gl.constexpr = acc_layout(TILE)
+    o_m = i_consumer * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    o_d = BEGIN + gl.arange(0, TILE, gl.SliceLayout(0, layout))
+    _, _, m_row = rows_of(o_m, tile, C)
+    p_tile = p_part + place_of_part(o_m, tile, rows, C)[:, None] * C.DV + o_d[None, :]
+    gl.store(p_tile, acc, mask=m_row[:, None] & (o_d < C.DV)[None, :])
+
+
+@gluon.jit
+def place_of_part(o_m, tile, rows, C):
+    """Where the partial results of rows go, as ``merge.merge_pieces`` looks for them."""
+    o_t, o_h, _ = rows_of(o_m, tile, C)
+    row = tile.part.to(gl.int64) * rows + tile.begin + o_t
+    of_piece = row * (C.GROUP * C.HEADS_KV) + o_h
+    return gl.where(tile.by_share, tile.part.to(gl.int64) * (C.CONSUMERS * ROWS) + o_m, of_piece)
+
+
+@gluon.jit
+def store_out(pointers, memory, i_consumer, accs, tile, strides, V, C):
+    """A consumer's outputs."""
+    out_dtype: gl.constexpr = pointers.out.dtype.element_ty
+    # Through the memory of q, so that each row is stored in whole lines.
+    THROUGH: gl.constexpr = memory.out is not None and out_dtype == pointers.q.dtype.element_ty
+    if THROUGH:
+        tl.debug_barrier()
+        for t in gl.static_range(len(V.OWN)):
+            memory.out[V.OWN[t]].index(i_consumer).store(accs[t].to(out_dtype))
+        tl.debug_barrier()
+    for t in gl.static_range(len(V.OWN)):
+        store_columns(pointers, memory, i_consumer, accs[t], tile, strides, THROUGH, t, V, C)
+
+
+@gluon.jit
+def store_columns(
+    pointers, memory, i_consumer, acc, tile, strides, THROUGH: gl.constexpr, T: gl.constexpr, V, C
+):  # fmt: skip
+    """The columns of the tile that is the consumer's number T."""
+    TILE: gl.constexpr = C.V_TILES[V.OWN[T]]
+    BEGIN: gl.constexpr = column_of(C.V_TILES, V.OWN[T])
+    layout: gl.constexpr = row_layout(TILE) if THROUGH else acc_layout(TILE)
+    o_m = i_consumer * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    o_d = BEGIN + gl.arange(0, TILE, gl.SliceLayout(0, layout))
+    o_t, o_h, m_row = rows_of(o_m, tile, C)
+    if THROUGH:
+        b_out = memory.out[V.OWN[T]].index(i_consumer).load(layout)
+    else:
+        if C.LIMIT:
+            acc = gl.where(acc > C.LIMIT, C.LIMIT, gl.where(acc < -C.LIMIT, -C.LIMIT, acc))
+        b_out = acc.to(pointers.out.dtype.element_ty)
+    p_tile = pointers_to(pointers.out, tile.begin + o_t, o_h, o_d, strides.out)
+    gl.store(p_tile, b_out, mask=m_row[:, None] & (o_d < C.DV)[None, :])

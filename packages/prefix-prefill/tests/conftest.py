@@ -40,16 +40,18 @@ class Batch:
     table goes on past each sequence with pages of NaN, and past its columns with pages that do not exist.
     :meth:`check` then holds everything to the oracle.
 
-    cached: the new tokens are in the cache and k, v None. k_scale, v_scale: "number", "tensor", "heads", "tokens" (per
-    token and head), a number, or None. window, softcap, softmax_scale, causal, skip_decode, out_scale (a number or a
-    float32 tensor): as :func:`prefix_prefill.prefix_prefill` takes them. sinks, alibi: tensors, or whether to make
-    some. rows_after: rows of padding. fused: q, k and v are slices of one tensor. interleaved: pages of keys and values
-    alternate in one tensor. size: of the inputs' values, 1 the unit scale. offset: what is added to q and to the keys.
+    head_dim_v: of values, that of keys without it. cached: the new tokens are in the cache and k, v None. k_scale,
+    v_scale: "number", "tensor", "heads", "tokens" (per token and head), a number, or None. window, softcap,
+    softmax_scale, causal, skip_decode, out_scale (a number or a float32 tensor): as
+    :func:`prefix_prefill.prefix_prefill` takes them. sinks, alibi: tensors, or whether to make some. rows_after: rows
+    of padding. fused: q, k and v are slices of one tensor. interleaved: pages of keys and values alternate in one
+    tensor. size: of the inputs' values, 1 the unit scale. offset: what is added to q and to the keys.
     """
 
     def __init__(
         self, device: torch.device, lengths: Sequence[tuple[int, int]], *, heads: tuple[int, int] = (4, 2),
-        head_dim: int = 64, page: int = 16, page_layout: str = "NHD", dtype: torch.dtype = torch.bfloat16,
+        head_dim: int = 64, head_dim_v: int | None = None, page: int = 16, page_layout: str = "NHD",
+        dtype: torch.dtype = torch.bfloat16,
         cache_dtype: torch.dtype | None = None, cached: bool = False, causal: bool = True,
         window: tuple[int, int] | None = None, softcap: float = 0.0, softmax_scale: float | None = None,
         sinks: bool | Tensor = False, alibi: bool | Tensor = False, k_scale: str | float | None = None,
@@ -60,6 +62,7 @@ class Batch:
     ) -> None:  # fmt: skip
         self.device, self.lengths, self.page_layout, self.page = device, list(lengths), page_layout, page
         self.heads, self.head_dim, self.dtype, self.cached = heads, head_dim, dtype, cached
+        self.head_dim_v = head_dim if head_dim_v is None else head_dim_v
         self.causal, self.window, self.softcap, self.softmax_scale = causal, window, softcap, softmax_scale
         self.skip_decode, self.out_scale = skip_decode, out_scale
         self.begins = list(accumulate([new for _, new in lengths], initial=0))
@@ -69,8 +72,8 @@ class Batch:
         num_heads, heads_kv = heads
         rows = self.begins[-1] + rows_after
 
-        q = self._packed([new for _, new in lengths], num_heads, size)
-        keys, values = (self._packed(self.totals, heads_kv, size) for _ in range(2))
+        q = self._packed([new for _, new in lengths], num_heads, size, head_dim)
+        keys, values = (self._packed(self.totals, heads_kv, size, of) for of in (head_dim, self.head_dim_v))
         q, keys = (x + by if by else x for x, by in zip((q, keys), offset, strict=True))
         stored = [total if cached else ctx for (ctx, _), total in zip(lengths, self.totals, strict=True)]
         in_cache = self._chosen([range(n) for n in stored])
@@ -86,13 +89,13 @@ class Batch:
         self.alibi_slopes = self._per_head(alibi, lambda h: 2.0 ** -(1 + h % 8), "alibi_slopes")
         self.sinks = self._per_head(sinks, lambda h: 1.5 * (h % 3) - 1, "sinks")
         self.out_dtype = out_dtype or (dtype if out_scale is None else torch.float8_e4m3fn)
-        self.out: Canaried = canaried((rows, num_heads, head_dim), self.out_dtype, device, row_padding=8)
+        self.out: Canaried = canaried((rows, num_heads, self.head_dim_v), self.out_dtype, device, row_padding=8)
         self.lse: Canaried | None = canaried((num_heads, rows), torch.float32, device, row_padding=5) if lse else None
         self._before = (self.out.tensor.clone(), None if self.lse is None else self.lse.tensor.clone())
         self._wanted: tuple[Tensor, Wanted, Wanted] | None = None
 
-    def _packed(self, lengths: Sequence[int], heads: int, size: float) -> Tensor:
-        return (torch.randn(sum(lengths), heads, self.head_dim, device=self.device) * size).to(self.dtype)
+    def _packed(self, lengths: Sequence[int], heads: int, size: float, head_dim: int) -> Tensor:
+        return (torch.randn(sum(lengths), heads, head_dim, device=self.device) * size).to(self.dtype)
 
     def _chosen(self, positions: Sequence[range]) -> Tensor:
         """These positions of each sequence as rows of its packed keys."""
@@ -327,7 +330,7 @@ class Batch:
 
     def _plain(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         num_heads, heads_kv = self.heads
-        out = torch.zeros(len(rows), num_heads, self.head_dim, device=self.device)
+        out = torch.zeros(len(rows), num_heads, self.head_dim_v, device=self.device)
         lse = torch.full((num_heads, len(rows)), -torch.inf, device=self.device)
         begins_k = list(accumulate(self.totals, initial=0))
         left, right = (-1, -1) if self.window is None else self.window

@@ -123,6 +123,7 @@ def specs(target: str) -> Iterator[KernelSpec]:
     yield from portable("Llama-3-70B TP8, x-packed, pages of 64", LLAMA, new_kv=True, page_layout="x-packed", page=64)
     yield from portable("gpt-oss, split", GPT_OSS, splits=3, lse=True, page=64)
     yield from portable("heads of 256", WIDE, page_layout="HND", page=544)
+    yield from portable("heads of 512", replace(WIDE, head_dim=512), page_layout="HND")
     yield from portable(
         "heads of 80 in float16, x-packed", NARROW, dtype=FP16, page_layout="x-packed", alibi=True, lse=True
     )
@@ -146,6 +147,7 @@ def specs(target: str) -> Iterator[KernelSpec]:
     yield from hopper("64, new keys, a window, sinks, lse", GPT_OSS, new_kv=True, lse=True, out_dtype=E4M3)
     yield from hopper("64 rows, split", LLAMA, rows=64, longest=1, splits=4)
     yield from hopper("96 in float16, capped", replace(LLAMA, head_dim=96), dtype=FP16, page=544, softcap=30.0)
+    yield from hopper("72, decoding", replace(NARROW, head_dim=72), rows=64, longest=1, new_kv=True)
     yield from hopper("192, new keys", replace(LLAMA, head_dim=192), new_kv=True)
     yield from hopper("256 with slopes", WIDE, page_layout="HND", page=64, alibi=True)
     yield from hopper("8-bit cache", LLAMA, cache_dtype=E4M3, scales="heads", splits=2)
@@ -197,7 +199,7 @@ def test_no_layout_is_loaded_number_by_number(reports: list[Report]) -> None:
 
 def test_the_kernel_for_sm_90_loads_by_tma_and_multiplies_by_wgmma(reports) -> None:
     hopper = [report for report in reports if report.spec.startswith(FOR_SM_90)]
-    assert len(hopper) == 10
+    assert len(hopper) == 11
     for report in hopper:
         assert report.uses("UTMALDG"), report.spec
         assert report.uses_tensor_cores, report.spec

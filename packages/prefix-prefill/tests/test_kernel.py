@@ -99,6 +99,19 @@ def test_head_dims_of_models(tensors, kernels, head_dim) -> None:
     check(tensors, kernels, portable(), [(18, 5), (0, 2)], heads=(2, 1), head_dim=head_dim, dtype=dtype)
 
 
+# Keys, values; where; in how many splits.
+VALUES = [(40, 24, "NHD", 1), (16, 48, "x-packed", 3), (64, 512, "HND", 1), (320, 16, "x-packed", 2)]
+
+
+@pytest.mark.parametrize(("head_dim", "head_dim_v", "page_layout", "num_splits"), VALUES)
+def test_values_have_a_head_size_of_their_own(
+    tensors, kernels, head_dim, head_dim_v, page_layout, num_splits
+) -> None:  # fmt: skip
+    options = {"page_layout": page_layout, "head_dim": head_dim, "head_dim_v": head_dim_v}
+    fp8 = {"cache_dtype": E4M3, "k_scale": "number", "v_scale": "heads"} if page_layout == "x-packed" else {}
+    check(tensors, kernels, portable(num_splits=num_splits), [(18, 5), (0, 2)], heads=(2, 1), **options, **fp8)
+
+
 @pytest.mark.parametrize("page", [*PAGES, 3, 24])
 def test_pages_of_any_size(tensors, kernels, page) -> None:
     """The last keys lie in the second page, or past it."""

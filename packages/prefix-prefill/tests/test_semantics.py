@@ -102,6 +102,14 @@ def test_head_dims_not_only_powers_of_two(tensors, head_dim, dtype) -> None:
     check(tensors, RAGGED, head_dim=head_dim, dtype=dtype, page_layout=in_turn(LAYOUTS, *turn), cached=cached)
 
 
+# Of Gemma 4's global layers; of latent attention, expanded; neither a power of two.
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(512, 512), (192, 128), (100, 260)])
+def test_heads_of_up_to_512_and_values_of_another_size_than_keys(tensors, head_dim, head_dim_v) -> None:
+    batch = check(tensors, SHORT, head_dim=head_dim, head_dim_v=head_dim_v, heads=(2, 1))
+    # A new result has the size of values.
+    assert batch.run(out=None, return_lse=True).out.shape == batch.out.tensor.shape
+
+
 @pytest.mark.parametrize("head_dim", [17, 33, 100, 255])
 def test_head_dims_of_any_number(tensors, head_dim) -> None:
     check(tensors, SHORT, head_dim=head_dim, dtype=BF16 if head_dim % 2 else FP32, page_layout="HND", heads=(2, 1))

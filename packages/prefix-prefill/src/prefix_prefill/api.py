@@ -37,7 +37,7 @@ _merge = torch.ops.prefix_prefill.merge.default
 
 
 class AttentionResult(NamedTuple):
-    """``out`` [T, Hq, D] and the natural logarithm of the softmax's denominator, ``lse`` [Hq, T] in float32."""
+    """``out`` [T, Hq, Dv] and the natural logarithm of the softmax's denominator, ``lse`` [Hq, T] in float32."""
 
     out: Tensor
     lse: Tensor
@@ -162,12 +162,12 @@ def prefix_prefill(
     (arXiv 2307.08691), paged as in vLLM (arXiv 2309.06180).
 
     Args:
-        q: [T, Hq, D], bfloat16, float16 or float32; D from 16 to 256; any strides, slices of one fused tensor too.
-        k, v: [T, Hkv, D], of the new tokens, as q is; both None where the cache holds them already. Hkv divides Hq:
-            query head h reads kv head ``h // (Hq / Hkv)``.
+        q: [T, Hq, D], bfloat16, float16 or float32; D from 16 to 512; any strides, slices of one fused tensor too.
+        k, v: [T, Hkv, D] and [T, Hkv, Dv], of the new tokens, as q is; both None where the cache holds them already.
+            Hkv divides Hq: query head h reads kv head ``h // (Hq / Hkv)``. Dv may differ from D.
         k_cache, v_cache: pages of q's dtype, float8_e4m3fn or float8_e5m2, any strides, of ``page_layout``: "NHD"
             [blocks, page, Hkv, D]; "HND" [blocks, Hkv, page, D]; "x-packed" [blocks, Hkv, D / x, page, x] and [blocks,
-            Hkv, D, page]. Any page size of 1 or more.
+            Hkv, Dv, page]; of values Dv in place of D. Any page size of 1 or more.
         block_table: [B, max_blocks] int32 or int64, rows contiguous: position p of sequence b is in page
             ``block_table[b, p // page]``. A page out of bounds reads as zeros.
         cu_seqlens_q: [B + 1] int32 or int64, contiguous, non-decreasing from 0 to at most T. Rows after the last
@@ -189,7 +189,7 @@ def prefix_prefill(
         skip_decode: leave rows of sequences with exactly one new token untouched, for another kernel to write. A
             prompt, or a last chunk, of one token is such a sequence too. Without ``out`` they, and their lse, are
             uninitialised.
-        out: [T, Hq, D] to write to: of q's dtype, with out_scale of either 8-bit float; any strides by which no two
+        out: [T, Hq, Dv] to write to: of q's dtype, with out_scale of either 8-bit float; any strides by which no two
             elements share memory and dimensions do not interleave. Shares no memory with an argument, q included.
         return_lse: whether to return lse too.
         num_splits: in how many pieces each row's keys are cut (split-KV), 1 or more; a fixed number makes a sequence's
@@ -197,7 +197,7 @@ def prefix_prefill(
         plan: a launch plan in place of the one made for the device; has its own num_splits.
 
     Returns:
-        out [T, Hq, D], contiguous if new, of q's dtype or, with out_scale, float8_e4m3fn; with return_lse
+        out [T, Hq, Dv], contiguous if new, of q's dtype or, with out_scale, float8_e4m3fn; with return_lse
         AttentionResult(out, lse [Hq, T] float32, natural logarithm). NaN in a key or value that no row of a sequence
         attends to changes nothing; in one that some row attends to it may contaminate the rows beside that one. Not
         differentiable.
@@ -230,7 +230,10 @@ def prefix_prefill(
             )  # fmt: skip
         require_scales(k_cache, v_cache, k_scale, v_scale)
         if out is None:
-            result = q.new_empty(q.shape) if out_scale is None else q.new_empty(q.shape, dtype=FP8[0])
+            # Where these are wrong it is the op that says how.
+            known = v_cache.ndim == 4 and isinstance(page_layout, str)
+            size = (*q.shape[:2], arguments.value_dim(v_cache, page_layout) if known else q.shape[2])
+            result = q.new_empty(size) if out_scale is None else q.new_empty(size, dtype=FP8[0])
         else:
             require_out_scale(out, out_scale, NAMES)
             result = out

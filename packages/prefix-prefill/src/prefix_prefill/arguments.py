@@ -27,9 +27,7 @@ from kernel_reference.checks import (
     fail,
     known,
 )
-from kernel_reference.integers import cdiv
 from kernel_reference.paging import LAYOUTS
-from kernel_reference.ragged import check_cu_seqlens
 from prefix_prefill.plan import MOST_TOKENS, PrefillPlan, Problem
 
 Tensor = torch.Tensor
@@ -37,11 +35,11 @@ Tensor = torch.Tensor
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _INTEGERS = (torch.int32, torch.int64)
-_HEAD_DIMS = (16, 256)
+_HEAD_DIMS = (16, 512)
 _CACHE = {
     "NHD": "[blocks, page, Hkv, D]",
     "HND": "[blocks, Hkv, page, D]",
-    "x-packed": "[blocks, Hkv, D / x, page, x] (k_cache) and [blocks, Hkv, D, page] (v_cache)",
+    "x-packed": "[blocks, Hkv, D / x, page, x] (k_cache) and [blocks, Hkv, Dv, page] (v_cache)",
 }
 
 
@@ -140,6 +138,7 @@ def check_prefill(tensors: PrefillTensors, numbers: PrefillNumbers, names: Names
     q = tensors.q
     check_q(q)
     num_blocks, page_size, num_heads_kv = _check_caches(tensors, numbers.page_layout, _check_new(tensors), names)
+    head_dim_v = value_dim(tensors.v_cache, numbers.page_layout)
     _check_lengths(tensors, names)
     for name, values in (("alibi_slopes", tensors.alibi_slopes), ("sinks", tensors.sinks)):
         if values is not None:
@@ -147,7 +146,7 @@ def check_prefill(tensors: PrefillTensors, numbers: PrefillNumbers, names: Names
     for name, scale in (("k_scale", tensors.k_scale), ("v_scale", tensors.v_scale)):
         if scale is not None:
             _check_scale(name, scale, num_blocks, page_size, num_heads_kv, q)
-    _check_out(tensors.out, tensors.out_scale, numbers.out_scale, q, names)
+    _check_out(tensors.out, tensors.out_scale, numbers.out_scale, q, head_dim_v, names)
     if tensors.lse is not None:
         _check_lse("lse", tensors.lse, q.shape[1], q.shape[0], "q", q)
         check_elements_apart("lse", tensors.lse)
@@ -178,6 +177,7 @@ def check_prefill(tensors: PrefillTensors, numbers: PrefillNumbers, names: Names
         k_scale=numbers.k_scale,
         v_scale=numbers.v_scale,
         out_scale=numbers.out_scale,
+        head_dim_v=head_dim_v,
     )
     plan = PrefillPlan.from_ints(numbers.plan)
     if plan is not None:
@@ -237,39 +237,6 @@ def check_merge(
             check_elements_apart(name, tensor)
 
 
-def check_values(tensors: PrefillTensors, numbers: PrefillNumbers, names: Names = NAMES) -> None:
-    """What only device memory tells, by one copy of all of it to the host."""
-    q, k_cache, block_table = tensors.q, tensors.k_cache, tensors.block_table
-    parts = [x.reshape(-1).long() for x in (tensors.cu_seqlens_q, tensors.seqlens_k, block_table)]
-    cu, seqlens, table = torch.cat(parts).cpu().split([part.numel() for part in parts])
-    table = table.view(block_table.shape)
-    new_tokens = check_cu_seqlens(names.cu_seqlens_q, cu.tolist(), q.shape[0])
-    num_blocks, page_size, _, _ = _sizes(k_cache, numbers.page_layout)
-    capacity = block_table.shape[1] * page_size
-    new_kv = tensors.k is not None
-    for sequence, (new, total) in enumerate(zip(new_tokens, seqlens.tolist(), strict=True)):
-        if new > numbers.max_seqlen_q:
-            fail(names.max_seqlen_q, f"at least {new}, the new tokens of sequence {sequence}", numbers.max_seqlen_q)
-        most = capacity + new if new_kv else capacity
-        # Where every key is seen a sequence may have none at all, a part of one that is shared: 0 and -inf.
-        nothing = total == 0 and not new_kv and numbers.right < 0
-        if not new <= total <= most and not nothing:
-            wanted = f"from {new} (the sequence's new tokens) to {most} (with what {names.block_table} has room for)"
-            fail(f"{names.seqlens_k}[{sequence}]", wanted, total)
-        if total > numbers.max_seqlen_k:
-            fail(names.max_seqlen_k, f"at least {total}, the tokens of sequence {sequence}", numbers.max_seqlen_k)
-        if new == 0 or (numbers.skip_decode and new == 1):
-            continue
-        # Pages wholly before the window are not read; engines free them.
-        first = max(0, total - new - numbers.left) // page_size if numbers.left >= 0 else 0
-        last = cdiv(total - new if new_kv else total, page_size)
-        outside = (table[sequence, first:last] < 0) | (table[sequence, first:last] >= num_blocks)
-        if bool(outside.any()):
-            column = first + int(outside.nonzero()[0])
-            wanted = f"a page from 0 to {num_blocks - 1}"
-            fail(f"{names.block_table}[{sequence}, {column}]", wanted, int(table[sequence, column]))
-
-
 def _check_lse(name: str, lse: Tensor, num_heads: int, tokens: int, as_in: str, first: Tensor) -> None:
     """Logarithms of sums [Hq, T] in float32."""
     check_dtype(name, lse, torch.float32)
@@ -290,22 +257,22 @@ def check_q(q: Tensor) -> None:
 
 
 def _check_new(tensors: PrefillTensors) -> int | None:
-    """k, v [T, Hkv, D], or neither; their heads."""
+    """k [T, Hkv, D] and v [T, Hkv, Dv], or neither; their heads."""
     q, k, v = tensors.q, tensors.k, tensors.v
     if k is None or v is None:
         if k is not v:
             name, other = ("k", "v") if k is None else ("v", "k")
             fail(name, f"given where {other} is, or both None (the new tokens are in the cache)", None)
         return None
-    for name, tensor in (("k", k), ("v", v)):
+    for name, tensor, size in (("k", k, "D"), ("v", v, "Dv")):
         if tensor.ndim != 3:
-            fail(name, "[T, Hkv, D] or None", describe(tensor))
+            fail(name, f"[T, Hkv, {size}] or None", describe(tensor))
         check_same_dtype(name, tensor, "q", q)
         check_same_device(name, tensor, "q", q)
-        if differ((tensor.shape[0], tensor.shape[2]), (q.shape[0], q.shape[2])):
-            fail(name, f"[{q.shape[0]}, Hkv, {q.shape[2]}] as q is", describe(tensor))
-    if differ(v.shape, k.shape):
-        fail("v", f"{list(k.shape)} as k is", describe(v))
+    if differ((k.shape[0], k.shape[2]), (q.shape[0], q.shape[2])):
+        fail("k", f"[{q.shape[0]}, Hkv, {q.shape[2]}] as q is", describe(k))
+    if differ(v.shape[:2], k.shape[:2]):
+        fail("v", f"[{k.shape[0]}, {k.shape[1]}, Dv] as k is", describe(v))
     return k.shape[1]
 
 
@@ -325,22 +292,32 @@ def _check_caches(
             fail(f"{name}.dtype", f"{q.dtype} as that of q is, float8_e4m3fn or float8_e5m2", tensor.dtype, TypeError)
         check_same_device(name, tensor, "q", q)
     check_same_dtype("v_cache", v_cache, "k_cache", k_cache)
-    blocks, page_size, heads, head_dim = _sizes(k_cache, page_layout)
+    blocks, page_size, heads, head_dim = sizes_of(k_cache, page_layout)
     if head_dim != q.shape[2]:
         refuse("k_cache", f"{_CACHE[page_layout]} with a D of {q.shape[2]} as q has", k_cache)
     if page_size < 1 or heads < 1:
         refuse("k_cache", f"{_CACHE[page_layout]} with a page and an Hkv of at least 1", k_cache)
     if num_heads_kv is not None and heads != num_heads_kv:
         refuse("k_cache", f"{_CACHE[page_layout]} with the {num_heads_kv} heads of k", k_cache)
-    if tuple(v_cache.shape) != _values_of(k_cache, page_layout):
-        refuse("v_cache", f"{list(_values_of(k_cache, page_layout))} as k_cache is", v_cache)
+    size = value_dim(v_cache, page_layout)
+    if tuple(v_cache.shape) != _values_of(k_cache, page_layout, size):
+        wanted = ", ".join(map(str, _values_of(k_cache, page_layout, "Dv")))  # type: ignore[arg-type]
+        refuse("v_cache", f"[{wanted}] as k_cache is", v_cache)
+    if tensors.v is not None and size != tensors.v.shape[2]:
+        if tensors.v.shape[2] == q.shape[2]:
+            refuse("v_cache", f"{_CACHE[page_layout]} with a Dv of {q.shape[2]} as v has", v_cache)
+        hint = _fitting(q, k_cache, v_cache, num_heads_kv, names)
+        fail("v", f"[T, Hkv, Dv] with a Dv of {size} as v_cache has", describe(tensors.v) + hint)
+    least, most = _HEAD_DIMS
+    if not least <= size <= most:
+        refuse("v_cache", f"of a head size from {least} to {most}", v_cache)
     if q.shape[1] % heads:
         hint = _fitting(q, k_cache, v_cache, num_heads_kv, names)
         fail("q", f"of a multiple of the {heads} kv heads", f"{q.shape[1]} heads{hint}")
     return blocks, page_size, heads
 
 
-def _sizes(k_cache: Tensor, page_layout: str) -> tuple[int, int, int, int]:
+def sizes_of(k_cache: Tensor, page_layout: str) -> tuple[int, int, int, int]:
     """Blocks, tokens of a page, heads and head size of keys of the rank that the layout has."""
     shape = k_cache.shape
     if page_layout == "x-packed":
@@ -350,10 +327,15 @@ def _sizes(k_cache: Tensor, page_layout: str) -> tuple[int, int, int, int]:
     return shape[0], shape[1], shape[2], shape[3]
 
 
-def _values_of(k_cache: Tensor, page_layout: str) -> tuple[int, ...]:
-    """The shape of the values beside such keys."""
-    blocks, page_size, heads, head_dim = _sizes(k_cache, page_layout)
-    return (blocks, heads, head_dim, page_size) if page_layout == "x-packed" else tuple(k_cache.shape)
+def value_dim(v_cache: Tensor, page_layout: str) -> int:
+    """Dv of values of the rank that the layout has."""
+    return v_cache.shape[-2 if page_layout == "x-packed" else -1]
+
+
+def _values_of(k_cache: Tensor, page_layout: str, size: int) -> tuple[int, ...]:
+    """The shape of values of this head size beside such keys."""
+    blocks, page_size, heads, _ = sizes_of(k_cache, page_layout)
+    return (blocks, heads, size, page_size) if page_layout == "x-packed" else (*k_cache.shape[:3], size)
 
 
 def _fitting(q: Tensor, k_cache: Tensor, v_cache: Tensor, num_heads_kv: int | None, names: Names) -> str:
@@ -361,9 +343,9 @@ def _fitting(q: Tensor, k_cache: Tensor, v_cache: Tensor, num_heads_kv: int | No
     found = []
     for page_layout in LAYOUTS:
         if k_cache.ndim == (5 if page_layout == "x-packed" else 4) and min(k_cache.shape[1:]) > 0:
-            _, _, heads, head_dim = _sizes(k_cache, page_layout)
+            _, _, heads, head_dim = sizes_of(k_cache, page_layout)
             right = heads == num_heads_kv if num_heads_kv else q.shape[1] % heads == 0
-            if right and head_dim == q.shape[2] and tuple(v_cache.shape) == _values_of(k_cache, page_layout):
+            if right and head_dim == q.shape[2] and tuple(v_cache.shape) == _values_of(k_cache, page_layout, head_dim):
                 found.append(f'page_layout="{page_layout}"')
     if not found:
         return ""
@@ -412,9 +394,11 @@ def _check_scale(name: str, scale: Tensor, blocks: int, page_size: int, num_head
     check_same_device(name, scale, "q", q)
 
 
-def _check_out(out: Tensor, out_scale: Tensor | None, number: float, q: Tensor, names: Names) -> None:
+def _check_out(
+    out: Tensor, out_scale: Tensor | None, number: float, q: Tensor, head_dim_v: int, names: Names
+) -> None:  # fmt: skip
     """A tensor for the outputs, of any strides that leave each element a place of its own."""
-    check_shape(names.out, out, q.shape)
+    check_shape(names.out, out, (*q.shape[:2], head_dim_v))
     check_same_device(names.out, out, "q", q)
     check_float(names.out_scale, number)
     if out.dtype in FP8:

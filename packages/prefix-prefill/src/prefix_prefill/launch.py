@@ -168,17 +168,20 @@ def _for_hopper(q, table, cu, lengths, alibi, sinks, k_s, v_s, out_s, out, lse, 
 
 
 def _for_hopper_without_tails(*given):  # type: ignore[no-untyped-def]
-    return None, None, None, None, *_for_hopper(*given)
+    return None, None, None, None, *_for_hopper(*given)  # type: ignore[no-untyped-call]
 
 
 def _portable(problem: Problem, plan: PrefillPlan, forms: PrefillTensors, device: torch.device) -> Run:
     """The kernel for every target."""
     q, k, v, out = forms.q, forms.k, forms.v, forms.out
-    d, nothing = problem.head_dim, (0, 0, 0)
+    d, d_v, nothing = problem.head_dim, problem.head_dim_v, (0, 0, 0)
     k_pages, v_pages = (_Pages.of(cache, problem.page_layout) for cache in (forms.k_cache, forms.v_cache))
     (k_scaled, s_k_scale), (v_scaled, s_v_scale) = _scaling(forms.k_scale), _scaling(forms.v_scale)
     s_k, s_v = (nothing if new is None else new.stride() for new in (k, v))
-    reach = max(k_pages.reach(d), v_pages.reach(d), *((d - 1) * s[2] for s in (q.stride(), out.stride(), s_k, s_v)))
+    reach = max(
+        k_pages.reach(d), v_pages.reach(d_v), *((d - 1) * s[2] for s in (q.stride(), s_k)),
+        *((d_v - 1) * s[2] for s in (out.stride(), s_v)),
+    )  # fmt: skip
     strides = groups.Strides(
         q=q.stride(), k=s_k, v=s_v, k_cache=k_pages.strides, v_cache=v_pages.strides, k_scale=s_k_scale,
         v_scale=s_v_scale, out=out.stride(), lse=_lse_strides(forms.lse),
@@ -191,6 +194,8 @@ def _portable(problem: Problem, plan: PrefillPlan, forms: PrefillTensors, device
         HEADS_KV=problem.num_heads_kv,
         D=d,
         BLOCK_D=max(16, power_of_two_at_least(d)),
+        DV=d_v,
+        BLOCK_DV=max(16, power_of_two_at_least(d_v)),
         PAGE=problem.page_size,
         BOX=_contiguous_tokens(problem, v_pages, plan.block_n),
         X=k_pages.x,
@@ -319,10 +324,10 @@ def _with_pieces(attend: Run, problem: Problem, plan: PrefillPlan, forms: Prefil
         TOKENS=tokens_per_tile(problem.group, plan.block_m),
         BLOCK_M=plan.block_m,
         ROWS=_MERGED_ROWS,
-        D=problem.head_dim,
-        BLOCK_D=max(16, power_of_two_at_least(problem.head_dim)),
+        D=problem.head_dim_v,
+        BLOCK_D=max(16, power_of_two_at_least(problem.head_dim_v)),
         LIMIT=_limit(forms.out),
-        WIDE=(problem.head_dim - 1) * forms.out.stride()[2] >= 2**31,
+        WIDE=(problem.head_dim_v - 1) * forms.out.stride()[2] >= 2**31,
     )
     programs = _programs(problem, plan)
     # By number of the piece, for all rows; by program, two for each.
@@ -335,7 +340,7 @@ def _with_pieces(attend: Run, problem: Problem, plan: PrefillPlan, forms: Prefil
 
     def run(*tensors: Tensor | None) -> None:
         given = PrefillTensors(*tensors)  # type: ignore[arg-type]
-        part = torch.empty((rows, problem.head_dim), dtype=torch.float32, device=device)
+        part = torch.empty((rows, problem.head_dim_v), dtype=torch.float32, device=device)
         part_lse = torch.empty(rows, dtype=torch.float32, device=device)
         noted = torch.empty((entries + 1, _ENTRY), dtype=torch.int64, device=device)
         attend(*tensors, part, part_lse, noted)
@@ -349,19 +354,19 @@ def _with_splits(attend: Run, problem: Problem, plan: PrefillPlan, forms: Prefil
     slots = num_slots(problem, _MERGED_ROWS)
     config = merge.SplitConfig(
         H=problem.num_heads,
-        D=problem.head_dim,
-        BLOCK_D=max(16, power_of_two_at_least(problem.head_dim)),
+        D=problem.head_dim_v,
+        BLOCK_D=max(16, power_of_two_at_least(problem.head_dim_v)),
         TOKENS=_MERGED_ROWS,
         SPLITS=plan.num_splits,
         NEW_KV=problem.new_kv,
         LIMIT=_limit(forms.out),
         SKIP_DECODE=problem.skip_decode,
-        WIDE=(problem.head_dim - 1) * forms.out.stride()[2] >= 2**31,
+        WIDE=(problem.head_dim_v - 1) * forms.out.stride()[2] >= 2**31,
     )
     strides = merge.Strides(forms.out.stride(), _lse_strides(forms.lse))
     rest = (problem.tokens, problem.sequences, problem.capacity, slots, problem.out_scale, strides, config)
     merge_splits = Launch(merge.merge_splits, (slots * problem.num_heads, 1, 1), rest, device, num_warps=4)
-    size = (plan.num_splits, problem.tokens, problem.num_heads, problem.head_dim)
+    size = (plan.num_splits, problem.tokens, problem.num_heads, problem.head_dim_v)
     lse_size = (plan.num_splits, problem.num_heads, problem.tokens)
 
     def run(*tensors: Tensor | None) -> None:

@@ -21,6 +21,7 @@ from kernel_reference.integers import power_of_two_at_least
 from prefix_prefill import arguments, reference
 from prefix_prefill.arguments import MergeTensors, PrefillNumbers, PrefillTensors, prefill_arguments
 from prefix_prefill.plan import PrefillPlan, Problem
+from prefix_prefill.values import check_values
 
 Tensor = torch.Tensor
 
@@ -61,7 +62,7 @@ def _kernel_prefill(*given: Any) -> None:
         numbers = (*numbers[:_MAX_SEQLEN_K], rounded, *numbers[_MAX_SEQLEN_K + 1 :])
     check_overlap, run = launches.find(_prepare_prefill, tensors, numbers)
     if values_are_checked(tensors[0].device):
-        arguments.check_values(*prefill_arguments(given))
+        check_values(*prefill_arguments(given))
     check_overlap(*tensors)
     run(*tensors)
 

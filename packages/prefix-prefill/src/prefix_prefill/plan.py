@@ -69,6 +69,11 @@ class Problem:
         """Query heads that share a kv head."""
         return self.num_heads // self.num_heads_kv
 
+    @property
+    def largest_head(self) -> int:
+        """The larger head size: of keys or of values."""
+        return max(self.head_dim, self.head_dim_v)
+
 
 @dataclass(frozen=True)
 class DeviceLimits:
@@ -114,7 +119,7 @@ class PrefillPlan(Plan):
             problem.tma
             and fits_hopper(problem)
             and self.block_m in (64, 128)
-            and self.block_n in ((64,) if problem.head_dim > 128 or _is_mixed(problem) else (64, 128))
+            and self.block_n in ((64,) if problem.largest_head > 128 or _is_mixed(problem) else (64, 128))
             and self.num_warps == 4
             and self.num_stages >= 2
         )
@@ -125,10 +130,13 @@ def fits_hopper(problem: Problem) -> bool:
     # Shared memory is swizzled in groups of eight rows, of which no TMA box may have less.
     if problem.bits != 16 or problem.page_size % 8:
         return False
+    heads = (problem.head_dim, problem.head_dim_v)
+    if max(heads) > 256:
+        return False
     if problem.cache_bits == 8:
         # Larger heads leave no room for the tiles twice, of 8 bits and of 16.
-        return problem.head_dim % 16 == 0 and problem.head_dim <= 128
-    return problem.head_dim % 8 == 0
+        return all(size % 16 == 0 and size <= 128 for size in heads)
+    return all(size % 8 == 0 for size in heads)
 
 
 def _is_mixed(problem: Problem) -> bool:
@@ -204,34 +212,40 @@ def _rows_of_a_sequence(problem: Problem) -> int:
 def _hopper(problem: Problem) -> PrefillPlan:
     # One consumer of 64 rows where no sequence has more: decoding, and the first tokens of drafts. Two that keep the
     # slopes of large heads spill registers.
-    block_m = 64 if _rows_of_a_sequence(problem) <= 64 or (problem.alibi and problem.head_dim > 128) else 128
+    block_m = 64 if _rows_of_a_sequence(problem) <= 64 or (problem.alibi and problem.largest_head > 128) else 128
     if _is_mixed(problem):
         # Converters to bfloat16 take registers from the consumers.
         return PrefillPlan(block_m, 64, 0, 4, 3, hopper=True)
     # The largest tiles of keys whose scores stay in registers and two of which, values included, fit in shared memory.
-    block_n = 128 if problem.head_dim <= 128 and not problem.alibi else 64
+    block_n = 128 if problem.largest_head <= 128 and not problem.alibi else 64
     return PrefillPlan(block_m, block_n, 0, 4, 2, hopper=True)
 
 
 def _portable(problem: Problem, limits: DeviceLimits) -> PrefillPlan:
-    block_d = max(16, power_of_two_at_least(problem.head_dim))
+    block_d = max(16, power_of_two_at_least(problem.largest_head))
     if problem.bits == 32:
         most_m, block_n, warps, stages = 16, 16, 4, 1
     else:
         # Wider tiles, or fewer warps, spill registers on one target or another. Heads that are not of whole 16 bytes
         # are loaded number by number; of heads of 17, light, ptxas 12.8 made a kernel that reads what it never wrote
         # (see kernel_reference.testing.sass).
-        light = block_d <= 64 and problem.cache_bits == problem.bits and problem.head_dim % 8 == 0
+        light = (
+            block_d <= 64 and problem.cache_bits == problem.bits and problem.head_dim % 8 == problem.head_dim_v % 8 == 0
+        )
         most_m, block_n, warps, stages = 64, 64 if light else 32, 4 if light else 8, 2
         if limits.hopper and block_d == 128 and not _is_mixed(problem):
             # Twice the rows use each key that is loaded, and no register is spilled here.
             most_m, block_n = 128, 64
+    if block_d > 256:
+        # Twice the accumulators of heads of 256, and twice the keys and values.
+        most_m, warps = (16, 8) if problem.bits == 32 else (32, 8)
+        block_n = min(block_n, 32 if limits.shared_memory >= 160 * 1024 else 16)
     if limits.shared_memory <= 64 * 1024:
         # Masks of wider tiles take more scalar registers than gfx942 has.
         block_n, stages = 16, 1
-        if limits.turing and problem.bits == 16 and block_d > 128:
+        if (limits.turing and problem.bits == 16 and block_d > 128) or block_d > 256:
             # 64 rows of heads of 256 would take 80 KB, of 64.
-            most_m = 32
+            most_m = 16 if block_d > 256 else 32
     block_m = min(most_m, max(16, power_of_two_at_least(_rows_of_a_sequence(problem))))
     if block_m < most_m and block_d <= 128 and problem.cache_bits == problem.bits:
         warps = 4

@@ -13,6 +13,7 @@ from kernel_reference.ragged import clamped_ranges
 from prefix_prefill import arguments
 from prefix_prefill.arguments import FP8, MergeTensors, PrefillTensors
 from prefix_prefill.plan import Problem
+from prefix_prefill.values import check_values
 
 Tensor = torch.Tensor
 
@@ -22,7 +23,7 @@ def prefill(*given: Any) -> None:
     tensors, numbers = arguments.prefill_arguments(given)
     problem = arguments.check_prefill(tensors, numbers)
     if values_are_checked(tensors.q.device):
-        arguments.check_values(tensors, numbers)
+        check_values(tensors, numbers)
     arguments.overlap_of_prefill(tensors)(*tensors)
     sequences, skipped = [], []
     ranges = clamped_ranges(tensors.cu_seqlens_q, problem.tokens)

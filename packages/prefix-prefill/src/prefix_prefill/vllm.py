@@ -23,6 +23,7 @@ from prefix_prefill import (
 )
 from prefix_prefill.api import as_scale, require_out_scale, require_scales
 from prefix_prefill.arguments import FP8, Names, PrefillNumbers, PrefillTensors
+from prefix_prefill.values import check_values
 
 Tensor = torch.Tensor
 
@@ -130,7 +131,7 @@ def context_attention_fwd(
         named, options = PrefillTensors(*tensors), PrefillNumbers(*numbers)
         arguments.check_prefill(named, options, _NAMES)
         if values_are_checked(q.device):
-            arguments.check_values(named, options, _NAMES)
+            check_values(named, options, _NAMES)
         arguments.overlap_of_prefill(named, _NAMES)(*named)
         raise
 

@@ -8,8 +8,10 @@ class Config(NamedTuple):
 
     GROUP: int  # query heads that share a kv head
     HEADS_KV: int
-    D: int  # head size
+    D: int  # head size of queries and keys
     BLOCK_D: int  # the next power of two
+    DV: int  # head size of values and outputs
+    BLOCK_DV: int
     PAGE: int
     BOX: int  # tokens of a page that are loaded together where they, not elements, are contiguous; else 0
     X: int  # elements of a key that lie together in a page

@@ -76,7 +76,7 @@ def dot_in_parts(b_q, b_k):
 
 @triton.jit
 def load_transposed(p_v, o_dv, pages, low, high, MASKED: tl.constexpr, C):
-    """Values [BLOCK_N, BLOCK_D] where a page's tokens, not a head's elements, are contiguous.
+    """Values [BLOCK_N, BLOCK_DV] where a page's tokens, not a head's elements, are contiguous.
 
     BOX contiguous tokens of a page are loaded together, and masked together, or each would be loaded by itself.
     """
@@ -90,13 +90,13 @@ def load_transposed(p_v, o_dv, pages, low, high, MASKED: tl.constexpr, C):
     # Triton does not know a remainder to be a multiple: tokens would be loaded one by one.
     off = tl.where(m_box, block, 0) * pages.s_page + tl.multiple_of(o_box % C.PAGE, C.BOX)
     m_tile = m_box[:, None, None]
-    if C.D != C.BLOCK_D:
-        m_tile = m_tile & (tl.arange(0, C.BLOCK_D) < C.D)[None, :, None]
+    if C.DV != C.BLOCK_DV:
+        m_tile = m_tile & (tl.arange(0, C.BLOCK_DV) < C.DV)[None, :, None]
     b_v = tl.load(p_v + off[:, None, None] + o_dv[None, :, None] + o_in[None, None, :], mask=m_tile, other=0)
     if MASKED:
         o_key = o_box[:, None] + o_in[None, :]
         b_v = tl.where(((o_key >= low) & (o_key < high))[:, None, :], b_v, 0)
-    return tl.reshape(tl.permute(b_v, (0, 2, 1)), [C.BLOCK_N, C.BLOCK_D])
+    return tl.reshape(tl.permute(b_v, (0, 2, 1)), [C.BLOCK_N, C.BLOCK_DV])
 
 
 @triton.jit
@@ -115,10 +115,10 @@ def update(acc, running_max, row_sum, rows, keys, scoring, pages, ALIBI: tl.cons
     if source.MASKED:
         # Values of keys that no row sees are not loaded: a weight of 0 times NaN would be NaN.
         m_key = m_key & (o_key >= low) & (o_key < high)
-    m_tile = m_key[:, None]
+    m_k = m_key[:, None]
     if C.D != C.BLOCK_D:
-        m_tile = m_tile & (tl.arange(0, C.BLOCK_D) < C.D)[None, :]
-    b_k = tl.load(keys.p_k + keys.off_k[:, None] + keys.o_dk[None, :], mask=m_tile, other=0)
+        m_k = m_k & (tl.arange(0, C.BLOCK_D) < C.D)[None, :]
+    b_k = tl.load(keys.p_k + keys.off_k[:, None] + keys.o_dk[None, :], mask=m_k, other=0)
     b_k = decoded(b_k, source.FP8, dtype)  # [BLOCK_N, BLOCK_D]
     if NATURAL:
         b_s = dot_in_parts(rows.q, b_k)
@@ -142,8 +142,11 @@ def update(acc, running_max, row_sum, rows, keys, scoring, pages, ALIBI: tl.cons
     if source.BOX:
         b_v = load_transposed(keys.p_v, keys.o_dv, pages, low, high, source.MASKED, C)
     else:
-        b_v = tl.load(keys.p_v + keys.off_v[:, None] + keys.o_dv[None, :], mask=m_tile, other=0)
-    b_v = decoded(b_v, source.FP8, dtype)  # [BLOCK_N, BLOCK_D]
+        m_v = m_key[:, None]
+        if C.DV != C.BLOCK_DV:
+            m_v = m_v & (tl.arange(0, C.BLOCK_DV) < C.DV)[None, :]
+        b_v = tl.load(keys.p_v + keys.off_v[:, None] + keys.o_dv[None, :], mask=m_v, other=0)
+    b_v = decoded(b_v, source.FP8, dtype)  # [BLOCK_N, BLOCK_DV]
     most = 1.0
     if source.V_SCALED:
         # Relative to the tile's largest scale, so that 16 bits hold the weights as well as without scales.
@@ -173,6 +176,7 @@ def attend(
     BLOCK_M: tl.constexpr = C.BLOCK_M
     BLOCK_N: tl.constexpr = C.BLOCK_N
     BLOCK_D: tl.constexpr = C.BLOCK_D
+    BLOCK_DV: tl.constexpr = C.BLOCK_DV
     TOKENS: tl.constexpr = C.TOKENS
     HEAD_TILES: tl.constexpr = (C.GROUP + C.HEADS - 1) // C.HEADS
     ALIBI: tl.constexpr = p_alibi is not None
@@ -188,19 +192,24 @@ def attend(
     if (q_len > 0) & (not skipped):
         o_m = tl.arange(0, BLOCK_M)
         o_d = tl.arange(0, BLOCK_D)
+        o_dv = tl.arange(0, BLOCK_DV)
         o_t = i_tile * TOKENS + o_m // C.HEADS
         o_g = i_hb * C.HEADS + o_m % C.HEADS
         m_row = (o_m < TOKENS * C.HEADS) & (o_t < q_len) & (o_g < C.GROUP)
         o_t = tl.minimum(o_t, q_len - 1)
         o_h = i_kv * C.GROUP + tl.minimum(o_g, C.GROUP - 1)
         row = begin + o_t
-        m_tile = m_row[:, None]
+        m_q = m_row[:, None]
         if C.D != BLOCK_D:
-            m_tile = m_tile & (o_d < C.D)[None, :]
+            m_q = m_q & (o_d < C.D)[None, :]
+        m_out = m_row[:, None]
+        if C.DV != BLOCK_DV:
+            m_out = m_out & (o_dv < C.DV)[None, :]
         o_d_wide = wide(o_d, C.WIDE)
+        o_dv_wide = wide(o_dv, C.WIDE)
         p_rows = p_q + (row * numbers.strides.q[0] + o_h.to(tl.int64) * numbers.strides.q[1])[:, None]
-        b_q = tl.load(p_rows + o_d_wide[None, :] * numbers.strides.q[2], mask=m_tile, other=0.0)  # [BLOCK_M, BLOCK_D]
-        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        b_q = tl.load(p_rows + o_d_wide[None, :] * numbers.strides.q[2], mask=m_q, other=0.0)  # [BLOCK_M, BLOCK_D]
+        acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
         running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
         row_sum = tl.zeros([BLOCK_M], tl.float32)
         slope = tl.zeros([BLOCK_M], tl.float32)
@@ -249,7 +258,7 @@ def attend(
         # A stride of 8 is not known to be one of whole 16 bytes: Triton specialises on multiples of 16 only.
         s_token = C.STEP if C.STEP else numbers.strides.k_cache[1]
         o_dk = o_d_wide // C.X * numbers.strides.k_cache[3] + o_d_wide % C.X * numbers.strides.k_cache[4]
-        o_dv = o_d_wide * numbers.strides.v_cache[4]
+        o_dv_cached = o_dv_wide * numbers.strides.v_cache[4]
         p_row = p_table + tl.minimum(tl.maximum(i_n, 0), num_sequences - 1).to(tl.int64) * s_table
         first = (cached_first + tl.minimum(from_tile, cached_tiles)) * BLOCK_N
         last = (cached_first + tl.minimum(to_tile, cached_tiles)) * BLOCK_N
@@ -282,7 +291,8 @@ def attend(
                         )  # fmt: skip
                     keys = Keys(
                         p_k_head, p_v_head, block * numbers.strides.k_cache[0] + token * s_token,
-                        block * numbers.strides.v_cache[0] + token * numbers.strides.v_cache[1], o_dk, o_dv, o_key,
+                        block * numbers.strides.v_cache[0] + token * numbers.strides.v_cache[1], o_dk, o_dv_cached,
+                        o_key,
                         exists, b_ks, b_vs,
                     )  # fmt: skip
                     acc, running_max, row_sum = update(
@@ -305,7 +315,7 @@ def attend(
                 o_row = tl.minimum(o_new, q_len - 1).to(tl.int64)
                 keys = Keys(
                     p_k_head, p_v_head, o_row * numbers.strides.k[0], o_row * numbers.strides.v[0],
-                    o_d_wide * numbers.strides.k[2], o_d_wide * numbers.strides.v[2], o_key, exists, o_n, o_n,
+                    o_d_wide * numbers.strides.k[2], o_dv_wide * numbers.strides.v[2], o_key, exists, o_n, o_n,
                 )  # fmt: skip
                 acc, running_max, row_sum = update(
                     acc, running_max, row_sum, tile, keys, scoring,
@@ -323,13 +333,13 @@ def attend(
             target = Target(
                 row * numbers.strides.out[0] + o_h.to(tl.int64) * numbers.strides.out[1],
                 o_h.to(tl.int64) * numbers.strides.lse[0] + row * numbers.strides.lse[1],
-                o_d_wide * numbers.strides.out[2], m_row, m_tile,
+                o_dv_wide * numbers.strides.out[2], m_row, m_out,
             )  # fmt: skip
             store_results(p_out, p_lse, p_scales[2], numbers.out_scale, acc, running_max, row_sum, target, C.LIMIT)
         else:
             H: tl.constexpr = C.GROUP * C.HEADS_KV
             part = i_split.to(tl.int64) * rows + row
-            tl.store(p_out + (part * H + o_h)[:, None] * C.D + o_d[None, :], normalised(acc, row_sum), mask=m_tile)
+            tl.store(p_out + (part * H + o_h)[:, None] * C.DV + o_dv[None, :], normalised(acc, row_sum), mask=m_out)
             tl.store(
                 p_lse + (i_split.to(tl.int64) * H + o_h) * rows + row, log_sum_exp(running_max, row_sum), mask=m_row
             )

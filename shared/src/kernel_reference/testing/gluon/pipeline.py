@@ -145,7 +145,7 @@ def multiply(a: Any, b: Shared, acc: Any, use_acc: Any = True, is_async: bool = 
         left = (a if isinstance(a, Value) else a.load()).data
         product = left.float() @ b.load().data.float()
         # Onto a product that is in flight: WGMMAs are made in the order in which they were issued.
-        before = acc.made if isinstance(acc, Issued) else acc
+        before: Any = acc.made if isinstance(acc, Issued) else acc
         return Value(product + before.data if use_acc else product)
 
     issued = Issued(make)

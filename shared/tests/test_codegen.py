@@ -226,7 +226,7 @@ def test_an_unknown_target_is_refused() -> None:
 
 
 def test_a_spec_is_named_after_its_function_and_settings() -> None:
-    spec = KernelSpec("gdn_split.kernels:split_by_group", {}, {"ROWS": 4}, {"num_warps": 2})
+    spec = KernelSpec("gdn_split.kernels.split:split_by_group", {}, {"ROWS": 4}, {"num_warps": 2})
     assert spec.name == "split_by_group(ROWS=4, num_warps=2)"
 
 

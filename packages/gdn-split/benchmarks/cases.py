@@ -9,9 +9,10 @@ from functools import partial
 import torch
 import triton
 import triton.language as tl
+from steps import step_cases
 
 from gdn_split import fused_qkvzba_split_reshape_cat, merge_qkvzba, split_conv1d_update
-from gdn_split.kernels import convolve, load_slots, wait_for_inputs
+from gdn_split.kernels.split import Convolution, Rows, convolve, load_slots, wait_for_inputs
 from gdn_split.launch import device_limits
 from gdn_split.plan import GroupShape, plan_split
 from kernel_reference import projection
@@ -157,20 +158,19 @@ def host_case(device: torch.device) -> Case:
 
 @triton.jit(do_not_specialize=["sequences", "num_slots"])
 def convolve_split(
-    p_x, p_state, p_weight, p_bias, p_slots, p_y, sequences, num_slots, s_x, s_slot, s_y,
-    S_CHANNEL: tl.constexpr, S_TAP: tl.constexpr, S_WCHANNEL: tl.constexpr, S_WTAP: tl.constexpr,
-    CHANNELS: tl.constexpr, WIDTH: tl.constexpr, SEQUENCES: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    p_x, p_state, p_weight, p_bias, p_slots, p_y, sequences, num_slots, s_x, s_slot, s_y, conv: tl.constexpr,
+    CHANNELS: tl.constexpr, SEQUENCES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """The convolution of gdn_split.kernels alone, over a mixed_qkv that a split has written."""
+    """The convolution of gdn_split.kernels.split alone, over a mixed_qkv that a split has written."""
+    BLOCK: tl.constexpr = conv.BLOCK
     wait_for_inputs(DEPENDENT)
     o_c = tl.program_id(0) % (CHANNELS // BLOCK) * BLOCK + tl.arange(0, BLOCK)
     o_seq = (tl.program_id(0) // (CHANNELS // BLOCK)).to(tl.int64) * SEQUENCES + tl.arange(0, SEQUENCES)
     m_seq = o_seq < sequences
     o_slot, m_live = load_slots(p_slots, o_seq, m_seq, num_slots)
-    convolve(
-        p_x, p_y, p_state + (o_slot * s_slot)[:, None], p_weight, p_bias, s_x, s_y, o_seq, m_seq, m_live, o_c,
-        o_c < CHANNELS, S_CHANNEL, S_TAP, S_WCHANNEL, S_WTAP, 1, WIDTH, True, True, BLOCK,
-    )  # fmt: skip
+    p_slot = p_state + (o_slot * s_slot)[:, None]
+    x, y = Rows(p_x, s_x), Rows(p_y, s_y)
+    convolve(x, y, p_slot, p_weight, p_bias, o_seq, m_seq, m_live, o_c, o_c < CHANNELS, conv)
 
 
 # The fastest (sequences a program, warps, block) of 1-8 x 1-4 x 128-256, by (sequences, packed state), on an H200.
@@ -193,10 +193,13 @@ def unfused(inputs: Projected, shape: GroupShape, packed: bool, overlapped: bool
     out = torch.empty_like(parts.mixed_qkv)
     sequences, channels = out.shape
     tile, warps, block = UNFUSED_TILE[sequences, packed]
+    conv = Convolution(
+        *inputs.state.stride()[1:], *inputs.weight.stride(), 1, inputs.weight.shape[1], True, True, block
+    )
     convolve_split[(triton.cdiv(sequences, tile) * (channels // block),)](
         parts.mixed_qkv, inputs.state, inputs.weight, inputs.bias, inputs.slots, out, sequences, len(inputs.state),
-        channels, inputs.state.stride(0), channels, *inputs.state.stride()[1:], *inputs.weight.stride(), channels,
-        inputs.weight.shape[1], tile, block, dependent, num_warps=warps, **({"launch_pdl": True} if dependent else {}),
+        channels, inputs.state.stride(0), channels, conv, channels, tile, dependent, num_warps=warps,
+        **({"launch_pdl": True} if dependent else {}),
     )  # fmt: skip
     return (out, *parts[1:], inputs.state)
 
@@ -261,3 +264,4 @@ def cases(device: torch.device) -> Iterator[Case]:
         for packed in (True, False):
             yield conv_case(device, sequences, packed)
     yield host_case(device)
+    yield from step_cases(device, MODELS["Qwen3-Next"])

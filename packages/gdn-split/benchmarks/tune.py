@@ -15,11 +15,13 @@ from itertools import product
 from pathlib import Path
 
 import torch
+from steps import Setup, Stepped
+from steps import inputs as step_inputs
 
-from gdn_split import arguments, launch
-from gdn_split.plan import ConvPlan, GroupShape, SplitPlan, plan_conv, plan_split
+from gdn_split import arguments, launch, step_arguments, step_launch
+from gdn_split.plan import ConvPlan, GroupShape, SplitPlan, StepPlan, plan_conv, plan_split, plan_step
 from gdn_split.reference import new_parts
-from gdn_split.tensors import Convolve, Split
+from gdn_split.tensors import Convolve, Split, Step
 from kernel_reference.bench.timers import CudaClock, time_interleaved
 from kernel_reference.integers import cdiv
 
@@ -27,6 +29,12 @@ QWEN3_NEXT = GroupShape(16, 32, 128, 128)
 SHAPES = {"Qwen3-Next": QWEN3_NEXT, "TP4": GroupShape(4, 8, 128, 128), "ratio 3": GroupShape(16, 48, 128, 128)}
 TOKENS = (1, 64, 1024, 8192, 32768)
 SEQUENCES = (1, 16, 64, 256)
+STEPS = [
+    *[Setup(n, QWEN3_NEXT) for n in (1, 4, 16, 64, 256)],
+    *[Setup(n, QWEN3_NEXT, state_layout="VK") for n in (1, 64)],
+    *[Setup(64, QWEN3_NEXT, state=torch.bfloat16, state_layout=layout) for layout in ("KV", "VK")],
+    *[Setup(64, QWEN3_NEXT, tokens=tokens) for tokens in (2, 4)],
+]
 # Rotating inputs of this much memory find the L2 cache cold.
 ROTATED_BYTES = 300e6
 
@@ -91,6 +99,35 @@ def conv_problem(sequences: int, packed: bool) -> tuple[ConvPlan, Callable[[Conv
     return plan_conv(sequences, 1, shape, launch.device_limits(weight.device), packed), under, sets
 
 
+def step_plans(setup: Setup, used: StepPlan) -> Iterator[StepPlan]:
+    for warps, bytes_of_run, registers in product((4, 8, 16), (64, 128, 256, 512), (0, 64, 80, 128, 168, 255)):
+        # What a thread holds of the state must leave it some.
+        if 128 * 128 // (32 * warps) < (registers or 255):
+            run = bytes_of_run // setup.state.itemsize
+            yield replace(used, num_warps=warps, run=min(128, run), max_registers=registers)
+
+
+def step_problem(setup: Setup) -> tuple[StepPlan, Callable[[StepPlan], Callable[[int], object]], int]:
+    sets = max(2, min(16, int(ROTATED_BYTES / setup.bytes_moved())))
+    device = torch.device("cuda")
+    numbers = (setup.tokens, True, True, setup.state_layout, 128**-0.5, 1e-6, *setup.sizes, "interleaved")
+
+    def tensors(i: Stepped) -> Step:
+        out = torch.empty(len(i.qkvz), setup.shape.num_heads_v, setup.shape.head_v, device=device, dtype=i.qkvz.dtype)
+        return Step(
+            i.qkvz, i.ba, i.conv_state, i.weight, None, i.pool, i.slots, i.a_log, i.dt_bias, i.norm, out
+        )  # fmt: skip
+
+    given = [tensors(step_inputs(device, setup)) for _ in range(sets)]
+    problem = step_arguments.check_step("decode_step", given[0], *numbers)
+
+    def under(plan: StepPlan) -> Callable[[int], object]:
+        run = step_launch.prepare_step(problem, plan, given[0])
+        return lambda turn: run(*given[turn][:11])
+
+    return plan_step(problem, launch.device_limits(device)), under, sets
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="write every plan's time as JSON")
@@ -106,11 +143,17 @@ def main() -> int:
                 for name, shape in SHAPES.items() for rows in TOKENS]  # fmt: skip
     problems += [(f"conv {n} sequences, {'packed' if packed else 'channel-last'}", conv_plans, (n, QWEN3_NEXT),
                   conv_problem, (n, packed)) for n in SEQUENCES for packed in (True, False)]  # fmt: skip
+    problems += [(f"step {setup.sequences} x {setup.tokens}, {setup.state_layout} {setup.state}", step_plans, (setup,),
+                  step_problem, (setup,)) for setup in STEPS]  # fmt: skip
     problems = [problem for problem in problems if options.only.search(problem[0])]
     for number, (name, candidates, sizes, problem, of) in enumerate(problems, start=1):
         used, under, sets = problem(*of)
         plans = list(dict.fromkeys([used, *candidates(*sizes, used)]))
         calls = {str(i): under(plan) for i, plan in enumerate(plans)}
+        for call in calls.values():
+            for turn in range(sets):
+                # What a first call makes is not timed.
+                call(turn)
         timings = time_interleaved(calls, sets, clock, seconds=options.seconds, rounds=3)
         times = [timings[str(i)].median_us for i in range(len(plans))]
         order = sorted(range(len(plans)), key=times.__getitem__)

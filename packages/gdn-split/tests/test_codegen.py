@@ -17,10 +17,10 @@ import pytest
 import torch
 
 import gdn_split
-from gdn_split import arguments, launch
-from gdn_split.plan import DeviceLimits, GroupShape, plan_conv, plan_split
+from gdn_split import arguments, launch, step_arguments, step_launch
+from gdn_split.plan import DeviceLimits, GroupShape, plan_conv, plan_split, plan_step
 from gdn_split.reference import new_parts
-from gdn_split.tensors import Convolve, Merge, Split
+from gdn_split.tensors import Commit, Convolve, Merge, Split, Step
 from kernel_reference.models import QWEN3_NEXT_80B
 from kernel_reference.testing.codegen import (
     KernelSpec,
@@ -40,7 +40,7 @@ TP1, TP8 = (
 )
 RATIO_3 = GroupShape(8, 24, 128, 128)
 # As launch.device_limits reads them from an H200 and from an older GPU; and a processor of few cores.
-WAITS = DeviceLimits(132, 232448, 8, True)
+WAITS = DeviceLimits(132, 232448, 8, True, True)
 PLAIN = DeviceLimits(108, 166912, 8, False)
 FEW_CORES = DeviceLimits(40)
 WAITING_TARGETS = ("sm_90", "sm_100")
@@ -80,6 +80,35 @@ def convolution(
     return KernelSpec.of_launch(launch.prepare_split_conv1d_update(problem, plan, t), t, name=name)
 
 
+def step(
+    name: str, shape: GroupShape, limits: DeviceLimits, tokens: int = 1, state: torch.dtype = torch.float32,
+    state_layout: str = "KV", op: str = "decode_step",
+) -> KernelSpec:  # fmt: skip
+    sequences, slots = 64, 512
+    make = lambda *size, dtype=torch.bfloat16: torch.empty(*size, dtype=dtype, device="meta")  # noqa: E731
+    rows, heads = sequences * tokens, shape.num_heads_v
+    inner = (shape.head_qk, shape.head_v) if state_layout == "KV" else (shape.head_v, shape.head_qk)
+    layer = (
+        make(rows, shape.qkvz_width), make(rows, shape.ba_width), make(slots, 3, shape.qkv_width).transpose(1, 2),
+        make(shape.qkv_width, 4), None, make(slots, heads, *inner, dtype=state), make(sequences, dtype=torch.int32),
+        make(heads, dtype=torch.float32), make(heads),
+    )  # fmt: skip
+    integers = make(sequences, dtype=torch.int32)
+    t = (
+        Step(*layer, make(shape.head_v), make(rows, heads, shape.head_v))
+        if op != "commit"
+        else Commit(*layer, integers)
+    )
+    sizes = (shape.num_heads_qk, shape.num_heads_v, shape.head_qk, shape.head_v, "interleaved")
+    problem = step_arguments.check_step(op, t, tokens, True, True, state_layout, 0.1, 1e-6, *sizes)
+    plan = plan_step(problem, limits)
+    counters = integers if problem.writes and shape.ratio > 1 else None
+    raw = make(1, dtype=torch.float32) if plan.block_v < shape.head_v and problem.has_norm else None
+    tensors = step_launch.in_order(problem, t[:11], counters, raw)
+    return KernelSpec.of_launch(step_launch.launch_of(problem, plan, t), tensors, name=name)
+
+
+LARGE_HEADS = GroupShape(8, 8, 256, 256)
 EVERYWHERE = [
     move("split TP1, 65536 tokens", TP1, 65536, PLAIN),
     move("split TP8, 64 tokens", TP8, 64, PLAIN),
@@ -89,17 +118,27 @@ EVERYWHERE = [
     convolution("convolution TP1, 256 sequences", TP1, 256, PLAIN),
     convolution("convolution TP8, 3 tokens, width 3", TP8, 1, PLAIN, tokens=3, width=3, channel_last=False),
     convolution("convolution r=3, contiguous", RATIO_3, 64, PLAIN, layout="contiguous"),
+    step("step TP1", TP1, PLAIN),
+    step("step TP1, VK, bfloat16 states, 4 tokens", TP1, PLAIN, 4, torch.bfloat16, "VK"),
+    step("commit r=3, 4 tokens", RATIO_3, PLAIN, 4, op="commit"),
 ]
 WAITING = [
     move("waiting split TP1, 65536 tokens", TP1, 65536, WAITS),
     move("waiting merge r=3, 64 tokens", RATIO_3, 64, WAITS, merge=True),
     convolution("waiting convolution TP1, 256 sequences", TP1, 256, WAITS),
+    step("waiting step TP1", TP1, WAITS),
+    step("waiting step TP1, bfloat16 states", TP1, WAITS, state=torch.bfloat16),
+    step("waiting step of large heads", LARGE_HEADS, WAITS, 2),
 ]
+
+
+# Elsewhere the limit of registers for two programs an SM costs some bytes of stack.
+HOPPER = [step("waiting step TP1, VK", TP1, WAITS, state_layout="VK")]
 
 
 def specs(target: str) -> list[KernelSpec]:
     """The cases that ``python -m kernel_reference.testing.codegen --compare REV`` compiles too."""
-    return [*EVERYWHERE, *(WAITING if target in WAITING_TARGETS else ())]
+    return [*EVERYWHERE, *(WAITING if target in WAITING_TARGETS else ()), *(HOPPER if target == "sm_90" else ())]
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +148,7 @@ def reports() -> list[Report]:
 
 def test_every_kernel_compiles_for_every_target_without_spills_or_traps(reports: list[Report]) -> None:
     assert_clean(reports)
-    assert len(reports) == len(EVERYWHERE) * 4 + len(WAITING) * 2
+    assert len(reports) == len(EVERYWHERE) * 4 + len(WAITING) * 2 + len(HOPPER)
 
 
 def test_the_largest_launches_compile_for_gpus_that_have_99_kib_of_shared_memory() -> None:

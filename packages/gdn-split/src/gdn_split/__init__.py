@@ -13,6 +13,7 @@ from gdn_split.api import (
     split_conv1d_update,
     split_views,
 )
+from gdn_split.step import gdn_commit, gdn_decode_step, gdn_verify
 
 __all__ = [
     "MergeResult",
@@ -21,6 +22,9 @@ __all__ = [
     "block_order",
     "contiguous_row_order",
     "fused_qkvzba_split_reshape_cat",
+    "gdn_commit",
+    "gdn_decode_step",
+    "gdn_verify",
     "merge_qkvzba",
     "split_conv1d_update",
     "split_views",

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from gdn_split.kernels import Convolution, Sizes, Strides, split_and_convolve, split_by_group, split_by_run
+from gdn_split.kernels.split import Convolution, Sizes, Strides, split_and_convolve, split_by_group, split_by_run
 from gdn_split.plan import (
     ConvPlan,
     ConvProblem,
@@ -41,6 +41,7 @@ def device_limits(device: torch.device) -> DeviceLimits:
         on_chip_bytes=found.shared_memory,
         programs_per_core=8,
         dependent_launch=found.capability >= (9, 0),
+        register_limit=found.kind == "cuda",
     )
 
 

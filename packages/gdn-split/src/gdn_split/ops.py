@@ -6,6 +6,8 @@ split_inference,           the same without derivatives, which cost an op 5 us a
 merge_inference            other two call these
 split_into, merge_into     write given tensors, for ``out=``
 split_conv1d_update        writes the convolution's state and four tensors it is given
+decode_step                writes both states and one tensor it is given
+verify, commit             of drafts: the former writes the tensor, the latter the states
 =========================  ==============================================================================
 
 Every implementation, the fake ones included, checks its arguments. On a GPU checks, plan and launch are made once for
@@ -15,15 +17,16 @@ others is checked in each call.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 
-from gdn_split import arguments, derivatives, reference
+from gdn_split import arguments, derivatives, reference, step_arguments, step_reference
 from gdn_split.arguments import plan_of
-from gdn_split.plan import ConvPlan, SplitPlan
+from gdn_split.plan import ConvPlan, SplitPlan, StepPlan
 from gdn_split.reference import Parts, new_parts, new_projections
-from gdn_split.tensors import Convolve, Merge, Split
+from gdn_split.tensors import Commit, Convolve, Merge, Split, Step
 from kernel_reference.checks import values_are_checked
 from kernel_reference.dispatch import PreparedLaunches, allocator, implement, launch_module
 
@@ -31,6 +34,11 @@ Tensor = torch.Tensor
 
 _SIZES = "int num_heads_qk, int num_heads_v, int head_qk, int head_v, str layout, int[]? plan=None"
 _PARTS = "Tensor(a!) mixed_qkv, Tensor(b!) z, Tensor(c!) b, Tensor(d!) a"
+
+_STEP = "Tensor conv_weight, Tensor? conv_bias, Tensor{} state_pool, Tensor slots, Tensor A_log, Tensor dt_bias"
+_STEP_NUMBERS = (
+    f"int tokens_per_sequence, bool silu, bool qk_norm, str state_layout, float scale, float norm_eps, {_SIZES}"
+)
 
 _library = torch.library.Library("gdn_split", "DEF")
 for _name, _arguments, _results in (
@@ -48,6 +56,24 @@ for _name, _arguments, _results in (
         "split_conv1d_update",
         "Tensor mixed_qkvz, Tensor mixed_ba, Tensor(e!) conv_state, Tensor conv_weight, Tensor? conv_bias,"
         f" Tensor slots, {_PARTS}, int tokens_per_sequence, bool silu, {_SIZES}",
+        "()",
+    ),
+    (
+        "decode_step",
+        f"Tensor mixed_qkvz, Tensor mixed_ba, Tensor(a!) conv_state, {_STEP.format('(b!)')}, Tensor? norm_weight,"
+        f" Tensor(c!) out, {_STEP_NUMBERS}",
+        "()",
+    ),
+    (
+        "verify",
+        f"Tensor mixed_qkvz, Tensor mixed_ba, Tensor conv_state, {_STEP.format('')}, Tensor? norm_weight,"
+        f" Tensor(a!) out, Tensor? parents, {_STEP_NUMBERS}",
+        "()",
+    ),
+    (
+        "commit",
+        f"Tensor mixed_qkvz, Tensor mixed_ba, Tensor(a!) conv_state, {_STEP.format('(b!)')}, Tensor accepted,"
+        f" Tensor? path, {_STEP_NUMBERS}",
         "()",
     ),
 ):
@@ -95,6 +121,34 @@ def _prepare_convolve(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any
     problem = arguments.check_convolve(t, *numbers)
     run = launch.prepare_split_conv1d_update(problem, ConvPlan.from_ints(plan_of(numbers[2:])), t)
     return run, arguments.overlap("split_conv1d_update", t)
+
+
+def _prepare_step(op: str, kind: Any, tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
+    launch_module("gdn_split")
+    from gdn_split import step_launch
+
+    t = kind(*tensors)
+    problem = step_arguments.check_step(op, t, *numbers)
+    run = step_launch.prepare_step(problem, StepPlan.from_ints(plan_of(numbers[6:])), t)
+    return run, step_arguments.overlap(op, t), problem.path_length
+
+
+_STEPS: dict[str, tuple[Any, int, Any]] = {
+    "decode_step": (partial(_prepare_step, "decode_step", Step), 11, Step),
+    "verify": (partial(_prepare_step, "verify", Step), 12, Step),
+    "commit": (partial(_prepare_step, "commit", Commit), 11, Commit),
+}
+
+
+def _kernel_step(op: str, *given: Any) -> None:
+    prepare, count, kind = _STEPS[op]
+    tensors, numbers = given[:count], given[count:]
+    derivatives.refuse_tangents(kind._fields, tensors)
+    run, check_overlap, path_length = launches.find(prepare, tensors, numbers)
+    check_overlap(*tensors)
+    if values_are_checked(tensors[0].device):
+        step_arguments.check_values(kind(*tensors), path_length)
+    run(*tensors)
 
 
 def _kernel_split(mixed_qkvz: Tensor, mixed_ba: Tensor, *sizes: Any) -> Parts:
@@ -160,6 +214,11 @@ def _fake_split_conv1d_update(*given: Any) -> object:
     return arguments.check_convolve(Convolve(*given[:10]), *given[10:])
 
 
+def _fake_step(op: str, *given: Any) -> object:
+    _, count, kind = _STEPS[op]
+    return step_arguments.check_step(op, kind(*given[:count]), *given[count:])
+
+
 for _name, _reference, _kernel, _fake in (
     ("split", reference.split, _kernel_split, _fake_split),
     ("split_inference", reference.split, _kernel_split, _fake_split),
@@ -175,6 +234,12 @@ for _name, _reference, _kernel, _fake in (
     ),
 ):
     implement(_library, _name, reference=_reference, kernel=_kernel, fake=_fake)
+
+for _name in _STEPS:
+    implement(
+        _library, _name, reference=getattr(step_reference, _name), kernel=partial(_kernel_step, _name),
+        fake=partial(_fake_step, _name),
+    )  # fmt: skip
 
 
 _library.impl("split", derivatives.split, "Autograd")

@@ -96,19 +96,55 @@ class ConvProblem:
 
 
 @dataclass(frozen=True)
+class StepProblem:
+    """A decode step, or the verification or the commit of drafts: ``tokens`` of each sequence through the whole layer.
+
+    ``strides``: row strides of mixed_qkvz and mixed_ba. ``conv_strides`` (slot, channel, tap); ``weight_strides``
+    (channel, tap); ``state_strides`` (slot, head, Dk, Dv); ``out_strides`` (row, head), None where nothing is put out.
+    ``path_length``: the most tokens that may be committed.
+    """
+
+    shape: GroupShape
+    sequences: int
+    tokens: int
+    num_slots: int
+    strides: tuple[int, ...]
+    conv_strides: tuple[int, ...]
+    weight_strides: tuple[int, ...]
+    state_strides: tuple[int, ...]
+    state_bytes: int
+    out_strides: tuple[int, int] | None
+    width: int
+    interleaved: bool
+    silu: bool
+    qk_norm: bool
+    has_norm: bool
+    scale: float
+    norm_eps: float
+    writes: bool
+    path_length: int
+
+    @property
+    def k_inner(self) -> bool:
+        """Whether the state's elements that lie together are those along Dk."""
+        return self.state_strides[2] == 1 and self.state_strides[3] != 1
+
+
+@dataclass(frozen=True)
 class DeviceLimits:
     """What the plan needs to know of a processor.
 
     ``cores`` are NVIDIA's SMs or an NPU's vector cores; ``on_chip_bytes`` is the buffer a core works in;
     ``programs_per_core`` is how many programs a core keeps in flight to hide memory latency: 1 where it must be given
     one long program instead. ``dependent_launch``: a kernel can be started before the one ahead of it has ended, and
-    wait on the device (NVIDIA from sm_90 on).
+    wait on the device (NVIDIA from sm_90 on). ``register_limit``: the compiler takes a limit of a thread's registers.
     """
 
     cores: int
     on_chip_bytes: int = 85 * 1024
     programs_per_core: int = 1
     dependent_launch: bool = False
+    register_limit: bool = False
 
 
 @dataclass(frozen=True)
@@ -154,6 +190,28 @@ class ConvPlan(Plan):
             return False
         tiles = cdiv(sequences, self.sequences_per_program) * _tiles(shape, self.block)
         return self.programs >= cdiv(sequences * tokens, self.rows_per_step_ba) + tiles
+
+
+@dataclass(frozen=True)
+class StepPlan(Plan):
+    """One launch of a decode step: a program takes one V head of a sequence, ``block_v`` of its columns at a time.
+
+    ``run``: elements of the state's inner dimension that a row of threads reads at a time. ``max_registers``: of a
+    thread; 0 leaves them to the compiler.
+    """
+
+    block_v: int
+    run: int
+    num_warps: int
+    max_registers: int = 0
+    dependent_launch: bool = False
+
+    def covers(self, problem: StepProblem) -> bool:
+        """Whether its programs reach every column, in steps that a kernel can take."""
+        if not is_power_of_two(self.block_v, self.run, self.num_warps):
+            return False
+        inner = power_of_two_at_least(problem.shape.head_qk) if problem.k_inner else self.block_v
+        return self.run <= inner and self.block_v <= power_of_two_at_least(problem.shape.head_v)
 
 
 def plan_split(rows: int, shape: GroupShape, row_bytes: int, limits: DeviceLimits) -> SplitPlan:
@@ -223,3 +281,20 @@ def plan_conv(
 def _tiles(shape: GroupShape, block: int) -> int:
     """Tiles of ``block`` columns in a row of mixed_qkvz; none holds columns of two groups, or of two of q, k, v, z."""
     return 2 * (cdiv(shape.head_qk, block) + cdiv(shape.ratio * shape.head_v, block)) * shape.num_heads_qk
+
+
+# Elements of a state that a program holds: 64 registers of each of 256 threads, so that two programs share an SM.
+_STATE_ELEMENTS = 16384
+
+
+def plan_step(problem: StepProblem, limits: DeviceLimits) -> StepPlan:
+    """The plan for a decode step on this device."""
+    block_k, all_v = (power_of_two_at_least(size) for size in (problem.shape.head_qk, problem.shape.head_v))
+    block_v = min(all_v, max(1, _STATE_ELEMENTS // block_k))
+    inner = block_k if problem.k_inner else block_v
+    # Runs of 128 bytes at least. Across Dk they are summed among threads, which shorter runs make cheaper.
+    run = min(inner, (128 if problem.k_inner else 256) // problem.state_bytes)
+    num_warps = min(8, max(4, block_k * block_v // 2048))
+    # Of several tokens the compiler keeps more, and would spill.
+    limited = limits.register_limit and problem.tokens == 1 and block_k * block_v == 64 * 32 * num_warps
+    return StepPlan(block_v, run, num_warps, 128 if limited else 0, limits.dependent_launch)

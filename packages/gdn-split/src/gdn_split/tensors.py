@@ -42,3 +42,39 @@ class Convolve(NamedTuple):
     z: Tensor
     b: Tensor
     a: Tensor
+
+
+class Step(NamedTuple):
+    """The fused projections of new tokens, a layer's weights, each sequence's slot of both states, and the results.
+
+    A verification has ``parents`` too, where drafts branch.
+    """
+
+    mixed_qkvz: Tensor
+    mixed_ba: Tensor
+    conv_state: Tensor
+    conv_weight: Tensor
+    conv_bias: Tensor | None
+    state_pool: Tensor
+    slots: Tensor
+    A_log: Tensor
+    dt_bias: Tensor
+    norm_weight: Tensor | None
+    out: Tensor
+    parents: Tensor | None = None
+
+
+class Commit(NamedTuple):
+    """The same of a commit: how many drafts are accepted and, where they branch, on which path."""
+
+    mixed_qkvz: Tensor
+    mixed_ba: Tensor
+    conv_state: Tensor
+    conv_weight: Tensor
+    conv_bias: Tensor | None
+    state_pool: Tensor
+    slots: Tensor
+    A_log: Tensor
+    dt_bias: Tensor
+    accepted: Tensor
+    path: Tensor | None = None

@@ -1,0 +1,127 @@
+"""What launch.py does, for decode steps and drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from gdn_split import launch
+from gdn_split.kernels import step as kernels
+from gdn_split.kernels.split import Convolution
+from gdn_split.plan import StepPlan, StepProblem, plan_step
+from gdn_split.tensors import Commit, Step
+from kernel_reference.checks import describe, fail
+from kernel_reference.integers import cdiv, power_of_two_at_least
+from kernel_reference.launching import Launch, launch_nothing
+
+Tensor = torch.Tensor
+
+
+class Counters:
+    """For each pool of convolution states the counters by which a QK head's programs tell who reads it last.
+
+    Zeros, which every launch leaves as zeros. They are a pool's own, one a slot and QK head: launches that run at the
+    same time share neither slots nor, so, counters. A pool is known by its address. Counters are never freed, since a
+    captured graph may hold on to them: 4 bytes a slot and QK head.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[int, torch.device], tuple[Tensor, torch.cuda.Event | None]] = {}
+        self._outgrown: list[Tensor] = []
+
+    def of(self, pool: Tensor, count: int) -> Tensor:
+        """At least ``count`` counters for this pool."""
+        key = (pool.data_ptr(), pool.device)
+        counters, made = self._found.get(key, (None, None))
+        if counters is not None and made is None and counters.shape[0] >= count:
+            return counters
+        if pool.device.type != "cuda":
+            if counters is None or counters.shape[0] < count:
+                counters = torch.zeros(count, dtype=torch.int32, device=pool.device)
+                self._found[key] = counters, None
+            return counters
+        # Another stream may have only begun to make them. While a graph is captured that cannot be asked, and what is
+        # made is the graph's own: zeros in each replay.
+        if torch.cuda.is_current_stream_capturing():
+            return torch.zeros(count, dtype=torch.int32, device=pool.device)
+        if counters is None or counters.shape[0] < count:
+            if counters is not None:
+                self._outgrown.append(counters)
+            counters = torch.zeros(count, dtype=torch.int32, device=pool.device)
+            made = torch.cuda.Event()
+            made.record()
+        elif made is not None:
+            if made.query():
+                made = None
+            else:
+                made.wait()
+        self._found[key] = counters, made
+        return counters
+
+
+counters = Counters()
+
+
+def prepare_step(problem: StepProblem, plan: StepPlan | None, tensors: Step | Commit) -> Callable[..., None]:
+    """What takes tokens through a layer: called with an op's tensors."""
+    device, shape = tensors.mixed_qkvz.device, problem.shape
+    if problem.sequences == 0 or problem.path_length == 0:
+        return launch_nothing
+    if isinstance(tensors, Step) and tensors.parents is not None:
+        fail("parents", "None on a GPU, for now", describe(tensors.parents))
+    if plan is None:
+        plan = plan_step(problem, launch.device_limits(device))
+    run = launch_of(problem, plan, tensors)
+    count = problem.num_slots * shape.num_heads_qk if problem.writes and shape.ratio > 1 else 0
+    raw = None
+    if problem.has_norm and cdiv(shape.head_v, plan.block_v) > 1:
+        raw = (problem.sequences * problem.tokens, shape.num_heads_v, shape.head_v)
+
+    def start(*given: Tensor | None) -> None:
+        conv_state = given[2]
+        arrived = counters.of(conv_state, count) if count and conv_state is not None else None
+        scratch = torch.empty(raw, dtype=torch.float32, device=device) if raw is not None else None
+        run(*in_order(problem, given, arrived, scratch))
+
+    return start
+
+
+def in_order(
+    problem: StepProblem, given: tuple[Tensor | None, ...], arrived: Tensor | None, raw: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """An op's tensors, and what a launch adds, as the kernel takes them."""
+    if problem.out_strides is None:
+        accepted, path = given[9:]
+        return *given[:9], None, accepted, path, arrived, raw, None
+    norm, out = given[9:11]
+    return *given[:9], norm, None, None, arrived, raw, out
+
+
+def launch_of(problem: StepProblem, plan: StepPlan, tensors: Step | Commit) -> Launch:
+    """The kernel's launch."""
+    shape = problem.shape
+    s_slot, s_channel, s_tap = problem.conv_strides
+    s_weight_channel, s_weight_tap = problem.weight_strides
+    s_qkvz, s_ba = problem.strides
+    s_out, s_out_head = problem.out_strides or (0, 0)
+    conv = Convolution(
+        s_channel, s_tap, s_weight_channel, s_weight_tap, problem.tokens, problem.width,
+        tensors.conv_bias is not None, problem.silu, 0,
+    )  # fmt: skip
+    s_state_slot, s_state_head, s_k, s_v = problem.state_strides
+    step = kernels.Step(
+        power_of_two_at_least(shape.head_qk), plan.block_v, s_k, s_v, problem.k_inner, plan.run, problem.qk_norm,
+        problem.writes,
+    )  # fmt: skip
+    strides = kernels.StepStrides(s_qkvz, s_ba, s_slot, s_state_slot, s_state_head, s_out, s_out_head)
+    rest = (
+        problem.num_slots, problem.path_length, problem.scale, problem.norm_eps, strides,
+        launch._sizes(shape, problem.interleaved), conv, step, plan.dependent_launch,
+    )  # fmt: skip
+    options: dict[str, Any] = {"maxnreg": plan.max_registers} if plan.max_registers else {}
+    return Launch(
+        kernels.advance, (problem.sequences * shape.num_heads_v, 1, 1), rest, tensors.mixed_qkvz.device,
+        num_warps=plan.num_warps, dependent_launch=bool(plan.dependent_launch), **options,
+    )  # fmt: skip

@@ -1,0 +1,304 @@
+"""Does a decode step give what the layer's definition gives, and both states? In float64, token by token, as
+kernel_reference has it; kernels through launch, on a GPU or interpreted.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+import gdn_split
+from gdn_split import step_arguments
+from gdn_split.plan import DeviceLimits, GroupShape, StepPlan, plan_step
+from gdn_split.tensors import Commit, Step
+from kernel_reference import gated_delta
+
+GPU = DeviceLimits(132, 232448, 8, dependent_launch=False)
+FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer's sizes and options, and a call's."""
+
+    shape: GroupShape
+    sequences: int = 3
+    tokens: int = 1
+    layout: str = "interleaved"
+    state_layout: str = "KV"
+    state: str = "float32"
+    dtype: str = "bfloat16"
+    width: int = 4
+    bias: bool = False
+    norm: bool = True
+    qk_norm: bool = True
+    silu: bool = True
+    scale: float = 0.25
+    padded: tuple[int, ...] = ()
+    channel_last: bool = False
+
+    @property
+    def numbers(self) -> tuple[Any, ...]:
+        s = self.shape
+        sizes = (s.num_heads_qk, s.num_heads_v, s.head_qk, s.head_v, self.layout)
+        return (self.tokens, self.silu, self.qk_norm, self.state_layout, self.scale, 1e-6, *sizes)
+
+    def options(self, norm_weight: torch.Tensor | None, dtype: torch.dtype = torch.float64) -> gated_delta.Options:
+        activation = "silu" if self.silu else None
+        return gated_delta.Options(norm_weight, 1e-6, self.qk_norm, self.scale, activation, self.state_layout, dtype)
+
+
+def make(layer: Layer, device: torch.device) -> dict[str, Any]:
+    """Random tensors of a call, by the names of the op's."""
+    s, dtype = layer.shape, FLOATS[layer.dtype]
+    rows, slots = layer.sequences * layer.tokens, layer.sequences + 2
+    normal = lambda *size: torch.randn(*size, device=device)  # noqa: E731
+    inner = (s.head_qk, s.head_v) if layer.state_layout == "KV" else (s.head_v, s.head_qk)
+    conv_state = normal(slots, s.qkv_width, layer.width - 1).to(dtype)
+    if layer.channel_last:
+        conv_state = conv_state.transpose(1, 2).contiguous().transpose(1, 2)
+    chosen = torch.randperm(slots, device=device)[: layer.sequences].int()
+    chosen[list(layer.padded)] = -1
+    return {
+        "mixed_qkvz": normal(rows, s.qkvz_width).to(dtype),
+        "mixed_ba": normal(rows, s.ba_width).to(dtype),
+        "conv_state": conv_state,
+        "conv_weight": (normal(s.qkv_width, layer.width) / 2).to(dtype),
+        "conv_bias": normal(s.qkv_width).to(dtype) if layer.bias else None,
+        "state_pool": normal(slots, s.num_heads_v, *inner).to(FLOATS[layer.state]),
+        "slots": chosen,
+        "A_log": normal(s.num_heads_v) - 2,
+        "dt_bias": normal(s.num_heads_v).to(dtype),
+        "norm_weight": normal(s.head_v).to(dtype) if layer.norm else None,
+    }
+
+
+def copied(given: dict[str, Any]) -> dict[str, Any]:
+    return {name: None if t is None else t.clone() for name, t in given.items()}
+
+
+def oracle_arguments(layer: Layer, given: dict[str, Any], dtype: torch.dtype) -> tuple[Any, ...]:
+    s = layer.shape
+    return (
+        gated_delta.Sizes(s.num_heads_qk, s.num_heads_v, s.head_qk, s.head_v, layer.layout),
+        gated_delta.Layer(given["conv_weight"], given["conv_bias"], given["A_log"], given["dt_bias"]),
+        layer.options(given["norm_weight"], dtype),
+        layer.tokens,
+    )
+
+
+def expected(layer: Layer, given: dict[str, Any], dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:
+    """Outputs and both pools after the step: pools in float64 too, where states are not rounded."""
+    conv, pool = (given[name].to(dtype, copy=True) for name in ("conv_state", "state_pool"))
+    out = gated_delta.decode_step(
+        given["mixed_qkvz"], given["mixed_ba"], conv, pool, given["slots"], *oracle_arguments(layer, given, dtype)
+    )
+    return out, conv, pool
+
+
+def kernel_step(layer: Layer, given: dict[str, Any], plan: StepPlan | None = None, op: str = "decode_step") -> Any:
+    """The launch itself, on what ``given`` holds: the outputs."""
+    from gdn_split import step_launch
+
+    s = layer.shape
+    out = torch.full((len(given["mixed_qkvz"]), s.num_heads_v, s.head_v), torch.nan, device=given["slots"].device)
+    t = Step(*given.values(), out.to(FLOATS[layer.dtype]))
+    problem = step_arguments.check_step(op, t, *layer.numbers)
+    plan = plan or plan_step(problem, GPU)
+    assert plan.covers(problem)
+    step_launch.prepare_step(problem, plan, t)(*t)
+    return t.out
+
+
+def close(got: torch.Tensor, wanted: torch.Tensor, plain: torch.Tensor, what: str) -> None:
+    """At most twice the error of the same in float32, and one rounding to the dtype of what was got."""
+    error = (got.double() - wanted).abs()
+    rounding = torch.finfo(got.dtype).eps * wanted.abs().clamp(min=1e-2)
+    allowed = 2 * (plain.double() - wanted).abs().max() + rounding + 2e-6 * wanted.abs().max().clamp(min=1)
+    assert bool((error <= allowed).all()), (what, error.max().item(), (error / allowed).max().item())
+
+
+def compare(layer: Layer, device: torch.device, plan: StepPlan | None = None) -> None:
+    given = make(layer, device)
+    wanted, plain = expected(layer, given), expected(layer, given, torch.float32)
+    before = copied(given)
+    out = kernel_step(layer, given, plan)
+    results = (out, given["conv_state"], given["state_pool"])
+    for name, got, want, rough in zip(("out", "conv_state", "state_pool"), results, wanted, plain, strict=True):
+        close(got, want, rough, name)
+    for name, tensor in before.items():
+        if name not in ("conv_state", "state_pool") and tensor is not None:
+            assert torch.equal(tensor, given[name]), name
+    untouched = [slot for slot in range(len(given["state_pool"])) if slot not in given["slots"].tolist()]
+    for name in ("conv_state", "state_pool"):
+        assert torch.equal(given[name][untouched], before[name][untouched]), name
+
+
+SMALL = GroupShape(2, 4, 16, 16)
+CASES = {
+    "one QK head a V head": Layer(GroupShape(2, 2, 16, 16)),
+    "two V heads to a QK head, one sequence padding": Layer(SMALL, padded=(1,)),
+    "three V heads, sizes that are no powers of two, contiguous": Layer(GroupShape(1, 3, 24, 20), layout="contiguous"),
+    "VK": Layer(SMALL, state_layout="VK", sequences=2),
+    "VK, unlike sizes, three tokens": Layer(GroupShape(1, 2, 40, 12), state_layout="VK", tokens=3, sequences=2),
+    "states in bfloat16, four tokens": Layer(SMALL, state="bfloat16", tokens=4, sequences=2),
+    "VK in float16, two tokens, a bias": Layer(SMALL, state_layout="VK", state="float16", tokens=2, bias=True),
+    "float32, width 2, no norm, no activation": Layer(SMALL, dtype="float32", width=2, norm=False, silu=False),
+    "float16, width 3, no norms of q and k, channel-last": Layer(
+        SMALL, dtype="float16", width=3, qk_norm=False, scale=0.05, channel_last=True, tokens=2
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_gives_the_outputs_and_states_of_the_definition(device: torch.device, name: str) -> None:
+    compare(CASES[name], device)
+
+
+def test_a_head_taken_in_slices_is_normed_as_a_whole(device: torch.device) -> None:
+    layer = Layer(GroupShape(1, 2, 16, 40), tokens=2, sequences=2)
+    compare(layer, device, StepPlan(16, 8, 4))
+    compare(replace(layer, state_layout="VK", norm=False), device, StepPlan(16, 16, 4))
+
+
+def drafts_of(layer: Layer, given: dict[str, Any], first: int) -> tuple[Layer, dict[str, Any]]:
+    """A call of the first tokens of each sequence alone."""
+    rows = [s * layer.tokens + t for s in range(layer.sequences) for t in range(first)]
+    shorter = given | {name: given[name][rows] for name in ("mixed_qkvz", "mixed_ba")}
+    return replace(layer, tokens=first), shorter
+
+
+@pytest.mark.parametrize("state_layout", gated_delta.STATE_LAYOUTS)
+def test_drafts_are_verified_with_the_outputs_of_a_step_and_leave_no_trace(
+    device: torch.device, state_layout: str
+) -> None:
+    layer = Layer(SMALL, tokens=3, padded=(0,), state="bfloat16", state_layout=state_layout)
+    given = make(layer, device)
+    before = copied(given)
+    out = kernel_step(layer, given, op="verify")
+    assert all(t is None or torch.equal(t, given[name]) for name, t in before.items())
+    close(out, expected(layer, given)[0], expected(layer, given, torch.float32)[0], "out")
+
+
+def kernel_commit(layer: Layer, given: dict[str, Any], accepted: list[int], path: list[list[int]] | None) -> None:
+    from gdn_split import step_launch
+
+    tensors = {name: t for name, t in given.items() if name != "norm_weight"}
+    on = {"device": given["slots"].device, "dtype": torch.int32}
+    t = Commit(*tensors.values(), torch.tensor(accepted, **on), None if path is None else torch.tensor(path, **on))
+    problem = step_arguments.check_step("commit", t, *layer.numbers)
+    step_launch.prepare_step(problem, plan_step(problem, GPU), t)(*t)
+
+
+def test_a_commit_leaves_the_states_that_a_step_over_the_accepted_drafts_leaves(device: torch.device) -> None:
+    layer = Layer(SMALL, sequences=4, tokens=3, padded=(2,), width=3)
+    given = make(layer, device)
+    before = copied(given)
+    accepted = [0, 2, 1, 3]
+    kernel_commit(layer, given, accepted, None)
+    for sequence, count in enumerate(accepted):
+        slot = before["slots"][sequence].item()
+        for name in ("conv_state", "state_pool"):
+            got = given[name][slot]
+            if slot < 0 or count == 0:
+                assert torch.equal(got, before[name][slot]), (name, sequence)
+                continue
+            shorter, call = drafts_of(layer, before, count)
+            wanted, plain = (expected(shorter, call, dtype) for dtype in (torch.float64, torch.float32))
+            at = 1 if name == "conv_state" else 2
+            close(got, wanted[at][slot], plain[at][slot], f"{name} of sequence {sequence}")
+
+
+def test_a_path_is_committed_as_its_drafts_in_a_row(device: torch.device) -> None:
+    layer = Layer(SMALL, sequences=2, tokens=4)
+    given = make(layer, device)
+    path = [[0, 2, 3], [1, 2, 3]]
+    rows = [s * layer.tokens + t for s, nodes in enumerate(path) for t in nodes]
+    alone = copied(given) | {name: given[name][rows] for name in ("mixed_qkvz", "mixed_ba")}
+    kernel_commit(layer, given, [3, 2], path)
+    kernel_commit(replace(layer, tokens=3), alone, [3, 2], None)
+    for name in ("conv_state", "state_pool"):
+        assert torch.equal(given[name], alone[name]), name
+
+
+def test_counters_of_a_pool_are_zeros_again_after_every_launch(device: torch.device) -> None:
+    from gdn_split import step_launch
+
+    layer = Layer(GroupShape(1, 3, 16, 16), sequences=2)
+    given = make(layer, device)
+    for _ in range(2):
+        kernel_step(layer, given)
+        counters = step_launch.counters.of(given["conv_state"], 4)
+        assert not counters.any()
+
+
+@pytest.mark.parametrize("op", ["step", "verify", "commit"])
+def test_public_functions_give_what_the_definition_gives(device: torch.device, op: str) -> None:
+    layer = Layer(SMALL, tokens=2, padded=(1,), scale=SMALL.head_qk**-0.5)
+    given = make(layer, device)
+    shape = layer.shape
+    sizes = (shape.num_heads_qk, shape.num_heads_v, shape.head_qk, shape.head_v)
+    wanted, plain = expected(layer, given), expected(layer, given, torch.float32)
+    before = copied(given)
+    norm = given.pop("norm_weight")
+    if op == "commit":
+        accepted = torch.full((layer.sequences,), 2, device=device)
+        gdn_split.gdn_commit(*given.values(), accepted, *sizes, tokens_per_sequence=2)
+    else:
+        function = gdn_split.gdn_decode_step if op == "step" else gdn_split.gdn_verify
+        out = function(*given.values(), *sizes, norm_weight=norm, tokens_per_sequence=2)
+        close(out, wanted[0], plain[0], "out")
+    for at, name in ((1, "conv_state"), (2, "state_pool")):
+        if op == "verify":
+            assert torch.equal(given[name], before[name])
+        else:
+            close(given[name], wanted[at], plain[at], name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", range(50))
+def test_steps_of_any_layer_in_bulk(device: torch.device, number: int) -> None:
+    rng = random.Random(number)
+    sizes = [64, 96, 128, 192, 256] if number % 2 else [1, 8, 24, 40, 80, 128]
+    nqk = rng.choice([1, 2, 4])
+    shape = GroupShape(nqk, nqk * rng.randint(1, 8), rng.choice(sizes), rng.choice(sizes))
+    # Each combination is a kernel of its own to compile; another number of sequences is not.
+    layer = Layer(
+        shape, 1, rng.choice([1, 1, 2, 3, 5]), rng.choice(["interleaved", "contiguous"]), rng.choice(["KV", "VK"]),
+        rng.choice(list(FLOATS)), rng.choice(list(FLOATS)), rng.choice([2, 3, 4]), bias=rng.random() < 0.5,
+        norm=rng.random() < 0.7, silu=rng.random() < 0.8, channel_last=rng.random() < 0.5,
+    )  # fmt: skip
+    for sequences in rng.sample(range(1, 40), 10):
+        padded = tuple(rng.sample(range(sequences), sequences // 4))
+        compare(replace(layer, sequences=sequences, padded=padded), device)
+
+
+@pytest.mark.gpu
+def test_a_captured_step_replays_with_the_bits_of_a_call(device: torch.device) -> None:
+    layer = Layer(GroupShape(4, 8, 128, 128), sequences=5, scale=128**-0.5)
+    given = make(layer, device)
+    sizes = (4, 8, 128, 128)
+    norm = given.pop("norm_weight")
+    call = lambda tensors: gdn_split.gdn_decode_step(*tensors.values(), *sizes, norm_weight=norm)  # noqa: E731
+    call(copied(given))
+    twice = copied(given)
+    wanted = [call(twice), call(twice)][-1]
+    for warm in (True, False):
+        # A pool that no call has seen has its counters made while the graph is captured.
+        static = copied(given)
+        if warm:
+            call(static)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = call(static)
+        for name in ("conv_state", "state_pool"):
+            static[name].copy_(given[name])
+        graph.replay()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out, wanted)
+        assert all(torch.equal(static[name], twice[name]) for name in ("conv_state", "state_pool"))

@@ -43,9 +43,10 @@ class Batch:
     head_dim_v: of values, that of keys without it. cached: the new tokens are in the cache and k, v None. k_scale,
     v_scale: "number", "tensor", "heads", "tokens" (per token and head), a number, or None. window, softcap,
     softmax_scale, causal, skip_decode, out_scale (a number or a float32 tensor): as
-    :func:`prefix_prefill.prefix_prefill` takes them. sinks, alibi: tensors, or whether to make some. rows_after: rows
-    of padding. fused: q, k and v are slices of one tensor. interleaved: pages of keys and values alternate in one
-    tensor. size: of the inputs' values, 1 the unit scale. offset: what is added to q and to the keys.
+    :func:`prefix_prefill.prefix_prefill` takes them. sinks, alibi: tensors, or whether to make some. draft_mask: a
+    tensor, or whether to make trees. rows_after: rows of padding. fused: q, k and v are slices of one tensor.
+    interleaved: pages of keys and values alternate in one tensor. size: of the inputs' values, 1 the unit scale.
+    offset: what is added to q and to the keys.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Batch:
         out_dtype: torch.dtype | None = None, lse: bool = True, skip_decode: bool = False, rows_after: int = 0,
         fused: bool = False, interleaved: bool = False, index_dtype: torch.dtype = torch.int32,
         extra_columns: int = 1, size: float = 1.0, offset: tuple[float, float] = (0.0, 0.0),
+        draft_mask: bool | Tensor = False,
     ) -> None:  # fmt: skip
         self.device, self.lengths, self.page_layout, self.page = device, list(lengths), page_layout, page
         self.heads, self.head_dim, self.dtype, self.cached = heads, head_dim, dtype, cached
@@ -88,6 +90,7 @@ class Batch:
         self._hold_lengths(extra_columns, indices)
         self.alibi_slopes = self._per_head(alibi, lambda h: 2.0 ** -(1 + h % 8), "alibi_slopes")
         self.sinks = self._per_head(sinks, lambda h: 1.5 * (h % 3) - 1, "sinks")
+        self.draft_mask = self._masks(draft_mask, rows)
         self.out_dtype = out_dtype or (dtype if out_scale is None else torch.float8_e4m3fn)
         self.out: Canaried = canaried((rows, num_heads, self.head_dim_v), self.out_dtype, device, row_padding=8)
         self.lse: Canaried | None = canaried((num_heads, rows), torch.float32, device, row_padding=5) if lse else None
@@ -182,6 +185,27 @@ class Batch:
             return None
         return self._guard(name, torch.tensor([made(h) for h in range(self.heads[0])], device=self.device))
 
+    def _masks(self, given: bool | Tensor, rows: int) -> Tensor | None:
+        """Of each new token's path in a tree, one in four of which begins anew; rows of padding see nothing."""
+        if not isinstance(given, Tensor):
+            if not given:
+                return None
+            masks = [0] * rows
+            for begin, (_, new) in zip(self.begins, self.lengths, strict=False):
+                parents = torch.stack([torch.randint(-1 - i // 3, i, ()) for i in range(new)]).tolist() if new else []
+                for i, parent in enumerate(parents):
+                    masks[begin + i] = 1 << i | (masks[begin + parent] if parent >= 0 else 0)
+            given = torch.tensor(masks, dtype=torch.int64, device=self.device)
+        return self._guard("draft_mask", given)
+
+    def _drafted(self, sequence: Tensor, q_position: Tensor, k_position: Tensor) -> Tensor:
+        """What the oracle is told of ``draft_mask``."""
+        assert self.draft_mask is not None
+        context = self.lengths[int(sequence)][0]
+        masks = self.draft_mask[self.begins[int(sequence)] + q_position - context]
+        bits = ((masks >> (k_position - context).clamp(0, 62)) & 1).bool()
+        return (k_position < context) | (bits & (k_position < context + 63))
+
     def forget_inputs(self) -> None:
         """Take what the inputs hold now for what they must hold after the call."""
         self._inputs = [(name, place, place.tensor.clone()) for name, place, _ in self._inputs]
@@ -211,7 +235,7 @@ class Batch:
             "max_seqlen_q": self.max_seqlen_q, "page_layout": self.page_layout, "softmax_scale": self.softmax_scale,
             "causal": self.causal, "window": self.window, "softcap": self.softcap, "alibi_slopes": self.alibi_slopes,
             "sinks": self.sinks, "k_scale": self.k_scale, "v_scale": self.v_scale, "out_scale": self.out_scale,
-            "skip_decode": self.skip_decode,
+            "skip_decode": self.skip_decode, "draft_mask": self.draft_mask,
         }  # fmt: skip
 
     @property
@@ -226,7 +250,9 @@ class Batch:
         """The tensors of the op."""
         scales = [s if isinstance(s, Tensor) else None for s in (self.k_scale, self.v_scale, self.out_scale)]
         lse = None if self.lse is None else self.lse.tensor
-        return PrefillTensors(*self.inputs, self.alibi_slopes, self.sinks, *scales, self.out.tensor, lse)
+        return PrefillTensors(
+            *self.inputs, self.alibi_slopes, self.sinks, *scales, self.out.tensor, lse, self.draft_mask
+        )
 
     def numbers(self, num_splits: int = 0) -> PrefillNumbers:
         """The numbers of the op, the plan left out."""
@@ -324,6 +350,7 @@ class Batch:
             cu_seqlens_k=self.cu_seqlens_q.new_tensor([0, *accumulate(self.totals)]), softmax_scale=self.scale,
             causal=self.causal, window=self.window, sinks=self.sinks, softcap=self.softcap,
             alibi_slopes=self.alibi_slopes, rows=rows,
+            mask=None if self.draft_mask is None else lambda i, _, row, key: self._drafted(i, row, key),
         )  # fmt: skip
         out, lse = self._plain(rows)
         return Wanted(exact.out, out), Wanted(exact.lse, lse)
@@ -351,6 +378,8 @@ class Batch:
                     seen &= distance >= -left
                 if right >= 0:
                     seen &= distance <= right
+                if self.draft_mask is not None:
+                    seen &= self._drafted(torch.tensor(i), position[:, None], torch.arange(total, device=self.device))
                 slopes = self.alibi_slopes
                 result = plain_rows(
                     self.q[rows[some]], k, v, seen, self.scale, softcap=self.softcap, sinks=self.sinks,

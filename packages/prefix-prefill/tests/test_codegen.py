@@ -71,7 +71,7 @@ def prefill(
     dtype: torch.dtype = BF16, cache_dtype: torch.dtype | None = None, page: int = 16, page_layout: str = "NHD",
     new_kv: bool = False, rows: int = 2048, longest: int | None = None, splits: int | None = 1, softcap: float = 0.0,
     alibi: bool = False, scales: str | None = None, lse: bool = False, out_dtype: torch.dtype | None = None,
-    skip_decode: bool = False, sequences: int = 8, columns: int = 4096,
+    skip_decode: bool = False, sequences: int = 8, columns: int = 4096, draft: bool = False,
 ) -> Iterator[KernelSpec]:  # fmt: skip
     """The launches of a call for this model, its window and sinks included, with the device's plan.
 
@@ -89,7 +89,7 @@ def prefill(
     out_scale = None if out_dtype is None else empty(1, dtype=FP32)
     tensors = PrefillTensors(
         q, k, v, k_cache, v_cache, table, cu, seqlens, *per_head, k_scale, v_scale, out_scale, out,
-        empty(heads, rows, dtype=FP32) if lse else None,
+        empty(heads, rows, dtype=FP32) if lse else None, empty(rows, dtype=torch.int64) if draft else None,
     )  # fmt: skip
     longest = rows if longest is None else longest
     left, right = model.window or (-1, 0)
@@ -125,7 +125,14 @@ def specs(target: str) -> Iterator[KernelSpec]:
     yield from portable("heads of 256", WIDE, page_layout="HND", page=544)
     yield from portable("heads of 512", replace(WIDE, head_dim=512), page_layout="HND")
     yield from portable(
-        "heads of 80 in float16, x-packed", NARROW, dtype=FP16, page_layout="x-packed", alibi=True, lse=True
+        "heads of 80 in float16, x-packed, drafts",
+        NARROW,
+        dtype=FP16,
+        page_layout="x-packed",
+        alibi=True,
+        lse=True,
+        longest=63,
+        draft=True,
     )
     yield from portable("heads of 17", replace(NARROW, head_dim=17), rows=64, longest=20)
     yield from portable("float32, capped", LLAMA, dtype=FP32, softcap=30.0, new_kv=True)
@@ -149,6 +156,7 @@ def specs(target: str) -> Iterator[KernelSpec]:
     yield from hopper("96 in float16, capped", replace(LLAMA, head_dim=96), dtype=FP16, page=544, softcap=30.0)
     yield from hopper("72, decoding", replace(NARROW, head_dim=72), rows=64, longest=1, new_kv=True)
     yield from hopper("192, new keys", replace(LLAMA, head_dim=192), new_kv=True)
+    yield from hopper("256, new keys, drafts", WIDE, new_kv=True, page=64, rows=512, longest=63, draft=True)
     yield from hopper("256 with slopes", WIDE, page_layout="HND", page=64, alibi=True)
     yield from hopper("8-bit cache", LLAMA, cache_dtype=E4M3, scales="heads", splits=2)
     yield from hopper("8-bit cache with a window and sinks", GPT_OSS, cache_dtype=E5M2, page=64, lse=True)
@@ -199,7 +207,7 @@ def test_no_layout_is_loaded_number_by_number(reports: list[Report]) -> None:
 
 def test_the_kernel_for_sm_90_loads_by_tma_and_multiplies_by_wgmma(reports) -> None:
     hopper = [report for report in reports if report.spec.startswith(FOR_SM_90)]
-    assert len(hopper) == 11
+    assert len(hopper) == 12
     for report in hopper:
         assert report.uses("UTMALDG"), report.spec
         assert report.uses_tensor_cores, report.spec

@@ -73,7 +73,10 @@ def good(function: str, device: torch.device) -> dict[str, Any]:
             "v_cache": make(BLOCKS, HKV, D, PAGE, dtype=E4M3),
         }  # fmt: skip
     caches = {name: make(BLOCKS, PAGE, HKV, D, dtype=E4M3) for name in ("k_cache", "v_cache")}
-    options = {"page_layout": "NHD", "window": (30, 0), "softcap": 3.0, "return_lse": True, "num_splits": 1}
+    options = {
+        "page_layout": "NHD", "window": (30, 0), "softcap": 3.0, "return_lse": True, "num_splits": 1,
+        "draft_mask": torch.tensor([1, 3, 1, 3, 5, 0], device=device),
+    }  # fmt: skip
     return {**tensors, **lengths, **caches, **options}
 
 
@@ -300,6 +303,15 @@ TABLE = [
             ("a number", T, 0.5), ("of kv heads", V, lambda x: x[:HKV]),
         )
     ],
+    *[
+        ("prefill", f"draft_mask: {what}", error, "draft_mask", replaced("draft_mask", change))
+        for what, error, change in (
+            *WRONG_TENSOR, ("one too few", V, one_less), ("rank", V, one_rank_more), ("floats", T, in_double),
+            ("32 bits", T, as_int), ("not contiguous", V, every_second), ("another device", V, elsewhere),
+            ("a number", T, 5),
+        )
+    ],
+    ("prefill", "max_seqlen_q: 64 with draft_mask", V, "max_seqlen_q", replaced("max_seqlen_q", 64)),
     *[
         (function, f"{name}: {what}", error, name, replaced(name, change))
         for function in ATTENDING
@@ -558,6 +570,7 @@ VALUES = [
             (0, 1, [[0, 2**31 - 1], [5, 2], [6, 6]]),
         )
     ],
+    ({"prefill": "draft_mask"}, "below 0", r"{}\[3\]", tensor_of([1, 3, 1, -3, 5, -1])),
     (MOST_OF, "too few", "{}", lambda most: 2),
     (MOST_KEYS_OF, "too few", "{}", lambda most: 21),
     (TABLE_OF, "too narrow", "seqlens", lambda table: table[:, :1]),

@@ -92,6 +92,8 @@ CASES: dict[str, tuple[PrefillPlan, dict[str, Any]]] = {
                                                             "alibi": True, "cached": True, "sinks": True}),
     "a tiny scale, slopes": (plan(64, 64, 2), {"heads": (4, 2), "head_dim": 64, "softmax_scale": 1e-41,
                                                "alibi": True}),
+    "tree drafts, new keys, a window": (plan(64, 64), {"heads": (4, 1), "head_dim": 64, "draft_mask": True,
+                                                       "window": (20, -1)}),
     "decoding left": (plan(64), {"heads": (4, 2), "head_dim": 64, "skip_decode": True}),
 }  # fmt: skip
 
@@ -101,6 +103,13 @@ def test_the_kernel_for_sm_90_is_the_attention(tensors, kernels, chosen, options
     batch = tensors.batch(LENGTHS, rows_after=3, **options)
     kernels.prefill(batch, chosen)
     batch.check(most=4)
+
+
+def test_tree_drafts_are_masked_in_every_tile_that_holds_new_tokens(tensors, kernels) -> None:
+    for causal in (True, False):
+        batch = tensors.batch([(90, 60), (0, 2)], heads=(2, 1), draft_mask=True, cached=True, causal=causal)
+        kernels.prefill(batch, plan(128, 64))
+        batch.check()
 
 
 def test_queries_of_any_size_attend_to_a_cache_of_8_bits(tensors, kernels) -> None:

@@ -67,7 +67,7 @@ class Maker:
         return [q, k, v, *caches, *self.lengths(sequences, rows)]
 
     def with_all(self, sequences: int, seed: int = 0) -> list[Tensor]:
-        """The same, the cache of 8 bits, with alibi_slopes, sinks, k_scale [Hkv] and v_scale [blocks, page, Hkv]."""
+        """With a cache of 8 bits, alibi_slopes, sinks, k_scale [Hkv], v_scale [blocks, page, Hkv], masks."""
         tensors = self.batch(sequences, seed)
         tensors[3:5] = [cache.to(E4M3) for cache in tensors[3:5]]
         per_head = [torch.rand(HEADS, generator=self.generator, device=self.device) for _ in range(2)]
@@ -75,7 +75,8 @@ class Maker:
             torch.rand(shape, generator=self.generator, device=self.device) + 0.5
             for shape in ((HEADS_KV,), (BLOCKS, PAGE, HEADS_KV))
         ]
-        return [*tensors, *per_head, *scales]
+        masks = torch.randint(2**62, tensors[0].shape[:1], generator=self.generator, device=self.device)
+        return [*tensors, *per_head, *scales, masks]
 
     def cached(self, sequences: int, seed: int = 0) -> list[Tensor]:
         """The same without k and v, with an out."""
@@ -115,10 +116,10 @@ def attend_split(q: Tensor, *rest: Tensor) -> Any:
 
 
 def attend_with_all(q: Tensor, *rest: Tensor) -> Any:
-    *tensors, alibi, sinks, k_scale, v_scale = rest
+    *tensors, alibi, sinks, k_scale, v_scale, draft_mask = rest
     return prefix_prefill.prefix_prefill(
         q, *tensors, max_seqlen_q=q.shape[0], alibi_slopes=alibi, sinks=sinks, k_scale=k_scale, v_scale=v_scale,
-        window=(25, 3), causal=False, softcap=4.0, out_scale=0.01,
+        window=(25, 3), causal=False, softcap=4.0, out_scale=0.01, draft_mask=draft_mask,
     )  # fmt: skip
 
 
@@ -158,7 +159,7 @@ def cases_of(name: str, make: Maker) -> list[tuple[Any, ...]]:
             (*none, torch.zeros_like(none[0]), torch.zeros_like(none[1])),
         ]
     assert name == "prefill", f"an op that this test does not know: {name}"
-    *tensors, alibi, sinks, k_scale, v_scale = make.with_all(3)
+    *tensors, alibi, sinks, k_scale, v_scale, draft_mask = make.with_all(3)
     tensors[3:5] = [cache.to(BF16) for cache in tensors[3:5]]
     q = tensors[0]
     out, lse = torch.zeros_like(q), torch.zeros(HEADS, q.shape[0], device=make.device)
@@ -167,10 +168,12 @@ def cases_of(name: str, make: Maker) -> list[tuple[Any, ...]]:
     plain, cached = make.batch(3), make.cached(3)
     nothing = [*[x[:0] for x in plain[:3]], *plain[3:6], *[0 * x for x in plain[6:]]]
     return [
-        (*tensors, alibi, sinks, k_scale, v_scale, None, out, lse, 33, "NHD", 0.2, 25, 3, 4.0, True, 1.0, 1.0, 1.0, 0),
-        (*plain, *none, out, None, 33, "NHD", 0.2, -1, 0, 0.0, False, 0.5, 2.0, 1.0, 0, 64, plan),
-        (cached[0], None, None, *cached[1:-1], *none, out, lse, 33, "NHD", 0.2, -1, -1, 0.0, False, 1.0, 1.0, 1.0, 2),
-        (*nothing, *none, out[:0], lse[:, :0], 0, "NHD", 0.2, -1, 0, 0.0, False, 1.0,
+        (*tensors, alibi, sinks, k_scale, v_scale, None, out, lse, draft_mask, 33, "NHD", 0.2, 25, 3, 4.0, True, 1.0,
+         1.0, 1.0, 0),
+        (*plain, *none, out, None, None, 33, "NHD", 0.2, -1, 0, 0.0, False, 0.5, 2.0, 1.0, 0, 64, plan),
+        (cached[0], None, None, *cached[1:-1], *none, out, lse, None, 33, "NHD", 0.2, -1, -1, 0.0, False, 1.0, 1.0,
+         1.0, 2),
+        (*nothing, *none, out[:0], lse[:, :0], None, 0, "NHD", 0.2, -1, 0, 0.0, False, 1.0,
          1.0, 1.0, 0),
     ]  # fmt: skip
 
@@ -189,7 +192,24 @@ def test_the_op_passes_what_of_opcheck_knows_8_bit_floats(make) -> None:
     """Its test of the schema compares tensors, which torch does not do in these dtypes."""
     tensors = make.with_all(3)
     q, out_scale = tensors[0], torch.full((1,), 0.02, device=make.device)
-    given = (*tensors, out_scale, q.to(E4M3), None, 33, "NHD", 0.2, 25, 3, 4.0, False, 1.0, 1.0, 1.0, 0)
+    given = (
+        *tensors[:-1],
+        out_scale,
+        q.to(E4M3),
+        None,
+        tensors[-1],
+        33,
+        "NHD",
+        0.2,
+        25,
+        3,
+        4.0,
+        False,
+        1.0,
+        1.0,
+        1.0,
+        0,
+    )
     some = ("test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch.ops.prefix_prefill.prefill.default, given, test_utils=some)
 

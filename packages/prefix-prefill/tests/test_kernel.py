@@ -53,7 +53,8 @@ def check(tensors, kernels, plan: PrefillPlan, lengths: list[tuple[int, int]], *
     kernels.prefill(batch, plan)
     batch.check()
     if not INTERPRETED:
-        longer = tensors.batch([(4096, 17), *lengths, (0, 1000), (15, 128)], **options)
+        most = [(0, 63)] if options.get("draft_mask") else [(0, 1000), (15, 128)]
+        longer = tensors.batch([(4096, 17), *lengths, *most], **options)
         kernels.prefill(longer, plan)
         longer.check(most=4)
     return batch
@@ -150,6 +151,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "a window to the left alone": {"causal": False, "window": (20, -1)},
     "a window of all there is": {"window": (2**31 - 1, -1)},
     "sinks": {"sinks": True},
+    "tree drafts": {"draft_mask": True},
+    "tree drafts in a window": {"draft_mask": True, "window": (6, -1), "causal": False},
     "a soft cap": {"softcap": 2.0, "dtype": FP32},
     "slopes": {"alibi": True},
     "slopes behind a cap, with a window": {"alibi": True, "softcap": 5.0, "window": (11, -1)},
@@ -184,6 +187,14 @@ def test_each_feature_in_one_pass_and_in_parts(tensors, kernels, options) -> Non
     # Two kv heads, so that neither scales nor slopes of one serve for the other.
     options = {"heads": (4, 2), "head_dim": 16, "rows_after": 2, "cached": number % 2 == 0, **options}
     check(tensors, kernels, portable(16, 16, 1 + 2 * (number % 3 == 0)), [(21, 12), (16, 1), (0, 3)], **options)
+
+
+def test_new_tokens_past_the_bits_of_a_mask_are_seen_by_none(tensors, kernels) -> None:
+    ones = torch.full((70,), 2**63 - 1, device=tensors.device)
+    batch = tensors.batch([(20, 70)], heads=(1, 1), head_dim=16, draft_mask=ones)
+    batch.max_seqlen_q = 63
+    kernels.prefill(batch, portable(64, 32))
+    batch.check()
 
 
 @pytest.mark.parametrize("as_tensor", [False, True])

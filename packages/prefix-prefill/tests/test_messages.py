@@ -76,7 +76,7 @@ LARGE = np.arange(30_000.0, dtype=np.float32).reshape(300, 100)
 
 
 @pytest.mark.parametrize(
-    "name", ["q", "k_cache", "block_table", "sinks", "k_scale", "out", "window", "page_layout", "plan"]
+    "name", ["q", "k_cache", "block_table", "sinks", "draft_mask", "k_scale", "out", "window", "page_layout", "plan"]
 )
 def test_an_array_of_numpy_is_described_and_not_printed(device, name: str) -> None:
     new, lengths = batch(device)

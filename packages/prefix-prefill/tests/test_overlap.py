@@ -103,7 +103,7 @@ def test_lse_and_results_of_a_merge_are_looked_at_where_they_are_given_to_the_op
     result, log_sum = both.view(ROWS, H, D), both.view(torch.float32)[: H * ROWS].view(H, ROWS)
     numbers = (3, "NHD", 0.2, -1, 0, 0.0, False, 1.0, 1.0, 1.0, 0)
     with pytest.raises(ValueError, match=r"^out must be a tensor that shares no memory with lse, got "):
-        torch.ops.prefix_prefill.prefill(*given, *[None] * 5, result, log_sum, *numbers)
+        torch.ops.prefix_prefill.prefill(*given, *[None] * 5, result, log_sum, None, *numbers)
 
 
 @pytest.mark.usefixtures("implementation")

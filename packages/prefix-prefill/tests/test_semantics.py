@@ -212,8 +212,9 @@ def test_features_in_any_combination(tensors, data) -> None:
     side = st.sampled_from([-1, -1, 0, 1, 7, 40])
     layout = draw(st.sampled_from(LAYOUTS), label="layout")
     heads_kv = draw(st.integers(1, 3), label="kv heads")
+    lengths = draw(st.lists(st.tuples(st.integers(0, 90), st.sampled_from([0, 1, 1, 2, 5, 33, 70])), max_size=5))
     batch = tensors.batch(
-        draw(st.lists(st.tuples(st.integers(0, 90), st.sampled_from([0, 1, 1, 2, 5, 33, 70])), max_size=5)),
+        lengths,
         heads=(heads_kv * draw(st.sampled_from([1, 2, 3, 7])), heads_kv),
         head_dim=draw(st.sampled_from([16, 32, 48, 80] + ([] if layout == "x-packed" else [40, 17]))),
         page=draw(st.sampled_from([1, 5, 16, 24, 64])),
@@ -235,10 +236,48 @@ def test_features_in_any_combination(tensors, data) -> None:
         fused=draw(st.booleans()),
         interleaved=layout != "x-packed" and draw(st.booleans()),
         index_dtype=draw(st.sampled_from([torch.int32, torch.int64])),
+        draft_mask=draw(st.booleans()) and max((new for _, new in lengths), default=0) <= 63,
     )
     with validate_values():
         batch.run(num_splits=draw(st.sampled_from([None, None, 1, 3])))
     batch.check()
+
+
+DRAFTS = [(100, 63), (0, 9), (37, 1), (3, 0), (16, 33), (0, 63)]
+
+
+@pytest.mark.parametrize("cached", [False, True], ids=["new keys", "cached"])
+def test_tree_drafts_see_their_prefix_and_their_own_path(tensors, cached) -> None:
+    for options in ({}, {"window": (20, 3), "causal": False, "alibi": True}, {"num_splits": 3}):
+        splits = options.pop("num_splits", None)
+        batch = tensors.batch(DRAFTS, draft_mask=True, cached=cached, rows_after=2, **options)
+        batch.run(num_splits=splits)
+        batch.check()
+
+
+def test_drafts_in_a_chain_are_causal_and_a_mask_alone_decides_without_causality(tensors) -> None:
+    chain = torch.tensor([(2 << i) - 1 for _, new in DRAFTS for i in range(new)], device=tensors.device)
+    batch = tensors.batch(DRAFTS, draft_mask=chain)
+    out = batch.run(out=None)
+    for options in ({"draft_mask": None}, {"causal": False}):
+        assert_bitwise_equal(batch.run(out=None, **options).out, out.out, what=str(options))
+    batch.draft_mask.fill_(2**63 - 1)
+    for causal in (False, True):
+        wanted = batch.run(out=None, causal=causal, draft_mask=None)
+        assert_bitwise_equal(batch.run(out=None, causal=causal).out, wanted.out, what="a mask of ones")
+
+
+def test_a_branch_of_a_tree_is_as_if_it_were_alone(tensors) -> None:
+    # Tokens 0, 1, 3 are one path, 0, 2, 4 the other.
+    batch = tensors.batch([(50, 5)], draft_mask=torch.tensor([1, 3, 5, 11, 21], device=tensors.device))
+    batch.run()
+    batch.check()
+    for path in ([0, 1, 3], [0, 2, 4]):
+        q, k, v = (x[path] for x in (batch.q, batch.k, batch.v))
+        cu, total = batch.cu_seqlens_q.clone(), batch.seqlens_k.clone()
+        cu[1], total[0] = 3, 53
+        alone = prefix_prefill(q, k, v, batch.k_cache, batch.v_cache, batch.block_table, cu, total, max_seqlen_q=3)
+        torch.testing.assert_close(batch.out.tensor[path].float(), alone.float(), rtol=0.02, atol=0.01)
 
 
 WINDOWS = [(0, 0), (1, 0), (15, 0), (16, 0), (17, -1), (100, 0), (4095, 0), (2**31 - 1, 0), (2**40, -1), (-1, 0)]

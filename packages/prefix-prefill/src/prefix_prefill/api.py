@@ -59,6 +59,7 @@ def prefix_prefill(
     softmax_scale: float | None = None,
     causal: bool = True,
     window: tuple[int, int] | None = None,
+    draft_mask: Tensor | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -87,6 +88,7 @@ def prefix_prefill(
     softmax_scale: float | None = None,
     causal: bool = True,
     window: tuple[int, int] | None = None,
+    draft_mask: Tensor | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -115,6 +117,7 @@ def prefix_prefill(
     softmax_scale: float | None = None,
     causal: bool = True,
     window: tuple[int, int] | None = None,
+    draft_mask: Tensor | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -142,6 +145,7 @@ def prefix_prefill(
     softmax_scale: float | None = None,
     causal: bool = True,
     window: tuple[int, int] | None = None,
+    draft_mask: Tensor | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -179,6 +183,9 @@ def prefix_prefill(
         causal: a token attends to none after it.
         window: (left, right): a token attends to keys from ``left`` before to ``right`` after its position, with
             ``causal`` none after; -1 is unlimited. Pages wholly before the window are not read.
+        draft_mask: [T] int64, contiguous, of tree drafts, as in SpecInfer (arXiv 2305.09781): bit j of a new token's
+            number says that it attends to new token j of its own sequence, as far as ``causal`` and the window, which
+            know it as position ctx + j, let it; the prefix is always seen. At most 63 new tokens a sequence.
         softcap: 0 is off.
         alibi_slopes: [Hq] float32, bfloat16 or float16, contiguous.
         sinks: likewise; logits in the softmax's denominator, and so in lse, alone; neither scaled nor capped.
@@ -199,8 +206,8 @@ def prefix_prefill(
     Returns:
         out [T, Hq, Dv], contiguous if new, of q's dtype or, with out_scale, float8_e4m3fn; with return_lse
         AttentionResult(out, lse [Hq, T] float32, natural logarithm). NaN in a key or value that no row of a sequence
-        attends to changes nothing; in one that some row attends to it may contaminate the rows beside that one. Not
-        differentiable.
+        attends to changes nothing; in one that some row attends to it may contaminate the rows beside that one, and so
+        may that of any new token with draft_mask. Not differentiable.
 
     Raises:
         TypeError, ValueError: an argument is not as said above; nothing has been written. Values in device memory are
@@ -240,14 +247,18 @@ def prefix_prefill(
         lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32) if return_lse else None
         _prefill(
             q, k, v, k_cache, v_cache, block_table, cu_seqlens_q, seqlens_k, alibi_slopes, sinks, own_k, own_v, own_out,
-            result, lse, max_seqlen_q, page_layout, q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale,
-            left, right, softcap, skip_decode, k_number, v_number, out_number, splits, MOST_TOKENS, ints,
+            result, lse, draft_mask, max_seqlen_q, page_layout,
+            q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale, left, right, softcap, skip_decode, k_number,
+            v_number, out_number, splits, MOST_TOKENS, ints,
         )  # fmt: skip
     except REFUSALS:
         check_dense(
             q=q, **given(k=k, v=v), k_cache=k_cache, v_cache=v_cache, block_table=block_table,
             cu_seqlens_q=cu_seqlens_q, seqlens_k=seqlens_k,
-            **given(alibi_slopes=alibi_slopes, sinks=sinks, k_scale=own_k, v_scale=own_v, out_scale=own_out, out=out),
+            **given(
+                alibi_slopes=alibi_slopes, sinks=sinks, k_scale=own_k, v_scale=own_v, out_scale=own_out, out=out,
+                draft_mask=draft_mask,
+            ),
         )  # fmt: skip
         check_choice("page_layout", page_layout, LAYOUTS)
         arguments.check_q(q)

@@ -36,6 +36,8 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _INTEGERS = (torch.int32, torch.int64)
 _HEAD_DIMS = (16, 512)
+# New tokens of a sequence that a number of draft_mask has bits for, its sign left out.
+_MOST_DRAFTED = 63
 _CACHE = {
     "NHD": "[blocks, page, Hkv, D]",
     "HND": "[blocks, Hkv, page, D]",
@@ -61,6 +63,7 @@ class PrefillTensors(NamedTuple):
     out_scale: Tensor | None
     out: Tensor
     lse: Tensor | None
+    draft_mask: Tensor | None = None
 
 
 class PrefillNumbers(NamedTuple):
@@ -146,6 +149,8 @@ def check_prefill(tensors: PrefillTensors, numbers: PrefillNumbers, names: Names
     for name, scale in (("k_scale", tensors.k_scale), ("v_scale", tensors.v_scale)):
         if scale is not None:
             _check_scale(name, scale, num_blocks, page_size, num_heads_kv, q)
+    if tensors.draft_mask is not None:
+        _check_draft(tensors.draft_mask, numbers.max_seqlen_q, q, names)
     _check_out(tensors.out, tensors.out_scale, numbers.out_scale, q, head_dim_v, names)
     if tensors.lse is not None:
         _check_lse("lse", tensors.lse, q.shape[1], q.shape[0], "q", q)
@@ -164,6 +169,7 @@ def check_prefill(tensors: PrefillTensors, numbers: PrefillNumbers, names: Names
         cache_bits=8 * tensors.k_cache.element_size(),
         new_kv=tensors.k is not None,
         alibi=tensors.alibi_slopes is not None,
+        draft=tensors.draft_mask is not None,
         tma=_is_tma_addressable(tensors, numbers),
         num_blocks=num_blocks,
         page_layout=numbers.page_layout,
@@ -392,6 +398,16 @@ def _check_scale(name: str, scale: Tensor, blocks: int, page_size: int, num_head
         wanted = f"a number, [1], [{num_heads_kv}] or {list(whole)}"
         fail(name, wanted, describe(scale))
     check_same_device(name, scale, "q", q)
+
+
+def _check_draft(draft_mask: Tensor, max_seqlen_q: int, q: Tensor, names: Names) -> None:
+    """Which new tokens each one sees, as bits of a number."""
+    check_dtype("draft_mask", draft_mask, torch.int64)
+    if draft_mask.ndim != 1 or known(draft_mask.shape[0] != q.shape[0]) or not draft_mask.is_contiguous():
+        fail("draft_mask", f"[{q.shape[0]}], one a new token, contiguous", describe(draft_mask))
+    check_same_device("draft_mask", draft_mask, "q", q)
+    if known(max_seqlen_q > _MOST_DRAFTED):
+        fail(names.max_seqlen_q, f"at most {_MOST_DRAFTED} with draft_mask", max_seqlen_q)
 
 
 def _check_out(

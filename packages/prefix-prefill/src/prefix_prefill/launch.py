@@ -159,12 +159,12 @@ def _counts(problem: Problem, block_table: Tensor) -> tuple[int, ...]:
 # is the quickest way that Python has.
 
 
-def _for_portable(q, k, v, k_cache, v_cache, table, cu, lengths, alibi, sinks, k_s, v_s, out_s, out, lse):  # type: ignore[no-untyped-def]
-    return q, k, v, k_cache, v_cache, table, cu, lengths, alibi, sinks, (k_s, v_s, out_s), out, lse
+def _for_portable(q, k, v, k_cache, v_cache, table, cu, lengths, alibi, sinks, k_s, v_s, out_s, out, lse, draft):  # type: ignore[no-untyped-def]
+    return q, k, v, k_cache, v_cache, table, cu, lengths, alibi, sinks, (k_s, v_s, out_s), out, lse, draft
 
 
-def _for_hopper(q, table, cu, lengths, alibi, sinks, k_s, v_s, out_s, out, lse, *parts):  # type: ignore[no-untyped-def]
-    return (q, out, lse), (table, cu, lengths), (alibi, sinks), (k_s, v_s, out_s), parts
+def _for_hopper(q, table, cu, lengths, alibi, sinks, k_s, v_s, out_s, out, lse, draft, *parts):  # type: ignore[no-untyped-def]
+    return (q, out, lse), (table, cu, lengths, draft), (alibi, sinks), (k_s, v_s, out_s), parts
 
 
 def _for_hopper_without_tails(*given):  # type: ignore[no-untyped-def]
@@ -212,6 +212,7 @@ def _portable(problem: Problem, plan: PrefillPlan, forms: PrefillTensors, device
         V_SCALED=v_scaled,
         LIMIT=_limit(out),
         SOFTCAP=problem.softcap > 0,
+        DRAFT=problem.draft,
         HAS_LEFT=problem.left >= 0,
         HAS_RIGHT=problem.right >= 0,
         SKIP_DECODE=problem.skip_decode,
@@ -289,6 +290,7 @@ def _hopper(problem: Problem, plan: PrefillPlan, forms: PrefillTensors, device: 
         LIMIT=_limit(forms.out),
         ALIBI=problem.alibi,
         SOFTCAP=problem.softcap > 0,
+        DRAFT=problem.draft,
         HAS_LEFT=problem.left >= 0,
         HAS_RIGHT=problem.right >= 0,
         SKIP_DECODE=problem.skip_decode,
@@ -374,7 +376,7 @@ def _with_splits(attend: Run, problem: Problem, plan: PrefillPlan, forms: Prefil
         part = torch.empty(size, dtype=torch.float32, device=device)
         part_lse = torch.empty(lse_size, dtype=torch.float32, device=device)
         # Sinks and the scale of out are the merge kernel's.
-        attend(*tensors[:9], None, given.k_scale, given.v_scale, None, part, part_lse)
+        attend(*tensors[:9], None, given.k_scale, given.v_scale, None, part, part_lse, given.draft_mask)
         merge_splits(
             given.cu_seqlens_q, given.seqlens_k, given.sinks, given.out_scale, given.out, given.lse, part, part_lse
         )

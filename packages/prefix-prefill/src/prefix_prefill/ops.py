@@ -29,9 +29,9 @@ _library = torch.library.Library("prefix_prefill", "DEF")
 for _schema in (
     "prefill(Tensor q, Tensor? k, Tensor? v, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor cu_seqlens_q,"
     " Tensor seqlens_k, Tensor? alibi_slopes, Tensor? sinks, Tensor? k_scale, Tensor? v_scale, Tensor? out_scale,"
-    " Tensor(a!) out, Tensor(b!)? lse, SymInt max_seqlen_q, str page_layout, float softmax_scale, SymInt left,"
-    " SymInt right, float softcap, bool skip_decode, float k_factor, float v_factor, float out_factor,"
-    " SymInt num_splits, SymInt max_seqlen_k=2147483647, int[]? plan=None) -> ()",
+    " Tensor(a!) out, Tensor(b!)? lse, Tensor? draft_mask, SymInt max_seqlen_q, str page_layout,"
+    " float softmax_scale, SymInt left, SymInt right, float softcap, bool skip_decode, float k_factor, float v_factor,"
+    " float out_factor, SymInt num_splits, SymInt max_seqlen_k=2147483647, int[]? plan=None) -> ()",
     "merge(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b, Tensor(a!) out, Tensor(b!) lse) -> ()",
 ):
     _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))

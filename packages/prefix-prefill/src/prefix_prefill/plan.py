@@ -26,11 +26,11 @@ class Problem:
 
     ``capacity``: keys that a row of the block table has room for. ``bits``: of an element of q; ``cache_bits``: of one
     of the cache. ``new_kv``: the new keys and values are tensors of their own, not in the cache yet. ``alibi``: scores
-    have a bias that depends on the key. ``tma``: layout, strides and scales are such that the kernel for sm_90 can
-    address keys and values by TMA and take them as they are; alignment, which only memory tells, is not among these.
-    ``max_seqlen_k``: bounds the keys that the plan reckons with, and nothing else. ``left``, ``right``: the window, -1
-    without limit. ``k_scale``, ``v_scale``, ``out_scale``: those that were given as numbers. ``head_dim_v``: of values
-    and outputs, that of keys where it is left out.
+    have a bias that depends on the key. ``draft``: new tokens see each other as a mask says. ``tma``: layout, strides
+    and scales are such that the kernel for sm_90 can address keys and values by TMA and take them as they are;
+    alignment, which only memory tells, is not among these. ``max_seqlen_k``: bounds the keys that the plan reckons
+    with, and nothing else. ``left``, ``right``: the window, -1 without limit. ``k_scale``, ``v_scale``, ``out_scale``:
+    those that were given as numbers. ``head_dim_v``: of values and outputs, that of keys where it is left out.
     """
 
     num_heads: int
@@ -45,6 +45,7 @@ class Problem:
     cache_bits: int = 16
     new_kv: bool = False
     alibi: bool = False
+    draft: bool = False
     tma: bool = False
     num_blocks: int = 1
     page_layout: str = "NHD"
@@ -232,7 +233,7 @@ def _portable(problem: Problem, limits: DeviceLimits) -> PrefillPlan:
         light = (
             block_d <= 64 and problem.cache_bits == problem.bits and problem.head_dim % 8 == problem.head_dim_v % 8 == 0
         )
-        most_m, block_n, warps, stages = 64, 64 if light else 32, 4 if light else 8, 2
+        most_m, block_n, warps, stages = 64, 64 if light else 32, 4 if light and not problem.draft else 8, 2
         if limits.hopper and block_d == 128 and not _is_mixed(problem):
             # Twice the rows use each key that is loaded, and no register is spilled here.
             most_m, block_n = 128, 64

@@ -56,6 +56,7 @@ def _attend(problem: Problem, tensors: PrefillTensors, i: int, rows: slice, cont
     result = attention(
         tensors.q[rows], keys, values, softmax_scale=problem.softmax_scale, window=(problem.left, problem.right),
         softcap=problem.softcap, sinks=tensors.sinks, alibi_slopes=tensors.alibi_slopes, compute_dtype=torch.float32,
+        mask=None if tensors.draft_mask is None else _drafted(tensors.draft_mask[rows], keys.shape[0]),
     )  # fmt: skip
     whole, out = result.out, tensors.out
     if out.dtype in FP8:
@@ -66,6 +67,14 @@ def _attend(problem: Problem, tensors: PrefillTensors, i: int, rows: slice, cont
     out[rows] = whole.to(out.dtype)
     if tensors.lse is not None:
         tensors.lse[:, rows] = result.lse
+
+
+def _drafted(bits: Tensor, num_keys: int) -> Tensor:
+    """What new tokens [q_len] with these masks of drafts see of keys, the new ones last: [1, q_len, num_keys]."""
+    seen = torch.ones(1, len(bits), num_keys, dtype=torch.bool)
+    places = torch.arange(len(bits))
+    seen[0, :, num_keys - len(bits) :] = ((bits[:, None] >> places.clamp(max=63)) & 1).bool() & (places < 63)
+    return seen
 
 
 def _clear(out: Tensor, lse: Tensor | None, kept: list[int]) -> None:

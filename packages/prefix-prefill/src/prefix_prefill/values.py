@@ -12,14 +12,18 @@ from prefix_prefill.arguments import NAMES, Names, PrefillNumbers, PrefillTensor
 
 def check_values(tensors: PrefillTensors, numbers: PrefillNumbers, names: Names = NAMES) -> None:
     """Raises ValueError naming the argument, the place in it, what must be there and what was."""
-    q, k_cache, block_table = tensors.q, tensors.k_cache, tensors.block_table
-    parts = [x.reshape(-1).long() for x in (tensors.cu_seqlens_q, tensors.seqlens_k, block_table)]
-    cu, seqlens, table = torch.cat(parts).cpu().split([part.numel() for part in parts])
+    q, k_cache, block_table, seqlens_k = tensors.q, tensors.k_cache, tensors.block_table, tensors.seqlens_k
+    draft_mask = seqlens_k.new_empty(0) if tensors.draft_mask is None else tensors.draft_mask
+    parts = [x.reshape(-1).long() for x in (tensors.cu_seqlens_q, seqlens_k, block_table, draft_mask)]
+    cu, seqlens, table, masks = torch.cat(parts).cpu().split([part.numel() for part in parts])
     table = table.view(block_table.shape)
     new_tokens = check_cu_seqlens(names.cu_seqlens_q, cu.tolist(), q.shape[0])
     num_blocks, page_size, _, _ = sizes_of(k_cache, numbers.page_layout)
     capacity = block_table.shape[1] * page_size
     new_kv = tensors.k is not None
+    negative = (masks[: sum(new_tokens)] < 0).nonzero()
+    if len(negative):
+        fail(f"draft_mask[{int(negative[0])}]", "0 or more", int(masks[negative[0]]))
     for sequence, (new, total) in enumerate(zip(new_tokens, seqlens.tolist(), strict=True)):
         if new > numbers.max_seqlen_q:
             fail(names.max_seqlen_q, f"at least {new}, the new tokens of sequence {sequence}", numbers.max_seqlen_q)

@@ -114,7 +114,8 @@ def context_attention_fwd(
         arguments.check_q(q)
         raise
     tensors = (
-        q, k, v, stored_k, stored_v, b_loc, b_start_loc, b_seq_len, alibi_slopes, sinks, own_k, own_v, own_out, o, None
+        q, k, v, stored_k, stored_v, b_loc, b_start_loc, b_seq_len, alibi_slopes, sinks, own_k, own_v, own_out, o, None,
+        None,
     )  # fmt: skip
     numbers = (
         max_input_len, "x-packed", softmax_scale, left, right, 0.0, skip_decode, k_number, v_number, out_number, 0,

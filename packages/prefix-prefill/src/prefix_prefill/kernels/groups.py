@@ -28,6 +28,7 @@ class Config(NamedTuple):
     V_SCALED: int
     LIMIT: int  # the largest number of an 8-bit out, else 0
     SOFTCAP: bool
+    DRAFT: bool  # new tokens see each other as a mask says
     HAS_LEFT: bool
     HAS_RIGHT: bool
     SKIP_DECODE: bool
@@ -67,11 +68,13 @@ class Numbers(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """A tile's queries [BLOCK_M, BLOCK_D], their positions and ALiBi slopes."""
+    """A tile's queries [BLOCK_M, BLOCK_D], their positions, ALiBi slopes and halves of masks of drafts."""
 
     q: object
     position: object
     slope: object
+    draft_low: object
+    draft_high: object
 
 
 class Keys(NamedTuple):
@@ -90,7 +93,7 @@ class Keys(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """What makes scores of q.k, and the keys from ``low`` to before ``high`` that any row sees."""
+    """What makes scores of q.k, the keys from ``low`` to before ``high`` that any row sees, and the first new one."""
 
     scale: object
     softcap: object
@@ -98,6 +101,7 @@ class Scoring(NamedTuple):
     right: object
     low: object
     high: object
+    context: object
 
 
 class Pages(NamedTuple):

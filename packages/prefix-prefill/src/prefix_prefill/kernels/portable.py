@@ -14,8 +14,10 @@ from prefix_prefill.kernels.softmax import (
     LN_2,
     LOG2_E,
     Target,
+    drafted,
     exponential,
     finite,
+    halves_of,
     log_sum_exp,
     normalised,
     soft_capped,
@@ -134,6 +136,9 @@ def update(acc, running_max, row_sum, rows, keys, scoring, pages, ALIBI: tl.cons
         b_s += rows.slope[:, None] * (o_key[None, :] - rows.position[:, None]).to(tl.float32)
     if source.MASKED:
         seen = visible(o_key[None, :], rows.position[:, None], scoring.left, scoring.right, C.HAS_LEFT, C.HAS_RIGHT)
+        if C.DRAFT:
+            o_new = (o_key - scoring.context)[None, :]
+            seen = seen & drafted(o_new, rows.draft_low[:, None], rows.draft_high[:, None])
         b_s = tl.where(seen & ((o_key >= low) & (o_key < high))[None, :], b_s, float("-inf"))
     new_max = tl.maximum(running_max, tl.max(b_s, 1))
     b_p = power(b_s - finite(new_max)[:, None], NATURAL)
@@ -165,7 +170,8 @@ def update(acc, running_max, row_sum, rows, keys, scoring, pages, ALIBI: tl.cons
 )
 def attend(
     p_q, p_k, p_v, p_k_cache, p_v_cache, p_table, p_cu, p_seqlens, p_alibi, p_sinks, p_scales, p_out, p_lse,
-    rows, num_sequences, num_blocks, capacity, s_table, num_slots, scores, left, right, numbers, config: tl.constexpr,
+    p_draft, rows, num_sequences, num_blocks, capacity, s_table, num_slots, scores, left, right, numbers,
+    config: tl.constexpr,
 ):  # fmt: skip
     """Rows of one tile over one split of their keys.
 
@@ -215,7 +221,11 @@ def attend(
         slope = tl.zeros([BLOCK_M], tl.float32)
         if ALIBI:
             slope = tl.load(p_alibi + o_h).to(tl.float32) * (1.0 if NATURAL else LOG2_E)
-        tile = Rows(b_q, context + o_t, slope)
+        draft_low = 0
+        draft_high = 0
+        if C.DRAFT:
+            draft_low, draft_high = halves_of(tl.load(p_draft + row, mask=m_row, other=0))
+        tile = Rows(b_q, context + o_t, slope, draft_low, draft_high)
 
         low, high = key_range(context, length, i_tile, q_len, left, right, TOKENS, C.HAS_LEFT, C.HAS_RIGHT)
         high = tl.where(valid, high, low)
@@ -226,6 +236,8 @@ def attend(
             all_low = tl.maximum(context + tl.minimum((i_tile + 1) * TOKENS, q_len) - 1, left) - left
         if C.HAS_RIGHT:
             all_high = tl.minimum(high, context + i_tile * TOKENS + 1 + tl.minimum(right, length))
+        if C.DRAFT:
+            all_high = tl.minimum(all_high, context)
         # Cached and new keys have tiles of their own, the cached ones from the tile that holds ``low`` on.
         cached_high = high
         if C.NEW_KV:
@@ -266,7 +278,7 @@ def attend(
         # before and after the interior.
         whole_from = tl.minimum(tl.maximum((all_low + BLOCK_N - 1) // BLOCK_N * BLOCK_N, first), last)
         whole_to = tl.maximum(tl.minimum(tl.minimum(all_high, cached_high) // BLOCK_N * BLOCK_N, last), whole_from)
-        scoring = Scoring(cached_scale, scores.softcap, left, right, low, cached_high)
+        scoring = Scoring(cached_scale, scores.softcap, left, right, low, cached_high, context)
         for PHASE in tl.static_range(3):
             start = first if PHASE == 0 else (whole_from if PHASE == 1 else whole_to)
             stop = whole_from if PHASE == 0 else (whole_to if PHASE == 1 else last)
@@ -306,7 +318,7 @@ def attend(
             p_v_head = p_v + begin * numbers.strides.v[0] + i_kv.to(tl.int64) * numbers.strides.v[1]
             start = (new_first + tl.maximum(from_tile - cached_tiles, 0)) * BLOCK_N
             stop = (new_first + tl.maximum(to_tile - cached_tiles, 0)) * BLOCK_N
-            scoring = Scoring(scores.softmax_scale, scores.softcap, left, right, low, high)
+            scoring = Scoring(scores.softmax_scale, scores.softcap, left, right, low, high, context)
             # Few tiles, most of them on the diagonal: masked, all of them.
             for at in tl.range(start, stop, BLOCK_N, num_stages=C.STAGES):
                 o_new = at + o_n

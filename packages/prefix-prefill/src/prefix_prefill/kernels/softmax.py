@@ -36,6 +36,22 @@ def visible(o_key, position, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.
 
 
 @triton.jit
+def halves_of(bits):
+    """The bits of rows' masks of drafts, 63 each, as two numbers of 32."""
+    return bits.to(tl.int32), ((bits >> 32) & 0x7FFFFFFF).to(tl.int32)
+
+
+@triton.jit
+def drafted(o_new, low, high):
+    """Whether rows with masks of these halves see new tokens ``o_new``, below 0 older ones; all operands broadcast.
+
+    Tokens past the last bit are seen by none: the highest bit of ``high`` is 0.
+    """
+    bits = tl.where(o_new < 32, low, high) >> tl.where(o_new < 32, o_new & 31, tl.minimum(o_new - 32, 31))
+    return (o_new < 0) | ((bits & 1) != 0)
+
+
+@triton.jit
 def tanh(x, PRECISE: tl.constexpr):
     """tanh; PRECISE takes the series below 1/4, where the quotient would cancel."""
     e = tl.exp2(tl.abs(x) * -2.8853900817779268)

@@ -89,7 +89,7 @@ def define_operators() -> None:
         if mirrored:
             setattr(Value, f"__r{name}__", lambda a, b: Value(function(raw(b), a.data)))
 
-    for name in ("add", "sub", "mul", "truediv", "and", "or", "xor"):
+    for name in ("add", "sub", "mul", "truediv", "and", "or", "xor", "lshift", "rshift"):
         define(name, lambda a, b, name=name: getattr(torch.as_tensor(a), f"__{name}__")(b), True)  # type: ignore[misc]
     define("floordiv", truncated, True)
     define("mod", remainder, True)

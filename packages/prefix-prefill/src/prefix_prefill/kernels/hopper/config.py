@@ -36,6 +36,7 @@ class Config(NamedTuple):
     LIMIT: int  # the largest number of an 8-bit out, else 0
     ALIBI: bool
     SOFTCAP: bool
+    DRAFT: bool  # new tokens see each other as a mask says
     HAS_LEFT: bool
     HAS_RIGHT: bool
     SKIP_DECODE: bool
@@ -84,6 +85,7 @@ class Pointers(NamedTuple):
     out: object
     lse: object
     parts: object
+    draft: object
 
 
 class Sizes(NamedTuple):

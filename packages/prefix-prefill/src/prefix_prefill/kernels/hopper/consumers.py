@@ -24,7 +24,7 @@ from prefix_prefill.kernels.hopper.memory import release, wait_full
 from prefix_prefill.kernels.hopper.producers import cached_tiles, end_of_tile, key_of_tile
 from prefix_prefill.kernels.hopper.rows import afresh, pointers_to, row_layout, rows_of, scale_all, scale_rows, scaled
 from prefix_prefill.kernels.hopper.softmax import TINY, Scoring, Variant, acc_layout, powers_of_two, update_tile
-from prefix_prefill.kernels.softmax import LOG2_E
+from prefix_prefill.kernels.softmax import LOG2_E, halves_of
 
 
 @gluon.jit
@@ -238,10 +238,16 @@ def attend_tile(pointers, memory, k, v, i_consumer, table, i_item, at, scores, n
     q_power, cached_scale = load_q(pointers, memory.q, i_consumer, tile, cached_scale, numbers.strides, V, C)
 
     o_m = i_consumer * ROWS + gl.arange(0, ROWS, L_ROW)
-    o_t, o_h, _ = rows_of(o_m, tile, C)
+    o_t, o_h, m_row = rows_of(o_m, tile, C)
     # In shared memory, as most tiles do not ask for them: so they take no registers.
     positions = memory.positions.index(i_consumer)
     positions.store(tile.context + o_t)
+    draft = (0, 0)
+    if C.DRAFT:
+        draft = (memory.positions.index(C.CONSUMERS + i_consumer), memory.positions.index(2 * C.CONSUMERS + i_consumer))
+        low_bits, high_bits = halves_of(gl.load(pointers.draft + tile.begin + o_t, mask=m_row, other=0))
+        draft[0].store(low_bits)
+        draft[1].store(high_bits)
     tl.debug_barrier()
     slope = gl.zeros([ROWS], gl.float32, L_ROW)
     if C.ALIBI:
@@ -260,7 +266,11 @@ def attend_tile(pointers, memory, k, v, i_consumer, table, i_item, at, scores, n
     if C.HAS_RIGHT:
         first_row = tile.context + tile.i_tile * C.TOKENS + i_consumer * ROWS // C.HEADS
         all_high = gl.minimum(loop.high, first_row + 1 + gl.minimum(sizes.right, tile.length))
-    scoring = Scoring(cached_scale, scale, scores.softcap, sizes, slope, positions, all_low, all_high)
+    if C.DRAFT:
+        all_high = gl.minimum(all_high, tile.context)
+    scoring = Scoring(
+        cached_scale, scale, scores.softcap, sizes, slope, positions, draft, (table, i_item), all_low, all_high
+    )
 
     running_max = gl.full([ROWS], float("-inf"), gl.float32, L_ROW)
     row_sum = gl.zeros([ROWS], gl.float32, L_ROW)

@@ -163,6 +163,12 @@ def tile_of(table, i, C, WARPS: gl.constexpr):
 
 
 @gluon.jit
+def context_of(table, i, WARPS: gl.constexpr):
+    """The older tokens of item i's sequence."""
+    return get(table.numbers, i * FIELDS + CONTEXT, WARPS)
+
+
+@gluon.jit
 def loop_of(tile, window, C):
     """The main loop over a piece's tiles of keys."""
     sequence = Sequence(tile.begin, tile.q_len, tile.context, tile.length, tile.valid)

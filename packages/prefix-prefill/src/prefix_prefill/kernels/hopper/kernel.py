@@ -60,16 +60,16 @@ def attend(
     keys and values as ones of [1, kv heads, rows, D]; in boxes of BOX rows and 128 bytes, or, where heads are narrower,
     the whole row. What heads have beyond a multiple of that comes by descriptors of narrower boxes, ``_tail``, or None.
 
-    ``p_rows`` are q, out and lse; ``p_batch`` block table, cu_seqlens_q and seqlens_k; ``p_per_head`` slopes and sinks;
-    ``p_scales`` k_scale, v_scale and out_scale; ``numbers`` Scores and Numbers. An 8-bit cache is scaled by numbers, by
-    tensors with one scale for all, or with one for each kv head.
+    ``p_rows`` are q, out and lse; ``p_batch`` block table, cu_seqlens_q, seqlens_k and draft_mask; ``p_per_head``
+    slopes and sinks; ``p_scales`` k_scale, v_scale and out_scale; ``numbers`` Scores and Numbers. An 8-bit cache is
+    scaled by numbers, by tensors with one scale for all, or with one for each kv head.
     """
     C: gl.constexpr = config._replace()
     p_q, p_out, p_lse = p_rows
-    p_table, p_cu, p_seqlens = p_batch
+    p_table, p_cu, p_seqlens, p_draft = p_batch
     batch = Batch(p_cu, p_seqlens, rows, num_sequences, capacity, left, right)
     sizes = Sizes(rows, num_blocks, s_lse_head, s_lse_token, s_table, left, right)
-    pointers = Pointers(p_q, p_per_head[0], p_per_head[1], p_scales, p_out, p_lse, p_parts)
+    pointers = Pointers(p_q, p_per_head[0], p_per_head[1], p_scales, p_out, p_lse, p_parts, p_draft)
     scores, numbers = numbers
     d_k_cached = (d_k_cache, d_k_cache_tail)
     d_v_cached = (d_v_cache, d_v_cache_tail)
@@ -85,7 +85,8 @@ def attend(
     out_tiles = None
     if begin_with(C.K_TILES, C.V_TILES):
         out_tiles = as_dtype(q_tiles, q_dtype)
-    positions = gl.allocate_shared_memory(gl.int32, [C.CONSUMERS, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    OF_ROWS: gl.constexpr = (3 if C.DRAFT else 1) * C.CONSUMERS
+    positions = gl.allocate_shared_memory(gl.int32, [OF_ROWS, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     table = table_of(C.CONSUMERS + (4 if C.IS_FP8 else 2))
     # One consumer has no use for such a barrier, and Triton would give the memory of what nobody uses to what it
     # hands to the partitions: see kernel_reference.testing.ptx.

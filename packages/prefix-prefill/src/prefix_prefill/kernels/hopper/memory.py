@@ -25,7 +25,8 @@ class Ring(NamedTuple):
 
 class Memory(NamedTuple):
     """What consumers have beside the rings: tiles of queries and, in the same bytes or not at all, of outputs; strips
-    of 16 rows of the values, positions of rows, and a barrier for the edges of the keys.
+    of 16 rows of the values, positions of rows and halves of their masks of drafts, and a barrier for the edges of the
+    keys.
     """
 
     q: object

@@ -5,7 +5,8 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from prefix_prefill.kernels.softmax import LOG2_E, finite, soft_capped
+from prefix_prefill.kernels.hopper.items import context_of
+from prefix_prefill.kernels.softmax import LOG2_E, drafted, finite, soft_capped
 
 # Where bfloat16 is multiplied as float16, a row's largest number is brought to 2^14 and more, and so is a weight of 1:
 # what is 2^-28 times as large is then still a normal number.
@@ -17,7 +18,8 @@ TINY: gl.constexpr = gl.constexpr(1.2e-38)
 
 class Scoring(NamedTuple):
     """What makes scores of products: their scale, for cached keys and for new ones, cap and window, and, of each row,
-    the slope and the position in shared memory. All rows see the keys from ``all_low`` to before ``all_high``.
+    the slope, and in shared memory the position and the halves of its mask of drafts; the item in
+    the table. All rows see the keys from ``all_low`` to before ``all_high``.
     """
 
     cached_scale: object
@@ -26,6 +28,8 @@ class Scoring(NamedTuple):
     window: object
     slope: object
     positions: object
+    draft: object
+    item: object
     all_low: object
     all_high: object
 
@@ -105,6 +109,12 @@ def update(scores, running_max, row_sum, scale, key, bounds, scoring, MASKED: gl
         if C.HAS_LEFT:
             first = position - gl.minimum(scoring.window.left, position - low)
             seen = seen & (o_key[None, :] >= first[:, None])
+        if C.DRAFT:
+            draft_low = scoring.draft[0].load(gl.SliceLayout(1, V.L_S))
+            draft_high = scoring.draft[1].load(gl.SliceLayout(1, V.L_S))
+            # Looked up again: through the main loop it would take a register.
+            o_new = o_key - context_of(scoring.item[0], scoring.item[1], 4)
+            seen = seen & drafted(o_new[None, :], draft_low[:, None], draft_high[:, None])
         scores = gl.where(seen, scores, float("-inf"))
     most = gl.max(scores, 1)
     if V.SIGNED or C.SOFTCAP or C.ALIBI:

@@ -59,6 +59,12 @@ class OnCpu:
             tiles, first, order = plan
         num_parts = tiles.num_parts(count)
         merged = num_parts > count
+        # Who cuts sequences, as groups.py numbers it: all alike, a schedule, or the programs, here of 3 shares.
+        by = 2 if plan is None else int(first is not None)
+        shares = 3
+        programs = shares * tiles.row_tiles(rows) if plan is None else 3
+        num_parts = count + shares - 1 if plan is None else num_parts
+        pieces = poison_(torch.empty(2 * count)).to(torch.int32) * 0 - 7
         out = poison_(torch.empty(count, rows, dim_nope))
         lse = poison_(torch.empty(count, heads, tokens))
         parts, part_lse = poison_(torch.empty(num_parts, rows, dim_nope)), poison_(torch.empty(num_parts, rows))
@@ -66,13 +72,14 @@ class OnCpu:
             "decode", dim_nope=dim_nope, dim_rope=batch.dim_rope, block_n=tiles.block_n, num_stages=tiles.num_stages,
             gather=page % tiles.block_n != 0, per_token=lengths.ndim == 2,
         )  # fmt: skip
-        flags = (int(first is not None), int(order is not None), 1)
+        flags = (by, int(order is not None), 1)
         bounds = lengths.view(-1) if first is None else first
         attend(
             q.float().reshape(count, rows, -1).contiguous(), kv, lengths, table, bounds,
-            lengths.view(-1) if order is None else order, out, lse, parts, part_lse, batch.scale * LOG2_E, heads,
-            int(batch.causal), num_parts, tiles.num_splits, *flags, 3,
+            lengths.view(-1) if order is None else order, out, lse, parts, part_lse, pieces, batch.scale * LOG2_E, heads,
+            int(batch.causal), num_parts, tiles.num_splits, *flags, programs,
         )  # fmt: skip
+        bounds = pieces if by == 2 else bounds
         if merged:
             merge = in_c("merge", dim_nope=dim_nope)
             # Of several rows a program and several pieces a row, whatever merge_grid says of batches so small.

@@ -143,9 +143,9 @@ def test_scales_of_0_and_below_become_scales_above_0(launch) -> None:
     started(launch, arguments)
     handed = launch.given[0][2]
     torch.testing.assert_close(handed[0], -arguments[0].flatten(1, 2), rtol=0, atol=0)
-    assert handed[10] == pytest.approx(0.5 * 1.4426950408889634)
+    assert handed[11] == pytest.approx(0.5 * 1.4426950408889634)
     started(launch, decoding(scale=0.0))
-    assert 0 < launch.given[0][2][10] < 1e-20
+    assert 0 < launch.given[0][2][11] < 1e-20
 
 
 def test_queries_and_outputs_that_no_descriptor_tells_of_are_copied(launch) -> None:

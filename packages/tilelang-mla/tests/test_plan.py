@@ -264,29 +264,6 @@ def test_a_plan_made_for_other_lengths_costs_balance_only() -> None:
     assert end_by(schedule(others)) <= best + cdiv(max(lengths), 64)
 
 
-@on_every_device
-def test_without_a_plan_equal_lengths_fill_the_device(limits: DeviceLimits) -> None:
-    for batch, heads, tokens, capacity in itertools.product((1, 2, 16, 32, 100), (16, 64, 128), (1, 4), (1024, 8192)):
-        problem = replace(DECODING, sequences=batch, num_heads=heads, seqlen_q=tokens, capacity=capacity)
-        tiles = plan_without_schedule(problem, limits)
-        assert tiles.covers(problem)
-        assert tiles.spare_parts == 0
-        end = makespan(
-            [capacity] * batch, [i * tiles.num_splits for i in range(batch + 1)],
-            range(batch * tiles.num_splits), tiles, problem.rows, limits.cores,
-            snake=False,
-        )  # fmt: skip
-        blocks = batch * tiles.row_tiles(problem.rows) * cdiv(capacity, tiles.block_n)
-        assert end <= 1.6 * blocks / limits.cores + 8, (problem, tiles)
-
-
-def test_without_a_plan_nothing_is_cut_that_has_one_block_or_a_batch_that_fills_the_device() -> None:
-    for capacity in (0, 1, 64):
-        assert plan_without_schedule(replace(DECODING, capacity=capacity), H200).num_splits == 1
-    assert plan_without_schedule(replace(DECODING, sequences=132 * 4), H200).num_splits == 1
-    assert plan_without_schedule(replace(DECODING, sequences=0), H200).num_splits == 1
-
-
 # Blocks
 
 

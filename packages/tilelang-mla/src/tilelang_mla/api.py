@@ -261,7 +261,7 @@ def flash_mla_with_kvcache(
             strides that give each element a place of its own and do not interleave dimensions, no overlap with inputs.
         return_lse: whether to return lse too.
         plan: how keys are cut in parts, from :func:`plan_decode`; made for as many sequences and for as many query
-            tokens x heads. None: every sequence in as many parts, which follow from shapes and the device.
+            tokens x heads. None: programs share the keys of the batch evenly, by the lengths that the device holds.
 
     Returns:
         out, contiguous if new; with return_lse AttentionResult(out, lse), lse [B, Hq, Sq] in float32. A query that sees

@@ -17,7 +17,7 @@ from kernel_reference.checks import (
     values_are_checked,
 )
 from kernel_reference.launching import device_properties
-from kernel_reference.transforms import refuse_derivatives
+from kernel_reference.transforms import are_active, refuse_derivatives
 from tilelang_mla import (
     arguments,
     ops,  # noqa: F401  defines the op that is taken below
@@ -52,23 +52,28 @@ def run_decode(
     q, kv, seqlens_k, block_table, dim_nope, scale, causal = call
     check_int(names.dim_nope, dim_nope)
     first_part, order, ints = (None, None, None) if parts is None else parts
-    optional = given(**{names.first_part: first_part, names.order: order, "out": out})
-    named = {"q": q, names.kv: kv, names.seqlens_k: seqlens_k, "block_table": block_table, **optional}
+
+    def named() -> dict[str, Tensor]:
+        optional = given(**{names.first_part: first_part, names.order: order, "out": out})
+        return {"q": q, names.kv: kv, names.seqlens_k: seqlens_k, "block_table": block_table, **optional}
+
     try:
-        refuse_derivatives(**named)
+        # Most calls are made where neither can be: they need no names.
+        if torch.is_grad_enabled() or are_active():
+            refuse_derivatives(**named())
         batch, seqlen_q, num_heads = q.shape[:3]
         shape = (batch, seqlen_q, num_heads, max(0, dim_nope))
         result = q.new_empty(shape) if out is None else out
         lse = q.new_empty((batch, num_heads, seqlen_q), dtype=torch.float32) if return_lse else None
         scale = q.shape[-1] ** -0.5 if scale is None else scale
     except (*REFUSALS, ValueError):
-        check_dense(**named)
+        check_dense(**named())
         check_ranks({"q": (q, f"[B, Sq, Hq, {names.dim_nope} + dpe]", 4)})
         raise
     try:
         _decode(q, kv, seqlens_k, block_table, first_part, order, result, lse, dim_nope, scale, causal, ints)
     except (*REFUSALS, ValueError) as error:
-        check_dense(**named)
+        check_dense(**named())
         tensors = DecodeTensors(q, kv, seqlens_k, block_table, first_part, order, result, lse)
         problem, tiles = arguments.check_decode(tensors, DecodeOptions(dim_nope, scale, causal, ints), names)
         if isinstance(error, ValueError) and values_are_checked(q.device):

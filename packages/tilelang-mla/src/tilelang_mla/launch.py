@@ -17,6 +17,7 @@ import tilelang
 import torch
 
 from kernel_reference.checks import fail
+from kernel_reference.dispatch import allocator
 from kernel_reference.launching import device_properties, launch_nothing, on_device
 from tilelang_mla.arguments import DecodeTensors, MergeTensors, PrefillTensors
 from tilelang_mla.kernels.cuda import text_of
@@ -45,6 +46,8 @@ PASS_CONFIGS = {
 _LOG2_E = 1.4426950408889634
 # Kernels take a scale above 0. Times this one any score is 0, and a masked one still minus infinity.
 _ZERO_SCALE = 1e-30
+# As the kernels have it: programs cut sequences themselves.
+_SHARED = 2
 # Elements of 16 bits in the 16 bytes that TMA counts in.
 _LINE = 8
 
@@ -60,12 +63,18 @@ def device_limits(device: torch.device) -> DeviceLimits:
 
 
 @lru_cache
-def kernel(name: str, **constants: Any) -> Any:
+def compiled(name: str, **constants: Any) -> Any:
     """A compiled kernel, from TileLang's cache if it is there; it takes seconds otherwise."""
     # The cython backend would let all kernels of a stream overlap, not only those that wait for each other.
     return tilelang.compile(
         text_of(name, **constants), target=TARGET, execution_backend="tvm_ffi", pass_configs=PASS_CONFIGS
     )
+
+
+@lru_cache
+def kernel(name: str, **constants: Any) -> Any:
+    """What starts a compiled kernel: its function itself, without TileLang's 3 us of Python round each call."""
+    return compiled(name, **constants).adapter.get_exportable_executable()["main"]
 
 
 # Decoding
@@ -92,56 +101,71 @@ def prepare_decode(problem: DecodeProblem, plan: DecodeTiles | None, tensors: De
     _check_fits(problem, tiles, limits)
     batch, rows, heads, width = problem.sequences, problem.rows, problem.num_heads, q.shape[3]
     dim_nope, causal, softmax_scale = problem.dim_nope, int(problem.causal), problem.softmax_scale
+    per_token = problem.per_token
     pages, page_size, columns = problem.pages, problem.page_size, block_table.shape[1]
     constants = decode_constants(problem, tiles, q.dtype)
 
     num_parts = tiles.num_parts(batch)
-    merged = num_parts > batch
+    shared = plan is None
+    # Nobody cuts a sequence within a block.
+    merged = num_parts > batch and not (shared and problem.capacity <= tiles.block_n)
     q_form = _packed_form(q)
     kv_form = _form((max(pages, 1), page_size, width), (kv.stride(0), kv.stride(1), 1))
     if 0 in kv_form[1]:
         # Pages or rows of stride 0, which TMA descriptors cannot address.
         constants["gather"] = True
     table_form = _form((batch, columns), (block_table.stride(0), 1))
+    table_as_it_is = block_table.stride() == table_form[1]
     out_form = _packed_form(out)
     attend = kernel("decode", **constants)
     merge = kernel("merge", dim_nope=dim_nope, dtype=q.dtype) if merged else None
     merging = merge_grid(batch, rows, tiles, limits.cores)
-    # A persistent kernel under a schedule. Without one, parts of unlike lengths are in no order, and a program for each
-    # part, which starts as another ends, is more even.
+    # A persistent kernel. Of a pinned plan without a schedule, parts of unlike lengths are in no order, and a program
+    # for each part, which starts as another ends, is more even.
     programs = num_parts * tiles.row_tiles(rows)
     if first_part is not None:
         programs = min(programs, limits.cores)
+    if shared:
+        programs = (tiles.spare_parts + 1) * tiles.row_tiles(rows)
     # The workspace of partial results, in float32; of one that is not used where there is one part.
     partials = num_parts if merged else 1
-    scale = max(abs(softmax_scale), _ZERO_SCALE) * _LOG2_E
-    flags = (int(first_part is not None), int(order is not None), int(lse is not None))
     device, dtype = q.device, q.dtype
+    make_parts, make_part_lse, make_pieces, make_packed = (
+        allocator(torch.empty(shape, dtype=of, device=device))
+        for shape, of in (
+            ((partials, rows, dim_nope), torch.float32), ((partials, rows), torch.float32), ((2 * batch,), torch.int32),
+            ((batch, rows, dim_nope), dtype),
+        )
+    )  # fmt: skip
+    scale = max(abs(softmax_scale), _ZERO_SCALE) * _LOG2_E
+    by = _SHARED if shared else int(first_part is not None)
+    flags = (by, int(order is not None), int(lse is not None))
 
     def run(q, kv, seqlens_k, block_table, first_part, order, out, lse):  # type: ignore[no-untyped-def]
         q = q.contiguous().view(batch, rows, width) if q_form is None else q.as_strided(*q_form)
-        _check_aligned(q=q, kv=kv)
+        address = out.data_ptr()
+        if (q.data_ptr() | kv.data_ptr()) & 15:
+            _check_aligned(q=q, kv=kv)
         if softmax_scale < 0:
             q = -q
         kv = kv.as_strided(*kv_form) if pages else kv.new_zeros(kv_form[0])
-        if out_form is None or out.data_ptr() % 16:
-            packed = torch.empty((batch, rows, dim_nope), dtype=dtype, device=device)
-        else:
-            packed = out.as_strided(*out_form)
-        parts = torch.empty((partials, rows, dim_nope), dtype=torch.float32, device=device)
-        part_lse = torch.empty((partials, rows), dtype=torch.float32, device=device)
+        copied = out_form is None or address & 15
+        packed = make_packed() if copied else out.as_strided(*out_form)
+        parts, part_lse = make_parts(), make_part_lse()
         own_lse = part_lse[:, :, None] if lse is None else lse
-        # Tensors of one dimension that stand in for those of a schedule.
-        stand_in = seqlens_k.view(-1)
+        table = block_table if table_as_it_is else block_table.as_strided(*table_form)
+        # Tensors of one dimension that stand in for those of a schedule, or for what programs cut.
+        stand_in = seqlens_k.view(-1) if per_token else seqlens_k
+        pieces = make_pieces() if shared else stand_in
         bounds = stand_in if first_part is None else first_part
         attend(
-            q, kv, seqlens_k, block_table.as_strided(*table_form), bounds,
-            stand_in if order is None else order, packed, own_lse, parts, part_lse, scale, heads,
-            causal, num_parts, tiles.num_splits, *flags, programs,
+            q, kv, seqlens_k, table, bounds, stand_in if order is None else order, packed, own_lse, parts, part_lse,
+            pieces, scale, heads, causal, num_parts, tiles.num_splits, *flags, programs,
         )  # fmt: skip
         if merge is not None:
-            merge(bounds, packed, own_lse, parts, part_lse, heads, tiles.num_splits, *merging, flags[0], flags[2])
-        if packed.data_ptr() != out.data_ptr():
+            cuts = pieces if shared else bounds
+            merge(cuts, packed, own_lse, parts, part_lse, heads, tiles.num_splits, *merging, by, flags[2])
+        if copied:
             out.copy_(packed.view(out.shape))
 
     return on_device(device, run)

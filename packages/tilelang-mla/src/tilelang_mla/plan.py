@@ -209,20 +209,28 @@ def decode_tiles(
 
 
 def plan_without_schedule(problem: DecodeProblem, limits: DeviceLimits) -> DecodeTiles:
-    """The plan of a call without one: as many parts of every sequence, from shapes alone."""
+    """The plan of a call without one, from shapes alone: a part of each sequence, and one more for each further share.
+
+    Programs share the keys of the batch by its lengths, on the device; a share's beginning cuts one sequence at most.
+    """
     tiles = decode_tiles(problem.rows, problem.dim_nope, problem.dim_rope, problem.capacity, limits, 1, problem.bits)
     blocks = max(1, cdiv(problem.capacity, tiles.block_n))
-    places = problem.sequences * tiles.row_tiles(problem.rows)
+    most = max(1, problem.sequences * blocks)
+    shares = min(most, shares_of(tiles.row_tiles(problem.rows), limits.cores))
+    return DecodeTiles(tiles.block_m, tiles.block_n, tiles.num_stages, 1, shares - 1)
 
-    def cost(splits: int) -> int:
-        rounds = cdiv(places * splits, limits.cores)
-        parts = splits * problem.sequences if splits > 1 else 0
-        each = part_cost(cdiv(blocks, splits), merge_cost(problem.rows) if splits > 1 else 0)
-        return rounds * int(each) + int(merging_cost(parts, problem.rows))
 
-    most = min(blocks, parts_at_once(problem.rows, limits.cores), MOST_SPLITS)
-    splits = min(range(1, most + 1), key=cost)
-    return DecodeTiles(tiles.block_m, tiles.block_n, tiles.num_stages, splits)
+def shares_of(row_tiles: int, cores: int) -> int:
+    """Shares of a batch that each of its tiles of rows is given: as many as fill the SMs, once if that can be.
+
+    Where tiles are so many that an eighth of the SMs would have none, they are filled up to four times over.
+    """
+    tiles = max(1, row_tiles)
+    numbers = [max(1, turns * cores // tiles) for turns in (1, 2, 3, 4)]
+    idle = [cdiv(number * tiles, cores) * cores / (number * tiles) for number in numbers]
+    return next(
+        (number for number, of in zip(numbers, idle, strict=True) if of <= 8 / 7), numbers[idle.index(min(idle))]
+    )
 
 
 def parts_at_once(rows: int, cores: int) -> int:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from tilelang.language import macro
 
 from tilelang_mla.kernels.common import FLOOR, LN_2, WARP, log_of_sum
+from tilelang_mla.kernels.decode.groups import PLANNED, SHARED
 
 # Parts that a thread loads at once, and elements of a row that it combines.
 _AT_ONCE, _MERGED = 8, 4
@@ -34,7 +35,11 @@ class Registers(NamedTuple):
 
 
 def merge(T: Any, *, dim_nope: int, dtype: Any, serial: bool = False) -> Any:
-    """The kernel; rows of sequences of one part are left alone."""
+    """The kernel; rows of sequences of one part are left alone.
+
+    first_part: of a schedule, [batch + 1]; or, where programs cut the batch, the first part and the number of parts of
+    each sequence, [2 * batch].
+    """
     batch, rows, bounds, room = (T.dynamic(name) for name in ("batch", "rows", "bounds", "room"))
     out_batch, out_row = T.dynamic("out_batch"), T.dynamic("out_row")
     lse_batch, lse_head, lse_token = (T.dynamic(name) for name in ("lse_batch", "lse_head", "lse_token"))
@@ -76,7 +81,10 @@ def merge(T: Any, *, dim_nope: int, dtype: Any, serial: bool = False) -> Any:
             first_row = T.alloc_var(T.int32, init=(i_all - i_b * programs) * rows_each)
             own_first = T.alloc_var(T.int32, init=i_b * num_splits)
             own_parts = T.alloc_var(T.int32, init=num_splits)
-            if scheduled != 0:
+            if scheduled == SHARED:
+                own_first = T.max(T.min(first_part[2 * i_b], room), 0)
+                own_parts = T.min(first_part[2 * i_b + 1], room - own_first)
+            if scheduled == PLANNED:
                 # As where a part is found.
                 own_first = T.max(T.min(first_part[i_b], room), 0)
                 own_parts = T.max(T.min(first_part[i_b + 1], room), 0) - own_first

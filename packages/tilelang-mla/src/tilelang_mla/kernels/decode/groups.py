@@ -10,6 +10,8 @@ from tilelang_mla.kernels.common import GROUP, ROWS
 # consumers still read the other.
 _TOLD = 8
 _SEQUENCE, _PARTS, _LENGTH, _PART, _ROW, _BLOCK, _STEPS = 0, 2, 3, 4, 5, 6, 7
+# Who says how sequences are cut: a number of parts for all of them, the schedule of a plan, or the programs themselves.
+EVENLY, PLANNED, SHARED = 0, 1, 2
 
 
 class Sizes(NamedTuple):
@@ -34,7 +36,7 @@ class Sizes(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """Tensors that are read; without a schedule, or an order, ``seqlens_k`` stands in for them.
+    """Tensors that are read; without a schedule, or an order, another one stands in for them.
 
     seqlens_k: [batch], or the keys that each query token sees, [batch, tokens].
     """
@@ -48,12 +50,16 @@ class Inputs(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """Tensors that are written: a sequence of one part to ``out``, partial results of others to ``parts``."""
+    """Tensors that are written: a sequence of one part to ``out``, partial results of others to ``parts``.
+
+    pieces: of each sequence, where programs cut them, its first partial result and how many.
+    """
 
     out: Any
     lse: Any
     parts: Any
     part_lse: Any
+    pieces: Any
 
 
 class Launch(NamedTuple):
@@ -88,6 +94,7 @@ class Memory(NamedTuple):
     at_row: Any
     found: Any
     told: Any
+    share: Any
 
 
 class Barriers(NamedTuple):
@@ -134,7 +141,8 @@ def alloc_memory(T, S):
     at_row = T.alloc_shared((S.block_n,), T.int32)
     found = T.alloc_shared((4,), T.int32)
     told = T.alloc_shared((2, _TOLD), T.int32)
-    return q_l, q_r, q_rope, k_l, k_r, k_rope, weights_shared, factor_shared, at_page, at_row, found, told
+    share = T.alloc_shared((4,), T.int32)
+    return q_l, q_r, q_rope, k_l, k_r, k_rope, weights_shared, factor_shared, at_page, at_row, found, told, share
 
 
 @macro

@@ -1,8 +1,8 @@
 """The decoding kernel: its tensors, its memory, and which warpgroup has which role.
 
-A work item is a tile of 64 rows, packed query tokens x heads, of a sequence and a part of its keys. Under a schedule
-the kernel is persistent: a program takes one item after the other; without, it has one. Three warpgroups have a role
-each:
+A work item is a tile of 64 rows, packed query tokens x heads, of a sequence and a part of its keys. Under a schedule,
+and where programs share the batch by themselves, the kernel is persistent: a program takes one item after the other.
+Three warpgroups have a role each:
 
 ========  ====================================================================================================
 producer  finds what an item is, loads q, and key blocks to shared memory, a ring buffer of ``num_stages`` of them;
@@ -20,6 +20,7 @@ from typing import Any
 
 from tilelang_mla.kernels.common import GROUP, ROWS
 from tilelang_mla.kernels.decode.groups import (
+    SHARED,
     Barriers,
     Inputs,
     Launch,
@@ -32,6 +33,7 @@ from tilelang_mla.kernels.decode.groups import (
 )
 from tilelang_mla.kernels.decode.roles import produce, score, value
 from tilelang_mla.kernels.decode.serial import attend_serially
+from tilelang_mla.kernels.decode.shares import find_share
 from tilelang_mla.kernels.softmax import Softmax
 
 _SCORES, _VALUES, _PRODUCER = 0, 1, 2
@@ -51,6 +53,7 @@ def attend(
     S = Sizes(dim_nope, dim_rope, dtype, block_n, num_stages, gather)
     batch, rows, pages, page_size = (T.dynamic(name) for name in ("batch", "rows", "pages", "page_size"))
     columns, bounds, places, room = (T.dynamic(name) for name in ("columns", "bounds", "places", "room"))
+    num_pieces = T.dynamic("num_pieces")
     q_batch, q_row, kv_page, kv_row = (T.dynamic(name) for name in ("q_batch", "q_row", "kv_page", "kv_row"))
     out_batch, out_row, table_row = (T.dynamic(name) for name in ("out_batch", "out_row", "table_row"))
     lse_batch, lse_head, lse_token = (T.dynamic(name) for name in ("lse_batch", "lse_head", "lse_token"))
@@ -70,6 +73,7 @@ def attend(
         lse: T.StridedTensor((lse_batch, lse_head, lse_token), (s_lse_batch, s_lse_head, s_lse_token), T.float32),
         parts: T.Tensor((room, rows, dim_nope), T.float32),
         part_lse: T.Tensor((room, rows), T.float32),
+        pieces: T.Tensor((num_pieces,), T.int32),
         scale: T.float32,
         heads: T.int32,
         causal: T.int32,
@@ -94,11 +98,13 @@ def attend(
             row_tiles = T.alloc_var(T.int32, init=T.truncdiv(rows + (ROWS - 1), ROWS))
             tokens = T.alloc_var(T.int32, init=T.truncdiv(rows, heads))
             inputs = Inputs(q, kv, seqlens_k, block_table, first_part, order)
-            outputs = Outputs(out, lse, parts, part_lse)
+            outputs = Outputs(out, lse, parts, part_lse, pieces)
             launch = Launch(
                 scale, heads, causal, num_parts, num_splits, scheduled, ordered, wants_lse, tokens, row_tiles,
                 i_program, num_programs,
             )  # fmt: skip
+            if scheduled == SHARED:
+                find_share(T, S, launch, inputs, memory, thread, serial)
             if serial:
                 attend_serially(T, S, launch, inputs, outputs, memory, s, acc_l, acc_r)
             else:
@@ -106,7 +112,7 @@ def attend(
                 T.pdl_trigger()
                 barriers = Barriers(*alloc_barriers(T, S))
                 with T.ws(_PRODUCER):
-                    produce(T, S, launch, inputs, memory, barriers, thread - 2 * GROUP)
+                    produce(T, S, launch, inputs, pieces, memory, barriers, thread - 2 * GROUP)
                 with T.ws(_SCORES):
                     score(T, S, launch, inputs, outputs, memory, barriers, s, acc_l)
                 with T.ws(_VALUES):

@@ -8,9 +8,10 @@ from typing import Any
 from tilelang.language import macro
 
 from tilelang_mla.kernels.common import GROUP, ROWS, log_of_sum, row_owners
-from tilelang_mla.kernels.decode.groups import Work, read_work
+from tilelang_mla.kernels.decode.groups import SHARED, Work, read_work
 from tilelang_mla.kernels.decode.loads import find_rows, load_left, load_q, load_right, load_rows
-from tilelang_mla.kernels.decode.schedule import OF_PRODUCER, Owner, find_part, owner_of, part_of, turns_of
+from tilelang_mla.kernels.decode.schedule import OF_PRODUCER, Owner, find_part, owner_of, part_of
+from tilelang_mla.kernels.decode.shares import Share, share_of, tell_share, turns_of
 from tilelang_mla.kernels.softmax import (
     any_moved,
     clear,
@@ -30,7 +31,7 @@ _OF_SCORES, _OF_VALUES = 5, 6
 
 
 @macro
-def produce(T, S, launch, inputs, memory, barriers, thread):
+def produce(T, S, launch, inputs, pieces, memory, barriers, thread):
     """Finds the work items and loads their q and key blocks, the first while the one before is being finished."""
     T.set_max_nreg(_PRODUCER, 0)
     done = T.alloc_var(T.int32, init=0)
@@ -40,10 +41,16 @@ def produce(T, S, launch, inputs, memory, barriers, thread):
     first_part, first_tile = part_of(T, launch, inputs, 0)
     part = T.alloc_var(T.int32, init=first_part)
     tile = T.alloc_var(T.int32, init=first_tile)
-    turns = turns_of(T, launch, inputs)
+    share = Share(*share_of(T, launch, memory))
+    low = T.alloc_var(T.int32, init=share.low)
+    turns = turns_of(T, launch, inputs, memory)
     for turn in T.serial(turns):
         slot = turn % 2
-        find_part(T, S, launch, inputs, memory, slot, part, tile, own, thread, GROUP)
+        if launch.scheduled == SHARED:
+            at_hand = share._replace(low=low)
+            low = tell_share(T, S, launch, inputs, memory, pieces, slot, share.first + turn, at_hand, thread)
+        else:
+            find_part(T, S, launch, inputs, memory, slot, part, tile, own, thread, GROUP)
         work = Work(*read_work(T, memory.told, slot))
         # The page of the next block is looked up a block ahead: that takes as long as half a block.
         i_page = T.alloc_var(T.int32, init=-1)
@@ -102,7 +109,7 @@ def score(T, S, launch, inputs, outputs, memory, barriers, s, acc):
     """
     T.set_max_nreg(_CONSUMER, 1)
     done = T.alloc_var(T.int32, init=0)
-    turns = turns_of(T, launch, inputs)
+    turns = turns_of(T, launch, inputs, memory)
     for turn in T.serial(turns):
         slot = turn % 2
         T.barrier_wait(barriers.work_full, slot)
@@ -171,7 +178,7 @@ def value(T, S, launch, inputs, outputs, memory, barriers, rescale, acc):
     """Multiplies the right half of the latents by the weights that it is given."""
     T.set_max_nreg(_CONSUMER, 1)
     done = T.alloc_var(T.int32, init=0)
-    turns = turns_of(T, launch, inputs)
+    turns = turns_of(T, launch, inputs, memory)
     for turn in T.serial(turns):
         slot = turn % 2
         T.barrier_wait(barriers.work_full, slot)

@@ -1,7 +1,7 @@
-"""The tile scheduler of decoding: which parts a program takes, and what a part is.
+"""The tile scheduler of decoding by a plan: which parts a program takes, and what a part is.
 
-The work items of a schedule are (part, tile of rows), heaviest parts first; without a schedule each sequence has
-``num_splits`` parts, in order.
+The work items of a schedule are (part, tile of rows), heaviest parts first; of a plan without one each sequence has
+``num_splits`` parts, in order. For calls without a plan see shares.py.
 """
 
 from typing import Any, NamedTuple
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from tilelang.language import macro
 
 from tilelang_mla.kernels.common import GROUP
-from tilelang_mla.kernels.decode.groups import Launch, write_work
+from tilelang_mla.kernels.decode.groups import PLANNED, Launch, write_work
 
 # The named barrier of the producer; 0 is that of all threads, and TileLang keeps 1 and 2 for itself.
 OF_PRODUCER = 7
@@ -32,10 +32,10 @@ def place_of(T: Any, launch: Launch, turn: Any) -> Any:
 
 
 @macro
-def turns_of(T, launch, inputs):
+def places_taken(T, launch, inputs):
     """How many places a program takes."""
     places = T.alloc_var(T.int32, init=launch.num_parts * launch.row_tiles)
-    if launch.scheduled != 0:
+    if launch.scheduled == PLANNED:
         last = inputs.first_part[inputs.seqlens_k.shape[0]]
         places = T.min(T.max(last, 0), launch.num_parts) * launch.row_tiles
     turns = T.alloc_var(T.int32, init=T.truncdiv(places, launch.num_programs))
@@ -67,7 +67,7 @@ def owner_of(T, launch, inputs, i_b):
     begin = T.alloc_var(T.int32, init=0)
     end = T.alloc_var(T.int32, init=0)
     length = T.alloc_var(T.int32, init=0)
-    if launch.scheduled != 0 and i_b < inputs.seqlens_k.shape[0]:
+    if launch.scheduled == PLANNED and i_b < inputs.seqlens_k.shape[0]:
         begin = inputs.first_part[i_b]
         end = inputs.first_part[i_b + 1]
         length = length_of(inputs, i_b)
@@ -95,7 +95,7 @@ def find_part(T, S, launch, inputs, memory, slot, part, tile, own, thread, count
     if thread == 0:
         found[_SEQUENCE] = -1
     T.sync_threads(OF_PRODUCER, GROUP)
-    if launch.scheduled != 0:
+    if launch.scheduled == PLANNED:
         if own.begin <= part and part < own.end:
             note_owner(found, thread, own.begin, own.end, own.length)
         # Not unrolled: one who copies row by row has no registers to spare.

@@ -3,7 +3,7 @@
 from tilelang.language import macro
 
 from tilelang_mla.kernels.common import ROWS
-from tilelang_mla.kernels.decode.groups import Work, read_work
+from tilelang_mla.kernels.decode.groups import SHARED, Work, read_work
 from tilelang_mla.kernels.decode.loads import find_rows, load_rows
 from tilelang_mla.kernels.decode.roles import (
     find_limits,
@@ -15,18 +15,25 @@ from tilelang_mla.kernels.decode.roles import (
     unmasked_keys,
     weigh,
 )
-from tilelang_mla.kernels.decode.schedule import Owner, find_part, owner_of, part_of, turns_of
+from tilelang_mla.kernels.decode.schedule import Owner, find_part, owner_of, part_of
+from tilelang_mla.kernels.decode.shares import Share, share_of, tell_share, turns_of
 from tilelang_mla.kernels.softmax import clear, invert_sums, scale_rows, zero_tail
 
 
 @macro
 def attend_serially(T, S, launch, inputs, outputs, memory, s, acc_l, acc_r):
     """All work items of a program."""
-    turns = turns_of(T, launch, inputs)
+    share = Share(*share_of(T, launch, memory))
+    low = T.alloc_var(T.int32, init=share.low)
+    turns = turns_of(T, launch, inputs, memory)
     for turn in T.serial(turns):
-        own = Owner(*owner_of(T, launch, inputs, 0))
-        part, tile = part_of(T, launch, inputs, turn)
-        find_part(T, S, launch, inputs, memory, 0, part, tile, own, 0, 1)
+        if launch.scheduled == SHARED:
+            at_hand = share._replace(low=low)
+            low = tell_share(T, S, launch, inputs, memory, outputs.pieces, 0, share.first + turn, at_hand, 0)
+        else:
+            own = Owner(*owner_of(T, launch, inputs, 0))
+            part, tile = part_of(T, launch, inputs, turn)
+            find_part(T, S, launch, inputs, memory, 0, part, tile, own, 0, 1)
         work = Work(*read_work(T, memory.told, 0))
         unmasked = unmasked_keys(T, launch, inputs, work)
         T.clear(acc_l)

@@ -1,0 +1,194 @@
+"""Do programs share a batch that nobody has cut, evenly and each key once? The kernels' text in C tells its cuts."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from kernel_reference.testing.guards import poison_
+from tilelang_mla.plan import DecodeProblem, DeviceLimits, cdiv, plan_without_schedule, shares_of
+
+BLOCK = 64
+H200 = DeviceLimits(132)
+
+
+class Piece(NamedTuple):
+    """What a share has of a sequence: blocks of its keys from ``first`` to before ``last``."""
+
+    share: int
+    sequence: int
+    first: int
+    last: int
+
+
+def line_of(lengths: Sequence[int], shares: int, rows: int) -> tuple[int, list[Piece]]:
+    """The length of a share, and every piece of every share, by the rule that kernels/decode/shares.py tells of."""
+    blocks = [cdiv(n, BLOCK) for n in lengths]
+    extents = [max(1, n) + 1 for n in blocks]
+    total = sum(extents)
+    size = max(cdiv(total, shares), int(math.sqrt(total * rows / 1024)))
+    whole = cdiv(len(lengths), shares) * extents[0]
+    if len(lengths) * extents[0] == total and whole - size <= 2 * shares * rows // 1024:
+        size = whole
+    pieces, low = [], 0
+    for b, extent in enumerate(extents):
+        begin, end = low + 1, low + extent
+        for share in range(begin // size, (end - 1) // size + 1):
+            pieces.append(
+                Piece(share, b, max(0, share * size - begin), min(blocks[b], (share + 1) * size - begin, end - begin))
+            )
+        low += extent
+    return size, pieces
+
+
+def lengths_of(kind: str, batch: int, longest: int = 8192) -> list[int]:
+    generator = torch.Generator().manual_seed(batch)
+    some = torch.randint(longest + 1, (batch,), generator=generator).tolist()
+    return {
+        "uniform": some, "equal": [longest] * batch, "one long": [100_000, *[min(n, 1000) for n in some]][:batch],
+        "empty": [0] * batch, "short": [n % 100 for n in some],
+    }[kind]  # fmt: skip
+
+
+KINDS = ("uniform", "equal", "one long", "empty", "short")
+
+
+def attend(lengths: Sequence[int], heads: int, shares: int) -> list[list[int]]:
+    """First partial result and number of each sequence, and the outputs' errors, by the text in C."""
+    from tilelang_mla.kernels import c
+
+    torch.manual_seed(0)
+    batch, page, dim, rope = len(lengths), 64, 64, 32
+    tiles = cdiv(heads, 64)
+    kv = torch.randn(3, page, dim + rope)
+    table = torch.randint(3, (batch, max(1, cdiv(max(lengths), page))), dtype=torch.int32)
+    q = torch.randn(batch, heads, dim + rope)
+    seqlens = torch.tensor(lengths, dtype=torch.int32)
+    num_parts = batch + shares - 1
+    out, lse = poison_(torch.empty(batch, heads, dim)), poison_(torch.empty(batch, heads, 1))
+    parts, part_lse = poison_(torch.empty(num_parts, heads, dim)), poison_(torch.empty(num_parts, heads))
+    pieces = torch.full((2 * batch,), -7, dtype=torch.int32)
+    kernel = c.kernel("decode", dim_nope=dim, dim_rope=rope, block_n=64, num_stages=2, gather=False)
+    merge = c.kernel("merge", dim_nope=dim)
+    kernel(
+        q, kv, seqlens, table, seqlens, seqlens, out, lse, parts, part_lse, pieces, 0.1, heads, 0, num_parts, 1, 2, 0,
+        1, shares * tiles,
+    )  # fmt: skip
+    merge(pieces, out, lse, parts, part_lse, heads, 1, 3, 2, 2, 1)
+    for b, n in enumerate(lengths):
+        keys = kv[table[b].long()].flatten(0, 1)[:n].double()
+        scores = q[b].double() @ keys.mT * (0.1 * math.log(2))
+        want = scores.softmax(-1) @ keys[:, :dim] if n else torch.zeros(heads, dim).double()
+        torch.testing.assert_close(out[b].double(), want, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(lse[b, :, 0].double(), scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
+    return pieces.view(batch, 2).tolist()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _on_cpu(device: torch.device) -> None:
+    if device.type != "cpu":
+        pytest.skip("on a GPU test_kernel.py runs calls without a plan")
+    try:
+        import tilelang  # noqa: F401
+    except ImportError as error:
+        if os.environ.get("CI"):
+            raise
+        pytest.skip(f"no TileLang: {error}")
+
+
+CUTS: dict[str, tuple[list[int], int, int]] = {
+    "one among many short": ([2000, 5, 64, 65, 0, 1, 130], 1, 9),
+    "more sequences than lanes": ([(7 * i) % 150 for i in range(150)], 1, 13),
+    "more shares than blocks": ([130, 1], 3, 20),
+    "one share": ([130, 0, 70], 2, 1),
+    "one sequence": ([1500], 2, 8),
+    "alike": ([320] * 9, 2, 9),
+    "alike, two a share": ([320] * 8, 2, 4),
+    "nothing": ([0, 0, 0], 1, 5),
+    "two tiles of rows": ([500, 64, 3, 700], 70, 4),
+    "many rows to merge": ([640] * 3, 128, 30),
+}
+
+
+@pytest.mark.parametrize(("lengths", "heads", "shares"), CUTS.values(), ids=CUTS)
+def test_programs_cut_a_batch_where_the_rule_says_and_take_each_key_once(lengths, heads, shares) -> None:
+    told = attend(lengths, heads, shares)
+    _, pieces = line_of(lengths, shares, heads)
+    for b, (first, count) in enumerate(told):
+        own = [piece for piece in pieces if piece.sequence == b]
+        assert (first, count) == (b + own[0].share, len(own))
+
+
+def test_lengths_that_cannot_be_are_no_keys_of_a_share() -> None:
+    """Below 0 or beyond the table: the others keep theirs, and all of them are written."""
+    from tilelang_mla.kernels import c
+
+    heads, dim, rope = 2, 64, 32
+    kv, q = torch.randn(3, 64, dim + rope), torch.randn(4, heads, dim + rope)
+    table = torch.zeros(4, 2, dtype=torch.int32)
+    kernel = c.kernel("decode", dim_nope=dim, dim_rope=rope, block_n=64, num_stages=2, gather=False)
+    merge = c.kernel("merge", dim_nope=dim)
+    for bad in (-1, -(2**31), 129, 2**31 - 1):
+        seqlens = torch.tensor([100, bad, 128, bad], dtype=torch.int32)
+        out, lse = poison_(torch.empty(4, heads, dim)), poison_(torch.empty(4, heads, 1))
+        parts, part_lse, pieces = torch.empty(8, heads, dim), torch.empty(8, heads), torch.zeros(8, dtype=torch.int32)
+        kernel(
+            q, kv, seqlens, table, seqlens, seqlens, out, lse, parts, part_lse, pieces, 0.1, heads, 0, 8, 1, 2, 0, 1, 5
+        )
+        merge(pieces, out, lse, parts, part_lse, heads, 1, 3, 2, 2, 1)
+        assert bool(out[[0, 2]].isfinite().all())
+        assert bool(out[[0, 2]].any())
+        assert not bool(out[[1, 3]].any())
+        assert bool((lse[[1, 3]] == -torch.inf).all())
+
+
+@pytest.mark.parametrize("heads", [1, 16, 64, 128])
+@pytest.mark.parametrize("batch", [1, 4, 16, 65, 128, 256])
+def test_shares_are_even_whatever_the_lengths(batch, heads) -> None:
+    """Each within 1 1/8 of what it would be without loss, and some blocks for beginnings and merging."""
+    tiles = cdiv(heads, 64)
+    for kind in KINDS:
+        lengths = lengths_of(kind, batch)
+        shares = shares_of(tiles, 132)
+        size, pieces = line_of(lengths, shares, heads)
+        ideal = sum(cdiv(n, BLOCK) for n in lengths) * tiles / 132
+        load = [0] * shares
+        for piece in pieces:
+            load[piece.share] += piece.last - piece.first + 1
+        merged = sum(1 for piece in pieces if len([p for p in pieces if p.sequence == piece.sequence]) > 1)
+        end = max(load) + merged * heads / 1024
+        alone = cdiv(batch, shares)
+        assert end <= 1.125 * ideal + alone + 12, (kind, end, ideal)
+
+
+def test_partial_results_have_places_of_their_own() -> None:
+    for kind, batch, shares in itertools.product(KINDS, (1, 2, 7, 150), (1, 2, 9, 132)):
+        _, pieces = line_of(lengths_of(kind, batch), shares, 16)
+        places = [piece.sequence + piece.share for piece in pieces]
+        assert len(places) == len(set(places))
+        assert max(places) < batch + shares - 1
+        for b, n in enumerate(lengths_of(kind, batch)):
+            own = [piece for piece in pieces if piece.sequence == b]
+            assert [own[0].first, own[-1].last] == [0, cdiv(n, BLOCK)]
+            assert all(one.last == other.first for one, other in itertools.pairwise(own))
+
+
+def test_shares_fill_the_device_whatever_the_rows() -> None:
+    for tiles in (1, 2, 3, 4, 7, 44, 66, 67, 100, 132, 200):
+        shares = shares_of(tiles, 132)
+        waves = cdiv(shares * tiles, 132)
+        assert waves <= 4
+        assert shares * tiles >= 0.74 * waves * 132, (tiles, shares)
+    assert (shares_of(1, 132), shares_of(2, 132), shares_of(0, 132)) == (132, 66, 132)
+
+
+def test_a_batch_of_few_blocks_has_no_more_shares_than_those() -> None:
+    problem = DecodeProblem(16, 512, 64, 1, 2, 128, 64)
+    assert plan_without_schedule(problem, H200).spare_parts == 3
+    assert plan_without_schedule(DecodeProblem(16, 512, 64, 1, 0, 0, 64), H200).spare_parts == 0

@@ -76,8 +76,8 @@ class OnCpu:
         bounds = lengths.view(-1) if first is None else first
         attend(
             q.float().reshape(count, rows, -1).contiguous(), kv, lengths, table, bounds,
-            lengths.view(-1) if order is None else order, out, lse, parts, part_lse, pieces, batch.scale * LOG2_E, heads,
-            int(batch.causal), num_parts, tiles.num_splits, *flags, programs,
+            lengths.view(-1) if order is None else order, out, lse, parts, part_lse, pieces, batch.scale * LOG2_E,
+            heads, int(batch.causal), num_parts, tiles.num_splits, *flags, programs,
         )  # fmt: skip
         bounds = pieces if by == 2 else bounds
         if merged:

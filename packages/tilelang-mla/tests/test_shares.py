@@ -6,7 +6,7 @@ import itertools
 import math
 import os
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -156,7 +156,7 @@ def test_shares_are_even_whatever_the_lengths(batch, heads) -> None:
     for kind in KINDS:
         lengths = lengths_of(kind, batch)
         shares = shares_of(tiles, 132)
-        size, pieces = line_of(lengths, shares, heads)
+        _, pieces = line_of(lengths, shares, heads)
         ideal = sum(cdiv(n, BLOCK) for n in lengths) * tiles / 132
         load = [0] * shares
         for piece in pieces:

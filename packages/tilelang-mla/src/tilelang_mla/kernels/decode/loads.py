@@ -31,19 +31,28 @@ def load_right(T, S, kv, memory, full, i_page, row, stage):
 
 
 @macro
-def find_rows(T, S, inputs, memory, i_b, first_key, length):
-    """Where the keys of a block are; those behind the last, and those of no page, are on page -1."""
+def row_of(T, inputs, i_b, key, length):
+    """Where a key is; one behind the last, and one of no page, is on page -1."""
     pages, page_size = inputs.kv.shape[:2]
-    for i in T.Parallel(S.block_n):
-        i_page = T.if_then_else(
-            first_key + i < length, inputs.block_table[i_b, T.truncdiv(first_key + i, page_size)], -1
-        )
-        memory.at_page[i] = T.if_then_else(i_page < pages, i_page, -1)
-        memory.at_row[i] = T.truncmod(first_key + i, page_size)
+    i_page = T.alloc_var(T.int32, init=-1)
+    if key < length:
+        i_page = inputs.block_table[i_b, T.truncdiv(key, page_size)]
+    if i_page >= pages:
+        i_page = -1
+    row = T.alloc_var(T.int32, init=T.truncmod(key, page_size))
+    return i_page, row
 
 
 @macro
-def load_rows(T, kv, memory, ring, stage, begin):
+def tell_row(T, inputs, memory, i_b, key, length, slot, i):
+    """Write down where key ``i`` of a block is."""
+    i_page, row = row_of(T, inputs, i_b, key, length)
+    memory.at_page[slot, i] = i_page
+    memory.at_row[slot, i] = row
+
+
+@macro
+def load_rows(T, kv, memory, ring, stage, begin, slot):
     """Elements from ``begin`` on of each key of a block, as many as the ring holds of it; 0 on page -1."""
     at_page, at_row = memory.at_page, memory.at_row
     block_n, size = ring.shape[1], int(ring.shape[2])
@@ -52,5 +61,7 @@ def load_rows(T, kv, memory, ring, stage, begin):
     for i_piece in T.serial(size // piece):
         for i, j in T.Parallel(block_n, piece, annotations=_ASYNC):
             ring[stage, i, i_piece * piece + j] = T.if_then_else(
-                at_page[i] >= 0, kv[T.max(at_page[i], 0), at_row[i], begin + i_piece * piece + j], T.cast(0, ring.dtype)
+                at_page[slot, i] >= 0,
+                kv[T.max(at_page[slot, i], 0), at_row[slot, i], begin + i_piece * piece + j],
+                T.cast(0, ring.dtype),
             )

@@ -9,9 +9,9 @@ from tilelang.language import macro
 
 from tilelang_mla.kernels.common import GROUP, ROWS, log_of_sum, row_owners
 from tilelang_mla.kernels.decode.groups import SHARED, Work, read_work
-from tilelang_mla.kernels.decode.loads import find_rows, load_left, load_q, load_right, load_rows
+from tilelang_mla.kernels.decode.loads import load_left, load_q, load_right, load_rows, row_of, tell_row
 from tilelang_mla.kernels.decode.schedule import OF_PRODUCER, Owner, find_part, owner_of, part_of
-from tilelang_mla.kernels.decode.shares import Share, share_of, tell_share, turns_of
+from tilelang_mla.kernels.decode.shares import tell_share, turns_of
 from tilelang_mla.kernels.softmax import (
     any_moved,
     clear,
@@ -41,14 +41,11 @@ def produce(T, S, launch, inputs, pieces, memory, barriers, thread):
     first_part, first_tile = part_of(T, launch, inputs, 0)
     part = T.alloc_var(T.int32, init=first_part)
     tile = T.alloc_var(T.int32, init=first_tile)
-    share = Share(*share_of(T, launch, memory))
-    low = T.alloc_var(T.int32, init=share.low)
     turns = turns_of(T, launch, inputs, memory)
     for turn in T.serial(turns):
         slot = turn % 2
         if launch.scheduled == SHARED:
-            at_hand = share._replace(low=low)
-            low = tell_share(T, S, launch, inputs, memory, pieces, slot, share.first + turn, at_hand, thread)
+            tell_share(T, S, launch, inputs, memory, pieces, slot, turn, thread)
         else:
             find_part(T, S, launch, inputs, memory, slot, part, tile, own, thread, GROUP)
         work = Work(*read_work(T, memory.told, slot))
@@ -58,12 +55,16 @@ def produce(T, S, launch, inputs, pieces, memory, barriers, thread):
             if work.steps > 0:
                 first_column = T.alloc_var(T.int32, init=T.truncdiv(work.first * S.block_n, inputs.kv.shape[1]))
                 i_page = inputs.block_table[work.sequence, first_column]
+        if S.gather:
+            if thread < S.block_n:
+                first_key = work.first * S.block_n + thread
+                tell_row(T, inputs, memory, work.sequence, first_key, work.length, 0, thread)
         for step in T.serial(work.steps):
             stage = (done + step) % S.num_stages
             phase = (done + step) // S.num_stages % 2 ^ 1
             first_key = (work.first + step) * S.block_n
             if S.gather:
-                gather_block(T, S, inputs, memory, barriers, work, first_key, stage, phase)
+                gather_block(T, S, inputs, memory, barriers, work, step, stage, phase, thread)
             else:
                 row = T.alloc_var(T.int32, init=T.truncmod(first_key, inputs.kv.shape[1]))
                 T.barrier_wait(barriers.left_empty[stage], phase)
@@ -87,18 +88,30 @@ def produce(T, S, launch, inputs, pieces, memory, barriers, thread):
 
 
 @macro
-def gather_block(T, S, inputs, memory, barriers, work, first_key, stage, phase):
-    """A block whose keys lie anywhere, by asynchronous copies of a row each."""
+def gather_block(T, S, inputs, memory, barriers, work, step, stage, phase, thread):
+    """A block whose keys lie anywhere, by asynchronous copies of a row each.
+
+    Where they are is looked up a block ahead: a table's entries take longer to come than copies to be issued.
+    """
+    slot = step % 2
     T.sync_threads(OF_PRODUCER, GROUP)
-    find_rows(T, S, inputs, memory, work.sequence, first_key, work.length)
-    T.sync_threads(OF_PRODUCER, GROUP)
+    i_page = T.alloc_var(T.int32, init=-1)
+    row = T.alloc_var(T.int32, init=0)
+    if thread < S.block_n:
+        next_key = (work.first + step + 1) * S.block_n + thread
+        next_page, next_row = row_of(T, inputs, work.sequence, next_key, work.length)
+        i_page = next_page
+        row = next_row
     T.barrier_wait(barriers.left_empty[stage], phase)
-    load_rows(T, inputs.kv, memory, memory.k_l, stage, 0)
-    load_rows(T, inputs.kv, memory, memory.k_rope, stage, S.dim_nope)
+    load_rows(T, inputs.kv, memory, memory.k_l, stage, 0, slot)
+    load_rows(T, inputs.kv, memory, memory.k_rope, stage, S.dim_nope, slot)
     T.cp_async_barrier_noinc(barriers.left_full[stage])
     T.barrier_wait(barriers.right_empty[stage], phase)
-    load_rows(T, inputs.kv, memory, memory.k_r, stage, S.half)
+    load_rows(T, inputs.kv, memory, memory.k_r, stage, S.half, slot)
     T.cp_async_barrier_noinc(barriers.right_full[stage])
+    if thread < S.block_n:
+        memory.at_page[slot ^ 1, thread] = i_page
+        memory.at_row[slot ^ 1, thread] = row
 
 
 @macro

@@ -4,7 +4,7 @@ from tilelang.language import macro
 
 from tilelang_mla.kernels.common import ROWS
 from tilelang_mla.kernels.decode.groups import SHARED, Work, read_work
-from tilelang_mla.kernels.decode.loads import find_rows, load_rows
+from tilelang_mla.kernels.decode.loads import load_rows, tell_row
 from tilelang_mla.kernels.decode.roles import (
     find_limits,
     find_limits_of_tokens,
@@ -16,20 +16,17 @@ from tilelang_mla.kernels.decode.roles import (
     weigh,
 )
 from tilelang_mla.kernels.decode.schedule import Owner, find_part, owner_of, part_of
-from tilelang_mla.kernels.decode.shares import Share, share_of, tell_share, turns_of
+from tilelang_mla.kernels.decode.shares import tell_share, turns_of
 from tilelang_mla.kernels.softmax import clear, invert_sums, scale_rows, zero_tail
 
 
 @macro
 def attend_serially(T, S, launch, inputs, outputs, memory, s, acc_l, acc_r):
     """All work items of a program."""
-    share = Share(*share_of(T, launch, memory))
-    low = T.alloc_var(T.int32, init=share.low)
     turns = turns_of(T, launch, inputs, memory)
     for turn in T.serial(turns):
         if launch.scheduled == SHARED:
-            at_hand = share._replace(low=low)
-            low = tell_share(T, S, launch, inputs, memory, outputs.pieces, 0, share.first + turn, at_hand, 0)
+            tell_share(T, S, launch, inputs, memory, outputs.pieces, 0, turn, 0)
         else:
             own = Owner(*owner_of(T, launch, inputs, 0))
             part, tile = part_of(T, launch, inputs, turn)
@@ -49,10 +46,11 @@ def attend_serially(T, S, launch, inputs, outputs, memory, s, acc_l, acc_r):
             first_key = (work.first + step) * S.block_n
             # TMA brings whole blocks; only rows that are gathered stop at the length.
             length = T.if_then_else(S.gather, work.length, 2**31 - 1)
-            find_rows(T, S, inputs, memory, work.sequence, first_key, length)
-            load_rows(T, inputs.kv, memory, memory.k_l, stage, 0)
-            load_rows(T, inputs.kv, memory, memory.k_r, stage, S.half)
-            load_rows(T, inputs.kv, memory, memory.k_rope, stage, S.dim_nope)
+            for i in T.serial(S.block_n):
+                tell_row(T, inputs, memory, work.sequence, first_key + i, length, 0, i)
+            load_rows(T, inputs.kv, memory, memory.k_l, stage, 0, 0)
+            load_rows(T, inputs.kv, memory, memory.k_r, stage, S.half, 0)
+            load_rows(T, inputs.kv, memory, memory.k_rope, stage, S.dim_nope, 0)
             T.gemm(memory.q_l, memory.k_l[stage, :, :], s.scores, transpose_B=True, clear_accum=True)
             T.gemm(memory.q_r, memory.k_r[stage, :, :], s.scores, transpose_B=True)
             T.gemm(memory.q_rope, memory.k_rope[stage, :, :], s.scores, transpose_B=True)

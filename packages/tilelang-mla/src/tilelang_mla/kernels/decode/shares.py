@@ -6,7 +6,7 @@ arXiv 2301.03598). What share k has of sequence b is partial result ``b + k``, a
 line one of the two always rises. So no program counts more than the sums of lengths.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from tilelang.language import macro
 
@@ -24,16 +24,6 @@ _LINE = 2**30
 _MERGED_ROWS = 1024
 # What is known of a program's share: its first and last sequence, where the first begins on the line, and its size.
 _FIRST, _LAST, _LOW, _SIZE = 0, 1, 2, 3
-
-
-class Share(NamedTuple):
-    """A program's share of the line: its number and tile of rows, its first sequence and where that begins, its size."""
-
-    i_share: Any
-    tile: Any
-    first: Any
-    low: Any
-    size: Any
 
 
 def lanes_of(S: Any) -> int:
@@ -83,7 +73,7 @@ def add_lengths(T, S, inputs, memory, lane):
             if lane * each + i < batch:
                 length, blocks, extent = extent_of(T, S, inputs, lane * each + i)
                 own = own + extent
-        memory.at_page[lane] = own
+        memory.at_page[0, lane] = own
 
 
 @macro
@@ -91,8 +81,8 @@ def add_sums(T, S, memory, lane):
     if lane < lanes_of(S) // _TOGETHER:
         together = T.alloc_var(T.int32, init=0)
         for i in T.serial(_TOGETHER):
-            together = together + memory.at_page[lane * _TOGETHER + i]
-        memory.at_row[lane] = together
+            together = together + memory.at_page[0, lane * _TOGETHER + i]
+        memory.at_row[0, lane] = together
     if lane == 0:
         # Of a program behind the end of the line.
         memory.share[_FIRST] = 0
@@ -108,16 +98,16 @@ def look_for_share(T, S, launch, inputs, memory, lane):
         low = T.alloc_var(T.int32, init=0)
         for i in T.serial(lanes_of(S) // _TOGETHER):
             if i < T.truncdiv(lane, _TOGETHER):
-                low = low + memory.at_row[i]
-            total = total + memory.at_row[i]
+                low = low + memory.at_row[0, i]
+            total = total + memory.at_row[0, i]
         for i in T.serial(T.truncmod(lane, _TOGETHER)):
-            low = low + memory.at_page[T.truncdiv(lane, _TOGETHER) * _TOGETHER + i]
+            low = low + memory.at_page[0, T.truncdiv(lane, _TOGETHER) * _TOGETHER + i]
         size = size_of_share(T, S, launch, inputs, total)
         begin = T.alloc_var(T.int32, init=T.truncdiv(launch.i_program, launch.row_tiles) * size)
         last = T.alloc_var(T.int32, init=T.min(begin + size, total) - 1)
         if lane == 0:
             memory.share[_SIZE] = size
-        if low <= last and begin < low + memory.at_page[lane]:
+        if low <= last and begin < low + memory.at_page[0, lane]:
             each = T.alloc_var(T.int32, init=T.truncdiv(batch + (lanes_of(S) - 1), lanes_of(S)))
             for i in T.serial(each):
                 if lane * each + i < batch:
@@ -158,40 +148,33 @@ def turns_of(T, launch, inputs, memory):
 
 
 @macro
-def share_of(T, launch, memory):
-    """The fields of a :class:`Share`; nothing that counts where none was found."""
-    i_share = T.alloc_var(T.int32, init=T.truncdiv(launch.i_program, launch.row_tiles))
-    tile = T.alloc_var(T.int32, init=launch.i_program - i_share * launch.row_tiles)
-    first = T.alloc_var(T.int32, init=memory.share[_FIRST])
-    low = T.alloc_var(T.int32, init=memory.share[_LOW])
-    size = T.alloc_var(T.int32, init=memory.share[_SIZE])
-    return i_share, tile, first, low, size
+def tell_share(T, S, launch, inputs, memory, pieces, slot, turn, thread):
+    """Write down the work item that a share has of a sequence, and where the next sequence begins.
 
-
-@macro
-def tell_share(T, S, launch, inputs, memory, pieces, slot, i_b, share, thread):
-    """Write down the work item that a share has of a sequence which begins at ``low``; returns where the next does.
-
-    Of each sequence one program notes, for the combine kernel, its first partial result and how many it has.
+    Of each sequence one program notes, for the combine kernel, its first partial result and how many it has. What is
+    known of a share stays in shared memory: the producer has no registers to spare.
     """
-    length, blocks, extent = extent_of(T, S, inputs, i_b)
-    begin = T.alloc_var(T.int32, init=share.low + _OVERHEAD)
-    i_first = T.alloc_var(T.int32, init=T.truncdiv(begin, share.size))
-    i_last = T.alloc_var(T.int32, init=T.truncdiv(share.low + extent - 1, share.size))
-    first = T.alloc_var(T.int32, init=T.max(share.i_share * share.size - begin, 0))
-    last = T.alloc_var(T.int32, init=T.min((share.i_share + 1) * share.size - begin, blocks))
-    own_parts = T.alloc_var(T.int32, init=i_last - i_first + 1)
-    if share.i_share == i_last:
-        last = blocks
-    if share.i_share < i_first:
-        # The share ends before the sequence's first block.
-        own_parts = 0
-        last = first
     if thread == 0:
-        write_work(T, memory.told, slot, i_b, own_parts, length, i_b + share.i_share, share.tile, first, last)
-        if share.i_share == i_first and share.tile == 0:
-            pieces[2 * i_b] = i_b + share.i_share
+        share, size = memory.share, memory.share[_SIZE]
+        i_b = T.alloc_var(T.int32, init=share[_FIRST] + turn)
+        length, blocks, extent = extent_of(T, S, inputs, i_b)
+        i_share = T.alloc_var(T.int32, init=T.truncdiv(launch.i_program, launch.row_tiles))
+        tile = T.alloc_var(T.int32, init=launch.i_program - i_share * launch.row_tiles)
+        begin = T.alloc_var(T.int32, init=share[_LOW] + _OVERHEAD)
+        i_first = T.alloc_var(T.int32, init=T.truncdiv(begin, size))
+        i_last = T.alloc_var(T.int32, init=T.truncdiv(share[_LOW] + extent - 1, size))
+        first = T.alloc_var(T.int32, init=T.max(i_share * size - begin, 0))
+        last = T.alloc_var(T.int32, init=T.min((i_share + 1) * size - begin, blocks))
+        own_parts = T.alloc_var(T.int32, init=i_last - i_first + 1)
+        if i_share == i_last:
+            last = blocks
+        if i_share < i_first:
+            # The share ends before the sequence's first block.
+            own_parts = 0
+            last = first
+        write_work(T, memory.told, slot, i_b, own_parts, length, i_b + i_share, tile, first, last)
+        if i_share == i_first and tile == 0:
+            pieces[2 * i_b] = i_b + i_share
             pieces[2 * i_b + 1] = own_parts
+        share[_LOW] = share[_LOW] + extent
     T.sync_threads(OF_PRODUCER, GROUP)
-    following = T.alloc_var(T.int32, init=share.low + extent)
-    return following

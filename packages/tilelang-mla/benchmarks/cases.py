@@ -34,6 +34,8 @@ ERROR_AT_MOST = 0.05
 # Sequences, and of a long prompt rows, that are looked at.
 SAMPLE = 4
 SAMPLE_ROWS = 64
+# Of a call without a plan, beside one with a plan; and what it takes the host, in us.
+UNPLANNED_AT_MOST, HOST_AT_MOST = 1.1, 25.0
 # Parts of vLLM's Triton kernel: what it is launched with in vLLM.
 VLLM_SPLITS = 4
 
@@ -274,15 +276,23 @@ def check(outputs: Ours | Theirs, i: Any) -> float:
     return error
 
 
-def decode_case(device: torch.device, shape: Shape, *, owed: dict[str, float]) -> Case:
-    """``owed``: the speed beside each of these peers."""
-    peers: dict[str, Callable[[], Callable[[Batch], Theirs]]] = {FLASH_MLA: flash_mla, FA3: fa3}
-    if shape.tokens == 1:
+def decode_case(device: torch.device, shape: Shape, *, owed: dict[str, float], page: int = PAGE) -> Case:
+    """``owed``: the speed beside each of these peers. FlashMLA takes no other pages than those of 64."""
+    peers: dict[str, Callable[[], Callable[[Batch], Theirs]]] = {FA3: fa3}
+    if page == PAGE:
+        peers = {FLASH_MLA: flash_mla, FA3: fa3}
+    if shape.tokens == 1 and page == PAGE:
         peers[VLLM] = vllm_triton
+    pages = f", pages of {page}" if page != PAGE else ""
+    requirements = [Requirement(OURS, peer, speed_at_least=speed) for peer, speed in owed.items()]
+    requirements += [
+        Requirement(OURS_UNPLANNED, OURS, time_at_most=UNPLANNED_AT_MOST),
+        Requirement(OURS_UNPLANNED, OURS, us_at_most=HOST_AT_MOST, quantity="host"),
+    ]
     return Case(
-        name=f"decode {shape.words}",
-        shape=shape.entry,
-        make_inputs=partial(make_batch, device, shape),
+        name=f"decode {shape.words}{pages}",
+        shape={**shape.entry, "page": page},
+        make_inputs=partial(make_batch, device, shape, page),
         ours={OURS: ours, OURS_UNPLANNED: partial(ours, planned=False)},
         peers=peers,
         check=check,
@@ -291,8 +301,8 @@ def decode_case(device: torch.device, shape: Shape, *, owed: dict[str, float]) -
         bytes_moved=shape.bytes_moved,
         flops=shape.flops,
         copy=False,
-        baseline=FLASH_MLA,
-        requirements=[Requirement(OURS, peer, speed_at_least=speed) for peer, speed in owed.items()],
+        baseline=FLASH_MLA if page == PAGE else FA3,
+        requirements=requirements,
     )
 
 
@@ -394,6 +404,10 @@ DECODING = (
     (16, 16, 8192, 4, BESIDE_FLASH_MLA),
 )
 RAGGED = ((16, 16), (16, 64), (16, 128), (128, 128))
+# Heads of a batch of 64 of which one has 100000 keys.
+ONE_LONG = (8, 16, 64, 128)
+# Pages beside those of 64 tokens, at 64 sequences of 8192 and 16 heads.
+PAGES = (PAGE, 1, 16, 24, 32, 48)
 PROMPTS = ((128, 1, 8192), (128, 8, 2048), (16, 1, 32768))
 
 
@@ -409,10 +423,25 @@ def ragged(heads: int, sequences: int) -> Shape:
     return Shape(share(heads), tuple(lengths), name=f"B{sequences} n1..8192")
 
 
+def one_long(heads: int) -> Shape:
+    """Lengths to 1000, and one of 100000, as where a long document arrives among chats."""
+    generator = torch.Generator().manual_seed(64)
+    lengths = torch.randint(1, 1001, (63,), generator=generator).tolist()
+    return Shape(share(heads), (100_000, *lengths), name="B64 one of 100k")
+
+
 def cases(device: torch.device) -> Iterator[Case]:
+    # It imports this file.
+    from chunks import chunk_cases
+
     for heads, sequences, keys, tokens, owed in DECODING:
         yield decode_case(device, Shape(share(heads), (keys,) * sequences, tokens), owed=owed)
     for heads, sequences in RAGGED:
         yield decode_case(device, ragged(heads, sequences), owed=BESIDE_FLASH_MLA)
+    for heads in ONE_LONG:
+        yield decode_case(device, one_long(heads), owed=BESIDE_FLASH_MLA)
+    for page in PAGES:
+        yield decode_case(device, Shape(share(16), (8192,) * 64), owed={FA3: 0.93}, page=page)
     for heads, sequences, tokens in PROMPTS:
         yield prefill_case(device, Shape(share(heads), (tokens,) * sequences))
+    yield from chunk_cases(device)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
-from weakref import WeakKeyDictionary
 
 import torch
 from cases import (
     DTYPE,
-    ERROR_AT_MOST,
     FA3,
     FLASH_MLA,
     OURS,
@@ -25,11 +22,9 @@ from cases import (
     share,
     vllm_triton,
 )
+from chunks import check_chunks, fa3_chunks, make_chunks, ours_chunks
 
-from kernel_reference.attention import attention
 from kernel_reference.bench import Axis, Case, Map, Point
-from kernel_reference.paging import cumulative
-from tilelang_mla import flash_mla_varlen_func
 
 # Keys of all sequences together, and FLOP of a call.
 MOST_KEYS, MOST_FLOP = 2**20, 4e12
@@ -76,63 +71,6 @@ def allows_decode(point: Point) -> bool:
 # Prefill
 
 
-@dataclass(eq=False)
-class Chunks:
-    """New tokens behind older ones, with separate heads."""
-
-    new: int
-    older: int
-    scale: float
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    cu_seqlens_q: torch.Tensor
-    cu_seqlens_k: torch.Tensor
-
-
-def make_chunks(device: torch.device, point: Point) -> Chunks:
-    m, new, older, sequences = share(point["heads"]), point["new"], point["older"], point["sequences"]
-    sizes = ((new, m.head_qk), (new + older, m.head_qk), (new + older, m.head_v))
-    q, k, v = (torch.randn(sequences * n, m.num_heads, size, device=device, dtype=DTYPE) for n, size in sizes)
-    bounds = [cumulative(torch.tensor([n] * sequences)).to(device) for n in (new, new + older)]
-    return Chunks(new, older, float(m.head_qk**-0.5), q, k, v, *bounds)
-
-
-def ours_chunks(i: Chunks) -> torch.Tensor:
-    bounds = (i.cu_seqlens_q, i.cu_seqlens_k, i.new, i.new + i.older)
-    return flash_mla_varlen_func(i.q, i.k, i.v, *bounds, i.scale, True)
-
-
-def fa3_chunks() -> Callable[[Chunks], torch.Tensor]:
-    from vllm.vllm_flash_attn import flash_attn_varlen_func
-
-    def call(i: Chunks) -> torch.Tensor:
-        bounds = (i.new, i.cu_seqlens_q, i.new + i.older, i.cu_seqlens_k)
-        out: torch.Tensor = flash_attn_varlen_func(
-            i.q, i.k, i.v, *bounds, softmax_scale=i.scale, causal=True, fa_version=3
-        )
-        return out
-
-    return call
-
-
-_kept: WeakKeyDictionary[Chunks, torch.Tensor] = WeakKeyDictionary()
-
-
-def check_chunks(out: torch.Tensor, i: Chunks) -> float:
-    """The largest error of the last sequence's sampled rows, over a row's largest value."""
-    rows = torch.tensor(sorted({0, i.new // 3, i.new - 1}), device=i.q.device)
-    if i not in _kept:
-        q, k, v = i.q[-i.new :], i.k[-i.new - i.older :], i.v[-i.new - i.older :]
-        bounds = {"cu_seqlens_q": torch.tensor([0, len(q)]), "cu_seqlens_k": torch.tensor([0, len(k)])}
-        _kept[i] = attention(q, k, v, **bounds, softmax_scale=i.scale, causal=True, rows=rows).out
-    exact = _kept[i]
-    error = float(((out[-i.new :][rows].double() - exact).abs().amax(-1) / exact.abs().amax(-1)).max())
-    if not error <= ERROR_AT_MOST:
-        raise AssertionError(f"error {error:.2g} of a row's largest value > {ERROR_AT_MOST:g}")
-    return error
-
-
 def pairs_of(point: Point) -> int:
     new, older = point["new"], point["older"]
     return int(point["sequences"] * new * (older + (new + 1) / 2))
@@ -144,7 +82,7 @@ def prefill_point(device: torch.device, point: Point) -> Case:
     return Case(
         name="prefill",
         shape={},
-        make_inputs=partial(make_chunks, device, point),
+        make_inputs=partial(make_chunks, device, point["heads"], point["new"], point["older"], point["sequences"]),
         ours={OURS: ours_chunks},
         peers={FA3: fa3_chunks},
         check=check_chunks,

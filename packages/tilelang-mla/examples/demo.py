@@ -159,9 +159,11 @@ def decode_in_c(
     rows, num_parts, num_programs, rows_each, pieces = tokens * heads, plan.tiles.num_parts(count), 3, 8, 2
     out, lse = torch.empty(count, rows, model.latent), torch.empty(count, heads, tokens)
     parts, part_lse = torch.empty(num_parts, rows, model.latent), torch.empty(num_parts, rows)
+    # Of a plan, no program writes where it has cut a sequence.
+    unused = torch.empty(2 * count, dtype=torch.int32)
     attend(
         batch.q.view(count, rows, width), batch.kv.squeeze(2), batch.seqlens_k, batch.block_table, plan.first_part,
-        plan.order, out, lse, parts, part_lse, scale, heads, True, num_parts, plan.tiles.num_splits, 1, 1, 1,
+        plan.order, out, lse, parts, part_lse, unused, scale, heads, True, num_parts, plan.tiles.num_splits, 1, 1, 1,
         num_programs,
     )  # fmt: skip
     merge(plan.first_part, out, lse, parts, part_lse, heads, plan.tiles.num_splits, rows_each, pieces, 1, 1)

@@ -150,7 +150,7 @@ def prepare_decode(problem: DecodeProblem, plan: DecodeTiles | None, tensors: De
             q = -q
         kv = kv.as_strided(*kv_form) if pages else kv.new_zeros(kv_form[0])
         copied = out_form is None or address & 15
-        packed = make_packed() if copied else out.as_strided(*out_form)
+        packed = make_packed() if out_form is None or copied else out.as_strided(*out_form)
         parts, part_lse = make_parts(), make_part_lse()
         own_lse = part_lse[:, :, None] if lse is None else lse
         table = block_table if table_as_it_is else block_table.as_strided(*table_form)

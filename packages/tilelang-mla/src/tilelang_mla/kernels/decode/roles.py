@@ -9,7 +9,7 @@ from tilelang.language import macro
 
 from tilelang_mla.kernels.common import GROUP, ROWS, log_of_sum, row_owners
 from tilelang_mla.kernels.decode.groups import SHARED, Work, read_work
-from tilelang_mla.kernels.decode.loads import load_left, load_q, load_right, load_rows, row_of, tell_row
+from tilelang_mla.kernels.decode.loads import load_left, load_q, load_right, load_rows, row_of
 from tilelang_mla.kernels.decode.schedule import OF_PRODUCER, Owner, find_part, owner_of, part_of
 from tilelang_mla.kernels.decode.shares import tell_share, turns_of
 from tilelang_mla.kernels.softmax import (
@@ -51,20 +51,26 @@ def produce(T, S, launch, inputs, pieces, memory, barriers, thread):
         work = Work(*read_work(T, memory.told, slot))
         # The page of the next block is looked up a block ahead: that takes as long as half a block.
         i_page = T.alloc_var(T.int32, init=-1)
+        i_row = T.alloc_var(T.int32, init=0)
         if not S.gather:
             if work.steps > 0:
                 first_column = T.alloc_var(T.int32, init=T.truncdiv(work.first * S.block_n, inputs.kv.shape[1]))
                 i_page = inputs.block_table[work.sequence, first_column]
         if S.gather:
-            if thread < S.block_n:
-                first_key = work.first * S.block_n + thread
-                tell_row(T, inputs, memory, work.sequence, first_key, work.length, 0, thread)
+            own_page, own_row = row_of(T, inputs, work.sequence, work.first * S.block_n + thread, work.length)
+            i_page = own_page
+            i_row = own_row
         for step in T.serial(work.steps):
             stage = (done + step) % S.num_stages
             phase = (done + step) // S.num_stages % 2 ^ 1
             first_key = (work.first + step) * S.block_n
             if S.gather:
-                gather_block(T, S, inputs, memory, barriers, work, step, stage, phase, thread)
+                at_hand = (i_page, i_row)
+                next_page, next_row = gather_block(
+                    T, S, inputs, memory, barriers, work, at_hand, step, stage, phase, thread
+                )
+                i_page = next_page
+                i_row = next_row
             else:
                 row = T.alloc_var(T.int32, init=T.truncmod(first_key, inputs.kv.shape[1]))
                 T.barrier_wait(barriers.left_empty[stage], phase)
@@ -88,30 +94,26 @@ def produce(T, S, launch, inputs, pieces, memory, barriers, thread):
 
 
 @macro
-def gather_block(T, S, inputs, memory, barriers, work, step, stage, phase, thread):
-    """A block whose keys lie anywhere, by asynchronous copies of a row each.
+def gather_block(T, S, inputs, memory, barriers, work, at_hand, step, stage, phase, thread):
+    """A block whose keys lie anywhere, by asynchronous copies of a row each; returns where the next block's are.
 
-    Where they are is looked up a block ahead: a table's entries take longer to come than copies to be issued.
+    A thread looks one of them up while this block comes: a table's entries take longer than copies to be issued.
     """
-    slot = step % 2
     T.sync_threads(OF_PRODUCER, GROUP)
-    i_page = T.alloc_var(T.int32, init=-1)
-    row = T.alloc_var(T.int32, init=0)
     if thread < S.block_n:
-        next_key = (work.first + step + 1) * S.block_n + thread
-        next_page, next_row = row_of(T, inputs, work.sequence, next_key, work.length)
-        i_page = next_page
-        row = next_row
+        memory.at_page[0, thread] = at_hand[0]
+        memory.at_row[0, thread] = at_hand[1]
+    T.sync_threads(OF_PRODUCER, GROUP)
+    next_key = (work.first + step + 1) * S.block_n + thread
+    next_page, next_row = row_of(T, inputs, work.sequence, next_key, work.length)
     T.barrier_wait(barriers.left_empty[stage], phase)
-    load_rows(T, inputs.kv, memory, memory.k_l, stage, 0, slot)
-    load_rows(T, inputs.kv, memory, memory.k_rope, stage, S.dim_nope, slot)
+    load_rows(T, inputs.kv, memory, memory.k_l, stage, 0, 0)
+    load_rows(T, inputs.kv, memory, memory.k_rope, stage, S.dim_nope, 0)
     T.cp_async_barrier_noinc(barriers.left_full[stage])
     T.barrier_wait(barriers.right_empty[stage], phase)
-    load_rows(T, inputs.kv, memory, memory.k_r, stage, S.half, slot)
+    load_rows(T, inputs.kv, memory, memory.k_r, stage, S.half, 0)
     T.cp_async_barrier_noinc(barriers.right_full[stage])
-    if thread < S.block_n:
-        memory.at_page[slot ^ 1, thread] = i_page
-        memory.at_row[slot ^ 1, thread] = row
+    return next_page, next_row
 
 
 @macro

@@ -10,6 +10,7 @@ import torch
 from gdn_split import (
     derivatives,
     ops,  # noqa: F401  defines the ops that are taken below
+    straight,
 )
 from gdn_split.arguments import check_positive, check_projections, check_sizes
 from gdn_split.plan import ConvPlan, GroupShape, SplitPlan
@@ -259,6 +260,10 @@ def split_conv1d_update(
             _refuse_gradients(tensors)
         _refuse_transforms("a call of split_conv1d_update")
         parts: tuple[torch.Tensor, ...]
+        if out is None and plan is None and straight.is_possible(tensors, (tokens_per_sequence, *sizes[:4])):
+            return SplitResult(
+                *straight.split_conv1d_update(tensors, (tokens_per_sequence, activation == "silu", *sizes))
+            )
         if out is None:
             parts = new_parts(mixed_qkvz, mixed_ba, GroupShape(num_heads_qk, num_heads_v, head_qk, head_v))
         else:

@@ -8,6 +8,7 @@ import torch
 
 from gdn_split import (
     ops,  # noqa: F401  defines the ops that are taken below
+    straight,
 )
 from gdn_split.api import Layout, _check_kinds
 from gdn_split.arguments import check_positive, check_projections, check_sizes
@@ -15,7 +16,7 @@ from gdn_split.plan import StepPlan
 from kernel_reference.checks import REFUSALS, as_float, check_bool, check_choice, check_dense, fail, given
 from kernel_reference.gated_delta import STATE_LAYOUTS
 from kernel_reference.plans import plan_as_ints
-from kernel_reference.transforms import refuse_derivatives
+from kernel_reference.transforms import are_active, refuse_derivatives
 
 Tensor = torch.Tensor
 StateLayout = Literal["KV", "VK"]
@@ -97,6 +98,8 @@ def gdn_decode_step(
     tensors = (mixed_qkvz, mixed_ba, conv_state, conv_weight, conv_bias, state_pool, slots, A_log, dt_bias, norm_weight)
     try:
         _refuse_derivatives(_STEP_TENSORS, (*tensors, out))
+        if out is None and plan is None and straight.is_possible(tensors, (tokens_per_sequence, *numbers[6:10])):
+            return straight.decode_step(tensors, numbers)
         result = mixed_qkvz.new_empty((mixed_qkvz.shape[0], num_heads_v, head_v)) if out is None else out
         _decode_step(*tensors, result, *numbers)
     except (*REFUSALS, ZeroDivisionError):
@@ -240,15 +243,17 @@ _MAY_BE_NONE = ("conv_bias", "norm_weight", "out", "parents", "path")
 
 
 def _numbers(
-    tokens: int, activation: str | None, qk_norm: bool, state_layout: str, scale: float | None, norm_eps: float,
+    tokens: int, activation: str | None, qk_norm: Any, state_layout: str, scale: float | None, norm_eps: float,
     num_heads_qk: int, num_heads_v: int, head_qk: int, head_v: int, layout: str, plan: StepPlan | None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """What the ops take behind their tensors."""
     if activation not in ("silu", None):
         fail("activation", '"silu" or None', repr(activation))
-    check_bool("qk_norm", qk_norm)
+    if qk_norm is not True and qk_norm is not False:
+        check_bool("qk_norm", qk_norm)
     if scale is None:
-        check_positive(head_qk=head_qk)
+        if type(head_qk) is not int or head_qk < 1:
+            check_positive(head_qk=head_qk)
         scale = head_qk**-0.5
     sizes = (num_heads_qk, num_heads_v, head_qk, head_v, layout, plan_as_ints(plan, StepPlan))
     eps = as_float("norm_eps", norm_eps)
@@ -256,7 +261,8 @@ def _numbers(
 
 
 def _refuse_derivatives(names: tuple[str, ...], tensors: tuple[Tensor | None, ...]) -> None:
-    refuse_derivatives(**dict(zip(names, tensors, strict=True)))
+    if torch.is_grad_enabled() or are_active():
+        refuse_derivatives(**dict(zip(names, tensors, strict=True)))
 
 
 def _explain(names: tuple[str, ...], tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> None:

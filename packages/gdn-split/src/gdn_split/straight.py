@@ -1,0 +1,96 @@
+"""Eager calls on a GPU that skip torch's dispatcher: for an op of ten tensors it takes 15 us of the host's time.
+
+What the dispatcher is there for must be absent: compilation, modes, transforms, subclasses of tensors. The op is what
+such calls take, and what says what is wrong with tensors that are none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from gdn_split import arguments, derivatives, step_arguments
+from gdn_split.ops import launches
+from gdn_split.reference import Parts, new_parts
+from gdn_split.tensors import Convolve, Step
+from kernel_reference.checks import MemoryOverlap, values_are_checked
+from kernel_reference.dispatch import allocator, launch_module
+
+Tensor = torch.Tensor
+
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
+# True and 1.0 would be found in the table as 1.
+_INTS = frozenset((int,))
+
+
+def is_possible(tensors: Sequence[Any], numbers: Sequence[Any]) -> bool:
+    """Whether nothing is lost without the dispatcher: plain tensors on a GPU, ints, no mode and no transform."""
+    # Private, all that tells in no time that there is none, and what torch itself asks.
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+        return False
+    if not {type(tensor) for tensor in tensors} <= _PLAIN or not {type(number) for number in numbers} <= _INTS:
+        return False
+    # That the others are there too is checked once for each combination.
+    return _is_on_gpu(tensors[0]) and not derivatives.is_forward_or_transformed()
+
+
+def _is_on_gpu(tensor: Tensor | None) -> bool:
+    return tensor is not None and tensor.is_cuda
+
+
+def split_conv1d_update(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Parts:
+    """The op's work on its first six tensors, into new parts."""
+    check_overlap, allocators, run = launches.find(_prepare_convolve, tensors, numbers)
+    check_overlap(*tensors)
+    qkvz, ba, state, weight, bias, slots = tensors
+    if values_are_checked(qkvz.device):
+        arguments.check_slot_values(slots, state.shape[0])
+    parts: Parts = tuple([allocate() for allocate in allocators])
+    run(qkvz, ba, state, weight, weight if bias is None else bias, slots, *parts)
+    _count_versions(state)
+    return parts
+
+
+def _prepare_convolve(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
+    launch = launch_module("gdn_split")
+    shape = arguments.check_sizes(*numbers[2:7])
+    arguments.check_projections(tensors[0], tensors[1], shape)
+    parts = new_parts(tensors[0], tensors[1], shape)
+    t = Convolve(*(*tensors, *parts))
+    problem = arguments.check_convolve(t, *numbers)
+    run = launch.prepare_split_conv1d_update(problem, None, t)
+    named = dict(zip(Convolve._fields[:6], tensors, strict=True))
+    return MemoryOverlap(named, ("conv_state",)), [allocator(part) for part in parts], run
+
+
+def decode_step(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Tensor:
+    """The op's work on its first ten tensors, into a new one."""
+    check_overlap, allocate, run, path_length = launches.find(_prepare_step, tensors, numbers)
+    check_overlap(*tensors)
+    out: Tensor = allocate()
+    if values_are_checked(out.device):
+        step_arguments.check_values(Step(*(*tensors, out)), path_length)
+    run(*tensors, out)
+    _count_versions(tensors[2], tensors[5])
+    return out
+
+
+def _prepare_step(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
+    launch_module("gdn_split")
+    from gdn_split import step_launch
+
+    shape = arguments.check_sizes(*numbers[6:11])
+    arguments.check_projections(tensors[0], tensors[1], shape)
+    out = tensors[0].new_empty((tensors[0].shape[0], shape.num_heads_v, shape.head_v))
+    t = Step(*(*tensors, out))
+    problem = step_arguments.check_step("decode_step", t, *numbers)
+    named = dict(zip(Step._fields[:10], tensors, strict=True))
+    overlap = MemoryOverlap(named, ("conv_state", "state_pool"))
+    return overlap, allocator(out), step_launch.prepare_step(problem, None, t), problem.path_length
+
+
+def _count_versions(*written: Tensor) -> None:
+    """What the dispatcher does of tensors that an op writes: autograd notices, where it has kept one."""
+    torch._C._increment_version(written)

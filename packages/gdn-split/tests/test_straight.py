@@ -1,0 +1,106 @@
+"""Do calls that skip torch's dispatcher give what the op gives, and does nothing skip it that needs it?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import gdn_split
+from gdn_split import launch, straight
+from gdn_split.plan import DeviceLimits
+
+SIZES = (1, 2, 16, 16)
+CHANNELS = 2 * 16 + 2 * 16
+
+
+def layer(device: torch.device) -> dict[str, Any]:
+    """Two sequences' projections, the convolution and its state, and for a step what follows."""
+    normal = lambda *size: torch.randn(*size, device=device)  # noqa: E731
+    slots = torch.tensor([2, 0], dtype=torch.int32, device=device)
+    conv_state, weight = normal(3, CHANNELS, 3), normal(CHANNELS, 4)
+    convolution = {"mixed_qkvz": normal(2, 96), "mixed_ba": normal(2, 4), "conv_state": conv_state}
+    convolution |= {"conv_weight": weight, "conv_bias": None}
+    rest = {"A_log": normal(2), "dt_bias": normal(2)}
+    return {**convolution, "state_pool": normal(3, 2, 16, 16), "slots": slots, **rest}
+
+
+def step(given: dict[str, Any], **options: Any) -> tuple[torch.Tensor, ...]:
+    return gdn_split.gdn_decode_step(*given.values(), *SIZES, **options), given["conv_state"], given["state_pool"]
+
+
+def convolve(given: dict[str, Any], **options: Any) -> tuple[torch.Tensor, ...]:
+    names = ("mixed_qkvz", "mixed_ba", "conv_state", "conv_weight", "conv_bias", "slots")
+    parts = gdn_split.split_conv1d_update(*[given[name] for name in names], *SIZES, **options)
+    return *parts, given["conv_state"]
+
+
+@pytest.fixture
+def as_on_a_gpu(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Calls on a CPU go straight too, to interpreted kernels; what went is noted."""
+    went: list[str] = []
+    monkeypatch.setattr(straight, "_is_on_gpu", lambda tensor: True)
+    if device.type == "cpu":
+        monkeypatch.setattr(launch, "device_limits", lambda device: DeviceLimits(132, 232448, 8))
+    for name in ("split_conv1d_update", "decode_step"):
+        function = getattr(straight, name)
+        noted = lambda *given, name=name, function=function: (went.append(name), function(*given))[1]  # noqa: E731
+        monkeypatch.setattr(straight, name, noted)
+    return went
+
+
+@pytest.mark.parametrize("function", [step, convolve])
+def test_a_straight_call_gives_what_the_op_gives(device: torch.device, function: Any, as_on_a_gpu: list[str]) -> None:
+    given = layer(device)
+    copy = {name: None if t is None else t.clone() for name, t in given.items()}
+    versions = given["conv_state"]._version
+    got = function(given)
+    assert len(as_on_a_gpu) == 1
+    assert given["conv_state"]._version > versions
+    shapes = [(tuple(t.shape), t.dtype) for t in got]
+    new = gdn_split.api.new_parts(copy["mixed_qkvz"], copy["mixed_ba"], gdn_split.plan.GroupShape(*SIZES))
+    wanted = function(copy, out=new if function is convolve else torch.empty_like(got[0]))
+    assert len(as_on_a_gpu) == 1
+    assert shapes == [(tuple(t.shape), t.dtype) for t in wanted]
+    for one, other in zip(got, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("function", [step, convolve])
+def test_a_straight_call_checks_its_arguments_in_every_call(
+    device: torch.device, function: Any, as_on_a_gpu: list[str]
+) -> None:
+    given = layer(device)
+    function(given)
+    shared = given | {"conv_weight": given["conv_state"].view(-1)[: CHANNELS * 4].view(CHANNELS, 4)}
+    with pytest.raises(ValueError, match=r"^conv_state must be a tensor that shares no memory with conv_weight"):
+        function(shared)
+    for name, value, error in (("mixed_ba", given["mixed_ba"][:1], ValueError), ("slots", [2, 0], TypeError)):
+        with pytest.raises(error, match=f"^{name}"):
+            function(given | {name: value})
+    with pytest.raises(TypeError, match=r"^tokens_per_sequence must be an int"):
+        function(given, tokens_per_sequence=1.0)
+
+
+class Nothing(TorchDispatchMode):
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+class Own(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize("function", [step, convolve])
+def test_modes_subclasses_and_tangents_go_by_the_dispatcher(
+    device: torch.device, function: Any, as_on_a_gpu: list[str]
+) -> None:
+    given = layer(device)
+    with Nothing():
+        function(given)
+    function(given | {"mixed_ba": given["mixed_ba"].as_subclass(Own)})
+    with torch.autograd.forward_ad.dual_level():
+        function(given)
+    assert as_on_a_gpu == []

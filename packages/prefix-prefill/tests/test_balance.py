@@ -28,6 +28,8 @@ class Config(NamedTuple):
     BLOCK_N: int = 16
     HEADS_KV: int = 2
     HEAD_TILES: int = 1
+    D: int = 16
+    IS_FP8: bool = False
     NEW_KV: bool = False
     HAS_LEFT: bool = False
     HAS_RIGHT: bool = True
@@ -185,6 +187,13 @@ def test_programs_have_as_much_to_do(device: torch.device, lengths, left: int) -
     config = CAUSAL._replace(HAS_LEFT=left >= 0)
     done = loads(of_lengths(device, lengths, window=(left, 0), config=config), lengths, left)
     assert max(done) <= 1.1 * sum(done) / len(done) + balance.LEAST.value, done
+
+
+@pytest.mark.parametrize(("head_size", "cut"), [(16, True), (256, False)], ids=["in the cache", "more than it holds"])
+def test_tiles_stay_whole_where_only_so_they_find_their_keys_in_the_cache(device: torch.device, head_size, cut) -> None:
+    """Shares of a chunk's tiles would begin at different keys, and each be read from memory."""
+    found = of_lengths(device, [(60_000, 8 * 12)], config=CAUSAL._replace(D=head_size))
+    assert any(piece.pieces > 1 for piece in itertools.chain(*found)) is cut
 
 
 def test_few_keys_are_not_cut_into_pieces_that_cost_more_than_they_save(device: torch.device) -> None:

@@ -47,7 +47,7 @@ def start_all_gather(x: Tensor, group: Any) -> Callable[[], Tensor]:
     if world == 1:
         return lambda: x[None]
     gathered = _op("all_gather_into_tensor", x)(x[None].contiguous(), world, _name(group))
-    return lambda: _wait(gathered)
+    return lambda: _with_contiguous_gradient(_wait(gathered))
 
 
 def all_gather(x: Tensor, group: Any) -> Tensor:
@@ -143,6 +143,13 @@ def _op(name: str, x: Tensor) -> Any:
     # torch 2.11 has derivatives in a namespace of their own.
     asked = x.requires_grad and torch.is_grad_enabled()
     return getattr(torch.ops._c10d_functional_autograd if asked else torch.ops._c10d_functional, name)
+
+
+def _with_contiguous_gradient(x: Tensor) -> Tensor:
+    """x, whose gradient torch 2.11 sends as it comes, and gloo wants contiguous: that of a sum is expanded."""
+    if x.requires_grad and not torch.compiler.is_compiling():
+        x.register_hook(Tensor.contiguous)
+    return x
 
 
 def _wait(x: Tensor) -> Tensor:

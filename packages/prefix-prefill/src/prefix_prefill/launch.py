@@ -319,6 +319,8 @@ def _with_pieces(attend: Run, problem: Problem, plan: PrefillPlan, forms: Prefil
     """A launch of the kernel for sm_90, which may leave tiles in parts, and one that merges them."""
     if plan.num_splits == 1:
         return lambda *tensors: attend(*tensors, None, None, None)
+    # The interpreter knows no launches that depend on each other.
+    dependent = device.type == "cuda"
     config = merge.MergeConfig(
         GROUP=problem.group,
         HEADS_KV=problem.num_heads_kv,
@@ -330,6 +332,7 @@ def _with_pieces(attend: Run, problem: Problem, plan: PrefillPlan, forms: Prefil
         BLOCK_D=max(16, power_of_two_at_least(problem.head_dim_v)),
         LIMIT=_limit(forms.out),
         WIDE=(problem.head_dim_v - 1) * forms.out.stride()[2] >= 2**31,
+        DEPENDENT=dependent,
     )
     programs = _programs(problem, plan)
     # By number of the piece, for all rows; by program, two for each.
@@ -338,7 +341,7 @@ def _with_pieces(attend: Run, problem: Problem, plan: PrefillPlan, forms: Prefil
     rest = (problem.tokens, *_lse_strides(forms.lse), problem.out_scale, forms.out.stride(), config)
     # More programs than that would wait for others' to end.
     grid = (min(entries * cdiv(plan.block_m, _MERGED_ROWS), 8 * plan.programs), 1, 1)
-    merge_pieces = Launch(merge.merge_pieces, grid, rest, device, num_warps=4)
+    merge_pieces = Launch(merge.merge_pieces, grid, rest, device, dependent_launch=dependent, num_warps=4)
 
     def run(*tensors: Tensor | None) -> None:
         given = PrefillTensors(*tensors)  # type: ignore[arg-type]

@@ -29,6 +29,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 
 # Each takes seconds, and is imported here once and not in every fork; a dispatch mode asks for the first.
@@ -81,8 +82,12 @@ def run(world: int, fn: Callable[..., Any], *args: Any, deadline: float = 60.0, 
     Raises:
         AssertionError: a rank's assertion failed; RuntimeError: it raised something else, or died. Either has the
             traceback of the rank that failed first, and the others are ended.
+        pytest.skip.Exception: with gloo where there are GPUs.
         TimeoutError: ranks were not done at the deadline; it says where each of them was.
     """
+    if backend == "gloo" and torch.cuda.is_available():
+        # What a fork of a process inherits of CUDA it cannot use, and autograd's threads neither.
+        pytest.skip("ranks over gloo are forks, which CUDA does not allow: hide the GPUs, by CUDA_VISIBLE_DEVICES=")
     method = "fork" if backend == "gloo" and sys.platform != "win32" else "spawn"
     context = multiprocessing.get_context(method)
     called = fn if method == "fork" else _InFile(fn.__code__.co_filename, fn.__name__)

@@ -19,12 +19,14 @@ import triton.language as tl
 from prefix_prefill.kernels.batch import sequence_at
 
 # Sequences that are looked at together.
-LANES: tl.constexpr = tl.constexpr(256)
+LANES: tl.constexpr = tl.constexpr(128)
 # A tile's beginning and end take the time of so many keys.
 OVERHEAD: tl.constexpr = tl.constexpr(192)
 # The fewest keys that a piece of a tile is worth, and what is lost by merging.
 LEAST: tl.constexpr = tl.constexpr(512)
 MERGING: tl.constexpr = tl.constexpr(512)
+# Keys and values that programs find in the cache again, though each is at other ones.
+CACHE_BYTES: tl.constexpr = tl.constexpr(32 * 2**20)
 
 
 class Costs(NamedTuple):
@@ -78,6 +80,12 @@ class Item(NamedTuple):
 
 
 @triton.jit
+def quotient(a, b):
+    """a // b, of numbers from 0 to below 2^53: by way of float64, in a third of the time that integers take."""
+    return (a.to(tl.float64) / b.to(tl.float64)).to(tl.int64)
+
+
+@triton.jit
 def costs_of(sequence, batch, C):
     """What the tiles of a sequence, or of a block of sequences, cost."""
     tiles = ((sequence.q_len + C.TOKENS - 1) // C.TOKENS).to(tl.int64)
@@ -111,19 +119,19 @@ def tile_at(x, costs, C):
     i = (2.0 * far / (b + tl.sqrt(b * b + 2.0 * C.TOKENS * far))).to(tl.int64)
     i = tl.where(cost_before(i, costs, C) > x, i - 1, i)
     i = tl.where(cost_before(i + 1, costs, C) <= x, i + 1, i)
-    return tl.where(x >= level, costs.ramp + (x - level) // (costs.cap + OVERHEAD), i)
+    return tl.where(x >= level, costs.ramp + quotient(tl.maximum(x - level, 0), costs.cap + OVERHEAD), i)
 
 
 @triton.jit
 def last_cost(costs, C):
     """What the last tile costs, which costs most."""
-    return OVERHEAD + tl.minimum(costs.base + (costs.tiles - 1) * C.TOKENS, costs.cap)
+    return tl.minimum(costs.base + (costs.tiles - 1) * C.TOKENS, costs.cap) + OVERHEAD
 
 
 @triton.jit
 def pieces_of(costs, work, C):
     """In how many pieces each tile of a sequence is cut."""
-    pieces = (last_cost(costs, C) + work.piece - 1) // work.piece
+    pieces = quotient(last_cost(costs, C) + work.piece - 1, work.piece)
     return tl.where(work.num_splits > 0, work.num_splits, pieces)
 
 
@@ -154,43 +162,59 @@ def place_at(x, o_lane, work, batch, C):
 def share_work(o_lane, programs, num_splits, batch, C):
     """How the programs of a launch share a batch. Each computes the same."""
     HEADS: tl.constexpr = C.HEADS_KV * C.HEAD_TILES
-    total = batch.rows.to(tl.int64) * 0
-    tiles = total
-    longest = total
-    shortest = total + 2**40
+    none = o_lane.to(tl.int64) * 0
+    all_costs = none
+    all_tiles = none
+    all_keys = none
+    longest = none
+    shortest = none + 2**40
     smallest = shortest
+    sequences = none
     for first in range(-1, batch.num_sequences + 1, LANES):
-        costs = costs_of(sequence_at(batch, first + o_lane, C), batch, C)
+        sequence = sequence_at(batch, first + o_lane, C)
+        costs = costs_of(sequence, batch, C)
         there = costs.tiles > 0
         last = last_cost(costs, C)
-        total += tl.sum(cost_before(costs.tiles, costs, C), 0)
-        tiles += tl.sum(costs.tiles, 0)
-        longest = tl.maximum(longest, tl.max(tl.where(there, last, 0), 0))
-        shortest = tl.minimum(shortest, tl.min(tl.where(there, last, 2**40), 0))
-        smallest = tl.minimum(smallest, tl.min(tl.where(there, OVERHEAD + costs.base, 2**40), 0))
-    total = total * HEADS
-    tiles = tl.maximum(tiles * HEADS, 1)
-    share = tl.maximum((total + programs - 1) // programs, 2 * LEAST)
-    splits = tl.maximum(programs // tiles, 1)
-    piece = tl.maximum((longest + splits - 1) // splits, 2 * LEAST)
-    # How long either way takes: a share and the merging; or the mean, the programs that idle in the last round, when
-    # the shortest pieces are at work, and how unlike the sequences are.
+        all_costs += cost_before(costs.tiles, costs, C)
+        all_tiles += costs.tiles
+        all_keys += tl.where(there, sequence.length, 0)
+        sequences += there.to(tl.int64)
+        longest = tl.maximum(longest, tl.where(there, last, 0))
+        shortest = tl.minimum(shortest, tl.where(there, last, 2**40))
+        smallest = tl.minimum(smallest, tl.where(there, costs.base + OVERHEAD, 2**40))
+    total = tl.sum(all_costs, 0) * HEADS
+    tiles = tl.maximum(tl.sum(all_tiles, 0) * HEADS, 1)
+    longest = tl.max(longest, 0)
+    share = tl.maximum(quotient(total + programs - 1, programs), 2 * LEAST)
+    splits = tl.maximum(quotient(programs, tiles), 1)
+    piece = tl.maximum(quotient(longest + splits - 1, splits), 2 * LEAST)
+    # How long either way takes. Whole tiles: the mean, the programs that idle in the last round, when the shortest
+    # pieces are at work, and how unlike the sequences are.
     pieces = tiles * splits
-    idle = (pieces + programs - 1) // programs * programs - pieces
-    whole = tl.maximum(total // programs, piece)
+    idle = quotient(pieces + programs - 1, programs) * programs - pieces
+    whole = tl.maximum(quotient(total, programs), piece)
     if splits == 1:
-        whole = (total + idle * smallest) // programs + longest - shortest
-    line = (num_splits == 0) & (share + MERGING < whole)
-    cut = tl.where(num_splits > 0, num_splits, splits) > 1
+        whole = quotient(total + idle * tl.min(smallest, 0), programs) + longest - tl.min(shortest, 0)
+    # Shares: the merging; and where tiles have their keys in common, and those are more than the cache holds, each
+    # program reads them from memory for itself.
+    apart = share + MERGING
+    kept = tl.sum(all_keys, 0) * (C.HEADS_KV * C.D * (2 if C.IS_FP8 else 4)) <= CACHE_BYTES
+    if (not kept) & (tiles > tl.sum(sequences, 0) * HEADS):
+        apart += share // 4
+    line = (num_splits == 0) & (apart < whole)
+    each = tl.where(num_splits > 0, num_splits, splits)
     work = Work(line, share, piece, num_splits, total, programs, total)
     if not line:
-        total = total * 0
-        for first in range(-1, batch.num_sequences + 1, LANES):
-            total += tl.sum(extent(first + o_lane, work, batch, C), 0)
+        total = tiles * each
+        if (num_splits == 0) & (splits > 1):
+            # Short sequences are cut into fewer.
+            total = total * 0
+            for first in range(-1, batch.num_sequences + 1, LANES):
+                total += tl.sum(extent(first + o_lane, work, batch, C), 0)
         # As ``plan.most_tiles`` has it: bounds that decrease would make more, and parts of them have no memory.
         most = batch.rows // C.TOKENS + tl.minimum(batch.num_sequences + 2, batch.rows)
-        total = tl.minimum(total, most.to(tl.int64) * HEADS * tl.maximum(num_splits, 1) * splits)
-    entries = tl.where(line, 2 * programs, tl.where(cut, total, 0))
+        total = tl.minimum(total, most.to(tl.int64) * HEADS * each)
+    entries = tl.where(line, 2 * programs, tl.where(each > 1, total, 0))
     return Work(line, share, piece, num_splits, total, programs, entries)
 
 
@@ -212,10 +236,11 @@ def piece_at(x, i_program, place, costs, work, C):
     HEADS: tl.constexpr = C.HEADS_KV * C.HEAD_TILES
     pieces = pieces_of(costs, work, C)
     own = x - place.low
-    i_piece = own // HEADS // costs.tiles
-    after = x // work.programs + 1
+    i_all = own // HEADS
+    i_piece = quotient(i_all, tl.maximum(costs.tiles, 1))
+    i_tile = costs.tiles - 1 - (i_all - i_piece * costs.tiles)
+    after = quotient(x, work.programs) + 1
     following = after * work.programs + tl.where(after % 2 == 1, work.programs - 1 - i_program, i_program)
-    i_tile = costs.tiles - 1 - own // HEADS % costs.tiles
     return Item(own % HEADS, i_tile, i_piece, i_piece + 1, pieces, i_piece, pieces, x - i_piece * 0), following
 
 
@@ -233,13 +258,13 @@ def share_at(x, end, i_program, place, costs, work, C):
     A tile is cut at the programs' beginnings that lie from LEAST behind its own to LEAST before its end.
     """
     each = cost_before(costs.tiles, costs, C)
-    i_head = (x - place.low) // each
+    i_head = quotient(x - place.low, tl.maximum(each, 1))
     head_low = place.low + i_head * each
     i_tile = tile_at(x - head_low, costs, C)
     low = head_low + cost_before(i_tile, costs, C)
     high = head_low + cost_before(i_tile + 1, costs, C)
-    first_cut = (low + LEAST + work.share - 1) // work.share
-    cuts = tl.maximum((high - LEAST) // work.share - first_cut + 1, 0)
+    first_cut = quotient(low + LEAST + work.share - 1, work.share)
+    cuts = tl.maximum(quotient(tl.maximum(high - LEAST, 0), work.share) - first_cut + 1, 0)
     begin = snapped(i_program * work.share, low, high)
     to = snapped(end, low, high)
     i_piece = tl.where(begin > low, i_program - first_cut + 1, 0)

@@ -49,6 +49,7 @@ class MergeConfig(NamedTuple):
     BLOCK_D: int
     LIMIT: int
     WIDE: bool
+    DEPENDENT: bool  # started before the kernel that leaves the parts has ended
 
 
 @triton.jit
@@ -146,6 +147,8 @@ def merge_pieces(
     C: tl.constexpr = config._replace()
     H: tl.constexpr = C.GROUP * C.HEADS_KV
     BLOCKS: tl.constexpr = (C.BLOCK_M + C.ROWS - 1) // C.ROWS
+    if C.DEPENDENT:
+        tl.extra.cuda.gdc_wait()
     i = tl.program_id(0)
     while i < tl.load(p_entries) * BLOCKS:
         p_entry = p_entries + (i // BLOCKS + 1).to(tl.int64) * ENTRY

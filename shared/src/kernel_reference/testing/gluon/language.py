@@ -68,18 +68,22 @@ LANGUAGE: dict[str, Any] = {
     "store": store,
     "reshape": lambda x, shape: Value(x.data.reshape([int(size) for size in shape])),
     "convert_layout": lambda x, layout: x,
-    "inline_asm_elementwise": lambda asm, constraints, arguments, *_, **__: arguments[0],
+    # What only moves numbers, or gives their reciprocals.
+    "inline_asm_elementwise": lambda asm, constraints, arguments, *_, **__: (
+        1.0 / arguments[0] if "rcp" in asm else arguments[0]
+    ),
     "to_tensor": lambda x: x if isinstance(x, Value) else Value(x),
     "allocate_shared_memory": allocate,
     "warp_specialize": warp_specialize,
     "debug_barrier": linger,
+    "extra": SimpleNamespace(cuda=SimpleNamespace(gdc_launch_dependents=lambda: None)),
     "assume": _assume,
     "NVMMASharedLayout": NVMMASharedLayout,
     **dict.fromkeys(
         ("SwizzledSharedLayout", "NVMMADistributedLayout", "DotOperandLayout", "SliceLayout", "BlockedLayout"), Layout
     ),
     **{str(dtype).removeprefix("torch."): DType(dtype) for dtype in (
-        torch.int32, torch.int64, torch.float32, torch.float16, torch.bfloat16
+        torch.int32, torch.int64, torch.float32, torch.float64, torch.float16, torch.bfloat16
     )},
 }  # fmt: skip
 

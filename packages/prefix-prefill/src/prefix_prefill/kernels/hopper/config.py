@@ -9,8 +9,8 @@ from triton.experimental import gluon
 ROWS: tl.constexpr = tl.constexpr(64)
 # Rows whose masked values are zeroed together.
 STRIP: tl.constexpr = tl.constexpr(16)
-# Pieces of tiles that are looked up at a time.
-ITEMS: tl.constexpr = tl.constexpr(16)
+# Pieces of tiles that are looked up ahead, the one that is worked on included.
+SLOTS: tl.constexpr = tl.constexpr(4)
 
 
 class Config(NamedTuple):

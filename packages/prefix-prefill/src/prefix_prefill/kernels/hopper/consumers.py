@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from prefix_prefill.kernels.hopper.config import ROWS, STRIP, column_of, every, width_of
 from prefix_prefill.kernels.hopper.epilogue import finish
-from prefix_prefill.kernels.hopper.items import done, fill, items_of, loop_of, tile_of
+from prefix_prefill.kernels.hopper.items import done, has_item, loop_of, tile_of
 from prefix_prefill.kernels.hopper.memory import release, wait_full
 from prefix_prefill.kernels.hopper.producers import cached_tiles, end_of_tile, key_of_tile
 from prefix_prefill.kernels.hopper.rows import afresh, pointers_to, row_layout, rows_of, scale_all, scale_rows, scaled
@@ -176,36 +176,17 @@ def load_q(pointers, q_tiles, i_consumer, tile, cached_scale, strides, V, C):
 
 
 @gluon.jit
-def consume_first(pointers, memory, k, v, table, num_splits, batch, scores, numbers, sizes, C):
-    """The first consumer, which also looks up what all roles work on."""
-    consume_items(pointers, memory, k, v, 0, table, (num_splits, batch), scores, numbers, sizes, C)
-
-
-@gluon.jit
 def consume(pointers, memory, k, v, i_consumer, table, scores, numbers, sizes, C):
-    """Another consumer."""
-    consume_items(pointers, memory, k, v, i_consumer, table, None, scores, numbers, sizes, C)
-
-
-@gluon.jit
-def consume_items(pointers, memory, k, v, i_consumer, table, given, scores, numbers, sizes, C):
-    """64 rows of each tile: outputs, or partial results. ``given``: what items are looked up by, where that is here."""
+    """64 rows of each tile: outputs, or partial results."""
     before = sizes.rows * 0
     edges = before
-    i_round = before
+    i_item = before
     i_consumer = before + i_consumer
-    more = i_round == 0
-    while more:
-        if given is not None:
-            fill(table, i_round, given[0], given[1], pointers.parts[2], C)
-        count, more = items_of(table, i_round, 4)
-        for i_item in range(count):
-            at = (before, edges)
-            before, edges = attend_tile(
-                pointers, memory, k, v, i_consumer, table, i_item, at, scores, numbers, sizes, C
-            )
-        done(table)
-        i_round += 1
+    while has_item(table, i_item, 4):
+        at = (before, edges)
+        before, edges = attend_tile(pointers, memory, k, v, i_consumer, table, i_item, at, scores, numbers, sizes, C)
+        done(table, i_item)
+        i_item += 1
 
 
 @gluon.jit
@@ -224,9 +205,9 @@ def attend_tile(pointers, memory, k, v, i_consumer, table, i_item, at, scores, n
     tile = tile_of(table, i_item, C, 4)
     loop = loop_of(tile, sizes, C)
 
-    scale = scores.softmax_scale
-    if not C.SOFTCAP:
-        scale = scores.softmax_scale * LOG2_E
+    scale = scores.softmax_scale * LOG2_E
+    if C.SOFTCAP:
+        scale = scale * (2.0 / scores.softcap)
     cached_scale = scale
     v_scale = 1.0
     if C.IS_FP8:
@@ -269,7 +250,7 @@ def attend_tile(pointers, memory, k, v, i_consumer, table, i_item, at, scores, n
     if C.DRAFT:
         all_high = gl.minimum(all_high, tile.context)
     scoring = Scoring(
-        cached_scale, scale, scores.softcap, sizes, slope, positions, draft, (table, i_item), all_low, all_high
+        cached_scale, scale, scores.softcap * LOG2_E, sizes, slope, positions, draft, (table, i_item), all_low, all_high
     )
 
     running_max = gl.full([ROWS], float("-inf"), gl.float32, L_ROW)

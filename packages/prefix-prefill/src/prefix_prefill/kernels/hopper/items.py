@@ -1,8 +1,8 @@
-"""What a persistent program of the sm_90 kernel works on: pieces of tiles, looked up by one of its warps for all.
+"""What a persistent program of the sm_90 kernel works on: pieces of tiles, looked up by a warp of its own, some ahead.
 
-    the first consumer  --full-->  every role  --empty-->  the first consumer
+    schedule  --full-->  every other role  --empty-->  schedule
 
-The table holds ITEMS pieces; most programs have fewer and fill it once.
+Consumers, loads and converters would each lose the time that looking up takes; this warp has no other work.
 """
 
 from typing import NamedTuple
@@ -19,14 +19,15 @@ from prefix_prefill.kernels.balance import (
     first_place,
     piece_at,
     place_at,
+    quotient,
     share_at,
     share_work,
 )
 from prefix_prefill.kernels.batch import Sequence, keys_of, sequence_at
-from prefix_prefill.kernels.hopper.config import ITEMS, Loop, Tile
+from prefix_prefill.kernels.hopper.config import SLOTS, Loop, Tile
 from prefix_prefill.kernels.merge import write_entry, write_no_entries
 
-# Places of an item's numbers, and of the table's: how many items it holds, and whether more follow.
+# Places of an item's numbers in its slot. IS_ITEM is 0 behind the last one.
 BEGIN: gl.constexpr = gl.constexpr(0)
 Q_LEN: gl.constexpr = gl.constexpr(1)
 CONTEXT: gl.constexpr = gl.constexpr(2)
@@ -37,19 +38,16 @@ I_HEAD: gl.constexpr = gl.constexpr(6)
 FROM_TILE: gl.constexpr = gl.constexpr(7)
 TO_TILE: gl.constexpr = gl.constexpr(8)
 PART: gl.constexpr = gl.constexpr(9)
-I_N: gl.constexpr = gl.constexpr(10)
-FIELDS: gl.constexpr = gl.constexpr(11)
-COUNT: gl.constexpr = gl.constexpr(ITEMS * 11)
-MORE: gl.constexpr = gl.constexpr(ITEMS * 11 + 1)
-BY_SHARE: gl.constexpr = gl.constexpr(ITEMS * 11 + 2)
-NUMBERS: gl.constexpr = gl.constexpr(ITEMS * 11 + 3)
+BY_SHARE: gl.constexpr = gl.constexpr(10)
+I_N: gl.constexpr = gl.constexpr(11)
+IS_ITEM: gl.constexpr = gl.constexpr(12)
+FIELDS: gl.constexpr = gl.constexpr(13)
 
 
 class Table(NamedTuple):
-    """Items in shared memory, where on the line those after them begin, and the barriers of who fills and reads it."""
+    """Slots for items in shared memory, and their barriers."""
 
     numbers: object
-    following: object
     full: object
     empty: object
 
@@ -57,18 +55,18 @@ class Table(NamedTuple):
 @gluon.jit
 def table_of(readers: gl.constexpr):
     """An empty table, which so many roles read."""
-    numbers = gl.allocate_shared_memory(gl.int32, [NUMBERS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(full.index(0), count=1)
-    mbarrier.init(empty.index(0), count=readers)
-    following = gl.allocate_shared_memory(gl.int64, [1, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    return Table(numbers, following, full, empty)
+    numbers = gl.allocate_shared_memory(gl.int32, [SLOTS * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=readers)
+    return Table(numbers, full, empty)
 
 
 @gluon.jit
 def put(numbers, i, number):
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     numbers.index(i).store((gl.full([1], 0, gl.int64, layout) + number).to(numbers.dtype))
 
 
@@ -79,24 +77,22 @@ def get(numbers, i, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def fill(table, i_round, num_splits, batch, p_entries, C):
-    """Look up the next items, once every role has read those before.
-
-    How programs share is computed again in each round: kept, it would take registers from the main loop.
+def schedule(table, num_splits, batch, p_entries, C):
+    """The scheduler's warp: put every item of this program into the next slot that is empty, then that there are no
+    more.
     """
-    # Before the first round there is none to wait for.
-    mbarrier.wait(table.empty.index(0), (i_round & 1) ^ 1)
     i_program = gl.program_id(0).to(gl.int64)
-    o_lane = gl.arange(0, LANES, gl.BlockedLayout([LANES // 128], [32], [4], [0]))
+    o_lane = gl.arange(0, LANES, gl.BlockedLayout([LANES // 32], [32], [1], [0]))
+    if C.IN_PARTS:
+        # The merge may be started as soon as there is room for its programs; it waits for the end of these.
+        tl.extra.cuda.gdc_launch_dependents()
     work = share_work(o_lane, gl.num_programs(0).to(gl.int64), num_splits, batch, C)
     x, end = first_place(i_program, work)
-    if i_round > 0:
-        x = get(table.following, 0, 4)
-    elif C.IN_PARTS:
+    if C.IN_PARTS:
         write_no_entries(p_entries, i_program, work)
     place = Place(batch.num_sequences * 0 - 1, x * 0, x * 0)
     count = batch.num_sequences * 0
-    while (x < end) & (count < ITEMS):
+    while x < end:
         if x >= place.high:
             place = place_at(x, o_lane, work, batch, C)
         sequence = sequence_at(batch, place.i_n, C)
@@ -107,50 +103,70 @@ def fill(table, i_round, num_splits, batch, p_entries, C):
         else:
             item, x = piece_at(x, i_program, place, costs, work, C)
         if item.pieces > 0:
-            i_tile = item.i_tile.to(gl.int32)
-            keys = keys_of(sequence, i_tile, batch.left, batch.right, C)
-            tiles = (keys.cached_tiles + keys.new_tiles).to(gl.int64)
-            first = count * FIELDS
             part = x * 0 - 1
             if C.IN_PARTS:
                 part = write_entry(p_entries, at, i_program, item, sequence, work, C)
-            put(table.numbers, first + BEGIN, sequence.begin)
-            put(table.numbers, first + Q_LEN, sequence.q_len)
-            put(table.numbers, first + CONTEXT, sequence.context)
-            put(table.numbers, first + LENGTH, sequence.length)
-            put(table.numbers, first + VALID, sequence.valid)
-            put(table.numbers, first + I_TILE, i_tile)
-            put(table.numbers, first + I_HEAD, item.i_head)
-            put(table.numbers, first + FROM_TILE, tiles * item.low // item.parts)
-            put(table.numbers, first + TO_TILE, tiles * item.high // item.parts)
-            put(table.numbers, first + PART, part)
-            put(table.numbers, first + I_N, place.i_n)
+            put_item(table, count, item, part, place.i_n, sequence, work, batch, C)
             count += 1
-    put(table.numbers, COUNT, count)
-    put(table.numbers, BY_SHARE, work.line)
-    put(table.numbers, MORE, x < end)
-    put(table.following, 0, x)
+    slot = empty_slot(table, count)
+    put(table.numbers, slot * FIELDS + IS_ITEM, 0)
     tl.debug_barrier()
-    mbarrier.arrive(table.full.index(0))
+    mbarrier.arrive(table.full.index(slot))
 
 
 @gluon.jit
-def items_of(table, i_round, WARPS: gl.constexpr):
-    """How many items a round has, and whether another follows; once they are there."""
-    mbarrier.wait(table.full.index(0), i_round & 1)
-    return get(table.numbers, COUNT, WARPS), get(table.numbers, MORE, WARPS) != 0
+def empty_slot(table, i):
+    """The slot of item i, once every role has read what was there."""
+    slot = i % SLOTS
+    # The first items find slots that nobody has read, and wait for none.
+    mbarrier.wait(table.empty.index(slot), (i // SLOTS & 1) ^ 1)
+    return slot
 
 
 @gluon.jit
-def done(table):
-    """All items of a round have been read."""
-    mbarrier.arrive(table.empty.index(0))
+def put_item(table, i, item, part, i_n, sequence, work, batch, C):
+    """Item i, for every role to read."""
+    i_tile = item.i_tile.to(gl.int32)
+    keys = keys_of(sequence, i_tile, batch.left, batch.right, C)
+    tiles = (keys.cached_tiles + keys.new_tiles).to(gl.int64)
+    slot = empty_slot(table, i)
+    first = slot * FIELDS
+    put(table.numbers, first + BEGIN, sequence.begin)
+    put(table.numbers, first + Q_LEN, sequence.q_len)
+    put(table.numbers, first + CONTEXT, sequence.context)
+    put(table.numbers, first + LENGTH, sequence.length)
+    put(table.numbers, first + VALID, sequence.valid)
+    put(table.numbers, first + I_TILE, i_tile)
+    put(table.numbers, first + I_HEAD, item.i_head)
+    put(table.numbers, first + FROM_TILE, quotient(tiles * item.low, item.parts))
+    put(table.numbers, first + TO_TILE, quotient(tiles * item.high, item.parts))
+    put(table.numbers, first + PART, part)
+    put(table.numbers, first + BY_SHARE, work.line)
+    put(table.numbers, first + I_N, i_n)
+    put(table.numbers, first + IS_ITEM, 1)
+    tl.debug_barrier()
+    mbarrier.arrive(table.full.index(slot))
+
+
+@gluon.jit
+def has_item(table, i, WARPS: gl.constexpr):
+    """Whether there is an item i; once that is known."""
+    slot = i % SLOTS
+    mbarrier.wait(table.full.index(slot), i // SLOTS & 1)
+    return get(table.numbers, slot * FIELDS + IS_ITEM, WARPS) != 0
+
+
+@gluon.jit
+def done(table, i):
+    """Nothing more is read of item i."""
+    tl.debug_barrier()
+    mbarrier.arrive(table.empty.index(i % SLOTS))
 
 
 @gluon.jit
 def tile_of(table, i, C, WARPS: gl.constexpr):
     """Item i of the table."""
-    first = i * FIELDS
+    first = i % SLOTS * FIELDS
     i_head = get(table.numbers, first + I_HEAD, WARPS)
     return Tile(
         get(table.numbers, first + BEGIN, WARPS), get(table.numbers, first + Q_LEN, WARPS),
@@ -158,14 +174,14 @@ def tile_of(table, i, C, WARPS: gl.constexpr):
         get(table.numbers, first + VALID, WARPS) != 0, get(table.numbers, first + I_TILE, WARPS),
         i_head % C.HEADS_KV, i_head // C.HEADS_KV, get(table.numbers, first + FROM_TILE, WARPS),
         get(table.numbers, first + TO_TILE, WARPS), get(table.numbers, first + PART, WARPS),
-        get(table.numbers, BY_SHARE, WARPS) != 0, get(table.numbers, first + I_N, WARPS),
+        get(table.numbers, first + BY_SHARE, WARPS) != 0, get(table.numbers, first + I_N, WARPS),
     )  # fmt: skip
 
 
 @gluon.jit
 def context_of(table, i, WARPS: gl.constexpr):
     """The older tokens of item i's sequence."""
-    return get(table.numbers, i * FIELDS + CONTEXT, WARPS)
+    return get(table.numbers, i % SLOTS * FIELDS + CONTEXT, WARPS)
 
 
 @gluon.jit

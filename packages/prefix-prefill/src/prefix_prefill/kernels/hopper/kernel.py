@@ -7,8 +7,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from prefix_prefill.kernels.batch import Batch
 from prefix_prefill.kernels.groups import Numbers, Scores
 from prefix_prefill.kernels.hopper.config import ROWS, Config, Pointers, Sizes, Strides, begin_with
-from prefix_prefill.kernels.hopper.consumers import consume, consume_first
-from prefix_prefill.kernels.hopper.items import table_of
+from prefix_prefill.kernels.hopper.consumers import consume
+from prefix_prefill.kernels.hopper.items import schedule, table_of
 from prefix_prefill.kernels.hopper.memory import (
     Memory,
     Ring,
@@ -109,31 +109,35 @@ def attend(
         ATTENDING: gl.constexpr = 184 if C.NEW_KV else 232
         if C.CONSUMERS == 1:
             gl.warp_specialize([
-                (consume_first, (pointers, memory, k, v, table, num_splits, batch, scores, numbers, sizes, C)),
+                (consume, (pointers, memory, k, v, 0, table, scores, numbers, sizes, C)),
                 (convert, (k_fp8, k, table, batch, C)),
                 (convert, (v_fp8, v, table, batch, C)),
                 (load_keys, (d_k_cached, d_k_new, p_table, k_fp8, k, table, sizes, batch, C)),
                 (load_values, (d_v_cached, d_v_new, p_table, v_fp8, v, table, sizes, batch, C)),
-            ], [2, 2, 1, 1], [CONVERTING, CONVERTING, 24, 24])  # fmt: skip
+                (schedule, (table, num_splits, batch, p_parts[2], C)),
+            ], [2, 2, 1, 1, 1], [CONVERTING, CONVERTING, 24, 24, 24])  # fmt: skip
         else:
             gl.warp_specialize([
-                (consume_first, (pointers, memory, k, v, table, num_splits, batch, scores, numbers, sizes, C)),
+                (consume, (pointers, memory, k, v, 0, table, scores, numbers, sizes, C)),
                 (consume, (pointers, memory, k, v, second, table, scores, numbers, sizes, C)),
                 (convert, (k_fp8, k, table, batch, C)),
                 (convert, (v_fp8, v, table, batch, C)),
                 (load_keys, (d_k_cached, d_k_new, p_table, k_fp8, k, table, sizes, batch, C)),
                 (load_values, (d_v_cached, d_v_new, p_table, v_fp8, v, table, sizes, batch, C)),
-            ], [4, 2, 2, 1, 1], [ATTENDING, CONVERTING, CONVERTING, 24, 24])  # fmt: skip
+                (schedule, (table, num_splits, batch, p_parts[2], C)),
+            ], [4, 2, 2, 1, 1, 1], [ATTENDING, CONVERTING, CONVERTING, 24, 24, 24])  # fmt: skip
     elif C.CONSUMERS == 1:
         gl.warp_specialize([
-            (consume_first, (pointers, memory, k, v, table, num_splits, batch, scores, numbers, sizes, C)),
+            (consume, (pointers, memory, k, v, 0, table, scores, numbers, sizes, C)),
             (load_keys, (d_k_cached, d_k_new, p_table, k, k, table, sizes, batch, C)),
             (load_values, (d_v_cached, d_v_new, p_table, v, v, table, sizes, batch, C)),
-        ], [1, 1], [24, 24])  # fmt: skip
+            (schedule, (table, num_splits, batch, p_parts[2], C)),
+        ], [1, 1, 1], [80, 80, 80])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume_first, (pointers, memory, k, v, table, num_splits, batch, scores, numbers, sizes, C)),
+            (consume, (pointers, memory, k, v, 0, table, scores, numbers, sizes, C)),
             (consume, (pointers, memory, k, v, second, table, scores, numbers, sizes, C)),
             (load_keys, (d_k_cached, d_k_new, p_table, k, k, table, sizes, batch, C)),
             (load_values, (d_v_cached, d_v_new, p_table, v, v, table, sizes, batch, C)),
-        ], [4, 1, 1], [240, 32, 32])  # fmt: skip
+            (schedule, (table, num_splits, batch, p_parts[2], C)),
+        ], [4, 1, 1, 1], [232, 48, 48, 48])  # fmt: skip

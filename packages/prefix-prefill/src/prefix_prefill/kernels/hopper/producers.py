@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from prefix_prefill.kernels.hopper.config import STRIP, Source, column_of, width_of
-from prefix_prefill.kernels.hopper.items import done, items_of, loop_of, tile_of
+from prefix_prefill.kernels.hopper.items import done, has_item, loop_of, tile_of
 from prefix_prefill.kernels.hopper.memory import release, wait_empty
 
 # Of each converter, keys and values.
@@ -134,30 +134,27 @@ def load(d_cache, d_new, p_table, cached, ring, table, sizes, batch, TILES: gl.c
     ELEMENT_BYTES: gl.constexpr = d_cache[0].dtype.primitive_bitwidth // 8
     before = batch.num_sequences * 0
     before_cached = before
-    i_round = before
-    more = i_round == 0
-    while more:
-        count, more = items_of(table, i_round, 1)
-        for i_item in range(count):
-            tile = tile_of(table, i_item, C, 1)
-            loop = loop_of(tile, batch, C)
-            i_n = gl.minimum(gl.maximum(tile.i_n, 0), batch.num_sequences - 1)
-            p_row = p_table + i_n.to(gl.int64) * sizes.s_table
-            source = Source(p_row, sizes.num_blocks, tile.i_kv, sizes.rows, tile.begin - tile.context)
-            tiles = cached_tiles(loop, C)
-            at = before_cached if ELEMENT_BYTES == 1 else before
-            load_cached(d_cache, cached, at, tiles, source, loop, TILES, C)
-            before_cached += tiles
-            if C.NEW_KV:
-                if ELEMENT_BYTES == 1:
-                    # Only once the converter has waited for the last cached tile's stage may a new tile's be waited
-                    # for: from two phases ahead the past looks like the future.
-                    last = gl.maximum(before_cached - 1, 0)
-                    mbarrier.wait(cached.empty.index(last % C.STAGES), last // C.STAGES & 1, pred=before_cached > 0)
-                load_new(d_new, ring, before, tiles, source, loop, TILES, C)
-            before += loop.count
-        done(table)
-        i_round += 1
+    i_item = before
+    while has_item(table, i_item, 1):
+        tile = tile_of(table, i_item, C, 1)
+        loop = loop_of(tile, batch, C)
+        done(table, i_item)
+        i_item += 1
+        i_n = gl.minimum(gl.maximum(tile.i_n, 0), batch.num_sequences - 1)
+        p_row = p_table + i_n.to(gl.int64) * sizes.s_table
+        source = Source(p_row, sizes.num_blocks, tile.i_kv, sizes.rows, tile.begin - tile.context)
+        tiles = cached_tiles(loop, C)
+        at = before_cached if ELEMENT_BYTES == 1 else before
+        load_cached(d_cache, cached, at, tiles, source, loop, TILES, C)
+        before_cached += tiles
+        if C.NEW_KV:
+            if ELEMENT_BYTES == 1:
+                # Only once the converter has waited for the last cached tile's stage may a new tile's be waited
+                # for: from two phases ahead the past looks like the future.
+                last = gl.maximum(before_cached - 1, 0)
+                mbarrier.wait(cached.empty.index(last % C.STAGES), last // C.STAGES & 1, pred=before_cached > 0)
+            load_new(d_new, ring, before, tiles, source, loop, TILES, C)
+        before += loop.count
 
 
 @gluon.jit
@@ -165,19 +162,16 @@ def convert(cached, ring, table, batch, C):
     """Widen the tiles of 8-bit keys, or values, of all items to 16 bits, as soon as there is an empty stage."""
     before = batch.num_sequences * 0
     before_cached = before
-    i_round = before
-    more = i_round == 0
-    while more:
-        count, more = items_of(table, i_round, CONVERTER_WARPS)
-        for i_item in range(count):
-            loop = loop_of(tile_of(table, i_item, C, CONVERTER_WARPS), batch, C)
-            tiles = cached_tiles(loop, C)
-            for i in range(tiles):
-                convert_tile(cached, ring, before_cached + i, before + i, C)
-            before_cached += tiles
-            before += loop.count
-        done(table)
-        i_round += 1
+    i_item = before
+    while has_item(table, i_item, CONVERTER_WARPS):
+        loop = loop_of(tile_of(table, i_item, C, CONVERTER_WARPS), batch, C)
+        done(table, i_item)
+        i_item += 1
+        tiles = cached_tiles(loop, C)
+        for i in range(tiles):
+            convert_tile(cached, ring, before_cached + i, before + i, C)
+        before_cached += tiles
+        before += loop.count
 
 
 @gluon.jit

@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from prefix_prefill.kernels.hopper.items import context_of
-from prefix_prefill.kernels.softmax import LOG2_E, drafted, finite, soft_capped
+from prefix_prefill.kernels.softmax import LOG2_E, drafted, finite
 
 # Where bfloat16 is multiplied as float16, a row's largest number is brought to 2^14 and more, and so is a weight of 1:
 # what is 2^-28 times as large is then still a normal number.
@@ -17,14 +17,15 @@ TINY: gl.constexpr = gl.constexpr(1.2e-38)
 
 
 class Scoring(NamedTuple):
-    """What makes scores of products: their scale, for cached keys and for new ones, cap and window, and, of each row,
-    the slope, and in shared memory the position and the halves of its mask of drafts; the item in
-    the table. All rows see the keys from ``all_low`` to before ``all_high``.
+    """What makes scores of products: their scale, for cached keys and for new ones (with a soft cap that of what it
+    takes, twice the scores over the cap), cap and window, and, of each row, the slope, and in shared memory the
+    position and the halves of its mask of drafts; the item in the table. All rows see the keys from ``all_low`` to
+    before ``all_high``.
     """
 
     cached_scale: object
     scale: object
-    softcap: object
+    cap: object
     window: object
     slope: object
     positions: object
@@ -64,6 +65,42 @@ def powers_of_two(most):
 
 
 @gluon.jit
+def reciprocal(x):
+    """1 / x, of numbers from 1 on.
+
+    The unit that makes exponentials makes one in four of these. It is what a capped softmax waits for, so the others
+    are made by multiplications: two steps of third order from a guess that is made of the bits of x, 2^100 at most.
+    """
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 b;
+        .reg .f32 x, y, t;
+        rcp.approx.ftz.f32 $0, $4;
+        min.NaN.f32 x, $5, 0f71800000; mov.b32 b, x; sub.s32 b, 0x7EF311C7, b; mov.b32 y, b; neg.f32 x, x;
+        fma.rn.f32 t, x, y, 0f3F800000; fma.rn.f32 t, t, t, t; fma.rn.f32 y, t, y, y;
+        fma.rn.f32 t, x, y, 0f3F800000; fma.rn.f32 t, t, t, t; fma.rn.f32 $1, t, y, y;
+        min.NaN.f32 x, $6, 0f71800000; mov.b32 b, x; sub.s32 b, 0x7EF311C7, b; mov.b32 y, b; neg.f32 x, x;
+        fma.rn.f32 t, x, y, 0f3F800000; fma.rn.f32 t, t, t, t; fma.rn.f32 y, t, y, y;
+        fma.rn.f32 t, x, y, 0f3F800000; fma.rn.f32 t, t, t, t; fma.rn.f32 $2, t, y, y;
+        min.NaN.f32 x, $7, 0f71800000; mov.b32 b, x; sub.s32 b, 0x7EF311C7, b; mov.b32 y, b; neg.f32 x, x;
+        fma.rn.f32 t, x, y, 0f3F800000; fma.rn.f32 t, t, t, t; fma.rn.f32 y, t, y, y;
+        fma.rn.f32 t, x, y, 0f3F800000; fma.rn.f32 t, t, t, t; fma.rn.f32 $3, t, y, y;
+        }""",
+        "=f,=f,=f,=f,f,f,f,f",
+        [x],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@gluon.jit
+def soft_capped(doubled, cap):
+    """``cap * tanh(doubled / 2)`` as ``cap - 2 cap / (1 + exp(doubled))``; ``doubled`` and cap in units of log2(e)."""
+    return cap - 2.0 * cap * reciprocal(1.0 + gl.exp2(doubled))
+
+
+@gluon.jit
 def natural_log_sum_exp(running_max, row_sum, unit):
     """log(2^running_max row_sum), and -inf for a row that saw no key; running_max in units of a rounded unit log2(e).
 
@@ -94,7 +131,7 @@ def update(scores, running_max, row_sum, scale, key, bounds, scoring, MASKED: gl
     if C.ALIBI or MASKED:
         position = scoring.positions.load(gl.SliceLayout(1, V.L_S))
     if C.SOFTCAP:
-        scores = soft_capped(scores * b_scale, scoring.softcap, False) * LOG2_E
+        scores = soft_capped(scores * b_scale, scoring.cap)
     elif V.SIGNED or C.ALIBI:
         scores = scores * b_scale
     if C.ALIBI:

@@ -1,0 +1,84 @@
+"""What an engine's calls look like beside the benchmark's shapes, and what each owes beside FA3.
+
+``python -m kernel_reference.bench.run packages/prefix-prefill/benchmarks/cliffs.py --out DIR`` measures them all; names
+begin with what was slow: ``--only '^page'``. Results are held to what map.py holds its own to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+import torch
+from cases import Shape, mixed_case
+from map import OURS, WIDE, Options, given, point_case
+from peers import FA3
+
+from kernel_reference.bench import Case, Requirement
+from kernel_reference.models import SoftmaxAttention
+
+LLAMA = {"heads": "32/8", "head size": 128, "page": 16, "window": 0, "soft cap": 0, "sinks": "no", "table": "wide"}
+as_fa3 = Requirement(OURS, FA3, speed_at_least=0.95)
+near_fa3 = Requirement(OURS, FA3, speed_at_least=0.85)
+# A prompt's chunk, some drafts, and rows that decode: (sequences, new, older).
+CHUNK, DRAFTS, DECODE = (4, 512, 16384), (16, 4, 8000), (64, 1, 8000)
+KINDS = {"chunks": CHUNK, "decode": DECODE}
+
+
+def case(device: torch.device, row: str, sizes: tuple[int, int, int], *owed: Requirement, **changed: object) -> Case:
+    """``sizes``: sequences, new and older tokens. ``changed``: of ``LLAMA``, with _ for a space."""
+    sequences, new, older = sizes
+    given_by = {name.replace("_", " "): value for name, value in changed.items()}
+    point = {**LLAMA, **given_by, "sequences": sequences, "new": new, "context": older}
+    words = ", ".join(f"{name} {value}" for name, value in given_by.items()) or "plain"
+    name = f"{row}: {words}; {sequences} of {new} behind {older}"
+    found = point_case(device, point)
+    beside = {FA3: found.peers[FA3]}
+    return replace(found, name=name, shape=point, peers=beside, requirements=owed, baseline=FA3)
+
+
+def mixed(device: torch.device) -> Case:
+    """A chunk among 100 sequences that decode, each behind 8192 tokens or more."""
+    lengths = ((30720, 2048), *[(8192, 1)] * 100)
+    shape = Shape(SoftmaxAttention("Llama-3-8B", 32, 8, 128), lengths, name="mixed: 2048 behind 30720 and 100 decodes,")
+    return mixed_case(device, shape)
+
+
+def ragged(device: torch.device, name: str, lengths: tuple[tuple[int, int], ...]) -> Case:
+    shape = Shape(SoftmaxAttention("32/8", 32, 8, 128), lengths)
+    found = point_case(device, {**LLAMA, "sequences": 1, "new": 1, "context": 20})
+    make = partial(given, device, shape, Options(0.0, False, WIDE // 16))
+    moved, flops = shape.bytes_moved(), shape.flops
+    return replace(
+        found, name=f"ragged: {name}", shape={"lengths": str(lengths[:4])}, make_inputs=make, bytes_moved=moved,
+        flops=flops, peers={FA3: found.peers[FA3]}, requirements=(as_fa3,), baseline=FA3,
+    )  # fmt: skip
+
+
+def cases(device: torch.device) -> Iterator[Case]:
+    for kind, sizes in KINDS.items():
+        for size in (64, 72, 80, 96, 128, 192, 256):
+            yield case(device, f"head size, {kind}", sizes, as_fa3, head_size=size)
+        for page in (1, 8, 16, 24, 48, 64, 128, 256):
+            yield case(device, f"page, {kind}", sizes, near_fa3 if page % 16 else as_fa3, page=page)
+        for soft_cap in (30, 50):
+            yield case(device, f"soft cap, {kind}", sizes, as_fa3, soft_cap=soft_cap)
+        for window in (128, 1024, 4096):
+            for sinks in ("no", "yes"):
+                yield case(device, f"window, {kind}", sizes, as_fa3, window=window, sinks=sinks)
+        for heads in ("16/16", "16/8", "32/8", "64/8", "16/1"):
+            yield case(device, f"heads, {kind}", sizes, as_fa3, heads=heads)
+    for sequences, older in (
+        (1, 500), (1, 8000), (1, 120000), (4, 2000), (16, 500), (16, 8000), (64, 500), (256, 500), (256, 2000),
+    ):  # fmt: skip
+        yield case(device, "decode", (sequences, 1, older), as_fa3)
+    for new in (2, 4, 8):
+        yield case(device, "drafts", (16, new, 8000), as_fa3)
+    for new in (256, 2048, 8192):
+        for older in (0, 16384, 120000):
+            yield case(device, "chunk", (1, new, older), as_fa3)
+    yield mixed(device)
+    short = tuple((500 + 55 * i, 1) for i in range(63))
+    yield ragged(device, "decode behind 120000 and 63 of 500 to 4000", ((120000, 1), *short))
+    yield ragged(device, "prompts of 17 to 4000", tuple((0, n) for n in (4000, 17, 2000, 300, 1200, 700, 120, 3000)))

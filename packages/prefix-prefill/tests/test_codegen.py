@@ -170,10 +170,12 @@ def reports() -> list[Report]:
 
 
 def test_every_kernel_compiles_for_every_target_without_traps_or_spills_in_its_main_loop(reports) -> None:
-    """What a persistent program keeps from tile to tile may be in memory: at most 256 bytes a thread."""
+    """What a persistent program keeps from tile to tile may be in memory, and what its scheduler looks up, which no
+    other warp waits for: at most 448 bytes a thread.
+    """
     persistent = [report for report in reports if report.spec.startswith(FOR_SM_90)]
     # Heads of 192: an address, looked up where a tile of keys has masked values.
-    assert_clean(persistent, most_stack_outside_loops=256, most_in_loops=1)
+    assert_clean(persistent, most_stack_outside_loops=448, most_in_loops=1)
     assert_clean([report for report in reports if report not in persistent])
     assert {report.target for report in reports} == set(TARGETS)
 

@@ -26,8 +26,13 @@ from kernel_reference.bench.timers import CudaClock, time_interleaved
 from kernel_reference.integers import cdiv
 
 QWEN3_NEXT = GroupShape(16, 32, 128, 128)
-SHAPES = {"Qwen3-Next": QWEN3_NEXT, "TP4": GroupShape(4, 8, 128, 128), "ratio 3": GroupShape(16, 48, 128, 128)}
-TOKENS = (1, 64, 1024, 8192, 32768)
+SHAPES = {
+    "Qwen3-Next": QWEN3_NEXT,
+    "TP4": GroupShape(4, 8, 128, 128),
+    "ratio 3": GroupShape(16, 48, 128, 128),
+    "heads of 96": GroupShape(16, 32, 96, 96),
+}
+TOKENS = (1, 64, 1024, 2000, 8192, 32768)
 SEQUENCES = (1, 16, 64, 256)
 STEPS = [
     *[Setup(n, QWEN3_NEXT) for n in (1, 4, 16, 64, 256)],
@@ -52,7 +57,11 @@ def conv_plans(sequences: int, shape: GroupShape, used: ConvPlan) -> Iterator[Co
         if tile <= sequences and tile * block >= 32 * num_warps:
             tiles = 2 * (cdiv(shape.head_qk, block) + cdiv(shape.ratio * shape.head_v, block)) * shape.num_heads_qk
             programs = cdiv(sequences, used.rows_per_step_ba) + cdiv(sequences, tile) * tiles
-            yield replace(used, programs=programs, sequences_per_program=tile, block=block, num_warps=num_warps)
+            for by_lines in {False, used.by_lines and block <= 128}:
+                yield replace(
+                    used, programs=programs, sequences_per_program=tile, block=block, num_warps=num_warps,
+                    by_lines=by_lines,
+                )  # fmt: skip
 
 
 def split_problem(
@@ -96,7 +105,7 @@ def conv_problem(sequences: int, packed: bool) -> tuple[ConvPlan, Callable[[Conv
         run = launch.prepare_split_conv1d_update(arguments.check_convolve(t, 1, True, *sizes), plan, t)
         return lambda turn: run(*inputs[turn])
 
-    return plan_conv(sequences, 1, shape, launch.device_limits(weight.device), packed), under, sets
+    return plan_conv(sequences, 1, shape, launch.device_limits(weight.device), packed, packed), under, sets
 
 
 def step_plans(setup: Setup, used: StepPlan) -> Iterator[StepPlan]:

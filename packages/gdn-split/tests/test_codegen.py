@@ -62,18 +62,18 @@ def move(
 
 def convolution(
     name: str, shape: GroupShape, sequences: int, limits: DeviceLimits, tokens: int = 1, width: int = 4,
-    layout: str = "interleaved", channel_last: bool = True,
+    layout: str = "interleaved", packed: bool = True,
 ) -> KernelSpec:  # fmt: skip
     rows, channels = sequences * tokens, shape.qkv_width
     widths = (shape.qkvz_width, shape.ba_width)
     fused = [torch.empty(rows, columns, dtype=torch.bfloat16, device="meta") for columns in widths]
     parts = new_parts(*fused, shape)
     state = torch.empty(512, channels, width - 1, dtype=torch.bfloat16, device="meta")
-    if not channel_last:
+    if not packed:
         state = torch.empty(512, width - 1, channels, dtype=torch.bfloat16, device="meta").transpose(1, 2)
     weight = torch.empty(channels, width, dtype=torch.bfloat16, device="meta")
     slots = torch.empty(sequences, dtype=torch.int32, device="meta")
-    plan = plan_conv(sequences, tokens, shape, limits)
+    plan = plan_conv(sequences, tokens, shape, limits, packed, packed)
     t = Convolve(*fused, state, weight, torch.empty(channels, dtype=torch.bfloat16, device="meta"), slots, *parts)
     sizes = (shape.num_heads_qk, shape.num_heads_v, shape.head_qk, shape.head_v, layout)
     problem = arguments.check_convolve(t, tokens, True, *sizes)
@@ -116,7 +116,7 @@ EVERYWHERE = [
     move("merge TP1, 8192 tokens", TP1, 8192, PLAIN, merge=True),
     move("split by run TP1, 4096 tokens", TP1, 4096, FEW_CORES),
     convolution("convolution TP1, 256 sequences", TP1, 256, PLAIN),
-    convolution("convolution TP8, 3 tokens, width 3", TP8, 1, PLAIN, tokens=3, width=3, channel_last=False),
+    convolution("convolution TP8, 3 tokens, width 3", TP8, 1, PLAIN, tokens=3, width=3, packed=False),
     convolution("convolution r=3, contiguous", RATIO_3, 64, PLAIN, layout="contiguous"),
     step("step TP1", TP1, PLAIN),
     step("step TP1, VK, bfloat16 states, 4 tokens", TP1, PLAIN, 4, torch.bfloat16, "VK"),

@@ -50,6 +50,10 @@ class Value:
         return DType(self.data.dtype)
 
     @property
+    def shape(self) -> list[int]:
+        return list(self.data.shape)
+
+    @property
     def type(self) -> SimpleNamespace:
         """Its layout is none: all threads have all."""
         return SimpleNamespace(layout=None)
@@ -105,7 +109,8 @@ class Pointer:
         self.dtype = SimpleNamespace(element_ty=DType(tensor.dtype))
 
     def __add__(self, offsets: Any) -> Pointer:
-        return Pointer(self.tensor, raw(offsets) + self.offsets)
+        # In 64 bits: torch would take those of a tile for the sum's.
+        return Pointer(self.tensor, torch.as_tensor(raw(offsets)).long() + self.offsets)
 
     __radd__ = __add__
 

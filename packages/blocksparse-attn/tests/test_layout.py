@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import pickle
+import weakref
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -407,7 +410,48 @@ def test_the_cache_evicts_the_least_recently_used_layout(device) -> None:
     for window in range(2, 3 * patterns._MOST_KEPT):
         BlockLayout.sliding(20000, window, 16, device)
         assert len(patterns._layouts) <= patterns._MOST_KEPT
-    assert BlockLayout.sliding(10000, 1, 16, device) is not first
+    # Somebody holds it.
+    assert BlockLayout.sliding(10000, 1, 16, device) is first
+    gone = weakref.ref(first)
+    del first
+    for window in range(2, 3 * patterns._MOST_KEPT):
+        BlockLayout.sliding(20000, window, 16, device)
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.fixture
+def usual_limit() -> Iterator[None]:
+    yield
+    BlockLayout.set_cache_limit(patterns._MOST_BYTES)
+
+
+@pytest.mark.usefixtures("usual_limit")
+def test_the_cache_holds_as_many_bytes_as_it_may_and_no_more(device) -> None:
+    BlockLayout.clear_cache()
+    one = BlockLayout.sliding(30000, 1, 16, device)
+    assert one.num_bytes == 4 * (one.crow.numel() + one.col.numel())
+    BlockLayout.set_cache_limit(5 * one.num_bytes)
+    for window in range(1, 5):
+        # Each as large as so many of the first.
+        BlockLayout.sliding(30000, window, 16, device)
+        held = sum(layout.num_bytes for layout in patterns._layouts.values())
+        assert 0 < held <= 5 * one.num_bytes
+    BlockLayout.set_cache_limit(0)
+    assert not patterns._layouts
+    assert BlockLayout.sliding(30000, 1, 16, device) is one
+    assert not patterns._layouts
+    for wrong, kind in ((-1, ValueError), (1.5, TypeError)):
+        with pytest.raises(kind, match="num_bytes"):
+            BlockLayout.set_cache_limit(wrong)
+
+
+def test_a_cleared_cache_keeps_no_layout_alive(device) -> None:
+    held = weakref.ref(BlockLayout.local_strided(4, 3000, 2, 4, 16, device=device))
+    assert held() is not None
+    BlockLayout.clear_cache()
+    gc.collect()
+    assert held() is None
 
 
 def test_layouts_are_built_on_the_default_device_where_none_is_said(device) -> None:

@@ -19,7 +19,15 @@ from blocksparse_attn.lists import (
     reach,
     with_heads,
 )
-from blocksparse_attn.patterns import LONGEST, head_range, kept, local_and_vertical, row_sizes
+from blocksparse_attn.patterns import (
+    LONGEST,
+    clear_cache,
+    head_range,
+    kept,
+    local_and_vertical,
+    row_sizes,
+    set_cache_limit,
+)
 from blocksparse_attn.picture import picture
 from kernel_reference.checks import check_bool, check_dense, check_int, describe, fail
 from kernel_reference.integers import cdiv
@@ -79,6 +87,27 @@ class BlockLayout:
     def device(self) -> torch.device:
         """Where the lists are."""
         return self.crow.device
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of memory that the lists take."""
+        return self.crow.nbytes + self.col.nbytes
+
+    # The cache of patterns
+
+    @staticmethod
+    def clear_cache() -> None:
+        """Let go of the layouts that :meth:`local_strided` and :meth:`sliding` keep; those in use stay as they are."""
+        clear_cache()
+
+    @staticmethod
+    def set_cache_limit(num_bytes: int) -> None:
+        """Keep at most so many bytes of lists, of all devices together; 1 GiB unless set.
+
+        The least recently asked for go first, and 0 keeps none. A layout that somebody holds is found again all the
+        same. TypeError or ValueError unless num_bytes is an int of 0 or more.
+        """
+        set_cache_limit(check_int("num_bytes", num_bytes, 0))
 
     # Builders
 
@@ -163,7 +192,8 @@ class BlockLayout:
                 lists what any of its blocks of queries would, a shorter one what its block does.
 
         Returns:
-            The layout; the same object for the same arguments while it is among the last few in the cache.
+            The layout; the same object for the same arguments while somebody holds it or it is among the last few in
+            the cache (:meth:`clear_cache`, :meth:`set_cache_limit`).
 
         Raises:
             TypeError, ValueError: an argument is not as described, or lists are longer than 32 bits can count.

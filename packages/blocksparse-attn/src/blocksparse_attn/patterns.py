@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from threading import Lock
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -20,6 +21,8 @@ Built = TypeVar("Built")
 LONGEST = 2**31 - 1
 # A model has one or two patterns; more would keep memory that nobody uses.
 _MOST_KEPT = 8
+# That of Phi-3-small takes 70 MB at 128k tokens, and 2 GB at a million.
+_MOST_BYTES = 2**30
 
 
 def local_and_vertical(
@@ -108,14 +111,17 @@ def head_range(given: object, num_heads: int | None, name: str = "active_head_ra
 # The cache
 
 _layouts: OrderedDict[Hashable, Any] = OrderedDict()
+# All layouts that somebody holds, those that the cache has let go too.
+_alive: WeakValueDictionary[Hashable, Any] = WeakValueDictionary()
 _lock = Lock()
+_limit = _MOST_BYTES
 
 
 def kept(
     arguments: tuple[Hashable, ...], device: torch.device | str | int | None,
     build: Callable[[torch.device], Built],
 ) -> Built:  # fmt: skip
-    """The layout of these arguments, from the cache of the last few or newly built."""
+    """The layout of these arguments: from the cache of the last few, of one that somebody holds, or newly built."""
     # Tensors of inference mode would be refused wherever a layout is used outside it.
     with torch.inference_mode(False):
         probe = torch.empty(0, device=device)
@@ -123,17 +129,41 @@ def kept(
             return build(probe.device)
         key = (*arguments, probe.device)
         with _lock:
-            if key in _layouts:
-                _layouts.move_to_end(key)
-                found: Built = _layouts[key]
+            found: Built | None = _alive.get(key)
+            if found is not None:
+                _keep(key, found)
                 return found
         made = build(probe.device)
         with _lock:
             # Or another thread's, if it was faster.
-            made = _layouts.setdefault(key, made)
-            while len(_layouts) > _MOST_KEPT:
-                _layouts.popitem(last=False)
+            made = _alive.setdefault(key, made)
+            _keep(key, made)
         return made
+
+
+def _keep(key: Hashable, layout: Any) -> None:
+    _layouts[key] = layout
+    _layouts.move_to_end(key)
+    _trim()
+
+
+def _trim() -> None:
+    while len(_layouts) > _MOST_KEPT or sum(layout.num_bytes for layout in _layouts.values()) > _limit:
+        _layouts.popitem(last=False)
+
+
+def clear_cache() -> None:
+    """Let go of all layouts in the cache."""
+    with _lock:
+        _layouts.clear()
+
+
+def set_cache_limit(num_bytes: int) -> None:
+    """Let the cache hold so many bytes of lists from now on."""
+    global _limit
+    with _lock:
+        _limit = num_bytes
+        _trim()
 
 
 def _may_keep(probe: Tensor) -> bool:

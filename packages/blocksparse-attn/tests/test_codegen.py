@@ -50,11 +50,12 @@ PHI3 = (PHI3_SMALL.num_heads_q, PHI3_SMALL.num_heads_kv, PHI3_SMALL.head_dim)
 def attending(
     name: str, limits: DeviceLimits, *, heads: tuple[int, int, int] = PHI3,
     head_dim_v: int | None = None, dtype: torch.dtype = BF16, kind: str = "ragged", page: int = 16,
-    layout: str = "NHD", rows: int = 4096, longest: int = 1024, blocks: tuple[int, int] = (64, 64), splits: int = 1,
-    softcap: float = 0.0, left: int = -1, sinks: bool = False, lse: bool = False, entries: int = 512,
+    layout: str = "NHD", rows: int = 4096, longest: int = 1024, blocks: tuple[int, int] = (64, 64),
+    splits: int | None = 1, softcap: float = 0.0, left: int = -1, sinks: bool = False, lse: bool = False,
+    entries: int = 512, sequences: int = 8,
 ) -> Iterator[KernelSpec]:  # fmt: skip
     """The launches of a call, with the device's plan."""
-    sequences, pages = 8, 512
+    pages = 512
     num_heads, heads_kv, size = heads
     size_v = size if head_dim_v is None else head_dim_v
     front: tuple[int, ...] = (sequences, rows // sequences) if kind == "padded" else (rows,)
@@ -83,7 +84,9 @@ def attending(
     )  # fmt: skip
     problem = check_attend(tensors, Options(longest, *blocks, layout, size**-0.5, left, 0, softcap, 0))
     # Not as many splits as fill a GPU, which compile to the same code.
-    plan = replace(plan_attention(problem, limits), num_splits=splits)
+    plan = plan_attention(problem, limits)
+    if splits is not None:
+        plan = replace(plan, num_splits=splits)
     for start, given in recorded_launches(launch.prepare_attend(problem, plan, tensors), *tensors):
         merged = ", merged" if start.kernel.fn.__name__ == "merge" else ""
         yield KernelSpec.of_launch(start, given, name=name + merged)
@@ -107,6 +110,7 @@ def all_specs(target: str) -> Iterator[KernelSpec]:
     yield from portable("heads of 256", heads=(16, 4, 256), splits=2, kind="padded", sinks=True)
     yield from portable("heads of 256, decoding", heads=(16, 4, 256), dtype=FP16, **decoding)
     yield from portable("heads of 80 in float16", heads=(16, 16, 80), dtype=FP16, blocks=(128, 32))
+    yield from portable("blocks of 16, decoding", blocks=(16, 16), kind="paged", **decoding)
     yield from portable("heads of 17 and 40", heads=(4, 4, 17), head_dim_v=40, blocks=(16, 16))
     yield from portable("float32", dtype=FP32, softcap=30.0, sinks=True)
     yield from portable("float32, heads of 256", dtype=FP32, heads=(16, 4, 256))
@@ -124,7 +128,10 @@ def all_specs(target: str) -> Iterator[KernelSpec]:
     yield from hopper("128, padded", kind="padded", lse=True)
     yield from hopper("64, split, capped", heads=(16, 2, 64), kind="paged", page=64, splits=3, softcap=30.0)
     yield from hopper("96 and 128 in float16", heads=(8, 8, 96), head_dim_v=128, dtype=FP16, blocks=(128, 64))
-    yield from hopper("192 and 128", heads=(8, 8, 192), head_dim_v=128, blocks=(64, 192))
+    yield from hopper("192", heads=(8, 8, 192), blocks=(64, 192))
+    yield from hopper("72 and 160, a window", heads=(8, 8, 72), head_dim_v=160, left=4095)
+    yield from hopper("blocks of 16, a window", blocks=(16, 16), left=4095, kind="paged", entries=4096)
+    yield from hopper("blocks of 32, few behind many", blocks=(32, 32), rows=512, longest=512, entries=4096)
     yield from hopper("256", heads=(8, 2, 256), kind="paged", page=48, layout="HND", lse=True)
 
 
@@ -144,7 +151,8 @@ def reports() -> list[Report]:
 
 
 def test_every_kernel_compiles_for_every_target_without_spills_or_traps(reports: list[Report]) -> None:
-    assert_clean(reports)
+    # The kernel for sm_90 keeps what belongs to all work items in memory, outside the loops that multiply.
+    assert_clean(reports, most_stack_outside_loops=64)
     assert {report.target for report in reports} == set(TARGETS)
 
 
@@ -189,11 +197,25 @@ def test_no_page_layout_is_loaded_element_by_element(reports: list[Report]) -> N
 
 def test_the_kernel_for_sm_90_uses_tma_and_wgmma(reports) -> None:
     hopper = [report for report in reports if report.spec.startswith("for sm_90")]
-    assert len(hopper) == 8
+    assert len(hopper) == 11
     for report in hopper:
         assert report.uses("UTMALDG"), report.spec
         assert report.uses_tensor_cores, report.spec
         assert report.shared <= LIMITS["sm_90"].shared_memory, report.spec
+
+
+def test_a_layer_needs_four_kernels_for_life_whatever_its_batches_are() -> None:
+    """A server has another batch size and another number of rows at each step; compiling takes 2 s."""
+    for kind in ("paged", "ragged"):
+        kernels = set()
+        for rows in (1, 2, 3, 16, 17, 64, 77, 255, 256):
+            for sequences, longest in ((rows, 1), (1, rows * 32), (1, rows * 333)):
+                for spec in attending(
+                    "", LIMITS["sm_90"], rows=rows * longest if sequences > 1 else longest, sequences=sequences,
+                    longest=longest, splits=None, lse=True, kind=kind, entries=2**20,
+                ):  # fmt: skip
+                    kernels.add(repr((spec.kernel, spec.signature, spec.constexprs, spec.aligned)))
+        assert len(kernels) == 4, kernels
 
 
 def test_no_kernel_is_left_out() -> None:

@@ -35,8 +35,8 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch, hopper: ModuleType, device: torc
     monkeypatch.setattr(launch, "TmaLaunch", gluon.tma_launch(hopper))
 
 
-def plan(block_n: int = 128, num_splits: int = 1, num_stages: int = 2) -> AttentionPlan:
-    return AttentionPlan(128, block_n, num_splits, 4, num_stages, hopper=True)
+def plan(block_n: int = 128, num_splits: int = 1, num_stages: int = 2, heads_first: bool = False) -> AttentionPlan:
+    return AttentionPlan(128, block_n, num_splits, 4, num_stages, hopper=True, heads_first=heads_first)
 
 
 CASES: dict[str, tuple[AttentionPlan, dict[str, Any]]] = {
@@ -55,6 +55,20 @@ CASES: dict[str, tuple[AttentionPlan, dict[str, Any]]] = {
     "keys wider than values": (plan(64), {"heads": (2, 1), "head_dim": 192, "head_dim_v": 64}),
     "head size 80": (plan(), {"heads": (2, 1), "head_dim": 80}),
     "head size 256": (plan(64), {"heads": (1, 1), "head_dim": 256}),
+    "head size 96": (plan(64), {"heads": (2, 1), "head_dim": 96, "kind": "paged", "page": 8}),
+    "head sizes 72 and 160": (plan(64), {"heads": (1, 1), "head_dim": 72, "head_dim_v": 160}),
+    "head size 192, in parts": (plan(64, 2), {"heads": (1, 1), "head_dim": 192}),
+    "blocks of 32": (plan(), {"heads": (2, 1), "head_dim": 64, "blocks": (32, 32)}),
+    "blocks of 16, in parts": (plan(64, 2), {"heads": (2, 1), "head_dim": 64, "blocks": (16, 16)}),
+    "blocks of 48 and 96": (plan(), {"heads": (1, 1), "head_dim": 64, "blocks": (48, 96), "one_layout": True}),
+    "blocks of 16 keys, pages of 24": (
+        plan(64), {"heads": (2, 1), "head_dim": 64, "blocks": (64, 16), "kind": "paged", "page": 24},
+    ),
+    "a window": (plan(), {"heads": (2, 1), "head_dim": 64, "window": (50, -1), "kind": "paged"}),
+    "a window, blocks of 16": (
+        plan(64), {"heads": (1, 1), "head_dim": 80, "blocks": (16, 32), "window": (9, -1), "softcap": 3.0},
+    ),
+    "heads first": (plan(heads_first=True), {"heads": (4, 2), "head_dim": 64}),
     "capped": (plan(), {"heads": (2, 1), "head_dim": 64, "softcap": 5.0, "sinks": True}),
     "a scale of zero": (plan(), {"heads": (2, 1), "head_dim": 64, "softmax_scale": 0.0}),
     "one layout": (plan(), {"heads": (3, 1), "head_dim": 64, "one_layout": True, "lse": False}),
@@ -139,3 +153,23 @@ def test_the_kernel_for_sm_90_follows_dimensions_more_than_2_to_the_31_elements_
         if "allocate memory" not in str(error) and "out of memory" not in str(error):
             raise
         pytest.skip("this machine does not give out 8 GiB of addresses")
+
+
+@pytest.mark.parametrize("block", [16, 64])
+def test_keys_before_the_window_are_not_read_in_blocks_that_it_cuts(tensors, kernels, block) -> None:
+    mask = torch.ones(2, 256 // block, 256 // block, dtype=torch.bool)
+    batch = tensors.batch([(200, 20)], heads=(2, 1), head_dim=96, blocks=(block, block), mask=mask, window=(90, -1))
+    batch.spoil(0, range(200 - 90))
+    kernels.attend(batch, plan(64))
+    batch.check(most=4)
+
+
+def test_a_consumer_skips_what_only_the_other_lists_and_goes_on_behind_it(tensors, kernels) -> None:
+    """Runs of tiles of one consumer, longer than the rings, between those of both."""
+    mask = torch.zeros(1, 16, 16, dtype=torch.bool)
+    mask[0, 14, [0, 1, 2, 3, 4, 9, 11, 14]] = True
+    mask[0, 15, [0, 5, 6, 7, 8, 10, 11, 12, 13, 15]] = True
+    for block_n in (64, 128):
+        batch = tensors.batch([(16 * 64 - 128, 128)], heads=(1, 1), head_dim=64, blocks=(64, 64), mask=mask)
+        kernels.attend(batch, plan(block_n))
+        batch.check(most=4)

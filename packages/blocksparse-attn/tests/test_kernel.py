@@ -163,6 +163,16 @@ def test_columns_may_be_in_any_order(tensors, kernels, make) -> None:
     batch.check()
 
 
+@makers
+@pytest.mark.parametrize("blocks", [(16, 16), (32, 16), (16, 48)], ids=str)
+def test_a_tile_gathers_keys_of_several_small_blocks(tensors, kernels, make, blocks) -> None:
+    for kind, splits in (("paged", 2), ("ragged", 1)):
+        options = {"heads": (2, 1), "head_dim": 16, "kind": kind, "blocks": blocks, "window": (90, -1)}
+        check(tensors, kernels, make(16, 64, splits), [(130, 3), (20, 17), (0, 2)], **options)
+    options = {"kind": "paged", "page_layout": "x-packed", "page": 32, "blocks": blocks, "heads": (2, 1)}
+    check(tensors, kernels, make(16, 64), [(130, 3)], head_dim=16, **options)
+
+
 # Sizes
 
 

@@ -18,6 +18,8 @@ from blocksparse_attn.plan import (
     Problem,
     fits_hopper,
     heads_per_tile,
+    hopper_columns,
+    hopper_sizes,
     num_slots,
     plan_attention,
     query_stages,
@@ -93,7 +95,8 @@ def test_the_plan_of_any_call_is_one_that_covers_it(limits: DeviceLimits) -> Non
 def tile_bytes(problem: Problem, plan: AttentionPlan) -> int:
     """The least shared memory of a program: all stages of keys and values, and on Hopper of q."""
     wide, wide_v = (
-        max(64 if plan.hopper else 16, power_of_two_at_least(size)) for size in (problem.head_dim, problem.head_dim_v)
+        hopper_columns(size) if plan.hopper else max(16, power_of_two_at_least(size))
+        for size in (problem.head_dim, problem.head_dim_v)
     )
     held = plan.num_stages * plan.block_n * (wide + wide_v)
     return (held + plan.hopper * plan.block_m * wide) * problem.bits // 8
@@ -118,7 +121,6 @@ def test_tiles_of_packed_heads_hold_each_once_and_those_of_lists_lie_within_a_ro
         elif not plan.hopper:
             assert tokens_per_tile(plan) == plan.block_m
             assert problem.q_block % plan.block_m == 0
-        assert problem.k_block % min(plan.block_n, 64 if plan.hopper else plan.block_n) == 0
 
 
 @on_every_device
@@ -171,9 +173,8 @@ def test_problems_that_the_kernel_for_sm_90_does_not_support_never_take_it() -> 
     assert plan_attention(PROMPT, H200).hopper
     assert not plan_attention(PROMPT, replace(H200, hopper=False)).hopper
     for change in (
-        {"tma": False}, {"bits": 32}, {"page_size": 8}, {"page_size": 1}, {"page_size": 24}, {"head_dim": 100},
-        {"head_dim_v": 20}, {"q_block": 32}, {"k_block": 32}, {"k_block": 96, "q_block": 96}, {"q_block": 16},
-        {"tokens": 2**31}, {"capacity": 2**31}, {"entries": 2**31},
+        {"tma": False}, {"bits": 32}, {"page_size": 4}, {"page_size": 1}, {"page_size": 20}, {"head_dim": 100},
+        {"head_dim_v": 20}, {"tokens": 2**31}, {"capacity": 2**31}, {"entries": 2**31},
     ):  # fmt: skip
         problem = replace(PROMPT, **change)
         plan = plan_attention(problem, H200)
@@ -185,9 +186,9 @@ def test_problems_that_the_kernel_for_sm_90_does_not_support_never_take_it() -> 
 
 
 def test_page_and_head_sizes_of_models_take_the_kernel_for_sm_90() -> None:
-    for page in (0, 16, 32, 48, 64, 256, 544):
+    for page in (0, 8, 16, 24, 32, 48, 64, 256, 544):
         assert plan_attention(replace(PROMPT, page_size=page), H200).hopper
-    for blocks in ((64, 64), (128, 64), (64, 128), (192, 64)):
+    for blocks in ((64, 64), (128, 64), (64, 128), (192, 64), (16, 16), (32, 32), (48, 96), (16, 64), (256, 32)):
         assert plan_attention(replace(PROMPT, q_block=blocks[0], k_block=blocks[1]), H200).hopper
     for size in range(16, 257):
         assert fits_hopper(replace(PROMPT, head_dim=size)) == (size % 8 == 0)
@@ -198,11 +199,25 @@ def test_short_lists_are_walked_64_keys_at_a_time_on_sm_90() -> None:
     for listed, block_n in ((5, 64), (15, 64), (16, 128), (200, 128)):
         assert plan_attention(replace(PROMPT, entries=listed * PROMPT.rows), H200).block_n == block_n
     assert plan_attention(replace(PROMPT, entries=8 * PROMPT.rows, k_block=128), H200).block_n == 128
-    assert plan_attention(replace(PROMPT, entries=5 * PROMPT.rows, head_dim=256), H200).num_stages == 2
+    assert plan_attention(replace(PROMPT, entries=5 * PROMPT.rows, head_dim=256, head_dim_v=256), H200).num_stages == 2
+
+
+def test_head_sizes_are_multiplied_in_two_powers_of_two_rather_than_padded_to_one() -> None:
+    sizes = {
+        16: (64, 0), 64: (64, 0), 72: (64, 16), 80: (64, 16), 88: (64, 32), 96: (64, 32), 104: (128, 0), 128: (128, 0),
+        136: (128, 16), 160: (128, 32), 168: (128, 64), 192: (128, 64), 200: (256, 0), 256: (256, 0),
+    }  # fmt: skip
+    assert {size: hopper_sizes(size) for size in sizes} == sizes
+
+
+def test_few_queries_behind_many_keys_are_taken_head_by_head() -> None:
+    for tokens, keys, heads_first in ((4096, 200_000 - 4096, True), (32768, 32768, False), (2048, 4096, False)):
+        problem = replace(PROMPT, tokens=tokens, max_seqlen_q=tokens, rows=4096, capacity=keys)
+        assert plan_attention(problem, H200).heads_first == heads_first
 
 
 def test_queries_have_two_stages_on_sm_90_where_shared_memory_allows() -> None:
-    for size, size_v, stages in ((64, 64, 2), (128, 128, 2), (128, 64, 2), (192, 128, 1), (256, 256, 1)):
+    for size, size_v, stages in ((64, 64, 2), (128, 128, 2), (128, 64, 2), (192, 192, 1), (256, 256, 1)):
         problem = replace(PROMPT, head_dim=size, head_dim_v=size_v)
         assert query_stages(problem, plan_attention(problem, H200)) == stages
 
@@ -278,7 +293,7 @@ REFUSED = {
     "rows that are no power of two": {"block_m": 48}, "rows below 16": {"block_m": 8},
     "negative rows": {"block_m": -64},
     "keys that are no power of two": {"block_n": 24}, "keys below 16": {"block_n": 8}, "no keys": {"block_n": 0},
-    "keys of two blocks": {"block_n": 128}, "no splits": {"num_splits": 0}, "negative splits": {"num_splits": -2},
+"no splits": {"num_splits": 0}, "negative splits": {"num_splits": -2},
     "warps that are no power of two": {"num_warps": 3}, "no warps": {"num_warps": 0}, "no stages": {"num_stages": 0},
 }  # fmt: skip
 REFUSED_ON_HOPPER = {
@@ -315,7 +330,7 @@ def test_a_plan_for_hopper_has_block_sizes_that_its_kernel_supports(change: dict
 
 
 def test_a_plan_for_hopper_covers_only_what_its_kernel_supports() -> None:
-    for change in ({"tma": False}, {"bits": 32}, {"page_size": 24}, {"head_dim": 100}, {"head_dim_v": 100}):
+    for change in ({"tma": False}, {"bits": 32}, {"page_size": 20}, {"head_dim": 100}, {"head_dim_v": 100}):
         assert GOOD.covers(replace(PROMPT, **change))
         assert not ON_HOPPER.covers(replace(PROMPT, **change))
     for name, size in itertools.product(("head_dim", "head_dim_v"), range(16, 257, 8)):

@@ -6,10 +6,7 @@ from typing import Any, Literal, NamedTuple, overload
 
 import torch
 
-from blocksparse_attn import (
-    arguments,
-    ops,  # noqa: F401  defines the op that is taken below
-)
+from blocksparse_attn import arguments, ops
 from blocksparse_attn.arguments import Options, Tensors
 from blocksparse_attn.layout import BlockLayout
 from blocksparse_attn.lists import Names, check_blocks, in_32_bits, with_heads
@@ -30,9 +27,10 @@ from kernel_reference.checks import (
     known,
     values_are_checked,
 )
+from kernel_reference.dispatch import runs_now
 from kernel_reference.paging import LAYOUTS
 from kernel_reference.plans import plan_as_ints
-from kernel_reference.transforms import refuse_derivatives
+from kernel_reference.transforms import are_active, refuse_derivatives
 
 Tensor = torch.Tensor
 PageLayout = Literal["NHD", "HND", "x-packed"]
@@ -216,34 +214,35 @@ def blocksparse_attention(
             to the rows of q; a sequence with impossible bounds of keys, with fewer keys than queries, or with more than
             its row of the block table has slots for, gives 0 and -inf.
     """
-    left, right = as_window(window)
+    left, right = (-1, 0) if window is None else as_window(window)
     check_bool("return_lse", return_lse)
     scale = None if softmax_scale is None else as_float("softmax_scale", softmax_scale)
     softcap = as_float("softcap", softcap)
-    splits = as_splits(num_splits)
-    ints = plan_as_ints(plan, AttentionPlan)
+    splits = 0 if num_splits is None else as_splits(num_splits)
+    ints = None if plan is None else plan_as_ints(plan, AttentionPlan)
     if ints is not None and splits:
         fail("num_splits", "None where a plan is given, which has its own", num_splits)
     if not isinstance(layout, BlockLayout):
         fail("layout", "a blocksparse_attn.BlockLayout", describe(layout), TypeError)
-    optional = {
-        "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "block_table": block_table, "seqlens_k": seqlens_k,
-        "q_starts": q_starts, "q_ends": q_ends, "k_starts": k_starts, "k_ends": k_ends, "sinks": sinks,
-    }  # fmt: skip
-    named = {"q": q, "k": k, "v": v, **given(**optional, out=out)}
+    inputs = (
+        q, k, v, layout.crow, layout.col, cu_seqlens_q, cu_seqlens_k, block_table, seqlens_k, q_starts, q_ends,
+        k_starts, k_ends, sinks,
+    )  # fmt: skip
     try:
-        refuse_derivatives(**named)
+        # Names are looked up where they may be wanted alone.
+        if are_active() or torch.is_grad_enabled():
+            refuse_derivatives(**_named(*inputs, out))
         most = _most_queries(q, max_seqlen_q, q_starts is None and q_ends is None, layout)
         size = v.shape[2] if block_table is not None and page_layout == "x-packed" else v.shape[-1]
         result = q.new_empty((*q.shape[:-1], size)) if out is None else out
         lse = q.new_empty(arguments.lse_shape(q), dtype=torch.float32) if return_lse else None
     except REFUSALS:
-        check_dense(**named)
+        check_dense(**_named(*inputs, out))
         check_choice("page_layout", page_layout, LAYOUTS)
         arguments.check_q(q)
         raise
     _call(
-        named, (q, k, v, layout.crow, layout.col, *optional.values(), result, lse),
+        out, (*inputs, result, lse),
         (most, layout.q_block, layout.k_block, page_layout, q.shape[-1] ** -0.5 if scale is None else scale, left,
          right, softcap, splits, ints), _NAMES,
     )  # fmt: skip
@@ -299,7 +298,8 @@ def blocksparse_flash_attn_varlen_fwd(
         fail("max_seqlen", f"at most {longest}, as sparse_layout has rows for", max_seqlen)
     named = {"q": q, "k": k, "v": v, "cu_seqlens_k": cu_seqlens_k, **given(cu_seqlens_q=cu_seqlens_q)}
     try:
-        refuse_derivatives(**named)
+        if are_active() or torch.is_grad_enabled():
+            refuse_derivatives(**named)
         cu_seqlens_q, most = _queries(q, k, cu_seqlens_k, cu_seqlens_q)
         result = q.new_empty((*q.shape[:-1], v.shape[-1]))
     except REFUSALS:
@@ -310,7 +310,7 @@ def blocksparse_flash_attn_varlen_fwd(
         fail("q", "[T, Hq, D]", describe(q))
     most = min(most, longest if max_seqlen is None else max_seqlen)
     _call(
-        named, (q, k, v, crow, col, cu_seqlens_q, cu_seqlens_k, *(None,) * 7, result, None),
+        None, (q, k, v, crow, col, cu_seqlens_q, cu_seqlens_k, *(None,) * 7, result, None),
         (most, q_block, k_block, "NHD", q.shape[-1] ** -0.5 if scale is None else scale, -1, 0, 0.0, 0, None),
         _NAMES_OF_PAIRS if isinstance(sparse_layout, (tuple, list)) else _NAMES_OF_ENGINES,
     )  # fmt: skip
@@ -326,12 +326,26 @@ _NAMES_OF_PAIRS = _NAMES_OF_ENGINES._replace(
 )
 
 
-def _call(named: dict[str, Any], tensors: tuple[Any, ...], options: tuple[Any, ...], names: Names) -> None:
-    """Call the op; its errors are raised again under the names that the caller knows."""
+def _named(*tensors: Any) -> dict[str, Any]:
+    """What the caller gave of q, k, v, the two lists, the op's optional inputs, and out, by name."""
+    return given(**dict(zip(_GIVEN, (*tensors[:3], *tensors[5:]), strict=True)))
+
+
+_GIVEN = (*Tensors._fields[:3], *Tensors._fields[5:14], "out")
+
+
+def _call(out: Any, tensors: tuple[Any, ...], options: tuple[Any, ...], names: Names) -> None:
+    """Call the op; its errors are raised again under the names that the caller knows.
+
+    out: that of the caller, if any.
+    """
     try:
-        _attend(*tensors, *options)
+        if out is None and runs_now(tensors[0]):
+            ops.attend_now(*tensors, *options)
+        else:
+            _attend(*tensors, *options)
     except (*REFUSALS, ValueError):
-        check_dense(**named)
+        check_dense(**_named(*tensors[:14], out))
         refused = Tensors(*tensors)
         problem = arguments.check_attend(refused, Options(*options), names)
         if values_are_checked(refused.q.device):

@@ -149,7 +149,7 @@ def check_attend(tensors: Tensors, options: Options, names: Names = NAMES) -> Pr
 
 def _suits_tma(tensors: Tensors, options: Options) -> bool:
     """``Problem.tma``, as far as can be told without the alignment of memory, which a fake tensor has none of."""
-    suits = options.page_layout != "x-packed" and options.softmax_scale >= 0 and options.left < 0
+    suits = options.page_layout != "x-packed" and options.softmax_scale >= 0
     return suits and known(tensors.k.shape[0] > 0) and all(map(_has_tma_strides, tensors[:3]))
 
 

@@ -30,12 +30,15 @@ from blocksparse_attn.plan import (
     DeviceLimits,
     Problem,
     heads_per_tile,
-    hopper_size,
+    hopper_piece,
+    hopper_sizes,
     num_slots,
     plan_attention,
     query_stages,
+    tokens_per_tile,
 )
 from kernel_reference.checks import fail
+from kernel_reference.dispatch import allocator
 from kernel_reference.integers import cdiv, power_of_two_at_least, power_of_two_in
 from kernel_reference.launching import (
     Launch,
@@ -51,8 +54,8 @@ from kernel_reference.launching import (
 Tensor = torch.Tensor
 Pointer = Tensor | int | None
 
-# Rows of a program of the merge kernel.
-_MERGED_TOKENS = 16
+# Rows of a program of the merge kernel, at most.
+_MERGED_ROWS = 16
 
 
 @lru_cache
@@ -77,11 +80,13 @@ def prepare_attend(problem: Problem, plan: AttentionPlan | None, tensors: Tensor
         here = replace(problem, tma=problem.tma and aligned)
         chosen = plan_attention(here, device_limits(device)) if plan is None else plan
         if chosen.hopper and not here.tma:
-            wanted = "without hopper where there is a window, softmax_scale is below 0, or queries, keys or values are"
+            wanted = "without hopper where softmax_scale is below 0, or queries, keys or values are"
             fail("plan", f"{wanted} not 16-byte aligned and of strides of whole 16 bytes", chosen)
         attend = _attend(here, chosen, forms, device)
         if chosen.num_splits == 1:
-            return lambda *sixteen: attend(*sixteen, None, None)
+            # A kernel is the same with splits and without: there are always pointers to partial results.
+            nothing = torch.empty(1, dtype=torch.float32, device=device)
+            return lambda *sixteen: attend(*sixteen, nothing, nothing)
         return _in_parts(attend, here, chosen, forms, device)
 
     return by_alignment(make, slice(3))
@@ -91,7 +96,8 @@ def _attend(problem: Problem, plan: AttentionPlan, forms: Tensors, device: torch
     """The launch of results or partial results, called with the sixteen tensors and the two of partial results."""
     keys, values = _Keys(forms.k, problem), _Keys(forms.v, problem)
     out = _batched(forms.out.stride())
-    strides = Strides(_batched(forms.q.stride()), keys.strides, values.strides, out, _lse_strides(forms.lse))
+    *s_lse, s_lse_token = _lse_strides(forms.lse)
+    strides = Strides(_batched(forms.q.stride()), keys.strides, values.strides, out, s_lse_token)
     slots = num_slots(problem, plan)
     head_tiles = problem.group
     if plan.packed:
@@ -101,7 +107,7 @@ def _attend(problem: Problem, plan: AttentionPlan, forms: Tensors, device: torch
     numbers = (
         forms.q.shape[-3], problem.sequences, problem.capacity, keys.outer, table_stride,
         *(x.stride()[0] if x.shape[0] > 1 else 0 for x in (forms.crow, forms.col)), problem.rows, problem.entries,
-        slots, problem.softmax_scale, problem.softcap, problem.left,
+        slots, plan.num_splits, *s_lse, (problem.softmax_scale, problem.softcap), problem.left,
     )  # fmt: skip
     group = _grouped(problem.padded, plan.hopper)
     if plan.hopper:
@@ -114,7 +120,7 @@ def _attend(problem: Problem, plan: AttentionPlan, forms: Tensors, device: torch
             values.tma_box(problem.head_dim_v, config.BOX),
         ]
         programs = (min(grid[0], _persistent_programs(device)), 1, 1)
-        rest = (*numbers, OutputStrides(strides.out, strides.lse), config)
+        rest = (*numbers, OutputStrides(strides.out, s_lse_token), config)
         return TmaLaunch(attend, programs, rest, device, boxes, group=group, num_warps=4)
     kernel = portable.attend_packed if plan.packed else portable.attend_lists
     rest = (*numbers, strides, _portable_config(problem, plan, keys, values, strides))
@@ -140,9 +146,19 @@ def _grouped(padded: bool, by_tma: bool) -> Callable[..., tuple[Any, ...]]:
     return (lambda *others: group(None, None, None, *others)[3:]) if by_tma else group
 
 
-def _merged(sinks: Pointer, *outputs: Pointer) -> tuple[Any, ...]:
-    """:func:`_grouped` of the merge kernel."""
-    return sinks, outputs if type(outputs[0]) is int else Outputs(*outputs)
+def _grouped_for_merging(padded: bool) -> Callable[..., tuple[Any, ...]]:
+    """:func:`_grouped` of the merge kernel, which is not given queries, keys, values and lists."""
+
+    def group(
+        cu_q: Pointer, cu_k: Pointer, table: Pointer, seqlens_k: Pointer, q_starts: Pointer, q_ends: Pointer,
+        k_starts: Pointer, k_ends: Pointer, sinks: Pointer, *outputs: Pointer,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        bounds = (q_starts, q_ends, k_starts, k_ends) if padded else (cu_q, None, cu_k, seqlens_k)
+        if type(outputs[0]) is int:
+            return bounds, sinks, outputs
+        return Bounds(*bounds), sinks, Outputs(*outputs)
+
+    return group
 
 
 def _kind(problem: Problem) -> int:
@@ -151,13 +167,15 @@ def _kind(problem: Problem) -> int:
 
 
 def _hopper_config(problem: Problem, plan: AttentionPlan) -> HopperConfig:
+    (size, tail), (size_v, tail_v) = hopper_sizes(problem.head_dim), hopper_sizes(problem.head_dim_v)
+    piece = hopper_piece(problem.k_block)
     return HopperConfig(
-        KIND=_kind(problem), GROUP=problem.group, HEADS_KV=problem.num_heads_kv,
-        BLOCK_D=hopper_size(problem.head_dim), DV=problem.head_dim_v, BLOCK_DV=hopper_size(problem.head_dim_v),
-        PAGE=problem.page_size, BOX=min(64, power_of_two_in(problem.page_size)) if problem.page_size else 64,
-        Q_BLOCK=problem.q_block, K_BLOCK=problem.k_block, BLOCK_M=plan.block_m, BLOCK_N=plan.block_n,
-        SPLITS=plan.num_splits, SOFTCAP=problem.softcap > 0, STAGES=plan.num_stages,
-        Q_STAGES=query_stages(problem, plan),
+        KIND=_kind(problem), GROUP=problem.group, HEADS_KV=problem.num_heads_kv, BLOCK_D=size, TAIL_D=tail,
+        DV=problem.head_dim_v, BLOCK_DV=size_v, TAIL_DV=tail_v, PAGE=problem.page_size,
+        BOX=min(piece, power_of_two_in(problem.page_size)) if problem.page_size else piece,
+        Q_BLOCK=problem.q_block, K_BLOCK=problem.k_block, LIST_ROWS=hopper_piece(problem.q_block), PIECE=piece,
+        BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, SOFTCAP=problem.softcap > 0, HAS_LEFT=problem.left >= 0,
+        HEADS_FIRST=plan.heads_first, STAGES=plan.num_stages, Q_STAGES=query_stages(problem, plan),
     )  # fmt: skip
 
 
@@ -165,14 +183,15 @@ def _portable_config(
     problem: Problem, plan: AttentionPlan, keys: _Keys, values: _Keys, strides: Strides
 ) -> PortableConfig:
     size, size_v = problem.head_dim, problem.head_dim_v
+    piece = power_of_two_in(problem.k_block)
     reach = max(keys.reach(size), values.reach(size_v), (size - 1) * strides.q[3], (size_v - 1) * strides.out[3])
     return PortableConfig(
         KIND=_kind(problem), GROUP=problem.group, HEADS_KV=problem.num_heads_kv, D=size,
         BLOCK_D=max(16, power_of_two_at_least(size)), DV=size_v, BLOCK_DV=max(16, power_of_two_at_least(size_v)),
-        PAGE=problem.page_size, BOX=values.box(plan.block_n) if problem.page_size else 0, X=keys.x,
+        PAGE=problem.page_size, BOX=values.box(min(plan.block_n, piece)) if problem.page_size else 0, X=keys.x,
         STEP=keys.strides[1] if keys.x < size else 0, Q_BLOCK=problem.q_block, K_BLOCK=problem.k_block,
-        BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, SPLITS=plan.num_splits, SOFTCAP=problem.softcap > 0,
-        HAS_LEFT=problem.left >= 0, WIDE=reach >= 2**31, STAGES=plan.num_stages, TOKENS=plan.packed,
+        BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, SOFTCAP=problem.softcap > 0, HAS_LEFT=problem.left >= 0,
+        WIDE=reach >= 2**31, STAGES=plan.num_stages, TOKENS=plan.packed, PIECE=min(plan.block_n, piece),
     )  # fmt: skip
 
 
@@ -238,28 +257,38 @@ def _persistent_programs(device: torch.device) -> int:
     return device_limits(device).cores if device.type == "cuda" else 3
 
 
+def _new(size: tuple[int, ...], device: torch.device) -> Callable[[], Tensor]:
+    """What makes a workspace in the least host time."""
+    return allocator(torch.empty(size, dtype=torch.float32, device=device))
+
+
 def _in_parts(
     attend: Launch, problem: Problem, plan: AttentionPlan, forms: Tensors, device: torch.device
 ) -> Callable[..., None]:
     """Split-KV: a launch that leaves partial results and one that merges them; called with the sixteen tensors."""
     heads, size_v = problem.num_heads, problem.head_dim_v
     s_out = _batched(forms.out.stride())
-    rest = (
-        problem.tokens, forms.q.shape[-3], OutputStrides(s_out, _lse_strides(forms.lse)), heads, size_v,
-        max(16, power_of_two_at_least(size_v)), _MERGED_TOKENS, plan.num_splits, problem.padded,
-        (size_v - 1) * s_out[3] >= 2**31,
+    tokens = tokens_per_tile(plan)
+    config = merge.MergeConfig(
+        KIND=_kind(problem), H=heads, DV=size_v, BLOCK_DV=max(16, power_of_two_at_least(size_v)), TOKENS=tokens,
+        PACKED=bool(plan.packed), ROWS=min(_MERGED_ROWS, power_of_two_at_least(tokens)),
+        WIDE=(size_v - 1) * s_out[3] >= 2**31,
     )  # fmt: skip
-    grid = (cdiv(problem.tokens, _MERGED_TOKENS) * heads, 1, 1)
-    merging = Launch(merge.merge, grid, rest, device, group=_merged, num_warps=4)
-    size = (plan.num_splits, problem.tokens, heads, size_v)
-    lse_size = (plan.num_splits, heads, problem.tokens)
+    slots = num_slots(problem, plan)
+    *s_lse, s_lse_token = _lse_strides(forms.lse)
+    rest = (
+        forms.q.shape[-3], problem.sequences, problem.capacity, slots, plan.num_splits, *s_lse,
+        OutputStrides(s_out, s_lse_token), config,
+    )  # fmt: skip
+    grid = (slots * cdiv(tokens, config.ROWS) * heads, 1, 1)
+    group = _grouped_for_merging(problem.padded)
+    merging = Launch(merge.merge, grid, rest, device, group=group, num_warps=4 if config.ROWS >= 8 else 1)
+    new_part = _new((plan.num_splits, problem.tokens, heads, size_v), device)
+    new_part_lse = _new((plan.num_splits, heads, problem.tokens), device)
 
     def run(*sixteen: Tensor | None) -> None:
-        parts = torch.empty(size, dtype=torch.float32, device=device)
-        # Rows that no sequence claims, as where cu_seqlens_q falls, are merged too: this makes them rows of none.
-        part_lse = torch.full(lse_size, torch.inf, dtype=torch.float32, device=device)
-        *inputs, sinks, out, lse = sixteen
-        attend(*inputs, None, None, None, parts, part_lse)
-        merging(sinks, out, lse, parts, part_lse)
+        part, part_lse = new_part(), new_part_lse()
+        attend(*sixteen, part, part_lse)
+        merging(*sixteen[5:], part, part_lse)
 
     return run

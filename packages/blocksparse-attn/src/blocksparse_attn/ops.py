@@ -67,7 +67,8 @@ def _prepare_attend(given: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
     return launch.prepare_attend(problem, plan, tensors), MemoryOverlap(tensors._asdict(), _WRITTEN), problem
 
 
-def _kernel_attend(*given: Any) -> None:
+def attend_now(*given: Any) -> None:
+    """The op on a GPU, called at once: see ``kernel_reference.dispatch.runs_now``."""
     tensors = given[:_TENSORS]
     run, check_overlap, problem = launches.find(_prepare_attend, tensors, given[_TENSORS:])
     check_overlap(*tensors)
@@ -76,4 +77,4 @@ def _kernel_attend(*given: Any) -> None:
     run(*tensors)
 
 
-implement(_library, "attend", reference=_reference_attend, kernel=_kernel_attend, fake=_fake_attend)
+implement(_library, "attend", reference=_reference_attend, kernel=attend_now, fake=_fake_attend)

@@ -8,7 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from kernel_reference.integers import cdiv, is_power_of_two, power_of_two_at_least, power_of_two_in
+from kernel_reference.integers import (
+    cdiv,
+    is_power_of_two,
+    power_of_two_at_least,
+    power_of_two_at_most,
+    power_of_two_in,
+)
 from kernel_reference.plans import Plan
 
 # More partial results than this take the merge kernel too long.
@@ -17,6 +23,10 @@ _MOST_SPLITS = 128
 _MOST_PACKED = 64
 # Lists are short below this many keys a row, on average.
 _SHORT_LIST = 1024
+# Keys before a query, by the sequence's queries, from which on the order of tiles is that of heads.
+_FAR_BEHIND = 8
+# Of the 227 KiB that a program may have, less barriers and the queue of work items.
+_HOPPER_BYTES = 225 * 1024
 # So many tokens that they fill the tiles of any plan.
 _ANY = 2**31 - 1
 
@@ -29,7 +39,7 @@ class Problem:
     as many as query heads. ``rows``: of the layout. ``entries``: columns listed by a head, at most. ``page_size``: of a
     paged cache, 0 without one. ``capacity``: keys that a sequence may have. ``bits``: of an element. ``tma``:
     layout, strides and alignment are such that TMA descriptors can address queries, keys and values, and the call has
-    no window and no negative scale. ``left``: of the window, -1 without one. ``num_splits`` 0: as the plan has it.
+    no negative scale. ``left``: of the window, -1 without one. ``num_splits`` 0: as the plan has it.
     """
 
     num_heads: int
@@ -80,7 +90,8 @@ class AttentionPlan(Plan):
 
     A tile is rows of one head and of one row of its layout; with ``packed``, so many tokens of all query heads of a kv
     head, and walks the union of their lists. ``num_splits`` programs share the keys of a tile (split-KV); more than one
-    leave partial results to a merge kernel. ``hopper``: use the kernel for sm_90.
+    leave partial results to a merge kernel. ``hopper``: use the kernel for sm_90; ``heads_first``: it takes one head
+    after the other, not one row of tiles after the other.
     """
 
     block_m: int
@@ -90,6 +101,7 @@ class AttentionPlan(Plan):
     num_stages: int
     packed: int = 0
     hopper: bool = False
+    heads_first: bool = False
 
     def covers(self, problem: Problem) -> bool:
         """Whether a kernel can run this problem with this plan."""
@@ -106,9 +118,8 @@ class AttentionPlan(Plan):
                 and self.block_n in ((64,) if _widest(problem) > 128 else (64, 128))
                 and self.num_warps == 4
                 and self.num_stages >= 2
+                and _hopper_bytes(problem, self, 1) <= _HOPPER_BYTES
             )
-        if problem.k_block % self.block_n:
-            return False
         if self.packed:
             return 1 <= self.packed <= self.block_m // heads_per_tile(problem.group, self.block_m)
         return problem.q_block % self.block_m == 0
@@ -116,30 +127,51 @@ class AttentionPlan(Plan):
 
 def fits_hopper(problem: Problem) -> bool:
     """Whether the kernel for sm_90 supports these sizes and dtypes."""
-    # A consumer's 64 rows belong to one row of the layout, and lists are walked 64 keys at a time; shared memory is
-    # swizzled in groups of eight rows, and TMA boxes of a page hold two of them or more.
-    sizes = problem.q_block % 64 == problem.k_block % 64 == problem.page_size % 16 == 0
+    # Shared memory is swizzled in groups of eight rows, and TMA boxes of a page hold one of them or more.
+    sizes = problem.page_size % 8 == problem.head_dim % 8 == problem.head_dim_v % 8 == 0
     # The kernel counts rows, keys and entries in 32 bits.
-    counts = max(problem.tokens, problem.capacity, problem.entries * (problem.k_block // 64)) < 2**31
-    return sizes and counts and problem.bits == 16 and problem.head_dim % 8 == problem.head_dim_v % 8 == 0
+    pieces = problem.entries * (problem.k_block // hopper_piece(problem.k_block))
+    return sizes and max(problem.tokens, problem.capacity, pieces) < 2**31 and problem.bits == 16
 
 
 def _widest(problem: Problem) -> int:
     return max(problem.head_dim, problem.head_dim_v)
 
 
-def hopper_size(head_dim: int) -> int:
-    """Elements of a head in the sm_90 kernel's shared memory."""
-    return max(64, power_of_two_at_least(head_dim))
+def hopper_piece(block: int) -> int:
+    """Rows of a block that share a list, or keys of one that lie together, in the sm_90 kernel's tiles."""
+    return min(64, power_of_two_in(block))
+
+
+def hopper_sizes(head_dim: int) -> tuple[int, int]:
+    """The two pieces that the sm_90 kernel multiplies a head size in, the second 0 where one is enough.
+
+    Both are powers of two: 96 is 64 and 32, 192 is 128 and 64, 80 is 64 and 16, and 112 is padded to 128.
+    """
+    first = power_of_two_at_most(max(64, head_dim))
+    if head_dim <= first:
+        return first, 0
+    rest = max(16, power_of_two_at_least(head_dim - first))
+    return (2 * first, 0) if rest == first else (first, rest)
+
+
+def hopper_columns(head_dim: int) -> int:
+    """Elements of a head in the sm_90 kernel's shared memory, where a second piece has 64."""
+    first, rest = hopper_sizes(head_dim)
+    return first + (64 if rest else 0)
 
 
 def query_stages(problem: Problem, plan: AttentionPlan) -> int:
     """Stages of queries in the sm_90 kernel: two, where shared memory allows, so that the next ones load meanwhile."""
-    size, size_v = hopper_size(problem.head_dim), hopper_size(problem.head_dim_v)
-    columns = plan.num_stages * plan.block_n * (size + size_v) + plan.block_m * (size_v if size_v != size else 0)
-    held = (columns + 2 * plan.block_m * size) * problem.bits // 8
-    # Of 227 KiB, less barriers, headers and the queue of work items.
-    return 2 if held <= 225 * 1024 else 1
+    return 2 if _hopper_bytes(problem, plan, 2) <= _HOPPER_BYTES else 1
+
+
+def _hopper_bytes(problem: Problem, plan: AttentionPlan, q_stages: int) -> int:
+    """Bytes of shared memory that the sm_90 kernel's tiles take, with where their keys are."""
+    size, size_v = hopper_columns(problem.head_dim), hopper_columns(problem.head_dim_v)
+    apart = hopper_sizes(problem.head_dim) != hopper_sizes(problem.head_dim_v)
+    columns = plan.num_stages * plan.block_n * (size + size_v) + plan.block_m * (size_v if apart else 0)
+    return (columns + q_stages * plan.block_m * size) * problem.bits // 8 + plan.num_stages * plan.block_n * 8
 
 
 def heads_per_tile(group: int, block_m: int) -> int:
@@ -170,10 +202,7 @@ def plan_attention(problem: Problem, limits: DeviceLimits) -> AttentionPlan:
     if _most_queries(problem) == 1 or _most_queries(problem) * problem.group <= _MOST_PACKED:
         plan = _packed(problem, limits)
     elif limits.hopper and problem.tma and fits_hopper(problem):
-        # Short lists fill tiles of 128 keys badly.
-        short = problem.entries * problem.k_block < _SHORT_LIST * problem.rows
-        wide = _widest(problem) > 128
-        plan = AttentionPlan(128, 64 if wide or short else 128, 1, 4, 4 if short and not wide else 2, hopper=True)
+        plan = _hopper(problem)
     else:
         plan = _lists(problem, limits)
     return replace(plan, num_splits=problem.num_splits or _splits(problem, plan, limits))
@@ -183,8 +212,16 @@ def _most_queries(problem: Problem) -> int:
     return max(1, min(problem.max_seqlen_q, problem.tokens))
 
 
-def _block_n(problem: Problem, most: int) -> int:
-    return min(most, power_of_two_in(problem.k_block))
+def _hopper(problem: Problem) -> AttentionPlan:
+    # Short lists fill tiles of 128 keys badly.
+    narrow = _widest(problem) > 128 or problem.entries * problem.k_block < _SHORT_LIST * problem.rows
+    plan = AttentionPlan(128, 64 if narrow else 128, 1, 4, 4 if narrow else 2, hopper=True)
+    while _hopper_bytes(problem, plan, 1) > _HOPPER_BYTES:
+        plan = replace(plan, num_stages=plan.num_stages - 1)
+    # With as much before the queries, tiles of one head list about as much, and share most of it.
+    sequences = max(1, problem.sequences)
+    keys = problem.capacity if problem.padded or problem.page_size else problem.capacity // sequences
+    return replace(plan, heads_first=_FAR_BEHIND * _most_queries(problem) <= min(keys, problem.rows * problem.q_block))
 
 
 def _packed(problem: Problem, limits: DeviceLimits) -> AttentionPlan:
@@ -201,7 +238,7 @@ def _packed(problem: Problem, limits: DeviceLimits) -> AttentionPlan:
     if _widest(problem) > 128:
         block_n = min(block_n, 32)
     packed = min(tokens, block_m // heads_per_tile(problem.group, block_m))
-    return AttentionPlan(block_m, _block_n(problem, block_n), 1, 4 if block_m == 16 else 8, stages, packed)
+    return AttentionPlan(block_m, block_n, 1, 4 if block_m == 16 else 8, stages, packed)
 
 
 def _lists(problem: Problem, limits: DeviceLimits) -> AttentionPlan:
@@ -211,7 +248,7 @@ def _lists(problem: Problem, limits: DeviceLimits) -> AttentionPlan:
     block_m = min(64 if block_d <= 128 else 32, power_of_two_in(problem.q_block))
     if limits.shared_memory <= 64 * 1024:
         return AttentionPlan(block_m, 16, 1, 8 if block_m == 64 else 4, 1)
-    return AttentionPlan(block_m, _block_n(problem, 64 if block_d <= 64 else 32), 1, 4 if block_m < 64 else 8, 2)
+    return AttentionPlan(block_m, 64 if block_d <= 64 else 32, 1, 4 if block_m < 64 else 8, 2)
 
 
 def _splits(problem: Problem, plan: AttentionPlan, limits: DeviceLimits) -> int:

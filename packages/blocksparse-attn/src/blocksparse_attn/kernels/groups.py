@@ -48,8 +48,8 @@ class Outputs(NamedTuple):
 
 
 class Strides(NamedTuple):
-    """Of q and out (sequence, token, head, element), of lse (sequence, head, token), of k and v (page or sequence,
-    slot, head, element // X, element % X)."""
+    """Of q and out (sequence, token, head, element), of k and v (page or sequence, slot, head, element // X, element %
+    X). Of lse that of tokens; a kernel adds those of sequences and heads, which differ from batch to batch."""
 
     q: Any
     k: Any
@@ -75,7 +75,8 @@ class PortableConfig(NamedTuple):
     tiles. PAGE: slots of a page, 0 without pages. BOX: slots of a page that are loaded together where slots, and not a
     head's elements, lie side by side in v; otherwise 0. X: elements of a key that lie together, STEP: the stride of
     slots where that is less than a head; otherwise 0. Q_BLOCK and K_BLOCK: of the layout. WIDE: elements of one head
-    lie 2^31 or more apart. STAGES: of the pipelined loop over keys. TOKENS: of a packed tile; 0 for lists.
+    lie 2^31 or more apart. STAGES: of the pipelined loop over keys. TOKENS: of a packed tile; 0 for lists. PIECE: keys
+    of one block that a tile gathers together.
     """
 
     KIND: int
@@ -93,35 +94,43 @@ class PortableConfig(NamedTuple):
     K_BLOCK: int
     BLOCK_M: int
     BLOCK_N: int
-    SPLITS: int
     SOFTCAP: bool
     HAS_LEFT: bool
     WIDE: bool
     STAGES: int
     TOKENS: int
+    PIECE: int
 
 
 class HopperConfig(NamedTuple):
     """What the kernel for sm_90 is compiled for, see :class:`PortableConfig`.
 
-    BLOCK_M: rows of a work item, 64 for each consumer. BLOCK_N: keys of a tile, 64 or 128. BOX: keys that one TMA load
-    brings. STAGES: of the rings of keys and values; Q_STAGES: of queries.
+    BLOCK_D and TAIL_D, BLOCK_DV and TAIL_DV: the pieces of head sizes, the second 0 where there is one. BLOCK_M: rows
+    of a work item, 64 for each consumer. BLOCK_N: keys of a tile, 64 or 128. BOX: keys that one TMA load brings.
+    LIST_ROWS: rows that share a list, 64 or less, PIECE: keys of a block that lie together, 64 or less. HEADS_FIRST:
+    heads are the slowest to change from one work item to the next. STAGES: of the rings of keys and values; Q_STAGES:
+    of queries.
     """
 
     KIND: int
     GROUP: int
     HEADS_KV: int
     BLOCK_D: int
+    TAIL_D: int
     DV: int
     BLOCK_DV: int
+    TAIL_DV: int
     PAGE: int
     BOX: int
     Q_BLOCK: int
     K_BLOCK: int
+    LIST_ROWS: int
+    PIECE: int
     BLOCK_M: int
     BLOCK_N: int
-    SPLITS: int
     SOFTCAP: bool
+    HAS_LEFT: bool
+    HEADS_FIRST: bool
     STAGES: int
     Q_STAGES: int
 

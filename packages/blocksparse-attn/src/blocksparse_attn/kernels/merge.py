@@ -1,56 +1,89 @@
 """The merge kernel of split-KV: partial results of all splits into outputs and lse."""
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
+from blocksparse_attn.kernels.groups import Batch
 from blocksparse_attn.kernels.softmax import exponential, finite, log_sum_exp, normalised, with_sink
-from blocksparse_attn.kernels.tiles import wide
+from blocksparse_attn.kernels.tiles import keys_of_sequence, locate, split_row, wide
 
 
-@triton.jit(do_not_specialize=["rows", "length"])
+class MergeConfig(NamedTuple):
+    """What ``merge`` is compiled for. TOKENS and PACKED: of the tiles that left partial results, in which each program
+    merges ROWS rows of a head."""
+
+    KIND: int
+    H: int
+    DV: int
+    BLOCK_DV: int
+    TOKENS: int
+    PACKED: bool
+    ROWS: int
+    WIDE: bool
+
+
+@triton.jit(do_not_specialize=["rows", "sequences", "keys", "slots", "num_splits", "s_lse_sequence", "s_lse_head"])
 def merge(
-    p_sinks, outputs, rows, length, strides, H: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
-    TOKENS: tl.constexpr, SPLITS: tl.constexpr, PADDED: tl.constexpr, WIDE: tl.constexpr,
+    bounds, p_sinks, outputs, rows, sequences, keys, slots, num_splits, s_lse_sequence, s_lse_head, strides,
+    config: tl.constexpr,
 ):  # fmt: skip
-    """Combine partial results, see ``Outputs``; in a padded batch there are ``length`` rows for each sequence."""
+    """Combine partial results, see ``Outputs``, of the tiles that have them: rows of no tile have none.
+
+    The tiles are found as the kernel did that left the results. All heads of a row lie next to each other.
+    """
+    H: tl.constexpr = config.H
+    ROWS: tl.constexpr = config.ROWS
+    TOKENS: tl.constexpr = config.TOKENS
+    PIECES: tl.constexpr = (TOKENS + ROWS - 1) // ROWS
+    batch = Batch(bounds, sequences, rows, keys)
     pid = tl.program_id(0)
     i_h = (pid % H).to(tl.int64)
-    row = (pid // H).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    o_d = tl.arange(0, BLOCK_DV)
-    m_row = row < rows
-    m_tile = m_row[:, None] & (o_d < DV)[None, :]
-    acc = tl.zeros([TOKENS, BLOCK_DV], tl.float32)
-    running_max = tl.full([TOKENS], float("-inf"), tl.float32)
-    row_sum = tl.zeros([TOKENS], tl.float32)
-    # Read from the last split after the loop, as all splits agree; Triton wants it to be there before.
-    possible = m_row
-    for i_split in range(SPLITS):
-        split = row * 0 + i_split
-        p_part = outputs.part + ((split * rows + row) * H + i_h)[:, None] * DV + o_d[None, :]
-        b_part = tl.load(p_part, mask=m_tile, other=0.0)
-        b_lse = tl.load(outputs.part_lse + (split * H + i_h) * rows + row, mask=m_row, other=float("inf"))
-        possible = b_lse != float("inf")
-        b_lse = tl.where(possible, b_lse, float("-inf"))
-        new_max = tl.maximum(running_max, b_lse)
-        rescale = exponential(running_max - finite(new_max))
-        weight = exponential(b_lse - finite(new_max))
-        # A split that saw nothing may have left anything.
-        b_part = tl.where((b_lse == float("-inf"))[:, None], 0.0, b_part)
-        acc = acc * rescale[:, None] + b_part * weight[:, None]
-        row_sum = row_sum * rescale + weight
-        running_max = new_max
-    if p_sinks is not None:
-        b_sink = tl.zeros([TOKENS], tl.float32) + tl.load(p_sinks + i_h).to(tl.float32)
-        acc, running_max, row_sum = with_sink(acc, running_max, row_sum, tl.where(possible, b_sink, float("-inf")))
-    i_n = row * 0
-    token = row
-    if PADDED:
-        i_n = row // length
-        token = row % length
-    o_d_out = wide(o_d, WIDE)
-    s_out, s_lse = strides.out, strides.lse
-    p_tile = outputs.out + (i_n * s_out[0] + token * s_out[1] + i_h * s_out[2])[:, None] + (o_d_out * s_out[3])[None, :]
-    tl.store(p_tile, normalised(acc, row_sum).to(outputs.out.dtype.element_ty), mask=m_tile)
-    if outputs.lse is not None:
-        p_lse = outputs.lse + i_n * s_lse[0] + i_h * s_lse[1] + token * s_lse[2]
-        tl.store(p_lse, log_sum_exp(running_max, row_sum), mask=m_row)
+    i_piece = pid // H % PIECES
+    i_n, i_slot, begin, q_len = locate(batch, pid // H // PIECES, TOKENS, 1 if config.PACKED else 2, config.KIND)
+    _, length, _ = keys_of_sequence(batch, i_n, q_len, config.KIND)
+    # Tiles begin with the sequence's queries, or at multiples of their size in its positions.
+    context = length - q_len
+    if config.PACKED:
+        context = context * 0
+    i_tile = (context + q_len - 1) // TOKENS - i_slot
+    if (q_len > 0) & (i_slot >= 0) & (i_tile >= context // TOKENS):
+        o_m = i_piece * ROWS + tl.arange(0, ROWS)
+        position = i_tile * TOKENS + o_m
+        m_row = (o_m < TOKENS) & (position >= context) & (position < context + q_len)
+        row = begin + (tl.minimum(tl.maximum(position, context), context + q_len - 1) - context)
+        i_b, token, all_rows = split_row(batch, begin, row, config.KIND)
+        o_d = tl.arange(0, config.BLOCK_DV)
+        m_tile = m_row[:, None] & (o_d < config.DV)[None, :]
+        acc = tl.zeros([ROWS, config.BLOCK_DV], tl.float32)
+        running_max = tl.full([ROWS], float("-inf"), tl.float32)
+        row_sum = tl.zeros([ROWS], tl.float32)
+        # Read from the last split after the loop, as all splits agree; Triton wants it to be there before.
+        possible = m_row
+        for i_split in tl.range(0, num_splits, num_stages=4):
+            split = row * 0 + i_split
+            p_part = outputs.part + ((split * all_rows + row) * H + i_h)[:, None] * config.DV + o_d[None, :]
+            b_part = tl.load(p_part, mask=m_tile, other=0.0)
+            b_lse = tl.load(outputs.part_lse + (split * H + i_h) * all_rows + row, mask=m_row, other=float("inf"))
+            possible = b_lse != float("inf")
+            b_lse = tl.where(possible, b_lse, float("-inf"))
+            new_max = tl.maximum(running_max, b_lse)
+            rescale = exponential(running_max - finite(new_max))
+            weight = exponential(b_lse - finite(new_max))
+            # A split that saw nothing may have left anything.
+            b_part = tl.where((b_lse == float("-inf"))[:, None], 0.0, b_part)
+            acc = acc * rescale[:, None] + b_part * weight[:, None]
+            row_sum = row_sum * rescale + weight
+            running_max = new_max
+        if p_sinks is not None:
+            b_sink = tl.zeros([ROWS], tl.float32) + tl.load(p_sinks + i_h).to(tl.float32)
+            acc, running_max, row_sum = with_sink(acc, running_max, row_sum, tl.where(possible, b_sink, float("-inf")))
+        o_d_out = wide(o_d, config.WIDE)
+        s_out = strides.out
+        off_out = i_b * s_out[0] + token * s_out[1] + i_h * s_out[2]
+        p_tile = outputs.out + off_out[:, None] + (o_d_out * s_out[3])[None, :]
+        tl.store(p_tile, normalised(acc, row_sum).to(outputs.out.dtype.element_ty), mask=m_tile)
+        if outputs.lse is not None:
+            off_lse = i_b * s_lse_sequence + i_h * s_lse_head + token * strides.lse
+            tl.store(outputs.lse + off_lse, log_sum_exp(running_max, row_sum), mask=m_row)

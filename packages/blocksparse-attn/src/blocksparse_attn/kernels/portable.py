@@ -8,7 +8,7 @@ rows lists, so that keys and values are read once for all of them; decoding.
 import triton
 import triton.language as tl
 
-from blocksparse_attn.kernels.groups import Batch, Cache, Layout, Rows, Scoring, Visible
+from blocksparse_attn.kernels.groups import Batch, Cache, Layout, Rows, Scoring, Strides, Visible
 from blocksparse_attn.kernels.softmax import store, update
 from blocksparse_attn.kernels.tiles import (
     head_of,
@@ -24,20 +24,26 @@ from blocksparse_attn.kernels.tiles import (
     wide,
 )
 
+
+@triton.jit
+def with_lse(strides, s_lse_sequence, s_lse_head):
+    """All strides of a call, those of lse by (sequence, head, token)."""
+    return Strides(strides.q, strides.k, strides.v, strides.out, (s_lse_sequence, s_lse_head, strides.lse))
+
+
 # Columns that a packed tile looks at together: the bits of a number.
 BITS: tl.constexpr = tl.constexpr(64)
 
 
 @triton.jit
 def step(
-    acc, running_max, row_sum, b_q, cache, at, listed, visible, scoring, strides, config: tl.constexpr,
+    acc, running_max, row_sum, b_q, cache, o_key, listed, visible, scoring, strides, config: tl.constexpr,
     MIXED: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N keys from ``at`` on, for a tile of rows.
+    """The keys ``o_key`` [BLOCK_N] for a tile of rows.
 
-    MIXED: not all rows list them, ``listed`` [BLOCK_M] says which do; the rows are of TOKENS tokens.
+    MIXED: not all rows list them, ``listed`` [BLOCK_M, BLOCK_N or 1] says which do; the rows are of TOKENS tokens.
     """
-    o_key = at + tl.arange(0, config.BLOCK_N)
     page, slot, fits = slot_of(cache, o_key, visible.high, config.PAGE)
     seen = o_key[None, :] <= visible.position[:, None]
     m_key = fits & (o_key < visible.high)
@@ -46,7 +52,7 @@ def step(
         m_key = m_key & (o_key >= visible.low)
     m_value = m_key
     if MIXED:
-        seen = seen & listed[:, None]
+        seen = seen & listed
         if config.TOKENS > 1:
             # The values of a key that no row sees are not loaded: 0 times NaN would be NaN. Rows of one token, or of
             # one list, see all from low to high.
@@ -58,7 +64,7 @@ def step(
     s_slot = config.STEP if config.STEP else strides.k[1]
     b_k = load_tile(cache.k, page * strides.k[0] + slot * s_slot, o_dk, m_key, config.D, config.BLOCK_D)
     if config.BOX:
-        b_v = load_across(cache, at, o_dv, strides.v[0], visible, config)
+        b_v = load_across(cache, o_key, o_dv, strides.v[0], visible, config)
         if MIXED and config.TOKENS > 1:
             b_v = tl.where(m_value[:, None], b_v, 0.0)
     else:
@@ -70,12 +76,12 @@ def step(
 @triton.jit(
     do_not_specialize=[
         "rows", "sequences", "keys", "num_pages", "s_table", "s_crow", "s_col", "layout_rows", "entries", "slots",
-        "left",
+        "num_splits", "s_lse_sequence", "s_lse_head", "left",
     ]
 )  # fmt: skip
 def attend_lists(
     p_q, p_k, p_v, lists, p_table, bounds, p_sinks, outputs, rows, sequences, keys, num_pages, s_table, s_crow, s_col,
-    layout_rows, entries, slots, scale, softcap, left, strides, config: tl.constexpr,
+    layout_rows, entries, slots, num_splits, s_lse_sequence, s_lse_head, scores, left, strides, config: tl.constexpr,
 ):  # fmt: skip
     """Rows of one tile over one split of their row of the layout; columns may be in any order.
 
@@ -83,12 +89,14 @@ def attend_lists(
     """
     BLOCK_M: tl.constexpr = config.BLOCK_M
     BLOCK_DV: tl.constexpr = config.BLOCK_DV
-    PER_BLOCK: tl.constexpr = config.K_BLOCK // config.BLOCK_N
+    PIECES: tl.constexpr = config.BLOCK_N // config.PIECE
+    PER_BLOCK: tl.constexpr = config.K_BLOCK // config.PIECE
     batch = Batch(bounds, sequences, rows, keys)
     layout = Layout(lists, s_crow, s_col, layout_rows, entries)
-    scoring = Scoring(scale, softcap, left)
+    scoring = Scoring(scores[0], scores[1], left)
+    strides = with_lse(strides, s_lse_sequence, s_lse_head)
     pid = tl.program_id(0)
-    i_g, i_split, i_w, i_kv = part_of(pid, slots, config.GROUP, config.SPLITS)
+    i_g, i_split, i_w, i_kv = part_of(pid, slots, num_splits, config.GROUP)
     i_n, i_slot, begin, q_len = locate(batch, i_w, BLOCK_M, 2, config.KIND)
     k_begin, length, possible = keys_of_sequence(batch, i_n, q_len, config.KIND)
     context = length - q_len
@@ -113,7 +121,8 @@ def attend_lists(
         columns = (high - 1) // config.K_BLOCK + 1
         p_list = lists.col + i_h.to(tl.int64) * s_col
         from_entry, to_entry = list_of(layout, i_h, i_tile * BLOCK_M // config.Q_BLOCK, possible)
-        from_tile, to_tile = share((to_entry - from_entry) * PER_BLOCK, i_split, config.SPLITS)
+        count = (to_entry - from_entry) * PER_BLOCK
+        from_tile, to_tile = share((count + PIECES - 1) // PIECES, i_split, num_splits)
         k_head = head_of(p_k, i_b, i_kv, strides.k, config.KIND)
         v_head = head_of(p_v, i_b, i_kv, strides.v, config.KIND)
         p_pages = p_table + tl.maximum(i_n, 0).to(tl.int64) * s_table if config.PAGE else p_table
@@ -122,17 +131,22 @@ def attend_lists(
         acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
         running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
         row_sum = tl.zeros([BLOCK_M], tl.float32)
+        o_n = tl.arange(0, config.BLOCK_N)
         for i in tl.range(from_tile, to_tile, num_stages=config.STAGES):
-            column = tl.load(p_list + from_entry + i // PER_BLOCK)
+            # One number where a tile lies within a block.
+            i_piece = i
+            if PIECES > 1:
+                i_piece = i * PIECES + o_n // config.PIECE
+            column = tl.load(p_list + from_entry + i_piece // PER_BLOCK, mask=i_piece < count, other=-1)
             # A column out of bounds, or whose keys no row may see, is walked without effect.
             column = tl.where((column >= 0) & (column < columns), column, columns)
-            at = column * config.K_BLOCK + i % PER_BLOCK * config.BLOCK_N
+            o_key = column * config.K_BLOCK + i_piece % PER_BLOCK * config.PIECE + o_n % config.PIECE
             acc, running_max, row_sum = step(
-                acc, running_max, row_sum, b_q, cache, at, m_row, visible, scoring, strides, config, False
+                acc, running_max, row_sum, b_q, cache, o_key, None, visible, scoring, strides, config, False
             )
         tile = Rows(row, position * 0 + i_h, i_b, token, all_rows, possible, m_row)
         store(
-            acc, running_max, row_sum, tile, i_split, p_sinks, outputs, strides, config,
+            acc, running_max, row_sum, tile, i_split, num_splits, p_sinks, outputs, strides, config,
             p_q.dtype.element_ty == tl.float32,
         )  # fmt: skip
 
@@ -164,12 +178,12 @@ def listed_columns(p_lists, begin, end, first, last, PIECE: tl.constexpr):
 @triton.jit(
     do_not_specialize=[
         "rows", "sequences", "keys", "num_pages", "s_table", "s_crow", "s_col", "layout_rows", "entries", "slots",
-        "left",
+        "num_splits", "s_lse_sequence", "s_lse_head", "left",
     ]
 )  # fmt: skip
 def attend_packed(
     p_q, p_k, p_v, lists, p_table, bounds, p_sinks, outputs, rows, sequences, keys, num_pages, s_table, s_crow, s_col,
-    layout_rows, entries, slots, scale, softcap, left, strides, config: tl.constexpr,
+    layout_rows, entries, slots, num_splits, s_lse_sequence, s_lse_head, scores, left, strides, config: tl.constexpr,
 ):  # fmt: skip
     """``attend_lists`` for rows that each have a list: row m is head ``m % HEADS`` of token ``m // HEADS``.
 
@@ -179,12 +193,16 @@ def attend_packed(
     HEADS: tl.constexpr = config.GROUP if config.GROUP < BLOCK_M else BLOCK_M
     HEAD_TILES: tl.constexpr = (config.GROUP + HEADS - 1) // HEADS
     BLOCK_DV: tl.constexpr = config.BLOCK_DV
-    PER_BLOCK: tl.constexpr = config.K_BLOCK // config.BLOCK_N
+    # Lists of small blocks are long, and read again for every BITS columns.
+    ENTRIES: tl.constexpr = 64 if config.K_BLOCK >= 64 else 256
+    PIECES: tl.constexpr = config.BLOCK_N // config.PIECE
+    PER_BLOCK: tl.constexpr = config.K_BLOCK // config.PIECE
     batch = Batch(bounds, sequences, rows, keys)
     layout = Layout(lists, s_crow, s_col, layout_rows, entries)
-    scoring = Scoring(scale, softcap, left)
+    scoring = Scoring(scores[0], scores[1], left)
+    strides = with_lse(strides, s_lse_sequence, s_lse_head)
     pid = tl.program_id(0)
-    i_hb, i_split, i_w, i_kv = part_of(pid, slots, HEAD_TILES, config.SPLITS)
+    i_hb, i_split, i_w, i_kv = part_of(pid, slots, num_splits, HEAD_TILES)
     i_n, i_slot, begin, q_len = locate(batch, i_w, config.TOKENS, 1, config.KIND)
     k_begin, length, possible = keys_of_sequence(batch, i_n, q_len, config.KIND)
     context = length - q_len
@@ -210,7 +228,7 @@ def attend_packed(
         p_lists = lists.col + o_h.to(tl.int64) * s_col
         from_entry, to_entry = list_of(layout, o_h, position // config.Q_BLOCK, m_row & possible)
         first_column = low // config.K_BLOCK
-        from_column, to_column = share((high - 1) // config.K_BLOCK + 1 - first_column, i_split, config.SPLITS)
+        from_column, to_column = share((high - 1) // config.K_BLOCK + 1 - first_column, i_split, num_splits)
         from_column += first_column
         to_column = tl.where(possible, to_column + first_column, from_column)
         k_head = head_of(p_k, i_b, i_kv, strides.k, config.KIND)
@@ -222,25 +240,43 @@ def attend_packed(
         running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
         row_sum = tl.zeros([BLOCK_M], tl.float32)
         o_bit = tl.arange(0, BITS).to(tl.int64)
+        o_n = tl.arange(0, config.BLOCK_N)
         column = from_column
         # Inside a ``for`` with another loop in it Triton would not pipeline the loop over keys.
         while column < to_column:
             bits = listed_columns(
-                p_lists, from_entry, to_entry, column, tl.minimum(column + BITS, to_column), 64
+                p_lists, from_entry, to_entry, column, tl.minimum(column + BITS, to_column), ENTRIES
             )  # [BLOCK_M]
             anywhere = tl.max((bits[:, None] >> o_bit[None, :]) & 1, 0)  # [BITS]
             left_over = tl.sum(anywhere << o_bit, 0)
-            for i in tl.range(0, tl.sum(anywhere, 0).to(tl.int32) * PER_BLOCK, num_stages=config.STAGES):
-                i_bit = lowest_bit(left_over)
-                at = (column + i_bit) * config.K_BLOCK + i % PER_BLOCK * config.BLOCK_N
-                listed = ((bits >> i_bit) & 1) != 0
-                left_over = tl.where(i % PER_BLOCK == PER_BLOCK - 1, left_over & (left_over - 1), left_over)
+            count = tl.sum(anywhere, 0).to(tl.int32) * PER_BLOCK
+            for i in tl.range(0, (count + PIECES - 1) // PIECES, num_stages=config.STAGES):
+                if PIECES == 1:
+                    i_bit = lowest_bit(left_over)
+                    o_key = (column + i_bit) * config.K_BLOCK + i % PER_BLOCK * config.PIECE + o_n
+                    listed = (((bits >> i_bit) & 1) != 0)[:, None]
+                    left_over = tl.where(i % PER_BLOCK == PER_BLOCK - 1, left_over & (left_over - 1), left_over)
+                else:
+                    # What no piece is left for lies behind all keys.
+                    o_key = o_n * 0 + high
+                    o_shift = o_n * 0
+                    for i_in in tl.static_range(PIECES):
+                        i_piece = i * PIECES + i_in
+                        i_bit = lowest_bit(left_over)
+                        here = (o_n // config.PIECE == i_in) & (left_over != 0)
+                        at = (column + i_bit) * config.K_BLOCK + i_piece % PER_BLOCK * config.PIECE
+                        o_key = tl.where(here, at + o_n % config.PIECE, o_key)
+                        o_shift = tl.where(here, i_bit, o_shift)
+                        left_over = tl.where(
+                            i_piece % PER_BLOCK == PER_BLOCK - 1, left_over & (left_over - 1), left_over
+                        )
+                    listed = ((bits[:, None] >> o_shift[None, :]) & 1) != 0
                 acc, running_max, row_sum = step(
-                    acc, running_max, row_sum, b_q, cache, at, listed, visible, scoring, strides, config, True
+                    acc, running_max, row_sum, b_q, cache, o_key, listed, visible, scoring, strides, config, True
                 )
             column += BITS
         tile = Rows(row, o_h, i_b, token, all_rows, possible, m_row)
         store(
-            acc, running_max, row_sum, tile, i_split, p_sinks, outputs, strides, config,
+            acc, running_max, row_sum, tile, i_split, num_splits, p_sinks, outputs, strides, config,
             p_q.dtype.element_ty == tl.float32,
         )  # fmt: skip

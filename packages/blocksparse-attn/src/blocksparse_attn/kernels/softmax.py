@@ -132,8 +132,9 @@ def log_sum_exp(running_max, row_sum):
 
 @triton.jit
 def store(
-    acc, running_max, row_sum, rows, i_split, p_sinks, outputs, strides, config: tl.constexpr, NATURAL: tl.constexpr
-):
+    acc, running_max, row_sum, rows, i_split, num_splits, p_sinks, outputs, strides, config: tl.constexpr,
+    NATURAL: tl.constexpr,
+):  # fmt: skip
     """The epilogue of a tile: its results, with sinks, or a split's partial results, without; see ``Outputs``."""
     H: tl.constexpr = config.GROUP * config.HEADS_KV
     off_out = rows.i_b * strides.out[0] + rows.token * strides.out[1] + rows.head.to(tl.int64) * strides.out[2]
@@ -145,7 +146,7 @@ def store(
     m_tile = rows.mask[:, None]
     if config.DV != config.BLOCK_DV:
         m_tile = m_tile & (o_d < config.DV)[None, :]
-    if config.SPLITS == 1:
+    if num_splits == 1:
         if p_sinks is not None:
             b_sink = tl.load(p_sinks + rows.head).to(tl.float32)
             b_sink = tl.where(rows.possible, b_sink, float("-inf"))

@@ -17,13 +17,13 @@ PAGED: tl.constexpr = tl.constexpr(2)
 
 
 @triton.jit
-def part_of(pid, slots, HEADS: tl.constexpr, SPLITS: tl.constexpr):
+def part_of(pid, slots, num_splits, HEADS: tl.constexpr):
     """Of a program: which of a kv head's HEADS query heads, or tiles of them, its split, slot and kv head.
 
     The kv heads come one after the other, so that the keys of one stay in the L2 cache.
     """
     i = pid // HEADS
-    return pid % HEADS, i % SPLITS, i // SPLITS % slots, i // SPLITS // slots
+    return pid % HEADS, i % num_splits, i // num_splits % slots, i // num_splits // slots
 
 
 @triton.jit
@@ -145,9 +145,9 @@ def list_of(layout, o_h, i_row, wanted):
 
 
 @triton.jit
-def share(count, i_split, SPLITS: tl.constexpr):
+def share(count, i_split, num_splits):
     """The first and the last + 1 of ``count`` that this split takes."""
-    each = (count + SPLITS - 1) // SPLITS
+    each = (count + num_splits - 1) // num_splits
     return tl.minimum(i_split * each, count), tl.minimum((i_split + 1) * each, count)
 
 
@@ -184,7 +184,7 @@ def load_tile(p, off, o_d, fits, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def load_across(cache, at, o_dv, s_page, visible, config: tl.constexpr):
+def load_across(cache, o_key, o_dv, s_page, visible, config: tl.constexpr):
     """Values [BLOCK_N, BLOCK_DV] where a page's slots, not a head's elements, lie side by side.
 
     BOX slots of a page are loaded together, under one mask: a mask for each would split the load.
@@ -192,7 +192,7 @@ def load_across(cache, at, o_dv, s_page, visible, config: tl.constexpr):
     BOX: tl.constexpr = config.BOX
     BLOCK_N: tl.constexpr = config.BLOCK_N
     BLOCK_DV: tl.constexpr = config.BLOCK_DV
-    o_box = at + tl.arange(0, BLOCK_N // BOX) * BOX
+    o_box = tl.min(tl.reshape(o_key, [BLOCK_N // BOX, BOX]), 1)
     o_in = tl.arange(0, BOX)
     m_box = (o_box < visible.high) & (o_box + BOX > visible.low)
     page = tl.load(cache.pages + o_box // config.PAGE, mask=m_box, other=-1).to(tl.int64)

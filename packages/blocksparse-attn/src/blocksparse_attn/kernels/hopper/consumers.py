@@ -5,7 +5,11 @@ While the values of a tile are being multiplied, the scores of the next one are 
 
     scores = q k_i^T      in flight together with      acc += weights_(i-1) v_(i-1)
     softmax of scores     while the second product runs
+
+A consumer skips a tile that none of its rows lists, and begins anew behind it.
 """
+
+from typing import Any, NamedTuple
 
 import triton.language as tl
 from triton.experimental import gluon
@@ -22,19 +26,20 @@ from blocksparse_attn.kernels.hopper.memory import (
     BATCH,
     CONTEXT,
     HEAD,
-    HEADER_SIZE,
-    HEADER_VALID,
     ITEM_SIZE,
-    KEYS,
     LENGTH,
+    NO_TILE,
+    NOWHERE,
     POSSIBLE,
     QUEUE,
     ROW,
     ROWS,
+    SKIPPED,
     SPLIT,
     START,
     TOKEN,
     VALID,
+    WHOLE,
     get,
 )
 from blocksparse_attn.kernels.softmax import LN_2, LOG2_E, finite, log_sum_exp, soft_capped
@@ -56,24 +61,47 @@ def sums_of_threads(weights, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
+def seen_keys(channels, stage, i_half, left, L_S: gl.constexpr, config: gl.constexpr):
+    """Which of a consumer's rows see which keys of a tile that is to be masked [ROWS, BLOCK_N].
+
+    Keys are counted from the first row: a row sees those up to its own number.
+    """
+    GROUPS: gl.constexpr = ROWS // config.LIST_ROWS
+    L_N: gl.constexpr = gl.SliceLayout(0, L_S)
+    o_key = channels.keys.index(stage).load(L_N) - i_half * ROWS
+    o_bits = channels.bits.index(stage).load(L_N) >> (i_half * GROUPS)
+    o_row = gl.arange(0, ROWS, gl.SliceLayout(1, L_S))
+    if GROUPS == 1:
+        o_key = gl.where((o_bits & 1) != 0, o_key, NOWHERE)
+        seen = o_key[None, :] <= o_row[:, None]
+    else:
+        listed = (o_bits[None, :] >> (o_row // config.LIST_ROWS)[:, None]) & 1
+        seen = (o_key[None, :] <= o_row[:, None]) & (listed != 0)
+    if config.HAS_LEFT:
+        seen = seen & (o_key[None, :] >= (o_row - left)[:, None])
+    return seen
+
+
+@gluon.jit
 def softmax_step(
-    scores, running_max, row_sums, at, second, factor, softcap, config: gl.constexpr, MASKED: gl.constexpr,
+    scores, running_max, row_sums, channels, stage, i_half, scoring, config: gl.constexpr, MASK: gl.constexpr,
     dtype: gl.constexpr,
 ):  # fmt: skip
     """Weights relative to the new running max, that max, the new row sums, and what the past is rescaled by.
 
-    Keys are counted from the first row: a row sees those up to its own number.
+    The stage of keys is handed back as soon as nothing of it is needed.
     """
     L_S: gl.constexpr = scores.type.layout
+    if MASK:
+        seen = seen_keys(channels, stage, i_half, scoring.left, L_S, config)
+        # All warps have read where the keys are.
+        tl.debug_barrier()
+    mbarrier.arrive(channels.k.empty.index(stage))
+    factor = scoring.scale
     if config.SOFTCAP:
-        scores = soft_capped(scores * factor, softcap, False) * LOG2_E
-    if MASKED:
-        o_n = gl.arange(0, config.BLOCK_N, gl.SliceLayout(0, L_S))
-        o_key = at + o_n
-        if config.BLOCK_N > KEYS:
-            o_key = gl.where(o_n < KEYS, o_key, second + (o_n - KEYS))
-        o_row = gl.arange(0, ROWS, gl.SliceLayout(1, L_S))
-        scores = gl.where(o_key[None, :] <= o_row[:, None], scores, float("-inf"))
+        scores = soft_capped(scores * factor, scoring.softcap, False) * LOG2_E
+    if MASK:
+        scores = gl.where(seen, scores, float("-inf"))
     most = gl.max(scores, 1)
     if config.SOFTCAP:
         new_max = gl.maximum(running_max, most)
@@ -90,23 +118,20 @@ def softmax_step(
 
 @gluon.jit
 def softmax_of_tile(
-    scores, running_max, row_sums, at, second, factor, softcap, config: gl.constexpr, dtype: gl.constexpr
+    scores, running_max, row_sums, channels, stage, i_half, mode, scoring, config: gl.constexpr, dtype: gl.constexpr
 ):
     """``softmax_step``, masked only where some row does not see the whole tile.
 
     Both are branches of their own: in straight code ptxas moves the softmax past the wait for the product that it is
     to overlap with.
     """
-    last = at
-    if config.BLOCK_N > KEYS:
-        last = gl.maximum(at, second)
-    if last < 0:
+    if mode == WHOLE:
         weights, new_max, new_sums, rescale = softmax_step(
-            scores, running_max, row_sums, at, second, factor, softcap, config, False, dtype
+            scores, running_max, row_sums, channels, stage, i_half, scoring, config, False, dtype
         )
     else:
         weights, new_max, new_sums, rescale = softmax_step(
-            scores, running_max, row_sums, at, second, factor, softcap, config, True, dtype
+            scores, running_max, row_sums, channels, stage, i_half, scoring, config, True, dtype
         )
     return weights, new_max, new_sums, rescale
 
@@ -130,30 +155,88 @@ def natural_logarithm(running_max, row_sum, unit):
 # The main loop
 
 
+class Tile(NamedTuple):
+    """A tile of shared memory, or of an accumulator, in the two pieces of a head size."""
+
+    main: Any
+    tail: Any
+
+
+class Scoring(NamedTuple):
+    """The scale, with a factor log2(e) where there is no soft cap, the soft cap, and how far rows see to the left."""
+
+    scale: Any
+    softcap: Any
+    left: Any
+
+
 @gluon.jit
-def next_header(channels, i, i_half, config: gl.constexpr):
-    """Wait for tile i of keys: where its halves are, from this consumer's first row, and whether it is a tile."""
+def next_mode(channels, i, i_half, config: gl.constexpr):
+    """Wait for tile i of keys, and see what it is for this consumer."""
     stage = i % config.STAGES
     mbarrier.wait(channels.k.full.index(stage), i // config.STAGES & 1)
-    at = get(channels.headers, stage * HEADER_SIZE + i_half * 2)
-    second = at
-    if config.BLOCK_N > KEYS:
-        second = get(channels.headers, stage * HEADER_SIZE + i_half * 2 + 1)
-    return at, second, get(channels.headers, stage * HEADER_SIZE + HEADER_VALID) != 0
+    return get(channels.modes, stage * 2 + i_half)
 
 
 @gluon.jit
-def issue_values(b_p, acc, v, i, STAGES: gl.constexpr):
-    """Wait for tile i of values, and issue the product that adds them, weighted, to ``acc``."""
-    stage = i % STAGES
-    mbarrier.wait(v.full.index(stage), i // STAGES & 1)
-    return warpgroup_mma(b_p, v.tiles.index(stage), acc, is_async=True)
+def issue_scores(q, k, stage, b_zero, config: gl.constexpr):
+    """Issue the products of queries and of a tile of keys."""
+    b_k = k.tiles.index(stage).permute((1, 0))
+    scores = warpgroup_mma(q.main, b_k, b_zero, use_acc=False, is_async=True)
+    if config.TAIL_D:
+        b_tail = k.tails.index(stage).slice(0, config.TAIL_D, 1).permute((1, 0))
+        scores = warpgroup_mma(q.tail.slice(0, config.TAIL_D, 1), b_tail, scores, is_async=True)
+    return scores
 
 
 @gluon.jit
-def attend_tiles(
-    q_tile, channels, i, n, i_half, scale, softcap, config: gl.constexpr, L_S: gl.constexpr, L_O: gl.constexpr
-):
+def issue_values(weights, acc, v, i, config: gl.constexpr):
+    """Wait for tile i of values, and issue the products that add them, weighted, to both pieces of ``acc``."""
+    stage = i % config.STAGES
+    mbarrier.wait(v.full.index(stage), i // config.STAGES & 1)
+    main = warpgroup_mma(weights, v.tiles.index(stage), acc.main, is_async=True)
+    tail = acc.tail
+    if config.TAIL_DV:
+        tail = warpgroup_mma(weights, v.tails.index(stage).slice(0, config.TAIL_DV, 1), acc.tail, is_async=True)
+    return Tile(main, tail)
+
+
+@gluon.jit
+def wait_for_values(product, v, i, config: gl.constexpr):
+    """Wait for what ``issue_values`` issued, and hand the stage back."""
+    if config.TAIL_DV:
+        main, tail = warpgroup_mma_wait(0, deps=[product.main, product.tail])
+    else:
+        main = warpgroup_mma_wait(0, deps=[product.main])
+        tail = product.tail
+    mbarrier.arrive(v.empty.index(i % config.STAGES))
+    return Tile(main, tail)
+
+
+@gluon.jit
+def rescaled(acc, rescale, config: gl.constexpr):
+    """Both pieces of an accumulator, times a number for each row."""
+    main = acc.main * gl.convert_layout(rescale, gl.SliceLayout(1, acc.main.type.layout))[:, None]
+    tail = acc.tail
+    if config.TAIL_DV:
+        tail = acc.tail * gl.convert_layout(rescale, gl.SliceLayout(1, acc.tail.type.layout))[:, None]
+    return Tile(main, tail)
+
+
+@gluon.jit
+def skip_tile(channels, i, n, STAGES: gl.constexpr):
+    """Hand back the stages of a tile that no row of this consumer lists."""
+    # All warps have read what the tile is.
+    tl.debug_barrier()
+    mbarrier.arrive(channels.k.empty.index(i % STAGES))
+    # Before the values are there, their stage may still be another tile's.
+    i_v = i - n
+    mbarrier.wait(channels.v.full.index(i_v % STAGES), i_v // STAGES & 1)
+    mbarrier.arrive(channels.v.empty.index(i_v % STAGES))
+
+
+@gluon.jit
+def attend_tiles(q, channels, i, n, i_half, scoring, config: gl.constexpr, L_S: gl.constexpr, L_O: gl.constexpr):
     """All tiles of a work item for 64 of its rows: the accumulator, the running max and the row sum.
 
     Weights are relative to that max, which carries a factor log2(e). Tile i of keys is the item's first; the number of
@@ -161,52 +244,50 @@ def attend_tiles(
     there are no values: to tile i of keys belongs tile i - n of values.
     """
     BLOCK_N: gl.constexpr = config.BLOCK_N
-    BLOCK_DV: gl.constexpr = config.BLOCK_DV
     STAGES: gl.constexpr = config.STAGES
+    BLOCK_DV: gl.constexpr = config.BLOCK_DV
+    TAIL: gl.constexpr = config.TAIL_DV if config.TAIL_DV else 16
+    PRODUCTS: gl.constexpr = 2 if config.TAIL_DV else 1
     k, v = channels.k, channels.v
-    dtype: gl.constexpr = q_tile.dtype
+    dtype: gl.constexpr = q.main.dtype
     L_P: gl.constexpr = gl.DotOperandLayout(0, L_O, 2)
-    factor = scale
-    if not config.SOFTCAP:
-        # Masked scores are -inf, of which a factor of 0 would make NaN.
-        factor = factor * LOG2_E
-        factor = gl.where(factor < TINY, TINY, factor)
+    L_TAIL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TAIL, 16])
     running_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, L_S))
-    acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, L_O)
+    acc = Tile(gl.zeros([ROWS, BLOCK_DV], gl.float32, L_O), gl.zeros([ROWS, TAIL], gl.float32, L_TAIL))
     b_zero = gl.zeros([ROWS, BLOCK_N], gl.float32, L_S)
     row_sums = sums_of_threads(b_zero, BLOCK_N)
-    at, second, valid = next_header(channels, i, i_half, config)
-    if valid:
-        # Prologue: there is no product yet for the softmax of the first tile to overlap with.
-        stage = i % STAGES
-        scores = warpgroup_mma(q_tile, k.tiles.index(stage).permute((1, 0)), b_zero, use_acc=False, is_async=True)
-        b_scores = warpgroup_mma_wait(0, deps=[scores])
-        mbarrier.arrive(k.empty.index(stage))
-        weights, running_max, row_sums, rescale = softmax_of_tile(
-            b_scores, running_max, row_sums, at, second, factor, softcap, config, dtype
-        )
-        b_p = gl.convert_layout(weights, L_P)
-        i += 1
-        at, second, valid = next_header(channels, i, i_half, config)
-        while valid:
-            stage = i % STAGES
-            scores = warpgroup_mma(q_tile, k.tiles.index(stage).permute((1, 0)), b_zero, use_acc=False, is_async=True)
-            product = issue_values(b_p, acc, v, i - 1 - n, STAGES)
-            # Wait for the scores alone: the product runs on beside their softmax.
-            b_scores = warpgroup_mma_wait(1, deps=[scores])
-            mbarrier.arrive(k.empty.index(stage))
-            weights, running_max, row_sums, rescale = softmax_of_tile(
-                b_scores, running_max, row_sums, at, second, factor, softcap, config, dtype
-            )
-            acc = warpgroup_mma_wait(0, deps=[product])
-            mbarrier.arrive(v.empty.index((i - 1 - n) % STAGES))
-            b_p = gl.convert_layout(weights, L_P)
-            acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, L_O))[:, None]
+    mode = next_mode(channels, i, i_half, config)
+    while mode != NO_TILE:
+        if mode == SKIPPED:
+            skip_tile(channels, i, n, STAGES)
             i += 1
-            at, second, valid = next_header(channels, i, i_half, config)
-        product = issue_values(b_p, acc, v, i - 1 - n, STAGES)
-        acc = warpgroup_mma_wait(0, deps=[product])
-        mbarrier.arrive(v.empty.index((i - 1 - n) % STAGES))
+            mode = next_mode(channels, i, i_half, config)
+        else:
+            # Prologue: there is no product yet for the softmax of the first tile to overlap with.
+            stage = i % STAGES
+            b_scores = warpgroup_mma_wait(0, deps=[issue_scores(q, k, stage, b_zero, config)])
+            weights, running_max, row_sums, rescale = softmax_of_tile(
+                b_scores, running_max, row_sums, channels, stage, i_half, mode, scoring, config, dtype
+            )
+            b_p = gl.convert_layout(weights, L_P)
+            acc = rescaled(acc, rescale, config)
+            i += 1
+            mode = next_mode(channels, i, i_half, config)
+            while mode > SKIPPED:
+                stage = i % STAGES
+                scores = issue_scores(q, k, stage, b_zero, config)
+                product = issue_values(b_p, acc, v, i - 1 - n, config)
+                # Wait for the scores alone: the product runs on beside their softmax.
+                b_scores = warpgroup_mma_wait(PRODUCTS, deps=[scores])
+                weights, running_max, row_sums, rescale = softmax_of_tile(
+                    b_scores, running_max, row_sums, channels, stage, i_half, mode, scoring, config, dtype
+                )
+                acc = wait_for_values(product, v, i - 1 - n, config)
+                b_p = gl.convert_layout(weights, L_P)
+                acc = rescaled(acc, rescale, config)
+                i += 1
+                mode = next_mode(channels, i, i_half, config)
+            acc = wait_for_values(issue_values(b_p, acc, v, i - 1 - n, config), v, i - 1 - n, config)
     # All warps have read the last header before it is overwritten.
     tl.debug_barrier()
     mbarrier.arrive(k.empty.index(i % STAGES))
@@ -224,8 +305,10 @@ def pointers(p, i_b, token, i_h, o_d, s):
 
 
 @gluon.jit
-def store_rows(acc, tile, p_out, s_out, i_b, i_h, token, start, context, length, config: gl.constexpr):
-    """Store the outputs of 64 positions from ``start``, where those are the sequence's queries.
+def store_rows(
+    acc, tile, p_out, s_out, i_b, i_h, token, start, context, length, first: gl.constexpr, config: gl.constexpr
+):
+    """Store the outputs of 64 positions from ``start``, where those are the sequence's queries, from a column on.
 
     They are staged in a tile of shared memory, so that each row is stored in whole lines.
     """
@@ -236,19 +319,19 @@ def store_rows(acc, tile, p_out, s_out, i_b, i_h, token, start, context, length,
     # All warps have stored their rows, before others load them.
     tl.debug_barrier()
     position = start + gl.arange(0, ROWS, gl.SliceLayout(1, L_IO))
-    o_d = gl.arange(0, config.BLOCK_DV, gl.SliceLayout(0, L_IO))
+    o_d = first + gl.arange(0, acc.shape[1], gl.SliceLayout(0, L_IO))
     m_row = (position >= context) & (position < length)
     p_tile = pointers(p_out, i_b, token + position, i_h, o_d, s_out)
     gl.store(p_tile, tile.load(L_IO), mask=m_row[:, None] & (o_d < config.DV)[None, :])
 
 
 @gluon.jit
-def store_part(acc, p_part, items, base, i_h, start, context, length, config: gl.constexpr):
+def store_part(acc, p_part, items, base, i_h, start, context, length, first: gl.constexpr, config: gl.constexpr):
     """Store a split's partial outputs, in float32, of the same positions as ``store_rows``."""
     L_O: gl.constexpr = acc.type.layout
     H: gl.constexpr = config.GROUP * config.HEADS_KV
     position = start + gl.arange(0, ROWS, gl.SliceLayout(1, L_O))
-    o_d = gl.arange(0, config.BLOCK_DV, gl.SliceLayout(0, L_O))
+    o_d = first + gl.arange(0, acc.shape[1], gl.SliceLayout(0, L_O))
     m_row = (position >= context) & (position < length)
     row = get(items, base + SPLIT).to(gl.int64) * get(items, base + ALL_ROWS)
     row = row + get(items, base + ROW) + position
@@ -256,14 +339,23 @@ def store_part(acc, p_part, items, base, i_h, start, context, length, config: gl
     gl.store(p_tile, acc, mask=m_row[:, None] & (o_d < config.DV)[None, :])
 
 
+class Results(NamedTuple):
+    """Where results go, see ``Outputs``, with the logits that stand in the denominator only."""
+
+    sinks: Any
+    outputs: Any
+    strides: Any
+    num_splits: Any
+
+
 @gluon.jit
-def epilogue(acc, running_max, row_sum, tile, channels, base, i_half, p_sinks, outputs, strides, config: gl.constexpr):
+def epilogue(acc, running_max, row_sum, tile, channels, base, i_half, results, config: gl.constexpr):
     """Normalise what ``attend_tiles`` summed for 64 rows, and store outputs and lse, or a split's partial ones.
 
     As in ``softmax.store``: partial results are without the sink, which the merge kernel adds once.
     """
     H: gl.constexpr = config.GROUP * config.HEADS_KV
-    L_O: gl.constexpr = acc.type.layout
+    outputs, strides = results.outputs, results.strides
     items, scale = channels.queue.items, get(channels.scale, 0)
     start = get(items, base + START) + i_half * ROWS
     context = get(items, base + CONTEXT)
@@ -275,15 +367,15 @@ def epilogue(acc, running_max, row_sum, tile, channels, base, i_half, p_sinks, o
     position = start + gl.arange(0, ROWS, running_max.type.layout)
     m_row = (position >= context) & (position < length)
     log_sum = natural_logarithm(running_max, row_sum, 1.0 if config.SOFTCAP else scale)
-    if config.SPLITS == 1:
-        if p_sinks is not None:
+    rescale = row_sum * 0 + 1.0
+    if results.num_splits == 1:
+        if results.sinks is not None:
             running_max = running_max * LN_2
-            b_sink = gl.load(p_sinks + i_h).to(gl.float32)
+            b_sink = gl.load(results.sinks + i_h).to(gl.float32)
             b_sink = gl.where(possible, b_sink, float("-inf"))
             new_max = gl.maximum(running_max, b_sink)
             rescale = gl.exp(running_max - finite(new_max))
             row_sum = row_sum * rescale + gl.exp(b_sink - finite(new_max))
-            acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, L_O))[:, None]
             log_sum = log_sum_exp(new_max, row_sum)
         if outputs.lse is not None:
             s_lse = strides.lse
@@ -296,18 +388,27 @@ def epilogue(acc, running_max, row_sum, tile, channels, base, i_half, p_sinks, o
         i_part = get(items, base + SPLIT).to(gl.int64) * H + i_h
         i_part = i_part * get(items, base + ALL_ROWS) + get(items, base + ROW) + position
         gl.store(outputs.part_lse + i_part, gl.where(possible, log_sum, float("inf")), mask=m_row)
-    acc = acc * gl.convert_layout(1.0 / gl.where(row_sum == 0, 1.0, row_sum), gl.SliceLayout(1, L_O))[:, None]
-    if config.SPLITS == 1:
-        store_rows(acc, tile, outputs.out, strides.out, i_b, i_h, token, start, context, length, config)
+    acc = rescaled(acc, rescale / gl.where(row_sum == 0, 1.0, row_sum), config)
+    if results.num_splits == 1:
+        store_rows(
+            acc.main, tile.main, outputs.out, strides.out, i_b, i_h, token, start, context, length, 0, config
+        )  # fmt: skip
+        if config.TAIL_DV:
+            store_rows(
+                acc.tail, tile.tail.slice(0, config.TAIL_DV, 1), outputs.out, strides.out, i_b, i_h, token, start,
+                context, length, config.BLOCK_DV, config,
+            )  # fmt: skip
     else:
-        store_part(acc, outputs.part, items, base, i_h, start, context, length, config)
+        store_part(acc.main, outputs.part, items, base, i_h, start, context, length, 0, config)
+        if config.TAIL_DV:
+            store_part(acc.tail, outputs.part, items, base, i_h, start, context, length, config.BLOCK_DV, config)
 
 
 # The role
 
 
 @gluon.jit
-def consume(channels, i_half, p_sinks, outputs, softcap, strides, config: gl.constexpr):
+def consume(channels, i_half, softcap, left, results, config: gl.constexpr):
     """One consumer's 64 rows of one work item after the other: A is ``i_half`` 0, B is 1."""
     L_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, config.BLOCK_N, 16])
     L_O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, config.BLOCK_DV, 16])
@@ -320,15 +421,20 @@ def consume(channels, i_half, p_sinks, outputs, softcap, strides, config: gl.con
     while valid:
         i_q = n % config.Q_STAGES
         base = n % QUEUE * ITEM_SIZE
-        q_tile = channels.q.tiles.index(i_q * 2 + i_half)
+        q_tile = Tile(channels.q.tiles.index(i_q * 2 + i_half), channels.q.tails.index(i_q * 2 + i_half))
         mbarrier.wait(channels.q.full.index(i_q), n // config.Q_STAGES & 1)
+        factor = get(channels.scale, 0)
+        if not config.SOFTCAP:
+            # Masked scores are -inf, of which a factor of 0 would make NaN.
+            factor = factor * LOG2_E
+            factor = gl.where(factor < TINY, TINY, factor)
         acc, running_max, row_sum, i = attend_tiles(
-            q_tile, channels, i, n, i_half, get(channels.scale, 0), softcap, config, L_S, L_O
+            q_tile, channels, i, n, i_half, Scoring(factor, softcap, left), config, L_S, L_O
         )
         out_tile = q_tile
-        if config.BLOCK_DV != config.BLOCK_D:
-            out_tile = channels.out_tiles.index(i_half)
-        epilogue(acc, running_max, row_sum, out_tile, channels, base, i_half, p_sinks, outputs, strides, config)
+        if (config.BLOCK_DV != config.BLOCK_D) | (config.TAIL_DV != config.TAIL_D):
+            out_tile = Tile(channels.out_tiles.index(i_half), channels.out_tails.index(i_half))
+        epilogue(acc, running_max, row_sum, out_tile, channels, base, i_half, results, config)
         # TMA will write the next queries where outputs were staged: the fence orders the two.
         fence_async_shared()
         tl.debug_barrier()

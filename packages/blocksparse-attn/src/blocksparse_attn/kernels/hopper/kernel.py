@@ -9,9 +9,9 @@ One program per SM. Its five roles run concurrently and communicate through shar
     load values   (1 warp)  ---- ring of STAGES tiles of values ------>|  rows  64 to 127    |---> out, lse
                                                                        +---------------------+
 
-A work item is 128 positions of one head: 64 for consumer A and the 64 after them for B, each of one row of the layout.
-The loaders merge the two lists, and a header says which consumer wants which half of a tile. Both consumers take all
-tiles and mask what they did not list: neighbouring rows of a layout mostly list the same.
+A work item is 128 positions of one head: 64 for consumer A and the 64 after them for B, each of one row of the layout
+or, where its blocks are smaller, of several. The loaders merge their lists and gather a tile from pieces of blocks; a
+header says whether a consumer sees a tile whole, masks what its rows do not list, or skips it.
 
 Each buffer has a full and an empty barrier (memory.py). Where to change what:
 
@@ -24,8 +24,8 @@ Each buffer has a full and an empty barrier (memory.py). Where to change what:
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from blocksparse_attn.kernels.groups import Batch, Layout
-from blocksparse_attn.kernels.hopper.consumers import consume
+from blocksparse_attn.kernels.groups import Batch, Layout, OutputStrides
+from blocksparse_attn.kernels.hopper.consumers import Results, consume
 from blocksparse_attn.kernels.hopper.memory import make_channels
 from blocksparse_attn.kernels.hopper.producers import load, schedule
 
@@ -33,28 +33,29 @@ from blocksparse_attn.kernels.hopper.producers import load, schedule
 @gluon.jit(
     do_not_specialize=[
         "rows", "sequences", "keys", "num_pages", "s_table", "s_crow", "s_col", "layout_rows", "entries", "slots",
-        "left",
+        "num_splits", "s_lse_sequence", "s_lse_head", "left",
     ]
 )  # fmt: skip
 def attend(
     d_q, d_k, d_v, lists, p_table, bounds, p_sinks, outputs, rows, sequences, keys, num_pages, s_table, s_crow, s_col,
-    layout_rows, entries, slots, scale, softcap, left, strides, config: gl.constexpr,
+    layout_rows, entries, slots, num_splits, s_lse_sequence, s_lse_head, scores, left, strides, config: gl.constexpr,
 ):  # fmt: skip
-    """``portable.attend_lists`` without a window, by any number of programs.
+    """``portable.attend_lists``, by any number of programs.
 
     Queries, keys and values are TMA descriptors over (sequence, or 0, or page; head; slot; element), in boxes of 64
     columns and 64 slots; of pages, BOX slots. The strides of q, k and v are theirs.
     """
     batch = Batch(bounds, sequences, rows, keys)
     layout = Layout(lists, s_crow, s_col, layout_rows, entries)
-    channels = make_channels(d_k.dtype, scale, config)
-    pid = gl.program_id(0)
-    i_half = pid * 0
-    # Registers of a thread: an SM has 65536, and warps that issue copies need few.
+    channels = make_channels(d_k.dtype, scores[0], config)
+    strides = OutputStrides(strides.out, (s_lse_sequence, s_lse_head, strides.lse))
+    results = Results(p_sinks, outputs, strides, num_splits)
+    i_half = gl.program_id(0) * 0
+    # Registers of a thread: an SM has 65536, of which a warpgroup of producers needs few.
     gl.warp_specialize([
-        (consume, (channels, i_half, p_sinks, outputs, softcap, strides, config)),
-        (consume, (channels, i_half + 1, p_sinks, outputs, softcap, strides, config)),
-        (load, (d_k, channels, batch, layout, p_table, s_table, num_pages, config, False)),
-        (load, (d_v, channels, batch, layout, p_table, s_table, num_pages, config, True)),
-        (schedule, (d_q, channels, batch, layout, slots, config)),
-    ], [4, 1, 1, 1], [240, 24, 24, 24])  # fmt: skip
+        (consume, (channels, i_half, scores[1], left, results, config)),
+        (consume, (channels, i_half + 1, scores[1], left, results, config)),
+        (load, (d_k, channels, batch, layout, p_table, s_table, num_pages, left, config, False)),
+        (load, (d_v, channels, batch, layout, p_table, s_table, num_pages, left, config, True)),
+        (schedule, (d_q, channels, batch, layout, slots, num_splits, config)),
+    ], [4, 1, 1, 1], [232, 40, 40, 40])  # fmt: skip

@@ -12,10 +12,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-# Rows of a consumer warpgroup, keys of an entry of the merged lists, and columns of a TMA box: 128 bytes of 16-bit
-# elements, over which shared memory is swizzled.
+# Rows of a consumer warpgroup, and columns of a TMA box: 128 bytes of 16-bit elements, over which shared memory is
+# swizzled.
 ROWS: tl.constexpr = tl.constexpr(64)
-KEYS: tl.constexpr = tl.constexpr(64)
 COLUMNS: tl.constexpr = tl.constexpr(64)
 # Rows of values that are zeroed together: one repetition of the swizzle.
 STRIP: tl.constexpr = tl.constexpr(8)
@@ -39,28 +38,23 @@ ROW: tl.constexpr = tl.constexpr(9)
 ALL_ROWS: tl.constexpr = tl.constexpr(10)
 SEQUENCE: tl.constexpr = tl.constexpr(11)
 K_BEGIN: tl.constexpr = tl.constexpr(12)
-FROM_A: tl.constexpr = tl.constexpr(13)
-END_A: tl.constexpr = tl.constexpr(14)
-LAST_A: tl.constexpr = tl.constexpr(15)
-FROM_B: tl.constexpr = tl.constexpr(16)
-END_B: tl.constexpr = tl.constexpr(17)
-LAST_B: tl.constexpr = tl.constexpr(18)
-ITEM_SIZE: tl.constexpr = tl.constexpr(19)
+ITEM_SIZE: tl.constexpr = tl.constexpr(13)
 
-# A tile of keys has a header: for A, then for B, where each half of it begins, counted from the consumer's first row,
-# or NOWHERE if the consumer does not list that half; and whether it is a tile, or the end of the work item.
-HEADER_SIZE: tl.constexpr = tl.constexpr(5)
-HEADER_VALID: tl.constexpr = tl.constexpr(4)
+# What a tile of keys is for a consumer: for none of its rows, seen whole by all of them, to be masked; or no tile, but
+# the end of the work item.
+SKIPPED: tl.constexpr = tl.constexpr(0)
+WHOLE: tl.constexpr = tl.constexpr(1)
+MASKED: tl.constexpr = tl.constexpr(2)
+NO_TILE: tl.constexpr = tl.constexpr(-1)
 
 
 class Item(NamedTuple):
-    """A work item: 64 rows of one head for each consumer, A and B, and one split of their keys.
+    """A work item: 64 rows of one head for each consumer, A and B, and one split of the keys that they list.
 
     It is kept in shared memory, number by number: a consumer reads most of them after its main loop, and would
     otherwise hold them in registers through it. ``start``: the position of the first row in its sequence. ``token`` and
     ``row``: add a position to get a row of q, out and lse, in sequence ``i_b`` of a padded batch, and one of the
-    partial results. Positions from ``context`` to ``length`` - 1 are queries. ``from_a`` to ``end_a`` are A's entries
-    of 64 keys, and ``last_a`` is the last position that its rows see; so for B.
+    partial results. Positions from ``context`` to ``length`` - 1 are queries.
     """
 
     valid: Any
@@ -76,41 +70,53 @@ class Item(NamedTuple):
     all_rows: Any
     i_n: Any
     k_begin: Any
-    from_a: Any
-    end_a: Any
-    last_a: Any
-    from_b: Any
-    end_b: Any
-    last_b: Any
 
 
 class Ring(NamedTuple):
-    """Stages of a ring buffer: the same bytes as the boxes that TMA fills and as the tiles that WGMMA reads."""
+    """Stages of a ring buffer: the same bytes as the boxes that TMA fills and as the tiles that WGMMA reads.
+
+    Head sizes that are no power of two are in two pieces, the second of which has boxes and tiles of its own.
+    """
 
     boxes: Any
     tiles: Any
+    tail_boxes: Any
+    tails: Any
     full: Any
     empty: Any
 
 
 class Queue(NamedTuple):
-    """Work items in flight from the scheduler to the other roles."""
+    """Work items in flight from the scheduler to the other roles.
+
+    ``lists``: of each, the first and the last + 1 of the entries that each LIST_ROWS rows list.
+    """
 
     items: Any
+    lists: Any
     full: Any
     empty: Any
 
 
 class Channels(NamedTuple):
-    """All that roles share. ``strips``: the values again, 8 rows each. ``out_tiles``: where outputs are staged."""
+    """All that roles share.
+
+    ``modes``: what the tile in a stage of keys is for A, then for B. ``keys`` and ``bits`` [STAGES, BLOCK_N]: where its
+    keys are, counted from the item's first row, and which lists have them; written where a consumer masks the tile.
+    ``strips``: the values again, 8 rows each. ``out_tiles``: where outputs are staged.
+    """
 
     q: Any
     k: Any
     v: Any
     queue: Any
-    headers: Any
+    modes: Any
+    keys: Any
+    bits: Any
     strips: Any
+    tail_strips: Any
     out_tiles: Any
+    out_tails: Any
     scale: Any
 
 
@@ -144,12 +150,6 @@ def put_item(items, base, item):
     put(items, base + ALL_ROWS, item.all_rows, 1)
     put(items, base + SEQUENCE, item.i_n, 1)
     put(items, base + K_BEGIN, item.k_begin, 1)
-    put(items, base + FROM_A, item.from_a, 1)
-    put(items, base + END_A, item.end_a, 1)
-    put(items, base + LAST_A, item.last_a, 1)
-    put(items, base + FROM_B, item.from_b, 1)
-    put(items, base + END_B, item.end_b, 1)
-    put(items, base + LAST_B, item.last_b, 1)
 
 
 @gluon.jit
@@ -158,30 +158,55 @@ def barriers(count: gl.constexpr):
 
 
 @gluon.jit
-def make_channels(dtype: gl.constexpr, scale, config: gl.constexpr):
-    """Allocate shared memory and initialise barriers."""
+def ring_of(
+    dtype: gl.constexpr, COUNT: gl.constexpr, TILE: gl.constexpr, BOX: gl.constexpr, BLOCK_D: gl.constexpr,
+    TAIL: gl.constexpr,
+):  # fmt: skip
+    """COUNT tiles of TILE rows, as boxes of BOX rows and as WGMMA reads them: 64 columns of all rows, then the next.
+
+    The TAIL columns behind the first BLOCK_D have a box of 64 too, for the sake of one TMA descriptor for both.
+    """
     box_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=4)
     tile_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    BOXES: gl.constexpr = COUNT * (TILE // BOX)
+    boxes = gl.allocate_shared_memory(dtype, [BOXES * (BLOCK_D // COLUMNS), 1, 1, BOX, COLUMNS], box_layout)
+    tiles = boxes._reinterpret(dtype, [COUNT, TILE, BLOCK_D], tile_layout)
+    tail_boxes = boxes
+    tails = tiles
+    if TAIL:
+        tail_boxes = gl.allocate_shared_memory(dtype, [BOXES, 1, 1, BOX, COLUMNS], box_layout)
+        tails = tail_boxes._reinterpret(dtype, [COUNT, TILE, COLUMNS], tile_layout)
+    return boxes, tiles, tail_boxes, tails
+
+
+@gluon.jit
+def make_channels(dtype: gl.constexpr, scale, config: gl.constexpr):
+    """Allocate shared memory and initialise barriers."""
     cell_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     consumers: gl.constexpr = config.BLOCK_M // ROWS
     STAGES: gl.constexpr = config.STAGES
     Q_STAGES: gl.constexpr = config.Q_STAGES
-    q_count: gl.constexpr = Q_STAGES * consumers * (config.BLOCK_D // COLUMNS)
-    k_count: gl.constexpr = STAGES * (config.BLOCK_D // COLUMNS) * (config.BLOCK_N // config.BOX)
-    v_count: gl.constexpr = STAGES * (config.BLOCK_DV // COLUMNS) * (config.BLOCK_N // config.BOX)
-    q_boxes = gl.allocate_shared_memory(dtype, [q_count, 1, 1, ROWS, COLUMNS], box_layout)
-    k_boxes = gl.allocate_shared_memory(dtype, [k_count, 1, 1, config.BOX, COLUMNS], box_layout)
-    v_boxes = gl.allocate_shared_memory(dtype, [v_count, 1, 1, config.BOX, COLUMNS], box_layout)
-    # The same bytes as WGMMA reads them: 64 columns of all rows, then the next 64.
-    q_tiles = q_boxes._reinterpret(dtype, [Q_STAGES * consumers, ROWS, config.BLOCK_D], tile_layout)
-    k_tiles = k_boxes._reinterpret(dtype, [STAGES, config.BLOCK_N, config.BLOCK_D], tile_layout)
-    v_tiles = v_boxes._reinterpret(dtype, [STAGES, config.BLOCK_N, config.BLOCK_DV], tile_layout)
+    k_boxes, k_tiles, k_tail_boxes, k_tails = ring_of(
+        dtype, STAGES, config.BLOCK_N, config.BOX, config.BLOCK_D, config.TAIL_D
+    )
+    v_boxes, v_tiles, v_tail_boxes, v_tails = ring_of(
+        dtype, STAGES, config.BLOCK_N, config.BOX, config.BLOCK_DV, config.TAIL_DV
+    )
+    q_boxes, q_tiles, q_tail_boxes, q_tails = ring_of(
+        dtype, Q_STAGES * consumers, ROWS, ROWS, config.BLOCK_D, config.TAIL_D
+    )
+    tile_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     num_strips: gl.constexpr = STAGES * (config.BLOCK_DV // COLUMNS) * (config.BLOCK_N // STRIP)
     strips = v_boxes._reinterpret(dtype, [num_strips, STRIP, COLUMNS], tile_layout)
+    tail_strips = strips
+    if config.TAIL_DV:
+        num_tail_strips: gl.constexpr = STAGES * (config.BLOCK_N // STRIP)
+        tail_strips = v_tail_boxes._reinterpret(dtype, [num_tail_strips, STRIP, COLUMNS], tile_layout)
     # Outputs go where the queries were, if they are as wide.
     out_tiles = q_tiles
-    if config.BLOCK_DV != config.BLOCK_D:
-        out_tiles = gl.allocate_shared_memory(dtype, [consumers, ROWS, config.BLOCK_DV], tile_layout)
+    out_tails = q_tails
+    if (config.BLOCK_DV != config.BLOCK_D) | (config.TAIL_DV != config.TAIL_D):
+        _, out_tiles, _, out_tails = ring_of(dtype, consumers, ROWS, ROWS, config.BLOCK_DV, config.TAIL_DV)
 
     k_full = barriers(STAGES)
     # One more for tiles whose last values are zeroed before they are handed on.
@@ -208,16 +233,23 @@ def make_channels(dtype: gl.constexpr, scale, config: gl.constexpr):
 
     items = gl.allocate_shared_memory(gl.int32, [QUEUE * ITEM_SIZE, 1], cell_layout)
     scale_cell = gl.allocate_shared_memory(gl.float32, [1, 1], cell_layout)
-    headers = gl.allocate_shared_memory(gl.int32, [STAGES * HEADER_SIZE, 1], cell_layout)
+    lists = gl.allocate_shared_memory(gl.int32, [QUEUE * 2, config.BLOCK_M // config.LIST_ROWS], cell_layout)
+    modes = gl.allocate_shared_memory(gl.int32, [STAGES * consumers, 1], cell_layout)
+    keys = gl.allocate_shared_memory(gl.int32, [STAGES, config.BLOCK_N], cell_layout)
+    bits = gl.allocate_shared_memory(gl.int32, [STAGES, config.BLOCK_N], cell_layout)
     put(scale_cell, 0, scale, 4)
     fence_async_shared()
     return Channels(
-        Ring(q_boxes, q_tiles, q_full, q_empty),
-        Ring(k_boxes, k_tiles, k_full, k_empty),
-        Ring(v_boxes, v_tiles, v_full, v_empty),
-        Queue(items, queue_full, queue_empty),
-        headers,
+        Ring(q_boxes, q_tiles, q_tail_boxes, q_tails, q_full, q_empty),
+        Ring(k_boxes, k_tiles, k_tail_boxes, k_tails, k_full, k_empty),
+        Ring(v_boxes, v_tiles, v_tail_boxes, v_tails, v_full, v_empty),
+        Queue(items, lists, queue_full, queue_empty),
+        modes,
+        keys,
+        bits,
         strips,
+        tail_strips,
         out_tiles,
+        out_tails,
         scale_cell,
     )

@@ -1,8 +1,9 @@
 """The producer warps of the kernel for sm_90, one warp each: the scheduler, and the loaders of keys and of values.
 
 The scheduler is ahead by one work item: it looks up the next one and issues the TMA loads of its queries. A loader
-merges the two lists of an item, A's and B's, and loads each 64 keys that either lists, or the values, a tile of 64 or
-128 at a time, as soon as a stage is empty. Both walk the lists themselves, so that they need not meet.
+merges the lists of an item's rows and loads each piece of a block that any of them has, keys or values, as soon as a
+stage is empty: a tile of 64 or 128 gathers pieces of 16, 32 or 64. Both walk the lists themselves, so that they need
+not meet.
 """
 
 from typing import Any, NamedTuple
@@ -15,26 +16,22 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from blocksparse_attn.kernels.hopper.memory import (
     BATCH,
     COLUMNS,
-    END_A,
-    END_B,
-    FROM_A,
-    FROM_B,
+    CONTEXT,
     HEAD,
-    HEADER_SIZE,
-    HEADER_VALID,
     ITEM_SIZE,
     K_BEGIN,
-    KEYS,
-    LAST_A,
-    LAST_B,
     LENGTH,
+    MASKED,
+    NO_TILE,
     NOWHERE,
     QUEUE,
     ROWS,
     SEQUENCE,
+    SKIPPED,
     START,
     STRIP,
     VALID,
+    WHOLE,
     Item,
     get,
     put,
@@ -43,14 +40,20 @@ from blocksparse_attn.kernels.hopper.memory import (
 from blocksparse_attn.kernels.tiles import PAGED, keys_of_sequence, list_of, locate, share, split_row
 
 
-class ListPair(NamedTuple):
-    """The lists of A and B, in entries of 64 keys: their ends, and the last position that a row of each sees."""
+class Walk(NamedTuple):
+    """The lists of a work item, each of LIST_ROWS rows, in entries of PIECE keys.
+
+    ``end`` [LISTS]: behind the last entry. ``last`` [LISTS]: the last position that a row of each sees; ``low``: the
+    first that any does. ``absent``: the lists of rows that are no queries, as bits. ``columns``: blocks that there are.
+    """
 
     col: Any
-    end_a: Any
-    end_b: Any
-    last_a: Any
-    last_b: Any
+    end: Any
+    last: Any
+    low: Any
+    left: Any
+    start: Any
+    absent: Any
     columns: Any
 
 
@@ -66,34 +69,77 @@ class Source(NamedTuple):
     num_pages: Any
 
 
+@gluon.jit
+def lanes(COUNT: gl.constexpr):
+    """0, 1, ... COUNT - 1, in the registers of one warp."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    return gl.arange(0, COUNT, layout)
+
+
 # The scheduler
 
 
 @gluon.jit
-def list_of_half(layout, i_h, i_split, start, context, length, possible, config: gl.constexpr):
-    """A split's share of the list of 64 rows, in entries of 64 keys: from, to, and the last position that they see."""
-    last = gl.minimum(start + (ROWS - 1), length - 1)
-    begin, end = list_of(layout, i_h, start // config.Q_BLOCK, possible & (last >= gl.maximum(start, context)))
-    begin = begin * (config.K_BLOCK // KEYS)
-    from_entry, to_entry = share(end * (config.K_BLOCK // KEYS) - begin, i_split, config.SPLITS)
-    return begin + from_entry, begin + to_entry, last
+def put_lists(queue, i_queue, layout, item, num_splits, config: gl.constexpr):
+    """Keep a split's share of each of the item's lists, in entries of PIECE keys."""
+    PER_BLOCK: gl.constexpr = config.K_BLOCK // config.PIECE
+    o_first = item.start + lanes(config.BLOCK_M // config.LIST_ROWS) * config.LIST_ROWS
+    o_last = gl.minimum(o_first + (config.LIST_ROWS - 1), item.length - 1)
+    wanted = item.possible & (o_last >= gl.maximum(o_first, item.context))
+    begin, end = list_of(layout, item.i_h, o_first // config.Q_BLOCK, wanted)
+    begin = begin * PER_BLOCK
+    from_entry, to_entry = share(end * PER_BLOCK - begin, item.i_split, num_splits)
+    queue.lists.index(i_queue * 2).store(begin + from_entry)
+    queue.lists.index(i_queue * 2 + 1).store(begin + to_entry)
 
 
 @gluon.jit
-def schedule(d_q, channels, batch, layout, slots, config: gl.constexpr):
+def place_of(work, slots, num_splits, config: gl.constexpr):
+    """Head, split and slot of a work item.
+
+    All heads of the same rows come one after the other, as they have about as much to do; where much more is before the
+    queries than they are themselves, all rows of the same head, so that its keys stay in the L2 cache.
+    """
+    HEADS: gl.constexpr = config.GROUP * config.HEADS_KV
+    if config.HEADS_FIRST:
+        i_h = work // (slots * num_splits)
+        i_split = work // slots % num_splits
+        i_w = work % slots
+    else:
+        i_h = work % HEADS
+        i_split = work // HEADS % num_splits
+        i_w = work // (HEADS * num_splits)
+    return i_h, i_split, i_w
+
+
+@gluon.jit
+def load_queries(d_q, q, i_q, i_b, i_h, row, config: gl.constexpr):
+    """Issue the TMA loads of a work item's queries. Rows of other sequences, or none, are never stored."""
+    CONSUMERS: gl.constexpr = config.BLOCK_M // ROWS
+    CHUNKS: gl.constexpr = config.BLOCK_D // COLUMNS
+    full = q.full.index(i_q)
+    mbarrier.expect(full, config.BLOCK_M * (config.BLOCK_D + (COLUMNS if config.TAIL_D else 0)) * 2)
+    for i_half in gl.static_range(CONSUMERS):
+        i_tile = i_q * CONSUMERS + i_half
+        at = row + i_half * ROWS
+        for i_c in gl.static_range(CHUNKS):
+            tma.async_copy_global_to_shared(
+                d_q, [i_b, i_h, at, i_c * COLUMNS], full, q.boxes.index(i_tile * CHUNKS + i_c)
+            )
+        if config.TAIL_D:
+            tma.async_copy_global_to_shared(d_q, [i_b, i_h, at, config.BLOCK_D], full, q.tail_boxes.index(i_tile))
+
+
+@gluon.jit
+def schedule(d_q, channels, batch, layout, slots, num_splits, config: gl.constexpr):
     """Queue one work item after the other and load its queries; after the last, queue one that is not valid."""
     queue = channels.queue
-    CONSUMERS: gl.constexpr = config.BLOCK_M // ROWS
-    HEADS: gl.constexpr = config.GROUP * config.HEADS_KV
     gl.assume(layout.s_crow >= 0)
     work = gl.program_id(0)
     turn = work * 0
     n = work * 0
-    while work < slots * (HEADS * config.SPLITS):
-        # All heads of the same rows come one after the other: they have about as much to do.
-        i_h = work % HEADS
-        i_split = work // HEADS % config.SPLITS
-        i_w = work // (HEADS * config.SPLITS)
+    while work < slots * (config.GROUP * config.HEADS_KV) * num_splits:
+        i_h, i_split, i_w = place_of(work, slots, num_splits, config)
         i_n, i_slot, begin, q_len = locate(batch, i_w, config.BLOCK_M, 2, config.KIND)
         k_begin, length, possible = keys_of_sequence(batch, i_n, q_len, config.KIND)
         context = length - q_len
@@ -101,30 +147,20 @@ def schedule(d_q, channels, batch, layout, slots, config: gl.constexpr):
         if (q_len > 0) & (i_slot >= 0) & (i_tile >= context // config.BLOCK_M):
             start = i_tile * config.BLOCK_M
             i_b, first_token, all_rows = split_row(batch, begin, begin - context, config.KIND)
-            from_a, end_a, last_a = list_of_half(layout, i_h, i_split, start, context, length, possible, config)
-            from_b, end_b, last_b = list_of_half(layout, i_h, i_split, start + ROWS, context, length, possible, config)
             i_queue = n % QUEUE
             mbarrier.wait(queue.empty.index(i_queue), (n // QUEUE & 1) ^ 1)
             # Rows and keys are fewer than 2^31, as the plan sees to.
             item = Item(
                 1, start, first_token, i_b, context, length, possible, i_h, i_split, begin - context, all_rows,
-                gl.maximum(i_n, 0), k_begin, from_a, end_a, last_a, from_b, end_b, last_b,
+                gl.maximum(i_n, 0), k_begin,
             )  # fmt: skip
             put_item(queue.items, i_queue * ITEM_SIZE, item)
+            put_lists(queue, i_queue, layout, item, num_splits, config)
             tl.debug_barrier()
             mbarrier.arrive(queue.full.index(i_queue))
             i_q = n % config.Q_STAGES
             mbarrier.wait(channels.q.empty.index(i_q), (n // config.Q_STAGES & 1) ^ 1)
-            mbarrier.expect(channels.q.full.index(i_q), config.BLOCK_M * config.BLOCK_D * 2)
-            for i_half in gl.static_range(CONSUMERS):
-                row = (first_token + start).to(gl.int32) + i_half * ROWS
-                for i_c in gl.static_range(config.BLOCK_D // COLUMNS):
-                    # Rows of other sequences, or none, come along: their scores are never stored.
-                    i_box = (i_q * CONSUMERS + i_half) * (config.BLOCK_D // COLUMNS) + i_c
-                    tma.async_copy_global_to_shared(
-                        d_q, [i_b.to(gl.int32), i_h, row, i_c * COLUMNS], channels.q.full.index(i_q),
-                        channels.q.boxes.index(i_box),
-                    )  # fmt: skip
+            load_queries(d_q, channels.q, i_q, i_b.to(gl.int32), i_h, (first_token + start).to(gl.int32), config)
             n += 1
         # Snake order: every second turn goes backwards, so that no program has the longer rows each time.
         turn += 1
@@ -139,46 +175,108 @@ def schedule(d_q, channels, batch, layout, slots, config: gl.constexpr):
 
 
 @gluon.jit
-def keys_of_entry(pair, i, end, K_BLOCK: gl.constexpr):
-    """The position of the 64 keys of entry i, and NOWHERE after the list's end.
+def keys_of_entries(walk, o_entry, config: gl.constexpr):
+    """The position of the keys of an entry of each list [LISTS], and NOWHERE after the list's end.
 
     Columns that are not there come just before NOWHERE, where no row sees them.
     """
-    PER_BLOCK: gl.constexpr = K_BLOCK // KEYS
-    column = gl.load(pair.col + i // PER_BLOCK, mask=i < end, other=-1)
-    at = gl.where((column >= 0) & (column < pair.columns), column * K_BLOCK + i % PER_BLOCK * KEYS, NOWHERE - 1)
-    return gl.where(i < end, at, NOWHERE)
+    PER_BLOCK: gl.constexpr = config.K_BLOCK // config.PIECE
+    inside = o_entry < walk.end
+    column = gl.load(walk.col + o_entry // PER_BLOCK, mask=inside, other=-1)
+    at = column * config.K_BLOCK + o_entry % PER_BLOCK * config.PIECE
+    at = gl.where((column >= 0) & (column < walk.columns), at, NOWHERE - 1)
+    return gl.where(inside, at, NOWHERE)
 
 
 @gluon.jit
-def next_keys(pair, i_a, i_b, K_BLOCK: gl.constexpr):
-    """The next 64 keys that a row of either list sees: their position, or NOWHERE, and whether each list has them.
+def next_piece(walk, o_entry, o_at, config: gl.constexpr):
+    """The next piece that a row of some list sees: its position, or NOWHERE, and the lists that have it, as bits.
 
-    Both lists are walked once, in whatever order they are; rising ones meet where they list the same.
+    All lists are walked once, in whatever order they are; rising ones meet where they list the same. ``o_at`` are the
+    positions of the entries ``o_entry``.
     """
-    at = i_a * 0 + NOWHERE
-    for_a = at < 0
-    for_b = at < 0
-    while ((i_a < pair.end_a) | (i_b < pair.end_b)) & (at == NOWHERE):
-        at_a = keys_of_entry(pair, i_a, pair.end_a, K_BLOCK)
-        at_b = keys_of_entry(pair, i_b, pair.end_b, K_BLOCK)
-        least = gl.minimum(at_a, at_b)
-        for_a = (at_a == least) & (least <= pair.last_a)
-        for_b = (at_b == least) & (least <= pair.last_b)
-        i_a += (at_a == least).to(gl.int32)
-        i_b += (at_b == least).to(gl.int32)
-        at = gl.where(for_a | for_b, least, at)
-    return at, for_a, for_b, i_a, i_b
+    o_bit = (lanes(config.BLOCK_M // config.LIST_ROWS) * 0 + 1) << lanes(config.BLOCK_M // config.LIST_ROWS)
+    bits = walk.start * 0
+    least = bits
+    searching = bits == 0
+    while searching:
+        least = gl.min(o_at, 0)
+        mine = o_at == least
+        wanted = mine & (least <= walk.last)
+        if config.HAS_LEFT:
+            wanted = wanted & (least + (config.PIECE - 1) >= walk.low)
+        bits = gl.sum(gl.where(wanted, o_bit, 0), 0)
+        o_entry += mine.to(gl.int32)
+        o_at = keys_of_entries(walk, o_entry, config)
+        searching = (bits == 0) & (least < NOWHERE)
+    return least, bits, o_entry, o_at
 
 
 @gluon.jit
-def load_half(
-    d, boxes, full, stage, at, half: gl.constexpr, source, BLOCK_D: gl.constexpr, config: gl.constexpr
+def next_tile(walk, o_entry, o_at, config: gl.constexpr):
+    """The pieces of the next tile [PIECES], as ``next_piece`` has them one by one."""
+    PIECES: gl.constexpr = config.BLOCK_N // config.PIECE
+    o_piece = lanes(PIECES)
+    at = o_piece * 0 + NOWHERE
+    bits = o_piece * 0
+    for i_piece in gl.static_range(PIECES):
+        one, its_bits, o_entry, o_at = next_piece(walk, o_entry, o_at, config)
+        at = gl.where(o_piece == i_piece, one, at)
+        bits = gl.where(o_piece == i_piece, its_bits, bits)
+    return at, bits, o_entry, o_at
+
+
+@gluon.jit
+def one_of(numbers, i: gl.constexpr, COUNT: gl.constexpr):
+    """The i-th of so many numbers of 0 or more."""
+    return gl.max(gl.where(lanes(COUNT) == i, numbers, 0), 0)
+
+
+@gluon.jit
+def mode_for(walk, at, bits, i_half: gl.constexpr, config: gl.constexpr):
+    """What a tile is for a consumer: see SKIPPED, WHOLE and MASKED."""
+    GROUPS: gl.constexpr = ROWS // config.LIST_ROWS
+    ALL: gl.constexpr = (1 << GROUPS) - 1
+    own = (bits >> (i_half * GROUPS)) & ALL
+    first = walk.start + i_half * ROWS
+    # What rows see that are no queries does not matter.
+    whole = ((own | (walk.absent >> (i_half * GROUPS))) & ALL) == ALL
+    whole = whole & (at <= first - (config.PIECE - 1))
+    if config.HAS_LEFT:
+        whole = whole & (at >= first + (ROWS - 1) - walk.left)
+    mode = gl.where(gl.min(whole.to(gl.int32), 0) != 0, WHOLE, MASKED)
+    return gl.where(gl.max(own, 0) != 0, mode, SKIPPED)
+
+
+@gluon.jit
+def put_header(channels, stage, walk, at, bits, valid, config: gl.constexpr):
+    """Say what the tile in a stage of keys is for A and for B; where one of them masks it, where its keys are."""
+    PIECES: gl.constexpr = config.BLOCK_N // config.PIECE
+    mode_a = gl.where(valid, mode_for(walk, at, bits, 0, config), NO_TILE)
+    mode_b = gl.where(valid, mode_for(walk, at, bits, 1, config), NO_TILE)
+    put(channels.modes, stage * 2, mode_a, 1)
+    put(channels.modes, stage * 2 + 1, mode_b, 1)
+    if (mode_a == MASKED) | (mode_b == MASKED):
+        o_n = lanes(config.BLOCK_N)
+        o_key = o_n * 0
+        o_bits = o_n * 0
+        for i_piece in gl.static_range(PIECES):
+            here = o_n // config.PIECE == i_piece
+            o_key = gl.where(here, one_of(at, i_piece, PIECES) - walk.start, o_key)
+            o_bits = gl.where(here, one_of(bits, i_piece, PIECES), o_bits)
+        channels.keys.index(stage).store(o_key + o_n % config.PIECE)
+        channels.bits.index(stage).store(o_bits)
+
+
+@gluon.jit
+def load_piece(
+    d, ring, full, stage, at, i_piece: gl.constexpr, source, BLOCK_D: gl.constexpr, TAIL: gl.constexpr,
+    config: gl.constexpr,
 ):  # fmt: skip
-    """Issue the TMA loads of 64 keys, or values, of a tile. What is not there, and NOWHERE, is filled with 0."""
-    BOXES: gl.constexpr = KEYS // config.BOX
-    HALVES: gl.constexpr = config.BLOCK_N // KEYS
-    first_box = stage * (BOXES * HALVES * (BLOCK_D // COLUMNS)) + half * BOXES
+    """Issue the TMA loads of a piece of a tile. What is not there, and NOWHERE, is filled with 0."""
+    BOXES: gl.constexpr = config.PIECE // config.BOX
+    ALL: gl.constexpr = config.BLOCK_N // config.BOX
+    CHUNKS: gl.constexpr = BLOCK_D // COLUMNS
     for i_box in gl.static_range(BOXES):
         key = at + i_box * config.BOX
         if config.PAGE:
@@ -188,86 +286,89 @@ def load_half(
         else:
             outer = source.i_b
             slot = gl.where(at == NOWHERE, source.keys, source.begin + key)
-        for i_c in gl.static_range(BLOCK_D // COLUMNS):
+        row = i_piece * BOXES + i_box
+        for i_c in gl.static_range(CHUNKS):
             tma.async_copy_global_to_shared(
-                d, [outer, source.i_kv, slot, i_c * COLUMNS], full,
-                boxes.index(first_box + i_c * (BOXES * HALVES) + i_box),
-            )  # fmt: skip
+                d, [outer, source.i_kv, slot, i_c * COLUMNS], full, ring.boxes.index((stage * CHUNKS + i_c) * ALL + row)
+            )
+        if TAIL:
+            tma.async_copy_global_to_shared(
+                d, [outer, source.i_kv, slot, BLOCK_D], full, ring.tail_boxes.index(stage * ALL + row)
+            )
 
 
 @gluon.jit
-def zero_rows(strips, first_strip, at, length, config: gl.constexpr):
-    """Zero the values of keys from ``length`` on, of which weights of 0 would make NaN of NaN. By one warp."""
+def zero_strips(strips, first_strip, at, low, length, CHUNKS: gl.constexpr, config: gl.constexpr):
+    """Zero the values of keys before ``low`` and from ``length`` on, in a piece: by one warp.
+
+    Weights of 0 would make NaN of NaN.
+    """
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
     o_row = gl.arange(0, STRIP, gl.SliceLayout(1, layout))
-    for strip in range((length - at) // STRIP, KEYS // STRIP):
-        keep = (at + strip * STRIP + o_row < length)[:, None]
-        for i_c in gl.static_range(config.BLOCK_DV // COLUMNS):
+    for strip in range(0, config.PIECE // STRIP):
+        o_key = at + strip * STRIP + o_row
+        keep = ((o_key >= low) & (o_key < length))[:, None]
+        for i_c in gl.static_range(CHUNKS):
             cells = strips.index(first_strip + i_c * (config.BLOCK_N // STRIP) + strip)
             b_strip = cells.load(layout)
             cells.store(gl.where(keep, b_strip, 0.0).to(b_strip.dtype))
 
 
 @gluon.jit
-def put_header(headers, stage, at, for_a, for_b, second, second_for_a, second_for_b, start, valid):
-    """Say where the halves of a tile of keys begin, for A and for B, and whether it is a tile."""
-    header = stage * HEADER_SIZE
-    put(headers, header, gl.where(for_a, at - start, NOWHERE), 1)
-    put(headers, header + 1, gl.where(second_for_a, second - start, NOWHERE), 1)
-    put(headers, header + 2, gl.where(for_b, at - start - ROWS, NOWHERE), 1)
-    put(headers, header + 3, gl.where(second_for_b, second - start - ROWS, NOWHERE), 1)
-    put(headers, header + HEADER_VALID, valid, 1)
+def zero_unseen(channels, stage, walk, at, length, config: gl.constexpr):
+    """Zero the values in a tile that no row of the item sees, past the sequence's end or before the window."""
+    PIECES: gl.constexpr = config.BLOCK_N // config.PIECE
+    STRIPS: gl.constexpr = config.BLOCK_N // STRIP
+    CHUNKS: gl.constexpr = config.BLOCK_DV // COLUMNS
+    for i_piece in gl.static_range(PIECES):
+        one = one_of(at, i_piece, PIECES)
+        # Compared so that NOWHERE does not overflow.
+        if ((one > length - config.PIECE) & (one != NOWHERE)) | (one < walk.low):
+            own: gl.constexpr = i_piece * (config.PIECE // STRIP)
+            first = stage * (STRIPS * CHUNKS) + own
+            zero_strips(channels.strips, first, one, walk.low, length, CHUNKS, config)
+            if config.TAIL_DV:
+                zero_strips(channels.tail_strips, stage * STRIPS + own, one, walk.low, length, 1, config)
 
 
 @gluon.jit
-def load_item(d, channels, pair, i_a, i_b, source, start, i, ends, config: gl.constexpr, VALUES: gl.constexpr):
+def load_item(d, channels, walk, o_entry, source, i, ends, config: gl.constexpr, VALUES: gl.constexpr):
     """Load the tiles of keys, or of values, of one work item; tile i is its first.
 
-    After the last tile of keys comes a header alone, which says that there is none. Values past a sequence's end are
-    zeroed here before the tile is handed on: TMA signals such a tile to the barrier after those of the stages, which
-    is this warp's own. Returned are the number of the next item's first tile, and how many tiles had an end.
+    After the last tile of keys comes a header alone, which says that there is none. Values that no row sees are zeroed
+    here before the tile is handed on: TMA signals such a tile to the barrier after those of the stages, which is this
+    warp's own. Returned are the number of the next item's first tile, and how many tiles were such.
     """
     ring = channels.v if VALUES else channels.k
     BLOCK_D: gl.constexpr = config.BLOCK_DV if VALUES else config.BLOCK_D
+    TAIL: gl.constexpr = config.TAIL_DV if VALUES else config.TAIL_D
     STAGES: gl.constexpr = config.STAGES
-    HALVES: gl.constexpr = config.BLOCK_N // KEYS
-    BYTES: gl.constexpr = config.BLOCK_N * BLOCK_D * 2
-    STRIPS: gl.constexpr = config.BLOCK_N // STRIP * (BLOCK_D // COLUMNS)
+    PIECES: gl.constexpr = config.BLOCK_N // config.PIECE
+    BYTES: gl.constexpr = config.BLOCK_N * (BLOCK_D + (COLUMNS if TAIL else 0)) * 2
+    o_at = keys_of_entries(walk, o_entry, config)
     valid = i >= 0
     while valid:
         stage = i % STAGES
-        at, for_a, for_b, i_a, i_b = next_keys(pair, i_a, i_b, config.K_BLOCK)
-        valid = at != NOWHERE
-        second = i_a * 0 + NOWHERE
-        second_for_a = second < 0
-        second_for_b = second < 0
-        if HALVES == 2:
-            second, second_for_a, second_for_b, i_a, i_b = next_keys(pair, i_a, i_b, config.K_BLOCK)
+        at, bits, o_entry, o_at = next_tile(walk, o_entry, o_at, config)
+        valid = one_of(at, 0, PIECES) != NOWHERE
         mbarrier.wait(ring.empty.index(stage), (i // STAGES & 1) ^ 1)
         if not VALUES:
-            put_header(
-                channels.headers, stage, at, for_a, for_b, second, second_for_a, second_for_b, start, valid
-            )  # fmt: skip
+            put_header(channels, stage, walk, at, bits, valid, config)
             tl.debug_barrier()
         if valid:
             landing = stage
             if VALUES:
-                # Compared so that NOWHERE does not overflow.
-                first_ends = at > source.length - KEYS
-                second_ends = (second > source.length - KEYS) & (second != NOWHERE)
-                landing = gl.where(first_ends | second_ends, STAGES, stage)
-            mbarrier.expect(ring.full.index(landing), BYTES)
-            load_half(d, ring.boxes, ring.full.index(landing), stage, at, 0, source, BLOCK_D, config)
-            if HALVES == 2:
-                load_half(d, ring.boxes, ring.full.index(landing), stage, second, 1, source, BLOCK_D, config)
+                unseen = ((at > source.length - config.PIECE) & (at != NOWHERE)) | (at < walk.low)
+                landing = gl.where(gl.max(unseen.to(gl.int32), 0) != 0, STAGES, stage)
+            full = ring.full.index(landing)
+            mbarrier.expect(full, BYTES)
+            for i_piece in gl.static_range(PIECES):
+                load_piece(d, ring, full, stage, one_of(at, i_piece, PIECES), i_piece, source, BLOCK_D, TAIL, config)
             if VALUES:
                 if landing == STAGES:
-                    mbarrier.wait(ring.full.index(STAGES), ends & 1)
+                    mbarrier.wait(full, ends & 1)
                     ends += 1
-                    if first_ends:
-                        zero_rows(channels.strips, stage * STRIPS, at, source.length, config)
-                    if second_ends:
-                        zero_rows(channels.strips, stage * STRIPS + KEYS // STRIP, second, source.length, config)
+                    zero_unseen(channels, stage, walk, at, source.length, config)
                     fence_async_shared()
                     tl.debug_barrier()
                     mbarrier.arrive(ring.full.index(stage))
@@ -280,12 +381,28 @@ def load_item(d, channels, pair, i_a, i_b, source, start, i, ends, config: gl.co
 
 
 @gluon.jit
-def load(d, channels, batch, layout, p_table, s_table, num_pages, config: gl.constexpr, VALUES: gl.constexpr):
+def walk_of(p_list, o_end, start, context, length, left, config: gl.constexpr):
+    """How the lists of a work item are walked."""
+    LISTS: gl.constexpr = config.BLOCK_M // config.LIST_ROWS
+    o_first = start + lanes(LISTS) * config.LIST_ROWS
+    o_last = gl.minimum(o_first + (config.LIST_ROWS - 1), length - 1)
+    o_bit = (lanes(LISTS) * 0 + 1) << lanes(LISTS)
+    absent = gl.sum(gl.where(o_last < gl.maximum(o_first, context), o_bit, 0), 0)
+    last = gl.minimum(start + (config.BLOCK_M - 1), length - 1)
+    low = start * 0
+    if config.HAS_LEFT:
+        low = gl.maximum(gl.maximum(start, context) - left, 0)
+    return Walk(p_list, o_end, o_last, low, left, start, absent, last // config.K_BLOCK + 1)
+
+
+@gluon.jit
+def load(d, channels, batch, layout, p_table, s_table, num_pages, left, config: gl.constexpr, VALUES: gl.constexpr):
     """Load the keys, or the values, of one work item after the other."""
     queue = channels.queue
     # Tests for negative strides would take registers.
     gl.assume(layout.s_col >= 0)
     gl.assume(s_table >= 0)
+    L_LISTS: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     n = gl.program_id(0) * 0
     i = n
     ends = n
@@ -298,14 +415,11 @@ def load(d, channels, batch, layout, p_table, s_table, num_pages, config: gl.con
         i_b = get(queue.items, base + BATCH, 1)
         i_h = get(queue.items, base + HEAD, 1)
         start = get(queue.items, base + START, 1)
+        context = get(queue.items, base + CONTEXT, 1)
         length = get(queue.items, base + LENGTH, 1)
         k_begin = get(queue.items, base + K_BEGIN, 1)
-        from_a = get(queue.items, base + FROM_A, 1)
-        end_a = get(queue.items, base + END_A, 1)
-        last_a = get(queue.items, base + LAST_A, 1)
-        from_b = get(queue.items, base + FROM_B, 1)
-        end_b = get(queue.items, base + END_B, 1)
-        last_b = get(queue.items, base + LAST_B, 1)
+        o_entry = queue.lists.index(i_queue * 2).load(L_LISTS)
+        o_end = queue.lists.index(i_queue * 2 + 1).load(L_LISTS)
         tl.debug_barrier()
         mbarrier.arrive(queue.empty.index(i_queue))
         # Not read where there are no pages.
@@ -313,10 +427,9 @@ def load(d, channels, batch, layout, p_table, s_table, num_pages, config: gl.con
         if config.KIND == PAGED:
             p_pages = p_table + i_n.to(gl.int64) * s_table
         p_list = layout.lists.col + i_h.to(gl.int64) * layout.s_col
-        columns = gl.maximum(last_a, last_b) // config.K_BLOCK + 1
-        pair = ListPair(p_list, end_a, end_b, last_a, last_b, columns)
+        walk = walk_of(p_list, o_end, start, context, length, left, config)
         source = Source(p_pages, i_b, i_h // config.GROUP, k_begin, length, batch.keys, num_pages)
-        i, ends = load_item(d, channels, pair, from_a, from_b, source, start, i, ends, config, VALUES)
+        i, ends = load_item(d, channels, walk, o_entry, source, i, ends, config, VALUES)
         n += 1
         mbarrier.wait(queue.full.index(n % QUEUE), n // QUEUE & 1)
         valid = get(queue.items, n % QUEUE * ITEM_SIZE + VALID, 1) != 0

@@ -54,9 +54,6 @@ from kernel_reference.launching import (
 Tensor = torch.Tensor
 Pointer = Tensor | int | None
 
-# Rows of a program of the merge kernel, at most.
-_MERGED_ROWS = 16
-
 
 @lru_cache
 def device_limits(device: torch.device) -> DeviceLimits:
@@ -270,19 +267,17 @@ def _in_parts(
     s_out = _batched(forms.out.stride())
     tokens = tokens_per_tile(plan)
     config = merge.MergeConfig(
-        KIND=_kind(problem), H=heads, DV=size_v, BLOCK_DV=max(16, power_of_two_at_least(size_v)), TOKENS=tokens,
-        PACKED=bool(plan.packed), ROWS=min(_MERGED_ROWS, power_of_two_at_least(tokens)),
+        KIND=_kind(problem), H=heads, DV=size_v, BLOCK_DV=max(16, power_of_two_at_least(size_v)),
         WIDE=(size_v - 1) * s_out[3] >= 2**31,
     )  # fmt: skip
     slots = num_slots(problem, plan)
     *s_lse, s_lse_token = _lse_strides(forms.lse)
     rest = (
-        forms.q.shape[-3], problem.sequences, problem.capacity, slots, plan.num_splits, *s_lse,
-        OutputStrides(s_out, s_lse_token), config,
+        forms.q.shape[-3], problem.sequences, problem.capacity, slots, tokens, 1 if plan.packed else 2,
+        plan.num_splits, *s_lse, OutputStrides(s_out, s_lse_token), config,
     )  # fmt: skip
-    grid = (slots * cdiv(tokens, config.ROWS) * heads, 1, 1)
-    group = _grouped_for_merging(problem.padded)
-    merging = Launch(merge.merge, grid, rest, device, group=group, num_warps=4 if config.ROWS >= 8 else 1)
+    grid = (slots * tokens * heads, 1, 1)
+    merging = Launch(merge.merge, grid, rest, device, group=_grouped_for_merging(problem.padded), num_warps=1)
     new_part = _new((plan.num_splits, problem.tokens, heads, size_v), device)
     new_part_lse = _new((plan.num_splits, heads, problem.tokens), device)
 

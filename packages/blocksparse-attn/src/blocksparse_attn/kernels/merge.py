@@ -11,54 +11,48 @@ from blocksparse_attn.kernels.tiles import keys_of_sequence, locate, split_row, 
 
 
 class MergeConfig(NamedTuple):
-    """What ``merge`` is compiled for. TOKENS and PACKED: of the tiles that left partial results, in which each program
-    merges ROWS rows of a head."""
+    """What ``merge`` is compiled for."""
 
     KIND: int
     H: int
     DV: int
     BLOCK_DV: int
-    TOKENS: int
-    PACKED: bool
-    ROWS: int
     WIDE: bool
 
 
-@triton.jit(do_not_specialize=["rows", "sequences", "keys", "slots", "num_splits", "s_lse_sequence", "s_lse_head"])
+@triton.jit(
+    do_not_specialize=[
+        "rows", "sequences", "keys", "slots", "tokens", "slack", "num_splits", "s_lse_sequence", "s_lse_head",
+    ]
+)  # fmt: skip
 def merge(
-    bounds, p_sinks, outputs, rows, sequences, keys, slots, num_splits, s_lse_sequence, s_lse_head, strides,
-    config: tl.constexpr,
+    bounds, p_sinks, outputs, rows, sequences, keys, slots, tokens, slack, num_splits, s_lse_sequence, s_lse_head,
+    strides, config: tl.constexpr,
 ):  # fmt: skip
     """Combine partial results, see ``Outputs``, of the tiles that have them: rows of no tile have none.
 
-    The tiles are found as the kernel did that left the results. All heads of a row lie next to each other.
+    The tiles are found as the kernel did that left the results: of ``tokens``, with ``slack`` slots more for a
+    sequence, 1 where tiles begin with its queries and 2 where they lie at multiples of their size in its positions. A
+    program takes one row of one head.
     """
     H: tl.constexpr = config.H
-    ROWS: tl.constexpr = config.ROWS
-    TOKENS: tl.constexpr = config.TOKENS
-    PIECES: tl.constexpr = (TOKENS + ROWS - 1) // ROWS
     batch = Batch(bounds, sequences, rows, keys)
     pid = tl.program_id(0)
     i_h = (pid % H).to(tl.int64)
-    i_piece = pid // H % PIECES
-    i_n, i_slot, begin, q_len = locate(batch, pid // H // PIECES, TOKENS, 1 if config.PACKED else 2, config.KIND)
+    i_n, i_slot, begin, q_len = locate(batch, pid // H // tokens, tokens, slack, config.KIND)
     _, length, _ = keys_of_sequence(batch, i_n, q_len, config.KIND)
-    # Tiles begin with the sequence's queries, or at multiples of their size in its positions.
-    context = length - q_len
-    if config.PACKED:
-        context = context * 0
-    i_tile = (context + q_len - 1) // TOKENS - i_slot
-    if (q_len > 0) & (i_slot >= 0) & (i_tile >= context // TOKENS):
-        o_m = i_piece * ROWS + tl.arange(0, ROWS)
-        position = i_tile * TOKENS + o_m
-        m_row = (o_m < TOKENS) & (position >= context) & (position < context + q_len)
-        row = begin + (tl.minimum(tl.maximum(position, context), context + q_len - 1) - context)
+    context = tl.where(slack == 1, 0, length - q_len)
+    i_tile = (context + q_len - 1) // tokens - i_slot
+    first = i_tile * tokens + pid // H % tokens
+    if (q_len > 0) & (i_slot >= 0) & (i_tile >= context // tokens) & (first >= context) & (first < context + q_len):
+        row = begin + (first - context) + tl.arange(0, 1)
+        m_row = row >= 0
         i_b, token, all_rows = split_row(batch, begin, row, config.KIND)
         o_d = tl.arange(0, config.BLOCK_DV)
         m_tile = m_row[:, None] & (o_d < config.DV)[None, :]
-        acc = tl.zeros([ROWS, config.BLOCK_DV], tl.float32)
-        running_max = tl.full([ROWS], float("-inf"), tl.float32)
-        row_sum = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([1, config.BLOCK_DV], tl.float32)
+        running_max = tl.full([1], float("-inf"), tl.float32)
+        row_sum = tl.zeros([1], tl.float32)
         # Read from the last split after the loop, as all splits agree; Triton wants it to be there before.
         possible = m_row
         for i_split in tl.range(0, num_splits, num_stages=4):
@@ -77,7 +71,7 @@ def merge(
             row_sum = row_sum * rescale + weight
             running_max = new_max
         if p_sinks is not None:
-            b_sink = tl.zeros([ROWS], tl.float32) + tl.load(p_sinks + i_h).to(tl.float32)
+            b_sink = tl.zeros([1], tl.float32) + tl.load(p_sinks + i_h).to(tl.float32)
             acc, running_max, row_sum = with_sink(acc, running_max, row_sum, tl.where(possible, b_sink, float("-inf")))
         o_d_out = wide(o_d, config.WIDE)
         s_out = strides.out

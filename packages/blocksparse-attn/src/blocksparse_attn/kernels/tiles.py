@@ -60,7 +60,7 @@ def bound(batch, i, KIND: tl.constexpr):
 
 
 @triton.jit
-def locate(batch, i_w, TOKENS: tl.constexpr, SLACK: tl.constexpr, KIND: tl.constexpr):
+def locate(batch, i_w, TOKENS, SLACK, KIND: tl.constexpr):
     """The sequence of slot i_w, which of its tiles that is, from the last, its first row and how many it has.
 
     A segment of n rows has at least ``n // TOKENS + SLACK`` slots. SLACK 2 serves tiles that do not begin where the

@@ -340,7 +340,7 @@ def _call(out: Any, tensors: tuple[Any, ...], options: tuple[Any, ...], names: N
     out: that of the caller, if any.
     """
     try:
-        if out is None and runs_now(tensors[0]):
+        if out is None and runs_now(tensors):
             ops.attend_now(*tensors, *options)
         else:
             _attend(*tensors, *options)

@@ -71,21 +71,24 @@ def prefill(
     dtype: torch.dtype = BF16, cache_dtype: torch.dtype | None = None, page: int = 16, page_layout: str = "NHD",
     new_kv: bool = False, rows: int = 2048, longest: int | None = None, splits: int | None = 1, softcap: float = 0.0,
     alibi: bool = False, scales: str | None = None, lse: bool = False, out_dtype: torch.dtype | None = None,
-    skip_decode: bool = False, sequences: int = 8, columns: int = 4096, draft: bool = False,
+    skip_decode: bool = False, sequences: int = 8, columns: int = 4096, draft: bool = False, values: int | None = None,
 ) -> Iterator[KernelSpec]:  # fmt: skip
     """The launches of a call for this model, its window and sinks included, with the device's plan.
 
-    splits: None leaves them to the plan; others say as much of the code.
+    splits: None leaves them to the plan; others say as much of the code. values: their head size, else that of keys.
     """
     heads, heads_kv, size = model.num_heads_q, model.num_heads_kv, model.head_dim
     q = empty(rows, heads, size, dtype=dtype)
-    k, v = [empty(rows, heads_kv, size, dtype=dtype) if new_kv else None for _ in range(2)]
-    k_cache, v_cache = caches(page_layout, page, heads_kv, size, cache_dtype or dtype)
+    sizes = (size, values or size)
+    k, v = [empty(rows, heads_kv, each, dtype=dtype) if new_kv else None for each in sizes]
+    k_cache, v_cache = [
+        caches(page_layout, page, heads_kv, each, cache_dtype or dtype)[i] for i, each in enumerate(sizes)
+    ]
     shape = {None: None, "heads": (heads_kv,), "tokens": (64, page, heads_kv)}[scales]
     k_scale, v_scale = [None if shape is None else empty(*shape, dtype=FP32) for _ in range(2)]
     table, cu, seqlens = (empty(*n, dtype=torch.int32) for n in ((sequences, columns), (sequences + 1,), (sequences,)))
     per_head = [empty(heads, dtype=FP32) if there else None for there in (alibi, model.sinks)]
-    out = empty(rows, heads, size, dtype=out_dtype or dtype)
+    out = empty(rows, heads, sizes[1], dtype=out_dtype or dtype)
     out_scale = None if out_dtype is None else empty(1, dtype=FP32)
     tensors = PrefillTensors(
         q, k, v, k_cache, v_cache, table, cu, seqlens, *per_head, k_scale, v_scale, out_scale, out,
@@ -157,6 +160,8 @@ def specs(target: str) -> Iterator[KernelSpec]:
     yield from hopper("72, decoding", replace(NARROW, head_dim=72), rows=64, longest=1, new_kv=True)
     yield from hopper("192, new keys", replace(LLAMA, head_dim=192), new_kv=True)
     yield from hopper("256, new keys, drafts", WIDE, new_kv=True, page=64, rows=512, longest=63, draft=True)
+    yield from hopper("192, values of 128", replace(LLAMA, head_dim=192), values=128, page=64)
+    yield from hopper("512, new keys", replace(WIDE, head_dim=512), new_kv=True, page=64, splits=2)
     yield from hopper("256 with slopes", WIDE, page_layout="HND", page=64, alibi=True)
     yield from hopper("8-bit cache", LLAMA, cache_dtype=E4M3, scales="heads", splits=2)
     yield from hopper("8-bit cache with a window and sinks", GPT_OSS, cache_dtype=E5M2, page=64, lse=True)
@@ -209,7 +214,7 @@ def test_no_layout_is_loaded_number_by_number(reports: list[Report]) -> None:
 
 def test_the_kernel_for_sm_90_loads_by_tma_and_multiplies_by_wgmma(reports) -> None:
     hopper = [report for report in reports if report.spec.startswith(FOR_SM_90)]
-    assert len(hopper) == 12
+    assert len(hopper) == 14
     for report in hopper:
         assert report.uses("UTMALDG"), report.spec
         assert report.uses_tensor_cores, report.spec

@@ -19,6 +19,7 @@ from prefix_prefill import PrefillPlan
 from prefix_prefill.plan import (
     DeviceLimits,
     Problem,
+    column_tiles,
     fits_hopper,
     heads_per_tile,
     most_tiles,
@@ -37,7 +38,7 @@ DEVICES = {
     "B200": DeviceLimits(148, 227 * KIB), "T4": DeviceLimits(40, 64 * KIB, turing=True), "one core": DeviceLimits(1),
 }  # fmt: skip
 on_every_device = pytest.mark.parametrize("limits", DEVICES.values(), ids=DEVICES)
-SIZES = (16, 24, 65, 80, 128, 129, 192, 256)
+SIZES = (16, 24, 65, 80, 128, 129, 192, 256, 320, 512)
 
 
 def problem_of(
@@ -90,7 +91,8 @@ def test_tiles_hold_every_query_head_of_every_token_once(limits: DeviceLimits) -
 
 def tile_bytes(problem: Problem, plan: PrefillPlan) -> int:
     """q, and the keys and values in flight: what a program must hold in shared memory at the least."""
-    block_d = max(64 if plan.hopper else 16, power_of_two_at_least(problem.head_dim))
+    padded = max(16, power_of_two_at_least(problem.head_dim))
+    block_d = sum(column_tiles(problem.head_dim)) if plan.hopper else padded
     held = plan.num_stages * 2 * plan.block_n * problem.cache_bits // 8
     return block_d * (held + (plan.block_m * problem.bits // 8 if plan.hopper else 0))
 
@@ -102,11 +104,22 @@ def test_keys_and_values_in_flight_fit_in_shared_memory(limits: DeviceLimits) ->
         assert tile_bytes(problem, plan) <= limits.shared_memory - plan.hopper * KIB, (problem, plan)
 
 
+def test_a_head_is_one_tile_of_columns_or_two_where_that_is_less() -> None:
+    tiles = {16: (64,), 64: (64,), 72: (64, 16), 80: (64, 16), 96: (64, 32), 112: (128,), 128: (128,), 136: (128, 16),
+             192: (128, 64), 200: (256,), 256: (256,), 272: (256, 16), 384: (256, 128), 512: (256, 256)}  # fmt: skip
+    assert {size: column_tiles(size) for size in tiles} == tiles
+    for size in range(16, 513):
+        assert size <= sum(column_tiles(size)) < 1.25 * size + 64
+
+
 def test_tiles_fit_in_the_shared_memory_of_turing_which_holds_them_twice() -> None:
     """As the compiler makes it: see test_codegen.py. Larger heads take fewer rows, and only where they must."""
     limits = DEVICES["T4"]
     for problem in problems():
         plan = plan_prefill(problem, limits)
+        if problem.bits == 32 and problem.head_dim > 256:
+            # Not even the smallest tiles fit there.
+            continue
         block_d = max(16, power_of_two_at_least(problem.head_dim))
         assert 2 * block_d * (plan.block_m + plan.block_n) * problem.bits // 8 <= limits.shared_memory, (problem, plan)
     for size, rows in ((128, 64), (129, 32), (256, 32)):

@@ -16,6 +16,8 @@ from kernel_reference.plans import Plan
 MOST_TOKENS = 2**31 - 1
 # A tile of fewer keys is never cut: see kernels/balance.py.
 _FEW_KEYS = 1024
+# Shared memory of sm_90 in bytes, without what barriers, positions and items take.
+_MOST_SHARED = 224 * 1024
 # What a merge kernel combines quickly enough.
 _MOST_SPLITS = 128
 
@@ -119,11 +121,19 @@ class PrefillPlan(Plan):
         return not self.hopper or (
             problem.tma
             and fits_hopper(problem)
-            and self.block_m in (64, 128)
-            and self.block_n in ((64,) if problem.largest_head > 128 or _is_mixed(problem) else (64, 128))
+            and self.block_m in ((64,) if problem.largest_head > 256 else (64, 128))
+            and self.block_n in _blocks_of_keys(problem)
             and self.num_warps == 4
             and self.num_stages >= 2
         )
+
+
+def _blocks_of_keys(problem: Problem) -> tuple[int, ...]:
+    """Numbers of keys in a tile that the kernel for sm_90 takes, the best one last."""
+    if problem.largest_head > 256:
+        # Of 512 not even two stages of 64 keys fit in shared memory.
+        return (32, 64) if _shared_bytes(problem, 64, 64, 2) <= _MOST_SHARED else (32,)
+    return (64,) if problem.largest_head > 128 or _is_mixed(problem) else (64, 128)
 
 
 def fits_hopper(problem: Problem) -> bool:
@@ -132,8 +142,6 @@ def fits_hopper(problem: Problem) -> bool:
     if problem.bits != 16 or problem.page_size % 8:
         return False
     heads = (problem.head_dim, problem.head_dim_v)
-    if max(heads) > 256:
-        return False
     if problem.cache_bits == 8:
         # Larger heads leave no room for the tiles twice, of 8 bits and of 16.
         return all(size % 16 == 0 and size <= 128 for size in heads)
@@ -154,7 +162,21 @@ def column_tiles(head_dim: int) -> tuple[int, ...]:
     if whole <= 64:
         return (64,)
     rest = max(16, power_of_two_at_least(head_dim - whole // 2))
-    return (whole,) if rest >= whole // 2 else (whole // 2, rest)
+    # The N of a WGMMA is 256 at most.
+    return (whole // 2, rest) if rest < whole // 2 or whole > 256 else (whole,)
+
+
+def has_values_split(problem: Problem) -> bool:
+    """Whether the kernel for sm_90 has two consumers share the values' columns: an accumulator of more than 256 would
+    take all registers of one.
+    """
+    return problem.head_dim_v > 256
+
+
+def _shared_bytes(problem: Problem, block_m: int, block_n: int, stages: int) -> int:
+    """What tiles of q, keys and values of 16 bits take of shared memory on sm_90."""
+    keys, values = sum(column_tiles(problem.head_dim)), sum(column_tiles(problem.head_dim_v))
+    return 2 * (block_m * keys + stages * block_n * (keys + values))
 
 
 def heads_per_tile(group: int, block_m: int) -> int:
@@ -213,12 +235,13 @@ def _rows_of_a_sequence(problem: Problem) -> int:
 def _hopper(problem: Problem) -> PrefillPlan:
     # One consumer of 64 rows where no sequence has more: decoding, and the first tokens of drafts. Two that keep the
     # slopes of large heads spill registers.
-    block_m = 64 if _rows_of_a_sequence(problem) <= 64 or (problem.alibi and problem.largest_head > 128) else 128
+    few = _rows_of_a_sequence(problem) <= 64 or problem.largest_head > 256
+    block_m = 64 if few or (problem.alibi and problem.largest_head > 128) else 128
     if _is_mixed(problem):
         # Converters to bfloat16 take registers from the consumers.
         return PrefillPlan(block_m, 64, 0, 4, 3, hopper=True)
     # The largest tiles of keys whose scores stay in registers and two of which, values included, fit in shared memory.
-    block_n = 128 if problem.largest_head <= 128 and not problem.alibi else 64
+    block_n = 64 if problem.alibi and problem.largest_head <= 256 else _blocks_of_keys(problem)[-1]
     return PrefillPlan(block_m, block_n, 0, 4, 2, hopper=True)
 
 

@@ -28,7 +28,8 @@ class Config(NamedTuple):
     HEADS: int  # query heads in a tile
     HEAD_TILES: int  # tiles of the query heads of a kv head
     TOKENS: int  # tokens in a tile
-    CONSUMERS: int  # warpgroups of ROWS rows
+    CONSUMERS: int  # warpgroups that multiply
+    GROUPS: int  # of ROWS rows in a tile: one a consumer, or one for two, each of which has a tile of V_TILES
     STAGES: int  # pipeline depth, of keys and of values
     IN_PARTS: bool  # tiles may be cut, and their partial results merged
     IS_FP8: bool  # the cache holds 8-bit floats
@@ -49,9 +50,10 @@ def width_of(tile, bits):
 
 
 @gluon.constexpr_function
-def every(tiles):
-    """The numbers of all tiles."""
-    return tuple(range(len(tiles)))
+def own_tiles(tiles, first, C):
+    """The numbers of the tiles of columns that are the first consumer's or the second one's: all, or every other."""
+    step = C.CONSUMERS // C.GROUPS
+    return tuple(range(0 if first or step == 1 else 1, len(tiles), step))
 
 
 @gluon.constexpr_function

@@ -1,5 +1,8 @@
 """Consumer warpgroups of the sm_90 kernel: 64 rows each, all over the same tiles of keys and values.
 
+Where a head has more than 256 values, two consumers have the same 64 rows: both make their scores, each multiplies one
+tile of the values' columns. An accumulator of more would not fit in registers.
+
 While the values of a tile are multiplied, the scores of the next one are made and its softmax is taken
 (FlashAttention-3, arXiv 2407.08608, section 3.2):
 
@@ -17,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from prefix_prefill.kernels.hopper.config import ROWS, STRIP, column_of, every, width_of
+from prefix_prefill.kernels.hopper.config import ROWS, STRIP, column_of, own_tiles, width_of
 from prefix_prefill.kernels.hopper.epilogue import finish
 from prefix_prefill.kernels.hopper.items import done, has_item, loop_of, tile_of
 from prefix_prefill.kernels.hopper.memory import release, wait_full
@@ -45,47 +48,54 @@ def wait_for_pv(pv, V):
 
 
 @gluon.jit
-def zero_rows_of_strip(strips, stage, strip, from_row, to_row, T: gl.constexpr, C):
-    """Zero the rows before ``from_row`` and from ``to_row`` on in a strip of a stage's tile T."""
-    TILE: gl.constexpr = C.V_TILES[T]
+def meet(memory, meetings):
+    """Wait until all consumers have come here; ``meetings`` of them were before, and, returned, are now."""
+    mbarrier.arrive(memory.meeting.index(0))
+    mbarrier.wait(memory.meeting.index(0), meetings & 1)
+    return meetings + 1
+
+
+@gluon.jit
+def zero_rows_of_strip(strips, stage, strip, from_row, to_row, T: gl.constexpr, V, C):
+    """Zero the rows before ``from_row`` and from ``to_row`` on in a strip of the tile that is a consumer's number T."""
+    TILE: gl.constexpr = C.V_TILES[V.OWN[T]]
     COUNT: gl.constexpr = TILE // width_of(TILE, 16)
     layout: gl.constexpr = row_layout(TILE)
     row = strip * STRIP + afresh(gl.arange(0, STRIP, gl.SliceLayout(1, layout)))
     keep = (row >= from_row) & (row < to_row)
     for i_c in gl.static_range(COUNT):
-        p_strip = strips.index((stage * COUNT + i_c) * (C.BLOCK_N // STRIP) + strip)
+        p_strip = strips[V.OWN[T]].index((stage * COUNT + i_c) * (C.BLOCK_N // STRIP) + strip)
         b_strip = p_strip.load(layout)
         p_strip.store(gl.where(keep[:, None], b_strip, 0.0).to(b_strip.dtype))
 
 
 @gluon.jit
-def zero_masked_values(strips, stage, i_consumer, from_row, to_row, zeroed, edges, C):
+def zero_masked_values(memory, stage, i_group, from_row, to_row, meetings, V, C):
     """Zero the values of a stage before ``from_row`` and from ``to_row`` on: a weight of 0 times NaN would be NaN.
 
-    Boxes that lie wholly outside came as zeros. Two consumers share the strips, and wait for each other's; ``edges``
-    such tiles were before.
+    Boxes that lie wholly outside came as zeros. Two groups of rows share the strips, and wait for each other's.
     """
     BOX: gl.constexpr = STRIP if C.BOX < STRIP else C.BOX
     begin = from_row // BOX * (BOX // STRIP)
     end = (to_row + BOX - 1) // BOX * (BOX // STRIP)
-    for strip in range(begin + i_consumer, end, C.CONSUMERS):
+    for strip in range(begin + i_group, end, C.GROUPS):
         if (strip * STRIP < from_row) | (strip * STRIP + STRIP > to_row):
-            for t in gl.static_range(len(C.V_TILES)):
-                zero_rows_of_strip(strips[t], stage, strip, from_row, to_row, t, C)
+            for t in gl.static_range(len(V.OWN)):
+                zero_rows_of_strip(memory.v_strips, stage, strip, from_row, to_row, t, V, C)
     fence_async_shared()
-    if C.CONSUMERS == 1:
+    if C.GROUPS == 1:
         tl.debug_barrier()
     else:
-        mbarrier.arrive(zeroed.index(0))
-        mbarrier.wait(zeroed.index(0), edges & 1)
+        meetings = meet(memory, meetings)
+    return meetings
 
 
 @gluon.jit
-def issue_pv(weights, accs, v, memory, v_scale, i, at, i_consumer, loop, V, C):
+def issue_pv(weights, accs, v, memory, v_scale, i, at, i_group, loop, V, C):
     """Issue acc += weights v of tile i, in the ring at ``before + i``; before the first new values, scale what the
-    cached ones gave. Returns also how many edges of the keys there have been.
+    cached ones gave. Returns also how often consumers have met.
     """
-    before, edges = at
+    before, meetings = at
     if C.IS_FP8 and C.NEW_KV:
         if i == loop.first_new:
             accs = scale_all(accs, v_scale, V)
@@ -97,14 +107,13 @@ def issue_pv(weights, accs, v, memory, v_scale, i, at, i_consumer, loop, V, C):
     if (from_row > 0) | (to_row < C.BLOCK_N):
         from_row = gl.maximum(from_row, 0)
         to_row = gl.minimum(to_row, C.BLOCK_N)
-        zero_masked_values(memory.v_strips, stage, i_consumer, from_row, to_row, memory.zeroed, edges, C)
-        edges += 1
+        meetings = zero_masked_values(memory, stage, i_group, from_row, to_row, meetings, V, C)
     issued = ()
     for t in gl.static_range(len(V.OWN)):
         b_p = gl.convert_layout(weights, gl.DotOperandLayout(0, acc_layout(C.V_TILES[V.OWN[t]]), 2))
         v_tile = v.tiles[V.OWN[t]].index(stage)
         issued = issued + (warpgroup_mma(b_p, v_tile, accs[t], is_async=True),)
-    return issued, edges
+    return issued, meetings
 
 
 @gluon.jit
@@ -131,26 +140,28 @@ def softmax_of(b_s, running_max, row_sum, i, cached, loop, scoring, V, C):
 
 
 @gluon.jit
-def load_q_tile(pointers, i_consumer, tile, s_q, T: gl.constexpr, C):
-    """Columns of a consumer's queries that are tile T."""
-    layout: gl.constexpr = row_layout(C.K_TILES[T])
-    o_m = i_consumer * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    o_d = column_of(C.K_TILES, T) + gl.arange(0, C.K_TILES[T], gl.SliceLayout(0, layout))
+def load_q_tile(pointers, i_group, tile, s_q, T: gl.constexpr, V, C):
+    """The columns of queries that are a consumer's tile number T."""
+    TILE: gl.constexpr = C.K_TILES[V.OWN_Q[T]]
+    BEGIN: gl.constexpr = column_of(C.K_TILES, V.OWN_Q[T])
+    layout: gl.constexpr = row_layout(TILE)
+    o_m = i_group * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    o_d = BEGIN + gl.arange(0, TILE, gl.SliceLayout(0, layout))
     o_t, o_h, m_row = rows_of(o_m, tile, C)
     p_tile = pointers_to(pointers.q, tile.begin + o_t, o_h, o_d, s_q)
     return gl.load(p_tile, mask=m_row[:, None] & (o_d < C.D)[None, :], other=0.0)
 
 
 @gluon.jit
-def load_q(pointers, q_tiles, i_consumer, tile, cached_scale, strides, V, C):
-    """A consumer's queries into shared memory, and, where they are rescaled, the powers of two that undo it; and the
-    scale of their scores, its sign now in q where only its size may count.
+def load_q(pointers, memory, i_group, tile, cached_scale, meetings, strides, V, C):
+    """A group's queries into shared memory, and, where they are rescaled, the powers of two that undo it; and the scale
+    of their scores, its sign now in q where only its size may count. Two consumers of a group load a tile each.
     """
     q_power = 1.0
     q_inverse = 1.0
     b_qs = ()
-    for t in gl.static_range(len(C.K_TILES)):
-        b_qs = b_qs + (load_q_tile(pointers, i_consumer, tile, strides.q, t, C),)
+    for t in gl.static_range(len(V.OWN_Q)):
+        b_qs = b_qs + (load_q_tile(pointers, i_group, tile, strides.q, t, V, C),)
     if V.RESCALED:
         most = gl.max(gl.abs(b_qs[0].to(gl.float32)), 1)
         for t in gl.static_range(1, len(C.K_TILES)):
@@ -159,7 +170,9 @@ def load_q(pointers, q_tiles, i_consumer, tile, cached_scale, strides, V, C):
         q_power, q_inverse = powers_of_two(most)
     # The memory of q is that of the outputs before it, too.
     tl.debug_barrier()
-    for t in gl.static_range(len(C.K_TILES)):
+    if C.GROUPS < C.CONSUMERS:
+        meetings = meet(memory, meetings)
+    for t in gl.static_range(len(V.OWN_Q)):
         b_q = b_qs[t]
         if V.RESCALED:
             inverse = gl.convert_layout(q_inverse, gl.SliceLayout(1, row_layout(C.K_TILES[t])))
@@ -167,40 +180,45 @@ def load_q(pointers, q_tiles, i_consumer, tile, cached_scale, strides, V, C):
         if C.IS_FP8 and not C.NEW_KV:
             # In ``update`` a scale of 0 or more keeps the order of scores.
             b_q = b_q.to(gl.float32) * gl.where(cached_scale < 0, -1.0, 1.0)
-        q_tiles[t].index(i_consumer).store(b_q.to(V.dtype))
+        memory.q[V.OWN_Q[t]].index(i_group).store(b_q.to(V.dtype))
     if C.IS_FP8 and not C.NEW_KV:
         cached_scale = gl.where(cached_scale < 0, -cached_scale, cached_scale)
     fence_async_shared()
     tl.debug_barrier()
-    return q_power, cached_scale
+    if C.GROUPS < C.CONSUMERS:
+        meetings = meet(memory, meetings)
+    return q_power, cached_scale, meetings
 
 
 @gluon.jit
-def consume(pointers, memory, k, v, i_consumer, table, scores, numbers, sizes, C):
+def consume(pointers, memory, k, v, i_group, FIRST: gl.constexpr, table, scores, numbers, sizes, C):
     """64 rows of each tile: outputs, or partial results."""
     before = sizes.rows * 0
-    edges = before
+    meetings = before
     i_item = before
-    i_consumer = before + i_consumer
+    i_group = before + i_group
     while has_item(table, i_item, 4):
-        at = (before, edges)
-        before, edges = attend_tile(pointers, memory, k, v, i_consumer, table, i_item, at, scores, numbers, sizes, C)
+        at = (before, meetings)
+        before, meetings = attend_tile(
+            pointers, memory, k, v, i_group, table, i_item, at, (scores, numbers), sizes, FIRST, C
+        )
         done(table, i_item)
         i_item += 1
 
 
 @gluon.jit
-def attend_tile(pointers, memory, k, v, i_consumer, table, i_item, at, scores, numbers, sizes, C):
-    """One item; ``at``: how many tiles of keys, and how many edges, were before it, and after it are."""
-    before, edges = at
-    i_consumer = afresh(i_consumer)
+def attend_tile(pointers, memory, k, v, i_group, table, i_item, at, numbers, sizes, FIRST: gl.constexpr, C):
+    """One item; ``at``: how many tiles of keys, and meetings of consumers, were before it, and after it are."""
+    before, meetings = at
+    scores, numbers = numbers
+    i_group = afresh(i_group)
     dtype: gl.constexpr = memory.q[0].dtype
     L_S: gl.constexpr = acc_layout(C.BLOCK_N)
     L_ROW: gl.constexpr = gl.SliceLayout(1, L_S)
     # 8-bit floats become float16, which takes one instruction for two; bfloat16 takes four.
     V: gl.constexpr = Variant(
         SIGNED=C.IS_FP8 and C.NEW_KV, RESCALED=dtype != pointers.q.dtype.element_ty, dtype=dtype, L_S=L_S,
-        OWN=every(C.V_TILES),
+        OWN=own_tiles(C.V_TILES, FIRST, C), OWN_Q=own_tiles(C.K_TILES, FIRST, C),
     )  # fmt: skip
     tile = tile_of(table, i_item, C, 4)
     loop = loop_of(tile, sizes, C)
@@ -216,16 +234,18 @@ def attend_tile(pointers, memory, k, v, i_consumer, table, i_item, at, scores, n
         if C.NEW_KV:
             v_scale = scaled(numbers.v_scale, pointers.scales[1], i_kv * numbers.strides.v_scale)
 
-    q_power, cached_scale = load_q(pointers, memory.q, i_consumer, tile, cached_scale, numbers.strides, V, C)
+    q_power, cached_scale, meetings = load_q(
+        pointers, memory, i_group, tile, cached_scale, meetings, numbers.strides, V, C
+    )
 
-    o_m = i_consumer * ROWS + gl.arange(0, ROWS, L_ROW)
+    o_m = i_group * ROWS + gl.arange(0, ROWS, L_ROW)
     o_t, o_h, m_row = rows_of(o_m, tile, C)
     # In shared memory, as most tiles do not ask for them: so they take no registers.
-    positions = memory.positions.index(i_consumer)
+    positions = memory.positions.index(i_group)
     positions.store(tile.context + o_t)
     draft = (0, 0)
     if C.DRAFT:
-        draft = (memory.positions.index(C.CONSUMERS + i_consumer), memory.positions.index(2 * C.CONSUMERS + i_consumer))
+        draft = (memory.positions.index(C.GROUPS + i_group), memory.positions.index(2 * C.GROUPS + i_group))
         low_bits, high_bits = halves_of(gl.load(pointers.draft + tile.begin + o_t, mask=m_row, other=0))
         draft[0].store(low_bits)
         draft[1].store(high_bits)
@@ -242,10 +262,10 @@ def attend_tile(pointers, memory, k, v, i_consumer, table, i_item, at, scores, n
     all_low = loop.low
     all_high = loop.high
     if C.HAS_LEFT:
-        last_row = tile.context + tile.i_tile * C.TOKENS + (i_consumer * ROWS + ROWS - 1) // C.HEADS
+        last_row = tile.context + tile.i_tile * C.TOKENS + (i_group * ROWS + ROWS - 1) // C.HEADS
         all_low = gl.maximum(last_row, sizes.left) - sizes.left
     if C.HAS_RIGHT:
-        first_row = tile.context + tile.i_tile * C.TOKENS + i_consumer * ROWS // C.HEADS
+        first_row = tile.context + tile.i_tile * C.TOKENS + i_group * ROWS // C.HEADS
         all_high = gl.minimum(loop.high, first_row + 1 + gl.minimum(sizes.right, tile.length))
     if C.DRAFT:
         all_high = gl.minimum(all_high, tile.context)
@@ -263,14 +283,14 @@ def attend_tile(pointers, memory, k, v, i_consumer, table, i_item, at, scores, n
     cached = cached_tiles(loop, C)
     if count > 0:
         # Prologue: the scores of the first tile.
-        qk = issue_qk(memory.q, i_consumer, k, before, b_zero, C)
+        qk = issue_qk(memory.q, i_group, k, before, b_zero, C)
         b_s = warpgroup_mma_wait(0, deps=[qk])
         release(k, before, C)
         weights, running_max, row_sum, rescale = softmax_of(b_s, running_max, row_sum, 0, cached, loop, scoring, V, C)
         for i in range(1, count):
             # Both products are in flight; the softmax of tile i overlaps with the second.
-            qk = issue_qk(memory.q, i_consumer, k, before + i, b_zero, C)
-            pv, edges = issue_pv(weights, accs, v, memory, v_scale, i - 1, (before, edges), i_consumer, loop, V, C)
+            qk = issue_qk(memory.q, i_group, k, before + i, b_zero, C)
+            pv, meetings = issue_pv(weights, accs, v, memory, v_scale, i - 1, (before, meetings), i_group, loop, V, C)
             b_s = warpgroup_mma_wait(len(V.OWN), deps=[qk])
             release(k, before + i, C)
             weights, running_max, row_sum, rescale = softmax_of(
@@ -279,12 +299,12 @@ def attend_tile(pointers, memory, k, v, i_consumer, table, i_item, at, scores, n
             accs = wait_for_pv(pv, V)
             release(v, before + i - 1, C)
             accs = scale_rows(accs, rescale, V, C)
-        pv, edges = issue_pv(weights, accs, v, memory, v_scale, count - 1, (before, edges), i_consumer, loop, V, C)
+        pv, meetings = issue_pv(weights, accs, v, memory, v_scale, count - 1, (before, meetings), i_group, loop, V, C)
         accs = wait_for_pv(pv, V)
         release(v, before + count - 1, C)
         if C.NEW_KV:
             if C.IS_FP8 and cached == count:
                 # Otherwise ``issue_pv`` did, before the first new tile.
                 accs = scale_all(accs, v_scale, V)
-    finish(pointers, memory, i_consumer, accs, (running_max, row_sum), table, i_item, scores, numbers, sizes, V, C)
-    return before + count, edges
+    finish(pointers, memory, i_group, accs, (running_max, row_sum), table, i_item, scores, numbers, sizes, V, C)
+    return before + count, meetings

@@ -12,10 +12,10 @@ from prefix_prefill.kernels.softmax import LN_2, finite, log_sum_exp
 
 
 @gluon.jit
-def finish(pointers, memory, i_consumer, accs, sums, table, i_item, scores, numbers, sizes, V, C):
+def finish(pointers, memory, i_group, accs, sums, table, i_item, scores, numbers, sizes, V, C):
     """Epilogue: the sink, lse and the output over its scale; or, of a tile in parts, partial results without them."""
     running_max, row_sum = sums
-    i_consumer = afresh(i_consumer)
+    i_group = afresh(i_group)
     # Looked up again: through the main loop it would take registers.
     tile = tile_of(table, i_item, C, 4)
     if C.IS_FP8 and not C.NEW_KV:
@@ -28,9 +28,9 @@ def finish(pointers, memory, i_consumer, accs, sums, table, i_item, scores, numb
     whole = tile.part < 0
     if C.IN_PARTS:
         if not whole:
-            store_part(pointers, i_consumer, accs, row_sum, lse, tile, sizes.rows, V, C)
+            store_part(pointers, i_group, accs, row_sum, lse, tile, sizes.rows, V, C)
     if whole:
-        o_m = i_consumer * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, V.L_S))
+        o_m = i_group * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, V.L_S))
         o_t, o_h, m_row = rows_of(o_m, tile, C)
         if pointers.sinks is not None:
             running_max = running_max * LN_2
@@ -41,34 +41,35 @@ def finish(pointers, memory, i_consumer, accs, sums, table, i_item, scores, numb
             row_sum = row_sum * rescale + gl.exp(b_sink - finite(new_max))
             accs = scale_rows(accs, rescale, V, C)
             lse = log_sum_exp(new_max, row_sum)
-        if pointers.lse is not None:
+        if pointers.lse is not None and V.OWN[0] == 0:
             row = (tile.begin + o_t).to(gl.int64)
             gl.store(pointers.lse + o_h.to(gl.int64) * sizes.lse_head + row * sizes.lse_token, lse, mask=m_row)
         out_scale = scaled(numbers.out_scale, pointers.scales[2], 0)
         sum_inverse = 1.0 / (gl.where(row_sum == 0, 1.0, row_sum) * out_scale)
         accs = scale_rows(accs, sum_inverse, V, C)
-        store_out(pointers, memory, i_consumer, accs, tile, numbers.strides, V, C)
+        store_out(pointers, memory, i_group, accs, tile, numbers.strides, V, C)
 
 
 @gluon.jit
-def store_part(pointers, i_consumer, accs, row_sum, lse, tile, rows, V, C):
+def store_part(pointers, i_group, accs, row_sum, lse, tile, rows, V, C):
     """A consumer's partial outputs, normalised, and their lse: where, ``merge.write_entry`` has said."""
     p_part, p_part_lse, _ = pointers.parts
     accs = scale_rows(accs, 1.0 / gl.where(row_sum == 0, 1.0, row_sum), V, C)
-    o_m = i_consumer * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, V.L_S))
-    _, _, m_row = rows_of(o_m, tile, C)
-    gl.store(p_part_lse + place_of_part(o_m, tile, rows, C), lse, mask=m_row)
+    if V.OWN[0] == 0:
+        o_m = i_group * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, V.L_S))
+        _, _, m_row = rows_of(o_m, tile, C)
+        gl.store(p_part_lse + place_of_part(o_m, tile, rows, C), lse, mask=m_row)
     for t in gl.static_range(len(V.OWN)):
-        store_columns_of_part(p_part, i_consumer, accs[t], tile, rows, t, V, C)
+        store_columns_of_part(p_part, i_group, accs[t], tile, rows, t, V, C)
 
 
 @gluon.jit
-def store_columns_of_part(p_part, i_consumer, acc, tile, rows, T: gl.constexpr, V, C):
+def store_columns_of_part(p_part, i_group, acc, tile, rows, T: gl.constexpr, V, C):
     """The columns of the tile that is the consumer's number T."""
     TILE: gl.constexpr = C.V_TILES[V.OWN[T]]
     BEGIN: gl.constexpr = column_of(C.V_TILES, V.OWN[T])
     layout: gl.constexpr = acc_layout(TILE)
-    o_m = i_consumer * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    o_m = i_group * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     o_d = BEGIN + gl.arange(0, TILE, gl.SliceLayout(0, layout))
     _, _, m_row = rows_of(o_m, tile, C)
     p_tile = p_part + place_of_part(o_m, tile, rows, C)[:, None] * C.DV + o_d[None, :]
@@ -81,11 +82,11 @@ def place_of_part(o_m, tile, rows, C):
     o_t, o_h, _ = rows_of(o_m, tile, C)
     row = tile.part.to(gl.int64) * rows + tile.begin + o_t
     of_piece = row * (C.GROUP * C.HEADS_KV) + o_h
-    return gl.where(tile.by_share, tile.part.to(gl.int64) * (C.CONSUMERS * ROWS) + o_m, of_piece)
+    return gl.where(tile.by_share, tile.part.to(gl.int64) * (C.GROUPS * ROWS) + o_m, of_piece)
 
 
 @gluon.jit
-def store_out(pointers, memory, i_consumer, accs, tile, strides, V, C):
+def store_out(pointers, memory, i_group, accs, tile, strides, V, C):
     """A consumer's outputs."""
     out_dtype: gl.constexpr = pointers.out.dtype.element_ty
     # Through the memory of q, so that each row is stored in whole lines.
@@ -93,25 +94,25 @@ def store_out(pointers, memory, i_consumer, accs, tile, strides, V, C):
     if THROUGH:
         tl.debug_barrier()
         for t in gl.static_range(len(V.OWN)):
-            memory.out[V.OWN[t]].index(i_consumer).store(accs[t].to(out_dtype))
+            memory.out[V.OWN[t]].index(i_group).store(accs[t].to(out_dtype))
         tl.debug_barrier()
     for t in gl.static_range(len(V.OWN)):
-        store_columns(pointers, memory, i_consumer, accs[t], tile, strides, THROUGH, t, V, C)
+        store_columns(pointers, memory, i_group, accs[t], tile, strides, THROUGH, t, V, C)
 
 
 @gluon.jit
 def store_columns(
-    pointers, memory, i_consumer, acc, tile, strides, THROUGH: gl.constexpr, T: gl.constexpr, V, C
+    pointers, memory, i_group, acc, tile, strides, THROUGH: gl.constexpr, T: gl.constexpr, V, C
 ):  # fmt: skip
     """The columns of the tile that is the consumer's number T."""
     TILE: gl.constexpr = C.V_TILES[V.OWN[T]]
     BEGIN: gl.constexpr = column_of(C.V_TILES, V.OWN[T])
     layout: gl.constexpr = row_layout(TILE) if THROUGH else acc_layout(TILE)
-    o_m = i_consumer * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    o_m = i_group * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     o_d = BEGIN + gl.arange(0, TILE, gl.SliceLayout(0, layout))
     o_t, o_h, m_row = rows_of(o_m, tile, C)
     if THROUGH:
-        b_out = memory.out[V.OWN[T]].index(i_consumer).load(layout)
+        b_out = memory.out[V.OWN[T]].index(i_group).load(layout)
     else:
         if C.LIMIT:
             acc = gl.where(acc > C.LIMIT, C.LIMIT, gl.where(acc < -C.LIMIT, -C.LIMIT, acc))

@@ -17,7 +17,7 @@ from prefix_prefill.kernels.hopper.memory import (
     as_tiles,
     barriers,
     boxes_of,
-    edge_barrier,
+    meeting_barrier,
     query_tiles,
 )
 from prefix_prefill.kernels.hopper.producers import convert, load_keys, load_values
@@ -81,25 +81,25 @@ def attend(
     dtype: gl.constexpr = gl.float16 if C.IS_FP8 and not C.NEW_KV else q_dtype
     k, v = rings(dtype, dtype, C.CONSUMERS, C)
     q_tiles = query_tiles(dtype, C.K_TILES, C)
-    # Outputs take the memory of q where they are of its form.
+    # Outputs take the memory of q where they are of its form, and no other consumer's.
     out_tiles = None
-    if begin_with(C.K_TILES, C.V_TILES):
+    if C.GROUPS == C.CONSUMERS and begin_with(C.K_TILES, C.V_TILES):
         out_tiles = as_dtype(q_tiles, q_dtype)
-    OF_ROWS: gl.constexpr = (3 if C.DRAFT else 1) * C.CONSUMERS
+    OF_ROWS: gl.constexpr = (3 if C.DRAFT else 1) * C.GROUPS
     positions = gl.allocate_shared_memory(gl.int32, [OF_ROWS, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     table = table_of(C.CONSUMERS + (4 if C.IS_FP8 else 2))
     # One consumer has no use for such a barrier, and Triton would give the memory of what nobody uses to what it
     # hands to the partitions: see kernel_reference.testing.ptx.
-    zeroed = v.empty
+    meeting = v.empty
     if C.CONSUMERS > 1:
-        zeroed = edge_barrier(C)
+        meeting = meeting_barrier(C)
     if C.IS_FP8:
         # 8-bit tiles arrive in rings of their own, from which converters fill the 16-bit ones.
         k_fp8, v_fp8 = rings(d_k_cache.dtype, d_v_cache.dtype, 1, C)
     fence_async_shared()
 
-    memory = Memory(q_tiles, out_tiles, as_strips(v.boxes, C.V_TILES, C), positions, zeroed)
-    second = rows * 0 + 1
+    memory = Memory(q_tiles, out_tiles, as_strips(v.boxes, C.V_TILES, C), positions, meeting)
+    second = rows * 0 + (C.GROUPS - 1)
     # The roles must stand literally in each call. Registers a thread: an SM has 65536, and a warp that only issues
     # loads needs few.
     if C.IS_FP8:
@@ -109,7 +109,7 @@ def attend(
         ATTENDING: gl.constexpr = 184 if C.NEW_KV else 232
         if C.CONSUMERS == 1:
             gl.warp_specialize([
-                (consume, (pointers, memory, k, v, 0, table, scores, numbers, sizes, C)),
+                (consume, (pointers, memory, k, v, 0, True, table, scores, numbers, sizes, C)),
                 (convert, (k_fp8, k, table, batch, C)),
                 (convert, (v_fp8, v, table, batch, C)),
                 (load_keys, (d_k_cached, d_k_new, p_table, k_fp8, k, table, sizes, batch, C)),
@@ -118,8 +118,8 @@ def attend(
             ], [2, 2, 1, 1, 1], [CONVERTING, CONVERTING, 24, 24, 24])  # fmt: skip
         else:
             gl.warp_specialize([
-                (consume, (pointers, memory, k, v, 0, table, scores, numbers, sizes, C)),
-                (consume, (pointers, memory, k, v, second, table, scores, numbers, sizes, C)),
+                (consume, (pointers, memory, k, v, 0, True, table, scores, numbers, sizes, C)),
+                (consume, (pointers, memory, k, v, second, False, table, scores, numbers, sizes, C)),
                 (convert, (k_fp8, k, table, batch, C)),
                 (convert, (v_fp8, v, table, batch, C)),
                 (load_keys, (d_k_cached, d_k_new, p_table, k_fp8, k, table, sizes, batch, C)),
@@ -128,16 +128,18 @@ def attend(
             ], [4, 2, 2, 1, 1, 1], [ATTENDING, CONVERTING, CONVERTING, 24, 24, 24])  # fmt: skip
     elif C.CONSUMERS == 1:
         gl.warp_specialize([
-            (consume, (pointers, memory, k, v, 0, table, scores, numbers, sizes, C)),
+            (consume, (pointers, memory, k, v, 0, True, table, scores, numbers, sizes, C)),
             (load_keys, (d_k_cached, d_k_new, p_table, k, k, table, sizes, batch, C)),
             (load_values, (d_v_cached, d_v_new, p_table, v, v, table, sizes, batch, C)),
             (schedule, (table, num_splits, batch, p_parts[2], C)),
         ], [1, 1, 1], [80, 80, 80])  # fmt: skip
     else:
+        # What these leave, the first consumer has.
+        LOADING: gl.constexpr = 48 if C.GROUPS == C.CONSUMERS else 40
         gl.warp_specialize([
-            (consume, (pointers, memory, k, v, 0, table, scores, numbers, sizes, C)),
-            (consume, (pointers, memory, k, v, second, table, scores, numbers, sizes, C)),
+            (consume, (pointers, memory, k, v, 0, True, table, scores, numbers, sizes, C)),
+            (consume, (pointers, memory, k, v, second, False, table, scores, numbers, sizes, C)),
             (load_keys, (d_k_cached, d_k_new, p_table, k, k, table, sizes, batch, C)),
             (load_values, (d_v_cached, d_v_new, p_table, v, v, table, sizes, batch, C)),
             (schedule, (table, num_splits, batch, p_parts[2], C)),
-        ], [4, 1, 1, 1], [232, 48, 48, 48])  # fmt: skip
+        ], [4, 1, 1, 1], [232, LOADING, LOADING, LOADING])  # fmt: skip

@@ -25,15 +25,15 @@ class Ring(NamedTuple):
 
 class Memory(NamedTuple):
     """What consumers have beside the rings: tiles of queries and, in the same bytes or not at all, of outputs; strips
-    of 16 rows of the values, positions of rows and halves of their masks of drafts, and a barrier for the edges of the
-    keys.
+    of 16 rows of the values, positions of rows and halves of their masks of drafts, and a barrier at which consumers
+    meet.
     """
 
     q: object
     out: object
     v_strips: object
     positions: object
-    zeroed: object
+    meeting: object
 
 
 @gluon.jit
@@ -114,10 +114,10 @@ def as_strips(boxes, TILES: gl.constexpr, C):
 
 @gluon.jit
 def query_tiles(dtype: gl.constexpr, TILES: gl.constexpr, C):
-    """Memory for each consumer's rows of q, tile by tile."""
+    """Memory for each group of rows of q, tile by tile."""
     tiles = ()
     for t in gl.static_range(len(TILES)):
-        memory = gl.allocate_shared_memory(dtype, [C.CONSUMERS, ROWS, TILES[t]], tile_layout(TILES[t], 16))
+        memory = gl.allocate_shared_memory(dtype, [C.GROUPS, ROWS, TILES[t]], tile_layout(TILES[t], 16))
         tiles = tiles + (memory,)
     return tiles
 
@@ -132,8 +132,8 @@ def as_dtype(tiles, dtype: gl.constexpr):
 
 
 @gluon.jit
-def edge_barrier(C):
-    """Where consumers wait until all have zeroed their strips of a tile."""
-    zeroed = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(zeroed.index(0), count=C.CONSUMERS)
-    return zeroed
+def meeting_barrier(C):
+    """Where consumers wait until all have written to shared memory what all read."""
+    meeting = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(meeting.index(0), count=C.CONSUMERS)
+    return meeting

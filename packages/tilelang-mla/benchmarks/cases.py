@@ -431,7 +431,8 @@ def one_long(heads: int) -> Shape:
 
 
 def cases(device: torch.device) -> Iterator[Case]:
-    # It imports this file.
+    # They import this file.
+    from caches import cache_cases
     from chunks import chunk_cases
 
     for heads, sequences, keys, tokens, owed in DECODING:
@@ -445,3 +446,4 @@ def cases(device: torch.device) -> Iterator[Case]:
     for heads, sequences, tokens in PROMPTS:
         yield prefill_case(device, Shape(share(heads), (tokens,) * sequences))
     yield from chunk_cases(device)
+    yield from cache_cases(device)

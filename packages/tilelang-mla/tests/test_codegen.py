@@ -32,6 +32,7 @@ from tilelang_mla.plan import (
     PrefillProblem,
     decode_tiles,
     plan_prefill,
+    tiles_8bit,
 )
 
 pytestmark = pytest.mark.codegen
@@ -58,6 +59,29 @@ class Decoding(NamedTuple):
     @property
     def problem(self) -> DecodeProblem:
         return DecodeProblem(16, self.dim_nope, self.dim_rope, 1, 1, 4096, 64)
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        return {**self._asdict(), "block_n": self.tiles.block_n, "num_stages": self.tiles.num_stages}
+
+
+class Decoding8bit(NamedTuple):
+    """A decoding kernel over a cache of 8 bits."""
+
+    name = "decode_8bit"
+
+    cache: str
+    dim_nope: int = 512
+    dim_rope: int = 64
+    dtype: torch.dtype = BF16
+
+    @property
+    def problem(self) -> DecodeProblem:
+        return DecodeProblem(16, self.dim_nope, self.dim_rope, 1, 1, 4096, 64, cache=self.cache)
+
+    @property
+    def tiles(self) -> DecodeTiles:
+        return tiles_8bit(self.problem, decode_tiles(16, self.dim_nope, self.dim_rope, None, H200), H200)
 
     @property
     def constants(self) -> dict[str, Any]:
@@ -121,6 +145,7 @@ DECODE = {
     "the smallest": Decoding(64, 32, BF16, False),
     "DeepSeek, a length of each token": Decoding(512, 64, BF16, False, per_token=True),
 }
+DECODE_8BIT = {"one scale": Decoding8bit("e4m3"), "records": Decoding8bit("656")}
 PREFILL = {
     "DeepSeek": Prefill(192, 128, BF16),
     "equal sizes in float16": Prefill(128, 128, FP16),
@@ -130,6 +155,7 @@ PREFILL = {
 MERGE = {"512": Merge(512, BF16), "64": Merge(64, BF16)}
 MERGE_RANKS = {"512": MergeRanks(512, BF16)}
 every_decoding = pytest.mark.parametrize("kernel", DECODE.values(), ids=DECODE)
+every_8bit = pytest.mark.parametrize("kernel", DECODE_8BIT.values(), ids=DECODE_8BIT)
 every_prefill = pytest.mark.parametrize("kernel", PREFILL.values(), ids=PREFILL)
 every_merge_of_ranks = pytest.mark.parametrize("kernel", MERGE_RANKS.values(), ids=MERGE_RANKS)
 every_merge = pytest.mark.parametrize("kernel", MERGE.values(), ids=MERGE)
@@ -210,7 +236,7 @@ def specs(target: str) -> list[GeneratedSource]:
 
     return [
         GeneratedSource(f"{kernel.name}, {name}", partial(_source_of, launch, kernel.name, kernel.constants))
-        for kernels in (DECODE, PREFILL, MERGE, MERGE_RANKS)
+        for kernels in (DECODE, DECODE_8BIT, PREFILL, MERGE, MERGE_RANKS)
         for name, kernel in kernels.items()
     ]
 
@@ -297,6 +323,17 @@ def test_decoding_issues_wgmma_and_asynchronous_loads_without_spills(reports, ke
     assert roles <= words(made)
     assert ("cp_async_gs_conditional<16>" in made.text) == kernel.gather
     assert made.text.count("tma_load(kv_desc") == (0 if kernel.gather else 3)
+
+
+@every_8bit
+def test_caches_of_8_bits_are_copied_asynchronously_and_widened_in_pairs_without_spills(reports, kernel) -> None:
+    made = reports[kernel]
+    assert_clean(made)
+    assert {"wgmma_ss", "wgmma_rs", "warpgroup_reg_alloc", "warpgroup_reg_dealloc", "tma_store"} <= words(made)
+    assert "cp_async_gs_conditional<16>" in made.text
+    assert "cvt_fp8x2_to_float2" in made.text
+    weights = 2 * kernel.tiles.block_m * kernel.tiles.block_n
+    assert shared_memory(made.text) + weights + 1024 <= kernel.tiles.shared_memory(kernel.problem)
 
 
 @every_prefill

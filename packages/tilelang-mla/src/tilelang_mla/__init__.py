@@ -4,6 +4,7 @@ from importlib import metadata
 
 from tilelang_mla import flash_mla
 from tilelang_mla.api import AttentionResult, flash_mla_varlen_func, flash_mla_with_kvcache, get_splits, plan_decode
+from tilelang_mla.caches import dequantize_kv, quantize_kv
 from tilelang_mla.plan import DecodeTiles, PrefillPlan
 from tilelang_mla.schedule import DecodePlan
 
@@ -12,11 +13,13 @@ __all__ = [
     "DecodePlan",
     "DecodeTiles",
     "PrefillPlan",
+    "dequantize_kv",
     "flash_mla",
     "flash_mla_varlen_func",
     "flash_mla_with_kvcache",
     "get_splits",
     "plan_decode",
+    "quantize_kv",
 ]
 
 try:

@@ -187,6 +187,7 @@ def flash_mla_with_kvcache(
     *,
     out: Tensor | None = None,
     return_lse: Literal[False] = False,
+    kv_scale: float | Tensor | None = None,
     plan: DecodePlan | None = None,
 ) -> Tensor: ...
 
@@ -203,6 +204,7 @@ def flash_mla_with_kvcache(
     *,
     out: Tensor | None = None,
     return_lse: Literal[True],
+    kv_scale: float | Tensor | None = None,
     plan: DecodePlan | None = None,
 ) -> AttentionResult: ...
 
@@ -219,6 +221,7 @@ def flash_mla_with_kvcache(
     *,
     out: Tensor | None = None,
     return_lse: bool,
+    kv_scale: float | Tensor | None = None,
     plan: DecodePlan | None = None,
 ) -> Tensor | AttentionResult: ...
 
@@ -234,6 +237,7 @@ def flash_mla_with_kvcache(
     *,
     out: Tensor | None = None,
     return_lse: bool = False,
+    kv_scale: float | Tensor | None = None,
     plan: DecodePlan | None = None,
 ) -> Tensor | AttentionResult:
     """Attention of a few query tokens a sequence to a paged latent cache: decoding with the projections absorbed.
@@ -246,8 +250,9 @@ def flash_mla_with_kvcache(
     Args:
         q: [B, Sq, Hq, dim_nope + dpe]; bfloat16 or float16; dpe, the rope, a multiple of 32 up to 128.
         kv: [pages, page_size, 1, dim_nope + dpe], of q's dtype, any page_size from 1 on. Rows of q and kv are
-            contiguous and multiples of 16 bytes apart, so that kv may be a view with a stride between pages. FlashMLA's
-            fp8 records of 656 bytes are not supported.
+            contiguous and multiples of 16 bytes apart, so that kv may be a view with a stride between pages. Or in 8
+            bits, from :func:`quantize_kv`: float8_e4m3fn of the same shape, or records, uint8 [pages, page_size, 1,
+            656], of 512 + 64 elements beside a bfloat16 q.
         seqlens_k: [B] int32, contiguous: tokens of each sequence, the new ones counted; 0, or fewer than Sq, too. Or
             [B, Sq], the keys that each query token sees, never fewer than the one before it, in place of the causal
             rule.
@@ -260,6 +265,8 @@ def flash_mla_with_kvcache(
         out: a tensor to write instead of a new one: [B, Sq, Hq, dim_nope] of q's dtype; rows contiguous, any other
             strides that give each element a place of its own and do not interleave dimensions, no overlap with inputs.
         return_lse: whether to return lse too.
+        kv_scale: above 0, what a cache of float8_e4m3fn is multiplied by: a float, or one float32 on the device, which
+            costs the host less; 1 when None. Else None.
         plan: how keys are cut in parts, from :func:`plan_decode`; made for as many sequences and for as many query
             tokens x heads. None: programs share the keys of the batch evenly, by the lengths that the device holds.
 
@@ -280,7 +287,7 @@ def flash_mla_with_kvcache(
     parts = None if plan is None else calls.decode_parts(plan)
     scale = calls.checked_scale(softmax_scale)
     result, lse = calls.run_decode(
-        calls.Call(q, kv, seqlens_k, block_table, dim_nope, scale, causal), out, return_lse, parts, _NAMES
+        calls.Call(q, kv, seqlens_k, block_table, dim_nope, scale, causal, kv_scale), out, return_lse, parts, _NAMES
     )
     return result if lse is None else AttentionResult(result, lse)
 

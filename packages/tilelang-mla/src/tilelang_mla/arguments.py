@@ -32,14 +32,12 @@ from kernel_reference.checks import (
 from kernel_reference.integers import cdiv
 from kernel_reference.ragged import check_cu_seqlens, read_integers
 from kernel_reference.transforms import are_active, check_no_transforms
+from tilelang_mla.caches import RECORD, check_8bit_cache
 from tilelang_mla.plan import DecodeProblem, DecodeTiles, PrefillPlan, PrefillProblem
 
 Tensor = torch.Tensor
 
 _FLOATS = (torch.bfloat16, torch.float16)
-_FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.uint8, torch.int8)
-# Of FlashMLA's record: 512 fp8 latents, 4 scales, 64 elements of rope.
-_FP8_RECORD = 656
 # WGMMA sums over pieces of 32 elements; what is a value too has pieces of 64.
 _QK_STEP, _V_STEP = 32, 64
 _MOST_QK, _MOST_V = 256, 256
@@ -79,6 +77,20 @@ class DecodeTensors(NamedTuple):
     block_table: Tensor
     first_part: Tensor | None
     order: Tensor | None
+    out: Tensor
+    lse: Tensor | None
+
+
+class Decode8bitTensors(NamedTuple):
+    """The same over a cache of 8 bits; ``kv_scale`` is None where records have scales of their own."""
+
+    q: Tensor
+    kv: Tensor
+    seqlens_k: Tensor
+    block_table: Tensor
+    first_part: Tensor | None
+    order: Tensor | None
+    kv_scale: Tensor | None
     out: Tensor
     lse: Tensor | None
 
@@ -182,7 +194,7 @@ def check_prefill_values(problem: PrefillProblem, tensors: PrefillTensors) -> No
 
 
 def check_decode(
-    tensors: DecodeTensors, options: DecodeOptions, names: Names = _NAMES
+    tensors: DecodeTensors | Decode8bitTensors, options: DecodeOptions, names: Names = _NAMES
 ) -> tuple[DecodeProblem, DecodeTiles | None]:
     """Queries and a paged latent cache; the problem that they make, and the tiles of a plan if one was given."""
     q, kv, seqlens_k, block_table = tensors[:4]
@@ -195,7 +207,13 @@ def check_decode(
         fail("q", "of at least 1 head", describe(q))
     check_int(names.dim_nope, dim_nope)
     check_dims(names.dim_nope, "q", dim_nope, width - dim_nope)
-    _check_cache(q, kv, dim_nope, names)
+    cache = ""
+    if isinstance(tensors, Decode8bitTensors):
+        cache = check_8bit_cache(q, kv, dim_nope, tensors.kv_scale, names.kv)
+    else:
+        _check_cache(q, kv, dim_nope, names)
+    _check_rows("q", q)
+    _check_rows(names.kv, kv)
     page_size = kv.shape[1]
     if seqlens_k.ndim == 2 and block_table.ndim == 1:
         got = _hinted(seqlens_k, f"{names.seqlens_k} and block_table are in each other's place")
@@ -214,13 +232,16 @@ def check_decode(
     problem = DecodeProblem(
         num_heads, dim_nope, width - dim_nope, seqlen_q, sequences, block_table.shape[1] * page_size, page_size,
         8 * q.element_size(), kv.shape[0], options.softmax_scale, options.causal, per_token,
+        cache,
     )  # fmt: skip
     tiles = DecodeTiles.from_ints(options.plan)
     _check_parts(problem, tiles, tensors, names)
     return problem, tiles
 
 
-def _check_parts(problem: DecodeProblem, tiles: DecodeTiles | None, tensors: DecodeTensors, names: Names) -> None:
+def _check_parts(
+    problem: DecodeProblem, tiles: DecodeTiles | None, tensors: DecodeTensors | Decode8bitTensors, names: Names
+) -> None:
     """A plan, and its tensors for as many sequences as q has."""
     first_part, order = tensors.first_part, tensors.order
     sequences = problem.sequences
@@ -252,8 +273,8 @@ def check_dims(nope: str, rope: str, dim_nope: int, dim_rope: int) -> None:
 
 def _check_cache(q: Tensor, kv: Tensor, dim_nope: int, names: Names) -> None:
     width = q.shape[3]
-    if kv.dtype in _FP8 or (kv.ndim and known(kv.shape[-1] == _FP8_RECORD)):
-        wanted = f"{q.dtype} as q is (an fp8 latent cache, of {_FP8_RECORD} bytes a token, is not supported yet)"
+    if kv.dtype.itemsize == 1:
+        wanted = f"{q.dtype} as q is, torch.float8_e4m3fn, or torch.uint8 for records of {RECORD} bytes"
         fail(f"{names.kv}.dtype", wanted, describe(kv), TypeError)
     hint = f"{names.kv}.unsqueeze(2) would fit" if kv.ndim == 3 else ""
     _check_rank(names.kv, kv, f"[pages, page_size, 1, {width}]", 4, hint)
@@ -268,13 +289,12 @@ def _check_cache(q: Tensor, kv: Tensor, dim_nope: int, names: Names) -> None:
         fail(names.kv, f"[pages, page_size, 1, {width}] as q is", _hinted(kv, hint if a_part else ""))
     if known(kv.shape[1] < 1):
         fail(names.kv, f"[pages, page_size, 1, {width}] with a page_size of at least 1", describe(kv))
-    _check_rows("q", q)
-    _check_rows(names.kv, kv)
 
 
 def check_decode_values(
-    problem: DecodeProblem, tiles: DecodeTiles | None, tensors: DecodeTensors, names: Names = _NAMES
-) -> None:
+    problem: DecodeProblem, tiles: DecodeTiles | None, tensors: DecodeTensors | Decode8bitTensors,
+    names: Names = _NAMES,
+) -> None:  # fmt: skip
     """Lengths, pages and the parts of a plan, by one copy of all of it to the host."""
     block_table = tensors.block_table
     held = read_integers(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,7 +22,8 @@ from tilelang_mla import (
     arguments,
     ops,  # noqa: F401  defines the op that is taken below
 )
-from tilelang_mla.arguments import DecodeOptions, DecodeTensors, Names
+from tilelang_mla.arguments import Decode8bitTensors, DecodeOptions, DecodeTensors, Names
+from tilelang_mla.caches import format_of, scale_of
 from tilelang_mla.plan import DecodeTiles, DeviceLimits
 from tilelang_mla.schedule import DecodePlan
 
@@ -31,6 +32,7 @@ Tensor = torch.Tensor
 Parts = tuple[Tensor, Tensor | None, list[int]]
 
 _decode = torch.ops.tilelang_mla.decode.default
+_decode_8bit = torch.ops.tilelang_mla.decode_8bit.default
 
 
 class Call(NamedTuple):
@@ -43,13 +45,14 @@ class Call(NamedTuple):
     dim_nope: int
     softmax_scale: float | None
     causal: bool
+    kv_scale: float | Tensor | None = None
 
 
 def run_decode(
     call: Call, out: Tensor | None, return_lse: bool, parts: Parts | None, names: Names
 ) -> tuple[Tensor, Tensor | None]:
     """The op; what it refuses is said in the names that the caller knows."""
-    q, kv, seqlens_k, block_table, dim_nope, scale, causal = call
+    q, kv, seqlens_k, block_table, dim_nope, scale, causal, kv_scale = call
     check_int(names.dim_nope, dim_nope)
     first_part, order, ints = (None, None, None) if parts is None else parts
 
@@ -71,10 +74,20 @@ def run_decode(
         check_ranks({"q": (q, f"[B, Sq, Hq, {names.dim_nope} + dpe]", 4)})
         raise
     try:
-        _decode(q, kv, seqlens_k, block_table, first_part, order, result, lse, dim_nope, scale, causal, ints)
+        if kv_scale is None and format_of(kv) is None:
+            _decode(q, kv, seqlens_k, block_table, first_part, order, result, lse, dim_nope, scale, causal, ints)
+        else:
+            kv_scale = scale_of(kv, kv_scale)
+            inputs = (q, kv, seqlens_k, block_table, first_part, order, kv_scale)
+            _decode_8bit(*inputs, result, lse, dim_nope, scale, causal, ints)
     except (*REFUSALS, ValueError) as error:
         check_dense(**named())
-        tensors = DecodeTensors(q, kv, seqlens_k, block_table, first_part, order, result, lse)
+        tensors: DecodeTensors | Decode8bitTensors
+        if format_of(kv) is None:
+            tensors = DecodeTensors(q, kv, seqlens_k, block_table, first_part, order, result, lse)
+        else:
+            own_scale: Any = kv_scale
+            tensors = Decode8bitTensors(q, kv, seqlens_k, block_table, first_part, order, own_scale, result, lse)
         problem, tiles = arguments.check_decode(tensors, DecodeOptions(dim_nope, scale, causal, ints), names)
         if isinstance(error, ValueError) and values_are_checked(q.device):
             arguments.check_decode_values(problem, tiles, tensors, names)

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from tilelang_mla.plan import DecodeProblem, DeviceLimits, PrefillProblem, decode_tiles, plan_prefill
+from tilelang_mla.plan import DecodeProblem, DeviceLimits, PrefillProblem, decode_tiles, plan_prefill, tiles_8bit
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 # The kernels are for sm_90, whose blocks of keys do not depend on how many SMs there are.
@@ -23,11 +23,15 @@ _LIMITS = DeviceLimits(132)
 
 
 def wanted(
-    dtypes: list[str], latents: list[tuple[int, int]], heads: list[tuple[int, int]], parallel: bool = False
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Names and constants of the kernels for these dtypes, (latent, rope) of decoding and (q and k, v) of prefill."""
+    dtypes: list[str], latents: list[tuple[int, int]], heads: list[tuple[int, int]], parallel: bool = False,
+    caches: Sequence[str] = (),
+) -> Iterator[tuple[str, dict[str, Any]]]:  # fmt: skip
+    """Names and constants of the kernels for these dtypes, (latent, rope) of decoding and (q and k, v) of prefill.
+
+    caches: formats of 8 bits.
+    """
     # Here, so that an error among the options need not wait for TileLang.
-    from tilelang_mla.launch import decode_constants, prefill_constants
+    from tilelang_mla.launch import decode_8bit_constants, decode_constants, prefill_constants
 
     for dtype in map(_DTYPES.__getitem__, dtypes):
         for dim_nope, dim_rope in latents:
@@ -38,6 +42,11 @@ def wanted(
                 yield "decode", decode_constants(problem, tiles, dtype)
                 if parallel:
                     yield "decode", decode_constants(replace(problem, per_token=True), tiles, dtype)
+            for cache in caches:
+                if cache == "656" and (dtype, dim_nope, dim_rope) != (torch.bfloat16, 512, 64):
+                    continue
+                problem = DecodeProblem(1, dim_nope, dim_rope, 1, 1, 1, 1, cache=cache)
+                yield "decode_8bit", decode_8bit_constants(problem, tiles_8bit(problem, tiles, _LIMITS), dtype)
         for dim_nope in sorted({dim_nope for dim_nope, _ in latents}):
             yield "merge", {"dim_nope": dim_nope, "dtype": dtype}
             if parallel:
@@ -59,11 +68,12 @@ def main() -> None:
     parser.add_argument("--decode", nargs="*", type=_pair, default=[(512, 64)], metavar="LATENT,ROPE")
     parser.add_argument("--prefill", nargs="*", type=_pair, default=[(192, 128)], metavar="QK,V")
     parser.add_argument("--parallel", action="store_true", help="what decoding on several GPUs asks for, too")
+    parser.add_argument("--cache", nargs="*", choices=("e4m3", "656"), default=[], help="caches of 8 bits, too")
     options = parser.parse_args()
     # After the options: an error among them need not wait for TileLang.
     from tilelang_mla import launch
 
-    for name, constants in wanted(options.dtype, options.decode, options.prefill, options.parallel):
+    for name, constants in wanted(options.dtype, options.decode, options.prefill, options.parallel, options.cache):
         start = time.perf_counter()
         launch.kernel(name, **constants)
         print(f"{time.perf_counter() - start:6.1f} s  {name}", *(f"{key}={value}" for key, value in constants.items()))

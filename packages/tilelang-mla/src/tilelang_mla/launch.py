@@ -19,7 +19,8 @@ import torch
 from kernel_reference.checks import fail
 from kernel_reference.dispatch import allocator
 from kernel_reference.launching import device_properties, launch_nothing, on_device
-from tilelang_mla.arguments import DecodeTensors, MergeTensors, PrefillTensors
+from tilelang_mla.arguments import Decode8bitTensors, DecodeTensors, MergeTensors, PrefillTensors
+from tilelang_mla.caches import views_of
 from tilelang_mla.kernels.cuda import text_of
 from tilelang_mla.plan import (
     DecodeProblem,
@@ -30,6 +31,7 @@ from tilelang_mla.plan import (
     merge_grid,
     plan_prefill,
     plan_without_schedule,
+    tiles_8bit,
 )
 
 Tensor = torch.Tensor
@@ -89,8 +91,48 @@ def decode_constants(problem: DecodeProblem, tiles: DecodeTiles, dtype: torch.dt
     }  # fmt: skip
 
 
+def decode_8bit_constants(problem: DecodeProblem, tiles: DecodeTiles, dtype: torch.dtype) -> dict[str, Any]:
+    """What the kernel over a cache of 8 bits is compiled for."""
+    constants = {**decode_constants(problem, tiles, dtype), "cache": problem.cache}
+    # Keys lie anywhere.
+    del constants["gather"]
+    return constants
+
+
+def prepare_decode_8bit(
+    problem: DecodeProblem, plan: DecodeTiles | None, tensors: Decode8bitTensors
+) -> Callable[..., None]:
+    """What attends over a cache of 8 bits, called with the tensors."""
+    q, kv, seqlens_k, block_table, first_part, order, _, out, lse = tensors
+    attend = prepare_decode(problem, plan, DecodeTensors(q, kv, seqlens_k, block_table, first_part, order, out, lse))
+
+    def run(q, kv, seqlens_k, block_table, first_part, order, kv_scale, out, lse):  # type: ignore[no-untyped-def]
+        attend(q, (kv, kv_scale), seqlens_k, block_table, first_part, order, out, lse)
+
+    return run
+
+
+def _keys_of(problem: DecodeProblem, kv: Tensor) -> tuple[Callable[[Any], tuple[Tensor, ...]], bool]:
+    """What makes the kernel's tensors of a cache, and whether TMA descriptors can address it."""
+    pages, page_size, width = max(problem.pages, 1), problem.page_size, kv.shape[3]
+    form = _form((pages, page_size, width), (kv.stride(0), kv.stride(1), 1))
+
+    def keys(kv: Tensor) -> tuple[Tensor, ...]:
+        if kv.data_ptr() & 15:
+            _check_aligned(kv=kv)
+        return (kv.as_strided(*form) if problem.pages else kv.new_zeros(form[0]),)
+
+    def keys_8bit(given: tuple[Tensor, Tensor | None]) -> tuple[Tensor, ...]:
+        cache, kv_scale = given
+        [kv] = keys(cache)
+        latent, rope, scales = views_of(kv, problem.dim_nope)
+        return latent, rope, scales if kv_scale is None else kv_scale.view(1, 1, 1)  # type: ignore[return-value]
+
+    return keys_8bit if problem.cache else keys, 0 not in form[1]
+
+
 def prepare_decode(problem: DecodeProblem, plan: DecodeTiles | None, tensors: DecodeTensors) -> Callable[..., None]:
-    """What attends, called with the tensors."""
+    """What attends, called with the tensors; over a cache of 8 bits, with it and its scale in kv's place."""
     q, kv, _, block_table, first_part, order, out, lse = tensors
     if out.numel() == 0:
         return launch_nothing
@@ -98,26 +140,28 @@ def prepare_decode(problem: DecodeProblem, plan: DecodeTiles | None, tensors: De
         return _see_nothing
     limits = device_limits(q.device)
     tiles = plan_without_schedule(problem, limits) if plan is None else plan
+    if problem.cache:
+        tiles = tiles_8bit(problem, tiles, limits)
     _check_fits(problem, tiles, limits)
     batch, rows, heads, width = problem.sequences, problem.rows, problem.num_heads, q.shape[3]
     dim_nope, causal, softmax_scale = problem.dim_nope, int(problem.causal), problem.softmax_scale
     per_token = problem.per_token
-    pages, page_size, columns = problem.pages, problem.page_size, block_table.shape[1]
-    constants = decode_constants(problem, tiles, q.dtype)
+    columns = block_table.shape[1]
+    keys, by_tma = _keys_of(problem, kv)
+    if problem.cache:
+        attend = kernel("decode_8bit", **decode_8bit_constants(problem, tiles, q.dtype))
+    else:
+        constants = decode_constants(problem, tiles, q.dtype)
+        attend = kernel("decode", **{**constants, "gather": constants["gather"] or not by_tma})
 
     num_parts = tiles.num_parts(batch)
     shared = plan is None
     # Nobody cuts a sequence within a block.
     merged = num_parts > batch and not (shared and problem.capacity <= tiles.block_n)
     q_form = _packed_form(q)
-    kv_form = _form((max(pages, 1), page_size, width), (kv.stride(0), kv.stride(1), 1))
-    if 0 in kv_form[1]:
-        # Pages or rows of stride 0, which TMA descriptors cannot address.
-        constants["gather"] = True
     table_form = _form((batch, columns), (block_table.stride(0), 1))
     table_as_it_is = block_table.stride() == table_form[1]
     out_form = _packed_form(out)
-    attend = kernel("decode", **constants)
     merge = kernel("merge", dim_nope=dim_nope, dtype=q.dtype) if merged else None
     merging = merge_grid(batch, rows, tiles, limits.cores)
     # A persistent kernel. Of a pinned plan without a schedule, parts of unlike lengths are in no order, and a program
@@ -144,11 +188,10 @@ def prepare_decode(problem: DecodeProblem, plan: DecodeTiles | None, tensors: De
     def run(q, kv, seqlens_k, block_table, first_part, order, out, lse):  # type: ignore[no-untyped-def]
         q = q.contiguous().view(batch, rows, width) if q_form is None else q.as_strided(*q_form)
         address = out.data_ptr()
-        if (q.data_ptr() | kv.data_ptr()) & 15:
-            _check_aligned(q=q, kv=kv)
+        if q.data_ptr() & 15:
+            _check_aligned(q=q)
         if softmax_scale < 0:
             q = -q
-        kv = kv.as_strided(*kv_form) if pages else kv.new_zeros(kv_form[0])
         copied = out_form is None or address & 15
         packed = make_packed() if out_form is None or copied else out.as_strided(*out_form)
         parts, part_lse = make_parts(), make_part_lse()
@@ -159,8 +202,8 @@ def prepare_decode(problem: DecodeProblem, plan: DecodeTiles | None, tensors: De
         pieces = make_pieces() if shared else stand_in
         bounds = stand_in if first_part is None else first_part
         attend(
-            q, kv, seqlens_k, table, bounds, stand_in if order is None else order, packed, own_lse, parts, part_lse,
-            pieces, scale, heads, causal, num_parts, tiles.num_splits, *flags, programs,
+            q, *keys(kv), seqlens_k, table, bounds, stand_in if order is None else order, packed, own_lse, parts,
+            part_lse, pieces, scale, heads, causal, num_parts, tiles.num_splits, *flags, programs,
         )  # fmt: skip
         if merge is not None:
             cuts = pieces if shared else bounds

@@ -1,10 +1,11 @@
 """The torch ops: their schemas and their implementations on a CPU, on a GPU, and while torch.compile traces.
 
-=======  =============================================================================
-prefill  writes the outputs, and the logarithms of the sums, that it is given; ragged
-decode   the same over a paged latent cache
-merge    writes the whole of an attention from the parts that ranks have of its keys
-=======  =============================================================================
+===========  =============================================================================
+prefill      writes the outputs, and the logarithms of the sums, that it is given; ragged
+decode       the same over a paged latent cache
+decode_8bit  the same over one of 8 bits
+merge        writes the whole of an attention from the parts that ranks have of its keys
+===========  =============================================================================
 
 Every implementation checks its arguments. On a GPU checks, plan and launch are made once for each set of shapes,
 strides, dtypes and numbers, and found again by it.
@@ -21,6 +22,7 @@ from kernel_reference.dispatch import PreparedLaunches, implement, launch_module
 from kernel_reference.transforms import check_no_transforms
 from tilelang_mla import reference
 from tilelang_mla.arguments import (
+    Decode8bitTensors,
     DecodeOptions,
     DecodeTensors,
     MergeTensors,
@@ -45,11 +47,17 @@ _library.define(
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
+    "decode_8bit(Tensor q, Tensor kv, Tensor seqlens_k, Tensor block_table, Tensor? first_part, Tensor? order,"
+    " Tensor? kv_scale, Tensor(a!) out, Tensor(b!)? lse, int dim_nope, float softmax_scale, bool causal,"
+    " int[]? plan=None) -> ()",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
     "merge(Tensor parts, Tensor part_lse, Tensor(a!) out, Tensor(b!) lse) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 # The tensors come first, and torch leaves out a plan that is None.
-_PREFILL, _DECODE = len(PrefillTensors._fields), len(DecodeTensors._fields)
+_PREFILL, _DECODE, _DECODE_8BIT = (len(kind._fields) for kind in (PrefillTensors, DecodeTensors, Decode8bitTensors))
 _WRITTEN = ("out", "lse")
 
 launches = PreparedLaunches()
@@ -124,6 +132,39 @@ def _kernel_decode(*given: Any) -> None:
     run(*tensors)
 
 
+# Decoding over a cache of 8 bits
+
+
+def _fake_decode_8bit(*given: Any) -> None:
+    check_decode(Decode8bitTensors(*given[:_DECODE_8BIT]), DecodeOptions(*given[_DECODE_8BIT:]))
+
+
+def _reference_decode_8bit(*given: Any) -> None:
+    tensors = Decode8bitTensors(*given[:_DECODE_8BIT])
+    problem, plan = check_decode(tensors, DecodeOptions(*given[_DECODE_8BIT:]))
+    check_no_overlap(tensors._asdict(), _WRITTEN)
+    if values_are_checked(tensors.q.device):
+        check_decode_values(problem, plan, tensors)
+    reference.decode_8bit(problem, tensors)
+
+
+def _prepare_decode_8bit(given: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
+    launch = _launch_module()
+    tensors = Decode8bitTensors(*given)
+    problem, plan = check_decode(tensors, DecodeOptions(*numbers))
+    run = launch.prepare_decode_8bit(problem, plan, tensors)
+    return run, MemoryOverlap(tensors._asdict(), _WRITTEN), problem, plan
+
+
+def _kernel_decode_8bit(*given: Any) -> None:
+    tensors = given[:_DECODE_8BIT]
+    run, check_overlap, problem, plan = launches.find(_prepare_decode_8bit, tensors, given[_DECODE_8BIT:])
+    check_overlap(*tensors)
+    if values_are_checked(tensors[0].device):
+        check_decode_values(problem, plan, Decode8bitTensors(*tensors))
+    run(*tensors)
+
+
 # Merging
 
 
@@ -151,7 +192,7 @@ def _fake_merge(*given: torch.Tensor) -> None:
     check_merge(MergeTensors(*given))
 
 
-def _refuse_vmap(kind: type[PrefillTensors] | type[DecodeTensors]) -> Any:
+def _refuse_vmap(kind: type[PrefillTensors] | type[DecodeTensors] | type[Decode8bitTensors]) -> Any:
     """Torch would look for a rule of batches, and tell its users to write one."""
 
     def refuse(*given: Any) -> None:
@@ -163,6 +204,8 @@ def _refuse_vmap(kind: type[PrefillTensors] | type[DecodeTensors]) -> Any:
 
 implement(_library, "prefill", reference=_reference_prefill, kernel=_kernel_prefill, fake=_fake_prefill)
 implement(_library, "decode", reference=_reference_decode, kernel=_kernel_decode, fake=_fake_decode)
+implement(_library, "decode_8bit", reference=_reference_decode_8bit, kernel=_kernel_decode_8bit, fake=_fake_decode_8bit)
 implement(_library, "merge", reference=_reference_merge, kernel=_kernel_merge, fake=_fake_merge)
 _library.impl("prefill", _refuse_vmap(PrefillTensors), "FuncTorchBatched")
 _library.impl("decode", _refuse_vmap(DecodeTensors), "FuncTorchBatched")
+_library.impl("decode_8bit", _refuse_vmap(Decode8bitTensors), "FuncTorchBatched")

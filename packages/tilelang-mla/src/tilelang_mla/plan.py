@@ -27,6 +27,9 @@ _MERGED_ROWS = 128
 _IN_REGISTERS = 176
 # Shared memory beside the stages: factors of rows, rows of pages, work items, and barriers, each aligned to 1024 bytes.
 _BESIDE = 3072
+# Blocks of a cache of 8 bits that are in flight before they are widened, and what a record of it has beside its
+# latents and ropes as if these had 8 bits: 16 bytes of scales and 64 more of rope.
+_RAW_STAGES, _SCALES = 3, 80
 # Pieces of a row have at least 32 bytes: of 64 elements that is as many pieces.
 _MOST_PIECES = 16
 # Programs of the combine kernel on an SM: no more than run at once.
@@ -70,7 +73,7 @@ class DecodeProblem:
 
     ``dim_rope``: elements of q and of the cache behind the latent's ``dim_nope``. ``capacity``: keys that a sequence
     may have. ``bits``: of an element. ``pages``: of the pool. ``per_token``: lengths are those that each query token
-    sees, in place of the causal rule.
+    sees, in place of the causal rule. ``cache``: "" of q's dtype, or its format of 8 bits, "e4m3" or "656".
     """
 
     num_heads: int
@@ -85,6 +88,7 @@ class DecodeProblem:
     softmax_scale: float = 1.0
     causal: bool = True
     per_token: bool = False
+    cache: str = ""
 
     @property
     def rows(self) -> int:
@@ -141,7 +145,8 @@ class DecodeTiles(Plan):
         """Bytes of a program: a tile of q and its weights, stages of keys, and what the scheduler tells of."""
         width = problem.dim_nope + problem.dim_rope
         held = (self.block_m + self.num_stages * self.block_n) * width + self.block_m * self.block_n
-        return held * problem.bits // 8 + _BESIDE
+        raw = _RAW_STAGES * self.block_n * (width + _SCALES) if problem.cache else 0
+        return held * problem.bits // 8 + raw + _BESIDE
 
     def num_parts(self, sequences: int) -> int:
         """Parts in the grid: no schedule of this plan has more."""
@@ -206,6 +211,15 @@ def decode_tiles(
     alone = max_seqlen_k is not None and known(max_seqlen_k <= block_n)
     spare = 0 if alone else WAVES * parts_at_once(rows, limits.cores)
     return DecodeTiles(_ROWS, block_n, num_stages, 1, spare)
+
+
+def tiles_8bit(problem: DecodeProblem, tiles: DecodeTiles, limits: DeviceLimits) -> DecodeTiles:
+    """The same parts over a cache of 8 bits: smaller blocks, beside which those fit that are still to be widened."""
+    for block_n in (32, 16):
+        smaller = DecodeTiles(tiles.block_m, block_n, 2, tiles.num_splits, tiles.spare_parts)
+        if smaller.shared_memory(problem) <= limits.shared_memory:
+            return smaller
+    return smaller
 
 
 def plan_without_schedule(problem: DecodeProblem, limits: DeviceLimits) -> DecodeTiles:

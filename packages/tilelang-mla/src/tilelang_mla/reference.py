@@ -10,7 +10,8 @@ from kernel_reference.attention import attention
 from kernel_reference.paging import gather
 from kernel_reference.partials import merge_partials
 from kernel_reference.ragged import clamped_ranges
-from tilelang_mla.arguments import DecodeTensors, MergeTensors, PrefillTensors
+from tilelang_mla.arguments import Decode8bitTensors, DecodeTensors, MergeTensors, PrefillTensors
+from tilelang_mla.caches import dequantize_kv
 from tilelang_mla.plan import DecodeProblem, PrefillProblem
 
 Tensor = torch.Tensor
@@ -41,6 +42,16 @@ def decode(problem: DecodeProblem, tensors: DecodeTensors) -> None:
             own = None if lse is None else lse[i]
             seen = torch.arange(length) < seqlens_k[i][:, None] if problem.per_token else None
             _attend(problem, q[i], keys, keys[..., : problem.dim_nope], out[i], own, seen)
+
+
+def decode_8bit(problem: DecodeProblem, tensors: Decode8bitTensors) -> None:
+    """The same over a cache of 8 bits, widened first; what has one scale is exact in float32."""
+    q, kv, seqlens_k, block_table, first_part, order, kv_scale, out, lse = tensors
+    if problem.cache == "e4m3":
+        q, kv = q.float(), dequantize_kv(kv, "e4m3", kv_scale, torch.float32)
+    else:
+        kv = dequantize_kv(kv, "656", dtype=q.dtype)
+    decode(problem, DecodeTensors(q, kv, seqlens_k, block_table, first_part, order, out, lse))
 
 
 def merge(tensors: MergeTensors) -> None:

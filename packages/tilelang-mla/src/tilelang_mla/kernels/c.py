@@ -15,7 +15,8 @@ from tilelang.utils.language import to_buffer_region
 from tilelang_mla.kernels import decode, merge, prefill, ranks
 
 _BUILDERS: dict[str, Any] = {
-    "decode": decode.attend, "merge": merge.merge, "merge_ranks": ranks.merge_ranks, "prefill": prefill.attend
+    "decode": decode.attend, "decode_8bit": decode.attend_8bit, "merge": merge.merge,
+    "merge_ranks": ranks.merge_ranks, "prefill": prefill.attend,
 }  # fmt: skip
 
 
@@ -41,7 +42,7 @@ def _product(a, b, c, first, rows, columns, depth, transposed, clear):
 class _Language:
     """One thread, with local arrays for shared memory and fragments."""
 
-    bfloat16 = float16 = tl.float32
+    bfloat16 = float16 = float8_e4m3fn = tl.float32
 
     def __getattr__(self, name: str) -> Any:
         return getattr(tl, name)

@@ -1,5 +1,6 @@
 """Attention of packed query tokens x heads to a paged latent cache: decoding, with split-KV."""
 
 from tilelang_mla.kernels.decode.kernel import attend
+from tilelang_mla.kernels.decode.kernel_8bit import attend_8bit
 
-__all__ = ["attend"]
+__all__ = ["attend", "attend_8bit"]

@@ -23,11 +23,31 @@ class Sizes(NamedTuple):
     block_n: int
     num_stages: int
     gather: bool
+    cache: str = ""
 
     @property
     def half(self) -> int:
         """Elements of half a latent, which one consumer multiplies."""
         return self.dim_nope // 2
+
+    @property
+    def is_8bit(self) -> bool:
+        """Whether keys are of 8 bits, to be widened."""
+        return self.cache != ""
+
+    @property
+    def one_scale(self) -> bool:
+        """Whether all latents and ropes of the cache have the same scale."""
+        return self.cache == "e4m3"
+
+    @property
+    def scales(self) -> int:
+        """Scales of a key's latents: one of all of them, in memory or none, unless the cache is of records."""
+        return self.dim_nope // 128 if self.cache == "656" else 1
+
+    def rope_dtype(self, T: Any) -> Any:
+        """Of the rope in the cache, which records keep as wide as q."""
+        return T.float8_e4m3fn if self.cache == "e4m3" else self.dtype
 
     @property
     def width(self) -> int:
@@ -38,7 +58,9 @@ class Sizes(NamedTuple):
 class Inputs(NamedTuple):
     """Tensors that are read; without a schedule, or an order, another one stands in for them.
 
-    seqlens_k: [batch], or the keys that each query token sees, [batch, tokens].
+    seqlens_k: [batch], or the keys that each query token sees, [batch, tokens]. rope, scales: of caches of 8 bits,
+    whose latents are in kv: ropes [pages, page_size, rope], and scales of each key's tiles, [pages, page_size, tiles],
+    or one of the cache, [1, 1, 1].
     """
 
     q: Any
@@ -47,6 +69,8 @@ class Inputs(NamedTuple):
     block_table: Any
     first_part: Any
     order: Any
+    rope: Any = None
+    scales: Any = None
 
 
 class Outputs(NamedTuple):
@@ -80,7 +104,10 @@ class Launch(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Shared memory: q and rings of key blocks, as left and right half of the latent and rope; what roles exchange."""
+    """Shared memory: q and rings of key blocks, as left and right half of the latent and rope; what roles exchange.
+
+    raw: what comes from a cache of 8 bits, before it is widened.
+    """
 
     q_l: Any
     q_r: Any
@@ -95,6 +122,7 @@ class Memory(NamedTuple):
     found: Any
     told: Any
     share: Any
+    raw: Any = None
 
 
 class Barriers(NamedTuple):
@@ -137,8 +165,8 @@ def alloc_memory(T, S):
     k_rope = T.alloc_shared((S.num_stages, S.block_n, S.dim_rope), S.dtype)
     weights_shared = T.alloc_shared((ROWS, S.block_n), S.dtype)
     factor_shared = T.alloc_shared((ROWS,), T.float32)
-    at_page = T.alloc_shared((1, S.block_n), T.int32)
-    at_row = T.alloc_shared((1, S.block_n), T.int32)
+    at_page = T.alloc_shared((2 if S.is_8bit else 1, S.block_n), T.int32)
+    at_row = T.alloc_shared((2 if S.is_8bit else 1, S.block_n), T.int32)
     found = T.alloc_shared((4,), T.int32)
     told = T.alloc_shared((2, _TOLD), T.int32)
     share = T.alloc_shared((4,), T.int32)

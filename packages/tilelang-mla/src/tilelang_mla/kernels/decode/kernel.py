@@ -18,6 +18,8 @@ TileLang's language, handed in, so that tests may hand in one for machines witho
 
 from typing import Any
 
+from tilelang.language import macro
+
 from tilelang_mla.kernels.common import GROUP, ROWS
 from tilelang_mla.kernels.decode.groups import (
     SHARED,
@@ -34,6 +36,7 @@ from tilelang_mla.kernels.decode.groups import (
 from tilelang_mla.kernels.decode.roles import produce, score, value
 from tilelang_mla.kernels.decode.serial import attend_serially
 from tilelang_mla.kernels.decode.shares import find_share
+from tilelang_mla.kernels.decode.widen import Raw, alloc_raw
 from tilelang_mla.kernels.softmax import Softmax
 
 _SCORES, _VALUES, _PRODUCER = 0, 1, 2
@@ -88,34 +91,41 @@ def attend(
             # As arguments.py checks: rows may be read in vectors of 16 bytes.
             T.assume(kv_page % 8 == 0)
             T.assume(kv_row % 8 == 0)
-            memory = Memory(*alloc_memory(T, S))
-            s = Softmax(*alloc_softmax(T, S))
-            acc_l = T.alloc_fragment((ROWS, S.half), T.float32)
-            acc_r = T.alloc_fragment((ROWS, S.half), T.float32)
-            rescale_r = T.alloc_fragment((ROWS,), T.float32)
-
-            thread = T.get_thread_binding()
-            row_tiles = T.alloc_var(T.int32, init=T.truncdiv(rows + (ROWS - 1), ROWS))
-            tokens = T.alloc_var(T.int32, init=T.truncdiv(rows, heads))
             inputs = Inputs(q, kv, seqlens_k, block_table, first_part, order)
             outputs = Outputs(out, lse, parts, part_lse, pieces)
-            launch = Launch(
-                scale, heads, causal, num_parts, num_splits, scheduled, ordered, wants_lse, tokens, row_tiles,
-                i_program, num_programs,
-            )  # fmt: skip
-            if scheduled == SHARED:
-                find_share(T, S, launch, inputs, memory, thread, serial)
-            if serial:
-                attend_serially(T, S, launch, inputs, outputs, memory, s, acc_l, acc_r)
-            else:
-                # The combine kernel may start; it waits for the end of this one itself.
-                T.pdl_trigger()
-                barriers = Barriers(*alloc_barriers(T, S))
-                with T.ws(_PRODUCER):
-                    produce(T, S, launch, inputs, pieces, memory, barriers, thread - 2 * GROUP)
-                with T.ws(_SCORES):
-                    score(T, S, launch, inputs, outputs, memory, barriers, s, acc_l)
-                with T.ws(_VALUES):
-                    value(T, S, launch, inputs, outputs, memory, barriers, rescale_r, acc_r)
+            numbers = (scale, heads, causal, num_parts, num_splits, scheduled, ordered, wants_lse)
+            run_roles(T, S, serial, inputs, outputs, numbers, i_program, num_programs)
 
     return attend_decode
+
+
+@macro
+def run_roles(T, S, serial, inputs, outputs, numbers, i_program, num_programs):
+    """What a program does, in shared memory and with barriers of its own."""
+    memory = Memory(*alloc_memory(T, S))
+    if S.is_8bit:
+        memory = memory._replace(raw=Raw(*alloc_raw(T, S)))
+    s = Softmax(*alloc_softmax(T, S))
+    acc_l = T.alloc_fragment((ROWS, S.half), T.float32)
+    acc_r = T.alloc_fragment((ROWS, S.half), T.float32)
+    rescale_r = T.alloc_fragment((ROWS,), T.float32)
+
+    thread = T.get_thread_binding()
+    rows, heads = inputs.q.shape[1], numbers[1]
+    row_tiles = T.alloc_var(T.int32, init=T.truncdiv(rows + (ROWS - 1), ROWS))
+    tokens = T.alloc_var(T.int32, init=T.truncdiv(rows, heads))
+    launch = Launch(*numbers, tokens, row_tiles, i_program, num_programs)
+    if launch.scheduled == SHARED:
+        find_share(T, S, launch, inputs, memory, thread, serial)
+    if serial:
+        attend_serially(T, S, launch, inputs, outputs, memory, s, acc_l, acc_r)
+    else:
+        # The combine kernel may start; it waits for the end of this one itself.
+        T.pdl_trigger()
+        barriers = Barriers(*alloc_barriers(T, S))
+        with T.ws(_PRODUCER):
+            produce(T, S, launch, inputs, outputs.pieces, memory, barriers, thread - 2 * GROUP)
+        with T.ws(_SCORES):
+            score(T, S, launch, inputs, outputs, memory, barriers, s, acc_l)
+        with T.ws(_VALUES):
+            value(T, S, launch, inputs, outputs, memory, barriers, rescale_r, acc_r)

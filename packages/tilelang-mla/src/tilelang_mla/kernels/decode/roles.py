@@ -12,6 +12,7 @@ from tilelang_mla.kernels.decode.groups import SHARED, Work, read_work
 from tilelang_mla.kernels.decode.loads import load_left, load_q, load_right, load_rows, row_of
 from tilelang_mla.kernels.decode.schedule import OF_PRODUCER, Owner, find_part, owner_of, part_of
 from tilelang_mla.kernels.decode.shares import tell_share, turns_of
+from tilelang_mla.kernels.decode.widen import begin_raw, load_widened
 from tilelang_mla.kernels.softmax import (
     any_moved,
     clear,
@@ -56,7 +57,9 @@ def produce(T, S, launch, inputs, pieces, memory, barriers, thread):
             if work.steps > 0:
                 first_column = T.alloc_var(T.int32, init=T.truncdiv(work.first * S.block_n, inputs.kv.shape[1]))
                 i_page = inputs.block_table[work.sequence, first_column]
-        if S.gather:
+        if S.is_8bit:
+            begin_raw(T, S, inputs, memory, work, thread)
+        elif S.gather:
             own_page, own_row = row_of(T, inputs, work.sequence, work.first * S.block_n + thread, work.length)
             i_page = own_page
             i_row = own_row
@@ -64,7 +67,9 @@ def produce(T, S, launch, inputs, pieces, memory, barriers, thread):
             stage = (done + step) % S.num_stages
             phase = (done + step) // S.num_stages % 2 ^ 1
             first_key = (work.first + step) * S.block_n
-            if S.gather:
+            if S.is_8bit:
+                load_widened(T, S, inputs, memory, barriers, work, step, stage, phase, thread)
+            elif S.gather:
                 at_hand = (i_page, i_row)
                 next_page, next_row = gather_block(
                     T, S, inputs, memory, barriers, work, at_hand, step, stage, phase, thread
@@ -124,6 +129,7 @@ def score(T, S, launch, inputs, outputs, memory, barriers, s, acc):
     """
     T.set_max_nreg(_CONSUMER, 1)
     done = T.alloc_var(T.int32, init=0)
+    scale = T.alloc_var(T.float32, init=scale_of(S, launch, inputs))
     turns = turns_of(T, launch, inputs, memory)
     for turn in T.serial(turns):
         slot = turn % 2
@@ -143,7 +149,7 @@ def score(T, S, launch, inputs, outputs, memory, barriers, s, acc):
             stage = (done + step) % S.num_stages
             after = (done + step + 1) % S.num_stages
             phase = (done + step + 1) // S.num_stages % 2
-            weigh(T, s, (work.first + step) * S.block_n, launch.scale, unmasked)
+            weigh(T, s, (work.first + step) * S.block_n, scale, unmasked)
             share_weights(T, memory, barriers, s, done + step)
             if any_moved(T, s.rescale):
                 scale_rows(T, acc, s.rescale)
@@ -156,7 +162,7 @@ def score(T, S, launch, inputs, outputs, memory, barriers, s, acc):
             last = done + work.steps - 1
             stage = last % S.num_stages
             first_key = (work.first + work.steps - 1) * S.block_n
-            weigh(T, s, first_key, launch.scale, unmasked)
+            weigh(T, s, first_key, scale, unmasked)
             share_weights(T, memory, barriers, s, last)
             if any_moved(T, s.rescale):
                 scale_rows(T, acc, s.rescale)
@@ -170,6 +176,7 @@ def score(T, S, launch, inputs, outputs, memory, barriers, s, acc):
             T.barrier_arrive(barriers.left_empty[stage])
         done = done + work.steps
         invert_sums(T, s)
+        scale_values(T, S, inputs, s)
         T.barrier_wait(barriers.weights_empty, done % 2 ^ 1)
         T.copy(s.rescale, memory.rescale)
         T.barrier_arrive(barriers.sums_full)
@@ -231,6 +238,19 @@ def value(T, S, launch, inputs, outputs, memory, barriers, rescale, acc):
         if work.num_parts > 1:
             store_part(T, outputs.parts, acc, work, S.half)
         T.barrier_arrive(barriers.work_empty)
+
+
+def scale_of(S: Any, launch: Any, inputs: Any) -> Any:
+    """What scores are multiplied by: the softmax's scale, and that of a cache which has one."""
+    return launch.scale * inputs.scales[0, 0, 0] if S.one_scale else launch.scale
+
+
+@macro
+def scale_values(T, S, inputs, s):
+    """The last rescale, by the scale of a cache that has one too."""
+    if S.one_scale:
+        for i in T.Parallel(ROWS):
+            s.rescale[i] = s.rescale[i] * inputs.scales[0, 0, 0]
 
 
 def is_per_token(inputs: Any) -> bool:

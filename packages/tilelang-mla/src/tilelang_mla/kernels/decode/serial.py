@@ -9,6 +9,8 @@ from tilelang_mla.kernels.decode.roles import (
     find_limits,
     find_limits_of_tokens,
     is_per_token,
+    scale_of,
+    scale_values,
     store_lse,
     store_part,
     store_part_lse,
@@ -17,6 +19,7 @@ from tilelang_mla.kernels.decode.roles import (
 )
 from tilelang_mla.kernels.decode.schedule import Owner, find_part, owner_of, part_of
 from tilelang_mla.kernels.decode.shares import tell_share, turns_of
+from tilelang_mla.kernels.decode.widen import STAGES, copy_raw, widen, widen_rope
 from tilelang_mla.kernels.softmax import clear, invert_sums, scale_rows, zero_tail
 
 
@@ -48,13 +51,20 @@ def attend_serially(T, S, launch, inputs, outputs, memory, s, acc_l, acc_r):
             length = T.if_then_else(S.gather, work.length, 2**31 - 1)
             for i in T.serial(S.block_n):
                 tell_row(T, inputs, memory, work.sequence, first_key + i, length, 0, i)
-            load_rows(T, inputs.kv, memory, memory.k_l, stage, 0, 0)
-            load_rows(T, inputs.kv, memory, memory.k_r, stage, S.half, 0)
-            load_rows(T, inputs.kv, memory, memory.k_rope, stage, S.dim_nope, 0)
+            if S.is_8bit:
+                i_raw = step % STAGES
+                copy_raw(T, S, inputs, memory, i_raw, 0)
+                widen(T, S, memory.raw, memory.k_l, stage, i_raw, 0)
+                widen(T, S, memory.raw, memory.k_r, stage, i_raw, S.half)
+                widen_rope(T, memory.raw, memory.k_rope, stage, i_raw)
+            else:
+                load_rows(T, inputs.kv, memory, memory.k_l, stage, 0, 0)
+                load_rows(T, inputs.kv, memory, memory.k_r, stage, S.half, 0)
+                load_rows(T, inputs.kv, memory, memory.k_rope, stage, S.dim_nope, 0)
             T.gemm(memory.q_l, memory.k_l[stage, :, :], s.scores, transpose_B=True, clear_accum=True)
             T.gemm(memory.q_r, memory.k_r[stage, :, :], s.scores, transpose_B=True)
             T.gemm(memory.q_rope, memory.k_rope[stage, :, :], s.scores, transpose_B=True)
-            weigh(T, s, first_key, launch.scale, unmasked)
+            weigh(T, s, first_key, scale_of(S, launch, inputs), unmasked)
             scale_rows(T, acc_l, s.rescale)
             scale_rows(T, acc_r, s.rescale)
             if not S.gather:
@@ -63,6 +73,7 @@ def attend_serially(T, S, launch, inputs, outputs, memory, s, acc_l, acc_r):
             T.gemm(s.weights, memory.k_l[stage, :, :], acc_l)
             T.gemm(s.weights, memory.k_r[stage, :, :], acc_r)
         invert_sums(T, s)
+        scale_values(T, S, inputs, s)
         scale_rows(T, acc_l, s.rescale)
         scale_rows(T, acc_r, s.rescale)
         store(T, S, launch, outputs, s, acc_l, acc_r, work)

@@ -1,0 +1,288 @@
+"""Are caches of 8 bits what engines write, and is attention over them that over the tokens they hold?"""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+from typing import Any
+
+import pytest
+import torch
+
+from kernel_reference.attention import attention
+from kernel_reference.testing.guards import assert_bitwise_equal, poison_
+from kernel_reference.testing.numerics import assert_close_to_oracle
+from tilelang_mla import dequantize_kv, flash_mla_with_kvcache, plan_decode, quantize_kv
+from tilelang_mla.caches import E4M3, RECORD
+from tilelang_mla.plan import DecodeProblem, DeviceLimits, decode_tiles, tiles_8bit
+
+Tensor = torch.Tensor
+BF16 = torch.bfloat16
+MIXED = [70, 0, 33, 129, 64, 1, 32]
+FORMATS = ["e4m3", "656"]
+every_format = pytest.mark.parametrize("format", FORMATS)
+
+
+def tokens(*shape: int) -> Tensor:
+    """Latents whose tiles are of unlike size, and ropes."""
+    kv = torch.randn(*shape, 576)
+    kv[..., :128] *= 30
+    kv[..., 128:256] *= 1e-3
+    return kv.bfloat16()
+
+
+# Formats
+
+
+def test_a_record_is_512_bytes_of_e4m3_four_scales_and_64_ropes_in_bfloat16() -> None:
+    kv = tokens(1)[0]
+    kv[256:384] = 0
+    [record] = quantize_kv(kv[None], "656").tolist()
+    assert len(record) == RECORD == 656
+    scales = struct.unpack("<4f", bytes(record[512:528]))
+    for tile, scale in enumerate(scales):
+        own = kv[tile * 128 : (tile + 1) * 128].float()
+        assert scale == pytest.approx(max(float(own.abs().max()) / 448, torch.finfo(torch.float32).tiny))
+        codes = torch.tensor(record[tile * 128 : (tile + 1) * 128], dtype=torch.uint8).view(E4M3).float()
+        assert float(codes.abs().max()) == (448 if tile != 2 else 0)
+        assert bool(((codes * scale - own).abs() <= own.abs() / 16 + scale / 512).all())
+    rope = torch.tensor(record[528:], dtype=torch.uint8).view(BF16)
+    assert_bitwise_equal(rope, kv[512:])
+
+
+@every_format
+def test_what_is_quantised_comes_back_to_within_a_sixteenth(format) -> None:
+    kv = tokens(3, 5)
+    held = quantize_kv(kv, format)
+    assert held.shape == (3, 5, 656 if format == "656" else 576)
+    back = dequantize_kv(held, format)
+    assert back.dtype == BF16
+    assert back.shape == kv.shape
+    # Of the smallest numbers a format of one scale keeps less.
+    least = kv.float()[..., :512].unflatten(-1, (4, 128)).abs().amax(-1, keepdim=True) / 448 / 256
+    least = least.expand(3, 5, 4, 128).flatten(-2) if format == "656" else torch.tensor(2.0**-9)
+    error = (back.float() - kv.float()).abs()
+    assert bool((error[..., :512] <= kv[..., :512].abs().float() / 15.5 + least).all())
+
+
+def test_numbers_beyond_e4m3_are_clamped_and_nan_stays() -> None:
+    kv = torch.tensor([[1000.0, -1e30, math.inf, math.nan, 2.0, 0.0]])
+    for scale in (None, 1.0, torch.ones(1)):
+        assert dequantize_kv(quantize_kv(kv, "e4m3", scale), "e4m3", scale, torch.float32).nan_to_num(7).tolist() == [
+            [448, -448, 448, 7, 2, 0]
+        ]
+    assert dequantize_kv(quantize_kv(kv[:, :1], "e4m3", 4.0), "e4m3", 4.0).item() == 1024
+
+
+# Attention
+
+
+class Cached:
+    """Sequences of ``lengths`` tokens in a paged cache of 8 bits, and what their rows must be."""
+
+    def __init__(
+        self, format: str, lengths: list[int], *, heads: int = 3, seqlen_q: int = 1, page: int = 48, device: Any = "cpu"
+    ) -> None:
+        torch.manual_seed(len(lengths) * page)
+        self.format, self.lengths, self.device, self.page = format, lengths, device, page
+        columns = max(1, -(-max(lengths) // page))
+        held = torch.randn(len(lengths) * columns, page, 1, 576).bfloat16()
+        self.kv_scale = torch.tensor([0.04], device=device) if format == "e4m3" else None
+        scale = None if self.kv_scale is None else self.kv_scale.cpu()
+        self.kv = quantize_kv(held, format, scale).to(device)
+        self.table = torch.randperm(len(held)).int().view(len(lengths), columns).to(device)
+        # Unused tails of pages: NaN in the cache, of e4m3 and of the records' scales alike.
+        for b, n in enumerate(lengths):
+            if n % page:
+                self.kv[self.table[b, n // page], n % page :] = (
+                    torch.full((), math.nan).to(E4M3) if format == "e4m3" else torch.tensor(127, dtype=torch.uint8)
+                )
+        self.q = torch.randn(len(lengths), seqlen_q, heads, 576).bfloat16().to(device)
+        self.seqlens_k = torch.tensor(lengths, dtype=torch.int32, device=device)
+        self.scale = 576**-0.5
+
+    def run(self, **options: Any) -> Any:
+        given = (self.q, self.kv, self.seqlens_k, self.table, 512, self.scale, True)
+        return flash_mla_with_kvcache(*given, kv_scale=self.kv_scale, return_lse=True, **options)
+
+    def check(self, out: Tensor, lse: Tensor) -> None:
+        """Beside float64 on the dequantised cache; plain is PyTorch on it in bfloat16."""
+        dtype = torch.float64 if self.format == "e4m3" else BF16
+        whole = dequantize_kv(self.kv, self.format, self.kv_scale, dtype)  # type: ignore[arg-type]
+        for b, n in enumerate(self.lengths):
+            keys = whole[self.table[b].long()].flatten(0, 1)[:n].double()
+            exact = attention(
+                self.q[b].double(), keys, keys[..., :512], softmax_scale=self.scale, causal=True
+            )  # fmt: skip
+            if n == 0:
+                assert not bool(out[b].any())
+                assert bool((lse[b] == -torch.inf).all())
+                continue
+            plain = attention(
+                self.q[b].float(), keys.bfloat16().float(), keys[..., :512].bfloat16().float(),
+                softmax_scale=self.scale, causal=True,
+            ).out.to(BF16)  # fmt: skip
+            assert_close_to_oracle(out[b].to(BF16), exact.out, plain)
+            torch.testing.assert_close(lse[b].double(), exact.lse, rtol=1e-3, atol=2e-3)
+
+
+@every_format
+def test_attention_over_a_cache_of_8_bits_is_that_over_the_tokens_it_holds(format) -> None:
+    for seqlen_q, page in ((1, 48), (3, 64)):
+        batch = Cached(format, MIXED, seqlen_q=seqlen_q, page=page)
+        batch.check(*batch.run())
+        planned = batch.run(plan=plan_decode(batch.seqlens_k, 3, seqlen_q, cores=132))
+        batch.check(*planned)
+
+
+def test_a_scale_may_be_a_number() -> None:
+    batch = Cached("e4m3", MIXED)
+    want = batch.run().out
+    batch.kv_scale = 0.04  # type: ignore[assignment]
+    torch.testing.assert_close(batch.run().out, want, rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+@every_format
+@pytest.mark.parametrize("page", [64, 1, 48])
+@pytest.mark.parametrize("heads", [1, 16, 64, 128])
+def test_kernels_attend_to_a_cache_of_8_bits(device, format, page, heads) -> None:
+    lengths = [*MIXED, 1000, 3000]
+    for seqlen_q in (1, 2):
+        batch = Cached(format, lengths, heads=heads, seqlen_q=seqlen_q, page=page, device=device)
+        batch.check(*batch.run())
+        for how in ({}, {"num_splits": 1}, {"num_splits": 3}):
+            batch.check(*batch.run(plan=plan_decode(batch.seqlens_k, heads, seqlen_q, **how)))
+
+
+@pytest.mark.gpu
+@every_format
+def test_a_number_of_splits_gives_the_same_bits_alone_and_in_any_batch_of_8_bits(device, format) -> None:
+    batch = Cached(format, [3000, 70, 129], heads=16, device=device)
+    whole = batch.run(plan=plan_decode(batch.seqlens_k, 16, num_splits=4))
+    for b in range(3):
+        own = slice(b, b + 1)
+        plan = plan_decode(batch.seqlens_k[own], 16, num_splits=4)
+        alone = flash_mla_with_kvcache(
+            batch.q[own], batch.kv, batch.seqlens_k[own], batch.table[own], 512, batch.scale, True,
+            kv_scale=batch.kv_scale, plan=plan,
+        )  # fmt: skip
+        assert_bitwise_equal(alone, whole.out[own])
+
+
+# The kernel's text in C
+
+
+@pytest.fixture(scope="module")
+def in_c(device: torch.device) -> Any:
+    if device.type != "cpu":
+        pytest.skip("on a GPU the kernel itself runs")
+    try:
+        from tilelang_mla.kernels import c
+    except ImportError as error:
+        if os.environ.get("CI"):
+            raise
+        pytest.skip(f"no TileLang: {error}")
+    return c.kernel
+
+
+@pytest.mark.parametrize(
+    ("cache", "dims", "splits"), [("e4m3", (64, 32), 0), ("e4m3", (64, 32), 2), ("656", (512, 64), 0)], ids=str
+)
+def test_the_kernel_widens_every_key_and_scales_it_once(in_c, cache, dims, splits) -> None:
+    """By shares and by equal parts; latents and scales that differ from tile to tile."""
+    torch.manual_seed(1)
+    (dim, rope), heads, page, pages, batch = dims, 3, 48, 7, len(MIXED)
+    kernel = in_c("decode_8bit", cache=cache, dim_nope=dim, dim_rope=rope, block_n=32, num_stages=2)
+    merge = in_c("merge", dim_nope=dim)
+    kv, ropes = torch.randn(pages, page, dim), torch.randn(pages, page, rope)
+    records = cache == "656"
+    scales = torch.rand(pages, page, dim // 128) + 0.5 if records else torch.full((1, 1, 1), 0.7)
+    table = torch.randint(pages, (batch, 3), dtype=torch.int32)
+    table[0, 2] = -1
+    q, lengths = torch.randn(batch, heads, dim + rope), torch.tensor(MIXED, dtype=torch.int32)
+    num_parts = batch * splits if splits else batch + 3
+    out, lse = poison_(torch.empty(batch, heads, dim)), poison_(torch.empty(batch, heads, 1))
+    parts, part_lse = poison_(torch.empty(num_parts, heads, dim)), poison_(torch.empty(num_parts, heads))
+    pieces = torch.zeros(2 * batch, dtype=torch.int32)
+    by = 0 if splits else 2
+    kernel(
+        q, kv, ropes, scales, lengths, table, lengths, lengths, out, lse, parts, part_lse, pieces, 0.1, heads, 0,
+        num_parts, max(splits, 1), by, 0, 1, num_parts if splits else 4,
+    )  # fmt: skip
+    merge(lengths if splits else pieces, out, lse, parts, part_lse, heads, max(splits, 1), 3, 2, by, 1)
+    wide = torch.cat([kv * (scales.repeat_interleave(128, -1) if records else scales), ropes], -1).double()
+    if not records:
+        wide[..., dim:] *= float(scales)
+    for b, n in enumerate(MIXED):
+        keys = wide[table[b].long()].flatten(0, 1)[:n]
+        scores = q[b].double() @ keys.mT * (0.1 * math.log(2))
+        want = scores.softmax(-1) @ keys[:, :dim]
+        torch.testing.assert_close(out[b].double(), want, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(lse[b, :, 0].double(), scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
+
+
+def test_blocks_of_8_bits_fit_beside_those_that_are_widened() -> None:
+    limits = DeviceLimits(132)
+    for cache, nope, rope in (("656", 512, 64), *(("e4m3", n, r) for n in (64, 320, 512) for r in (32, 64, 128))):
+        problem = DecodeProblem(16, nope, rope, 1, 4, 8192, 64, cache=cache)
+        tiles = tiles_8bit(problem, decode_tiles(16, nope, rope, 8192, limits), limits)
+        assert tiles.shared_memory(problem) <= limits.shared_memory
+        assert (tiles.spare_parts, tiles.block_n) == (264, 16 if nope + rope > 576 else 32)
+
+
+# Errors
+
+BAD: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {
+    "another format": (
+        "e4m3", {"kv": lambda b: b.kv.view(torch.float8_e5m2)}, TypeError, r"^kv.dtype must be .*e4m3fn"
+    ),
+    "bytes that are no records": (
+        "e4m3", {"kv": lambda b: b.kv.view(torch.uint8)}, ValueError, r"^kv_scale must be None"
+    ),
+    "a scale with records": ("656", {"kv_scale": lambda b: 2.0}, ValueError, r"^kv_scale must be None with records"),
+    "a scale with a wide cache": (
+        "e4m3", {"kv": lambda b: b.kv.to(BF16)}, ValueError, r"^kv_scale must be None with a cache of torch.bfloat16"
+    ),
+    "two scales": ("e4m3", {"kv_scale": lambda b: torch.ones(2)}, ValueError, r"^kv_scale must be a float, or one"),
+    "a scale in float64": (
+        "e4m3", {"kv_scale": lambda b: torch.ones(1).double()}, ValueError, r"^kv_scale must be a float, or one"
+    ),
+    "float16 beside records": (
+        "656", {"q": lambda b: b.q.half()}, ValueError, r"^q must be torch.bfloat16 of 512 \+ 64 elements"
+    ),
+    "records of another length": (
+        "656", {"kv": lambda b: b.kv[..., :640]}, ValueError, r"^kv must be \[pages, page_size, 1, 656\]"
+    ),
+    "records a byte apart": (
+        "656", {"kv": lambda b: torch.zeros(9, 48, 1, 657, dtype=torch.uint8)[..., :656]}, ValueError, r"^kv must be of"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("format", "changed", "error", "match"), BAD.values(), ids=BAD)
+def test_a_cache_that_cannot_be_is_refused_by_name(format, changed, error, match) -> None:
+    batch = Cached(format, MIXED)
+    for name, value in changed.items():
+        setattr(batch, name, value(batch))
+    with pytest.raises(error, match=match):
+        batch.run()
+
+
+def test_formats_and_tensors_that_cannot_be_are_refused_by_name() -> None:
+    kv = tokens(2)
+    with pytest.raises(ValueError, match=r"^format must be 'e4m3' or '656', got 'e5m2'"):
+        quantize_kv(kv, "e5m2")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^kv must be floating"):
+        quantize_kv(kv.int())
+    with pytest.raises(ValueError, match=r"^kv must be \[..., 576\]"):
+        quantize_kv(kv[..., :512], "656")
+    with pytest.raises(ValueError, match=r"^kv_scale must be None with format"):
+        quantize_kv(kv, "656", 1.0)
+    with pytest.raises(TypeError, match=r"^cache must be of torch.float8_e4m3fn"):
+        dequantize_kv(kv)
+    with pytest.raises(TypeError, match=r"^cache must be of torch.uint8"):
+        dequantize_kv(kv, "656")
+    with pytest.raises(ValueError, match=r"^cache must be \[..., 656\]"):
+        dequantize_kv(kv.view(torch.uint8), "656")

@@ -69,7 +69,7 @@ def attend(i: Cached, kind: type[OfFormat]) -> OfFormat:
 
 
 def vllm_fp8() -> Callable[[Cached], Theirs]:
-    from vllm.third_party.flashmla.flash_mla_interface import (
+    from vllm.v1.attention.ops.flashmla import (
         flash_mla_with_kvcache_fp8,
         get_mla_metadata_dense_fp8,
     )

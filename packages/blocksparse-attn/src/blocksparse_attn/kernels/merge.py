@@ -36,6 +36,7 @@ def merge(
     program takes one row of one head.
     """
     H: tl.constexpr = config.H
+    BLOCK_DV: tl.constexpr = config.BLOCK_DV
     batch = Batch(bounds, sequences, rows, keys)
     pid = tl.program_id(0)
     i_h = (pid % H).to(tl.int64)
@@ -50,7 +51,7 @@ def merge(
         i_b, token, all_rows = split_row(batch, begin, row, config.KIND)
         o_d = tl.arange(0, config.BLOCK_DV)
         m_tile = m_row[:, None] & (o_d < config.DV)[None, :]
-        acc = tl.zeros([1, config.BLOCK_DV], tl.float32)
+        acc = tl.zeros([1, BLOCK_DV], tl.float32)
         running_max = tl.full([1], float("-inf"), tl.float32)
         row_sum = tl.zeros([1], tl.float32)
         # Read from the last split after the loop, as all splits agree; Triton wants it to be there before.

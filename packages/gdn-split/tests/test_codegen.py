@@ -104,7 +104,7 @@ def step(
     plan = plan_step(problem, limits)
     counters = integers if problem.writes and shape.ratio > 1 else None
     raw = make(1, dtype=torch.float32) if plan.block_v < shape.head_v and problem.has_norm else None
-    tensors = step_launch.in_order(problem, t[:11], counters, raw)
+    tensors = step_launch.in_order(problem, t[: 11 if op == "commit" else 12], counters, raw)
     return KernelSpec.of_launch(step_launch.launch_of(problem, plan, t), tensors, name=name)
 
 
@@ -121,6 +121,7 @@ EVERYWHERE = [
     step("step TP1", TP1, PLAIN),
     step("step TP1, VK, bfloat16 states, 4 tokens", TP1, PLAIN, 4, torch.bfloat16, "VK"),
     step("commit r=3, 4 tokens", RATIO_3, PLAIN, 4, op="commit"),
+    step("tree of 8 drafts, TP1", TP1, PLAIN, 8, op="verify"),
 ]
 WAITING = [
     move("waiting split TP1, 65536 tokens", TP1, 65536, WAITS),

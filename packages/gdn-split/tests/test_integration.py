@@ -84,6 +84,20 @@ def convolve(*tensors: Tensor) -> gdn_split.SplitResult:
     return gdn_split.split_conv1d_update(*tensors, *SIZES)
 
 
+def step(*tensors: Tensor) -> tuple[Tensor]:
+    return (gdn_split.gdn_decode_step(*tensors[:-1], *SIZES, norm_weight=tensors[-1]),)
+
+
+def layer(device: torch.device, sequences: int, shape: GroupShape = TP8, seed: int = 0) -> list[Tensor]:
+    """A convolution's tensors, without a bias, and those of the delta rule and the norm behind it."""
+    qkvz, ba, conv_state, weight, bias, slots = convolution(device, sequences, shape, seed)
+    generator = torch.Generator(device).manual_seed(seed)
+    heads, inner = shape.num_heads_v, (shape.head_qk, shape.head_v)
+    sizes = ((16, heads, *inner), (heads,), (heads,), (shape.head_v,))
+    pool, a_log, dt_bias, norm = [torch.randn(size, generator=generator, device=device) for size in sizes]
+    return [qkvz, ba, conv_state, weight, bias, pool, slots, a_log, dt_bias, norm]
+
+
 def fused_and_out(device: torch.device, rows: int, seed: int = 0) -> list[Tensor]:
     return projections(device, rows, seed=seed) + [torch.zeros_like(part) for part in parts_of(device, rows)]
 
@@ -99,6 +113,7 @@ PUBLIC: dict[str, tuple[Callable[..., Any], Callable[..., list[Tensor]]]] = {
     "merge, out=": (merge_into, parts_and_out),
     "split_views": (views, projections),
     "split_conv1d_update": (convolve, convolution),
+    "gdn_decode_step": (step, layer),
 }
 every_public_function = pytest.mark.parametrize(("function", "inputs"), PUBLIC.values(), ids=PUBLIC)
 
@@ -130,6 +145,14 @@ def cases_of(name: str, device: torch.device) -> list[tuple[Any, ...]]:
         return [(*fused, *[torch.zeros_like(part) for part in parts], *sizes)]
     if name == "merge_into":
         return [(*parts, *[torch.zeros_like(tensor) for tensor in fused], *sizes)]
+    if name in ("decode_step", "verify", "commit"):
+        *tensors, norm = layer(device, 4, TINY)
+        out = torch.zeros(4, TINY.num_heads_v, TINY.head_v, device=device)
+        twos = torch.tensor([2, 1], device=device)
+        others = {"decode_step": (norm, out), "verify": (None, out, torch.tensor([[-1, 0], [-1, -1]], device=device))}
+        numbers = (2, True, True, "KV", 0.5, 1e-6, *sizes)
+        tensors[6] = tensors[6][:2]
+        return [(*tensors, *others.get(name, (twos, None)), *numbers)]
     assert name == "split_conv1d_update", f"an op that this test does not know: {name}"
     qkvz, ba, state, weight, bias, slots = convolution(device, 4, TINY)
     out = [torch.zeros_like(part) for part in parts_of(device, 4, TINY)]

@@ -100,13 +100,16 @@ def expected(layer: Layer, given: dict[str, Any], dtype: torch.dtype = torch.flo
     return out, conv, pool
 
 
-def kernel_step(layer: Layer, given: dict[str, Any], plan: StepPlan | None = None, op: str = "decode_step") -> Any:
+def kernel_step(
+    layer: Layer, given: dict[str, Any], plan: StepPlan | None = None, op: str = "decode_step",
+    parents: torch.Tensor | None = None,
+) -> Any:  # fmt: skip
     """The launch itself, on what ``given`` holds: the outputs."""
     from gdn_split import step_launch
 
     s = layer.shape
     out = torch.full((len(given["mixed_qkvz"]), s.num_heads_v, s.head_v), torch.nan, device=given["slots"].device)
-    t = Step(*given.values(), out.to(FLOATS[layer.dtype]))
+    t = Step(*given.values(), out.to(FLOATS[layer.dtype]), parents)
     problem = step_arguments.check_step(op, t, *layer.numbers)
     plan = plan or plan_step(problem, GPU)
     assert plan.covers(problem)
@@ -182,6 +185,45 @@ def test_drafts_are_verified_with_the_outputs_of_a_step_and_leave_no_trace(
     out = kernel_step(layer, given, op="verify")
     assert all(t is None or torch.equal(t, given[name]) for name, t in before.items())
     close(out, expected(layer, given)[0], expected(layer, given, torch.float32)[0], "out")
+
+
+TREES = {
+    "a row": [-1, 0, 1, 2],
+    "a fork, and a root of its own": [-1, 0, 0, -1],
+    "siblings behind each other, with children": [-1, -1, 0, 1],
+    "a parent behind its child counts as none": [-1, 3, 1, 9],
+}
+
+
+@pytest.mark.parametrize("state_layout", gated_delta.STATE_LAYOUTS)
+def test_drafts_that_branch_are_verified_along_each_of_their_paths(device: torch.device, state_layout: str) -> None:
+    layer = Layer(GroupShape(1, 2, 16, 16), sequences=5, tokens=4, padded=(4,), state_layout=state_layout)
+    given = make(layer, device)
+    before = copied(given)
+    parents = torch.tensor([*TREES.values(), TREES["a row"]], dtype=torch.int32, device=device)
+    known = torch.where(parents < torch.arange(4, device=device), parents, -1)
+    out = kernel_step(layer, given, op="verify", parents=parents)
+    assert all(t is None or torch.equal(t, given[name]) for name, t in before.items())
+    wanted, plain = (
+        gated_delta.verify(
+            given["mixed_qkvz"], given["mixed_ba"], given["conv_state"], given["state_pool"], given["slots"],
+            *oracle_arguments(layer, given, dtype), parents=known,
+        )
+        for dtype in (torch.float64, torch.float32)
+    )  # fmt: skip
+    close(out, wanted, plain, "out")
+    straight = kernel_step(layer, given, op="verify")
+    assert torch.equal(out[:4], straight[:4])
+    assert not torch.equal(out[4:8], straight[4:8])
+
+
+def test_the_tree_of_a_head_taken_in_slices_is_normed_as_a_whole(device: torch.device) -> None:
+    layer = Layer(GroupShape(1, 1, 16, 24), sequences=1, tokens=3)
+    given = make(layer, device)
+    parents = torch.tensor([[-1, 0, 0]], device=device)
+    out = kernel_step(layer, given, StepPlan(8, 8, 4), "verify", parents)
+    whole = kernel_step(layer, given, None, "verify", parents)
+    torch.testing.assert_close(out, whole, rtol=0.01, atol=0.01)
 
 
 def kernel_commit(layer: Layer, given: dict[str, Any], accepted: list[int], path: list[list[int]] | None) -> None:

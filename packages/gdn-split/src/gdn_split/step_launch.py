@@ -9,10 +9,10 @@ import torch
 
 from gdn_split import launch
 from gdn_split.kernels import step as kernels
+from gdn_split.kernels import trees
 from gdn_split.kernels.split import Convolution
 from gdn_split.plan import StepPlan, StepProblem, plan_step
 from gdn_split.tensors import Commit, Step
-from kernel_reference.checks import describe, fail
 from kernel_reference.integers import cdiv, power_of_two_at_least
 from kernel_reference.launching import Launch, launch_nothing
 
@@ -69,8 +69,6 @@ def prepare_step(problem: StepProblem, plan: StepPlan | None, tensors: Step | Co
     device, shape = tensors.mixed_qkvz.device, problem.shape
     if problem.sequences == 0 or problem.path_length == 0:
         return launch_nothing
-    if isinstance(tensors, Step) and tensors.parents is not None:
-        fail("parents", "None on a GPU, for now", describe(tensors.parents))
     if plan is None:
         plan = plan_step(problem, launch.device_limits(device))
     run = launch_of(problem, plan, tensors)
@@ -95,7 +93,9 @@ def in_order(
     if problem.out_strides is None:
         accepted, path = given[9:]
         return *given[:9], None, accepted, path, arrived, raw, None
-    norm, out = given[9:11]
+    norm, out, *parents = given[9:]
+    if parents and parents[0] is not None:
+        return *given[:9], norm, parents[0], raw, out
     return *given[:9], norm, None, None, arrived, raw, out
 
 
@@ -116,12 +116,13 @@ def launch_of(problem: StepProblem, plan: StepPlan, tensors: Step | Commit) -> L
         problem.writes,
     )  # fmt: skip
     strides = kernels.StepStrides(s_qkvz, s_ba, s_slot, s_state_slot, s_state_head, s_out, s_out_head)
-    rest = (
-        problem.num_slots, problem.path_length, problem.scale, problem.norm_eps, strides,
-        launch._sizes(shape, problem.interleaved), conv, step, plan.dependent_launch,
-    )  # fmt: skip
+    numbers = (problem.scale, problem.norm_eps, strides, launch._sizes(shape, problem.interleaved), conv, step)
+    kernel = kernels.advance
+    counts: tuple[int, ...] = (problem.num_slots, problem.path_length)
+    if isinstance(tensors, Step) and tensors.parents is not None:
+        kernel, counts = trees.verify_tree, (problem.num_slots,)
     options: dict[str, Any] = {"maxnreg": plan.max_registers} if plan.max_registers else {}
     return Launch(
-        kernels.advance, (problem.sequences * shape.num_heads_v, 1, 1), rest, tensors.mixed_qkvz.device,
-        num_warps=plan.num_warps, dependent_launch=bool(plan.dependent_launch), **options,
+        kernel, (problem.sequences * shape.num_heads_v, 1, 1), (*counts, *numbers, plan.dependent_launch),
+        tensors.mixed_qkvz.device, num_warps=plan.num_warps, dependent_launch=bool(plan.dependent_launch), **options,
     )  # fmt: skip

@@ -63,6 +63,15 @@ class Filter(NamedTuple):
     bias: Any
 
 
+class Out(NamedTuple):
+    """A head's rows of outputs and, before the norm, of what is left in memory meanwhile."""
+
+    p: Any
+    stride: Any
+    p_raw: Any
+    s_raw: Any
+
+
 class Gate(NamedTuple):
     """The learned numbers of a V head."""
 
@@ -249,11 +258,65 @@ def store_state(p_tile, m, b_S, sizes: tl.constexpr, step: tl.constexpr):
 
 
 @triton.jit
+def delta_step(b_S, b_q, b_k, b_v, decay, beta, scale, step: tl.constexpr, HAS_OUT: tl.constexpr):
+    """The state after a token, and what q reads of it."""
+    if HAS_OUT:
+        # Sums that can be taken together are: each costs barriers among all warps.
+        qq, kk, qk = products(b_q, b_k)
+        if step.QK_NORM:
+            r_q = tl.rsqrt(qq + 1e-6) * scale
+            r_k = tl.rsqrt(kk + 1e-6)
+        else:
+            r_q = scale
+            r_k = 1.0
+        b_k *= r_k
+        b_q *= r_q
+        if step.K_INNER:
+            b_Sk = sum_over_k(b_S * along_k(b_k, step), step)
+            b_Sq = sum_over_k(b_S * along_k(b_q, step), step)
+        else:
+            both = tl.join(b_S * along_k(b_q, step), b_S * along_k(b_k, step))
+            b_Sq, b_Sk = tl.split(sum_over_k(both, step))
+        b_u = beta * (b_v - decay * b_Sk)
+        b_o = decay * b_Sq + (qk * r_q * r_k) * b_u
+    else:
+        if step.QK_NORM:
+            b_k *= tl.rsqrt(tl.sum(b_k * b_k, axis=0) + 1e-6)
+        b_u = beta * (b_v - decay * sum_over_k(b_S * along_k(b_k, step), step))
+        b_o = b_u
+    return b_S * decay + along_k(b_k, step) * along_v(b_u, step), b_o
+
+
+@triton.jit
 def gated(b_o, b_z, p_norm, o_v, eps, sizes: tl.constexpr):
     """RMSNorm over a head's outputs, times the weight, times silu(z)."""
     b_w = tl.load(p_norm + o_v, mask=o_v < sizes.HV, other=0.0).to(tl.float32)
     mean = tl.sum(b_o * b_o, axis=0) / sizes.HV
     return b_o * tl.rsqrt(mean + eps) * b_w * b_z * sigmoid(b_z)
+
+
+@triton.jit
+def norm_of_slices(out, p_z, s_z, p_norm, tokens, eps, sizes: tl.constexpr):
+    """What :func:`gated` does, for a head whose outputs other threads have left in memory, a slice at a time."""
+    tl.debug_barrier()
+    o = tl.arange(0, sizes.BLOCK_V)
+    m = o < sizes.HV
+    for t in range(tokens):
+        i_t = tl.cast(t, tl.int64)
+        b_o = tl.load(out.p_raw + i_t * out.s_raw + o, mask=m, other=0.0)
+        b_z = tl.load(p_z + i_t * s_z + o, mask=m, other=0.0).to(tl.float32)
+        b_o = gated(b_o, b_z, p_norm, o, eps, sizes)
+        tl.store(out.p + i_t * out.stride + o, b_o.to(out.p.dtype.element_ty), mask=m)
+
+
+@triton.jit
+def store_nothing(p_out, s_out, TOKENS: tl.constexpr, sizes: tl.constexpr):
+    """The outputs of padding: zeros."""
+    BLOCK: tl.constexpr = sizes.BLOCK_V
+    o = tl.arange(0, BLOCK)
+    b_zero = tl.zeros([BLOCK], p_out.dtype.element_ty)
+    for t in range(TOKENS):
+        tl.store(p_out + tl.cast(t, tl.int64) * s_out + o, b_zero, mask=o < sizes.HV)
 
 
 @triton.jit
@@ -357,30 +420,7 @@ def advance(
                                 store_taps(qk_taps, p_slot, o_qk, m_qk, conv)
                 x = p_x + row_of_token(p_path, t + 1, tokens, TOKENS) * strides.qkvz
                 more = t + 1 < tokens
-                if p_out is None:
-                    if step.QK_NORM:
-                        b_k *= tl.rsqrt(tl.sum(b_k * b_k, axis=0) + 1e-6)
-                    b_u = beta * (b_v - decay * sum_over_k(b_S * along_k(b_k, step), step))
-                else:
-                    # Sums that can be taken together are: each costs barriers among all warps.
-                    qq, kk, qk = products(b_q, b_k)
-                    if step.QK_NORM:
-                        r_q = tl.rsqrt(qq + 1e-6) * scale
-                        r_k = tl.rsqrt(kk + 1e-6)
-                    else:
-                        r_q = scale
-                        r_k = 1.0
-                    b_k *= r_k
-                    b_q *= r_q
-                    if step.K_INNER:
-                        b_Sk = sum_over_k(b_S * along_k(b_k, step), step)
-                        b_Sq = sum_over_k(b_S * along_k(b_q, step), step)
-                    else:
-                        both = tl.join(b_S * along_k(b_q, step), b_S * along_k(b_k, step))
-                        b_Sq, b_Sk = tl.split(sum_over_k(both, step))
-                    b_u = beta * (b_v - decay * b_Sk)
-                    b_o = decay * b_Sq + (qk * r_q * r_k) * b_u
-                b_S = b_S * decay + along_k(b_k, step) * along_v(b_u, step)
+                b_S, b_o = delta_step(b_S, b_q, b_k, b_v, decay, beta, scale, step, p_out is not None)
                 if step.WRITES:
                     if t == tokens - 1:
                         store_state(p_tile, m_tile, b_S, sizes, step)
@@ -396,20 +436,7 @@ def advance(
                 qk_taps = advance_taps(qk_taps, x, c_qk, m_qk & more)
                 vz_taps = advance_taps(vz_taps, x, c_vz, m_vz & more)
         if p_norm is not None and SLICES > 1:
-            # What other threads have stored.
-            tl.debug_barrier()
-            for t in range(tokens):
-                i_t = row_of_token(p_path, t, tokens, TOKENS)
-                o_all = tl.arange(0, sizes.BLOCK_V)
-                m_all = o_all < HV
-                p_head = p_raw + ((i_n * TOKENS + i_t) * (NQK * R) + head) * HV
-                b_all = tl.load(p_head + o_all, mask=m_all, other=0.0)
-                b_z = tl.load(p_x + i_t * strides.qkvz + c_z + o_all, mask=m_all, other=0.0).to(tl.float32)
-                b_all = gated(b_all, b_z, p_norm, o_all, eps, sizes)
-                tl.store(p_out + i_t * strides.out + o_all, b_all.to(p_out.dtype.element_ty), mask=m_all)
+            out = Out(p_out, strides.out, p_raw + (i_n * TOKENS * (NQK * R) + head) * HV, NQK * R * HV)
+            norm_of_slices(out, p_x + c_z, strides.qkvz, p_norm, tokens, eps, sizes)
     elif p_out is not None:
-        BLOCK_ALL_V: tl.constexpr = sizes.BLOCK_V
-        o_v = tl.arange(0, BLOCK_ALL_V)
-        for t in range(TOKENS):
-            b_zero = tl.zeros([BLOCK_ALL_V], p_out.dtype.element_ty)
-            tl.store(p_out + tl.cast(t, tl.int64) * strides.out + o_v, b_zero, mask=o_v < HV)
+        store_nothing(p_out, strides.out, TOKENS, sizes)

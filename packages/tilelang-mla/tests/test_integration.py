@@ -16,7 +16,7 @@ from kernel_reference.dispatch import PreparedLaunches
 from kernel_reference.testing import contract
 from kernel_reference.testing.forks import run_alone
 from kernel_reference.testing.guards import assert_bitwise_equal, poison_
-from tilelang_mla import DecodePlan, DecodeTiles, PrefillPlan, flash_mla, ops, reference
+from tilelang_mla import DecodePlan, DecodeTiles, PrefillPlan, calls, flash_mla, flash_mla_with_kvcache, ops, reference
 
 Tensor = torch.Tensor
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -556,7 +556,7 @@ def test_a_launch_that_is_found_again_still_refuses_an_output_in_its_input(tenso
     monkeypatch.setattr(ops, "_launch_module", lambda: recorder)
     prompt = tensors.prefill([(3, 7), (4, 4)], sizes=(128, 128))
     batch = tensors.decode([20, 3, 0], dim_nope=NOPE, dim_rope=ROPE, page=PAGE, heads=HEADS)
-    for call, given, out in ((ops._kernel_prefill, prompt, 5), (ops._kernel_decode, batch, 6)):
+    for call, given, out in ((ops.prefill_now, prompt, 5), (ops.decode_now, batch, 6)):
         arguments = [*given.op_arguments()]
         q = arguments[0]
         apart = torch.empty_strided(q.shape, q.stride(), dtype=q.dtype, device=q.device)
@@ -578,17 +578,34 @@ def test_launches_are_made_ready_once_with_tensors_numbers_and_the_plan_as_a_val
     for _ in range(3):
         batch = tensors.decode([20, 3, 0], **sizes)
         for plan in (None, batch.plan(), batch.plan(num_splits=2)):
-            ops._kernel_decode(*batch.op_arguments(plan))
+            ops.decode_now(*batch.op_arguments(plan))
             batch.check()
     assert [given[-1] for given in recorder.prepared] == [None, batch.plan().tiles, batch.plan(num_splits=2).tiles]
     assert recorder.ran == 9
     for _ in range(2):
         prompt = tensors.prefill([(3, 7), (4, 4)])
         for plan in (None, PrefillPlan(64, 64, 2)):
-            ops._kernel_prefill(*prompt.op_arguments(plan))
+            ops.prefill_now(*prompt.op_arguments(plan))
             prompt.check()
     assert [given[-1] for given in recorder.prepared[3:]] == [None, PrefillPlan(64, 64, 2)]
     assert recorder.ran == 13
+
+
+def test_what_is_called_at_once_is_told_what_the_op_is_told(tensors, monkeypatch) -> None:
+    """On a GPU, unless the caller's own output is written: the same implementation, without torch's dispatcher."""
+    recorder, asked = Recorder(), []
+    monkeypatch.setattr(ops, "launches", PreparedLaunches())
+    monkeypatch.setattr(ops, "_launch_module", lambda: recorder)
+    monkeypatch.setattr(calls, "runs_now", lambda given: asked.append(len(given)) or True)
+    batch = tensors.decode([20, 3, 0], dim_nope=NOPE, dim_rope=ROPE, page=PAGE, heads=HEADS)
+    for plan in (None, batch.plan()):
+        got = batch.run(out=None, plan=plan)
+        batch.check_out(got.out, got.lse)
+    assert (recorder.ran, asked) == (2, [8, 8])
+    batch.run()
+    assert (recorder.ran, asked) == (2, [8, 8])
+    with pytest.raises(ValueError, match=r"^kv must be "):
+        flash_mla_with_kvcache(batch.q, batch.kv[..., :-32], *batch.given[2:])
 
 
 # Offsets past 2^31 elements

@@ -17,12 +17,13 @@ from kernel_reference.checks import (
     given,
     known,
 )
+from kernel_reference.dispatch import runs_now
 from kernel_reference.plans import plan_as_ints
 from kernel_reference.transforms import refuse_derivatives
 from tilelang_mla import (
     arguments,
     calls,
-    ops,  # noqa: F401  defines the ops that are taken below
+    ops,
     schedule,
 )
 from tilelang_mla import plan as plans
@@ -166,8 +167,9 @@ def flash_mla_varlen_func(
         raise
     tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, result, lse)
     options = (max_seqlen_q, max_seqlen_k, scale, causal, ints)
+    run = ops.prefill_now if out is None and runs_now(tensors) else _prefill
     try:
-        _prefill(*tensors, *options)
+        run(*tensors, *options)
     except REFUSALS:
         check_dense(**named)
         arguments.check_prefill(PrefillTensors(*tensors), PrefillOptions(*options))

@@ -16,12 +16,10 @@ from kernel_reference.checks import (
     given,
     values_are_checked,
 )
+from kernel_reference.dispatch import runs_now
 from kernel_reference.launching import device_properties
 from kernel_reference.transforms import are_active, refuse_derivatives
-from tilelang_mla import (
-    arguments,
-    ops,  # noqa: F401  defines the op that is taken below
-)
+from tilelang_mla import arguments, ops
 from tilelang_mla.arguments import Decode8bitTensors, DecodeOptions, DecodeTensors, Names
 from tilelang_mla.caches import format_of, scale_of
 from tilelang_mla.plan import DecodeTiles, DeviceLimits
@@ -73,13 +71,17 @@ def run_decode(
         check_dense(**named())
         check_ranks({"q": (q, f"[B, Sq, Hq, {names.dim_nope} + dpe]", 4)})
         raise
+    inputs: tuple[Any, ...]
     try:
         if kv_scale is None and format_of(kv) is None:
-            _decode(q, kv, seqlens_k, block_table, first_part, order, result, lse, dim_nope, scale, causal, ints)
+            inputs = (q, kv, seqlens_k, block_table, first_part, order, result, lse)
+            op, at_once = _decode, ops.decode_now
         else:
             kv_scale = scale_of(kv, kv_scale)
-            inputs = (q, kv, seqlens_k, block_table, first_part, order, kv_scale)
-            _decode_8bit(*inputs, result, lse, dim_nope, scale, causal, ints)
+            inputs = (q, kv, seqlens_k, block_table, first_part, order, kv_scale, result, lse)
+            op, at_once = _decode_8bit, ops.decode_8bit_now
+        run = at_once if out is None and runs_now(inputs) else op
+        run(*inputs, dim_nope, scale, causal, ints)
     except (*REFUSALS, ValueError) as error:
         check_dense(**named())
         tensors: DecodeTensors | Decode8bitTensors

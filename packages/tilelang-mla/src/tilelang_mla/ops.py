@@ -90,7 +90,8 @@ def _prepare_prefill(given: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
     return launch.prepare_prefill(problem, plan, tensors), MemoryOverlap(tensors._asdict(), _WRITTEN), problem
 
 
-def _kernel_prefill(*given: Any) -> None:
+def prefill_now(*given: Any) -> None:
+    """The op on a GPU, called at once: see ``kernel_reference.dispatch.runs_now``."""
     tensors = given[:_PREFILL]
     run, check_overlap, problem = launches.find(_prepare_prefill, tensors, given[_PREFILL:])
     check_overlap(*tensors)
@@ -123,7 +124,8 @@ def _prepare_decode(given: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
     return run, MemoryOverlap(tensors._asdict(), _WRITTEN), problem, plan
 
 
-def _kernel_decode(*given: Any) -> None:
+def decode_now(*given: Any) -> None:
+    """The op on a GPU, called at once: see ``kernel_reference.dispatch.runs_now``."""
     tensors = given[:_DECODE]
     run, check_overlap, problem, plan = launches.find(_prepare_decode, tensors, given[_DECODE:])
     check_overlap(*tensors)
@@ -156,7 +158,8 @@ def _prepare_decode_8bit(given: tuple[Any, ...], numbers: tuple[Any, ...]) -> An
     return run, MemoryOverlap(tensors._asdict(), _WRITTEN), problem, plan
 
 
-def _kernel_decode_8bit(*given: Any) -> None:
+def decode_8bit_now(*given: Any) -> None:
+    """The same of the op over a cache of 8 bits."""
     tensors = given[:_DECODE_8BIT]
     run, check_overlap, problem, plan = launches.find(_prepare_decode_8bit, tensors, given[_DECODE_8BIT:])
     check_overlap(*tensors)
@@ -202,9 +205,9 @@ def _refuse_vmap(kind: type[PrefillTensors] | type[DecodeTensors] | type[Decode8
     return refuse
 
 
-implement(_library, "prefill", reference=_reference_prefill, kernel=_kernel_prefill, fake=_fake_prefill)
-implement(_library, "decode", reference=_reference_decode, kernel=_kernel_decode, fake=_fake_decode)
-implement(_library, "decode_8bit", reference=_reference_decode_8bit, kernel=_kernel_decode_8bit, fake=_fake_decode_8bit)
+implement(_library, "prefill", reference=_reference_prefill, kernel=prefill_now, fake=_fake_prefill)
+implement(_library, "decode", reference=_reference_decode, kernel=decode_now, fake=_fake_decode)
+implement(_library, "decode_8bit", reference=_reference_decode_8bit, kernel=decode_8bit_now, fake=_fake_decode_8bit)
 implement(_library, "merge", reference=_reference_merge, kernel=_kernel_merge, fake=_fake_merge)
 _library.impl("prefill", _refuse_vmap(PrefillTensors), "FuncTorchBatched")
 _library.impl("decode", _refuse_vmap(DecodeTensors), "FuncTorchBatched")

@@ -32,6 +32,11 @@ from tilelang_mla.kernels.softmax import (
 
 # The named barrier of the consumers; 0 is that of all threads, and TileLang keeps 1 and 2 for itself.
 _OF_CONSUMERS = 5
+# A program asks for its next tile early if it has so many blocks or fewer to load, so that the answer is there in time;
+# else behind its last load, while the consumers still have two blocks to multiply. Asked for a whole tile ahead, tiles
+# of one head would run at times of their own, and its keys come from memory for each: places that are nobody's are
+# passed at once, and what they asked for then starts long before what programs with a tile hold.
+_SHORT = 2
 
 
 @macro
@@ -47,9 +52,6 @@ def produce(T, S, launch, inputs, memory, barriers, lane):
         found[FIRST] = -1
     T.sync_warp()
     while i_tile < launch.tiles:
-        # Asked for long before it is needed; programs that are as many as tiles ask for none.
-        if lane == 0 and launch.num_programs < launch.tiles:
-            upcoming = launch.num_programs + T.atomic_add(launch.taken[0], 1, return_prev=True)
         i_head, place = place_of(T, i_tile, launch.num_places)
         note_if(T, S, found, place, lane, own_begin, own_end, own_begin_k, own_end_k, own_until)
         for i in T.unroll(T.truncdiv(inputs.cu_seqlens_q.shape[0], WARP), unroll_factor=1):
@@ -58,11 +60,19 @@ def produce(T, S, launch, inputs, memory, barriers, lane):
             note_if(T, S, found, place, i_other, begin, end, begin_k, end_k, until)
         T.sync_warp()
         first_row, rows, num_keys, unmasked, steps, k_begin = tile_of(T, S, found, inputs.k.shape[0], launch.causal)
+        # Programs that are as many as tiles ask for none.
+        asks = T.alloc_var(T.int32, init=0)
+        if lane == 0 and launch.num_programs < launch.tiles:
+            asks = 1
+        if asks != 0 and steps <= _SHORT:
+            upcoming = launch.num_programs + T.atomic_add(launch.taken[0], 1, return_prev=True)
         if rows > 0:
             tile = Tile(i_head, first_row, rows, num_keys, unmasked, steps)
             load_tile(T, S, inputs, memory, barriers, tile, k_begin, Progress(done, turn), lane)
             done = done + steps
             turn = turn + 1
+        if asks != 0 and steps > _SHORT:
+            upcoming = launch.num_programs + T.atomic_add(launch.taken[0], 1, return_prev=True)
         # What was found has been read by all.
         T.sync_warp()
         if lane == 0:

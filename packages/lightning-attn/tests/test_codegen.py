@@ -31,18 +31,18 @@ pytestmark = pytest.mark.codegen
 
 # As launch.device_limits reads them: SMs, shared memory of a program.
 LIMITS = {
-    "sm_80": DeviceLimits(108, 166912, tf32=True),
-    "sm_90": DeviceLimits(132, 232448, hopper=True, dependent_launch=True, tf32=True),
-    "sm_100": DeviceLimits(148, 232448, blackwell=True, dependent_launch=True, tf32=True),
+    "sm_80": DeviceLimits(108, 166912, bf16=True),
+    "sm_90": DeviceLimits(132, 232448, hopper=True, dependent_launch=True, bf16=True),
+    "sm_100": DeviceLimits(148, 232448, blackwell=True, dependent_launch=True, bf16=True),
     "gfx942": DeviceLimits(304, 65536),
 }
 # Those with less shared memory, for which the largest tiles are compiled. sm_75 multiplies bfloat16 without tensor
 # cores, in more registers than there are.
 SMALL_LIMITS = {
     "sm_75": DeviceLimits(40, 65536),
-    "sm_86": DeviceLimits(84, 101376, tf32=True),
-    "sm_89": DeviceLimits(142, 101376, tf32=True),
-    "sm_120": DeviceLimits(170, 101376, blackwell=True, dependent_launch=True, tf32=True),
+    "sm_86": DeviceLimits(84, 101376, bf16=True),
+    "sm_89": DeviceLimits(142, 101376, bf16=True),
+    "sm_120": DeviceLimits(170, 101376, blackwell=True, dependent_launch=True, bf16=True),
 }
 MINIMAX = Heads(MINIMAX_01.num_heads, MINIMAX_01.num_heads, MINIMAX_01.head_qk, MINIMAX_01.head_v)
 MINIMAX_TP8 = Heads(8, 8, MINIMAX_01.head_qk, MINIMAX_01.head_v)
@@ -193,7 +193,7 @@ def reports() -> list[Report]:
 
 def test_every_kernel_compiles_for_every_target_without_spills_or_traps(reports: list[Report]) -> None:
     float32 = [report for report in reports if "in float32" in report.spec]
-    # TF32 parts of a state of 256 rows: 40 bytes on sm_100.
+    # The parts of a state of 256 rows: 40 bytes on sm_100.
     assert_clean(float32, most_stack=48)
     assert_clean([report for report in reports if report not in float32])
     assert {report.target for report in reports} == set(TARGETS)

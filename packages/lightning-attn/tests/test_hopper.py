@@ -6,6 +6,7 @@ among it, is for the tests on a GPU and for test_codegen.py.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -20,9 +21,12 @@ from lightning_attn.plan import PrefillPlan
 
 @pytest.fixture(scope="module")
 def hopper() -> ModuleType:
-    return gluon.shadow(*(f"lightning_attn.kernels.{name}" for name in ("decay", "schedule", "hopper_rows", "hopper")))[
-        -1
-    ]
+    return gluon.shadow(
+        *(
+            f"lightning_attn.kernels.{name}"
+            for name in ("decay", "schedule", "hopper_rows", "hopper_ring", "hopper_chain", "hopper")
+        )
+    )[-1]
 
 
 @pytest.fixture(autouse=True)
@@ -47,9 +51,11 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch, hopper: ModuleType, device: torc
 @pytest.mark.parametrize(("sizes", "dtype"), [
     ((64, 64), torch.bfloat16), ((72, 80), torch.float16), ((128, 64), torch.bfloat16), ((40, 104), torch.bfloat16),
 ], ids=str)  # fmt: skip
-@pytest.mark.parametrize(("segment", "stages"), [(0, 4), (0, 2), (64, 3), (128, 4)])
-def test_the_kernel_for_sm_90_is_the_recurrence(tensors, kernels, segment, stages, sizes, dtype) -> None:
-    plan = PrefillPlan(64, 64, segment, 4, stages, block_d=128 if sizes[0] > 64 else 64, hopper=True)
+@pytest.mark.parametrize(("segment", "stages", "chained"), [
+    (0, 4, False), (0, 2, False), (64, 3, False), (128, 4, False), (64, 2, True), (128, 3, True),
+])  # fmt: skip
+def test_the_kernel_for_sm_90_is_the_recurrence(tensors, kernels, segment, stages, chained, sizes, dtype) -> None:
+    plan = PrefillPlan(64, 64, segment, 4, stages, 128 if sizes[0] > 64 else 64, True, chained=chained)
     batch = tensors.ragged(
         [1, 200, 0, 64, 70], heads=(1, 2), sizes=sizes, dtype=dtype, slots=[3, 7, 1, -1, 0], num_slots=12,
         initial=[True, False, True, True, True], rows_after=5,
@@ -57,6 +63,25 @@ def test_the_kernel_for_sm_90_is_the_recurrence(tensors, kernels, segment, stage
     # With snapshots a sequence of one token is a chunk too.
     positions = [[-1, 1], [128, 130], [-1, -1], [-1, -1], [64, 70]] if stages > 2 else None
     batch.check(snapshots=kernels.prefill(batch, plan, positions))
+
+
+@pytest.mark.parametrize(("dtype", "tokens"), [(torch.bfloat16, 500), (torch.float16, 384)], ids=str)
+def test_chained_segments_have_the_results_of_whole_sequences_in_both_directions(
+    tensors, kernels, dtype, tokens
+) -> None:
+    whole = PrefillPlan(64, 64, 0, 4, 2, block_d=64, hopper=True)
+    q, k, v, d_out = (tensors.normal(2, 1, tokens, size, dtype=dtype) for size in (48, 48, 80, 80))
+    history, d_state = (tensors.normal(2, 1, 48, 80) for _ in range(2))
+    slopes = torch.tensor([0.02])
+    results = [
+        [
+            *kernels.attention(plan, q, k, v, slopes, history, 0.7),
+            *kernels.gradients(plan, q, k, v, slopes, history, d_out, d_state, 0.7),
+        ]
+        for plan in (whole, replace(whole, segment=128, chained=True))
+    ]
+    for one, other in zip(*results, strict=True):
+        assert (one - other).abs().max() <= 4 * torch.finfo(dtype).eps * one.abs().max()
 
 
 def test_powers_of_two_come_through_float16_on_sm_90(tensors, kernels, powers) -> None:

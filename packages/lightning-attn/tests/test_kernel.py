@@ -29,7 +29,7 @@ from lightning_attn.plan import DecodePlan, DeviceLimits, Heads, PrefillPlan, po
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = (BF16, FP16, FP32)
-H200 = DeviceLimits(132, 232448, hopper=True, dependent_launch=True, tf32=True)
+H200 = DeviceLimits(132, 232448, hopper=True, dependent_launch=True, bf16=True)
 gpu = pytest.mark.gpu
 
 
@@ -658,8 +658,8 @@ def test_only_16_bits_of_head_sizes_from_33_to_128_go_to_the_kernel_for_hopper(
 
 
 @pytest.mark.parametrize(("dtype", "limits", "products"), [
-    (BF16, H200, None), (FP16, H200, None), (FP32, H200, "tf32x3"), (FP32, replace(H200, tf32=False), "ieee"),
-], ids=["bfloat16", "float16", "float32", "float32 without TF32"])  # fmt: skip
+    (BF16, H200, None), (FP16, H200, None), (FP32, H200, "bf16x6"), (FP32, replace(H200, bf16=False), "ieee"),
+], ids=["bfloat16", "float16", "float32", "float32 without tensor cores"])  # fmt: skip
 def test_products_of_float32_are_as_good_as_its_own(tensors, kernels, monkeypatch, dtype, limits, products) -> None:
     """Of the output and of a segment's state: on a GPU the default would be one product of TF32."""
     monkeypatch.setattr(launch, "device_limits", lambda device: limits)

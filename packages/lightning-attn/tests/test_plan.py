@@ -26,13 +26,13 @@ from lightning_attn.plan import (
 )
 
 KIB = 1024
-H200 = DeviceLimits(132, 227 * KIB, hopper=True, dependent_launch=True, tf32=True)
-A100 = DeviceLimits(108, 163 * KIB, tf32=True)
-CONSUMER = DeviceLimits(84, 99 * KIB, tf32=True)
-RTX_50 = DeviceLimits(170, 99 * KIB, blackwell=True, dependent_launch=True, tf32=True)
+H200 = DeviceLimits(132, 227 * KIB, hopper=True, dependent_launch=True, bf16=True)
+A100 = DeviceLimits(108, 163 * KIB, bf16=True)
+CONSUMER = DeviceLimits(84, 99 * KIB, bf16=True)
+RTX_50 = DeviceLimits(170, 99 * KIB, blackwell=True, dependent_launch=True, bf16=True)
 T4 = DeviceLimits(40, 64 * KIB)
 MI300X = DeviceLimits(304, 64 * KIB)
-B200 = DeviceLimits(148, 227 * KIB, blackwell=True, dependent_launch=True, tf32=True)
+B200 = DeviceLimits(148, 227 * KIB, blackwell=True, dependent_launch=True, bf16=True)
 DEVICES = {
     "H200": H200, "A100": A100, "a consumer GPU": CONSUMER, "MI300X": MI300X, "B200": B200, "one core": DeviceLimits(1),
     "RTX 50": RTX_50, "T4": T4,
@@ -182,11 +182,11 @@ def test_a_walk_by_token_holds_all_rows_of_a_state() -> None:
         assert not plan.covers(Heads(1, 1, d, 16))
 
 
-def test_no_dtype_goes_token_by_token_and_float32_takes_tensor_cores_where_they_multiply_tf32() -> None:
+def test_no_dtype_goes_token_by_token_and_float32_takes_tensor_cores_where_they_multiply_bfloat16() -> None:
     for limits in DEVICES.values():
         for shape, dtype, plan in prefill_plans(limits):
             assert plan.chunk >= 32
-            assert plan.tf32 == (dtype == "float32" and limits.tf32), shape
+            assert plan.bf16x6 == (dtype == "float32" and limits.bf16), shape
 
 
 GOOD = PrefillPlan(32, 32, 64, 4, 2)
@@ -209,6 +209,7 @@ REFUSED = {
     "no warps": replace(GOOD, num_warps=0),
     "no stages": replace(GOOD, num_stages=0),
     "segments that wait on the device, not for Hopper": replace(GOOD, dependent_launch=True),
+    "segments in a chain, not for Hopper": replace(GOOD, chained=True),
 }
 ON_HOPPER = PrefillPlan(64, 64, 128, 4, 2, block_d=128, hopper=True)
 REFUSED_ON_HOPPER = {
@@ -219,6 +220,8 @@ REFUSED_ON_HOPPER = {
     "one stage": replace(ON_HOPPER, num_stages=1),
     "a segment of broken chunks": replace(ON_HOPPER, segment=96),
     "one launch that waits for another": replace(ON_HOPPER, segment=0, dependent_launch=True),
+    "a chain of whole sequences": replace(ON_HOPPER, segment=0, chained=True),
+    "a chain of launches": replace(ON_HOPPER, dependent_launch=True, chained=True),
 }
 
 

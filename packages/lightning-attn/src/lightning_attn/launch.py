@@ -59,7 +59,7 @@ def device_limits(device: torch.device) -> DeviceLimits:
         hopper=found.capability == (9, 0) and has_gluon(),
         blackwell=found.capability >= (10, 0),
         dependent_launch=found.capability >= (9, 0),
-        tf32=found.capability >= (8, 0),
+        bf16=found.capability >= (8, 0),
     )
 
 
@@ -169,7 +169,7 @@ def _make_prefill(problem: PrefillProblem, plan: PrefillPlan, device: torch.devi
             chunked.prefill, grid, (*rest, strides, sizes), device, num_warps=plan.num_warps, num_stages=plan.num_stages
         )  # fmt: skip
     finish = _finish_launch(problem, sizes, strides, device) if problem.snapshots else launch_nothing
-    if plan.segment:
+    if plan.segment and not plan.chained:
         return _with_segments(problem, plan, sizes, device, main, finish)
 
     def run(q, k, v, o, slopes, cu, slots, has, first, last, positions, targets):  # type: ignore[no-untyped-def]
@@ -196,10 +196,20 @@ def _hopper_launch(
         dependent_launch=sizes.DEPENDENT_LAUNCH,
     )  # fmt: skip
 
+    chains = 0
+    if plan.chained and problem.rows > plan.segment:
+        chains = min(problem.sequences, problem.rows // plan.segment) if problem.ragged else problem.sequences
+    size = (2 * chains, sizes.H, sizes.E, sizes.D)
+    tiles = chains * sizes.H * cdiv(sizes.E, sizes.BLOCK_E)
+
     # o travels as a pointer too: the rows of a last, short chunk are stored one by one.
-    def run(q, k, v, o, *others):  # type: ignore[no-untyped-def]
+    def run(q, k, v, o, slopes, cu, slots, has, first, last, between, positions, targets):  # type: ignore[no-untyped-def]
         rows = (q, k, v) if takes_tokens else (None, None, None)
-        launch(q, k, v, o, *rows, o, *others)
+        turns = None
+        if plan.chained:
+            between = torch.empty(size, dtype=torch.float32, device=device)
+            turns = torch.zeros(tiles, dtype=torch.int32, device=device)
+        launch(q, k, v, o, *rows, o, slopes, cu, slots, has, first, last, between, turns, positions, targets)
 
     return run
 
@@ -294,7 +304,7 @@ def _sizes(heads: Heads, plan: PrefillPlan, problem: PrefillProblem | None = Non
     precision = None
     if problem is not None:
         if problem.dtype == "float32":
-            precision = "tf32x3" if plan.tf32 else "ieee"
+            precision = "bf16x6" if plan.bf16x6 else "ieee"
         # Of rows within a chunk and of elements within a row.
         longest = max(plan.block_d, heads.head_qk, heads.head_v)
         operands = (problem.q, problem.k, problem.v, problem.o)
@@ -304,7 +314,7 @@ def _sizes(heads: Heads, plan: PrefillPlan, problem: PrefillProblem | None = Non
     return Sizes(
         num_heads, num_heads // heads.num_heads_qk, num_heads // heads.num_heads_v, heads.head_qk, heads.head_v,
         plan.block_d, plan.block_e, plan.chunk, plan.segment, plan.num_stages, is_reversed, is_wide, precision,
-        plan.dependent_launch,
+        plan.dependent_launch, plan.chained,
     )  # fmt: skip
 
 

@@ -121,7 +121,7 @@ def _state_sizes(problem: StateProblem, plan: StatePlan) -> StateSizes:
         heads.num_heads, heads.num_heads // heads.num_heads_qk, heads.num_heads // heads.num_heads_v, heads.head_qk,
         heads.head_v, plan.block_d, plan.block_e, plan.chunk, plan.segment, plan.num_stages, problem.reversed,
         any(_is_wide(operand, plan.segment, max(plan.block_d, plan.block_e)) for operand in operands),
-        "tf32x3" if plan.tf32x3 else "ieee",
+        "bf16x6" if plan.bf16x6 else "ieee",
     )  # fmt: skip
 
 

@@ -133,7 +133,7 @@ class DeviceLimits:
     """What the plan needs to know of a processor.
 
     ``cores`` are SMs (compute units); ``shared_memory`` is the most that a program may use, in bytes.
-    ``tf32``: tensor cores multiply TensorFloat-32, of which Triton makes products of float32's precision.
+    ``bf16``: tensor cores multiply bfloat16, of which Triton makes products of float32's precision.
     ``hopper``: sm_90, with TMA and WGMMA, and a Triton that brings Gluon; ``blackwell``: sm_100 and later.
     ``dependent_launch``: a kernel can be started before the one ahead of it has ended, and wait on the device.
     """
@@ -143,7 +143,7 @@ class DeviceLimits:
     hopper: bool = False
     blackwell: bool = False
     dependent_launch: bool = False
-    tf32: bool = False
+    bf16: bool = False
 
 
 @dataclass(frozen=True)
@@ -152,9 +152,10 @@ class PrefillPlan(Plan):
 
     A program holds those columns in pieces of ``block_d`` rows. ``chunk`` 1: token by token. ``segment`` 0: a program
     takes a whole sequence. Otherwise programs take segments of that many tokens in parallel, after two smaller
-    launches that make the states between them. ``hopper``: by the kernel made for sm_90. ``tf32``: a product of float32
-    is three of TF32 parts on tensor cores; otherwise FMAs, or what matrix instructions of float32 there are.
+    launches that make the states between them. ``hopper``: by the kernel made for sm_90. ``bf16x6``: a product of
+    float32 is six of bfloat16 parts on tensor cores; otherwise FMAs, or what matrix instructions of float32 there are.
     ``dependent_launch``: by the kernel for sm_90, segments' launches start before those ahead of them have ended.
+    ``chained``: by the kernel for sm_90, there is one launch, in which segments pass their states on.
     """
 
     chunk: int
@@ -164,8 +165,9 @@ class PrefillPlan(Plan):
     num_stages: int
     block_d: int = 128
     hopper: bool = False
-    tf32: bool = False
+    bf16x6: bool = False
     dependent_launch: bool = False
+    chained: bool = False
 
     def covers(self, heads: Heads) -> bool:
         """Whether its blocks are such that a kernel can take them, for these heads."""
@@ -177,7 +179,9 @@ class PrefillPlan(Plan):
             return self.block_d >= heads.head_qk and not self.segment and not self.hopper
         if self.chunk < 16:
             return False
-        if self.dependent_launch and not (self.hopper and self.segment):
+        if (self.dependent_launch or self.chained) and not (self.hopper and self.segment):
+            return False
+        if self.dependent_launch and self.chained:
             return False
         return not self.hopper or (
             fits_hopper(heads)
@@ -206,7 +210,7 @@ class DecodePlan(Plan):
 class StatePlan(Plan):
     """States alone: programs take ``segment`` tokens, ``chunk`` at a time, for ``block_d`` x ``block_e`` of a state.
 
-    ``tf32x3``: float32 is multiplied as three products of TensorFloat-32, without it on no tensor core.
+    ``bf16x6``: float32 is multiplied as six products of bfloat16, without it on no tensor core.
     """
 
     chunk: int
@@ -215,7 +219,7 @@ class StatePlan(Plan):
     segment: int
     num_warps: int
     num_stages: int
-    tf32x3: bool = False
+    bf16x6: bool = False
 
     def covers(self, heads: Heads) -> bool:
         """Whether its blocks are such that a kernel can take them: any heads will do."""
@@ -270,11 +274,10 @@ def plan_prefill(
     # The largest tiles whose state, scores and operands stay in a thread's registers, as the compiler reports them.
     block_d = min(64, max(16, power_of_two_at_least(heads.head_qk)))
     if dtype == "float32":
-        # Operands and their TF32 parts take twice the registers.
-        # The TF32 parts of so many rows of a state would spill.
-        warps = 8 if limits.tf32 and heads.head_qk > 128 else 4
-        stages = 2 if limits.shared_memory > 64 * 1024 and limits.tf32 and warps == 4 else 1
-        return PrefillPlan(32, 16, _segment(heads, 16, limits), warps, stages, min(32, block_d), tf32=limits.tf32)
+        # Operands and their parts take twice the registers, and those of so many rows of a state would spill.
+        warps = 8 if limits.bf16 and heads.head_qk > 128 else 4
+        stages = 2 if limits.shared_memory > 64 * 1024 and limits.bf16 and warps == 4 else 1
+        return PrefillPlan(32, 16, _segment(heads, 16, limits), warps, stages, min(32, block_d), bf16x6=limits.bf16)
     is_float16 = dtype == "float16"
     widest = 192 if is_float16 else 256
     if limits.hopper and not snapshots and 128 < heads.head_qk <= widest and heads.head_v > 32:
@@ -311,7 +314,7 @@ def plan_state(heads: Heads, is_float32: bool, limits: DeviceLimits) -> StatePla
         min(widest, power_of_two_at_least(max(16, size))) for size in (heads.head_qk, heads.head_v)
     )  # fmt: skip
     if is_float32:
-        return StatePlan(32, block_d, block_e, segment, 4, 2, limits.tf32)
+        return StatePlan(32, block_d, block_e, segment, 4, 2, limits.bf16)
     num_warps = 8 if block_d * block_e > 64 * 128 else 4
     stages = 3 if limits.shared_memory > 64 * 1024 else 2
     return StatePlan(64, block_d, block_e, segment, num_warps, stages)

@@ -9,7 +9,7 @@ a^(j+1), so that the two vectors of weights swap.
 The state is held transposed, [E, D], as are scores, [keys, queries], and outputs, [E, queries]: the state is then the
 operand that a tensor core takes from registers, and only the scores go through shared memory.
 
-Products of float32 are float32's own (PRECISION: three of TF32 parts, or FMAs). In float16 a state or a score may be
+Products of float32 are float32's own (PRECISION: six of bfloat16 parts, or FMAs). In float16 a state or a score may be
 past the range of its dtype where no output is: a state's row and a query's scores are scaled by powers of two on the
 way into a product, and their results back. Backwards a key enters with the scale, which may leave nothing of a value:
 the state is then held in units of a power of two near it. A value's decayed product is not scaled: what float16 loses
@@ -19,7 +19,16 @@ of it is below the spacing of the value itself.
 import triton
 import triton.language as tl
 
-from lightning_attn.kernels.decay import base_two_rate, decayed, entering, into_float16, kept_and_lost, seeing, unit_of
+from lightning_attn.kernels.decay import (
+    base_two_rate,
+    decayed,
+    entering,
+    into_float16,
+    kept_and_lost,
+    rest_of_rate,
+    seeing,
+    unit_of,
+)
 from lightning_attn.kernels.schedule import (
     Batch,
     Counts,
@@ -76,8 +85,12 @@ def in_units(S, factor):
 
 
 @triton.jit
-def step(q, k, v, o, S, b_within, rate, scale, row, end, i_e, sizes: tl.constexpr):
-    """The chunk that begins at ``row``: outputs are stored, the state after it is returned. q None: no outputs."""
+def step(q, k, v, o, S, b_within, rates, scale, row, end, i_e, sizes: tl.constexpr):
+    """The chunk that begins at ``row``: outputs are stored, the state after it is returned. q None: no outputs.
+
+    rates: the decay rate, and what rounding has lost of it.
+    """
+    rate, rest = rates
     CHUNK: tl.constexpr = sizes.CHUNK
     BLOCK_D: tl.constexpr = sizes.BLOCK_D
     BLOCK_E: tl.constexpr = sizes.BLOCK_E
@@ -110,7 +123,12 @@ def step(q, k, v, o, S, b_within, rate, scale, row, end, i_e, sizes: tl.constexp
                 b_S = b_S * b_up[:, None]
             b_seen = tl.dot(b_S.to(b_q.dtype), tl.trans(b_q), b_seen, PRECISION)  # [BLOCK_E, queries]
             b_scores = tl.dot(b_k, tl.trans(b_q), b_scores, PRECISION)  # [keys, queries]
-        next_S = next_S + (tl.dot(b_weighted_v, b_k, decayed(S[i], rate, length), PRECISION),)
+        b_decayed = decayed(S[i], rate, length, rest)
+        if PRECISION is None:
+            next_S = next_S + (tl.dot(b_weighted_v, b_k, b_decayed),)
+        else:
+            # Tensor cores cut off what they add to an accumulator, chunk after chunk in one direction.
+            next_S = next_S + (tl.dot(b_weighted_v, b_k, None, PRECISION) + b_decayed,)
     if q is not None:
         b_scores = b_scores * b_within
         if FP16:
@@ -286,6 +304,7 @@ def prefill(
             S = in_units(S, 1.0 / unit_of(scale))
 
         rate = base_two_rate(p_slopes, i_h)
+        rates = (rate, rest_of_rate(p_slopes, i_h, rate))
         # [keys, queries]
         distance = o_c[None, :] - o_c[:, None]
         if sizes.REVERSED:
@@ -309,7 +328,7 @@ def prefill(
             row = c
             if sizes.REVERSED:
                 row = begin + last_row - c
-            S = step(q, k, v, o, S, b_within, rate, scale, row, end, i_e, sizes)
+            S = step(q, k, v, o, S, b_within, rates, scale, row, end, i_e, sizes)
             if p_positions is not None:
                 if row + sizes.CHUNK == stop:
                     store_snapshots(snapshots, batch, final, i_n, stop, i_h, i_e, S, sizes)
@@ -356,13 +375,14 @@ def segment_states(
             end = tl.minimum(end, begin + chunks_in_reach * sizes.CHUNK)
         else:
             begin = tl.maximum(begin, end - chunks_in_reach * sizes.CHUNK)
+        rates = (rate, rest_of_rate(p_slopes, i_h, rate))
         S = zero_state(sizes)
         last_row = begin + (end - begin - 1) // sizes.CHUNK * sizes.CHUNK
         for c in tl.range(begin, end, sizes.CHUNK, num_stages=sizes.STAGES):
             row = c
             if sizes.REVERSED:
                 row = begin + last_row - c
-            S = step(None, k, v, None, S, None, rate, scale, row, end, i_e, sizes)
+            S = step(None, k, v, None, S, None, rates, scale, row, end, i_e, sizes)
         next_slot = carried_slot(batch, i_n, first, sizes.SEGMENT) + next_segment
         if sizes.REVERSED and p_v.dtype.element_ty == tl.float16:
             S = in_units(S, unit_of(scale))
@@ -398,6 +418,7 @@ def carry_states(
             if has_initial(batch, i_n):
                 b_S = load_piece(initial, slot, i_h, i, i_e, sizes)
         rate = base_two_rate(p_slopes, i_h)
+        rest = rest_of_rate(p_slopes, i_h, rate)
         first_slot = carried_slot(batch, i_n, first, sizes.SEGMENT)
         segments = tl.cdiv(last - first, sizes.SEGMENT)
         AHEAD: tl.constexpr = 8
@@ -414,7 +435,7 @@ def carry_states(
                     b_S += own[j]
                     store_piece(carried, first_slot + i_segment, i_h, i, i_e, b_S, sizes)
                     of_segment = tl.minimum(last - first - i_segment * sizes.SEGMENT, sizes.SEGMENT)
-                    b_S = decayed(b_S, rate, of_segment)
+                    b_S = decayed(b_S, rate, of_segment, rest)
 
 
 @triton.jit

@@ -10,8 +10,32 @@ def base_two_rate(p_slopes, i_h):
 
     exp(-256) is 0 in float32: a rate above counts as 256, of which every multiple is finite.
     """
-    rate = tl.load(p_slopes + i_h)
-    return tl.minimum(tl.where(rate > 0.0, rate, 0.0), 256.0) * 1.4426950408889634
+    return clamped(tl.load(p_slopes + i_h)) * 1.4426950408889634
+
+
+@triton.jit
+def clamped(rate):
+    return tl.minimum(tl.where(rate > 0.0, rate, 0.0), 256.0)
+
+
+@triton.jit
+def rest_of_rate(p_slopes, i_h, rate):
+    """What ``base_two_rate`` has lost by rounding its product and the logarithm."""
+    slope = clamped(tl.load(p_slopes + i_h))
+    # The second factor is float32's log2(e) as it is; the third what it falls short of.
+    return tl.fma(slope, 1.44269502162933349609375, -rate) + slope * 1.9259629911266617e-08
+
+
+@triton.jit
+def decay_over(rate, rest, tokens):
+    """exp(-s tokens) to float32's precision, however small.
+
+    Over many tokens the exponent's own rounding is an error of the result that no sum with other tokens hides.
+    """
+    tokens = tokens.to(tl.float32)
+    exponent = rate * tokens
+    short = tl.fma(rate, tokens, -exponent) + rest * tokens
+    return tl.exp2(-exponent) * (1 - short * 0.6931471805599453)
 
 
 @triton.jit
@@ -42,24 +66,28 @@ def entering(rate, o_row, length, scale, REVERSED: tl.constexpr):
 
 
 @triton.jit
-def kept_and_lost(rate, tokens):
+def kept_and_lost(rate, tokens, rest=None):
     """Factors with which a state S becomes ``S kept + (S lost + update)`` after these tokens.
 
     Where the decay is near 1 they are 1 and exp2(-rate tokens) - 1, else 0 and the decay: a factor near 1 would be
     rounded the same way at every token, an error that accumulates.
     """
+    if rest is None:
+        decay = tl.exp2(-rate * tokens)
+    else:
+        decay = decay_over(rate, rest, tokens)
     exponent = rate * tokens * 0.6931471805599453
     # The series of exp(-x) - 1 up to x^6; its next term is below the rounding of float32 for x < 1/4.
     series = 1 - exponent / 5 * (1 - exponent / 6)
     series = -exponent * (1 - exponent / 2 * (1 - exponent / 3 * (1 - exponent / 4 * series)))
     is_small = exponent < 0.25
-    return tl.where(is_small, 1.0, 0.0), tl.where(is_small, series, tl.exp2(-rate * tokens))
+    return tl.where(is_small, 1.0, 0.0), tl.where(is_small, series, decay)
 
 
 @triton.jit
-def decayed(b_S, rate, tokens):
+def decayed(b_S, rate, tokens, rest=None):
     """The state after these tokens, without their updates."""
-    kept, lost = kept_and_lost(rate, tokens)
+    kept, lost = kept_and_lost(rate, tokens, rest)
     return b_S * kept + b_S * lost
 
 

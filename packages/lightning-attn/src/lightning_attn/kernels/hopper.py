@@ -26,15 +26,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from lightning_attn.kernels.decay import base_two_rate, entering, into_float16, inverse, seeing, unit_of
+from lightning_attn.kernels.decay import base_two_rate, decay_over, into_float16, inverse, rest_of_rate, unit_of
+from lightning_attn.kernels.hopper_chain import await_turn, end_turn, own_state, pass_on, state_before
+from lightning_attn.kernels.hopper_ring import Ring, Work, load_chunk, load_own, state_layout
 from lightning_attn.kernels.hopper_rows import (
     load_state,
     opaque,
     single_token,
     store_snapshots,
     store_state,
+    store_weights,
     store_zeros,
     tile_layout,
+    zero_after,
 )
 from lightning_attn.kernels.schedule import (
     Batch,
@@ -44,6 +48,7 @@ from lightning_attn.kernels.schedule import (
     States,
     bounds,
     carried_slot,
+    chain_of,
     has_initial,
     locate,
     next_snapshot,
@@ -51,15 +56,6 @@ from lightning_attn.kernels.schedule import (
     rows_of_head,
     slot_of,
 )
-
-
-class Ring(NamedTuple):
-    """A ring buffer of chunks in shared memory: q, k and v of a stage arrive on its full barrier."""
-
-    q: Any
-    k: Any
-    v: Any
-    full: Any
 
 
 class Buffers(NamedTuple):
@@ -76,21 +72,6 @@ class Buffers(NamedTuple):
     up: Any
 
 
-class Work(NamedTuple):
-    """A program's work item: what TMA coordinates are made of, and the chunks that it takes.
-
-    Chunk i begins at row start + i * stride.
-    """
-
-    i_box: Any
-    i_h_qk: Any
-    i_h_v: Any
-    i_h: Any
-    column: Any
-    start: Any
-    chunks: Any
-
-
 class Chunk(NamedTuple):
     """Chunk i, of ``length`` rows from ``row`` on; its step loads the one that begins at row ``ahead``."""
 
@@ -98,12 +79,6 @@ class Chunk(NamedTuple):
     row: Any
     ahead: Any
     length: Any
-
-
-@gluon.constexpr_function
-def state_layout(D):
-    """Registers of a state's tile [64, D], an accumulator."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
 
 
 @gluon.constexpr_function
@@ -119,31 +94,6 @@ def out_stages(STAGES):
 
 
 @gluon.jit
-def load_chunk(tensors, ring, work, i, row, STAGES: gl.constexpr):
-    """Issue the TMA loads of chunk i of q, k and v, from ``row`` on, if there is one."""
-    stage = i % STAGES
-    q_tile = ring.q.index(stage)
-    k_tile = ring.k.index(stage)
-    v_tile = ring.v.index(stage)
-    full = ring.full.index(stage)
-    pred = i < work.chunks
-    d_q, d_k, d_v, _ = tensors
-    mbarrier.expect(full, d_q.block_type.nbytes + d_k.block_type.nbytes + d_v.block_type.nbytes, pred=pred)
-    tma.async_copy_global_to_shared(d_q, [work.i_box, work.i_h_qk, row, 0], full, q_tile, pred=pred)
-    tma.async_copy_global_to_shared(d_k, [work.i_box, work.i_h_qk, row, 0], full, k_tile, pred=pred)
-    tma.async_copy_global_to_shared(d_v, [work.i_box, work.i_h_v, row, work.column], full, v_tile, pred=pred)
-
-
-@gluon.jit
-def zero_after(smem, length, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """Zero a tile's rows from ``length`` on: they are another sequence's, and its NaN would survive a weight of 0."""
-    layout: gl.constexpr = tile_layout(COLUMNS)
-    o_row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    b_tile = smem.load(layout)
-    smem.store(gl.where(o_row[:, None] < length, b_tile, 0.0).to(b_tile.dtype))
-
-
-@gluon.jit
 def step(tensors, ring, buffers, o, work, chunk, acc_S, decay, sizes: gl.constexpr, MASKED: gl.constexpr):
     """One chunk: store its outputs, return the state after it."""
     d_o = tensors[3]
@@ -155,7 +105,8 @@ def step(tensors, ring, buffers, o, work, chunk, acc_S, decay, sizes: gl.constex
     L_O: gl.constexpr = out_layout(CHUNK)
     operand_of_o: gl.constexpr = gl.DotOperandLayout(0, L_O, 2)
     operand_of_S: gl.constexpr = gl.DotOperandLayout(0, L_S, 2)
-    stage = chunk.i % sizes.STAGES
+    i_load = chunk.i + work.own
+    stage = i_load % sizes.STAGES
     q_tile = ring.q.index(stage).reshape([CHUNK, D])
     k_tile = ring.k.index(stage).reshape([CHUNK, D])
     v_tile = ring.v.index(stage).reshape([CHUNK, BLOCK_E])
@@ -167,7 +118,7 @@ def step(tensors, ring, buffers, o, work, chunk, acc_S, decay, sizes: gl.constex
     else:
         b_S = gl.convert_layout(opaque(acc_S.to(dtype)), operand_of_o)
     decayed_S = acc_S * decay
-    mbarrier.wait(ring.full.index(stage), (chunk.i // sizes.STAGES) & 1)
+    mbarrier.wait(ring.full.index(stage), (i_load // sizes.STAGES) & 1)
     if MASKED:
         zero_after(k_tile, chunk.length, CHUNK, D)
         zero_after(v_tile, chunk.length, CHUNK, BLOCK_E)
@@ -226,35 +177,17 @@ def step(tensors, ring, buffers, o, work, chunk, acc_S, decay, sizes: gl.constex
     return warpgroup_mma_wait(0, deps=[next_S])
 
 
-@gluon.jit
-def store_weights(
-    buffers, rate, o_i, o_k, length, scale, REVERSED: gl.constexpr, SHORT: gl.constexpr, IN_UNITS: gl.constexpr
-):
-    """The weights with which chunks of this length see the state before them, and enter the one after."""
-    tl.debug_barrier()
-    if SHORT:
-        o_i = opaque(o_i)
-    if IN_UNITS:
-        unit = unit_of(scale)
-        buffers.seeing.store(seeing(rate, o_i, length, scale, REVERSED) * unit)
-        scale = scale / unit
-    else:
-        buffers.seeing.store(seeing(rate, o_i, length, scale, REVERSED))
-    if SHORT:
-        o_k = opaque(o_k)
-    buffers.entering.store(entering(rate, o_k, length, scale, REVERSED))
-
-
 @gluon.jit(do_not_specialize=["rows", "num_sequences", "num_slots", "num_snapshots"])
 def prefill(
-    d_q, d_k, d_v, d_o, p_q, p_k, p_v, p_o, p_slopes, p_cu, p_slots, p_has, p_initial, p_final, p_carried, p_positions,
-    p_snapshot_slots, rows, num_sequences, num_slots, num_snapshots, scale, strides, sizes: gl.constexpr,
+    d_q, d_k, d_v, d_o, p_q, p_k, p_v, p_o, p_slopes, p_cu, p_slots, p_has, p_initial, p_final, p_carried, p_turns,
+    p_positions, p_snapshot_slots, rows, num_sequences, num_slots, num_snapshots, scale, strides, sizes: gl.constexpr,
 ):  # fmt: skip
     """``chunked.prefill`` with TMA descriptors of q, k, v, o: [sequences, heads, rows, D or E], boxes of one chunk.
 
     A box may have more columns, 64 or 128, than there are: TMA loads zeros for the others, and stores none of them.
 
-    p_q, p_k, p_v None: sequences of one token are chunks as others are.
+    p_q, p_k, p_v None: sequences of one token are chunks as others are. CHAINED: segments pass their states on, in
+    p_carried, two slots a chain; p_turns, of as many chains, heads and tiles, begins as zeros.
     """
     CHUNK: gl.constexpr = sizes.CHUNK
     D: gl.constexpr = sizes.BLOCK_D
@@ -269,8 +202,10 @@ def prefill(
         States(p_final, strides.final),
         States(p_carried, strides.carried),
     )
-    i_e, i_h, i_w = program(sizes.H, (sizes.E + BLOCK_E - 1) // BLOCK_E, SEGMENT > 0)
-    i_n, i_segment, begin, end = locate(batch, i_w, SEGMENT)
+    TILES: gl.constexpr = (sizes.E + BLOCK_E - 1) // BLOCK_E
+    CHAINED: gl.constexpr = sizes.CHAINED
+    i_e, i_h, i_w = program(sizes.H, TILES, REVERSED if CHAINED else SEGMENT > 0)
+    i_n, i_segment, begin, end = locate(batch, i_w, SEGMENT, CHAINED)
     # TMA coordinates have 32 bits.
     begin = begin.to(gl.int32)
     end = end.to(gl.int32)
@@ -331,9 +266,17 @@ def prefill(
         start = begin
         if REVERSED:
             start += (chunks - 1) * CHUNK
-        work = Work(i_box, i_h_qk, i_h_v, i_h, column, start, chunks)
+        own = 0
+        if CHAINED:
+            # Who has another segment behind it.
+            has_next = begin > first if REVERSED else end < first + length
+            own = gl.where(has_next, chunks, 0)
+        work = Work(i_box, i_h_qk, i_h_v, i_h, column, start, chunks, own)
         for i in gl.static_range(STAGES - 1):
-            load_chunk(tensors, ring, work, i, start + i * stride, STAGES)
+            if CHAINED:
+                load_own(tensors, ring, work, i, stride, STAGES)
+            else:
+                load_chunk(tensors, ring, work, i, start + i * stride, STAGES)
 
         L_S: gl.constexpr = state_layout(D)
         L_O: gl.constexpr = out_layout(CHUNK)
@@ -343,7 +286,10 @@ def prefill(
         is_carried = False
         if sizes.DEPENDENT_LAUNCH:
             tl.extra.cuda.gdc_wait()
-        if SEGMENT:
+        if CHAINED:
+            turn = (length + SEGMENT - 1) // SEGMENT - 1 - i_segment if REVERSED else i_segment
+            is_carried = turn > 0
+        elif SEGMENT:
             is_carried = length > SEGMENT
             if is_carried:
                 i_state = carried_slot(batch, i_n, first, SEGMENT) + i_segment
@@ -376,7 +322,19 @@ def prefill(
         if FP16:
             up_smem = gl.allocate_shared_memory(gl.float32, [CHUNK], row_layout)
         buffers = Buffers(scores, o_tiles, within_smem, seeing_smem, entering_smem, up_smem)
-        decay = gl.exp2(-rate * CHUNK)
+        lost = rest_of_rate(p_slopes, i_h, rate)
+        decay = decay_over(rate, lost, gl.to_tensor(CHUNK))
+        if CHAINED:
+            if length > SEGMENT:
+                chain = chain_of(batch, i_n, first, SEGMENT)
+                p_turn = p_turns + (chain * sizes.H + i_h) * TILES + i_e
+                own_S = own_state(tensors, ring, buffers, work, rate, o_i, o_k, rest, scale, sizes, IN_UNITS)
+                if is_carried:
+                    await_turn(p_turn, turn)
+                    acc_S = state_before(carried, chain, i_h, turn, o_d, o_e, sizes)
+                if own > 0:
+                    pass_on(carried, chain, i_h, turn, o_d, o_e, acc_S, own_S, (rate, lost), end - begin, sizes)
+                    end_turn(p_turn, turn + 1)
 
         whole_from = 0
         whole_to = chunks
@@ -384,7 +342,7 @@ def prefill(
             if rest > 0:
                 whole_from = 1
                 store_weights(buffers, rate, o_i, o_k, rest, scale, REVERSED, SHORT=True, IN_UNITS=IN_UNITS)
-                rest_decay = gl.exp2(-rate * rest)
+                rest_decay = decay_over(rate, lost, rest)
                 short = Chunk(0, start, start + (STAGES - 1) * stride, rest)
                 acc_S = step(tensors, ring, buffers, o, work, short, acc_S, rest_decay, sizes, MASKED=True)
         else:
@@ -410,7 +368,7 @@ def prefill(
             if rest > 0:
                 rate = base_two_rate(p_slopes, i_h)
                 store_weights(buffers, rate, o_i, o_k, rest, scale, REVERSED, SHORT=True, IN_UNITS=IN_UNITS)
-                rest_decay = gl.exp2(-rate * rest)
+                rest_decay = decay_over(rate, rest_of_rate(p_slopes, i_h, rate), rest)
                 # No chunk is ahead of it.
                 short = Chunk(chunks - 1, start + (chunks - 1) * stride, 0, rest)
                 acc_S = step(tensors, ring, buffers, o, work, short, acc_S, rest_decay, sizes, MASKED=True)

@@ -1,9 +1,10 @@
 """What the kernel for sm_90 does without TMA and WGMMA: rows of zeros, states, and sequences of one token."""
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from lightning_attn.kernels.decay import base_two_rate, kept_and_lost
+from lightning_attn.kernels.decay import base_two_rate, entering, kept_and_lost, seeing, unit_of
 from lightning_attn.kernels.schedule import States, StateStrides, has_initial, snapshot_slot, state_pointers
 
 
@@ -34,6 +35,34 @@ def opaque(values):
 
 
 @gluon.jit
+def zero_after(smem, length, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Zero a tile's rows from ``length`` on: they are another sequence's, and its NaN would survive a weight of 0."""
+    layout: gl.constexpr = tile_layout(COLUMNS)
+    o_row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    b_tile = smem.load(layout)
+    smem.store(gl.where(o_row[:, None] < length, b_tile, 0.0).to(b_tile.dtype))
+
+
+@gluon.jit
+def store_weights(
+    buffers, rate, o_i, o_k, length, scale, REVERSED: gl.constexpr, SHORT: gl.constexpr, IN_UNITS: gl.constexpr
+):
+    """The weights with which chunks of this length see the state before them, and enter the one after."""
+    tl.debug_barrier()
+    if SHORT:
+        o_i = opaque(o_i)
+    if IN_UNITS:
+        unit = unit_of(scale)
+        buffers.seeing.store(seeing(rate, o_i, length, scale, REVERSED) * unit)
+        scale = scale / unit
+    else:
+        buffers.seeing.store(seeing(rate, o_i, length, scale, REVERSED))
+    if SHORT:
+        o_k = opaque(o_k)
+    buffers.entering.store(entering(rate, o_k, length, scale, REVERSED))
+
+
+@gluon.jit
 def store_zeros(o, begin, end, column, sizes: gl.constexpr):
     """Zero rows begin to end of one head's BLOCK_E columns."""
     CHUNK: gl.constexpr = sizes.CHUNK
@@ -51,13 +80,15 @@ def store_zeros(o, begin, end, column, sizes: gl.constexpr):
 
 
 @gluon.jit
-def load_state(states, slot, i_h, o_d, o_e, sizes: gl.constexpr):
-    """A state's tile, [e, d] in float32, 0 outside the state."""
+def load_state(states, slot, i_h, o_d, o_e, sizes: gl.constexpr, FRESH: gl.constexpr = False):
+    """A state's tile, [e, d] in float32, 0 outside the state. FRESH: written meanwhile, so that L1 may not have it."""
     p_tile = state_pointers(states, slot, i_h.to(gl.int64), o_d, o_e)
+    cache: gl.constexpr = ".cg" if FRESH else ".ca"
     if sizes.D % sizes.BLOCK_D or sizes.E % sizes.BLOCK_E:
-        b_S = gl.load(p_tile, mask=(o_d[None, :] < sizes.D) & (o_e[:, None] < sizes.E), other=0.0)
+        m = (o_d[None, :] < sizes.D) & (o_e[:, None] < sizes.E)
+        b_S = gl.load(p_tile, mask=m, other=0.0, cache_modifier=cache)
     else:
-        b_S = gl.load(p_tile)
+        b_S = gl.load(p_tile, cache_modifier=cache)
     return b_S.to(gl.float32)
 
 

@@ -34,6 +34,8 @@ class Sizes(NamedTuple):
     PRECISION: Any = None
     # The three launches of a prefill in segments start one another.
     DEPENDENT_LAUNCH: bool = False
+    # There is one launch, in which segments pass their states on.
+    CHAINED: bool = False
 
 
 class Counts(NamedTuple):
@@ -174,11 +176,27 @@ def carried_slot(batch, i_n, begin, SEGMENT: tl.constexpr):
 
 
 @triton.jit
-def locate(batch, i_w, SEGMENT: tl.constexpr):
-    """Sequence, segment and the sequence's rows of grid index i_w. Segments past the sequence's last have no rows."""
+def chain_of(batch, i_n, begin, SEGMENT: tl.constexpr):
+    """The number of a sequence among those longer than a segment, or one that none of them has."""
+    if batch.p_cu is None:
+        chain = i_n.to(tl.int64)
+    else:
+        chain = tl.minimum((begin // SEGMENT).to(tl.int64), i_n)
+    return chain
+
+
+@triton.jit
+def locate(batch, i_w, SEGMENT: tl.constexpr, BY_SEGMENT: tl.constexpr = False):
+    """Sequence, segment and the sequence's rows of grid index i_w. Segments past the sequence's last have no rows.
+
+    BY_SEGMENT: where all have as many, the first ones of all sequences come first.
+    """
     if SEGMENT == 0:
         i_n = i_w
         i_segment = 0
+    elif batch.p_cu is None and BY_SEGMENT:
+        i_n = i_w % batch.count.sequences
+        i_segment = i_w // batch.count.sequences
     elif batch.p_cu is None:
         i_n = i_w // tl.cdiv(batch.count.rows, SEGMENT)
         i_segment = i_w % tl.cdiv(batch.count.rows, SEGMENT)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from lightning_attn.kernels.decay import base_two_rate
+from lightning_attn.kernels.decay import base_two_rate, decay_over, rest_of_rate
 from lightning_attn.kernels.schedule import (
     Batch,
     Counts,
@@ -100,11 +100,12 @@ def tile_offsets(i_tile, sizes: tl.constexpr):
 
 
 @triton.jit
-def decayed_initial(initial, i_n, i_h, o_d, o_e, rate, length, sizes: tl.constexpr):
+def decayed_initial(initial, i_n, i_h, o_d, o_e, p_slopes, length, sizes: tl.constexpr):
     """What a sequence's initial state is after all of its tokens."""
     p_tile, m = tile_of_state(initial, i_n, i_h, o_d, o_e, sizes)
     # Without tokens every bit stays.
-    return tl.load(p_tile, mask=m, other=0.0) * tl.exp2(-rate * length.to(tl.float32))
+    rate = base_two_rate(p_slopes, i_h)
+    return tl.load(p_tile, mask=m, other=0.0) * decay_over(rate, rest_of_rate(p_slopes, i_h, rate), length)
 
 
 @triton.jit
@@ -175,7 +176,7 @@ def segment_sums(
                 tl.store(p_tile, acc, mask=m)
             else:
                 if p_initial is not None:
-                    acc += decayed_initial(initial, i_n, i_h, o_d, o_e, rate, last - first, sizes)
+                    acc += decayed_initial(initial, i_n, i_h, o_d, o_e, p_slopes, last - first, sizes)
                 p_tile, m = tile_of_state(final, i_n, i_h, o_d, o_e, sizes)
                 tl.store(p_tile, acc, mask=m)
 
@@ -200,8 +201,7 @@ def whole_sums(
         o_d, o_e = tile_offsets(i_tile, sizes)
         b_S = zero_tile(sizes)
         if p_initial is not None:
-            rate = base_two_rate(p_slopes, i_h)
-            b_S += decayed_initial(initial, i_n, i_h, o_d, o_e, rate, last - first, sizes)
+            b_S += decayed_initial(initial, i_n, i_h, o_d, o_e, p_slopes, last - first, sizes)
         first_slot = carried_slot(batch, i_n, first, sizes.SEGMENT)
         segments = tl.cdiv(tokens, sizes.SEGMENT)
         for i in range(segments):

@@ -138,7 +138,7 @@ def reached(pointer: Pointer, *others: Any) -> list[Tensor]:
     return [offsets.long(), *rest]
 
 
-def load(pointer: Pointer, mask: Any = True, other: Any = 0) -> Value:
+def load(pointer: Pointer, mask: Any = True, other: Any = 0, cache_modifier: str = "") -> Value:
     offsets, seen = reached(pointer, mask)
     memory = as_bytes(pointer.memory())
     found = memory[offsets.clamp(0, max(memory.numel() - 1, 0))] if memory.numel() else memory.new_zeros(offsets.shape)

@@ -1,0 +1,72 @@
+"""The ring of stages through which chunks of q, k and v come to the kernel for sm_90."""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+
+class Ring(NamedTuple):
+    """A ring buffer of chunks in shared memory: q, k and v of a stage arrive on its full barrier."""
+
+    q: Any
+    k: Any
+    v: Any
+    full: Any
+
+
+class Work(NamedTuple):
+    """A program's work item: what TMA coordinates are made of, and the chunks that it takes.
+
+    Chunk i begins at row start + i * stride. own: as many chunks go through the ring before those, without q, for the
+    state that the segment passes on (see hopper_chain.py).
+    """
+
+    i_box: Any
+    i_h_qk: Any
+    i_h_v: Any
+    i_h: Any
+    column: Any
+    start: Any
+    chunks: Any
+    own: Any = 0
+
+
+@gluon.constexpr_function
+def state_layout(D):
+    """Registers of a state's tile [64, D], an accumulator."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+
+
+@gluon.jit
+def load_chunk(tensors, ring, work, i, row, STAGES: gl.constexpr):
+    """Issue the TMA loads of chunk i of q, k and v, from ``row`` on, if there is one."""
+    stage = (i + work.own) % STAGES
+    q_tile = ring.q.index(stage)
+    k_tile = ring.k.index(stage)
+    v_tile = ring.v.index(stage)
+    full = ring.full.index(stage)
+    pred = i < work.chunks
+    d_q, d_k, d_v, _ = tensors
+    mbarrier.expect(full, d_q.block_type.nbytes + d_k.block_type.nbytes + d_v.block_type.nbytes, pred=pred)
+    tma.async_copy_global_to_shared(d_q, [work.i_box, work.i_h_qk, row, 0], full, q_tile, pred=pred)
+    tma.async_copy_global_to_shared(d_k, [work.i_box, work.i_h_qk, row, 0], full, k_tile, pred=pred)
+    tma.async_copy_global_to_shared(d_v, [work.i_box, work.i_h_v, row, work.column], full, v_tile, pred=pred)
+
+
+@gluon.jit
+def load_own(tensors, ring, work, i, stride: gl.constexpr, STAGES: gl.constexpr):
+    """Issue the TMA loads of chunk i of k and v for the segment's own state; behind the last those of load_chunk."""
+    stage = i % STAGES
+    full = ring.full.index(stage)
+    pred = i < work.own
+    row = work.start + i * stride
+    _, d_k, d_v, _ = tensors
+    mbarrier.expect(full, d_k.block_type.nbytes + d_v.block_type.nbytes, pred=pred)
+    tma.async_copy_global_to_shared(d_k, [work.i_box, work.i_h_qk, row, 0], full, ring.k.index(stage), pred=pred)
+    tma.async_copy_global_to_shared(
+        d_v, [work.i_box, work.i_h_v, row, work.column], full, ring.v.index(stage), pred=pred
+    )  # fmt: skip
+    i_chunk = gl.where(pred, work.chunks, i - work.own)
+    load_chunk(tensors, ring, work, i_chunk, row - work.own * stride, STAGES)

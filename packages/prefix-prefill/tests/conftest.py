@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 
+from kernel_reference import cascade
 from kernel_reference.attention import attention
-from kernel_reference.paging import paged_cache
+from kernel_reference.paging import gather, paged_cache
 from kernel_reference.testing.guards import Canaried, assert_bitwise_equal, canaried, guarded, movable, poison_
 from kernel_reference.testing.numerics import assert_close_to_oracle
 from kernel_reference.testing.plain import Wanted, assert_rounded, moved, plain_rows
 from prefix_prefill.arguments import MergeTensors, PrefillNumbers, PrefillTensors, check_prefill
+from prefix_prefill.levels import CascadeLevel, CascadeNumbers, CascadeTensors, check_cascade, tensors_of_levels
 
 Tensor = torch.Tensor
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -462,6 +464,114 @@ class Batch:
         assert_close_to_oracle(got.lse[:, rows], *moved(lse, logarithm=True), what="lse")
 
 
+# Of each level the rows and the keys of its groups; of the last the new tokens are among the keys.
+Cuts = Sequence[tuple[Sequence[int], Sequence[int]]]
+
+
+class Cascade:
+    """The tensors of a call: what no row sees is NaN, what lies round the results is watched."""
+
+    def __init__(
+        self, device: torch.device, cuts: Cuts, *, heads: tuple[int, int] = (4, 2), head_dim: int = 32, page: int = 8,
+        page_layout: str = "NHD", dtype: torch.dtype = torch.bfloat16, cache_dtype: torch.dtype | None = None,
+        rows_after: int = 0, sinks: bool = False, draft: bool = False, softcap: float = 0.0,
+        out_scale: float | None = None, head_dim_v: int | None = None, k_scale: float | None = None,
+        v_scale: float | None = None,
+    ) -> None:  # fmt: skip
+        head_dim_v = head_dim_v or head_dim
+        rows = sum(cuts[-1][0]) + rows_after
+        self.device, self.page_layout, self.softcap, self.out_scale = device, page_layout, softcap, out_scale
+        self.k_scale, self.v_scale = k_scale, v_scale
+        self.max_seqlen_q = max(cuts[-1][0])
+        self.q = torch.randn(rows, heads[0], head_dim, device=device).to(dtype)
+        poison_(self.q[rows - rows_after :])
+        self.levels: list[CascadeLevel] = []
+        self.plain: list[cascade.Level] = []
+        for of_rows, of_keys in cuts:
+            bounds = [torch.tensor([0, *accumulate(each)], device=device) for each in (of_rows, of_keys)]
+            k, v = (
+                torch.randn(sum(of_keys), heads[1], size, device=device).to(dtype) for size in (head_dim, head_dim_v)
+            )
+            paged = paged_cache(
+                k, v, bounds[1], page, page_layout, dtype=cache_dtype or dtype, k_scale=k_scale, v_scale=v_scale
+            )
+            lengths = bounds[1].diff().int()
+            level = (paged.k_cache, paged.v_cache, paged.block_table, bounds[0].int(), lengths)
+            self.levels.append(CascadeLevel(*(guarded(x).tensor for x in level)))
+            held = [
+                gather(cache, paged.block_table, lengths, page_layout, scale=scale, dtype=torch.float64).tokens
+                for cache, scale in ((paged.k_cache, k_scale), (paged.v_cache, v_scale))
+            ]
+            self.plain.append(cascade.Level(*held, *bounds))
+        self.sinks = torch.linspace(-1, 2, heads[0], device=device) if sinks else None
+        self.draft_mask: Tensor | None = None
+        self.mask: Tensor | None = None
+        if draft:
+            self._make_masks(*cuts[-1], rows)
+        out_dtype = dtype if out_scale is None else torch.float8_e4m3fn
+        self.out = canaried((rows, heads[0], head_dim_v), out_dtype, device, row_padding=8)
+        self.lse = canaried((heads[0], rows), torch.float32, device, row_padding=5)
+
+    def _make_masks(self, new: Sequence[int], keys: Sequence[int], rows: int) -> None:
+        """Each new token sees itself and those before it of its own parity."""
+        masks = torch.zeros(rows, dtype=torch.int64)
+        self.mask = torch.ones(rows, sum(keys), dtype=torch.bool, device=self.device)
+        for begin, end_k, count in zip(accumulate(new, initial=0), accumulate(keys), new, strict=False):
+            for i in range(count):
+                masks[begin + i] = sum(1 << j for j in range(i % 2, i + 1, 2))
+                for j in range(1 - i % 2, count, 2):
+                    self.mask[begin + i, end_k - count + j] = False
+        self.draft_mask = masks.to(self.device)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {
+            "max_seqlen_q": self.max_seqlen_q, "page_layout": self.page_layout, "softcap": self.softcap,
+            "sinks": self.sinks, "draft_mask": self.draft_mask, "k_scale": self.k_scale, "v_scale": self.v_scale,
+            "out_scale": self.out_scale,
+        }  # fmt: skip
+
+    def run(self, **options: Any) -> Any:
+        """The public function."""
+        from prefix_prefill import cascade_attention
+
+        given = {**self.options, "out": self.out.tensor, "return_lse": True, **options}
+        got = cascade_attention(self.q, self.levels, **given)
+        self.lse.tensor.copy_(got.lse)
+        return got
+
+    def attend(self, *plans: Any, num_splits: int = 0) -> None:
+        """The launches themselves."""
+        from prefix_prefill import launch_cascade
+
+        tensors = CascadeTensors(
+            self.q, tuple(self.levels), self.sinks, None, None, None, self.out.tensor, self.lse.tensor, self.draft_mask
+        )
+        scales = (1.0 if x is None else x for x in (self.k_scale, self.v_scale, self.out_scale))
+        scale = self.q.shape[2] ** -0.5
+        numbers = CascadeNumbers(self.max_seqlen_q, self.page_layout, scale, self.softcap, *scales, num_splits)
+        problems, each = check_cascade(tensors, numbers), tensors_of_levels(tensors)
+        launch_cascade.prepare_cascade(problems, plans, each)(each)
+
+    def wanted(self, dtype: torch.dtype = torch.float64) -> Any:
+        return cascade.cascade_attention(
+            self.q.nan_to_num(), self.plain, softcap=self.softcap, sinks=self.sinks, mask=self.mask, compute_dtype=dtype
+        )
+
+    def check(self) -> None:
+        exact, plain = self.wanted(), self.wanted(torch.float32)
+        out = self.out.tensor
+        if out.dtype == torch.float8_e4m3fn:
+            exact, plain = (type(x)((x.out / self.out_scale).clamp(-448, 448), x.lse) for x in (exact, plain))
+        assert_close_to_oracle(out, exact.out, plain.out.to(out.dtype))
+        finite = exact.lse.isfinite()
+        assert bool((self.lse.tensor[~finite] == -torch.inf).all())
+        lse = self.lse.tensor.double()[finite]
+        torch.testing.assert_close(lse, exact.lse[finite], rtol=2e-6, atol=2e-5)
+        for result in (self.out, self.lse):
+            result.check(written=True)
+
+
 class Tensors:
     """Makes and compares tensors on the device under test."""
 
@@ -476,6 +586,9 @@ class Tensors:
 
     def normal(self, *size: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.randn(size, device=self.device).to(dtype)
+
+    def cascade(self, cuts: Cuts, **options: Any) -> Cascade:
+        return Cascade(self.device, cuts, **options)
 
     def batch(self, lengths: Sequence[tuple[int, int]], **options: Any) -> Batch:
         return Batch(self.device, lengths, **options)

@@ -34,6 +34,7 @@ class Config(NamedTuple):
     HAS_LEFT: bool = False
     HAS_RIGHT: bool = True
     SKIP_DECODE: bool = False
+    SHARED: bool = False
 
 
 CAUSAL = Config()

@@ -28,7 +28,7 @@ LONG = [(600, 70)]
 @pytest.fixture(scope="module")
 def hopper() -> ModuleType:
     own = (f"hopper.{name}" for name in (
-        "config", "items", "memory", "softmax", "producers", "rows", "epilogue", "consumers", "kernel",
+        "config", "items", "memory", "softmax", "producers", "rows", "levels", "epilogue", "consumers", "kernel",
     ))  # fmt: skip
     names = ("softmax", "schedule", "batch", "balance", "merge", *own)
     return gluon.shadow(*(f"prefix_prefill.kernels.{name}" for name in names))[-1]
@@ -114,6 +114,23 @@ def test_tree_drafts_are_masked_in_every_tile_that_holds_new_tokens(tensors, ker
         batch = tensors.batch([(90, 60), (0, 2)], heads=(2, 1), draft_mask=True, cached=True, causal=causal)
         kernels.prefill(batch, plan(128, 64))
         batch.check()
+
+
+# Three pieces of a prefix, of programs more than tiles; rows of the last level in tiles of their own, or in parts too.
+CASCADES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "a prefix in pieces": ((0, 1), {"sinks": True}),
+    "all in pieces": ((2, 0), {"rows_after": 2, "softcap": 4.0}),
+    "8 bits": ((0, 2), {"cache_dtype": E4M3, "k_scale": 0.25, "v_scale": -0.5, "sinks": True}),
+    "heads of 96, drafts": ((1, 1), {"head_dim": 96, "draft": True}),
+}
+
+
+@pytest.mark.parametrize(("splits", "options"), CASCADES.values(), ids=CASCADES)
+def test_the_kernel_for_sm_90_takes_the_levels_of_a_cascade(tensors, splits, options) -> None:
+    cuts = [([30, 9], [3100, 70]), ([1, 20, 9, 9], [150, 20, 1300, 9])]
+    batch = tensors.cascade(cuts, **{"heads": (8, 2), "head_dim": 64, "page": 16, **options})
+    batch.attend(*(replace(plan(128, 64, number), programs=7) for number in splits))
+    batch.check()
 
 
 def test_queries_of_any_size_attend_to_a_cache_of_8_bits(tensors, kernels) -> None:

@@ -19,6 +19,7 @@ except PackageNotFoundError:
 __all__ = [
     "attention",
     "blocks",
+    "cascade",
     "checks",
     "collectives",
     "dispatch",

@@ -3,10 +3,20 @@
 from importlib import metadata
 
 from prefix_prefill.api import AttentionResult, merge_attention_states, prefix_prefill
+from prefix_prefill.cascade import cascade_attention
+from prefix_prefill.levels import CascadeLevel
 from prefix_prefill.plan import PrefillPlan
 from prefix_prefill.vllm import context_attention_fwd
 
-__all__ = ["AttentionResult", "PrefillPlan", "context_attention_fwd", "merge_attention_states", "prefix_prefill"]
+__all__ = [
+    "AttentionResult",
+    "CascadeLevel",
+    "PrefillPlan",
+    "cascade_attention",
+    "context_attention_fwd",
+    "merge_attention_states",
+    "prefix_prefill",
+]
 
 try:
     __version__ = metadata.version("prefix-prefill")

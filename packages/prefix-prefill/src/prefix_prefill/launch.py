@@ -49,6 +49,7 @@ _FP8 = {torch.float8_e4m3fn: 4, torch.float8_e5m2: 5}
 _MERGED_ROWS = 16
 # Numbers of an entry that says which tile is in pieces: see kernels/merge.py.
 _ENTRY = 8
+_TENSORS = len(PrefillTensors._fields)
 
 
 @lru_cache
@@ -160,8 +161,10 @@ def _counts(problem: Problem, block_table: Tensor) -> tuple[int, ...]:
 # is the quickest way that Python has.
 
 
-def _for_portable(q, k, v, k_cache, v_cache, table, cu, lengths, alibi, sinks, k_s, v_s, out_s, out, lse, draft):  # type: ignore[no-untyped-def]
-    return q, k, v, k_cache, v_cache, table, cu, lengths, alibi, sinks, (k_s, v_s, out_s), out, lse, draft
+def _for_portable(q, k, v, k_cache, v_cache, table, cu, lengths, alibi, sinks, k_s, v_s, out_s, *rows):  # type: ignore[no-untyped-def]
+    out, lse, draft, *parts = rows
+    scales, levels = (k_s, v_s, out_s), tuple(parts) or None
+    return q, k, v, k_cache, v_cache, table, cu, lengths, (alibi, sinks), scales, out, lse, draft, levels
 
 
 def _for_hopper(q, table, cu, lengths, alibi, sinks, k_s, v_s, out_s, out, lse, draft, *parts):  # type: ignore[no-untyped-def]
@@ -211,12 +214,14 @@ def _portable(problem: Problem, plan: PrefillPlan, forms: PrefillTensors, device
         FP8=_FP8.get(forms.k_cache.dtype, 0),
         K_SCALED=k_scaled,
         V_SCALED=v_scaled,
-        LIMIT=_limit(out),
+        LIMIT=0 if problem.shared else _limit(out),
         SOFTCAP=problem.softcap > 0,
         DRAFT=problem.draft,
         HAS_LEFT=problem.left >= 0,
         HAS_RIGHT=problem.right >= 0,
         SKIP_DECODE=problem.skip_decode,
+        SHARED=problem.shared,
+        CARRIED=problem.carried,
         WIDE=reach >= 2**31,
     )
     return Launch(
@@ -229,6 +234,11 @@ def _portable(problem: Problem, plan: PrefillPlan, forms: PrefillTensors, device
         group=_for_portable,
         num_warps=plan.num_warps,
     )
+
+
+def prepare_kernel(problem: Problem, plan: PrefillPlan, forms: PrefillTensors, device: torch.device) -> Run:
+    """The plan's kernel alone, called with the op's tensors and what it has beside them."""
+    return (_hopper if plan.hopper else _portable)(problem, plan, forms, device)
 
 
 def _boxes(problem: Problem, forms: PrefillTensors, box: int, k_columns: int, v_columns: int) -> list[TmaBox]:
@@ -286,16 +296,18 @@ def _hopper(problem: Problem, plan: PrefillPlan, forms: PrefillTensors, device: 
         CONSUMERS=2 if has_values_split(problem) else plan.block_m // 64,
         GROUPS=plan.block_m // 64,
         STAGES=plan.num_stages,
-        IN_PARTS=plan.num_splits != 1,
+        IN_PARTS=problem.shared or plan.num_splits != 1,
         IS_FP8=problem.cache_bits == 8,
         NEW_KV=problem.new_kv,
-        LIMIT=_limit(forms.out),
+        LIMIT=0 if problem.shared else _limit(forms.out),
         ALIBI=problem.alibi,
         SOFTCAP=problem.softcap > 0,
         DRAFT=problem.draft,
         HAS_LEFT=problem.left >= 0,
         HAS_RIGHT=problem.right >= 0,
         SKIP_DECODE=problem.skip_decode,
+        SHARED=problem.shared,
+        CARRIED=problem.carried,
     )
     rest = (
         *_counts(problem, forms.block_table), *_lse_strides(forms.lse), plan.num_splits, problem.left, problem.right,
@@ -320,7 +332,7 @@ def _hopper(problem: Problem, plan: PrefillPlan, forms: PrefillTensors, device: 
 def _with_pieces(attend: Run, problem: Problem, plan: PrefillPlan, forms: PrefillTensors, device: torch.device) -> Run:
     """A launch of the kernel for sm_90, which may leave tiles in parts, and one that merges them."""
     if plan.num_splits == 1:
-        return lambda *tensors: attend(*tensors, None, None, None)
+        return lambda *tensors: attend(*tensors[:_TENSORS], None, None, None, *tensors[_TENSORS:])
     # The interpreter knows no launches that depend on each other.
     dependent = device.type == "cuda"
     config = merge.MergeConfig(
@@ -346,11 +358,11 @@ def _with_pieces(attend: Run, problem: Problem, plan: PrefillPlan, forms: Prefil
     merge_pieces = Launch(merge.merge_pieces, grid, rest, device, dependent_launch=dependent, num_warps=4)
 
     def run(*tensors: Tensor | None) -> None:
-        given = PrefillTensors(*tensors)  # type: ignore[arg-type]
+        given = PrefillTensors(*tensors[:_TENSORS])  # type: ignore[arg-type]
         part = torch.empty((rows, problem.head_dim_v), dtype=torch.float32, device=device)
         part_lse = torch.empty(rows, dtype=torch.float32, device=device)
         noted = torch.empty((entries + 1, _ENTRY), dtype=torch.int64, device=device)
-        attend(*tensors, part, part_lse, noted)
+        attend(*tensors[:_TENSORS], part, part_lse, noted, *tensors[_TENSORS:])
         merge_pieces(given.sinks, given.out_scale, given.out, given.lse, part, part_lse, noted)
 
     return run
@@ -377,11 +389,12 @@ def _with_splits(attend: Run, problem: Problem, plan: PrefillPlan, forms: Prefil
     lse_size = (plan.num_splits, problem.num_heads, problem.tokens)
 
     def run(*tensors: Tensor | None) -> None:
-        given = PrefillTensors(*tensors)  # type: ignore[arg-type]
+        given = PrefillTensors(*tensors[:_TENSORS])  # type: ignore[arg-type]
         part = torch.empty(size, dtype=torch.float32, device=device)
         part_lse = torch.empty(lse_size, dtype=torch.float32, device=device)
         # Sinks and the scale of out are the merge kernel's.
-        attend(*tensors[:9], None, given.k_scale, given.v_scale, None, part, part_lse, given.draft_mask)
+        workspace = (part, part_lse, given.draft_mask)
+        attend(*tensors[:9], None, given.k_scale, given.v_scale, None, *workspace, *tensors[_TENSORS:])
         merge_splits(
             given.cu_seqlens_q, given.seqlens_k, given.sinks, given.out_scale, given.out, given.lse, part, part_lse
         )

@@ -2,6 +2,7 @@
 
 =======  =============================================================================
 prefill  writes the outputs, and the logarithms of the sums, that it is given
+cascade  the same over keys that groups of rows share, level by level
 merge    writes likewise the whole of an attention from two parts of its keys
 =======  =============================================================================
 
@@ -18,8 +19,9 @@ import torch
 from kernel_reference.checks import values_are_checked
 from kernel_reference.dispatch import PreparedLaunches, implement, launch_module
 from kernel_reference.integers import power_of_two_at_least
-from prefix_prefill import arguments, reference
+from prefix_prefill import arguments, levels, reference
 from prefix_prefill.arguments import MergeTensors, PrefillNumbers, PrefillTensors, prefill_arguments
+from prefix_prefill.levels import CascadeNumbers
 from prefix_prefill.plan import PrefillPlan, Problem
 from prefix_prefill.values import check_values
 
@@ -32,6 +34,10 @@ for _schema in (
     " Tensor(a!) out, Tensor(b!)? lse, Tensor? draft_mask, SymInt max_seqlen_q, str page_layout,"
     " float softmax_scale, SymInt left, SymInt right, float softcap, bool skip_decode, float k_factor, float v_factor,"
     " float out_factor, SymInt num_splits, SymInt max_seqlen_k=2147483647, int[]? plan=None) -> ()",
+    "cascade(Tensor q, Tensor[] k_cache, Tensor[] v_cache, Tensor[] block_table, Tensor[] cu_seqlens_q,"
+    " Tensor[] seqlens_k, Tensor? sinks, Tensor? k_scale, Tensor? v_scale, Tensor? out_scale, Tensor(a!) out,"
+    " Tensor(b!)? lse, Tensor? draft_mask, SymInt max_seqlen_q, str page_layout, float softmax_scale, float softcap,"
+    " float k_factor, float v_factor, float out_factor, SymInt num_splits) -> ()",
     "merge(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b, Tensor(a!) out, Tensor(b!) lse) -> ()",
 ):
     _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -67,6 +73,30 @@ def _kernel_prefill(*given: Any) -> None:
     run(*tensors)
 
 
+def _fake_cascade(*given: Any) -> list[Problem]:
+    return levels.check_cascade(*levels.cascade_arguments(given))
+
+
+def _prepare_cascade(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
+    launch_module("prefix_prefill")
+    from prefix_prefill import launch_cascade
+
+    given = levels.from_flat(tensors)
+    problems = levels.check_cascade(given, CascadeNumbers(*numbers))
+    run = launch_cascade.prepare_cascade(problems, [None] * len(problems), levels.tensors_of_levels(given))
+    return levels.overlap_of_cascade(given), run
+
+
+def _kernel_cascade(*given: Any) -> None:
+    tensors, numbers = levels.cascade_arguments(given)
+    flat = levels.flat(tensors)
+    check_overlap, run = launches.find(_prepare_cascade, flat, numbers)
+    if values_are_checked(tensors.q.device):
+        levels.check_cascade_values(tensors, numbers)
+    check_overlap(*flat)
+    run(levels.tensors_of_levels(tensors))
+
+
 def _prepare_merge(tensors: tuple[Any, ...], _: tuple[Any, ...]) -> Any:
     launch = launch_module("prefix_prefill")
     arguments.check_merge(*tensors)
@@ -81,4 +111,5 @@ def _kernel_merge(*tensors: Tensor) -> None:
 
 
 implement(_library, "prefill", reference=reference.prefill, kernel=_kernel_prefill, fake=_fake_prefill)
+implement(_library, "cascade", reference=reference.cascade, kernel=_kernel_cascade, fake=_fake_cascade)
 implement(_library, "merge", reference=reference.merge, kernel=_kernel_merge, fake=arguments.check_merge)

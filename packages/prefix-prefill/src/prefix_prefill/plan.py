@@ -33,6 +33,7 @@ class Problem:
     alignment, which only memory tells, is not among these. ``max_seqlen_k``: bounds the keys that the plan reckons
     with, and nothing else. ``left``, ``right``: the window, -1 without limit. ``k_scale``, ``v_scale``, ``out_scale``:
     those that were given as numbers. ``head_dim_v``: of values and outputs, that of keys where it is left out.
+    ``shared``: a level of a cascade before the last one; ``carried``: how many levels are before, of the last one.
     """
 
     num_heads: int
@@ -58,6 +59,8 @@ class Problem:
     left: int = -1
     right: int = 0
     skip_decode: bool = False
+    shared: bool = False
+    carried: int = 0
     k_scale: float = 1.0
     v_scale: float = 1.0
     out_scale: float = 1.0

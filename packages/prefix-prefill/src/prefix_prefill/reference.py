@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any
 
 import torch
 
-from kernel_reference.attention import attention, merge_attention_states
+from kernel_reference.attention import AttentionResult, attention, merge_attention_states
 from kernel_reference.checks import values_are_checked
 from kernel_reference.paging import Scale, gather
 from kernel_reference.ragged import clamped_ranges
-from prefix_prefill import arguments
+from prefix_prefill import arguments, levels
 from prefix_prefill.arguments import FP8, MergeTensors, PrefillTensors
 from prefix_prefill.plan import Problem
 from prefix_prefill.values import check_values
@@ -25,19 +26,48 @@ def prefill(*given: Any) -> None:
     if values_are_checked(tensors.q.device):
         check_values(tensors, numbers)
     arguments.overlap_of_prefill(tensors)(*tensors)
-    sequences, skipped = [], []
+    sequences = _sequences(problem, tensors)
+    skipped = [rows.start for _, rows, *_ in sequences if problem.skip_decode and rows.stop == rows.start + 1]
+    _clear(tensors.out, tensors.lse, skipped)
+    for i, rows, context, cached in sequences:
+        if rows.start not in skipped:
+            _attend(problem, tensors, i, rows, context, cached)
+
+
+def cascade(*given: Any) -> None:
+    """The op ``cascade`` on a CPU: level by level, merged."""
+    tensors, numbers = levels.cascade_arguments(given)
+    problems = levels.check_cascade(tensors, numbers)
+    if values_are_checked(tensors.q.device):
+        levels.check_cascade_values(tensors, numbers)
+    levels.overlap_of_cascade(tensors)(*levels.flat(tensors))
+    _clear(tensors.out, tensors.lse, [])
+    every = levels.tensors_of_levels(tensors)
+    heads, rows_in_all = tensors.q.shape[1], tensors.q.shape[0]
+    parts = []
+    for problem, level in zip(problems, every, strict=True):
+        out, lse = torch.zeros(tensors.out.shape), torch.full((heads, rows_in_all), -torch.inf)
+        sequences = _sequences(problem, level)
+        for i, rows, context, cached in sequences:
+            _attend(problem, level._replace(out=out, lse=lse), i, rows, context, cached)
+        parts.append(AttentionResult(out, lse))
+    whole = reduce(lambda a, b: merge_attention_states(*a, *b, compute_dtype=torch.float32), parts)
+    for _, rows, *_ in sequences:
+        tensors.out[rows] = _rounded(whole.out[rows], problem, every[-1])
+        if tensors.lse is not None:
+            tensors.lse[:, rows] = whole.lse[:, rows]
+
+
+def _sequences(problem: Problem, tensors: PrefillTensors) -> list[tuple[int, slice, int, int]]:
+    """Number, rows, older tokens and tokens in the cache of the sequences that can be."""
+    found = []
     ranges = clamped_ranges(tensors.cu_seqlens_q, problem.tokens)
     for i, ((begin, end), total) in enumerate(zip(ranges, tensors.seqlens_k.tolist(), strict=True)):
         context = total - (end - begin)
         cached = context if problem.new_kv else total
-        if end > begin and context >= 0 and cached <= problem.capacity:
-            if problem.skip_decode and end - begin == 1:
-                skipped.append(begin)
-            else:
-                sequences.append((i, slice(begin, end), context, cached))
-    _clear(tensors.out, tensors.lse, skipped)
-    for i, rows, context, cached in sequences:
-        _attend(problem, tensors, i, rows, context, cached)
+        if end > begin and (total if problem.shared else context) >= 0 and cached <= problem.capacity:
+            found.append((i, slice(begin, end), context, cached))
+    return found
 
 
 def _attend(problem: Problem, tensors: PrefillTensors, i: int, rows: slice, context: int, cached: int) -> None:
@@ -58,15 +88,20 @@ def _attend(problem: Problem, tensors: PrefillTensors, i: int, rows: slice, cont
         softcap=problem.softcap, sinks=tensors.sinks, alibi_slopes=tensors.alibi_slopes, compute_dtype=torch.float32,
         mask=None if tensors.draft_mask is None else _drafted(tensors.draft_mask[rows], keys.shape[0]),
     )  # fmt: skip
-    whole, out = result.out, tensors.out
-    if out.dtype in FP8:
-        limit = torch.finfo(out.dtype).max
+    tensors.out[rows] = _rounded(result.out, problem, tensors)
+    if tensors.lse is not None:
+        tensors.lse[:, rows] = result.lse
+
+
+def _rounded(whole: Tensor, problem: Problem, tensors: PrefillTensors) -> Tensor:
+    """Outputs as ``tensors.out`` holds them."""
+    dtype = tensors.out.dtype
+    if dtype in FP8:
+        limit = torch.finfo(dtype).max
         scale = tensors.out_scale
         divisor = problem.out_scale if scale is None else scale.reshape(()) * problem.out_scale
         whole = (whole / divisor).clamp(-limit, limit)
-    out[rows] = whole.to(out.dtype)
-    if tensors.lse is not None:
-        tensors.lse[:, rows] = result.lse
+    return whole.to(dtype)
 
 
 def _drafted(bits: Tensor, num_keys: int) -> Tensor:

@@ -10,8 +10,11 @@ from kernel_reference.ragged import check_cu_seqlens
 from prefix_prefill.arguments import NAMES, Names, PrefillNumbers, PrefillTensors, sizes_of
 
 
-def check_values(tensors: PrefillTensors, numbers: PrefillNumbers, names: Names = NAMES) -> None:
-    """Raises ValueError naming the argument, the place in it, what must be there and what was."""
+def check_values(tensors: PrefillTensors, numbers: PrefillNumbers, names: Names = NAMES, shared: bool = False) -> None:
+    """Raises ValueError naming the argument, the place in it, what must be there and what was.
+
+    shared: of a cascade's level before the last, whose keys are of any number.
+    """
     q, k_cache, block_table, seqlens_k = tensors.q, tensors.k_cache, tensors.block_table, tensors.seqlens_k
     draft_mask = seqlens_k.new_empty(0) if tensors.draft_mask is None else tensors.draft_mask
     parts = [x.reshape(-1).long() for x in (tensors.cu_seqlens_q, seqlens_k, block_table, draft_mask)]
@@ -30,8 +33,10 @@ def check_values(tensors: PrefillTensors, numbers: PrefillNumbers, names: Names 
         most = capacity + new if new_kv else capacity
         # Where every key is seen a sequence may have none at all, a part of one that is shared: 0 and -inf.
         nothing = total == 0 and not new_kv and numbers.right < 0
-        if not new <= total <= most and not nothing:
-            wanted = f"from {new} (the sequence's new tokens) to {most} (with what {names.block_table} has room for)"
+        least = 0 if shared else new
+        if not least <= total <= most and not nothing:
+            own = "" if shared else " (the sequence's new tokens)"
+            wanted = f"from {least}{own} to {most} (with what {names.block_table} has room for)"
             fail(f"{names.seqlens_k}[{sequence}]", wanted, total)
         if total > numbers.max_seqlen_k:
             fail(names.max_seqlen_k, f"at least {total}, the tokens of sequence {sequence}", numbers.max_seqlen_k)

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from prefix_prefill import (
     AttentionResult,
+    CascadeLevel,
     PrefillPlan,
+    cascade_attention,
     context_attention_fwd,
     merge_attention_states,
     prefix_prefill,
@@ -49,3 +51,10 @@ def as_engines_do(q: Tensor, k: Tensor, v: Tensor, o: Tensor, cache: Tensor, tab
     """vLLM's signature."""
     scale = torch.ones(1)
     context_attention_fwd(q, k, v, o, "auto", cache, cache, table, cu, cu[1:], 4096, 512, scale, scale)
+
+
+def over_levels(q: Tensor, cache: Tensor, table: Tensor, cu: Tensor, lengths: Tensor) -> AttentionResult:
+    """Levels of shared keys."""
+    level = CascadeLevel(cache, cache, table, cu, lengths)
+    assert_type(cascade_attention(q, [level, level], max_seqlen_q=1), Tensor)
+    return cascade_attention(q, (level,), max_seqlen_q=1, k_scale=0.5, v_scale=0.5, return_lse=True)

@@ -202,6 +202,9 @@ def share_work(o_lane, programs, num_splits, batch, C):
     if (not kept) & (tiles > tl.sum(sequences, 0) * HEADS):
         apart += share // 4
     line = (num_splits == 0) & (apart < whole)
+    if C.SHARED:
+        # Who takes their results looks for them by number of the piece.
+        line = num_splits < 0
     each = tl.where(num_splits > 0, num_splits, splits)
     work = Work(line, share, piece, num_splits, total, programs, total)
     if not line:

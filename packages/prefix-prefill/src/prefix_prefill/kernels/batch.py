@@ -56,7 +56,9 @@ def sequence_at(batch, i_n, C):
     begin = row_at(batch.p_cu, i_n, batch.num_sequences, batch.rows)
     end = tl.maximum(row_at(batch.p_cu, i_n + 1, batch.num_sequences, batch.rows), begin)
     q_len = (end - begin).to(tl.int32)
-    context, length, valid = lengths(batch.p_seqlens, i_n, batch.num_sequences, q_len, batch.capacity, C.NEW_KV)
+    context, length, valid = lengths(
+        batch.p_seqlens, i_n, batch.num_sequences, q_len, batch.capacity, C.NEW_KV, C.SHARED
+    )
     if C.SKIP_DECODE:
         q_len = tl.where(valid & (q_len == 1), 0, q_len)
     return Sequence(begin, q_len, context, length, valid)

@@ -32,6 +32,8 @@ class Config(NamedTuple):
     HAS_LEFT: bool
     HAS_RIGHT: bool
     SKIP_DECODE: bool
+    SHARED: bool  # a level of a cascade, but the last: its rows see all keys, and its results stay in parts
+    CARRIED: int  # levels of a cascade before this one, whose parts are added
     WIDE: bool  # a head's elements lie 2^31 and more apart
 
 

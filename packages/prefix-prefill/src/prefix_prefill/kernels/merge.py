@@ -105,7 +105,7 @@ def merge_splits(
     pid = tl.program_id(0)
     i_h = (pid // num_slots).to(tl.int64)
     i_n, i_tile, begin, q_len = find_tile(p_cu, pid % num_slots, num_sequences, rows, C.TOKENS)
-    _, _, valid = lengths(p_seqlens, i_n, num_sequences, q_len, capacity, C.NEW_KV)
+    _, _, valid = lengths(p_seqlens, i_n, num_sequences, q_len, capacity, C.NEW_KV, False)
     skipped = False
     if C.SKIP_DECODE:
         skipped = valid & (q_len == 1)

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from prefix_prefill.kernels.groups import Keys, Pages, Rows, Scoring, Source
+from prefix_prefill.kernels.merge import include
 from prefix_prefill.kernels.schedule import find_tile, key_range, lengths, program_tile, split_range
 from prefix_prefill.kernels.softmax import (
     LN_2,
@@ -165,20 +166,41 @@ def update(acc, running_max, row_sum, rows, keys, scoring, pages, ALIBI: tl.cons
     return acc, new_max, new_sum
 
 
+@triton.jit
+def with_levels(acc, running_max, row_sum, p_levels, row, o_h, o_d, m_row, m_out, rows, C):
+    """Rows of a cascade's last level together with their parts of the levels before."""
+    for i in tl.static_range(C.CARRIED):
+        pieces = tl.load(p_levels[3 * i + 2] + row, mask=m_row, other=0)
+        for i_piece in range(tl.max(pieces, 0)):
+            m_piece = m_row & (i_piece < pieces)
+            o_part = ((row * 0 + i_piece) * rows + row) * (C.GROUP * C.HEADS_KV) + o_h
+            b_lse = tl.load(p_levels[3 * i + 1] + o_part, mask=m_piece, other=float("-inf"))
+            p_part = p_levels[3 * i] + o_part[:, None] * C.DV + o_d[None, :]
+            b_part = tl.load(p_part, mask=m_out & m_piece[:, None], other=0.0)
+            acc, running_max, row_sum = include(acc, running_max, row_sum, b_part, b_lse)
+    return acc, running_max, row_sum
+
+
 @triton.jit(
     do_not_specialize=["rows", "num_sequences", "num_blocks", "capacity", "s_table", "num_slots", "left", "right"]
 )
 def attend(
-    p_q, p_k, p_v, p_k_cache, p_v_cache, p_table, p_cu, p_seqlens, p_alibi, p_sinks, p_scales, p_out, p_lse,
-    p_draft, rows, num_sequences, num_blocks, capacity, s_table, num_slots, scores, left, right, numbers,
+    p_q, p_k, p_v, p_k_cache, p_v_cache, p_table, p_cu, p_seqlens, p_per_head, p_scales, p_out, p_lse, p_draft,
+    p_levels, rows, num_sequences, num_blocks, capacity, s_table, num_slots, scores, left, right, numbers,
     config: tl.constexpr,
 ):  # fmt: skip
     """Rows of one tile over one split of their keys.
 
     ``p_scales`` are k_scale, v_scale and out_scale. With SPLITS > 1 partial results without sinks go to a workspace:
     p_out is then float32 [SPLITS, rows, H, D] and p_lse [SPLITS, H, rows].
+
+    ``p_per_head`` are slopes and sinks. Of a cascade's last level ``p_levels`` are, of each level before, parts
+    [pieces, rows, H, D], their lse [pieces, rows, H] and how many pieces there are of each row. Of a level before,
+    which writes such, ``p_levels[0]`` is that number, and p_out and p_lse are the others.
     """
     C: tl.constexpr = config._replace()
+    p_alibi = p_per_head[0]
+    p_sinks = p_per_head[1]
     BLOCK_M: tl.constexpr = C.BLOCK_M
     BLOCK_N: tl.constexpr = C.BLOCK_N
     BLOCK_D: tl.constexpr = C.BLOCK_D
@@ -191,7 +213,7 @@ def attend(
     i_kv, i_slot, i_hb, i_split = program_tile(pid, num_slots, C.HEADS_KV, HEAD_TILES)
 
     i_n, i_tile, begin, q_len = find_tile(p_cu, i_slot, num_sequences, rows, TOKENS)
-    context, length, valid = lengths(p_seqlens, i_n, num_sequences, q_len, capacity, C.NEW_KV)
+    context, length, valid = lengths(p_seqlens, i_n, num_sequences, q_len, capacity, C.NEW_KV, C.SHARED)
     skipped = False
     if C.SKIP_DECODE:
         skipped = valid & (q_len == 1)
@@ -337,7 +359,12 @@ def attend(
 
         if not NATURAL:
             running_max = running_max * LN_2
-        if C.SPLITS == 1:
+        if C.CARRIED:
+            if valid & (i_split == 0):
+                acc, running_max, row_sum = with_levels(
+                    acc, running_max, row_sum, p_levels, row, o_h, o_dv, m_row, m_out, rows, C
+                )
+        if C.SPLITS == 1 and not C.SHARED:
             if p_sinks is not None:
                 b_sink = tl.load(p_sinks + o_h).to(tl.float32)
                 b_sink = tl.where(valid, b_sink, float("-inf"))
@@ -352,6 +379,8 @@ def attend(
             H: tl.constexpr = C.GROUP * C.HEADS_KV
             part = i_split.to(tl.int64) * rows + row
             tl.store(p_out + (part * H + o_h)[:, None] * C.DV + o_dv[None, :], normalised(acc, row_sum), mask=m_out)
-            tl.store(
-                p_lse + (i_split.to(tl.int64) * H + o_h) * rows + row, log_sum_exp(running_max, row_sum), mask=m_row
-            )
+            off_lse = (i_split.to(tl.int64) * H + o_h) * rows + row
+            if C.SHARED:
+                off_lse = part * H + o_h
+                tl.store(p_levels[0] + row, o_t * 0 + C.SPLITS, mask=m_row & (o_h == 0) & (i_split == 0))
+            tl.store(p_lse + off_lse, log_sum_exp(running_max, row_sum), mask=m_row)

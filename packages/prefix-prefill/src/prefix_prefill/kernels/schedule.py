@@ -55,14 +55,20 @@ def find_tile(p_cu, i_slot, num_sequences, rows, TOKENS: tl.constexpr):
 
 
 @triton.jit
-def lengths(p_seqlens, i_n, num_sequences, q_len, capacity, NEW_KV: tl.constexpr):
-    """Tokens before the new ones, all tokens, and whether such a sequence can be."""
+def lengths(p_seqlens, i_n, num_sequences, q_len, capacity, NEW_KV: tl.constexpr, SHARED: tl.constexpr):
+    """Tokens before the new ones, all tokens, and whether such a sequence can be.
+
+    SHARED: the new ones are not among them, and none is before another.
+    """
     real = (i_n >= 0) & (i_n < num_sequences)
     length = tl.load(p_seqlens + i_n, mask=real, other=0).to(tl.int64)
     context = length - q_len
     cached = length
     if NEW_KV:
         cached = context
+    if SHARED:
+        context = length * 0
+        q_len = q_len * 0
     # Compared before it is subtracted: a length near -2^63 would wrap.
     valid = real & (length >= q_len) & (cached <= capacity) & (length < 2**31)
     return tl.where(valid, context, 0).to(tl.int32), tl.where(valid, length, 0).to(tl.int32), valid

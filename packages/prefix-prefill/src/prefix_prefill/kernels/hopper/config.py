@@ -41,6 +41,8 @@ class Config(NamedTuple):
     HAS_LEFT: bool
     HAS_RIGHT: bool
     SKIP_DECODE: bool
+    SHARED: bool  # a level of a cascade, but the last: its rows see all keys, and its results stay in parts
+    CARRIED: int  # levels of a cascade before this one, whose parts are added
 
 
 @gluon.constexpr_function

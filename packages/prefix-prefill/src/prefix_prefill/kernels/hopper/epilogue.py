@@ -5,7 +5,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from prefix_prefill.kernels.hopper.config import ROWS, column_of
-from prefix_prefill.kernels.hopper.items import tile_of
+from prefix_prefill.kernels.hopper.items import pieces_if_first, tile_of
+from prefix_prefill.kernels.hopper.levels import store_pieces, with_levels
 from prefix_prefill.kernels.hopper.rows import afresh, pointers_to, row_layout, rows_of, scale_all, scale_rows, scaled
 from prefix_prefill.kernels.hopper.softmax import HEADROOM_INVERSE, acc_layout, natural_log_sum_exp
 from prefix_prefill.kernels.softmax import LN_2, finite, log_sum_exp
@@ -13,7 +14,7 @@ from prefix_prefill.kernels.softmax import LN_2, finite, log_sum_exp
 
 @gluon.jit
 def finish(pointers, memory, i_group, accs, sums, table, i_item, scores, numbers, sizes, V, C):
-    """Epilogue: the sink, lse and the output over its scale; or, of a tile in parts, partial results without them."""
+    """Epilogue: results, or, of a tile in parts or of a level of a cascade, partial ones."""
     running_max, row_sum = sums
     i_group = afresh(i_group)
     # Looked up again: through the main loop it would take registers.
@@ -25,35 +26,57 @@ def finish(pointers, memory, i_group, accs, sums, table, i_item, scores, numbers
             row_sum = row_sum * HEADROOM_INVERSE
             accs = scale_all(accs, HEADROOM_INVERSE, V)
     lse = natural_log_sum_exp(running_max, row_sum, 1.0 if C.SOFTCAP else scores.softmax_scale)
-    whole = tile.part < 0
-    if C.IN_PARTS:
-        if not whole:
-            store_part(pointers, i_group, accs, row_sum, lse, tile, sizes.rows, V, C)
-    if whole:
-        o_m = i_group * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, V.L_S))
-        o_t, o_h, m_row = rows_of(o_m, tile, C)
-        if pointers.sinks is not None:
+    pieces = 0
+    if C.SHARED or C.CARRIED:
+        pieces = pieces_if_first(table, i_item, 4)
+    if C.CARRIED:
+        running_max = running_max * LN_2
+        if tile.valid & (pieces > 0):
+            sums = (row_sum, lse)
+            accs, running_max, row_sum, lse = with_levels(pointers, i_group, accs, sums, tile, sizes.rows, V, C)
+    if C.SHARED:
+        store_part(pointers, i_group, accs, row_sum, lse, tile, sizes.rows, V, C)
+        if V.OWN[0] == 0:
+            store_pieces(pointers, i_group, pieces, tile, C)
+    else:
+        whole = tile.part < 0
+        if C.IN_PARTS:
+            if not whole:
+                store_part(pointers, i_group, accs, row_sum, lse, tile, sizes.rows, V, C)
+        if whole:
+            store_whole(pointers, memory, i_group, accs, (running_max, row_sum, lse), tile, numbers, sizes, V, C)
+
+
+@gluon.jit
+def store_whole(pointers, memory, i_group, accs, sums, tile, numbers, sizes, V, C):
+    """The results of a tile that is not cut: with the sink, lse and the output over its scale."""
+    running_max, row_sum, lse = sums
+    o_m = i_group * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, V.L_S))
+    o_t, o_h, m_row = rows_of(o_m, tile, C)
+    if pointers.sinks is not None:
+        if not C.CARRIED:
             running_max = running_max * LN_2
-            b_sink = gl.load(pointers.sinks + o_h).to(gl.float32)
-            b_sink = gl.where(tile.valid, b_sink, float("-inf"))
-            new_max = gl.maximum(running_max, b_sink)
-            rescale = gl.exp(running_max - finite(new_max))
-            row_sum = row_sum * rescale + gl.exp(b_sink - finite(new_max))
-            accs = scale_rows(accs, rescale, V, C)
-            lse = log_sum_exp(new_max, row_sum)
-        if pointers.lse is not None and V.OWN[0] == 0:
-            row = (tile.begin + o_t).to(gl.int64)
-            gl.store(pointers.lse + o_h.to(gl.int64) * sizes.lse_head + row * sizes.lse_token, lse, mask=m_row)
-        out_scale = scaled(numbers.out_scale, pointers.scales[2], 0)
-        sum_inverse = 1.0 / (gl.where(row_sum == 0, 1.0, row_sum) * out_scale)
-        accs = scale_rows(accs, sum_inverse, V, C)
-        store_out(pointers, memory, i_group, accs, tile, numbers.strides, V, C)
+        b_sink = gl.load(pointers.sinks + o_h).to(gl.float32)
+        b_sink = gl.where(tile.valid, b_sink, float("-inf"))
+        new_max = gl.maximum(running_max, b_sink)
+        rescale = gl.exp(running_max - finite(new_max))
+        row_sum = row_sum * rescale + gl.exp(b_sink - finite(new_max))
+        accs = scale_rows(accs, rescale, V, C)
+        lse = log_sum_exp(new_max, row_sum)
+    if pointers.lse is not None and V.OWN[0] == 0:
+        row = (tile.begin + o_t).to(gl.int64)
+        gl.store(pointers.lse + o_h.to(gl.int64) * sizes.lse_head + row * sizes.lse_token, lse, mask=m_row)
+    out_scale = scaled(numbers.out_scale, pointers.scales[2], 0)
+    sum_inverse = 1.0 / (gl.where(row_sum == 0, 1.0, row_sum) * out_scale)
+    accs = scale_rows(accs, sum_inverse, V, C)
+    store_out(pointers, memory, i_group, accs, tile, numbers.strides, V, C)
 
 
 @gluon.jit
 def store_part(pointers, i_group, accs, row_sum, lse, tile, rows, V, C):
     """A consumer's partial outputs, normalised, and their lse: where, ``merge.write_entry`` has said."""
-    p_part, p_part_lse, _ = pointers.parts
+    p_part = pointers.parts[0]
+    p_part_lse = pointers.parts[1]
     accs = scale_rows(accs, 1.0 / gl.where(row_sum == 0, 1.0, row_sum), V, C)
     if V.OWN[0] == 0:
         o_m = i_group * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, V.L_S))

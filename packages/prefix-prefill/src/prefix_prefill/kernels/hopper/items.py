@@ -41,7 +41,8 @@ PART: gl.constexpr = gl.constexpr(9)
 BY_SHARE: gl.constexpr = gl.constexpr(10)
 I_N: gl.constexpr = gl.constexpr(11)
 IS_ITEM: gl.constexpr = gl.constexpr(12)
-FIELDS: gl.constexpr = gl.constexpr(13)
+PIECES: gl.constexpr = gl.constexpr(13)
+FIELDS: gl.constexpr = gl.constexpr(14)
 
 
 class Table(NamedTuple):
@@ -88,7 +89,7 @@ def schedule(table, num_splits, batch, p_entries, C):
         tl.extra.cuda.gdc_launch_dependents()
     work = share_work(o_lane, gl.num_programs(0).to(gl.int64), num_splits, batch, C)
     x, end = first_place(i_program, work)
-    if C.IN_PARTS:
+    if C.IN_PARTS and not C.SHARED:
         write_no_entries(p_entries, i_program, work)
     place = Place(batch.num_sequences * 0 - 1, x * 0, x * 0)
     count = batch.num_sequences * 0
@@ -104,7 +105,9 @@ def schedule(table, num_splits, batch, p_entries, C):
             item, x = piece_at(x, i_program, place, costs, work, C)
         if item.pieces > 0:
             part = x * 0 - 1
-            if C.IN_PARTS:
+            if C.SHARED:
+                part = item.i_piece
+            elif C.IN_PARTS:
                 part = write_entry(p_entries, at, i_program, item, sequence, work, C)
             put_item(table, count, item, part, place.i_n, sequence, work, batch, C)
             count += 1
@@ -143,6 +146,7 @@ def put_item(table, i, item, part, i_n, sequence, work, batch, C):
     put(table.numbers, first + PART, part)
     put(table.numbers, first + BY_SHARE, work.line)
     put(table.numbers, first + I_N, i_n)
+    put(table.numbers, first + PIECES, gl.where(item.i_piece == 0, item.pieces, 0))
     put(table.numbers, first + IS_ITEM, 1)
     tl.debug_barrier()
     mbarrier.arrive(table.full.index(slot))
@@ -182,6 +186,12 @@ def tile_of(table, i, C, WARPS: gl.constexpr):
 def context_of(table, i, WARPS: gl.constexpr):
     """The older tokens of item i's sequence."""
     return get(table.numbers, i % SLOTS * FIELDS + CONTEXT, WARPS)
+
+
+@gluon.jit
+def pieces_if_first(table, i, WARPS: gl.constexpr):
+    """In how many pieces the tile of item i is cut if the item is the first of them, else 0."""
+    return get(table.numbers, i % SLOTS * FIELDS + PIECES, WARPS)
 
 
 @gluon.jit

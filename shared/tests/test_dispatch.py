@@ -5,12 +5,18 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from kernel_reference import dispatch
+from kernel_reference.checks import validate_values
 from kernel_reference.dispatch import PreparedLaunches, allocator, implement, launch_module
 
 Tensor = torch.Tensor
@@ -153,3 +159,153 @@ def test_an_allocator_makes_new_tensors_of_the_same_form_and_keeps_none_alive() 
     del like
     gc.collect()
     assert alive() is None
+
+
+# The short way past torch's dispatcher
+
+
+class Scaled:
+    """An op, ``factor * x (+ y)``, called the short way where there is one; CPU tensors stand for a GPU's."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+        self.launches = PreparedLaunches(most=4)
+        self.op: Any = torch.ops.glue_test_direct.scaled.default
+
+    def __call__(self, x: Any, y: Any, factor: float) -> Any:
+        run = self.launches.direct((x, y), ("scaled", factor))
+        if run is not None:
+            self.seen.append("direct")
+            return run(x, y)
+        result = self.op(x, y, factor)
+        self.seen.append("op")
+        self.launches.keep_direct((x, y), ("scaled", factor), lambda: lambda x, y: scaled(x, y, factor))
+        return result
+
+    def went(self, *given: Any) -> str:
+        self(*given)
+        return self.seen[-1]
+
+
+def scaled(x: Tensor, y: Tensor | None, factor: float) -> Tensor:
+    return factor * x if y is None else factor * x + y
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scaled]:
+    monkeypatch.setattr(dispatch, "has_kernel", lambda device: device.type == "cpu")
+    library = torch.library.Library("glue_test_direct", "DEF")
+    library.define("scaled(Tensor x, Tensor? y, float factor) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+    implement(library, "scaled", reference=scaled, kernel=scaled, fake=scaled)
+    yield Scaled()
+    library._destroy()
+
+
+def test_eager_calls_that_look_alike_go_past_the_dispatcher_from_the_second_on(call) -> None:
+    x, y = torch.ones(2, 3), torch.ones(3)
+    assert [call.went(x, y, 2.0) for _ in range(3)] == ["op", "direct", "direct"]
+    assert torch.equal(call(x + 1, y, 2.0), torch.full((2, 3), 5.0))
+    assert call.seen[-1] == "direct"
+    parameter = torch.nn.Parameter(x, requires_grad=False)
+    others = [
+        (x[:1], y, 2.0), (x.T.contiguous().T, y, 2.0), (x.double(), y, 2.0), (parameter, y, 2.0), (x, None, 2.0),
+        (x, y, 3.0), (x, y[:1], 2.0),
+    ]  # fmt: skip
+    for other in others:
+        assert [call.went(*other) for _ in range(2)] == ["op", "direct"]
+    assert len(call.launches._direct) <= 4
+
+
+def test_what_is_absent_in_one_place_is_not_taken_for_what_is_absent_in_another(call) -> None:
+    x = torch.ones(3)
+    assert [call.went(x, None, 2.0) for _ in range(2)] == ["op", "direct"]
+    with pytest.raises(TypeError):
+        call(None, x, 2.0)
+    assert torch.equal(call(x, x.clone(), 2.0), 3 * x)
+
+
+class Watching(TorchDispatchMode):
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return op(*args, **(kwargs or {}))
+
+
+class Overriding(TorchFunctionMode):
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+ROUND_A_CALL: dict[str, Callable[[], Any]] = {
+    "a mode of dispatch": Watching,
+    "a mode of functions": Overriding,
+    "a default device": lambda: torch.device("cpu"),
+    "fake tensors": lambda: FakeTensorMode(allow_non_fake_inputs=True),
+    "a profiler": torch.profiler.profile,
+    "forward derivatives": torch.autograd.forward_ad.dual_level,
+    "autocast": lambda: torch.autocast("cpu"),
+    "checks of values": validate_values,
+}
+
+
+@pytest.mark.parametrize("around", ROUND_A_CALL.values(), ids=ROUND_A_CALL)
+def test_whoever_looks_on_sees_the_op(call, around) -> None:
+    x = torch.ones(3)
+    assert [call.went(x, None, 2.0) for _ in range(2)] == ["op", "direct"]
+    with around():
+        assert call.went(x, None, 2.0) == "op"
+    # It left nothing behind by which a later one of its kind would be passed over.
+    with around():
+        seen = call.went(x, None, 2.0)
+    assert seen == ("direct" if around is ROUND_A_CALL["autocast"] else "op")
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda x: x.as_subclass(Subclass), torch._neg_view, lambda x: x.requires_grad_(), lambda x: x.to("meta")],
+    ids=["a subclass", "a view that negates", "one that wants a gradient", "one without memory"],
+)
+def test_tensors_that_are_more_than_memory_are_the_dispatchers(call, make) -> None:
+    assert [call.went(torch.ones(3), None, 2.0) for _ in range(2)] == ["op", "direct"]
+    x = make(torch.ones(3))
+    assert [call.went(x, None, 2.0) for _ in range(2)] == ["op", "op"]
+
+
+def test_a_trace_holds_the_op(call) -> None:
+    x = torch.ones(3)
+    call(x, None, 2.0)
+    graph = make_fx(lambda x: call(x, None, 2.0))(x)
+    assert [node.target for node in graph.graph.nodes if node.op == "call_function"] == [call.op]
+    assert call.went(x, None, 2.0) == "direct"
+
+
+def test_a_batch_of_vmap_reaches_the_op(call) -> None:
+    x = torch.ones(2, 3)
+    call(x[0], None, 2.0)
+    torch.vmap(lambda x: call(x, None, 2.0))(x)
+    assert call.seen == ["op", "op"]
+    assert call.went(x[0], None, 2.0) == "direct"
+
+
+def test_on_a_cpu_there_is_no_short_way(call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert [call.went(torch.ones(3), None, 2.0) for _ in range(2)] == ["op", "op"]
+
+
+def test_inside_inference_mode_the_short_way_is_another_than_outside(call) -> None:
+    x = torch.ones(3)
+    for _ in range(2):
+        with torch.inference_mode():
+            assert [call.went(x, None, 2.0) for _ in range(2)] == ["op", "direct"]
+        assert [call.went(x, None, 2.0) for _ in range(2)] == ["op", "direct"]
+
+
+def test_a_torch_without_such_guards_calls_the_op(call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_TensorGuards", None)
+    assert [call.went(torch.ones(3), None, 2.0) for _ in range(2)] == ["op", "op"]
+
+
+def test_this_torch_has_them() -> None:
+    assert dispatch._TensorGuards is not None

@@ -27,8 +27,21 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd import profiler
+
+from kernel_reference.checks import values_are_checked
+from kernel_reference.transforms import are_active
 
 Tensor = torch.Tensor
+
+# Subclasses may want to see an op, as FakeTensor does; a Parameter is a tensor by another name.
+_PLAIN = {Tensor, torch.nn.Parameter, type(None)}
+# torch.compile's guards compare Python type, dispatch keys (with those that a thread includes or leaves out: modes,
+# transforms, autocast, jit's tracer), dtype, device, sizes and strides of many tensors in 1 us. They are private, and
+# without them each call is the op's.
+_TensorGuards = getattr(torch._C._dynamo.guards, "TensorGuards", None)
+# In place of what is None, one a position, as guards refuse a tensor that comes twice.
+_ABSENT = [torch.empty((0, 0, 0, 7), dtype=torch.bool, device="meta") for _ in range(32)]
 
 
 class PreparedLaunches:
@@ -43,6 +56,7 @@ class PreparedLaunches:
         # Enough for the sizes of a server's life.
         self.most = most
         self._found: dict[tuple[object, ...], Any] = {}
+        self._direct: dict[tuple[object, ...], tuple[Callable[..., bool], Callable[..., Any]]] = {}
 
     def __len__(self) -> int:
         return len(self._found)
@@ -70,8 +84,68 @@ class PreparedLaunches:
             self._found[key] = found
         return found
 
+    def direct(self, tensors: tuple[Tensor | None, ...], numbers: tuple[Any, ...]) -> Callable[..., Any] | None:
+        """What :meth:`keep_direct` was given for a call that looks like this one, to be called in place of the op.
 
-_PLAIN = {torch.Tensor, torch.nn.Parameter, type(None)}
+        torch's dispatcher takes 10 to 20 us to hand a Python kernel its arguments. In eager code that is all that it
+        does for tensors that are no subclass's, and there this call has the kernel's launch at once. None where
+        anybody else has a part in it: a mode (fake tensors, tracing, functions), a transform, a profiler, checks of
+        values; and while torch.compile traces. Only the latest call with such numbers is remembered.
+        """
+        if torch.compiler.is_dynamo_compiling() or _somebody_looks_on() or values_are_checked():
+            return None
+        found = self._direct.get(numbers)
+        if found is None:
+            return None
+        looks_alike, run = found
+        return run if looks_alike(*_for_guards(tensors)) else None
+
+    def keep_direct(
+        self, tensors: tuple[Tensor | None, ...], numbers: tuple[Any, ...], make: Callable[[], Callable[..., Any]]
+    ) -> None:
+        """Remember ``make()`` for :meth:`direct`, if calls like this one, which the op has just served, may go so.
+
+        numbers: all that tells calls of the package apart but their tensors, the op's name included.
+        """
+        if torch.compiler.is_dynamo_compiling() or _TensorGuards is None or not _is_plain(tensors):
+            return
+        if len(tensors) > len(_ABSENT):
+            return
+        if len(self._direct) >= self.most:
+            self._direct.clear()
+        guards = _TensorGuards(*_for_guards(tensors), dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        self._direct[numbers] = guards.check, make()
+
+
+def _for_guards(tensors: tuple[Tensor | None, ...]) -> list[Tensor]:
+    return [x if x is not None else none for x, none in zip(tensors, _ABSENT, strict=False)]
+
+
+def _somebody_looks_on() -> bool:
+    """Whether a mode, a transform or a profiler is round the call. Costs 0.3 us."""
+    return bool(
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or are_active()
+        or profiler._is_profiler_enabled
+    )
+
+
+def _is_plain(tensors: tuple[Tensor | None, ...]) -> bool:
+    """Whether the dispatcher would do nothing with these but call the kernel for a GPU."""
+    return not (_somebody_looks_on() or torch._C._is_tracing() or values_are_checked()) and all(
+        type(x) in _PLAIN
+        and has_kernel(x.device)
+        and not (x.is_neg() or x.is_conj())
+        and not (x.requires_grad and torch.is_grad_enabled())
+        for x in tensors
+        if x is not None
+    )
+
+
+def has_kernel(device: torch.device) -> bool:
+    """Whether ops on this device run a package's kernel, where they run at all."""
+    return device.type not in ("cpu", "meta")
 
 
 def runs_now(tensors: Sequence[Any]) -> bool:
@@ -133,12 +207,13 @@ def _dropping(check: Callable[..., object]) -> Callable[..., None]:
 _empty_strided_cuda = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
 
-def allocator(like: Tensor) -> Callable[[], Tensor]:
+def allocator(like: Tensor, device: torch.device | None = None) -> Callable[[], Tensor]:
     """What makes an uninitialised tensor of the same sizes, strides, dtype and device, in the least host time.
 
-    Keeps nothing of ``like`` alive.
+    Keeps nothing of ``like`` alive. device: in place of its own, where ``like`` is a form on ``meta``.
     """
-    size, stride, dtype, device = tuple(like.shape), like.stride(), like.dtype, like.device
+    size, stride, dtype = tuple(like.shape), like.stride(), like.dtype
+    device = device or like.device
     if _empty_strided_cuda is not None and device.type == "cuda" and torch.cuda.device_count() == 1:
         return partial(_empty_strided_cuda, size, stride, dtype)
     return partial(torch.empty_strided, size, stride, dtype=dtype, device=device)

@@ -20,8 +20,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from kernel_reference.starting import Starter, find_starter
+
 Tensor = torch.Tensor
 
+# Encoded descriptors that a launch keeps, of 1 KB a call: as many as a model has layers, and temporary tensors at a
+# handful of addresses.
+_MOST_MAPS = 512
 _INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -42,8 +47,9 @@ class Launch:
         options: of the compiler: num_warps, num_stages, enable_fp_fusion ...
 
     Called with tensors, or None where the kernel takes none, of the dtypes, strides and device it was made for. From
-    the second call on Triton's binding of arguments is skipped (half of a launch's host time): all that it would
+    the second call on Triton's binding of arguments is skipped (most of a launch's host time): all that it would
     specialise on is fixed here but the pointers' alignment; tensors that are not 16-byte aligned go through it again.
+    Where it is known how, Triton's C function is called at once (see starting.py), unless a profiler has set hooks.
     """
 
     def __init__(
@@ -68,6 +74,7 @@ class Launch:
         self._as_integers = frozenset(as_integers)
         self._guarded = _guarded(device)
         self._run: Callable[..., None] | None = None
+        self._starter: Starter | None = None
 
     def __call__(self, *tensors: Tensor | None) -> None:
         if self._guarded is None or self._guarded.index == torch.cuda.current_device():
@@ -81,16 +88,24 @@ class Launch:
         count = len(self.boxes)
         return *tensors[:count], *self._given(tensors[count:]), *self.rest
 
-    def _start(self, tensors: tuple[Tensor | None, ...], leading: Sequence[Any] = ()) -> None:
+    def _start(self, tensors: tuple[Tensor | None, ...]) -> None:
         pointers = [tensor if tensor is None else tensor.data_ptr() for tensor in tensors]
         aligned = not any([pointer & 15 for pointer in pointers if pointer is not None])
         if self._run is not None and aligned:
             grouped: Sequence[Any] = pointers if self.group is None else self.group(*pointers)
-            self._run(*leading, *grouped, *self.rest)
+            if self._starter is None or self._starter.is_watched():
+                self._run(*grouped, *self.rest)
+            else:
+                self._starter.start((*grouped, *self.rest))
             return
-        compiled = self.kernel[self.grid](*leading, *self._given(tensors), *self.rest, **self.options)
+        self._bind(tensors, aligned)
+
+    def _bind(self, tensors: tuple[Tensor | None, ...], aligned: bool, descriptors: Sequence[Any] = ()) -> None:
+        """Triton's own way, which compiles what is not compiled."""
+        compiled = self.kernel[self.grid](*descriptors, *self._given(tensors), *self.rest, **self.options)
         # The interpreter compiles nothing and returns None.
         if compiled is not None and aligned:
+            self._starter = find_starter(compiled, self.grid)
             self._run = compiled[self.grid]
 
     def _given(self, tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
@@ -157,13 +172,34 @@ class TmaLaunch(Launch):
         self.boxes += [(list(box.sizes), list(box.strides), list(box.box), box.layout) for box in boxes]
         # What a box's descriptors have in common, once one of them has passed the checks of its class.
         self._checked: dict[int, dict[str, Any]] = {}
+        # What C takes for the descriptors, by the addresses of their tensors: sizes and strides are fixed.
+        self._maps: dict[tuple[int | None, ...], tuple[Any, ...]] = {}
 
-    def _start(self, tensors: tuple[Tensor | None, ...], leading: Sequence[Any] = ()) -> None:
+    def _start(self, tensors: tuple[Tensor | None, ...]) -> None:
         count = len(self.boxes)
+        pointers = [tensor if tensor is None else tensor.data_ptr() for tensor in tensors]
+        others = pointers[count:]
+        aligned = not any([pointer & 15 for pointer in others if pointer is not None])
+        if self._run is None or not aligned:
+            self._bind(tensors[count:], aligned, self._descriptors(tensors[:count]))
+            return
+        grouped: Sequence[Any] = others if self.group is None else self.group(*others)
+        if self._starter is None or self._starter.is_watched():
+            self._run(*self._descriptors(tensors[:count]), *grouped, *self.rest)
+            return
+        addresses = tuple(pointers[:count])
+        maps = self._maps.get(addresses)
+        if maps is None:
+            if len(self._maps) >= _MOST_MAPS:
+                self._maps.clear()
+            maps = self._maps[addresses] = self._starter.maps(self._descriptors(tensors[:count]))
+        self._starter.start((*maps, *grouped, *self.rest))
+
+    def _descriptors(self, tensors: tuple[Tensor | None, ...]) -> list[Any]:
         descriptors: list[Any] = []
-        for position, tensor in enumerate(tensors[:count]):
+        for position, tensor in enumerate(tensors):
             descriptors.append(descriptors[0] if tensor is None else self._describe(position, tensor))
-        super()._start(tensors[count:], descriptors)
+        return descriptors
 
     def _describe(self, position: int, tensor: Tensor) -> Any:
         """A descriptor of this tensor. They differ in address alone, and checking four takes 16 us of host time."""

@@ -22,17 +22,13 @@ from kernel_reference.checks import (
 from kernel_reference.paging import LAYOUTS
 from kernel_reference.plans import plan_as_ints
 from kernel_reference.transforms import are_active, refuse_derivatives
-from prefix_prefill import (
-    arguments,
-    ops,  # noqa: F401  defines the ops that are taken below
-)
+from prefix_prefill import arguments, ops
 from prefix_prefill.arguments import FP8, NAMES, Names
 from prefix_prefill.plan import MOST_TOKENS, PrefillPlan
 
 Tensor = torch.Tensor
 PageLayout = Literal["NHD", "HND", "x-packed"]
 
-_prefill = torch.ops.prefix_prefill.prefill.default
 _merge = torch.ops.prefix_prefill.merge.default
 
 
@@ -236,21 +232,18 @@ def prefix_prefill(
                 v_scale=own_v, out_scale=own_out, out=out,
             )  # fmt: skip
         require_scales(k_cache, v_cache, k_scale, v_scale)
-        if out is None:
-            # Where these are wrong it is the op that says how.
-            known = v_cache.ndim == 4 and isinstance(page_layout, str)
-            size = (*q.shape[:2], arguments.value_dim(v_cache, page_layout) if known else q.shape[2])
-            result = q.new_empty(size) if out_scale is None else q.new_empty(size, dtype=FP8[0])
-        else:
+        if out is not None:
             require_out_scale(out, out_scale, NAMES)
-            result = out
-        lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32) if return_lse else None
-        _prefill(
+        tensors = (
             q, k, v, k_cache, v_cache, block_table, cu_seqlens_q, seqlens_k, alibi_slopes, sinks, own_k, own_v, own_out,
-            result, lse, draft_mask, max_seqlen_q, page_layout,
-            q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale, left, right, softcap, skip_decode, k_number,
-            v_number, out_number, splits, MOST_TOKENS, ints,
+            out, None, draft_mask,
         )  # fmt: skip
+        numbers = (
+            max_seqlen_q, page_layout, q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale, left, right,
+            softcap, skip_decode, k_number, v_number, out_number, splits, MOST_TOKENS,
+            None if ints is None else tuple(ints),
+        )  # fmt: skip
+        result, lse = ops.prefill(tensors, numbers, return_lse, None if out_scale is None else FP8[0])
     except REFUSALS:
         check_dense(
             q=q, **given(k=k, v=v), k_cache=k_cache, v_cache=v_cache, block_table=block_table,

@@ -338,6 +338,12 @@ def value_dim(v_cache: Tensor, page_layout: str) -> int:
     return v_cache.shape[-2 if page_layout == "x-packed" else -1]
 
 
+def out_size(q: Tensor, v_cache: Tensor, page_layout: str) -> tuple[int, ...]:
+    """The sizes of a new result. Where these are wrong it is the op that says how."""
+    known = v_cache.ndim == 4 and isinstance(page_layout, str)
+    return *q.shape[:2], value_dim(v_cache, page_layout) if known else q.shape[2]
+
+
 def _values_of(k_cache: Tensor, page_layout: str, size: int) -> tuple[int, ...]:
     """The shape of values of this head size beside such keys."""
     blocks, page_size, heads, _ = sizes_of(k_cache, page_layout)

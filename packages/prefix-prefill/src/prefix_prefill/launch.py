@@ -13,6 +13,7 @@ from functools import lru_cache
 import torch
 
 from kernel_reference.checks import fail
+from kernel_reference.dispatch import allocator
 from kernel_reference.integers import cdiv, power_of_two_at_least, power_of_two_in
 from kernel_reference.launching import (
     Launch,
@@ -356,16 +357,22 @@ def _with_pieces(attend: Run, problem: Problem, plan: PrefillPlan, forms: Prefil
     # More programs than that would wait for others' to end.
     grid = (min(entries * cdiv(plan.block_m, _MERGED_ROWS), 8 * plan.programs), 1, 1)
     merge_pieces = Launch(merge.merge_pieces, grid, rest, device, dependent_launch=dependent, num_warps=4)
+    new_part = _scratch((rows, problem.head_dim_v), torch.float32, device)
+    new_part_lse = _scratch((rows,), torch.float32, device)
+    new_noted = _scratch((entries + 1, _ENTRY), torch.int64, device)
 
     def run(*tensors: Tensor | None) -> None:
         given = PrefillTensors(*tensors[:_TENSORS])  # type: ignore[arg-type]
-        part = torch.empty((rows, problem.head_dim_v), dtype=torch.float32, device=device)
-        part_lse = torch.empty(rows, dtype=torch.float32, device=device)
-        noted = torch.empty((entries + 1, _ENTRY), dtype=torch.int64, device=device)
+        part, part_lse, noted = new_part(), new_part_lse(), new_noted()
         attend(*tensors[:_TENSORS], part, part_lse, noted, *tensors[_TENSORS:])
         merge_pieces(given.sinks, given.out_scale, given.out, given.lse, part, part_lse, noted)
 
     return run
+
+
+def _scratch(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
+    """What makes scratch memory while a call runs."""
+    return allocator(torch.empty(size, dtype=dtype, device="meta"), device)
 
 
 def _with_splits(attend: Run, problem: Problem, plan: PrefillPlan, forms: PrefillTensors, device: torch.device) -> Run:
@@ -386,12 +393,12 @@ def _with_splits(attend: Run, problem: Problem, plan: PrefillPlan, forms: Prefil
     rest = (problem.tokens, problem.sequences, problem.capacity, slots, problem.out_scale, strides, config)
     merge_splits = Launch(merge.merge_splits, (slots * problem.num_heads, 1, 1), rest, device, num_warps=4)
     size = (plan.num_splits, problem.tokens, problem.num_heads, problem.head_dim_v)
-    lse_size = (plan.num_splits, problem.num_heads, problem.tokens)
+    new_part = _scratch(size, torch.float32, device)
+    new_part_lse = _scratch((plan.num_splits, problem.num_heads, problem.tokens), torch.float32, device)
 
     def run(*tensors: Tensor | None) -> None:
         given = PrefillTensors(*tensors[:_TENSORS])  # type: ignore[arg-type]
-        part = torch.empty(size, dtype=torch.float32, device=device)
-        part_lse = torch.empty(lse_size, dtype=torch.float32, device=device)
+        part, part_lse = new_part(), new_part_lse()
         # Sinks and the scale of out are the merge kernel's.
         workspace = (part, part_lse, given.draft_mask)
         attend(*tensors[:9], None, given.k_scale, given.v_scale, None, *workspace, *tensors[_TENSORS:])

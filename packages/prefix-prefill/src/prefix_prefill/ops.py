@@ -17,12 +17,12 @@ from typing import Any
 import torch
 
 from kernel_reference.checks import values_are_checked
-from kernel_reference.dispatch import PreparedLaunches, implement, launch_module
+from kernel_reference.dispatch import PreparedLaunches, allocator, implement, launch_module
 from kernel_reference.integers import power_of_two_at_least
 from prefix_prefill import arguments, levels, reference
 from prefix_prefill.arguments import MergeTensors, PrefillNumbers, PrefillTensors, prefill_arguments
 from prefix_prefill.levels import CascadeNumbers
-from prefix_prefill.plan import PrefillPlan, Problem
+from prefix_prefill.plan import MOST_TOKENS, PrefillPlan, Problem
 from prefix_prefill.values import check_values
 
 Tensor = torch.Tensor
@@ -44,8 +44,8 @@ for _schema in (
 
 launches = PreparedLaunches()
 _TENSORS = len(PrefillTensors._fields)
-# Where the numbers have it, if it is not the default, which torch leaves out.
-_MAX_SEQLEN_K = PrefillNumbers._fields.index("max_seqlen_k")
+_OUT, _LSE = PrefillTensors._fields.index("out"), PrefillTensors._fields.index("lse")
+_prefill = torch.ops.prefix_prefill.prefill.default
 
 
 def _fake_prefill(*given: Any) -> Problem:
@@ -60,12 +60,18 @@ def _prepare_prefill(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
     return arguments.overlap_of_prefill(given), run
 
 
+def _rounded(numbers: tuple[Any, ...]) -> tuple[Any, ...]:
+    """One launch for all bounds of keys up to a power of two: sequences grow with every step of a server."""
+    options = PrefillNumbers(*numbers)
+    most = options.max_seqlen_k
+    # Of a symbolic size, which only tracing has, nothing is asked.
+    if type(most) is not int or not 1 < most < MOST_TOKENS:
+        return options
+    return options._replace(max_seqlen_k=min(power_of_two_at_least(most), MOST_TOKENS))
+
+
 def _kernel_prefill(*given: Any) -> None:
-    tensors, numbers = given[:_TENSORS], given[_TENSORS:]
-    if len(numbers) > _MAX_SEQLEN_K and numbers[_MAX_SEQLEN_K] > 1:
-        # One launch for all bounds up to a power of two: sequences grow with every step of a server.
-        rounded = power_of_two_at_least(numbers[_MAX_SEQLEN_K])
-        numbers = (*numbers[:_MAX_SEQLEN_K], rounded, *numbers[_MAX_SEQLEN_K + 1 :])
+    tensors, numbers = given[:_TENSORS], _rounded(given[_TENSORS:])
     check_overlap, run = launches.find(_prepare_prefill, tensors, numbers)
     if values_are_checked(tensors[0].device):
         check_values(*prefill_arguments(given))
@@ -95,6 +101,54 @@ def _kernel_cascade(*given: Any) -> None:
         levels.check_cascade_values(tensors, numbers)
     check_overlap(*flat)
     run(levels.tensors_of_levels(tensors))
+
+
+def prefill(
+    tensors: tuple[Any, ...], numbers: tuple[Any, ...], return_lse: bool = False, out_dtype: Any = None
+) -> tuple[Tensor, Tensor | None]:
+    """Call the op with these tensors and all numbers; by the short way where there is one.
+
+    An ``out`` of None is made, of q's dtype or another, and ``lse``, which is None, if it is wanted.
+    """
+    if not torch.compiler.is_dynamo_compiling():
+        kind = ("prefill", return_lse, out_dtype, *_rounded(numbers))
+        direct = launches.direct(tensors, kind)
+        if direct is not None:
+            return direct(*tensors)  # type: ignore[no-any-return]
+    q, out = tensors[0], tensors[_OUT]
+    if out is None:
+        out = q.new_empty(arguments.out_size(q, tensors[4], numbers[1]), dtype=out_dtype)
+    lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32) if return_lse else None
+    given = (*tensors[:_OUT], out, lse, *tensors[_LSE + 1 :])
+    _prefill(*given, *numbers)
+    if not torch.compiler.is_dynamo_compiling():
+        launches.keep_direct(tensors, kind, lambda: _direct_prefill(given, _rounded(numbers), tensors[_OUT] is None))
+    return out, lse
+
+
+def _direct_prefill(tensors: tuple[Any, ...], numbers: tuple[Any, ...], makes_out: bool) -> Any:
+    """What serves calls like one that the op has served with these tensors."""
+    check_overlap, run = launches.find(_prepare_prefill, tensors, numbers)
+    new_out, new_lse = [_nothing if x is None else allocator(x) for x in tensors[_OUT : _LSE + 1]]
+
+    def into(*given: Any) -> tuple[Tensor, Tensor | None]:
+        lse = new_lse()
+        given = (*given[:_LSE], lse, *given[_LSE + 1 :])
+        check_overlap(*given)
+        run(*given)
+        return given[_OUT], lse
+
+    def anew(*given: Any) -> tuple[Tensor, Tensor | None]:
+        # New memory overlaps none.
+        out, lse = new_out(), new_lse()
+        run(*given[:_OUT], out, lse, *given[_LSE + 1 :])
+        return out, lse
+
+    return anew if makes_out else into
+
+
+def _nothing() -> Any:
+    return None
 
 
 def _prepare_merge(tensors: tuple[Any, ...], _: tuple[Any, ...]) -> Any:

@@ -17,17 +17,12 @@ from kernel_reference.checks import (
     values_are_checked,
 )
 from kernel_reference.transforms import are_active, refuse_derivatives
-from prefix_prefill import (
-    arguments,
-    ops,  # noqa: F401  defines the op that is taken below
-)
+from prefix_prefill import arguments, ops
 from prefix_prefill.api import as_scale, require_out_scale, require_scales
 from prefix_prefill.arguments import FP8, Names, PrefillNumbers, PrefillTensors
 from prefix_prefill.values import check_values
 
 Tensor = torch.Tensor
-
-_prefill = torch.ops.prefix_prefill.prefill.default
 
 # Cache dtypes by the engine's names.
 _CACHE_DTYPES = {
@@ -122,7 +117,7 @@ def context_attention_fwd(
         max_seq_len,
     )  # fmt: skip
     try:
-        _prefill(*tensors, *numbers)
+        ops.prefill(tensors, numbers)
     except (*REFUSALS, ValueError):
         # The op knows its arguments by other names.
         check_dense(

@@ -1,26 +1,31 @@
-"""What serving asks for beside chunks and decoding: drafts that are trees.
+"""What serving asks for beside chunks and decoding: keys that sequences share, and drafts that are trees.
 
 ``python -m kernel_reference.bench.run packages/prefix-prefill/benchmarks/cascade.py --out DIR`` measures all of it. FA3
-knows no such mask: beside trees it takes chains of as many tokens, which do the same work.
+knows neither: it takes tables that name the shared pages once a sequence, and for trees chains of as many tokens, which
+do the same work.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
+import peers
 import torch
-from cases import DTYPE, LLAMA3_8B, OURS, TP8, Batch, Ours, Shape, Theirs, check, fa3, make_batch, over_pages
-from peers import FA3
+from cases import DTYPE, LLAMA3_8B, OURS, TP8, Batch, Ours, Shape, Theirs, check, fa3, make_batch, ours, over_pages
+from peers import FA3, FA3_SCHEDULED
 
 from kernel_reference.attention import attention
 from kernel_reference.bench import Case, Requirement
+from kernel_reference.models import SoftmaxAttention
 from kernel_reference.paging import gather
 from kernel_reference.testing.numerics import assert_close_to_oracle
+from prefix_prefill import CascadeLevel, cascade_attention
 
-CAUSAL = f"{OURS}, causal"
+CAUSAL, FLAT = f"{OURS}, causal", f"{OURS}, flat tables"
 
 
 @dataclass(eq=False)
@@ -93,7 +98,102 @@ def draft_case(device: torch.device, shape: Shape) -> Case:
     )
 
 
+@dataclass(eq=False)
+class Cascade:
+    """Sequences behind pages that they share: as one flat batch, and as two levels."""
+
+    flat: Batch
+    shared: tuple[torch.Tensor, ...]
+    own: tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Shared:
+    """So many sequences of ``own`` keys, the last ``new`` of them new tokens, behind ``shared`` keys of all."""
+
+    model: SoftmaxAttention
+    sequences: int
+    new: int
+    own: int
+    shared: int
+
+    @property
+    def flat(self) -> Shape:
+        return Shape(self.model, ((self.shared + self.own - self.new, self.new),) * self.sequences)
+
+    @property
+    def name(self) -> str:
+        m, own = self.model, f"{self.own - self.new} + {self.new} of its own"
+        return f"cascade, B{self.sequences} {own} behind {self.shared}, {m.num_heads_q}/{m.num_heads_kv}x{m.head_dim}"
+
+    @property
+    def bytes_moved(self) -> int:
+        """q, the output, and each key and value once."""
+        m = self.model
+        keys = (self.shared + self.sequences * self.own) * m.num_heads_kv
+        return 2 * m.head_dim * DTYPE.itemsize * (self.sequences * self.new * m.num_heads_q + keys)
+
+
+def make_cascade(device: torch.device, s: Shared, page: int = 16) -> Cascade:
+    m = s.model
+    common, each = s.shared // page, -(-s.own // page)
+    pages = torch.randperm(common + s.sequences * each, device=device, dtype=torch.int32)
+    first, second = pages[:common][None].clone(), pages[common:].view(s.sequences, each).clone()
+    k_cache, v_cache = torch.randn(2, len(pages), page, m.num_heads_kv, m.head_dim, device=device, dtype=DTYPE)
+    rows = s.sequences * s.new
+    bounds = torch.arange(0, rows + 1, s.new, device=device, dtype=torch.int32)
+    one = torch.ones(1, device=device)
+
+    def lengths(count: int, tokens: int) -> torch.Tensor:
+        return torch.full((count,), tokens, device=device, dtype=torch.int32)
+
+    q = torch.randn(rows, m.num_heads_q, m.head_dim, device=device, dtype=DTYPE)
+    flat = Batch(
+        shape=s.flat, q=q, k=one, v=one, k_cache=k_cache, v_cache=v_cache,
+        block_table=torch.cat([first.expand(s.sequences, -1), second], dim=1).contiguous(), cu_seqlens_q=bounds,
+        seqlens_k=lengths(s.sequences, s.shared + s.own), one=one, k_scale=one, v_scale=one,
+    )  # fmt: skip
+    flat.schedule = peers.fa3_schedule(flat.paged)
+    whole = torch.tensor([0, rows], device=device, dtype=torch.int32)
+    return Cascade(flat, (first, whole, lengths(1, s.shared)), (second, bounds, lengths(s.sequences, s.own)))
+
+
+def cascaded(i: Cascade) -> Ours:
+    cache = (i.flat.k_cache, i.flat.v_cache)
+    levels = [CascadeLevel(*cache, *i.shared), CascadeLevel(*cache, *i.own)]
+    return Ours(cascade_attention(i.flat.q, levels, max_seqlen_q=i.flat.shape.max_seqlen_q))
+
+
+def on_flat(call: Callable[[Batch], Any]) -> Callable[[Cascade], Any]:
+    return lambda i: call(i.flat)
+
+
+def cascade_case(device: torch.device, s: Shared, against_fa3: float) -> Case:
+    return Case(
+        name=s.name,
+        shape={**s.flat.entry, "shared": s.shared, "own": s.own},
+        make_inputs=partial(make_cascade, device, s),
+        ours={OURS: cascaded, FLAT: on_flat(ours)},
+        peers={FA3: lambda: on_flat(fa3()), FA3_SCHEDULED: lambda: on_flat(fa3(scheduled=True))},
+        check=lambda outputs, i: check(outputs, i.flat),
+        tolerance=math.inf,
+        bytes_moved=s.bytes_moved,
+        flops=s.flat.flops,
+        baseline=FA3,
+        requirements=(Requirement(OURS, FA3, speed_at_least=against_fa3),),
+    )
+
+
+# Sequences, their new tokens and keys of their own, keys that they share; the speed owed against FA3 over flat tables.
+CASCADES = (
+    (LLAMA3_8B, 64, 1, 512, 32768, 6.0), (LLAMA3_8B, 16, 256, 256, 16384, 1.1), (LLAMA3_8B, 8, 1, 512, 8192, 1.0),
+    (TP8, 128, 1, 1024, 8192, 2.0), (LLAMA3_8B, 64, 8, 512, 8192, 2.0), (LLAMA3_8B, 4, 1024, 2048, 16384, 0.95),
+)  # fmt: skip
+
+
 def cases(device: torch.device) -> Iterator[Case]:
+    for *sizes, owed in CASCADES:
+        yield cascade_case(device, Shared(*sizes), owed)
     for model, sequences, new, older in (
         (LLAMA3_8B, 16, 8, 8192), (LLAMA3_8B, 64, 8, 4096), (LLAMA3_8B, 4, 63, 16384), (TP8, 32, 16, 32768),
         (LLAMA3_8B, 1, 32, 1000),

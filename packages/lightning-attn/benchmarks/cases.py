@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -26,6 +26,7 @@ from kernel_reference.recurrence import commit, linear_attention, linear_attenti
 from kernel_reference.testing.numerics import assert_close_to_oracle
 from lightning_attn import (
     lightning_attention,
+    lightning_attention_packed,
     lightning_attention_varlen,
     lightning_commit,
     lightning_decode,
@@ -34,7 +35,7 @@ from lightning_attn import (
     slopes,
 )
 
-OURS = "lightning-attn"
+OURS, AS_CHAIN = "lightning-attn", "ours, as one chain"
 # Sums to 65536; a batch as a server sees it, from one token to a third of all.
 RAGGED = (2048, 17, 25303, 1, 512, 4096, 333, 1024, 12345, 64, 6000, 1500, 100, 8192, 1000, 3001)
 TP8 = MINIMAX_01.tensor_parallel(8)
@@ -369,6 +370,20 @@ def ragged_problem(device: torch.device, model: LinearAttention, lengths: Sequen
     )
 
 
+# The same batch as training has it, without a pool.
+
+
+def packed_ours(i: Ragged, plan: Any = None) -> Ours:
+    more = {"initial_state": i.initial, "plan": plan}
+    return Ours(tuple(lightning_attention_packed(i.q, i.k, i.v, i.slopes, i.cu_seqlens, **more)))
+
+
+def packed_problem(device: torch.device, model: LinearAttention, lengths: Sequence[int]) -> Problem:
+    ragged = ragged_problem(device, model, lengths)
+    name = f"packed {model.name}, {len(lengths)} sequences, n={sum(lengths)}"
+    return replace(ragged, kind="packed", name=name, call=packed_ours)
+
+
 # States alone, of one packed sequence: what context parallelism makes before its all-gather.
 
 
@@ -507,7 +522,10 @@ def backward_problem(device: torch.device, model: LinearAttention, tokens: int) 
 
 @dataclass(eq=False)
 class Step:
-    """``vllm``: q, k, v in float32, [sequences, heads, 1, elements], as its layer passes them."""
+    """``vllm``: q, k, v in float32, [sequences, heads, 1, elements], as its layer passes them.
+
+    ``parents``: of drafts that branch.
+    """
 
     q: torch.Tensor
     k: torch.Tensor
@@ -517,6 +535,7 @@ class Step:
     slots: torch.Tensor
     accepted: torch.Tensor
     vllm: Tensors
+    parents: torch.Tensor | None = None
 
 
 def step_inputs(device: torch.device, model: LinearAttention, sequences: int, drafts: int = 0) -> Step:
@@ -619,6 +638,49 @@ def verify_case(problem: Problem) -> Case:
     )
 
 
+# Drafts that branch: each token goes on from another, or from the pool's state (-1).
+TREE = (-1, 0, 0, 1, 1, 2, 2, 3)
+
+
+def tree_ours(i: Step, plan: Any = None) -> Ours:
+    out = lightning_verify(i.q, i.k, i.v, i.pool, i.slots, i.slopes, parents=i.parents, plan=plan)
+    return Ours((out.flatten(0, 1),))
+
+
+def tree_as_chain(i: Step) -> Theirs:
+    """As many drafts, each of which follows the one before: other results, for less work."""
+    return Theirs((lightning_verify(i.q, i.k, i.v, i.pool, i.slots, i.slopes).flatten(0, 1),), float("inf"))
+
+
+def tree_inputs(device: torch.device, model: LinearAttention, sequences: int) -> Step:
+    inputs = step_inputs(device, model, sequences, len(TREE))
+    inputs.parents = torch.tensor(TREE, device=device, dtype=torch.int32).repeat(sequences, 1)
+    return inputs
+
+
+def tree_references(i: Step) -> References:
+    """Node by node, each from its parent's state."""
+    heads = sampled(i.pool.shape[1])
+    first = i.pool[i.slots.long()][:, heads]
+    outs = []
+    for dtype in (torch.float64, torch.float32):
+        q, k, v = (x[:, :, heads].to(dtype) for x in (i.q, i.k, i.v))
+        kept = torch.exp(-i.slopes[heads].to(dtype))[:, None, None]
+        states, rows = {-1: first.to(dtype)}, []
+        for node, parent in enumerate(TREE):
+            states[node] = kept * states[parent] + k[:, node, :, :, None] * v[:, node, :, None]
+            rows.append((q[:, node, :, None] @ states[node]).squeeze(-2))
+        outs.append(torch.stack(rows, dim=1).flatten(0, 1))
+    return References((outs[0],), (outs[1].to(DTYPE),))
+
+
+def tree_problem(device: torch.device, model: LinearAttention, sequences: int) -> Problem:
+    chain = verify_problem(device, model, sequences, len(TREE))
+    name = f"verify {model.name}, {sequences} trees of {len(TREE)} drafts"
+    make = partial(tree_inputs, device, model, sequences)
+    return replace(chain, kind="tree", name=name, make_inputs=make, call=tree_ours)
+
+
 def commit_ours(i: Step, plan: Any = None) -> Ours:
     lightning_commit(i.k, i.v, i.pool, i.slots, i.slopes, i.accepted, plan=plan)
     return Ours((), i.pool)
@@ -676,6 +738,8 @@ def cases(device: torch.device) -> Iterator[Case]:
         ragged_references,
         *large,
     )
+    packed = packed_problem(device, MINIMAX_01, RAGGED)
+    yield as_case(packed, {FLA: ragged_fla, VLLM_PREFILL: ragged_vllm}, ragged_references, *large)
     yield prefill_case(device, TP8, 32768, Requirement(OURS, FLA, time_at_most=0.6))
     for model, tokens in ((MINIMAX_01, 8192), (MINIMAX_01, 65536), (TP8, 32768)):
         yield as_case(backward_problem(device, model, tokens), {FLA: backward_fla}, backward_references, backward)
@@ -685,6 +749,7 @@ def cases(device: torch.device) -> Iterator[Case]:
     at_once = Requirement(OURS, us_at_most=4.0)
     yield as_case(decode_problem(device, TP8, 1), {VLLM: decode_vllm}, step_references, at_once)
     yield verify_case(verify_problem(device, MINIMAX_01, 32, 4))
+    yield as_case(tree_problem(device, MINIMAX_01, 32), {AS_CHAIN: lambda: tree_as_chain}, tree_references)
     yield as_case(commit_problem(device, MINIMAX_01, 32, 4), {}, commit_references)
     for exact in (False, True):
         owed = Requirement(OURS, speed_at_least=0.8)

@@ -13,14 +13,21 @@ from typing import Any
 
 import torch
 from cases import (
+    AS_CHAIN,
     OURS,
+    RAGGED,
     as_case,
     backward_fla,
     backward_problem,
     backward_references,
     decode_problem,
     decode_vllm,
+    packed_problem,
+    ragged_references,
     step_references,
+    tree_as_chain,
+    tree_problem,
+    tree_references,
     verify_case,
     verify_problem,
 )
@@ -141,6 +148,15 @@ def cases(device: torch.device) -> Iterator[Case]:
         yield varlen(device, "mixed", ((1,) * 128 + (4096,)), at_most_the_sum, heads=heads, beside={APART: apart})
     verify = verify_case(verify_problem(device, model(64, 128), 32, 4))
     yield replace(verify, name=f"verify: {verify.name}", requirements=(owes(time_at_most=1.4),))
+    like_chain = owes(time_at_most=2.0, against=AS_CHAIN)
+    tree = as_case(
+        tree_problem(device, model(64, 128), 32), {AS_CHAIN: lambda: tree_as_chain}, tree_references, like_chain
+    )
+    yield replace(tree, name=f"drafts: {tree.name}")
+    for heads, lengths in ((8, (3000,) * 4), (64, RAGGED)):
+        packed = packed_problem(device, model(heads, 128), lengths)
+        owed = owes(speed_at_least=0.55)
+        yield replace(as_case(packed, {}, ragged_references, owed), name=f"packed: {packed.name}")
     for heads in (8, 16, 64):
         for sequences in (1, 4, 8):
             problem = decode_problem(device, model(heads, 128), sequences)

@@ -3,8 +3,7 @@
 A draft's output and a committed state therefore have the bits that decoding its tokens one by one would give, in a pool
 of 16 bits too, since each token's state is rounded as decoding stores it.
 
-So does prefill of float16 and float32 (``prefill``): tensor cores round their operands to 11 bits, the three products
-that make up for it take more registers than there are, and a warp that holds its tile of the state needs neither.
+So does ``prefill``, with compensated sums, for a caller that pins such a plan.
 """
 
 import triton
@@ -79,6 +78,31 @@ def advance_compensated(b_S, b_error, b_k, b_v, kept, lost):
     return b_next, b_new - (b_next - b_kept)
 
 
+@triton.jit
+def locate_tile(p_slots, p_slopes, p_pool, strides, sizes: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr):
+    """A program's sequence and head, the pool, the sequence's slot in it, its tile of a state, and the decay rate."""
+    BLOCK_D: tl.constexpr = sizes.BLOCK_D
+    BLOCK_E: tl.constexpr = sizes.BLOCK_E
+    i_e, i_h, i_n = program(sizes.H, (sizes.E + BLOCK_E - 1) // BLOCK_E)
+    i_h = i_h.to(tl.int64)
+    i_n = i_n.to(tl.int64)
+    if DEPENDENT_LAUNCH:
+        tl.extra.cuda.gdc_wait()
+    slot = tl.load(p_slots + i_n).to(tl.int64)
+    o_d = tl.arange(0, BLOCK_D).to(tl.int64)
+    o_e = (i_e * BLOCK_E + tl.arange(0, BLOCK_E)).to(tl.int64)
+    return i_n, i_h, States(p_pool, strides.pool), slot, o_d, o_e, base_two_rate(p_slopes, i_h)
+
+
+@triton.jit
+def store_zero_rows(o, tokens, i_h, o_e, sizes: tl.constexpr):
+    """The outputs of a sequence whose slot is padding."""
+    BLOCK_E: tl.constexpr = sizes.BLOCK_E
+    b_zero = tl.zeros([BLOCK_E], o.p.dtype.element_ty)
+    for i_t in range(tokens):
+        tl.store(o.p + (i_h * 0 + i_t) * o.stride + o_e * o.element, b_zero, mask=o_e < sizes.E)
+
+
 @triton.jit(do_not_specialize=["num_slots"])
 def decode(
     p_q, p_k, p_v, p_pool, p_slots, p_slopes, p_accepted, p_o, num_slots, scale, strides,
@@ -90,26 +114,15 @@ def decode(
     """
     D: tl.constexpr = sizes.D
     E: tl.constexpr = sizes.E
-    BLOCK_D: tl.constexpr = sizes.BLOCK_D
-    BLOCK_E: tl.constexpr = sizes.BLOCK_E
-    i_e, i_h, i_n = program(sizes.H, (E + BLOCK_E - 1) // BLOCK_E)
-    i_h = i_h.to(tl.int64)
-    i_n = i_n.to(tl.int64)
-    if DEPENDENT_LAUNCH:
-        tl.extra.cuda.gdc_wait()
-    pool = States(p_pool, strides.pool)
-    slot = tl.load(p_slots + i_n).to(tl.int64)
+    i_n, i_h, pool, slot, o_d, o_e, rate = locate_tile(p_slots, p_slopes, p_pool, strides, sizes, DEPENDENT_LAUNCH)
     tokens = TOKENS
     if p_accepted is not None:
         accepted = tl.load(p_accepted + i_n)
         tokens = tl.where((accepted >= 0) & (accepted <= TOKENS), accepted, 0).to(tl.int32)
-    o_d = tl.arange(0, BLOCK_D).to(tl.int64)
-    o_e = (i_e * BLOCK_E + tl.arange(0, BLOCK_E)).to(tl.int64)
     k = rows_of_head(p_k, strides.k, i_n, i_h, sizes.RATIO_QK)
     v = rows_of_head(p_v, strides.v, i_n, i_h, sizes.RATIO_V)
     # The first token's rows are loaded while the slot, and then the state, is waited for; the next ones' while a token
     # is computed.
-    rate = base_two_rate(p_slopes, i_h)
     b_k = load_row(k, 0, o_d, D)
     b_v = load_row(v, 0, o_e, E)
     if p_q is not None:
@@ -118,9 +131,7 @@ def decode(
         b_q = load_row(q, 0, o_d, D)
     if (slot < 0) | (slot >= num_slots):
         if p_q is not None:
-            b_zero = tl.zeros([BLOCK_E], p_o.dtype.element_ty)
-            for i_t in range(TOKENS):
-                tl.store(o.p + (i_h * 0 + i_t) * o.stride + o_e * o.element, b_zero, mask=o_e < E)
+            store_zero_rows(o, TOKENS, i_h, o_e, sizes)
     elif tokens > 0:
         b_S = load_tile(pool, slot, i_h, o_d, o_e, sizes)
         for i_t in range(tokens):

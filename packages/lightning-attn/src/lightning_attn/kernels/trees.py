@@ -8,9 +8,8 @@ passed only the state is made again, which costs less than to keep it: a tree of
 import triton
 import triton.language as tl
 
-from lightning_attn.kernels.decay import base_two_rate
-from lightning_attn.kernels.recurrent import advance, load_row, load_tile, store_tile
-from lightning_attn.kernels.schedule import States, program, rows_of_head
+from lightning_attn.kernels.recurrent import advance, load_row, load_tile, locate_tile, store_tile, store_zero_rows
+from lightning_attn.kernels.schedule import rows_of_head
 
 
 @triton.jit
@@ -43,26 +42,13 @@ def verify_tree(
 ):  # fmt: skip
     """The outputs of all nodes of one sequence's tree, for one head and BLOCK_E columns of its state."""
     E: tl.constexpr = sizes.E
-    BLOCK_D: tl.constexpr = sizes.BLOCK_D
-    BLOCK_E: tl.constexpr = sizes.BLOCK_E
-    i_e, i_h, i_n = program(sizes.H, (E + BLOCK_E - 1) // BLOCK_E)
-    i_h = i_h.to(tl.int64)
-    i_n = i_n.to(tl.int64)
-    if DEPENDENT_LAUNCH:
-        tl.extra.cuda.gdc_wait()
-    pool = States(p_pool, strides.pool)
-    slot = tl.load(p_slots + i_n).to(tl.int64)
-    o_d = tl.arange(0, BLOCK_D).to(tl.int64)
-    o_e = (i_e * BLOCK_E + tl.arange(0, BLOCK_E)).to(tl.int64)
+    i_n, i_h, pool, slot, o_d, o_e, rate = locate_tile(p_slots, p_slopes, p_pool, strides, sizes, DEPENDENT_LAUNCH)
     q = rows_of_head(p_q, strides.q, i_n, i_h, sizes.RATIO_QK)
     k = rows_of_head(p_k, strides.k, i_n, i_h, sizes.RATIO_QK)
     v = rows_of_head(p_v, strides.v, i_n, i_h, sizes.RATIO_V)
     o = rows_of_head(p_o, strides.o, i_n, i_h, 1)
-    rate = base_two_rate(p_slopes, i_h)
     if (slot < 0) | (slot >= num_slots):
-        b_zero = tl.zeros([BLOCK_E], p_o.dtype.element_ty)
-        for i_t in range(nodes):
-            tl.store(o.p + (i_h * 0 + i_t) * o.stride + o_e * o.element, b_zero, mask=o_e < E)
+        store_zero_rows(o, nodes, i_h, o_e, sizes)
     else:
         p_parents += i_n * nodes
         done = i_n * 0
@@ -108,22 +94,11 @@ def commit_path(
     Indices that are no node's are clamped.
     """
     E: tl.constexpr = sizes.E
-    BLOCK_D: tl.constexpr = sizes.BLOCK_D
-    BLOCK_E: tl.constexpr = sizes.BLOCK_E
-    i_e, i_h, i_n = program(sizes.H, (E + BLOCK_E - 1) // BLOCK_E)
-    i_h = i_h.to(tl.int64)
-    i_n = i_n.to(tl.int64)
-    if DEPENDENT_LAUNCH:
-        tl.extra.cuda.gdc_wait()
-    pool = States(p_pool, strides.pool)
-    slot = tl.load(p_slots + i_n).to(tl.int64)
+    i_n, i_h, pool, slot, o_d, o_e, rate = locate_tile(p_slots, p_slopes, p_pool, strides, sizes, DEPENDENT_LAUNCH)
     accepted = tl.load(p_accepted + i_n)
     count = tl.where((accepted >= 0) & (accepted <= most), accepted, 0).to(tl.int32)
-    o_d = tl.arange(0, BLOCK_D).to(tl.int64)
-    o_e = (i_e * BLOCK_E + tl.arange(0, BLOCK_E)).to(tl.int64)
     k = rows_of_head(p_k, strides.k, i_n, i_h, sizes.RATIO_QK)
     v = rows_of_head(p_v, strides.v, i_n, i_h, sizes.RATIO_V)
-    rate = base_two_rate(p_slopes, i_h)
     if (slot >= 0) & (slot < num_slots) & (count > 0):
         p_path += i_n * most
         b_S = load_tile(pool, slot, i_h, o_d, o_e, sizes)

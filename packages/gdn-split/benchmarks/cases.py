@@ -9,7 +9,7 @@ from functools import partial
 import torch
 import triton
 import triton.language as tl
-from steps import step_cases
+from steps import prefill_cases, step_cases
 
 from gdn_split import fused_qkvzba_split_reshape_cat, merge_qkvzba, split_conv1d_update
 from gdn_split.kernels.split import Convolution, Rows, convolve, load_slots, wait_for_inputs
@@ -265,3 +265,4 @@ def cases(device: torch.device) -> Iterator[Case]:
             yield conv_case(device, sequences, packed)
     yield host_case(device)
     yield from step_cases(device, MODELS["Qwen3-Next"])
+    yield from prefill_cases(device, MODELS["Qwen3-Next"])

@@ -10,7 +10,12 @@ from typing import Any
 import torch
 from torch.nn.functional import silu, softplus
 
-from gdn_split import gdn_decode_step, split_conv1d_update
+from gdn_split import (
+    fused_qkvzba_split_reshape_cat,
+    gdn_decode_step,
+    gdn_prefill_inputs,
+    split_conv1d_update,
+)
 from gdn_split.plan import GroupShape
 from kernel_reference import gated_delta
 from kernel_reference.bench import Case, Requirement
@@ -159,6 +164,87 @@ def step_case(device: torch.device, setup: Setup, peer: bool = False, **more: An
         bytes_moved=setup.bytes_moved(),
         **more,
     )
+
+
+@dataclass
+class Packed:
+    """Projections of packed sequences and a layer's weights."""
+
+    qkvz: torch.Tensor
+    ba: torch.Tensor
+    weight: torch.Tensor
+    bounds: torch.Tensor
+    a_log: torch.Tensor
+    dt_bias: torch.Tensor
+
+
+def packed(device: torch.device, shape: GroupShape, lengths: list[int]) -> Packed:
+    normal = partial(torch.randn, device=device)
+    rows, heads = sum(lengths), shape.num_heads_v
+    bounds = torch.tensor([0, *lengths], device=device).cumsum(0).int()
+    return Packed(
+        normal(rows, shape.qkvz_width, dtype=DTYPE), normal(rows, shape.ba_width, dtype=DTYPE),
+        normal(shape.qkv_width, WIDTH, dtype=DTYPE) / 2, bounds, normal(heads) - 2, normal(heads),
+    )  # fmt: skip
+
+
+def fla_chain(shape: GroupShape) -> Callable[[Packed], tuple[torch.Tensor, ...]]:
+    """Our split, fla's convolution and norms, gates in torch."""
+    from fla.modules.convolution import causal_conv1d
+    from fla.modules.l2norm import l2norm
+
+    s = shape
+    sizes = (s.num_heads_qk, s.num_heads_v, s.head_qk, s.head_v)
+    widths = [s.num_heads_qk * s.head_qk] * 2 + [s.num_heads_v * s.head_v]
+
+    def run(i: Packed) -> tuple[torch.Tensor, ...]:
+        parts = fused_qkvzba_split_reshape_cat(i.qkvz, i.ba, *sizes)
+        y, _ = causal_conv1d(parts.mixed_qkv[None], i.weight, None, activation="silu", cu_seqlens=i.bounds.long())
+        heads = zip(y[0].split(widths, 1), (s.head_qk, s.head_qk, s.head_v), strict=True)
+        q, k, v = (part.reshape(len(i.qkvz), -1, size) for part, size in heads)
+        g = -i.a_log.exp() * softplus(parts.a.float() + i.dt_bias)
+        return l2norm(q), l2norm(k), v, parts.z, g, parts.b.float().sigmoid()
+
+    return run
+
+
+def prefill_case(device: torch.device, shape: GroupShape, lengths: list[int]) -> Case:
+    rows = sum(lengths)
+    sizes = (shape.num_heads_qk, shape.num_heads_v, shape.head_qk, shape.head_v)
+
+    def ours(i: Packed) -> tuple[torch.Tensor, ...]:
+        return gdn_prefill_inputs(i.qkvz, i.ba, i.weight, None, i.bounds, i.a_log, i.dt_bias, *sizes)
+
+    def check(outputs: tuple[torch.Tensor, ...], i: Packed) -> float:
+        layer = gated_delta.Layer(i.weight, None, i.a_log, i.dt_bias)
+        wanted = gated_delta.prefill_inputs(
+            i.qkvz, i.ba, i.bounds, gated_delta.Sizes(*sizes), layer, gated_delta.Options(compute_dtype=torch.float32)
+        )
+        errors = [
+            ((one.float() - want).abs() / want.abs().clamp(min=0.1) / 2**-8).max().item()
+            for one, want in zip(outputs, wanted, strict=True)
+        ]
+        return max(errors)
+
+    chain = "split, fla's convolution and norms, torch"
+    row = 2 * shape.qkvz_width * DTYPE.itemsize + shape.ba_width * (DTYPE.itemsize + 4)
+    return Case(
+        name=f"inputs of prefill, {len(lengths)} sequences, N={rows}",
+        shape={"model": "Qwen3-Next", "sequences": len(lengths), "tokens": rows},
+        make_inputs=partial(packed, device, shape, lengths),
+        ours={OURS: ours},
+        peers={chain: partial(fla_chain, shape)},
+        check=check,
+        tolerance=8.0,
+        bytes_moved=rows * row,
+        requirements=[Requirement(OURS, speed_at_least=0.85), Requirement(OURS, chain, time_at_most=0.5)],
+    )
+
+
+def prefill_cases(device: torch.device, shape: GroupShape) -> Iterator[Case]:
+    yield prefill_case(device, shape, [8192])
+    yield prefill_case(device, shape, [1, 4000, 17, 900, 3, 2048, 1223])
+    yield prefill_case(device, shape, [128] * 256)
 
 
 def step_cases(device: torch.device, shape: GroupShape) -> Iterator[Case]:

@@ -17,10 +17,11 @@ import pytest
 import torch
 
 import gdn_split
-from gdn_split import arguments, launch, step_arguments, step_launch
-from gdn_split.plan import DeviceLimits, GroupShape, plan_conv, plan_split, plan_step
+from gdn_split import arguments, launch, prefill_arguments, prefill_launch, step_arguments, step_launch
+from gdn_split.plan import DeviceLimits, GroupShape, plan_conv, plan_prefill, plan_split, plan_step
+from gdn_split.prefill_reference import new_inputs
 from gdn_split.reference import new_parts
-from gdn_split.tensors import Commit, Convolve, Merge, Split, Step
+from gdn_split.tensors import Commit, Convolve, Merge, Prefill, Split, Step
 from kernel_reference.models import QWEN3_NEXT_80B
 from kernel_reference.testing.codegen import (
     KernelSpec,
@@ -108,6 +109,26 @@ def step(
     return KernelSpec.of_launch(step_launch.launch_of(problem, plan, t), tensors, name=name)
 
 
+def prefill(
+    name: str, shape: GroupShape, rows: int, limits: DeviceLimits, chunk: int = 64, kept: bool = False
+) -> KernelSpec:
+    make = lambda *size, dtype=torch.bfloat16: torch.empty(*size, dtype=dtype, device="meta")  # noqa: E731
+    heads, integers = shape.num_heads_v, make(9, dtype=torch.int32)
+    t = Prefill(
+        make(rows, shape.qkvz_width), make(rows, shape.ba_width), make(shape.qkv_width, 4), None, integers,
+        make(64, 3, shape.qkv_width).transpose(1, 2), integers[1:], make(8, dtype=torch.bool),
+        make(heads, dtype=torch.float32), make(heads),
+    )  # fmt: skip
+    sizes = (shape.num_heads_qk, shape.num_heads_v, shape.head_qk, shape.head_v, "interleaved")
+    problem = prefill_arguments.check_prefill(t, True, True, True, chunk, *sizes)
+    if kept:
+        launched = prefill_launch.prepare_kept(problem, t, dependent=limits.dependent_launch)
+        return KernelSpec.of_launch(launched, (t[0], t.cu_seqlens, *t[5:8]), name=name)
+    launched = prefill_launch.prepare_inputs(problem, plan_prefill(problem, limits), t)
+    tensors = prefill_launch.in_order(t, new_inputs(t.mixed_qkvz, problem), True)
+    return KernelSpec.of_launch(launched, tensors, name=name)
+
+
 LARGE_HEADS = GroupShape(8, 8, 256, 256)
 EVERYWHERE = [
     move("split TP1, 65536 tokens", TP1, 65536, PLAIN),
@@ -121,6 +142,8 @@ EVERYWHERE = [
     step("step TP1", TP1, PLAIN),
     step("step TP1, VK, bfloat16 states, 4 tokens", TP1, PLAIN, 4, torch.bfloat16, "VK"),
     step("commit r=3, 4 tokens", RATIO_3, PLAIN, 4, op="commit"),
+    prefill("inputs of prefill, TP1", TP1, 8192, PLAIN),
+    prefill("states after prefill, r=3", RATIO_3, 8192, PLAIN, kept=True),
     step("tree of 8 drafts, TP1", TP1, PLAIN, 8, op="verify"),
 ]
 WAITING = [
@@ -129,6 +152,7 @@ WAITING = [
     convolution("waiting convolution TP1, 256 sequences", TP1, 256, WAITS),
     step("waiting step TP1", TP1, WAITS),
     step("waiting step TP1, bfloat16 states", TP1, WAITS, state=torch.bfloat16),
+    prefill("waiting inputs of prefill, r=3", RATIO_3, 8192, WAITS, 0),
     step("waiting step of large heads", LARGE_HEADS, WAITS, 2),
 ]
 

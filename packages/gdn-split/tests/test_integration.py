@@ -88,6 +88,20 @@ def step(*tensors: Tensor) -> tuple[Tensor]:
     return (gdn_split.gdn_decode_step(*tensors[:-1], *SIZES, norm_weight=tensors[-1]),)
 
 
+def prefill(*tensors: Tensor) -> tuple[Tensor, ...]:
+    *first, conv_state, slots = tensors
+    return tuple(gdn_split.gdn_prefill_inputs(*first, *SIZES, conv_state=conv_state, slots=slots, chunk_size=16))
+
+
+def packed(device: torch.device, rows: int, shape: GroupShape = TP8, seed: int = 0) -> list[Tensor]:
+    """Rows of two sequences and a layer's weights, the convolution's state and slots."""
+    qkvz, ba, conv_state, weight, bias, _ = convolution(device, rows, shape, seed)
+    generator = torch.Generator(device).manual_seed(seed)
+    a_log, dt_bias = torch.randn(2, shape.num_heads_v, generator=generator, device=device)
+    bounds = torch.tensor([0, 2, rows], device=device)
+    return [qkvz, ba, weight, bias, bounds, a_log, dt_bias, conv_state, torch.tensor([3, 1], device=device)]
+
+
 def layer(device: torch.device, sequences: int, shape: GroupShape = TP8, seed: int = 0) -> list[Tensor]:
     """A convolution's tensors, without a bias, and those of the delta rule and the norm behind it."""
     qkvz, ba, conv_state, weight, bias, slots = convolution(device, sequences, shape, seed)
@@ -145,6 +159,13 @@ def cases_of(name: str, device: torch.device) -> list[tuple[Any, ...]]:
         return [(*fused, *[torch.zeros_like(part) for part in parts], *sizes)]
     if name == "merge_into":
         return [(*parts, *[torch.zeros_like(tensor) for tensor in fused], *sizes)]
+    if name in ("prefill_inputs", "keep_inputs"):
+        qkvz, ba, state, weight, bias, slots = convolution(device, 5, TINY)
+        bounds, gates = torch.tensor([0, 3, 3, 5], device=device), torch.randn(2, TINY.num_heads_v, device=device)
+        numbers = (True, True, True, 2, *sizes)
+        whole = (qkvz, ba, weight, bias, bounds, state, slots[:3], torch.tensor([True, False, True], device=device))
+        without = (qkvz, ba, weight, None, bounds.int(), None, None, None)
+        return [(*given, *gates, *numbers) for given in ((whole, without) if name == "prefill_inputs" else (whole,))]
     if name in ("decode_step", "verify", "commit"):
         *tensors, norm = layer(device, 4, TINY)
         out = torch.zeros(4, TINY.num_heads_v, TINY.head_v, device=device)
@@ -178,6 +199,11 @@ def test_public_functions_compile_whole_and_once_for_two_sizes(
     device: torch.device, function: Callable[..., Any], inputs: Callable[..., list[Tensor]]
 ) -> None:
     contract.check_compiles(function, inputs(device, 5), inputs(device, 9, seed=1))
+
+
+@pytest.mark.torch_compile
+def test_inputs_of_prefill_compile_whole_and_once_for_two_sizes(device: torch.device) -> None:
+    contract.check_compiles(prefill, packed(device, 5), packed(device, 9, seed=1))
 
 
 def check_bit_for_bit(function: Callable[..., Any], *inputs: Any, dynamic: bool | None = None) -> None:

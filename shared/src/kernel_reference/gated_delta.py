@@ -20,6 +20,7 @@ import torch
 from torch.nn.functional import silu, softplus
 
 from .checks import as_int, check_choice, check_tensors, fail
+from .paging import sequence_ranges
 from .projection import split
 
 STATE_LAYOUTS = ("KV", "VK")
@@ -55,6 +56,17 @@ class Options(NamedTuple):
     activation: str | None = "silu"
     state_layout: str = "KV"
     compute_dtype: torch.dtype = torch.float64
+
+
+class Inputs(NamedTuple):
+    """What a chunked delta rule takes: q, k [T, Hqk, Dk], v, z [T, Hv, Dv], the log decays g and beta [T, Hv]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    z: Tensor
+    g: Tensor
+    beta: Tensor
 
 
 class _Nodes(NamedTuple):
@@ -142,6 +154,82 @@ def commit(
     _write(
         conv_state, state_pool, rows[some], nodes.history[some, last], nodes.state[some, last], options
     )  # fmt: skip
+
+
+def prefill_inputs(
+    mixed_qkvz: Tensor,
+    mixed_ba: Tensor,
+    cu_seqlens: Tensor,
+    sizes: Sizes,
+    layer: Layer,
+    options: Options = Options(),  # noqa: B008  immutable
+    *,
+    conv_state: Tensor | None = None,
+    slots: Tensor | None = None,
+    has_initial_state: Tensor | bool = True,
+    chunk_size: int | None = None,
+) -> Inputs:
+    """What the delta rule is given for packed sequences: split, convolved, q and k normed, gates; all in compute_dtype.
+
+    Sequence i is rows cu_seqlens[i] to cu_seqlens[i + 1] - 1; rows of none are 0. Where it has an initial state, the
+    inputs before its first are ``conv_state[slots[i]]`` [qkv_dim, width - 1], which :func:`keep_inputs` advances; else
+    zeros. ``chunk_size``: g is summed from the first token of each chunk of so many on. Differentiable.
+    """
+    dtype, hq, hv = options.compute_dtype, sizes.head_qk, sizes.head_v
+    parts = split(mixed_qkvz, mixed_ba, *sizes[:4], sizes.layout)
+    x, z, b, a = (part.to(dtype) for part in parts)
+    z = z.clone()
+    g = -layer.A_log.to(dtype).exp() * softplus(a + layer.dt_bias.to(dtype))
+    beta = b.sigmoid()
+    taps, weight = layer.conv_weight.shape[1] - 1, layer.conv_weight.to(dtype)
+    rows, sums, inside = [], [], torch.zeros(len(x), dtype=torch.bool, device=x.device)
+    for i, (begin, end) in enumerate(sequence_ranges("cu_seqlens", cu_seqlens, len(x))):
+        before = _initial_inputs(conv_state, slots, has_initial_state, i)
+        before = x.new_zeros(taps, x.shape[1]) if before is None else before.to(dtype).T
+        inputs = torch.cat([before, x[begin:end]])
+        rows.append((inputs.unfold(0, taps + 1, 1) * weight).sum(2) if end > begin else inputs[:0])
+        pieces = g[begin:end].split(chunk_size or max(1, end - begin))
+        sums.append(torch.cat([piece.cumsum(0) for piece in pieces]) if chunk_size else g[begin:end])
+        inside[begin:end] = True
+    y = x.new_zeros(x.shape).index_put((inside.nonzero()[:, 0],), torch.cat(rows)) if rows else x * 0
+    if layer.conv_bias is not None:
+        y = y + layer.conv_bias.to(dtype)
+    y = silu(y) if options.activation == "silu" else y
+    g = g.new_zeros(g.shape).index_put((inside.nonzero()[:, 0],), torch.cat(sums)) if sums else g * 0
+    widths = [sizes.num_heads_qk * hq] * 2 + [sizes.num_heads_v * hv]
+    q, k, v = (part.unflatten(1, (-1, size)) for part, size in zip(y.split(widths, 1), (hq, hq, hv), strict=True))
+    if options.qk_norm:
+        q, k = (each * (each.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for each in (q, k))
+    q, k, v, z = (torch.where(inside[:, None, None], each, 0) for each in (q, k, v, z))
+    return Inputs(q, k, v, z, g, torch.where(inside[:, None], beta, 0))
+
+
+def keep_inputs(
+    mixed_qkvz: Tensor,
+    cu_seqlens: Tensor,
+    conv_state: Tensor,
+    slots: Tensor,
+    sizes: Sizes,
+    has_initial_state: Tensor | bool = True,
+) -> None:
+    """Write each sequence's last inputs to its slot of ``conv_state``; an empty sequence leaves it as it was."""
+    x = split(mixed_qkvz, mixed_qkvz[:, : 2 * sizes.num_heads_v], *sizes[:4], sizes.layout).mixed_qkv
+    taps = conv_state.shape[2]
+    kept = []
+    for i, (begin, end) in enumerate(sequence_ranges("cu_seqlens", cu_seqlens, len(x))):
+        slot = int(slots[i])
+        if end > begin and 0 <= slot < len(conv_state):
+            before = _initial_inputs(conv_state, slots, has_initial_state, i)
+            before = torch.zeros_like(conv_state[slot]) if before is None else before
+            kept.append((slot, torch.cat([before, x[begin:end].T.to(before.dtype)], 1)[:, -taps:]))
+    for slot, inputs in kept:
+        conv_state[slot] = inputs
+
+
+def _initial_inputs(conv_state: Tensor | None, slots: Tensor | None, has: Tensor | bool, i: int) -> Tensor | None:
+    if conv_state is None or slots is None or not 0 <= int(slots[i]) < len(conv_state):
+        return None
+    return conv_state[int(slots[i])] if bool(has if isinstance(has, bool) else has[i]) else None
 
 
 def _nodes(

@@ -13,9 +13,11 @@ from gdn_split.api import (
     split_conv1d_update,
     split_views,
 )
+from gdn_split.prefill import GdnInputs, gdn_prefill_inputs
 from gdn_split.step import gdn_commit, gdn_decode_step, gdn_verify
 
 __all__ = [
+    "GdnInputs",
     "MergeResult",
     "RowOrder",
     "SplitResult",
@@ -24,6 +26,7 @@ __all__ = [
     "fused_qkvzba_split_reshape_cat",
     "gdn_commit",
     "gdn_decode_step",
+    "gdn_prefill_inputs",
     "gdn_verify",
     "merge_qkvzba",
     "split_conv1d_update",

@@ -137,6 +137,29 @@ class StepProblem:
 
 
 @dataclass(frozen=True)
+class PrefillProblem:
+    """The inputs of a chunked delta rule, of ``rows`` rows in ``sequences``; strides as for a step.
+
+    ``conv_strides`` None: no sequence has a slot. ``initial``: whether any begins with what lies there. ``chunk``: over
+    which g is summed, or 0.
+    """
+
+    shape: GroupShape
+    rows: int
+    sequences: int
+    num_slots: int
+    strides: tuple[int, int]
+    conv_strides: tuple[int, ...] | None
+    weight_strides: tuple[int, ...]
+    width: int
+    interleaved: bool
+    silu: bool
+    qk_norm: bool
+    initial: bool
+    chunk: int
+
+
+@dataclass(frozen=True)
 class DeviceLimits:
     """What the plan needs to know of a processor.
 
@@ -227,6 +250,30 @@ class StepPlan(Plan):
             return False
         inner = power_of_two_at_least(problem.shape.head_qk) if problem.k_inner else self.block_v
         return self.run <= inner and self.block_v <= power_of_two_at_least(problem.shape.head_v)
+
+
+@dataclass(frozen=True)
+class PrefillPlan(Plan):
+    """One launch over packed sequences: a program takes ``rows`` rows of one head, or ``rows_ba`` rows of all gates."""
+
+    rows: int
+    rows_ba: int
+    num_warps: int
+    dependent_launch: bool = False
+
+    def covers(self, problem: PrefillProblem) -> bool:
+        """Whether a kernel can take these steps, and its programs can be counted."""
+        if not is_power_of_two(self.rows, self.rows_ba, self.num_warps):
+            return False
+        if problem.chunk and self.rows_ba != problem.chunk:
+            return False
+        return prefill_programs(problem, self) <= MAX_PROGRAMS
+
+
+def prefill_programs(problem: PrefillProblem, plan: PrefillPlan) -> int:
+    """Programs of heads and of gates."""
+    units = 2 * problem.shape.num_heads_qk + 2 * problem.shape.num_heads_v
+    return cdiv(problem.rows, plan.rows_ba) + cdiv(problem.rows, plan.rows) * units
 
 
 def plan_split(rows: int, shape: GroupShape, row_bytes: int, limits: DeviceLimits) -> SplitPlan:
@@ -323,3 +370,18 @@ def plan_step(problem: StepProblem, limits: DeviceLimits) -> StepPlan:
     # Of several tokens the compiler keeps more, and would spill.
     limited = limits.register_limit and problem.tokens == 1 and block_k * block_v == 64 * 32 * num_warps
     return StepPlan(block_v, run, num_warps, 128 if limited else 0, limits.dependent_launch)
+
+
+def plan_prefill(problem: PrefillProblem, limits: DeviceLimits) -> PrefillPlan:
+    """The plan for the inputs of a chunked delta rule on this device."""
+    block = power_of_two_at_least(max(problem.shape.head_qk, problem.shape.head_v))
+    # 16 elements a thread of four warps, four times: more would leave an SM with few programs. Of few rows less.
+    rows = min(64, max(1, 2048 // block))
+    units = 2 * problem.shape.num_heads_qk + 2 * problem.shape.num_heads_v
+    while rows > 4 and cdiv(problem.rows, rows) * units < 4 * limits.cores:
+        rows //= 2
+    # With sums over chunks the block of gates holds the rows before it too, and is as long as they are.
+    rows_ba = problem.chunk or 64
+    while cdiv(problem.rows, rows) * units > MAX_PROGRAMS // 2:
+        rows *= 2
+    return PrefillPlan(rows, rows_ba, num_warps=4, dependent_launch=limits.dependent_launch)

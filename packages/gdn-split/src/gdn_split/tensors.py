@@ -78,3 +78,18 @@ class Commit(NamedTuple):
     dt_bias: Tensor
     accepted: Tensor
     path: Tensor | None = None
+
+
+class Prefill(NamedTuple):
+    """The fused projections of packed sequences, a layer's weights, and the inputs before the sequences."""
+
+    mixed_qkvz: Tensor
+    mixed_ba: Tensor
+    conv_weight: Tensor
+    conv_bias: Tensor | None
+    cu_seqlens: Tensor
+    conv_state: Tensor | None
+    slots: Tensor | None
+    has_initial_state: Tensor | None
+    A_log: Tensor
+    dt_bias: Tensor

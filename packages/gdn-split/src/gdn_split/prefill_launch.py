@@ -1,0 +1,81 @@
+"""What launch.py does, for the inputs of a chunked delta rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from gdn_split import launch
+from gdn_split.kernels import prefill as kernels
+from gdn_split.kernels.split import Convolution
+from gdn_split.plan import PrefillPlan, PrefillProblem, plan_prefill, prefill_programs
+from gdn_split.tensors import Prefill
+from kernel_reference.integers import power_of_two_at_least
+from kernel_reference.launching import Launch, launch_nothing
+
+Tensor = torch.Tensor
+
+
+def prepare_inputs(problem: PrefillProblem, plan: PrefillPlan | None, tensors: Prefill) -> Callable[..., None]:
+    """What makes q, k, v, z, g and beta: called with :func:`in_order` of the tensors and these."""
+    device = tensors.mixed_qkvz.device
+    if problem.rows == 0:
+        return launch_nothing
+    if problem.sequences == 0:
+        return _nothing
+    if plan is None:
+        plan = plan_prefill(problem, launch.device_limits(device))
+    heads = min(8, power_of_two_at_least(problem.shape.num_heads_v))
+    prefill = kernels.Prefill(plan.rows, plan.rows_ba, heads, problem.chunk, problem.qk_norm, problem.initial)
+    rest = (
+        problem.rows, problem.sequences, problem.num_slots, _strides(problem),
+        launch._sizes(problem.shape, problem.interleaved), _convolution(problem, tensors), prefill,
+        plan.dependent_launch,
+    )  # fmt: skip
+    return Launch(
+        kernels.prefill_inputs, (prefill_programs(problem, plan), 1, 1), rest, device, num_warps=plan.num_warps,
+        dependent_launch=bool(plan.dependent_launch),
+    )  # fmt: skip
+
+
+def prepare_kept(problem: PrefillProblem, tensors: Prefill, dependent: bool | None = None) -> Callable[..., None]:
+    """What advances the convolution's states: called with (qkvz, cu_seqlens, conv_state, slots, has_initial_state)."""
+    device, shape = tensors.mixed_qkvz.device, problem.shape
+    if problem.sequences == 0 or problem.rows == 0:
+        return launch_nothing
+    if dependent is None:
+        dependent = launch.device_limits(device).dependent_launch
+    rest = (
+        problem.rows, problem.num_slots, _strides(problem), launch._sizes(shape, problem.interleaved),
+        _convolution(problem, tensors), problem.initial, dependent,
+    )  # fmt: skip
+    programs = problem.sequences * (2 * shape.num_heads_qk + shape.num_heads_v)
+    return Launch(kernels.keep_inputs, (programs, 1, 1), rest, device, num_warps=4, dependent_launch=dependent)
+
+
+def in_order(t: Prefill, outs: tuple[Tensor, ...], initial: bool) -> tuple[Tensor | None, ...]:
+    """An op's tensors and results as the kernel takes them."""
+    state = (t.conv_state, t.slots, t.has_initial_state) if initial else (None, None, None)
+    return t.mixed_qkvz, t.mixed_ba, t.conv_weight, t.conv_bias, t.cu_seqlens, *state, t.A_log, t.dt_bias, *outs
+
+
+def _nothing(*tensors: Tensor | None) -> None:
+    for out in tensors[10:]:
+        if out is not None:
+            out.zero_()
+
+
+def _strides(problem: PrefillProblem) -> kernels.PrefillStrides:
+    s_qkvz, s_ba = problem.strides
+    return kernels.PrefillStrides(s_qkvz, s_ba, 0 if problem.conv_strides is None else problem.conv_strides[0])
+
+
+def _convolution(problem: PrefillProblem, tensors: Prefill) -> Convolution:
+    _, s_channel, s_tap = problem.conv_strides or (0, 0, 0)
+    s_weight_channel, s_weight_tap = problem.weight_strides
+    block = power_of_two_at_least(max(problem.shape.head_qk, problem.shape.head_v))
+    return Convolution(
+        s_channel, s_tap, s_weight_channel, s_weight_tap, 0, problem.width, tensors.conv_bias is not None,
+        problem.silu, block,
+    )  # fmt: skip

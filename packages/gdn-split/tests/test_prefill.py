@@ -1,0 +1,178 @@
+"""Are the inputs of a chunked delta rule what the definition gives, for packed sequences of any lengths?"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+import gdn_split
+from gdn_split import prefill_arguments
+from gdn_split.plan import DeviceLimits, GroupShape, PrefillPlan, plan_prefill
+from gdn_split.prefill_reference import new_inputs
+from gdn_split.tensors import Prefill
+from kernel_reference import gated_delta
+from kernel_reference.testing.numerics import assert_close_to_oracle
+
+GPU = DeviceLimits(132, 232448, 8, dependent_launch=False)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A layer, and packed sequences; ``rows`` past the last sequence."""
+
+    shape: GroupShape
+    lengths: tuple[int, ...]
+    rows: int = 0
+    layout: str = "interleaved"
+    dtype: torch.dtype = torch.bfloat16
+    width: int = 4
+    bias: bool = False
+    silu: bool = True
+    qk_norm: bool = True
+    initial: str = "some"
+    chunk: int = 0
+    channel_last: bool = True
+
+    @property
+    def numbers(self) -> tuple[Any, ...]:
+        s = self.shape
+        sizes = (s.num_heads_qk, s.num_heads_v, s.head_qk, s.head_v, self.layout)
+        return self.silu, self.qk_norm, self.initial != "none", self.chunk, *sizes
+
+
+def make(call: Call, device: torch.device) -> Prefill:
+    s, dtype = call.shape, call.dtype
+    rows, sequences = sum(call.lengths) + call.rows, len(call.lengths)
+    normal = lambda *size: torch.randn(*size, device=device)  # noqa: E731
+    bounds = torch.tensor([0, *call.lengths], device=device).cumsum(0).int()
+    state, slots = normal(sequences + 2, s.qkv_width, call.width - 1).to(dtype), None
+    if call.channel_last:
+        state = state.transpose(1, 2).contiguous().transpose(1, 2)
+    slots = torch.randperm(sequences + 2, device=device)[:sequences].int()
+    if sequences > 2:
+        slots[1] = -1
+    has = torch.arange(sequences, device=device) % 3 != 2 if call.initial == "some" else None
+    stateless = call.initial == "no state"
+    return Prefill(
+        normal(rows, s.qkvz_width).to(dtype), normal(rows, s.ba_width).to(dtype),
+        (normal(s.qkv_width, call.width) / 2).to(dtype), normal(s.qkv_width).to(dtype) if call.bias else None, bounds,
+        None if stateless else state, None if stateless else slots, has, normal(s.num_heads_v) - 2,
+        normal(s.num_heads_v).to(dtype),
+    )  # fmt: skip
+
+
+def expected(call: Call, t: Prefill, dtype: torch.dtype) -> gated_delta.Inputs:
+    s = call.shape
+    options = gated_delta.Options(
+        qk_norm=call.qk_norm, activation="silu" if call.silu else None, compute_dtype=dtype
+    )  # fmt: skip
+    return gated_delta.prefill_inputs(
+        t.mixed_qkvz, t.mixed_ba, t.cu_seqlens,
+        gated_delta.Sizes(s.num_heads_qk, s.num_heads_v, s.head_qk, s.head_v, call.layout),
+        gated_delta.Layer(t.conv_weight, t.conv_bias, t.A_log, t.dt_bias), options, conv_state=t.conv_state,
+        slots=t.slots, has_initial_state=call.initial != "none" if t.has_initial_state is None else t.has_initial_state,
+        chunk_size=call.chunk or None,
+    )  # fmt: skip
+
+
+def kernels(call: Call, t: Prefill, plan: PrefillPlan | None = None) -> tuple[torch.Tensor, ...]:
+    """The launches themselves: the results, and t's state advanced."""
+    from gdn_split import prefill_launch
+
+    problem = prefill_arguments.check_prefill(t, *call.numbers)
+    plan = plan or plan_prefill(problem, GPU)
+    assert plan.covers(problem)
+    outs = tuple(out.fill_(torch.nan) for out in new_inputs(t.mixed_qkvz, problem))
+    prefill_launch.prepare_inputs(problem, plan, t)(*prefill_launch.in_order(t, outs, problem.initial))
+    if t.conv_state is not None:
+        kept = prefill_launch.prepare_kept(problem, t, dependent=False)
+        kept(t.mixed_qkvz, t.cu_seqlens, t.conv_state, t.slots, t.has_initial_state)
+    return outs
+
+
+def compare(call: Call, device: torch.device, plan: PrefillPlan | None = None) -> None:
+    t = make(call, device)
+    wanted, plain = expected(call, t, torch.float64), expected(call, t, torch.float32)
+    state = None if t.conv_state is None else t.conv_state.clone()
+    if state is not None:
+        s = call.shape
+        has = call.initial != "none" if t.has_initial_state is None else t.has_initial_state
+        sizes = gated_delta.Sizes(s.num_heads_qk, s.num_heads_v, s.head_qk, s.head_v, call.layout)
+        gated_delta.keep_inputs(t.mixed_qkvz, t.cu_seqlens, state, t.slots, sizes, has)
+    got = kernels(call, t, plan)
+    for name, one, want, rough in zip(gated_delta.Inputs._fields, got, wanted, plain, strict=True):
+        if one.numel():
+            assert_close_to_oracle(one, want, rough.to(one.dtype), what=name)
+    if state is not None:
+        assert torch.equal(t.conv_state, state)
+
+
+SMALL = GroupShape(2, 4, 16, 16)
+CALLS = {
+    "sequences of unlike lengths, empty ones, rows of none": Call(SMALL, (5, 0, 1, 2, 9), rows=3),
+    "one long sequence, sums over chunks": Call(SMALL, (21,), chunk=8, initial="all"),
+    "many in a chunk, chunks in many": Call(GroupShape(1, 3, 16, 24), (3, 13, 1, 8), chunk=4, layout="contiguous"),
+    "no states at all, float32, no activation": Call(SMALL, (7, 4), initial="no state", dtype=FLOATS[0], silu=False),
+    "states that no sequence begins with, width 2": Call(SMALL, (1, 6, 3), initial="none", width=2, bias=True),
+    "width 3, float16, heads that are no powers of two": Call(
+        GroupShape(1, 2, 20, 12), (4, 2, 6), width=3, dtype=FLOATS[2], qk_norm=False, channel_last=False
+    ),
+    "no rows": Call(SMALL, (0, 0)),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_inputs_of_a_chunked_rule_and_the_states_are_those_of_the_definition(
+    device: torch.device, name: str
+) -> None:
+    compare(CALLS[name], device)
+
+
+def test_tiles_that_end_inside_a_convolution_read_the_rows_before_them(device: torch.device) -> None:
+    compare(Call(SMALL, (2, 11), initial="all"), device, PrefillPlan(4, 8, 4))
+
+
+def test_rows_of_bounds_that_nobody_checked_are_zeros(device: torch.device, unchecked: None) -> None:
+    call = Call(SMALL, (4, 4), initial="no state")
+    t = make(call, device)
+    t.cu_seqlens.copy_(torch.tensor([0, 3, 99]))
+    got = kernels(call, t)
+    alone = kernels(call, t._replace(cu_seqlens=torch.tensor([0, 3, 8], dtype=torch.int32, device=device)))
+    assert all(torch.equal(one, other) for one, other in zip(got, alone, strict=True))
+    t.cu_seqlens.copy_(torch.tensor([5, -7, 2]))
+    assert all(not one[2:].any() for one in kernels(call, t))
+
+
+def test_the_public_function_gives_what_the_definition_gives(device: torch.device) -> None:
+    call = Call(SMALL, (5, 3, 6), chunk=4)
+    t = make(call, device)
+    wanted, plain = expected(call, t, torch.float64), expected(call, t, torch.float32)
+    before = t.conv_state.clone()
+    tensors = (t.mixed_qkvz, t.mixed_ba, t.conv_weight, t.conv_bias, t.cu_seqlens, t.A_log, t.dt_bias)
+    state = {"conv_state": t.conv_state, "slots": t.slots, "has_initial_state": t.has_initial_state}
+    got = gdn_split.gdn_prefill_inputs(*tensors, 2, 4, 16, 16, **state, chunk_size=4)
+    for name, one, want, rough in zip(got._fields, got, wanted, plain, strict=True):
+        assert_close_to_oracle(one, want, rough.to(one.dtype), what=name)
+    assert [(one.dtype, one.is_contiguous()) for one in got] == [(call.dtype, True)] * 4 + [(FLOATS[0], True)] * 2
+    assert not torch.equal(t.conv_state, before)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", range(30))
+def test_packed_sequences_of_any_layer_in_bulk(device: torch.device, number: int) -> None:
+    rng = random.Random(number)
+    nqk = rng.choice([1, 2, 4])
+    shape = GroupShape(nqk, nqk * rng.randint(1, 8), *rng.choices([24, 64, 80, 128, 128, 192, 256], k=2))
+    call = Call(
+        shape, (1,), layout=rng.choice(["interleaved", "contiguous"]), dtype=rng.choice(FLOATS),
+        width=rng.choice([2, 3, 4, 4]), bias=rng.random() < 0.5, silu=rng.random() < 0.8, qk_norm=rng.random() < 0.8,
+        initial=rng.choice(["some", "some", "all", "none", "no state"]), chunk=rng.choice([0, 16, 64, 64]),
+    )  # fmt: skip
+    for _ in range(7):
+        lengths = tuple(rng.choice([0, 1, 2, 3, rng.randint(1, 200)]) for _ in range(rng.randint(1, 12)))
+        compare(replace(call, lengths=lengths, rows=rng.choice([0, 0, 5])), device)

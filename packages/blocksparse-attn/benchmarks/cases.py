@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import peers
+import selected_cases
 import torch
 from peers import FLEX, VLLM, takes_vllm
 
@@ -653,6 +654,7 @@ def cases(device: torch.device) -> Iterator[Case]:
     yield sweep_case(device, prefill(32768), PATTERNS)
     yield layout_case(device, LONGEST)
     yield from cliffs(device)
+    yield from selected_cases.cases(device)
 
 
 def summary(records: Iterable[Record]) -> Iterator[str]:

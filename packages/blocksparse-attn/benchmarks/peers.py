@@ -71,6 +71,13 @@ def fa3() -> Callable[..., Tensor]:
     return call
 
 
+def minimax() -> tuple[Callable[..., None], Callable[..., None]]:
+    """vLLM's Triton kernels for MiniMax-M3, for prefill and for decode: pages of 128, keys and values side by side."""
+    from vllm.models.minimax_m3.common.ops.sparse_attn import minimax_m3_sparse_attn, minimax_m3_sparse_attn_decode
+
+    return minimax_m3_sparse_attn, minimax_m3_sparse_attn_decode
+
+
 class Pattern(NamedTuple):
     """Local and vertical blocks of sequences of ``new`` tokens after ``ctx``, and the same as a mask of blocks."""
 

@@ -17,6 +17,9 @@ import blocksparse_attn
 from blocksparse_attn import launch
 from blocksparse_attn.arguments import Options, Tensors, check_attend
 from blocksparse_attn.plan import DeviceLimits, plan_attention
+from blocksparse_attn.selected import arguments as selected
+from blocksparse_attn.selected import launch as selected_launch
+from blocksparse_attn.selected.plan import plan_selected
 from kernel_reference.models import PHI3_SMALL
 from kernel_reference.testing.codegen import (
     KernelSpec,
@@ -93,8 +96,33 @@ def attending(
         yield KernelSpec.of_launch(start, given, name=name + merged)
 
 
+def selecting(
+    name: str, limits: DeviceLimits, *, heads: tuple[int, int, int] = (64, 4, 128), block: int = 128, topk: int = 16,
+    tokens: int = 4096, sequences: int = 1, cache: torch.dtype = BF16, dtype: torch.dtype = BF16,
+) -> Iterator[KernelSpec]:  # fmt: skip
+    """The launches of a call of selected attention, with the device's plan, the merge kernel left out."""
+    num_heads, heads_kv, size = heads
+    q, pages = torch.empty(tokens, num_heads, size, dtype=dtype), torch.empty(64, 64, heads_kv, size).to(cache)
+    lists, table, cu, lengths = (
+        torch.empty(*shape, dtype=torch.int32)
+        for shape in ((tokens, heads_kv, topk), (sequences, 512), (sequences + 1,), (sequences,))
+    )
+    scale = torch.empty(1) if cache != dtype else None
+    lse = torch.empty(num_heads, tokens)
+    given = selected.Tensors(q, pages, pages, lists, table, cu, lengths, None, scale, scale, torch.empty_like(q), lse)
+    problem = selected.check_selected(given, selected.Options(block, "NHD", True, size**-0.5, 1.0, 1.0))
+    prepared = selected_launch.prepare_selected(problem, plan_selected(problem, limits), given)
+    for start, arguments in recorded_launches(prepared, *given):
+        if start.kernel.fn.__name__ != "merge":
+            yield KernelSpec.of_launch(start, arguments, name=f"{name}, {start.kernel.fn.__name__}")
+
+
 def all_specs(target: str) -> Iterator[KernelSpec]:
     limits = LIMITS[target]
+    yield from selecting("selected, MiniMax-M3", limits)
+    yield from selecting("selected, MiniMax-M3, decoding", limits, tokens=32, sequences=32, cache=torch.float8_e4m3fn)
+    yield from selecting("selected, Qwen3.8", limits, heads=(24, 2, 256), block=4, topk=512)
+    yield from selecting("selected, float32", limits, dtype=FP32, cache=FP32)
 
     def portable(name: str, **options: Any) -> Iterator[KernelSpec]:
         yield from attending(name, replace(limits, hopper=False), **options)
@@ -153,7 +181,7 @@ def reports() -> list[Report]:
 
 def test_every_kernel_compiles_for_every_target_without_spills_or_traps(reports: list[Report]) -> None:
     # The kernel for sm_90 keeps what belongs to all work items in memory, outside the loops that multiply.
-    assert_clean(reports, most_stack_outside_loops=64)
+    assert_clean(reports, most_stack_outside_loops=96)
     assert {report.target for report in reports} == set(TARGETS)
 
 
@@ -181,7 +209,7 @@ def test_the_largest_tiles_fit_in_the_64_kib_of_sm_75() -> None:
 
 def test_products_of_16_bits_use_tensor_cores(reports: list[Report]) -> None:
     for report in reports:
-        if "merged" not in report.spec:
+        if "merged" not in report.spec and "unite_lists" not in report.spec:
             multiplied = any(opcode.startswith(("HMMA", "HGMMA", "UTCHMMA", "v_mfma")) for opcode in report.opcodes)
             # float32 is multiplied as it is.
             assert multiplied == ("float32" not in report.spec) or report.target == "gfx942", report.spec

@@ -32,6 +32,7 @@ __all__ = [
     "projection",
     "ragged",
     "recurrence",
+    "selection",
     "sharding",
     "transforms",
 ]

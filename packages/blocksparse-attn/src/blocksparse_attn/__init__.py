@@ -6,14 +6,18 @@ from blocksparse_attn.api import AttentionResult, blocksparse_attention, blocksp
 from blocksparse_attn.layout import BlockLayout
 from blocksparse_attn.module import LocalStridedBlockSparseAttn
 from blocksparse_attn.plan import AttentionPlan
+from blocksparse_attn.selected.api import selected_attention
+from blocksparse_attn.selected.plan import SelectedPlan
 
 __all__ = [
     "AttentionPlan",
     "AttentionResult",
     "BlockLayout",
     "LocalStridedBlockSparseAttn",
+    "SelectedPlan",
     "blocksparse_attention",
     "blocksparse_flash_attn_varlen_fwd",
+    "selected_attention",
 ]
 
 try:

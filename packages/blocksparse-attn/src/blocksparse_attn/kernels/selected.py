@@ -1,0 +1,260 @@
+"""Attention to blocks that are listed for each token and kv head, on every target; prefill and decode.
+
+A tile is the query heads of a kv head for one token, or for a few that follow each other. One token's list is walked in
+its own order, several small blocks at a time. A tile of several tokens walks what any of them lists, each block once,
+and masks the tokens that do not.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from blocksparse_attn.kernels.groups import Batch, Cache, Rows, Scoring, Strides, Visible
+from blocksparse_attn.kernels.softmax import store, update
+from blocksparse_attn.kernels.tiles import (
+    PAGED,
+    keys_of_sequence,
+    load_tile,
+    locate,
+    part_of,
+    share,
+    slot_of,
+    split_row,
+)
+
+
+class SelectedConfig(NamedTuple):
+    """What the kernel is compiled for, see ``PortableConfig``.
+
+    BLOCK: tokens of a block; PIECE: of these, in a tile. TOPK_P: entries of a list, rounded up to a power of two.
+    TOKENS: of a tile. IS_FP8: the cache holds e4m3. K_SCALES and V_SCALES: 0, 1 or as many as kv heads.
+    """
+
+    GROUP: int
+    HEADS_KV: int
+    D: int
+    BLOCK_D: int
+    DV: int
+    BLOCK_DV: int
+    PAGE: int
+    BLOCK: int
+    PIECE: int
+    TOPK: int
+    TOPK_P: int
+    BLOCK_M: int
+    BLOCK_N: int
+    TOKENS: int
+    STAGES: int
+    CAUSAL: bool
+    IS_FP8: bool
+    K_SCALES: int
+    V_SCALES: int
+    WIDE: bool
+
+
+class Inputs(NamedTuple):
+    """Pointers: q, the caches, the lists and the scales of the caches."""
+
+    q: Any
+    k: Any
+    v: Any
+    indices: Any
+    k_scale: Any
+    v_scale: Any
+
+
+class Numbers(NamedTuple):
+    """The softmax's scale, factors of keys and values, and strides of q, k, v, out and lse and, by (token, head), of
+    the lists."""
+
+    softmax_scale: Any
+    k_factor: Any
+    v_factor: Any
+    strides: Any
+    s_indices: Any
+
+
+@triton.jit
+def from_e4m3(b_x, dtype: tl.constexpr):
+    """e4m3 as its bits, to 2^-8 times its value: the bits of a float16 whose exponent is biased by 8 more."""
+    bits = b_x.to(tl.int16)
+    half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
+    b_y = tl.where((bits & 0x7F) == 0x7F, 0x7E00, half).to(tl.int16).to(tl.float16, bitcast=True)
+    return b_y.to(dtype)
+
+
+@triton.jit
+def factor_of(p_scale, i_kv, factor, SCALES: tl.constexpr, config: tl.constexpr):
+    """What a product with the keys, or values, of a kv head is multiplied by."""
+    if SCALES:
+        factor = factor * tl.load(p_scale + (i_kv if SCALES > 1 else 0))
+    if config.IS_FP8:
+        factor = factor * 256.0
+    return factor
+
+
+@triton.jit
+def step(
+    acc, running_max, row_sum, b_q, cache, o_key, listed, visible, scoring, strides, config: tl.constexpr
+):  # fmt: skip
+    """The keys ``o_key`` [BLOCK_N] for a tile of rows, of which ``listed`` [BLOCK_M, 1] have them."""
+    page, slot, fits = slot_of(cache, o_key, visible.high, config.PAGE)
+    seen = o_key[None, :] <= visible.position[:, None]
+    m_key = fits & (o_key < visible.high)
+    m_value = m_key
+    if config.TOKENS > 1:
+        seen = seen & listed
+        # The values of a key that no row sees are not loaded: 0 times NaN would be NaN.
+        m_value = m_key & (tl.max(seen.to(tl.int32), 0) != 0)
+    o_dk = tl.arange(0, config.BLOCK_D) * strides.k[3]
+    o_dv = tl.arange(0, config.BLOCK_DV) * strides.v[3]
+    b_k = load_tile(cache.k, page * strides.k[0] + slot * strides.k[1], o_dk, m_key, config.D, config.BLOCK_D)
+    b_v = load_tile(cache.v, page * strides.v[0] + slot * strides.v[1], o_dv, m_value, config.DV, config.BLOCK_DV)
+    if config.IS_FP8:
+        b_k = from_e4m3(b_k, b_q.dtype)
+        b_v = from_e4m3(b_v, b_q.dtype)
+    return update(acc, running_max, row_sum, b_q, b_k, b_v, seen, scoring, False)
+
+
+# Of a tile of several tokens the workspace holds how many blocks there are and, from here on, the blocks; then which
+# tokens list each, as bits.
+HEADER: tl.constexpr = tl.constexpr(4)
+
+
+@triton.jit
+def entries_of(p_lists, s_token, i_tile, q_len, blocks, context, config: tl.constexpr):
+    """All entries of a tile's lists: the block, the token in the tile, whether it is the block's first entry.
+
+    Blocks that are not there, and those whose keys all come after the token, are no entries: -1.
+    """
+    TOKENS: tl.constexpr = config.TOKENS
+    o_e = tl.arange(0, TOKENS * config.TOPK_P)
+    o_token = o_e // config.TOPK_P
+    o_t = i_tile * TOKENS + o_token
+    there = (o_e % config.TOPK_P < config.TOPK) & (o_t < q_len)
+    block = tl.load(p_lists + o_t.to(tl.int64) * s_token + o_e % config.TOPK_P, mask=there, other=-1)
+    there = (block >= 0) & (block < blocks)
+    if config.CAUSAL:
+        there = there & (block.to(tl.int64) * config.BLOCK <= context + o_t)
+    block = tl.where(there, block, -1)
+    again = (block[:, None] == block[None, :]) & (o_e[None, :] < o_e[:, None])
+    first = there & (tl.sum(again.to(tl.int32), 1) == 0)
+    return block, o_token, first
+
+
+@triton.jit(do_not_specialize=["rows", "sequences", "keys"])
+def unite_lists(p_indices, bounds, p_work, rows, sequences, keys, s_indices, config: tl.constexpr):
+    """Write down what the tokens of a tile list, each block once: by one program for a tile and kv head.
+
+    The kernel that attends could not load keys ahead of a list that it makes itself.
+    """
+    ENTRIES: tl.constexpr = config.TOKENS * config.TOPK_P
+    batch = Batch(bounds, sequences, rows, keys)
+    pid = tl.program_id(0)
+    i_kv = (pid % config.HEADS_KV).to(tl.int64)
+    i_n, i_slot, begin, q_len = locate(batch, pid // config.HEADS_KV, config.TOKENS, 1, PAGED)
+    _, length, possible = keys_of_sequence(batch, i_n, q_len, PAGED)
+    i_tile = (q_len - 1) // config.TOKENS - i_slot
+    if (q_len > 0) & (i_slot >= 0) & (i_tile >= 0):
+        blocks = tl.where(possible, (length - 1) // config.BLOCK + 1, 0)
+        p_lists = p_indices + begin * s_indices[0] + i_kv * s_indices[1]
+        block, o_token, first = entries_of(p_lists, s_indices[0], i_tile, q_len, blocks, length - q_len, config)
+        rank = tl.cumsum(first.to(tl.int32), 0) - 1
+        shared = (block[:, None] == block[None, :]).to(tl.int32) << o_token[None, :]
+        p_tile = p_work + pid.to(tl.int64) * (HEADER + 2 * ENTRIES)
+        tl.store(p_tile, tl.sum(first.to(tl.int32), 0))
+        tl.store(p_tile + HEADER + rank, block, mask=first)
+        tl.store(p_tile + HEADER + ENTRIES + rank, tl.sum(shared, 1), mask=first)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "rows", "sequences", "keys", "num_pages", "s_table", "slots", "num_splits", "s_lse_sequence", "s_lse_head",
+    ]
+)  # fmt: skip
+def attend_selected(
+    inputs, p_table, bounds, p_sinks, outputs, p_work, rows, sequences, keys, num_pages, s_table, slots, num_splits,
+    s_lse_sequence, s_lse_head, numbers, config: tl.constexpr,
+):  # fmt: skip
+    """One tile over one split of what its tokens list."""
+    BLOCK_M: tl.constexpr = config.BLOCK_M
+    BLOCK_DV: tl.constexpr = config.BLOCK_DV
+    TOKENS: tl.constexpr = config.TOKENS
+    HEADS: tl.constexpr = config.GROUP if config.GROUP < BLOCK_M else BLOCK_M
+    HEAD_TILES: tl.constexpr = (config.GROUP + HEADS - 1) // HEADS
+    PIECES: tl.constexpr = config.BLOCK_N // config.PIECE
+    PER_BLOCK: tl.constexpr = config.BLOCK // config.PIECE
+    s = numbers.strides
+    strides = Strides(s.q, s.k, s.v, s.out, (s_lse_sequence, s_lse_head, s.lse))
+    batch = Batch(bounds, sequences, rows, keys)
+    i_hb, i_split, i_w, i_kv = part_of(tl.program_id(0), slots, num_splits, HEAD_TILES)
+    i_n, i_slot, begin, q_len = locate(batch, i_w, TOKENS, 1, PAGED)
+    _, length, possible = keys_of_sequence(batch, i_n, q_len, PAGED)
+    context = length - q_len
+    i_tile = (q_len - 1) // TOKENS - i_slot
+    if (q_len > 0) & (i_slot >= 0) & (i_tile >= 0):
+        o_m = tl.arange(0, BLOCK_M)
+        o_t = i_tile * TOKENS + o_m // HEADS
+        o_g = i_hb * HEADS + o_m % HEADS
+        m_row = (o_m < TOKENS * HEADS) & (o_t < q_len) & (o_g < config.GROUP)
+        o_t = tl.minimum(o_t, q_len - 1)
+        o_h = i_kv * config.GROUP + tl.minimum(o_g, config.GROUP - 1)
+        row = begin + o_t
+        i_b, token, all_rows = split_row(batch, begin, row, PAGED)
+        off_q = token * strides.q[1] + o_h.to(tl.int64) * strides.q[2]
+        o_d = tl.arange(0, config.BLOCK_D) * strides.q[3]
+        b_q = load_tile(inputs.q, off_q, o_d, m_row, config.D, config.BLOCK_D)
+
+        position = context + o_t
+        high = context + tl.minimum((i_tile + 1) * TOKENS, q_len)
+        if not config.CAUSAL:
+            position = position * 0 + (length - 1)
+            high = length
+        behind = (high - 1) // config.BLOCK + 1
+        blocks = tl.where(possible, behind, 0)
+        k_factor = factor_of(inputs.k_scale, i_kv, numbers.k_factor, config.K_SCALES, config)
+        v_factor = factor_of(inputs.v_scale, i_kv, numbers.v_factor, config.V_SCALES, config)
+        scoring = Scoring(numbers.softmax_scale * k_factor, 0.0, 0)
+        p_pages = p_table + tl.maximum(i_n, 0).to(tl.int64) * s_table
+        o_kv = i_kv.to(tl.int64)
+        cache = Cache(inputs.k + o_kv * strides.k[2], inputs.v + o_kv * strides.v[2], p_pages, 0, num_pages)
+        visible = Visible(position, 0, high)
+        acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+        running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        row_sum = tl.zeros([BLOCK_M], tl.float32)
+        o_n = tl.arange(0, config.BLOCK_N)
+        if TOKENS == 1:
+            p_list = inputs.indices + (begin + i_tile) * numbers.s_indices[0] + o_kv * numbers.s_indices[1]
+            from_tile, to_tile = share((config.TOPK * PER_BLOCK + PIECES - 1) // PIECES, i_split, num_splits)
+            for i in tl.range(from_tile, to_tile, num_stages=config.STAGES):
+                # One number where a tile lies within a block.
+                i_piece = i
+                if PIECES > 1:
+                    i_piece = i * PIECES + o_n // config.PIECE
+                block = tl.load(p_list + i_piece // PER_BLOCK, mask=i_piece < config.TOPK * PER_BLOCK, other=-1)
+                # What is no block is walked without effect.
+                block = tl.where((block >= 0) & (block < blocks), block, behind)
+                o_key = block * config.BLOCK + i_piece % PER_BLOCK * config.PIECE + o_n % config.PIECE
+                acc, running_max, row_sum = step(
+                    acc, running_max, row_sum, b_q, cache, o_key, None, visible, scoring, strides, config
+                )
+        else:
+            ENTRIES: tl.constexpr = TOKENS * config.TOPK_P
+            p_tile = p_work + (i_w.to(tl.int64) * config.HEADS_KV + i_kv) * (HEADER + 2 * ENTRIES)
+            from_tile, to_tile = share(tl.load(p_tile) * PER_BLOCK, i_split, num_splits)
+            p_tile += HEADER
+            for i in tl.range(from_tile, to_tile, num_stages=config.STAGES):
+                own = tl.load(p_tile + i // PER_BLOCK)
+                tokens = tl.load(p_tile + ENTRIES + i // PER_BLOCK)
+                listed = m_row & (((tokens >> (o_m // HEADS)) & 1) != 0)
+                o_key = own * config.BLOCK + i % PER_BLOCK * config.PIECE + o_n
+                acc, running_max, row_sum = step(
+                    acc, running_max, row_sum, b_q, cache, o_key, listed[:, None], visible, scoring, strides, config
+                )
+        acc = acc * v_factor
+        tile = Rows(row, o_h, i_b, token, all_rows, possible, m_row)
+        store(
+            acc, running_max, row_sum, tile, i_split, num_splits, p_sinks, outputs, strides, config,
+            inputs.q.dtype.element_ty == tl.float32,
+        )  # fmt: skip

@@ -1,0 +1,181 @@
+"""The public function: checks the arguments, says what is wrong, calls the op."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, overload
+
+import torch
+
+from blocksparse_attn import arguments as attend_arguments
+from blocksparse_attn.api import AttentionResult
+from blocksparse_attn.selected import ops
+from blocksparse_attn.selected.arguments import Options, Tensors, check_selected, check_values
+from blocksparse_attn.selected.plan import SelectedPlan
+from kernel_reference.checks import (
+    REFUSALS,
+    as_float,
+    check_bool,
+    check_dense,
+    given,
+    values_are_checked,
+)
+from kernel_reference.dispatch import runs_now
+from kernel_reference.plans import plan_as_ints
+from kernel_reference.transforms import are_active, refuse_derivatives
+
+Tensor = torch.Tensor
+
+_selected = torch.ops.blocksparse_attn.selected.default
+_GIVEN = Tensors._fields[:10]
+
+
+@overload
+def selected_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    indices: Tensor,
+    *,
+    block_size: int,
+    block_table: Tensor,
+    cu_seqlens_q: Tensor,
+    seqlens_k: Tensor,
+    page_layout: Literal["NHD", "HND"] = "NHD",
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    sinks: Tensor | None = None,
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
+    out: Tensor | None = None,
+    return_lse: Literal[False] = False,
+    plan: SelectedPlan | None = None,
+) -> Tensor: ...
+
+
+@overload
+def selected_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    indices: Tensor,
+    *,
+    block_size: int,
+    block_table: Tensor,
+    cu_seqlens_q: Tensor,
+    seqlens_k: Tensor,
+    page_layout: Literal["NHD", "HND"] = "NHD",
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    sinks: Tensor | None = None,
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
+    out: Tensor | None = None,
+    return_lse: bool,
+    plan: SelectedPlan | None = None,
+) -> Tensor | AttentionResult: ...
+
+
+def selected_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    indices: Tensor,
+    *,
+    block_size: int,
+    block_table: Tensor,
+    cu_seqlens_q: Tensor,
+    seqlens_k: Tensor,
+    page_layout: Literal["NHD", "HND"] = "NHD",
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    sinks: Tensor | None = None,
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
+    out: Tensor | None = None,
+    return_lse: bool = False,
+    plan: SelectedPlan | None = None,
+) -> Tensor | AttentionResult:
+    """Softmax attention of each token to the blocks of keys that are selected for it and for a kv head.
+
+    Query i of a sequence of ``q_len`` queries and ``k_len`` keys is at position ``p = k_len - q_len + i``; prefill,
+    chunked prefill, drafts and decode are one call. It sees the key at position j when ``indices`` lists the block
+    ``j // block_size`` for its token and kv head and, causal, ``j <= p``. Source: Native Sparse Attention (arXiv
+    2502.11089), its selected branch.
+
+    Args:
+        q: [T, Hq, D]; bfloat16, float16 or float32; D from 16 to 256.
+        k_cache, v_cache: the pages of a cache that holds the new tokens too, of q's dtype or float8_e4m3fn; any
+            strides. Hkv divides Hq: query head h reads kv head ``h // (Hq / Hkv)``.
+        indices: [T, Hkv, topk] int32, lists contiguous: blocks of the token's own sequence, in any order; -1 is
+            nothing, wherever it stands. A block may be listed once.
+        block_size: tokens of a block: a power of two from 1 to 256.
+        block_table: [B, max_blocks] int32 or int64, rows contiguous: position p of sequence b is in page
+            ``block_table[b, p // page]``. A page that the pool does not have reads as zeros.
+        cu_seqlens_q: [B + 1] int32 or int64, contiguous, from 0, never falling, at most T: where sequences begin. Rows
+            past the last sequence are 0 in out and -inf in lse.
+        seqlens_k: [B] int32 or int64, contiguous: tokens of each sequence, new ones included.
+        page_layout: of the pages: "NHD" [blocks, page, Hkv, D] or "HND" [blocks, Hkv, page, D]; a page holds any number
+            of tokens from 1 on.
+        causal: False: a token sees all keys of its blocks, up to the sequence's end.
+        softmax_scale: ``D ** -0.5`` when None.
+        sinks: [Hq] float32, bfloat16 or float16, contiguous: logits in the softmax's denominator only.
+        k_scale, v_scale: what stored keys and values are multiplied by: a float, or float32 [1] or [Hkv], contiguous.
+        out: written instead of a new tensor: [T, Hq, Dv] of q's dtype, which shares no memory with another argument.
+        return_lse: whether to return lse too.
+        plan: a launch plan to use instead of the one made for the device.
+
+    Returns:
+        out [T, Hq, Dv], contiguous if new, in q's dtype; with return_lse AttentionResult(out, lse), lse [Hq, T] in
+        float32. A token that sees no key gives 0, and in lse its sink, or -inf. Not differentiable.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described; nothing has been written. Values in device memory are
+            checked for CPU tensors, and inside ``kernel_reference.checks.validate_values``. Otherwise blocks out of
+            bounds list nothing, and a sequence of impossible lengths gives 0 and -inf.
+    """
+    check_bool("return_lse", return_lse)
+    check_bool("causal", causal)
+    scale = None if softmax_scale is None else as_float("softmax_scale", softmax_scale)
+    ints = None if plan is None else plan_as_ints(plan, SelectedPlan)
+    (k_tensor, k_factor), (v_tensor, v_factor) = _scale("k_scale", k_scale), _scale("v_scale", v_scale)
+    inputs = (
+        q, k_cache, v_cache, indices, block_table, cu_seqlens_q, seqlens_k, sinks, k_tensor, v_tensor,
+    )  # fmt: skip
+    try:
+        if are_active() or torch.is_grad_enabled():
+            refuse_derivatives(**_named(*inputs), **given(out=out))
+        result = q.new_empty((*q.shape[:-1], v_cache.shape[-1])) if out is None else out
+        lse = q.new_empty(attend_arguments.lse_shape(q), dtype=torch.float32) if return_lse else None
+    except REFUSALS:
+        check_dense(**_named(*inputs), **given(out=out))
+        attend_arguments.check_q(q)
+        raise
+    tensors = (*inputs, result, lse)
+    options = (
+        block_size, page_layout, causal, q.shape[-1] ** -0.5 if scale is None else scale, k_factor, v_factor, ints,
+    )  # fmt: skip
+    try:
+        if out is None and runs_now(tensors):
+            ops.attend_now(*tensors, *options)
+        else:
+            _selected(*tensors, *options)
+    except (*REFUSALS, ValueError):
+        check_dense(**_named(*inputs), **given(out=out))
+        problem = check_selected(Tensors(*tensors), Options(*options))
+        if values_are_checked(q.device):
+            check_values(problem, Tensors(*tensors))
+        raise
+    return result if lse is None else AttentionResult(result, lse)
+
+
+def _named(*inputs: Any) -> dict[str, Any]:
+    return given(**dict(zip(_GIVEN, inputs, strict=True)))
+
+
+def _scale(name: str, scale: float | Tensor | None) -> tuple[Tensor | None, float]:
+    """A scale as the op takes it: a tensor or none, and a factor."""
+    if scale is None:
+        return None, 1.0
+    if isinstance(scale, Tensor):
+        return scale, 1.0
+    return None, as_float(name, scale, "a float or a tensor")

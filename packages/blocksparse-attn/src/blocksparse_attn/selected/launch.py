@@ -1,0 +1,163 @@
+"""Launches of selected attention: from a problem, its plan and tensors to a kernel, its grid and its arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from blocksparse_attn.kernels import merge, tiles
+from blocksparse_attn.kernels.groups import Bounds, Outputs, OutputStrides, Strides
+from blocksparse_attn.kernels.selected import (
+    HEADER,
+    Inputs,
+    Numbers,
+    SelectedConfig,
+    attend_selected,
+    unite_lists,
+)
+from blocksparse_attn.launch import device_limits
+from blocksparse_attn.selected.arguments import Tensors
+from blocksparse_attn.selected.plan import Problem, SelectedPlan, head_tiles, num_slots, plan_selected
+from kernel_reference.dispatch import allocator
+from kernel_reference.integers import power_of_two_at_least
+from kernel_reference.launching import Launch, launch_nothing, without_memory
+
+Tensor = torch.Tensor
+Pointer = Tensor | int | None
+
+
+def prepare_selected(problem: Problem, plan: SelectedPlan | None, tensors: Tensors) -> Callable[..., None]:
+    """A prepared launch, called with the op's twelve tensors; ``plan`` None: the one made for their device."""
+    if not problem.tokens:
+        return launch_nothing
+    device = tensors.q.device
+    forms = Tensors(*map(without_memory, tensors))  # type: ignore[arg-type]
+    chosen = plan_selected(problem, device_limits(device)) if plan is None else plan
+    attend = _attend(problem, chosen, forms, device)
+    if chosen.num_splits == 1:
+        # A kernel is the same with splits and without: there are always pointers to partial results.
+        nothing = torch.empty(1, dtype=torch.float32, device=device)
+
+        def attend_at_once(*twelve: Tensor | None) -> None:
+            attend(twelve, nothing, nothing)
+
+        return attend_at_once
+    merging = _merge(problem, chosen, forms, device)
+    size = (chosen.num_splits, problem.tokens, problem.num_heads, problem.head_dim_v)
+    lse_size = (chosen.num_splits, problem.num_heads, problem.tokens)
+    new_part, new_part_lse = (
+        allocator(torch.empty(shape, dtype=torch.float32, device=device)) for shape in (size, lse_size)
+    )
+
+    def run(*twelve: Tensor | None) -> None:
+        part, part_lse = new_part(), new_part_lse()
+        attend(twelve, part, part_lse)
+        merging(*twelve[5:8], *twelve[10:], part, part_lse)
+
+    return run
+
+
+def _attend(
+    problem: Problem, plan: SelectedPlan, forms: Tensors, device: torch.device
+) -> Callable[[tuple[Tensor | None, ...], Tensor, Tensor], None]:
+    """The launch of results or partial results, called with the twelve tensors and the two of partial results.
+
+    Tiles of several tokens have a launch before it, which unites their lists.
+    """
+    size, size_v = problem.head_dim, problem.head_dim_v
+    s_k, s_v = (_by_slot(cache, problem) for cache in (forms.k_cache, forms.v_cache))
+    s_lse = (0, 0) if forms.lse is None else forms.lse.stride()
+    s_q, s_out = (0, *forms.q.stride()), (0, *forms.out.stride())
+    numbers = Numbers(
+        problem.softmax_scale, problem.k_factor, problem.v_factor, Strides(s_q, s_k, s_v, s_out, s_lse[1]),
+        forms.indices.stride()[:2],
+    )  # fmt: skip
+    config = SelectedConfig(
+        GROUP=problem.group, HEADS_KV=problem.num_heads_kv, D=size, BLOCK_D=max(16, power_of_two_at_least(size)),
+        DV=size_v, BLOCK_DV=max(16, power_of_two_at_least(size_v)), PAGE=problem.page_size, BLOCK=problem.block_size,
+        PIECE=min(plan.block_n, problem.block_size), TOPK=problem.topk,
+        TOPK_P=power_of_two_at_least(max(1, problem.topk)), BLOCK_M=plan.block_m, BLOCK_N=plan.block_n,
+        TOKENS=plan.packed, STAGES=plan.num_stages, CAUSAL=problem.causal, IS_FP8=problem.cache_bits == 8,
+        K_SCALES=_count(forms.k_scale), V_SCALES=_count(forms.v_scale), WIDE=(size_v - 1) * s_out[3] >= 2**31,
+    )  # fmt: skip
+    slots = num_slots(problem, plan)
+    rest = (
+        problem.tokens, problem.sequences, problem.capacity, forms.k_cache.shape[0], forms.block_table.stride()[0],
+        slots, plan.num_splits, 0, s_lse[0], numbers, config,
+    )  # fmt: skip
+    grid = (slots * problem.num_heads_kv * head_tiles(problem, plan) * plan.num_splits, 1, 1)
+    # Kernels read 8-bit floats as integers: not every target knows the type.
+    as_integers = (1, 2) if problem.cache_bits == 8 else ()
+    attend = Launch(
+        attend_selected, grid, rest, device, group=_grouped, as_integers=as_integers, num_warps=plan.num_warps
+    )
+    if plan.packed == 1:
+        return lambda twelve, part, part_lse: attend(*twelve, part, part_lse, None)
+    entries = slots * problem.num_heads_kv * (int(HEADER) + 2 * config.TOKENS * config.TOPK_P)
+    new_work = allocator(torch.empty(entries, dtype=torch.int32, device=device))
+    unite = Launch(
+        unite_lists, (slots * problem.num_heads_kv, 1, 1),
+        (problem.tokens, problem.sequences, problem.capacity, numbers.s_indices, config), device,
+        group=_grouped_for_lists, num_warps=4,
+    )  # fmt: skip
+
+    def run(twelve: tuple[Tensor | None, ...], part: Tensor, part_lse: Tensor) -> None:
+        work = new_work()
+        unite(twelve[3], twelve[5], twelve[6], work)
+        attend(*twelve, part, part_lse, work)
+
+    return run
+
+
+def _by_slot(cache: Tensor, problem: Problem) -> tuple[int, ...]:
+    """Strides by (page, slot, head, element)."""
+    s = cache.stride()
+    return s if problem.page_layout == "NHD" else (s[0], s[2], s[1], s[3])
+
+
+def _count(scale: Tensor | None) -> int:
+    return 0 if scale is None else scale.shape[0]
+
+
+def _grouped(
+    q: Pointer, k: Pointer, v: Pointer, indices: Pointer, table: Pointer, cu: Pointer, lengths: Pointer,
+    sinks: Pointer, k_scale: Pointer, v_scale: Pointer, out: Pointer, lse: Pointer, part: Pointer, part_lse: Pointer,
+    work: Pointer,
+) -> tuple[Any, ...]:  # fmt: skip
+    """A kernel's arguments of tensors or, from the second call on, of pointers, in plain tuples."""
+    outputs = (out, lse, part, part_lse)
+    if type(q) is int:
+        return (q, k, v, indices, k_scale, v_scale), table, (cu, None, None, lengths), sinks, outputs, work
+    bounds = Bounds(cu, None, None, lengths)
+    return Inputs(q, k, v, indices, k_scale, v_scale), table, bounds, sinks, Outputs(*outputs), work
+
+
+def _grouped_for_lists(indices: Pointer, cu: Pointer, lengths: Pointer, work: Pointer) -> tuple[Any, ...]:
+    if type(indices) is int:
+        return indices, (cu, None, None, lengths), work
+    return indices, Bounds(cu, None, None, lengths), work
+
+
+def _merge(problem: Problem, plan: SelectedPlan, forms: Tensors, device: torch.device) -> Launch:
+    """The merge kernel, called with cu_seqlens_q, seqlens_k, sinks, out, lse and the partial results."""
+    s_out = (0, *forms.out.stride())
+    s_lse = (0, 0) if forms.lse is None else forms.lse.stride()
+    config = merge.MergeConfig(
+        KIND=int(tiles.PAGED), H=problem.num_heads, DV=problem.head_dim_v,
+        BLOCK_DV=max(16, power_of_two_at_least(problem.head_dim_v)), WIDE=(problem.head_dim_v - 1) * s_out[3] >= 2**31,
+    )  # fmt: skip
+    slots = num_slots(problem, plan)
+    rest = (
+        problem.tokens, problem.sequences, problem.capacity, slots, plan.packed, 1, plan.num_splits, 0, s_lse[0],
+        OutputStrides(s_out, s_lse[1]), config,
+    )  # fmt: skip
+    grid = (slots * plan.packed * problem.num_heads, 1, 1)
+    return Launch(merge.merge, grid, rest, device, group=_grouped_for_merging, num_warps=1)
+
+
+def _grouped_for_merging(cu: Pointer, lengths: Pointer, sinks: Pointer, *outputs: Pointer) -> tuple[Any, ...]:
+    if type(cu) is int:
+        return (cu, None, None, lengths), sinks, outputs
+    return Bounds(cu, None, None, lengths), sinks, Outputs(*outputs)

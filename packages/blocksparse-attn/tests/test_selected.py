@@ -1,0 +1,404 @@
+"""Selected attention: does each token see the blocks that are listed for it, up to itself, and nothing else?
+
+The caches are pages in random order; pages of no sequence, unused tails of pages and the outputs before the call are
+NaN. Expected is kernel_reference's oracle in float64.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from itertools import accumulate, product
+from typing import Any
+
+import pytest
+import torch
+
+from blocksparse_attn import SelectedPlan, selected_attention
+from blocksparse_attn.plan import DeviceLimits
+from blocksparse_attn.selected import ops
+from blocksparse_attn.selected.arguments import Options, Tensors, check_selected
+from blocksparse_attn.selected.plan import MOST_ENTRIES, Problem, plan_selected
+from kernel_reference.checks import validate_values
+from kernel_reference.dispatch import PreparedLaunches
+from kernel_reference.paging import gather, paged_cache
+from kernel_reference.selection import selected_attention as oracle
+from kernel_reference.selection import selection_mask
+from kernel_reference.testing import contract
+from kernel_reference.testing.guards import assert_bitwise_equal, canaried, poison_
+from kernel_reference.testing.numerics import assert_close_to_oracle
+
+Tensor = torch.Tensor
+gpu = pytest.mark.gpu
+BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
+H200 = DeviceLimits(132, 232448, hopper=True)
+LENGTHS = [(70, 1), (5, 12), (0, 0), (130, 6)]
+
+
+class Batch:
+    """``lengths``: (older, new) tokens of each sequence. share: of the lists, what neighbouring tokens have alike."""
+
+    def __init__(
+        self, device: torch.device, lengths: list[tuple[int, int]], *, heads: tuple[int, int] = (4, 2),
+        head_dim: int = 32, head_dim_v: int | None = None, block: int = 16, topk: int = 3, page: int = 16,
+        dtype: torch.dtype = BF16, cache: torch.dtype | None = None, scales: str = "", sinks: bool = False,
+        causal: bool = True, page_layout: str = "NHD", share: float = 0.5, rows_after: int = 2,
+    ) -> None:  # fmt: skip
+        self.lengths, self.dtype, self.heads = lengths, dtype, heads
+        self.totals = [older + new for older, new in lengths]
+        begins = list(accumulate([new for _, new in lengths], initial=0))
+        tokens = begins[-1] + rows_after
+        q = torch.randn(tokens, heads[0], head_dim).to(dtype)
+        poison_(q[begins[-1] :])
+        size_v = head_dim if head_dim_v is None else head_dim_v
+        keys, values = (torch.randn(sum(self.totals), heads[1], n).to(dtype) for n in (head_dim, size_v))
+        k_scale, v_scale = {
+            "": (None, None), "numbers": (0.5, 2.0), "one": (torch.tensor([0.5]), torch.tensor([2.0])),
+            "heads": (torch.linspace(0.3, 0.7, heads[1]), torch.linspace(1.2, 2.0, heads[1])),
+        }[scales]  # fmt: skip
+        cu = torch.tensor([0, *accumulate(self.totals)])
+        paged = paged_cache(
+            keys, values, cu, page, page_layout, dtype=cache, k_scale=k_scale, v_scale=v_scale,
+            seed=int(torch.randint(2**31, ())),
+        )  # fmt: skip
+        self.q = q.to(device)
+        self.k, self.v = paged.k_cache.to(device), paged.v_cache.to(device)
+        self.indices = self._lists(begins, tokens, block, topk, share).to(device)
+        scale_k, scale_v = (x.to(device) if isinstance(x, Tensor) else x for x in (k_scale, v_scale))
+        self.options: dict[str, Any] = {
+            "block_size": block, "block_table": paged.block_table.to(device), "page_layout": page_layout,
+            "cu_seqlens_q": torch.tensor(begins, dtype=torch.int32, device=device), "k_scale": scale_k,
+            "seqlens_k": paged.seqlens_k.to(device), "causal": causal, "v_scale": scale_v,
+            "sinks": torch.linspace(-1, 1, heads[0], device=device) if sinks else None,
+        }  # fmt: skip
+        self.out = canaried((tokens, heads[0], size_v), dtype, device, row_padding=8)
+        self.own = torch.arange(tokens, device=device) < begins[-1]
+
+    def _lists(self, begins: list[int], tokens: int, block: int, topk: int, share: float) -> Tensor:
+        """Blocks of the sequence, its last ones more often than not, in any order, with -1 between them."""
+        indices = torch.full((tokens, self.heads[1], topk), -1, dtype=torch.int32)
+        for (_, new), begin, total in zip(self.lengths, begins, self.totals, strict=False):
+            blocks = -(-total // block)
+            for i, head in product(range(new), range(self.heads[1])):
+                fresh = torch.randperm(blocks)[:topk]
+                some = torch.cat([fresh, fresh.new_full((topk - len(fresh),), -1)])
+                if i and float(torch.rand(())) < share:
+                    some = indices[begin + i - 1, head].clone()
+                some = some[torch.randperm(topk)]
+                some[torch.rand(topk) < 0.1] = -1
+                indices[begin + i, head] = some.int()
+        return indices
+
+    def call(self, **options: Any) -> Any:
+        return selected_attention(self.q, self.k, self.v, self.indices, **{**self.options, **options})
+
+    def wanted(self) -> tuple[Any, Any]:
+        """In float64, and in float32 of rounded inputs with one rounding at the end."""
+        keys = ("block_size", "block_table", "cu_seqlens_q", "seqlens_k", "page_layout", "causal", "sinks")
+        given = {**{key: self.options[key] for key in keys}}
+        given |= {key: self.options[key] for key in ("k_scale", "v_scale")}
+        q = torch.where(self.own[:, None, None], self.q, 0)
+        with validate_values(False):
+            return (
+                oracle(q, self.k, self.v, self.indices, **given),
+                oracle(q, self.k, self.v, self.indices, **given, compute_dtype=FP32),
+            )
+
+    def check(self, out: Tensor, lse: Tensor | None = None) -> None:
+        exact, plain = self.wanted()
+        rest = ~self.own
+        assert not out[rest].any()
+        # Weights are rounded to the dtype once before the second product: twice a plain rounding of all values.
+        unit = torch.finfo(self.dtype).eps
+        rounded = plain.out * (1 + unit)
+        assert_close_to_oracle(out[self.own], exact.out[self.own], rounded[self.own].to(self.dtype))
+        if lse is not None:
+            assert bool((lse[:, rest] == -torch.inf).all())
+            got, want = lse[:, self.own], exact.lse[:, self.own]
+            assert torch.equal(got == -torch.inf, want == -torch.inf)
+            seen = want != -torch.inf
+            torch.testing.assert_close(got[seen].double(), want[seen], atol=2e-5, rtol=2e-5)
+
+
+def plan(rows: int = 16, keys: int = 16, splits: int = 1, packed: int = 1) -> SelectedPlan:
+    return SelectedPlan(rows, keys, splits, 4, 1, packed)
+
+
+@pytest.fixture
+def run(device: torch.device) -> Callable[..., None]:
+    """The kernel itself, with a plan of the caller's, into guarded memory."""
+
+    def run(batch: Batch, plan: SelectedPlan) -> None:
+        from blocksparse_attn.selected import launch
+
+        o = batch.options
+        scales = [o[name] if isinstance(o[name], Tensor) else None for name in ("k_scale", "v_scale")]
+        factors = [o[name] if isinstance(o[name], float) else 1.0 for name in ("k_scale", "v_scale")]
+        lse = torch.full((batch.heads[0], len(batch.q)), torch.nan, device=device)
+        tensors = Tensors(
+            batch.q, batch.k, batch.v, batch.indices, o["block_table"], o["cu_seqlens_q"], o["seqlens_k"], o["sinks"],
+            *scales, batch.out.tensor, lse,
+        )  # fmt: skip
+        options = Options(o["block_size"], o["page_layout"], o["causal"], batch.q.shape[2] ** -0.5, *factors)
+        problem = check_selected(tensors, options)
+        assert plan.covers(problem)
+        launch.prepare_selected(problem, plan, tensors)(*tensors)
+        batch.out.check()
+        batch.check(batch.out.tensor, lse)
+
+    return run
+
+
+CASES: dict[str, tuple[SelectedPlan, dict[str, Any]]] = {
+    "a token at a time": (plan(), {}),
+    "a token at a time, split": (plan(splits=3), {"sinks": True}),
+    "two blocks of 8 bits' keys": (plan(16, 32), {"cache": E4M3, "scales": "heads"}),
+    "e4m3, one scale each": (plan(), {"cache": E4M3, "scales": "one", "dtype": FP16}),
+    "scales that are numbers": (plan(), {"cache": E4M3, "scales": "numbers"}),
+    "blocks of one token": (plan(16, 32), {"block": 1, "topk": 20}),
+    "blocks of 4": (plan(16, 32, 2), {"block": 4, "topk": 11, "page": 24, "page_layout": "HND"}),
+    "blocks of 64 in pieces": (plan(16, 16), {"block": 64, "topk": 2, "page": 3}),
+    "four tokens at a time": (plan(16, 16, 1, 4), {}),
+    "four tokens at a time, split": (plan(16, 16, 2, 4), {"sinks": True, "block": 32, "share": 0.9}),
+    "eight tokens of one head": (plan(16, 16, 1, 8), {"heads": (2, 2), "share": 0.0, "topk": 5}),
+    "heads of a group of 12": (plan(16, 16), {"heads": (12, 1), "head_dim_v": 48}),
+    "more heads than rows": (plan(16, 16), {"heads": (40, 2)}),
+    "not causal": (plan(16, 16, 1, 2), {"causal": False}),
+    "not causal, a token at a time": (plan(16, 32), {"causal": False, "block": 4}),
+    "float32": (plan(16, 16, 2, 2), {"dtype": FP32}),
+    "one block": (plan(), {"topk": 1}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("chosen", "options"), CASES.values(), ids=CASES)
+def test_the_kernel_matches_the_oracle(device, run, chosen, options) -> None:
+    run(Batch(device, LENGTHS, **options), chosen)
+
+
+@pytest.mark.parametrize("options", [{}, {"cache": E4M3, "scales": "heads"}, {"block": 1}, {"causal": False}], ids=str)
+def test_a_call_matches_the_oracle_whatever_runs_it(device, options) -> None:
+    batch = Batch(device, LENGTHS, sinks=True, **options)
+    got = batch.call(return_lse=True)
+    batch.check(got.out, got.lse)
+    assert batch.call(out=batch.out.tensor) is batch.out.tensor
+    assert_bitwise_equal(batch.out.tensor, got.out)
+
+
+def test_the_order_of_a_list_and_nothing_in_it_change_no_result(device) -> None:
+    batch = Batch(device, LENGTHS)
+    before = batch.call()
+    batch.indices = batch.indices.flip(2)
+    torch.testing.assert_close(batch.call(), before, atol=1e-2, rtol=1e-2)
+    batch.indices = torch.nn.functional.pad(batch.indices, (2, 1), value=-1)
+    torch.testing.assert_close(batch.call(), before, atol=1e-2, rtol=1e-2)
+
+
+def test_tokens_see_their_own_block_up_to_themselves(device) -> None:
+    """With the token's own block alone, one by one: the first of it sees itself alone."""
+    batch = Batch(device, [(14, 6)], block=16, topk=1, rows_after=0)
+    batch.indices = (torch.arange(14, 20, device=device)[:, None, None] // 16).int().expand(6, 2, 1).contiguous()
+    out = batch.call()
+    values = gather(batch.v, batch.options["block_table"], batch.options["seqlens_k"]).tokens
+    torch.testing.assert_close(out[2], values[16].repeat_interleave(2, dim=0))
+    batch.check(out)
+
+
+@pytest.mark.parametrize("chosen", [plan(), plan(16, 16, 1, 4)], ids=["one", "four"])
+def test_keys_that_no_token_of_a_tile_sees_are_not_multiplied(device, run, chosen) -> None:
+    batch = Batch(device, [(60, 4)], block=16, topk=2, page=16, rows_after=0)
+    batch.indices = torch.tensor([0, 2], dtype=torch.int32, device=device).expand(4, 2, 2).contiguous()
+    table = batch.options["block_table"]
+    for page in (1, 3):
+        for cache in (batch.k, batch.v):
+            poison_(cache[int(table[0, page])])
+    run(batch, chosen)
+
+
+@pytest.mark.parametrize("chosen", [plan(), plan(16, 16, 2, 4)], ids=["one", "four"])
+def test_lists_of_any_content_touch_nothing_else(device, run, chosen) -> None:
+    """Blocks past the last one, far out of bounds, negative; sequences of impossible lengths."""
+    batch = Batch(device, LENGTHS, topk=5)
+    wild = torch.tensor([2**31 - 1, -(2**31), 9, -7, 2**26], dtype=torch.int32, device=device)
+    batch.indices[::2, :, 1:3] = wild[:2]
+    batch.indices[1::2, :, 3:] = wild[3:]
+    run(batch, chosen)
+
+
+def test_a_sequence_of_impossible_length_gives_zeros_and_leaves_others_alone(device) -> None:
+    batch = Batch(device, LENGTHS)
+    with validate_values(False):
+        before = batch.call()
+        for wrong in (-1, 5, 2**31 - 1):
+            batch.options["seqlens_k"][1] = wrong
+            got = batch.call(return_lse=True)
+            assert not got.out[1:13].any()
+            assert bool((got.lse[:, 1:13] == -torch.inf).all())
+            assert_bitwise_equal(got.out[:1], before[:1])
+            assert_bitwise_equal(got.out[13:], before[13:])
+
+
+# Errors
+
+WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "block of 3": ({"block_size": 3}, ValueError, r"^block_size must be a power of two up to 256, got 3$"),
+    "block of 512": ({"block_size": 512}, ValueError, "^block_size must be a power of two"),
+    "a layout": ({"page_layout": "x-packed"}, ValueError, "^page_layout must be one of"),
+    "causal as a number": ({"causal": 1}, TypeError, "^causal must be a bool"),
+    "scales of three": ({"k_scale": torch.ones(3)}, ValueError, r"^k_scale must be \[2\]"),
+    "sinks of one": ({"sinks": torch.ones(1)}, ValueError, r"^sinks must be \[4\]"),
+    "a table of others": ({"block_table": torch.zeros(1, 1).int()}, ValueError, r"^block_table must be \[4, "),
+    "a plan for more tokens": ({"plan": plan(16, 16, 1, 16)}, ValueError, "^plan must be one made for"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "kind", "words"), WRONG.values(), ids=WRONG)
+def test_wrong_arguments_are_named(device, change, kind, words) -> None:
+    change = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in change.items()}
+    with pytest.raises(kind, match=words):
+        Batch(device, LENGTHS).call(**change)
+
+
+def test_lists_of_other_shapes_and_dtypes_are_refused(device) -> None:
+    batch = Batch(device, LENGTHS)
+    for wrong, kind, words in (
+        (batch.indices.long(), TypeError, r"^indices.dtype must be int32"),
+        (batch.indices[1:], ValueError, r"^indices must be \[21, 2, topk\]"),
+        (batch.indices[:, :1], ValueError, r"^indices must be \[21, 2, topk\]"),
+        (batch.indices.tolist(), TypeError, r"^indices must be a torch.Tensor"),
+    ):  # fmt: skip
+        batch.indices = wrong
+        with pytest.raises(kind, match=words):
+            batch.call()
+    batch.indices = None
+
+
+BAD_VALUES = {
+    "a block past the last": (4, 0, 2, r"^indices\[4, 0, 2\] must be a block from 0 to 1, or -1, got 2$"),
+    "below -1": (4, 1, -2, r"^indices\[4, 1, 2\] must be a block from 0"),
+    "twice": (4, 0, 0, r"^indices\[4, 0, 2\] must be a block that is not listed before, got 0$"),
+}
+
+
+@pytest.mark.parametrize(("token", "head", "block", "words"), BAD_VALUES.values(), ids=BAD_VALUES)
+def test_bad_entries_are_named_where_values_are_checked(device, token, head, block, words) -> None:
+    batch = Batch(device, LENGTHS)
+    batch.indices[4] = torch.tensor([0, -1, -1], dtype=torch.int32, device=device)
+    batch.indices[token, head, 2] = block
+    with validate_values(), pytest.raises(ValueError, match=words):
+        batch.call()
+
+
+def test_gradients_are_refused(device) -> None:
+    batch = Batch(device, LENGTHS)
+    batch.q.requires_grad_()
+    with pytest.raises(ValueError, match=r"^q must be without gradient"):
+        batch.call()
+
+
+# Plans
+
+M3 = Problem(64, 4, 128, 128, 128, 16, 8192, 1, 32768, 64)
+
+
+def test_every_call_gets_a_plan_that_covers_it() -> None:
+    groups, blocks, lists = (
+        ((64, 4), (24, 2), (7, 7), (64, 1), (128, 1)),
+        (1, 4, 16, 32, 64, 128, 256),
+        (1, 16, 100, 512),
+    )
+    for (heads, kv), block, topk, tokens, bits in product(groups, blocks, lists, (1, 64, 8192), (16, 32)):
+        problem = Problem(heads, kv, 128, 128, block, topk, tokens, 1, 32768, 16, bits=bits, cache_bits=bits)
+        for limits in (H200, DeviceLimits(108, 166912), DeviceLimits(304, 65536), DeviceLimits(1)):
+            chosen = plan_selected(problem, limits)
+            assert chosen.covers(problem), (problem, chosen)
+            assert chosen.packed * topk <= MOST_ENTRIES or chosen.packed == 1
+
+
+def test_neighbouring_tokens_share_a_tile_in_prefill_and_lists_are_split_in_decode() -> None:
+    assert plan_selected(M3, H200).packed == 4
+    decode = plan_selected(Problem(64, 4, 128, 128, 128, 16, 1, 1, 131072, 64), H200)
+    assert decode.packed == 1
+    assert decode.num_splits >= 8
+    assert plan_selected(Problem(64, 4, 128, 128, 128, 16, 256, 256, 131072, 64), H200).num_splits == 1
+
+
+# The op
+
+
+@pytest.fixture
+def by_kernels(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The op runs the kernel on CPU tensors, interpreted, with the plan of a device with one SM."""
+    if device.type == "cuda":
+        yield
+        return
+    from blocksparse_attn.selected import launch
+
+    library = torch.library.Library("blocksparse_attn", "IMPL", "CPU")
+    monkeypatch.setattr(launch, "device_limits", lambda device: DeviceLimits(2))
+    monkeypatch.setattr(ops, "launches", PreparedLaunches())
+    with warnings.catch_warnings():
+        # torch says once that an implementation is replaced.
+        warnings.simplefilter("ignore")
+        library.impl("selected", ops.attend_now, allow_override=True)
+    yield
+    library._destroy()
+
+
+@pytest.mark.usefixtures("by_kernels")
+def test_a_call_reaches_the_kernel_with_every_argument_in_its_place(device) -> None:
+    for options in ({"cache": E4M3, "scales": "heads"}, {"page_layout": "HND", "causal": False}):
+        batch = Batch(device, LENGTHS, sinks=True, head_dim_v=48, **options)
+        for _ in range(2):
+            got = batch.call(return_lse=True)
+            batch.check(got.out, got.lse)
+
+
+def test_the_op_passes_opcheck_and_compiles(device) -> None:
+    batch = Batch(device, LENGTHS)
+    given = (batch.q, batch.k, batch.v, batch.indices)
+    o = batch.options
+    out = torch.empty_like(batch.q)
+    names = ("block_table", "cu_seqlens_q", "seqlens_k")
+    tensors = (*given, *(o[name] for name in names), None, None, None, out, None)
+    torch.library.opcheck(
+        torch.ops.blocksparse_attn.selected.default, (*tensors, 16, "NHD", True, 0.2, 1.0, 1.0),
+        test_utils=("test_schema", "test_faketensor"),
+    )  # fmt: skip
+    compiled = torch.compile(lambda *x: selected_attention(*x, **o), fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        assert_bitwise_equal(compiled(*given), batch.call())
+
+
+def test_a_selection_as_a_mask_lists_what_is_there() -> None:
+    mask = selection_mask(torch.tensor([[[3, -1, 0], [5, 9, -4]]]), 5)
+    assert mask.tolist() == [[[True, False, False, True, False], [False] * 5]]
+
+
+@gpu
+@pytest.mark.parametrize("lengths", [[(131071, 1)], [(1000 * i, 1) for i in range(1, 33)], [(8192, 512)]], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"cache": E4M3, "scales": "one"}, {"heads": (24, 2), "head_dim": 256, "block": 4, "topk": 512}],
+    ids=str,
+)
+def test_models_at_their_sizes(device, lengths, options) -> None:
+    """MiniMax-M3's layer, with an 8-bit cache too, and Qwen3.8's."""
+    sizes = {"heads": (64, 4), "head_dim": 128, "block": 128, "topk": 16, "page": 64, "share": 0.7, **options}
+    batch = Batch(device, lengths, rows_after=0, **sizes)
+    got = batch.call(return_lse=True)
+    batch.check(got.out, got.lse)
+    contract.check_deterministic(lambda: [batch.call()])
+
+
+@gpu
+def test_a_captured_graph_follows_new_lists(device) -> None:
+    batch = Batch(device, [(1000, 1), (2000, 3)], heads=(64, 4), head_dim=128, block=64, topk=8, page=64)
+    batch.call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = batch.call()
+    for _ in range(2):
+        # Others than before, each once still.
+        batch.indices.copy_(torch.where(batch.indices > 0, batch.indices - 1, -1))
+        graph.replay()
+        batch.check(out)

@@ -184,6 +184,7 @@ def check_prefill(tensors: PrefillTensors, numbers: PrefillNumbers, names: Names
         v_scale=numbers.v_scale,
         out_scale=numbers.out_scale,
         head_dim_v=head_dim_v,
+        token_scales=any(scale is not None and scale.ndim == 3 for scale in (tensors.k_scale, tensors.v_scale)),
     )
     plan = PrefillPlan.from_ints(numbers.plan)
     if plan is not None:
@@ -196,10 +197,8 @@ def check_prefill(tensors: PrefillTensors, numbers: PrefillNumbers, names: Names
 
 def _is_tma_addressable(tensors: PrefillTensors, numbers: PrefillNumbers) -> bool:
     """``Problem.tma``: what can be told without the alignment of memory, which a fake tensor has none of."""
-    if tensors.k_cache.element_size() == 1:
-        scales = all(scale is None or scale.ndim < 3 for scale in (tensors.k_scale, tensors.v_scale))
-    else:
-        scales = tensors.k_scale is None and tensors.v_scale is None and numbers.k_scale == numbers.v_scale == 1
+    no_tensors = tensors.k_scale is None and tensors.v_scale is None
+    scales = tensors.k_cache.element_size() == 1 or (no_tensors and numbers.k_scale == numbers.v_scale == 1)
     addressed = (tensors.k, tensors.v, tensors.k_cache, tensors.v_cache)
     return (
         numbers.page_layout != "x-packed"

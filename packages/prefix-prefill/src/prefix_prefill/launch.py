@@ -277,8 +277,10 @@ def _hopper(problem: Problem, plan: PrefillPlan, forms: PrefillTensors, device: 
     )
     if k_tail or v_tail:
         boxes += _boxes(problem, forms, box, k_tiles[-1], v_tiles[-1])
-    (_, s_k_scale), (_, s_v_scale) = _scaling(forms.k_scale), _scaling(forms.v_scale)
-    strides = hopper.Strides(s_k_scale[2], s_v_scale[2], forms.q.stride(), forms.out.stride())
+    (k_scaled, s_k_scale), (v_scaled, s_v_scale) = _scaling(forms.k_scale), _scaling(forms.v_scale)
+    strides = hopper.Strides(
+        s_k_scale[2], s_v_scale[2], s_k_scale[:2], s_v_scale[:2], forms.q.stride(), forms.out.stride()
+    )
     scores = hopper.Scores(problem.softmax_scale, problem.softcap)
     numbers = hopper.Numbers(problem.k_scale, problem.v_scale, problem.out_scale, strides)
     config = hopper.Config(
@@ -299,6 +301,8 @@ def _hopper(problem: Problem, plan: PrefillPlan, forms: PrefillTensors, device: 
         STAGES=plan.num_stages,
         IN_PARTS=problem.shared or plan.num_splits != 1,
         IS_FP8=problem.cache_bits == 8,
+        K_TOKENS=k_scaled == 2,
+        V_TOKENS=v_scaled == 2,
         NEW_KV=problem.new_kv,
         LIMIT=0 if problem.shared else _limit(forms.out),
         ALIBI=problem.alibi,

@@ -33,6 +33,7 @@ class Problem:
     alignment, which only memory tells, is not among these. ``max_seqlen_k``: bounds the keys that the plan reckons
     with, and nothing else. ``left``, ``right``: the window, -1 without limit. ``k_scale``, ``v_scale``, ``out_scale``:
     those that were given as numbers. ``head_dim_v``: of values and outputs, that of keys where it is left out.
+    ``token_scales``: tokens in an 8-bit cache have scales of their own.
     ``shared``: a level of a cascade before the last one; ``carried``: how many levels are before, of the last one.
     """
 
@@ -65,6 +66,7 @@ class Problem:
     v_scale: float = 1.0
     out_scale: float = 1.0
     head_dim_v: int = 0
+    token_scales: bool = False
 
     def __post_init__(self) -> None:
         if not self.head_dim_v:
@@ -136,7 +138,9 @@ def _blocks_of_keys(problem: Problem) -> tuple[int, ...]:
     if problem.largest_head > 256:
         # Of 512 not even two stages of 64 keys fit in shared memory.
         return (32, 64) if _shared_bytes(problem, 64, 64, 2) <= _MOST_SHARED else (32,)
-    return (64,) if problem.largest_head > 128 or _is_mixed(problem) else (64, 128)
+    # Between tiles of 8 bits and of 16 there is no room for scales of 128 keys.
+    no_room = problem.token_scales and problem.largest_head > 96
+    return (64,) if problem.largest_head > 128 or _is_mixed(problem) or no_room else (64, 128)
 
 
 def fits_hopper(problem: Problem) -> bool:
@@ -245,7 +249,7 @@ def _hopper(problem: Problem) -> PrefillPlan:
         return PrefillPlan(block_m, 64, 0, 4, 3, hopper=True)
     # The largest tiles of keys whose scores stay in registers and two of which, values included, fit in shared memory.
     block_n = 64 if problem.alibi and problem.largest_head <= 256 else _blocks_of_keys(problem)[-1]
-    return PrefillPlan(block_m, block_n, 0, 4, 2, hopper=True)
+    return PrefillPlan(block_m, block_n, 0, 4, 3 if problem.cache_bits == 8 and block_n == 64 else 2, hopper=True)
 
 
 def _portable(problem: Problem, limits: DeviceLimits) -> PrefillPlan:

@@ -83,6 +83,14 @@ def dtype_of_number(number: Any) -> torch.dtype | None:
     return torch.int32 if isinstance(number, int) and not isinstance(number, bool) else None
 
 
+def like(number: Any, beside: Tensor) -> Any:
+    """A Python integer as one of those beside it, where it fits."""
+    if not isinstance(number, int) or isinstance(number, bool) or beside.dtype not in (torch.int32, torch.int64):
+        return number
+    fits = abs(number) <= torch.iinfo(beside.dtype).max
+    return torch.tensor(number, dtype=beside.dtype) if fits else number
+
+
 def define_operators() -> None:
     def define(name: str, function: Callable[[Any, Any], Any], mirrored: bool) -> None:
         def forwards(a: Value, b: Any) -> Any:
@@ -91,7 +99,7 @@ def define_operators() -> None:
 
         setattr(Value, f"__{name}__", forwards)
         if mirrored:
-            setattr(Value, f"__r{name}__", lambda a, b: Value(function(raw(b), a.data)))
+            setattr(Value, f"__r{name}__", lambda a, b: Value(function(like(raw(b), a.data), a.data)))
 
     for name in ("add", "sub", "mul", "truediv", "and", "or", "xor", "lshift", "rshift"):
         define(name, lambda a, b, name=name: getattr(torch.as_tensor(a), f"__{name}__")(b), True)  # type: ignore[misc]

@@ -33,6 +33,8 @@ class Config(NamedTuple):
     STAGES: int  # pipeline depth, of keys and of values
     IN_PARTS: bool  # tiles may be cut, and their partial results merged
     IS_FP8: bool  # the cache holds 8-bit floats
+    K_TOKENS: bool  # keys in the cache have a scale each, not one for a kv head
+    V_TOKENS: bool
     NEW_KV: bool  # the new keys and values are tensors of their own
     LIMIT: int  # the largest number of an 8-bit out, else 0
     ALIBI: bool
@@ -71,10 +73,14 @@ def column_of(tiles, i):
 
 
 class Strides(NamedTuple):
-    """Of scales by kv head, of q and out by (token, head, element)."""
+    """Of scales by kv head, and where there is one for each token by (page, token) too; of q and out by (token, head,
+    element).
+    """
 
     k_scale: int
     v_scale: int
+    k_tokens: tuple[int, ...]
+    v_tokens: tuple[int, ...]
     q: tuple[int, ...]
     out: tuple[int, ...]
 
@@ -141,6 +147,17 @@ class Loop(NamedTuple):
     count: object
     first_new: object
     to_new: object
+
+
+class Tokens(NamedTuple):
+    """Where the scales of single tokens are found: pointers, strides, the block table, sizes; and where they go."""
+
+    k_scale: object
+    v_scale: object
+    strides: object
+    p_table: object
+    sizes: object
+    memory: object
 
 
 class Source(NamedTuple):

@@ -26,7 +26,16 @@ from prefix_prefill.kernels.hopper.items import done, has_item, loop_of, tile_of
 from prefix_prefill.kernels.hopper.memory import release, wait_full
 from prefix_prefill.kernels.hopper.producers import cached_tiles, end_of_tile, key_of_tile
 from prefix_prefill.kernels.hopper.rows import afresh, pointers_to, row_layout, rows_of, scale_all, scale_rows, scaled
-from prefix_prefill.kernels.hopper.softmax import TINY, Scoring, Variant, acc_layout, powers_of_two, update_tile
+from prefix_prefill.kernels.hopper.softmax import (
+    TINY,
+    Scoring,
+    TileScales,
+    Variant,
+    acc_layout,
+    larger_unit,
+    powers_of_two,
+    update_tile,
+)
 from prefix_prefill.kernels.softmax import LOG2_E, halves_of
 
 
@@ -96,7 +105,7 @@ def issue_pv(weights, accs, v, memory, v_scale, i, at, i_group, loop, V, C):
     cached ones gave. Returns also how often consumers have met.
     """
     before, meetings = at
-    if C.IS_FP8 and C.NEW_KV:
+    if C.IS_FP8 and C.NEW_KV and not C.V_TOKENS:
         if i == loop.first_new:
             accs = scale_all(accs, v_scale, V)
     wait_full(v, before + i, C)
@@ -128,7 +137,7 @@ def issue_qk(q_tiles, i_q, k, i, b_zero, C):
 
 
 @gluon.jit
-def softmax_of(b_s, running_max, row_sum, i, cached, loop, scoring, V, C):
+def softmax_of(b_s, running_max, row_sum, i, cached, loop, scoring, scales, V, C):
     """The online softmax of tile i: weights, running max, row sum, and what the accumulator is rescaled by."""
     key = key_of_tile(i, loop, C)
     bounds = (loop.low, end_of_tile(i, loop, C))
@@ -136,7 +145,7 @@ def softmax_of(b_s, running_max, row_sum, i, cached, loop, scoring, V, C):
     if C.IS_FP8 and C.NEW_KV:
         # Only cached keys have a scale of their own.
         scale = gl.where(i < cached, scoring.cached_scale, scoring.scale)
-    return update_tile(b_s, running_max, row_sum, scale, key, bounds, scoring, V, C)
+    return update_tile(b_s, running_max, row_sum, scale, key, bounds, scoring, scales, V, C)
 
 
 @gluon.jit
@@ -230,8 +239,9 @@ def attend_tile(pointers, memory, k, v, i_group, table, i_item, at, numbers, siz
     v_scale = 1.0
     if C.IS_FP8:
         i_kv = tile.i_kv.to(gl.int64)
-        cached_scale = scale * scaled(numbers.k_scale, pointers.scales[0], i_kv * numbers.strides.k_scale)
-        if C.NEW_KV:
+        if not C.K_TOKENS:
+            cached_scale = scale * scaled(numbers.k_scale, pointers.scales[0], i_kv * numbers.strides.k_scale)
+        if C.NEW_KV and not C.V_TOKENS:
             v_scale = scaled(numbers.v_scale, pointers.scales[1], i_kv * numbers.strides.v_scale)
 
     q_power, cached_scale, meetings = load_q(
@@ -281,28 +291,40 @@ def attend_tile(pointers, memory, k, v, i_group, table, i_item, at, numbers, siz
     b_zero = gl.zeros([ROWS, C.BLOCK_N], gl.float32, L_S)
     count = loop.count
     cached = cached_tiles(loop, C)
+    # Of the values' scales, where tokens have their own.
+    unit = scores.softmax_scale * 0.0
     if count > 0:
         # Prologue: the scores of the first tile.
         qk = issue_qk(memory.q, i_group, k, before, b_zero, C)
         b_s = warpgroup_mma_wait(0, deps=[qk])
         release(k, before, C)
-        weights, running_max, row_sum, rescale = softmax_of(b_s, running_max, row_sum, 0, cached, loop, scoring, V, C)
+        unit, factor, ratio = larger_unit(memory.scales, before, cached > 0, unit, C)
+        scales = TileScales(memory.scales, before, cached > 0, factor)
+        weights, running_max, row_sum, rescale = softmax_of(
+            b_s, running_max, row_sum, 0, cached, loop, scoring, scales, V, C
+        )
         for i in range(1, count):
             # Both products are in flight; the softmax of tile i overlaps with the second.
             qk = issue_qk(memory.q, i_group, k, before + i, b_zero, C)
             pv, meetings = issue_pv(weights, accs, v, memory, v_scale, i - 1, (before, meetings), i_group, loop, V, C)
             b_s = warpgroup_mma_wait(len(V.OWN), deps=[qk])
             release(k, before + i, C)
+            unit, factor, ratio = larger_unit(memory.scales, before + i, i < cached, unit, C)
+            scales = TileScales(memory.scales, before + i, i < cached, factor)
             weights, running_max, row_sum, rescale = softmax_of(
-                b_s, running_max, row_sum, i, cached, loop, scoring, V, C
+                b_s, running_max, row_sum, i, cached, loop, scoring, scales, V, C
             )
+            if C.V_TOKENS:
+                rescale = rescale * ratio
             accs = wait_for_pv(pv, V)
             release(v, before + i - 1, C)
             accs = scale_rows(accs, rescale, V, C)
         pv, meetings = issue_pv(weights, accs, v, memory, v_scale, count - 1, (before, meetings), i_group, loop, V, C)
         accs = wait_for_pv(pv, V)
         release(v, before + count - 1, C)
-        if C.NEW_KV:
+        if C.V_TOKENS:
+            accs = scale_all(accs, unit, V)
+        elif C.NEW_KV:
             if C.IS_FP8 and cached == count:
                 # Otherwise ``issue_pv`` did, before the first new tile.
                 accs = scale_all(accs, v_scale, V)

@@ -20,8 +20,9 @@ def finish(pointers, memory, i_group, accs, sums, table, i_item, scores, numbers
     # Looked up again: through the main loop it would take registers.
     tile = tile_of(table, i_item, C, 4)
     if C.IS_FP8 and not C.NEW_KV:
-        v_scale = scaled(numbers.v_scale, pointers.scales[1], tile.i_kv.to(gl.int64) * numbers.strides.v_scale)
-        accs = scale_all(accs, v_scale, V)
+        if not C.V_TOKENS:
+            v_scale = scaled(numbers.v_scale, pointers.scales[1], tile.i_kv.to(gl.int64) * numbers.strides.v_scale)
+            accs = scale_all(accs, v_scale, V)
         if V.RESCALED:
             row_sum = row_sum * HEADROOM_INVERSE
             accs = scale_all(accs, HEADROOM_INVERSE, V)

@@ -6,7 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from prefix_prefill.kernels.batch import Batch
 from prefix_prefill.kernels.groups import Numbers, Scores
-from prefix_prefill.kernels.hopper.config import ROWS, Config, Pointers, Sizes, Strides, begin_with
+from prefix_prefill.kernels.hopper.config import ROWS, Config, Pointers, Sizes, Strides, Tokens, begin_with
 from prefix_prefill.kernels.hopper.consumers import consume
 from prefix_prefill.kernels.hopper.items import schedule, table_of
 from prefix_prefill.kernels.hopper.memory import (
@@ -19,8 +19,9 @@ from prefix_prefill.kernels.hopper.memory import (
     boxes_of,
     meeting_barrier,
     query_tiles,
+    scales_of_tokens,
 )
-from prefix_prefill.kernels.hopper.producers import convert, load_keys, load_values
+from prefix_prefill.kernels.hopper.producers import convert_keys, convert_values, load_keys, load_values
 
 __all__ = ["Config", "Numbers", "Scores", "Strides", "attend"]
 
@@ -62,7 +63,7 @@ def attend(
 
     ``p_rows`` are q, out and lse; ``p_batch`` block table, cu_seqlens_q, seqlens_k and draft_mask; ``p_per_head``
     slopes and sinks; ``p_scales`` k_scale, v_scale and out_scale; ``numbers`` Scores and Numbers. An 8-bit cache is
-    scaled by numbers, by tensors with one scale for all, or with one for each kv head.
+    scaled by numbers, or by tensors with one scale for all, for each kv head, or for each token and head.
     """
     C: gl.constexpr = config._replace()
     p_q, p_out, p_lse = p_rows
@@ -96,22 +97,27 @@ def attend(
     if C.IS_FP8:
         # 8-bit tiles arrive in rings of their own, from which converters fill the 16-bit ones.
         k_fp8, v_fp8 = rings(d_k_cache.dtype, d_v_cache.dtype, 1, C)
+    scales = None
+    if C.K_TOKENS or C.V_TOKENS:
+        scales = scales_of_tokens(C)
+    tokens = Tokens(p_scales[0], p_scales[1], numbers.strides, p_table, sizes, scales)
     fence_async_shared()
 
-    memory = Memory(q_tiles, out_tiles, as_strips(v.boxes, C.V_TILES, C), positions, meeting)
+    memory = Memory(q_tiles, out_tiles, as_strips(v.boxes, C.V_TILES, C), positions, meeting, scales)
     second = rows * 0 + (C.GROUPS - 1)
     # The roles must stand literally in each call. Registers a thread: an SM has 65536, and a warp that only issues
     # loads needs few.
     if C.IS_FP8:
         # Partitions of two warps may give registers back, never ask for more than the 80 that workers wait with:
         # asking is for four warps together, and they would do it two by two.
-        CONVERTING: gl.constexpr = 72 if C.NEW_KV else 24
-        ATTENDING: gl.constexpr = 184 if C.NEW_KV else 232
+        BY_TOKEN: gl.constexpr = C.K_TOKENS or C.V_TOKENS
+        CONVERTING: gl.constexpr = 72 if C.NEW_KV else (56 if BY_TOKEN else 24)
+        ATTENDING: gl.constexpr = 184 if C.NEW_KV else (216 if BY_TOKEN else 232)
         if C.CONSUMERS == 1:
             gl.warp_specialize([
                 (consume, (pointers, memory, k, v, 0, True, table, scores, numbers, sizes, C)),
-                (convert, (k_fp8, k, table, batch, C)),
-                (convert, (v_fp8, v, table, batch, C)),
+                (convert_keys, (k_fp8, k, table, batch, tokens, C)),
+                (convert_values, (v_fp8, v, table, batch, C)),
                 (load_keys, (d_k_cached, d_k_new, p_table, k_fp8, k, table, sizes, batch, C)),
                 (load_values, (d_v_cached, d_v_new, p_table, v_fp8, v, table, sizes, batch, C)),
                 (schedule, (table, num_splits, batch, p_parts[2], C)),
@@ -120,8 +126,8 @@ def attend(
             gl.warp_specialize([
                 (consume, (pointers, memory, k, v, 0, True, table, scores, numbers, sizes, C)),
                 (consume, (pointers, memory, k, v, second, False, table, scores, numbers, sizes, C)),
-                (convert, (k_fp8, k, table, batch, C)),
-                (convert, (v_fp8, v, table, batch, C)),
+                (convert_keys, (k_fp8, k, table, batch, tokens, C)),
+                (convert_values, (v_fp8, v, table, batch, C)),
                 (load_keys, (d_k_cached, d_k_new, p_table, k_fp8, k, table, sizes, batch, C)),
                 (load_values, (d_v_cached, d_v_new, p_table, v_fp8, v, table, sizes, batch, C)),
                 (schedule, (table, num_splits, batch, p_parts[2], C)),

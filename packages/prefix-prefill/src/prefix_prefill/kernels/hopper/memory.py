@@ -23,6 +23,18 @@ class Ring(NamedTuple):
     empty: object
 
 
+class Scales(NamedTuple):
+    """Scales of the tokens in a tile, those of values in units of a power of two that is as large as the largest.
+
+    There is one slot more than stages: a stage of keys is free for the next tile once these are multiplied, when
+    consumers may still read the scales.
+    """
+
+    k: object
+    v: object
+    units: object
+
+
 class Memory(NamedTuple):
     """What consumers have beside the rings: tiles of queries and, in the same bytes or not at all, of outputs; strips
     of 16 rows of the values, positions of rows and halves of their masks of drafts, and a barrier at which consumers
@@ -34,6 +46,7 @@ class Memory(NamedTuple):
     v_strips: object
     positions: object
     meeting: object
+    scales: object
 
 
 @gluon.jit
@@ -129,6 +142,16 @@ def as_dtype(tiles, dtype: gl.constexpr):
     for t in gl.static_range(len(tiles)):
         others = others + (tiles[t]._reinterpret(dtype, tiles[t].shape, tiles[t].layout),)
     return others
+
+
+@gluon.jit
+def scales_of_tokens(C):
+    """Slots for the scales of tokens."""
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    k = gl.allocate_shared_memory(gl.float32, [C.STAGES + 1, C.BLOCK_N], layout)
+    v = gl.allocate_shared_memory(gl.float32, [C.STAGES + 1, C.BLOCK_N], layout)
+    units = gl.allocate_shared_memory(gl.float32, [C.STAGES + 1, 1], layout)
+    return Scales(k, v, units)
 
 
 @gluon.jit

@@ -11,6 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from prefix_prefill.kernels.hopper.config import STRIP, Source, column_of, width_of
 from prefix_prefill.kernels.hopper.items import done, has_item, loop_of, tile_of
 from prefix_prefill.kernels.hopper.memory import release, wait_empty
+from prefix_prefill.kernels.hopper.softmax import unit_of
 
 # Of each converter, keys and values.
 CONVERTER_WARPS: gl.constexpr = gl.constexpr(2)
@@ -158,20 +159,79 @@ def load(d_cache, d_new, p_table, cached, ring, table, sizes, batch, TILES: gl.c
 
 
 @gluon.jit
-def convert(cached, ring, table, batch, C):
+def convert_keys(cached, ring, table, batch, tokens, C):
+    """Widen the tiles of 8-bit keys, and look up the scales of their tokens."""
+    convert(cached, ring, table, batch, tokens, C.K_TOKENS or C.V_TOKENS, C)
+
+
+@gluon.jit
+def convert_values(cached, ring, table, batch, C):
+    """Widen the tiles of 8-bit values."""
+    convert(cached, ring, table, batch, None, False, C)
+
+
+@gluon.jit
+def convert(cached, ring, table, batch, tokens, SCALED: gl.constexpr, C):
     """Widen the tiles of 8-bit keys, or values, of all items to 16 bits, as soon as there is an empty stage."""
     before = batch.num_sequences * 0
     before_cached = before
     i_item = before
     while has_item(table, i_item, CONVERTER_WARPS):
-        loop = loop_of(tile_of(table, i_item, C, CONVERTER_WARPS), batch, C)
+        tile = tile_of(table, i_item, C, CONVERTER_WARPS)
+        loop = loop_of(tile, batch, C)
         done(table, i_item)
         i_item += 1
         tiles = cached_tiles(loop, C)
         for i in range(tiles):
+            scales = (0, 0)
+            if SCALED:
+                scales = scales_of_tile(tokens, tile.i_n, tile.i_kv, loop.start + i * C.BLOCK_N, loop, batch, C)
+            mbarrier.wait(cached.full.index((before_cached + i) % C.STAGES), (before_cached + i) // C.STAGES & 1)
+            wait_empty(ring, before + i, C)
+            if SCALED:
+                put_scales(scales, tokens.memory, (before + i) % (C.STAGES + 1), C)
             convert_tile(cached, ring, before_cached + i, before + i, C)
         before_cached += tiles
         before += loop.count
+
+
+@gluon.jit
+def scales_of_tile(tokens, i_n, i_kv, key, loop, batch, C):
+    """The scales of a tile's tokens; 0 of those that no row sees, whose memory may hold anything."""
+    o_key = key + gl.arange(0, C.BLOCK_N, gl.BlockedLayout([1], [32], [CONVERTER_WARPS], [0]))
+    i_n = gl.minimum(gl.maximum(i_n, 0), batch.num_sequences - 1)
+    p_row = tokens.p_table + i_n.to(gl.int64) * tokens.sizes.s_table
+    seen = (o_key >= loop.low) & (o_key < loop.cached_high)
+    block = gl.load(p_row + o_key // C.PAGE, mask=seen, other=-1).to(gl.int64)
+    seen = (block >= 0) & (block < tokens.sizes.num_blocks)
+    s = tokens.strides
+    return (
+        load_scales(tokens.k_scale, block, o_key % C.PAGE, i_kv, s.k_tokens, s.k_scale, seen, C.K_TOKENS),
+        load_scales(tokens.v_scale, block, o_key % C.PAGE, i_kv, s.v_tokens, s.v_scale, seen, C.V_TOKENS),
+    )
+
+
+@gluon.jit
+def load_scales(p_scale, block, token, i_kv, s_tokens, s_head, seen, THERE: gl.constexpr):
+    """One scale for each token, where there are any."""
+    b_scale = token.to(gl.float32)
+    if THERE:
+        offset = block * s_tokens[0] + token.to(gl.int64) * s_tokens[1] + i_kv.to(gl.int64) * s_head
+        b_scale = gl.load(p_scale + offset, mask=seen, other=0.0)
+    return b_scale
+
+
+@gluon.jit
+def put_scales(scales, memory, slot, C):
+    """Scales of tokens into shared memory, those of values in their unit."""
+    if C.K_TOKENS:
+        memory.k.index(slot).store(scales[0])
+    if C.V_TOKENS:
+        unit, inverse = unit_of(gl.max(gl.abs(scales[1]), 0))
+        memory.v.index(slot).store(scales[1] * inverse)
+        memory.units.index(slot).store(
+            gl.full([1], 0.0, gl.float32, gl.BlockedLayout([1], [32], [CONVERTER_WARPS], [0])) + unit
+        )
 
 
 @gluon.jit
@@ -191,8 +251,6 @@ def convert_columns(fp8_tile, tile, C):
 def convert_tile(cached, ring, i_cached, i, C):
     """Tile i_cached of the one ring to tile i of the other."""
     stage = i_cached % C.STAGES
-    mbarrier.wait(cached.full.index(stage), i_cached // C.STAGES & 1)
-    wait_empty(ring, i, C)
     for t in gl.static_range(len(ring.tiles)):
         convert_columns(cached.tiles[t].index(stage), ring.tiles[t].index(i % C.STAGES), C)
     fence_async_shared()

@@ -51,6 +51,17 @@ class Variant(NamedTuple):
     OWN_Q: object
 
 
+class TileScales(NamedTuple):
+    """Scales of tokens in shared memory, the tile's place in the ring, whether it is of cached keys, which alone have
+    any, and what those of values are multiplied by.
+    """
+
+    memory: object
+    at: object
+    cached: object
+    factor: object
+
+
 @gluon.constexpr_function
 def acc_layout(columns):
     """Registers of an accumulator [64, columns] of WGMMA."""
@@ -63,6 +74,32 @@ def powers_of_two(most):
     bits = gl.maximum(most.to(gl.int32, bitcast=True) & 0x7F800000, (1 + HEADROOM) << 23)
     bits = gl.minimum(bits, 253 << 23) - (HEADROOM << 23)
     return bits.to(gl.float32, bitcast=True), ((254 << 23) - bits).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def unit_of(most):
+    """The power of two of a number's exponent, and its inverse, as far as both are normal numbers."""
+    bits = gl.minimum(gl.maximum(most.to(gl.int32, bitcast=True) & 0x7F800000, 1 << 23), 253 << 23)
+    return bits.to(gl.float32, bitcast=True), ((254 << 23) - bits).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def larger_unit(memory, at, cached, unit, C):
+    """Where values have a scale each: the unit that the accumulator is in from the tile at ``at`` in the ring on, and
+    what is multiplied to come to it: the tile's scales and the accumulator. It only grows, so that sums always fit.
+    """
+    factor = unit
+    ratio = unit
+    if C.V_TOKENS:
+        layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        own = gl.max(memory.units.index(at % (C.STAGES + 1)).load(layout), 0)
+        if C.NEW_KV:
+            own = gl.where(cached, own, 1.0)
+        new_unit, inverse = unit_of(gl.maximum(unit, own))
+        factor = own * inverse
+        ratio = unit * inverse
+        unit = new_unit
+    return unit, factor, ratio
 
 
 @gluon.jit
@@ -119,11 +156,17 @@ def natural_log_sum_exp(running_max, row_sum, unit):
 
 
 @gluon.jit
-def update(scores, running_max, row_sum, scale, key, bounds, scoring, MASKED: gl.constexpr, V, C):
+def update(scores, running_max, row_sum, scale, key, bounds, scoring, scales, MASKED: gl.constexpr, V, C):
     """Weights relative to the new running max, that max, the new row sum, and what the accumulator is rescaled by.
 
-    ``key`` is the tile's first; ``bounds`` are the first key and the end of those that any row sees.
+    ``key`` is the tile's first; ``bounds`` are the first key and the end of those that any row sees; ``scales`` those
+    of tokens, where there are any: keys' are folded into scores, values' into weights.
     """
+    if C.K_TOKENS:
+        k_scale = scales.memory.k.index(scales.at % (C.STAGES + 1)).load(gl.SliceLayout(0, V.L_S))
+        if C.NEW_KV:
+            k_scale = gl.where(scales.cached, k_scale, 1.0)
+        scores = scores * k_scale[None, :]
     shift: gl.constexpr = HEADROOM if V.RESCALED else 0
     b_scale = scale
     if V.RESCALED:
@@ -163,11 +206,17 @@ def update(scores, running_max, row_sum, scale, key, bounds, scoring, MASKED: gl
         new_max = gl.maximum(running_max, most * scale)
         weights = gl.exp2(scores * b_scale - (finite(new_max) - shift)[:, None])
     rescale = gl.exp2(running_max - finite(new_max))
-    return weights.to(V.dtype), new_max, row_sum * rescale + gl.sum(weights, 1), rescale
+    row_sum = row_sum * rescale + gl.sum(weights, 1)
+    if C.V_TOKENS:
+        v_scale = scales.memory.v.index(scales.at % (C.STAGES + 1)).load(gl.SliceLayout(0, V.L_S))
+        if C.NEW_KV:
+            v_scale = gl.where(scales.cached, v_scale, 1.0)
+        weights = weights * (v_scale * scales.factor)[None, :]
+    return weights.to(V.dtype), new_max, row_sum, rescale
 
 
 @gluon.jit
-def update_tile(scores, running_max, row_sum, scale, key, bounds, scoring, V, C):
+def update_tile(scores, running_max, row_sum, scale, key, bounds, scoring, scales, V, C):
     """``update``, masked only where some row does not see the whole tile.
 
     Two branches: in straight code ptxas moves the softmax past the wait for the WGMMA that it is to overlap with.
@@ -177,10 +226,10 @@ def update_tile(scores, running_max, row_sum, scale, key, bounds, scoring, V, C)
         all_high = gl.minimum(all_high, bounds[1])
     if (key >= scoring.all_low) & (key + C.BLOCK_N <= all_high):
         weights, new_max, new_sum, rescale = update(
-            scores, running_max, row_sum, scale, key, bounds, scoring, False, V, C
+            scores, running_max, row_sum, scale, key, bounds, scoring, scales, False, V, C
         )
     else:
         weights, new_max, new_sum, rescale = update(
-            scores, running_max, row_sum, scale, key, bounds, scoring, True, V, C
+            scores, running_max, row_sum, scale, key, bounds, scoring, scales, True, V, C
         )
     return weights, new_max, new_sum, rescale

@@ -49,6 +49,7 @@ def test_a_launch_is_found_again_only_for_the_same_sizes_strides_dtypes_device_a
     table = PreparedLaunches()
     tensor = torch.empty(2, 3)
     others = [torch.empty(3, 3), torch.empty(2, 4)[:, :3], tensor.double(), tensor.to("meta"), None]
+    others += [torch.empty(1, 3), torch.empty(1, 3).as_strided((1, 3), (7, 1)), torch.empty(0, 3)]
     looks: list[tuple[Any, ...]] = [
         (prepare, (tensor,), (1.0, None)), (prepare, (tensor,), (2.0, None)), (prepare, (tensor,), (1.0, [16, 4])),
         (prepare, (tensor,), (1.0, [32, 4])), (prepare, (tensor,), ()), (prepare_another, (tensor,), (1.0, None)),
@@ -62,6 +63,23 @@ def test_a_launch_is_found_again_only_for_the_same_sizes_strides_dtypes_device_a
 def test_other_tensors_that_look_alike_find_what_the_first_ones_made() -> None:
     table = PreparedLaunches()
     assert table.find(prepare, (torch.ones(4, 2),), (1,)) is table.find(prepare, (torch.zeros(4, 2),), (1,))
+
+
+def test_what_looks_like_the_last_one_is_found_without_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = PreparedLaunches()
+    tensors = (torch.ones(4, 2), None, torch.ones(3))
+    made = table.find(prepare, tensors, (1, [2]))
+    monkeypatch.setattr(table, "_look_up", None)
+    assert table.find(prepare, (torch.zeros(4, 2), None, torch.zeros(3)), (1, [2])) is made
+    with pytest.raises(TypeError):
+        table.find(prepare, (torch.zeros(4, 2), torch.ones(3), None), (1, [2]))
+
+
+def test_one_tensor_given_twice_is_found_as_any() -> None:
+    table = PreparedLaunches()
+    tensor = torch.ones(3)
+    assert table.find(prepare, (tensor, tensor), ()) is table.find(prepare, (tensor, tensor), ())
+    assert table.find(prepare, (tensor, tensor), ()) is table.find(prepare, (tensor, tensor.clone()), ())
 
 
 def test_a_plan_that_torch_passes_as_a_list_is_handed_on_as_a_tuple() -> None:

@@ -114,14 +114,15 @@ def test_each_call_starts_on_the_stream_that_is_current_then(started) -> None:
 
 
 def test_a_descriptor_is_encoded_once_for_an_address_and_anew_for_another(started) -> None:
-    made, (one, other, out) = launch(started.kernel), tensors()
+    made, (one, other, third, out) = launch(started.kernel), tensors(4)
     made(one, other, out)
     started.encoded.clear()
     for _ in range(3):
-        made(one, other, out)
-        made(other, None, out)
-    assert started.encoded == [x.data_ptr() for x in (one, other, other, other)]
-    assert [call[-1] for call in started.function.calls[1::2]] == [started.function.calls[1][-1]] * 3
+        for pair in ((one, other), (other, None), (third, other)):
+            made(*pair, out)
+    assert started.encoded == [x.data_ptr() for x in (one, other, other, other, third, other)]
+    rounds = [str(started.function.calls[first : first + 3]) for first in (1, 4, 7)]
+    assert rounds[0] == rounds[1] == rounds[2]
 
 
 def test_encoded_descriptors_are_kept_up_to_a_bound(started, monkeypatch: pytest.MonkeyPatch) -> None:

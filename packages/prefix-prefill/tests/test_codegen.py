@@ -25,8 +25,9 @@ from kernel_reference.testing.codegen import (
     recorded_launches,
 )
 from kernel_reference.testing.targets import SMALL_TARGETS, TARGETS
-from prefix_prefill import launch
+from prefix_prefill import CascadeLevel, launch, launch_cascade
 from prefix_prefill.arguments import MergeTensors, PrefillNumbers, PrefillTensors, check_prefill
+from prefix_prefill.levels import CascadeNumbers, CascadeTensors, check_cascade, tensors_of_levels
 from prefix_prefill.plan import DeviceLimits, plan_prefill
 
 pytestmark = pytest.mark.codegen
@@ -106,6 +107,25 @@ def prefill(
         yield KernelSpec.of_launch(start, given, name=f"{name.removeprefix(FOR_SM_90)}, merged" if merging else name)
 
 
+def cascade(model: SoftmaxAttention, limits: DeviceLimits) -> Iterator[KernelSpec]:
+    """The levels of a cascade: keys that all sequences share, and their own; what merges is compiled elsewhere."""
+    heads, sequences = model.num_heads_q, 64
+    levels = [
+        CascadeLevel(*caches("NHD", 16, model.num_heads_kv, model.head_dim, BF16),
+                     *(empty(*n, dtype=torch.int32) for n in ((groups, 512), (groups + 1,), (groups,))))
+        for groups in (1, sequences)
+    ]  # fmt: skip
+    q = empty(sequences, heads, model.head_dim)
+    lse = empty(heads, sequences, dtype=FP32)
+    tensors = CascadeTensors(q, tuple(levels), empty(heads, dtype=FP32), None, None, None, q, lse, None)
+    numbers = CascadeNumbers(1, "NHD", 0.1, 0.0, 1.0, 1.0, 1.0, 0)
+    problems, each = check_cascade(tensors, numbers), tensors_of_levels(tensors)
+    plans = [plan_prefill(problem, limits) for problem in problems]
+    run = launch_cascade.prepare_cascade(problems, plans, each)
+    for name, call in zip(("shared", "last"), recorded_launches(run, each), strict=False):
+        yield KernelSpec.of_launch(*call, name=f"{FOR_SM_90}a cascade's {name} level")
+
+
 def merge() -> Iterator[KernelSpec]:
     rows, heads, size = 2048, LLAMA.num_heads_q, LLAMA.head_dim
     part, lse = empty(rows, heads, size), empty(heads, rows, dtype=FP32)
@@ -162,6 +182,7 @@ def specs(target: str) -> Iterator[KernelSpec]:
     yield from hopper("256, new keys, drafts", WIDE, new_kv=True, page=64, rows=512, longest=63, draft=True)
     yield from hopper("192, values of 128", replace(LLAMA, head_dim=192), values=128, page=64)
     yield from hopper("512, new keys", replace(WIDE, head_dim=512), new_kv=True, page=64, splits=2)
+    yield from cascade(LLAMA, limits)
     yield from hopper("256 with slopes", WIDE, page_layout="HND", page=64, alibi=True)
     yield from hopper("8-bit cache", LLAMA, cache_dtype=E4M3, scales="heads", splits=2)
     yield from hopper("8-bit cache with a window and sinks", GPT_OSS, cache_dtype=E5M2, page=64, lse=True)

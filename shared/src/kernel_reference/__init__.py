@@ -17,6 +17,7 @@ except PackageNotFoundError:
     __version__ = "0+source"
 
 __all__ = [
+    "ahead",
     "attention",
     "blocks",
     "cascade",

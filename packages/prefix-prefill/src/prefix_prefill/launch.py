@@ -339,7 +339,7 @@ def _with_pieces(attend: Run, problem: Problem, plan: PrefillPlan, forms: Prefil
     if plan.num_splits == 1:
         return lambda *tensors: attend(*tensors[:_TENSORS], None, None, None, *tensors[_TENSORS:])
     # The interpreter knows no launches that depend on each other.
-    dependent = device.type == "cuda"
+    dependent = device.type != "cpu"
     config = merge.MergeConfig(
         GROUP=problem.group,
         HEADS_KV=problem.num_heads_kv,

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import peers
 import torch
 
-from blocksparse_attn import selected_attention
+from blocksparse_attn import BlockLayout, selected_attention
 from kernel_reference.bench import Case, Requirement
 from kernel_reference.selection import selected_attention as oracle
 
@@ -220,7 +220,44 @@ def case(
     )
 
 
+CHOSEN = "from_scores"
+
+
+def choose(scores: Tensor) -> tuple[Tensor, Tensor]:
+    layout = BlockLayout.from_scores(scores, 16, q_block=64, k_block=64, local=4, sink=1)
+    return layout.crow, layout.col
+
+
+def check_chosen(lists: tuple[Tensor, Tensor], scores: Tensor) -> float:
+    """The share of blocks that differ from those of a full sort."""
+    made = BlockLayout(*lists, 64, 64, scores.shape[2]).to_mask()
+    row = torch.arange(scores.shape[1], device=scores.device)[:, None]
+    column = torch.arange(scores.shape[2], device=scores.device)
+    always = (column <= row) & ((row - column < 4) | (column < 1))
+    rest = scores.masked_fill(always | (column > row), -torch.inf)
+    kept = rest.sort(dim=2, descending=True, stable=True)
+    best = torch.zeros_like(made).scatter_(2, kept.indices[..., :16], kept.values[..., :16] > -torch.inf)
+    return float((made != (best | always)).double().mean())
+
+
+def choosing_case(device: torch.device) -> Case:
+    """New lists for 32 heads and 32768 tokens: the time of reading the scores, of which a copy takes twice."""
+    shape = (32, 512, 512)
+    return Case(
+        name="choosing, 32 heads x 32768 tokens",
+        shape={"heads": 32, "rows": 512, "columns": 512, "topk": 16},
+        make_inputs=partial(torch.randn, *shape, device=device),
+        ours={CHOSEN: choose},
+        peers={},
+        check=check_chosen,
+        bytes_moved=4 * math.prod(shape),
+        baseline=CHOSEN,
+        requirements=(Requirement(CHOSEN, time_at_most=1.5),),
+    )
+
+
 def cases(device: torch.device) -> Iterator[Case]:
+    yield choosing_case(device)
     yield case(device, M3, of_triton=1.6)
     yield case(device, replace(M3, share=0.75), of_triton=2.2)
     yield case(device, replace(M3, new=2048, total=131072), of_triton=1.6)

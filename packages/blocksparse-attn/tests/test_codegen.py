@@ -16,6 +16,7 @@ import torch
 import blocksparse_attn
 from blocksparse_attn import launch
 from blocksparse_attn.arguments import Options, Tensors, check_attend
+from blocksparse_attn.choosing.launch import prepare_choose
 from blocksparse_attn.plan import DeviceLimits, plan_attention
 from blocksparse_attn.selected import arguments as selected
 from blocksparse_attn.selected import launch as selected_launch
@@ -123,6 +124,13 @@ def all_specs(target: str) -> Iterator[KernelSpec]:
     yield from selecting("selected, MiniMax-M3, decoding", limits, tokens=32, sequences=32, cache=torch.float8_e4m3fn)
     yield from selecting("selected, Qwen3.8", limits, heads=(24, 2, 256), block=4, topk=512)
     yield from selecting("selected, float32", limits, dtype=FP32, cache=FP32)
+    for columns, dtype in ((512, FP32), (8192, BF16)):
+        given = (
+            torch.empty(64, columns, dtype=dtype),
+            *(torch.empty(*n, dtype=torch.int32) for n in ((64,), (64, 24), (64,))),
+        )
+        for start, arguments in recorded_launches(prepare_choose(given, (16, 4, 1, False)), *given):
+            yield KernelSpec.of_launch(start, arguments, name=f"choosing of {columns}")
 
     def portable(name: str, **options: Any) -> Iterator[KernelSpec]:
         yield from attending(name, replace(limits, hopper=False), **options)
@@ -209,7 +217,7 @@ def test_the_largest_tiles_fit_in_the_64_kib_of_sm_75() -> None:
 
 def test_products_of_16_bits_use_tensor_cores(reports: list[Report]) -> None:
     for report in reports:
-        if "merged" not in report.spec and "unite_lists" not in report.spec:
+        if not any(word in report.spec for word in ("merged", "unite_lists", "choosing")):
             multiplied = any(opcode.startswith(("HMMA", "HGMMA", "UTCHMMA", "v_mfma")) for opcode in report.opcodes)
             # float32 is multiplied as it is.
             assert multiplied == ("float32" not in report.spec) or report.target == "gfx942", report.spec

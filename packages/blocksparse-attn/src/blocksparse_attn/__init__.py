@@ -3,6 +3,7 @@
 from importlib import metadata
 
 from blocksparse_attn.api import AttentionResult, blocksparse_attention, blocksparse_flash_attn_varlen_fwd
+from blocksparse_attn.choosing.api import select_blocks
 from blocksparse_attn.layout import BlockLayout
 from blocksparse_attn.module import LocalStridedBlockSparseAttn
 from blocksparse_attn.plan import AttentionPlan
@@ -17,6 +18,7 @@ __all__ = [
     "SelectedPlan",
     "blocksparse_attention",
     "blocksparse_flash_attn_varlen_fwd",
+    "select_blocks",
     "selected_attention",
 ]
 

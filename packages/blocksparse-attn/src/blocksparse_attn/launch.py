@@ -245,7 +245,7 @@ def _batched(strides: tuple[int, ...]) -> tuple[int, ...]:
 def _lse_strides(lse: Tensor | None) -> tuple[int, ...]:
     """Strides by (sequence, head, token), of what is not there and of what has one row of tokens by (0, ...)."""
     if lse is None:
-        return 0, 0, 0
+        return 0, 0, 1
     return lse.stride() if lse.ndim == 3 else (0, *lse.stride())
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from blocksparse_attn.choosing.ops import chosen
 from blocksparse_attn.lists import (
     block_mask,
     check_blocks,
@@ -29,7 +30,15 @@ from blocksparse_attn.patterns import (
     set_cache_limit,
 )
 from blocksparse_attn.picture import picture
-from kernel_reference.checks import check_bool, check_dense, check_int, describe, fail
+from kernel_reference.checks import (
+    check_bool,
+    check_dense,
+    check_dtype,
+    check_int,
+    describe,
+    fail,
+    values_are_checked,
+)
 from kernel_reference.integers import cdiv
 
 if TYPE_CHECKING:
@@ -112,16 +121,19 @@ class BlockLayout:
     # Builders
 
     @staticmethod
-    def from_mask(mask: Tensor, q_block: int, k_block: int) -> BlockLayout:
+    def from_mask(mask: Tensor, q_block: int, k_block: int, *, capacity: int | None = None) -> BlockLayout:
         """The layout that lists what is True in a block mask.
 
         Args:
             mask: [heads or 1, rows, columns] bool, any strides; columns at most those that the rows reach,
                 ``ceil(rows * q_block / k_block)``. Counting the listed blocks synchronises with the device.
             q_block, k_block: tokens of a row and of a column, see the class.
+            capacity: blocks that a head may list. Given, nothing synchronises, and a CUDA graph may make the layout
+                anew at each replay; blocks past it are left out, the last rows' first.
 
         Raises:
-            TypeError, ValueError: an argument is not as described.
+            TypeError, ValueError: an argument is not as described; or, where values are checked, a head lists more than
+                capacity.
         """
         check_blocks(q_block, k_block)
         check_dense(mask=mask)
@@ -133,7 +145,45 @@ class BlockLayout:
         most = reach(rows, q_block, k_block)
         if columns > most:
             fail("mask", f"of at most {most} columns, which its {rows} rows of {q_block} queries reach", describe(mask))
+        if capacity is not None:
+            return listed_within(mask, q_block, k_block, check_int("capacity", capacity, 0))
         return _from_keys(mask.reshape(-1).nonzero()[:, 0], heads, rows, columns, q_block, k_block)
+
+    @staticmethod
+    def from_scores(
+        scores: Tensor, topk: int, *, q_block: int, k_block: int, local: int = 0, sink: int = 0
+    ) -> BlockLayout:
+        """The layout of the blocks that score best, chosen on the device without synchronising.
+
+        Row r lists, of the columns that causality leaves it, the last ``local``, the first ``sink``, and the ``topk``
+        best of the others; of equal scores the lower column, and of -inf and NaN none. A CUDA graph may choose anew at
+        each replay.
+
+        Args:
+            scores: [heads or 1, rows, columns], bfloat16, float16 or float32, any strides; columns at most those that
+                the rows reach, ``ceil(rows * q_block / k_block)``.
+            topk: blocks of a row, beside the others; 0 or more.
+            q_block, k_block: tokens of a row and of a column, see the class.
+            local, sink: blocks, 0 or more.
+
+        Raises:
+            TypeError, ValueError: an argument is not as described.
+        """
+        check_blocks(q_block, k_block)
+        check_dense(scores=scores)
+        check_dtype("scores", scores, torch.bfloat16, torch.float16, torch.float32)
+        for name, number in (("topk", topk), ("local", local), ("sink", sink)):
+            check_int(name, number, 0)
+        if scores.ndim != 3 or scores.shape[0] < 1:
+            fail("scores", "[heads or 1, rows, columns]", describe(scores))
+        heads, rows, columns = scores.shape
+        check_columns(columns, rows, q_block, k_block)
+        last = torch.arange(1, rows + 1, dtype=torch.int32, device=scores.device) * q_block - 1
+        possible = (last // k_block + 1).repeat(heads)
+        flat = scores.reshape(heads * rows, columns)
+        indices, counts = chosen(flat if flat.stride(1) == 1 else flat.contiguous(), possible, topk, local, sink, False)
+        crow = torch.nn.functional.pad(counts.view(heads, rows).cumsum(1, dtype=torch.int32), (1, 0))
+        return BlockLayout(crow, compacted(indices.view(heads, rows, -1), crow), q_block, k_block, columns)
 
     @staticmethod
     def from_csr(crow: Tensor, col: Tensor, q_block: int, k_block: int, *, columns: int | None = None) -> BlockLayout:
@@ -325,6 +375,29 @@ class BlockLayout:
         if most is None or (lo, hi) == (0, most):
             return self
         return BlockLayout(self.crow[lo:hi], self.col[lo:hi], self.q_block, self.k_block, self.columns)
+
+
+def listed_within(mask: Tensor, q_block: int, k_block: int, capacity: int) -> BlockLayout:
+    """The layout of a checked mask whose heads list ``capacity`` blocks at most."""
+    crow = torch.nn.functional.pad(mask.sum(2).cumsum(1), (1, 0))
+    if values_are_checked(mask.device) and bool((crow[:, -1] > capacity).any()):
+        fail("capacity", f"at least {int(crow[:, -1].max())}, the blocks that a head lists", capacity)
+    column = torch.arange(mask.shape[2], device=mask.device).expand_as(mask)
+    place = (crow[:, :-1, None] + mask.cumsum(2) - 1).where(mask, capacity).clamp(max=capacity)
+    col = torch.full((mask.shape[0], capacity + 1), -1, dtype=torch.int32, device=mask.device)
+    col.scatter_(1, place.flatten(1), column.flatten(1).to(torch.int32))
+    crow = crow.clamp(max=capacity).to(torch.int32)
+    return BlockLayout(crow, col[:, :capacity], q_block, k_block, mask.shape[2])
+
+
+def compacted(indices: Tensor, crow: Tensor) -> Tensor:
+    """Lists [heads, rows, width], padded with -1, one row behind the other: col [heads, rows * width]."""
+    heads, rows, width = indices.shape
+    place = crow[:, :-1, None] + torch.arange(width, device=crow.device)
+    # What is no entry goes behind all of them.
+    place = place.where(indices >= 0, rows * width).flatten(1).long()
+    col = torch.full((heads, rows * width + 1), -1, dtype=torch.int32, device=crow.device)
+    return col.scatter_(1, place, indices.flatten(1))[:, : rows * width]
 
 
 def _keys(layout: BlockLayout, heads: int, rows: int, columns: int) -> Tensor:

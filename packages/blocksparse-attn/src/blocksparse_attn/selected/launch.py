@@ -68,7 +68,7 @@ def _attend(
     """
     size, size_v = problem.head_dim, problem.head_dim_v
     s_k, s_v = (_by_slot(cache, problem) for cache in (forms.k_cache, forms.v_cache))
-    s_lse = (0, 0) if forms.lse is None else forms.lse.stride()
+    s_lse = (0, 1) if forms.lse is None else forms.lse.stride()
     s_q, s_out = (0, *forms.q.stride()), (0, *forms.out.stride())
     numbers = Numbers(
         problem.softmax_scale, problem.k_factor, problem.v_factor, Strides(s_q, s_k, s_v, s_out, s_lse[1]),
@@ -143,7 +143,7 @@ def _grouped_for_lists(indices: Pointer, cu: Pointer, lengths: Pointer, work: Po
 def _merge(problem: Problem, plan: SelectedPlan, forms: Tensors, device: torch.device) -> Launch:
     """The merge kernel, called with cu_seqlens_q, seqlens_k, sinks, out, lse and the partial results."""
     s_out = (0, *forms.out.stride())
-    s_lse = (0, 0) if forms.lse is None else forms.lse.stride()
+    s_lse = (0, 1) if forms.lse is None else forms.lse.stride()
     config = merge.MergeConfig(
         KIND=int(tiles.PAGED), H=problem.num_heads, DV=problem.head_dim_v,
         BLOCK_DV=max(16, power_of_two_at_least(problem.head_dim_v)), WIDE=(problem.head_dim_v - 1) * s_out[3] >= 2**31,

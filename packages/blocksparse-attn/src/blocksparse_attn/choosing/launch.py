@@ -1,0 +1,34 @@
+"""Launches of ``choose``: one program a row of scores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from blocksparse_attn.choosing.ops import _reference
+from blocksparse_attn.kernels.choose import ChooseConfig, choose
+from kernel_reference.integers import power_of_two_at_least
+from kernel_reference.launching import Launch, launch_nothing
+
+# Columns that a program holds in registers; torch sorts wider rows.
+_MOST_COLUMNS = 2**15
+# Columns of a warp.
+_COLUMNS_OF_WARP = 512
+
+
+def prepare_choose(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Callable[..., None]:
+    """A prepared launch, called with scores, possible, indices and counts."""
+    scores, _, indices, _ = tensors
+    rows, columns = scores.shape
+    topk, local, sink, within = numbers
+    if not rows:
+        return launch_nothing
+    if columns > _MOST_COLUMNS:
+        return lambda *four: _reference(*four, *numbers)
+    block = max(16, power_of_two_at_least(max(1, columns)))
+    config = ChooseConfig(
+        BLOCK_C=block, WIDTH=indices.shape[1], BLOCK_W=max(16, power_of_two_at_least(max(1, indices.shape[1]))),
+        TOPK=topk, LOCAL=local, SINK=sink, WITHIN=within,
+    )  # fmt: skip
+    warps = min(8, max(1, block // _COLUMNS_OF_WARP))
+    return Launch(choose, (rows, 1, 1), (columns, scores.stride(0), config), scores.device, num_warps=warps)

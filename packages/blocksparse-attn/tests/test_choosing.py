@@ -1,0 +1,174 @@
+"""Are the blocks chosen that score best, exactly, and nothing that causality leaves out?"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from blocksparse_attn import BlockLayout, select_blocks, selected_attention
+from blocksparse_attn.choosing import ops
+from kernel_reference.checks import validate_values
+from kernel_reference.testing.guards import assert_bitwise_equal
+
+Tensor = torch.Tensor
+gpu = pytest.mark.gpu
+INF, NAN = float("inf"), float("nan")
+
+
+def literal(scores: list[float], possible: int, topk: int, local: int, sink: int, within: bool) -> list[int]:
+    """The definition, one row at a time."""
+    possible = min(possible, len(scores))
+    always = {c for c in range(possible) if c >= possible - local or c < sink}
+    others = [c for c in range(possible) if c not in always and scores[c] > -INF]
+    best = sorted(others, key=lambda c: (-scores[c], c))
+    return sorted(always | set(best[: max(0, topk - len(always)) if within else topk]))
+
+
+ROWS = [
+    [0.5, 0.25, -1.0, 3.0, 3.0, 0.0, -0.0, 2.5], [1.0] * 8, [-INF] * 8, [NAN, 1.0, NAN, -2.0, INF, -INF, 0.0, 1e-40],
+    [-1.0, -2.0, -3.0, -2.0, -1.0, -2.0, -1.5, -1e30], [8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0],
+]  # fmt: skip
+
+
+RULES = [
+    (3, 0, 0, False), (2, 1, 1, False), (4, 2, 1, True), (1, 1, 0, True), (0, 1, 0, False), (20, 0, 0, False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("way", ["op", "kernel"])
+@pytest.mark.parametrize(("topk", "local", "sink", "within"), RULES)
+def test_the_best_columns_are_chosen_and_of_equal_ones_the_lower(device, way, topk, local, sink, within) -> None:
+    scores = torch.tensor([row for row in ROWS for _ in range(4)], device=device)
+    possible = torch.tensor([0, 1, 5, 8] * len(ROWS), dtype=torch.int32, device=device)
+    if way == "op":
+        indices, counts = ops.chosen(scores, possible, topk, local, sink, within)
+    else:
+        from blocksparse_attn.choosing.launch import prepare_choose
+
+        width = min(8, topk if within else topk + local + sink)
+        indices = torch.full((len(scores), width), -9, dtype=torch.int32, device=device)
+        counts = torch.full((len(scores),), -9, dtype=torch.int32, device=device)
+        given = (scores, possible, indices, counts)
+        prepare_choose(given, (topk, local, sink, within))(*given)
+    for row, columns, listed, count in zip(
+        scores.tolist(), possible.tolist(), indices.tolist(), counts.tolist(), strict=True
+    ):
+        wanted = literal(row, columns, topk, local, sink, within)
+        assert listed == wanted + [-1] * (len(listed) - len(wanted))
+        assert count == len(wanted)
+
+
+def test_the_kernel_agrees_with_the_reference_on_rows_of_any_dtype(device) -> None:
+    from blocksparse_attn.choosing.launch import prepare_choose
+
+    for dtype, columns in ((torch.float32, 100), (torch.bfloat16, 37), (torch.float16, 5)):
+        # Few values, so that many are equal.
+        scores = torch.randint(-9, 9, (12, columns), device=device).to(dtype) / 4
+        possible = torch.randint(columns + 3, (12,), dtype=torch.int32, device=device)
+        got, wanted = (
+            [torch.empty(12, min(columns, 14), dtype=torch.int32, device=device), possible.clone()] for _ in "12"
+        )
+        prepare_choose((scores, possible, *got), (9, 3, 2, False))(scores, possible, *got)
+        ops._reference(scores, possible, *wanted, 9, 3, 2, False)
+        for one, other in zip(got, wanted, strict=True):
+            assert_bitwise_equal(one, other)
+
+
+def test_a_layout_of_scores_lists_the_best_the_last_and_the_first_blocks(device) -> None:
+    scores = torch.randn(3, 7, 14, device=device)
+    layout = BlockLayout.from_scores(scores, 3, q_block=64, k_block=32, local=2, sink=1)
+    with validate_values():
+        BlockLayout.from_csr(layout.crow, layout.col, 64, 32, columns=14)
+    mask = layout.to_mask().tolist()
+    for head in range(3):
+        for row in range(7):
+            wanted = literal(scores[head, row].tolist(), 2 * row + 2, 3, 2, 1, False)
+            assert [c for c in range(14) if mask[head][row][c]] == wanted
+    assert layout.col.shape == (3, 7 * 6)
+
+
+@pytest.mark.parametrize("capacity", [None, 9, 40])
+def test_a_mask_within_a_capacity_is_the_mask(device, capacity) -> None:
+    mask = torch.rand(2, 4, 4, device=device) < 0.5
+    mask[:, 3] = torch.tensor([True, False, False, True], device=device)
+    layout = BlockLayout.from_mask(mask, 32, 32, capacity=None if capacity is None else max(capacity, int(mask.sum())))
+    assert torch.equal(layout.to_mask(), mask)
+
+
+def test_blocks_past_the_capacity_are_left_out_or_named(device) -> None:
+    mask = torch.ones(2, 3, 3, dtype=torch.bool, device=device)
+    with validate_values(), pytest.raises(ValueError, match=r"^capacity must be at least 9, the blocks .*, got 7$"):
+        BlockLayout.from_mask(mask, 16, 16, capacity=7)
+    with validate_values(False):
+        layout = BlockLayout.from_mask(mask, 16, 16, capacity=7)
+    mask[:, 2, 1:] = False
+    assert torch.equal(layout.to_mask(), mask)
+
+
+@pytest.mark.parametrize(("lengths", "topk"), [([(0, 40), (30, 3)], 3), ([(60, 1), (20, 1), (0, 1)], 2)], ids=str)
+def test_selected_blocks_are_those_whose_means_score_best(device, lengths, topk) -> None:
+    heads, size, block = 2, 8, 8
+    totals = [older + new for older, new in lengths]
+    q = torch.randn(sum(new for _, new in lengths) + 1, 4, size, device=device)
+    summary = torch.randn(len(lengths), 9, heads, size, device=device)
+    cu = torch.tensor([0, *(sum(n for _, n in lengths[: i + 1]) for i in range(len(lengths)))], device=device)
+    got = select_blocks(
+        q, summary, topk=topk, block_size=block, cu_seqlens_q=cu, seqlens_k=torch.tensor(totals, device=device), sink=1
+    )
+    assert got.shape == (len(q), heads, topk)
+    assert bool((got[-1] == -1).all())
+    for i, (older, new) in enumerate(lengths):
+        for j, head in ((j, head) for j in range(new) for head in range(heads)):
+            token = int(cu[i]) + j
+            scores = summary[i, :, head].double() @ q[token, 2 * head : 2 * head + 2].double().sum(0)
+            wanted = literal(scores.tolist(), (older + j) // block + 1, topk, 1, 1, True)
+            assert got[token, head].tolist() == wanted + [-1] * (topk - len(wanted))
+
+
+def test_what_is_selected_may_be_attended_to(device) -> None:
+    q, keys = torch.randn(5, 4, 16, device=device), torch.randn(3, 16, 2, 16, device=device)
+    where = {"cu_seqlens_q": torch.tensor([0, 5], device=device), "seqlens_k": torch.tensor([45], device=device)}
+    means = keys.mean(1)[None]
+    indices = select_blocks(q, means, topk=2, block_size=16, **where)
+    table = torch.arange(3, device=device)[None].int()
+    out = selected_attention(q, keys, keys, indices, block_size=16, block_table=table, **where)
+    assert bool(out.isfinite().all())
+
+
+def test_wrong_arguments_are_named(device) -> None:
+    q, summary = torch.randn(3, 4, 8, device=device), torch.randn(1, 2, 2, 8, device=device)
+    good = {
+        "topk": 2, "block_size": 8, "cu_seqlens_q": torch.tensor([0, 3], device=device),
+        "seqlens_k": torch.tensor([9], device=device),
+    }  # fmt: skip
+    for change, words in (
+        ({"topk": 0}, "^topk must be at least 1"), ({"sink": 3}, r"^topk must be at least local \+ sink = 4"),
+        ({"seqlens_k": torch.tensor([9, 9], device=device)}, r"^seqlens_k must be \[1\]"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=words):
+            select_blocks(q, summary, **{**good, **change})
+    with pytest.raises(ValueError, match=r"^k_summary must be \[B, blocks, Hkv, 8\]"):
+        select_blocks(q, summary[..., :4], **good)
+    with pytest.raises(ValueError, match=r"^scores must be \[heads or 1, rows, columns\]"):
+        BlockLayout.from_scores(summary[0, 0], 1, q_block=16, k_block=16)
+    with pytest.raises(TypeError, match=r"^scores.dtype must be"):
+        BlockLayout.from_scores(summary.int()[0], 1, q_block=16, k_block=16)
+
+
+@gpu
+def test_a_graph_chooses_anew_at_each_replay(device) -> None:
+    scores = torch.randn(32, 512, 512, device=device)
+
+    def choose() -> BlockLayout:
+        return BlockLayout.from_scores(scores, 8, q_block=64, k_block=64, local=4, sink=1)
+
+    choose()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = choose()
+    for _ in range(2):
+        scores.copy_(torch.randn_like(scores))
+        graph.replay()
+        wanted = choose()
+        assert_bitwise_equal(made.crow, wanted.crow)
+        assert_bitwise_equal(made.col, wanted.col)

@@ -77,6 +77,9 @@ CASES: dict[str, tuple[PrefillPlan, dict[str, Any]]] = {
                                      "k_scale": "number", "v_scale": "number"}),
     "8 bits, wide tiles": (plan(), {"heads": (8, 2), "head_dim": 128, "cache_dtype": E4M3, "cached": True,
                                     "k_scale": -0.5, "v_scale": "heads", "page": 64}),
+    "8 bits, queries in registers": (replace(plan(), q_in_registers=True), {
+        "heads": (8, 2), "head_dim": 96, "cache_dtype": E4M3, "cached": True, "k_scale": "number",
+        "v_scale": "number"}),
     "8 bits, split": (plan(64, 128, 3), {"heads": (4, 2), "head_dim": 64, "cache_dtype": E5M2, "cached": True,
                                             "window": (90, -1), "sinks": True, "softcap": 8.0, "v_scale": "number"}),
     "8 bits, new keys": (plan(128, 64, 1, 3), {"heads": (4, 2), "head_dim": 64, "cache_dtype": E4M3, "window": (90, -1),

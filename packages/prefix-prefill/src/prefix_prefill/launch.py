@@ -299,6 +299,7 @@ def _hopper(problem: Problem, plan: PrefillPlan, forms: PrefillTensors, device: 
         CONSUMERS=2 if has_values_split(problem) else plan.block_m // 64,
         GROUPS=plan.block_m // 64,
         STAGES=plan.num_stages,
+        Q_IN_REGISTERS=bool(plan.q_in_registers),
         IN_PARTS=problem.shared or plan.num_splits != 1,
         IS_FP8=problem.cache_bits == 8,
         K_TOKENS=k_scaled == 2,

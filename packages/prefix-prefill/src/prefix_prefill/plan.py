@@ -104,7 +104,9 @@ class PrefillPlan(Plan):
 
     The query heads of a kv head stand together in a tile. Each is cut into ``num_splits`` pieces; more than one leave
     partial results to a merge kernel. ``hopper``: by the kernel made for sm_90, of which ``programs`` at the most work
-    at a time, one piece after another; 0 splits leave it to that kernel to cut as the lengths of the batch ask for.
+    at a time, one piece after another; 0 splits leave it to that kernel to cut as the lengths of the batch ask for;
+    ``q_in_registers``: its products read queries from registers, which leaves more of shared memory's bandwidth to the
+    widening of an 8-bit cache. No plan asks for that by itself: it has not been timed.
     """
 
     block_m: int
@@ -114,6 +116,7 @@ class PrefillPlan(Plan):
     num_stages: int
     hopper: bool = False
     programs: int = 132
+    q_in_registers: bool = False
 
     def covers(self, problem: Problem) -> bool:
         """Whether its blocks are such that a kernel can take them, for this problem."""
@@ -130,6 +133,7 @@ class PrefillPlan(Plan):
             and self.block_n in _blocks_of_keys(problem)
             and self.num_warps == 4
             and self.num_stages >= 2
+            and (problem.head_dim <= 128 or not self.q_in_registers)
         )
 
 

@@ -126,13 +126,26 @@ def issue_pv(weights, accs, v, memory, v_scale, i, at, i_group, loop, V, C):
 
 
 @gluon.jit
-def issue_qk(q_tiles, i_q, k, i, b_zero, C):
+def queries(memory, i_group, C):
+    """The tiles of a group's queries as WGMMA takes them: from shared memory, or from registers."""
+    q = ()
+    for t in gl.static_range(len(C.K_TILES)):
+        q_tile = memory.q[t].index(i_group)
+        if C.Q_IN_REGISTERS:
+            q = q + (q_tile.load(gl.DotOperandLayout(0, acc_layout(C.BLOCK_N), 2)),)
+        else:
+            q = q + (q_tile,)
+    return q
+
+
+@gluon.jit
+def issue_qk(q, k, i, b_zero, C):
     """Issue scores = q k^T of the tile at i in the ring, its columns tile after tile."""
     wait_full(k, i, C)
     qk = b_zero
     for t in gl.static_range(len(C.K_TILES)):
         k_tile = k.tiles[t].index(i % C.STAGES).permute((1, 0))
-        qk = warpgroup_mma(q_tiles[t].index(i_q), k_tile, qk, use_acc=t > 0, is_async=True)
+        qk = warpgroup_mma(q[t], k_tile, qk, use_acc=t > 0, is_async=True)
     return qk
 
 
@@ -293,9 +306,10 @@ def attend_tile(pointers, memory, k, v, i_group, table, i_item, at, numbers, siz
     cached = cached_tiles(loop, C)
     # Of the values' scales, where tokens have their own.
     unit = scores.softmax_scale * 0.0
+    q = queries(memory, i_group, C)
     if count > 0:
         # Prologue: the scores of the first tile.
-        qk = issue_qk(memory.q, i_group, k, before, b_zero, C)
+        qk = issue_qk(q, k, before, b_zero, C)
         b_s = warpgroup_mma_wait(0, deps=[qk])
         release(k, before, C)
         unit, factor, ratio = larger_unit(memory.scales, before, cached > 0, unit, C)
@@ -305,7 +319,7 @@ def attend_tile(pointers, memory, k, v, i_group, table, i_item, at, numbers, siz
         )
         for i in range(1, count):
             # Both products are in flight; the softmax of tile i overlaps with the second.
-            qk = issue_qk(memory.q, i_group, k, before + i, b_zero, C)
+            qk = issue_qk(q, k, before + i, b_zero, C)
             pv, meetings = issue_pv(weights, accs, v, memory, v_scale, i - 1, (before, meetings), i_group, loop, V, C)
             b_s = warpgroup_mma_wait(len(V.OWN), deps=[qk])
             release(k, before + i, C)

@@ -174,6 +174,7 @@ def all_specs(target: str) -> Iterator[KernelSpec]:
     if limits.hopper:
         yield from dense("for sm_90", MINIMAX, torch.bfloat16)
         yield from dense("for sm_90, segments", MINIMAX_TP8, torch.bfloat16)
+        yield from dense("for sm_90 in float32", MINIMAX_TP8, torch.float32)
         yield from ragged("for sm_90, grouped", GROUPED, torch.bfloat16, 0)
         for name, heads in (("snapshots", MINIMAX), ("segments and snapshots", MINIMAX_TP8)):
             # The other launches are those above.
@@ -193,8 +194,8 @@ def reports() -> list[Report]:
 
 def test_every_kernel_compiles_for_every_target_without_spills_or_traps(reports: list[Report]) -> None:
     float32 = [report for report in reports if "in float32" in report.spec]
-    # The parts of a state of 256 rows.
-    assert_clean(float32, most_stack=256)
+    # The parts of a state of 256 rows; on sm_90 a chunk that is loaded ahead.
+    assert_clean(float32, most_stack=320)
     assert_clean([report for report in reports if report not in float32])
     assert {report.target for report in reports} == set(TARGETS)
 

@@ -6,6 +6,7 @@ among it, is for the tests on a GPU and for test_codegen.py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from types import ModuleType
@@ -18,22 +19,23 @@ from kernel_reference.testing import gluon
 from lightning_attn import launch
 from lightning_attn.plan import PrefillPlan
 
+KERNELS = ("decay", "schedule", "hopper_rows", "hopper_ring", "hopper_chain", "hopper", "hopper_float32")
+
 
 @pytest.fixture(scope="module")
-def hopper() -> ModuleType:
-    return gluon.shadow(
-        *(
-            f"lightning_attn.kernels.{name}"
-            for name in ("decay", "schedule", "hopper_rows", "hopper_ring", "hopper_chain", "hopper")
-        )
-    )[-1]
+def shadows() -> Sequence[ModuleType]:
+    """Of the two modules with kernels."""
+    return gluon.shadow(*(f"lightning_attn.kernels.{name}" for name in KERNELS))[-2:]
 
 
 @pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch: pytest.MonkeyPatch, hopper: ModuleType, device: torch.device) -> None:
-    """The launch of the kernel for sm_90, without a GPU."""
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch, shadows: Sequence[ModuleType], device: torch.device) -> None:
+    """The launches of the kernels for sm_90, without a GPU."""
     if device.type != "cpu":
         pytest.skip("the kernel itself runs here")
+
+    hopper, hopper_float32 = shadows
+    others = launch.Launch
 
     class Launch:
         def __init__(self, kernel: Any, grid: Any, rest: Any, _: Any, boxes: Any, **options: Any) -> None:
@@ -45,7 +47,14 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch, hopper: ModuleType, device: torc
             described = [gluon.Descriptor(x, *box) for x, box in zip(tensors[:4], self.boxes, strict=True)]
             gluon.launch(hopper.prefill, self.grid[0], *described, *tensors[4:], *self.rest)
 
+    def launch_float32(kernel: Any, grid: Any, rest: Any, *more: Any, **options: Any) -> Any:
+        if kernel.fn.__module__ != hopper_float32.__name__:
+            return others(kernel, grid, rest, *more, **options)
+        shadow = getattr(hopper_float32, kernel.fn.__name__)
+        return lambda *tensors: gluon.launch(shadow, grid[0], *tensors, *rest)
+
     monkeypatch.setattr(launch, "TmaLaunch", Launch)
+    monkeypatch.setattr(launch, "Launch", launch_float32)
 
 
 @pytest.mark.parametrize(("sizes", "dtype"), [
@@ -63,6 +72,28 @@ def test_the_kernel_for_sm_90_is_the_recurrence(tensors, kernels, segment, stage
     # With snapshots a sequence of one token is a chunk too.
     positions = [[-1, 1], [128, 130], [-1, -1], [-1, -1], [64, 70]] if stages > 2 else None
     batch.check(snapshots=kernels.prefill(batch, plan, positions))
+
+
+@pytest.mark.parametrize("sizes", [(64, 64), (72, 104), (128, 128)], ids=str)
+@pytest.mark.parametrize("segment", [0, 64])
+def test_float32_on_sm_90_is_the_recurrence_as_exactly_as_float32(tensors, kernels, segment, sizes) -> None:
+    plan = PrefillPlan(64, 64, segment, 8, 1, 128 if sizes[0] > 64 else 64, True, bf16x6=True)
+    batch = tensors.ragged(
+        [1, 200, 0, 64, 70], heads=(1, 2), sizes=sizes, dtype=torch.float32, slots=[3, 7, 1, -1, 0], num_slots=12,
+        initial=[True, False, True, True, True], rows_after=5,
+    )  # fmt: skip
+    positions = [[-1, 1], [128, 130], [-1, -1], [-1, -1], [64, 70]] if segment else None
+    batch.check(snapshots=kernels.prefill(batch, plan, positions))
+
+
+def test_gradients_of_float32_on_sm_90_are_those_of_the_portable_kernel(tensors, kernels) -> None:
+    q, k, v, d_out = (tensors.normal(1, 2, 200, size) for size in (64, 64, 48, 48))
+    history, d_state = (tensors.normal(1, 2, 64, 48) for _ in range(2))
+    plans = PrefillPlan(32, 16, 0, 4, 1, 32), PrefillPlan(64, 64, 64, 8, 1, 64, True, bf16x6=True)
+    slopes = torch.tensor([0.02, 0.5])
+    results = [kernels.gradients(plan, q, k, v, slopes, history, d_out, d_state, 0.7) for plan in plans]
+    for one, other in zip(*results, strict=True):
+        assert (one - other).abs().max() <= 2e-6 * one.abs().max()
 
 
 @pytest.mark.parametrize(("dtype", "tokens"), [(torch.bfloat16, 500), (torch.float16, 384)], ids=str)

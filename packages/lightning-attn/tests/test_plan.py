@@ -111,7 +111,10 @@ def test_hoppers_kernel_takes_16_bits_of_its_head_sizes_where_strides_and_device
     assert plan == PrefillPlan(64, 64, 0, 4, 4, block_d=128, hopper=True)
     assert not plan_prefill(asked, "bfloat16", H200, suits_tma=False).hopper
     assert not plan_prefill(asked, "bfloat16", replace(H200, hopper=False), suits_tma=True).hopper
-    assert not plan_prefill(asked, "float32", H200, suits_tma=True).hopper
+    # Float32's takes any strides.
+    for suits_tma in (False, True):
+        of_float32 = PrefillPlan(64, 64, 0, 8, 1, block_d=128, hopper=True, bf16x6=True)
+        assert plan_prefill(asked, "float32", H200, suits_tma) == of_float32
     assert plan_prefill(asked, "float16", H200, suits_tma=True) == plan
     for d, e in itertools.product(range(16, 257), range(16, 257)):
         shape = Heads(64, 64, d, e)
@@ -220,6 +223,7 @@ REFUSED_ON_HOPPER = {
     "one stage": replace(ON_HOPPER, num_stages=1),
     "a segment of broken chunks": replace(ON_HOPPER, segment=96),
     "one launch that waits for another": replace(ON_HOPPER, segment=0, dependent_launch=True),
+    "float32 with the warps of 16 bits": replace(ON_HOPPER, bf16x6=True),
     "a chain of whole sequences": replace(ON_HOPPER, segment=0, chained=True),
     "a chain of launches": replace(ON_HOPPER, dependent_launch=True, chained=True),
 }

@@ -333,8 +333,10 @@ def _check_prefill_plan(ints: Ints, heads: Heads, dtype: torch.dtype) -> None:
         return
     if not plan.covers(heads):
         fail("plan", f"one that covers {heads}", plan)
-    if plan.hopper and dtype == torch.float32:
-        fail("plan", f"without hopper for {dtype}", plan)
+    if plan.hopper and dtype == torch.float32 and not plan.bf16x6:
+        fail("plan", f"without hopper, or with bf16x6, for {dtype}", plan)
+    if plan.hopper and dtype != torch.float32 and plan.bf16x6:
+        fail("plan", f"without bf16x6 for {dtype}", plan)
 
 
 def _check_decode_plan(ints: Ints, heads: Heads) -> None:

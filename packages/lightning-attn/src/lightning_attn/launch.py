@@ -145,7 +145,7 @@ def _plan_prefill(
 ) -> PrefillPlan:
     """The caller's if it has pinned one, else the device's, which a gradient takes too that sm_90's cannot address."""
     suits_tma = aligned and problem.suits_tma()
-    if pinned is not None and (suits_tma or not pinned.hopper):
+    if pinned is not None and (suits_tma or pinned.bf16x6 or not pinned.hopper):
         return pinned
     if pinned is not None and not problem.is_gradient:
         wanted = "without hopper where q, k, v and out are not 16-byte aligned, with strides of whole 16 bytes"
@@ -162,7 +162,11 @@ def _make_prefill(problem: PrefillProblem, plan: PrefillPlan, device: torch.devi
         arguments = (*rest, strides._replace(carried=None), sizes)
         return Launch(recurrent.prefill, grid, arguments, device, num_warps=plan.num_warps)
     main: Callable[..., None]
-    if plan.hopper:
+    if plan.hopper and plan.bf16x6:
+        from lightning_attn.kernels import hopper_float32
+
+        main = Launch(hopper_float32.prefill, grid, (*rest, strides, sizes), device, num_warps=plan.num_warps)
+    elif plan.hopper:
         main = _hopper_launch(problem, plan, grid, rest, strides, sizes, device)
     else:
         main = Launch(
@@ -242,9 +246,14 @@ def _with_segments(
     own_sizes = sizes._replace(BLOCK_E=min(plan.block_e, 64), STAGES=stages)
     grid = (cdiv(sizes.E, own_sizes.BLOCK_E) * sizes.H * _segments(problem, plan), 1, 1)
     own_strides = Strides(k=strides.k, v=strides.v, carried=strides.carried)
+    kernel: Any = chunked.segment_states
+    if plan.hopper and plan.bf16x6:
+        from lightning_attn.kernels import hopper_float32
+
+        kernel = hopper_float32.segment_states
     own = Launch(
-        chunked.segment_states, grid, (*counts, problem.scale, own_strides, own_sizes), device,
-        num_warps=plan.num_warps, num_stages=stages,
+        kernel, grid, (*counts, problem.scale, own_strides, own_sizes), device, num_warps=plan.num_warps,
+        num_stages=stages,
     )  # fmt: skip
     # Small tiles: the chain of a sequence's segments is latency alone.
     small = sizes._replace(BLOCK_E=16, BLOCK_D=min(32, sizes.BLOCK_D))

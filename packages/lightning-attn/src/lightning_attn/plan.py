@@ -183,13 +183,13 @@ class PrefillPlan(Plan):
             return False
         if self.dependent_launch and self.chained:
             return False
-        return not self.hopper or (
-            fits_hopper(heads)
-            and self.chunk == self.block_e == 64
-            and self.block_d == hopper_columns(heads)
-            and self.num_warps == 4
-            and self.num_stages >= 2
-        )
+        if not self.hopper:
+            return True
+        if not fits_hopper(heads) or not self.chunk == self.block_e == 64 or self.block_d != hopper_columns(heads):
+            return False
+        if self.bf16x6:
+            return self.num_warps == 8 and self.num_stages == 1 and not (self.dependent_launch or self.chained)
+        return self.num_warps == 4 and self.num_stages >= 2
 
 
 @dataclass(frozen=True)
@@ -273,6 +273,9 @@ def plan_prefill(
         return PrefillPlan(64, 64, segment, 4, 4, hopper_columns(heads), hopper=True, dependent_launch=waits)
     # The largest tiles whose state, scores and operands stay in a thread's registers, as the compiler reports them.
     block_d = min(64, max(16, power_of_two_at_least(heads.head_qk)))
+    if dtype == "float32" and limits.hopper and limits.bf16 and fits_hopper(heads):
+        segment = _segment(heads, 64, limits)
+        return PrefillPlan(64, 64, segment, 8, 1, hopper_columns(heads), hopper=True, bf16x6=True)
     if dtype == "float32":
         # Operands and their parts take twice the registers, and those of so many rows of a state would spill.
         warps = 8 if limits.bf16 and heads.head_qk > 128 else 4

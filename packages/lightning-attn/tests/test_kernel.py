@@ -805,6 +805,35 @@ def test_every_branch_of_the_dense_walk_on_hopper_and_its_gradients_is_the_recur
         check_dense(tensors, kernels, plan, 2, 4, tokens, (size, size), BF16, carried)
 
 
+# Segments whose launches wait on the device, or that pass their states on within one launch; float32.
+OTHER_HOPPER = {
+    "launches that wait": (BF16, {"segment": 128, "dependent_launch": True}),
+    "a chain": (BF16, {"segment": 128, "num_stages": 2, "chained": True}),
+    "a chain in float16": (FP16, {"segment": 64, "num_stages": 3, "chained": True}),
+    "float32": (FP32, {"segment": 0, "num_warps": 8, "num_stages": 1, "bf16x6": True}),
+    "float32 in segments": (FP32, {"segment": 128, "num_warps": 8, "num_stages": 1, "bf16x6": True}),
+}
+
+
+@marked(*on_hopper)
+@pytest.mark.parametrize(("dtype", "change"), OTHER_HOPPER.values(), ids=OTHER_HOPPER)
+@pytest.mark.parametrize("sizes", [(64, 64), (128, 128), (96, 112), (40, 72)], ids=str)
+def test_other_plans_on_hopper_are_the_recurrence_with_the_same_bits_each_time(
+    tensors, kernels, sizes, dtype, change
+) -> None:
+    plan = replace(hopper_plan(sizes[0], 0), **change)
+    for heads in ((2, 4), (3, 3)):
+        batch, positions = ragged_of(tensors, plan, heads, dtype, sizes=sizes)
+        batch.check(snapshots=kernels.prefill(batch, plan, positions))
+    for tokens in (1, 64, 128, 129, 64 * 7 + 9, 64 * 40):
+        check_dense(tensors, kernels, plan, 2, 4, tokens, sizes, dtype)
+    q, k, v = (tensors.normal(3, 8, 3000, size, dtype=dtype) for size in (sizes[0], sizes[0], sizes[1]))
+    out, state = kernels.attention(plan, q, k, v, tensors.slopes(8), None)
+    for _ in range(20):
+        for first, again in zip((out, state), kernels.attention(plan, q, k, v, tensors.slopes(8), None), strict=True):
+            assert_bitwise_equal(first, again)
+
+
 @marked(*on_hopper)
 @pytest.mark.parametrize("slopes", STEEP.values(), ids=STEEP)
 @pytest.mark.parametrize("segment", [0, 512])

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from lightning_attn.kernels.decay import base_two_rate, decayed, entering, rest_of_rate, seeing
-from lightning_attn.kernels.hopper_rows import load_state, opaque, store_snapshots, store_state
+from lightning_attn.kernels.hopper_rows import load_state, opaque, single_token, store_snapshots, store_state
 from lightning_attn.kernels.schedule import (
     Batch,
     Counts,
@@ -236,6 +236,12 @@ def prefill(
         end = gl.minimum(begin + SEGMENT, end)
     slot = slot_of(batch, i_n)
     column = i_e * BLOCK_E
+    TAKES_TOKENS: gl.constexpr = p_cu is not None and p_positions is None and p_final is not None
+    if TAKES_TOKENS and not REVERSED:
+        if (length == 1) & (slot >= 0):
+            single_token((q, k, v, o), begin, column, p_slopes, initial, final, batch, i_n, slot, i_h, scale, sizes)
+            # No chunk is left.
+            end = begin
     if slot < 0:
         store_zeros(o, begin, end, column, sizes)
         if p_cu is not None:

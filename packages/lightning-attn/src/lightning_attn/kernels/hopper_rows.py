@@ -15,9 +15,9 @@ def tile_layout(columns):
 
 
 @gluon.constexpr_function
-def decoding_layout():
-    """A state's tile [64, D] over four warps, 16 bytes of a packed pool a thread."""
-    return gl.BlockedLayout([4, 1], [16, 2], [1, 4], [0, 1])
+def decoding_layout(PRECISION):
+    """A state's tile [64, D] over four warps, or the eight of float32's kernel, 16 bytes of a packed pool a thread."""
+    return gl.BlockedLayout([4, 1], [16, 2], [1, 4 if PRECISION is None else 8], [0, 1])
 
 
 @gluon.jit
@@ -129,7 +129,7 @@ def single_token(rows, row, column, p_slopes, initial, final, batch, i_n, slot, 
     """
     D: gl.constexpr = sizes.BLOCK_D
     BLOCK_E: gl.constexpr = sizes.BLOCK_E
-    layout: gl.constexpr = decoding_layout()
+    layout: gl.constexpr = decoding_layout(sizes.PRECISION)
     q, k, v, o = rows
     row = row.to(gl.int64)
     o_d = gl.arange(0, D, gl.SliceLayout(0, layout))

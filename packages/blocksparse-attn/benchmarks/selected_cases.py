@@ -17,13 +17,14 @@ from weakref import WeakKeyDictionary
 import peers
 import torch
 
-from blocksparse_attn import BlockLayout, selected_attention
+from blocksparse_attn import BlockLayout, SelectedPlan, selected_attention
 from kernel_reference.bench import Case, Requirement
 from kernel_reference.selection import selected_attention as oracle
 
 Tensor = torch.Tensor
 
-OURS, OURS_FP8, TRITON = "selected", "selected, e4m3", "vLLM MiniMax-M3"
+OURS, OURS_FP8, OURS_ALONE = "selected", "selected, e4m3", "selected, a token at a time"
+TRITON = "vLLM MiniMax-M3"
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 ERROR_AT_MOST = 0.02
 SAMPLE = 24
@@ -136,8 +137,8 @@ def where(batch: Batch) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def ours(batch: Batch) -> Tensor:
-    return selected_attention(batch.q, *caches(batch.kv), batch.indices, **where(batch))
+def ours(batch: Batch, plan: SelectedPlan | None = None) -> Tensor:
+    return selected_attention(batch.q, *caches(batch.kv), batch.indices, plan=plan, **where(batch))
 
 
 def ours_fp8(batch: Batch) -> Tensor:
@@ -202,6 +203,9 @@ def case(
     if fp8:
         calls[OURS_FP8] = ours_fp8
         owed.append(Requirement(OURS_FP8, OURS, time_at_most=0.65))
+    if shape.new > 4:
+        # What tiles of several tokens gain, or lose where their lists have little in common.
+        calls[OURS_ALONE] = partial(ours, plan=SelectedPlan(16, 64, 1, 4, 6))
     takes_triton = shape.heads == M3.heads
     return Case(
         name=shape.words,

@@ -41,7 +41,12 @@ def test_a_serving_step_zeroes_padding_and_keeps_sequences_independent() -> None
 
 def test_the_module_and_its_lists_give_the_same() -> None:
     assert "[3, 32, 128] the same by the lists: True" in run_block(BLOCKS[4])
-    assert len(BLOCKS) == 5
+
+
+def test_blocks_are_chosen_for_every_token_and_attended_to() -> None:
+    printed = run_block(BLOCKS[5])
+    assert "[2, 8, 128] the shorter one lists [0, 1, 2, -1]" in printed
+    assert len(BLOCKS) == 6
 
 
 def test_every_public_name_is_in_the_readme() -> None:

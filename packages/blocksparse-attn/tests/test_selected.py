@@ -265,11 +265,11 @@ def test_lists_of_other_shapes_and_dtypes_are_refused(device) -> None:
         (batch.indices[1:], ValueError, r"^indices must be \[21, 2, topk\]"),
         (batch.indices[:, :1], ValueError, r"^indices must be \[21, 2, topk\]"),
         (batch.indices.tolist(), TypeError, r"^indices must be a torch.Tensor"),
+        (None, TypeError, r"^indices must be a torch.Tensor, got None"),
     ):  # fmt: skip
         batch.indices = wrong
         with pytest.raises(kind, match=words):
             batch.call()
-    batch.indices = None
 
 
 BAD_VALUES = {

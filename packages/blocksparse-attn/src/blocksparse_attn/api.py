@@ -313,6 +313,7 @@ def blocksparse_flash_attn_varlen_fwd(
         None, (q, k, v, crow, col, cu_seqlens_q, cu_seqlens_k, *(None,) * 7, result, None),
         (most, q_block, k_block, "NHD", q.shape[-1] ** -0.5 if scale is None else scale, -1, 0, 0.0, 0, None),
         _NAMES_OF_PAIRS if isinstance(sparse_layout, (tuple, list)) else _NAMES_OF_ENGINES,
+        _REQUIRED | {"cu_seqlens_k"},
     )  # fmt: skip
     return result
 
@@ -326,15 +327,19 @@ _NAMES_OF_PAIRS = _NAMES_OF_ENGINES._replace(
 )
 
 
-def _named(*tensors: Any) -> dict[str, Any]:
-    """What the caller gave of q, k, v, the two lists, the op's optional inputs, and out, by name."""
-    return given(**dict(zip(_GIVEN, (*tensors[:3], *tensors[5:]), strict=True)))
-
-
 _GIVEN = (*Tensors._fields[:3], *Tensors._fields[5:14], "out")
+_REQUIRED = frozenset(Tensors._fields[:3])
 
 
-def _call(out: Any, tensors: tuple[Any, ...], options: tuple[Any, ...], names: Names) -> None:
+def _named(*tensors: Any, required: frozenset[str] = _REQUIRED) -> dict[str, Any]:
+    """What the caller gave of q, k, v, the two lists, the op's optional inputs, and out, by name."""
+    named = dict(zip(_GIVEN, (*tensors[:3], *tensors[5:]), strict=True))
+    return {name: tensor for name, tensor in named.items() if tensor is not None or name in required}
+
+
+def _call(
+    out: Any, tensors: tuple[Any, ...], options: tuple[Any, ...], names: Names, required: frozenset[str] = _REQUIRED
+) -> None:
     """Call the op; its errors are raised again under the names that the caller knows.
 
     out: that of the caller, if any.
@@ -345,7 +350,7 @@ def _call(out: Any, tensors: tuple[Any, ...], options: tuple[Any, ...], names: N
         else:
             _attend(*tensors, *options)
     except (*REFUSALS, ValueError):
-        check_dense(**_named(*tensors[:14], out))
+        check_dense(**_named(*tensors[:14], out, required=required))
         refused = Tensors(*tensors)
         problem = arguments.check_attend(refused, Options(*options), names)
         if values_are_checked(refused.q.device):

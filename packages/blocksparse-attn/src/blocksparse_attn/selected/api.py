@@ -169,7 +169,9 @@ def selected_attention(
 
 
 def _named(*inputs: Any) -> dict[str, Any]:
-    return given(**dict(zip(_GIVEN, inputs, strict=True)))
+    """Inputs by name, those that may be left out only where they are not None."""
+    named = dict(zip(_GIVEN, inputs, strict=True))
+    return {**dict(zip(_GIVEN[:7], inputs[:7], strict=True)), **given(**named)}
 
 
 def _scale(name: str, scale: float | Tensor | None) -> tuple[Tensor | None, float]:

@@ -1,4 +1,4 @@
-"""Gated DeltaNet layers of Qwen3-Next and Qwen3.5 in transformers, with the split and its fused decode step."""
+"""Gated DeltaNet layers of Qwen3-Next and Qwen3.5 in transformers, with the split and the decode step of one launch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 from transformers.models.qwen3_next import modeling_qwen3_next
 
-from gdn_split.api import SplitResult, fused_qkvzba_split_reshape_cat, split_conv1d_update
+from gdn_split.api import SplitResult, fused_qkvzba_split_reshape_cat
+from gdn_split.step import gdn_decode_step
 from kernel_reference.checks import fail
 from kernel_reference.integrations.transformers import VERSION, enabled
 
@@ -24,8 +25,8 @@ def enable() -> ExitStack:
 
     Used as ``with enable():`` round ``from_pretrained`` or ``from_config``, or called once and left on. A model made
     meanwhile keeps its layers. Qwen3-Next's projections are split by one kernel, bit for bit as transformers does; with
-    a cache, a single token of each sequence is split and convolved in one launch. Qwen3.5's layers, whose projections
-    are apart, take that decode step alone.
+    a cache, a single token of each sequence goes from its projections to the gated outputs in one launch, in float32.
+    Qwen3.5's layers, whose projections are apart, take that decode step alone.
 
     Raises, in the model's call, ValueError for a decode step that records gradients, and when a layer is made, for an
     activation other than SiLU.
@@ -67,25 +68,29 @@ class _Layer:
     def _sizes(self) -> tuple[int, int, int, int]:
         return self.num_k_heads, self.num_v_heads, self.head_k_dim, self.head_v_dim
 
-    def _state_of_a_step(self, hidden_states: Tensor, cache: Any) -> Tensor | None:
-        """The convolution's state if this is one token after others, and the state need not be rolled back."""
-        conv_state = None if cache is None else cache.get_conv_state(self.layer_idx)
-        if conv_state is None or hidden_states.shape[1] != 1 or cache.is_recording_past(self.layer_idx):
+    def _states_of_a_step(self, hidden_states: Tensor, cache: Any) -> tuple[Tensor, Tensor] | None:
+        """Both states if this is one token after others, and they need not be rolled back."""
+        if cache is None or hidden_states.shape[1] != 1:
+            return None
+        conv_state, state = cache.get_conv_state(self.layer_idx), cache.get_recurrent_state(self.layer_idx)
+        if conv_state is None or state is None or cache.is_recording_past(self.layer_idx):
             return None
         if torch.is_grad_enabled():
             fail("a decode step", "under torch.no_grad() or torch.inference_mode()", "one with gradients enabled")
-        return conv_state
+        return conv_state, state
 
-    def _convolved_step(
-        self, qkvz: Tensor, ba: Tensor, conv_state: Tensor, layout: Literal["interleaved", "contiguous"]
-    ) -> SplitResult:
-        """One token of each sequence, split and convolved, and the state advanced."""
+    def _step(
+        self, qkvz: Tensor, ba: Tensor, conv_state: Tensor, state: Tensor, layout: Literal["interleaved", "contiguous"]
+    ) -> Tensor:
+        """One token of each sequence through the layer, and both states, transformers' own, advanced."""
         slots = torch.arange(qkvz.shape[0], dtype=torch.int32, device=qkvz.device)
         # transformers keeps as many inputs as the convolution is wide, one more than it will need again.
         kept = conv_state[:, :, 1 - self.conv_kernel_size :]
-        return split_conv1d_update(
-            qkvz, ba, kept, self.conv1d.weight.squeeze(1), self.conv1d.bias, slots, *self._sizes(), layout=layout
-        )
+        out = gdn_decode_step(
+            qkvz, ba, kept, self.conv1d.weight.squeeze(1), self.conv1d.bias, state, slots, self.A_log, self.dt_bias,
+            *self._sizes(), norm_weight=self.norm.weight, norm_eps=self.norm.variance_epsilon, layout=layout,
+        )  # fmt: skip
+        return self.out_proj(out.flatten(1)[:, None])
 
     def _attend(self, parts: SplitResult, batch: int, cache: Any, options: dict[str, Any]) -> Tensor:
         """The gated delta rule, the gated norm and the output projection, by transformers' functions."""
@@ -126,21 +131,20 @@ class QwenNextLayer(_Layer, modeling_qwen3_next.Qwen3NextGatedDeltaNet):
         batch, tokens, _ = hidden_states.shape
         qkvz = self.in_proj_qkvz(hidden_states).flatten(0, 1)
         ba = self.in_proj_ba(hidden_states).flatten(0, 1)
-        conv_state = self._state_of_a_step(hidden_states, cache_params)
-        if conv_state is not None:
-            parts = self._convolved_step(qkvz, ba, conv_state, "interleaved")
-        else:
-            parts = fused_qkvzba_split_reshape_cat(qkvz, ba, *self._sizes())
-            inputs = parts.mixed_qkv.view(batch, tokens, -1).transpose(1, 2)
-            if cache_params is not None:
-                width = self.conv_kernel_size
-                inputs = cache_params.update_conv_state(inputs, self.layer_idx, conv_kernel_size=width)
-            weight = self.conv1d.weight.squeeze(1)
-            convolved = self.engine.causal_conv1d_fn(
-                inputs, weight, self.conv1d.bias, activation=self.activation, **options
-            )
-            # Of what was cached, the convolution has made rows too.
-            parts = parts._replace(mixed_qkv=convolved[:, :, -tokens:].transpose(1, 2))
+        states = self._states_of_a_step(hidden_states, cache_params)
+        if states is not None:
+            return self._step(qkvz, ba, *states, "interleaved")
+        parts = fused_qkvzba_split_reshape_cat(qkvz, ba, *self._sizes())
+        inputs = parts.mixed_qkv.view(batch, tokens, -1).transpose(1, 2)
+        if cache_params is not None:
+            width = self.conv_kernel_size
+            inputs = cache_params.update_conv_state(inputs, self.layer_idx, conv_kernel_size=width)
+        weight = self.conv1d.weight.squeeze(1)
+        convolved = self.engine.causal_conv1d_fn(
+            inputs, weight, self.conv1d.bias, activation=self.activation, **options
+        )  # fmt: skip
+        # Of what was cached, the convolution has made rows too.
+        parts = parts._replace(mixed_qkv=convolved[:, :, -tokens:].transpose(1, 2))
         return self._attend(parts, batch, cache_params, options)
 
 
@@ -157,15 +161,14 @@ class _ApartLayer(_Layer):
         self, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **options: Any
     ) -> Tensor:
         """As the layer that it replaces."""
-        conv_state = self._state_of_a_step(hidden_states, cache_params)
-        if conv_state is None:
+        states = self._states_of_a_step(hidden_states, cache_params)
+        if states is None:
             # Nothing is to be split, and nothing is copied.
             return super().forward(hidden_states, cache_params, attention_mask, **options)  # type: ignore[misc]
         hidden_states = self.engine.apply_mask_to_padding_states(hidden_states, attention_mask)
         qkvz = torch.cat((self.in_proj_qkv(hidden_states), self.in_proj_z(hidden_states)), 2).flatten(0, 1)
         ba = torch.cat((self.in_proj_b(hidden_states), self.in_proj_a(hidden_states)), 2).flatten(0, 1)
-        parts = self._convolved_step(qkvz, ba, conv_state, "contiguous")
-        return self._attend(parts, hidden_states.shape[0], cache_params, options)
+        return self._step(qkvz, ba, *states, "contiguous")
 
 
 class Qwen35Layer(_ApartLayer, modeling_qwen3_5.Qwen3_5GatedDeltaNet):

@@ -95,17 +95,15 @@ def step(
         make(heads, dtype=torch.float32), make(heads),
     )  # fmt: skip
     integers = make(sequences, dtype=torch.int32)
-    t = (
-        Step(*layer, make(shape.head_v), make(rows, heads, shape.head_v))
-        if op != "commit"
-        else Commit(*layer, integers)
-    )
+    out = make(rows, heads, shape.head_v)
+    parents = make(sequences, tokens, dtype=torch.int32) if op == "verify" else None
+    t = Commit(*layer, integers) if op == "commit" else Step(*layer, make(shape.head_v), out, parents)
     sizes = (shape.num_heads_qk, shape.num_heads_v, shape.head_qk, shape.head_v, "interleaved")
     problem = step_arguments.check_step(op, t, tokens, True, True, state_layout, 0.1, 1e-6, *sizes)
     plan = plan_step(problem, limits)
     counters = integers if problem.writes and shape.ratio > 1 else None
     raw = make(1, dtype=torch.float32) if plan.block_v < shape.head_v and problem.has_norm else None
-    tensors = step_launch.in_order(problem, t[: 11 if op == "commit" else 12], counters, raw)
+    tensors = step_launch.in_order(problem, t, counters, raw)
     return KernelSpec.of_launch(step_launch.launch_of(problem, plan, t), tensors, name=name)
 
 
@@ -153,7 +151,7 @@ WAITING = [
     step("waiting step TP1", TP1, WAITS),
     step("waiting step TP1, bfloat16 states", TP1, WAITS, state=torch.bfloat16),
     prefill("waiting inputs of prefill, r=3", RATIO_3, 8192, WAITS, 0),
-    step("waiting step of large heads", LARGE_HEADS, WAITS, 2),
+    step("waiting step of large heads", LARGE_HEADS, WAITS),
 ]
 
 

@@ -367,8 +367,8 @@ def plan_step(problem: StepProblem, limits: DeviceLimits) -> StepPlan:
     # Runs of 128 bytes at least. Across Dk they are summed among threads, which shorter runs make cheaper.
     run = min(inner, (128 if problem.k_inner else 256) // problem.state_bytes)
     num_warps = min(8, max(4, block_k * block_v // 2048))
-    # Of several tokens the compiler keeps more, and would spill.
-    limited = limits.register_limit and problem.tokens == 1 and block_k * block_v == 64 * 32 * num_warps
+    # Of several tokens that costs some 100 bytes of stack; one program an SM took 1.8 times as long.
+    limited = limits.register_limit and block_k * block_v == 64 * 32 * num_warps and block_v == all_v
     return StepPlan(block_v, run, num_warps, 128 if limited else 0, limits.dependent_launch)
 
 

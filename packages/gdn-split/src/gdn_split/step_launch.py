@@ -10,6 +10,8 @@ import torch
 from gdn_split import launch
 from gdn_split.kernels import step as kernels
 from gdn_split.kernels import trees
+from gdn_split.kernels.layer import Step as StepConstants
+from gdn_split.kernels.layer import StepStrides
 from gdn_split.kernels.split import Convolution
 from gdn_split.plan import StepPlan, StepProblem, plan_step
 from gdn_split.tensors import Commit, Step
@@ -20,11 +22,11 @@ Tensor = torch.Tensor
 
 
 class Counters:
-    """For each pool of convolution states the counters by which a QK head's programs tell who reads it last.
+    """For each pool of convolution states the counters of the programs that have read the inputs of q and k.
 
-    Zeros, which every launch leaves as zeros. They are a pool's own, one a slot and QK head: launches that run at the
-    same time share neither slots nor, so, counters. A pool is known by its address. Counters are never freed, since a
-    captured graph may hold on to them: 4 bytes a slot and QK head.
+    Zeros, which every launch leaves as zeros. They are a pool's own, some for each slot: launches that run at the same
+    time share neither slots nor, so, counters. A pool is known by its address. Counters are never freed, since a
+    captured graph may hold on to them: 16 bytes a slot of Qwen3-Next.
     """
 
     def __init__(self) -> None:
@@ -72,7 +74,7 @@ def prepare_step(problem: StepProblem, plan: StepPlan | None, tensors: Step | Co
     if plan is None:
         plan = plan_step(problem, launch.device_limits(device))
     run = launch_of(problem, plan, tensors)
-    count = problem.num_slots * shape.num_heads_qk if problem.writes and shape.ratio > 1 else 0
+    count = problem.num_slots * _updaters(problem)
     raw = None
     if problem.has_norm and cdiv(shape.head_v, plan.block_v) > 1:
         raw = (problem.sequences * problem.tokens, shape.num_heads_v, shape.head_v)
@@ -84,6 +86,17 @@ def prepare_step(problem: StepProblem, plan: StepPlan | None, tensors: Step | Co
         run(*in_order(problem, given, arrived, scratch))
 
     return start
+
+
+def _group(problem: StepProblem) -> int:
+    """QK heads whose inputs one program keeps: 1024 channels of Qwen3-Next."""
+    return max(1, 512 // power_of_two_at_least(problem.shape.head_qk))
+
+
+def _updaters(problem: StepProblem) -> int:
+    """Programs of a sequence that keep the inputs of q and k: none where one V head alone reads them."""
+    shared = problem.writes and problem.shape.ratio > 1
+    return cdiv(problem.shape.num_heads_qk, _group(problem)) if shared else 0
 
 
 def in_order(
@@ -111,18 +124,19 @@ def launch_of(problem: StepProblem, plan: StepPlan, tensors: Step | Commit) -> L
         tensors.conv_bias is not None, problem.silu, 0,
     )  # fmt: skip
     s_state_slot, s_state_head, s_k, s_v = problem.state_strides
-    step = kernels.Step(
+    step = StepConstants(
         power_of_two_at_least(shape.head_qk), plan.block_v, s_k, s_v, problem.k_inner, plan.run, problem.qk_norm,
-        problem.writes,
+        problem.writes, _group(problem),
     )  # fmt: skip
-    strides = kernels.StepStrides(s_qkvz, s_ba, s_slot, s_state_slot, s_state_head, s_out, s_out_head)
+    strides = StepStrides(s_qkvz, s_ba, s_slot, s_state_slot, s_state_head, s_out, s_out_head)
     numbers = (problem.scale, problem.norm_eps, strides, launch._sizes(shape, problem.interleaved), conv, step)
     kernel = kernels.advance
-    counts: tuple[int, ...] = (problem.num_slots, problem.path_length)
+    counts: tuple[int, ...] = (problem.sequences, problem.num_slots, problem.path_length)
+    programs = problem.sequences * (shape.num_heads_v + _updaters(problem))
     if isinstance(tensors, Step) and tensors.parents is not None:
         kernel, counts = trees.verify_tree, (problem.num_slots,)
     options: dict[str, Any] = {"maxnreg": plan.max_registers} if plan.max_registers else {}
     return Launch(
-        kernel, (problem.sequences * shape.num_heads_v, 1, 1), (*counts, *numbers, plan.dependent_launch),
+        kernel, (programs, 1, 1), (*counts, *numbers, plan.dependent_launch),
         tensors.mixed_qkvz.device, num_warps=plan.num_warps, dependent_launch=bool(plan.dependent_launch), **options,
     )  # fmt: skip

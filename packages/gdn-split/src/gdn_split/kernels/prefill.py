@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from gdn_split.kernels.layer import Gate, sigmoid
 from gdn_split.kernels.split import columns_of_b_and_a, columns_of_group, wait_for_inputs
-from gdn_split.kernels.step import Gate, sigmoid
 
 
 class Prefill(NamedTuple):

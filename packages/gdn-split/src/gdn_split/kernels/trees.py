@@ -7,10 +7,10 @@ the state again, which costs less than to keep it.
 import triton
 import triton.language as tl
 
-from gdn_split.kernels.split import columns_of_b_and_a, columns_of_group, wait_for_inputs
-from gdn_split.kernels.step import (
+from gdn_split.kernels.layer import (
     Gate,
     Out,
+    activated,
     advance_taps,
     convolved,
     decay_of,
@@ -20,12 +20,13 @@ from gdn_split.kernels.step import (
     load_filter,
     load_state,
     load_taps,
-    norm_of_slices,
     sigmoid,
-    store_nothing,
     tile_of_state,
     two_blocks,
+    values_and_gates,
 )
+from gdn_split.kernels.split import columns_of_b_and_a, columns_of_group, wait_for_inputs
+from gdn_split.kernels.step import norm_of_slices, store_nothing
 
 
 @triton.jit
@@ -87,6 +88,10 @@ def verify_tree(
             o_vz, c_vz, m_vz = two_blocks(first_channel, 0, c_v + first_v, c_z + first_v, HV - first_v, BLOCK_V)
             m_v = m_vz & (tl.arange(0, 2 * BLOCK_V) < BLOCK_V)
             o_v = first_v + tl.arange(0, BLOCK_V)
+            b_norm = 1.0
+            if p_norm is not None and SLICES == 1:
+                o_z = tl.arange(0, 2 * BLOCK_V) - BLOCK_V
+                b_norm = tl.load(p_norm + o_z, mask=(o_z >= 0) & m_vz, other=1.0).to(tl.float32)
             p_tile, m_tile = tile_of_state(p_pool + slot * strides.slot + head * strides.head, first_v, sizes, step)
             done = i_g * 0
             for back in range(TOKENS):
@@ -105,8 +110,8 @@ def verify_tree(
                         decay = decay_of(tl.load(p_ba + i_t * strides.ba + c_a).to(tl.float32), gate)
                         w_qk = load_filter(p_weight, p_bias, o_qk, m_qk, conv, 2 * BLOCK_K)
                         w_v = load_filter(p_weight, p_bias, o_vz, m_v, conv, 2 * BLOCK_V)
-                        b_q, b_k = halves(convolved(qk_taps, w_qk, conv), BLOCK_K)
-                        b_v, b_z = halves(tl.where(m_v, convolved(vz_taps, w_v, conv), vz_taps.x_0), BLOCK_V)
+                        b_q, b_k = halves(activated(convolved(qk_taps, w_qk, conv), conv), BLOCK_K)
+                        b_v, b_gate = values_and_gates(vz_taps, w_v, b_norm, m_v, conv, BLOCK_V)
                         b_S, b_o = delta_step(b_S, b_q, b_k, b_v, decay, beta, scale, step, True)
                         if ((fresh >> i_t) & 1) == 1:
                             if p_norm is not None and SLICES > 1:
@@ -114,7 +119,7 @@ def verify_tree(
                                 tl.store(p_head + o_v, b_o, mask=o_v < HV)
                             else:
                                 if p_norm is not None:
-                                    b_o = gated(b_o, b_z, p_norm, o_v, eps, sizes)
+                                    b_o = gated(b_o, b_gate, eps, sizes)
                                 p_row = p_out + i_t * strides.out + o_v
                                 tl.store(p_row, b_o.to(p_out.dtype.element_ty), mask=o_v < HV)
                         rest &= rest - 1

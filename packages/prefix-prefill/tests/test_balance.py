@@ -67,7 +67,7 @@ def tabulate(p_cu, p_seqlens, p_table, rows, num_sequences, capacity, left, righ
     place = balance.Place(num_sequences * 0 - 1, x * 0, x * 0)
     while x < end:
         if x >= place.high:
-            place = balance.place_at(x, o_lane, work, given, C)
+            place = balance.place_at(x, place, o_lane, work, given, C)
         costs = balance.costs_of(batch.sequence_at(given, place.i_n, C), given, C)
         if work.line:
             item, x = balance.share_at(x, end, i_program, place, costs, work, C)

@@ -19,7 +19,7 @@ import triton.language as tl
 from prefix_prefill.kernels.batch import sequence_at
 
 # Sequences that are looked at together.
-LANES: tl.constexpr = tl.constexpr(128)
+LANES: tl.constexpr = tl.constexpr(64)
 # A tile's beginning and end take the time of so many keys.
 OVERHEAD: tl.constexpr = tl.constexpr(192)
 # The fewest keys that a piece of a tile is worth, and what is lost by merging.
@@ -41,8 +41,8 @@ class Costs(NamedTuple):
 
 
 class Work(NamedTuple):
-    """How programs share: ``line`` whether by shares of ``share`` keys, else by pieces, ``num_splits`` of a tile or, if
-    that is 0, of at most ``piece`` keys; the length of the line, the programs, and the entries that a merge reads.
+    """How programs share: ``line`` whether by shares of ``share`` keys, else by pieces, ``num_splits`` of each tile or,
+    if that is 0, of at most ``piece`` keys; the length of the line, the programs, and the entries that a merge reads.
     """
 
     line: object
@@ -131,31 +131,40 @@ def last_cost(costs, C):
 @triton.jit
 def pieces_of(costs, work, C):
     """In how many pieces each tile of a sequence is cut."""
-    pieces = quotient(last_cost(costs, C) + work.piece - 1, work.piece)
-    return tl.where(work.num_splits > 0, work.num_splits, pieces)
+    pieces = costs.tiles * 0 + work.num_splits
+    if work.num_splits == 0:
+        pieces = quotient(last_cost(costs, C) + work.piece - 1, work.piece)
+    return pieces
 
 
 @triton.jit
 def extent(i_n, work, batch, C):
     """How long sequences are on the line."""
     costs = costs_of(sequence_at(batch, i_n, C), batch, C)
-    shares = cost_before(costs.tiles, costs, C)
-    return tl.where(work.line, shares, costs.tiles * pieces_of(costs, work, C)) * (C.HEADS_KV * C.HEAD_TILES)
+    length = cost_before(costs.tiles, costs, C)
+    if not work.line:
+        length = costs.tiles * pieces_of(costs, work, C)
+    return length * (C.HEADS_KV * C.HEAD_TILES)
 
 
 @triton.jit
-def place_at(x, o_lane, work, batch, C):
-    """The sequence at x on the line."""
-    i_n = batch.num_sequences * 0 - 1
-    low = x * 0
+def place_at(x, place, o_lane, work, batch, C):
+    """The sequence at x on the line, from that of ``place`` on."""
+    i_n = place.i_n
+    first = i_n
+    low = place.low
     before = low
-    for first in range(-1, batch.num_sequences + 1, LANES):
-        lengths = extent(first + o_lane, work, batch, C)
-        ends = before + tl.cumsum(lengths, 0)
-        i_n += tl.sum((ends <= x).to(tl.int32), 0)
-        low = tl.maximum(low, tl.max(tl.where(ends <= x, ends, 0), 0))
-        before += tl.sum(lengths, 0)
-    return Place(i_n, low, low + extent(i_n, work, batch, C))
+    high = low
+    while (high <= x) & (first <= batch.num_sequences):
+        ends = before + tl.cumsum(extent(first + o_lane, work, batch, C), 0)
+        passed = ends <= x
+        i_n += tl.sum(passed.to(tl.int32), 0)
+        low = tl.maximum(low, tl.max(tl.where(passed, ends, 0), 0))
+        high = tl.min(tl.where(passed, 2**62, ends), 0)
+        before = tl.max(ends, 0)
+        high = tl.where(high == 2**62, before, high)
+        first += LANES
+    return Place(i_n, low, high)
 
 
 @triton.jit
@@ -206,14 +215,16 @@ def share_work(o_lane, programs, num_splits, batch, C):
         # Who takes their results looks for them by number of the piece.
         line = num_splits < 0
     each = tl.where(num_splits > 0, num_splits, splits)
+    # Where tiles are cut for want of any, those of short sequences are cut into fewer.
+    num_splits = tl.where(splits > 1, num_splits, each)
     work = Work(line, share, piece, num_splits, total, programs, total)
     if not line:
         total = tiles * each
-        if (num_splits == 0) & (splits > 1):
-            # Short sequences are cut into fewer.
-            total = total * 0
+        if num_splits == 0:
+            lengths = none
             for first in range(-1, batch.num_sequences + 1, LANES):
-                total += tl.sum(extent(first + o_lane, work, batch, C), 0)
+                lengths += extent(first + o_lane, work, batch, C)
+            total = tl.sum(lengths, 0)
         # As ``plan.most_tiles`` has it: bounds that decrease would make more, and parts of them have no memory.
         most = batch.rows // C.TOKENS + tl.minimum(batch.num_sequences + 2, batch.rows)
         total = tl.minimum(total, most.to(tl.int64) * HEADS * each)

@@ -27,7 +27,7 @@ from prefix_prefill.kernels.batch import Sequence, keys_of, sequence_at
 from prefix_prefill.kernels.hopper.config import SLOTS, Loop, Tile
 from prefix_prefill.kernels.merge import write_entry, write_no_entries
 
-# Places of an item's numbers in its slot. IS_ITEM is 0 behind the last one.
+# Places of an item's numbers in its slot. IS_ITEM is 0 behind the last item, and more than 0 in each.
 BEGIN: gl.constexpr = gl.constexpr(0)
 Q_LEN: gl.constexpr = gl.constexpr(1)
 CONTEXT: gl.constexpr = gl.constexpr(2)
@@ -42,7 +42,8 @@ BY_SHARE: gl.constexpr = gl.constexpr(10)
 I_N: gl.constexpr = gl.constexpr(11)
 IS_ITEM: gl.constexpr = gl.constexpr(12)
 PIECES: gl.constexpr = gl.constexpr(13)
-FIELDS: gl.constexpr = gl.constexpr(14)
+# A power of two, so that an item is one store.
+FIELDS: gl.constexpr = gl.constexpr(16)
 
 
 class Table(NamedTuple):
@@ -66,9 +67,20 @@ def table_of(readers: gl.constexpr):
 
 
 @gluon.jit
-def put(numbers, i, number):
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    numbers.index(i).store((gl.full([1], 0, gl.int64, layout) + number).to(numbers.dtype))
+def put(table, i, fields):
+    """Item i for every role to read."""
+    slot = i % SLOTS
+    slots = table.numbers._reinterpret(gl.int32, [SLOTS, FIELDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    slots.index(slot).store(fields)
+    tl.debug_barrier()
+    mbarrier.arrive(table.full.index(slot))
+
+
+@gluon.jit
+def with_field(fields, i, number):
+    """The fields with number i of them."""
+    o_field = gl.arange(0, FIELDS, gl.BlockedLayout([1], [32], [1], [0]))
+    return gl.where(o_field == i, number.to(gl.int32), fields)
 
 
 @gluon.jit
@@ -95,7 +107,7 @@ def schedule(table, num_splits, batch, p_entries, C):
     count = batch.num_sequences * 0
     while x < end:
         if x >= place.high:
-            place = place_at(x, o_lane, work, batch, C)
+            place = place_at(x, place, o_lane, work, batch, C)
         sequence = sequence_at(batch, place.i_n, C)
         costs = costs_of(sequence, batch, C)
         at = x
@@ -109,47 +121,40 @@ def schedule(table, num_splits, batch, p_entries, C):
                 part = item.i_piece
             elif C.IN_PARTS:
                 part = write_entry(p_entries, at, i_program, item, sequence, work, C)
-            put_item(table, count, item, part, place.i_n, sequence, work, batch, C)
+            fields = fields_of(item, part, place.i_n, sequence, work, batch, C)
+            await_readers(table, count)
+            put(table, count, fields)
             count += 1
-    slot = empty_slot(table, count)
-    put(table.numbers, slot * FIELDS + IS_ITEM, 0)
-    tl.debug_barrier()
-    mbarrier.arrive(table.full.index(slot))
+    await_readers(table, count)
+    put(table, count, gl.zeros([FIELDS], gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
 
 
 @gluon.jit
-def empty_slot(table, i):
-    """The slot of item i, once every role has read what was there."""
-    slot = i % SLOTS
-    # The first items find slots that nobody has read, and wait for none.
-    mbarrier.wait(table.empty.index(slot), (i // SLOTS & 1) ^ 1)
-    return slot
+def await_readers(table, i):
+    """Wait until every role has read what is in the slot of item i. The first items find slots that nobody read."""
+    mbarrier.wait(table.empty.index(i % SLOTS), (i // SLOTS & 1) ^ 1)
 
 
 @gluon.jit
-def put_item(table, i, item, part, i_n, sequence, work, batch, C):
-    """Item i, for every role to read."""
+def fields_of(item, part, i_n, sequence, work, batch, C):
+    """The numbers of an item, in one store's vector."""
     i_tile = item.i_tile.to(gl.int32)
     keys = keys_of(sequence, i_tile, batch.left, batch.right, C)
     tiles = (keys.cached_tiles + keys.new_tiles).to(gl.int64)
-    slot = empty_slot(table, i)
-    first = slot * FIELDS
-    put(table.numbers, first + BEGIN, sequence.begin)
-    put(table.numbers, first + Q_LEN, sequence.q_len)
-    put(table.numbers, first + CONTEXT, sequence.context)
-    put(table.numbers, first + LENGTH, sequence.length)
-    put(table.numbers, first + VALID, sequence.valid)
-    put(table.numbers, first + I_TILE, i_tile)
-    put(table.numbers, first + I_HEAD, item.i_head)
-    put(table.numbers, first + FROM_TILE, quotient(tiles * item.low, item.parts))
-    put(table.numbers, first + TO_TILE, quotient(tiles * item.high, item.parts))
-    put(table.numbers, first + PART, part)
-    put(table.numbers, first + BY_SHARE, work.line)
-    put(table.numbers, first + I_N, i_n)
-    put(table.numbers, first + PIECES, gl.where(item.i_piece == 0, item.pieces, 0))
-    put(table.numbers, first + IS_ITEM, 1)
-    tl.debug_barrier()
-    mbarrier.arrive(table.full.index(slot))
+    fields = gl.full([FIELDS], 1, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
+    fields = with_field(fields, BEGIN, sequence.begin)
+    fields = with_field(fields, Q_LEN, sequence.q_len)
+    fields = with_field(fields, CONTEXT, sequence.context)
+    fields = with_field(fields, LENGTH, sequence.length)
+    fields = with_field(fields, VALID, sequence.valid)
+    fields = with_field(fields, I_TILE, i_tile)
+    fields = with_field(fields, I_HEAD, item.i_head)
+    fields = with_field(fields, FROM_TILE, quotient(tiles * item.low, item.parts))
+    fields = with_field(fields, TO_TILE, quotient(tiles * item.high, item.parts))
+    fields = with_field(fields, PART, part)
+    fields = with_field(fields, BY_SHARE, work.line)
+    fields = with_field(fields, I_N, i_n)
+    return with_field(fields, PIECES, gl.where(item.i_piece == 0, item.pieces, 0))
 
 
 @gluon.jit

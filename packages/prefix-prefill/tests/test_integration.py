@@ -720,8 +720,8 @@ def peak_beyond(run: Callable[[], Any]) -> int:
 
 
 @gpu
-def test_a_long_prompt_takes_no_memory_beyond_its_inputs_and_outputs(make) -> None:
-    """The cache is neither copied nor gathered, and there is enough to do without splitting keys."""
+def test_a_long_prompt_takes_no_memory_beyond_its_inputs_outputs_and_two_parts_a_program(make) -> None:
+    """The cache is neither copied nor gathered; whether tiles are cut, only the device knows."""
     make.start(0)
     rows, blocks = 8192, 8192
     q, k, v = (make.normal(rows, heads, 128) for heads in (32, 8, 8))
@@ -731,5 +731,6 @@ def test_a_long_prompt_takes_no_memory_beyond_its_inputs_and_outputs(make) -> No
     run = partial(
         prefix_prefill.prefix_prefill, q, k, v, *caches, table, cu, seqlens, max_seqlen_q=rows, return_lse=True
     )
+    parts = 2 * torch.cuda.get_device_properties(make.device).multi_processor_count * 128 * 128 * 4
     # The allocator gives out blocks of 2 MiB.
-    assert peak_beyond(run) <= 2**21
+    assert peak_beyond(run) <= parts + 2**21

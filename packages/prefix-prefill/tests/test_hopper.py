@@ -28,7 +28,8 @@ LONG = [(600, 70)]
 @pytest.fixture(scope="module")
 def hopper() -> ModuleType:
     own = (f"hopper.{name}" for name in (
-        "config", "items", "memory", "softmax", "producers", "rows", "levels", "epilogue", "consumers", "kernel",
+        "config", "items", "drafts", "memory", "softmax", "producers", "rows", "levels", "epilogue", "consumers",
+        "kernel",
     ))  # fmt: skip
     names = ("softmax", "schedule", "batch", "balance", "merge", *own)
     return gluon.shadow(*(f"prefix_prefill.kernels.{name}" for name in names))[-1]
@@ -122,7 +123,9 @@ def test_the_kernel_for_sm_90_is_the_attention(tensors, kernels, chosen, options
 
 def test_tree_drafts_are_masked_in_every_tile_that_holds_new_tokens(tensors, kernels) -> None:
     for causal in (True, False):
-        batch = tensors.batch([(90, 60), (0, 2)], heads=(2, 1), draft_mask=True, cached=True, causal=causal)
+        # Bits of tokens before a token and after it.
+        masks = torch.randint(2**62, (62,)) | 1
+        batch = tensors.batch([(90, 60), (0, 2)], heads=(2, 1), draft_mask=masks, cached=True, causal=causal)
         kernels.prefill(batch, plan(128, 64))
         batch.check()
 

@@ -16,6 +16,7 @@ memory     ring buffers, full and empty barriers, layouts of shared memory
 producers  TMA loads; 8 bits to 16
 consumers  the main loop: two products in flight, softmax between
 softmax    the online softmax of a tile of scores
+drafts     masks of tree drafts
 epilogue   results, or partial results
 levels     cascades: partial results of levels, added to those of the last one
 rows       what a consumer has of its rows: tokens and heads, addresses, accumulators

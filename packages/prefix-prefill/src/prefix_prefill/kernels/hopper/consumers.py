@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from prefix_prefill.kernels.hopper.config import ROWS, STRIP, column_of, own_tiles, width_of
+from prefix_prefill.kernels.hopper.drafts import store_masks
 from prefix_prefill.kernels.hopper.epilogue import finish
 from prefix_prefill.kernels.hopper.items import done, has_item, loop_of, tile_of
 from prefix_prefill.kernels.hopper.memory import release, wait_full
@@ -36,7 +37,7 @@ from prefix_prefill.kernels.hopper.softmax import (
     powers_of_two,
     update_tile,
 )
-from prefix_prefill.kernels.softmax import LOG2_E, halves_of
+from prefix_prefill.kernels.softmax import LOG2_E
 
 
 @gluon.jit
@@ -269,9 +270,7 @@ def attend_tile(pointers, memory, k, v, i_group, table, i_item, at, numbers, siz
     draft = (0, 0)
     if C.DRAFT:
         draft = (memory.positions.index(C.GROUPS + i_group), memory.positions.index(2 * C.GROUPS + i_group))
-        low_bits, high_bits = halves_of(gl.load(pointers.draft + tile.begin + o_t, mask=m_row, other=0))
-        draft[0].store(low_bits)
-        draft[1].store(high_bits)
+        store_masks(pointers.draft, tile.begin + o_t, o_t, m_row, i_group, memory.positions, sizes, C)
     tl.debug_barrier()
     slope = gl.zeros([ROWS], gl.float32, L_ROW)
     if C.ALIBI:

@@ -5,8 +5,9 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from prefix_prefill.kernels.hopper.drafts import only_drafted
 from prefix_prefill.kernels.hopper.items import context_of
-from prefix_prefill.kernels.softmax import LOG2_E, drafted, finite
+from prefix_prefill.kernels.softmax import LOG2_E, finite
 
 # Where bfloat16 is multiplied as float16, a row's largest number is brought to 2^14 and more, and so is a weight of 1:
 # what is 2^-28 times as large is then still a normal number.
@@ -184,19 +185,20 @@ def update(scores, running_max, row_sum, scale, key, bounds, scoring, scales, MA
         low, high = bounds
         # The last key that a row sees, and the first; written so that no sum overflows.
         last = position * 0 + (high - 1)
-        if C.HAS_RIGHT:
+        if C.DRAFT:
+            low_bits = scoring.draft[0].load(gl.SliceLayout(1, V.L_S))
+            high_bits = scoring.draft[1].load(gl.SliceLayout(1, V.L_S))
+            # Looked up again: through the main loop it would take a register.
+            o_first = key - context_of(scoring.item[0], scoring.item[1], 4)
+            scores = only_drafted(scores, low_bits, high_bits, o_first, high - key, V, C)
+        elif C.HAS_RIGHT:
             last = position + gl.minimum(scoring.window.right, last - position)
         seen = o_key[None, :] <= last[:, None]
         if C.HAS_LEFT:
             first = position - gl.minimum(scoring.window.left, position - low)
             seen = seen & (o_key[None, :] >= first[:, None])
-        if C.DRAFT:
-            draft_low = scoring.draft[0].load(gl.SliceLayout(1, V.L_S))
-            draft_high = scoring.draft[1].load(gl.SliceLayout(1, V.L_S))
-            # Looked up again: through the main loop it would take a register.
-            o_new = o_key - context_of(scoring.item[0], scoring.item[1], 4)
-            seen = seen & drafted(o_new[None, :], draft_low[:, None], draft_high[:, None])
-        scores = gl.where(seen, scores, float("-inf"))
+        if C.HAS_LEFT or not C.DRAFT:
+            scores = gl.where(seen, scores, float("-inf"))
     most = gl.max(scores, 1)
     if V.SIGNED or C.SOFTCAP or C.ALIBI:
         new_max = gl.maximum(running_max, most)

@@ -186,7 +186,7 @@ def specs(target: str) -> Iterator[KernelSpec]:
     yield from hopper("256 with slopes", WIDE, page_layout="HND", page=64, alibi=True)
     yield from hopper("8-bit cache", LLAMA, cache_dtype=E4M3, scales="heads", splits=2)
     yield from hopper("8-bit cache with a window and sinks", GPT_OSS, cache_dtype=E5M2, page=64, lse=True)
-    yield from hopper("8-bit cache, decoding", LLAMA, cache_dtype=E4M3, rows=64, longest=1)
+    yield from hopper("80, 8-bit cache, decoding", replace(LLAMA, head_dim=80), cache_dtype=E4M3, rows=64, longest=1)
     yield from hopper("8-bit cache, scales of tokens", LLAMA, cache_dtype=E4M3, scales="tokens")
     yield from hopper("8-bit cache, scales of tokens, new keys", LLAMA, cache_dtype=E5M2, scales="tokens", new_kv=True)
     yield from hopper("8-bit cache, new keys", LLAMA, cache_dtype=E4M3, scales="heads", new_kv=True)

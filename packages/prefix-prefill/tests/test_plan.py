@@ -108,6 +108,8 @@ def test_a_head_is_one_tile_of_columns_or_two_where_that_is_less() -> None:
     tiles = {16: (64,), 64: (64,), 72: (64, 16), 80: (64, 16), 96: (64, 32), 112: (128,), 128: (128,), 136: (128, 16),
              192: (128, 64), 200: (256,), 256: (256,), 272: (256, 16), 384: (256, 128), 512: (256, 256)}  # fmt: skip
     assert {size: column_tiles(size) for size in tiles} == tiles
+    # No box of 8-bit floats may have less than 32 bytes.
+    assert [column_tiles(size, 8) for size in (64, 80, 96, 128)] == [(64,), (64, 32), (64, 32), (128,)]
     for size in range(16, 513):
         assert size <= sum(column_tiles(size)) < 1.25 * size + 64
 

@@ -269,7 +269,10 @@ def _hopper(problem: Problem, plan: PrefillPlan, forms: PrefillTensors, device: 
     from prefix_prefill.kernels import hopper
 
     box = min(plan.block_n, power_of_two_in(problem.page_size))
-    k_tiles, v_tiles = column_tiles(problem.head_dim), column_tiles(problem.head_dim_v)
+    k_tiles, v_tiles = (column_tiles(size, problem.cache_bits) for size in (problem.head_dim, problem.head_dim_v))
+    if plan.q_in_registers:
+        # One of 256 columns would take more registers than there are.
+        k_tiles, v_tiles = ((128, 128) if tiles == (256,) else tiles for tiles in (k_tiles, v_tiles))
     boxes = _boxes(problem, forms, box, k_tiles[0], v_tiles[0])
     # A second tile whose boxes are as wide as those of the first comes by the same descriptor.
     k_tail, v_tail = (
@@ -299,7 +302,7 @@ def _hopper(problem: Problem, plan: PrefillPlan, forms: PrefillTensors, device: 
         CONSUMERS=2 if has_values_split(problem) else plan.block_m // 64,
         GROUPS=plan.block_m // 64,
         STAGES=plan.num_stages,
-        Q_IN_REGISTERS=bool(plan.q_in_registers),
+        Q_IN_REGISTERS=plan.q_in_registers,
         IN_PARTS=problem.shared or plan.num_splits != 1,
         IS_FP8=problem.cache_bits == 8,
         K_TOKENS=k_scaled == 2,

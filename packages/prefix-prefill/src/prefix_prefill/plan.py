@@ -105,8 +105,8 @@ class PrefillPlan(Plan):
     The query heads of a kv head stand together in a tile. Each is cut into ``num_splits`` pieces; more than one leave
     partial results to a merge kernel. ``hopper``: by the kernel made for sm_90, of which ``programs`` at the most work
     at a time, one piece after another; 0 splits leave it to that kernel to cut as the lengths of the batch ask for;
-    ``q_in_registers``: its products read queries from registers, which leaves more of shared memory's bandwidth to the
-    widening of an 8-bit cache. No plan asks for that by itself: it has not been timed.
+    ``q_in_registers``: its products read so many tiles of queries (``column_tiles``, of 256 halves) from registers,
+    which leaves shared memory's bandwidth to keys and values. No plan asks for that by itself: it has not been timed.
     """
 
     block_m: int
@@ -116,7 +116,7 @@ class PrefillPlan(Plan):
     num_stages: int
     hopper: bool = False
     programs: int = 132
-    q_in_registers: bool = False
+    q_in_registers: int = 0
 
     def covers(self, problem: Problem) -> bool:
         """Whether its blocks are such that a kernel can take them, for this problem."""
@@ -133,7 +133,7 @@ class PrefillPlan(Plan):
             and self.block_n in _blocks_of_keys(problem)
             and self.num_warps == 4
             and self.num_stages >= 2
-            and (problem.head_dim <= 128 or not self.q_in_registers)
+            and 0 <= self.q_in_registers <= (1 if problem.head_dim > 192 else len(column_tiles(problem.head_dim)))
         )
 
 
@@ -164,15 +164,16 @@ def _is_mixed(problem: Problem) -> bool:
     return problem.cache_bits == 8 and problem.new_kv
 
 
-def column_tiles(head_dim: int) -> tuple[int, ...]:
-    """A head's columns as the kernel for sm_90 has them: one tile or two, each a power of two, from 16 on.
+def column_tiles(head_dim: int, cache_bits: int = 16) -> tuple[int, ...]:
+    """A head's columns as the kernel for sm_90 has them: one tile or two, each a power of two, of 32 bytes at least.
 
     Two where that is less than one: 64 and 16 for 80, 128 and 64 for 192. Of 112, 128 are as quick as 64, 32 and 16.
     """
     whole = power_of_two_at_least(head_dim)
     if whole <= 64:
         return (64,)
-    rest = max(16, power_of_two_at_least(head_dim - whole // 2))
+    # Shared memory is swizzled over no less.
+    rest = max(256 // cache_bits, power_of_two_at_least(head_dim - whole // 2))
     # The N of a WGMMA is 256 at most.
     return (whole // 2, rest) if rest < whole // 2 or whole > 256 else (whole,)
 

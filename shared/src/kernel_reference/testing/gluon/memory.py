@@ -26,6 +26,8 @@ class NVMMASharedLayout(Layout):
     """Rows of ``swizzle_byte_width`` bytes; a tile's further columns come after all of its rows."""
 
     def __init__(self, swizzle_byte_width: int, element_bitwidth: int, rank: int = 2, **_: Any) -> None:
+        if swizzle_byte_width not in (0, 32, 64, 128):
+            raise ValueError(f"shared memory is swizzled over 128, 64 or 32 bytes, not over {swizzle_byte_width}")
         self.columns = swizzle_byte_width * 8 // element_bitwidth
 
     @staticmethod

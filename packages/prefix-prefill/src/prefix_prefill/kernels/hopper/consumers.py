@@ -132,7 +132,7 @@ def queries(memory, i_group, C):
     q = ()
     for t in gl.static_range(len(C.K_TILES)):
         q_tile = memory.q[t].index(i_group)
-        if C.Q_IN_REGISTERS:
+        if t < C.Q_IN_REGISTERS:
             q = q + (q_tile.load(gl.DotOperandLayout(0, acc_layout(C.BLOCK_N), 2)),)
         else:
             q = q + (q_tile,)

@@ -15,8 +15,9 @@ def attend_8bit(
     dtype. The rest is as :func:`tilelang_mla.kernels.decode.attend` has it; keys lie anywhere.
     """
     S = Sizes(dim_nope, dim_rope, dtype, block_n, num_stages, True, cache)
+    records = cache == "656"
     # What 16 bytes are of the rope's elements.
-    line = 16 if cache == "e4m3" else 8
+    line = 8 if records else 16
     batch, rows, pages, page_size = (T.dynamic(name) for name in ("batch", "rows", "pages", "page_size"))
     columns, bounds, places, room = (T.dynamic(name) for name in ("columns", "bounds", "places", "room"))
     num_pieces, scaled_pages, scaled_rows = (T.dynamic(name) for name in ("num_pieces", "scaled_pages", "scaled_rows"))
@@ -61,8 +62,9 @@ def attend_8bit(
             T.assume(kv_row % 16 == 0)
             T.assume(rope_page % line == 0)
             T.assume(rope_row % line == 0)
-            T.assume(scales_page % 4 == 0)
-            T.assume(scales_row % 4 == 0)
+            if records:
+                T.assume(scales_page % 4 == 0)
+                T.assume(scales_row % 4 == 0)
             inputs = Inputs(q, kv, seqlens_k, block_table, first_part, order, rope, scales)
             outputs = Outputs(out, lse, parts, part_lse, pieces)
             numbers = (scale, heads, causal, num_parts, num_splits, scheduled, ordered, wants_lse)

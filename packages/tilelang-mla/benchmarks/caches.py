@@ -9,7 +9,7 @@ from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
-from cases import DTYPE, SAMPLE, Batch, Ours, Reference, Shape, Theirs, make_batch, plain_attention, share
+from dense import DTYPE, SAMPLE, Batch, Ours, Reference, Shape, Theirs, make_batch, plain_attention, share
 
 from kernel_reference.attention import attention
 from kernel_reference.bench import Case, Requirement

@@ -8,7 +8,7 @@ from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
-from cases import DTYPE, ERROR_AT_MOST, FA3, OURS, share
+from dense import DTYPE, ERROR_AT_MOST, FA3, OURS, share
 
 from kernel_reference.attention import attention
 from kernel_reference.bench import Case, Requirement

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
-from cases import (
+from chunks import check_chunks, fa3_chunks, make_chunks, ours_chunks
+from dense import (
     DTYPE,
     FA3,
     FLASH_MLA,
@@ -22,7 +23,6 @@ from cases import (
     share,
     vllm_triton,
 )
-from chunks import check_chunks, fa3_chunks, make_chunks, ours_chunks
 
 from kernel_reference.bench import Axis, Case, Map, Point
 

@@ -166,9 +166,10 @@ def test_a_number_of_splits_gives_the_same_bits_alone_and_in_any_batch_of_8_bits
         plan = plan_decode(batch.seqlens_k[own], 16, num_splits=4)
         alone = flash_mla_with_kvcache(
             batch.q[own], batch.kv, batch.seqlens_k[own], batch.table[own], 512, batch.scale, True,
-            kv_scale=batch.kv_scale, plan=plan,
+            kv_scale=batch.kv_scale, plan=plan, return_lse=True,
         )  # fmt: skip
-        assert_bitwise_equal(alone, whole.out[own])
+        assert_bitwise_equal(alone.out, whole.out[own])
+        assert_bitwise_equal(alone.lse, whole.lse[own])
 
 
 # The kernel's text in C

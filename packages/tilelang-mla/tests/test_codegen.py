@@ -88,6 +88,16 @@ class Decoding8bit(NamedTuple):
         return {**self._asdict(), "block_n": self.tiles.block_n, "num_stages": self.tiles.num_stages}
 
 
+class Sparse(Decoding8bit):
+    """A decoding kernel over lists of keys."""
+
+    name = "decode_sparse"
+
+    @property
+    def tiles(self) -> DecodeTiles:
+        return super().tiles if self.cache else decode_tiles(16, self.dim_nope, self.dim_rope, None, H200)
+
+
 class Prefill(NamedTuple):
     """A prefill kernel."""
 
@@ -118,6 +128,7 @@ class Merge(NamedTuple):
     name = "merge"
     dim_nope: int
     dtype: torch.dtype
+    sink: bool = False
 
     @property
     def constants(self) -> dict[str, Any]:
@@ -146,16 +157,18 @@ DECODE = {
     "DeepSeek, a length of each token": Decoding(512, 64, BF16, False, per_token=True),
 }
 DECODE_8BIT = {"one scale": Decoding8bit("e4m3"), "records": Decoding8bit("656")}
+SPARSE = {"lists": Sparse(""), "lists of records": Sparse("656")}
 PREFILL = {
     "DeepSeek": Prefill(192, 128, BF16),
     "equal sizes in float16": Prefill(128, 128, FP16),
     "the largest, of one block": Prefill(256, 256, BF16),
     "values wider than keys": Prefill(32, 192, BF16),
 }
-MERGE = {"512": Merge(512, BF16), "64": Merge(64, BF16)}
+MERGE = {"512": Merge(512, BF16), "64": Merge(64, BF16), "512, sinks": Merge(512, BF16, True)}
 MERGE_RANKS = {"512": MergeRanks(512, BF16)}
 every_decoding = pytest.mark.parametrize("kernel", DECODE.values(), ids=DECODE)
 every_8bit = pytest.mark.parametrize("kernel", DECODE_8BIT.values(), ids=DECODE_8BIT)
+every_sparse = pytest.mark.parametrize("kernel", SPARSE.values(), ids=SPARSE)
 every_prefill = pytest.mark.parametrize("kernel", PREFILL.values(), ids=PREFILL)
 every_merge_of_ranks = pytest.mark.parametrize("kernel", MERGE_RANKS.values(), ids=MERGE_RANKS)
 every_merge = pytest.mark.parametrize("kernel", MERGE.values(), ids=MERGE)
@@ -236,7 +249,7 @@ def specs(target: str) -> list[GeneratedSource]:
 
     return [
         GeneratedSource(f"{kernel.name}, {name}", partial(_source_of, launch, kernel.name, kernel.constants))
-        for kernels in (DECODE, DECODE_8BIT, PREFILL, MERGE, MERGE_RANKS)
+        for kernels in (DECODE, DECODE_8BIT, SPARSE, PREFILL, MERGE, MERGE_RANKS)
         for name, kernel in kernels.items()
     ]
 
@@ -332,6 +345,15 @@ def test_caches_of_8_bits_are_copied_asynchronously_and_widened_in_pairs_without
     assert {"wgmma_ss", "wgmma_rs", "warpgroup_reg_alloc", "warpgroup_reg_dealloc", "tma_store"} <= words(made)
     assert "cp_async_gs_conditional<16>" in made.text
     assert "cvt_fp8x2_to_float2" in made.text
+    weights = 2 * kernel.tiles.block_m * kernel.tiles.block_n
+    assert shared_memory(made.text) + weights + 1024 <= kernel.tiles.shared_memory(kernel.problem)
+
+
+@every_sparse
+def test_lists_of_keys_are_copied_row_by_row_without_spills(reports, kernel) -> None:
+    made = reports[kernel]
+    assert_clean(made)
+    assert "cp_async_gs_conditional<16>" in made.text
     weights = 2 * kernel.tiles.block_m * kernel.tiles.block_n
     assert shared_memory(made.text) + weights + 1024 <= kernel.tiles.shared_memory(kernel.problem)
 

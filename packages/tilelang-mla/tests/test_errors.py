@@ -382,7 +382,6 @@ def cases() -> dict[str, list[Any]]:
     case("metadata of another shape", "drop-in", replaced("tile_scheduler_metadata", lambda x: x[:, :4]), ValueError,
          r"tile_scheduler_metadata must be \[parts at once, 8\] from get_mla_metadata, got")  # fmt: skip
     for name in (
-        "indices",
         "attn_sink",
         "extra_k_cache",
         "extra_indices_in_kvcache",

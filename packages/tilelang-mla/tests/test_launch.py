@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from functools import lru_cache
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 from tilelang_mla import DecodeTiles, PrefillPlan
 from tilelang_mla.arguments import (
+    Decode8bitTensors,
     DecodeOptions,
     DecodeTensors,
     PrefillOptions,
@@ -115,6 +117,48 @@ def test_decoding_hands_kernels_what_they_are_made_for(launch, page) -> None:
         for name, constants, arguments in launch.given:
             assert_fits(launch, name, constants, arguments)
         assert launch.given[0][1]["gather"] == (page % 64 != 0)
+
+
+@pytest.mark.parametrize("records", [False, True], ids=["bfloat16", "records"])
+def test_sparse_decoding_hands_kernels_what_they_are_made_for(launch, records) -> None:
+    from tilelang_mla.sparse_arguments import SparseOptions, SparseTensors, check_sparse
+
+    ints = torch.zeros(200, dtype=torch.int32)
+    kv = torch.zeros(9, 48, 1, 656, dtype=torch.uint8) if records else torch.zeros(9, 48, 1, 576, dtype=BF16)
+    plans = [
+        (None, None, None), (DecodeTiles(64, 64, 2, 3), None, None), (DecodeTiles(64, 64, 2, 1, 5), ints[:7], ints[:11])
+    ]  # fmt: skip
+    for (plan, first, order), more, tokens in itertools.product(plans, (False, True), (1, 2)):
+        lists = 6 // tokens
+        tensors = SparseTensors(
+            torch.zeros(lists, tokens, 16, 576, dtype=BF16), kv, ints[: 6 * 20].view(lists, tokens, 20),
+            ints[:lists] if more else None, torch.zeros(16) if more else None, first, order,
+            torch.zeros(lists, tokens, 16, 512, dtype=BF16), torch.zeros(lists, 16, tokens) if more else None,
+        )  # fmt: skip
+        launch.given.clear()
+        problem, _ = check_sparse(tensors, SparseOptions(512, 0.1, None if plan is None else plan.as_ints()))
+        launch.prepare_sparse(problem, plan, tensors)(*tensors)
+        assert launch.given
+        for name, constants, arguments in launch.given:
+            assert_fits(launch, name, constants, arguments)
+
+
+@pytest.mark.parametrize("cache", ["e4m3", "656"])
+def test_caches_of_8_bits_hand_kernels_what_they_are_made_for(launch, cache) -> None:
+    records = cache == "656"
+    kv = (
+        torch.zeros(9, 48, 1, 656, dtype=torch.uint8) if records else torch.zeros(9, 48, 1, 576).to(torch.float8_e4m3fn)
+    )
+    for changed in ({}, {"lse": None}, {"plan": DecodeTiles(64, 64, 2, 3)}):
+        arguments = decoding(kv=kv, **changed)
+        tensors = Decode8bitTensors(*arguments[:6], None if records else torch.ones(1), *arguments[6:8])
+        plan = arguments[-1]
+        launch.given.clear()
+        numbers = None if plan is None else plan.as_ints()
+        problem, _ = check_decode(tensors, DecodeOptions(*arguments[8:11], numbers))
+        launch.prepare_decode_8bit(problem, plan, tensors)(*tensors)
+        for name, constants, handed in launch.given:
+            assert_fits(launch, name, constants, handed)
 
 
 def test_the_merging_kernel_runs_where_keys_may_be_cut_and_only_there(launch) -> None:

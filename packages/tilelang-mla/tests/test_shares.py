@@ -110,6 +110,7 @@ CUTS: dict[str, tuple[list[int], int, int]] = {
     "one sequence": ([1500], 2, 8),
     "alike": ([320] * 9, 2, 9),
     "alike, two a share": ([320] * 8, 2, 4),
+    "alike, with a share to spare": ([1280] * 8, 128, 9),
     "nothing": ([0, 0, 0], 1, 5),
     "two tiles of rows": ([500, 64, 3, 700], 70, 4),
     "many rows to merge": ([640] * 3, 128, 30),

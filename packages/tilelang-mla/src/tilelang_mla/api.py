@@ -181,8 +181,8 @@ def flash_mla_varlen_func(
 def flash_mla_with_kvcache(
     q: Tensor,
     kv: Tensor,
-    seqlens_k: Tensor,
-    block_table: Tensor,
+    seqlens_k: Tensor | None,
+    block_table: Tensor | None,
     dim_nope: int,
     softmax_scale: float | None = None,
     causal: bool = True,
@@ -190,6 +190,9 @@ def flash_mla_with_kvcache(
     out: Tensor | None = None,
     return_lse: Literal[False] = False,
     kv_scale: float | Tensor | None = None,
+    indices: Tensor | None = None,
+    topk_length: Tensor | None = None,
+    attn_sink: Tensor | None = None,
     plan: DecodePlan | None = None,
 ) -> Tensor: ...
 
@@ -198,8 +201,8 @@ def flash_mla_with_kvcache(
 def flash_mla_with_kvcache(
     q: Tensor,
     kv: Tensor,
-    seqlens_k: Tensor,
-    block_table: Tensor,
+    seqlens_k: Tensor | None,
+    block_table: Tensor | None,
     dim_nope: int,
     softmax_scale: float | None = None,
     causal: bool = True,
@@ -207,6 +210,9 @@ def flash_mla_with_kvcache(
     out: Tensor | None = None,
     return_lse: Literal[True],
     kv_scale: float | Tensor | None = None,
+    indices: Tensor | None = None,
+    topk_length: Tensor | None = None,
+    attn_sink: Tensor | None = None,
     plan: DecodePlan | None = None,
 ) -> AttentionResult: ...
 
@@ -215,8 +221,8 @@ def flash_mla_with_kvcache(
 def flash_mla_with_kvcache(
     q: Tensor,
     kv: Tensor,
-    seqlens_k: Tensor,
-    block_table: Tensor,
+    seqlens_k: Tensor | None,
+    block_table: Tensor | None,
     dim_nope: int,
     softmax_scale: float | None = None,
     causal: bool = True,
@@ -224,6 +230,9 @@ def flash_mla_with_kvcache(
     out: Tensor | None = None,
     return_lse: bool,
     kv_scale: float | Tensor | None = None,
+    indices: Tensor | None = None,
+    topk_length: Tensor | None = None,
+    attn_sink: Tensor | None = None,
     plan: DecodePlan | None = None,
 ) -> Tensor | AttentionResult: ...
 
@@ -231,8 +240,8 @@ def flash_mla_with_kvcache(
 def flash_mla_with_kvcache(
     q: Tensor,
     kv: Tensor,
-    seqlens_k: Tensor,
-    block_table: Tensor,
+    seqlens_k: Tensor | None,
+    block_table: Tensor | None,
     dim_nope: int,
     softmax_scale: float | None = None,
     causal: bool = True,
@@ -240,6 +249,9 @@ def flash_mla_with_kvcache(
     out: Tensor | None = None,
     return_lse: bool = False,
     kv_scale: float | Tensor | None = None,
+    indices: Tensor | None = None,
+    topk_length: Tensor | None = None,
+    attn_sink: Tensor | None = None,
     plan: DecodePlan | None = None,
 ) -> Tensor | AttentionResult:
     """Attention of a few query tokens a sequence to a paged latent cache: decoding with the projections absorbed.
@@ -269,8 +281,15 @@ def flash_mla_with_kvcache(
         return_lse: whether to return lse too.
         kv_scale: above 0, what a cache of float8_e4m3fn is multiplied by: a float, or one float32 on the device, which
             costs the host less; 1 when None. Else None.
+        indices: [B, Sq, topk] int32, contiguous: the keys that each query token attends to, ``page * page_size + row``
+            of each; what is no position in the pool, -1 say, is none. seqlens_k, block_table and causal are then not
+            looked at, and may be None. kv is of q's dtype or of records. Sparse attention of DeepSeek-V3.2.
+        topk_length: [B] int32: how many entries of each list count, at most topk; all when None.
+        attn_sink: [Hq] float32: a logit of each head that takes part in the softmax and has no value; lse does not
+            know of it.
         plan: how keys are cut in parts, from :func:`plan_decode`; made for as many sequences and for as many query
-            tokens x heads. None: programs share the keys of the batch evenly, by the lengths that the device holds.
+            tokens x heads; of lists, for B x Sq sequences of one query token. None: programs share the keys of the
+            batch evenly, by the lengths that the device holds.
 
     Returns:
         out, contiguous if new; with return_lse AttentionResult(out, lse), lse [B, Hq, Sq] in float32. A query that sees
@@ -288,6 +307,15 @@ def flash_mla_with_kvcache(
     check_bool("return_lse", return_lse)
     parts = None if plan is None else calls.decode_parts(plan)
     scale = calls.checked_scale(softmax_scale)
+    if indices is not None:
+        if kv_scale is not None:
+            fail("kv_scale", "None with indices", describe(kv_scale))
+        sparse = calls.SparseCall(q, kv, indices, topk_length, attn_sink, dim_nope, scale)
+        result, lse = calls.run_sparse(sparse, out, return_lse, parts, _NAMES)
+        return result if lse is None else AttentionResult(result, lse)
+    for name, value in (("topk_length", topk_length), ("attn_sink", attn_sink)):
+        if value is not None:
+            fail(name, "None without indices", describe(value))
     result, lse = calls.run_decode(
         calls.Call(q, kv, seqlens_k, block_table, dim_nope, scale, causal, kv_scale), out, return_lse, parts, _NAMES
     )

@@ -143,7 +143,7 @@ def check_prefill(tensors: PrefillTensors, options: PrefillOptions) -> tuple[Pre
     _check_size("q", head_dim, _QK_STEP, _MOST_QK)
     _check_keys_and_values(q, k, v)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        _check_rows(name, tensor)
+        check_rows(name, tensor)
     for name, tensor in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         _check_integers(name, tensor, q, 1, "[B + 1]")
         if known(tensor.shape[0] < 1):
@@ -151,7 +151,7 @@ def check_prefill(tensors: PrefillTensors, options: PrefillOptions) -> tuple[Pre
     if differ(cu_seqlens_k.shape, cu_seqlens_q.shape):
         both = f"{list(cu_seqlens_q.shape)} and {list(cu_seqlens_k.shape)}"
         fail("cu_seqlens_q, cu_seqlens_k", "[B + 1] both", both)
-    _check_results(q, out, lse, (q.shape[0], num_heads, v.shape[2]), (num_heads, q.shape[0]))
+    check_results(q, out, lse, (q.shape[0], num_heads, v.shape[2]), (num_heads, q.shape[0]))
     problem = PrefillProblem(
         num_heads, k.shape[1], head_dim, v.shape[2], q.shape[0], cu_seqlens_q.shape[0] - 1, options.max_seqlen_q,
         options.causal, 8 * q.element_size(), k.shape[0], options.max_seqlen_k, options.softmax_scale,
@@ -212,8 +212,8 @@ def check_decode(
         cache = check_8bit_cache(q, kv, dim_nope, tensors.kv_scale, names.kv)
     else:
         _check_cache(q, kv, dim_nope, names)
-    _check_rows("q", q)
-    _check_rows(names.kv, kv)
+    check_rows("q", q)
+    check_rows(names.kv, kv)
     page_size = kv.shape[1]
     if seqlens_k.ndim == 2 and block_table.ndim == 1:
         got = _hinted(seqlens_k, f"{names.seqlens_k} and block_table are in each other's place")
@@ -228,7 +228,7 @@ def check_decode(
     if known(block_table.shape[0] != sequences):
         fail("block_table", f"[{sequences}, max_pages], a row a sequence of q", describe(block_table))
     shape = (sequences, seqlen_q, num_heads, dim_nope)
-    _check_results(q, tensors.out, tensors.lse, shape, (sequences, num_heads, seqlen_q))
+    check_results(q, tensors.out, tensors.lse, shape, (sequences, num_heads, seqlen_q))
     problem = DecodeProblem(
         num_heads, dim_nope, width - dim_nope, seqlen_q, sequences, block_table.shape[1] * page_size, page_size,
         8 * q.element_size(), kv.shape[0], options.softmax_scale, options.causal, per_token,
@@ -392,7 +392,7 @@ def _check_size(name: str, size: int, step: int, most: int) -> None:
         fail(name, f"of a head size that is a multiple of {step} from {step} to {most}", size)
 
 
-def _check_rows(name: str, tensor: Tensor) -> None:
+def check_rows(name: str, tensor: Tensor) -> None:
     """Strides that TMA can address."""
     line = _LINE_BYTES // tensor.element_size()
     *steps, last = tensor.stride()
@@ -413,7 +413,7 @@ def _check_integers(name: str, tensor: Tensor, q: Tensor | None, rank: int, want
         check_same_device(name, tensor, "q", q)
 
 
-def _check_results(
+def check_results(
     q: Tensor, out: Tensor, lse: Tensor | None, shape: tuple[int, ...], lse_shape: tuple[int, ...]
 ) -> None:
     _check_like_q("out", out, q)

@@ -24,12 +24,14 @@ from tilelang_mla.arguments import Decode8bitTensors, DecodeOptions, DecodeTenso
 from tilelang_mla.caches import format_of, scale_of
 from tilelang_mla.plan import DecodeTiles, DeviceLimits
 from tilelang_mla.schedule import DecodePlan
+from tilelang_mla.sparse_arguments import SparseOptions, SparseTensors, check_sparse
 
 Tensor = torch.Tensor
 # A plan as the op takes it: first_part, order if there is one, tiles.
 Parts = tuple[Tensor, Tensor | None, list[int]]
 
 _decode = torch.ops.tilelang_mla.decode.default
+_decode_sparse = torch.ops.tilelang_mla.decode_sparse.default
 _decode_8bit = torch.ops.tilelang_mla.decode_8bit.default
 
 
@@ -38,8 +40,8 @@ class Call(NamedTuple):
 
     q: Tensor
     kv: Tensor
-    seqlens_k: Tensor
-    block_table: Tensor
+    seqlens_k: Tensor | None
+    block_table: Tensor | None
     dim_nope: int
     softmax_scale: float | None
     causal: bool
@@ -85,14 +87,62 @@ def run_decode(
     except (*REFUSALS, ValueError) as error:
         check_dense(**named())
         tensors: DecodeTensors | Decode8bitTensors
+        lengths: Any = seqlens_k
+        table: Any = block_table
         if format_of(kv) is None:
-            tensors = DecodeTensors(q, kv, seqlens_k, block_table, first_part, order, result, lse)
+            tensors = DecodeTensors(q, kv, lengths, table, first_part, order, result, lse)
         else:
             own_scale: Any = kv_scale
-            tensors = Decode8bitTensors(q, kv, seqlens_k, block_table, first_part, order, own_scale, result, lse)
+            tensors = Decode8bitTensors(q, kv, lengths, table, first_part, order, own_scale, result, lse)
         problem, tiles = arguments.check_decode(tensors, DecodeOptions(dim_nope, scale, causal, ints), names)
         if isinstance(error, ValueError) and values_are_checked(q.device):
             arguments.check_decode_values(problem, tiles, tensors, names)
+        raise
+    return result, lse
+
+
+class SparseCall(NamedTuple):
+    """What a function of sparse decoding is given."""
+
+    q: Tensor
+    kv: Tensor
+    indices: Tensor
+    topk_length: Tensor | None
+    attn_sink: Tensor | None
+    dim_nope: int
+    softmax_scale: float | None
+
+
+def run_sparse(
+    call: SparseCall, out: Tensor | None, return_lse: bool, parts: Parts | None, names: Names
+) -> tuple[Tensor, Tensor | None]:
+    """The op of sparse decoding; lse has a token's heads side by side, as the kernel writes them."""
+    q, kv, indices, topk_length, attn_sink, dim_nope, scale = call
+    check_int(names.dim_nope, dim_nope)
+    first_part, order, ints = (None, None, None) if parts is None else parts
+
+    def named() -> dict[str, Tensor]:
+        optional = given(topk_length=topk_length, attn_sink=attn_sink, out=out)
+        return {"q": q, names.kv: kv, "indices": indices, **optional}
+
+    try:
+        if torch.is_grad_enabled() or are_active():
+            refuse_derivatives(**named())
+        batch, seqlen_q, num_heads = q.shape[:3]
+        result = q.new_empty((batch, seqlen_q, num_heads, max(0, dim_nope))) if out is None else out
+        lse = q.new_empty((batch, seqlen_q, num_heads), dtype=torch.float32).transpose(1, 2) if return_lse else None
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+    except (*REFUSALS, ValueError):
+        check_dense(**named())
+        check_ranks({"q": (q, f"[B, Sq, Hq, {names.dim_nope} + dpe]", 4)})
+        raise
+    inputs = (q, kv, indices, topk_length, attn_sink, first_part, order, result, lse)
+    run = ops.decode_sparse_now if out is None and runs_now(inputs) else _decode_sparse
+    try:
+        run(*inputs, dim_nope, scale, ints)
+    except (*REFUSALS, ValueError):
+        check_dense(**named())
+        check_sparse(SparseTensors(*inputs), SparseOptions(dim_nope, scale, ints), names.kv)
         raise
     return result, lse
 

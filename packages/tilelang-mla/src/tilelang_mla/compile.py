@@ -24,14 +24,14 @@ _LIMITS = DeviceLimits(132)
 
 def wanted(
     dtypes: list[str], latents: list[tuple[int, int]], heads: list[tuple[int, int]], parallel: bool = False,
-    caches: Sequence[str] = (),
+    caches: Sequence[str] = (), sparse: bool = False,
 ) -> Iterator[tuple[str, dict[str, Any]]]:  # fmt: skip
     """Names and constants of the kernels for these dtypes, (latent, rope) of decoding and (q and k, v) of prefill.
 
-    caches: formats of 8 bits.
+    caches: formats of 8 bits. sparse: whether keys are listed too.
     """
     # Here, so that an error among the options need not wait for TileLang.
-    from tilelang_mla.launch import decode_8bit_constants, decode_constants, prefill_constants
+    from tilelang_mla.launch import decode_8bit_constants, decode_constants, prefill_constants, sparse_constants
 
     for dtype in map(_DTYPES.__getitem__, dtypes):
         for dim_nope, dim_rope in latents:
@@ -47,8 +47,15 @@ def wanted(
                     continue
                 problem = DecodeProblem(1, dim_nope, dim_rope, 1, 1, 1, 1, cache=cache)
                 yield "decode_8bit", decode_8bit_constants(problem, tiles_8bit(problem, tiles, _LIMITS), dtype)
+            for cache in ("", "656") if sparse else ():
+                if cache and (dtype, dim_nope, dim_rope) != (torch.bfloat16, 512, 64):
+                    continue
+                problem = DecodeProblem(1, dim_nope, dim_rope, 1, 1, 1, 1, cache=cache)
+                own = tiles_8bit(problem, tiles, _LIMITS) if cache else tiles
+                yield "decode_sparse", sparse_constants(problem, own, dtype)
         for dim_nope in sorted({dim_nope for dim_nope, _ in latents}):
-            yield "merge", {"dim_nope": dim_nope, "dtype": dtype}
+            for sink in (False, True) if sparse else (False,):
+                yield "merge", {"dim_nope": dim_nope, "dtype": dtype, **({"sink": True} if sink else {})}
             if parallel:
                 yield "merge_ranks", {"dim_nope": dim_nope, "dtype": dtype}
         for head_dim, head_dim_v in heads:
@@ -69,11 +76,14 @@ def main() -> None:
     parser.add_argument("--prefill", nargs="*", type=_pair, default=[(192, 128)], metavar="QK,V")
     parser.add_argument("--parallel", action="store_true", help="what decoding on several GPUs asks for, too")
     parser.add_argument("--cache", nargs="*", choices=("e4m3", "656"), default=[], help="caches of 8 bits, too")
+    parser.add_argument("--sparse", action="store_true", help="decoding over listed keys, too")
     options = parser.parse_args()
     # After the options: an error among them need not wait for TileLang.
     from tilelang_mla import launch
 
-    for name, constants in wanted(options.dtype, options.decode, options.prefill, options.parallel, options.cache):
+    for name, constants in wanted(
+        options.dtype, options.decode, options.prefill, options.parallel, options.cache, options.sparse
+    ):
         start = time.perf_counter()
         launch.kernel(name, **constants)
         print(f"{time.perf_counter() - start:6.1f} s  {name}", *(f"{key}={value}" for key, value in constants.items()))

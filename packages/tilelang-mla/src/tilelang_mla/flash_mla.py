@@ -91,8 +91,8 @@ def _made(plan: DecodePlan) -> FlashMLASchedMeta:
 def flash_mla_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
-    block_table: Tensor,
-    cache_seqlens: Tensor,
+    block_table: Tensor | None,
+    cache_seqlens: Tensor | None,
     head_dim_v: int,
     tile_scheduler_metadata: Tensor | FlashMLASchedMeta | None = None,
     num_splits: Tensor | None = None,
@@ -113,7 +113,9 @@ def flash_mla_with_kvcache(
             softmax_scale and causal: as there. head_dim_v: dim_nope there.
         tile_scheduler_metadata, num_splits: from :func:`get_mla_metadata`, made for as many sequences and query tokens
             x heads; both tensors, or a :class:`FlashMLASchedMeta` and None, or neither.
-        is_fp8_kvcache and what follows it: not supported; anything but what stands above raises ValueError.
+        is_fp8_kvcache: of the k_cache's dtype with indices; without, what is True is not supported.
+        indices, topk_length, attn_sink: sparse attention, as there; block_table and cache_seqlens may then be None.
+        What else follows is not supported; anything but None raises ValueError.
 
     Returns:
         out [B, Sq, Hq, head_dim_v] and lse [B, Hq, Sq], natural logarithms in float32. A query that sees no key gives 0
@@ -122,19 +124,24 @@ def flash_mla_with_kvcache(
     Raises TypeError or ValueError, naming the argument, as there.
     """
     _refuse(
-        is_fp8_kvcache=(is_fp8_kvcache, False), indices=(indices, None), attn_sink=(attn_sink, None),
         extra_k_cache=(extra_k_cache, None), extra_indices_in_kvcache=(extra_indices_in_kvcache, None),
-        topk_length=(topk_length, None), extra_topk_length=(extra_topk_length, None),
+        extra_topk_length=(extra_topk_length, None),
     )  # fmt: skip
     check_bool("causal", causal)
     scale = calls.checked_scale(softmax_scale)
+    if indices is not None:
+        # A list is cut by its own length: what a schedule says of sequences is not looked at.
+        sparse = calls.SparseCall(q, k_cache, indices, topk_length, attn_sink, head_dim_v, scale)
+        out, lse = calls.run_sparse(sparse, None, True, None, _NAMES)
+        return out, lse  # type: ignore[return-value]
+    _refuse(is_fp8_kvcache=(is_fp8_kvcache, False), attn_sink=(attn_sink, None), topk_length=(topk_length, None))
     kept = tile_scheduler_metadata
     if not isinstance(kept, FlashMLASchedMeta):
         made = FlashMLASchedMeta(kept, num_splits)
     elif num_splits is not None:
         fail("num_splits", "None beside a FlashMLASchedMeta, which has its own", describe(num_splits))
     elif kept.num_splits is None:
-        made = _made_first(q, cache_seqlens, head_dim_v)
+        made = _made_first(q, cache_seqlens, head_dim_v)  # type: ignore[arg-type]
     else:
         made = kept
     parts = _parts(q, head_dim_v, made)

@@ -33,6 +33,7 @@ from tilelang_mla.plan import (
     plan_without_schedule,
     tiles_8bit,
 )
+from tilelang_mla.sparse_arguments import SparseTensors
 
 Tensor = torch.Tensor
 
@@ -210,6 +211,95 @@ def prepare_decode(problem: DecodeProblem, plan: DecodeTiles | None, tensors: De
             merge(cuts, packed, own_lse, parts, part_lse, heads, tiles.num_splits, *merging, by, flags[2])
         if copied:
             out.copy_(packed.view(out.shape))
+
+    return on_device(device, run)
+
+
+# Sparse decoding
+
+
+def sparse_constants(problem: DecodeProblem, tiles: DecodeTiles, dtype: torch.dtype) -> dict[str, Any]:
+    """What the kernel over lists of keys is compiled for."""
+    constants = decode_8bit_constants(problem, tiles, dtype)
+    del constants["per_token"]
+    return constants
+
+
+def prepare_sparse(problem: DecodeProblem, plan: DecodeTiles | None, tensors: SparseTensors) -> Callable[..., None]:
+    """What attends to lists of keys, called with the tensors; a list is a sequence of one query token."""
+    q, kv, indices, topk_length, attn_sink, first_part, order, out, lse = tensors
+    if out.numel() == 0:
+        return launch_nothing
+    if indices.shape[2] == 0:
+        return _see_nothing
+    limits = device_limits(q.device)
+    tiles = plan_without_schedule(problem, limits) if plan is None else plan
+    if problem.cache:
+        tiles = tiles_8bit(problem, tiles, limits)
+    _check_fits(problem, tiles, limits)
+    lists, heads, width, dim_nope = problem.sequences, problem.num_heads, q.shape[3], problem.dim_nope
+    keys, _ = _keys_of(problem, kv)
+    attend = kernel("decode_sparse", **sparse_constants(problem, tiles, q.dtype))
+    num_parts, shared = tiles.num_parts(lists), plan is None
+    merged = num_parts > lists and not (shared and problem.capacity <= tiles.block_n)
+    sinking = {} if attn_sink is None else {"sink": True}
+    merge = kernel("merge", dim_nope=dim_nope, dtype=q.dtype, **sinking) if merged else None
+    merging = merge_grid(lists, heads, tiles, limits.cores)
+    programs = num_parts * tiles.row_tiles(heads)
+    if first_part is not None:
+        programs = min(programs, limits.cores)
+    if shared:
+        programs = (tiles.spare_parts + 1) * tiles.row_tiles(heads)
+    partials = num_parts if merged else 1
+    device, dtype, softmax_scale = q.device, q.dtype, problem.softmax_scale
+    make_parts, make_part_lse, make_pieces, make_packed, make_lse = (
+        allocator(torch.empty(shape, dtype=of, device=device))
+        for shape, of in (
+            ((partials, heads, dim_nope), torch.float32), ((partials, heads), torch.float32),
+            ((2 * lists,), torch.int32), ((lists, heads, dim_nope), dtype), ((lists, heads, 1), torch.float32),
+        )
+    )  # fmt: skip
+    # Stands in for sinks and scales; nobody reads it.
+    nothing = torch.empty(1, dtype=torch.float32, device=device)
+    scale = max(abs(softmax_scale), _ZERO_SCALE) * _LOG2_E
+    by = _SHARED if shared else int(first_part is not None)
+    flags = (by, int(order is not None), int(lse is not None))
+    in_place, by_token = out.is_contiguous(), lse is not None and lse.transpose(1, 2).is_contiguous()
+    each = 0 if topk_length is None else q.shape[1]
+
+    def run(q, kv, indices, topk_length, attn_sink, first_part, order, out, lse):  # type: ignore[no-untyped-def]
+        flat = q.reshape(lists, heads, width)
+        flat = flat.contiguous() if flat.stride(2) != 1 or flat.stride(1) % _LINE or flat.stride(0) % _LINE else flat
+        _check_aligned(q=flat)
+        if softmax_scale < 0:
+            flat = -flat
+        held = keys((kv, None) if problem.cache else kv)
+        if not problem.cache:
+            held = (*held, held[0][..., dim_nope:], nothing)
+        copied = not in_place or out.data_ptr() & 15
+        packed = make_packed() if copied else out.view(lists, heads, dim_nope)
+        parts, part_lse = make_parts(), make_part_lse()
+        own_lse = part_lse[:, :, None]
+        if lse is not None:
+            own_lse = lse.transpose(1, 2).view(lists, heads, 1) if by_token else make_lse()
+        table = indices.view(lists, -1)
+        stand_in = table.view(-1)
+        lengths = stand_in if topk_length is None else topk_length
+        pieces = make_pieces() if shared else stand_in
+        bounds = stand_in if first_part is None else first_part
+        attend(
+            flat, *held, lengths, table, nothing if attn_sink is None else attn_sink, bounds,
+            stand_in if order is None else order, packed, own_lse, parts, part_lse, pieces, scale, num_parts,
+            tiles.num_splits, *flags, each, int(attn_sink is not None), programs,
+        )  # fmt: skip
+        if merge is not None:
+            sinks = () if attn_sink is None else (attn_sink,)
+            cuts = pieces if shared else bounds
+            merge(cuts, packed, own_lse, parts, part_lse, *sinks, heads, tiles.num_splits, *merging, by, flags[2])
+        if copied:
+            out.copy_(packed.view(out.shape))
+        if lse is not None and not by_token:
+            lse.copy_(own_lse.view(out.shape[:3]).transpose(1, 2))
 
     return on_device(device, run)
 

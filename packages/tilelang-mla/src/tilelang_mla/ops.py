@@ -4,6 +4,7 @@
 prefill      writes the outputs, and the logarithms of the sums, that it is given; ragged
 decode       the same over a paged latent cache
 decode_8bit  the same over one of 8 bits
+decode_sparse  the same over keys that each query token lists
 merge        writes the whole of an attention from the parts that ranks have of its keys
 ===========  =============================================================================
 
@@ -34,6 +35,7 @@ from tilelang_mla.arguments import (
     check_prefill,
     check_prefill_values,
 )
+from tilelang_mla.sparse_arguments import SparseOptions, SparseTensors, check_sparse
 
 _library = torch.library.Library("tilelang_mla", "DEF")
 _library.define(
@@ -53,11 +55,17 @@ _library.define(
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
+    "decode_sparse(Tensor q, Tensor kv, Tensor indices, Tensor? topk_length, Tensor? attn_sink, Tensor? first_part,"
+    " Tensor? order, Tensor(a!) out, Tensor(b!)? lse, int dim_nope, float softmax_scale, int[]? plan=None) -> ()",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
     "merge(Tensor parts, Tensor part_lse, Tensor(a!) out, Tensor(b!) lse) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 # The tensors come first, and torch leaves out a plan that is None.
 _PREFILL, _DECODE, _DECODE_8BIT = (len(kind._fields) for kind in (PrefillTensors, DecodeTensors, Decode8bitTensors))
+_DECODE_SPARSE = len(SparseTensors._fields)
 _WRITTEN = ("out", "lse")
 
 launches = PreparedLaunches()
@@ -168,6 +176,35 @@ def decode_8bit_now(*given: Any) -> None:
     run(*tensors)
 
 
+# Sparse decoding
+
+
+def _fake_decode_sparse(*given: Any) -> None:
+    check_sparse(SparseTensors(*given[:_DECODE_SPARSE]), SparseOptions(*given[_DECODE_SPARSE:]))
+
+
+def _reference_decode_sparse(*given: Any) -> None:
+    tensors = SparseTensors(*given[:_DECODE_SPARSE])
+    problem, _ = check_sparse(tensors, SparseOptions(*given[_DECODE_SPARSE:]))
+    check_no_overlap(tensors._asdict(), _WRITTEN)
+    reference.decode_sparse(problem, tensors)
+
+
+def _prepare_decode_sparse(given: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
+    launch = _launch_module()
+    tensors = SparseTensors(*given)
+    problem, plan = check_sparse(tensors, SparseOptions(*numbers))
+    return launch.prepare_sparse(problem, plan, tensors), MemoryOverlap(tensors._asdict(), _WRITTEN)
+
+
+def decode_sparse_now(*given: Any) -> None:
+    """The same of the op over lists of keys."""
+    tensors = given[:_DECODE_SPARSE]
+    run, check_overlap = launches.find(_prepare_decode_sparse, tensors, given[_DECODE_SPARSE:])
+    check_overlap(*tensors)
+    run(*tensors)
+
+
 # Merging
 
 
@@ -195,7 +232,7 @@ def _fake_merge(*given: torch.Tensor) -> None:
     check_merge(MergeTensors(*given))
 
 
-def _refuse_vmap(kind: type[PrefillTensors] | type[DecodeTensors] | type[Decode8bitTensors]) -> Any:
+def _refuse_vmap(kind: Any) -> Any:
     """Torch would look for a rule of batches, and tell its users to write one."""
 
     def refuse(*given: Any) -> None:
@@ -208,7 +245,11 @@ def _refuse_vmap(kind: type[PrefillTensors] | type[DecodeTensors] | type[Decode8
 implement(_library, "prefill", reference=_reference_prefill, kernel=prefill_now, fake=_fake_prefill)
 implement(_library, "decode", reference=_reference_decode, kernel=decode_now, fake=_fake_decode)
 implement(_library, "decode_8bit", reference=_reference_decode_8bit, kernel=decode_8bit_now, fake=_fake_decode_8bit)
+implement(
+    _library, "decode_sparse", reference=_reference_decode_sparse, kernel=decode_sparse_now, fake=_fake_decode_sparse
+)
 implement(_library, "merge", reference=_reference_merge, kernel=_kernel_merge, fake=_fake_merge)
 _library.impl("prefill", _refuse_vmap(PrefillTensors), "FuncTorchBatched")
 _library.impl("decode", _refuse_vmap(DecodeTensors), "FuncTorchBatched")
+_library.impl("decode_sparse", _refuse_vmap(SparseTensors), "FuncTorchBatched")
 _library.impl("decode_8bit", _refuse_vmap(Decode8bitTensors), "FuncTorchBatched")

@@ -13,6 +13,7 @@ from kernel_reference.ragged import clamped_ranges
 from tilelang_mla.arguments import Decode8bitTensors, DecodeTensors, MergeTensors, PrefillTensors
 from tilelang_mla.caches import dequantize_kv
 from tilelang_mla.plan import DecodeProblem, PrefillProblem
+from tilelang_mla.sparse_arguments import SparseTensors
 
 Tensor = torch.Tensor
 
@@ -52,6 +53,26 @@ def decode_8bit(problem: DecodeProblem, tensors: Decode8bitTensors) -> None:
     else:
         kv = dequantize_kv(kv, "656", dtype=q.dtype)
     decode(problem, DecodeTensors(q, kv, seqlens_k, block_table, first_part, order, out, lse))
+
+
+def decode_sparse(problem: DecodeProblem, tensors: SparseTensors) -> None:
+    """Write ``out``, and ``lse`` if there is one, of lists of keys; an entry that is no key is nothing."""
+    q, kv, indices, topk_length, attn_sink, _, _, out, lse = tensors
+    tokens = (dequantize_kv(kv, "656", dtype=q.dtype) if problem.cache else kv).flatten(0, 2).float()
+    heads = problem.num_heads
+    for b, token in ((b, token) for b in range(q.shape[0]) for token in range(q.shape[1])):
+        listed = indices[b, token].long()
+        count = len(listed) if topk_length is None else int(topk_length[b])
+        listed = listed[: count if 0 <= count <= len(listed) else 0]
+        keys = tokens[listed[(listed >= 0) & (listed < len(tokens))]]
+        scores = q[b, token].float() @ keys.mT * problem.softmax_scale
+        log_of = scores.logsumexp(-1) if len(keys) else scores.new_full((heads,), -torch.inf)
+        attended = scores.softmax(-1) @ keys[:, : problem.dim_nope]
+        if attn_sink is not None:
+            attended = attended * torch.where(log_of == -torch.inf, 0, torch.sigmoid(log_of - attn_sink))[:, None]
+        out[b, token] = attended
+        if lse is not None:
+            lse[b, :, token] = log_of
 
 
 def merge(tensors: MergeTensors) -> None:

@@ -15,8 +15,8 @@ from tilelang.utils.language import to_buffer_region
 from tilelang_mla.kernels import decode, merge, prefill, ranks
 
 _BUILDERS: dict[str, Any] = {
-    "decode": decode.attend, "decode_8bit": decode.attend_8bit, "merge": merge.merge,
-    "merge_ranks": ranks.merge_ranks, "prefill": prefill.attend,
+    "decode": decode.attend, "decode_8bit": decode.attend_8bit, "decode_sparse": decode.attend_sparse,
+    "merge": merge.merge, "merge_ranks": ranks.merge_ranks, "prefill": prefill.attend,
 }  # fmt: skip
 
 

@@ -12,6 +12,7 @@ FLOOR = -1e30
 # weights of up to 256 are as accurate as those of up to 1, and a rescale becomes rare.
 HEADROOM = 8.0
 LN_2 = 0.6931471805599453
+LOG2_E = 1.4426950408889634
 
 
 def row_owners(T: Any, rows: int) -> Any:

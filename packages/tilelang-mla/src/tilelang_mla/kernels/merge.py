@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from tilelang.language import macro
 
-from tilelang_mla.kernels.common import FLOOR, LN_2, WARP, log_of_sum
+from tilelang_mla.kernels.common import FLOOR, LN_2, LOG2_E, WARP, log_of_sum
 from tilelang_mla.kernels.decode.groups import PLANNED, SHARED
 
 # Parts that a thread loads at once, and elements of a row that it combines.
@@ -26,6 +26,37 @@ class Row(NamedTuple):
     highest: Any
 
 
+class Constants(NamedTuple):
+    """What the kernel is compiled for: elements of a row, threads that they keep busy, those there are, and how."""
+
+    dim_nope: int
+    width: int
+    threads: int
+    serial: bool
+
+
+class Tensors(NamedTuple):
+    """What is read and written."""
+
+    first_part: Any
+    out: Any
+    lse: Any
+    parts: Any
+    part_lse: Any
+    sinks: Any = None
+
+
+class Numbers(NamedTuple):
+    """Of a launch."""
+
+    heads: Any
+    num_splits: Any
+    rows_each: Any
+    pieces: Any
+    scheduled: Any
+    wants_lse: Any
+
+
 class Registers(NamedTuple):
     """A thread's: merged elements, those of a chunk of parts, and the weights of these."""
 
@@ -34,8 +65,10 @@ class Registers(NamedTuple):
     weights: Any
 
 
-def merge(T: Any, *, dim_nope: int, dtype: Any, serial: bool = False) -> Any:
+def merge(T: Any, *, dim_nope: int, dtype: Any, serial: bool = False, sink: bool = False) -> Any:
     """The kernel; rows of sequences of one part are left alone.
+
+    sink: with a logit of each head that takes part in the softmax and has no value; lse does not know of it.
 
     first_part: of a schedule, [batch + 1]; or, where programs cut the batch, the first part and the number of parts of
     each sequence, [2 * batch].
@@ -47,6 +80,7 @@ def merge(T: Any, *, dim_nope: int, dtype: Any, serial: bool = False) -> Any:
     # Whole warps, some of whose threads may have no elements.
     width = -(-dim_nope // (_MERGED * WARP)) * WARP
     threads = 1 if serial else width
+    C = Constants(dim_nope, width, threads, serial)
 
     @T.prim_func
     def merge_parts(
@@ -65,68 +99,113 @@ def merge(T: Any, *, dim_nope: int, dtype: Any, serial: bool = False) -> Any:
         with T.Kernel(batch * T.ceildiv(rows, rows_each) * pieces, threads=threads) as i_program:
             T.assume(out_batch % 8 == 0)
             T.assume(out_row % 8 == 0)
-            if not serial:
-                T.pdl_sync()
-            merged = T.alloc_local((_MERGED,), T.float32)
-            loaded = T.alloc_local((_AT_ONCE * _MERGED,), T.float32)
-            factors = T.alloc_local((_AT_ONCE,), T.float32)
-            of_groups = T.alloc_shared((width, _MERGED), T.float32)
-            sum_of_groups = T.alloc_shared((width,), T.float32)
-            registers = Registers(merged, loaded, factors)
-            thread = T.get_thread_binding()
-            i_all = T.alloc_var(T.int32, init=T.truncdiv(i_program, pieces))
-            i_piece = T.alloc_var(T.int32, init=i_program - i_all * pieces)
-            programs = T.alloc_var(T.int32, init=T.truncdiv(rows + rows_each - 1, rows_each))
-            i_b = T.alloc_var(T.int32, init=T.truncdiv(i_all, programs))
-            first_row = T.alloc_var(T.int32, init=(i_all - i_b * programs) * rows_each)
-            own_first = T.alloc_var(T.int32, init=i_b * num_splits)
-            own_parts = T.alloc_var(T.int32, init=num_splits)
-            if scheduled == SHARED:
-                own_first = T.max(T.min(first_part[2 * i_b], room), 0)
-                own_parts = T.min(first_part[2 * i_b + 1], room - own_first)
-            if scheduled == PLANNED:
-                # As where a part is found.
-                own_first = T.max(T.min(first_part[i_b], room), 0)
-                own_parts = T.max(T.min(first_part[i_b + 1], room), 0) - own_first
-            if own_parts > 1:
-                for i in T.serial(T.min(rows_each, rows - first_row)):
-                    i_row = T.alloc_var(T.int32, init=first_row + i)
-                    highest = highest_lse(T, part_lse, own_first, own_parts, i_row, serial)
-                    row = Row(parts, part_lse, own_first, own_parts, i_row, highest)
-                    sum_of = T.alloc_var(T.float32, init=0)
-                    if serial:
-                        for begin in T.serial(dim_nope // _MERGED):
-                            sum_of = merge_elements(T, row, registers, begin * _MERGED, 0, 1)
-                            for j in T.unroll(_MERGED):
-                                out[i_b, i_row, begin * _MERGED + j] = T.if_then_else(
-                                    sum_of == 0, 0, merged[j] / sum_of
-                                )
-                    else:
-                        of_group = T.alloc_var(T.int32, init=T.truncdiv(threads, pieces))
-                        group = T.alloc_var(T.int32, init=T.truncdiv(thread, of_group))
-                        place = T.alloc_var(T.int32, init=thread - group * of_group)
-                        begin = T.min(i_piece * of_group + place, dim_nope // _MERGED - 1) * _MERGED
-                        sum_of = merge_elements(T, row, registers, begin, group, pieces)
-                        # The row before has been read.
-                        T.sync_threads()
-                        for j in T.vectorized(_MERGED):
-                            of_groups[thread, j] = merged[j]
-                        sum_of_groups[thread] = sum_of
-                        T.sync_threads()
-                        if group == 0:
-                            for i_group in T.serial(pieces - 1):
-                                sum_of = sum_of + sum_of_groups[place + (i_group + 1) * of_group]
-                                for j in T.vectorized(_MERGED):
-                                    merged[j] = merged[j] + of_groups[place + (i_group + 1) * of_group, j]
-                            for j in T.vectorized(_MERGED):
-                                out[i_b, i_row, begin + j] = T.if_then_else(sum_of == 0, 0, merged[j] / sum_of)
-                    if wants_lse != 0:
-                        if thread == 0 and i_piece == 0:
-                            lse[i_b, T.truncmod(i_row, heads), T.truncdiv(i_row, heads)] = T.if_then_else(
-                                sum_of == 0, -T.infinity(T.float32), log_of_sum(T, highest, sum_of, LN_2)
-                            )
+            tensors = Tensors(first_part, out, lse, parts, part_lse)
+            numbers = Numbers(heads, num_splits, rows_each, pieces, scheduled, wants_lse)
+            merge_program(T, C, tensors, numbers, i_program)
 
-    return merge_parts
+    if not sink:
+        return merge_parts
+    num_sinks = T.dynamic("num_sinks")
+
+    @T.prim_func
+    def merge_parts_with_sinks(
+        first_part: T.Tensor((bounds,), T.int32),
+        out: T.StridedTensor((batch, rows, dim_nope), (out_batch, out_row, 1), dtype),
+        lse: T.StridedTensor((lse_batch, lse_head, lse_token), (s_lse_batch, s_lse_head, s_lse_token), T.float32),
+        parts: T.Tensor((room, rows, dim_nope), T.float32),
+        part_lse: T.Tensor((room, rows), T.float32),
+        sinks: T.Tensor((num_sinks,), T.float32),
+        heads: T.int32,
+        num_splits: T.int32,
+        rows_each: T.int32,
+        pieces: T.int32,
+        scheduled: T.int32,
+        wants_lse: T.int32,
+    ):
+        with T.Kernel(batch * T.ceildiv(rows, rows_each) * pieces, threads=threads) as i_program:
+            T.assume(out_batch % 8 == 0)
+            T.assume(out_row % 8 == 0)
+            tensors = Tensors(first_part, out, lse, parts, part_lse, sinks)
+            numbers = Numbers(heads, num_splits, rows_each, pieces, scheduled, wants_lse)
+            merge_program(T, C, tensors, numbers, i_program)
+
+    return merge_parts_with_sinks
+
+
+def with_sink(T: Any, sinks: Any, i_row: Any, sum_of: Any, highest: Any) -> Any:
+    """A row's sum of weights, with that of its head's sink if there are any."""
+    return sum_of if sinks is None else sum_of + T.exp2(sinks[i_row] * LOG2_E - highest)
+
+
+@macro
+def merge_program(T, C, tensors, numbers, i_program):
+    """What a program merges."""
+    first_part, out, lse, parts, part_lse, sinks = tensors
+    heads, num_splits, rows_each, pieces, scheduled, wants_lse = numbers
+    dim_nope, width, threads, serial = C
+    rows, room = part_lse.shape[1], part_lse.shape[0]
+    if not serial:
+        T.pdl_sync()
+    merged = T.alloc_local((_MERGED,), T.float32)
+    loaded = T.alloc_local((_AT_ONCE * _MERGED,), T.float32)
+    factors = T.alloc_local((_AT_ONCE,), T.float32)
+    of_groups = T.alloc_shared((width, _MERGED), T.float32)
+    sum_of_groups = T.alloc_shared((width,), T.float32)
+    registers = Registers(merged, loaded, factors)
+    thread = T.get_thread_binding()
+    i_all = T.alloc_var(T.int32, init=T.truncdiv(i_program, pieces))
+    i_piece = T.alloc_var(T.int32, init=i_program - i_all * pieces)
+    programs = T.alloc_var(T.int32, init=T.truncdiv(rows + rows_each - 1, rows_each))
+    i_b = T.alloc_var(T.int32, init=T.truncdiv(i_all, programs))
+    first_row = T.alloc_var(T.int32, init=(i_all - i_b * programs) * rows_each)
+    own_first = T.alloc_var(T.int32, init=i_b * num_splits)
+    own_parts = T.alloc_var(T.int32, init=num_splits)
+    if scheduled == SHARED:
+        own_first = T.max(T.min(first_part[2 * i_b], room), 0)
+        own_parts = T.min(first_part[2 * i_b + 1], room - own_first)
+    if scheduled == PLANNED:
+        # As where a part is found.
+        own_first = T.max(T.min(first_part[i_b], room), 0)
+        own_parts = T.max(T.min(first_part[i_b + 1], room), 0) - own_first
+    if own_parts > 1:
+        for i in T.serial(T.min(rows_each, rows - first_row)):
+            i_row = T.alloc_var(T.int32, init=first_row + i)
+            highest = highest_lse(T, part_lse, own_first, own_parts, i_row, serial)
+            row = Row(parts, part_lse, own_first, own_parts, i_row, highest)
+            sum_of = T.alloc_var(T.float32, init=0)
+            if serial:
+                for begin in T.serial(dim_nope // _MERGED):
+                    sum_of = merge_elements(T, row, registers, begin * _MERGED, 0, 1)
+                    for j in T.unroll(_MERGED):
+                        out[i_b, i_row, begin * _MERGED + j] = T.if_then_else(
+                            sum_of == 0, 0, merged[j] / with_sink(T, sinks, i_row, sum_of, highest)
+                        )
+            else:
+                of_group = T.alloc_var(T.int32, init=T.truncdiv(threads, pieces))
+                group = T.alloc_var(T.int32, init=T.truncdiv(thread, of_group))
+                place = T.alloc_var(T.int32, init=thread - group * of_group)
+                begin = T.min(i_piece * of_group + place, dim_nope // _MERGED - 1) * _MERGED
+                sum_of = merge_elements(T, row, registers, begin, group, pieces)
+                # The row before has been read.
+                T.sync_threads()
+                for j in T.vectorized(_MERGED):
+                    of_groups[thread, j] = merged[j]
+                sum_of_groups[thread] = sum_of
+                T.sync_threads()
+                if group == 0:
+                    for i_group in T.serial(pieces - 1):
+                        sum_of = sum_of + sum_of_groups[place + (i_group + 1) * of_group]
+                        for j in T.vectorized(_MERGED):
+                            merged[j] = merged[j] + of_groups[place + (i_group + 1) * of_group, j]
+                    for j in T.vectorized(_MERGED):
+                        out[i_b, i_row, begin + j] = T.if_then_else(
+                            sum_of == 0, 0, merged[j] / with_sink(T, sinks, i_row, sum_of, highest)
+                        )
+            if wants_lse != 0:
+                if thread == 0 and i_piece == 0:
+                    lse[i_b, T.truncmod(i_row, heads), T.truncdiv(i_row, heads)] = T.if_then_else(
+                        sum_of == 0, -T.infinity(T.float32), log_of_sum(T, highest, sum_of, LN_2)
+                    )
 
 
 @macro

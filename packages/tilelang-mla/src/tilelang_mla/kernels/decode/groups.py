@@ -24,6 +24,7 @@ class Sizes(NamedTuple):
     num_stages: int
     gather: bool
     cache: str = ""
+    sparse: bool = False
 
     @property
     def half(self) -> int:
@@ -34,6 +35,11 @@ class Sizes(NamedTuple):
     def is_8bit(self) -> bool:
         """Whether keys are of 8 bits, to be widened."""
         return self.cache != ""
+
+    @property
+    def tells_valid(self) -> bool:
+        """Whether threads arrive a second time where a block is here, for what they have written of it themselves."""
+        return self.sparse and not self.is_8bit
 
     @property
     def one_scale(self) -> bool:
@@ -60,7 +66,8 @@ class Inputs(NamedTuple):
 
     seqlens_k: [batch], or the keys that each query token sees, [batch, tokens]. rope, scales: of caches of 8 bits,
     whose latents are in kv: ropes [pages, page_size, rope], and scales of each key's tiles, [pages, page_size, tiles],
-    or one of the cache, [1, 1, 1].
+    or one of the cache, [1, 1, 1]. Of sparse attention block_table is [batch, entries], lists of positions in the pool;
+    lists, sink and sinks are as :func:`tilelang_mla.kernels.decode.attend_sparse` has them.
     """
 
     q: Any
@@ -71,6 +78,9 @@ class Inputs(NamedTuple):
     order: Any
     rope: Any = None
     scales: Any = None
+    lists: Any = None
+    sink: Any = None
+    sinks: Any = None
 
 
 class Outputs(NamedTuple):
@@ -106,7 +116,7 @@ class Launch(NamedTuple):
 class Memory(NamedTuple):
     """Shared memory: q and rings of key blocks, as left and right half of the latent and rope; what roles exchange.
 
-    raw: what comes from a cache of 8 bits, before it is widened.
+    raw: what comes from a cache of 8 bits, before it is widened. valid: whether the keys of a stage are any, of lists.
     """
 
     q_l: Any
@@ -123,6 +133,7 @@ class Memory(NamedTuple):
     told: Any
     share: Any
     raw: Any = None
+    valid: Any = None
 
 
 class Barriers(NamedTuple):
@@ -190,7 +201,7 @@ def alloc_softmax(T, S):
 def alloc_barriers(T, S):
     work_full = T.alloc_barrier(GROUP)
     work_empty = T.alloc_barrier(2 * GROUP)
-    left_full = T.alloc_barrier([GROUP] * S.num_stages)
+    left_full = T.alloc_barrier([2 * GROUP if S.tells_valid else GROUP] * S.num_stages)
     right_full = T.alloc_barrier([GROUP] * S.num_stages)
     left_empty = T.alloc_barrier([GROUP] * S.num_stages)
     right_empty = T.alloc_barrier([GROUP] * S.num_stages)

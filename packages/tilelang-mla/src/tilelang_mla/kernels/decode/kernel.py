@@ -105,6 +105,8 @@ def run_roles(T, S, serial, inputs, outputs, numbers, i_program, num_programs):
     memory = Memory(*alloc_memory(T, S))
     if S.is_8bit:
         memory = memory._replace(raw=Raw(*alloc_raw(T, S)))
+    if S.sparse:
+        memory = memory._replace(valid=T.alloc_shared((S.num_stages, S.block_n), T.uint8))
     s = Softmax(*alloc_softmax(T, S))
     acc_l = T.alloc_fragment((ROWS, S.half), T.float32)
     acc_r = T.alloc_fragment((ROWS, S.half), T.float32)

@@ -35,11 +35,20 @@ def row_of(T, inputs, i_b, key, length):
     """Where a key is; one behind the last, and one of no page, is on page -1."""
     pages, page_size = inputs.kv.shape[:2]
     i_page = T.alloc_var(T.int32, init=-1)
-    if key < length:
-        i_page = inputs.block_table[i_b, T.truncdiv(key, page_size)]
-    if i_page >= pages:
+    row = T.alloc_var(T.int32, init=0)
+    if inputs.lists is not None:
+        # An entry of a list is a position in the pool.
+        if key < length:
+            i_page = inputs.block_table[i_b, key]
+        if i_page >= 0:
+            row = T.truncmod(i_page, page_size)
+            i_page = T.truncdiv(i_page, page_size)
+    else:
+        row = T.truncmod(key, page_size)
+        if key < length:
+            i_page = inputs.block_table[i_b, T.truncdiv(key, page_size)]
+    if i_page >= pages or i_page < 0:
         i_page = -1
-    row = T.alloc_var(T.int32, init=T.truncmod(key, page_size))
     return i_page, row
 
 

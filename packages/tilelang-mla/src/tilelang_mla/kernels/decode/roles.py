@@ -7,7 +7,7 @@ from typing import Any
 
 from tilelang.language import macro
 
-from tilelang_mla.kernels.common import GROUP, ROWS, log_of_sum, row_owners
+from tilelang_mla.kernels.common import GROUP, LOG2_E, ROWS, log_of_sum, row_owners
 from tilelang_mla.kernels.decode.groups import SHARED, Work, read_work
 from tilelang_mla.kernels.decode.loads import load_left, load_q, load_right, load_rows, row_of
 from tilelang_mla.kernels.decode.schedule import OF_PRODUCER, Owner, find_part, owner_of, part_of
@@ -25,16 +25,21 @@ from tilelang_mla.kernels.softmax import (
     zero_tail,
 )
 
-# Registers of a thread of the consumers and of the producer: 65536 in all.
-_CONSUMER, _PRODUCER = 216, 72
+# Registers of a thread of the consumers and of the producer, 65536 in all; and where the producer widens records.
+_REGISTERS, _REGISTERS_8BIT = (216, 72), (208, 88)
 # Named barriers of one warpgroup; 0 is that of all threads, and TileLang keeps 1 and 2 for itself.
 _OF_SCORES, _OF_VALUES = 5, 6
+
+
+def registers_of(S: Any) -> tuple[int, int]:
+    """Of a consumer's thread and of a producer's."""
+    return _REGISTERS_8BIT if S.is_8bit else _REGISTERS
 
 
 @macro
 def produce(T, S, launch, inputs, pieces, memory, barriers, thread):
     """Finds the work items and loads their q and key blocks, the first while the one before is being finished."""
-    T.set_max_nreg(_PRODUCER, 0)
+    T.set_max_nreg(registers_of(S)[1], 0)
     done = T.alloc_var(T.int32, init=0)
     # Loads that wait for none of the others first.
     begin, end, length = owner_of(T, launch, inputs, thread)
@@ -115,6 +120,10 @@ def gather_block(T, S, inputs, memory, barriers, work, at_hand, step, stage, pha
     load_rows(T, inputs.kv, memory, memory.k_l, stage, 0, 0)
     load_rows(T, inputs.kv, memory, memory.k_rope, stage, S.dim_nope, 0)
     T.cp_async_barrier_noinc(barriers.left_full[stage])
+    if S.tells_valid:
+        if thread < S.block_n:
+            memory.valid[stage, thread] = T.cast(memory.at_page[0, thread] >= 0, T.uint8)
+        T.barrier_arrive(barriers.left_full[stage])
     T.barrier_wait(barriers.right_empty[stage], phase)
     load_rows(T, inputs.kv, memory, memory.k_r, stage, S.half, 0)
     T.cp_async_barrier_noinc(barriers.right_full[stage])
@@ -127,7 +136,7 @@ def score(T, S, launch, inputs, outputs, memory, barriers, s, acc):
 
     The scores of a block are made while the other consumer multiplies the right half of the one before.
     """
-    T.set_max_nreg(_CONSUMER, 1)
+    T.set_max_nreg(registers_of(S)[0], 1)
     done = T.alloc_var(T.int32, init=0)
     scale = T.alloc_var(T.float32, init=scale_of(S, launch, inputs))
     turns = turns_of(T, launch, inputs, memory)
@@ -135,12 +144,16 @@ def score(T, S, launch, inputs, outputs, memory, barriers, s, acc):
         slot = turn % 2
         T.barrier_wait(barriers.work_full, slot)
         work = Work(*read_work(T, memory.told, slot))
-        unmasked = unmasked_keys(T, launch, inputs, work)
+        if S.sparse:
+            # What is no key is hidden by itself.
+            unmasked = None
+        else:
+            unmasked = unmasked_keys(T, launch, inputs, work)
         T.clear(acc)
         clear(T, s)
         if is_per_token(inputs):
             find_limits_of_tokens(T, s.limit, launch, inputs, work)
-        else:
+        elif not S.sparse:
             find_limits(T, s.limit, work.first_row, launch.heads, launch.tokens, work.length, launch.causal)
         # A loop of one step at most: an `if` would be put round each product by itself.
         for _ in T.serial(T.min(work.steps, 1)):
@@ -149,6 +162,7 @@ def score(T, S, launch, inputs, outputs, memory, barriers, s, acc):
             stage = (done + step) % S.num_stages
             after = (done + step + 1) % S.num_stages
             phase = (done + step + 1) // S.num_stages % 2
+            hide_invalid(T, S, memory, s, stage)
             weigh(T, s, (work.first + step) * S.block_n, scale, unmasked)
             share_weights(T, memory, barriers, s, done + step)
             if any_moved(T, s.rescale):
@@ -162,6 +176,7 @@ def score(T, S, launch, inputs, outputs, memory, barriers, s, acc):
             last = done + work.steps - 1
             stage = last % S.num_stages
             first_key = (work.first + work.steps - 1) * S.block_n
+            hide_invalid(T, S, memory, s, stage)
             weigh(T, s, first_key, scale, unmasked)
             share_weights(T, memory, barriers, s, last)
             if any_moved(T, s.rescale):
@@ -177,6 +192,7 @@ def score(T, S, launch, inputs, outputs, memory, barriers, s, acc):
         done = done + work.steps
         invert_sums(T, s)
         scale_values(T, S, inputs, s)
+        add_sink(T, S, inputs, s, work)
         T.barrier_wait(barriers.weights_empty, done % 2 ^ 1)
         T.copy(s.rescale, memory.rescale)
         T.barrier_arrive(barriers.sums_full)
@@ -198,7 +214,7 @@ def score(T, S, launch, inputs, outputs, memory, barriers, s, acc):
 @macro
 def value(T, S, launch, inputs, outputs, memory, barriers, rescale, acc):
     """Multiplies the right half of the latents by the weights that it is given."""
-    T.set_max_nreg(_CONSUMER, 1)
+    T.set_max_nreg(registers_of(S)[0], 1)
     done = T.alloc_var(T.int32, init=0)
     turns = turns_of(T, launch, inputs, memory)
     for turn in T.serial(turns):
@@ -243,6 +259,25 @@ def value(T, S, launch, inputs, outputs, memory, barriers, rescale, acc):
 def scale_of(S: Any, launch: Any, inputs: Any) -> Any:
     """What scores are multiplied by: the softmax's scale, and that of a cache which has one."""
     return launch.scale * inputs.scales[0, 0, 0] if S.one_scale else launch.scale
+
+
+@macro
+def hide_invalid(T, S, memory, s, stage):
+    """Hide from all rows the entries of a list that are no keys."""
+    if S.sparse:
+        for i, j in T.Parallel(*s.scores.shape):
+            s.scores[i, j] = T.if_then_else(memory.valid[stage, j] != 0, s.scores[i, j], -T.infinity(T.float32))
+
+
+@macro
+def add_sink(T, S, inputs, s, work):
+    """The last rescale of a list of one part with its heads' sinks, logits without a value, in the sum of weights."""
+    if S.sparse:
+        if inputs.sinks != 0 and work.num_parts == 1:
+            for i in T.Parallel(ROWS):
+                if s.row_sum[i] != 0:
+                    logit = inputs.sink[T.min(work.first_row + i, inputs.q.shape[1] - 1)] * LOG2_E
+                    s.rescale[i] = 1 / (s.row_sum[i] + T.exp2(logit - s.running_max[i]))
 
 
 @macro
@@ -305,7 +340,8 @@ def score_block(T, memory, barriers, s, stage, phase):
 @macro
 def weigh(T, s, first_key, scale, unmasked):
     """A block's scores to weights; the running maximum and the row sums follow."""
-    mask(T, s, first_key, unmasked)
+    if unmasked is not None:
+        mask(T, s, first_key, unmasked)
     raise_max(T, s, scale)
     exponentiate(T, s, scale)
     T.reduce_sum(s.scores, s.partial_sum, dim=1)

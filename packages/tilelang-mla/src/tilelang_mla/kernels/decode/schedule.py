@@ -36,7 +36,7 @@ def places_taken(T, launch, inputs):
     """How many places a program takes."""
     places = T.alloc_var(T.int32, init=launch.num_parts * launch.row_tiles)
     if launch.scheduled == PLANNED:
-        last = inputs.first_part[inputs.seqlens_k.shape[0]]
+        last = inputs.first_part[inputs.block_table.shape[0]]
         places = T.min(T.max(last, 0), launch.num_parts) * launch.row_tiles
     turns = T.alloc_var(T.int32, init=T.truncdiv(places, launch.num_programs))
     if place_of(T, launch, turns) < places:
@@ -55,10 +55,22 @@ def part_of(T, launch, inputs, turn):
     return part, tile
 
 
-def length_of(inputs: Any, i_b: Any) -> Any:
-    """A sequence's keys; where each query token has a number of its own, the last one's, which is the greatest."""
+def length_of(T: Any, inputs: Any, i_b: Any) -> Any:
+    """A sequence's keys; where each query token has a number of its own, the last one's, which is the greatest.
+
+    Of a list the entries that count: all, or as many as ``lists`` lists have in common.
+    """
     lengths = inputs.seqlens_k
+    if inputs.lists is not None:
+        i_length = T.truncdiv(i_b, T.max(inputs.lists, 1))
+        return T.if_then_else(inputs.lists == 0, inputs.block_table.shape[1], lengths[i_length])
     return lengths[i_b] if len(lengths.shape) == 1 else lengths[i_b, lengths.shape[1] - 1]
+
+
+def capacity_of(T: Any, inputs: Any) -> Any:
+    """The most keys that a sequence may have."""
+    columns = T.cast(inputs.block_table.shape[1], T.int64)
+    return columns if inputs.lists is not None else columns * inputs.kv.shape[1]
 
 
 @macro
@@ -67,10 +79,10 @@ def owner_of(T, launch, inputs, i_b):
     begin = T.alloc_var(T.int32, init=0)
     end = T.alloc_var(T.int32, init=0)
     length = T.alloc_var(T.int32, init=0)
-    if launch.scheduled == PLANNED and i_b < inputs.seqlens_k.shape[0]:
+    if launch.scheduled == PLANNED and i_b < inputs.block_table.shape[0]:
         begin = inputs.first_part[i_b]
         end = inputs.first_part[i_b + 1]
-        length = length_of(inputs, i_b)
+        length = length_of(T, inputs, i_b)
     return begin, end, length
 
 
@@ -88,7 +100,7 @@ def find_part(T, S, launch, inputs, memory, slot, part, tile, own, thread, count
 
     Loads that wait for each other take a microsecond each: whoever finds the sequence has read all there is to know.
     """
-    batch = inputs.seqlens_k.shape[0]
+    batch = inputs.block_table.shape[0]
     found = memory.found
     # What was found before has been read by all.
     T.sync_threads(OF_PRODUCER, GROUP)
@@ -110,7 +122,7 @@ def find_part(T, S, launch, inputs, memory, slot, part, tile, own, thread, count
             if part >= 0 and i_own < batch:
                 note_owner(
                     found, i_own, i_own * launch.num_splits, (i_own + 1) * launch.num_splits,
-                    length_of(inputs, i_own),
+                    length_of(T, inputs, i_own),
                 )  # fmt: skip
     T.sync_threads(OF_PRODUCER, GROUP)
     if thread == 0:
@@ -122,7 +134,7 @@ def find_part(T, S, launch, inputs, memory, slot, part, tile, own, thread, count
 def tell_part(T, S, launch, inputs, memory, slot, part, tile):
     """One thread's: from what was found to a work item, clamped so that bad device values lead out of no tensor."""
     found = memory.found
-    capacity = T.cast(inputs.block_table.shape[1], T.int64) * inputs.kv.shape[1]
+    capacity = capacity_of(T, inputs)
     # Clamped to the grid, as the merge kernel does, before they are subtracted: far bounds would wrap.
     own_first = T.alloc_var(T.int32, init=T.max(found[_FIRST], 0))
     i_share = T.alloc_var(T.int32, init=part - own_first)

@@ -6,8 +6,10 @@ from tilelang_mla.kernels.common import ROWS
 from tilelang_mla.kernels.decode.groups import SHARED, Work, read_work
 from tilelang_mla.kernels.decode.loads import load_rows, tell_row
 from tilelang_mla.kernels.decode.roles import (
+    add_sink,
     find_limits,
     find_limits_of_tokens,
+    hide_invalid,
     is_per_token,
     scale_of,
     scale_values,
@@ -35,13 +37,16 @@ def attend_serially(T, S, launch, inputs, outputs, memory, s, acc_l, acc_r):
             part, tile = part_of(T, launch, inputs, turn)
             find_part(T, S, launch, inputs, memory, 0, part, tile, own, 0, 1)
         work = Work(*read_work(T, memory.told, 0))
-        unmasked = unmasked_keys(T, launch, inputs, work)
+        if S.sparse:
+            unmasked = None
+        else:
+            unmasked = unmasked_keys(T, launch, inputs, work)
         T.clear(acc_l)
         T.clear(acc_r)
         clear(T, s)
         if is_per_token(inputs):
             find_limits_of_tokens(T, s.limit, launch, inputs, work)
-        else:
+        elif not S.sparse:
             find_limits(T, s.limit, work.first_row, launch.heads, launch.tokens, work.length, launch.causal)
         copy_q(T, S, inputs.q, memory, work)
         for step in T.serial(work.steps):
@@ -64,6 +69,7 @@ def attend_serially(T, S, launch, inputs, outputs, memory, s, acc_l, acc_r):
             T.gemm(memory.q_l, memory.k_l[stage, :, :], s.scores, transpose_B=True, clear_accum=True)
             T.gemm(memory.q_r, memory.k_r[stage, :, :], s.scores, transpose_B=True)
             T.gemm(memory.q_rope, memory.k_rope[stage, :, :], s.scores, transpose_B=True)
+            hide_serially(T, S, memory, s)
             weigh(T, s, first_key, scale_of(S, launch, inputs), unmasked)
             scale_rows(T, acc_l, s.rescale)
             scale_rows(T, acc_r, s.rescale)
@@ -74,9 +80,19 @@ def attend_serially(T, S, launch, inputs, outputs, memory, s, acc_l, acc_r):
             T.gemm(s.weights, memory.k_r[stage, :, :], acc_r)
         invert_sums(T, s)
         scale_values(T, S, inputs, s)
+        add_sink(T, S, inputs, s, work)
         scale_rows(T, acc_l, s.rescale)
         scale_rows(T, acc_r, s.rescale)
         store(T, S, launch, outputs, s, acc_l, acc_r, work)
+
+
+@macro
+def hide_serially(T, S, memory, s):
+    """Entries are known from where they were told of, a block at a time."""
+    if S.sparse:
+        for i in T.serial(S.block_n):
+            memory.valid[0, i] = T.cast(memory.at_page[0, i] >= 0, T.uint8)
+        hide_invalid(T, S, memory, s, 0)
 
 
 @macro

@@ -12,7 +12,7 @@ from tilelang.language import macro
 
 from tilelang_mla.kernels.common import GROUP
 from tilelang_mla.kernels.decode.groups import SHARED, write_work
-from tilelang_mla.kernels.decode.schedule import OF_PRODUCER, length_of, places_taken
+from tilelang_mla.kernels.decode.schedule import OF_PRODUCER, capacity_of, length_of, places_taken
 
 # Threads that add up lengths, at most, and how many of their sums one adds up.
 _LANES, _TOGETHER = 64, 8
@@ -34,9 +34,9 @@ def lanes_of(S: Any) -> int:
 @macro
 def extent_of(T, S, inputs, i_b):
     """A sequence's keys, none if their number cannot be; their blocks; and how long it is on the line."""
-    batch = inputs.seqlens_k.shape[0]
-    capacity = T.cast(inputs.block_table.shape[1], T.int64) * inputs.kv.shape[1]
-    length = T.alloc_var(T.int32, init=length_of(inputs, i_b))
+    batch = inputs.block_table.shape[0]
+    capacity = capacity_of(T, inputs)
+    length = T.alloc_var(T.int32, init=length_of(T, inputs, i_b))
     if length < 0 or T.cast(length, T.int64) > capacity:
         length = 0
     blocks = T.alloc_var(T.int32, init=T.truncdiv(length, S.block_n))
@@ -65,7 +65,7 @@ def find_share(T, S, launch, inputs, memory, thread, serial):
 @macro
 def add_lengths(T, S, inputs, memory, lane):
     """A lane's sum of sequences that lie side by side."""
-    batch = inputs.seqlens_k.shape[0]
+    batch = inputs.block_table.shape[0]
     if lane < lanes_of(S):
         each = T.alloc_var(T.int32, init=T.truncdiv(batch + (lanes_of(S) - 1), lanes_of(S)))
         own = T.alloc_var(T.int32, init=0)
@@ -92,7 +92,7 @@ def add_sums(T, S, memory, lane):
 @macro
 def look_for_share(T, S, launch, inputs, memory, lane):
     """Whose sequences hold the beginning or the end of the share notes which they are."""
-    batch = inputs.seqlens_k.shape[0]
+    batch = inputs.block_table.shape[0]
     if lane < lanes_of(S):
         total = T.alloc_var(T.int32, init=0)
         low = T.alloc_var(T.int32, init=0)

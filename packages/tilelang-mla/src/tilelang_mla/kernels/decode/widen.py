@@ -19,11 +19,14 @@ TILE = 128
 
 
 class Raw(NamedTuple):
-    """Rings of what the cache holds: latents of 8 bits, ropes of 8 bits or as wide as q, and scales of TILE latents."""
+    """Rings of what the cache holds: latents of 8 bits, ropes of 8 bits or as wide as q, scales of TILE latents; and of
+    a list, which entries are keys.
+    """
 
     latent: Any
     rope: Any
     scales: Any
+    valid: Any
 
 
 @macro
@@ -31,7 +34,8 @@ def alloc_raw(T, S):
     latent = T.alloc_shared((STAGES, S.block_n, S.dim_nope), T.float8_e4m3fn)
     rope = T.alloc_shared((STAGES, S.block_n, S.dim_rope), S.rope_dtype(T))
     scales = T.alloc_shared((STAGES, S.block_n, S.scales), T.float32)
-    return latent, rope, scales
+    valid = T.alloc_shared((STAGES, S.block_n), T.uint8)
+    return latent, rope, scales, valid
 
 
 @macro
@@ -42,6 +46,14 @@ def copy_raw(T, S, inputs, memory, i_raw, slot):
     load_rows(T, inputs.rope, memory, raw.rope, i_raw, 0, slot)
     if S.scales > 1:
         load_rows(T, inputs.scales, memory, raw.scales, i_raw, 0, slot)
+
+
+@macro
+def note_valid(T, S, memory, i_raw, slot, thread):
+    """Which entries of a list are keys: known where they are copied, and told when their block is."""
+    if S.sparse:
+        if thread < S.block_n:
+            memory.raw.valid[i_raw, thread] = T.cast(memory.at_page[slot, thread] >= 0, T.uint8)
 
 
 @macro
@@ -74,6 +86,7 @@ def begin_raw(T, S, inputs, memory, work, thread):
         if i < STAGES - 1:
             if i < work.steps:
                 copy_raw(T, S, inputs, memory, i, i % 2)
+                note_valid(T, S, memory, i, i % 2, thread)
             T.ptx_commit_group()
 
 
@@ -86,6 +99,7 @@ def load_widened(T, S, inputs, memory, barriers, work, step, stage, phase, threa
     T.sync_threads(OF_PRODUCER, GROUP)
     if ahead < work.steps:
         copy_raw(T, S, inputs, memory, ahead % STAGES, ahead % 2)
+        note_valid(T, S, memory, ahead % STAGES, ahead % 2, thread)
     # Of no copies too: groups are counted.
     T.ptx_commit_group()
     i_page = T.alloc_var(T.int32, init=-1)
@@ -99,6 +113,9 @@ def load_widened(T, S, inputs, memory, barriers, work, step, stage, phase, threa
     T.barrier_wait(barriers.left_empty[stage], phase)
     widen(T, S, memory.raw, memory.k_l, stage, i_raw, 0)
     widen_rope(T, memory.raw, memory.k_rope, stage, i_raw)
+    if S.sparse:
+        if thread < S.block_n:
+            memory.valid[stage, thread] = memory.raw.valid[i_raw, thread]
     T.fence_proxy_async()
     T.barrier_arrive(barriers.left_full[stage])
     T.barrier_wait(barriers.right_empty[stage], phase)

@@ -1,0 +1,107 @@
+"""What arguments of sparse decoding must be: each query token lists the keys that it attends to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from kernel_reference.checks import (
+    check_dtype,
+    check_float,
+    check_int,
+    check_same_device,
+    check_shape,
+    describe,
+    fail,
+    known,
+)
+from tilelang_mla.arguments import check_dims, check_results, check_rows
+from tilelang_mla.caches import RECORD, check_8bit_cache, format_of
+from tilelang_mla.plan import DecodeProblem, DecodeTiles
+
+Tensor = torch.Tensor
+
+
+class SparseTensors(NamedTuple):
+    """The tensors of the op, in its order; ``out`` and ``lse`` are written."""
+
+    q: Tensor
+    kv: Tensor
+    indices: Tensor
+    topk_length: Tensor | None
+    attn_sink: Tensor | None
+    first_part: Tensor | None
+    order: Tensor | None
+    out: Tensor
+    lse: Tensor | None
+
+
+class SparseOptions(NamedTuple):
+    """The other arguments of the op, in its order; the plan's are its tiles."""
+
+    dim_nope: int
+    softmax_scale: float
+    plan: Sequence[int] | None = None
+
+
+def check_sparse(
+    tensors: SparseTensors, options: SparseOptions, name: str = "kv"
+) -> tuple[DecodeProblem, DecodeTiles | None]:
+    """Queries, a paged cache and lists of its keys; the problem, whose sequences are the lists, and a plan's tiles."""
+    q, kv, indices, topk_length, attn_sink, first_part, order, out, lse = tensors
+    dim_nope = options.dim_nope
+    check_float("softmax_scale", options.softmax_scale, "a float or None")
+    check_int("dim_nope", dim_nope)
+    if q.ndim != 4:
+        fail("q", "[B, Sq, Hq, dim_nope + dpe]", describe(q))
+    check_dtype("q", q, torch.bfloat16, torch.float16)
+    batch, seqlen_q, num_heads, width = q.shape
+    check_dims("dim_nope", "q", dim_nope, width - dim_nope)
+    cache = ""
+    if format_of(kv) == "656":
+        cache = check_8bit_cache(q, kv, dim_nope, None, name)
+    elif kv.dtype != q.dtype:
+        wanted = f"{q.dtype} as q is, or torch.uint8 for records of {RECORD} bytes"
+        fail(f"{name}.dtype", wanted, describe(kv), TypeError)
+    else:
+        check_same_device(name, kv, "q", q)
+        if kv.ndim != 4 or known(kv.shape[2] != 1) or known(kv.shape[3] != width) or known(kv.shape[1] < 1):
+            fail(name, f"[pages, page_size, 1, {width}], of 1 kv head", describe(kv))
+    for what, tensor, shape in (("indices", indices, (batch, seqlen_q, None)), ("topk_length", topk_length, (batch,))):
+        if tensor is None:
+            continue
+        check_dtype(what, tensor, torch.int32)
+        check_same_device(what, tensor, "q", q)
+        if tensor.ndim != len(shape) or any(
+            size is not None and known(own != size) for own, size in zip(tensor.shape, shape, strict=True)
+        ):
+            wanted = ", ".join("topk" if size is None else str(size) for size in shape)
+            fail(what, f"[{wanted}]", describe(tensor))
+        if not tensor.is_contiguous():
+            fail(what, "contiguous", describe(tensor))
+    if attn_sink is not None:
+        check_dtype("attn_sink", attn_sink, torch.float32)
+        check_shape("attn_sink", attn_sink, (num_heads,))
+        check_same_device("attn_sink", attn_sink, "q", q)
+        if not attn_sink.is_contiguous():
+            fail("attn_sink", "contiguous", describe(attn_sink))
+    check_rows("q", q)
+    check_rows(name, kv)
+    check_results(q, out, lse, (batch, seqlen_q, num_heads, dim_nope), (batch, num_heads, seqlen_q))
+    lists = batch * seqlen_q
+    problem = DecodeProblem(
+        num_heads, dim_nope, width - dim_nope, 1, lists, indices.shape[2], kv.shape[1], 8 * q.element_size(),
+        kv.shape[0], options.softmax_scale, False, False, cache,
+    )  # fmt: skip
+    tiles = DecodeTiles.from_ints(options.plan)
+    if tiles is not None and not tiles.covers(problem):
+        fail("plan", f"one made for {problem}", tiles)
+    num_parts = 0 if tiles is None else tiles.num_parts(lists)
+    for what, part, count in (("plan.first_part", first_part, lists + 1), ("plan.order", order, num_parts)):
+        if part is not None:
+            check_dtype(what, part, torch.int32)
+            check_same_device(what, part, "q", q)
+            check_shape(what, part, (count,))
+    return problem, tiles

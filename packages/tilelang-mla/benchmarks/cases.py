@@ -1,4 +1,4 @@
-"""What tilelang-mla is timed on: a file each for dense decoding and prefill, chunked prefill, and caches of 8 bits."""
+"""What tilelang-mla is timed on: a file each for dense attention, chunked prefill, 8-bit caches and listed keys."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from caches import cache_cases
 from chunks import chunk_cases
 from dense import dense_cases
+from sparse import sparse_cases
 
 from kernel_reference.bench import Case
 
@@ -16,3 +17,4 @@ def cases(device: torch.device) -> Iterator[Case]:
     yield from dense_cases(device)
     yield from chunk_cases(device)
     yield from cache_cases(device)
+    yield from sparse_cases(device)

@@ -1,0 +1,133 @@
+"""Sparse decoding, top 2048 of the pool: over bfloat16 and over records, beside FlashMLA, which takes records alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from dense import DTYPE, ERROR_AT_MOST, FLASH_MLA, PAGE, SAMPLE, Ours, Reference, Theirs, share
+
+from kernel_reference.bench import Case, Requirement
+from kernel_reference.testing.numerics import assert_close_to_oracle
+from tilelang_mla import dequantize_kv, flash_mla_with_kvcache, quantize_kv
+
+WIDE, RECORDS = "bfloat16 cache", "656"
+TOPK, KEYS = 2048, 32768
+# Heads, sequences, query tokens. FlashMLA takes 64 and 128 heads.
+SPARSE = ((128, 64, 1), (128, 128, 2), (64, 64, 1), (128, 4, 1), (16, 64, 1), (8, 64, 1), (32, 64, 1), (16, 128, 2))
+# Of the bytes of bfloat16 beside those of records, 1.76, and a little.
+WIDE_AT_MOST = 1.85
+
+
+@dataclass(eq=False)
+class Lists:
+    """A pool in two formats, and a list of its positions for each query token."""
+
+    q: torch.Tensor
+    kv: torch.Tensor
+    records: torch.Tensor
+    indices: torch.Tensor
+    scale: float
+    held: dict[str, Any] = field(default_factory=dict)
+
+
+class OverWide(Ours):
+    """Over bfloat16."""
+
+    records = False
+
+
+class OverRecords(Ours):
+    """Over records."""
+
+    records = True
+
+
+def make_lists(device: torch.device, heads: int, batch: int, tokens: int) -> Lists:
+    m = share(heads)
+    q = torch.randn(batch, tokens, heads, 576, device=device, dtype=DTYPE)
+    # Each sequence's own part of a pool that fills the L2 many times over.
+    own = min(KEYS, 2**21 // batch)
+    kv = torch.randn(batch * own // PAGE, PAGE, 1, 576, device=device, dtype=DTYPE)
+    order = torch.rand(batch * tokens, own, device=device).topk(TOPK, dim=1).indices.int()
+    begins = torch.arange(batch, device=device, dtype=torch.int32).repeat_interleave(tokens) * own
+    indices = (order + begins[:, None]).view(batch, tokens, TOPK)
+    return Lists(q, kv, quantize_kv(kv, "656"), indices, float(m.head_qk**-0.5))
+
+
+def ours(i: Lists, kind: type[OverWide] | type[OverRecords]) -> OverWide | OverRecords:
+    kv = i.records if kind.records else i.kv
+    return kind(flash_mla_with_kvcache(i.q, kv, None, None, 512, i.scale, indices=i.indices))
+
+
+def flash_mla() -> Callable[[Lists], Theirs]:
+    from vllm.third_party.flashmla.flash_mla_interface import flash_mla_with_kvcache as run
+    from vllm.third_party.flashmla.flash_mla_interface import get_mla_metadata
+
+    def call(i: Lists) -> Theirs:
+        metadata = i.held.setdefault("flash_mla", get_mla_metadata()[0])
+        return Theirs(run(i.q, i.records, None, None, 512, metadata, None, i.scale, False, True, i.indices)[0])
+
+    return call
+
+
+_references: WeakKeyDictionary[Lists, dict[bool, Reference]] = WeakKeyDictionary()
+
+
+def reference_of(i: Lists, records: bool) -> Reference:
+    """The first lists, over what the cache holds."""
+    made = _references.setdefault(i, {})
+    if records not in made:
+        which = torch.arange(min(SAMPLE, len(i.q)))
+        exact, plain = [], []
+        for b in which.tolist():
+            listed = i.indices[b, 0].long()
+            held = (i.records if records else i.kv).flatten(0, 2)[listed]
+            keys = dequantize_kv(held, "656") if records else held
+            scores = i.q[b, 0].double() @ keys.mT.double() * i.scale
+            exact.append(scores.softmax(-1) @ keys[:, :512].double())
+            weights = torch.exp(scores - scores.amax(-1, keepdim=True)).float()
+            out = weights.to(DTYPE).float() @ keys[:, :512].float() / weights.sum(-1, keepdim=True)
+            plain.append(out.to(DTYPE))
+        made[records] = Reference(which, torch.stack(exact), torch.stack(plain))
+    return made[records]
+
+
+def check(outputs: OverWide | OverRecords | Theirs, i: Lists) -> float:
+    mine = isinstance(outputs, OverWide | OverRecords)
+    which, exact, plain = reference_of(i, outputs.records if mine else True)
+    got = outputs.out[which.to(outputs.out.device), 0]
+    if mine:
+        assert_close_to_oracle(got, exact, plain)
+    error = float(((got.double() - exact).abs().amax(-1) / exact.abs().amax(-1)).max())
+    if not error < ERROR_AT_MOST:
+        raise AssertionError(f"off by {error:.3g} of a row's largest value")
+    return error
+
+
+def sparse_cases(device: torch.device) -> Iterator[Case]:
+    for heads, batch, tokens in SPARSE:
+        lists = batch * tokens
+        beside = heads in (64, 128)
+        requirements = [Requirement(WIDE, RECORDS, time_at_most=WIDE_AT_MOST)]
+        if beside:
+            requirements.append(Requirement(RECORDS, FLASH_MLA, speed_at_least=1.0))
+        yield Case(
+            name=f"sparse decode B{batch} top {TOPK} h{heads}" + (f", {tokens} query tokens" if tokens > 1 else ""),
+            shape={"heads": heads, "sequences": batch, "tokens": tokens, "topk": TOPK},
+            make_inputs=partial(make_lists, device, heads, batch, tokens),
+            ours={RECORDS: partial(ours, kind=OverRecords), WIDE: partial(ours, kind=OverWide)},
+            peers={FLASH_MLA: flash_mla} if beside else {},
+            check=check,
+            tolerance=math.inf,
+            bytes_moved=lists * (TOPK * 656 + heads * 2 * (576 + 512)),
+            flops=2 * lists * TOPK * heads * (576 + 512),
+            copy=False,
+            baseline=FLASH_MLA if beside else RECORDS,
+            requirements=requirements,
+        )

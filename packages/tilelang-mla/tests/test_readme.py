@@ -23,11 +23,12 @@ def test_the_first_example_is_the_quickstart_and_one_token_alone_is_the_same() -
     assert "decode [16, 2, 16, 512] torch.bfloat16" in printed
     assert "the same alone: True" in printed
     # The one inside transformers is run with its tests.
-    assert len(BLOCKS) == 2 + 2
+    assert len(BLOCKS) == 3 + 2
 
 
 def test_the_example_of_caches_of_8_bits_attends_to_both() -> None:
-    [block] = [block for block in BLOCKS if "quantize_kv" in block]
+    block, sparse = [block for block in BLOCKS if "quantize_kv" in block]
+    assert "sparse [2, 1, 16, 512]" in run_block(sparse)
     printed = run_block(block)
     assert "torch.float8_e4m3fn [8, 64, 1, 576] [2, 1, 16, 512]" in printed
     assert "torch.uint8 [8, 64, 1, 656] [2, 1, 16, 512]" in printed

@@ -164,8 +164,32 @@ def op_names() -> list[str]:
     return sorted(name.removeprefix("tilelang_mla::") for name in names if name.startswith("tilelang_mla::"))
 
 
-def test_there_is_one_op_a_public_function_and_one_for_what_ranks_share() -> None:
-    assert op_names() == ["decode", "merge", "prefill"]
+def test_there_is_one_op_a_kind_of_attention_and_one_for_what_ranks_share() -> None:
+    assert op_names() == ["decode", "decode_8bit", "decode_sparse", "merge", "prefill"]
+
+
+def test_decoding_of_8_bits_and_of_lists_passes_opcheck(make) -> None:
+    q, kv, lengths, table = make.decoding(3)
+    out, lse = q.new_zeros(3, 2, HEADS, NOPE), q.new_zeros(3, HEADS, 2, dtype=FP32)
+    wide = q.new_zeros(3, 2, HEADS, 576)
+    records = tilelang_mla.quantize_kv(kv.new_ones(*kv.shape[:3], 576), "656")
+    indices = table[:, None].repeat(1, 2, 1)
+    # Of records: opcheck computes with its inputs, which torch cannot do with e4m3.
+    given = (wide, records, lengths, table, None, None, None)
+    contract.check_opcheck(
+        torch.ops.tilelang_mla.decode_8bit.default,
+        [
+            (*given, wide[..., :512].clone(), lse, 512, 0.2, True),
+            (*given, wide[..., :512].clone(), None, 512, 0.2, False, None),
+        ],
+    )
+    contract.check_opcheck(
+        torch.ops.tilelang_mla.decode_sparse.default,
+        [
+            (q, kv, indices, None, None, None, None, out, lse, NOPE, 0.2),
+            (q, kv, indices, lengths, lse.new_ones(HEADS), None, None, out, None, NOPE, 0.2, None),
+        ],
+    )
 
 
 def test_decode_passes_opcheck(make) -> None:

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from kernel_reference.checks import validate_values
-from kernel_reference.testing import contract
 from kernel_reference.testing.guards import assert_bitwise_equal
 from prefix_prefill import CascadeLevel, PrefillPlan, cascade_attention, prefix_prefill
 
@@ -83,29 +82,6 @@ def test_rows_share_no_bits_with_their_group_where_the_number_of_splits_is_given
     alone.q = both.q[:1]
     alone.attend(*plans)
     assert_bitwise_equal(alone.out.tensor, whole[:1], what="a row alone")
-
-
-def test_the_op_passes_opcheck_and_compiles(tensors) -> None:
-    batch = tensors.cascade(SERVED, sinks=True, draft=True)
-    lists = [list(each) for each in zip(*batch.levels, strict=True)]
-    given = (
-        batch.q, *lists, batch.sinks, None, None, None, torch.zeros_like(batch.out.tensor),
-        torch.zeros_like(batch.lse.tensor), batch.draft_mask, 5, "NHD", 0.2, 0.0, 1.0, 1.0, 1.0, 0,
-    )  # fmt: skip
-    contract.check_opcheck(torch.ops.prefix_prefill.cascade.default, [given])
-
-
-@pytest.mark.torch_compile
-def test_a_compiled_cascade_is_the_plain_one(tensors) -> None:
-    batch = tensors.cascade(SERVED)
-    torch.compiler.reset()
-
-    def attend(q: Tensor, levels: list[CascadeLevel]) -> Any:
-        return cascade_attention(q, levels, max_seqlen_q=5, return_lse=True)
-
-    compiled = torch.compile(attend, fullgraph=True, backend="inductor" if torch.cuda.is_available() else "aot_eager")
-    for got, want in zip(compiled(batch.q, batch.levels), attend(batch.q, batch.levels), strict=True):
-        assert_bitwise_equal(got, want, what="a compiled call")
 
 
 WRONG: dict[str, tuple[type[Exception], str, Any]] = {

@@ -90,6 +90,12 @@ class Maker:
         scales = [torch.ones(1, device=self.device) for _ in range(2)]
         return [q, k, v, torch.zeros_like(q), k_cache, v_cache, *lengths, *scales]
 
+    def levels(self, sequences: int, seed: int = 0) -> list[Tensor]:
+        """q, k_cache, v_cache; and block_table, cu_seqlens_q, seqlens_k of keys that all share, and of each one's."""
+        q, _, _, *caches, table, cu, totals = self.batch(sequences, seed)
+        shared = [table[:1].clone(), cu[[0, -1]], self.integers([COLUMNS * PAGE - 5])]
+        return [q, *caches, *shared, table, cu, totals]
+
     def parts(self, sequences: int, seed: int = 0) -> list[Tensor]:
         """out_a, lse_a, out_b, lse_b."""
         self.start(seed)
@@ -136,12 +142,19 @@ def attend_as_engines_do(q: Tensor, k: Tensor, v: Tensor, o: Tensor, *rest: Tens
     return o
 
 
+def attend_to_levels(q: Tensor, *tensors: Tensor) -> Any:
+    k_cache, v_cache, *rest = tensors
+    levels = [prefix_prefill.CascadeLevel(k_cache, v_cache, *each) for each in (rest[:3], rest[3:])]
+    return prefix_prefill.cascade_attention(q, levels, max_seqlen_q=q.shape[0], return_lse=True)
+
+
 PUBLIC: dict[str, tuple[Callable[..., Any], Callable[..., list[Tensor]]]] = {
     "prefill": (attend, Maker.batch),
     "prefill, split": (attend_split, Maker.batch),
     "prefill with all": (attend_with_all, Maker.with_all),
     "prefill, cached, out=": (attend_to_the_cache, Maker.cached),
     "as engines do": (attend_as_engines_do, Maker.drop_in),
+    "cascade": (attend_to_levels, Maker.levels),
     "merge": (prefix_prefill.merge_attention_states, Maker.parts),
 }
 every_public_function = pytest.mark.parametrize(("function", "inputs"), PUBLIC.values(), ids=PUBLIC)
@@ -158,6 +171,17 @@ def cases_of(name: str, make: Maker) -> list[tuple[Any, ...]]:
             (a, lse_a, b, lse_b, torch.zeros_like(a), torch.zeros_like(lse_a)),
             (*none, torch.zeros_like(none[0]), torch.zeros_like(none[1])),
         ]
+    if name == "cascade":
+        q, *caches, table, cu, lengths, own_table, own_cu, own = make.levels(3)
+        lists = [[caches[0]] * 2, [caches[1]] * 2, [table, own_table], [cu, own_cu], [lengths, own]]
+        masks = torch.randint(2**62, q.shape[:1], generator=make.generator, device=make.device)
+        out, lse = torch.zeros_like(q), torch.zeros(HEADS, q.shape[0], device=make.device)
+        sinks = torch.rand(HEADS, generator=make.generator, device=make.device)
+        return [
+            (q, *lists, sinks, None, None, None, out, lse, masks, 33, "NHD", 0.2, 4.0, 1.0, 1.0, 1.0, 0),
+            (q, *[each[1:] for each in lists], None, None, None, None, out, None, None, 33, "NHD", 0.2, 0.0, 0.5, 2.0,
+             1.0, 3),
+        ]  # fmt: skip
     assert name == "prefill", f"an op that this test does not know: {name}"
     *tensors, alibi, sinks, k_scale, v_scale, draft_mask = make.with_all(3)
     tensors[3:5] = [cache.to(BF16) for cache in tensors[3:5]]

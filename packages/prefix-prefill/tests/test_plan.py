@@ -274,9 +274,11 @@ def test_a_plan_for_hopper_covers_only_what_its_kernel_can_take() -> None:
         assert GOOD.covers(replace(PROMPT, **change))
         assert not ON_HOPPER.covers(replace(PROMPT, **change))
     for size in range(16, 257):
-        problem = replace(PROMPT, head_dim=size)
+        problem = replace(PROMPT, head_dim=size, head_dim_v=size)
         assert ON_HOPPER.covers(problem) == (size <= 128 and size % 8 == 0)
         assert replace(ON_HOPPER, block_n=64).covers(problem) == (size % 8 == 0)
+    # Scores of 128 keys fit beside an accumulator of 128 values, whatever is summed up for them.
+    assert ON_HOPPER.covers(replace(PROMPT, head_dim=192))
 
 
 @pytest.mark.parametrize("plan", [GOOD, ON_HOPPER, plan_prefill(PROMPT, A100), plan_prefill(PROMPT, H200, 7)], ids=str)

@@ -142,9 +142,11 @@ def _blocks_of_keys(problem: Problem) -> tuple[int, ...]:
     if problem.largest_head > 256:
         # Of 512 not even two stages of 64 keys fit in shared memory.
         return (32, 64) if _shared_bytes(problem, 64, 64, 2) <= _MOST_SHARED else (32,)
+    # Scores of 128 keys and an accumulator of more than 128 values do not fit in registers.
+    wide = problem.head_dim_v <= 128 and _shared_bytes(problem, 128, 128, 2) <= _MOST_SHARED
     # Between tiles of 8 bits and of 16 there is no room for scales of 128 keys.
     no_room = problem.token_scales and problem.largest_head > 96
-    return (64,) if problem.largest_head > 128 or _is_mixed(problem) or no_room else (64, 128)
+    return (64, 128) if wide and not _is_mixed(problem) and not no_room else (64,)
 
 
 def fits_hopper(problem: Problem) -> bool:

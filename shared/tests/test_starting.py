@@ -125,6 +125,39 @@ def test_a_descriptor_is_encoded_once_for_an_address_and_anew_for_another(starte
     assert rounds[0] == rounds[1] == rounds[2]
 
 
+def test_addresses_start_what_tensors_have_compiled_and_encoded_and_nothing_else(started) -> None:
+    made, given = launch(started.kernel), tensors()
+    addresses = [x.data_ptr() for x in given]
+    assert not made.at(*addresses)
+    made(*given)
+    # Compiled, but no descriptor was encoded on the short way yet.
+    assert not made.at(*addresses)
+    made(*given)
+    assert made.at(*addresses)
+    assert str(started.function.calls[-1]) == str(started.function.calls[-2])
+    assert not made.at(addresses[1], *addresses[1:])
+    hook = lambda metadata: None  # noqa: E731
+    triton.knobs.runtime.launch_enter_hook.add(hook)
+    try:
+        assert not made.at(*addresses)
+    finally:
+        triton.knobs.runtime.launch_enter_hook.remove(hook)
+    assert len(started.function.calls) == 3
+
+
+def test_a_launch_of_either_alignment_takes_addresses_once_the_aligned_one_is_made(started) -> None:
+    made, given = launch(started.kernel), tensors()
+    run = launching.by_alignment(lambda aligned: made, slice(2))
+    addresses = [x.data_ptr() for x in given]
+    assert not run.at(*addresses)
+    for _ in range(2):
+        run(*given)
+    assert run.at(*addresses)
+    plain = launching.by_alignment(lambda aligned: lambda *tensors: None, slice(2))
+    plain(*given)
+    assert not plain.at(*addresses)
+
+
 def test_encoded_descriptors_are_kept_up_to_a_bound(started, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "_MOST_MAPS", 3)
     made, out = launch(started.kernel), tensors(1)[0]

@@ -83,6 +83,22 @@ class Launch:
             with torch.cuda.device(self._guarded):
                 self._start(tensors)
 
+    def is_ready(self) -> bool:
+        """Whether :meth:`at` would start it."""
+        return self._starter is not None and self._guarded is None and not self._starter.is_watched()
+
+    def at(self, *pointers: int | None) -> bool:
+        """Start it on the addresses of tensors, all 16-byte aligned. False, and nothing started, where it must be
+        called with the tensors: to be compiled, on another device, for a profiler.
+
+        A call of several launches asks each tensor for its address once.
+        """
+        if not self.is_ready():
+            return False
+        grouped: Sequence[Any] = pointers if self.group is None else self.group(*pointers)
+        self._starter.start((*grouped, *self.rest))  # type: ignore[union-attr]
+        return True
+
     def arguments(self, *tensors: Tensor | None) -> tuple[Any, ...]:
         """Every argument as the kernel gets it, by position, descriptors as their tensors: for a look at a launch."""
         count = len(self.boxes)
@@ -195,6 +211,16 @@ class TmaLaunch(Launch):
             maps = self._maps[addresses] = self._starter.maps(self._descriptors(tensors[:count]))
         self._starter.start((*maps, *grouped, *self.rest))
 
+    def at(self, *pointers: int | None) -> bool:
+        """As of a :class:`Launch`, and of descriptors that a call with tensors has encoded."""
+        count = len(self.boxes)
+        maps = self._maps.get(pointers[:count])
+        if maps is None or not self.is_ready():
+            return False
+        grouped: Sequence[Any] = pointers[count:] if self.group is None else self.group(*pointers[count:])
+        self._starter.start((*maps, *grouped, *self.rest))  # type: ignore[union-attr]
+        return True
+
     def _descriptors(self, tensors: tuple[Tensor | None, ...]) -> list[Any]:
         descriptors: list[Any] = []
         for position, tensor in enumerate(tensors):
@@ -234,12 +260,23 @@ def on_device(device: torch.device, run: Callable[..., None]) -> Callable[..., N
     return run_there
 
 
-def by_alignment(make: Callable[[bool], Callable[..., None]], tensors: slice) -> Callable[..., None]:
+@dataclass(frozen=True)
+class Run:
+    """Launches that are one call: with tensors, or with their addresses as :meth:`Launch.at` takes them."""
+
+    run: Callable[..., None]
+    at: Callable[..., bool]
+
+    def __call__(self, *tensors: Tensor | None) -> None:
+        self.run(*tensors)
+
+
+def by_alignment(make: Callable[[bool], Callable[..., None]], tensors: slice) -> Run:
     """A launch with two plans: slices of a fused tensor or of a cache may come 16-byte aligned or not.
 
     ``make(aligned)`` makes a launch the first time that it is wanted; ``tensors``: which of them must be aligned.
     """
-    made: dict[bool, Callable[..., None]] = {}
+    made: dict[bool, Any] = {}
 
     def run(*given: Tensor | None) -> None:
         aligned = not any([tensor.data_ptr() & 15 for tensor in given[tensors] if tensor is not None])
@@ -247,7 +284,11 @@ def by_alignment(make: Callable[[bool], Callable[..., None]], tensors: slice) ->
             made[aligned] = make(aligned)
         made[aligned](*given)
 
-    return run
+    def at(*pointers: int | None) -> bool:
+        start = getattr(made.get(True), "at", None)
+        return start is not None and start(*pointers)
+
+    return Run(run, at)
 
 
 def launch_nothing(*_: object) -> None:

@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate
+from math import prod
+from typing import Any
 
 import torch
 
@@ -17,6 +20,7 @@ from kernel_reference.dispatch import allocator
 from kernel_reference.integers import cdiv, power_of_two_at_least, power_of_two_in
 from kernel_reference.launching import (
     Launch,
+    Run,
     TmaBox,
     TmaLaunch,
     by_alignment,
@@ -42,7 +46,7 @@ from prefix_prefill.plan import (
 )
 
 Tensor = torch.Tensor
-Run = Callable[..., None]
+Start = Callable[..., None]
 
 # Kernels read 8-bit floats as integers: not every target knows the types.
 _FP8 = {torch.float8_e4m3fn: 4, torch.float8_e5m2: 5}
@@ -114,14 +118,14 @@ def _lse_strides(lse: Tensor | None) -> tuple[int, ...]:
     return (0, 0) if lse is None else lse.stride()
 
 
-def prepare_prefill(problem: Problem, plan: PrefillPlan | None, tensors: PrefillTensors) -> Run:
+def prepare_prefill(problem: Problem, plan: PrefillPlan | None, tensors: PrefillTensors) -> Start:
     """What attends, called with tensors that look like these."""
     if problem.tokens == 0:
         return launch_nothing
     device = tensors.q.device
     forms = PrefillTensors(*map(without_memory, tensors))  # type: ignore[arg-type]
 
-    def make(aligned: bool) -> Run:
+    def make(aligned: bool) -> Start:
         tma = problem.tma and aligned
         chosen = plan
         if chosen is None:
@@ -176,7 +180,7 @@ def _for_hopper_without_tails(*given):  # type: ignore[no-untyped-def]
     return None, None, None, None, *_for_hopper(*given)  # type: ignore[no-untyped-call]
 
 
-def _portable(problem: Problem, plan: PrefillPlan, forms: PrefillTensors, device: torch.device) -> Run:
+def _portable(problem: Problem, plan: PrefillPlan, forms: PrefillTensors, device: torch.device) -> Start:
     """The kernel for every target."""
     q, k, v, out = forms.q, forms.k, forms.v, forms.out
     d, d_v, nothing = problem.head_dim, problem.head_dim_v, (0, 0, 0)
@@ -237,7 +241,7 @@ def _portable(problem: Problem, plan: PrefillPlan, forms: PrefillTensors, device
     )
 
 
-def prepare_kernel(problem: Problem, plan: PrefillPlan, forms: PrefillTensors, device: torch.device) -> Run:
+def prepare_kernel(problem: Problem, plan: PrefillPlan, forms: PrefillTensors, device: torch.device) -> Start:
     """The plan's kernel alone, called with the op's tensors and what it has beside them."""
     return (_hopper if plan.hopper else _portable)(problem, plan, forms, device)
 
@@ -326,22 +330,22 @@ def _hopper(problem: Problem, plan: PrefillPlan, forms: PrefillTensors, device: 
     group = _for_hopper if len(boxes) > 4 else _for_hopper_without_tails
     attend = TmaLaunch(hopper.attend, grid, rest, device, boxes, group=group, num_warps=4)
 
-    def run(q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tensor, v_cache: Tensor, *others: Tensor) -> None:
+    def in_order(q: Any, k: Any, v: Any, k_cache: Any, v_cache: Any, *others: Any) -> tuple[Any, ...]:
         if len(boxes) == 4:
-            attend(k_cache, v_cache, k, v, q, *others)
-        else:
-            attend(
-                k_cache, v_cache, k, v, k_cache if k_tail else None, v_cache if v_tail else None,
-                k if k_tail else None, v if v_tail else None, q, *others,
-            )  # fmt: skip
+            return k_cache, v_cache, k, v, q, *others
+        tails = (k_cache if k_tail else None, v_cache if v_tail else None, k if k_tail else None, v if v_tail else None)
+        return k_cache, v_cache, k, v, *tails, q, *others
 
-    return run
+    return Run(lambda *tensors: attend(*in_order(*tensors)), lambda *pointers: attend.at(*in_order(*pointers)))
 
 
 def _with_pieces(attend: Run, problem: Problem, plan: PrefillPlan, forms: PrefillTensors, device: torch.device) -> Run:
     """A launch of the kernel for sm_90, which may leave tiles in parts, and one that merges them."""
     if plan.num_splits == 1:
-        return lambda *tensors: attend(*tensors[:_TENSORS], None, None, None, *tensors[_TENSORS:])
+        return Run(
+            lambda *tensors: attend(*tensors[:_TENSORS], None, None, None, *tensors[_TENSORS:]),
+            lambda *pointers: attend.at(*pointers, None, None, None),
+        )
     # The interpreter knows no launches that depend on each other.
     dependent = device.type != "cpu"
     config = merge.MergeConfig(
@@ -365,9 +369,11 @@ def _with_pieces(attend: Run, problem: Problem, plan: PrefillPlan, forms: Prefil
     # More programs than that would wait for others' to end.
     grid = (min(entries * cdiv(plan.block_m, _MERGED_ROWS), 8 * plan.programs), 1, 1)
     merge_pieces = Launch(merge.merge_pieces, grid, rest, device, dependent_launch=dependent, num_warps=4)
-    new_part = _scratch((rows, problem.head_dim_v), torch.float32, device)
-    new_part_lse = _scratch((rows,), torch.float32, device)
-    new_noted = _scratch((entries + 1, _ENTRY), torch.int64, device)
+    sizes = ((rows, problem.head_dim_v), torch.float32), ((rows,), torch.float32), ((entries + 1, _ENTRY), torch.int64)
+    new_part, new_part_lse, new_noted = [_scratch(size, dtype, device) for size, dtype in sizes]
+    # The same in one, at multiples of 16 bytes.
+    ends = [*accumulate(cdiv(prod(size) * dtype.itemsize, 16) * 16 for size, dtype in sizes)]
+    new_workspace = _scratch((ends[-1],), torch.uint8, device)
 
     def run(*tensors: Tensor | None) -> None:
         given = PrefillTensors(*tensors[:_TENSORS])  # type: ignore[arg-type]
@@ -375,7 +381,16 @@ def _with_pieces(attend: Run, problem: Problem, plan: PrefillPlan, forms: Prefil
         attend(*tensors[:_TENSORS], part, part_lse, noted, *tensors[_TENSORS:])
         merge_pieces(given.sinks, given.out_scale, given.out, given.lse, part, part_lse, noted)
 
-    return run
+    def at(*pointers: int | None) -> bool:
+        workspace = new_workspace()
+        part = workspace.data_ptr()
+        pieces = (part, part + ends[0], part + ends[1])
+        if not merge_pieces.is_ready() or not attend.at(*pointers, *pieces):
+            return False
+        *_, sinks, _, _, out_scale, out, lse, _ = pointers
+        return merge_pieces.at(sinks, out_scale, out, lse, *pieces)
+
+    return Run(run, at)
 
 
 def _scratch(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
@@ -383,7 +398,9 @@ def _scratch(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) ->
     return allocator(torch.empty(size, dtype=dtype, device="meta"), device)
 
 
-def _with_splits(attend: Run, problem: Problem, plan: PrefillPlan, forms: PrefillTensors, device: torch.device) -> Run:
+def _with_splits(
+    attend: Start, problem: Problem, plan: PrefillPlan, forms: PrefillTensors, device: torch.device
+) -> Start:
     """A launch that leaves partial results in a workspace, and one that merges them."""
     slots = num_slots(problem, _MERGED_ROWS)
     config = merge.SplitConfig(
@@ -417,7 +434,7 @@ def _with_splits(attend: Run, problem: Problem, plan: PrefillPlan, forms: Prefil
     return run
 
 
-def prepare_merge(tensors: MergeTensors) -> Run:
+def prepare_merge(tensors: MergeTensors) -> Start:
     """What merges two results, called with tensors that look like these."""
     out_a, lse_a, out_b, lse_b, out, lse = tensors
     rows, num_heads, head_dim = out_a.shape

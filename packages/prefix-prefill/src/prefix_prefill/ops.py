@@ -129,19 +129,27 @@ def prefill(
 def _direct_prefill(tensors: tuple[Any, ...], numbers: tuple[Any, ...], makes_out: bool) -> Any:
     """What serves calls like one that the op has served with these tensors."""
     check_overlap, run = launches.find(_prepare_prefill, tensors, numbers)
+    # What is launched over nothing has none.
+    at = getattr(run, "at", None)
     new_out, new_lse = [_nothing if x is None else allocator(x) for x in tensors[_OUT : _LSE + 1]]
+
+    def start(*given: Tensor | None) -> None:
+        pointers = [x if x is None else x.data_ptr() for x in given]
+        aligned = not any([pointer & 15 for pointer in pointers if pointer is not None])
+        if not (aligned and at is not None and at(*pointers)):
+            run(*given)
 
     def into(*given: Any) -> tuple[Tensor, Tensor | None]:
         lse = new_lse()
         given = (*given[:_LSE], lse, *given[_LSE + 1 :])
         check_overlap(*given)
-        run(*given)
+        start(*given)
         return given[_OUT], lse
 
     def anew(*given: Any) -> tuple[Tensor, Tensor | None]:
         # New memory overlaps none.
         out, lse = new_out(), new_lse()
-        run(*given[:_OUT], out, lse, *given[_LSE + 1 :])
+        start(*given[:_OUT], out, lse, *given[_LSE + 1 :])
         return out, lse
 
     return anew if makes_out else into

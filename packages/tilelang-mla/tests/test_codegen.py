@@ -150,13 +150,13 @@ class MergeRanks(NamedTuple):
 DECODE = {
     "DeepSeek": Decoding(512, 64, BF16, False),
     "DeepSeek, pages of any size": Decoding(512, 64, BF16, True),
-    "DeepSeek in float16": Decoding(512, 64, FP16, False),
     "no powers of two, pages of any size": Decoding(320, 96, FP16, True),
     "blocks of 32 keys": Decoding(512, 128, BF16, False),
     "the smallest": Decoding(64, 32, BF16, False),
     "DeepSeek, a length of each token": Decoding(512, 64, BF16, False, per_token=True),
 }
-DECODE_8BIT = {"one scale": Decoding8bit("e4m3"), "records": Decoding8bit("656")}
+# Records are among the lists.
+DECODE_8BIT = {"one scale": Decoding8bit("e4m3")}
 SPARSE = {"lists": Sparse(""), "lists of records": Sparse("656")}
 PREFILL = {
     "DeepSeek": Prefill(192, 128, BF16),

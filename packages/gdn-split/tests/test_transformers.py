@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -145,3 +146,10 @@ def test_it_cannot_be_enabled_twice_and_leaves_nothing_behind() -> None:
 def test_the_example_in_the_readme_runs() -> None:
     [block] = [block for block in python_blocks(Path(__file__).parents[1] / "README.md") if "integrations" in block]
     assert run_block(block) == "QwenNextLayer [1, 4]\n"
+
+
+def test_a_layer_decodes_as_transformers_module_does_as_the_example_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(Path(__file__).parents[1] / "examples" / "decode_layer.py"))
+    first, second = capsys.readouterr().out.splitlines()
+    assert float(first.split("off by ")[1].split()[0]) < 1e-5
+    assert float(second.rsplit(" ", 1)[1]) < 1e-5

@@ -107,10 +107,10 @@ def gdn_prefill_inputs(
         if conv_state is not None:
             _keep(*tensors, *numbers[:9])
     except REFUSALS:
-        required = {name: named.pop(name) for name in _TENSORS if name not in _MAY_BE_NONE}
-        check_dense(**required, **given(**named))
         if not isinstance(has_initial_state, (bool, Tensor)):
             fail("has_initial_state", "a bool or a bool tensor [S]", describe(has_initial_state), TypeError)
+        required = {name: named.pop(name) for name in _TENSORS if name not in _MAY_BE_NONE}
+        check_dense(**required, **given(**named))
         _check_kinds(sizes)
         raise
     return made

@@ -28,7 +28,8 @@ class SelectedConfig(NamedTuple):
     """What the kernel is compiled for, see ``PortableConfig``.
 
     BLOCK: tokens of a block; PIECE: of these, in a tile. TOPK_P: entries of a list, rounded up to a power of two.
-    TOKENS: of a tile. IS_FP8: the cache holds e4m3. K_SCALES and V_SCALES: 0, 1 or as many as kv heads.
+    TOKENS: of a tile. IS_FP8: the cache holds e4m3. K_SCALES and V_SCALES: 0, 1 or as many as kv heads. ONE_PAGE: a
+    tile of keys lies within one page, which is looked up once for all of it.
     """
 
     GROUP: int
@@ -50,6 +51,7 @@ class SelectedConfig(NamedTuple):
     IS_FP8: bool
     K_SCALES: int
     V_SCALES: int
+    ONE_PAGE: bool
     WIDE: bool
 
 
@@ -95,11 +97,16 @@ def factor_of(p_scale, i_kv, factor, SCALES: tl.constexpr, config: tl.constexpr)
 
 
 @triton.jit
-def step(
-    acc, running_max, row_sum, b_q, cache, o_key, listed, visible, scoring, strides, config: tl.constexpr
-):  # fmt: skip
-    """The keys ``o_key`` [BLOCK_N] for a tile of rows, of which ``listed`` [BLOCK_M, 1] have them."""
-    page, slot, fits = slot_of(cache, o_key, visible.high, config.PAGE)
+def step(acc, running_max, row_sum, b_q, cache, at, o_key, listed, visible, scoring, strides, config: tl.constexpr):
+    """The keys ``o_key`` [BLOCK_N] for a tile of rows, of which ``listed`` [BLOCK_M, 1] have them.
+
+    ``at``: the first of them, where they lie in one page.
+    """
+    if config.ONE_PAGE:
+        page, slot, fits = slot_of(cache, at, visible.high, config.PAGE)
+        slot += tl.arange(0, config.BLOCK_N)
+    else:
+        page, slot, fits = slot_of(cache, o_key, visible.high, config.PAGE)
     seen = o_key[None, :] <= visible.position[:, None]
     m_key = fits & (o_key < visible.high)
     m_value = m_key
@@ -235,9 +242,10 @@ def attend_selected(
                 block = tl.load(p_list + i_piece // PER_BLOCK, mask=i_piece < config.TOPK * PER_BLOCK, other=-1)
                 # What is no block is walked without effect.
                 block = tl.where((block >= 0) & (block < blocks), block, behind)
-                o_key = block * config.BLOCK + i_piece % PER_BLOCK * config.PIECE + o_n % config.PIECE
+                at = block * config.BLOCK + i_piece % PER_BLOCK * config.PIECE
+                o_key = at + o_n % config.PIECE
                 acc, running_max, row_sum = step(
-                    acc, running_max, row_sum, b_q, cache, o_key, None, visible, scoring, strides, config
+                    acc, running_max, row_sum, b_q, cache, at, o_key, None, visible, scoring, strides, config
                 )
         else:
             ENTRIES: tl.constexpr = TOKENS * config.TOPK_P
@@ -248,9 +256,10 @@ def attend_selected(
                 own = tl.load(p_tile + i // PER_BLOCK)
                 tokens = tl.load(p_tile + ENTRIES + i // PER_BLOCK)
                 listed = m_row & (((tokens >> (o_m // HEADS)) & 1) != 0)
-                o_key = own * config.BLOCK + i % PER_BLOCK * config.PIECE + o_n
+                at = own * config.BLOCK + i % PER_BLOCK * config.PIECE
+                o_key = at + o_n
                 acc, running_max, row_sum = step(
-                    acc, running_max, row_sum, b_q, cache, o_key, listed[:, None], visible, scoring, strides, config
+                    acc, running_max, row_sum, b_q, cache, at, o_key, listed[:, None], visible, scoring, strides, config
                 )
         acc = acc * v_factor
         tile = Rows(row, o_h, i_b, token, all_rows, possible, m_row)

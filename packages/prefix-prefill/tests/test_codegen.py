@@ -202,8 +202,8 @@ def test_every_kernel_compiles_for_every_target_without_traps_or_spills_in_its_m
     other warp waits for: at most 448 bytes a thread.
     """
     persistent = [report for report in reports if report.spec.startswith(FOR_SM_90)]
-    # Heads of 192: an address, looked up where a tile of keys has masked values.
-    assert_clean(persistent, most_stack_outside_loops=448, most_in_loops=1)
+    # An address, and a count that is loaded and stored where a tile of keys has masked values, and nowhere else.
+    assert_clean(persistent, most_stack_outside_loops=448, most_in_loops=2)
     assert_clean([report for report in reports if report not in persistent])
     assert {report.target for report in reports} == set(TARGETS)
 

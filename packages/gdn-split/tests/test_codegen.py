@@ -138,8 +138,6 @@ EVERYWHERE = [
     convolution("convolution TP8, 3 tokens, width 3", TP8, 1, PLAIN, tokens=3, width=3, packed=False),
     convolution("convolution r=3, contiguous", RATIO_3, 64, PLAIN, layout="contiguous"),
     step("step TP1", TP1, PLAIN),
-    step("step TP1, VK, bfloat16 states, 4 tokens", TP1, PLAIN, 4, torch.bfloat16, "VK"),
-    step("commit r=3, 4 tokens", RATIO_3, PLAIN, 4, op="commit"),
     prefill("inputs of prefill, TP1", TP1, 8192, PLAIN),
     prefill("states after prefill, r=3", RATIO_3, 8192, PLAIN, kept=True),
     step("tree of 8 drafts, TP1", TP1, PLAIN, 8, op="verify"),
@@ -149,14 +147,18 @@ WAITING = [
     move("waiting merge r=3, 64 tokens", RATIO_3, 64, WAITS, merge=True),
     convolution("waiting convolution TP1, 256 sequences", TP1, 256, WAITS),
     step("waiting step TP1", TP1, WAITS),
+]
+
+
+# More plans for one target: to compile takes seconds, and elsewhere the limit of registers costs some bytes of stack.
+HOPPER = [
+    step("waiting step TP1, VK", TP1, WAITS, state_layout="VK"),
+    step("step TP1, VK, bfloat16 states, 4 tokens", TP1, PLAIN, 4, torch.bfloat16, "VK"),
+    step("commit r=3, 4 tokens", RATIO_3, PLAIN, 4, op="commit"),
     step("waiting step TP1, bfloat16 states", TP1, WAITS, state=torch.bfloat16),
     prefill("waiting inputs of prefill, r=3", RATIO_3, 8192, WAITS, 0),
     step("waiting step of large heads", LARGE_HEADS, WAITS),
 ]
-
-
-# Elsewhere the limit of registers for two programs an SM costs some bytes of stack.
-HOPPER = [step("waiting step TP1, VK", TP1, WAITS, state_layout="VK")]
 
 
 def specs(target: str) -> list[KernelSpec]:

@@ -124,7 +124,7 @@ def all_specs(target: str) -> Iterator[KernelSpec]:
     yield from selecting("selected, MiniMax-M3, decoding", limits, tokens=32, sequences=32, cache=torch.float8_e4m3fn)
     yield from selecting("selected, Qwen3.8", limits, heads=(24, 2, 256), block=4, topk=512)
     yield from selecting("selected, float32", limits, dtype=FP32, cache=FP32)
-    for columns, dtype in ((512, FP32), (8192, BF16)):
+    for columns, dtype in ((512, FP32), (2048, BF16)):
         given = (
             torch.empty(64, columns, dtype=dtype),
             *(torch.empty(*n, dtype=torch.int32) for n in ((64,), (64, 24), (64,))),

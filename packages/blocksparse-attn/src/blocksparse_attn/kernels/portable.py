@@ -193,8 +193,8 @@ def attend_packed(
     HEADS: tl.constexpr = config.GROUP if config.GROUP < BLOCK_M else BLOCK_M
     HEAD_TILES: tl.constexpr = (config.GROUP + HEADS - 1) // HEADS
     BLOCK_DV: tl.constexpr = config.BLOCK_DV
-    # Lists of small blocks are long, and read again for every BITS columns.
-    ENTRIES: tl.constexpr = 64 if config.K_BLOCK >= 64 else 256
+    # Lists of small blocks are long, and read again for every BITS columns; gfx942 has no scalar registers for more.
+    ENTRIES: tl.constexpr = 64 if config.K_BLOCK >= 64 or config.BLOCK_N <= 16 else 256
     PIECES: tl.constexpr = config.BLOCK_N // config.PIECE
     PER_BLOCK: tl.constexpr = config.K_BLOCK // config.PIECE
     batch = Batch(bounds, sequences, rows, keys)

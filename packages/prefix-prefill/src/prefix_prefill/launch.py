@@ -346,7 +346,6 @@ def _with_pieces(attend: Run, problem: Problem, plan: PrefillPlan, forms: Prefil
             lambda *tensors: attend(*tensors[:_TENSORS], None, None, None, *tensors[_TENSORS:]),
             lambda *pointers: attend.at(*pointers, None, None, None),
         )
-    block_d = max(16, power_of_two_at_least(problem.head_dim_v))
     # The interpreter knows no launches that depend on each other.
     dependent = device.type != "cpu"
     config = merge.MergeConfig(
@@ -356,10 +355,8 @@ def _with_pieces(attend: Run, problem: Problem, plan: PrefillPlan, forms: Prefil
         TOKENS=tokens_per_tile(problem.group, plan.block_m),
         BLOCK_M=plan.block_m,
         ROWS=_MERGED_ROWS,
-        # As many numbers as registers hold.
-        AT_ONCE=max(1, 512 // block_d),
         D=problem.head_dim_v,
-        BLOCK_D=block_d,
+        BLOCK_D=max(16, power_of_two_at_least(problem.head_dim_v)),
         LIMIT=_limit(forms.out),
         WIDE=(problem.head_dim_v - 1) * forms.out.stride()[2] >= 2**31,
         DEPENDENT=dependent,

@@ -45,7 +45,6 @@ class MergeConfig(NamedTuple):
     TOKENS: int
     BLOCK_M: int
     ROWS: int  # rows of a tile that one program merges
-    AT_ONCE: int  # pieces that it waits for together
     D: int
     BLOCK_D: int
     LIMIT: int
@@ -94,16 +93,6 @@ def include(acc, running_max, row_sum, b_part, b_lse):
     weight = exponential(b_lse - finite(new_max))
     b_part = tl.where((b_lse == float("-inf"))[:, None], 0.0, b_part.to(tl.float32))
     return acc * rescale[:, None] + b_part * weight[:, None], new_max, row_sum * rescale + weight
-
-
-@triton.jit
-def include_all(acc, running_max, row_sum, b_parts, b_lse):
-    """The same of several parts at once, [parts, rows, elements] and [parts, rows]."""
-    new_max = tl.maximum(running_max, tl.max(b_lse, 0))
-    rescale = exponential(running_max - finite(new_max))
-    weights = exponential(b_lse - finite(new_max)[None, :])
-    b_parts = tl.where((b_lse == float("-inf"))[:, :, None], 0.0, b_parts) * weights[:, :, None]
-    return acc * rescale[:, None] + tl.sum(b_parts, 0), new_max, row_sum * rescale + tl.sum(weights, 0)
 
 
 @triton.jit(do_not_specialize=["rows", "num_sequences", "capacity", "num_slots"])
@@ -179,17 +168,13 @@ def merge_pieces(
             acc = tl.zeros([C.ROWS, C.BLOCK_D], tl.float32)
             running_max = tl.full([C.ROWS], float("-inf"), tl.float32)
             row_sum = tl.zeros([C.ROWS], tl.float32)
-            for first in range(0, pieces, C.AT_ONCE):
-                i_piece = (first + tl.arange(0, C.AT_ONCE)).to(tl.int64)[:, None]
-                there = (i_piece < pieces) & m_row[None, :]
+            for i_piece in range(pieces):
                 # By program, two for each, or by number of the piece.
                 i_part = tl.where(i_piece == 0, 2 * first_cut - 1, 2 * (first_cut + i_piece - 1))
-                of_piece = (i_piece * rows + row[None, :]) * H + o_h[None, :]
-                o_part = tl.where(first_cut < 0, of_piece, i_part * C.BLOCK_M + o_m[None, :])
-                m_parts = there[:, :, None] & (o_d < C.D)[None, None, :]
-                b_parts = tl.load(p_part + o_part[:, :, None] * C.D + o_d[None, None, :], mask=m_parts, other=0.0)
-                b_lse = tl.load(p_part_lse + o_part, mask=there, other=float("-inf"))
-                acc, running_max, row_sum = include_all(acc, running_max, row_sum, b_parts, b_lse)
+                o_part = tl.where(first_cut < 0, (i_piece * rows + row) * H + o_h, i_part * C.BLOCK_M + o_m)
+                b_part = tl.load(p_part + o_part[:, None] * C.D + o_d[None, :], mask=m_tile, other=0.0)
+                b_lse = tl.load(p_part_lse + o_part, mask=m_row, other=float("-inf"))
+                acc, running_max, row_sum = include(acc, running_max, row_sum, b_part, b_lse)
             if p_sinks is not None:
                 b_sink = tl.load(p_sinks + o_h).to(tl.float32)
                 b_sink = tl.where(tl.load(p_entry + 5) != 0, b_sink, float("-inf"))

@@ -499,7 +499,7 @@ def test_only_what_tma_can_address_goes_to_the_kernel_for_hopper(tensors, monkey
         ({"page_layout": "HND"}, True), ({"page_layout": "x-packed"}, False), ({"cached": True}, True),
         ({"fused": True}, True),
         ({"cache_dtype": E4M3, "k_scale": "heads", "v_scale": 1.0}, True), ({"k_scale": "tensor"}, False),
-        ({"cache_dtype": E4M3, "k_scale": "tokens", "v_scale": 1.0}, False),
+        ({"cache_dtype": E4M3, "k_scale": "tokens", "v_scale": 1.0}, True),
         ({"cache_dtype": E5M2, "k_scale": 1.0, "v_scale": 1.0, "head_dim": 256}, False),
         ({"v_scale": "number"}, False), ({"k_scale": 1.0, "v_scale": 1.0}, True), ({"softmax_scale": -0.1}, False),
         ({"softmax_scale": 0.0}, True), ({"interleaved": True}, True), ({"out_scale": 0.1}, True),

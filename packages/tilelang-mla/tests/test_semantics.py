@@ -382,7 +382,7 @@ def test_metadata_without_arguments_is_made_by_the_first_call_and_used_by_those_
     assert none is None
     assert made == flash_mla.FlashMLASchedMeta()
     given = (batch.q, batch.kv, batch.block_table, batch.seqlens_k, 512, made, none, None, True)
-    with pytest.raises(ValueError, match=r"^indices must be None, all that is supported"):
+    with pytest.raises(ValueError, match=r"^indices must be \[8, 2, topk\]"):
         flash_mla.flash_mla_with_kvcache(*given, indices=batch.block_table)
     with pytest.raises(ValueError, match=r"^block_table must be \[8, max_pages\]"):
         flash_mla.flash_mla_with_kvcache(batch.q, batch.kv, batch.block_table[:3], *given[3:])

@@ -275,7 +275,9 @@ def test_a_small_row_between_large_ones_fails_where_the_baseline_is_never_that_f
 def test_rows_that_cancel_as_a_whole_may_be_off_by_any_part_of_themselves() -> None:
     """A weight of linear attention is a product that all columns share, and now and then almost 0."""
     for _ in range(100):
-        weight, noise, other = torch.randn(3, 4, 70, 1, dtype=torch.float64)
+        weight, *signs = torch.randn(3, 4, 70, 1, dtype=torch.float64)
+        # No row's error is next to nothing: chance would have it that all rows beside the one were such.
+        noise, other = (sign.sign() * (1 + torch.rand(4, 70, 1, dtype=torch.float64)) / 2 for sign in signs)
         values = torch.randn(4, 70, 48, dtype=torch.float64)
         weight[2, 11] = 1e-6
         exact, plain, kernel = (w * values for w in (weight, weight + 1e-7 * noise, weight + 1e-7 * other))

@@ -44,6 +44,20 @@ def test_a_way_round_a_loop_brings_what_it_wrote() -> None:
     assert [line.partition(" at")[0] for line in unwritten_reads(loop)] == ["UR4, UR6"]
 
 
+def test_a_call_writes_what_its_function_writes() -> None:
+    called = """
+        /*0000*/                   MOV R4, 0x20 ;
+        /*0010*/                   CALL.REL.NOINC `($__internal_0_$__cuda_sm20_div_s64) ;
+        /*0020*/                   UIMAD UR4, UR51, UR50, URZ ;
+        /*0030*/                   EXIT ;
+$__internal_0_$__cuda_sm20_div_s64:
+        /*0040*/                   ULDC.64 UR50, c[0x0][0x228] ;
+        /*0050*/                   RET.REL.NODEC R4 `(kernel) ;
+"""
+    assert unwritten_reads(called) == []
+    assert unwritten_reads(called.replace("UR50, c", "UR48, c")) == ["UR50, UR51 at 0x0020: UIMAD UR4, UR51, UR50, URZ"]
+
+
 def test_code_that_branches_by_a_table_is_left_alone() -> None:
     assert unwritten_reads(LOOP_SKIPPED.replace("EXIT", "BRX R2 -0x260")) == []
     assert unwritten_reads("") == []

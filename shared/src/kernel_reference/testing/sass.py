@@ -18,6 +18,9 @@ _ANY_LABEL = re.compile(r"\.L_x_\d+|\.LBB\d+_\d+")
 _AMD_INSTRUCTION = re.compile(r"^\s+((?:[sv]|ds|flat|global|buffer|scratch)_\w.*)$")
 _INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,6})\*/\s+(?:@(!?U?P\w+)\s+)?(.*?)\s*;")
 _TARGET = re.compile(r"\((\.L_x_\d+)\)")
+# Of ptxas' own functions, as of a division in 64 bits.
+_FUNCTION = re.compile(r"^(\$\S+):")
+_CALLED = re.compile(r"CALL\S* `\((\$\S+)\)")
 _REGISTER = re.compile(r"(gdesc\[|desc\[)?\bUR(\d+)\b")
 # What writes uniform registers, its first operand but for predicates, and what looks like it and does not.
 _WRITES = re.compile(r"(?!UISETP|UPLOP3|UTMA|USETMAXREG|UCGABAR)(U|R2UR|S2UR|VOTEU|REDUX)")
@@ -41,7 +44,7 @@ def unwritten_reads(sass: str) -> list[str]:
     """Where uniform registers are read that on some way from the kernel's start nothing has written.
 
     sass: what ``nvdisasm -c`` prints of one kernel for sm_80 or sm_90. A kernel that branches by a table, as those do
-    whose warps are specialised, is not looked into: nothing is found there.
+    whose warps are specialised, is not looked into: nothing is found there. A call writes what its function does.
     """
     lines = _parse(sass)
     written: list[frozenset[int] | None] = [None] * len(lines)
@@ -111,11 +114,16 @@ def _innermost(flow: networkx.DiGraph, wanted: set[int]) -> list[set[int]]:
 def _parse(sass: str) -> list[_Line]:
     labels: dict[str, int] = {}
     found: list[tuple[str, str, str]] = []
+    functions: dict[str, set[int]] = {}
+    inside: set[int] = set()
     for text in sass.splitlines():
         if label := _LABEL.match(text):
             labels[label[1]] = len(found)
+        elif function := _FUNCTION.match(text):
+            inside = functions[function[1]] = set()
         elif instruction := _INSTRUCTION.match(text):
             found.append((instruction[1], instruction[2] or "", instruction[3]))
+            inside |= _uniform(instruction[3].partition(" ")[0], instruction[3])[1]
     if any(words.startswith("BRX") for _, _, words in found):
         return []
     lines = []
@@ -131,6 +139,8 @@ def _parse(sass: str) -> list[_Line]:
         if goes_on or not name.startswith(("BRA", "EXIT", "RET")):
             after.append(i + 1)
         reads, writes = _uniform(name, words)
+        if called := _CALLED.match(words):
+            writes |= functions.get(called[1], set())
         lines.append(_Line(at, words, reads, writes, tuple(j for j in after if j < len(found))))
     return lines
 

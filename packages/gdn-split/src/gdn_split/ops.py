@@ -143,7 +143,8 @@ _STEPS: dict[str, tuple[Any, int, Any]] = {
 def _kernel_step(op: str, *given: Any) -> None:
     prepare, count, kind = _STEPS[op]
     tensors, numbers = given[:count], given[count:]
-    derivatives.refuse_tangents(kind._fields, tensors)
+    # A step has no path: the last field.
+    derivatives.refuse_tangents(kind._fields[:count], tensors)
     run, check_overlap, path_length = launches.find(prepare, tensors, numbers)
     check_overlap(*tensors)
     if values_are_checked(tensors[0].device):

@@ -217,7 +217,8 @@ def _at(root: Path, revision: str, package: str, targets: Sequence[str], cache: 
             wanted = _git(root, "ls-tree", "--name-only", revision, "shared", "packages").decode().split()
             archive = _git(root, "archive", "--format=tar", revision, *wanted)
             with tarfile.open(fileobj=io.BytesIO(archive)) as files:
-                files.extractall(folder, filter="data")
+                # Python 3.11.0 to 3.11.3 have no such filter; what is unpacked is git's own archive.
+                files.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
             if not (Path(folder) / "packages" / package).exists():
                 return {}
             found = _dumped(Path(folder), package, targets, processes)

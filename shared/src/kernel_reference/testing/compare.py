@@ -218,7 +218,8 @@ def _at(root: Path, revision: str, package: str, targets: Sequence[str], cache: 
             archive = _git(root, "archive", "--format=tar", revision, *wanted)
             with tarfile.open(fileobj=io.BytesIO(archive)) as files:
                 # Python 3.11.0 to 3.11.3 have no such filter; what is unpacked is git's own archive.
-                files.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
+                files.extraction_filter = getattr(tarfile, "data_filter", None)
+                files.extractall(folder)
             if not (Path(folder) / "packages" / package).exists():
                 return {}
             found = _dumped(Path(folder), package, targets, processes)

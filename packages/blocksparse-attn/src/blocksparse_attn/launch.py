@@ -271,10 +271,10 @@ def _in_parts(
         WIDE=(size_v - 1) * s_out[3] >= 2**31,
     )  # fmt: skip
     slots = num_slots(problem, plan)
-    *s_lse, s_lse_token = _lse_strides(forms.lse)
+    # Triton 3.6 loses a stride of 1 of out in a tuple that holds another stride beside it: they are two arguments.
     rest = (
         forms.q.shape[-3], problem.sequences, problem.capacity, slots, tokens, 1 if plan.packed else 2,
-        plan.num_splits, *s_lse, OutputStrides(s_out, s_lse_token), config,
+        plan.num_splits, *_lse_strides(forms.lse), s_out, config,
     )  # fmt: skip
     grid = (slots * tokens * heads, 1, 1)
     merging = Launch(merge.merge, grid, rest, device, group=_grouped_for_merging(problem.padded), num_warps=1)

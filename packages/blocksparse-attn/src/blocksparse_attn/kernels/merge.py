@@ -23,11 +23,12 @@ class MergeConfig(NamedTuple):
 @triton.jit(
     do_not_specialize=[
         "rows", "sequences", "keys", "slots", "tokens", "slack", "num_splits", "s_lse_sequence", "s_lse_head",
+        "s_lse_token",
     ]
 )  # fmt: skip
 def merge(
     bounds, p_sinks, outputs, rows, sequences, keys, slots, tokens, slack, num_splits, s_lse_sequence, s_lse_head,
-    strides, config: tl.constexpr,
+    s_lse_token, s_out, config: tl.constexpr,
 ):  # fmt: skip
     """Combine partial results, see ``Outputs``, of the tiles that have them: rows of no tile have none.
 
@@ -75,10 +76,9 @@ def merge(
             b_sink = tl.zeros([1], tl.float32) + tl.load(p_sinks + i_h).to(tl.float32)
             acc, running_max, row_sum = with_sink(acc, running_max, row_sum, tl.where(possible, b_sink, float("-inf")))
         o_d_out = wide(o_d, config.WIDE)
-        s_out = strides.out
         off_out = i_b * s_out[0] + token * s_out[1] + i_h * s_out[2]
         p_tile = outputs.out + off_out[:, None] + (o_d_out * s_out[3])[None, :]
         tl.store(p_tile, normalised(acc, row_sum).to(outputs.out.dtype.element_ty), mask=m_tile)
         if outputs.lse is not None:
-            off_lse = i_b * s_lse_sequence + i_h * s_lse_head + token * strides.lse
+            off_lse = i_b * s_lse_sequence + i_h * s_lse_head + token * s_lse_token
             tl.store(outputs.lse + off_lse, log_sum_exp(running_max, row_sum), mask=m_row)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from blocksparse_attn.kernels import merge, tiles
-from blocksparse_attn.kernels.groups import Bounds, Outputs, OutputStrides, Strides
+from blocksparse_attn.kernels.groups import Bounds, Outputs, Strides
 from blocksparse_attn.kernels.selected import (
     HEADER,
     Inputs,
@@ -152,8 +152,8 @@ def _merge(problem: Problem, plan: SelectedPlan, forms: Tensors, device: torch.d
     )  # fmt: skip
     slots = num_slots(problem, plan)
     rest = (
-        problem.tokens, problem.sequences, problem.capacity, slots, plan.packed, 1, plan.num_splits, 0, s_lse[0],
-        OutputStrides(s_out, s_lse[1]), config,
+        problem.tokens, problem.sequences, problem.capacity, slots, plan.packed, 1, plan.num_splits, 0, *s_lse,
+        s_out, config,
     )  # fmt: skip
     grid = (slots * plan.packed * problem.num_heads, 1, 1)
     return Launch(merge.merge, grid, rest, device, group=_grouped_for_merging, num_warps=1)

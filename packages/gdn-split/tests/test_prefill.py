@@ -162,6 +162,18 @@ def test_the_public_function_gives_what_the_definition_gives(device: torch.devic
     assert not torch.equal(t.conv_state, before)
 
 
+def test_gates_that_hardly_forget_have_as_many_right_digits_as_others(device: torch.device) -> None:
+    call = Call(GroupShape(1, 4, 16, 16), (128,), initial="no state", dtype=FLOATS[0])
+    t = make(call, device)
+    # Of b and a four columns each.
+    a = torch.linspace(-80, 80, 512, device=device).view(128, 4)
+    t.mixed_ba[:, 4:] = a
+    t.dt_bias.zero_()
+    g = kernels(call, t)[4].double()
+    wanted = -t.A_log.double().exp() * torch.nn.functional.softplus(a.double(), threshold=100)
+    assert ((g - wanted).abs() / wanted.abs()).max() < 8 * torch.finfo(torch.float32).eps
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("number", range(30))
 def test_packed_sequences_of_any_layer_in_bulk(device: torch.device, number: int) -> None:

@@ -149,6 +149,7 @@ CASES = {
     "VK": Layer(SMALL, state_layout="VK", sequences=2),
     "VK, unlike sizes, three tokens": Layer(GroupShape(1, 2, 40, 12), state_layout="VK", tokens=3, sequences=2),
     "states in bfloat16, four tokens": Layer(SMALL, state="bfloat16", tokens=4, sequences=2),
+    "six tokens, in two chunks": Layer(GroupShape(1, 2, 16, 16), tokens=6, sequences=1),
     "VK in float16, two tokens, a bias": Layer(SMALL, state_layout="VK", state="float16", tokens=2, bias=True),
     "float32, width 2, no norm, no activation": Layer(SMALL, dtype="float32", width=2, norm=False, silu=False),
     "float16, width 3, no norms of q and k, channel-last": Layer(

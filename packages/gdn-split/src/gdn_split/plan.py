@@ -135,6 +135,12 @@ class StepProblem:
         """Whether the state's elements that lie together are those along Dk."""
         return self.state_strides[2] == 1 and self.state_strides[3] != 1
 
+    @property
+    def packed_state(self) -> bool:
+        """Whether a head's state is one piece of memory."""
+        sizes = self.shape.head_v, self.shape.head_qk
+        return self.state_strides[2:] in ((sizes[0], 1), (1, sizes[1]))
+
 
 @dataclass(frozen=True)
 class PrefillProblem:
@@ -235,7 +241,8 @@ class StepPlan(Plan):
     """One launch of a decode step: a program takes one V head of a sequence, ``block_v`` of its columns at a time.
 
     ``run``: elements of the state's inner dimension that a row of threads reads at a time. ``max_registers``: of a
-    thread; 0 leaves them to the compiler.
+    thread; 0 leaves them to the compiler. ``ahead``: a program fetches what the program that many behind it needs into
+    the L2 cache, or nothing.
     """
 
     block_v: int
@@ -243,6 +250,7 @@ class StepPlan(Plan):
     num_warps: int
     max_registers: int = 0
     dependent_launch: bool = False
+    ahead: int = 0
 
     def covers(self, problem: StepProblem) -> bool:
         """Whether its programs reach every column, in steps that a kernel can take."""
@@ -364,13 +372,17 @@ def plan_step(problem: StepProblem, limits: DeviceLimits) -> StepPlan:
     block_k, all_v = (power_of_two_at_least(size) for size in (problem.shape.head_qk, problem.shape.head_v))
     block_v = min(all_v, max(1, _STATE_ELEMENTS // block_k))
     inner = block_k if problem.k_inner else block_v
-    # Runs of 128 bytes at least. Across Dk they are summed among threads, which shorter runs make cheaper.
-    run = min(inner, (128 if problem.k_inner else 256) // problem.state_bytes)
     num_warps = min(8, max(4, block_k * block_v // 2048))
+    # Along Dk runs of 128 bytes, which are summed among threads. Along Dv each warp has its own.
+    run = min(inner, 128 // problem.state_bytes) if problem.k_inner else min(inner, max(1, block_v // num_warps))
     # Of several tokens that costs some 60 bytes of stack. With more registers, and one program an SM, 64 sequences of
     # Qwen3-Next took an H200 194 us with two tokens, and 92 with one.
     limited = limits.register_limit and block_k * block_v == 64 * 32 * num_warps and block_v == all_v
-    return StepPlan(block_v, run, num_warps, 128 if limited else 0, limits.dependent_launch)
+    # A wave of programs ahead.
+    ahead = 2 * limits.cores if limited and limits.dependent_launch and problem.packed_state else 0
+    if problem.sequences * problem.shape.num_heads_v <= ahead:
+        ahead = 0
+    return StepPlan(block_v, run, num_warps, 128 if limited else 0, limits.dependent_launch, ahead)
 
 
 def plan_prefill(problem: PrefillProblem, limits: DeviceLimits) -> PrefillPlan:

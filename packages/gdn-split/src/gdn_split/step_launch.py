@@ -89,8 +89,13 @@ def prepare_step(problem: StepProblem, plan: StepPlan | None, tensors: Step | Co
 
 
 def _group(problem: StepProblem) -> int:
-    """QK heads whose inputs one program keeps: 1024 channels of Qwen3-Next."""
-    return max(1, 512 // power_of_two_at_least(problem.shape.head_qk))
+    """QK heads whose inputs one program keeps: all of Qwen3-Next's."""
+    return max(1, 2048 // power_of_two_at_least(problem.shape.head_qk))
+
+
+def _chunk(tokens: int) -> int:
+    """Tokens whose inputs are loaded together: registers hold those of four."""
+    return tokens if tokens < 3 else 4
 
 
 def _updaters(problem: StepProblem) -> int:
@@ -124,9 +129,12 @@ def launch_of(problem: StepProblem, plan: StepPlan, tensors: Step | Commit) -> L
         tensors.conv_bias is not None, problem.silu, 0,
     )  # fmt: skip
     s_state_slot, s_state_head, s_k, s_v = problem.state_strides
+    block_k = power_of_two_at_least(shape.head_qk)
+    # Threads of a warp take 16 bytes each.
+    lanes = min(block_k, max(1, 32 * 16 // (problem.state_bytes * plan.run)))
     step = StepConstants(
-        power_of_two_at_least(shape.head_qk), plan.block_v, s_k, s_v, problem.k_inner, plan.run, problem.qk_norm,
-        problem.writes, _group(problem),
+        block_k, plan.block_v, s_k, s_v, problem.k_inner, plan.run, lanes, problem.qk_norm, problem.writes,
+        _group(problem), _chunk(problem.tokens), plan.ahead,
     )  # fmt: skip
     strides = StepStrides(s_qkvz, s_ba, s_slot, s_state_slot, s_state_head, s_out, s_out_head)
     numbers = (problem.scale, problem.norm_eps, strides, launch._sizes(shape, problem.interleaved), conv, step)

@@ -50,8 +50,8 @@ Start = Callable[..., None]
 
 # Kernels read 8-bit floats as integers: not every target knows the types.
 _FP8 = {torch.float8_e4m3fn: 4, torch.float8_e5m2: 5}
-# Rows, or tokens, that one program of a merge kernel takes, of a tile in pieces at a time: there a warp has one.
-_MERGED_ROWS, _ROWS_OF_PIECES = 16, 4
+# Rows, or tokens, that one program of a merge kernel takes.
+_MERGED_ROWS = 16
 # Numbers of an entry that says which tile is in pieces: see kernels/merge.py.
 _ENTRY = 8
 _TENSORS = len(PrefillTensors._fields)
@@ -354,7 +354,7 @@ def _with_pieces(attend: Run, problem: Problem, plan: PrefillPlan, forms: Prefil
         HEADS=heads_per_tile(problem.group, plan.block_m),
         TOKENS=tokens_per_tile(problem.group, plan.block_m),
         BLOCK_M=plan.block_m,
-        ROWS=_ROWS_OF_PIECES,
+        ROWS=_MERGED_ROWS,
         D=problem.head_dim_v,
         BLOCK_D=max(16, power_of_two_at_least(problem.head_dim_v)),
         LIMIT=_limit(forms.out),
@@ -365,12 +365,9 @@ def _with_pieces(attend: Run, problem: Problem, plan: PrefillPlan, forms: Prefil
     # By number of the piece, for all rows; by program, two for each.
     entries = most_tiles(problem, plan.block_m) * plan.num_splits if plan.num_splits else 2 * programs
     rows = problem.tokens * problem.num_heads * plan.num_splits if plan.num_splits else 2 * programs * plan.block_m
-    # As many programs as work at a time, and no more for a tile than it has rows, if max_seqlen_q is right.
-    most = 16 * plan.programs
-    in_tile = min(plan.block_m, problem.max_seqlen_q * heads_per_tile(problem.group, plan.block_m))
-    across = max(1, min(cdiv(in_tile, _ROWS_OF_PIECES), most // entries))
-    rest = (problem.tokens, *_lse_strides(forms.lse), problem.out_scale, across, forms.out.stride(), config)
-    grid = (min(entries, most) * across, 1, 1)
+    rest = (problem.tokens, *_lse_strides(forms.lse), problem.out_scale, forms.out.stride(), config)
+    # More programs than that would wait for others' to end.
+    grid = (min(entries * cdiv(plan.block_m, _MERGED_ROWS), 8 * plan.programs), 1, 1)
     merge_pieces = Launch(merge.merge_pieces, grid, rest, device, dependent_launch=dependent, num_warps=4)
     sizes = ((rows, problem.head_dim_v), torch.float32), ((rows,), torch.float32), ((entries + 1, _ENTRY), torch.int64)
     new_part, new_part_lse, new_noted = [_scratch(size, dtype, device) for size, dtype in sizes]

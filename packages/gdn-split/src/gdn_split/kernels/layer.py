@@ -1,7 +1,6 @@
 """Device code: what the kernels of a Gated DeltaNet layer's tokens share: convolution, gates, delta rule, norm.
 
-With S the state before a token, decayed by g: ``S^T k`` and ``S^T q`` come out of one pass over it, so that the output
-``(g S + k u^T)^T q = g S^T q + (k . q) u`` does not wait for the new state.
+A state stays in registers while tokens pass.
 """
 
 from typing import Any, NamedTuple
@@ -15,8 +14,9 @@ from gdn_split.kernels.split import load_weights
 class Step(NamedTuple):
     """Constants of a step: blocks of Dk and Dv, and the state's strides along these.
 
-    K_INNER: whether Dk, and not Dv, is the state's inner dimension. RUN: how it is cut, see below. GROUP: the QK heads
-    whose inputs one program keeps.
+    K_INNER: whether Dk, and not Dv, is the state's inner dimension. RUN, LANES: how a tile is cut, see below. GROUP: QK
+    heads whose inputs one program keeps. CHUNK: tokens whose inputs are loaded together. AHEAD: how many programs later
+    what a program fetches into the L2 cache is used; 0: it fetches nothing.
     """
 
     BLOCK_K: int
@@ -25,9 +25,12 @@ class Step(NamedTuple):
     S_V: int
     K_INNER: bool
     RUN: int
+    LANES: int
     QK_NORM: bool
     WRITES: bool
     GROUP: int
+    CHUNK: int
+    AHEAD: int
 
 
 class StepStrides(NamedTuple):
@@ -70,10 +73,20 @@ class Out(NamedTuple):
     s_raw: Any
 
 
+class Token(NamedTuple):
+    """What a token does to a head's state, and how it is read: q and k normed, the decay and beta of the head."""
+
+    q: Any
+    k: Any
+    v: Any
+    decay: Any
+    beta: Any
+
+
 class Gate(NamedTuple):
     """The learned numbers of a V head."""
 
-    rate: Any
+    a_log: Any
     dt_bias: Any
 
 
@@ -99,15 +112,14 @@ def two_blocks(o_1, o_2, c_1, c_2, width, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def halves(b, BLOCK: tl.constexpr):
-    """The two blocks, each by itself."""
-    return tl.split(tl.trans(tl.reshape(b, [2, BLOCK])))
+def halves(b):
+    """The two blocks of [2, BLOCK], each by itself."""
+    return tl.split(tl.trans(b))
 
 
 @triton.jit
-def load_taps(x, c_x, m_x, p_slot, o_c, m_c, conv: tl.constexpr):
-    """The first token's input, at columns c_x of the row x, and the state's: channels o_c."""
-    x_0 = tl.load(x + c_x, mask=m_x, other=0.0).to(tl.float32)
+def load_taps(p_slot, o_c, m_c, conv: tl.constexpr):
+    """The state's inputs of channels o_c, the newest of them as x_0."""
     p_1 = p_slot + o_c.to(tl.int64) * conv.S_CHANNEL + (conv.WIDTH - 2) * conv.S_TAP
     x_1 = tl.load(p_1, mask=m_c, other=0.0).to(tl.float32)
     x_2 = x_1
@@ -116,7 +128,7 @@ def load_taps(x, c_x, m_x, p_slot, o_c, m_c, conv: tl.constexpr):
         x_2 = tl.load(p_1 - conv.S_TAP, mask=m_c, other=0.0).to(tl.float32)
     if conv.WIDTH > 3:
         x_3 = tl.load(p_1 - 2 * conv.S_TAP, mask=m_c, other=0.0).to(tl.float32)
-    return Taps(x_0, x_1, x_2, x_3)
+    return Taps(x_1, x_2, x_3, x_3)
 
 
 @triton.jit
@@ -159,21 +171,41 @@ def activated(b, conv: tl.constexpr):
 
 @triton.jit
 def values_and_gates(taps, weights, b_norm, m_v, conv: tl.constexpr, BLOCK: tl.constexpr):
-    """Of a block of v and z: v convolved, and the norm's weight times silu(z)."""
+    """Of a block of v and z, [2, BLOCK]: v convolved, and the norm's weight times silu(z)."""
     b = tl.where(m_v, convolved(taps, weights, conv), taps.x_0)
     if conv.SILU:
         b *= sigmoid(b)
     else:
         b *= tl.where(m_v, 1.0, sigmoid(b))
-    return halves(b * b_norm, BLOCK)
+    return tl.reshape(b * b_norm, [2, BLOCK])
 
 
 @triton.jit
-def decay_of(a, gate):
-    """exp(g), g = -exp(A_log) softplus(a + dt_bias). Past 20 softplus is its argument, to float32's last place."""
-    x = a + gate.dt_bias
-    softplus = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
-    return tl.exp(-gate.rate * softplus)
+def exponential(x):
+    """exp(x) to a unit in the last place; a GPU's own, which is of base 2, is given a rounded x / ln 2."""
+    x = tl.where(x < -87.0, -87.0, tl.where(x > 88.0, 88.0, x))
+    n = tl.floor(x * 1.4426950408889634 + 0.5)
+    # ln 2 in two parts, of which the first has few enough digits for exact products.
+    r = (x - n * 0.693359375) + n * 2.12194440e-4
+    series = 1 / 2 + r * (1 / 6 + r * (1 / 24 + r * (1 / 120 + r * (1 / 720 + r * (1 / 5040)))))
+    power_of_two = ((n.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+    return (1.0 + (r + (r * r) * series)) * power_of_two
+
+
+@triton.jit
+def softplus(x):
+    """log(1 + exp(x)), as precise where it is small: log(1 + t) = 2 artanh(t / (2 + t)), t being 1 at most."""
+    t = exponential(-tl.abs(x))
+    s = 2.0 * t / (2.0 + t)
+    z = 0.25 * s * s
+    series = 1 / 3 + z * (1 / 5 + z * (1 / 7 + z * (1 / 9 + z * (1 / 11 + z * (1 / 13 + z * (1 / 15))))))
+    return tl.where(x > 0.0, x, 0.0) + (s + s * z * series)
+
+
+@triton.jit
+def log_decay(a, gate):
+    """g = -exp(A_log) softplus(a + dt_bias)."""
+    return -exponential(gate.a_log) * softplus(a + gate.dt_bias)
 
 
 @triton.jit
@@ -181,76 +213,76 @@ def sigmoid(x):
     return 1.0 / (1.0 + tl.exp(-x))
 
 
-# A state's tile is [runs, outer dimension, RUN]: the inner dimension, Dk or Dv, is cut into runs, so that a row of
-# threads reads a run at a time and holds few columns of many rows. Vectors over Dk and Dv are brought into its form.
-
-
-@triton.jit
-def along_inner(b, RUN: tl.constexpr):
-    RUNS: tl.constexpr = b.shape[0] // RUN
-    return tl.reshape(b, [RUNS, RUN])[:, None, :]
+# A state's tile. Where Dk is the inner dimension: [runs of Dk, Dv, RUN]. Where Dv is: [Dk / LANES, runs of Dv, LANES,
+# RUN], of which a warp holds LANES rows of a run at a time, and other warps other runs. Either way what is summed over
+# Dk lies within a warp, most of it within a thread. Vectors over Dk and Dv are brought into the tile's form.
 
 
 @triton.jit
 def along_k(b_k, step: tl.constexpr):
     """A vector over Dk [BLOCK_K] beside the state's tile."""
     if step.K_INNER:
-        b = along_inner(b_k, step.RUN)
+        b = tl.reshape(b_k, [step.BLOCK_K // step.RUN, step.RUN])[:, None, :]
     else:
-        b = b_k[None, :, None]
+        b = tl.reshape(b_k, [step.BLOCK_K // step.LANES, step.LANES])[:, None, :, None]
     return b
 
 
 @triton.jit
-def along_v(b_v, step: tl.constexpr):
-    """A vector over Dv [BLOCK_V] likewise."""
+def as_values(b_v, step: tl.constexpr):
+    """A vector over Dv [BLOCK_V] in the form that sums over Dk have."""
     if step.K_INNER:
-        b = b_v[None, :, None]
+        b = b_v
     else:
-        b = along_inner(b_v, step.RUN)
+        b = tl.reshape(b_v, [step.BLOCK_V // step.RUN, step.RUN])
+    return b
+
+
+@triton.jit
+def offsets_of_values(step: tl.constexpr):
+    """0 to BLOCK_V in that form."""
+    if step.K_INNER:
+        o = tl.arange(0, step.BLOCK_V)
+    else:
+        o = tl.arange(0, step.BLOCK_V // step.RUN)[:, None] * step.RUN + tl.arange(0, step.RUN)[None, :]
+    return o
+
+
+@triton.jit
+def along_v(b, step: tl.constexpr):
+    """A vector of that form beside the state's tile."""
+    if step.K_INNER:
+        b = b[None, :, None]
+    else:
+        b = b[None, :, None, :]
     return b
 
 
 @triton.jit
 def sum_over_k(b_S, step: tl.constexpr):
-    """[BLOCK_V]; behind the tile's own dimensions there may be more."""
-    BLOCK_V: tl.constexpr = step.BLOCK_V
-    if step.K_INNER:
-        b = tl.sum(tl.sum(b_S, axis=0), axis=1)
-    else:
-        b = tl.sum(b_S, axis=1)
-        if len(b.shape) == 3:
-            b = tl.reshape(b, [BLOCK_V, 2])
-        else:
-            b = tl.reshape(b, [BLOCK_V])
-    return b
-
-
-@triton.jit
-def products(b_q, b_k):
-    """q . q, k . k and q . k."""
-    squares = tl.join(b_q * b_q, b_k * b_k)
-    b = tl.join(squares, tl.join(b_q * b_k, b_q * b_k))
-    own, cross = tl.split(tl.sum(b, axis=0))
-    qq, kk = tl.split(own)
-    qk, _ = tl.split(cross)
-    return qq, kk, qk
+    return tl.sum(tl.sum(b_S, axis=0), axis=1)
 
 
 @triton.jit
 def tile_of_state(p_head, first_v, sizes: tl.constexpr, step: tl.constexpr):
     """Pointers to the tile of a head's state from column first_v of Dv on, and which of them lie in it."""
     RUN: tl.constexpr = step.RUN
-    # Not by along_inner, so that the compiler sees what is contiguous.
+    # Not by reshapes, so that the compiler sees what is contiguous.
     if step.K_INNER:
-        RUNS: tl.constexpr = step.BLOCK_K // RUN
-        o_k = tl.arange(0, RUNS)[:, None, None] * RUN + tl.arange(0, RUN)[None, None, :]
+        o_k = tl.arange(0, step.BLOCK_K // RUN)[:, None, None] * RUN + tl.arange(0, RUN)[None, None, :]
         o_v = first_v + tl.arange(0, step.BLOCK_V)[None, :, None]
     else:
-        RUNS: tl.constexpr = step.BLOCK_V // RUN
-        o_k = tl.arange(0, step.BLOCK_K)[None, :, None]
-        o_v = first_v + tl.arange(0, RUNS)[:, None, None] * RUN + tl.arange(0, RUN)[None, None, :]
-    return p_head + o_k * step.S_K + o_v * step.S_V, (o_k < sizes.HQ) & (o_v < sizes.HV)
+        LANES: tl.constexpr = step.LANES
+        o_k = tl.arange(0, step.BLOCK_K // LANES)[:, None, None, None] * LANES
+        o_k = o_k + tl.arange(0, LANES)[None, None, :, None]
+        o_v = tl.arange(0, step.BLOCK_V // RUN)[None, :, None, None] * RUN
+        o_v = first_v + o_v + tl.arange(0, RUN)[None, None, None, :]
+    p_tile = p_head + o_k * step.S_K + o_v * step.S_V
+    # What is said of the outer dimensions is their rank: neighbouring threads are given the more contiguous ones, and
+    # of those that are alike Triton 3.6 takes the first, 3.7 the last.
+    if RUN > 3 and (step.S_K == 1 if step.K_INNER else step.S_V == 1):
+        p_tile = tl.max_contiguous(p_tile, [1, 2, RUN] if step.K_INNER else [1, 2, 3, RUN])
+    return p_tile, (o_k < sizes.HQ) & (o_v < sizes.HV)
 
 
 @triton.jit
@@ -260,7 +292,7 @@ def load_state(p_tile, m, sizes: tl.constexpr, step: tl.constexpr):
         b_S = tl.load(p_tile, mask=m, other=0.0)
     else:
         b_S = tl.load(p_tile)
-    return b_S.to(tl.float32)
+    return b_S
 
 
 @triton.jit
@@ -272,37 +304,33 @@ def store_state(p_tile, m, b_S, sizes: tl.constexpr, step: tl.constexpr):
 
 
 @triton.jit
-def delta_step(b_S, b_q, b_k, b_v, decay, beta, scale, step: tl.constexpr, HAS_OUT: tl.constexpr):
+def normed(b_qk, scale, step: tl.constexpr):
+    """Of a block of q and k, [2, BLOCK_K]: q, scaled, and k, each over its norm."""
+    b = tl.reshape(b_qk, [2, step.BLOCK_K])
+    is_q = tl.arange(0, 2)[:, None] == 0
+    if step.QK_NORM:
+        b *= tl.rsqrt(tl.sum(b * b, axis=1, keep_dims=True) + 1e-6)
+    return b * tl.where(is_q, scale, 1.0)
+
+
+@triton.jit
+def delta_step(b_S, token, step: tl.constexpr, HAS_OUT: tl.constexpr):
     """The state after a token, and what q reads of it."""
+    b_k = along_k(token.k, step)
+    b_S *= token.decay
+    b_u = token.beta * (as_values(token.v, step) - sum_over_k(b_S * b_k, step))
+    b_S += b_k * along_v(b_u, step)
+    b_o = b_u
     if HAS_OUT:
-        # Sums that can be taken together are: each costs barriers among all warps.
-        qq, kk, qk = products(b_q, b_k)
-        if step.QK_NORM:
-            r_q = tl.rsqrt(qq + 1e-6) * scale
-            r_k = tl.rsqrt(kk + 1e-6)
-        else:
-            r_q = scale
-            r_k = 1.0
-        b_k *= r_k
-        b_q *= r_q
-        if step.K_INNER:
-            b_Sk = sum_over_k(b_S * along_k(b_k, step), step)
-            b_Sq = sum_over_k(b_S * along_k(b_q, step), step)
-        else:
-            both = tl.join(b_S * along_k(b_q, step), b_S * along_k(b_k, step))
-            b_Sq, b_Sk = tl.split(sum_over_k(both, step))
-        b_u = beta * (b_v - decay * b_Sk)
-        b_o = decay * b_Sq + (qk * r_q * r_k) * b_u
-    else:
-        if step.QK_NORM:
-            b_k *= tl.rsqrt(tl.sum(b_k * b_k, axis=0) + 1e-6)
-        b_u = beta * (b_v - decay * sum_over_k(b_S * along_k(b_k, step), step))
-        b_o = b_u
-    return b_S * decay + along_k(b_k, step) * along_v(b_u, step), b_o
+        b_o = sum_over_k(b_S * along_k(token.q, step), step)
+    return b_S, b_o
 
 
 @triton.jit
 def gated(b_o, b_gate, eps, sizes: tl.constexpr):
     """RMSNorm over a head's outputs, b_gate being the weight times silu(z)."""
-    mean = tl.sum(b_o * b_o, axis=0) / sizes.HV
+    squares = b_o * b_o
+    if len(squares.shape) == 2:
+        squares = tl.sum(squares, axis=1)
+    mean = tl.sum(squares, axis=0) / sizes.HV
     return b_o * tl.rsqrt(mean + eps) * b_gate

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from gdn_split.kernels.layer import Gate, sigmoid
+from gdn_split.kernels.layer import Gate, log_decay, sigmoid
 from gdn_split.kernels.split import columns_of_b_and_a, columns_of_group, wait_for_inputs
 
 
@@ -126,13 +126,11 @@ def gates(p_ba, o_row, m, o_h, p_a_log, p_dt_bias, sizes: tl.constexpr):
     m_h = o_h < sizes.NQK * sizes.R
     c_b, c_a = columns_of_b_and_a(o_h, sizes)
     m = m[:, None] & m_h[None, :]
-    rate = tl.exp(tl.load(p_a_log + o_h, mask=m_h, other=0.0).to(tl.float32))
-    gate = Gate(rate, tl.load(p_dt_bias + o_h, mask=m_h, other=0.0).to(tl.float32))
+    b_a_log = tl.load(p_a_log + o_h, mask=m_h, other=0.0).to(tl.float32)[None, :]
+    gate = Gate(b_a_log, tl.load(p_dt_bias + o_h, mask=m_h, other=0.0).to(tl.float32)[None, :])
     b = tl.load(p_ba + o_row[:, None] + c_b[None, :], mask=m, other=0.0).to(tl.float32)
     a = tl.load(p_ba + o_row[:, None] + c_a[None, :], mask=m, other=0.0).to(tl.float32)
-    x = a + gate.dt_bias[None, :]
-    softplus = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
-    return -gate.rate[None, :] * softplus, sigmoid(b), m
+    return log_decay(a, gate), sigmoid(b), m
 
 
 @triton.jit

@@ -11,16 +11,20 @@ import triton.language as tl
 from gdn_split.kernels.layer import (
     Gate,
     Out,
+    Taps,
+    Token,
     activated,
-    advance_taps,
+    as_values,
     convolved,
-    decay_of,
     delta_step,
     gated,
     halves,
     load_filter,
     load_state,
     load_taps,
+    log_decay,
+    normed,
+    offsets_of_values,
     sigmoid,
     store_state,
     store_taps,
@@ -119,6 +123,112 @@ def load_kept(x, p_path, column, p_1, i, m, tokens, strides, conv: tl.constexpr)
     return b_new + b_old
 
 
+@triton.jit
+def fetch(p, wanted, bytes_):
+    """Bring what lies at each thread's p into the L2 cache or, by one thread, bytes from p on.
+
+    No branch: what is behind one would not be begun before it.
+    """
+    if bytes_ is None:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred wanted; setp.ne.b32 wanted, $2, 0; @wanted prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
+            "=r,l,r", [p, wanted], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        tl.inline_asm_elementwise(
+            """
+            {
+                .reg .pred one;
+                .reg .b32 thread;
+                .reg .b64 from;
+                mov.u32 thread, %tid.x;
+                setp.lt.u32 one, thread, $2;
+                and.b64 from, $1, -16;
+                @one cp.async.bulk.prefetch.L2.global [from], $3;
+                mov.b32 $0, 0;
+            }
+            """,
+            "=r,l,r,r", [p, wanted, bytes_], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def slot_ahead(p_slots, sequences, num_slots, sizes: tl.constexpr, step: tl.constexpr):
+    """The slot that the program AHEAD of this one works on, or -1."""
+    i_n = (tl.program_id(0) + step.AHEAD) // (sizes.NQK * sizes.R)
+    slot = tl.load(p_slots + tl.minimum(i_n, sequences - 1)).to(tl.int64)
+    return tl.where((i_n < sequences) & (slot < num_slots), slot, -1)
+
+
+@triton.jit
+def fetch_ahead(p_x, p_conv, p_pool, slot, strides, sizes: tl.constexpr, conv: tl.constexpr, step: tl.constexpr):
+    """Bring what that program needs into the L2 cache, so that it waits the less for memory."""
+    NQK: tl.constexpr = sizes.NQK
+    NV: tl.constexpr = NQK * sizes.R
+    HQ: tl.constexpr = sizes.HQ
+    HV: tl.constexpr = sizes.HV
+    TOKENS: tl.constexpr = conv.TOKENS
+    TAPS: tl.constexpr = conv.WIDTH - 1
+    BYTES: tl.constexpr = HQ * HV * p_pool.dtype.element_ty.primitive_bitwidth // 8 // 16 * 16
+    i_p = tl.program_id(0) + step.AHEAD
+    head = i_p % NV
+    i_g = head // sizes.R
+    wanted = (slot >= 0).to(tl.int32)
+    fetch(p_pool + slot * strides.slot + head * strides.head, wanted, BYTES)
+    c_q, c_k, c_v, c_z = columns_of_group(i_g, sizes)
+    o_qk, c_qk, _ = two_blocks(i_g * HQ, (NQK + i_g) * HQ, c_q, c_k, HQ, step.BLOCK_K)
+    c_v += head % sizes.R * HV
+    c_z += head % sizes.R * HV
+    first = 2 * NQK * HQ + head * HV
+    o_vz, c_vz, _ = two_blocks(first, first, c_v, c_z, HV, step.BLOCK_V)
+    p_x += (i_p // NV).to(tl.int64) * TOKENS * strides.qkvz
+    for t in tl.static_range(TOKENS):
+        fetch(p_x + t * strides.qkvz + c_qk, wanted, None)
+        fetch(p_x + t * strides.qkvz + c_vz, wanted, None)
+    p_slot = p_conv + slot * strides.conv_slot
+    for i in tl.static_range(TAPS):
+        fetch(p_slot + o_qk.to(tl.int64) * conv.S_CHANNEL + i * conv.S_TAP, wanted, None)
+        fetch(p_slot + o_vz.to(tl.int64) * conv.S_CHANNEL + i * conv.S_TAP, wanted, None)
+
+
+@triton.jit
+def load_rows(p, p_path, first, tokens, c, m, stride, conv: tl.constexpr, step: tl.constexpr):
+    """Elements c of a sequence's rows of CHUNK tokens from the first on."""
+    CHUNK: tl.constexpr = step.CHUNK
+    rows = ()
+    for j in tl.static_range(CHUNK):
+        i_t = row_of_token(p_path, first + j, tokens, conv.TOKENS)
+        rows = rows + (tl.load(p + i_t * stride + c, mask=m, other=0.0),)
+    return rows
+
+
+@triton.jit
+def load_gates(p_ba, p_path, first, tokens, c_b, c_a, stride, conv: tl.constexpr, step: tl.constexpr):
+    """b and a of a V head, likewise."""
+    CHUNK: tl.constexpr = step.CHUNK
+    b = ()
+    a = ()
+    for j in tl.static_range(CHUNK):
+        p = p_ba + row_of_token(p_path, first + j, tokens, conv.TOKENS) * stride
+        b = b + (tl.load(p + c_b),)
+        a = a + (tl.load(p + c_a),)
+    return b, a
+
+
+@triton.jit
+def moved_on(x, taps, live, EVEN: tl.constexpr):
+    """The taps under which an input x comes, if its token is one."""
+    new = x.to(tl.float32)
+    if EVEN:
+        moved = Taps(new, taps.x_0, taps.x_1, taps.x_2)
+    else:
+        moved = Taps(
+            tl.where(live, new, taps.x_0), tl.where(live, taps.x_0, taps.x_1), tl.where(live, taps.x_1, taps.x_2),
+            tl.where(live, taps.x_2, taps.x_3),
+        )  # fmt: skip
+    return moved
+
+
 @triton.jit(do_not_specialize=["sequences", "num_slots", "path_length"])
 def advance(
     p_qkvz, p_ba, p_conv, p_weight, p_bias, p_pool, p_slots, p_a_log, p_dt_bias, p_norm, p_accepted, p_path,
@@ -138,7 +248,10 @@ def advance(
     TOKENS: tl.constexpr = conv.TOKENS
     BLOCK_K: tl.constexpr = step.BLOCK_K
     BLOCK_V: tl.constexpr = step.BLOCK_V
+    CHUNK: tl.constexpr = step.CHUNK
     SLICES: tl.constexpr = (HV + BLOCK_V - 1) // BLOCK_V
+    # Whether each chunk is of as many tokens as it has places.
+    EVEN: tl.constexpr = TOKENS % CHUNK == 0 and p_accepted is None
     wait_for_inputs(DEPENDENT)
     # Behind the programs of heads those that keep the inputs of q and k, which several heads read.
     UPDATERS: tl.constexpr = (NQK + step.GROUP - 1) // step.GROUP
@@ -150,6 +263,8 @@ def advance(
     i_n = tl.where(keeps, (i_p - sequences * (NQK * R)) // UPDATERS, i_p // (NQK * R)).to(tl.int64)
     slot = tl.load(p_slots + i_n).to(tl.int64)
     live = (slot >= 0) & (slot < num_slots)
+    if step.AHEAD:
+        later = slot_ahead(p_slots, sequences, num_slots, sizes, step)
     tokens = TOKENS
     if p_accepted is not None:
         accepted = tl.load(p_accepted + i_n)
@@ -159,8 +274,6 @@ def advance(
         p_path += i_n * path_length
     p_x = p_qkvz + i_n * TOKENS * strides.qkvz
     p_ba += i_n * TOKENS * strides.ba
-    if p_out is not None:
-        p_out += i_n * TOKENS * strides.out + head * strides.out_head
     if keeps:
         if p_arrived is not None:
             if live & (tokens > 0):
@@ -183,64 +296,90 @@ def advance(
             m_v = m_vz & (tl.arange(0, 2 * BLOCK_V) < BLOCK_V)
             if p_norm is None or SLICES > 1:
                 m_vz = m_v
-            i_first = row_of_token(p_path, 0, tokens, TOKENS)
-            b = tl.load(p_ba + i_first * strides.ba + c_b)
-            a = tl.load(p_ba + i_first * strides.ba + c_a)
-            x = p_x + i_first * strides.qkvz
-            qk_taps = load_taps(x, c_qk, m_qk, p_slot, o_qk, m_qk, conv)
-            vz_taps = load_taps(x, c_vz, m_vz, p_slot, o_vz, m_v, conv)
-            rate = tl.exp(tl.load(p_a_log + head).to(tl.float32))
-            gate = Gate(rate, tl.load(p_dt_bias + head).to(tl.float32))
+            # All loads of small inputs come first, and wait for nothing behind them: the state's are many.
+            qk_taps = load_taps(p_slot, o_qk, m_qk, conv)
+            vz_taps = load_taps(p_slot, o_vz, m_v, conv)
+            w_qk = load_filter(p_weight, p_bias, o_qk, m_qk, conv, 2 * BLOCK_K)
+            w_v = load_filter(p_weight, p_bias, o_vz, m_v, conv, 2 * BLOCK_V)
+            gate = Gate(tl.load(p_a_log + head).to(tl.float32), tl.load(p_dt_bias + head).to(tl.float32))
             b_norm = 1.0
             if p_norm is not None and SLICES == 1:
                 o_z = tl.arange(0, 2 * BLOCK_V) - BLOCK_V
                 b_norm = tl.load(p_norm + o_z, mask=(o_z >= 0) & m_vz, other=1.0).to(tl.float32)
-            # The state last: it is on its way while the convolution is computed.
             p_tile, m_tile = tile_of_state(p_pool + slot * strides.slot + head * strides.head, first_v, sizes, step)
+            o_v = first_v + offsets_of_values(step)
+            x_qk = load_rows(p_x, p_path, 0, tokens, c_qk, m_qk, strides.qkvz, conv, step)
+            x_vz = load_rows(p_x, p_path, 0, tokens, c_vz, m_vz, strides.qkvz, conv, step)
+            b, a = load_gates(p_ba, p_path, 0, tokens, c_b, c_a, strides.ba, conv, step)
             b_S = load_state(p_tile, m_tile, sizes, step)
-            for t in range(tokens):
-                i_t = row_of_token(p_path, t, tokens, TOKENS)
-                # The next token's inputs are on their way while this one is computed.
-                i_next = row_of_token(p_path, t + 1, tokens, TOKENS)
-                more = t + 1 < tokens
-                next_qk = advance_taps(qk_taps, p_x + i_next * strides.qkvz, c_qk, m_qk & more)
-                next_vz = advance_taps(vz_taps, p_x + i_next * strides.qkvz, c_vz, m_vz & more)
-                beta = sigmoid(b.to(tl.float32))
-                decay = decay_of(a.to(tl.float32), gate)
-                b = tl.load(p_ba + i_next * strides.ba + c_b)
-                a = tl.load(p_ba + i_next * strides.ba + c_a)
-                # Loaded for each token: kept, they would cost registers that the state needs.
-                w_qk = load_filter(p_weight, p_bias, o_qk, m_qk, conv, 2 * BLOCK_K)
-                w_v = load_filter(p_weight, p_bias, o_vz, m_v, conv, 2 * BLOCK_V)
-                b_q, b_k = halves(activated(convolved(qk_taps, w_qk, conv), conv), BLOCK_K)
-                b_v, b_gate = values_and_gates(vz_taps, w_v, b_norm, m_v, conv, BLOCK_V)
-                if step.WRITES:
-                    if t == tokens - 1:
-                        # All threads have read what is now written: those that share a channel, and other programs.
-                        tl.debug_barrier()
-                        if i == SLICES - 1:
-                            if R > 1:
-                                tl.atomic_add(p_arrived + slot * UPDATERS + i_g // step.GROUP, 1, sem="release")
-                            else:
-                                store_taps(qk_taps, p_slot, o_qk, m_qk, conv)
-                        store_taps(vz_taps, p_slot, o_vz, m_v, conv)
-                b_S, b_o = delta_step(b_S, b_q, b_k, b_v, decay, beta, scale, step, p_out is not None)
-                if step.WRITES:
-                    if t == tokens - 1:
-                        store_state(p_tile, m_tile, b_S, sizes, step)
+            if step.AHEAD:
+                fetch_ahead(p_qkvz, p_conv, p_pool, later, strides, sizes, conv, step)
+            b_S = b_S.to(tl.float32)
+            # Always so, which the compiler does not know: it would save registers by computing, and so waiting, before
+            # it loads the state.
+            if sequences > 0:
+                p_rows = p_out
                 if p_out is not None:
-                    o_v = first_v + tl.arange(0, BLOCK_V)
-                    if p_norm is not None and SLICES > 1:
-                        p_head = p_raw + ((i_n * TOKENS + i_t) * (NQK * R) + head) * HV
-                        tl.store(p_head + o_v, b_o, mask=o_v < HV)
-                    else:
-                        if p_norm is not None:
-                            b_o = gated(b_o, b_gate, eps, sizes)
-                        tl.store(p_out + i_t * strides.out + o_v, b_o.to(p_out.dtype.element_ty), mask=o_v < HV)
-                qk_taps = next_qk
-                vz_taps = next_vz
+                    p_rows += i_n * TOKENS * strides.out + head * strides.out_head
+                for first in range(0, tokens, CHUNK):
+                    # What all tokens bring is made before the first goes through the state.
+                    qk = ()
+                    vz = ()
+                    decays = ()
+                    betas = ()
+                    for j in tl.static_range(CHUNK):
+                        is_token = first + j < tokens
+                        qk_taps = moved_on(x_qk[j], qk_taps, is_token, EVEN)
+                        vz_taps = moved_on(x_vz[j], vz_taps, is_token, EVEN)
+                        b_qk = normed(activated(convolved(qk_taps, w_qk, conv), conv), scale, step)
+                        b_vz = values_and_gates(vz_taps, w_v, b_norm, m_v, conv, BLOCK_V)
+                        decay = tl.exp(log_decay(a[j].to(tl.float32), gate))
+                        beta = sigmoid(b[j].to(tl.float32))
+                        if not EVEN:
+                            decay = tl.where(is_token, decay, 1.0)
+                            beta = tl.where(is_token, beta, 0.0)
+                        qk = qk + (b_qk,)
+                        vz = vz + (b_vz,)
+                        decays = decays + (decay,)
+                        betas = betas + (beta,)
+                    if step.WRITES:
+                        if first + CHUNK >= tokens:
+                            # All threads have read what is now written: those that share a channel, and other programs.
+                            tl.debug_barrier()
+                            if i == SLICES - 1:
+                                if R > 1:
+                                    tl.atomic_add(p_arrived + slot * UPDATERS + i_g // step.GROUP, 1, sem="release")
+                                else:
+                                    store_taps(qk_taps, p_slot, o_qk, m_qk, conv)
+                            store_taps(vz_taps, p_slot, o_vz, m_v, conv)
+                    if TOKENS > CHUNK:
+                        # The next chunk's inputs are on their way while this one is computed.
+                        x_qk = load_rows(p_x, p_path, first + CHUNK, tokens, c_qk, m_qk, strides.qkvz, conv, step)
+                        x_vz = load_rows(p_x, p_path, first + CHUNK, tokens, c_vz, m_vz, strides.qkvz, conv, step)
+                        b, a = load_gates(p_ba, p_path, first + CHUNK, tokens, c_b, c_a, strides.ba, conv, step)
+                    for j in tl.static_range(CHUNK):
+                        b_q, b_k = halves(qk[j])
+                        b_v, b_gate = halves(vz[j])
+                        token = Token(b_q, b_k, b_v, decays[j], betas[j])
+                        b_S, b_o = delta_step(b_S, token, step, p_out is not None)
+                        if p_out is not None:
+                            m_o = o_v < HV
+                            if not EVEN:
+                                m_o = m_o & (first + j < tokens)
+                            i_t = row_of_token(p_path, first + j, tokens, TOKENS)
+                            if p_norm is not None and SLICES > 1:
+                                p_head = p_raw + ((i_n * TOKENS + i_t) * (NQK * R) + head) * HV
+                                tl.store(p_head + o_v, b_o, mask=m_o)
+                            else:
+                                if p_norm is not None:
+                                    b_o = gated(b_o, as_values(b_gate, step), eps, sizes)
+                                tl.store(p_rows + i_t * strides.out + o_v, b_o.to(p_out.dtype.element_ty), mask=m_o)
+                if step.WRITES:
+                    store_state(p_tile, m_tile, b_S, sizes, step)
         if p_norm is not None and SLICES > 1:
+            p_out += i_n * TOKENS * strides.out + head * strides.out_head
             out = Out(p_out, strides.out, p_raw + (i_n * TOKENS * (NQK * R) + head) * HV, NQK * R * HV)
             norm_of_slices(out, p_x + c_z, strides.qkvz, p_norm, tokens, eps, sizes)
     elif p_out is not None:
+        p_out += i_n * TOKENS * strides.out + head * strides.out_head
         store_nothing(p_out, strides.out, TOKENS, sizes)

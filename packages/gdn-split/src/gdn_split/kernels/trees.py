@@ -10,16 +10,20 @@ import triton.language as tl
 from gdn_split.kernels.layer import (
     Gate,
     Out,
+    Token,
     activated,
     advance_taps,
+    as_values,
     convolved,
-    decay_of,
     delta_step,
     gated,
     halves,
     load_filter,
     load_state,
     load_taps,
+    log_decay,
+    normed,
+    offsets_of_values,
     sigmoid,
     tile_of_state,
     two_blocks,
@@ -79,15 +83,14 @@ def verify_tree(
         c_z += head % R * HV
         c_b, c_a = columns_of_b_and_a(head, sizes)
         p_slot = p_conv + slot * strides.conv_slot
-        rate = tl.exp(tl.load(p_a_log + head).to(tl.float32))
-        gate = Gate(rate, tl.load(p_dt_bias + head).to(tl.float32))
+        gate = Gate(tl.load(p_a_log + head).to(tl.float32), tl.load(p_dt_bias + head).to(tl.float32))
         o_qk, c_qk, m_qk = two_blocks(i_g * HQ, (NQK + i_g) * HQ, c_q, c_k, HQ, BLOCK_K)
         for i in range(SLICES):
             first_v = i * BLOCK_V
             first_channel = 2 * NQK * HQ + head * HV + first_v
             o_vz, c_vz, m_vz = two_blocks(first_channel, 0, c_v + first_v, c_z + first_v, HV - first_v, BLOCK_V)
             m_v = m_vz & (tl.arange(0, 2 * BLOCK_V) < BLOCK_V)
-            o_v = first_v + tl.arange(0, BLOCK_V)
+            o_v = first_v + offsets_of_values(step)
             b_norm = 1.0
             if p_norm is not None and SLICES == 1:
                 o_z = tl.arange(0, 2 * BLOCK_V) - BLOCK_V
@@ -102,24 +105,27 @@ def verify_tree(
                     fresh = rest & ~done
                     done |= rest
                     i_t = lowest(rest)
-                    qk_taps = load_taps(p_x + i_t * strides.qkvz, c_qk, m_qk, p_slot, o_qk, m_qk, conv)
-                    vz_taps = load_taps(p_x + i_t * strides.qkvz, c_vz, m_vz, p_slot, o_vz, m_v, conv)
-                    b_S = load_state(p_tile, m_tile, sizes, step)
+                    qk_taps = load_taps(p_slot, o_qk, m_qk, conv)
+                    vz_taps = load_taps(p_slot, o_vz, m_v, conv)
+                    qk_taps = advance_taps(qk_taps, p_x + i_t * strides.qkvz, c_qk, m_qk)
+                    vz_taps = advance_taps(vz_taps, p_x + i_t * strides.qkvz, c_vz, m_vz)
+                    b_S = load_state(p_tile, m_tile, sizes, step).to(tl.float32)
                     while rest != 0:
                         beta = sigmoid(tl.load(p_ba + i_t * strides.ba + c_b).to(tl.float32))
-                        decay = decay_of(tl.load(p_ba + i_t * strides.ba + c_a).to(tl.float32), gate)
+                        a = tl.load(p_ba + i_t * strides.ba + c_a).to(tl.float32)
+                        decay = tl.exp(log_decay(a, gate))
                         w_qk = load_filter(p_weight, p_bias, o_qk, m_qk, conv, 2 * BLOCK_K)
                         w_v = load_filter(p_weight, p_bias, o_vz, m_v, conv, 2 * BLOCK_V)
-                        b_q, b_k = halves(activated(convolved(qk_taps, w_qk, conv), conv), BLOCK_K)
-                        b_v, b_gate = values_and_gates(vz_taps, w_v, b_norm, m_v, conv, BLOCK_V)
-                        b_S, b_o = delta_step(b_S, b_q, b_k, b_v, decay, beta, scale, step, True)
+                        b_q, b_k = halves(normed(activated(convolved(qk_taps, w_qk, conv), conv), scale, step))
+                        b_v, b_gate = halves(values_and_gates(vz_taps, w_v, b_norm, m_v, conv, BLOCK_V))
+                        b_S, b_o = delta_step(b_S, Token(b_q, b_k, b_v, decay, beta), step, True)
                         if ((fresh >> i_t) & 1) == 1:
                             if p_norm is not None and SLICES > 1:
                                 p_head = p_raw + ((i_n * TOKENS + i_t) * (NQK * R) + head) * HV
                                 tl.store(p_head + o_v, b_o, mask=o_v < HV)
                             else:
                                 if p_norm is not None:
-                                    b_o = gated(b_o, b_gate, eps, sizes)
+                                    b_o = gated(b_o, as_values(b_gate, step), eps, sizes)
                                 p_row = p_out + i_t * strides.out + o_v
                                 tl.store(p_row, b_o.to(p_out.dtype.element_ty), mask=o_v < HV)
                         rest &= rest - 1

@@ -11,6 +11,7 @@ import pickle
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -83,7 +84,7 @@ def convolution(
 
 def step(
     name: str, shape: GroupShape, limits: DeviceLimits, tokens: int = 1, state: torch.dtype = torch.float32,
-    state_layout: str = "KV", op: str = "decode_step",
+    state_layout: str = "KV", op: str = "decode_step", ahead: int = 0,
 ) -> KernelSpec:  # fmt: skip
     sequences, slots = 64, 512
     make = lambda *size, dtype=torch.bfloat16: torch.empty(*size, dtype=dtype, device="meta")  # noqa: E731
@@ -100,7 +101,8 @@ def step(
     t = Commit(*layer, integers) if op == "commit" else Step(*layer, make(shape.head_v), out, parents)
     sizes = (shape.num_heads_qk, shape.num_heads_v, shape.head_qk, shape.head_v, "interleaved")
     problem = step_arguments.check_step(op, t, tokens, True, True, state_layout, 0.1, 1e-6, *sizes)
-    plan = plan_step(problem, limits)
+    plan = replace(plan_step(problem, limits), ahead=ahead)
+    assert plan.covers(problem)
     counters = integers if problem.writes and shape.ratio > 1 else None
     raw = make(1, dtype=torch.float32) if plan.block_v < shape.head_v and problem.has_norm else None
     tensors = step_launch.in_order(problem, t, counters, raw)
@@ -128,42 +130,43 @@ def prefill(
 
 
 LARGE_HEADS = GroupShape(8, 8, 256, 256)
-EVERYWHERE = [
-    move("split TP1, 65536 tokens", TP1, 65536, PLAIN),
-    move("split TP8, 64 tokens", TP8, 64, PLAIN),
-    move("split r=3, 8192 tokens", RATIO_3, 8192, PLAIN),
-    move("merge TP1, 8192 tokens", TP1, 8192, PLAIN, merge=True),
-    move("split by run TP1, 4096 tokens", TP1, 4096, FEW_CORES),
-    convolution("convolution TP1, 256 sequences", TP1, 256, PLAIN),
-    convolution("convolution TP8, 3 tokens, width 3", TP8, 1, PLAIN, tokens=3, width=3, packed=False),
-    convolution("convolution r=3, contiguous", RATIO_3, 64, PLAIN, layout="contiguous"),
-    step("step TP1", TP1, PLAIN),
-    prefill("inputs of prefill, TP1", TP1, 8192, PLAIN),
-    prefill("states after prefill, r=3", RATIO_3, 8192, PLAIN, kept=True),
-    step("tree of 8 drafts, TP1", TP1, PLAIN, 8, op="verify"),
-]
-WAITING = [
-    move("waiting split TP1, 65536 tokens", TP1, 65536, WAITS),
-    move("waiting merge r=3, 64 tokens", RATIO_3, 64, WAITS, merge=True),
-    convolution("waiting convolution TP1, 256 sequences", TP1, 256, WAITS),
-    step("waiting step TP1", TP1, WAITS),
-]
 
 
-# More plans for one target: to compile takes seconds, and elsewhere the limit of registers costs some bytes of stack.
+def of_any_gpu(limits: DeviceLimits) -> list[KernelSpec]:
+    return [
+        move("split TP1, 65536 tokens", TP1, 65536, limits),
+        move("split TP8, 64 tokens", TP8, 64, limits),
+        move("split r=3, 8192 tokens", RATIO_3, 8192, limits),
+        move("merge TP1, 8192 tokens", TP1, 8192, limits, merge=True),
+        move("split by run TP1, 4096 tokens", TP1, 4096, FEW_CORES),
+        convolution("convolution TP1, 256 sequences", TP1, 256, limits),
+        convolution("convolution TP8, 3 tokens, width 3", TP8, 1, limits, tokens=3, width=3, packed=False),
+        convolution("convolution r=3, contiguous", RATIO_3, 64, limits, layout="contiguous"),
+        step("step TP1", TP1, limits),
+        prefill("inputs of prefill, TP1", TP1, 8192, limits),
+        prefill("states after prefill, r=3", RATIO_3, 8192, limits, kept=True),
+        step("tree of 8 drafts, TP1", TP1, limits, 8, op="verify"),
+    ]
+
+
+EVERYWHERE, WAITING = of_any_gpu(PLAIN), of_any_gpu(WAITS)
+
+# More plans for one target: to compile takes seconds.
 HOPPER = [
-    step("waiting step TP1, VK", TP1, WAITS, state_layout="VK"),
-    step("step TP1, VK, bfloat16 states, 4 tokens", TP1, PLAIN, 4, torch.bfloat16, "VK"),
-    step("commit r=3, 4 tokens", RATIO_3, PLAIN, 4, op="commit"),
-    step("waiting step TP1, bfloat16 states", TP1, WAITS, state=torch.bfloat16),
-    prefill("waiting inputs of prefill, r=3", RATIO_3, 8192, WAITS, 0),
-    step("waiting step of large heads", LARGE_HEADS, WAITS),
+    move("merge r=3, 64 tokens", RATIO_3, 64, WAITS, merge=True),
+    step("step TP1, VK", TP1, WAITS, state_layout="VK"),
+    step("step TP1, VK, bfloat16 states, 4 tokens", TP1, WAITS, 4, torch.bfloat16, "VK"),
+    step("step TP1, 4 tokens, states fetched ahead", TP1, WAITS, 4, ahead=264),
+    step("commit r=3, 4 tokens", RATIO_3, WAITS, 4, op="commit"),
+    step("step TP1, bfloat16 states", TP1, WAITS, state=torch.bfloat16),
+    prefill("inputs of prefill, r=3", RATIO_3, 8192, WAITS, 0),
+    step("step of large heads", LARGE_HEADS, WAITS),
 ]
 
 
 def specs(target: str) -> list[KernelSpec]:
     """The cases that ``python -m kernel_reference.testing.codegen --compare REV`` compiles too."""
-    return [*EVERYWHERE, *(WAITING if target in WAITING_TARGETS else ()), *(HOPPER if target == "sm_90" else ())]
+    return [*(WAITING if target in WAITING_TARGETS else EVERYWHERE), *(HOPPER if target == "sm_90" else ())]
 
 
 @pytest.fixture(scope="module")
@@ -172,8 +175,9 @@ def reports() -> list[Report]:
 
 
 def test_every_kernel_compiles_for_every_target_without_spills_or_traps(reports: list[Report]) -> None:
-    assert_clean(reports)
-    assert len(reports) == len(EVERYWHERE) * 4 + len(WAITING) * 2 + len(HOPPER)
+    # A tree's walk and a commit of some of its tokens keep what they begin with in 64 bytes of stack at most.
+    assert_clean(reports, most_stack_outside_loops=64)
+    assert len(reports) == len(EVERYWHERE) * 4 + len(HOPPER)
 
 
 def test_the_largest_launches_compile_for_gpus_that_have_99_kib_of_shared_memory() -> None:
@@ -190,9 +194,9 @@ def test_no_kernel_is_left_out() -> None:
 
 
 def test_copies_by_group_of_aligned_bfloat16_move_16_bytes_a_thread(reports: list[Report]) -> None:
-    copies = [spec.name for spec in (*EVERYWHERE, *WAITING) if spec.kernel.endswith(":split_by_group")]
+    copies = [spec.name for spec in specs("sm_90") if spec.kernel.endswith(":split_by_group")]
     seen = [report for report in reports if report.spec in copies and report.target == "sm_90"]
-    assert len(seen) == 6
+    assert len(seen) == 5
     for report in seen:
         assert 128 in report.load_bits, report.spec
         assert 128 in report.store_bits, report.spec
@@ -201,9 +205,22 @@ def test_copies_by_group_of_aligned_bfloat16_move_16_bytes_a_thread(reports: lis
 def test_only_targets_that_can_wait_on_the_device_are_given_the_wait(reports: list[Report]) -> None:
     # ACQBULK and PREEXIT are griddepcontrol.wait and .launch_dependents in machine code.
     for report in reports:
-        waits = report.spec.startswith("waiting")
+        waits = report.target in WAITING_TARGETS and not report.spec.startswith("split by run")
         assert report.uses("ACQBULK") == waits, (report.spec, report.target)
         assert not report.uses("PREEXIT"), (report.spec, report.target)
+
+
+def test_a_launch_that_may_start_early_waits_for_the_kernel_ahead_of_it() -> None:
+    # One of them: the others wait by the same function, which the test above sees.
+    (report,) = compile_specs([move("split TP8, 64 tokens", TP8, 64, WAITS)], ["sm_90"])
+    assert report.uses("ACQBULK"), report
+
+
+def test_what_is_fetched_ahead_is_a_state_at_once_and_inputs_by_lines(reports: list[Report]) -> None:
+    # UBLKPF and CCTL are cp.async.bulk.prefetch and prefetch in machine code.
+    for report in reports:
+        ahead = "ahead" in report.spec
+        assert (report.uses("UBLKPF"), report.uses("CCTL.E.PF2")) == (ahead, ahead), (report.spec, report.target)
 
 
 _PRINT_MULTIPLICATIONS = """

@@ -206,20 +206,21 @@ def test_inputs_of_prefill_compile_whole_and_once_for_two_sizes(device: torch.de
     contract.check_compiles(prefill, packed(device, 5), packed(device, 9, seed=1))
 
 
-def check_bit_for_bit(function: Callable[..., Any], *inputs: Any, dynamic: bool | None = None) -> None:
-    """Compiled whole as without, in results and in what it writes."""
+def check_bit_for_bit(function: Callable[..., Any], *calls: Sequence[Any], dynamic: bool | None = None) -> None:
+    """Compiled whole as without, in results and in what it writes, for each of these calls' arguments."""
     torch._dynamo.reset()
-    backend = "inductor" if inputs[0].is_cuda else "aot_eager"
+    backend = "inductor" if calls[0][0].is_cuda else "aot_eager"
     compiled = torch.compile(function, fullgraph=True, backend=backend, dynamic=dynamic)
-    copies = [[i.clone() if isinstance(i, Tensor) else i for i in inputs] for _ in range(2)]
-    expected = function(*copies[0])
-    try:
-        results = compiled(*copies[1])
-    except Exception as error:
-        pytest.fail(f"does not compile: {error}")
-    for one, other in zip((*results, *copies[1]), (*expected, *copies[0]), strict=True):
-        if isinstance(one, Tensor):
-            assert_bitwise_equal(one, other)
+    for inputs in calls:
+        copies = [[i.clone() if isinstance(i, Tensor) else i for i in inputs] for _ in range(2)]
+        expected = function(*copies[0])
+        try:
+            results = compiled(*copies[1])
+        except Exception as error:
+            pytest.fail(f"does not compile: {error}")
+        for one, other in zip((*results, *copies[1]), (*expected, *copies[0]), strict=True):
+            if isinstance(one, Tensor):
+                assert_bitwise_equal(one, other)
 
 
 @pytest.mark.torch_compile
@@ -227,7 +228,7 @@ def check_bit_for_bit(function: Callable[..., Any], *inputs: Any, dynamic: bool 
 def test_public_functions_compile_whole_where_every_size_may_change(
     device: torch.device, function: Callable[..., Any], inputs: Callable[..., list[Tensor]]
 ) -> None:
-    check_bit_for_bit(function, *inputs(device, 5), dynamic=True)
+    check_bit_for_bit(function, inputs(device, 5), dynamic=True)
 
 
 def the_first(keep: Tensor, tensors: list[Tensor]) -> list[Tensor]:
@@ -264,8 +265,7 @@ def test_public_functions_compile_whole_for_rows_whose_number_the_device_alone_k
     keep = torch.arange(9, device=device) % 3 != 1
     captured = {"capture_dynamic_output_shape_ops": True, "capture_scalar_outputs": True}
     with torch._dynamo.config.patch(captured):
-        for kept in (keep, keep & False):
-            check_bit_for_bit(of_some_rows, kept, *tensors)
+        check_bit_for_bit(of_some_rows, (keep, *tensors), (keep & False, *tensors))
 
 
 @pytest.mark.torch_compile
@@ -275,7 +275,7 @@ def test_rows_that_two_questions_to_the_device_count_are_compared_when_the_call_
 
     tensors, keep = projections(device, 9), torch.arange(9, device=device) % 2 == 0
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        check_bit_for_bit(split_some, *tensors, keep, keep.clone())
+        check_bit_for_bit(split_some, (*tensors, keep, keep.clone()))
         compiled = torch.compile(split_some, fullgraph=True, backend="aot_eager")
         with pytest.raises(ValueError, match=r"mixed_ba must be \[N = 5, .*got"):
             compiled(*tensors, keep, ~keep)

@@ -122,7 +122,7 @@ BATCHES = {
     "prompts": [(0, 700), (300, 400), (0, 90)],
     "nothing": [(0, 0), (10, 0)],
     "empty ones between": [(3000, 0), (9000, 1), (0, 0), (0, 30), (4, 0)],
-    "more than are looked at together": [(3, 1)] * 140 + [(40_000, 5)],
+    "more than are looked at together": [(3, 1)] * 300 + [(40_000, 5)],
 }
 
 

@@ -242,7 +242,8 @@ class StepPlan(Plan):
 
     ``run``: elements of the state's inner dimension that a row of threads reads at a time. ``max_registers``: of a
     thread; 0 leaves them to the compiler. ``ahead``: a program fetches what the program that many behind it needs into
-    the L2 cache, or nothing.
+    the L2 cache (NVIDIA from sm_90 on, states that are one piece of memory each); 0: nothing. No plan of ours does so
+    yet: it has not run on a GPU.
     """
 
     block_v: int
@@ -255,6 +256,8 @@ class StepPlan(Plan):
     def covers(self, problem: StepProblem) -> bool:
         """Whether its programs reach every column, in steps that a kernel can take."""
         if not is_power_of_two(self.block_v, self.run, self.num_warps):
+            return False
+        if self.ahead < 0 or (self.ahead and not problem.packed_state):
             return False
         inner = power_of_two_at_least(problem.shape.head_qk) if problem.k_inner else self.block_v
         return self.run <= inner and self.block_v <= power_of_two_at_least(problem.shape.head_v)
@@ -378,11 +381,7 @@ def plan_step(problem: StepProblem, limits: DeviceLimits) -> StepPlan:
     # Of several tokens that costs some 60 bytes of stack. With more registers, and one program an SM, 64 sequences of
     # Qwen3-Next took an H200 194 us with two tokens, and 92 with one.
     limited = limits.register_limit and block_k * block_v == 64 * 32 * num_warps and block_v == all_v
-    # A wave of programs ahead.
-    ahead = 2 * limits.cores if limited and limits.dependent_launch and problem.packed_state else 0
-    if problem.sequences * problem.shape.num_heads_v <= ahead:
-        ahead = 0
-    return StepPlan(block_v, run, num_warps, 128 if limited else 0, limits.dependent_launch, ahead)
+    return StepPlan(block_v, run, num_warps, 128 if limited else 0, limits.dependent_launch)
 
 
 def plan_prefill(problem: PrefillProblem, limits: DeviceLimits) -> PrefillPlan:

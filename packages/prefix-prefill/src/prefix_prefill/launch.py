@@ -135,7 +135,8 @@ def prepare_prefill(problem: Problem, plan: PrefillPlan | None, tensors: Prefill
             fail("plan", f"{wanted} 16-byte aligned and of strides of whole 16 bytes", chosen)
         if chosen.hopper:
             return _with_pieces(_hopper(problem, chosen, forms, device), problem, chosen, forms, device)
-        return _with_splits(_portable(problem, chosen, forms, device), problem, chosen, forms, device)
+        attend = _portable(problem, chosen, forms, device)
+        return attend if chosen.num_splits == 1 else _with_splits(attend, problem, chosen, forms, device)
 
     # Slices of a cache may come aligned or not: k, v and the caches must be for TMA.
     return by_alignment(make, slice(1, 5))
@@ -166,10 +167,9 @@ def _counts(problem: Problem, block_table: Tensor) -> tuple[int, ...]:
 
 
 def _for_portable(q, k, v, k_cache, v_cache, table, cu, lengths, alibi, sinks, k_s, v_s, out_s, *rows):  # type: ignore[no-untyped-def]
-    out, lse, draft, part, part_lse, *levels = rows
-    scales, results = (k_s, v_s, out_s), groups.Results(out, lse, part, part_lse)
-    batch = (table, cu, lengths, draft)
-    return q, k, v, k_cache, v_cache, batch, (alibi, sinks), scales, results, tuple(levels) or None
+    out, lse, draft, *parts = rows
+    scales, levels = (k_s, v_s, out_s), tuple(parts) or None
+    return q, k, v, k_cache, v_cache, table, cu, lengths, (alibi, sinks), scales, out, lse, draft, levels
 
 
 def _for_hopper(q, table, cu, lengths, alibi, sinks, k_s, v_s, out_s, out, lse, draft, *parts):  # type: ignore[no-untyped-def]
@@ -193,7 +193,7 @@ def _portable(problem: Problem, plan: PrefillPlan, forms: PrefillTensors, device
     )  # fmt: skip
     strides = groups.Strides(
         q=q.stride(), k=s_k, v=s_v, k_cache=k_pages.strides, v_cache=v_pages.strides, k_scale=s_k_scale,
-        v_scale=s_v_scale, out=out.stride(),
+        v_scale=s_v_scale, out=out.stride(), lse=_lse_strides(forms.lse),
     )  # fmt: skip
     slots = num_slots(problem, tokens_per_tile(problem.group, plan.block_m))
     scores = groups.Scores(problem.softmax_scale, problem.softcap)
@@ -213,6 +213,7 @@ def _portable(problem: Problem, plan: PrefillPlan, forms: PrefillTensors, device
         BLOCK_N=plan.block_n,
         HEADS=heads_per_tile(problem.group, plan.block_m),
         TOKENS=tokens_per_tile(problem.group, plan.block_m),
+        SPLITS=plan.num_splits,
         STAGES=plan.num_stages,
         NEW_KV=problem.new_kv,
         FP8=_FP8.get(forms.k_cache.dtype, 0),
@@ -228,11 +229,10 @@ def _portable(problem: Problem, plan: PrefillPlan, forms: PrefillTensors, device
         CARRIED=problem.carried,
         WIDE=reach >= 2**31,
     )
-    counts = (*_counts(problem, forms.block_table), *_lse_strides(forms.lse), slots, plan.num_splits)
     return Launch(
         portable.attend,
         _grid(problem, plan),
-        (*counts, problem.left, problem.right, scores, numbers, config),
+        (*_counts(problem, forms.block_table), slots, scores, problem.left, problem.right, numbers, config),
         device,
         # The caches, where their dtype is not every target's.
         as_integers=(3, 4) if config.FP8 else (),
@@ -401,24 +401,21 @@ def _scratch(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) ->
 def _with_splits(
     attend: Start, problem: Problem, plan: PrefillPlan, forms: PrefillTensors, device: torch.device
 ) -> Start:
-    """A launch that may leave partial results in a workspace, and then one that merges them."""
-    if plan.num_splits == 1:
-        # Of a workspace's type, so that the same kernel takes it.
-        nothing = _scratch((0,), torch.float32, device)
-        return lambda *tensors: attend(*tensors[:_TENSORS], nothing(), nothing(), *tensors[_TENSORS:])
+    """A launch that leaves partial results in a workspace, and one that merges them."""
     slots = num_slots(problem, _MERGED_ROWS)
     config = merge.SplitConfig(
         H=problem.num_heads,
         D=problem.head_dim_v,
         BLOCK_D=max(16, power_of_two_at_least(problem.head_dim_v)),
         TOKENS=_MERGED_ROWS,
+        SPLITS=plan.num_splits,
         NEW_KV=problem.new_kv,
         LIMIT=_limit(forms.out),
         SKIP_DECODE=problem.skip_decode,
         WIDE=(problem.head_dim_v - 1) * forms.out.stride()[2] >= 2**31,
     )
-    counts = (problem.tokens, problem.sequences, problem.capacity, slots, plan.num_splits, *_lse_strides(forms.lse))
-    rest = (*counts, problem.out_scale, forms.out.stride(), config)
+    strides = merge.Strides(forms.out.stride(), _lse_strides(forms.lse))
+    rest = (problem.tokens, problem.sequences, problem.capacity, slots, problem.out_scale, strides, config)
     merge_splits = Launch(merge.merge_splits, (slots * problem.num_heads, 1, 1), rest, device, num_warps=4)
     size = (plan.num_splits, problem.tokens, problem.num_heads, problem.head_dim_v)
     new_part = _scratch(size, torch.float32, device)
@@ -427,7 +424,9 @@ def _with_splits(
     def run(*tensors: Tensor | None) -> None:
         given = PrefillTensors(*tensors[:_TENSORS])  # type: ignore[arg-type]
         part, part_lse = new_part(), new_part_lse()
-        attend(*tensors[:_TENSORS], part, part_lse, *tensors[_TENSORS:])
+        # Sinks and the scale of out are the merge kernel's.
+        workspace = (part, part_lse, given.draft_mask)
+        attend(*tensors[:9], None, given.k_scale, given.v_scale, None, *workspace, *tensors[_TENSORS:])
         merge_splits(
             given.cu_seqlens_q, given.seqlens_k, given.sinks, given.out_scale, given.out, given.lse, part, part_lse
         )

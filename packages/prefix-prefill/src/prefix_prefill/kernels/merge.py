@@ -29,6 +29,7 @@ class SplitConfig(NamedTuple):
     D: int
     BLOCK_D: int
     TOKENS: int
+    SPLITS: int
     NEW_KV: bool
     LIMIT: int
     SKIP_DECODE: bool
@@ -94,17 +95,12 @@ def include(acc, running_max, row_sum, b_part, b_lse):
     return acc * rescale[:, None] + b_part * weight[:, None], new_max, row_sum * rescale + weight
 
 
-@triton.jit(
-    do_not_specialize=["rows", "num_sequences", "capacity", "num_slots", "num_splits", "s_lse_head", "s_lse_token"]
-)
+@triton.jit(do_not_specialize=["rows", "num_sequences", "capacity", "num_slots"])
 def merge_splits(
     p_cu, p_seqlens, p_sinks, p_out_scale, p_out, p_lse, p_part, p_part_lse,
-    rows, num_sequences, capacity, num_slots, num_splits, s_lse_head, s_lse_token, out_scale, s_out,
-    config: tl.constexpr,
+    rows, num_sequences, capacity, num_slots, out_scale, strides, config: tl.constexpr,
 ):  # fmt: skip
-    """Results from the workspace of a launch with splits: p_part [num_splits, rows, H, D], p_part_lse
-    [num_splits, H, rows].
-    """
+    """Results from the workspace of a launch with splits: p_part [SPLITS, rows, H, D], p_part_lse [SPLITS, H, rows]."""
     C: tl.constexpr = config._replace()
     pid = tl.program_id(0)
     i_h = (pid // num_slots).to(tl.int64)
@@ -122,7 +118,7 @@ def merge_splits(
         acc = tl.zeros([C.TOKENS, C.BLOCK_D], tl.float32)
         running_max = tl.full([C.TOKENS], float("-inf"), tl.float32)
         row_sum = tl.zeros([C.TOKENS], tl.float32)
-        for i_split in range(num_splits):
+        for i_split in range(C.SPLITS):
             split = row * 0 + i_split
             b_part = tl.load(
                 p_part + ((split * rows + row) * C.H + i_h)[:, None] * C.D + o_d[None, :], mask=m_tile, other=0.0
@@ -136,8 +132,9 @@ def merge_splits(
         if C.WIDE:
             o_d_out = o_d.to(tl.int64)
         target = Target(
-            row * s_out[0] + i_h * s_out[1], i_h * s_lse_head + row * s_lse_token, o_d_out * s_out[2], m_row, m_tile
-        )
+            row * strides.out[0] + i_h * strides.out[1], i_h * strides.lse[0] + row * strides.lse[1],
+            o_d_out * strides.out[2], m_row, m_tile,
+        )  # fmt: skip
         store_results(p_out, p_lse, p_out_scale, out_scale, acc, running_max, row_sum, target, C.LIMIT)
 
 

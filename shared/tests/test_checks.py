@@ -289,7 +289,8 @@ def test_while_compiling_what_shapes_tell_is_known() -> None:
 
     compiled = torch.compile(check, backend="eager", fullgraph=True)
     assert torch.equal(compiled(torch.zeros(3, 4)), torch.ones(3, 4))
-    with pytest.raises(Exception, match=r"x must be \[3, 4\]"):
+    # torch.compile of torch 2.11 shows the line that raises; newer ones show the message as well.
+    with pytest.raises(Exception, match=r'x must be \[3, 4\]|check_shape\("x", x, \(3, 4\)\)'):
         compiled(torch.zeros(3, 5))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -47,6 +48,26 @@ def test_partitions_that_hand_tiles_over_multiply_matrices(kernels: ModuleType, 
 def test_a_place_that_is_freed_before_the_product_is_done_holds_the_next_tile(kernels: ModuleType) -> None:
     with pytest.raises(AssertionError, match="further from float64"):
         multiply(kernels, fault="freed too early")
+
+
+def test_sums_are_cut_off_toward_zero_as_on_tensor_cores_where_a_test_wants_that(kernels: ModuleType) -> None:
+    """Of 2^24 and three times 1.5, in columns of 16 each, nothing but 2^24 is left: the next float32 is 2^24 + 2."""
+    a, b = torch.ones(M, 64).bfloat16(), torch.full((64, N), 1.5 / 16).bfloat16()
+    b[:16] = 2.0**20
+    b[:, 1] *= -1
+    sums = []
+    for truncates in (False, True):
+        c = torch.full((M, N), torch.nan)
+        boxes = [
+            gluon.Descriptor(x, list(x.shape), list(x.stride()), block, kernels.descriptor_layout(block))
+            for x, block in ((a, [M, BLOCK_K]), (b, [BLOCK_K, N]))
+        ]
+        with gluon.truncated_sums() if truncates else nullcontext():
+            gluon.launch(kernels.matmul, 1, *boxes, c, 64 // BLOCK_K, c.stride(), M, N, BLOCK_K, "")
+        sums.append(c[0, :2].tolist())
+    rounded, cut_off = sums
+    assert rounded[0] == -rounded[1] > 2.0**24
+    assert cut_off == [2.0**24, -(2.0**24)]
 
 
 @pytest.mark.parametrize(("fault", "error", "message"), [

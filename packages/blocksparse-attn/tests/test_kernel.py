@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from blocksparse_attn import AttentionPlan
 from blocksparse_attn.kernels import softmax
+from kernel_reference.testing.codegen import KernelSpec, compile_specs, recorded_launches
 from kernel_reference.testing.contract import check_batch_invariant, check_deterministic
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -105,6 +106,17 @@ def test_every_branch_of_the_portable_kernels_matches_the_oracle(tensors, kernel
 def test_any_number_of_splits_even_more_than_there_are_blocks(tensors, kernels, num_splits, make) -> None:
     options = {"heads": (2, 1), "head_dim": 16, "sinks": True, "dtype": FP32}
     check(tensors, kernels, make(num_splits=num_splits), [(37, 5), (0, 1), (3, 2)], **options)
+
+
+def test_splits_are_merged_by_a_compiled_kernel_where_tokens_of_lse_lie_apart(tensors) -> None:
+    """What the lowest Triton makes of strides in tuples, which the interpreter does not show."""
+    batch = tensors.batch([(20, 3)], heads=(2, 1), head_dim=16)
+    *others, lse = batch.tensors
+    given = (*others, lse.new_empty(lse.shape[::-1]).T)
+    launches = recorded_launches(batch.prepare(packed(num_splits=2), given), *given)
+    specs = [KernelSpec.of_launch(start, arguments) for start, arguments in launches]
+    [report] = compile_specs([spec for spec in specs if spec.kernel.endswith("merge:merge")], ["sm_90"])
+    assert not report.error
 
 
 # Layouts

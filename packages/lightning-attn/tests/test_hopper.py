@@ -51,7 +51,12 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch, shadows: Sequence[ModuleType], d
         if kernel.fn.__module__ != hopper_float32.__name__:
             return others(kernel, grid, rest, *more, **options)
         shadow = getattr(hopper_float32, kernel.fn.__name__)
-        return lambda *tensors: gluon.launch(shadow, grid[0], *tensors, *rest)
+
+        def run(*tensors: torch.Tensor | None) -> None:
+            with gluon.truncated_sums():
+                gluon.launch(shadow, grid[0], *tensors, *rest)
+
+        return run
 
     monkeypatch.setattr(launch, "TmaLaunch", Launch)
     monkeypatch.setattr(launch, "Launch", launch_float32)
@@ -85,6 +90,17 @@ def test_float32_on_sm_90_is_the_recurrence_as_exactly_as_float32(tensors, kerne
     )  # fmt: skip
     positions = [[-1, 1], [128, 130], [-1, -1], [-1, -1], [64, 70]] if segment else None
     batch.check(snapshots=kernels.prefill(batch, plan, positions))
+
+
+@pytest.mark.parametrize(("sizes", "tokens"), [((48, 48), 130), ((128, 64), 300)], ids=str)
+def test_states_that_do_not_decay_are_seen_in_float32_for_all_that_tensor_cores_cut_off(
+    tensors, kernels, sizes, tokens
+) -> None:
+    plan = PrefillPlan(64, 64, 0, 8, 1, 128 if sizes[0] > 64 else 64, True, bf16x6=True)
+    batch = tensors.ragged(
+        [tokens], heads=(2, 2), sizes=sizes, dtype=torch.float32, slopes=torch.tensor([0.0, 1e-3])
+    )  # fmt: skip
+    batch.check(snapshots=kernels.prefill(batch, plan))
 
 
 def test_gradients_of_float32_on_sm_90_are_those_of_the_portable_kernel(tensors, kernels) -> None:

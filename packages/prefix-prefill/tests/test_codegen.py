@@ -257,16 +257,17 @@ def test_the_largest_tiles_fit_in_the_64_kib_of_sm_75() -> None:
 
 def test_a_layer_needs_four_kernels_for_life_whatever_its_batches_are() -> None:
     """A server has another batch size, another number of rows and a wider table at each step; compiling takes 2 s."""
-    for options in ({}, {"new_kv": True, "page": 64}):
+    for options in ({}, {"new_kv": True, "page": 64}, {"page": 1}):
         kernels = set()
-        for sequences, longest in itertools.product((1, 2, 3, 16, 17, 64, 255, 256), (1, 2, 77, 2048)):
+        for sequences, longest in itertools.product((1, 2, 3, 16, 17, 64, 255, 256), (1, 2, 5, 77, 2048)):
             rows = max(sequences * longest - sequences // 2, 1)
             for spec in prefill(
                 "", LLAMA, LIMITS["sm_90"], rows=rows, longest=longest, sequences=sequences, splits=None, lse=True,
                 columns=4096 + sequences, **options,
             ):  # fmt: skip
                 kernels.add(repr((spec.kernel, spec.signature, spec.constexprs, spec.aligned)))
-        assert len(kernels) == 4, kernels
+        # The portable kernel has one for drafts, and one that merges all splits.
+        assert len(kernels) == 4, (options, kernels)
 
 
 def test_no_kernel_is_left_out() -> None:

@@ -571,7 +571,7 @@ def tabulate_keys(
     low, high = schedule.key_range(context, length, i_tile, q_len, left, right, TOKENS, HAS_LEFT, HAS_RIGHT)
     tl.store(p_table + i_tile * (2 + 2 * SPLITS), low)
     tl.store(p_table + i_tile * (2 + 2 * SPLITS) + 1, high)
-    for i_split in tl.static_range(SPLITS):
+    for i_split in range(SPLITS):
         first, last = schedule.split_range((high + BLOCK_N - 1) // BLOCK_N - low // BLOCK_N, i_split, SPLITS)
         tl.store(p_table + i_tile * (2 + 2 * SPLITS) + 2 + 2 * i_split, first)
         tl.store(p_table + i_tile * (2 + 2 * SPLITS) + 3 + 2 * i_split, last)

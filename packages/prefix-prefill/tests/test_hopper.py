@@ -21,8 +21,10 @@ BF16, FP16 = torch.bfloat16, torch.float16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # Less than a box, than a tile, several tiles, none, decoding.
 LENGTHS = [(30, 5), (3, 0), (0, 40), (200, 1), (128, 9)]
-# More tiles of cached keys than two rings have stages, and new ones after them.
-LONG = [(600, 70)]
+# Two tiles of rows for each kv head; more tiles of cached keys than two rings have stages, and new ones after them.
+LONG = [(460, 40)]
+# As few as show tiles whose heads are not all there, of one token and of several.
+FEW = [(30, 2), (0, 1), (70, 1)]
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +47,8 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch, hopper: ModuleType, device: torc
 
 
 def plan(block_m: int = 128, block_n: int = 128, num_splits: int = 1, num_stages: int = 2) -> PrefillPlan:
-    return PrefillPlan(block_m, block_n, num_splits, 4, num_stages, hopper=True)
+    """Of few programs, each with several items: to start one costs as much here as a tile of keys."""
+    return PrefillPlan(block_m, block_n, num_splits, 4, num_stages, hopper=True, programs=4)
 
 
 CASES: dict[str, tuple[PrefillPlan, dict[str, Any]]] = {
@@ -73,7 +76,7 @@ CASES: dict[str, tuple[PrefillPlan, dict[str, Any]]] = {
                                                    "window": (50, -1)}),
     "slopes": (plan(128, 64), {"heads": (4, 2), "head_dim": 64, "alibi": True}),
     "capped": (plan(64), {"heads": (4, 2), "head_dim": 64, "softcap": 5.0, "cached": True}),
-    "more heads than rows": (plan(64), {"heads": (70, 1), "head_dim": 64}),
+    "more heads than rows": (plan(64), {"heads": (70, 1), "head_dim": 64, "lengths": FEW}),
     "8 bits": (plan(128, 64, 1, 3), {"heads": (8, 2), "head_dim": 128, "cache_dtype": E4M3, "cached": True,
                                      "k_scale": "number", "v_scale": "number"}),
     "8 bits, wide tiles": (plan(), {"heads": (8, 2), "head_dim": 128, "cache_dtype": E4M3, "cached": True,
@@ -116,7 +119,7 @@ CASES: dict[str, tuple[PrefillPlan, dict[str, Any]]] = {
 
 @pytest.mark.parametrize(("chosen", "options"), CASES.values(), ids=CASES)
 def test_the_kernel_for_sm_90_is_the_attention(tensors, kernels, chosen, options) -> None:
-    batch = tensors.batch(LENGTHS, rows_after=3, **options)
+    batch = tensors.batch(**{"lengths": LENGTHS, "rows_after": 3, **options})
     kernels.prefill(batch, chosen)
     batch.check(most=4)
 
@@ -133,15 +136,15 @@ def test_tree_drafts_are_masked_in_every_tile_that_holds_new_tokens(tensors, ker
 # Three pieces of a prefix, of programs more than tiles; rows of the last level in tiles of their own, or in parts too.
 CASCADES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "a prefix in pieces": ((0, 1), {"sinks": True}),
-    "all in pieces": ((2, 0), {"rows_after": 2, "softcap": 4.0}),
+    "all in pieces": ((2, 0), {"heads": (4, 1), "rows_after": 2, "softcap": 4.0}),
     "8 bits": ((0, 2), {"cache_dtype": E4M3, "k_scale": 0.25, "v_scale": -0.5, "sinks": True}),
-    "heads of 96, drafts": ((1, 1), {"head_dim": 96, "draft": True}),
+    "heads of 96, drafts": ((1, 1), {"heads": (4, 1), "head_dim": 96, "draft": True}),
 }
 
 
 @pytest.mark.parametrize(("splits", "options"), CASCADES.values(), ids=CASCADES)
 def test_the_kernel_for_sm_90_takes_the_levels_of_a_cascade(tensors, splits, options) -> None:
-    cuts = [([30, 9], [3100, 70]), ([1, 20, 9, 9], [150, 20, 1300, 9])]
+    cuts = [([30, 9], [2100, 70]), ([1, 20, 9, 9], [150, 20, 1300, 9])]
     batch = tensors.cascade(cuts, **{"heads": (8, 2), "head_dim": 64, "page": 16, **options})
     batch.attend(*(replace(plan(128, 64, number), programs=7) for number in splits))
     batch.check()
@@ -173,7 +176,7 @@ def test_new_keys_wait_until_the_cached_ones_before_them_are_used(tensors, kerne
 )
 def test_one_program_takes_more_items_than_its_table_holds(tensors, kernels, options) -> None:
     """Barriers go on counting from tile to tile, and from one table to the next."""
-    batch = tensors.batch([(50, 3), (0, 1), (129, 2)] * 6, heads=(4, 2), head_dim=64, **options)
+    batch = tensors.batch([(50, 3), (0, 1), (129, 2)] * 4, heads=(4, 2), head_dim=64, **options)
     kernels.prefill(batch, replace(plan(128, 64, 1, 3), programs=1))
     batch.check(most=4)
 

@@ -219,10 +219,23 @@ def test_the_kernel_widens_every_key_and_scales_it_once(in_c, splits) -> None:
 def test_blocks_of_8_bits_fit_beside_those_that_are_widened() -> None:
     limits = DeviceLimits(132)
     for cache, nope, rope in (("656", 512, 64), *(("e4m3", n, r) for n in (64, 320, 512) for r in (32, 64, 128))):
-        problem = DecodeProblem(16, nope, rope, 1, 4, 8192, 64, cache=cache)
-        tiles = tiles_8bit(problem, decode_tiles(16, nope, rope, 8192, limits), limits)
+        problem = DecodeProblem(64, nope, rope, 1, 4, 8192, 64, cache=cache)
+        tiles = tiles_8bit(problem, decode_tiles(64, nope, rope, 8192, limits), limits)
         assert tiles.shared_memory(problem) <= limits.shared_memory
         assert (tiles.spare_parts, tiles.block_n) == (264, 16 if nope + rope > 576 else 32)
+
+
+@pytest.mark.parametrize(("rows", "block_m"), [(1, 16), (16, 16), (17, 32), (32, 32)])
+def test_few_rows_over_deepseek_s_latents_are_columns_beside_stages_of_64_keys(rows, block_m) -> None:
+    limits = DeviceLimits(132)
+    for cache, rope in (("656", 64), ("e4m3", 64), ("e4m3", 0), ("e4m3", 128)):
+        problem = DecodeProblem(rows, 512, rope, 1, 4, 8192, 64, cache=cache)
+        tiles = tiles_8bit(problem, decode_tiles(rows, 512, rope, 8192, limits), limits)
+        assert (tiles.block_m, tiles.block_n, tiles.spare_parts) == (block_m, 128, 264)
+        assert tiles.covers(problem)
+        # A block is two stages, beside which two more are loaded.
+        assert tiles.num_stages >= 4
+        assert tiles.shared_memory(problem) <= limits.shared_memory
 
 
 # Errors

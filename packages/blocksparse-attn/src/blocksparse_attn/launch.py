@@ -51,6 +51,9 @@ from kernel_reference.launching import (
     without_memory,
 )
 
+# Numbers of partial results that a warp of the merge kernel has at once: 64 of a thread.
+_MERGED_NUMBERS = 2048
+
 Tensor = torch.Tensor
 Pointer = Tensor | int | None
 
@@ -259,6 +262,20 @@ def _new(size: tuple[int, ...], device: torch.device) -> Callable[[], Tensor]:
     return allocator(torch.empty(size, dtype=torch.float32, device=device))
 
 
+def launches_depend(device: torch.device) -> bool:
+    """Whether a merge kernel may be started before the kernel ahead of it has ended (programmatic dependent launch)."""
+    return device.type == "cuda" and device_limits(device).hopper
+
+
+def merge_config(kind: int, heads: int, head_dim_v: int, s_element: int, dependent: bool) -> merge.MergeConfig:
+    """What the merge kernel is compiled for; ``s_element``: the stride of a head's elements in out."""
+    block_dv = max(16, power_of_two_at_least(head_dim_v))
+    return merge.MergeConfig(
+        KIND=kind, H=heads, DV=head_dim_v, BLOCK_DV=block_dv, TOGETHER=min(16, max(1, _MERGED_NUMBERS // block_dv)),
+        WIDE=(head_dim_v - 1) * s_element >= 2**31, DEPENDENT=dependent,
+    )  # fmt: skip
+
+
 def _in_parts(
     attend: Launch, problem: Problem, plan: AttentionPlan, forms: Tensors, device: torch.device
 ) -> Callable[..., None]:
@@ -266,18 +283,17 @@ def _in_parts(
     heads, size_v = problem.num_heads, problem.head_dim_v
     s_out = _batched(forms.out.stride())
     tokens = tokens_per_tile(plan)
-    config = merge.MergeConfig(
-        KIND=_kind(problem), H=heads, DV=size_v, BLOCK_DV=max(16, power_of_two_at_least(size_v)),
-        WIDE=(size_v - 1) * s_out[3] >= 2**31,
-    )  # fmt: skip
+    dependent = launches_depend(device)
+    config = merge_config(_kind(problem), heads, size_v, s_out[3], dependent)
     slots = num_slots(problem, plan)
-    *s_lse, s_lse_token = _lse_strides(forms.lse)
+    # Triton 3.6 loses a stride of 1 of out in a tuple that holds another stride beside it: they are two arguments.
     rest = (
         forms.q.shape[-3], problem.sequences, problem.capacity, slots, tokens, 1 if plan.packed else 2,
-        plan.num_splits, *s_lse, OutputStrides(s_out, s_lse_token), config,
+        plan.num_splits, *_lse_strides(forms.lse), s_out, config,
     )  # fmt: skip
     grid = (slots * tokens * heads, 1, 1)
-    merging = Launch(merge.merge, grid, rest, device, group=_grouped_for_merging(problem.padded), num_warps=1)
+    group = _grouped_for_merging(problem.padded)
+    merging = Launch(merge.merge, grid, rest, device, group=group, dependent_launch=dependent, num_warps=1)
     new_part = _new((plan.num_splits, problem.tokens, heads, size_v), device)
     new_part_lse = _new((plan.num_splits, heads, problem.tokens), device)
 

@@ -2,8 +2,8 @@
 
 It needs Triton and no GPU. Kernels go to Triton's cache, ``$TRITON_CACHE_DIR`` or ``~/.triton/cache``, where a process
 with the same versions of Triton and of this package finds them, whatever its batches, lengths and tables are: a layer
-needs four on sm_90, for decoding and for prefill one that attends and one that merges. Elsewhere the number of splits
-is one more constant of a kernel, which follows from ``--sequences`` and ``--capacity``.
+needs four on sm_90, for decoding and for prefill one that attends and one that merges; elsewhere four, for decoding,
+for drafts and for prompts one that attends, and one that merges.
 """
 
 from __future__ import annotations

@@ -50,8 +50,8 @@ Start = Callable[..., None]
 
 # Kernels read 8-bit floats as integers: not every target knows the types.
 _FP8 = {torch.float8_e4m3fn: 4, torch.float8_e5m2: 5}
-# Rows, or tokens, that one program of a merge kernel takes.
-_MERGED_ROWS = 16
+# Rows, or tokens, that one program of a merge kernel takes, of a tile in pieces at a time: there a warp has one.
+_MERGED_ROWS, _ROWS_OF_PIECES = 16, 4
 # Numbers of an entry that says which tile is in pieces: see kernels/merge.py.
 _ENTRY = 8
 _TENSORS = len(PrefillTensors._fields)
@@ -135,8 +135,7 @@ def prepare_prefill(problem: Problem, plan: PrefillPlan | None, tensors: Prefill
             fail("plan", f"{wanted} 16-byte aligned and of strides of whole 16 bytes", chosen)
         if chosen.hopper:
             return _with_pieces(_hopper(problem, chosen, forms, device), problem, chosen, forms, device)
-        attend = _portable(problem, chosen, forms, device)
-        return attend if chosen.num_splits == 1 else _with_splits(attend, problem, chosen, forms, device)
+        return _with_splits(_portable(problem, chosen, forms, device), problem, chosen, forms, device)
 
     # Slices of a cache may come aligned or not: k, v and the caches must be for TMA.
     return by_alignment(make, slice(1, 5))
@@ -167,9 +166,10 @@ def _counts(problem: Problem, block_table: Tensor) -> tuple[int, ...]:
 
 
 def _for_portable(q, k, v, k_cache, v_cache, table, cu, lengths, alibi, sinks, k_s, v_s, out_s, *rows):  # type: ignore[no-untyped-def]
-    out, lse, draft, *parts = rows
-    scales, levels = (k_s, v_s, out_s), tuple(parts) or None
-    return q, k, v, k_cache, v_cache, table, cu, lengths, (alibi, sinks), scales, out, lse, draft, levels
+    out, lse, draft, part, part_lse, *levels = rows
+    scales, results = (k_s, v_s, out_s), groups.Results(out, lse, part, part_lse)
+    batch = (table, cu, lengths, draft)
+    return q, k, v, k_cache, v_cache, batch, (alibi, sinks), scales, results, tuple(levels) or None
 
 
 def _for_hopper(q, table, cu, lengths, alibi, sinks, k_s, v_s, out_s, out, lse, draft, *parts):  # type: ignore[no-untyped-def]
@@ -193,7 +193,7 @@ def _portable(problem: Problem, plan: PrefillPlan, forms: PrefillTensors, device
     )  # fmt: skip
     strides = groups.Strides(
         q=q.stride(), k=s_k, v=s_v, k_cache=k_pages.strides, v_cache=v_pages.strides, k_scale=s_k_scale,
-        v_scale=s_v_scale, out=out.stride(), lse=_lse_strides(forms.lse),
+        v_scale=s_v_scale, out=out.stride(),
     )  # fmt: skip
     slots = num_slots(problem, tokens_per_tile(problem.group, plan.block_m))
     scores = groups.Scores(problem.softmax_scale, problem.softcap)
@@ -213,7 +213,6 @@ def _portable(problem: Problem, plan: PrefillPlan, forms: PrefillTensors, device
         BLOCK_N=plan.block_n,
         HEADS=heads_per_tile(problem.group, plan.block_m),
         TOKENS=tokens_per_tile(problem.group, plan.block_m),
-        SPLITS=plan.num_splits,
         STAGES=plan.num_stages,
         NEW_KV=problem.new_kv,
         FP8=_FP8.get(forms.k_cache.dtype, 0),
@@ -229,10 +228,11 @@ def _portable(problem: Problem, plan: PrefillPlan, forms: PrefillTensors, device
         CARRIED=problem.carried,
         WIDE=reach >= 2**31,
     )
+    counts = (*_counts(problem, forms.block_table), *_lse_strides(forms.lse), slots, plan.num_splits)
     return Launch(
         portable.attend,
         _grid(problem, plan),
-        (*_counts(problem, forms.block_table), slots, scores, problem.left, problem.right, numbers, config),
+        (*counts, problem.left, problem.right, scores, numbers, config),
         device,
         # The caches, where their dtype is not every target's.
         as_integers=(3, 4) if config.FP8 else (),
@@ -354,7 +354,7 @@ def _with_pieces(attend: Run, problem: Problem, plan: PrefillPlan, forms: Prefil
         HEADS=heads_per_tile(problem.group, plan.block_m),
         TOKENS=tokens_per_tile(problem.group, plan.block_m),
         BLOCK_M=plan.block_m,
-        ROWS=_MERGED_ROWS,
+        ROWS=_ROWS_OF_PIECES,
         D=problem.head_dim_v,
         BLOCK_D=max(16, power_of_two_at_least(problem.head_dim_v)),
         LIMIT=_limit(forms.out),
@@ -365,9 +365,12 @@ def _with_pieces(attend: Run, problem: Problem, plan: PrefillPlan, forms: Prefil
     # By number of the piece, for all rows; by program, two for each.
     entries = most_tiles(problem, plan.block_m) * plan.num_splits if plan.num_splits else 2 * programs
     rows = problem.tokens * problem.num_heads * plan.num_splits if plan.num_splits else 2 * programs * plan.block_m
-    rest = (problem.tokens, *_lse_strides(forms.lse), problem.out_scale, forms.out.stride(), config)
-    # More programs than that would wait for others' to end.
-    grid = (min(entries * cdiv(plan.block_m, _MERGED_ROWS), 8 * plan.programs), 1, 1)
+    # As many programs as work at a time, and no more for a tile than it has rows, if max_seqlen_q is right.
+    most = 16 * plan.programs
+    in_tile = min(plan.block_m, problem.max_seqlen_q * heads_per_tile(problem.group, plan.block_m))
+    across = max(1, min(cdiv(in_tile, _ROWS_OF_PIECES), most // entries))
+    rest = (problem.tokens, *_lse_strides(forms.lse), problem.out_scale, across, forms.out.stride(), config)
+    grid = (min(entries, most) * across, 1, 1)
     merge_pieces = Launch(merge.merge_pieces, grid, rest, device, dependent_launch=dependent, num_warps=4)
     sizes = ((rows, problem.head_dim_v), torch.float32), ((rows,), torch.float32), ((entries + 1, _ENTRY), torch.int64)
     new_part, new_part_lse, new_noted = [_scratch(size, dtype, device) for size, dtype in sizes]
@@ -401,21 +404,24 @@ def _scratch(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) ->
 def _with_splits(
     attend: Start, problem: Problem, plan: PrefillPlan, forms: PrefillTensors, device: torch.device
 ) -> Start:
-    """A launch that leaves partial results in a workspace, and one that merges them."""
+    """A launch that may leave partial results in a workspace, and then one that merges them."""
+    if plan.num_splits == 1:
+        # Of a workspace's type, so that the same kernel takes it.
+        nothing = _scratch((0,), torch.float32, device)
+        return lambda *tensors: attend(*tensors[:_TENSORS], nothing(), nothing(), *tensors[_TENSORS:])
     slots = num_slots(problem, _MERGED_ROWS)
     config = merge.SplitConfig(
         H=problem.num_heads,
         D=problem.head_dim_v,
         BLOCK_D=max(16, power_of_two_at_least(problem.head_dim_v)),
         TOKENS=_MERGED_ROWS,
-        SPLITS=plan.num_splits,
         NEW_KV=problem.new_kv,
         LIMIT=_limit(forms.out),
         SKIP_DECODE=problem.skip_decode,
         WIDE=(problem.head_dim_v - 1) * forms.out.stride()[2] >= 2**31,
     )
-    strides = merge.Strides(forms.out.stride(), _lse_strides(forms.lse))
-    rest = (problem.tokens, problem.sequences, problem.capacity, slots, problem.out_scale, strides, config)
+    counts = (problem.tokens, problem.sequences, problem.capacity, slots, plan.num_splits, *_lse_strides(forms.lse))
+    rest = (*counts, problem.out_scale, forms.out.stride(), config)
     merge_splits = Launch(merge.merge_splits, (slots * problem.num_heads, 1, 1), rest, device, num_warps=4)
     size = (plan.num_splits, problem.tokens, problem.num_heads, problem.head_dim_v)
     new_part = _scratch(size, torch.float32, device)
@@ -424,9 +430,7 @@ def _with_splits(
     def run(*tensors: Tensor | None) -> None:
         given = PrefillTensors(*tensors[:_TENSORS])  # type: ignore[arg-type]
         part, part_lse = new_part(), new_part_lse()
-        # Sinks and the scale of out are the merge kernel's.
-        workspace = (part, part_lse, given.draft_mask)
-        attend(*tensors[:9], None, given.k_scale, given.v_scale, None, *workspace, *tensors[_TENSORS:])
+        attend(*tensors[:_TENSORS], part, part_lse, *tensors[_TENSORS:])
         merge_splits(
             given.cu_seqlens_q, given.seqlens_k, given.sinks, given.out_scale, given.out, given.lse, part, part_lse
         )

@@ -73,10 +73,7 @@ def _leaving_parts(
         part_lse = torch.empty(rows, dtype=torch.float32, device=device)
         pieces = torch.empty(problem.tokens, dtype=torch.int32, device=device)
         scales = (given.k_scale, given.v_scale, None)
-        if plan.hopper:
-            attend(*tensors[:9], None, *scales, None, None, None, part, part_lse, pieces)
-        else:
-            attend(*tensors[:9], None, *scales, part, part_lse, None, pieces)
+        attend(*tensors[:9], None, *scales, None, None, None, part, part_lse, pieces)
         return part, part_lse, pieces
 
     return run

@@ -284,7 +284,9 @@ def _portable(problem: Problem, limits: DeviceLimits) -> PrefillPlan:
         if (limits.turing and problem.bits == 16 and block_d > 128) or block_d > 256:
             # 64 rows of heads of 256 would take 80 KB, of 64.
             most_m = 16 if block_d > 256 else 32
-    block_m = min(most_m, max(16, power_of_two_at_least(_rows_of_a_sequence(problem))))
+    # One of three, whatever batches come: for decoding, drafts and prompts. With the merge kernel a layer needs four.
+    rows = min(most_m, _rows_of_a_sequence(problem))
+    block_m = next(size for size in (16, most_m // 2, most_m) if size >= rows)
     if block_m < most_m and block_d <= 128 and problem.cache_bits == problem.bits:
         warps = 4
     return PrefillPlan(block_m, block_n, 1, warps, stages)

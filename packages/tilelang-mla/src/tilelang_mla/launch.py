@@ -97,6 +97,8 @@ def decode_8bit_constants(problem: DecodeProblem, tiles: DecodeTiles, dtype: tor
     constants = {**decode_constants(problem, tiles, dtype), "cache": problem.cache}
     # Keys lie anywhere.
     del constants["gather"]
+    if tiles.keys_are_rows(problem):
+        constants["block_m"] = tiles.block_m
     return constants
 
 

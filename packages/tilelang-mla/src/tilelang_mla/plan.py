@@ -30,6 +30,11 @@ _BESIDE = 3072
 # Blocks of a cache of 8 bits that are in flight before they are widened, and what a record of it has beside its
 # latents and ropes as if these had 8 bits: 16 bytes of scales and 64 more of rope.
 _RAW_STAGES, _SCALES = 3, 80
+# Of the kernel whose rows of MMA are keys: latents, keys of a block and of a stage, and the most stages: more than are
+# loaded in the time of a block show nothing.
+_LATENT, _KEYS, _OF_STAGE, _MOST_STAGES = 512, 128, 64, 5
+# Of 64 rows the accumulators leave no registers to widen keys in.
+_FEW_ROWS = 32
 # Pieces of a row have at least 32 bytes: of 64 elements that is as many pieces.
 _MOST_PIECES = 16
 # Programs of the combine kernel on an SM: no more than run at once.
@@ -138,15 +143,26 @@ class DecodeTiles(Plan):
 
     def covers(self, problem: DecodeProblem) -> bool:
         """Whether its blocks are such that a kernel can take them, for this problem."""
-        blocks = self.block_m == _ROWS and self.block_n in (16, 32, 64, 128)
-        return blocks and 1 <= self.num_stages <= 4 and 1 <= self.num_splits <= MOST_SPLITS and self.spare_parts >= 0
+        if self.keys_are_rows(problem):
+            blocks = self.block_m in (16, _FEW_ROWS) and 2 <= self.num_stages <= _MOST_STAGES
+        else:
+            blocks = self.block_m == _ROWS and self.block_n in (16, 32, 64, 128) and 1 <= self.num_stages <= 4
+        return blocks and 1 <= self.num_splits <= MOST_SPLITS and self.spare_parts >= 0
 
     def shared_memory(self, problem: DecodeProblem) -> int:
         """Bytes of a program: a tile of q and its weights, stages of keys, and what the scheduler tells of."""
+        if self.keys_are_rows(problem):
+            key = 656 if problem.cache == "656" else problem.dim_nope + problem.dim_rope
+            held = 2 * self.block_m * (problem.dim_nope + problem.dim_rope + self.block_n)
+            return held + self.num_stages * _OF_STAGE * (key + 1) + 52 * self.block_m + 2 * _BESIDE
         width = problem.dim_nope + problem.dim_rope
         held = (self.block_m + self.num_stages * self.block_n) * width + self.block_m * self.block_n
         raw = _RAW_STAGES * self.block_n * (width + _SCALES) if problem.cache else 0
         return held * problem.bits // 8 + raw + _BESIDE
+
+    def keys_are_rows(self, problem: DecodeProblem) -> bool:
+        """Whether keys of 8 bits are the rows of MMAs, widened in registers: of DeepSeek's latents."""
+        return bool(problem.cache) and problem.dim_nope == _LATENT and self.block_n == _KEYS
 
     def num_parts(self, sequences: int) -> int:
         """Parts in the grid: no schedule of this plan has more."""
@@ -214,7 +230,17 @@ def decode_tiles(
 
 
 def tiles_8bit(problem: DecodeProblem, tiles: DecodeTiles, limits: DeviceLimits) -> DecodeTiles:
-    """The same parts over a cache of 8 bits: smaller blocks, beside which those fit that are still to be widened."""
+    """The same parts over a cache of 8 bits.
+
+    Few rows are few columns of MMAs whose rows are keys, widened in registers. Else blocks are smaller, and beside them
+    those fit that are still to be widened.
+    """
+    if problem.dim_nope == _LATENT and problem.dim_rope % 64 == 0 and problem.rows <= _FEW_ROWS:
+        block_m = 16 if problem.rows <= 16 else _FEW_ROWS
+        for num_stages in range(_MOST_STAGES, 1, -1):
+            chosen = DecodeTiles(block_m, _KEYS, num_stages, tiles.num_splits, tiles.spare_parts)
+            if chosen.shared_memory(problem) <= limits.shared_memory:
+                return chosen
     for block_n in (32, 16):
         smaller = DecodeTiles(tiles.block_m, block_n, 2, tiles.num_splits, tiles.spare_parts)
         if smaller.shared_memory(problem) <= limits.shared_memory:

@@ -93,8 +93,8 @@ def assert_close_to_oracle(
     The lean of a result is the mean of its errors in units of the last place, each counted positive away from zero and
     negative towards it: 0 for rounding to nearest, -1/2 for truncation. It may be at most twice the baseline's plus 1/4
     plus six times what chance makes of it, which is estimated from how rows, heads and so on differ. It is judged in
-    dtypes of 16 bits or fewer, where arithmetic is finer than the result, of results of at least 16 rows, and where
-    the baseline's errors are those of its last rounding.
+    dtypes of 16 bits or fewer, where arithmetic is finer than the result, of results of at least 16 rows, where the
+    baseline's errors are those of its last rounding, and by the elements that are not small beside their row.
 
     NaN never passes. The message gives the figures and where the worst are. Returns the kernel's errors.
 
@@ -131,11 +131,37 @@ def assert_close_to_oracle(
         (name, error, 2 * baseline + half_ulp * magnitude + floor, baseline, where)
         for name, error, baseline, magnitude, where in figures
     ]
-    leans = _leans(actual, oracle64, same_dtype_baseline)
-    if leans is not None:
-        kernels, its_bound, plains = leans
-        towards = "towards zero" if kernels < 0 else "away from zero"
-        judged.append(("lean", abs(kernels), its_bound, abs(plains), f"units in the last place, {towards}"))
+    judged += _lean(actual, oracle64, same_dtype_baseline)
+    _assert_within(judged, actual, what)
+    return kernel
+
+
+def assert_no_lean(
+    actual: torch.Tensor, oracle64: torch.Tensor, same_dtype_baseline: torch.Tensor, *, what: str = "the result"
+) -> None:
+    """The lean alone of :func:`assert_close_to_oracle`, for a baseline that may not be judged by the rest.
+
+    Example:
+        >>> exact = torch.rand(32, 32, dtype=torch.float64) + 1
+        >>> assert_no_lean(exact.bfloat16(), exact, exact.bfloat16())
+    """
+    _assert_within(_lean(actual, oracle64, same_dtype_baseline), actual, what)
+
+
+# Name, error, bound, the baseline's error, where or which way.
+_Judged = tuple[str, float, float, float, str]
+
+
+def _lean(actual: torch.Tensor, oracle: torch.Tensor, baseline: torch.Tensor) -> list[_Judged]:
+    leans = _leans(actual, oracle, baseline)
+    if leans is None:
+        return []
+    kernels, its_bound, plains = leans
+    towards = "towards zero" if kernels < 0 else "away from zero"
+    return [("lean", abs(kernels), its_bound, abs(plains), f"units in the last place, {towards}")]
+
+
+def _assert_within(judged: list[_Judged], actual: torch.Tensor, what: str) -> None:
     lines = []
     failed = False
     for name, error, bound, baseline, where in judged:
@@ -150,7 +176,6 @@ def assert_close_to_oracle(
             f"{what} {tuple(actual.shape)} is further from float64 than twice plain {dtype} PyTorch and a rounding:\n"
             + "\n".join([heading, *lines])
         )
-    return kernel
 
 
 def _errors(actual: torch.Tensor, oracle: torch.Tensor) -> torch.Tensor:
@@ -196,6 +221,8 @@ def _leans(actual: torch.Tensor, oracle: torch.Tensor, baseline: torch.Tensor) -
     oracle = oracle.detach().to(actual.device)
     limits = torch.finfo(actual.dtype)
     counted = oracle.isfinite() & (oracle.abs() >= limits.smallest_normal) & (oracle.abs() <= limits.max)
+    # What cancelled is small, and the errors of its terms are many units of its last place.
+    counted &= oracle.abs() >= 0.5 * _rows(_without_infinities(oracle)).unsqueeze(-1)
     exponent = torch.frexp(torch.where(counted, oracle, 1.0)).exponent - 1
     # Errors of more than a unit were made before the last rounding, and would drown it.
     errors = [

@@ -11,23 +11,29 @@ from blocksparse_attn.kernels.tiles import keys_of_sequence, locate, split_row, 
 
 
 class MergeConfig(NamedTuple):
-    """What ``merge`` is compiled for."""
+    """What ``merge`` is compiled for.
+
+    TOGETHER: splits that are loaded at once. DEPENDENT: it is started before the kernel ahead of it has ended.
+    """
 
     KIND: int
     H: int
     DV: int
     BLOCK_DV: int
+    TOGETHER: int
     WIDE: bool
+    DEPENDENT: bool
 
 
 @triton.jit(
     do_not_specialize=[
         "rows", "sequences", "keys", "slots", "tokens", "slack", "num_splits", "s_lse_sequence", "s_lse_head",
+        "s_lse_token",
     ]
 )  # fmt: skip
 def merge(
     bounds, p_sinks, outputs, rows, sequences, keys, slots, tokens, slack, num_splits, s_lse_sequence, s_lse_head,
-    strides, config: tl.constexpr,
+    s_lse_token, s_out, config: tl.constexpr,
 ):  # fmt: skip
     """Combine partial results, see ``Outputs``, of the tiles that have them: rows of no tile have none.
 
@@ -50,35 +56,39 @@ def merge(
         m_row = row >= 0
         i_b, token, all_rows = split_row(batch, begin, row, config.KIND)
         o_d = tl.arange(0, config.BLOCK_DV)
+        o_s = tl.arange(0, config.TOGETHER)
         m_tile = m_row[:, None] & (o_d < config.DV)[None, :]
         acc = tl.zeros([1, BLOCK_DV], tl.float32)
         running_max = tl.full([1], float("-inf"), tl.float32)
         row_sum = tl.zeros([1], tl.float32)
-        # Read from the last split after the loop, as all splits agree; Triton wants it to be there before.
+        # Read after the loop, as all splits agree; Triton wants it to be there before.
         possible = m_row
-        for i_split in tl.range(0, num_splits, num_stages=4):
-            split = row * 0 + i_split
+        if config.DEPENDENT:
+            tl.extra.cuda.gdc_wait()
+        # One split after the other would wait for memory as often; a thread adds up its own columns.
+        for i_split in range(0, num_splits, config.TOGETHER):
+            split = i_split + o_s
+            m_split = split < num_splits
             p_part = outputs.part + ((split * all_rows + row) * H + i_h)[:, None] * config.DV + o_d[None, :]
-            b_part = tl.load(p_part, mask=m_tile, other=0.0)
-            b_lse = tl.load(outputs.part_lse + (split * H + i_h) * all_rows + row, mask=m_row, other=float("inf"))
-            possible = b_lse != float("inf")
-            b_lse = tl.where(possible, b_lse, float("-inf"))
-            new_max = tl.maximum(running_max, b_lse)
+            b_part = tl.load(p_part, mask=m_split[:, None] & (o_d < config.DV)[None, :], other=0.0)
+            b_lse = tl.load(outputs.part_lse + (split * H + i_h) * all_rows + row, mask=m_split, other=float("-inf"))
+            possible = tl.zeros([1], tl.float32) + tl.max(b_lse, 0) != float("inf")
+            b_lse = tl.where(b_lse == float("inf"), float("-inf"), b_lse)
+            new_max = tl.maximum(running_max, tl.max(b_lse, 0))
             rescale = exponential(running_max - finite(new_max))
             weight = exponential(b_lse - finite(new_max))
             # A split that saw nothing may have left anything.
             b_part = tl.where((b_lse == float("-inf"))[:, None], 0.0, b_part)
-            acc = acc * rescale[:, None] + b_part * weight[:, None]
-            row_sum = row_sum * rescale + weight
+            acc = acc * rescale[:, None] + tl.sum(b_part * weight[:, None], 0)[None, :]
+            row_sum = row_sum * rescale + tl.sum(weight, 0)
             running_max = new_max
         if p_sinks is not None:
             b_sink = tl.zeros([1], tl.float32) + tl.load(p_sinks + i_h).to(tl.float32)
             acc, running_max, row_sum = with_sink(acc, running_max, row_sum, tl.where(possible, b_sink, float("-inf")))
         o_d_out = wide(o_d, config.WIDE)
-        s_out = strides.out
         off_out = i_b * s_out[0] + token * s_out[1] + i_h * s_out[2]
         p_tile = outputs.out + off_out[:, None] + (o_d_out * s_out[3])[None, :]
         tl.store(p_tile, normalised(acc, row_sum).to(outputs.out.dtype.element_ty), mask=m_tile)
         if outputs.lse is not None:
-            off_lse = i_b * s_lse_sequence + i_h * s_lse_head + token * strides.lse
+            off_lse = i_b * s_lse_sequence + i_h * s_lse_head + token * s_lse_token
             tl.store(outputs.lse + off_lse, log_sum_exp(running_max, row_sum), mask=m_row)

@@ -29,7 +29,8 @@ class SelectedConfig(NamedTuple):
 
     BLOCK: tokens of a block; PIECE: of these, in a tile. TOPK_P: entries of a list, rounded up to a power of two.
     TOKENS: of a tile. IS_FP8: the cache holds e4m3. K_SCALES and V_SCALES: 0, 1 or as many as kv heads. ONE_PAGE: a
-    tile of keys lies within one page, which is looked up once for all of it.
+    tile of keys lies within one page, which is looked up once for all of it. DEPENDED_ON: by a merge kernel that is
+    started as soon as there is room for it.
     """
 
     GROUP: int
@@ -53,6 +54,7 @@ class SelectedConfig(NamedTuple):
     V_SCALES: int
     ONE_PAGE: bool
     WIDE: bool
+    DEPENDED_ON: bool
 
 
 class Inputs(NamedTuple):
@@ -100,7 +102,7 @@ def factor_of(p_scale, i_kv, factor, SCALES: tl.constexpr, config: tl.constexpr)
 def step(acc, running_max, row_sum, b_q, cache, at, o_key, listed, visible, scoring, strides, config: tl.constexpr):
     """The keys ``o_key`` [BLOCK_N] for a tile of rows, of which ``listed`` [BLOCK_M, 1] have them.
 
-    ``at``: the first of them, where they lie in one page.
+    ``at``: the first of them, where they lie in one page. Keys from ``visible.high`` on are not read.
     """
     if config.ONE_PAGE:
         page, slot, fits = slot_of(cache, at, visible.high, config.PAGE)
@@ -108,16 +110,14 @@ def step(acc, running_max, row_sum, b_q, cache, at, o_key, listed, visible, scor
     else:
         page, slot, fits = slot_of(cache, o_key, visible.high, config.PAGE)
     seen = o_key[None, :] <= visible.position[:, None]
+    # The values of a key that no row sees are not loaded: 0 times NaN would be NaN.
     m_key = fits & (o_key < visible.high)
-    m_value = m_key
     if config.TOKENS > 1:
         seen = seen & listed
-        # The values of a key that no row sees are not loaded: 0 times NaN would be NaN.
-        m_value = m_key & (tl.max(seen.to(tl.int32), 0) != 0)
     o_dk = tl.arange(0, config.BLOCK_D) * strides.k[3]
     o_dv = tl.arange(0, config.BLOCK_DV) * strides.v[3]
     b_k = load_tile(cache.k, page * strides.k[0] + slot * strides.k[1], o_dk, m_key, config.D, config.BLOCK_D)
-    b_v = load_tile(cache.v, page * strides.v[0] + slot * strides.v[1], o_dv, m_value, config.DV, config.BLOCK_DV)
+    b_v = load_tile(cache.v, page * strides.v[0] + slot * strides.v[1], o_dv, m_key, config.DV, config.BLOCK_DV)
     if config.IS_FP8:
         b_k = from_e4m3(b_k, b_q.dtype)
         b_v = from_e4m3(b_v, b_q.dtype)
@@ -125,8 +125,9 @@ def step(acc, running_max, row_sum, b_q, cache, at, o_key, listed, visible, scor
 
 
 # Of a tile of several tokens the workspace holds how many blocks there are and, from here on, the blocks; then which
-# tokens list each, as bits.
+# tokens list each, as bits, with the number of the last of them above.
 HEADER: tl.constexpr = tl.constexpr(4)
+LAST: tl.constexpr = tl.constexpr(16)
 
 
 @triton.jit
@@ -168,11 +169,13 @@ def unite_lists(p_indices, bounds, p_work, rows, sequences, keys, s_indices, con
         p_lists = p_indices + begin * s_indices[0] + i_kv * s_indices[1]
         block, o_token, first = entries_of(p_lists, s_indices[0], i_tile, q_len, blocks, length - q_len, config)
         rank = tl.cumsum(first.to(tl.int32), 0) - 1
-        shared = (block[:, None] == block[None, :]).to(tl.int32) << o_token[None, :]
+        shared = block[:, None] == block[None, :]
+        bits = tl.sum(shared.to(tl.int32) << o_token[None, :], 1)
+        last = tl.max(tl.where(shared, o_token[None, :], 0), 1)
         p_tile = p_work + pid.to(tl.int64) * (HEADER + 2 * ENTRIES)
         tl.store(p_tile, tl.sum(first.to(tl.int32), 0))
         tl.store(p_tile + HEADER + rank, block, mask=first)
-        tl.store(p_tile + HEADER + ENTRIES + rank, tl.sum(shared, 1), mask=first)
+        tl.store(p_tile + HEADER + ENTRIES + rank, bits | last << LAST, mask=first)
 
 
 @triton.jit(
@@ -185,6 +188,8 @@ def attend_selected(
     s_lse_sequence, s_lse_head, numbers, config: tl.constexpr,
 ):  # fmt: skip
     """One tile over one split of what its tokens list."""
+    if config.DEPENDED_ON:
+        tl.extra.cuda.gdc_launch_dependents()
     BLOCK_M: tl.constexpr = config.BLOCK_M
     BLOCK_DV: tl.constexpr = config.BLOCK_DV
     TOKENS: tl.constexpr = config.TOKENS
@@ -256,11 +261,15 @@ def attend_selected(
                 own = tl.load(p_tile + i // PER_BLOCK)
                 tokens = tl.load(p_tile + ENTRIES + i // PER_BLOCK)
                 listed = m_row & (((tokens >> (o_m // HEADS)) & 1) != 0)
+                high = visible.high
+                if config.CAUSAL:
+                    high = tl.minimum(high, context + i_tile * TOKENS + (tokens >> LAST) + 1)
                 at = own * config.BLOCK + i % PER_BLOCK * config.PIECE
                 o_key = at + o_n
                 acc, running_max, row_sum = step(
-                    acc, running_max, row_sum, b_q, cache, at, o_key, listed[:, None], visible, scoring, strides, config
-                )
+                    acc, running_max, row_sum, b_q, cache, at, o_key, listed[:, None],
+                    Visible(position, 0, high), scoring, strides, config,
+                )  # fmt: skip
         acc = acc * v_factor
         tile = Rows(row, o_h, i_b, token, all_rows, possible, m_row)
         store(

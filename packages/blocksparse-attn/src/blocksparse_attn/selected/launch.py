@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from blocksparse_attn.kernels import merge, tiles
-from blocksparse_attn.kernels.groups import Bounds, Outputs, OutputStrides, Strides
+from blocksparse_attn.kernels.groups import Bounds, Outputs, Strides
 from blocksparse_attn.kernels.selected import (
     HEADER,
     Inputs,
@@ -17,7 +17,7 @@ from blocksparse_attn.kernels.selected import (
     attend_selected,
     unite_lists,
 )
-from blocksparse_attn.launch import device_limits
+from blocksparse_attn.launch import device_limits, launches_depend, merge_config
 from blocksparse_attn.selected.arguments import Tensors
 from blocksparse_attn.selected.plan import Problem, SelectedPlan, head_tiles, num_slots, plan_selected
 from kernel_reference.dispatch import allocator
@@ -82,7 +82,7 @@ def _attend(
         TOKENS=plan.packed, STAGES=plan.num_stages, CAUSAL=problem.causal, IS_FP8=problem.cache_bits == 8,
         K_SCALES=_count(forms.k_scale), V_SCALES=_count(forms.v_scale),
         ONE_PAGE=plan.block_n <= problem.block_size and problem.page_size % plan.block_n == 0,
-        WIDE=(size_v - 1) * s_out[3] >= 2**31,
+        WIDE=(size_v - 1) * s_out[3] >= 2**31, DEPENDED_ON=plan.num_splits > 1 and launches_depend(device),
     )  # fmt: skip
     slots = num_slots(problem, plan)
     rest = (
@@ -146,17 +146,15 @@ def _merge(problem: Problem, plan: SelectedPlan, forms: Tensors, device: torch.d
     """The merge kernel, called with cu_seqlens_q, seqlens_k, sinks, out, lse and the partial results."""
     s_out = (0, *forms.out.stride())
     s_lse = (0, 1) if forms.lse is None else forms.lse.stride()
-    config = merge.MergeConfig(
-        KIND=int(tiles.PAGED), H=problem.num_heads, DV=problem.head_dim_v,
-        BLOCK_DV=max(16, power_of_two_at_least(problem.head_dim_v)), WIDE=(problem.head_dim_v - 1) * s_out[3] >= 2**31,
-    )  # fmt: skip
+    dependent = launches_depend(device)
+    config = merge_config(int(tiles.PAGED), problem.num_heads, problem.head_dim_v, s_out[3], dependent)
     slots = num_slots(problem, plan)
     rest = (
-        problem.tokens, problem.sequences, problem.capacity, slots, plan.packed, 1, plan.num_splits, 0, s_lse[0],
-        OutputStrides(s_out, s_lse[1]), config,
+        problem.tokens, problem.sequences, problem.capacity, slots, plan.packed, 1, plan.num_splits, 0, *s_lse,
+        s_out, config,
     )  # fmt: skip
     grid = (slots * plan.packed * problem.num_heads, 1, 1)
-    return Launch(merge.merge, grid, rest, device, group=_grouped_for_merging, num_warps=1)
+    return Launch(merge.merge, grid, rest, device, group=_grouped_for_merging, dependent_launch=dependent, num_warps=1)
 
 
 def _grouped_for_merging(cu: Pointer, lengths: Pointer, sinks: Pointer, *outputs: Pointer) -> tuple[Any, ...]:

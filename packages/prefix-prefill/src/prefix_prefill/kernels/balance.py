@@ -9,6 +9,10 @@ shares   where lengths differ so much that whole tiles would leave programs idle
 
 What a tile costs is taken to rise with its number, as causal rows see more keys, up to the window or the length; sums
 over tiles are then known in closed form, and no program walks the batch.
+
+A warp looks an item up while attention waits for it, at first with nothing in its caches, instructions among it: there
+is little code, pieces are counted in 32 bits, in which sums across a warp are one instruction, and a block of sequences
+is summed up once for all of a program's items that lie there.
 """
 
 from typing import NamedTuple
@@ -19,12 +23,18 @@ import triton.language as tl
 from prefix_prefill.kernels.batch import sequence_at
 
 # Sequences that are looked at together.
-LANES: tl.constexpr = tl.constexpr(64)
+LANES: tl.constexpr = tl.constexpr(128)
 # A tile's beginning and end take the time of so many keys.
 OVERHEAD: tl.constexpr = tl.constexpr(192)
-# The fewest keys that a piece of a tile is worth, and what is lost by merging.
+# The fewest keys that a piece of a tile is worth, and what is lost by merging; a tile of twice as many stays whole.
 LEAST: tl.constexpr = tl.constexpr(512)
 MERGING: tl.constexpr = tl.constexpr(512)
+# A sequence is taken to have no more keys than that: costs of tiles fit in 32 bits.
+MOST_KEYS: tl.constexpr = tl.constexpr(2**29)
+# The most pieces on a line: numbers of pieces fit in 32 bits, the first ones past the end too; and the most tiles that
+# are counted of a lane's sequences.
+MOST_PIECES: tl.constexpr = tl.constexpr(2**30)
+MOST_TILES: tl.constexpr = tl.constexpr(2**23)
 # Keys and values that programs find in the cache again, though each is at other ones.
 CACHE_BYTES: tl.constexpr = tl.constexpr(32 * 2**20)
 
@@ -42,31 +52,40 @@ class Costs(NamedTuple):
 
 class Work(NamedTuple):
     """How programs share: ``line`` whether by shares of ``share`` keys, else by pieces, ``num_splits`` of each tile or,
-    if that is 0, of at most ``piece`` keys; the length of the line, the programs, and the entries that a merge reads.
+    if that is 0, of at most ``piece`` keys; the most pieces that the line has, the programs, and the entries that a
+    merge reads.
     """
 
     line: object
     share: object
     piece: object
     num_splits: object
-    total: object
+    most: object
     programs: object
     entries: object
 
 
+class Block(NamedTuple):
+    """LANES sequences on the line: the number of the first, where each ends, from where to where they lie together."""
+
+    first: object
+    ends: object
+    low: object
+    high: object
+
+
 class Place(NamedTuple):
-    """A sequence's place on the line: its number, and from where to where it lies."""
+    """A sequence's place on the line: its number, and from where it lies."""
 
     i_n: object
     low: object
-    high: object
 
 
 class Item(NamedTuple):
     """A piece of a tile: which of all kv heads' head tiles, which tile; of its tiles of keys those from ``low`` to
     before ``high`` parts of ``parts``; the number of the piece and of how many, 0 if it is none.
 
-    ``first``: of a tile cut into shares, the program of its second piece; else its place on the line.
+    ``first``: of a tile cut into shares, the program of its second piece; else -1.
     """
 
     i_head: object
@@ -88,13 +107,13 @@ def quotient(a, b):
 @triton.jit
 def costs_of(sequence, batch, C):
     """What the tiles of a sequence, or of a block of sequences, cost."""
-    tiles = ((sequence.q_len + C.TOKENS - 1) // C.TOKENS).to(tl.int64)
-    length = sequence.length.to(tl.int64)
+    tiles = (sequence.q_len + C.TOKENS - 1) // C.TOKENS
+    length = tl.minimum(sequence.length, MOST_KEYS)
     cap = length
     base = length
     if C.HAS_RIGHT:
         right = tl.minimum(length, batch.right)
-        base = sequence.context + C.TOKENS + right
+        base = tl.minimum(sequence.context, MOST_KEYS) + C.TOKENS + right
         if C.HAS_LEFT:
             cap = tl.minimum(length, tl.minimum(length, batch.left) + C.TOKENS + right)
         base = tl.minimum(base, cap)
@@ -105,8 +124,9 @@ def costs_of(sequence, batch, C):
 @triton.jit
 def cost_before(i, costs, C):
     """What the tiles before tile i cost."""
-    rising = tl.minimum(i, costs.ramp)
-    return i * OVERHEAD + rising * costs.base + rising * (rising - 1) // 2 * C.TOKENS + (i - rising) * costs.cap
+    rising = tl.minimum(i, costs.ramp).to(tl.int64)
+    level = i.to(tl.int64) - rising
+    return (rising + level) * OVERHEAD + rising * costs.base + rising * (rising - 1) // 2 * C.TOKENS + level * costs.cap
 
 
 @triton.jit
@@ -125,7 +145,7 @@ def tile_at(x, costs, C):
 @triton.jit
 def last_cost(costs, C):
     """What the last tile costs, which costs most."""
-    return tl.minimum(costs.base + (costs.tiles - 1) * C.TOKENS, costs.cap) + OVERHEAD
+    return tl.minimum(costs.base + tl.minimum(costs.tiles - 1, costs.ramp) * C.TOKENS, costs.cap) + OVERHEAD
 
 
 @triton.jit
@@ -133,50 +153,91 @@ def pieces_of(costs, work, C):
     """In how many pieces each tile of a sequence is cut."""
     pieces = costs.tiles * 0 + work.num_splits
     if work.num_splits == 0:
-        pieces = quotient(last_cost(costs, C) + work.piece - 1, work.piece)
+        last = last_cost(costs, C)
+        pieces = tl.where(last < 2 * LEAST + OVERHEAD, 1, (last + work.piece - 1) // work.piece)
     return pieces
 
 
 @triton.jit
-def extent(i_n, work, batch, C):
+def extent(i_n, work, batch, BY_SHARE: tl.constexpr, C):
     """How long sequences are on the line."""
     costs = costs_of(sequence_at(batch, i_n, C), batch, C)
-    length = cost_before(costs.tiles, costs, C)
-    if not work.line:
+    if BY_SHARE:
+        length = cost_before(costs.tiles, costs, C)
+    else:
         length = costs.tiles * pieces_of(costs, work, C)
     return length * (C.HEADS_KV * C.HEAD_TILES)
 
 
 @triton.jit
-def place_at(x, place, o_lane, work, batch, C):
-    """The sequence at x on the line, from that of ``place`` on."""
-    i_n = place.i_n
-    first = i_n
-    low = place.low
-    before = low
-    high = low
-    while (high <= x) & (first <= batch.num_sequences):
-        ends = before + tl.cumsum(extent(first + o_lane, work, batch, C), 0)
-        passed = ends <= x
-        i_n += tl.sum(passed.to(tl.int32), 0)
-        low = tl.maximum(low, tl.max(tl.where(passed, ends, 0), 0))
-        high = tl.min(tl.where(passed, 2**62, ends), 0)
-        before = tl.max(ends, 0)
-        high = tl.where(high == 2**62, before, high)
+def first_block(o_lane, batch, BY_SHARE: tl.constexpr):
+    """The block before the first one."""
+    ends = o_lane * 0
+    low = batch.num_sequences * 0
+    if BY_SHARE:
+        ends = ends.to(tl.int64)
+        low = low.to(tl.int64)
+    return Block(batch.num_sequences * 0 - 1 - LANES, ends, low, low)
+
+
+@triton.jit
+def block_at(x, block, o_lane, work, batch, BY_SHARE: tl.constexpr, C):
+    """The sequences about x, from ``block`` on; the last ones if they all lie before it."""
+    first = block.first
+    ends = block.ends
+    low = block.low
+    high = block.high
+    while (high <= x) & (first + LANES <= batch.num_sequences):
         first += LANES
-    return Place(i_n, low, high)
+        low = high
+        ends = low + tl.cumsum(extent(first + o_lane, work, batch, BY_SHARE, C), 0)
+        high = tl.max(ends, 0)
+    return Block(first, ends, low, high)
+
+
+@triton.jit
+def place_at(x, block):
+    """The sequence of a block at x."""
+    passed = block.ends <= x
+    return Place(block.first + tl.sum(passed.to(tl.int32), 0), tl.max(tl.where(passed, block.ends, block.low), 0))
+
+
+@triton.jit
+def most_pieces(num_splits, batch, C):
+    """How many pieces there may be, as ``plan.most_tiles`` has it: bounds that decrease would make more, and parts of
+    them have no memory.
+    """
+    most = (batch.rows // C.TOKENS + tl.minimum(batch.num_sequences + 2, batch.rows)).to(tl.int64)
+    return tl.minimum(most * (C.HEADS_KV * C.HEAD_TILES) * num_splits, MOST_PIECES).to(tl.int32)
+
+
+@triton.jit
+def by_number(programs, num_splits, batch, C):
+    """How programs share a batch whose tiles are each in ``num_splits`` pieces."""
+    most = most_pieces(num_splits, batch, C)
+    none = most.to(tl.int64)
+    return Work(programs < 0, none, most, most * 0 + num_splits, most, programs, tl.where(num_splits > 1, most, 0))
 
 
 @triton.jit
 def share_work(o_lane, programs, num_splits, batch, C):
     """How the programs of a launch share a batch. Each computes the same."""
+    work = by_number(programs, num_splits, batch, C)
+    if num_splits == 0:
+        work = by_lengths(o_lane, programs, batch, C)
+    return work
+
+
+@triton.jit
+def by_lengths(o_lane, programs, batch, C):
+    """How they share it where no number of pieces is given."""
     HEADS: tl.constexpr = C.HEADS_KV * C.HEAD_TILES
-    none = o_lane.to(tl.int64) * 0
-    all_costs = none
+    none = o_lane * 0
+    all_costs = none.to(tl.int64)
+    all_keys = none.to(tl.float32)
     all_tiles = none
-    all_keys = none
     longest = none
-    shortest = none + 2**40
+    shortest = none + (2**31 - 1)
     smallest = shortest
     sequences = none
     for first in range(-1, batch.num_sequences + 1, LANES):
@@ -185,77 +246,92 @@ def share_work(o_lane, programs, num_splits, batch, C):
         there = costs.tiles > 0
         last = last_cost(costs, C)
         all_costs += cost_before(costs.tiles, costs, C)
-        all_tiles += costs.tiles
-        all_keys += tl.where(there, sequence.length, 0)
-        sequences += there.to(tl.int64)
+        # So that impossible bounds do not look like few tiles.
+        all_tiles = tl.minimum(all_tiles + tl.minimum(costs.tiles, MOST_TILES), MOST_TILES // HEADS)
+        all_keys += tl.where(there, sequence.length, 0).to(tl.float32)
+        sequences += there.to(tl.int32)
         longest = tl.maximum(longest, tl.where(there, last, 0))
-        shortest = tl.minimum(shortest, tl.where(there, last, 2**40))
-        smallest = tl.minimum(smallest, tl.where(there, costs.base + OVERHEAD, 2**40))
-    total = tl.sum(all_costs, 0) * HEADS
+        shortest = tl.minimum(shortest, tl.where(there, last, 2**31 - 1))
+        smallest = tl.minimum(smallest, tl.where(there, costs.base + OVERHEAD, 2**31 - 1))
+    # What decides between the two ways need not be exact.
+    total = tl.sum(all_costs.to(tl.float32), 0) * HEADS
+    mean = total / programs
     tiles = tl.maximum(tl.sum(all_tiles, 0) * HEADS, 1)
     longest = tl.max(longest, 0)
-    share = tl.maximum(quotient(total + programs - 1, programs), 2 * LEAST)
-    splits = tl.maximum(quotient(programs, tiles), 1)
-    piece = tl.maximum(quotient(longest + splits - 1, splits), 2 * LEAST)
+    splits = tl.maximum(programs // tiles, 1)
+    piece = tl.maximum((longest + splits - 1) // splits, LEAST)
     # How long either way takes. Whole tiles: the mean, the programs that idle in the last round, when the shortest
     # pieces are at work, and how unlike the sequences are.
-    pieces = tiles * splits
-    idle = quotient(pieces + programs - 1, programs) * programs - pieces
-    whole = tl.maximum(quotient(total, programs), piece)
-    if splits == 1:
-        whole = quotient(total + idle * tl.min(smallest, 0), programs) + longest - tl.min(shortest, 0)
+    idle = (tiles + programs - 1) // programs * programs - tiles
+    uneven = mean + idle * tl.min(smallest, 0).to(tl.float32) / programs + (longest - tl.min(shortest, 0))
+    whole = tl.where(splits > 1, tl.maximum(mean, piece.to(tl.float32)), uneven)
     # Shares: the merging; and where tiles have their keys in common, and those are more than the cache holds, each
     # program reads them from memory for itself.
-    apart = share + MERGING
+    apart = tl.maximum(mean, 2 * LEAST)
     kept = tl.sum(all_keys, 0) * (C.HEADS_KV * C.D * (2 if C.IS_FP8 else 4)) <= CACHE_BYTES
-    if (not kept) & (tiles > tl.sum(sequences, 0) * HEADS):
-        apart += share // 4
-    line = (num_splits == 0) & (apart < whole)
+    apart += tl.where((not kept) & (tiles > tl.sum(sequences, 0) * HEADS), 0.25 * apart, 0.0) + MERGING
+    line = apart < whole
     if C.SHARED:
         # Who takes their results looks for them by number of the piece.
-        line = num_splits < 0
-    each = tl.where(num_splits > 0, num_splits, splits)
+        line = programs < 0
+    share = total.to(tl.int64)
+    if line:
+        share = quotient(tl.sum(all_costs, 0) * HEADS + programs - 1, programs)
+        share = tl.maximum(share, 2 * LEAST)
+    most = most_pieces(splits, batch, C)
+    most = tl.where(splits > 1, tl.minimum(tiles * splits, most), most)
+    entries = tl.where(line, 2 * programs, tl.where(splits > 1, most, 0))
     # Where tiles are cut for want of any, those of short sequences are cut into fewer.
-    num_splits = tl.where(splits > 1, num_splits, each)
-    work = Work(line, share, piece, num_splits, total, programs, total)
-    if not line:
-        total = tiles * each
-        if num_splits == 0:
-            lengths = none
-            for first in range(-1, batch.num_sequences + 1, LANES):
-                lengths += extent(first + o_lane, work, batch, C)
-            total = tl.sum(lengths, 0)
-        # As ``plan.most_tiles`` has it: bounds that decrease would make more, and parts of them have no memory.
-        most = batch.rows // C.TOKENS + tl.minimum(batch.num_sequences + 2, batch.rows)
-        total = tl.minimum(total, most.to(tl.int64) * HEADS * each)
-    entries = tl.where(line, 2 * programs, tl.where(each > 1, total, 0))
-    return Work(line, share, piece, num_splits, total, programs, entries)
+    return Work(line, share, piece, tl.where(splits > 1, 0, 1), most, programs, entries)
 
 
 @triton.jit
-def first_place(i_program, work):
-    """Where on the line a program begins, and before where it ends."""
-    begin = tl.where(work.line, i_program * work.share, i_program)
-    end = tl.where(work.line, tl.minimum(begin + work.share, work.total), work.total)
-    return begin, end
+def round_of(i_round, i_program, work):
+    """Where on the line of pieces a program's next one is. Rounds go forth and back: who took the most of one takes the
+    least of the next.
+    """
+    i = tl.where(i_round % 2 == 1, work.programs - 1 - i_program, i_program)
+    return i_round * work.programs + i
 
 
 @triton.jit
-def piece_at(x, i_program, place, costs, work, C):
-    """The piece at x, where work is shared by pieces, and the x of the program's next one.
+def piece_at(x, place, costs, work, C):
+    """The piece at x, where work is shared by pieces.
 
     Of all tiles the first pieces come first, so that programs read the same keys at a time; of these the last tile,
-    which has most keys. Rounds go forth and back: who took the most of one takes the least of the next.
+    which has most keys.
     """
     HEADS: tl.constexpr = C.HEADS_KV * C.HEAD_TILES
     pieces = pieces_of(costs, work, C)
     own = x - place.low
     i_all = own // HEADS
-    i_piece = quotient(i_all, tl.maximum(costs.tiles, 1))
+    i_piece = i_all // tl.maximum(costs.tiles, 1)
     i_tile = costs.tiles - 1 - (i_all - i_piece * costs.tiles)
-    after = quotient(x, work.programs) + 1
-    following = after * work.programs + tl.where(after % 2 == 1, work.programs - 1 - i_program, i_program)
-    return Item(own % HEADS, i_tile, i_piece, i_piece + 1, pieces, i_piece, pieces, x - i_piece * 0), following
+    # Impossible bounds may be of more pieces than 32 bits count.
+    there = (own >= 0) & (i_piece < pieces) & (i_tile >= 0)
+    return Item(
+        own % HEADS, i_tile, i_piece, i_piece + 1, pieces, i_piece, tl.where(there, pieces, 0), costs.tiles * 0 - 1
+    )
+
+
+@triton.jit
+def tiles_of_piece(count, item):
+    """Of the tiles of keys of a tile those of one of its pieces, from the first to before the last, in 32 bits."""
+    begin = count * 0
+    end = count
+    if item.parts > 1:
+        each = count // item.parts
+        rest = count - each * item.parts
+        begin = each * item.low + rest * item.low // item.parts
+        end = each * item.high + rest * item.high // item.parts
+    return begin, end
+
+
+@triton.jit
+def tiles_of_share(count, item):
+    """The same of a program's share of a tile."""
+    tiles = count.to(tl.int64)
+    return quotient(tiles * item.low, item.parts).to(tl.int32), quotient(tiles * item.high, item.parts).to(tl.int32)
 
 
 @triton.jit

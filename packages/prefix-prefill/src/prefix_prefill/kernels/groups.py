@@ -20,7 +20,6 @@ class Config(NamedTuple):
     BLOCK_N: int
     HEADS: int  # query heads in a tile
     TOKENS: int  # tokens in a tile
-    SPLITS: int
     STAGES: int
     NEW_KV: bool  # the new keys and values are tensors of their own
     FP8: int  # 4: an e4m3 cache, 5: e5m2, 0: of q's dtype
@@ -39,7 +38,7 @@ class Config(NamedTuple):
 
 class Strides(NamedTuple):
     """(token, head, element) of q, k, v and out, (page, token, head, element / X, element % X) of the caches,
-    (page, token, head) of scales, (head, token) of lse.
+    (page, token, head) of scales.
     """
 
     q: tuple[int, ...]
@@ -50,7 +49,6 @@ class Strides(NamedTuple):
     k_scale: tuple[int, ...]
     v_scale: tuple[int, ...]
     out: tuple[int, ...]
-    lse: tuple[int, ...]
 
 
 class Scores(NamedTuple):
@@ -67,6 +65,17 @@ class Numbers(NamedTuple):
     v_scale: float
     out_scale: float
     strides: object
+
+
+class Results(NamedTuple):
+    """out and lse; and a workspace of float32 for partial results [num_splits, rows, H, D] and their lse [num_splits,
+    H, rows].
+    """
+
+    out: object
+    lse: object
+    part: object
+    part_lse: object
 
 
 class Rows(NamedTuple):

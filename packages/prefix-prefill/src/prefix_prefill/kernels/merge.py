@@ -13,6 +13,8 @@ from prefix_prefill.kernels.softmax import Target, exponential, finite, store_re
 
 # Numbers of an entry of the table that says which tiles are in parts; before the entries there is one with their count.
 ENTRY: tl.constexpr = tl.constexpr(8)
+# Parts that are loaded at a time.
+TOGETHER: tl.constexpr = tl.constexpr(8)
 
 
 class Strides(NamedTuple):
@@ -29,7 +31,6 @@ class SplitConfig(NamedTuple):
     D: int
     BLOCK_D: int
     TOKENS: int
-    SPLITS: int
     NEW_KV: bool
     LIMIT: int
     SKIP_DECODE: bool
@@ -44,7 +45,7 @@ class MergeConfig(NamedTuple):
     HEADS: int
     TOKENS: int
     BLOCK_M: int
-    ROWS: int  # rows of a tile that one program merges
+    ROWS: int  # rows of a tile that one program merges at a time
     D: int
     BLOCK_D: int
     LIMIT: int
@@ -58,49 +59,59 @@ def write_no_entries(p_entries, i_program, work):
     if i_program == 0:
         tl.store(p_entries, work.entries)
     if work.line:
-        tl.store(p_entries + (2 * i_program + 1) * ENTRY, i_program * 0)
-        tl.store(p_entries + (2 * i_program + 2) * ENTRY, i_program * 0)
+        write_no_entry(p_entries, 2 * i_program)
+        write_no_entry(p_entries, 2 * i_program + 1)
 
 
 @triton.jit
-def write_entry(p_entries, x, i_program, item, sequence, work, C):
-    """Note a tile in parts, with its first piece; returns where this piece's part goes, -1 if it is the whole tile.
+def write_no_entry(p_entries, at):
+    """Entry ``at`` is of no tile."""
+    tl.store(p_entries + (at.to(tl.int64) + 1) * ENTRY, 0)
 
-    Shares of keys leave at most two parts a program, which lie by program; others lie by number of the piece.
-    """
-    cut = item.pieces > 1
-    own = tl.where(item.i_piece == 0, 2 * i_program + 1, 2 * i_program)
-    at = tl.where(work.line, own, x)
-    first = cut & (item.i_piece == 0)
-    p_entry = p_entries + (at + 1) * ENTRY
-    if first:
+
+@triton.jit
+def write_entry(p_entries, at, item, sequence, noted, C):
+    """Note a tile in parts, with its first piece, as entry ``at``, and with others that it is of none, if ``noted``."""
+    if (item.pieces > 1) & (item.i_piece == 0):
+        p_entry = p_entries + (at.to(tl.int64) + 1) * ENTRY
         tl.store(p_entry, item.pieces)
-        tl.store(p_entry + 1, tl.where(work.line, item.first, -1))
+        tl.store(p_entry + 1, item.first)
         tl.store(p_entry + 2, sequence.begin + item.i_tile * C.TOKENS)
         tl.store(p_entry + 3, tl.minimum(sequence.q_len - item.i_tile * C.TOKENS, C.TOKENS))
         tl.store(p_entry + 4, item.i_head)
         tl.store(p_entry + 5, sequence.valid.to(tl.int64))
-    elif (work.entries > 0) & (work.line == 0):
-        tl.store(p_entry, x * 0)
-    return tl.where(cut, tl.where(work.line, own, item.i_piece), -1)
+    elif noted:
+        write_no_entry(p_entries, at)
+
+
+@triton.jit
+def add(acc, row_sum, b_part, b_lse, new_max):
+    """One more part, its output normalised. A part that saw no key may hold anything."""
+    weight = exponential(b_lse - finite(new_max))
+    b_part = tl.where((b_lse == float("-inf"))[:, None], 0.0, b_part.to(tl.float32))
+    return acc + b_part * weight[:, None], row_sum + weight
 
 
 @triton.jit
 def include(acc, running_max, row_sum, b_part, b_lse):
-    """One more part, its output normalised. A part that saw no key may hold anything."""
+    """``add``, and what it is relative to."""
     new_max = tl.maximum(running_max, b_lse)
     rescale = exponential(running_max - finite(new_max))
-    weight = exponential(b_lse - finite(new_max))
-    b_part = tl.where((b_lse == float("-inf"))[:, None], 0.0, b_part.to(tl.float32))
-    return acc * rescale[:, None] + b_part * weight[:, None], new_max, row_sum * rescale + weight
+    acc, row_sum = add(acc * rescale[:, None], row_sum * rescale, b_part, b_lse, new_max)
+    return acc, new_max, row_sum
 
 
-@triton.jit(do_not_specialize=["rows", "num_sequences", "capacity", "num_slots"])
+@triton.jit(
+    do_not_specialize=["rows", "num_sequences", "capacity", "num_slots", "num_splits", "s_lse_head", "s_lse_token"]
+)
 def merge_splits(
     p_cu, p_seqlens, p_sinks, p_out_scale, p_out, p_lse, p_part, p_part_lse,
-    rows, num_sequences, capacity, num_slots, out_scale, strides, config: tl.constexpr,
+    rows, num_sequences, capacity, num_slots, num_splits, s_lse_head, s_lse_token, out_scale, s_out,
+    config: tl.constexpr,
 ):  # fmt: skip
-    """Results from the workspace of a launch with splits: p_part [SPLITS, rows, H, D], p_part_lse [SPLITS, H, rows]."""
+    """Results from the workspace of a launch with splits: p_part [num_splits, rows, H, D], p_part_lse
+    [num_splits, H, rows].
+    """
     C: tl.constexpr = config._replace()
     pid = tl.program_id(0)
     i_h = (pid // num_slots).to(tl.int64)
@@ -118,7 +129,7 @@ def merge_splits(
         acc = tl.zeros([C.TOKENS, C.BLOCK_D], tl.float32)
         running_max = tl.full([C.TOKENS], float("-inf"), tl.float32)
         row_sum = tl.zeros([C.TOKENS], tl.float32)
-        for i_split in range(C.SPLITS):
+        for i_split in range(num_splits):
             split = row * 0 + i_split
             b_part = tl.load(
                 p_part + ((split * rows + row) * C.H + i_h)[:, None] * C.D + o_d[None, :], mask=m_tile, other=0.0
@@ -132,61 +143,129 @@ def merge_splits(
         if C.WIDE:
             o_d_out = o_d.to(tl.int64)
         target = Target(
-            row * strides.out[0] + i_h * strides.out[1], i_h * strides.lse[0] + row * strides.lse[1],
-            o_d_out * strides.out[2], m_row, m_tile,
-        )  # fmt: skip
+            row * s_out[0] + i_h * s_out[1], i_h * s_lse_head + row * s_lse_token, o_d_out * s_out[2], m_row, m_tile
+        )
         store_results(p_out, p_lse, p_out_scale, out_scale, acc, running_max, row_sum, target, C.LIMIT)
 
 
-@triton.jit(do_not_specialize=["rows", "s_lse_head", "s_lse_token"])
+class Entry(NamedTuple):
+    """A tile in parts: how many, 0 if there is none; the program of its second part where they lie by program, else -1;
+    its first row, its tokens, its head among all kv heads' head tiles, and whether its sequence can be.
+    """
+
+    pieces: object
+    first_cut: object
+    row: object
+    tokens: object
+    i_head: object
+    valid: object
+
+
+class Rows(NamedTuple):
+    """Rows of a tile in parts: their numbers in the tile, in all tokens, their heads, and whether there are such."""
+
+    o_m: object
+    row: object
+    o_h: object
+    m_row: object
+
+
+@triton.jit
+def entry_at(p_entries, i, there):
+    """Entry i; of none, if it is not ``there``."""
+    p_entry = p_entries + (i.to(tl.int64) + 1) * ENTRY
+    return Entry(
+        tl.load(p_entry, mask=there, other=0), tl.load(p_entry + 1, mask=there, other=0),
+        tl.load(p_entry + 2, mask=there, other=0), tl.load(p_entry + 3, mask=there, other=0),
+        tl.load(p_entry + 4, mask=there, other=0), tl.load(p_entry + 5, mask=there, other=0),
+    )  # fmt: skip
+
+
+@triton.jit
+def rows_at(i, entry, C):
+    """Rows number i of a tile."""
+    o_m = i * C.ROWS + tl.arange(0, C.ROWS)
+    o_t = o_m // C.HEADS
+    o_g = entry.i_head // C.HEADS_KV * C.HEADS + o_m % C.HEADS
+    m_row = (o_m < C.TOKENS * C.HEADS) & (o_t < entry.tokens) & (o_g < C.GROUP)
+    o_h = entry.i_head % C.HEADS_KV * C.GROUP + tl.minimum(o_g, C.GROUP - 1)
+    return Rows(o_m, entry.row + tl.minimum(o_t, entry.tokens - 1), o_h, m_row)
+
+
+@triton.jit
+def part_of(entry, i_piece, own, rows, C):
+    """Where a part of rows lies: by program, two for each, or by number of the piece."""
+    i_part = tl.where(i_piece == 0, 2 * entry.first_cut - 1, 2 * (entry.first_cut + i_piece - 1))
+    by_piece = (i_piece * rows + own.row) * (C.GROUP * C.HEADS_KV) + own.o_h
+    return tl.where(entry.first_cut < 0, by_piece, i_part * C.BLOCK_M + own.o_m)
+
+
+@triton.jit
+def merge_rows(p_sinks, p_part, p_part_lse, entry, own, rows, C):
+    """Of a few rows of a tile the sum of their parts, its weights' sum, and what they are relative to."""
+    o_d = tl.arange(0, C.BLOCK_D)
+    m_tile = own.m_row[:, None] & (o_d < C.D)[None, :]
+    acc = tl.zeros([C.ROWS, C.BLOCK_D], tl.float32)
+    running_max = tl.full([C.ROWS], float("-inf"), tl.float32)
+    row_sum = tl.zeros([C.ROWS], tl.float32)
+    for first in range(0, entry.pieces.to(tl.int32), TOGETHER):
+        # All are on their way before the first is waited for.
+        b_lses = ()
+        b_parts = ()
+        for i in tl.static_range(TOGETHER):
+            o_part = part_of(entry, first + i, own, rows, C)
+            there = first + i < entry.pieces
+            b_lses = b_lses + (tl.load(p_part_lse + o_part, mask=own.m_row & there, other=float("-inf")),)
+            p_tile = p_part + o_part[:, None] * C.D + o_d[None, :]
+            b_parts = b_parts + (tl.load(p_tile, mask=m_tile & there, other=0.0),)
+        new_max = running_max
+        for i in tl.static_range(TOGETHER):
+            new_max = tl.maximum(new_max, b_lses[i])
+        rescale = exponential(running_max - finite(new_max))
+        acc = acc * rescale[:, None]
+        row_sum = row_sum * rescale
+        for i in tl.static_range(TOGETHER):
+            acc, row_sum = add(acc, row_sum, b_parts[i], b_lses[i], new_max)
+        running_max = new_max
+    if p_sinks is not None:
+        b_sink = tl.load(p_sinks + own.o_h).to(tl.float32)
+        b_sink = tl.where(entry.valid != 0, b_sink, float("-inf"))
+        acc, running_max, row_sum = with_sink(acc, running_max, row_sum, b_sink)
+    return acc, running_max, row_sum
+
+
+@triton.jit(do_not_specialize=["rows", "s_lse_head", "s_lse_token", "across"])
 def merge_pieces(
     p_sinks, p_out_scale, p_out, p_lse, p_part, p_part_lse, p_entries,
-    rows, s_lse_head, s_lse_token, out_scale, s_out, config: tl.constexpr,
+    rows, s_lse_head, s_lse_token, out_scale, across, s_out, config: tl.constexpr,
 ):  # fmt: skip
-    """The results of the tiles in parts. p_part has rows of D, p_part_lse one number for each."""
+    """The results of the tiles in parts. p_part has rows of D, p_part_lse one number for each.
+
+    A warp has a row. ``across`` programs take a tile's rows, ROWS at a time.
+    """
     C: tl.constexpr = config._replace()
-    H: tl.constexpr = C.GROUP * C.HEADS_KV
-    BLOCKS: tl.constexpr = (C.BLOCK_M + C.ROWS - 1) // C.ROWS
+    o_d = tl.arange(0, C.BLOCK_D)
+    i_entry = tl.program_id(0) // across
     if C.DEPENDENT:
         tl.extra.cuda.gdc_wait()
-    i = tl.program_id(0)
-    while i < tl.load(p_entries) * BLOCKS:
-        p_entry = p_entries + (i // BLOCKS + 1).to(tl.int64) * ENTRY
-        pieces = tl.load(p_entry)
-        tokens = tl.load(p_entry + 3)
-        o_m = i % BLOCKS * C.ROWS + tl.arange(0, C.ROWS)
-        if (pieces > 0) & (i % BLOCKS * C.ROWS < tokens * C.HEADS):
-            first_cut = tl.load(p_entry + 1)
-            i_head = tl.load(p_entry + 4)
-            o_d = tl.arange(0, C.BLOCK_D)
-            o_t = o_m // C.HEADS
-            o_g = i_head // C.HEADS_KV * C.HEADS + o_m % C.HEADS
-            m_row = (o_m < C.TOKENS * C.HEADS) & (o_t < tokens) & (o_g < C.GROUP)
-            m_tile = m_row[:, None] & (o_d < C.D)[None, :]
-            row = tl.load(p_entry + 2) + tl.minimum(o_t, tokens - 1)
-            o_h = i_head % C.HEADS_KV * C.GROUP + tl.minimum(o_g, C.GROUP - 1)
-            acc = tl.zeros([C.ROWS, C.BLOCK_D], tl.float32)
-            running_max = tl.full([C.ROWS], float("-inf"), tl.float32)
-            row_sum = tl.zeros([C.ROWS], tl.float32)
-            for i_piece in range(pieces):
-                # By program, two for each, or by number of the piece.
-                i_part = tl.where(i_piece == 0, 2 * first_cut - 1, 2 * (first_cut + i_piece - 1))
-                o_part = tl.where(first_cut < 0, (i_piece * rows + row) * H + o_h, i_part * C.BLOCK_M + o_m)
-                b_part = tl.load(p_part + o_part[:, None] * C.D + o_d[None, :], mask=m_tile, other=0.0)
-                b_lse = tl.load(p_part_lse + o_part, mask=m_row, other=float("-inf"))
-                acc, running_max, row_sum = include(acc, running_max, row_sum, b_part, b_lse)
-            if p_sinks is not None:
-                b_sink = tl.load(p_sinks + o_h).to(tl.float32)
-                b_sink = tl.where(tl.load(p_entry + 5) != 0, b_sink, float("-inf"))
-                acc, running_max, row_sum = with_sink(acc, running_max, row_sum, b_sink)
+    count = tl.load(p_entries)
+    # The first one is loaded with their number: there is memory for as many as there are programs.
+    entry = entry_at(p_entries, i_entry, i_entry >= 0)
+    while i_entry < count:
+        blocks = tl.where(entry.pieces > 0, (entry.tokens * C.HEADS + C.ROWS - 1) // C.ROWS, 0).to(tl.int32)
+        for i in range(tl.program_id(0) % across, blocks, across):
+            own = rows_at(i, entry, C)
+            acc, running_max, row_sum = merge_rows(p_sinks, p_part, p_part_lse, entry, own, rows, C)
             o_d_out = o_d
             if C.WIDE:
                 o_d_out = o_d.to(tl.int64)
             target = Target(
-                row * s_out[0] + o_h * s_out[1], o_h * s_lse_head + row * s_lse_token, o_d_out * s_out[2], m_row, m_tile
-            )
+                own.row * s_out[0] + own.o_h * s_out[1], own.o_h * s_lse_head + own.row * s_lse_token,
+                o_d_out * s_out[2], own.m_row, own.m_row[:, None] & (o_d < C.D)[None, :],
+            )  # fmt: skip
             store_results(p_out, p_lse, p_out_scale, out_scale, acc, running_max, row_sum, target, C.LIMIT)
-        i += tl.num_programs(0)
+        i_entry += tl.num_programs(0) // across
+        entry = entry_at(p_entries, i_entry, i_entry < count)
 
 
 @triton.jit

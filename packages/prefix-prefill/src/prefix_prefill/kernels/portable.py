@@ -181,32 +181,45 @@ def with_levels(acc, running_max, row_sum, p_levels, row, o_h, o_d, m_row, m_out
     return acc, running_max, row_sum
 
 
+@triton.jit
+def store_part(results, part, part_lse, acc, running_max, row_sum, o_dv, m_row, m_out, C):
+    """A tile over some of its keys, to these rows of the workspace."""
+    p_part = results.part + part[:, None] * C.DV + o_dv[None, :]
+    tl.store(p_part, normalised(acc, row_sum), mask=m_out)
+    tl.store(results.part_lse + part_lse, log_sum_exp(running_max, row_sum), mask=m_row)
+
+
 @triton.jit(
-    do_not_specialize=["rows", "num_sequences", "num_blocks", "capacity", "s_table", "num_slots", "left", "right"]
-)
+    do_not_specialize=[
+        "rows", "num_sequences", "num_blocks", "capacity", "s_table", "s_lse_head", "s_lse_token", "num_slots",
+        "num_splits", "left", "right",
+    ]
+)  # fmt: skip
 def attend(
-    p_q, p_k, p_v, p_k_cache, p_v_cache, p_table, p_cu, p_seqlens, p_per_head, p_scales, p_out, p_lse, p_draft,
-    p_levels, rows, num_sequences, num_blocks, capacity, s_table, num_slots, scores, left, right, numbers,
-    config: tl.constexpr,
+    p_q, p_k, p_v, p_k_cache, p_v_cache, p_batch, p_per_head, p_scales, results, p_levels,
+    rows, num_sequences, num_blocks, capacity, s_table, s_lse_head, s_lse_token, num_slots, num_splits, left, right,
+    scores, numbers, config: tl.constexpr,
 ):  # fmt: skip
     """Rows of one tile over one split of their keys.
 
-    ``p_scales`` are k_scale, v_scale and out_scale. With SPLITS > 1 partial results without sinks go to a workspace:
-    p_out is then float32 [SPLITS, rows, H, D] and p_lse [SPLITS, H, rows].
+    ``p_batch`` are block table, cu_seqlens_q, seqlens_k and draft_mask, ``p_per_head`` slopes and sinks, ``p_scales``
+    k_scale, v_scale and out_scale. ``results`` are ``Results``: where there are several splits, the workspace takes
+    them, without sinks. Their number differs from batch to batch and is not compiled in.
 
-    ``p_per_head`` are slopes and sinks. Of a cascade's last level ``p_levels`` are, of each level before, parts
-    [pieces, rows, H, D], their lse [pieces, rows, H] and how many pieces there are of each row. Of a level before,
-    which writes such, ``p_levels[0]`` is that number, and p_out and p_lse are the others.
+    Of a cascade's last level ``p_levels`` are, of each level before, parts [pieces, rows, H, D], their lse [pieces,
+    rows, H] and how many pieces there are of each row. Of a level before, which writes such, ``p_levels[0]`` is that
+    number, and the workspace takes the others.
     """
     C: tl.constexpr = config._replace()
-    p_alibi = p_per_head[0]
-    p_sinks = p_per_head[1]
+    p_table, p_cu, p_seqlens, p_draft = p_batch
+    p_alibi, p_sinks = p_per_head
     BLOCK_M: tl.constexpr = C.BLOCK_M
     BLOCK_N: tl.constexpr = C.BLOCK_N
     BLOCK_D: tl.constexpr = C.BLOCK_D
     BLOCK_DV: tl.constexpr = C.BLOCK_DV
     TOKENS: tl.constexpr = C.TOKENS
     HEAD_TILES: tl.constexpr = (C.GROUP + C.HEADS - 1) // C.HEADS
+    H: tl.constexpr = C.GROUP * C.HEADS_KV
     ALIBI: tl.constexpr = p_alibi is not None
     NATURAL: tl.constexpr = p_q.dtype.element_ty == tl.float32
     pid = tl.program_id(0)
@@ -271,7 +284,7 @@ def attend(
         if C.NEW_KV:
             new_first = tl.maximum(low - context, 0) // BLOCK_N
             new_tiles = tl.maximum((high - context + BLOCK_N - 1) // BLOCK_N - new_first, 0)
-        from_tile, to_tile = split_range(cached_tiles + new_tiles, i_split, C.SPLITS)
+        from_tile, to_tile = split_range(cached_tiles + new_tiles, i_split, num_splits)
 
         scale = scores.softmax_scale
         v_scale = 1.0
@@ -364,23 +377,24 @@ def attend(
                 acc, running_max, row_sum = with_levels(
                     acc, running_max, row_sum, p_levels, row, o_h, o_dv, m_row, m_out, rows, C
                 )
-        if C.SPLITS == 1 and not C.SHARED:
+        if C.SHARED:
+            part = (i_split.to(tl.int64) * rows + row) * H + o_h
+            store_part(results, part, part, acc, running_max, row_sum, o_dv, m_row, m_out, C)
+            tl.store(p_levels[0] + row, o_t * 0 + num_splits, mask=m_row & (o_h == 0) & (i_split == 0))
+        elif num_splits > 1:
+            part = (i_split.to(tl.int64) * rows + row) * H + o_h
+            part_lse = (i_split.to(tl.int64) * H + o_h) * rows + row
+            store_part(results, part, part_lse, acc, running_max, row_sum, o_dv, m_row, m_out, C)
+        else:
             if p_sinks is not None:
                 b_sink = tl.load(p_sinks + o_h).to(tl.float32)
                 b_sink = tl.where(valid, b_sink, float("-inf"))
                 acc, running_max, row_sum = with_sink(acc, running_max, row_sum, b_sink)
             target = Target(
                 row * numbers.strides.out[0] + o_h.to(tl.int64) * numbers.strides.out[1],
-                o_h.to(tl.int64) * numbers.strides.lse[0] + row * numbers.strides.lse[1],
+                o_h.to(tl.int64) * s_lse_head + row * s_lse_token,
                 o_dv_wide * numbers.strides.out[2], m_row, m_out,
             )  # fmt: skip
-            store_results(p_out, p_lse, p_scales[2], numbers.out_scale, acc, running_max, row_sum, target, C.LIMIT)
-        else:
-            H: tl.constexpr = C.GROUP * C.HEADS_KV
-            part = i_split.to(tl.int64) * rows + row
-            tl.store(p_out + (part * H + o_h)[:, None] * C.DV + o_dv[None, :], normalised(acc, row_sum), mask=m_out)
-            off_lse = (i_split.to(tl.int64) * H + o_h) * rows + row
-            if C.SHARED:
-                off_lse = part * H + o_h
-                tl.store(p_levels[0] + row, o_t * 0 + C.SPLITS, mask=m_row & (o_h == 0) & (i_split == 0))
-            tl.store(p_lse + off_lse, log_sum_exp(running_max, row_sum), mask=m_row)
+            store_results(
+                results.out, results.lse, p_scales[2], numbers.out_scale, acc, running_max, row_sum, target, C.LIMIT
+            )

@@ -92,7 +92,7 @@ def key_range(
 
 
 @triton.jit
-def split_range(count, i_split, SPLITS: tl.constexpr):
+def split_range(count, i_split, num_splits):
     """The first and the last + 1 of the key tiles that this split takes."""
-    each = (count + SPLITS - 1) // SPLITS
+    each = (count + num_splits - 1) // num_splits
     return tl.minimum(i_split * each, count), tl.minimum((i_split + 1) * each, count)

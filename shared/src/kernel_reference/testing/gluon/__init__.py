@@ -15,7 +15,8 @@ thread of its own:
 - loads and stores out of a tensor's memory raise IndexError.
 
 Layouts of registers say nothing here, nor do swizzles, banks, fences, barriers within a partition, nor races between
-the threads of one partition. Products are in float32. Known are the names that the kernels of this repository use.
+the threads of one partition. Products are summed in float32, and under :func:`truncated_sums` as tensor cores sum them.
+Known are the names that the kernels of this repository use.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ import torch
 from kernel_reference.launching import TmaBox
 from kernel_reference.testing.gluon.language import languages
 from kernel_reference.testing.gluon.memory import Descriptor, NVMMASharedLayout
-from kernel_reference.testing.gluon.pipeline import Program
+from kernel_reference.testing.gluon.pipeline import Products, Program
 from kernel_reference.testing.gluon.values import Pointer, Value
 
-__all__ = ["Descriptor", "launch", "shadow", "tma_launch"]
+__all__ = ["Descriptor", "launch", "shadow", "tma_launch", "truncated_sums"]
 
 Tensor = torch.Tensor
 
@@ -72,6 +73,21 @@ def shadow(*names: str) -> list[ModuleType]:
             spec.loader.exec_module(module)
             shadows.append(module)
     return shadows
+
+
+@contextmanager
+def truncated_sums() -> Iterator[None]:
+    """Sum products as tensor cores do: 16 columns at a time, each sum cut off to a float32 toward zero.
+
+    Operands are 16-bit floats. A kernel whose results are to have float32's own precision is launched within this: a
+    long sum in one accumulator, or one of many small terms behind a large one, then drifts as it does on a GPU (Fasi,
+    Higham, Mikaitis and Pranesh, doi:10.7717/peerj-cs.330).
+    """
+    Products.truncated = True
+    try:
+        yield
+    finally:
+        Products.truncated = False
 
 
 def _pointers_in(argument: Any) -> Any:

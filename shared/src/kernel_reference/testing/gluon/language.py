@@ -39,6 +39,20 @@ def _filled(shape: Sequence[int], value: Any, dtype: DType, layout: Any = None) 
     return Value(torch.full(list(shape), value).to(dtype.torch))
 
 
+def _in_assembler(asm: str, constraints: str, arguments: Sequence[Any], dtype: Any = None, *_: Any, **__: Any) -> Any:
+    """What moves numbers, gives their reciprocals, or takes them apart: each part is of what those before leave."""
+    number = arguments[0]
+    if "rcp" in asm:
+        return 1.0 / number
+    if not isinstance(dtype, tuple):
+        return number
+    parts = []
+    for narrow in dtype:
+        parts.append(number.to(narrow))
+        number = number - parts[-1].to(number.dtype)
+    return tuple(parts)
+
+
 LANGUAGE: dict[str, Any] = {
     "constexpr": _constexpr,
     "static_range": lambda *bounds: range(*map(int, bounds)),
@@ -68,10 +82,7 @@ LANGUAGE: dict[str, Any] = {
     "store": store,
     "reshape": lambda x, shape: Value(x.data.reshape([int(size) for size in shape])),
     "convert_layout": lambda x, layout: x,
-    # What only moves numbers, or gives their reciprocals.
-    "inline_asm_elementwise": lambda asm, constraints, arguments, *_, **__: (
-        1.0 / arguments[0] if "rcp" in asm else arguments[0]
-    ),
+    "inline_asm_elementwise": _in_assembler,
     "to_tensor": lambda x: x if isinstance(x, Value) else Value(x),
     "allocate_shared_memory": allocate,
     "warp_specialize": warp_specialize,

@@ -13,6 +13,8 @@ import torch
 from kernel_reference.testing.gluon.memory import Descriptor, MBarrierLayout, Shared
 from kernel_reference.testing.gluon.values import DType, Value, load, store
 
+Tensor = torch.Tensor
+
 # Past this a barrier that nobody arrives at is taken for a deadlock; a step takes milliseconds.
 PATIENCE_S = 60.0
 # The longest that a TMA load is in flight.
@@ -132,6 +134,34 @@ def copy_from_shared(d: Descriptor, coordinates: Any, stage: Shared) -> None:
     store(pointer, Value(stage.load().data.reshape(there.shape)), there)
 
 
+# Columns that a WGMMA of 16 bits adds to an accumulator at once.
+STEP = 16
+
+
+class Products:
+    """How products are summed: see :func:`kernel_reference.testing.gluon.truncated_sums`."""
+
+    truncated = False
+
+
+def toward_zero(exact: Tensor) -> Tensor:
+    """Of float64 the float32 next to it, toward zero."""
+    rounded = exact.float()
+    return torch.where(rounded.double().abs() > exact.abs(), torch.nextafter(rounded, torch.zeros(())), rounded)
+
+
+def product_of(a: Tensor, b: Tensor, before: Tensor | None) -> Tensor:
+    """``a @ b`` in float32, added to what an accumulator holds ``before``."""
+    if not Products.truncated:
+        product = a.float() @ b.float()
+        return product if before is None else product + before
+    acc = torch.zeros(a.shape[0], b.shape[1]) if before is None else before
+    a, b = a.double(), b.double()
+    for i in range(0, a.shape[1], STEP):
+        acc = toward_zero(acc.double() + a[:, i : i + STEP] @ b[i : i + STEP])
+    return acc
+
+
 class Issued:
     """A product that has been issued, and is made when it is waited for."""
 
@@ -143,10 +173,9 @@ class Issued:
 def multiply(a: Any, b: Shared, acc: Any, use_acc: Any = True, is_async: bool = False, **_: Any) -> Any:
     def make() -> Value:
         left = (a if isinstance(a, Value) else a.load()).data
-        product = left.float() @ b.load().data.float()
         # Onto a product that is in flight: WGMMAs are made in the order in which they were issued.
         before: Any = acc.made if isinstance(acc, Issued) else acc
-        return Value(product + before.data if use_acc else product)
+        return Value(product_of(left, b.load().data, before.data if use_acc else None))
 
     issued = Issued(make)
     products_in_flight().append(issued)

@@ -249,11 +249,17 @@ def mode_for(walk, at, bits, i_half: gl.constexpr, config: gl.constexpr):
 
 
 @gluon.jit
-def put_header(channels, stage, walk, at, bits, valid, config: gl.constexpr):
-    """Say what the tile in a stage of keys is for A and for B; where one of them masks it, where its keys are."""
-    PIECES: gl.constexpr = config.BLOCK_N // config.PIECE
+def modes_for(walk, at, bits, valid, config: gl.constexpr):
+    """What a tile is for A and for B."""
     mode_a = gl.where(valid, mode_for(walk, at, bits, 0, config), NO_TILE)
     mode_b = gl.where(valid, mode_for(walk, at, bits, 1, config), NO_TILE)
+    return mode_a, mode_b
+
+
+@gluon.jit
+def put_header(channels, stage, walk, at, bits, mode_a, mode_b, config: gl.constexpr):
+    """Say what the tile in a stage of keys is for A and for B; where one of them masks it, where its keys are."""
+    PIECES: gl.constexpr = config.BLOCK_N // config.PIECE
     put(channels.modes, stage * 2, mode_a, 1)
     put(channels.modes, stage * 2 + 1, mode_b, 1)
     if (mode_a == MASKED) | (mode_b == MASKED):
@@ -351,15 +357,20 @@ def load_item(d, channels, walk, o_entry, source, i, ends, config: gl.constexpr,
         stage = i % STAGES
         at, bits, o_entry, o_at = next_tile(walk, o_entry, o_at, config)
         valid = one_of(at, 0, PIECES) != NOWHERE
+        # Shuffles take longer than a load's issue: none is left for when the stage is empty and its tile awaited.
+        landing = stage
+        mode_a = stage
+        mode_b = stage
+        if VALUES:
+            unseen = ((at > source.length - config.PIECE) & (at != NOWHERE)) | (at < walk.low)
+            landing = gl.where(gl.max(unseen.to(gl.int32), 0) != 0, STAGES, stage)
+        else:
+            mode_a, mode_b = modes_for(walk, at, bits, valid, config)
         mbarrier.wait(ring.empty.index(stage), (i // STAGES & 1) ^ 1)
         if not VALUES:
-            put_header(channels, stage, walk, at, bits, valid, config)
+            put_header(channels, stage, walk, at, bits, mode_a, mode_b, config)
             tl.debug_barrier()
         if valid:
-            landing = stage
-            if VALUES:
-                unseen = ((at > source.length - config.PIECE) & (at != NOWHERE)) | (at < walk.low)
-                landing = gl.where(gl.max(unseen.to(gl.int32), 0) != 0, STAGES, stage)
             full = ring.full.index(landing)
             mbarrier.expect(full, BYTES)
             for i_piece in gl.static_range(PIECES):

@@ -176,15 +176,22 @@ def load_q_tile(pointers, i_group, tile, s_q, T: gl.constexpr, V, C):
 
 
 @gluon.jit
-def load_q(pointers, memory, i_group, tile, cached_scale, meetings, strides, V, C):
+def load_q(pointers, i_group, table, i_item, s_q, V, C):
+    """A group's queries of item i, zeros if there is none. Two consumers of a group load a tile each."""
+    tile = tile_of(table, i_item, C, 4)
+    b_qs = ()
+    for t in gl.static_range(len(V.OWN_Q)):
+        b_qs = b_qs + (load_q_tile(pointers, afresh(i_group), tile, s_q, t, V, C),)
+    return b_qs
+
+
+@gluon.jit
+def store_q(b_qs, memory, i_group, cached_scale, meetings, V, C):
     """A group's queries into shared memory, and, where they are rescaled, the powers of two that undo it; and the scale
-    of their scores, its sign now in q where only its size may count. Two consumers of a group load a tile each.
+    of their scores, its sign now in q where only its size may count.
     """
     q_power = 1.0
     q_inverse = 1.0
-    b_qs = ()
-    for t in gl.static_range(len(V.OWN_Q)):
-        b_qs = b_qs + (load_q_tile(pointers, i_group, tile, strides.q, t, V, C),)
     if V.RESCALED:
         most = gl.max(gl.abs(b_qs[0].to(gl.float32)), 1)
         for t in gl.static_range(1, len(C.K_TILES)):
@@ -220,29 +227,35 @@ def consume(pointers, memory, k, v, i_group, FIRST: gl.constexpr, table, scores,
     meetings = before
     i_item = before
     i_group = before + i_group
-    while has_item(table, i_item, 4):
-        at = (before, meetings)
-        before, meetings = attend_tile(
-            pointers, memory, k, v, i_group, table, i_item, at, (scores, numbers), sizes, FIRST, C
+    dtype: gl.constexpr = memory.q[0].dtype
+    # 8-bit floats become float16, which takes one instruction for two; bfloat16 takes four.
+    V: gl.constexpr = Variant(
+        SIGNED=C.IS_FP8 and C.NEW_KV, RESCALED=dtype != pointers.q.dtype.element_ty, dtype=dtype,
+        L_S=acc_layout(C.BLOCK_N), OWN=own_tiles(C.V_TILES, FIRST, C), OWN_Q=own_tiles(C.K_TILES, FIRST, C),
+        AHEAD=column_of(C.K_TILES, len(C.K_TILES)) + column_of(C.V_TILES, len(C.V_TILES)) <= 384,
+    )  # fmt: skip
+    there = has_item(table, i_item, 4)
+    b_qs = ()
+    if V.AHEAD:
+        b_qs = load_q(pointers, i_group, table, i_item, numbers.strides.q, V, C)
+    while there:
+        at = (before, meetings, b_qs)
+        before, meetings, there, b_qs = attend_tile(
+            pointers, memory, k, v, i_group, table, i_item, at, (scores, numbers), sizes, V, C
         )
-        done(table, i_item)
         i_item += 1
 
 
 @gluon.jit
-def attend_tile(pointers, memory, k, v, i_group, table, i_item, at, numbers, sizes, FIRST: gl.constexpr, C):
-    """One item; ``at``: how many tiles of keys, and meetings of consumers, were before it, and after it are."""
-    before, meetings = at
+def attend_tile(pointers, memory, k, v, i_group, table, i_item, at, numbers, sizes, V, C):
+    """One item; ``at``: how many tiles of keys, and meetings of consumers, were before it, and after it are, and its
+    queries, of the next one afterwards, where they are loaded ahead. Also returns whether there is a next one.
+    """
+    before, meetings, b_qs = at
     scores, numbers = numbers
     i_group = afresh(i_group)
-    dtype: gl.constexpr = memory.q[0].dtype
-    L_S: gl.constexpr = acc_layout(C.BLOCK_N)
+    L_S: gl.constexpr = V.L_S
     L_ROW: gl.constexpr = gl.SliceLayout(1, L_S)
-    # 8-bit floats become float16, which takes one instruction for two; bfloat16 takes four.
-    V: gl.constexpr = Variant(
-        SIGNED=C.IS_FP8 and C.NEW_KV, RESCALED=dtype != pointers.q.dtype.element_ty, dtype=dtype, L_S=L_S,
-        OWN=own_tiles(C.V_TILES, FIRST, C), OWN_Q=own_tiles(C.K_TILES, FIRST, C),
-    )  # fmt: skip
     tile = tile_of(table, i_item, C, 4)
     loop = loop_of(tile, sizes, C)
 
@@ -258,9 +271,9 @@ def attend_tile(pointers, memory, k, v, i_group, table, i_item, at, numbers, siz
         if C.NEW_KV and not C.V_TOKENS:
             v_scale = scaled(numbers.v_scale, pointers.scales[1], i_kv * numbers.strides.v_scale)
 
-    q_power, cached_scale, meetings = load_q(
-        pointers, memory, i_group, tile, cached_scale, meetings, numbers.strides, V, C
-    )
+    if not V.AHEAD:
+        b_qs = load_q(pointers, i_group, table, i_item, numbers.strides.q, V, C)
+    q_power, cached_scale, meetings = store_q(b_qs, memory, i_group, cached_scale, meetings, V, C)
 
     o_m = i_group * ROWS + gl.arange(0, ROWS, L_ROW)
     o_t, o_h, m_row = rows_of(o_m, tile, C)
@@ -341,5 +354,11 @@ def attend_tile(pointers, memory, k, v, i_group, table, i_item, at, numbers, siz
             if C.IS_FP8 and cached == count:
                 # Otherwise ``issue_pv`` did, before the first new tile.
                 accs = scale_all(accs, v_scale, V)
+    there = has_item(table, i_item + 1, 4)
+    b_next = ()
+    if V.AHEAD:
+        # On their way while results are stored.
+        b_next = load_q(pointers, i_group, table, i_item + 1, numbers.strides.q, V, C)
     finish(pointers, memory, i_group, accs, (running_max, row_sum), table, i_item, scores, numbers, sizes, V, C)
-    return before + count, meetings
+    done(table, i_item)
+    return before + count, meetings, there, b_next

@@ -14,18 +14,21 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from prefix_prefill.kernels.balance import (
     LANES,
-    Place,
+    block_at,
+    by_number,
     costs_of,
-    first_place,
+    first_block,
     piece_at,
     place_at,
-    quotient,
+    round_of,
     share_at,
     share_work,
+    tiles_of_piece,
+    tiles_of_share,
 )
 from prefix_prefill.kernels.batch import Sequence, keys_of, sequence_at
 from prefix_prefill.kernels.hopper.config import SLOTS, Loop, Tile
-from prefix_prefill.kernels.merge import write_entry, write_no_entries
+from prefix_prefill.kernels.merge import write_entry, write_no_entries, write_no_entry
 
 # Places of an item's numbers in its slot. IS_ITEM is 0 behind the last item, and more than 0 in each.
 BEGIN: gl.constexpr = gl.constexpr(0)
@@ -38,7 +41,7 @@ I_HEAD: gl.constexpr = gl.constexpr(6)
 FROM_TILE: gl.constexpr = gl.constexpr(7)
 TO_TILE: gl.constexpr = gl.constexpr(8)
 PART: gl.constexpr = gl.constexpr(9)
-BY_SHARE: gl.constexpr = gl.constexpr(10)
+SHARED_BY_KEYS: gl.constexpr = gl.constexpr(10)
 I_N: gl.constexpr = gl.constexpr(11)
 IS_ITEM: gl.constexpr = gl.constexpr(12)
 PIECES: gl.constexpr = gl.constexpr(13)
@@ -94,39 +97,88 @@ def schedule(table, num_splits, batch, p_entries, C):
     """The scheduler's warp: put every item of this program into the next slot that is empty, then that there are no
     more.
     """
-    i_program = gl.program_id(0).to(gl.int64)
+    i_program = gl.program_id(0)
+    programs = gl.num_programs(0)
     o_lane = gl.arange(0, LANES, gl.BlockedLayout([LANES // 32], [32], [1], [0]))
+    count = batch.num_sequences * 0
     if C.IN_PARTS:
         # The merge may be started as soon as there is room for its programs; it waits for the end of these.
         tl.extra.cuda.gdc_launch_dependents()
-    work = share_work(o_lane, gl.num_programs(0).to(gl.int64), num_splits, batch, C)
-    x, end = first_place(i_program, work)
-    if C.IN_PARTS and not C.SHARED:
-        write_no_entries(p_entries, i_program, work)
-    place = Place(batch.num_sequences * 0 - 1, x * 0, x * 0)
-    count = batch.num_sequences * 0
-    while x < end:
-        if x >= place.high:
-            place = place_at(x, place, o_lane, work, batch, C)
-        sequence = sequence_at(batch, place.i_n, C)
-        costs = costs_of(sequence, batch, C)
-        at = x
-        if work.line:
-            item, x = share_at(x, end, i_program, place, costs, work, C)
-        else:
-            item, x = piece_at(x, i_program, place, costs, work, C)
-        if item.pieces > 0:
-            part = x * 0 - 1
-            if C.SHARED:
-                part = item.i_piece
-            elif C.IN_PARTS:
-                part = write_entry(p_entries, at, i_program, item, sequence, work, C)
-            fields = fields_of(item, part, place.i_n, sequence, work, batch, C)
-            await_readers(table, count)
-            put(table, count, fields)
-            count += 1
+        work = share_work(o_lane, programs, num_splits, batch, C)
+        if not C.SHARED:
+            write_no_entries(p_entries, i_program, work)
+            if work.line:
+                count = schedule_shares(table, p_entries, i_program, o_lane, work, batch, C)
+        if not work.line:
+            count = schedule_pieces(table, p_entries, i_program, o_lane, work, batch, C)
+    else:
+        count = schedule_pieces(
+            table, p_entries, i_program, o_lane, by_number(programs, num_splits, batch, C), batch, C
+        )
     await_readers(table, count)
     put(table, count, gl.zeros([FIELDS], gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+
+
+@gluon.jit
+def schedule_pieces(table, p_entries, i_program, o_lane, work, batch, C):
+    """Put this program's items where work is shared by pieces; returns how many."""
+    NOTED: gl.constexpr = C.IN_PARTS and not C.SHARED
+    count = batch.num_sequences * 0
+    i_round = count
+    x = round_of(i_round, i_program, work)
+    block = first_block(o_lane, batch, False)
+    while x < work.most:
+        block = block_at(x, block, o_lane, work, batch, False, C)
+        if x < block.high:
+            place = place_at(x, block)
+            sequence = sequence_at(batch, place.i_n, C)
+            item = piece_at(x, place, costs_of(sequence, batch, C), work, C)
+            if NOTED:
+                write_entry(p_entries, x, item, sequence, work.entries > 0, C)
+            if item.pieces > 0:
+                part = item.i_piece
+                if not C.SHARED:
+                    part = gl.where(item.pieces > 1, part, -1)
+                offer(table, count, item, part, place.i_n, sequence, batch, False, C)
+                count += 1
+        elif NOTED:
+            if work.entries > 0:
+                write_no_entry(p_entries, x)
+        i_round += 1
+        x = round_of(i_round, i_program, work)
+    return count
+
+
+@gluon.jit
+def schedule_shares(table, p_entries, i_program, o_lane, work, batch, C):
+    """The same where it is shared by keys."""
+    count = batch.num_sequences * 0
+    x = i_program * work.share
+    end = x + work.share
+    block = first_block(o_lane, batch, True)
+    while x < end:
+        block = block_at(x, block, o_lane, work, batch, True, C)
+        if x < block.high:
+            place = place_at(x, block)
+            sequence = sequence_at(batch, place.i_n, C)
+            item, x = share_at(x, end, i_program, place, costs_of(sequence, batch, C), work, C)
+            if item.pieces > 0:
+                own = gl.where(item.i_piece == 0, 2 * i_program + 1, 2 * i_program)
+                write_entry(p_entries, own, item, sequence, False, C)
+                part = gl.where(item.pieces > 1, own, -1)
+                offer(table, count, item, part, place.i_n, sequence, batch, True, C)
+                count += 1
+        else:
+            x = end
+    return count
+
+
+@gluon.jit
+def offer(table, count, item, part, i_n, sequence, batch, BY_SHARE: gl.constexpr, C):
+    """Put an item into the next slot, once that is empty."""
+    fields = fields_of(item, part, i_n, sequence, batch, BY_SHARE, C)
+    await_readers(table, count)
+    put(table, count, fields)
 
 
 @gluon.jit
@@ -136,11 +188,15 @@ def await_readers(table, i):
 
 
 @gluon.jit
-def fields_of(item, part, i_n, sequence, work, batch, C):
+def fields_of(item, part, i_n, sequence, batch, BY_SHARE: gl.constexpr, C):
     """The numbers of an item, in one store's vector."""
     i_tile = item.i_tile.to(gl.int32)
     keys = keys_of(sequence, i_tile, batch.left, batch.right, C)
-    tiles = (keys.cached_tiles + keys.new_tiles).to(gl.int64)
+    count = keys.cached_tiles + keys.new_tiles
+    if BY_SHARE:
+        from_tile, to_tile = tiles_of_share(count, item)
+    else:
+        from_tile, to_tile = tiles_of_piece(count, item)
     fields = gl.full([FIELDS], 1, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
     fields = with_field(fields, BEGIN, sequence.begin)
     fields = with_field(fields, Q_LEN, sequence.q_len)
@@ -149,10 +205,10 @@ def fields_of(item, part, i_n, sequence, work, batch, C):
     fields = with_field(fields, VALID, sequence.valid)
     fields = with_field(fields, I_TILE, i_tile)
     fields = with_field(fields, I_HEAD, item.i_head)
-    fields = with_field(fields, FROM_TILE, quotient(tiles * item.low, item.parts))
-    fields = with_field(fields, TO_TILE, quotient(tiles * item.high, item.parts))
+    fields = with_field(fields, FROM_TILE, from_tile)
+    fields = with_field(fields, TO_TILE, to_tile)
     fields = with_field(fields, PART, part)
-    fields = with_field(fields, BY_SHARE, work.line)
+    fields = with_field(fields, SHARED_BY_KEYS, part * 0 + BY_SHARE)
     fields = with_field(fields, I_N, i_n)
     return with_field(fields, PIECES, gl.where(item.i_piece == 0, item.pieces, 0))
 
@@ -183,7 +239,7 @@ def tile_of(table, i, C, WARPS: gl.constexpr):
         get(table.numbers, first + VALID, WARPS) != 0, get(table.numbers, first + I_TILE, WARPS),
         i_head % C.HEADS_KV, i_head // C.HEADS_KV, get(table.numbers, first + FROM_TILE, WARPS),
         get(table.numbers, first + TO_TILE, WARPS), get(table.numbers, first + PART, WARPS),
-        get(table.numbers, first + BY_SHARE, WARPS) != 0, get(table.numbers, first + I_N, WARPS),
+        get(table.numbers, first + SHARED_BY_KEYS, WARPS) != 0, get(table.numbers, first + I_N, WARPS),
     )  # fmt: skip
 
 

@@ -55,6 +55,23 @@ def page_of(key, source, loop, C):
 
 
 @gluon.jit
+def pages_of(key, source, loop, COUNT: gl.constexpr, C):
+    """The pages of as many boxes, all on their way before the first is waited for."""
+    pages = ()
+    for i in gl.static_range(COUNT):
+        pages = pages + (page_of(key + i * C.BOX, source, loop, C),)
+    return pages
+
+
+@gluon.jit
+def issue_boxes(d, ring, stage, box, key, pages, i_kv, TILES: gl.constexpr, C):
+    """TMA loads of boxes from ``box`` on, whose pages are known."""
+    for i in gl.static_range(len(pages)):
+        at = (pages[i], i_kv, (key + i * C.BOX) % C.PAGE)
+        issue_loads(d, ring, stage, box + i, at, TILES, C)
+
+
+@gluon.jit
 def issue_loads(d, ring, stage, box, at, TILES: gl.constexpr, C):
     """TMA loads of one box of rows. What lies out of bounds becomes 0."""
     for t in gl.static_range(len(TILES)):
@@ -84,19 +101,21 @@ def load_cached(d_cache, ring, before, count, source, loop, TILES: gl.constexpr,
     BOXES: gl.constexpr = C.BLOCK_N // C.BOX
     TILE_BYTES: gl.constexpr = C.BLOCK_N * column_of(TILES, len(TILES)) * d_cache[0].dtype.primitive_bitwidth // 8
     # Pages are looked up a few at a time: all at once would take too many registers.
-    MOST: gl.constexpr = 2 if C.NEW_KV and C.HAS_LEFT else 4
+    FEW: gl.constexpr = C.NEW_KV or C.IS_FP8
+    MOST: gl.constexpr = 2 if C.NEW_KV and C.HAS_LEFT else (4 if FEW else 8)
     AT_ONCE: gl.constexpr = BOXES if BOXES < MOST else MOST
     for i in range(count):
         stage = (before + i) % C.STAGES
+        first_key = loop.start + i * C.BLOCK_N
+        # The first ones while the stage is still read.
+        pages = pages_of(first_key, source, loop, AT_ONCE, C)
         wait_empty(ring, before + i, C)
         mbarrier.expect(ring.full.index(stage), TILE_BYTES)
-        first_key = loop.start + i * C.BLOCK_N
-        for i_g in range(BOXES // AT_ONCE):
-            for i_b in gl.static_range(AT_ONCE):
-                box = i_g * AT_ONCE + i_b
-                key = first_key + box * C.BOX
-                page = page_of(key, source, loop, C)
-                issue_loads(d_cache, ring, stage, box, (page, source.i_kv, key % C.PAGE), TILES, C)
+        issue_boxes(d_cache, ring, stage, 0, first_key, pages, source.i_kv, TILES, C)
+        for i_g in range(1, BOXES // AT_ONCE):
+            key = first_key + i_g * AT_ONCE * C.BOX
+            pages = pages_of(key, source, loop, AT_ONCE, C)
+            issue_boxes(d_cache, ring, stage, i_g * AT_ONCE, key, pages, source.i_kv, TILES, C)
 
 
 @gluon.jit

@@ -41,7 +41,8 @@ class Variant(NamedTuple):
 
     SIGNED: the scale of scores may be negative. RESCALED: there is one for each row, and weights and row sums are
     2^HEADROOM times as large. dtype: of WGMMA's operands. L_S: the layout of scores. OWN: the tiles of a head's values
-    that this consumer accumulates. OWN_Q: those of queries that it loads.
+    that this consumer accumulates. OWN_Q: those of queries that it loads. AHEAD: the next item's are loaded while
+    results are stored; with accumulators of larger heads they would not fit in registers.
     """
 
     SIGNED: object
@@ -50,6 +51,7 @@ class Variant(NamedTuple):
     L_S: object
     OWN: object
     OWN_Q: object
+    AHEAD: object
 
 
 class TileScales(NamedTuple):
@@ -107,23 +109,19 @@ def larger_unit(memory, at, cached, unit, C):
 def reciprocal(x):
     """1 / x, of numbers from 1 on.
 
-    The unit that makes exponentials makes one in four of these. It is what a capped softmax waits for, so the others
-    are made by multiplications: two steps of third order from a guess that is made of the bits of x, 2^100 at most.
+    The unit that makes exponentials makes these too, and a capped softmax waits for it: so four share one, that of
+    their product. Numbers above 2^30, of which products would overflow, are taken as 2^30. A NaN stays where it is.
     """
     return gl.inline_asm_elementwise(
         """{
-        .reg .b32 b;
-        .reg .f32 x, y, t;
-        rcp.approx.ftz.f32 $0, $4;
-        min.NaN.f32 x, $5, 0f71800000; mov.b32 b, x; sub.s32 b, 0x7EF311C7, b; mov.b32 y, b; neg.f32 x, x;
-        fma.rn.f32 t, x, y, 0f3F800000; fma.rn.f32 t, t, t, t; fma.rn.f32 y, t, y, y;
-        fma.rn.f32 t, x, y, 0f3F800000; fma.rn.f32 t, t, t, t; fma.rn.f32 $1, t, y, y;
-        min.NaN.f32 x, $6, 0f71800000; mov.b32 b, x; sub.s32 b, 0x7EF311C7, b; mov.b32 y, b; neg.f32 x, x;
-        fma.rn.f32 t, x, y, 0f3F800000; fma.rn.f32 t, t, t, t; fma.rn.f32 y, t, y, y;
-        fma.rn.f32 t, x, y, 0f3F800000; fma.rn.f32 t, t, t, t; fma.rn.f32 $2, t, y, y;
-        min.NaN.f32 x, $7, 0f71800000; mov.b32 b, x; sub.s32 b, 0x7EF311C7, b; mov.b32 y, b; neg.f32 x, x;
-        fma.rn.f32 t, x, y, 0f3F800000; fma.rn.f32 t, t, t, t; fma.rn.f32 y, t, y, y;
-        fma.rn.f32 t, x, y, 0f3F800000; fma.rn.f32 t, t, t, t; fma.rn.f32 $3, t, y, y;
+        .reg .f32 a, b, c, d, p, q, r;
+        min.f32 a, $4, 0f4E800000; min.f32 b, $5, 0f4E800000; min.f32 c, $6, 0f4E800000; min.f32 d, $7, 0f4E800000;
+        mul.f32 p, a, b; mul.f32 q, c, d; mul.f32 r, p, q;
+        rcp.approx.ftz.f32 r, r;
+        mul.f32 q, q, r; mul.f32 p, p, r;
+        mul.f32 b, b, q; mul.f32 a, a, q; mul.f32 d, d, p; mul.f32 c, c, p;
+        min.NaN.f32 b, b, $4; min.NaN.f32 a, a, $5; min.NaN.f32 d, d, $6; min.NaN.f32 c, c, $7;
+        mov.f32 $0, b; mov.f32 $1, a; mov.f32 $2, d; mov.f32 $3, c;
         }""",
         "=f,=f,=f,=f,f,f,f,f",
         [x],
@@ -131,12 +129,6 @@ def reciprocal(x):
         is_pure=True,
         pack=4,
     )
-
-
-@gluon.jit
-def soft_capped(doubled, cap):
-    """``cap * tanh(doubled / 2)`` as ``cap - 2 cap / (1 + exp(doubled))``; ``doubled`` and cap in units of log2(e)."""
-    return cap - 2.0 * cap * reciprocal(1.0 + gl.exp2(doubled))
 
 
 @gluon.jit
@@ -169,6 +161,9 @@ def update(scores, running_max, row_sum, scale, key, bounds, scoring, scales, MA
             k_scale = gl.where(scales.cached, k_scale, 1.0)
         scores = scores * k_scale[None, :]
     shift: gl.constexpr = HEADROOM if V.RESCALED else 0
+    # Whether ``scores`` are numbers that fall as scores rise.
+    FALLING: gl.constexpr = C.SOFTCAP and not C.ALIBI
+    HIDDEN: gl.constexpr = float("inf") if FALLING else float("-inf")
     b_scale = scale
     if V.RESCALED:
         b_scale = scale[:, None]
@@ -176,7 +171,11 @@ def update(scores, running_max, row_sum, scale, key, bounds, scoring, scales, MA
     if C.ALIBI or MASKED:
         position = scoring.positions.load(gl.SliceLayout(1, V.L_S))
     if C.SOFTCAP:
-        scores = soft_capped(scores * b_scale, scoring.cap)
+        # cap tanh(x / 2) = cap - 2 cap / (1 + exp(x)). What is the same for all keys goes into the largest score of a
+        # row and into the exponents of weights, where it costs no instruction.
+        scores = reciprocal(1.0 + gl.exp2(scores * b_scale))
+        if C.ALIBI:
+            scores = scoring.cap - 2.0 * scoring.cap * scores
     elif V.SIGNED or C.ALIBI:
         scores = scores * b_scale
     if C.ALIBI:
@@ -190,7 +189,7 @@ def update(scores, running_max, row_sum, scale, key, bounds, scoring, scales, MA
             high_bits = scoring.draft[1].load(gl.SliceLayout(1, V.L_S))
             # Looked up again: through the main loop it would take a register.
             o_first = key - context_of(scoring.item[0], scoring.item[1], 4)
-            scores = only_drafted(scores, low_bits, high_bits, o_first, high - key, V, C)
+            scores = only_drafted(scores, low_bits, high_bits, o_first, high - key, HIDDEN, V, C)
         elif C.HAS_RIGHT:
             last = position + gl.minimum(scoring.window.right, last - position)
         seen = o_key[None, :] <= last[:, None]
@@ -198,9 +197,16 @@ def update(scores, running_max, row_sum, scale, key, bounds, scoring, scales, MA
             first = position - gl.minimum(scoring.window.left, position - low)
             seen = seen & (o_key[None, :] >= first[:, None])
         if C.HAS_LEFT or not C.DRAFT:
-            scores = gl.where(seen, scores, float("-inf"))
-    most = gl.max(scores, 1)
-    if V.SIGNED or C.SOFTCAP or C.ALIBI:
+            scores = gl.where(seen, scores, HIDDEN)
+    if FALLING:
+        most = gl.min(scores, 1)
+    else:
+        most = gl.max(scores, 1)
+    if FALLING:
+        factor = -2.0 * scoring.cap
+        new_max = gl.maximum(running_max, most * factor + scoring.cap)
+        weights = gl.exp2(scores * factor - (finite(new_max) - shift - scoring.cap)[:, None])
+    elif V.SIGNED or C.ALIBI:
         new_max = gl.maximum(running_max, most)
         weights = gl.exp2(scores - (finite(new_max) - shift)[:, None])
     else:

@@ -25,6 +25,7 @@ class Sizes(NamedTuple):
     gather: bool
     cache: str = ""
     sparse: bool = False
+    rows: int = ROWS
 
     @property
     def half(self) -> int:
@@ -35,6 +36,11 @@ class Sizes(NamedTuple):
     def is_8bit(self) -> bool:
         """Whether keys are of 8 bits, to be widened."""
         return self.cache != ""
+
+    @property
+    def keys_are_rows(self) -> bool:
+        """Whether keys, widened in registers, are the rows of WGMMA: rows_of_keys.cuh has blocks of as many."""
+        return self.is_8bit and self.block_n == 128
 
     @property
     def tells_valid(self) -> bool:
@@ -168,14 +174,14 @@ class Work(NamedTuple):
 
 @macro
 def alloc_memory(T, S):
-    q_l = T.alloc_shared((ROWS, S.half), S.dtype)
-    q_r = T.alloc_shared((ROWS, S.half), S.dtype)
-    q_rope = T.alloc_shared((ROWS, S.dim_rope), S.dtype)
+    q_l = T.alloc_shared((S.rows, S.half), S.dtype)
+    q_r = T.alloc_shared((S.rows, S.half), S.dtype)
+    q_rope = T.alloc_shared((S.rows, S.dim_rope), S.dtype)
     k_l = T.alloc_shared((S.num_stages, S.block_n, S.half), S.dtype)
     k_r = T.alloc_shared((S.num_stages, S.block_n, S.half), S.dtype)
     k_rope = T.alloc_shared((S.num_stages, S.block_n, S.dim_rope), S.dtype)
-    weights_shared = T.alloc_shared((ROWS, S.block_n), S.dtype)
-    factor_shared = T.alloc_shared((ROWS,), T.float32)
+    weights_shared = T.alloc_shared((S.rows, S.block_n), S.dtype)
+    factor_shared = T.alloc_shared((S.rows,), T.float32)
     at_page = T.alloc_shared((2 if S.is_8bit else 1, S.block_n), T.int32)
     at_row = T.alloc_shared((2 if S.is_8bit else 1, S.block_n), T.int32)
     found = T.alloc_shared((4,), T.int32)
@@ -186,14 +192,14 @@ def alloc_memory(T, S):
 
 @macro
 def alloc_softmax(T, S):
-    scores = T.alloc_fragment((ROWS, S.block_n), T.float32)
-    weights = T.alloc_fragment((ROWS, S.block_n), S.dtype)
-    running_max = T.alloc_fragment((ROWS,), T.float32)
-    block_max = T.alloc_fragment((ROWS,), T.float32)
-    rescale = T.alloc_fragment((ROWS,), T.float32)
-    row_sum = T.alloc_fragment((ROWS,), T.float32)
-    block_sum = T.alloc_fragment((ROWS,), T.float32)
-    limit = T.alloc_fragment((ROWS,), T.int32)
+    scores = T.alloc_fragment((S.rows, S.block_n), T.float32)
+    weights = T.alloc_fragment((S.rows, S.block_n), S.dtype)
+    running_max = T.alloc_fragment((S.rows,), T.float32)
+    block_max = T.alloc_fragment((S.rows,), T.float32)
+    rescale = T.alloc_fragment((S.rows,), T.float32)
+    row_sum = T.alloc_fragment((S.rows,), T.float32)
+    block_sum = T.alloc_fragment((S.rows,), T.float32)
+    limit = T.alloc_fragment((S.rows,), T.int32)
     return scores, weights, running_max, block_max, rescale, row_sum, block_sum, limit
 
 
@@ -214,12 +220,12 @@ def alloc_barriers(T, S):
 
 
 @macro
-def write_work(T, told, slot, sequence, num_parts, length, part, tile, first, last):
+def write_work(S, told, slot, sequence, num_parts, length, part, tile, first, last):
     told[slot, _SEQUENCE] = sequence
     told[slot, _PARTS] = num_parts
     told[slot, _LENGTH] = length
     told[slot, _PART] = part
-    told[slot, _ROW] = tile * ROWS
+    told[slot, _ROW] = tile * S.rows
     told[slot, _BLOCK] = first
     told[slot, _STEPS] = last - first
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from tilelang.language import macro
 
-from tilelang_mla.kernels.common import GROUP, ROWS
+from tilelang_mla.kernels.common import GROUP
 from tilelang_mla.kernels.decode.groups import (
     SHARED,
     Barriers,
@@ -108,13 +108,13 @@ def run_roles(T, S, serial, inputs, outputs, numbers, i_program, num_programs):
     if S.sparse:
         memory = memory._replace(valid=T.alloc_shared((S.num_stages, S.block_n), T.uint8))
     s = Softmax(*alloc_softmax(T, S))
-    acc_l = T.alloc_fragment((ROWS, S.half), T.float32)
-    acc_r = T.alloc_fragment((ROWS, S.half), T.float32)
-    rescale_r = T.alloc_fragment((ROWS,), T.float32)
+    acc_l = T.alloc_fragment((S.rows, S.half), T.float32)
+    acc_r = T.alloc_fragment((S.rows, S.half), T.float32)
+    rescale_r = T.alloc_fragment((S.rows,), T.float32)
 
     thread = T.get_thread_binding()
     rows, heads = inputs.q.shape[1], numbers[1]
-    row_tiles = T.alloc_var(T.int32, init=T.truncdiv(rows + (ROWS - 1), ROWS))
+    row_tiles = T.alloc_var(T.int32, init=T.truncdiv(rows + (S.rows - 1), S.rows))
     tokens = T.alloc_var(T.int32, init=T.truncdiv(rows, heads))
     launch = Launch(*numbers, tokens, row_tiles, i_program, num_programs)
     if launch.scheduled == SHARED:

@@ -2,19 +2,21 @@
 
 from typing import Any
 
-from tilelang_mla.kernels.common import GROUP
+from tilelang_mla.kernels.common import GROUP, ROWS
 from tilelang_mla.kernels.decode.groups import Inputs, Outputs, Sizes
 from tilelang_mla.kernels.decode.kernel import run_roles
+from tilelang_mla.kernels.decode.keys import prelude_of, run_keys
 
 
 def attend_8bit(
     T: Any, *, cache: str, dim_nope: int, dim_rope: int, dtype: Any, block_n: int, num_stages: int,
-    serial: bool = False, per_token: bool = False,
+    serial: bool = False, per_token: bool = False, block_m: int = ROWS,
 ) -> Any:  # fmt: skip
     """The kernel. cache: "e4m3", with one scale, or "656": records, with a scale of each 128 latents and a rope of q's
     dtype. The rest is as :func:`tilelang_mla.kernels.decode.attend` has it; keys lie anywhere.
     """
-    S = Sizes(dim_nope, dim_rope, dtype, block_n, num_stages, True, cache)
+    S = Sizes(dim_nope, dim_rope, dtype, block_n, num_stages, True, cache, rows=block_m)
+    run = run_keys if S.keys_are_rows and not serial else run_roles
     records = cache == "656"
     # What 16 bytes are of the rope's elements.
     line = 8 if records else 16
@@ -56,7 +58,7 @@ def attend_8bit(
         wants_lse: T.int32,
         num_programs: T.int32,
     ):
-        with T.Kernel(num_programs, threads=1 if serial else 3 * GROUP) as i_program:
+        with T.Kernel(num_programs, threads=1 if serial else 3 * GROUP, **prelude_of(S, serial)) as i_program:
             # As caches are checked: rows may be read in vectors of 16 bytes.
             T.assume(kv_page % 16 == 0)
             T.assume(kv_row % 16 == 0)
@@ -68,6 +70,6 @@ def attend_8bit(
             inputs = Inputs(q, kv, seqlens_k, block_table, first_part, order, rope, scales)
             outputs = Outputs(out, lse, parts, part_lse, pieces)
             numbers = (scale, heads, causal, num_parts, num_splits, scheduled, ordered, wants_lse)
-            run_roles(T, S, serial, inputs, outputs, numbers, i_program, num_programs)
+            run(T, S, serial, inputs, outputs, numbers, i_program, num_programs)
 
     return attend_decode_8bit

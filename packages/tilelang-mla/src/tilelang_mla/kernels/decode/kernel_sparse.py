@@ -6,21 +6,23 @@ keys lie anywhere, and entries that are no key are hidden from the softmax, bloc
 
 from typing import Any
 
-from tilelang_mla.kernels.common import GROUP
+from tilelang_mla.kernels.common import GROUP, ROWS
 from tilelang_mla.kernels.decode.groups import Inputs, Outputs, Sizes
 from tilelang_mla.kernels.decode.kernel import run_roles
+from tilelang_mla.kernels.decode.keys import prelude_of, run_keys
 
 
 def attend_sparse(
     T: Any, *, cache: str, dim_nope: int, dim_rope: int, dtype: Any, block_n: int, num_stages: int,
-    serial: bool = False,
+    serial: bool = False, block_m: int = ROWS,
 ) -> Any:  # fmt: skip
     """The kernel. cache: "" of q's dtype or "656" of records, whose parts are kv, rope and scales; else kv stands in.
 
     ``lists`` are as many as have a length in common, 0 where all entries count. sink: a logit of each head, which takes
     part in the softmax and has no value; with ``sinks`` 0 it stands in.
     """
-    S = Sizes(dim_nope, dim_rope, dtype, block_n, num_stages, True, cache, True)
+    S = Sizes(dim_nope, dim_rope, dtype, block_n, num_stages, True, cache, True, block_m)
+    run = run_keys if S.keys_are_rows and not serial else run_roles
     records = cache == "656"
     batch, rows, pages, page_size = (T.dynamic(name) for name in ("batch", "rows", "pages", "page_size"))
     columns, bounds, places, room = (T.dynamic(name) for name in ("columns", "bounds", "places", "room"))
@@ -64,7 +66,7 @@ def attend_sparse(
         sinks: T.int32,
         num_programs: T.int32,
     ):
-        with T.Kernel(num_programs, threads=1 if serial else 3 * GROUP) as i_program:
+        with T.Kernel(num_programs, threads=1 if serial else 3 * GROUP, **prelude_of(S, serial)) as i_program:
             T.assume(kv_page % line == 0)
             T.assume(kv_row % line == 0)
             if records:
@@ -75,6 +77,6 @@ def attend_sparse(
             inputs = Inputs(q, kv, lengths, indices, first_part, order, rope, scales, lists, sink, sinks)
             outputs = Outputs(out, lse, parts, part_lse, pieces)
             numbers = (scale, rows, 0, num_parts, num_splits, scheduled, ordered, wants_lse)
-            run_roles(T, S, serial, inputs, outputs, numbers, i_program, num_programs)
+            run(T, S, serial, inputs, outputs, numbers, i_program, num_programs)
 
     return attend_decode_sparse

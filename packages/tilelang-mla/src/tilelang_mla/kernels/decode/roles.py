@@ -274,7 +274,7 @@ def add_sink(T, S, inputs, s, work):
     """The last rescale of a list of one part with its heads' sinks, logits without a value, in the sum of weights."""
     if S.sparse:
         if inputs.sinks != 0 and work.num_parts == 1:
-            for i in T.Parallel(ROWS):
+            for i in T.Parallel(*s.row_sum.shape):
                 if s.row_sum[i] != 0:
                     logit = inputs.sink[T.min(work.first_row + i, inputs.q.shape[1] - 1)] * LOG2_E
                     s.rescale[i] = 1 / (s.row_sum[i] + T.exp2(logit - s.running_max[i]))
@@ -284,7 +284,7 @@ def add_sink(T, S, inputs, s, work):
 def scale_values(T, S, inputs, s):
     """The last rescale, by the scale of a cache that has one too."""
     if S.one_scale:
-        for i in T.Parallel(ROWS):
+        for i in T.Parallel(*s.row_sum.shape):
             s.rescale[i] = s.rescale[i] * inputs.scales[0, 0, 0]
 
 
@@ -311,18 +311,23 @@ def unmasked_keys(T, launch, inputs, work):
     return unmasked
 
 
+def limit_of(T: Any, row: Any, heads: Any, tokens: Any, length: Any, causal: Any) -> Any:
+    """The first key that a row does not see, by the causal rule if it holds."""
+    i_token = T.min(T.truncdiv(row, heads), tokens - 1)
+    return T.if_then_else(causal != 0, length - tokens + i_token + 1, length)
+
+
 @macro
 def find_limits(T, limit, first_row, heads, tokens, length, causal):
     """The first key that each row does not see."""
-    for i in T.Parallel(ROWS):
-        i_token = T.min(T.truncdiv(first_row + i, heads), tokens - 1)
-        limit[i] = T.if_then_else(causal != 0, length - tokens + i_token + 1, length)
+    for i in T.Parallel(*limit.shape):
+        limit[i] = limit_of(T, first_row + i, heads, tokens, length, causal)
 
 
 @macro
 def find_limits_of_tokens(T, limit, launch, inputs, work):
     """The same, where each query token has a length of its own."""
-    for i in T.Parallel(ROWS):
+    for i in T.Parallel(*limit.shape):
         limit[i] = seen_by(T, launch, inputs, work, work.first_row + i)
 
 
@@ -345,7 +350,7 @@ def weigh(T, s, first_key, scale, unmasked):
     raise_max(T, s, scale)
     exponentiate(T, s, scale)
     T.reduce_sum(s.scores, s.partial_sum, dim=1)
-    for i in T.Parallel(ROWS):
+    for i in T.Parallel(*s.row_sum.shape):
         s.row_sum[i] = s.row_sum[i] * s.rescale[i] + s.partial_sum[i]
     T.copy(s.scores, s.weights)
 
@@ -362,7 +367,7 @@ def share_weights(T, memory, barriers, s, block):
 
 @macro
 def store_lse(T, launch, lse, s, work, rows):
-    for i in T.Parallel(ROWS, loop_layout=row_owners(T, ROWS)):
+    for i in T.Parallel(*s.row_sum.shape, loop_layout=row_owners(T, s.row_sum.shape[0])):
         if work.first_row + i < rows:
             lse[
                 work.sequence,
@@ -381,7 +386,7 @@ def store_part(T, parts, acc, work, begin):
 @macro
 def store_part_lse(T, launch, part_lse, s, work):
     """Of 2. The quick logarithm is near enough to weigh parts, but not for a sum that is asked for."""
-    for i in T.Parallel(ROWS, loop_layout=row_owners(T, ROWS)):
+    for i in T.Parallel(*s.row_sum.shape, loop_layout=row_owners(T, s.row_sum.shape[0])):
         log_of = T.alloc_var(T.float32, init=-T.infinity(T.float32))
         if s.row_sum[i] != 0:
             log_of = s.running_max[i] + T.log2(s.row_sum[i])

@@ -159,4 +159,4 @@ def tell_part(T, S, launch, inputs, memory, slot, part, tile):
         # Of more parts of a sequence than a plan makes, 46340, the products above may wrap.
         first = T.max(T.min(first, blocks), 0)
         last = T.max(T.min(last, blocks), first)
-    write_work(T, memory.told, slot, T.max(found[_SEQUENCE], 0), own_parts, own_length, part, tile, first, last)
+    write_work(S, memory.told, slot, T.max(found[_SEQUENCE], 0), own_parts, own_length, part, tile, first, last)

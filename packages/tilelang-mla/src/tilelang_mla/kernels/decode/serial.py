@@ -2,7 +2,6 @@
 
 from tilelang.language import macro
 
-from tilelang_mla.kernels.common import ROWS
 from tilelang_mla.kernels.decode.groups import SHARED, Work, read_work
 from tilelang_mla.kernels.decode.loads import load_rows, tell_row
 from tilelang_mla.kernels.decode.roles import (
@@ -97,11 +96,11 @@ def hide_serially(T, S, memory, s):
 
 @macro
 def copy_q(T, S, q, memory, work):
-    for i, j in T.Parallel(ROWS, S.half):
+    for i, j in T.Parallel(S.rows, S.half):
         there = work.first_row + i < q.shape[1]
         memory.q_l[i, j] = T.if_then_else(there, q[work.sequence, work.first_row + i, j], 0)
         memory.q_r[i, j] = T.if_then_else(there, q[work.sequence, work.first_row + i, S.half + j], 0)
-    for i, j in T.Parallel(ROWS, S.dim_rope):
+    for i, j in T.Parallel(S.rows, S.dim_rope):
         there = work.first_row + i < q.shape[1]
         memory.q_rope[i, j] = T.if_then_else(there, q[work.sequence, work.first_row + i, S.dim_nope + j], 0)
 
@@ -110,7 +109,7 @@ def copy_q(T, S, q, memory, work):
 def store(T, S, launch, outputs, s, acc_l, acc_r, work):
     out = outputs.out
     if work.num_parts == 1:
-        for i, j in T.Parallel(ROWS, S.half):
+        for i, j in T.Parallel(S.rows, S.half):
             if work.first_row + i < out.shape[1]:
                 out[work.sequence, work.first_row + i, j] = acc_l[i, j]
                 out[work.sequence, work.first_row + i, S.half + j] = acc_r[i, j]

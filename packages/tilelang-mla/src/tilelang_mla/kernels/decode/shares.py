@@ -172,7 +172,7 @@ def tell_share(T, S, launch, inputs, memory, pieces, slot, turn, thread):
             # The share ends before the sequence's first block.
             own_parts = 0
             last = first
-        write_work(T, memory.told, slot, i_b, own_parts, length, i_b + i_share, tile, first, last)
+        write_work(S, memory.told, slot, i_b, own_parts, length, i_b + i_share, tile, first, last)
         if i_share == i_first and tile == 0:
             pieces[2 * i_b] = i_b + i_share
             pieces[2 * i_b + 1] = own_parts

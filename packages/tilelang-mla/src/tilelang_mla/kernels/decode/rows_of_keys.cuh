@@ -1,0 +1,444 @@
+// Decoding over 8-bit caches with keys as the rows of WGMMA: S^T = K Q^T and O^T = V^T P^T.
+//
+// A thread widens in registers what it loads of the cache, and hands it to WGMMA as operand A; no wide key is written
+// to shared memory, and few heads are few columns. Two warpgroups take a block of 128 keys: each multiplies q by 64 of
+// them, and half of the latents by the weights of all. Which element is which row or column of an MMA is free as long
+// as both operands agree: it is chosen so that a thread loads 8 or 16 bytes at once.
+//
+// N: rows of q, 16, 32 or 64. RECORDS: keys of 656 bytes (512 e4m3, 4 scales, 64 ropes of q's dtype), else ROPE ropes
+// of e4m3 behind the latents, and one scale. WIDE, of records: q and weights are bfloat16, and so are widened keys, each
+// times its scale; else all are float16, to which e4m3 widens without a loss: q times a power of two for each row.
+
+#ifndef MLA_ON_HOST
+#include <tl_templates/cuda/instruction/wgmma.h>
+#define MLA_INLINE __device__ __forceinline__
+#define MLA_DEVICE static MLA_INLINE
+#endif
+
+namespace mla {
+
+constexpr int LATENT = 512, KEYS = 64, SCALES = 512, ROPES = 528, THREADS = 256, TILES = 4;
+// HEADROOM and FLOOR as in common.py. Weights are 2^LIFT times as high: float16's smallest numbers are not small.
+constexpr float HEADROOM = 8.f, FLOOR = -1e30f, LIFT = 7.f;
+
+template <int N, int ROPE, bool RECORDS> struct Shape {
+  static constexpr bool WIDE = RECORDS && N > 32;
+  static constexpr int ROW = RECORDS ? ROPES + 2 * ROPE : LATENT + ROPE;
+  static constexpr int CHUNKS = (LATENT + ROPE) / 64;
+  static constexpr int WIDENED = RECORDS ? LATENT / 64 : CHUNKS;
+  static constexpr int CHUNK = N * 128;
+  // Operands in registers: the next is made while products read the last, where there is room.
+  static constexpr int OPERANDS = N * (RECORDS ? 2 : 1) > 32 ? 1 : 2;
+  static constexpr int WEIGHTS = CHUNKS * CHUNK, RAW = WEIGHTS + 2 * CHUNK, STAGE = KEYS * ROW;
+  // Keys of a thread's four in an MMA of 16: neighbours, or apart where rows are that lie in the same banks.
+  static constexpr bool APART = ROW % 128 == 64;
+};
+
+#ifndef MLA_ON_HOST
+MLA_DEVICE uint32_t address(const void *p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+MLA_DEVICE void together() { asm volatile("bar.sync 5, 256;" ::: "memory"); }
+MLA_DEVICE void visible_to_mma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+MLA_DEVICE void widen(uint32_t four, uint32_t &low, uint32_t &high) {
+  asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h;}"
+      : "=r"(low), "=r"(high) : "r"(four));
+}
+MLA_DEVICE float2 floats(uint32_t halves) { return __half22float2(*reinterpret_cast<__half2 *>(&halves)); }
+MLA_DEVICE uint32_t pack(float x, float y, bool bf16) {
+  uint32_t both;
+  if (bf16)
+    asm("cvt.rn.bf16x2.f32 %0, %2, %1;" : "=r"(both) : "f"(x), "f"(y));
+  else
+    asm("cvt.rn.f16x2.f32 %0, %2, %1;" : "=r"(both) : "f"(x), "f"(y));
+  return both;
+}
+MLA_DEVICE float power(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+MLA_DEVICE uint64_t operand(const void *p) {
+  // K-major rows of 128 bytes, swizzled, eight of them in 1024 bytes.
+  return (uint64_t(1) << 62) | (uint64_t(64) << 32) | (uint64_t(1) << 16) | ((address(p) & 0x3FFFF) >> 4);
+}
+MLA_DEVICE uint64_t advanced(uint64_t operand, int bytes) { return operand + (bytes >> 4); }
+template <int N, bool BF16> MLA_DEVICE void multiply(const uint32_t *a, uint64_t b, float *c, bool add) {
+  constexpr auto type = BF16 ? tl::DataType::kBFloat16 : tl::DataType::kFloat16;
+  tl::wgmma_rs<type, type, tl::DataType::kFloat32, 64, N, 16, false, false, 1, 1>(
+      a, b, reinterpret_cast<uint32_t *>(c), add);
+}
+MLA_DEVICE void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+MLA_DEVICE void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int LEFT> MLA_DEVICE void await_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
+}
+template <int COUNT> MLA_DEVICE void keep(float *c) {
+#pragma unroll
+  for (int i = 0; i < COUNT; i++) asm volatile("" : "+f"(c[i])::"memory");
+}
+// Bytes of the cache to shared memory; the barrier counts them, and this thread's arrival.
+template <class Barrier> MLA_DEVICE void copy(void *to, const void *from, int bytes, Barrier &barrier) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address(&barrier)), "r"(bytes) : "memory");
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               ::"r"(address(to)), "l"(from), "r"(bytes), "r"(address(&barrier)) : "memory");
+}
+#endif
+
+// Where element k of row n lies in a chunk of 64: 16 bytes each are swizzled by the row.
+MLA_DEVICE int place(int n, int k) { return n * 128 + ((k * 2) ^ ((n & 7) << 4)); }
+
+struct Lane {
+  int thread, group, warp, g, t;
+};
+
+MLA_DEVICE Lane lane_of(int thread) {
+  return {thread, thread >> 7, (thread >> 5) & 3, (thread & 31) >> 2, thread & 3};
+}
+
+// What is known of rows of q, [N] each: maxima of 8 warps, or their sums; two running maxima; what a score, and a score
+// of widened keys, is multiplied by. At the end of a work item in place of these the logarithm that sums are relative
+// to, and the sums.
+template <int N> struct Rows {
+  float *seen, *highest, *factor, *unlift;
+  static MLA_INLINE Rows of(void *at) {
+    float *p = static_cast<float *>(at);
+    return {p, p + 8 * N, p + 10 * N, p + 11 * N};
+  }
+};
+
+// The matrices begin at a multiple of 1024 bytes, with which swizzles count.
+MLA_DEVICE uint8_t *aligned(void *memory) {
+  return reinterpret_cast<uint8_t *>((reinterpret_cast<uintptr_t>(memory) + 1023) & ~uintptr_t(1023));
+}
+
+template <int N, int ROPE, bool RECORDS> MLA_DEVICE uint8_t *stage_of(void *memory, int stage) {
+  using S = Shape<N, ROPE, RECORDS>;
+  return aligned(memory) + S::RAW + stage * S::STAGE;
+}
+
+// Four elements of q's dtype.
+template <bool BF16> MLA_DEVICE void unpack(uint2 four, float *x) {
+  if (BF16) {
+    x[0] = __uint_as_float(four.x << 16), x[1] = __uint_as_float(four.x & 0xFFFF0000u);
+    x[2] = __uint_as_float(four.y << 16), x[3] = __uint_as_float(four.y & 0xFFFF0000u);
+  } else {
+    float2 low = floats(four.x), high = floats(four.y);
+    x[0] = low.x, x[1] = low.y, x[2] = high.x, x[3] = high.y;
+  }
+}
+
+// q in the order in which scores() has keys: four elements side by side are two pairs of an MMA's 16.
+template <int N, int ROPE, bool RECORDS, bool BF16>
+MLA_DEVICE void load_q(
+    void *memory_at, void *rows_at, const void *q, int64_t stride, int rows, float scale, int thread) {
+  uint8_t *memory = aligned(memory_at);
+  using S = Shape<N, ROPE, RECORDS>;
+  constexpr int TEAM = THREADS / N, UNITS = S::CHUNKS * 16, LIFTED = S::WIDE ? 0 : S::WIDENED * 16;
+  Rows<N> of_rows = Rows<N>::of(rows_at);
+  int n = thread / TEAM;
+  bool there = n < rows;
+  const uint2 *row = reinterpret_cast<const uint2 *>(static_cast<const uint16_t *>(q) + (there ? n : 0) * stride);
+  float most = 0.f, x[4];
+  for (int u = thread % TEAM; u < LIFTED; u += TEAM) {
+    unpack<BF16>(row[u], x);
+    for (int i = 0; i < 4; i++) most = fmaxf(most, fabsf(x[i]));
+  }
+  for (int step = 1; step < TEAM; step *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
+  // A row's largest element lies in 2^14 .. 2^15 then, if it is a number above 0.
+  int exponent = (__float_as_uint(most) >> 23) & 255;
+  int lift = exponent == 0 || exponent == 255 ? 127 : min(max(268 - exponent, 1), 253);
+  for (int u = thread % TEAM; u < UNITS; u += TEAM) {
+    int c = u / 16, i = u % 16, t = i / 4, s = i % 4;
+    // Ropes of 16 bits come 8 at a time.
+    if (c >= S::WIDENED) t = i % 8 / 2, s = 2 * (i / 8) + i % 2;
+    bool lifted = u < LIFTED;
+    unpack<BF16>(row[u], x);
+    for (int j = 0; j < 4; j++) x[j] = there ? x[j] * (lifted ? __uint_as_float(lift << 23) : 1.f) : 0.f;
+    uint8_t *chunk = memory + c * S::CHUNK;
+    *reinterpret_cast<uint32_t *>(chunk + place(n, 16 * s + 2 * t)) = pack(x[0], x[1], BF16 && !lifted);
+    *reinterpret_cast<uint32_t *>(chunk + place(n, 16 * s + 2 * t + 8)) = pack(x[2], x[3], BF16 && !lifted);
+  }
+  if (thread % TEAM == 0) {
+    float unlift = __uint_as_float((254 - lift) << 23);
+    of_rows.highest[n] = FLOOR;
+    of_rows.factor[n] = RECORDS ? scale : scale * unlift;
+    of_rows.unlift[n] = unlift;
+  }
+  visible_to_mma();
+}
+
+// Two neighbours, each times a scale, in q's dtype.
+template <bool BF16> MLA_DEVICE uint32_t scaled(uint32_t halves, float first, float second) {
+  float2 x = floats(halves);
+  return pack(x.x * first, x.y * second, BF16);
+}
+
+// Scores of a warpgroup's 64 keys, [key, row]; of records they are of the widened keys themselves, else q's lift and
+// the cache's scale are still in them.
+template <int N, int ROPE, bool RECORDS, bool BF16>
+MLA_DEVICE void scores(float *s, void *memory_at, int stage, void *rows_at, int thread) {
+  using S = Shape<N, ROPE, RECORDS>;
+  const uint8_t *memory = aligned(memory_at), *raw = stage_of<N, ROPE, RECORDS>(memory_at, stage);
+  constexpr int OWN = N / 2;
+  Lane l = lane_of(thread);
+  const uint8_t *low = raw + (16 * l.warp + l.g) * S::ROW, *high = low + 8 * S::ROW;
+  uint64_t q = operand(memory);
+  uint32_t a[S::OPERANDS][16];
+  float part[RECORDS && !S::WIDE ? OWN : 1];
+  Rows<N> of_rows = Rows<N>::of(rows_at);
+#pragma unroll
+  for (int c = 0; c < S::WIDENED; c++) {
+    uint4 x = *reinterpret_cast<const uint4 *>(low + 64 * c + 16 * l.t);
+    uint4 y = *reinterpret_cast<const uint4 *>(high + 64 * c + 16 * l.t);
+    const uint32_t of_low[4] = {x.x, x.y, x.z, x.w}, of_high[4] = {y.x, y.y, y.z, y.w};
+    float scale_low = 1.f, scale_high = 1.f;
+    if (RECORDS) {
+      scale_low = reinterpret_cast<const float *>(low + SCALES)[c / 2];
+      scale_high = reinterpret_cast<const float *>(high + SCALES)[c / 2];
+    }
+    uint32_t *own = a[c % S::OPERANDS];
+    // The products that read these registers are done.
+    if (c >= S::OPERANDS) await_products<S::OPERANDS - 1>();
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+      widen(of_low[k], own[4 * k], own[4 * k + 2]);
+      widen(of_high[k], own[4 * k + 1], own[4 * k + 3]);
+      if (S::WIDE)
+        for (int i = 0; i < 4; i++) {
+          float scale = i % 2 ? scale_high : scale_low;
+          own[4 * k + i] = scaled<BF16>(own[4 * k + i], scale, scale);
+        }
+    }
+    float *to = RECORDS && !S::WIDE ? part : s;
+    begin_products();
+#pragma unroll
+    for (int k = 0; k < 4; k++)
+      multiply<N, S::WIDE && BF16>(
+          own + 4 * k, advanced(q, c * S::CHUNK + 32 * k), to, k > 0 || (RECORDS && !S::WIDE ? c % 2 : c) > 0);
+    commit_products();
+    if (RECORDS && !S::WIDE && c % 2) {
+      await_products<0>();
+      keep<OWN>(part);
+#pragma unroll
+      for (int i = 0; i < OWN; i++) s[i] = (c > 1 ? s[i] : 0.f) + part[i] * (i % 4 < 2 ? scale_low : scale_high);
+    }
+  }
+  if (RECORDS && ROPE) {
+    if (!S::WIDE) {
+#pragma unroll
+      for (int i = 0; i < OWN; i++) s[i] *= of_rows.unlift[8 * (i / 4) + 2 * l.t + i % 2];
+    }
+    await_products<0>();
+    float *to = S::WIDE ? s : part;
+    uint32_t *own = a[0];
+    // Eight elements of a thread are two pairs of an MMA, and two of the next.
+#pragma unroll
+    for (int k = 0; k < 4; k += 2) {
+      uint4 x = *reinterpret_cast<const uint4 *>(low + ROPES + 32 * k + 16 * l.t);
+      uint4 y = *reinterpret_cast<const uint4 *>(high + ROPES + 32 * k + 16 * l.t);
+      own[4 * k] = x.x, own[4 * k + 1] = y.x, own[4 * k + 2] = x.y, own[4 * k + 3] = y.y;
+      own[4 * k + 4] = x.z, own[4 * k + 5] = y.z, own[4 * k + 6] = x.w, own[4 * k + 7] = y.w;
+    }
+    begin_products();
+#pragma unroll
+    for (int k = 0; k < 4; k++)
+      multiply<N, BF16>(own + 4 * k, advanced(q, S::WIDENED * S::CHUNK + 32 * k), to, S::WIDE || k > 0);
+    commit_products();
+    await_products<0>();
+    if (!S::WIDE) {
+      keep<OWN>(part);
+#pragma unroll
+      for (int i = 0; i < OWN; i++) s[i] += part[i];
+    }
+  }
+  await_products<0>();
+  keep<OWN>(s);
+}
+
+// The first of two rows whose sums over the keys of a warp a thread has.
+template <int N> MLA_DEVICE int own_row(Lane l) { return l.g * N / 64 * 8 + 2 * l.t; }
+
+// A thread's values of its rows, two keys each, to those of two rows and a warp's 16 keys, in x[0] and x[1]: each time
+// half of the rows go to another thread, until there are two.
+template <int N, class Combine> MLA_DEVICE void over_keys(float *x, Combine combine, Lane l) {
+  int left = N / 8;
+#pragma unroll
+  for (int step = 16; step > 2; step /= 2) {
+    bool upper = l.thread & step;
+    if (left > 1) {
+#pragma unroll
+      for (int i = 0; i < N / 8; i++)
+        if (i < left) {
+          float away = upper ? x[i] : x[left + i], here = upper ? x[left + i] : x[i];
+          x[i] = combine(here, __shfl_xor_sync(~0u, away, step));
+        }
+      left /= 2;
+    } else {
+      for (int i = 0; i < 2; i++) x[i] = combine(x[i], __shfl_xor_sync(~0u, x[i], step));
+    }
+  }
+}
+
+// Scores to weights, in shared memory [row, key] for both warpgroups; accumulators follow the running maximum.
+// limits: of each row the first key that it does not see. first_key: of the block, behind whose last key all limits may
+// lie: ends is false. valid: of lists, whether each of the warpgroup's keys is one.
+template <int N, int ROPE, bool RECORDS, bool BF16, bool LISTS>
+MLA_DEVICE void weigh(
+    float *s, float *acc, float *sums, void *memory_at, void *rows_at, const int *limits, const uint8_t *valid,
+    int first_key, bool ends, int parity, int thread) {
+  using S = Shape<N, ROPE, RECORDS>;
+  uint8_t *memory = aligned(memory_at);
+  Lane l = lane_of(thread);
+  Rows<N> of_rows = Rows<N>::of(rows_at);
+  int low = 16 * l.warp + l.g, key = first_key + 64 * l.group + low;
+  bool low_valid = !LISTS || valid[low], high_valid = !LISTS || valid[low + 8];
+  float most[N / 4];
+#pragma unroll
+  for (int i = 0; i < N / 4; i++) {
+    int row = 8 * (i / 2) + 2 * l.t + i % 2;
+    float factor = of_rows.factor[row], &x = s[4 * (i / 2) + i % 2], &y = s[4 * (i / 2) + 2 + i % 2];
+    x *= factor, y *= factor;
+    if (ends) x = key < limits[row] ? x : -INFINITY, y = key + 8 < limits[row] ? y : -INFINITY;
+    x = low_valid ? x : -INFINITY, y = high_valid ? y : -INFINITY;
+    most[i] = fmaxf(x, y);
+  }
+  over_keys<N>(most, [](float x, float y) { return fmaxf(x, y); }, l);
+  int own = own_row<N>(l);
+  of_rows.seen[8 * own + 4 * l.group + l.warp] = most[0], of_rows.seen[8 * own + 8 + 4 * l.group + l.warp] = most[1];
+  together();
+  const float *before = of_rows.highest + parity * N;
+  float *after = of_rows.highest + (parity ^ 1) * N;
+  // Where a key of the warp's 16 is among the columns of P: as values() has it.
+  int column = 16 * l.warp + (S::APART ? 2 * (l.g & 3) + (l.g >> 2) : l.g);
+  uint8_t *weights = memory + S::WEIGHTS + l.group * S::CHUNK;
+  float added[N / 4], sums_by[2];
+#pragma unroll
+  for (int j = 0; j < N / 8; j++) {
+    float rescale[2];
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      int row = 8 * j + 2 * l.t + e;
+      const float4 *seen = reinterpret_cast<const float4 *>(of_rows.seen + 8 * row);
+      float4 a = seen[0], b = seen[1];
+      float most = fmaxf(fmaxf(fmaxf(a.x, a.y), fmaxf(a.z, a.w)), fmaxf(fmaxf(b.x, b.y), fmaxf(b.z, b.w)));
+      float highest = before[row];
+      rescale[e] = 1.f;
+      if (most > highest + HEADROOM) rescale[e] = power(highest - most), highest = most;
+      if (l.g == 0 && l.group == 0 && l.warp == 0) after[row] = highest;
+      float x = power(s[4 * j + e] - highest + LIFT), y = power(s[4 * j + 2 + e] - highest + LIFT);
+      added[2 * j + e] = x + y;
+      if (8 * j == own - 2 * l.t) sums_by[e] = rescale[e];
+      uint32_t both = pack(x, y, RECORDS && BF16);
+      *reinterpret_cast<uint16_t *>(weights + place(row, column)) = static_cast<uint16_t>(both);
+      *reinterpret_cast<uint16_t *>(weights + place(row, column + 8)) = static_cast<uint16_t>(both >> 16);
+    }
+    if (__any_sync(~0u, rescale[0] != 1.f || rescale[1] != 1.f)) {
+#pragma unroll
+      for (int m = 0; m < TILES; m++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) acc[m * N / 2 + 4 * j + i] *= rescale[i % 2];
+    }
+  }
+  over_keys<N>(added, [](float x, float y) { return x + y; }, l);
+  sums[0] = sums[0] * sums_by[0] + added[0], sums[1] = sums[1] * sums_by[1] + added[1];
+  visible_to_mma();
+  together();
+}
+
+// acc [latent, row] of a warpgroup's 256 latents over 64 keys, the first or second half of a block.
+template <int N, int ROPE, bool RECORDS, bool BF16>
+MLA_DEVICE void values(float *acc, void *memory_at, int stage, int half, int thread) {
+  using S = Shape<N, ROPE, RECORDS>;
+  const uint8_t *memory = aligned(memory_at), *raw = stage_of<N, ROPE, RECORDS>(memory_at, stage);
+  Lane l = lane_of(thread);
+  int begin = 256 * l.group + 64 * l.warp;
+  uint64_t weights = operand(memory + S::WEIGHTS + half * S::CHUNK);
+  uint32_t a[S::OPERANDS][16];
+#pragma unroll
+  for (int k = 0; k < 4; k++) {
+    uint2 x[4];
+    float scale[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const uint8_t *key = raw + (16 * k + (S::APART ? 4 * i + l.t : 2 * l.t + i % 2 + 8 * (i / 2))) * S::ROW;
+      x[i] = *reinterpret_cast<const uint2 *>(key + begin + 8 * l.g);
+      scale[i] = RECORDS ? reinterpret_cast<const float *>(key + SCALES)[begin / 128] : 1.f;
+    }
+    uint32_t *own = a[k % S::OPERANDS];
+    if (k >= S::OPERANDS) await_products<S::OPERANDS - 1>();
+#pragma unroll
+    for (int m = 0; m < TILES; m++) {
+      unsigned which = m % 2 ? 0x7362 : 0x5140;
+      // Two keys of one element side by side: of an element and of the next.
+      uint32_t first = m < 2 ? __byte_perm(x[0].x, x[1].x, which) : __byte_perm(x[0].y, x[1].y, which);
+      uint32_t second = m < 2 ? __byte_perm(x[2].x, x[3].x, which) : __byte_perm(x[2].y, x[3].y, which);
+      widen(first, own[4 * m], own[4 * m + 1]);
+      widen(second, own[4 * m + 2], own[4 * m + 3]);
+      if (RECORDS)
+        for (int i = 0; i < 4; i++)
+          own[4 * m + i] = scaled<BF16>(own[4 * m + i], scale[i < 2 ? 0 : 2], scale[i < 2 ? 1 : 3]);
+    }
+    begin_products();
+#pragma unroll
+    for (int m = 0; m < TILES; m++)
+      multiply<N, RECORDS && BF16>(own + 4 * m, advanced(weights, 32 * k), acc + m * N / 2, true);
+    commit_products();
+  }
+  await_products<0>();
+  keep<2 * N>(acc);
+}
+
+// Sums of all keys, and the logarithm that they are relative to.
+template <int N> MLA_DEVICE void total(const float *sums, void *rows_at, int parity, int thread) {
+  Lane l = lane_of(thread);
+  Rows<N> of_rows = Rows<N>::of(rows_at);
+  int own = own_row<N>(l);
+  for (int e = 0; e < 2; e++) of_rows.seen[8 * (own + e) + 4 * l.group + l.warp] = sums[e];
+  together();
+  if (thread < N) {
+    float sum = 0.f;
+    for (int warp = 0; warp < 8; warp++) sum += of_rows.seen[8 * thread + warp];
+    of_rows.factor[thread] = of_rows.highest[parity * N + thread] - LIFT;
+    of_rows.unlift[thread] = sum;
+  }
+  together();
+}
+
+// Rows of a work item, each by its sum: of q's dtype, or partial results. Sinks count where they are given.
+template <int N, bool BF16, bool PART>
+MLA_DEVICE void store(
+    const float *acc, void *rows_at, void *out, int64_t stride, int rows, float scale, const void *sinks,
+    int given, int first_row, int thread) {
+  Lane l = lane_of(thread);
+  Rows<N> of_rows = Rows<N>::of(rows_at);
+  int begin = 256 * l.group + 64 * l.warp + 8 * l.g;
+#pragma unroll
+  for (int i = 0; i < N / 4; i++) {
+    int row = 8 * (i / 2) + 2 * l.t + i % 2;
+    if (row >= rows) continue;
+    float sum = of_rows.unlift[row];
+    if (given && sum != 0.f) sum += power(static_cast<const float *>(sinks)[first_row + row] * 1.4426950408889634f - of_rows.factor[row]);
+    float by = sum == 0.f ? 0.f : scale / sum, x[2 * TILES];
+#pragma unroll
+    for (int m = 0; m < 2 * TILES; m++) x[m] = acc[m / 2 * N / 2 + 4 * (i / 2) + i % 2 + m % 2 * 2] * by;
+    if (PART) {
+      float4 *to = reinterpret_cast<float4 *>(static_cast<float *>(out) + row * stride + begin);
+      to[0] = make_float4(x[0], x[1], x[2], x[3]), to[1] = make_float4(x[4], x[5], x[6], x[7]);
+    } else {
+      uint4 *to = reinterpret_cast<uint4 *>(static_cast<uint16_t *>(out) + row * stride + begin);
+      *to = make_uint4(pack(x[0], x[1], BF16), pack(x[2], x[3], BF16), pack(x[4], x[5], BF16), pack(x[6], x[7], BF16));
+    }
+  }
+}
+
+// A key that is none: zeros.
+template <int N, int ROPE, bool RECORDS> MLA_DEVICE void zero_key(void *memory, int stage, int key) {
+  using S = Shape<N, ROPE, RECORDS>;
+  uint4 *row = reinterpret_cast<uint4 *>(stage_of<N, ROPE, RECORDS>(memory, stage) + key * S::ROW);
+  for (int i = 0; i < S::ROW / 16; i++) row[i] = make_uint4(0, 0, 0, 0);
+  visible_to_mma();
+}
+
+// Keys side by side, from one of the stage's on.
+template <int N, int ROPE, bool RECORDS, class Barrier>
+MLA_DEVICE void load_keys(void *memory, int stage, int key, const void *from, int keys, Barrier &barrier) {
+  using S = Shape<N, ROPE, RECORDS>;
+  copy(stage_of<N, ROPE, RECORDS>(memory, stage) + key * S::ROW, from, keys * S::ROW, barrier);
+}
+
+}  // namespace mla

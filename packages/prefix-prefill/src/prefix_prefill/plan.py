@@ -261,16 +261,17 @@ def _hopper(problem: Problem) -> PrefillPlan:
 
 def _portable(problem: Problem, limits: DeviceLimits) -> PrefillPlan:
     block_d = max(16, power_of_two_at_least(problem.largest_head))
+    in_whole_loads = problem.head_dim % 8 == problem.head_dim_v % 8 == 0
     if problem.bits == 32:
         most_m, block_n, warps, stages = 16, 16, 4, 1
     else:
         # Wider tiles, or fewer warps, spill registers on one target or another. Heads that are not of whole 16 bytes
         # are loaded number by number; of heads of 17, light, ptxas 12.8 made a kernel that reads what it never wrote
         # (see kernel_reference.testing.sass).
-        light = (
-            block_d <= 64 and problem.cache_bits == problem.bits and problem.head_dim % 8 == problem.head_dim_v % 8 == 0
-        )
-        most_m, block_n, warps, stages = 64, 64 if light else 32, 4 if light and not problem.draft else 8, 2
+        light = block_d <= 64 and problem.cache_bits == problem.bits and in_whole_loads
+        # On sm_120, which has 99 KB as sm_86, four spill where there is a window.
+        few_warps = light and not problem.draft and not 64 * 1024 < limits.shared_memory < 160 * 1024
+        most_m, block_n, warps, stages = 64, 64 if light else 32, 4 if few_warps else 8, 2
         if limits.hopper and block_d == 128 and not _is_mixed(problem):
             # Twice the rows use each key that is loaded, and no register is spilled here.
             most_m, block_n = 128, 64
@@ -287,7 +288,8 @@ def _portable(problem: Problem, limits: DeviceLimits) -> PrefillPlan:
     # One of three, whatever batches come: for decoding, drafts and prompts. With the merge kernel a layer needs four.
     rows = min(most_m, _rows_of_a_sequence(problem))
     block_m = next(size for size in (16, most_m // 2, most_m) if size >= rows)
-    if block_m < most_m and block_d <= 128 and problem.cache_bits == problem.bits:
+    light = (in_whole_loads or block_m == 16) and problem.cache_bits == problem.bits
+    if block_m < most_m and block_d <= 128 and light:
         warps = 4
     return PrefillPlan(block_m, block_n, 1, warps, stages)
 

@@ -9,7 +9,15 @@ import triton
 import triton.language as tl
 
 from prefix_prefill.kernels.schedule import find_tile, lengths
-from prefix_prefill.kernels.softmax import Target, exponential, finite, store_results, with_sink
+from prefix_prefill.kernels.softmax import (
+    Target,
+    exponential,
+    finite,
+    log_sum_exp,
+    normalised,
+    store_results,
+    with_sink,
+)
 
 # Numbers of an entry of the table that says which tiles are in parts; before the entries there is one with their count.
 ENTRY: tl.constexpr = tl.constexpr(8)
@@ -145,7 +153,8 @@ def merge_splits(
         target = Target(
             row * s_out[0] + i_h * s_out[1], i_h * s_lse_head + row * s_lse_token, o_d_out * s_out[2], m_row, m_tile
         )
-        store_results(p_out, p_lse, p_out_scale, out_scale, acc, running_max, row_sum, target, C.LIMIT)
+        b_out, b_lse = normalised(acc, row_sum), log_sum_exp(running_max, row_sum)
+        store_results(p_out, p_lse, p_out_scale, out_scale, b_out, b_lse, target, C.LIMIT)
 
 
 class Entry(NamedTuple):
@@ -263,7 +272,8 @@ def merge_pieces(
                 own.row * s_out[0] + own.o_h * s_out[1], own.o_h * s_lse_head + own.row * s_lse_token,
                 o_d_out * s_out[2], own.m_row, own.m_row[:, None] & (o_d < C.D)[None, :],
             )  # fmt: skip
-            store_results(p_out, p_lse, p_out_scale, out_scale, acc, running_max, row_sum, target, C.LIMIT)
+            b_out, b_lse = normalised(acc, row_sum), log_sum_exp(running_max, row_sum)
+            store_results(p_out, p_lse, p_out_scale, out_scale, b_out, b_lse, target, C.LIMIT)
         i_entry += tl.num_programs(0) // across
         entry = entry_at(p_entries, i_entry, i_entry < count)
 
@@ -309,4 +319,5 @@ def merge_states(
         row * strides.out[0] + i_h * strides.out[1], i_h * strides.lse[0] + row * strides.lse[1],
         o_d * strides.out[2], m_row, m_tile,
     )  # fmt: skip
-    store_results(p_out, p_lse, None, 1.0, acc, running_max, row_sum, target, 0)
+    b_out, b_lse = normalised(acc, row_sum), log_sum_exp(running_max, row_sum)
+    store_results(p_out, p_lse, None, 1.0, b_out, b_lse, target, 0)

@@ -181,14 +181,6 @@ def with_levels(acc, running_max, row_sum, p_levels, row, o_h, o_d, m_row, m_out
     return acc, running_max, row_sum
 
 
-@triton.jit
-def store_part(results, part, part_lse, acc, running_max, row_sum, o_dv, m_row, m_out, C):
-    """A tile over some of its keys, to these rows of the workspace."""
-    p_part = results.part + part[:, None] * C.DV + o_dv[None, :]
-    tl.store(p_part, normalised(acc, row_sum), mask=m_out)
-    tl.store(results.part_lse + part_lse, log_sum_exp(running_max, row_sum), mask=m_row)
-
-
 @triton.jit(
     do_not_specialize=[
         "rows", "num_sequences", "num_blocks", "capacity", "s_table", "s_lse_head", "s_lse_token", "num_slots",
@@ -377,24 +369,25 @@ def attend(
                 acc, running_max, row_sum = with_levels(
                     acc, running_max, row_sum, p_levels, row, o_h, o_dv, m_row, m_out, rows, C
                 )
-        if C.SHARED:
-            part = (i_split.to(tl.int64) * rows + row) * H + o_h
-            store_part(results, part, part, acc, running_max, row_sum, o_dv, m_row, m_out, C)
-            tl.store(p_levels[0] + row, o_t * 0 + num_splits, mask=m_row & (o_h == 0) & (i_split == 0))
-        elif num_splits > 1:
+        if p_sinks is not None:
+            # Of splits the merge kernel counts it, once.
+            b_sink = tl.load(p_sinks + o_h).to(tl.float32)
+            b_sink = tl.where(valid & (num_splits == 1), b_sink, float("-inf"))
+            acc, running_max, row_sum = with_sink(acc, running_max, row_sum, b_sink)
+        b_out = normalised(acc, row_sum)
+        b_lse = log_sum_exp(running_max, row_sum)
+        if C.SHARED or num_splits > 1:
             part = (i_split.to(tl.int64) * rows + row) * H + o_h
             part_lse = (i_split.to(tl.int64) * H + o_h) * rows + row
-            store_part(results, part, part_lse, acc, running_max, row_sum, o_dv, m_row, m_out, C)
+            if C.SHARED:
+                part_lse = part
+                tl.store(p_levels[0] + row, o_t * 0 + num_splits, mask=m_row & (o_h == 0) & (i_split == 0))
+            tl.store(results.part + part[:, None] * C.DV + o_dv[None, :], b_out, mask=m_out)
+            tl.store(results.part_lse + part_lse, b_lse, mask=m_row)
         else:
-            if p_sinks is not None:
-                b_sink = tl.load(p_sinks + o_h).to(tl.float32)
-                b_sink = tl.where(valid, b_sink, float("-inf"))
-                acc, running_max, row_sum = with_sink(acc, running_max, row_sum, b_sink)
             target = Target(
                 row * numbers.strides.out[0] + o_h.to(tl.int64) * numbers.strides.out[1],
                 o_h.to(tl.int64) * s_lse_head + row * s_lse_token,
                 o_dv_wide * numbers.strides.out[2], m_row, m_out,
             )  # fmt: skip
-            store_results(
-                results.out, results.lse, p_scales[2], numbers.out_scale, acc, running_max, row_sum, target, C.LIMIT
-            )
+            store_results(results.out, results.lse, p_scales[2], numbers.out_scale, b_out, b_lse, target, C.LIMIT)

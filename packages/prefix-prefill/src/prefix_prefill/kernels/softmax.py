@@ -120,14 +120,14 @@ def log_sum_exp(running_max, row_sum):
 
 
 @triton.jit
-def store_results(p_out, p_lse, p_out_scale, out_scale, acc, running_max, row_sum, target, LIMIT: tl.constexpr):
+def store_results(p_out, p_lse, p_out_scale, out_scale, b_out, b_lse, target, LIMIT: tl.constexpr):
     """Epilogue: the output over its scale, clamped to +-LIMIT unless that is 0, and lse if there is memory for it."""
     if p_out_scale is not None:
         out_scale = out_scale * tl.load(p_out_scale)
-    b_out = tl.div_rn(normalised(acc, row_sum), out_scale)
+    b_out = tl.div_rn(b_out, out_scale)
     if LIMIT:
         b_out = tl.where(b_out > LIMIT, LIMIT, tl.where(b_out < -LIMIT, -LIMIT, b_out))
     p_tile = p_out + target.off_out[:, None] + target.o_d[None, :]
     tl.store(p_tile, b_out.to(p_out.dtype.element_ty), mask=target.m_tile)
     if p_lse is not None:
-        tl.store(p_lse + target.off_lse, log_sum_exp(running_max, row_sum), mask=target.m_row)
+        tl.store(p_lse + target.off_lse, b_lse, mask=target.m_row)

@@ -81,6 +81,17 @@ def test_a_test_draws_the_same_numbers_in_every_run_and_says_how_to_repeat_a_fai
     assert drawn(run(tmp_path, code, KERNEL_REFERENCE_SEED="1")) != drawn(first)
 
 
+def test_random_cases_are_as_many_as_are_asked_for_and_one_that_fails_is_named(tmp_path: Path) -> None:
+    code = """
+        def test_drawn(random_case):
+            assert random_case != 7
+        """
+    printed = run(tmp_path, code, "--random-cases", "5:9")
+    assert "1 failed, 3 passed" in printed
+    assert 'python -m pytest "test_it.py::test_drawn[7]" --random-cases 7:8' in printed
+    assert "must be N or A:B, got few" in run(tmp_path, code, "--random-cases", "few")
+
+
 def test_the_hypothesis_profile_has_no_deadline_and_is_derandomised_on_ci(tmp_path: Path) -> None:
     code = """
         import os

@@ -12,6 +12,8 @@ It gives
   and printed when the test fails. KERNEL_REFERENCE_SEED=<integer> sets it for all tests;
 - the fixture ``one_thread`` (session), with which torch computes on one: the products of tests of kernels are so small
   that a second thread costs more than it does. A conftest asks for it by an autouse fixture of its own;
+- the argument ``random_case`` of tests that draw all they test from one integer: they run for a few of these, and with
+  ``--random-cases 500`` or ``--random-cases 500:1000`` for so many, or those, each a test of its own;
 - the fixture ``unchecked``: what only device memory tells is not looked at on a CPU either, and bad values are clamped;
 - the markers ``gpu`` (skipped, with the reason, where there is none), ``sanitize`` (the subset that runs under
   compute-sanitizer), ``codegen`` (compiles kernels for GPUs that need not be there) and ``torch_compile`` (calls public
@@ -24,6 +26,7 @@ is not installed, the tests that import it are skipped, and on CI (the variable 
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import zlib
@@ -39,6 +42,7 @@ _INTERPRET = "TRITON_INTERPRET"
 _SEED = "KERNEL_REFERENCE_SEED"
 _REQUIRE_GPU = "KERNEL_REFERENCE_REQUIRE_GPU"
 _TRUE = ("1", "true", "on", "yes", "y")
+_CASES = "--random-cases"
 
 
 def _is_set(variable: str) -> bool:
@@ -93,6 +97,27 @@ def _load_hypothesis_profile() -> None:
 if _no_gpu:
     _prepare_interpreter()
 _load_hypothesis_profile()
+
+
+def _cases_of(text: str) -> range:
+    """``N`` is the first N, ``A:B`` those from A to before B."""
+    first, between, last = text.rpartition(":")
+    try:
+        return range(int(first) if between else 0, int(last))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be N or A:B, got {text}") from None
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        _CASES, type=_cases_of, default=range(4), metavar="N or A:B",
+        help="how many random cases, or which, of tests that draw them",
+    )  # fmt: skip
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "random_case" in metafunc.fixturenames:
+        metafunc.parametrize("random_case", metafunc.config.getoption(_CASES))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -169,6 +194,9 @@ def pytest_runtest_makereport(
     report = yield
     if report.failed:
         line = f'{_SEED}={_seed_of(item)} python -m pytest "{item.nodeid}"'
+        drawn = getattr(item, "callspec", None)
+        if drawn is not None and (case := drawn.params.get("random_case")) is not None:
+            line += f" {_CASES} {case}:{case + 1}"
         report.sections.append(("reproduce", line if _no_gpu is None else f"{_INTERPRET}=1 {line}"))
     return report
 

@@ -15,7 +15,7 @@ from kernel_reference.testing.guards import assert_bitwise_equal, poison_
 from kernel_reference.testing.numerics import assert_close_to_oracle
 from tilelang_mla import dequantize_kv, flash_mla_with_kvcache, plan_decode, quantize_kv
 from tilelang_mla.caches import E4M3, RECORD
-from tilelang_mla.plan import DecodeProblem, DeviceLimits, decode_tiles, tiles_8bit
+from tilelang_mla.plan import DecodeProblem, DeviceLimits, decode_tiles, tiles_8bit, tiles_of_keys
 
 Tensor = torch.Tensor
 BF16 = torch.bfloat16
@@ -158,6 +158,20 @@ def test_kernels_attend_to_a_cache_of_8_bits(device, format, page, heads) -> Non
 
 @pytest.mark.gpu
 @every_format
+@pytest.mark.parametrize("page", [64, 1, 48])
+@pytest.mark.parametrize("heads", [1, 16, 32, 64])
+def test_a_plan_of_tiles_of_keys_attends_to_a_cache_of_8_bits(device, format, page, heads) -> None:
+    lengths = [*MIXED, 1000, 3000]
+    for seqlen_q in (1, 2):
+        batch = Cached(format, lengths, heads=heads, seqlen_q=seqlen_q, page=page, device=device)
+        problem = DecodeProblem(heads, 512, 64, seqlen_q, len(lengths), 4096, page, cache=format)
+        for how in ({}, {"num_splits": 1}, {"num_splits": 3}):
+            plan = plan_decode(batch.seqlens_k, heads, seqlen_q, **how)
+            batch.check(*batch.run(plan=plan._replace(tiles=tiles_of_keys(problem, plan.tiles, DeviceLimits(132)))))
+
+
+@pytest.mark.gpu
+@every_format
 def test_a_number_of_splits_gives_the_same_bits_alone_and_in_any_batch_of_8_bits(device, format) -> None:
     batch = Cached(format, [3000, 70, 129], heads=16, device=device)
     whole = batch.run(plan=plan_decode(batch.seqlens_k, 16, num_splits=4))
@@ -190,10 +204,11 @@ def in_c(device: torch.device) -> Any:
 
 @pytest.mark.parametrize("splits", [0, 2], ids=["shares", "parts"])
 def test_the_kernel_widens_every_key_and_scales_it_once(in_c, splits) -> None:
-    """By shares and by equal parts. What records have of their own, test_sparse.py looks at."""
+    """By shares, and by equal parts and tiles of 16 rows. What records have of their own, test_sparse.py looks at."""
     torch.manual_seed(1)
-    dim, rope, heads, page, pages, batch = 64, 32, 3, 48, 7, len(MIXED)
-    kernel = in_c("decode_8bit", cache="e4m3", dim_nope=dim, dim_rope=rope, block_n=32, num_stages=2)
+    dim, rope, page, pages, batch = 64, 32, 48, 7, len(MIXED)
+    heads, tiles = (20, {"block_m": 16, "block_n": 128}) if splits else (3, {"block_n": 32})
+    kernel = in_c("decode_8bit", cache="e4m3", dim_nope=dim, dim_rope=rope, num_stages=2, **tiles)
     merge = in_c("merge", dim_nope=dim)
     kv, ropes, scales = torch.randn(pages, page, dim), torch.randn(pages, page, rope), torch.full((1, 1, 1), 0.7)
     table = torch.randint(pages, (batch, 3), dtype=torch.int32)
@@ -219,23 +234,26 @@ def test_the_kernel_widens_every_key_and_scales_it_once(in_c, splits) -> None:
 def test_blocks_of_8_bits_fit_beside_those_that_are_widened() -> None:
     limits = DeviceLimits(132)
     for cache, nope, rope in (("656", 512, 64), *(("e4m3", n, r) for n in (64, 320, 512) for r in (32, 64, 128))):
-        problem = DecodeProblem(64, nope, rope, 1, 4, 8192, 64, cache=cache)
-        tiles = tiles_8bit(problem, decode_tiles(64, nope, rope, 8192, limits), limits)
+        problem = DecodeProblem(16, nope, rope, 1, 4, 8192, 64, cache=cache)
+        tiles = tiles_8bit(problem, decode_tiles(16, nope, rope, 8192, limits), limits)
         assert tiles.shared_memory(problem) <= limits.shared_memory
         assert (tiles.spare_parts, tiles.block_n) == (264, 16 if nope + rope > 576 else 32)
 
 
-@pytest.mark.parametrize(("rows", "block_m"), [(1, 16), (16, 16), (17, 32), (32, 32)])
-def test_few_rows_over_deepseek_s_latents_are_columns_beside_stages_of_64_keys(rows, block_m) -> None:
+@pytest.mark.parametrize(("rows", "block_m"), [(1, 16), (16, 16), (17, 32), (128, 32)])
+def test_tiles_of_keys_have_two_stages_loaded_beside_a_block_of_two_and_stay_as_a_plan_has_them(rows, block_m) -> None:
     limits = DeviceLimits(132)
     for cache, rope in (("656", 64), ("e4m3", 64), ("e4m3", 0), ("e4m3", 128)):
         problem = DecodeProblem(rows, 512, rope, 1, 4, 8192, 64, cache=cache)
-        tiles = tiles_8bit(problem, decode_tiles(rows, 512, rope, 8192, limits), limits)
-        assert (tiles.block_m, tiles.block_n, tiles.spare_parts) == (block_m, 128, 264)
-        assert tiles.covers(problem)
-        # A block is two stages, beside which two more are loaded.
+        planned = decode_tiles(rows, 512, rope, 8192, limits)
+        tiles = tiles_of_keys(problem, planned, limits)
+        assert (tiles.block_m, tiles.block_n, tiles.spare_parts) == (block_m, 128, planned.spare_parts)
         assert tiles.num_stages >= 4
+        assert tiles.covers(problem)
         assert tiles.shared_memory(problem) <= limits.shared_memory
+        assert tiles_8bit(problem, tiles, limits) == tiles
+        # Nobody gets them without asking.
+        assert tiles_8bit(problem, planned, limits).block_n == (32 if rope <= 64 else 16)
 
 
 # Errors

@@ -149,7 +149,7 @@ def test_caches_of_8_bits_hand_kernels_what_they_are_made_for(launch, cache) -> 
     kv = (
         torch.zeros(9, 48, 1, 656, dtype=torch.uint8) if records else torch.zeros(9, 48, 1, 576).to(torch.float8_e4m3fn)
     )
-    for changed in ({}, {"lse": None}, {"plan": DecodeTiles(64, 64, 2, 3)}):
+    for changed in ({}, {"lse": None}, {"plan": DecodeTiles(64, 64, 2, 3)}, {"plan": DecodeTiles(16, 128, 4, 3)}):
         arguments = decoding(kv=kv, **changed)
         tensors = Decode8bitTensors(*arguments[:6], None if records else torch.ones(1), *arguments[6:8])
         plan = arguments[-1]
@@ -157,6 +157,11 @@ def test_caches_of_8_bits_hand_kernels_what_they_are_made_for(launch, cache) -> 
         numbers = None if plan is None else plan.as_ints()
         problem, _ = check_decode(tensors, DecodeOptions(*arguments[8:11], numbers))
         launch.prepare_decode_8bit(problem, plan, tensors)(*tensors)
+        # Only a plan asks for keys as rows.
+        asked = plan is not None and plan.block_n == 128
+        assert [constants.get("block_m") for name, constants, _ in launch.given if name == "decode_8bit"] == [
+            16 if asked else None
+        ]
         for name, constants, handed in launch.given:
             assert_fits(launch, name, constants, handed)
 

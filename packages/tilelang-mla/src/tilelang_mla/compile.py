@@ -15,15 +15,7 @@ from typing import Any
 
 import torch
 
-from tilelang_mla.plan import (
-    DecodeProblem,
-    DecodeTiles,
-    DeviceLimits,
-    PrefillProblem,
-    decode_tiles,
-    plan_prefill,
-    tiles_8bit,
-)
+from tilelang_mla.plan import DecodeProblem, DeviceLimits, PrefillProblem, decode_tiles, plan_prefill, tiles_8bit
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 # The kernels are for sm_90, whose blocks of keys do not depend on how many SMs there are.
@@ -53,13 +45,14 @@ def wanted(
             for cache in caches:
                 if cache == "656" and (dtype, dim_nope, dim_rope) != (torch.bfloat16, 512, 64):
                     continue
-                for problem, own in _of_any_rows(dim_nope, dim_rope, cache, tiles):
-                    yield "decode_8bit", decode_8bit_constants(problem, own, dtype)
+                problem = DecodeProblem(1, dim_nope, dim_rope, 1, 1, 1, 1, cache=cache)
+                yield "decode_8bit", decode_8bit_constants(problem, tiles_8bit(problem, tiles, _LIMITS), dtype)
             for cache in ("", "656") if sparse else ():
                 if cache and (dtype, dim_nope, dim_rope) != (torch.bfloat16, 512, 64):
                     continue
-                for problem, own in _of_any_rows(dim_nope, dim_rope, cache, tiles):
-                    yield "decode_sparse", sparse_constants(problem, own, dtype)
+                problem = DecodeProblem(1, dim_nope, dim_rope, 1, 1, 1, 1, cache=cache)
+                own = tiles_8bit(problem, tiles, _LIMITS) if cache else tiles
+                yield "decode_sparse", sparse_constants(problem, own, dtype)
         for dim_nope in sorted({dim_nope for dim_nope, _ in latents}):
             for sink in (False, True) if sparse else (False,):
                 yield "merge", {"dim_nope": dim_nope, "dtype": dtype, **({"sink": True} if sink else {})}
@@ -68,19 +61,6 @@ def wanted(
         for head_dim, head_dim_v in heads:
             prompt = PrefillProblem(1, 1, head_dim, head_dim_v, 1, 1, 1)
             yield "prefill", prefill_constants(prompt, plan_prefill(prompt, _LIMITS), dtype)
-
-
-def _of_any_rows(
-    dim_nope: int, dim_rope: int, cache: str, tiles: DecodeTiles
-) -> Iterator[tuple[DecodeProblem, DecodeTiles]]:
-    """Problems whose kernels are all that calls of any number of heads ask for, and their tiles."""
-    seen = set()
-    for rows in (16, 32, 64):
-        problem = DecodeProblem(rows, dim_nope, dim_rope, 1, 1, 1, 1, cache=cache)
-        own = tiles_8bit(problem, tiles, _LIMITS) if cache else tiles
-        if own not in seen:
-            seen.add(own)
-            yield problem, own
 
 
 def _pair(text: str) -> tuple[int, int]:

@@ -161,8 +161,9 @@ class DecodeTiles(Plan):
         return held * problem.bits // 8 + raw + _BESIDE
 
     def keys_are_rows(self, problem: DecodeProblem) -> bool:
-        """Whether keys of 8 bits are the rows of MMAs, widened in registers: of DeepSeek's latents."""
-        return bool(problem.cache) and problem.dim_nope == _LATENT and self.block_n == _KEYS
+        """Whether keys of 8 bits are the rows of MMAs, widened in registers."""
+        right = problem.dim_nope == _LATENT and problem.dim_rope % 64 == 0
+        return bool(problem.cache) and right and self.block_n == _KEYS
 
     def num_parts(self, sequences: int) -> int:
         """Parts in the grid: no schedule of this plan has more."""
@@ -230,22 +231,31 @@ def decode_tiles(
 
 
 def tiles_8bit(problem: DecodeProblem, tiles: DecodeTiles, limits: DeviceLimits) -> DecodeTiles:
-    """The same parts over a cache of 8 bits.
+    """The same parts over a cache of 8 bits: smaller blocks, beside which those fit that are still to be widened.
 
-    Few rows are few columns of MMAs whose rows are keys, widened in registers. Else blocks are smaller, and beside them
-    those fit that are still to be widened.
+    Tiles of :func:`tiles_of_keys` stay as they are.
     """
-    if problem.dim_nope == _LATENT and problem.dim_rope % 64 == 0 and problem.rows <= _FEW_ROWS:
-        block_m = 16 if problem.rows <= 16 else _FEW_ROWS
-        for num_stages in range(_MOST_STAGES, 1, -1):
-            chosen = DecodeTiles(block_m, _KEYS, num_stages, tiles.num_splits, tiles.spare_parts)
-            if chosen.shared_memory(problem) <= limits.shared_memory:
-                return chosen
+    if tiles.keys_are_rows(problem):
+        return tiles
     for block_n in (32, 16):
         smaller = DecodeTiles(tiles.block_m, block_n, 2, tiles.num_splits, tiles.spare_parts)
         if smaller.shared_memory(problem) <= limits.shared_memory:
             return smaller
     return smaller
+
+
+def tiles_of_keys(problem: DecodeProblem, tiles: DecodeTiles, limits: DeviceLimits) -> DecodeTiles:
+    """The same parts over a cache of 8 bits, for the kernel whose rows of MMAs are keys, widened in registers.
+
+    No call chooses it by itself: a plan of these tiles does, ``plan._replace(tiles=...)``. Latents are 512, ropes a
+    multiple of 64.
+    """
+    block_m = 16 if problem.rows <= 16 else _FEW_ROWS
+    for num_stages in range(_MOST_STAGES, 1, -1):
+        chosen = DecodeTiles(block_m, _KEYS, num_stages, tiles.num_splits, tiles.spare_parts)
+        if chosen.shared_memory(problem) <= limits.shared_memory:
+            return chosen
+    return chosen
 
 
 def plan_without_schedule(problem: DecodeProblem, limits: DeviceLimits) -> DecodeTiles:

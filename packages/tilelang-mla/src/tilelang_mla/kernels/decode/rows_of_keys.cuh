@@ -5,9 +5,9 @@
 // them, and half of the latents by the weights of all. Which element is which row or column of an MMA is free as long
 // as both operands agree: it is chosen so that a thread loads 8 or 16 bytes at once.
 //
-// N: rows of q, 16, 32 or 64. RECORDS: keys of 656 bytes (512 e4m3, 4 scales, 64 ropes of q's dtype), else ROPE ropes
-// of e4m3 behind the latents, and one scale. WIDE, of records: q and weights are bfloat16, and so are widened keys, each
-// times its scale; else all are float16, to which e4m3 widens without a loss: q times a power of two for each row.
+// N: rows of q, 16 or 32. RECORDS: keys of 656 bytes (512 e4m3, 4 scales, 64 ropes of q's dtype), else ROPE ropes of
+// e4m3 behind the latents, and one scale. e4m3 widens to float16 without a loss; q is float16 then too, each row times a
+// power of two. A record's values are of q's dtype, each times its scale, and so are its ropes and weights.
 
 #ifndef MLA_ON_HOST
 #include <tl_templates/cuda/instruction/wgmma.h>
@@ -22,13 +22,12 @@ constexpr int LATENT = 512, KEYS = 64, SCALES = 512, ROPES = 528, THREADS = 256,
 constexpr float HEADROOM = 8.f, FLOOR = -1e30f, LIFT = 7.f;
 
 template <int N, int ROPE, bool RECORDS> struct Shape {
-  static constexpr bool WIDE = RECORDS && N > 32;
   static constexpr int ROW = RECORDS ? ROPES + 2 * ROPE : LATENT + ROPE;
   static constexpr int CHUNKS = (LATENT + ROPE) / 64;
   static constexpr int WIDENED = RECORDS ? LATENT / 64 : CHUNKS;
   static constexpr int CHUNK = N * 128;
   // Operands in registers: the next is made while products read the last, where there is room.
-  static constexpr int OPERANDS = N * (RECORDS ? 2 : 1) > 32 ? 1 : 2;
+  static constexpr int OPERANDS = RECORDS && N > 16 ? 1 : 2;
   static constexpr int WEIGHTS = CHUNKS * CHUNK, RAW = WEIGHTS + 2 * CHUNK, STAGE = KEYS * ROW;
   // Keys of a thread's four in an MMA of 16: neighbours, or apart where rows are that lie in the same banks.
   static constexpr bool APART = ROW % 128 == 64;
@@ -128,7 +127,7 @@ MLA_DEVICE void load_q(
     void *memory_at, void *rows_at, const void *q, int64_t stride, int rows, float scale, int thread) {
   uint8_t *memory = aligned(memory_at);
   using S = Shape<N, ROPE, RECORDS>;
-  constexpr int TEAM = THREADS / N, UNITS = S::CHUNKS * 16, LIFTED = S::WIDE ? 0 : S::WIDENED * 16;
+  constexpr int TEAM = THREADS / N, UNITS = S::CHUNKS * 16, LIFTED = S::WIDENED * 16;
   Rows<N> of_rows = Rows<N>::of(rows_at);
   int n = thread / TEAM;
   bool there = n < rows;
@@ -179,7 +178,7 @@ MLA_DEVICE void scores(float *s, void *memory_at, int stage, void *rows_at, int 
   const uint8_t *low = raw + (16 * l.warp + l.g) * S::ROW, *high = low + 8 * S::ROW;
   uint64_t q = operand(memory);
   uint32_t a[S::OPERANDS][16];
-  float part[RECORDS && !S::WIDE ? OWN : 1];
+  float part[RECORDS ? OWN : 1], *to = RECORDS ? part : s;
   Rows<N> of_rows = Rows<N>::of(rows_at);
 #pragma unroll
   for (int c = 0; c < S::WIDENED; c++) {
@@ -198,33 +197,24 @@ MLA_DEVICE void scores(float *s, void *memory_at, int stage, void *rows_at, int 
     for (int k = 0; k < 4; k++) {
       widen(of_low[k], own[4 * k], own[4 * k + 2]);
       widen(of_high[k], own[4 * k + 1], own[4 * k + 3]);
-      if (S::WIDE)
-        for (int i = 0; i < 4; i++) {
-          float scale = i % 2 ? scale_high : scale_low;
-          own[4 * k + i] = scaled<BF16>(own[4 * k + i], scale, scale);
-        }
     }
-    float *to = RECORDS && !S::WIDE ? part : s;
     begin_products();
 #pragma unroll
     for (int k = 0; k < 4; k++)
-      multiply<N, S::WIDE && BF16>(
-          own + 4 * k, advanced(q, c * S::CHUNK + 32 * k), to, k > 0 || (RECORDS && !S::WIDE ? c % 2 : c) > 0);
+      multiply<N, false>(
+          own + 4 * k, advanced(q, c * S::CHUNK + 32 * k), to, k > 0 || (RECORDS ? c % 2 : c) > 0);
     commit_products();
-    if (RECORDS && !S::WIDE && c % 2) {
+    // Two chunks have a scale.
+    if (RECORDS && c % 2) {
       await_products<0>();
       keep<OWN>(part);
 #pragma unroll
       for (int i = 0; i < OWN; i++) s[i] = (c > 1 ? s[i] : 0.f) + part[i] * (i % 4 < 2 ? scale_low : scale_high);
     }
   }
-  if (RECORDS && ROPE) {
-    if (!S::WIDE) {
+  if (RECORDS) {
 #pragma unroll
-      for (int i = 0; i < OWN; i++) s[i] *= of_rows.unlift[8 * (i / 4) + 2 * l.t + i % 2];
-    }
-    await_products<0>();
-    float *to = S::WIDE ? s : part;
+    for (int i = 0; i < OWN; i++) s[i] *= of_rows.unlift[8 * (i / 4) + 2 * l.t + i % 2];
     uint32_t *own = a[0];
     // Eight elements of a thread are two pairs of an MMA, and two of the next.
 #pragma unroll
@@ -237,14 +227,12 @@ MLA_DEVICE void scores(float *s, void *memory_at, int stage, void *rows_at, int 
     begin_products();
 #pragma unroll
     for (int k = 0; k < 4; k++)
-      multiply<N, BF16>(own + 4 * k, advanced(q, S::WIDENED * S::CHUNK + 32 * k), to, S::WIDE || k > 0);
+      multiply<N, BF16>(own + 4 * k, advanced(q, S::WIDENED * S::CHUNK + 32 * k), part, k > 0);
     commit_products();
     await_products<0>();
-    if (!S::WIDE) {
-      keep<OWN>(part);
+    keep<OWN>(part);
 #pragma unroll
-      for (int i = 0; i < OWN; i++) s[i] += part[i];
-    }
+    for (int i = 0; i < OWN; i++) s[i] += part[i];
   }
   await_products<0>();
   keep<OWN>(s);

@@ -1,0 +1,235 @@
+// rows_of_keys.cuh on a CPU: 256 threads, WGMMA by its definition of fragments and swizzles, beside float64.
+// Prints what was run, the largest error of a row relative to its largest value, and that of lse.
+
+#include <algorithm>
+#include <barrier>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <thread>
+#include <vector>
+
+#define MLA_ON_HOST
+#define MLA_INLINE inline
+#define MLA_DEVICE static inline
+
+using std::max;
+using std::min;
+
+struct uint2 {
+  uint32_t x, y;
+};
+struct alignas(16) uint4 {
+  uint32_t x, y, z, w;
+};
+struct float2 {
+  float x, y;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+static uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
+static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+
+template <class To, class From> static To bits(From from) {
+  To to;
+  static_assert(sizeof(to) == sizeof(from));
+  memcpy(&to, &from, sizeof(to));
+  return to;
+}
+static uint32_t __float_as_uint(float x) { return bits<uint32_t>(x); }
+static float __uint_as_float(uint32_t x) { return bits<float>(x); }
+
+static uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t which) {
+  uint64_t both = uint64_t(b) << 32 | a;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; i++) result |= uint32_t(both >> 8 * (which >> 4 * i & 7) & 255) << 8 * i;
+  return result;
+}
+
+// Numbers
+
+static float of_half(uint16_t x) { return float(bits<_Float16>(x)); }
+static uint16_t to_half(float x) { return bits<uint16_t>(_Float16(x)); }
+static float of_bfloat16(uint16_t x) { return bits<float>(uint32_t(x) << 16); }
+static uint16_t to_bfloat16(float x) {
+  uint32_t all = bits<uint32_t>(x);
+  return std::isnan(x) ? 0x7FFF : (all + 0x7FFF + (all >> 16 & 1)) >> 16;
+}
+static float of_e4m3(uint8_t x) {
+  int exponent = x >> 3 & 15, mantissa = x & 7;
+  float size = exponent ? ldexpf(8 + mantissa, exponent - 10) : ldexpf(mantissa, -9);
+  return (x & 127) == 127 ? NAN : x & 128 ? -size : size;
+}
+
+// Threads
+
+static thread_local int own;
+static std::barrier<> everyone(256);
+static std::vector<std::unique_ptr<std::barrier<>>> warps, groups;
+static uint32_t handed[256], operands[256][4];
+
+static float __shfl_xor_sync(uint32_t, float x, int step) {
+  handed[own] = bits<uint32_t>(x);
+  warps[own / 32]->arrive_and_wait();
+  float other = bits<float>(handed[own ^ step]);
+  warps[own / 32]->arrive_and_wait();
+  return other;
+}
+
+static bool __any_sync(uint32_t, bool x) {
+  handed[own] = x;
+  warps[own / 32]->arrive_and_wait();
+  const uint32_t *first = handed + own / 32 * 32;
+  bool any = std::any_of(first, first + 32, [](uint32_t y) { return y; });
+  warps[own / 32]->arrive_and_wait();
+  return any;
+}
+
+namespace mla {
+static void together() { everyone.arrive_and_wait(); }
+static void visible_to_mma() {}
+static void begin_products() {}
+static void commit_products() {}
+template <int LEFT> void await_products() {}
+template <int COUNT> void keep(float *) {}
+static float power(float x) { return exp2f(x); }
+static float2 floats(uint32_t x) { return {of_half(x & 0xFFFF), of_half(x >> 16)}; }
+static uint32_t pack(float x, float y, bool bf16) {
+  return bf16 ? to_bfloat16(x) | uint32_t(to_bfloat16(y)) << 16 : to_half(x) | uint32_t(to_half(y)) << 16;
+}
+static void widen(uint32_t four, uint32_t &low, uint32_t &high) {
+  low = pack(of_e4m3(four & 255), of_e4m3(four >> 8 & 255), false);
+  high = pack(of_e4m3(four >> 16 & 255), of_e4m3(four >> 24), false);
+}
+static uint64_t operand(const void *p) { return reinterpret_cast<uint64_t>(p); }
+static uint64_t advanced(uint64_t operand, int bytes) { return operand + bytes; }
+template <class Barrier> void copy(void *to, const void *from, int bytes, Barrier &) { memcpy(to, from, bytes); }
+
+// m64nNk16: of operand A a thread has rows g and g + 8 of its warp's 16, columns 2 t and 2 t + 1, and those 8 behind.
+template <int N, bool BF16> void multiply(const uint32_t *a, uint64_t b, float *c, bool add) {
+  memcpy(operands[own], a, 16);
+  groups[own / 128]->arrive_and_wait();
+  for (int i = 0; i < N / 2; i++) {
+    int n = 8 * (i / 4) + 2 * (own & 3) + i % 2, lower = i % 4 / 2;
+    float sum = 0;
+    for (int k = 0; k < 16; k++) {
+      uint32_t pair = operands[(own & ~3) + k % 8 / 2][lower + 2 * (k / 8)];
+      uint64_t at = b + n * 128 + 2 * k;
+      at ^= (at >> 7 & 7) << 4;
+      uint16_t x = k % 2 ? pair >> 16 : pair, y = *reinterpret_cast<const uint16_t *>(at);
+      sum += BF16 ? of_bfloat16(x) * of_bfloat16(y) : of_half(x) * of_half(y);
+    }
+    c[i] = (add ? c[i] : 0) + sum;
+  }
+  groups[own / 128]->arrive_and_wait();
+}
+}  // namespace mla
+
+#include "rows_of_keys.cuh"
+
+static std::mt19937 numbers(7);
+static float normal() { return std::normal_distribution<float>()(numbers); }
+
+template <int N, int ROPE, bool RECORDS, bool BF16, bool LISTS> void run(const char *name, int keys, int rows, bool part) {
+  using S = mla::Shape<N, ROPE, RECORDS>;
+  constexpr int WIDTH = 512 + ROPE;
+  constexpr float SCALE = 0.5f, OF_CACHE = RECORDS ? 1.f : 0.04f, SINK = 0.5f;
+  auto wide = [](uint16_t x) { return BF16 ? of_bfloat16(x) : of_half(x); };
+  int blocks = (keys + 127) / 128, stages = 2 * blocks;
+  std::vector<uint16_t> q(rows * WIDTH), out(rows * 512);
+  // Rows of unlike size.
+  for (size_t i = 0; i < q.size(); i++) q[i] = mla::pack(normal() * exp2f(i / WIDTH % 3 - 1.f), 0, BF16);
+  std::vector<float> parts(rows * 512), sinks(rows, SINK), of_rows(12 * N);
+  std::vector<uint8_t> valid(stages * 64);
+  std::vector<int> limits(N);
+  std::vector<std::vector<double>> exact(keys, std::vector<double>(WIDTH));
+  size_t bytes = (S::RAW + size_t(stages) * S::STAGE + 2047) / 1024 * 1024;
+  std::unique_ptr<uint8_t, decltype(&free)> held(static_cast<uint8_t *>(aligned_alloc(1024, bytes)), free);
+  // What is not loaded is NaN.
+  memset(held.get(), 0xFF, bytes);
+  uint64_t barrier = 0;
+  for (int n = 0; n < N; n++) limits[n] = keys - n % 3;
+  for (int i = 0; i < stages * 64; i++) {
+    valid[i] = i < keys && i % 5 != 2;
+    if (i >= keys) {
+      mla::zero_key<N, ROPE, RECORDS>(held.get(), i / 64, i % 64);
+      continue;
+    }
+    std::vector<uint8_t> key(S::ROW);
+    for (int j = 0; j < (RECORDS ? 512 : WIDTH); j++) {
+      // Small keys first: the running maximum moves.
+      key[j] = numbers() % (i < 128 ? 0x30 : 0x60) | (numbers() & 128);
+      exact[i][j] = of_e4m3(key[j]) * double(OF_CACHE);
+    }
+    for (int j = 0; RECORDS && j < 512; j++) {
+      float scale = 0.01f * (1 + j / 128) * (1 + i % 7);
+      memcpy(&key[mla::SCALES + j / 128 * 4], &scale, 4);
+      exact[i][j] *= scale;
+    }
+    for (int j = 0; RECORDS && j < ROPE; j++) {
+      uint16_t x = to_bfloat16(normal());
+      memcpy(&key[mla::ROPES + 2 * j], &x, 2);
+      exact[i][512 + j] = of_bfloat16(x);
+    }
+    mla::load_keys<N, ROPE, RECORDS>(held.get(), i / 64, i % 64, key.data(), 1, barrier);
+  }
+  std::vector<std::thread> threads;
+  for (int thread = 0; thread < 256; thread++)
+    threads.emplace_back([&, thread] {
+      own = thread;
+      float s[N / 2], acc[2 * N] = {}, sums[2] = {};
+      mla::load_q<N, ROPE, RECORDS, BF16>(held.get(), of_rows.data(), q.data(), WIDTH, rows, SCALE * OF_CACHE, thread);
+      mla::together();
+      for (int i = 0; i < blocks; i++) {
+        int stage = 2 * i + thread / 128;
+        mla::scores<N, ROPE, RECORDS, BF16>(s, held.get(), stage, of_rows.data(), thread);
+        mla::weigh<N, ROPE, RECORDS, BF16, LISTS>(
+            s, acc, sums, held.get(), of_rows.data(), limits.data(), &valid[64 * stage], 128 * i,
+            !LISTS && i == blocks - 1, i % 2, thread);
+        for (int half = 0; half < 2; half++)
+          mla::values<N, ROPE, RECORDS, BF16>(acc, held.get(), 2 * i + half, half, thread);
+      }
+      mla::total<N>(sums, of_rows.data(), blocks % 2, thread);
+      if (part)
+        mla::store<N, BF16, true>(acc, of_rows.data(), parts.data(), 512, rows, OF_CACHE, sinks.data(), 0, 0, thread);
+      else
+        mla::store<N, BF16, false>(acc, of_rows.data(), out.data(), 512, rows, OF_CACHE, sinks.data(), LISTS, 0, thread);
+    });
+  for (auto &thread : threads) thread.join();
+  double worst = 0, worst_lse = 0;
+  for (int n = 0; n < rows; n++) {
+    std::vector<double> weights(keys, -INFINITY);
+    for (int i = 0; i < keys; i++) {
+      if (LISTS ? !valid[i] : i >= limits[n]) continue;
+      weights[i] = 0;
+      for (int j = 0; j < WIDTH; j++) weights[i] += exact[i][j] * wide(q[n * WIDTH + j]) * SCALE;
+    }
+    double highest = *std::max_element(weights.begin(), weights.end()), sum = 0, error = 0, most = 0;
+    for (double &x : weights) sum += x = exp2(x - highest);
+    double lse = of_rows[10 * N + n] + log2(of_rows[11 * N + n]);
+    worst_lse = std::max(worst_lse, fabs(lse - highest - log2(sum)));
+    if (LISTS && !part) sum += exp2(SINK / log(2.0) - highest);
+    for (int j = 0; j < 512; j++) {
+      double want = 0;
+      for (int i = 0; i < keys; i++) want += weights[i] * exact[i][j] / sum;
+      most = std::max(most, fabs(want));
+      error = std::max(error, fabs(want - (part ? parts[n * 512 + j] : wide(out[n * 512 + j]))));
+    }
+    worst = std::max(worst, error / most);
+  }
+  printf("%s: %g %g\n", name, worst, worst_lse);
+}
+
+int main() {
+  for (int i = 0; i < 8; i++) warps.emplace_back(new std::barrier<>(32));
+  for (int i = 0; i < 2; i++) groups.emplace_back(new std::barrier<>(128));
+  run<16, 64, false, true, false>("one scale, 13 rows", 300, 13, false);
+  run<32, 0, false, false, false>("one scale, float16, no rope, a part", 70, 32, true);
+  run<16, 64, true, true, false>("records, 16 rows", 130, 16, false);
+  run<32, 64, true, true, true>("lists of records with sinks, 20 rows", 130, 20, false);
+}

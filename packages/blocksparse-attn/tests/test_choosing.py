@@ -49,7 +49,7 @@ def test_the_best_columns_are_chosen_and_of_equal_ones_the_lower(device, way, to
         indices = torch.full((len(scores), width), -9, dtype=torch.int32, device=device)
         counts = torch.full((len(scores),), -9, dtype=torch.int32, device=device)
         given = (scores, possible, indices, counts)
-        prepare_choose(given, (topk, local, sink, within))(*given)
+        prepare_choose(given, (topk, local, sink, within, 1, 1, 1))(*given)
     for row, columns, listed, count in zip(
         scores.tolist(), possible.tolist(), indices.tolist(), counts.tolist(), strict=True
     ):
@@ -68,8 +68,43 @@ def test_the_kernel_agrees_with_the_reference_on_rows_of_any_dtype(device) -> No
         got, wanted = (
             [torch.empty(12, min(columns, 14), dtype=torch.int32, device=device), possible.clone()] for _ in "12"
         )
-        prepare_choose((scores, possible, *got), (9, 3, 2, False))(scores, possible, *got)
-        ops._reference(scores, possible, *wanted, 9, 3, 2, False)
+        prepare_choose((scores, possible, *got), (9, 3, 2, False, 1, 1, 1))(scores, possible, *got)
+        ops._reference(scores, possible, *wanted, 9, 3, 2, False, 1, 1, 1)
+        for one, other in zip(got, wanted, strict=True):
+            assert_bitwise_equal(one, other)
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 3), (64, 5), (130, 20)])
+def test_lists_are_packed_one_behind_the_other(device, rows, width) -> None:
+    """By the kernel too, and rows of nothing among them; what is behind a row's count may be anything."""
+    from blocksparse_attn.choosing.launch import prepare_pack
+
+    counts = torch.randint(width + 1, (2 * rows,), dtype=torch.int32, device=device)
+    counts[::3] = 0
+    indices = torch.randint(99, (2, rows, width), dtype=torch.int32, device=device)
+    crow, col = ops.packed(indices, counts)
+    listed = indices[torch.arange(width, device=device) < counts.view(2, rows, 1)].split(
+        counts.view(2, -1).sum(1).tolist()
+    )
+    for head in range(2):
+        assert crow[head].diff().tolist() == counts.view(2, rows)[head].tolist()
+        assert col[head].tolist() == listed[head].tolist() + [-1] * (rows * width - len(listed[head]))
+    got = torch.full_like(crow, -9), torch.full_like(col, -9)
+    prepare_pack((indices, counts, *got))(indices, counts, *got)
+    assert_bitwise_equal(got[0], crow)
+    assert_bitwise_equal(got[1], col)
+
+
+def test_the_kernel_finds_by_itself_what_causality_leaves_a_row(device) -> None:
+    from blocksparse_attn.choosing.launch import prepare_choose
+
+    scores = torch.randn(3 * 4, 8, device=device)
+    for q_block, k_block in ((64, 32), (32, 64), (16, 16)):
+        got, wanted = ([torch.empty(12, 3, dtype=torch.int32, device=device) for _ in "12"] for _ in "12")
+        got[1], wanted[1] = (x[:, 0].contiguous() for x in (got[1], wanted[1]))
+        numbers = (2, 1, 0, False, 4, q_block, k_block)
+        prepare_choose((scores, None, *got), numbers)(scores, None, *got)
+        ops._reference(scores, None, *wanted, *numbers)
         for one, other in zip(got, wanted, strict=True):
             assert_bitwise_equal(one, other)
 

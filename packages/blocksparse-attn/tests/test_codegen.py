@@ -16,7 +16,7 @@ import torch
 import blocksparse_attn
 from blocksparse_attn import launch
 from blocksparse_attn.arguments import Options, Tensors, check_attend
-from blocksparse_attn.choosing.launch import prepare_choose
+from blocksparse_attn.choosing.launch import prepare_choose, prepare_pack
 from blocksparse_attn.plan import DeviceLimits, plan_attention
 from blocksparse_attn.selected import arguments as selected
 from blocksparse_attn.selected import launch as selected_launch
@@ -129,8 +129,11 @@ def all_specs(target: str) -> Iterator[KernelSpec]:
             torch.empty(64, columns, dtype=dtype),
             *(torch.empty(*n, dtype=torch.int32) for n in ((64,), (64, 24), (64,))),
         )
-        for start, arguments in recorded_launches(prepare_choose(given, (16, 4, 1, False)), *given):
+        for start, arguments in recorded_launches(prepare_choose(given, (16, 4, 1, False, 8, 64, 64)), *given):
             yield KernelSpec.of_launch(start, arguments, name=f"choosing of {columns}")
+    lists = [torch.empty(*n, dtype=torch.int32) for n in ((4, 512, 21), (2048,), (4, 513), (4, 512 * 21))]
+    for start, arguments in recorded_launches(prepare_pack(lists), *lists):
+        yield KernelSpec.of_launch(start, arguments, name="choosing, packed")
 
     def portable(name: str, **options: Any) -> Iterator[KernelSpec]:
         yield from attending(name, replace(limits, hopper=False), **options)
@@ -160,15 +163,16 @@ def all_specs(target: str) -> Iterator[KernelSpec]:
         yield from (spec for spec in specs if spec.kernel.endswith("hopper.kernel:attend"))
 
     yield from hopper("128")
-    yield from hopper("128, short lists", entries=256)
     yield from hopper("128, paged", kind="paged", sinks=True, lse=True)
-    yield from hopper("128, padded", kind="padded", lse=True)
+    yield from hopper("128, padded, short lists", kind="padded", lse=True, entries=256)
     yield from hopper("64, split, capped", heads=(16, 2, 64), kind="paged", page=64, splits=3, softcap=30.0)
-    yield from hopper("96 and 128 in float16", heads=(8, 8, 96), head_dim_v=128, dtype=FP16, blocks=(128, 64))
+    few = {"rows": 512, "longest": 512, "entries": 4096}
+    yield from hopper(
+        "96 and 128, few behind many", heads=(8, 8, 96), head_dim_v=128, dtype=FP16, blocks=(32, 32), **few
+    )
     yield from hopper("192", heads=(8, 8, 192), blocks=(64, 192))
     yield from hopper("72 and 160, a window", heads=(8, 8, 72), head_dim_v=160, left=4095)
     yield from hopper("blocks of 16, a window", blocks=(16, 16), left=4095, kind="paged", entries=4096)
-    yield from hopper("blocks of 32, few behind many", blocks=(32, 32), rows=512, longest=512, entries=4096)
     yield from hopper("256", heads=(8, 2, 256), kind="paged", page=48, layout="HND", lse=True)
 
 
@@ -234,7 +238,7 @@ def test_no_page_layout_is_loaded_element_by_element(reports: list[Report]) -> N
 
 def test_the_kernel_for_sm_90_uses_tma_and_wgmma(reports) -> None:
     hopper = [report for report in reports if report.spec.startswith("for sm_90")]
-    assert len(hopper) == 11
+    assert len(hopper) == 9
     for report in hopper:
         assert report.uses("UTMALDG"), report.spec
         assert report.uses_tensor_cores, report.spec

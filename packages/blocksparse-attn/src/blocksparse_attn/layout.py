@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from blocksparse_attn.choosing.ops import chosen
+from blocksparse_attn.choosing.ops import Reach, chosen, packed
 from blocksparse_attn.lists import (
     block_mask,
     check_blocks,
@@ -178,12 +178,11 @@ class BlockLayout:
             fail("scores", "[heads or 1, rows, columns]", describe(scores))
         heads, rows, columns = scores.shape
         check_columns(columns, rows, q_block, k_block)
-        last = torch.arange(1, rows + 1, dtype=torch.int32, device=scores.device) * q_block - 1
-        possible = (last // k_block + 1).repeat(heads)
         flat = scores.reshape(heads * rows, columns)
-        indices, counts = chosen(flat if flat.stride(1) == 1 else flat.contiguous(), possible, topk, local, sink, False)
-        crow = torch.nn.functional.pad(counts.view(heads, rows).cumsum(1, dtype=torch.int32), (1, 0))
-        return BlockLayout(crow, compacted(indices.view(heads, rows, -1), crow), q_block, k_block, columns)
+        flat = flat if flat.stride(1) == 1 else flat.contiguous()
+        indices, counts = chosen(flat, Reach(rows, q_block, k_block), topk, local, sink, False)
+        crow, col = packed(indices.view(heads, rows, indices.shape[1]), counts)
+        return BlockLayout(crow, col, q_block, k_block, columns)
 
     @staticmethod
     def from_csr(crow: Tensor, col: Tensor, q_block: int, k_block: int, *, columns: int | None = None) -> BlockLayout:
@@ -388,16 +387,6 @@ def listed_within(mask: Tensor, q_block: int, k_block: int, capacity: int) -> Bl
     col.scatter_(1, place.flatten(1), column.flatten(1).to(torch.int32))
     crow = crow.clamp(max=capacity).to(torch.int32)
     return BlockLayout(crow, col[:, :capacity], q_block, k_block, mask.shape[2])
-
-
-def compacted(indices: Tensor, crow: Tensor) -> Tensor:
-    """Lists [heads, rows, width], padded with -1, one row behind the other: col [heads, rows * width]."""
-    heads, rows, width = indices.shape
-    place = crow[:, :-1, None] + torch.arange(width, device=crow.device)
-    # What is no entry goes behind all of them.
-    place = place.where(indices >= 0, rows * width).flatten(1).long()
-    col = torch.full((heads, rows * width + 1), -1, dtype=torch.int32, device=crow.device)
-    return col.scatter_(1, place, indices.flatten(1))[:, : rows * width]
 
 
 def _keys(layout: BlockLayout, heads: int, rows: int, columns: int) -> Tensor:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from blocksparse_attn.choosing.ops import _reference
-from blocksparse_attn.kernels.choose import ChooseConfig, choose
-from kernel_reference.integers import power_of_two_at_least
+from blocksparse_attn.choosing.ops import _pack_reference, _reference
+from blocksparse_attn.kernels.choose import ChooseConfig, PackConfig, choose, pack
+from kernel_reference.integers import cdiv, power_of_two_at_least
 from kernel_reference.launching import Launch, launch_nothing
 
 # Columns that a program holds in registers; torch sorts wider rows.
 _MOST_COLUMNS = 2**15
+# Rows whose lists a program moves, and counts that it adds up at once.
+_ROWS, _COUNTS = 64, 512
 # Columns of a warp.
 _COLUMNS_OF_WARP = 512
 
@@ -20,7 +22,7 @@ def prepare_choose(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Callab
     """A prepared launch, called with scores, possible, indices and counts."""
     scores, _, indices, _ = tensors
     rows, columns = scores.shape
-    topk, local, sink, within = numbers
+    topk, local, sink, within, *reach = numbers
     if not rows:
         return launch_nothing
     if columns > _MOST_COLUMNS:
@@ -31,4 +33,14 @@ def prepare_choose(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Callab
         TOPK=topk, LOCAL=local, SINK=sink, WITHIN=within,
     )  # fmt: skip
     warps = min(8, max(1, block // _COLUMNS_OF_WARP))
-    return Launch(choose, (rows, 1, 1), (columns, scores.stride(0), config), scores.device, num_warps=warps)
+    return Launch(choose, (rows, 1, 1), (columns, *reach, scores.stride(0), config), scores.device, num_warps=warps)
+
+
+def prepare_pack(tensors: tuple[Any, ...]) -> Callable[..., None]:
+    """A prepared launch, called with indices, counts, crow and col: some rows of one head a program."""
+    indices = tensors[0]
+    heads, rows, width = indices.shape
+    if not rows or not width:
+        return lambda *four: _pack_reference(*four)
+    config = PackConfig(WIDTH=width, BLOCK_W=max(16, power_of_two_at_least(width)), BLOCK_R=_ROWS, TOGETHER=_COUNTS)
+    return Launch(pack, (heads * cdiv(rows, _ROWS), 1, 1), (rows, config), indices.device, num_warps=4)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,14 +12,29 @@ Tensor = torch.Tensor
 
 _library = torch.library.Library("blocksparse_attn", "FRAGMENT")
 _library.define(
-    "choose(Tensor scores, Tensor possible, Tensor(a!) indices, Tensor(b!) counts, int topk, int local, int sink,"
-    " bool within) -> ()",
+    "choose(Tensor scores, Tensor? possible, Tensor(a!) indices, Tensor(b!) counts, int topk, int local, int sink,"
+    " bool within, int rows, int q_block, int k_block) -> ()",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
+    "pack(Tensor indices, Tensor counts, Tensor(a!) crow, Tensor(b!) col) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 launches = PreparedLaunches()
 
 
-def chosen(scores: Tensor, possible: Tensor, topk: int, local: int, sink: int, within: bool) -> tuple[Tensor, Tensor]:
+class Reach(NamedTuple):
+    """Which columns a row may choose from: those of ``k_block`` keys up to the end of its own ``q_block`` queries, the
+    ``rows`` of each head counted anew."""
+
+    rows: int = 1
+    q_block: int = 1
+    k_block: int = 1
+
+
+def chosen(
+    scores: Tensor, possible: Tensor | Reach, topk: int, local: int, sink: int, within: bool
+) -> tuple[Tensor, Tensor]:
     """Of scores [R, C] the ``topk`` best columns of each row, among its first ``possible`` [R] int32.
 
     Beside these, or ``within`` them, the last ``local`` of those and the first ``sink``. -inf and NaN are not chosen;
@@ -28,14 +43,29 @@ def chosen(scores: Tensor, possible: Tensor, topk: int, local: int, sink: int, w
     width = min(scores.shape[1], topk if within else topk + local + sink)
     indices = torch.empty(scores.shape[0], width, dtype=torch.int32, device=scores.device)
     counts = torch.empty(scores.shape[0], dtype=torch.int32, device=scores.device)
-    torch.ops.blocksparse_attn.choose(scores, possible, indices, counts, topk, local, sink, within)
+    reach = possible if isinstance(possible, Reach) else Reach()
+    given = None if isinstance(possible, Reach) else possible
+    torch.ops.blocksparse_attn.choose(scores, given, indices, counts, topk, local, sink, within, *reach)
     return indices, counts
 
 
+def packed(indices: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Lists [heads, rows, width], the first ``counts`` of each row's entries, one behind the other: crow and col."""
+    heads, rows, width = indices.shape
+    crow = torch.empty(heads, rows + 1, dtype=torch.int32, device=indices.device)
+    col = torch.empty(heads, rows * width, dtype=torch.int32, device=indices.device)
+    torch.ops.blocksparse_attn.pack(indices, counts, crow, col)
+    return crow, col
+
+
 def _reference(
-    scores: Tensor, possible: Tensor, indices: Tensor, counts: Tensor, topk: int, local: int, sink: int, within: bool
-) -> None:
+    scores: Tensor, possible: Tensor | None, indices: Tensor, counts: Tensor, topk: int, local: int, sink: int,
+    within: bool, rows: int, q_block: int, k_block: int,
+) -> None:  # fmt: skip
     columns, width = scores.shape[1], indices.shape[1]
+    if possible is None:
+        row = torch.arange(scores.shape[0], device=scores.device) % rows
+        possible = ((row + 1) * q_block - 1) // k_block + 1
     column = torch.arange(columns, device=scores.device)
     last = possible.clamp(max=columns)[:, None]
     inside = column < last
@@ -52,6 +82,16 @@ def _reference(
     counts.copy_((indices >= 0).sum(1))
 
 
+def _pack_reference(indices: Tensor, counts: Tensor, crow: Tensor, col: Tensor) -> None:
+    heads, rows, width = indices.shape
+    crow.copy_(torch.nn.functional.pad(counts.view(heads, rows).cumsum(1), (1, 0)))
+    listed = torch.arange(width, device=crow.device) < counts.view(heads, rows, 1)
+    # What is no entry goes behind all of them.
+    place = (crow[:, :-1, None] + torch.arange(width, device=crow.device)).where(listed, rows * width)
+    found = torch.full((heads, rows * width + 1), -1, dtype=torch.int32, device=crow.device)
+    col.copy_(found.scatter_(1, place.flatten(1).long(), indices.flatten(1))[:, : rows * width])
+
+
 def _prepare(given: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
     return launch_module("blocksparse_attn.choosing").prepare_choose(given, numbers)
 
@@ -60,8 +100,17 @@ def _kernel(*given: Any) -> None:
     launches.find(_prepare, given[:4], given[4:])(*given[:4])
 
 
+def _prepare_pack(given: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
+    return launch_module("blocksparse_attn.choosing").prepare_pack(given)
+
+
+def _pack_kernel(*given: Any) -> None:
+    launches.find(_prepare_pack, given, ())(*given)
+
+
 def _fake(*given: Any) -> None:
     pass
 
 
 implement(_library, "choose", reference=_reference, kernel=_kernel, fake=_fake)
+implement(_library, "pack", reference=_pack_reference, kernel=_pack_kernel, fake=_fake)

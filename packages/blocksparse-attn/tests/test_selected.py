@@ -120,8 +120,10 @@ class Batch:
             torch.testing.assert_close(got[seen].double(), want[seen], atol=2e-5, rtol=2e-5)
 
 
-def plan(rows: int = 16, keys: int = 16, splits: int = 1, packed: int = 1) -> SelectedPlan:
-    return SelectedPlan(rows, keys, splits, 4, 1, packed)
+def plan(
+    rows: int = 16, keys: int = 16, splits: int = 1, packed: int = 1, most_united: int = 0, alone: int = 0
+) -> SelectedPlan:
+    return SelectedPlan(rows, keys, splits, 4, 1, packed, most_united, alone)
 
 
 @pytest.fixture
@@ -160,6 +162,8 @@ CASES: dict[str, tuple[SelectedPlan, dict[str, Any]]] = {
     "blocks of 64 in pieces": (plan(16, 16), {"block": 64, "topk": 2, "page": 3}),
     "four tokens at a time": (plan(16, 16, 1, 4), {}),
     "four tokens at a time, split": (plan(16, 16, 2, 4), {"sinks": True, "block": 32, "share": 0.9}),
+    "four tokens at a time, or one": (plan(16, 16, 1, 4, 5, 16), {"topk": 4, "share": 0.6}),
+    "four tokens at a time, or one, split": (plan(16, 16, 2, 4, 5, 32), {"topk": 4, "share": 0.6, "sinks": True}),
     "eight tokens of one head": (plan(16, 16, 1, 8), {"heads": (2, 2), "share": 0.0, "topk": 5}),
     "heads of a group of 12": (plan(16, 16), {"heads": (12, 1), "head_dim_v": 48}),
     "more heads than rows": (plan(16, 16), {"heads": (40, 2)}),

@@ -262,17 +262,12 @@ def _new(size: tuple[int, ...], device: torch.device) -> Callable[[], Tensor]:
     return allocator(torch.empty(size, dtype=torch.float32, device=device))
 
 
-def launches_depend(device: torch.device) -> bool:
-    """Whether a merge kernel may be started before the kernel ahead of it has ended (programmatic dependent launch)."""
-    return device.type == "cuda" and device_limits(device).hopper
-
-
-def merge_config(kind: int, heads: int, head_dim_v: int, s_element: int, dependent: bool) -> merge.MergeConfig:
+def merge_config(kind: int, heads: int, head_dim_v: int, s_element: int) -> merge.MergeConfig:
     """What the merge kernel is compiled for; ``s_element``: the stride of a head's elements in out."""
     block_dv = max(16, power_of_two_at_least(head_dim_v))
     return merge.MergeConfig(
         KIND=kind, H=heads, DV=head_dim_v, BLOCK_DV=block_dv, TOGETHER=min(16, max(1, _MERGED_NUMBERS // block_dv)),
-        WIDE=(head_dim_v - 1) * s_element >= 2**31, DEPENDENT=dependent,
+        WIDE=(head_dim_v - 1) * s_element >= 2**31,
     )  # fmt: skip
 
 
@@ -282,18 +277,14 @@ def _in_parts(
     """Split-KV: a launch that leaves partial results and one that merges them; called with the sixteen tensors."""
     heads, size_v = problem.num_heads, problem.head_dim_v
     s_out = _batched(forms.out.stride())
-    tokens = tokens_per_tile(plan)
-    dependent = launches_depend(device)
-    config = merge_config(_kind(problem), heads, size_v, s_out[3], dependent)
-    slots = num_slots(problem, plan)
+    config = merge_config(_kind(problem), heads, size_v, s_out[3])
     # Triton 3.6 loses a stride of 1 of out in a tuple that holds another stride beside it: they are two arguments.
     rest = (
-        forms.q.shape[-3], problem.sequences, problem.capacity, slots, tokens, 1 if plan.packed else 2,
+        forms.q.shape[-3], problem.sequences, problem.capacity, tokens_per_tile(plan), 1 if plan.packed else 2,
         plan.num_splits, *_lse_strides(forms.lse), s_out, config,
     )  # fmt: skip
-    grid = (slots * tokens * heads, 1, 1)
-    group = _grouped_for_merging(problem.padded)
-    merging = Launch(merge.merge, grid, rest, device, group=group, dependent_launch=dependent, num_warps=1)
+    grid = (problem.tokens * heads, 1, 1)
+    merging = Launch(merge.merge, grid, rest, device, group=_grouped_for_merging(problem.padded), num_warps=1)
     new_part = _new((plan.num_splits, problem.tokens, heads, size_v), device)
     new_part_lse = _new((plan.num_splits, heads, problem.tokens), device)
 

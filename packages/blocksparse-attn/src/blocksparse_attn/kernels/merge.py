@@ -7,14 +7,11 @@ import triton.language as tl
 
 from blocksparse_attn.kernels.groups import Batch
 from blocksparse_attn.kernels.softmax import exponential, finite, log_sum_exp, normalised, with_sink
-from blocksparse_attn.kernels.tiles import keys_of_sequence, locate, split_row, wide
+from blocksparse_attn.kernels.tiles import locate_row, split_row, wide
 
 
 class MergeConfig(NamedTuple):
-    """What ``merge`` is compiled for.
-
-    TOGETHER: splits that are loaded at once. DEPENDENT: it is started before the kernel ahead of it has ended.
-    """
+    """What ``merge`` is compiled for. TOGETHER: splits that are loaded at once."""
 
     KIND: int
     H: int
@@ -22,37 +19,31 @@ class MergeConfig(NamedTuple):
     BLOCK_DV: int
     TOGETHER: int
     WIDE: bool
-    DEPENDENT: bool
 
 
 @triton.jit(
     do_not_specialize=[
-        "rows", "sequences", "keys", "slots", "tokens", "slack", "num_splits", "s_lse_sequence", "s_lse_head",
+        "rows", "sequences", "keys", "tokens", "slack", "num_splits", "s_lse_sequence", "s_lse_head",
         "s_lse_token",
     ]
 )  # fmt: skip
 def merge(
-    bounds, p_sinks, outputs, rows, sequences, keys, slots, tokens, slack, num_splits, s_lse_sequence, s_lse_head,
+    bounds, p_sinks, outputs, rows, sequences, keys, tokens, slack, num_splits, s_lse_sequence, s_lse_head,
     s_lse_token, s_out, config: tl.constexpr,
 ):  # fmt: skip
-    """Combine partial results, see ``Outputs``, of the tiles that have them: rows of no tile have none.
+    """Combine partial results, see ``Outputs``, of one row of one head. Rows of no tile have none.
 
-    The tiles are found as the kernel did that left the results: of ``tokens``, with ``slack`` slots more for a
-    sequence, 1 where tiles begin with its queries and 2 where they lie at multiples of their size in its positions. A
-    program takes one row of one head.
+    Tiles are of ``tokens``, with ``slack`` slots more for a sequence: 1 where they begin with its queries, and 2 where
+    they lie at multiples of their size in its positions.
     """
     H: tl.constexpr = config.H
     BLOCK_DV: tl.constexpr = config.BLOCK_DV
     batch = Batch(bounds, sequences, rows, keys)
-    pid = tl.program_id(0)
-    i_h = (pid % H).to(tl.int64)
-    i_n, i_slot, begin, q_len = locate(batch, pid // H // tokens, tokens, slack, config.KIND)
-    _, length, _ = keys_of_sequence(batch, i_n, q_len, config.KIND)
-    context = tl.where(slack == 1, 0, length - q_len)
-    i_tile = (context + q_len - 1) // tokens - i_slot
-    first = i_tile * tokens + pid // H % tokens
-    if (q_len > 0) & (i_slot >= 0) & (i_tile >= context // tokens) & (first >= context) & (first < context + q_len):
-        row = begin + (first - context) + tl.arange(0, 1)
+    pid = tl.program_id(0).to(tl.int64)
+    i_h = pid % H
+    begin, has_tile = locate_row(batch, pid // H, tokens, slack, config.KIND)
+    if has_tile:
+        row = pid // H + tl.arange(0, 1)
         m_row = row >= 0
         i_b, token, all_rows = split_row(batch, begin, row, config.KIND)
         o_d = tl.arange(0, config.BLOCK_DV)
@@ -63,8 +54,6 @@ def merge(
         row_sum = tl.zeros([1], tl.float32)
         # Read after the loop, as all splits agree; Triton wants it to be there before.
         possible = m_row
-        if config.DEPENDENT:
-            tl.extra.cuda.gdc_wait()
         # One split after the other would wait for memory as often; a thread adds up its own columns.
         for i_split in range(0, num_splits, config.TOGETHER):
             split = i_split + o_s

@@ -29,8 +29,9 @@ class SelectedConfig(NamedTuple):
 
     BLOCK: tokens of a block; PIECE: of these, in a tile. TOPK_P: entries of a list, rounded up to a power of two.
     TOKENS: of a tile. IS_FP8: the cache holds e4m3. K_SCALES and V_SCALES: 0, 1 or as many as kv heads. ONE_PAGE: a
-    tile of keys lies within one page, which is looked up once for all of it. DEPENDED_ON: by a merge kernel that is
-    started as soon as there is room for it.
+    tile of keys lies within one page, which is looked up once for all of it. NEIGHBOURS: 0, or tokens whose lists
+    have been united: where they make MOST_UNITED blocks or fewer, those tokens are for the kernel with TOKENS of
+    NEIGHBOURS, otherwise for that with 1.
     """
 
     GROUP: int
@@ -54,7 +55,8 @@ class SelectedConfig(NamedTuple):
     V_SCALES: int
     ONE_PAGE: bool
     WIDE: bool
-    DEPENDED_ON: bool
+    NEIGHBOURS: int
+    MOST_UNITED: int
 
 
 class Inputs(NamedTuple):
@@ -178,6 +180,16 @@ def unite_lists(p_indices, bounds, p_work, rows, sequences, keys, s_indices, con
         tl.store(p_tile + HEADER + ENTRIES + rank, bits | last << LAST, mask=first)
 
 
+@triton.jit
+def is_ours(p_work, i_kv, i_n, i_tile, begin, q_len, there, config: tl.constexpr):
+    """Whether the tokens of a tile are for this kernel, see ``SelectedConfig``; those of no sequence are for tiles."""
+    N: tl.constexpr = config.NEIGHBOURS
+    i_w = begin // N + (i_n + 1) + (q_len - 1) // N - i_tile * config.TOKENS // N
+    p_tile = p_work + (i_w * config.HEADS_KV + i_kv) * (HEADER + 2 * N * config.TOPK_P)
+    united = tl.load(p_tile, mask=there & (i_n >= 0), other=0) <= config.MOST_UNITED
+    return there & (united == (config.TOKENS > 1))
+
+
 @triton.jit(
     do_not_specialize=[
         "rows", "sequences", "keys", "num_pages", "s_table", "slots", "num_splits", "s_lse_sequence", "s_lse_head",
@@ -188,8 +200,6 @@ def attend_selected(
     s_lse_sequence, s_lse_head, numbers, config: tl.constexpr,
 ):  # fmt: skip
     """One tile over one split of what its tokens list."""
-    if config.DEPENDED_ON:
-        tl.extra.cuda.gdc_launch_dependents()
     BLOCK_M: tl.constexpr = config.BLOCK_M
     BLOCK_DV: tl.constexpr = config.BLOCK_DV
     TOKENS: tl.constexpr = config.TOKENS
@@ -205,7 +215,10 @@ def attend_selected(
     _, length, possible = keys_of_sequence(batch, i_n, q_len, PAGED)
     context = length - q_len
     i_tile = (q_len - 1) // TOKENS - i_slot
-    if (q_len > 0) & (i_slot >= 0) & (i_tile >= 0):
+    there = (q_len > 0) & (i_slot >= 0) & (i_tile >= 0)
+    if config.NEIGHBOURS:
+        there = is_ours(p_work, i_kv, i_n, i_tile, begin, q_len, there, config)
+    if there:
         o_m = tl.arange(0, BLOCK_M)
         o_t = i_tile * TOKENS + o_m // HEADS
         o_g = i_hb * HEADS + o_m % HEADS

@@ -60,17 +60,34 @@ def bound(batch, i, KIND: tl.constexpr):
 
 
 @triton.jit
+def number_of_segments(batch, KIND: tl.constexpr):
+    segments = batch.sequences + 2
+    if KIND == PADDED:
+        segments = batch.sequences * 3
+    return segments
+
+
+@triton.jit
+def segment(batch, i, KIND: tl.constexpr):
+    """The sequence of segment i, -1 for rows of none, its first row and how many it has."""
+    begin = bound(batch, i, KIND)
+    end = tl.maximum(bound(batch, i + 1, KIND), begin)
+    if KIND == PADDED:
+        i_n = tl.where(i % 3 == 1, i // 3, -1)
+    else:
+        i_n = tl.where(i <= batch.sequences, i - 1, -1)
+    return i_n, begin, (end - begin).to(tl.int32)
+
+
+@triton.jit
 def locate(batch, i_w, TOKENS, SLACK, KIND: tl.constexpr):
     """The sequence of slot i_w, which of its tiles that is, from the last, its first row and how many it has.
 
     A segment of n rows has at least ``n // TOKENS + SLACK`` slots. SLACK 2 serves tiles that do not begin where the
     segment does. The number of a sequence is -1 for rows of none.
     """
-    segments = batch.sequences + 2
-    if KIND == PADDED:
-        segments = batch.sequences * 3
     below = i_w * 0
-    above = i_w * 0 + segments
+    above = i_w * 0 + number_of_segments(batch, KIND)
     while above - below > 1:
         middle = (below + above) // 2
         first = bound(batch, middle, KIND) // TOKENS + middle * SLACK
@@ -78,14 +95,32 @@ def locate(batch, i_w, TOKENS, SLACK, KIND: tl.constexpr):
             below = middle
         else:
             above = middle
-    begin = bound(batch, below, KIND)
-    end = tl.maximum(bound(batch, below + 1, KIND), begin)
+    i_n, begin, q_len = segment(batch, below, KIND)
     i_slot = i_w - (begin // TOKENS + below * SLACK)
-    if KIND == PADDED:
-        i_n = tl.where(below % 3 == 1, below // 3, -1)
-    else:
-        i_n = tl.where(below <= batch.sequences, below - 1, -1)
-    return i_n, i_slot.to(tl.int32), begin, (end - begin).to(tl.int32)
+    return i_n, i_slot.to(tl.int32), begin, q_len
+
+
+@triton.jit
+def locate_row(batch, row, TOKENS, SLACK, KIND: tl.constexpr):
+    """The first row of a row's segment, and whether there is a slot for its tile, see ``locate``.
+
+    Every row is in a segment, but where bounds fall some segments have no slots.
+    """
+    below = row * 0
+    above = row * 0 + number_of_segments(batch, KIND)
+    while above - below > 1:
+        middle = (below + above) // 2
+        if bound(batch, middle, KIND) <= row:
+            below = middle
+        else:
+            above = middle
+    i_n, begin, q_len = segment(batch, below, KIND)
+    _, length, _ = keys_of_sequence(batch, i_n, q_len, KIND)
+    context = tl.where(SLACK == 1, 0, length - q_len)
+    i_slot = (context + q_len - 1) // TOKENS - (context + (row - begin).to(tl.int32)) // TOKENS
+    i_w = begin // TOKENS + below * SLACK + i_slot
+    _, its_slot, its_begin, its_len = locate(batch, i_w, TOKENS, SLACK, KIND)
+    return begin, (its_begin == begin) & (its_len == q_len) & (its_slot == i_slot)
 
 
 @triton.jit

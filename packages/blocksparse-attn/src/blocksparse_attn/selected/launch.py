@@ -17,7 +17,7 @@ from blocksparse_attn.kernels.selected import (
     attend_selected,
     unite_lists,
 )
-from blocksparse_attn.launch import device_limits, launches_depend, merge_config
+from blocksparse_attn.launch import device_limits, merge_config
 from blocksparse_attn.selected.arguments import Tensors
 from blocksparse_attn.selected.plan import Problem, SelectedPlan, head_tiles, num_slots, plan_selected
 from kernel_reference.dispatch import allocator
@@ -62,10 +62,38 @@ def prepare_selected(problem: Problem, plan: SelectedPlan | None, tensors: Tenso
 def _attend(
     problem: Problem, plan: SelectedPlan, forms: Tensors, device: torch.device
 ) -> Callable[[tuple[Tensor | None, ...], Tensor, Tensor], None]:
-    """The launch of results or partial results, called with the twelve tensors and the two of partial results.
+    """The launches of results or partial results, called with the twelve tensors and the two of partial results.
 
-    Tiles of several tokens have a launch before it, which unites their lists.
+    Tiles of several tokens have a launch before them, which unites their lists, and may have one beside them, for
+    tokens that are walked by themselves.
     """
+    attend = _walk(problem, plan, plan, forms, device)
+    if plan.packed == 1:
+        return lambda twelve, part, part_lse: attend(*twelve, part, part_lse, None)
+    config = attend.rest[-1]
+    slots = num_slots(problem, plan)
+    entries = slots * problem.num_heads_kv * (int(HEADER) + 2 * config.TOKENS * config.TOPK_P)
+    new_work = allocator(torch.empty(entries, dtype=torch.int32, device=device))
+    unite = Launch(
+        unite_lists, (slots * problem.num_heads_kv, 1, 1),
+        (problem.tokens, problem.sequences, problem.capacity, forms.indices.stride()[:2], config), device,
+        group=_grouped_for_lists, num_warps=4,
+    )  # fmt: skip
+    walks = [attend]
+    if plan.alone_n:
+        walks.append(_walk(problem, plan.alone(problem), plan, forms, device))
+
+    def run(twelve: tuple[Tensor | None, ...], part: Tensor, part_lse: Tensor) -> None:
+        work = new_work()
+        unite(twelve[3], twelve[5], twelve[6], work)
+        for walk in walks:
+            walk(*twelve, part, part_lse, work)
+
+    return run
+
+
+def _walk(problem: Problem, plan: SelectedPlan, whole: SelectedPlan, forms: Tensors, device: torch.device) -> Launch:
+    """The launch of one kernel that attends; ``whole``: the plan of the call."""
     size, size_v = problem.head_dim, problem.head_dim_v
     s_k, s_v = (_by_slot(cache, problem) for cache in (forms.k_cache, forms.v_cache))
     s_lse = (0, 1) if forms.lse is None else forms.lse.stride()
@@ -82,7 +110,8 @@ def _attend(
         TOKENS=plan.packed, STAGES=plan.num_stages, CAUSAL=problem.causal, IS_FP8=problem.cache_bits == 8,
         K_SCALES=_count(forms.k_scale), V_SCALES=_count(forms.v_scale),
         ONE_PAGE=plan.block_n <= problem.block_size and problem.page_size % plan.block_n == 0,
-        WIDE=(size_v - 1) * s_out[3] >= 2**31, DEPENDED_ON=plan.num_splits > 1 and launches_depend(device),
+        WIDE=(size_v - 1) * s_out[3] >= 2**31, NEIGHBOURS=whole.packed if whole.alone_n else 0,
+        MOST_UNITED=whole.most_united,
     )  # fmt: skip
     slots = num_slots(problem, plan)
     rest = (
@@ -92,25 +121,9 @@ def _attend(
     grid = (slots * problem.num_heads_kv * head_tiles(problem, plan) * plan.num_splits, 1, 1)
     # Kernels read 8-bit floats as integers: not every target knows the type.
     as_integers = (1, 2) if problem.cache_bits == 8 else ()
-    attend = Launch(
+    return Launch(
         attend_selected, grid, rest, device, group=_grouped, as_integers=as_integers, num_warps=plan.num_warps
     )
-    if plan.packed == 1:
-        return lambda twelve, part, part_lse: attend(*twelve, part, part_lse, None)
-    entries = slots * problem.num_heads_kv * (int(HEADER) + 2 * config.TOKENS * config.TOPK_P)
-    new_work = allocator(torch.empty(entries, dtype=torch.int32, device=device))
-    unite = Launch(
-        unite_lists, (slots * problem.num_heads_kv, 1, 1),
-        (problem.tokens, problem.sequences, problem.capacity, numbers.s_indices, config), device,
-        group=_grouped_for_lists, num_warps=4,
-    )  # fmt: skip
-
-    def run(twelve: tuple[Tensor | None, ...], part: Tensor, part_lse: Tensor) -> None:
-        work = new_work()
-        unite(twelve[3], twelve[5], twelve[6], work)
-        attend(*twelve, part, part_lse, work)
-
-    return run
 
 
 def _by_slot(cache: Tensor, problem: Problem) -> tuple[int, ...]:
@@ -146,15 +159,13 @@ def _merge(problem: Problem, plan: SelectedPlan, forms: Tensors, device: torch.d
     """The merge kernel, called with cu_seqlens_q, seqlens_k, sinks, out, lse and the partial results."""
     s_out = (0, *forms.out.stride())
     s_lse = (0, 1) if forms.lse is None else forms.lse.stride()
-    dependent = launches_depend(device)
-    config = merge_config(int(tiles.PAGED), problem.num_heads, problem.head_dim_v, s_out[3], dependent)
-    slots = num_slots(problem, plan)
+    config = merge_config(int(tiles.PAGED), problem.num_heads, problem.head_dim_v, s_out[3])
     rest = (
-        problem.tokens, problem.sequences, problem.capacity, slots, plan.packed, 1, plan.num_splits, 0, *s_lse,
+        problem.tokens, problem.sequences, problem.capacity, plan.packed, 1, plan.num_splits, 0, *s_lse,
         s_out, config,
     )  # fmt: skip
-    grid = (slots * plan.packed * problem.num_heads, 1, 1)
-    return Launch(merge.merge, grid, rest, device, group=_grouped_for_merging, dependent_launch=dependent, num_warps=1)
+    grid = (problem.tokens * problem.num_heads, 1, 1)
+    return Launch(merge.merge, grid, rest, device, group=_grouped_for_merging, num_warps=1)
 
 
 def _grouped_for_merging(cu: Pointer, lengths: Pointer, sinks: Pointer, *outputs: Pointer) -> tuple[Any, ...]:

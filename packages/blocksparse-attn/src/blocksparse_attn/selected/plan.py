@@ -53,7 +53,9 @@ class Problem:
 class SelectedPlan(Plan):
     """Tiles of ``block_m`` rows: ``packed`` tokens, a power of two, of the query heads of a kv head.
 
-    A tile walks what any of its tokens lists, ``block_n`` keys at a time. ``num_splits`` programs share the list.
+    A tile walks what any of its tokens lists, ``block_n`` keys at a time. ``num_splits`` programs share the list. Where
+    those lists make more than ``most_united`` blocks, as the device finds, each of the tokens is walked by itself,
+    ``alone_n`` keys at a time, with ``alone_warps`` and ``alone_stages``; ``alone_n`` 0: never.
     """
 
     block_m: int
@@ -62,6 +64,17 @@ class SelectedPlan(Plan):
     num_warps: int
     num_stages: int
     packed: int = 1
+    most_united: int = 0
+    alone_n: int = 0
+    alone_warps: int = 4
+    alone_stages: int = 1
+
+    def alone(self, problem: Problem) -> SelectedPlan:
+        """The plan of the kernel for tokens whose lists have little in common."""
+        return replace(
+            self, block_m=rows_of_token(problem), block_n=self.alone_n, num_warps=self.alone_warps,
+            num_stages=self.alone_stages, packed=1,
+        )  # fmt: skip
 
     def covers(self, problem: Problem) -> bool:
         """Whether the kernel can run this problem with this plan."""
@@ -70,25 +83,33 @@ class SelectedPlan(Plan):
         if min(self.block_m, self.block_n) < 16 or min(self.num_stages, self.num_splits) < 1:
             return False
         if self.packed == 1:
-            return True
+            return self.alone_n == 0
+        if self.alone_n and not replace(self.alone(problem), alone_n=0).covers(problem):
+            return False
         rows = self.packed * heads_per_tile(problem.group, self.block_m)
         entries = self.packed * power_of_two_at_least(max(1, problem.topk))
         fits = rows <= self.block_m and entries <= MOST_ENTRIES and self.packed <= MOST_TOKENS
         return fits and problem.block_size >= self.block_n
 
 
+def rows_of_token(problem: Problem) -> int:
+    """Rows of a tile of one token."""
+    return max(16, power_of_two_at_least(min(problem.group, _MOST_ROWS)))
+
+
 def plan_selected(problem: Problem, limits: DeviceLimits) -> SelectedPlan:
     """The plan for a problem on this device."""
     small = limits.shared_memory <= 64 * 1024
     wide = max(problem.head_dim, problem.head_dim_v) > 128
-    rows = max(16, power_of_two_at_least(min(problem.group, _MOST_ROWS)))
     if problem.bits == 32 or small:
         plan = SelectedPlan(16, 16, 1, 4, 1)
     else:
         large = limits.shared_memory > 200 * 1024
         # The lists, then the block table are loaded ahead of the keys, of which two tiles are on their way.
         block_n = 32 if wide else 64
-        plan = SelectedPlan(rows, block_n, 1, 4, (8 if problem.block_size < block_n else 6) if large else 3)
+        plan = SelectedPlan(
+            rows_of_token(problem), block_n, 1, 4, (8 if problem.block_size < block_n else 6) if large else 3
+        )
         plan = _packed(problem, plan)
     return replace(plan, num_splits=_splits(problem, plan, limits))
 

@@ -10,8 +10,9 @@ thread of its own:
   barrier that is arrived at too often, or waited for in vain, is an error;
 - a WGMMA reads its operands from shared memory when it is waited for, not when it is issued: a stage that is freed too
   early is met with the next tile in it; accumulators cannot be read while in flight;
-- in each program one partition, chosen at random, is far slower than the others: a barrier tells only odd phases from
-  even ones, and a partition that runs ahead of it by two takes the past for the future;
+- in each program one partition, chosen at random or by :func:`slow_partition`, is far slower than the others: a
+  barrier tells only odd phases from even ones, and a partition that runs ahead of it by two takes the past for the
+  future;
 - loads and stores out of a tensor's memory raise IndexError.
 
 Layouts of registers say nothing here, nor do swizzles, banks, fences, barriers within a partition, nor races between
@@ -37,7 +38,7 @@ from kernel_reference.testing.gluon.memory import Descriptor, NVMMASharedLayout
 from kernel_reference.testing.gluon.pipeline import Products, Program
 from kernel_reference.testing.gluon.values import Pointer, Value
 
-__all__ = ["Descriptor", "launch", "shadow", "tma_launch", "truncated_sums"]
+__all__ = ["Descriptor", "launch", "shadow", "slow_partition", "tma_launch", "truncated_sums"]
 
 Tensor = torch.Tensor
 
@@ -88,6 +89,16 @@ def truncated_sums() -> Iterator[None]:
         yield
     finally:
         Products.truncated = False
+
+
+@contextmanager
+def slow_partition(i: int) -> Iterator[None]:
+    """Make the i-th partition of each program the slow one, so that the others run ahead of it wherever they may."""
+    Program.slow = i
+    try:
+        yield
+    finally:
+        Program.slow = None
 
 
 def _pointers_in(argument: Any) -> Any:

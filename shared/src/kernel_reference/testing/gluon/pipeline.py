@@ -57,6 +57,8 @@ class Program:
 
     number = 0
     count = 1
+    # The partition that is slow; None: any, at random.
+    slow: int | None = None
     failed = threading.Event()
     errors: ClassVar[list[BaseException]] = []
     # TMA loads that have not arrived.
@@ -200,7 +202,7 @@ def wait_for_products(num_outstanding: int = 0, deps: Sequence[Any] = ()) -> Any
 
 
 def warp_specialize(partitions: Sequence[Any], worker_num_warps: Any, worker_num_regs: Any = None) -> None:
-    slow = random.randrange(len(partitions))
+    slow = random.randrange(len(partitions)) if Program.slow is None else Program.slow
 
     def run(i: int, function: Callable[..., None], arguments: Any) -> None:
         Program.own.slow = i == slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from kernel_reference.launching import TmaBox
 from kernel_reference.testing import gluon
 from kernel_reference.testing.gluon import pipeline
+from kernel_reference.testing.gluon.ptx import execute
 from kernel_reference.testing.gluon.values import Value
 from kernel_reference.testing.numerics import assert_close_to_oracle
 
@@ -163,3 +165,19 @@ def test_a_launch_with_descriptors_runs_here_in_place_of_the_one_on_a_gpu(kernel
     assert first is second
     assert (first.sizes, first.strides, first.block_type.shape) == ([8, 64], [64, 1], [4, 64])
     assert group.out.tensor is out
+
+
+def test_lines_of_ptx_are_carried_out_a_thread_s_elements_at_a_time() -> None:
+    text = """{
+        .reg .f32 p; mul.f32 p, $2, $3; rcp.approx.ftz.f32 p, p;
+        min.f32 $0, p, 0f3F000000; min.NaN.f32 $1, p, $3;
+    }"""
+    nan = math.nan
+    found = execute(text, 2, torch.tensor([[4.0, 0.5, 4.0, 1.0], [nan, 1.0, 1.0, 1.0]]))
+    torch.testing.assert_close(
+        found, torch.tensor([[0.5, 0.5, 0.25, 0.25], [0.5, nan, 0.5, 1.0]]), rtol=0, atol=0, equal_nan=True
+    )
+    # An element that has no others beside it is not lost.
+    assert execute("mov.f32 $0, $4; mov.f32 $1, $5; mov.f32 $2, $6; mov.f32 $3, $7;", 4, torch.ones(5)).shape == (5,)
+    with pytest.raises(NotImplementedError, match=r"no sin\.approx\.f32"):
+        execute("sin.approx.f32 $0, $1;", 1, torch.ones(1))

@@ -23,6 +23,7 @@ from kernel_reference.testing.gluon.pipeline import (
     wait_for_products,
     warp_specialize,
 )
+from kernel_reference.testing.gluon.ptx import execute
 from kernel_reference.testing.gluon.values import DType, Value, extreme, in_64_bits, load, select, store
 
 
@@ -40,10 +41,10 @@ def _filled(shape: Sequence[int], value: Any, dtype: DType, layout: Any = None) 
 
 
 def _in_assembler(asm: str, constraints: str, arguments: Sequence[Any], dtype: Any = None, *_: Any, **__: Any) -> Any:
-    """What moves numbers, gives their reciprocals, or takes them apart: each part is of what those before leave."""
+    """What moves numbers, computes with them, or takes them apart: each part is of what those before leave."""
     number = arguments[0]
-    if "rcp" in asm:
-        return 1.0 / number
+    if ".f32" in asm and not isinstance(dtype, tuple):
+        return Value(execute(asm, constraints.count("="), number.data))
     if not isinstance(dtype, tuple):
         return number
     parts = []

@@ -100,12 +100,12 @@ def test_an_error_is_no_assertion(package: Path) -> None:
 
 def test_a_run_without_end_is_no_assertion(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests without the fault are not run, so that the limit is the endless run's alone."""
-    monkeypatch.setattr(faults, "_TIMEOUT_S", 8)
-    plant(package, "endless", patch("    return 2 * x\n", "    while True: pass\n"))
+    monkeypatch.setattr(faults, "_TIMEOUT_S", 4)
+    plant(package, "endless", patch("    return 2 * x\n", "    import threading; threading.Event().wait()\n"))
     passed = package / "passed.json"
     passed.write_text('["test_double.py::test_two_becomes_four"]')
     (outcome,) = faults.run_faults(package, passed=passed)
-    assert (outcome.verdict, outcome.reason) == (faults.BROKEN, "a run longer than 8 s is no assertion")
+    assert (outcome.verdict, outcome.reason) == (faults.BROKEN, "a run longer than 4 s is no assertion")
 
 
 def test_what_passes_clean_may_be_known_from_the_suite(package: Path) -> None:

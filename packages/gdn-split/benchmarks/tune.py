@@ -109,11 +109,14 @@ def conv_problem(sequences: int, packed: bool) -> tuple[ConvPlan, Callable[[Conv
 
 
 def step_plans(setup: Setup, used: StepPlan) -> Iterator[StepPlan]:
-    for warps, bytes_of_run, registers in product((4, 8, 16), (64, 128, 256, 512), (0, 64, 80, 128, 168, 255)):
+    for warps, bytes_of_run, registers in product((4, 8, 16), (32, 64, 128, 256), (0, 64, 80, 128, 168, 255)):
         # What a thread holds of the state must leave it some.
         if 128 * 128 // (32 * warps) < (registers or 255):
             run = bytes_of_run // setup.state.itemsize
             yield replace(used, num_warps=warps, run=min(128, run), max_registers=registers)
+    # Programs of half a wave, of a wave, and of two, of an H200.
+    for ahead in (132, 264, 528):
+        yield replace(used, ahead=ahead)
 
 
 def step_problem(setup: Setup) -> tuple[StepPlan, Callable[[StepPlan], Callable[[int], object]], int]:

@@ -202,6 +202,14 @@ def test_copies_by_group_of_aligned_bfloat16_move_16_bytes_a_thread(reports: lis
         assert 128 in report.store_bits, report.spec
 
 
+def test_states_move_16_bytes_a_thread(reports: list[Report]) -> None:
+    seen = [report for report in reports if report.spec.startswith(("step ", "commit ")) and report.target == "sm_90"]
+    assert len(seen) == 7
+    for report in seen:
+        assert 128 in report.load_bits, report.spec
+        assert 128 in report.store_bits, report.spec
+
+
 def test_only_targets_that_can_wait_on_the_device_are_given_the_wait(reports: list[Report]) -> None:
     # ACQBULK and PREEXIT are griddepcontrol.wait and .launch_dependents in machine code.
     for report in reports:

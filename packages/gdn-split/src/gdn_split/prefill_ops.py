@@ -1,7 +1,7 @@
 """The torch ops of prefill: what ops.py is for the others.
 
 =================  =====================================================================
-prefill_inputs     functional, differentiable
+prefill_inputs     functional, without derivatives
 keep_inputs        writes the convolution's state, which prefill_inputs has read
 =================  =====================================================================
 """

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from math import prod
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,7 +52,7 @@ class Shared:
     def index(self, i: Any) -> Shared:
         if not 0 <= int(i) < self.shape[0]:
             raise IndexError(f"stage {int(i)} of {self.shape[0]} in shared memory")
-        size = int(torch.tensor(self.shape[1:]).prod())
+        size = prod(self.shape[1:])
         return self._view(self.shape[1:], self.layout, self.first + int(i) * size)
 
     def reshape(self, shape: Sequence[int]) -> Shared:
@@ -59,7 +61,7 @@ class Shared:
     def _reinterpret(self, dtype: DType, shape: Sequence[int], layout: Any) -> Shared:
         if dtype.torch.itemsize != self.dtype.torch.itemsize:
             raise ValueError(f"{dtype.torch} has not the size of {self.dtype.torch}")
-        if int(torch.tensor(shape).prod()) != self.memory.numel():
+        if prod(shape) != self.memory.numel():
             raise ValueError(f"{list(shape)} is not the whole of shared memory that holds {self.memory.numel()}")
         return Shared(self.memory.view(dtype.torch), dtype, shape, layout, self.first)
 
@@ -79,14 +81,8 @@ class Shared:
         return view
 
     def _offsets(self) -> Tensor:
-        shape = [1, *self.shape][-2:]
-        rows, columns = shape[::-1] if self.transposed else shape
-        first_row, first_column, all_rows, all_columns = self.window or (0, 0, rows, columns)
-        row = first_row + torch.arange(rows)[:, None]
-        column = first_column + torch.arange(columns)
-        width = self.layout.columns if isinstance(self.layout, NVMMASharedLayout) else all_columns
-        offsets = self.first + column // width * (all_rows * width) + row * width + column % width
-        return (offsets.T if self.transposed else offsets).reshape(self.shape[-2:])
+        width = self.layout.columns if isinstance(self.layout, NVMMASharedLayout) else 0
+        return self.first + _offsets_of_tile(tuple(self.shape[-2:]), width, self.window, self.transposed)
 
     def load(self, layout: Any = None) -> Value:
         return Value(as_bytes(self.memory)[self._offsets()].view(self.memory.dtype))
@@ -94,6 +90,32 @@ class Shared:
     def store(self, value: Any) -> None:
         offsets, new = self._offsets(), raw(value).to(self.memory.dtype)
         as_bytes(self.memory)[offsets] = as_bytes(new.reshape(offsets.shape) if new.numel() == offsets.numel() else new)
+
+
+@lru_cache(maxsize=1000)
+def _offsets_of_tile(
+    shape: tuple[int, ...], width: int, window: tuple[int, int, int, int] | None, transposed: bool
+) -> Tensor:
+    """Of a tile's elements from where it begins, in rows of ``width``; 0: of all columns."""
+    rows, columns = (1, *shape)[-2:]
+    if transposed:
+        rows, columns = columns, rows
+    first_row, first_column, all_rows, all_columns = window or (0, 0, rows, columns)
+    row = first_row + torch.arange(rows)[:, None]
+    column = first_column + torch.arange(columns)
+    width = width or all_columns
+    offsets = column // width * (all_rows * width) + row * width + column % width
+    return (offsets.T if transposed else offsets).reshape(shape)
+
+
+@lru_cache(maxsize=1000)
+def _offsets_of_box(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Of a box's elements from its first one, and that the tensor has all of them."""
+    offsets = torch.zeros(shape, dtype=torch.long)
+    for dim, size in enumerate(shape):
+        along = torch.arange(size).reshape([-1 if d == dim else 1 for d in range(len(shape))])
+        offsets = offsets + along * strides[dim]
+    return offsets, torch.ones(shape, dtype=torch.bool)
 
 
 class Descriptor:
@@ -104,15 +126,16 @@ class Descriptor:
     ) -> None:
         self.tensor, self.sizes, self.strides, self.layout = tensor, shape, strides, layout
         self.dtype = DType(tensor.dtype)
-        size = int(torch.tensor(block_shape).prod()) * tensor.element_size()
+        size = prod(block_shape) * tensor.element_size()
         self.block_type = SimpleNamespace(shape=list(block_shape), nbytes=size)
 
     def box(self, coordinates: Sequence[Any]) -> tuple[Pointer, Tensor]:
         """Where a box begins and which of its elements the tensor has."""
-        shape = self.block_type.shape
-        offsets, there = torch.zeros(shape, dtype=torch.long), torch.ones(shape, dtype=torch.bool)
-        for dim, first in enumerate(coordinates):
-            along = (int(first) + torch.arange(shape[dim])).reshape([-1 if d == dim else 1 for d in range(len(shape))])
-            offsets = offsets + along * self.strides[dim]
-            there = there & (along >= 0) & (along < self.sizes[dim])
-        return Pointer(self.tensor, offsets), there
+        shape, firsts = self.block_type.shape, [int(first) for first in coordinates]
+        offsets, there = _offsets_of_box(tuple(shape), tuple(self.strides))
+        for dim, (first, size, most) in enumerate(zip(firsts, shape, self.sizes, strict=True)):
+            if not 0 <= first <= most - size:
+                along = (first + torch.arange(size)).reshape([-1 if d == dim else 1 for d in range(len(shape))])
+                there = there & (along >= 0) & (along < most)
+        first = sum(first * stride for first, stride in zip(firsts, self.strides, strict=True))
+        return Pointer(self.tensor, offsets + first), there

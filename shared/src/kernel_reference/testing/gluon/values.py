@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -94,19 +95,30 @@ def like(number: Any, beside: Tensor) -> Any:
 def define_operators() -> None:
     def define(name: str, function: Callable[[Any, Any], Any], mirrored: bool) -> None:
         def forwards(a: Value, b: Any) -> Any:
-            # A tile plus a pointer is a pointer.
-            return NotImplemented if isinstance(b, Pointer) else Value(function(a.data, raw(b)))
+            if isinstance(b, Value):
+                b = b.data
+            elif isinstance(b, Pointer):
+                # A tile plus a pointer is a pointer.
+                return NotImplemented
+            # As Value() does, which asks first what it is given: kernels spend most of their time here.
+            result = Value.__new__(Value)
+            result.data = function(a.data, b)
+            return result
+
+        def backwards(a: Value, b: Any) -> Value:
+            b = like(raw(b), a.data)
+            return Value(function(b if isinstance(b, Tensor) else torch.as_tensor(b), a.data))
 
         setattr(Value, f"__{name}__", forwards)
         if mirrored:
-            setattr(Value, f"__r{name}__", lambda a, b: Value(function(like(raw(b), a.data), a.data)))
+            setattr(Value, f"__r{name}__", backwards)
 
     for name in ("add", "sub", "mul", "truediv", "and", "or", "xor", "lshift", "rshift"):
-        define(name, lambda a, b, name=name: getattr(torch.as_tensor(a), f"__{name}__")(b), True)  # type: ignore[misc]
+        define(name, getattr(operator, f"__{name}__"), True)
     define("floordiv", truncated, True)
     define("mod", remainder, True)
     for name in ("lt", "le", "gt", "ge", "eq", "ne"):
-        define(name, lambda a, b, name=name: getattr(a, f"__{name}__")(b), False)  # type: ignore[misc]
+        define(name, getattr(operator, name), False)
 
 
 class Pointer:
@@ -171,6 +183,8 @@ def promoted(a: Any, b: Any) -> tuple[Tensor, Tensor]:
         a = torch.tensor(a, dtype=b.dtype if isinstance(b, Tensor) else dtype_of_number(a))
     if not isinstance(b, Tensor):
         b = torch.tensor(b, dtype=a.dtype)
+    if a.dtype == b.dtype:
+        return a, b
     dtype = torch.promote_types(a.dtype, b.dtype)
     return a.to(dtype), b.to(dtype)
 

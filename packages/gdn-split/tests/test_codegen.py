@@ -9,8 +9,6 @@ import json
 import os
 import pickle
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,6 +30,7 @@ from kernel_reference.testing.codegen import (
     compile_specs,
     launched_kernels,
 )
+from kernel_reference.testing.forks import outcome_alone
 from kernel_reference.testing.targets import SMALL_TARGETS
 
 pytestmark = pytest.mark.codegen
@@ -232,28 +231,28 @@ def test_what_is_fetched_ahead_is_a_state_at_once_and_inputs_by_lines(reports: l
 
 
 _PRINT_MULTIPLICATIONS = """
-import json, pickle, sys
+import json, pathlib, pickle
 from kernel_reference.testing.codegen import _compiled
 found = []
-for spec in pickle.load(sys.stdin.buffer):
+for spec in pickle.loads(pathlib.Path("{specs}").read_bytes()):
     lines = _compiled(spec, "sm_90").asm["ttir"].splitlines()
     found.append("\\n".join(line for line in lines if "arith.muli" in line))
-print(json.dumps(found))
+pathlib.Path("{found}").write_text(json.dumps(found))
 """
 
 
 def test_rows_are_multiplied_by_strides_in_64_bits(tmp_path: Path) -> None:
     # The interpreter computes some 32-bit numbers in 64 bits, so that it alone does not tell.
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
     # Several rows a step each: one row is no tile.
     run = move("split by run TP8", TP8, 4096, FEW_CORES)
     specs = [EVERYWHERE[0], run, convolution("convolution TP1", TP1, 1024, PLAIN)]
-    done = subprocess.run(
-        [sys.executable, "-c", _PRINT_MULTIPLICATIONS], input=pickle.dumps(specs), env=environment,
-        capture_output=True, check=True,
-    )  # fmt: skip
-    for spec, multiplications in zip(specs, json.loads(done.stdout), strict=True):
+    given, found = tmp_path / "specs", tmp_path / "found"
+    given.write_bytes(pickle.dumps(specs))
+    code, printed = outcome_alone(_PRINT_MULTIPLICATIONS.format(specs=given, found=found), environment)
+    assert code == 0, printed
+    for spec, multiplications in zip(specs, json.loads(found.read_text()), strict=True):
         # Rows stand in the first of a tile's dimensions: tensor<ROWSx1>.
         of_rows = re.findall(r"tensor<\d+x1x(i\d+)>", multiplications)
         assert of_rows, spec.name

@@ -40,18 +40,10 @@ def _filled(shape: Sequence[int], value: Any, dtype: DType, layout: Any = None) 
     return Value(torch.full(list(shape), value).to(dtype.torch))
 
 
-def _in_assembler(asm: str, constraints: str, arguments: Sequence[Any], dtype: Any = None, *_: Any, **__: Any) -> Any:
-    """What moves numbers, computes with them, or takes them apart: each part is of what those before leave."""
+def _in_assembler(asm: str, constraints: str, arguments: Sequence[Any], *_: Any, **__: Any) -> Any:
+    """What moves numbers, or computes with them."""
     number = arguments[0]
-    if ".f32" in asm and not isinstance(dtype, tuple):
-        return Value(execute(asm, constraints.count("="), number.data))
-    if not isinstance(dtype, tuple):
-        return number
-    parts = []
-    for narrow in dtype:
-        parts.append(number.to(narrow))
-        number = number - parts[-1].to(number.dtype)
-    return tuple(parts)
+    return Value(execute(asm, constraints.count("="), number.data)) if ".f32" in asm else number
 
 
 LANGUAGE: dict[str, Any] = {

@@ -14,6 +14,7 @@ import lightning_attn.plan
 from kernel_reference.models import MINIMAX_01
 from kernel_reference.testing.forks import run_alone
 from lightning_attn.plan import (
+    SHORT,
     DecodePlan,
     DeviceLimits,
     Heads,
@@ -23,6 +24,7 @@ from lightning_attn.plan import (
     plan_decode,
     plan_prefill,
     power_of_two_at_least,
+    staged,
 )
 
 KIB = 1024
@@ -166,6 +168,16 @@ def test_plans_do_not_depend_on_how_many_sequences_or_tokens_there_are() -> None
     for limits in DEVICES.values():
         assert plan_prefill(TP8, "bfloat16", limits) == plan_prefill(TP8, "bfloat16", limits)
         assert plan_decode(TP8, limits) == plan_decode(TP8, limits)
+
+
+def test_short_sequences_take_two_stages_of_the_kernel_for_sm_90_and_nothing_else_of_another_plan() -> None:
+    for shape in (MINIMAX, TP8, Heads(64, 64, 64, 64)):
+        plan = plan_prefill(shape, "bfloat16", H200, suits_tma=True)
+        assert staged(plan, SHORT) == replace(plan, num_stages=2)
+        assert staged(plan, SHORT + 1) == plan
+        assert staged(plan, SHORT).covers(shape)
+        for other in (plan_prefill(shape, "float32", H200), plan_prefill(shape, "bfloat16", A100)):
+            assert staged(other, 1) == other
 
 
 def test_only_devices_that_can_wait_on_the_device_are_asked_to() -> None:

@@ -39,6 +39,7 @@ from lightning_attn.plan import (
     fitted,
     plan_decode,
     plan_prefill,
+    staged,
 )
 from lightning_attn.tensors import Attention, AttentionBackward, Commit, Decode, Varlen
 
@@ -151,7 +152,9 @@ def _plan_prefill(
         wanted = "without hopper where q, k, v and out are not 16-byte aligned, with strides of whole 16 bytes"
         fail("plan", wanted, pinned)
     limits = device_limits(device)
-    return plan_prefill(problem.heads, problem.dtype, limits, suits_tma, problem.snapshots > 0)
+    plan = plan_prefill(problem.heads, problem.dtype, limits, suits_tma, problem.snapshots > 0)
+    # How long a ragged batch's are only the device knows.
+    return plan if problem.ragged else staged(plan, problem.rows)
 
 
 def _make_prefill(problem: PrefillProblem, plan: PrefillPlan, device: torch.device) -> Callable[..., None]:
@@ -241,8 +244,8 @@ def _with_segments(
         states = whole + min(problem.sequences, whole)
     else:
         states = problem.sequences * cdiv(problem.rows, segment)
-    # Half the products of the prefill itself: the portable kernel serves.
-    stages = min(3, plan.num_stages)
+    # Half the products of the prefill itself: the portable kernel serves. The same one whatever ``staged`` says.
+    stages = 3 if plan.hopper and not plan.bf16x6 else min(3, plan.num_stages)
     own_sizes = sizes._replace(BLOCK_E=min(plan.block_e, 64), STAGES=stages)
     grid = (cdiv(sizes.E, own_sizes.BLOCK_E) * sizes.H * _segments(problem, plan), 1, 1)
     own_strides = Strides(k=strides.k, v=strides.v, carried=strides.carried)

@@ -6,6 +6,7 @@ Tests are imported one by one (``--import-mode=importlib``), so that what they s
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -79,6 +80,15 @@ def plain(
 
     heads = max(q.shape[1], v.shape[1])
     dtype, s = v.dtype, slopes.float().reshape(heads, 1, 1)
+
+    @cache
+    def weights(tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        place = torch.arange(tokens, dtype=torch.float32, device=q.device)
+        distance = (place[:, None] - place).clamp(min=0)
+        within = torch.where(place[:, None] >= place, torch.exp(-s * distance), 0)
+        seeing, entering = torch.exp(-s * (place[:, None] + 1)), torch.exp(-s * (place[-1] - place)[:, None])
+        return within, seeing, entering, torch.exp(-s * (place[-1] + 1))
+
     # [H, T, D] and [H, T, E]
     q, k, v = (x.repeat_interleave(heads // x.shape[1], dim=1).transpose(0, 1) for x in (q, k, v))
     sizes = (heads, q.shape[2], v.shape[2])
@@ -88,14 +98,11 @@ def plain(
         for first in range(begin, end, chunk):
             tokens = slice(first, min(first + chunk, end))
             qc, kc, vc = q[:, tokens], k[:, tokens], v[:, tokens]
-            place = torch.arange(qc.shape[1], dtype=torch.float32, device=q.device)
-            distance = (place[:, None] - place).clamp(min=0)
-            seen = torch.where(place[:, None] >= place, torch.exp(-s * distance), 0) * product(qc, kc.mT)
-            out = product(seen, vc) + torch.exp(-s * (place[:, None] + 1)) * product(qc, state)
+            within, seeing, entering, decay = weights(qc.shape[1])
+            out = product(within * product(qc, kc.mT), vc) + seeing * product(qc, state)
             outs.append((scale * out).transpose(0, 1))
-            entering = torch.exp(-s * (place[-1] - place)[:, None])
             weighted = (kc, entering * vc.float()) if weighted_values else (entering * kc.float(), vc)
-            state = torch.exp(-s * (place[-1] + 1)) * state + product(weighted[0].mT, weighted[1])
+            state = decay * state + product(weighted[0].mT, weighted[1])
             state = state if stored is None else state.to(stored).float()
         states.append(state)
     return torch.cat(outs).to(dtype), torch.stack(states) if states else q.new_zeros((0, *sizes), dtype=torch.float32)

@@ -85,9 +85,12 @@ def all_specs(target: str) -> Iterator[KernelSpec]:
                 yield KernelSpec.of_launch(*call, name=f"{name}, forward {i}")
         given = (q, k, v, rates, history, out, state, *map(torch.empty_like, (q, k, v, history)))
         calls = launches("attention_backward", given, (1.0,), plan)
-        # The last of the three prefills goes backwards and keeps its final state; with segments it is three launches.
-        for i, call in enumerate(calls[-3 if plan.segment else -1 :]):
-            yield KernelSpec.of_launch(*call, name=f"{name}, backward {i}")
+        # The last of the three prefills goes backwards and keeps its final state; with segments it is three launches,
+        # of which the one between is the same for all dtypes and sizes.
+        calls = calls[-3 if plan.segment else -1 :]
+        for i, call in enumerate(calls):
+            if i != 1 or (heads == MINIMAX_TP8 and dtype == torch.bfloat16):
+                yield KernelSpec.of_launch(*call, name=f"{name}, backward {i}")
 
     def ragged(
         name: str, heads: Heads, dtype: torch.dtype, snapshots: int, plan: PrefillPlan | None = None
@@ -159,7 +162,9 @@ def all_specs(target: str) -> Iterator[KernelSpec]:
         yield from branching("MiniMax-01", MINIMAX, plan_decode(MINIMAX, limits))
     yield from of_states if target in ("sm_90", "sm_100") else [next(of_states)]
     yield next(states("float32", MINIMAX, torch.float32, keeps=False))
-    yield from dense("MiniMax-01", MINIMAX, torch.bfloat16, plan_prefill(MINIMAX, "bfloat16", limits), forward=True)
+    yield from dense(
+        "MiniMax-01", MINIMAX, torch.bfloat16, plan_prefill(MINIMAX, "bfloat16", limits), forward=target == "sm_90"
+    )
     yield from dense("head sizes 80 and 48", NARROW_KEYS, torch.bfloat16)
     yield from dense("float16", MINIMAX, torch.float16)
     yield from dense("token by token", MINIMAX, torch.float32, PrefillPlan(1, 16, 0, 1, 1, block_d=128))
@@ -170,8 +175,9 @@ def all_specs(target: str) -> Iterator[KernelSpec]:
     # Half a minute to compile, where a product is six.
     if target in ("sm_90", "gfx942"):
         yield from ragged("head sizes of 256 in float32", WIDE, torch.float32, 0)
-    yield from recurrent("MiniMax-01", MINIMAX, 4, plan_decode(MINIMAX, limits), "decode", "verify", "commit")
     # Verifying holds all that the others do.
+    others = ("decode", "commit") if target in ("sm_90", "gfx942") else ()
+    yield from recurrent("MiniMax-01", MINIMAX, 4, plan_decode(MINIMAX, limits), "verify", *others)
     yield from recurrent("head sizes of 256", WIDE, 16, plan_decode(WIDE, limits), "verify")
     if limits.hopper:
         yield from dense("for sm_90", MINIMAX, torch.bfloat16)
@@ -220,7 +226,7 @@ def test_prefill_in_bfloat16_multiplies_on_tensor_cores(reports: list[Report]) -
     assert hopper[0].uses_tensor_cores
     assert hopper[0].uses("UTMALDG")
     assert hopper[0].uses("UTMASTG")
-    portable = [report for report in reports if report.spec == "MiniMax-01, forward 0"]
+    portable = [report for report in reports if report.spec == "MiniMax-01, backward 0"]
     assert {report.target for report in portable} == set(TARGETS)
     for report in portable:
         # Tiles of 32 rows are too few for the matrix instructions of a whole warpgroup.

@@ -151,7 +151,9 @@ def test_the_plain_version_in_float32_is_the_reference_in_float32(tensors) -> No
 @pytest.mark.parametrize("tokens", LENGTHS)
 def test_prefill_is_the_recurrence_at_any_length(tensors, tokens, carried, dtype) -> None:
     batch = 1 if tokens > 600 else 2
-    check_attention(tensors, *inputs(tensors, batch, 8, tokens, LENGTHS[tokens], dtype, carried=carried))
+    # The first four rates are those that differ most.
+    heads = 4 if tensors.device.type == "cpu" else 8
+    check_attention(tensors, *inputs(tensors, batch, heads, tokens, LENGTHS[tokens], dtype, carried=carried))
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=name_of)

@@ -9,6 +9,7 @@ tokens is a call whose final state is dropped, and :func:`commit` advances the s
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -63,7 +64,8 @@ def _prepare(
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.shape[1] == 0 or heads % tensor.shape[1]:
             fail(name, f"of heads that divide {heads}", tensor.shape[1])
-        repeated.append(tensor.to(dtype).repeat_interleave(heads // tensor.shape[1], dim=1))
+        ratio = heads // tensor.shape[1]
+        repeated.append(tensor.to(dtype) if ratio == 1 else tensor.to(dtype).repeat_interleave(ratio, dim=1))
     if slopes.numel() != heads:
         fail("slopes", f"of {heads} elements, one for each head", slopes.numel())
     if values_are_checked(slopes.device) and not bool((slopes >= 0).all()):
@@ -149,6 +151,17 @@ def linear_attention_chunked(
     if as_int("chunk_size", chunk_size) < 1:
         fail("chunk_size", "at least 1", chunk_size)
     q, k, v, slopes, state, ranges = _prepare(q, k, v, slopes, cu_seqlens, initial_state, compute_dtype)
+    s = slopes[:, None, None]
+
+    @cache
+    def weights(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Those in a chunk of so many tokens, of the state before it, and into the one after; what that decays by."""
+        position = torch.arange(tokens, dtype=compute_dtype, device=q.device)
+        distance = position[:, None] - position
+        inside = torch.where(distance >= 0, torch.exp(-s * distance.clamp(min=0)), 0)
+        before, entering = torch.exp(-s * (position[:, None] + 1)), torch.exp(-s * (position[-1] - position)[:, None])
+        return inside, before, entering, torch.exp(-s * (position[-1] + 1))
+
     pieces, rows, finals = [], [], []
     for sequence, (begin, end) in enumerate(ranges):
         carried = state[sequence]
@@ -156,15 +169,10 @@ def linear_attention_chunked(
             chunk = slice(first, min(first + chunk_size, end))
             # [H, C, D] and [H, C, E]
             qc, kc, vc = q[chunk].transpose(0, 1), k[chunk].transpose(0, 1), v[chunk].transpose(0, 1)
-            position = torch.arange(qc.shape[1], dtype=compute_dtype, device=q.device)
-            distance = position[:, None] - position
-            s = slopes[:, None, None]
-            inside = torch.where(distance >= 0, torch.exp(-s * distance.clamp(min=0)), 0) * (qc @ kc.mT)
-            before = torch.exp(-s * (position[:, None] + 1)) * (qc @ carried)
-            pieces.append(scale * (inside @ vc + before).transpose(0, 1))
+            inside, before, entering, decay = weights(qc.shape[1])
+            pieces.append(scale * ((inside * (qc @ kc.mT)) @ vc + before * (qc @ carried)).transpose(0, 1))
             rows.append(torch.arange(chunk.start, chunk.stop, device=q.device))
-            entering = torch.exp(-s * (position[-1] - position)[:, None]) * kc
-            carried = torch.exp(-s * (position[-1] + 1)) * carried + entering.mT @ vc
+            carried = decay * carried + (entering * kc).mT @ vc
         finals.append(carried)
     out = v.new_zeros(v.shape)
     if rows:

@@ -10,7 +10,7 @@ rows each multiply the same tiles; of an 8-bit cache two pairs of warps widen th
 
 =========  =====================================================================
 kernel     setup of a program and its warps, their register budgets: begin here
-items      what a program works on, looked up by its first consumer
+items      what a program works on, looked up ahead by a warp of its own
 config     constants and the groups of values that the warps share
 memory     ring buffers, full and empty barriers, layouts of shared memory
 producers  TMA loads; 8 bits to 16

@@ -16,9 +16,11 @@ from gdn_split.plan import (
     DeviceLimits,
     GroupShape,
     SplitPlan,
+    StepProblem,
     cdiv,
     plan_conv,
     plan_split,
+    plan_step,
     power_of_two_at_least,
     power_of_two_at_most,
 )
@@ -310,3 +312,30 @@ def test_a_packed_state_is_moved_in_whole_lines_where_many_sequences_share_a_pro
     pinned = plan_conv(256, 1, shape, H200, True, True)
     assert pinned.covers(256, 1, shape, packed=True)
     assert not pinned.covers(256, 1, shape, packed=False)
+
+
+STEP = StepProblem(
+    GroupShape(16, 32, 128, 128), 64, 1, 512, (12288, 64), (24576, 1, 8192), (4, 1), (524288, 16384, 128, 1), 4,
+    (4096, 128), 4, True, True, True, True, 128**-0.5, 1e-6, True, 0,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("inner", [(128, 1), (1, 128)])
+@pytest.mark.parametrize("state_bytes", [2, 4])
+def test_a_warp_sums_a_step_over_all_of_dk_by_itself(inner: tuple[int, int], state_bytes: int) -> None:
+    problem = replace(STEP, state_strides=(524288, 16384, *inner), state_bytes=state_bytes)
+    plan = plan_step(problem, H200)
+    assert plan.covers(problem)
+    # Along Dv each warp has a run of its own; along Dk runs are summed by the lanes that read them.
+    assert (plan.block_v, plan.num_warps) == (128, 8)
+    assert plan.run == (128 // state_bytes if problem.k_inner else 128 // plan.num_warps)
+
+
+def test_a_step_fetches_ahead_by_request_and_only_states_that_are_one_piece_of_memory() -> None:
+    plan = plan_step(STEP, H200)
+    assert plan.ahead == 0
+    assert replace(plan, ahead=264).covers(STEP)
+    assert not replace(plan, ahead=-1).covers(STEP)
+    for inner in ((1, 128), (128, 1), (160, 1), (128, 2)):
+        apart = replace(STEP, state_strides=(524288, 32768, *inner))
+        assert replace(plan_step(apart, H200), ahead=264).covers(apart) == (inner in ((1, 128), (128, 1)))

@@ -383,9 +383,12 @@ class Batch:
                 if self.draft_mask is not None:
                     seen &= self._drafted(torch.tensor(i), position[:, None], torch.arange(total, device=self.device))
                 slopes = self.alibi_slopes
+                # Tensor cores cut sums off: of 192 products a score is twice as far off as in float32 at the most, of
+                # 512 three times, and so is the lse of a row that sees one key.
                 result = plain_rows(
                     self.q[rows[some]], k, v, seen, self.scale, softcap=self.softcap, sinks=self.sinks,
                     bias=None if slopes is None else slopes.float()[:, None, None] * distance,
+                    on_tensor_cores=self.dtype.itemsize == 2,
                 )  # fmt: skip
                 out[some], lse[:, some] = result
         return out, lse

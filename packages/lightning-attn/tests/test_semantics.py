@@ -247,10 +247,10 @@ def test_empty_batches_work_everywhere(tensors) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-@pytest.mark.parametrize("cut", [1, 130, 256])
+@pytest.mark.parametrize("cut", [1, 130, 192])
 def test_prefill_prefill_in_pieces_and_decoding_token_by_token_agree(tensors, cut, dtype) -> None:
     """Each with the oracle of the whole: what they differ by is rounding."""
-    tokens = 300
+    tokens = 200
     whole = tensors.ragged([tokens], heads=(8, 8), sizes=(64, 48), dtype=dtype)
     slot = whole.slot_of[0]
 

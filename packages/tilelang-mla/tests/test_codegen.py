@@ -175,9 +175,8 @@ DECODE = {
     "DeepSeek": Decoding(512, 64, BF16, False),
     "DeepSeek, pages of any size": Decoding(512, 64, BF16, True),
     "no powers of two, pages of any size": Decoding(320, 96, FP16, True),
-    "blocks of 32 keys": Decoding(512, 128, BF16, False),
+    "blocks of 32 keys, a length of each token": Decoding(512, 128, BF16, False, per_token=True),
     "the smallest": Decoding(64, 32, BF16, False),
-    "DeepSeek, a length of each token": Decoding(512, 64, BF16, False, per_token=True),
 }
 DECODE_8BIT = {"one scale": Decoding8bit("e4m3"), "records": Decoding8bit("656")}
 # Others are lists of records and 16 rows, and one scale and 32: the assembler was seen to spill nothing there.

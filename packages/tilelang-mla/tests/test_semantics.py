@@ -258,8 +258,10 @@ def test_the_logarithm_is_natural_and_lets_parts_be_merged(tensors) -> None:
 @every_plan
 def test_trap_partial_results_and_their_logarithms_are_float32(tensors, how) -> None:
     """Rounded to 16 bits, their error is five times that of rounding the output: more than the oracle allows."""
+    # The reference on a CPU has no parts.
+    lengths = [4096, 3000, 500] if tensors.device.type != "cpu" else [1000, 700, 120]
     for dtype in DTYPES:
-        batch = decode(tensors, [4096, 3000, 500], how, heads=16, dtype=dtype, most=20)
+        batch = decode(tensors, lengths, how, heads=16, dtype=dtype, most=20)
         exact = batch.wanted(batch.sample())
         rounded = exact[0].exact.to(dtype)
         error = (batch.packed(batch.out.tensor, batch.lse.tensor)[0].double() - exact[0].exact).abs().mean()

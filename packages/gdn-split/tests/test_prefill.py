@@ -174,6 +174,18 @@ def test_gates_that_hardly_forget_have_as_many_right_digits_as_others(device: to
     assert ((g - wanted).abs() / wanted.abs()).max() < 8 * torch.finfo(torch.float32).eps
 
 
+def test_gates_end_where_float32_does(device: torch.device) -> None:
+    call = Call(GroupShape(1, 4, 16, 16), (1,), initial="no state", dtype=FLOATS[0])
+    t = make(call, device)
+    t.mixed_ba.zero_()
+    t.dt_bias.zero_()
+    t.A_log.copy_(torch.tensor([88.5, -86.0, 91.0, -200.0]))
+    g = kernels(call, t)[4][0]
+    wanted = -t.A_log.double().exp() * torch.tensor(2.0, dtype=torch.float64).log()
+    assert torch.equal(g[2:].cpu(), torch.tensor([-torch.inf, -0.0]))
+    assert ((g.double() / wanted - 1)[:2].abs() < 4 * torch.finfo(torch.float32).eps).all()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("number", range(30))
 def test_packed_sequences_of_any_layer_in_bulk(device: torch.device, number: int) -> None:

@@ -183,13 +183,17 @@ def values_and_gates(taps, weights, b_norm, m_v, conv: tl.constexpr, BLOCK: tl.c
 @triton.jit
 def exponential(x):
     """exp(x) to a unit in the last place; a GPU's own, which is of base 2, is given a rounded x / ln 2."""
-    x = tl.where(x < -87.0, -87.0, tl.where(x > 88.0, 88.0, x))
+    # Beyond these it is 0 or infinite in float32.
+    x = tl.where(x < -105.0, -105.0, tl.where(x > 89.0, 89.0, x))
     n = tl.floor(x * 1.4426950408889634 + 0.5)
     # ln 2 in two parts, of which the first has few enough digits for exact products.
     r = (x - n * 0.693359375) + n * 2.12194440e-4
     series = 1 / 2 + r * (1 / 6 + r * (1 / 24 + r * (1 / 120 + r * (1 / 720 + r * (1 / 5040)))))
-    power_of_two = ((n.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
-    return (1.0 + (r + (r * r) * series)) * power_of_two
+    # 2^n in two factors: n may lie past the exponents of float32's normal numbers.
+    first = n.to(tl.int32) >> 1
+    second = n.to(tl.int32) - first
+    value = (1.0 + (r + (r * r) * series)) * ((first + 127) << 23).to(tl.float32, bitcast=True)
+    return value * ((second + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit

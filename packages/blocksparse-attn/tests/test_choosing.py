@@ -207,3 +207,15 @@ def test_a_graph_chooses_anew_at_each_replay(device) -> None:
         wanted = choose()
         assert_bitwise_equal(made.crow, wanted.crow)
         assert_bitwise_equal(made.col, wanted.col)
+
+
+def test_the_ops_pass_opcheck(device) -> None:
+    scores = torch.randn(6, 5, device=device)
+    indices, counts = (torch.zeros(*size, dtype=torch.int32, device=device) for size in ((6, 3), (6,)))
+    torch.library.opcheck(
+        torch.ops.blocksparse_attn.choose.default, (scores, None, indices, counts, 1, 1, 1, False, 3, 1, 1)
+    )
+    lists = torch.tensor([[[0, 2, -1], [1, 2, 4]]], dtype=torch.int32, device=device)
+    crow, col = (torch.zeros(1, size, dtype=torch.int32, device=device) for size in (3, 6))
+    full = torch.tensor([2, 3], dtype=torch.int32, device=device)
+    torch.library.opcheck(torch.ops.blocksparse_attn.pack.default, (lists, full, crow, col))

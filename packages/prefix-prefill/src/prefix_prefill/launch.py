@@ -166,8 +166,8 @@ def _counts(problem: Problem, block_table: Tensor) -> tuple[int, ...]:
 
 
 def _for_portable(q, k, v, k_cache, v_cache, table, cu, lengths, alibi, sinks, k_s, v_s, out_s, *rows):  # type: ignore[no-untyped-def]
-    out, lse, draft, part, part_lse, *levels = rows
-    scales, results = (k_s, v_s, out_s), groups.Results(out, lse, part, part_lse)
+    out, lse, draft, workspace, *levels = rows
+    scales, results = (k_s, v_s, out_s), groups.Results(out, lse, workspace)
     batch = (table, cu, lengths, draft)
     return q, k, v, k_cache, v_cache, batch, (alibi, sinks), scales, results, tuple(levels) or None
 
@@ -408,7 +408,7 @@ def _with_splits(
     if plan.num_splits == 1:
         # Of a workspace's type, so that the same kernel takes it.
         nothing = _scratch((0,), torch.float32, device)
-        return lambda *tensors: attend(*tensors[:_TENSORS], nothing(), nothing(), *tensors[_TENSORS:])
+        return lambda *tensors: attend(*tensors[:_TENSORS], nothing(), *tensors[_TENSORS:])
     slots = num_slots(problem, _MERGED_ROWS)
     config = merge.SplitConfig(
         H=problem.num_heads,
@@ -423,17 +423,15 @@ def _with_splits(
     counts = (problem.tokens, problem.sequences, problem.capacity, slots, plan.num_splits, *_lse_strides(forms.lse))
     rest = (*counts, problem.out_scale, forms.out.stride(), config)
     merge_splits = Launch(merge.merge_splits, (slots * problem.num_heads, 1, 1), rest, device, num_warps=4)
-    size = (plan.num_splits, problem.tokens, problem.num_heads, problem.head_dim_v)
-    new_part = _scratch(size, torch.float32, device)
-    new_part_lse = _scratch((plan.num_splits, problem.num_heads, problem.tokens), torch.float32, device)
+    parts = plan.num_splits * problem.tokens * problem.num_heads
+    new_workspace = _scratch((parts * (problem.head_dim_v + 1),), torch.float32, device)
 
     def run(*tensors: Tensor | None) -> None:
         given = PrefillTensors(*tensors[:_TENSORS])  # type: ignore[arg-type]
-        part, part_lse = new_part(), new_part_lse()
-        attend(*tensors[:_TENSORS], part, part_lse, *tensors[_TENSORS:])
-        merge_splits(
-            given.cu_seqlens_q, given.seqlens_k, given.sinks, given.out_scale, given.out, given.lse, part, part_lse
-        )
+        workspace = new_workspace()
+        attend(*tensors[:_TENSORS], workspace, *tensors[_TENSORS:])
+        of_batch = (given.cu_seqlens_q, given.seqlens_k)
+        merge_splits(*of_batch, given.sinks, given.out_scale, given.out, given.lse, workspace)
 
     return run
 

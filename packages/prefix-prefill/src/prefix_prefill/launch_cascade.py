@@ -69,11 +69,14 @@ def _leaving_parts(
 
     def run(*tensors: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         given = PrefillTensors(*tensors)  # type: ignore[arg-type]
-        part = torch.empty((rows, problem.head_dim_v), dtype=torch.float32, device=device)
-        part_lse = torch.empty(rows, dtype=torch.float32, device=device)
+        # Parts and their lse in one: so the portable kernel takes them.
+        workspace = torch.empty(rows * (problem.head_dim_v + 1), dtype=torch.float32, device=device)
+        part = workspace[: rows * problem.head_dim_v].view(rows, problem.head_dim_v)
+        part_lse = workspace[rows * problem.head_dim_v :]
         pieces = torch.empty(problem.tokens, dtype=torch.int32, device=device)
         scales = (given.k_scale, given.v_scale, None)
-        attend(*tensors[:9], None, *scales, None, None, None, part, part_lse, pieces)
+        kept = (part, part_lse) if plan.hopper else (workspace,)
+        attend(*tensors[:9], None, *scales, None, None, None, *kept, pieces)
         return part, part_lse, pieces
 
     return run

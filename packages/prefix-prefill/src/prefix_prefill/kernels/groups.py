@@ -68,14 +68,13 @@ class Numbers(NamedTuple):
 
 
 class Results(NamedTuple):
-    """out and lse; and a workspace of float32 for partial results [num_splits, rows, H, D] and their lse [num_splits,
-    H, rows].
+    """out and lse; and a workspace of float32: partial results [num_splits, rows, H, D], and behind them their lse
+    [num_splits, H, rows]. In one, as a pointer less is to be kept.
     """
 
     out: object
     lse: object
-    part: object
-    part_lse: object
+    workspace: object
 
 
 class Rows(NamedTuple):

@@ -113,14 +113,15 @@ def include(acc, running_max, row_sum, b_part, b_lse):
     do_not_specialize=["rows", "num_sequences", "capacity", "num_slots", "num_splits", "s_lse_head", "s_lse_token"]
 )
 def merge_splits(
-    p_cu, p_seqlens, p_sinks, p_out_scale, p_out, p_lse, p_part, p_part_lse,
+    p_cu, p_seqlens, p_sinks, p_out_scale, p_out, p_lse, p_workspace,
     rows, num_sequences, capacity, num_slots, num_splits, s_lse_head, s_lse_token, out_scale, s_out,
     config: tl.constexpr,
 ):  # fmt: skip
-    """Results from the workspace of a launch with splits: p_part [num_splits, rows, H, D], p_part_lse
+    """Results from the workspace of a launch with splits: parts [num_splits, rows, H, D], behind them their lse
     [num_splits, H, rows].
     """
     C: tl.constexpr = config._replace()
+    p_part_lse = p_workspace + num_splits.to(tl.int64) * rows * (C.H * C.D)
     pid = tl.program_id(0)
     i_h = (pid // num_slots).to(tl.int64)
     i_n, i_tile, begin, q_len = find_tile(p_cu, pid % num_slots, num_sequences, rows, C.TOKENS)
@@ -140,7 +141,7 @@ def merge_splits(
         for i_split in range(num_splits):
             split = row * 0 + i_split
             b_part = tl.load(
-                p_part + ((split * rows + row) * C.H + i_h)[:, None] * C.D + o_d[None, :], mask=m_tile, other=0.0
+                p_workspace + ((split * rows + row) * C.H + i_h)[:, None] * C.D + o_d[None, :], mask=m_tile, other=0.0
             )
             b_lse = tl.load(p_part_lse + (split * C.H + i_h) * rows + row, mask=m_row, other=float("-inf"))
             acc, running_max, row_sum = include(acc, running_max, row_sum, b_part, b_lse)

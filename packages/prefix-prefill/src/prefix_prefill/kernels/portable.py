@@ -374,20 +374,23 @@ def attend(
             b_sink = tl.load(p_sinks + o_h).to(tl.float32)
             b_sink = tl.where(valid & (num_splits == 1), b_sink, float("-inf"))
             acc, running_max, row_sum = with_sink(acc, running_max, row_sum, b_sink)
-        b_out = normalised(acc, row_sum)
-        b_lse = log_sum_exp(running_max, row_sum)
+        # Made in either branch: made before them, they take registers that spill on sm_100.
         if C.SHARED or num_splits > 1:
             part = (i_split.to(tl.int64) * rows + row) * H + o_h
             part_lse = (i_split.to(tl.int64) * H + o_h) * rows + row
             if C.SHARED:
                 part_lse = part
                 tl.store(p_levels[0] + row, o_t * 0 + num_splits, mask=m_row & (o_h == 0) & (i_split == 0))
-            tl.store(results.part + part[:, None] * C.DV + o_dv[None, :], b_out, mask=m_out)
-            tl.store(results.part_lse + part_lse, b_lse, mask=m_row)
+            p_part_lse = results.workspace + num_splits.to(tl.int64) * rows * (H * C.DV)
+            p_part = results.workspace + part[:, None] * C.DV + o_dv[None, :]
+            tl.store(p_part, normalised(acc, row_sum), mask=m_out)
+            tl.store(p_part_lse + part_lse, log_sum_exp(running_max, row_sum), mask=m_row)
         else:
             target = Target(
                 row * numbers.strides.out[0] + o_h.to(tl.int64) * numbers.strides.out[1],
                 o_h.to(tl.int64) * s_lse_head + row * s_lse_token,
                 o_dv_wide * numbers.strides.out[2], m_row, m_out,
             )  # fmt: skip
+            b_out = normalised(acc, row_sum)
+            b_lse = log_sum_exp(running_max, row_sum)
             store_results(results.out, results.lse, p_scales[2], numbers.out_scale, b_out, b_lse, target, C.LIMIT)

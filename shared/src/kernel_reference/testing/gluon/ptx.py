@@ -16,6 +16,9 @@ INSTRUCTIONS: Mapping[str, Callable[..., Tensor]] = {
     "min.f32": torch.fmin,
     "min.NaN.f32": torch.minimum,
     "mul.f32": torch.mul,
+    "neg.f32": torch.neg,
+    # A product of two float32 is exact in float64.
+    "fma.rn.f32": lambda a, b, c: (a.double() * b.double() + c.double()).float(),
     "rcp.approx.ftz.f32": torch.reciprocal,
 }
 

@@ -40,8 +40,8 @@ def shifted(bits, by):
 
 
 @gluon.jit
-def only_drafted(scores, low, high, o_first, end, HIDDEN: gl.constexpr, V, C):
-    """Scores [ROWS, BLOCK_N] of keys from new token ``o_first`` on, HIDDEN where a row's mask, or ``end``, has it so.
+def only_drafted(scores, low, high, o_first, end, V, C):
+    """Scores [ROWS, BLOCK_N] of keys from new token ``o_first`` on, -inf where a row's mask, or ``end``, has it so.
 
     Columns by registers and by threads apart, as WGMMA lays them out: bits to be tested are then constants.
     """
@@ -58,4 +58,4 @@ def only_drafted(scores, low, high, o_first, end, HIDDEN: gl.constexpr, V, C):
         word = gl.convert_layout(word_of(low, high, o_first + 32 * i, end - 32 * i), L_WORD)[:, None, None, None]
         words = gl.where(group < 4 * i, words, word)
     bit = (words >> (2 * thread)) >> (group % 4 * 8 + register)
-    return gl.convert_layout(gl.reshape(gl.where((bit & 1) != 0, b_s, HIDDEN), scores.shape), V.L_S)
+    return gl.convert_layout(gl.reshape(gl.where((bit & 1) != 0, b_s, float("-inf")), scores.shape), V.L_S)

@@ -110,18 +110,23 @@ def reciprocal(x):
     """1 / x, of numbers from 1 on.
 
     The unit that makes exponentials makes these too, and a capped softmax waits for it: so four share one, that of
-    their product. Numbers above 2^30, of which products would overflow, are taken as 2^30. A NaN stays where it is.
+    their product, and each takes a step of Newton's: a unit in its last place is up to 2 cap units of 2^-24 in lse. Numbers
+    above 2^30, of which products would overflow, are taken as 2^30. A NaN stays where it is.
     """
     return gl.inline_asm_elementwise(
         """{
-        .reg .f32 a, b, c, d, p, q, r;
+        .reg .f32 a, b, c, d, p, q, r, w, x, y, z;
         min.f32 a, $4, 0f4E800000; min.f32 b, $5, 0f4E800000; min.f32 c, $6, 0f4E800000; min.f32 d, $7, 0f4E800000;
         mul.f32 p, a, b; mul.f32 q, c, d; mul.f32 r, p, q;
         rcp.approx.ftz.f32 r, r;
         mul.f32 q, q, r; mul.f32 p, p, r;
-        mul.f32 b, b, q; mul.f32 a, a, q; mul.f32 d, d, p; mul.f32 c, c, p;
-        min.NaN.f32 b, b, $4; min.NaN.f32 a, a, $5; min.NaN.f32 d, d, $6; min.NaN.f32 c, c, $7;
-        mov.f32 $0, b; mov.f32 $1, a; mov.f32 $2, d; mov.f32 $3, c;
+        mul.f32 w, b, q; mul.f32 x, a, q; mul.f32 y, d, p; mul.f32 z, c, p;
+        neg.f32 a, a; fma.rn.f32 a, a, w, 0f3F800000; fma.rn.f32 w, a, w, w;
+        neg.f32 b, b; fma.rn.f32 b, b, x, 0f3F800000; fma.rn.f32 x, b, x, x;
+        neg.f32 c, c; fma.rn.f32 c, c, y, 0f3F800000; fma.rn.f32 y, c, y, y;
+        neg.f32 d, d; fma.rn.f32 d, d, z, 0f3F800000; fma.rn.f32 z, d, z, z;
+        min.NaN.f32 w, w, $4; min.NaN.f32 x, x, $5; min.NaN.f32 y, y, $6; min.NaN.f32 z, z, $7;
+        mov.f32 $0, w; mov.f32 $1, x; mov.f32 $2, y; mov.f32 $3, z;
         }""",
         "=f,=f,=f,=f,f,f,f,f",
         [x],
@@ -161,9 +166,6 @@ def update(scores, running_max, row_sum, scale, key, bounds, scoring, scales, MA
             k_scale = gl.where(scales.cached, k_scale, 1.0)
         scores = scores * k_scale[None, :]
     shift: gl.constexpr = HEADROOM if V.RESCALED else 0
-    # Whether ``scores`` are numbers that fall as scores rise.
-    FALLING: gl.constexpr = C.SOFTCAP and not C.ALIBI
-    HIDDEN: gl.constexpr = float("inf") if FALLING else float("-inf")
     b_scale = scale
     if V.RESCALED:
         b_scale = scale[:, None]
@@ -171,11 +173,9 @@ def update(scores, running_max, row_sum, scale, key, bounds, scoring, scales, MA
     if C.ALIBI or MASKED:
         position = scoring.positions.load(gl.SliceLayout(1, V.L_S))
     if C.SOFTCAP:
-        # cap tanh(x / 2) = cap - 2 cap / (1 + exp(x)). What is the same for all keys goes into the largest score of a
-        # row and into the exponents of weights, where it costs no instruction.
-        scores = reciprocal(1.0 + gl.exp2(scores * b_scale))
-        if C.ALIBI:
-            scores = scoring.cap - 2.0 * scoring.cap * scores
+        # cap tanh(x / 2) = cap - 2 cap / (1 + exp(x)). Were cap added to the row's maximum alone, its rounding there
+        # would be in lse.
+        scores = scoring.cap - 2.0 * scoring.cap * reciprocal(1.0 + gl.exp2(scores * b_scale))
     elif V.SIGNED or C.ALIBI:
         scores = scores * b_scale
     if C.ALIBI:
@@ -189,7 +189,7 @@ def update(scores, running_max, row_sum, scale, key, bounds, scoring, scales, MA
             high_bits = scoring.draft[1].load(gl.SliceLayout(1, V.L_S))
             # Looked up again: through the main loop it would take a register.
             o_first = key - context_of(scoring.item[0], scoring.item[1], 4)
-            scores = only_drafted(scores, low_bits, high_bits, o_first, high - key, HIDDEN, V, C)
+            scores = only_drafted(scores, low_bits, high_bits, o_first, high - key, V, C)
         elif C.HAS_RIGHT:
             last = position + gl.minimum(scoring.window.right, last - position)
         seen = o_key[None, :] <= last[:, None]
@@ -197,16 +197,9 @@ def update(scores, running_max, row_sum, scale, key, bounds, scoring, scales, MA
             first = position - gl.minimum(scoring.window.left, position - low)
             seen = seen & (o_key[None, :] >= first[:, None])
         if C.HAS_LEFT or not C.DRAFT:
-            scores = gl.where(seen, scores, HIDDEN)
-    if FALLING:
-        most = gl.min(scores, 1)
-    else:
-        most = gl.max(scores, 1)
-    if FALLING:
-        factor = -2.0 * scoring.cap
-        new_max = gl.maximum(running_max, most * factor + scoring.cap)
-        weights = gl.exp2(scores * factor - (finite(new_max) - shift - scoring.cap)[:, None])
-    elif V.SIGNED or C.ALIBI:
+            scores = gl.where(seen, scores, float("-inf"))
+    most = gl.max(scores, 1)
+    if V.SIGNED or C.SOFTCAP or C.ALIBI:
         new_max = gl.maximum(running_max, most)
         weights = gl.exp2(scores - (finite(new_max) - shift)[:, None])
     else:

@@ -266,8 +266,8 @@ def _noise(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     if dtype in _ONLY_PATTERN:
         return torch.full((size,), _ONLY_PATTERN[dtype], dtype=torch.uint8, device=device)
     generator = torch.Generator(device).manual_seed(next(_buffers))
-    # Eight bytes at a time: a number for each takes most of the time of a test of small tensors.
-    # Not torch.empty, which tests that look for unwritten memory replace by what is filled here.
+    # Eight bytes at a time: a number for each takes most of the time of a test of small tensors. Not torch.empty, which
+    # tests that look for unwritten memory replace by what is filled here.
     words = torch.zeros(-(-size // 8), dtype=torch.int64, device=device).random_(generator=generator)
     noise = words.view(torch.uint8)[:size]
     if dtype in _NAN_BITS:

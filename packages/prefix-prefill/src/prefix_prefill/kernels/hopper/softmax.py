@@ -110,8 +110,8 @@ def reciprocal(x):
     """1 / x, of numbers from 1 on.
 
     The unit that makes exponentials makes these too, and a capped softmax waits for it: so four share one, that of
-    their product, and each takes a step of Newton's: a unit in its last place is up to 2 cap units of 2^-24 in lse. Numbers
-    above 2^30, of which products would overflow, are taken as 2^30. A NaN stays where it is.
+    their product, and each takes a step of Newton's, as scores multiply its error by twice the cap. Numbers above 2^30,
+    of which products would overflow, are taken as 2^30. A NaN stays where it is.
     """
     return gl.inline_asm_elementwise(
         """{

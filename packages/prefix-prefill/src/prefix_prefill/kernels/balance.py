@@ -23,7 +23,7 @@ import triton.language as tl
 from prefix_prefill.kernels.batch import sequence_at
 
 # Sequences that are looked at together.
-LANES: tl.constexpr = tl.constexpr(128)
+LANES: tl.constexpr = tl.constexpr(64)
 # A tile's beginning and end take the time of so many keys.
 OVERHEAD: tl.constexpr = tl.constexpr(192)
 # The fewest keys that a piece of a tile is worth, and what is lost by merging; a tile of twice as many stays whole.

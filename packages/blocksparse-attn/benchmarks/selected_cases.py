@@ -205,7 +205,7 @@ def case(
         owed.append(Requirement(OURS_FP8, OURS, time_at_most=0.65))
     if shape.new > 4:
         # What tiles of several tokens gain, or lose where their lists have little in common.
-        calls[OURS_ALONE] = partial(ours, plan=SelectedPlan(16, 64, 1, 4, 6))
+        calls[OURS_ALONE] = partial(ours, plan=SelectedPlan(16, 64, 1, 4, 3))
     takes_triton = shape.heads == M3.heads
     return Case(
         name=shape.words,

@@ -327,7 +327,21 @@ def test_neighbouring_tokens_share_a_tile_in_prefill_and_lists_are_split_in_deco
     decode = plan_selected(Problem(64, 4, 128, 128, 128, 16, 1, 1, 131072, 64), H200)
     assert decode.packed == 1
     assert decode.num_splits >= 8
-    assert plan_selected(Problem(64, 4, 128, 128, 128, 16, 256, 256, 131072, 64), H200).num_splits == 1
+    for sequences, splits in ((32, 4), (128, 1), (256, 1)):
+        batch = Problem(64, 4, 128, 128, 128, 16, sequences, sequences, 131072, 64)
+        assert plan_selected(batch, H200).num_splits == splits
+
+
+@pytest.mark.parametrize(("heads", "topk"), [((64, 4), 16), ((64, 4), 64), ((64, 2), 16), ((8, 2), 16)], ids=str)
+def test_tokens_whose_lists_have_little_in_common_are_walked_by_themselves(heads, topk) -> None:
+    problem = Problem(*heads, 128, 128, 128, topk, 8192, 1, 32768, 64)
+    chosen = plan_selected(problem, H200)
+    assert chosen.alone_n > 0
+    assert chosen.block_m > chosen.alone(problem).block_m
+    # Half of the entries are what a tile wins from; all of them, what it loses from.
+    assert 0.5 < chosen.most_united / (chosen.packed * topk) < 0.8
+    # A tile of one token's rows loses nothing.
+    assert plan_selected(Problem(7, 7, 128, 128, 128, 16, 8192, 1, 32768, 64), H200).alone_n == 0
 
 
 # The op

@@ -16,6 +16,11 @@ MOST_ENTRIES = 128
 MOST_TOKENS = 16
 # Rows of a tile that WGMMA multiplies.
 _MOST_ROWS = 64
+# By the rows of one token and of a tile: the most blocks that the lists of its tokens may make together, as a share of
+# their entries; with more, each token is walked by itself. MiniMax-M3's prefill of 8192 tokens on an H200: 4573 us one at
+# a time; four at a time 3341 where 27.4 of 64 blocks differ, 6077 where 55.2 do; two at a time 3852 where 20.3 of
+# 32 differ, 5515 where 30.0 do.
+_UNITED_SHARE = {(16, 64): 0.625, (16, 32): 0.75, (32, 64): 0.6875}
 
 
 @dataclass(frozen=True)
@@ -99,33 +104,62 @@ def rows_of_token(problem: Problem) -> int:
 
 def plan_selected(problem: Problem, limits: DeviceLimits) -> SelectedPlan:
     """The plan for a problem on this device."""
-    small = limits.shared_memory <= 64 * 1024
-    wide = max(problem.head_dim, problem.head_dim_v) > 128
-    if problem.bits == 32 or small:
+    if problem.bits == 32 or limits.shared_memory <= 64 * 1024:
         plan = SelectedPlan(16, 16, 1, 4, 1)
     else:
-        large = limits.shared_memory > 200 * 1024
-        # The lists, then the block table are loaded ahead of the keys, of which two tiles are on their way.
-        block_n = 32 if wide else 64
-        plan = SelectedPlan(
-            rows_of_token(problem), block_n, 1, 4, (8 if problem.block_size < block_n else 6) if large else 3
-        )
-        plan = _packed(problem, plan)
+        plan = _packed(problem, limits, _of_rows(rows_of_token(problem), problem, limits))
     return replace(plan, num_splits=_splits(problem, plan, limits))
 
 
-def _packed(problem: Problem, plan: SelectedPlan) -> SelectedPlan:
+def _of_rows(block_m: int, problem: Problem, limits: DeviceLimits) -> SelectedPlan:
+    """A plan for tiles of so many rows."""
+    block_n = 32 if _is_wide(problem) else 64
+    if limits.shared_memory <= 200 * 1024:
+        return SelectedPlan(block_m, block_n, 1, 4, 3)
+    if not _is_measured(problem):
+        # The lists, then the block table are loaded ahead of the keys, of which two tiles are on their way.
+        return SelectedPlan(block_m, block_n, 1, 4, 8 if problem.block_size < block_n else 6)
+    # With one tile on its way more programs fit on an SM: 133 us for 156, decoding B128.
+    if block_m == 32 and problem.block_size >= 128:
+        # Prefill, two tokens of random lists: 5515 us for 7209 with 64 keys. Rows of one token gain nothing, 4609 for
+        # 4573, nor do those of four, 9749 for 6077.
+        block_n = 128
+    return SelectedPlan(block_m, block_n, 1, 4, 3)
+
+
+def _is_wide(problem: Problem) -> bool:
+    return max(problem.head_dim, problem.head_dim_v) > 128
+
+
+def _is_measured(problem: Problem) -> bool:
+    """Whether tiles are such as MiniMax-M3's, with which an H200 was measured: triton 3.6, torch 2.11, 2026-11-23."""
+    return problem.cache_bits == 16 and problem.block_size >= 64 and not _is_wide(problem)
+
+
+def _packed(problem: Problem, limits: DeviceLimits, alone: SelectedPlan) -> SelectedPlan:
     """Neighbouring tokens in one tile: a block that several of them list is read once."""
     each = problem.tokens // max(1, problem.sequences)
-    if problem.block_size < plan.block_n or each < 8:
-        return plan
+    if problem.block_size < alone.block_n or each < 8:
+        return alone
     entries = power_of_two_at_least(max(1, problem.topk))
     tokens = min(_MOST_ROWS // problem.group, MOST_ENTRIES // entries, MOST_TOKENS)
     if tokens < 2:
-        return plan
+        return alone
     tokens = power_of_two_at_most(tokens)
     block_m = max(16, power_of_two_at_least(tokens * problem.group))
-    return replace(plan, block_m=block_m, num_stages=min(plan.num_stages, 4), packed=tokens)
+    plan = replace(_of_rows(block_m, problem, limits), packed=tokens)
+    if limits.shared_memory <= 200 * 1024 or not _is_measured(problem):
+        return replace(plan, num_stages=min(plan.num_stages, 4))
+    if block_m > 32:
+        # 5944 us for 6077 with random lists, 3309 for 3341 with lists that are alike to three quarters.
+        plan = replace(plan, num_stages=5)
+    if block_m == alone.block_m:
+        return plan
+    share = _UNITED_SHARE[alone.block_m, block_m]
+    return replace(
+        plan, most_united=int(share * tokens * problem.topk), alone_n=alone.block_n, alone_warps=alone.num_warps,
+        alone_stages=alone.num_stages,
+    )  # fmt: skip
 
 
 def num_slots(problem: Problem, plan: SelectedPlan) -> int:
@@ -140,11 +174,12 @@ def head_tiles(problem: Problem, plan: SelectedPlan) -> int:
 
 def _splits(problem: Problem, plan: SelectedPlan, limits: DeviceLimits) -> int:
     """Splits of a tile's list: as many as keep all SMs evenly busy, and no more."""
-    # Two of these programs fit on an SM, and each waits for memory most of its time.
-    cores = 2 * limits.cores
     tiles = max(1, cdiv(problem.tokens, plan.packed) * problem.num_heads_kv * head_tiles(problem, plan))
-    if tiles >= 2 * cores:
+    if tiles >= 4 * limits.cores:
         return 1
+    # So many of these programs fit on an SM, and each waits for memory most of its time.
+    resident = 4 if limits.shared_memory > 200 * 1024 and _is_measured(problem) and plan.packed == 1 else 2
+    cores = resident * limits.cores
     steps = max(1, cdiv(problem.topk * problem.block_size, plan.block_n))
     most = max(1, min(_MOST_SPLITS, steps // 2))
 

@@ -17,9 +17,9 @@ MOST_TOKENS = 16
 # Rows of a tile that WGMMA multiplies.
 _MOST_ROWS = 64
 # By the rows of one token and of a tile: the most blocks that the lists of its tokens may make together, as a share of
-# their entries; with more, each token is walked by itself. MiniMax-M3's prefill of 8192 tokens on an H200: 4573 us one at
-# a time; four at a time 3341 where 27.4 of 64 blocks differ, 6077 where 55.2 do; two at a time 3852 where 20.3 of
-# 32 differ, 5515 where 30.0 do.
+# their entries; with more, each token is walked by itself. MiniMax-M3's prefill of 8192 tokens on an H200, in us: 4573
+# one token at a time; 3341 for four where 27.4 of 64 blocks differ, 6077 where 55.2 do; 3852 for two where 20.3 of 32
+# differ, 5515 where 30.0 do.
 _UNITED_SHARE = {(16, 64): 0.625, (16, 32): 0.75, (32, 64): 0.6875}
 
 

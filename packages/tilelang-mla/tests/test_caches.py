@@ -15,7 +15,14 @@ from kernel_reference.testing.guards import assert_bitwise_equal, poison_
 from kernel_reference.testing.numerics import assert_close_to_oracle
 from tilelang_mla import dequantize_kv, flash_mla_with_kvcache, plan_decode, quantize_kv
 from tilelang_mla.caches import E4M3, RECORD
-from tilelang_mla.plan import DecodeProblem, DeviceLimits, decode_tiles, tiles_8bit, tiles_of_keys
+from tilelang_mla.plan import (
+    DecodeProblem,
+    DeviceLimits,
+    decode_tiles,
+    plan_without_schedule,
+    tiles_8bit,
+    tiles_of_keys,
+)
 
 Tensor = torch.Tensor
 BF16 = torch.bfloat16
@@ -107,24 +114,23 @@ class Cached:
         return flash_mla_with_kvcache(*given, kv_scale=self.kv_scale, return_lse=True, **options)
 
     def check(self, out: Tensor, lse: Tensor) -> None:
-        """Beside float64 on the dequantised cache; plain is PyTorch on it in bfloat16."""
-        dtype = torch.float64 if self.format == "e4m3" else BF16
-        whole = dequantize_kv(self.kv, self.format, self.kv_scale, dtype)  # type: ignore[arg-type]
+        """Beside float64 on what the cache holds; plain is PyTorch on that in bfloat16, as keys are dequantised."""
+        whole = dequantize_kv(self.kv, self.format, self.kv_scale, torch.float64)  # type: ignore[arg-type]
+        of_lse = []
         for b, n in enumerate(self.lengths):
-            keys = whole[self.table[b].long()].flatten(0, 1)[:n].double()
-            exact = attention(
-                self.q[b].double(), keys, keys[..., :512], softmax_scale=self.scale, causal=True
-            )  # fmt: skip
+            keys = whole[self.table[b].long()].flatten(0, 1)[:n]
+            rounded = keys.bfloat16().float()
+            exact, plain = (
+                attention(q, k, k[..., :512], softmax_scale=self.scale, causal=True)
+                for q, k in ((self.q[b].double(), keys), (self.q[b].float(), rounded))
+            )
             if n == 0:
                 assert not bool(out[b].any())
                 assert bool((lse[b] == -torch.inf).all())
                 continue
-            plain = attention(
-                self.q[b].float(), keys.bfloat16().float(), keys[..., :512].bfloat16().float(),
-                softmax_scale=self.scale, causal=True,
-            ).out.to(BF16)  # fmt: skip
-            assert_close_to_oracle(out[b].to(BF16), exact.out, plain)
-            torch.testing.assert_close(lse[b].double(), exact.lse, rtol=1e-3, atol=2e-3)
+            assert_close_to_oracle(out[b].to(BF16), exact.out, plain.out.to(BF16))
+            of_lse.append((lse[b], exact.lse, plain.lse.float()))
+        assert_close_to_oracle(*[torch.stack(each) for each in zip(*of_lse, strict=True)], what="lse")
 
 
 @every_format
@@ -146,7 +152,7 @@ def test_a_scale_may_be_a_number() -> None:
 @pytest.mark.gpu
 @every_format
 @pytest.mark.parametrize("page", [64, 1, 48])
-@pytest.mark.parametrize("heads", [1, 16, 64, 128])
+@pytest.mark.parametrize("heads", [1, 16, 24, 64, 128])
 def test_kernels_attend_to_a_cache_of_8_bits(device, format, page, heads) -> None:
     lengths = [*MIXED, 1000, 3000]
     for seqlen_q in (1, 2):
@@ -154,20 +160,6 @@ def test_kernels_attend_to_a_cache_of_8_bits(device, format, page, heads) -> Non
         batch.check(*batch.run())
         for how in ({}, {"num_splits": 1}, {"num_splits": 3}):
             batch.check(*batch.run(plan=plan_decode(batch.seqlens_k, heads, seqlen_q, **how)))
-
-
-@pytest.mark.gpu
-@every_format
-@pytest.mark.parametrize("page", [64, 1, 48])
-@pytest.mark.parametrize("heads", [1, 16, 32, 64])
-def test_a_plan_of_tiles_of_keys_attends_to_a_cache_of_8_bits(device, format, page, heads) -> None:
-    lengths = [*MIXED, 1000, 3000]
-    for seqlen_q in (1, 2):
-        batch = Cached(format, lengths, heads=heads, seqlen_q=seqlen_q, page=page, device=device)
-        problem = DecodeProblem(heads, 512, 64, seqlen_q, len(lengths), 4096, page, cache=format)
-        for how in ({}, {"num_splits": 1}, {"num_splits": 3}):
-            plan = plan_decode(batch.seqlens_k, heads, seqlen_q, **how)
-            batch.check(*batch.run(plan=plan._replace(tiles=tiles_of_keys(problem, plan.tiles, DeviceLimits(132)))))
 
 
 @pytest.mark.gpu
@@ -235,25 +227,38 @@ def test_blocks_of_8_bits_fit_beside_those_that_are_widened() -> None:
     limits = DeviceLimits(132)
     for cache, nope, rope in (("656", 512, 64), *(("e4m3", n, r) for n in (64, 320, 512) for r in (32, 64, 128))):
         problem = DecodeProblem(16, nope, rope, 1, 4, 8192, 64, cache=cache)
-        tiles = tiles_8bit(problem, decode_tiles(16, nope, rope, 8192, limits), limits)
+        tiles = tiles_8bit(problem, decode_tiles(16, nope, rope, 8192, limits), limits, listed=True)
         assert tiles.shared_memory(problem) <= limits.shared_memory
         assert (tiles.spare_parts, tiles.block_n) == (264, 16 if nope + rope > 576 else 32)
 
 
-@pytest.mark.parametrize(("rows", "block_m"), [(1, 16), (16, 16), (17, 32), (128, 32)])
-def test_tiles_of_keys_have_two_stages_loaded_beside_a_block_of_two_and_stay_as_a_plan_has_them(rows, block_m) -> None:
+@pytest.mark.parametrize(("rows", "block_m"), [(1, 16), (16, 16), (17, 32), (96, 32), (128, 32)])
+def test_keys_are_rows_where_latents_are_512_but_of_lists_and_of_records_beside_many_rows(rows, block_m) -> None:
     limits = DeviceLimits(132)
     for cache, rope in (("656", 64), ("e4m3", 64), ("e4m3", 0), ("e4m3", 128)):
         problem = DecodeProblem(rows, 512, rope, 1, 4, 8192, 64, cache=cache)
         planned = decode_tiles(rows, 512, rope, 8192, limits)
         tiles = tiles_of_keys(problem, planned, limits)
         assert (tiles.block_m, tiles.block_n, tiles.spare_parts) == (block_m, 128, planned.spare_parts)
+        # Two are loaded beside a block of two.
         assert tiles.num_stages >= 4
         assert tiles.covers(problem)
         assert tiles.shared_memory(problem) <= limits.shared_memory
-        assert tiles_8bit(problem, tiles, limits) == tiles
-        # Nobody gets them without asking.
-        assert tiles_8bit(problem, planned, limits).block_n == (32 if rope <= 64 else 16)
+        if cache == "656" and rows > 96:
+            assert tiles_8bit(problem, planned, limits).block_n == 32
+        else:
+            assert tiles_8bit(problem, planned, limits) == tiles
+        assert tiles_8bit(problem, planned, limits, listed=True).block_n == (32 if rope <= 64 else 16)
+        assert tiles_8bit(problem, tiles, limits, listed=True) == tiles
+
+
+def test_shares_without_a_plan_fill_the_sms_with_tiles_of_as_many_rows_as_the_kernel_takes() -> None:
+    limits = DeviceLimits(132)
+    problem = DecodeProblem(96, 512, 64, 1, 4, 8192, 64, cache="e4m3")
+    tiles = plan_without_schedule(problem, limits)
+    assert (tiles.spare_parts + 1) * tiles.row_tiles(96) == 132
+    assert tiles.keys_are_rows(problem)
+    assert plan_without_schedule(problem, limits, listed=True).block_n == 32
 
 
 # Errors

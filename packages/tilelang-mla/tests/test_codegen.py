@@ -82,7 +82,7 @@ class Decoding8bit(NamedTuple):
 
     @property
     def tiles(self) -> DecodeTiles:
-        return tiles_8bit(self.problem, decode_tiles(16, self.dim_nope, self.dim_rope, None, H200), H200)
+        return tiles_8bit(self.problem, decode_tiles(16, self.dim_nope, self.dim_rope, None, H200), H200, listed=True)
 
     @property
     def constants(self) -> dict[str, Any]:

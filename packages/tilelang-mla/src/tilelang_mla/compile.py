@@ -45,13 +45,19 @@ def wanted(
             for cache in caches:
                 if cache == "656" and (dtype, dim_nope, dim_rope) != (torch.bfloat16, 512, 64):
                     continue
-                problem = DecodeProblem(1, dim_nope, dim_rope, 1, 1, 1, 1, cache=cache)
-                yield "decode_8bit", decode_8bit_constants(problem, tiles_8bit(problem, tiles, _LIMITS), dtype)
+                # Tiles of few rows, and of more, of which some formats have none of their own.
+                found = []
+                for rows in (1, 32, 128):
+                    problem = DecodeProblem(rows, dim_nope, dim_rope, 1, 1, 1, 1, cache=cache)
+                    found.append(decode_8bit_constants(problem, tiles_8bit(problem, tiles, _LIMITS), dtype))
+                for i, constants in enumerate(found):
+                    if constants not in found[:i]:
+                        yield "decode_8bit", constants
             for cache in ("", "656") if sparse else ():
                 if cache and (dtype, dim_nope, dim_rope) != (torch.bfloat16, 512, 64):
                     continue
                 problem = DecodeProblem(1, dim_nope, dim_rope, 1, 1, 1, 1, cache=cache)
-                own = tiles_8bit(problem, tiles, _LIMITS) if cache else tiles
+                own = tiles_8bit(problem, tiles, _LIMITS, True) if cache else tiles
                 yield "decode_sparse", sparse_constants(problem, own, dtype)
         for dim_nope in sorted({dim_nope for dim_nope, _ in latents}):
             for sink in (False, True) if sparse else (False,):

@@ -331,11 +331,26 @@ def test_a_warp_sums_a_step_over_all_of_dk_by_itself(inner: tuple[int, int], sta
     assert plan.run == (128 // state_bytes if problem.k_inner else 128 // plan.num_warps)
 
 
-def test_a_step_fetches_ahead_by_request_and_only_states_that_are_one_piece_of_memory() -> None:
-    plan = plan_step(STEP, H200)
-    assert plan.ahead == 0
-    assert replace(plan, ahead=264).covers(STEP)
-    assert not replace(plan, ahead=-1).covers(STEP)
+def test_a_step_fetches_ahead_where_more_programs_follow_than_start_at_once() -> None:
+    assert plan_step(STEP, H200).ahead == 132
+    assert plan_step(replace(STEP, state_bytes=2), H200).ahead == 264
+    assert [plan_step(replace(STEP, sequences=number), H200).ahead for number in (1, 8, 9)] == [0, 0, 132]
+    older = replace(H200, dependent_launch=False)
+    assert plan_step(STEP, older).ahead == 0
+
+
+@pytest.mark.parametrize("size", [64, 256])
+def test_a_step_through_heads_of_which_a_program_holds_more_or_less_than_one_fetches_nothing(size: int) -> None:
+    shape = GroupShape(16, 32, size, size)
+    problem = replace(STEP, shape=shape, state_strides=(32 * size * size, size * size, size, 1))
+    assert plan_step(problem, H200).ahead == 0
+
+
+def test_only_states_that_are_one_piece_of_memory_are_fetched_ahead() -> None:
+    assert not replace(plan_step(STEP, H200), ahead=-1).covers(STEP)
     for inner in ((1, 128), (128, 1), (160, 1), (128, 2)):
         apart = replace(STEP, state_strides=(524288, 32768, *inner))
-        assert replace(plan_step(apart, H200), ahead=264).covers(apart) == (inner in ((1, 128), (128, 1)))
+        plan = plan_step(apart, H200)
+        assert (plan.ahead > 0) == (inner in ((1, 128), (128, 1)))
+        assert plan.covers(apart)
+        assert replace(plan, ahead=264).covers(apart) == (plan.ahead > 0)

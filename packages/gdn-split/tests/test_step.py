@@ -321,6 +321,24 @@ def test_steps_of_any_layer_in_bulk(device: torch.device, number: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("state", ["float32", "bfloat16"])
+def test_what_is_fetched_ahead_changes_no_bit(device: torch.device, state: str) -> None:
+    if torch.version.hip or torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("this GPU does not fetch ahead")
+    layer = Layer(GroupShape(16, 32, 128, 128), sequences=20, padded=(3, 11, 19), state=state, scale=128**-0.5)
+    given = make(layer, device)
+    norm = given.pop("norm_weight")
+    found = []
+    for ahead in (0, 132, 264):
+        used = copied(given)
+        plan = StepPlan(128, 16, 8, 128, dependent_launch=ahead > 0, ahead=ahead)
+        out = gdn_split.gdn_decode_step(*used.values(), 16, 32, 128, 128, norm_weight=norm, plan=plan)
+        found.append((out, used["conv_state"], used["state_pool"]))
+    for other in found[1:]:
+        assert all(torch.equal(one, another) for one, another in zip(found[0], other, strict=True))
+
+
+@pytest.mark.gpu
 def test_a_captured_step_replays_with_the_bits_of_a_call(device: torch.device) -> None:
     layer = Layer(GroupShape(4, 8, 128, 128), sequences=5, scale=128**-0.5)
     given = make(layer, device)

@@ -27,8 +27,8 @@ def day(traffic: Traffic = BUSY, limits: Limits = TIGHT, steps: int = 400, seed:
 
 
 def test_the_same_seed_gives_the_same_requests_and_steps_and_another_seed_others():
-    assert day(seed=3) == day(seed=3)
-    assert day(seed=3) != day(seed=4)
+    days = [hash(tuple(day(seed=seed))) for seed in (3, 3, 4)]
+    assert days[0] == days[1] != days[2]
     assert list(islice(requests(CHAT, 1), 20)) == list(islice(requests(CHAT, 1), 20))
 
 

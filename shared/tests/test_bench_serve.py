@@ -19,7 +19,9 @@ from kernel_reference.bench.traffic import AGENT, CHAT, Lengths, Traffic, reques
 
 # So few pages that sequences are preempted, with prefixes and drafts.
 TIGHT = Limits(pages=26, page_size=4, sequences=5, tokens=24, longest=96)
-BUSY = replace(DRY_TRAFFIC, rate=200.0, drafts=2, prompt=Lengths(14, 0.6, 60), answer=Lengths(12, 0.5, 20))
+BUSY = replace(
+    DRY_TRAFFIC, rate=200.0, drafts=2, accepted=0.5, prompt=Lengths(14, 0.6, 60), answer=Lengths(12, 0.5, 20)
+)
 
 
 def day(traffic: Traffic = BUSY, limits: Limits = TIGHT, steps: int = 400, seed: int = 0) -> list[Step]:

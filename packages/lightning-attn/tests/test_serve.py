@@ -11,6 +11,7 @@ from kernel_reference.bench.serve import main
 FILE = Path(__file__).parents[1] / "benchmarks" / "serve.py"
 
 
-def test_a_dry_day_of_prompts_and_answers_ends_well(capsys: pytest.CaptureFixture[str]):
-    assert main([str(FILE), "--dry", "--steps", "24"]) == 0, capsys.readouterr().err
+@pytest.mark.parametrize("traffic", ["chat", "code"])
+def test_a_dry_day_of_answers_with_and_without_drafts_ends_well(traffic: str, capsys: pytest.CaptureFixture[str]):
+    assert main([str(FILE), "--dry", "--steps", "24", "--traffic", traffic]) == 0, capsys.readouterr().err
     assert "lightning-attn" in capsys.readouterr().out

@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -44,9 +44,7 @@ _QUEUED_CYCLES = 200_000
 
 LIMITS = Limits(pages=65536, page_size=16, sequences=256, tokens=8192, longest=131072)
 DRY = Limits(pages=64, page_size=4, sequences=4, tokens=24, longest=128)
-DRY_TRAFFIC = Traffic(
-    "dry", 60.0, Lengths(12, 0.6, 60), Lengths(6, 0.5, 20), prefixes=2, prefix=9, shared=0.5, drafts=0, accepted=0.5
-)
+DRY_TRAFFIC = Traffic("dry", 60.0, Lengths(12, 0.6, 60), Lengths(6, 0.5, 20), prefixes=2, prefix=9, shared=0.5)
 
 
 @dataclass(frozen=True)
@@ -214,17 +212,26 @@ class Replay:
 
     def warm_up(self) -> None:
         """Capture the graphs, and call everything once as steps of prompts do."""
-        for layer in self.layers:
-            for label, call in layer.calls.items():
-                for size in reversed(self.sizes) if self._on_gpu else ():
-                    batch = self.buffers.load((), 0, self.each, size)
-                    layer.fill(batch)
-                    self._graphs[layer.name, label, size] = captured(partial(call, batch))
+        for layer in self.layers if self._on_gpu else ():
+            for i, (label, call) in enumerate(layer.calls.items()):
+                try:
+                    self._capture(layer, label, call)
+                except RuntimeError as error:
+                    if not i:
+                        raise
+                    print(f"{layer.name}, {label}: no CUDA graph: {str(error).splitlines()[0]}", file=sys.stderr)
         # The first steps of the same traffic, begun anew afterwards: prompts, chunks and rows beside each other.
         for step in islice(Server(self.setting.traffic, self.setting.limits).steps(), 24):
             self._run(step, None)
         for one in self.served:
             one.decode_us, one.mixed_us, one.host_us, one.step_bytes = [], [], [], 0
+
+    def _capture(self, layer: Layer, label: str, call: Call) -> None:
+        # The largest first, whose memory the others then use.
+        for size in reversed(self.sizes):
+            batch = self.buffers.load((), 0, self.each, size)
+            layer.fill(batch)
+            self._graphs[layer.name, label, size] = captured(partial(call, batch))
 
     def run(self, step: Step) -> None:
         """One step of all layers; judged where its number says so."""
@@ -323,7 +330,9 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     if not chosen.seconds > 0:
         fail("--seconds", "positive", chosen.seconds)
-    traffic, limits = (DRY_TRAFFIC, DRY) if chosen.dry else (KINDS[chosen.traffic], LIMITS)
+    traffic, limits = KINDS[chosen.traffic], LIMITS
+    if chosen.dry:
+        traffic, limits = replace(DRY_TRAFFIC, drafts=traffic.drafts, accepted=traffic.accepted), DRY
     device = torch.device("cpu" if chosen.dry else "cuda")
     all_served: list[Served] = []
     failures: list[str] = []

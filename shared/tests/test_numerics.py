@@ -75,6 +75,48 @@ def test_a_shift_of_every_element_fails_on_the_mean() -> None:
         assert_close_to_oracle(shifted, exact, plain)
 
 
+def few_large(error: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Results of which one is large, in float64 and off by so much there."""
+    exact = torch.full((8, 16), 1e-3, dtype=torch.float64)
+    exact[3, 5] = 1
+    rounded = exact.float()
+    rounded[3, 5] += error
+    return exact, rounded
+
+
+def test_the_largest_of_few_errors_is_judged_beside_that_of_more_draws() -> None:
+    exact, plain = few_large(1e-6)
+    actual = few_large(3e-6)[1]
+    # What shifts all alike shifts the means, which are not above.
+    plain[:3] += 1e-6
+    with pytest.raises(AssertionError, match=r"maximum .* ABOVE"):
+        assert_close_to_oracle(actual, exact, plain)
+    draws = iter([few_large(error) for error in (0.0, 1e-6, 2e-6, 9e-6)])
+    assert_close_to_oracle(actual, exact, plain, again=lambda: next(draws))
+    # The fourth was not asked for.
+    assert len(list(draws)) == 1
+
+
+def test_an_error_above_those_of_all_draws_fails_with_the_largest_of_them_named() -> None:
+    exact, plain = few_large(1e-6)
+    plain[:3] += 1e-6
+    draws = iter([few_large(1.2e-6)] * 17)
+    with pytest.raises(AssertionError, match=r"maximum  *2\.9..e-06  ABOVE .* 1\.1..e-06"):
+        assert_close_to_oracle(few_large(3e-6)[1], exact, plain, again=lambda: next(draws))
+    assert len(list(draws)) == 1
+
+
+def test_means_above_their_bounds_and_results_within_them_ask_for_no_draws() -> None:
+    def none() -> tuple[torch.Tensor, torch.Tensor]:
+        raise NotImplementedError
+
+    exact, plain = few_large(1e-6)
+    assert_close_to_oracle(plain, exact, plain, again=none)
+    for wrong in (plain + 3e-6, torch.full_like(plain, torch.nan)):
+        with pytest.raises(AssertionError, match=r"mean .* ABOVE"):
+            assert_close_to_oracle(wrong, exact, plain, again=none)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_one_value_that_is_not_finite_fails_and_is_named(bad: float) -> None:
     exact = torch.randn(3, 5, 7, dtype=torch.float64)

@@ -5,8 +5,8 @@ Tests are imported one by one (``--import-mode=importlib``), so that what they s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -34,11 +34,27 @@ _POOLS = {
 
 
 class Wanted(NamedTuple):
-    """A result in float64, and what one or two plain versions in the dtype under test make of it."""
+    """A result in float64, and what one or two plain versions in the dtype under test make of it.
+
+    again: makes all this anew, of inputs near these.
+    """
 
     exact: Tensor
     plain: Tensor
     other: Tensor | None = None
+    again: Callable[[], Wanted] | None = None
+
+
+def wanted_of(forms_of: Callable[..., Sequence[Sequence[Tensor]]], inputs: Sequence[Tensor | None]) -> list[Wanted]:
+    """Each result that ``forms_of`` makes of these inputs: in float64, then by one or two plain versions."""
+
+    def again(i: int) -> Wanted:
+        # Each number moved by up to a 32nd of itself: results of the same sizes, rounded elsewhere.
+        moves = [None if x is None else 1 + (torch.rand_like(x, dtype=torch.float64) - 0.5) / 16 for x in inputs]
+        near = [None if x is None else (x.double() * move).to(x.dtype) for x, move in zip(inputs, moves, strict=True)]
+        return Wanted(*[form[i] for form in forms_of(*near)])
+
+    return [Wanted(*forms, again=partial(again, i)) for i, forms in enumerate(zip(*forms_of(*inputs), strict=True))]
 
 
 class Attended(NamedTuple):
@@ -130,16 +146,23 @@ def assert_rounded(got: Tensor, wanted: Wanted, *, apart: tuple[int, ...], what:
     by element: the largest errors of two results that round in different places may well differ by more than twice.
     """
     want = wanted.exact
-    beside = wanted.plain.to(got.dtype)
-    if wanted.other is not None:
-        other = wanted.other.to(got.dtype)
-        beside = torch.where((other.double() - want).abs() > (beside.double() - want).abs(), other, beside)
+    factor = torch.ones((), dtype=want.dtype, device=want.device)
     together = [dim for dim in range(want.ndim) if dim not in apart]
     if want.numel() and torch.Size(want.shape[dim] for dim in together[:-1]).numel() >= _ENOUGH_ROWS:
         size = want.abs().amax(together, keepdim=True)
         factor = torch.exp2(-torch.where(size > 0, size, 1).log2().round().clamp(-14, 14))
-        got, want, beside = got * factor.to(got.dtype), want * factor, beside * factor.to(got.dtype)
-    assert_close_to_oracle(got, want, beside, what=what)
+
+    def scaled(wanted: Wanted) -> tuple[Tensor, Tensor]:
+        want, beside = wanted.exact, wanted.plain.to(got.dtype)
+        if wanted.other is not None:
+            other = wanted.other.to(got.dtype)
+            beside = torch.where((other.double() - want).abs() > (beside.double() - want).abs(), other, beside)
+        return want * factor, beside * factor.to(got.dtype)
+
+    again = wanted.again
+    assert_close_to_oracle(
+        got * factor.to(got.dtype), *scaled(wanted), what=what, again=again and (lambda: scaled(again()))
+    )
 
 
 class Ragged:
@@ -209,13 +232,12 @@ class Ragged:
         ]
         initial = torch.stack(states) if states else self.before[:0]
         counts = list(lengths.values())
-        pairs = zip(
-            exact(q, k, v, self.slopes, counts, initial, self.scale),
-            plain(q, k, v, self.slopes, counts, initial, self.scale, **how),
-            otherwise(q, k, v, self.slopes, counts, initial, self.scale, **how),
-            strict=True,
-        )
-        return Attended(*[Wanted(*pair) for pair in pairs])
+
+        def of(q: Tensor, k: Tensor, v: Tensor, initial: Tensor) -> list[tuple[Tensor, Tensor]]:
+            given = q, k, v, self.slopes, counts, initial, self.scale
+            return [exact(*given), plain(*given, **how), otherwise(*given, **how)]
+
+        return Attended(*wanted_of(of, [q, k, v, initial]))
 
     def check(
         self, *, out: bool = True, states: Sequence[int] | None = None,
@@ -268,6 +290,7 @@ class Tensors:
     plain = staticmethod(plain)
     otherwise = staticmethod(otherwise)
     Wanted = Wanted
+    wanted = staticmethod(wanted_of)
     assert_rounded = staticmethod(assert_rounded)
 
     def normal(self, *size: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -290,10 +313,14 @@ class Tensors:
         return out.unflatten(0, (batch, tokens)).transpose(1, 2), state
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, initial: Tensor | None = None,
-               scale: float = 1.0) -> Attended:  # fmt: skip
-        """All forms of [b, h, n, d] tensors."""
-        forms = [self.padded(q, k, v, slopes, initial, scale, form) for form in (exact, plain, otherwise)]
-        return Attended(*[Wanted(*pair) for pair in zip(*forms, strict=True)])
+               scale: float = 1.0, **how: Any) -> Attended:  # fmt: skip
+        """All forms of [b, h, n, d] tensors; ``how`` as for :func:`plain`."""
+        forms = exact, partial(plain, **how), partial(otherwise, **how)
+
+        def of(q: Tensor, k: Tensor, v: Tensor, initial: Tensor | None) -> list[tuple[Tensor, Tensor]]:
+            return [self.padded(q, k, v, slopes, initial, scale, form) for form in forms]
+
+        return Attended(*wanted_of(of, [q, k, v, initial]))
 
     def check_powers(self, attention: Any, gradients: Any, size: int, tokens: int, powers: Sequence[int]) -> None:
         """In float16, the powers of two that the inputs of :class:`Kernels`' functions are multiplied by are those that

@@ -624,7 +624,7 @@ def test_decays_that_are_none_harm_no_other_head_and_one_below_0_or_nan_counts_a
     batch.slopes[1] = 0
     judged = [0, 2, 3] if bad == math.inf else slice(None)
     wanted = batch.attend({0: 70, 1: 1}).out
-    tensors.assert_rounded(batch.out.tensor[:, judged], tensors.Wanted(*(x[:, judged] for x in wanted)), apart=(1,))
+    tensors.assert_rounded(batch.out.tensor[:, judged], tensors.Wanted(*(x[:, judged] for x in wanted[:3])), apart=(1,))
 
 
 # What a call writes must be memory that nothing else has. By function: the tensor written, and one that shares its.

@@ -660,7 +660,7 @@ def test_autograd_passes_every_argument_on_to_the_kernels(tensors, carried: bool
     given = [q, k, v, *([history] if carried else [])]
     d_out, d_kv = torch.randn_like(v), tensors.normal(1, 2, 16, 32)
 
-    def gradients(given: list[Tensor], form: Any) -> tuple[Tensor, ...]:
+    def gradients(given: Sequence[Tensor], form: Any) -> tuple[Tensor, ...]:
         own = [x.detach().clone().requires_grad_() for x in given]
         history = own[3] if carried else None
         if form is None:
@@ -670,10 +670,12 @@ def test_autograd_passes_every_argument_on_to_the_kernels(tensors, carried: bool
             out, kv = tensors.padded(*own[:3], slopes, history, 0.7, form)
         return torch.autograd.grad([out, kv], own, [d_out.to(out.dtype), d_kv.to(kv.dtype)])
 
-    wanted = gradients([x.double() for x in given], tensors.exact)
-    beside = [gradients(given, form) for form in (tensors.plain, tensors.otherwise)]
-    for one, *forms in zip(gradients(given, None), wanted, *beside, strict=True):
-        tensors.assert_rounded(one, tensors.Wanted(*forms), apart=(0, 1))
+    def forms_of(*given: Tensor) -> list[tuple[Tensor, ...]]:
+        plains = [gradients(given, form) for form in (tensors.plain, tensors.otherwise)]
+        return [gradients([x.double() for x in given], tensors.exact), *plains]
+
+    for one, wanted in zip(gradients(given, None), tensors.wanted(forms_of, given), strict=True):
+        tensors.assert_rounded(one, wanted, apart=(0, 1))
 
 
 @pytest.mark.usefixtures("by_kernels")

@@ -7,6 +7,7 @@ Interpreted, a case has few programs; the kernel for sm_90 runs on a GPU alone.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -218,25 +219,28 @@ def check_gradients(tensors, kernels, plan, leaves, slopes, d_state, scale, d_ou
     d_out = torch.randn_like(leaves[2]) if d_out is None else d_out
     got = kernels.gradients(plan, *leaves[:3], slopes, history, d_out, d_state, scale)
 
-    def by_autograd(leaves: list[torch.Tensor], form: Any) -> tuple[torch.Tensor, ...]:
+    def by_autograd(leaves: Sequence[torch.Tensor], form: Any) -> tuple[torch.Tensor, ...]:
         leaves = [leaf.detach().clone().requires_grad_() for leaf in leaves]
         out, state = tensors.padded(*leaves[:3], slopes, leaves[3] if len(leaves) > 3 else None, scale, form)
         results = [out] if d_state is None else [out, state]
         cotangents = [one.to(result.dtype) for one, result in zip((d_out, d_state), results, strict=False)]
         return torch.autograd.grad(results, leaves, cotangents)
 
-    wanted = by_autograd([leaf.double() for leaf in leaves], tensors.exact)
-    compared = [by_autograd(leaves, partial(form, **beside(plan))) for form in (tensors.plain, tensors.otherwise)]
-    for name, one, *forms in zip(("dq", "dk", "dv", "d_history"), got, wanted, *compared, strict=False):
-        tensors.assert_rounded(one, tensors.Wanted(*forms), apart=(0, 1), what=name)
+    def forms_of(*leaves: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+        plains = [by_autograd(leaves, partial(form, **beside(plan))) for form in (tensors.plain, tensors.otherwise)]
+        return [by_autograd([leaf.double() for leaf in leaves], tensors.exact), *plains]
+
+    for name, one, wanted in zip(
+        ("dq", "dk", "dv", "d_history"), got, tensors.wanted(forms_of, leaves), strict=False
+    ):  # fmt: skip
+        tensors.assert_rounded(one, wanted, apart=(0, 1), what=name)
 
 
 def check_attention(tensors, kernels, plan, leaves, slopes, history, scale) -> None:
-    forms = tensors.exact, *(partial(form, **beside(plan)) for form in (tensors.plain, tensors.otherwise))
-    compared = [tensors.padded(*leaves, slopes, history, scale, form) for form in forms]
+    wanted = tensors.attend(*leaves, slopes, history, scale, **beside(plan))
     got = kernels.attention(plan, *leaves, slopes, history, scale)
-    for name, one, *wanted in zip(("out", "the state"), got, *compared, strict=True):
-        tensors.assert_rounded(one, tensors.Wanted(*wanted), apart=(0, 1), what=name)
+    for name, one, forms in zip(("out", "the state"), got, wanted, strict=True):
+        tensors.assert_rounded(one, forms, apart=(0, 1), what=name)
 
 
 def check_dense(tensors, kernels, plan, batch, heads, tokens, sizes, dtype, carried=True, scale=0.7) -> None:

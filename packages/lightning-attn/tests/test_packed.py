@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -53,10 +54,16 @@ class Batch:
 
     def states(self, tensors: Any, **how: Any) -> Any:
         """The states after the sequences: in float64, and by two plain versions."""
-        given = (*self.of_sequences(), self.slopes, self.lengths, self.initial)
-        return tensors.Wanted(
-            tensors.exact(*given)[1], tensors.plain(*given, **how)[1], tensors.otherwise(*given, **how)[1]
-        )
+        return self.wanted(tensors, 1.0, **how)[1]
+
+    def wanted(self, tensors: Any, scale: float, **how: Any) -> Any:
+        """Outputs and states: in float64, and by two plain versions."""
+
+        def forms_of(q: Tensor, k: Tensor, v: Tensor, initial: Tensor | None) -> list[tuple[Tensor, Tensor]]:
+            forms = (tensors.exact, partial(tensors.plain, **how), partial(tensors.otherwise, **how))
+            return [form(q, k, v, self.slopes, self.lengths, initial, scale) for form in forms]
+
+        return tensors.wanted(forms_of, [*self.of_sequences(), self.initial])
 
 
 def guarded(batch: Batch, tensors: Any) -> Any:
@@ -203,9 +210,7 @@ def wanted_gradients(tensors: Any, batch: Batch, scale: float, form: Any, dtype:
 
 
 def check_packed(tensors: Any, batch: Batch, scale: float, out: Tensor, final: Tensor) -> None:
-    given = (*batch.of_sequences(), batch.slopes, batch.lengths, batch.initial, scale)
-    pairs = zip(tensors.exact(*given), tensors.plain(*given), tensors.otherwise(*given), strict=True)
-    wanted_out, wanted_final = (tensors.Wanted(*pair) for pair in pairs)
+    wanted_out, wanted_final = batch.wanted(tensors, scale)
     tensors.assert_rounded(out[: batch.rows], wanted_out, apart=(1,), what="out")
     assert not bool(out[batch.rows :].any())
     tensors.assert_rounded(final, wanted_final, apart=(0, 1), what="final_state")

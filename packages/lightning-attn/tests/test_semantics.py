@@ -799,12 +799,21 @@ def gradients(tensors, leaves, slopes, d_out, d_kv, form):
     return [torch.zeros_like(leaf) if one is None else one for leaf, one in zip(leaves, found, strict=True)]
 
 
+def wanted_gradients(tensors, leaves, slopes, d_out, d_kv):
+    """Of each leaf, beside those of the plain versions."""
+
+    def forms_of(*leaves):
+        plains = [gradients(tensors, leaves, slopes, d_out, d_kv, form) for form in (tensors.plain, tensors.otherwise)]
+        return [gradients(tensors, [x.double() for x in leaves], slopes, d_out, d_kv, tensors.exact), *plains]
+
+    return tensors.wanted(forms_of, leaves)
+
+
 def check_gradients(tensors, leaves, slopes, d_out, d_kv) -> None:
     got = gradients(tensors, leaves, slopes, d_out, d_kv, None)
-    wanted = gradients(tensors, [x.double() for x in leaves], slopes, d_out, d_kv, tensors.exact)
-    beside = [gradients(tensors, leaves, slopes, d_out, d_kv, form) for form in (tensors.plain, tensors.otherwise)]
-    for name, one, *forms in zip(("dq", "dk", "dv", "d_history"), got, wanted, *beside, strict=False):
-        tensors.assert_rounded(one, tensors.Wanted(*forms), apart=(0, 1), what=name)
+    wanted = wanted_gradients(tensors, leaves, slopes, d_out, d_kv)
+    for name, one, forms in zip(("dq", "dk", "dv", "d_history"), got, wanted, strict=False):
+        tensors.assert_rounded(one, forms, apart=(0, 1), what=name)
 
 
 def leaves_and_cotangents(tensors, batch, heads, tokens, sizes, dtype, *, carried=True):
@@ -859,29 +868,27 @@ def test_gradients_may_arrive_with_any_strides_expanded_ones_too(tensors, dtype)
 
 def test_gradients_of_strided_and_expanded_inputs(tensors) -> None:
     leaves, slopes, d_out, d_kv = leaves_and_cotangents(tensors, 2, 4, 70, (32, 48), BF16)
-    wanted = gradients(tensors, [x.double() for x in leaves], slopes, d_out, d_kv, tensors.exact)
-    beside = [gradients(tensors, leaves, slopes, d_out, d_kv, form) for form in (tensors.plain, tensors.otherwise)]
+    wanted = wanted_gradients(tensors, leaves, slopes, d_out, d_kv)
     for turn in range(4):
         strided = [x.requires_grad_() for x in in_turn(leaves, turn)]
         out, kv = lightning_attention(*strided[:3], slopes, kv_history=strided[3])
         got = torch.autograd.grad([out, kv], strided, [d_out, d_kv[:, :, None]])
-        for one, leaf, *forms in zip(got, strided, wanted, *beside, strict=True):
+        for one, leaf, forms in zip(got, strided, wanted, strict=True):
             assert one.shape == leaf.shape
-            tensors.assert_rounded(one, tensors.Wanted(*forms), apart=(0, 1))
+            tensors.assert_rounded(one, forms, apart=(0, 1))
 
 
 @pytest.mark.parametrize("place", range(4), ids=["q", "k", "v", "kv_history"])
 def test_a_gradient_is_made_where_one_is_asked_for(tensors, place) -> None:
     leaves, slopes, d_out, d_kv = leaves_and_cotangents(tensors, 1, 4, 70, (32, 48), BF16)
-    wanted = gradients(tensors, [x.double() for x in leaves], slopes, d_out, d_kv, tensors.exact)
-    beside = [gradients(tensors, leaves, slopes, d_out, d_kv, form) for form in (tensors.plain, tensors.otherwise)]
+    wanted = wanted_gradients(tensors, [*leaves], slopes, d_out, d_kv)
     leaves[place].requires_grad_()
     out, kv = lightning_attention(*leaves[:3], slopes, kv_history=leaves[3])
     torch.autograd.backward([out, kv], [d_out, d_kv[:, :, None]])
     assert [leaf.grad is not None for leaf in leaves] == [i == place for i in range(4)]
     got = leaves[place].grad
     assert got.dtype == leaves[place].dtype
-    tensors.assert_rounded(got, tensors.Wanted(wanted[place], *[of_all[place] for of_all in beside]), apart=(0, 1))
+    tensors.assert_rounded(got, wanted[place], apart=(0, 1))
 
 
 def test_results_with_gradients_are_those_without_bit_for_bit(tensors) -> None:

@@ -9,6 +9,7 @@ truncated ones do.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +29,8 @@ _ROWS_OF_A_LEAN = 16
 # Truncation leans by half a unit in the last place, a result rounded to nearest by none: a bound half-way between.
 _LEAN = 0.25
 _SIGMAS = 6
+# A maximum of so many draws is no longer luck.
+_DRAWS = 16
 
 
 @dataclass(frozen=True)
@@ -79,8 +82,9 @@ def measure(actual: torch.Tensor, oracle: torch.Tensor) -> ErrorReport:
 
 
 def assert_close_to_oracle(
-    actual: torch.Tensor, oracle64: torch.Tensor, same_dtype_baseline: torch.Tensor, *, what: str = "the result"
-) -> ErrorReport:
+    actual: torch.Tensor, oracle64: torch.Tensor, same_dtype_baseline: torch.Tensor, *, what: str = "the result",
+    again: Callable[[], tuple[torch.Tensor, torch.Tensor]] | None = None,
+) -> ErrorReport:  # fmt: skip
     """Raise AssertionError unless each error of ``actual`` is at most twice the baseline's plus one rounding.
 
     actual: what the kernel returned, of any float dtype. oracle64: the exact result in float64. same_dtype_baseline: a
@@ -95,6 +99,11 @@ def assert_close_to_oracle(
     plus six times what chance makes of it, which is estimated from how rows, heads and so on differ. It is judged in
     dtypes of 16 bits or fewer, where arithmetic is finer than the result, of results of at least 16 rows, where the
     baseline's errors are those of its last rounding, and by the elements that are not small beside their row.
+
+    again: makes the oracle's and the baseline's results of other inputs like the test's own, say each number moved by
+    a few hundredths of itself, anew at every call. The largest error of few numbers, or of few large ones, is luck, and
+    twice the baseline's may be less than the kernel's however alike they are: where the maximum or the worst row alone
+    is above its bound, the baseline's is the largest of as many draws as it takes, at most 16 more.
 
     NaN never passes. The message gives the figures and where the worst are. Returns the kernel's errors.
 
@@ -132,6 +141,8 @@ def assert_close_to_oracle(
         for name, error, baseline, magnitude, where in figures
     ]
     judged += _lean(actual, oracle64, same_dtype_baseline)
+    if again is not None:
+        judged = _redrawn(judged, again)
     _assert_within(judged, actual, what)
     return kernel
 
@@ -150,6 +161,22 @@ def assert_no_lean(
 
 # Name, error, bound, the baseline's error, where or which way.
 _Judged = tuple[str, float, float, float, str]
+
+
+def _redrawn(judged: list[_Judged], again: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> list[_Judged]:
+    """The baseline's maximum and worst row of several draws, if these alone are above their bounds."""
+    for _ in range(_DRAWS):
+        above = {name for name, error, bound, *_ in judged if not error <= bound}
+        if not above or above - {"maximum", "worst row"}:
+            break
+        oracle, baseline = again()
+        drawn = measure(baseline, oracle)
+        largest = {"maximum": drawn.maximum, "worst row": drawn.worst_row}
+        judged = [
+            (name, error, bound + 2 * max(largest.get(name, 0.0) - plain, 0), max(largest.get(name, 0.0), plain), where)
+            for name, error, bound, plain, where in judged
+        ]
+    return judged
 
 
 def _lean(actual: torch.Tensor, oracle: torch.Tensor, baseline: torch.Tensor) -> list[_Judged]:

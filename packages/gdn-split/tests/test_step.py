@@ -16,6 +16,7 @@ from gdn_split import step_arguments
 from gdn_split.plan import DeviceLimits, GroupShape, StepPlan, plan_step
 from gdn_split.tensors import Commit, Step
 from kernel_reference import gated_delta
+from kernel_reference.integers import power_of_two_at_least
 
 GPU = DeviceLimits(132, 232448, 8, dependent_launch=False)
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -163,10 +164,24 @@ def test_a_step_gives_the_outputs_and_states_of_the_definition(device: torch.dev
     compare(CASES[name], device)
 
 
+@pytest.mark.parametrize("name", ["VK", "states in bfloat16", "two tokens in float16", "four tokens", "six tokens"])
+def test_a_state_written_before_the_outputs_are_normed_is_the_same(device: torch.device, name: str) -> None:
+    layer = {
+        "VK": Layer(SMALL, state_layout="VK", sequences=2, padded=(1,)),
+        "states in bfloat16": Layer(GroupShape(1, 3, 24, 20), state="bfloat16"),
+        "two tokens in float16": Layer(SMALL, state_layout="VK", state="float16", tokens=2, sequences=1, bias=True),
+        "four tokens": Layer(SMALL, tokens=4, sequences=1, norm=False),
+        "six tokens": Layer(GroupShape(1, 2, 16, 16), tokens=6, sequences=1),
+    }[name]
+    plan = StepPlan(power_of_two_at_least(layer.shape.head_v), 8, 4, early=True)
+    compare(layer, device, plan)
+
+
 def test_a_head_taken_in_slices_is_normed_as_a_whole(device: torch.device) -> None:
     layer = Layer(GroupShape(1, 2, 16, 40), tokens=2, sequences=2)
     compare(layer, device, StepPlan(16, 8, 4))
     compare(replace(layer, state_layout="VK", norm=False), device, StepPlan(16, 16, 4))
+    compare(replace(layer, tokens=1, qk_norm=False, scale=0.05), device, StepPlan(16, 8, 4, early=True))
 
 
 def drafts_of(layer: Layer, given: dict[str, Any], first: int) -> tuple[Layer, dict[str, Any]]:
@@ -336,6 +351,23 @@ def test_what_is_fetched_ahead_changes_no_bit(device: torch.device, state: str) 
         found.append((out, used["conv_state"], used["state_pool"]))
     for other in found[1:]:
         assert all(torch.equal(one, another) for one, another in zip(found[0], other, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("state", ["float32", "bfloat16"])
+@pytest.mark.parametrize("state_layout", gated_delta.STATE_LAYOUTS)
+@pytest.mark.parametrize("tokens", [1, 2, 4])
+def test_states_written_early_are_those_of_the_definition_in_bulk(
+    device: torch.device, state: str, state_layout: str, tokens: int
+) -> None:
+    layer = Layer(
+        GroupShape(16, 32, 128, 128), tokens=tokens, state=state, state_layout=state_layout, scale=128**-0.5
+    )  # fmt: skip
+    waits = not torch.version.hip and torch.cuda.get_device_capability() >= (9, 0)
+    plan = StepPlan(128, 128 // FLOATS[state].itemsize if state_layout == "VK" else 16, 8, 128, waits, early=True)
+    for sequences in (1, 5, 40 // tokens):
+        compare(replace(layer, sequences=sequences, padded=tuple(range(3, sequences, 7))), device, plan)
+    compare(replace(layer, sequences=20 // tokens), device, replace(plan, max_registers=80))
 
 
 @pytest.mark.gpu

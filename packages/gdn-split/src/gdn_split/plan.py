@@ -243,6 +243,8 @@ class StepPlan(Plan):
     ``run``: elements of the state's inner dimension that a row of threads reads at a time. ``max_registers``: of a
     thread; 0 leaves them to the compiler. ``ahead``: a program fetches what the program that many behind it needs into
     the L2 cache (NVIDIA from sm_90 on, states that are one piece of memory each); 0: nothing.
+    ``early``: the state is written before the outputs are normed, and of one or two tokens k and q read it together,
+    before it changes. No plan of ours does so yet: it has not run on a GPU.
     """
 
     block_v: int
@@ -251,6 +253,7 @@ class StepPlan(Plan):
     max_registers: int = 0
     dependent_launch: bool = False
     ahead: int = 0
+    early: bool = False
 
     def covers(self, problem: StepProblem) -> bool:
         """Whether its programs reach every column, in steps that a kernel can take."""

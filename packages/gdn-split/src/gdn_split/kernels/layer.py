@@ -16,7 +16,8 @@ class Step(NamedTuple):
 
     K_INNER: whether Dk, and not Dv, is the state's inner dimension. RUN, LANES: how a tile is cut, see below. GROUP: QK
     heads whose inputs one program keeps. CHUNK: tokens whose inputs are loaded together. AHEAD: how many programs later
-    what a program fetches into the L2 cache is used; 0: it fetches nothing.
+    what a program fetches into the L2 cache is used; 0: it fetches nothing. EARLY: whether the state is
+    written before the outputs are normed.
     """
 
     BLOCK_K: int
@@ -31,6 +32,7 @@ class Step(NamedTuple):
     GROUP: int
     CHUNK: int
     AHEAD: int
+    EARLY: bool
 
 
 class StepStrides(NamedTuple):
@@ -318,15 +320,39 @@ def normed(b_qk, scale, step: tl.constexpr):
 
 
 @triton.jit
-def delta_step(b_S, token, step: tl.constexpr, HAS_OUT: tl.constexpr):
-    """The state after a token, and what q reads of it."""
+def again(b_S, zero):
+    """The state: if of 16 bits, as the compiler does not know it, which would keep it in float32 rather than convert it
+    twice. zero: 0, which it does not know either, or None.
+    """
+    if zero is not None and b_S.dtype.primitive_bitwidth == 16:
+        bits = b_S.to(tl.int16, bitcast=True)
+        bits = tl.inline_asm_elementwise(
+            "xor.b32 $0, $1, $2;", "=r,r,r", [bits, zero.to(tl.int16)], dtype=tl.int16, is_pure=True, pack=2,
+        )  # fmt: skip
+        b_S = bits.to(b_S.dtype, bitcast=True)
+    return b_S
+
+
+@triton.jit
+def delta_step(b_S, token, step: tl.constexpr, HAS_OUT: tl.constexpr, TOGETHER: tl.constexpr, zero=None):
+    """The state after a token, and what q reads of it. TOGETHER: k and q read the state before it."""
     b_k = along_k(token.k, step)
-    b_S *= token.decay
-    b_u = token.beta * (as_values(token.v, step) - sum_over_k(b_S * b_k, step))
-    b_S += b_k * along_v(b_u, step)
-    b_o = b_u
-    if HAS_OUT:
-        b_o = sum_over_k(b_S * along_k(token.q, step), step)
+    b_v = as_values(token.v, step)
+    if HAS_OUT and TOGETHER:
+        b_q = along_k(token.q, step)
+        b_old = b_S.to(tl.float32)
+        b_of_k = sum_over_k(b_old * b_k, step)
+        b_of_q = sum_over_k(b_old * b_q, step)
+        b_u = token.beta * (b_v - token.decay * b_of_k)
+        b_S = again(b_S, zero).to(tl.float32) * token.decay + b_k * along_v(b_u, step)
+        b_o = token.decay * b_of_q + b_u * sum_over_k(b_k * b_q, step)
+    else:
+        b_S *= token.decay
+        b_u = token.beta * (b_v - sum_over_k(b_S * b_k, step))
+        b_S += b_k * along_v(b_u, step)
+        b_o = b_u
+        if HAS_OUT:
+            b_o = sum_over_k(b_S * along_k(token.q, step), step)
     return b_S, b_o
 
 

@@ -51,6 +51,17 @@ def norm_of_slices(out, p_z, s_z, p_norm, tokens, eps, sizes: tl.constexpr):
 
 
 @triton.jit
+def store_output(out, b_o, b_gate, i_t, o_v, m_o, eps, NORM: tl.constexpr, sizes: tl.constexpr, step: tl.constexpr):
+    """A token's output, or what :func:`norm_of_slices` makes one of."""
+    if NORM and sizes.HV > step.BLOCK_V:
+        tl.store(out.p_raw + i_t * out.s_raw + o_v, b_o, mask=m_o)
+    else:
+        if NORM:
+            b_o = gated(b_o, as_values(b_gate, step), eps, sizes)
+        tl.store(out.p + i_t * out.stride + o_v, b_o.to(out.p.dtype.element_ty), mask=m_o)
+
+
+@triton.jit
 def store_nothing(p_out, s_out, TOKENS: tl.constexpr, sizes: tl.constexpr):
     """The outputs of padding: zeros."""
     BLOCK: tl.constexpr = sizes.BLOCK_V
@@ -252,6 +263,10 @@ def advance(
     SLICES: tl.constexpr = (HV + BLOCK_V - 1) // BLOCK_V
     # Whether each chunk is of as many tokens as it has places.
     EVEN: tl.constexpr = TOKENS % CHUNK == 0 and p_accepted is None
+    EARLY: tl.constexpr = step.EARLY and TOKENS <= CHUNK and p_out is not None
+    # Registers hold k and q of two tokens; of one, the state as it was read.
+    TOGETHER: tl.constexpr = EARLY and CHUNK < 3
+    PACKED: tl.constexpr = EARLY and TOKENS == 1
     wait_for_inputs(DEPENDENT)
     # Behind the programs of heads those that keep the inputs of q and k, which several heads read.
     UPDATERS: tl.constexpr = (NQK + step.GROUP - 1) // step.GROUP
@@ -314,13 +329,21 @@ def advance(
             b_S = load_state(p_tile, m_tile, sizes, step)
             if step.AHEAD:
                 fetch_ahead(p_qkvz, p_conv, p_pool, later, strides, sizes, conv, step)
-            b_S = b_S.to(tl.float32)
+            if not PACKED:
+                b_S = b_S.to(tl.float32)
+            zero = None
+            if PACKED and DEPENDENT:
+                zero = path_length >> 31
             # Always so, which the compiler does not know: it would save registers by computing, and so waiting, before
             # it loads the state.
             if sequences > 0:
+                p_raws = p_raw
+                if p_norm is not None and SLICES > 1:
+                    p_raws += (i_n * TOKENS * (NQK * R) + head) * HV
                 p_rows = p_out
                 if p_out is not None:
                     p_rows += i_n * TOKENS * strides.out + head * strides.out_head
+                out = Out(p_rows, strides.out, p_raws, NQK * R * HV)
                 for first in range(0, tokens, CHUNK):
                     # What all tokens bring is made before the first goes through the state.
                     qk = ()
@@ -348,7 +371,13 @@ def advance(
                             tl.debug_barrier()
                             if i == SLICES - 1:
                                 if R > 1:
-                                    tl.atomic_add(p_arrived + slot * UPDATERS + i_g // step.GROUP, 1, sem="release")
+                                    p_count = p_arrived + slot * UPDATERS + i_g // step.GROUP
+                                    # What q and k were normed by was summed behind a barrier, and so has been read:
+                                    # no need to wait for all that is under way.
+                                    if step.EARLY and step.QK_NORM:
+                                        tl.atomic_add(p_count, 1, sem="relaxed")
+                                    else:
+                                        tl.atomic_add(p_count, 1, sem="release")
                                 else:
                                     store_taps(qk_taps, p_slot, o_qk, m_qk, conv)
                             store_taps(vz_taps, p_slot, o_vz, m_v, conv)
@@ -357,24 +386,29 @@ def advance(
                         x_qk = load_rows(p_x, p_path, first + CHUNK, tokens, c_qk, m_qk, strides.qkvz, conv, step)
                         x_vz = load_rows(p_x, p_path, first + CHUNK, tokens, c_vz, m_vz, strides.qkvz, conv, step)
                         b, a = load_gates(p_ba, p_path, first + CHUNK, tokens, c_b, c_a, strides.ba, conv, step)
+                    outs = ()
                     for j in tl.static_range(CHUNK):
                         b_q, b_k = halves(qk[j])
                         b_v, b_gate = halves(vz[j])
                         token = Token(b_q, b_k, b_v, decays[j], betas[j])
-                        b_S, b_o = delta_step(b_S, token, step, p_out is not None)
-                        if p_out is not None:
-                            m_o = o_v < HV
-                            if not EVEN:
-                                m_o = m_o & (first + j < tokens)
+                        b_next, b_o = delta_step(b_S, token, step, p_out is not None, TOGETHER, zero)
+                        if not PACKED:
+                            b_S = b_next
+                        if p_out is not None and not EARLY:
                             i_t = row_of_token(p_path, first + j, tokens, TOKENS)
-                            if p_norm is not None and SLICES > 1:
-                                p_head = p_raw + ((i_n * TOKENS + i_t) * (NQK * R) + head) * HV
-                                tl.store(p_head + o_v, b_o, mask=m_o)
-                            else:
-                                if p_norm is not None:
-                                    b_o = gated(b_o, as_values(b_gate, step), eps, sizes)
-                                tl.store(p_rows + i_t * strides.out + o_v, b_o.to(p_out.dtype.element_ty), mask=m_o)
-                if step.WRITES:
+                            m_o = (o_v < HV) & (EVEN or first + j < tokens)
+                            store_output(out, b_o, b_gate, i_t, o_v, m_o, eps, p_norm is not None, sizes, step)
+                        outs = outs + ((b_o, b_gate),)
+                    if EARLY:
+                        # Norms wait for all threads; stores, begun before them, for none.
+                        if step.WRITES:
+                            store_state(p_tile, m_tile, b_next, sizes, step)
+                        for j in tl.static_range(CHUNK):
+                            b_o, b_gate = outs[j]
+                            i_t = row_of_token(p_path, first + j, tokens, TOKENS)
+                            m_o = (o_v < HV) & (EVEN or first + j < tokens)
+                            store_output(out, b_o, b_gate, i_t, o_v, m_o, eps, p_norm is not None, sizes, step)
+                if step.WRITES and not EARLY:
                     store_state(p_tile, m_tile, b_S, sizes, step)
         if p_norm is not None and SLICES > 1:
             p_out += i_n * TOKENS * strides.out + head * strides.out_head

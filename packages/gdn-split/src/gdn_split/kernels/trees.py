@@ -118,7 +118,7 @@ def verify_tree(
                         w_v = load_filter(p_weight, p_bias, o_vz, m_v, conv, 2 * BLOCK_V)
                         b_q, b_k = halves(normed(activated(convolved(qk_taps, w_qk, conv), conv), scale, step))
                         b_v, b_gate = halves(values_and_gates(vz_taps, w_v, b_norm, m_v, conv, BLOCK_V))
-                        b_S, b_o = delta_step(b_S, Token(b_q, b_k, b_v, decay, beta), step, True)
+                        b_S, b_o = delta_step(b_S, Token(b_q, b_k, b_v, decay, beta), step, True, False)
                         if ((fresh >> i_t) & 1) == 1:
                             if p_norm is not None and SLICES > 1:
                                 p_head = p_raw + ((i_n * TOKENS + i_t) * (NQK * R) + head) * HV

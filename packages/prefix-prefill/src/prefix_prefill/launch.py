@@ -285,9 +285,9 @@ def _hopper(problem: Problem, plan: PrefillPlan, forms: PrefillTensors, device: 
     if k_tail or v_tail:
         boxes += _boxes(problem, forms, box, k_tiles[-1], v_tiles[-1])
     (k_scaled, s_k_scale), (v_scaled, s_v_scale) = _scaling(forms.k_scale), _scaling(forms.v_scale)
-    strides = hopper.Strides(
-        s_k_scale[2], s_v_scale[2], s_k_scale[:2], s_v_scale[:2], forms.q.stride(), forms.out.stride()
-    )
+    # None for 1, which Triton 3.6 forgets in partitions, where it would load and store number by number.
+    of_rows = [(*x.stride()[:2], None if x.stride()[2] == 1 else x.stride()[2]) for x in (forms.q, forms.out)]
+    strides = hopper.Strides(s_k_scale[2], s_v_scale[2], s_k_scale[:2], s_v_scale[:2], *of_rows)
     scores = hopper.Scores(problem.softmax_scale, problem.softcap)
     numbers = hopper.Numbers(problem.k_scale, problem.v_scale, problem.out_scale, strides)
     config = hopper.Config(

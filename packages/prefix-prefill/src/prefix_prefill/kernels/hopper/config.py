@@ -75,15 +75,15 @@ def column_of(tiles, i):
 
 class Strides(NamedTuple):
     """Of scales by kv head, and where there is one for each token by (page, token) too; of q and out by (token, head,
-    element).
+    element), the last one None where it is 1.
     """
 
     k_scale: int
     v_scale: int
     k_tokens: tuple[int, ...]
     v_tokens: tuple[int, ...]
-    q: tuple[int, ...]
-    out: tuple[int, ...]
+    q: tuple[int | None, ...]
+    out: tuple[int | None, ...]
 
 
 class Pointers(NamedTuple):

@@ -140,12 +140,13 @@ def attend(
             (schedule, (table, num_splits, batch, p_parts[2], C)),
         ], [1, 1, 1], [80, 80, 80])  # fmt: skip
     else:
-        # What these leave, the first consumer has.
-        LOADING: gl.constexpr = 48 if C.GROUPS == C.CONSUMERS else 40
+        # What these leave, the first consumer has. With fewer than 56 the scheduler's warp spills what it looks up.
+        LOADING: gl.constexpr = 56 if C.GROUPS == C.CONSUMERS else 40
+        SECOND: gl.constexpr = 224 if C.GROUPS == C.CONSUMERS else 232
         gl.warp_specialize([
             (consume, (pointers, memory, k, v, 0, True, table, scores, numbers, sizes, C)),
             (consume, (pointers, memory, k, v, second, False, table, scores, numbers, sizes, C)),
             (load_keys, (d_k_cached, d_k_new, p_table, k, k, table, sizes, batch, C)),
             (load_values, (d_v_cached, d_v_new, p_table, v, v, table, sizes, batch, C)),
             (schedule, (table, num_splits, batch, p_parts[2], C)),
-        ], [4, 1, 1, 1], [232, LOADING, LOADING, LOADING])  # fmt: skip
+        ], [4, 1, 1, 1], [SECOND, LOADING, LOADING, LOADING])  # fmt: skip

@@ -59,5 +59,8 @@ def scale_all(accs, factor, V):
 
 @gluon.jit
 def pointers_to(p, row, o_h, o_d, s):
-    """Rows of heads [ROWS, TILE], by strides of (token, head, element)."""
-    return p + (row.to(gl.int64) * s[0] + o_h.to(gl.int64) * s[1])[:, None] + o_d.to(gl.int64)[None, :] * s[2]
+    """Rows of heads [ROWS, TILE], by strides of (token, head, element), the last one None where it is 1."""
+    o_d = o_d.to(gl.int64)[None, :]
+    if s[2] is not None:
+        o_d = o_d * s[2]
+    return p + (row.to(gl.int64) * s[0] + o_h.to(gl.int64) * s[1])[:, None] + o_d

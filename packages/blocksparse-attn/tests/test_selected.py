@@ -188,6 +188,11 @@ def test_a_call_matches_the_oracle_whatever_runs_it(device, options) -> None:
     assert_bitwise_equal(batch.out.tensor, got.out)
 
 
+def test_the_one_sequence_with_a_token_is_found_among_many(device, run) -> None:
+    """Segments are looked at 256 at a time."""
+    run(Batch(device, [(0, 0)] * 270 + [(20, 1)], heads=(1, 1), topk=2), plan(splits=2))
+
+
 def test_the_order_of_a_list_and_nothing_in_it_change_no_result(device) -> None:
     batch = Batch(device, LENGTHS)
     before = batch.call()

@@ -262,12 +262,14 @@ def _new(size: tuple[int, ...], device: torch.device) -> Callable[[], Tensor]:
     return allocator(torch.empty(size, dtype=torch.float32, device=device))
 
 
-def merge_config(kind: int, heads: int, head_dim_v: int, s_element: int) -> merge.MergeConfig:
+def merge_config(
+    kind: int, heads: int, head_dim_v: int, s_element: int, *, dependent: bool = False
+) -> merge.MergeConfig:
     """What the merge kernel is compiled for; ``s_element``: the stride of a head's elements in out."""
     block_dv = max(16, power_of_two_at_least(head_dim_v))
     return merge.MergeConfig(
         KIND=kind, H=heads, DV=head_dim_v, BLOCK_DV=block_dv, TOGETHER=min(16, max(1, _MERGED_NUMBERS // block_dv)),
-        WIDE=(head_dim_v - 1) * s_element >= 2**31,
+        WIDE=(head_dim_v - 1) * s_element >= 2**31, DEPENDENT=dependent,
     )  # fmt: skip
 
 

@@ -11,7 +11,10 @@ from blocksparse_attn.kernels.tiles import locate_row, split_row, wide
 
 
 class MergeConfig(NamedTuple):
-    """What ``merge`` is compiled for. TOGETHER: splits that are loaded at once."""
+    """What ``merge`` is compiled for.
+
+    TOGETHER: splits that are loaded at once. DEPENDENT: it may start before the kernel ahead of it has ended.
+    """
 
     KIND: int
     H: int
@@ -19,6 +22,7 @@ class MergeConfig(NamedTuple):
     BLOCK_DV: int
     TOGETHER: int
     WIDE: bool
+    DEPENDENT: bool
 
 
 @triton.jit(
@@ -42,6 +46,9 @@ def merge(
     pid = tl.program_id(0).to(tl.int64)
     i_h = pid % H
     begin, has_tile = locate_row(batch, pid // H, tokens, slack, config.KIND)
+    if config.DEPENDENT:
+        # In every program: were all to end before it, the next kernel could start before the one ahead has ended.
+        tl.extra.cuda.gdc_wait()
     if has_tile:
         row = pid // H + tl.arange(0, 1)
         m_row = row >= 0

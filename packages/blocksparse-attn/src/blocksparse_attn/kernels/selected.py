@@ -16,7 +16,7 @@ from blocksparse_attn.kernels.tiles import (
     PAGED,
     keys_of_sequence,
     load_tile,
-    locate,
+    locate_at_once,
     part_of,
     share,
     slot_of,
@@ -29,9 +29,10 @@ class SelectedConfig(NamedTuple):
 
     BLOCK: tokens of a block; PIECE: of these, in a tile. TOPK_P: entries of a list, rounded up to a power of two.
     TOKENS: of a tile. IS_FP8: the cache holds e4m3. K_SCALES and V_SCALES: 0, 1 or as many as kv heads. ONE_PAGE: a
-    tile of keys lies within one page, which is looked up once for all of it. NEIGHBOURS: 0, or tokens whose lists
-    have been united: where they make MOST_UNITED blocks or fewer, those tokens are for the kernel with TOKENS of
-    NEIGHBOURS, otherwise for that with 1.
+    tile of keys lies within one page, which is looked up once for all of it. DEPENDENT: it may start before the kernel
+    ahead of it has ended, and the merge kernel before it has. NEIGHBOURS: 0, or tokens whose lists have been united:
+    where they make MOST_UNITED blocks or fewer, those tokens are for the kernel with TOKENS of NEIGHBOURS, otherwise
+    for that with 1.
     """
 
     GROUP: int
@@ -55,6 +56,7 @@ class SelectedConfig(NamedTuple):
     V_SCALES: int
     ONE_PAGE: bool
     WIDE: bool
+    DEPENDENT: bool
     NEIGHBOURS: int
     MOST_UNITED: int
 
@@ -163,7 +165,7 @@ def unite_lists(p_indices, bounds, p_work, rows, sequences, keys, s_indices, con
     batch = Batch(bounds, sequences, rows, keys)
     pid = tl.program_id(0)
     i_kv = (pid % config.HEADS_KV).to(tl.int64)
-    i_n, i_slot, begin, q_len = locate(batch, pid // config.HEADS_KV, config.TOKENS, 1, PAGED)
+    i_n, i_slot, begin, q_len = locate_at_once(batch, pid // config.HEADS_KV, config.TOKENS, PAGED)
     _, length, possible = keys_of_sequence(batch, i_n, q_len, PAGED)
     i_tile = (q_len - 1) // config.TOKENS - i_slot
     if (q_len > 0) & (i_slot >= 0) & (i_tile >= 0):
@@ -200,6 +202,10 @@ def attend_selected(
     s_lse_sequence, s_lse_head, numbers, config: tl.constexpr,
 ):  # fmt: skip
     """One tile over one split of what its tokens list."""
+    if config.DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        if num_splits > 1:
+            tl.extra.cuda.gdc_launch_dependents()
     BLOCK_M: tl.constexpr = config.BLOCK_M
     BLOCK_DV: tl.constexpr = config.BLOCK_DV
     TOKENS: tl.constexpr = config.TOKENS
@@ -211,7 +217,7 @@ def attend_selected(
     strides = Strides(s.q, s.k, s.v, s.out, (s_lse_sequence, s_lse_head, s.lse))
     batch = Batch(bounds, sequences, rows, keys)
     i_hb, i_split, i_w, i_kv = part_of(tl.program_id(0), slots, num_splits, HEAD_TILES)
-    i_n, i_slot, begin, q_len = locate(batch, i_w, TOKENS, 1, PAGED)
+    i_n, i_slot, begin, q_len = locate_at_once(batch, i_w, TOKENS, PAGED)
     _, length, possible = keys_of_sequence(batch, i_n, q_len, PAGED)
     context = length - q_len
     i_tile = (q_len - 1) // TOKENS - i_slot

@@ -110,8 +110,8 @@ def _walk(problem: Problem, plan: SelectedPlan, whole: SelectedPlan, forms: Tens
         TOKENS=plan.packed, STAGES=plan.num_stages, CAUSAL=problem.causal, IS_FP8=problem.cache_bits == 8,
         K_SCALES=_count(forms.k_scale), V_SCALES=_count(forms.v_scale),
         ONE_PAGE=plan.block_n <= problem.block_size and problem.page_size % plan.block_n == 0,
-        WIDE=(size_v - 1) * s_out[3] >= 2**31, NEIGHBOURS=whole.packed if whole.alone_n else 0,
-        MOST_UNITED=whole.most_united,
+        WIDE=(size_v - 1) * s_out[3] >= 2**31, DEPENDENT=_is_dependent(plan, device),
+        NEIGHBOURS=whole.packed if whole.alone_n else 0, MOST_UNITED=whole.most_united,
     )  # fmt: skip
     slots = num_slots(problem, plan)
     rest = (
@@ -122,8 +122,14 @@ def _walk(problem: Problem, plan: SelectedPlan, whole: SelectedPlan, forms: Tens
     # Kernels read 8-bit floats as integers: not every target knows the type.
     as_integers = (1, 2) if problem.cache_bits == 8 else ()
     return Launch(
-        attend_selected, grid, rest, device, group=_grouped, as_integers=as_integers, num_warps=plan.num_warps
-    )
+        attend_selected, grid, rest, device, group=_grouped, as_integers=as_integers,
+        dependent_launch=config.DEPENDENT, num_warps=plan.num_warps,
+    )  # fmt: skip
+
+
+def _is_dependent(plan: SelectedPlan, device: torch.device) -> bool:
+    """Whether the launches of a plan are dependent ones; older devices have none."""
+    return bool(plan.dependent_launch and device.type == "cuda" and device_limits(device).hopper)
 
 
 def _by_slot(cache: Tensor, problem: Problem) -> tuple[int, ...]:
@@ -159,13 +165,14 @@ def _merge(problem: Problem, plan: SelectedPlan, forms: Tensors, device: torch.d
     """The merge kernel, called with cu_seqlens_q, seqlens_k, sinks, out, lse and the partial results."""
     s_out = (0, *forms.out.stride())
     s_lse = (0, 1) if forms.lse is None else forms.lse.stride()
-    config = merge_config(int(tiles.PAGED), problem.num_heads, problem.head_dim_v, s_out[3])
+    dependent = _is_dependent(plan, device)
+    config = merge_config(int(tiles.PAGED), problem.num_heads, problem.head_dim_v, s_out[3], dependent=dependent)
     rest = (
         problem.tokens, problem.sequences, problem.capacity, plan.packed, 1, plan.num_splits, 0, *s_lse,
         s_out, config,
     )  # fmt: skip
     grid = (problem.tokens * problem.num_heads, 1, 1)
-    return Launch(merge.merge, grid, rest, device, group=_grouped_for_merging, num_warps=1)
+    return Launch(merge.merge, grid, rest, device, group=_grouped_for_merging, dependent_launch=dependent, num_warps=1)
 
 
 def _grouped_for_merging(cu: Pointer, lengths: Pointer, sinks: Pointer, *outputs: Pointer) -> tuple[Any, ...]:

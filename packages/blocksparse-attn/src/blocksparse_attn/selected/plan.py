@@ -61,6 +61,8 @@ class SelectedPlan(Plan):
     A tile walks what any of its tokens lists, ``block_n`` keys at a time. ``num_splits`` programs share the list. Where
     those lists make more than ``most_united`` blocks, as the device finds, each of the tokens is walked by itself,
     ``alone_n`` keys at a time, with ``alone_warps`` and ``alone_stages``; ``alone_n`` 0: never.
+    ``dependent_launch``, on sm_90: tiles of one token, and their merge kernel, may start before the kernel ahead of
+    each has ended.
     """
 
     block_m: int
@@ -73,6 +75,7 @@ class SelectedPlan(Plan):
     alone_n: int = 0
     alone_warps: int = 4
     alone_stages: int = 1
+    dependent_launch: bool = False
 
     def alone(self, problem: Problem) -> SelectedPlan:
         """The plan of the kernel for tokens whose lists have little in common."""
@@ -89,6 +92,8 @@ class SelectedPlan(Plan):
             return False
         if self.packed == 1:
             return self.alone_n == 0
+        if self.dependent_launch:
+            return False
         if self.alone_n and not replace(self.alone(problem), alone_n=0).covers(problem):
             return False
         rows = self.packed * heads_per_tile(problem.group, self.block_m)

@@ -232,7 +232,7 @@ def consume(pointers, memory, k, v, i_group, FIRST: gl.constexpr, table, scores,
     V: gl.constexpr = Variant(
         SIGNED=C.IS_FP8 and C.NEW_KV, RESCALED=dtype != pointers.q.dtype.element_ty, dtype=dtype,
         L_S=acc_layout(C.BLOCK_N), OWN=own_tiles(C.V_TILES, FIRST, C), OWN_Q=own_tiles(C.K_TILES, FIRST, C),
-        AHEAD=column_of(C.K_TILES, len(C.K_TILES)) + column_of(C.V_TILES, len(C.V_TILES)) <= 384,
+        AHEAD=C.GROUPS > 1 and column_of(C.K_TILES, len(C.K_TILES)) + column_of(C.V_TILES, len(C.V_TILES)) <= 384,
     )  # fmt: skip
     there = has_item(table, i_item, 4)
     b_qs = ()

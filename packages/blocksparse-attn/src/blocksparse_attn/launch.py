@@ -120,7 +120,8 @@ def _attend(problem: Problem, plan: AttentionPlan, forms: Tensors, device: torch
             values.tma_box(problem.head_dim_v, config.BOX),
         ]
         programs = (min(grid[0], _persistent_programs(device)), 1, 1)
-        rest = (*numbers, OutputStrides(strides.out, s_lse_token), config)
+        # None for 1, which Triton 3.6 forgets in the second consumer's partition: it would store number by number.
+        rest = (*numbers, OutputStrides((*out[:3], None if out[3] == 1 else out[3]), s_lse_token), config)
         return TmaLaunch(attend, programs, rest, device, boxes, group=group, num_warps=4)
     kernel = portable.attend_packed if plan.packed else portable.attend_lists
     rest = (*numbers, strides, _portable_config(problem, plan, keys, values, strides))

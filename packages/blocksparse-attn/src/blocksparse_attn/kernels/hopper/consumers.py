@@ -299,9 +299,12 @@ def attend_tiles(q, channels, i, n, i_half, scoring, config: gl.constexpr, L_S: 
 
 @gluon.jit
 def pointers(p, i_b, token, i_h, o_d, s):
-    """To rows of a head [ROWS, BLOCK_DV], by strides of (sequence, token, head, element)."""
+    """To rows of a head [ROWS, BLOCK_DV], by strides of (sequence, token, head, element), the last None where it is 1."""
     off = i_b.to(gl.int64) * s[0] + token.to(gl.int64) * s[1] + i_h.to(gl.int64) * s[2]
-    return p + off[:, None] + o_d.to(gl.int64)[None, :] * s[3]
+    o_d = o_d.to(gl.int64)
+    if s[3] is not None:
+        o_d = o_d * s[3]
+    return p + off[:, None] + o_d[None, :]
 
 
 @gluon.jit

@@ -299,7 +299,7 @@ def attend_tiles(q, channels, i, n, i_half, scoring, config: gl.constexpr, L_S: 
 
 @gluon.jit
 def pointers(p, i_b, token, i_h, o_d, s):
-    """To rows of a head [ROWS, BLOCK_DV], by strides of (sequence, token, head, element), the last None where it is 1."""
+    """To rows of a head [ROWS, BLOCK_DV], by strides of (sequence, token, head, element); None is an element's 1."""
     off = i_b.to(gl.int64) * s[0] + token.to(gl.int64) * s[1] + i_h.to(gl.int64) * s[2]
     o_d = o_d.to(gl.int64)
     if s[3] is not None:

@@ -101,6 +101,26 @@ def test_states_that_do_not_decay_are_seen_in_float32_for_all_that_tensor_cores_
     batch.check()
 
 
+@pytest.mark.parametrize("of", ["a state", "keys"])
+def test_float32_loses_no_more_of_sums_over_128_columns_than_of_those_over_64(tensors, kernels, of) -> None:
+    """Nothing of these sums cancels, so that what is cut off them adds up: half a unit in the last place a time."""
+    plan = PrefillPlan(64, 64, 0, 8, 1, 128, True, bf16x6=True)
+    q, k, v = (tensors.normal(1, 1, 64, size).abs() for size in (128, 128, 48))
+    history = tensors.normal(1, 1, 128, 48).abs()
+    # All that is seen is the state, or the first token.
+    if of == "a state":
+        v.zero_()
+    else:
+        history.zero_()
+        v[:, :, 1:] = 0
+        v[:, :, 0] = 1
+    with gluon.truncated_sums():
+        out, _ = kernels.attention(plan, q, k, v, torch.zeros(1), history)
+    exact = tensors.padded(q, k, v, torch.zeros(1), history, 1.0, tensors.exact)[0]
+    # 0.6 or 0.7 units in sums over 64, 1.2 to 1.4 in one over all.
+    assert (1 - out / exact).mean().abs() < torch.finfo(torch.float32).eps
+
+
 def test_nan_and_infinities_pass_through_the_parts_of_float32(tensors, kernels) -> None:
     """NaN with the bits that GPUs give it, all of which are set but the sign's."""
     plan = PrefillPlan(64, 64, 0, 8, 1, 64, True, bf16x6=True)

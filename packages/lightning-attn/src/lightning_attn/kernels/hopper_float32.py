@@ -8,8 +8,8 @@ registers, loaded one chunk ahead. Two warpgroups a program, each with half of t
     o^T = seen + v^T scores
     S^T' = decayed S^T + (v entering)^T k,    while the next chunk is loaded
 
-Tensor cores cut off what they add to an accumulator, toward zero: every product starts from zero, with its smallest
-terms, and sums with what was there before are made in registers.
+Tensor cores cut off what they add to an accumulator, toward zero: every sum starts from zero, with its smallest terms,
+and has at most 64 columns; sums of these, and with what was there before, are made in registers.
 """
 
 from typing import Any, NamedTuple
@@ -40,6 +40,9 @@ from lightning_attn.kernels.schedule import (
     rows_of_head,
     slot_of,
 )
+
+# Columns of a sum: those that a tile has between two steps of its swizzle, which is where it can be cut.
+STRIP = gl.constexpr(64)
 
 
 class Parts(NamedTuple):
@@ -127,7 +130,10 @@ def store_parts(parts, values):
 
 
 @gluon.jit
-def issue_one(a_tile, b_tile, acc, TRANSPOSED_A: gl.constexpr, TRANSPOSED_B: gl.constexpr):
+def issue_one(a_tile, b_tile, acc, TRANSPOSED_A: gl.constexpr, TRANSPOSED_B: gl.constexpr, FIRST: gl.constexpr):
+    if FIRST is not None:
+        a_tile = a_tile.slice(FIRST, STRIP, dim=1)
+        b_tile = b_tile.slice(FIRST, STRIP, dim=1)
     if TRANSPOSED_A:
         a_tile = a_tile.permute((1, 0))
     if TRANSPOSED_B:
@@ -136,14 +142,32 @@ def issue_one(a_tile, b_tile, acc, TRANSPOSED_A: gl.constexpr, TRANSPOSED_B: gl.
 
 
 @gluon.jit
-def issue_product(a, b, acc, TRANSPOSED_A: gl.constexpr, TRANSPOSED_B: gl.constexpr):
-    """Issue the six WGMMAs of a product of parts, the smallest first."""
-    acc = issue_one(a.index(2), b.index(0), acc, TRANSPOSED_A, TRANSPOSED_B)
-    acc = issue_one(a.index(0), b.index(2), acc, TRANSPOSED_A, TRANSPOSED_B)
-    acc = issue_one(a.index(1), b.index(1), acc, TRANSPOSED_A, TRANSPOSED_B)
-    acc = issue_one(a.index(1), b.index(0), acc, TRANSPOSED_A, TRANSPOSED_B)
-    acc = issue_one(a.index(0), b.index(1), acc, TRANSPOSED_A, TRANSPOSED_B)
-    return issue_one(a.index(0), b.index(0), acc, TRANSPOSED_A, TRANSPOSED_B)
+def issue_product(a, b, acc, TRANSPOSED_A: gl.constexpr, TRANSPOSED_B: gl.constexpr, FIRST: gl.constexpr = None):
+    """Issue the six WGMMAs of a product of parts, the smallest first: of all columns, or of a strip from FIRST on."""
+    acc = issue_one(a.index(2), b.index(0), acc, TRANSPOSED_A, TRANSPOSED_B, FIRST)
+    acc = issue_one(a.index(0), b.index(2), acc, TRANSPOSED_A, TRANSPOSED_B, FIRST)
+    acc = issue_one(a.index(1), b.index(1), acc, TRANSPOSED_A, TRANSPOSED_B, FIRST)
+    acc = issue_one(a.index(1), b.index(0), acc, TRANSPOSED_A, TRANSPOSED_B, FIRST)
+    acc = issue_one(a.index(0), b.index(1), acc, TRANSPOSED_A, TRANSPOSED_B, FIRST)
+    return issue_one(a.index(0), b.index(0), acc, TRANSPOSED_A, TRANSPOSED_B, FIRST)
+
+
+@gluon.jit
+def issue_strips(a, b, b_zero, COLUMNS: gl.constexpr):
+    """Issue a b^T, a sum for each strip of columns."""
+    sums = ()
+    for i in gl.static_range(COLUMNS // STRIP):
+        sums = sums + (issue_product(a, b, b_zero, False, True, i * STRIP),)
+    return sums
+
+
+@gluon.jit
+def total(sums, COUNT: gl.constexpr):
+    """Of the first so many."""
+    b_sum = sums[0]
+    for i in gl.static_range(1, COUNT):
+        b_sum = b_sum + sums[i]
+    return b_sum
 
 
 @gluon.jit
@@ -165,20 +189,26 @@ def step(parts, now, following, o, acc_S, within, rates, scale, row, length, col
     fence_async_shared()
     tl.debug_barrier()
     b_zero = gl.zeros([CHUNK, CHUNK], gl.float32, L_O)
-    scores = issue_product(parts.k, parts.q, b_zero, False, True)  # [keys, queries]
-    seen = issue_product(parts.S, parts.q, b_zero, False, True)  # [BLOCK_E, queries]
-    b_scores = warpgroup_mma_wait(6, deps=[scores])
+    STRIPS: gl.constexpr = BLOCK_D // STRIP
+    scores = issue_strips(parts.k, parts.q, b_zero, BLOCK_D)  # [keys, queries]
+    seen = issue_strips(parts.S, parts.q, b_zero, BLOCK_D)  # [BLOCK_E, queries]
+    waited = warpgroup_mma_wait(6 * STRIPS, deps=scores)
+    b_scores = total(waited, STRIPS) if STRIPS > 1 else waited
     store_parts(parts.scores, b_scores * within.load(L_O))
     fence_async_shared()
     tl.debug_barrier()
     out = issue_product(parts.v, parts.scores, b_zero, True, False)
-    b_seen, b_o = warpgroup_mma_wait(0, deps=[seen, out])
+    waited = warpgroup_mma_wait(0, deps=seen + (out,))
+    b_seen, b_o = total(waited, STRIPS), waited[STRIPS]
     o_i = opaque(gl.arange(0, CHUNK, gl.SliceLayout(0, L_O)))
     b_o = b_o + b_seen * seeing(rate, o_i, length, scale, sizes.REVERSED)[None, :]  # [BLOCK_E, queries]
     o_e = column + opaque(gl.arange(0, BLOCK_E, gl.SliceLayout(1, L_O)))
     p_tile = o.p + row.to(gl.int64) * o.stride
     p_tile = p_tile + o_i[None, :].to(gl.int64) * o.stride + o_e[:, None].to(gl.int64) * o.element
     gl.store(p_tile, b_o, mask=(o_i[None, :] < length) & (o_e[:, None] < sizes.E))
+    # Only now are there registers for it.
+    q, k, v, next_row, next_length = following
+    ahead = load_chunk(q, k, v, next_row, next_length, column, sizes)
     # Past this barrier no warp reads the scores any more.
     tl.debug_barrier()
     o_row = opaque(gl.arange(0, CHUNK, gl.SliceLayout(1, rows_layout(BLOCK_E))))
@@ -186,9 +216,6 @@ def step(parts, now, following, o, acc_S, within, rates, scale, row, length, col
     fence_async_shared()
     tl.debug_barrier()
     update = issue_product(parts.scores, parts.k, gl.zeros([BLOCK_E, BLOCK_D], gl.float32, L_S), True, False)
-    # Only now are there registers for it.
-    q, k, v, next_row, next_length = following
-    ahead = load_chunk(q, k, v, next_row, next_length, column, sizes)
     acc_S = decayed(acc_S, rate, length, rest) + warpgroup_mma_wait(0, deps=[update])
     # Nor the chunk's parts.
     tl.debug_barrier()

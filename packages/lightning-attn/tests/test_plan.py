@@ -146,6 +146,17 @@ def test_segments_are_taken_where_heads_alone_leave_a_quarter_of_the_device_idle
         assert plan_prefill(shape, "bfloat16", H200) == plan_prefill(MINIMAX, "bfloat16", H200)
 
 
+def test_segments_for_sm_90_are_longer_where_half_as_many_fill_the_device() -> None:
+    for heads, size, segment, stages in (
+        (64, 64, 2048, 3), (48, 64, 1024, 3), (16, 64, 1024, 3), (128, 64, 0, 4), (32, 96, 4096, 4), (32, 128, 4096, 4),
+        (24, 128, 2048, 4), (16, 128, 2048, 4), (8, 128, 2048, 4), (64, 128, 0, 4),
+    ):  # fmt: skip
+        shape = Heads(heads, heads, size, size)
+        plan = plan_prefill(shape, "bfloat16", H200, suits_tma=True)
+        assert (plan.segment, plan.num_stages) == (segment, stages), shape
+        assert plan_prefill(shape, "float16", H200, suits_tma=True) == plan
+
+
 @on_every_device
 def test_states_between_segments_take_at_most_5_percent_of_q_k_and_v(limits: DeviceLimits) -> None:
     """For a sequence of 131072 tokens of equal heads in 16 bits; states are float32, one before each segment."""
@@ -171,13 +182,17 @@ def test_plans_do_not_depend_on_how_many_sequences_or_tokens_there_are() -> None
 
 
 def test_short_sequences_take_two_stages_of_the_kernel_for_sm_90_and_nothing_else_of_another_plan() -> None:
-    for shape in (MINIMAX, TP8, Heads(64, 64, 64, 64)):
+    for shape in (MINIMAX, TP8, Heads(128, 128, 64, 64)):
         plan = plan_prefill(shape, "bfloat16", H200, suits_tma=True)
         assert staged(plan, SHORT) == replace(plan, num_stages=2)
         assert staged(plan, SHORT + 1) == plan
         assert staged(plan, SHORT).covers(shape)
         for other in (plan_prefill(shape, "float32", H200), plan_prefill(shape, "bfloat16", A100)):
             assert staged(other, 1) == other
+    # With three, two programs share an SM as it is.
+    of_three = plan_prefill(Heads(64, 64, 64, 64), "bfloat16", H200, suits_tma=True)
+    assert of_three.num_stages == 3
+    assert staged(of_three, 1) == of_three
 
 
 def test_only_devices_that_can_wait_on_the_device_are_asked_to() -> None:

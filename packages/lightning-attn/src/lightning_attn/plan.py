@@ -267,10 +267,17 @@ def plan_prefill(
     tensors. ``snapshots``: some are wanted.
     """
     if suits_tma and limits.hopper and dtype != "float32" and fits_hopper(heads):
-        # Measured on an H200, 64 heads x 128 and 131072 tokens: 2 stages 3.17 ms, 3 stages 2.26, 4 stages 2.05.
         segment = _segment(heads, 64, limits)
+        if 8 * heads.num_heads * cdiv(heads.head_v, 64) >= 3 * limits.cores:
+            # Half as many fill the device. On an H200, 16384 tokens: 64 heads of 64 195 us in segments of 2048, 218 of
+            # 1024, 237 of 512; 32 of 96 220 us of 4096, 249 of 2048. But 8 of 128, 32768 tokens: 132 and 128.
+            segment *= 2
         waits = limits.dependent_launch and segment > 0
-        return PrefillPlan(64, 64, segment, 4, 4, hopper_columns(heads), hopper=True, dependent_launch=waits)
+        columns = hopper_columns(heads)
+        # Measured on an H200, 64 heads x 128 and 131072 tokens: 2 stages 3.17 ms, 3 stages 2.26, 4 stages 2.05. Of
+        # segments of heads of 64, two programs of 3 stages share an SM: 16 x 512 tokens 79 us, with 4 stages 87, 2 83.
+        stages = 3 if segment and columns == 64 else 4
+        return PrefillPlan(64, 64, segment, 4, stages, columns, hopper=True, dependent_launch=waits)
     # The largest tiles whose state, scores and operands stay in a thread's registers, as the compiler reports them.
     block_d = min(64, max(16, power_of_two_at_least(heads.head_qk)))
     if dtype == "float32" and limits.hopper and limits.bf16 and fits_hopper(heads):
@@ -292,8 +299,8 @@ def plan_prefill(
     return PrefillPlan(32, block_e, _segment(heads, block_e, limits), 4, stages, block_d)
 
 
-# Measured on an H200, 16 heads of 128: 16 x 500 tokens 55 us with 2 stages, 59 with 4; 64 x 128 72 and 90; 4 x 3000 131
-# and 121.
+# Measured on an H200, 16 heads of 128: 16 x 512 tokens 52 us with 2 stages, 54 with 4; 64 x 128 70 and 87; 8 x 1024 49
+# and 47.
 SHORT = 512
 
 
@@ -301,9 +308,9 @@ def staged(plan: PrefillPlan, tokens: int) -> PrefillPlan:
     """A plan of :func:`plan_prefill` for sequences of ``tokens`` each, with the same results bit for bit.
 
     A short sequence ends before many stages are filled: two programs an SM, of two stages each, hide one's first loads
-    behind the other's chunks.
+    behind the other's chunks. Those of three stages are two an SM as it is.
     """
-    if not plan.hopper or plan.bf16x6 or tokens > SHORT:
+    if not plan.hopper or plan.bf16x6 or plan.num_stages < 4 or tokens > SHORT:
         return plan
     return replace(plan, num_stages=2)
 

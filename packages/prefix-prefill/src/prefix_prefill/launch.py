@@ -285,8 +285,9 @@ def _hopper(problem: Problem, plan: PrefillPlan, forms: PrefillTensors, device: 
     if k_tail or v_tail:
         boxes += _boxes(problem, forms, box, k_tiles[-1], v_tiles[-1])
     (k_scaled, s_k_scale), (v_scaled, s_v_scale) = _scaling(forms.k_scale), _scaling(forms.v_scale)
-    # None for 1, which Triton 3.6 forgets in partitions, where it would load and store number by number.
-    of_rows = [(*x.stride()[:2], None if x.stride()[2] == 1 else x.stride()[2]) for x in (forms.q, forms.out)]
+    # In units of 8, and None for 1: of strides of 72 Triton would not know that, and 1 it forgets in partitions (3.6).
+    all_strides = (forms.q.stride(), forms.out.stride())
+    of_rows = [(s[0] // 8, s[1] // 8, None) if s[2] == 1 and not (s[0] | s[1]) % 8 else s for s in all_strides]
     strides = hopper.Strides(s_k_scale[2], s_v_scale[2], s_k_scale[:2], s_v_scale[:2], *of_rows)
     scores = hopper.Scores(problem.softmax_scale, problem.softcap)
     numbers = hopper.Numbers(problem.k_scale, problem.v_scale, problem.out_scale, strides)

@@ -75,7 +75,7 @@ def column_of(tiles, i):
 
 class Strides(NamedTuple):
     """Of scales by kv head, and where there is one for each token by (page, token) too; of q and out by (token, head,
-    element), the last one None where it is 1.
+    element); or in units of 8 and None, where elements lie side by side and rows at whole 16 bytes.
     """
 
     k_scale: int

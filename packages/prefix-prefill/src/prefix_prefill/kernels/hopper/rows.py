@@ -59,8 +59,13 @@ def scale_all(accs, factor, V):
 
 @gluon.jit
 def pointers_to(p, row, o_h, o_d, s):
-    """Rows of heads [ROWS, TILE], by strides of (token, head, element), the last one None where it is 1."""
+    """Rows of heads [ROWS, TILE], by strides of (token, head, element); where the last one is None, elements lie side
+    by side and the others are in units of 8.
+    """
     o_d = o_d.to(gl.int64)[None, :]
-    if s[2] is not None:
+    o_row = row.to(gl.int64) * s[0] + o_h.to(gl.int64) * s[1]
+    if s[2] is None:
+        o_row = o_row * 8
+    else:
         o_d = o_d * s[2]
-    return p + (row.to(gl.int64) * s[0] + o_h.to(gl.int64) * s[1])[:, None] + o_d
+    return p + o_row[:, None] + o_d

@@ -16,7 +16,15 @@ import torch
 
 import gdn_split
 from gdn_split import arguments, launch, prefill_arguments, prefill_launch, step_arguments, step_launch
-from gdn_split.plan import DeviceLimits, GroupShape, plan_conv, plan_prefill, plan_split, plan_step
+from gdn_split.plan import (
+    DeviceLimits,
+    GroupShape,
+    plan_conv,
+    plan_prefill,
+    plan_prefill_backward,
+    plan_split,
+    plan_step,
+)
 from gdn_split.prefill_reference import new_inputs
 from gdn_split.reference import new_parts
 from gdn_split.tensors import Commit, Convolve, Merge, Prefill, Split, Step
@@ -127,6 +135,25 @@ def prefill(
     return KernelSpec.of_launch(launched, tensors, name=name)
 
 
+def prefill_gradients(name: str, shape: GroupShape, rows: int, limits: DeviceLimits, of_rows: bool) -> KernelSpec:
+    make = lambda *size, dtype=torch.bfloat16: torch.empty(*size, dtype=dtype, device="meta")  # noqa: E731
+    heads, single = shape.num_heads_v, torch.float32
+    t = Prefill(
+        make(rows, shape.qkvz_width), make(rows, shape.ba_width), make(shape.qkv_width, 4), None,
+        make(9, dtype=torch.int32), None, None, None, make(heads, dtype=single), make(heads),
+    )  # fmt: skip
+    sizes = (shape.num_heads_qk, shape.num_heads_v, shape.head_qk, shape.head_v, "interleaved")
+    problem = prefill_arguments.check_prefill(t, True, True, True, 64, *sizes)
+    plan = plan_prefill_backward(problem, limits)
+    launched = prefill_launch.backward_launches(problem, plan, t)[of_rows]
+    position, sums, d = make(rows, dtype=torch.int32), make(9, 9, 9, dtype=single), new_inputs(t.mixed_qkvz, problem)
+    if of_rows:
+        tensors = (t.mixed_qkvz, t.conv_weight, None, position, *d[:4], make(rows, shape.qkvz_width), sums)
+    else:
+        tensors = (t.mixed_ba, t.cu_seqlens, t.A_log, t.dt_bias, *d[4:], make(rows, shape.ba_width), sums, position)
+    return KernelSpec.of_launch(launched, tensors, name=name)
+
+
 LARGE_HEADS = GroupShape(8, 8, 256, 256)
 
 
@@ -143,6 +170,8 @@ def of_any_gpu(limits: DeviceLimits) -> list[KernelSpec]:
         step("step TP1", TP1, limits),
         prefill("inputs of prefill, TP1", TP1, 8192, limits),
         prefill("states after prefill, r=3", RATIO_3, 8192, limits, kept=True),
+        prefill_gradients("gradients of prefill's gates, TP1", TP1, 8192, limits, False),
+        prefill_gradients("gradients of prefill, TP1", TP1, 8192, limits, True),
         step("tree of 8 drafts, TP1", TP1, limits, 8, op="verify"),
     ]
 

@@ -159,12 +159,18 @@ def cases_of(name: str, device: torch.device) -> list[tuple[Any, ...]]:
         return [(*fused, *[torch.zeros_like(part) for part in parts], *sizes)]
     if name == "merge_into":
         return [(*parts, *[torch.zeros_like(tensor) for tensor in fused], *sizes)]
-    if name in ("prefill_inputs", "keep_inputs"):
+    if name in ("prefill_inputs", "keep_inputs", "prefill_backward"):
         qkvz, ba, state, weight, bias, slots = convolution(device, 5, TINY)
         bounds, gates = torch.tensor([0, 3, 3, 5], device=device), torch.randn(2, TINY.num_heads_v, device=device)
         numbers = (True, True, True, 2, *sizes)
         whole = (qkvz, ba, weight, bias, bounds, state, slots[:3], torch.tensor([True, False, True], device=device))
         without = (qkvz, ba, weight, None, bounds.int(), None, None, None)
+        if name == "prefill_backward":
+            made = torch.ops.gdn_split.prefill_inputs(*without, *gates, *numbers)
+            return [
+                (*made, *without[:5], *gates, True, True, 2, *sizes),
+                (*made, *whole[:5], *gates, False, False, 0, *sizes),
+            ]
         return [(*given, *gates, *numbers) for given in ((whole, without) if name == "prefill_inputs" else (whole,))]
     if name in ("decode_step", "verify", "commit"):
         *tensors, norm = layer(device, 4, TINY)

@@ -11,9 +11,16 @@ import torch
 
 import gdn_split
 from gdn_split import prefill_arguments
-from gdn_split.plan import DeviceLimits, GroupShape, PrefillPlan, plan_prefill
-from gdn_split.prefill_reference import new_inputs
-from gdn_split.tensors import Prefill
+from gdn_split.plan import (
+    DeviceLimits,
+    GroupShape,
+    PrefillBackwardPlan,
+    PrefillPlan,
+    plan_prefill,
+    plan_prefill_backward,
+)
+from gdn_split.prefill_reference import new_gradients, new_inputs
+from gdn_split.tensors import Prefill, PrefillGradients
 from kernel_reference import gated_delta
 from kernel_reference.testing.numerics import assert_close_to_oracle
 
@@ -184,6 +191,122 @@ def test_gates_end_where_float32_does(device: torch.device) -> None:
     wanted = -t.A_log.double().exp() * torch.tensor(2.0, dtype=torch.float64).log()
     assert torch.equal(g[2:].cpu(), torch.tensor([-torch.inf, -0.0]))
     assert ((g.double() / wanted - 1)[:2].abs() < 4 * torch.finfo(torch.float32).eps).all()
+
+
+DIFFERENTIATED = ("mixed_qkvz", "mixed_ba", "conv_weight", "conv_bias", "A_log", "dt_bias")
+
+
+def expected_gradients(
+    call: Call, t: Prefill, d: PrefillGradients, dtype: torch.dtype
+) -> tuple[torch.Tensor | None, ...]:
+    names = [name for name in DIFFERENTIATED if getattr(t, name) is not None]
+    inputs = {name: getattr(t, name).to(dtype).requires_grad_() for name in names}
+    outs = expected(call, t._replace(**inputs), dtype)
+    found = torch.autograd.grad(outs, list(inputs.values()), [each.to(dtype) for each in d], allow_unused=True)
+    by_name = dict(zip(names, found, strict=True))
+    return tuple(by_name.get(name) for name in DIFFERENTIATED)
+
+
+def gradients_of(call: Call, t: Prefill, device: torch.device) -> PrefillGradients:
+    problem = prefill_arguments.check_prefill(t, *call.numbers)
+    return PrefillGradients(
+        *(torch.randn(each.shape, device=device).to(each.dtype) for each in new_inputs(t[0], problem))
+    )
+
+
+def close_gradient(name: str, one: torch.Tensor, want: torch.Tensor, rough: torch.Tensor) -> None:
+    if name.startswith("mixed"):
+        assert_close_to_oracle(one, want, rough.to(one.dtype), what=f"gradient of {name}")
+    else:
+        # Sums over all rows, in another order than torch's, and of terms that cancel.
+        rounding = torch.finfo(one.dtype).eps * want.abs() + 4e-6 * want.abs().max().clamp(min=1)
+        assert ((one.double() - want).abs() <= 2 * (rough.double() - want).abs() + rounding).all(), name
+
+
+def compare_gradients(call: Call, device: torch.device, plan: PrefillBackwardPlan | None = None) -> None:
+    from gdn_split import prefill_launch
+
+    t = make(call, device)
+    d = gradients_of(call, t, device)
+    problem = prefill_arguments.check_prefill(t, *call.numbers)
+    made = tuple(each.fill_(torch.nan) for each in new_gradients(t, problem))
+    prefill_launch.prepare_backward(problem, plan or plan_prefill_backward(problem, GPU), t)(d, t, made)
+    wanted, plain = (expected_gradients(call, t, d, dtype) for dtype in (torch.float64, torch.float32))
+    for name, one, want, rough in zip(DIFFERENTIATED, made, wanted, plain, strict=True):
+        if want is not None and one.numel():
+            close_gradient(name, one, want, rough)
+
+
+GRADIENTS = {
+    "sequences of unlike lengths, empty ones, rows of none": Call(SMALL, (5, 0, 1, 2, 9), rows=3, initial="no state"),
+    "sums over chunks, a bias": Call(SMALL, (21, 4, 3), chunk=8, initial="no state", bias=True),
+    "contiguous, many sequences in a chunk": Call(
+        GroupShape(1, 3, 16, 24), (3, 13, 1, 8), chunk=4, layout="contiguous", initial="no state"
+    ),
+    "float32, no activation, width 2": Call(SMALL, (7, 4), initial="no state", dtype=FLOATS[0], silu=False, width=2),
+    "width 3, no norm, heads that are no powers of two": Call(
+        GroupShape(1, 2, 20, 12), (4, 2, 6), width=3, dtype=FLOATS[2], qk_norm=False, initial="no state"
+    ),
+    "no rows": Call(SMALL, (0, 0), initial="no state"),
+}
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients_are_those_of_the_definition(device: torch.device, name: str) -> None:
+    compare_gradients(GRADIENTS[name], device)
+
+
+def test_gradients_cross_from_one_run_of_rows_to_the_next(device: torch.device) -> None:
+    call = Call(GroupShape(1, 2, 16, 16), (3, 26), initial="no state")
+    compare_gradients(call, device, PrefillBackwardPlan(8, 16, 1))
+
+
+def test_rows_of_no_sequence_spoil_no_gradient(device: torch.device) -> None:
+    from gdn_split import prefill_launch
+
+    call = Call(SMALL, (5, 6), rows=4, initial="no state")
+    t = make(call, device)
+    d = gradients_of(call, t, device)
+    for tensor in (t.mixed_qkvz, t.mixed_ba, *d):
+        tensor[11:] = torch.nan
+    problem = prefill_arguments.check_prefill(t, *call.numbers)
+    made = tuple(each.fill_(torch.nan) for each in new_gradients(t, problem))
+    prefill_launch.prepare_backward(problem, plan_prefill_backward(problem, GPU), t)(d, t, made)
+    assert all(each.isfinite().all() for each in made)
+    assert not any(each[11:].any() for each in made[:2])
+
+
+def test_the_public_function_is_differentiable_where_there_is_no_state(device: torch.device) -> None:
+    call = Call(SMALL, (5, 3, 6), chunk=4, initial="no state", bias=True)
+    t = make(call, device)
+    d = gradients_of(call, t, device)
+    tensors = [each.requires_grad_() if each.is_floating_point() else each for each in (*t[:5], *t[8:])]
+    got = gdn_split.gdn_prefill_inputs(*tensors, 2, 4, 16, 16, chunk_size=4)
+    torch.autograd.backward(got, list(d))
+    wanted, plain = (expected_gradients(call, t, d, dtype) for dtype in (torch.float64, torch.float32))
+    for name, want, rough in zip(DIFFERENTIATED, wanted, plain, strict=True):
+        close_gradient(name, getattr(t, name).grad, want, rough)
+    state = make(replace(call, initial="all"), device)
+    with pytest.raises(ValueError, match=r"^mixed_qkvz must be without gradient"):
+        gdn_split.gdn_prefill_inputs(
+            *tensors, 2, 4, 16, 16, conv_state=state.conv_state, slots=state.slots
+        )  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", range(12))
+def test_gradients_of_any_layer_in_bulk(device: torch.device, number: int) -> None:
+    rng = random.Random(number)
+    nqk = rng.choice([1, 2, 4])
+    shape = GroupShape(nqk, nqk * rng.randint(1, 8), *rng.choices([24, 64, 80, 128, 128, 192, 256], k=2))
+    call = Call(
+        shape, (1,), layout=rng.choice(["interleaved", "contiguous"]), dtype=rng.choice(FLOATS),
+        width=rng.choice([2, 3, 4, 4]), bias=rng.random() < 0.5, silu=rng.random() < 0.8, qk_norm=rng.random() < 0.8,
+        initial="no state", chunk=rng.choice([0, 16, 64, 64]),
+    )  # fmt: skip
+    for _ in range(3):
+        lengths = tuple(rng.choice([0, 1, 2, 3, rng.randint(1, 200)]) for _ in range(rng.randint(1, 12)))
+        compare_gradients(replace(call, lengths=lengths, rows=rng.choice([0, 0, 5])), device)
 
 
 @pytest.mark.gpu

@@ -283,6 +283,23 @@ class PrefillPlan(Plan):
         return prefill_programs(problem, self) <= MAX_PROGRAMS
 
 
+@dataclass(frozen=True)
+class PrefillBackwardPlan(Plan):
+    """The gradients of that: a program walks ``steps`` rows of a head, the last of which are the next one's first.
+
+    ``rows_ba``: rows of a program of gates, which has four warps.
+    """
+
+    steps: int
+    rows_ba: int
+    num_warps: int
+    dependent_launch: bool = False
+
+    def programs(self, problem: PrefillProblem) -> tuple[int, int]:
+        """Programs of gates, and walks of a head."""
+        return cdiv(problem.rows, self.rows_ba), cdiv(problem.rows, self.steps - problem.width + 1)
+
+
 def prefill_programs(problem: PrefillProblem, plan: PrefillPlan) -> int:
     """Programs of heads and of gates."""
     units = 2 * problem.shape.num_heads_qk + 2 * problem.shape.num_heads_v
@@ -408,3 +425,16 @@ def plan_prefill(problem: PrefillProblem, limits: DeviceLimits) -> PrefillPlan:
     while cdiv(problem.rows, rows) * units > MAX_PROGRAMS // 2:
         rows *= 2
     return PrefillPlan(rows, rows_ba, num_warps=4, dependent_launch=limits.dependent_launch)
+
+
+def plan_prefill_backward(problem: PrefillProblem, limits: DeviceLimits) -> PrefillBackwardPlan:
+    """The plan for the gradients of these on this device."""
+    block = power_of_two_at_least(max(problem.shape.head_qk, problem.shape.head_v))
+    units = 2 * problem.shape.num_heads_qk + 2 * problem.shape.num_heads_v
+    # Four channels a thread: of each its weights, their gradients and the last few rows are kept too.
+    num_warps, steps = min(8, max(1, block // 128)), 128
+    while steps > 16 and cdiv(problem.rows, steps) * units * num_warps < 32 * limits.cores:
+        steps //= 2
+    while cdiv(problem.rows, steps - 3) * units > MAX_PROGRAMS:
+        steps *= 2
+    return PrefillBackwardPlan(steps, problem.chunk or 64, num_warps, limits.dependent_launch)

@@ -13,7 +13,7 @@ from gdn_split.api import Layout, _check_kinds
 from gdn_split.plan import PrefillPlan
 from kernel_reference.checks import REFUSALS, check_bool, check_dense, check_int, describe, fail, given
 from kernel_reference.plans import plan_as_ints
-from kernel_reference.transforms import refuse_derivatives
+from kernel_reference.transforms import are_active, refuse_derivatives
 
 Tensor = torch.Tensor
 
@@ -85,7 +85,8 @@ def gdn_prefill_inputs(
         plan: a launch plan to use instead of the one made for the device (see ``gdn_split.plan.plan_prefill``).
 
     Returns:
-        GdnInputs(q, k, v, z, g, beta). Not differentiable yet, and refused in transforms of torch.func.
+        GdnInputs(q, k, v, z, g, beta). Differentiable once, but for transforms of torch.func, where there is no
+        conv_state.
 
     Raises:
         TypeError, ValueError: an argument is not as described; nothing has been written. Bounds and slots are checked
@@ -102,7 +103,8 @@ def gdn_prefill_inputs(
     tensors = (mixed_qkvz, mixed_ba, conv_weight, conv_bias, cu_seqlens, conv_state, slots, has, A_log, dt_bias)
     named = dict(zip(_TENSORS, tensors, strict=True))
     try:
-        refuse_derivatives(**named)
+        if conv_state is not None or are_active():
+            refuse_derivatives(**named)
         made = GdnInputs(*_inputs(*tensors, *numbers))
         if conv_state is not None:
             _keep(*tensors, *numbers[:9])

@@ -14,7 +14,7 @@ from gdn_split.arguments import (
     check_slot_values,
 )
 from gdn_split.plan import PrefillPlan, PrefillProblem
-from gdn_split.tensors import Prefill
+from gdn_split.tensors import Prefill, PrefillGradients
 from kernel_reference.checks import MemoryOverlap, check_dtype, check_same_device, describe, fail, known
 from kernel_reference.integers import is_power_of_two
 from kernel_reference.ragged import check_cu_seqlens, read_integers
@@ -71,6 +71,20 @@ def check_prefill(t: Prefill, silu: bool, qk_norm: bool, initial: bool, chunk: i
     plan = PrefillPlan.from_ints(sizes[5] if len(sizes) > 5 else None)
     if plan is not None and not plan.covers(problem):
         fail("plan", f"one made for {x.shape[0]} rows of {shape} and chunks of {chunk}", plan)
+    return problem
+
+
+def check_backward(d: PrefillGradients, t: Prefill, *numbers: Any) -> PrefillProblem:
+    """The gradients of what :func:`check_prefill` is about, whose numbers these are but for ``initial``."""
+    silu, qk_norm, chunk, *sizes = numbers
+    problem = check_prefill(t, silu, qk_norm, True, chunk, *sizes)
+    shape, rows = problem.shape, t.mixed_qkvz.shape[0]
+    heads = (shape.num_heads_qk, shape.head_qk), (shape.num_heads_v, shape.head_v)
+    wanted = (*[(rows, *heads[0])] * 2, *[(rows, *heads[1])] * 2, *[(rows, shape.num_heads_v)] * 2)
+    for (name, tensor), size in zip(d._asdict().items(), wanted, strict=True):
+        check_same_device(f"the gradient of {name}", tensor, "mixed_qkvz", t.mixed_qkvz)
+        if tuple(tensor.shape) != size or not tensor.is_contiguous():
+            fail(f"the gradient of {name}", f"{list(size)}, contiguous", describe(tensor))
     return problem
 
 

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 
 from gdn_split import launch
 from gdn_split.kernels import prefill as kernels
+from gdn_split.kernels import prefill_backward as gradients
 from gdn_split.kernels.split import Convolution
-from gdn_split.plan import PrefillPlan, PrefillProblem, plan_prefill, prefill_programs
-from gdn_split.tensors import Prefill
+from gdn_split.plan import (
+    PrefillBackwardPlan,
+    PrefillPlan,
+    PrefillProblem,
+    plan_prefill,
+    plan_prefill_backward,
+    prefill_programs,
+)
+from gdn_split.tensors import Prefill, PrefillGradients
 from kernel_reference.integers import power_of_two_at_least
 from kernel_reference.launching import Launch, launch_nothing
 
@@ -52,6 +62,60 @@ def prepare_kept(problem: PrefillProblem, tensors: Prefill, dependent: bool | No
     )  # fmt: skip
     programs = problem.sequences * (2 * shape.num_heads_qk + shape.num_heads_v)
     return Launch(kernels.keep_inputs, (programs, 1, 1), rest, device, num_warps=4, dependent_launch=dependent)
+
+
+def prepare_backward(
+    problem: PrefillProblem, plan: PrefillBackwardPlan | None, tensors: Prefill
+) -> Callable[..., None]:
+    """What makes all gradients: called with gradients of results, tensors, and :func:`.new_gradients` of them."""
+    device, shape = tensors.mixed_qkvz.device, problem.shape
+    if problem.rows == 0 or problem.sequences == 0:
+        return _no_gradients
+    if plan is None:
+        plan = plan_prefill_backward(problem, launch.device_limits(device))
+    gates, tiles = plan.programs(problem)
+    of_gates, of_rows = backward_launches(problem, plan, tensors)
+    workspace = partial(torch.empty, dtype=torch.float32, device=device)
+
+    def start(d: PrefillGradients, t: Prefill, made: tuple[Tensor, ...]) -> None:
+        d_qkvz, d_ba, d_weight, d_bias, d_a_log, d_dt_bias = made
+        of_heads = workspace(gates, 2, shape.num_heads_v)
+        of_channels = workspace(tiles, problem.width + 1, shape.qkv_width)
+        position = torch.empty(problem.rows, dtype=torch.int32, device=device)
+        of_gates(t.mixed_ba, t.cu_seqlens, t.A_log, t.dt_bias, d.g, d.beta, d_ba, of_heads, position)
+        of_rows(t.mixed_qkvz, t.conv_weight, t.conv_bias, position, *d[:4], d_qkvz, of_channels)
+        sums = of_channels.sum(0)
+        # The kernel's are newest tap first.
+        d_weight.copy_(sums[:-1].flip(0).T)
+        if t.conv_bias is not None:
+            d_bias.copy_(sums[-1])
+        sums = of_heads.sum(0)
+        d_a_log.copy_(sums[0])
+        d_dt_bias.copy_(sums[1])
+
+    return start
+
+
+def backward_launches(problem: PrefillProblem, plan: PrefillBackwardPlan, tensors: Prefill) -> tuple[Launch, Launch]:
+    """The launches: of gates and rows' places, then of the rest."""
+    device, shape = tensors.mixed_qkvz.device, problem.shape
+    gates, tiles = plan.programs(problem)
+    heads = min(8, power_of_two_at_least(shape.num_heads_v))
+    back = gradients.Backward(plan.steps, plan.rows_ba, heads, problem.chunk, problem.qk_norm)
+    strides, sizes = gradients.BackwardStrides(*problem.strides), launch._sizes(shape, problem.interleaved)
+    options: dict[str, Any] = {"dependent_launch": bool(plan.dependent_launch)}
+    of_gates = (problem.rows, problem.sequences, strides, sizes, back, plan.dependent_launch)
+    of_rows = (problem.rows, strides, sizes, _convolution(problem, tensors), back, plan.dependent_launch)
+    units = 2 * shape.num_heads_qk + 2 * shape.num_heads_v
+    return (
+        Launch(gradients.gates_backward, (gates, 1, 1), of_gates, device, num_warps=4, **options),
+        Launch(gradients.inputs_backward, (tiles * units, 1, 1), of_rows, device, num_warps=plan.num_warps, **options),
+    )
+
+
+def _no_gradients(d: PrefillGradients, t: Prefill, made: tuple[Tensor, ...]) -> None:
+    for gradient in made:
+        gradient.zero_()
 
 
 def in_order(t: Prefill, outs: tuple[Tensor, ...], initial: bool) -> tuple[Tensor | None, ...]:

@@ -93,3 +93,14 @@ class Prefill(NamedTuple):
     has_initial_state: Tensor | None
     A_log: Tensor
     dt_bias: Tensor
+
+
+class PrefillGradients(NamedTuple):
+    """The gradients of q, k, v, z, g and beta, packed."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    z: Tensor
+    g: Tensor
+    beta: Tensor

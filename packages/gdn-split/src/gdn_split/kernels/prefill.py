@@ -37,10 +37,11 @@ class PrefillStrides(NamedTuple):
 
 
 class Where(NamedTuple):
-    """Of each row its sequence, its place in it, and whether it is in any."""
+    """Of each row its sequence, its place in it, the row after the sequence's last, and whether it is in any."""
 
     sequence: Any
     position: Any
+    end: Any
     live: Any
 
 
@@ -76,7 +77,7 @@ def find_rows(p_cu, o_row, first, last, rows, sequences):
         b_begin = tl.where(after, begin, b_begin)
         b_end = tl.where(after, end, b_end)
     live = (o_row >= 0) & (o_row < rows) & (o_row >= b_begin) & (o_row < b_end)
-    return Where(b_n, o_row - b_begin, live)
+    return Where(b_n, o_row - b_begin, b_end, live)
 
 
 @triton.jit

@@ -1,0 +1,282 @@
+"""Device code: gradients of what a chunked delta rule is given in prefill.
+
+A gradient reaches an input from as many rows as the convolution has taps. Rows in memory cannot be shifted among
+threads, so that a thread walks along rows of its channels, and keeps the last few in registers.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from gdn_split.kernels.layer import Gate, exponential, log_decay, sigmoid
+from gdn_split.kernels.prefill import add_within, columns_of_unit, find_rows
+from gdn_split.kernels.split import columns_of_b_and_a, columns_of_group, wait_for_inputs
+
+
+class Backward(NamedTuple):
+    """Constants: the rows that a program walks, and rows and heads of gates that one takes.
+
+    A walk's last WIDTH - 1 rows are the next one's first. CHUNK: over which g was summed, or 0.
+    """
+
+    STEPS: int
+    ROWS_BA: int
+    HEADS: int
+    CHUNK: int
+    QK_NORM: bool
+
+
+class BackwardStrides(NamedTuple):
+    """Row strides of the projections."""
+
+    qkvz: Any
+    ba: Any
+
+
+class Rows(NamedTuple):
+    """A row and those before it, newest first; or what belongs to them."""
+
+    x_0: Any
+    x_1: Any
+    x_2: Any
+    x_3: Any
+
+
+@triton.jit(do_not_specialize=["rows", "sequences"])
+def gates_backward(
+    p_ba, p_cu, p_a_log, p_dt_bias, p_dg, p_dbeta, p_dba, p_sums, p_position, rows, sequences, strides,
+    sizes: tl.constexpr, back: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Gradients of b and a in ROWS_BA rows, and each row's place in its sequence, or -1.
+
+    p_sums [programs, 2, V heads] float32: the shares of these rows in the gradients of A_log and dt_bias.
+    """
+    NV: tl.constexpr = sizes.NQK * sizes.R
+    # In front of the rows behind them, to which the sums of a chunk may reach.
+    BLOCK: tl.constexpr = back.ROWS_BA + back.CHUNK
+    wait_for_inputs(DEPENDENT)
+    first = tl.program_id(0).to(tl.int64) * back.ROWS_BA
+    o_row = first + tl.arange(0, BLOCK)
+    last = tl.minimum(first + BLOCK, rows) - 1
+    found = find_rows(p_cu, o_row, first, last, rows, sequences)
+    own = (o_row < first + back.ROWS_BA) & (o_row < rows)
+    tl.store(p_position + o_row, tl.where(found.live, found.position, -1).to(tl.int32), mask=own)
+    m_row = found.live & own
+    for h in range(0, NV, back.HEADS):
+        o_h = h + tl.arange(0, back.HEADS)
+        m_h = o_h < NV
+        c_b, c_a = columns_of_b_and_a(o_h, sizes)
+        m = m_row[:, None] & m_h[None, :]
+        p_row = p_ba + o_row[:, None] * strides.ba
+        b = tl.load(p_row + c_b[None, :], mask=m, other=0.0).to(tl.float32)
+        a = tl.load(p_row + c_a[None, :], mask=m, other=0.0).to(tl.float32)
+        b_a_log = tl.load(p_a_log + o_h, mask=m_h, other=0.0).to(tl.float32)[None, :]
+        b_dt = tl.load(p_dt_bias + o_h, mask=m_h, other=0.0).to(tl.float32)[None, :]
+        o_gate = o_row[:, None] * NV + o_h[None, :]
+        m_all = found.live[:, None] & m_h[None, :]
+        dg = tl.load(p_dg + o_gate, mask=m_all, other=0.0).to(tl.float32)
+        if back.CHUNK:
+            ends = (found.position % back.CHUNK == back.CHUNK - 1) | (found.end == o_row + 1)
+            ends = tl.broadcast_to(ends.to(tl.int32)[:, None], [BLOCK, back.HEADS])
+            dg, _ = tl.associative_scan((dg, ends), 0, add_within, reverse=True)
+        dbeta = tl.load(p_dbeta + o_gate, mask=m, other=0.0).to(tl.float32)
+        beta = sigmoid(b)
+        da = -dg * exponential(b_a_log) * sigmoid(a + b_dt)
+        m_out = own[:, None] & m_h[None, :]
+        p_out = p_dba + o_row[:, None] * (2 * NV)
+        dtype: tl.constexpr = p_dba.dtype.element_ty
+        tl.store(p_out + c_b[None, :], tl.where(m, dbeta * beta * (1.0 - beta), 0.0).to(dtype), mask=m_out)
+        tl.store(p_out + c_a[None, :], tl.where(m, da, 0.0).to(dtype), mask=m_out)
+        g = log_decay(a, Gate(b_a_log, b_dt))
+        p_sum = p_sums + tl.program_id(0).to(tl.int64) * (2 * NV) + o_h
+        tl.store(p_sum, tl.sum(tl.where(m, dg * g, 0.0), axis=0), mask=m_h)
+        tl.store(p_sum + NV, tl.sum(tl.where(m, da, 0.0), axis=0), mask=m_h)
+
+
+@triton.jit
+def load_row(p, row, stride, o, wanted, m_c):
+    """Elements o of one row."""
+    return tl.load(p + row * stride + o, mask=wanted & m_c, other=0.0)
+
+
+@triton.jit
+def gradient_of_convolved(x, w, b_bias, b_d, is_normed, conv: tl.constexpr, back: tl.constexpr):
+    """The gradient before activation and norm, of what the convolution makes of rows x."""
+    acc = x.x_0 * w[0] + x.x_1 * w[1]
+    if conv.WIDTH > 2:
+        acc += x.x_2 * w[2]
+    if conv.WIDTH > 3:
+        acc += x.x_3 * w[3]
+    if conv.HAS_BIAS:
+        acc += b_bias
+    b_s = acc
+    if conv.SILU:
+        gate = sigmoid(acc)
+        b_s = acc * gate
+    if back.QK_NORM:
+        if is_normed:
+            r = tl.rsqrt(tl.sum(b_s * b_s, axis=0) + 1e-6)
+            product = tl.sum(b_s * b_d, axis=0) * r * r
+            b_d = r * (b_d - b_s * product)
+    if conv.SILU:
+        b_d *= gate + b_s * (1.0 - gate)
+    return b_d
+
+
+@triton.jit
+def step_back(
+    x, d, s, w, b_bias, b_d, place, is_normed, WHOLE: tl.constexpr, conv: tl.constexpr, back: tl.constexpr
+):  # fmt: skip
+    """Of a row: what reaches it and those before it so far (d), and its shares in the weights' gradients (s).
+
+    place: the row's place in its sequence, and whether it is of this run. WHOLE: whether all rows under the convolution
+    are of its sequence and it of this run.
+    """
+    position, own = place
+    x_1, x_2, x_3 = x.x_1, x.x_2, x.x_3
+    if not WHOLE:
+        x_1 = tl.where(position >= 1, x_1, 0.0)
+        x_2 = tl.where(position >= 2, x_2, 0.0)
+        x_3 = tl.where(position >= 3, x_3, 0.0)
+    b_d = gradient_of_convolved(Rows(x.x_0, x_1, x_2, x_3), w, b_bias, b_d, is_normed, conv, back)
+    b_1, b_2, b_3, b_own = b_d, b_d, b_d, b_d
+    if not WHOLE:
+        b_d = tl.where(position >= 0, b_d, 0.0)
+        b_1 = tl.where(position >= 1, b_d, 0.0)
+        b_2 = tl.where(position >= 2, b_d, 0.0)
+        b_3 = tl.where(position >= 3, b_d, 0.0)
+        b_own = tl.where(own, b_d, 0.0)
+    s_0 = s.x_0 + b_own * x.x_0
+    s_1 = s.x_1 + b_own * x_1
+    s_2, s_3 = s.x_2, s.x_3
+    d_1 = d.x_0 + b_1 * w[1]
+    d_2, d_3 = d.x_1, d.x_2
+    if conv.WIDTH > 2:
+        s_2 += b_own * x_2
+        d_2 += b_2 * w[2]
+    if conv.WIDTH > 3:
+        s_3 += b_own * x_3
+        d_3 += b_3 * w[3]
+    return Rows(b_d * w[0], d_1, d_2, d_3), Rows(s_0, s_1, s_2, s_3), b_own
+
+
+@triton.jit(do_not_specialize=["rows"])
+def inputs_backward(
+    p_qkvz, p_weight, p_bias, p_position, p_dq, p_dk, p_dv, p_dz, p_dqkvz, p_sums, rows, strides,
+    sizes: tl.constexpr, conv: tl.constexpr, back: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """The gradient of mixed_qkvz, of a run of rows of one head of q, k, v or z. Neighbours share rows.
+
+    p_sums [runs, WIDTH + 1, channels] float32: the shares of these rows in the gradients of the convolution's weights,
+    on the newest input first, and of its bias.
+    """
+    NQK: tl.constexpr = sizes.NQK
+    NV: tl.constexpr = sizes.NQK * sizes.R
+    HQ: tl.constexpr = sizes.HQ
+    HV: tl.constexpr = sizes.HV
+    UNITS: tl.constexpr = 2 * NQK + 2 * NV
+    COLUMNS: tl.constexpr = 2 * NQK * HQ + 2 * NV * HV
+    CHANNELS: tl.constexpr = 2 * NQK * HQ + NV * HV
+    WIDTH: tl.constexpr = conv.WIDTH
+    TAPS: tl.constexpr = conv.WIDTH - 1
+    LENGTH: tl.constexpr = back.STEPS - TAPS
+    BLOCK: tl.constexpr = conv.BLOCK
+    dtype: tl.constexpr = p_dqkvz.dtype.element_ty
+    wait_for_inputs(DEPENDENT)
+    i_u = tl.program_id(0) % UNITS
+    i_p = (tl.program_id(0) // UNITS).to(tl.int64)
+    first = i_p * LENGTH
+    end = tl.minimum(first + LENGTH, rows)
+    o = tl.arange(0, BLOCK)
+    if i_u < 2 * NQK + NV:
+        column, channel, width = columns_of_unit(i_u, sizes)
+        m_c = o < width
+        is_normed = i_u < 2 * NQK
+        p_x = p_qkvz + column
+        p_dx = p_dqkvz + column
+        # Rows of q's gradient, k's or v's.
+        p_d = p_dv + (i_u - 2 * NQK) * HV
+        s_d = NV * HV
+        if is_normed:
+            s_d = NQK * HQ
+            if i_u < NQK:
+                p_d = p_dq + i_u * HQ
+            else:
+                p_d = p_dk + (i_u - NQK) * HQ
+        p_w = p_weight + (channel + o).to(tl.int64) * conv.S_WEIGHT_CHANNEL + TAPS * conv.S_WEIGHT_TAP
+        w = ()
+        for i in tl.static_range(WIDTH):
+            w = w + (tl.load(p_w - i * conv.S_WEIGHT_TAP, mask=m_c, other=0.0).to(tl.float32),)
+        b_bias = 0.0
+        if conv.HAS_BIAS:
+            b_bias = tl.load(p_bias + channel + o, mask=m_c, other=0.0).to(tl.float32)
+        zero = tl.zeros([BLOCK], tl.float32)
+        x_1 = load_row(p_x, first - 1, strides.qkvz, o, first >= 1, m_c).to(tl.float32)
+        x_2 = load_row(p_x, first - 2, strides.qkvz, o, first >= 2, m_c).to(tl.float32)
+        x_3 = load_row(p_x, first - 3, strides.qkvz, o, first >= 3, m_c).to(tl.float32)
+        # What reaches the row before and those before it from here on, and shares of the weights.
+        d = Rows(zero, zero, zero, zero)
+        s = Rows(zero, zero, zero, zero)
+        s_bias = zero
+        for step in range(0, back.STEPS, 4):
+            # All loads of a few rows before the first is used.
+            positions = ()
+            xs = ()
+            ds = ()
+            whole = first + step + 4 <= end
+            for j in tl.static_range(4):
+                row = first + step + j
+                position = tl.load(p_position + row, mask=row < rows, other=-1)
+                whole = whole & (position >= TAPS)
+                positions = positions + (position,)
+                xs = xs + (load_row(p_x, row, strides.qkvz, o, row < rows, m_c),)
+                ds = ds + (load_row(p_d, row, s_d, o, row < rows, m_c),)
+            for j in tl.static_range(4):
+                row = first + step + j
+                x_0 = xs[j].to(tl.float32)
+                b_d = ds[j].to(tl.float32)
+                place = (positions[j], row < end)
+                if whole:
+                    d, s, b_own = step_back(
+                        Rows(x_0, x_1, x_2, x_3), d, s, w, b_bias, b_d, place, is_normed, True, conv, back
+                    )  # fmt: skip
+                else:
+                    x_0 = tl.where(positions[j] >= 0, x_0, 0.0)
+                    d, s, b_own = step_back(
+                        Rows(x_0, x_1, x_2, x_3), d, s, w, b_bias, b_d, place, is_normed, False, conv, back
+                    )  # fmt: skip
+                s_bias += b_own
+                if WIDTH == 2:
+                    done = d.x_1
+                elif WIDTH == 3:
+                    done = d.x_2
+                else:
+                    done = d.x_3
+                m_out = (row - TAPS >= first) & (row - TAPS < end)
+                tl.store(p_dx + (row - TAPS) * COLUMNS + o, done.to(dtype), mask=m_out & m_c)
+                x_3 = x_2
+                x_2 = x_1
+                x_1 = x_0
+        p_sum = p_sums + i_p * ((WIDTH + 1) * CHANNELS) + channel + o
+        tl.store(p_sum, s.x_0, mask=m_c)
+        tl.store(p_sum + CHANNELS, s.x_1, mask=m_c)
+        if WIDTH > 2:
+            tl.store(p_sum + 2 * CHANNELS, s.x_2, mask=m_c)
+        if WIDTH > 3:
+            tl.store(p_sum + 3 * CHANNELS, s.x_3, mask=m_c)
+        tl.store(p_sum + WIDTH * CHANNELS, s_bias, mask=m_c)
+    else:
+        head = i_u - 2 * NQK - NV
+        _, _, _, c_z = columns_of_group(head // sizes.R, sizes)
+        p_to = p_dqkvz + c_z + head % sizes.R * HV
+        ROWS: tl.constexpr = 8
+        o_j = tl.arange(0, ROWS)
+        m_v = (o < HV)[None, :]
+        for step in range(0, LENGTH, ROWS):
+            row = first + step + o_j
+            m_row = row < end
+            position = tl.load(p_position + row, mask=m_row, other=-1)
+            m_z = (m_row & (position >= 0))[:, None] & m_v
+            b_z = tl.load(p_dz + row[:, None] * (NV * HV) + head * HV + o[None, :], mask=m_z, other=0.0)
+            tl.store(p_to + row[:, None] * COLUMNS + o[None, :], b_z.to(dtype), mask=m_row[:, None] & m_v)

@@ -34,6 +34,7 @@ pytestmark = pytest.mark.codegen
 
 # As launch.device_limits reads them: SMs, shared memory of a program.
 FOR_SM_90 = "for sm_90, "
+WITHOUT_TMA = "without TMA on sm_90, "
 LIMITS = {
     "sm_80": DeviceLimits(108, 166912),
     "sm_90": DeviceLimits(132, 232448, hopper=True),
@@ -170,6 +171,10 @@ def specs(target: str) -> Iterator[KernelSpec]:
     if not limits.hopper:
         return
 
+    # What TMA does not load.
+    yield from prefill(f"{WITHOUT_TMA}pages of 1", LLAMA, limits, page=1, lse=True)
+    yield from prefill(f"{WITHOUT_TMA}pages of 1, decoding", LLAMA, limits, page=1, rows=64, longest=1)
+
     def hopper(name: str, model: SoftmaxAttention, **options: Any) -> Iterator[KernelSpec]:
         yield from prefill(f"{FOR_SM_90}{name}", model, limits, **options)
 
@@ -204,7 +209,10 @@ def test_every_kernel_compiles_for_every_target_without_traps_or_spills_in_its_m
     persistent = [report for report in reports if report.spec.startswith(FOR_SM_90)]
     # An address, and a count that is loaded and stored where a tile of keys has masked values, and nowhere else.
     assert_clean(persistent, most_stack_outside_loops=448, most_in_loops=2)
-    assert_clean([report for report in reports if report not in persistent])
+    without_tma = [report for report in reports if report.spec.startswith(WITHOUT_TMA)]
+    # The quickest tiles, as measured, leave no register for what only masked tiles and the epilogue use.
+    assert_clean(without_tma, most_stack_outside_loops=96)
+    assert_clean([report for report in reports if report not in persistent + without_tma])
     assert {report.target for report in reports} == set(TARGETS)
 
 

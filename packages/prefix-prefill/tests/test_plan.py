@@ -160,6 +160,26 @@ def test_tiles_of_models_on_an_h200(model, longest: int, alibi: bool, rows: int,
     assert (plan.block_m, plan.block_n, plan.hopper) == (rows, keys, True)
 
 
+@pytest.mark.parametrize(
+    ("change", "longest", "tiles"),
+    [
+        ({}, 2048, (128, 128, 8, 3)), ({}, 8, (64, 64, 4, 3)), ({}, 1, (16, 32, 4, 3)),
+        ({"page_layout": "x-packed"}, 2048, (128, 128, 8, 3)), ({"page_layout": "x-packed"}, 1, (16, 32, 4, 3)),
+        ({"softcap": 30.0}, 2048, (128, 64, 8, 3)), ({"left": 127}, 2048, (128, 128, 8, 3)),
+        ({"new_kv": True}, 2048, (128, 128, 8, 3)), ({"left": 127, "new_kv": True}, 2048, (128, 64, 8, 3)),
+        ({"cache_bits": 8}, 2048, (128, 64, 8, 2)), ({"head_dim": 72}, 1, (16, 64, 4, 2)),
+    ],
+)  # fmt: skip
+def test_tiles_on_an_h200_of_what_tma_does_not_load(change, longest: int, tiles: tuple[int, ...]) -> None:
+    """As measured there, where no register is spilled in the main loop: see test_codegen.py."""
+    problem = replace(
+        problem_of(LLAMA, longest=longest, page=1, new_kv=False, tma=False), **{"head_dim_v": 0, **change}
+    )
+    plan = plan_prefill(problem, H200)
+    assert (plan.block_m, plan.block_n, plan.num_warps, plan.num_stages) == tiles
+    assert plan_prefill(problem, SM_90).block_m <= 64
+
+
 def test_small_sequences_take_tiles_of_fewer_rows() -> None:
     rows = [plan_prefill(problem_of(LLAMA, longest=n), A100).block_m for n in (0, 1, 2, 3, 4, 8, 9, 1000)]
     assert rows == [16, 16, 16, 32, 32, 64, 64, 64]

@@ -291,7 +291,32 @@ def _portable(problem: Problem, limits: DeviceLimits) -> PrefillPlan:
     light = (in_whole_loads or block_m == 16) and problem.cache_bits == problem.bits
     if block_m < most_m and block_d <= 128 and light:
         warps = 4
+    if limits.hopper and _has_whole_rows(problem):
+        block_n, stages = _tiles_of_keys(problem, block_m)
     return PrefillPlan(block_m, block_n, 1, warps, stages)
+
+
+def _has_whole_rows(problem: Problem) -> bool:
+    """Whether heads are of 65 to 128 numbers of 16 bits, in loads known to be aligned: others spill registers."""
+    sizes = (problem.head_dim, problem.head_dim_v)
+    return problem.bits == problem.cache_bits == 16 and 64 < max(sizes) <= 128 and not any(size % 16 for size in sizes)
+
+
+def _tiles_of_keys(problem: Problem, block_m: int) -> tuple[int, int]:
+    """Keys in a tile of the portable kernel on sm_90, and stages, for heads of 128: where there is no TMA.
+
+    us on an H200 with 32 / 8 heads, pages of 1 and x-packed ones of 16. 64 decode behind 8000 by tiles of 32 keys and 3
+    stages 575 and 734, of 64 and 2 667 and 934; chunks of 512 behind 16384 by 128 and 3 1673
+    and 2701, 64 and 3 1976 and 2980, 64 and 2 2187 and 3089.
+    """
+    if block_m == 16:
+        # Of 128 keys, 537 us where Triton 3.6 makes them, 3.7 compiles none.
+        return 32, 3
+    # What takes registers in the main loop, beside scores of 128 keys.
+    biased = problem.softcap != 0 or problem.alibi or problem.draft
+    padded = min(problem.head_dim, problem.head_dim_v) < 128
+    roomy = not biased and (problem.left < 0 or not (padded or problem.new_kv))
+    return (128 if block_m == 128 and roomy else 64), 3
 
 
 def _splits(problem: Problem, plan: PrefillPlan, limits: DeviceLimits) -> int:

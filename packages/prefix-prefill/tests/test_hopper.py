@@ -76,6 +76,9 @@ CASES: dict[str, tuple[PrefillPlan, dict[str, Any]]] = {
                                                    "window": (50, -1)}),
     "slopes": (plan(128, 64), {"heads": (4, 2), "head_dim": 64, "alibi": True}),
     "capped": (plan(64), {"heads": (4, 2), "head_dim": 64, "softcap": 5.0, "softmax_scale": 3.0, "cached": True}),
+    "capped, small scores": (plan(), {"heads": (4, 2), "head_dim": 64, "softcap": 30.0, "window": (150, -1)}),
+    "capped, 8 bits, new keys": (plan(64, 64, 3), {"heads": (4, 2), "head_dim": 64, "cache_dtype": E4M3,
+                                                   "softcap": 30.0, "k_scale": -0.5, "v_scale": "tokens"}),
     "more heads than rows": (plan(64), {"heads": (70, 1), "head_dim": 64, "lengths": FEW}),
     "8 bits": (plan(128, 64, 1, 3), {"heads": (8, 2), "head_dim": 128, "cache_dtype": E4M3, "cached": True,
                                      "k_scale": "number", "v_scale": "number"}),
@@ -123,6 +126,18 @@ def test_the_kernel_for_sm_90_is_the_attention(tensors, kernels, chosen, options
     batch = tensors.batch(**{"lengths": LENGTHS, "rows_after": 3, **options})
     kernels.prefill(batch, chosen)
     batch.check(most=4)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_scores_of_either_sign_are_capped_that_are_as_large_as_the_cap(tensors, kernels, sign: int) -> None:
+    """Small ones by a series, which says nothing of these."""
+    batch = tensors.batch([(130, 30)], heads=(2, 1), head_dim=64, softcap=10.0, softmax_scale=0.25, cached=True)
+    batch.q.abs_().mul_(sign)
+    for keys in (batch.k_cache, batch.keys):
+        keys.abs_()
+    batch.forget_inputs()
+    kernels.prefill(batch, plan(64))
+    batch.check()
 
 
 def test_tree_drafts_are_masked_in_every_tile_that_holds_new_tokens(tensors, kernels) -> None:

@@ -13,13 +13,18 @@ Tensor = torch.Tensor
 # By name: numbers of 32 bits, approximate ones as exact as torch has them.
 INSTRUCTIONS: Mapping[str, Callable[..., Tensor]] = {
     "mov.f32": lambda a: a,
+    "abs.f32": torch.abs,
+    "copysign.f32": lambda sign, size: torch.copysign(size, sign),
     "min.f32": torch.fmin,
     "min.NaN.f32": torch.minimum,
+    "add.f32": torch.add,
     "mul.f32": torch.mul,
-    "neg.f32": torch.neg,
     # A product of two float32 is exact in float64.
     "fma.rn.f32": lambda a, b, c: (a.double() * b.double() + c.double()).float(),
     "rcp.approx.ftz.f32": torch.reciprocal,
+    "ex2.approx.ftz.f32": torch.exp2,
+    "setp.le.f32": torch.le,
+    "selp.f32": lambda a, b, chosen: torch.where(chosen, a, b),
 }
 
 

@@ -305,7 +305,7 @@ def attend_tile(pointers, memory, k, v, i_group, table, i_item, at, numbers, siz
     if C.DRAFT:
         all_high = gl.minimum(all_high, tile.context)
     scoring = Scoring(
-        cached_scale, scale, scores.softcap * LOG2_E, sizes, slope, positions, draft, (table, i_item), all_low, all_high
+        cached_scale, scale, scores.softcap, sizes, slope, positions, draft, (table, i_item), all_low, all_high
     )
 
     running_max = gl.full([ROWS], float("-inf"), gl.float32, L_ROW)

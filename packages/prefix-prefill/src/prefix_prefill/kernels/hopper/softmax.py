@@ -13,15 +13,39 @@ from prefix_prefill.kernels.softmax import LOG2_E, finite
 # what is 2^-28 times as large is then still a normal number.
 HEADROOM: gl.constexpr = gl.constexpr(14)
 HEADROOM_INVERSE: gl.constexpr = gl.constexpr(2.0**-14)
+# Up to here the series of a capped score serves: 2 is a score of log(2) times the cap.
+SMALL: gl.constexpr = gl.constexpr(2.0)
 # The least normal number of float32, or a little more.
 TINY: gl.constexpr = gl.constexpr(1.2e-38)
 
 
+# Of ``tanh_of_halves``: what is done with each of four numbers before its reciprocal, with all, and with each after it.
+_BEFORE = """
+abs.f32 a{0}, ${1}; min.f32 d{0}, a{0}, 0f41F00000; ex2.approx.ftz.f32 d{0}, d{0}; add.f32 d{0}, d{0}, 0f3F800000;
+"""
+_RECIPROCALS = """
+mul.f32 p, d0, d1; mul.f32 q, d2, d3; mul.f32 r, p, q; rcp.approx.ftz.f32 r, r; mul.f32 q, q, r; mul.f32 p, p, r;
+mul.f32 r0, d1, q; mul.f32 r1, d0, q; mul.f32 r2, d3, p; mul.f32 r3, d2, p;
+"""
+_AFTER = """
+fma.rn.f32 r{0}, r{0}, 0fC0000000, 0f3F800000; min.NaN.f32 r{0}, r{0}, a{0}; copysign.f32 r{0}, ${1}, r{0};
+mul.f32 p, ${1}, ${1}; fma.rn.f32 q, p, 0fB341238E, 0f35C30FD9; fma.rn.f32 q, p, q, 0fB806F703;
+fma.rn.f32 q, p, q, 0f3A2EB6C5; fma.rn.f32 q, p, q, 0fBC63580C; fma.rn.f32 q, p, q, 0f3EB17218; mul.f32 q, q, ${1};
+setp.le.f32 small, a{0}, 0f40000000; selp.f32 ${0}, q, r{0}, small;
+"""
+_OF_FOUR = [text.format(i, 4 + i) for text in (_BEFORE, _AFTER) for i in range(4)]
+TANH_OF_HALVES: gl.constexpr = gl.constexpr(
+    "{ .reg .f32 a0, a1, a2, a3, d0, d1, d2, d3, r0, r1, r2, r3, p, q, r; .reg .pred small;"
+    + "".join([*_OF_FOUR[:4], _RECIPROCALS, *_OF_FOUR[4:]])
+    + "}"
+)
+
+
 class Scoring(NamedTuple):
     """What makes scores of products: their scale, for cached keys and for new ones (with a soft cap that of what it
-    takes, twice the scores over the cap), cap and window, and, of each row, the slope, and in shared memory the
-    position and the halves of its mask of drafts; the item in the table. All rows see the keys from ``all_low`` to
-    before ``all_high``.
+    takes, in base 2: twice the scores over the cap), the cap and the window, and, of each row, the slope, and in shared
+    memory the position and the halves of its mask of drafts; the item in the table. All rows see the keys from
+    ``all_low`` to before ``all_high``.
     """
 
     cached_scale: object
@@ -107,34 +131,24 @@ def larger_unit(memory, at, cached, unit, C):
 
 
 @gluon.jit
-def reciprocal(x):
-    """1 / x, of numbers from 1 on.
+def series(x, cap):
+    """cap tanh(x log(2) / 2) log2(e) / x, where |x| <= SMALL, to 2^-26 and roundings."""
+    y = x * x
+    b = gl.fma(y, -6.487604787699e-08 * cap, 2.0967040382123326e-06 * cap)
+    b = gl.fma(y, b, -4.6423240716483864e-05 * cap)
+    b = gl.fma(y, b, 0.0009615285875879475 * cap)
+    b = gl.fma(y, b, -0.0200187967133182 * cap)
+    return gl.fma(y, b, 0.5 * cap)
 
-    The unit that makes exponentials makes these too, and a capped softmax waits for it: so four share one, that of
-    their product, and each takes a step of Newton's, as scores multiply its error by twice the cap. Numbers above 2^30,
-    of which products would overflow, are taken as 2^30. A NaN stays where it is.
+
+@gluon.jit
+def tanh_of_halves(x):
+    """tanh(x log(2) / 2), of numbers of any size: by a series up to SMALL, elsewhere 1 - 2 / (1 + 2^x).
+
+    The unit that makes exponentials makes reciprocals too, and a capped softmax waits for it: so four share one, that
+    of their product. Numbers above 30, of which products would overflow, are taken as 30. A NaN stays where it is.
     """
-    return gl.inline_asm_elementwise(
-        """{
-        .reg .f32 a, b, c, d, p, q, r, w, x, y, z;
-        min.f32 a, $4, 0f4E800000; min.f32 b, $5, 0f4E800000; min.f32 c, $6, 0f4E800000; min.f32 d, $7, 0f4E800000;
-        mul.f32 p, a, b; mul.f32 q, c, d; mul.f32 r, p, q;
-        rcp.approx.ftz.f32 r, r;
-        mul.f32 q, q, r; mul.f32 p, p, r;
-        mul.f32 w, b, q; mul.f32 x, a, q; mul.f32 y, d, p; mul.f32 z, c, p;
-        neg.f32 a, a; fma.rn.f32 a, a, w, 0f3F800000; fma.rn.f32 w, a, w, w;
-        neg.f32 b, b; fma.rn.f32 b, b, x, 0f3F800000; fma.rn.f32 x, b, x, x;
-        neg.f32 c, c; fma.rn.f32 c, c, y, 0f3F800000; fma.rn.f32 y, c, y, y;
-        neg.f32 d, d; fma.rn.f32 d, d, z, 0f3F800000; fma.rn.f32 z, d, z, z;
-        min.NaN.f32 w, w, $4; min.NaN.f32 x, x, $5; min.NaN.f32 y, y, $6; min.NaN.f32 z, z, $7;
-        mov.f32 $0, w; mov.f32 $1, x; mov.f32 $2, y; mov.f32 $3, z;
-        }""",
-        "=f,=f,=f,=f,f,f,f,f",
-        [x],
-        dtype=gl.float32,
-        is_pure=True,
-        pack=4,
-    )
+    return gl.inline_asm_elementwise(TANH_OF_HALVES, "=f,=f,=f,=f,f,f,f,f", [x], dtype=gl.float32, is_pure=True, pack=4)
 
 
 @gluon.jit
@@ -161,11 +175,7 @@ def update(scores, running_max, row_sum, scale, key, bounds, scoring, scales, MA
     ``key`` is the tile's first; ``bounds`` are the first key and the end of those that any row sees; ``scales`` those
     of tokens, where there are any: keys' are folded into scores, values' into weights.
     """
-    if C.K_TOKENS:
-        k_scale = scales.memory.k.index(scales.at % (C.STAGES + 1)).load(gl.SliceLayout(0, V.L_S))
-        if C.NEW_KV:
-            k_scale = gl.where(scales.cached, k_scale, 1.0)
-        scores = scores * k_scale[None, :]
+    scores = times_k_scales(scores, scales, V, C)
     shift: gl.constexpr = HEADROOM if V.RESCALED else 0
     b_scale = scale
     if V.RESCALED:
@@ -174,9 +184,7 @@ def update(scores, running_max, row_sum, scale, key, bounds, scoring, scales, MA
     if C.ALIBI or MASKED:
         position = scoring.positions.load(gl.SliceLayout(1, V.L_S))
     if C.SOFTCAP:
-        # cap tanh(x / 2) = cap - 2 cap / (1 + exp(x)). Were cap added to the row's maximum alone, its rounding there
-        # would be in lse.
-        scores = scoring.cap - 2.0 * scoring.cap * reciprocal(1.0 + gl.exp2(scores * b_scale))
+        scores = tanh_of_halves(scores * b_scale) * (scoring.cap * LOG2_E)
     elif V.SIGNED or C.ALIBI:
         scores = scores * b_scale
     if C.ALIBI:
@@ -207,6 +215,23 @@ def update(scores, running_max, row_sum, scale, key, bounds, scoring, scales, MA
         # A scale of 0 or more keeps the order; multiplied here, it costs no instruction.
         new_max = gl.maximum(running_max, most * scale)
         weights = gl.exp2(scores * b_scale - (finite(new_max) - shift)[:, None])
+    return summed(weights, running_max, new_max, row_sum, scales, V, C)
+
+
+@gluon.jit
+def times_k_scales(scores, scales, V, C):
+    """Scores, those of keys whose tokens have scales times these."""
+    if C.K_TOKENS:
+        k_scale = scales.memory.k.index(scales.at % (C.STAGES + 1)).load(gl.SliceLayout(0, V.L_S))
+        if C.NEW_KV:
+            k_scale = gl.where(scales.cached, k_scale, 1.0)
+        scores = scores * k_scale[None, :]
+    return scores
+
+
+@gluon.jit
+def summed(weights, running_max, new_max, row_sum, scales, V, C):
+    """What ``update`` returns, from a tile's weights, and the running max before it and after."""
     rescale = gl.exp2(running_max - finite(new_max))
     row_sum = row_sum * rescale + gl.sum(weights, 1)
     if C.V_TOKENS:
@@ -215,6 +240,31 @@ def update(scores, running_max, row_sum, scale, key, bounds, scoring, scales, MA
             v_scale = gl.where(scales.cached, v_scale, 1.0)
         weights = weights * (v_scale * scales.factor)[None, :]
     return weights.to(V.dtype), new_max, row_sum, rescale
+
+
+@gluon.jit
+def update_capped(scores, running_max, row_sum, scale, key, bounds, scoring, scales, V, C):
+    """``update`` of a tile that all rows see, with a soft cap and no slopes.
+
+    Most tiles have no score above 0.69 of the cap, in size. There a series takes the place of an exponential and of a
+    reciprocal, whose unit is the slowest; and as the cap keeps the order, the largest score of a row is capped once.
+    """
+    b_scale = scale
+    if V.RESCALED:
+        b_scale = scale[:, None]
+    b_x = times_k_scales(scores, scales, V, C) * b_scale
+    most = gl.max(b_x, 1)
+    size = gl.maximum(most, -gl.min(b_x, 1))
+    if gl.max(size, 0) <= SMALL:
+        shift: gl.constexpr = HEADROOM if V.RESCALED else 0
+        new_max = gl.maximum(running_max, most * series(most, scoring.cap))
+        weights = gl.exp2(gl.fma(b_x, series(b_x, scoring.cap), (shift - finite(new_max))[:, None]))
+        weights, new_max, new_sum, rescale = summed(weights, running_max, new_max, row_sum, scales, V, C)
+    else:
+        weights, new_max, new_sum, rescale = update(
+            scores, running_max, row_sum, scale, key, bounds, scoring, scales, False, V, C
+        )
+    return weights, new_max, new_sum, rescale
 
 
 @gluon.jit
@@ -227,9 +277,14 @@ def update_tile(scores, running_max, row_sum, scale, key, bounds, scoring, scale
     if C.NEW_KV:
         all_high = gl.minimum(all_high, bounds[1])
     if (key >= scoring.all_low) & (key + C.BLOCK_N <= all_high):
-        weights, new_max, new_sum, rescale = update(
-            scores, running_max, row_sum, scale, key, bounds, scoring, scales, False, V, C
-        )
+        if C.SOFTCAP and not C.ALIBI:
+            weights, new_max, new_sum, rescale = update_capped(
+                scores, running_max, row_sum, scale, key, bounds, scoring, scales, V, C
+            )
+        else:
+            weights, new_max, new_sum, rescale = update(
+                scores, running_max, row_sum, scale, key, bounds, scoring, scales, False, V, C
+            )
     else:
         weights, new_max, new_sum, rescale = update(
             scores, running_max, row_sum, scale, key, bounds, scoring, scales, True, V, C

@@ -171,7 +171,8 @@ class Batch:
     def _hold_lengths(self, extra_columns: int, indices: dict[str, Any]) -> None:
         # A page of NaN, wherever one may look past a sequence; columns past those, pages that are none.
         table = self.block_table
-        spare = [p for p in range(self.k_cache.shape[0]) if p not in set(table.flatten().tolist())]
+        used = set(table.flatten().tolist())
+        spare = [p for p in range(self.k_cache.shape[0]) if p not in used]
         padding = table.new_full((table.shape[0], extra_columns), spare[-1] if spare else 0)
         table = torch.cat([table, padding], dim=1)
         wide = torch.full((table.shape[0], table.shape[1] + 3), 2**31 - 1, **indices)
@@ -216,16 +217,12 @@ class Batch:
     def spoil(self, sequence: int, positions: Sequence[int]) -> None:
         """NaN in the cache at positions of a sequence, as far as it is in the cache."""
         stored = self.totals[sequence] if self.cached else self.lengths[sequence][0]
-        for position in positions:
-            if position < stored:
-                block, place = int(self.block_table[sequence, position // self.page]), position % self.page
-                for cache in (self.k_cache, self.v_cache):
-                    if self.page_layout == "NHD":
-                        poison_(cache[block, place])
-                    elif self.page_layout == "HND":
-                        poison_(cache[block, :, place])
-                    else:
-                        poison_(cache[block, :, :, place])
+        chosen = torch.tensor([p for p in positions if p < stored], dtype=torch.int64, device=self.device)
+        pages = self.block_table[sequence, chosen // self.page].long()
+        for cache in (self.k_cache, self.v_cache):
+            tokens = movable(cache).movedim({"NHD": 1, "HND": 2, "x-packed": 3}[self.page_layout], 1)
+            place = (pages, chosen % self.page)
+            tokens[place] = movable(poison_(torch.empty_like(tokens[place]).view(cache.dtype)))
         self.forget_inputs()
 
     # What a call is given

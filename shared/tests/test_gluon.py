@@ -17,6 +17,7 @@ from kernel_reference.testing import gluon
 from kernel_reference.testing.gluon import pipeline
 from kernel_reference.testing.gluon.ptx import execute
 from kernel_reference.testing.gluon.values import Value
+from kernel_reference.testing.guards import assert_bitwise_equal
 from kernel_reference.testing.numerics import assert_close_to_oracle
 
 M, N, BLOCK_K = 64, 64, 32
@@ -173,11 +174,26 @@ def test_lines_of_ptx_are_carried_out_a_thread_s_elements_at_a_time() -> None:
         min.f32 $0, p, 0f3F000000; min.NaN.f32 $1, p, $3;
     }"""
     nan = math.nan
-    found = execute(text, 2, torch.tensor([[4.0, 0.5, 4.0, 1.0], [nan, 1.0, 1.0, 1.0]]))
+    (found,) = execute(text, 2, torch.tensor([[4.0, 0.5, 4.0, 1.0], [nan, 1.0, 1.0, 1.0]]))
     torch.testing.assert_close(
         found, torch.tensor([[0.5, 0.5, 0.25, 0.25], [0.5, nan, 0.5, 1.0]]), rtol=0, atol=0, equal_nan=True
     )
     # An element that has no others beside it is not lost.
-    assert execute("mov.f32 $0, $4; mov.f32 $1, $5; mov.f32 $2, $6; mov.f32 $3, $7;", 4, torch.ones(5)).shape == (5,)
+    (moved,) = execute("mov.f32 $0, $4; mov.f32 $1, $5; mov.f32 $2, $6; mov.f32 $3, $7;", 4, torch.ones(5))
+    assert moved.shape == (5,)
     with pytest.raises(NotImplementedError, match=r"no sin\.approx\.f32"):
         execute("sin.approx.f32 $0, $1;", 1, torch.ones(1))
+
+
+def test_ptx_makes_pairs_of_bfloat16_and_takes_them_apart_bit_by_bit() -> None:
+    """Each result has a register for two elements, the first in its lower half."""
+    text = """{
+        .reg .b32 even, odd; cvt.rn.bf16x2.f32 $0, $3, $2; shl.b32 even, $0, 16; and.b32 odd, $0, 0xffff0000;
+        sub.f32 even, $2, even; sub.f32 odd, $3, odd; cvt.rn.bf16x2.f32 $1, odd, even;
+    }"""
+    numbers = torch.cat([torch.randn(8), torch.tensor([-0.0, 2.0**-130, math.inf, 3e38])]).view(3, 4)
+    first, rest = execute(text, 2, numbers, (torch.bfloat16, torch.bfloat16))
+    assert_bitwise_equal(first, numbers.bfloat16())
+    torch.testing.assert_close(rest, (numbers - numbers.bfloat16().float()).bfloat16(), rtol=0, atol=0, equal_nan=True)
+    # One element alone.
+    assert execute(text, 2, torch.full((1,), 1.5), (torch.bfloat16, torch.bfloat16))[0].tolist() == [1.5]

@@ -40,10 +40,14 @@ def _filled(shape: Sequence[int], value: Any, dtype: DType, layout: Any = None) 
     return Value(torch.full(list(shape), value).to(dtype.torch))
 
 
-def _in_assembler(asm: str, constraints: str, arguments: Sequence[Any], *_: Any, **__: Any) -> Any:
+def _in_assembler(asm: str, constraints: str, arguments: Sequence[Any], dtype: Any, **_: Any) -> Any:
     """What moves numbers, or computes with them."""
     number = arguments[0]
-    return Value(execute(asm, constraints.count("="), number.data)) if ".f32" in asm else number
+    if ".f32" not in asm:
+        return number
+    dtypes = [one.torch for one in (dtype if isinstance(dtype, tuple) else (dtype,))]
+    made = tuple(Value(one) for one in execute(asm, constraints.count("="), number.data, dtypes))
+    return made if isinstance(dtype, tuple) else made[0]
 
 
 LANGUAGE: dict[str, Any] = {

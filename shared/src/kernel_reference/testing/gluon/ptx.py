@@ -4,41 +4,66 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 Tensor = torch.Tensor
 
-# By name: numbers of 32 bits, approximate ones as exact as torch has them.
+
+def _as_float(register: Tensor) -> Tensor:
+    return register.view(torch.float32)
+
+
+def _of_floats(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda *registers: compute(*map(_as_float, registers)).view(torch.int32)
+
+
+def _in_pairs(high: Tensor, low: Tensor) -> Tensor:
+    pair = torch.stack([_as_float(low), _as_float(high)], -1).bfloat16()
+    return pair.view(torch.int32).squeeze(-1)
+
+
+# By name, of registers of 32 bits; approximate results are as exact as torch has them.
 INSTRUCTIONS: Mapping[str, Callable[..., Tensor]] = {
     "mov.f32": lambda a: a,
-    "abs.f32": torch.abs,
-    "copysign.f32": lambda sign, size: torch.copysign(size, sign),
-    "min.f32": torch.fmin,
-    "min.NaN.f32": torch.minimum,
-    "add.f32": torch.add,
-    "mul.f32": torch.mul,
+    "abs.f32": _of_floats(torch.abs),
+    "copysign.f32": _of_floats(lambda sign, size: torch.copysign(size, sign)),
+    "min.f32": _of_floats(torch.fmin),
+    "min.NaN.f32": _of_floats(torch.minimum),
+    "add.f32": _of_floats(torch.add),
+    "sub.f32": _of_floats(torch.sub),
+    "mul.f32": _of_floats(torch.mul),
     # A product of two float32 is exact in float64.
-    "fma.rn.f32": lambda a, b, c: (a.double() * b.double() + c.double()).float(),
-    "rcp.approx.ftz.f32": torch.reciprocal,
-    "ex2.approx.ftz.f32": torch.exp2,
-    "setp.le.f32": torch.le,
+    "fma.rn.f32": _of_floats(lambda a, b, c: (a.double() * b.double() + c.double()).float()),
+    "rcp.approx.ftz.f32": _of_floats(torch.reciprocal),
+    "ex2.approx.ftz.f32": _of_floats(torch.exp2),
+    "cvt.rn.bf16x2.f32": _in_pairs,
+    "and.b32": torch.bitwise_and,
+    "shl.b32": torch.bitwise_left_shift,
+    # A predicate is a register of truths.
+    "setp.le.f32": lambda a, b: torch.le(_as_float(a), _as_float(b)),
     "selp.f32": lambda a, b, chosen: torch.where(chosen, a, b),
 }
 
 
-def execute(text: str, outputs: int, numbers: Tensor) -> Tensor:
-    """What ``text`` makes of numbers of float32, ``outputs`` of them at a time: $0 and on are made of as many behind.
+def execute(
+    text: str, outputs: int, numbers: Tensor, dtypes: Sequence[torch.dtype] = (torch.float32,)
+) -> tuple[Tensor, ...]:
+    """What ``text`` makes of numbers of float32: a tensor of each of ``dtypes``, in ``outputs`` registers $0 and on.
+
+    As many numbers at a time as fill those of one dtype are in the registers behind.
 
     Raises:
         NotImplementedError: an instruction is not among ``INSTRUCTIONS``.
     """
+    of_each = outputs // len(dtypes)
+    together = of_each * 4 // dtypes[0].itemsize
     # A thread has as many elements as the text takes; what is left over stands beside ones.
     flat = numbers.flatten()
-    rest = -flat.numel() % outputs
-    lanes = torch.cat([flat, flat.new_ones(rest)]).view(-1, outputs)
-    registers = {f"${outputs + i}": lanes[:, i] for i in range(outputs)}
+    rest = -flat.numel() % together
+    lanes = torch.cat([flat, flat.new_ones(rest)]).view(-1, together).view(torch.int32)
+    registers = {f"${outputs + i}": lanes[:, i].contiguous() for i in range(together)}
     for line in re.sub(r"[{}\n]", " ", text).split(";"):
         name, _, operands = line.strip().partition(" ")
         if not name or name == ".reg":
@@ -47,11 +72,18 @@ def execute(text: str, outputs: int, numbers: Tensor) -> Tensor:
             raise NotImplementedError(f"the simulator has no {name}")
         to, *given = (operand.strip() for operand in operands.split(","))
         registers[to] = INSTRUCTIONS[name](*(_operand(each, registers, lanes) for each in given))
-    made = torch.stack([registers[f"${i}"] for i in range(outputs)], 1)
-    return made.flatten()[: flat.numel()].view(numbers.shape)
+    made = torch.stack([registers[f"${i}"] for i in range(outputs)], 1).split(of_each, 1)
+    return tuple(
+        one.contiguous().view(dtype).flatten()[: flat.numel()].view(numbers.shape)
+        for one, dtype in zip(made, dtypes, strict=True)
+    )
 
 
 def _operand(text: str, registers: Mapping[str, Tensor], like: Tensor) -> Tensor:
     if text.startswith("0f"):
-        return like.new_full((len(like),), struct.unpack(">f", bytes.fromhex(text[2:]))[0])
-    return registers[text]
+        (bits,) = struct.unpack(">i", bytes.fromhex(text[2:]))
+    elif text[0].isdigit():
+        (bits,) = struct.unpack(">i", int(text, 0).to_bytes(4, "big"))
+    else:
+        return registers[text]
+    return like.new_full((len(like),), bits)

@@ -40,8 +40,8 @@ _FEW_ROWS = 32
 _RECORD_ROWS = 96
 # Pieces of a row have at least 32 bytes: of 64 elements that is as many pieces.
 _MOST_PIECES = 16
-# Programs of the combine kernel on an SM: no more than run at once.
-_MERGING = 16
+# Programs of the combine kernel on an SM: no more than run at once; and sequences of one, each of which a thread finds.
+_MERGING, _MERGED_BY_ONE = 16, 32
 # More partial results take the combine kernel too long.
 MOST_SPLITS = 256
 
@@ -314,14 +314,16 @@ def merging_cost(parts: Any, rows: int) -> Any:
 
 
 def merge_grid(sequences: int, rows: int, tiles: DecodeTiles, cores: int) -> tuple[int, int]:
-    """Of the combine kernel: rows of a program, one after the other, and pieces of a row.
+    """Of the combine kernel: sequences of a program, one after the other, and pieces of a row.
 
     A thread has loads of 8 parts in flight, so that a row of more parts is cut into pieces, with a group of threads for
-    each 8. Where most rows have nothing to combine, programs are to be few.
+    each 8. Where most rows have nothing to combine, programs are to be few, each with a row of the one sequence that
+    has.
     """
     parts = parts_at_once(rows, cores) // sequences if tiles.spare_parts else tiles.num_splits
     pieces = min(_MOST_PIECES, 1 << max(0, (parts // 8).bit_length() - 1))
-    return max(1, cdiv(sequences * rows * pieces, _MERGING * cores)), pieces
+    each = max(1, cdiv(sequences * rows * pieces, _MERGING * cores))
+    return min(each, sequences, _MERGED_BY_ONE), pieces
 
 
 def _keys_in_flight(dim_nope: int, dim_rope: int, limits: DeviceLimits, bits: int) -> tuple[int, int]:

@@ -1,7 +1,8 @@
 """The combine kernel of split-KV decoding.
 
-A program merges one of ``pieces`` pieces, a power of two, of each of ``rows_each`` rows. Its threads are in as many
-groups, which take turns at the parts: the more parts there are, the fewer elements a program should have.
+A program merges one of ``pieces`` pieces, a power of two, of the same row of each of ``sequences_each`` sequences: rows
+of one sequence that has many parts are merged side by side. Its threads are in as many groups, which take turns at the
+parts: the more parts there are, the fewer elements a program should have.
 """
 
 from typing import Any, NamedTuple
@@ -13,6 +14,8 @@ from tilelang_mla.kernels.decode.groups import PLANNED, SHARED
 
 # Parts that a thread loads at once, and elements of a row that it combines.
 _AT_ONCE, _MERGED = 8, 4
+# Sequences of a program, at most, as plan.py has it: a thread looks one up.
+_SEQUENCES = 32
 
 
 class Row(NamedTuple):
@@ -51,7 +54,7 @@ class Numbers(NamedTuple):
 
     heads: Any
     num_splits: Any
-    rows_each: Any
+    sequences_each: Any
     pieces: Any
     scheduled: Any
     wants_lse: Any
@@ -91,16 +94,16 @@ def merge(T: Any, *, dim_nope: int, dtype: Any, serial: bool = False, sink: bool
         part_lse: T.Tensor((room, rows), T.float32),
         heads: T.int32,
         num_splits: T.int32,
-        rows_each: T.int32,
+        sequences_each: T.int32,
         pieces: T.int32,
         scheduled: T.int32,
         wants_lse: T.int32,
     ):
-        with T.Kernel(batch * T.ceildiv(rows, rows_each) * pieces, threads=threads) as i_program:
+        with T.Kernel(T.ceildiv(batch, sequences_each) * rows * pieces, threads=threads) as i_program:
             T.assume(out_batch % 8 == 0)
             T.assume(out_row % 8 == 0)
             tensors = Tensors(first_part, out, lse, parts, part_lse)
-            numbers = Numbers(heads, num_splits, rows_each, pieces, scheduled, wants_lse)
+            numbers = Numbers(heads, num_splits, sequences_each, pieces, scheduled, wants_lse)
             merge_program(T, C, tensors, numbers, i_program)
 
     if not sink:
@@ -117,16 +120,16 @@ def merge(T: Any, *, dim_nope: int, dtype: Any, serial: bool = False, sink: bool
         sinks: T.Tensor((num_sinks,), T.float32),
         heads: T.int32,
         num_splits: T.int32,
-        rows_each: T.int32,
+        sequences_each: T.int32,
         pieces: T.int32,
         scheduled: T.int32,
         wants_lse: T.int32,
     ):
-        with T.Kernel(batch * T.ceildiv(rows, rows_each) * pieces, threads=threads) as i_program:
+        with T.Kernel(T.ceildiv(batch, sequences_each) * rows * pieces, threads=threads) as i_program:
             T.assume(out_batch % 8 == 0)
             T.assume(out_row % 8 == 0)
             tensors = Tensors(first_part, out, lse, parts, part_lse, sinks)
-            numbers = Numbers(heads, num_splits, rows_each, pieces, scheduled, wants_lse)
+            numbers = Numbers(heads, num_splits, sequences_each, pieces, scheduled, wants_lse)
             merge_program(T, C, tensors, numbers, i_program)
 
     return merge_parts_with_sinks
@@ -140,10 +143,10 @@ def with_sink(T: Any, sinks: Any, i_row: Any, sum_of: Any, highest: Any) -> Any:
 @macro
 def merge_program(T, C, tensors, numbers, i_program):
     """What a program merges."""
-    first_part, out, lse, parts, part_lse, sinks = tensors
-    heads, num_splits, rows_each, pieces, scheduled, wants_lse = numbers
+    out, lse, parts, part_lse, sinks = tensors.out, tensors.lse, tensors.parts, tensors.part_lse, tensors.sinks
+    heads, sequences_each, pieces = numbers.heads, numbers.sequences_each, numbers.pieces
     dim_nope, width, threads, serial = C
-    rows, room = part_lse.shape[1], part_lse.shape[0]
+    batch, rows = out.shape[:2]
     if not serial:
         T.pdl_sync()
     merged = T.alloc_local((_MERGED,), T.float32)
@@ -151,25 +154,25 @@ def merge_program(T, C, tensors, numbers, i_program):
     factors = T.alloc_local((_AT_ONCE,), T.float32)
     of_groups = T.alloc_shared((width, _MERGED), T.float32)
     sum_of_groups = T.alloc_shared((width,), T.float32)
+    first_of = T.alloc_shared((_SEQUENCES,), T.int32)
+    parts_of = T.alloc_shared((_SEQUENCES,), T.int32)
     registers = Registers(merged, loaded, factors)
     thread = T.get_thread_binding()
     i_all = T.alloc_var(T.int32, init=T.truncdiv(i_program, pieces))
     i_piece = T.alloc_var(T.int32, init=i_program - i_all * pieces)
-    programs = T.alloc_var(T.int32, init=T.truncdiv(rows + rows_each - 1, rows_each))
-    i_b = T.alloc_var(T.int32, init=T.truncdiv(i_all, programs))
-    first_row = T.alloc_var(T.int32, init=(i_all - i_b * programs) * rows_each)
-    own_first = T.alloc_var(T.int32, init=i_b * num_splits)
-    own_parts = T.alloc_var(T.int32, init=num_splits)
-    if scheduled == SHARED:
-        own_first = T.max(T.min(first_part[2 * i_b], room), 0)
-        own_parts = T.min(first_part[2 * i_b + 1], room - own_first)
-    if scheduled == PLANNED:
-        # As where a part is found.
-        own_first = T.max(T.min(first_part[i_b], room), 0)
-        own_parts = T.max(T.min(first_part[i_b + 1], room), 0) - own_first
-    if own_parts > 1:
-        for i in T.serial(T.min(rows_each, rows - first_row)):
-            i_row = T.alloc_var(T.int32, init=first_row + i)
+    i_batch = T.alloc_var(T.int32, init=T.truncdiv(i_all, rows))
+    i_row = T.alloc_var(T.int32, init=i_all - i_batch * rows)
+    first_b = T.alloc_var(T.int32, init=i_batch * sequences_each)
+    own = T.alloc_var(T.int32, init=T.min(T.min(sequences_each, _SEQUENCES), batch - first_b))
+    for lane in T.serial(own if serial else 1):
+        find_parts(T, tensors, numbers, first_of, parts_of, first_b, own, lane if serial else thread)
+    if not serial:
+        T.sync_threads()
+    for i in T.serial(own):
+        own_parts = T.alloc_var(T.int32, init=parts_of[i])
+        if own_parts > 1:
+            i_b = T.alloc_var(T.int32, init=first_b + i)
+            own_first = T.alloc_var(T.int32, init=first_of[i])
             highest = highest_lse(T, part_lse, own_first, own_parts, i_row, serial)
             row = Row(parts, part_lse, own_first, own_parts, i_row, highest)
             sum_of = T.alloc_var(T.float32, init=0)
@@ -201,11 +204,30 @@ def merge_program(T, C, tensors, numbers, i_program):
                         out[i_b, i_row, begin + j] = T.if_then_else(
                             sum_of == 0, 0, merged[j] / with_sink(T, sinks, i_row, sum_of, highest)
                         )
-            if wants_lse != 0:
+            if numbers.wants_lse != 0:
                 if thread == 0 and i_piece == 0:
                     lse[i_b, T.truncmod(i_row, heads), T.truncdiv(i_row, heads)] = T.if_then_else(
                         sum_of == 0, -T.infinity(T.float32), log_of_sum(T, highest, sum_of, LN_2)
                     )
+
+
+@macro
+def find_parts(T, tensors, numbers, first_of, parts_of, first_b, own, lane):
+    """Of one of a program's sequences the first part, and how many."""
+    if lane < own:
+        first_part, room = tensors.first_part, tensors.part_lse.shape[0]
+        i_b = T.alloc_var(T.int32, init=first_b + lane)
+        own_first = T.alloc_var(T.int32, init=i_b * numbers.num_splits)
+        own_parts = T.alloc_var(T.int32, init=numbers.num_splits)
+        if numbers.scheduled == SHARED:
+            own_first = T.max(T.min(first_part[2 * i_b], room), 0)
+            own_parts = T.min(first_part[2 * i_b + 1], room - own_first)
+        if numbers.scheduled == PLANNED:
+            # As where a part is found.
+            own_first = T.max(T.min(first_part[i_b], room), 0)
+            own_parts = T.max(T.min(first_part[i_b + 1], room), 0) - own_first
+        first_of[lane] = own_first
+        parts_of[lane] = own_parts
 
 
 @macro

@@ -15,10 +15,12 @@ from gdn_split.plan import (
     ConvPlan,
     DeviceLimits,
     GroupShape,
+    PrefillProblem,
     SplitPlan,
     StepProblem,
     cdiv,
     plan_conv,
+    plan_prefill_backward,
     plan_split,
     plan_step,
     power_of_two_at_least,
@@ -354,3 +356,18 @@ def test_only_states_that_are_one_piece_of_memory_are_fetched_ahead() -> None:
         assert (plan.ahead > 0) == (inner in ((1, 128), (128, 1)))
         assert plan.covers(apart)
         assert replace(plan, ahead=264).covers(apart) == (plan.ahead > 0)
+
+
+@pytest.mark.parametrize("width", [2, 3, 4])
+def test_walks_of_prefills_gradients_pass_every_row_and_are_short_where_rows_are_few(width: int) -> None:
+    shape = GroupShape(16, 32, 128, 128)
+    for rows in (1, 15, 16, 1000, 8192, 100_000):
+        problem = PrefillProblem(shape, rows, 3, 0, (12288, 64), None, (4, 1), width, True, True, True, False, 64)
+        plan = plan_prefill_backward(problem, H200)
+        gates, walks = plan.programs(problem)
+        # A walk's last rows are the next one's first.
+        own = plan.steps - (width - 1)
+        assert (walks - 1) * own < rows <= walks * own
+        assert (gates - 1) * 64 < rows <= gates * 64
+        assert plan.steps % 4 == 0
+        assert plan.steps == (128 if rows > 8000 else 16)

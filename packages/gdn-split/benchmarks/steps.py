@@ -241,10 +241,68 @@ def prefill_case(device: torch.device, shape: GroupShape, lengths: list[int]) ->
     )
 
 
+@dataclass
+class Differentiated:
+    """Projections, and gradients of the results that they give."""
+
+    of: Packed
+    gradients: tuple[torch.Tensor, ...]
+
+
+def gradient_case(device: torch.device, shape: GroupShape, lengths: list[int]) -> Case:
+    rows = sum(lengths)
+    s = shape
+    sizes = gated_delta.Sizes(s.num_heads_qk, s.num_heads_v, s.head_qk, s.head_v)
+
+    def make_inputs() -> Differentiated:
+        normal = partial(torch.randn, device=device)
+        heads = [(rows, s.num_heads_qk, s.head_qk)] * 2 + [(rows, s.num_heads_v, s.head_v)] * 2
+        gates = [normal(rows, s.num_heads_v) for _ in range(2)]
+        return Differentiated(packed(device, s, lengths), (*[normal(size, dtype=DTYPE) for size in heads], *gates))
+
+    def ours(i: Differentiated) -> tuple[torch.Tensor, ...]:
+        t = i.of
+        tensors = (t.qkvz, t.ba, t.weight, None, t.bounds, t.a_log, t.dt_bias)
+        made: tuple[torch.Tensor, ...] = torch.ops.gdn_split.prefill_backward(
+            *i.gradients, *tensors, True, True, 0, *sizes
+        )
+        return made
+
+    def check(outputs: tuple[torch.Tensor, ...], i: Differentiated) -> float:
+        t = i.of
+        inputs = [each.float().requires_grad_() for each in (t.qkvz, t.ba)]
+        layer = gated_delta.Layer(t.weight, None, t.a_log, t.dt_bias)
+        outs = gated_delta.prefill_inputs(
+            inputs[0], inputs[1], t.bounds, sizes, layer, gated_delta.Options(compute_dtype=torch.float32)
+        )
+        wanted = torch.autograd.grad(outs, inputs, [each.float() for each in i.gradients])
+        errors = [
+            ((one.float() - want).abs() / want.abs().clamp(min=0.1) / 2**-8).max().item()
+            for one, want in zip(outputs, wanted, strict=False)
+        ]
+        return max(errors)
+
+    # Gradients of q, k, v and z are read, and the projections but for z; the projections' are written.
+    row = 3 * s.qkvz_width * DTYPE.itemsize - s.num_heads_v * s.head_v * DTYPE.itemsize
+    return Case(
+        name=f"gradients of prefill's inputs, {len(lengths)} sequences, N={rows}",
+        shape={"model": "Qwen3-Next", "sequences": len(lengths), "tokens": rows},
+        make_inputs=make_inputs,
+        ours={OURS: ours},
+        peers={},
+        check=check,
+        tolerance=8.0,
+        bytes_moved=rows * row,
+        requirements=[Requirement(OURS, speed_at_least=0.7)],
+    )
+
+
 def prefill_cases(device: torch.device, shape: GroupShape) -> Iterator[Case]:
     yield prefill_case(device, shape, [8192])
     yield prefill_case(device, shape, [1, 4000, 17, 900, 3, 2048, 1223])
     yield prefill_case(device, shape, [128] * 256)
+    yield gradient_case(device, shape, [8192])
+    yield gradient_case(device, shape, [1, 4000, 17, 900, 3, 2048, 1223])
 
 
 def step_cases(device: torch.device, shape: GroupShape) -> Iterator[Case]:

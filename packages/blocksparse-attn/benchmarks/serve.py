@@ -41,7 +41,7 @@ class Selected:
         self.q = torch.zeros_like(self._q[:tokens])
         self.indices = torch.full((tokens, self.kv_heads, self.topk), -1, device=device, dtype=torch.int32)
         self.by_head = torch.full((self.kv_heads, tokens, self.topk), -1, device=device, dtype=torch.int32)
-        found, self.absent = present({TRITON: self._triton})
+        found, self.absent = present(setting, {TRITON: self._triton})
         self.calls: dict[str, Call] = {OURS: self._ours, **found}
 
     def fill(self, batch: Batch) -> None:

@@ -38,7 +38,7 @@ class Delta:
         self.weight = torch.randn(s.qkv_width, WIDTH, device=device).bfloat16() / 2
         self.a_log, self.dt_bias = (torch.randn(s.num_heads_v, device=device) for _ in range(2))
         self.norm = torch.randn(s.head_v, device=device).bfloat16()
-        found, self.absent = present({} if self.each > 1 else {CHAIN: self._chain})
+        found, self.absent = present(setting, {} if self.each > 1 else {CHAIN: self._chain})
         self.calls: dict[str, Call] = {OURS: self._ours, **found}
         # Each writes its own. One state more is where the chain puts those of padding.
         state = (sequences + 1, s.num_heads_v, s.head_qk, s.head_v)

@@ -34,7 +34,7 @@ class Linear:
         self.q, self.k, self.v = (torch.zeros_like(source[:tokens]) for source in self._source)
         state = (m.num_heads, m.head_qk, m.head_v)
         self.snapshots = torch.randn(max(1, setting.traffic.prefixes), *state, device=device)
-        found, self.absent = present({} if self.drafts else {PEERS: self._theirs})
+        found, self.absent = present(setting, {} if self.drafts else {PEERS: self._theirs})
         self.calls: dict[str, Call] = {OURS: self._ours, **found}
         # Each writes its own.
         self.pools = {label: torch.zeros(sequences, *state, device=device) for label in self.calls}

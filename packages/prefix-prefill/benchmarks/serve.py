@@ -35,7 +35,7 @@ class Attention:
         )
         # Where graphs find what a step's projections leave.
         self.q = torch.zeros_like(self._q[:tokens])
-        found, self.absent = present({FA3: self._fa3})
+        found, self.absent = present(setting, {FA3: self._fa3})
         self.calls: dict[str, Call] = {"prefix-prefill": self._ours, **found}
 
     def fill(self, batch: Batch) -> None:

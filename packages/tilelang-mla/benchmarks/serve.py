@@ -36,7 +36,7 @@ class Latent:
         self._new = noise(device, limits.tokens, 1, self.dim)
         self._q = noise(device, limits.sequences * self.each, heads, self.dim)
         self.q = torch.zeros_like(self._q[: limits.sequences * self.each])
-        found, self.absent = present({FLASH_MLA: self._flash_mla})
+        found, self.absent = present(setting, {FLASH_MLA: self._flash_mla})
         self.calls: dict[str, Call] = {OURS: self._ours, **found}
 
     def fill(self, batch: Batch) -> None:

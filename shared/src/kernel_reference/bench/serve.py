@@ -119,9 +119,11 @@ class Setting(NamedTuple):
     dry: bool
 
 
-def present(factories: Mapping[str, Callable[[], Call]]) -> tuple[dict[str, Call], dict[str, str]]:
-    """The peers that can be imported, and for the others why not."""
+def present(setting: Setting, factories: Mapping[str, Callable[[], Call]]) -> tuple[dict[str, Call], dict[str, str]]:
+    """The peers that can be imported, and for the others why not; none on a CPU, where few of them run."""
     calls: dict[str, Call] = {}
+    if setting.device.type != "cuda":
+        return calls, dict.fromkeys(factories, "it needs a GPU")
     absent: dict[str, str] = {}
     for label, factory in factories.items():
         try:

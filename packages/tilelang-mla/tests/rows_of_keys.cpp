@@ -1,4 +1,4 @@
-// rows_of_keys.cuh on a CPU: 256 threads, WGMMA by its definition of fragments and swizzles, beside float64.
+// rows_of_keys.cuh on a CPU: 512 threads, WGMMA by its definition of fragments and swizzles, beside float64.
 // Prints what was run, the largest error of a row relative to its largest value, and that of lse.
 
 #include <algorithm>
@@ -69,9 +69,9 @@ static float of_e4m3(uint8_t x) {
 // Threads
 
 static thread_local int own;
-static std::barrier<> everyone(256);
+static std::barrier<> everyone(512), of_weights(256);
 static std::vector<std::unique_ptr<std::barrier<>>> warps, groups;
-static uint32_t handed[256], operands[256][4];
+static uint32_t handed[512], operands[512][4];
 
 static float __shfl_xor_sync(uint32_t, float x, int step) {
   handed[own] = bits<uint32_t>(x);
@@ -91,7 +91,7 @@ static bool __any_sync(uint32_t, bool x) {
 }
 
 namespace mla {
-static void together() { everyone.arrive_and_wait(); }
+static void together() { of_weights.arrive_and_wait(); }
 static void visible_to_mma() {}
 static void begin_products() {}
 static void commit_products() {}
@@ -107,6 +107,7 @@ static void widen(uint32_t four, uint32_t &low, uint32_t &high) {
   high = pack(of_e4m3(four >> 16 & 255), of_e4m3(four >> 24), false);
 }
 static uint64_t operand(const void *p) { return reinterpret_cast<uint64_t>(p); }
+static uint64_t uniform(uint64_t operand) { return operand; }
 static uint64_t advanced(uint64_t operand, int bytes) { return operand + bytes; }
 template <class Barrier> void copy(void *to, const void *from, int bytes, Barrier &) { memcpy(to, from, bytes); }
 
@@ -144,7 +145,7 @@ template <int N, int ROPE, bool RECORDS, bool BF16, bool LISTS> void run(const c
   std::vector<uint16_t> q(rows * WIDTH), out(rows * 512);
   // Rows of unlike size.
   for (size_t i = 0; i < q.size(); i++) q[i] = mla::pack(normal() * exp2f(i / WIDTH % 3 - 1.f), 0, BF16);
-  std::vector<float> parts(rows * 512), sinks(rows, SINK), of_rows(12 * N);
+  std::vector<float> parts(rows * 512), sinks(rows, SINK), of_rows(26 * N);
   std::vector<uint8_t> valid(stages * 64);
   std::vector<int> limits(N);
   std::vector<std::vector<double>> exact(keys, std::vector<double>(WIDTH));
@@ -178,27 +179,41 @@ template <int N, int ROPE, bool RECORDS, bool BF16, bool LISTS> void run(const c
     }
     mla::load_keys<N, ROPE, RECORDS>(held.get(), i / 64, i % 64, key.data(), 1, barrier);
   }
+  // Weights of a block are made while the latents are multiplied by those of the block before.
+  auto weigh = [&](int thread) {
+    float s[N / 2], sums[2] = {};
+    mla::load_q<N, ROPE, RECORDS, BF16>(held.get(), of_rows.data(), q.data(), WIDTH, rows, SCALE * OF_CACHE, thread);
+    mla::together();
+    for (int i = 0; i < blocks; i++) {
+      int stage = 2 * i + thread / 128;
+      mla::scores<N, ROPE, RECORDS, BF16>(s, held.get(), stage, of_rows.data(), thread);
+      mla::weigh<N, ROPE, RECORDS, BF16, LISTS>(
+          s, sums, held.get(), of_rows.data(), limits.data(), &valid[64 * stage], 128 * i, !LISTS && i == blocks - 1,
+          i % 2, (i + 1) % 2, thread);
+      everyone.arrive_and_wait();
+    }
+    mla::total<N>(sums, of_rows.data(), blocks % 2, 1, thread);
+    everyone.arrive_and_wait();
+  };
+  auto multiply = [&](int thread) {
+    float acc[2 * N] = {};
+    for (int i = 0; i < blocks; i++) {
+      everyone.arrive_and_wait();
+      mla::rescale<N>(acc, of_rows.data(), (i + 1) % 2, thread);
+      for (int half = 0; half < 2; half++)
+        mla::values<N, ROPE, RECORDS, BF16>(acc, held.get(), 2 * i + half, (i + 1) % 2, half, thread);
+    }
+    everyone.arrive_and_wait();
+    if (part)
+      mla::store<N, BF16, true>(acc, of_rows.data(), 1, parts.data(), 512, rows, OF_CACHE, sinks.data(), 0, 0, thread);
+    else
+      mla::store<N, BF16, false>(acc, of_rows.data(), 1, out.data(), 512, rows, OF_CACHE, sinks.data(), LISTS, 0, thread);
+  };
   std::vector<std::thread> threads;
-  for (int thread = 0; thread < 256; thread++)
+  for (int thread = 0; thread < 512; thread++)
     threads.emplace_back([&, thread] {
       own = thread;
-      float s[N / 2], acc[2 * N] = {}, sums[2] = {};
-      mla::load_q<N, ROPE, RECORDS, BF16>(held.get(), of_rows.data(), q.data(), WIDTH, rows, SCALE * OF_CACHE, thread);
-      mla::together();
-      for (int i = 0; i < blocks; i++) {
-        int stage = 2 * i + thread / 128;
-        mla::scores<N, ROPE, RECORDS, BF16>(s, held.get(), stage, of_rows.data(), thread);
-        mla::weigh<N, ROPE, RECORDS, BF16, LISTS>(
-            s, acc, sums, held.get(), of_rows.data(), limits.data(), &valid[64 * stage], 128 * i,
-            !LISTS && i == blocks - 1, i % 2, thread);
-        for (int half = 0; half < 2; half++)
-          mla::values<N, ROPE, RECORDS, BF16>(acc, held.get(), 2 * i + half, half, thread);
-      }
-      mla::total<N>(sums, of_rows.data(), blocks % 2, thread);
-      if (part)
-        mla::store<N, BF16, true>(acc, of_rows.data(), parts.data(), 512, rows, OF_CACHE, sinks.data(), 0, 0, thread);
-      else
-        mla::store<N, BF16, false>(acc, of_rows.data(), out.data(), 512, rows, OF_CACHE, sinks.data(), LISTS, 0, thread);
+      thread < 256 ? weigh(thread) : multiply(thread - 256);
     });
   for (auto &thread : threads) thread.join();
   double worst = 0, worst_lse = 0;
@@ -211,7 +226,7 @@ template <int N, int ROPE, bool RECORDS, bool BF16, bool LISTS> void run(const c
     }
     double highest = *std::max_element(weights.begin(), weights.end()), sum = 0, error = 0, most = 0;
     for (double &x : weights) sum += x = exp2(x - highest);
-    double lse = of_rows[10 * N + n] + log2(of_rows[11 * N + n]);
+    double lse = of_rows[23 * N + n] + log2(of_rows[25 * N + n]);
     worst_lse = std::max(worst_lse, fabs(lse - highest - log2(sum)));
     if (LISTS && !part) sum += exp2(SINK / log(2.0) - highest);
     for (int j = 0; j < 512; j++) {
@@ -226,8 +241,8 @@ template <int N, int ROPE, bool RECORDS, bool BF16, bool LISTS> void run(const c
 }
 
 int main() {
-  for (int i = 0; i < 8; i++) warps.emplace_back(new std::barrier<>(32));
-  for (int i = 0; i < 2; i++) groups.emplace_back(new std::barrier<>(128));
+  for (int i = 0; i < 16; i++) warps.emplace_back(new std::barrier<>(32));
+  for (int i = 0; i < 4; i++) groups.emplace_back(new std::barrier<>(128));
   run<16, 64, false, true, false>("one scale, 13 rows", 300, 13, false);
   run<32, 0, false, false, false>("one scale, float16, no rope, a part", 70, 32, true);
   run<16, 64, true, true, false>("records, 16 rows", 130, 16, false);

@@ -156,8 +156,8 @@ class DecodeTiles(Plan):
         """Bytes of a program: a tile of q and its weights, stages of keys, and what the scheduler tells of."""
         if self.keys_are_rows(problem):
             key = 656 if problem.cache == "656" else problem.dim_nope + problem.dim_rope
-            held = 2 * self.block_m * (problem.dim_nope + problem.dim_rope + self.block_n)
-            return held + self.num_stages * _OF_STAGE * (key + 1) + 52 * self.block_m + 2 * _BESIDE
+            held = 2 * self.block_m * (problem.dim_nope + problem.dim_rope + 2 * self.block_n)
+            return held + self.num_stages * _OF_STAGE * (key + 1) + 108 * self.block_m + 2 * _BESIDE
         width = problem.dim_nope + problem.dim_rope
         held = (self.block_m + self.num_stages * self.block_n) * width + self.block_m * self.block_n
         raw = _RAW_STAGES * self.block_n * (width + _SCALES) if problem.cache else 0

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from tilelang_mla.kernels.common import GROUP, ROWS
+from tilelang_mla.kernels.common import ROWS
 from tilelang_mla.kernels.decode.groups import Inputs, Outputs, Sizes
 from tilelang_mla.kernels.decode.kernel import run_roles
-from tilelang_mla.kernels.decode.keys import prelude_of, run_keys
+from tilelang_mla.kernels.decode.keys import prelude_of, run_keys, threads_of
 
 
 def attend_8bit(
@@ -58,7 +58,7 @@ def attend_8bit(
         wants_lse: T.int32,
         num_programs: T.int32,
     ):
-        with T.Kernel(num_programs, threads=1 if serial else 3 * GROUP, **prelude_of(S, serial)) as i_program:
+        with T.Kernel(num_programs, threads=threads_of(S, serial), **prelude_of(S, serial)) as i_program:
             # As caches are checked: rows may be read in vectors of 16 bytes.
             T.assume(kv_page % 16 == 0)
             T.assume(kv_row % 16 == 0)

@@ -6,10 +6,10 @@ keys lie anywhere, and entries that are no key are hidden from the softmax, bloc
 
 from typing import Any
 
-from tilelang_mla.kernels.common import GROUP, ROWS
+from tilelang_mla.kernels.common import ROWS
 from tilelang_mla.kernels.decode.groups import Inputs, Outputs, Sizes
 from tilelang_mla.kernels.decode.kernel import run_roles
-from tilelang_mla.kernels.decode.keys import prelude_of, run_keys
+from tilelang_mla.kernels.decode.keys import prelude_of, run_keys, threads_of
 
 
 def attend_sparse(
@@ -66,7 +66,7 @@ def attend_sparse(
         sinks: T.int32,
         num_programs: T.int32,
     ):
-        with T.Kernel(num_programs, threads=1 if serial else 3 * GROUP, **prelude_of(S, serial)) as i_program:
+        with T.Kernel(num_programs, threads=threads_of(S, serial), **prelude_of(S, serial)) as i_program:
             T.assume(kv_page % line == 0)
             T.assume(kv_row % line == 0)
             if records:

@@ -1,8 +1,9 @@
 """The roles of decoding over 8-bit caches with keys as the rows of WGMMA, which are widened in registers.
 
-A producer warpgroup loads keys as they are, 64 to a stage; a thread of it looks a key up. Two consumer warpgroups take
-two stages at a time, as ``rows_of_keys.cuh`` says, whose functions they call. What a work item is, and its partial
-results, are those of the other decoding kernels.
+A producer warpgroup loads keys as they are, 64 to a stage; a thread of it looks a key up. Two warpgroups make the
+weights of two stages at a time, two more multiply the latents by them while the first are at the next two, all by the
+functions of ``rows_of_keys.cuh``. What a work item is, and its partial results, are those of the other decoding
+kernels.
 """
 
 from pathlib import Path
@@ -18,14 +19,20 @@ from tilelang_mla.kernels.decode.schedule import Owner, find_part, owner_of, par
 from tilelang_mla.kernels.decode.shares import find_share, tell_share, turns_of
 
 TEXT = Path(__file__).with_name("rows_of_keys.cuh").read_text()
-# Registers of a thread of the consumers and of the producer.
-_REGISTERS = (216, 72)
-# The named barrier of both consumers, as rows_of_keys.cuh has it.
-_OF_CONSUMERS = 5
+# Registers of a thread that makes weights, of one that multiplies latents and of the producer, by rows and whether keys
+# are records: five warpgroups start with 96.
+_AT_FIRST = 96
+_REGISTERS = {
+    (16, False): (104, 112, 48), (16, True): (88, 128, 48), (32, False): (88, 128, 48), (32, True): (96, 120, 48)
+}  # fmt: skip
+# The named barrier of those that make weights, as rows_of_keys.cuh has it.
+_OF_WEIGHTS = 5
+# Warps of a warpgroup.
+_WARPS = 4
 # Keys of a stage, and those that lie side by side and are copied at once.
 STAGE, TOGETHER = 64, 8
 # Floats of a row beside its elements, and bytes that align the matrices.
-_OF_ROW, _ALIGNED = 12, 1024
+_OF_ROW, _ALIGNED = 26, 1024
 
 
 class KeyMemory(NamedTuple):
@@ -46,12 +53,21 @@ class KeyMemory(NamedTuple):
 
 
 class KeyBarriers(NamedTuple):
-    """Full and empty barriers of two work items and of the stages."""
+    """Full and empty barriers of two work items, of the stages and of two blocks' weights; ``sums_full`` when a work
+    item's are known, whose place is free again with the item's."""
 
     work_full: Any
     work_empty: Any
     full: Any
     empty: Any
+    weights_full: Any
+    weights_empty: Any
+    sums_full: Any
+
+
+def registers_of(S: Any) -> tuple[int, int, int]:
+    """Registers of a thread of each role."""
+    return _REGISTERS[S.rows, S.cache == "656"]
 
 
 def bytes_of_key(S: Any) -> int:
@@ -60,8 +76,8 @@ def bytes_of_key(S: Any) -> int:
 
 
 def bytes_of_matrices(S: Any) -> int:
-    """q, weights of 128 keys, and the stages."""
-    return S.rows * 2 * (S.width + S.block_n) + S.num_stages * STAGE * bytes_of_key(S) + _ALIGNED
+    """q, weights of two blocks, and the stages."""
+    return S.rows * 2 * (S.width + 2 * S.block_n) + S.num_stages * STAGE * bytes_of_key(S) + _ALIGNED
 
 
 @macro
@@ -81,15 +97,24 @@ def alloc_key_memory(T, S):
 @macro
 def alloc_key_barriers(T, S):
     work_full = T.alloc_barrier([GROUP] * 2)
-    work_empty = T.alloc_barrier([2 * GROUP] * 2)
+    work_empty = T.alloc_barrier([4 * GROUP] * 2)
     full = T.alloc_barrier([STAGE] * S.num_stages)
-    empty = T.alloc_barrier([2 * GROUP] * S.num_stages)
-    return work_full, work_empty, full, empty
+    # A warpgroup has read a stage's keys, and two its latents.
+    empty = T.alloc_barrier([3 * _WARPS] * S.num_stages)
+    weights_full = T.alloc_barrier([2 * _WARPS] * 2)
+    weights_empty = T.alloc_barrier([2 * _WARPS] * 2)
+    sums_full = T.alloc_barrier([2 * GROUP] * 2)
+    return work_full, work_empty, full, empty, weights_full, weights_empty, sums_full
 
 
 def prelude_of(S: Any, serial: bool) -> dict[str, str]:
     """What a kernel with keys as rows is compiled with."""
     return {"prelude": TEXT} if S.keys_are_rows and not serial else {}
+
+
+def threads_of(S: Any, serial: bool) -> int:
+    """Threads of a program: one in C, else three warpgroups, or five where keys are rows."""
+    return 1 if serial else (5 if S.keys_are_rows else 3) * GROUP
 
 
 @macro
@@ -106,10 +131,12 @@ def run_keys(T, S, serial, inputs, outputs, numbers, i_program, num_programs):
     # The combine kernel may start; it waits for the end of this one itself.
     T.pdl_trigger()
     barriers = KeyBarriers(*alloc_key_barriers(T, S))
-    with T.ws(2):
-        produce_keys(T, S, launch, inputs, outputs.pieces, memory, barriers, thread - 2 * GROUP)
+    with T.ws(4):
+        produce_keys(T, S, launch, inputs, outputs.pieces, memory, barriers, thread - 4 * GROUP)
     with T.ws(0, 1):
-        consume_keys(T, S, launch, inputs, outputs, memory, barriers, thread)
+        make_weights(T, S, launch, inputs, outputs, memory, barriers, thread)
+    with T.ws(2, 3):
+        multiply_latents(T, S, launch, inputs, outputs, memory, barriers, thread - 2 * GROUP)
 
 
 def name_of(S: Any, name: str, *constants: Any) -> str:
@@ -131,7 +158,7 @@ def call(T: Any, name: str, *arguments: Any) -> Any:
 @macro
 def produce_keys(T, S, launch, inputs, pieces, memory, barriers, thread):
     """Finds the work items and loads their keys."""
-    T.set_max_nreg(_REGISTERS[1], 0)
+    T.set_max_nreg(registers_of(S)[2], 0)
     done = T.alloc_var(T.int32, init=0)
     begin, end, length = owner_of(T, launch, inputs, thread)
     own = Owner(begin, end, length)
@@ -186,26 +213,24 @@ def load_key(T, S, inputs, memory, barriers, i_page, row, stage, key, left):
 
 
 @macro
-def consume_keys(T, S, launch, inputs, outputs, memory, barriers, thread):
-    """Scores, weights and values of both consumer warpgroups."""
-    T.set_max_nreg(_REGISTERS[0], 1)
+def make_weights(T, S, launch, inputs, outputs, memory, barriers, thread):
+    """Two warpgroups' part: scores and weights, sums and their logarithms."""
+    of_weights = registers_of(S)[0]
+    T.set_max_nreg(of_weights, int(of_weights > _AT_FIRST))
     is_bf16 = S.dtype == T.bfloat16
     s = T.alloc_local((S.rows // 2,), T.float32)
-    acc = T.alloc_local((2 * S.rows,), T.float32)
     sums = T.alloc_local((2,), T.float32)
     matrices, of_rows = at(T, memory.matrices[0]), at(T, memory.of_rows[0])
     group = T.alloc_var(T.int32, init=T.truncdiv(thread, GROUP))
     done = T.alloc_var(T.int32, init=0)
-    scale = T.alloc_var(T.float32, init=scale_of(S, launch, inputs))
     rows = inputs.q.shape[1]
     turns = turns_of(T, launch, inputs, memory)
     for turn in T.serial(turns):
         slot = turn % 2
         T.barrier_wait(barriers.work_full[slot], turn // 2 % 2)
         work = Work(*read_work(T, memory.told, slot))
-        T.barrier_arrive(barriers.work_empty[slot])
         # Both are done with the item before.
-        T.sync_threads(_OF_CONSUMERS, 2 * GROUP)
+        T.sync_threads(_OF_WEIGHTS, 2 * GROUP)
         own_rows = T.alloc_var(T.int32, init=T.min(rows - work.first_row, S.rows))
         unmasked = T.alloc_var(T.int32, init=2**31 - 1)
         if not S.sparse:
@@ -221,52 +246,93 @@ def consume_keys(T, S, launch, inputs, outputs, memory, barriers, thread):
                     )
         call(
             T, name_of(S, "load_q", is_bf16), matrices, of_rows, at(T, inputs.q[work.sequence, work.first_row, 0]),
-            inputs.q.strides[1], own_rows, scale, thread,
+            inputs.q.strides[1], own_rows, scale_of(S, launch, inputs), thread,
         )  # fmt: skip
-        for i in T.unroll(2 * S.rows):
-            acc[i] = 0
         for i in T.unroll(2):
             sums[i] = 0
-        T.sync_threads(_OF_CONSUMERS, 2 * GROUP)
+        T.sync_threads(_OF_WEIGHTS, 2 * GROUP)
         for step in T.serial(work.steps):
-            i_stage = T.alloc_var(T.int32, init=2 * (done + step))
+            block = T.alloc_var(T.int32, init=done + step)
+            i_stage = T.alloc_var(T.int32, init=2 * block + group)
+            stage = T.alloc_var(T.int32, init=i_stage % S.num_stages)
             first_key = T.alloc_var(T.int32, init=(work.first + step) * S.block_n)
-            own = T.alloc_var(T.int32, init=(i_stage + group) % S.num_stages)
-            T.barrier_wait(barriers.full[own], T.truncdiv(i_stage + group, S.num_stages) % 2)
-            call(T, name_of(S, "scores", is_bf16), at(T, s[0]), matrices, own, of_rows, thread)
+            T.barrier_wait(barriers.full[stage], T.truncdiv(i_stage, S.num_stages) % 2)
+            call(T, name_of(S, "scores", is_bf16), at(T, s[0]), matrices, stage, of_rows, thread)
+            T.barrier_wait(barriers.weights_empty[block % 2], T.truncdiv(block, 2) % 2 ^ 1)
             call(
-                T, name_of(S, "weigh", is_bf16, S.sparse), at(T, s[0]), at(T, acc[0]),
-                at(T, sums[0]), matrices, of_rows, at(T, memory.limits[0]),
-                at(T, memory.valid[own, 0]), first_key, first_key + S.block_n > unmasked, step % 2, thread,
+                T, name_of(S, "weigh", is_bf16, S.sparse), at(T, s[0]), at(T, sums[0]), matrices, of_rows,
+                at(T, memory.limits[0]), at(T, memory.valid[stage, 0]), first_key, first_key + S.block_n > unmasked,
+                step % 2, block % 2, thread,
             )  # fmt: skip
-            for half in T.unroll(2):
-                stage = T.alloc_var(T.int32, init=(i_stage + half) % S.num_stages)
-                T.barrier_wait(barriers.full[stage], T.truncdiv(i_stage + half, S.num_stages) % 2)
-                call(T, name_of(S, "values", is_bf16), at(T, acc[0]), matrices, stage, half, thread)
-                T.barrier_arrive(barriers.empty[stage])
+            call(T, "mla::arrive", barriers.weights_full[block % 2], thread)
+            call(T, "mla::arrive", barriers.empty[stage], thread)
         done = done + work.steps
-        call(T, f"mla::total<{S.rows}>", at(T, sums[0]), of_rows, work.steps % 2, thread)
-        store_keys(T, S, launch, inputs, outputs, memory, work, acc, own_rows, is_bf16, thread)
+        call(T, f"mla::total<{S.rows}>", at(T, sums[0]), of_rows, work.steps % 2, slot, thread)
+        T.barrier_arrive(barriers.sums_full[slot])
+        # Told again: what an item is takes no registers while its blocks are worked on.
+        ended = Work(*read_work(T, memory.told, slot))
+        store_logarithms(T, S, launch, outputs, memory, ended, slot, thread)
+        T.barrier_arrive(barriers.work_empty[slot])
 
 
 @macro
-def store_keys(T, S, launch, inputs, outputs, memory, work, acc, own_rows, is_bf16, thread):
-    """Rows of a work item: results, or partial ones, and their logarithms."""
-    of_rows = at(T, memory.of_rows[0])
+def multiply_latents(T, S, launch, inputs, outputs, memory, barriers, thread):
+    """Two warpgroups' part: half of the latents each, by the weights of all keys."""
+    T.set_max_nreg(registers_of(S)[1], 1)
+    is_bf16 = S.dtype == T.bfloat16
+    acc = T.alloc_local((2 * S.rows,), T.float32)
+    matrices, of_rows = at(T, memory.matrices[0]), at(T, memory.of_rows[0])
+    done = T.alloc_var(T.int32, init=0)
+    turns = turns_of(T, launch, inputs, memory)
+    for turn in T.serial(turns):
+        slot = turn % 2
+        T.barrier_wait(barriers.work_full[slot], turn // 2 % 2)
+        work = Work(*read_work(T, memory.told, slot))
+        for i in T.unroll(2 * S.rows):
+            acc[i] = 0
+        for i in T.serial(2 * work.steps):
+            i_stage = T.alloc_var(T.int32, init=done + i)
+            stage = T.alloc_var(T.int32, init=i_stage % S.num_stages)
+            buffer = T.alloc_var(T.int32, init=T.truncdiv(i_stage, 2) % 2)
+            if i % 2 == 0:
+                T.barrier_wait(barriers.weights_full[buffer], T.truncdiv(i_stage, 4) % 2)
+                call(T, f"mla::rescale<{S.rows}>", at(T, acc[0]), of_rows, buffer, thread)
+            T.barrier_wait(barriers.full[stage], T.truncdiv(i_stage, S.num_stages) % 2)
+            call(T, name_of(S, "values", is_bf16), at(T, acc[0]), matrices, stage, buffer, i % 2, thread)
+            call(T, "mla::arrive", barriers.empty[stage], thread)
+            if i % 2 == 1:
+                call(T, "mla::arrive", barriers.weights_empty[buffer], thread)
+        done = done + 2 * work.steps
+        T.barrier_wait(barriers.sums_full[slot], turn // 2 % 2)
+        ended = Work(*read_work(T, memory.told, slot))
+        store_latents(T, S, inputs, outputs, ended, acc, of_rows, slot, thread)
+        # With it the place of its sums.
+        T.barrier_arrive(barriers.work_empty[slot])
+
+
+@macro
+def store_latents(T, S, inputs, outputs, work, acc, of_rows, slot, thread):
+    """Rows of a work item: results, or partial ones."""
     by = T.alloc_var(T.float32, init=1)
     if S.one_scale:
         by = inputs.scales[0, 0, 0]
-    kind = f"mla::store<{S.rows}, {str(is_bf16).lower()}"
+    kind = f"mla::store<{S.rows}, {str(S.dtype == T.bfloat16).lower()}"
+    own_rows = T.alloc_var(T.int32, init=T.min(inputs.q.shape[1] - work.first_row, S.rows))
     sinks = (at(T, inputs.sink[0]), inputs.sinks, work.first_row) if S.sparse else (of_rows, 0, 0)
     if work.num_parts == 1:
         place, stride = at(T, outputs.out[work.sequence, work.first_row, 0]), outputs.out.strides[1]
-        call(T, f"{kind}, false>", at(T, acc[0]), of_rows, place, stride, own_rows, by, *sinks, thread)
+        call(T, f"{kind}, false>", at(T, acc[0]), of_rows, slot, place, stride, own_rows, by, *sinks, thread)
     if work.num_parts > 1:
         place = at(T, outputs.parts[work.part, work.first_row, 0])
-        call(T, f"{kind}, true>", at(T, acc[0]), of_rows, place, S.dim_nope, own_rows, by, of_rows, 0, 0, thread)
-    if thread < own_rows:
-        highest = T.alloc_var(T.float32, init=memory.of_rows[10 * S.rows + thread])
-        row_sum = T.alloc_var(T.float32, init=memory.of_rows[11 * S.rows + thread])
+        call(T, f"{kind}, true>", at(T, acc[0]), of_rows, slot, place, S.dim_nope, own_rows, by, of_rows, 0, 0, thread)
+
+
+@macro
+def store_logarithms(T, S, launch, outputs, memory, work, slot, thread):
+    """Of a work item's rows; who writes one has added its sum up."""
+    if thread < T.min(outputs.out.shape[1] - work.first_row, S.rows):
+        highest = T.alloc_var(T.float32, init=memory.of_rows[(22 + slot) * S.rows + thread])
+        row_sum = T.alloc_var(T.float32, init=memory.of_rows[(24 + slot) * S.rows + thread])
         row = T.alloc_var(T.int32, init=work.first_row + thread)
         if work.num_parts == 1 and launch.wants_lse != 0:
             outputs.lse[work.sequence, T.truncmod(row, launch.heads), T.truncdiv(row, launch.heads)] = T.if_then_else(

@@ -1,9 +1,10 @@
 // Decoding over 8-bit caches with keys as the rows of WGMMA: S^T = K Q^T and O^T = V^T P^T.
 //
 // A thread widens in registers what it loads of the cache, and hands it to WGMMA as operand A; no wide key is written
-// to shared memory, and few heads are few columns. Two warpgroups take a block of 128 keys: each multiplies q by 64 of
-// them, and half of the latents by the weights of all. Which element is which row or column of an MMA is free as long
-// as both operands agree: it is chosen so that a thread loads 8 or 16 bytes at once.
+// to shared memory, and few heads are few columns. Two warpgroups multiply q by 64 keys each of a block of 128 and make
+// the weights of all; two more multiply half of the latents each by these, while the first are at the next block. Which
+// element is which row or column of an MMA is free as long as both operands agree: it is chosen so that a thread loads 8
+// or 16 bytes at once, and those beside it from other banks.
 //
 // N: rows of q, 16 or 32. RECORDS: keys of 656 bytes (512 e4m3, 4 scales, 64 ropes of q's dtype), else ROPE ropes of
 // e4m3 behind the latents, and one scale. e4m3 widens to float16 without a loss; q is float16 then too, each row times a
@@ -28,14 +29,22 @@ template <int N, int ROPE, bool RECORDS> struct Shape {
   static constexpr int CHUNK = N * 128;
   // Operands in registers: the next is made while products read the last, where there is room.
   static constexpr int OPERANDS = RECORDS && N > 16 ? 1 : 2;
-  static constexpr int WEIGHTS = CHUNKS * CHUNK, RAW = WEIGHTS + 2 * CHUNK, STAGE = KEYS * ROW;
+  // Weights of two blocks.
+  static constexpr int WEIGHTS = CHUNKS * CHUNK, RAW = WEIGHTS + 4 * CHUNK, STAGE = KEYS * ROW;
   // Keys of a thread's four in an MMA of 16: neighbours, or apart where rows are that lie in the same banks.
   static constexpr bool APART = ROW % 128 == 64;
 };
 
 #ifndef MLA_ON_HOST
 MLA_DEVICE uint32_t address(const void *p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+// Both warpgroups that make weights.
 MLA_DEVICE void together() { asm volatile("bar.sync 5, 256;" ::: "memory"); }
+// A warp's arrival, when all its threads are here.
+template <class Barrier> MLA_DEVICE void arrive(Barrier &barrier, int thread) {
+  __syncwarp();
+  if (thread % 32 == 0)
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address(&barrier)) : "memory");
+}
 MLA_DEVICE void visible_to_mma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 MLA_DEVICE void widen(uint32_t four, uint32_t &low, uint32_t &high) {
   asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h;}"
@@ -54,6 +63,10 @@ MLA_DEVICE float power(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=
 MLA_DEVICE uint64_t operand(const void *p) {
   // K-major rows of 128 bytes, swizzled, eight of them in 1024 bytes.
   return (uint64_t(1) << 62) | (uint64_t(64) << 32) | (uint64_t(1) << 16) | ((address(p) & 0x3FFFF) >> 4);
+}
+// Of a descriptor, that it is the same in all lanes.
+MLA_DEVICE uint64_t uniform(uint64_t operand) {
+  return operand >> 32 << 32 | __shfl_sync(~0u, static_cast<uint32_t>(operand), 0);
 }
 MLA_DEVICE uint64_t advanced(uint64_t operand, int bytes) { return operand + (bytes >> 4); }
 template <int N, bool BF16> MLA_DEVICE void multiply(const uint32_t *a, uint64_t b, float *c, bool add) {
@@ -89,21 +102,25 @@ MLA_DEVICE Lane lane_of(int thread) {
   return {thread, thread >> 7, (thread >> 5) & 3, (thread & 31) >> 2, thread & 3};
 }
 
-// What is known of rows of q, [N] each: maxima of 8 warps, or their sums; two running maxima; what a score, and a score
-// of widened keys, is multiplied by. At the end of a work item in place of these the logarithm that sums are relative
-// to, and the sums.
+// What is known of rows of q, [N] each: maxima of 8 warps, or their sums, of two blocks; two running maxima; what a score,
+// and a score of widened keys, is multiplied by; what rescales accumulators before each of two blocks; and of two work
+// items, when they end, the logarithm that sums are relative to, and the sums.
 template <int N> struct Rows {
-  float *seen, *highest, *factor, *unlift;
+  float *seen, *highest, *factor, *unlift, *rescale, *log_of, *sum;
   static MLA_INLINE Rows of(void *at) {
     float *p = static_cast<float *>(at);
-    return {p, p + 8 * N, p + 10 * N, p + 11 * N};
+    return {p, p + 16 * N, p + 18 * N, p + 19 * N, p + 20 * N, p + 22 * N, p + 24 * N};
   }
 };
 
-// The matrices begin at a multiple of 1024 bytes, with which swizzles count.
+// The matrices begin at a multiple of 1024 bytes, with which swizzles count. The sum lets the compiler know that they are
+// in shared memory.
 MLA_DEVICE uint8_t *aligned(void *memory) {
-  return reinterpret_cast<uint8_t *>((reinterpret_cast<uintptr_t>(memory) + 1023) & ~uintptr_t(1023));
+  return static_cast<uint8_t *>(memory) + (-reinterpret_cast<uintptr_t>(memory) & 1023);
 }
+
+// Of a warp's 16 keys the first of a thread's two: records of neighbours lie in the same banks, those four apart do not.
+template <bool RECORDS> MLA_DEVICE int own_key(Lane l) { return RECORDS ? l.g / 2 + l.g % 2 * 4 : l.g; }
 
 template <int N, int ROPE, bool RECORDS> MLA_DEVICE uint8_t *stage_of(void *memory, int stage) {
   using S = Shape<N, ROPE, RECORDS>;
@@ -175,7 +192,7 @@ MLA_DEVICE void scores(float *s, void *memory_at, int stage, void *rows_at, int 
   const uint8_t *memory = aligned(memory_at), *raw = stage_of<N, ROPE, RECORDS>(memory_at, stage);
   constexpr int OWN = N / 2;
   Lane l = lane_of(thread);
-  const uint8_t *low = raw + (16 * l.warp + l.g) * S::ROW, *high = low + 8 * S::ROW;
+  const uint8_t *low = raw + (16 * l.warp + own_key<RECORDS>(l)) * S::ROW, *high = low + 8 * S::ROW;
   uint64_t q = operand(memory);
   uint32_t a[S::OPERANDS][16];
   float part[RECORDS ? OWN : 1], *to = RECORDS ? part : s;
@@ -262,18 +279,19 @@ template <int N, class Combine> MLA_DEVICE void over_keys(float *x, Combine comb
   }
 }
 
-// Scores to weights, in shared memory [row, key] for both warpgroups; accumulators follow the running maximum.
+// Scores to weights, in shared memory [row, key] of one of two blocks, and what rescales accumulators before it.
 // limits: of each row the first key that it does not see. first_key: of the block, behind whose last key all limits may
-// lie: ends is false. valid: of lists, whether each of the warpgroup's keys is one.
+// lie: ends is false. valid: of lists, whether each of the warpgroup's keys is one. parity: of the blocks of a work item,
+// buffer: of all.
 template <int N, int ROPE, bool RECORDS, bool BF16, bool LISTS>
 MLA_DEVICE void weigh(
-    float *s, float *acc, float *sums, void *memory_at, void *rows_at, const int *limits, const uint8_t *valid,
-    int first_key, bool ends, int parity, int thread) {
+    float *s, float *sums, void *memory_at, void *rows_at, const int *limits, const uint8_t *valid, int first_key,
+    bool ends, int parity, int buffer, int thread) {
   using S = Shape<N, ROPE, RECORDS>;
   uint8_t *memory = aligned(memory_at);
   Lane l = lane_of(thread);
   Rows<N> of_rows = Rows<N>::of(rows_at);
-  int low = 16 * l.warp + l.g, key = first_key + 64 * l.group + low;
+  int low = 16 * l.warp + own_key<RECORDS>(l), key = first_key + 64 * l.group + low;
   bool low_valid = !LISTS || valid[low], high_valid = !LISTS || valid[low + 8];
   float most[N / 4];
 #pragma unroll
@@ -287,55 +305,63 @@ MLA_DEVICE void weigh(
   }
   over_keys<N>(most, [](float x, float y) { return fmaxf(x, y); }, l);
   int own = own_row<N>(l);
-  of_rows.seen[8 * own + 4 * l.group + l.warp] = most[0], of_rows.seen[8 * own + 8 + 4 * l.group + l.warp] = most[1];
+  // Who is late still reads those of the block before.
+  float *by_warp = of_rows.seen + parity * 8 * N;
+  by_warp[8 * own + 4 * l.group + l.warp] = most[0], by_warp[8 * own + 8 + 4 * l.group + l.warp] = most[1];
   together();
   const float *before = of_rows.highest + parity * N;
-  float *after = of_rows.highest + (parity ^ 1) * N;
+  float *after = of_rows.highest + (parity ^ 1) * N, *rescales = of_rows.rescale + buffer * N;
   // Where a key of the warp's 16 is among the columns of P: as values() has it.
-  int column = 16 * l.warp + (S::APART ? 2 * (l.g & 3) + (l.g >> 2) : l.g);
-  uint8_t *weights = memory + S::WEIGHTS + l.group * S::CHUNK;
+  int column = 16 * l.warp + (S::APART ? 2 * (l.g & 3) + (l.g >> 2) : own_key<RECORDS>(l));
+  uint8_t *weights = memory + S::WEIGHTS + (2 * buffer + l.group) * S::CHUNK;
   float added[N / 4], sums_by[2];
 #pragma unroll
   for (int j = 0; j < N / 8; j++) {
-    float rescale[2];
 #pragma unroll
     for (int e = 0; e < 2; e++) {
       int row = 8 * j + 2 * l.t + e;
-      const float4 *seen = reinterpret_cast<const float4 *>(of_rows.seen + 8 * row);
+      const float4 *seen = reinterpret_cast<const float4 *>(by_warp + 8 * row);
       float4 a = seen[0], b = seen[1];
       float most = fmaxf(fmaxf(fmaxf(a.x, a.y), fmaxf(a.z, a.w)), fmaxf(fmaxf(b.x, b.y), fmaxf(b.z, b.w)));
-      float highest = before[row];
-      rescale[e] = 1.f;
-      if (most > highest + HEADROOM) rescale[e] = power(highest - most), highest = most;
-      if (l.g == 0 && l.group == 0 && l.warp == 0) after[row] = highest;
+      float highest = before[row], rescale = 1.f;
+      if (most > highest + HEADROOM) rescale = power(highest - most), highest = most;
+      if (l.g == 0 && l.group == 0 && l.warp == 0) after[row] = highest, rescales[row] = rescale;
       float x = power(s[4 * j + e] - highest + LIFT), y = power(s[4 * j + 2 + e] - highest + LIFT);
       added[2 * j + e] = x + y;
-      if (8 * j == own - 2 * l.t) sums_by[e] = rescale[e];
+      if (8 * j == own - 2 * l.t) sums_by[e] = rescale;
       uint32_t both = pack(x, y, RECORDS && BF16);
       *reinterpret_cast<uint16_t *>(weights + place(row, column)) = static_cast<uint16_t>(both);
       *reinterpret_cast<uint16_t *>(weights + place(row, column + 8)) = static_cast<uint16_t>(both >> 16);
-    }
-    if (__any_sync(~0u, rescale[0] != 1.f || rescale[1] != 1.f)) {
-#pragma unroll
-      for (int m = 0; m < TILES; m++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) acc[m * N / 2 + 4 * j + i] *= rescale[i % 2];
     }
   }
   over_keys<N>(added, [](float x, float y) { return x + y; }, l);
   sums[0] = sums[0] * sums_by[0] + added[0], sums[1] = sums[1] * sums_by[1] + added[1];
   visible_to_mma();
-  together();
 }
 
-// acc [latent, row] of a warpgroup's 256 latents over 64 keys, the first or second half of a block.
+// Accumulators follow the running maximum.
+template <int N> MLA_DEVICE void rescale(float *acc, void *rows_at, int buffer, int thread) {
+  Lane l = lane_of(thread);
+  const float *by = Rows<N>::of(rows_at).rescale + buffer * N + 2 * l.t;
+#pragma unroll
+  for (int j = 0; j < N / 8; j++) {
+    float even = by[8 * j], odd = by[8 * j + 1];
+    if (!__any_sync(~0u, even != 1.f || odd != 1.f)) continue;
+#pragma unroll
+    for (int m = 0; m < TILES; m++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) acc[m * N / 2 + 4 * j + i] *= i % 2 ? odd : even;
+  }
+}
+
+// acc [latent, row] of a warpgroup's 256 latents over 64 keys, the first or second half of one of two blocks of weights.
 template <int N, int ROPE, bool RECORDS, bool BF16>
-MLA_DEVICE void values(float *acc, void *memory_at, int stage, int half, int thread) {
+MLA_DEVICE void values(float *acc, void *memory_at, int stage, int buffer, int half, int thread) {
   using S = Shape<N, ROPE, RECORDS>;
   const uint8_t *memory = aligned(memory_at), *raw = stage_of<N, ROPE, RECORDS>(memory_at, stage);
   Lane l = lane_of(thread);
   int begin = 256 * l.group + 64 * l.warp;
-  uint64_t weights = operand(memory + S::WEIGHTS + half * S::CHUNK);
+  uint64_t weights = uniform(operand(memory + S::WEIGHTS + (2 * buffer + half) * S::CHUNK));
   uint32_t a[S::OPERANDS][16];
 #pragma unroll
   for (int k = 0; k < 4; k++) {
@@ -371,36 +397,37 @@ MLA_DEVICE void values(float *acc, void *memory_at, int stage, int half, int thr
   keep<2 * N>(acc);
 }
 
-// Sums of all keys, and the logarithm that they are relative to.
-template <int N> MLA_DEVICE void total(const float *sums, void *rows_at, int parity, int thread) {
+// Sums of all keys, and the logarithm that they are relative to. parity: of the block behind the last, slot: of the item.
+template <int N> MLA_DEVICE void total(const float *sums, void *rows_at, int parity, int slot, int thread) {
   Lane l = lane_of(thread);
   Rows<N> of_rows = Rows<N>::of(rows_at);
   int own = own_row<N>(l);
-  for (int e = 0; e < 2; e++) of_rows.seen[8 * (own + e) + 4 * l.group + l.warp] = sums[e];
+  float *by_warp = of_rows.seen + parity * 8 * N;
+  for (int e = 0; e < 2; e++) by_warp[8 * (own + e) + 4 * l.group + l.warp] = sums[e];
   together();
   if (thread < N) {
     float sum = 0.f;
-    for (int warp = 0; warp < 8; warp++) sum += of_rows.seen[8 * thread + warp];
-    of_rows.factor[thread] = of_rows.highest[parity * N + thread] - LIFT;
-    of_rows.unlift[thread] = sum;
+    for (int warp = 0; warp < 8; warp++) sum += by_warp[8 * thread + warp];
+    of_rows.log_of[slot * N + thread] = of_rows.highest[parity * N + thread] - LIFT;
+    of_rows.sum[slot * N + thread] = sum;
   }
-  together();
 }
 
 // Rows of a work item, each by its sum: of q's dtype, or partial results. Sinks count where they are given.
 template <int N, bool BF16, bool PART>
 MLA_DEVICE void store(
-    const float *acc, void *rows_at, void *out, int64_t stride, int rows, float scale, const void *sinks,
+    const float *acc, void *rows_at, int slot, void *out, int64_t stride, int rows, float scale, const void *sinks,
     int given, int first_row, int thread) {
   Lane l = lane_of(thread);
-  Rows<N> of_rows = Rows<N>::of(rows_at);
+  const float *log_of = Rows<N>::of(rows_at).log_of + slot * N, *sums = Rows<N>::of(rows_at).sum + slot * N;
   int begin = 256 * l.group + 64 * l.warp + 8 * l.g;
 #pragma unroll
   for (int i = 0; i < N / 4; i++) {
     int row = 8 * (i / 2) + 2 * l.t + i % 2;
     if (row >= rows) continue;
-    float sum = of_rows.unlift[row];
-    if (given && sum != 0.f) sum += power(static_cast<const float *>(sinks)[first_row + row] * 1.4426950408889634f - of_rows.factor[row]);
+    float sum = sums[row];
+    if (given && sum != 0.f)
+      sum += power(static_cast<const float *>(sinks)[first_row + row] * 1.4426950408889634f - log_of[row]);
     float by = sum == 0.f ? 0.f : scale / sum, x[2 * TILES];
 #pragma unroll
     for (int m = 0; m < 2 * TILES; m++) x[m] = acc[m / 2 * N / 2 + 4 * (i / 2) + i % 2 + m % 2 * 2] * by;

@@ -102,7 +102,7 @@ def reference_of(i: Cached, format: str) -> Reference:
             held = {
                 WIDE: lambda p: b.kv[p],
                 ONE_SCALE: lambda p: dequantize_kv(i.e4m3[p], "e4m3", i.kv_scale, torch.float64),
-                RECORDS: lambda p: dequantize_kv(i.records[p], "656"),
+                RECORDS: lambda p: dequantize_kv(i.records[p], "656", dtype=torch.float64),
             }[format](pages)
             keys = held.flatten(0, 1)[:n]
             given = {"softmax_scale": b.shape.scale, "causal": True}

@@ -88,11 +88,13 @@ def reference_of(i: Lists, records: bool) -> Reference:
         for b in which.tolist():
             listed = i.indices[b, 0].long()
             held = (i.records if records else i.kv).flatten(0, 2)[listed]
-            keys = dequantize_kv(held, "656") if records else held
-            scores = i.q[b, 0].double() @ keys.mT.double() * i.scale
-            exact.append(scores.softmax(-1) @ keys[:, :512].double())
-            weights = torch.exp(scores - scores.amax(-1, keepdim=True)).float()
-            out = weights.to(DTYPE).float() @ keys[:, :512].float() / weights.sum(-1, keepdim=True)
+            # What the cache holds, and as it is dequantised for plain PyTorch.
+            keys = dequantize_kv(held, "656", dtype=torch.float64) if records else held.double()
+            rounded = keys.to(DTYPE)
+            scores, near = (i.q[b, 0].double() @ k.mT.double() * i.scale for k in (keys, rounded))
+            exact.append(scores.softmax(-1) @ keys[:, :512])
+            weights = torch.exp(near - near.amax(-1, keepdim=True)).float()
+            out = weights.to(DTYPE).float() @ rounded[:, :512].float() / weights.sum(-1, keepdim=True)
             plain.append(out.to(DTYPE))
         made[records] = Reference(which, torch.stack(exact), torch.stack(plain))
     return made[records]

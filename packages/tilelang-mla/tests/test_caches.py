@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import struct
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,14 +17,7 @@ from kernel_reference.testing.guards import assert_bitwise_equal, poison_
 from kernel_reference.testing.numerics import assert_close_to_oracle
 from tilelang_mla import dequantize_kv, flash_mla_with_kvcache, plan_decode, quantize_kv
 from tilelang_mla.caches import E4M3, RECORD
-from tilelang_mla.plan import (
-    DecodeProblem,
-    DeviceLimits,
-    decode_tiles,
-    plan_without_schedule,
-    tiles_8bit,
-    tiles_of_keys,
-)
+from tilelang_mla.plan import DecodeProblem, DeviceLimits, decode_tiles, plan_without_schedule, tiles_8bit
 
 Tensor = torch.Tensor
 BF16 = torch.bfloat16
@@ -225,40 +220,33 @@ def test_the_kernel_widens_every_key_and_scales_it_once(in_c, splits) -> None:
 
 def test_blocks_of_8_bits_fit_beside_those_that_are_widened() -> None:
     limits = DeviceLimits(132)
-    for cache, nope, rope in (("656", 512, 64), *(("e4m3", n, r) for n in (64, 320, 512) for r in (32, 64, 128))):
-        problem = DecodeProblem(16, nope, rope, 1, 4, 8192, 64, cache=cache)
-        tiles = tiles_8bit(problem, decode_tiles(16, nope, rope, 8192, limits), limits, listed=True)
+    for nope, rope in (*itertools.product((64, 320, 448), (32, 64, 128)), (512, 32), (512, 96)):
+        problem = DecodeProblem(16, nope, rope, 1, 4, 8192, 64, cache="e4m3")
+        tiles = tiles_8bit(problem, decode_tiles(16, nope, rope, 8192, limits), limits)
         assert tiles.shared_memory(problem) <= limits.shared_memory
-        assert (tiles.spare_parts, tiles.block_n) == (264, 16 if nope + rope > 576 else 32)
+        assert (tiles.spare_parts, tiles.block_n) == (264, 32)
 
 
-@pytest.mark.parametrize(("rows", "block_m"), [(1, 16), (16, 16), (17, 32), (96, 32), (128, 32)])
-def test_keys_are_rows_where_latents_are_512_but_of_lists_and_of_records_beside_many_rows(rows, block_m) -> None:
+@pytest.mark.parametrize(("rows", "block_m"), [(1, 16), (16, 16), (17, 32), (128, 32)])
+def test_keys_are_rows_where_latents_are_512_and_two_of_their_stages_are_loaded_beside_a_block(rows, block_m) -> None:
     limits = DeviceLimits(132)
     for cache, rope in (("656", 64), ("e4m3", 64), ("e4m3", 0), ("e4m3", 128)):
         problem = DecodeProblem(rows, 512, rope, 1, 4, 8192, 64, cache=cache)
         planned = decode_tiles(rows, 512, rope, 8192, limits)
-        tiles = tiles_of_keys(problem, planned, limits)
+        tiles = tiles_8bit(problem, planned, limits)
         assert (tiles.block_m, tiles.block_n, tiles.spare_parts) == (block_m, 128, planned.spare_parts)
-        # Two are loaded beside a block of two.
         assert tiles.num_stages >= 4
         assert tiles.covers(problem)
         assert tiles.shared_memory(problem) <= limits.shared_memory
-        if cache == "656" and rows > 96:
-            assert tiles_8bit(problem, planned, limits).block_n == 32
-        else:
-            assert tiles_8bit(problem, planned, limits) == tiles
-        assert tiles_8bit(problem, planned, limits, listed=True).block_n == (32 if rope <= 64 else 16)
-        assert tiles_8bit(problem, tiles, limits, listed=True) == tiles
+        # As a plan has them.
+        fewer = replace(tiles, num_stages=3)
+        assert tiles_8bit(problem, fewer, limits) == fewer
 
 
 def test_shares_without_a_plan_fill_the_sms_with_tiles_of_as_many_rows_as_the_kernel_takes() -> None:
-    limits = DeviceLimits(132)
-    problem = DecodeProblem(96, 512, 64, 1, 4, 8192, 64, cache="e4m3")
-    tiles = plan_without_schedule(problem, limits)
+    tiles = plan_without_schedule(DecodeProblem(96, 512, 64, 1, 4, 8192, 64, cache="e4m3"), DeviceLimits(132))
     assert (tiles.spare_parts + 1) * tiles.row_tiles(96) == 132
-    assert tiles.keys_are_rows(problem)
-    assert plan_without_schedule(problem, limits, listed=True).block_n == 32
+    assert tiles.block_n == 128
 
 
 # Errors

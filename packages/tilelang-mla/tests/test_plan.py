@@ -26,6 +26,7 @@ from tilelang_mla.plan import (
     decode_tiles,
     get_splits,
     merge_cost,
+    merge_grid,
     part_cost,
     part_range,
     plan_prefill,
@@ -306,6 +307,14 @@ def test_the_plan_of_any_call_covers_it(limits: DeviceLimits) -> None:
         assert plan_without_schedule(problem, limits).covers(problem)
         prompt = PrefillProblem(heads, heads, 192, 128, tokens * batch, batch, tokens)
         assert plan_prefill(prompt, limits).covers(prompt)
+
+
+def test_programs_of_the_combine_kernel_run_at_once_and_find_no_more_sequences_than_they_have_threads() -> None:
+    for sequences, rows in itertools.product((1, 3, 64, 300), (1, 16, 128, 512)):
+        for tiles in (DecodeTiles(64, 64, 2, 1, 264), DecodeTiles(64, 64, 2, 16), DecodeTiles(64, 64, 2, 256)):
+            each, pieces = merge_grid(sequences, rows, tiles, 132)
+            assert 1 <= each <= min(sequences, 32)
+            assert each == min(sequences, 32) or cdiv(sequences, each) * rows * pieces <= 16 * 132 + rows * pieces
 
 
 def test_the_grid_of_prefill_has_a_tile_for_any_lengths() -> None:

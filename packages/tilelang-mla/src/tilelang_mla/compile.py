@@ -15,7 +15,15 @@ from typing import Any
 
 import torch
 
-from tilelang_mla.plan import DecodeProblem, DeviceLimits, PrefillProblem, decode_tiles, plan_prefill, tiles_8bit
+from tilelang_mla.plan import (
+    DecodeProblem,
+    DecodeTiles,
+    DeviceLimits,
+    PrefillProblem,
+    decode_tiles,
+    plan_prefill,
+    tiles_8bit,
+)
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 # The kernels are for sm_90, whose blocks of keys do not depend on how many SMs there are.
@@ -45,20 +53,14 @@ def wanted(
             for cache in caches:
                 if cache == "656" and (dtype, dim_nope, dim_rope) != (torch.bfloat16, 512, 64):
                     continue
-                # Tiles of few rows, and of more, of which some formats have none of their own.
-                found = []
-                for rows in (1, 32, 128):
-                    problem = DecodeProblem(rows, dim_nope, dim_rope, 1, 1, 1, 1, cache=cache)
-                    found.append(decode_8bit_constants(problem, tiles_8bit(problem, tiles, _LIMITS), dtype))
-                for i, constants in enumerate(found):
-                    if constants not in found[:i]:
-                        yield "decode_8bit", constants
-            for cache in ("", "656") if sparse else ():
-                if cache and (dtype, dim_nope, dim_rope) != (torch.bfloat16, 512, 64):
-                    continue
-                problem = DecodeProblem(1, dim_nope, dim_rope, 1, 1, 1, 1, cache=cache)
-                own = tiles_8bit(problem, tiles, _LIMITS, True) if cache else tiles
-                yield "decode_sparse", sparse_constants(problem, own, dtype)
+                for problem, own in _tiles_8bit(dim_nope, dim_rope, cache):
+                    yield "decode_8bit", decode_8bit_constants(problem, own, dtype)
+            if sparse:
+                problem = DecodeProblem(1, dim_nope, dim_rope, 1, 1, 1, 1)
+                yield "decode_sparse", sparse_constants(problem, tiles, dtype)
+                if (dtype, dim_nope, dim_rope) == (torch.bfloat16, 512, 64):
+                    for problem, own in _tiles_8bit(dim_nope, dim_rope, "656"):
+                        yield "decode_sparse", sparse_constants(problem, own, dtype)
         for dim_nope in sorted({dim_nope for dim_nope, _ in latents}):
             for sink in (False, True) if sparse else (False,):
                 yield "merge", {"dim_nope": dim_nope, "dtype": dtype, **({"sink": True} if sink else {})}
@@ -67,6 +69,17 @@ def wanted(
         for head_dim, head_dim_v in heads:
             prompt = PrefillProblem(1, 1, head_dim, head_dim_v, 1, 1, 1)
             yield "prefill", prefill_constants(prompt, plan_prefill(prompt, _LIMITS), dtype)
+
+
+def _tiles_8bit(dim_nope: int, dim_rope: int, cache: str) -> list[tuple[DecodeProblem, DecodeTiles]]:
+    """Tiles over a cache of 8 bits, of few rows and of more, where these are others."""
+    found: list[tuple[DecodeProblem, DecodeTiles]] = []
+    for rows in (1, 32):
+        problem = DecodeProblem(rows, dim_nope, dim_rope, 1, 1, 1, 1, cache=cache)
+        tiles = tiles_8bit(problem, decode_tiles(rows, dim_nope, dim_rope, None, _LIMITS), _LIMITS)
+        if tiles not in [other for _, other in found]:
+            found.append((problem, tiles))
+    return found
 
 
 def _pair(text: str) -> tuple[int, int]:

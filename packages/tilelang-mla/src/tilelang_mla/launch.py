@@ -235,9 +235,9 @@ def prepare_sparse(problem: DecodeProblem, plan: DecodeTiles | None, tensors: Sp
     if indices.shape[2] == 0:
         return _see_nothing
     limits = device_limits(q.device)
-    tiles = plan_without_schedule(problem, limits, True) if plan is None else plan
+    tiles = plan_without_schedule(problem, limits) if plan is None else plan
     if problem.cache:
-        tiles = tiles_8bit(problem, tiles, limits, True)
+        tiles = tiles_8bit(problem, tiles, limits)
     _check_fits(problem, tiles, limits)
     lists, heads, width, dim_nope = problem.sequences, problem.num_heads, q.shape[3], problem.dim_nope
     keys, _ = _keys_of(problem, kv)

@@ -114,9 +114,9 @@ def step_plans(setup: Setup, used: StepPlan) -> Iterator[StepPlan]:
         if 128 * 128 // (32 * warps) < (registers or 255):
             run = bytes_of_run // setup.state.itemsize
             yield replace(used, num_warps=warps, run=min(128, run), max_registers=registers)
-    # Programs of half a wave, of a wave, and of two, of an H200.
-    for ahead in (132, 264, 528):
-        yield replace(used, ahead=ahead)
+    # Programs of a quarter of a wave to two, of an H200.
+    for ahead, early in product((66, 99, 132, 264, 528), (False, True)):
+        yield replace(used, ahead=ahead, early=early)
 
 
 def step_problem(setup: Setup) -> tuple[StepPlan, Callable[[StepPlan], Callable[[int], object]], int]:

@@ -334,11 +334,20 @@ def test_a_warp_sums_a_step_over_all_of_dk_by_itself(inner: tuple[int, int], sta
 
 
 def test_a_step_fetches_ahead_where_more_programs_follow_than_start_at_once() -> None:
-    assert plan_step(STEP, H200).ahead == 132
+    assert plan_step(STEP, H200).ahead == 99
     assert plan_step(replace(STEP, state_bytes=2), H200).ahead == 264
-    assert [plan_step(replace(STEP, sequences=number), H200).ahead for number in (1, 8, 9)] == [0, 0, 132]
+    assert [plan_step(replace(STEP, sequences=number), H200).ahead for number in (1, 8, 9)] == [0, 0, 99]
     older = replace(H200, dependent_launch=False)
     assert plan_step(STEP, older).ahead == 0
+
+
+def test_a_step_writes_its_state_early_where_registers_hold_the_outputs_that_wait() -> None:
+    along_k = replace(STEP, state_strides=(524288, 16384, 1, 128))
+    for tokens, of_v, of_k in ((1, True, True), (2, True, True), (4, False, True), (5, False, False)):
+        found = [plan_step(replace(problem, tokens=tokens), H200).early for problem in (STEP, along_k)]
+        assert found == [of_v, of_k]
+    assert not plan_step(replace(STEP, writes=False), H200).early
+    assert not plan_step(replace(STEP, out_strides=None), H200).early
 
 
 @pytest.mark.parametrize("size", [64, 256])

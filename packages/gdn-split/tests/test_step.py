@@ -346,7 +346,7 @@ def test_what_is_fetched_ahead_changes_no_bit(device: torch.device, state: str) 
     found = []
     for ahead in (0, 132, 264):
         used = copied(given)
-        plan = StepPlan(128, 16, 8, 128, dependent_launch=ahead > 0, ahead=ahead)
+        plan = StepPlan(128, 16, 8, 128, dependent_launch=ahead > 0, ahead=ahead, early=True)
         out = gdn_split.gdn_decode_step(*used.values(), 16, 32, 128, 128, norm_weight=norm, plan=plan)
         found.append((out, used["conv_state"], used["state_pool"]))
     for other in found[1:]:

@@ -244,7 +244,7 @@ class StepPlan(Plan):
     thread; 0 leaves them to the compiler. ``ahead``: a program fetches what the program that many behind it needs into
     the L2 cache (NVIDIA from sm_90 on, states that are one piece of memory each); 0: nothing.
     ``early``: the state is written before the outputs are normed, and of one or two tokens k and q read it together,
-    before it changes. No plan of ours does so yet: it has not run on a GPU.
+    before it changes.
     """
 
     block_v: int
@@ -287,12 +287,13 @@ class PrefillPlan(Plan):
 class PrefillBackwardPlan(Plan):
     """The gradients of that: a program walks ``steps`` rows of a head, the last of which are the next one's first.
 
-    ``rows_ba``: rows of a program of gates, which has four warps.
+    ``rows_ba``: rows of a program of gates, which has four warps. ``max_registers`` as for a step.
     """
 
     steps: int
     rows_ba: int
     num_warps: int
+    max_registers: int = 0
     dependent_launch: bool = False
 
     def programs(self, problem: PrefillProblem) -> tuple[int, int]:
@@ -402,14 +403,19 @@ def plan_step(problem: StepProblem, limits: DeviceLimits) -> StepPlan:
     whole = block_k * block_v == _STATE_ELEMENTS and block_v == all_v
     max_registers = 128 if whole and limits.register_limit else 0
     # While there are more programs than start at once, two an SM. Of Qwen3-Next on an H200, in us without and with: 64
-    # sequences 80.8 and 78.4, 256 sequences 292 and 285, of bfloat16 states 57.4 and 53.9, 216 and 202. Twice as far
-    # float32 states take 95.0: they push each other out of the cache.
+    # sequences 80.8 and 78.4, of bfloat16 states 57.4 and 53.9, 256 sequences 216 and 202. Float32 states push each
+    # other out of the cache if fetched further ahead: 95.0 at 264. Of nearer ones 99 was the best by 0.4 us.
     ahead = 0
     if whole and limits.dependent_launch and problem.packed_state:
-        ahead = limits.cores * (2 if problem.state_bytes == 2 else 1)
+        ahead = limits.cores * 2 if problem.state_bytes == 2 else limits.cores * 3 // 4
     if problem.sequences * problem.shape.num_heads_v <= 2 * limits.cores:
         ahead = 0
-    return StepPlan(block_v, run, num_warps, max_registers, limits.dependent_launch, ahead)
+    # 64 sequences 75.5 us, not 78.6, of bfloat16 states 41.0, not 45.3 (VK), one 4.4, not 4.6. With
+    # four tokens the outputs that wait take many registers: along Dv 110 us rather than 100, along Dk 99.8 and 107.4.
+    early = whole and problem.writes and problem.out_strides is not None
+    if problem.tokens > 2:
+        early = early and problem.k_inner and problem.state_bytes == 4 and problem.tokens <= 4
+    return StepPlan(block_v, run, num_warps, max_registers, limits.dependent_launch, ahead, early)
 
 
 def plan_prefill(problem: PrefillProblem, limits: DeviceLimits) -> PrefillPlan:
@@ -437,4 +443,6 @@ def plan_prefill_backward(problem: PrefillProblem, limits: DeviceLimits) -> Pref
         steps //= 2
     while cdiv(problem.rows, steps - 3) * units > MAX_PROGRAMS:
         steps *= 2
-    return PrefillBackwardPlan(steps, problem.chunk or 64, num_warps, limits.dependent_launch)
+    # Some 155 otherwise, of which an SM holds 12 programs rather than 16.
+    max_registers = 128 if num_warps == 1 and limits.register_limit else 0
+    return PrefillBackwardPlan(steps, problem.chunk or 64, num_warps, max_registers, limits.dependent_launch)

@@ -104,12 +104,21 @@ def backward_launches(problem: PrefillProblem, plan: PrefillBackwardPlan, tensor
     back = gradients.Backward(plan.steps, plan.rows_ba, heads, problem.chunk, problem.qk_norm)
     strides, sizes = gradients.BackwardStrides(*problem.strides), launch._sizes(shape, problem.interleaved)
     options: dict[str, Any] = {"dependent_launch": bool(plan.dependent_launch)}
+    limit: dict[str, Any] = {"maxnreg": plan.max_registers} if plan.max_registers else {}
     of_gates = (problem.rows, problem.sequences, strides, sizes, back, plan.dependent_launch)
     of_rows = (problem.rows, strides, sizes, _convolution(problem, tensors), back, plan.dependent_launch)
     units = 2 * shape.num_heads_qk + 2 * shape.num_heads_v
     return (
         Launch(gradients.gates_backward, (gates, 1, 1), of_gates, device, num_warps=4, **options),
-        Launch(gradients.inputs_backward, (tiles * units, 1, 1), of_rows, device, num_warps=plan.num_warps, **options),
+        Launch(
+            gradients.inputs_backward,
+            (tiles * units, 1, 1),
+            of_rows,
+            device,
+            num_warps=plan.num_warps,
+            **options,
+            **limit,
+        ),
     )
 
 

@@ -13,13 +13,14 @@ Importing this module imports torch alone: neither Triton nor Gluon before the f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 
+from kernel_reference.bindings import find_compiled, keep_compiled, signature_of
 from kernel_reference.starting import Starter, find_starter
 
 Tensor = torch.Tensor
@@ -49,6 +50,7 @@ class Launch:
     Called with tensors, or None where the kernel takes none, of the dtypes, strides and device it was made for. From
     the second call on Triton's binding of arguments is skipped (most of a launch's host time): all that it would
     specialise on is fixed here but the pointers' alignment; tensors that are not 16-byte aligned go through it again.
+    In the first call too, where a launch of other sizes has been through it: see bindings.py.
     Where it is known how, Triton's C function is called at once (see starting.py), unless a profiler has set hooks.
     """
 
@@ -75,6 +77,7 @@ class Launch:
         self._guarded = _guarded(device)
         self._run: Callable[..., None] | None = None
         self._starter: Starter | None = None
+        self._signature: Hashable | None = None
 
     def __call__(self, *tensors: Tensor | None) -> None:
         if self._guarded is None or self._guarded.index == torch.cuda.current_device():
@@ -107,6 +110,8 @@ class Launch:
     def _start(self, tensors: tuple[Tensor | None, ...]) -> None:
         pointers = [tensor if tensor is None else tensor.data_ptr() for tensor in tensors]
         aligned = not any([pointer & 15 for pointer in pointers if pointer is not None])
+        if self._run is None and aligned:
+            self._find(tensors)
         if self._run is not None and aligned:
             grouped: Sequence[Any] = pointers if self.group is None else self.group(*pointers)
             if self._starter is None or self._starter.is_watched():
@@ -121,8 +126,21 @@ class Launch:
         compiled = self.kernel[self.grid](*descriptors, *self._given(tensors), *self.rest, **self.options)
         # The interpreter compiles nothing and returns None.
         if compiled is not None and aligned:
-            self._starter = find_starter(compiled, self.grid)
-            self._run = compiled[self.grid]
+            keep_compiled(self._signature, self.kernel, compiled)
+            self._take(compiled)
+
+    def _find(self, tensors: tuple[Tensor | None, ...]) -> None:
+        """Take what a launch like this one compiled, if there was one."""
+        boxes = tuple([(tuple(box), layout) for _, _, box, layout in self.boxes])
+        others = (self.group, self._as_integers, boxes)
+        self._signature = signature_of(self.kernel, self.rest, tensors, others, self.options)
+        compiled = find_compiled(self._signature)
+        if compiled is not None:
+            self._take(compiled)
+
+    def _take(self, compiled: Any) -> None:
+        self._starter = find_starter(compiled, self.grid)
+        self._run = compiled[self.grid]
 
     def _given(self, tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
         """The tensors, without those that travel as descriptors, as the kernel gets them."""
@@ -151,15 +169,21 @@ class TmaBox(NamedTuple):
     @property
     def layout(self) -> Any:
         """Gluon's layout of the box in shared memory."""
-        from triton.experimental.gluon import language as gl
-
-        return gl.NVMMASharedLayout(self.swizzle_bytes, self.element_bits, rank=len(self.box))
+        return _swizzled(self.swizzle_bytes, self.element_bits, len(self.box))
 
     @property
     def swizzle_bytes(self) -> int:
         """Bytes of a row over which shared memory is swizzled, 0 if it is not."""
         row_bytes = self.box[-1] * self.element_bits // 8
         return next((width for width in (128, 64, 32) if row_bytes % width == 0), 0)
+
+
+@lru_cache
+def _swizzled(swizzle_bytes: int, element_bits: int, rank: int) -> Any:
+    # Making one takes 30 us of host time, and each new size of a batch makes several.
+    from triton.experimental.gluon import language as gl
+
+    return gl.NVMMASharedLayout(swizzle_bytes, element_bits, rank=rank)
 
 
 class TmaLaunch(Launch):
@@ -196,6 +220,8 @@ class TmaLaunch(Launch):
         pointers = [tensor if tensor is None else tensor.data_ptr() for tensor in tensors]
         others = pointers[count:]
         aligned = not any([pointer & 15 for pointer in others if pointer is not None])
+        if self._run is None and aligned:
+            self._find(tensors)
         if self._run is None or not aligned:
             self._bind(tensors[count:], aligned, self._descriptors(tensors[:count]))
             return

@@ -188,11 +188,6 @@ def test_a_call_matches_the_oracle_whatever_runs_it(device, options) -> None:
     assert_bitwise_equal(batch.out.tensor, got.out)
 
 
-def test_the_one_sequence_with_a_token_is_found_among_many(device, run) -> None:
-    """Segments are looked at 256 at a time."""
-    run(Batch(device, [(0, 0)] * 270 + [(20, 1)], heads=(1, 1), topk=2), plan(splits=2))
-
-
 def test_the_order_of_a_list_and_nothing_in_it_change_no_result(device) -> None:
     batch = Batch(device, LENGTHS)
     before = batch.call()
@@ -334,7 +329,10 @@ def test_neighbouring_tokens_share_a_tile_in_prefill_and_lists_are_split_in_deco
     assert decode.num_splits >= 8
     for sequences, splits in ((32, 4), (128, 1), (256, 1)):
         batch = Problem(64, 4, 128, 128, 128, 16, sequences, sequences, 131072, 64)
-        assert plan_selected(batch, H200).num_splits == splits
+        chosen = plan_selected(batch, H200)
+        assert chosen.num_splits == splits
+        assert chosen.dependent_launch
+        assert not plan_selected(batch, DeviceLimits(148, 232448)).dependent_launch
 
 
 @pytest.mark.parametrize(("heads", "topk"), [((64, 4), 16), ((64, 4), 64), ((64, 2), 16), ((8, 2), 16)], ids=str)

@@ -17,7 +17,6 @@ from blocksparse_attn.kernels.tiles import (
     load_across,
     load_tile,
     locate,
-    locate_at_once,
     part_of,
     share,
     slot_of,
@@ -204,7 +203,7 @@ def attend_packed(
     strides = with_lse(strides, s_lse_sequence, s_lse_head)
     pid = tl.program_id(0)
     i_hb, i_split, i_w, i_kv = part_of(pid, slots, num_splits, HEAD_TILES)
-    i_n, i_slot, begin, q_len = locate_at_once(batch, i_w, config.TOKENS, config.KIND)
+    i_n, i_slot, begin, q_len = locate(batch, i_w, config.TOKENS, 1, config.KIND)
     k_begin, length, possible = keys_of_sequence(batch, i_n, q_len, config.KIND)
     context = length - q_len
     i_tile = (q_len - 1) // config.TOKENS - i_slot

@@ -16,7 +16,7 @@ from blocksparse_attn.kernels.tiles import (
     PAGED,
     keys_of_sequence,
     load_tile,
-    locate_at_once,
+    locate,
     part_of,
     share,
     slot_of,
@@ -165,7 +165,7 @@ def unite_lists(p_indices, bounds, p_work, rows, sequences, keys, s_indices, con
     batch = Batch(bounds, sequences, rows, keys)
     pid = tl.program_id(0)
     i_kv = (pid % config.HEADS_KV).to(tl.int64)
-    i_n, i_slot, begin, q_len = locate_at_once(batch, pid // config.HEADS_KV, config.TOKENS, PAGED)
+    i_n, i_slot, begin, q_len = locate(batch, pid // config.HEADS_KV, config.TOKENS, 1, PAGED)
     _, length, possible = keys_of_sequence(batch, i_n, q_len, PAGED)
     i_tile = (q_len - 1) // config.TOKENS - i_slot
     if (q_len > 0) & (i_slot >= 0) & (i_tile >= 0):
@@ -217,7 +217,7 @@ def attend_selected(
     strides = Strides(s.q, s.k, s.v, s.out, (s_lse_sequence, s_lse_head, s.lse))
     batch = Batch(bounds, sequences, rows, keys)
     i_hb, i_split, i_w, i_kv = part_of(tl.program_id(0), slots, num_splits, HEAD_TILES)
-    i_n, i_slot, begin, q_len = locate_at_once(batch, i_w, TOKENS, PAGED)
+    i_n, i_slot, begin, q_len = locate(batch, i_w, TOKENS, 1, PAGED)
     _, length, possible = keys_of_sequence(batch, i_n, q_len, PAGED)
     context = length - q_len
     i_tile = (q_len - 1) // TOKENS - i_slot

@@ -80,82 +80,46 @@ def segment(batch, i, KIND: tl.constexpr):
 
 
 @triton.jit
-def find_segment(batch, i, TOKENS, SLACK, KIND: tl.constexpr):
-    """A segment whose first slot is i or one before it, and whose next one's is behind it: see ``locate``."""
-    below = i * 0
-    above = i * 0 + number_of_segments(batch, KIND)
-    while above - below > 1:
-        middle = (below + above) // 2
-        first = bound(batch, middle, KIND) // TOKENS + middle * SLACK
-        if first <= i:
-            below = middle
-        else:
-            above = middle
-    return below
-
-
-# Segments that are looked at together: one load that waits for another takes as long as all of these.
-AT_ONCE: tl.constexpr = tl.constexpr(256)
-
-
-@triton.jit
-def find_segment_at_once(batch, i, TOKENS, SLACK, KIND: tl.constexpr):
-    """``find_segment`` by all threads of a program. Where bounds fall it may be another that is found."""
-    o = tl.arange(0, AT_ONCE)
-    below = i * 0
-    above = i * 0 + number_of_segments(batch, KIND)
-    while above - below > 1:
-        each = (above - below + (AT_ONCE - 1)) // AT_ONCE
-        i_s = below + o * each
-        first = bound(batch, i_s, KIND) // TOKENS + i_s * SLACK
-        last = tl.max(tl.where((i_s < above) & (first <= i), o, 0), 0)
-        above = tl.minimum(above, below + (last + 1) * each)
-        below += last * each
-    return below
-
-
-@triton.jit
-def place(batch, i_s, i_w, TOKENS, SLACK, KIND: tl.constexpr):
-    """Of slot i_w, which is one of segment i_s: what ``locate`` says."""
-    i_n, begin, q_len = segment(batch, i_s, KIND)
-    i_slot = i_w - (begin // TOKENS + i_s * SLACK)
-    return i_n, i_slot.to(tl.int32), begin, q_len
-
-
-@triton.jit
 def locate(batch, i_w, TOKENS, SLACK, KIND: tl.constexpr):
     """The sequence of slot i_w, which of its tiles that is, from the last, its first row and how many it has.
 
     A segment of n rows has at least ``n // TOKENS + SLACK`` slots. SLACK 2 serves tiles that do not begin where the
     segment does. The number of a sequence is -1 for rows of none.
     """
-    return place(batch, find_segment(batch, i_w, TOKENS, SLACK, KIND), i_w, TOKENS, SLACK, KIND)
-
-
-@triton.jit
-def locate_at_once(batch, i_w, TOKENS, KIND: tl.constexpr):
-    """``locate`` by all threads of a program, with SLACK 1."""
-    return place(batch, find_segment_at_once(batch, i_w, TOKENS, 1, KIND), i_w, TOKENS, 1, KIND)
+    below = i_w * 0
+    above = i_w * 0 + number_of_segments(batch, KIND)
+    while above - below > 1:
+        middle = (below + above) // 2
+        first = bound(batch, middle, KIND) // TOKENS + middle * SLACK
+        if first <= i_w:
+            below = middle
+        else:
+            above = middle
+    i_n, begin, q_len = segment(batch, below, KIND)
+    i_slot = i_w - (begin // TOKENS + below * SLACK)
+    return i_n, i_slot.to(tl.int32), begin, q_len
 
 
 @triton.jit
 def locate_row(batch, row, TOKENS, SLACK, KIND: tl.constexpr):
     """The first row of a row's segment, and whether there is a slot for its tile, see ``locate``.
 
-    Every row is in a segment, but where bounds fall some segments have no slots: what is found for a slot must be what
-    the kernel found that attends.
+    Every row is in a segment, but where bounds fall some segments have no slots.
     """
-    i_s = find_segment_at_once(batch, row, 1, 0, KIND)
-    i_n, begin, q_len = segment(batch, i_s, KIND)
+    below = row * 0
+    above = row * 0 + number_of_segments(batch, KIND)
+    while above - below > 1:
+        middle = (below + above) // 2
+        if bound(batch, middle, KIND) <= row:
+            below = middle
+        else:
+            above = middle
+    i_n, begin, q_len = segment(batch, below, KIND)
     _, length, _ = keys_of_sequence(batch, i_n, q_len, KIND)
     context = tl.where(SLACK == 1, 0, length - q_len)
     i_slot = (context + q_len - 1) // TOKENS - (context + (row - begin).to(tl.int32)) // TOKENS
-    i_w = begin // TOKENS + i_s * SLACK + i_slot
-    if SLACK == 1:
-        found = find_segment_at_once(batch, i_w, TOKENS, SLACK, KIND)
-    else:
-        found = find_segment(batch, i_w, TOKENS, SLACK, KIND)
-    _, its_slot, its_begin, its_len = place(batch, found, i_w, TOKENS, SLACK, KIND)
+    i_w = begin // TOKENS + below * SLACK + i_slot
+    _, its_slot, its_begin, its_len = locate(batch, i_w, TOKENS, SLACK, KIND)
     return begin, (its_begin == begin) & (its_len == q_len) & (its_slot == i_slot)
 
 

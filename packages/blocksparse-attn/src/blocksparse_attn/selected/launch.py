@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import triton
 
 from blocksparse_attn.kernels import merge, tiles
 from blocksparse_attn.kernels.groups import Bounds, Outputs, Strides
@@ -124,7 +125,14 @@ def _walk(problem: Problem, plan: SelectedPlan, whole: SelectedPlan, forms: Tens
     return Launch(
         attend_selected, grid, rest, device, group=_grouped, as_integers=as_integers,
         dependent_launch=config.DEPENDENT, num_warps=plan.num_warps,
+        **_limited(plan),
     )  # fmt: skip
+
+
+def _limited(plan: SelectedPlan) -> dict[str, int]:
+    """The compiler's limit of registers. Triton 3.7 takes 127 by itself where 3.6 takes 168, and would spill."""
+    older = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
+    return {"maxnreg": plan.max_registers} if older and plan.packed == 1 and plan.max_registers else {}
 
 
 def _is_dependent(plan: SelectedPlan, device: torch.device) -> bool:

@@ -17,6 +17,9 @@ import blocksparse_attn
 from blocksparse_attn import launch
 from blocksparse_attn.arguments import Options, Tensors, check_attend
 from blocksparse_attn.choosing.launch import prepare_choose, prepare_pack
+from blocksparse_attn.gradients import arguments as gradients
+from blocksparse_attn.gradients.launch import prepare_backward
+from blocksparse_attn.gradients.plan import plan_backward
 from blocksparse_attn.plan import DeviceLimits, plan_attention
 from blocksparse_attn.selected import arguments as selected
 from blocksparse_attn.selected import launch as selected_launch
@@ -118,6 +121,27 @@ def selecting(
             yield KernelSpec.of_launch(start, arguments, name=f"{name}, {start.kernel.fn.__name__}")
 
 
+def backward(
+    name: str, limits: DeviceLimits, *, heads: tuple[int, int, int] = PHI3, dtype: torch.dtype = BF16,
+    padded: bool = False, blocks: tuple[int, int] = (64, 64), softcap: float = 0.0, left: int = -1,
+) -> Iterator[KernelSpec]:  # fmt: skip
+    """The launches of a backward pass, with the device's plan."""
+    num_heads, heads_kv, size = heads
+    front = (4, 1024) if padded else (4096,)
+    q, k = (torch.empty(*front, n, size, dtype=dtype) for n in (num_heads, heads_kv))
+    rows, columns = 1024 // blocks[0], 1024 // blocks[1]
+    lists = [torch.empty(num_heads, n, dtype=torch.int32) for n in (rows + 1, 512, columns + 1, 512)]
+    cu = torch.empty(5, dtype=torch.int32)
+    lengths = (None, None, *[cu[:4]] * 4) if padded else (cu, cu, None, None, None, None)
+    inputs = gradients.Inputs(q, k, k, *lists, *lengths, None)
+    lse = torch.empty(*front[:-1], num_heads, front[-1])
+    given = gradients.Backward(q, lse, q, lse)
+    problem = gradients.check_backward(inputs, given, (1024, *blocks, size**-0.5, left, 0, softcap))
+    prepared = prepare_backward(problem, plan_backward(problem, limits), inputs, given)
+    for start, arguments in recorded_launches(prepared, *inputs, *given, *gradients.new_gradients(inputs)):
+        yield KernelSpec.of_launch(start, arguments, name=f"{name}, {start.kernel.fn.__name__}")
+
+
 def all_specs(target: str) -> Iterator[KernelSpec]:
     limits = LIMITS[target]
     yield from selecting("selected, MiniMax-M3", limits)
@@ -137,6 +161,10 @@ def all_specs(target: str) -> Iterator[KernelSpec]:
 
     def portable(name: str, **options: Any) -> Iterator[KernelSpec]:
         yield from attending(name, replace(limits, hopper=False), **options)
+
+    yield from backward("gradients, Phi-3-small", limits)
+    yield from backward("gradients, padded heads of 256", limits, heads=(16, 4, 256), padded=True, left=4095)
+    yield from backward("gradients, float32", limits, dtype=FP32, softcap=30.0)
 
     decoding = {"rows": 8, "longest": 1}
     yield from portable("Phi-3-small")

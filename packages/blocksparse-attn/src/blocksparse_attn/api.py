@@ -8,6 +8,7 @@ import torch
 
 from blocksparse_attn import arguments, ops
 from blocksparse_attn.arguments import Options, Tensors
+from blocksparse_attn.gradients import ops as gradients
 from blocksparse_attn.layout import BlockLayout
 from blocksparse_attn.lists import Names, check_blocks, in_32_bits, with_heads
 from blocksparse_attn.plan import AttentionPlan
@@ -205,14 +206,18 @@ def blocksparse_attention(
     Returns:
         out, contiguous if new, in q's dtype; with return_lse AttentionResult(out, lse). A query that sees no key gives
         0, and in lse its sink, or -inf without sinks. NaN in a key or value that no query of a sequence sees changes
-        nothing; one that some query sees may contaminate other rows of the same tile. Not differentiable.
+        nothing; one that some query sees may contaminate other rows of the same tile.
+
+        Both results of ragged and padded batches are differentiable, once and in reverse mode, in q, k, v and sinks;
+        gradients are the same to the last bit at every call. The transposed lists that they need are made at the first
+        and kept with the layout.
 
     Raises:
         TypeError, ValueError: an argument is not as described; nothing has been written. Inputs that require a gradient
-            or carry a tangent are refused, and so is ``torch.vmap``. Values in device memory are checked for CPU
-            tensors, and inside ``kernel_reference.checks.validate_values``. Otherwise out-of-bounds queries are clamped
-            to the rows of q; a sequence with impossible bounds of keys, with fewer keys than queries, or with more than
-            its row of the block table has slots for, gives 0 and -inf.
+            are refused with a cache or ``out``; tangents and the transforms of torch.func are with anything. Values in
+            device memory are checked for CPU tensors, and inside ``kernel_reference.checks.validate_values``. Otherwise
+            out-of-bounds queries are clamped to the rows of q; a sequence with impossible bounds of keys, with fewer
+            keys than queries, or with more than its row of the block table has slots for, gives 0 and -inf.
     """
     left, right = (-1, 0) if window is None else as_window(window)
     check_bool("return_lse", return_lse)
@@ -228,6 +233,9 @@ def blocksparse_attention(
         q, k, v, layout.crow, layout.col, cu_seqlens_q, cu_seqlens_k, block_table, seqlens_k, q_starts, q_ends,
         k_starts, k_ends, sinks,
     )  # fmt: skip
+    if out is None and block_table is None and _want_gradients(q, k, v, sinks):
+        both = _differentiable(inputs, max_seqlen_q, layout, (scale, left, right, softcap, splits, ints))
+        return both if return_lse else both.out
     try:
         # Names are looked up where they may be wanted alone.
         if are_active() or torch.is_grad_enabled():
@@ -247,6 +255,39 @@ def blocksparse_attention(
          right, softcap, splits, ints), _NAMES,
     )  # fmt: skip
     return result if lse is None else AttentionResult(result, lse)
+
+
+def _want_gradients(*tensors: Any) -> bool:
+    """Whether autograd, and no transform of torch.func, is to follow the call."""
+    if not torch.is_grad_enabled() or are_active():
+        return False
+    return any([isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tensors])
+
+
+def _differentiable(
+    inputs: tuple[Any, ...], max_seqlen_q: int | None, layout: BlockLayout, numbers: tuple[Any, ...]
+) -> AttentionResult:
+    """By the op that autograd knows."""
+    q, v = inputs[0], inputs[2]
+    options: tuple[Any, ...] = ()
+    try:
+        most = _most_queries(q, max_seqlen_q, inputs[9] is None and inputs[10] is None, layout)
+        scale, left, right, softcap, splits, ints = numbers
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        options = (most, layout.q_block, layout.k_block, "NHD", scale, left, right, softcap, splits, ints)
+        tensors = (*inputs[:5], *layout.transposed(), *inputs[5:7], *inputs[9:])
+        return AttentionResult(*gradients.attention(*tensors, *options[:3], *options[4:]))
+    except (*REFUSALS, ValueError):
+        check_dense(**_named(*inputs, None))
+        arguments.check_q(q)
+        if options:
+            lse = q.new_empty(arguments.lse_shape(q), dtype=torch.float32)
+            result = q.new_empty((*q.shape[:-1], v.shape[-1]))
+            refused = Tensors(*(*inputs, result, lse))
+            problem = arguments.check_attend(refused, Options(*options), _NAMES)
+            if values_are_checked(q.device):
+                check_values(problem, refused, _NAMES)
+        raise
 
 
 _NAMES = Names(crow="layout.crow", col="layout.col", heads="layout")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from os import PathLike
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,7 @@ from blocksparse_attn.lists import (
     list_faults,
     listed,
     reach,
+    transposed,
     with_heads,
 )
 from blocksparse_attn.patterns import (
@@ -69,6 +70,7 @@ class BlockLayout:
     q_block: int
     k_block: int
     columns: int
+    _transposed: tuple[Tensor, Tensor] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         check_blocks(self.q_block, self.k_block)
@@ -100,7 +102,24 @@ class BlockLayout:
     @property
     def num_bytes(self) -> int:
         """Bytes of memory that the lists take."""
-        return self.crow.nbytes + self.col.nbytes
+        return sum(lists.nbytes for lists in (self.crow, self.col, *(self._transposed or ())))
+
+    def transposed(self) -> tuple[Tensor, Tensor]:
+        """The rows that list each column, in order: crow [heads or 1, columns + 1] and col [heads or 1, nnz].
+
+        Of all columns that the rows reach. Made on the device without synchronising, the first time that gradients want
+        them, and kept with the layout.
+        """
+        if self._transposed is not None:
+            return self._transposed
+        # Not in memory of a CUDA graph, nor a tracer's tensors.
+        keeps = type(self.col) is Tensor and not torch.compiler.is_compiling()
+        keeps = keeps and not (self.col.is_cuda and torch.cuda.is_current_stream_capturing())
+        with torch.inference_mode(False), torch.no_grad():
+            made = transposed(self.crow, self.col, reach(self.rows, self.q_block, self.k_block))
+        if keeps:
+            object.__setattr__(self, "_transposed", made)
+        return made
 
     # The cache of patterns
 

@@ -153,6 +153,21 @@ def listed(crow: Tensor, col: Tensor) -> Listed:
     return Listed(row, torch.arange(row.numel(), device=crow.device) + (first - before)[row])
 
 
+def transposed(crow: Tensor, col: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    """The rows that list each column, in order, as lists [heads, columns + 1] and [heads, nnz], without a sync."""
+    heads, nnz = col.shape
+    place = torch.arange(nnz, dtype=torch.int32, device=col.device).expand(heads, nnz).contiguous()
+    row = torch.searchsorted(crow[:, 1:].contiguous(), place, right=True)
+    there = (place < crow[:, -1:]) & (row < crow.shape[1] - 1) & (col >= 0) & (col < columns)
+    # What is not there comes last.
+    column = torch.where(there, col, columns).long()
+    order = column.argsort(dim=1, stable=True)
+    counts = torch.zeros(heads, columns + 1, dtype=torch.int32, device=col.device)
+    counts.scatter_add_(1, column, torch.ones_like(place))
+    begins = torch.nn.functional.pad(counts[:, :columns].cumsum(1), (1, 0))
+    return begins.to(torch.int32), row.gather(1, order).to(torch.int32)
+
+
 def block_mask(crow: Tensor, col: Tensor, rows: int, columns: int) -> Tensor:
     """What the first ``rows`` rows, of those there are, list of ``columns`` columns: bool [heads or 1, rows, columns].
 

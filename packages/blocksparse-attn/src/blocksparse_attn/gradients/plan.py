@@ -1,0 +1,45 @@
+"""Launch plans of gradients: pure functions from a problem and the device's limits, see ``..plan``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from blocksparse_attn.plan import DeviceLimits, Problem
+from kernel_reference.integers import is_power_of_two, power_of_two_at_least, power_of_two_in
+from kernel_reference.plans import Plan
+
+
+@dataclass(frozen=True)
+class BackwardPlan(Plan):
+    """Tiles of ``block_m`` queries, of one row of the layout, and of ``block_n`` keys, of one block."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+    def covers(self, problem: Problem) -> bool:
+        """Whether the kernels can run this problem with this plan."""
+        if not is_power_of_two(self.block_m, self.block_n, self.num_warps) or self.num_stages < 1:
+            return False
+        whole = problem.q_block % self.block_m == problem.k_block % self.block_n == 0
+        return whole and min(self.block_m, self.block_n) >= 16 and not problem.page_size
+
+
+def plan_backward(problem: Problem, limits: DeviceLimits) -> BackwardPlan:
+    """The plan for a problem on this device. No device has measured it yet."""
+    block_d = power_of_two_at_least(max(16, problem.head_dim, problem.head_dim_v))
+    if problem.bits == 32:
+        most, num_warps, num_stages = 16, 4 if block_d <= 64 else 8, 1
+    elif limits.shared_memory <= 64 * 1024:
+        most, num_warps, num_stages = (32, 4, 1) if block_d <= 64 else (16, 4, 1)
+    else:
+        most, num_warps, num_stages = (64, 4 if block_d <= 64 else 8, 2) if block_d <= 128 else (32, 8, 1)
+    block_m, block_n = (min(most, power_of_two_in(block)) for block in (problem.q_block, problem.k_block))
+    return BackwardPlan(block_m, block_n, num_warps, num_stages)
+
+
+def num_tiles(tokens: int, block: int, problem: Problem, slack: int) -> int:
+    """Slots in the grid for tiles of queries, with slack 2, or of keys, with slack 1: see kernels/tiles.py."""
+    segments = 3 * problem.sequences if problem.padded else problem.sequences + 2
+    return tokens // block + segments * slack

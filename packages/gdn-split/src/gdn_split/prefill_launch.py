@@ -85,8 +85,7 @@ def prepare_backward(
         of_gates(t.mixed_ba, t.cu_seqlens, t.A_log, t.dt_bias, d.g, d.beta, d_ba, of_heads, position)
         of_rows(t.mixed_qkvz, t.conv_weight, t.conv_bias, position, *d[:4], d_qkvz, of_channels)
         sums = of_channels.sum(0)
-        # The kernel's are newest tap first.
-        d_weight.copy_(sums[:-1].flip(0).T)
+        d_weight.copy_(sums[:-1].T)
         if t.conv_bias is not None:
             d_bias.copy_(sums[-1])
         sums = of_heads.sum(0)

@@ -43,6 +43,33 @@ class Rows(NamedTuple):
     x_3: Any
 
 
+class Head(NamedTuple):
+    """Where a head's rows lie, of the projections, of the result's gradient and of the projections'; which are walked.
+
+    o, m: its elements, and which there are.
+    """
+
+    x: Any
+    s_x: Any
+    d: Any
+    s_d: Any
+    dx: Any
+    position: Any
+    first: Any
+    end: Any
+    rows: Any
+    o: Any
+    m: Any
+
+
+class Reached(NamedTuple):
+    """Of a walk so far: what reaches the last rows, newest first, and shares of the weights and of the bias."""
+
+    d: Any
+    weights: Any
+    bias: Any
+
+
 @triton.jit(do_not_specialize=["rows", "sequences"])
 def gates_backward(
     p_ba, p_cu, p_a_log, p_dt_bias, p_dg, p_dbeta, p_dba, p_sums, p_position, rows, sequences, strides,
@@ -101,7 +128,7 @@ def load_row(p, row, stride, o, wanted, m_c):
 
 
 @triton.jit
-def gradient_of_convolved(x, w, b_bias, b_d, is_normed, conv: tl.constexpr, back: tl.constexpr):
+def gradient_of_convolved(x, w, b_bias, b_d, NORMED: tl.constexpr, conv: tl.constexpr):
     """The gradient before activation and norm, of what the convolution makes of rows x."""
     acc = x.x_0 * w[0] + x.x_1 * w[1]
     if conv.WIDTH > 2:
@@ -114,51 +141,116 @@ def gradient_of_convolved(x, w, b_bias, b_d, is_normed, conv: tl.constexpr, back
     if conv.SILU:
         gate = sigmoid(acc)
         b_s = acc * gate
-    if back.QK_NORM:
-        if is_normed:
-            r = tl.rsqrt(tl.sum(b_s * b_s, axis=0) + 1e-6)
-            product = tl.sum(b_s * b_d, axis=0) * r * r
-            b_d = r * (b_d - b_s * product)
+    if NORMED:
+        r = tl.rsqrt(tl.sum(b_s * b_s, axis=0) + 1e-6)
+        product = tl.sum(b_s * b_d, axis=0) * r * r
+        b_d = r * (b_d - b_s * product)
     if conv.SILU:
         b_d *= gate + b_s * (1.0 - gate)
     return b_d
 
 
 @triton.jit
-def step_back(
-    x, d, s, w, b_bias, b_d, place, is_normed, WHOLE: tl.constexpr, conv: tl.constexpr, back: tl.constexpr
-):  # fmt: skip
-    """Of a row: what reaches it and those before it so far (d), and its shares in the weights' gradients (s).
-
-    place: the row's place in its sequence, and whether it is of this run. WHOLE: whether all rows under the convolution
-    are of its sequence and it of this run.
-    """
-    position, own = place
-    x_1, x_2, x_3 = x.x_1, x.x_2, x.x_3
+def rows_before(xs, j: tl.constexpr, position, WHOLE: tl.constexpr):
+    """Row j of four and those before it, of the same sequence; xs begins with three rows more."""
+    x_0, x_1, x_2, x_3 = xs[j + 3], xs[j + 2], xs[j + 1], xs[j]
     if not WHOLE:
+        x_0 = tl.where(position >= 0, x_0, 0.0)
         x_1 = tl.where(position >= 1, x_1, 0.0)
         x_2 = tl.where(position >= 2, x_2, 0.0)
         x_3 = tl.where(position >= 3, x_3, 0.0)
-    b_d = gradient_of_convolved(Rows(x.x_0, x_1, x_2, x_3), w, b_bias, b_d, is_normed, conv, back)
-    b_1, b_2, b_3, b_own = b_d, b_d, b_d, b_d
-    if not WHOLE:
-        b_d = tl.where(position >= 0, b_d, 0.0)
-        b_1 = tl.where(position >= 1, b_d, 0.0)
-        b_2 = tl.where(position >= 2, b_d, 0.0)
-        b_3 = tl.where(position >= 3, b_d, 0.0)
-        b_own = tl.where(own, b_d, 0.0)
-    s_0 = s.x_0 + b_own * x.x_0
-    s_1 = s.x_1 + b_own * x_1
-    s_2, s_3 = s.x_2, s.x_3
-    d_1 = d.x_0 + b_1 * w[1]
-    d_2, d_3 = d.x_1, d.x_2
-    if conv.WIDTH > 2:
-        s_2 += b_own * x_2
-        d_2 += b_2 * w[2]
-    if conv.WIDTH > 3:
-        s_3 += b_own * x_3
-        d_3 += b_3 * w[3]
-    return Rows(b_d * w[0], d_1, d_2, d_3), Rows(s_0, s_1, s_2, s_3), b_own
+    return Rows(x_0, x_1, x_2, x_3)
+
+
+@triton.jit
+def walk_four(
+    xs, ds, positions, owns, reached, w, b_bias, WHOLE: tl.constexpr, NORMED: tl.constexpr, conv: tl.constexpr
+):  # fmt: skip
+    """What four rows add to the walk, and the gradients of the rows WIDTH - 1 before them.
+
+    owns: whether a row is of this walk alone. WHOLE: whether all are, and all rows under the convolution of their
+    sequence.
+    """
+    # Each by itself: what sums within a row wait for can be done for the others meanwhile.
+    found = ()
+    for j in tl.static_range(4):
+        x = rows_before(xs, j, positions[j], WHOLE)
+        found = found + (gradient_of_convolved(x, w, b_bias, ds[j], NORMED, conv),)
+    done = ()
+    for j in tl.static_range(4):
+        position = positions[j]
+        x = rows_before(xs, j, position, WHOLE)
+        b_d = found[j]
+        if not WHOLE:
+            b_d = tl.where(position >= 0, b_d, 0.0)
+        b_1, b_2, b_3, b_own = b_d, b_d, b_d, b_d
+        if not WHOLE:
+            b_1 = tl.where(position >= 1, b_d, 0.0)
+            b_2 = tl.where(position >= 2, b_d, 0.0)
+            b_3 = tl.where(position >= 3, b_d, 0.0)
+            b_own = tl.where(owns[j], b_d, 0.0)
+        s = reached.weights
+        s_0 = s.x_0 + b_own * x.x_0
+        s_1 = s.x_1 + b_own * x.x_1
+        s_2, s_3 = s.x_2, s.x_3
+        d_1 = reached.d.x_0 + b_1 * w[1]
+        d_2, d_3 = reached.d.x_1, reached.d.x_2
+        last = d_1
+        if conv.WIDTH > 2:
+            s_2 += b_own * x.x_2
+            d_2 += b_2 * w[2]
+            last = d_2
+        if conv.WIDTH > 3:
+            s_3 += b_own * x.x_3
+            d_3 += b_3 * w[3]
+            last = d_3
+        done = done + (last,)
+        reached = Reached(Rows(b_d * w[0], d_1, d_2, d_3), Rows(s_0, s_1, s_2, s_3), reached.bias + b_own)
+    return reached, done
+
+
+@triton.jit
+def walk(head, w, b_bias, NORMED: tl.constexpr, S_DX: tl.constexpr, conv: tl.constexpr, back: tl.constexpr):
+    """Store the gradients of a head's rows: the shares of these rows in those of the weights and of the bias."""
+    TAPS: tl.constexpr = conv.WIDTH - 1
+    BLOCK: tl.constexpr = conv.BLOCK
+    dtype: tl.constexpr = head.dx.dtype.element_ty
+    first = head.first
+    x_1 = load_row(head.x, first - 1, head.s_x, head.o, first >= 1, head.m).to(tl.float32)
+    x_2 = load_row(head.x, first - 2, head.s_x, head.o, first >= 2, head.m).to(tl.float32)
+    x_3 = load_row(head.x, first - 3, head.s_x, head.o, first >= 3, head.m).to(tl.float32)
+    zero = tl.zeros([BLOCK], tl.float32)
+    reached = Reached(Rows(zero, zero, zero, zero), Rows(zero, zero, zero, zero), zero)
+    for step in range(0, back.STEPS, 4):
+        # All loads of a few rows before the first is used.
+        positions = ()
+        owns = ()
+        new = ()
+        loaded = ()
+        whole = first + step + 4 <= head.end
+        for j in tl.static_range(4):
+            row = first + step + j
+            position = tl.load(head.position + row, mask=row < head.rows, other=-1)
+            whole = whole & (position >= TAPS)
+            positions = positions + (position,)
+            owns = owns + (row < head.end,)
+            new = new + (load_row(head.x, row, head.s_x, head.o, row < head.rows, head.m),)
+            loaded = loaded + (load_row(head.d, row, head.s_d, head.o, row < head.rows, head.m),)
+        xs = (x_3, x_2, x_1)
+        ds = ()
+        for j in tl.static_range(4):
+            xs = xs + (new[j].to(tl.float32),)
+            ds = ds + (loaded[j].to(tl.float32),)
+        if whole:
+            reached, done = walk_four(xs, ds, positions, owns, reached, w, b_bias, True, NORMED, conv)
+        else:
+            reached, done = walk_four(xs, ds, positions, owns, reached, w, b_bias, False, NORMED, conv)
+        for j in tl.static_range(4):
+            row = first + step + j - TAPS
+            m_out = (row >= first) & (row < head.end) & head.m
+            tl.store(head.dx + row * S_DX + head.o, done[j].to(dtype), mask=m_out)
+        x_3, x_2, x_1 = xs[4], xs[5], xs[6]
+    return reached
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -169,7 +261,7 @@ def inputs_backward(
     """The gradient of mixed_qkvz, of a run of rows of one head of q, k, v or z. Neighbours share rows.
 
     p_sums [runs, WIDTH + 1, channels] float32: the shares of these rows in the gradients of the convolution's weights,
-    on the newest input first, and of its bias.
+    oldest tap first, and of its bias.
     """
     NQK: tl.constexpr = sizes.NQK
     NV: tl.constexpr = sizes.NQK * sizes.R
@@ -191,14 +283,15 @@ def inputs_backward(
     o = tl.arange(0, BLOCK)
     if i_u < 2 * NQK + NV:
         column, channel, width = columns_of_unit(i_u, sizes)
-        m_c = o < width
-        is_normed = i_u < 2 * NQK
-        p_x = p_qkvz + column
-        p_dx = p_dqkvz + column
+        # No mask where none is needed.
+        if HQ == BLOCK and HV == BLOCK:
+            m_c = o < BLOCK
+        else:
+            m_c = o < width
         # Rows of q's gradient, k's or v's.
         p_d = p_dv + (i_u - 2 * NQK) * HV
         s_d = NV * HV
-        if is_normed:
+        if i_u < 2 * NQK:
             s_d = NQK * HQ
             if i_u < NQK:
                 p_d = p_dq + i_u * HQ
@@ -211,65 +304,26 @@ def inputs_backward(
         b_bias = 0.0
         if conv.HAS_BIAS:
             b_bias = tl.load(p_bias + channel + o, mask=m_c, other=0.0).to(tl.float32)
-        zero = tl.zeros([BLOCK], tl.float32)
-        x_1 = load_row(p_x, first - 1, strides.qkvz, o, first >= 1, m_c).to(tl.float32)
-        x_2 = load_row(p_x, first - 2, strides.qkvz, o, first >= 2, m_c).to(tl.float32)
-        x_3 = load_row(p_x, first - 3, strides.qkvz, o, first >= 3, m_c).to(tl.float32)
-        # What reaches the row before and those before it from here on, and shares of the weights.
-        d = Rows(zero, zero, zero, zero)
-        s = Rows(zero, zero, zero, zero)
-        s_bias = zero
-        for step in range(0, back.STEPS, 4):
-            # All loads of a few rows before the first is used.
-            positions = ()
-            xs = ()
-            ds = ()
-            whole = first + step + 4 <= end
-            for j in tl.static_range(4):
-                row = first + step + j
-                position = tl.load(p_position + row, mask=row < rows, other=-1)
-                whole = whole & (position >= TAPS)
-                positions = positions + (position,)
-                xs = xs + (load_row(p_x, row, strides.qkvz, o, row < rows, m_c),)
-                ds = ds + (load_row(p_d, row, s_d, o, row < rows, m_c),)
-            for j in tl.static_range(4):
-                row = first + step + j
-                x_0 = xs[j].to(tl.float32)
-                b_d = ds[j].to(tl.float32)
-                place = (positions[j], row < end)
-                if whole:
-                    d, s, b_own = step_back(
-                        Rows(x_0, x_1, x_2, x_3), d, s, w, b_bias, b_d, place, is_normed, True, conv, back
-                    )  # fmt: skip
-                else:
-                    x_0 = tl.where(positions[j] >= 0, x_0, 0.0)
-                    d, s, b_own = step_back(
-                        Rows(x_0, x_1, x_2, x_3), d, s, w, b_bias, b_d, place, is_normed, False, conv, back
-                    )  # fmt: skip
-                s_bias += b_own
-                if WIDTH == 2:
-                    done = d.x_1
-                elif WIDTH == 3:
-                    done = d.x_2
-                else:
-                    done = d.x_3
-                m_out = (row - TAPS >= first) & (row - TAPS < end)
-                tl.store(p_dx + (row - TAPS) * COLUMNS + o, done.to(dtype), mask=m_out & m_c)
-                x_3 = x_2
-                x_2 = x_1
-                x_1 = x_0
+        head = Head(
+            p_qkvz + column, strides.qkvz, p_d, s_d, p_dqkvz + column, p_position, first, end, rows, o, m_c
+        )  # fmt: skip
+        if back.QK_NORM and i_u < 2 * NQK:
+            reached = walk(head, w, b_bias, True, COLUMNS, conv, back)
+        else:
+            reached = walk(head, w, b_bias, False, COLUMNS, conv, back)
+        s = reached.weights
         p_sum = p_sums + i_p * ((WIDTH + 1) * CHANNELS) + channel + o
-        tl.store(p_sum, s.x_0, mask=m_c)
-        tl.store(p_sum + CHANNELS, s.x_1, mask=m_c)
+        tl.store(p_sum + TAPS * CHANNELS, s.x_0, mask=m_c)
+        tl.store(p_sum + (TAPS - 1) * CHANNELS, s.x_1, mask=m_c)
         if WIDTH > 2:
-            tl.store(p_sum + 2 * CHANNELS, s.x_2, mask=m_c)
+            tl.store(p_sum + (TAPS - 2) * CHANNELS, s.x_2, mask=m_c)
         if WIDTH > 3:
-            tl.store(p_sum + 3 * CHANNELS, s.x_3, mask=m_c)
-        tl.store(p_sum + WIDTH * CHANNELS, s_bias, mask=m_c)
+            tl.store(p_sum, s.x_3, mask=m_c)
+        tl.store(p_sum + WIDTH * CHANNELS, reached.bias, mask=m_c)
     else:
-        head = i_u - 2 * NQK - NV
-        _, _, _, c_z = columns_of_group(head // sizes.R, sizes)
-        p_to = p_dqkvz + c_z + head % sizes.R * HV
+        i_v = i_u - 2 * NQK - NV
+        _, _, _, c_z = columns_of_group(i_v // sizes.R, sizes)
+        p_to = p_dqkvz + c_z + i_v % sizes.R * HV
         ROWS: tl.constexpr = 8
         o_j = tl.arange(0, ROWS)
         m_v = (o < HV)[None, :]
@@ -278,5 +332,5 @@ def inputs_backward(
             m_row = row < end
             position = tl.load(p_position + row, mask=m_row, other=-1)
             m_z = (m_row & (position >= 0))[:, None] & m_v
-            b_z = tl.load(p_dz + row[:, None] * (NV * HV) + head * HV + o[None, :], mask=m_z, other=0.0)
+            b_z = tl.load(p_dz + row[:, None] * (NV * HV) + i_v * HV + o[None, :], mask=m_z, other=0.0)
             tl.store(p_to + row[:, None] * COLUMNS + o[None, :], b_z.to(dtype), mask=m_row[:, None] & m_v)

@@ -115,20 +115,24 @@ def test_states_backwards_are_the_gradient_that_reaches_the_first_token(tensors,
     """Dense, as gradients of context parallelism take them: token j enters with exp(-s (j + 1))."""
     q, d_out = tensors.normal(2, 3, 70, 24, dtype=BF16), tensors.normal(2, 3, 70, 20, dtype=BF16)
     slopes, last = tensors.slopes(3), tensors.normal(2, 3, 24, 20)
-    # The recurrence over the tokens from the last to the first, and one more decay.
-    turned = (q.flip(2), q.flip(2), d_out.flip(2))
-    wanted = []
-    for form in (tensors.exact, tensors.plain, tensors.otherwise):
-        _, state = tensors.padded(*turned, slopes, None, 1.0, form)
-        s = slopes.to(state.dtype)[:, None, None]
-        wanted.append(0.7 * torch.exp(-s) * state + torch.exp(-70 * s) * last.to(state.dtype))
+
+    def forms_of(q: Tensor, d_out: Tensor, last: Tensor) -> list[tuple[Tensor]]:
+        """In float64, and with weights that bfloat16 rounds once they are multiplied into queries, or into values."""
+        rate, place = slopes.double()[:, None, None], torch.arange(1, 71, device=tensors.device)[:, None]
+        weight, before = 0.7 * torch.exp(-rate * place), torch.exp(-70 * rate) * last.double()
+        exact = (weight * q.double()).mT @ d_out.double() + before
+        of_q = (weight * q.double()).to(BF16).float().mT @ d_out.float()
+        of_values = q.float().mT @ (weight * d_out.double()).to(BF16).float()
+        return [(exact,), *((plain + before.float(),) for plain in (of_q, of_values))]
+
+    (wanted,) = tensors.wanted(forms_of, [q, d_out, last])
     final = canaried((2, 3, 24, 20), FP32, tensors.device)
     t = State(q, d_out, slopes, None, last, final.tensor)
     run_state(tensors, t, StatePlan(16, 16, 32, segment, 4, 2), 0.7, True, True)
     final.check(written=True)
     by_reference = torch.ops.lightning_attn.state(q, d_out, slopes, None, last, 0.7, True, True)
     for got in (final.tensor, by_reference):
-        tensors.assert_rounded(got, tensors.Wanted(*wanted), apart=(0, 1))
+        tensors.assert_rounded(got, wanted, apart=(0, 1))
 
 
 RATES = [0.5, 3.0, 0.3, 24.0, 0.7]
@@ -197,11 +201,13 @@ def test_states_of_long_sequences_are_those_of_the_recurrence_on_a_gpu(tensors, 
 # Packed sequences
 
 
-def wanted_gradients(tensors: Any, batch: Batch, scale: float, form: Any, dtype: torch.dtype) -> list[Tensor]:
-    """Of q, k, v and the initial states, by autograd through a form of the recurrence."""
-    leaves = [x.detach().to(dtype).requires_grad_() for x in (*batch.of_sequences(), batch.d_final * 0)]
-    if batch.initial is not None:
-        leaves[3] = batch.initial.detach().to(dtype).requires_grad_()
+def wanted_gradients(
+    tensors: Any, batch: Batch, scale: float, form: Any, dtype: torch.dtype, *inputs: Tensor | None
+) -> list[Tensor]:
+    """Of q, k, v and the initial states, the batch's unless given, by autograd through a form of the recurrence."""
+    *rows, initial = inputs or (*batch.of_sequences(), batch.initial)
+    initial = batch.d_final * 0 if initial is None else initial
+    leaves = [x.detach().to(dtype).requires_grad_() for x in (*rows, initial)]
     q, k, v, initial = leaves
     out, final = form(q, k, v, batch.slopes, batch.lengths, initial, scale)
     through_out = (out.to(dtype) * batch.d_out[: batch.rows].to(dtype)).sum()
@@ -217,16 +223,18 @@ def check_packed(tensors: Any, batch: Batch, scale: float, out: Tensor, final: T
 
 
 def check_gradients(tensors: Any, batch: Batch, scale: float, gradients: Sequence[Tensor]) -> None:
-    exact = wanted_gradients(tensors, batch, scale, tensors.exact, torch.float64)
-    plain = wanted_gradients(tensors, batch, scale, tensors.plain, FP32)
-    for got, want, beside, name in zip(gradients, exact, plain, ("q", "k", "v", "initial_state"), strict=True):
+    def forms_of(*inputs: Tensor | None) -> list[list[Tensor]]:
+        forms = ((tensors.exact, torch.float64), (tensors.plain, FP32))
+        return [wanted_gradients(tensors, batch, scale, *form, *inputs) for form in forms]
+
+    wanted = tensors.wanted(forms_of, [*batch.of_sequences(), batch.initial])
+    for got, of, name in zip(gradients, wanted, ("q", "k", "v", "initial_state"), strict=True):
         if name == "initial_state":
-            tensors.assert_rounded(got, tensors.Wanted(want, beside), apart=(0, 1), what=f"the gradient of {name}")
+            tensors.assert_rounded(got, of, apart=(0, 1), what=f"the gradient of {name}")
             continue
         assert not bool(got[batch.rows :].any())
         # Rounded to the dtype once more than the plain version in float32 is.
-        wanted = tensors.Wanted(want, beside.to(got.dtype))
-        tensors.assert_rounded(got[: batch.rows], wanted, apart=(1,), what=f"the gradient of {name}")
+        tensors.assert_rounded(got[: batch.rows], of, apart=(1,), what=f"the gradient of {name}")
 
 
 @pytest.mark.parametrize("carried", [False, True], ids=["from zeros", "carried"])

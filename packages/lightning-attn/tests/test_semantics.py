@@ -924,10 +924,13 @@ def test_trap_a_token_of_a_later_chunk_sees_the_first_one_decayed_by_their_dista
     k[:, :, 1:] = 0
     places = torch.arange(tokens, device=tensors.device).double()
     weight = torch.exp(-slopes.double()[:, None] * places)[..., None]
-    term = weight * (q.double() @ k[:, :, :1].double().mT) * v[:, :, :1].double()
-    got = lightning_attention(q, k, v, slopes).out
-    _, beside = (tensors.padded(q, k, v, slopes, form=form)[0] for form in (tensors.exact, tensors.plain))
-    tensors.assert_rounded(got, tensors.Wanted(term, beside), apart=(0, 1))
+
+    def forms_of(q, k, v):
+        term = weight * (q.double() @ k[:, :, :1].double().mT) * v[:, :, :1].double()
+        return [(term,), (tensors.padded(q, k, v, slopes, form=tensors.plain)[0],)]
+
+    (wanted,) = tensors.wanted(forms_of, [q, k, v])
+    tensors.assert_rounded(lightning_attention(q, k, v, slopes).out, wanted, apart=(0, 1))
     check_attention(tensors, *inputs(tensors, 1, 4, tokens, (64, 64), dtype)[:3], 10 * slopes, None)
 
 
@@ -938,10 +941,15 @@ def test_trap_the_first_token_sees_a_carried_state_decayed_once_and_not_whole(te
     q, k, v, _, history = inputs(tensors, 1, 4, tokens, (64, 48), dtype)
     k.zero_()
     places = torch.arange(1, tokens + 1, device=tensors.device).double()
-    term = torch.exp(-slopes.double()[:, None] * places)[..., None] * (q.double() @ history.double())
-    beside = tensors.padded(q, k, v, slopes, history, form=tensors.plain)[0]
+    weight = torch.exp(-slopes.double()[:, None] * places)[..., None]
+
+    def forms_of(q, history):
+        term = weight * (q.double() @ history.double())
+        return [(term,), (tensors.padded(q, k, v, slopes, history, form=tensors.plain)[0],)]
+
+    (wanted,) = tensors.wanted(forms_of, [q, history])
     got = lightning_attention(q, k, v, slopes, kv_history=history).out
-    tensors.assert_rounded(got, tensors.Wanted(term, beside), apart=(0, 1))
+    tensors.assert_rounded(got, wanted, apart=(0, 1))
     batch = tensors.ragged([tokens, 1], sizes=(64, 48), dtype=dtype, slopes=slopes)
     batch.k.zero_()
     prefill(batch)
@@ -1045,8 +1053,12 @@ def test_trap_16_bit_inputs_keep_the_decay_in_float32(tensors) -> None:
     slopes = 0.05 * torch.rand(32, device=tensors.device)
     kv = lightning_attention(q, torch.zeros_like(k), v, slopes, kv_history=history).kv[:, :, -1]
     forms = (tensors.exact, partial(tensors.plain, chunk=50))
-    wanted = [tensors.padded(q, torch.zeros_like(k), v, slopes, history, form=form)[1] for form in forms]
-    tensors.assert_rounded(kv, tensors.Wanted(*wanted), apart=(0, 1))
+
+    def forms_of(history):
+        return [(tensors.padded(q, torch.zeros_like(k), v, slopes, history, form=form)[1],) for form in forms]
+
+    (wanted,) = tensors.wanted(forms_of, [history])
+    tensors.assert_rounded(kv, wanted, apart=(0, 1))
 
 
 @pytest.mark.parametrize("steep", [8.0, 50.0, 300.0, 1e30])

@@ -139,14 +139,18 @@ def test_a_tree_of_32_nodes_has_the_bits_of_its_paths(tensors, kernels, plan) ->
 
 def batch_by_paths(tensors: Any, batch: Any, parents: Sequence[int]) -> Any:
     """Each node's output by the recurrence over its path."""
-    found: list[list[Tensor]] = [[], []]
-    initial = batch.before[batch.slot_of[0]][None]
-    for node in range(len(parents)):
-        rows = path_of(parents, node)
-        given = (batch.q[rows], batch.k[rows], batch.v[rows], batch.slopes, [len(rows)], initial, batch.scale)
-        found[0].append(tensors.exact(*given)[0][-1])
-        found[1].append(tensors.plain(*given, products=FP32, chunk=1)[0][-1])
-    return tensors.Wanted(*map(torch.stack, found))
+
+    def forms_of(q: Tensor, k: Tensor, v: Tensor, initial: Tensor) -> list[tuple[Tensor]]:
+        found: list[list[Tensor]] = [[], []]
+        for node in range(len(parents)):
+            rows = path_of(parents, node)
+            given = (q[rows], k[rows], v[rows], batch.slopes, [len(rows)], initial, batch.scale)
+            found[0].append(tensors.exact(*given)[0][-1])
+            found[1].append(tensors.plain(*given, products=FP32, chunk=1)[0][-1])
+        return [(torch.stack(outs),) for outs in found]
+
+    (wanted,) = tensors.wanted(forms_of, [batch.q, batch.k, batch.v, batch.before[batch.slot_of[0]][None]])
+    return wanted
 
 
 @pytest.mark.gpu

@@ -111,10 +111,13 @@ def step(tensors, ring, buffers, o, work, chunk, acc_S, decay, sizes: gl.constex
     k_tile = ring.k.index(stage).reshape([CHUNK, D])
     v_tile = ring.v.index(stage).reshape([CHUNK, BLOCK_E])
     FP16: gl.constexpr = dtype == gl.float16
-    if not FP16:
-        # Were the state read after the next WGMMAs have been issued, ptxas would wait for them first.
+    # Were the state read after the next WGMMAs have been issued, ptxas would wait for them first.
+    if FP16:
+        b_up, b_down = into_float16(gl.max(gl.abs(acc_S), axis=1))
+        b_S = gl.convert_layout(opaque((acc_S * b_up[:, None]).to(dtype)), operand_of_o)
+    else:
         b_S = gl.convert_layout(opaque(acc_S.to(dtype)), operand_of_o)
-        decayed_S = acc_S * decay
+    decayed_S = acc_S * decay
     mbarrier.wait(ring.full.index(stage), (i_load // sizes.STAGES) & 1)
     if MASKED:
         zero_after(k_tile, chunk.length, CHUNK, D)
@@ -124,10 +127,6 @@ def step(tensors, ring, buffers, o, work, chunk, acc_S, decay, sizes: gl.constex
     b_zero = gl.zeros([CHUNK, CHUNK], gl.float32, L_O)
     if FP16:
         scores = warpgroup_mma(q_tile, k_tile.permute((1, 0)), b_zero, use_acc=False, is_async=True)  # [queries, keys]
-        # The maximum takes longer than the scores, for which ptxas then waits.
-        b_up, b_down = into_float16(gl.max(gl.abs(acc_S), axis=1))
-        b_S = gl.convert_layout(opaque((acc_S * b_up[:, None]).to(dtype)), operand_of_o)
-        decayed_S = acc_S * decay
     else:
         scores = warpgroup_mma(k_tile, q_tile.permute((1, 0)), b_zero, use_acc=False, is_async=True)  # [keys, queries]
     seen = warpgroup_mma(b_S, q_tile.permute((1, 0)), b_zero, use_acc=False, is_async=True)  # [BLOCK_E, queries]

@@ -107,26 +107,41 @@ def load_chunk(q, k, v, row, length, column, sizes: gl.constexpr):
 
 
 @gluon.jit
-def rounded_to_bfloat16(values):
-    """In float32, and by integers: numbers that are read again ptxas converts one by one, far slower than in pairs.
+def parts_of(values):
+    """Three bfloat16 numbers whose sum is each float32.
 
-    A NaN may become 0 here, and the greatest numbers infinite: what then remains of them is NaN.
+    In PTX, two at a time: ptxas converts numbers that are read again one by one, far slower than in pairs. What is not
+    finite, or not in bfloat16, leaves a NaN among its parts.
     """
-    bits = values.to(gl.int32, bitcast=True)
-    return ((bits + 0x8000) & -65536).to(gl.float32, bitcast=True)
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 even, odd;
+        cvt.rn.bf16x2.f32 $0, $4, $3;
+        shl.b32 even, $0, 16;
+        and.b32 odd, $0, 0xffff0000;
+        sub.f32 even, $3, even;
+        sub.f32 odd, $4, odd;
+        cvt.rn.bf16x2.f32 $1, odd, even;
+        shl.b32 $2, $1, 16;
+        sub.f32 even, even, $2;
+        and.b32 $2, $1, 0xffff0000;
+        sub.f32 odd, odd, $2;
+        cvt.rn.bf16x2.f32 $2, odd, even;
+        }""",
+        "=&r,=&r,=&r,r,r",
+        [values],
+        dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16),
+        is_pure=True,
+        pack=2,
+    )
 
 
 @gluon.jit
 def store_parts(parts, values):
-    """Three bfloat16 numbers whose sum is each float32."""
-    first = rounded_to_bfloat16(values)
-    rest = values - first
-    second = rounded_to_bfloat16(rest)
-    third = rest - second
-    # These nothing reads again.
-    parts.index(0).store(first.to(gl.bfloat16))
-    parts.index(1).store(second.to(gl.bfloat16))
-    parts.index(2).store(third.to(gl.bfloat16))
+    first, second, third = parts_of(values)
+    parts.index(0).store(first)
+    parts.index(1).store(second)
+    parts.index(2).store(third)
 
 
 @gluon.jit

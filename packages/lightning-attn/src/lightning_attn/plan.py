@@ -267,13 +267,13 @@ def plan_prefill(
     tensors. ``snapshots``: some are wanted.
     """
     if suits_tma and limits.hopper and dtype != "float32" and fits_hopper(heads):
-        segment = _segment(heads, 64, limits)
-        if 8 * heads.num_heads * cdiv(heads.head_v, 64) >= 3 * limits.cores:
-            # Half as many fill the device. On an H200, 16384 tokens: 64 heads of 64 195 us in segments of 2048, 218 of
-            # 1024, 237 of 512; 32 of 96 220 us of 4096, 249 of 2048. But 8 of 128, 32768 tokens: 132 and 128.
+        segment, columns = _segment(heads, 64, limits), hopper_columns(heads)
+        if columns == 128 and 8 * heads.num_heads * cdiv(heads.head_v, 64) >= 3 * limits.cores:
+            # Half as many fill the device. On an H200, 32 heads of 128: 16384 tokens 223 us in segments of 4096, 256 of
+            # 2048; 8192 129 and 126, 4096 73 and 72. But 8 heads, 32768 tokens: 132 and 128. Nor 64 heads of 64: 16384
+            # tokens 192 us in segments of 2048, 209 of 1024, but 4096 76 and 59.
             segment *= 2
         waits = limits.dependent_launch and segment > 0
-        columns = hopper_columns(heads)
         # Measured on an H200, 64 heads x 128 and 131072 tokens: 2 stages 3.17 ms, 3 stages 2.26, 4 stages 2.05. Of
         # segments of heads of 64, two programs of 3 stages share an SM: 16 x 512 tokens 79 us, with 4 stages 87, 2 83.
         stages = 3 if segment and columns == 64 else 4

@@ -121,6 +121,24 @@ def test_float32_loses_no_more_of_sums_over_128_columns_than_of_those_over_64(te
     assert (1 - out / exact).mean().abs() < torch.finfo(torch.float32).eps
 
 
+@pytest.mark.parametrize("slope", [1.0, 0.3, 37.0])
+def test_weights_of_float32_are_exact_however_many_tokens_they_decay_over(tensors, kernels, slope) -> None:
+    """Of a state that is seen, of one that is left, and of a key that is: each is a sum of positive terms."""
+    plan, slopes = PrefillPlan(64, 64, 0, 8, 1, 64, True, bf16x6=True), torch.tensor([slope])
+    q, k, v = (tensors.normal(1, 1, 64, 48).abs() for _ in range(3))
+    history = tensors.normal(1, 1, 48, 48).abs()
+    no_keys = torch.zeros_like(k)
+    first_key = no_keys.clone()
+    first_key[:, :, 0] = k[:, :, 0]
+    for keys, before in ((no_keys, history), (first_key, torch.zeros_like(history))):
+        results = kernels.attention(plan, q, keys, v, slopes, before)
+        exact = tensors.padded(q, keys, v, slopes, before, 1.0, tensors.exact)
+        for got, wanted in zip(results, exact, strict=True):
+            # Where float32 has all its bits.
+            normal = wanted > 2.0**-110
+            assert ((got / wanted - 1).abs() < 8 * torch.finfo(torch.float32).eps)[normal].all()
+
+
 def test_nan_and_infinities_pass_through_the_parts_of_float32(tensors, kernels) -> None:
     """NaN with the bits that GPUs give it, all of which are set but the sign's."""
     plan = PrefillPlan(64, 64, 0, 8, 1, 64, True, bf16x6=True)

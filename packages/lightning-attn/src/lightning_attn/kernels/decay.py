@@ -39,30 +39,36 @@ def decay_over(rate, rest, tokens):
 
 
 @triton.jit
-def from_start(rate, o_row):
-    """exp2(-rate (row + 1)): the decay between the state before a chunk and its rows, those included."""
-    return tl.exp2(-rate * (o_row + 1).to(tl.float32))
+def over_tokens(rate, tokens, rest):
+    """The decay over so many tokens; with a ``rest``, to float32's precision."""
+    return tl.exp2(-rate * tokens.to(tl.float32)) if rest is None else decay_over(rate, rest, tokens)
 
 
 @triton.jit
-def to_end(rate, o_row, length):
+def from_start(rate, o_row, rest=None):
+    """exp2(-rate (row + 1)): the decay between the state before a chunk and its rows, those included."""
+    return over_tokens(rate, o_row + 1, rest)
+
+
+@triton.jit
+def to_end(rate, o_row, length, rest=None):
     """exp2(-rate (length - 1 - row)): the decay between a chunk's rows and its end.
 
     1 for rows past the end; what they multiply is masked.
     """
-    return tl.exp2(-rate * tl.maximum(length - 1 - o_row, 0).to(tl.float32))
+    return over_tokens(rate, tl.maximum(length - 1 - o_row, 0), rest)
 
 
 @triton.jit
-def seeing(rate, o_row, length, scale, REVERSED: tl.constexpr):
+def seeing(rate, o_row, length, scale, REVERSED: tl.constexpr, rest=None):
     """The weight of the state before its chunk for each query."""
-    return to_end(rate, o_row, length) if REVERSED else from_start(rate, o_row) * scale
+    return to_end(rate, o_row, length, rest) if REVERSED else from_start(rate, o_row, rest) * scale
 
 
 @triton.jit
-def entering(rate, o_row, length, scale, REVERSED: tl.constexpr):
+def entering(rate, o_row, length, scale, REVERSED: tl.constexpr, rest=None):
     """The weight with which each key and value enter the state after their chunk."""
-    return from_start(rate, o_row) * scale if REVERSED else to_end(rate, o_row, length)
+    return from_start(rate, o_row, rest) * scale if REVERSED else to_end(rate, o_row, length, rest)
 
 
 @triton.jit

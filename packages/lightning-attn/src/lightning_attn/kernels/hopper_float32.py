@@ -17,13 +17,9 @@ from typing import Any, NamedTuple
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from lightning_attn.kernels.decay import base_two_rate, decayed, entering, rest_of_rate, seeing
+from lightning_attn.kernels.decay import base_two_rate, decay_over, decayed, entering, rest_of_rate, seeing
 from lightning_attn.kernels.hopper_rows import load_state, opaque, single_token, store_snapshots, store_state
 from lightning_attn.kernels.schedule import (
     Batch,
@@ -216,7 +212,7 @@ def step(parts, now, following, o, acc_S, within, rates, scale, row, length, col
     waited = warpgroup_mma_wait(0, deps=seen + (out,))
     b_seen, b_o = total(waited, STRIPS), waited[STRIPS]
     o_i = opaque(gl.arange(0, CHUNK, gl.SliceLayout(0, L_O)))
-    b_o = b_o + b_seen * seeing(rate, o_i, length, scale, sizes.REVERSED)[None, :]  # [BLOCK_E, queries]
+    b_o = b_o + b_seen * seeing(rate, o_i, length, scale, sizes.REVERSED, rest)[None, :]  # [BLOCK_E, queries]
     o_e = column + opaque(gl.arange(0, BLOCK_E, gl.SliceLayout(1, L_O)))
     p_tile = o.p + row.to(gl.int64) * o.stride
     p_tile = p_tile + o_i[None, :].to(gl.int64) * o.stride + o_e[:, None].to(gl.int64) * o.element
@@ -227,7 +223,7 @@ def step(parts, now, following, o, acc_S, within, rates, scale, row, length, col
     # Past this barrier no warp reads the scores any more.
     tl.debug_barrier()
     o_row = opaque(gl.arange(0, CHUNK, gl.SliceLayout(1, rows_layout(BLOCK_E))))
-    store_parts(parts.scores, now.v * entering(rate, o_row, length, scale, sizes.REVERSED)[:, None])
+    store_parts(parts.scores, now.v * entering(rate, o_row, length, scale, sizes.REVERSED, rest)[:, None])
     fence_async_shared()
     tl.debug_barrier()
     update = issue_product(parts.scores, parts.k, gl.zeros([BLOCK_E, BLOCK_D], gl.float32, L_S), True, False)
@@ -338,7 +334,7 @@ def prefill(
         distance = o_i[None, :] - o_j[:, None]
         if REVERSED:
             distance = -distance
-        b_within = gl.where(distance >= 0, gl.exp2(-rate * gl.maximum(distance, 0).to(gl.float32)) * scale, 0.0)
+        b_within = gl.where(distance >= 0, decay_over(rate, rates[1], gl.maximum(distance, 0)) * scale, 0.0)
         # In shared memory, for want of registers; swizzled so that a warp's eight rows have no bank conflicts.
         within = gl.allocate_shared_memory(
             gl.float32, [CHUNK, CHUNK], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]), b_within
@@ -380,7 +376,7 @@ def own_step(k_parts, v_parts, k, v, now, following, acc_S, rates, scale, length
     b_k, b_v = now
     o_row = opaque(gl.arange(0, CHUNK, gl.SliceLayout(1, rows_layout(BLOCK_E))))
     store_parts(k_parts, b_k)
-    store_parts(v_parts, b_v * entering(rate, o_row, length, scale, sizes.REVERSED)[:, None])
+    store_parts(v_parts, b_v * entering(rate, o_row, length, scale, sizes.REVERSED, rest)[:, None])
     fence_async_shared()
     tl.debug_barrier()
     b_zero = gl.zeros([BLOCK_E, BLOCK_D], gl.float32, product_layout(BLOCK_D))

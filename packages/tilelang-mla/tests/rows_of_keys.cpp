@@ -44,13 +44,6 @@ template <class To, class From> static To bits(From from) {
 static uint32_t __float_as_uint(float x) { return bits<uint32_t>(x); }
 static float __uint_as_float(uint32_t x) { return bits<float>(x); }
 
-static uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t which) {
-  uint64_t both = uint64_t(b) << 32 | a;
-  uint32_t result = 0;
-  for (int i = 0; i < 4; i++) result |= uint32_t(both >> 8 * (which >> 4 * i & 7) & 255) << 8 * i;
-  return result;
-}
-
 // Numbers
 
 static float of_half(uint16_t x) { return float(bits<_Float16>(x)); }
@@ -107,6 +100,15 @@ static void widen(uint32_t four, uint32_t &low, uint32_t &high) {
   high = pack(of_e4m3(four >> 16 & 255), of_e4m3(four >> 24), false);
 }
 static uint64_t operand(const void *p) { return reinterpret_cast<uint64_t>(p); }
+static uint32_t permuted(uint32_t a, uint32_t b, uint32_t which) {
+  uint64_t both = uint64_t(b) << 32 | a;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; i++) {
+    uint32_t one = which >> 4 * i, byte = both >> 8 * (one & 7) & 255;
+    result |= (one & 8 ? (byte & 128 ? 255 : 0) : byte) << 8 * i;
+  }
+  return result;
+}
 static uint64_t uniform(uint64_t operand) { return operand; }
 static uint64_t advanced(uint64_t operand, int bytes) { return operand + bytes; }
 template <class Barrier> void copy(void *to, const void *from, int bytes, Barrier &) { memcpy(to, from, bytes); }
@@ -142,6 +144,7 @@ template <int N, int ROPE, bool RECORDS, bool BF16, bool LISTS> void run(const c
   using S = mla::Shape<N, ROPE, RECORDS>;
   constexpr int WIDTH = 512 + ROPE;
   constexpr float SCALE = 0.5f, OF_CACHE = RECORDS ? 1.f : 0.04f, SINK = 0.5f;
+  constexpr float BY = RECORDS ? 1.f : OF_CACHE * mla::VALUES;
   auto wide = [](uint16_t x) { return BF16 ? of_bfloat16(x) : of_half(x); };
   int blocks = (keys + 127) / 128, stages = 2 * blocks;
   std::vector<uint16_t> q(rows * WIDTH), out(rows * 512);
@@ -207,9 +210,9 @@ template <int N, int ROPE, bool RECORDS, bool BF16, bool LISTS> void run(const c
     }
     everyone.arrive_and_wait();
     if (part)
-      mla::store<N, BF16, true>(acc, of_rows.data(), 1, parts.data(), 512, rows, OF_CACHE, sinks.data(), 0, 0, thread);
+      mla::store<N, BF16, true>(acc, of_rows.data(), 1, parts.data(), 512, rows, BY, sinks.data(), 0, 0, thread);
     else
-      mla::store<N, BF16, false>(acc, of_rows.data(), 1, out.data(), 512, rows, OF_CACHE, sinks.data(), LISTS, 0, thread);
+      mla::store<N, BF16, false>(acc, of_rows.data(), 1, out.data(), 512, rows, BY, sinks.data(), LISTS, 0, thread);
   };
   std::vector<std::thread> threads;
   for (int thread = 0; thread < 512; thread++)
@@ -242,7 +245,22 @@ template <int N, int ROPE, bool RECORDS, bool BF16, bool LISTS> void run(const c
   printf("%s: %g %g\n", name, worst, worst_lse);
 }
 
+// Of all numbers of e4m3 as values, two by two.
+static void every_value() {
+  double worst = 0;
+  for (uint32_t a = 0; a < 256; a++)
+    for (uint32_t b = 0; b < 256; b++)
+      for (int element = 0; element < 4; element++) {
+        uint32_t pair = mla::value_pair((a << 8 * element) ^ 0x55, (b << 8 * element) ^ 0x55, element);
+        uint32_t first = a ^ (element ? 0 : 0x55), second = b ^ (element ? 0 : 0x55);
+        if ((first & 127) != 127) worst = std::max(worst, off(of_e4m3(first), mla::VALUES * of_half(pair & 0xFFFF)));
+        if ((second & 127) != 127) worst = std::max(worst, off(of_e4m3(second), mla::VALUES * of_half(pair >> 16)));
+      }
+  printf("values: %g 0\n", worst);
+}
+
 int main() {
+  every_value();
   for (int i = 0; i < 16; i++) warps.emplace_back(new std::barrier<>(32));
   for (int i = 0; i < 4; i++) groups.emplace_back(new std::barrier<>(128));
   run<16, 64, false, true, false>("one scale, 13 rows", 300, 13, false);

@@ -21,6 +21,8 @@ namespace mla {
 constexpr int LATENT = 512, KEYS = 64, SCALES = 512, ROPES = 528, THREADS = 256, TILES = 4;
 // HEADROOM and FLOOR as in common.py. Weights are 2^LIFT times as high: float16's smallest numbers are not small.
 constexpr float HEADROOM = 8.f, FLOOR = -1e30f, LIFT = 7.f;
+// What values of one scale are multiplied by when they are stored, as keys.py has it: of the two formats' biases.
+constexpr float VALUES = 256.f;
 
 template <int N, int ROPE, bool RECORDS> struct Shape {
   static constexpr int ROW = RECORDS ? ROPES + 2 * ROPE : LATENT + ROPE;
@@ -49,6 +51,12 @@ MLA_DEVICE void visible_to_mma() { asm volatile("fence.proxy.async.shared::cta;"
 MLA_DEVICE void widen(uint32_t four, uint32_t &low, uint32_t &high) {
   asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h;}"
       : "=r"(low), "=r"(high) : "r"(four));
+}
+// Bytes by their numbers; of a number and 8 the byte's sign, eight times.
+MLA_DEVICE uint32_t permuted(uint32_t first, uint32_t second, uint32_t which) {
+  uint32_t bytes;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(first), "r"(second), "r"(which));
+  return bytes;
 }
 MLA_DEVICE float2 floats(uint32_t halves) { return __half22float2(*reinterpret_cast<__half2 *>(&halves)); }
 MLA_DEVICE uint32_t pack(float x, float y, bool bf16) {
@@ -354,6 +362,14 @@ template <int N> MLA_DEVICE void rescale(float *acc, void *rows_at, int buffer, 
   }
 }
 
+// An element of two keys side by side, 1 / VALUES times as high, by arithmetic of integers: the unit that converts e4m3 is
+// busy with keys. NaN is a number here: its key's weight is NaN, or 0 where it is masked.
+MLA_DEVICE uint32_t value_pair(uint32_t first, uint32_t second, int element) {
+  // Between the bytes eight times the first one's sign, which moves into its half.
+  uint32_t both = permuted(first, second, 0x1000 * (4 + element) + 0x100 * (8 + element) + 0x11 * element);
+  return static_cast<uint32_t>(static_cast<int32_t>(both) >> 1) & 0xBF80BF80;
+}
+
 // acc [latent, row] of a warpgroup's 256 latents over 64 keys, the first or second half of one of two blocks of weights.
 template <int N, int ROPE, bool RECORDS, bool BF16>
 MLA_DEVICE void values(float *acc, void *memory_at, int stage, int buffer, int half, int thread) {
@@ -371,22 +387,20 @@ MLA_DEVICE void values(float *acc, void *memory_at, int stage, int buffer, int h
     for (int i = 0; i < 4; i++) {
       const uint8_t *key = raw + (16 * k + (S::APART ? 4 * i + l.t : 2 * l.t + i % 2 + 8 * (i / 2))) * S::ROW;
       x[i] = *reinterpret_cast<const uint2 *>(key + begin + 8 * l.g);
-      scale[i] = RECORDS ? reinterpret_cast<const float *>(key + SCALES)[begin / 128] : 1.f;
+      scale[i] = RECORDS ? VALUES * reinterpret_cast<const float *>(key + SCALES)[begin / 128] : 1.f;
     }
     uint32_t *own = a[k % S::OPERANDS];
     if (k >= S::OPERANDS) await_products<S::OPERANDS - 1>();
 #pragma unroll
-    for (int m = 0; m < TILES; m++) {
-      unsigned which = m % 2 ? 0x7362 : 0x5140;
-      // Two keys of one element side by side: of an element and of the next.
-      uint32_t first = m < 2 ? __byte_perm(x[0].x, x[1].x, which) : __byte_perm(x[0].y, x[1].y, which);
-      uint32_t second = m < 2 ? __byte_perm(x[2].x, x[3].x, which) : __byte_perm(x[2].y, x[3].y, which);
-      widen(first, own[4 * m], own[4 * m + 1]);
-      widen(second, own[4 * m + 2], own[4 * m + 3]);
-      if (RECORDS)
-        for (int i = 0; i < 4; i++)
-          own[4 * m + i] = scaled<BF16>(own[4 * m + i], scale[i < 2 ? 0 : 2], scale[i < 2 ? 1 : 3]);
-    }
+    for (int m = 0; m < TILES; m++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        // Two keys, and of their 8 elements one, or the next.
+        int first = i < 2 ? 0 : 2, element = 2 * m + i % 2;
+        const uint2 a = x[first], b = x[first + 1];
+        own[4 * m + i] = element < 4 ? value_pair(a.x, b.x, element) : value_pair(a.y, b.y, element - 4);
+        if (RECORDS) own[4 * m + i] = scaled<BF16>(own[4 * m + i], scale[first], scale[first + 1]);
+      }
     begin_products();
 #pragma unroll
     for (int m = 0; m < TILES; m++)

@@ -410,8 +410,8 @@ def plan_step(problem: StepProblem, limits: DeviceLimits) -> StepPlan:
         ahead = limits.cores * 2 if problem.state_bytes == 2 else limits.cores * 3 // 4
     if problem.sequences * problem.shape.num_heads_v <= 2 * limits.cores:
         ahead = 0
-    # 64 sequences 75.5 us, not 78.6, of bfloat16 states 41.0, not 45.3 (VK), one 4.4, not 4.6. With
-    # four tokens the outputs that wait take many registers: along Dv 110 us rather than 100, along Dk 99.8 and 107.4.
+    # 64 sequences 75.5 us, not 78.6, of bfloat16 states 41.0, not 45.3 (VK), one 4.4, not 4.6; of four tokens along Dk
+    # 99.8, not 107.4. Along Dv 110 rather than 100, while their outputs waited too; without that it has not been timed.
     early = whole and problem.writes and problem.out_strides is not None
     if problem.tokens > 2:
         early = early and problem.k_inner and problem.state_bytes == 4 and problem.tokens <= 4

@@ -267,6 +267,8 @@ def advance(
     # Registers hold k and q of two tokens; of one, the state as it was read.
     TOGETHER: tl.constexpr = EARLY and CHUNK < 3
     PACKED: tl.constexpr = EARLY and TOKENS == 1
+    # And, along Dk, the outputs of four, which then wait for the state to be written.
+    DEFER: tl.constexpr = EARLY and (CHUNK < 3 or step.K_INNER)
     wait_for_inputs(DEPENDENT)
     # Behind the programs of heads those that keep the inputs of q and k, which several heads read.
     UPDATERS: tl.constexpr = (NQK + step.GROUP - 1) // step.GROUP
@@ -394,12 +396,14 @@ def advance(
                         b_next, b_o = delta_step(b_S, token, step, p_out is not None, TOGETHER, zero)
                         if not PACKED:
                             b_S = b_next
-                        if p_out is not None and not EARLY:
+                        if EARLY and not DEFER and step.WRITES and j == CHUNK - 1:
+                            store_state(p_tile, m_tile, b_next, sizes, step)
+                        if p_out is not None and not DEFER:
                             i_t = row_of_token(p_path, first + j, tokens, TOKENS)
                             m_o = (o_v < HV) & (EVEN or first + j < tokens)
                             store_output(out, b_o, b_gate, i_t, o_v, m_o, eps, p_norm is not None, sizes, step)
                         outs = outs + ((b_o, b_gate),)
-                    if EARLY:
+                    if DEFER:
                         # Norms wait for all threads; stores, begun before them, for none.
                         if step.WRITES:
                             store_state(p_tile, m_tile, b_next, sizes, step)

@@ -217,6 +217,14 @@ def test_what_a_window_hides_weighs_nothing_even_where_true_scores_are_below_min
     batch.check()
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=name_of)
+def test_small_scores_are_as_exact_under_a_large_cap_as_without(tensors, kernels, dtype) -> None:
+    """tanh as a quotient of sums with 1 is off by what they are rounded by, which the cap multiplies."""
+    batch = tensors.batch([(0, 9), (3, 4)], heads=(4, 2), head_dim=16, softcap=200.0, dtype=dtype)
+    kernels.prefill(batch, portable())
+    batch.check()
+
+
 # The largest of such scores is none.
 @pytest.mark.filterwarnings("ignore:All-NaN slice")
 def test_a_row_whose_every_key_is_nan_says_so_and_its_neighbours_do_not(tensors, kernels) -> None:

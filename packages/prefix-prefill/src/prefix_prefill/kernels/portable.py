@@ -15,13 +15,13 @@ from prefix_prefill.kernels.softmax import (
     LN_2,
     LOG2_E,
     Target,
+    capped,
     drafted,
     exponential,
     finite,
     halves_of,
     log_sum_exp,
     normalised,
-    soft_capped,
     store_results,
     visible,
     with_sink,
@@ -130,7 +130,7 @@ def update(acc, running_max, row_sum, rows, keys, scoring, pages, ALIBI: tl.cons
     if source.K_SCALED:
         b_s = b_s * keys.k_scale[None, :]
     if C.SOFTCAP:
-        b_s = soft_capped(b_s * scoring.scale, scoring.softcap, NATURAL) * UNIT
+        b_s = capped(b_s * scoring.scale, scoring.softcap) * UNIT
     else:
         b_s = b_s * (scoring.scale * UNIT)
     if ALIBI:

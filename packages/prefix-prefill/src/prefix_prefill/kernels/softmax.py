@@ -52,26 +52,18 @@ def drafted(o_new, low, high):
 
 
 @triton.jit
-def tanh(x, PRECISE: tl.constexpr):
-    """tanh; PRECISE takes the series below 1/4, where the quotient would cancel."""
+def capped(scores, softcap):
+    """softcap * tanh(scores / softcap), by a series up to log(2), where the quotient would cancel."""
+    x = scores / softcap
     e = tl.exp2(tl.abs(x) * -2.8853900817779268)
-    y = (1.0 - e) / (1.0 + e)
-    y = tl.where(x < 0, -y, y)
-    if PRECISE:
-        s = x * x
-        series = 1.0 + s * (
-            -0.3333333333333333
-            + s
-            * (0.13333333333333333 + s * (-0.05396825396825397 + s * (0.021869488536155203 - s * 0.008863235529902197)))
-        )
-        y = tl.where(tl.abs(x) < 0.25, x * series, y)
-    return y
-
-
-@triton.jit
-def soft_capped(scores, softcap, PRECISE: tl.constexpr):
-    """softcap * tanh(scores / softcap)."""
-    return softcap * tanh(scores / softcap, PRECISE)
+    quotient = (1.0 - e) / (1.0 + e)
+    y = x * x
+    b = tl.fma(y, -0.005189908807799344, 0.02014667609785257)
+    b = tl.fma(y, b, -0.05357875994041858)
+    b = tl.fma(y, b, 0.1332939184882883)
+    b = tl.fma(y, b, -0.33333202012926016)
+    series = tl.fma(x * y, b, x)
+    return softcap * tl.where(tl.abs(x) < LN_2, series, tl.where(x < 0, -quotient, quotient))
 
 
 @triton.jit

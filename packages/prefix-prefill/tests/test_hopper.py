@@ -128,10 +128,11 @@ def test_the_kernel_for_sm_90_is_the_attention(tensors, kernels, chosen, options
     batch.check(most=4)
 
 
+@pytest.mark.parametrize("share", [0.07, 0.4, 1.0])
 @pytest.mark.parametrize("sign", [1, -1])
-def test_scores_of_either_sign_are_capped_that_are_as_large_as_the_cap(tensors, kernels, sign: int) -> None:
-    """Small ones by a series, which says nothing of these."""
-    batch = tensors.batch([(130, 30)], heads=(2, 1), head_dim=64, softcap=10.0, softmax_scale=0.25, cached=True)
+def test_scores_of_either_sign_are_capped_whatever_their_share_of_the_cap(tensors, kernels, sign, share) -> None:
+    """Small ones by a series, smaller ones by its first terms, which say nothing of larger ones."""
+    batch = tensors.batch([(130, 30)], heads=(2, 1), head_dim=64, softcap=10.0, softmax_scale=share / 4, cached=True)
     batch.q.abs_().mul_(sign)
     for keys in (batch.k_cache, batch.keys):
         keys.abs_()

@@ -206,8 +206,8 @@ def op_names() -> list[str]:
     return sorted(name.removeprefix("blocksparse_attn::") for name in names if name.startswith("blocksparse_attn::"))
 
 
-def test_there_is_an_op_for_layouts_one_for_lists_of_every_token_and_two_that_choose() -> None:
-    assert sorted(op_names()) == ["attend", "choose", "pack", "selected"]
+def test_there_are_ops_for_layouts_and_their_gradients_one_for_lists_of_every_token_and_two_that_choose() -> None:
+    assert sorted(op_names()) == ["attend", "attention", "attention_backward", "choose", "pack", "selected"]
 
 
 def test_the_op_passes_opcheck(make) -> None:

@@ -305,9 +305,9 @@ def _has_whole_rows(problem: Problem) -> bool:
 def _tiles_of_keys(problem: Problem, block_m: int) -> tuple[int, int]:
     """Keys in a tile of the portable kernel on sm_90, and stages, for heads of 128: where there is no TMA.
 
-    us on an H200 with 32 / 8 heads, pages of 1 and x-packed ones of 16. 64 decode behind 8000 by tiles of 32 keys and 3
-    stages 575 and 734, of 64 and 2 667 and 934; chunks of 512 behind 16384 by 128 and 3 1673
-    and 2701, 64 and 3 1976 and 2980, 64 and 2 2187 and 3089.
+    us on an H200 with 32 / 8 heads, pages of 1 and x-packed ones of 16: 64 that decode behind 8000 by tiles of 32 keys
+    and 3 stages 575 and 734, of 64 and 2 667 and 934; chunks of 512 behind 16384 by 128 and 3 1673 and 2701, 64 and 3
+    1976 and 2980, 64 and 2 2187 and 3089.
     """
     if block_m == 16:
         # Of 128 keys, 537 us where Triton 3.6 makes them, 3.7 compiles none.

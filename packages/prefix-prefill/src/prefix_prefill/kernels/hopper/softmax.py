@@ -257,8 +257,8 @@ def update_capped(scores, running_max, row_sum, scale, key, bounds, scoring, sca
     """``update`` of a tile that all rows see, with a soft cap and no slopes.
 
     Most tiles have no score above 0.17 of the cap, in size, or none above 0.69. There a series takes the place of an
-    exponential and of a reciprocal; and as the cap keeps the order, the largest score of a row is capped once. While
-    tensor cores read and write registers, each instruction an element takes the time of three.
+    exponential and of a reciprocal; and as the cap keeps the order, the largest score of a row is capped once. On an
+    H200 an instruction an element takes the time of nearly three, whichever it is: fewer terms are worth a branch.
     """
     shift: gl.constexpr = HEADROOM if V.RESCALED else 0
     b_x = times_k_scales(scores, scales, V, C)

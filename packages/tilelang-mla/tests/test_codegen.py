@@ -96,7 +96,7 @@ class Sparse(Decoding8bit):
 
     @property
     def tiles(self) -> DecodeTiles:
-        return super().tiles if self.cache else decode_tiles(16, self.dim_nope, self.dim_rope, None, H200)
+        return decode_tiles(16, self.dim_nope, self.dim_rope, None, H200)
 
 
 class OfKeys(NamedTuple):
@@ -185,7 +185,6 @@ OF_KEYS = {
     "one scale, 16 rows": OfKeys("decode_8bit", "e4m3", 16),
     "lists of records, 32 rows": OfKeys("decode_sparse", "656", 32),
 }
-# Lists of records are not among them: the assembler spills 8 bytes of a thread there.
 SPARSE = {"lists": Sparse("")}
 PREFILL = {
     "DeepSeek": Prefill(192, 128, BF16),

@@ -1,4 +1,7 @@
-"""The decoding kernel over a cache of 8 bits, which the producer widens (widen.py). All else is as in kernel.py."""
+"""The decoding kernel over a cache of 8 bits: keys as rows (keys.py), or widened by the producer (widen.py).
+
+All else is as in kernel.py.
+"""
 
 from typing import Any
 

@@ -252,11 +252,19 @@ def test_a_number_of_splits_that_is_given_means_the_same_tiles_whatever_the_batc
 def test_a_plan_follows_from_shapes_alone() -> None:
     assert [*inspect.signature(plan_prefill).parameters] == ["problem", "limits", "num_splits"]
     numbers = {
-        "softmax_scale": 0.3, "softcap": 30.0, "left": 127, "right": -1, "skip_decode": True, "k_scale": 0.5,
+        "softmax_scale": 0.3, "softcap": 30.0, "left": 1023, "right": -1, "skip_decode": True, "k_scale": 0.5,
         "v_scale": 2.0, "out_scale": 0.1, "num_blocks": 7, "page_layout": "HND", "num_splits": 5,
     }  # fmt: skip
     for limits in DEVICES.values():
         assert plan_prefill(replace(PROMPT, **numbers), limits) == plan_prefill(PROMPT, limits)
+
+
+def test_chunks_with_a_short_window_take_small_tiles_of_keys_on_sm_90() -> None:
+    """Of tiles of 128 keys most would be masked; of decoding rows, as of chunks with long windows, few are."""
+    short = replace(PROMPT, left=127)
+    assert plan_prefill(short, H200) == PrefillPlan(128, 64, 0, 4, 4, hopper=True, programs=132)
+    for other in (replace(short, left=256), replace(short, max_seqlen_q=1), replace(short, left=-1)):
+        assert plan_prefill(other, H200).block_n == 128
 
 
 GOOD = PrefillPlan(64, 64, 1, 4, 2)

@@ -232,15 +232,11 @@ def consume(pointers, memory, k, v, i_group, FIRST: gl.constexpr, table, scores,
     V: gl.constexpr = Variant(
         SIGNED=C.IS_FP8 and C.NEW_KV, RESCALED=dtype != pointers.q.dtype.element_ty, dtype=dtype,
         L_S=acc_layout(C.BLOCK_N), OWN=own_tiles(C.V_TILES, FIRST, C), OWN_Q=own_tiles(C.K_TILES, FIRST, C),
-        AHEAD=C.GROUPS > 1 and column_of(C.K_TILES, len(C.K_TILES)) + column_of(C.V_TILES, len(C.V_TILES)) <= 384,
     )  # fmt: skip
     there = has_item(table, i_item, 4)
-    b_qs = ()
-    if V.AHEAD:
-        b_qs = load_q(pointers, i_group, table, i_item, numbers.strides.q, V, C)
     while there:
-        at = (before, meetings, b_qs)
-        before, meetings, there, b_qs = attend_tile(
+        at = (before, meetings)
+        before, meetings, there = attend_tile(
             pointers, memory, k, v, i_group, table, i_item, at, (scores, numbers), sizes, V, C
         )
         i_item += 1
@@ -248,10 +244,10 @@ def consume(pointers, memory, k, v, i_group, FIRST: gl.constexpr, table, scores,
 
 @gluon.jit
 def attend_tile(pointers, memory, k, v, i_group, table, i_item, at, numbers, sizes, V, C):
-    """One item; ``at``: how many tiles of keys, and meetings of consumers, were before it, and after it are, and its
-    queries, of the next one afterwards, where they are loaded ahead. Also returns whether there is a next one.
+    """One item; ``at``: how many tiles of keys, and meetings of consumers, were before it, and after it are. Also
+    returns whether there is a next one.
     """
-    before, meetings, b_qs = at
+    before, meetings = at
     scores, numbers = numbers
     i_group = afresh(i_group)
     L_S: gl.constexpr = V.L_S
@@ -271,8 +267,7 @@ def attend_tile(pointers, memory, k, v, i_group, table, i_item, at, numbers, siz
         if C.NEW_KV and not C.V_TOKENS:
             v_scale = scaled(numbers.v_scale, pointers.scales[1], i_kv * numbers.strides.v_scale)
 
-    if not V.AHEAD:
-        b_qs = load_q(pointers, i_group, table, i_item, numbers.strides.q, V, C)
+    b_qs = load_q(pointers, i_group, table, i_item, numbers.strides.q, V, C)
     q_power, cached_scale, meetings = store_q(b_qs, memory, i_group, cached_scale, meetings, V, C)
 
     o_m = i_group * ROWS + gl.arange(0, ROWS, L_ROW)
@@ -355,10 +350,6 @@ def attend_tile(pointers, memory, k, v, i_group, table, i_item, at, numbers, siz
                 # Otherwise ``issue_pv`` did, before the first new tile.
                 accs = scale_all(accs, v_scale, V)
     there = has_item(table, i_item + 1, 4)
-    b_next = ()
-    if V.AHEAD:
-        # On their way while results are stored.
-        b_next = load_q(pointers, i_group, table, i_item + 1, numbers.strides.q, V, C)
     finish(pointers, memory, i_group, accs, (running_max, row_sum), table, i_item, scores, numbers, sizes, V, C)
     done(table, i_item)
-    return before + count, meetings, there, b_next
+    return before + count, meetings, there

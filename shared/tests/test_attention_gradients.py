@@ -19,7 +19,7 @@ def seen(sequence: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: t
 @pytest.mark.parametrize(
     "options",
     [{}, {"softcap": 2.0, "sinks": True}, {"left": 2, "softmax_scale": -0.3}, {"mask": seen, "sinks": True}],
-    ids=str,
+    ids=["plain", "soft cap and sinks", "window and scale", "mask and sinks"],
 )
 def test_gradients_are_those_of_autograd(options) -> None:
     new, totals = [n for _, n in LENGTHS], [sum(pair) for pair in LENGTHS]

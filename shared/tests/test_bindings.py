@@ -92,7 +92,7 @@ def test_a_launch_of_other_sizes_takes_what_was_compiled_without_asking_triton(k
         {"tensors": [None]},
         {"group": lambda x: (x,)},
     ],
-    ids=str,
+    ids=lambda other: " ".join(other),
 )
 def test_what_triton_would_compile_anew_goes_to_triton(kernel: Kernel, other: dict[str, Any]) -> None:
     called(kernel, 100, sizes=Sizes(4, 1.0) if other.get("sizes") == Sizes(4, 1) else SIZES)

@@ -117,6 +117,18 @@ def test_means_above_their_bounds_and_results_within_them_ask_for_no_draws() -> 
             assert_close_to_oracle(wrong, exact, plain, again=none)
 
 
+def test_the_mean_of_few_numbers_is_judged_beside_draws_and_that_of_many_is_not() -> None:
+    for numbers in (12, 64):
+        exact = torch.linspace(1, 2, numbers, dtype=torch.float64)
+        plain = exact.float()
+        near = exact, (exact + 2e-6).float()
+        if numbers == 12:
+            assert_close_to_oracle((exact + 3e-6).float(), exact, plain, again=lambda near=near: near)
+        else:
+            with pytest.raises(AssertionError, match=r"mean .* ABOVE"):
+                assert_close_to_oracle((exact + 3e-6).float(), exact, plain, again=lambda near=near: near)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_one_value_that_is_not_finite_fails_and_is_named(bad: float) -> None:
     exact = torch.randn(3, 5, 7, dtype=torch.float64)

@@ -29,7 +29,6 @@ from blocksparse_attn.kernels.hopper.memory import (
     SEQUENCE,
     SKIPPED,
     START,
-    STRIP,
     VALID,
     WHOLE,
     Item,
@@ -37,6 +36,7 @@ from blocksparse_attn.kernels.hopper.memory import (
     put,
     put_item,
 )
+from blocksparse_attn.kernels.hopper.pieces import Source, lanes, load_piece, one_of, zero_unseen
 from blocksparse_attn.kernels.tiles import PAGED, keys_of_sequence, list_of, locate, share, split_row
 
 
@@ -55,25 +55,6 @@ class Walk(NamedTuple):
     start: Any
     absent: Any
     columns: Any
-
-
-class Source(NamedTuple):
-    """Where the keys of a work item are: its row of the block table, or its first key in a sequence of k."""
-
-    pages: Any
-    i_b: Any
-    i_kv: Any
-    begin: Any
-    length: Any
-    keys: Any
-    num_pages: Any
-
-
-@gluon.jit
-def lanes(COUNT: gl.constexpr):
-    """0, 1, ... COUNT - 1, in the registers of one warp."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    return gl.arange(0, COUNT, layout)
 
 
 # The scheduler
@@ -227,12 +208,6 @@ def next_tile(walk, o_entry, o_at, config: gl.constexpr):
 
 
 @gluon.jit
-def one_of(numbers, i: gl.constexpr, COUNT: gl.constexpr):
-    """The i-th of so many numbers of 0 or more."""
-    return gl.max(gl.where(lanes(COUNT) == i, numbers, 0), 0)
-
-
-@gluon.jit
 def mode_for(walk, at, bits, i_half: gl.constexpr, config: gl.constexpr):
     """What a tile is for a consumer: see SKIPPED, WHOLE and MASKED."""
     GROUPS: gl.constexpr = ROWS // config.LIST_ROWS
@@ -275,69 +250,6 @@ def put_header(channels, stage, walk, at, bits, mode_a, mode_b, config: gl.const
 
 
 @gluon.jit
-def load_piece(
-    d, ring, full, stage, at, i_piece: gl.constexpr, source, BLOCK_D: gl.constexpr, TAIL: gl.constexpr,
-    config: gl.constexpr,
-):  # fmt: skip
-    """Issue the TMA loads of a piece of a tile. What is not there, and NOWHERE, is filled with 0."""
-    BOXES: gl.constexpr = config.PIECE // config.BOX
-    ALL: gl.constexpr = config.BLOCK_N // config.BOX
-    CHUNKS: gl.constexpr = BLOCK_D // COLUMNS
-    for i_box in gl.static_range(BOXES):
-        key = at + i_box * config.BOX
-        if config.PAGE:
-            page = gl.load(source.pages + key // config.PAGE, mask=key < source.length, other=-1).to(gl.int64)
-            outer = gl.where((page >= 0) & (page < source.num_pages), page, source.num_pages).to(gl.int32)
-            slot = key % config.PAGE
-        else:
-            outer = source.i_b
-            slot = gl.where(at == NOWHERE, source.keys, source.begin + key)
-        row = i_piece * BOXES + i_box
-        for i_c in gl.static_range(CHUNKS):
-            tma.async_copy_global_to_shared(
-                d, [outer, source.i_kv, slot, i_c * COLUMNS], full, ring.boxes.index((stage * CHUNKS + i_c) * ALL + row)
-            )
-        if TAIL:
-            tma.async_copy_global_to_shared(
-                d, [outer, source.i_kv, slot, BLOCK_D], full, ring.tail_boxes.index(stage * ALL + row)
-            )
-
-
-@gluon.jit
-def zero_strips(strips, first_strip, at, low, length, CHUNKS: gl.constexpr, config: gl.constexpr):
-    """Zero the values of keys before ``low`` and from ``length`` on, in a piece: by one warp.
-
-    Weights of 0 would make NaN of NaN.
-    """
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
-    o_row = gl.arange(0, STRIP, gl.SliceLayout(1, layout))
-    for strip in range(0, config.PIECE // STRIP):
-        o_key = at + strip * STRIP + o_row
-        keep = ((o_key >= low) & (o_key < length))[:, None]
-        for i_c in gl.static_range(CHUNKS):
-            cells = strips.index(first_strip + i_c * (config.BLOCK_N // STRIP) + strip)
-            b_strip = cells.load(layout)
-            cells.store(gl.where(keep, b_strip, 0.0).to(b_strip.dtype))
-
-
-@gluon.jit
-def zero_unseen(channels, stage, walk, at, length, config: gl.constexpr):
-    """Zero the values in a tile that no row of the item sees, past the sequence's end or before the window."""
-    PIECES: gl.constexpr = config.BLOCK_N // config.PIECE
-    STRIPS: gl.constexpr = config.BLOCK_N // STRIP
-    CHUNKS: gl.constexpr = config.BLOCK_DV // COLUMNS
-    for i_piece in gl.static_range(PIECES):
-        one = one_of(at, i_piece, PIECES)
-        # Compared so that NOWHERE does not overflow.
-        if ((one > length - config.PIECE) & (one != NOWHERE)) | (one < walk.low):
-            own: gl.constexpr = i_piece * (config.PIECE // STRIP)
-            first = stage * (STRIPS * CHUNKS) + own
-            zero_strips(channels.strips, first, one, walk.low, length, CHUNKS, config)
-            if config.TAIL_DV:
-                zero_strips(channels.tail_strips, stage * STRIPS + own, one, walk.low, length, 1, config)
-
-
-@gluon.jit
 def load_item(d, channels, walk, o_entry, source, i, ends, config: gl.constexpr, VALUES: gl.constexpr):
     """Load the tiles of keys, or of values, of one work item; tile i is its first.
 
@@ -374,7 +286,8 @@ def load_item(d, channels, walk, o_entry, source, i, ends, config: gl.constexpr,
             full = ring.full.index(landing)
             mbarrier.expect(full, BYTES)
             for i_piece in gl.static_range(PIECES):
-                load_piece(d, ring, full, stage, one_of(at, i_piece, PIECES), i_piece, source, BLOCK_D, TAIL, config)
+                one = one_of(at, i_piece, PIECES)
+                load_piece(d, ring, full, stage, one, i_piece, source, BLOCK_D, TAIL, config)
             if VALUES:
                 if landing == STAGES:
                     mbarrier.wait(full, ends & 1)

@@ -22,7 +22,15 @@ LENGTHS = [(30, 5), (3, 0), (0, 140), (200, 1), (70, 70)]
 
 @pytest.fixture(scope="module")
 def hopper() -> ModuleType:
-    modules = ("tiles", "softmax", "hopper.memory", "hopper.producers", "hopper.consumers", "hopper.kernel")
+    modules = (
+        "tiles",
+        "softmax",
+        "hopper.memory",
+        "hopper.pieces",
+        "hopper.producers",
+        "hopper.consumers",
+        "hopper.kernel",
+    )
     return gluon.shadow(*(f"blocksparse_attn.kernels.{name}" for name in modules))[-1]
 
 

@@ -5,7 +5,9 @@ Tests are imported one by one (``--import-mode=importlib``), so that what they s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 
 from kernel_reference import blocks
 from kernel_reference.attention import attention
+from kernel_reference.dispatch import PreparedLaunches
 from kernel_reference.paging import paged_cache
 from kernel_reference.testing.guards import Canaried, assert_bitwise_equal, canaried, guarded, poison_
 from kernel_reference.testing.numerics import assert_close_to_oracle
@@ -452,3 +455,30 @@ class Kernels:
 @pytest.fixture(scope="session")
 def kernels(device: torch.device) -> Kernels:
     return Kernels(device)
+
+
+@pytest.fixture
+def interpreted(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """``with interpreted(op, run, ops, launch, cores=..)``: without a GPU, the op runs its kernels on CPU tensors.
+
+    run: what it runs on a GPU; ops, launch: the modules with the table of launches and with the device's limits.
+    """
+
+    @contextmanager
+    def interpreted(op: str, run: Callable[..., Any], ops: Any, launch: Any, *, cores: int) -> Iterator[None]:
+        from blocksparse_attn.plan import DeviceLimits
+
+        if device.type == "cuda":
+            yield
+            return
+        library = torch.library.Library("blocksparse_attn", "IMPL", "CPU")
+        monkeypatch.setattr(launch, "device_limits", lambda device: DeviceLimits(cores))
+        monkeypatch.setattr(ops, "launches", PreparedLaunches())
+        with warnings.catch_warnings():
+            # torch says once that an implementation is replaced.
+            warnings.simplefilter("ignore")
+            library.impl(op, run, allow_override=True)
+        yield
+        library._destroy()
+
+    return interpreted

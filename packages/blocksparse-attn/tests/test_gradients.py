@@ -7,7 +7,6 @@ Rows of padding and of no sequence are NaN in the inputs and in the gradients of
 from __future__ import annotations
 
 import runpy
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from blocksparse_attn.lists import transposed
 from blocksparse_attn.plan import DeviceLimits, Problem
 from kernel_reference import blocks
 from kernel_reference.attention_gradients import AttentionGradients, attention_gradients
-from kernel_reference.dispatch import PreparedLaunches
 from kernel_reference.testing import contract
 from kernel_reference.testing.guards import assert_bitwise_equal, canaried
 from kernel_reference.testing.numerics import assert_close_to_oracle
@@ -204,22 +202,12 @@ def test_autograd_gives_the_gradients_of_both_results(tensors, of, options) -> N
 
 
 @pytest.fixture
-def by_kernels(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def by_kernels(interpreted: Callable[..., Any]) -> Iterator[None]:
     """The op runs the kernels on CPU tensors, interpreted."""
-    if device.type == "cuda":
-        yield
-        return
     from blocksparse_attn.gradients import launch
 
-    library = torch.library.Library("blocksparse_attn", "IMPL", "CPU")
-    monkeypatch.setattr(launch, "device_limits", lambda device: DeviceLimits(2))
-    monkeypatch.setattr(ops, "launches", PreparedLaunches())
-    with warnings.catch_warnings():
-        # torch says once that an implementation is replaced.
-        warnings.simplefilter("ignore")
-        library.impl("attention_backward", ops.backward_now, allow_override=True)
-    yield
-    library._destroy()
+    with interpreted("attention_backward", ops.backward_now, ops, launch, cores=2):
+        yield
 
 
 @pytest.mark.usefixtures("by_kernels")

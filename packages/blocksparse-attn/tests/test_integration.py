@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -506,22 +505,12 @@ def test_given_splits_are_batch_invariant(tensors, options, splits) -> None:
 
 
 @pytest.fixture
-def by_kernels(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def by_kernels(interpreted: Callable[..., Any]) -> Iterator[None]:
     """The op runs the kernels on CPU tensors, interpreted, with the plan of a device with one SM."""
-    if device.type == "cuda":
-        yield
-        return
     from blocksparse_attn import launch
 
-    library = torch.library.Library("blocksparse_attn", "IMPL", "CPU")
-    monkeypatch.setattr(launch, "device_limits", lambda device: DeviceLimits(1))
-    monkeypatch.setattr(ops, "launches", PreparedLaunches())
-    with warnings.catch_warnings():
-        # torch says once that an implementation is replaced.
-        warnings.simplefilter("ignore")
-        library.impl("attend", ops.attend_now, allow_override=True)
-    yield
-    library._destroy()
+    with interpreted("attend", ops.attend_now, ops, launch, cores=1):
+        yield
 
 
 @needs_kernels

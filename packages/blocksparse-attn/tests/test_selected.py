@@ -6,7 +6,6 @@ NaN. Expected is kernel_reference's oracle in float64.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from itertools import accumulate, product
 from typing import Any
@@ -20,7 +19,6 @@ from blocksparse_attn.selected import ops
 from blocksparse_attn.selected.arguments import Options, Tensors, check_selected
 from blocksparse_attn.selected.plan import MOST_ENTRIES, Problem, plan_selected
 from kernel_reference.checks import validate_values
-from kernel_reference.dispatch import PreparedLaunches
 from kernel_reference.paging import gather, paged_cache
 from kernel_reference.selection import selected_attention as oracle
 from kernel_reference.selection import selection_mask
@@ -351,22 +349,12 @@ def test_tokens_whose_lists_have_little_in_common_are_walked_by_themselves(heads
 
 
 @pytest.fixture
-def by_kernels(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def by_kernels(interpreted: Callable[..., Any]) -> Iterator[None]:
     """The op runs the kernel on CPU tensors, interpreted, with the plan of a device with one SM."""
-    if device.type == "cuda":
-        yield
-        return
     from blocksparse_attn.selected import launch
 
-    library = torch.library.Library("blocksparse_attn", "IMPL", "CPU")
-    monkeypatch.setattr(launch, "device_limits", lambda device: DeviceLimits(2))
-    monkeypatch.setattr(ops, "launches", PreparedLaunches())
-    with warnings.catch_warnings():
-        # torch says once that an implementation is replaced.
-        warnings.simplefilter("ignore")
-        library.impl("selected", ops.attend_now, allow_override=True)
-    yield
-    library._destroy()
+    with interpreted("selected", ops.attend_now, ops, launch, cores=2):
+        yield
 
 
 @pytest.mark.usefixtures("by_kernels")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -309,33 +310,30 @@ def test_the_public_function_is_differentiable_where_there_is_no_state(device: t
         )  # fmt: skip
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("number", range(12))
-def test_gradients_of_any_layer_in_bulk(device: torch.device, number: int) -> None:
+def calls_of_a_layer(number: int, count: int, initials: list[str]) -> Iterator[Call]:
+    """So many batches of one random layer."""
     rng = random.Random(number)
     nqk = rng.choice([1, 2, 4])
     shape = GroupShape(nqk, nqk * rng.randint(1, 8), *rng.choices([24, 64, 80, 128, 128, 192, 256], k=2))
     call = Call(
         shape, (1,), layout=rng.choice(["interleaved", "contiguous"]), dtype=rng.choice(FLOATS),
         width=rng.choice([2, 3, 4, 4]), bias=rng.random() < 0.5, silu=rng.random() < 0.8, qk_norm=rng.random() < 0.8,
-        initial="no state", chunk=rng.choice([0, 16, 64, 64]),
+        initial=rng.choice(initials), chunk=rng.choice([0, 16, 64, 64]),
     )  # fmt: skip
-    for _ in range(3):
+    for _ in range(count):
         lengths = tuple(rng.choice([0, 1, 2, 3, rng.randint(1, 200)]) for _ in range(rng.randint(1, 12)))
-        compare_gradients(replace(call, lengths=lengths, rows=rng.choice([0, 0, 5])), device)
+        yield replace(call, lengths=lengths, rows=rng.choice([0, 0, 5]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", range(12))
+def test_gradients_of_any_layer_in_bulk(device: torch.device, number: int) -> None:
+    for call in calls_of_a_layer(number, 3, ["no state"]):
+        compare_gradients(call, device)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("number", range(30))
 def test_packed_sequences_of_any_layer_in_bulk(device: torch.device, number: int) -> None:
-    rng = random.Random(number)
-    nqk = rng.choice([1, 2, 4])
-    shape = GroupShape(nqk, nqk * rng.randint(1, 8), *rng.choices([24, 64, 80, 128, 128, 192, 256], k=2))
-    call = Call(
-        shape, (1,), layout=rng.choice(["interleaved", "contiguous"]), dtype=rng.choice(FLOATS),
-        width=rng.choice([2, 3, 4, 4]), bias=rng.random() < 0.5, silu=rng.random() < 0.8, qk_norm=rng.random() < 0.8,
-        initial=rng.choice(["some", "some", "all", "none", "no state"]), chunk=rng.choice([0, 16, 64, 64]),
-    )  # fmt: skip
-    for _ in range(7):
-        lengths = tuple(rng.choice([0, 1, 2, 3, rng.randint(1, 200)]) for _ in range(rng.randint(1, 12)))
-        compare(replace(call, lengths=lengths, rows=rng.choice([0, 0, 5])), device)
+    for call in calls_of_a_layer(number, 7, ["some", "some", "all", "none", "no state"]):
+        compare(call, device)

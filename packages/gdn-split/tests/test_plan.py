@@ -29,7 +29,7 @@ from gdn_split.plan import (
 from kernel_reference.models import QWEN3_NEXT_80B
 from kernel_reference.testing.forks import run_alone
 
-H200 = DeviceLimits(cores=132, on_chip_bytes=232448, programs_per_core=8, dependent_launch=True)
+H200 = DeviceLimits(132, 232448, programs_per_core=8, dependent_launch=True, register_limit=True)
 # A consumer GPU, whose SMs have the least shared memory of all that are planned for.
 CONSUMER = DeviceLimits(cores=84, on_chip_bytes=99 * 1024, programs_per_core=8)
 BUFFER = 85 * 1024
@@ -329,8 +329,24 @@ def test_a_warp_sums_a_step_over_all_of_dk_by_itself(inner: tuple[int, int], sta
     plan = plan_step(problem, H200)
     assert plan.covers(problem)
     # Along Dv each warp has a run of its own; along Dk runs are summed by the lanes that read them.
-    assert (plan.block_v, plan.num_warps) == (128, 8)
+    assert plan.block_v == 128
     assert plan.run == (128 // state_bytes if problem.k_inner else 128 // plan.num_warps)
+
+
+def test_a_step_of_16_bit_states_along_dv_has_four_warps_where_registers_can_be_limited() -> None:
+    short = replace(STEP, state_bytes=2)
+    found = [
+        (plan.num_warps, plan.max_registers)
+        for plan in (
+            plan_step(short, H200),
+            plan_step(short, replace(H200, register_limit=False)),
+            plan_step(replace(short, state_strides=(524288, 16384, 1, 128)), H200),
+            plan_step(replace(short, tokens=2), H200),
+            plan_step(replace(short, writes=False), H200),
+            plan_step(STEP, H200),
+        )
+    ]
+    assert found == [(4, 168), (8, 0), (8, 128), (8, 128), (8, 128), (8, 128)]
 
 
 def test_a_step_fetches_ahead_where_more_programs_follow_than_start_at_once() -> None:
@@ -343,9 +359,10 @@ def test_a_step_fetches_ahead_where_more_programs_follow_than_start_at_once() ->
 
 def test_a_step_writes_its_state_early_where_registers_hold_the_outputs_that_wait() -> None:
     along_k = replace(STEP, state_strides=(524288, 16384, 1, 128))
-    for tokens, of_v, of_k in ((1, True, True), (2, True, True), (4, False, True), (5, False, False)):
-        found = [plan_step(replace(problem, tokens=tokens), H200).early for problem in (STEP, along_k)]
-        assert found == [of_v, of_k]
+    for tokens, of_float32, of_bfloat16 in ((1, True, True), (2, True, True), (4, True, False), (5, False, False)):
+        for problem in (STEP, along_k):
+            found = [plan_step(replace(problem, tokens=tokens, state_bytes=size), H200).early for size in (4, 2)]
+            assert found == [of_float32, of_bfloat16]
     assert not plan_step(replace(STEP, writes=False), H200).early
     assert not plan_step(replace(STEP, out_strides=None), H200).early
 

@@ -406,15 +406,17 @@ def plan_step(problem: StepProblem, limits: DeviceLimits) -> StepPlan:
     # sequences 80.8 and 78.4, of bfloat16 states 57.4 and 53.9, 256 sequences 216 and 202. Float32 states push each
     # other out of the cache if fetched further ahead: 95.0 at 264. Of nearer ones 99 was the best by 0.4 us.
     ahead = 0
-    if whole and limits.dependent_launch and problem.packed_state:
+    many = problem.sequences * problem.shape.num_heads_v > 2 * limits.cores
+    if many and whole and limits.dependent_launch and problem.packed_state:
         ahead = limits.cores * 2 if problem.state_bytes == 2 else limits.cores * 3 // 4
-    if problem.sequences * problem.shape.num_heads_v <= 2 * limits.cores:
-        ahead = 0
     # 64 sequences 75.5 us, not 78.6, of bfloat16 states 41.0, not 45.3 (VK), one 4.4, not 4.6; of four tokens along Dk
-    # 99.8, not 107.4. Along Dv 110 rather than 100, while their outputs waited too; without that it has not been timed.
-    early = whole and problem.writes and problem.out_strides is not None
-    if problem.tokens > 2:
-        early = early and problem.k_inner and problem.state_bytes == 4 and problem.tokens <= 4
+    # 99.8, not 107.4, and along Dv 94.3, not 98.3.
+    held = problem.tokens <= (4 if problem.state_bytes == 4 else 2)
+    early = whole and problem.writes and problem.out_strides is not None and held
+    # Three programs of four warps an SM: 64 sequences of bfloat16 states along Dv 45.0 us, not 50.3; with 128 registers
+    # 53.4. Along Dk that has not been timed.
+    if early and problem.tokens == 1 and problem.state_bytes == 2 and not problem.k_inner and max_registers:
+        run, num_warps, max_registers = block_v // 4, 4, 168
     return StepPlan(block_v, run, num_warps, max_registers, limits.dependent_launch, ahead, early)
 
 

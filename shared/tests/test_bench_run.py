@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ import torch
 
 from kernel_reference.bench import run
 from kernel_reference.bench.case import Case, Requirement
+from kernel_reference.bench.dry import rehearse_cases
 from kernel_reference.bench.machine import Machine
 from kernel_reference.bench.measure import Stamp, measure
 from kernel_reference.bench.record import Record, load
@@ -441,6 +444,51 @@ def test_a_run_without_matplotlib_still_records(tmp_path: Path, monkeypatch: pyt
     assert run.main([cases, "--out", str(tmp_path), "--quick"], bench=FakeBench()) == 0
     assert "no SVG: " in capsys.readouterr().out
     assert len(load(tmp_path / "doubling.jsonl")) == 6
+
+
+def test_all_cores_compile_first_where_so_many_processes_share_the_cases_and_call_ours_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cases = written(tmp_path, CASES.replace("FACTOR", "2"))
+    commands: list[Sequence[str]] = []
+    monkeypatch.setattr(run, "run_together", lambda given, environments, until: commands.extend(given))
+    given = [cases, "--out", str(tmp_path), "--quick", "--only", "double"]
+    assert run.main([*given, "--processes", "2"], bench=FakeBench()) == 0
+    assert [command[-4:] for command in commands] == [["--only", "double", "--share", f"{i}/2"] for i in (0, 1)]
+    assert len(load(tmp_path / "doubling.jsonl")) == 6
+    called = "import pathlib\n" + CASES.replace("FACTOR * x", "pathlib.Path(FILE).open('a').write(f'{len(x)} ') / 0")
+    cases = written(tmp_path, called.replace("FILE", repr(str(tmp_path / "called"))))
+    for command in commands:
+        assert run.main([cases, *command[4:]], bench=FakeBench()) == 0
+    assert (tmp_path / "called").read_text() == "256 512 "
+
+
+def test_no_case_begins_after_the_seconds_given_and_those_before_are_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cases = written(tmp_path, CASES.replace("FACTOR", "2"))
+    seconds = iter(range(0, 100, 10))
+    clock = SimpleNamespace(monotonic=lambda: next(seconds), perf_counter=time.perf_counter)
+    monkeypatch.setattr(run, "time", clock)
+    assert run.main([cases, "--out", str(tmp_path), "--quick", "--within", "15"], bench=FakeBench()) == 0
+    assert {record.case for record in load(tmp_path / "doubling.jsonl")} == {"double n256"}
+    assert "15 s are over: 1 of 2 cases are not measured" in capsys.readouterr().out
+
+
+def test_a_case_without_a_peer_owes_nothing_beside_it_and_has_another_baseline() -> None:
+    owed = [Requirement("ours", "torch", speed_at_least=1.0), Requirement("ours", speed_at_least=0.9)]
+    peers = {"torch": lambda: double, "fla": lambda: double}
+    case = doubling(peers=peers, requirements=owed, baseline="torch").without("torch", "one that is not there")
+    assert (case.labels(), case.baseline, list(case.requirements)) == (("ours", "fla", "copy"), "copy", owed[1:])
+    assert doubling(peers=peers, baseline="fla", copy=False).without("fla").baseline == "ours"
+    assert doubling(peers=peers, baseline="fla").without("torch").baseline == "fla"
+
+
+def test_a_rehearsal_makes_every_case_and_judges_the_smallest(tmp_path: Path) -> None:
+    cases = Path(written(tmp_path, CASES.replace("FACTOR", "(2 if len(x) < 300 else 3)")))
+    assert rehearse_cases(cases) == ["double n256", "double n512"]
+    with pytest.raises(AssertionError, match=r"^double n512, ours: error"):
+        rehearse_cases(cases, judged=2)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from kernel_reference.bench.dry import DryBench, rehearse
+from kernel_reference.bench.dry import DryBench, judge, rehearse, rehearse_cases
 from kernel_reference.bench.run import load_module
 
 MAP = Path(__file__).parents[1] / "benchmarks" / "map.py"
+SPOTS = MAP.with_name("spots.py")
 CLIFFS = MAP.with_name("cliffs.py")
 
 
@@ -24,3 +25,12 @@ def test_every_cliff_is_a_case_that_owes_a_speed() -> None:
     cases = [*load_module(CLIFFS, "cases(device)").cases(DryBench().device)]
     assert len({case.name for case in cases}) == len(cases) >= 60
     assert all(case.requirements for case in cases)
+
+
+@pytest.mark.skipif(not SPOTS.is_file(), reason="an sdist has no benchmarks")
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_every_figure_that_is_quoted_is_of_a_case_and_short_prompts_are_right(dtype: str) -> None:
+    assert len(rehearse_cases(SPOTS, judged=0)) == 14
+    spots = load_module(SPOTS, "cases(device)")
+    case = spots.prefill(DryBench.device, dtype, dtype=dtype, heads=2, tokens=70, sequences=2)
+    judge(spots.beside_bfloat16(case) if dtype == "float16" else case)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from kernel_reference.errors import fail
@@ -131,3 +131,13 @@ class Case:
     def labels(self) -> tuple[str, ...]:
         """Every implementation's label, ours first, in the order of the table."""
         return (*self.ours, *self.peers, *((COPY,) if self.copy else ()))
+
+    def without(self, *peers: str) -> Case:
+        """This case without these of its peers, and without what is owed beside them."""
+        left = {label: factory for label, factory in self.peers.items() if label not in peers}
+        gone = set(self.peers) - set(left)
+        owed = tuple(one for one in self.requirements if not gone & {one.implementation, one.against})
+        baseline = self.baseline
+        if baseline in gone:
+            baseline = COPY if self.copy else next(iter(self.ours))
+        return replace(self, peers=left, baseline=baseline, requirements=owed)

@@ -11,9 +11,11 @@ from pathlib import Path
 import torch
 
 from kernel_reference.bench import map as maps_of
+from kernel_reference.bench.case import Case
 from kernel_reference.bench.machine import Machine
-from kernel_reference.bench.measure import Stamp
+from kernel_reference.bench.measure import Stamp, measure
 from kernel_reference.bench.roofs import Roofs
+from kernel_reference.bench.run import load_cases
 
 # So long that a call is not repeated more than it must be.
 CALL_US = 20_000.0
@@ -86,8 +88,7 @@ def rehearse(path: Path, *, judged: int = 1) -> dict[str, int]:
             if case is None or case.bytes_moved > maps_of.POINT_BYTES:
                 moved = "no case" if case is None else f"{case.bytes_moved} bytes"
                 raise AssertionError(f"{one.name} {dict(item.point)}: {moved}")
-            # On a CPU the reference's work counts as much as bytes do.
-            sizes.append(20 * case.bytes_moved + case.flops)
+            sizes.append(_work(case))
         for number in sorted(range(len(items)), key=sizes.__getitem__)[:judged]:
             found = maps_of.measure_one(items[number], bench, stamp)
             if found.red or found.ours is None:
@@ -96,3 +97,28 @@ def rehearse(path: Path, *, judged: int = 1) -> dict[str, int]:
     if sweep is not None:
         sweep(bench.device, 3)()
     return counts
+
+
+def rehearse_cases(path: Path, *, judged: int = 1) -> list[str]:
+    """Make every case of ``path``, and judge the smallest. Returns all names.
+
+    Raises UnusableError where two have one name, AssertionError where one of ours is red.
+    """
+    cases = load_cases(path, DryBench.device)
+    for case in sorted(cases, key=_work)[:judged]:
+        judge(case)
+    return [case.name for case in cases]
+
+
+def judge(case: Case) -> None:
+    """Measure ``case`` on the CPU. Raises AssertionError where one of ours is red."""
+    bench = DryBench()
+    stamp = Stamp("dry", "0", bench.machine(), bench.roofs(), None, "")
+    for record in measure(case, bench.device, bench.clock, stamp, seconds=0.0, rounds=1, most_sets=1):
+        if record.ours and record.status != "timed":
+            raise AssertionError(f"{record.case}, {record.implementation}: {record.note}")
+
+
+def _work(case: Case) -> int:
+    # On a CPU the reference's work counts as much as bytes do.
+    return 20 * case.bytes_moved + case.flops

@@ -15,7 +15,7 @@ import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from types import ModuleType
@@ -27,9 +27,13 @@ from kernel_reference.bench import machine, roofs
 from kernel_reference.bench.case import Case
 from kernel_reference.bench.compare import only, report
 from kernel_reference.bench.measure import Stamp, measure
+from kernel_reference.bench.processes import run_together
 from kernel_reference.bench.record import Record, load, save
 from kernel_reference.bench.table import of_records, show
 from kernel_reference.bench.timers import Clock, CudaClock
+
+# What compiling may take where --within says nothing.
+COMPILE_SECONDS = 600.0
 
 
 class UnusableError(Exception):
@@ -129,6 +133,12 @@ def main(arguments: Sequence[str] | None = None, *, bench: Bench | None = None) 
     parser.add_argument("--quick", action="store_true", help="an eighth of the time: shows that all runs")
     parser.add_argument("--seconds", type=float, default=0.4, help="device time an implementation (default 0.4)")
     parser.add_argument("--commit", help="the commit to record where the sources are no git checkout")
+    parser.add_argument(
+        "--processes", type=int, default=0, metavar="N", help="call ours once in N processes first: all cores compile"
+    )
+    parser.add_argument("--within", type=float, metavar="SECONDS", help="begin no case later than this")
+    # Of what --processes starts: which cases, as I/N.
+    parser.add_argument("--share", help=argparse.SUPPRESS)
     chosen = parser.parse_args(arguments)
     try:
         # Read before measuring: device time is not spent to learn that a file name was wrong.
@@ -151,7 +161,14 @@ def _run(chosen: argparse.Namespace, old: Sequence[Record] | None, bench: Bench)
     cases = [case for case in every if chosen.only is None or chosen.only.search(case.name)]
     if not cases:
         raise UnusableError(f"--only must match a case of {chosen.cases}, got none of {[c.name for c in every]}")
+    if chosen.share:
+        number, count = map(int, chosen.share.split("/"))
+        return _call_once(cases[number::count], bench)
+    start = time.monotonic()
     package, version = machine.package_of(chosen.cases)
+    if chosen.processes:
+        _compile(chosen, start + (chosen.within or COMPILE_SECONDS))
+        _say(f"compiled in {chosen.processes} processes ({time.monotonic() - start:.1f} s)")
     described = bench.machine()
     _say(f"{package} {version} on {described.device}: {len(cases)} cases; measuring the roofs")
     measured = bench.roofs()
@@ -162,13 +179,16 @@ def _run(chosen: argparse.Namespace, old: Sequence[Record] | None, bench: Bench)
     target = chosen.out / f"{package}.jsonl"
     records: list[Record] = []
     for number, case in enumerate(cases, start=1):
-        start = time.perf_counter()
+        if chosen.within and time.monotonic() - start > chosen.within:
+            _say(f"{chosen.within:g} s are over: {len(cases) - number + 1} of {len(cases)} cases are not measured")
+            break
+        began = time.perf_counter()
         found = measure(case, bench.device, bench.clock, stamp, seconds=seconds, rounds=rounds)
         bench.tidy()
         records += found
         # After every case, so that a peer that takes the process down takes no result with it.
         save(records, target)
-        _say(f"[{number}/{len(cases)}] {case.name}: {_outcome(found)} ({time.perf_counter() - start:.1f} s)")
+        _say(f"[{number}/{len(cases)}] {case.name}: {_outcome(found)} ({time.perf_counter() - began:.1f} s)")
     show(of_records(records))
     _say(f"wrote {target}")
     _draw(records, chosen.out / f"{package}.svg")
@@ -179,6 +199,27 @@ def _run(chosen: argparse.Namespace, old: Sequence[Record] | None, bench: Bench)
     if old is not None:
         code = report(only(old, chosen.only), records)
     return 1 if red else code
+
+
+def _compile(chosen: argparse.Namespace, until: float) -> None:
+    """Fill the kernel languages' caches on disk. What fails here fails again, and is recorded, when it is measured."""
+    command = [sys.executable, "-m", "kernel_reference.bench.run", str(chosen.cases), "--out", str(chosen.out)]
+    if chosen.only:
+        command += ["--only", chosen.only.pattern]
+    commands = [[*command, "--share", f"{number}/{chosen.processes}"] for number in range(chosen.processes)]
+    run_together(commands, [{}] * len(commands), until=until)
+
+
+def _call_once(cases: Iterable[Case], bench: Bench) -> int:
+    for case in cases:
+        with suppress(Exception):
+            inputs = case.make_inputs()
+            for call in case.ours.values():
+                with suppress(Exception):
+                    call(inputs)
+            del inputs
+        bench.tidy()
+    return 0
 
 
 def _outcome(records: Iterable[Record]) -> str:

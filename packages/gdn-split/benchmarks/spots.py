@@ -1,0 +1,33 @@
+"""Figures that are quoted before there is a whole record: decode steps, gradients of prefill, host times.
+
+``python -m kernel_reference.bench.run benchmarks/spots.py --quick --processes 8 --out DIR`` is to take 20 s. Cases that
+cases.py has too have its names, without peers that take long to compile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+import torch
+from cases import MODELS, OURS, conv_case
+from steps import FLA_STEP, Setup, gradient_case, ours, step_case, step_cases
+
+from kernel_reference.bench import Case, Requirement
+
+
+def cases(device: torch.device) -> Iterator[Case]:
+    shape = MODELS["Qwen3-Next"]
+    for case in step_cases(device, shape):
+        if not case.name.endswith("no norm"):
+            yield case.without(FLA_STEP)
+    setup = Setup(64, shape, tokens=4, state_layout="VK")
+    one = partial(ours, setup=setup, tokens=1)
+    owed = [Requirement(OURS, "one token", time_at_most=1.25)]
+    yield step_case(device, setup, peers={"one token": lambda: one}, requirements=owed)
+    host = conv_case(device, 2, True)
+    owed = [Requirement(OURS, us_at_most=20.0, quantity="host")]
+    yield replace(host.without(*host.peers), name=f"host time of {host.name}", requirements=owed)
+    for lengths in ([8192], [1, 4000, 17, 900, 3, 2048, 1223]):
+        yield gradient_case(device, shape, lengths)

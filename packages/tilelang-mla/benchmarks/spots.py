@@ -1,7 +1,7 @@
 """Figures that are quoted before there is a whole record: 8-bit caches, lists of keys, one long sequence.
 
-``python -m kernel_reference.bench.run benchmarks/spots.py --quick --processes 14 --out DIR`` is to take 10 s once all is
-compiled. The cases are those of cases.py, without vLLM's Triton kernel.
+``python -m kernel_reference.bench.run benchmarks/spots.py --quick --processes 14 --out DIR`` is to take 10 s once
+all is compiled. The cases are those of cases.py, without vLLM's Triton kernel.
 """
 
 from __future__ import annotations

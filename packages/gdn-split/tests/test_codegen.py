@@ -16,15 +16,8 @@ import torch
 
 import gdn_split
 from gdn_split import arguments, launch, prefill_arguments, prefill_launch, step_arguments, step_launch
-from gdn_split.plan import (
-    DeviceLimits,
-    GroupShape,
-    plan_conv,
-    plan_prefill,
-    plan_prefill_backward,
-    plan_split,
-    plan_step,
-)
+from gdn_split.plan import DeviceLimits, GroupShape, plan_conv, plan_split, plan_step
+from gdn_split.prefill_plan import plan_prefill, plan_prefill_backward
 from gdn_split.prefill_reference import new_inputs
 from gdn_split.reference import new_parts
 from gdn_split.tensors import Commit, Convolve, Merge, Prefill, Split, Step

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import gdn_split
-from gdn_split.plan import PrefillPlan, StepPlan
+from gdn_split.plan import StepPlan
+from gdn_split.prefill_plan import PrefillPlan
 
 SIZES = {"num_heads_qk": 1, "num_heads_v": 2, "head_qk": 8, "head_v": 4}
 FUNCTIONS: dict[str, Callable[..., Any]] = {

@@ -15,17 +15,16 @@ from gdn_split.plan import (
     ConvPlan,
     DeviceLimits,
     GroupShape,
-    PrefillProblem,
     SplitPlan,
     StepProblem,
     cdiv,
     plan_conv,
-    plan_prefill_backward,
     plan_split,
     plan_step,
     power_of_two_at_least,
     power_of_two_at_most,
 )
+from gdn_split.prefill_plan import PrefillProblem, plan_prefill_backward
 from kernel_reference.models import QWEN3_NEXT_80B
 from kernel_reference.testing.forks import run_alone
 

@@ -12,14 +12,8 @@ import torch
 
 import gdn_split
 from gdn_split import prefill_arguments
-from gdn_split.plan import (
-    DeviceLimits,
-    GroupShape,
-    PrefillBackwardPlan,
-    PrefillPlan,
-    plan_prefill,
-    plan_prefill_backward,
-)
+from gdn_split.plan import DeviceLimits, GroupShape
+from gdn_split.prefill_plan import PrefillBackwardPlan, PrefillPlan, plan_prefill, plan_prefill_backward
 from gdn_split.prefill_reference import new_gradients, new_inputs
 from gdn_split.tensors import Prefill, PrefillGradients
 from kernel_reference import gated_delta

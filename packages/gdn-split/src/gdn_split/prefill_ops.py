@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from gdn_split import prefill_arguments, prefill_reference
 from gdn_split.ops import _SIZES, _library, launches
-from gdn_split.plan import PrefillPlan
+from gdn_split.prefill_plan import PrefillPlan
 from gdn_split.prefill_reference import gradients_and_inputs, new_gradients, new_inputs
 from gdn_split.tensors import Prefill
 from kernel_reference.checks import fail, values_are_checked

@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import softplus
 
 from gdn_split import prefill_arguments, reference
-from gdn_split.plan import PrefillProblem
+from gdn_split.prefill_plan import PrefillProblem
 from gdn_split.tensors import Prefill, PrefillGradients
 from kernel_reference import gated_delta
 from kernel_reference.checks import values_are_checked

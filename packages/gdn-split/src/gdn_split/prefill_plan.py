@@ -1,0 +1,104 @@
+"""What plan.py does, for the inputs of a chunked delta rule and their gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gdn_split.plan import MAX_PROGRAMS, DeviceLimits, GroupShape
+from kernel_reference.integers import cdiv, is_power_of_two, power_of_two_at_least
+from kernel_reference.plans import Plan
+
+
+@dataclass(frozen=True)
+class PrefillProblem:
+    """The inputs of a chunked delta rule, of ``rows`` rows in ``sequences``; strides as for a step.
+
+    ``conv_strides`` None: no sequence has a slot. ``initial``: whether any begins with what lies there. ``chunk``: over
+    which g is summed, or 0.
+    """
+
+    shape: GroupShape
+    rows: int
+    sequences: int
+    num_slots: int
+    strides: tuple[int, int]
+    conv_strides: tuple[int, ...] | None
+    weight_strides: tuple[int, ...]
+    width: int
+    interleaved: bool
+    silu: bool
+    qk_norm: bool
+    initial: bool
+    chunk: int
+
+
+@dataclass(frozen=True)
+class PrefillPlan(Plan):
+    """One launch over packed sequences: a program takes ``rows`` rows of one head, or ``rows_ba`` rows of all gates."""
+
+    rows: int
+    rows_ba: int
+    num_warps: int
+    dependent_launch: bool = False
+
+    def covers(self, problem: PrefillProblem) -> bool:
+        """Whether a kernel can take these steps, and its programs can be counted."""
+        if not is_power_of_two(self.rows, self.rows_ba, self.num_warps):
+            return False
+        if problem.chunk and self.rows_ba != problem.chunk:
+            return False
+        return prefill_programs(problem, self) <= MAX_PROGRAMS
+
+
+@dataclass(frozen=True)
+class PrefillBackwardPlan(Plan):
+    """The gradients of that: a program walks ``steps`` rows of a head, the last of which are the next one's first.
+
+    ``rows_ba``: rows of a program of gates, which has four warps. ``max_registers`` as for a step.
+    """
+
+    steps: int
+    rows_ba: int
+    num_warps: int
+    max_registers: int = 0
+    dependent_launch: bool = False
+
+    def programs(self, problem: PrefillProblem) -> tuple[int, int]:
+        """Programs of gates, and walks of a head."""
+        return cdiv(problem.rows, self.rows_ba), cdiv(problem.rows, self.steps - problem.width + 1)
+
+
+def prefill_programs(problem: PrefillProblem, plan: PrefillPlan) -> int:
+    """Programs of heads and of gates."""
+    units = 2 * problem.shape.num_heads_qk + 2 * problem.shape.num_heads_v
+    return cdiv(problem.rows, plan.rows_ba) + cdiv(problem.rows, plan.rows) * units
+
+
+def plan_prefill(problem: PrefillProblem, limits: DeviceLimits) -> PrefillPlan:
+    """The plan for the inputs of a chunked delta rule on this device."""
+    block = power_of_two_at_least(max(problem.shape.head_qk, problem.shape.head_v))
+    # 16 elements a thread of four warps, four times: more would leave an SM with few programs. Of few rows less.
+    rows = min(64, max(1, 2048 // block))
+    units = 2 * problem.shape.num_heads_qk + 2 * problem.shape.num_heads_v
+    while rows > 4 and cdiv(problem.rows, rows) * units < 4 * limits.cores:
+        rows //= 2
+    # With sums over chunks the block of gates holds the rows before it too, and is as long as they are.
+    rows_ba = problem.chunk or 64
+    while cdiv(problem.rows, rows) * units > MAX_PROGRAMS // 2:
+        rows *= 2
+    return PrefillPlan(rows, rows_ba, num_warps=4, dependent_launch=limits.dependent_launch)
+
+
+def plan_prefill_backward(problem: PrefillProblem, limits: DeviceLimits) -> PrefillBackwardPlan:
+    """The plan for the gradients of these on this device."""
+    block = power_of_two_at_least(max(problem.shape.head_qk, problem.shape.head_v))
+    units = 2 * problem.shape.num_heads_qk + 2 * problem.shape.num_heads_v
+    # Four channels a thread: of each its weights, their gradients and the last few rows are kept too.
+    num_warps, steps = min(8, max(1, block // 128)), 128
+    while steps > 16 and cdiv(problem.rows, steps) * units * num_warps < 32 * limits.cores:
+        steps //= 2
+    while cdiv(problem.rows, steps - 3) * units > MAX_PROGRAMS:
+        steps *= 2
+    # Some 155 otherwise, of which an SM holds 12 programs rather than 16.
+    max_registers = 128 if num_warps == 1 and limits.register_limit else 0
+    return PrefillBackwardPlan(steps, problem.chunk or 64, num_warps, max_registers, limits.dependent_launch)

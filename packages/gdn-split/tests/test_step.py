@@ -294,6 +294,26 @@ def test_counters_of_a_pool_are_zeros_again_after_every_launch(device: torch.dev
         assert not counters.any()
 
 
+@pytest.mark.parametrize(("shape", "lags"), [(SMALL, (1, 3, 5)), (GroupShape(9, 18, 256, 1), (2,))], ids=str)
+def test_inputs_are_kept_the_same_however_far_behind_who_reads_them(
+    device: torch.device, shape: GroupShape, lags: tuple[int, ...]
+) -> None:
+    from gdn_split import step_launch
+
+    # Of the larger heads two programs keep the inputs of a sequence.
+    layer = Layer(shape, sequences=4 if shape == SMALL else 3, padded=(1,), scale=0.1, norm=False)
+    given = make(layer, device)
+    plan = StepPlan(power_of_two_at_least(shape.head_v), 1, 4)
+    at_the_end = copied(given)
+    wanted = kernel_step(layer, at_the_end, plan)
+    for lag in lags:
+        used = copied(given)
+        assert torch.equal(kernel_step(layer, used, replace(plan, lag=lag)), wanted)
+        assert all(torch.equal(used[name], at_the_end[name]) for name in ("conv_state", "state_pool"))
+        assert not step_launch.counters.of(used["conv_state"], 8).any()
+    close(used["conv_state"], *(expected(layer, given, dtype)[1] for dtype in (torch.float64, torch.float32)), "inputs")
+
+
 @pytest.mark.parametrize("op", ["step", "verify", "commit"])
 def test_public_functions_give_what_the_definition_gives(device: torch.device, op: str) -> None:
     layer = Layer(SMALL, tokens=2, padded=(1,), scale=SMALL.head_qk**-0.5)
@@ -337,16 +357,16 @@ def test_steps_of_any_layer_in_bulk(device: torch.device, number: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("state", ["float32", "bfloat16"])
-def test_what_is_fetched_ahead_changes_no_bit(device: torch.device, state: str) -> None:
+def test_what_is_fetched_ahead_and_how_it_is_cached_change_no_bit(device: torch.device, state: str) -> None:
     if torch.version.hip or torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("this GPU does not fetch ahead")
     layer = Layer(GroupShape(16, 32, 128, 128), sequences=20, padded=(3, 11, 19), state=state, scale=128**-0.5)
     given = make(layer, device)
     norm = given.pop("norm_weight")
     found = []
-    for ahead in (0, 132, 264):
+    for ahead, lag, evict_first in ((0, 0, False), (132, 0, True), (264, 0, False), (99, 8, True), (99, 30, False)):
         used = copied(given)
-        plan = StepPlan(128, 16, 8, 128, dependent_launch=ahead > 0, ahead=ahead, early=True)
+        plan = StepPlan(128, 16, 8, 128, ahead > 0, ahead, True, lag, evict_first)
         out = gdn_split.gdn_decode_step(*used.values(), 16, 32, 128, 128, norm_weight=norm, plan=plan)
         found.append((out, used["conv_state"], used["state_pool"]))
     for other in found[1:]:

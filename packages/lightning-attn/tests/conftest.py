@@ -456,6 +456,29 @@ class Kernels:
         tensors = (k, v, batch.pool.tensor, batch.slots, batch.slopes, counts)
         self.call("commit", tensors, plan=plan)
 
+    def drafts_with_the_bits_of_decoding(
+        self, tensors: Any, plan: Any, accepted: Sequence[int], tokens: int, **options: Any
+    ) -> Ragged:
+        """A batch of so many drafts each, verified and committed, after it was held to decoding token by token."""
+        drafts = tensors.ragged([tokens] * len(accepted), **options)
+        self.verify(drafts, plan)
+        self.commit(drafts, accepted, plan)
+        outs, states = [], [drafts.before]
+        q, k, v = (self.drafts(drafts, x) for x in (drafts.q, drafts.k, drafts.v))
+        step = tensors.ragged([1] * len(accepted), **options)
+        step.pool.tensor.copy_(drafts.before)
+        for t in range(tokens):
+            step.q, step.k, step.v = q[:, t], k[:, t], v[:, t]
+            self.decode(step, plan)
+            outs.append(step.out.tensor.clone())
+            states.append(step.pool.tensor.clone())
+        assert_bitwise_equal(drafts.out.tensor, torch.stack(outs, dim=1).flatten(0, 1), what="the verified outputs")
+        wanted = drafts.before.clone()
+        for i in drafts.live:
+            wanted[drafts.slot_of[i]] = states[accepted[i]][drafts.slot_of[i]]
+        assert_bitwise_equal(drafts.pool.tensor, wanted, what="the committed states")
+        return drafts
+
     @staticmethod
     def drafts(batch: Ragged, x: Tensor) -> Tensor:
         """[B * T, heads, elements] as [B, T, heads, elements]."""

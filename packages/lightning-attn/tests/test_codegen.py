@@ -6,6 +6,7 @@ The configurations are those that plans and launches make for real models: all a
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -180,6 +181,9 @@ def all_specs(target: str) -> Iterator[KernelSpec]:
     yield from recurrent("MiniMax-01", MINIMAX, 4, plan_decode(MINIMAX, limits), "verify", *others)
     yield from recurrent("head sizes of 256", WIDE, 16, plan_decode(WIDE, limits), "verify")
     if limits.hopper:
+        tokens = replace(plan_decode(MINIMAX, limits), hopper=True)
+        yield from recurrent("for sm_90", MINIMAX, 4, tokens, "verify", "decode", "commit")
+        yield next(branching("for sm_90", MINIMAX, tokens))
         yield from dense("for sm_90", MINIMAX, torch.bfloat16)
         yield from dense("for sm_90, segments", MINIMAX_TP8, torch.bfloat16)
         yield from dense("for sm_90 in float32", MINIMAX_TP8, torch.float32)

@@ -17,16 +17,20 @@ import torch
 
 from kernel_reference.testing import gluon
 from kernel_reference.testing.guards import assert_bitwise_equal
-from lightning_attn import launch
-from lightning_attn.plan import PrefillPlan
+from lightning_attn import launch, tree_arguments, tree_launch
+from lightning_attn import tensors as groups
+from lightning_attn.plan import DecodePlan, PrefillPlan
 
-KERNELS = ("decay", "schedule", "hopper_rows", "hopper_ring", "hopper_chain", "hopper", "hopper_float32")
+KERNELS = (
+    "decay", "schedule", "hopper_rows", "hopper_ring", "hopper_chain", "chunked", "recurrent", "trees", "hopper_tokens",
+    "hopper", "hopper_float32",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def shadows() -> Sequence[ModuleType]:
-    """Of the two modules with kernels."""
-    return gluon.shadow(*(f"lightning_attn.kernels.{name}" for name in KERNELS))[-2:]
+    """Of the modules with kernels."""
+    return gluon.shadow(*(f"lightning_attn.kernels.{name}" for name in KERNELS))[-3:]
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +39,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch, shadows: Sequence[ModuleType], d
     if device.type != "cpu":
         pytest.skip("the kernel itself runs here")
 
-    hopper, hopper_float32 = shadows
+    hopper_tokens, hopper, hopper_float32 = shadows
     others = launch.Launch
 
     class Launch:
@@ -48,14 +52,16 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch, shadows: Sequence[ModuleType], d
             described = [gluon.Descriptor(x, *box) for x, box in zip(tensors[:4], self.boxes, strict=True)]
             gluon.launch(hopper.prefill, self.grid[0], *described, *tensors[4:], *self.rest)
 
-    def launch_float32(kernel: Any, grid: Any, rest: Any, *more: Any, **options: Any) -> Any:
-        if kernel.fn.__module__ != hopper_float32.__name__:
-            return others(kernel, grid, rest, *more, **options)
-        shadow = getattr(hopper_float32, kernel.fn.__name__)
-        return lambda *tensors: gluon.launch(shadow, grid[0], *tensors, *rest)
+    def launch_without_tma(kernel: Any, grid: Any, rest: Any, *more: Any, **options: Any) -> Any:
+        for module in (hopper_tokens, hopper_float32):
+            if kernel.fn.__module__ == module.__name__:
+                shadow = getattr(module, kernel.fn.__name__)
+                return lambda *tensors: gluon.launch(shadow, grid[0], *tensors, *rest)
+        return others(kernel, grid, rest, *more, **options)
 
     monkeypatch.setattr(launch, "TmaLaunch", Launch)
-    monkeypatch.setattr(launch, "Launch", launch_float32)
+    monkeypatch.setattr(launch, "Launch", launch_without_tma)
+    monkeypatch.setattr(tree_launch, "Launch", launch_without_tma)
 
 
 @pytest.mark.parametrize(("sizes", "dtype", "segment", "stages", "chained"), [
@@ -197,3 +203,36 @@ def test_two_stages_give_the_bits_of_four(tensors, kernels) -> None:
 def test_powers_of_two_come_through_float16_on_sm_90(tensors, kernels, powers) -> None:
     plan = PrefillPlan(64, 64, 0, 4, 2, block_d=64, hopper=True)
     tensors.check_powers(partial(kernels.attention, plan), partial(kernels.gradients, plan), 64, 80, powers)
+
+
+@pytest.mark.parametrize(("plan", "sizes", "dtype", "pool_dtype", "pool"), [
+    (DecodePlan(64, 4, hopper=True), (72, 80), torch.bfloat16, torch.float32, "transposed"),
+    (DecodePlan(32, 2, hopper=True), (128, 64), torch.float16, torch.bfloat16, "packed"),
+    (DecodePlan(16, 4, hopper=True), (20, 24), torch.float32, torch.float16, "gaps"),
+], ids=str)  # fmt: skip
+def test_token_by_token_on_sm_90_is_the_recurrence_and_drafts_have_the_bits_of_decoding(
+    tensors, kernels, plan, sizes, dtype, pool_dtype, pool
+) -> None:
+    options = {"heads": (1, 2), "sizes": sizes, "dtype": dtype, "pool_dtype": pool_dtype, "scale": 0.7}
+    options |= {"slots": [4, 7, -1, 0], "num_slots": 9, "pool": pool}
+    drafts = kernels.drafts_with_the_bits_of_decoding(tensors, plan, [3, 0, 3, 2], 3, **options)
+    drafts.check(states=[3, 0, 3, 2], products=torch.float32, chunk=1, stored=pool_dtype)
+
+
+def test_trees_on_sm_90_have_the_bits_of_their_paths(tensors, kernels) -> None:
+    plan, parents = DecodePlan(32, 4, hopper=True), torch.tensor([[-1, 0, 0, 2], [-1, -1, 1, 0], [-1, 0, 1, 2]])
+    options = {"heads": (1, 2), "sizes": (40, 24), "pool_dtype": torch.bfloat16, "slots": [2, 0, -1], "num_slots": 4}
+    tree = tensors.ragged([4] * 3, initial=True, **options)
+    q, k, v, out = (kernels.drafts(tree, x) for x in (tree.q, tree.k, tree.v, tree.out.tensor))
+    t = groups.TreeVerify(q, k, v, tree.pool.tensor, tree.slots, tree.slopes, parents.int(), out)
+    tree_launch.prepare_verify_tree(tree_arguments.check_verify_tree(t, 1.0), plan, t)(t)
+    for path in ([0, 1], [0, 2, 3], [1, 2]):
+        sequences = [i for i in tree.live if all(parents[i, b] == a for a, b in zip([-1, *path], path, strict=False))]
+        alone = tensors.ragged([len(path)] * 3, initial=True, **options)
+        alone.pool.tensor.copy_(tree.pool.tensor)
+        alone.q, alone.k, alone.v = (x[:, path].flatten(0, 1) for x in (q, k, v))
+        kernels.verify(alone, plan)
+        assert sequences
+        for i in sequences:
+            assert_bitwise_equal(out[i, path], kernels.drafts(alone, alone.out.tensor)[i], what=f"a path of {i}")
+    assert not out[2].any()

@@ -351,23 +351,7 @@ def test_drafts_are_verified_and_committed_with_the_bits_of_decoding_token_by_to
 ) -> None:
     tokens, accepted = (3, [3, 0, 2, 1]) if INTERPRETED else (16, [16, 0, 7, 1])
     options = {"heads": (1, 2), "sizes": SIZES, "dtype": dtype, "pool_dtype": pool_dtype, "scale": 0.7}
-    drafts = tensors.ragged([tokens] * 4, slots=[6, 2, -1, 0], **options)
-    kernels.verify(drafts, plan)
-    kernels.commit(drafts, accepted, plan)
-    outs, states = [], [drafts.before]
-    q, k, v = (kernels.drafts(drafts, x) for x in (drafts.q, drafts.k, drafts.v))
-    step = tensors.ragged([1] * 4, slots=[6, 2, -1, 0], **options)
-    step.pool.tensor.copy_(drafts.before)
-    for t in range(tokens):
-        step.q, step.k, step.v = q[:, t], k[:, t], v[:, t]
-        kernels.decode(step, plan)
-        outs.append(step.out.tensor.clone())
-        states.append(step.pool.tensor.clone())
-    assert_bitwise_equal(drafts.out.tensor, torch.stack(outs, dim=1).flatten(0, 1), what="the verified outputs")
-    wanted = drafts.before.clone()
-    for i in drafts.live:
-        wanted[drafts.slot_of[i]] = states[accepted[i]][drafts.slot_of[i]]
-    assert_bitwise_equal(drafts.pool.tensor, wanted, what="the committed states")
+    kernels.drafts_with_the_bits_of_decoding(tensors, plan, accepted, tokens, slots=[6, 2, -1, 0], **options)
 
 
 @pytest.mark.parametrize("steps", [48, pytest.param(4096, marks=gpu)])
@@ -858,6 +842,23 @@ def test_ragged_batches_in_bulk_on_hopper_are_the_recurrence(tensors, kernels, s
     plan = hopper_plan(128, segment)
     make = Make(plan, (2, 4), (128, 128), BF16, FP32, "packed", True, torch.int32, 1.0)
     check_make(tensors, kernels, make, drawn, seed)
+
+
+@marked(*on_hopper)
+@pytest.mark.parametrize("pool_dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize(("sizes", "plan", "dtype"), [
+    ((128, 128), DecodePlan(64, 4, True, hopper=True), BF16), ((128, 128), DecodePlan(32, 4, hopper=True), FP32),
+    ((256, 80), DecodePlan(32, 4, True, hopper=True), FP16), ((24, 20), DecodePlan(16, 4, hopper=True), BF16),
+    ((96, 96), DecodePlan(16, 1, hopper=True), FP16),
+], ids=str)  # fmt: skip
+def test_token_by_token_on_hopper_is_the_recurrence_and_drafts_have_the_bits_of_decoding(
+    tensors, kernels, sizes, plan, dtype, pool_dtype
+) -> None:
+    options = {"heads": (2, 4), "sizes": sizes, "dtype": dtype, "pool_dtype": pool_dtype, "scale": 0.7}
+    options |= {"slots": [4, 7, -1, 0], "num_slots": 9, "pool": "gaps"}
+    accepted = [16, 0, 7, 1]
+    drafts = kernels.drafts_with_the_bits_of_decoding(tensors, plan, accepted, 16, **options)
+    drafts.check(states=accepted, products=FP32, chunk=1, stored=pool_dtype)
 
 
 @marked(*on_hopper)

@@ -277,8 +277,11 @@ def test_a_plan_for_hopper_covers_the_head_sizes_that_its_kernel_is_written_for(
 
 
 @pytest.mark.parametrize(
-    "plan", [DecodePlan(8, 4), DecodePlan(48, 4), DecodePlan(0, 4), DecodePlan(32, 3), DecodePlan(32, 0)], ids=str
-)
+    "plan", [
+        DecodePlan(8, 4), DecodePlan(48, 4), DecodePlan(0, 4), DecodePlan(32, 3), DecodePlan(32, 0),
+        DecodePlan(16, 32, hopper=True), DecodePlan(256, 1, hopper=True),
+    ], ids=str
+)  # fmt: skip
 def test_a_decoding_plan_that_no_kernel_can_take_covers_nothing(plan: DecodePlan) -> None:
     assert DecodePlan(32, 4).covers(TP8)
     assert not plan.covers(TP8)

@@ -154,15 +154,20 @@ def batch_by_paths(tensors: Any, batch: Any, parents: Sequence[int]) -> Any:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("plan", [None, DecodePlan(32, 4, hopper=True)], ids=["public", "for sm_90"])
 @pytest.mark.parametrize("pool_dtype", [FP32, BF16], ids=str)
 @pytest.mark.parametrize("sizes", [(128, 128), (64, 96), (256, 80)], ids=str)
-def test_trees_and_paths_of_models_have_the_bits_of_decoding_on_a_gpu(tensors, kernels, sizes, pool_dtype) -> None:
+def test_trees_and_paths_of_models_have_the_bits_of_decoding_on_a_gpu(
+    tensors, kernels, sizes, pool_dtype, plan
+) -> None:
+    if plan is not None and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("for sm_90")
     chance = random.Random(19)
     trees = [[chance.randrange(-1, node) for node in range(12)] for _ in range(7)]
     options = {"heads": (8, 8), "sizes": sizes, "pool_dtype": pool_dtype, "initial": True}
-    check_trees(kernels, ragged(tensors, 12, 7, **options), trees, None)
+    check_trees(kernels, ragged(tensors, 12, 7, **options), trees, plan)
     paths = [path_of(parents, 11) for parents in trees]
-    check_paths(kernels, ragged(tensors, 12, 7, **options), paths, None, 12)
+    check_paths(kernels, ragged(tensors, 12, 7, **options), paths, plan, 12)
 
 
 def test_a_chain_and_no_parents_are_the_same(tensors, kernels) -> None:

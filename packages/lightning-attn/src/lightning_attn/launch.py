@@ -300,13 +300,20 @@ def _prepare_tokens(problem: DecodeProblem, plan: DecodePlan | None, device: tor
     sizes = _sizes(heads, PrefillPlan(1, plan.block_e, 0, 1, 1, max(16, power_of_two_at_least(heads.head_qk))))
     q, o = (_NO_ROWS if strides is None else RowStrides(*strides) for strides in (problem.q, problem.o))
     strides = DecodeStrides(q, RowStrides(*problem.k), RowStrides(*problem.v), StateStrides(*problem.pool), o)
+    grid = (cdiv(sizes.E, sizes.BLOCK_E) * sizes.H * problem.sequences, 1, 1)
+    kernel = recurrent.decode
+    if plan.hopper:
+        # Gluon, which comes with the Triton that device_limits found.
+        from lightning_attn.kernels import hopper_tokens
+
+        kernel = hopper_tokens.decode
+        sizes = sizes._replace(WARPS=plan.num_warps, STATE_D=problem.pool[2], STATE_E=problem.pool[3])
     rest = (
         problem.num_slots, problem.scale, strides, problem.tokens, sizes, problem.writes, plan.dependent_launch,
     )  # fmt: skip
-    grid = (cdiv(sizes.E, sizes.BLOCK_E) * sizes.H * problem.sequences, 1, 1)
     # A draft's results have the bits of decoding: what is fused in one of these kernels must be in the others.
     return Launch(
-        recurrent.decode, grid, rest, device, num_warps=plan.num_warps, enable_fp_fusion=False,
+        kernel, grid, rest, device, num_warps=plan.num_warps, enable_fp_fusion=plan.hopper,
         dependent_launch=bool(plan.dependent_launch),
     )  # fmt: skip
 

@@ -194,16 +194,23 @@ class PrefillPlan(Plan):
 
 @dataclass(frozen=True)
 class DecodePlan(Plan):
-    """One launch over a few tokens of every sequence: a program takes ``block_e`` columns of a state."""
+    """One launch over a few tokens of every sequence: a program takes ``block_e`` columns of a state.
+
+    ``hopper``: by the kernel made for sm_90, in which each warp has columns to itself. The bits of a plan's results are
+    the same whatever is called, but two plans may round a sum over rows differently.
+    """
 
     block_e: int
     num_warps: int
     dependent_launch: bool = False
+    hopper: bool = False
 
     def covers(self, heads: Heads) -> bool:
         """Whether its blocks are such that a kernel can take them: any heads will do."""
         del heads
-        return is_power_of_two(self.block_e, self.num_warps) and self.block_e >= 16
+        if not is_power_of_two(self.block_e, self.num_warps) or self.block_e < 16:
+            return False
+        return not self.hopper or self.num_warps <= self.block_e <= 128 * self.num_warps
 
 
 @dataclass(frozen=True)

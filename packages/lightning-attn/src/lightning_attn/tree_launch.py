@@ -26,8 +26,15 @@ def prepare_verify_tree(
         RowStrides(*problem.q), RowStrides(*problem.k), RowStrides(*problem.v), StateStrides(*problem.pool),
         RowStrides(*problem.o),
     )  # fmt: skip
+    kernel = trees.verify_tree
+    if plan.hopper:
+        # Gluon, which comes with the Triton that device_limits found.
+        from lightning_attn.kernels import hopper_tokens
+
+        kernel = hopper_tokens.verify_tree
+        sizes = sizes._replace(WARPS=plan.num_warps, STATE_D=problem.pool[2], STATE_E=problem.pool[3])
     rest = (problem.tokens, problem.num_slots, problem.scale, strides, sizes, plan.dependent_launch)
-    run = _launch(trees.verify_tree, problem, plan, sizes, rest, tensors)
+    run = _launch(kernel, problem, plan, sizes, rest, tensors)
     return lambda t: run(t.q, t.k, t.v, t.state_pool, t.slots, t.slopes, t.parents, t.out)
 
 
@@ -65,6 +72,6 @@ def _launch(
     grid = (cdiv(sizes.E, sizes.BLOCK_E) * sizes.H * problem.sequences, 1, 1)
     # As launch.py has it: what is fused in decoding must be here, for the same bits.
     return Launch(
-        kernel, grid, rest, tensors.k.device, num_warps=plan.num_warps, enable_fp_fusion=False,
+        kernel, grid, rest, tensors.k.device, num_warps=plan.num_warps, enable_fp_fusion=plan.hopper,
         dependent_launch=bool(plan.dependent_launch),
     )  # fmt: skip

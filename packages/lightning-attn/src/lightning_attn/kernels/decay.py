@@ -83,9 +83,13 @@ def kept_and_lost(rate, tokens, rest=None):
     else:
         decay = decay_over(rate, rest, tokens)
     exponent = rate * tokens * 0.6931471805599453
-    # The series of exp(-x) - 1 up to x^6; its next term is below the rounding of float32 for x < 1/4.
-    series = 1 - exponent / 5 * (1 - exponent / 6)
-    series = -exponent * (1 - exponent / 2 * (1 - exponent / 3 * (1 - exponent / 4 * series)))
+    # The series of exp(-x) - 1 up to x^6; its next term is below the rounding of float32 for x < 1/4. FMAs are
+    # explicit, for the same bits in kernels that let the compiler fuse and in others.
+    series = tl.fma(exponent, -1 / 6, 1.0)
+    series = tl.fma(exponent * (-1 / 5), series, 1.0)
+    series = tl.fma(exponent * (-1 / 4), series, 1.0)
+    series = tl.fma(exponent * (-1 / 3), series, 1.0)
+    series = tl.fma(exponent * (-1 / 2), series, 1.0) * -exponent
     is_small = exponent < 0.25
     return tl.where(is_small, 1.0, 0.0), tl.where(is_small, series, decay)
 

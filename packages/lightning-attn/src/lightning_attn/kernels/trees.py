@@ -20,7 +20,7 @@ def path_to(p_parents, node):
     """
     bits = node.to(tl.int64) * 0
     while node >= 0:
-        bits |= tl.full([], 1, tl.int64) << node
+        bits |= (node * 0 + 1).to(tl.int64) << node
         parent = tl.load(p_parents + node)
         node = tl.where(parent < node, parent, -1).to(tl.int32)
     return bits

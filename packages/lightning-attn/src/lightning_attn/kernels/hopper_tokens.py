@@ -1,0 +1,225 @@
+"""``recurrent.decode`` and ``trees.verify_tree`` for NVIDIA's sm_90: each warp has columns of a state to itself.
+
+A token's output is a sum over the rows of a state, which here lie within a warp, so that no warp waits for another
+after the rows of q, k and v have come. Those are widened once, into shared memory, for all tokens of a call.
+"""
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from lightning_attn.kernels.decay import base_two_rate
+from lightning_attn.kernels.recurrent import advance, load_row
+from lightning_attn.kernels.schedule import States, program, rows_of_head
+from lightning_attn.kernels.trees import lowest, path_to
+
+
+@gluon.constexpr_function
+def columns_layout(BLOCK_D, BLOCK_E, WARPS):
+    """A state's tile [BLOCK_D, BLOCK_E]: a warp has all rows of its columns, a thread adjacent rows, 16 bytes each."""
+    vector = min(4, BLOCK_E // WARPS)
+    across = BLOCK_E // WARPS // vector
+    along = 32 // across
+    return gl.BlockedLayout([max(1, BLOCK_D // along), vector], [along, across], [1, WARPS], [1, 0])
+
+
+@gluon.constexpr_function
+def rows_layout(WIDTH, WARPS):
+    """Rows of q, k or v, four elements a thread."""
+    across = min(32, WIDTH // 4)
+    return gl.BlockedLayout([1, 4], [32 // across, across], [WARPS, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def row_layout():
+    return gl.SwizzledSharedLayout(1, 1, 1, [0])
+
+
+@gluon.constexpr_function
+def tokens_of(TOKENS):
+    """TOKENS, rounded up to a power of two."""
+    return 1 << (TOKENS - 1).bit_length()
+
+
+@gluon.jit
+def load_rows(rows, first, TOKENS: gl.constexpr, SIZE: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr):
+    """All tokens' rows, elements ``first`` on, 0 where there are none: [tokens_of(TOKENS), WIDTH]."""
+    layout: gl.constexpr = rows_layout(WIDTH, WARPS)
+    o_t = gl.arange(0, tokens_of(TOKENS), gl.SliceLayout(1, layout)).to(gl.int64)
+    o = first + gl.arange(0, WIDTH, gl.SliceLayout(0, layout)).to(gl.int64)
+    p_tile = rows.p + o_t[:, None] * rows.stride + o[None, :] * rows.element
+    return gl.load(p_tile, mask=(o_t[:, None] < TOKENS) & (o[None, :] < SIZE), other=0.0)
+
+
+@gluon.jit
+def widened(b_rows, TOKENS: gl.constexpr, WIDTH: gl.constexpr):
+    """Rows in float32 in shared memory: a ring of tokens."""
+    shape: gl.constexpr = [tokens_of(TOKENS), WIDTH]
+    smem = gl.allocate_shared_memory(gl.float32, shape, gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    smem.store(b_rows.to(gl.float32))
+    return smem._reinterpret(gl.float32, shape, row_layout())
+
+
+@gluon.jit
+def tile_pointers(states, slot, i_h, o_d, o_e, sizes: gl.constexpr):
+    """With strides along d and e that are constants, so that no row needs an address of its own."""
+    p_tile = states.p + slot * states.strides.slot + i_h * states.strides.head
+    return p_tile + (o_d[:, None] * sizes.STATE_D + o_e[None, :] * sizes.STATE_E)
+
+
+@gluon.jit
+def load_tile(states, slot, i_h, o_d, o_e, sizes: gl.constexpr):
+    """A state's columns o_e, [BLOCK_D, BLOCK_E] in float32, 0 outside the state."""
+    p_tile = tile_pointers(states, slot, i_h, o_d, o_e, sizes)
+    if sizes.D % sizes.BLOCK_D or sizes.E % sizes.BLOCK_E:
+        b_S = gl.load(p_tile, mask=(o_d[:, None] < sizes.D) & (o_e[None, :] < sizes.E), other=0.0)
+    else:
+        b_S = gl.load(p_tile)
+    return b_S.to(gl.float32)
+
+
+@gluon.jit
+def store_tile(states, slot, i_h, o_d, o_e, b_S, sizes: gl.constexpr):
+    """The reverse of load_tile."""
+    p_tile = tile_pointers(states, slot, i_h, o_d, o_e, sizes)
+    b_S = b_S.to(states.p.dtype.element_ty)
+    if sizes.D % sizes.BLOCK_D or sizes.E % sizes.BLOCK_E:
+        gl.store(p_tile, b_S, mask=(o_d[:, None] < sizes.D) & (o_e[None, :] < sizes.E))
+    else:
+        gl.store(p_tile, b_S)
+
+
+@gluon.jit
+def walk(
+    smem, o, tile, b_S, tokens, rate, scale, TOKENS: gl.constexpr, sizes: gl.constexpr, WRITES: gl.constexpr,
+    SEES: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """Take tokens one by one from this state on. smem: rows of q, k and v. SEES: outputs are wanted."""
+    q_smem, k_smem, v_smem = smem
+    pool, slot, i_h, o_d, o_e = tile
+    for i_t in range(tokens):
+        b_k = k_smem.index(i_t).load(gl.SliceLayout(1, layout))
+        b_v = v_smem.index(i_t).load(gl.SliceLayout(0, layout))
+        b_S = advance(b_S, b_k, b_v, rate)
+        if WRITES:
+            if i_t == tokens - 1:
+                store_tile(pool, slot, i_h, o_d, o_e, b_S, sizes)
+        if SEES:
+            b_q = q_smem.index(i_t).load(gl.SliceLayout(1, layout))
+            store_output(o, i_t, o_e, gl.sum(b_S * b_q[:, None], axis=0) * scale, sizes)
+        if TOKENS > 1:
+            # What the next token would read, had decoding stored it.
+            b_S = b_S.to(pool.p.dtype.element_ty).to(gl.float32)
+
+
+@gluon.jit
+def store_output(o, i_t, o_e, b_o, sizes: gl.constexpr):
+    p_row = o.p + (o_e * 0 + i_t) * o.stride + o_e * o.element
+    gl.store(p_row, b_o.to(o.p.dtype.element_ty), mask=o_e < sizes.E)
+
+
+@gluon.jit(do_not_specialize=["num_slots"])
+def decode(
+    p_q, p_k, p_v, p_pool, p_slots, p_slopes, p_accepted, p_o, num_slots, scale, strides,
+    TOKENS: gl.constexpr, sizes: gl.constexpr, WRITES: gl.constexpr, DEPENDENT_LAUNCH: gl.constexpr,
+):  # fmt: skip
+    """``recurrent.decode``."""
+    D: gl.constexpr = sizes.D
+    E: gl.constexpr = sizes.E
+    BLOCK_D: gl.constexpr = sizes.BLOCK_D
+    BLOCK_E: gl.constexpr = sizes.BLOCK_E
+    WARPS: gl.constexpr = sizes.WARPS
+    layout: gl.constexpr = columns_layout(BLOCK_D, BLOCK_E, WARPS)
+    i_e, i_h, i_n = program(sizes.H, (E + BLOCK_E - 1) // BLOCK_E)
+    i_h = i_h.to(gl.int64)
+    i_n = i_n.to(gl.int64)
+    if DEPENDENT_LAUNCH:
+        tl.extra.cuda.gdc_wait()
+    slot = gl.load(p_slots + i_n).to(gl.int64)
+    tokens = TOKENS
+    if p_accepted is not None:
+        accepted = gl.load(p_accepted + i_n)
+        tokens = gl.where((accepted >= 0) & (accepted <= TOKENS), accepted, 0).to(gl.int32)
+    rate = base_two_rate(p_slopes, i_h)
+    k = rows_of_head(p_k, strides.k, i_n, i_h, sizes.RATIO_QK)
+    v = rows_of_head(p_v, strides.v, i_n, i_h, sizes.RATIO_V)
+    column = i_e * BLOCK_E
+    o = k
+    if p_q is not None:
+        q = rows_of_head(p_q, strides.q, i_n, i_h, sizes.RATIO_QK)
+        o = rows_of_head(p_o, strides.o, i_n, i_h, 1)
+    o_d = gl.arange(0, BLOCK_D, gl.SliceLayout(1, layout)).to(gl.int64)
+    o_e = (column + gl.arange(0, BLOCK_E, gl.SliceLayout(0, layout))).to(gl.int64)
+    if (slot < 0) | (slot >= num_slots):
+        if p_q is not None:
+            b_zero = gl.zeros([BLOCK_E], gl.float32, gl.SliceLayout(0, layout))
+            for i_t in range(TOKENS):
+                store_output(o, i_t, o_e, b_zero, sizes)
+    elif tokens > 0:
+        pool = States(p_pool, strides.pool)
+        b_S = load_tile(pool, slot, i_h, o_d, o_e, sizes)
+        b_k = load_rows(k, 0, TOKENS, D, BLOCK_D, WARPS)
+        b_v = load_rows(v, column, TOKENS, E, BLOCK_E, WARPS)
+        if p_q is not None:
+            b_q = load_rows(q, 0, TOKENS, D, BLOCK_D, WARPS)
+        k_smem = widened(b_k, TOKENS, BLOCK_D)
+        # Where there are no outputs, nothing reads these.
+        q_smem = k_smem
+        if p_q is not None:
+            q_smem = widened(b_q, TOKENS, BLOCK_D)
+        smem = (q_smem, k_smem, widened(b_v, TOKENS, BLOCK_E))
+        tile = (pool, slot, i_h, o_d, o_e)
+        tl.debug_barrier()
+        walk(smem, o, tile, b_S, tokens, rate, scale, TOKENS, sizes, WRITES, p_q is not None, layout)
+
+
+@gluon.jit(do_not_specialize=["nodes", "num_slots"])
+def verify_tree(
+    p_q, p_k, p_v, p_pool, p_slots, p_slopes, p_parents, p_o, nodes, num_slots, scale, strides,
+    sizes: gl.constexpr, DEPENDENT_LAUNCH: gl.constexpr,
+):  # fmt: skip
+    """``trees.verify_tree``."""
+    E: gl.constexpr = sizes.E
+    BLOCK_D: gl.constexpr = sizes.BLOCK_D
+    BLOCK_E: gl.constexpr = sizes.BLOCK_E
+    layout: gl.constexpr = columns_layout(BLOCK_D, BLOCK_E, sizes.WARPS)
+    i_e, i_h, i_n = program(sizes.H, (E + BLOCK_E - 1) // BLOCK_E)
+    i_h = i_h.to(gl.int64)
+    i_n = i_n.to(gl.int64)
+    if DEPENDENT_LAUNCH:
+        tl.extra.cuda.gdc_wait()
+    slot = gl.load(p_slots + i_n).to(gl.int64)
+    q = rows_of_head(p_q, strides.q, i_n, i_h, sizes.RATIO_QK)
+    k = rows_of_head(p_k, strides.k, i_n, i_h, sizes.RATIO_QK)
+    v = rows_of_head(p_v, strides.v, i_n, i_h, sizes.RATIO_V)
+    o = rows_of_head(p_o, strides.o, i_n, i_h, 1)
+    o_d = gl.arange(0, BLOCK_D, gl.SliceLayout(1, layout)).to(gl.int64)
+    o_e = (i_e * BLOCK_E + gl.arange(0, BLOCK_E, gl.SliceLayout(0, layout))).to(gl.int64)
+    if (slot < 0) | (slot >= num_slots):
+        b_zero = gl.zeros([BLOCK_E], gl.float32, gl.SliceLayout(0, layout))
+        for i_t in range(nodes):
+            store_output(o, i_t, o_e, b_zero, sizes)
+    else:
+        pool = States(p_pool, strides.pool)
+        rate = base_two_rate(p_slopes, i_h)
+        p_parents += i_n * nodes
+        done = i_n * 0
+        for i in range(nodes):
+            # From the last node on, one that no walk has passed is a leaf.
+            leaf = nodes - 1 - i
+            if ((done >> leaf) & 1) == 0:
+                rest = path_to(p_parents, leaf)
+                fresh = rest & ~done
+                done |= rest
+                b_S = load_tile(pool, slot, i_h, o_d, o_e, sizes)
+                while rest != 0:
+                    i_t = lowest(rest)
+                    rest &= rest - 1
+                    b_k = load_row(k, i_t, o_d, sizes.D)
+                    b_v = load_row(v, i_t, o_e, E)
+                    b_S = advance(b_S, b_k, b_v, rate)
+                    if ((fresh >> i_t) & 1) == 1:
+                        b_q = load_row(q, i_t, o_d, sizes.D)
+                        store_output(o, i_t, o_e, gl.sum(b_S * b_q[:, None], axis=0) * scale, sizes)
+                    # What the next token would read, had decoding stored it.
+                    b_S = b_S.to(p_pool.dtype.element_ty).to(gl.float32)

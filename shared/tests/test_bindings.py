@@ -76,6 +76,23 @@ def test_a_launch_of_other_sizes_takes_what_was_compiled_without_asking_triton(k
     assert (kernel.bound, kernel.started) == (1, 3)
 
 
+def test_a_resized_launch_shares_what_either_compiled_and_asks_triton_for_wider_integers(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = Launch(kernel, (3, 1, 1), (100, 8, SIZES), CPU, num_warps=4)
+    other = first.resized((5, 1, 1), (2**31 - 1,))
+    assert (other.grid, other.rest) == ((5, 1, 1), (2**31 - 1, 8, SIZES))
+    other(aligned())
+    monkeypatch.setattr(bindings, "signature_of", None)
+    for made in (first, other, first.resized((7, 1, 1), (1,))):
+        made(aligned())
+    assert (kernel.bound, kernel.started, first.rest) == (1, 3, (100, 8, SIZES))
+    monkeypatch.undo()
+    for tokens in (2**31, 2**63):
+        first.resized((5, 1, 1), (tokens,))(aligned())
+    assert kernel.bound == 3
+
+
 @pytest.mark.parametrize(
     "other",
     [

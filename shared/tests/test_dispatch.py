@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernel_reference import dispatch
 from kernel_reference.checks import validate_values
-from kernel_reference.dispatch import PreparedLaunches, allocator, implement, launch_module
+from kernel_reference.dispatch import Free, PreparedLaunches, allocator, implement, launch_module
 
 Tensor = torch.Tensor
 
@@ -240,6 +240,23 @@ def test_what_is_absent_in_one_place_is_not_taken_for_what_is_absent_in_another(
     with pytest.raises(TypeError):
         call(None, x, 2.0)
     assert torch.equal(call(x, x.clone(), 2.0), 3 * x)
+
+
+def test_calls_whose_free_sizes_differ_are_found_and_no_others(call) -> None:
+    table, rows, more, wide = PreparedLaunches(), torch.ones(8, 3), torch.ones(8, 3), torch.ones(8, 5)
+    sizes = {0: Free(sizes=(0,)), 1: Free(sizes=(0, 1), strides=(0,))}
+    table.keep_direct((rows, more, None), ("any",), lambda: str, sizes)
+    for alike in ((rows, more, None), (rows[:2], rows[:4], None), (rows[:5], wide[:2, :4], None)):
+        assert table.direct(alike, ("any",)) is str
+    others = [
+        (rows[:, :2], more, None), (wide[:, :3], more, None), (rows, more.T.contiguous().T, None), (rows, more, wide),
+        (rows.double(), more, None), (rows, None, None), (rows[0], more, None),
+    ]  # fmt: skip
+    for other in others:
+        assert table.direct(other, ("any",)) is None
+    # Of two forms both are found.
+    table.keep_direct((wide, more, None), ("any",), lambda: int, sizes)
+    assert [table.direct((x[:7], more, None), ("any",)) for x in (wide, rows)] == [int, str]
 
 
 class Watching(TorchDispatchMode):

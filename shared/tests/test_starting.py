@@ -120,7 +120,7 @@ def test_a_descriptor_is_encoded_once_for_an_address_and_anew_for_another(starte
     for _ in range(3):
         for pair in ((one, other), (other, None), (third, other)):
             made(*pair, out)
-    assert started.encoded == [x.data_ptr() for x in (one, other, other, other, third, other)]
+    assert started.encoded == [x.data_ptr() for x in (one, other, other, other, third)]
     rounds = [str(started.function.calls[first : first + 3]) for first in (1, 4, 7)]
     assert rounds[0] == rounds[1] == rounds[2]
 
@@ -143,6 +143,26 @@ def test_addresses_start_what_tensors_have_compiled_and_encoded_and_nothing_else
     finally:
         triton.knobs.runtime.launch_enter_hook.remove(hook)
     assert len(started.function.calls) == 3
+
+
+def test_a_launch_over_longer_tensors_encodes_those_alone_and_starts_over_its_own_grid(started) -> None:
+    made, given = launch(started.kernel), tensors()
+    for _ in range(2):
+        made(*given)
+    started.encoded.clear()
+    longer = made.resized((66, 1, 1), (9,), {1: launching.TmaBox([6, 64], [64, 1], [1, 64])})
+    for _ in range(2):
+        longer(*given)
+    assert started.encoded == [given[1].data_ptr()]
+    assert longer.at(*[x.data_ptr() for x in given])
+    assert {call[0] for call in started.function.calls[-3:]} == {66}
+    last, first = (str(call) for call in (started.function.calls[-1], started.function.calls[0]))
+    assert "[6, 64]" in last
+    assert "[6, 64]" not in first
+    assert started.kernel.bound == 1
+    # Of the same descriptors, none is encoded again.
+    made.resized((5, 1, 1), (8,))(*given)
+    assert len(started.encoded) == 1
 
 
 def test_a_launch_of_either_alignment_takes_addresses_once_the_aligned_one_is_made(started) -> None:
@@ -184,7 +204,7 @@ def test_a_profilers_hooks_are_called_by_tritons_own_way(started) -> None:
 @pytest.mark.parametrize("unknown", ["a version", "a device", "scratch memory", "another launcher"])
 def test_what_is_not_known_goes_tritons_own_way(started, monkeypatch: pytest.MonkeyPatch, unknown: str) -> None:
     kernel = started.kernel
-    assert find_starter(kernel, GRID) is not None
+    assert find_starter(kernel) is not None
     if unknown == "a version":
         monkeypatch.setattr(triton, "__version__", "4.0.0")
     elif unknown == "a device":
@@ -193,4 +213,4 @@ def test_what_is_not_known_goes_tritons_own_way(started, monkeypatch: pytest.Mon
         kernel.run.global_scratch_size = 128
     else:
         kernel.run = SimpleNamespace(global_scratch_size=0)
-    assert find_starter(kernel, GRID) is None
+    assert find_starter(kernel) is None

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,7 +16,10 @@ import prefix_prefill
 from kernel_reference import dispatch
 from kernel_reference.checks import validate_values
 from kernel_reference.dispatch import PreparedLaunches
+from kernel_reference.launching import Launch
 from kernel_reference.testing.guards import assert_bitwise_equal
+from kernel_reference.testing.specs import recorded_launches
+from prefix_prefill import arguments as checked
 from prefix_prefill import launch, ops
 from prefix_prefill.plan import DeviceLimits
 
@@ -124,3 +129,169 @@ def test_where_values_are_checked_each_call_checks_them(device, dispatched) -> N
     arguments["seqlens_k"][1] = 99
     with validate_values(), pytest.raises(ValueError, match=r"^seqlens_k\[1\] must be"):
         prefix_prefill.prefix_prefill(**arguments)
+
+
+# Batches of new sizes, as a server has them every step
+
+
+class Server:
+    """A layer over one cache, whose batches are the first rows of its buffers; none of its launches is started."""
+
+    def __init__(self, device: torch.device, page: int = PAGE, **options: Any) -> None:
+        def make(*size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+            return torch.zeros(size, dtype=dtype, device=device)
+
+        def integers(*size: int) -> Tensor:
+            return make(*size, dtype=torch.int32)
+
+        self.q, self.cache = make(600, 8, 64), [make(8, page, 2, 64) for _ in range(2)]
+        self.new = [make(600, 2, 64) for _ in range(2)] if options.pop("new_kv", False) else [None, None]
+        self.lengths = integers(64, 200), integers(65), integers(64)
+        self.options = options
+        rows = {"out": lambda: torch.empty_like(self.q), "draft_mask": lambda: make(600, dtype=torch.int64)}
+        self.rows = {name: form() for name, form in rows.items() if options.pop(name, False)}
+
+    def arguments(self, tokens: int, sequences: int, longest: int, columns: int = 200) -> dict[str, Any]:
+        table, cu, seqlens = self.lengths
+        k, v = [x if x is None else x[:tokens] for x in self.new]
+        return {
+            "q": self.q[:tokens], "k": k, "v": v, "k_cache": self.cache[0], "v_cache": self.cache[1],
+            "block_table": table[:sequences, :columns], "cu_seqlens_q": cu[: sequences + 1],
+            "seqlens_k": seqlens[:sequences], "max_seqlen_q": longest,
+            **{name: x[:tokens] for name, x in self.rows.items()}, **self.options,
+        }  # fmt: skip
+
+
+# Decoding, drafts, a chunk among those that decode, chunks alone; few keys, for which nothing is merged.
+SIZES = [
+    *((n, n, 1) for n in (2, 3, 17, 64)), (24, 8, 3), (63, 9, 7), (400, 3, 398), (413, 4, 410), (491, 10, 482),
+    (500, 1, 500), (30, 10, 3, 20), (31, 10, 4, 31), (600, 40, 17, 199),
+]  # fmt: skip
+SERVERS: dict[str, dict[str, Any]] = {
+    "keys in the cache": {},
+    "new keys": {"new_kv": True},
+    "into out, with lse": {"out": True, "return_lse": True},
+    "three splits": {"num_splits": 3, "return_lse": True},
+    "pages for the portable kernel": {"page": 4, "new_kv": True, "return_lse": True},
+    "drafts": {"draft_mask": True},
+    "an 8-bit result": {"out_scale": 2.0, "window": (100, 0)},
+}
+
+
+@pytest.fixture
+def hopper(dispatched: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The same, planned for an H200; and how often calls are checked, planned, and launches made from nothing."""
+    monkeypatch.setattr(launch, "device_limits", lambda device: DeviceLimits(132, 227 * 1024, hopper=True))
+    state = SimpleNamespace(dispatched=dispatched, checked=0, planned=0, made=0)
+
+    def counting(where: Any, name: str, count: str) -> None:
+        function = getattr(where, name)
+
+        def counted(*given: Any, **options: Any) -> Any:
+            setattr(state, count, getattr(state, count) + 1)
+            return function(*given, **options)
+
+        monkeypatch.setattr(where, name, counted)
+
+    counting(checked, "check_prefill", "checked")
+    counting(launch, "plan_prefill", "planned")
+    counting(Launch, "__init__", "made")
+    return state
+
+
+def of_launch(start: Launch, given: tuple[Any, ...]) -> tuple[Any, ...]:
+    looks = [x if x is None else (x.shape, x.stride(), x.dtype) for x in given]
+    return start.kernel, start.grid, start.rest, start.options, start.group, start.boxes, looks
+
+
+@pytest.mark.parametrize("options", SERVERS.values(), ids=SERVERS)
+def test_batches_of_new_sizes_are_launched_as_if_each_were_the_first(device, hopper, options) -> None:
+    server = Server(device, **options)
+    sizes = [size for size in SIZES if "draft_mask" not in options or size[2] <= 63]
+    for size in sizes:
+        call = partial(prefix_prefill.prefix_prefill, **server.arguments(*size))
+        got = recorded_launches(call)
+        with patch.object(ops, "launches", PreparedLaunches()):
+            wanted = recorded_launches(call)
+        assert [of_launch(*start) for start in got] == [of_launch(*start) for start in wanted], size
+    # Each of those made from nothing was dispatched, of the server's the first alone.
+    assert hopper.dispatched.count == len(sizes) + 1
+
+
+def test_fifty_batches_of_new_sizes_are_checked_once_planned_twice_and_never_dispatched_again(device, hopper) -> None:
+    server = Server(device, new_kv=True)
+    with patch.object(Launch, "__call__", lambda *_: None):
+        for tokens in range(100, 600, 10):
+            prefix_prefill.prefix_prefill(**server.arguments(tokens, 2 + tokens % 7, tokens - 6))
+            prefix_prefill.prefix_prefill(**server.arguments(tokens // 10, tokens // 10, 1))
+    # Of two kinds, a kernel that attends and one that merges each.
+    assert (hopper.dispatched.count, hopper.checked, hopper.planned, hopper.made) == (1, 1, 2, 4)
+
+
+WRONG: dict[str, Any] = {
+    "seqlens_k": lambda given: given | {"seqlens_k": given["seqlens_k"][1:]},
+    "cu_seqlens_q": lambda given: given | {"cu_seqlens_q": given["cu_seqlens_q"][1:]},
+    "block_table": lambda given: given | {"block_table": given["block_table"][1:]},
+    "k": lambda given: given | {"k": given["k"][1:]},
+    "v": lambda given: given | {"v": given["v"][1:]},
+    "out": lambda given: given | {"out": given["out"][1:]},
+    "draft_mask": lambda given: given | {"draft_mask": given["draft_mask"][1:]},
+    "max_seqlen_q": lambda given: given | {"max_seqlen_q": 64},
+    "max_seqlen_q must be at least 0": lambda given: given | {"max_seqlen_q": -1},
+}
+
+
+@pytest.mark.parametrize(("message", "wrong"), WRONG.items(), ids=WRONG)
+def test_sizes_that_do_not_fit_each_other_are_refused_after_a_batch_that_did(device, hopper, message, wrong) -> None:
+    server = Server(device, new_kv=True, out=True, draft_mask=True)
+    with patch.object(Launch, "__call__", lambda *_: None):
+        prefix_prefill.prefix_prefill(**server.arguments(24, 8, 3))
+        prefix_prefill.prefix_prefill(**server.arguments(20, 7, 3))
+        assert hopper.dispatched.count == 1
+        with pytest.raises(ValueError, match=message):
+            prefix_prefill.prefix_prefill(**wrong(server.arguments(22, 9, 3)))
+
+
+def test_strides_that_a_check_could_not_see_are_checked_in_longer_batches(device, hopper) -> None:
+    server = Server(device)
+    twice = torch.zeros(64, 2, dtype=torch.int32, device=device)
+    apart = torch.zeros(600, 8, 64, dtype=torch.bfloat16, device=device)
+    with patch.object(Launch, "__call__", lambda *_: None):
+        # Of one length no stride is wrong, of two this one is.
+        for length in (1, 2):
+            arguments = server.arguments(10, length, 10) | {"seqlens_k": twice[:length, 0]}
+            if length == 2:
+                with pytest.raises(ValueError, match=r"^seqlens_k must be contiguous"):
+                    prefix_prefill.prefix_prefill(**arguments)
+            else:
+                prefix_prefill.prefix_prefill(**arguments)
+        # Heads that lie further apart than tokens, until there are more of those.
+        close = torch.as_strided(apart, (600, 8, 64), (64, 64 * 8, 1))
+        prefix_prefill.prefix_prefill(**server.arguments(8, 2, 7), out=close[:8])
+        with pytest.raises(ValueError, match=r"^out must be a tensor whose elements do not share memory"):
+            prefix_prefill.prefix_prefill(**server.arguments(9, 2, 7), out=close[:9])
+
+
+def test_batches_of_new_sizes_give_what_they_give_alone(device, dispatched, monkeypatch) -> None:
+    arguments = given(device)
+    smaller = arguments | {
+        "q": arguments["q"][:3], "cu_seqlens_q": torch.tensor([0, 3], dtype=torch.int32, device=device),
+        "block_table": arguments["block_table"][1:], "seqlens_k": arguments["seqlens_k"][1:],
+    }  # fmt: skip
+    # Both tables of two columns, so that the second may differ in sizes.
+    for each in (arguments, smaller):
+        each["block_table"] = each["block_table"].repeat(1, 2)
+    wanted = prefix_prefill.prefix_prefill(**smaller, return_lse=True)
+    monkeypatch.setattr(ops, "launches", PreparedLaunches())
+    before = dispatched.count
+    prefix_prefill.prefix_prefill(**arguments, return_lse=True)
+    out = torch.empty_like(smaller["q"])
+    got = prefix_prefill.prefix_prefill(**smaller, return_lse=True)
+    assert dispatched.count == before + 1
+    assert_bitwise_equal(got.out, wanted.out)
+    assert_bitwise_equal(got.lse, wanted.lse)
+    prefix_prefill.prefix_prefill(**arguments, out=torch.empty_like(arguments["q"]))
+    assert_bitwise_equal(prefix_prefill.prefix_prefill(**smaller, out=out), wanted.out)
+    with pytest.raises(ValueError, match=r"^out must be a tensor that shares no memory with q, got"):
+        prefix_prefill.prefix_prefill(**smaller, out=smaller["q"][:])
+    assert dispatched.count == before + 2

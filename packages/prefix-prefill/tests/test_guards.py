@@ -22,7 +22,7 @@ import triton.language as tl
 from kernel_reference.integers import cdiv
 from kernel_reference.testing import contract
 from kernel_reference.testing.guards import assert_bitwise_equal
-from prefix_prefill import launch
+from prefix_prefill import launch, launch_merging
 from prefix_prefill.arguments import MergeTensors, PrefillNumbers, PrefillTensors, check_prefill
 from prefix_prefill.kernels import schedule
 from prefix_prefill.plan import DeviceLimits, PrefillPlan, Problem, heads_per_tile, num_slots, tokens_per_tile
@@ -378,7 +378,8 @@ class Grids:
             def __call__(self, *given: Any) -> None:
                 pass
 
-        monkeypatch.setattr(launch, "Launch", Recorded)
+        for module in (launch, launch_merging):
+            monkeypatch.setattr(module, "Launch", Recorded)
         monkeypatch.setattr(launch, "TmaLaunch", Recorded)
         monkeypatch.setattr(launch, "device_limits", lambda device: DeviceLimits(132, 232448, hopper=True))
 

@@ -444,10 +444,10 @@ class Taken:
         monkeypatch.setattr(ops, "launches", PreparedLaunches())
 
     def _prepare(self, hopper: bool) -> Any:
-        def prepare(problem: Any, plan: PrefillPlan, *rest: Any) -> Any:
+        def prepare(batch: Any, plan: PrefillPlan, *rest: Any) -> Any:
             assert plan.hopper == hopper
             self.plans.append(plan)
-            return lambda *tensors: None
+            return lambda batch: lambda *tensors: None
 
         return prepare
 

@@ -22,9 +22,9 @@ An op's room (``ops.py`` of a package) reads like this::
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import profiler
@@ -44,6 +44,20 @@ _TensorGuards = getattr(torch._C._dynamo.guards, "TensorGuards", None)
 _ABSENT = [torch.empty((0, 0, 0, 7), dtype=torch.bool, device="meta") for _ in range(32)]
 
 
+# Forms of tensors, but for free sizes, that are remembered for the same numbers: caches of two kinds of layers, say.
+_MOST_LOOKS = 4
+
+
+class Free(NamedTuple):
+    """Dimensions of a tensor whose sizes, and whose strides, may differ from call to call."""
+
+    sizes: Sequence[int] = ()
+    strides: Sequence[int] = ()
+
+
+_NOTHING_FREE = Free()
+
+
 class PreparedLaunches:
     """What was made ready for calls, found again by all that tells one call from another.
 
@@ -59,7 +73,7 @@ class PreparedLaunches:
         self._found: dict[tuple[object, ...], tuple[Any, Callable[..., bool]]] = {}
         # What was found last for some numbers, and whether tensors look like those it was found for.
         self._latest: dict[tuple[object, ...], tuple[Any, Callable[..., bool]]] = {}
-        self._direct: dict[tuple[object, ...], tuple[Callable[..., Any], Callable[..., bool]]] = {}
+        self._direct: dict[tuple[object, ...], tuple[tuple[Callable[..., Any], Callable[..., bool]], ...]] = {}
 
     def __len__(self) -> int:
         return len(self._found)
@@ -109,36 +123,58 @@ class PreparedLaunches:
         torch's dispatcher takes 10 to 20 us to hand a Python kernel its arguments. In eager code that is all that it
         does for tensors that are no subclass's, and there this call has the kernel's launch at once. None where
         anybody else has a part in it: a mode (fake tensors, tracing, functions), a transform, a profiler, checks of
-        values; and while torch.compile traces. Only the latest call with such numbers is remembered.
+        values; and while torch.compile traces. Only the latest call with such numbers is remembered; of calls whose
+        sizes are free, a few.
         """
         if torch.compiler.is_dynamo_compiling() or _somebody_looks_on() or values_are_checked():
             return None
         found = self._direct.get((len(tensors), numbers))
         if found is None:
             return None
-        run, looks_alike = found
-        return run if looks_alike(*_for_guards(tensors)) else None
+        given = _for_guards(tensors)
+        for run, looks_alike in found:
+            if looks_alike(*given):
+                return run
+        return None
 
     def keep_direct(
-        self, tensors: tuple[Tensor | None, ...], numbers: tuple[Any, ...], make: Callable[[], Callable[..., Any]]
+        self,
+        tensors: tuple[Tensor | None, ...],
+        numbers: tuple[Any, ...],
+        make: Callable[[], Callable[..., Any]],
+        free: Mapping[int, Free] | None = None,
     ) -> None:
         """Remember ``make()`` for :meth:`direct`, if calls like this one, which the op has just served, may go so.
 
-        numbers: all that tells calls of the package apart but their tensors, the op's name included.
+        numbers: all that tells calls of the package apart but their tensors, the op's name included. free: of which
+        tensors, by position, some sizes and strides may differ, as those of a server's batches do from step to step;
+        what was kept looks at them itself.
         """
         if not torch.compiler.is_dynamo_compiling() and _is_plain(tensors):
             if len(self._direct) >= self.most:
                 self._direct.clear()
-            self._direct[(len(tensors), numbers)] = make(), _guards(tensors)
+            key = len(tensors), numbers
+            others = self._direct.get(key, ())[: _MOST_LOOKS - 1] if free else ()
+            self._direct[key] = ((make(), _guards(tensors, free)), *others)
 
 
-def _guards(tensors: tuple[Tensor | None, ...]) -> Callable[..., bool]:
+def _guards(tensors: tuple[Tensor | None, ...], free: Mapping[int, Free] | None = None) -> Callable[..., bool]:
     """Whether tensors, of :func:`_for_guards`, look like these: of the same sizes, strides, dtypes, devices, kinds."""
     if _TensorGuards is None or len(tensors) > len(_ABSENT):
         return _nothing_looks_alike
     given = _for_guards(tensors)
-    looks_alike: Callable[..., bool] = _TensorGuards(*given, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    sizes = strides = None
+    if free:
+        # None is what may differ.
+        sizes = [_but(x.shape, free.get(i, _NOTHING_FREE).sizes) for i, x in enumerate(given)]
+        strides = [_but(x.stride(), free.get(i, _NOTHING_FREE).strides) for i, x in enumerate(given)]
+    guards = _TensorGuards(*given, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    looks_alike: Callable[..., bool] = guards.check
     return looks_alike
+
+
+def _but(numbers: Sequence[int], free: Sequence[int]) -> list[int | None]:
+    return [None if dim in free else number for dim, number in enumerate(numbers)]
 
 
 def _nothing_looks_alike(*_: Tensor) -> bool:
@@ -239,8 +275,13 @@ def allocator(like: Tensor, device: torch.device | None = None) -> Callable[[], 
 
     Keeps nothing of ``like`` alive. device: in place of its own, where ``like`` is a form on ``meta``.
     """
-    size, stride, dtype = tuple(like.shape), like.stride(), like.dtype
-    device = device or like.device
+    return allocator_of(tuple(like.shape), like.stride(), like.dtype, device or like.device)
+
+
+def allocator_of(
+    size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Callable[[], Tensor]:
+    """As :func:`allocator`, of sizes, strides and dtype that no tensor has yet."""
     if _empty_strided_cuda is not None and device.type == "cuda" and torch.cuda.device_count() == 1:
         return partial(_empty_strided_cuda, size, stride, dtype)
     return partial(torch.empty_strided, size, stride, dtype=dtype, device=device)

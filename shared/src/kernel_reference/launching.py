@@ -13,10 +13,10 @@ Importing this module imports torch alone: neither Triton nor Gluon before the f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -75,9 +75,8 @@ class Launch:
         self.boxes: list[tuple[list[int], list[int], list[int], Any]] = []
         self._as_integers = frozenset(as_integers)
         self._guarded = _guarded(device)
+        self._kept = _Kept()
         self._run: Callable[..., None] | None = None
-        self._starter: Starter | None = None
-        self._signature: Hashable | None = None
 
     def __call__(self, *tensors: Tensor | None) -> None:
         if self._guarded is None or self._guarded.index == torch.cuda.current_device():
@@ -86,9 +85,23 @@ class Launch:
             with torch.cuda.device(self._guarded):
                 self._start(tensors)
 
+    def resized(self, grid: tuple[int, int, int], counts: tuple[int, ...]) -> Self:
+        """The same launch over a batch of other sizes: another grid, and other integers where ``rest`` begins.
+
+        The kernel is not specialised on these (``do_not_specialize``); all else is as it was, the tensors' dtypes and
+        strides too. What Triton compiled for either serves both, and nothing is checked or bound for it again.
+        """
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        other.grid, other.rest, other._run = grid, (*counts, *self.rest[len(counts) :]), None
+        if not (_are_narrow(counts) and _are_narrow(self.rest[: len(counts)])):
+            other._kept = _Kept()
+        return other
+
     def is_ready(self) -> bool:
         """Whether :meth:`at` would start it."""
-        return self._starter is not None and self._guarded is None and not self._starter.is_watched()
+        starter = self._kept.starter
+        return starter is not None and self._guarded is None and not starter.is_watched()
 
     def at(self, *pointers: int | None) -> bool:
         """Start it on the addresses of tensors, all 16-byte aligned. False, and nothing started, where it must be
@@ -99,7 +112,7 @@ class Launch:
         if not self.is_ready():
             return False
         grouped: Sequence[Any] = pointers if self.group is None else self.group(*pointers)
-        self._starter.start((*grouped, *self.rest))  # type: ignore[union-attr]
+        self._kept.starter.start(self.grid, (*grouped, *self.rest))  # type: ignore[union-attr]
         return True
 
     def arguments(self, *tensors: Tensor | None) -> tuple[Any, ...]:
@@ -110,14 +123,15 @@ class Launch:
     def _start(self, tensors: tuple[Tensor | None, ...]) -> None:
         pointers = [tensor if tensor is None else tensor.data_ptr() for tensor in tensors]
         aligned = not any([pointer & 15 for pointer in pointers if pointer is not None])
-        if self._run is None and aligned:
+        if self._kept.compiled is None and aligned:
             self._find(tensors)
-        if self._run is not None and aligned:
+        if self._kept.compiled is not None and aligned:
             grouped: Sequence[Any] = pointers if self.group is None else self.group(*pointers)
-            if self._starter is None or self._starter.is_watched():
-                self._run(*grouped, *self.rest)
+            starter = self._kept.starter
+            if starter is None or starter.is_watched():
+                self._tritons_own_way(*grouped, *self.rest)
             else:
-                self._starter.start((*grouped, *self.rest))
+                starter.start(self.grid, (*grouped, *self.rest))
             return
         self._bind(tensors, aligned)
 
@@ -126,21 +140,23 @@ class Launch:
         compiled = self.kernel[self.grid](*descriptors, *self._given(tensors), *self.rest, **self.options)
         # The interpreter compiles nothing and returns None.
         if compiled is not None and aligned:
-            keep_compiled(self._signature, self.kernel, compiled)
-            self._take(compiled)
+            keep_compiled(self._kept.signature, self.kernel, compiled)
+            self._kept.take(compiled)
 
     def _find(self, tensors: tuple[Tensor | None, ...]) -> None:
         """Take what a launch like this one compiled, if there was one."""
         boxes = tuple([(tuple(box), layout) for _, _, box, layout in self.boxes])
         others = (self.group, self._as_integers, boxes)
-        self._signature = signature_of(self.kernel, self.rest, tensors, others, self.options)
-        compiled = find_compiled(self._signature)
+        self._kept.signature = signature_of(self.kernel, self.rest, tensors, others, self.options)
+        compiled = find_compiled(self._kept.signature)
         if compiled is not None:
-            self._take(compiled)
+            self._kept.take(compiled)
 
-    def _take(self, compiled: Any) -> None:
-        self._starter = find_starter(compiled, self.grid)
-        self._run = compiled[self.grid]
+    def _tritons_own_way(self, *arguments: Any) -> None:
+        """What was compiled, with hooks and descriptors, and without binding."""
+        if self._run is None:
+            self._run = self._kept.compiled[self.grid]
+        self._run(*arguments)
 
     def _given(self, tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
         """The tensors, without those that travel as descriptors, as the kernel gets them."""
@@ -152,6 +168,23 @@ class Launch:
         if tensor is None or position not in self._as_integers:
             return tensor
         return tensor.view(_INTEGER_OF_SIZE[tensor.element_size()])
+
+
+class _Kept:
+    """What Triton compiled for a launch, and those resized from it, once it has."""
+
+    def __init__(self) -> None:
+        self.compiled: Any = None
+        self.starter: Starter | None = None
+        self.signature: Hashable | None = None
+
+    def take(self, compiled: Any) -> None:
+        self.compiled, self.starter = compiled, find_starter(compiled)
+
+
+def _are_narrow(numbers: tuple[int, ...]) -> bool:
+    """Whether Triton takes all of these integers as 32 bits: wider ones are another kernel's."""
+    return not numbers or (min(numbers) >= -(2**31) and max(numbers) < 2**31)
 
 
 class TmaBox(NamedTuple):
@@ -212,30 +245,50 @@ class TmaLaunch(Launch):
         self.boxes += [(list(box.sizes), list(box.strides), list(box.box), box.layout) for box in boxes]
         # What a box's descriptors have in common, once one of them has passed the checks of its class.
         self._checked: dict[int, dict[str, Any]] = {}
-        # What C takes for the descriptors, by the addresses of their tensors: sizes and strides are fixed.
+        # What C takes for all descriptors, and for each, by their tensors' addresses: sizes and strides are fixed.
         self._maps: dict[tuple[int | None, ...], tuple[Any, ...]] = {}
+        self._map_of: list[dict[Hashable, tuple[Any, ...]]] = [{} for _ in boxes]
+
+    def resized(
+        self, grid: tuple[int, int, int], counts: tuple[int, ...], boxes: Mapping[int, TmaBox] | None = None
+    ) -> Self:
+        """As of a :class:`Launch`; ``boxes``, by position, of tensors of other sizes, with boxes and strides as they
+        were. Descriptors of the others stay encoded.
+        """
+        other = super().resized(grid, counts)
+        if boxes:
+            other.boxes, other._map_of = list(self.boxes), list(self._map_of)
+            for position, box in boxes.items():
+                other.boxes[position] = (list(box.sizes), *self.boxes[position][1:])
+                other._map_of[position] = {}
+            other._checked = dict(self._checked)
+            for position in boxes.keys() & self._checked.keys():
+                other._checked[position] = {**self._checked[position], "shape": other.boxes[position][0]}
+            other._maps = {}
+        return other
 
     def _start(self, tensors: tuple[Tensor | None, ...]) -> None:
         count = len(self.boxes)
         pointers = [tensor if tensor is None else tensor.data_ptr() for tensor in tensors]
         others = pointers[count:]
         aligned = not any([pointer & 15 for pointer in others if pointer is not None])
-        if self._run is None and aligned:
+        if self._kept.compiled is None and aligned:
             self._find(tensors)
-        if self._run is None or not aligned:
+        if self._kept.compiled is None or not aligned:
             self._bind(tensors[count:], aligned, self._descriptors(tensors[:count]))
             return
         grouped: Sequence[Any] = others if self.group is None else self.group(*others)
-        if self._starter is None or self._starter.is_watched():
-            self._run(*self._descriptors(tensors[:count]), *grouped, *self.rest)
+        starter = self._kept.starter
+        if starter is None or starter.is_watched():
+            self._tritons_own_way(*self._descriptors(tensors[:count]), *grouped, *self.rest)
             return
         addresses = tuple(pointers[:count])
         maps = self._maps.get(addresses)
         if maps is None:
             if len(self._maps) >= _MOST_MAPS:
                 self._maps.clear()
-            maps = self._maps[addresses] = self._starter.maps(self._descriptors(tensors[:count]))
-        self._starter.start((*maps, *grouped, *self.rest))
+            maps = self._maps[addresses] = self._encoded(starter, tensors[:count], addresses)
+        starter.start(self.grid, (*maps, *grouped, *self.rest))
 
     def at(self, *pointers: int | None) -> bool:
         """As of a :class:`Launch`, and of descriptors that a call with tensors has encoded."""
@@ -244,8 +297,24 @@ class TmaLaunch(Launch):
         if maps is None or not self.is_ready():
             return False
         grouped: Sequence[Any] = pointers[count:] if self.group is None else self.group(*pointers[count:])
-        self._starter.start((*maps, *grouped, *self.rest))  # type: ignore[union-attr]
+        self._kept.starter.start(self.grid, (*maps, *grouped, *self.rest))  # type: ignore[union-attr]
         return True
+
+    def _encoded(
+        self, starter: Starter, tensors: tuple[Tensor | None, ...], addresses: tuple[int | None, ...]
+    ) -> tuple[Any, ...]:
+        maps: list[Any] = []
+        for position, tensor in enumerate(tensors):
+            of, known = (0, tensors[0]) if tensor is None else (position, tensor), self._map_of[position]
+            # By the first tensor's address, but as none that is given here.
+            address = addresses[position] if tensor is not None else (addresses[0],)
+            one = known.get(address)
+            if one is None:
+                if len(known) >= _MOST_MAPS:
+                    known.clear()
+                one = known[address] = starter.map(position, self._describe(*of))  # type: ignore[arg-type]
+            maps += one
+        return tuple(maps)
 
     def _descriptors(self, tensors: tuple[Tensor | None, ...]) -> list[Any]:
         descriptors: list[Any] = []
@@ -311,7 +380,9 @@ def by_alignment(make: Callable[[bool], Callable[..., None]], tensors: slice) ->
         made[aligned](*given)
 
     def at(*pointers: int | None) -> bool:
-        start = getattr(made.get(True), "at", None)
+        if True not in made:
+            made[True] = make(True)
+        start = getattr(made[True], "at", None)
         return start is not None and start(*pointers)
 
     return Run(run, at)

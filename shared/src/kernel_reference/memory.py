@@ -113,7 +113,8 @@ def _bytes_spanned(tensor: torch.Tensor) -> int:
     """From the first to the last byte, both counted."""
     if not tensor.numel():
         return 0
-    return 1 + sum(stride * (size - 1) for stride, size in _dims_in_bytes(tensor))
+    reach = sum([stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)])
+    return (reach + 1) * tensor.element_size()
 
 
 def _width_in_rows(dims: list[tuple[int, int]], length: int) -> int | None:

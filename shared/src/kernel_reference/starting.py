@@ -8,7 +8,7 @@ short way, and ``compiled[grid]`` serves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 # Of these the C function's arguments are known.
@@ -16,19 +16,19 @@ _VERSIONS = ("3.6.", "3.7.")
 
 
 class Starter(NamedTuple):
-    """A kernel's short way, for its grid and the device that was current when it was compiled.
+    """A kernel's short way, for the device that was current when it was compiled.
 
-    start: takes all arguments in one tuple, tensors as pointers, descriptors as :attr:`maps` gives them. maps: of
-    TMA descriptors, what the C function takes in their place; nothing of their tensors is kept. is_watched: whether a
-    profiler has set hooks, which only Triton's own way calls.
+    start: takes the grid and all arguments in one tuple, tensors as pointers, descriptors as :attr:`map` gives them.
+    map: of a TMA descriptor and its position, what the C function takes in its place; nothing of its tensor is kept.
+    is_watched: whether a profiler has set hooks, which only Triton's own way calls.
     """
 
-    start: Callable[[tuple[Any, ...]], None]
-    maps: Callable[[Sequence[Any]], tuple[Any, ...]]
+    start: Callable[[tuple[int, int, int], tuple[Any, ...]], None]
+    map: Callable[[int, Any], tuple[Any, ...]]
     is_watched: Callable[[], bool]
 
 
-def find_starter(compiled: Any, grid: tuple[int, int, int]) -> Starter | None:
+def find_starter(compiled: Any) -> Starter | None:
     """The short way for what ``kernel[grid](...)`` returned; None where it is not known."""
     try:
         import triton
@@ -38,25 +38,24 @@ def find_starter(compiled: Any, grid: tuple[int, int, int]) -> Starter | None:
         launcher = compiled.run
         if compiled.metadata.target.backend != "cuda" or launcher.global_scratch_size or launcher.profile_scratch_size:
             return None
-        return Starter(_starting(compiled, grid), _mapping(compiled), _watching())
+        return Starter(_starting(compiled), _mapping(compiled), _watching())
     except (ImportError, AttributeError, KeyError):
         return None
 
 
-def _starting(compiled: Any, grid: tuple[int, int, int]) -> Callable[[tuple[Any, ...]], None]:
+def _starting(compiled: Any) -> Callable[[tuple[int, int, int], tuple[Any, ...]], None]:
     from triton.runtime import driver
 
     launcher, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
     launch = _beneath_descriptors(launcher.launch)
     kind = (function, launcher.launch_cooperative_grid, launcher.launch_pdl)
     device, stream_of = driver.active.get_current_device(), driver.active.get_current_stream
-    x, y, z = grid
     # Without hooks, their metadata and scratch memory.
     if hasattr(launcher, "kernel_signature"):
         about = (metadata, None, None, None, None, None, launcher.arg_annotations, launcher.kernel_signature)
-        return lambda arguments: launch(x, y, z, stream_of(device), *kind, *about, arguments)
+        return lambda grid, arguments: launch(*grid, stream_of(device), *kind, *about, arguments)
     rest = (*kind, None, None, metadata, None, None, None)
-    return lambda arguments: launch(x, y, z, stream_of(device), *rest, *arguments)
+    return lambda grid, arguments: launch(*grid, stream_of(device), *rest, *arguments)
 
 
 def _beneath_descriptors(launch: Any) -> Any:
@@ -66,15 +65,13 @@ def _beneath_descriptors(launch: Any) -> Any:
     return dict(zip(launch.__code__.co_freevars, launch.__closure__, strict=True))["launcher"].cell_contents
 
 
-def _mapping(compiled: Any) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+def _mapping(compiled: Any) -> Callable[[int, Any], tuple[Any, ...]]:
     metas = getattr(compiled.metadata, "tensordesc_meta", None) or ()
     if not metas:
-        return lambda descriptors: ()
+        return lambda position, descriptor: ()
     from triton.backends.nvidia.driver import make_tensordesc_arg
 
-    return lambda descriptors: tuple(
-        [x for descriptor, meta in zip(descriptors, metas, strict=True) for x in make_tensordesc_arg(descriptor, meta)]
-    )
+    return lambda position, descriptor: tuple(make_tensordesc_arg(descriptor, metas[position]))
 
 
 def _watching() -> Callable[[], bool]:

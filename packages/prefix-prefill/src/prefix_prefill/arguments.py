@@ -37,7 +37,7 @@ _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _INTEGERS = (torch.int32, torch.int64)
 _HEAD_DIMS = (16, 512)
 # New tokens of a sequence that a number of draft_mask has bits for, its sign left out.
-_MOST_DRAFTED = 63
+MOST_DRAFTED = 63
 _CACHE = {
     "NHD": "[blocks, page, Hkv, D]",
     "HND": "[blocks, Hkv, page, D]",
@@ -411,8 +411,8 @@ def _check_draft(draft_mask: Tensor, max_seqlen_q: int, q: Tensor, names: Names)
     if draft_mask.ndim != 1 or known(draft_mask.shape[0] != q.shape[0]) or not draft_mask.is_contiguous():
         fail("draft_mask", f"[{q.shape[0]}], one a new token, contiguous", describe(draft_mask))
     check_same_device("draft_mask", draft_mask, "q", q)
-    if known(max_seqlen_q > _MOST_DRAFTED):
-        fail(names.max_seqlen_q, f"at most {_MOST_DRAFTED} with draft_mask", max_seqlen_q)
+    if known(max_seqlen_q > MOST_DRAFTED):
+        fail(names.max_seqlen_q, f"at most {MOST_DRAFTED} with draft_mask", max_seqlen_q)
 
 
 def _check_out(

@@ -7,7 +7,8 @@ merge    writes likewise the whole of an attention from two parts of its keys
 =======  =============================================================================
 
 Every implementation, the fake ones included, checks its arguments. On a GPU checks, plan and launch are made once for
-each set of shapes, strides, dtypes and numbers, and found again by it.
+each set of shapes, strides, dtypes and numbers, and found again by it. Eager calls of a batch of new sizes take what
+was made for another batch of the same layer: see batches.py.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from typing import Any
 import torch
 
 from kernel_reference.checks import values_are_checked
-from kernel_reference.dispatch import PreparedLaunches, allocator, implement, launch_module
+from kernel_reference.dispatch import PreparedLaunches, implement, launch_module
 from kernel_reference.integers import power_of_two_at_least
 from prefix_prefill import arguments, levels, reference
 from prefix_prefill.arguments import MergeTensors, PrefillNumbers, PrefillTensors, prefill_arguments
+from prefix_prefill.batches import Batches, direct_call, free_sizes, has_free_sizes, of_any_batch
 from prefix_prefill.levels import CascadeNumbers
 from prefix_prefill.plan import MOST_TOKENS, PrefillPlan, Problem
 from prefix_prefill.values import check_values
@@ -56,8 +58,12 @@ def _prepare_prefill(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
     launch = launch_module("prefix_prefill")
     given, options = PrefillTensors(*tensors), PrefillNumbers(*numbers)
     problem = arguments.check_prefill(given, options)
-    run = launch.prepare_prefill(problem, PrefillPlan.from_ints(options.plan), given)
-    return arguments.overlap_of_prefill(given), run
+    plan = PrefillPlan.from_ints(options.plan)
+    check_overlap = arguments.overlap_of_prefill(given)
+    if not problem.tokens:
+        return check_overlap, launch.prepare_prefill(problem, plan, given), None
+    layer = launch.Layer(problem, plan, given)
+    return check_overlap, layer.of_batch(), layer
 
 
 def _rounded(numbers: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -72,7 +78,7 @@ def _rounded(numbers: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _kernel_prefill(*given: Any) -> None:
     tensors, numbers = given[:_TENSORS], _rounded(given[_TENSORS:])
-    check_overlap, run = launches.find(_prepare_prefill, tensors, numbers)
+    check_overlap, run, _ = launches.find(_prepare_prefill, tensors, numbers)
     if values_are_checked(tensors[0].device):
         check_values(*prefill_arguments(given))
     check_overlap(*tensors)
@@ -113,6 +119,9 @@ def prefill(
     if not torch.compiler.is_dynamo_compiling():
         kind = ("prefill", return_lse, out_dtype, *_rounded(numbers))
         direct = launches.direct(tensors, kind)
+        if direct is None:
+            of_batch = launches.direct(tensors, of_any_batch(kind))
+            direct = None if of_batch is None else of_batch(tensors, kind)
         if direct is not None:
             return direct(*tensors)  # type: ignore[no-any-return]
     q, out = tensors[0], tensors[_OUT]
@@ -122,41 +131,18 @@ def prefill(
     given = (*tensors[:_OUT], out, lse, *tensors[_LSE + 1 :])
     _prefill(*given, *numbers)
     if not torch.compiler.is_dynamo_compiling():
-        launches.keep_direct(tensors, kind, lambda: _direct_prefill(given, _rounded(numbers), tensors[_OUT] is None))
+        layers: list[Any] = []
+
+        def prepared() -> Any:
+            check_overlap, run, layer = launches.find(_prepare_prefill, given, _rounded(numbers))
+            layers.append(layer)
+            return direct_call(check_overlap, run, tensors, out, lse)
+
+        launches.keep_direct(tensors, kind, prepared)
+        if layers and layers[0] is not None and of_batch is None and has_free_sizes(tensors):
+            batches = Batches(layers[0], launches, tensors, out, lse)
+            launches.keep_direct(tensors, of_any_batch(kind), lambda: batches, free_sizes(tensors))
     return out, lse
-
-
-def _direct_prefill(tensors: tuple[Any, ...], numbers: tuple[Any, ...], makes_out: bool) -> Any:
-    """What serves calls like one that the op has served with these tensors."""
-    check_overlap, run = launches.find(_prepare_prefill, tensors, numbers)
-    # What is launched over nothing has none.
-    at = getattr(run, "at", None)
-    new_out, new_lse = [_nothing if x is None else allocator(x) for x in tensors[_OUT : _LSE + 1]]
-
-    def start(*given: Tensor | None) -> None:
-        pointers = [x if x is None else x.data_ptr() for x in given]
-        aligned = not any([pointer & 15 for pointer in pointers if pointer is not None])
-        if not (aligned and at is not None and at(*pointers)):
-            run(*given)
-
-    def into(*given: Any) -> tuple[Tensor, Tensor | None]:
-        lse = new_lse()
-        given = (*given[:_LSE], lse, *given[_LSE + 1 :])
-        check_overlap(*given)
-        start(*given)
-        return given[_OUT], lse
-
-    def anew(*given: Any) -> tuple[Tensor, Tensor | None]:
-        # New memory overlaps none.
-        out, lse = new_out(), new_lse()
-        start(*given[:_OUT], out, lse, *given[_LSE + 1 :])
-        return out, lse
-
-    return anew if makes_out else into
-
-
-def _nothing() -> Any:
-    return None
 
 
 def _prepare_merge(tensors: tuple[Any, ...], _: tuple[Any, ...]) -> Any:

@@ -247,7 +247,7 @@ def merge_rows(p_sinks, p_part, p_part_lse, entry, own, rows, C):
 @triton.jit(do_not_specialize=["rows", "s_lse_head", "s_lse_token", "across"])
 def merge_pieces(
     p_sinks, p_out_scale, p_out, p_lse, p_part, p_part_lse, p_entries,
-    rows, s_lse_head, s_lse_token, out_scale, across, s_out, config: tl.constexpr,
+    rows, s_lse_head, s_lse_token, across, out_scale, s_out, config: tl.constexpr,
 ):  # fmt: skip
     """The results of the tiles in parts. p_part has rows of D, p_part_lse one number for each.
 

@@ -1,0 +1,193 @@
+"""Launches of the kernels that combine partial results: of tiles in pieces, of splits, of two results.
+
+Each comes with the workspace that the attention before it leaves its partial results in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import accumulate
+from math import prod
+from operator import mul
+
+import torch
+
+from kernel_reference.dispatch import allocator_of
+from kernel_reference.integers import cdiv, power_of_two_at_least
+from kernel_reference.launching import Launch, Run, launch_nothing
+from prefix_prefill.addressing import Batch, largest_of
+from prefix_prefill.arguments import MergeTensors, PrefillTensors
+from prefix_prefill.kernels import merge
+from prefix_prefill.plan import PrefillPlan, heads_per_tile, most_tiles, num_slots, programs_of, tokens_per_tile
+
+Tensor = torch.Tensor
+# What attends to a batch, of what was made ready for another one of the same layer.
+Sized = Callable[[Batch], Run]
+
+# Rows, or tokens, that one program of a merge kernel takes, of a tile in pieces at a time: there a warp has one.
+_MERGED_ROWS, _ROWS_OF_PIECES = 16, 4
+# Numbers of an entry that says which tile is in pieces: see kernels/merge.py.
+_ENTRY = 8
+_TENSORS = len(PrefillTensors._fields)
+
+
+def with_pieces(attend: Sized, first: Batch, plan: PrefillPlan, forms: PrefillTensors, device: torch.device) -> Sized:
+    """A launch of the kernel for sm_90, which may leave tiles in parts, and one that merges them."""
+    if plan.num_splits == 1:
+        return lambda batch: _without_pieces(attend(batch))
+    problem = first.problem
+    # The interpreter knows no launches that depend on each other.
+    dependent = device.type != "cpu"
+    config = merge.MergeConfig(
+        GROUP=problem.group,
+        HEADS_KV=problem.num_heads_kv,
+        HEADS=heads_per_tile(problem.group, plan.block_m),
+        TOKENS=tokens_per_tile(problem.group, plan.block_m),
+        BLOCK_M=plan.block_m,
+        ROWS=_ROWS_OF_PIECES,
+        D=problem.head_dim_v,
+        BLOCK_D=max(16, power_of_two_at_least(problem.head_dim_v)),
+        LIMIT=largest_of(forms.out),
+        WIDE=(problem.head_dim_v - 1) * forms.out.stride()[2] >= 2**31,
+        DEPENDENT=dependent,
+    )
+
+    def sizes(batch: Batch) -> tuple[int, int, int, int]:
+        """Entries and rows of the workspace; programs that merge, and how many of them take a tile."""
+        problem = batch.problem
+        programs = programs_of(problem, plan)
+        # By number of the piece, for all rows; by program, two for each.
+        entries = most_tiles(problem, plan.block_m) * plan.num_splits if plan.num_splits else 2 * programs
+        rows = problem.tokens * problem.num_heads * plan.num_splits if plan.num_splits else 2 * programs * plan.block_m
+        # As many programs as work at a time, and no more for a tile than it has rows, if max_seqlen_q is right.
+        most = 16 * plan.programs
+        in_tile = min(plan.block_m, problem.max_seqlen_q * config.HEADS)
+        across = max(1, min(cdiv(in_tile, _ROWS_OF_PIECES), most // entries))
+        return entries, rows, min(entries, most) * across, across
+
+    def counts(batch: Batch, across: int) -> tuple[int, ...]:
+        return batch.problem.tokens, *batch.s_lse, across
+
+    _, _, programs, across = sizes(first)
+    rest = (*counts(first, across), problem.out_scale, forms.out.stride(), config)
+    merging = Launch(
+        merge.merge_pieces, (programs, 1, 1), rest, device, dependent_launch=dependent, num_warps=4
+    )  # fmt: skip
+
+    def sized(batch: Batch) -> Run:
+        entries, rows, programs, across = sizes(batch)
+        merge_pieces = merging if batch is first else merging.resized((programs, 1, 1), counts(batch, across))
+        return _attend_and_merge(attend(batch), merge_pieces, (rows, config.D, entries), device)
+
+    return sized
+
+
+def _without_pieces(attend: Run) -> Run:
+    return Run(
+        lambda *tensors: attend(*tensors[:_TENSORS], None, None, None, *tensors[_TENSORS:]),
+        lambda *pointers: attend.at(*pointers, None, None, None),
+    )
+
+
+def _attend_and_merge(attend: Run, merge_pieces: Launch, sizes: tuple[int, int, int], device: torch.device) -> Run:
+    """Both kernels, over a workspace for so many rows of so many columns, and entries."""
+    rows, columns, entries = sizes
+    forms = ((rows, columns), torch.float32), ((rows,), torch.float32), ((entries + 1, _ENTRY), torch.int64)
+    new_part, new_part_lse, new_noted = [_scratch(size, dtype, device) for size, dtype in forms]
+    # The same in one, at multiples of 16 bytes.
+    ends = [*accumulate(cdiv(prod(size) * dtype.itemsize, 16) * 16 for size, dtype in forms)]
+    new_workspace = _scratch((ends[-1],), torch.uint8, device)
+
+    def run(*tensors: Tensor | None) -> None:
+        given = PrefillTensors(*tensors[:_TENSORS])  # type: ignore[arg-type]
+        part, part_lse, noted = new_part(), new_part_lse(), new_noted()
+        attend(*tensors[:_TENSORS], part, part_lse, noted, *tensors[_TENSORS:])
+        merge_pieces(given.sinks, given.out_scale, given.out, given.lse, part, part_lse, noted)
+
+    def at(*pointers: int | None) -> bool:
+        workspace = new_workspace()
+        part = workspace.data_ptr()
+        pieces = (part, part + ends[0], part + ends[1])
+        if not merge_pieces.is_ready() or not attend.at(*pointers, *pieces):
+            return False
+        *_, sinks, _, _, out_scale, out, lse, _ = pointers
+        return merge_pieces.at(sinks, out_scale, out, lse, *pieces)
+
+    return Run(run, at)
+
+
+def _scratch(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
+    """What makes scratch memory while a call runs."""
+    strides = [*accumulate(reversed(size[1:]), mul, initial=1)]
+    return allocator_of(size, tuple(reversed(strides)), dtype, device)
+
+
+def with_splits(
+    attend: Callable[[Batch], Launch], first: Batch, plan: PrefillPlan, forms: PrefillTensors, device: torch.device
+) -> Sized:
+    """A launch that may leave partial results in a workspace, and then one that merges them."""
+    if plan.num_splits == 1:
+        # Of a workspace's type, so that the same kernel takes it.
+        nothing = _scratch((0,), torch.float32, device)
+
+        def whole(batch: Batch) -> Run:
+            start = attend(batch)
+            return Run(lambda *tensors: start(*tensors[:_TENSORS], nothing(), *tensors[_TENSORS:]), _never)
+
+        return whole
+    problem = first.problem
+    config = merge.SplitConfig(
+        H=problem.num_heads,
+        D=problem.head_dim_v,
+        BLOCK_D=max(16, power_of_two_at_least(problem.head_dim_v)),
+        TOKENS=_MERGED_ROWS,
+        NEW_KV=problem.new_kv,
+        LIMIT=largest_of(forms.out),
+        SKIP_DECODE=problem.skip_decode,
+        WIDE=(problem.head_dim_v - 1) * forms.out.stride()[2] >= 2**31,
+    )
+
+    def counts(batch: Batch) -> tuple[int, ...]:
+        problem = batch.problem
+        slots = num_slots(problem, _MERGED_ROWS)
+        return problem.tokens, problem.sequences, problem.capacity, slots, plan.num_splits, *batch.s_lse
+
+    def grid(batch: Batch) -> tuple[int, int, int]:
+        return num_slots(batch.problem, _MERGED_ROWS) * problem.num_heads, 1, 1
+
+    rest = (*counts(first), problem.out_scale, forms.out.stride(), config)
+    merging = Launch(merge.merge_splits, grid(first), rest, device, num_warps=4)
+
+    def sized(batch: Batch) -> Run:
+        start = attend(batch)
+        merge_splits = merging if batch is first else merging.resized(grid(batch), counts(batch))
+        parts = plan.num_splits * batch.problem.tokens * problem.num_heads
+        new_workspace = _scratch((parts * (problem.head_dim_v + 1),), torch.float32, device)
+
+        def run(*tensors: Tensor | None) -> None:
+            given = PrefillTensors(*tensors[:_TENSORS])  # type: ignore[arg-type]
+            workspace = new_workspace()
+            start(*tensors[:_TENSORS], workspace, *tensors[_TENSORS:])
+            of_batch = (given.cu_seqlens_q, given.seqlens_k)
+            merge_splits(*of_batch, given.sinks, given.out_scale, given.out, given.lse, workspace)
+
+        return Run(run, _never)
+
+    return sized
+
+
+def _never(*_: int | None) -> bool:
+    """The portable kernel's launches take tensors: for their workspace, too, has a type."""
+    return False
+
+
+def prepare_merge(tensors: MergeTensors) -> Callable[..., None]:
+    """What merges two results, called with tensors that look like these."""
+    out_a, lse_a, out_b, lse_b, out, lse = tensors
+    rows, num_heads, head_dim = out_a.shape
+    if out_a.numel() == 0:
+        return launch_nothing
+    strides = [merge.Strides(*(x.stride() for x in pair)) for pair in ((out_a, lse_a), (out_b, lse_b), (out, lse))]
+    rest = (rows, *strides, num_heads, head_dim, max(16, power_of_two_at_least(head_dim)), _MERGED_ROWS)
+    grid = (cdiv(rows, _MERGED_ROWS) * num_heads, 1, 1)
+    return Launch(merge.merge_states, grid, rest, out_a.device, num_warps=4)

@@ -240,3 +240,37 @@ def test_a_time_is_the_median_of_calls_one_each_on_a_cpu() -> None:
     assert len(calls) == 3
     assert demo.plain_ms(lambda: calls.append(1), torch.device("cpu")) is None
     assert len(calls) == 3
+
+
+ON_A_GPU = """
+import torch
+from kernel_reference.bench.demo import Row, median_ms, plain_ms, ran_on
+
+calls = []
+
+
+def real_size(device):
+    time = median_ms(lambda: calls.append("ours"), device)
+    plain = plain_ms(lambda: calls.append("plain"), device)
+    yield Row("split", *ran_on(device), "4096 tokens", 0.0, time, str(len(calls)), plain_ms=plain)
+"""
+
+
+def test_on_a_gpu_calls_are_timed_twenty_at_a_time_between_waits_beside_plain_pytorch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    waits: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    rows = tmp_path / "rows.jsonl"
+    demo._collect(Path(package(tmp_path, "gdn-split", ON_A_GPU)), "real_size", rows)
+    (row,) = demo._read(rows)
+    # Five times 20 of ours; of plain PyTorch one to warm up and three.
+    assert (row.implementation, row.device, row.note) == (demo.GPU_KERNEL, "NVIDIA H200", "104")
+    assert len(waits) == 2 * (5 + 3)
+    table = as_text([("gdn-split", row)], 80)
+    assert "  GPU kernel, NVIDIA H200" in table.splitlines()
+    assert " x  ok" in table
+    assert "speed-up: over the reference in plain PyTorch, float32, on the same GPU" in table

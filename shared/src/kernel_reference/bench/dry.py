@@ -1,21 +1,25 @@
 """A bench without a GPU: results are judged on the CPU, and every call takes the same made-up time.
 
-It shows that cases and maps can be made, run and judged; no time that it gives means anything.
+It shows that cases, maps and demos can be made, run and judged; no time that it gives means anything.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
+from torch.overrides import TorchFunctionMode
 
+from kernel_reference.bench import demo
 from kernel_reference.bench import map as maps_of
 from kernel_reference.bench.case import Case
 from kernel_reference.bench.machine import Machine
 from kernel_reference.bench.measure import Stamp, measure
 from kernel_reference.bench.roofs import Roofs
-from kernel_reference.bench.run import load_cases
+from kernel_reference.bench.run import load_cases, load_module
 
 # So long that a call is not repeated more than it must be.
 CALL_US = 20_000.0
@@ -122,3 +126,35 @@ def judge(case: Case) -> None:
 def _work(case: Case) -> int:
     # On a CPU the reference's work counts as much as bytes do.
     return 20 * case.bytes_moved + case.flops
+
+
+class _OnCpu(TorchFunctionMode):
+    """Whatever torch is asked to do on a GPU it does on the CPU."""
+
+    def __torch_function__(self, function: Any, types: Any, given: Any = (), options: Any = None) -> Any:
+        given = tuple(map(_on_cpu, given))
+        return function(*given, **{name: _on_cpu(value) for name, value in (options or {}).items()})
+
+
+def _on_cpu(value: Any) -> Any:
+    return torch.device("cpu") if isinstance(value, torch.device) and value.type == "cuda" else value
+
+
+def rehearse_demo(path: Path, **sizes: int) -> list[demo.Row]:
+    """The rows that ``real_size`` of a package's demo.py has on a GPU, by the CPU's implementations, each call once.
+
+    ``sizes``: constants of demo.py that are replaced by smaller ones. Raises AttributeError for one that it lacks.
+    """
+    example = load_module(path, "real_size(device)")
+    with (
+        mock.patch.multiple(example, median_ms=_called_once, **sizes),
+        mock.patch.object(demo, "median_ms", _called_once),
+        mock.patch.object(torch.cuda, "get_device_name", lambda device: "a GPU"),
+        _OnCpu(),
+    ):
+        return list(example.real_size(torch.device("cuda")))
+
+
+def _called_once(call: Callable[[], object], *rest: Any, **more: Any) -> float:
+    call()
+    return CALL_US / 1e3

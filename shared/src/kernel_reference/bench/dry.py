@@ -146,10 +146,11 @@ def rehearse_demo(path: Path, **sizes: int) -> list[demo.Row]:
     ``sizes``: constants of demo.py that are replaced by smaller ones. Raises AttributeError for one that it lacks.
     """
     example = load_module(path, "real_size(device)")
+    changes: dict[str, Any] = {"median_ms": _called_once, **sizes}
     with (
-        mock.patch.multiple(example, median_ms=_called_once, **sizes),
+        mock.patch.multiple(example, **changes),
         mock.patch.object(demo, "median_ms", _called_once),
-        mock.patch.object(torch.cuda, "get_device_name", lambda device: "a GPU"),
+        mock.patch.object(torch.cuda, "get_device_name", return_value="a GPU"),
         _OnCpu(),
     ):
         return list(example.real_size(torch.device("cuda")))

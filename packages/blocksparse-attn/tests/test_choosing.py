@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from blocksparse_attn import BlockLayout, select_blocks, selected_attention
-from blocksparse_attn.choosing import ops
+from blocksparse_attn.choosing import ops, reference
 from kernel_reference.checks import validate_values
 from kernel_reference.testing.guards import assert_bitwise_equal
 
@@ -69,7 +69,7 @@ def test_the_kernel_agrees_with_the_reference_on_rows_of_any_dtype(device) -> No
             [torch.empty(12, min(columns, 14), dtype=torch.int32, device=device), possible.clone()] for _ in "12"
         )
         prepare_choose((scores, possible, *got), (9, 3, 2, False, 1, 1, 1))(scores, possible, *got)
-        ops._reference(scores, possible, *wanted, 9, 3, 2, False, 1, 1, 1)
+        reference.choose(scores, possible, *wanted, 9, 3, 2, False, 1, 1, 1)
         for one, other in zip(got, wanted, strict=True):
             assert_bitwise_equal(one, other)
 
@@ -104,7 +104,7 @@ def test_the_kernel_finds_by_itself_what_causality_leaves_a_row(device) -> None:
         got[1], wanted[1] = (x[:, 0].contiguous() for x in (got[1], wanted[1]))
         numbers = (2, 1, 0, False, 4, q_block, k_block)
         prepare_choose((scores, None, *got), numbers)(scores, None, *got)
-        ops._reference(scores, None, *wanted, *numbers)
+        reference.choose(scores, None, *wanted, *numbers)
         for one, other in zip(got, wanted, strict=True):
             assert_bitwise_equal(one, other)
 

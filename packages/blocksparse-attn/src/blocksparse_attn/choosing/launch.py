@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from blocksparse_attn.choosing.ops import _pack_reference, _reference
+from blocksparse_attn.choosing import reference
 from blocksparse_attn.kernels.choose import ChooseConfig, PackConfig, choose, pack
 from kernel_reference.integers import cdiv, power_of_two_at_least
 from kernel_reference.launching import Launch, launch_nothing
@@ -26,7 +26,7 @@ def prepare_choose(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Callab
     if not rows:
         return launch_nothing
     if columns > _MOST_COLUMNS:
-        return lambda *four: _reference(*four, *numbers)
+        return lambda *four: reference.choose(*four, *numbers)
     block = max(16, power_of_two_at_least(max(1, columns)))
     config = ChooseConfig(
         BLOCK_C=block, WIDTH=indices.shape[1], BLOCK_W=max(16, power_of_two_at_least(max(1, indices.shape[1]))),
@@ -41,6 +41,6 @@ def prepare_pack(tensors: tuple[Any, ...]) -> Callable[..., None]:
     indices = tensors[0]
     heads, rows, width = indices.shape
     if not rows or not width:
-        return lambda *four: _pack_reference(*four)
+        return lambda *four: reference.pack(*four)
     config = PackConfig(WIDTH=width, BLOCK_W=max(16, power_of_two_at_least(width)), BLOCK_R=_ROWS, TOGETHER=_COUNTS)
     return Launch(pack, (heads * cdiv(rows, _ROWS), 1, 1), (rows, config), indices.device, num_warps=4)

@@ -221,7 +221,10 @@ def reports() -> list[Report]:
 
 def test_every_kernel_compiles_for_every_target_without_spills_or_traps(reports: list[Report]) -> None:
     # The kernel for sm_90 keeps what belongs to all work items in memory, outside the loops that multiply.
-    assert_clean(reports, most_stack_outside_loops=96)
+    of_keys = [report for report in reports if report.spec.endswith("backward_keys")]
+    assert_clean([report for report in reports if report not in of_keys], most_stack_outside_loops=96)
+    # Two accumulators take half of the registers there are: one number is loaded again in each iteration.
+    assert_clean(of_keys, most_stack_outside_loops=192, most_in_loops=1)
     assert {report.target for report in reports} == set(TARGETS)
 
 
@@ -262,6 +265,18 @@ def test_no_page_layout_is_loaded_element_by_element(reports: list[Report]) -> N
     for report in loaded:
         # 32: what there is one of a row, such as pages, lengths and columns.
         assert report.load_bits <= {32, 64, 128}, (report.spec, report.target, report.load_bits)
+
+
+def test_two_programs_of_gradients_fit_on_an_sm_of_sm_90_and_multiply_by_whole_warpgroups(
+    reports: list[Report],
+) -> None:
+    """One waits for a product or a load while the other multiplies."""
+    found = [report for report in reports if report.spec.startswith("gradients, Phi") and report.target == "sm_90"]
+    assert len(found) == 2
+    for report in found:
+        assert report.shared <= LIMITS["sm_90"].shared_memory // 2, report.spec
+        # Of 8 warps each half would multiply all of a tile of 64 x 64.
+        assert report.uses("HGMMA.64x64x16"), report.spec
 
 
 def test_both_consumers_on_sm_90_store_rows_by_16_bytes(reports: list[Report]) -> None:

@@ -43,6 +43,7 @@ CASES: dict[str, dict[str, Any]] = {
     "heads of 40": {"head_dim": 40, "softmax_scale": 0.0},
     "float32": {"dtype": FP32, "softcap": 3.0, "sinks": True},
 }
+SMALL = BackwardPlan(16, 16, 4, 1, 16, 16, 4, 1)
 NAMES = ("d_q", "d_k", "d_v", "d_sinks")
 
 
@@ -146,13 +147,13 @@ def run(device: torch.device) -> Callable[..., list[Tensor]]:
 def test_the_kernels_match_the_oracle(tensors, run, options) -> None:
     batch = tensors.batch(LENGTHS, **options)
     d_out, d_lse = upstream(batch, *results_of(batch))
-    check(batch, run(batch, BackwardPlan(16, 16, 4, 1), d_out, d_lse), d_out, d_lse)
+    check(batch, run(batch, SMALL, d_out, d_lse), d_out, d_lse)
 
 
 def test_tiles_of_any_size_make_the_same_gradients(tensors, run) -> None:
     batch = tensors.batch([(0, 70), (30, 40)], blocks=(32, 64), head_dim=16)
     d_out, _ = upstream(batch, *results_of(batch))
-    for plan in (BackwardPlan(32, 64, 4, 1), BackwardPlan(16, 32, 4, 2)):
+    for plan in (BackwardPlan(32, 64, 4, 1, 16, 32, 4, 2), BackwardPlan(16, 32, 4, 2, 16, 64, 4, 1)):
         check(batch, run(batch, plan, d_out, None), d_out, None)
 
 
@@ -162,9 +163,9 @@ def test_keys_that_no_query_sees_contaminate_nothing(tensors, run) -> None:
     batch = tensors.batch([(0, 60)], mask=mask)
     before = results_of(batch)
     d_out, d_lse = upstream(batch, *before)
-    clean = run(batch, BackwardPlan(16, 16, 4, 1), d_out, d_lse)
+    clean = run(batch, SMALL, d_out, d_lse)
     batch.spoil(0, range(16, 32))
-    for x, y in zip(clean[:3], run(batch, BackwardPlan(16, 16, 4, 1), d_out, d_lse)[:3], strict=True):
+    for x, y in zip(clean[:3], run(batch, SMALL, d_out, d_lse)[:3], strict=True):
         assert_bitwise_equal(y, x)
     assert not clean[1][16:32].any()
 

@@ -11,32 +11,43 @@ from kernel_reference.plans import Plan
 
 @dataclass(frozen=True)
 class BackwardPlan(Plan):
-    """Tiles of ``block_m`` queries, of one row of the layout, and of ``block_n`` keys, of one block."""
+    """Two kernels: one by tiles of queries, of one row of the layout, and one by tiles of keys, of one block.
+
+    That of queries has ``block_m`` of them, and walks ``block_n`` keys at a time; that of keys has ``keys_n``, and
+    walks ``keys_m`` queries at a time.
+    """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    keys_m: int
+    keys_n: int
+    keys_warps: int
+    keys_stages: int
 
     def covers(self, problem: Problem) -> bool:
         """Whether the kernels can run this problem with this plan."""
-        if not is_power_of_two(self.block_m, self.block_n, self.num_warps) or self.num_stages < 1:
+        sizes = (self.block_m, self.block_n, self.keys_m, self.keys_n)
+        if not is_power_of_two(*sizes, self.num_warps, self.keys_warps) or min(sizes) < 16:
             return False
-        whole = problem.q_block % self.block_m == problem.k_block % self.block_n == 0
-        return whole and min(self.block_m, self.block_n) >= 16 and not problem.page_size
+        if min(self.num_stages, self.keys_stages) < 1 or problem.page_size:
+            return False
+        rows = problem.q_block % self.block_m == self.block_m % self.keys_m == 0
+        return rows and problem.k_block % self.block_n == problem.k_block % self.keys_n == 0
 
 
 def plan_backward(problem: Problem, limits: DeviceLimits) -> BackwardPlan:
-    """The plan for a problem on this device. No device has measured it yet."""
+    """The plan for a problem on this device."""
     block_d = power_of_two_at_least(max(16, problem.head_dim, problem.head_dim_v))
     if problem.bits == 32:
         most, num_warps, num_stages = 16, 4 if block_d <= 64 else 8, 1
     elif limits.shared_memory <= 64 * 1024:
         most, num_warps, num_stages = (32, 4, 1) if block_d <= 64 else (16, 4, 1)
     else:
-        most, num_warps, num_stages = (64, 4 if block_d <= 64 else 8, 2) if block_d <= 128 else (32, 8, 1)
+        most, num_warps, num_stages = (64, 4, 2) if block_d <= 128 else (32, 8, 1)
     block_m, block_n = (min(most, power_of_two_in(block)) for block in (problem.q_block, problem.k_block))
-    return BackwardPlan(block_m, block_n, num_warps, num_stages)
+    return BackwardPlan(block_m, block_n, num_warps, num_stages, block_m, block_n, num_warps, num_stages)
 
 
 def num_tiles(tokens: int, block: int, problem: Problem, slack: int) -> int:

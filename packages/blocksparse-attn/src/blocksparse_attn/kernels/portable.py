@@ -13,11 +13,13 @@ from blocksparse_attn.kernels.softmax import store, update
 from blocksparse_attn.kernels.tiles import (
     head_of,
     keys_of_sequence,
+    keys_of_tile,
     list_of,
     load_across,
     load_tile,
     locate,
     part_of,
+    rows_of_tile,
     share,
     slot_of,
     split_row,
@@ -102,9 +104,7 @@ def attend_lists(
     context = length - q_len
     i_tile = (length - 1) // BLOCK_M - i_slot
     if (q_len > 0) & (i_slot >= 0) & (i_tile >= context // BLOCK_M):
-        position = i_tile * BLOCK_M + tl.arange(0, BLOCK_M)
-        m_row = (position >= context) & (position < length)
-        position = tl.minimum(tl.maximum(position, context), length - 1)
+        position, m_row = rows_of_tile(i_tile, context, length, BLOCK_M)
         row = begin + (position - context)
         i_h = i_kv * config.GROUP + i_g
         i_b, token, all_rows = split_row(batch, begin, row, config.KIND)
@@ -112,12 +112,7 @@ def attend_lists(
         o_d = wide(tl.arange(0, config.BLOCK_D), config.WIDE) * strides.q[3]
         b_q = load_tile(p_q, off_q, o_d, m_row, config.D, config.BLOCK_D)
 
-        first = tl.maximum(i_tile * BLOCK_M, context)
-        # The keys that some row may see.
-        high = tl.minimum(i_tile * BLOCK_M + (BLOCK_M - 1), length - 1) + 1
-        low = high * 0
-        if config.HAS_LEFT:
-            low = tl.maximum(first - left, 0)
+        low, high = keys_of_tile(i_tile, context, length, left, BLOCK_M, config.HAS_LEFT)
         columns = (high - 1) // config.K_BLOCK + 1
         p_list = lists.col + i_h.to(tl.int64) * s_col
         from_entry, to_entry = list_of(layout, i_h, i_tile * BLOCK_M // config.Q_BLOCK, possible)

@@ -180,6 +180,24 @@ def list_of(layout, o_h, i_row, wanted):
 
 
 @triton.jit
+def rows_of_tile(i_tile, context, length, BLOCK_M: tl.constexpr):
+    """Positions of a tile's rows, clamped to those of the sequence's queries, and which rows there are."""
+    position = i_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    m_row = (position >= context) & (position < length)
+    return tl.minimum(tl.maximum(position, context), length - 1), m_row
+
+
+@triton.jit
+def keys_of_tile(i_tile, context, length, left, BLOCK_M: tl.constexpr, HAS_LEFT: tl.constexpr):
+    """The first and the last + 1 of the keys that some row of a tile may see."""
+    high = tl.minimum(i_tile * BLOCK_M + (BLOCK_M - 1), length - 1) + 1
+    low = high * 0
+    if HAS_LEFT:
+        low = tl.maximum(tl.maximum(i_tile * BLOCK_M, context) - left, 0)
+    return low, high
+
+
+@triton.jit
 def share(count, i_split, num_splits):
     """The first and the last + 1 of ``count`` that this split takes."""
     each = (count + num_splits - 1) // num_splits

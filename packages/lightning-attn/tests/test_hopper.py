@@ -190,8 +190,9 @@ def test_chained_segments_have_the_results_of_whole_sequences_in_both_directions
         assert (one - other).abs().max() <= 4 * torch.finfo(dtype).eps * one.abs().max()
 
 
-def test_two_stages_give_the_bits_of_four(tensors, kernels) -> None:
-    q, k, v = (tensors.normal(1, 1, 140, size, dtype=torch.bfloat16) for size in (48, 48, 40))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_two_stages_give_the_bits_of_four(tensors, kernels, dtype) -> None:
+    q, k, v = (tensors.normal(1, 1, 140, size, dtype=dtype) for size in (48, 48, 40))
     results = [
         kernels.attention(PrefillPlan(64, 64, 0, 4, stages, 64, True), q, k, v, torch.tensor([0.02]), None)
         for stages in (2, 4)
@@ -200,8 +201,9 @@ def test_two_stages_give_the_bits_of_four(tensors, kernels) -> None:
         assert_bitwise_equal(one, other)
 
 
-def test_powers_of_two_come_through_float16_on_sm_90(tensors, kernels, powers) -> None:
-    plan = PrefillPlan(64, 64, 0, 4, 2, block_d=64, hopper=True)
+@pytest.mark.parametrize("stages", [2, 4])
+def test_powers_of_two_come_through_float16_on_sm_90(tensors, kernels, powers, stages) -> None:
+    plan = PrefillPlan(64, 64, 0, 4, stages, block_d=64, hopper=True)
     tensors.check_powers(partial(kernels.attention, plan), partial(kernels.gradients, plan), 64, 80, powers)
 
 

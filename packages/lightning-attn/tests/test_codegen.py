@@ -186,6 +186,9 @@ def all_specs(target: str) -> Iterator[KernelSpec]:
         yield next(branching("for sm_90", MINIMAX, tokens))
         yield from dense("for sm_90", MINIMAX, torch.bfloat16)
         yield from dense("for sm_90, segments", MINIMAX_TP8, torch.bfloat16)
+        wide = replace(plan_prefill(MINIMAX_TP8, "bfloat16", limits, True), block_e=128, num_warps=8, num_stages=3)
+        for dtype in (torch.bfloat16, torch.float16):
+            yield from list(dense(f"for sm_90, 128 columns of {dtype}", MINIMAX_TP8, dtype, wide))[-1:]
         yield from dense("for sm_90 in float32", MINIMAX_TP8, torch.float32)
         yield from ragged("for sm_90, grouped", GROUPED, torch.bfloat16, 0)
         # With segments it holds all that it does without; the other launches are those above.

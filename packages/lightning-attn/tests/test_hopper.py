@@ -74,12 +74,25 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch, shadows: Sequence[ModuleType], d
 ], ids=str)  # fmt: skip
 def test_the_kernel_for_sm_90_is_the_recurrence(tensors, kernels, sizes, dtype, segment, stages, chained) -> None:
     plan = PrefillPlan(64, 64, segment, 4, stages, 128 if sizes[0] > 64 else 64, True, chained=chained)
+    check_kinds_of_sequences(tensors, kernels, plan, sizes, dtype)
+
+
+@pytest.mark.parametrize(("dtype", "segment", "chained"), [
+    (torch.bfloat16, 0, False), (torch.float16, 128, False), (torch.bfloat16, 64, True),
+], ids=str)  # fmt: skip
+def test_two_warpgroups_of_128_columns_are_the_recurrence(tensors, kernels, dtype, segment, chained) -> None:
+    plan = PrefillPlan(64, 128, segment, 8, 3, 64, True, chained=chained)
+    check_kinds_of_sequences(tensors, kernels, plan, (40, 168), dtype)
+
+
+def check_kinds_of_sequences(tensors: Any, kernels: Any, plan: PrefillPlan, sizes: Any, dtype: torch.dtype) -> None:
+    """Short and long ones, with and without an initial state, padding and, but for two stages, snapshots."""
     batch = tensors.ragged(
         [1, 200, 0, 64, 70], heads=(1, 2), sizes=sizes, dtype=dtype, slots=[3, 7, 1, -1, 0], num_slots=12,
         initial=[True, False, True, True, True], rows_after=5,
     )  # fmt: skip
     # With snapshots a sequence of one token is a chunk too.
-    positions = [[-1, 1], [128, 130], [-1, -1], [-1, -1], [64, 70]] if stages > 2 else None
+    positions = [[-1, 1], [128, 130], [-1, -1], [-1, -1], [64, 70]] if plan.num_stages > 2 else None
     batch.check(snapshots=kernels.prefill(batch, plan, positions))
 
 

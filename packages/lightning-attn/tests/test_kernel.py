@@ -799,6 +799,16 @@ OTHER_HOPPER = {
     "launches that wait": (BF16, {"segment": 128, "dependent_launch": True}),
     "a chain": (BF16, {"segment": 128, "num_stages": 2, "chained": True}),
     "a chain in float16": (FP16, {"segment": 64, "num_stages": 3, "chained": True}),
+    "128 columns": (BF16, {"segment": 0, "block_e": 128, "num_warps": 8, "num_stages": 3}),
+    "128 columns in segments": (
+        BF16,
+        {"segment": 128, "block_e": 128, "num_warps": 8, "num_stages": 2, "dependent_launch": True},
+    ),
+    "128 columns in float16": (FP16, {"segment": 128, "block_e": 128, "num_warps": 8, "num_stages": 3}),
+    "128 columns in a chain": (
+        BF16,
+        {"segment": 128, "block_e": 128, "num_warps": 8, "num_stages": 2, "chained": True},
+    ),
     "float32": (FP32, {"segment": 0, "num_warps": 8, "num_stages": 1, "bf16x6": True}),
     "float32 in segments": (FP32, {"segment": 128, "num_warps": 8, "num_stages": 1, "bf16x6": True}),
 }

@@ -273,6 +273,8 @@ def test_a_plan_for_hopper_covers_the_head_sizes_that_its_kernel_is_written_for(
         shape = Heads(1, 2, d, e)
         assert replace(ON_HOPPER, block_d=64).covers(shape) == (32 < d <= 64 and e > 32)
         assert replace(ON_HOPPER, block_d=128).covers(shape) == (64 < d <= 128 and e > 32)
+        wide = replace(ON_HOPPER, block_d=64, block_e=128, num_warps=8, num_stages=3)
+        assert wide.covers(shape) == (32 < d <= 64 and e > 64)
         assert GOOD.covers(shape)
 
 

@@ -254,8 +254,10 @@ def _with_segments(
         from lightning_attn.kernels import hopper_float32
 
         kernel = hopper_float32.segment_states
+    # The portable one has tiles of 64 columns, whatever the plan's.
+    num_warps = 4 if plan.hopper and not plan.bf16x6 else plan.num_warps
     own = Launch(
-        kernel, grid, (*counts, problem.scale, own_strides, own_sizes), device, num_warps=plan.num_warps,
+        kernel, grid, (*counts, problem.scale, own_strides, own_sizes), device, num_warps=num_warps,
         num_stages=stages,
     )  # fmt: skip
     # Small tiles: the chain of a sequence's segments is latency alone.
@@ -333,7 +335,7 @@ def _sizes(heads: Heads, plan: PrefillPlan, problem: PrefillProblem | None = Non
     return Sizes(
         num_heads, num_heads // heads.num_heads_qk, num_heads // heads.num_heads_v, heads.head_qk, heads.head_v,
         plan.block_d, plan.block_e, plan.chunk, plan.segment, plan.num_stages, is_reversed, is_wide, precision,
-        plan.dependent_launch, plan.chained,
+        plan.dependent_launch, plan.chained, plan.num_warps if plan.hopper else Sizes._field_defaults["WARPS"],
     )  # fmt: skip
 
 

@@ -152,7 +152,8 @@ class PrefillPlan(Plan):
 
     A program holds those columns in pieces of ``block_d`` rows. ``chunk`` 1: token by token. ``segment`` 0: a program
     takes a whole sequence. Otherwise programs take segments of that many tokens in parallel, after two smaller
-    launches that make the states between them. ``hopper``: by the kernel made for sm_90. ``bf16x6``: a product of
+    launches that make the states between them. ``hopper``: by the kernel made for sm_90, 64 columns and 4 warps, or 128
+    and 8. ``bf16x6``: a product of
     float32 is six of bfloat16 parts on tensor cores; otherwise FMAs, or what matrix instructions of float32 there are.
     ``dependent_launch``: by the kernel for sm_90, segments' launches start before those ahead of them have ended.
     ``chained``: by the kernel for sm_90, there is one launch, in which segments pass their states on.
@@ -185,11 +186,15 @@ class PrefillPlan(Plan):
             return False
         if not self.hopper:
             return True
-        if not fits_hopper(heads) or not self.chunk == self.block_e == 64 or self.block_d != hopper_columns(heads):
+        if not fits_hopper(heads) or self.chunk != 64 or self.block_d != hopper_columns(heads):
             return False
         if self.bf16x6:
-            return self.num_warps == 8 and self.num_stages == 1 and not (self.dependent_launch or self.chained)
-        return self.num_warps == 4 and self.num_stages >= 2
+            is_exact = self.num_warps == 8 and self.block_e == 64 and self.num_stages == 1
+            return is_exact and not (self.dependent_launch or self.chained)
+        # A warpgroup for 64 columns each, which share the scores. Shared memory has no room for more stages.
+        if (self.block_e, self.num_warps) == (128, 8):
+            return heads.head_v > 64 and 2 <= self.num_stages <= 3
+        return (self.block_e, self.num_warps) == (64, 4) and self.num_stages >= 2
 
 
 @dataclass(frozen=True)

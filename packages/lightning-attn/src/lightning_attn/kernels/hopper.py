@@ -1,7 +1,8 @@
 """Prefill in chunks for NVIDIA's sm_90, in 16 bits: ``chunked.prefill`` with asynchronous loads and MMAs.
 
-One warpgroup a program, one program an SM. TMA loads run STAGES - 1 chunks ahead, and each of a chunk's four WGMMAs
-overlaps with converting or storing an operand or result of another:
+One warpgroup a program, or two that make a head's scores once for 128 columns, and one program an SM. TMA loads run
+STAGES - 1 chunks ahead, and each of a chunk's four WGMMAs overlaps with converting or storing an operand or result of
+another:
 
     scores = k q^T          with    seen  = S^T q^T     in flight together
     o^T = seen + v^T scores with    S^T' = (v entering)^T k + decayed S^T, while o is converted and stored
@@ -84,9 +85,15 @@ class Chunk(NamedTuple):
 
 
 @gluon.constexpr_function
-def out_layout(CHUNK):
-    """Registers of scores [keys, queries] and outputs [64, queries], accumulators."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])
+def out_layout(CHUNK, WARPS):
+    """Registers of outputs [BLOCK_E, queries], accumulators."""
+    return gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, CHUNK, 16])
+
+
+@gluon.constexpr_function
+def scores_registers(CHUNK, WARPS):
+    """Registers of scores [keys, queries], accumulators. Of two warpgroups each has all rows of half the columns."""
+    return gl.NVMMADistributedLayout([3, 0], [4, WARPS // 4], [16, CHUNK * 4 // WARPS, 16])
 
 
 @gluon.constexpr_function
@@ -96,13 +103,13 @@ def out_stages(STAGES):
 
 
 @gluon.constexpr_function
-def keeps_state(dtype, STAGES):
+def keeps_state(dtype, STAGES, WARPS):
     """Whether a state goes into its product from shared memory, of which two programs an SM have none to spare.
 
     ptxas waits for the scores before it issues a product whose operand is made in registers behind them; a state's
     maximum and scales in float16 take as long as the scores do.
     """
-    return dtype == gl.float16 and STAGES > 3
+    return dtype == gl.float16 and STAGES > 3 and WARPS == 4
 
 
 @gluon.jit
@@ -113,8 +120,9 @@ def step(tensors, ring, buffers, o, work, chunk, acc_S, decay, sizes: gl.constex
     D: gl.constexpr = sizes.BLOCK_D
     BLOCK_E: gl.constexpr = sizes.BLOCK_E
     dtype: gl.constexpr = d_o.dtype
-    L_S: gl.constexpr = state_layout(D)
-    L_O: gl.constexpr = out_layout(CHUNK)
+    L_S: gl.constexpr = state_layout(D, sizes.WARPS)
+    L_O: gl.constexpr = out_layout(CHUNK, sizes.WARPS)
+    L_SCORES: gl.constexpr = scores_registers(CHUNK, sizes.WARPS)
     operand_of_o: gl.constexpr = gl.DotOperandLayout(0, L_O, 2)
     operand_of_S: gl.constexpr = gl.DotOperandLayout(0, L_S, 2)
     i_load = chunk.i + work.own
@@ -123,7 +131,7 @@ def step(tensors, ring, buffers, o, work, chunk, acc_S, decay, sizes: gl.constex
     k_tile = ring.k.index(stage).reshape([CHUNK, D])
     v_tile = ring.v.index(stage).reshape([CHUNK, BLOCK_E])
     FP16: gl.constexpr = dtype == gl.float16
-    KEEPS_STATE: gl.constexpr = keeps_state(dtype, sizes.STAGES)
+    KEEPS_STATE: gl.constexpr = keeps_state(dtype, sizes.STAGES, sizes.WARPS)
     # Were the state read after the next WGMMAs have been issued, ptxas would wait for them first.
     if KEEPS_STATE:
         b_S = buffers.state
@@ -135,11 +143,11 @@ def step(tensors, ring, buffers, o, work, chunk, acc_S, decay, sizes: gl.constex
     decayed_S = acc_S * decay
     mbarrier.wait(ring.full.index(stage), (i_load // sizes.STAGES) & 1)
     if MASKED:
-        zero_after(k_tile, chunk.length, CHUNK, D)
-        zero_after(v_tile, chunk.length, CHUNK, BLOCK_E)
+        zero_after(k_tile, chunk.length, CHUNK, D, sizes.WARPS)
+        zero_after(v_tile, chunk.length, CHUNK, BLOCK_E, sizes.WARPS)
         fence_async_shared()
         tl.debug_barrier()
-    b_zero = gl.zeros([CHUNK, CHUNK], gl.float32, L_O)
+    b_zero = gl.zeros([CHUNK, CHUNK], gl.float32, L_SCORES)
     if FP16:
         scores = warpgroup_mma(q_tile, k_tile.permute((1, 0)), b_zero, use_acc=False, is_async=True)  # [queries, keys]
         if KEEPS_STATE:
@@ -149,15 +157,16 @@ def step(tensors, ring, buffers, o, work, chunk, acc_S, decay, sizes: gl.constex
             tl.debug_barrier()
     else:
         scores = warpgroup_mma(k_tile, q_tile.permute((1, 0)), b_zero, use_acc=False, is_async=True)  # [keys, queries]
+    b_zero = gl.zeros([BLOCK_E, CHUNK], gl.float32, L_O)
     seen = warpgroup_mma(b_S, q_tile.permute((1, 0)), b_zero, use_acc=False, is_async=True)  # [BLOCK_E, queries]
     b_scores = warpgroup_mma_wait(1, deps=[scores])
     if FP16:
-        b_scores = b_scores * buffers.within.load(L_O)
+        b_scores = b_scores * buffers.within.load(L_SCORES)
         b_up_scores, _ = into_float16(gl.max(gl.abs(b_scores), axis=1))
         buffers.up.store(b_up_scores)
         buffers.scores.permute((1, 0)).store((b_scores * b_up_scores[:, None]).to(dtype))
     else:
-        buffers.scores.store((b_scores * buffers.within.load(L_O)).to(dtype))
+        buffers.scores.store((b_scores * buffers.within.load(L_SCORES)).to(dtype))
     fence_async_shared()
     tl.debug_barrier()
     # Past this barrier no warp is still in the chunk before: its stage takes the chunk that is STAGES - 1 ahead.
@@ -182,7 +191,7 @@ def step(tensors, ring, buffers, o, work, chunk, acc_S, decay, sizes: gl.constex
     o_tile.reshape([CHUNK, BLOCK_E]).permute((1, 0)).store(b_o)
     if MASKED:
         tl.debug_barrier()
-        layout: gl.constexpr = tile_layout(BLOCK_E)
+        layout: gl.constexpr = tile_layout(BLOCK_E, sizes.WARPS)
         o_row = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
         o_e = work.column + gl.arange(0, BLOCK_E, gl.SliceLayout(0, layout))
         p_tile = o.p + (chunk.row + o_row)[:, None].to(gl.int64) * o.stride + o_e[None, :] * o.element
@@ -298,8 +307,8 @@ def prefill(
             else:
                 load_chunk(tensors, ring, work, i, start + i * stride, STAGES)
 
-        L_S: gl.constexpr = state_layout(D)
-        L_O: gl.constexpr = out_layout(CHUNK)
+        L_S: gl.constexpr = state_layout(D, sizes.WARPS)
+        L_SCORES: gl.constexpr = scores_registers(CHUNK, sizes.WARPS)
         o_d = gl.arange(0, D, gl.SliceLayout(0, L_S))
         o_e = column + gl.arange(0, BLOCK_E, gl.SliceLayout(1, L_S))
         acc_S = gl.zeros([BLOCK_E, D], gl.float32, L_S)
@@ -324,8 +333,8 @@ def prefill(
 
         rate = base_two_rate(p_slopes, i_h)
         # The layouts of queries and keys where their weights are needed.
-        o_i = gl.arange(0, CHUNK, gl.SliceLayout(0, L_O))
-        o_j = gl.arange(0, CHUNK, gl.SliceLayout(1, L_O))
+        o_i = gl.arange(0, CHUNK, gl.SliceLayout(0, L_SCORES))
+        o_j = gl.arange(0, CHUNK, gl.SliceLayout(1, L_SCORES))
         o_k = gl.arange(0, CHUNK, gl.SliceLayout(0, gl.DotOperandLayout(0, L_S, 2)))
         distance = o_i[None, :] - o_j[:, None]
         # In float16 rows are queries, and columns keys.
@@ -342,7 +351,7 @@ def prefill(
         state_smem = None
         if FP16:
             up_smem = gl.allocate_shared_memory(gl.float32, [CHUNK], row_layout)
-        if keeps_state(dtype, STAGES):
+        if keeps_state(dtype, STAGES, sizes.WARPS):
             state_smem = gl.allocate_shared_memory(dtype, [BLOCK_E, D], gl.NVMMASharedLayout(128, 16, rank=2))
         buffers = Buffers(scores, o_tiles, within_smem, seeing_smem, entering_smem, up_smem, state_smem)
         lost = rest_of_rate(p_slopes, i_h, rate)

@@ -33,7 +33,7 @@ def own_chunk(tensors, ring, buffers, work, i, acc_S, decay, length, sizes: gl.c
     BLOCK_E: gl.constexpr = sizes.BLOCK_E
     STAGES: gl.constexpr = sizes.STAGES
     stride: gl.constexpr = -CHUNK if sizes.REVERSED else CHUNK
-    operand: gl.constexpr = gl.DotOperandLayout(0, state_layout(D), 2)
+    operand: gl.constexpr = gl.DotOperandLayout(0, state_layout(D, sizes.WARPS), 2)
     stage = i % STAGES
     k_tile = ring.k.index(stage).reshape([CHUNK, D])
     v_tile = ring.v.index(stage).reshape([CHUNK, BLOCK_E])
@@ -43,8 +43,8 @@ def own_chunk(tensors, ring, buffers, work, i, acc_S, decay, length, sizes: gl.c
     # Past this barrier no warp is still in the chunk before: its stage takes the chunk that is STAGES - 1 ahead.
     load_own(tensors, ring, work, i + STAGES - 1, stride, STAGES)
     if MASKED:
-        zero_after(k_tile, length, CHUNK, D)
-        zero_after(v_tile, length, CHUNK, BLOCK_E)
+        zero_after(k_tile, length, CHUNK, D, sizes.WARPS)
+        zero_after(v_tile, length, CHUNK, BLOCK_E, sizes.WARPS)
         fence_async_shared()
         tl.debug_barrier()
     b_entering = buffers.entering.load(gl.SliceLayout(0, operand))
@@ -61,7 +61,7 @@ def own_state(tensors, ring, buffers, work, rate, o_i, o_k, rest, scale, sizes: 
     D: gl.constexpr = sizes.BLOCK_D
     REVERSED: gl.constexpr = sizes.REVERSED
     BLOCK_E: gl.constexpr = sizes.BLOCK_E
-    acc_S = gl.zeros([BLOCK_E, D], gl.float32, state_layout(D))
+    acc_S = gl.zeros([BLOCK_E, D], gl.float32, state_layout(D, sizes.WARPS))
     decay = gl.exp2(-rate * CHUNK)
     whole_from = 0
     if REVERSED:

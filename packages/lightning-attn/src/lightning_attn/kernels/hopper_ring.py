@@ -34,9 +34,9 @@ class Work(NamedTuple):
 
 
 @gluon.constexpr_function
-def state_layout(D):
-    """Registers of a state's tile [64, D], an accumulator."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+def state_layout(D, WARPS):
+    """Registers of a state's tile [16 * WARPS, D], an accumulator."""
+    return gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D, 16])
 
 
 @gluon.jit

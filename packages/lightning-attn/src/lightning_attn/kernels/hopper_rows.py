@@ -9,15 +9,15 @@ from lightning_attn.kernels.schedule import States, StateStrides, has_initial, s
 
 
 @gluon.constexpr_function
-def tile_layout(columns):
-    """Rows x columns of 16-bit elements over four warps, 16 bytes a thread."""
-    return gl.BlockedLayout([1, 8], [256 // columns, columns // 8], [4, 1], [1, 0])
+def tile_layout(columns, WARPS):
+    """Rows x columns of 16-bit elements, 16 bytes a thread."""
+    return gl.BlockedLayout([1, 8], [256 // columns, columns // 8], [WARPS, 1], [1, 0])
 
 
 @gluon.constexpr_function
-def decoding_layout(PRECISION):
-    """A state's tile [64, D] over four warps, or the eight of float32's kernel, 16 bytes of a packed pool a thread."""
-    return gl.BlockedLayout([4, 1], [16, 2], [1, 4 if PRECISION is None else 8], [0, 1])
+def decoding_layout(WARPS):
+    """A state's tile, 64 rows or more over the warps' columns, 16 bytes of a packed pool a thread."""
+    return gl.BlockedLayout([4, 1], [16, 2], [1, WARPS], [0, 1])
 
 
 @gluon.jit
@@ -35,9 +35,9 @@ def opaque(values):
 
 
 @gluon.jit
-def zero_after(smem, length, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+def zero_after(smem, length, ROWS: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr):
     """Zero a tile's rows from ``length`` on: they are another sequence's, and its NaN would survive a weight of 0."""
-    layout: gl.constexpr = tile_layout(COLUMNS)
+    layout: gl.constexpr = tile_layout(COLUMNS, WARPS)
     o_row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     b_tile = smem.load(layout)
     smem.store(gl.where(o_row[:, None] < length, b_tile, 0.0).to(b_tile.dtype))
@@ -67,7 +67,7 @@ def store_zeros(o, begin, end, column, sizes: gl.constexpr):
     """Zero rows begin to end of one head's BLOCK_E columns."""
     CHUNK: gl.constexpr = sizes.CHUNK
     BLOCK_E: gl.constexpr = sizes.BLOCK_E
-    layout: gl.constexpr = tile_layout(BLOCK_E)
+    layout: gl.constexpr = tile_layout(BLOCK_E, sizes.WARPS)
     o_row = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
     o_e = column + gl.arange(0, BLOCK_E, gl.SliceLayout(0, layout))
     b_zero = gl.zeros([CHUNK, BLOCK_E], o.p.dtype.element_ty, layout)
@@ -129,7 +129,7 @@ def single_token(rows, row, column, p_slopes, initial, final, batch, i_n, slot, 
     """
     D: gl.constexpr = sizes.BLOCK_D
     BLOCK_E: gl.constexpr = sizes.BLOCK_E
-    layout: gl.constexpr = decoding_layout(sizes.PRECISION)
+    layout: gl.constexpr = decoding_layout(sizes.WARPS)
     q, k, v, o = rows
     row = row.to(gl.int64)
     o_d = gl.arange(0, D, gl.SliceLayout(0, layout))

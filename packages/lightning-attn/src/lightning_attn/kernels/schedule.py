@@ -36,7 +36,7 @@ class Sizes(NamedTuple):
     DEPENDENT_LAUNCH: bool = False
     # There is one launch, in which segments pass their states on.
     CHAINED: bool = False
-    # For the kernels for sm_90 that go token by token: warps of a program, and a state's strides along d and e.
+    # For kernels for sm_90: warps of a program and, of those that go token by token, a state's strides along d and e.
     WARPS: int = 4
     STATE_D: int = 0
     STATE_E: int = 0

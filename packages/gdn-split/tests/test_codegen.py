@@ -128,7 +128,7 @@ def prefill(
     return KernelSpec.of_launch(launched, tensors, name=name)
 
 
-def prefill_gradients(name: str, shape: GroupShape, rows: int, limits: DeviceLimits, of_rows: bool) -> KernelSpec:
+def prefill_gradients(name: str, shape: GroupShape, rows: int, limits: DeviceLimits, which: int) -> KernelSpec:
     make = lambda *size, dtype=torch.bfloat16: torch.empty(*size, dtype=dtype, device="meta")  # noqa: E731
     heads, single = shape.num_heads_v, torch.float32
     t = Prefill(
@@ -138,10 +138,12 @@ def prefill_gradients(name: str, shape: GroupShape, rows: int, limits: DeviceLim
     sizes = (shape.num_heads_qk, shape.num_heads_v, shape.head_qk, shape.head_v, "interleaved")
     problem = prefill_arguments.check_prefill(t, True, True, True, 64, *sizes)
     plan = plan_prefill_backward(problem, limits)
-    launched = prefill_launch.backward_launches(problem, plan, t)[of_rows]
+    launched = prefill_launch.backward_launches(problem, plan, t)[which]
     position, sums, d = make(rows, dtype=torch.int32), make(9, 9, 9, dtype=single), new_inputs(t.mixed_qkvz, problem)
-    if of_rows:
+    if which == 1:
         tensors = (t.mixed_qkvz, t.conv_weight, None, position, *d[:4], make(rows, shape.qkvz_width), sums)
+    elif which == 2:
+        tensors = (sums, sums, t.conv_weight, None, t.A_log, t.dt_bias)
     else:
         tensors = (t.mixed_ba, t.cu_seqlens, t.A_log, t.dt_bias, *d[4:], make(rows, shape.ba_width), sums, position)
     return KernelSpec.of_launch(launched, tensors, name=name)
@@ -163,8 +165,9 @@ def of_any_gpu(limits: DeviceLimits) -> list[KernelSpec]:
         step("step TP1", TP1, limits),
         prefill("inputs of prefill, TP1", TP1, 8192, limits),
         prefill("states after prefill, r=3", RATIO_3, 8192, limits, kept=True),
-        prefill_gradients("gradients of prefill's gates, TP1", TP1, 8192, limits, False),
-        prefill_gradients("gradients of prefill, TP1", TP1, 8192, limits, True),
+        prefill_gradients("gradients of prefill's gates, TP1", TP1, 8192, limits, 0),
+        prefill_gradients("gradients of prefill, TP1", TP1, 8192, limits, 1),
+        prefill_gradients("gradients of prefill's weights, TP1", TP1, 8192, limits, 2),
         step("tree of 8 drafts, TP1", TP1, limits, 8, op="verify"),
     ]
 

@@ -270,6 +270,8 @@ def test_gradients_are_those_of_the_definition(device: torch.device, name: str) 
 def test_gradients_cross_from_one_run_of_rows_to_the_next(device: torch.device) -> None:
     call = Call(GroupShape(1, 2, 16, 16), (3, 26), initial="no state")
     compare_gradients(call, device, PrefillBackwardPlan(8, 16, 1))
+    # Four rows after the other that need no condition, of a walk behind a sequence's first rows.
+    compare_gradients(replace(call, lengths=(1, 33), bias=True, width=3), device, PrefillBackwardPlan(16, 16, 1))
 
 
 def test_rows_of_no_sequence_spoil_no_gradient(device: torch.device) -> None:

@@ -21,7 +21,7 @@ from gdn_split.prefill_plan import (
     prefill_programs,
 )
 from gdn_split.tensors import Prefill, PrefillGradients
-from kernel_reference.integers import power_of_two_at_least
+from kernel_reference.integers import cdiv, power_of_two_at_least
 from kernel_reference.launching import Launch, launch_nothing
 
 Tensor = torch.Tensor
@@ -73,51 +73,57 @@ def prepare_backward(
         return _no_gradients
     if plan is None:
         plan = plan_prefill_backward(problem, launch.device_limits(device))
-    gates, tiles = plan.programs(problem)
-    of_gates, of_rows = backward_launches(problem, plan, tensors)
+    gates, walks = plan.programs(problem)
+    of_gates, of_rows, sums = backward_launches(problem, plan, tensors)
     workspace = partial(torch.empty, dtype=torch.float32, device=device)
+    shares = problem.width + (tensors.conv_bias is not None)
 
     def start(d: PrefillGradients, t: Prefill, made: tuple[Tensor, ...]) -> None:
-        d_qkvz, d_ba, d_weight, d_bias, d_a_log, d_dt_bias = made
+        d_qkvz, d_ba, *of_weights = made
         of_heads = workspace(gates, 2, shape.num_heads_v)
-        of_channels = workspace(tiles, problem.width + 1, shape.qkv_width)
+        of_channels = workspace(walks, shares, shape.qkv_width)
         position = torch.empty(problem.rows, dtype=torch.int32, device=device)
         of_gates(t.mixed_ba, t.cu_seqlens, t.A_log, t.dt_bias, d.g, d.beta, d_ba, of_heads, position)
         of_rows(t.mixed_qkvz, t.conv_weight, t.conv_bias, position, *d[:4], d_qkvz, of_channels)
-        sums = of_channels.sum(0)
-        d_weight.copy_(sums[:-1].T)
-        if t.conv_bias is not None:
-            d_bias.copy_(sums[-1])
-        sums = of_heads.sum(0)
-        d_a_log.copy_(sums[0])
-        d_dt_bias.copy_(sums[1])
+        sums(of_channels, of_heads, *of_weights)
 
     return start
 
 
-def backward_launches(problem: PrefillProblem, plan: PrefillBackwardPlan, tensors: Prefill) -> tuple[Launch, Launch]:
-    """The launches: of gates and rows' places, then of the rest."""
+# Columns of shares that one program sums: of Qwen3-Next's weights 512 programs.
+_SUMMED = 64
+
+
+def backward_launches(
+    problem: PrefillProblem, plan: PrefillBackwardPlan, tensors: Prefill
+) -> tuple[Launch, Launch, Launch]:
+    """The launches: of gates and rows' places, of the rest, and of the sums of what these leave of the weights'."""
     device, shape = tensors.mixed_qkvz.device, problem.shape
-    gates, tiles = plan.programs(problem)
+    gates, walks = plan.programs(problem)
     heads = min(8, power_of_two_at_least(shape.num_heads_v))
     back = gradients.Backward(plan.steps, plan.rows_ba, heads, problem.chunk, problem.qk_norm)
     strides, sizes = gradients.BackwardStrides(*problem.strides), launch._sizes(shape, problem.interleaved)
+    conv = _convolution(problem, tensors)
     options: dict[str, Any] = {"dependent_launch": bool(plan.dependent_launch)}
     limit: dict[str, Any] = {"maxnreg": plan.max_registers} if plan.max_registers else {}
     of_gates = (problem.rows, problem.sequences, strides, sizes, back, plan.dependent_launch)
-    of_rows = (problem.rows, strides, sizes, _convolution(problem, tensors), back, plan.dependent_launch)
+    of_rows = (problem.rows, strides, sizes, conv, back, plan.dependent_launch)
+    of_sums = (walks, gates, sizes, conv, _SUMMED, plan.dependent_launch)
     units = 2 * shape.num_heads_qk + 2 * shape.num_heads_v
+    shares = problem.width + (tensors.conv_bias is not None)
+    tiles = cdiv(shares * shape.qkv_width, _SUMMED) + cdiv(2 * shape.num_heads_v, _SUMMED)
     return (
         Launch(gradients.gates_backward, (gates, 1, 1), of_gates, device, num_warps=4, **options),
         Launch(
             gradients.inputs_backward,
-            (tiles * units, 1, 1),
+            (walks * units, 1, 1),
             of_rows,
             device,
             num_warps=plan.num_warps,
             **options,
             **limit,
         ),
+        Launch(gradients.add_shares, (tiles, 1, 1), of_sums, device, num_warps=4, **options),
     )
 
 

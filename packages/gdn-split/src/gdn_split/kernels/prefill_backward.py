@@ -128,7 +128,30 @@ def load_row(p, row, stride, o, wanted, m_c):
 
 
 @triton.jit
-def gradient_of_convolved(x, w, b_bias, b_d, NORMED: tl.constexpr, conv: tl.constexpr):
+def activation(x, HOPPER: tl.constexpr):
+    """1 / (1 + exp(-x)), on sm_90 without what is done for denormal numbers: a fifth of a walk's instructions."""
+    if HOPPER:
+        b = tl.inline_asm_elementwise(
+            """
+            {
+                .reg .f32 t;
+                mul.f32 t, $1, 0fBFB8AA3B;
+                ex2.approx.ftz.f32 t, t;
+                add.f32 t, t, 0f3F800000;
+                rcp.approx.ftz.f32 $0, t;
+            }
+            """,
+            "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        b = sigmoid(x)
+    return b
+
+
+@triton.jit
+def gradient_of_convolved(
+    x, w, b_bias, b_d, NORMED: tl.constexpr, HOPPER: tl.constexpr, conv: tl.constexpr
+):  # fmt: skip
     """The gradient before activation and norm, of what the convolution makes of rows x."""
     acc = x.x_0 * w[0] + x.x_1 * w[1]
     if conv.WIDTH > 2:
@@ -139,7 +162,7 @@ def gradient_of_convolved(x, w, b_bias, b_d, NORMED: tl.constexpr, conv: tl.cons
         acc += b_bias
     b_s = acc
     if conv.SILU:
-        gate = sigmoid(acc)
+        gate = activation(acc, HOPPER)
         b_s = acc * gate
     if NORMED:
         r = tl.rsqrt(tl.sum(b_s * b_s, axis=0) + 1e-6)
@@ -164,7 +187,8 @@ def rows_before(xs, j: tl.constexpr, position, WHOLE: tl.constexpr):
 
 @triton.jit
 def walk_four(
-    xs, ds, positions, owns, reached, w, b_bias, WHOLE: tl.constexpr, NORMED: tl.constexpr, conv: tl.constexpr
+    xs, ds, positions, owns, reached, w, b_bias, WHOLE: tl.constexpr, NORMED: tl.constexpr, HOPPER: tl.constexpr,
+    conv: tl.constexpr,
 ):  # fmt: skip
     """What four rows add to the walk, and the gradients of the rows WIDTH - 1 before them.
 
@@ -175,7 +199,7 @@ def walk_four(
     found = ()
     for j in tl.static_range(4):
         x = rows_before(xs, j, positions[j], WHOLE)
-        found = found + (gradient_of_convolved(x, w, b_bias, ds[j], NORMED, conv),)
+        found = found + (gradient_of_convolved(x, w, b_bias, ds[j], NORMED, HOPPER, conv),)
     done = ()
     for j in tl.static_range(4):
         position = positions[j]
@@ -205,50 +229,92 @@ def walk_four(
             d_3 += b_3 * w[3]
             last = d_3
         done = done + (last,)
-        reached = Reached(Rows(b_d * w[0], d_1, d_2, d_3), Rows(s_0, s_1, s_2, s_3), reached.bias + b_own)
+        bias = reached.bias
+        if conv.HAS_BIAS:
+            bias += b_own
+        reached = Reached(Rows(b_d * w[0], d_1, d_2, d_3), Rows(s_0, s_1, s_2, s_3), bias)
     return reached, done
 
 
 @triton.jit
-def walk(head, w, b_bias, NORMED: tl.constexpr, S_DX: tl.constexpr, conv: tl.constexpr, back: tl.constexpr):
+def load_four(head, first, WHOLE: tl.constexpr):
+    """Rows of the projections and of the result's gradient from the first on. WHOLE: there are four."""
+    new = ()
+    loaded = ()
+    for j in tl.static_range(4):
+        row = first + j
+        m = head.m
+        if not WHOLE:
+            m = m & (row < head.rows)
+        new = new + (tl.load(head.x + row * head.s_x + head.o, mask=m, other=0.0),)
+        loaded = loaded + (tl.load(head.d + row * head.s_d + head.o, mask=m, other=0.0),)
+    return new, loaded
+
+
+@triton.jit
+def store_four(head, step, done, S_DX: tl.constexpr, TAPS: tl.constexpr, WHOLE: tl.constexpr):
+    """Gradients of the rows TAPS before those of a step, of which the first ones may not be of this walk."""
+    dtype: tl.constexpr = head.dx.dtype.element_ty
+    for j in tl.static_range(4):
+        row = head.first + step + (j - TAPS)
+        m = head.m & (step >= TAPS - j)
+        if not WHOLE:
+            m = m & (row < head.end)
+        tl.store(head.dx + row * S_DX + head.o, done[j].to(dtype), mask=m)
+
+
+@triton.jit
+def in_float32(x_3, x_2, x_1, new, loaded):
+    """Rows with the three before them, and gradients."""
+    xs = (x_3, x_2, x_1)
+    ds = ()
+    for j in tl.static_range(4):
+        xs = xs + (new[j].to(tl.float32),)
+        ds = ds + (loaded[j].to(tl.float32),)
+    return xs, ds
+
+
+@triton.jit
+def walk(
+    head, w, b_bias, NORMED: tl.constexpr, S_DX: tl.constexpr, HOPPER: tl.constexpr, conv: tl.constexpr,
+    back: tl.constexpr,
+):  # fmt: skip
     """Store the gradients of a head's rows: the shares of these rows in those of the weights and of the bias."""
     TAPS: tl.constexpr = conv.WIDTH - 1
     BLOCK: tl.constexpr = conv.BLOCK
-    dtype: tl.constexpr = head.dx.dtype.element_ty
     first = head.first
     x_1 = load_row(head.x, first - 1, head.s_x, head.o, first >= 1, head.m).to(tl.float32)
     x_2 = load_row(head.x, first - 2, head.s_x, head.o, first >= 2, head.m).to(tl.float32)
     x_3 = load_row(head.x, first - 3, head.s_x, head.o, first >= 3, head.m).to(tl.float32)
     zero = tl.zeros([BLOCK], tl.float32)
     reached = Reached(Rows(zero, zero, zero, zero), Rows(zero, zero, zero, zero), zero)
-    for step in range(0, back.STEPS, 4):
-        # All loads of a few rows before the first is used.
+    o_row = first + tl.arange(0, back.STEPS)
+    b_position = tl.load(head.position + o_row, mask=o_row < head.rows, other=-1)
+    begin = 0
+    # Most walks pass no sequence's first rows. All but their last rows, which the next walk passes too, need no
+    # condition then, and no place in a sequence.
+    if tl.min(b_position, axis=0) >= TAPS:
+        begin = back.STEPS - 4
+        new, loaded = load_four(head, first, True)
+        for step in range(0, back.STEPS - 4, 4):
+            xs, ds = in_float32(x_3, x_2, x_1, new, loaded)
+            # The next rows are on their way while these are computed.
+            new, loaded = load_four(head, first + step + 4, True)
+            free = (0, 0, 0, 0)
+            reached, done = walk_four(xs, ds, free, free, reached, w, b_bias, True, NORMED, HOPPER, conv)
+            store_four(head, step, done, S_DX, TAPS, True)
+            x_3, x_2, x_1 = xs[4], xs[5], xs[6]
+    for step in range(begin, back.STEPS, 4):
         positions = ()
         owns = ()
-        new = ()
-        loaded = ()
-        whole = first + step + 4 <= head.end
         for j in tl.static_range(4):
             row = first + step + j
-            position = tl.load(head.position + row, mask=row < head.rows, other=-1)
-            whole = whole & (position >= TAPS)
-            positions = positions + (position,)
+            positions = positions + (tl.load(head.position + row, mask=row < head.rows, other=-1),)
             owns = owns + (row < head.end,)
-            new = new + (load_row(head.x, row, head.s_x, head.o, row < head.rows, head.m),)
-            loaded = loaded + (load_row(head.d, row, head.s_d, head.o, row < head.rows, head.m),)
-        xs = (x_3, x_2, x_1)
-        ds = ()
-        for j in tl.static_range(4):
-            xs = xs + (new[j].to(tl.float32),)
-            ds = ds + (loaded[j].to(tl.float32),)
-        if whole:
-            reached, done = walk_four(xs, ds, positions, owns, reached, w, b_bias, True, NORMED, conv)
-        else:
-            reached, done = walk_four(xs, ds, positions, owns, reached, w, b_bias, False, NORMED, conv)
-        for j in tl.static_range(4):
-            row = first + step + j - TAPS
-            m_out = (row >= first) & (row < head.end) & head.m
-            tl.store(head.dx + row * S_DX + head.o, done[j].to(dtype), mask=m_out)
+        new, loaded = load_four(head, first + step, False)
+        xs, ds = in_float32(x_3, x_2, x_1, new, loaded)
+        reached, done = walk_four(xs, ds, positions, owns, reached, w, b_bias, False, NORMED, HOPPER, conv)
+        store_four(head, step, done, S_DX, TAPS, False)
         x_3, x_2, x_1 = xs[4], xs[5], xs[6]
     return reached
 
@@ -260,8 +326,8 @@ def inputs_backward(
 ):  # fmt: skip
     """The gradient of mixed_qkvz, of a run of rows of one head of q, k, v or z. Neighbours share rows.
 
-    p_sums [runs, WIDTH + 1, channels] float32: the shares of these rows in the gradients of the convolution's weights,
-    oldest tap first, and of its bias.
+    p_sums [runs, WIDTH, channels] float32: the shares of these rows in the gradients of the convolution's weights,
+    oldest tap first; with a bias [runs, WIDTH + 1, channels], of which those of the bias are the last.
     """
     NQK: tl.constexpr = sizes.NQK
     NV: tl.constexpr = sizes.NQK * sizes.R
@@ -308,29 +374,73 @@ def inputs_backward(
             p_qkvz + column, strides.qkvz, p_d, s_d, p_dqkvz + column, p_position, first, end, rows, o, m_c
         )  # fmt: skip
         if back.QK_NORM and i_u < 2 * NQK:
-            reached = walk(head, w, b_bias, True, COLUMNS, conv, back)
+            reached = walk(head, w, b_bias, True, COLUMNS, DEPENDENT, conv, back)
         else:
-            reached = walk(head, w, b_bias, False, COLUMNS, conv, back)
+            reached = walk(head, w, b_bias, False, COLUMNS, DEPENDENT, conv, back)
         s = reached.weights
-        p_sum = p_sums + i_p * ((WIDTH + 1) * CHANNELS) + channel + o
+        p_sum = p_sums + i_p * ((WIDTH + conv.HAS_BIAS) * CHANNELS) + channel + o
         tl.store(p_sum + TAPS * CHANNELS, s.x_0, mask=m_c)
         tl.store(p_sum + (TAPS - 1) * CHANNELS, s.x_1, mask=m_c)
         if WIDTH > 2:
             tl.store(p_sum + (TAPS - 2) * CHANNELS, s.x_2, mask=m_c)
         if WIDTH > 3:
             tl.store(p_sum, s.x_3, mask=m_c)
-        tl.store(p_sum + WIDTH * CHANNELS, reached.bias, mask=m_c)
+        if conv.HAS_BIAS:
+            tl.store(p_sum + WIDTH * CHANNELS, reached.bias, mask=m_c)
     else:
         i_v = i_u - 2 * NQK - NV
         _, _, _, c_z = columns_of_group(i_v // sizes.R, sizes)
         p_to = p_dqkvz + c_z + i_v % sizes.R * HV
-        ROWS: tl.constexpr = 8
+        ROWS: tl.constexpr = 16
         o_j = tl.arange(0, ROWS)
         m_v = (o < HV)[None, :]
         for step in range(0, LENGTH, ROWS):
             row = first + step + o_j
             m_row = row < end
-            position = tl.load(p_position + row, mask=m_row, other=-1)
-            m_z = (m_row & (position >= 0))[:, None] & m_v
+            m_z = m_row[:, None] & m_v
             b_z = tl.load(p_dz + row[:, None] * (NV * HV) + i_v * HV + o[None, :], mask=m_z, other=0.0)
-            tl.store(p_to + row[:, None] * COLUMNS + o[None, :], b_z.to(dtype), mask=m_row[:, None] & m_v)
+            # Of rows of no sequence too, so that no load waits for another.
+            position = tl.load(p_position + row, mask=m_row, other=-1)
+            b_z = tl.where(position[:, None] >= 0, b_z.to(dtype), 0.0)
+            tl.store(p_to + row[:, None] * COLUMNS + o[None, :], b_z.to(dtype), mask=m_z)
+
+
+@triton.jit
+def sum_of_shares(p, count, o, m, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """Elements o, summed over so many rows of STRIDE."""
+    ROWS: tl.constexpr = 32
+    o_row = tl.arange(0, ROWS)
+    acc = tl.zeros([ROWS, BLOCK], tl.float32)
+    for first in range(0, count, ROWS):
+        row = first + o_row
+        p_row = p + row.to(tl.int64)[:, None] * STRIDE
+        acc += tl.load(p_row + o[None, :], mask=(row < count)[:, None] & m[None, :], other=0.0)
+    return tl.sum(acc, axis=0)
+
+
+@triton.jit(do_not_specialize=["walks", "gates"])
+def add_shares(
+    p_of_channels, p_of_heads, p_dweight, p_dbias, p_da_log, p_ddt_bias, walks, gates, sizes: tl.constexpr,
+    conv: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Gradients of weights [channels, WIDTH], bias, A_log and dt_bias: the sums of what the other two kernels left."""
+    NV: tl.constexpr = sizes.NQK * sizes.R
+    WIDTH: tl.constexpr = conv.WIDTH
+    CHANNELS: tl.constexpr = 2 * sizes.NQK * sizes.HQ + NV * sizes.HV
+    SHARES: tl.constexpr = (WIDTH + conv.HAS_BIAS) * CHANNELS
+    TILES: tl.constexpr = (SHARES + BLOCK - 1) // BLOCK
+    wait_for_inputs(DEPENDENT)
+    i_p = tl.program_id(0)
+    if i_p < TILES:
+        o = i_p * BLOCK + tl.arange(0, BLOCK)
+        b = sum_of_shares(p_of_channels, walks, o, o < SHARES, SHARES, BLOCK)
+        i = o // CHANNELS
+        channel = o % CHANNELS
+        tl.store(p_dweight + channel * WIDTH + i, b.to(p_dweight.dtype.element_ty), mask=i < WIDTH)
+        if conv.HAS_BIAS:
+            tl.store(p_dbias + channel, b.to(p_dbias.dtype.element_ty), mask=i == WIDTH)
+    else:
+        o = (i_p - TILES) * BLOCK + tl.arange(0, BLOCK)
+        b = sum_of_shares(p_of_heads, gates, o, o < 2 * NV, 2 * NV, BLOCK)
+        tl.store(p_da_log + o, b.to(p_da_log.dtype.element_ty), mask=o < NV)
+        tl.store(p_ddt_bias + o - NV, b.to(p_ddt_bias.dtype.element_ty), mask=(o >= NV) & (o < 2 * NV))

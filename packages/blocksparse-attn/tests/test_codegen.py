@@ -5,6 +5,7 @@ The configurations are those that plans and launches make for real models: all a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -215,7 +216,9 @@ def reports() -> list[Report]:
     # Plans, and so specs, differ by target: a process for each, two at a time, the longest first.
     order = sorted(TARGETS, key=lambda target: len(jobs[target]), reverse=True)
     with ThreadPoolExecutor(2) as pool:
-        compiled = pool.map(lambda target: compile_specs(jobs[target], [target], processes=1), order)
+        compiled = pool.map(
+            lambda target: compile_specs(jobs[target], [target], processes=1, keep_code=target == "sm_90"), order
+        )
         return [report for reports in compiled for report in reports]
 
 
@@ -287,6 +290,13 @@ def test_both_consumers_on_sm_90_store_rows_by_16_bytes(reports: list[Report]) -
     for report in reports:
         if report.spec.startswith("for sm_90") and "72" not in report.spec:
             assert not report.uses("STG.E.U16"), report.spec
+
+
+def test_tma_loads_on_sm_90_are_issued_without_choosing_a_thread(reports: list[Report]) -> None:
+    """Where ptxas does not know that all threads of a warp have the same coordinates, it chooses one for each load."""
+    for report in reports:
+        if report.spec.startswith("for sm_90"):
+            assert not re.search(r"@!?U?P\d+ UTMALDG", report.code["sass"]), report.spec
 
 
 def test_the_kernel_for_sm_90_uses_tma_and_wgmma(reports) -> None:

@@ -89,7 +89,8 @@ class Ring(NamedTuple):
 class Queue(NamedTuple):
     """Work items in flight from the scheduler to the other roles.
 
-    ``lists``: of each, the first and the last + 1 of the entries that each LIST_ROWS rows list.
+    ``lists``: of each, the first and the last + 1 of the entries that each LIST_ROWS rows list, in 32 cells as a warp
+    has threads.
     """
 
     items: Any
@@ -233,7 +234,7 @@ def make_channels(dtype: gl.constexpr, scale, config: gl.constexpr):
 
     items = gl.allocate_shared_memory(gl.int32, [QUEUE * ITEM_SIZE, 1], cell_layout)
     scale_cell = gl.allocate_shared_memory(gl.float32, [1, 1], cell_layout)
-    lists = gl.allocate_shared_memory(gl.int32, [QUEUE * 2, config.BLOCK_M // config.LIST_ROWS], cell_layout)
+    lists = gl.allocate_shared_memory(gl.int32, [QUEUE * 2, 32], cell_layout)
     modes = gl.allocate_shared_memory(gl.int32, [STAGES * consumers, 1], cell_layout)
     keys = gl.allocate_shared_memory(gl.int32, [STAGES, config.BLOCK_N], cell_layout)
     bits = gl.allocate_shared_memory(gl.int32, [STAGES, config.BLOCK_N], cell_layout)

@@ -22,16 +22,20 @@ class Source(NamedTuple):
 
 
 @gluon.jit
-def lanes(COUNT: gl.constexpr):
-    """0, 1, ... COUNT - 1, in the registers of one warp."""
+def lanes():
+    """0, 1, ... 31: a number in each thread of a warp, however few of them there are to keep.
+
+    Reduced over all 32 they are one instruction, REDUX, whose result ptxas knows to be the same in all threads, as TMA
+    wants its coordinates. After shuffles it would not know, and each TMA load took 25 more instructions.
+    """
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    return gl.arange(0, COUNT, layout)
+    return gl.arange(0, 32, layout)
 
 
 @gluon.jit
-def one_of(numbers, i: gl.constexpr, COUNT: gl.constexpr):
-    """The i-th of so many numbers of 0 or more."""
-    return gl.max(gl.where(lanes(COUNT) == i, numbers, 0), 0)
+def one_of(numbers, i: gl.constexpr):
+    """The i-th of a warp's numbers of 0 or more."""
+    return gl.max(gl.where(lanes() == i, numbers, 0), 0)
 
 
 @gluon.jit
@@ -99,7 +103,7 @@ def zero_unseen(channels, stage, walk, at, length, config: gl.constexpr):
     STRIPS: gl.constexpr = config.BLOCK_N // STRIP
     CHUNKS: gl.constexpr = config.BLOCK_DV // COLUMNS
     for i_piece in gl.static_range(PIECES):
-        one = one_of(at, i_piece, PIECES)
+        one = one_of(at, i_piece)
         # Compared so that NOWHERE does not overflow.
         if ((one > length - config.PIECE) & (one != NOWHERE)) | (one < walk.low):
             own: gl.constexpr = i_piece * (config.PIECE // STRIP)

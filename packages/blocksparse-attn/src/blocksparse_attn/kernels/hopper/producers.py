@@ -64,9 +64,11 @@ class Walk(NamedTuple):
 def put_lists(queue, i_queue, layout, item, num_splits, config: gl.constexpr):
     """Keep a split's share of each of the item's lists, in entries of PIECE keys."""
     PER_BLOCK: gl.constexpr = config.K_BLOCK // config.PIECE
-    o_first = item.start + lanes(config.BLOCK_M // config.LIST_ROWS) * config.LIST_ROWS
+    o_list = lanes()
+    o_first = item.start + o_list * config.LIST_ROWS
     o_last = gl.minimum(o_first + (config.LIST_ROWS - 1), item.length - 1)
     wanted = item.possible & (o_last >= gl.maximum(o_first, item.context))
+    wanted = wanted & (o_list < config.BLOCK_M // config.LIST_ROWS)
     begin, end = list_of(layout, item.i_h, o_first // config.Q_BLOCK, wanted)
     begin = begin * PER_BLOCK
     from_entry, to_entry = share(end * PER_BLOCK - begin, item.i_split, num_splits)
@@ -156,6 +158,14 @@ def schedule(d_q, channels, batch, layout, slots, num_splits, config: gl.constex
 
 
 @gluon.jit
+def bits_of_lists(config: gl.constexpr):
+    """A bit for each list of a work item, 0 in the threads that have none."""
+    o_list = lanes()
+    LISTS: gl.constexpr = config.BLOCK_M // config.LIST_ROWS
+    return gl.where(o_list < LISTS, 1, 0) << o_list
+
+
+@gluon.jit
 def keys_of_entries(walk, o_entry, config: gl.constexpr):
     """The position of the keys of an entry of each list [LISTS], and NOWHERE after the list's end.
 
@@ -176,7 +186,7 @@ def next_piece(walk, o_entry, o_at, config: gl.constexpr):
     All lists are walked once, in whatever order they are; rising ones meet where they list the same. ``o_at`` are the
     positions of the entries ``o_entry``.
     """
-    o_bit = (lanes(config.BLOCK_M // config.LIST_ROWS) * 0 + 1) << lanes(config.BLOCK_M // config.LIST_ROWS)
+    o_bit = bits_of_lists(config)
     bits = walk.start * 0
     least = bits
     searching = bits == 0
@@ -197,7 +207,7 @@ def next_piece(walk, o_entry, o_at, config: gl.constexpr):
 def next_tile(walk, o_entry, o_at, config: gl.constexpr):
     """The pieces of the next tile [PIECES], as ``next_piece`` has them one by one."""
     PIECES: gl.constexpr = config.BLOCK_N // config.PIECE
-    o_piece = lanes(PIECES)
+    o_piece = lanes()
     at = o_piece * 0 + NOWHERE
     bits = o_piece * 0
     for i_piece in gl.static_range(PIECES):
@@ -212,6 +222,7 @@ def mode_for(walk, at, bits, i_half: gl.constexpr, config: gl.constexpr):
     """What a tile is for a consumer: see SKIPPED, WHOLE and MASKED."""
     GROUPS: gl.constexpr = ROWS // config.LIST_ROWS
     ALL: gl.constexpr = (1 << GROUPS) - 1
+    PIECES: gl.constexpr = config.BLOCK_N // config.PIECE
     own = (bits >> (i_half * GROUPS)) & ALL
     first = walk.start + i_half * ROWS
     # What rows see that are no queries does not matter.
@@ -219,6 +230,7 @@ def mode_for(walk, at, bits, i_half: gl.constexpr, config: gl.constexpr):
     whole = whole & (at <= first - (config.PIECE - 1))
     if config.HAS_LEFT:
         whole = whole & (at >= first + (ROWS - 1) - walk.left)
+    whole = whole | (lanes() >= PIECES)
     mode = gl.where(gl.min(whole.to(gl.int32), 0) != 0, WHOLE, MASKED)
     return gl.where(gl.max(own, 0) != 0, mode, SKIPPED)
 
@@ -233,20 +245,23 @@ def modes_for(walk, at, bits, valid, config: gl.constexpr):
 
 @gluon.jit
 def put_header(channels, stage, walk, at, bits, mode_a, mode_b, config: gl.constexpr):
-    """Say what the tile in a stage of keys is for A and for B; where one of them masks it, where its keys are."""
+    """Say what the tile in a stage of keys is for A and for B, and, for whoever masks it, where its keys are.
+
+    Said whether or not one masks it: behind a branch ptxas would not know the warp's threads to be together, and would
+    choose one anew for each TMA load.
+    """
     PIECES: gl.constexpr = config.BLOCK_N // config.PIECE
     put(channels.modes, stage * 2, mode_a, 1)
     put(channels.modes, stage * 2 + 1, mode_b, 1)
-    if (mode_a == MASKED) | (mode_b == MASKED):
-        o_n = lanes(config.BLOCK_N)
-        o_key = o_n * 0
-        o_bits = o_n * 0
-        for i_piece in gl.static_range(PIECES):
-            here = o_n // config.PIECE == i_piece
-            o_key = gl.where(here, one_of(at, i_piece, PIECES) - walk.start, o_key)
-            o_bits = gl.where(here, one_of(bits, i_piece, PIECES), o_bits)
-        channels.keys.index(stage).store(o_key + o_n % config.PIECE)
-        channels.bits.index(stage).store(o_bits)
+    o_n = gl.arange(0, config.BLOCK_N, gl.BlockedLayout([1], [32], [1], [0]))
+    o_key = o_n * 0
+    o_bits = o_n * 0
+    for i_piece in gl.static_range(PIECES):
+        here = o_n // config.PIECE == i_piece
+        o_key = gl.where(here, one_of(at, i_piece) - walk.start, o_key)
+        o_bits = gl.where(here, one_of(bits, i_piece), o_bits)
+    channels.keys.index(stage).store(o_key + o_n % config.PIECE)
+    channels.bits.index(stage).store(o_bits)
 
 
 @gluon.jit
@@ -268,7 +283,7 @@ def load_item(d, channels, walk, o_entry, source, i, ends, config: gl.constexpr,
     while valid:
         stage = i % STAGES
         at, bits, o_entry, o_at = next_tile(walk, o_entry, o_at, config)
-        valid = one_of(at, 0, PIECES) != NOWHERE
+        valid = one_of(at, 0) != NOWHERE
         # Shuffles take longer than a load's issue: none is left for when the stage is empty and its tile awaited.
         landing = stage
         mode_a = stage
@@ -281,12 +296,12 @@ def load_item(d, channels, walk, o_entry, source, i, ends, config: gl.constexpr,
         mbarrier.wait(ring.empty.index(stage), (i // STAGES & 1) ^ 1)
         if not VALUES:
             put_header(channels, stage, walk, at, bits, mode_a, mode_b, config)
-            tl.debug_barrier()
+        tl.debug_barrier()
         if valid:
             full = ring.full.index(landing)
             mbarrier.expect(full, BYTES)
             for i_piece in gl.static_range(PIECES):
-                one = one_of(at, i_piece, PIECES)
+                one = one_of(at, i_piece)
                 load_piece(d, ring, full, stage, one, i_piece, source, BLOCK_D, TAIL, config)
             if VALUES:
                 if landing == STAGES:
@@ -307,11 +322,9 @@ def load_item(d, channels, walk, o_entry, source, i, ends, config: gl.constexpr,
 @gluon.jit
 def walk_of(p_list, o_end, start, context, length, left, config: gl.constexpr):
     """How the lists of a work item are walked."""
-    LISTS: gl.constexpr = config.BLOCK_M // config.LIST_ROWS
-    o_first = start + lanes(LISTS) * config.LIST_ROWS
+    o_first = start + lanes() * config.LIST_ROWS
     o_last = gl.minimum(o_first + (config.LIST_ROWS - 1), length - 1)
-    o_bit = (lanes(LISTS) * 0 + 1) << lanes(LISTS)
-    absent = gl.sum(gl.where(o_last < gl.maximum(o_first, context), o_bit, 0), 0)
+    absent = gl.sum(gl.where(o_last < gl.maximum(o_first, context), bits_of_lists(config), 0), 0)
     last = gl.minimum(start + (config.BLOCK_M - 1), length - 1)
     low = start * 0
     if config.HAS_LEFT:

@@ -204,14 +204,13 @@ def test_chained_segments_have_the_results_of_whole_sequences_in_both_directions
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_two_stages_give_the_bits_of_four(tensors, kernels, dtype) -> None:
+def test_stages_and_columns_of_a_program_change_no_bits(tensors, kernels, dtype) -> None:
     q, k, v = (tensors.normal(1, 1, 140, size, dtype=dtype) for size in (48, 48, 40))
-    results = [
-        kernels.attention(PrefillPlan(64, 64, 0, 4, stages, 64, True), q, k, v, torch.tensor([0.02]), None)
-        for stages in (2, 4)
-    ]
-    for one, other in zip(*results, strict=True):
-        assert_bitwise_equal(one, other)
+    plan, slopes = PrefillPlan(64, 64, 0, 4, 4, 64, True), torch.tensor([0.02])
+    first = kernels.attention(plan, q, k, v, slopes, None)
+    for change in ({"num_stages": 2}, {"num_stages": 3, "block_e": 128, "num_warps": 8}):
+        for one, other in zip(first, kernels.attention(replace(plan, **change), q, k, v, slopes, None), strict=True):
+            assert_bitwise_equal(one, other)
 
 
 @pytest.mark.parametrize("stages", [2, 4])

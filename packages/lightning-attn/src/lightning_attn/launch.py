@@ -315,7 +315,7 @@ def _prepare_tokens(problem: DecodeProblem, plan: DecodePlan | None, device: tor
     )  # fmt: skip
     # A draft's results have the bits of decoding: what is fused in one of these kernels must be in the others.
     return Launch(
-        kernel, grid, rest, device, num_warps=plan.num_warps, enable_fp_fusion=plan.hopper,
+        kernel, grid, rest, device, num_warps=plan.num_warps, enable_fp_fusion=bool(plan.hopper),
         dependent_launch=bool(plan.dependent_launch),
     )  # fmt: skip
 

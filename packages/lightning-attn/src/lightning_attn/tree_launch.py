@@ -72,6 +72,6 @@ def _launch(
     grid = (cdiv(sizes.E, sizes.BLOCK_E) * sizes.H * problem.sequences, 1, 1)
     # As launch.py has it: what is fused in decoding must be here, for the same bits.
     return Launch(
-        kernel, grid, rest, tensors.k.device, num_warps=plan.num_warps, enable_fp_fusion=plan.hopper,
+        kernel, grid, rest, tensors.k.device, num_warps=plan.num_warps, enable_fp_fusion=bool(plan.hopper),
         dependent_launch=bool(plan.dependent_launch),
     )  # fmt: skip

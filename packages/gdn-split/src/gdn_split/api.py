@@ -258,12 +258,11 @@ def split_conv1d_update(
     try:
         if torch.is_grad_enabled():
             _refuse_gradients(tensors)
+        if out is None and plan is None and straight.is_possible(tensors, (tokens_per_sequence, *sizes[:4])):
+            made = straight.split_conv1d_update(tensors, (tokens_per_sequence, activation == "silu", *sizes))
+            return SplitResult._make(made)
         _refuse_transforms("a call of split_conv1d_update")
         parts: tuple[torch.Tensor, ...]
-        if out is None and plan is None and straight.is_possible(tensors, (tokens_per_sequence, *sizes[:4])):
-            return SplitResult(
-                *straight.split_conv1d_update(tensors, (tokens_per_sequence, activation == "silu", *sizes))
-            )
         if out is None:
             parts = new_parts(mixed_qkvz, mixed_ba, GroupShape(num_heads_qk, num_heads_v, head_qk, head_v))
         else:

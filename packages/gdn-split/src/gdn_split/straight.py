@@ -21,8 +21,6 @@ from kernel_reference.dispatch import allocator, launch_module
 Tensor = torch.Tensor
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
-# True and 1.0 would be found in the table as 1.
-_INTS = frozenset((int,))
 
 
 def is_possible(tensors: Sequence[Any], numbers: Sequence[Any]) -> bool:
@@ -30,8 +28,14 @@ def is_possible(tensors: Sequence[Any], numbers: Sequence[Any]) -> bool:
     # Private, all that tells in no time that there is none, and what torch itself asks.
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
         return False
-    if not {type(tensor) for tensor in tensors} <= _PLAIN or not {type(number) for number in numbers} <= _INTS:
-        return False
+    # Loops, as sets of the types take the host 0.2 us longer.
+    for tensor in tensors:
+        if type(tensor) not in _PLAIN:
+            return False
+    for number in numbers:
+        # True and 1.0 would be found in the table as 1.
+        if type(number) is not int:
+            return False
     # That the others are there too is checked once for each combination.
     return _is_on_gpu(tensors[0]) and not derivatives.is_forward_or_transformed()
 

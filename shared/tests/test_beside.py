@@ -1,0 +1,100 @@
+"""Are two revisions of a package timed in turn, each by its own sources?"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kernel_reference.bench import beside
+
+CASES = """
+from types import SimpleNamespace
+import torch, toy
+
+def cases(device):
+    for n in {sizes}:
+        yield SimpleNamespace(name=f"n{{n}}", bytes_moved=4 * n, ours={{"toy": toy.twice}},
+                              make_inputs=lambda n=n: torch.ones(n, device=device))
+"""
+
+
+def tree(root: Path, body: str, sizes: tuple[int, ...] = (8, 16)) -> Path:
+    """Sources of a package whose ``twice`` does this, and its cases."""
+    source = root / "packages/toy/src/toy"
+    source.mkdir(parents=True)
+    (source / "__init__.py").write_text(f"def twice(x):\n    {body}\n", encoding="utf-8")
+    benchmarks = root / "packages/toy/benchmarks"
+    benchmarks.mkdir()
+    (benchmarks / "cases.py").write_text(CASES.format(sizes=sizes), encoding="utf-8")
+    return benchmarks / "cases.py"
+
+
+def records(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "toy-beside.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def test_each_revision_is_timed_by_its_own_sources_and_a_case_of_one_alone_is_counted(tmp_path: Path, capsys) -> None:
+    tree(tmp_path / "old", "assert False, 'the old one'", (8, 32))
+    cases = tree(tmp_path / "new", "return x + x", (8, 16))
+    out = tmp_path / "out"
+    command = [str(cases), "--old", str(tmp_path / "old"), "--out", str(out), "--rounds", "2"]
+    assert beside.main(command) == 1
+    (found,) = records(out)
+    assert found["case"] == "n8"
+    assert found["note"] == "old: AssertionError: the old one"
+    assert "1 cases are new; 1 are gone" in capsys.readouterr().out
+
+
+def test_both_times_and_the_commits_are_recorded(tmp_path: Path) -> None:
+    tree(tmp_path / "old", "return x * 2")
+    cases = tree(tmp_path / "new", "return x + x")
+    out = tmp_path / "out"
+    beside.main(
+        [str(cases), "--old", str(tmp_path / "old"), "--out", str(out), "--only", "16", "--commits", "abc", "def"]
+    )
+    (found,) = records(out)
+    assert found["case"] == "n16"
+    assert found["implementation"] == "toy"
+    assert found["old_us"] > 0
+    assert found["ratio"] == found["new_us"] / found["old_us"]
+    assert len(found["times_us"]["old"]) == 5
+    assert (found["old_commit"], found["commit"]) == ("abc", "def")
+
+
+class Clocked:
+    """A revision that is as slow as it is told, and slower right after another call."""
+
+    def __init__(self, us: float, calls: list[str], name: str) -> None:
+        self.us, self.calls, self.name = us, calls, name
+
+    def tell(self, **command: Any) -> None:
+        self.command = command
+
+    def hear(self) -> Any:
+        if self.command["do"] == "prepare":
+            return ["toy"]
+        self.calls.append(self.name)
+        return self.us
+
+    def ask(self, **command: Any) -> Any:
+        self.tell(**command)
+        return self.hear()
+
+
+def test_the_ratio_is_of_medians_and_neither_revision_is_always_first() -> None:
+    calls: list[str] = []
+    both: Any = {"old": Clocked(10.0, calls, "old"), "new": Clocked(12.0, calls, "new")}
+    (found,) = beside.time_case(both, "n8", 8, random.Random(0))
+    assert found["ratio"] == pytest.approx(1.2)
+    assert set(calls[::2]) == {"old", "new"}
+    assert calls.count("old") == calls.count("new") == 8
+
+
+def test_a_tree_without_the_cases_is_named(tmp_path: Path, capsys) -> None:
+    cases = tree(tmp_path / "new", "return x")
+    assert beside.main([str(cases), "--old", str(tmp_path), "--out", str(tmp_path)]) == 2
+    assert "must be a file of cases" in capsys.readouterr().err

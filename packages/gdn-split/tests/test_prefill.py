@@ -17,6 +17,7 @@ from gdn_split.prefill_plan import PrefillBackwardPlan, PrefillPlan, plan_prefil
 from gdn_split.prefill_reference import new_gradients, new_inputs
 from gdn_split.tensors import Prefill, PrefillGradients
 from kernel_reference import gated_delta
+from kernel_reference.testing.guards import assert_bitwise_equal, canaried, guarded, nan_pages
 from kernel_reference.testing.numerics import assert_close_to_oracle
 
 GPU = DeviceLimits(132, 232448, 8, dependent_launch=False)
@@ -287,6 +288,67 @@ def test_rows_of_no_sequence_spoil_no_gradient(device: torch.device) -> None:
     prefill_launch.prepare_backward(problem, plan_prefill_backward(problem, GPU), t)(d, t, made)
     assert all(each.isfinite().all() for each in made)
     assert not any(each[11:].any() for each in made[:2])
+
+
+# Elements between rows; the others are packed, as they must be.
+GAPS = {"mixed_qkvz": 24, "mixed_ba": 3, "conv_state": 2, "conv_weight": 1}
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("width", [3, 4])
+def test_the_launches_touch_their_outputs_and_the_slots_they_were_given_and_nothing_else(
+    device: torch.device, width: int
+) -> None:
+    from gdn_split import prefill_launch
+
+    # The second of three sequences has no slot.
+    call = Call(GroupShape(1, 3, 24, 20), (5, 2, 9), rows=2, width=width, bias=True, chunk=8, initial="all")
+    given = make(call, device)
+    nan_pages(given.conv_state, given.slots)
+    wanted, plain = expected(call, given, torch.float64), expected(call, given, torch.float32)
+    places = {name: guarded(t, row_padding=GAPS.get(name, 0)) for name, t in given._asdict().items() if t is not None}
+    t = Prefill(*[places[name].tensor if name in places else None for name in Prefill._fields])
+    problem = prefill_arguments.check_prefill(t, *call.numbers)
+    outs = [canaried(out.shape, out.dtype, device) for out in new_inputs(t.mixed_qkvz, problem)]
+    made = tuple(out.tensor for out in outs)
+    prefill_launch.prepare_inputs(problem, PrefillPlan(4, 8, 4), t)(*prefill_launch.in_order(t, made, True))
+    for name, out, want, rough in zip(gated_delta.Inputs._fields, outs, wanted, plain, strict=True):
+        out.check(written=True)
+        assert_close_to_oracle(out.tensor, want, rough.to(out.tensor.dtype), what=name)
+    kept = prefill_launch.prepare_kept(problem, t, dependent=False)
+    kept(t.mixed_qkvz, t.cu_seqlens, t.conv_state, t.slots, t.has_initial_state)
+    unnamed = [slot for slot in range(len(given.conv_state)) if slot not in given.slots.tolist()]
+    assert_bitwise_equal(t.conv_state[unnamed], given.conv_state[unnamed], what="other states")
+    for name, place in places.items():
+        place.check(written=False)
+        if name != "conv_state":
+            assert_bitwise_equal(place.tensor, getattr(given, name), what=name)
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("steps", [8, 16])
+def test_gradients_are_written_whole_and_nothing_beside_them(device: torch.device, steps: int) -> None:
+    from gdn_split import prefill_launch
+
+    call = Call(GroupShape(1, 3, 24, 20), (1, 33), rows=2, chunk=8, bias=True, initial="no state")
+    given = make(call, device)
+    d = gradients_of(call, given, device)
+    wanted, plain = (expected_gradients(call, given, d, dtype) for dtype in (torch.float64, torch.float32))
+    places = {name: guarded(t, row_padding=GAPS.get(name, 0)) for name, t in given._asdict().items() if t is not None}
+    t = Prefill(*[places[name].tensor if name in places else None for name in Prefill._fields])
+    read = [guarded(each) for each in d]
+    problem = prefill_arguments.check_prefill(t, *call.numbers)
+    written = [canaried(each.shape, each.dtype, device) for each in new_gradients(t, problem)]
+    run = prefill_launch.prepare_backward(problem, PrefillBackwardPlan(steps, 8, 1), t)
+    run(PrefillGradients(*[each.tensor for each in read]), t, tuple(each.tensor for each in written))
+    for place in (*places.values(), *read):
+        place.check(written=False)
+    for name, each, want, rough in zip(DIFFERENTIATED, written, wanted, plain, strict=True):
+        each.check(written=True)
+        close_gradient(name, each.tensor, want, rough)
+    for one, other in zip((*t, *(each.tensor for each in read)), (*given, *d), strict=True):
+        if one is not None:
+            assert_bitwise_equal(one, other, what="an input")
 
 
 def test_the_public_function_is_differentiable_where_there_is_no_state(device: torch.device) -> None:

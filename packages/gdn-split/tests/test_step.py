@@ -17,6 +17,7 @@ from gdn_split.plan import DeviceLimits, GroupShape, StepPlan, plan_step
 from gdn_split.tensors import Commit, Step
 from kernel_reference import gated_delta
 from kernel_reference.integers import power_of_two_at_least
+from kernel_reference.testing.guards import assert_bitwise_equal, canaried, guarded, nan_pages
 
 GPU = DeviceLimits(132, 232448, 8, dependent_launch=False)
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -281,6 +282,68 @@ def test_a_path_is_committed_as_its_drafts_in_a_row(device: torch.device) -> Non
     kernel_commit(replace(layer, tokens=3), alone, [3, 2], None)
     for name in ("conv_state", "state_pool"):
         assert torch.equal(given[name], alone[name]), name
+
+
+# Elements between rows; the others are packed, as they must be.
+GAPS = {"mixed_qkvz": 24, "mixed_ba": 3, "conv_state": 2, "conv_weight": 1, "state_pool": 4}
+GUARDED = {
+    "a step": (Layer(GroupShape(1, 3, 24, 20), padded=(1,), bias=True), "decode_step", StepPlan(32, 8, 4)),
+    "two tokens, written early, inputs kept near": (
+        Layer(SMALL, tokens=2, padded=(2,), state="bfloat16"), "decode_step",
+        StepPlan(16, 8, 4, early=True, lag=1, evict_first=True),
+    ),
+    "a head in slices": (Layer(GroupShape(1, 2, 16, 40), sequences=2, padded=(1,)), "decode_step", StepPlan(16, 8, 4)),
+    "five tokens along Dk": (
+        Layer(SMALL, tokens=5, sequences=2, padded=(0,), state_layout="VK"), "decode_step", StepPlan(16, 16, 4)
+    ),
+    "drafts": (Layer(GroupShape(1, 2, 20, 12), tokens=3, padded=(0,), width=3), "verify", StepPlan(16, 8, 4)),
+    "a tree of drafts": (Layer(SMALL, tokens=3, padded=(1,), state="float16"), "tree", StepPlan(16, 8, 4)),
+    "a commit": (Layer(GroupShape(1, 3, 24, 20), tokens=3, padded=(1,)), "commit", StepPlan(32, 8, 4)),
+}  # fmt: skip
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("name", GUARDED)
+def test_a_launch_touches_its_outputs_and_the_slots_it_was_given_and_nothing_else(
+    device: torch.device, name: str
+) -> None:
+    from gdn_split import step_launch
+
+    layer, op, plan = GUARDED[name]
+    s, rows = layer.shape, layer.sequences * layer.tokens
+    given = make(layer, device)
+    if op == "commit":
+        given["norm_weight"] = None
+    # A state that no sequence of the call names is NaN: whoever reads it shows it.
+    for pool in ("conv_state", "state_pool"):
+        nan_pages(given[pool], given["slots"])
+    wanted, plain = expected(layer, given), expected(layer, given, torch.float32)
+    places = {key: guarded(t, row_padding=GAPS.get(key, 0)) for key, t in given.items() if t is not None}
+    tensors = [places[key].tensor if key in places else None for key in given]
+    out = canaried((rows, s.num_heads_v, s.head_v), FLOATS[layer.dtype], device, row_padding=3)
+    if op == "commit":
+        accepted = guarded(torch.full((layer.sequences,), layer.tokens, dtype=torch.int32, device=device))
+        t: Step | Commit = Commit(*tensors[:9], accepted.tensor)
+    else:
+        row = torch.arange(-1, layer.tokens - 1, dtype=torch.int32, device=device)
+        t = Step(*tensors, out.tensor, row.repeat(layer.sequences, 1) if op == "tree" else None)
+    problem = step_arguments.check_step("verify" if op == "tree" else op, t, *layer.numbers)
+    assert plan.covers(problem)
+    step_launch.prepare_step(problem, plan, t)(*t)
+
+    for key, place in places.items():
+        place.check(written=False)
+        if key not in ("conv_state", "state_pool") or not problem.writes:
+            assert_bitwise_equal(place.tensor, given[key], what=key)
+    if op != "commit":
+        out.check(written=True)
+        close(out.tensor, wanted[0], plain[0], "out")
+    used = [slot for slot in given["slots"].tolist() if slot >= 0]
+    others = [slot for slot in range(len(given["state_pool"])) if slot not in used]
+    for at, key in ((1, "conv_state"), (2, "state_pool")):
+        assert_bitwise_equal(places[key].tensor[others], given[key][others], what=key)
+        if problem.writes:
+            close(places[key].tensor[used], wanted[at][used], plain[at][used], key)
 
 
 def test_counters_of_a_pool_are_zeros_again_after_every_launch(device: torch.device) -> None:

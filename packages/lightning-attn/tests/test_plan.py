@@ -21,6 +21,7 @@ from lightning_attn.plan import (
     PrefillPlan,
     cdiv,
     fits_hopper,
+    fitted,
     plan_decode,
     plan_prefill,
     power_of_two_at_least,
@@ -276,6 +277,13 @@ def test_a_plan_for_hopper_covers_the_head_sizes_that_its_kernel_is_written_for(
         wide = replace(ON_HOPPER, block_d=64, block_e=128, num_warps=8, num_stages=3)
         assert wide.covers(shape) == (32 < d <= 64 and e > 64)
         assert GOOD.covers(shape)
+
+
+def test_a_pinned_plan_of_128_columns_has_64_for_gradients_of_as_many() -> None:
+    """Those of queries and keys of 128 elements, of values of 64 or fewer, have the sizes the other way round."""
+    wide = replace(ON_HOPPER, block_d=64, block_e=128, num_warps=8, num_stages=3)
+    assert fitted(wide, Heads(2, 2, 64, 128)) == wide
+    assert fitted(wide, Heads(2, 2, 128, 64)) == replace(wide, block_d=128, block_e=64, num_warps=4)
 
 
 @pytest.mark.parametrize(

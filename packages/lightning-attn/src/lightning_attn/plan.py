@@ -262,7 +262,8 @@ def fitted(plan: PrefillPlan, heads: Heads) -> PrefillPlan:
     if plan.chunk == 1:
         return replace(plan, block_d=max(16, power_of_two_at_least(heads.head_qk)))
     if fits_hopper(heads):
-        return replace(plan, block_d=hopper_columns(heads))
+        plan = replace(plan, block_d=hopper_columns(heads))
+        return plan if plan.covers(heads) else replace(plan, block_e=64, num_warps=4)
     return replace(plan, chunk=32, block_e=16, block_d=64, num_stages=1, hopper=False)
 
 

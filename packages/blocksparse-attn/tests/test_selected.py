@@ -7,6 +7,7 @@ NaN. Expected is kernel_reference's oracle in float64.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import accumulate, product
 from typing import Any
 
@@ -154,6 +155,7 @@ CASES: dict[str, tuple[SelectedPlan, dict[str, Any]]] = {
     "a token at a time, split": (plan(splits=3), {"sinks": True}),
     "two blocks of 8 bits' keys": (plan(16, 32), {"cache": E4M3, "scales": "heads"}),
     "e4m3, one scale each": (plan(), {"cache": E4M3, "scales": "one", "dtype": FP16}),
+    "e4m3, widened by an instruction": (replace(plan(16, 32), e4m3=True), {"cache": E4M3, "scales": "heads"}),
     "scales that are numbers": (plan(), {"cache": E4M3, "scales": "numbers"}),
     "blocks of one token": (plan(16, 32), {"block": 1, "topk": 20}),
     "blocks of 4": (plan(16, 32, 2), {"block": 4, "topk": 11, "page": 24, "page_layout": "HND"}),
@@ -175,6 +177,12 @@ CASES: dict[str, tuple[SelectedPlan, dict[str, Any]]] = {
 @pytest.mark.parametrize(("chosen", "options"), CASES.values(), ids=CASES)
 def test_the_kernel_matches_the_oracle(device, run, chosen, options) -> None:
     run(Batch(device, LENGTHS, **options), chosen)
+
+
+def test_queries_outside_of_float16_meet_keys_of_e4m3(device, run) -> None:
+    batch = Batch(device, [(60, 4)], cache=E4M3)
+    batch.q[0], batch.q[1:] = 0.0, batch.q[1:] * 2.0**18
+    run(batch, plan())
 
 
 @pytest.mark.parametrize("options", [{}, {"cache": E4M3, "scales": "heads"}, {"block": 1}, {"causal": False}], ids=str)

@@ -28,7 +28,8 @@ class SelectedConfig(NamedTuple):
     """What the kernel is compiled for, see ``PortableConfig``.
 
     BLOCK: tokens of a block; PIECE: of these, in a tile. TOPK_P: entries of a list, rounded up to a power of two.
-    TOKENS: of a tile. IS_FP8: the cache holds e4m3. K_SCALES and V_SCALES: 0, 1 or as many as kv heads. ONE_PAGE: a
+    TOKENS: of a tile. IS_FP8: the cache holds e4m3; NATIVE: which the GPU has an instruction
+    to widen. K_SCALES and V_SCALES: 0, 1 or as many as kv heads. ONE_PAGE: a
     tile of keys lies within one page, which is looked up once for all of it. DEPENDENT: it may start before the kernel
     ahead of it has ended, and the merge kernel before it has. NEIGHBOURS: 0, or tokens whose lists have been united:
     where they make MOST_UNITED blocks or fewer, those tokens are for the kernel with TOKENS of NEIGHBOURS, otherwise
@@ -52,6 +53,7 @@ class SelectedConfig(NamedTuple):
     STAGES: int
     CAUSAL: bool
     IS_FP8: bool
+    NATIVE: bool
     K_SCALES: int
     V_SCALES: int
     ONE_PAGE: bool
@@ -83,13 +85,34 @@ class Numbers(NamedTuple):
     s_indices: Any
 
 
+# What e4m3 is multiplied by as it is widened from its bits, with no instruction of the GPU's for it.
+WIDENED: tl.constexpr = tl.constexpr(2.0**-8)
+
+
 @triton.jit
-def from_e4m3(b_x, dtype: tl.constexpr):
-    """e4m3 as its bits, to 2^-8 times its value: the bits of a float16 whose exponent is biased by 8 more."""
-    bits = b_x.to(tl.int16)
-    half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
-    b_y = tl.where((bits & 0x7F) == 0x7F, 0x7E00, half).to(tl.int16).to(tl.float16, bitcast=True)
-    return b_y.to(dtype)
+def from_e4m3(b_x, NATIVE: tl.constexpr):
+    """e4m3, given as its bits, in float16, which holds all of its values; times WIDENED unless NATIVE."""
+    if NATIVE:
+        b_y = b_x.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    else:
+        # The bits of a float16 whose exponent is biased by 8 more.
+        bits = b_x.to(tl.int16)
+        half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
+        b_y = tl.where((bits & 0x7F) == 0x7F, 0x7E00, half).to(tl.int16).to(tl.float16, bitcast=True)
+    return b_y
+
+
+@triton.jit
+def in_float16(b_q):
+    """bfloat16 rows as float16 and the powers of two [rows] that they were divided by.
+
+    To meet keys of e4m3 in float16, which costs a GPU a quarter of what it takes to widen them to bfloat16. What is
+    below 2^-24 of a row's largest element is rounded.
+    """
+    b_q = b_q.to(tl.float32)
+    exponent = tl.max(b_q.to(tl.int32, bitcast=True) & 0x7F800000, 1)
+    unit = tl.where(exponent == 0, 1.0, exponent.to(tl.float32, bitcast=True))
+    return (b_q / unit[:, None]).to(tl.float16), unit
 
 
 @triton.jit
@@ -97,8 +120,8 @@ def factor_of(p_scale, i_kv, factor, SCALES: tl.constexpr, config: tl.constexpr)
     """What a product with the keys, or values, of a kv head is multiplied by."""
     if SCALES:
         factor = factor * tl.load(p_scale + (i_kv if SCALES > 1 else 0))
-    if config.IS_FP8:
-        factor = factor * 256.0
+    if config.IS_FP8 and not config.NATIVE:
+        factor = factor / WIDENED
     return factor
 
 
@@ -123,8 +146,8 @@ def step(acc, running_max, row_sum, b_q, cache, at, o_key, listed, visible, scor
     b_k = load_tile(cache.k, page * strides.k[0] + slot * strides.k[1], o_dk, m_key, config.D, config.BLOCK_D)
     b_v = load_tile(cache.v, page * strides.v[0] + slot * strides.v[1], o_dv, m_key, config.DV, config.BLOCK_DV)
     if config.IS_FP8:
-        b_k = from_e4m3(b_k, b_q.dtype)
-        b_v = from_e4m3(b_v, b_q.dtype)
+        b_k = from_e4m3(b_k, config.NATIVE).to(b_q.dtype)
+        b_v = from_e4m3(b_v, config.NATIVE).to(b_q.dtype)
     return update(acc, running_max, row_sum, b_q, b_k, b_v, seen, scoring, False)
 
 
@@ -246,7 +269,11 @@ def attend_selected(
         blocks = tl.where(possible, behind, 0)
         k_factor = factor_of(inputs.k_scale, i_kv, numbers.k_factor, config.K_SCALES, config)
         v_factor = factor_of(inputs.v_scale, i_kv, numbers.v_factor, config.V_SCALES, config)
-        scoring = Scoring(numbers.softmax_scale * k_factor, 0.0, 0)
+        scale = numbers.softmax_scale * k_factor
+        if config.IS_FP8 and b_q.dtype == tl.bfloat16:
+            b_q, unit = in_float16(b_q)
+            scale = scale * unit[:, None]
+        scoring = Scoring(scale, 0.0, 0)
         p_pages = p_table + tl.maximum(i_n, 0).to(tl.int64) * s_table
         o_kv = i_kv.to(tl.int64)
         cache = Cache(inputs.k + o_kv * strides.k[2], inputs.v + o_kv * strides.v[2], p_pages, 0, num_pages)

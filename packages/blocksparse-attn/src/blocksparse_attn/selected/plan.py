@@ -63,7 +63,7 @@ class SelectedPlan(Plan):
     ``alone_n`` keys at a time, with ``alone_warps`` and ``alone_stages``; ``alone_n`` 0: never.
     ``dependent_launch``, on sm_90: tiles of one token, and their merge kernel, may start before the kernel ahead of
     each has ended. ``max_registers``, of Triton before 3.7, on NVIDIA's GPUs: of a thread of a tile of one token; 0: as
-    many as it takes.
+    many as it takes. ``e4m3``: widen keys and values by the GPU's own instruction (NVIDIA from sm_89 on).
     """
 
     block_m: int
@@ -78,6 +78,7 @@ class SelectedPlan(Plan):
     alone_stages: int = 1
     dependent_launch: bool = False
     max_registers: int = 0
+    e4m3: bool = False
 
     def alone(self, problem: Problem) -> SelectedPlan:
         """The plan of the kernel for tokens whose lists have little in common."""
@@ -93,6 +94,8 @@ class SelectedPlan(Plan):
         if min(self.block_m, self.block_n) < 16 or min(self.num_stages, self.num_splits) < 1:
             return False
         if self.max_registers and not 32 <= self.max_registers <= 255:
+            return False
+        if self.e4m3 and problem.cache_bits != 8:
             return False
         if self.packed == 1:
             return self.alone_n == 0
@@ -119,7 +122,10 @@ def plan_selected(problem: Problem, limits: DeviceLimits) -> SelectedPlan:
         plan = _packed(problem, limits, _of_rows(rows_of_token(problem), problem, limits))
     # Decoding B1 9.2 us for 12.5, B32 53.3 for 58.3, B128 161 for 178, each beside the same plan.
     dependent = limits.hopper and plan.packed == 1
-    return replace(plan, num_splits=_splits(problem, plan, limits), dependent_launch=dependent)
+    return replace(
+        plan, num_splits=_splits(problem, plan, limits), dependent_launch=dependent,
+        e4m3=limits.hopper and problem.cache_bits == 8,
+    )  # fmt: skip
 
 
 def _of_rows(block_m: int, problem: Problem, limits: DeviceLimits) -> SelectedPlan:

@@ -38,14 +38,17 @@ def merge(
     """Combine partial results, see ``Outputs``, of one row of one head. Rows of no tile have none.
 
     Tiles are of ``tokens``, with ``slack`` slots more for a sequence: 1 where they begin with its queries, and 2 where
-    they lie at multiples of their size in its positions.
+    they lie at multiples of their size in its positions. With 0, each row is a tile.
     """
     H: tl.constexpr = config.H
     BLOCK_DV: tl.constexpr = config.BLOCK_DV
     batch = Batch(bounds, sequences, rows, keys)
     pid = tl.program_id(0).to(tl.int64)
     i_h = pid % H
-    begin, has_tile = locate_row(batch, pid // H, tokens, slack, config.KIND)
+    begin = pid * 0
+    has_tile = pid >= 0
+    if slack > 0:
+        begin, has_tile = locate_row(batch, pid // H, tokens, slack, config.KIND)
     if config.DEPENDENT:
         # In every program: were all to end before it, the next kernel could start before the one ahead has ended.
         tl.extra.cuda.gdc_wait()

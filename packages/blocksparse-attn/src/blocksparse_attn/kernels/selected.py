@@ -18,6 +18,7 @@ from blocksparse_attn.kernels.tiles import (
     load_tile,
     locate,
     part_of,
+    sequence_of,
     share,
     slot_of,
     split_row,
@@ -132,10 +133,17 @@ def step(acc, running_max, row_sum, b_q, cache, at, o_key, listed, visible, scor
     ``at``: the first of them, where they lie in one page. Keys from ``visible.high`` on are not read.
     """
     if config.ONE_PAGE:
+        # One address for all, and offsets that are the same for every tile.
         page, slot, fits = slot_of(cache, at, visible.high, config.PAGE)
-        slot += tl.arange(0, config.BLOCK_N)
+        p_k = cache.k + page * strides.k[0] + slot * strides.k[1]
+        p_v = cache.v + page * strides.v[0] + slot * strides.v[1]
+        o_slot = tl.arange(0, config.BLOCK_N).to(tl.int64)
+        off_k, off_v = o_slot * strides.k[1], o_slot * strides.v[1]
     else:
         page, slot, fits = slot_of(cache, o_key, visible.high, config.PAGE)
+        p_k, p_v = cache.k, cache.v
+        off_k = page * strides.k[0] + slot * strides.k[1]
+        off_v = page * strides.v[0] + slot * strides.v[1]
     seen = o_key[None, :] <= visible.position[:, None]
     # The values of a key that no row sees are not loaded: 0 times NaN would be NaN.
     m_key = fits & (o_key < visible.high)
@@ -143,8 +151,8 @@ def step(acc, running_max, row_sum, b_q, cache, at, o_key, listed, visible, scor
         seen = seen & listed
     o_dk = tl.arange(0, config.BLOCK_D) * strides.k[3]
     o_dv = tl.arange(0, config.BLOCK_DV) * strides.v[3]
-    b_k = load_tile(cache.k, page * strides.k[0] + slot * strides.k[1], o_dk, m_key, config.D, config.BLOCK_D)
-    b_v = load_tile(cache.v, page * strides.v[0] + slot * strides.v[1], o_dv, m_key, config.DV, config.BLOCK_DV)
+    b_k = load_tile(p_k, off_k, o_dk, m_key, config.D, config.BLOCK_D)
+    b_v = load_tile(p_v, off_v, o_dv, m_key, config.DV, config.BLOCK_DV)
     if config.IS_FP8:
         b_k = from_e4m3(b_k, config.NATIVE).to(b_q.dtype)
         b_v = from_e4m3(b_v, config.NATIVE).to(b_q.dtype)
@@ -240,11 +248,17 @@ def attend_selected(
     strides = Strides(s.q, s.k, s.v, s.out, (s_lse_sequence, s_lse_head, s.lse))
     batch = Batch(bounds, sequences, rows, keys)
     i_hb, i_split, i_w, i_kv = part_of(tl.program_id(0), slots, num_splits, HEAD_TILES)
-    i_n, i_slot, begin, q_len = locate(batch, i_w, TOKENS, 1, PAGED)
+    if TOKENS == 1:
+        # A slot is a row.
+        i_n, begin, q_len = sequence_of(batch, i_w, PAGED)
+        i_tile = (i_w - begin).to(tl.int32)
+        there = i_w >= 0
+    else:
+        i_n, i_slot, begin, q_len = locate(batch, i_w, TOKENS, 1, PAGED)
+        i_tile = (q_len - 1) // TOKENS - i_slot
+        there = (q_len > 0) & (i_slot >= 0) & (i_tile >= 0)
     _, length, possible = keys_of_sequence(batch, i_n, q_len, PAGED)
     context = length - q_len
-    i_tile = (q_len - 1) // TOKENS - i_slot
-    there = (q_len > 0) & (i_slot >= 0) & (i_tile >= 0)
     if config.NEIGHBOURS:
         there = is_ours(p_work, i_kv, i_n, i_tile, begin, q_len, there, config)
     if there:

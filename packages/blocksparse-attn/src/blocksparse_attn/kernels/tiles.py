@@ -124,6 +124,28 @@ def locate_row(batch, row, TOKENS, SLACK, KIND: tl.constexpr):
 
 
 @triton.jit
+def sequence_of(batch, row, KIND: tl.constexpr):
+    """The sequence of a row, -1 for rows of none, its first row and how many it has.
+
+    It is looked for where it is in a batch of equal lengths, as of decoding, before it is searched for: that takes one
+    load after the other.
+    """
+    segments = number_of_segments(batch, KIND)
+    guess = ((row + 0.5) * batch.sequences / batch.rows).to(tl.int32) + 1
+    guess = tl.minimum(guess, segments - 1)
+    right = (bound(batch, guess, KIND) <= row) & (bound(batch, guess + 1, KIND) > row)
+    below = tl.where(right, guess, 0)
+    above = tl.where(right, guess + 1, segments)
+    while above - below > 1:
+        middle = (below + above) // 2
+        if bound(batch, middle, KIND) <= row:
+            below = middle
+        else:
+            above = middle
+    return segment(batch, below, KIND)
+
+
+@triton.jit
 def split_row(batch, begin, row, KIND: tl.constexpr):
     """The sequence of a padded batch that rows are in, or 0, their tokens in it, and how many rows there are in all."""
     i_b = begin * 0

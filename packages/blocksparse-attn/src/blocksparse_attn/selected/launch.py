@@ -177,8 +177,8 @@ def _merge(problem: Problem, plan: SelectedPlan, forms: Tensors, device: torch.d
     dependent = _is_dependent(plan, device)
     config = merge_config(int(tiles.PAGED), problem.num_heads, problem.head_dim_v, s_out[3], dependent=dependent)
     rest = (
-        problem.tokens, problem.sequences, problem.capacity, plan.packed, 1, plan.num_splits, 0, *s_lse,
-        s_out, config,
+        problem.tokens, problem.sequences, problem.capacity, plan.packed, int(plan.packed > 1), plan.num_splits, 0,
+        *s_lse, s_out, config,
     )  # fmt: skip
     grid = (problem.tokens * problem.num_heads, 1, 1)
     return Launch(merge.merge, grid, rest, device, group=_grouped_for_merging, dependent_launch=dependent, num_warps=1)

@@ -189,6 +189,8 @@ def _packed(problem: Problem, limits: DeviceLimits, alone: SelectedPlan) -> Sele
 
 def num_slots(problem: Problem, plan: SelectedPlan) -> int:
     """Slots in the grid for tiles of tokens: sequences, and the rows before and after all, may leave one unfilled."""
+    if plan.packed == 1:
+        return problem.tokens
     return problem.tokens // plan.packed + problem.sequences + 2
 
 

@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 from cases import OURS, Projected, is_exact, sglang_split, sizes, torch_split
+from steps import FLA_CHAIN, Setup, prefill_case, step_case
 
 from gdn_split import fused_qkvzba_split_reshape_cat, merge_qkvzba, split_conv1d_update
 from gdn_split.plan import GroupShape
@@ -25,6 +26,25 @@ MODELS = {
     "16/64x128": GroupShape(16, 64, 128, 128),
     "16/32x96": GroupShape(16, 32, 96, 96),
     "8/8x256": GroupShape(8, 8, 256, 256),
+}
+# Of decode steps more sizes and ratios, in ranks of a node, since states are many.
+STEP_MODELS = {
+    "16/32x128": MODELS["16/32x128"],
+    "2/4x128": MODELS["2/4x128"],
+    "8/8x128": GroupShape(8, 8, 128, 128),
+    "4/12x128": GroupShape(4, 12, 128, 128),
+    "2/16x128": GroupShape(2, 16, 128, 128),
+    "16/32x64": GroupShape(16, 32, 64, 64),
+    "8/16x96": GroupShape(8, 16, 96, 96),
+    "4/8x192": GroupShape(4, 8, 192, 192),
+    "4/8x256": GroupShape(4, 8, 256, 256),
+    "4/8x128/256": GroupShape(4, 8, 128, 256),
+}
+LENGTHS = {
+    "one": (1.0,),
+    "seven": (0.0002, 0.49, 0.002, 0.11, 0.0004, 0.25, 0.1474),
+    "64": (1 / 64,) * 64,
+    "512": (1 / 512,) * 512,
 }
 WIDTH = 4
 
@@ -122,6 +142,19 @@ def conv_point(device: torch.device, point: Point) -> Case:
     )
 
 
+def step_setup(point: Point) -> Setup:
+    dtype = getattr(torch, point["states"])
+    return Setup(point["sequences"], STEP_MODELS[point["heads"]], point["tokens each"], dtype, point["layout"])
+
+
+def prefill_point(device: torch.device, point: Point) -> Case:
+    shape, rows = MODELS[point["heads"]], point["tokens"]
+    bounds = torch.tensor([0.0, *LENGTHS[point["sequences"]]], dtype=torch.float64).cumsum(0)
+    ends = (bounds * rows).round().long()
+    # The peer brings kernels of its own, which each of these would compile.
+    return prefill_case(device, shape, ends.diff().tolist()).without(FLA_CHAIN)
+
+
 def maps(device: torch.device) -> Iterator[Map]:
     heads = Axis("heads", tuple(MODELS))
     dtypes = Axis("dtype", ("bfloat16", "float32"))
@@ -131,7 +164,7 @@ def maps(device: torch.device) -> Iterator[Map]:
         name="split",
         axes=(heads, tokens, layouts, dtypes, Axis("rows", ("packed", "padded"))),
         case=partial(split_point, device),
-        points=40,
+        points=36,
     )
     yield Map(
         name="merge",
@@ -161,7 +194,25 @@ def maps(device: torch.device) -> Iterator[Map]:
             }
             for sequences in (64, 256)
         ],
-        points=26,
+        points=22,
+    )
+    yield Map(
+        name="decode step",
+        axes=(
+            Axis("heads", tuple(STEP_MODELS)),
+            Axis("sequences", (1, 3, 9, 16, 33, 64, 100, 256, 512)),
+            Axis("tokens each", (1, 2, 4)),
+            Axis("states", ("float32", "bfloat16", "float16")),
+            Axis("layout", ("KV", "VK")),
+        ),
+        case=lambda point: step_case(device, step_setup(point)),
+        points=30,
+    )
+    yield Map(
+        name="inputs of prefill",
+        axes=(Axis("heads", tuple(MODELS)), Axis("tokens", (64, 1000, 8192, 30000)), Axis("sequences", tuple(LENGTHS))),
+        case=partial(prefill_point, device),
+        points=12,
     )
 
 

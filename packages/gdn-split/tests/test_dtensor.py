@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
+import gdn_split
 from gdn_split import fused_qkvzba_split_reshape_cat, merge_qkvzba, split_conv1d_update, split_views
 from gdn_split.dtensor import placements, sharded
 from gdn_split.parallel import head_shard, shard_views
@@ -94,6 +95,39 @@ def by_heads(rank: int) -> None:
         placements("split_conv1d_update")
 
 
-@pytest.mark.parametrize("check", [by_tokens, by_heads], ids=lambda check: check.__name__)
+def layer_by_heads(rank: int) -> None:
+    """What a layer does with its states, and the inputs of its prefill."""
+    mesh = init_device_mesh("cpu", (2,))
+    gates, norm, slots = (normal(8) - 2, normal(8)), normal(16), torch.tensor([3, 0])
+    whole = (*fused(), normal(SLOTS, QKV, 3), normal(QKV, 4), normal(QKV), normal(SLOTS, 8, 16, 16), *gates)
+    dims = (1, 1, 1, 0, 0, 1, 0, 0)
+    ranked = [in_order_of_ranks(x, dim) if QKV in x.shape else x for x, dim in zip(whole, dims, strict=True)]
+    own = [distribute_tensor(x.clone(), mesh, [Shard(dim)]) for x, dim in zip(ranked, dims, strict=True)]
+    one, shared = ((*t[:6], slots, *t[6:]) for t in ([x.clone() for x in whole], own))
+    options = {"tokens_per_sequence": 3, "norm_weight": norm}
+    wanted = gdn_split.gdn_verify(*one, *SIZES, **options)
+    got = sharded("gdn_verify", mesh, "heads")(*shared, *SIZES, **options)
+    torch.testing.assert_close(got.full_tensor(), wanted)
+    accepted = torch.tensor([2, 1])
+    gdn_split.gdn_commit(*one, accepted, *SIZES, tokens_per_sequence=3)
+    sharded("gdn_commit", mesh, "heads")(*shared, accepted, *SIZES, tokens_per_sequence=3)
+    wanted = gdn_split.gdn_decode_step(*one, *SIZES, **options)
+    got = sharded("gdn_decode_step", mesh, "heads")(*shared, *SIZES, **options)
+    torch.testing.assert_close(got.full_tensor(), wanted)
+    torch.testing.assert_close(shared[5].full_tensor(), one[5])
+    torch.testing.assert_close(shared[2].full_tensor(), in_order_of_ranks(one[2], 1))
+    bounds = torch.tensor([0, 2, 6])
+    packed = [(*t[:2], *t[3:5], bounds, *t[7:]) for t in (one, shared)]
+    states = [{"conv_state": t[2], "slots": slots, "chunk_size": 4} for t in (one, shared)]
+    wanted = gdn_split.gdn_prefill_inputs(*packed[0], *SIZES, **states[0])
+    got = sharded("gdn_prefill_inputs", mesh, "heads")(*packed[1], *SIZES, **states[1])
+    for part, whole_part in zip(got, wanted, strict=True):
+        torch.testing.assert_close(part.full_tensor(), whole_part)
+    with pytest.raises(ValueError, match=r"^state_pool must be placed as .*, as it is written in place"):
+        replicated = distribute_tensor(whole[5], mesh)
+        sharded("gdn_decode_step", mesh, "heads")(*shared[:5], replicated, *shared[6:], *SIZES, **options)
+
+
+@pytest.mark.parametrize("check", [by_tokens, by_heads, layer_by_heads], ids=lambda check: check.__name__)
 def test_two_ranks_give_what_one_does(check) -> None:
     run(2, check)

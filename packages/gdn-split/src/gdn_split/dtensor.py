@@ -22,6 +22,11 @@ By = Literal["tokens", "heads"]
 _PARTS = ("mixed_qkv", "z", "b", "a")
 _FUSED = ("mixed_qkvz", "mixed_ba")
 
+# By heads, of a whole layer: what all its functions take, and what those take that hold both states.
+_LAYER = {**dict.fromkeys(_FUSED, 1), "conv_state": 1, **dict.fromkeys(("conv_weight", "conv_bias"), 0)}
+_LAYER |= {"A_log": 0, "dt_bias": 0}
+_STATES = {**_LAYER, "state_pool": 1}
+
 _TABLE: dict[tuple[str, str], Placements] = {
     ("fused_qkvzba_split_reshape_cat", "tokens"): Placements(dict.fromkeys(_FUSED, 0), (0,) * 4),
     ("split_views", "tokens"): Placements(dict.fromkeys(_FUSED, 0), (0,) * 4),
@@ -31,6 +36,10 @@ _TABLE: dict[tuple[str, str], Placements] = {
     ("split_conv1d_update", "heads"): Placements(
         {**dict.fromkeys(_FUSED, 1), "conv_state": 1, "conv_weight": 0, "conv_bias": 0}, (1,) * 4, ("conv_state",)
     ),
+    ("gdn_decode_step", "heads"): Placements({**_STATES, "out": 1}, (1,), ("conv_state", "state_pool", "out")),
+    ("gdn_verify", "heads"): Placements({**_STATES, "out": 1}, (1,), ("out",)),
+    ("gdn_commit", "heads"): Placements(_STATES, (), ("conv_state", "state_pool")),
+    ("gdn_prefill_inputs", "heads"): Placements(_LAYER, (1,) * 6, ("conv_state",)),
 }
 
 

@@ -123,8 +123,8 @@ def layer_by_heads(rank: int) -> None:
     got = sharded("gdn_prefill_inputs", mesh, "heads")(*packed[1], *SIZES, **states[1])
     for part, whole_part in zip(got, wanted, strict=True):
         torch.testing.assert_close(part.full_tensor(), whole_part)
+    replicated = distribute_tensor(whole[5], mesh)
     with pytest.raises(ValueError, match=r"^state_pool must be placed as .*, as it is written in place"):
-        replicated = distribute_tensor(whole[5], mesh)
         sharded("gdn_decode_step", mesh, "heads")(*shared[:5], replicated, *shared[6:], *SIZES, **options)
 
 

@@ -217,6 +217,16 @@ def test_what_a_window_hides_weighs_nothing_even_where_true_scores_are_below_min
     batch.check()
 
 
+def test_a_float32_row_over_many_tiles_of_keys_is_rounded_as_over_one(tensors, kernels) -> None:
+    """All weights are alike and all values 0.1, which no float32 is: a plain sum over tiles drifts."""
+    batch = tensors.batch([(2047, 1)], heads=(1, 1), head_dim=16, dtype=FP32, cached=True, lse=True)
+    batch.q.zero_()
+    batch.k_cache.zero_()
+    batch.v_cache.fill_(0.1)
+    kernels.prefill(batch, PrefillPlan(16, 16, 1, 4, 1), 1)
+    torch.testing.assert_close(batch.out.tensor, torch.full_like(batch.out.tensor, 0.1), rtol=3e-7, atol=0)
+
+
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=name_of)
 def test_small_scores_are_as_exact_under_a_large_cap_as_without(tensors, kernels, dtype) -> None:
     """tanh as a quotient of sums with 1 is off by what they are rounded by, which the cap multiplies."""

@@ -131,3 +131,10 @@ class Source(NamedTuple):
     K_SCALED: bool
     V_SCALED: bool
     MASKED: bool
+
+
+class Excess(NamedTuple):
+    """By how much rounding has made float32's accumulator and row sum too large; of other dtypes nothing is kept."""
+
+    acc: object
+    row_sum: object

@@ -8,7 +8,7 @@ keys first, then, where they are tensors of their own, the new ones.
 import triton
 import triton.language as tl
 
-from prefix_prefill.kernels.groups import Keys, Pages, Rows, Scoring, Source
+from prefix_prefill.kernels.groups import Excess, Keys, Pages, Rows, Scoring, Source
 from prefix_prefill.kernels.merge import include
 from prefix_prefill.kernels.schedule import find_tile, key_range, lengths, program_tile, split_range
 from prefix_prefill.kernels.softmax import (
@@ -103,7 +103,18 @@ def load_transposed(p_v, o_dv, pages, low, high, MASKED: tl.constexpr, C):
 
 
 @triton.jit
-def update(acc, running_max, row_sum, rows, keys, scoring, pages, ALIBI: tl.constexpr, source: tl.constexpr, C):
+def added(total, excess, rescale, addend):
+    """total * rescale + addend, and its excess: Kahan's sum, whose error does not grow with the number of addends."""
+    scaled = total * rescale
+    addend = addend - excess * rescale
+    new = scaled + addend
+    return new, (new - scaled) - addend
+
+
+@triton.jit
+def update(
+    acc, running_max, row_sum, excess, rows, keys, scoring, pages, ALIBI: tl.constexpr, source: tl.constexpr, C
+):  # fmt: skip
     """One tile of keys and values into the accumulator, running max and row sum of a tile of rows.
 
     Keys that do not exist are loaded as zeros.
@@ -144,7 +155,11 @@ def update(acc, running_max, row_sum, rows, keys, scoring, pages, ALIBI: tl.cons
     new_max = tl.maximum(running_max, tl.max(b_s, 1))
     b_p = power(b_s - finite(new_max)[:, None], NATURAL)
     rescale = power(running_max - finite(new_max), NATURAL)
-    new_sum = row_sum * rescale + tl.sum(b_p, 1)
+    if NATURAL:
+        # A row may see thousands of tiles.
+        new_sum, excess_sum = added(row_sum, excess.row_sum, rescale, tl.sum(b_p, 1))
+    else:
+        new_sum = row_sum * rescale + tl.sum(b_p, 1)
     if source.BOX:
         b_v = load_transposed(keys.p_v, keys.o_dv, pages, low, high, source.MASKED, C)
     else:
@@ -158,12 +173,16 @@ def update(acc, running_max, row_sum, rows, keys, scoring, pages, ALIBI: tl.cons
         # Relative to the tile's largest scale, so that 16 bits hold the weights as well as without scales.
         most = tl.max(tl.abs(keys.v_scale), 0)
         b_p = b_p * (keys.v_scale / tl.where(most == 0, 1.0, most))[None, :]
-    if source.V_SCALED or NATURAL:
+    if NATURAL:
         # Without a matrix unit one sum over all keys would round as often as there are keys: each tile has its own.
-        acc = tl.fma(tl.dot(b_p.to(dtype), b_v, input_precision="ieee"), most, acc * rescale[:, None])
+        product = tl.dot(b_p, b_v, input_precision="ieee") * most
+        acc, excess_acc = added(acc, excess.acc, rescale[:, None], product)
+        excess = Excess(excess_acc, excess_sum)
+    elif source.V_SCALED:
+        acc = tl.fma(tl.dot(b_p.to(dtype), b_v), most, acc * rescale[:, None])
     else:
-        acc = tl.dot(b_p.to(dtype), b_v, acc * rescale[:, None], input_precision="ieee")
-    return acc, new_max, new_sum
+        acc = tl.dot(b_p.to(dtype), b_v, acc * rescale[:, None])
+    return acc, new_max, new_sum, excess
 
 
 @triton.jit
@@ -245,6 +264,7 @@ def attend(
         acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
         running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
         row_sum = tl.zeros([BLOCK_M], tl.float32)
+        excess = Excess(acc, row_sum) if NATURAL else Excess(row_sum, row_sum)
         slope = tl.zeros([BLOCK_M], tl.float32)
         if ALIBI:
             slope = tl.load(p_alibi + o_h).to(tl.float32) * (1.0 if NATURAL else LOG2_E)
@@ -334,12 +354,14 @@ def attend(
                         o_key,
                         exists, b_ks, b_vs,
                     )  # fmt: skip
-                    acc, running_max, row_sum = update(
-                        acc, running_max, row_sum, tile, keys, scoring,
+                    acc, running_max, row_sum, excess = update(
+                        acc, running_max, row_sum, excess, tile, keys, scoring,
                         Pages(p_row, at, num_blocks, numbers.strides.v_cache[0]), ALIBI,
                         Source(C.BOX, C.FP8, C.K_SCALED == 2, C.V_SCALED == 2, PHASE != 1), C,
                     )  # fmt: skip
         acc = acc * v_scale
+        if NATURAL:
+            excess = Excess(excess.acc * v_scale, excess.row_sum)
         if C.NEW_KV:
             p_k_head = p_k + begin * numbers.strides.k[0] + i_kv.to(tl.int64) * numbers.strides.k[1]
             p_v_head = p_v + begin * numbers.strides.v[0] + i_kv.to(tl.int64) * numbers.strides.v[1]
@@ -356,8 +378,8 @@ def attend(
                     p_k_head, p_v_head, o_row * numbers.strides.k[0], o_row * numbers.strides.v[0],
                     o_d_wide * numbers.strides.k[2], o_dv_wide * numbers.strides.v[2], o_key, exists, o_n, o_n,
                 )  # fmt: skip
-                acc, running_max, row_sum = update(
-                    acc, running_max, row_sum, tile, keys, scoring,
+                acc, running_max, row_sum, excess = update(
+                    acc, running_max, row_sum, excess, tile, keys, scoring,
                     Pages(p_row, at, num_blocks, numbers.strides.v_cache[0]), ALIBI,
                     Source(0, 0, False, False, True), C,
                 )  # fmt: skip

@@ -872,6 +872,21 @@ def test_token_by_token_on_hopper_is_the_recurrence_and_drafts_have_the_bits_of_
 
 
 @marked(*on_hopper)
+@pytest.mark.parametrize("size", [64, 128])
+def test_token_by_token_on_hopper_has_the_same_bits_in_smaller_programs_of_16_columns_a_warp(
+    tensors, kernels, size
+) -> None:
+    results = []
+    for warps in (1, 2, 4):
+        torch.manual_seed(0)
+        batch = tensors.ragged([4] * 3, heads=(4, 4), sizes=(size, 128), slots=[6, 2, 0], num_slots=8)
+        kernels.verify(batch, DecodePlan(16 * warps, warps, hopper=True))
+        results.append(batch.out.tensor.clone())
+    assert_bitwise_equal(results[0], results[1])
+    assert_bitwise_equal(results[0], results[2])
+
+
+@marked(*on_hopper)
 def test_decoding_that_waits_on_the_device_has_the_bits_of_decoding_that_does_not(tensors, kernels) -> None:
     for plan in DECODING:
         results = []

@@ -13,6 +13,8 @@
 #include <thread>
 #include <vector>
 
+#include "numbers.h"
+
 #define MLA_ON_HOST
 #define MLA_INLINE inline
 #define MLA_DEVICE static inline
@@ -35,29 +37,8 @@ struct alignas(16) float4 {
 static uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
-template <class To, class From> static To bits(From from) {
-  To to;
-  static_assert(sizeof(to) == sizeof(from));
-  memcpy(&to, &from, sizeof(to));
-  return to;
-}
 static uint32_t __float_as_uint(float x) { return bits<uint32_t>(x); }
 static float __uint_as_float(uint32_t x) { return bits<float>(x); }
-
-// Numbers
-
-static float of_half(uint16_t x) { return float(bits<_Float16>(x)); }
-static uint16_t to_half(float x) { return bits<uint16_t>(_Float16(x)); }
-static float of_bfloat16(uint16_t x) { return bits<float>(uint32_t(x) << 16); }
-static uint16_t to_bfloat16(float x) {
-  uint32_t all = bits<uint32_t>(x);
-  return std::isnan(x) ? 0x7FFF : (all + 0x7FFF + (all >> 16 & 1)) >> 16;
-}
-static float of_e4m3(uint8_t x) {
-  int exponent = x >> 3 & 15, mantissa = x & 7;
-  float size = exponent ? ldexpf(8 + mantissa, exponent - 10) : ldexpf(mantissa, -9);
-  return (x & 127) == 127 ? NAN : x & 128 ? -size : size;
-}
 
 // Threads
 

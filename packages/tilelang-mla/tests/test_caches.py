@@ -154,7 +154,9 @@ def test_kernels_attend_to_a_cache_of_8_bits(device, format, page, heads) -> Non
         batch = Cached(format, lengths, heads=heads, seqlen_q=seqlen_q, page=page, device=device)
         batch.check(*batch.run())
         for how in ({}, {"num_splits": 1}, {"num_splits": 3}):
-            batch.check(*batch.run(plan=plan_decode(batch.seqlens_k, heads, seqlen_q, **how)))
+            plan = plan_decode(batch.seqlens_k, heads, seqlen_q, **how)
+            batch.check(*batch.run(plan=plan))
+            batch.check(*batch.run(plan=plan._replace(tiles=replace(plan.tiles, by_rows=True))))
 
 
 @pytest.mark.gpu
@@ -241,6 +243,18 @@ def test_keys_are_rows_where_latents_are_512_and_two_of_their_stages_are_loaded_
         # As a plan has them.
         fewer = replace(tiles, num_stages=3)
         assert tiles_8bit(problem, fewer, limits) == fewer
+
+
+def test_more_than_32_rows_are_widened_by_rows_where_a_plan_says_so() -> None:
+    limits = DeviceLimits(132)
+    for rows, dims, by_rows in ((33, (512, 64), 1), (128, (512, 64), 1), (32, (512, 64), 0), (128, (512, 0), 0)):
+        for cache in FORMATS:
+            problem = DecodeProblem(rows, *dims, 1, 4, 8192, 64, cache=cache)
+            planned = replace(decode_tiles(rows, 512, 64, 8192, limits), by_rows=True)
+            tiles = tiles_8bit(problem, planned, limits)
+            assert (tiles.by_rows, tiles.block_m) == (by_rows, 64 if by_rows else 32)
+            assert tiles.covers(problem)
+            assert tiles.shared_memory(problem) <= limits.shared_memory
 
 
 def test_shares_without_a_plan_fill_the_sms_with_tiles_of_as_many_rows_as_the_kernel_takes() -> None:

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sysconfig
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -122,6 +123,29 @@ class OfKeys(NamedTuple):
         return {"cache": self.cache, "dim_nope": 512, "dim_rope": 64, "dtype": self.dtype, **blocks}
 
 
+class ByRows(NamedTuple):
+    """A decoding kernel whose producer keeps addresses of keys, and widens those of 8 bits."""
+
+    name: str
+    cache: str
+    dtype: torch.dtype = BF16
+
+    @property
+    def problem(self) -> DecodeProblem:
+        return DecodeProblem(64, 512, 64, 1, 1, 4096, 48, cache=self.cache)
+
+    @property
+    def tiles(self) -> DecodeTiles:
+        return replace(decode_tiles(64, 512, 64, None, H200), by_rows=True)
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        from tilelang_mla import launch
+
+        of = {"decode": launch.decode_constants, "decode_sparse": launch.sparse_constants}
+        return of.get(self.name, launch.decode_8bit_constants)(self.problem, self.tiles, self.dtype)
+
+
 class Prefill(NamedTuple):
     """A prefill kernel."""
 
@@ -185,6 +209,12 @@ OF_KEYS = {
     "one scale, 16 rows": OfKeys("decode_8bit", "e4m3", 16),
     "lists of records, 32 rows": OfKeys("decode_sparse", "656", 32),
 }
+# Others are lists of bfloat16, and one scale.
+BY_ROWS = {
+    "pages of any size": ByRows("decode", ""),
+    "one scale, float16": ByRows("decode_8bit", "e4m3", FP16),
+    "lists of records": ByRows("decode_sparse", "656"),
+}
 SPARSE = {"lists": Sparse("")}
 PREFILL = {
     "DeepSeek": Prefill(192, 128, BF16),
@@ -197,6 +227,7 @@ MERGE_RANKS = {"512": MergeRanks(512, BF16)}
 every_decoding = pytest.mark.parametrize("kernel", DECODE.values(), ids=DECODE)
 every_8bit = pytest.mark.parametrize("kernel", DECODE_8BIT.values(), ids=DECODE_8BIT)
 every_of_keys = pytest.mark.parametrize("kernel", OF_KEYS.values(), ids=OF_KEYS)
+every_by_rows = pytest.mark.parametrize("kernel", BY_ROWS.values(), ids=BY_ROWS)
 every_sparse = pytest.mark.parametrize("kernel", SPARSE.values(), ids=SPARSE)
 every_prefill = pytest.mark.parametrize("kernel", PREFILL.values(), ids=PREFILL)
 every_merge_of_ranks = pytest.mark.parametrize("kernel", MERGE_RANKS.values(), ids=MERGE_RANKS)
@@ -278,7 +309,7 @@ def specs(target: str) -> list[GeneratedSource]:
 
     return [
         GeneratedSource(f"{kernel.name}, {name}", partial(_source_of, launch, kernel.name, kernel.constants))
-        for kernels in (DECODE, DECODE_8BIT, OF_KEYS, SPARSE, PREFILL, MERGE, MERGE_RANKS)
+        for kernels in (DECODE, DECODE_8BIT, OF_KEYS, BY_ROWS, SPARSE, PREFILL, MERGE, MERGE_RANKS)
         for name, kernel in kernels.items()
     ]
 
@@ -346,8 +377,10 @@ def shared_memory(text: str) -> int:
     return max([int(offset) for offset in re.findall(r"buf_dyn_shmem \+ (\d+)", text)], default=0)
 
 
-def assert_clean(report: Report) -> None:
-    assert report.count("spill stores") == report.count("spill loads") == report.count("stack frame") == 0, report.said
+def assert_clean(report: Report, spilled: int = 0) -> None:
+    """Without warnings, and with at most so many bytes spilled."""
+    assert max(report.count(f"spill {what}") for what in ("stores", "loads")) <= spilled, report.said
+    assert spilled or report.count("stack frame") == 0, report.said
     # C7508: setmaxnreg ignored. C7510 to C7514: products of a warpgroup one after the other.
     assert not re.search(r"C75\d\d", report.said), report.said
     assert re.search(r"Used \d+ registers", report.said), report.said
@@ -387,6 +420,19 @@ def test_keys_as_rows_are_loaded_in_bulk_and_widened_for_operands_in_registers_w
     assert "cvt.rn.f16x2.e4m3x2" in made.text
     # What lies last are 32 bytes of work items.
     assert shared_memory(made.text) + 64 + 1024 <= kernel.tiles.shared_memory(kernel.problem)
+
+
+@every_by_rows
+def test_keys_by_rows_are_loaded_and_widened_without_spills_in_the_loop_over_blocks(reports, kernel) -> None:
+    """Of 8 bits a few numbers that are used once a work item are spilled, by one release of nvcc or another."""
+    made = reports[kernel]
+    assert_clean(made, spilled=48 if kernel.cache else 0)
+    assert {"wgmma_ss", "wgmma_rs", "warpgroup_reg_alloc", "warpgroup_reg_dealloc", "tma_store"} <= words(made)
+    # Of the lookups alone; blocks are loaded by functions of rows.cuh.
+    assert "cp_async_gs_conditional" not in made.text
+    assert ("mla::rows::widen_right" in made.text) == bool(kernel.cache)
+    weights = 2 * kernel.tiles.block_m * kernel.tiles.block_n
+    assert shared_memory(made.text) + weights + 1024 <= kernel.tiles.shared_memory(kernel.problem)
 
 
 @every_sparse

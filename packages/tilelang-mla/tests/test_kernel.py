@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -166,6 +167,17 @@ def test_heads_and_tokens_are_packed_into_tiles_without_a_rest(tensors, kernels,
 @pytest.mark.parametrize("page", [128, 3, 48, 100])
 def test_pages_of_other_sizes(tensors, kernels, page) -> None:
     decode(tensors, kernels, MIXED, {}, page=page, heads=4, seqlen_q=2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page", [48, 16, 1, 128])
+def test_keys_by_rows_over_pages_of_any_size(tensors, page) -> None:
+    for lengths, tokens, heads in ((MIXED, 2, 12), ([1000, 0, 3000, 70], 1, 64)):
+        for how in ({}, {"num_splits": 3}):
+            batch = tensors.decode(lengths, page=page, seqlen_q=tokens, heads=heads)
+            plan = batch.plan(**how)
+            batch.run(plan=plan._replace(tiles=replace(plan.tiles, by_rows=True)))
+            batch.check()
 
 
 @pytest.mark.parametrize("dims", [(512, 64), (128, 96)], ids=str)

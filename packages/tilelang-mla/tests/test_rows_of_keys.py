@@ -1,7 +1,7 @@
-"""Do the CUDA functions of decoding with keys as rows attend, thread by thread, on a machine without a GPU?
+"""Do the CUDA functions of decoding do what they say, thread by thread, on a machine without a GPU?
 
-rows_of_keys.cpp compiles their own text for the CPU, with what PTX says of WGMMA's fragments and swizzles. It sees
-neither barriers of the kernel nor copies, which are not in that text.
+rows_of_keys.cpp and rows.cpp compile their own text for the CPU, with what PTX says of WGMMA's fragments and swizzles.
+They see neither barriers of the kernel nor bulk copies, which are not in that text.
 """
 
 from __future__ import annotations
@@ -19,16 +19,20 @@ import tilelang_mla
 KERNELS = Path(tilelang_mla.__file__).parent / "kernels" / "decode"
 
 
-def test_functions_of_keys_as_rows_attend_to_both_formats_as_float64_does(tmp_path) -> None:
+def said_by(name: str, folder: Path) -> str:
+    """What a program of these tests prints."""
     compiler = shutil.which("g++")
     if compiler is None:
         if os.environ.get("CI"):
             pytest.fail("no g++, in CI")
         pytest.skip("no g++")
-    program = tmp_path / "rows_of_keys"
-    source = Path(__file__).with_name("rows_of_keys.cpp")
+    program, source = folder / name, Path(__file__).with_name(f"{name}.cpp")
     subprocess.run([compiler, "-std=c++20", "-w", "-pthread", f"-I{KERNELS}", source, "-o", program], check=True)
-    said = subprocess.check_output([program], text=True)
+    return subprocess.check_output([program], text=True)
+
+
+def test_functions_of_keys_as_rows_attend_to_both_formats_as_float64_does(tmp_path) -> None:
+    said = said_by("rows_of_keys", tmp_path)
     lines = re.findall(r"(.+): (\S+) (\S+)\n", said)
     assert len(lines) == 5, said
     for name, error, of_lse in lines:
@@ -36,3 +40,11 @@ def test_functions_of_keys_as_rows_attend_to_both_formats_as_float64_does(tmp_pa
         bounds = {"values": 2**-40, "one scale, float16, no rope, a part": 2**-10}
         assert float(error) < bounds.get(name, 1.5 * 2**-8), said
         assert float(of_lse) < 1e-5, said
+
+
+def test_loaders_by_rows_bring_each_element_to_its_place_and_widen_what_has_8_bits(tmp_path) -> None:
+    """Keys that are none are zeros, and one with a NaN has it in each half that has."""
+    said = said_by("rows", tmp_path)
+    assert re.findall(r"(.+): (\d+) (\d+)\n", said) == [
+        (name, "0", str(3 * 64 * 576)) for name in ("copied", "one scale", "one scale, float16", "records")
+    ], said

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -105,7 +106,10 @@ def test_kernels_attend_to_listed_keys(device, cache, heads) -> None:
             for splits in (1, 3):
                 lengths = torch.full((6,), topk, dtype=torch.int32, device=device)
                 plan = plan_decode(lengths, heads, num_splits=splits)
-                batch.check(batch.run(**given, plan=plan), *[given.get(name) for name in ("topk_length", "attn_sink")])
+                for own in (plan, plan._replace(tiles=replace(plan.tiles, by_rows=True))):
+                    batch.check(
+                        batch.run(**given, plan=own), *[given.get(name) for name in ("topk_length", "attn_sink")]
+                    )
 
 
 @pytest.mark.gpu

@@ -85,10 +85,11 @@ def kernel(name: str, **constants: Any) -> Any:
 
 def decode_constants(problem: DecodeProblem, tiles: DecodeTiles, dtype: torch.dtype) -> dict[str, Any]:
     """What the decoding kernel is compiled for."""
+    gather = problem.page_size % tiles.block_n != 0
     return {
         "dim_nope": problem.dim_nope, "dim_rope": problem.dim_rope, "dtype": dtype, "block_n": tiles.block_n,
-        "num_stages": tiles.num_stages, "gather": problem.page_size % tiles.block_n != 0,
-        "per_token": problem.per_token,
+        "num_stages": tiles.num_stages, "gather": gather, "per_token": problem.per_token,
+        "by_rows": bool(gather and tiles.by_rows),
     }  # fmt: skip
 
 
@@ -97,6 +98,7 @@ def decode_8bit_constants(problem: DecodeProblem, tiles: DecodeTiles, dtype: tor
     constants = {**decode_constants(problem, tiles, dtype), "cache": problem.cache}
     # Keys lie anywhere.
     del constants["gather"]
+    constants["by_rows"] = bool(tiles.by_rows)
     if tiles.keys_are_rows(problem):
         constants["block_m"] = tiles.block_m
     return constants
@@ -155,7 +157,9 @@ def prepare_decode(problem: DecodeProblem, plan: DecodeTiles | None, tensors: De
         attend = kernel("decode_8bit", **decode_8bit_constants(problem, tiles, q.dtype))
     else:
         constants = decode_constants(problem, tiles, q.dtype)
-        attend = kernel("decode", **{**constants, "gather": constants["gather"] or not by_tma})
+        if not by_tma:
+            constants |= {"gather": True, "by_rows": bool(tiles.by_rows)}
+        attend = kernel("decode", **constants)
 
     num_parts = tiles.num_parts(batch)
     shared = plan is None

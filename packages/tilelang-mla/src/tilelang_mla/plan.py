@@ -32,7 +32,7 @@ _BESIDE = 3072
 _RAW_STAGES, _SCALES = 3, 80
 # Of the kernel whose rows of MMA are keys: latents, keys of a block and of a stage, and the most stages: more than are
 # loaded in the time of a block show nothing.
-_LATENT, _KEYS, _OF_STAGE, _MOST_STAGES = 512, 128, 64, 5
+_LATENT, _ROPE, _KEYS, _OF_STAGE, _MOST_STAGES = 512, 64, 128, 64, 5
 # Of 64 rows the accumulators leave no registers to widen keys in.
 _FEW_ROWS = 32
 # Pieces of a row have at least 32 bytes: of 64 elements that is as many pieces.
@@ -132,7 +132,8 @@ class DecodeTiles(Plan):
     """Tiles of ``block_m`` rows, packed query tokens x heads; a part of a sequence's keys, ``block_n`` to a stage.
 
     ``num_stages`` blocks are in flight. A grid has ``num_splits`` parts for each sequence and ``spare_parts`` for all
-    of them, which those share that are cut further; neither depends on the batch or on lengths.
+    of them, which those share that are cut further; neither depends on the batch or on lengths. ``by_rows``: the
+    producer's threads keep addresses of keys that lie anywhere, and widen those of 8 bits for more than 32 rows.
     """
 
     block_m: int
@@ -140,11 +141,15 @@ class DecodeTiles(Plan):
     num_stages: int
     num_splits: int = 1
     spare_parts: int = 0
+    by_rows: bool = False
 
     def covers(self, problem: DecodeProblem) -> bool:
         """Whether its blocks are such that a kernel can take them, for this problem."""
         if self.keys_are_rows(problem):
             blocks = self.block_m in (16, _FEW_ROWS) and 2 <= self.num_stages <= _MOST_STAGES
+        elif self.by_rows:
+            right = (problem.dim_nope, problem.dim_rope) == (_LATENT, _ROPE)
+            blocks = right and (self.block_m, self.block_n) == (_ROWS, _OF_STAGE) and 1 <= self.num_stages <= 4
         else:
             blocks = self.block_m == _ROWS and self.block_n in (16, 32, 64, 128) and 1 <= self.num_stages <= 4
         return blocks and 1 <= self.num_splits <= MOST_SPLITS and self.spare_parts >= 0
@@ -157,7 +162,7 @@ class DecodeTiles(Plan):
             return held + self.num_stages * _OF_STAGE * (key + 1) + 108 * self.block_m + 2 * _BESIDE
         width = problem.dim_nope + problem.dim_rope
         held = (self.block_m + self.num_stages * self.block_n) * width + self.block_m * self.block_n
-        raw = _RAW_STAGES * self.block_n * (width + _SCALES) if problem.cache else 0
+        raw = _RAW_STAGES * self.block_n * (width + _SCALES) if problem.cache and not self.by_rows else 0
         return held * problem.bits // 8 + raw + _BESIDE
 
     def keys_are_rows(self, problem: DecodeProblem) -> bool:
@@ -237,7 +242,7 @@ def tiles_8bit(problem: DecodeProblem, tiles: DecodeTiles, limits: DeviceLimits)
     over lists 0.54 to 1.03. Else smaller blocks, beside which those fit that are still to be widened. Tiles of keys
     that a plan asks for stay as they are.
     """
-    if tiles.keys_are_rows(problem):
+    if tiles.keys_are_rows(problem) or (tiles.by_rows and tiles.covers(problem) and problem.rows > _FEW_ROWS):
         return tiles
     of_keys = tiles_of_keys(problem, tiles, limits)
     if of_keys.keys_are_rows(problem):

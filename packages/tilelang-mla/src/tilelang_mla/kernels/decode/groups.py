@@ -26,6 +26,7 @@ class Sizes(NamedTuple):
     cache: str = ""
     sparse: bool = False
     rows: int = ROWS
+    by_rows: bool = False
 
     @property
     def half(self) -> int:
@@ -43,9 +44,14 @@ class Sizes(NamedTuple):
         return self.is_8bit and self.block_n == 128
 
     @property
+    def slots(self) -> int:
+        """Blocks of which shared memory tells where their keys are."""
+        return 2 if self.is_8bit and not self.by_rows else 1
+
+    @property
     def tells_valid(self) -> bool:
         """Whether threads arrive a second time where a block is here, for what they have written of it themselves."""
-        return self.sparse and not self.is_8bit
+        return self.sparse and not self.is_8bit or self.by_rows and self.cache == "656"
 
     @property
     def one_scale(self) -> bool:
@@ -182,8 +188,8 @@ def alloc_memory(T, S):
     k_rope = T.alloc_shared((S.num_stages, S.block_n, S.dim_rope), S.dtype)
     weights_shared = T.alloc_shared((S.rows, S.block_n), S.dtype)
     factor_shared = T.alloc_shared((S.rows,), T.float32)
-    at_page = T.alloc_shared((2 if S.is_8bit else 1, S.block_n), T.int32)
-    at_row = T.alloc_shared((2 if S.is_8bit else 1, S.block_n), T.int32)
+    at_page = T.alloc_shared((S.slots, S.block_n), T.int32)
+    at_row = T.alloc_shared((S.slots, S.block_n), T.int32)
     found = T.alloc_shared((4,), T.int32)
     told = T.alloc_shared((2, _TOLD), T.int32)
     share = T.alloc_shared((4,), T.int32)

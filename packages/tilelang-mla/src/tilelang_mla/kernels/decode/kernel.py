@@ -33,6 +33,7 @@ from tilelang_mla.kernels.decode.groups import (
     alloc_memory,
     alloc_softmax,
 )
+from tilelang_mla.kernels.decode.keys import prelude_of, threads_of
 from tilelang_mla.kernels.decode.roles import produce, score, value
 from tilelang_mla.kernels.decode.serial import attend_serially
 from tilelang_mla.kernels.decode.shares import find_share
@@ -44,16 +45,16 @@ _SCORES, _VALUES, _PRODUCER = 0, 1, 2
 
 def attend(
     T: Any, *, dim_nope: int, dim_rope: int, dtype: Any, block_n: int, num_stages: int, gather: bool,
-    serial: bool = False, per_token: bool = False,
+    serial: bool = False, per_token: bool = False, by_rows: bool = False,
 ) -> Any:  # fmt: skip
     """The kernel.
 
     gather: rows of a block may lie in many pages and are loaded one by one; else a block is one piece of a page of a
     multiple of ``block_n`` tokens. A page that the pool does not have reads as zeros either way. The kernel's
     ``scale`` is that of a softmax of powers of two, and above 0. per_token: ``seqlens_k`` is [batch, tokens], the keys
-    that each query token sees, in place of the causal rule.
+    that each query token sees, in place of the causal rule. by_rows: such rows are loaded by rows.cuh.
     """
-    S = Sizes(dim_nope, dim_rope, dtype, block_n, num_stages, gather)
+    S = Sizes(dim_nope, dim_rope, dtype, block_n, num_stages, gather, by_rows=by_rows and gather)
     batch, rows, pages, page_size = (T.dynamic(name) for name in ("batch", "rows", "pages", "page_size"))
     columns, bounds, places, room = (T.dynamic(name) for name in ("columns", "bounds", "places", "room"))
     num_pieces = T.dynamic("num_pieces")
@@ -87,7 +88,7 @@ def attend(
         wants_lse: T.int32,
         num_programs: T.int32,
     ):
-        with T.Kernel(num_programs, threads=1 if serial else 3 * GROUP) as i_program:
+        with T.Kernel(num_programs, threads=threads_of(S, serial), **prelude_of(S, serial)) as i_program:
             # As arguments.py checks: rows may be read in vectors of 16 bytes.
             T.assume(kv_page % 8 == 0)
             T.assume(kv_row % 8 == 0)
@@ -103,7 +104,7 @@ def attend(
 def run_roles(T, S, serial, inputs, outputs, numbers, i_program, num_programs):
     """What a program does, in shared memory and with barriers of its own."""
     memory = Memory(*alloc_memory(T, S))
-    if S.is_8bit:
+    if S.is_8bit and not (S.by_rows and not serial):
         memory = memory._replace(raw=Raw(*alloc_raw(T, S)))
     if S.sparse:
         memory = memory._replace(valid=T.alloc_shared((S.num_stages, S.block_n), T.uint8))

@@ -15,6 +15,7 @@ from tilelang_mla.kernels.common import GROUP, LN_2, log_of_sum
 from tilelang_mla.kernels.decode.groups import SHARED, Launch, Work, read_work
 from tilelang_mla.kernels.decode.loads import row_of
 from tilelang_mla.kernels.decode.roles import is_per_token, limit_of, scale_of, seen_by, unmasked_keys
+from tilelang_mla.kernels.decode.rows import TEXT as TEXT_BY_ROWS
 from tilelang_mla.kernels.decode.schedule import Owner, find_part, owner_of, part_of
 from tilelang_mla.kernels.decode.shares import find_share, tell_share, turns_of
 
@@ -110,8 +111,10 @@ def alloc_key_barriers(T, S):
 
 
 def prelude_of(S: Any, serial: bool) -> dict[str, str]:
-    """What a kernel with keys as rows is compiled with."""
-    return {"prelude": TEXT} if S.keys_are_rows and not serial else {}
+    """What a kernel is compiled with, unless in C."""
+    if serial or not (S.keys_are_rows or S.by_rows):
+        return {}
+    return {"prelude": TEXT if S.keys_are_rows else TEXT_BY_ROWS}
 
 
 def threads_of(S: Any, serial: bool) -> int:

@@ -10,6 +10,7 @@ from tilelang.language import macro
 from tilelang_mla.kernels.common import GROUP, LOG2_E, ROWS, log_of_sum, row_owners
 from tilelang_mla.kernels.decode.groups import SHARED, Work, read_work
 from tilelang_mla.kernels.decode.loads import load_left, load_q, load_right, load_rows, row_of
+from tilelang_mla.kernels.decode.rows import Held, alloc_held, begin_rows, load_by_rows
 from tilelang_mla.kernels.decode.schedule import OF_PRODUCER, Owner, find_part, owner_of, part_of
 from tilelang_mla.kernels.decode.shares import tell_share, turns_of
 from tilelang_mla.kernels.decode.widen import begin_raw, load_widened
@@ -25,21 +26,24 @@ from tilelang_mla.kernels.softmax import (
     zero_tail,
 )
 
-# Registers of a thread of the consumers and of the producer, 65536 in all; and where the producer widens records.
-_REGISTERS, _REGISTERS_8BIT = (216, 72), (208, 88)
+# Registers of a thread that makes weights, of one that multiplies the right half and of the producer, 65536 in all less
+# 1024; where the producer widens keys, and where they are in its registers until then.
+_REGISTERS, _REGISTERS_8BIT, _WIDENED_BY_ROWS = (216, 216, 72), (208, 208, 88), (216, 176, 112)
 # Named barriers of one warpgroup; 0 is that of all threads, and TileLang keeps 1 and 2 for itself.
 _OF_SCORES, _OF_VALUES = 5, 6
 
 
-def registers_of(S: Any) -> tuple[int, int]:
-    """Of a consumer's thread and of a producer's."""
-    return _REGISTERS_8BIT if S.is_8bit else _REGISTERS
+def registers_of(S: Any) -> tuple[int, int, int]:
+    """Of a thread of each role."""
+    if not S.is_8bit:
+        return _REGISTERS
+    return _WIDENED_BY_ROWS if S.by_rows else _REGISTERS_8BIT
 
 
 @macro
 def produce(T, S, launch, inputs, pieces, memory, barriers, thread):
     """Finds the work items and loads their q and key blocks, the first while the one before is being finished."""
-    T.set_max_nreg(registers_of(S)[1], 0)
+    T.set_max_nreg(registers_of(S)[2], 0)
     done = T.alloc_var(T.int32, init=0)
     # Loads that wait for none of the others first.
     begin, end, length = owner_of(T, launch, inputs, thread)
@@ -48,6 +52,10 @@ def produce(T, S, launch, inputs, pieces, memory, barriers, thread):
     part = T.alloc_var(T.int32, init=first_part)
     tile = T.alloc_var(T.int32, init=first_tile)
     turns = turns_of(T, launch, inputs, memory)
+    if S.by_rows:
+        held = Held(*alloc_held(T, S))
+        place = T.alloc_var(T.int64, init=T.int64(-1))
+        entry = T.alloc_var(T.int32, init=-1)
     for turn in T.serial(turns):
         slot = turn % 2
         if launch.scheduled == SHARED:
@@ -62,7 +70,11 @@ def produce(T, S, launch, inputs, pieces, memory, barriers, thread):
             if work.steps > 0:
                 first_column = T.alloc_var(T.int32, init=T.truncdiv(work.first * S.block_n, inputs.kv.shape[1]))
                 i_page = inputs.block_table[work.sequence, first_column]
-        if S.is_8bit:
+        if S.by_rows:
+            first_place, next_entry = begin_rows(T, S, inputs, work, held, thread)
+            place = first_place
+            entry = next_entry
+        elif S.is_8bit:
             begin_raw(T, S, inputs, memory, work, thread)
         elif S.gather:
             own_page, own_row = row_of(T, inputs, work.sequence, work.first * S.block_n + thread, work.length)
@@ -72,7 +84,14 @@ def produce(T, S, launch, inputs, pieces, memory, barriers, thread):
             stage = (done + step) % S.num_stages
             phase = (done + step) // S.num_stages % 2 ^ 1
             first_key = (work.first + step) * S.block_n
-            if S.is_8bit:
+            if S.by_rows:
+                at_hand = (place, entry)
+                next_place, next_entry = load_by_rows(
+                    T, S, inputs, memory, barriers, work, held, at_hand, step, stage, phase, thread
+                )
+                place = next_place
+                entry = next_entry
+            elif S.is_8bit:
                 load_widened(T, S, inputs, memory, barriers, work, step, stage, phase, thread)
             elif S.gather:
                 at_hand = (i_page, i_row)
@@ -214,7 +233,7 @@ def score(T, S, launch, inputs, outputs, memory, barriers, s, acc):
 @macro
 def value(T, S, launch, inputs, outputs, memory, barriers, rescale, acc):
     """Multiplies the right half of the latents by the weights that it is given."""
-    T.set_max_nreg(registers_of(S)[0], 1)
+    T.set_max_nreg(registers_of(S)[1], 1)
     done = T.alloc_var(T.int32, init=0)
     turns = turns_of(T, launch, inputs, memory)
     for turn in T.serial(turns):

@@ -1,0 +1,251 @@
+// Blocks of 64 keys, each of them anywhere in the cache, as TMA with a swizzle of 128 bytes would write them: a row of
+// shared memory is 64 elements of 16 bits of a key, 64 of them a chunk, and the chunks of a ring lie behind each other.
+//
+// A producer warp has 16 keys. A lane is told where one of them is, and asks the others for theirs: addresses are in
+// registers, and all that tells loads of a key apart are constants. Keys of 16 bits are copied asynchronously. Those of
+// 8 bits come by L2 to registers, and go to shared memory in q's dtype.
+//
+// RECORDS: keys of 656 bytes (512 e4m3, 4 scales, 64 ropes of bfloat16), else 64 ropes of e4m3 behind the latents, and
+// one scale, which is not applied here.
+
+#ifndef MLA_ROWS
+#define MLA_ROWS
+
+#include <cstdint>
+
+#ifndef MLA_ON_HOST
+#define MLA_METHOD __device__ __forceinline__
+#define MLA_DEVICE static MLA_METHOD
+#endif
+
+namespace mla::rows {
+
+constexpr int LINE = 128, CHUNK = 64 * LINE, LATENT = 512, SCALES = 512, ROPES = 528;
+
+#ifndef MLA_ON_HOST
+// An address in shared memory.
+using Shared = uint32_t;
+MLA_DEVICE Shared shared(void *p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+MLA_DEVICE const uint8_t *of_lane(const void *p, int lane) {
+  return reinterpret_cast<const uint8_t *>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(p), lane));
+}
+MLA_DEVICE float of_lane(float x, int lane) { return __shfl_sync(~0u, x, lane); }
+MLA_DEVICE uint32_t of_warp(bool x) { return __ballot_sync(~0u, x); }
+// 16 bytes to shared memory, zeros of a key that is none.
+MLA_DEVICE void copy(Shared to, const uint8_t *from, bool there) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
+}
+// In flight behind what follows.
+MLA_DEVICE void load(uint32_t *x, const uint8_t *from) {
+  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "l"(from));
+}
+MLA_DEVICE void load(float &x, const uint8_t *from) { asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(x) : "l"(from)); }
+// To L2.
+MLA_DEVICE void fetch(const void *from, int bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes));
+}
+MLA_DEVICE void store(Shared to, uint32_t x, uint32_t y, uint32_t z, uint32_t w) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
+}
+// Bytes by their numbers; of a number and 8 the byte's sign, eight times.
+template <uint32_t WHICH> MLA_DEVICE uint32_t permuted(uint32_t x) {
+  uint32_t bytes;
+  asm("prmt.b32 %0, %1, 0, %2;" : "=r"(bytes) : "r"(x), "n"(WHICH));
+  return bytes;
+}
+// Two numbers each.
+template <bool BF16> MLA_DEVICE uint32_t times(uint32_t x, uint32_t y) {
+  uint32_t both;
+  if (BF16)
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(both) : "r"(x), "r"(y));
+  else
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(both) : "r"(x), "r"(y));
+  return both;
+}
+MLA_DEVICE uint32_t times_and(uint32_t x, uint32_t y, uint32_t z) {
+  uint32_t both;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(both) : "r"(x), "r"(y), "r"(z));
+  return both;
+}
+// A number in bfloat16, twice.
+MLA_DEVICE uint32_t twice(float x) {
+  uint32_t both;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %1;" : "=r"(both) : "f"(x));
+  return both;
+}
+#endif
+
+// Keys of 16 bits
+
+// CHUNKS chunks of a warp's keys, from a byte of them on. own: the key of a lane, or of the lane less 16.
+template <int CHUNKS> MLA_DEVICE void copy_rows(void *ring, int begin, const void *own, bool own_there, int thread) {
+  int lane = thread & 31, unit = lane & 7;
+  uint32_t there = of_warp(own_there);
+  Shared rows = shared(ring) + (thread >> 5) * 16 * LINE;
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    // Eight lanes have 128 bytes of a key.
+    int key = 4 * i + (lane >> 3);
+    const uint8_t *from = of_lane(own, key) + begin + 16 * unit;
+    Shared to = rows + key * LINE + ((unit ^ (key & 7)) << 4);
+#pragma unroll
+    for (int c = 0; c < CHUNKS; c++) copy(to + c * CHUNK, from + c * LINE, there >> key & 1);
+  }
+}
+
+// Keys of 8 bits
+
+// A thread's part of a block: 16 elements of each of its two keys' chunks, a unit each; those of both keys' left half,
+// with ropes of 8 bits, before those of the right one. SLOTS of them are in registers, of this block and then the next.
+template <bool RECORDS> struct Units {
+  static constexpr int LEFT = RECORDS ? 4 : 5, RIGHT = 4, COUNT = 2 * (LEFT + RIGHT), SLOTS = RECORDS ? 4 : 6;
+};
+
+// The two keys of a thread, by its eighth of a warp: one is looked at at a time, as registers are few. What is read of one
+// that is none is of another, and not used.
+struct Keys {
+  const void *own;
+  uint32_t all;
+  int first, at;
+  const uint8_t *row;
+  MLA_METHOD Keys(const void *own, bool own_there, int thread)
+      : own(own), all(of_warp(own_there)), first((thread & 31) >> 2), at(-1) {}
+  MLA_METHOD const uint8_t *key(int i) {
+    if (at != i) at = i, row = of_lane(own, first + 8 * i);
+    return row;
+  }
+};
+
+// held: of each slot four words, in flight or at hand.
+template <bool RECORDS> MLA_DEVICE void load_unit(uint32_t *held, int unit, Keys &keys, int thread) {
+  using U = Units<RECORDS>;
+  bool right = unit >= 2 * U::LEFT;
+  int chunks = right ? U::RIGHT : U::LEFT, i = right ? (unit - 2 * U::LEFT) / chunks : unit / chunks;
+  int chunk = right ? (unit - 2 * U::LEFT) % chunks : unit % chunks;
+  int begin = chunk == 4 ? LATENT : right * LATENT / 2 + 64 * chunk;
+  load(held + unit % U::SLOTS * 4, keys.key(i) + begin + 16 * (thread & 3));
+}
+
+// Of both keys a scale each: a quarter of a key's lanes have its four.
+template <bool RECORDS> MLA_DEVICE void load_scales(float *scales, Keys &keys, int thread) {
+  if (!RECORDS) return;
+#pragma unroll
+  for (int i = 0; i < 2; i++) load(scales[i], keys.key(i) + SCALES + 4 * (thread & 3));
+}
+
+// Of two elements, sign and magnitude apart, the numbers of q's dtype. e4m3's exponent and mantissa become those of a
+// number 2^120 or 2^8 times as small, by integers: conversions are slow. What is subnormal is so there too.
+template <bool BF16> MLA_DEVICE uint32_t wide(uint32_t spread) {
+  return BF16 ? times<true>(spread << 4 & 0x87F087F0u, 0x7B807B80u) : times<false>(spread << 7 & 0xBF80BF80u, 0x5C005C00u);
+}
+
+// A scale as two numbers of bfloat16, so that a product is rounded once: high, and what that leaves.
+struct Scale {
+  uint32_t high, low;
+};
+
+MLA_DEVICE Scale scale_of(float x) {
+  uint32_t high = twice(x);
+  return {high, twice(x - __uint_as_float(high << 16))};
+}
+
+// A chunk of a thread's first or second key.
+MLA_DEVICE Shared target(Shared latents, Shared ropes, int i, int chunk) {
+  return (chunk == 4 ? ropes : latents + chunk * CHUNK) + 8 * i * LINE;
+}
+
+// A half of two keys to a ring's chunks, and to that of ropes. What comes next takes the place of each unit.
+template <bool RECORDS, bool RIGHT, bool BF16, class Next>
+MLA_DEVICE void widen_half(
+    uint32_t *held, const float *scales, void *ring, void *ropes, uint32_t all, int thread, Next next) {
+  using U = Units<RECORDS>;
+  constexpr int CHUNKS = RIGHT ? U::RIGHT : U::LEFT;
+  int lane = thread & 31, first = lane >> 2;
+  // Of 16 elements in 32 bytes the first 8, and the others.
+  int place = ((thread >> 5) * 16 + first) * LINE + (((lane & 3) * 2 ^ first) << 4);
+  const Shared latents[2] = {shared(ring) + place, shared(ring) + (place ^ 16)};
+  const Shared of_ropes[2] = {shared(ropes) + place, shared(ropes) + (place ^ 16)};
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    bool there = all >> (first + 8 * i) & 1;
+    uint32_t nans = 0;
+    Scale scale = {};
+#pragma unroll
+    for (int c = 0; c < CHUNKS; c++) {
+      int unit = 2 * U::LEFT * RIGHT + i * CHUNKS + c;
+      // Two chunks have a scale, which one of the key's lanes knows.
+      if (RECORDS && c % 2 == 0) scale = scale_of(of_lane(scales[i], (lane & 28) + 2 * RIGHT + c / 2));
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        uint32_t x[4];
+#pragma unroll
+        for (int k = 0; k < 2; k++) {
+          uint32_t four = held[unit % U::SLOTS * 4 + 2 * j + k];
+          x[2 * k] = wide<BF16>(permuted<0x9180>(four)), x[2 * k + 1] = wide<BF16>(permuted<0xB3A2>(four));
+          // The highest magnitude is NaN.
+          nans |= (four & 0x7F7F7F7Fu) + 0x01010101u;
+        }
+        if (RECORDS) {
+#pragma unroll
+          for (int k = 0; k < 4; k++) x[k] = times_and(x[k], scale.high, times<true>(x[k], scale.low));
+        }
+        store(target(latents[j], of_ropes[j], i, c), x[0], x[1], x[2], x[3]);
+      }
+      next(unit);
+    }
+    // Seldom: no key, or one with a NaN, which is to show.
+    if (!there || nans & 0x80808080u) {
+      uint32_t fill = there ? 0x7FFF7FFFu : 0;
+#pragma unroll
+      for (int c = 0; c < CHUNKS; c++)
+#pragma unroll
+        for (int j = 0; j < 2; j++) store(target(latents[j], of_ropes[j], i, c), fill, fill, fill, fill);
+    }
+  }
+}
+
+// A lane's key to L2.
+template <bool RECORDS> MLA_DEVICE void fetch_key(const void *own, bool own_there, int thread) {
+  if (own_there && (thread & 16) == 0) fetch(own, RECORDS ? 656 : 576);
+}
+
+// The first units of a work item's first block.
+template <bool RECORDS>
+MLA_DEVICE void begin_keys(uint32_t *held, float *scales, const void *own, bool own_there, int thread) {
+  Keys keys(own, own_there, thread);
+  load_scales<RECORDS>(scales, keys, thread);
+#pragma unroll
+  for (int unit = 0; unit < Units<RECORDS>::SLOTS; unit++) load_unit<RECORDS>(held, unit, keys, thread);
+}
+
+// Left half and ropes.
+template <bool RECORDS, bool BF16>
+MLA_DEVICE void widen_left(
+    uint32_t *held, float *scales, void *ring, void *ropes, const void *own, bool own_there, int thread) {
+  Keys keys(own, own_there, thread);
+  if (RECORDS) copy_rows<1>(ropes, ROPES, own, own_there, thread);
+  widen_half<RECORDS, false, BF16>(held, scales, ring, ropes, keys.all, thread, [&](int unit) {
+    load_unit<RECORDS>(held, unit + Units<RECORDS>::SLOTS, keys, thread);
+  });
+}
+
+// The right half, and the first units of the next block.
+template <bool RECORDS, bool BF16>
+MLA_DEVICE void widen_right(
+    uint32_t *held, float *scales, void *ring, const void *own, bool own_there, const void *next, bool next_there,
+    int thread) {
+  using U = Units<RECORDS>;
+  Keys keys(own, own_there, thread), after(next, next_there, thread);
+  widen_half<RECORDS, true, BF16>(held, scales, ring, ring, keys.all, thread, [&](int unit) {
+    if (unit + U::SLOTS < U::COUNT)
+      load_unit<RECORDS>(held, unit + U::SLOTS, keys, thread);
+    else
+      load_unit<RECORDS>(held, unit + U::SLOTS - U::COUNT, after, thread);
+  });
+  load_scales<RECORDS>(scales, after, thread);
+}
+
+}  // namespace mla::rows
+
+#endif

@@ -1,0 +1,187 @@
+// rows.cuh on a CPU: the 128 threads of a producer bring blocks of keys to shared memory, beside what TMA's swizzle says.
+// Prints what was run, how many elements are not what they must be, and how many were looked at.
+
+#include <barrier>
+#include <cstdio>
+#include <functional>
+#include <memory>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "numbers.h"
+
+#define MLA_ON_HOST
+#define MLA_METHOD inline
+#define MLA_DEVICE static inline
+
+static float __uint_as_float(uint32_t x) { return bits<float>(x); }
+
+static thread_local int own;
+static std::vector<std::unique_ptr<std::barrier<>>> warps;
+static uint64_t handed[128];
+
+template <class X> static X exchanged(X x, int lane) {
+  handed[own] = 0;
+  memcpy(&handed[own], &x, sizeof(x));
+  warps[own / 32]->arrive_and_wait();
+  X other;
+  memcpy(&other, &handed[own / 32 * 32 + lane], sizeof(x));
+  warps[own / 32]->arrive_and_wait();
+  return other;
+}
+
+namespace mla::rows {
+using Shared = uint8_t *;
+static Shared shared(void *p) { return static_cast<uint8_t *>(p); }
+static const uint8_t *of_lane(const void *p, int lane) { return static_cast<const uint8_t *>(exchanged(p, lane)); }
+static float of_lane(float x, int lane) { return exchanged(x, lane); }
+static uint32_t of_warp(bool x) {
+  uint32_t all = 0;
+  for (int lane = 0; lane < 32; lane++) all |= uint32_t(exchanged(x, lane)) << lane;
+  return all;
+}
+static void copy(Shared to, const uint8_t *from, bool there) { there ? memcpy(to, from, 16) : memset(to, 0, 16); }
+static void load(uint32_t *x, const uint8_t *from) { memcpy(x, from, 16); }
+static void load(float &x, const uint8_t *from) { memcpy(&x, from, 4); }
+static void fetch(const void *, int) {}
+static void store(Shared to, uint32_t x, uint32_t y, uint32_t z, uint32_t w) {
+  uint32_t all[4] = {x, y, z, w};
+  memcpy(to, all, 16);
+}
+template <uint32_t WHICH> uint32_t permuted(uint32_t x) {
+  uint32_t result = 0;
+  for (int i = 0; i < 4; i++) {
+    uint32_t one = WHICH >> 4 * i, byte = x >> 8 * (one & 3) & 255;
+    result |= (one & 8 ? (byte & 128 ? 255 : 0) : byte) << 8 * i;
+  }
+  return result;
+}
+template <bool BF16> float number(uint16_t x) { return BF16 ? of_bfloat16(x) : of_half(x); }
+template <bool BF16> uint16_t rounded(float x) { return BF16 ? to_bfloat16(x) : to_half(x); }
+static uint32_t both(uint16_t low, uint16_t high) { return low | uint32_t(high) << 16; }
+template <bool BF16> uint32_t times(uint32_t x, uint32_t y) {
+  auto one = [](uint16_t x, uint16_t y) { return rounded<BF16>(number<BF16>(x) * number<BF16>(y)); };
+  return both(one(x, y), one(x >> 16, y >> 16));
+}
+static uint32_t times_and(uint32_t x, uint32_t y, uint32_t z) {
+  auto one = [](uint16_t x, uint16_t y, uint16_t z) {
+    return to_bfloat16(of_bfloat16(x) * of_bfloat16(y) + of_bfloat16(z));
+  };
+  return both(one(x, y, z), one(x >> 16, y >> 16, z >> 16));
+}
+static uint32_t twice(float x) { return both(to_bfloat16(x), to_bfloat16(x)); }
+}  // namespace mla::rows
+
+#include "rows.cuh"
+
+constexpr int WIDTH = 576, BLOCKS = 3, ELEMENTS = 64 * WIDTH;
+static std::mt19937 numbers(7);
+
+// Keys that are none, and of 8 bits such that have a NaN.
+static bool there(int key) { return key % 11 != 3 && key < 64 * BLOCKS - 5; }
+static int nan_of(int key) { return key % 17 == 5 ? key * 31 % WIDTH : -1; }
+
+// Runs the threads of a warpgroup, each of which knows one of its warp's 16 keys.
+static void run(const std::function<void(int thread, int own_key)> &role) {
+  std::vector<std::thread> threads;
+  for (int thread = 0; thread < 128; thread++)
+    threads.emplace_back([&, thread] {
+      own = thread;
+      role(thread, thread / 32 * 16 + thread % 16);
+    });
+  for (auto &thread : threads) thread.join();
+}
+
+// What a block's rings hold: [64, 256] of the left half, of the right one, and [64, 64] ropes, each a chunk of 64 columns
+// behind the other, and in a row of 128 bytes pieces of 16, swizzled by the row.
+struct Rings {
+  std::vector<uint8_t> bytes = std::vector<uint8_t>(2 * ELEMENTS, 0xA5);
+  uint8_t *left() { return bytes.data(); }
+  uint8_t *right() { return left() + 64 * 512; }
+  uint8_t *ropes() { return right() + 64 * 512; }
+  uint16_t at(int key, int element) const {
+    int chunk = element / 64, byte = element % 64 * 2, place = chunk * 8192 + key * 128 + (byte ^ (key & 7) << 4);
+    return bytes[place] | bytes[place + 1] << 8;
+  }
+};
+
+static void report(const char *name, const std::vector<Rings> &rings, const std::function<bool(int, int, uint16_t)> &is) {
+  int wrong = 0;
+  for (int key = 0; key < 64 * BLOCKS; key++)
+    for (int j = 0; j < WIDTH; j++) wrong += !is(key, j, rings[key / 64].at(key % 64, j));
+  printf("%s: %d %d\n", name, wrong, BLOCKS * ELEMENTS);
+}
+
+static void copied() {
+  std::vector<uint16_t> cache(BLOCKS * ELEMENTS);
+  for (auto &x : cache) x = numbers();
+  std::vector<Rings> rings(BLOCKS);
+  run([&](int thread, int own_key) {
+    for (int i = 0; i < BLOCKS; i++) {
+      int key = 64 * i + own_key;
+      const void *own = &cache[key * WIDTH];
+      mla::rows::copy_rows<4>(rings[i].left(), 0, own, there(key), thread);
+      mla::rows::copy_rows<1>(rings[i].ropes(), 1024, own, there(key), thread);
+      mla::rows::copy_rows<4>(rings[i].right(), 512, own, there(key), thread);
+    }
+  });
+  report("copied", rings, [&](int key, int j, uint16_t x) { return x == (there(key) ? cache[key * WIDTH + j] : 0); });
+}
+
+template <bool RECORDS, bool BF16> static void widened(const char *name) {
+  constexpr int ROW = RECORDS ? 656 : WIDTH;
+  std::vector<uint8_t> cache(64 * BLOCKS * ROW);
+  std::vector<float> exact(BLOCKS * ELEMENTS);
+  for (int key = 0; key < 64 * BLOCKS; key++)
+    for (int j = 0; j < WIDTH; j++) {
+      float &x = exact[key * WIDTH + j];
+      if (RECORDS && j >= 512) {
+        uint16_t rope = to_bfloat16(std::normal_distribution<float>()(numbers));
+        memcpy(&cache[key * ROW + 528 + 2 * (j - 512)], &rope, 2);
+        x = of_bfloat16(rope);
+        continue;
+      }
+      uint8_t &code = cache[key * ROW + j];
+      // All but NaN, zeros and what is subnormal among them.
+      do code = numbers();
+      while ((code & 127) == 127);
+      if (j == nan_of(key)) code = 0xFF;
+      float scale = RECORDS ? 3e-4f * (1 + key % 7) * (1 << j / 128 * 4) : 1.f;
+      if (RECORDS) memcpy(&cache[key * ROW + 512 + j / 128 * 4], &scale, 4);
+      x = of_e4m3(code) * scale;
+    }
+  std::vector<Rings> rings(BLOCKS);
+  run([&](int thread, int own_key) {
+    uint32_t held[24];
+    float scales[2];
+    // A key that is none is read as another.
+    auto at = [&](int key) { return &cache[key < 64 * BLOCKS && there(key) ? key * ROW : 0]; };
+    auto is = [&](int key) { return key < 64 * BLOCKS && there(key); };
+    mla::rows::begin_keys<RECORDS>(held, scales, at(own_key), is(own_key), thread);
+    for (int i = 0; i < BLOCKS; i++) {
+      int key = 64 * i + own_key, next = key + 64;
+      mla::rows::widen_left<RECORDS, BF16>(held, scales, rings[i].left(), rings[i].ropes(), at(key), is(key), thread);
+      mla::rows::widen_right<RECORDS, BF16>(held, scales, rings[i].right(), at(key), is(key), at(next), is(next), thread);
+    }
+  });
+  report(name, rings, [&](int key, int j, uint16_t x) {
+    if (!there(key)) return x == 0;
+    float want = exact[key * WIDTH + j], got = BF16 ? of_bfloat16(x) : of_half(x);
+    // What a thread has of a half with a NaN is NaN, so that the key's weight is.
+    int bad = nan_of(key);
+    auto half = [](int j) { return j >= 256 && j < 512; };
+    bool has = bad >= 0 && !(RECORDS && (j >= 512 || bad >= 512)) && half(bad) == half(j);
+    if (has && bad % 64 / 16 == j % 64 / 16) return std::isnan(got);
+    // Of two ways to round, in a product by a scale of two numbers.
+    return RECORDS ? std::fabs(got - want) <= std::fabs(want) * (0x1p-8f + 0x1p-15f) : got == want;
+  });
+}
+
+int main() {
+  for (int i = 0; i < 4; i++) warps.emplace_back(new std::barrier<>(32));
+  copied();
+  widened<false, true>("one scale");
+  widened<false, false>("one scale, float16");
+  widened<true, true>("records");
+}

@@ -74,7 +74,7 @@ def tabulate(p_cu, p_seqlens, p_table, rows, num_sequences, capacity, left, righ
     i_program = tl.program_id(0)
     o_lane = tl.arange(0, balance.LANES)
     given = batch.Batch(p_cu, p_seqlens, rows, num_sequences, capacity, left, right)
-    work = balance.share_work(o_lane, tl.num_programs(0), num_splits, given, C)
+    work, pieces = balance.share_work(o_lane, tl.num_programs(0), num_splits, given, C)
     p_row = p_table + i_program * (MOST * FIELDS)
     if work.line:
         x = i_program * work.share
@@ -93,7 +93,6 @@ def tabulate(p_cu, p_seqlens, p_table, rows, num_sequences, capacity, left, righ
     else:
         i_round = i_program * 0
         place_on_line = balance.round_of(i_round, i_program, work)
-        pieces = balance.first_block(o_lane, given, False)
         while place_on_line < work.most:
             pieces = balance.block_at(place_on_line, pieces, o_lane, work, given, False, C)
             if place_on_line < pieces.high:
@@ -144,13 +143,14 @@ BATCHES = {
     "nothing": [(0, 0), (10, 0)],
     "empty ones between": [(3000, 0), (9000, 1), (0, 0), (0, 30), (4, 0)],
     "more than are looked at together": [(3, 1)] * 140 + [(40_000, 5)],
+    "likewise, all short": [(3, 1)] * 80 + [(40, 5)],
 }
 
 
 @pytest.mark.parametrize("num_splits", [0, 1, 3])
 @pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)
 def test_every_tile_is_taken_once_and_whole(device: torch.device, lengths, num_splits: int) -> None:
-    found = of_lengths(device, lengths, num_splits=num_splits, programs=5 if len(lengths) > 99 else 13)
+    found = of_lengths(device, lengths, num_splits=num_splits, programs=5 if len(lengths) > 50 else 13)
     tiles = [cdiv(new, CAUSAL.TOKENS) for _, new in lengths]
     check(found, {(i, head, tile) for i, count in enumerate(tiles) for head in range(2) for tile in range(count)})
     if num_splits:

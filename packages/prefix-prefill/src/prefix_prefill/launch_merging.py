@@ -6,6 +6,7 @@ Each comes with the workspace that the attention before it leaves its partial re
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from itertools import accumulate
 from math import prod
 from operator import mul
@@ -116,6 +117,7 @@ def _attend_and_merge(attend: Run, merge_pieces: Launch, sizes: tuple[int, int, 
     return Run(run, at)
 
 
+@lru_cache(256)
 def _scratch(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
     """What makes scratch memory while a call runs."""
     strides = [*accumulate(reversed(size[1:]), mul, initial=1)]

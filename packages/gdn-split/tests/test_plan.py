@@ -24,7 +24,7 @@ from gdn_split.plan import (
     power_of_two_at_least,
     power_of_two_at_most,
 )
-from gdn_split.prefill_plan import PrefillProblem, plan_prefill_backward
+from gdn_split.prefill_plan import PrefillProblem, plan_prefill, plan_prefill_backward, prefill_programs
 from kernel_reference.models import QWEN3_NEXT_80B
 from kernel_reference.testing.forks import run_alone
 
@@ -382,6 +382,17 @@ def test_only_states_that_are_one_piece_of_memory_are_fetched_ahead() -> None:
         assert (plan.ahead > 0) == (inner in ((1, 128), (128, 1)))
         assert plan.covers(apart)
         assert replace(plan, ahead=264).covers(apart) == (plan.ahead > 0)
+
+
+def test_a_walk_of_prefill_is_of_whole_tiles_and_of_four_rows_at_least() -> None:
+    shape = GroupShape(16, 32, 128, 128)
+    problem = PrefillProblem(shape, 8192, 3, 0, (12288, 64), None, (4, 1), 4, True, True, True, False, 64)
+    plan = plan_prefill(problem, H200)
+    assert plan.walk == 0
+    found = [replace(plan, rows=2, walk=walk).covers(problem) for walk in (0, 2, 4, 64, 96)]
+    assert found == [True, False, True, True, False]
+    assert not replace(plan, rows=16, walk=8).covers(problem)
+    assert prefill_programs(problem, replace(plan, walk=64)) == 128 + 128 * 96
 
 
 @pytest.mark.parametrize("width", [2, 3, 4])

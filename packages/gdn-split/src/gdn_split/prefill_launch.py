@@ -37,15 +37,18 @@ def prepare_inputs(problem: PrefillProblem, plan: PrefillPlan | None, tensors: P
     if plan is None:
         plan = plan_prefill(problem, launch.device_limits(device))
     heads = min(8, power_of_two_at_least(problem.shape.num_heads_v))
-    prefill = kernels.Prefill(plan.rows, plan.rows_ba, heads, problem.chunk, problem.qk_norm, problem.initial)
+    prefill = kernels.Prefill(
+        plan.rows, plan.rows_ba, heads, problem.chunk, problem.qk_norm, problem.initial, plan.walk
+    )  # fmt: skip
     rest = (
         problem.rows, problem.sequences, problem.num_slots, _strides(problem),
         launch._sizes(problem.shape, problem.interleaved), _convolution(problem, tensors), prefill,
         plan.dependent_launch,
     )  # fmt: skip
+    limit: dict[str, Any] = {"maxnreg": plan.max_registers} if plan.max_registers else {}
     return Launch(
         kernels.prefill_inputs, (prefill_programs(problem, plan), 1, 1), rest, device, num_warps=plan.num_warps,
-        dependent_launch=bool(plan.dependent_launch),
+        dependent_launch=bool(plan.dependent_launch), **limit,
     )  # fmt: skip
 
 

@@ -34,16 +34,24 @@ class PrefillProblem:
 
 @dataclass(frozen=True)
 class PrefillPlan(Plan):
-    """One launch over packed sequences: a program takes ``rows`` rows of one head, or ``rows_ba`` rows of all gates."""
+    """One launch over packed sequences: a program takes ``rows`` rows of one head, or ``rows_ba`` rows of all gates.
+
+    ``walk``: rows of one head that a program walks, a few at a time, where none of them is among a sequence's first;
+    others it takes ``rows`` at a time. 0: a program takes ``rows`` once. ``max_registers`` as for a step.
+    """
 
     rows: int
     rows_ba: int
     num_warps: int
     dependent_launch: bool = False
+    walk: int = 0
+    max_registers: int = 0
 
     def covers(self, problem: PrefillProblem) -> bool:
         """Whether a kernel can take these steps, and its programs can be counted."""
         if not is_power_of_two(self.rows, self.rows_ba, self.num_warps):
+            return False
+        if self.walk and (not is_power_of_two(self.walk) or self.walk < max(4, self.rows)):
             return False
         if problem.chunk and self.rows_ba != problem.chunk:
             return False
@@ -71,7 +79,7 @@ class PrefillBackwardPlan(Plan):
 def prefill_programs(problem: PrefillProblem, plan: PrefillPlan) -> int:
     """Programs of heads and of gates."""
     units = 2 * problem.shape.num_heads_qk + 2 * problem.shape.num_heads_v
-    return cdiv(problem.rows, plan.rows_ba) + cdiv(problem.rows, plan.rows) * units
+    return cdiv(problem.rows, plan.rows_ba) + cdiv(problem.rows, plan.walk or plan.rows) * units
 
 
 def plan_prefill(problem: PrefillProblem, limits: DeviceLimits) -> PrefillPlan:

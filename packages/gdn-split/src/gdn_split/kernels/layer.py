@@ -222,6 +222,27 @@ def sigmoid(x):
     return 1.0 / (1.0 + tl.exp(-x))
 
 
+@triton.jit
+def quick_sigmoid(x, HOPPER: tl.constexpr):
+    """1 / (1 + exp(-x)), on sm_90 without what is done for denormal numbers: a fifth of a walk's instructions."""
+    if HOPPER:
+        b = tl.inline_asm_elementwise(
+            """
+            {
+                .reg .f32 t;
+                mul.f32 t, $1, 0fBFB8AA3B;
+                ex2.approx.ftz.f32 t, t;
+                add.f32 t, t, 0f3F800000;
+                rcp.approx.ftz.f32 $0, t;
+            }
+            """,
+            "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        b = sigmoid(x)
+    return b
+
+
 # A state's tile. Where Dk is the inner dimension: [runs of Dk, Dv, RUN]. Where Dv is: [Dk / LANES, runs of Dv, LANES,
 # RUN], of which a warp holds LANES rows of a run at a time, and other warps other runs. Either way what is summed over
 # Dk lies within a warp, most of it within a thread. Vectors over Dk and Dv are brought into the tile's form.

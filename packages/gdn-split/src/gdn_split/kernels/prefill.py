@@ -1,7 +1,8 @@
 """Device code: what a chunked delta rule is given in prefill, from the projections of packed sequences.
 
-A program takes rows of one head of q, k, v or z, or of all heads' gates. An input is read again for each tap that it
-is under, which the L1 cache serves: rows in memory cannot be shifted among threads.
+A program takes rows of one head of q, k, v or z, or of all heads' gates. Rows in memory cannot be shifted among
+threads: an input is read again for each tap that it is under, which the L1 cache serves; or a thread walks along rows
+of its channels, and keeps the last few in registers.
 """
 
 from typing import Any, NamedTuple
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from gdn_split.kernels.layer import Gate, log_decay, sigmoid
+from gdn_split.kernels.layer import Gate, log_decay, quick_sigmoid, sigmoid
 from gdn_split.kernels.split import columns_of_b_and_a, columns_of_group, wait_for_inputs
 
 
@@ -17,7 +18,8 @@ class Prefill(NamedTuple):
     """Constants: rows of a program, of a head or of gates, whose HEADS it takes at a time; CHUNK: over which g is
     summed, or 0.
 
-    INITIAL: whether any sequence begins with the inputs in its slot.
+    INITIAL: whether any sequence begins with the inputs in its slot. WALK: rows that a program walks where none of them
+    is among a sequence's first; others it takes ROWS at a time. 0: it takes ROWS once.
     """
 
     ROWS: int
@@ -26,6 +28,7 @@ class Prefill(NamedTuple):
     CHUNK: int
     QK_NORM: bool
     INITIAL: bool
+    WALK: int
 
 
 class PrefillStrides(NamedTuple):
@@ -121,6 +124,71 @@ def load_before(p_before, i, found, m, conv: tl.constexpr):
     return tl.load(p_before + o_tap[:, None], mask=m, other=0.0).to(tl.float32)
 
 
+class Walked(NamedTuple):
+    """Where a head's rows lie, of the projections and of the result; the first row, and which elements there are."""
+
+    x: Any
+    s_x: Any
+    y: Any
+    s_y: Any
+    first: Any
+    o: Any
+    m: Any
+
+
+@triton.jit
+def load_four(walked, row, wanted):
+    """Four rows of the projections."""
+    rows = ()
+    for j in tl.static_range(4):
+        p = walked.x + (row + j) * walked.s_x + walked.o
+        rows = rows + (tl.load(p, mask=walked.m & wanted, other=0.0),)
+    return rows
+
+
+@triton.jit
+def walk(walked, w, b_bias, NORMED: tl.constexpr, HOPPER: tl.constexpr, WALK: tl.constexpr, conv: tl.constexpr):
+    """Store WALK rows of a head, before all of which there are as many as the convolution needs."""
+    TAPS: tl.constexpr = conv.WIDTH - 1
+    dtype: tl.constexpr = walked.y.dtype.element_ty
+    before = ()
+    for i in tl.static_range(3):
+        p = walked.x + (walked.first - 3 + i) * walked.s_x + walked.o
+        before = before + (tl.load(p, mask=walked.m & (3 - i <= TAPS), other=0.0).to(tl.float32),)
+    new = load_four(walked, walked.first, True)
+    for step in range(0, WALK, 4):
+        xs = before
+        for j in tl.static_range(4):
+            xs = xs + (new[j].to(tl.float32),)
+        # The next rows are on their way while these are computed.
+        new = load_four(walked, walked.first + step + 4, step + 4 < WALK)
+        for j in tl.static_range(4):
+            acc = xs[j + 3] * w[0] + xs[j + 2] * w[1]
+            if TAPS > 1:
+                acc += xs[j + 1] * w[2]
+            if TAPS > 2:
+                acc += xs[j] * w[3]
+            if conv.HAS_BIAS:
+                acc += b_bias
+            if conv.SILU:
+                acc *= quick_sigmoid(acc, HOPPER)
+            if NORMED:
+                acc *= tl.rsqrt(tl.sum(acc * acc, axis=0) + 1e-6)
+            row = walked.first + step + j
+            tl.store(walked.y + row * walked.s_y + walked.o, acc.to(dtype), mask=walked.m)
+        before = (xs[4], xs[5], xs[6])
+
+
+@triton.jit
+def copy_rows(p_from, s_from, p_to, s_to, first, LENGTH: tl.constexpr, WIDTH: tl.constexpr, o):
+    """Elements o of LENGTH rows."""
+    ROWS: tl.constexpr = 16 if LENGTH > 16 else LENGTH
+    m = (o < WIDTH)[None, :]
+    for step in range(0, LENGTH, ROWS):
+        o_row = (first + step + tl.arange(0, ROWS))[:, None]
+        tl.store(p_to + o_row * s_to + o[None, :], tl.load(p_from + o_row * s_from + o[None, :], mask=m), mask=m)
+
+
 @triton.jit
 def gates(p_ba, o_row, m, o_h, p_a_log, p_dt_bias, sizes: tl.constexpr):
     """g and beta of these heads in these rows, [ROWS, HEADS]."""
@@ -150,6 +218,7 @@ def prefill_inputs(
     NQK: tl.constexpr = sizes.NQK
     NV: tl.constexpr = sizes.NQK * sizes.R
     HQ: tl.constexpr = sizes.HQ
+    R: tl.constexpr = sizes.R
     HV: tl.constexpr = sizes.HV
     BLOCK: tl.constexpr = conv.BLOCK
     ROWS: tl.constexpr = prefill.ROWS
@@ -181,69 +250,116 @@ def prefill_inputs(
         UNITS: tl.constexpr = 2 * NQK + 2 * NV
         i_p -= programs_ba
         i_u = i_p % UNITS
-        first = (i_p // UNITS).to(tl.int64) * ROWS
-        o_row = first + tl.arange(0, ROWS)
-        m_row = o_row < rows
-        found = find_rows(p_cu, o_row, first, tl.minimum(first + ROWS, rows) - 1, rows, sequences)
+        LENGTH: tl.constexpr = prefill.WALK if prefill.WALK else ROWS
+        first_walked = (i_p // UNITS).to(tl.int64) * LENGTH
         o = tl.arange(0, BLOCK)
-        if i_u < 2 * NQK + NV:
-            column, channel, width = columns_of_unit(i_u, sizes)
-            if HQ == BLOCK and HV == BLOCK:
-                m_c = o < BLOCK
-            else:
-                m_c = o < width
-            m_x = found.live[:, None] & m_c[None, :]
-            p_x = p_qkvz + o_row[:, None] * strides.qkvz + column + o[None, :]
-            p_w = p_weight + (channel + o).to(tl.int64) * conv.S_WEIGHT_CHANNEL + (conv.WIDTH - 1) * conv.S_WEIGHT_TAP
-            # All loads before the first use: what lies before a sequence is a branch that few programs take.
-            x_0 = tl.load(p_x, mask=m_x, other=0.0).to(tl.float32)
-            x_1 = load_earlier(p_x, 1, o_row, found, m_x, strides.qkvz)
-            x_2 = x_1
-            x_3 = x_1
-            if conv.WIDTH > 2:
-                x_2 = load_earlier(p_x, 2, o_row, found, m_x, strides.qkvz)
-            if conv.WIDTH > 3:
-                x_3 = load_earlier(p_x, 3, o_row, found, m_x, strides.qkvz)
-            if prefill.INITIAL:
-                if tl.min(tl.where(found.live, found.position, conv.WIDTH)) < conv.WIDTH - 1:
-                    slot, m_n = has_state(p_slots, p_has, found.sequence, found.live, num_slots)
-                    p_before = p_conv + (slot * strides.conv_slot)[:, None]
-                    p_before += (channel + o).to(tl.int64)[None, :] * conv.S_CHANNEL
-                    m_n = m_n[:, None] & m_c[None, :]
-                    x_1 += load_before(p_before, 1, found, m_n, conv)
-                    if conv.WIDTH > 2:
-                        x_2 += load_before(p_before, 2, found, m_n, conv)
-                    if conv.WIDTH > 3:
-                        x_3 += load_before(p_before, 3, found, m_n, conv)
-            acc = x_0 * tl.load(p_w, mask=m_c, other=0.0).to(tl.float32)[None, :]
-            acc += x_1 * tl.load(p_w - conv.S_WEIGHT_TAP, mask=m_c, other=0.0).to(tl.float32)[None, :]
-            if conv.WIDTH > 2:
-                acc += x_2 * tl.load(p_w - 2 * conv.S_WEIGHT_TAP, mask=m_c, other=0.0).to(tl.float32)[None, :]
-            if conv.WIDTH > 3:
-                acc += x_3 * tl.load(p_w - 3 * conv.S_WEIGHT_TAP, mask=m_c, other=0.0).to(tl.float32)[None, :]
-            if conv.HAS_BIAS:
-                acc += tl.load(p_bias + channel + o, mask=m_c, other=0.0).to(tl.float32)[None, :]
-            if conv.SILU:
-                acc = acc * sigmoid(acc)
-            acc = tl.where(m_x, acc, 0.0)
-            if prefill.QK_NORM:
+        begin = 0
+        if prefill.WALK:
+            WIDTH: tl.constexpr = conv.WIDTH
+            TAPS: tl.constexpr = conv.WIDTH - 1
+            o_walked = first_walked + tl.arange(0, LENGTH)
+            last = tl.minimum(first_walked + LENGTH, rows) - 1
+            passed = find_rows(p_cu, o_walked, first_walked, last, rows, sequences)
+            least = tl.min(tl.where(passed.live, passed.position, -1), axis=0)
+            if (i_u >= 2 * NQK + NV) & (least >= 0):
+                begin = LENGTH
+                head = i_u - 2 * NQK - NV
+                _, _, _, c_z = columns_of_group(head // R, sizes)
+                copy_rows(
+                    p_qkvz + c_z + head % R * HV, strides.qkvz, p_z + head * HV, NV * HV, first_walked, LENGTH, HV, o
+                )  # fmt: skip
+            if (i_u < 2 * NQK + NV) & (least >= TAPS):
+                begin = LENGTH
+                column, channel, width = columns_of_unit(i_u, sizes)
+                if HQ == BLOCK and HV == BLOCK:
+                    m = o < BLOCK
+                else:
+                    m = o < width
+                p_y = p_v + (i_u - 2 * NQK) * HV
+                s_y = NV * HV
                 if i_u < 2 * NQK:
-                    acc *= tl.rsqrt(tl.sum(acc * acc, axis=1) + 1e-6)[:, None]
-            y = acc.to(p_q.dtype.element_ty)
-            m_y = m_row[:, None] & m_c[None, :]
-            if i_u < NQK:
-                tl.store(p_q + o_row[:, None] * (NQK * HQ) + i_u * HQ + o[None, :], y, mask=m_y)
-            elif i_u < 2 * NQK:
-                tl.store(p_k + o_row[:, None] * (NQK * HQ) + (i_u - NQK) * HQ + o[None, :], y, mask=m_y)
+                    s_y = NQK * HQ
+                    if i_u < NQK:
+                        p_y = p_q + i_u * HQ
+                    else:
+                        p_y = p_k + (i_u - NQK) * HQ
+                p_first = p_weight + (channel + o).to(tl.int64) * conv.S_WEIGHT_CHANNEL + TAPS * conv.S_WEIGHT_TAP
+                w = ()
+                for i in tl.static_range(WIDTH):
+                    w = w + (tl.load(p_first - i * conv.S_WEIGHT_TAP, mask=m, other=0.0).to(tl.float32),)
+                b_bias = 0.0
+                if conv.HAS_BIAS:
+                    b_bias = tl.load(p_bias + channel + o, mask=m, other=0.0).to(tl.float32)
+                walked = Walked(p_qkvz + column, strides.qkvz, p_y, s_y, first_walked, o, m)
+                if prefill.QK_NORM and i_u < 2 * NQK:
+                    walk(walked, w, b_bias, True, DEPENDENT, LENGTH, conv)
+                else:
+                    walk(walked, w, b_bias, False, DEPENDENT, LENGTH, conv)
+        for step in range(begin, LENGTH, ROWS):
+            first = first_walked + step
+            o_row = first + tl.arange(0, ROWS)
+            m_row = o_row < rows
+            found = find_rows(p_cu, o_row, first, tl.minimum(first + ROWS, rows) - 1, rows, sequences)
+            if i_u < 2 * NQK + NV:
+                column, channel, width = columns_of_unit(i_u, sizes)
+                if HQ == BLOCK and HV == BLOCK:
+                    m_c = o < BLOCK
+                else:
+                    m_c = o < width
+                m_x = found.live[:, None] & m_c[None, :]
+                p_x = p_qkvz + o_row[:, None] * strides.qkvz + column + o[None, :]
+                p_w = (
+                    p_weight + (channel + o).to(tl.int64) * conv.S_WEIGHT_CHANNEL + (conv.WIDTH - 1) * conv.S_WEIGHT_TAP
+                )
+                # All loads before the first use: what lies before a sequence is a branch that few programs take.
+                x_0 = tl.load(p_x, mask=m_x, other=0.0).to(tl.float32)
+                x_1 = load_earlier(p_x, 1, o_row, found, m_x, strides.qkvz)
+                x_2 = x_1
+                x_3 = x_1
+                if conv.WIDTH > 2:
+                    x_2 = load_earlier(p_x, 2, o_row, found, m_x, strides.qkvz)
+                if conv.WIDTH > 3:
+                    x_3 = load_earlier(p_x, 3, o_row, found, m_x, strides.qkvz)
+                if prefill.INITIAL:
+                    if tl.min(tl.where(found.live, found.position, conv.WIDTH)) < conv.WIDTH - 1:
+                        slot, m_n = has_state(p_slots, p_has, found.sequence, found.live, num_slots)
+                        p_before = p_conv + (slot * strides.conv_slot)[:, None]
+                        p_before += (channel + o).to(tl.int64)[None, :] * conv.S_CHANNEL
+                        m_n = m_n[:, None] & m_c[None, :]
+                        x_1 += load_before(p_before, 1, found, m_n, conv)
+                        if conv.WIDTH > 2:
+                            x_2 += load_before(p_before, 2, found, m_n, conv)
+                        if conv.WIDTH > 3:
+                            x_3 += load_before(p_before, 3, found, m_n, conv)
+                acc = x_0 * tl.load(p_w, mask=m_c, other=0.0).to(tl.float32)[None, :]
+                acc += x_1 * tl.load(p_w - conv.S_WEIGHT_TAP, mask=m_c, other=0.0).to(tl.float32)[None, :]
+                if conv.WIDTH > 2:
+                    acc += x_2 * tl.load(p_w - 2 * conv.S_WEIGHT_TAP, mask=m_c, other=0.0).to(tl.float32)[None, :]
+                if conv.WIDTH > 3:
+                    acc += x_3 * tl.load(p_w - 3 * conv.S_WEIGHT_TAP, mask=m_c, other=0.0).to(tl.float32)[None, :]
+                if conv.HAS_BIAS:
+                    acc += tl.load(p_bias + channel + o, mask=m_c, other=0.0).to(tl.float32)[None, :]
+                if conv.SILU:
+                    acc = acc * sigmoid(acc)
+                acc = tl.where(m_x, acc, 0.0)
+                if prefill.QK_NORM:
+                    if i_u < 2 * NQK:
+                        acc *= tl.rsqrt(tl.sum(acc * acc, axis=1) + 1e-6)[:, None]
+                y = acc.to(p_q.dtype.element_ty)
+                m_y = m_row[:, None] & m_c[None, :]
+                if i_u < NQK:
+                    tl.store(p_q + o_row[:, None] * (NQK * HQ) + i_u * HQ + o[None, :], y, mask=m_y)
+                elif i_u < 2 * NQK:
+                    tl.store(p_k + o_row[:, None] * (NQK * HQ) + (i_u - NQK) * HQ + o[None, :], y, mask=m_y)
+                else:
+                    tl.store(p_v + o_row[:, None] * (NV * HV) + (i_u - 2 * NQK) * HV + o[None, :], y, mask=m_y)
             else:
-                tl.store(p_v + o_row[:, None] * (NV * HV) + (i_u - 2 * NQK) * HV + o[None, :], y, mask=m_y)
-        else:
-            head = i_u - 2 * NQK - NV
-            _, _, _, c_z = columns_of_group(head // sizes.R, sizes)
-            m_z = m_row[:, None] & (o < HV)[None, :]
-            p_from = p_qkvz + o_row[:, None] * strides.qkvz + c_z + head % sizes.R * HV + o[None, :]
-            b_z = tl.load(p_from, mask=m_z & found.live[:, None], other=0.0)
-            tl.store(p_z + o_row[:, None] * (NV * HV) + head * HV + o[None, :], b_z, mask=m_z)
+                head = i_u - 2 * NQK - NV
+                _, _, _, c_z = columns_of_group(head // sizes.R, sizes)
+                m_z = m_row[:, None] & (o < HV)[None, :]
+                p_from = p_qkvz + o_row[:, None] * strides.qkvz + c_z + head % sizes.R * HV + o[None, :]
+                b_z = tl.load(p_from, mask=m_z & found.live[:, None], other=0.0)
+                tl.store(p_z + o_row[:, None] * (NV * HV) + head * HV + o[None, :], b_z, mask=m_z)
 
 
 @triton.jit(do_not_specialize=["rows", "num_slots"])

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from gdn_split.kernels.layer import Gate, exponential, log_decay, sigmoid
+from gdn_split.kernels.layer import Gate, exponential, log_decay, quick_sigmoid, sigmoid
 from gdn_split.kernels.prefill import add_within, columns_of_unit, find_rows
 from gdn_split.kernels.split import columns_of_b_and_a, columns_of_group, wait_for_inputs
 
@@ -128,27 +128,6 @@ def load_row(p, row, stride, o, wanted, m_c):
 
 
 @triton.jit
-def activation(x, HOPPER: tl.constexpr):
-    """1 / (1 + exp(-x)), on sm_90 without what is done for denormal numbers: a fifth of a walk's instructions."""
-    if HOPPER:
-        b = tl.inline_asm_elementwise(
-            """
-            {
-                .reg .f32 t;
-                mul.f32 t, $1, 0fBFB8AA3B;
-                ex2.approx.ftz.f32 t, t;
-                add.f32 t, t, 0f3F800000;
-                rcp.approx.ftz.f32 $0, t;
-            }
-            """,
-            "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1,
-        )  # fmt: skip
-    else:
-        b = sigmoid(x)
-    return b
-
-
-@triton.jit
 def gradient_of_convolved(
     x, w, b_bias, b_d, NORMED: tl.constexpr, HOPPER: tl.constexpr, conv: tl.constexpr
 ):  # fmt: skip
@@ -162,7 +141,7 @@ def gradient_of_convolved(
         acc += b_bias
     b_s = acc
     if conv.SILU:
-        gate = activation(acc, HOPPER)
+        gate = quick_sigmoid(acc, HOPPER)
         b_s = acc * gate
     if NORMED:
         r = tl.rsqrt(tl.sum(b_s * b_s, axis=0) + 1e-6)

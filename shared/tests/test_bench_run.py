@@ -451,9 +451,18 @@ def test_all_cores_compile_first_where_so_many_processes_share_the_cases_and_cal
 ) -> None:
     cases = written(tmp_path, CASES.replace("FACTOR", "2"))
     commands: list[Sequence[str]] = []
-    monkeypatch.setattr(run, "run_together", lambda given, environments, until: commands.extend(given))
-    given = [cases, "--out", str(tmp_path), "--quick", "--only", "double"]
-    assert run.main([*given, "--processes", "2"], bench=FakeBench()) == 0
+    left: list[float] = []
+
+    def note(given: Sequence[Sequence[str]], environments: Any, until: float) -> None:
+        commands[:] = given
+        left.append(until - time.monotonic())
+
+    monkeypatch.setattr(run, "run_together", note)
+    given = [cases, "--out", str(tmp_path), "--quick", "--only", "double", "--processes", "2"]
+    for within in ((), ("--within", "3600")):
+        assert run.main([*given, *within], bench=FakeBench()) == 0
+    # The other half is for measuring.
+    assert [round(seconds, -2) for seconds in left] == [600, 1800]
     assert [command[-4:] for command in commands] == [["--only", "double", "--share", f"{i}/2"] for i in (0, 1)]
     assert len(load(tmp_path / "doubling.jsonl")) == 6
     called = "import pathlib\n" + CASES.replace("FACTOR * x", "pathlib.Path(FILE).open('a').write(f'{len(x)} ') / 0")

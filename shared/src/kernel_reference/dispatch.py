@@ -282,6 +282,8 @@ def allocator_of(
     size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> Callable[[], Tensor]:
     """As :func:`allocator`, of sizes, strides and dtype that no tensor has yet."""
+    # torch 2.11's private allocator takes tuples alone, and torch.Size is none.
+    size, stride = tuple(size), tuple(stride)
     if _empty_strided_cuda is not None and device.type == "cuda" and torch.cuda.device_count() == 1:
         return partial(_empty_strided_cuda, size, stride, dtype)
     return partial(torch.empty_strided, size, stride, dtype=dtype, device=device)

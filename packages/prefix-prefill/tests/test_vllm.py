@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from kernel_reference.attention import attention
+from kernel_reference.testing import contract
 from kernel_reference.testing.recorded import Recording, misfits, record, stand_in
 
 Tensor = torch.Tensor
@@ -282,6 +283,25 @@ def test_a_result_of_8_bits_is_divided_by_the_scale_that_comes_with_it(
     scale = torch.tensor([0.01], device=device)
     out = run(backend, step, device, make_layer(backend), output=output, output_scale=scale)
     assert_near(out.float() * 0.01, wanted(step), at_most=0.07)
+
+
+@pytest.mark.gpu
+def test_a_graph_of_a_uniform_batch_replays_other_lengths_and_pages(backend: ModuleType, device: torch.device) -> None:
+    layer = make_layer(backend)
+
+    def inputs(seed: int) -> list[Tensor]:
+        torch.manual_seed(seed)
+        query, cache = torch.randn(12, HEADS, DIM), torch.randn(PAGES, KV_HEADS, PAGE, 2 * DIM)
+        lengths, table = torch.randint(3, 4 * PAGE, (4,)), torch.randint(PAGES, (4, 4))
+        bounds = torch.arange(0, 13, 3)
+        return [x.to(device) for x in (query.bfloat16(), cache.bfloat16(), bounds.int(), lengths.int(), table.int())]
+
+    def attend(query: Tensor, cache: Tensor, bounds: Tensor, lengths: Tensor, table: Tensor) -> Tensor:
+        metadata = backend.Metadata(12, 3, bounds, lengths, table, lengths)
+        out: Tensor = layer.forward(None, query, None, None, cache, metadata, torch.empty_like(query))
+        return out
+
+    contract.check_cuda_graph(attend, inputs)
 
 
 def test_without_metadata_the_result_is_zero(backend: ModuleType) -> None:

@@ -62,8 +62,7 @@ from lightning_attn.kernels.schedule import (
 class Buffers(NamedTuple):
     """Shared memory beside the ring: scores as an operand, two tiles of outputs being stored, and decay weights.
 
-    up: what a query's scores are scaled by; state: the one before a chunk as an operand (float16 alone, the state where
-    ``keeps_state``).
+    up: what a query's scores are scaled by (float16 alone).
     """
 
     scores: Any
@@ -72,7 +71,6 @@ class Buffers(NamedTuple):
     seeing: Any
     entering: Any
     up: Any
-    state: Any
 
 
 class Chunk(NamedTuple):
@@ -102,16 +100,6 @@ def out_stages(STAGES):
     return 2 if STAGES > 2 else 1
 
 
-@gluon.constexpr_function
-def keeps_state(dtype, STAGES, WARPS):
-    """Whether a state goes into its product from shared memory, of which two programs an SM have none to spare.
-
-    ptxas waits for the scores before it issues a product whose operand is made in registers behind them; a state's
-    maximum and scales in float16 take as long as the scores do.
-    """
-    return dtype == gl.float16 and STAGES > 3 and WARPS == 4
-
-
 @gluon.jit
 def step(tensors, ring, buffers, o, work, chunk, acc_S, decay, sizes: gl.constexpr, MASKED: gl.constexpr):
     """One chunk: store its outputs, return the state after it."""
@@ -131,11 +119,8 @@ def step(tensors, ring, buffers, o, work, chunk, acc_S, decay, sizes: gl.constex
     k_tile = ring.k.index(stage).reshape([CHUNK, D])
     v_tile = ring.v.index(stage).reshape([CHUNK, BLOCK_E])
     FP16: gl.constexpr = dtype == gl.float16
-    KEEPS_STATE: gl.constexpr = keeps_state(dtype, sizes.STAGES, sizes.WARPS)
     # Were the state read after the next WGMMAs have been issued, ptxas would wait for them first.
-    if KEEPS_STATE:
-        b_S = buffers.state
-    elif FP16:
+    if FP16:
         b_up, b_down = into_float16(gl.max(gl.abs(acc_S), axis=1))
         b_S = gl.convert_layout(opaque((acc_S * b_up[:, None]).to(dtype)), operand_of_o)
     else:
@@ -150,11 +135,6 @@ def step(tensors, ring, buffers, o, work, chunk, acc_S, decay, sizes: gl.constex
     b_zero = gl.zeros([CHUNK, CHUNK], gl.float32, L_SCORES)
     if FP16:
         scores = warpgroup_mma(q_tile, k_tile.permute((1, 0)), b_zero, use_acc=False, is_async=True)  # [queries, keys]
-        if KEEPS_STATE:
-            b_up, b_down = into_float16(gl.max(gl.abs(acc_S), axis=1))
-            b_S.store((acc_S * b_up[:, None]).to(dtype))
-            fence_async_shared()
-            tl.debug_barrier()
     else:
         scores = warpgroup_mma(k_tile, q_tile.permute((1, 0)), b_zero, use_acc=False, is_async=True)  # [keys, queries]
     b_zero = gl.zeros([BLOCK_E, CHUNK], gl.float32, L_O)
@@ -348,12 +328,9 @@ def prefill(
         seeing_smem = gl.allocate_shared_memory(gl.float32, [CHUNK], row_layout)
         entering_smem = gl.allocate_shared_memory(gl.float32, [CHUNK], row_layout)
         up_smem = None
-        state_smem = None
         if FP16:
             up_smem = gl.allocate_shared_memory(gl.float32, [CHUNK], row_layout)
-        if keeps_state(dtype, STAGES, sizes.WARPS):
-            state_smem = gl.allocate_shared_memory(dtype, [BLOCK_E, D], gl.NVMMASharedLayout(128, 16, rank=2))
-        buffers = Buffers(scores, o_tiles, within_smem, seeing_smem, entering_smem, up_smem, state_smem)
+        buffers = Buffers(scores, o_tiles, within_smem, seeing_smem, entering_smem, up_smem)
         lost = rest_of_rate(p_slopes, i_h, rate)
         decay = decay_over(rate, lost, gl.to_tensor(CHUNK))
         if CHAINED:

@@ -26,6 +26,7 @@ from lightning_attn.plan import (
     plan_prefill,
     power_of_two_at_least,
     staged,
+    widened,
 )
 
 KIB = 1024
@@ -194,6 +195,22 @@ def test_short_sequences_take_two_stages_of_the_kernel_for_sm_90_and_nothing_els
     of_three = plan_prefill(Heads(64, 64, 64, 64), "bfloat16", H200, suits_tma=True)
     assert of_three.num_stages == 3
     assert staged(of_three, 1) == of_three
+
+
+def test_two_warpgroups_share_scores_where_a_program_an_sm_is_left_and_nowhere_else() -> None:
+    for heads, size, tokens, sequences, wide in (
+        (8, 128, 32768, 1, True), (8, 128, 16384, 1, False), (4, 128, 16384, 1, False), (16, 128, 16384, 1, True),
+        (16, 128, 3000, 4, True), (32, 96, 16384, 1, True), (32, 128, 16384, 1, True), (64, 128, 16384, 1, False),
+        (64, 64, 16384, 1, False),
+    ):  # fmt: skip
+        shape = Heads(heads, heads, size, size)
+        plan = plan_prefill(shape, "bfloat16", H200, suits_tma=True)
+        segments = sequences * -(-tokens // plan.segment) if plan.segment else sequences
+        found = widened(plan, shape, segments, H200)
+        assert found == (replace(plan, block_e=128, num_warps=8, num_stages=3) if wide else plan), (heads, size, tokens)
+        assert found.covers(shape)
+    for other in (plan_prefill(TP8, "float32", H200, suits_tma=True), plan_prefill(TP8, "bfloat16", A100)):
+        assert widened(other, TP8, 16, H200) == other
 
 
 def test_only_devices_that_can_wait_on_the_device_are_asked_to() -> None:

@@ -28,6 +28,7 @@ from kernel_reference.launching import (
 from lightning_attn.kernels import chunked, recurrent
 from lightning_attn.kernels.schedule import DecodeStrides, RowStrides, Sizes, StateStrides, Strides
 from lightning_attn.plan import (
+    SHORT,
     BackwardProblem,
     DecodePlan,
     DecodeProblem,
@@ -40,6 +41,7 @@ from lightning_attn.plan import (
     plan_decode,
     plan_prefill,
     staged,
+    widened,
 )
 from lightning_attn.tensors import Attention, AttentionBackward, Commit, Decode, Varlen
 
@@ -154,7 +156,11 @@ def _plan_prefill(
     limits = device_limits(device)
     plan = plan_prefill(problem.heads, problem.dtype, limits, suits_tma, problem.snapshots > 0)
     # How long a ragged batch's are only the device knows.
-    return plan if problem.ragged else staged(plan, problem.rows)
+    if problem.ragged:
+        return plan
+    if problem.rows <= SHORT or problem.is_gradient:
+        return staged(plan, problem.rows)
+    return widened(plan, problem.heads, _segments(problem, plan), limits)
 
 
 def _make_prefill(problem: PrefillProblem, plan: PrefillPlan, device: torch.device) -> Callable[..., None]:

@@ -247,17 +247,13 @@ def attend_selected(
     s = numbers.strides
     strides = Strides(s.q, s.k, s.v, s.out, (s_lse_sequence, s_lse_head, s.lse))
     batch = Batch(bounds, sequences, rows, keys)
+    i_hb, i_split, i_w, i_kv = part_of(tl.program_id(0), slots, num_splits, HEAD_TILES)
     if TOKENS == 1:
-        # A slot is a row; the grid has dimensions, as dividing by numbers of a call takes long.
-        i_w = tl.program_id(0)
-        i_hb = tl.program_id(1) % HEAD_TILES
-        i_split = tl.program_id(1) // HEAD_TILES
-        i_kv = tl.program_id(2)
+        # A slot is a row.
         i_n, begin, q_len = sequence_of(batch, i_w, PAGED)
         i_tile = (i_w - begin).to(tl.int32)
         there = i_w >= 0
     else:
-        i_hb, i_split, i_w, i_kv = part_of(tl.program_id(0), slots, num_splits, HEAD_TILES)
         i_n, i_slot, begin, q_len = locate(batch, i_w, TOKENS, 1, PAGED)
         i_tile = (q_len - 1) // TOKENS - i_slot
         there = (q_len > 0) & (i_slot >= 0) & (i_tile >= 0)

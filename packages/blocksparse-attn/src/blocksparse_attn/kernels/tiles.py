@@ -125,26 +125,24 @@ def locate_row(batch, row, TOKENS, SLACK, KIND: tl.constexpr):
 
 @triton.jit
 def sequence_of(batch, row, KIND: tl.constexpr):
-    """The sequence of a row of a ragged or paged batch, -1 for rows of none, its first row and how many it has.
+    """The sequence of a row, -1 for rows of none, its first row and how many it has.
 
     It is looked for where it is in a batch of equal lengths, as of decoding, before it is searched for: that takes one
     load after the other.
     """
-    found = ((row + 0.5) * batch.sequences / batch.rows).to(tl.int32) + 1
-    begin = bound(batch, found, KIND)
-    end = bound(batch, found + 1, KIND)
-    if (begin > row) | (end <= row):
-        found = 0
-        above = number_of_segments(batch, KIND)
-        while above - found > 1:
-            middle = (found + above) // 2
-            if bound(batch, middle, KIND) <= row:
-                found = middle
-            else:
-                above = middle
-        begin = bound(batch, found, KIND)
-        end = bound(batch, found + 1, KIND)
-    return tl.where(found <= batch.sequences, found - 1, -1), begin, (end - begin).to(tl.int32)
+    segments = number_of_segments(batch, KIND)
+    guess = ((row + 0.5) * batch.sequences / batch.rows).to(tl.int32) + 1
+    guess = tl.minimum(guess, segments - 1)
+    right = (bound(batch, guess, KIND) <= row) & (bound(batch, guess + 1, KIND) > row)
+    below = tl.where(right, guess, 0)
+    above = tl.where(right, guess + 1, segments)
+    while above - below > 1:
+        middle = (below + above) // 2
+        if bound(batch, middle, KIND) <= row:
+            below = middle
+        else:
+            above = middle
+    return segment(batch, below, KIND)
 
 
 @triton.jit

@@ -120,10 +120,7 @@ def _walk(problem: Problem, plan: SelectedPlan, whole: SelectedPlan, forms: Tens
         problem.tokens, problem.sequences, problem.capacity, forms.k_cache.shape[0], forms.block_table.stride()[0],
         slots, plan.num_splits, 0, s_lse[0], numbers, config,
     )  # fmt: skip
-    parts = head_tiles(problem, plan) * plan.num_splits
-    grid = (slots * problem.num_heads_kv * parts, 1, 1)
-    if plan.packed == 1:
-        grid = (slots, parts, problem.num_heads_kv)
+    grid = (slots * problem.num_heads_kv * head_tiles(problem, plan) * plan.num_splits, 1, 1)
     # Kernels read 8-bit floats as integers: not every target knows the type.
     as_integers = (1, 2) if problem.cache_bits == 8 else ()
     return Launch(

@@ -43,8 +43,8 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch, hopper: ModuleType, device: torc
     monkeypatch.setattr(launch, "TmaLaunch", gluon.tma_launch(hopper))
 
 
-def plan(block_n: int = 128, num_splits: int = 1, num_stages: int = 2, heads_first: bool = False) -> AttentionPlan:
-    return AttentionPlan(128, block_n, num_splits, 4, num_stages, hopper=True, heads_first=heads_first)
+def plan(block_n: int = 128, num_splits: int = 1, num_stages: int = 2) -> AttentionPlan:
+    return AttentionPlan(128, block_n, num_splits, 4, num_stages, hopper=True)
 
 
 CASES: dict[str, tuple[AttentionPlan, dict[str, Any]]] = {
@@ -76,7 +76,6 @@ CASES: dict[str, tuple[AttentionPlan, dict[str, Any]]] = {
     "a window, blocks of 16": (
         plan(64), {"heads": (1, 1), "head_dim": 80, "blocks": (16, 32), "window": (9, -1), "softcap": 3.0},
     ),
-    "heads first": (plan(heads_first=True), {"heads": (4, 2), "head_dim": 64}),
     "capped": (plan(), {"heads": (2, 1), "head_dim": 64, "softcap": 5.0, "sinks": True}),
     "a scale of zero": (plan(), {"heads": (1, 1), "head_dim": 64, "softmax_scale": 0.0}),
     "one layout": (plan(), {"heads": (3, 1), "head_dim": 64, "one_layout": True, "lse": False}),

@@ -210,12 +210,6 @@ def test_head_sizes_are_multiplied_in_two_powers_of_two_rather_than_padded_to_on
     assert {size: hopper_sizes(size) for size in sizes} == sizes
 
 
-def test_few_queries_behind_many_keys_are_taken_head_by_head() -> None:
-    for tokens, keys, heads_first in ((4096, 200_000 - 4096, True), (32768, 32768, False), (2048, 4096, False)):
-        problem = replace(PROMPT, tokens=tokens, max_seqlen_q=tokens, rows=4096, capacity=keys)
-        assert plan_attention(problem, H200).heads_first == heads_first
-
-
 def test_queries_have_two_stages_on_sm_90_where_shared_memory_allows() -> None:
     for size, size_v, stages in ((64, 64, 2), (128, 128, 2), (128, 64, 2), (192, 192, 1), (256, 256, 1)):
         problem = replace(PROMPT, head_dim=size, head_dim_v=size_v)

@@ -176,7 +176,7 @@ def _hopper_config(problem: Problem, plan: AttentionPlan) -> HopperConfig:
         BOX=min(piece, power_of_two_in(problem.page_size)) if problem.page_size else piece,
         Q_BLOCK=problem.q_block, K_BLOCK=problem.k_block, LIST_ROWS=hopper_piece(problem.q_block), PIECE=piece,
         BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, SOFTCAP=problem.softcap > 0, HAS_LEFT=problem.left >= 0,
-        HEADS_FIRST=plan.heads_first, STAGES=plan.num_stages, Q_STAGES=query_stages(problem, plan),
+        STAGES=plan.num_stages, Q_STAGES=query_stages(problem, plan),
     )  # fmt: skip
 
 

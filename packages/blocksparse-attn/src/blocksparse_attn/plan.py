@@ -23,8 +23,6 @@ _MOST_SPLITS = 128
 _MOST_PACKED = 64
 # Lists are short below this many keys a row, on average.
 _SHORT_LIST = 1024
-# Keys before a query, by the sequence's queries, from which on the order of tiles is that of heads.
-_FAR_BEHIND = 8
 # Of the 227 KiB that a program may have, less barriers and the queue of work items.
 _HOPPER_BYTES = 225 * 1024
 # So many tokens that they fill the tiles of any plan.
@@ -90,8 +88,7 @@ class AttentionPlan(Plan):
 
     A tile is rows of one head and of one row of its layout; with ``packed``, so many tokens of all query heads of a kv
     head, and walks the union of their lists. ``num_splits`` programs share the keys of a tile (split-KV); more than one
-    leave partial results to a merge kernel. ``hopper``: use the kernel for sm_90; ``heads_first``: it takes one head
-    after the other, not one row of tiles after the other.
+    leave partial results to a merge kernel. ``hopper``: use the kernel for sm_90.
     """
 
     block_m: int
@@ -101,7 +98,6 @@ class AttentionPlan(Plan):
     num_stages: int
     packed: int = 0
     hopper: bool = False
-    heads_first: bool = False
 
     def covers(self, problem: Problem) -> bool:
         """Whether a kernel can run this problem with this plan."""
@@ -218,10 +214,7 @@ def _hopper(problem: Problem) -> AttentionPlan:
     plan = AttentionPlan(128, 64 if narrow else 128, 1, 4, 4 if narrow else 2, hopper=True)
     while _hopper_bytes(problem, plan, 1) > _HOPPER_BYTES:
         plan = replace(plan, num_stages=plan.num_stages - 1)
-    # With as much before the queries, tiles of one head list about as much, and share most of it.
-    sequences = max(1, problem.sequences)
-    keys = problem.capacity if problem.padded or problem.page_size else problem.capacity // sequences
-    return replace(plan, heads_first=_FAR_BEHIND * _most_queries(problem) <= min(keys, problem.rows * problem.q_block))
+    return plan
 
 
 def _packed(problem: Problem, limits: DeviceLimits) -> AttentionPlan:

@@ -107,9 +107,8 @@ class HopperConfig(NamedTuple):
 
     BLOCK_D and TAIL_D, BLOCK_DV and TAIL_DV: the pieces of head sizes, the second 0 where there is one. BLOCK_M: rows
     of a work item, 64 for each consumer. BLOCK_N: keys of a tile, 64 or 128. BOX: keys that one TMA load brings.
-    LIST_ROWS: rows that share a list, 64 or less, PIECE: keys of a block that lie together, 64 or less. HEADS_FIRST:
-    heads are the slowest to change from one work item to the next. STAGES: of the rings of keys and values; Q_STAGES:
-    of queries.
+    LIST_ROWS: rows that share a list, 64 or less, PIECE: keys of a block that lie together, 64 or less. STAGES: of
+    the rings of keys and values; Q_STAGES: of queries.
     """
 
     KIND: int
@@ -130,7 +129,6 @@ class HopperConfig(NamedTuple):
     BLOCK_N: int
     SOFTCAP: bool
     HAS_LEFT: bool
-    HEADS_FIRST: bool
     STAGES: int
     Q_STAGES: int
 

@@ -80,19 +80,12 @@ def put_lists(queue, i_queue, layout, item, num_splits, config: gl.constexpr):
 def place_of(work, slots, num_splits, config: gl.constexpr):
     """Head, split and slot of a work item.
 
-    All heads of the same rows come one after the other, as they have about as much to do; where much more is before the
-    queries than they are themselves, all rows of the same head, so that its keys stay in the L2 cache.
+    All heads of the same rows come one after the other, as they have about as much to do. All rows of the same head,
+    whose keys would stay in the L2 cache, took longer: of 2048 tokens behind 30720 420 us on an H200, where this takes
+    299.
     """
     HEADS: gl.constexpr = config.GROUP * config.HEADS_KV
-    if config.HEADS_FIRST:
-        i_h = work // (slots * num_splits)
-        i_split = work // slots % num_splits
-        i_w = work % slots
-    else:
-        i_h = work % HEADS
-        i_split = work // HEADS % num_splits
-        i_w = work // (HEADS * num_splits)
-    return i_h, i_split, i_w
+    return work % HEADS, work // HEADS % num_splits, work // (HEADS * num_splits)
 
 
 @gluon.jit

@@ -196,9 +196,7 @@ def all_specs(target: str) -> Iterator[KernelSpec]:
     yield from hopper("128, padded, short lists", kind="padded", lse=True, entries=256)
     yield from hopper("64, split, capped", heads=(16, 2, 64), kind="paged", page=64, splits=3, softcap=30.0)
     few = {"rows": 512, "longest": 512, "entries": 4096}
-    yield from hopper(
-        "96 and 128 in float16", heads=(8, 8, 96), head_dim_v=128, dtype=FP16, blocks=(32, 32), **few
-    )
+    yield from hopper("96 and 128 in float16", heads=(8, 8, 96), head_dim_v=128, dtype=FP16, blocks=(32, 32), **few)
     yield from hopper("192", heads=(8, 8, 192), blocks=(64, 192))
     yield from hopper("72 and 160, a window", heads=(8, 8, 72), head_dim_v=160, left=4095)
     yield from hopper("blocks of 16, a window", blocks=(16, 16), left=4095, kind="paged", entries=4096)

@@ -236,6 +236,17 @@ def test_what_is_written_must_share_no_memory_with_anything_else() -> None:
     check_no_overlap({"q": q, "k": q, "out": out}, ["out"])
 
 
+def test_what_is_asked_of_tensors_is_asked_of_longer_ones_by_their_own_lengths() -> None:
+    pool = torch.zeros(16, 8)
+    short = MemoryOverlap({"q": pool[:2], "k": None, "out": pool[8:10], "lse": None}, ["out", "lse"])
+    for rows in (1, 8, 2):
+        short.resized(pool[:rows], None, pool[8 : 8 + rows], None)(pool[:rows], None, pool[8 : 8 + rows], None)
+    longer = short.resized(pool[:9], None, pool[8:10], None)
+    with pytest.raises(ValueError, match=r"^out must be a tensor that shares no memory with q, got torch.float32"):
+        longer(pool[:9], None, pool[8:10], None)
+    short(pool[:9], None, pool[9:11], None)
+
+
 @random(st.data())
 def test_no_shared_element_is_missed(data: st.DataObject) -> None:
     flat = torch.arange(4096)

@@ -272,6 +272,19 @@ def test_strides_that_a_check_could_not_see_are_checked_in_longer_batches(device
             prefix_prefill.prefix_prefill(**server.arguments(9, 2, 7), out=close[:9])
 
 
+def test_an_out_that_a_longer_batch_reaches_is_refused_there(device, hopper) -> None:
+    server = Server(device)
+    # Rows of q, then of outputs.
+    pool = torch.zeros(60, 8, 64, dtype=torch.bfloat16, device=device)
+    with patch.object(Launch, "__call__", lambda *_: None):
+        for tokens in (10, 20, 30):
+            rows = {"q": pool[:tokens], "out": pool[30:][:tokens]}
+            prefix_prefill.prefix_prefill(**server.arguments(tokens, 2, 9) | rows)
+        assert hopper.dispatched.count == 1
+        with pytest.raises(ValueError, match=r"^out must be a tensor that shares no memory with q, got"):
+            prefix_prefill.prefix_prefill(**server.arguments(25, 2, 9) | {"q": pool[:25], "out": pool[24:49]})
+
+
 def test_batches_of_new_sizes_give_what_they_give_alone(device, dispatched, monkeypatch) -> None:
     arguments = given(device)
     smaller = arguments | {

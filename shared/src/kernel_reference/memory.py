@@ -25,12 +25,25 @@ class MemoryOverlap:
 
     def __init__(self, tensors: Mapping[str, torch.Tensor | None], written: Sequence[str]) -> None:
         self._names = tuple(tensors)
-        spans = {name: _bytes_spanned(tensor) for name, tensor in tensors.items() if tensor is not None}
-        at = {name: position for position, name in enumerate(tensors)}
-        self._pairs = [
-            (at[one], spans[one], [(at[other], spans[other]) for other in spans if _later(one, other, written)])
+        there = {name: position for position, (name, tensor) in enumerate(tensors.items()) if tensor is not None}
+        self._order = [
+            (there[one], [at for other, at in there.items() if _later(one, other, written)])
             for one in written
-            if spans.get(one)
+            if one in there
+        ]
+        self._pairs = self._with_spans(tuple(tensors.values()))
+
+    def resized(self, *tensors: torch.Tensor | None) -> MemoryOverlap:
+        """The same for tensors of other shapes and strides, the same ones None; in half the time."""
+        other = object.__new__(MemoryOverlap)
+        other._names, other._order = self._names, self._order
+        other._pairs = other._with_spans(tensors)
+        return other
+
+    def _with_spans(self, tensors: tuple[torch.Tensor | None, ...]) -> list[tuple[int, int, list[tuple[int, int]]]]:
+        spans = [0 if tensor is None else _bytes_spanned(tensor) for tensor in tensors]
+        return [
+            (one, spans[one], [(other, spans[other]) for other in others]) for one, others in self._order if spans[one]
         ]
 
     def __call__(self, *tensors: torch.Tensor | None) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from kernel_reference.checks import MemoryOverlap
 from kernel_reference.dispatch import Free, PreparedLaunches, allocator_of
 from prefix_prefill import arguments
 from prefix_prefill.addressing import Batch
@@ -68,6 +69,7 @@ class Batches:
         self, layer: Any, launches: PreparedLaunches, tensors: tuple[Any, ...], out: Tensor, lse: Tensor | None
     ) -> None:
         self._layer, self._launches = layer, launches
+        self._overlap = arguments.overlap_of_prefill(PrefillTensors(*tensors)._replace(out=out, lse=lse))
         self._makes_out, self._out, self._has_lse = tensors[_OUT] is None, (out.shape[1:], out.dtype), lse is not None
         self._page_size, self._device = layer.problem.page_size, out.device
         self._made: dict[tuple[Any, ...], Callable[..., Any]] = {}
@@ -107,11 +109,11 @@ class Batches:
             new_out = allocator_of((tokens, heads, size), (heads * size, size, 1), dtype, self._device)
         if self._has_lse:
             new_lse = allocator_of((heads, tokens), (tokens, 1), torch.float32, self._device)
-        return _calling(self._layer.of_batch(batch), None, new_out, new_lse)
+        return _calling(self._layer.of_batch(batch), self._overlap, new_out, new_lse, resized=True)
 
 
 def direct_call(
-    check_overlap: Callable[..., None], run: Any, tensors: tuple[Any, ...], out: Tensor, lse: Tensor | None
+    check_overlap: MemoryOverlap, run: Any, tensors: tuple[Any, ...], out: Tensor, lse: Tensor | None
 ) -> Callable[..., Any]:
     """What serves calls like one that the op has served with these tensors, ``out`` and ``lse``."""
     new_out = _nothing if tensors[_OUT] is not None else allocator_of(out.shape, out.stride(), out.dtype, out.device)
@@ -119,7 +121,10 @@ def direct_call(
     return _calling(run, check_overlap, new_out, new_lse)
 
 
-def _calling(run: Any, check_overlap: Callable[..., None] | None, new_out: Any, new_lse: Any) -> Callable[..., Any]:
+def _calling(
+    run: Any, check_overlap: MemoryOverlap, new_out: Any, new_lse: Any, resized: bool = False
+) -> Callable[..., Any]:
+    """resized: the tensors are of other sizes than those that ``check_overlap`` was made for."""
     # What is launched over nothing has none.
     at = getattr(run, "at", None)
 
@@ -130,11 +135,11 @@ def _calling(run: Any, check_overlap: Callable[..., None] | None, new_out: Any, 
             run(*given)
 
     def into(*given: Any) -> tuple[Tensor, Tensor | None]:
-        nonlocal check_overlap
+        nonlocal check_overlap, resized
         lse = new_lse()
         given = (*given[:_LSE], lse, *given[_LSE + 1 :])
-        if check_overlap is None:
-            check_overlap = arguments.overlap_of_prefill(PrefillTensors(*given))
+        if resized:
+            check_overlap, resized = check_overlap.resized(*given), False
         check_overlap(*given)
         start(*given)
         return given[_OUT], lse

@@ -164,13 +164,13 @@ def convolve_split(
     """The convolution of gdn_split.kernels.split alone, over a mixed_qkv that a split has written."""
     BLOCK: tl.constexpr = conv.BLOCK
     wait_for_inputs(DEPENDENT)
-    first = tl.program_id(0) % (CHANNELS // BLOCK) * BLOCK
+    o_c = tl.program_id(0) % (CHANNELS // BLOCK) * BLOCK + tl.arange(0, BLOCK)
     o_seq = (tl.program_id(0) // (CHANNELS // BLOCK)).to(tl.int64) * SEQUENCES + tl.arange(0, SEQUENCES)
     m_seq = o_seq < sequences
     o_slot, m_live = load_slots(p_slots, o_seq, m_seq, num_slots)
     p_slot = p_state + (o_slot * s_slot)[:, None]
     x, y = Rows(p_x, s_x), Rows(p_y, s_y)
-    convolve(x, y, p_slot, p_weight, p_bias, o_seq, m_seq, m_live, first, tl.arange(0, BLOCK) < BLOCK, conv)
+    convolve(x, y, p_slot, p_weight, p_bias, o_seq, m_seq, m_live, o_c, o_c < CHANNELS, conv)
 
 
 # The fastest (sequences a program, warps, block) of 1-8 x 1-4 x 128-256, by (sequences, packed state), on an H200.

@@ -57,11 +57,7 @@ def conv_plans(sequences: int, shape: GroupShape, used: ConvPlan) -> Iterator[Co
         if tile <= sequences and tile * block >= 32 * num_warps:
             tiles = 2 * (cdiv(shape.head_qk, block) + cdiv(shape.ratio * shape.head_v, block)) * shape.num_heads_qk
             programs = cdiv(sequences, used.rows_per_step_ba) + cdiv(sequences, tile) * tiles
-            for by_lines in {False, used.by_lines and block <= 128}:
-                yield replace(
-                    used, programs=programs, sequences_per_program=tile, block=block, num_warps=num_warps,
-                    by_lines=by_lines,
-                )  # fmt: skip
+            yield replace(used, programs=programs, sequences_per_program=tile, block=block, num_warps=num_warps)
 
 
 def split_problem(
@@ -105,7 +101,7 @@ def conv_problem(sequences: int, packed: bool) -> tuple[ConvPlan, Callable[[Conv
         run = launch.prepare_split_conv1d_update(arguments.check_convolve(t, 1, True, *sizes), plan, t)
         return lambda turn: run(*inputs[turn])
 
-    return plan_conv(sequences, 1, shape, launch.device_limits(weight.device), packed, packed), under, sets
+    return plan_conv(sequences, 1, shape, launch.device_limits(weight.device), packed), under, sets
 
 
 def step_plans(setup: Setup, used: StepPlan) -> Iterator[StepPlan]:

@@ -375,22 +375,3 @@ def test_slots_past_32_bits_of_state_are_followed(tensors) -> None:
     tensors.kernels.convolve((qkvz, ba, state, weight, None, slots, *parts), shape, 1, True, "interleaved", plan)
     assert tensors.same(state.contiguous(), values)
     torch.testing.assert_close(parts[0].double(), wanted.mixed_qkv, rtol=2e-3, atol=1e-4)
-
-
-@pytest.mark.parametrize(("width", "tokens"), [(4, 1), (3, 2), (4, 3)])
-def test_a_packed_state_moved_in_whole_lines_is_the_one_moved_tap_by_tap(tensors, width: int, tokens: int) -> None:
-    shape = GroupShape(2, 4, 32, 32)
-    make = lambda *size: torch.randn(*size, device=tensors.device).bfloat16()  # noqa: E731
-    qkvz, ba = make(5 * tokens, shape.qkvz_width), tensors.random(5 * tokens, shape.ba_width)
-    pool, weight, bias = make(7, shape.qkv_width, width - 1), make(shape.qkv_width, width), make(shape.qkv_width)
-    slots = torch.tensor([6, -1, 0, 2, 5], device=tensors.device)
-    # A program of b and a; 12 tiles of 3 pairs of sequences; and one behind them all.
-    programs, found = 1 + 3 * 12 + 1, []
-    for by_lines in (False, True):
-        state, parts = pool.clone(), reference.new_parts(qkvz, ba, shape)
-        plan = ConvPlan(programs, 2, 32, 16, 4, by_lines=by_lines)
-        given = (qkvz, ba, state, weight, bias, slots, *parts)
-        tensors.kernels.convolve(given, shape, tokens, True, "interleaved", plan)
-        found.append((state, *parts))
-    assert tensors.all_same(*found)
-    assert not tensors.same(found[0][0], pool)

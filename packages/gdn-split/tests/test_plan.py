@@ -304,17 +304,6 @@ def test_importing_the_package_and_planning_touch_no_gpu_and_import_no_triton() 
     run_alone(program)
 
 
-def test_a_packed_state_is_moved_in_whole_lines_where_many_sequences_share_a_program_and_tiles_fit() -> None:
-    shape = GroupShape(16, 32, 128, 128)
-    assert plan_conv(256, 1, shape, H200, True, True).by_lines
-    assert not plan_conv(1, 1, shape, H200, True, True).by_lines
-    assert not plan_conv(256, 1, shape, H200, True, False).by_lines
-    assert not plan_conv(1024, 1, GroupShape(16, 32, 50, 30), H200, True, True).by_lines
-    pinned = plan_conv(256, 1, shape, H200, True, True)
-    assert pinned.covers(256, 1, shape, packed=True)
-    assert not pinned.covers(256, 1, shape, packed=False)
-
-
 STEP = StepProblem(
     GroupShape(16, 32, 128, 128), 64, 1, 512, (12288, 64), (24576, 1, 8192), (4, 1), (524288, 16384, 128, 1), 4,
     (4096, 128), 4, True, True, True, True, 128**-0.5, 1e-6, True, 0,

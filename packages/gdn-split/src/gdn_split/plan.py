@@ -94,12 +94,6 @@ class ConvProblem:
         _, channel, tap = self.state_strides
         return tap == 1 and channel > 1
 
-    @property
-    def packed(self) -> bool:
-        """Whether they do, and channels lie together."""
-        _, channel, tap = self.state_strides
-        return tap == 1 and channel == self.width - 1 > 1
-
 
 @dataclass(frozen=True)
 class StepProblem:
@@ -187,10 +181,7 @@ class SplitPlan(Plan):
 
 @dataclass(frozen=True)
 class ConvPlan(Plan):
-    """One launch of the split with convolution: a program takes ``sequences_per_program`` through ``block`` columns.
-
-    ``by_lines``: whether a packed state is moved in whole lines, and its taps exchanged among threads.
-    """
+    """One launch of the split with convolution: a program takes ``sequences_per_program`` through ``block`` columns."""
 
     programs: int
     sequences_per_program: int
@@ -198,15 +189,9 @@ class ConvPlan(Plan):
     rows_per_step_ba: int
     num_warps: int
     dependent_launch: bool = False
-    by_lines: bool = False
 
-    def covers(self, sequences: int, tokens: int, shape: GroupShape, packed: bool = False) -> bool:
-        """Whether its programs reach every sequence and column, in steps that a kernel can take.
-
-        ``packed``: whether a channel's taps, and the channels, lie together in the state.
-        """
-        if self.by_lines and not (packed and _fits(shape, self.block)):
-            return False
+    def covers(self, sequences: int, tokens: int, shape: GroupShape) -> bool:
+        """Whether its programs reach every sequence and column, in steps that a kernel can take."""
         if not is_power_of_two(self.sequences_per_program, self.block, self.rows_per_step_ba, self.num_warps):
             return False
         tiles = cdiv(sequences, self.sequences_per_program) * _tiles(shape, self.block)
@@ -278,13 +263,11 @@ def _one_program_a_tile(rows: int, shape: GroupShape, row_bytes: int, limits: De
 
 
 def plan_conv(
-    sequences: int, tokens: int, shape: GroupShape, limits: DeviceLimits, taps_adjacent: bool = False,
-    packed: bool = False,
-) -> ConvPlan:  # fmt: skip
+    sequences: int, tokens: int, shape: GroupShape, limits: DeviceLimits, taps_adjacent: bool = False
+) -> ConvPlan:
     """The plan for ``sequences`` sequences of ``tokens`` tokens each on this device.
 
     ``taps_adjacent``: a channel's taps lie together in the state, so that a tap is read 2 bytes in every few.
-    ``packed``: and channels do, so that many can be read in whole lines.
     """
     widths = (shape.head_qk, shape.ratio * shape.head_v)
     # Tiles that divide both widths need no mask; where only tiny ones do, one masked tile of each is better.
@@ -302,23 +285,15 @@ def plan_conv(
         sequences_per_program = 1
     else:
         sequences_per_program = 2 if taps_adjacent else 4
-    # Stores of 2 bytes in every 6 cost the L2 cache a write of each line for every tap: of Qwen3-Next on an H200 64
-    # sequences took 6.7 us, and 256 took 17.0, where a copy takes 4.1 and 10.7.
-    by_lines = packed and _fits(shape, block) and sequences_per_program > 1
     num_warps = 2 if block == 64 else 4
     rows_per_step_ba = 16 * sequences_per_program
     while True:
         programs = cdiv(sequences * tokens, rows_per_step_ba) + cdiv(sequences, sequences_per_program) * tiles
         if programs <= MAX_PROGRAMS:
             return ConvPlan(
-                programs, sequences_per_program, block, rows_per_step_ba, num_warps, limits.dependent_launch, by_lines
+                programs, sequences_per_program, block, rows_per_step_ba, num_warps, limits.dependent_launch
             )
         sequences_per_program, rows_per_step_ba = 2 * sequences_per_program, 2 * rows_per_step_ba
-
-
-def _fits(shape: GroupShape, block: int) -> bool:
-    """Whether tiles of ``block`` columns divide q, k, v and z of a group."""
-    return shape.head_qk % block == 0 and shape.ratio * shape.head_v % block == 0
 
 
 def _tiles(shape: GroupShape, block: int) -> int:

@@ -26,10 +26,7 @@ class Sizes(NamedTuple):
 
 
 class Convolution(NamedTuple):
-    """Constants of the convolution: strides of state and weight, tokens of a sequence, and channels of a block.
-
-    BY_LINES: whether the state, in which a channel's taps lie together, is moved in whole lines.
-    """
+    """Constants of the convolution: strides of state and weight, tokens of a sequence, and channels of a block."""
 
     S_CHANNEL: int
     S_TAP: int
@@ -40,7 +37,6 @@ class Convolution(NamedTuple):
     HAS_BIAS: bool
     SILU: bool
     BLOCK: int
-    BY_LINES: bool = False
 
 
 class Strides(NamedTuple):
@@ -227,45 +223,8 @@ def taps_of(b_w, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def load_lines(p_lines, m_live, conv: tl.constexpr):
-    """The taps of BLOCK channels, newest first, from a packed state: whole lines, exchanged among threads."""
-    BLOCK: tl.constexpr = conv.BLOCK
-    TAPS: tl.constexpr = conv.WIDTH - 1
-    SEQUENCES: tl.constexpr = p_lines.shape[0]
-    o = tl.arange(0, 4 * BLOCK)[None, :]
-    b_line = tl.load(p_lines + o, mask=m_live[:, None] & (o < TAPS * BLOCK), other=0.0).to(tl.float32)
-    # Element i of channel c lies at TAPS c + i, and comes to 4 c + i.
-    o_from = tl.minimum(o // 4 * TAPS + o % 4, TAPS * BLOCK - 1)
-    b = tl.gather(b_line, tl.broadcast_to(o_from, [SEQUENCES, 4 * BLOCK]), axis=1)
-    even, odd = tl.split(tl.reshape(b, [SEQUENCES, BLOCK, 2, 2]))
-    b_0, b_2 = tl.split(even)
-    b_1, _ = tl.split(odd)
-    if TAPS == 3:
-        taps = (b_2, b_1, b_0)
-    else:
-        taps = (b_1, b_0, b_0)
-    return taps
-
-
-@triton.jit
-def store_lines(x_1, x_2, x_3, p_lines, m_live, conv: tl.constexpr):
-    BLOCK: tl.constexpr = conv.BLOCK
-    TAPS: tl.constexpr = conv.WIDTH - 1
-    SEQUENCES: tl.constexpr = p_lines.shape[0]
-    if TAPS == 3:
-        b = tl.join(tl.join(x_3, x_1), tl.join(x_2, x_2))
-    else:
-        b = tl.join(tl.join(x_2, x_2), tl.join(x_1, x_1))
-    o = tl.arange(0, 4 * BLOCK)[None, :]
-    o_from = tl.minimum(o // TAPS * 4 + o % TAPS, 4 * BLOCK - 1)
-    b_line = tl.gather(tl.reshape(b, [SEQUENCES, 4 * BLOCK]), tl.broadcast_to(o_from, [SEQUENCES, 4 * BLOCK]), axis=1)
-    b_line = b_line.to(p_lines.dtype.element_ty)
-    tl.store(p_lines + o, b_line, mask=m_live[:, None] & (o < TAPS * BLOCK))
-
-
-@triton.jit
-def convolve(x, y, p_state, p_weight, p_bias, o_row, m_seq, m_live, first, m_c, conv: tl.constexpr):
-    """Advance the convolution of BLOCK channels from `first` on by TOKENS rows, for sequences that start at rows o_row.
+def convolve(x, y, p_state, p_weight, p_bias, o_row, m_seq, m_live, o_c, m_c, conv: tl.constexpr):
+    """Advance the convolution of the channels o_c by TOKENS rows, for the sequences that start at rows o_row.
 
     x begins at what becomes channel 0, p_state [SEQUENCES, 1] points at channel 0 of each sequence's slot. Sequences
     that are not live get zeros and leave the state alone.
@@ -273,7 +232,6 @@ def convolve(x, y, p_state, p_weight, p_bias, o_row, m_seq, m_live, first, m_c, 
     S_TAP: tl.constexpr = conv.S_TAP
     TOKENS: tl.constexpr = conv.TOKENS
     WIDTH: tl.constexpr = conv.WIDTH
-    o_c = first + tl.arange(0, conv.BLOCK)
     m_state = m_live[:, None] & m_c[None, :]
     m_row = m_seq[:, None] & m_c[None, :]
     # x_0 is the current input, x_1 the newest before it, and so on; w_i is the weight on x_i. What needs no slot is
@@ -283,17 +241,11 @@ def convolve(x, y, p_state, p_weight, p_bias, o_row, m_seq, m_live, first, m_c, 
         b_bias = tl.load(p_bias + o_c, mask=m_c, other=0.0).to(tl.float32)[None, :]
     x_0 = tl.load(x.p + o_row[:, None] * x.stride + o_c[None, :], mask=m_row, other=0.0).to(tl.float32)
     p_1 = p_state + o_c.to(tl.int64)[None, :] * conv.S_CHANNEL + (WIDTH - 2) * S_TAP
-    p_lines = p_state + tl.cast(first, tl.int64) * conv.S_CHANNEL
-    if conv.BY_LINES:
-        x_1, x_2, x_3 = load_lines(p_lines, m_live, conv)
-    else:
-        x_1 = tl.load(p_1, mask=m_state, other=0.0).to(tl.float32)
-        x_2 = x_1
-        x_3 = x_1
-        if WIDTH > 2:
-            x_2 = tl.load(p_1 - S_TAP, mask=m_state, other=0.0).to(tl.float32)
-        if WIDTH > 3:
-            x_3 = tl.load(p_1 - 2 * S_TAP, mask=m_state, other=0.0).to(tl.float32)
+    x_1 = tl.load(p_1, mask=m_state, other=0.0).to(tl.float32)
+    if WIDTH > 2:
+        x_2 = tl.load(p_1 - S_TAP, mask=m_state, other=0.0).to(tl.float32)
+    if WIDTH > 3:
+        x_3 = tl.load(p_1 - 2 * S_TAP, mask=m_state, other=0.0).to(tl.float32)
     w_0, w_1, w_2, w_3 = taps_of(b_w, conv.BLOCK)
     for t in range(TOKENS):
         acc = x_0 * w_0 + x_1 * w_1
@@ -313,14 +265,11 @@ def convolve(x, y, p_state, p_weight, p_bias, o_row, m_seq, m_live, first, m_c, 
         x_1 = x_0
         p_next = x.p + (o_row + t + 1)[:, None] * x.stride + o_c[None, :]
         x_0 = tl.load(p_next, mask=m_row & (t + 1 < TOKENS), other=0.0).to(tl.float32)
-    if conv.BY_LINES:
-        store_lines(x_1, x_2, x_3, p_lines, m_live, conv)
-    else:
-        tl.store(p_1, x_1.to(p_state.dtype.element_ty), mask=m_state)
-        if WIDTH > 2:
-            tl.store(p_1 - S_TAP, x_2.to(p_state.dtype.element_ty), mask=m_state)
-        if WIDTH > 3:
-            tl.store(p_1 - 2 * S_TAP, x_3.to(p_state.dtype.element_ty), mask=m_state)
+    tl.store(p_1, x_1.to(p_state.dtype.element_ty), mask=m_state)
+    if WIDTH > 2:
+        tl.store(p_1 - S_TAP, x_2.to(p_state.dtype.element_ty), mask=m_state)
+    if WIDTH > 3:
+        tl.store(p_1 - 2 * S_TAP, x_3.to(p_state.dtype.element_ty), mask=m_state)
 
 
 @triton.jit
@@ -381,7 +330,7 @@ def split_and_convolve(
                 m_c = c_tile + o_tile < tl.where(is_v, V, HQ)
             x, y = Rows(p_qkvz + (c_x - c_y), strides.qkvz), Rows(p_qkv, strides.qkv)
             p_slot = p_state + (o_slot * strides.slot)[:, None]
-            convolve(x, y, p_slot, p_weight, p_bias, o_row, m_seq, m_live, c_y + c_tile, m_c, conv)
+            convolve(x, y, p_slot, p_weight, p_bias, o_row, m_seq, m_live, c_y + c_tile + o_tile, m_c, conv)
         else:
             o_z = (i_t - 2 * TILES_Q - TILES_V) * BLOCK + tl.arange(0, BLOCK)[None, :]
             m_z = o_z < V

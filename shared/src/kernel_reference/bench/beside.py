@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import re
@@ -127,7 +128,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--most", type=float, default=1.02, metavar="RATIO", help="slower than this fails (1.02)")
     parser.add_argument("--processes", type=int, default=0, metavar="N", help="compile in N processes first")
     parser.add_argument("--within", type=float, default=1e9, metavar="SECONDS", help="begin no case later than this")
-    parser.add_argument("--commits", nargs=2, default=("", ""), metavar=("OLD", "NEW"), help="commits to record")
+    parser.add_argument(
+        "--commits", nargs=2, metavar=("OLD", "NEW"), help="commits to record where the sources are no git checkouts"
+    )
     # Of what --processes starts: which cases, as I/N.
     parser.add_argument("--share", help=argparse.SUPPRESS)
     chosen = parser.parse_args(arguments)
@@ -159,9 +162,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not records:
         print("beside: nothing could be timed", file=sys.stderr)
         return 2
-    slower = [one for one in records if one.get("ratio", 9.0) > chosen.most]
+    slower = [one for one in records if one.get("ratio", math.inf) > chosen.most]
     if slower:
-        rows = [_cells(one) for one in sorted(slower, key=lambda one: -one.get("ratio", 9.0))]
+        rows = [_cells(one) for one in sorted(slower, key=lambda one: -one.get("ratio", math.inf))]
         columns = ("case", "implementation", "old us", "new us", "new / old")
         show(Table(f"Slower than {chosen.most:g} times", columns, [rows], frozenset(columns[2:])))
     return 1 if slower else 0
@@ -180,7 +183,8 @@ def _time_all(
     package, _ = machine.package_of(file)
     described = vars(machine.describe(device)) if device.type == "cuda" else {"device": "cpu"}
     date = datetime.now(UTC).isoformat(timespec="seconds")
-    stamp = {"old_commit": chosen.commits[0], "commit": chosen.commits[1], "date": date, **described}
+    old, new = chosen.commits or (machine.commit_of(folder) for folder in (chosen.old, file.parent))
+    stamp = {"old_commit": old, "commit": new, "date": date, **described}
     chosen.out.mkdir(parents=True, exist_ok=True)
     target = chosen.out / f"{package}-beside.jsonl"
     order = random.Random(0)

@@ -101,19 +101,24 @@ def locate(batch, i_w, TOKENS, SLACK, KIND: tl.constexpr):
 
 
 @triton.jit
-def locate_row(batch, row, TOKENS, SLACK, KIND: tl.constexpr):
-    """The first row of a row's segment, and whether there is a slot for its tile, see ``locate``.
-
-    Every row is in a segment, but where bounds fall some segments have no slots.
-    """
-    below = row * 0
-    above = row * 0 + number_of_segments(batch, KIND)
+def segment_of(batch, row, below, above, KIND: tl.constexpr):
+    """The number of a row's segment, which is from ``below`` to before ``above``."""
     while above - below > 1:
         middle = (below + above) // 2
         if bound(batch, middle, KIND) <= row:
             below = middle
         else:
             above = middle
+    return below
+
+
+@triton.jit
+def locate_row(batch, row, TOKENS, SLACK, KIND: tl.constexpr):
+    """The first row of a row's segment, and whether there is a slot for its tile, see ``locate``.
+
+    Every row is in a segment, but where bounds fall some segments have no slots.
+    """
+    below = segment_of(batch, row, row * 0, row * 0 + number_of_segments(batch, KIND), KIND)
     i_n, begin, q_len = segment(batch, below, KIND)
     _, length, _ = keys_of_sequence(batch, i_n, q_len, KIND)
     context = tl.where(SLACK == 1, 0, length - q_len)
@@ -136,13 +141,7 @@ def sequence_of(batch, row, KIND: tl.constexpr):
     right = (bound(batch, guess, KIND) <= row) & (bound(batch, guess + 1, KIND) > row)
     below = tl.where(right, guess, 0)
     above = tl.where(right, guess + 1, segments)
-    while above - below > 1:
-        middle = (below + above) // 2
-        if bound(batch, middle, KIND) <= row:
-            below = middle
-        else:
-            above = middle
-    return segment(batch, below, KIND)
+    return segment(batch, segment_of(batch, row, below, above, KIND), KIND)
 
 
 @triton.jit

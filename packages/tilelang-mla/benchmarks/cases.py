@@ -1,4 +1,4 @@
-"""What tilelang-mla is timed on: a file each for dense attention, chunked prefill, 8-bit caches and listed keys."""
+"""What tilelang-mla is timed on: a file each for dense attention, chunked prefill, 8-bit caches and lists."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from caches import cache_cases
 from chunks import chunk_cases
 from dense import dense_cases
 from sparse import sparse_cases
+from sparse_prefill import sparse_prefill_cases
 
 from kernel_reference.bench import Case
 
@@ -18,3 +19,4 @@ def cases(device: torch.device) -> Iterator[Case]:
     yield from chunk_cases(device)
     yield from cache_cases(device)
     yield from sparse_cases(device)
+    yield from sparse_prefill_cases(device)

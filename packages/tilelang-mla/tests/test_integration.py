@@ -165,7 +165,7 @@ def op_names() -> list[str]:
 
 
 def test_there_is_one_op_a_kind_of_attention_and_one_for_what_ranks_share() -> None:
-    assert op_names() == ["decode", "decode_8bit", "decode_sparse", "merge", "prefill"]
+    assert op_names() == ["decode", "decode_8bit", "decode_sparse", "merge", "prefill", "prefill_sparse"]
 
 
 def test_decoding_of_8_bits_and_of_lists_passes_opcheck(make) -> None:

@@ -23,12 +23,14 @@ def test_the_first_example_is_the_quickstart_and_one_token_alone_is_the_same() -
     assert "decode [16, 2, 16, 512] torch.bfloat16" in printed
     assert "the same alone: True" in printed
     # The one inside transformers is run with its tests.
-    assert len(BLOCKS) == 3 + 2
+    assert len(BLOCKS) == 4 + 2
 
 
 def test_the_example_of_caches_of_8_bits_attends_to_both() -> None:
     block, sparse = [block for block in BLOCKS if "quantize_kv" in block]
     assert "sparse [2, 1, 16, 512]" in run_block(sparse)
+    [prompt] = [block for block in BLOCKS if "sparse_fwd" in block]
+    assert "listed [5, 16, 512]" in run_block(prompt)
     printed = run_block(block)
     assert "torch.float8_e4m3fn [8, 64, 1, 576] [2, 1, 16, 512]" in printed
     assert "torch.uint8 [8, 64, 1, 656] [2, 1, 16, 512]" in printed
@@ -51,4 +53,4 @@ def printed_by(function: Callable[[], None]) -> str:
 
 def test_every_public_name_is_in_the_readme() -> None:
     for name in tilelang_mla.__all__:
-        assert re.search(rf"\b{name}\b", README) or name in ("AttentionResult",), name
+        assert re.search(rf"\b{name}\b", README) or name in ("AttentionResult", "SparseResult"), name

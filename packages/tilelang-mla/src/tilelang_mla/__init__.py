@@ -7,14 +7,17 @@ from tilelang_mla.api import AttentionResult, flash_mla_varlen_func, flash_mla_w
 from tilelang_mla.caches import dequantize_kv, quantize_kv
 from tilelang_mla.plan import DecodeTiles, PrefillPlan
 from tilelang_mla.schedule import DecodePlan
+from tilelang_mla.sparse import SparseResult, flash_mla_sparse_fwd
 
 __all__ = [
     "AttentionResult",
     "DecodePlan",
     "DecodeTiles",
     "PrefillPlan",
+    "SparseResult",
     "dequantize_kv",
     "flash_mla",
+    "flash_mla_sparse_fwd",
     "flash_mla_varlen_func",
     "flash_mla_with_kvcache",
     "get_splits",

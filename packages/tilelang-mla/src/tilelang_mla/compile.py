@@ -22,6 +22,7 @@ from tilelang_mla.plan import (
     PrefillProblem,
     decode_tiles,
     plan_prefill,
+    sparse_prefill_tiles,
     tiles_8bit,
 )
 
@@ -40,6 +41,7 @@ def wanted(
     """
     # Here, so that an error among the options need not wait for TileLang.
     from tilelang_mla.launch import decode_8bit_constants, decode_constants, prefill_constants, sparse_constants
+    from tilelang_mla.sparse_launch import prefill_sparse_constants
 
     for dtype in map(_DTYPES.__getitem__, dtypes):
         for dim_nope, dim_rope in latents:
@@ -58,6 +60,11 @@ def wanted(
             if sparse:
                 problem = DecodeProblem(1, dim_nope, dim_rope, 1, 1, 1, 1)
                 yield "decode_sparse", sparse_constants(problem, tiles, dtype)
+                # Of prompts, whose heads may have no rope.
+                for rope in (dim_rope, 0):
+                    listed = DecodeProblem(1, dim_nope, rope, 1, 1, 1, 1)
+                    own = sparse_prefill_tiles(listed, _LIMITS)
+                    yield "prefill_sparse", prefill_sparse_constants(listed, own, dtype)
                 if (dtype, dim_nope, dim_rope) == (torch.bfloat16, 512, 64):
                     for problem, own in _tiles_8bit(dim_nope, dim_rope, "656"):
                         yield "decode_sparse", sparse_constants(problem, own, dtype)
@@ -95,7 +102,7 @@ def main() -> None:
     parser.add_argument("--prefill", nargs="*", type=_pair, default=[(192, 128)], metavar="QK,V")
     parser.add_argument("--parallel", action="store_true", help="what decoding on several GPUs asks for, too")
     parser.add_argument("--cache", nargs="*", choices=("e4m3", "656"), default=[], help="caches of 8 bits, too")
-    parser.add_argument("--sparse", action="store_true", help="decoding over listed keys, too")
+    parser.add_argument("--sparse", action="store_true", help="attention to listed keys, too")
     options = parser.parse_args()
     # After the options: an error among them need not wait for TileLang.
     from tilelang_mla import launch

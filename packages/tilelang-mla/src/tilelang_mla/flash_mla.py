@@ -19,10 +19,11 @@ from tilelang_mla import plan as plans
 from tilelang_mla.arguments import Names
 from tilelang_mla.plan import DecodeTiles
 from tilelang_mla.schedule import DecodePlan
+from tilelang_mla.sparse import flash_mla_sparse_fwd
 
 Tensor = torch.Tensor
 
-__all__ = ["FlashMLASchedMeta", "flash_mla_with_kvcache", "get_mla_metadata"]
+__all__ = ["FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
 
 # Integers of a row of FlashMLA's metadata. There are as many rows as parts that run at once, at most one for each
 # SM, for which engines allocate; a schedule may have WAVES times as many.

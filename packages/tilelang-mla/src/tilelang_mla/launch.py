@@ -46,13 +46,13 @@ PASS_CONFIGS = {
     "tl.disable_thread_storage_sync": True,
     "tl.disable_shared_memory_reuse": True,
 }
-_LOG2_E = 1.4426950408889634
+LOG2_E = 1.4426950408889634
 # Kernels take a scale above 0. Times this one any score is 0, and a masked one still minus infinity.
-_ZERO_SCALE = 1e-30
+ZERO_SCALE = 1e-30
 # As the kernels have it: programs cut sequences themselves.
 _SHARED = 2
 # Elements of 16 bits in the 16 bytes that TMA counts in.
-_LINE = 8
+LINE = 8
 
 
 @lru_cache
@@ -120,11 +120,11 @@ def prepare_decode_8bit(
 def _keys_of(problem: DecodeProblem, kv: Tensor) -> tuple[Callable[[Any], tuple[Tensor, ...]], bool]:
     """What makes the kernel's tensors of a cache, and whether TMA descriptors can address it."""
     pages, page_size, width = max(problem.pages, 1), problem.page_size, kv.shape[3]
-    form = _form((pages, page_size, width), (kv.stride(0), kv.stride(1), 1))
+    form = form_of((pages, page_size, width), (kv.stride(0), kv.stride(1), 1))
 
     def keys(kv: Tensor) -> tuple[Tensor, ...]:
         if kv.data_ptr() & 15:
-            _check_aligned(kv=kv)
+            check_aligned(kv=kv)
         return (kv.as_strided(*form) if problem.pages else kv.new_zeros(form[0]),)
 
     def keys_8bit(given: tuple[Tensor, Tensor | None]) -> tuple[Tensor, ...]:
@@ -147,7 +147,7 @@ def prepare_decode(problem: DecodeProblem, plan: DecodeTiles | None, tensors: De
     tiles = plan_without_schedule(problem, limits) if plan is None else plan
     if problem.cache:
         tiles = tiles_8bit(problem, tiles, limits)
-    _check_fits(problem, tiles, limits)
+    check_fits(problem, tiles, limits)
     batch, rows, heads, width = problem.sequences, problem.rows, problem.num_heads, q.shape[3]
     dim_nope, causal, softmax_scale = problem.dim_nope, int(problem.causal), problem.softmax_scale
     per_token = problem.per_token
@@ -166,7 +166,7 @@ def prepare_decode(problem: DecodeProblem, plan: DecodeTiles | None, tensors: De
     # Nobody cuts a sequence within a block.
     merged = num_parts > batch and not (shared and problem.capacity <= tiles.block_n)
     q_form = _packed_form(q)
-    table_form = _form((batch, columns), (block_table.stride(0), 1))
+    table_form = form_of((batch, columns), (block_table.stride(0), 1))
     table_as_it_is = block_table.stride() == table_form[1]
     out_form = _packed_form(out)
     merge = kernel("merge", dim_nope=dim_nope, dtype=q.dtype) if merged else None
@@ -188,7 +188,7 @@ def prepare_decode(problem: DecodeProblem, plan: DecodeTiles | None, tensors: De
             ((batch, rows, dim_nope), dtype),
         )
     )  # fmt: skip
-    scale = max(abs(softmax_scale), _ZERO_SCALE) * _LOG2_E
+    scale = max(abs(softmax_scale), ZERO_SCALE) * LOG2_E
     by = _SHARED if shared else int(first_part is not None)
     flags = (by, int(order is not None), int(lse is not None))
 
@@ -196,7 +196,7 @@ def prepare_decode(problem: DecodeProblem, plan: DecodeTiles | None, tensors: De
         q = q.contiguous().view(batch, rows, width) if q_form is None else q.as_strided(*q_form)
         address = out.data_ptr()
         if q.data_ptr() & 15:
-            _check_aligned(q=q)
+            check_aligned(q=q)
         if softmax_scale < 0:
             q = -q
         copied = out_form is None or address & 15
@@ -242,7 +242,7 @@ def prepare_sparse(problem: DecodeProblem, plan: DecodeTiles | None, tensors: Sp
     tiles = plan_without_schedule(problem, limits) if plan is None else plan
     if problem.cache:
         tiles = tiles_8bit(problem, tiles, limits)
-    _check_fits(problem, tiles, limits)
+    check_fits(problem, tiles, limits)
     lists, heads, width, dim_nope = problem.sequences, problem.num_heads, q.shape[3], problem.dim_nope
     keys, _ = _keys_of(problem, kv)
     attend = kernel("decode_sparse", **sparse_constants(problem, tiles, q.dtype))
@@ -267,7 +267,7 @@ def prepare_sparse(problem: DecodeProblem, plan: DecodeTiles | None, tensors: Sp
     )  # fmt: skip
     # Stands in for sinks and scales; nobody reads it.
     nothing = torch.empty(1, dtype=torch.float32, device=device)
-    scale = max(abs(softmax_scale), _ZERO_SCALE) * _LOG2_E
+    scale = max(abs(softmax_scale), ZERO_SCALE) * LOG2_E
     by = _SHARED if shared else int(first_part is not None)
     flags = (by, int(order is not None), int(lse is not None))
     in_place, by_token = out.is_contiguous(), lse is not None and lse.transpose(1, 2).is_contiguous()
@@ -275,8 +275,8 @@ def prepare_sparse(problem: DecodeProblem, plan: DecodeTiles | None, tensors: Sp
 
     def run(q, kv, indices, topk_length, attn_sink, first_part, order, out, lse):  # type: ignore[no-untyped-def]
         flat = q.reshape(lists, heads, width)
-        flat = flat.contiguous() if flat.stride(2) != 1 or flat.stride(1) % _LINE or flat.stride(0) % _LINE else flat
-        _check_aligned(q=flat)
+        flat = flat.contiguous() if flat.stride(2) != 1 or flat.stride(1) % LINE or flat.stride(0) % LINE else flat
+        check_aligned(q=flat)
         if softmax_scale < 0:
             flat = -flat
         held = keys((kv, None) if problem.cache else kv)
@@ -343,11 +343,11 @@ def prepare_prefill(problem: PrefillProblem, plan: PrefillPlan | None, tensors: 
         return _see_nothing
     limits = device_limits(q.device)
     chosen = plan_prefill(problem, limits) if plan is None else plan
-    _check_fits(problem, chosen, limits)
+    check_fits(problem, chosen, limits)
     causal, softmax_scale = int(problem.causal), problem.softmax_scale
-    forms = [_form(tensor.shape, tensor.stride()) for tensor in (q, k, v)]
-    out_form = _form(out.shape, out.stride())
-    lines = all(stride % _LINE == 0 for stride in out_form[1][:-1])
+    forms = [form_of(tensor.shape, tensor.stride()) for tensor in (q, k, v)]
+    out_form = form_of(out.shape, out.stride())
+    lines = all(stride % LINE == 0 for stride in out_form[1][:-1])
     attend = kernel("prefill", **prefill_constants(problem, chosen, q.dtype))
     num_places = chosen.num_places(problem)
     tiles = num_places * problem.num_heads
@@ -355,7 +355,7 @@ def prepare_prefill(problem: PrefillProblem, plan: PrefillPlan | None, tensors: 
     programs = min(tiles, limits.cores)
     # Programs that are as many as tiles ask for no more.
     make_count = torch.zeros if programs < tiles else torch.empty
-    scale = max(abs(softmax_scale), _ZERO_SCALE) * _LOG2_E
+    scale = max(abs(softmax_scale), ZERO_SCALE) * LOG2_E
     wants_lse = int(lse is not None)
     device = q.device
 
@@ -364,7 +364,7 @@ def prepare_prefill(problem: PrefillProblem, plan: PrefillPlan | None, tensors: 
             tensor.contiguous() if 0 in form[1] else tensor.as_strided(*form)
             for tensor, form in zip((q, k, v), forms, strict=True)
         ]
-        _check_aligned(q=q, k=k, v=v)
+        check_aligned(q=q, k=k, v=v)
         if softmax_scale < 0:
             q = -q
         copied = not lines or out.data_ptr() % 16
@@ -384,13 +384,13 @@ def prepare_prefill(problem: PrefillProblem, plan: PrefillPlan | None, tensors: 
 # What both have
 
 
-def _form(sizes: Any, strides: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def form_of(sizes: Any, strides: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Sizes and strides, those of dimensions of one element as if it were packed: torch leaves them any."""
     strides = list(strides)
     for i in reversed(range(len(sizes) - 1)):
         if sizes[i] == 1:
             strides[i] = strides[i + 1] * sizes[i + 1]
-            strides[i] += -strides[i] % _LINE
+            strides[i] += -strides[i] % LINE
     return tuple(sizes), tuple(strides)
 
 
@@ -401,17 +401,17 @@ def _packed_form(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]] | No
     row = by_head if heads > 1 else by_token
     if tokens > 1 and heads > 1 and by_token != heads * by_head:
         return None
-    form = _form((batch, tokens * heads, size), (by_batch, row, 1))
-    return form if all(stride > 0 and stride % _LINE == 0 for stride in form[1][:2]) else None
+    form = form_of((batch, tokens * heads, size), (by_batch, row, 1))
+    return form if all(stride > 0 and stride % LINE == 0 for stride in form[1][:2]) else None
 
 
-def _check_fits(problem: DecodeProblem | PrefillProblem, plan: DecodeTiles | PrefillPlan, limits: DeviceLimits) -> None:
+def check_fits(problem: DecodeProblem | PrefillProblem, plan: DecodeTiles | PrefillPlan, limits: DeviceLimits) -> None:
     needed = plan.shared_memory(problem)  # type: ignore[arg-type]
     if needed > limits.shared_memory:
         fail("plan", f"of blocks that fit in {limits.shared_memory} bytes of shared memory", f"{plan}, of {needed}")
 
 
-def _check_aligned(**tensors: Tensor) -> None:
+def check_aligned(**tensors: Tensor) -> None:
     for name, tensor in tensors.items():
         if tensor.data_ptr() % 16:
             fail(name, "at an address that is a multiple of 16", hex(tensor.data_ptr()))

@@ -5,6 +5,7 @@ prefill      writes the outputs, and the logarithms of the sums, that it is give
 decode       the same over a paged latent cache
 decode_8bit  the same over one of 8 bits
 decode_sparse  the same over keys that each query token lists
+prefill_sparse  the same of a prompt's tokens, and their largest scores
 merge        writes the whole of an attention from the parts that ranks have of its keys
 ===========  =============================================================================
 
@@ -35,7 +36,14 @@ from tilelang_mla.arguments import (
     check_prefill,
     check_prefill_values,
 )
-from tilelang_mla.sparse_arguments import SparseOptions, SparseTensors, check_sparse
+from tilelang_mla.sparse_arguments import (
+    SparseOptions,
+    SparsePrefillOptions,
+    SparsePrefillTensors,
+    SparseTensors,
+    check_sparse,
+    check_sparse_prefill,
+)
 
 _library = torch.library.Library("tilelang_mla", "DEF")
 _library.define(
@@ -60,13 +68,19 @@ _library.define(
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
+    "prefill_sparse(Tensor q, Tensor kv, Tensor indices, Tensor? topk_length, Tensor? attn_sink, Tensor(a!) out,"
+    " Tensor(b!) max_logits, Tensor(c!) lse, int d_v, float sm_scale, int[]? plan=None) -> ()",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
     "merge(Tensor parts, Tensor part_lse, Tensor(a!) out, Tensor(b!) lse) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 # The tensors come first, and torch leaves out a plan that is None.
 _PREFILL, _DECODE, _DECODE_8BIT = (len(kind._fields) for kind in (PrefillTensors, DecodeTensors, Decode8bitTensors))
-_DECODE_SPARSE = len(SparseTensors._fields)
+_DECODE_SPARSE, _PREFILL_SPARSE = len(SparseTensors._fields), len(SparsePrefillTensors._fields)
 _WRITTEN = ("out", "lse")
+_WRITTEN_SPARSE = ("out", "max_logits", "lse")
 
 launches = PreparedLaunches()
 
@@ -205,6 +219,38 @@ def decode_sparse_now(*given: Any) -> None:
     run(*tensors)
 
 
+# Sparse prefill
+
+
+def _fake_prefill_sparse(*given: Any) -> None:
+    check_sparse_prefill(SparsePrefillTensors(*given[:_PREFILL_SPARSE]), SparsePrefillOptions(*given[_PREFILL_SPARSE:]))
+
+
+def _reference_prefill_sparse(*given: Any) -> None:
+    tensors = SparsePrefillTensors(*given[:_PREFILL_SPARSE])
+    problem, _ = check_sparse_prefill(tensors, SparsePrefillOptions(*given[_PREFILL_SPARSE:]))
+    check_no_overlap(tensors._asdict(), _WRITTEN_SPARSE)
+    reference.prefill_sparse(problem, tensors)
+
+
+def _prepare_prefill_sparse(given: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
+    _launch_module()
+    from tilelang_mla import sparse_launch
+
+    tensors = SparsePrefillTensors(*given)
+    problem, plan = check_sparse_prefill(tensors, SparsePrefillOptions(*numbers))
+    run = sparse_launch.prepare_prefill_sparse(problem, plan, tensors)
+    return run, MemoryOverlap(tensors._asdict(), _WRITTEN_SPARSE)
+
+
+def prefill_sparse_now(*given: Any) -> None:
+    """The same of the op of sparse prefill."""
+    tensors = given[:_PREFILL_SPARSE]
+    run, check_overlap = launches.find(_prepare_prefill_sparse, tensors, given[_PREFILL_SPARSE:])
+    check_overlap(*tensors)
+    run(*tensors)
+
+
 # Merging
 
 
@@ -248,8 +294,13 @@ implement(_library, "decode_8bit", reference=_reference_decode_8bit, kernel=deco
 implement(
     _library, "decode_sparse", reference=_reference_decode_sparse, kernel=decode_sparse_now, fake=_fake_decode_sparse
 )
+implement(
+    _library, "prefill_sparse", reference=_reference_prefill_sparse, kernel=prefill_sparse_now,
+    fake=_fake_prefill_sparse,
+)  # fmt: skip
 implement(_library, "merge", reference=_reference_merge, kernel=_kernel_merge, fake=_fake_merge)
 _library.impl("prefill", _refuse_vmap(PrefillTensors), "FuncTorchBatched")
 _library.impl("decode", _refuse_vmap(DecodeTensors), "FuncTorchBatched")
 _library.impl("decode_sparse", _refuse_vmap(SparseTensors), "FuncTorchBatched")
+_library.impl("prefill_sparse", _refuse_vmap(SparsePrefillTensors), "FuncTorchBatched")
 _library.impl("decode_8bit", _refuse_vmap(Decode8bitTensors), "FuncTorchBatched")

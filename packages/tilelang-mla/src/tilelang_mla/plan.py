@@ -148,7 +148,8 @@ class DecodeTiles(Plan):
         if self.keys_are_rows(problem):
             blocks = self.block_m in (16, _FEW_ROWS) and 2 <= self.num_stages <= _MOST_STAGES
         elif self.by_rows:
-            right = (problem.dim_nope, problem.dim_rope) == (_LATENT, _ROPE)
+            bare = problem.dim_rope == 0 and not problem.cache
+            right = problem.dim_nope == _LATENT and (problem.dim_rope == _ROPE or bare)
             blocks = right and (self.block_m, self.block_n) == (_ROWS, _OF_STAGE) and 1 <= self.num_stages <= 4
         else:
             blocks = self.block_m == _ROWS and self.block_n in (16, 32, 64, 128) and 1 <= self.num_stages <= 4
@@ -233,6 +234,12 @@ def decode_tiles(
     alone = max_seqlen_k is not None and known(max_seqlen_k <= block_n)
     spare = 0 if alone else WAVES * parts_at_once(rows, limits.cores)
     return DecodeTiles(_ROWS, block_n, num_stages, 1, spare)
+
+
+def sparse_prefill_tiles(problem: DecodeProblem, limits: DeviceLimits) -> DecodeTiles:
+    """Those of sparse prefill, where each list is a sequence of one part."""
+    block_n, num_stages = _keys_in_flight(problem.dim_nope, problem.dim_rope, limits, problem.bits)
+    return DecodeTiles(_ROWS, block_n, num_stages)
 
 
 def tiles_8bit(problem: DecodeProblem, tiles: DecodeTiles, limits: DeviceLimits) -> DecodeTiles:

@@ -13,7 +13,7 @@ from kernel_reference.ragged import clamped_ranges
 from tilelang_mla.arguments import Decode8bitTensors, DecodeTensors, MergeTensors, PrefillTensors
 from tilelang_mla.caches import dequantize_kv
 from tilelang_mla.plan import DecodeProblem, PrefillProblem
-from tilelang_mla.sparse_arguments import SparseTensors
+from tilelang_mla.sparse_arguments import SparsePrefillTensors, SparseTensors
 
 Tensor = torch.Tensor
 
@@ -59,20 +59,21 @@ def decode_sparse(problem: DecodeProblem, tensors: SparseTensors) -> None:
     """Write ``out``, and ``lse`` if there is one, of lists of keys; an entry that is no key is nothing."""
     q, kv, indices, topk_length, attn_sink, _, _, out, lse = tensors
     tokens = (dequantize_kv(kv, "656", dtype=q.dtype) if problem.cache else kv).flatten(0, 2).float()
-    heads = problem.num_heads
     for b, token in ((b, token) for b in range(q.shape[0]) for token in range(q.shape[1])):
-        listed = indices[b, token].long()
-        count = len(listed) if topk_length is None else int(topk_length[b])
-        listed = listed[: count if 0 <= count <= len(listed) else 0]
-        keys = tokens[listed[(listed >= 0) & (listed < len(tokens))]]
-        scores = q[b, token].float() @ keys.mT * problem.softmax_scale
-        log_of = scores.logsumexp(-1) if len(keys) else scores.new_full((heads,), -torch.inf)
-        attended = scores.softmax(-1) @ keys[:, : problem.dim_nope]
-        if attn_sink is not None:
-            attended = attended * torch.where(log_of == -torch.inf, 0, torch.sigmoid(log_of - attn_sink))[:, None]
+        count = None if topk_length is None else int(topk_length[b])
+        attended, _, log_of = _attend_listed(problem, q[b, token], tokens, indices[b, token], count, attn_sink)
         out[b, token] = attended
         if lse is not None:
             lse[b, :, token] = log_of
+
+
+def prefill_sparse(problem: DecodeProblem, tensors: SparsePrefillTensors) -> None:
+    """Write ``out``, ``max_logits`` and ``lse`` of lists of keys; an entry that is no key is nothing."""
+    q, kv, indices, topk_length, attn_sink, out, max_logits, lse = tensors
+    tokens = kv[:, 0].float()
+    for i in range(q.shape[0]):
+        count = None if topk_length is None else int(topk_length[i])
+        out[i], max_logits[i], lse[i] = _attend_listed(problem, q[i], tokens, indices[i, 0], count, attn_sink)
 
 
 def merge(tensors: MergeTensors) -> None:
@@ -97,6 +98,25 @@ def _attend(
     out.copy_(result.out)
     if lse is not None:
         lse.copy_(result.lse)
+
+
+def _attend_listed(
+    problem: DecodeProblem, q: Tensor, tokens: Tensor, listed: Tensor, count: int | None, attn_sink: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The attention of a token's heads to the first ``count`` keys of a list, its largest scores and lse."""
+    listed = listed.long()
+    if count is not None:
+        listed = listed[: count if 0 <= count <= len(listed) else 0]
+    keys = tokens[listed[(listed >= 0) & (listed < len(tokens))]]
+    if not len(keys):
+        nothing = q.new_full(q.shape[:1], -torch.inf, dtype=torch.float32)
+        return q.new_zeros((), dtype=torch.float32), nothing, nothing
+    scores = q.float() @ keys.mT * problem.softmax_scale
+    log_of = scores.logsumexp(-1)
+    attended = scores.softmax(-1) @ keys[:, : problem.dim_nope]
+    if attn_sink is not None:
+        attended = attended * torch.where(log_of == -torch.inf, 0, torch.sigmoid(log_of - attn_sink))[:, None]
+    return attended, scores.amax(-1), log_of
 
 
 def _gathered(kv: Tensor, pages: Tensor, length: int) -> Tensor:

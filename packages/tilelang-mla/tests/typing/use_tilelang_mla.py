@@ -12,7 +12,9 @@ from tilelang_mla import (
     DecodePlan,
     DecodeTiles,
     PrefillPlan,
+    SparseResult,
     flash_mla,
+    flash_mla_sparse_fwd,
     flash_mla_varlen_func,
     flash_mla_with_kvcache,
     get_splits,
@@ -55,6 +57,18 @@ def decode(with_lse: bool) -> torch.Tensor:
     assert_type(get_splits(2, 16, 1, 70), int)
     flash_mla_with_kvcache(queries, kv, lengths, block_table, 512, cache_seqlens=lengths)  # type: ignore[call-overload]
     return result.out
+
+
+def listed() -> torch.Tensor:
+    """Sparse prefill."""
+    indices = torch.zeros(2, 1, 8, dtype=torch.int32)
+    assert_type(flash_mla_sparse_fwd(queries[:, 0], kv[0], indices, 0.1, plan=DecodeTiles(64, 64, 2)), SparseResult)
+    out, max_logits, lse = flash_mla.flash_mla_sparse_fwd(
+        queries[:, 0], kv[0], indices, sm_scale=0.1, topk_length=lengths
+    )
+    assert_type(lse, torch.Tensor)
+    assert_type(max_logits, torch.Tensor)
+    return out
 
 
 def drop_in() -> torch.Tensor:

@@ -10,6 +10,7 @@ from tilelang_mla.kernels import decode, merge, prefill, ranks
 _BUILDERS: dict[str, Any] = {
     "decode": decode.attend, "decode_8bit": decode.attend_8bit, "decode_sparse": decode.attend_sparse,
     "merge": merge.merge, "merge_ranks": ranks.merge_ranks, "prefill": prefill.attend,
+    "prefill_sparse": decode.attend_sparse_prefill,
 }  # fmt: skip
 _DTYPES = {torch.bfloat16: T.bfloat16, torch.float16: T.float16}
 

@@ -15,6 +15,7 @@ class Softmax(NamedTuple):
 
     rescale: what brings earlier sums to the running maximum of a row. partial_sum: a block's row sums [rows], or
     [rows, columns] those of the columns that a thread holds. limit: the first key that a row does not see.
+    highest: a row's largest score, where it is wanted; the running maximum may be a little below.
     """
 
     scores: Any
@@ -25,6 +26,7 @@ class Softmax(NamedTuple):
     row_sum: Any
     partial_sum: Any
     limit: Any
+    highest: Any = None
 
 
 @macro
@@ -52,6 +54,14 @@ def exponentiate(T, s, scale):
     """Scores to weights, in float32 where they stand."""
     for i, j in T.Parallel(*s.scores.shape):
         s.scores[i, j] = T.exp2(s.scores[i, j] * scale - s.running_max[i])
+
+
+@macro
+def raise_highest(T, s):
+    """Each row's largest score with a block's, after :func:`raise_max`, where it is wanted."""
+    if s.highest is not None:
+        for i in T.Parallel(s.highest.shape[0]):
+            s.highest[i] = T.max(s.highest[i], s.block_max[i])
 
 
 @macro
@@ -91,6 +101,8 @@ def clear(T, s):
     """A finite floor of the running maximum: a row that has seen nothing yet makes no NaN of two infinities."""
     T.clear(s.row_sum)
     T.fill(s.running_max, FLOOR)
+    if s.highest is not None:
+        T.fill(s.highest, -T.infinity(T.float32))
 
 
 def natural_lse(T: Any, s: Softmax, i: Any) -> Any:

@@ -15,7 +15,10 @@ EVENLY, PLANNED, SHARED = 0, 1, 2
 
 
 class Sizes(NamedTuple):
-    """What the kernel is compiled for; see :func:`tilelang_mla.kernels.decode.attend`."""
+    """What the kernel is compiled for; see :func:`tilelang_mla.kernels.decode.attend`.
+
+    whole: a work item is a whole list, whose result nobody merges, and largest scores are wanted beside it.
+    """
 
     dim_nope: int
     dim_rope: int
@@ -27,6 +30,7 @@ class Sizes(NamedTuple):
     sparse: bool = False
     rows: int = ROWS
     by_rows: bool = False
+    whole: bool = False
 
     @property
     def half(self) -> int:
@@ -98,14 +102,16 @@ class Inputs(NamedTuple):
 class Outputs(NamedTuple):
     """Tensors that are written: a sequence of one part to ``out``, partial results of others to ``parts``.
 
-    pieces: of each sequence, where programs cut them, its first partial result and how many.
+    pieces: of each sequence, where programs cut them, its first partial result and how many. max_logits: each row's
+    largest score, [batch, rows], of whole lists.
     """
 
     out: Any
     lse: Any
-    parts: Any
-    part_lse: Any
-    pieces: Any
+    parts: Any = None
+    part_lse: Any = None
+    pieces: Any = None
+    max_logits: Any = None
 
 
 class Launch(NamedTuple):
@@ -182,10 +188,12 @@ class Work(NamedTuple):
 def alloc_memory(T, S):
     q_l = T.alloc_shared((S.rows, S.half), S.dtype)
     q_r = T.alloc_shared((S.rows, S.half), S.dtype)
-    q_rope = T.alloc_shared((S.rows, S.dim_rope), S.dtype)
+    # Without a rope nobody uses these.
+    dim_rope = S.dim_rope if S.dim_rope else 32
+    q_rope = T.alloc_shared((S.rows, dim_rope), S.dtype)
     k_l = T.alloc_shared((S.num_stages, S.block_n, S.half), S.dtype)
     k_r = T.alloc_shared((S.num_stages, S.block_n, S.half), S.dtype)
-    k_rope = T.alloc_shared((S.num_stages, S.block_n, S.dim_rope), S.dtype)
+    k_rope = T.alloc_shared((S.num_stages, S.block_n, dim_rope), S.dtype)
     weights_shared = T.alloc_shared((S.rows, S.block_n), S.dtype)
     factor_shared = T.alloc_shared((S.rows,), T.float32)
     at_page = T.alloc_shared((S.slots, S.block_n), T.int32)
@@ -206,7 +214,11 @@ def alloc_softmax(T, S):
     row_sum = T.alloc_fragment((S.rows,), T.float32)
     block_sum = T.alloc_fragment((S.rows,), T.float32)
     limit = T.alloc_fragment((S.rows,), T.int32)
-    return scores, weights, running_max, block_max, rescale, row_sum, block_sum, limit
+    if S.whole:
+        highest = T.alloc_fragment((S.rows,), T.float32)
+    else:
+        highest = None
+    return scores, weights, running_max, block_max, rescale, row_sum, block_sum, limit, highest
 
 
 @macro

@@ -12,7 +12,8 @@ def load_q(T, S, q, memory, full, i_b, first_row):
     rows = memory.q_l.shape[0]
     T.tma_copy(q[i_b, first_row : first_row + rows, 0 : S.half], memory.q_l, barrier=full)
     T.tma_copy(q[i_b, first_row : first_row + rows, S.half : S.dim_nope], memory.q_r, barrier=full)
-    T.tma_copy(q[i_b, first_row : first_row + rows, S.dim_nope : S.width], memory.q_rope, barrier=full)
+    if S.dim_rope:
+        T.tma_copy(q[i_b, first_row : first_row + rows, S.dim_nope : S.width], memory.q_rope, barrier=full)
     T.barrier_arrive(full)
 
 

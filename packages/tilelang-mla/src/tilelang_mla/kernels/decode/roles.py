@@ -7,7 +7,7 @@ from typing import Any
 
 from tilelang.language import macro
 
-from tilelang_mla.kernels.common import GROUP, LOG2_E, ROWS, log_of_sum, row_owners
+from tilelang_mla.kernels.common import GROUP, LN_2, LOG2_E, ROWS, log_of_sum, row_owners
 from tilelang_mla.kernels.decode.groups import SHARED, Work, read_work
 from tilelang_mla.kernels.decode.loads import load_left, load_q, load_right, load_rows, row_of
 from tilelang_mla.kernels.decode.rows import Held, alloc_held, begin_rows, load_by_rows
@@ -21,6 +21,7 @@ from tilelang_mla.kernels.softmax import (
     invert_sums,
     mask,
     natural_lse,
+    raise_highest,
     raise_max,
     scale_rows,
     zero_tail,
@@ -137,7 +138,8 @@ def gather_block(T, S, inputs, memory, barriers, work, at_hand, step, stage, pha
     next_page, next_row = row_of(T, inputs, work.sequence, next_key, work.length)
     T.barrier_wait(barriers.left_empty[stage], phase)
     load_rows(T, inputs.kv, memory, memory.k_l, stage, 0, 0)
-    load_rows(T, inputs.kv, memory, memory.k_rope, stage, S.dim_nope, 0)
+    if S.dim_rope:
+        load_rows(T, inputs.kv, memory, memory.k_rope, stage, S.dim_nope, 0)
     T.cp_async_barrier_noinc(barriers.left_full[stage])
     if S.tells_valid:
         if thread < S.block_n:
@@ -176,7 +178,7 @@ def score(T, S, launch, inputs, outputs, memory, barriers, s, acc):
             find_limits(T, s.limit, work.first_row, launch.heads, launch.tokens, work.length, launch.causal)
         # A loop of one step at most: an `if` would be put round each product by itself.
         for _ in T.serial(T.min(work.steps, 1)):
-            score_block(T, memory, barriers, s, done % S.num_stages, done // S.num_stages % 2)
+            score_block(T, S, memory, barriers, s, done % S.num_stages, done // S.num_stages % 2)
         for step in T.serial(work.steps - 1):
             stage = (done + step) % S.num_stages
             after = (done + step + 1) % S.num_stages
@@ -190,7 +192,7 @@ def score(T, S, launch, inputs, outputs, memory, barriers, s, acc):
             # Free the stage first: the next block may not be here yet, and that behind it is to be on its way.
             T.wait_wgmma(0)
             T.barrier_arrive(barriers.left_empty[stage])
-            score_block(T, memory, barriers, s, after, phase)
+            score_block(T, S, memory, barriers, s, after, phase)
         for _ in T.serial(T.min(work.steps, 1)):
             last = done + work.steps - 1
             stage = last % S.num_stages
@@ -223,10 +225,13 @@ def score(T, S, launch, inputs, outputs, memory, barriers, s, acc):
             T.tma_copy(memory.q_l, outputs.out[work.sequence, work.first_row : work.first_row + ROWS, 0 : S.half])
             if launch.wants_lse != 0:
                 store_lse(T, launch, outputs.lse, s, work, outputs.out.shape[1])
+            if S.whole:
+                store_max(T, outputs.max_logits, s, work)
             T.tma_store_wait()
-        if work.num_parts > 1:
-            store_part(T, outputs.parts, acc, work, 0)
-            store_part_lse(T, launch, outputs.part_lse, s, work)
+        if not S.whole:
+            if work.num_parts > 1:
+                store_part(T, outputs.parts, acc, work, 0)
+                store_part_lse(T, launch, outputs.part_lse, s, work)
         T.barrier_arrive(barriers.work_empty)
 
 
@@ -270,8 +275,9 @@ def value(T, S, launch, inputs, outputs, memory, barriers, rescale, acc):
                 outputs.out[work.sequence, work.first_row : work.first_row + ROWS, S.half : S.dim_nope],
             )
             T.tma_store_wait()
-        if work.num_parts > 1:
-            store_part(T, outputs.parts, acc, work, S.half)
+        if not S.whole:
+            if work.num_parts > 1:
+                store_part(T, outputs.parts, acc, work, S.half)
         T.barrier_arrive(barriers.work_empty)
 
 
@@ -351,11 +357,12 @@ def find_limits_of_tokens(T, limit, launch, inputs, work):
 
 
 @macro
-def score_block(T, memory, barriers, s, stage, phase):
+def score_block(T, S, memory, barriers, s, stage, phase):
     """Scores of the block in a stage, as soon as each piece of it is there."""
     T.barrier_wait(barriers.left_full[stage], phase)
     T.wgmma_gemm(memory.q_l, memory.k_l[stage, :, :], s.scores, transpose_B=True, clear_accum=True)
-    T.wgmma_gemm(memory.q_rope, memory.k_rope[stage, :, :], s.scores, transpose_B=True)
+    if S.dim_rope:
+        T.wgmma_gemm(memory.q_rope, memory.k_rope[stage, :, :], s.scores, transpose_B=True)
     T.barrier_wait(barriers.right_full[stage], phase)
     T.wgmma_gemm(memory.q_r, memory.k_r[stage, :, :], s.scores, transpose_B=True)
     T.wait_wgmma(0)
@@ -367,6 +374,7 @@ def weigh(T, s, first_key, scale, unmasked):
     if unmasked is not None:
         mask(T, s, first_key, unmasked)
     raise_max(T, s, scale)
+    raise_highest(T, s)
     exponentiate(T, s, scale)
     T.reduce_sum(s.scores, s.partial_sum, dim=1)
     for i in T.Parallel(*s.row_sum.shape):
@@ -393,6 +401,14 @@ def store_lse(T, launch, lse, s, work, rows):
                 T.truncmod(work.first_row + i, launch.heads),
                 T.truncdiv(work.first_row + i, launch.heads),
             ] = natural_lse(T, s, i)
+
+
+@macro
+def store_max(T, max_logits, s, work):
+    """Natural, as lse is; minus infinity of a row that has seen nothing."""
+    for i in T.Parallel(*s.highest.shape, loop_layout=row_owners(T, s.highest.shape[0])):
+        if work.first_row + i < max_logits.shape[1]:
+            max_logits[work.sequence, work.first_row + i] = s.highest[i] * LN_2
 
 
 @macro

@@ -139,7 +139,8 @@ def load_by_rows(T, S, inputs, memory, barriers, work, held, at_hand, step, stag
         T.barrier_arrive(barriers.left_full[stage])
     else:
         call(T, "copy_rows", k_l, 0, own, place >= 0, thread, constants=(_CHUNKS,))
-        call(T, "copy_rows", k_rope, 4 * _HALF, own, place >= 0, thread, constants=(1,))
+        if S.dim_rope:
+            call(T, "copy_rows", k_rope, 4 * _HALF, own, place >= 0, thread, constants=(1,))
         T.cp_async_barrier_noinc(barriers.left_full[stage])
         if S.tells_valid:
             T.barrier_arrive(barriers.left_full[stage])

@@ -13,6 +13,7 @@ from tilelang_mla.kernels.decode.roles import (
     scale_of,
     scale_values,
     store_lse,
+    store_max,
     store_part,
     store_part_lse,
     unmasked_keys,
@@ -64,10 +65,12 @@ def attend_serially(T, S, launch, inputs, outputs, memory, s, acc_l, acc_r):
             else:
                 load_rows(T, inputs.kv, memory, memory.k_l, stage, 0, 0)
                 load_rows(T, inputs.kv, memory, memory.k_r, stage, S.half, 0)
-                load_rows(T, inputs.kv, memory, memory.k_rope, stage, S.dim_nope, 0)
+                if S.dim_rope:
+                    load_rows(T, inputs.kv, memory, memory.k_rope, stage, S.dim_nope, 0)
             T.gemm(memory.q_l, memory.k_l[stage, :, :], s.scores, transpose_B=True, clear_accum=True)
             T.gemm(memory.q_r, memory.k_r[stage, :, :], s.scores, transpose_B=True)
-            T.gemm(memory.q_rope, memory.k_rope[stage, :, :], s.scores, transpose_B=True)
+            if S.dim_rope:
+                T.gemm(memory.q_rope, memory.k_rope[stage, :, :], s.scores, transpose_B=True)
             hide_serially(T, S, memory, s)
             weigh(T, s, first_key, scale_of(S, launch, inputs), unmasked)
             scale_rows(T, acc_l, s.rescale)
@@ -100,9 +103,10 @@ def copy_q(T, S, q, memory, work):
         there = work.first_row + i < q.shape[1]
         memory.q_l[i, j] = T.if_then_else(there, q[work.sequence, work.first_row + i, j], 0)
         memory.q_r[i, j] = T.if_then_else(there, q[work.sequence, work.first_row + i, S.half + j], 0)
-    for i, j in T.Parallel(S.rows, S.dim_rope):
-        there = work.first_row + i < q.shape[1]
-        memory.q_rope[i, j] = T.if_then_else(there, q[work.sequence, work.first_row + i, S.dim_nope + j], 0)
+    if S.dim_rope:
+        for i, j in T.Parallel(S.rows, S.dim_rope):
+            there = work.first_row + i < q.shape[1]
+            memory.q_rope[i, j] = T.if_then_else(there, q[work.sequence, work.first_row + i, S.dim_nope + j], 0)
 
 
 @macro
@@ -115,7 +119,10 @@ def store(T, S, launch, outputs, s, acc_l, acc_r, work):
                 out[work.sequence, work.first_row + i, S.half + j] = acc_r[i, j]
         if launch.wants_lse != 0:
             store_lse(T, launch, outputs.lse, s, work, out.shape[1])
-    if work.num_parts > 1:
-        store_part(T, outputs.parts, acc_l, work, 0)
-        store_part(T, outputs.parts, acc_r, work, S.half)
-        store_part_lse(T, launch, outputs.part_lse, s, work)
+        if S.whole:
+            store_max(T, outputs.max_logits, s, work)
+    if not S.whole:
+        if work.num_parts > 1:
+            store_part(T, outputs.parts, acc_l, work, 0)
+            store_part(T, outputs.parts, acc_r, work, S.half)
+            store_part_lse(T, launch, outputs.part_lse, s, work)

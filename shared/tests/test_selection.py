@@ -7,7 +7,7 @@ import torch
 
 from kernel_reference.attention import attention
 from kernel_reference.paging import gather, paged_cache
-from kernel_reference.selection import selected_attention, selection_mask
+from kernel_reference.selection import selected_attention, selected_attention_gradients, selection_mask
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -35,6 +35,34 @@ def test_each_token_sees_the_blocks_listed_for_its_kv_head(causal: bool) -> None
     wanted = attention(q, keys, values, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, mask=mask, sinks=torch.ones(4))
     torch.testing.assert_close(got.out, wanted.out)
     torch.testing.assert_close(got.lse, wanted.lse)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_gradients_are_those_of_autograd_and_pages_of_two_sequences_have_the_sum(causal: bool) -> None:
+    q, d_out = torch.randn(2, 5, 4, 8, dtype=torch.float64)
+    k_cache, v_cache = torch.randn(2, 6, 2, 4, 8, dtype=torch.float64)  # 6 pages of 4, HND
+    d_lse, sinks = torch.randn(4, 5, dtype=torch.float64), torch.linspace(-1, 1, 4, dtype=torch.float64)
+    indices = torch.tensor(
+        [[[0, 2], [1, -1]], [[2, 1], [0, 2]], [[2, 0], [1, 2]], [[0, 1], [0, -1]], [[1, 0], [1, -1]]]
+    )
+    table = torch.tensor([[5, 1, 2], [5, 3, 9]])
+    scale = torch.tensor([0.5, 2.0], dtype=torch.float64)
+    given = {
+        "block_size": 4, "block_table": table, "cu_seqlens_q": torch.tensor([0, 3, 5]), "causal": causal,
+        "seqlens_k": torch.tensor([11, 7]), "page_layout": "HND",
+    }  # fmt: skip
+    got = selected_attention_gradients(
+        q, k_cache, v_cache, indices, d_out, d_lse, sinks=sinks, k_scale=scale, v_scale=0.5, **given
+    )
+    leaves = [x.clone().requires_grad_() for x in (q, k_cache, v_cache, sinks)]
+    # Scales move to what they multiply, from the pages to queries and results.
+    widened = scale.repeat_interleave(2)[:, None]
+    found = selected_attention(leaves[0] * widened, leaves[1], leaves[2], indices, sinks=leaves[3], **given)
+    (0.5 * (found.out * d_out).sum() + (found.lse * d_lse).sum()).backward()
+    for x, leaf in zip(got, leaves, strict=True):
+        torch.testing.assert_close(x, leaf.grad)
+    assert got.k[5].any()
+    assert not got.k[[0, 4]].any()
 
 
 def test_what_is_no_block_lists_nothing() -> None:

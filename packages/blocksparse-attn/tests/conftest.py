@@ -8,14 +8,16 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
+from functools import partial
+from itertools import accumulate, product
 from typing import Any
 
 import pytest
 import torch
 
-from kernel_reference import blocks
+from kernel_reference import blocks, selection
 from kernel_reference.attention import attention
+from kernel_reference.checks import validate_values
 from kernel_reference.dispatch import PreparedLaunches
 from kernel_reference.paging import paged_cache
 from kernel_reference.testing.guards import Canaried, assert_bitwise_equal, canaried, guarded, poison_
@@ -431,6 +433,95 @@ class Tensors:
         return Batch(self.device, lengths, **options)
 
 
+class SelectedBatch:
+    """A batch of selected attention: pages in random order, of no sequence and unused slots of others NaN.
+
+    ``lengths``: (older, new) tokens of each sequence. share: of the lists, what neighbouring tokens have alike."""
+
+    def __init__(
+        self, device: torch.device, lengths: list[tuple[int, int]], *, heads: tuple[int, int] = (4, 2),
+        head_dim: int = 32, head_dim_v: int | None = None, block: int = 16, topk: int = 3, page: int = 16,
+        dtype: torch.dtype = torch.bfloat16, cache: torch.dtype | None = None, scales: str = "", sinks: bool = False,
+        causal: bool = True, page_layout: str = "NHD", share: float = 0.5, rows_after: int = 2,
+    ) -> None:  # fmt: skip
+        self.lengths, self.dtype, self.heads = lengths, dtype, heads
+        self.totals = [older + new for older, new in lengths]
+        begins = list(accumulate([new for _, new in lengths], initial=0))
+        tokens = begins[-1] + rows_after
+        q = torch.randn(tokens, heads[0], head_dim).to(dtype)
+        poison_(q[begins[-1] :])
+        size_v = head_dim if head_dim_v is None else head_dim_v
+        keys, values = (torch.randn(sum(self.totals), heads[1], n).to(dtype) for n in (head_dim, size_v))
+        k_scale, v_scale = {
+            "": (None, None), "numbers": (0.5, 2.0), "one": (torch.tensor([0.5]), torch.tensor([2.0])),
+            "heads": (torch.linspace(0.3, 0.7, heads[1]), torch.linspace(1.2, 2.0, heads[1])),
+        }[scales]  # fmt: skip
+        cu = torch.tensor([0, *accumulate(self.totals)])
+        paged = paged_cache(
+            keys, values, cu, page, page_layout, dtype=cache, k_scale=k_scale, v_scale=v_scale,
+            seed=int(torch.randint(2**31, ())),
+        )  # fmt: skip
+        self.q = q.to(device)
+        self.k, self.v = paged.k_cache.to(device), paged.v_cache.to(device)
+        self.indices = self._lists(begins, tokens, block, topk, share).to(device)
+        scale_k, scale_v = (x.to(device) if isinstance(x, Tensor) else x for x in (k_scale, v_scale))
+        self.options: dict[str, Any] = {
+            "block_size": block, "block_table": paged.block_table.to(device), "page_layout": page_layout,
+            "cu_seqlens_q": torch.tensor(begins, dtype=torch.int32, device=device), "k_scale": scale_k,
+            "seqlens_k": paged.seqlens_k.to(device), "causal": causal, "v_scale": scale_v,
+            "sinks": torch.linspace(-1, 1, heads[0], device=device) if sinks else None,
+        }  # fmt: skip
+        self.out = canaried((tokens, heads[0], size_v), dtype, device, row_padding=8)
+        self.own = torch.arange(tokens, device=device) < begins[-1]
+
+    def _lists(self, begins: list[int], tokens: int, block: int, topk: int, share: float) -> Tensor:
+        """Blocks of the sequence, its last ones more often than not, in any order, with -1 between them."""
+        indices = torch.full((tokens, self.heads[1], topk), -1, dtype=torch.int32)
+        for (_, new), begin, total in zip(self.lengths, begins, self.totals, strict=False):
+            blocks = -(-total // block)
+            for i, head in product(range(new), range(self.heads[1])):
+                fresh = torch.randperm(blocks)[:topk]
+                some = torch.cat([fresh, fresh.new_full((topk - len(fresh),), -1)])
+                if i and float(torch.rand(())) < share:
+                    some = indices[begin + i - 1, head].clone()
+                some = some[torch.randperm(topk)]
+                some[torch.rand(topk) < 0.1] = -1
+                indices[begin + i, head] = some.int()
+        return indices
+
+    def call(self, **options: Any) -> Any:
+        from blocksparse_attn import selected_attention
+
+        return selected_attention(self.q, self.k, self.v, self.indices, **{**self.options, **options})
+
+    def wanted(self) -> tuple[Any, Any]:
+        """In float64, and in float32 of rounded inputs with one rounding at the end."""
+        keys = ("block_size", "block_table", "cu_seqlens_q", "seqlens_k", "page_layout", "causal", "sinks")
+        given = {**{key: self.options[key] for key in keys}}
+        given |= {key: self.options[key] for key in ("k_scale", "v_scale")}
+        q = torch.where(self.own[:, None, None], self.q, 0)
+        with validate_values(False):
+            return (
+                selection.selected_attention(q, self.k, self.v, self.indices, **given),
+                selection.selected_attention(q, self.k, self.v, self.indices, **given, compute_dtype=torch.float32),
+            )
+
+    def check(self, out: Tensor, lse: Tensor | None = None) -> None:
+        exact, plain = self.wanted()
+        rest = ~self.own
+        assert not out[rest].any()
+        # Weights are rounded to the dtype once before the second product: twice a plain rounding of all values.
+        unit = torch.finfo(self.dtype).eps
+        rounded = plain.out * (1 + unit)
+        assert_close_to_oracle(out[self.own], exact.out[self.own], rounded[self.own].to(self.dtype))
+        if lse is not None:
+            assert bool((lse[:, rest] == -torch.inf).all())
+            got, want = lse[:, self.own], exact.lse[:, self.own]
+            assert torch.equal(got == -torch.inf, want == -torch.inf)
+            seen = want != -torch.inf
+            torch.testing.assert_close(got[seen].double(), want[seen], atol=2e-5, rtol=2e-5)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def on_one_thread(one_thread: None) -> None:
     """Products are so small here that a second thread costs more than it saves."""
@@ -482,3 +573,9 @@ def interpreted(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Callab
         library._destroy()
 
     return interpreted
+
+
+@pytest.fixture(scope="session")
+def selected(device: torch.device) -> Callable[..., SelectedBatch]:
+    """Makes batches of selected attention."""
+    return partial(SelectedBatch, device)

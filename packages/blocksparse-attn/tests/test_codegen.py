@@ -24,6 +24,9 @@ from blocksparse_attn.gradients.plan import plan_backward
 from blocksparse_attn.plan import DeviceLimits, plan_attention
 from blocksparse_attn.selected import arguments as selected
 from blocksparse_attn.selected import launch as selected_launch
+from blocksparse_attn.selected.gradients import arguments as selected_gradients
+from blocksparse_attn.selected.gradients.launch import prepare_backward as selected_backward_launch
+from blocksparse_attn.selected.gradients.plan import plan_backward as plan_selected_backward
 from blocksparse_attn.selected.plan import plan_selected
 from kernel_reference.models import PHI3_SMALL
 from kernel_reference.testing.codegen import (
@@ -143,6 +146,18 @@ def backward(
         yield KernelSpec.of_launch(start, arguments, name=f"{name}, {start.kernel.fn.__name__}")
 
 
+def selected_backward(name: str, limits: DeviceLimits) -> Iterator[KernelSpec]:
+    """The launches of a backward pass of selected attention, with the device's plan."""
+    q, pages, lse = torch.empty(512, 64, 128, dtype=BF16), torch.empty(64, 64, 4, 128, dtype=BF16), torch.empty(64, 512)
+    integers = (torch.zeros(*n, dtype=torch.int32) for n in ((512, 4, 16), (1, 64), (2,), (1,)))
+    inputs = selected_gradients.Inputs(q, pages, pages, *integers, None, None, None)
+    given = gradients.Backward(q, lse, q, lse)
+    problem = selected_gradients.check_backward(inputs, given, (128, "NHD", True, 0.1, 1.0, 1.0))
+    prepared = selected_backward_launch(problem, plan_selected_backward(problem, limits), inputs, given)
+    for start, arguments in recorded_launches(prepared, *inputs, *given, *selected_gradients.new_gradients(inputs)):
+        yield KernelSpec.of_launch(start, arguments, name=f"{name}, {start.kernel.fn.__name__}")
+
+
 def all_specs(target: str) -> Iterator[KernelSpec]:
     limits = LIMITS[target]
     yield from selecting("selected, MiniMax-M3", limits)
@@ -166,6 +181,8 @@ def all_specs(target: str) -> Iterator[KernelSpec]:
     yield from backward("gradients, Phi-3-small", limits)
     yield from backward("gradients, padded heads of 256", limits, heads=(16, 4, 256), padded=True, left=4095)
     yield from backward("gradients, float32", limits, dtype=FP32, softcap=30.0)
+
+    yield from selected_backward("gradients, MiniMax-M3", limits)
 
     decoding = {"rows": 8, "longest": 1}
     yield from portable("Phi-3-small")

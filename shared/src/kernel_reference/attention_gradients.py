@@ -50,6 +50,7 @@ def attention_gradients(
     *,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
+    causal: bool = True,
     softmax_scale: float | None = None,
     left: int = -1,
     mask: MaskFunction | None = None,
@@ -59,10 +60,10 @@ def attention_gradients(
 ) -> AttentionGradients:
     """What a loss with the gradients d_out and d_lse of :func:`.attention.attention`'s results has for gradients.
 
-    Causal. The arguments are those of that function: q [T, Hq, D], k [Tk, Hkv, D], v [Tk, Hkv, Dv], packed; d_out
-    [T, Hq, Dv]; d_lse [Hq, T], zeros without it; left: of the window, -1 without one. Results are in ``compute_dtype``.
-    Of rows of no sequence they are 0, and what no row sees contaminates nothing. Raises ValueError for shapes that
-    differ.
+    The arguments are those of that function, but causal by default: q [T, Hq, D], k [Tk, Hkv, D], v [Tk, Hkv, Dv],
+    packed; d_out [T, Hq, Dv]; d_lse [Hq, T], zeros without it; left: of the window, -1 without one. Results are in
+    ``compute_dtype``. Of rows of no sequence they are 0, and what no row sees contaminates nothing. Raises ValueError
+    for shapes that differ.
 
     >>> q, k, v, d_out = torch.randn(4, 5, 2, 16)
     >>> cu = torch.tensor([0, 5])
@@ -91,7 +92,7 @@ def attention_gradients(
             rows = slice(first, min(first + _ROWS_AT_ONCE, q_end))
             heads = slice(head_kv * group, (head_kv + 1) * group)
             position = torch.arange(rows.start, rows.stop, device=q.device)[:, None] - q_end + len(k_position)
-            visible = (k_position <= position)[None].expand(group, -1, -1)
+            visible = (k_position <= (position if causal else len(k_position)))[None].expand(group, len(position), -1)
             if left >= 0:
                 visible = visible & (k_position >= position - left)
             if mask is not None:

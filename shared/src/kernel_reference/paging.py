@@ -241,7 +241,10 @@ def gather(
         return Packed(pages.new_zeros((0, heads, *pages.shape[3:])).flatten(2), cu_seqlens)
     block, offset, exists = _slots(block_table, sequence, position, blocks, page)
     tokens = _raw(pages)[block, offset].flatten(2)
-    tokens = torch.where(exists[:, None, None], tokens, 0).to(tokens.dtype).view(cache.dtype)
+    tokens = torch.where(exists[:, None, None], tokens, 0).to(tokens.dtype)
+    if tokens.dtype != cache.dtype:
+        # A view as another dtype has no gradient.
+        tokens = tokens.view(cache.dtype)
     if scale is not None:
         tokens = tokens.to(torch.float64) * _expand_scale("scale", scale, heads, block, offset)
         # A page that does not exist has no scale either, and the one read in its stead may be NaN.
@@ -296,6 +299,31 @@ def scatter(
             new = new.to(torch.float64) / _expand_scale("scale", scale, heads, block, offset)
         stored = _quantise(new, cache.dtype).reshape(-1, heads, *pages.shape[3:])
         _raw(pages)[block, offset] = _raw(stored)
+
+
+def accumulate(
+    tokens: torch.Tensor,
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    layout: str = "NHD",
+) -> None:
+    """Add packed tokens [T, H, D] to what the pages of ``cache`` hold, in place: the gradient of :func:`gather`.
+
+    A page of several sequences takes those of all. Errors as :func:`gather`.
+    """
+    pages = _pages(cache, layout)
+    blocks, page, heads = pages.shape[:3]
+    check_tensors(tokens=tokens)
+    check_integers("block_table", block_table, (None, None))
+    check_integers("cu_seqlens", cu_seqlens, (block_table.shape[0] + 1,))
+    _check_device(cache, tokens=tokens, block_table=block_table)
+    for b, (begin, end) in enumerate(sequence_ranges("cu_seqlens", cu_seqlens, tokens.shape[0])):
+        if begin < end:
+            position = torch.arange(end - begin, device=cache.device)
+            block, offset, exists = _slots(block_table, torch.full_like(position, b), position, blocks, page)
+            new = tokens[begin:end][exists].to(cache.dtype).reshape(-1, heads, *pages.shape[3:])
+            pages.index_put_((block[exists], offset[exists]), new, accumulate=True)
 
 
 def _empty_cache(

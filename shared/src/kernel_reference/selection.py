@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from .attention import AttentionResult, attention
+from .attention import AttentionResult, MaskFunction, attention
+from .attention_gradients import AttentionGradients, attention_gradients
 from .checks import as_int, fail
-from .paging import Scale, check_integers, gather, sequence_ranges
+from .paging import Packed, Scale, accumulate, check_integers, gather, sequence_ranges
 
 
 def selection_mask(indices: torch.Tensor, blocks: int) -> torch.Tensor:
@@ -58,6 +59,63 @@ def selected_attention(
     Returns out [T, Hq, Dv] and lse [Hq, T], with rows those alone; 0 and -inf, or the sink, for a token that sees
     nothing. Errors as those two modules have them.
     """
+    keys, values, visible = _gathered(
+        q, k_cache, v_cache, indices, block_size, block_table, cu_seqlens_q, seqlens_k, page_layout, k_scale, v_scale
+    )
+    return attention(
+        q, keys.tokens, values.tokens, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=keys.cu_seqlens, causal=causal,
+        mask=visible, softmax_scale=softmax_scale, sinks=sinks, rows=rows, compute_dtype=compute_dtype,
+    )  # fmt: skip
+
+
+def selected_attention_gradients(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    indices: torch.Tensor,
+    d_out: torch.Tensor,
+    d_lse: torch.Tensor | None = None,
+    *,
+    block_size: int,
+    block_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seqlens_k: torch.Tensor,
+    page_layout: str = "NHD",
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    sinks: torch.Tensor | None = None,
+    k_scale: float | torch.Tensor | None = None,
+    v_scale: float | torch.Tensor | None = None,
+    compute_dtype: torch.dtype = torch.float64,
+) -> AttentionGradients:
+    """What a loss with the gradients d_out and d_lse of :func:`selected_attention`'s results has for gradients.
+
+    Those of k and v are in the shapes of the caches, 0 where no token lies; a page of several sequences has the sum of
+    theirs. d_out [T, Hq, Dv]; d_lse [Hq, T], zeros without it; k_scale, v_scale: a number, or [Hkv]. The rest as there,
+    and errors as that and :func:`.attention_gradients.attention_gradients` have them.
+    """
+    keys, values, visible = _gathered(
+        q, k_cache, v_cache, indices, block_size, block_table, cu_seqlens_q, seqlens_k, page_layout, k_scale, v_scale
+    )
+    found = attention_gradients(
+        q, keys.tokens, values.tokens, d_out, d_lse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=keys.cu_seqlens,
+        causal=causal, mask=visible, softmax_scale=softmax_scale, sinks=sinks, compute_dtype=compute_dtype,
+    )  # fmt: skip
+    pages = []
+    for tokens, cache, scale in ((found.k, k_cache, k_scale), (found.v, v_cache, v_scale)):
+        factor = torch.as_tensor(1.0 if scale is None else scale, device=q.device).to(compute_dtype)
+        own = cache.new_zeros(cache.shape, dtype=compute_dtype)
+        accumulate(tokens * factor.reshape(-1, 1), own, block_table, keys.cu_seqlens, page_layout)
+        pages.append(own)
+    return AttentionGradients(found.q, pages[0], pages[1], found.sinks)
+
+
+def _gathered(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, indices: torch.Tensor, block_size: int,
+    block_table: torch.Tensor, cu_seqlens_q: torch.Tensor, seqlens_k: torch.Tensor, page_layout: str,
+    k_scale: Scale | None, v_scale: Scale | None,
+) -> tuple[Packed, Packed, MaskFunction]:  # fmt: skip
+    """Keys, values, and which keys the lists let a query see."""
     if as_int("block_size", block_size) < 1:
         fail("block_size", "at least 1", block_size)
     check_integers("indices", indices, (q.shape[0], None, None))
@@ -75,7 +133,4 @@ def selected_attention(
     ) -> torch.Tensor:
         return mask[q_position + first[sequence], head // group, k_position // block_size]
 
-    return attention(
-        q, keys.tokens, values.tokens, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=keys.cu_seqlens, causal=causal,
-        mask=visible, softmax_scale=softmax_scale, sinks=sinks, rows=rows, compute_dtype=compute_dtype,
-    )  # fmt: skip
+    return keys, values, visible

@@ -233,7 +233,7 @@ def blocksparse_attention(
         q, k, v, layout.crow, layout.col, cu_seqlens_q, cu_seqlens_k, block_table, seqlens_k, q_starts, q_ends,
         k_starts, k_ends, sinks,
     )  # fmt: skip
-    if out is None and block_table is None and _want_gradients(q, k, v, sinks):
+    if out is None and block_table is None and want_gradients(q, k, v, sinks):
         both = _differentiable(inputs, max_seqlen_q, layout, (scale, left, right, softcap, splits, ints))
         return both if return_lse else both.out
     try:
@@ -257,7 +257,7 @@ def blocksparse_attention(
     return result if lse is None else AttentionResult(result, lse)
 
 
-def _want_gradients(*tensors: Any) -> bool:
+def want_gradients(*tensors: Any) -> bool:
     """Whether autograd, and no transform of torch.func, is to follow the call."""
     if not torch.is_grad_enabled() or are_active():
         return False

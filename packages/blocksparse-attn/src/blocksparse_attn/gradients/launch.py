@@ -71,7 +71,7 @@ def prepare_backward(
         by_queries(*own, crow, col, *bounds, d_q)
         by_keys(*own, crow_t, col_t, *bounds, d_k, d_v)
         if sinks is not None:
-            d_sinks.copy_(_of_sinks(sinks, lse, delta))
+            d_sinks.copy_(gradients_of_sinks(sinks, lse, delta))
 
     return run
 
@@ -81,7 +81,7 @@ def _lists(crow: Tensor, col: Tensor) -> tuple[int, ...]:
     return *(x.stride(0) if x.shape[0] > 1 else 0 for x in (crow, col)), crow.shape[1] - 1, col.shape[1]
 
 
-def _of_sinks(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+def gradients_of_sinks(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     """The weight of a sink has no value: its gradient is that of a score whose value is 0."""
     weight = torch.exp(sinks.float()[:, None] - lse)
     seen = lse != -torch.inf

@@ -7,9 +7,11 @@ from typing import Any, Literal, overload
 import torch
 
 from blocksparse_attn import arguments as attend_arguments
-from blocksparse_attn.api import AttentionResult
+from blocksparse_attn.api import AttentionResult, want_gradients
 from blocksparse_attn.selected import ops
 from blocksparse_attn.selected.arguments import Options, Tensors, check_selected, check_values
+from blocksparse_attn.selected.gradients import ops as gradients
+from blocksparse_attn.selected.gradients.arguments import Inputs, check_attention, new_results
 from blocksparse_attn.selected.plan import SelectedPlan
 from kernel_reference.checks import (
     REFUSALS,
@@ -126,12 +128,17 @@ def selected_attention(
 
     Returns:
         out [T, Hq, Dv], contiguous if new, in q's dtype; with return_lse AttentionResult(out, lse), lse [Hq, T] in
-        float32. A token that sees no key gives 0, and in lse its sink, or -inf. Not differentiable.
+        float32. A token that sees no key gives 0, and in lse its sink, or -inf.
+
+        Both are differentiable, once and in reverse mode, in q, k_cache, v_cache and sinks; gradients of caches are in
+        their shapes, 0 in slots that no token sees, and the same to the last bit at every call.
 
     Raises:
-        TypeError, ValueError: an argument is not as described; nothing has been written. Values in device memory are
-            checked for CPU tensors, and inside ``kernel_reference.checks.validate_values``. Otherwise blocks out of
-            bounds list nothing, and a sequence of impossible lengths gives 0 and -inf.
+        TypeError, ValueError: an argument is not as described; nothing has been written. Inputs that require a gradient
+            are refused with ``out`` and with a cache of 8 bits; scales that do, tangents and the transforms of
+            torch.func are with anything. Values in device memory are checked for CPU tensors, and inside
+            ``kernel_reference.checks.validate_values``. Otherwise blocks out of bounds list nothing, and a sequence of
+            impossible lengths gives 0 and -inf.
     """
     check_bool("return_lse", return_lse)
     check_bool("causal", causal)
@@ -141,6 +148,9 @@ def selected_attention(
     inputs = (
         q, k_cache, v_cache, indices, block_table, cu_seqlens_q, seqlens_k, sinks, k_tensor, v_tensor,
     )  # fmt: skip
+    if out is None and want_gradients(q, k_cache, v_cache, sinks):
+        both = _differentiable(inputs, (block_size, page_layout, causal, scale, k_factor, v_factor, ints))
+        return both if return_lse else both.out
     try:
         if are_active() or torch.is_grad_enabled():
             refuse_derivatives(**_named(*inputs), **given(out=out))
@@ -166,6 +176,26 @@ def selected_attention(
             check_values(problem, Tensors(*tensors))
         raise
     return result if lse is None else AttentionResult(result, lse)
+
+
+def _differentiable(inputs: tuple[Any, ...], options: tuple[Any, ...]) -> AttentionResult:
+    """By the op that autograd knows."""
+    q = inputs[0]
+    given: tuple[Any, ...] = ()
+    try:
+        refuse_derivatives(k_scale=inputs[8], v_scale=inputs[9])
+        scale = q.shape[-1] ** -0.5 if options[3] is None else options[3]
+        given = (*options[:3], scale, *options[4:])
+        return AttentionResult(*gradients.attention(*inputs, *given))
+    except (*REFUSALS, ValueError):
+        check_dense(**_named(*inputs))
+        attend_arguments.check_q(q)
+        if given:
+            tensors = Inputs(*inputs)
+            problem = check_attention(tensors, given)
+            if values_are_checked(q.device):
+                check_values(problem, Tensors(*tensors, *new_results(tensors)))
+        raise
 
 
 def _named(*inputs: Any) -> dict[str, Any]:

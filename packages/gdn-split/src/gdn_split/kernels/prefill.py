@@ -100,6 +100,49 @@ def columns_of_unit(i_u, sizes: tl.constexpr):
 
 
 @triton.jit
+def elements_of_unit(i_u, o, sizes: tl.constexpr, conv: tl.constexpr):
+    """First column and channel of that head, and which of its elements o there are."""
+    column, channel, width = columns_of_unit(i_u, sizes)
+    # No mask where none is needed.
+    if sizes.HQ == conv.BLOCK and sizes.HV == conv.BLOCK:
+        m = o < conv.BLOCK
+    else:
+        m = o < width
+    return column, channel, m
+
+
+@triton.jit
+def rows_of_unit(p_q, p_k, p_v, i_u, sizes: tl.constexpr):
+    """That head's rows in what is laid out as q, k and v: the first, and the stride of rows."""
+    NQK: tl.constexpr = sizes.NQK
+    HQ: tl.constexpr = sizes.HQ
+    HV: tl.constexpr = sizes.HV
+    p = p_v + (i_u - 2 * NQK) * HV
+    stride = NQK * sizes.R * HV
+    if i_u < 2 * NQK:
+        stride = NQK * HQ
+        if i_u < NQK:
+            p = p_q + i_u * HQ
+        else:
+            p = p_k + (i_u - NQK) * HQ
+    return p, stride
+
+
+@triton.jit
+def filter_of_unit(p_weight, p_bias, channel, o, m, conv: tl.constexpr):
+    """The weights of a head's elements o, newest tap first, and the bias."""
+    WIDTH: tl.constexpr = conv.WIDTH
+    p = p_weight + (channel + o).to(tl.int64) * conv.S_WEIGHT_CHANNEL + (WIDTH - 1) * conv.S_WEIGHT_TAP
+    w = ()
+    for i in tl.static_range(WIDTH):
+        w = w + (tl.load(p - i * conv.S_WEIGHT_TAP, mask=m, other=0.0).to(tl.float32),)
+    b_bias = 0.0
+    if conv.HAS_BIAS:
+        b_bias = tl.load(p_bias + channel + o, mask=m, other=0.0).to(tl.float32)
+    return w, b_bias
+
+
+@triton.jit
 def has_state(p_slots, p_has, sequence, m, num_slots):
     """The slots of sequences, and whether they begin with the inputs that lie there."""
     slot = tl.load(p_slots + sequence, mask=m, other=-1).to(tl.int64)
@@ -255,8 +298,6 @@ def prefill_inputs(
         o = tl.arange(0, BLOCK)
         begin = 0
         if prefill.WALK:
-            WIDTH: tl.constexpr = conv.WIDTH
-            TAPS: tl.constexpr = conv.WIDTH - 1
             o_walked = first_walked + tl.arange(0, LENGTH)
             last = tl.minimum(first_walked + LENGTH, rows) - 1
             passed = find_rows(p_cu, o_walked, first_walked, last, rows, sequences)
@@ -268,28 +309,11 @@ def prefill_inputs(
                 copy_rows(
                     p_qkvz + c_z + head % R * HV, strides.qkvz, p_z + head * HV, NV * HV, first_walked, LENGTH, HV, o
                 )  # fmt: skip
-            if (i_u < 2 * NQK + NV) & (least >= TAPS):
+            if (i_u < 2 * NQK + NV) & (least >= conv.WIDTH - 1):
                 begin = LENGTH
-                column, channel, width = columns_of_unit(i_u, sizes)
-                if HQ == BLOCK and HV == BLOCK:
-                    m = o < BLOCK
-                else:
-                    m = o < width
-                p_y = p_v + (i_u - 2 * NQK) * HV
-                s_y = NV * HV
-                if i_u < 2 * NQK:
-                    s_y = NQK * HQ
-                    if i_u < NQK:
-                        p_y = p_q + i_u * HQ
-                    else:
-                        p_y = p_k + (i_u - NQK) * HQ
-                p_first = p_weight + (channel + o).to(tl.int64) * conv.S_WEIGHT_CHANNEL + TAPS * conv.S_WEIGHT_TAP
-                w = ()
-                for i in tl.static_range(WIDTH):
-                    w = w + (tl.load(p_first - i * conv.S_WEIGHT_TAP, mask=m, other=0.0).to(tl.float32),)
-                b_bias = 0.0
-                if conv.HAS_BIAS:
-                    b_bias = tl.load(p_bias + channel + o, mask=m, other=0.0).to(tl.float32)
+                column, channel, m = elements_of_unit(i_u, o, sizes, conv)
+                p_y, s_y = rows_of_unit(p_q, p_k, p_v, i_u, sizes)
+                w, b_bias = filter_of_unit(p_weight, p_bias, channel, o, m, conv)
                 walked = Walked(p_qkvz + column, strides.qkvz, p_y, s_y, first_walked, o, m)
                 if prefill.QK_NORM and i_u < 2 * NQK:
                     walk(walked, w, b_bias, True, DEPENDENT, LENGTH, conv)
@@ -301,11 +325,7 @@ def prefill_inputs(
             m_row = o_row < rows
             found = find_rows(p_cu, o_row, first, tl.minimum(first + ROWS, rows) - 1, rows, sequences)
             if i_u < 2 * NQK + NV:
-                column, channel, width = columns_of_unit(i_u, sizes)
-                if HQ == BLOCK and HV == BLOCK:
-                    m_c = o < BLOCK
-                else:
-                    m_c = o < width
+                column, channel, m_c = elements_of_unit(i_u, o, sizes, conv)
                 m_x = found.live[:, None] & m_c[None, :]
                 p_x = p_qkvz + o_row[:, None] * strides.qkvz + column + o[None, :]
                 p_w = (

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from gdn_split.kernels.layer import Gate, exponential, log_decay, quick_sigmoid, sigmoid
-from gdn_split.kernels.prefill import add_within, columns_of_unit, find_rows
+from gdn_split.kernels.prefill import add_within, elements_of_unit, filter_of_unit, find_rows, rows_of_unit
 from gdn_split.kernels.split import columns_of_b_and_a, columns_of_group, wait_for_inputs
 
 
@@ -327,28 +327,9 @@ def inputs_backward(
     end = tl.minimum(first + LENGTH, rows)
     o = tl.arange(0, BLOCK)
     if i_u < 2 * NQK + NV:
-        column, channel, width = columns_of_unit(i_u, sizes)
-        # No mask where none is needed.
-        if HQ == BLOCK and HV == BLOCK:
-            m_c = o < BLOCK
-        else:
-            m_c = o < width
-        # Rows of q's gradient, k's or v's.
-        p_d = p_dv + (i_u - 2 * NQK) * HV
-        s_d = NV * HV
-        if i_u < 2 * NQK:
-            s_d = NQK * HQ
-            if i_u < NQK:
-                p_d = p_dq + i_u * HQ
-            else:
-                p_d = p_dk + (i_u - NQK) * HQ
-        p_w = p_weight + (channel + o).to(tl.int64) * conv.S_WEIGHT_CHANNEL + TAPS * conv.S_WEIGHT_TAP
-        w = ()
-        for i in tl.static_range(WIDTH):
-            w = w + (tl.load(p_w - i * conv.S_WEIGHT_TAP, mask=m_c, other=0.0).to(tl.float32),)
-        b_bias = 0.0
-        if conv.HAS_BIAS:
-            b_bias = tl.load(p_bias + channel + o, mask=m_c, other=0.0).to(tl.float32)
+        column, channel, m_c = elements_of_unit(i_u, o, sizes, conv)
+        p_d, s_d = rows_of_unit(p_dq, p_dk, p_dv, i_u, sizes)
+        w, b_bias = filter_of_unit(p_weight, p_bias, channel, o, m_c, conv)
         head = Head(
             p_qkvz + column, strides.qkvz, p_d, s_d, p_dqkvz + column, p_position, first, end, rows, o, m_c
         )  # fmt: skip

@@ -113,8 +113,6 @@ def step_plans(setup: Setup, used: StepPlan) -> Iterator[StepPlan]:
     # Programs of a quarter of a wave to two, of an H200.
     for ahead, early in product((66, 99, 132, 264, 528), (False, True)):
         yield replace(used, ahead=ahead, early=early)
-    for ahead, lag, evict_first in product((used.ahead, 132, 264), (0, 4, 8), (False, True)):
-        yield replace(used, ahead=ahead, lag=lag, evict_first=evict_first)
 
 
 def step_problem(setup: Setup) -> tuple[StepPlan, Callable[[StepPlan], Callable[[int], object]], int]:

@@ -364,7 +364,6 @@ def test_a_step_through_heads_of_which_a_program_holds_more_or_less_than_one_fet
 
 def test_only_states_that_are_one_piece_of_memory_are_fetched_ahead() -> None:
     assert not replace(plan_step(STEP, H200), ahead=-1).covers(STEP)
-    assert not replace(plan_step(STEP, H200), lag=-1).covers(STEP)
     for inner in ((1, 128), (128, 1), (160, 1), (128, 2)):
         apart = replace(STEP, state_strides=(524288, 32768, *inner))
         plan = plan_step(apart, H200)

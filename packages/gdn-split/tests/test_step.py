@@ -293,9 +293,8 @@ def test_a_path_is_committed_as_its_drafts_in_a_row(device: torch.device) -> Non
 GAPS = {"mixed_qkvz": 24, "mixed_ba": 3, "conv_state": 2, "conv_weight": 1, "state_pool": 4}
 GUARDED = {
     "a step": (Layer(GroupShape(1, 3, 24, 20), padded=(1,), bias=True), "decode_step", StepPlan(32, 8, 4)),
-    "two tokens, written early, inputs kept near": (
-        Layer(SMALL, tokens=2, padded=(2,), state="bfloat16"), "decode_step",
-        StepPlan(16, 8, 4, early=True, lag=1, evict_first=True),
+    "two tokens, written early": (
+        Layer(SMALL, tokens=2, padded=(2,), state="bfloat16"), "decode_step", StepPlan(16, 8, 4, early=True)
     ),
     "a head in slices": (Layer(GroupShape(1, 2, 16, 40), sequences=2, padded=(1,)), "decode_step", StepPlan(16, 8, 4)),
     "five tokens along Dk": (
@@ -362,26 +361,6 @@ def test_counters_of_a_pool_are_zeros_again_after_every_launch(device: torch.dev
         assert not counters.any()
 
 
-@pytest.mark.parametrize(("shape", "lags"), [(SMALL, (1, 3, 5)), (GroupShape(9, 18, 256, 1), (2,))], ids=str)
-def test_inputs_are_kept_the_same_however_far_behind_who_reads_them(
-    device: torch.device, shape: GroupShape, lags: tuple[int, ...]
-) -> None:
-    from gdn_split import step_launch
-
-    # Of the larger heads two programs keep the inputs of a sequence.
-    layer = Layer(shape, sequences=4 if shape == SMALL else 3, padded=(1,), scale=0.1, norm=False)
-    given = make(layer, device)
-    plan = StepPlan(power_of_two_at_least(shape.head_v), 1, 4)
-    at_the_end = copied(given)
-    wanted = kernel_step(layer, at_the_end, plan)
-    for lag in lags:
-        used = copied(given)
-        assert torch.equal(kernel_step(layer, used, replace(plan, lag=lag)), wanted)
-        assert all(torch.equal(used[name], at_the_end[name]) for name in ("conv_state", "state_pool"))
-        assert not step_launch.counters.of(used["conv_state"], 8).any()
-    close(used["conv_state"], *(expected(layer, given, dtype)[1] for dtype in (torch.float64, torch.float32)), "inputs")
-
-
 @pytest.mark.parametrize("op", ["step", "verify", "commit"])
 def test_public_functions_give_what_the_definition_gives(device: torch.device, op: str) -> None:
     layer = Layer(SMALL, tokens=2, padded=(1,), scale=SMALL.head_qk**-0.5)
@@ -425,7 +404,7 @@ def test_steps_of_any_layer_in_bulk(device: torch.device, number: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("state", ["float32", "bfloat16"])
-def test_what_is_fetched_ahead_and_how_it_is_cached_change_no_bit(device: torch.device, state: str) -> None:
+def test_what_is_fetched_ahead_changes_no_bit(device: torch.device, state: str) -> None:
     if torch.version.hip or torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("this GPU does not fetch ahead")
     layer = Layer(GroupShape(16, 32, 128, 128), sequences=20, padded=(3, 11, 19), state=state, scale=128**-0.5)
@@ -435,9 +414,9 @@ def test_what_is_fetched_ahead_and_how_it_is_cached_change_no_bit(device: torch.
     problem = step_arguments.check_step("decode_step", tensors_of(layer, given), *layer.numbers)
     default = plan_step(problem, limits)
     found = []
-    for ahead, lag, evict_first in ((0, 0, False), (132, 0, True), (264, 0, False), (99, 8, True), (99, 30, False)):
+    for ahead in (0, 132, 264):
         used = copied(given)
-        out = kernel_step(layer, used, replace(default, ahead=ahead, lag=lag, evict_first=evict_first))
+        out = kernel_step(layer, used, replace(default, ahead=ahead))
         found.append((out, used["conv_state"], used["state_pool"]))
     for other in found[1:]:
         assert all(torch.equal(one, another) for one, another in zip(found[0], other, strict=True))

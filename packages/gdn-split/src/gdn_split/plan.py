@@ -207,9 +207,6 @@ class StepPlan(Plan):
     the L2 cache (NVIDIA from sm_90 on, states that are one piece of memory each); 0: nothing.
     ``early``: the state is written before the outputs are normed, and of one or two tokens k and q read it together,
     before it changes.
-    ``lag``: the inputs of q and k that the convolution keeps are written by a program of their own, which comes that
-    many sequences behind those that read them; 0: behind all. ``evict_first``: what is read and written of the states
-    is the first to leave the L2 cache (NVIDIA from sm_80 on).
     """
 
     block_v: int
@@ -219,14 +216,12 @@ class StepPlan(Plan):
     dependent_launch: bool = False
     ahead: int = 0
     early: bool = False
-    lag: int = 0
-    evict_first: bool = False
 
     def covers(self, problem: StepProblem) -> bool:
         """Whether its programs reach every column, in steps that a kernel can take."""
         if not is_power_of_two(self.block_v, self.run, self.num_warps):
             return False
-        if self.ahead < 0 or self.lag < 0 or (self.ahead and not problem.packed_state):
+        if self.ahead < 0 or (self.ahead and not problem.packed_state):
             return False
         inner = power_of_two_at_least(problem.shape.head_qk) if problem.k_inner else self.block_v
         return self.run <= inner and self.block_v <= power_of_two_at_least(problem.shape.head_v)

@@ -134,8 +134,7 @@ def launch_of(problem: StepProblem, plan: StepPlan, tensors: Step | Commit) -> L
     lanes = min(block_k, max(1, 32 * 16 // (problem.state_bytes * plan.run)))
     step = StepConstants(
         block_k, plan.block_v, s_k, s_v, problem.k_inner, plan.run, lanes, problem.qk_norm, problem.writes,
-        _group(problem), _chunk(problem.tokens), plan.ahead, bool(plan.early), plan.lag if _updaters(problem) else 0,
-        bool(plan.evict_first),
+        _group(problem), _chunk(problem.tokens), plan.ahead, bool(plan.early),
     )  # fmt: skip
     strides = StepStrides(s_qkvz, s_ba, s_slot, s_state_slot, s_state_head, s_out, s_out_head)
     numbers = (problem.scale, problem.norm_eps, strides, launch._sizes(shape, problem.interleaved), conv, step)

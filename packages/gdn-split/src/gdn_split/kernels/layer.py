@@ -17,8 +17,7 @@ class Step(NamedTuple):
     K_INNER: whether Dk, and not Dv, is the state's inner dimension. RUN, LANES: how a tile is cut, see below. GROUP: QK
     heads whose inputs one program keeps. CHUNK: tokens whose inputs are loaded together. AHEAD: how many programs later
     what a program fetches into the L2 cache is used; 0: it fetches nothing. EARLY: whether the state is
-    written before the outputs are normed. LAG: sequences between a program that keeps inputs and those that read them;
-    0: all that are left. EVICT_FIRST: whether the L2 cache shall keep other things than states.
+    written before the outputs are normed.
     """
 
     BLOCK_K: int
@@ -34,8 +33,6 @@ class Step(NamedTuple):
     CHUNK: int
     AHEAD: int
     EARLY: bool
-    LAG: int
-    EVICT_FIRST: bool
 
 
 class StepStrides(NamedTuple):
@@ -318,21 +315,19 @@ def tile_of_state(p_head, first_v, sizes: tl.constexpr, step: tl.constexpr):
 @triton.jit
 def load_state(p_tile, m, sizes: tl.constexpr, step: tl.constexpr):
     """No mask where none is needed."""
-    policy: tl.constexpr = "evict_first" if step.EVICT_FIRST else ""
     if sizes.HQ % step.BLOCK_K or sizes.HV % step.BLOCK_V:
-        b_S = tl.load(p_tile, mask=m, other=0.0, eviction_policy=policy)
+        b_S = tl.load(p_tile, mask=m, other=0.0)
     else:
-        b_S = tl.load(p_tile, eviction_policy=policy)
+        b_S = tl.load(p_tile)
     return b_S
 
 
 @triton.jit
 def store_state(p_tile, m, b_S, sizes: tl.constexpr, step: tl.constexpr):
-    policy: tl.constexpr = "evict_first" if step.EVICT_FIRST else ""
     if sizes.HQ % step.BLOCK_K or sizes.HV % step.BLOCK_V:
-        tl.store(p_tile, b_S.to(p_tile.dtype.element_ty), mask=m, eviction_policy=policy)
+        tl.store(p_tile, b_S.to(p_tile.dtype.element_ty), mask=m)
     else:
-        tl.store(p_tile, b_S.to(p_tile.dtype.element_ty), eviction_policy=policy)
+        tl.store(p_tile, b_S.to(p_tile.dtype.element_ty))
 
 
 @triton.jit

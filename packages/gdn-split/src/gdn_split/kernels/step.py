@@ -164,42 +164,16 @@ def fetch(p, wanted, bytes_):
 
 
 @triton.jit
-def work_of(sequences, UPDATERS: tl.constexpr, sizes: tl.constexpr, step: tl.constexpr):
-    """This program's work: whether it keeps inputs, the sequence, and the V head or which of the UPDATERS it is.
-
-    Sequence by sequence; those that keep inputs behind all heads, or behind the heads of LAG further sequences.
-    """
-    HEADS: tl.constexpr = sizes.NQK * sizes.R
-    i_p = tl.program_id(0)
-    lag = sequences
-    if step.LAG > 0:
-        lag = tl.minimum(sequences, step.LAG)
-    # The heads of the first sequences; then those of one, and who keeps inputs of the one LAG before it, in turn.
-    i = i_p - lag * HEADS
-    turn = i // (HEADS + UPDATERS)
-    within = i % (HEADS + UPDATERS)
-    last = i - (sequences - lag) * (HEADS + UPDATERS)
-    keeps = (i >= 0) & ((within >= HEADS) | (last >= 0))
-    i_kept = tl.where(last >= 0, sequences - lag + last // UPDATERS, turn)
-    i_u = tl.where(last >= 0, last % UPDATERS, within - HEADS)
-    i_n = tl.where(keeps, i_kept, tl.where(i < 0, i_p // HEADS, turn + lag))
-    of_it = tl.where(keeps, i_u, tl.where(i < 0, i_p % HEADS, within))
-    return keeps, i_n.to(tl.int64), of_it
-
-
-@triton.jit
-def slot_ahead(p_slots, i_h, sequences, num_slots, sizes: tl.constexpr, step: tl.constexpr):
-    """The slot of the head AHEAD of this one, or -1."""
-    i_n = (i_h + step.AHEAD) // (sizes.NQK * sizes.R)
+def slot_ahead(p_slots, sequences, num_slots, sizes: tl.constexpr, step: tl.constexpr):
+    """The slot that the program AHEAD of this one works on, or -1."""
+    i_n = (tl.program_id(0) + step.AHEAD) // (sizes.NQK * sizes.R)
     slot = tl.load(p_slots + tl.minimum(i_n, sequences - 1)).to(tl.int64)
     return tl.where((i_n < sequences) & (slot < num_slots), slot, -1)
 
 
 @triton.jit
-def fetch_ahead(
-    p_x, p_conv, p_pool, slot, i_h, strides, sizes: tl.constexpr, conv: tl.constexpr, step: tl.constexpr
-):  # fmt: skip
-    """Bring what its program needs into the L2 cache, so that it waits the less for memory."""
+def fetch_ahead(p_x, p_conv, p_pool, slot, strides, sizes: tl.constexpr, conv: tl.constexpr, step: tl.constexpr):
+    """Bring what that program needs into the L2 cache, so that it waits the less for memory."""
     NQK: tl.constexpr = sizes.NQK
     NV: tl.constexpr = NQK * sizes.R
     HQ: tl.constexpr = sizes.HQ
@@ -207,8 +181,8 @@ def fetch_ahead(
     TOKENS: tl.constexpr = conv.TOKENS
     TAPS: tl.constexpr = conv.WIDTH - 1
     BYTES: tl.constexpr = HQ * HV * p_pool.dtype.element_ty.primitive_bitwidth // 8 // 16 * 16
-    i_h += step.AHEAD
-    head = i_h % NV
+    i_p = tl.program_id(0) + step.AHEAD
+    head = i_p % NV
     i_g = head // sizes.R
     wanted = (slot >= 0).to(tl.int32)
     fetch(p_pool + slot * strides.slot + head * strides.head, wanted, BYTES)
@@ -218,7 +192,7 @@ def fetch_ahead(
     c_z += head % sizes.R * HV
     first = 2 * NQK * HQ + head * HV
     o_vz, c_vz, _ = two_blocks(first, first, c_v, c_z, HV, step.BLOCK_V)
-    p_x += (i_h // NV).to(tl.int64) * TOKENS * strides.qkvz
+    p_x += (i_p // NV).to(tl.int64) * TOKENS * strides.qkvz
     for t in tl.static_range(TOKENS):
         fetch(p_x + t * strides.qkvz + c_qk, wanted, None)
         fetch(p_x + t * strides.qkvz + c_vz, wanted, None)
@@ -296,16 +270,18 @@ def advance(
     # And, along Dk, the outputs of four, which then wait for the state to be written.
     DEFER: tl.constexpr = EARLY and (CHUNK < 3 or step.K_INNER)
     wait_for_inputs(DEPENDENT)
-    # Behind programs of heads those that keep the inputs of q and k, which several heads read.
+    # Behind the programs of heads those that keep the inputs of q and k, which several heads read.
     UPDATERS: tl.constexpr = (NQK + step.GROUP - 1) // step.GROUP
-    keeps, i_n, i_u = work_of(sequences, UPDATERS, sizes, step)
-    head = i_u
+    i_p = tl.program_id(0)
+    keeps = i_p >= sequences * (NQK * R)
+    i_u = (i_p - sequences * (NQK * R)) % UPDATERS
+    head = i_p % (NQK * R)
     i_g = head // R
+    i_n = tl.where(keeps, (i_p - sequences * (NQK * R)) // UPDATERS, i_p // (NQK * R)).to(tl.int64)
     slot = tl.load(p_slots + i_n).to(tl.int64)
     live = (slot >= 0) & (slot < num_slots)
     if step.AHEAD:
-        i_h = i_n.to(tl.int32) * (NQK * R) + head
-        later = slot_ahead(p_slots, i_h, sequences, num_slots, sizes, step)
+        later = slot_ahead(p_slots, sequences, num_slots, sizes, step)
     tokens = TOKENS
     if p_accepted is not None:
         accepted = tl.load(p_accepted + i_n)
@@ -354,7 +330,7 @@ def advance(
             b, a = load_gates(p_ba, p_path, 0, tokens, c_b, c_a, strides.ba, conv, step)
             b_S = load_state(p_tile, m_tile, sizes, step)
             if step.AHEAD:
-                fetch_ahead(p_qkvz, p_conv, p_pool, later, i_h, strides, sizes, conv, step)
+                fetch_ahead(p_qkvz, p_conv, p_pool, later, strides, sizes, conv, step)
             if not PACKED:
                 b_S = b_S.to(tl.float32)
             zero = None

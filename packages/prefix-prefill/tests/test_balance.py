@@ -74,7 +74,7 @@ def tabulate(p_cu, p_seqlens, p_table, rows, num_sequences, capacity, left, righ
     i_program = tl.program_id(0)
     o_lane = tl.arange(0, balance.LANES)
     given = batch.Batch(p_cu, p_seqlens, rows, num_sequences, capacity, left, right)
-    work = balance.share_work(o_lane, tl.num_programs(0), num_splits, given, C)
+    work, pieces = balance.share_work(o_lane, tl.num_programs(0), num_splits, given, C)
     p_row = p_table + i_program * (MOST * FIELDS)
     if work.line:
         x = i_program * work.share
@@ -93,7 +93,6 @@ def tabulate(p_cu, p_seqlens, p_table, rows, num_sequences, capacity, left, righ
     else:
         i_round = i_program * 0
         place_on_line = balance.round_of(i_round, i_program, work)
-        pieces = balance.first_block(o_lane, given, False)
         while place_on_line < work.most:
             pieces = balance.block_at(place_on_line, pieces, o_lane, work, given, False, C)
             if place_on_line < pieces.high:

@@ -221,11 +221,14 @@ def by_number(programs, num_splits, batch, C):
 
 @triton.jit
 def share_work(o_lane, programs, num_splits, batch, C):
-    """How the programs of a launch share a batch. Each computes the same."""
+    """How the programs of a launch share a batch, each computes the same; and from which block on they look for pieces:
+    the first one, where its sequences have been looked at.
+    """
     work = by_number(programs, num_splits, batch, C)
+    block = first_block(o_lane, batch, False)
     if num_splits == 0:
-        work = by_lengths(o_lane, programs, batch, C)
-    return work
+        work, block = by_lengths(o_lane, programs, batch, C)
+    return work, block
 
 
 @triton.jit
@@ -240,8 +243,11 @@ def by_lengths(o_lane, programs, batch, C):
     shortest = none + (2**31 - 1)
     smallest = shortest
     sequences = none
-    for first in range(-1, batch.num_sequences + 1, LANES):
-        sequence = sequence_at(batch, first + o_lane, C)
+    costs = Costs(none, none, none, none)
+    # The first block last: of that the costs are kept.
+    blocks = (batch.num_sequences + 2 + LANES - 1) // LANES
+    for i in range(blocks):
+        sequence = sequence_at(batch, (blocks - 1 - i) * LANES - 1 + o_lane, C)
         costs = costs_of(sequence, batch, C)
         there = costs.tiles > 0
         last = last_cost(costs, C)
@@ -282,7 +288,12 @@ def by_lengths(o_lane, programs, batch, C):
     most = tl.where(splits > 1, tl.minimum(tiles * splits, most), most)
     entries = tl.where(line, 2 * programs, tl.where(splits > 1, most, 0))
     # Where tiles are cut for want of any, those of short sequences are cut into fewer.
-    return Work(line, share, piece, tl.where(splits > 1, 0, 1), most, programs, entries)
+    work = Work(line, share, piece, tl.where(splits > 1, 0, 1), most, programs, entries)
+    ends = none
+    if not line:
+        ends = tl.cumsum(costs.tiles * pieces_of(costs, work, C) * HEADS, 0)
+    low = batch.num_sequences * 0
+    return work, Block(low - 1, ends, low, tl.max(ends, 0))
 
 
 @triton.jit

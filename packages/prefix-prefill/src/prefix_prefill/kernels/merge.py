@@ -62,13 +62,17 @@ class MergeConfig(NamedTuple):
 
 
 @triton.jit
-def write_no_entries(p_entries, i_program, work):
-    """What a program writes before its items: the first one how many entries there are, each its own two as none."""
+def write_count(p_entries, i_program, work):
+    """The first program says how many entries there are."""
     if i_program == 0:
         tl.store(p_entries, work.entries)
-    if work.line:
-        write_no_entry(p_entries, 2 * i_program)
-        write_no_entry(p_entries, 2 * i_program + 1)
+
+
+@triton.jit
+def write_no_entries(p_entries, i_program):
+    """What a program that has a share writes before its items: its own two entries as none."""
+    write_no_entry(p_entries, 2 * i_program)
+    write_no_entry(p_entries, 2 * i_program + 1)
 
 
 @triton.jit

@@ -35,6 +35,7 @@ from prefix_prefill.kernels.hopper.softmax import (
     acc_layout,
     larger_unit,
     powers_of_two,
+    update_first,
     update_tile,
 )
 from prefix_prefill.kernels.softmax import LOG2_E
@@ -151,7 +152,7 @@ def issue_qk(q, k, i, b_zero, C):
 
 
 @gluon.jit
-def softmax_of(b_s, running_max, row_sum, i, cached, loop, scoring, scales, V, C):
+def softmax_of(b_s, running_max, row_sum, i, cached, loop, scoring, scales, FIRST: gl.constexpr, V, C):
     """The online softmax of tile i: weights, running max, row sum, and what the accumulator is rescaled by."""
     key = key_of_tile(i, loop, C)
     bounds = (loop.low, end_of_tile(i, loop, C))
@@ -159,7 +160,11 @@ def softmax_of(b_s, running_max, row_sum, i, cached, loop, scoring, scales, V, C
     if C.IS_FP8 and C.NEW_KV:
         # Only cached keys have a scale of their own.
         scale = gl.where(i < cached, scoring.cached_scale, scoring.scale)
-    return update_tile(b_s, running_max, row_sum, scale, key, bounds, scoring, scales, V, C)
+    if FIRST:
+        result = update_first(b_s, running_max, row_sum, scale, key, bounds, scoring, scales, V, C)
+    else:
+        result = update_tile(b_s, running_max, row_sum, scale, key, bounds, scoring, scales, V, C)
+    return result
 
 
 @gluon.jit
@@ -322,7 +327,7 @@ def attend_tile(pointers, memory, k, v, i_group, table, i_item, at, numbers, siz
         unit, factor, ratio = larger_unit(memory.scales, before, cached > 0, unit, C)
         scales = TileScales(memory.scales, before, cached > 0, factor)
         weights, running_max, row_sum, rescale = softmax_of(
-            b_s, running_max, row_sum, 0, cached, loop, scoring, scales, V, C
+            b_s, running_max, row_sum, 0, cached, loop, scoring, scales, True, V, C
         )
         for i in range(1, count):
             # Both products are in flight; the softmax of tile i overlaps with the second.
@@ -333,7 +338,7 @@ def attend_tile(pointers, memory, k, v, i_group, table, i_item, at, numbers, siz
             unit, factor, ratio = larger_unit(memory.scales, before + i, i < cached, unit, C)
             scales = TileScales(memory.scales, before + i, i < cached, factor)
             weights, running_max, row_sum, rescale = softmax_of(
-                b_s, running_max, row_sum, i, cached, loop, scoring, scales, V, C
+                b_s, running_max, row_sum, i, cached, loop, scoring, scales, False, V, C
             )
             if C.V_TOKENS:
                 rescale = rescale * ratio

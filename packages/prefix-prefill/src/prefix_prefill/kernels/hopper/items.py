@@ -28,7 +28,7 @@ from prefix_prefill.kernels.balance import (
 )
 from prefix_prefill.kernels.batch import Sequence, keys_of, sequence_at
 from prefix_prefill.kernels.hopper.config import SLOTS, Loop, Tile
-from prefix_prefill.kernels.merge import write_entry, write_no_entries, write_no_entry
+from prefix_prefill.kernels.merge import write_count, write_entry, write_no_entries, write_no_entry
 
 # Places of an item's numbers in its slot. IS_ITEM is 0 behind the last item, and more than 0 in each.
 BEGIN: gl.constexpr = gl.constexpr(0)
@@ -104,43 +104,48 @@ def schedule(table, num_splits, batch, p_entries, C):
     if C.IN_PARTS:
         # The merge may be started as soon as there is room for its programs; it waits for the end of these.
         tl.extra.cuda.gdc_launch_dependents()
-        work = share_work(o_lane, programs, num_splits, batch, C)
-        if not C.SHARED:
-            write_no_entries(p_entries, i_program, work)
+        work, block = share_work(o_lane, programs, num_splits, batch, C)
+        if C.SHARED:
+            count = schedule_pieces(table, p_entries, i_program, o_lane, work, block, batch, C)
+        else:
             if work.line:
+                write_no_entries(p_entries, i_program)
                 count = schedule_shares(table, p_entries, i_program, o_lane, work, batch, C)
-        if not work.line:
-            count = schedule_pieces(table, p_entries, i_program, o_lane, work, batch, C)
+            else:
+                count = schedule_pieces(table, p_entries, i_program, o_lane, work, block, batch, C)
+            write_count(p_entries, i_program, work)
     else:
-        count = schedule_pieces(
-            table, p_entries, i_program, o_lane, by_number(programs, num_splits, batch, C), batch, C
-        )
+        work = by_number(programs, num_splits, batch, C)
+        block = first_block(o_lane, batch, False)
+        count = schedule_pieces(table, p_entries, i_program, o_lane, work, block, batch, C)
     await_readers(table, count)
     put(table, count, gl.zeros([FIELDS], gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
 
 
 @gluon.jit
-def schedule_pieces(table, p_entries, i_program, o_lane, work, batch, C):
-    """Put this program's items where work is shared by pieces; returns how many."""
+def schedule_pieces(table, p_entries, i_program, o_lane, work, block, batch, C):
+    """Put this program's items where work is shared by pieces; returns how many.
+
+    An item is put before its entry is written: attention waits for the one, nobody yet for the other.
+    """
     NOTED: gl.constexpr = C.IN_PARTS and not C.SHARED
     count = batch.num_sequences * 0
     i_round = count
     x = round_of(i_round, i_program, work)
-    block = first_block(o_lane, batch, False)
     while x < work.most:
         block = block_at(x, block, o_lane, work, batch, False, C)
         if x < block.high:
             place = place_at(x, block)
             sequence = sequence_at(batch, place.i_n, C)
             item = piece_at(x, place, costs_of(sequence, batch, C), work, C)
-            if NOTED:
-                write_entry(p_entries, x, item, sequence, work.entries > 0, C)
             if item.pieces > 0:
                 part = item.i_piece
                 if not C.SHARED:
                     part = gl.where(item.pieces > 1, part, -1)
                 offer(table, count, item, part, place.i_n, sequence, batch, False, C)
                 count += 1
+            if NOTED:
+                write_entry(p_entries, x, item, sequence, work.entries > 0, C)
         elif NOTED:
             if work.entries > 0:
                 write_no_entry(p_entries, x)
@@ -164,6 +169,7 @@ def schedule_shares(table, p_entries, i_program, o_lane, work, batch, C):
             item, x = share_at(x, end, i_program, place, costs_of(sequence, batch, C), work, C)
             if item.pieces > 0:
                 own = gl.where(item.i_piece == 0, 2 * i_program + 1, 2 * i_program)
+                # First, as numbers of a share would take registers until later.
                 write_entry(p_entries, own, item, sequence, False, C)
                 part = gl.where(item.pieces > 1, own, -1)
                 offer(table, count, item, part, place.i_n, sequence, batch, True, C)

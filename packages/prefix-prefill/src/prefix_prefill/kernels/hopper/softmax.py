@@ -182,43 +182,67 @@ def update(scores, running_max, row_sum, scale, key, bounds, scoring, scales, MA
     ``key`` is the tile's first; ``bounds`` are the first key and the end of those that any row sees; ``scales`` those
     of tokens, where there are any: keys' are folded into scores, values' into weights.
     """
+    scores = biased(scores, scale, key, scoring, scales, V, C)
+    if MASKED:
+        scores = masked(scores, key, bounds, scoring, V, C)
+    return weighed(scores, running_max, row_sum, scale, scales, V, C)
+
+
+@gluon.jit
+def biased(scores, scale, key, scoring, scales, V, C):
+    """Scores as they are compared: scaled where their order is not that of q.k, capped, with slopes."""
     scores = times_k_scales(scores, scales, V, C)
-    shift: gl.constexpr = HEADROOM if V.RESCALED else 0
     b_scale = scale
     if V.RESCALED:
         b_scale = scale[:, None]
-    o_key = key + gl.arange(0, C.BLOCK_N, gl.SliceLayout(0, V.L_S))
-    if C.ALIBI or MASKED:
-        position = scoring.positions.load(gl.SliceLayout(1, V.L_S))
     if C.SOFTCAP:
         scores = tanh_of_halves(scores * b_scale) * (scoring.cap * LOG2_E)
     elif V.SIGNED or C.ALIBI:
         scores = scores * b_scale
     if C.ALIBI:
+        position = scoring.positions.load(gl.SliceLayout(1, V.L_S))
+        o_key = key + gl.arange(0, C.BLOCK_N, gl.SliceLayout(0, V.L_S))
         scores += scoring.slope[:, None] * (o_key[None, :] - position[:, None]).to(gl.float32)
-    if MASKED:
-        low, high = bounds
-        # The last key that a row sees, and the first; written so that no sum overflows.
-        last = position * 0 + (high - 1)
-        if C.DRAFT:
-            low_bits = scoring.draft[0].load(gl.SliceLayout(1, V.L_S))
-            high_bits = scoring.draft[1].load(gl.SliceLayout(1, V.L_S))
-            # Looked up again: through the main loop it would take a register.
-            o_first = key - context_of(scoring.item[0], scoring.item[1], 4)
-            scores = only_drafted(scores, low_bits, high_bits, o_first, high - key, V, C)
-        elif C.HAS_RIGHT:
-            last = position + gl.minimum(scoring.window.right, last - position)
-        seen = o_key[None, :] <= last[:, None]
-        if C.HAS_LEFT:
-            first = position - gl.minimum(scoring.window.left, position - low)
-            seen = seen & (o_key[None, :] >= first[:, None])
-        if C.HAS_LEFT or not C.DRAFT:
-            scores = gl.where(seen, scores, float("-inf"))
+    return scores
+
+
+@gluon.jit
+def masked(scores, key, bounds, scoring, V, C):
+    """Scores, -inf of keys that a row does not see."""
+    position = scoring.positions.load(gl.SliceLayout(1, V.L_S))
+    o_key = key + gl.arange(0, C.BLOCK_N, gl.SliceLayout(0, V.L_S))
+    low, high = bounds
+    # The last key that a row sees, and the first; written so that no sum overflows.
+    last = position * 0 + (high - 1)
+    if C.DRAFT:
+        low_bits = scoring.draft[0].load(gl.SliceLayout(1, V.L_S))
+        high_bits = scoring.draft[1].load(gl.SliceLayout(1, V.L_S))
+        # Looked up again: through the main loop it would take a register.
+        o_first = key - context_of(scoring.item[0], scoring.item[1], 4)
+        scores = only_drafted(scores, low_bits, high_bits, o_first, high - key, V, C)
+    elif C.HAS_RIGHT:
+        last = position + gl.minimum(scoring.window.right, last - position)
+    seen = o_key[None, :] <= last[:, None]
+    if C.HAS_LEFT:
+        first = position - gl.minimum(scoring.window.left, position - low)
+        seen = seen & (o_key[None, :] >= first[:, None])
+    if C.HAS_LEFT or not C.DRAFT:
+        scores = gl.where(seen, scores, float("-inf"))
+    return scores
+
+
+@gluon.jit
+def weighed(scores, running_max, row_sum, scale, scales, V, C):
+    """The rest of ``update``."""
+    shift: gl.constexpr = HEADROOM if V.RESCALED else 0
     most = gl.max(scores, 1)
     if V.SIGNED or C.SOFTCAP or C.ALIBI:
         new_max = gl.maximum(running_max, most)
         weights = gl.exp2(scores - (finite(new_max) - shift)[:, None])
     else:
+        b_scale = scale
+        if V.RESCALED:
+            b_scale = scale[:, None]
         # A scale of 0 or more keeps the order; multiplied here, it costs no instruction.
         new_max = gl.maximum(running_max, most * scale)
         weights = gl.exp2(scores * b_scale - (finite(new_max) - shift)[:, None])
@@ -289,15 +313,36 @@ def update_capped(scores, running_max, row_sum, scale, key, bounds, scoring, sca
 
 
 @gluon.jit
+def seen_by_all(key, bounds, scoring, C):
+    """Whether all rows see the whole tile from ``key`` on."""
+    all_high = scoring.all_high
+    if C.NEW_KV:
+        all_high = gl.minimum(all_high, bounds[1])
+    return (key >= scoring.all_low) & (key + C.BLOCK_N <= all_high)
+
+
+@gluon.jit
+def update_first(scores, running_max, row_sum, scale, key, bounds, scoring, scales, V, C):
+    """``update_tile`` of a piece's first tile, with which no WGMMA overlaps: in one branch, which is less code."""
+    if C.SOFTCAP and not C.ALIBI:
+        weights, new_max, new_sum, rescale = update_tile(
+            scores, running_max, row_sum, scale, key, bounds, scoring, scales, V, C
+        )
+    else:
+        scores = biased(scores, scale, key, scoring, scales, V, C)
+        if not seen_by_all(key, bounds, scoring, C):
+            scores = masked(scores, key, bounds, scoring, V, C)
+        weights, new_max, new_sum, rescale = weighed(scores, running_max, row_sum, scale, scales, V, C)
+    return weights, new_max, new_sum, rescale
+
+
+@gluon.jit
 def update_tile(scores, running_max, row_sum, scale, key, bounds, scoring, scales, V, C):
     """``update``, masked only where some row does not see the whole tile.
 
     Two branches: in straight code ptxas moves the softmax past the wait for the WGMMA that it is to overlap with.
     """
-    all_high = scoring.all_high
-    if C.NEW_KV:
-        all_high = gl.minimum(all_high, bounds[1])
-    if (key >= scoring.all_low) & (key + C.BLOCK_N <= all_high):
+    if seen_by_all(key, bounds, scoring, C):
         if C.SOFTCAP and not C.ALIBI:
             weights, new_max, new_sum, rescale = update_capped(
                 scores, running_max, row_sum, scale, key, bounds, scoring, scales, V, C

@@ -49,9 +49,9 @@ def test_each_revision_is_timed_by_its_own_sources_and_a_case_of_one_alone_is_co
     assert "1 cases are new; 1 are gone" in capsys.readouterr().out
 
 
-def test_both_times_and_the_commits_are_recorded(tmp_path: Path) -> None:
-    tree(tmp_path / "old", "return x * 2")
-    cases = tree(tmp_path / "new", "return x + x")
+def test_both_times_and_the_commits_are_recorded_whatever_a_package_prints(tmp_path: Path) -> None:
+    tree(tmp_path / "old", "print('compiling'); return x * 2")
+    cases = tree(tmp_path / "new", "import os; os.write(1, b'[0]'); return x + x")
     out = tmp_path / "out"
     beside.main(
         [str(cases), "--old", str(tmp_path / "old"), "--out", str(out), "--only", "16", "--commits", "abc", "def"]

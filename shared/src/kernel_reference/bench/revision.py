@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import importlib.machinery
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -91,6 +92,9 @@ class Timed:
 
 def main(path: Path, device: torch.device) -> None:
     """Answer commands until the input ends."""
+    # What compilers and libraries print, in C as well, must not stand among the answers.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
     cases = load_cases(path, device)
     timed: Timed | None = None
     for line in sys.stdin:
@@ -113,7 +117,7 @@ def main(path: Path, device: torch.device) -> None:
         except Exception as error:
             # A revision that cannot run a case is an answer too.
             answer = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
-        print(json.dumps(answer), flush=True)
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 if __name__ == "__main__":

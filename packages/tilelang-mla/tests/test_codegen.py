@@ -427,6 +427,8 @@ def test_keys_by_rows_are_loaded_and_widened_without_spills_in_the_loop_over_blo
     # Of the lookups alone; blocks are loaded by functions of rows.cuh.
     assert "cp_async_gs_conditional" not in made.text
     assert "mla::rows::widen_right" in made.text
+    # Lanes of a warp call together: no call is guarded by what one of them knows.
+    assert not re.search(r"if \(.*place.*\{\s*mla::rows", made.text)
     weights = 2 * kernel.tiles.block_m * kernel.tiles.block_n
     assert shared_memory(made.text) + weights + 1024 <= kernel.tiles.shared_memory(kernel.problem)
 

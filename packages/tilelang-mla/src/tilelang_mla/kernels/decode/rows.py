@@ -75,7 +75,11 @@ def place_of(T, inputs, entry, key):
 
 
 def key_at(T: Any, inputs: Any, place: Any) -> Any:
-    """The address of a key; that of the first one for none."""
+    """The address of a key; that of the first one for none.
+
+    To be given a name before it is handed to a function: TileLang would guard the call, as the last dimension is
+    exceeded, and lanes of a warp must call together.
+    """
     return at(T, inputs.kv[0, 0, T.max(place, T.int64(0))])
 
 
@@ -97,8 +101,9 @@ def begin_rows(T, S, inputs, work, held, thread):
     next_entry = entry_of(T, inputs, work.sequence, key_of(T, S, work, 1, thread), end_of(T, S, work))
     place = place_of(T, inputs, entry, key)
     if S.is_8bit:
+        own = key_at(T, inputs, place)
         call(
-            T, "begin_keys", at(T, held.words[0]), at(T, held.scales[0]), key_at(T, inputs, place), place >= 0, thread,
+            T, "begin_keys", at(T, held.words[0]), at(T, held.scales[0]), own, place >= 0, thread,
             constants=(S.scales > 1,),
         )  # fmt: skip
     return place, next_entry

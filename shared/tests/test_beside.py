@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -61,12 +61,14 @@ def test_both_times_and_the_commits_are_recorded_whatever_a_package_prints(tmp_p
     assert found["implementation"] == "toy"
     assert found["old_us"] > 0
     assert found["ratio"] == found["new_us"] / found["old_us"]
-    assert len(found["times_us"]["old"]) == 5
+    assert len(found["times_us"]["old"]) == 10
     assert (found["old_commit"], found["commit"]) == ("abc", "def")
 
 
 class Clocked:
     """A revision that is as slow as it is told, and slower right after another call."""
+
+    prepared: ClassVar[list[str]] = []
 
     def __init__(self, us: float, calls: list[str], name: str) -> None:
         self.us, self.calls, self.name = us, calls, name
@@ -76,7 +78,10 @@ class Clocked:
 
     def hear(self) -> Any:
         if self.command["do"] == "prepare":
+            self.prepared.append(self.name)
             return ["toy"]
+        if self.command["do"] == "release":
+            return True
         self.calls.append(self.name)
         return self.us
 
@@ -92,6 +97,13 @@ def test_the_ratio_is_of_medians_and_neither_revision_is_always_first() -> None:
     assert found["ratio"] == pytest.approx(1.2)
     assert set(calls[::2]) == {"old", "new"}
     assert calls.count("old") == calls.count("new") == 8
+
+
+def test_each_revision_is_once_the_first_to_take_memory(monkeypatch) -> None:
+    monkeypatch.setattr(Clocked, "prepared", [])
+    both: Any = {"old": Clocked(10.0, [], "old"), "new": Clocked(12.0, [], "new")}
+    beside.time_case(both, "n8", 1, random.Random(0), memories=2)
+    assert sorted(Clocked.prepared[::2]) == ["new", "old"]
 
 
 def test_a_tree_without_the_cases_is_named(tmp_path: Path, capsys) -> None:

@@ -103,11 +103,13 @@ def main(path: Path, device: torch.device) -> None:
         try:
             if command["do"] == "names":
                 answer = list(cases)
-            elif command["do"] == "prepare":
+            elif command["do"] == "release":
                 timed = None
                 gc.collect()
                 if device.type == "cuda":
                     torch.cuda.empty_cache()
+                answer = True
+            elif command["do"] == "prepare":
                 timed = Timed(cases[command["case"]], device)
                 answer = list(timed.calls)
             elif timed is not None:

@@ -153,7 +153,7 @@ def test_the_kernels_match_the_oracle(tensors, run, options) -> None:
 def test_tiles_of_any_size_make_the_same_gradients(tensors, run) -> None:
     batch = tensors.batch([(0, 70), (30, 40)], blocks=(32, 64), head_dim=16)
     d_out, _ = upstream(batch, *results_of(batch))
-    for plan in (BackwardPlan(32, 64, 4, 1, 16, 32, 4, 2), BackwardPlan(16, 32, 4, 2, 16, 64, 4, 1)):
+    for plan in (BackwardPlan(32, 64, 4, 1, 16, 32, 4, 2), BackwardPlan(16, 32, 4, 2, 16, 64, 4, 1, 2)):
         check(batch, run(batch, plan, d_out, None), d_out, None)
 
 

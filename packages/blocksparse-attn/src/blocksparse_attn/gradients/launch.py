@@ -56,7 +56,7 @@ def prepare_backward(
         backward_keys, (slots_k * problem.num_heads_kv, 1, 1),
         (
             rows, problem.sequences, keys, *of_columns, slots_k, slots_q, scores, problem.left, strides,
-            _config(problem, of_keys, strides), chosen.block_m,
+            _config(problem, of_keys, strides), chosen.block_m, chosen.heads_together,
         ), device, group=group, num_warps=chosen.keys_warps,
     )  # fmt: skip
     new_delta = allocator(torch.empty(backward.lse.shape, dtype=torch.float32, device=device))
@@ -93,7 +93,8 @@ def _config(problem: Problem, tile: tuple[int, int, int], strides: GivenStrides)
     """``tile``: queries, keys and stages."""
     size, size_v = problem.head_dim, problem.head_dim_v
     block_m, block_n, stages = tile
-    reach = max(s[3] * n for s, n in zip(strides, (size, size, size_v, size_v), strict=True))
+    sizes = (size, size, size_v, size_v)
+    reach = max(s[3] * n + s[1] * max(block_m, block_n) for s, n in zip(strides, sizes, strict=True))
     return PortableConfig(
         KIND=int(tiles.PADDED if problem.padded else tiles.RAGGED), GROUP=problem.group,
         HEADS_KV=problem.num_heads_kv, D=size, BLOCK_D=max(16, power_of_two_at_least(size)), DV=size_v,

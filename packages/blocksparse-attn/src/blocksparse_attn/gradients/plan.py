@@ -14,7 +14,7 @@ class BackwardPlan(Plan):
     """Two kernels: one by tiles of queries, of one row of the layout, and one by tiles of keys, of one block.
 
     That of queries has ``block_m`` of them, and walks ``block_n`` keys at a time; that of keys has ``keys_n``, and
-    walks ``keys_m`` queries at a time.
+    walks ``keys_m`` queries at a time; the tiles of ``heads_together`` kv heads come in turn.
     """
 
     block_m: int
@@ -25,13 +25,16 @@ class BackwardPlan(Plan):
     keys_n: int
     keys_warps: int
     keys_stages: int
+    heads_together: int = 1
 
     def covers(self, problem: Problem) -> bool:
         """Whether the kernels can run this problem with this plan."""
         sizes = (self.block_m, self.block_n, self.keys_m, self.keys_n)
         if not is_power_of_two(*sizes, self.num_warps, self.keys_warps) or min(sizes) < 16:
             return False
-        if min(self.num_stages, self.keys_stages) < 1 or problem.page_size:
+        if min(self.num_stages, self.keys_stages, self.heads_together) < 1 or problem.page_size:
+            return False
+        if problem.num_heads_kv % self.heads_together:
             return False
         rows = problem.q_block % self.block_m == self.block_m % self.keys_m == 0
         return rows and problem.k_block % self.block_n == problem.k_block % self.keys_n == 0
@@ -56,7 +59,9 @@ def plan_backward(problem: Problem, limits: DeviceLimits) -> BackwardPlan:
         most, num_warps, num_stages = 32, 8, 1
         keys_m = most
     block_m, block_n = (min(most, power_of_two_in(block)) for block in (problem.q_block, problem.k_block))
-    return BackwardPlan(block_m, block_n, num_warps, num_stages, min(keys_m, block_m), block_n, num_warps, keys_stages)
+    # Without warpgroups' registers two accumulators of 128 would spill from four warps of sm_100.
+    keys_warps = 8 if limits.shared_memory > 200 * 1024 and not limits.hopper else num_warps
+    return BackwardPlan(block_m, block_n, num_warps, num_stages, min(keys_m, block_m), block_n, keys_warps, keys_stages)
 
 
 def num_tiles(tokens: int, block: int, problem: Problem, slack: int) -> int:

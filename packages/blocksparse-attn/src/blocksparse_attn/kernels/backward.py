@@ -76,31 +76,32 @@ def place_of(batch, i_b, token, i_h, strides, H: tl.constexpr):
 
 
 @triton.jit
-def load_rows(p, row, fits, strides, D: tl.constexpr, BLOCK_D: tl.constexpr, WIDE: tl.constexpr):
-    """The rows [n, BLOCK_D] of these numbers, counted from that at ``p``; zeros where they do not fit.
+def load_rows(p, first, fits, strides, D: tl.constexpr, BLOCK_D: tl.constexpr, WIDE: tl.constexpr):
+    """The rows [n, BLOCK_D] from ``first`` on, counted from that at ``p``; zeros where they do not fit [n].
 
-    An address is one product and sum of 32 bits to 64: a loop that carried offsets would spill.
+    One address for all, and offsets of 32 bits that are the same for every tile.
     """
     o_d = wide(tl.arange(0, BLOCK_D), WIDE) * strides[3]
+    o_row = wide(tl.arange(0, fits.shape[0]), WIDE) * strides[1]
     m_tile = fits[:, None]
     if D != BLOCK_D:
         m_tile = m_tile & (tl.arange(0, BLOCK_D) < D)[None, :]
-    return tl.load((p + o_d)[None, :] + (row.to(tl.int64) * strides[1])[:, None], mask=m_tile, other=0.0)
+    return tl.load(p + first.to(tl.int64) * strides[1] + o_row[:, None] + o_d[None, :], mask=m_tile, other=0.0)
 
 
 @triton.jit
-def row_tile(given, own, row, m_row, strides, config: tl.constexpr):
-    """Queries [BLOCK_M, BLOCK_D] and gradients of outputs [BLOCK_M, BLOCK_DV]."""
-    b_q = load_rows(given.q + own.q, row, m_row, strides.q, config.D, config.BLOCK_D, config.WIDE)
-    b_do = load_rows(given.d_out + own.d_out, row, m_row, strides.d_out, config.DV, config.BLOCK_DV, config.WIDE)
+def row_tile(given, own, first, fits, strides, config: tl.constexpr):
+    """Queries [BLOCK_M, BLOCK_D] and gradients of outputs [BLOCK_M, BLOCK_DV] from the row ``first`` on."""
+    b_q = load_rows(given.q + own.q, first, fits, strides.q, config.D, config.BLOCK_D, config.WIDE)
+    b_do = load_rows(given.d_out + own.d_out, first, fits, strides.d_out, config.DV, config.BLOCK_DV, config.WIDE)
     return b_q, b_do
 
 
 @triton.jit
-def key_tile(p_k, p_v, row, fits, strides, config: tl.constexpr):
-    """Keys [BLOCK_N, BLOCK_D] and values [BLOCK_N, BLOCK_DV]."""
-    b_k = load_rows(p_k, row, fits, strides.k, config.D, config.BLOCK_D, config.WIDE)
-    b_v = load_rows(p_v, row, fits, strides.v, config.DV, config.BLOCK_DV, config.WIDE)
+def key_tile(p_k, p_v, first, fits, strides, config: tl.constexpr):
+    """Keys [BLOCK_N, BLOCK_D] and values [BLOCK_N, BLOCK_DV] from the row ``first`` on."""
+    b_k = load_rows(p_k, first, fits, strides.k, config.D, config.BLOCK_D, config.WIDE)
+    b_v = load_rows(p_v, first, fits, strides.v, config.DV, config.BLOCK_DV, config.WIDE)
     return b_k, b_v
 
 
@@ -227,7 +228,7 @@ def backward_queries(
             i_b = begin // rows
         # All is counted from the token at position 0.
         own = place_of(batch, i_b, begin - i_b * rows - context, i_h, strides, H)
-        b_q, b_do = row_tile(given, own, position, m_row, strides, config)
+        b_q, b_do = row_tile(given, own, i_tile * BLOCK_M, m_row, strides, config)
         row = own.row + position.to(tl.int64) * H
         o_dv = tl.arange(0, BLOCK_DV)
         m_out = m_row[:, None] & (o_dv < config.DV)[None, :]
@@ -264,7 +265,7 @@ def backward_queries(
             first_key = column * config.K_BLOCK + i % PER_BLOCK * BLOCK_N
             o_key = first_key + tl.arange(0, BLOCK_N)
             m_key = (o_key >= low) & (o_key < high)
-            b_k, b_v = key_tile(p_k, p_v, o_key, m_key, strides, config)
+            b_k, b_v = key_tile(p_k, p_v, first_key, m_key, strides, config)
             edge = is_edge(first, last, first_key, first_key + (BLOCK_N - 1), left, config.HAS_LEFT)
             _, b_ds = score_gradients(
                 product(b_q, b_k), product(b_do, b_v), b_lse[:, None], b_delta[:, None], o_key[None, :],
@@ -281,11 +282,12 @@ def backward_queries(
 )  # fmt: skip
 def backward_keys(
     given, lists, bounds, p_dk, p_dv, rows, sequences, keys, s_crow, s_col, layout_columns, entries, slots, slots_q,
-    scores, left, strides, config: tl.constexpr, ROWS: tl.constexpr,
+    scores, left, strides, config: tl.constexpr, ROWS: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """The gradients of one tile of keys and values of a kv head; ``lists`` are those of the transposed layout.
 
-    ROWS: BLOCK_M of ``backward_queries``, a multiple of this kernel's.
+    ROWS: BLOCK_M of ``backward_queries``, a multiple of this kernel's. TOGETHER: kv heads whose tiles come in turn; the
+    first tiles of a head, which most queries see, are the heaviest.
     """
     BLOCK_M: tl.constexpr = config.BLOCK_M
     BLOCK_N: tl.constexpr = config.BLOCK_N
@@ -297,11 +299,11 @@ def backward_keys(
     batch = Batch(bounds, sequences, rows, keys)
     layout = Layout(lists, s_crow, s_col, layout_columns, entries)
     scoring = Scoring(scores[0], scores[1], left)
-    pid = tl.program_id(0)
-    i_kv = pid // slots
+    i_of_heads = tl.program_id(0) % (slots * TOGETHER)
+    i_kv = tl.program_id(0) // (slots * TOGETHER) * TOGETHER + i_of_heads % TOGETHER
     # Keys are cut into segments and tiles as queries are.
     all_keys = Batch(Bounds(bounds.k_starts, bounds.k_ends, None, None), sequences, keys, rows)
-    i_n, i_tile, first_key, k_len = locate(all_keys, pid % slots, BLOCK_N, 1, KIND)
+    i_n, i_tile, first_key, k_len = locate(all_keys, i_of_heads // TOGETHER, BLOCK_N, 1, KIND)
     if (k_len > 0) & (i_tile >= 0) & (i_tile * BLOCK_N < k_len):
         i_s = tl.maximum(i_n, 0)
         i_s = i_s * 3 + 1 if KIND == PADDED else i_s + 1
@@ -318,7 +320,7 @@ def backward_keys(
         at = first_key - i_b * keys
         p_k = given.k + i_b * strides.k[0] + at * strides.k[1] + i_kv.to(tl.int64) * strides.k[2]
         p_v = given.v + i_b * strides.v[0] + at * strides.v[1] + i_kv.to(tl.int64) * strides.v[2]
-        b_k, b_v = key_tile(p_k, p_v, o_key, m_key & possible, strides, config)
+        b_k, b_v = key_tile(p_k, p_v, i_tile * BLOCK_N, m_key & possible, strides, config)
         token = begin - context
         if KIND == PADDED:
             token -= begin // rows * rows
@@ -345,7 +347,7 @@ def backward_keys(
                 first = tl.where(there, first, -BLOCK_M)
                 position = first + o_m
                 m_row = within(position, context, length)
-                b_q, b_do = row_tile(given, own, position, m_row, strides, config)
+                b_q, b_do = row_tile(given, own, first, m_row, strides, config)
                 edge = is_edge(
                     first, first + (BLOCK_M - 1), i_tile * BLOCK_N, i_tile * BLOCK_N + (BLOCK_N - 1), left,
                     config.HAS_LEFT,

@@ -9,8 +9,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from lightning_attn.kernels.decay import base_two_rate
-from lightning_attn.kernels.recurrent import advance, load_row
-from lightning_attn.kernels.schedule import States, program, rows_of_head
+from lightning_attn.kernels.recurrent import accepted_tokens, advance, load_row, locate_head
+from lightning_attn.kernels.schedule import States, rows_of_head
 from lightning_attn.kernels.trees import lowest, path_to
 
 
@@ -76,6 +76,13 @@ def widened(b_rows, TOKENS: gl.constexpr, WIDTH: gl.constexpr):
 
 
 @gluon.jit
+def offsets(column, sizes: gl.constexpr, layout: gl.constexpr):
+    """Of a tile's rows, and of its columns from ``column`` on."""
+    o_d = gl.arange(0, sizes.BLOCK_D, gl.SliceLayout(1, layout)).to(gl.int64)
+    return o_d, (column + gl.arange(0, sizes.BLOCK_E, gl.SliceLayout(0, layout))).to(gl.int64)
+
+
+@gluon.jit
 def tile_pointers(states, slot, i_h, o_d, o_e, sizes: gl.constexpr):
     """With strides along d and e that are constants, so that no row needs an address of its own."""
     p_tile = states.p + slot * states.strides.slot + i_h * states.strides.head
@@ -101,8 +108,7 @@ def store_tile(states, slot, i_h, column, b_S, sizes: gl.constexpr):
     warp stored those, where loading alone takes 44, and the portable kernel, which stores lines, 70.
     """
     layout: gl.constexpr = lines_layout(sizes.BLOCK_E, sizes.WARPS)
-    o_d = gl.arange(0, sizes.BLOCK_D, gl.SliceLayout(1, layout)).to(gl.int64)
-    o_e = (column + gl.arange(0, sizes.BLOCK_E, gl.SliceLayout(0, layout))).to(gl.int64)
+    o_d, o_e = offsets(column, sizes, layout)
     p_tile = tile_pointers(states, slot, i_h, o_d, o_e, sizes)
     dtype: gl.constexpr = states.p.dtype.element_ty
     shared: gl.constexpr = shared_layout(sizes.BLOCK_D, sizes.BLOCK_E, sizes.WARPS)
@@ -144,6 +150,15 @@ def store_output(o, i_t, o_e, b_o, sizes: gl.constexpr):
     gl.store(p_row, b_o.to(o.p.dtype.element_ty), mask=o_e < sizes.E)
 
 
+@gluon.jit
+def store_zero_rows(o, tokens, o_e, sizes: gl.constexpr, layout: gl.constexpr):
+    """The outputs of a sequence whose slot is padding."""
+    BLOCK_E: gl.constexpr = sizes.BLOCK_E
+    b_zero = gl.zeros([BLOCK_E], gl.float32, gl.SliceLayout(0, layout))
+    for i_t in range(tokens):
+        store_output(o, i_t, o_e, b_zero, sizes)
+
+
 @gluon.jit(do_not_specialize=["num_slots"])
 def decode(
     p_q, p_k, p_v, p_pool, p_slots, p_slopes, p_accepted, p_o, num_slots, scale, strides,
@@ -156,31 +171,20 @@ def decode(
     BLOCK_E: gl.constexpr = sizes.BLOCK_E
     WARPS: gl.constexpr = sizes.WARPS
     layout: gl.constexpr = columns_layout(BLOCK_D, BLOCK_E, WARPS)
-    i_e, i_h, i_n = program(sizes.H, (E + BLOCK_E - 1) // BLOCK_E)
-    i_h = i_h.to(gl.int64)
-    i_n = i_n.to(gl.int64)
-    if DEPENDENT_LAUNCH:
-        tl.extra.cuda.gdc_wait()
-    slot = gl.load(p_slots + i_n).to(gl.int64)
-    tokens = TOKENS
-    if p_accepted is not None:
-        accepted = gl.load(p_accepted + i_n)
-        tokens = gl.where((accepted >= 0) & (accepted <= TOKENS), accepted, 0).to(gl.int32)
+    i_e, i_h, i_n, slot = locate_head(p_slots, sizes, DEPENDENT_LAUNCH)
+    tokens = accepted_tokens(p_accepted, i_n, TOKENS)
     rate = base_two_rate(p_slopes, i_h)
+    column = i_e * BLOCK_E
+    o_d, o_e = offsets(column, sizes, layout)
     k = rows_of_head(p_k, strides.k, i_n, i_h, sizes.RATIO_QK)
     v = rows_of_head(p_v, strides.v, i_n, i_h, sizes.RATIO_V)
-    column = i_e * BLOCK_E
     o = k
     if p_q is not None:
         q = rows_of_head(p_q, strides.q, i_n, i_h, sizes.RATIO_QK)
         o = rows_of_head(p_o, strides.o, i_n, i_h, 1)
-    o_d = gl.arange(0, BLOCK_D, gl.SliceLayout(1, layout)).to(gl.int64)
-    o_e = (column + gl.arange(0, BLOCK_E, gl.SliceLayout(0, layout))).to(gl.int64)
     if (slot < 0) | (slot >= num_slots):
         if p_q is not None:
-            b_zero = gl.zeros([BLOCK_E], gl.float32, gl.SliceLayout(0, layout))
-            for i_t in range(TOKENS):
-                store_output(o, i_t, o_e, b_zero, sizes)
+            store_zero_rows(o, TOKENS, o_e, sizes, layout)
     elif tokens > 0:
         pool = States(p_pool, strides.pool)
         b_S = load_tile(pool, slot, i_h, o_d, o_e, sizes)
@@ -205,26 +209,15 @@ def verify_tree(
     sizes: gl.constexpr, DEPENDENT_LAUNCH: gl.constexpr,
 ):  # fmt: skip
     """``trees.verify_tree``."""
-    E: gl.constexpr = sizes.E
-    BLOCK_D: gl.constexpr = sizes.BLOCK_D
-    BLOCK_E: gl.constexpr = sizes.BLOCK_E
-    layout: gl.constexpr = columns_layout(BLOCK_D, BLOCK_E, sizes.WARPS)
-    i_e, i_h, i_n = program(sizes.H, (E + BLOCK_E - 1) // BLOCK_E)
-    i_h = i_h.to(gl.int64)
-    i_n = i_n.to(gl.int64)
-    if DEPENDENT_LAUNCH:
-        tl.extra.cuda.gdc_wait()
-    slot = gl.load(p_slots + i_n).to(gl.int64)
+    layout: gl.constexpr = columns_layout(sizes.BLOCK_D, sizes.BLOCK_E, sizes.WARPS)
+    i_e, i_h, i_n, slot = locate_head(p_slots, sizes, DEPENDENT_LAUNCH)
+    o_d, o_e = offsets(i_e * sizes.BLOCK_E, sizes, layout)
     q = rows_of_head(p_q, strides.q, i_n, i_h, sizes.RATIO_QK)
     k = rows_of_head(p_k, strides.k, i_n, i_h, sizes.RATIO_QK)
     v = rows_of_head(p_v, strides.v, i_n, i_h, sizes.RATIO_V)
     o = rows_of_head(p_o, strides.o, i_n, i_h, 1)
-    o_d = gl.arange(0, BLOCK_D, gl.SliceLayout(1, layout)).to(gl.int64)
-    o_e = (i_e * BLOCK_E + gl.arange(0, BLOCK_E, gl.SliceLayout(0, layout))).to(gl.int64)
     if (slot < 0) | (slot >= num_slots):
-        b_zero = gl.zeros([BLOCK_E], gl.float32, gl.SliceLayout(0, layout))
-        for i_t in range(nodes):
-            store_output(o, i_t, o_e, b_zero, sizes)
+        store_zero_rows(o, nodes, o_e, sizes, layout)
     else:
         pool = States(p_pool, strides.pool)
         rate = base_two_rate(p_slopes, i_h)
@@ -242,7 +235,7 @@ def verify_tree(
                     i_t = lowest(rest)
                     rest &= rest - 1
                     b_k = load_row(k, i_t, o_d, sizes.D)
-                    b_v = load_row(v, i_t, o_e, E)
+                    b_v = load_row(v, i_t, o_e, sizes.E)
                     b_S = advance(b_S, b_k, b_v, rate)
                     if ((fresh >> i_t) & 1) == 1:
                         b_q = load_row(q, i_t, o_d, sizes.D)

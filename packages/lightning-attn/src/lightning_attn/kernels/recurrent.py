@@ -79,16 +79,33 @@ def advance_compensated(b_S, b_error, b_k, b_v, kept, lost):
 
 
 @triton.jit
-def locate_tile(p_slots, p_slopes, p_pool, strides, sizes: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr):
-    """A program's sequence and head, the pool, the sequence's slot in it, its tile of a state, and the decay rate."""
-    BLOCK_D: tl.constexpr = sizes.BLOCK_D
-    BLOCK_E: tl.constexpr = sizes.BLOCK_E
-    i_e, i_h, i_n = program(sizes.H, (sizes.E + BLOCK_E - 1) // BLOCK_E)
+def locate_head(p_slots, sizes: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr):
+    """A program's tile of columns, its head and sequence, and the sequence's slot in the pool."""
+    i_e, i_h, i_n = program(sizes.H, (sizes.E + sizes.BLOCK_E - 1) // sizes.BLOCK_E)
     i_h = i_h.to(tl.int64)
     i_n = i_n.to(tl.int64)
     if DEPENDENT_LAUNCH:
         tl.extra.cuda.gdc_wait()
-    slot = tl.load(p_slots + i_n).to(tl.int64)
+    return i_e, i_h, i_n, tl.load(p_slots + i_n).to(tl.int64)
+
+
+@triton.jit
+def accepted_tokens(p_accepted, i_n, TOKENS: tl.constexpr):
+    """How many of a sequence's tokens are taken: all, or the accepted ones if that is a possible number, else none."""
+    if p_accepted is None:
+        tokens = TOKENS
+    else:
+        accepted = tl.load(p_accepted + i_n)
+        tokens = tl.where((accepted >= 0) & (accepted <= TOKENS), accepted, 0).to(tl.int32)
+    return tokens
+
+
+@triton.jit
+def locate_tile(p_slots, p_slopes, p_pool, strides, sizes: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr):
+    """A program's sequence and head, the pool, the sequence's slot in it, its tile of a state, and the decay rate."""
+    BLOCK_D: tl.constexpr = sizes.BLOCK_D
+    BLOCK_E: tl.constexpr = sizes.BLOCK_E
+    i_e, i_h, i_n, slot = locate_head(p_slots, sizes, DEPENDENT_LAUNCH)
     o_d = tl.arange(0, BLOCK_D).to(tl.int64)
     o_e = (i_e * BLOCK_E + tl.arange(0, BLOCK_E)).to(tl.int64)
     return i_n, i_h, States(p_pool, strides.pool), slot, o_d, o_e, base_two_rate(p_slopes, i_h)
@@ -115,10 +132,7 @@ def decode(
     D: tl.constexpr = sizes.D
     E: tl.constexpr = sizes.E
     i_n, i_h, pool, slot, o_d, o_e, rate = locate_tile(p_slots, p_slopes, p_pool, strides, sizes, DEPENDENT_LAUNCH)
-    tokens = TOKENS
-    if p_accepted is not None:
-        accepted = tl.load(p_accepted + i_n)
-        tokens = tl.where((accepted >= 0) & (accepted <= TOKENS), accepted, 0).to(tl.int32)
+    tokens = accepted_tokens(p_accepted, i_n, TOKENS)
     k = rows_of_head(p_k, strides.k, i_n, i_h, sizes.RATIO_QK)
     v = rows_of_head(p_v, strides.v, i_n, i_h, sizes.RATIO_V)
     # The first token's rows are loaded while the slot, and then the state, is waited for; the next ones' while a token

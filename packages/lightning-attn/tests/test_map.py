@@ -30,7 +30,7 @@ def test_every_cliff_is_a_case_that_owes_a_speed() -> None:
 @pytest.mark.skipif(not SPOTS.is_file(), reason="an sdist has no benchmarks")
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_every_figure_that_is_quoted_is_of_a_case_and_short_prompts_are_right(dtype: str) -> None:
-    assert len(rehearse_cases(SPOTS, judged=0)) == 14
+    assert len(rehearse_cases(SPOTS, judged=0)) == 19
     spots = load_module(SPOTS, "cases(device)")
     case = spots.prefill(DryBench.device, dtype, dtype=dtype, heads=2, tokens=70, sequences=2)
     judge(spots.beside_bfloat16(case) if dtype == "float16" else case)

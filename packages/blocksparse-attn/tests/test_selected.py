@@ -38,6 +38,10 @@ def plan(
     return SelectedPlan(rows, keys, splits, 4, 1, packed, most_united, alone)
 
 
+def blockwise(rows: int = 16, keys: int = 16, stages: int = 1, tokens: int = 4096) -> SelectedPlan:
+    return SelectedPlan(rows, keys, 1, 4, stages, by_blocks=tokens)
+
+
 @pytest.fixture
 def run(device: torch.device) -> Callable[..., None]:
     """The kernel itself, with a plan of the caller's, into guarded memory."""
@@ -84,6 +88,10 @@ CASES: dict[str, tuple[SelectedPlan, dict[str, Any]]] = {
     "not causal, a token at a time": (plan(16, 32), {"causal": False, "block": 4}),
     "float32": (plan(16, 16, 2, 2), {"dtype": FP32}),
     "one block": (plan(), {"topk": 1}),
+    "block by block": (blockwise(), {"sinks": True}),
+    "block by block, four tokens a tile": (blockwise(64, 32, 4), {"block": 32, "page": 24, "heads": (24, 2)}),
+    "block by block, some tokens at a time": (blockwise(16, 16, 2, tokens=7), {"page_layout": "HND", "head_dim_v": 48}),
+    "block by block, not causal": (blockwise(32), {"causal": False, "scales": "heads", "dtype": FP16}),
 }  # fmt: skip
 
 
@@ -126,7 +134,7 @@ def test_tokens_see_their_own_block_up_to_themselves(selected, device) -> None:
     batch.check(out)
 
 
-@pytest.mark.parametrize("chosen", [plan(), plan(16, 16, 1, 4)], ids=["one", "four"])
+@pytest.mark.parametrize("chosen", [plan(), plan(16, 16, 1, 4), blockwise()], ids=["one", "four", "blocks"])
 def test_keys_that_no_token_of_a_tile_sees_are_not_multiplied(selected, device, run, chosen) -> None:
     batch = selected([(60, 4)], block=16, topk=2, page=16, rows_after=0)
     batch.indices = torch.tensor([0, 2], dtype=torch.int32, device=device).expand(4, 2, 2).contiguous()
@@ -141,7 +149,7 @@ def test_keys_that_no_token_of_a_tile_sees_are_not_multiplied(selected, device, 
     run(batch, chosen)
 
 
-@pytest.mark.parametrize("chosen", [plan(), plan(16, 16, 2, 4)], ids=["one", "four"])
+@pytest.mark.parametrize("chosen", [plan(), plan(16, 16, 2, 4), blockwise()], ids=["one", "four", "blocks"])
 def test_lists_of_any_content_touch_nothing_else(selected, device, run, chosen) -> None:
     """Blocks past the last one, far out of bounds, negative; sequences of impossible lengths."""
     batch = selected(LENGTHS, topk=5)
@@ -315,6 +323,17 @@ def test_models_at_their_sizes(selected, lengths, options) -> None:
     got = batch.call(return_lse=True)
     batch.check(got.out, got.lse)
     contract.check_deterministic(lambda: [batch.call()])
+
+
+@gpu
+@pytest.mark.parametrize("chosen", [blockwise(64, 128, 2), blockwise(64, 128, 3, tokens=384)], ids=["one", "two"])
+def test_prefill_block_by_block_at_its_sizes(selected, chosen) -> None:
+    batch = selected(
+        [(8192, 512), (0, 100), (3000, 1)], heads=(64, 4), head_dim=128, block=128, topk=16, page=64, share=0.5
+    )
+    got = batch.call(return_lse=True, plan=chosen)
+    batch.check(got.out, got.lse)
+    contract.check_deterministic(lambda: [batch.call(plan=chosen)])
 
 
 @gpu

@@ -20,6 +20,7 @@ from blocksparse_attn.kernels.selected import (
 )
 from blocksparse_attn.launch import device_limits, merge_config
 from blocksparse_attn.selected.arguments import Tensors
+from blocksparse_attn.selected.by_blocks import prepare_by_blocks
 from blocksparse_attn.selected.plan import Problem, SelectedPlan, head_tiles, num_slots, plan_selected
 from kernel_reference.dispatch import allocator
 from kernel_reference.integers import power_of_two_at_least
@@ -36,6 +37,8 @@ def prepare_selected(problem: Problem, plan: SelectedPlan | None, tensors: Tenso
     device = tensors.q.device
     forms = Tensors(*map(without_memory, tensors))  # type: ignore[arg-type]
     chosen = plan_selected(problem, device_limits(device)) if plan is None else plan
+    if chosen.by_blocks:
+        return prepare_by_blocks(problem, chosen, forms, device)
     attend = _attend(problem, chosen, forms, device)
     if chosen.num_splits == 1:
         # A kernel is the same with splits and without: there are always pointers to partial results.

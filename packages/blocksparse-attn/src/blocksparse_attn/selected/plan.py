@@ -61,6 +61,7 @@ class SelectedPlan(Plan):
     A tile walks what any of its tokens lists, ``block_n`` keys at a time. ``num_splits`` programs share the list. Where
     those lists make more than ``most_united`` blocks, as the device finds, each of the tokens is walked by itself,
     ``alone_n`` keys at a time, with ``alone_warps`` and ``alone_stages``; ``alone_n`` 0: never.
+    ``by_blocks``: block by block instead, so many tokens at a time, 0: not; ``block_n`` is the block's size.
     ``dependent_launch``, on sm_90: tiles of one token, and their merge kernel, may start before the kernel ahead of
     each has ended. ``max_registers``, of Triton before 3.7, on NVIDIA's GPUs: of a thread of a tile of one token; 0: as
     many as it takes. ``e4m3``: widen keys and values by the GPU's own instruction (NVIDIA from sm_89 on).
@@ -79,6 +80,7 @@ class SelectedPlan(Plan):
     dependent_launch: bool = False
     max_registers: int = 0
     e4m3: bool = False
+    by_blocks: int = 0
 
     def alone(self, problem: Problem) -> SelectedPlan:
         """The plan of the kernel for tokens whose lists have little in common."""
@@ -97,6 +99,8 @@ class SelectedPlan(Plan):
             return False
         if self.e4m3 and problem.cache_bits != 8:
             return False
+        if self.by_blocks:
+            return self._covers_by_blocks(problem)
         if self.packed == 1:
             return self.alone_n == 0
         if self.dependent_launch:
@@ -107,6 +111,16 @@ class SelectedPlan(Plan):
         entries = self.packed * power_of_two_at_least(max(1, problem.topk))
         fits = rows <= self.block_m and entries <= MOST_ENTRIES and self.packed <= MOST_TOKENS
         return fits and problem.block_size >= self.block_n
+
+    def _covers_by_blocks(self, problem: Problem) -> bool:
+        if problem.bits != 16 or problem.cache_bits != 16 or self.block_n != problem.block_size:
+            return False
+        if self.packed != 1 or self.num_splits != 1 or self.dependent_launch or self.by_blocks < 1:
+            return False
+        blocks = cdiv(problem.capacity, problem.block_size) * problem.sequences
+        # Entries are numbered in 32 bits.
+        numbered = 0 < blocks * problem.num_heads_kv < 2**31 - 1
+        return numbered and problem.topk > 0 and power_of_two_at_least(problem.group) <= self.block_m
 
 
 def rows_of_token(problem: Problem) -> int:

@@ -1,0 +1,194 @@
+"""Attention to blocks that are listed for each token and kv head, block by block: each is read once for many tokens.
+
+``attend_blocks``: entries of all lists, sorted by sequence, block and kv head, are cut into chunks, one for each
+program, which loads a block's keys and values and walks the tokens of the chunk that list it. ``combine_blocks`` merges
+the partial results of a token's blocks.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from blocksparse_attn.kernels.groups import Cache
+from blocksparse_attn.kernels.softmax import LN_2, LOG2_E, finite
+from blocksparse_attn.kernels.tiles import load_tile, slot_of
+
+# The number of an entry that lists nothing.
+NOTHING: tl.constexpr = tl.constexpr(2**31 - 1)
+
+
+class BlocksConfig(NamedTuple):
+    """What the kernels are compiled for, see ``SelectedConfig``.
+
+    TOKEN_ROWS: query heads of a kv head, rounded up to a power of two. CHUNK: entries of a program.
+    """
+
+    GROUP: int
+    HEADS_KV: int
+    D: int
+    BLOCK_D: int
+    DV: int
+    BLOCK_DV: int
+    PAGE: int
+    BLOCK: int
+    TOPK: int
+    TOPK_P: int
+    TOKEN_ROWS: int
+    BLOCK_M: int
+    CHUNK: int
+    STAGES: int
+    K_SCALES: int
+    V_SCALES: int
+
+
+class Entries(NamedTuple):
+    """Pointers: sorted numbers, ``(sequence * blocks + block) * Hkv + head``, int32; where an entry stood, int64; and,
+    by that, how many keys of its block the token sees, int32."""
+
+    number: Any
+    order: Any
+    reach: Any
+
+
+class Factors(NamedTuple):
+    """The softmax's scale, and factors of keys and values."""
+
+    softmax: Any
+    k: Any
+    v: Any
+
+
+class BlockStrides(NamedTuple):
+    """Of q and out by (token, head, element); of caches by (page, slot, head, element)."""
+
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+
+
+@triton.jit
+def scaled(p_scale, i_kv, factor, SCALES: tl.constexpr):
+    if SCALES:
+        factor = factor * tl.load(p_scale + (i_kv if SCALES > 1 else 0))
+    return factor
+
+
+@triton.jit
+def block_of_keys(inputs, p_table, number, reach, blocks, num_pages, s_table, strides, config: tl.constexpr):
+    """Keys and values of the first ``reach`` of a block; zeros behind them, and of pages that do not exist."""
+    i_kv = (number % config.HEADS_KV).to(tl.int64)
+    i_block = number // config.HEADS_KV
+    p_pages = p_table + (i_block // blocks).to(tl.int64) * s_table
+    cache = Cache(inputs.k + i_kv * strides.k[2], inputs.v + i_kv * strides.v[2], p_pages, 0, num_pages)
+    first = i_block % blocks * config.BLOCK
+    page, slot, fits = slot_of(cache, first + tl.arange(0, config.BLOCK), first + reach, config.PAGE)
+    m_key = fits & (tl.arange(0, config.BLOCK) < reach)
+    o_d = tl.arange(0, config.BLOCK_D) * strides.k[3]
+    o_dv = tl.arange(0, config.BLOCK_DV) * strides.v[3]
+    b_k = load_tile(cache.k, page * strides.k[0] + slot * strides.k[1], o_d, m_key, config.D, config.BLOCK_D)
+    b_v = load_tile(cache.v, page * strides.v[0] + slot * strides.v[1], o_dv, m_key, config.DV, config.BLOCK_DV)
+    return b_k, b_v
+
+
+@triton.jit(do_not_specialize=["entries", "blocks", "num_pages", "s_table"])
+def attend_blocks(
+    inputs, p_table, listed, p_part, p_part_lse, entries, blocks, num_pages, s_table, factors, strides,
+    config: tl.constexpr,
+):  # fmt: skip
+    """Partial results of the entries of one chunk: part [entries, GROUP, DV], part_lse [entries, GROUP] in base 2."""
+    ROWS: tl.constexpr = config.TOKEN_ROWS
+    TOKENS: tl.constexpr = config.BLOCK_M // ROWS
+    base = tl.program_id(0).to(tl.int64) * config.CHUNK
+    o_c = tl.arange(0, config.CHUNK)
+    own = tl.load(listed.number + base + o_c, mask=base + o_c < entries, other=NOTHING)
+    own_reach = tl.load(listed.reach + tl.load(listed.order + base + o_c, mask=own < NOTHING, other=0))
+    o_m = tl.arange(0, config.BLOCK_M)
+    o_n = tl.arange(0, config.BLOCK)
+    o_g = o_m % ROWS
+    o_dq = tl.arange(0, config.BLOCK_D) * strides.q[2]
+    o_dv = tl.arange(0, config.BLOCK_DV)
+    done = 0
+    number = tl.load(listed.number + base)
+    while number < NOTHING:
+        count = tl.sum((own == number).to(tl.int32), 0)
+        reach = tl.max(tl.where(own == number, own_reach, 0), 0)
+        i_kv = number % config.HEADS_KV
+        b_k, b_v = block_of_keys(inputs, p_table, number, reach, blocks, num_pages, s_table, strides, config)
+        scale = scaled(inputs.k_scale, i_kv, factors.softmax * factors.k, config.K_SCALES) * LOG2_E
+        factor = scaled(inputs.v_scale, i_kv, factors.v, config.V_SCALES)
+        for i in tl.range(0, (count + (TOKENS - 1)) // TOKENS, num_stages=config.STAGES):
+            i_entry = i * TOKENS + o_m // ROWS
+            m_row = (i_entry < count) & (o_g < config.GROUP)
+            order = tl.load(listed.order + base + done + i_entry, mask=m_row, other=0)
+            sees = tl.load(listed.reach + order, mask=m_row, other=0)
+            off_q = order // (config.HEADS_KV * config.TOPK) * strides.q[0]
+            off_q += (i_kv * config.GROUP + o_g).to(tl.int64) * strides.q[1]
+            b_q = load_tile(inputs.q, off_q, o_dq, m_row, config.D, config.BLOCK_D)
+            b_s = tl.dot(b_q, tl.trans(b_k)) * scale
+            b_s = tl.where(o_n[None, :] < sees[:, None], b_s, float("-inf"))
+            top = tl.max(b_s, 1)
+            b_p = tl.exp2(b_s - finite(top)[:, None])
+            total = tl.sum(b_p, 1)
+            safe = tl.where(total == 0, 1.0, total)
+            b_o = tl.dot(b_p.to(b_v.dtype), b_v) * (factor / safe)[:, None]
+            row = order * config.GROUP + o_g
+            m_tile = m_row[:, None]
+            if config.DV != config.BLOCK_DV:
+                m_tile = m_tile & (o_dv < config.DV)[None, :]
+            p_rows = p_part + row[:, None] * config.DV + o_dv[None, :]
+            tl.store(p_rows, b_o.to(p_part.dtype.element_ty), mask=m_tile)
+            tl.store(p_part_lse + row, tl.where(total == 0, float("-inf"), top + tl.log2(safe)), mask=m_row)
+        done += count
+        more = (done < config.CHUNK) & (base + done < entries)
+        number = tl.load(listed.number + base + done, mask=more, other=NOTHING)
+
+
+@triton.jit(do_not_specialize=["s_lse_head"])
+def combine_blocks(
+    p_part, p_part_lse, p_reach, p_inside, p_sinks, p_out, p_lse, s_lse_head, s_lse, strides, config: tl.constexpr
+):
+    """The results of the query heads of a kv head for one token, of its blocks' partial results.
+
+    ``p_inside`` int8: which tokens are of a sequence of possible lengths; only these have a sink.
+    """
+    ROWS: tl.constexpr = config.TOKEN_ROWS
+    BLOCK_DV: tl.constexpr = config.BLOCK_DV
+    pid = tl.program_id(0).to(tl.int64)
+    token, i_kv = pid // config.HEADS_KV, pid % config.HEADS_KV
+    o_k, o_g = tl.arange(0, config.TOPK_P), tl.arange(0, ROWS)
+    m_g = o_g < config.GROUP
+    sees = tl.load(p_reach + pid * config.TOPK + o_k, mask=o_k < config.TOPK, other=0) > 0
+    p_own = p_part_lse + pid * (config.TOPK * config.GROUP) + o_g
+    b_lse = tl.load(
+        p_own[None, :] + o_k[:, None] * config.GROUP, mask=sees[:, None] & m_g[None, :], other=float("-inf")
+    )
+    top = tl.max(b_lse, 0)
+    b_sink = tl.full([ROWS], float("-inf"), tl.float32)
+    if p_sinks is not None:
+        inside = tl.load(p_inside + token) != 0
+        b_sink = tl.load(p_sinks + i_kv * config.GROUP + o_g, mask=m_g & inside, other=float("-inf")).to(tl.float32)
+        b_sink = b_sink * LOG2_E
+        top = tl.maximum(top, b_sink)
+    total = tl.sum(tl.exp2(b_lse - finite(top)[None, :]), 0) + tl.exp2(b_sink - finite(top))
+    o_dv = tl.arange(0, BLOCK_DV)
+    m_dv = m_g[:, None] & (o_dv < config.DV)[None, :]
+    acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
+    for i in tl.range(0, config.TOPK, loop_unroll_factor=4):
+        m_entry = m_g & (tl.load(p_reach + pid * config.TOPK + i) > 0)
+        weight = tl.exp2(tl.load(p_own + i * config.GROUP, mask=m_entry, other=float("-inf")) - finite(top))
+        row = (pid * config.TOPK + i) * config.GROUP + o_g
+        p_rows = p_part + row[:, None] * config.DV + o_dv[None, :]
+        b_o = tl.load(p_rows, mask=m_dv & m_entry[:, None], other=0.0).to(tl.float32)
+        # A block that weighs nothing may hold what is not finite.
+        acc += tl.where(weight[:, None] > 0, weight[:, None] * b_o, 0.0)
+    safe = tl.where(total == 0, 1.0, total)
+    o_h = i_kv * config.GROUP + o_g
+    p_rows = (
+        p_out + token * strides.out[0] + o_h[:, None] * strides.out[1] + o_dv[None, :].to(tl.int64) * strides.out[2]
+    )
+    tl.store(p_rows, (acc / safe[:, None]).to(p_out.dtype.element_ty), mask=m_dv)
+    if p_lse is not None:
+        found = tl.where(total == 0, float("-inf"), (top + tl.log2(safe)) * LN_2)
+        tl.store(p_lse + o_h * s_lse_head + token * s_lse, found, mask=m_g)

@@ -25,6 +25,7 @@ import torch
 
 from kernel_reference.testing.codegen import GeneratedSource
 from tilelang_mla.compile import wanted
+from tilelang_mla.indexer_plan import IndexProblem, TopkProblem, plan_index_scores
 from tilelang_mla.plan import (
     DecodeProblem,
     DecodeTiles,
@@ -195,6 +196,39 @@ class MergeRanks(NamedTuple):
         return self._asdict()
 
 
+class IndexScores(NamedTuple):
+    """A kernel of the indexer's scores."""
+
+    name = "index_scores"
+    heads: int
+    tokens: int
+    page_size: int = 64
+
+    @property
+    def problem(self) -> IndexProblem:
+        return IndexProblem(self.heads, self.tokens, 1, self.tokens, self.page_size, 100, 6400, 6400, True)
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        from tilelang_mla import indexer_launch
+
+        return indexer_launch.scores_constants(self.problem, plan_index_scores(self.problem, H200))
+
+
+class IndexTopk(NamedTuple):
+    """The kernel of the indexer's top-k."""
+
+    name = "index_topk"
+    tokens: int = 1
+    width: int = 131072
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        from tilelang_mla import indexer_launch
+
+        return indexer_launch.topk_constants(TopkProblem(self.tokens, self.width, 2048, 1, 64), H200)
+
+
 DECODE = {
     "DeepSeek": Decoding(512, 64, BF16, False),
     "DeepSeek, pages of any size": Decoding(512, 64, BF16, True),
@@ -220,6 +254,9 @@ PREFILL = {
 }
 MERGE = {"512": Merge(512, BF16), "64": Merge(64, BF16), "512, sinks": Merge(512, BF16, True)}
 MERGE_RANKS = {"512": MergeRanks(512, BF16)}
+# Tiles of 512 rows have the most registers of four warpgroups; others are smaller, or have more registers.
+INDEX_SCORES = {"a prompt": IndexScores(64, 4096), "decoding": IndexScores(64, 1)}
+INDEX_TOPK = {"a row for an SM": IndexTopk()}
 every_decoding = pytest.mark.parametrize("kernel", DECODE.values(), ids=DECODE)
 every_8bit = pytest.mark.parametrize("kernel", DECODE_8BIT.values(), ids=DECODE_8BIT)
 every_of_keys = pytest.mark.parametrize("kernel", OF_KEYS.values(), ids=OF_KEYS)
@@ -227,6 +264,8 @@ every_by_rows = pytest.mark.parametrize("kernel", BY_ROWS.values(), ids=BY_ROWS)
 every_sparse = pytest.mark.parametrize("kernel", SPARSE.values(), ids=SPARSE)
 every_prefill = pytest.mark.parametrize("kernel", PREFILL.values(), ids=PREFILL)
 every_merge_of_ranks = pytest.mark.parametrize("kernel", MERGE_RANKS.values(), ids=MERGE_RANKS)
+every_index_scores = pytest.mark.parametrize("kernel", INDEX_SCORES.values(), ids=INDEX_SCORES)
+every_index_topk = pytest.mark.parametrize("kernel", INDEX_TOPK.values(), ids=INDEX_TOPK)
 every_merge = pytest.mark.parametrize("kernel", MERGE.values(), ids=MERGE)
 
 
@@ -305,7 +344,18 @@ def specs(target: str) -> list[GeneratedSource]:
 
     return [
         GeneratedSource(f"{kernel.name}, {name}", partial(_source_of, launch, kernel.name, kernel.constants))
-        for kernels in (DECODE, DECODE_8BIT, OF_KEYS, BY_ROWS, SPARSE, PREFILL, MERGE, MERGE_RANKS)
+        for kernels in (
+            DECODE,
+            DECODE_8BIT,
+            OF_KEYS,
+            BY_ROWS,
+            SPARSE,
+            PREFILL,
+            MERGE,
+            MERGE_RANKS,
+            INDEX_SCORES,
+            INDEX_TOPK,
+        )
         for name, kernel in kernels.items()
     ]
 
@@ -453,6 +503,21 @@ def test_prefill_issues_wgmma_and_tma_loads_without_spills(reports, kernel) -> N
 def test_the_combine_kernel_loads_vectors_of_16_bytes_without_spills(reports, kernel) -> None:
     assert_clean(reports[kernel])
     assert "*(float4*)(parts" in reports[kernel].text
+
+
+@every_index_scores
+def test_scores_of_keys_are_wgmma_of_e4m3_on_tma_loads_without_spills(reports, kernel) -> None:
+    made = reports[kernel]
+    assert_clean(made)
+    assert {"wgmma_ss", "tma_load"} <= words(made)
+    assert "kFloat8_e4m3" in made.text
+    plan = plan_index_scores(kernel.problem, H200)
+    assert shared_memory(made.text) + 256 <= plan.shared_memory(kernel.problem) <= H200.shared_memory
+
+
+@every_index_topk
+def test_the_top_k_has_its_loads_in_flight_without_spills(reports, kernel) -> None:
+    assert_clean(reports[kernel])
 
 
 @every_merge_of_ranks

@@ -23,7 +23,7 @@ def test_the_first_example_is_the_quickstart_and_one_token_alone_is_the_same() -
     assert "decode [16, 2, 16, 512] torch.bfloat16" in printed
     assert "the same alone: True" in printed
     # The one inside transformers is run with its tests.
-    assert len(BLOCKS) == 4 + 2
+    assert len(BLOCKS) == 4 + 3
 
 
 def test_the_example_of_caches_of_8_bits_attends_to_both() -> None:

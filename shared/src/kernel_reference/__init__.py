@@ -24,6 +24,7 @@ __all__ = [
     "checks",
     "collectives",
     "dispatch",
+    "indexing",
     "integers",
     "launching",
     "models",

@@ -5,6 +5,9 @@ from importlib import metadata
 from tilelang_mla import flash_mla
 from tilelang_mla.api import AttentionResult, flash_mla_varlen_func, flash_mla_with_kvcache, get_splits, plan_decode
 from tilelang_mla.caches import dequantize_kv, quantize_kv
+from tilelang_mla.index_cache import IndexViews, index_cache_views, quantize_index_k
+from tilelang_mla.indexer import index_lengths, index_scores, index_topk
+from tilelang_mla.indexer_plan import IndexPlan
 from tilelang_mla.plan import DecodeTiles, PrefillPlan
 from tilelang_mla.schedule import DecodePlan
 from tilelang_mla.sparse import SparseResult, flash_mla_sparse_fwd
@@ -13,6 +16,8 @@ __all__ = [
     "AttentionResult",
     "DecodePlan",
     "DecodeTiles",
+    "IndexPlan",
+    "IndexViews",
     "PrefillPlan",
     "SparseResult",
     "dequantize_kv",
@@ -21,7 +26,12 @@ __all__ = [
     "flash_mla_varlen_func",
     "flash_mla_with_kvcache",
     "get_splits",
+    "index_cache_views",
+    "index_lengths",
+    "index_scores",
+    "index_topk",
     "plan_decode",
+    "quantize_index_k",
     "quantize_kv",
 ]
 

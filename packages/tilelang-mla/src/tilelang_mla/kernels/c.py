@@ -12,19 +12,21 @@ import tilelang.language as tl
 from tilelang.cpu.language import Kernel
 from tilelang.utils.language import to_buffer_region
 
-from tilelang_mla.kernels import decode, merge, prefill, ranks
+from tilelang_mla.kernels import decode, indexer, merge, prefill, ranks
 
 _BUILDERS: dict[str, Any] = {
     "decode": decode.attend, "decode_8bit": decode.attend_8bit, "decode_sparse": decode.attend_sparse,
     "merge": merge.merge, "merge_ranks": ranks.merge_ranks, "prefill": prefill.attend,
     "prefill_sparse": decode.attend_sparse_prefill,
+    "index_scores": indexer.score, "index_topk": indexer.select,
 }  # fmt: skip
 
 
 @lru_cache
 def kernel(name: str, **constants: Any) -> Any:
-    """A compiled kernel, which takes contiguous float32 tensors."""
-    text = _BUILDERS[name](_Language(), dtype=tl.float32, serial=True, **constants)
+    """A compiled kernel, which takes contiguous tensors: float32, or int32 where they hold bits or integers."""
+    dtype = tl.int32 if name == "index_topk" else tl.float32
+    text = _BUILDERS[name](_Language(), dtype=dtype, serial=True, **constants)
     return tilelang.compile(text, target="c", execution_backend="cython")
 
 
@@ -38,6 +40,18 @@ def _product(a, b, c, first, rows, columns, depth, transposed, clear):
                 c[i, j] = c[i, j] + a[i, k] * b[*first, j, k]
             else:
                 c[i, j] = c[i, j] + a[i, k] * b[*first, k, j]
+
+
+@tl.macro
+def _add(buffer, i, value):
+    before = tl.alloc_var(tl.int32, init=buffer[i])
+    buffer[i] = before + value
+    return before
+
+
+@tl.macro
+def _or(buffer, i, value):
+    buffer[i] = buffer[i] | value
 
 
 class _Language:
@@ -72,6 +86,18 @@ class _Language:
         region = to_buffer_region(b)
         first = [part.min for part in region.region[:-2]]
         return _product(a, region.buffer, c, first, *c.shape, a.shape[1], transpose_B, clear_accum)
+
+    @staticmethod
+    def abs(number):
+        return tl.if_then_else(number < 0, -number, number)
+
+    @staticmethod
+    def atomic_add(place, value, return_prev=False):
+        return _add(place.buffer, place.indices[0], value)
+
+    @staticmethod
+    def atomic_or(place, value):
+        return _or(place.buffer, place.indices[0], value)
 
     @staticmethod
     def get_thread_binding():

@@ -1,0 +1,133 @@
+"""Plans of the indexer's kernels: pure functions from a problem and the device's limits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kernel_reference.integers import cdiv
+from kernel_reference.plans import Plan
+from tilelang_mla.plan import DeviceLimits
+
+# Elements of a key, and heads that rows of WGMMA's operands can be made of.
+INDEX_DIM = 128
+INDEX_HEADS = (16, 32, 64, 128)
+# Pages are of a multiple of so many tokens: what TMA brings has a swizzle of 8 rows, and scales come in 16 bytes.
+PAGE_STEP = 16
+# Rows of q, tokens x heads, of a tile: with 512 keys come through L2 at half of what the tensor cores could take.
+_MOST_ROWS = 512
+# Rows of a consumer warpgroup: a thread has their 64 sums and 32 weights in registers.
+_OF_GROUP = 128
+# Chunks of keys for each SM, that programs of unlike length even out; and keys of a chunk, enough to hide its begin.
+_CHUNKS, _FEWEST_KEYS, _MOST_KEYS = 8, 512, 8192
+# Beside the ring: what is told of a tile, and barriers.
+_BESIDE = 2048
+# Positions that the top-k's bit map has, of 32 to a word; longer rows are refused.
+_WORDS = (4096, 32768)
+MOST_POSITIONS = 32 * _WORDS[-1]
+# Positions of a list: candidates and lists lie in shared memory.
+MOST_TOPK = 4096
+# Threads of a program of the top-k: all of an SM where rows are few, else half.
+_THREADS = (1024, 512)
+
+
+@dataclass(frozen=True)
+class IndexProblem:
+    """Scores of the indexer, as plan, launch and reference are told of them.
+
+    each: tokens of a sequence where it has as many as the others; 0 where they are ragged. width: of a row of scores.
+    capacity: keys that a sequence may have.
+    """
+
+    heads: int
+    tokens: int
+    sequences: int
+    each: int
+    page_size: int
+    pages: int
+    capacity: int
+    width: int
+    clean: bool
+
+    @property
+    def ragged(self) -> bool:
+        """Whether bounds tell which tokens a sequence has."""
+        return self.each == 0
+
+
+@dataclass(frozen=True)
+class TopkProblem:
+    """A top-k, as plan, launch and reference are told of it; page_size 0: positions stay."""
+
+    tokens: int
+    width: int
+    topk: int
+    each: int
+    page_size: int
+
+
+@dataclass(frozen=True)
+class IndexPlan(Plan):
+    """Tiles of ``tile_tokens`` query tokens; blocks of ``block_n`` keys, ``num_stages`` in flight; chunks of blocks.
+
+    Consumer warpgroups share a block's keys, or where its rows of q are more than 128, those.
+    """
+
+    tile_tokens: int
+    block_n: int
+    num_stages: int
+    warpgroups: int
+    chunk: int
+
+    def covers(self, problem: IndexProblem) -> bool:
+        """Whether its blocks are such that the kernel can take them, for this problem."""
+        rows = self.tile_tokens * problem.heads
+        by_key = rows <= _OF_GROUP and self.block_n == 64 * self.warpgroups and self.warpgroups in (1, 2, 4)
+        by_token = self.block_n == 64 and rows == _OF_GROUP * self.warpgroups and self.warpgroups in (2, 4)
+        return (by_key or by_token) and 2 <= self.num_stages <= 16 and self.tile_tokens >= 1 and self.chunk >= 1
+
+    def shared_memory(self, problem: IndexProblem) -> int:
+        """Bytes of a program: a tile of q, and the ring of keys and their scales."""
+        ring = self.num_stages * self.block_n * (INDEX_DIM + 4)
+        return self.tile_tokens * problem.heads * INDEX_DIM + ring + _BESIDE
+
+    def num_places(self, problem: IndexProblem) -> int:
+        """Places of tiles: as many as sequences of any lengths can need, and of tokens that are none's."""
+        if not problem.ragged:
+            return problem.sequences * cdiv(problem.each, self.tile_tokens)
+        return problem.tokens // self.tile_tokens + problem.sequences + 2
+
+    def num_chunks(self, problem: IndexProblem) -> int:
+        """Chunks of a row of scores."""
+        return cdiv(problem.width, self.chunk * self.block_n)
+
+    def piece(self, problem: IndexProblem) -> int:
+        """Keys of a TMA load: they lie together in a page."""
+        return next(size for size in (64, 32, 16) if problem.page_size % size == 0)
+
+
+def plan_index_scores(problem: IndexProblem, limits: DeviceLimits) -> IndexPlan:
+    """As many tokens to a tile as sequences have on average; a tile's keys are cut until programs fill the SMs."""
+    tokens = problem.each or cdiv(problem.tokens, max(1, problem.sequences))
+    tile_tokens = 1
+    while tile_tokens < tokens and tile_tokens * problem.heads < _MOST_ROWS:
+        tile_tokens *= 2
+    rows = tile_tokens * problem.heads
+    if rows <= _OF_GROUP:
+        block_n, num_stages, warpgroups = 128, 4, 2
+    else:
+        block_n, num_stages, warpgroups = 64, 8, rows // _OF_GROUP
+    plan = IndexPlan(tile_tokens, block_n, num_stages, warpgroups, 1)
+    blocks = cdiv(min(problem.width, problem.capacity), block_n)
+    evenly = cdiv(blocks * plan.num_places(problem), _CHUNKS * limits.cores)
+    chunk = min(max(evenly, _FEWEST_KEYS // block_n), _MOST_KEYS // block_n)
+    return IndexPlan(tile_tokens, block_n, num_stages, warpgroups, chunk)
+
+
+def topk_words(width: int) -> int:
+    """Words of the bit map for rows of so many scores."""
+    return next(words for words in _WORDS if width <= 32 * words)
+
+
+def topk_threads(tokens: int, limits: DeviceLimits) -> int:
+    """Threads of a program, which has a row."""
+    return _THREADS[0] if tokens <= limits.cores else _THREADS[1]

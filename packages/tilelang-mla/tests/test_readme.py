@@ -31,6 +31,8 @@ def test_the_example_of_caches_of_8_bits_attends_to_both() -> None:
     assert "sparse [2, 1, 16, 512]" in run_block(sparse)
     [prompt] = [block for block in BLOCKS if "sparse_fwd" in block]
     assert "listed [5, 16, 512]" in run_block(prompt)
+    [indexer] = [block for block in BLOCKS if "index_topk" in block]
+    assert "indexed [2, 1, 128] [2, 1, 16, 512]" in run_block(indexer)
     printed = run_block(block)
     assert "torch.float8_e4m3fn [8, 64, 1, 576] [2, 1, 16, 512]" in printed
     assert "torch.uint8 [8, 64, 1, 656] [2, 1, 16, 512]" in printed

@@ -372,22 +372,31 @@ def test_only_states_that_are_one_piece_of_memory_are_fetched_ahead() -> None:
         assert replace(plan, ahead=264).covers(apart) == (plan.ahead > 0)
 
 
+PREFILL = PrefillProblem(
+    GroupShape(16, 32, 128, 128), 8192, 7, 0, (12288, 64), None, (4, 1), 4, True, True, True, False, 64
+)  # fmt: skip
+
+
 def test_a_walk_of_prefill_is_of_whole_tiles_and_of_four_rows_at_least() -> None:
-    shape = GroupShape(16, 32, 128, 128)
-    problem = PrefillProblem(shape, 8192, 3, 0, (12288, 64), None, (4, 1), 4, True, True, True, False, 64)
-    plan = plan_prefill(problem, H200)
-    assert plan.walk == 0
-    found = [replace(plan, rows=2, walk=walk).covers(problem) for walk in (0, 2, 4, 64, 96)]
+    plan = plan_prefill(PREFILL, CONSUMER)
+    assert (plan.walk, plan.max_registers) == (32, 0)
+    found = [replace(plan, rows=2, walk=walk).covers(PREFILL) for walk in (0, 2, 4, 64, 96)]
     assert found == [True, False, True, True, False]
-    assert not replace(plan, rows=16, walk=8).covers(problem)
-    assert prefill_programs(problem, replace(plan, walk=64)) == 128 + 128 * 96
+    assert not replace(plan, rows=16, walk=8).covers(PREFILL)
+    assert prefill_programs(PREFILL, replace(plan, walk=64)) == 128 + 128 * 96
+
+
+def test_rows_are_walked_where_they_are_many_to_a_sequence() -> None:
+    large = replace(PREFILL, shape=GroupShape(16, 32, 256, 256))
+    for problem in (large, replace(PREFILL, rows=2000), replace(PREFILL, sequences=64)):
+        assert plan_prefill(problem, H200).walk == 0
+    assert (plan_prefill(PREFILL, H200).walk, plan_prefill(PREFILL, H200).num_warps) == (32, 1)
 
 
 @pytest.mark.parametrize("width", [2, 3, 4])
 def test_walks_of_prefills_gradients_pass_every_row_and_are_short_where_rows_are_few(width: int) -> None:
-    shape = GroupShape(16, 32, 128, 128)
     for rows in (1, 15, 16, 1000, 8192, 100_000):
-        problem = PrefillProblem(shape, rows, 3, 0, (12288, 64), None, (4, 1), width, True, True, True, False, 64)
+        problem = replace(PREFILL, rows=rows, width=width)
         plan = plan_prefill_backward(problem, H200)
         gates, walks = plan.programs(problem)
         # A walk's last rows are the next one's first.

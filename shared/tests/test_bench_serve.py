@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -137,11 +138,11 @@ def layers(setting):
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Callable[[str], int]:
-    def run(error: str) -> int:
+def run(tmp_path: Path) -> Callable[..., int]:
+    def run(error: str, *options: str) -> int:
         file = tmp_path / "serve.py"
         file.write_text(FILE.format(error=error))
-        return main([str(file), "--dry", "--out", str(tmp_path / "out")])
+        return main([str(file), "--dry", *(options or ("--out", str(tmp_path / "out")))])
 
     return run
 
@@ -168,6 +169,20 @@ def test_results_that_are_wrong_or_get_worse_are_said_and_end_with_1(
 ):
     assert run(error) == 1
     assert words in capsys.readouterr().err
+
+
+def test_a_log_has_a_line_for_each_sitting_with_traffic_of_its_own(
+    run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    log = tmp_path / "soak/log.jsonl"
+    options = ("--steps", "60", "--seconds", "300", "--log", str(log))
+    assert [run(error, *options) for error in ("0.0", "1.25", "0.000")] == [0, 1, 0]
+    assert "900 s of each file in 3 sittings, 1 ill" in capsys.readouterr().out
+    sittings = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [one["sitting"] for one in sittings] == [0, 1, 2]
+    assert [bool(one["failures"]) for one in sittings] == [False, True, False]
+    # Another day has other steps.
+    assert len({one["served"][0]["decode_steps"] for one in sittings}) > 1
 
 
 def test_without_a_gpu_only_a_dry_day_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

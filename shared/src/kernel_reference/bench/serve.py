@@ -7,6 +7,9 @@ graph of the next larger batch size, as servers do, with block tables as wide as
 called eagerly. Every hundredth step is judged against float64. Reported: quantiles of step times, kernels compiled
 after the warm-up, bytes that a step allocates, errors.
 
+With ``--log FILE`` each run adds a line to the file, and its traffic is another one than that of the lines before it: a
+soak in as many sittings as a machine allows.
+
 ``--dry`` runs tiny layers for a few steps on a CPU, whose times mean nothing.
 
 Exit code 0: all is well; 1: ours was wrong, drifted, compiled after the warm-up or left memory behind; 2: no GPU.
@@ -304,7 +307,9 @@ def steps_of(server: Server, seconds: float, most: int | None) -> Iterator[Step]
 
 
 @torch.inference_mode()
-def serve(layers: Sequence[Layer], setting: Setting, seconds: float, steps: int | None = None) -> tuple[Replay, int]:
+def serve(
+    layers: Sequence[Layer], setting: Setting, seconds: float, steps: int | None = None, seed: int = 0
+) -> tuple[Replay, int]:
     """A day of ``seconds``, or of so many steps; what was served, and bytes that were left allocated at its end."""
     replay = Replay(layers, setting)
     replay.warm_up()
@@ -312,7 +317,7 @@ def serve(layers: Sequence[Layer], setting: Setting, seconds: float, steps: int 
         one.compiled = []
     on_gpu = setting.device.type == "cuda"
     before = torch.cuda.memory_allocated() if on_gpu else 0
-    for step in steps_of(Server(setting.traffic, setting.limits), seconds, steps):
+    for step in steps_of(Server(setting.traffic, setting.limits, seed), seconds, steps):
         replay.run(step)
     return replay, torch.cuda.memory_allocated() - before if on_gpu else 0
 
@@ -325,6 +330,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seconds", type=float, default=60.0, help="of each file; 1800 is a soak")
     parser.add_argument("--steps", type=int, help="at most so many")
     parser.add_argument("--out", type=Path, help="write serve.json and serve.svg there")
+    parser.add_argument("--log", type=Path, help="add a line to this file; those that it has are earlier sittings")
     parser.add_argument("--commit", default="", help="said in the record")
     parser.add_argument("--dry", action="store_true", help="tiny layers on a CPU: their times mean nothing")
     chosen = parser.parse_args(arguments)
@@ -339,6 +345,7 @@ def main(arguments: Sequence[str]) -> int:
     device = torch.device("cpu" if chosen.dry else "cuda")
     all_served: list[Served] = []
     failures: list[str] = []
+    sittings = chosen.log.read_text().splitlines() if chosen.log and chosen.log.exists() else []
     for file in chosen.files:
         torch.manual_seed(0)
         module = load_module(file, "layers(setting)")
@@ -349,7 +356,9 @@ def main(arguments: Sequence[str]) -> int:
         for layer in layers:
             for label, why in layer.absent.items():
                 print(f"{layer.name}: {label} is absent: {why}", file=sys.stderr)
-        replay, left = serve(layers, setting, chosen.seconds, chosen.steps or (120 if chosen.dry else None))
+        replay, left = serve(
+            layers, setting, chosen.seconds, chosen.steps or (120 if chosen.dry else None), len(sittings)
+        )
         all_served += replay.served
         failures += [words for one in replay.served if one.ours for words in one.failures()]
         if left > 0:
@@ -359,13 +368,22 @@ def main(arguments: Sequence[str]) -> int:
             torch.cuda.empty_cache()
     caption = f"{traffic.name}: {limits.sequences} sequences, tables for {limits.longest} tokens"
     show(served.table(all_served, caption))
+    stamp = {} if chosen.dry else asdict(machine.describe(device))
+    record = {
+        "traffic": asdict(traffic), "limits": limits._asdict(), "seconds": chosen.seconds, "commit": chosen.commit,
+        "sitting": len(sittings), **stamp, "served": [served.summary(one) for one in all_served], "failures": failures,
+    }  # fmt: skip
+    if chosen.log:
+        chosen.log.parent.mkdir(parents=True, exist_ok=True)
+        with chosen.log.open("a") as log:
+            log.write(json.dumps(record) + "\n")
+        past = [json.loads(line) for line in chosen.log.read_text().splitlines()]
+        ill = sum(bool(one["failures"]) for one in past)
+        print(
+            f"{chosen.log}: {sum(one['seconds'] for one in past):.0f} s of each file in {len(past)} sittings, {ill} ill"
+        )
     if chosen.out:
         chosen.out.mkdir(parents=True, exist_ok=True)
-        stamp = {} if chosen.dry else asdict(machine.describe(device))
-        record = {
-            "traffic": asdict(traffic), "limits": limits._asdict(), "seconds": chosen.seconds, "commit": chosen.commit,
-            **stamp, "served": [served.summary(one) for one in all_served], "failures": failures,
-        }  # fmt: skip
         (chosen.out / "serve.json").write_text(json.dumps(record, indent=1) + "\n")
         served.draw(all_served, chosen.out / "serve.svg")
     for words in failures:

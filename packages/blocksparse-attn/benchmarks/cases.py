@@ -580,7 +580,7 @@ def entries_of(shape: Shape) -> int:
 
 # What is measured
 
-PREFILLS = ((8192, 0.60), (32768, 0.70))
+PREFILLS = ((8192, 0.60), (32768, 0.80))
 DECODE = Shape(PHI3_SMALL, 32, 32767, 1)
 CHUNK = Shape(PHI3_SMALL, 1, 30720, 2048, page=16)
 LONGEST = Shape(PHI3_SMALL, 1, 0, 131072)

@@ -7,12 +7,13 @@ kernel. Errors on sampled rows are measured against a row's largest value.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import peers
+import selected_cases
 import torch
 from cases import ERROR_AT_MOST, OURS, paged
 from peers import VLLM
@@ -283,6 +284,42 @@ def allows(point: Point) -> bool:
     )
 
 
+def selected_shape(point: Point) -> selected_cases.Shape:
+    q_heads, kv_heads = map(int, point["heads"].split("/"))
+    return selected_cases.Shape(
+        "any",
+        (q_heads, kv_heads, point["head size"]),
+        point["block"],
+        point["top"],
+        point["sequences"],
+        point["new"],
+        point["keys"],
+        point["share"],
+        point["page"],
+    )
+
+
+def selected_case(device: torch.device, point: Point) -> Case:
+    shape = selected_shape(point)
+    case = selected_cases.case(device, shape, fp8=shape.new == 1)
+    theirs = (shape.heads, shape.block, shape.page) == (selected_cases.M3.heads, 128, 128)
+    calls = {label: call for label, call in case.ours.items() if label != selected_cases.OURS_ALONE}
+    peer = {"peers": case.peers if theirs else {}, "baseline": case.baseline if theirs else selected_cases.OURS}
+    return replace(case, name="selected", ours=calls, requirements=(), **peer)
+
+
+def allows_selected(point: Point) -> bool:
+    shape = selected_shape(point)
+    listed = shape.block * shape.topk
+    return (
+        # Every token has blocks enough behind it.
+        listed <= shape.total - shape.new
+        and shape.sequences * shape.total * shape.heads[1] * shape.heads[2] <= MOST_KEYS
+        and shape.sequences * shape.new * shape.heads[1] * (shape.total // shape.block) <= MOST_BLOCKS
+        and 4 * shape.heads[2] * shape.pairs <= MOST_FLOP
+    )
+
+
 def maps(device: torch.device) -> Iterator[Map]:
     axes = (
         Axis("block", (16, 32, 64, 128)),
@@ -321,6 +358,26 @@ def maps(device: torch.device) -> Iterator[Map]:
         case=partial(point_case, device),
         allows=allows,
         points=34,
+    )
+
+    m3 = {"block": 128, "top": 16, "heads": "64/4", "head size": 128, "page": 128, "share": 0.0}
+    yield Map(
+        name="selected",
+        axes=(
+            Axis("block", (1, 4, 16, 32, 64, 128)),
+            Axis("top", (1, 16, 64, 512)),
+            Axis("heads", ("64/4", "24/2", "64/1", "16/16")),
+            Axis("head size", (64, 128, 256)),
+            Axis("page", (16, 64, 128)),
+            Axis("share", (0.0, 0.75)),
+            Axis("sequences", (1, 8, 32)),
+            Axis("new", (1, 4, 1024)),
+            Axis("keys", (4096, 32768)),
+        ),
+        case=partial(selected_case, device),
+        allows=allows_selected,
+        known=[{**m3, "sequences": 1, "new": 1, "keys": 32768}, {**m3, "sequences": 8, "new": 1024, "keys": 4096}],
+        points=26,
     )
 
 

@@ -28,7 +28,7 @@ def cases(device: torch.device) -> Iterator[Case]:
     for share, owed in ((0.0, 1.6), (0.75, 2.2)):
         case = selected_cases.case(device, replace(M3, share=share), of_triton=owed)
         yield replace(case, ours={label: call for label, call in case.ours.items() if label != OURS_ALONE})
-    for shape, of_fa3 in ((CHUNK, None), (prefill(8192), 0.60), (prefill(32768), 0.70)):
+    for shape, of_fa3 in ((CHUNK, None), (prefill(8192), 0.60), (prefill(32768), 0.80)):
         yield attention_case(device, shape, of_fa3=of_fa3).without(*FLEX, VLLM)
     for tokens, us in ((8192, 1300.0), (32768, None)):
         yield gradient_case(device, tokens, us).without(FLEX_LABEL)

@@ -46,7 +46,14 @@ def test_the_module_and_its_lists_give_the_same() -> None:
 def test_blocks_are_chosen_for_every_token_and_attended_to() -> None:
     printed = run_block(BLOCKS[5])
     assert "[2, 8, 128] the shorter one lists [0, 1, 2, -1]" in printed
-    assert len(BLOCKS) == 6
+
+
+def test_scores_of_blocks_make_a_layout() -> None:
+    printed = run_block(BLOCKS[6])
+    found = [int(word) for word in re.findall(r"\d+", printed.split(":")[1])]
+    assert len(found) == 6
+    assert {0, 14, 15} < set(found)
+    assert len(BLOCKS) == 7
 
 
 def test_every_public_name_is_in_the_readme() -> None:

@@ -27,7 +27,7 @@ from blocksparse_attn.selected import launch as selected_launch
 from blocksparse_attn.selected.gradients import arguments as selected_gradients
 from blocksparse_attn.selected.gradients.launch import prepare_backward as selected_backward_launch
 from blocksparse_attn.selected.gradients.plan import plan_backward as plan_selected_backward
-from blocksparse_attn.selected.plan import plan_selected
+from blocksparse_attn.selected.plan import SelectedPlan, plan_selected
 from kernel_reference.models import PHI3_SMALL
 from kernel_reference.testing.codegen import (
     KernelSpec,
@@ -107,6 +107,7 @@ def attending(
 def selecting(
     name: str, limits: DeviceLimits, *, heads: tuple[int, int, int] = (64, 4, 128), block: int = 128, topk: int = 16,
     tokens: int = 4096, sequences: int = 1, cache: torch.dtype = BF16, dtype: torch.dtype = BF16,
+    plan: SelectedPlan | None = None,
 ) -> Iterator[KernelSpec]:  # fmt: skip
     """The launches of a call of selected attention, with the device's plan, the merge kernel left out."""
     num_heads, heads_kv, size = heads
@@ -119,7 +120,7 @@ def selecting(
     lse = torch.empty(num_heads, tokens)
     given = selected.Tensors(q, pages, pages, lists, table, cu, lengths, None, scale, scale, torch.empty_like(q), lse)
     problem = selected.check_selected(given, selected.Options(block, "NHD", True, size**-0.5, 1.0, 1.0))
-    prepared = selected_launch.prepare_selected(problem, plan_selected(problem, limits), given)
+    prepared = selected_launch.prepare_selected(problem, plan or plan_selected(problem, limits), given)
     for start, arguments in recorded_launches(prepared, *given):
         if start.kernel.fn.__name__ != "merge":
             yield KernelSpec.of_launch(start, arguments, name=f"{name}, {start.kernel.fn.__name__}")
@@ -162,6 +163,9 @@ def all_specs(target: str) -> Iterator[KernelSpec]:
     limits = LIMITS[target]
     yield from selecting("selected, MiniMax-M3", limits)
     yield from selecting("selected, MiniMax-M3, decoding", limits, tokens=32, sequences=32, cache=torch.float8_e4m3fn)
+    block, tile = (128, (64, 128, 1, 4, 2)) if limits.shared_memory > 128 * 1024 else (32, (16, 32, 1, 4, 1))
+    blockwise = SelectedPlan(*tile, by_blocks=4096)
+    yield from selecting("selected, block by block", limits, block=block, plan=blockwise)
     yield from selecting("selected, Qwen3.8", limits, heads=(24, 2, 256), block=4, topk=512)
     yield from selecting("selected, float32", limits, dtype=FP32, cache=FP32)
     for columns, dtype in ((512, FP32), (2048, BF16)):
@@ -267,7 +271,7 @@ def test_the_largest_tiles_fit_in_the_64_kib_of_sm_75() -> None:
 
 def test_products_of_16_bits_use_tensor_cores(reports: list[Report]) -> None:
     for report in reports:
-        if not any(word in report.spec for word in ("merged", "unite_lists", "choosing")):
+        if not any(word in report.spec for word in ("merged", "unite_lists", "choosing", "combine_blocks")):
             multiplied = any(opcode.startswith(("HMMA", "HGMMA", "UTCHMMA", "v_mfma")) for opcode in report.opcodes)
             # float32 is multiplied as it is.
             assert multiplied == ("float32" not in report.spec) or report.target == "gfx942", report.spec

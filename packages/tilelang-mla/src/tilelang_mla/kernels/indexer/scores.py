@@ -12,8 +12,8 @@ from tilelang.language import macro
 
 from tilelang_mla.kernels.common import GROUP, WARP
 
-# Elements of a key. Rows of q in one TMA load.
-DIM, _Q_ROWS = 128, 128
+# Elements of a key. Rows of q in one TMA load. Columns that four threads hold of WGMMA's accumulators, and rows of a warp.
+DIM, _Q_ROWS, _COLUMNS, _KEYS = 128, 128, 8, 16
 # What is told of a program's tile, in shared memory.
 _SEQUENCE, _FIRST, _ROWS = 0, 1, 2
 # Registers of a consumer's thread where these are four warpgroups, and of the producer's then.
@@ -42,9 +42,27 @@ class Sizes(NamedTuple):
         return self.warpgroups * GROUP
 
     @property
+    def groups_share_keys(self) -> bool:
+        """Whether each consumer warpgroup has tokens of its own, not keys of its own."""
+        return self.block_n < 64 * self.warpgroups
+
+    @property
+    def own_tokens(self) -> int:
+        """Tokens of a consumer warpgroup."""
+        return self.tile_tokens // self.warpgroups if self.groups_share_keys else self.tile_tokens
+
+    @property
     def threads(self) -> int:
         """Threads of a program."""
         return 1 if self.serial else self.consumers + GROUP
+
+
+    def owner_of_column(self, i: Any, token: Any, column: Any) -> Any:
+        """A thread and its register, as in WGMMA's accumulators: four threads have two rows of 8 columns."""
+        thread = i // _KEYS * WARP + i % 8 * 4 + column // 2
+        if self.groups_share_keys:
+            thread = thread + token // self.own_tokens * GROUP
+        return thread, token % self.own_tokens * 4 + i % _KEYS // 8 * 2 + column % 2
 
 
 class Inputs(NamedTuple):
@@ -69,20 +87,22 @@ class Launch(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Shared memory: q, rings of keys and their scales, what is told of the tile, and how many keys its tokens see."""
+    """Shared memory: q, rings of keys and their scales, what is told of the tile, how many keys its tokens see, sums."""
 
     q: Any
     k: Any
     scales: Any
     told: Any
     seen: Any
+    sums: Any
 
 
 class Registers(NamedTuple):
-    """Of the consumers: products of keys and rows of q, the rows' weights, and the sums of a token's rows."""
+    """Of the consumers: products of keys and rows of q, the rows' weights, a token's sums by column, and all of them."""
 
     products: Any
     weights: Any
+    columns: Any
     sums: Any
 
 
@@ -131,11 +151,15 @@ def run_program(T, S, inputs, out, launch, i_place, i_chunk):
     scales_shared = T.alloc_shared((S.num_stages, S.block_n), T.float32)
     told = T.alloc_shared((4,), T.int32)
     seen = T.alloc_shared((S.tile_tokens,), T.int32)
-    memory = Memory(q_shared, k_shared, scales_shared, told, seen)
+    sums_shared = T.alloc_shared((S.tile_tokens, S.block_n), T.float32)
+    memory = Memory(q_shared, k_shared, scales_shared, told, seen, sums_shared)
     products = T.alloc_fragment((S.block_n, S.rows), T.float32)
     weights = T.alloc_fragment((S.rows,), T.float32)
     sums = T.alloc_fragment((S.block_n, S.tile_tokens), T.float32)
-    registers = Registers(products, weights, sums)
+    columns = T.alloc_fragment((S.block_n, S.tile_tokens, _COLUMNS), T.float32)
+    registers = Registers(products, weights, columns, sums)
+    if not S.serial:
+        T.annotate_layout({columns: T.Fragment((S.block_n, S.tile_tokens, _COLUMNS), forward_fn=S.owner_of_column)})
     thread = T.get_thread_binding()
     find_tile(T, S, inputs, out, memory, launch, i_place, thread)
     first = T.alloc_var(T.int32, init=i_chunk * launch.chunk)
@@ -160,7 +184,7 @@ def run_program(T, S, inputs, out, launch, i_place, i_chunk):
         else:
             if S.warpgroups == 4:
                 T.set_max_nreg(_CONSUMER, 1)
-            consume(T, S, inputs, out, memory, registers, (q_full, k_full, k_empty), first, steps, thread % WARP)
+            consume(T, S, inputs, out, memory, registers, (q_full, k_full, k_empty), first, steps, thread)
             clean_rest(T, S, out, memory, launch, first, steps, thread, S.consumers)
 
 
@@ -277,7 +301,7 @@ def produce(T, S, inputs, memory, barriers, first, steps, lane):
 
 
 @macro
-def consume(T, S, inputs, out, memory, registers, barriers, first, steps, lane):
+def consume(T, S, inputs, out, memory, registers, barriers, first, steps, thread):
     """The consumers': products of a block, then their sums; warpgroups take turns at the tensor cores by themselves."""
     q_full, k_full, k_empty = barriers
     if steps > 0:
@@ -288,13 +312,13 @@ def consume(T, S, inputs, out, memory, registers, barriers, first, steps, lane):
             T.barrier_wait(k_full[stage], step // S.num_stages % 2)
             T.wgmma_gemm(
                 memory.k[stage, :, :], memory.q, registers.products, transpose_B=True, clear_accum=True,
-                policy=T.GemmWarpPolicy.FullRow if S.block_n >= 64 * S.warpgroups else T.GemmWarpPolicy.FullCol,
+                policy=T.GemmWarpPolicy.FullCol if S.groups_share_keys else T.GemmWarpPolicy.FullRow,
             )  # fmt: skip
             T.wait_wgmma(0)
             sum_heads(T, S, registers)
-            store_scores(T, S, out, memory, registers, stage, (first + step) * S.block_n)
+            store_scores(T, S, out, memory, registers, stage, (first + step) * S.block_n, thread)
             T.sync_warp()
-            if lane == 0:
+            if thread % WARP == 0:
                 T.barrier_arrive(k_empty[stage])
 
 
@@ -308,23 +332,50 @@ def load_weights(T, S, inputs, memory, registers):
 
 @macro
 def sum_heads(T, S, registers):
-    products, weights = registers.products, registers.weights
-    for i, j in T.Parallel(S.block_n, S.rows):
-        products[i, j] = (products[i, j] + T.abs(products[i, j])) * weights[j]
-    by_token = T.reshape(products, (S.block_n, S.tile_tokens, S.heads))
-    T.reduce_sum(by_token, registers.sums, dim=2)
+    """Sums of weighted products, first those of the columns that a thread holds: one addition and one FMA a product."""
+    columns, pieces = registers.columns, S.heads // _COLUMNS
+    products = T.reshape(registers.products, (S.block_n, S.tile_tokens, pieces, _COLUMNS))
+    weights = T.reshape(registers.weights, (S.tile_tokens, pieces, _COLUMNS))
+    T.clear(columns)
+    for piece in T.unroll(pieces):
+        for i, j, c in T.Parallel(S.block_n, S.tile_tokens, _COLUMNS):
+            product = products[i, j, piece, c]
+            columns[i, j, c] = columns[i, j, c] + (product + T.abs(product)) * weights[j, piece, c]
+    T.reduce_sum(columns, registers.sums, dim=2)
 
 
 @macro
-def store_scores(T, S, out, memory, registers, stage, first_key):
-    """A block's scores, times its keys' scales; -inf of keys that a token does not see."""
+def store_scores(T, S, out, memory, registers, stage, first_key, thread):
+    """A block's scores, times its keys' scales; -inf of keys that a token does not see.
+
+    A warp's sums, of 16 keys, go by shared memory, so that each of its threads stores one and not four each of eight.
+    """
     for i, j in T.Parallel(S.block_n, S.tile_tokens):
-        if j < memory.told[_ROWS] and first_key + i < out.shape[1]:
-            out[memory.told[_FIRST] + j, first_key + i] = T.if_then_else(
-                first_key + i < memory.seen[j],
-                registers.sums[i, j] * memory.scales[stage, i],
-                -T.infinity(T.float32),
-            )
+        memory.sums[j, i] = registers.sums[i, j]
+    if S.serial:
+        for j in T.serial(S.tile_tokens):
+            for i in T.serial(S.block_n):
+                store_score(T, out, memory, stage, first_key, i, j)
+    else:
+        T.sync_warp()
+        group, lane = thread // GROUP, thread % WARP
+        i = T.alloc_var(T.int32, init=thread % GROUP // WARP * _KEYS + lane % _KEYS)
+        j = T.alloc_var(T.int32, init=lane // _KEYS)
+        if S.groups_share_keys:
+            j = j + group * S.own_tokens
+        else:
+            i = i + group * 64
+        for turn in T.unroll(-(-S.own_tokens // 2)):
+            if lane // _KEYS + 2 * turn < S.own_tokens:
+                store_score(T, out, memory, stage, first_key, i, j + 2 * turn)
+
+
+@macro
+def store_score(T, out, memory, stage, first_key, i, j):
+    if j < memory.told[_ROWS] and first_key + i < out.shape[1]:
+        out[memory.told[_FIRST] + j, first_key + i] = T.if_then_else(
+            first_key + i < memory.seen[j], memory.sums[j, i] * memory.scales[stage, i], -T.infinity(T.float32)
+        )
 
 
 @macro
@@ -358,4 +409,4 @@ def score_serially(T, S, inputs, out, memory, registers, first, steps):
             memory.scales[0, i] = T.if_then_else(there, inputs.scales[T.max(page, 0), row], 0)
         T.gemm(block, memory.q, registers.products, transpose_B=True, clear_accum=True)
         sum_heads(T, S, registers)
-        store_scores(T, S, out, memory, registers, 0, (first + step) * S.block_n)
+        store_scores(T, S, out, memory, registers, 0, (first + step) * S.block_n, 0)

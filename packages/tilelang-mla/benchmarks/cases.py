@@ -1,4 +1,4 @@
-"""What tilelang-mla is timed on: a file each for dense attention, chunked prefill, 8-bit caches and lists."""
+"""What tilelang-mla is timed on: a file each for dense attention, chunked prefill, 8-bit caches, lists, the indexer."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from caches import cache_cases
 from chunks import chunk_cases
 from dense import dense_cases
+from indexer import index_cases
 from sparse import sparse_cases
 from sparse_prefill import sparse_prefill_cases
 
@@ -20,3 +21,4 @@ def cases(device: torch.device) -> Iterator[Case]:
     yield from cache_cases(device)
     yield from sparse_cases(device)
     yield from sparse_prefill_cases(device)
+    yield from index_cases(device)

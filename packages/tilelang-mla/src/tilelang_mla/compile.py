@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from tilelang_mla.indexer_plan import INDEX_HEADS, MOST_POSITIONS, IndexProblem, TopkProblem, plan_index_scores
 from tilelang_mla.plan import (
     DecodeProblem,
     DecodeTiles,
@@ -33,11 +34,11 @@ _LIMITS = DeviceLimits(132)
 
 def wanted(
     dtypes: list[str], latents: list[tuple[int, int]], heads: list[tuple[int, int]], parallel: bool = False,
-    caches: Sequence[str] = (), sparse: bool = False,
+    caches: Sequence[str] = (), sparse: bool = False, indexer: Sequence[int] = (),
 ) -> Iterator[tuple[str, dict[str, Any]]]:  # fmt: skip
     """Names and constants of the kernels for these dtypes, (latent, rope) of decoding and (q and k, v) of prefill.
 
-    caches: formats of 8 bits. sparse: whether keys are listed too.
+    caches: formats of 8 bits. sparse: whether keys are listed too. indexer: numbers of its heads.
     """
     # Here, so that an error among the options need not wait for TileLang.
     from tilelang_mla.launch import decode_8bit_constants, decode_constants, prefill_constants, sparse_constants
@@ -76,6 +77,7 @@ def wanted(
         for head_dim, head_dim_v in heads:
             prompt = PrefillProblem(1, 1, head_dim, head_dim_v, 1, 1, 1)
             yield "prefill", prefill_constants(prompt, plan_prefill(prompt, _LIMITS), dtype)
+    yield from wanted_of_indexer(indexer)
 
 
 def _tiles_8bit(dim_nope: int, dim_rope: int, cache: str) -> list[tuple[DecodeProblem, DecodeTiles]]:
@@ -87,6 +89,20 @@ def _tiles_8bit(dim_nope: int, dim_rope: int, cache: str) -> list[tuple[DecodePr
         if tiles not in [other for _, other in found]:
             found.append((problem, tiles))
     return found
+
+
+def wanted_of_indexer(heads: Sequence[int]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Names and constants of the indexer's kernels for so many heads, any numbers of tokens, and pages of 64."""
+    from tilelang_mla.indexer_launch import scores_constants, topk_constants
+
+    for number in heads:
+        # Tokens of a sequence fill a tile of 512 rows, or one of fewer.
+        for each in (2**i for i in range((512 // number).bit_length())):
+            problem = IndexProblem(number, each, 1, each, 64, 1, 64, 64, True)
+            yield "index_scores", scores_constants(problem, plan_index_scores(problem, _LIMITS))
+    for tokens in (1, 1 + _LIMITS.cores) if heads else ():
+        for width in (1, MOST_POSITIONS):
+            yield "index_topk", topk_constants(TopkProblem(tokens, width, 1, 1, 0), _LIMITS)
 
 
 def _pair(text: str) -> tuple[int, int]:
@@ -103,12 +119,13 @@ def main() -> None:
     parser.add_argument("--parallel", action="store_true", help="what decoding on several GPUs asks for, too")
     parser.add_argument("--cache", nargs="*", choices=("e4m3", "656"), default=[], help="caches of 8 bits, too")
     parser.add_argument("--sparse", action="store_true", help="attention to listed keys, too")
+    parser.add_argument("--indexer", nargs="*", type=int, choices=INDEX_HEADS, default=[], help="of so many heads, too")
     options = parser.parse_args()
     # After the options: an error among them need not wait for TileLang.
     from tilelang_mla import launch
 
     for name, constants in wanted(
-        options.dtype, options.decode, options.prefill, options.parallel, options.cache, options.sparse
+        options.dtype, options.decode, options.prefill, options.parallel, options.cache, options.sparse, options.indexer
     ):
         start = time.perf_counter()
         launch.kernel(name, **constants)

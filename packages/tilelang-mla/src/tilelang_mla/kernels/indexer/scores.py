@@ -12,8 +12,10 @@ from tilelang.language import macro
 
 from tilelang_mla.kernels.common import GROUP, WARP
 
-# Elements of a key. Rows of q in one TMA load. Columns that four threads hold of WGMMA's accumulators, and rows of a warp.
-DIM, _Q_ROWS, _COLUMNS, _KEYS = 128, 128, 8, 16
+# Elements of a key. Rows of q in one TMA load.
+DIM, _Q_ROWS = 128, 128
+# Of WGMMA's accumulators: columns that four threads hold, and rows, which are keys, of a warp.
+_COLUMNS, _KEYS = 8, 16
 # What is told of a program's tile, in shared memory.
 _SEQUENCE, _FIRST, _ROWS = 0, 1, 2
 # Registers of a consumer's thread where these are four warpgroups, and of the producer's then.
@@ -56,7 +58,6 @@ class Sizes(NamedTuple):
         """Threads of a program."""
         return 1 if self.serial else self.consumers + GROUP
 
-
     def owner_of_column(self, i: Any, token: Any, column: Any) -> Any:
         """A thread and its register, as in WGMMA's accumulators: four threads have two rows of 8 columns."""
         thread = i // _KEYS * WARP + i % 8 * 4 + column // 2
@@ -87,7 +88,7 @@ class Launch(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Shared memory: q, rings of keys and their scales, what is told of the tile, how many keys its tokens see, sums."""
+    """Shared memory: q, rings of keys and their scales, what is told of the tile, keys its tokens see, and sums."""
 
     q: Any
     k: Any
@@ -98,7 +99,7 @@ class Memory(NamedTuple):
 
 
 class Registers(NamedTuple):
-    """Of the consumers: products of keys and rows of q, the rows' weights, a token's sums by column, and all of them."""
+    """Of the consumers: products of keys and rows of q, the rows' weights, sums of a token by column, and whole."""
 
     products: Any
     weights: Any

@@ -233,10 +233,12 @@ def count_digits(T, S, bits, memory, state, i_row, length, level, thread):
                 if is_candidate(T, level, state, memory.orders[i], memory.positions[i]):
                     T.atomic_add(histogram[digit_of(level, memory.orders[i], memory.positions[i])], 1)
     else:
+        ahead = T.alloc_local((_AT_ONCE,), T.int32)
         orders = T.alloc_local((_AT_ONCE,), T.int32)
+        load_bits(T, S, bits, ahead, i_row, thread, length)
         for turn in T.serial(T.truncdiv(length + (S.threads * _AT_ONCE - 1), S.threads * _AT_ONCE)):
             first = T.alloc_var(T.int32, init=turn * (S.threads * _AT_ONCE) + thread)
-            load_orders(T, S, bits, orders, i_row, first, length)
+            take_orders(T, S, bits, orders, ahead, i_row, first, length)
             for u in T.unroll(_AT_ONCE):
                 position = first + u * S.threads
                 if position < length:
@@ -246,12 +248,18 @@ def count_digits(T, S, bits, memory, state, i_row, length, level, thread):
 
 
 @macro
-def load_orders(T, S, bits, orders, i_row, first, length):
+def load_bits(T, S, bits, loaded, i_row, first, length):
     for u in T.unroll(_AT_ONCE):
         if first + u * S.threads < length:
-            orders[u] = bits[i_row, first + u * S.threads]
+            loaded[u] = bits[i_row, first + u * S.threads]
+
+
+@macro
+def take_orders(T, S, bits, orders, ahead, i_row, first, length):
+    """The orders of what was loaded ahead; what comes next is loaded while they are looked at."""
     for u in T.unroll(_AT_ONCE):
-        orders[u] = order_of(T, orders[u])
+        orders[u] = order_of(T, ahead[u])
+    load_bits(T, S, bits, ahead, i_row, first + S.threads * _AT_ONCE, length)
 
 
 @macro
@@ -298,10 +306,12 @@ def find_digit(T, S, memory, wanted, thread):
 @macro
 def keep(T, S, bits, memory, state, i_row, length, level, thread):
     """Keep the candidates, and mark all that are above them."""
+    ahead = T.alloc_local((_AT_ONCE,), T.int32)
     orders = T.alloc_local((_AT_ONCE,), T.int32)
+    load_bits(T, S, bits, ahead, i_row, thread, length)
     for turn in T.serial(T.truncdiv(length + (S.threads * _AT_ONCE - 1), S.threads * _AT_ONCE)):
         first = T.alloc_var(T.int32, init=turn * (S.threads * _AT_ONCE) + thread)
-        load_orders(T, S, bits, orders, i_row, first, length)
+        take_orders(T, S, bits, orders, ahead, i_row, first, length)
         for u in T.unroll(_AT_ONCE):
             position = first + u * S.threads
             if position < length:
@@ -331,10 +341,12 @@ def mark_selected(T, S, bits, memory, state, i_row, length, thread):
             if i < count:
                 mark(T, memory, state, memory.orders[i], memory.positions[i])
     else:
+        ahead = T.alloc_local((_AT_ONCE,), T.int32)
         orders = T.alloc_local((_AT_ONCE,), T.int32)
+        load_bits(T, S, bits, ahead, i_row, thread, length)
         for turn in T.serial(T.truncdiv(length + (S.threads * _AT_ONCE - 1), S.threads * _AT_ONCE)):
             first = T.alloc_var(T.int32, init=turn * (S.threads * _AT_ONCE) + thread)
-            load_orders(T, S, bits, orders, i_row, first, length)
+            take_orders(T, S, bits, orders, ahead, i_row, first, length)
             for u in T.unroll(_AT_ONCE):
                 position = first + u * S.threads
                 if position < length:

@@ -206,9 +206,9 @@ def in_c(device: torch.device) -> Any:
     return c.kernel
 
 
-def score_in_c(in_c: Any, batch: Batch, each: int = 0, width: int = 0, clean: int = 1) -> Tensor:
-    tile, block_n, chunk = 2, 64, 2
-    score = in_c("index_scores", heads=16, tile_tokens=tile, block_n=block_n, num_stages=2, piece=16, warpgroups=1)
+def score_in_c(in_c: Any, batch: Batch, each: int = 0, width: int = 0, clean: int = 1, programs: int = 2) -> Tensor:
+    tile, blocks = 2, {"block_n": 64, "num_stages": 2, "piece": 16, "warpgroups": 1, "chunk": 2}
+    score = in_c("index_scores", heads=16, tile_tokens=tile, **blocks)
     views = index_cache_views(batch.k_cache)
     rows, heads, _ = batch.q.shape
     width = width or batch.block_table.shape[1] * batch.k_cache.shape[1]
@@ -217,8 +217,7 @@ def score_in_c(in_c: Any, batch: Batch, each: int = 0, width: int = 0, clean: in
     places = batches * -(-each // tile) if each else rows // tile + batches + 2
     score(
         batch.q.float().view(rows * heads, 128), views.keys.float(), views.scales.contiguous(), batch.weights,
-        batch.lengths, batch.block_table, batch.cu_seqlens_q, out, int(each == 0), each, chunk, clean, places,
-        -(-width // (chunk * block_n)),
+        batch.lengths, batch.block_table, batch.cu_seqlens_q, out, int(each == 0), each, clean, places, programs,
     )  # fmt: skip
     return out
 
@@ -240,7 +239,8 @@ def test_the_kernel_scores_ragged_tokens_over_pages_chunk_by_chunk(in_c) -> None
 
 def test_the_kernel_scores_as_many_tokens_of_each_sequence_and_leaves_what_is_not_to_be_cleaned(in_c) -> None:
     batch = Batch([300, 5, 129], [3, 3, 3], heads=16, page=16)
-    batch.check(score_in_c(in_c, batch, each=3), truncated=1e-5)
+    for programs in (1, 2, 5):
+        batch.check(score_in_c(in_c, batch, each=3, programs=programs), truncated=1e-5)
     cut = score_in_c(in_c, batch, each=3, width=150)
     batch.check(cut, batch.lengths * (batch.lengths <= 150), truncated=1e-5)
     left = score_in_c(in_c, batch, each=3, clean=0)
@@ -283,7 +283,7 @@ def test_launches_hand_kernels_what_they_take(in_c, monkeypatch) -> None:
 
     monkeypatch.setattr(indexer_launch, "kernel", kernel)
     monkeypatch.setattr(indexer_launch, "device_limits", lambda _: DeviceLimits(132))
-    batch, plan = Batch([300, 5, 129], [2, 2, 2], heads=16, page=16), IndexPlan(2, 64, 2, 1, 3)
+    batch, plan = Batch([300, 5, 129], [2, 2, 2], heads=16, page=16), IndexPlan(2, 64, 2, 1, 2, 3)
     wide = torch.zeros(len(batch.k_cache), 2 * 16 * 132, dtype=torch.uint8)
     wide[:, : 16 * 132] = batch.k_cache.flatten(1)
     cache, want = wide[:, : 16 * 132].view(-1, 16, 1, 132), batch.run(max_seqlen_k=310)
@@ -416,8 +416,8 @@ def test_kernels_score_keys_by_every_plan(device, heads, page) -> None:
         seen = got > -math.inf
         assert_bitwise_equal(left[seen], got[seen])
         if (heads, page) == (64, 64):
-            for tile, block_n, stages, warpgroups, chunk in ((8, 64, 8, 4, 2), (4, 64, 8, 2, 7), (1, 128, 4, 2, 3)):
-                batch.check(batch.run(plan=IndexPlan(tile, block_n, stages, warpgroups, chunk)))
+            for plan in ((8, 64, 8, 4, 8, 1), (8, 64, 8, 4, 8, 3), (4, 64, 8, 2, 8, 2), (1, 128, 4, 2, 4, 3)):
+                batch.check(batch.run(plan=IndexPlan(*plan)))
     batch.lengths[0] = -5
     batch.block_table[0, 0] = -1
     assert bool((batch.run()[0] == -math.inf).all())

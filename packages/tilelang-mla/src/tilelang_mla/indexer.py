@@ -76,7 +76,7 @@ def index_scores(
 
     Returns:
         [B, Sq, max_seqlen_k] or [T, max_seqlen_k] in float32, of packed tokens of no sequence -inf. NaN in a key gives
-        0 or NaN, there alone. Not differentiable.
+        NaN there alone. Not differentiable.
 
     Raises:
         TypeError, ValueError: an argument is not as said above, requires a gradient, carries a tangent (jvp) or is

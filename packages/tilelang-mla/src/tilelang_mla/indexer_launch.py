@@ -31,7 +31,7 @@ def scores_constants(problem: IndexProblem, plan: IndexPlan) -> dict[str, Any]:
     return {
         "heads": problem.heads, "tile_tokens": plan.tile_tokens, "block_n": plan.block_n,
         "num_stages": plan.num_stages, "piece": plan.piece(problem), "warpgroups": plan.warpgroups,
-        "dtype": torch.float8_e4m3fn,
+        "chunk": plan.chunk, "dtype": torch.float8_e4m3fn,
     }  # fmt: skip
 
 
@@ -58,8 +58,8 @@ def prepare_scores(problem: IndexProblem, plan: IndexPlan | None, tensors: Score
     by_page = cache.stride(0) if problem.pages > 1 else problem.page_size * cache.shape[-1]
     form = (pages, problem.page_size, cache.shape[-1]), (by_page, cache.shape[-1], 1)
     out_form, table_form = _rows_of(tensors.out, tokens), _rows_of(tensors.block_table, problem.sequences)
-    numbers = (int(problem.ragged), problem.each, chosen.chunk, int(problem.clean))
-    grid = (chosen.num_places(problem), chosen.num_chunks(problem))
+    numbers = (int(problem.ragged), problem.each, int(problem.clean))
+    grid = (chosen.num_places(problem), chosen.programs)
 
     def run(q, k_cache, weights, lengths, block_table, cu_seqlens_q, out):  # type: ignore[no-untyped-def]
         for name, tensor in (("q", q), ("k_cache", k_cache)):

@@ -17,8 +17,8 @@ PAGE_STEP = 16
 _MOST_ROWS = 512
 # Rows of a consumer warpgroup: a thread has their 64 sums and 32 weights in registers.
 _OF_GROUP = 128
-# Chunks of keys for each SM, that programs of unlike length even out; and keys of a chunk, enough to hide its begin.
-_CHUNKS, _FEWEST_KEYS, _MOST_KEYS = 8, 512, 8192
+# Programs for each SM, that those of unlike length even out; and keys of a chunk, of which they get one after another.
+_PROGRAMS, _CHUNK_KEYS = 8, 512
 # Beside the ring: what is told of a tile, and barriers.
 _BESIDE = 2048
 # Positions that the top-k's bit map has, of 32 to a word; longer rows are refused.
@@ -67,8 +67,9 @@ class TopkProblem:
 
 @dataclass(frozen=True)
 class IndexPlan(Plan):
-    """Tiles of ``tile_tokens`` query tokens; blocks of ``block_n`` keys, ``num_stages`` in flight; chunks of blocks.
+    """Tiles of ``tile_tokens`` query tokens; blocks of ``block_n`` keys, ``num_stages`` in flight.
 
+    Chunks of blocks are dealt out to ``programs`` of a tile: no length of a sequence is known where these are started.
     Consumer warpgroups share a block's keys, or where its rows of q are more than 128, those.
     """
 
@@ -77,18 +78,21 @@ class IndexPlan(Plan):
     num_stages: int
     warpgroups: int
     chunk: int
+    programs: int = 1
 
     def covers(self, problem: IndexProblem) -> bool:
         """Whether its blocks are such that the kernel can take them, for this problem."""
         rows = self.tile_tokens * problem.heads
         by_key = rows <= _OF_GROUP and self.block_n == 64 * self.warpgroups and self.warpgroups in (1, 2, 4)
         by_token = self.block_n == 64 and rows == _OF_GROUP * self.warpgroups and self.warpgroups in (2, 4)
-        return (by_key or by_token) and 2 <= self.num_stages <= 16 and self.tile_tokens >= 1 and self.chunk >= 1
+        counts = 2 <= self.num_stages <= 16 and min(self.tile_tokens, self.chunk, self.programs) >= 1
+        return (by_key or by_token) and counts
 
     def shared_memory(self, problem: IndexProblem) -> int:
-        """Bytes of a program: a tile of q, and the ring of keys and their scales."""
+        """Bytes of a program: a tile of q, the ring of keys and their scales, and a block's sums."""
         ring = self.num_stages * self.block_n * (INDEX_DIM + 4)
-        return self.tile_tokens * problem.heads * INDEX_DIM + ring + _BESIDE
+        sums = 4 * self.tile_tokens * self.block_n
+        return self.tile_tokens * problem.heads * INDEX_DIM + ring + sums + _BESIDE
 
     def num_places(self, problem: IndexProblem) -> int:
         """Places of tiles: as many as sequences of any lengths can need, and of tokens that are none's."""
@@ -96,17 +100,13 @@ class IndexPlan(Plan):
             return problem.sequences * cdiv(problem.each, self.tile_tokens)
         return problem.tokens // self.tile_tokens + problem.sequences + 2
 
-    def num_chunks(self, problem: IndexProblem) -> int:
-        """Chunks of a row of scores."""
-        return cdiv(problem.width, self.chunk * self.block_n)
-
     def piece(self, problem: IndexProblem) -> int:
         """Keys of a TMA load: they lie together in a page."""
         return next(size for size in (64, 32, 16) if problem.page_size % size == 0)
 
 
 def plan_index_scores(problem: IndexProblem, limits: DeviceLimits) -> IndexPlan:
-    """As many tokens to a tile as sequences have on average; a tile's keys are cut until programs fill the SMs."""
+    """As many tokens to a tile as sequences have on average, and as many programs as fill the SMs a few times over."""
     tokens = problem.each or cdiv(problem.tokens, max(1, problem.sequences))
     tile_tokens = 1
     while tile_tokens < tokens and tile_tokens * problem.heads < _MOST_ROWS:
@@ -116,11 +116,13 @@ def plan_index_scores(problem: IndexProblem, limits: DeviceLimits) -> IndexPlan:
         block_n, num_stages, warpgroups = 128, 4, 2
     else:
         block_n, num_stages, warpgroups = 64, 8, rows // _OF_GROUP
-    plan = IndexPlan(tile_tokens, block_n, num_stages, warpgroups, 1)
-    blocks = cdiv(min(problem.width, problem.capacity), block_n)
-    evenly = cdiv(blocks * plan.num_places(problem), _CHUNKS * limits.cores)
-    chunk = min(max(evenly, _FEWEST_KEYS // block_n), _MOST_KEYS // block_n)
-    return IndexPlan(tile_tokens, block_n, num_stages, warpgroups, chunk)
+    chunk = _CHUNK_KEYS // block_n
+    places = IndexPlan(tile_tokens, block_n, num_stages, warpgroups, chunk).num_places(problem)
+    chunks = cdiv(min(problem.width, problem.capacity), _CHUNK_KEYS)
+    most = max(1, min(chunks, cdiv(_PROGRAMS * limits.cores, max(1, places))))
+    # As many that those of a row without a rest have as many chunks.
+    programs = max(1, cdiv(chunks, cdiv(chunks, most))) if chunks else 1
+    return IndexPlan(tile_tokens, block_n, num_stages, warpgroups, chunk, programs)
 
 
 def topk_words(width: int) -> int:

@@ -1,6 +1,7 @@
 """The kernel of the indexer's scores: of each query token and key, the sum over heads of weight * relu(q . k).
 
-A program has a tile of query tokens of one sequence, their heads packed into rows, and a chunk of its keys. A producer
+A program has a tile of query tokens of one sequence, their heads packed into rows, and some chunks of its keys: those
+of a tile are dealt out to a number of programs that no length tells, in turn. A producer
 warp issues TMA loads of blocks of keys and of their scales into a ring; consumer warpgroups multiply keys by q, so that
 a thread has the products of a key with many heads in its registers: it weighs and sums them there. Few tokens share a
 block's keys by key, many by token. Numbers of tokens, sequences, pages and lengths are not specialised on.
@@ -31,6 +32,7 @@ class Sizes(NamedTuple):
     num_stages: int
     piece: int
     warpgroups: int
+    chunk: int
     serial: bool
 
     @property
@@ -79,12 +81,14 @@ class Inputs(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """Numbers of a launch: whether sequences are ragged, else tokens of each; blocks of a chunk; whether to clean."""
+    """Numbers of a launch: whether sequences are ragged, else tokens of each; whether to clean; and the program's own
+    among those of its tile."""
 
     ragged: Any
     each: Any
-    chunk: Any
     clean: Any
+    i_program: Any
+    num_programs: Any
 
 
 class Memory(NamedTuple):
@@ -108,11 +112,11 @@ class Registers(NamedTuple):
 
 
 def score(
-    T: Any, *, heads: int, tile_tokens: int, block_n: int, num_stages: int, piece: int, warpgroups: int, dtype: Any,
-    serial: bool = False,
+    T: Any, *, heads: int, tile_tokens: int, block_n: int, num_stages: int, piece: int, warpgroups: int, chunk: int,
+    dtype: Any, serial: bool = False,
 ) -> Any:  # fmt: skip
-    """The kernel. piece: keys that lie together in a page, at most a block. dtype: of q and keys."""
-    S = Sizes(heads, tile_tokens, block_n, num_stages, piece, warpgroups, serial)
+    """The kernel. piece: keys that lie together in a page, at most a block. chunk: of blocks. dtype: of q and keys."""
+    S = Sizes(heads, tile_tokens, block_n, num_stages, piece, warpgroups, chunk, serial)
     tokens, rows, pages, page_size = (T.dynamic(name) for name in ("tokens", "rows", "pages", "page_size"))
     batch, columns, bounds, width = (T.dynamic(name) for name in ("batch", "columns", "bounds", "width"))
     kv_page, scales_page, weights_token = (T.dynamic(name) for name in ("kv_page", "scales_page", "weights_token"))
@@ -130,23 +134,22 @@ def score(
         out: T.StridedTensor((tokens, width), (out_row, 1), T.float32),
         ragged: T.int32,
         each: T.int32,
-        chunk: T.int32,
         clean: T.int32,
         num_places: T.int32,
-        num_chunks: T.int32,
+        num_programs: T.int32,
     ):
-        with T.Kernel(num_places, num_chunks, threads=S.threads) as (i_place, i_chunk):
+        with T.Kernel(num_places, num_programs, threads=S.threads) as (i_place, i_program):
             T.assume(kv_page % 16 == 0)
             T.assume(scales_page % 4 == 0)
             inputs = Inputs(q, keys, scales, weights, lengths, block_table, cu_seqlens_q)
-            launch = Launch(ragged, each, chunk, clean)
-            run_program(T, S, inputs, out, launch, i_place, i_chunk)
+            launch = Launch(ragged, each, clean, i_program, num_programs)
+            run_program(T, S, inputs, out, launch, i_place)
 
     return score_keys
 
 
 @macro
-def run_program(T, S, inputs, out, launch, i_place, i_chunk):
+def run_program(T, S, inputs, out, launch, i_place):
     q_shared = T.alloc_shared((S.rows, DIM), inputs.q.dtype)
     k_shared = T.alloc_shared((S.num_stages, S.block_n, DIM), inputs.q.dtype)
     scales_shared = T.alloc_shared((S.num_stages, S.block_n), T.float32)
@@ -163,16 +166,17 @@ def run_program(T, S, inputs, out, launch, i_place, i_chunk):
         T.annotate_layout({columns: T.Fragment((S.block_n, S.tile_tokens, _COLUMNS), forward_fn=S.owner_of_column)})
     thread = T.get_thread_binding()
     find_tile(T, S, inputs, out, memory, launch, i_place, thread)
-    first = T.alloc_var(T.int32, init=i_chunk * launch.chunk)
     most = T.alloc_var(T.int32, init=0)
     for i in T.serial(S.tile_tokens):
         most = T.max(most, seen[i])
-    steps = T.alloc_var(
-        T.int32, init=T.max(T.min(T.truncdiv(most + (S.block_n - 1), S.block_n) - first, launch.chunk), 0)
-    )
+    blocks = T.alloc_var(T.int32, init=T.truncdiv(most + (S.block_n - 1), S.block_n))
+    # Chunks of all, and blocks of the program's last turn, which others may have in part or whole.
+    turns = T.alloc_var(T.int32, init=T.truncdiv(blocks, launch.num_programs * S.chunk))
+    rest = T.alloc_var(T.int32, init=blocks - (turns * launch.num_programs + launch.i_program) * S.chunk)
+    steps = T.alloc_var(T.int32, init=turns * S.chunk + T.max(T.min(rest, S.chunk), 0))
     if S.serial:
-        score_serially(T, S, inputs, out, memory, registers, first, steps)
-        clean_rest(T, S, out, memory, launch, first, steps, 0, 1)
+        score_serially(T, S, inputs, out, memory, registers, launch, steps)
+        clean_rest(T, S, out, memory, launch, blocks, 0, 1)
     else:
         q_full = T.alloc_barrier(1)
         k_full = T.alloc_barrier([1] * S.num_stages)
@@ -181,12 +185,12 @@ def run_program(T, S, inputs, out, launch, i_place, i_chunk):
             if S.warpgroups == 4:
                 T.set_max_nreg(_PRODUCER, 0)
             if thread - S.consumers < WARP:
-                produce(T, S, inputs, memory, (q_full, k_full, k_empty), first, steps, thread - S.consumers)
+                produce(T, S, inputs, memory, (q_full, k_full, k_empty), launch, steps, thread - S.consumers)
         else:
             if S.warpgroups == 4:
                 T.set_max_nreg(_CONSUMER, 1)
-            consume(T, S, inputs, out, memory, registers, (q_full, k_full, k_empty), first, steps, thread)
-            clean_rest(T, S, out, memory, launch, first, steps, thread, S.consumers)
+            consume(T, S, inputs, out, memory, registers, (q_full, k_full, k_empty), launch, steps, thread)
+            clean_rest(T, S, out, memory, launch, blocks, thread, S.consumers)
 
 
 @macro
@@ -243,6 +247,12 @@ def find_tile(T, S, inputs, out, memory, launch, i_place, thread):
         T.sync_threads()
 
 
+def key_of(S: Sizes, launch: Launch, step: Any) -> Any:
+    """The first key of a block of a program's."""
+    turn = step // S.chunk
+    return ((turn * launch.num_programs + launch.i_program) * S.chunk + step % S.chunk) * S.block_n
+
+
 @macro
 def page_of(T, inputs, sequence, key):
     """The page of a key; none behind the table's last."""
@@ -254,7 +264,7 @@ def page_of(T, inputs, sequence, key):
 
 
 @macro
-def produce(T, S, inputs, memory, barriers, first, steps, lane):
+def produce(T, S, inputs, memory, barriers, launch, steps, lane):
     """A warp's: loads the tile's q, then keys and scales block by block. A page that is none is zeros to TMA.
 
     Each lane looks up the page of one of the next 32 pieces, a turn ahead.
@@ -268,7 +278,7 @@ def produce(T, S, inputs, memory, barriers, first, steps, lane):
     if steps > 0:
         ahead = T.alloc_var(T.int32, init=-1)
         page = T.alloc_var(T.int32, init=-1)
-        ahead = page_of(T, inputs, sequence, first * S.block_n + lane * S.piece)
+        ahead = page_of(T, inputs, sequence, key_of(S, launch, lane // pieces) + lane % pieces * S.piece)
         for i in T.unroll(-(-S.rows // _Q_ROWS)):
             own = min(S.rows, _Q_ROWS)
             T.tma_copy(
@@ -281,11 +291,12 @@ def produce(T, S, inputs, memory, barriers, first, steps, lane):
             stage = step % S.num_stages
             if step % (WARP // pieces) == 0:
                 page = ahead
-                ahead = page_of(T, inputs, sequence, (first + step + WARP // pieces) * S.block_n + lane * S.piece)
+                later = step + WARP // pieces + lane // pieces
+                ahead = page_of(T, inputs, sequence, key_of(S, launch, later) + lane % pieces * S.piece)
             T.barrier_wait(k_empty[stage], step // S.num_stages % 2 ^ 1)
             for i in T.unroll(pieces):
                 own_page = T.alloc_var(T.int32, init=T.shfl_sync(page, step % (WARP // pieces) * pieces + i))
-                key = T.alloc_var(T.int32, init=T.truncmod((first + step) * S.block_n + i * S.piece, page_size))
+                key = T.alloc_var(T.int32, init=T.truncmod(key_of(S, launch, step) + i * S.piece, page_size))
                 T.tma_copy(
                     keys[own_page, key : key + S.piece, 0:DIM],
                     memory.k[stage, i * S.piece : (i + 1) * S.piece, :],
@@ -302,7 +313,7 @@ def produce(T, S, inputs, memory, barriers, first, steps, lane):
 
 
 @macro
-def consume(T, S, inputs, out, memory, registers, barriers, first, steps, thread):
+def consume(T, S, inputs, out, memory, registers, barriers, launch, steps, thread):
     """The consumers': products of a block, then their sums; warpgroups take turns at the tensor cores by themselves."""
     q_full, k_full, k_empty = barriers
     if steps > 0:
@@ -317,7 +328,7 @@ def consume(T, S, inputs, out, memory, registers, barriers, first, steps, thread
             )  # fmt: skip
             T.wait_wgmma(0)
             sum_heads(T, S, registers)
-            store_scores(T, S, out, memory, registers, stage, (first + step) * S.block_n, thread)
+            store_scores(T, S, out, memory, registers, stage, key_of(S, launch, step), thread)
             T.sync_warp()
             if thread % WARP == 0:
                 T.barrier_arrive(k_empty[stage])
@@ -380,18 +391,18 @@ def store_score(T, out, memory, stage, first_key, i, j):
 
 
 @macro
-def clean_rest(T, S, out, memory, launch, first, steps, thread, threads):
-    """-inf behind the blocks that a program has gone through, up to the end of its chunk."""
+def clean_rest(T, S, out, memory, launch, blocks, thread, threads):
+    """-inf behind the last block of a tile, by all of its programs."""
     if launch.clean != 0:
-        begin = T.alloc_var(T.int32, init=T.min((first + steps) * S.block_n, out.shape[1]))
-        end = T.alloc_var(T.int32, init=T.min((first + launch.chunk) * S.block_n, out.shape[1]))
+        begin = T.alloc_var(T.int32, init=T.min(blocks * S.block_n, out.shape[1]) + launch.i_program * threads + thread)
+        apart = T.alloc_var(T.int32, init=launch.num_programs * threads)
         for j in T.serial(memory.told[_ROWS]):
-            for i in T.serial(T.truncdiv(T.max(end - begin, 0) + (threads - 1 - thread), threads)):
-                out[memory.told[_FIRST] + j, begin + i * threads + thread] = -T.infinity(T.float32)
+            for i in T.serial(T.truncdiv(T.max(out.shape[1] - begin, 0) + (apart - 1), apart)):
+                out[memory.told[_FIRST] + j, begin + i * apart] = -T.infinity(T.float32)
 
 
 @macro
-def score_serially(T, S, inputs, out, memory, registers, first, steps):
+def score_serially(T, S, inputs, out, memory, registers, launch, steps):
     """The steps of the roles, one after the other in one thread: for TileLang's C target, in tests."""
     block = T.alloc_shared((S.block_n, DIM), inputs.q.dtype)
     load_weights(T, S, inputs, memory, registers)
@@ -401,7 +412,7 @@ def score_serially(T, S, inputs, out, memory, registers, first, steps):
         )
     for step in T.serial(steps):
         for i in T.serial(S.block_n):
-            key = T.alloc_var(T.int32, init=(first + step) * S.block_n + i)
+            key = T.alloc_var(T.int32, init=key_of(S, launch, step) + i)
             page = page_of(T, inputs, memory.told[_SEQUENCE], key)
             row = T.alloc_var(T.int32, init=T.truncmod(key, inputs.keys.shape[1]))
             there = page >= 0 and page < inputs.keys.shape[0]
@@ -410,4 +421,4 @@ def score_serially(T, S, inputs, out, memory, registers, first, steps):
             memory.scales[0, i] = T.if_then_else(there, inputs.scales[T.max(page, 0), row], 0)
         T.gemm(block, memory.q, registers.products, transpose_B=True, clear_accum=True)
         sum_heads(T, S, registers)
-        store_scores(T, S, out, memory, registers, 0, (first + step) * S.block_n, 0)
+        store_scores(T, S, out, memory, registers, 0, key_of(S, launch, step), 0)

@@ -587,3 +587,17 @@ def test_what_the_command_builds_is_what_calls_of_deepseek_ask_for(launch) -> No
     prompt = PrefillProblem(128, 128, 192, 128, 8192, 1, 8192)
     assert ("prefill", launch.prefill_constants(prompt, plan_prefill(prompt, H200), BF16)) in built
     assert ("merge", {"dim_nope": 512, "dtype": BF16}) in built
+
+
+def test_what_the_command_builds_of_the_indexer_is_what_its_calls_ask_for(launch) -> None:
+    from tilelang_mla import indexer_launch
+
+    built = list(wanted([], [], [], indexer=[32, 64]))
+    for heads in (32, 64):
+        for tokens, each in ((1, 1), (256, 2), (12, 3), (4096, 0), (9, 9)):
+            problem = IndexProblem(heads, tokens, 1, each, 64, 7, 2**17, 2**17, True)
+            constants = indexer_launch.scores_constants(problem, plan_index_scores(problem, H200))
+            assert ("index_scores", constants) in built
+    for tokens, width in ((1, 4096), (4096, 2**17), (4096, 2**18)):
+        problem_of_list = TopkProblem(tokens, width, 2048, 1, 64)
+        assert ("index_topk", indexer_launch.topk_constants(problem_of_list, H200)) in built

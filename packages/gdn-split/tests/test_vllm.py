@@ -26,7 +26,7 @@ Tensor = torch.Tensor
 RECORDED = Path(__file__).with_name("vllm-0.33.0.json")
 GDN = "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn"
 # The kernels of vLLM that a benchmark finds on PYTHONPATH come without the rest.
-INSTALLED = find_spec("vllm") is not None and find_spec("vllm.model_executor.layers.mamba.gdn") is not None
+INSTALLED = find_spec("vllm") is not None and find_spec("vllm.v1.attention.backend") is not None
 HEADS_QK, HEADS, DIM, WIDTH, SLOTS, PREFIX = 2, 4, 16, 4, 7, "model.layers.1.linear_attn"
 CHANNELS = (2 * HEADS_QK + HEADS) * DIM
 SIZES = (HEADS_QK, HEADS, DIM, DIM)

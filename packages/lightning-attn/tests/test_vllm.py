@@ -24,7 +24,7 @@ Tensor = torch.Tensor
 
 RECORDED = Path(__file__).with_name("vllm-0.33.0.json")
 # The kernels of vLLM that a benchmark finds on PYTHONPATH come without the rest.
-INSTALLED = find_spec("vllm") is not None and find_spec("vllm.model_executor.layers.mamba.linear") is not None
+INSTALLED = find_spec("vllm") is not None and find_spec("vllm.v1.attention.backend") is not None
 HEADS, DIM, SLOTS = 4, 16, 9
 LAYERS = {"MiniMaxLayer": "minimax", "BailingLayer": "bailing"}
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.06]).view(HEADS, 1, 1)

@@ -25,7 +25,7 @@ Tensor = torch.Tensor
 RECORDED = Path(__file__).with_name("vllm-0.33.0.json")
 MLA = "vllm.model_executor.layers.attention.mla_attention"
 # The kernels of vLLM that a benchmark finds on PYTHONPATH come without the rest.
-INSTALLED = find_spec("vllm") is not None and find_spec("vllm.model_executor.layers.attention") is not None
+INSTALLED = find_spec("vllm") is not None and find_spec("vllm.v1.attention.backend") is not None
 HEADS, LATENT, ROPE, PAGE, PAGES, SCALE = 16, 512, 64, 64, 9, 192**-0.5
 LENGTHS = (70, 3, 129)
 

@@ -512,6 +512,10 @@ def test_scores_of_keys_are_wgmma_of_e4m3_on_tma_loads_without_spills(reports, k
     assert {"wgmma_ss", "tma_load"} <= words(made)
     assert "kFloat8_e4m3" in made.text
     plan = plan_index_scores(kernel.problem, H200)
+    # A program that asks for more registers than it began with would wait forever.
+    begun = int(re.findall(r"Used (\d+) registers", made.said)[0]) * (plan.warpgroups + 1)
+    asked = [int(number) for number in re.findall(r"warpgroup_reg_(?:de)?alloc<(\d+)>", made.text)]
+    assert sum(sorted(asked)[:1]) + plan.warpgroups * max(asked, default=0) <= begun
     assert shared_memory(made.text) + 256 <= plan.shared_memory(kernel.problem) <= H200.shared_memory
 
 

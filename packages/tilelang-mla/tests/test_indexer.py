@@ -404,9 +404,9 @@ def test_plans_give_a_tile_as_many_tokens_as_sequences_have_and_fit() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("heads", "page"), [(64, 64), (64, 48), (32, 128), (16, 64), (128, 64)])
 def test_kernels_score_keys_by_every_plan(device, heads, page) -> None:
-    cases = [([300, 5, 0, 64, 200, 2000], [3, 1, 0, 20, 2, 70]), ([1500, 3], [1, 1])]
+    cases = [([300, 5, 0, 64, 200, 2000], [3, 1, 0, 20, 2, 70])]
     if (heads, page) == (64, 64):
-        cases += [([999, 70], [4, 4]), ([900, 70], [2, 2])]
+        cases += [([1500, 3], [1, 1]), ([999, 70], [4, 4]), ([900, 70], [2, 2])]
     for lengths, tokens in cases:
         batch = Batch(lengths, tokens, heads=heads, page=page, rest=3 * (len(tokens) > 2), device=device)
         got = batch.run()
@@ -433,10 +433,9 @@ def test_kernels_list_the_highest(device) -> None:
     many = torch.randn(300, 7001, device=device).round(decimals=2)
     of = torch.randint(0, 7001, (300,), device=device).int()
     assert_bitwise_equal(index_topk(many, of, 2048), top_positions(many, of, 2048))
-    for width in (131072, 200000):
-        long = torch.randn(3, width, device=device).relu()
-        of = ints(width, width - 1, 2049, device=device)
-        assert_bitwise_equal(index_topk(long, of, 2048), top_positions(long, of, 2048))
+    long = torch.randn(3, 131072, device=device).relu()
+    of = ints(131072, 131071, 2049, device=device)
+    assert_bitwise_equal(index_topk(long, of, 2048), top_positions(long, of, 2048))
     zeros = torch.zeros(2, 131072, device=device)
     assert_bitwise_equal(index_topk(zeros, ints(131072, 5000, device=device), 2048),
                          torch.arange(2048, device=device).int().expand(2, 2048).contiguous())  # fmt: skip

@@ -90,7 +90,8 @@ class IndexPlan(Plan):
 
     def shared_memory(self, problem: IndexProblem) -> int:
         """Bytes of a program: a tile of q, the ring of keys and their scales, and a block's sums."""
-        ring = self.num_stages * self.block_n * (INDEX_DIM + 4)
+        # Scales of 16 keys have the room of 32.
+        ring = self.num_stages * self.block_n * (INDEX_DIM + 8)
         sums = 4 * self.tile_tokens * self.block_n
         return self.tile_tokens * problem.heads * INDEX_DIM + ring + sums + _BESIDE
 

@@ -19,8 +19,9 @@ DIM, _Q_ROWS = 128, 128
 _COLUMNS, _KEYS = 8, 16
 # What is told of a program's tile, in shared memory.
 _SEQUENCE, _FIRST, _ROWS = 0, 1, 2
-# Registers of a consumer's thread where these are four warpgroups, and of the producer's then.
-_CONSUMER, _PRODUCER = 120, 24
+# Registers of a consumer's thread where these are four warpgroups, and of the producer's then: together no more than
+# the 96 of each of 640 threads that the program begins with, or it waits for them forever.
+_CONSUMER, _PRODUCER = 112, 24
 
 
 class Sizes(NamedTuple):
@@ -44,6 +45,11 @@ class Sizes(NamedTuple):
     def consumers(self) -> int:
         """Threads of the consumers."""
         return self.warpgroups * GROUP
+
+    @property
+    def slot(self) -> int:
+        """Floats from the scales of a piece to those of the next: TMA writes to multiples of 128 bytes."""
+        return max(self.piece, 32)
 
     @property
     def groups_share_keys(self) -> bool:
@@ -152,7 +158,7 @@ def score(
 def run_program(T, S, inputs, out, launch, i_place):
     q_shared = T.alloc_shared((S.rows, DIM), inputs.q.dtype)
     k_shared = T.alloc_shared((S.num_stages, S.block_n, DIM), inputs.q.dtype)
-    scales_shared = T.alloc_shared((S.num_stages, S.block_n), T.float32)
+    scales_shared = T.alloc_shared((S.num_stages, S.block_n // S.piece, S.slot), T.float32)
     told = T.alloc_shared((4,), T.int32)
     seen = T.alloc_shared((S.tile_tokens,), T.int32)
     sums_shared = T.alloc_shared((S.tile_tokens, S.block_n), T.float32)
@@ -304,7 +310,7 @@ def produce(T, S, inputs, memory, barriers, launch, steps, lane):
                 )
                 T.tma_copy(
                     scales[own_page, key : key + S.piece],
-                    memory.scales[stage, i * S.piece : (i + 1) * S.piece],
+                    memory.scales[stage, i, 0 : S.piece],
                     barrier=k_full[stage],
                 )
             T.sync_warp()
@@ -367,7 +373,7 @@ def store_scores(T, S, out, memory, registers, stage, first_key, thread):
     if S.serial:
         for j in T.serial(S.tile_tokens):
             for i in T.serial(S.block_n):
-                store_score(T, out, memory, stage, first_key, i, j)
+                store_score(T, S, out, memory, stage, first_key, i, j)
     else:
         T.sync_warp()
         group, lane = thread // GROUP, thread % WARP
@@ -379,14 +385,15 @@ def store_scores(T, S, out, memory, registers, stage, first_key, thread):
             i = i + group * 64
         for turn in T.unroll(-(-S.own_tokens // 2)):
             if lane // _KEYS + 2 * turn < S.own_tokens:
-                store_score(T, out, memory, stage, first_key, i, j + 2 * turn)
+                store_score(T, S, out, memory, stage, first_key, i, j + 2 * turn)
 
 
 @macro
-def store_score(T, out, memory, stage, first_key, i, j):
+def store_score(T, S, out, memory, stage, first_key, i, j):
     if j < memory.told[_ROWS] and first_key + i < out.shape[1]:
+        scale = memory.scales[stage, i // S.piece, i % S.piece]
         out[memory.told[_FIRST] + j, first_key + i] = T.if_then_else(
-            first_key + i < memory.seen[j], memory.sums[j, i] * memory.scales[stage, i], -T.infinity(T.float32)
+            first_key + i < memory.seen[j], memory.sums[j, i] * scale, -T.infinity(T.float32)
         )
 
 
@@ -418,7 +425,7 @@ def score_serially(T, S, inputs, out, memory, registers, launch, steps):
             there = page >= 0 and page < inputs.keys.shape[0]
             for j in T.serial(DIM):
                 block[i, j] = T.if_then_else(there, inputs.keys[T.max(page, 0), row, j], 0)
-            memory.scales[0, i] = T.if_then_else(there, inputs.scales[T.max(page, 0), row], 0)
+            memory.scales[0, i // S.piece, i % S.piece] = T.if_then_else(there, inputs.scales[T.max(page, 0), row], 0)
         T.gemm(block, memory.q, registers.products, transpose_B=True, clear_accum=True)
         sum_heads(T, S, registers)
         store_scores(T, S, out, memory, registers, 0, key_of(S, launch, step), 0)

@@ -106,7 +106,7 @@ def attending(
 
 def selecting(
     name: str, limits: DeviceLimits, *, heads: tuple[int, int, int] = (64, 4, 128), block: int = 128, topk: int = 16,
-    tokens: int = 4096, sequences: int = 1, cache: torch.dtype = BF16, dtype: torch.dtype = BF16,
+    tokens: int = 1024, sequences: int = 1, cache: torch.dtype = BF16, dtype: torch.dtype = BF16,
     plan: SelectedPlan | None = None,
 ) -> Iterator[KernelSpec]:  # fmt: skip
     """The launches of a call of selected attention, with the device's plan, the merge kernel left out."""

@@ -319,6 +319,12 @@ def test_every_problem_has_a_plan_that_covers_it() -> None:
                 assert chosen.covers(problem), (problem, chosen)
 
 
+def test_tiles_of_all_kv_heads_come_in_turn_where_programs_are_few() -> None:
+    for tokens, together in ((8192, 8), (32768, 1)):
+        problem = Problem(32, 8, 128, 128, 64, 64, 32, 512, tokens, tokens, 1, tokens, 2**18)
+        assert plan_backward(problem, DeviceLimits(132, 232448, hopper=True)).heads_together == together
+
+
 @gpu
 @pytest.mark.parametrize("options", [{}, {"kind": "padded"}, {"dtype": FP32}, {"head_dim": 256}], ids=str)
 def test_phi_3_small_at_its_sizes(tensors, options) -> None:

@@ -225,7 +225,7 @@ def test_bad_entries_are_named_where_values_are_checked(selected, device, token,
 
 # Plans
 
-M3 = Problem(64, 4, 128, 128, 128, 16, 8192, 1, 32768, 64)
+M3 = Problem(64, 4, 128, 128, 128, 16, 1024, 1, 32768, 64)
 
 
 def test_every_call_gets_a_plan_that_covers_it() -> None:
@@ -257,14 +257,23 @@ def test_neighbouring_tokens_share_a_tile_in_prefill_and_lists_are_split_in_deco
 
 @pytest.mark.parametrize(("heads", "topk"), [((64, 4), 16), ((64, 4), 64), ((64, 2), 16), ((8, 2), 16)], ids=str)
 def test_tokens_whose_lists_have_little_in_common_are_walked_by_themselves(heads, topk) -> None:
-    problem = Problem(*heads, 128, 128, 128, topk, 8192, 1, 32768, 64)
+    problem = Problem(*heads, 128, 128, 128, topk, 1024, 1, 32768, 64)
     chosen = plan_selected(problem, H200)
     assert chosen.alone_n > 0
     assert chosen.block_m > chosen.alone(problem).block_m
     # Half of the entries are what a tile wins from; all of them, what it loses from.
     assert 0.5 < chosen.most_united / (chosen.packed * topk) < 0.8
     # A tile of one token's rows loses nothing.
-    assert plan_selected(Problem(7, 7, 128, 128, 128, 16, 8192, 1, 32768, 64), H200).alone_n == 0
+    assert plan_selected(Problem(7, 7, 128, 128, 128, 16, 1024, 1, 32768, 64), H200).alone_n == 0
+
+
+def test_long_prompts_are_walked_block_by_block() -> None:
+    prompt = replace(M3, tokens=8192)
+    assert plan_selected(prompt, H200).by_blocks == 4096
+    batch = replace(prompt, sequences=4096)
+    for other in (M3, batch, replace(prompt, block_size=4), replace(prompt, cache_bits=8), replace(prompt, topk=512)):
+        assert plan_selected(other, H200).by_blocks == 0
+    assert plan_selected(prompt, DeviceLimits(148, 232448)).by_blocks == 0
 
 
 # The op

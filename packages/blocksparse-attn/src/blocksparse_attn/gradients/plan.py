@@ -61,7 +61,13 @@ def plan_backward(problem: Problem, limits: DeviceLimits) -> BackwardPlan:
     block_m, block_n = (min(most, power_of_two_in(block)) for block in (problem.q_block, problem.k_block))
     # Without warpgroups' registers two accumulators of 128 would spill from four warps of sm_100.
     keys_warps = 8 if limits.shared_memory > 200 * 1024 and not limits.hopper else num_warps
-    return BackwardPlan(block_m, block_n, num_warps, num_stages, min(keys_m, block_m), block_n, keys_warps, keys_stages)
+    # Phi-3-small on an H200: 8192 tokens 1311 us, 1368 with two heads together, 1448 with one, as the first tiles of a
+    # head are the heaviest and the last programs would wait for them; 32768, sixteen rounds of programs, 0.7 % slower.
+    rounds = problem.tokens // block_n * problem.num_heads_kv / (2 * limits.cores)
+    together = problem.num_heads_kv if rounds <= 8 else 1
+    return BackwardPlan(
+        block_m, block_n, num_warps, num_stages, min(keys_m, block_m), block_n, keys_warps, keys_stages, together
+    )
 
 
 def num_tiles(tokens: int, block: int, problem: Problem, slack: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 
 from kernel_reference.launching import TmaBox
 from kernel_reference.testing import gluon
-from kernel_reference.testing.gluon import pipeline
+from kernel_reference.testing.gluon.pipeline import Program
 from kernel_reference.testing.gluon.ptx import execute
 from kernel_reference.testing.gluon.values import Value
 from kernel_reference.testing.guards import assert_bitwise_equal
@@ -82,12 +83,19 @@ def test_sums_are_cut_off_toward_zero_as_on_tensor_cores_where_a_test_wants_that
     ("never freed", RuntimeError, "a deadlock"),
 ])  # fmt: skip
 def test_what_would_hang_or_corrupt_on_a_gpu_is_an_error(
-    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, fault: str, error: type[Exception], message: str
+    kernels: ModuleType, fault: str, error: type[Exception], message: str
 ) -> None:
-    if fault == "never freed":
-        monkeypatch.setattr(pipeline, "PATIENCE_S", 0.5)
     with pytest.raises(error, match=message):
         multiply(kernels, fault=fault)
+
+
+def test_partitions_meet_in_the_same_order_whenever_the_random_numbers_are_the_same(kernels: ModuleType) -> None:
+    ends = []
+    for seed in (1, 1, 2):
+        random.seed(seed)
+        multiply(kernels, 320)
+        ends.append(Program.current.now)
+    assert ends[0] == ends[1] != ends[2]
 
 
 def test_integers_divide_as_in_c(kernels: ModuleType) -> None:

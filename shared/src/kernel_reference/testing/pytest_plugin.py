@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import sys
 import zlib
 from collections.abc import Generator
@@ -174,9 +175,10 @@ def unchecked() -> Generator[None, None, None]:
 
 @pytest.fixture(autouse=True)
 def seed(request: pytest.FixtureRequest) -> int:
-    """The seed given to torch's generators before this test: its own, the same in every run."""
+    """The seed given to torch's generators and to Python's before this test: its own, the same in every run."""
     value = _seed_of(request.node)
     torch.manual_seed(value)
+    random.seed(value)
     return value
 
 

@@ -1,8 +1,8 @@
 """Run Gluon kernels for NVIDIA's sm_90 on a CPU: barriers, TMA, WGMMA and warps as they behave, without a GPU.
 
 Triton's interpreter knows no Gluon. :func:`shadow` imports the modules of such kernels again over a language of torch
-tensors (:mod:`.language`), and :func:`launch` runs one, program after program, each warp-specialised partition in a
-thread of its own:
+tensors (:mod:`.language`), and :func:`launch` runs one, program after program. Its warp-specialised partitions take
+turns at random wherever they may meet, in a time of the simulation's own:
 
 - shared memory is NaN until written, and lies as ``NVMMASharedLayout`` lays it (but for the swizzle, which views with
   the same swizzle share): views of the same bytes in other shapes are real;
@@ -26,7 +26,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import ModuleType
 from typing import Any
 
@@ -35,7 +35,7 @@ import torch
 from kernel_reference.launching import TmaBox
 from kernel_reference.testing.gluon.language import languages
 from kernel_reference.testing.gluon.memory import Descriptor, NVMMASharedLayout
-from kernel_reference.testing.gluon.pipeline import Products, Program
+from kernel_reference.testing.gluon.pipeline import Products, Program, Stopped
 from kernel_reference.testing.gluon.values import Pointer, Value
 
 __all__ = ["Descriptor", "launch", "shadow", "slow_partition", "tma_launch", "truncated_sums"]
@@ -129,15 +129,13 @@ def launch(kernel: Callable[..., None], programs: int, *arguments: Any) -> None:
     Program.count = programs
     for number in range(programs):
         Program.number = number
-        Program.failed.clear()
-        Program.errors.clear()
-        Program.in_flight.clear()
-        kernel(*given)
-        with Program.landing:
-            late = bool(Program.in_flight)
-        if Program.errors:
-            raise Program.errors[0]
-        if late:
+        program = Program.current = Program()
+        # A partition that only stops, as another has failed, says nothing.
+        with suppress(Stopped):
+            kernel(*given)
+        if program.failed:
+            raise program.failed
+        if program.loads_in_flight:
             raise RuntimeError("a program ended while TMA loads to its shared memory were in flight")
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import random
 import threading
-import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -15,29 +17,148 @@ from kernel_reference.testing.gluon.values import DType, Value, load, store
 
 Tensor = torch.Tensor
 
-# Past this a barrier that nobody arrives at is taken for a deadlock; a step takes milliseconds.
-PATIENCE_S = 60.0
+# Time is the simulation's own. The longest that a partition takes from one place where it meets the others to the next.
+STEP_S = 0.0005
 # The longest that a TMA load is in flight.
 LATE_S = 0.002
 # How long the slow partition stops wherever it meets the others.
 SLOW_S = 0.001
 
 
+class Stopped(Exception):
+    """Another partition has failed."""
+
+
+class Partition:
+    """A thread that runs while it is its turn; products: its own that are in flight."""
+
+    def __init__(self, slow: bool = False) -> None:
+        self.slow = slow
+        self.products: list[Issued] = []
+        self.turn = threading.Lock()
+        self.turn.acquire()
+
+
+class Program:
+    """What the partitions of one program share. One of them runs at a time, until it meets the others: no thread waits
+    in real time, a deadlock is seen at once, and what happens follows from Python's random numbers alone.
+    """
+
+    current: ClassVar[Program]
+    number: ClassVar[int] = 0
+    count: ClassVar[int] = 1
+    # The partition that is slow; None: any, at random.
+    slow: ClassVar[int | None] = None
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.running = Partition()
+        self.ready: list[Partition] = []
+        self.waiting: set[Partition] = set()
+        self.failed: BaseException | None = None
+        self.loads_in_flight = 0
+        # When, in which order if at one time, what happens.
+        self._later: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+
+    def at(self, time: float, happen: Callable[[], None]) -> None:
+        heapq.heappush(self._later, (time, next(self._order), happen))
+
+    def pass_time(self) -> None:
+        """The running partition has done something."""
+        self.now += random.random() * STEP_S
+        while self._later and self._later[0][0] <= self.now:
+            self._go_on()
+        if self.failed:
+            raise Stopped
+
+    def give_turn(self) -> None:
+        """Let one of those that are ready run; go on when it is the caller's turn again."""
+        mine = self.running
+        if self._choose() is not mine:
+            self.running.turn.release()
+            mine.turn.acquire()
+        if self.failed:
+            raise Stopped
+
+    def wait(self) -> None:
+        """Let others run until the caller is woken."""
+        self.waiting.add(self.running)
+        self.give_turn()
+
+    def wake(self, partition: Partition) -> None:
+        if partition in self.waiting:
+            self.waiting.remove(partition)
+            self.ready.append(partition)
+
+    def run_all(self, partitions: Sequence[Partition], run: Callable[[Partition], None]) -> None:
+        """Run each partition in a thread of its own, while the caller waits."""
+        caller, unfinished = self.running, len(partitions)
+
+        def run_one(partition: Partition) -> None:
+            nonlocal unfinished
+            partition.turn.acquire()
+            try:
+                if not self.failed:
+                    run(partition)
+            except Stopped:
+                pass
+            except BaseException as error:
+                self.failed = self.failed or error
+            unfinished -= 1
+            if unfinished:
+                self._choose()
+            else:
+                self.running = caller
+            self.running.turn.release()
+
+        threads = [threading.Thread(target=run_one, args=(partition,)) for partition in partitions]
+        for thread in threads:
+            thread.start()
+        self.ready += partitions
+        self.give_turn()
+        for thread in threads:
+            thread.join()
+
+    def _choose(self) -> Partition:
+        while not self.ready and self._later and not self.failed:
+            self._go_on()
+        if not self.ready and not self.failed:
+            self.failed = RuntimeError("a deadlock: a barrier is waited for that nobody arrives at")
+        if self.failed:
+            for partition in [*self.waiting]:
+                self.wake(partition)
+        self.running = self.ready.pop(random.randrange(len(self.ready)))
+        return self.running
+
+    def _go_on(self) -> None:
+        """To what happens next."""
+        time, _, happen = heapq.heappop(self._later)
+        self.now = max(self.now, time)
+        try:
+            happen()
+        except RuntimeError as error:
+            self.failed = self.failed or error
+
+
+Program.current = Program()
+
+
 class Barrier:
     def __init__(self) -> None:
-        self.changed = threading.Condition()
         self.count = self.pending = self.bytes = self.phase = 0
+        self.waiting: list[Partition] = []
 
     def take(self, arrivals: int, expected: int) -> None:
-        with self.changed:
-            self.pending -= arrivals
-            self.bytes += expected
-            if self.pending < 0 or self.bytes < 0:
-                raise RuntimeError("a barrier was arrived at more often, or by more bytes, than it waits for")
-            if self.pending == self.bytes == 0:
-                self.phase ^= 1
-                self.pending = self.count
-                self.changed.notify_all()
+        self.pending -= arrivals
+        self.bytes += expected
+        if self.pending < 0 or self.bytes < 0:
+            raise RuntimeError("a barrier was arrived at more often, or by more bytes, than it waits for")
+        if self.pending == self.bytes == 0:
+            self.phase ^= 1
+            self.pending = self.count
+            while self.waiting:
+                Program.current.wake(self.waiting.pop())
 
 
 class Barriers:
@@ -48,36 +169,17 @@ class Barriers:
         return self.barriers[int(i)]
 
 
-class Stopped(Exception):
-    """Another partition has failed."""
-
-
-class Program:
-    """What the threads of one program share."""
-
-    number = 0
-    count = 1
-    # The partition that is slow; None: any, at random.
-    slow: int | None = None
-    failed = threading.Event()
-    errors: ClassVar[list[BaseException]] = []
-    # TMA loads that have not arrived.
-    in_flight: ClassVar[set[threading.Timer]] = set()
-    landing = threading.RLock()
-    own = threading.local()
-
-    @classmethod
-    def fail(cls, error: BaseException) -> None:
-        cls.errors.append(error)
-        cls.failed.set()
-
-
 def linger() -> None:
     """Let another partition go first, now and then."""
-    if getattr(Program.own, "slow", False):
-        time.sleep(SLOW_S)
+    program = Program.current
+    program.pass_time()
+    mine = program.running
+    if mine.slow:
+        program.at(program.now + SLOW_S, partial(program.wake, mine))
+        program.wait()
     elif random.random() < 0.3:
-        time.sleep(0)
+        program.ready.append(mine)
+        program.give_turn()
 
 
 def init(barrier: Barrier, count: int) -> None:
@@ -96,39 +198,30 @@ def arrive(barrier: Barrier, count: int = 1, pred: Any = True) -> None:
 
 
 def wait(barrier: Barrier, phase: Any, pred: Any = True, deps: Any = ()) -> None:
-    end = time.monotonic() + PATIENCE_S
-    with barrier.changed:
-        while pred and barrier.phase == int(phase):
-            barrier.changed.wait(0.1)
-            if Program.failed.is_set():
-                raise Stopped
-            if time.monotonic() > end:
-                raise RuntimeError("a deadlock: a barrier is waited for that nobody arrives at")
+    if pred:
+        before = int(phase)
+        while barrier.phase == before:
+            barrier.waiting.append(Program.current.running)
+            Program.current.wait()
     linger()
 
 
 def copy_to_shared(d: Descriptor, coordinates: Any, barrier: Barrier, stage: Shared, pred: Any = True) -> None:
     if not pred:
         return
+    program = Program.current
     box = load(*d.box(coordinates))
 
     def arrive() -> None:
+        program.loads_in_flight -= 1
         stage.store(Value(box.data.reshape(box.data.shape[-2:])))
-        # Otherwise a program could end between the two.
-        with Program.landing:
-            Program.in_flight.discard(timer)
-            try:
-                barrier.take(0, -d.block_type.nbytes)
-            except RuntimeError as error:
-                # Raised in a thread of its own, it would be nobody's.
-                Program.fail(error)
+        barrier.take(0, -d.block_type.nbytes)
 
-    timer = threading.Timer(random.random() * LATE_S, arrive)
+    program.loads_in_flight += 1
     if random.random() < 0.5:
         arrive()
     else:
-        Program.in_flight.add(timer)
-        timer.start()
+        program.at(program.now + random.random() * LATE_S, arrive)
 
 
 def copy_from_shared(d: Descriptor, coordinates: Any, stage: Shared) -> None:
@@ -180,18 +273,13 @@ def multiply(a: Any, b: Shared, acc: Any, use_acc: Any = True, is_async: bool = 
         return Value(product_of(left, b.load().data, before.data if use_acc else None))
 
     issued = Issued(make)
-    products_in_flight().append(issued)
+    Program.current.running.products.append(issued)
     return issued if is_async else wait_for_products(0, [issued])
-
-
-def products_in_flight() -> list[Issued]:
-    queue: list[Issued] = Program.own.__dict__.setdefault("queue", [])
-    return queue
 
 
 def wait_for_products(num_outstanding: int = 0, deps: Sequence[Any] = ()) -> Any:
     linger()
-    queue = products_in_flight()
+    queue = Program.current.running.products
     while len(queue) > num_outstanding:
         oldest = queue.pop(0)
         oldest.made = oldest.make()
@@ -204,22 +292,13 @@ def wait_for_products(num_outstanding: int = 0, deps: Sequence[Any] = ()) -> Any
 def warp_specialize(partitions: Sequence[Any], worker_num_warps: Any, worker_num_regs: Any = None) -> None:
     slow = random.randrange(len(partitions)) if Program.slow is None else Program.slow
 
-    def run(i: int, function: Callable[..., None], arguments: Any) -> None:
-        Program.own.slow = i == slow
-        try:
-            function(*arguments)
-        except Stopped:
-            pass
-        except BaseException as error:
-            Program.fail(error)
+    work = {Partition(i == slow): partition for i, partition in enumerate(partitions)}
 
-    threads = [threading.Thread(target=run, args=(i, *partition)) for i, partition in enumerate(partitions)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if Program.errors:
-        raise Program.errors[0]
+    def run(partition: Partition) -> None:
+        function, arguments = work[partition]
+        function(*arguments)
+
+    Program.current.run_all([*work], run)
 
 
 def allocate(dtype: DType, shape: Sequence[int], layout: Any, value: Any = None) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kernel_reference.testing.recorded import Recording, as_text, misfits, record, stand_in
+from kernel_reference.testing.recorded import Recording, as_text, installed, misfits, record, stand_in
 
 LIMIT = 7
 
@@ -121,3 +121,9 @@ def test_what_does_not_fit_is_named(engine: Any, recording: Recording) -> None:
         "quantised must be a property, is a bool",
         "supports must be a classmethod of ['cls', 'size', 'kind='], is a classmethod of ['cls', 'size', 'kind']",
     ]
+
+
+def test_a_module_whose_parent_is_not_there_is_not_installed() -> None:
+    assert installed("json.decoder")
+    assert not installed("json.nothing")
+    assert not installed("no_such_engine.attention")

@@ -9,7 +9,6 @@ import importlib
 import json
 import sys
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -19,14 +18,14 @@ import torch
 
 from kernel_reference import gated_delta
 from kernel_reference.projection import split
-from kernel_reference.testing.recorded import Recording, misfits, record, stand_in
+from kernel_reference.testing.recorded import Recording, installed, misfits, record, stand_in
 
 Tensor = torch.Tensor
 
 RECORDED = Path(__file__).with_name("vllm-0.33.0.json")
 GDN = "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn"
 # The kernels of vLLM that a benchmark finds on PYTHONPATH come without the rest.
-INSTALLED = find_spec("vllm") is not None and find_spec("vllm.v1.attention.backend") is not None
+INSTALLED = installed("vllm.v1.attention.backend")
 HEADS_QK, HEADS, DIM, WIDTH, SLOTS, PREFIX = 2, 4, 16, 4, 7, "model.layers.1.linear_attn"
 CHANNELS = (2 * HEADS_QK + HEADS) * DIM
 SIZES = (HEADS_QK, HEADS, DIM, DIM)

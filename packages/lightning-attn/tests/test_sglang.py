@@ -10,7 +10,6 @@ import inspect
 import json
 import sys
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -19,14 +18,14 @@ import pytest
 import torch
 
 from kernel_reference.recurrence import linear_attention
-from kernel_reference.testing.recorded import Recording, record, stand_in
+from kernel_reference.testing.recorded import Recording, installed, record, stand_in
 
 Tensor = torch.Tensor
 
 RECORDED = Path(__file__).with_name("sglang-0.5.23.json")
 LINEAR = "sglang.srt.layers.attention.linear"
 # The kernels of sglang that a benchmark finds on PYTHONPATH come without the rest.
-INSTALLED = find_spec("sglang") is not None and find_spec("sglang.srt") is not None
+INSTALLED = installed("sglang.srt")
 HEADS, DIM, SLOTS, SCALE = 4, 32, 9, 0.3
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.06]).view(HEADS, 1, 1)
 

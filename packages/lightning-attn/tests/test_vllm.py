@@ -9,7 +9,6 @@ import importlib
 import json
 import sys
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -18,13 +17,13 @@ import pytest
 import torch
 
 from kernel_reference.recurrence import linear_attention
-from kernel_reference.testing.recorded import Recording, misfits, record, stand_in
+from kernel_reference.testing.recorded import Recording, installed, misfits, record, stand_in
 
 Tensor = torch.Tensor
 
 RECORDED = Path(__file__).with_name("vllm-0.33.0.json")
 # The kernels of vLLM that a benchmark finds on PYTHONPATH come without the rest.
-INSTALLED = find_spec("vllm") is not None and find_spec("vllm.v1.attention.backend") is not None
+INSTALLED = installed("vllm.v1.attention.backend")
 HEADS, DIM, SLOTS = 4, 16, 9
 LAYERS = {"MiniMaxLayer": "minimax", "BailingLayer": "bailing"}
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.06]).view(HEADS, 1, 1)

@@ -9,7 +9,6 @@ import importlib
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -19,13 +18,13 @@ import torch
 
 from kernel_reference.attention import attention
 from kernel_reference.testing import contract
-from kernel_reference.testing.recorded import Recording, misfits, record, stand_in
+from kernel_reference.testing.recorded import Recording, installed, misfits, record, stand_in
 
 Tensor = torch.Tensor
 
 RECORDED = Path(__file__).with_name("sglang-0.5.23.json")
 # The kernels of sglang that a benchmark finds on PYTHONPATH come without the rest.
-INSTALLED = find_spec("sglang") is not None and find_spec("sglang.srt") is not None
+INSTALLED = installed("sglang.srt")
 HEADS, KV_HEADS, DIM, PAGE, SLOTS, CONTEXT = 4, 2, 32, 16, 192, 64
 # Sequences of (older, new) tokens: a chunk behind a prefix, one that decodes, a prompt.
 CHUNKS = ((20, 7), (33, 1), (0, 18))

@@ -11,7 +11,6 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -21,13 +20,13 @@ import torch
 
 from kernel_reference.attention import attention
 from kernel_reference.testing import contract
-from kernel_reference.testing.recorded import Recording, misfits, record, stand_in
+from kernel_reference.testing.recorded import Recording, installed, misfits, record, stand_in
 
 Tensor = torch.Tensor
 
 RECORDED = Path(__file__).with_name("vllm-0.33.0.json")
 # The kernels of vLLM that a benchmark finds on PYTHONPATH come without the rest.
-INSTALLED = find_spec("vllm") is not None and find_spec("vllm.v1.attention.backend") is not None
+INSTALLED = installed("vllm.v1.attention.backend")
 HEADS, KV_HEADS, DIM, PAGE, PAGES = 4, 2, 32, 16, 12
 # Sequences of (older, new) tokens: a chunk behind a prefix, one that decodes, a prompt; and drafts.
 LENGTHS = ((20, 7), (33, 1), (0, 18), (15, 3))

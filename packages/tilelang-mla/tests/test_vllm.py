@@ -9,7 +9,6 @@ import importlib
 import json
 import sys
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -18,14 +17,14 @@ import pytest
 import torch
 
 from kernel_reference.testing import contract
-from kernel_reference.testing.recorded import Recording, misfits, record, stand_in
+from kernel_reference.testing.recorded import Recording, installed, misfits, record, stand_in
 
 Tensor = torch.Tensor
 
 RECORDED = Path(__file__).with_name("vllm-0.33.0.json")
 MLA = "vllm.model_executor.layers.attention.mla_attention"
 # The kernels of vLLM that a benchmark finds on PYTHONPATH come without the rest.
-INSTALLED = find_spec("vllm") is not None and find_spec("vllm.v1.attention.backend") is not None
+INSTALLED = installed("vllm.v1.attention.backend")
 HEADS, LATENT, ROPE, PAGE, PAGES, SCALE = 16, 512, 64, 64, 9, 192**-0.5
 LENGTHS = (70, 3, 129)
 

@@ -16,6 +16,7 @@ import sys
 from abc import ABC
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -24,6 +25,15 @@ Recording = dict[str, dict[str, Any]]
 # By the kind of a parameter, what stands before its name. The longest mark first, for who reads it.
 _MARKS = {"VAR_KEYWORD": "**", "VAR_POSITIONAL": "*", "KEYWORD_ONLY": ":"}
 _HOW: dict[type, str] = {staticmethod: "staticmethod", classmethod: "classmethod", property: "property"}
+
+
+def installed(module: str) -> bool:
+    """Whether an engine's module is there: of some, only the kernels are on the path of a benchmark."""
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        # Of the parent.
+        return False
 
 
 def record(names: Mapping[str, Sequence[str]]) -> Recording:

@@ -30,8 +30,8 @@ FEW = [(30, 2), (0, 1), (70, 1)]
 @pytest.fixture(scope="module")
 def hopper() -> ModuleType:
     own = (f"hopper.{name}" for name in (
-        "config", "items", "drafts", "memory", "softmax", "producers", "rows", "levels", "epilogue", "consumers",
-        "kernel",
+        "config", "items", "drafts", "memory", "softmax", "capped", "producers", "rows", "levels", "epilogue",
+        "consumers", "kernel",
     ))  # fmt: skip
     names = ("softmax", "schedule", "batch", "balance", "merge", *own)
     return gluon.shadow(*(f"prefix_prefill.kernels.{name}" for name in names))[-1]
@@ -48,7 +48,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch, hopper: ModuleType, device: torc
 
 def plan(block_m: int = 128, block_n: int = 128, num_splits: int = 1, num_stages: int = 2) -> PrefillPlan:
     """Of few programs, each with several items: to start one costs as much here as a tile of keys."""
-    return PrefillPlan(block_m, block_n, num_splits, 4, num_stages, hopper=True, programs=4)
+    return PrefillPlan(block_m, block_n, num_splits, 4, num_stages, hopper=True, programs=4, capping=2)
 
 
 CASES: dict[str, tuple[PrefillPlan, dict[str, Any]]] = {
@@ -79,6 +79,11 @@ CASES: dict[str, tuple[PrefillPlan, dict[str, Any]]] = {
     "capped, small scores": (plan(), {"heads": (4, 2), "head_dim": 64, "softcap": 30.0, "window": (150, -1)}),
     "capped, 8 bits, new keys": (plan(64, 64, 3), {"heads": (4, 2), "head_dim": 64, "cache_dtype": E4M3,
                                                    "softcap": 30.0, "k_scale": -0.5, "v_scale": "tokens"}),
+    "capped, no lse": (plan(), {"heads": (4, 2), "head_dim": 64, "softcap": 30.0, "sinks": True, "lse": False}),
+    "capped, no lse, a window, split": (plan(64, 64, 3), {"heads": (4, 2), "head_dim": 96, "softcap": 50.0,
+                                                          "window": (50, -1), "lse": False}),
+    "capped, no lse, drafts": (plan(64, 64), {"heads": (4, 1), "head_dim": 64, "softcap": 5.0, "softmax_scale": 3.0,
+                                              "draft_mask": True, "cached": True, "lse": False}),
     "more heads than rows": (plan(64), {"heads": (70, 1), "head_dim": 64, "lengths": FEW}),
     "8 bits": (plan(128, 64, 1, 3), {"heads": (8, 2), "head_dim": 128, "cache_dtype": E4M3, "cached": True,
                                      "k_scale": "number", "v_scale": "number"}),
@@ -130,9 +135,20 @@ def test_the_kernel_for_sm_90_is_the_attention(tensors, kernels, chosen, options
 
 @pytest.mark.parametrize("share", [0.07, 0.4, 1.0])
 @pytest.mark.parametrize("sign", [1, -1])
-def test_scores_of_either_sign_are_capped_whatever_their_share_of_the_cap(tensors, kernels, sign, share) -> None:
+@pytest.mark.parametrize(("softcap", "lse"), [(10.0, True), (10.0, False), (50.0, False)])
+def test_scores_of_either_sign_are_capped_whatever_their_share_of_the_cap(
+    tensors, kernels, sign, share, softcap, lse
+) -> None:
     """Small ones by a series, smaller ones by its first terms, which say nothing of larger ones."""
-    batch = tensors.batch([(130, 30)], heads=(2, 1), head_dim=64, softcap=10.0, softmax_scale=share / 4, cached=True)
+    batch = tensors.batch(
+        [(130, 30)],
+        heads=(2, 1),
+        head_dim=64,
+        softcap=softcap,
+        softmax_scale=share * softcap / 40,
+        cached=True,
+        lse=lse,
+    )
     batch.q.abs_().mul_(sign)
     for keys in (batch.k_cache, batch.keys):
         keys.abs_()

@@ -644,6 +644,34 @@ def test_each_feature_on_hopper(tensors, kernels, options, cached) -> None:
 
 
 @on_hopper
+@pytest.mark.parametrize("capping", [1, 2])
+@pytest.mark.parametrize("share", [0.05, 0.3, 1.0])
+@pytest.mark.parametrize(
+    ("softcap", "options"),
+    [
+        (30.0, {"heads": (8, 2)}),
+        (50.0, {"heads": (4, 2), "head_dim": 256, "window": (400, -1)}),
+        (50.0, {"heads": (8, 1), "head_dim": 64, "sinks": True, "cached": True}),
+        (5.0, {"heads": (4, 2), "head_dim": 192, "cached": True, "page": 64}),
+    ],
+)
+def test_capped_scores_of_any_size_on_hopper(tensors, kernels, capping, share, softcap, options) -> None:
+    narrow = options.get("head_dim", 128) > 128
+    for block_m, splits in ((128, 0), (128, 3), (64, 1)):
+        plan = replace(hopper(block_m, 64 if narrow else 128, splits), capping=capping)
+        given = {"head_dim": 128, **options}
+        batch = tensors.batch(
+            [(700, 300), (3, 1), (0, 140), (1500, 2)],
+            softcap=softcap,
+            softmax_scale=share * softcap / given["head_dim"] ** 0.5 / 4,
+            lse=False,
+            **given,
+        )
+        kernels.prefill(batch, plan)
+        batch.check(most=20)
+
+
+@on_hopper
 @pytest.mark.parametrize("window", [0, 1, 15, 16, 63, 64, 127, 128, 129, 1000])
 @pytest.mark.parametrize("cached", [False, True], ids=["new keys", "cached"])
 def test_windows_of_any_width_on_hopper_read_nothing_before_them(tensors, kernels, window, cached) -> None:

@@ -51,6 +51,8 @@ Start = Callable[..., None]
 
 # Kernels read 8-bit floats as integers: not every target knows the types.
 _FP8 = {torch.float8_e4m3fn: 4, torch.float8_e5m2: 5}
+# Of the largest soft cap whose weights bfloat16 holds without a running max: see kernels/hopper/capped.py.
+_MOST_CAP = 55.0
 
 
 @lru_cache
@@ -233,6 +235,13 @@ def _boxes(problem: Problem, forms: PrefillTensors, box: int, k_columns: int, v_
     return boxes
 
 
+def _is_weighed_by_a_constant(problem: Problem, forms: PrefillTensors) -> bool:
+    """Whether weights of capped scores are relative to a constant: bfloat16 holds them, and lse need not be exact."""
+    plain = not (problem.alibi or problem.shared or problem.carried)
+    in_bfloat16 = forms.q.dtype == torch.bfloat16 and problem.cache_bits == 16
+    return 0 < problem.softcap <= _MOST_CAP and plain and in_bfloat16 and forms.lse is None
+
+
 def _hopper(first: Batch, plan: PrefillPlan, forms: PrefillTensors, device: torch.device) -> Sized:
     """The kernel for sm_90, called like the portable one."""
     from prefix_prefill.kernels import hopper
@@ -282,6 +291,8 @@ def _hopper(first: Batch, plan: PrefillPlan, forms: PrefillTensors, device: torc
         LIMIT=0 if problem.shared else largest_of(forms.out),
         ALIBI=problem.alibi,
         SOFTCAP=problem.softcap > 0,
+        CAPPING=plan.capping * _is_weighed_by_a_constant(problem, forms),
+        LOADING=plan.loading,
         DRAFT=problem.draft,
         HAS_LEFT=problem.left >= 0,
         HAS_RIGHT=problem.right >= 0,

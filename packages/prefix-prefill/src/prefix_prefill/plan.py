@@ -113,7 +113,9 @@ class PrefillPlan(Plan):
     partial results to a merge kernel. ``hopper``: by the kernel made for sm_90, of which ``programs`` at the most work
     at a time, one piece after another; 0 splits leave it to that kernel to cut as the lengths of the batch ask for;
     ``q_in_registers``: its products read so many tiles of queries (``column_tiles``, of 256 halves) from registers,
-    which leaves shared memory's bandwidth to keys and values. No plan asks for that by itself: it has not been timed.
+    which leaves shared memory's bandwidth to keys and values. ``capping`` 1: weights of capped scores are relative to a
+    constant, where that is exact enough; 2: small scores by a series. ``loading``: registers a thread of the warps that
+    load and schedule, 56 or 72. No plan asks for these by itself: they have not been timed.
     """
 
     block_m: int
@@ -124,6 +126,8 @@ class PrefillPlan(Plan):
     hopper: bool = False
     programs: int = 132
     q_in_registers: int = 0
+    capping: int = 0
+    loading: int = 56
 
     def covers(self, problem: Problem) -> bool:
         """Whether its blocks are such that a kernel can take them, for this problem."""
@@ -140,6 +144,8 @@ class PrefillPlan(Plan):
             and self.block_n in _blocks_of_keys(problem)
             and self.num_warps == 4
             and self.num_stages >= 2
+            and self.capping in (0, 1, 2)
+            and self.loading in (56, 72)
             and 0 <= self.q_in_registers <= (1 if problem.head_dim > 192 else len(column_tiles(problem.head_dim)))
         )
 

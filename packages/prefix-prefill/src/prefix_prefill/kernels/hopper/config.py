@@ -40,6 +40,8 @@ class Config(NamedTuple):
     LIMIT: int  # the largest number of an 8-bit out, else 0
     ALIBI: bool
     SOFTCAP: bool
+    CAPPING: int  # of capped scores whose weights are relative to a constant: see capped.py
+    LOADING: int  # registers a thread of the warps that load and schedule beside two consumers
     DRAFT: bool  # new tokens see each other as a mask says
     HAS_LEFT: bool
     HAS_RIGHT: bool

@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from prefix_prefill.kernels.hopper.capped import reference_of, update_by_constant
 from prefix_prefill.kernels.hopper.config import ROWS, STRIP, column_of, own_tiles, width_of
 from prefix_prefill.kernels.hopper.drafts import store_masks
 from prefix_prefill.kernels.hopper.epilogue import finish
@@ -160,7 +161,10 @@ def softmax_of(b_s, running_max, row_sum, i, cached, loop, scoring, scales, FIRS
     if C.IS_FP8 and C.NEW_KV:
         # Only cached keys have a scale of their own.
         scale = gl.where(i < cached, scoring.cached_scale, scoring.scale)
-    if FIRST:
+    if C.CAPPING:
+        weights, new_sum = update_by_constant(b_s, row_sum, scale, key, bounds, scoring, V, C)
+        result = (weights, running_max, new_sum, running_max)
+    elif FIRST:
         result = update_first(b_s, running_max, row_sum, scale, key, bounds, scoring, scales, V, C)
     else:
         result = update_tile(b_s, running_max, row_sum, scale, key, bounds, scoring, scales, V, C)
@@ -308,7 +312,10 @@ def attend_tile(pointers, memory, k, v, i_group, table, i_item, at, numbers, siz
         cached_scale, scale, scores.softcap, sizes, slope, positions, draft, (table, i_item), all_low, all_high
     )
 
-    running_max = gl.full([ROWS], float("-inf"), gl.float32, L_ROW)
+    if C.CAPPING:
+        running_max = gl.zeros([ROWS], gl.float32, L_ROW) + reference_of(scores.softcap)
+    else:
+        running_max = gl.full([ROWS], float("-inf"), gl.float32, L_ROW)
     row_sum = gl.zeros([ROWS], gl.float32, L_ROW)
     accs = ()
     for t in gl.static_range(len(V.OWN)):
@@ -344,7 +351,8 @@ def attend_tile(pointers, memory, k, v, i_group, table, i_item, at, numbers, siz
                 rescale = rescale * ratio
             accs = wait_for_pv(pv, V)
             release(v, before + i - 1, C)
-            accs = scale_rows(accs, rescale, V, C)
+            if not C.CAPPING:
+                accs = scale_rows(accs, rescale, V, C)
         pv, meetings = issue_pv(weights, accs, v, memory, v_scale, count - 1, (before, meetings), i_group, loop, V, C)
         accs = wait_for_pv(pv, V)
         release(v, before + count - 1, C)

@@ -141,8 +141,8 @@ def attend(
         ], [1, 1, 1], [80, 80, 80])  # fmt: skip
     else:
         # What these leave, the first consumer has. With fewer than 56 the scheduler's warp spills what it looks up.
-        LOADING: gl.constexpr = 56 if C.GROUPS == C.CONSUMERS else 40
-        SECOND: gl.constexpr = 224 if C.GROUPS == C.CONSUMERS else 232
+        LOADING: gl.constexpr = C.LOADING if C.GROUPS == C.CONSUMERS else 40
+        SECOND: gl.constexpr = (216 if C.LOADING > 56 else 224) if C.GROUPS == C.CONSUMERS else 232
         gl.warp_specialize([
             (consume, (pointers, memory, k, v, 0, True, table, scores, numbers, sizes, C)),
             (consume, (pointers, memory, k, v, second, False, table, scores, numbers, sizes, C)),

@@ -1,0 +1,70 @@
+"""Weights of capped scores on sm_90, relative to a constant.
+
+A cap bounds scores from both sides. In bfloat16, which has float32's exponents, weights need no running max then:
+nothing waits for the largest score of a tile, and no accumulator is rescaled.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from prefix_prefill.kernels.hopper.softmax import masked, seen_by_all
+from prefix_prefill.kernels.softmax import LOG2_E
+
+# No weight is less than 2^-LEAST, so that values times weights are seldom too small a number.
+LEAST: gl.constexpr = gl.constexpr(102.0)
+# Up to here, 0.2 times twice log2(e), which is a score of 0.2 times the cap, two terms serve.
+NEAR: gl.constexpr = gl.constexpr(0.577)
+# 1 / (1 + 2^x).
+SIGMOID: gl.constexpr = gl.constexpr(
+    "{ .reg .f32 d; ex2.approx.ftz.f32 d, $1; add.f32 d, d, 0f3F800000; rcp.approx.ftz.f32 $0, d; }"
+)
+
+
+@gluon.jit
+def reference_of(cap):
+    """What weights are relative to, in base 2: the cap, or less where weights of twice that would be too small."""
+    return gl.minimum(cap * LOG2_E, LEAST - cap * LOG2_E)
+
+
+@gluon.jit
+def exponents(scores, scale, cap):
+    """Scores capped, in base 2, less the reference: cap tanh(z) = cap - 2 cap / (1 + e^2z), to 2^-22 of the cap."""
+    b_x = gl.inline_asm_elementwise(SIGMOID, "=f,f", [scores * scale], dtype=gl.float32, is_pure=True, pack=1)
+    return gl.fma(b_x, -2.0 * LOG2_E * cap, cap * LOG2_E - reference_of(cap))
+
+
+@gluon.jit
+def near_exponents(scores, scale, cap):
+    """The same of scores up to 0.2 of the cap: z - z^3 / 3, its factors those of the least error there, 2^-15 of z."""
+    unit = cap * scale
+    factor = gl.fma(scores * scores, -0.01970316 * unit * scale * scale, 0.4999869 * unit)
+    return gl.fma(scores, factor, -reference_of(cap))
+
+
+@gluon.jit
+def added(b_x, row_sum, V):
+    """Weights and the row sum, from exponents."""
+    weights = gl.exp2(b_x)
+    return weights.to(V.dtype), row_sum + gl.sum(weights, 1)
+
+
+@gluon.jit
+def update_by_constant(scores, row_sum, scale, key, bounds, scoring, V, C):
+    """The weights of a tile, and the new row sum.
+
+    With CAPPING 2 tiles of no score above 0.2 of the cap, which most are, go without an exponential and a reciprocal.
+    """
+    if seen_by_all(key, bounds, scoring, C):
+        if C.CAPPING == 2:
+            size = gl.max(gl.max(gl.abs(scores), 1), 0) * scale
+            # The scale's third power is a normal number.
+            if (size <= NEAR) & (scale > 1e-10) & (scale < 1e10):
+                weights, new_sum = added(near_exponents(scores, scale, scoring.cap), row_sum, V)
+            else:
+                weights, new_sum = added(exponents(scores, scale, scoring.cap), row_sum, V)
+        else:
+            weights, new_sum = added(exponents(scores, scale, scoring.cap), row_sum, V)
+    else:
+        b_x = exponents(scores, scale, scoring.cap)
+        weights, new_sum = added(masked(b_x, key, bounds, scoring, V, C), row_sum, V)
+    return weights, new_sum

@@ -102,7 +102,10 @@ class Pool:
 
     def set_kv_buffer(self, layer: Any, where: Any, k: Tensor, v: Tensor, k_scale: Any, v_scale: Any) -> None:
         for rows, scale, buffer in ((k, k_scale, self.k_buffer), (v, v_scale, self.v_buffer)):
-            buffer[where.loc] = (rows if scale is None else rows / scale).to(self.dtype)
+            written = (rows if scale is None else rows / scale).to(self.dtype)
+            # Not every device assigns floats of 8 bits by index.
+            stored = torch.uint8 if self.dtype.itemsize == 1 else self.dtype
+            buffer.view(stored)[where.loc] = written.view(stored)
 
 
 def make_pool(dtype: torch.dtype, device: torch.device) -> Any:

@@ -17,7 +17,14 @@ from kernel_reference.testing.guards import assert_bitwise_equal, poison_
 from kernel_reference.testing.numerics import assert_close_to_oracle
 from tilelang_mla import dequantize_kv, flash_mla_with_kvcache, plan_decode, quantize_kv
 from tilelang_mla.caches import E4M3, RECORD
-from tilelang_mla.plan import DecodeProblem, DeviceLimits, decode_tiles, plan_without_schedule, tiles_8bit
+from tilelang_mla.plan import (
+    DecodeProblem,
+    DeviceLimits,
+    decode_tiles,
+    plan_without_schedule,
+    tiles_8bit,
+    tiles_of_keys,
+)
 
 Tensor = torch.Tensor
 BF16 = torch.bfloat16
@@ -156,7 +163,10 @@ def test_kernels_attend_to_a_cache_of_8_bits(device, format, page, heads) -> Non
         for how in ({}, {"num_splits": 1}, {"num_splits": 3}):
             plan = plan_decode(batch.seqlens_k, heads, seqlen_q, **how)
             batch.check(*batch.run(plan=plan))
-            batch.check(*batch.run(plan=plan._replace(tiles=replace(plan.tiles, by_rows=True))))
+            if heads * seqlen_q > 32:
+                problem = DecodeProblem(heads, 512, 64, seqlen_q, len(lengths), 4096, page, cache=format)
+                of_keys = tiles_of_keys(problem, plan.tiles, DeviceLimits(132))
+                batch.check(*batch.run(plan=plan._replace(tiles=of_keys)))
 
 
 @pytest.mark.gpu
@@ -229,7 +239,7 @@ def test_blocks_of_8_bits_fit_beside_those_that_are_widened() -> None:
         assert (tiles.spare_parts, tiles.block_n) == (264, 32)
 
 
-@pytest.mark.parametrize(("rows", "block_m"), [(1, 16), (16, 16), (17, 32), (128, 32)])
+@pytest.mark.parametrize(("rows", "block_m"), [(1, 16), (16, 16), (17, 32), (32, 32)])
 def test_keys_are_rows_where_latents_are_512_and_two_of_their_stages_are_loaded_beside_a_block(rows, block_m) -> None:
     limits = DeviceLimits(132)
     for cache, rope in (("656", 64), ("e4m3", 64), ("e4m3", 0), ("e4m3", 128)):
@@ -245,22 +255,28 @@ def test_keys_are_rows_where_latents_are_512_and_two_of_their_stages_are_loaded_
         assert tiles_8bit(problem, fewer, limits) == fewer
 
 
-def test_more_than_32_rows_are_widened_by_rows_where_a_plan_says_so() -> None:
+def test_more_than_32_rows_are_widened_by_rows_unless_a_plan_asks_for_keys_as_rows() -> None:
     limits = DeviceLimits(132)
     for rows, dims, by_rows in ((33, (512, 64), 1), (128, (512, 64), 1), (32, (512, 64), 0), (128, (512, 0), 0)):
         for cache in FORMATS:
             problem = DecodeProblem(rows, *dims, 1, 4, 8192, 64, cache=cache)
-            planned = replace(decode_tiles(rows, 512, 64, 8192, limits), by_rows=True)
+            planned = decode_tiles(rows, 512, 64, 8192, limits)
             tiles = tiles_8bit(problem, planned, limits)
-            assert (tiles.by_rows, tiles.block_m) == (by_rows, 64 if by_rows else 32)
+            assert (tiles.by_rows, tiles.block_m, tiles.spare_parts) == (
+                by_rows,
+                64 if by_rows else 32,
+                planned.spare_parts,
+            )
             assert tiles.covers(problem)
             assert tiles.shared_memory(problem) <= limits.shared_memory
+            of_keys = tiles_of_keys(problem, planned, limits)
+            assert tiles_8bit(problem, of_keys, limits) == of_keys
 
 
 def test_shares_without_a_plan_fill_the_sms_with_tiles_of_as_many_rows_as_the_kernel_takes() -> None:
     tiles = plan_without_schedule(DecodeProblem(96, 512, 64, 1, 4, 8192, 64, cache="e4m3"), DeviceLimits(132))
     assert (tiles.spare_parts + 1) * tiles.row_tiles(96) == 132
-    assert tiles.block_n == 128
+    assert tiles.block_m == 64
 
 
 # Errors

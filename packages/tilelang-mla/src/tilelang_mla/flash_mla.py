@@ -8,7 +8,7 @@ call fills.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from kernel_reference.checks import check_bool, check_dense, check_int, describe
 from tilelang_mla import api, arguments, calls
 from tilelang_mla import plan as plans
 from tilelang_mla.arguments import Names
-from tilelang_mla.plan import DecodeTiles
 from tilelang_mla.schedule import DecodePlan
 from tilelang_mla.sparse import flash_mla_sparse_fwd
 
@@ -183,7 +182,7 @@ def _parts(q: Tensor, head_dim_v: int, made: FlashMLASchedMeta) -> calls.Parts |
         fail("q", "[B, Sq, Hq, head_dim_v + dpe]", describe(q))
     limits = calls.device_limits(q.device)
     tiles = plans.decode_tiles(q.shape[1] * q.shape[2], head_dim_v, q.shape[3] - head_dim_v, None, limits, 1)
-    tiles = DecodeTiles(tiles.block_m, tiles.block_n, tiles.num_stages, 1, plans.WAVES * metadata.shape[0])
+    tiles = replace(tiles, num_splits=1, spare_parts=plans.WAVES * metadata.shape[0])
     return num_splits, made.order, tiles.as_ints()
 
 

@@ -89,7 +89,7 @@ def decode_constants(problem: DecodeProblem, tiles: DecodeTiles, dtype: torch.dt
     return {
         "dim_nope": problem.dim_nope, "dim_rope": problem.dim_rope, "dtype": dtype, "block_n": tiles.block_n,
         "num_stages": tiles.num_stages, "gather": gather, "per_token": problem.per_token,
-        "by_rows": bool(gather and tiles.by_rows),
+        "by_rows": gather and tiles.loads_by_rows(problem),
     }  # fmt: skip
 
 
@@ -98,7 +98,7 @@ def decode_8bit_constants(problem: DecodeProblem, tiles: DecodeTiles, dtype: tor
     constants = {**decode_constants(problem, tiles, dtype), "cache": problem.cache}
     # Keys lie anywhere.
     del constants["gather"]
-    constants["by_rows"] = bool(tiles.by_rows)
+    constants["by_rows"] = tiles.loads_by_rows(problem)
     if tiles.keys_are_rows(problem):
         constants["block_m"] = tiles.block_m
     return constants
@@ -158,7 +158,7 @@ def prepare_decode(problem: DecodeProblem, plan: DecodeTiles | None, tensors: De
     else:
         constants = decode_constants(problem, tiles, q.dtype)
         if not by_tma:
-            constants |= {"gather": True, "by_rows": bool(tiles.by_rows)}
+            constants |= {"gather": True, "by_rows": tiles.loads_by_rows(problem)}
         attend = kernel("decode", **constants)
 
     num_parts = tiles.num_parts(batch)

@@ -147,10 +147,6 @@ class DecodeTiles(Plan):
         """Whether its blocks are such that a kernel can take them, for this problem."""
         if self.keys_are_rows(problem):
             blocks = self.block_m in (16, _FEW_ROWS) and 2 <= self.num_stages <= _MOST_STAGES
-        elif self.by_rows:
-            bare = problem.dim_rope == 0 and not problem.cache
-            right = problem.dim_nope == _LATENT and (problem.dim_rope == _ROPE or bare)
-            blocks = right and (self.block_m, self.block_n) == (_ROWS, _OF_STAGE) and 1 <= self.num_stages <= 4
         else:
             blocks = self.block_m == _ROWS and self.block_n in (16, 32, 64, 128) and 1 <= self.num_stages <= 4
         return blocks and 1 <= self.num_splits <= MOST_SPLITS and self.spare_parts >= 0
@@ -163,13 +159,19 @@ class DecodeTiles(Plan):
             return held + self.num_stages * _OF_STAGE * (key + 1) + 108 * self.block_m + 2 * _BESIDE
         width = problem.dim_nope + problem.dim_rope
         held = (self.block_m + self.num_stages * self.block_n) * width + self.block_m * self.block_n
-        raw = _RAW_STAGES * self.block_n * (width + _SCALES) if problem.cache and not self.by_rows else 0
+        raw = _RAW_STAGES * self.block_n * (width + _SCALES) if problem.cache and not self.loads_by_rows(problem) else 0
         return held * problem.bits // 8 + raw + _BESIDE
 
     def keys_are_rows(self, problem: DecodeProblem) -> bool:
         """Whether keys of 8 bits are the rows of MMAs, widened in registers."""
         right = problem.dim_nope == _LATENT and problem.dim_rope % 64 == 0
         return bool(problem.cache) and right and self.block_n == _KEYS
+
+    def loads_by_rows(self, problem: DecodeProblem) -> bool:
+        """Whether keys that lie anywhere are loaded by rows: latents of 512 with a rope of 64 or, of 16 bits, with none."""
+        bare = problem.dim_rope == 0 and not problem.cache
+        right = problem.dim_nope == _LATENT and (problem.dim_rope == _ROPE or bare)
+        return bool(self.by_rows) and right and (self.block_m, self.block_n) == (_ROWS, _OF_STAGE)
 
     def num_parts(self, sequences: int) -> int:
         """Parts in the grid: no schedule of this plan has more."""
@@ -229,11 +231,13 @@ def decode_tiles(
     for certain; while torch.compile traces, the number may be a symbol that only the device knows.
     """
     block_n, num_stages = _keys_in_flight(dim_nope, dim_rope, limits, bits)
+    # FIGURES
+    by_rows = (dim_nope, dim_rope, block_n) == (_LATENT, _ROPE, _OF_STAGE)
     if num_splits is not None:
-        return DecodeTiles(_ROWS, block_n, num_stages, num_splits)
+        return DecodeTiles(_ROWS, block_n, num_stages, num_splits, 0, by_rows)
     alone = max_seqlen_k is not None and known(max_seqlen_k <= block_n)
     spare = 0 if alone else WAVES * parts_at_once(rows, limits.cores)
-    return DecodeTiles(_ROWS, block_n, num_stages, 1, spare)
+    return DecodeTiles(_ROWS, block_n, num_stages, 1, spare, by_rows)
 
 
 def sparse_prefill_tiles(problem: DecodeProblem, limits: DeviceLimits) -> DecodeTiles:
@@ -253,7 +257,7 @@ def tiles_8bit(problem: DecodeProblem, tiles: DecodeTiles, limits: DeviceLimits)
     if tiles.keys_are_rows(problem):
         return tiles
     by_rows = DecodeTiles(_ROWS, _OF_STAGE, 2, tiles.num_splits, tiles.spare_parts, True)
-    if problem.rows > _FEW_ROWS and by_rows.covers(problem):
+    if problem.rows > _FEW_ROWS and by_rows.loads_by_rows(problem):
         return by_rows
     of_keys = tiles_of_keys(problem, tiles, limits)
     if of_keys.keys_are_rows(problem):

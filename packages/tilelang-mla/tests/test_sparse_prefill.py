@@ -111,8 +111,7 @@ def test_no_keys_no_tokens_and_scales_of_0_and_below(device) -> None:
 def test_kernels_attend_to_the_keys_that_tokens_list(device, width, heads) -> None:
     for topk, keys in ((70, 150), (2048, 5000), (64, 1)):
         prompt = Prompt(width, heads=heads, topk=topk, keys=keys, tokens=300, device=device)
-        tiles = DecodeTiles(64, 64, 2)
-        for plan in (None, tiles, replace(tiles, by_rows=True)):
+        for plan in (None, DecodeTiles(64, 64, 2)):
             for given in ({}, {"topk_length": prompt.topk_length, "attn_sink": prompt.attn_sink}):
                 prompt.check(prompt.run(**given, plan=plan), **given)
 
@@ -187,7 +186,7 @@ def test_the_kernel_is_handed_what_it_is_made_for(monkeypatch: pytest.MonkeyPatc
         problem, plan = check_sparse_prefill(tensors, SparsePrefillOptions(512, -0.1))
         sparse_launch.prepare_prefill_sparse(problem, plan, tensors)(*tensors)
         handed = given.pop()
-        constants = sparse_launch.prefill_sparse_constants(problem, DecodeTiles(64, 64, 2), BF16)
+        constants = sparse_launch.prefill_sparse_constants(problem, DecodeTiles(64, 64, 2, by_rows=True), BF16)
         text = launch.text_of("prefill_sparse", **constants)
         assert len(handed) == len(text.params)
         for parameter, argument in zip(text.params, handed, strict=True):
@@ -207,10 +206,10 @@ def test_the_plan_is_of_whole_lists_and_fits() -> None:
         problem = DecodeProblem(128, 512, rope, 1, 4096, 2048, 1, pages=65536)
         tiles = sparse_prefill_tiles(problem, limits)
         assert (tiles.num_parts(4096), tiles.block_n, tiles.num_stages) == (4096, 64, 2)
-        for own in (tiles, replace(tiles, by_rows=True)):
-            assert own.covers(problem)
-            assert own.shared_memory(problem) <= limits.shared_memory
-    assert not DecodeTiles(64, 64, 2, by_rows=True).covers(replace(problem, cache="e4m3"))
+        assert tiles.covers(problem)
+        assert tiles.loads_by_rows(problem)
+        assert tiles.shared_memory(problem) <= limits.shared_memory
+    assert not tiles.loads_by_rows(replace(problem, cache="e4m3"))
 
 
 def test_the_op_passes_opcheck_and_compiles_once_for_two_numbers_of_tokens(device) -> None:

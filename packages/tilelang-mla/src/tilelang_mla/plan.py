@@ -168,7 +168,7 @@ class DecodeTiles(Plan):
         return bool(problem.cache) and right and self.block_n == _KEYS
 
     def loads_by_rows(self, problem: DecodeProblem) -> bool:
-        """Whether keys that lie anywhere are loaded by rows: latents of 512 with a rope of 64 or, of 16 bits, with none."""
+        """Whether keys that lie anywhere are loaded by rows: latents of 512, a rope of 64 or, of 16 bits, none."""
         bare = problem.dim_rope == 0 and not problem.cache
         right = problem.dim_nope == _LATENT and (problem.dim_rope == _ROPE or bare)
         return bool(self.by_rows) and right and (self.block_m, self.block_n) == (_ROWS, _OF_STAGE)
@@ -241,9 +241,9 @@ def decode_tiles(
 
 
 def sparse_prefill_tiles(problem: DecodeProblem, limits: DeviceLimits) -> DecodeTiles:
-    """Those of sparse prefill, where each list is a sequence of one part."""
+    """Those of sparse prefill, where each list is a sequence of one part; FIGURES3."""
     block_n, num_stages = _keys_in_flight(problem.dim_nope, problem.dim_rope, limits, problem.bits)
-    return DecodeTiles(_ROWS, block_n, num_stages)
+    return DecodeTiles(_ROWS, block_n, num_stages, by_rows=True)
 
 
 def tiles_8bit(problem: DecodeProblem, tiles: DecodeTiles, limits: DeviceLimits) -> DecodeTiles:

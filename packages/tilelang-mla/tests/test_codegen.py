@@ -34,6 +34,7 @@ from tilelang_mla.plan import (
     PrefillProblem,
     decode_tiles,
     plan_prefill,
+    sparse_prefill_tiles,
     tiles_8bit,
     tiles_of_keys,
 )
@@ -91,14 +92,26 @@ class Decoding8bit(NamedTuple):
         return {**self._asdict(), "block_n": self.tiles.block_n, "num_stages": self.tiles.num_stages}
 
 
-class Sparse(Decoding8bit):
-    """A decoding kernel over lists of keys."""
+class OfLists(NamedTuple):
+    """A kernel of sparse prefill."""
 
-    name = "decode_sparse"
+    name = "prefill_sparse"
+
+    dim_rope: int
+
+    @property
+    def problem(self) -> DecodeProblem:
+        return DecodeProblem(128, 512, self.dim_rope, 1, 4096, 2048, 1, pages=65536)
 
     @property
     def tiles(self) -> DecodeTiles:
-        return decode_tiles(16, self.dim_nope, self.dim_rope, None, H200)
+        return sparse_prefill_tiles(self.problem, H200)
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        from tilelang_mla import sparse_launch
+
+        return sparse_launch.prefill_sparse_constants(self.problem, self.tiles, BF16)
 
 
 class OfKeys(NamedTuple):
@@ -245,7 +258,8 @@ OF_KEYS = {
 }
 # Others are pages of any size and one scale: nothing was seen to spill there.
 BY_ROWS = {"lists of records": ByRows("decode_sparse", "656")}
-SPARSE = {"lists": Sparse("")}
+# With ropes nothing was seen to spill.
+OF_LISTS = {"no rope": OfLists(0)}
 PREFILL = {
     "DeepSeek": Prefill(192, 128, BF16),
     "equal sizes in float16": Prefill(128, 128, FP16),
@@ -261,7 +275,7 @@ every_decoding = pytest.mark.parametrize("kernel", DECODE.values(), ids=DECODE)
 every_8bit = pytest.mark.parametrize("kernel", DECODE_8BIT.values(), ids=DECODE_8BIT)
 every_of_keys = pytest.mark.parametrize("kernel", OF_KEYS.values(), ids=OF_KEYS)
 every_by_rows = pytest.mark.parametrize("kernel", BY_ROWS.values(), ids=BY_ROWS)
-every_sparse = pytest.mark.parametrize("kernel", SPARSE.values(), ids=SPARSE)
+every_of_lists = pytest.mark.parametrize("kernel", OF_LISTS.values(), ids=OF_LISTS)
 every_prefill = pytest.mark.parametrize("kernel", PREFILL.values(), ids=PREFILL)
 every_merge_of_ranks = pytest.mark.parametrize("kernel", MERGE_RANKS.values(), ids=MERGE_RANKS)
 every_index_scores = pytest.mark.parametrize("kernel", INDEX_SCORES.values(), ids=INDEX_SCORES)
@@ -349,7 +363,7 @@ def specs(target: str) -> list[GeneratedSource]:
             DECODE_8BIT,
             OF_KEYS,
             BY_ROWS,
-            SPARSE,
+            OF_LISTS,
             PREFILL,
             MERGE,
             MERGE_RANKS,
@@ -483,11 +497,12 @@ def test_keys_by_rows_are_loaded_and_widened_without_spills_in_the_loop_over_blo
     assert shared_memory(made.text) + weights + 1024 <= kernel.tiles.shared_memory(kernel.problem)
 
 
-@every_sparse
-def test_lists_of_keys_are_copied_row_by_row_without_spills(reports, kernel) -> None:
+@every_of_lists
+def test_prompts_of_listed_keys_issue_wgmma_and_tma_stores_without_spills(reports, kernel) -> None:
     made = reports[kernel]
     assert_clean(made)
-    assert "cp_async_gs_conditional<16>" in made.text
+    assert {"wgmma_ss", "wgmma_rs", "warpgroup_reg_alloc", "warpgroup_reg_dealloc", "tma_store"} <= words(made)
+    assert "mla::rows::copy_rows" in made.text
     weights = 2 * kernel.tiles.block_m * kernel.tiles.block_n
     assert shared_memory(made.text) + weights + 1024 <= kernel.tiles.shared_memory(kernel.problem)
 

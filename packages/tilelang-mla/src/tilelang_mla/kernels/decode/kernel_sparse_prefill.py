@@ -43,6 +43,7 @@ def attend_sparse_prefill(
         with T.Kernel(num_programs, threads=threads_of(S, serial), **prelude_of(S, serial)) as i_program:
             # As arguments are checked: rows may be read in vectors of 16 bytes.
             T.assume(kv_key % 8 == 0)
+            T.assume(kv_head % 8 == 0)
             inputs = Inputs(q, kv, lengths, indices, None, None, lists=counted, sink=sink, sinks=sinks)
             outputs = Outputs(out, lse, max_logits=max_logits)
             numbers = (scale, heads, 0, tokens, 1, EVENLY, 0, 1)

@@ -64,6 +64,9 @@ def cases(device: torch.device) -> Iterator[Case]:
             yield case(device, f"page, {kind}", sizes, near_fa3 if page % 16 else as_fa3, page=page)
         for soft_cap in (30, 50):
             yield case(device, f"soft cap, {kind}", sizes, as_fa3, soft_cap=soft_cap)
+        for window in (0, 4096):
+            gemma = {"heads": "16/8", "head_size": 256, "soft_cap": 50, "window": window}
+            yield case(device, f"Gemma 2, {kind}", sizes, as_fa3, **gemma)
         for window in (128, 1024, 4096):
             for sinks in ("no", "yes"):
                 yield case(device, f"window, {kind}", sizes, as_fa3, window=window, sinks=sinks)

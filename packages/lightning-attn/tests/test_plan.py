@@ -213,6 +213,12 @@ def test_two_warpgroups_share_scores_where_a_program_an_sm_is_left_and_nowhere_e
         assert widened(other, TP8, 16, H200) == other
 
 
+def test_few_heads_are_decoded_by_whole_columns_a_warp_on_sm_90() -> None:
+    for heads, size, whole in ((8, 128, True), (16, 64, True), (64, 128, False), (8, 256, False)):
+        assert plan_decode(Heads(heads, heads, size, size), H200).hopper == whole
+    assert not plan_decode(TP8, A100).hopper
+
+
 def test_only_devices_that_can_wait_on_the_device_are_asked_to() -> None:
     assert plan_decode(TP8, H200).dependent_launch
     assert not plan_decode(TP8, A100).dependent_launch

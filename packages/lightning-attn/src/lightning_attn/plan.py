@@ -358,7 +358,7 @@ def plan_decode(heads: Heads, limits: DeviceLimits) -> DecodePlan:
     # there are. benchmarks/tune.py tries the others.
     columns = power_of_two_at_least(max(16, heads.head_v))
     if limits.hopper and heads.num_heads <= 16 and heads.head_qk <= 128:
-        # On an H200, 8 heads of 128: 1, 4 and 8 sequences 5.2, 6.1 and 7.1 us (5.9, 6.8 and 7.7 by the portable kernel),
+        # On an H200, 8 heads of 128: 1, 4 and 8 sequences 5.2, 6.1 and 7.1 us (portable kernel: 5.9, 6.8, 7.7),
         # four drafts of 8 sequences 7.8 (10.1); but 64 sequences 23.3 (22.0), and 32 of 64 heads 76 (71).
         return DecodePlan(min(32, columns), 2, limits.dependent_launch, hopper=True)
     return DecodePlan(min(64, columns), 4, limits.dependent_launch)

@@ -379,7 +379,7 @@ PREFILL = PrefillProblem(
 
 def test_a_walk_of_prefill_is_of_whole_tiles_and_of_four_rows_at_least() -> None:
     plan = plan_prefill(PREFILL, CONSUMER)
-    assert (plan.walk, plan.max_registers) == (32, 0)
+    assert (plan.walk, plan.max_registers) == (16, 0)
     found = [replace(plan, rows=2, walk=walk).covers(PREFILL) for walk in (0, 2, 4, 64, 96)]
     assert found == [True, False, True, True, False]
     assert not replace(plan, rows=16, walk=8).covers(PREFILL)
@@ -388,9 +388,9 @@ def test_a_walk_of_prefill_is_of_whole_tiles_and_of_four_rows_at_least() -> None
 
 def test_rows_are_walked_where_they_are_many_to_a_sequence() -> None:
     large = replace(PREFILL, shape=GroupShape(16, 32, 256, 256))
-    for problem in (large, replace(PREFILL, rows=2000), replace(PREFILL, sequences=64)):
+    for problem in (large, replace(PREFILL, rows=1000), replace(PREFILL, sequences=200)):
         assert plan_prefill(problem, H200).walk == 0
-    assert (plan_prefill(PREFILL, H200).walk, plan_prefill(PREFILL, H200).num_warps) == (32, 1)
+    assert (plan_prefill(PREFILL, H200).walk, plan_prefill(PREFILL, H200).num_warps) == (16, 1)
 
 
 @pytest.mark.parametrize("width", [2, 3, 4])

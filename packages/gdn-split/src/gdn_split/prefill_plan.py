@@ -95,11 +95,12 @@ def plan_prefill(problem: PrefillProblem, limits: DeviceLimits) -> PrefillPlan:
     while cdiv(problem.rows, rows) * units > MAX_PROGRAMS // 2:
         rows *= 2
     plan = PrefillPlan(rows, rows_ba, num_warps=4, dependent_launch=limits.dependent_launch)
-    # 8192 rows of Qwen3-Next on an H200: one sequence 111.8 us, not 134.9, seven 121.4, not 148.1; by walks of 64 rows
-    # 114.3 and 143.4. Where many rows are among a sequence's first, which are taken two at a time, that is untimed.
-    if block == 128 and problem.rows >= max(2048, 512 * problem.sequences):
+    # Qwen3-Next on an H200, a copy, these walks, those of 32 rows and none: 8192 rows of one sequence 97, 114, 115, 138
+    # us; of seven 97, 116, 124, 151; of 64 208, 295, 339, 339; 2048 rows 57, 71, 82, 82; 1024 28, 44, 65, 45. Where more
+    # rows are among a sequence's first, which are taken two at a time, that is untimed.
+    if block == 128 and problem.rows >= max(1024, 64 * problem.sequences):
         limit = 96 if limits.register_limit else 0
-        plan = replace(plan, rows=2, num_warps=1, walk=32, max_registers=limit)
+        plan = replace(plan, rows=2, num_warps=1, walk=16, max_registers=limit)
     return plan
 
 

@@ -96,8 +96,8 @@ def plan_prefill(problem: PrefillProblem, limits: DeviceLimits) -> PrefillPlan:
         rows *= 2
     plan = PrefillPlan(rows, rows_ba, num_warps=4, dependent_launch=limits.dependent_launch)
     # Qwen3-Next on an H200, a copy, these walks, those of 32 rows and none: 8192 rows of one sequence 97, 114, 115, 138
-    # us; of seven 97, 116, 124, 151; of 64 208, 295, 339, 339; 2048 rows 57, 71, 82, 82; 1024 28, 44, 65, 45. Where more
-    # rows are among a sequence's first, which are taken two at a time, that is untimed.
+    # us; of seven 97, 116, 124, 151; of 64 208, 295, 339, 339; 2048 rows 57, 71, 82, 82; 1024 28, 44, 65, 45. Where
+    # more rows are among a sequence's first, which are taken two at a time, that is untimed.
     if block == 128 and problem.rows >= max(1024, 64 * problem.sequences):
         limit = 96 if limits.register_limit else 0
         plan = replace(plan, rows=2, num_warps=1, walk=16, max_registers=limit)

@@ -7,6 +7,8 @@ only): the kernel then multiplies whatever lies where a register left over from 
 
 from __future__ import annotations
 
+import collections
+import itertools
 import re
 from typing import NamedTuple
 
@@ -85,24 +87,36 @@ def spills_in_loops(code: str) -> int:
             found.append((bool(instruction[2]), instruction[3] + rest))
         elif instruction := _AMD_INSTRUCTION.match(text):
             found.append((False, instruction[1]))
-    flow = networkx.DiGraph()
-    for i, (predicated, words) in enumerate(found):
+    # Where each instruction may go but for the next one, and whether it may go on to that.
+    jumps: list[list[int]] = []
+    goes_on: list[bool] = []
+    for predicated, words in found:
         targets = _ANY_LABEL.findall(words) if _BRANCH.match(words) else []
-        flow.add_edges_from((i, labels[target]) for target in targets if labels.get(target, len(found)) < len(found))
+        jumps.append([labels[target] for target in targets if labels.get(target, len(found)) < len(found)])
         # A branch may also name its predicate among its operands.
-        goes_on = predicated or re.match(r"BRA\S* !?U?P\d", words) or not _ENDS.match(words)
-        if goes_on and i + 1 < len(found):
-            flow.add_edge(i, i + 1)
-    spilled = {i for i, (_, words) in enumerate(found) if _SPILL.match(words)}
-    products = {i for i, (_, words) in enumerate(found) if _PRODUCT.match(words)}
-    return sum(len(spilled & loop) for loop in _innermost(flow, products))
+        goes_on.append(predicated or bool(re.match(r"BRA\S* !?U?P\d", words)) or not _ENDS.match(words))
+    # Blocks of instructions that follow each other, named by their first: a hundredth of the nodes.
+    behind_jumps = {i + 1 for i, targets in enumerate(jumps) if targets or not goes_on[i]}
+    firsts = sorted({0, *behind_jumps, *itertools.chain(*jumps)} - {len(found)}) if found else []
+    flow = networkx.DiGraph()
+    spilled: collections.Counter[int] = collections.Counter()
+    products: set[int] = set()
+    for first, end in itertools.pairwise([*firsts, len(found)]):
+        flow.add_edges_from((first, target) for target in jumps[end - 1])
+        if goes_on[end - 1] and end < len(found):
+            flow.add_edge(first, end)
+        inside = [words for _, words in found[first:end]]
+        spilled[first] = sum(_SPILL.match(words) is not None for words in inside)
+        if any(_PRODUCT.match(words) for words in inside):
+            products.add(first)
+    return sum(spilled[block] for loop in _innermost(flow, products) for block in loop)
 
 
 def _innermost(flow: networkx.DiGraph, wanted: set[int]) -> list[set[int]]:
     """The innermost loops with something that is wanted."""
     loops: list[set[int]] = []
     for loop in networkx.strongly_connected_components(flow):
-        if len(loop) > 1 and loop & wanted:
+        if loop & wanted and (len(loop) > 1 or flow.has_edge(*loop, *loop)):
             # Without the ways to its beginning a loop is no loop; what is one still lies within it.
             inside = flow.subgraph(loop).copy()
             entered = {i for i in loop if any(before not in loop for before in flow.predecessors(i))} or {min(loop)}

@@ -142,6 +142,9 @@ def _wait_with_torch(descriptor: int) -> None:
 
 
 def _wait_with_triton(folder: str, descriptor: int) -> None:
+    # Triton hashes all of its files before it compiles: a third of a second that each fork would take.
+    with suppress(ImportError):
+        importlib.import_module("triton.runtime.cache").triton_key()
     _wait(_TRITON, descriptor)
 
 

@@ -1,4 +1,4 @@
-"""Figures that are quoted before there is a whole record: decode steps, gradients of prefill, host times.
+"""Figures that are quoted before there is a whole record: decode steps, prefill and its gradients, host times.
 
 ``python -m kernel_reference.bench.run benchmarks/spots.py --quick --processes 8 --out DIR`` is to take 20 s. Cases that
 cases.py has too have its names, without peers that take long to compile.
@@ -7,12 +7,11 @@ cases.py has too have its names, without peers that take long to compile.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 
 import torch
-from cases import MODELS, OURS, conv_case
-from steps import FLA_STEP, Setup, gradient_case, ours, step_case, step_cases
+from cases import MODELS, OURS, conv_case, conv_host_case, further_splits
+from steps import FLA_CHAIN, FLA_STEP, Setup, gradient_case, ours, prefill_case, step_case, step_cases
 
 from kernel_reference.bench import Case, Requirement
 
@@ -26,8 +25,12 @@ def cases(device: torch.device) -> Iterator[Case]:
     one = partial(ours, setup=setup, tokens=1)
     owed = [Requirement(OURS, "one token", time_at_most=1.25)]
     yield step_case(device, setup, peers={"one token": lambda: one}, requirements=owed)
-    host = conv_case(device, 2, True)
-    owed = [Requirement(OURS, us_at_most=20.0, quantity="host")]
-    yield replace(host.without(*host.peers), name=f"host time of {host.name}", requirements=owed)
+    yield conv_host_case(device)
+    for case in further_splits(device):
+        yield case.without(*case.peers)
+    for sequences in (64, 256):
+        case = conv_case(device, sequences, True)
+        yield case.without(*case.peers)
     for lengths in ([8192], [1, 4000, 17, 900, 3, 2048, 1223]):
+        yield prefill_case(device, shape, lengths).without(FLA_CHAIN)
         yield gradient_case(device, shape, lengths)

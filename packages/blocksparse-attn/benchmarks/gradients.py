@@ -90,7 +90,11 @@ def check(outputs: Tensors, i: Training) -> float:
         _kept[i] = tuple(attention_gradients(*own, **bounds, softmax_scale=b.shape.scale, mask=mask)[:3])
     worst = 0.0
     for got, exact, count in zip(outputs, _kept[i], heads, strict=True):
-        size = exact.abs().amax(-1, keepdim=True).clamp(min=1e-2 * float(exact.abs().max()))
+        most = float(exact.abs().max())
+        size = exact.abs().amax(-1, keepdim=True).clamp(min=1e-2 * most)
+        # Of one, two or three keys nearly all of a query's gradient may cancel: with five of eight seeds plain PyTorch
+        # in bfloat16 was off there by more than is allowed, once by 0.38 of such a row.
+        size[: model.block_size] = most
         worst = max(worst, float(((got[:, :count].double() - exact).abs() / size).max()))
     if not worst <= ERROR_AT_MOST:
         raise AssertionError(f"error {worst:.2g} of a row's largest value > {ERROR_AT_MOST:g}")

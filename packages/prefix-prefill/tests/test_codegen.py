@@ -182,6 +182,7 @@ def specs(target: str) -> Iterator[KernelSpec]:
     yield from hopper("64, new keys, a window, sinks, lse", GPT_OSS, new_kv=True, lse=True, out_dtype=E4M3)
     yield from hopper("64 rows, split", LLAMA, rows=64, longest=1, splits=4)
     yield from hopper("96 in float16, capped", replace(LLAMA, head_dim=96), dtype=FP16, page=544, softcap=30.0)
+    yield from hopper("128, capped", LLAMA, softcap=30.0)
     yield from hopper("72, decoding", replace(NARROW, head_dim=72), rows=64, longest=1, new_kv=True)
     yield from hopper("192, new keys", replace(LLAMA, head_dim=192), new_kv=True)
     yield from hopper("256, new keys, drafts", WIDE, new_kv=True, page=64, rows=512, longest=63, draft=True)
@@ -254,7 +255,7 @@ def test_every_consumer_on_sm_90_moves_rows_by_16_bytes(reports: list[Report]) -
 
 def test_the_kernel_for_sm_90_loads_by_tma_and_multiplies_by_wgmma(reports) -> None:
     hopper = [report for report in reports if report.spec.startswith(FOR_SM_90)]
-    assert len(hopper) == 18
+    assert len(hopper) == 19
     for report in hopper:
         assert report.uses("UTMALDG"), report.spec
         assert report.uses_tensor_cores, report.spec

@@ -49,11 +49,6 @@ def _add(buffer, i, value):
     return before
 
 
-@tl.macro
-def _or(buffer, i, value):
-    buffer[i] = buffer[i] | value
-
-
 class _Language:
     """One thread, with local arrays for shared memory and fragments."""
 
@@ -94,10 +89,6 @@ class _Language:
     @staticmethod
     def atomic_add(place, value, return_prev=False):
         return _add(place.buffer, place.indices[0], value)
-
-    @staticmethod
-    def atomic_or(place, value):
-        return _or(place.buffer, place.indices[0], value)
 
     @staticmethod
     def get_thread_binding():

@@ -328,7 +328,8 @@ def mark(T, memory, state, order, position):
     """Mark what is not below the last that is selected."""
     place = MOST_POSITIONS - 1 - position
     if order > state[_ORDER] or (order == state[_ORDER] and place >= state[_PLACE]):
-        T.atomic_or(memory.marks[position >> 5], 1 << (position & 31))
+        # Each position once, so that adding sets a bit: TileLang's atomic_or takes an address for one of global memory.
+        T.atomic_add(memory.marks[position >> 5], 1 << (position & 31))
 
 
 @macro

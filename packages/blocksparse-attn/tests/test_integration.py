@@ -205,8 +205,9 @@ def op_names() -> list[str]:
     return sorted(name.removeprefix("blocksparse_attn::") for name in names if name.startswith("blocksparse_attn::"))
 
 
-def test_there_are_ops_for_layouts_and_their_gradients_one_for_lists_of_every_token_and_two_that_choose() -> None:
-    assert sorted(op_names()) == ["attend", "attention", "attention_backward", "choose", "pack", "selected"]
+def test_there_are_ops_for_layouts_for_lists_of_every_token_for_their_gradients_and_two_that_choose() -> None:
+    of_lists = ["selected", "selected_attention", "selected_attention_backward"]
+    assert sorted(op_names()) == ["attend", "attention", "attention_backward", "choose", "pack", *of_lists]
 
 
 def test_the_op_passes_opcheck(make) -> None:

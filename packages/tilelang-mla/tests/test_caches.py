@@ -274,9 +274,10 @@ def test_more_than_32_rows_are_widened_by_rows_unless_a_plan_asks_for_keys_as_ro
 
 
 def test_shares_without_a_plan_fill_the_sms_with_tiles_of_as_many_rows_as_the_kernel_takes() -> None:
-    tiles = plan_without_schedule(DecodeProblem(96, 512, 64, 1, 4, 8192, 64, cache="e4m3"), DeviceLimits(132))
-    assert (tiles.spare_parts + 1) * tiles.row_tiles(96) == 132
-    assert tiles.block_m == 64
+    for rows, block_m in ((96, 64), (32, 32)):
+        tiles = plan_without_schedule(DecodeProblem(rows, 512, 64, 1, 4, 8192, 64, cache="e4m3"), DeviceLimits(132))
+        assert (tiles.spare_parts + 1) * tiles.row_tiles(rows) == 132
+        assert tiles.block_m == block_m
 
 
 # Errors

@@ -10,7 +10,6 @@ import inspect
 import json
 import sys
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -19,14 +18,14 @@ import pytest
 import torch
 
 from kernel_reference import gated_delta
-from kernel_reference.testing.recorded import Recording, record, stand_in
+from kernel_reference.testing.recorded import Recording, installed, record, stand_in
 
 Tensor = torch.Tensor
 
 RECORDED = Path(__file__).with_name("sglang-0.5.23.json")
 BACKEND = "sglang.srt.layers.attention.linear.gdn_backend"
 # The kernels of sglang that a benchmark finds on PYTHONPATH come without the rest.
-INSTALLED = find_spec("sglang") is not None and find_spec("sglang.srt") is not None
+INSTALLED = installed("sglang.srt")
 HEADS_QK, HEADS, DIM, WIDTH, SLOTS = 2, 4, 16, 4, 7
 CHANNELS = (2 * HEADS_QK + HEADS) * DIM
 

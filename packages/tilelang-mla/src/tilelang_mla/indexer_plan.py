@@ -69,7 +69,7 @@ class TopkProblem:
 class IndexPlan(Plan):
     """Tiles of ``tile_tokens`` query tokens; blocks of ``block_n`` keys, ``num_stages`` in flight.
 
-    Chunks of blocks are dealt out to ``programs`` of a tile: no length of a sequence is known where these are started.
+    Chunks of blocks go to ``programs`` of a tile round-robin: no sequence's length is known where these are launched.
     Consumer warpgroups share a block's keys, or where its rows of q are more than 128, those.
     """
 

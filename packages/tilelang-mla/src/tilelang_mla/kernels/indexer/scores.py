@@ -1,7 +1,7 @@
 """The kernel of the indexer's scores: of each query token and key, the sum over heads of weight * relu(q . k).
 
 A program has a tile of query tokens of one sequence, their heads packed into rows, and some chunks of its keys: those
-of a tile are dealt out to a number of programs that no length tells, in turn. A producer
+of a tile go round-robin to a number of programs that does not depend on lengths. A producer
 warp issues TMA loads of blocks of keys and of their scales into a ring; consumer warpgroups multiply keys by q, so that
 a thread has the products of a key with many heads in its registers: it weighs and sums them there. Few tokens share a
 block's keys by key, many by token. Numbers of tokens, sequences, pages and lengths are not specialised on.

@@ -22,6 +22,7 @@ from prefix_prefill.plan import (
     column_tiles,
     fits_hopper,
     heads_per_tile,
+    kind_of_batch,
     most_tiles,
     num_slots,
     plan_prefill,
@@ -131,7 +132,7 @@ def test_tiles_fit_in_the_shared_memory_of_turing_which_holds_them_twice() -> No
 
 
 def test_what_the_kernel_for_sm_90_is_written_for_goes_to_it_and_nothing_else() -> None:
-    assert plan_prefill(PROMPT, H200) == PrefillPlan(128, 128, 0, 4, 2, hopper=True, programs=132)
+    assert plan_prefill(PROMPT, H200) == PrefillPlan(128, 128, 1, 4, 2, hopper=True, programs=132)
     for change in (
         {"tma": False}, {"bits": 32, "cache_bits": 32}, {"page_size": 4}, {"page_size": 1},
         {"page_size": 12}, {"head_dim": 100}, {"cache_bits": 8, "head_dim": 256}, {"cache_bits": 8, "head_dim": 72},
@@ -221,7 +222,7 @@ def test_parts_are_never_so_small_that_they_cost_more_than_they_save() -> None:
 
 
 def test_how_keys_are_shared_is_left_to_the_device_but_where_all_are_few() -> None:
-    for tokens, sequences, longest in ((1, 1, 1), (32, 32, 1), (2048, 1, 2048), (2079, 32, 2048)):
+    for tokens, sequences, longest in ((1, 1, 1), (32, 32, 1), (256, 1, 256), (2079, 32, 2048)):
         for capacity, splits in ((500, 1), (131072, 0)):
             problem = problem_of(
                 LLAMA, tokens=tokens, sequences=sequences, longest=longest, capacity=capacity, new_kv=False
@@ -230,12 +231,52 @@ def test_how_keys_are_shared_is_left_to_the_device_but_where_all_are_few() -> No
 
 
 def test_a_plan_is_the_same_for_every_batch_of_a_server_but_for_its_rows() -> None:
-    """No table width, no batch size and no length of it: kernels are compiled for what a plan says."""
+    """No table width and no length of it: kernels are compiled for what a plan says. One prompt may be left whole."""
     plans = set()
     for sequences, longest, capacity in itertools.product((1, 2, 17, 256), (1, 2, 2048), (2048, 131072)):
         problem = problem_of(LLAMA, tokens=sequences * longest, sequences=sequences, longest=longest, capacity=capacity)
         plans.add(plan_prefill(problem, H200))
-    assert plans == {PrefillPlan(rows, 128, 0, 4, 2, hopper=True, programs=132) for rows in (64, 128)}
+    kinds = ((64, 0), (128, 0), (128, 1))
+    assert plans == {PrefillPlan(rows, 128, splits, 4, 2, hopper=True, programs=132) for rows, splits in kinds}
+
+
+LLAMA_8B = SoftmaxAttention("Llama-3-8B", 32, 8, 128)
+
+
+@pytest.mark.parametrize(
+    ("sequences", "longest", "window", "splits"),
+    [
+        # What was measured: 8 heads of as many tiles as there are 32 tokens, on 132 programs.
+        (1, 2048, 0, 1), (1, 8192, 0, 0), (4, 512, 128, 1), (4, 512, 1024, 1),
+        # Half of the programs have a tile, or all have one and a few two; four sequences may begin behind any contexts.
+        (1, 256, 0, 0), (1, 544, 0, 0), (1, 512, 0, 1), (4, 512, 0, 0), (4, 2048, 0, 0),
+        # Of few rows, or few tiles, those of a long window are cut; those of a short one never are.
+        (1, 256, 1024, 0), (4, 512, 4096, 0), (64, 1, 1024, 0), (64, 1, 128, 1), (1, 1, 512, 1),
+    ],
+)  # fmt: skip
+def test_tiles_are_left_whole_where_shapes_tell_that_this_keeps_all_programs_busy(
+    sequences: int, longest: int, window: int, splits: int
+) -> None:
+    problem = problem_of(
+        LLAMA_8B, tokens=sequences * longest, sequences=sequences, longest=longest, capacity=131072, new_kv=False,
+        left=window - 1,
+    )  # fmt: skip
+    assert plan_prefill(problem, H200).num_splits == splits
+    # The kernel of a cascade's levels has one way to share, and one more would be a kernel more.
+    for level in ({"shared": True}, {"carried": 1}):
+        assert plan_prefill(replace(problem, **level), H200).num_splits == 0
+    # A number that is given is that.
+    assert plan_prefill(problem, H200, 3).num_splits == 3
+
+
+def test_plans_of_batches_of_one_kind_are_equal() -> None:
+    """So that a layer need not make one for each batch: see ``launch.Layer``."""
+    of_kinds: dict[object, PrefillPlan] = {}
+    for sequences, longest, left in itertools.product((1, 2, 64), (1, 9, 64, 512, 640, 2048, 8192), (-1, 127, 1023)):
+        problem = problem_of(LLAMA_8B, tokens=sequences * longest, sequences=sequences, longest=longest, left=left)
+        kind = (left, kind_of_batch(problem, H200))
+        assert of_kinds.setdefault(kind, plan_prefill(problem, H200)) == plan_prefill(problem, H200)
+    assert len(of_kinds) >= 8
 
 
 def test_a_number_of_splits_that_is_given_means_the_same_tiles_whatever_the_batch() -> None:
@@ -262,7 +303,7 @@ def test_a_plan_follows_from_shapes_alone() -> None:
 def test_chunks_with_a_short_window_take_small_tiles_of_keys_on_sm_90() -> None:
     """Of tiles of 128 keys most would be masked; of decoding rows, as of chunks with long windows, few are."""
     short = replace(PROMPT, left=127)
-    assert plan_prefill(short, H200) == PrefillPlan(128, 64, 0, 4, 4, hopper=True, programs=132)
+    assert plan_prefill(short, H200) == PrefillPlan(128, 64, 1, 4, 4, hopper=True, programs=132)
     for other in (replace(short, left=256), replace(short, max_seqlen_q=1), replace(short, left=-1)):
         assert plan_prefill(other, H200).block_n == 128
 

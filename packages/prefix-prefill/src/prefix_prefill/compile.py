@@ -2,7 +2,7 @@
 
 It needs Triton and no GPU. Kernels go to Triton's cache, ``$TRITON_CACHE_DIR`` or ``~/.triton/cache``, where a process
 with the same versions of Triton and of this package finds them, whatever its batches, lengths and tables are: a layer
-needs four on sm_90, for decoding and for prefill one that attends and one that merges; elsewhere four, for decoding,
+needs four on sm_90, one that attends for decoding, two for prefill, and one that merges; elsewhere four, for decoding,
 for drafts and for prompts one that attends, and one that merges.
 """
 
@@ -178,7 +178,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--cache", choices=[*FP8], help="an 8-bit cache")
     scales = ("number", "tensor", "heads", "tokens")
     add("--scales", choices=scales, default="number", help="k_scale and v_scale of the cache (number)")
-    add("--window", action="store_true", help="a sliding window, of any width")
+    add("--window", type=int, nargs="?", const=1024, default=0, help="a sliding window of so many tokens (1024)")
     add("--softcap", action="store_true", help="a soft cap, of any size")
     add("--sinks", action="store_true")
     add("--alibi", action="store_true")
@@ -189,7 +189,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--levels", type=int, default=0, help="cascade_attention over so many levels, in place of prefix_prefill")
     add("--sequences", type=int, nargs="+", default=[1, 16, 256], help="batch sizes")
     add("--capacity", type=int, nargs="+", default=[131072], help="keys that a block table has room for")
-    add("--tokens", type=int, nargs="+", default=[1, 2048], help="new tokens of a sequence: decoding, prefill")
+    add("--tokens", type=int, nargs="+", default=[1, 256, 2048], help="new tokens of a sequence: decoding, prefill")
     add("--target", choices=[*LIMITS], help="a GPU that is not here (the one that is)")
     add("--dry-run", action="store_true", help="say which kernels, and compile none")
     return parser
@@ -198,7 +198,7 @@ def _parser() -> argparse.ArgumentParser:
 def _layer(options: argparse.Namespace) -> Layer:
     return Layer(
         options.heads, options.head_size, options.page, options.layout, DTYPES[options.dtype],
-        FP8[options.cache] if options.cache else None, 1023 if options.window else -1, options.softcap, options.sinks,
+        FP8[options.cache] if options.cache else None, options.window - 1, options.softcap, options.sinks,
         options.alibi, options.new_kv, options.lse, options.drafts, options.skip_decode,
         options.scales if options.cache else "number", options.levels,
     )  # fmt: skip

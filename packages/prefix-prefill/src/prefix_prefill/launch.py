@@ -100,7 +100,7 @@ class Layer:
         return sized(batch)
 
     def _plan_of(self, problem: Problem, tma: bool) -> PrefillPlan:
-        kind = tma and kind_of_batch(problem)
+        kind = tma and kind_of_batch(problem, device_limits(self._device))
         plan = self._plans.get(kind)
         if plan is None:
             plan = plan_prefill(replace(problem, tma=tma), device_limits(self._device), problem.num_splits)

@@ -39,12 +39,11 @@ def with_pieces(attend: Sized, first: Batch, plan: PrefillPlan, forms: PrefillTe
     problem = first.problem
     # The interpreter knows no launches that depend on each other.
     dependent = device.type != "cpu"
+    tile = tokens_per_tile(problem.group, plan.block_m), plan.block_m
     config = merge.MergeConfig(
         GROUP=problem.group,
         HEADS_KV=problem.num_heads_kv,
         HEADS=heads_per_tile(problem.group, plan.block_m),
-        TOKENS=tokens_per_tile(problem.group, plan.block_m),
-        BLOCK_M=plan.block_m,
         ROWS=_ROWS_OF_PIECES,
         D=problem.head_dim_v,
         BLOCK_D=max(16, power_of_two_at_least(problem.head_dim_v)),
@@ -67,7 +66,7 @@ def with_pieces(attend: Sized, first: Batch, plan: PrefillPlan, forms: PrefillTe
         return entries, rows, min(entries, most) * across, across
 
     def counts(batch: Batch, across: int) -> tuple[int, ...]:
-        return batch.problem.tokens, *batch.s_lse, across
+        return batch.problem.tokens, *batch.s_lse, across, *tile
 
     _, _, programs, across = sizes(first)
     rest = (*counts(first, across), problem.out_scale, forms.out.stride(), config)

@@ -16,6 +16,13 @@ from kernel_reference.plans import Plan
 MOST_TOKENS = 2**31 - 1
 # A tile of fewer keys is never cut: see kernels/balance.py.
 _FEW_KEYS = 1024
+# Tiles that could be cut are left whole where shapes tell that all programs stay busy (us on an H200, 32 / 8 heads: as
+# the device shares them, and whole). Those that a window keeps this short, if there are two for each program: 4 x 512
+# behind 16384, window 1024, 105.8 and 98.4.
+_SHORT_TILE = 1280
+# Those of one sequence, if no program takes more than so many, and so much of the last round is filled: 1 x 2048, 3.9
+# rounds, 92.3 and 82.7; 1 x 8192, 15.5 rounds, 898.4 and 916.2. Idle programs cost most behind a long context.
+_MOST_ROUNDS, _FILLED = 4, 0.96
 # Shared memory of sm_90 in bytes, without what barriers, positions and items take.
 _MOST_SHARED = 224 * 1024
 # What a merge kernel combines quickly enough.
@@ -254,20 +261,20 @@ def plan_prefill(problem: Problem, limits: DeviceLimits, num_splits: int = 0) ->
         problem = replace(problem, tokens=MOST_TOKENS, max_seqlen_q=MOST_TOKENS)
     if limits.hopper and problem.tma and fits_hopper(problem):
         plan = replace(_hopper(problem), programs=limits.cores)
-        # Of so few keys no tile is cut, and nothing need be merged.
-        splits = int(_has_few_keys(problem))
+        # Then nothing need be shared on the device, and nothing merged.
+        splits = int(_has_whole_tiles(problem, limits.cores))
     else:
         plan = _portable(problem, limits)
         splits = _splits(problem, plan, limits)
     return replace(plan, num_splits=num_splits or splits)
 
 
-def kind_of_batch(problem: Problem, num_splits: int = 0) -> tuple[bool, bool]:
+def kind_of_batch(problem: Problem, limits: DeviceLimits) -> tuple[bool, bool]:
     """All that plans for sm_90 look at of a batch's sizes: of those with equal kinds, plans are equal.
 
-    It is found in a microsecond, a plan in 15, and new sizes come with every step of a server.
+    It is found in two microseconds, a plan in 15, and new sizes come with every step of a server.
     """
-    return not num_splits and _has_few_rows(problem), _has_few_keys(problem)
+    return _has_few_rows(problem), _has_whole_tiles(problem, limits.cores)
 
 
 def _rows_of_a_sequence(problem: Problem) -> int:
@@ -279,15 +286,44 @@ def _has_few_rows(problem: Problem) -> bool:
     return _rows_of_a_sequence(problem) <= 64
 
 
-def _has_few_keys(problem: Problem) -> bool:
-    return min(problem.capacity + problem.new_kv * problem.max_seqlen_q, problem.max_seqlen_k) < _FEW_KEYS
+def _rows_of_a_tile(problem: Problem) -> int:
+    """On sm_90: one consumer of 64 rows where no sequence has more: decoding, and the first tokens of drafts. Two that
+    keep the slopes of large heads spill registers.
+    """
+    few = _has_few_rows(problem) or problem.largest_head > 256
+    return 64 if few or (problem.alibi and problem.largest_head > 128) else 128
+
+
+def _has_whole_tiles(problem: Problem, programs: int) -> bool:
+    """Whether shapes alone tell that programs need not share tiles: those of few keys, and many that fill all programs.
+
+    What each costs is not known here: behind how many keys a sequence begins, only the device knows.
+    """
+    keys = min(problem.capacity + problem.new_kv * problem.max_seqlen_q, problem.max_seqlen_k)
+    if keys < _FEW_KEYS:
+        return True
+    if problem.shared or problem.carried:
+        return False
+    group = problem.group
+    tokens = tokens_per_tile(group, _rows_of_a_tile(problem))
+    if problem.left >= 0 and problem.right >= 0:
+        keys = min(keys, problem.left + tokens + problem.right)
+        if keys < _FEW_KEYS:
+            return True
+    # Of one that decodes, a layer would need a kernel more.
+    if group > 64 or _has_few_rows(problem):
+        return False
+    if keys <= _SHORT_TILE:
+        return problem.tokens // tokens * problem.num_heads_kv >= 2 * programs
+    if problem.sequences != 1:
+        return False
+    tiles = cdiv(min(problem.tokens, problem.max_seqlen_q), tokens) * problem.num_heads_kv
+    rounds = cdiv(tiles, programs)
+    return rounds <= _MOST_ROUNDS and tiles >= _FILLED * rounds * programs
 
 
 def _hopper(problem: Problem) -> PrefillPlan:
-    # One consumer of 64 rows where no sequence has more: decoding, and the first tokens of drafts. Two that keep the
-    # slopes of large heads spill registers.
-    few = _rows_of_a_sequence(problem) <= 64 or problem.largest_head > 256
-    block_m = 64 if few or (problem.alibi and problem.largest_head > 128) else 128
+    block_m = _rows_of_a_tile(problem)
     if _is_mixed(problem):
         # Converters to bfloat16 take registers from the consumers.
         return PrefillPlan(block_m, 64, 0, 4, 3, hopper=True)

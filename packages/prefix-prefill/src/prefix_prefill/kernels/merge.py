@@ -46,13 +46,11 @@ class SplitConfig(NamedTuple):
 
 
 class MergeConfig(NamedTuple):
-    """What ``merge_pieces`` is compiled for; of tiles what the kernel is that left their parts."""
+    """What ``merge_pieces`` is compiled for; of heads what the kernel is that left their parts."""
 
     GROUP: int
     HEADS_KV: int
     HEADS: int
-    TOKENS: int
-    BLOCK_M: int
     ROWS: int  # rows of a tile that one program merges at a time
     D: int
     BLOCK_D: int
@@ -175,6 +173,16 @@ class Entry(NamedTuple):
     valid: object
 
 
+class Sizes(NamedTuple):
+    """All rows of the batch, and a tile's: so many tokens, and rows that a part of it has room for. Run-time values, so
+    that tiles of few rows and of many are merged by one kernel.
+    """
+
+    rows: object
+    tokens: object
+    block_m: object
+
+
 class Rows(NamedTuple):
     """Rows of a tile in parts: their numbers in the tile, in all tokens, their heads, and whether there are such."""
 
@@ -196,26 +204,26 @@ def entry_at(p_entries, i, there):
 
 
 @triton.jit
-def rows_at(i, entry, C):
+def rows_at(i, entry, sizes, C):
     """Rows number i of a tile."""
     o_m = i * C.ROWS + tl.arange(0, C.ROWS)
     o_t = o_m // C.HEADS
     o_g = entry.i_head // C.HEADS_KV * C.HEADS + o_m % C.HEADS
-    m_row = (o_m < C.TOKENS * C.HEADS) & (o_t < entry.tokens) & (o_g < C.GROUP)
+    m_row = (o_m < sizes.tokens * C.HEADS) & (o_t < entry.tokens) & (o_g < C.GROUP)
     o_h = entry.i_head % C.HEADS_KV * C.GROUP + tl.minimum(o_g, C.GROUP - 1)
     return Rows(o_m, entry.row + tl.minimum(o_t, entry.tokens - 1), o_h, m_row)
 
 
 @triton.jit
-def part_of(entry, i_piece, own, rows, C):
+def part_of(entry, i_piece, own, sizes, C):
     """Where a part of rows lies: by program, two for each, or by number of the piece."""
     i_part = tl.where(i_piece == 0, 2 * entry.first_cut - 1, 2 * (entry.first_cut + i_piece - 1))
-    by_piece = (i_piece * rows + own.row) * (C.GROUP * C.HEADS_KV) + own.o_h
-    return tl.where(entry.first_cut < 0, by_piece, i_part * C.BLOCK_M + own.o_m)
+    by_piece = (i_piece * sizes.rows + own.row) * (C.GROUP * C.HEADS_KV) + own.o_h
+    return tl.where(entry.first_cut < 0, by_piece, i_part * sizes.block_m + own.o_m)
 
 
 @triton.jit
-def merge_rows(p_sinks, p_part, p_part_lse, entry, own, rows, C):
+def merge_rows(p_sinks, p_part, p_part_lse, entry, own, sizes, C):
     """Of a few rows of a tile the sum of their parts, its weights' sum, and what they are relative to."""
     o_d = tl.arange(0, C.BLOCK_D)
     m_tile = own.m_row[:, None] & (o_d < C.D)[None, :]
@@ -227,7 +235,7 @@ def merge_rows(p_sinks, p_part, p_part_lse, entry, own, rows, C):
         b_lses = ()
         b_parts = ()
         for i in tl.static_range(TOGETHER):
-            o_part = part_of(entry, first + i, own, rows, C)
+            o_part = part_of(entry, first + i, own, sizes, C)
             there = first + i < entry.pieces
             b_lses = b_lses + (tl.load(p_part_lse + o_part, mask=own.m_row & there, other=float("-inf")),)
             p_tile = p_part + o_part[:, None] * C.D + o_d[None, :]
@@ -248,16 +256,17 @@ def merge_rows(p_sinks, p_part, p_part_lse, entry, own, rows, C):
     return acc, running_max, row_sum
 
 
-@triton.jit(do_not_specialize=["rows", "s_lse_head", "s_lse_token", "across"])
+@triton.jit(do_not_specialize=["rows", "s_lse_head", "s_lse_token", "across", "tokens", "block_m"])
 def merge_pieces(
     p_sinks, p_out_scale, p_out, p_lse, p_part, p_part_lse, p_entries,
-    rows, s_lse_head, s_lse_token, across, out_scale, s_out, config: tl.constexpr,
+    rows, s_lse_head, s_lse_token, across, tokens, block_m, out_scale, s_out, config: tl.constexpr,
 ):  # fmt: skip
     """The results of the tiles in parts. p_part has rows of D, p_part_lse one number for each.
 
     A warp has a row. ``across`` programs take a tile's rows, ROWS at a time.
     """
     C: tl.constexpr = config._replace()
+    sizes = Sizes(rows, tokens, block_m)
     o_d = tl.arange(0, C.BLOCK_D)
     i_entry = tl.program_id(0) // across
     if C.DEPENDENT:
@@ -268,8 +277,8 @@ def merge_pieces(
     while i_entry < count:
         blocks = tl.where(entry.pieces > 0, (entry.tokens * C.HEADS + C.ROWS - 1) // C.ROWS, 0).to(tl.int32)
         for i in range(tl.program_id(0) % across, blocks, across):
-            own = rows_at(i, entry, C)
-            acc, running_max, row_sum = merge_rows(p_sinks, p_part, p_part_lse, entry, own, rows, C)
+            own = rows_at(i, entry, sizes, C)
+            acc, running_max, row_sum = merge_rows(p_sinks, p_part, p_part_lse, entry, own, sizes, C)
             o_d_out = o_d
             if C.WIDE:
                 o_d_out = o_d.to(tl.int64)

@@ -12,6 +12,7 @@ from hypothesis import given as random
 from hypothesis import strategies as st
 from torch.autograd import forward_ad
 
+from kernel_reference import memory
 from kernel_reference.checks import (
     MemoryOverlap,
     as_float,
@@ -234,6 +235,18 @@ def test_what_is_written_must_share_no_memory_with_anything_else() -> None:
     with pytest.raises(ValueError, match=r"^out must be a tensor that shares no memory with lse"):
         check_no_overlap(names | {"lse": out[0, :4]}, ["out", "lse"])
     check_no_overlap({"q": q, "k": q, "out": out}, ["out"])
+
+
+def test_overlaps_are_found_at_each_address_and_alignment_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_MOST_APART", 2)
+    pool = torch.zeros(64)
+    overlap = MemoryOverlap({"q": pool[:8], "k": None, "out": pool[8:16]}, ["out"])
+    for _ in range(2):
+        for first, aligned in ((8, True), (9, False), (16, True), (10, False)):
+            q, out = pool[:8], pool[first : first + 8]
+            assert overlap.addresses(q, None, out) == ((q.data_ptr(), None, out.data_ptr()), aligned)
+        with pytest.raises(ValueError, match=r"^out must be a tensor that shares no memory with q"):
+            overlap.addresses(pool[:8], None, pool[7:15])
 
 
 def test_what_is_asked_of_tensors_is_asked_of_longer_ones_by_their_own_lengths() -> None:

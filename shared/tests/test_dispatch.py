@@ -75,6 +75,23 @@ def test_what_looks_like_the_last_one_is_found_without_the_table(monkeypatch: py
         table.find(prepare, (torch.zeros(4, 2), torch.ones(3), None), (1, [2]))
 
 
+def test_only_what_looks_like_the_last_one_is_had_again() -> None:
+    table = PreparedLaunches()
+    x = torch.ones(4, 2)
+    assert table.again(prepare, (x, None), (1,)) is None
+    made = table.find(prepare, (x, None), (1,))
+    assert table.again(prepare, (x.clone(), None), (1,)) is made
+    wanting = torch.ones(4, 2).requires_grad_()
+    for other in (x.t(), x.double(), x.to("meta"), x.as_subclass(Subclass), torch._neg_view(x), wanting):
+        assert table.again(prepare, (other, None), (1,)) is None
+    assert table.again(prepare, (x, x.clone()), (1,)) is None
+    assert table.again(prepare, (x, None), (2,)) is None
+    for around in ROUND_A_CALL.values():
+        with around():
+            assert table.again(prepare, (x, None), (1,)) is None
+    assert table.again(prepare, (x, None), (1,)) is made
+
+
 def test_one_tensor_given_twice_is_found_as_any() -> None:
     table = PreparedLaunches()
     tensor = torch.ones(3)

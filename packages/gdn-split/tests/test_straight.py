@@ -11,6 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import gdn_split
 from gdn_split import launch, straight
 from gdn_split.plan import DeviceLimits
+from kernel_reference.checks import validate_values
+from kernel_reference.dispatch import PreparedLaunches
 
 SIZES = (1, 2, 16, 16)
 CHANNELS = 2 * 16 + 2 * 16
@@ -42,6 +44,7 @@ def as_on_a_gpu(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[s
     """Calls on a CPU go straight too, to interpreted kernels; what went is noted."""
     went: list[str] = []
     monkeypatch.setattr(straight, "_is_on_gpu", lambda tensor: True)
+    monkeypatch.setattr(straight, "launches", PreparedLaunches())
     if device.type == "cpu":
         monkeypatch.setattr(launch, "device_limits", lambda device: DeviceLimits(132, 232448, 8))
     for name in ("split_conv1d_update", "decode_step"):
@@ -80,6 +83,37 @@ def test_a_straight_call_checks_its_arguments_in_every_call(
     for name, value, error in (("mixed_ba", given["mixed_ba"][:1], ValueError), ("slots", [2, 0], TypeError)):
         with pytest.raises(error, match=f"^{name}"):
             function(given | {name: value})
+    with pytest.raises(TypeError, match=r"^tokens_per_sequence must be an int"):
+        function(given, tokens_per_sequence=1.0)
+
+
+@pytest.mark.parametrize("function", [step, convolve])
+def test_a_call_like_the_last_one_is_begun_at_once_and_checks_the_same(
+    device: torch.device, function: Any, as_on_a_gpu: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, other = layer(device), layer(device)
+    copy = {name: None if t is None else t.clone() for name, t in other.items()}
+    function(given)
+    with monkeypatch.context() as patch:
+        patch.setattr(straight, "is_possible", lambda *given: pytest.fail("the tensors are looked at one by one"))
+        versions = [other[name]._version for name in ("conv_state", "state_pool")]
+        got = function(other)
+        written = [
+            other[name]._version > version for name, version in zip(("conv_state", "state_pool"), versions, strict=True)
+        ]
+        assert written == [True, function is step]
+        shared = given | {"conv_weight": given["conv_state"].view(-1)[: CHANNELS * 4].view(CHANNELS, 4)}
+        with pytest.raises(ValueError, match=r"^conv_state must be a tensor that shares no memory with conv_weight"):
+            function(shared)
+    assert len(as_on_a_gpu) == 1
+    new = gdn_split.api.new_parts(copy["mixed_qkvz"], copy["mixed_ba"], gdn_split.plan.GroupShape(*SIZES))
+    wanted = function(copy, out=new if function is convolve else torch.empty_like(got[0]))
+    for one, its in zip(got, wanted, strict=True):
+        torch.testing.assert_close(one, its, rtol=2e-5, atol=2e-5)
+    with pytest.raises(ValueError, match=r"^mixed_qkvz must be without gradient"):
+        function(given | {"mixed_qkvz": given["mixed_qkvz"].clone().requires_grad_()})
+    with pytest.raises(ValueError, match=r"^slots"), validate_values():
+        function(given | {"slots": given["slots"] + 5})
     with pytest.raises(TypeError, match=r"^tokens_per_sequence must be an int"):
         function(given, tokens_per_sequence=1.0)
 

@@ -255,19 +255,21 @@ def split_conv1d_update(
         fail("activation", '"silu" or None', repr(activation))
     sizes = (num_heads_qk, num_heads_v, head_qk, head_v, layout, plan_as_ints(plan, ConvPlan))
     tensors = (mixed_qkvz, mixed_ba, conv_state, conv_weight, conv_bias, slots)
+    numbers = (tokens_per_sequence, activation == "silu", *sizes)
     try:
+        if out is None and plan is None and (again := straight.convolved_again(tensors, numbers)) is not None:
+            return SplitResult._make(again)
         if torch.is_grad_enabled():
             _refuse_gradients(tensors)
         if out is None and plan is None and straight.is_possible(tensors, (tokens_per_sequence, *sizes[:4])):
-            made = straight.split_conv1d_update(tensors, (tokens_per_sequence, activation == "silu", *sizes))
-            return SplitResult._make(made)
+            return SplitResult._make(straight.split_conv1d_update(tensors, numbers))
         _refuse_transforms("a call of split_conv1d_update")
         parts: tuple[torch.Tensor, ...]
         if out is None:
             parts = new_parts(mixed_qkvz, mixed_ba, GroupShape(num_heads_qk, num_heads_v, head_qk, head_v))
         else:
             parts = _checked_out(out, SplitResult._fields, needs_gradient=False)
-        _split_conv1d_update(*tensors, *parts, tokens_per_sequence, activation == "silu", *sizes)
+        _split_conv1d_update(*tensors, *parts, *numbers)
     except (RuntimeError, AttributeError, TypeError, ZeroDivisionError):
         named = dict(zip(_CONV_TENSORS, tensors, strict=True))
         if conv_bias is None:

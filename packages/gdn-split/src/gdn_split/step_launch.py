@@ -68,24 +68,40 @@ counters = Counters()
 
 def prepare_step(problem: StepProblem, plan: StepPlan | None, tensors: Step | Commit) -> Callable[..., None]:
     """What takes tokens through a layer: called with an op's tensors."""
-    device, shape = tensors.mixed_qkvz.device, problem.shape
     if problem.sequences == 0 or problem.path_length == 0:
         return launch_nothing
     if plan is None:
-        plan = plan_step(problem, launch.device_limits(device))
-    run = launch_of(problem, plan, tensors)
-    count = problem.num_slots * _updaters(problem)
-    raw = None
-    if problem.has_norm and cdiv(shape.head_v, plan.block_v) > 1:
-        raw = (problem.sequences * problem.tokens, shape.num_heads_v, shape.head_v)
+        plan = plan_step(problem, launch.device_limits(tensors.mixed_qkvz.device))
+    return StepLaunch(problem, plan, tensors)
 
-    def start(*given: Tensor | None) -> None:
-        conv_state = given[2]
-        arrived = counters.of(conv_state, count) if count and conv_state is not None else None
-        scratch = torch.empty(raw, dtype=torch.float32, device=device) if raw is not None else None
-        run(*in_order(problem, given, arrived, scratch))
 
-    return start
+class StepLaunch:
+    """A launch, with what it needs beside an op's tensors: called with these."""
+
+    def __init__(self, problem: StepProblem, plan: StepPlan, tensors: Step | Commit) -> None:
+        self._problem = problem
+        self._run = launch_of(problem, plan, tensors)
+        self._count = problem.num_slots * _updaters(problem)
+        self._raw = None
+        if problem.has_norm and cdiv(problem.shape.head_v, plan.block_v) > 1:
+            self._raw = (problem.sequences * problem.tokens, problem.shape.num_heads_v, problem.shape.head_v)
+        self._device = tensors.mixed_qkvz.device
+
+    def __call__(self, *given: Tensor | None) -> None:
+        arrived, raw = self._beside(given[2])
+        self._run(*in_order(self._problem, given, arrived, raw))
+
+    def at(self, conv_state: Tensor, addresses: tuple[int | None, ...]) -> bool:
+        """Start it on the tensors at these addresses, as :meth:`.Launch.at` does."""
+        arrived, raw = self._beside(conv_state)
+        p_arrived = None if arrived is None else arrived.data_ptr()
+        p_raw = None if raw is None else raw.data_ptr()
+        return self._run.at(*in_order(self._problem, addresses, p_arrived, p_raw))
+
+    def _beside(self, conv_state: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        arrived = counters.of(conv_state, self._count) if self._count and conv_state is not None else None
+        raw = torch.empty(self._raw, dtype=torch.float32, device=self._device) if self._raw is not None else None
+        return arrived, raw
 
 
 def _group(problem: StepProblem) -> int:
@@ -104,10 +120,8 @@ def _updaters(problem: StepProblem) -> int:
     return cdiv(problem.shape.num_heads_qk, _group(problem)) if shared else 0
 
 
-def in_order(
-    problem: StepProblem, given: tuple[Tensor | None, ...], arrived: Tensor | None, raw: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    """An op's tensors, and what a launch adds, as the kernel takes them."""
+def in_order(problem: StepProblem, given: tuple[Any, ...], arrived: Any, raw: Any) -> tuple[Any, ...]:
+    """An op's tensors, and what a launch adds, as the kernel takes them; or the addresses of all these."""
     if problem.out_strides is None:
         accepted, path = given[9:]
         return *given[:9], None, accepted, path, arrived, raw, None

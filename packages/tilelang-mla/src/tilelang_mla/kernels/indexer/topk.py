@@ -213,7 +213,7 @@ def narrow(T, S, bits, memory, state, i_row, length, level, thread):
         if memory.told[_IN_BIN] == state[_WANTED]:
             state[_DONE] = 1
         if state[_DONE] == 0 and state[_KEPT] == 0 and memory.told[_IN_BIN] <= KEPT and level < len(DIGITS) - 1:
-            keep(T, S, bits, memory, state, i_row, length, level + 1, thread)
+            walk_row(T, S, bits, memory, i_row, length, thread, keep_one, level + 1, state)
             state[_KEPT] = 1
         synchronise(T, S)
 
@@ -226,25 +226,41 @@ def count_digits(T, S, bits, memory, state, i_row, length, level, thread):
         histogram[turn * S.threads + thread] = 0
     synchronise(T, S)
     if state[_KEPT] != 0:
-        count = T.alloc_var(T.int32, init=memory.told[_COUNT])
-        for turn in T.serial(T.truncdiv(count + (S.threads - 1), S.threads)):
-            i = T.alloc_var(T.int32, init=turn * S.threads + thread)
-            if i < count:
-                if is_candidate(T, level, state, memory.orders[i], memory.positions[i]):
-                    T.atomic_add(histogram[digit_of(level, memory.orders[i], memory.positions[i])], 1)
+        walk_kept(T, S, memory, thread, count_one, level, state)
     else:
-        ahead = T.alloc_local((_AT_ONCE,), T.int32)
-        orders = T.alloc_local((_AT_ONCE,), T.int32)
-        load_bits(T, S, bits, ahead, i_row, thread, length)
-        for turn in T.serial(T.truncdiv(length + (S.threads * _AT_ONCE - 1), S.threads * _AT_ONCE)):
-            first = T.alloc_var(T.int32, init=turn * (S.threads * _AT_ONCE) + thread)
-            take_orders(T, S, bits, orders, ahead, i_row, first, length)
-            for u in T.unroll(_AT_ONCE):
-                position = first + u * S.threads
-                if position < length:
-                    if is_candidate(T, level, state, orders[u], position):
-                        T.atomic_add(histogram[digit_of(level, orders[u], position)], 1)
+        walk_row(T, S, bits, memory, i_row, length, thread, count_one, level, state)
     synchronise(T, S)
+
+
+@macro
+def count_one(T, memory, level, state, order, position):
+    if is_candidate(T, level, state, order, position):
+        T.atomic_add(memory.histogram[digit_of(level, order, position)], 1)
+
+
+@macro
+def walk_kept(T, S, memory, thread, visit, level, state):
+    """``visit`` every candidate that is kept."""
+    count = T.alloc_var(T.int32, init=memory.told[_COUNT])
+    for turn in T.serial(T.truncdiv(count + (S.threads - 1), S.threads)):
+        i = T.alloc_var(T.int32, init=turn * S.threads + thread)
+        if i < count:
+            visit(T, memory, level, state, memory.orders[i], memory.positions[i])
+
+
+@macro
+def walk_row(T, S, bits, memory, i_row, length, thread, visit, level, state):
+    """``visit`` every score of the row."""
+    ahead = T.alloc_local((_AT_ONCE,), T.int32)
+    orders = T.alloc_local((_AT_ONCE,), T.int32)
+    load_bits(T, S, bits, ahead, i_row, thread, length)
+    for turn in T.serial(T.truncdiv(length + (S.threads * _AT_ONCE - 1), S.threads * _AT_ONCE)):
+        first = T.alloc_var(T.int32, init=turn * (S.threads * _AT_ONCE) + thread)
+        take_orders(T, S, bits, orders, ahead, i_row, first, length)
+        for u in T.unroll(_AT_ONCE):
+            position = first + u * S.threads
+            if position < length:
+                visit(T, memory, level, state, orders[u], position)
 
 
 @macro
@@ -304,27 +320,18 @@ def find_digit(T, S, memory, wanted, thread):
 
 
 @macro
-def keep(T, S, bits, memory, state, i_row, length, level, thread):
-    """Keep the candidates, and mark all that are above them."""
-    ahead = T.alloc_local((_AT_ONCE,), T.int32)
-    orders = T.alloc_local((_AT_ONCE,), T.int32)
-    load_bits(T, S, bits, ahead, i_row, thread, length)
-    for turn in T.serial(T.truncdiv(length + (S.threads * _AT_ONCE - 1), S.threads * _AT_ONCE)):
-        first = T.alloc_var(T.int32, init=turn * (S.threads * _AT_ONCE) + thread)
-        take_orders(T, S, bits, orders, ahead, i_row, first, length)
-        for u in T.unroll(_AT_ONCE):
-            position = first + u * S.threads
-            if position < length:
-                if is_candidate(T, level, state, orders[u], position):
-                    i = T.alloc_var(T.int32, init=T.atomic_add(memory.told[_COUNT], 1, return_prev=True))
-                    memory.orders[i] = orders[u]
-                    memory.positions[i] = position
-                else:
-                    mark(T, memory, state, orders[u], position)
+def keep_one(T, memory, level, state, order, position):
+    """Keep a candidate; mark what is above them all."""
+    if is_candidate(T, level, state, order, position):
+        i = T.alloc_var(T.int32, init=T.atomic_add(memory.told[_COUNT], 1, return_prev=True))
+        memory.orders[i] = order
+        memory.positions[i] = position
+    else:
+        mark_one(T, memory, level, state, order, position)
 
 
 @macro
-def mark(T, memory, state, order, position):
+def mark_one(T, memory, level, state, order, position):
     """Mark what is not below the last that is selected."""
     place = MOST_POSITIONS - 1 - position
     if order > state[_ORDER] or (order == state[_ORDER] and place >= state[_PLACE]):
@@ -336,22 +343,9 @@ def mark(T, memory, state, order, position):
 def mark_selected(T, S, bits, memory, state, i_row, length, thread):
     """Mark the candidates that are selected, or all of the row if they were never few."""
     if state[_KEPT] != 0:
-        count = T.alloc_var(T.int32, init=memory.told[_COUNT])
-        for turn in T.serial(T.truncdiv(count + (S.threads - 1), S.threads)):
-            i = T.alloc_var(T.int32, init=turn * S.threads + thread)
-            if i < count:
-                mark(T, memory, state, memory.orders[i], memory.positions[i])
+        walk_kept(T, S, memory, thread, mark_one, len(DIGITS), state)
     else:
-        ahead = T.alloc_local((_AT_ONCE,), T.int32)
-        orders = T.alloc_local((_AT_ONCE,), T.int32)
-        load_bits(T, S, bits, ahead, i_row, thread, length)
-        for turn in T.serial(T.truncdiv(length + (S.threads * _AT_ONCE - 1), S.threads * _AT_ONCE)):
-            first = T.alloc_var(T.int32, init=turn * (S.threads * _AT_ONCE) + thread)
-            take_orders(T, S, bits, orders, ahead, i_row, first, length)
-            for u in T.unroll(_AT_ONCE):
-                position = first + u * S.threads
-                if position < length:
-                    mark(T, memory, state, orders[u], position)
+        walk_row(T, S, bits, memory, i_row, length, thread, mark_one, len(DIGITS), state)
 
 
 def ones(T: Any, S: Sizes, word: Any) -> Any:

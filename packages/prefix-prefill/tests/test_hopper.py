@@ -55,8 +55,10 @@ CASES: dict[str, tuple[PrefillPlan, dict[str, Any]]] = {
     "pages of 16": (plan(), {"heads": (8, 2), "head_dim": 128, "cached": True}),
     "pages of 64, new keys": (plan(), {"heads": (8, 2), "head_dim": 128, "page": 64}),
     "pages of 24": (plan(), {"heads": (8, 2), "head_dim": 64, "page": 24, "window": (50, -1)}),
-    "pages of 8, 8 bits": (plan(64, 64), {"heads": (4, 2), "head_dim": 64, "page": 8, "cache_dtype": E4M3,
-                                          "cached": True, "k_scale": "number", "v_scale": "number"}),
+    "pages of 8, 8 bits": (replace(plan(64, 64), loading=72), {
+        "heads": (4, 2), "head_dim": 64, "page": 8, "cache_dtype": E4M3, "cached": True, "k_scale": "number",
+        "v_scale": "number",
+    }),
     "one consumer": (plan(64), {"heads": (4, 1), "head_dim": 64, "dtype": FP16, "page": 544}),
     "narrow tiles": (plan(128, 64, 1, 3), {"heads": (3, 1), "head_dim": 64, "page_layout": "HND", "page": 48}),
     "split": (plan(128, 64, 3), {"heads": (6, 2), "head_dim": 64, "sinks": True}),

@@ -27,6 +27,8 @@ Sized = Callable[[Batch], Run]
 
 # Rows, or tokens, that one program of a merge kernel takes, of a tile in pieces at a time: there a warp has one.
 _MERGED_ROWS, _ROWS_OF_PIECES = 16, 4
+# Programs that merge pieces, at the most, for each that attends.
+_MERGING = 16
 # Numbers of an entry that says which tile is in pieces: see kernels/merge.py.
 _ENTRY = 8
 _TENSORS = len(PrefillTensors._fields)
@@ -59,8 +61,8 @@ def with_pieces(attend: Sized, first: Batch, plan: PrefillPlan, forms: PrefillTe
         # By number of the piece, for all rows; by program, two for each.
         entries = most_tiles(problem, plan.block_m) * plan.num_splits if plan.num_splits else 2 * programs
         rows = problem.tokens * problem.num_heads * plan.num_splits if plan.num_splits else 2 * programs * plan.block_m
-        # As many programs as work at a time, and no more for a tile than it has rows, if max_seqlen_q is right.
-        most = 16 * plan.programs
+        # No more for a tile than it has rows, if max_seqlen_q is right.
+        most = _MERGING * plan.programs
         in_tile = min(plan.block_m, problem.max_seqlen_q * config.HEADS)
         across = max(1, min(cdiv(in_tile, _ROWS_OF_PIECES), most // entries))
         return entries, rows, min(entries, most) * across, across

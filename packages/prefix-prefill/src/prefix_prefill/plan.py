@@ -123,7 +123,8 @@ class PrefillPlan(Plan):
     which leaves shared memory's bandwidth to keys and values. ``capping`` 1: weights of capped scores are relative to a
     constant, where that is exact enough; 2: small scores by a series, too (4 x 512 behind 16384 986 us on an H200, not
     1220; 1: 1356); 0: to a running max. ``loading``: registers a
-    thread of the warps that load and schedule, 56 or 72; no plan asks for 72 by itself: they have not been timed.
+    thread of the warps that load and schedule, 56 or 72; over an 8-bit cache 24, or with 72 as many as there are, for
+    converters too. No plan asks for 72 by itself: they have not been timed.
     """
 
     block_m: int

@@ -173,3 +173,9 @@ class Source(NamedTuple):
     i_kv: object
     rows: object
     new_row: object
+
+
+@gluon.constexpr_function
+def has_light_consumers(C):
+    """Whether consumers over an 8-bit cache leave registers to its converters and to the warps that load."""
+    return C.LOADING > 56 and not (C.NEW_KV or C.K_TOKENS or C.V_TOKENS)

@@ -6,7 +6,16 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from prefix_prefill.kernels.batch import Batch
 from prefix_prefill.kernels.groups import Numbers, Scores
-from prefix_prefill.kernels.hopper.config import ROWS, Config, Pointers, Sizes, Strides, Tokens, begin_with
+from prefix_prefill.kernels.hopper.config import (
+    ROWS,
+    Config,
+    Pointers,
+    Sizes,
+    Strides,
+    Tokens,
+    begin_with,
+    has_light_consumers,
+)
 from prefix_prefill.kernels.hopper.consumers import consume
 from prefix_prefill.kernels.hopper.items import schedule, table_of
 from prefix_prefill.kernels.hopper.memory import (
@@ -111,8 +120,11 @@ def attend(
         # Partitions of two warps may give registers back, never ask for more than the 80 that workers wait with:
         # asking is for four warps together, and they would do it two by two.
         BY_TOKEN: gl.constexpr = C.K_TOKENS or C.V_TOKENS
-        CONVERTING: gl.constexpr = 72 if C.NEW_KV else (56 if BY_TOKEN else 24)
-        ATTENDING: gl.constexpr = 184 if C.NEW_KV else (216 if BY_TOKEN else 232)
+        # With 24, the scheduler's warp spills what it looks up.
+        MORE: gl.constexpr = has_light_consumers(C)
+        CONVERTING: gl.constexpr = 72 if C.NEW_KV else (56 if BY_TOKEN else (40 if MORE else 24))
+        ATTENDING: gl.constexpr = 184 if C.NEW_KV else (216 if BY_TOKEN or MORE else 232)
+        FEW: gl.constexpr = 40 if MORE else 24
         if C.CONSUMERS == 1:
             gl.warp_specialize([
                 (consume, (pointers, memory, k, v, 0, True, table, scores, numbers, sizes, C)),
@@ -121,7 +133,7 @@ def attend(
                 (load_keys, (d_k_cached, d_k_new, p_table, k_fp8, k, table, sizes, batch, C)),
                 (load_values, (d_v_cached, d_v_new, p_table, v_fp8, v, table, sizes, batch, C)),
                 (schedule, (table, num_splits, batch, p_parts[2], C)),
-            ], [2, 2, 1, 1, 1], [CONVERTING, CONVERTING, 24, 24, 24])  # fmt: skip
+            ], [2, 2, 1, 1, 1], [80, 80, 80, 80, 80] if MORE else [CONVERTING, CONVERTING, 24, 24, 24])  # fmt: skip
         else:
             gl.warp_specialize([
                 (consume, (pointers, memory, k, v, 0, True, table, scores, numbers, sizes, C)),
@@ -131,7 +143,7 @@ def attend(
                 (load_keys, (d_k_cached, d_k_new, p_table, k_fp8, k, table, sizes, batch, C)),
                 (load_values, (d_v_cached, d_v_new, p_table, v_fp8, v, table, sizes, batch, C)),
                 (schedule, (table, num_splits, batch, p_parts[2], C)),
-            ], [4, 2, 2, 1, 1, 1], [ATTENDING, CONVERTING, CONVERTING, 24, 24, 24])  # fmt: skip
+            ], [4, 2, 2, 1, 1, 1], [ATTENDING, CONVERTING, CONVERTING, FEW, FEW, FEW])  # fmt: skip
     elif C.CONSUMERS == 1:
         gl.warp_specialize([
             (consume, (pointers, memory, k, v, 0, True, table, scores, numbers, sizes, C)),

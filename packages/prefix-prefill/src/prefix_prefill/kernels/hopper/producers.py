@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from prefix_prefill.kernels.hopper.config import STRIP, Source, column_of, width_of
+from prefix_prefill.kernels.hopper.config import STRIP, Source, column_of, has_light_consumers, width_of
 from prefix_prefill.kernels.hopper.items import done, has_item, loop_of, tile_of
 from prefix_prefill.kernels.hopper.memory import release, wait_empty
 from prefix_prefill.kernels.hopper.softmax import unit_of
@@ -258,12 +258,14 @@ def convert_columns(fp8_tile, tile, C):
     """A tile of 8 bits to one of 16, a few rows at a time: a converter has hardly any registers."""
     WIDTH: gl.constexpr = width_of(tile.shape[1], 8)
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [CONVERTER_WARPS, 1], [1, 0])
-    for i_r in gl.static_range(C.BLOCK_N // STRIP):
-        b_strip = fp8_tile.slice(i_r * STRIP, STRIP, dim=0).load(layout).to(gl.float16)
+    # The warps meet before each store to a tile: where there are registers for them, more rows are stored at once.
+    ROWS_AT_ONCE: gl.constexpr = STRIP * (4 if has_light_consumers(C) and C.CONSUMERS == 1 else 1)
+    for i_r in gl.static_range(C.BLOCK_N // ROWS_AT_ONCE):
+        b_strip = fp8_tile.slice(i_r * ROWS_AT_ONCE, ROWS_AT_ONCE, dim=0).load(layout).to(gl.float16)
         if tile.dtype != gl.float16:
             # By way of float32: from float16 to bfloat16 itself there is only an instruction at exp2's rate.
             b_strip = b_strip.to(gl.float32).to(tile.dtype)
-        tile.slice(i_r * STRIP, STRIP, dim=0).store(b_strip)
+        tile.slice(i_r * ROWS_AT_ONCE, ROWS_AT_ONCE, dim=0).store(b_strip)
 
 
 @gluon.jit

@@ -384,22 +384,28 @@ def test_public_functions_give_what_the_definition_gives(device: torch.device, o
             close(given[name], wanted[at], plain[at], name)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("number", range(50))
-def test_steps_of_any_layer_in_bulk(device: torch.device, number: int) -> None:
-    rng = random.Random(number)
-    sizes = [64, 96, 128, 192, 256] if number % 2 else [1, 8, 24, 40, 80, 128]
+# Each layer is a kernel of its own to compile; another number of sequences is not.
+OF_A_LAYER = 25
+
+
+def drawn_layer(rng: random.Random) -> Layer:
+    sizes = rng.choice([[64, 96, 128, 192, 256], [1, 8, 24, 40, 80, 128]])
     nqk = rng.choice([1, 2, 4])
     shape = GroupShape(nqk, nqk * rng.randint(1, 8), rng.choice(sizes), rng.choice(sizes))
-    # Each combination is a kernel of its own to compile; another number of sequences is not.
-    layer = Layer(
+    return Layer(
         shape, 1, rng.choice([1, 1, 2, 3, 5]), rng.choice(["interleaved", "contiguous"]), rng.choice(["KV", "VK"]),
         rng.choice(list(FLOATS)), rng.choice(list(FLOATS)), rng.choice([2, 3, 4]), bias=rng.random() < 0.5,
         norm=rng.random() < 0.7, silu=rng.random() < 0.8, channel_last=rng.random() < 0.5,
     )  # fmt: skip
-    for sequences in rng.sample(range(1, 40), 10):
-        padded = tuple(rng.sample(range(sequences), sequences // 4))
-        compare(replace(layer, sequences=sequences, padded=padded), device)
+
+
+@pytest.mark.gpu
+def test_a_random_step_is_the_definitions(device: torch.device, random_case: int) -> None:
+    rng = random.Random(random_case)
+    sequences = rng.randrange(1, 40)
+    padded = tuple(rng.sample(range(sequences), sequences // 4))
+    layer = drawn_layer(random.Random(f"layer {random_case // OF_A_LAYER}"))
+    compare(replace(layer, sequences=sequences, padded=padded), device)
 
 
 @pytest.mark.gpu

@@ -198,6 +198,25 @@ def test_a_quantile_is_a_value_that_occurred():
     assert all(quantile(values, a) <= quantile(values, b) for a, b in pairwise((0.1, 0.5, 0.9)))
 
 
+@pytest.mark.parametrize(
+    ("errors", "drifts"),
+    [
+        ([0.02, 0.05, 0.08, *[0.06] * 6, 0.05, 0.08, 0.11], False),
+        ([0.02, 0.03, 0.04, *[0.06] * 6, 0.09, 0.10, 0.11], True),
+        ([0.02, 0.02, 0.02, *[0.02] * 6, 0.02, 0.02, 0.02], False),
+    ],
+    ids=["by chance", "steadily", "never"],
+)
+def test_errors_that_grow_by_no_more_than_chance_are_no_drift(errors: list[float], drifts: bool):
+    assert Served("a layer", "ours", True, errors=errors).drifts is drifts
+
+
+def test_steps_in_which_a_layer_has_no_part_are_not_judged(run: Callable[..., int], tmp_path: Path):
+    # Zeros before errors would look like a drift.
+    assert run("0.2 if self.steps > 60 else None") == 0
+    assert '"judged": 8' in (tmp_path / "out/serve.json").read_text()
+
+
 def test_kernels_compiled_in_the_middle_of_the_day_are_a_failure():
     one = Served("a layer", "ours", True, compiled=["attend", "merge"])
     assert one.failures() == ["a layer, ours: 2 kernels compiled after the warm-up: attend, merge"]

@@ -83,7 +83,7 @@ class Delta:
 
         return call
 
-    def judge(self, label: str, batch: Batch, rows: Sequence[int]) -> Callable[[torch.Tensor], float]:
+    def judge(self, label: str, batch: Batch, rows: Sequence[int]) -> Callable[[torch.Tensor], float | None]:
         """The rows that decode."""
         at = torch.tensor([row for row in rows if row < batch.decoding], device=self.qkvz.device, dtype=torch.long)
         slots = batch.slots[at].long()
@@ -95,9 +95,9 @@ class Delta:
             self.each,
         )  # fmt: skip
 
-        def error(out: torch.Tensor) -> float:
+        def error(out: torch.Tensor) -> float | None:
             if not len(at):
-                return 0.0
+                return None
             largest = wanted.abs().amax((1, 2)).clamp(min=1e-30)
             off = (out.view(-1, *wanted.shape[1:])[tokens].double() - wanted).abs().amax((1, 2))
             return float((off / largest).max()) / ALLOWED

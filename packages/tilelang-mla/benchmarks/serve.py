@@ -71,16 +71,16 @@ class Latent:
 
         return call
 
-    def judge(self, label: str, batch: Batch, rows: Sequence[int]) -> Callable[[torch.Tensor], float]:
+    def judge(self, label: str, batch: Batch, rows: Sequence[int]) -> Callable[[torch.Tensor], float | None]:
         """The rows that decode."""
         at = torch.tensor([row for row in rows if row < batch.decoding], device=self.q.device, dtype=torch.long)
         q, seqlens_k, block_table = self._given(batch)
         given = (q[at], self.kv, seqlens_k[at], block_table[at], self.latent)
         wanted = mla_decode(*given, softmax_scale=self.scale).out.double()
 
-        def error(out: torch.Tensor) -> float:
+        def error(out: torch.Tensor) -> float | None:
             if not len(at):
-                return 0.0
+                return None
             largest = wanted.abs().amax(-1).clamp(min=1e-30)
             return float(((out[at].double() - wanted).abs().amax(-1) / largest).max()) / ALLOWED
 

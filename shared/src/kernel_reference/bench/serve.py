@@ -109,8 +109,11 @@ class Layer(Protocol):
     def fill(self, batch: Batch) -> None:
         """Before each step, untimed: new tokens' inputs, their keys and values in the cache, states of rows begun."""
 
-    def judge(self, label: str, batch: Batch, rows: Sequence[int]) -> Callable[[torch.Tensor], float]:
-        """Before the call: what float64 says of some rows; given the result, its error in units of what is allowed."""
+    def judge(self, label: str, batch: Batch, rows: Sequence[int]) -> Callable[[torch.Tensor], float | None]:
+        """Before the call: what float64 says of some rows; given the result, its error in units of what is allowed.
+
+        None where the layer has no part in these rows: as an error of 0 it would make later errors look like a drift.
+        """
 
 
 class Setting(NamedTuple):
@@ -265,8 +268,8 @@ class Replay:
                 with compilations() as compiled:
                     out = self._timed(graph or partial(call, batch), one, bool(batch.each), graph is None)
                 one.compiled += compiled
-                if check is not None:
-                    one.errors.append(check(out))
+                if check is not None and (error := check(out)) is not None:
+                    one.errors.append(error)
 
     def _timed(self, call: Callable[[], torch.Tensor], one: Served, decodes: bool, eager: bool) -> torch.Tensor:
         times = one.decode_us if decodes else one.mixed_us

@@ -35,11 +35,17 @@ class Served:
 
     @property
     def drifts(self) -> bool:
-        """Whether errors grow from the first quarter of judged steps to the last; not asked of fewer than 8."""
+        """Whether errors grow from the first quarter of judged steps to the last; not asked of fewer than 8.
+
+        By more than chance makes of few steps: three standard errors of the difference too.
+        """
         quarter = len(self.errors) // 4
         if quarter < 2:
             return False
-        return statistics.mean(self.errors[-quarter:]) > DRIFT * statistics.mean(self.errors[:quarter])
+        first, last = self.errors[:quarter], self.errors[-quarter:]
+        chance = math.sqrt((statistics.variance(first) + statistics.variance(last)) / quarter)
+        before, after = statistics.mean(first), statistics.mean(last)
+        return after > DRIFT * before and after - before > 3 * chance
 
     @property
     def worst(self) -> float:

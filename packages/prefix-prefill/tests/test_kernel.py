@@ -644,7 +644,7 @@ def test_each_feature_on_hopper(tensors, kernels, options, cached) -> None:
 
 
 @on_hopper
-@pytest.mark.parametrize("capping", [1, 2])
+@pytest.mark.parametrize("capping", [1, 2, 3])
 @pytest.mark.parametrize("share", [0.05, 0.3, 1.0])
 @pytest.mark.parametrize(
     ("softcap", "options"),

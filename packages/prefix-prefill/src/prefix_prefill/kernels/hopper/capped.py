@@ -14,6 +14,8 @@ from prefix_prefill.kernels.softmax import LOG2_E
 LEAST: gl.constexpr = gl.constexpr(102.0)
 # Up to here, 0.2 times twice log2(e), which is a score of 0.2 times the cap, two terms serve.
 NEAR: gl.constexpr = gl.constexpr(0.577)
+# And up to here, 0.8 times that, four.
+MIDDLE: gl.constexpr = gl.constexpr(2.308)
 # 1 / (1 + 2^x).
 SIGMOID: gl.constexpr = gl.constexpr(
     "{ .reg .f32 d; ex2.approx.ftz.f32 d, $1; add.f32 d, d, 0f3F800000; rcp.approx.ftz.f32 $0, d; }"
@@ -42,6 +44,17 @@ def near_exponents(scores, scale, cap):
 
 
 @gluon.jit
+def middle_exponents(scores, scale, cap):
+    """The same up to 0.8 of the cap, by two terms more, 2^-15 of z."""
+    unit = cap * scale
+    power = scale * scale
+    b_y = scores * scores
+    factor = gl.fma(b_y, -2.9132936e-05 * unit * power * power * power, 0.00090922994 * unit * power * power)
+    factor = gl.fma(b_y, gl.fma(b_y, factor, -0.019965496 * unit * power), 0.49999127 * unit)
+    return gl.fma(scores, factor, -reference_of(cap))
+
+
+@gluon.jit
 def added(b_x, row_sum, V):
     """Weights and the row sum, from exponents."""
     weights = gl.exp2(b_x)
@@ -49,19 +62,33 @@ def added(b_x, row_sum, V):
 
 
 @gluon.jit
+def added_large(scores, size, scale, row_sum, scoring, V, C):
+    """The same from scores that are up to ``size``, once scaled, more than 0.2 of the cap."""
+    if C.CAPPING == 3:
+        if (size <= MIDDLE) & (scale > 1e-4) & (scale < 1e4):
+            weights, new_sum = added(middle_exponents(scores, scale, scoring.cap), row_sum, V)
+        else:
+            weights, new_sum = added(exponents(scores, scale, scoring.cap), row_sum, V)
+    else:
+        weights, new_sum = added(exponents(scores, scale, scoring.cap), row_sum, V)
+    return weights, new_sum
+
+
+@gluon.jit
 def update_by_constant(scores, row_sum, scale, key, bounds, scoring, V, C):
     """The weights of a tile, and the new row sum.
 
-    With CAPPING 2 tiles of no score above 0.2 of the cap, which most are, go without an exponential and a reciprocal.
+    With CAPPING 2 tiles of no score above 0.2 of the cap, which most are, go without an exponential and a reciprocal,
+    with 3 those of none above 0.8 of it, too.
     """
     if seen_by_all(key, bounds, scoring, C):
-        if C.CAPPING == 2:
+        if C.CAPPING >= 2:
             size = gl.max(gl.max(gl.abs(scores), 1), 0) * scale
             # The scale's third power is a normal number.
             if (size <= NEAR) & (scale > 1e-10) & (scale < 1e10):
                 weights, new_sum = added(near_exponents(scores, scale, scoring.cap), row_sum, V)
             else:
-                weights, new_sum = added(exponents(scores, scale, scoring.cap), row_sum, V)
+                weights, new_sum = added_large(scores, size, scale, row_sum, scoring, V, C)
         else:
             weights, new_sum = added(exponents(scores, scale, scoring.cap), row_sum, V)
     else:

@@ -66,6 +66,8 @@ def top_positions(scores: torch.Tensor, lengths: torch.Tensor, k: int) -> torch.
         fail("k", "at least 1", k)
     tokens, width = scores.shape
     check_integers("lengths", lengths, (tokens,))
+    # A GPU's sort has NaN with a sign below all.
+    scores = scores.masked_fill(scores.isnan(), torch.nan)
     positions = torch.full((tokens, k), -1, dtype=torch.int32, device=scores.device)
     for token, length in enumerate(lengths.tolist()):
         if not 0 <= length <= width:

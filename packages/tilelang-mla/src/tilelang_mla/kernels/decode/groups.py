@@ -17,7 +17,9 @@ EVENLY, PLANNED, SHARED = 0, 1, 2
 class Sizes(NamedTuple):
     """What the kernel is compiled for; see :func:`tilelang_mla.kernels.decode.attend`.
 
-    whole: a work item is a whole list, whose result nobody merges, and largest scores are wanted beside it.
+    whole: a work item is a whole list, whose result nobody merges, and largest scores are wanted beside it. queued:
+    scores of a block are asked of the tensor cores before the values of the one before it are there. late: values of
+    the right half wait until then.
     """
 
     dim_nope: int
@@ -31,6 +33,8 @@ class Sizes(NamedTuple):
     rows: int = ROWS
     by_rows: bool = False
     whole: bool = False
+    queued: bool = False
+    late: bool = False
 
     @property
     def half(self) -> int:
@@ -156,7 +160,7 @@ class Memory(NamedTuple):
 
 class Barriers(NamedTuple):
     """Full and empty barriers: of a work item and its q, of the rings' left part (with rope) and right part, of a
-    block's weights; ``sums_full`` once a work item."""
+    block's weights; ``sums_full`` once a work item. scored: where values are late, scores of the next block."""
 
     work_full: Any
     work_empty: Any
@@ -167,6 +171,7 @@ class Barriers(NamedTuple):
     weights_full: Any
     weights_empty: Any
     sums_full: Any
+    scored: Any = None
 
 
 class Work(NamedTuple):

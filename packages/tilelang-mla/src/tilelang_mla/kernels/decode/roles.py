@@ -189,10 +189,13 @@ def score(T, S, launch, inputs, outputs, memory, barriers, s, acc):
             if any_moved(T, s.rescale):
                 scale_rows(T, acc, s.rescale)
             T.wgmma_gemm(s.weights, memory.k_l[stage, :, :], acc)
-            # Free the stage first: the next block may not be here yet, and that behind it is to be on its way.
-            T.wait_wgmma(0)
-            T.barrier_arrive(barriers.left_empty[stage])
-            score_block(T, S, memory, barriers, s, after, phase)
+            if not S.queued:
+                # Free the stage first: the next block may not be here yet, and that behind it is to be on its way.
+                T.wait_wgmma(0)
+                T.barrier_arrive(barriers.left_empty[stage])
+            score_block(T, S, memory, barriers, s, after, phase, stage if S.queued else None)
+            if S.late:
+                T.barrier_arrive(barriers.scored)
         for _ in T.serial(T.min(work.steps, 1)):
             last = done + work.steps - 1
             stage = last % S.num_stages
@@ -200,6 +203,8 @@ def score(T, S, launch, inputs, outputs, memory, barriers, s, acc):
             hide_invalid(T, S, memory, s, stage)
             weigh(T, s, first_key, scale, unmasked)
             share_weights(T, memory, barriers, s, last)
+            if S.late:
+                T.barrier_arrive(barriers.scored)
             if any_moved(T, s.rescale):
                 scale_rows(T, acc, s.rescale)
             if not S.gather:
@@ -258,6 +263,8 @@ def value(T, S, launch, inputs, outputs, memory, barriers, rescale, acc):
                     zero_tail(T, memory.k_r, stage, first_key, work.length)
                     T.fence_proxy_async()
                     T.sync_threads(_OF_VALUES, GROUP)
+            if S.late:
+                T.barrier_wait(barriers.scored, (done + step) % 2)
             T.wgmma_gemm(memory.weights, memory.k_r[stage, :, :], acc)
             T.wait_wgmma(0)
             T.barrier_arrive(barriers.weights_empty)
@@ -357,12 +364,18 @@ def find_limits_of_tokens(T, limit, launch, inputs, work):
 
 
 @macro
-def score_block(T, S, memory, barriers, s, stage, phase):
-    """Scores of the block in a stage, as soon as each piece of it is there."""
+def score_block(T, S, memory, barriers, s, stage, phase, before=None):
+    """Scores of the block in a stage, as soon as each piece of it is there.
+
+    before: the stage of values that were asked for just now, which is to be freed when they are there.
+    """
     T.barrier_wait(barriers.left_full[stage], phase)
     T.wgmma_gemm(memory.q_l, memory.k_l[stage, :, :], s.scores, transpose_B=True, clear_accum=True)
     if S.dim_rope:
         T.wgmma_gemm(memory.q_rope, memory.k_rope[stage, :, :], s.scores, transpose_B=True)
+    if before is not None:
+        T.wait_wgmma(2 if S.dim_rope else 1)
+        T.barrier_arrive(barriers.left_empty[before])
     T.barrier_wait(barriers.right_full[stage], phase)
     T.wgmma_gemm(memory.q_r, memory.k_r[stage, :, :], s.scores, transpose_B=True)
     T.wait_wgmma(0)

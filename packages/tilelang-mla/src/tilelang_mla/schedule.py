@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+from kernel_reference.checks import known
 
 from tilelang_mla.plan import DecodeTiles, cdiv, merge_cost, merging_cost, part_cost
 
@@ -52,7 +53,7 @@ def cut(
         return first_part.to(torch.int32), of_parts.sort(descending=True, stable=True).indices.to(torch.int32)
     # Two at least: torch.compile (2.11) can't search in one row.
     most_cuts = at_once
-    if max_seqlen_k is not None and guard_or_false(cdiv(max_seqlen_k, tiles.block_n) < at_once):
+    if max_seqlen_k is not None and known(cdiv(max_seqlen_k, tiles.block_n) < at_once):
         most_cuts = cdiv(max_seqlen_k, tiles.block_n)
     candidates = max(2, most_cuts)
     cuts = torch.arange(1, candidates + 1, device=device)

@@ -9,10 +9,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kernel_reference.testing import recorded
 from kernel_reference.testing.recorded import Recording, as_text, installed, misfits, record, stand_in
 
 LIMIT = 7
@@ -87,6 +89,35 @@ def test_what_stands_in_has_the_names_and_parameters_and_goes_when_it_is_over(re
     assert sys.modules["wave"] is imported_meanwhile
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("an_engine")
+
+
+def test_a_file_is_read_as_it_was_recorded_and_recorded_again_as_it_was_read(
+    recording: Recording, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "an_engine-1.json"
+    file.write_text(as_text({__name__: recording["an_engine.attention"]}))
+    read = recorded.read(file)
+    assert recorded.again(read) == read
+    monkeypatch.setitem(globals(), "LIMIT", 8)
+    assert recorded.again(read)[__name__]["LIMIT"] != read[__name__]["LIMIT"]
+
+
+@pytest.mark.parametrize("has_engine", [False, True], ids=["recorded", "installed"])
+def test_an_adapter_is_imported_inside_its_engine_or_what_was_recorded_of_it(
+    recording: Recording, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_engine: bool
+) -> None:
+    (tmp_path / "an_adapter.py").write_text("from an_engine.attention import LIMIT\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    if has_engine:
+        (tmp_path / "an_engine").mkdir()
+        (tmp_path / "an_engine/attention.py").write_text("LIMIT = 9\n")
+    with recorded.adapter("an_adapter", recording, has_engine) as module:
+        assert (9 if has_engine else 7) == module.LIMIT
+        assert sys.modules["an_adapter"] is module
+    # What a stand-in leaves behind would hide that the engine is missing.
+    assert ("an_adapter" in sys.modules) is has_engine
+    for name in ("an_adapter", "an_engine", "an_engine.attention"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
 
 
 def test_a_class_that_can_be_called_as_recorded_fits_with_parameters_of_its_own(

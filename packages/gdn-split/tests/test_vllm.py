@@ -6,7 +6,6 @@ Where vLLM is not installed its interface is the one that was recorded of versio
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +17,8 @@ import torch
 
 from kernel_reference import gated_delta
 from kernel_reference.projection import split
-from kernel_reference.testing.recorded import Recording, installed, misfits, record, stand_in
+from kernel_reference.testing import recorded
+from kernel_reference.testing.recorded import Recording, installed, misfits
 
 Tensor = torch.Tensor
 
@@ -33,21 +33,13 @@ SIZES = (HEADS_QK, HEADS, DIM, DIM)
 
 @pytest.fixture(scope="module")
 def recording() -> Recording:
-    found: Recording = json.loads(RECORDED.read_text())
-    return found
+    return recorded.read(RECORDED)
 
 
 @pytest.fixture(scope="module")
 def adapter(recording: Recording) -> Iterator[ModuleType]:
-    """Inside vLLM or inside its recorded interface."""
-    name = "gdn_split.integrations.vllm"
-    if INSTALLED:
-        yield importlib.import_module(name)
-        return
-    with stand_in(recording):
-        yield importlib.import_module(name)
-    # Whoever imports it next finds that vLLM is missing.
-    del sys.modules[name]
+    with recorded.adapter("gdn_split.integrations.vllm", recording, INSTALLED) as module:
+        yield module
 
 
 def test_without_vllm_the_extra_is_named(adapter: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,8 +51,7 @@ def test_without_vllm_the_extra_is_named(adapter: ModuleType, monkeypatch: pytes
 
 @pytest.mark.skipif(not INSTALLED, reason="vLLM is not installed")
 def test_the_recorded_interface_is_that_of_the_engine(recording: Recording) -> None:
-    engine = record({module: list(names) for module, names in recording.items()})
-    assert json.loads(json.dumps(engine)) == recording
+    assert recorded.again(recording) == recording
 
 
 def test_every_method_can_be_called_as_the_engine_calls_it(adapter: ModuleType, recording: Recording) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,8 @@ import pytest
 import torch
 
 from kernel_reference.recurrence import linear_attention
-from kernel_reference.testing.recorded import Recording, installed, record, stand_in
+from kernel_reference.testing import recorded
+from kernel_reference.testing.recorded import Recording, installed
 
 Tensor = torch.Tensor
 
@@ -32,21 +32,13 @@ SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.06]).view(HEADS, 1, 1)
 
 @pytest.fixture(scope="module")
 def recording() -> Recording:
-    found: Recording = json.loads(RECORDED.read_text())
-    return found
+    return recorded.read(RECORDED)
 
 
 @pytest.fixture(scope="module")
 def adapter(recording: Recording) -> Iterator[ModuleType]:
-    """Inside sglang or inside its recorded interface."""
-    name = "lightning_attn.integrations.sglang"
-    if INSTALLED:
-        yield importlib.import_module(name)
-        return
-    with stand_in(recording):
-        yield importlib.import_module(name)
-    # Whoever imports it next finds that sglang is missing.
-    del sys.modules[name]
+    with recorded.adapter("lightning_attn.integrations.sglang", recording, INSTALLED) as module:
+        yield module
 
 
 def test_without_sglang_the_extra_is_named(adapter: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,8 +50,7 @@ def test_without_sglang_the_extra_is_named(adapter: ModuleType, monkeypatch: pyt
 
 @pytest.mark.skipif(not INSTALLED, reason="sglang is not installed")
 def test_the_recorded_interface_is_that_of_the_engine(recording: Recording) -> None:
-    engine = record({module: list(names) for module, names in recording.items()})
-    assert json.loads(json.dumps(engine)) == recording
+    assert recorded.again(recording) == recording
 
 
 def test_the_hook_takes_what_the_engines_method_takes(adapter: ModuleType, recording: Recording) -> None:

@@ -6,7 +6,6 @@ Where sglang is not installed its interface is the one that was recorded of vers
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,8 +16,8 @@ import pytest
 import torch
 
 from kernel_reference.attention import attention
-from kernel_reference.testing import contract
-from kernel_reference.testing.recorded import Recording, installed, misfits, record, stand_in
+from kernel_reference.testing import contract, recorded
+from kernel_reference.testing.recorded import Recording, installed, misfits
 
 Tensor = torch.Tensor
 
@@ -34,21 +33,13 @@ DRAFTS = ((20, 3), (33, 3), (12, 3))
 
 @pytest.fixture(scope="module")
 def recording() -> Recording:
-    found: Recording = json.loads(RECORDED.read_text())
-    return found
+    return recorded.read(RECORDED)
 
 
 @pytest.fixture(scope="module")
 def backend(recording: Recording) -> Iterator[ModuleType]:
-    """The adapter, inside sglang or inside its recorded interface."""
-    name = "prefix_prefill.integrations.sglang"
-    if INSTALLED:
-        yield importlib.import_module(name)
-        return
-    with stand_in(recording):
-        yield importlib.import_module(name)
-    # Whoever imports it next finds that sglang is missing.
-    del sys.modules[name]
+    with recorded.adapter("prefix_prefill.integrations.sglang", recording, INSTALLED) as module:
+        yield module
 
 
 @pytest.fixture(autouse=True)
@@ -226,8 +217,7 @@ def test_without_sglang_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.skipif(not INSTALLED, reason="sglang is not installed")
 def test_the_recorded_interface_is_that_of_the_engine(recording: Recording) -> None:
-    engine = record({module: list(names) for module, names in recording.items()})
-    assert json.loads(json.dumps(engine)) == recording
+    assert recorded.again(recording) == recording
 
 
 def test_every_method_can_be_called_as_the_engine_calls_it(backend: ModuleType, recording: Recording) -> None:

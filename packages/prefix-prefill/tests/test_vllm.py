@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import json
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,8 +17,8 @@ import pytest
 import torch
 
 from kernel_reference.attention import attention
-from kernel_reference.testing import contract
-from kernel_reference.testing.recorded import Recording, installed, misfits, record, stand_in
+from kernel_reference.testing import contract, recorded
+from kernel_reference.testing.recorded import Recording, installed, misfits
 
 Tensor = torch.Tensor
 
@@ -34,21 +32,13 @@ LENGTHS = ((20, 7), (33, 1), (0, 18), (15, 3))
 
 @pytest.fixture(scope="module")
 def recording() -> Recording:
-    found: Recording = json.loads(RECORDED.read_text())
-    return found
+    return recorded.read(RECORDED)
 
 
 @pytest.fixture(scope="module")
 def backend(recording: Recording) -> Iterator[ModuleType]:
-    """The adapter, inside vLLM or inside its recorded interface."""
-    name = "prefix_prefill.integrations.vllm"
-    if INSTALLED:
-        yield importlib.import_module(name)
-        return
-    with stand_in(recording):
-        yield importlib.import_module(name)
-    # Whoever imports it next finds that vLLM is missing.
-    del sys.modules[name]
+    with recorded.adapter("prefix_prefill.integrations.vllm", recording, INSTALLED) as module:
+        yield module
 
 
 def named(recording: Recording, name: str) -> Any:
@@ -63,8 +53,7 @@ def test_without_vllm_the_extra_is_named() -> None:
 
 @pytest.mark.skipif(not INSTALLED, reason="vLLM is not installed")
 def test_the_recorded_interface_is_that_of_the_engine(recording: Recording) -> None:
-    engine = record({module: list(names) for module, names in recording.items()})
-    assert json.loads(json.dumps(engine)) == recording
+    assert recorded.again(recording) == recording
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ Where vLLM is not installed its interface is the one that was recorded of versio
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from kernel_reference.testing import contract
-from kernel_reference.testing.recorded import Recording, installed, misfits, record, stand_in
+from kernel_reference.testing import contract, recorded
+from kernel_reference.testing.recorded import Recording, installed, misfits
 
 Tensor = torch.Tensor
 
@@ -31,21 +30,13 @@ LENGTHS = (70, 3, 129)
 
 @pytest.fixture(scope="module")
 def recording() -> Recording:
-    found: Recording = json.loads(RECORDED.read_text())
-    return found
+    return recorded.read(RECORDED)
 
 
 @pytest.fixture(scope="module")
 def backend(recording: Recording) -> Iterator[ModuleType]:
-    """The adapter, inside vLLM or inside its recorded interface."""
-    name = "tilelang_mla.integrations.vllm"
-    if INSTALLED:
-        yield importlib.import_module(name)
-        return
-    with stand_in(recording):
-        yield importlib.import_module(name)
-    # Whoever imports it next finds that vLLM is missing.
-    del sys.modules[name]
+    with recorded.adapter("tilelang_mla.integrations.vllm", recording, INSTALLED) as module:
+        yield module
 
 
 def test_without_vllm_the_extra_is_named(backend: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,8 +48,7 @@ def test_without_vllm_the_extra_is_named(backend: ModuleType, monkeypatch: pytes
 
 @pytest.mark.skipif(not INSTALLED, reason="vLLM is not installed")
 def test_the_recorded_interface_is_that_of_the_engine(recording: Recording) -> None:
-    engine = record({module: list(names) for module, names in recording.items()})
-    assert json.loads(json.dumps(engine)) == recording
+    assert recorded.again(recording) == recording
 
 
 @pytest.mark.parametrize(

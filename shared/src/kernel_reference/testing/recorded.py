@@ -2,7 +2,8 @@
 
 A recording is JSON: of modules the classes, functions and values that an adapter names, with their parameters, fields
 and defaults' presence, and no code. :func:`record` makes it where the engine is; :func:`stand_in` makes modules of it
-elsewhere, whose functions take what the engine's take and return None; :func:`misfits` says where a class does not fit.
+elsewhere, whose functions take what the engine's take and return None; :func:`adapter` imports an adapter inside them;
+:func:`misfits` says where a class does not fit.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ import enum
 import importlib
 import inspect
 import json
+import os
 import sys
 from abc import ABC
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -52,6 +55,18 @@ def record(names: Mapping[str, Sequence[str]]) -> Recording:
         module: {name: _entry(getattr(importlib.import_module(module), name)) for name in own}
         for module, own in names.items()
     }
+
+
+def again(recording: Recording) -> Recording:
+    """What the engine has today under a recording's names, as the recording would be read: equal if nothing changed."""
+    found: Recording = json.loads(as_text(record({module: list(names) for module, names in recording.items()})))
+    return found
+
+
+def read(file: str | os.PathLike[str]) -> Recording:
+    """The recording in a file that was written with :func:`as_text`."""
+    found: Recording = json.loads(Path(file).read_text())
+    return found
 
 
 def as_text(recording: Recording) -> str:
@@ -137,6 +152,24 @@ def stand_in(recording: Recording) -> Iterator[None]:
                 del sys.modules[name]
             else:
                 sys.modules[name] = module
+
+
+@contextmanager
+def adapter(name: str, recording: Recording, has_engine: bool) -> Iterator[ModuleType]:
+    """The module ``name``, which imports an engine: inside the engine if it ``has_engine``, else :func:`stand_in`.
+
+    After a stand-in, whoever imports the module next finds that the engine is missing.
+    """
+    if has_engine:
+        yield importlib.import_module(name)
+        return
+    with stand_in(recording):
+        # One that an earlier import left is of another engine.
+        sys.modules.pop(name, None)
+        try:
+            yield importlib.import_module(name)
+        finally:
+            sys.modules.pop(name, None)
 
 
 def _made(name: str, entry: Mapping[str, Any]) -> Any:

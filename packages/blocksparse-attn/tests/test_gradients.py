@@ -16,7 +16,7 @@ import torch
 from torch import func
 
 from blocksparse_attn import BlockLayout, blocksparse_attention
-from blocksparse_attn.gradients import ops
+from blocksparse_attn.gradients import differentiable, ops
 from blocksparse_attn.gradients.arguments import Backward, Inputs, check_backward
 from blocksparse_attn.gradients.plan import BackwardPlan, plan_backward
 from blocksparse_attn.lists import transposed
@@ -207,7 +207,7 @@ def by_kernels(interpreted: Callable[..., Any]) -> Iterator[None]:
     """The op runs the kernels on CPU tensors, interpreted."""
     from blocksparse_attn.gradients import launch
 
-    with interpreted("attention_backward", ops.backward_now, ops, launch, cores=2):
+    with interpreted("attention_backward", ops.backward_now, differentiable, launch, cores=2):
         yield
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import func
 
+from blocksparse_attn.gradients import differentiable
 from blocksparse_attn.gradients.arguments import Backward
 from blocksparse_attn.plan import DeviceLimits
 from blocksparse_attn.selected.gradients import ops
@@ -193,7 +194,7 @@ def by_kernels(interpreted: Callable[..., Any]) -> Iterator[None]:
     """The op runs the kernels on CPU tensors, interpreted."""
     from blocksparse_attn.selected.gradients import launch
 
-    with interpreted("selected_attention_backward", ops.backward_now, ops, launch, cores=2):
+    with interpreted("selected_attention_backward", ops.backward_now, differentiable, launch, cores=2):
         yield
 
 

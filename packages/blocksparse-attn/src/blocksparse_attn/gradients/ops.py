@@ -1,4 +1,4 @@
-"""The torch ops of gradients: their schemas, implementations and autograd.
+"""The torch ops of gradients.
 
 ==================  ====================================
 attention           functional, differentiable
@@ -11,12 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from blocksparse_attn import ops
 from blocksparse_attn.gradients import reference
 from blocksparse_attn.gradients.arguments import (
-    Backward,
     Inputs,
     check_attention,
     check_backward,
@@ -24,113 +22,34 @@ from blocksparse_attn.gradients.arguments import (
     new_results,
     options_of,
 )
-from kernel_reference.dispatch import PreparedLaunches, allocator, implement, launch_module
+from blocksparse_attn.gradients.differentiable import Parts, differentiable
 
 Tensor = torch.Tensor
 
-_INPUTS = (
-    "Tensor q, Tensor k, Tensor v, Tensor crow, Tensor col, Tensor crow_t, Tensor col_t, Tensor? cu_seqlens_q,"
-    " Tensor? cu_seqlens_k, Tensor? q_starts, Tensor? q_ends, Tensor? k_starts, Tensor? k_ends, Tensor? sinks"
-)
-_NUMBERS = "SymInt max_seqlen_q, int q_block, int k_block, float softmax_scale, int left, int right, float softcap"
-_library = torch.library.Library("blocksparse_attn", "FRAGMENT")
-for _name, _arguments, _results in (
-    ("attention", f"{_INPUTS}, {_NUMBERS}, int num_splits, int[]? plan=None", "(Tensor, Tensor)"),
-    (
-        "attention_backward",
-        f"{_INPUTS}, Tensor out, Tensor lse, Tensor d_out, Tensor? d_lse, {_NUMBERS}",
-        "(Tensor, Tensor, Tensor, Tensor)",
+
+def _compute(attend: Any, inputs: Inputs, numbers: tuple[Any, ...], out: Tensor, lse: Tensor) -> None:
+    attend(*inputs.attending(out, lse), *options_of(numbers))
+
+
+attention, backward_now, _library = differentiable(
+    "attention",
+    Parts(
+        tensors=(
+            "Tensor q, Tensor k, Tensor v, Tensor crow, Tensor col, Tensor crow_t, Tensor col_t, Tensor? cu_seqlens_q,"
+            " Tensor? cu_seqlens_k, Tensor? q_starts, Tensor? q_ends, Tensor? k_starts, Tensor? k_ends, Tensor? sinks"
+        ),
+        numbers=(
+            "SymInt max_seqlen_q, int q_block, int k_block, float softmax_scale, int left, int right, float softcap"
+        ),
+        more="int num_splits, int[]? plan=None",
+        Inputs=Inputs,
+        attends=(torch.ops.blocksparse_attn.attend.default, ops.attend_now),
+        compute=_compute,
+        check_attention=check_attention,
+        check_backward=check_backward,
+        new_results=new_results,
+        new_gradients=new_gradients,
+        reference=reference.backward,
+        room="blocksparse_attn.gradients",
     ),
-):
-    _library.define(f"{_name}({_arguments}) -> {_results}", tags=(torch.Tag.pt2_compliant_tag,))
-
-_ALL_INPUTS = len(Inputs._fields)
-_TENSORS = _ALL_INPUTS + len(Backward._fields)
-
-launches = PreparedLaunches()
-
-
-def _attention(attend: Any) -> Any:
-    def run(*given: Any) -> tuple[Tensor, Tensor]:
-        inputs, numbers = Inputs(*given[:_ALL_INPUTS]), given[_ALL_INPUTS:]
-        out, lse = new_results(inputs)
-        attend(*inputs.attending(out, lse), *options_of(numbers))
-        return out, lse
-
-    return run
-
-
-def _fake_attention(*given: Any) -> tuple[Tensor, Tensor]:
-    inputs = Inputs(*given[:_ALL_INPUTS])
-    check_attention(inputs, given[_ALL_INPUTS:])
-    return new_results(inputs)
-
-
-def _reference_backward(*given: Any) -> tuple[Tensor, ...]:
-    inputs, backward = Inputs(*given[:_ALL_INPUTS]), Backward(*given[_ALL_INPUTS:_TENSORS])
-    problem = check_backward(inputs, backward, given[_TENSORS:])
-    gradients = new_gradients(inputs)
-    reference.backward(problem, inputs, backward, gradients)
-    return gradients
-
-
-def _prepare_backward(given: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
-    launch = launch_module("blocksparse_attn.gradients")
-    inputs, backward = Inputs(*given[:_ALL_INPUTS]), Backward(*given[_ALL_INPUTS:])
-    problem = check_backward(inputs, backward, numbers)
-    run = launch.prepare_backward(problem, None, inputs, backward)
-    return [allocator(x) for x in new_gradients(inputs)], run
-
-
-def backward_now(*given: Any) -> tuple[Tensor, ...]:
-    """The op ``attention_backward`` on a GPU."""
-    tensors = given[:_TENSORS]
-    allocators, run = launches.find(_prepare_backward, tensors, given[_TENSORS:])
-    gradients = tuple([allocate() for allocate in allocators])
-    run(*tensors, *gradients)
-    return gradients
-
-
-def _fake_backward(*given: Any) -> tuple[Tensor, ...]:
-    inputs = Inputs(*given[:_ALL_INPUTS])
-    check_backward(inputs, Backward(*given[_ALL_INPUTS:_TENSORS]), given[_TENSORS:])
-    return new_gradients(inputs)
-
-
-implement(
-    _library, "attention", reference=_attention(torch.ops.blocksparse_attn.attend.default),
-    kernel=_attention(ops.attend_now), fake=_fake_attention,
-)  # fmt: skip
-implement(
-    _library, "attention_backward", reference=_reference_backward, kernel=backward_now, fake=_fake_backward
-)  # fmt: skip
-
-
-attention = torch.ops.blocksparse_attn.attention.default
-
-
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:_ALL_INPUTS], *output)
-    ctx.numbers = inputs[_ALL_INPUTS : _ALL_INPUTS + 7]
-    ctx.given = len(inputs)
-    # An output that nothing uses has no gradient, and no zeros are made for it.
-    ctx.set_materialize_grads(False)
-
-
-@once_differentiable
-def _backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    *inputs, out, lse = ctx.saved_tensors
-    found: list[Tensor | None] = [None] * ctx.given
-    if d_out is None and d_lse is None:
-        return tuple(found)
-    if d_out is None:
-        d_out = out.new_zeros(()).expand(out.shape)
-    d_q, d_k, d_v, d_sinks = torch.ops.blocksparse_attn.attention_backward(
-        *inputs, out, lse, d_out, None if d_lse is None else d_lse.contiguous(), *ctx.numbers
-    )
-    found[:3] = d_q, d_k, d_v
-    found[_ALL_INPUTS - 1] = None if inputs[-1] is None else d_sinks
-    return tuple(found)
-
-
-torch.library.register_autograd("blocksparse_attn::attention", _backward, setup_context=_remember, lib=_library)
+)

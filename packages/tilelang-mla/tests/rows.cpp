@@ -129,7 +129,7 @@ static void copied() {
   report("copied", rings, [&](int key, int j, uint16_t x) { return x == (there(key) ? cache[key * WIDTH + j] : 0); });
 }
 
-template <bool RECORDS, bool BF16> static void widened(const char *name) {
+template <bool RECORDS, bool BF16, int SLOTS> static void widened(const char *name) {
   constexpr int ROW = RECORDS ? 656 : WIDTH;
   std::vector<uint8_t> cache(64 * BLOCKS * ROW);
   std::vector<float> exact(BLOCKS * ELEMENTS);
@@ -153,16 +153,19 @@ template <bool RECORDS, bool BF16> static void widened(const char *name) {
     }
   std::vector<Rings> rings(BLOCKS);
   run([&](int thread, int own_key) {
-    uint32_t held[24];
+    uint32_t held[4 * SLOTS];
     float scales[2];
     // A key that is none is read as another.
     auto at = [&](int key) { return &cache[key < 64 * BLOCKS && there(key) ? key * ROW : 0]; };
     auto is = [&](int key) { return key < 64 * BLOCKS && there(key); };
-    mla::rows::begin_keys<RECORDS>(held, scales, at(own_key), is(own_key), thread);
+    mla::rows::begin_keys<RECORDS, SLOTS>(held, scales, at(own_key), is(own_key), thread);
     for (int i = 0; i < BLOCKS; i++) {
       int key = 64 * i + own_key, next = key + 64;
-      mla::rows::widen_left<RECORDS, BF16>(held, scales, rings[i].left(), rings[i].ropes(), at(key), is(key), thread);
-      mla::rows::widen_right<RECORDS, BF16>(held, scales, rings[i].right(), at(key), is(key), at(next), is(next), thread);
+      auto *left = rings[i].left(), *right = rings[i].right(), *ropes = rings[i].ropes();
+      mla::rows::widen_left<RECORDS, BF16, SLOTS>(
+          held, scales, left, ropes, at(key), is(key), at(next), is(next), thread);
+      mla::rows::widen_right<RECORDS, BF16, SLOTS>(
+          held, scales, right, at(key), is(key), at(next), is(next), thread);
     }
   });
   report(name, rings, [&](int key, int j, uint16_t x) {
@@ -181,7 +184,7 @@ template <bool RECORDS, bool BF16> static void widened(const char *name) {
 int main() {
   for (int i = 0; i < 4; i++) warps.emplace_back(new std::barrier<>(32));
   copied();
-  widened<false, true>("one scale");
-  widened<false, false>("one scale, float16");
-  widened<true, true>("records");
+  widened<false, true, 6>("one scale");
+  widened<false, false, 9>("one scale, float16");
+  widened<true, true, 4>("records");
 }

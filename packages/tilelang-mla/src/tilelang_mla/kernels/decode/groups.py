@@ -19,7 +19,7 @@ class Sizes(NamedTuple):
 
     whole: a work item is a whole list, whose result nobody merges, and largest scores are wanted beside it. queued:
     scores of a block are asked of the tensor cores before the values of the one before it are there. late: values of
-    the right half wait until then.
+    the right half wait until then. in_flight: by rows, of 16 elements of keys of 8 bits for each thread; 0: a third.
     """
 
     dim_nope: int
@@ -35,6 +35,7 @@ class Sizes(NamedTuple):
     whole: bool = False
     queued: bool = False
     late: bool = False
+    in_flight: int = 0
 
     @property
     def half(self) -> int:
@@ -50,6 +51,11 @@ class Sizes(NamedTuple):
     def keys_are_rows(self) -> bool:
         """Whether keys, widened in registers, are the rows of WGMMA: rows_of_keys.cuh has blocks of as many."""
         return self.is_8bit and self.block_n == 128
+
+    @property
+    def units(self) -> int:
+        """Parts of a block that a thread of a loader by rows has in registers, to be widened."""
+        return self.in_flight or (0 if not self.is_8bit else 4 if self.cache == "656" else 6)
 
     @property
     def slots(self) -> int:

@@ -14,14 +14,15 @@ from tilelang_mla.kernels.decode.keys import prelude_of, run_keys, threads_of
 
 def attend_sparse(
     T: Any, *, cache: str, dim_nope: int, dim_rope: int, dtype: Any, block_n: int, num_stages: int,
-    serial: bool = False, block_m: int = ROWS, by_rows: bool = False,
+    serial: bool = False, block_m: int = ROWS, by_rows: bool = False, in_flight: int = 0,
 ) -> Any:  # fmt: skip
     """The kernel. cache: "" of q's dtype or "656" of records, whose parts are kv, rope and scales; else kv stands in.
 
     ``lists`` are as many as have a length in common, 0 where all entries count. sink: a logit of each head, which takes
     part in the softmax and has no value; with ``sinks`` 0 it stands in.
     """
-    S = Sizes(dim_nope, dim_rope, dtype, block_n, num_stages, True, cache, True, block_m, by_rows)
+    forms = {"sparse": True, "rows": block_m, "by_rows": by_rows, "in_flight": in_flight}
+    S = Sizes(dim_nope, dim_rope, dtype, block_n, num_stages, True, cache, **forms)
     run = run_keys if S.keys_are_rows and not serial else run_roles
     records = cache == "656"
     batch, rows, pages, page_size = (T.dynamic(name) for name in ("batch", "rows", "pages", "page_size"))

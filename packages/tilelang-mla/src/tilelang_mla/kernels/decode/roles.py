@@ -30,6 +30,7 @@ from tilelang_mla.kernels.softmax import (
 # Registers of a thread that makes weights, of one that multiplies the right half and of the producer, 65536 in all less
 # 1024; where the producer widens keys, and where they are in its registers until then.
 _REGISTERS, _REGISTERS_8BIT, _WIDENED_BY_ROWS = (216, 216, 72), (208, 208, 88), (216, 176, 112)
+_WHOLE_BLOCK = (208, 168, 128)
 # Named barriers of one warpgroup; 0 is that of all threads, and TileLang keeps 1 and 2 for itself.
 _OF_SCORES, _OF_VALUES = 5, 6
 
@@ -38,7 +39,7 @@ def registers_of(S: Any) -> tuple[int, int, int]:
     """Of a thread of each role."""
     if not S.is_8bit:
         return _REGISTERS
-    return _WIDENED_BY_ROWS if S.by_rows else _REGISTERS_8BIT
+    return _REGISTERS_8BIT if not S.by_rows else _WHOLE_BLOCK if S.units > 9 else _WIDENED_BY_ROWS
 
 
 @macro

@@ -97,10 +97,9 @@ template <int CHUNKS> MLA_DEVICE void copy_rows(void *ring, int begin, const voi
 // Keys of 8 bits
 
 // A thread's part of a block: 16 elements of each of its two keys' chunks, a unit each; those of both keys' left half,
-// with ropes of 8 bits, before those of the right one. SLOTS of them are in registers, of this block and then the next.
-template <bool RECORDS> struct Units {
-  static constexpr int LEFT = RECORDS ? 4 : 5, RIGHT = 4, COUNT = 2 * (LEFT + RIGHT), SLOTS = RECORDS ? 4 : 6;
-};
+// with ropes of 8 bits, before those of the right one. SLOTS of them are in registers, of this block and then the next;
+// they are a divisor of all.
+template <bool RECORDS> struct Units { static constexpr int LEFT = RECORDS ? 4 : 5, RIGHT = 4, COUNT = 2 * (LEFT + RIGHT); };
 
 // The two keys of a thread, by its eighth of a warp: one is looked at at a time, as registers are few. What is read of one
 // that is none is of another, and not used.
@@ -118,13 +117,13 @@ struct Keys {
 };
 
 // held: of each slot four words, in flight or at hand.
-template <bool RECORDS> MLA_DEVICE void load_unit(uint32_t *held, int unit, Keys &keys, int thread) {
+template <bool RECORDS, int SLOTS> MLA_DEVICE void load_unit(uint32_t *held, int unit, Keys &keys, int thread) {
   using U = Units<RECORDS>;
   bool right = unit >= 2 * U::LEFT;
   int chunks = right ? U::RIGHT : U::LEFT, i = right ? (unit - 2 * U::LEFT) / chunks : unit / chunks;
   int chunk = right ? (unit - 2 * U::LEFT) % chunks : unit % chunks;
   int begin = chunk == 4 ? LATENT : right * LATENT / 2 + 64 * chunk;
-  load(held + unit % U::SLOTS * 4, keys.key(i) + begin + 16 * (thread & 3));
+  load(held + unit % SLOTS * 4, keys.key(i) + begin + 16 * (thread & 3));
 }
 
 // Of both keys a scale each: a quarter of a key's lanes have its four.
@@ -156,7 +155,7 @@ MLA_DEVICE Shared target(Shared latents, Shared ropes, int i, int chunk) {
 }
 
 // A half of two keys to a ring's chunks, and to that of ropes. What comes next takes the place of each unit.
-template <bool RECORDS, bool RIGHT, bool BF16, class Next>
+template <bool RECORDS, bool RIGHT, bool BF16, int SLOTS, class Next>
 MLA_DEVICE void widen_half(
     uint32_t *held, const float *scales, void *ring, void *ropes, uint32_t all, int thread, Next next) {
   using U = Units<RECORDS>;
@@ -181,7 +180,7 @@ MLA_DEVICE void widen_half(
         uint32_t x[4];
 #pragma unroll
         for (int k = 0; k < 2; k++) {
-          uint32_t four = held[unit % U::SLOTS * 4 + 2 * j + k];
+          uint32_t four = held[unit % SLOTS * 4 + 2 * j + k];
           x[2 * k] = wide<BF16>(permuted<0x9180>(four)), x[2 * k + 1] = wide<BF16>(permuted<0xB3A2>(four));
           // The highest magnitude is NaN.
           nans |= (four & 0x7F7F7F7Fu) + 0x01010101u;
@@ -211,37 +210,45 @@ template <bool RECORDS> MLA_DEVICE void fetch_key(const void *own, bool own_ther
 }
 
 // The first units of a work item's first block.
-template <bool RECORDS>
+template <bool RECORDS, int SLOTS>
 MLA_DEVICE void begin_keys(uint32_t *held, float *scales, const void *own, bool own_there, int thread) {
   Keys keys(own, own_there, thread);
   load_scales<RECORDS>(scales, keys, thread);
 #pragma unroll
-  for (int unit = 0; unit < Units<RECORDS>::SLOTS; unit++) load_unit<RECORDS>(held, unit, keys, thread);
+  for (int unit = 0; unit < SLOTS; unit++) load_unit<RECORDS, SLOTS>(held, unit, keys, thread);
+}
+
+// What takes the place of a unit.
+template <bool RECORDS, int SLOTS>
+MLA_DEVICE void load_behind(uint32_t *held, int unit, Keys &keys, Keys &after, int thread) {
+  constexpr int COUNT = Units<RECORDS>::COUNT;
+  static_assert(COUNT % SLOTS == 0);
+  if (unit + SLOTS < COUNT)
+    load_unit<RECORDS, SLOTS>(held, unit + SLOTS, keys, thread);
+  else
+    load_unit<RECORDS, SLOTS>(held, unit + SLOTS - COUNT, after, thread);
 }
 
 // Left half and ropes.
-template <bool RECORDS, bool BF16>
+template <bool RECORDS, bool BF16, int SLOTS>
 MLA_DEVICE void widen_left(
-    uint32_t *held, float *scales, void *ring, void *ropes, const void *own, bool own_there, int thread) {
-  Keys keys(own, own_there, thread);
+    uint32_t *held, float *scales, void *ring, void *ropes, const void *own, bool own_there, const void *next,
+    bool next_there, int thread) {
+  Keys keys(own, own_there, thread), after(next, next_there, thread);
   if (RECORDS) copy_rows<1>(ropes, ROPES, own, own_there, thread);
-  widen_half<RECORDS, false, BF16>(held, scales, ring, ropes, keys.all, thread, [&](int unit) {
-    load_unit<RECORDS>(held, unit + Units<RECORDS>::SLOTS, keys, thread);
+  widen_half<RECORDS, false, BF16, SLOTS>(held, scales, ring, ropes, keys.all, thread, [&](int unit) {
+    load_behind<RECORDS, SLOTS>(held, unit, keys, after, thread);
   });
 }
 
-// The right half, and the first units of the next block.
-template <bool RECORDS, bool BF16>
+// The right half, and what is left of the next block's first units.
+template <bool RECORDS, bool BF16, int SLOTS>
 MLA_DEVICE void widen_right(
     uint32_t *held, float *scales, void *ring, const void *own, bool own_there, const void *next, bool next_there,
     int thread) {
-  using U = Units<RECORDS>;
   Keys keys(own, own_there, thread), after(next, next_there, thread);
-  widen_half<RECORDS, true, BF16>(held, scales, ring, ring, keys.all, thread, [&](int unit) {
-    if (unit + U::SLOTS < U::COUNT)
-      load_unit<RECORDS>(held, unit + U::SLOTS, keys, thread);
-    else
-      load_unit<RECORDS>(held, unit + U::SLOTS - U::COUNT, after, thread);
+  widen_half<RECORDS, true, BF16, SLOTS>(held, scales, ring, ring, keys.all, thread, [&](int unit) {
+    load_behind<RECORDS, SLOTS>(held, unit, keys, after, thread);
   });
   load_scales<RECORDS>(scales, after, thread);
 }

@@ -27,8 +27,7 @@ class Held(NamedTuple):
 
 def alloc_held(T: Any, S: Any) -> tuple[Any, Any]:
     """The fields of a :class:`Held`; a part has 4 words."""
-    units = 0 if not S.is_8bit else 4 if S.scales > 1 else 6
-    return T.alloc_local((max(4 * units, 1),), T.uint32), T.alloc_local((2,), T.float32)
+    return T.alloc_local((max(4 * S.units, 1),), T.uint32), T.alloc_local((2,), T.float32)
 
 
 def own_key(T: Any, thread: Any) -> Any:
@@ -104,7 +103,7 @@ def begin_rows(T, S, inputs, work, held, thread):
         own = key_at(T, inputs, place)
         call(
             T, "begin_keys", at(T, held.words[0]), at(T, held.scales[0]), own, place >= 0, thread,
-            constants=(S.scales > 1,),
+            constants=(S.scales > 1, S.units),
         )  # fmt: skip
     return place, next_entry
 
@@ -115,7 +114,7 @@ def load_by_rows(T, S, inputs, memory, barriers, work, held, at_hand, step, stag
     place, told = at_hand
     next_place = place_of(T, inputs, told, key_of(T, S, work, step + 1, thread))
     entry = entry_of(T, inputs, work.sequence, key_of(T, S, work, step + 2, thread), end_of(T, S, work))
-    kind = (S.scales > 1, S.dtype == T.bfloat16)
+    kind = (S.scales > 1, S.dtype == T.bfloat16, S.units)
     if S.is_8bit:
         following = key_at(T, inputs, next_place)
         call(T, "fetch_key", following, next_place >= 0, thread, constants=kind[:1])
@@ -127,17 +126,9 @@ def load_by_rows(T, S, inputs, memory, barriers, work, held, at_hand, step, stag
             memory.valid[stage, own_key(T, thread)] = T.cast(place >= 0, T.uint8)
     if S.is_8bit:
         call(
-            T,
-            "widen_left",
-            at(T, held.words[0]),
-            at(T, held.scales[0]),
-            k_l,
-            k_rope,
-            own,
-            place >= 0,
-            thread,
-            constants=kind,
-        )
+            T, "widen_left", at(T, held.words[0]), at(T, held.scales[0]), k_l, k_rope, own, place >= 0, following,
+            next_place >= 0, thread, constants=kind,
+        )  # fmt: skip
         T.fence_proxy_async()
         if S.scales > 1:
             T.cp_async_barrier_noinc(barriers.left_full[stage])

@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 
 from kernel_reference.checks import known
-
 from tilelang_mla.plan import DecodeTiles, cdiv, merge_cost, merging_cost, part_cost
 
 Tensor = torch.Tensor

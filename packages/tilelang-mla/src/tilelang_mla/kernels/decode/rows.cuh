@@ -99,7 +99,9 @@ template <int CHUNKS> MLA_DEVICE void copy_rows(void *ring, int begin, const voi
 // A thread's part of a block: 16 elements of each of its two keys' chunks, a unit each; those of both keys' left half,
 // with ropes of 8 bits, before those of the right one. SLOTS of them are in registers, of this block and then the next;
 // they are a divisor of all.
-template <bool RECORDS> struct Units { static constexpr int LEFT = RECORDS ? 4 : 5, RIGHT = 4, COUNT = 2 * (LEFT + RIGHT); };
+template <bool RECORDS> struct Units {
+  static constexpr int LEFT = RECORDS ? 4 : 5, RIGHT = 4, COUNT = 2 * (LEFT + RIGHT);
+};
 
 // The two keys of a thread, by its eighth of a warp: one is looked at at a time, as registers are few. What is read of one
 // that is none is of another, and not used.

@@ -1,0 +1,1 @@
+"""Engines that run these kernels, a module each."""

@@ -32,6 +32,7 @@ from blocksparse_attn.plan import (
     heads_per_tile,
     hopper_piece,
     hopper_sizes,
+    needs_table,
     num_slots,
     plan_attention,
     query_stages,
@@ -175,8 +176,8 @@ def _hopper_config(problem: Problem, plan: AttentionPlan) -> HopperConfig:
         DV=problem.head_dim_v, BLOCK_DV=size_v, TAIL_DV=tail_v, PAGE=problem.page_size,
         BOX=min(piece, power_of_two_in(problem.page_size)) if problem.page_size else piece,
         Q_BLOCK=problem.q_block, K_BLOCK=problem.k_block, LIST_ROWS=hopper_piece(problem.q_block), PIECE=piece,
-        BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, SOFTCAP=problem.softcap > 0, HAS_LEFT=problem.left >= 0,
-        STAGES=plan.num_stages, Q_STAGES=query_stages(problem, plan),
+        TABLE=needs_table(problem), BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, SOFTCAP=problem.softcap > 0,
+        HAS_LEFT=problem.left >= 0, STAGES=plan.num_stages, Q_STAGES=query_stages(problem, plan),
     )  # fmt: skip
 
 

@@ -139,6 +139,14 @@ def hopper_piece(block: int) -> int:
     return min(64, power_of_two_in(block))
 
 
+def needs_table(problem: Problem) -> bool:
+    """Whether the sm_90 kernel's consumers look up where each key of a tile is, as blocks are smaller than 64.
+
+    Otherwise a number for each 64 keys says so, and whether 64 rows list them.
+    """
+    return min(hopper_piece(problem.q_block), hopper_piece(problem.k_block)) < 64
+
+
 def hopper_sizes(head_dim: int) -> tuple[int, int]:
     """The two pieces that the sm_90 kernel multiplies a head size in, the second 0 where one is enough.
 

@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from blocksparse_attn.kernels.groups import Scoring
 from blocksparse_attn.kernels.hopper.memory import (
     ALL_ROWS,
     BATCH,
@@ -68,15 +69,22 @@ def seen_keys(channels, stage, i_half, left, L_S: gl.constexpr, config: gl.const
     """
     GROUPS: gl.constexpr = ROWS // config.LIST_ROWS
     L_N: gl.constexpr = gl.SliceLayout(0, L_S)
-    o_key = channels.keys.index(stage).load(L_N) - i_half * ROWS
-    o_bits = channels.bits.index(stage).load(L_N) >> (i_half * GROUPS)
     o_row = gl.arange(0, ROWS, gl.SliceLayout(1, L_S))
-    if GROUPS == 1:
-        o_key = gl.where((o_bits & 1) != 0, o_key, NOWHERE)
-        seen = o_key[None, :] <= o_row[:, None]
+    if config.TABLE:
+        o_key = channels.keys.index(stage).load(L_N) - i_half * ROWS
+        o_bits = channels.bits.index(stage).load(L_N) >> (i_half * GROUPS)
+        if GROUPS == 1:
+            o_key = gl.where((o_bits & 1) != 0, o_key, NOWHERE)
     else:
+        o_n = gl.arange(0, config.BLOCK_N, L_N)
+        first = stage * 32 + i_half * 2
+        o_key = get(channels.bits, first) + o_n
+        if config.BLOCK_N > config.PIECE:
+            o_key = gl.where(o_n < config.PIECE, o_key, get(channels.bits, first + 1) + (o_n - config.PIECE))
+    seen = o_key[None, :] <= o_row[:, None]
+    if GROUPS > 1:
         listed = (o_bits[None, :] >> (o_row // config.LIST_ROWS)[:, None]) & 1
-        seen = (o_key[None, :] <= o_row[:, None]) & (listed != 0)
+        seen = seen & (listed != 0)
     if config.HAS_LEFT:
         seen = seen & (o_key[None, :] >= (o_row - left)[:, None])
     return seen
@@ -160,14 +168,6 @@ class Tile(NamedTuple):
 
     main: Any
     tail: Any
-
-
-class Scoring(NamedTuple):
-    """The scale, with a factor log2(e) where there is no soft cap, the soft cap, and how far rows see to the left."""
-
-    scale: Any
-    softcap: Any
-    left: Any
 
 
 @gluon.jit
@@ -428,7 +428,7 @@ def consume(channels, i_half, softcap, left, results, config: gl.constexpr):
         mbarrier.wait(channels.q.full.index(i_q), n // config.Q_STAGES & 1)
         factor = get(channels.scale, 0)
         if not config.SOFTCAP:
-            # Masked scores are -inf, of which a factor of 0 would make NaN.
+            # The softmax is in base 2. Masked scores are -inf, of which a factor of 0 would make NaN.
             factor = factor * LOG2_E
             factor = gl.where(factor < TINY, TINY, factor)
         acc, running_max, row_sum, i = attend_tiles(

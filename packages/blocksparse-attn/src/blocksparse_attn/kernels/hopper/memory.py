@@ -103,7 +103,9 @@ class Channels(NamedTuple):
     """All that roles share.
 
     ``modes``: what the tile in a stage of keys is for A, then for B. ``keys`` and ``bits`` [STAGES, BLOCK_N]: where its
-    keys are, counted from the item's first row, and which lists have them; written where a consumer masks the tile.
+    keys are, counted from the item's first row, and which lists have them. Without TABLE ``keys`` [STAGES, 32] are
+    where each of two pieces begins, for A, then for B, counted from its own first row, and NOWHERE where that does not
+    list it; ``bits`` are the same, number by number.
     ``strips``: the values again, 8 rows each. ``out_tiles``: where outputs are staged.
     """
 
@@ -236,8 +238,11 @@ def make_channels(dtype: gl.constexpr, scale, config: gl.constexpr):
     scale_cell = gl.allocate_shared_memory(gl.float32, [1, 1], cell_layout)
     lists = gl.allocate_shared_memory(gl.int32, [QUEUE * 2, 32], cell_layout)
     modes = gl.allocate_shared_memory(gl.int32, [STAGES * consumers, 1], cell_layout)
-    keys = gl.allocate_shared_memory(gl.int32, [STAGES, config.BLOCK_N], cell_layout)
-    bits = gl.allocate_shared_memory(gl.int32, [STAGES, config.BLOCK_N], cell_layout)
+    CELLS: gl.constexpr = config.BLOCK_N if config.TABLE else 32
+    keys = gl.allocate_shared_memory(gl.int32, [STAGES, CELLS], cell_layout)
+    bits = keys._reinterpret(gl.int32, [STAGES * CELLS, 1], cell_layout)
+    if config.TABLE:
+        bits = gl.allocate_shared_memory(gl.int32, [STAGES, CELLS], cell_layout)
     put(scale_cell, 0, scale, 4)
     fence_async_shared()
     return Channels(

@@ -39,6 +39,18 @@ def one_of(numbers, i: gl.constexpr):
 
 
 @gluon.jit
+def piece_of(at, i: gl.constexpr, config: gl.constexpr):
+    """Where the i-th piece of a tile is; pieces are a number in each thread, without TABLE, of two at most, a tuple."""
+    one = at
+    if config.TABLE:
+        one = one_of(at, i)
+    else:
+        # Reduced anew after each wait, after which ptxas would not know the threads to be together: see ``lanes``.
+        one = gl.max(lanes() * 0 + at[i], 0)
+    return one
+
+
+@gluon.jit
 def page_of(key, source, config: gl.constexpr):
     """The page of a box of keys; one after the last, which TMA fills with 0, where there is none."""
     page = gl.load(source.pages + key // config.PAGE, mask=key < source.length, other=-1).to(gl.int64)
@@ -97,15 +109,32 @@ def zero_strips(strips, first_strip, at, low, length, CHUNKS: gl.constexpr, conf
 
 
 @gluon.jit
+def partly_unseen(one, walk, length, config: gl.constexpr):
+    """Whether a piece has keys that no row of the item sees. Compared so that NOWHERE does not overflow."""
+    return ((one > length - config.PIECE) & (one != NOWHERE)) | (one < walk.low)
+
+
+@gluon.jit
+def has_unseen(walk, at, length, config: gl.constexpr):
+    """``partly_unseen`` of any piece of a tile."""
+    if config.TABLE:
+        unseen = gl.max(partly_unseen(at, walk, length, config).to(gl.int32), 0) != 0
+    else:
+        unseen = partly_unseen(at[0], walk, length, config)
+        if config.BLOCK_N > config.PIECE:
+            unseen = unseen | partly_unseen(at[1], walk, length, config)
+    return unseen
+
+
+@gluon.jit
 def zero_unseen(channels, stage, walk, at, length, config: gl.constexpr):
     """Zero the values in a tile that no row of the item sees, past the sequence's end or before the window."""
     PIECES: gl.constexpr = config.BLOCK_N // config.PIECE
     STRIPS: gl.constexpr = config.BLOCK_N // STRIP
     CHUNKS: gl.constexpr = config.BLOCK_DV // COLUMNS
     for i_piece in gl.static_range(PIECES):
-        one = one_of(at, i_piece)
-        # Compared so that NOWHERE does not overflow.
-        if ((one > length - config.PIECE) & (one != NOWHERE)) | (one < walk.low):
+        one = piece_of(at, i_piece, config)
+        if partly_unseen(one, walk, length, config):
             own: gl.constexpr = i_piece * (config.PIECE // STRIP)
             first = stage * (STRIPS * CHUNKS) + own
             zero_strips(channels.strips, first, one, walk.low, length, CHUNKS, config)

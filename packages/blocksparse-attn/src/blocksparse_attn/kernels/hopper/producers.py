@@ -36,7 +36,15 @@ from blocksparse_attn.kernels.hopper.memory import (
     put,
     put_item,
 )
-from blocksparse_attn.kernels.hopper.pieces import Source, lanes, load_piece, one_of, zero_unseen
+from blocksparse_attn.kernels.hopper.pieces import (
+    Source,
+    has_unseen,
+    lanes,
+    load_piece,
+    one_of,
+    piece_of,
+    zero_unseen,
+)
 from blocksparse_attn.kernels.tiles import PAGED, keys_of_sequence, list_of, locate, share, split_row
 
 
@@ -198,15 +206,22 @@ def next_piece(walk, o_entry, o_at, config: gl.constexpr):
 
 @gluon.jit
 def next_tile(walk, o_entry, o_at, config: gl.constexpr):
-    """The pieces of the next tile [PIECES], as ``next_piece`` has them one by one."""
+    """The pieces of the next tile, as ``next_piece`` has them one by one, and as ``piece_of`` takes them."""
     PIECES: gl.constexpr = config.BLOCK_N // config.PIECE
     o_piece = lanes()
-    at = o_piece * 0 + NOWHERE
-    bits = o_piece * 0
+    at = ()
+    bits = ()
+    if config.TABLE:
+        at = o_piece * 0 + NOWHERE
+        bits = o_piece * 0
     for i_piece in gl.static_range(PIECES):
         one, its_bits, o_entry, o_at = next_piece(walk, o_entry, o_at, config)
-        at = gl.where(o_piece == i_piece, one, at)
-        bits = gl.where(o_piece == i_piece, its_bits, bits)
+        if config.TABLE:
+            at = gl.where(o_piece == i_piece, one, at)
+            bits = gl.where(o_piece == i_piece, its_bits, bits)
+        else:
+            at = at + (one,)
+            bits = bits + (its_bits,)
     return at, bits, o_entry, o_at
 
 
@@ -229,11 +244,37 @@ def mode_for(walk, at, bits, i_half: gl.constexpr, config: gl.constexpr):
 
 
 @gluon.jit
+def places_for(walk, at, bits, i_half: gl.constexpr, config: gl.constexpr):
+    """Where both pieces of a tile begin, from a consumer's first row, or NOWHERE; the one twice if there is one."""
+    LAST: gl.constexpr = config.BLOCK_N // config.PIECE - 1
+    first = walk.start + i_half * ROWS
+    place = gl.where((bits[0] >> i_half) & 1 != 0, at[0] - first, NOWHERE)
+    second = gl.where((bits[LAST] >> i_half) & 1 != 0, at[LAST] - first, NOWHERE)
+    return place, second
+
+
+@gluon.jit
+def mode_at(walk, places, config: gl.constexpr):
+    """``mode_for`` of ``places_for``."""
+    latest = gl.maximum(places[0], places[1])
+    earliest = gl.minimum(places[0], places[1])
+    whole = latest <= -(config.PIECE - 1)
+    if config.HAS_LEFT:
+        whole = whole & (earliest >= (ROWS - 1) - walk.left)
+    mode = gl.where(whole, WHOLE, MASKED)
+    return gl.where(earliest == NOWHERE, SKIPPED, mode)
+
+
+@gluon.jit
 def modes_for(walk, at, bits, valid, config: gl.constexpr):
     """What a tile is for A and for B."""
-    mode_a = gl.where(valid, mode_for(walk, at, bits, 0, config), NO_TILE)
-    mode_b = gl.where(valid, mode_for(walk, at, bits, 1, config), NO_TILE)
-    return mode_a, mode_b
+    if config.TABLE:
+        mode_a = mode_for(walk, at, bits, 0, config)
+        mode_b = mode_for(walk, at, bits, 1, config)
+    else:
+        mode_a = mode_at(walk, places_for(walk, at, bits, 0, config), config)
+        mode_b = mode_at(walk, places_for(walk, at, bits, 1, config), config)
+    return gl.where(valid, mode_a, NO_TILE), gl.where(valid, mode_b, NO_TILE)
 
 
 @gluon.jit
@@ -246,15 +287,24 @@ def put_header(channels, stage, walk, at, bits, mode_a, mode_b, config: gl.const
     PIECES: gl.constexpr = config.BLOCK_N // config.PIECE
     put(channels.modes, stage * 2, mode_a, 1)
     put(channels.modes, stage * 2 + 1, mode_b, 1)
-    o_n = gl.arange(0, config.BLOCK_N, gl.BlockedLayout([1], [32], [1], [0]))
-    o_key = o_n * 0
-    o_bits = o_n * 0
-    for i_piece in gl.static_range(PIECES):
-        here = o_n // config.PIECE == i_piece
-        o_key = gl.where(here, one_of(at, i_piece) - walk.start, o_key)
-        o_bits = gl.where(here, one_of(bits, i_piece), o_bits)
-    channels.keys.index(stage).store(o_key + o_n % config.PIECE)
-    channels.bits.index(stage).store(o_bits)
+    if config.TABLE:
+        o_n = gl.arange(0, config.BLOCK_N, gl.BlockedLayout([1], [32], [1], [0]))
+        o_key = o_n * 0
+        o_bits = o_n * 0
+        for i_piece in gl.static_range(PIECES):
+            here = o_n // config.PIECE == i_piece
+            o_key = gl.where(here, one_of(at, i_piece) - walk.start, o_key)
+            o_bits = gl.where(here, one_of(bits, i_piece), o_bits)
+        channels.keys.index(stage).store(o_key + o_n % config.PIECE)
+        channels.bits.index(stage).store(o_bits)
+    else:
+        # A thread for each consumer and piece, in the order of ``Channels``.
+        o_half = lanes() // 2
+        o_second = lanes() % 2 != 0
+        o_at = gl.where(o_second, piece_of(at, PIECES - 1, config), piece_of(at, 0, config))
+        o_bits = gl.where(o_second, bits[PIECES - 1], bits[0])
+        listed = (o_bits >> o_half) & 1
+        channels.keys.index(stage).store(gl.where(listed != 0, o_at - walk.start - o_half * ROWS, NOWHERE))
 
 
 @gluon.jit
@@ -276,14 +326,13 @@ def load_item(d, channels, walk, o_entry, source, i, ends, config: gl.constexpr,
     while valid:
         stage = i % STAGES
         at, bits, o_entry, o_at = next_tile(walk, o_entry, o_at, config)
-        valid = one_of(at, 0) != NOWHERE
+        valid = piece_of(at, 0, config) != NOWHERE
         # Shuffles take longer than a load's issue: none is left for when the stage is empty and its tile awaited.
         landing = stage
         mode_a = stage
         mode_b = stage
         if VALUES:
-            unseen = ((at > source.length - config.PIECE) & (at != NOWHERE)) | (at < walk.low)
-            landing = gl.where(gl.max(unseen.to(gl.int32), 0) != 0, STAGES, stage)
+            landing = gl.where(has_unseen(walk, at, source.length, config), STAGES, stage)
         else:
             mode_a, mode_b = modes_for(walk, at, bits, valid, config)
         mbarrier.wait(ring.empty.index(stage), (i // STAGES & 1) ^ 1)
@@ -294,7 +343,7 @@ def load_item(d, channels, walk, o_entry, source, i, ends, config: gl.constexpr,
             full = ring.full.index(landing)
             mbarrier.expect(full, BYTES)
             for i_piece in gl.static_range(PIECES):
-                one = one_of(at, i_piece)
+                one = piece_of(at, i_piece, config)
                 load_piece(d, ring, full, stage, one, i_piece, source, BLOCK_D, TAIL, config)
             if VALUES:
                 if landing == STAGES:

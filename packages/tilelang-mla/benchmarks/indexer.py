@@ -23,11 +23,9 @@ from tilelang_mla import index_cache_views, index_lengths, index_scores, index_t
 HEADS, TOPK = 64, 2048
 TORCH = "torch.topk"
 # Sequences, query tokens of each, keys of each.
-DECODE = tuple(
-    (batch, tokens, keys) for batch, tokens in ((1, 1), (16, 1), (128, 1), (128, 2)) for keys in (8192, 32768)
-)
-DECODE += ((1, 1, 131072), (64, 1, 131072))
-PREFILL = ((1, 4096, 16384), (1, 4096, 65536), (1, 4096, 131072), (8, 512, 32768))
+DECODE = tuple((batch, 1, keys) for batch in (1, 16, 64) for keys in (8192, 32768, 131072))
+DECODE += ((128, 1, 8192), (128, 2, 8192), (128, 1, 32768), (128, 2, 32768))
+PREFILL = ((1, 2048, 32768), (1, 4096, 16384), (1, 4096, 65536), (1, 4096, 131072), (8, 512, 32768))
 # Rows that are looked at; beside the sum of the sizes of its products a score is off by no more than tensor cores cut.
 SAMPLE, CUT = 3, 2**-11
 

@@ -26,7 +26,7 @@ RECORDED = Path(__file__).with_name("vllm-0.33.0.json")
 INSTALLED = installed("vllm.v1.attention.backend")
 NAME, ADAPTER = "blocksparse_attn.integrations.vllm", "blocksparse_attn.integrations.minimax_m3"
 M3 = "vllm.models.minimax_m3.common.sparse_attention"
-LAYER, HEADS, KV_HEADS, DIM, BLOCK, PAGES, TOPK = "model.layers.3.self_attn.attn", 4, 2, 16, 128, 14, 3
+LAYER, HEADS, KV_HEADS, DIM, BLOCK, PAGES, TOPK = "model.layers.3.self_attn.attn", 4, 2, 16, 128, 14, 2
 # Sequences of (older, new) tokens: two that decode a token and two drafts each; a chunk behind others and a prompt.
 DECODING, PREFILLS = ((300, 3), (2, 3)), ((140, 7), (0, 9))
 
@@ -120,7 +120,7 @@ def make_step(device: torch.device, decoding: Any, prefills: Any, cache_dtype: t
     for token, own in enumerate((positions // BLOCK).tolist()):
         for head in range(KV_HEADS):
             seen = [own, *torch.randperm(own)[: TOPK - 1].tolist()]
-            lists[token, head] = torch.tensor([*seen[: 1 + head], *[-1] * TOPK][:TOPK])
+            lists[token, head] = torch.tensor([*seen, *[-1] * TOPK][:TOPK])
     # Values and keys of vLLM's memory have tokens before heads.
     memory = torch.randn(PAGES, BLOCK, KV_HEADS, 2 * DIM, device=device).to(cache_dtype).transpose(1, 2)
     layer = SimpleNamespace(

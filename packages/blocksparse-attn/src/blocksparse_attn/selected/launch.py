@@ -112,7 +112,7 @@ def _walk(problem: Problem, plan: SelectedPlan, whole: SelectedPlan, forms: Tens
         PIECE=min(plan.block_n, problem.block_size), TOPK=problem.topk,
         TOPK_P=power_of_two_at_least(max(1, problem.topk)), BLOCK_M=plan.block_m, BLOCK_N=plan.block_n,
         TOKENS=plan.packed, STAGES=plan.num_stages, CAUSAL=problem.causal, IS_FP8=problem.cache_bits == 8,
-        NATIVE=plan.e4m3,
+        NATIVE=plan.e4m3, STAGED=plan.staged,
         K_SCALES=_count(forms.k_scale), V_SCALES=_count(forms.v_scale),
         ONE_PAGE=plan.block_n <= problem.block_size and problem.page_size % plan.block_n == 0,
         WIDE=(size_v - 1) * s_out[3] >= 2**31, DEPENDENT=_is_dependent(plan, device),

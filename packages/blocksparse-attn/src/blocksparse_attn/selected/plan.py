@@ -64,7 +64,8 @@ class SelectedPlan(Plan):
     ``by_blocks``: block by block instead, so many tokens at a time, 0: not; ``block_n`` is the block's size.
     ``dependent_launch``, on sm_90: tiles of one token, and their merge kernel, may start before the kernel ahead of
     each has ended. ``max_registers``, of Triton before 3.7, on NVIDIA's GPUs: of a thread of a tile of one token; 0: as
-    many as it takes. ``e4m3``: widen keys and values by the GPU's own instruction (NVIDIA from sm_89 on).
+    many as it takes. ``e4m3``: widen keys and values by the GPU's own instruction (NVIDIA from sm_89 on);
+    ``staged``: before they are laid out for products, by way of shared memory.
     """
 
     block_m: int
@@ -81,6 +82,7 @@ class SelectedPlan(Plan):
     max_registers: int = 0
     e4m3: bool = False
     by_blocks: int = 0
+    staged: bool = False
 
     def alone(self, problem: Problem) -> SelectedPlan:
         """The plan of the kernel for tokens whose lists have little in common."""
@@ -97,7 +99,7 @@ class SelectedPlan(Plan):
             return False
         if self.max_registers and not 32 <= self.max_registers <= 255:
             return False
-        if self.e4m3 and problem.cache_bits != 8:
+        if (self.e4m3 and problem.cache_bits != 8) or (self.staged and not self.e4m3):
             return False
         if self.by_blocks:
             return self._covers_by_blocks(problem)

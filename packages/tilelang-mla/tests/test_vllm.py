@@ -22,6 +22,7 @@ Tensor = torch.Tensor
 
 RECORDED = Path(__file__).with_name("vllm-0.33.0.json")
 MLA = "vllm.model_executor.layers.attention.mla_attention"
+SPARSE, FLASH_MLA = "tilelang_mla.integrations.flashmla_sparse", "vllm.v1.attention.backends.mla.flashmla_sparse"
 # The kernels of vLLM that a benchmark finds on PYTHONPATH come without the rest.
 INSTALLED = installed("vllm.v1.attention.backend")
 HEADS, LATENT, ROPE, PAGE, PAGES, SCALE = 16, 512, 64, 64, 9, 192**-0.5
@@ -37,6 +38,13 @@ def recording() -> Recording:
 def backend(recording: Recording) -> Iterator[ModuleType]:
     with recorded.adapter("tilelang_mla.integrations.vllm", recording, INSTALLED) as module:
         yield module
+
+
+@pytest.fixture(scope="module")
+def sparse(backend: ModuleType) -> Iterator[ModuleType]:
+    yield importlib.import_module(SPARSE)
+    # Its engine goes with the recording.
+    sys.modules.pop(SPARSE)
 
 
 def test_without_vllm_the_extra_is_named(backend: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,6 +86,7 @@ def test_the_engine_learns_of_the_backend_by_name_once_however_often_it_asks(
     members: dict[str, str] = {}
     monkeypatch.setattr(backend, "register_backend", members.__setitem__)
     monkeypatch.setattr(backend, "AttentionBackendEnum", SimpleNamespace(__members__=members))
+    monkeypatch.setattr(backend, "envs", SimpleNamespace(VLLM_PLUGINS=None))
     backend.register()
     monkeypatch.setattr(backend, "register_backend", None)
     backend.register()
@@ -244,3 +253,52 @@ def test_the_engine_finds_a_reason_against_it_in_what_is_not_covered_alone(backe
     others: dict[str, Any] = {"use_mla": False, "use_sparse": True, "has_sink": True, "use_dcp": True}
     for name, value in {**others, "device_capability": DeviceCapability(10, 0)}.items():
         assert len(cls.validate_configuration(**{**layer, name: value})) == 1
+
+
+def test_sparse_mla_is_taken_where_plugins_name_it_alone(
+    backend: ModuleType, sparse: ModuleType, recording: Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: dict[Any, str] = {}
+    settings = SimpleNamespace(VLLM_PLUGINS=["another"])
+    monkeypatch.setattr(backend, "register_backend", made.__setitem__)
+    monkeypatch.setattr(backend, "envs", settings)
+    monkeypatch.setattr(backend, "NAME", "FLASH_ATTN")
+    backend.register()
+    assert made == {}
+    settings.VLLM_PLUGINS = ["tilelang_mla"]
+    backend.register()
+    assert made == {backend.AttentionBackendEnum.FLASHMLA_SPARSE: f"{SPARSE}.{sparse.SparseBackend.__name__}"}
+    gpus = [SimpleNamespace(major=major, minor=0) for major in (8, 9, 10)]
+    assert list(map(sparse.SparseBackend.supports_compute_capability, gpus)) == [False, True, False]
+    own, entries = sparse.SparseBackend.get_impl_cls(), recording[FLASH_MLA]
+    assert own is sparse.SparseImplementation
+    assert "_bf16_flash_mla_kernel" in entries["FlashMLASparseImpl"]["methods"]
+    for cls, entry in ((own, "FlashMLASparseImpl"), (sparse.SparseBackend, "FlashMLASparseBackend")):
+        assert misfits(cls, entries[entry]) == []
+
+
+@pytest.mark.parametrize("padded", [HEADS, 64], ids=["all heads", "padded heads"])
+@pytest.mark.parametrize("given", [False, True], ids=["a new result", "a result of padded heads"])
+def test_each_token_sees_the_rows_of_the_cache_that_are_listed_for_it(
+    sparse: ModuleType, device: torch.device, padded: int, given: bool
+) -> None:
+    tokens, topk, rows = 5, 64, PAGES * PAGE
+    layer = sparse.SparseImplementation.__new__(sparse.SparseImplementation)
+    layer.softmax_scale, layer.kv_lora_rank = SCALE, LATENT
+    cache = torch.randn(rows, LATENT + ROPE, device=device).bfloat16()
+    # What lies in heads that are padding is whatever was there.
+    q = torch.full((tokens, padded, LATENT + ROPE), torch.nan, device=device).bfloat16()
+    q[:, :HEADS] = torch.randn(tokens, HEADS, LATENT + ROPE, device=device).bfloat16()
+    lists = torch.stack([torch.randperm(rows)[:topk] for _ in range(tokens)]).int().to(device)
+    lists[1, 7:] = -1
+    lengths = torch.tensor([topk, 7, topk, 3, 1]).int().to(device)
+    memory = torch.full((tokens, 64, LATENT), 7.0, device=device).bfloat16() if given else None
+    out, lse = layer._bf16_flash_mla_kernel(q, cache, lists, lengths, HEADS, out=memory)
+    keys = [cache[one[:n].long()].double().cpu() for one, n in zip(lists, lengths.tolist(), strict=True)]
+    scores = [x[:HEADS].double().cpu() @ seen.T * SCALE for x, seen in zip(q, keys, strict=True)]
+    exact = [torch.softmax(score, -1) @ seen[:, :LATENT] for score, seen in zip(scores, keys, strict=True)]
+    assert_near(out, torch.stack(exact))
+    assert torch.allclose(lse.double().cpu(), torch.stack([x.logsumexp(-1) for x in scores]), atol=0.02)
+    if memory is not None:
+        assert torch.equal(memory[:, :HEADS], out)
+        assert (memory[:, HEADS:] == 7).all()

@@ -1,7 +1,8 @@
 """``--attention-backend TILELANG_MLA`` in vLLM: decoding and drafts of DeepSeek V2 and V3 over the latent cache.
 
 vLLM finds :func:`register` by the entry point ``vllm.general_plugins`` and calls it in each of its processes. Prompts
-are attended to by vLLM's own prefill, with separate heads.
+are attended to by vLLM's own prefill, with separate heads. ``VLLM_PLUGINS=tilelang_mla`` puts these kernels into vLLM's
+backend of sparse MLA, :mod:`tilelang_mla.integrations.flashmla_sparse`.
 """
 
 from __future__ import annotations
@@ -28,16 +29,20 @@ except ImportError as missing:
 
 Tensor = torch.Tensor
 
-NAME = "TILELANG_MLA"
+NAME, PLUGIN = "TILELANG_MLA", "tilelang_mla"
 FP8 = ("fp8", "fp8_e4m3")
+SPARSE = "tilelang_mla.integrations.flashmla_sparse.SparseBackend"
 # Of the kernel's tiles, each of which is then one page.
 PAGE_SIZE = 64
 
 
 def register() -> None:
-    """Tell vLLM of the backend; any number of times."""
+    """Tell vLLM of the backend, and of that of sparse MLA if ``VLLM_PLUGINS`` names this; any number of times."""
     if NAME not in AttentionBackendEnum.__members__:
         register_backend(NAME, f"{__name__}.{TilelangMLABackend.__qualname__}")
+    if PLUGIN in (envs.VLLM_PLUGINS or ()):
+        # A path: it imports vLLM's own backend, which is not wanted before somebody takes it.
+        register_backend(AttentionBackendEnum.FLASHMLA_SPARSE, SPARSE)
 
 
 class MetadataBuilder(MLACommonMetadataBuilder):

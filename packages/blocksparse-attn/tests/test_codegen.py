@@ -163,6 +163,10 @@ def all_specs(target: str) -> Iterator[KernelSpec]:
     limits = LIMITS[target]
     yield from selecting("selected, MiniMax-M3", limits)
     yield from selecting("selected, MiniMax-M3, decoding", limits, tokens=32, sequences=32, cache=torch.float8_e4m3fn)
+    if limits.hopper:
+        staged = SelectedPlan(16, 64, 4, 4, 3, dependent_launch=True, e4m3=True, staged=True)
+        decoding = {"tokens": 32, "sequences": 32, "cache": torch.float8_e4m3fn}
+        yield from selecting("selected, MiniMax-M3, decoding, staged", limits, plan=staged, **decoding)
     block, tile = (128, (64, 128, 1, 4, 3)) if limits.shared_memory > 128 * 1024 else (32, (16, 32, 1, 4, 1))
     blockwise = SelectedPlan(*tile, by_blocks=4096)
     yield from selecting("selected, block by block", limits, block=block, plan=blockwise)
@@ -284,6 +288,12 @@ def test_no_page_layout_is_loaded_element_by_element(reports: list[Report]) -> N
     for report in loaded:
         # 32: what there is one of a row, such as pages, lengths and columns.
         assert report.load_bits <= {32, 64, 128}, (report.spec, report.target, report.load_bits)
+
+
+def test_e4m3_by_way_of_shared_memory_is_not_read_byte_by_byte(reports: list[Report]) -> None:
+    (staged,) = [report for report in reports if "decoding, staged" in report.spec]
+    assert "LDSM" in staged.code["sass"]
+    assert "LDS.U8" not in staged.code["sass"]
 
 
 def test_two_programs_of_gradients_fit_on_an_sm_of_sm_90_and_multiply_by_whole_warpgroups(

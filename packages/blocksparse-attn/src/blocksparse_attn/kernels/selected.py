@@ -30,10 +30,10 @@ class SelectedConfig(NamedTuple):
 
     BLOCK: tokens of a block; PIECE: of these, in a tile. TOPK_P: entries of a list, rounded up to a power of two.
     TOKENS: of a tile. IS_FP8: the cache holds e4m3; NATIVE: which the GPU has an instruction to widen; STAGED: see
-    ``from_e4m3``. K_SCALES and V_SCALES: 0, 1 or as many as kv heads. ONE_PAGE: a tile of keys lies within one page, which is looked up once for all of it. DEPENDENT: it may start before the kernel
-    ahead of it has ended, and the merge kernel before it has. NEIGHBOURS: 0, or tokens whose lists have been united:
-    where they make MOST_UNITED blocks or fewer, those tokens are for the kernel with TOKENS of NEIGHBOURS, otherwise
-    for that with 1.
+    ``from_e4m3``. K_SCALES and V_SCALES: 0, 1 or as many as kv heads. ONE_PAGE: a tile of keys lies within one page,
+    which is looked up once for all of it. DEPENDENT: it may start before the kernel ahead of it has ended, and the
+    merge kernel before it has. NEIGHBOURS: 0, or tokens whose lists have been united: where they make MOST_UNITED
+    blocks or fewer, those tokens are for the kernel with TOKENS of NEIGHBOURS, otherwise for that with 1.
     """
 
     GROUP: int

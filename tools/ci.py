@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 # Longest first, so that the last to end is a short one; seconds on one core, as .ci/run printed them. Types before all:
 # what mypy remembers of torch is found again by the tests of a new package.
 KINDS = ("types", "test", "minimums", "demo", "docs", "engines", "build", "lint")
-LONGEST = ("blocksparse-attn", "tilelang-mla", "prefix-prefill", "gdn-split", "lightning-attn", "shared", "tools")
+LONGEST = ("tilelang-mla", "blocksparse-attn", "prefix-prefill", "lightning-attn", "gdn-split", "shared", "tools")
 # An environment of virtualenv's takes 1.7 GB, one of uv's next to nothing.
 _LEAST_FREE_BYTES = 12e9
 _LINES_OF_A_PASSED_ONE = 12

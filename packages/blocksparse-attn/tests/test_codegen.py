@@ -164,7 +164,7 @@ def all_specs(target: str) -> Iterator[KernelSpec]:
     yield from selecting("selected, MiniMax-M3", limits)
     yield from selecting("selected, MiniMax-M3, decoding", limits, tokens=32, sequences=32, cache=torch.float8_e4m3fn)
     if limits.hopper:
-        staged = SelectedPlan(16, 64, 4, 4, 3, dependent_launch=True, e4m3=True, staged=True)
+        staged = SelectedPlan(16, 64, 4, 4, 3, dependent_launch=True, e4m3=True, staged=1)
         decoding = {"tokens": 32, "sequences": 32, "cache": torch.float8_e4m3fn}
         yield from selecting("selected, MiniMax-M3, decoding, staged", limits, plan=staged, **decoding)
     block, tile = (128, (64, 128, 1, 4, 3)) if limits.shared_memory > 128 * 1024 else (32, (16, 32, 1, 4, 1))

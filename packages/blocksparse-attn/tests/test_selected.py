@@ -335,10 +335,11 @@ def test_models_at_their_sizes(selected, lengths, options) -> None:
 
 
 @gpu
-def test_e4m3_is_widened_by_way_of_shared_memory(selected) -> None:
+@pytest.mark.parametrize("staged", [1, 2])
+def test_e4m3_is_widened_by_way_of_shared_memory(selected, staged) -> None:
     sizes = {"heads": (64, 4), "head_dim": 128, "block": 128, "topk": 16, "page": 64, "cache": E4M3, "scales": "heads"}
     batch = selected([(1000 * i, 1) for i in range(1, 9)], **sizes)
-    chosen = SelectedPlan(16, 64, 4, 4, 3, dependent_launch=True, e4m3=True, staged=True)
+    chosen = SelectedPlan(16, 64, 4, 4, 3, dependent_launch=True, e4m3=True, staged=staged)
     got = batch.call(return_lse=True, plan=chosen)
     batch.check(got.out, got.lse)
 

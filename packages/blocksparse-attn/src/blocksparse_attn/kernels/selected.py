@@ -54,7 +54,7 @@ class SelectedConfig(NamedTuple):
     CAUSAL: bool
     IS_FP8: bool
     NATIVE: bool
-    STAGED: bool
+    STAGED: int
     K_SCALES: int
     V_SCALES: int
     ONE_PAGE: bool
@@ -95,7 +95,8 @@ def from_e4m3(b_x, NATIVE: tl.constexpr, STAGED: tl.constexpr):
     """e4m3, given as its bits, in float16, which holds all of its values; times WIDENED unless NATIVE.
 
     STAGED: with an instruction that Triton takes for impure, and so does not move behind the layout of products: where
-    values would be read byte by byte. They are widened sixteen at a time and pass through shared memory once more.
+    values would be read byte by byte. They are widened sixteen at a time and pass through shared memory once more. Of
+    64 keys, sm_90 takes 618 instructions without, 436 with staged values, 425 in more registers with keys too.
     """
     if STAGED:
         b_y = tl.inline_asm_elementwise(
@@ -163,8 +164,8 @@ def step(acc, running_max, row_sum, b_q, cache, at, o_key, listed, visible, scor
     b_k = load_tile(p_k, off_k, o_dk, m_key, config.D, config.BLOCK_D)
     b_v = load_tile(p_v, off_v, o_dv, m_key, config.DV, config.BLOCK_DV)
     if config.IS_FP8:
-        b_k = from_e4m3(b_k, config.NATIVE, config.STAGED).to(b_q.dtype)
-        b_v = from_e4m3(b_v, config.NATIVE, config.STAGED).to(b_q.dtype)
+        b_k = from_e4m3(b_k, config.NATIVE, config.STAGED > 1).to(b_q.dtype)
+        b_v = from_e4m3(b_v, config.NATIVE, config.STAGED > 0).to(b_q.dtype)
     return update(acc, running_max, row_sum, b_q, b_k, b_v, seen, scoring, False)
 
 

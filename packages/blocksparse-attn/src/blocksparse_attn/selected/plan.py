@@ -65,7 +65,7 @@ class SelectedPlan(Plan):
     ``dependent_launch``, on sm_90: tiles of one token, and their merge kernel, may start before the kernel ahead of
     each has ended. ``max_registers``, of Triton before 3.7, on NVIDIA's GPUs: of a thread of a tile of one token; 0: as
     many as it takes. ``e4m3``: widen keys and values by the GPU's own instruction (NVIDIA from sm_89 on);
-    ``staged``: before they are laid out for products, by way of shared memory.
+    ``staged``: before they are laid out for products, by way of shared memory; 1: values, 2: keys too.
     """
 
     block_m: int
@@ -82,7 +82,7 @@ class SelectedPlan(Plan):
     max_registers: int = 0
     e4m3: bool = False
     by_blocks: int = 0
-    staged: bool = False
+    staged: int = 0
 
     def alone(self, problem: Problem) -> SelectedPlan:
         """The plan of the kernel for tokens whose lists have little in common."""
@@ -99,7 +99,7 @@ class SelectedPlan(Plan):
             return False
         if self.max_registers and not 32 <= self.max_registers <= 255:
             return False
-        if (self.e4m3 and problem.cache_bits != 8) or (self.staged and not self.e4m3):
+        if (self.e4m3 and problem.cache_bits != 8) or not 0 <= self.staged <= 2 * self.e4m3:
             return False
         if self.by_blocks:
             return self._covers_by_blocks(problem)

@@ -162,7 +162,7 @@ def cases(device: torch.device) -> Iterator[Case]:
             problem = decode_problem(device, model(heads, 128), sequences)
             case = as_case(problem, {VLLM: decode_vllm}, step_references, owes(speed_at_least=0.8))
             yield replace(case, name=f"decode: {case.name}")
-    for size, heads in ((64, 64), (96, 64), (72, 64), (192, 32), (256, 32), (128, 8), (128, 16)):
+    for size, heads in ((64, 64), (96, 64), (72, 64), (80, 64), (112, 64), (192, 32), (256, 32), (128, 8), (128, 16)):
         problem = backward_problem(device, model(heads, size), 16384)
         owed = owes(time_at_most=0.5, against=FLA_TUNED)
         case = as_case(problem, {FLA_TUNED: backward_fla}, backward_references, owed)

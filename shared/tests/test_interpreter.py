@@ -174,6 +174,22 @@ assert calls[1] < 10, calls
     assert done.returncode == 0, done.stderr
 
 
+def test_a_second_import_repairs_what_the_first_has_repaired() -> None:
+    """As in a fork in which a fault is planted: modules are imported anew, and Triton is as the first ones left it."""
+    code = """
+import sys
+from kernel_reference.testing import interpreter
+interpreter.repair()
+for name in [name for name in sys.modules if name.startswith("kernel_reference")]:
+    del sys.modules[name]
+from kernel_reference.testing import interpreter as again
+assert again is not interpreter
+again.repair()
+"""
+    done = python(code, TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize(
     ("code", "variables", "message"),
     [

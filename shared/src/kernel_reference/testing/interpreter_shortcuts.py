@@ -31,7 +31,8 @@ def take_shortcuts(interpreter: Any) -> None:
 
 def _share_shapes(core: Any) -> None:
     """Tensors of one shape share what says so: a seventh of the time."""
-    known: dict[tuple[int, ...], tuple[Any, Any]] = {}
+    # They are told apart by identity, also by a second import of these modules, as a fork for a planted fault makes one.
+    known: dict[tuple[int, ...], tuple[Any, Any]] = getattr(core.tensor.__init__, "shapes", {})
 
     def create(self: Any, handle: Any, type: Any) -> None:
         sizes = tuple(type.shape) if type.is_block() else ()
@@ -45,6 +46,7 @@ def _share_shapes(core: Any) -> None:
         create(made, None, type)
         if _shown(wanted) != _shown(made):
             return
+    create.shapes = known  # type: ignore[attr-defined]
     core.tensor.__init__ = create
 
 

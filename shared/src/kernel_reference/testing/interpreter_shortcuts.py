@@ -31,7 +31,7 @@ def take_shortcuts(interpreter: Any) -> None:
 
 def _share_shapes(core: Any) -> None:
     """Tensors of one shape share what says so: a seventh of the time."""
-    # They are told apart by identity, also by a second import of these modules, as a fork for a planted fault makes one.
+    # They are told apart by identity, also by a second import of these modules, as in a fork for a planted fault.
     known: dict[tuple[int, ...], tuple[Any, Any]] = getattr(core.tensor.__init__, "shapes", {})
 
     def create(self: Any, handle: Any, type: Any) -> None:

@@ -446,6 +446,7 @@ def test_expanded_and_interleaved_tensors_are_refused() -> None:
         torch.empty(8).expand(4, 8),
         torch.empty(64).as_strided((4, 8), (2, 1)),
         torch.empty(9).unfold(0, 3, 1),
+        torch.empty(3).unfold(0, 2, 1),  # One element alone is shared, the last that the smaller stride reaches.
     ):
         with pytest.raises(ValueError, match=r"^lse must be a tensor whose elements do not share memory, nor its dim"):
             check_elements_apart("lse", tensor)

@@ -39,7 +39,7 @@ def prepare_inputs(problem: PrefillProblem, plan: PrefillPlan | None, tensors: P
     # With sums over chunks a block of gates is twice as long, of which one warp holds half as many heads.
     heads = min(4 if problem.chunk and plan.num_warps == 1 else 8, power_of_two_at_least(problem.shape.num_heads_v))
     prefill = kernels.Prefill(
-        plan.rows, plan.rows_ba, heads, problem.chunk, problem.qk_norm, problem.initial, plan.walk
+        plan.rows, plan.rows_ba, heads, problem.chunk, problem.qk_norm, problem.initial, plan.walk, plan.ahead
     )  # fmt: skip
     rest = (
         problem.rows, problem.sequences, problem.num_slots, _strides(problem),

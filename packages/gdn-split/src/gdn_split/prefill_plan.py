@@ -46,6 +46,7 @@ class PrefillPlan(Plan):
     dependent_launch: bool = False
     walk: int = 0
     max_registers: int = 0
+    ahead: int = 4
 
     def covers(self, problem: PrefillProblem) -> bool:
         """Whether a kernel can take these steps, and its programs can be counted."""

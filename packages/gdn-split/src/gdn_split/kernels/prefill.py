@@ -10,8 +10,18 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from gdn_split.kernels.layer import Gate, log_decay, quick_sigmoid, sigmoid
+from gdn_split.kernels.layer import Gate, log_decay, sigmoid
 from gdn_split.kernels.split import columns_of_b_and_a, columns_of_group, wait_for_inputs
+from gdn_split.kernels.walks import (
+    Packed,
+    Walked,
+    copy_live_rows,
+    copy_rows,
+    find_rows,
+    has_state,
+    sequence_of,
+    walk_any,
+)
 
 
 class Prefill(NamedTuple):
@@ -29,6 +39,7 @@ class Prefill(NamedTuple):
     QK_NORM: bool
     INITIAL: bool
     WALK: int
+    AHEAD: int
 
 
 class PrefillStrides(NamedTuple):
@@ -37,50 +48,6 @@ class PrefillStrides(NamedTuple):
     qkvz: Any
     ba: Any
     conv_slot: Any
-
-
-class Where(NamedTuple):
-    """Of each row its sequence, its place in it, the row after the sequence's last, and whether it is in any."""
-
-    sequence: Any
-    position: Any
-    end: Any
-    live: Any
-
-
-@triton.jit
-def sequence_of(p_cu, row, sequences):
-    """The last sequence that begins at this row or before it."""
-    low = tl.cast(0, tl.int32)
-    high = sequences
-    while high - low > 1:
-        middle = (low + high) // 2
-        if tl.load(p_cu + middle).to(tl.int64) <= row:
-            low = middle
-        else:
-            high = middle
-    return low
-
-
-@triton.jit
-def find_rows(p_cu, o_row, first, last, rows, sequences):
-    """Where the rows o_row, from first to last, are: mostly all in one sequence."""
-    i_n = sequence_of(p_cu, tl.maximum(first, 0), sequences)
-    begin = tl.load(p_cu + i_n).to(tl.int64)
-    end = tl.load(p_cu + i_n + 1).to(tl.int64)
-    b_n = i_n + tl.zeros_like(o_row).to(tl.int32)
-    b_begin = begin + tl.zeros_like(o_row)
-    b_end = end + tl.zeros_like(o_row)
-    while (end <= last) & (i_n + 1 < sequences):
-        i_n += 1
-        begin = end
-        end = tl.load(p_cu + i_n + 1).to(tl.int64)
-        after = o_row >= begin
-        b_n = tl.where(after, i_n, b_n)
-        b_begin = tl.where(after, begin, b_begin)
-        b_end = tl.where(after, end, b_end)
-    live = (o_row >= 0) & (o_row < rows) & (o_row >= b_begin) & (o_row < b_end)
-    return Where(b_n, o_row - b_begin, b_end, live)
 
 
 @triton.jit
@@ -143,16 +110,6 @@ def filter_of_unit(p_weight, p_bias, channel, o, m, conv: tl.constexpr):
 
 
 @triton.jit
-def has_state(p_slots, p_has, sequence, m, num_slots):
-    """The slots of sequences, and whether they begin with the inputs that lie there."""
-    slot = tl.load(p_slots + sequence, mask=m, other=-1).to(tl.int64)
-    m = m & (slot >= 0) & (slot < num_slots)
-    if p_has is not None:
-        m = m & (tl.load(p_has + sequence, mask=m, other=0) != 0)
-    return tl.where(m, slot, 0), m
-
-
-@triton.jit
 def load_earlier(p_x, i, o_row, found, m_x, stride):
     """The input i rows before each row, of the same sequence."""
     m = (found.position >= i) & (o_row >= i)
@@ -165,71 +122,6 @@ def load_before(p_before, i, found, m, conv: tl.constexpr):
     m = m & (found.position < i)[:, None]
     o_tap = (conv.WIDTH - 1 - i + found.position) * conv.S_TAP
     return tl.load(p_before + o_tap[:, None], mask=m, other=0.0).to(tl.float32)
-
-
-class Walked(NamedTuple):
-    """Where a head's rows lie, of the projections and of the result; the first row, and which elements there are."""
-
-    x: Any
-    s_x: Any
-    y: Any
-    s_y: Any
-    first: Any
-    o: Any
-    m: Any
-
-
-@triton.jit
-def load_four(walked, row, wanted):
-    """Four rows of the projections."""
-    rows = ()
-    for j in tl.static_range(4):
-        p = walked.x + (row + j) * walked.s_x + walked.o
-        rows = rows + (tl.load(p, mask=walked.m & wanted, other=0.0),)
-    return rows
-
-
-@triton.jit
-def walk(walked, w, b_bias, NORMED: tl.constexpr, HOPPER: tl.constexpr, WALK: tl.constexpr, conv: tl.constexpr):
-    """Store WALK rows of a head, before all of which there are as many as the convolution needs."""
-    TAPS: tl.constexpr = conv.WIDTH - 1
-    dtype: tl.constexpr = walked.y.dtype.element_ty
-    before = ()
-    for i in tl.static_range(3):
-        p = walked.x + (walked.first - 3 + i) * walked.s_x + walked.o
-        before = before + (tl.load(p, mask=walked.m & (3 - i <= TAPS), other=0.0).to(tl.float32),)
-    new = load_four(walked, walked.first, True)
-    for step in range(0, WALK, 4):
-        xs = before
-        for j in tl.static_range(4):
-            xs = xs + (new[j].to(tl.float32),)
-        # The next rows are on their way while these are computed.
-        new = load_four(walked, walked.first + step + 4, step + 4 < WALK)
-        for j in tl.static_range(4):
-            acc = xs[j + 3] * w[0] + xs[j + 2] * w[1]
-            if TAPS > 1:
-                acc += xs[j + 1] * w[2]
-            if TAPS > 2:
-                acc += xs[j] * w[3]
-            if conv.HAS_BIAS:
-                acc += b_bias
-            if conv.SILU:
-                acc *= quick_sigmoid(acc, HOPPER)
-            if NORMED:
-                acc *= tl.rsqrt(tl.sum(acc * acc, axis=0) + 1e-6)
-            row = walked.first + step + j
-            tl.store(walked.y + row * walked.s_y + walked.o, acc.to(dtype), mask=walked.m)
-        before = (xs[4], xs[5], xs[6])
-
-
-@triton.jit
-def copy_rows(p_from, s_from, p_to, s_to, first, LENGTH: tl.constexpr, WIDTH: tl.constexpr, o):
-    """Elements o of LENGTH rows."""
-    ROWS: tl.constexpr = 16 if LENGTH > 16 else LENGTH
-    m = (o < WIDTH)[None, :]
-    for step in range(0, LENGTH, ROWS):
-        o_row = (first + step + tl.arange(0, ROWS))[:, None]
-        tl.store(p_to + o_row * s_to + o[None, :], tl.load(p_from + o_row * s_from + o[None, :], mask=m), mask=m)
 
 
 @triton.jit
@@ -293,34 +185,34 @@ def prefill_inputs(
         UNITS: tl.constexpr = 2 * NQK + 2 * NV
         i_p -= programs_ba
         i_u = i_p % UNITS
-        LENGTH: tl.constexpr = prefill.WALK if prefill.WALK else ROWS
-        first_walked = (i_p // UNITS).to(tl.int64) * LENGTH
         o = tl.arange(0, BLOCK)
-        begin = 0
         if prefill.WALK:
-            o_walked = first_walked + tl.arange(0, LENGTH)
-            last = tl.minimum(first_walked + LENGTH, rows) - 1
-            passed = find_rows(p_cu, o_walked, first_walked, last, rows, sequences)
-            least = tl.min(tl.where(passed.live, passed.position, -1), axis=0)
-            if (i_u >= 2 * NQK + NV) & (least >= 0):
-                begin = LENGTH
+            first = (i_p // UNITS).to(tl.int64) * prefill.WALK
+            i_n = sequence_of(p_cu, first, sequences)
+            # Rows that the walk is behind the first one of its sequence; negative where it is not in one as a whole.
+            behind = first - tl.maximum(tl.load(p_cu + i_n).to(tl.int64), 0)
+            end = tl.minimum(tl.load(p_cu + i_n + 1).to(tl.int64), rows)
+            behind = tl.where(first + prefill.WALK <= end, behind, -1)
+            packed = Packed(p_cu, p_slots, p_has, p_conv, strides.conv_slot, rows, sequences, num_slots)
+            if i_u >= 2 * NQK + NV:
                 head = i_u - 2 * NQK - NV
                 _, _, _, c_z = columns_of_group(head // R, sizes)
-                copy_rows(
-                    p_qkvz + c_z + head % R * HV, strides.qkvz, p_z + head * HV, NV * HV, first_walked, LENGTH, HV, o
-                )  # fmt: skip
-            if (i_u < 2 * NQK + NV) & (least >= conv.WIDTH - 1):
-                begin = LENGTH
+                p_from = p_qkvz + c_z + head % R * HV
+                if behind >= 0:
+                    copy_rows(p_from, strides.qkvz, p_z + head * HV, NV * HV, first, prefill.WALK, HV, o)
+                else:
+                    copy_live_rows(p_from, strides.qkvz, p_z + head * HV, NV * HV, packed, first, prefill.WALK, HV, o)
+            else:
                 column, channel, m = elements_of_unit(i_u, o, sizes, conv)
                 p_y, s_y = rows_of_unit(p_q, p_k, p_v, i_u, sizes)
                 w, b_bias = filter_of_unit(p_weight, p_bias, channel, o, m, conv)
-                walked = Walked(p_qkvz + column, strides.qkvz, p_y, s_y, first_walked, o, m)
+                walked = Walked(p_qkvz + column, strides.qkvz, p_y, s_y, first, o, m)
                 if prefill.QK_NORM and i_u < 2 * NQK:
-                    walk(walked, w, b_bias, True, DEPENDENT, LENGTH, conv)
+                    walk_any(walked, packed, channel, w, b_bias, behind, True, DEPENDENT, prefill, conv)
                 else:
-                    walk(walked, w, b_bias, False, DEPENDENT, LENGTH, conv)
-        for step in range(begin, LENGTH, ROWS):
-            first = first_walked + step
+                    walk_any(walked, packed, channel, w, b_bias, behind, False, DEPENDENT, prefill, conv)
+        else:
+            first = (i_p // UNITS).to(tl.int64) * ROWS
             o_row = first + tl.arange(0, ROWS)
             m_row = o_row < rows
             found = find_rows(p_cu, o_row, first, tl.minimum(first + ROWS, rows) - 1, rows, sequences)

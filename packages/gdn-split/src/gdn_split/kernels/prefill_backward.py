@@ -10,8 +10,9 @@ import triton
 import triton.language as tl
 
 from gdn_split.kernels.layer import Gate, exponential, log_decay, quick_sigmoid, sigmoid
-from gdn_split.kernels.prefill import add_within, elements_of_unit, filter_of_unit, find_rows, rows_of_unit
+from gdn_split.kernels.prefill import add_within, elements_of_unit, filter_of_unit, rows_of_unit
 from gdn_split.kernels.split import columns_of_b_and_a, columns_of_group, wait_for_inputs
+from gdn_split.kernels.walks import find_rows
 
 
 class Backward(NamedTuple):

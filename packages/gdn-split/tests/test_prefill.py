@@ -155,15 +155,19 @@ def test_tiles_that_end_inside_a_convolution_read_the_rows_before_them(device: t
     compare(Call(SMALL, (2, 11), initial="all"), device, PrefillPlan(4, 8, 4))
 
 
-@pytest.mark.parametrize("name", ["states, chunks", "a bias, width 3", "no state, width 2"])
-def test_rows_that_are_walked_are_those_of_tiles(device: torch.device, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "ahead"),
+    [("states, chunks", 4), ("short ones", 4), ("a bias, width 3", 8), ("no state, width 2", 4), ("states, chunks", 8)],
+)
+def test_rows_that_are_walked_are_those_of_tiles(device: torch.device, name: str, ahead: int) -> None:
     call = {
         "states, chunks": Call(SMALL, (2, 30, 0, 13), rows=3, chunk=4),
+        "short ones": Call(SMALL, (1, 0, 2, 1, 3, 0, 0, 8, 4, 4, 7), rows=9, initial="all", qk_norm=False),
         "a bias, width 3": Call(GroupShape(1, 3, 24, 20), (25, 9), bias=True, width=3, dtype=FLOATS[2], qk_norm=False),
         "no state, width 2": Call(SMALL, (19, 3), initial="no state", width=2, dtype=FLOATS[0], silu=False),
     }[name]
     waits = device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability() >= (9, 0)
-    compare(call, device, PrefillPlan(4, 4 if call.chunk else 8, 1, waits, walk=8))
+    compare(call, device, PrefillPlan(4, 4 if call.chunk else 8, 1, waits, walk=8, ahead=ahead))
 
 
 def test_rows_of_bounds_that_nobody_checked_are_zeros(device: torch.device, unchecked: None) -> None:

@@ -176,7 +176,8 @@ def inputs_before(walked, packed, channel, row, position, i_n, INITIAL: tl.const
     """The inputs of the three rows before one, the oldest first: in its sequence, or in what lies before that."""
     TAPS: tl.constexpr = conv.WIDTH - 1
     if INITIAL:
-        slot, has = has_state(packed.slots, packed.has, i_n, position < TAPS, packed.num_slots)
+        near = (position >= 0) & (position < TAPS)
+        slot, has = has_state(packed.slots, packed.has, i_n, near, packed.num_slots)
         o_channel = (channel + walked.o).to(tl.int64) * conv.S_CHANNEL
         p_slot = packed.conv + slot * packed.s_slot + o_channel
     found = ()

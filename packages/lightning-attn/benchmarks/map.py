@@ -14,11 +14,22 @@ from weakref import WeakKeyDictionary
 
 import peers
 import torch
-from cases import OURS
+from cases import (
+    AS_CHAIN,
+    OURS,
+    as_case,
+    backward_fla,
+    backward_problem,
+    backward_references,
+    tree_as_chain,
+    tree_problem,
+    tree_references,
+)
+from peers import FLA as FLA_TUNED
 from peers import VLLM, VLLM_PREFILL, has_peer
 
 from kernel_reference.bench import Axis, Case, Map, Point
-from kernel_reference.models import MINIMAX_01
+from kernel_reference.models import MINIMAX_01, LinearAttention
 from kernel_reference.recurrence import linear_attention_chunked
 from lightning_attn import lightning_attention, lightning_attention_varlen, lightning_decode, slopes
 
@@ -254,6 +265,24 @@ def decode_point(device: torch.device, point: Point) -> Case:
     return case_of("decode", point, make, by_decode(most)(), {VLLM: decode_vllm}, **sizes)
 
 
+# Cases of cases.py, in bfloat16 and by its checks.
+
+
+def model_of(point: Point) -> LinearAttention:
+    heads, size = point["heads"], point["head size"]
+    return LinearAttention(f"{heads} heads of {size}", heads, size, size)
+
+
+def backward_point(device: torch.device, point: Point) -> Case:
+    problem = backward_problem(device, model_of(point), point["tokens"])
+    return as_case(problem, {FLA_TUNED: backward_fla}, backward_references)
+
+
+def tree_point(device: torch.device, point: Point) -> Case:
+    problem = tree_problem(device, model_of(point), point["sequences"])
+    return as_case(problem, {AS_CHAIN: lambda: tree_as_chain}, tree_references)
+
+
 def maps(device: torch.device) -> Iterator[Map]:
     dtypes = Axis("dtype", ("bfloat16", "float16", "float32"))
     sizes = Axis("head size", (64, 72, 96, 128, 256))
@@ -285,6 +314,23 @@ def maps(device: torch.device) -> Iterator[Map]:
         # Elements of the states.
         allows=lambda p: p["head size"] ** 2 * p["heads"] * p["sequences"] <= 2**28,
         points=22,
+    )
+    yield Map(
+        name="backward",
+        axes=(
+            Axis("head size", (64, 80, 112, 128, 256)),
+            Axis("heads", (8, 64)),
+            Axis("tokens", (500, 16384)),
+        ),
+        case=partial(backward_point, device),
+        allows=lambda p: p["head size"] * p["heads"] * p["tokens"] <= MOST,
+        points=10,
+    )
+    yield Map(
+        name="trees",
+        axes=(Axis("head size", (64, 128)), Axis("heads", (8, 64)), Axis("sequences", (1, 8, 32))),
+        case=partial(tree_point, device),
+        points=6,
     )
 
 

@@ -386,10 +386,11 @@ def test_a_walk_of_prefill_is_of_whole_tiles_and_of_four_rows_at_least() -> None
     assert prefill_programs(PREFILL, replace(plan, walk=64)) == 128 + 128 * 96
 
 
-def test_rows_are_walked_where_they_are_many_to_a_sequence() -> None:
+def test_rows_are_walked_where_they_are_many_and_eight_to_a_sequence() -> None:
     large = replace(PREFILL, shape=GroupShape(16, 32, 256, 256))
-    for problem in (large, replace(PREFILL, rows=1000), replace(PREFILL, sequences=200)):
+    for problem in (large, replace(PREFILL, rows=1000), replace(PREFILL, sequences=2000)):
         assert plan_prefill(problem, H200).walk == 0
+    assert plan_prefill(replace(PREFILL, sequences=1000), H200).walk == 16
     assert (plan_prefill(PREFILL, H200).walk, plan_prefill(PREFILL, H200).num_warps) == (16, 1)
 
 

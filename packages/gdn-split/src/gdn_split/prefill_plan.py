@@ -96,10 +96,9 @@ def plan_prefill(problem: PrefillProblem, limits: DeviceLimits) -> PrefillPlan:
     while cdiv(problem.rows, rows) * units > MAX_PROGRAMS // 2:
         rows *= 2
     plan = PrefillPlan(rows, rows_ba, num_warps=4, dependent_launch=limits.dependent_launch)
-    # Qwen3-Next on an H200, a copy, these walks, those of 32 rows and none: 8192 rows of one sequence 97, 114, 115, 138
-    # us; of seven 97, 116, 124, 151; of 64 208, 295, 339, 339; 2048 rows 57, 71, 82, 82; 1024 28, 44, 65, 45. Where
-    # more rows are among a sequence's first, which are taken two at a time, that is untimed.
-    if block == 128 and problem.rows >= max(1024, 64 * problem.sequences):
+    # Qwen3-Next on an H200, a copy, these walks, none: 8192 rows of one sequence 100, 112, 138 us; of
+    # seven 100, 112, 151; of 64 100, 119, -; of 256 100, 131, 158; 8000 of 1000 98, 153, 171; 512 of one 8, 15, 12.
+    if block == 128 and problem.rows >= max(1024, 8 * problem.sequences):
         limit = 96 if limits.register_limit else 0
         plan = replace(plan, rows=2, num_warps=1, walk=16, max_registers=limit)
     return plan

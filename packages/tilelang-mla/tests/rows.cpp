@@ -184,7 +184,7 @@ template <bool RECORDS, bool BF16, int SLOTS> static void widened(const char *na
 int main() {
   for (int i = 0; i < 4; i++) warps.emplace_back(new std::barrier<>(32));
   copied();
-  widened<false, true, 6>("one scale");
+  widened<false, true, 9>("one scale");
   widened<false, false, 9>("one scale, float16");
   widened<true, true, 4>("records");
 }

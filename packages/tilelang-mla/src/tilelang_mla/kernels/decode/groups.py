@@ -19,7 +19,9 @@ class Sizes(NamedTuple):
 
     whole: a work item is a whole list, whose result nobody merges, and largest scores are wanted beside it. queued:
     scores of a block are asked of the tensor cores before the values of the one before it are there. late: values of
-    the right half wait until then. in_flight: by rows, of 16 elements of keys of 8 bits for each thread; 0: a third.
+    the right half wait until these scores are there (1) or asked for (2). in_flight: by rows, of 16 elements of keys of
+    8 bits for each thread; 0: half of a block with one scale, a quarter of records. told: lists are looked at key by
+    key only where one is none.
     """
 
     dim_nope: int
@@ -34,8 +36,9 @@ class Sizes(NamedTuple):
     by_rows: bool = False
     whole: bool = False
     queued: bool = False
-    late: bool = False
+    late: int = 0
     in_flight: int = 0
+    told: bool = False
 
     @property
     def half(self) -> int:
@@ -55,7 +58,7 @@ class Sizes(NamedTuple):
     @property
     def units(self) -> int:
         """Parts of a block that a thread of a loader by rows has in registers, to be widened."""
-        return self.in_flight or (0 if not self.is_8bit else 4 if self.cache == "656" else 6)
+        return self.in_flight or (0 if not self.is_8bit else 4 if self.cache == "656" else 9)
 
     @property
     def slots(self) -> int:

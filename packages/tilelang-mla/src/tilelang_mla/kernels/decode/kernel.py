@@ -45,7 +45,7 @@ _SCORES, _VALUES, _PRODUCER = 0, 1, 2
 
 def attend(
     T: Any, *, dim_nope: int, dim_rope: int, dtype: Any, block_n: int, num_stages: int, gather: bool,
-    serial: bool = False, per_token: bool = False, by_rows: bool = False, queued: bool = False, late: bool = False,
+    serial: bool = False, per_token: bool = False, by_rows: bool = False, queued: bool = False, late: int = 0,
 ) -> Any:  # fmt: skip
     """The kernel.
 

@@ -10,7 +10,7 @@ from tilelang.language import macro
 from tilelang_mla.kernels.common import GROUP, LN_2, LOG2_E, ROWS, log_of_sum, row_owners
 from tilelang_mla.kernels.decode.groups import SHARED, Work, read_work
 from tilelang_mla.kernels.decode.loads import load_left, load_q, load_right, load_rows, row_of
-from tilelang_mla.kernels.decode.rows import Held, alloc_held, begin_rows, load_by_rows
+from tilelang_mla.kernels.decode.rows import Held, alloc_held, at, begin_rows, load_by_rows
 from tilelang_mla.kernels.decode.schedule import OF_PRODUCER, Owner, find_part, owner_of, part_of
 from tilelang_mla.kernels.decode.shares import tell_share, turns_of
 from tilelang_mla.kernels.decode.widen import begin_raw, load_widened
@@ -194,8 +194,8 @@ def score(T, S, launch, inputs, outputs, memory, barriers, s, acc):
                 # Free the stage first: the next block may not be here yet, and that behind it is to be on its way.
                 T.wait_wgmma(0)
                 T.barrier_arrive(barriers.left_empty[stage])
-            score_block(T, S, memory, barriers, s, after, phase, stage if S.queued else None)
-            if S.late:
+            score_block(T, S, memory, barriers, s, after, phase, stage if S.queued else None, asked=S.late == 2)
+            if S.late == 1:
                 T.barrier_arrive(barriers.scored)
         for _ in T.serial(T.min(work.steps, 1)):
             last = done + work.steps - 1
@@ -297,9 +297,18 @@ def scale_of(S: Any, launch: Any, inputs: Any) -> Any:
 @macro
 def hide_invalid(T, S, memory, s, stage):
     """Hide from all rows the entries of a list that are no keys."""
-    if S.sparse:
-        for i, j in T.Parallel(*s.scores.shape):
-            s.scores[i, j] = T.if_then_else(memory.valid[stage, j] != 0, s.scores[i, j], -T.infinity(T.float32))
+    if S.told:
+        # Seldom: a warp looks at the whole block at once.
+        if T.call_extern("int32", "mla::rows::any_missing", at(T, memory.valid[stage, 0])) != 0:
+            hide_each(T, memory, s, stage)
+    elif S.sparse:
+        hide_each(T, memory, s, stage)
+
+
+@macro
+def hide_each(T, memory, s, stage):
+    for i, j in T.Parallel(*s.scores.shape):
+        s.scores[i, j] = T.if_then_else(memory.valid[stage, j] != 0, s.scores[i, j], -T.infinity(T.float32))
 
 
 @macro
@@ -365,10 +374,11 @@ def find_limits_of_tokens(T, limit, launch, inputs, work):
 
 
 @macro
-def score_block(T, S, memory, barriers, s, stage, phase, before=None):
+def score_block(T, S, memory, barriers, s, stage, phase, before=None, asked=False):
     """Scores of the block in a stage, as soon as each piece of it is there.
 
-    before: the stage of values that were asked for just now, which is to be freed when they are there.
+    before: the stage of values that were asked for just now, which is to be freed when they are there. asked: say so as
+    soon as all scores are.
     """
     T.barrier_wait(barriers.left_full[stage], phase)
     T.wgmma_gemm(memory.q_l, memory.k_l[stage, :, :], s.scores, transpose_B=True, clear_accum=True)
@@ -379,6 +389,8 @@ def score_block(T, S, memory, barriers, s, stage, phase, before=None):
         T.barrier_arrive(barriers.left_empty[before])
     T.barrier_wait(barriers.right_full[stage], phase)
     T.wgmma_gemm(memory.q_r, memory.k_r[stage, :, :], s.scores, transpose_B=True)
+    if asked:
+        T.barrier_arrive(barriers.scored)
     T.wait_wgmma(0)
 
 

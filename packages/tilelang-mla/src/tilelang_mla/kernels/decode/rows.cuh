@@ -76,6 +76,13 @@ MLA_DEVICE uint32_t twice(float x) {
 }
 #endif
 
+#ifndef MLA_ON_HOST
+// Whether one of a block's 64 keys is none, which a warp is told together.
+MLA_DEVICE int any_missing(const void *valid) {
+  return __any_sync(~0u, static_cast<const uint16_t *>(valid)[threadIdx.x & 31] != 0x0101);
+}
+#endif
+
 // Keys of 16 bits
 
 // CHUNKS chunks of a warp's keys, from a byte of them on. own: the key of a lane, or of the lane less 16.

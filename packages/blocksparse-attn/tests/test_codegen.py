@@ -163,10 +163,6 @@ def all_specs(target: str) -> Iterator[KernelSpec]:
     limits = LIMITS[target]
     yield from selecting("selected, MiniMax-M3", limits)
     yield from selecting("selected, MiniMax-M3, decoding", limits, tokens=32, sequences=32, cache=torch.float8_e4m3fn)
-    if limits.hopper:
-        staged = SelectedPlan(16, 64, 4, 4, 3, dependent_launch=True, e4m3=True, staged=1)
-        decoding = {"tokens": 32, "sequences": 32, "cache": torch.float8_e4m3fn}
-        yield from selecting("selected, MiniMax-M3, decoding, staged", limits, plan=staged, **decoding)
     block, tile = (128, (64, 128, 1, 4, 3)) if limits.shared_memory > 128 * 1024 else (32, (16, 32, 1, 4, 1))
     blockwise = SelectedPlan(*tile, by_blocks=4096)
     yield from selecting("selected, block by block", limits, block=block, plan=blockwise)
@@ -296,7 +292,7 @@ def test_no_page_layout_is_loaded_element_by_element(reports: list[Report]) -> N
 
 
 def test_e4m3_by_way_of_shared_memory_is_not_read_byte_by_byte(reports: list[Report]) -> None:
-    (staged,) = [report for report in reports if "decoding, staged" in report.spec]
+    (staged,) = [report for report in reports if "M3, decoding" in report.spec and report.target == "sm_90"]
     assert staged.uses("LDSM")
     assert not staged.uses("LDS.U8")
 

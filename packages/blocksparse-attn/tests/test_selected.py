@@ -255,6 +255,14 @@ def test_neighbouring_tokens_share_a_tile_in_prefill_and_lists_are_split_in_deco
         assert not plan_selected(batch, DeviceLimits(148, 232448)).dependent_launch
 
 
+def test_values_of_e4m3_pass_through_shared_memory_where_one_token_is_walked() -> None:
+    decode = replace(M3, tokens=32, sequences=32, cache_bits=8)
+    assert plan_selected(decode, H200).staged == 1
+    for other in (replace(decode, cache_bits=16), replace(M3, cache_bits=8), replace(decode, block_size=4)):
+        assert plan_selected(other, H200).staged == 0
+    assert plan_selected(decode, DeviceLimits(148, 232448)).staged == 0
+
+
 @pytest.mark.parametrize(("heads", "topk"), [((64, 4), 16), ((64, 4), 64), ((64, 2), 16), ((8, 2), 16)], ids=str)
 def test_tokens_whose_lists_have_little_in_common_are_walked_by_themselves(heads, topk) -> None:
     problem = Problem(*heads, 128, 128, 128, topk, 1024, 1, 32768, 64)

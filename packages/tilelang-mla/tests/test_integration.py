@@ -12,11 +12,22 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 import tilelang_mla
+from kernel_reference.checks import validate_values
 from kernel_reference.dispatch import PreparedLaunches
 from kernel_reference.testing import contract
 from kernel_reference.testing.forks import run_alone
 from kernel_reference.testing.guards import assert_bitwise_equal, poison_
-from tilelang_mla import DecodePlan, DecodeTiles, PrefillPlan, calls, flash_mla, flash_mla_with_kvcache, ops, reference
+from tilelang_mla import (
+    DecodePlan,
+    DecodeTiles,
+    PrefillPlan,
+    calls,
+    flash_mla,
+    flash_mla_with_kvcache,
+    ops,
+    reference,
+    straight,
+)
 
 Tensor = torch.Tensor
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -629,17 +640,45 @@ def test_what_is_called_at_once_is_told_what_the_op_is_told(tensors, monkeypatch
     recorder, asked = Recorder(), []
     monkeypatch.setattr(ops, "launches", PreparedLaunches())
     monkeypatch.setattr(ops, "_launch_module", lambda: recorder)
+    monkeypatch.setattr(straight, "launches", PreparedLaunches())
     monkeypatch.setattr(calls, "runs_now", lambda given: asked.append(len(given)) or True)
     batch = tensors.decode([20, 3, 0], dim_nope=NOPE, dim_rope=ROPE, page=PAGE, heads=HEADS)
     for plan in (None, batch.plan()):
         got = batch.run(out=None, plan=plan)
         batch.check_out(got.out, got.lse)
-    assert (recorder.ran, asked) == (2, [8, 8])
+    assert (recorder.ran, asked) == (2, [6, 6])
     batch.run()
     # The op comes to the same on a GPU, and to the reference on a CPU.
-    assert (recorder.ran, asked) == (2 + batch.q.is_cuda, [8, 8])
+    assert (recorder.ran, asked) == (2 + batch.q.is_cuda, [6, 6])
     with pytest.raises(ValueError, match=r"^kv must be "):
         flash_mla_with_kvcache(batch.q, batch.kv[..., :-32], *batch.given[2:])
+
+
+@pytest.mark.parametrize("lse", [False, True])
+def test_a_call_like_the_last_one_is_begun_at_once_and_refuses_the_same(tensors, monkeypatch, lse) -> None:
+    recorder, asked = Recorder(), []
+    monkeypatch.setattr(ops, "_launch_module", lambda: recorder)
+    monkeypatch.setattr(straight, "launches", PreparedLaunches())
+    monkeypatch.setattr(calls, "runs_now", lambda given: asked.append(1) or True)
+    sizes = {"dim_nope": NOPE, "dim_rope": ROPE, "page": PAGE, "heads": HEADS}
+    batches = [tensors.decode(lengths, **sizes) for lengths in ([20, 3, 0], [0, 20, 3])]
+    plan = batches[0].plan()
+    for batch in (*batches, *batches):
+        for of_call in (None, plan):
+            got = batch.run(out=None, plan=of_call, return_lse=lse)
+            batch.check_out(*(got if lse else (got, None)))
+    assert (recorder.ran, len(recorder.prepared), len(asked)) == (8, 2, 2)
+    q, *others = batches[0].given
+    with pytest.raises(ValueError, match=r"^q must be without gradient"):
+        flash_mla_with_kvcache(q.clone().requires_grad_(), *others, return_lse=lse)
+    with pytest.raises(ValueError, match=r"^seqlens_k\[0\] must be"), validate_values():
+        flash_mla_with_kvcache(q, others[0], others[1] + 1000, *others[2:], return_lse=lse)
+    for name, place, value in (("dim_nope", 4, float(NOPE)), ("causal", 6, 1), ("softmax_scale", 5, "1")):
+        given = [q, *others]
+        given[place] = value
+        with pytest.raises(TypeError, match=f"^{name} must be"):
+            flash_mla_with_kvcache(*given, return_lse=lse)
+    assert recorder.ran == 8
 
 
 # Offsets past 2^31 elements

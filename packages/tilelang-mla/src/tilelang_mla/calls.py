@@ -19,7 +19,7 @@ from kernel_reference.checks import (
 from kernel_reference.dispatch import runs_now
 from kernel_reference.launching import device_properties
 from kernel_reference.transforms import are_active, refuse_derivatives
-from tilelang_mla import arguments, ops
+from tilelang_mla import arguments, ops, straight
 from tilelang_mla.arguments import Decode8bitTensors, DecodeOptions, DecodeTensors, Names
 from tilelang_mla.caches import format_of, scale_of
 from tilelang_mla.plan import DecodeTiles, DeviceLimits
@@ -27,8 +27,8 @@ from tilelang_mla.schedule import DecodePlan
 from tilelang_mla.sparse_arguments import SparseOptions, SparseTensors, check_sparse
 
 Tensor = torch.Tensor
-# A plan as the op takes it: first_part, order if there is one, tiles.
-Parts = tuple[Tensor, Tensor | None, list[int]]
+# Of a plan first_part, order if there is one, tiles.
+Parts = tuple[Tensor, Tensor | None, DecodeTiles]
 
 _decode = torch.ops.tilelang_mla.decode.default
 _decode_sparse = torch.ops.tilelang_mla.decode_sparse.default
@@ -53,8 +53,13 @@ def run_decode(
 ) -> tuple[Tensor, Tensor | None]:
     """The op; what it refuses is said in the names that the caller knows."""
     q, kv, seqlens_k, block_table, dim_nope, scale, causal, kv_scale = call
+    first_part, order, tiles = (None, None, None) if parts is None else parts
+    tensors = (q, kv, seqlens_k, block_table, first_part, order, kv_scale)
+    numbers = (dim_nope, scale, causal, return_lse, tiles)
+    if out is None and (made := straight.decoded_again(tensors, numbers)) is not None:
+        return made
     check_int(names.dim_nope, dim_nope)
-    first_part, order, ints = (None, None, None) if parts is None else parts
+    ints = None if tiles is None else tiles.as_ints()
 
     def named() -> dict[str, Tensor]:
         optional = given(**{names.first_part: first_part, names.order: order, "out": out})
@@ -76,27 +81,26 @@ def run_decode(
     inputs: tuple[Any, ...]
     try:
         if kv_scale is None and format_of(kv) is None:
-            inputs = (q, kv, seqlens_k, block_table, first_part, order, result, lse)
-            op, at_once = _decode, ops.decode_now
+            inputs, op = (q, kv, seqlens_k, block_table, first_part, order), _decode
         else:
             kv_scale = scale_of(kv, kv_scale)
-            inputs = (q, kv, seqlens_k, block_table, first_part, order, kv_scale, result, lse)
-            op, at_once = _decode_8bit, ops.decode_8bit_now
-        run = at_once if out is None and runs_now(inputs) else op
-        run(*inputs, dim_nope, scale, causal, ints)
+            inputs, op = (q, kv, seqlens_k, block_table, first_part, order, kv_scale), _decode_8bit
+        if out is None and runs_now(inputs):
+            return straight.decode((q, kv, seqlens_k, block_table, first_part, order, kv_scale), numbers)
+        op(*inputs, result, lse, dim_nope, scale, causal, ints)
     except (*REFUSALS, ValueError) as error:
         check_dense(**named())
-        tensors: DecodeTensors | Decode8bitTensors
+        of_op: DecodeTensors | Decode8bitTensors
         lengths: Any = seqlens_k
         table: Any = block_table
         if format_of(kv) is None:
-            tensors = DecodeTensors(q, kv, lengths, table, first_part, order, result, lse)
+            of_op = DecodeTensors(q, kv, lengths, table, first_part, order, result, lse)
         else:
             own_scale: Any = kv_scale
-            tensors = Decode8bitTensors(q, kv, lengths, table, first_part, order, own_scale, result, lse)
-        problem, tiles = arguments.check_decode(tensors, DecodeOptions(dim_nope, scale, causal, ints), names)
+            of_op = Decode8bitTensors(q, kv, lengths, table, first_part, order, own_scale, result, lse)
+        problem, plan = arguments.check_decode(of_op, DecodeOptions(dim_nope, scale, causal, ints), names)
         if isinstance(error, ValueError) and values_are_checked(q.device):
-            arguments.check_decode_values(problem, tiles, tensors, names)
+            arguments.check_decode_values(problem, plan, of_op, names)
         raise
     return result, lse
 
@@ -119,7 +123,8 @@ def run_sparse(
     """The op of sparse decoding; lse has a token's heads side by side, as the kernel writes them."""
     q, kv, indices, topk_length, attn_sink, dim_nope, scale = call
     check_int(names.dim_nope, dim_nope)
-    first_part, order, ints = (None, None, None) if parts is None else parts
+    first_part, order, tiles = (None, None, None) if parts is None else parts
+    ints = None if tiles is None else tiles.as_ints()
 
     def named() -> dict[str, Tensor]:
         optional = given(topk_length=topk_length, attn_sink=attn_sink, out=out)
@@ -167,7 +172,7 @@ def decode_parts(plan: DecodePlan) -> Parts:
         fail("plan", "a tilelang_mla.DecodePlan, from plan_decode, or None", describe(plan), TypeError)
     if not isinstance(plan.tiles, DecodeTiles):
         fail("plan.tiles", "a tilelang_mla.DecodeTiles", describe(plan.tiles), TypeError)
-    return plan.first_part, plan.order, plan.tiles.as_ints()
+    return plan.first_part, plan.order, plan.tiles
 
 
 def check_ranks(tensors: dict[str, tuple[Tensor, str, int]]) -> None:

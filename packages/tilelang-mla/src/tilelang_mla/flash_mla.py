@@ -183,7 +183,7 @@ def _parts(q: Tensor, head_dim_v: int, made: FlashMLASchedMeta) -> calls.Parts |
     limits = calls.device_limits(q.device)
     tiles = plans.decode_tiles(q.shape[1] * q.shape[2], head_dim_v, q.shape[3] - head_dim_v, None, limits, 1)
     tiles = replace(tiles, num_splits=1, spare_parts=plans.WAVES * metadata.shape[0])
-    return num_splits, made.order, tiles.as_ints()
+    return num_splits, made.order, tiles
 
 
 def _refuse(**given: tuple[Any, Any]) -> None:

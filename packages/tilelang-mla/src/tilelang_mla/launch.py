@@ -188,6 +188,8 @@ def prepare_decode(problem: DecodeProblem, plan: DecodeTiles | None, tensors: De
             ((batch, rows, dim_nope), dtype),
         )
     )  # fmt: skip
+    # Stands in for an lse that nobody wants; nobody writes it.
+    no_lse = torch.empty((1, 1, 1), dtype=torch.float32, device=device)
     scale = max(abs(softmax_scale), ZERO_SCALE) * LOG2_E
     by = _SHARED if shared else int(first_part is not None)
     flags = (by, int(order is not None), int(lse is not None))
@@ -202,7 +204,7 @@ def prepare_decode(problem: DecodeProblem, plan: DecodeTiles | None, tensors: De
         copied = out_form is None or address & 15
         packed = make_packed() if out_form is None or copied else out.as_strided(*out_form)
         parts, part_lse = make_parts(), make_part_lse()
-        own_lse = part_lse[:, :, None] if lse is None else lse
+        own_lse = no_lse if lse is None else lse
         table = block_table if table_as_it_is else block_table.as_strided(*table_form)
         # Tensors of one dimension that stand in for those of a schedule, or for what programs cut.
         stand_in = seqlens_k.view(-1) if per_token else seqlens_k

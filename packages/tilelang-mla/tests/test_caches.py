@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import random
 import struct
 from dataclasses import replace
 from typing import Any
@@ -167,6 +168,17 @@ def test_kernels_attend_to_a_cache_of_8_bits(device, format, page, heads) -> Non
                 problem = DecodeProblem(heads, 512, 64, seqlen_q, len(lengths), 4096, page, cache=format)
                 of_keys = tiles_of_keys(problem, plan.tiles, DeviceLimits(132))
                 batch.check(*batch.run(plan=plan._replace(tiles=of_keys)))
+
+
+def test_a_random_batch_over_a_cache_of_8_bits_is_the_definition(device, random_case) -> None:
+    rng = random.Random(random_case)
+    most = rng.choice([5, 300, 4000] if device.type != "cpu" else [5, 300])
+    lengths = [rng.choice([1, 64, rng.randint(1, 200), rng.randint(0, most)]) for _ in range(rng.randint(1, 9))]
+    heads, tokens = rng.choice([1, 8, 16, 20, 32, 64, 128]), rng.choice([1, 1, 2, 3])
+    format, page = rng.choice(["e4m3", "656"]), rng.choice([64, 128, 1, 16, 48])
+    batch = Cached(format, [*lengths, 3], heads=heads, seqlen_q=tokens, page=page, device=device)
+    how = rng.choice([None, {}, {"num_splits": rng.randint(1, 20)}])
+    batch.check(*batch.run(plan=None if how is None else plan_decode(batch.seqlens_k, heads, tokens, **how)))
 
 
 @pytest.mark.gpu

@@ -7,6 +7,7 @@ races, no TMA, no rounding to 16 bits and no roles, whose steps follow each othe
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -453,6 +454,43 @@ def test_any_batch_of_prefill(tensors, kernels, data) -> None:
     prefill(
         tensors, kernels, lengths, heads=(2, 1), causal=data.draw(st.booleans()), sizes=(64, 64),
         rows_after=data.draw(st.sampled_from([0, 5, 200])),
+    )  # fmt: skip
+
+
+# Of decoding, latent, rope and dtype, and of prefill: each is a handful of kernels to compile, on a GPU.
+MODELS = [(512, 64, BF16), (512, 64, BF16), (64, 32, BF16), (320, 96, torch.float16), (512, 128, BF16)]
+HEAD_SIZES = [(192, 128), (192, 128), (128, 128), (64, 64)]
+
+
+def test_a_random_batch_is_the_definition(tensors, kernels, device, random_case) -> None:
+    rng = random.Random(random_case)
+    on_gpu = device.type != "cpu"
+    dim_nope, dim_rope, dtype = rng.choice(MODELS) if on_gpu else (64, 32, BF16)
+    heads, tokens = rng.choice([1, 3, 8, 16, 20, 64, 80, 128] if on_gpu else [1, 3, 20]), rng.choice([1, 1, 1, 2, 3, 4])
+    most = rng.choice([5, 200, 5000, 20000] if on_gpu else [5, 200])
+    lengths = [rng.choice([0, 1, 64, rng.randint(0, 200), rng.randint(0, most)]) for _ in range(rng.randint(1, 12))]
+    how = rng.choice([*PLANS.values(), {"num_splits": rng.randint(1, 40)}, {"max_seqlen_k": max(lengths)}])
+    decode(
+        tensors, kernels, lengths if on_gpu else lengths[:4], how, dim_nope=dim_nope, dim_rope=dim_rope, dtype=dtype,
+        heads=heads, seqlen_q=tokens, page=rng.choice([64, 64, 128, 256, 1, 16, 48, 7]), causal=rng.random() < 0.7,
+        softmax_scale=rng.choice([None, None, 1.5, *([0.0, -0.03] if on_gpu else [])]), page_gap=rng.choice([0, 0, 64]),
+    )  # fmt: skip
+
+
+def test_a_random_prompt_is_the_definition(tensors, kernels, device, random_case) -> None:
+    rng = random.Random(random_case)
+    on_gpu = device.type != "cpu"
+    of_kv = rng.choice([1, 2, 4])
+    most = rng.choice([5, 140, 2500]) if on_gpu else 100
+    lengths = [
+        (rng.choice([0, 1, rng.randint(0, most)]), rng.choice([1, rng.randint(1, most)]))
+        for _ in range(rng.randint(1, 6))
+    ]
+    prefill(
+        tensors, kernels, [*lengths, (3, 5)], sizes=rng.choice(HEAD_SIZES) if on_gpu else (64, 64),
+        heads=(of_kv * rng.choice([1, 2, 8]), of_kv) if on_gpu else (2, 1), causal=rng.random() < 0.7,
+        rows_after=rng.choice([0, 0, 5, 200]),
+        softmax_scale=rng.choice([None, None, *([0.0, -0.05] if on_gpu else [])]),
     )  # fmt: skip
 
 

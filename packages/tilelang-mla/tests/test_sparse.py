@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -110,6 +111,19 @@ def test_kernels_attend_to_listed_keys(device, cache, heads) -> None:
                     batch.check(
                         batch.run(**given, plan=own), *[given.get(name) for name in ("topk_length", "attn_sink")]
                     )
+
+
+def test_random_lists_are_the_definition(device, random_case) -> None:
+    rng = random.Random(random_case)
+    topk = rng.choice([3, 64, 65, 512, 2048, rng.randint(3, 3000)] if device.type != "cpu" else [3, 64, 130])
+    sizes = {"batch": rng.randint(1, 3), "seqlen_q": rng.choice([1, 1, 2, 3]), "page": rng.choice([64, 1, 48, 256])}
+    heads = rng.choice([1, 3, 8, 16, 32, 64, 80, 128])
+    batch = Listed(rng.choice(["", "656"]), heads=heads, topk=topk, device=device, **sizes)
+    lengths = torch.full((sizes["batch"] * sizes["seqlen_q"],), topk, dtype=torch.int32, device=device)
+    how = rng.choice([None, None, {}, {"num_splits": rng.randint(1, 20)}])
+    given = {name: getattr(batch, name) for name in ("topk_length", "attn_sink") if rng.random() < 0.5}
+    got = batch.run(**given, plan=None if how is None else plan_decode(lengths, heads, **how))
+    batch.check(got, *[given.get(name) for name in ("topk_length", "attn_sink")])
 
 
 @pytest.mark.gpu

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -114,6 +115,18 @@ def test_kernels_attend_to_the_keys_that_tokens_list(device, width, heads) -> No
         for plan in (None, DecodeTiles(64, 64, 2)):
             for given in ({}, {"topk_length": prompt.topk_length, "attn_sink": prompt.attn_sink}):
                 prompt.check(prompt.run(**given, plan=plan), **given)
+
+
+def test_random_lists_of_a_prompt_are_the_definition(device, random_case) -> None:
+    rng = random.Random(random_case)
+    on_gpu = device.type != "cpu"
+    prompt = Prompt(
+        rng.choice([V32, V4]), heads=rng.choice([1, 3, 8, 16, 32, 64, 80, 128]), device=device,
+        tokens=rng.randint(6, 600 if on_gpu else 12), keys=rng.choice([1, 150, 5000] if on_gpu else [1, 150]),
+        topk=rng.choice([3, 64, 2048, rng.randint(3, 3000)] if on_gpu else [3, 64, 130]),
+    )  # fmt: skip
+    given = {name: getattr(prompt, name) for name in ("topk_length", "attn_sink") if rng.random() < 0.5}
+    prompt.check(prompt.run(**given), **given)
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-// rows.cuh on a CPU: the 128 threads of a producer bring blocks of keys to shared memory, beside what TMA's swizzle says.
+// rows.cuh on a CPU: the 128 or 256 threads of a producer bring blocks of keys to shared memory, beside what TMA's swizzle says.
 // Prints what was run, how many elements are not what they must be, and how many were looked at.
 
 #include <barrier>
@@ -19,7 +19,7 @@ static float __uint_as_float(uint32_t x) { return bits<float>(x); }
 
 static thread_local int own;
 static std::vector<std::unique_ptr<std::barrier<>>> warps;
-static uint64_t handed[128];
+static uint64_t handed[256];
 
 template <class X> static X exchanged(X x, int lane) {
   handed[own] = 0;
@@ -82,13 +82,13 @@ static std::mt19937 numbers(7);
 static bool there(int key) { return key % 11 != 3 && key < 64 * BLOCKS - 5; }
 static int nan_of(int key) { return key % 17 == 5 ? key * 31 % WIDTH : -1; }
 
-// Runs the threads of a warpgroup, each of which knows one of its warp's 16 keys.
-static void run(const std::function<void(int thread, int own_key)> &role) {
+// Runs the threads of a producer, each of which knows one of its warp's keys.
+template <int KEYS> static void run(const std::function<void(int thread, int own_key)> &role) {
   std::vector<std::thread> threads;
-  for (int thread = 0; thread < 128; thread++)
+  for (int thread = 0; thread < 64 / KEYS * 32; thread++)
     threads.emplace_back([&, thread] {
       own = thread;
-      role(thread, thread / 32 * 16 + thread % 16);
+      role(thread, thread / 32 * KEYS + thread % KEYS);
     });
   for (auto &thread : threads) thread.join();
 }
@@ -113,23 +113,23 @@ static void report(const char *name, const std::vector<Rings> &rings, const std:
   printf("%s: %d %d\n", name, wrong, BLOCKS * ELEMENTS);
 }
 
-static void copied() {
+template <int KEYS> static void copied(const char *name) {
   std::vector<uint16_t> cache(BLOCKS * ELEMENTS);
   for (auto &x : cache) x = numbers();
   std::vector<Rings> rings(BLOCKS);
-  run([&](int thread, int own_key) {
+  run<KEYS>([&](int thread, int own_key) {
     for (int i = 0; i < BLOCKS; i++) {
       int key = 64 * i + own_key;
       const void *own = &cache[key * WIDTH];
-      mla::rows::copy_rows<4>(rings[i].left(), 0, own, there(key), thread);
-      mla::rows::copy_rows<1>(rings[i].ropes(), 1024, own, there(key), thread);
-      mla::rows::copy_rows<4>(rings[i].right(), 512, own, there(key), thread);
+      mla::rows::copy_rows<KEYS, 4>(rings[i].left(), 0, own, there(key), thread);
+      mla::rows::copy_rows<KEYS, 1>(rings[i].ropes(), 1024, own, there(key), thread);
+      mla::rows::copy_rows<KEYS, 4>(rings[i].right(), 512, own, there(key), thread);
     }
   });
-  report("copied", rings, [&](int key, int j, uint16_t x) { return x == (there(key) ? cache[key * WIDTH + j] : 0); });
+  report(name, rings, [&](int key, int j, uint16_t x) { return x == (there(key) ? cache[key * WIDTH + j] : 0); });
 }
 
-template <bool RECORDS, bool BF16, int SLOTS> static void widened(const char *name) {
+template <int KEYS, bool RECORDS, bool BF16, int SLOTS> static void widened(const char *name) {
   constexpr int ROW = RECORDS ? 656 : WIDTH;
   std::vector<uint8_t> cache(64 * BLOCKS * ROW);
   std::vector<float> exact(BLOCKS * ELEMENTS);
@@ -152,19 +152,19 @@ template <bool RECORDS, bool BF16, int SLOTS> static void widened(const char *na
       x = of_e4m3(code) * scale;
     }
   std::vector<Rings> rings(BLOCKS);
-  run([&](int thread, int own_key) {
+  run<KEYS>([&](int thread, int own_key) {
     uint32_t held[4 * SLOTS];
     float scales[2];
     // A key that is none is read as another.
     auto at = [&](int key) { return &cache[key < 64 * BLOCKS && there(key) ? key * ROW : 0]; };
     auto is = [&](int key) { return key < 64 * BLOCKS && there(key); };
-    mla::rows::begin_keys<RECORDS, SLOTS>(held, scales, at(own_key), is(own_key), thread);
+    mla::rows::begin_keys<KEYS, RECORDS, SLOTS>(held, scales, at(own_key), is(own_key), thread);
     for (int i = 0; i < BLOCKS; i++) {
       int key = 64 * i + own_key, next = key + 64;
       auto *left = rings[i].left(), *right = rings[i].right(), *ropes = rings[i].ropes();
-      mla::rows::widen_left<RECORDS, BF16, SLOTS>(
+      mla::rows::widen_left<KEYS, RECORDS, BF16, SLOTS>(
           held, scales, left, ropes, at(key), is(key), at(next), is(next), thread);
-      mla::rows::widen_right<RECORDS, BF16, SLOTS>(
+      mla::rows::widen_right<KEYS, RECORDS, BF16, SLOTS>(
           held, scales, right, at(key), is(key), at(next), is(next), thread);
     }
   });
@@ -182,9 +182,11 @@ template <bool RECORDS, bool BF16, int SLOTS> static void widened(const char *na
 }
 
 int main() {
-  for (int i = 0; i < 4; i++) warps.emplace_back(new std::barrier<>(32));
-  copied();
-  widened<false, true, 9>("one scale");
-  widened<false, false, 9>("one scale, float16");
-  widened<true, true, 4>("records");
+  for (int i = 0; i < 8; i++) warps.emplace_back(new std::barrier<>(32));
+  copied<16>("copied");
+  widened<16, false, true, 9>("one scale");
+  widened<16, false, false, 9>("one scale, float16");
+  widened<16, true, true, 4>("records");
+  widened<8, false, true, 3>("one scale, two loaders");
+  widened<8, true, true, 4>("records, two loaders");
 }

@@ -10,6 +10,10 @@ from tilelang_mla.kernels.common import GROUP, ROWS
 # consumers still read the other.
 _TOLD = 8
 _SEQUENCE, _PARTS, _LENGTH, _PART, _ROW, _BLOCK, _STEPS = 0, 2, 3, 4, 5, 6, 7
+# Registers of a thread that makes weights, of one that multiplies the right half and of the producer, 65536 in all less
+# 1024; where the producer widens keys, and where they are in its registers until then.
+_REGISTERS, _REGISTERS_8BIT, _WIDENED_BY_ROWS = (216, 216, 72), (208, 208, 88), (216, 176, 112)
+_WHOLE_BLOCK, _TWO_LOADERS = (208, 168, 128), (208, 160, 72)
 # Who says how sequences are cut: a number of parts for all of them, the schedule of a plan, or the programs themselves.
 EVENLY, PLANNED, SHARED = 0, 1, 2
 
@@ -21,7 +25,7 @@ class Sizes(NamedTuple):
     scores of a block are asked of the tensor cores before the values of the one before it are there. late: values of
     the right half wait until these scores are there (1) or asked for (2). in_flight: by rows, of 16 elements of keys of
     8 bits for each thread; 0: half of a block with one scale, a quarter of records. told: lists are looked at key by
-    key only where one is none.
+    key only where one is none. loaders: warpgroups of the producer, two by rows alone.
     """
 
     dim_nope: int
@@ -39,6 +43,7 @@ class Sizes(NamedTuple):
     late: int = 0
     in_flight: int = 0
     told: bool = False
+    loaders: int = 1
 
     @property
     def half(self) -> int:
@@ -59,6 +64,25 @@ class Sizes(NamedTuple):
     def units(self) -> int:
         """Parts of a block that a thread of a loader by rows has in registers, to be widened."""
         return self.in_flight or (0 if not self.is_8bit else 4 if self.cache == "656" else 9)
+
+    @property
+    def producers(self) -> int:
+        """Threads of the producer."""
+        return self.loaders * GROUP
+
+    @property
+    def keys_of_warp(self) -> int:
+        """Keys of a block that a warp of a producer by rows loads."""
+        return 16 // self.loaders
+
+    @property
+    def registers(self) -> tuple[int, int, int]:
+        """Of a thread of each role, unless keys are rows."""
+        if not self.is_8bit:
+            return _REGISTERS
+        if not self.by_rows:
+            return _REGISTERS_8BIT
+        return _TWO_LOADERS if self.loaders == 2 else _WHOLE_BLOCK if self.units > 9 else _WIDENED_BY_ROWS
 
     @property
     def slots(self) -> int:
@@ -237,10 +261,10 @@ def alloc_softmax(T, S):
 
 @macro
 def alloc_barriers(T, S):
-    work_full = T.alloc_barrier(GROUP)
+    work_full = T.alloc_barrier(S.producers)
     work_empty = T.alloc_barrier(2 * GROUP)
-    left_full = T.alloc_barrier([2 * GROUP if S.tells_valid else GROUP] * S.num_stages)
-    right_full = T.alloc_barrier([GROUP] * S.num_stages)
+    left_full = T.alloc_barrier([2 * S.producers if S.tells_valid else S.producers] * S.num_stages)
+    right_full = T.alloc_barrier([S.producers] * S.num_stages)
     left_empty = T.alloc_barrier([GROUP] * S.num_stages)
     right_empty = T.alloc_barrier([GROUP] * S.num_stages)
     weights_full = T.alloc_barrier(GROUP)

@@ -130,8 +130,12 @@ def run_roles(T, S, serial, inputs, outputs, numbers, i_program, num_programs):
         barriers = Barriers(*alloc_barriers(T, S))
         if S.late:
             barriers = barriers._replace(scored=T.alloc_barrier(GROUP))
-        with T.ws(_PRODUCER):
-            produce(T, S, launch, inputs, outputs.pieces, memory, barriers, thread - 2 * GROUP)
+        if S.loaders == 2:
+            with T.ws(_PRODUCER, _PRODUCER + 1):
+                produce(T, S, launch, inputs, outputs.pieces, memory, barriers, thread - 2 * GROUP)
+        else:
+            with T.ws(_PRODUCER):
+                produce(T, S, launch, inputs, outputs.pieces, memory, barriers, thread - 2 * GROUP)
         with T.ws(_SCORES):
             score(T, S, launch, inputs, outputs, memory, barriers, s, acc_l)
         with T.ws(_VALUES):

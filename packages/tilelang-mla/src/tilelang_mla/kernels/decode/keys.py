@@ -20,6 +20,7 @@ from tilelang_mla.kernels.decode.schedule import Owner, find_part, owner_of, par
 from tilelang_mla.kernels.decode.shares import find_share, tell_share, turns_of
 
 TEXT = Path(__file__).with_name("rows_of_keys.cuh").read_text()
+TEXT_OF_HALVES = Path(__file__).with_name("halves.cuh").read_text()
 # Registers of a thread that makes weights, of one that multiplies latents and of the producer, by rows and whether keys
 # are records: five warpgroups start with 96.
 _AT_FIRST = 96
@@ -114,12 +115,12 @@ def prelude_of(S: Any, serial: bool) -> dict[str, str]:
     """What a kernel is compiled with, unless in C."""
     if serial or not (S.keys_are_rows or S.by_rows):
         return {}
-    return {"prelude": TEXT if S.keys_are_rows else TEXT_BY_ROWS}
+    return {"prelude": TEXT if S.keys_are_rows else (TEXT_OF_HALVES if S.loaders == 2 else "") + TEXT_BY_ROWS}
 
 
 def threads_of(S: Any, serial: bool) -> int:
     """Threads of a program: one in C, else three warpgroups, or five where keys are rows."""
-    return 1 if serial else (5 if S.keys_are_rows else 3) * GROUP
+    return 1 if serial else (5 if S.keys_are_rows else 2 + S.loaders) * GROUP
 
 
 @macro

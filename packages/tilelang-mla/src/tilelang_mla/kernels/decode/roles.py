@@ -27,25 +27,14 @@ from tilelang_mla.kernels.softmax import (
     zero_tail,
 )
 
-# Registers of a thread that makes weights, of one that multiplies the right half and of the producer, 65536 in all less
-# 1024; where the producer widens keys, and where they are in its registers until then.
-_REGISTERS, _REGISTERS_8BIT, _WIDENED_BY_ROWS = (216, 216, 72), (208, 208, 88), (216, 176, 112)
-_WHOLE_BLOCK = (208, 168, 128)
 # Named barriers of one warpgroup; 0 is that of all threads, and TileLang keeps 1 and 2 for itself.
 _OF_SCORES, _OF_VALUES = 5, 6
-
-
-def registers_of(S: Any) -> tuple[int, int, int]:
-    """Of a thread of each role."""
-    if not S.is_8bit:
-        return _REGISTERS
-    return _REGISTERS_8BIT if not S.by_rows else _WHOLE_BLOCK if S.units > 9 else _WIDENED_BY_ROWS
 
 
 @macro
 def produce(T, S, launch, inputs, pieces, memory, barriers, thread):
     """Finds the work items and loads their q and key blocks, the first while the one before is being finished."""
-    T.set_max_nreg(registers_of(S)[2], 0)
+    T.set_max_nreg(S.registers[2], 0)
     done = T.alloc_var(T.int32, init=0)
     # Loads that wait for none of the others first.
     begin, end, length = owner_of(T, launch, inputs, thread)
@@ -63,7 +52,7 @@ def produce(T, S, launch, inputs, pieces, memory, barriers, thread):
         if launch.scheduled == SHARED:
             tell_share(T, S, launch, inputs, memory, pieces, slot, turn, thread)
         else:
-            find_part(T, S, launch, inputs, memory, slot, part, tile, own, thread, GROUP)
+            find_part(T, S, launch, inputs, memory, slot, part, tile, own, thread, S.producers)
         work = Work(*read_work(T, memory.told, slot))
         # The page of the next block is looked up a block ahead: that takes as long as half a block.
         i_page = T.alloc_var(T.int32, init=-1)
@@ -158,7 +147,7 @@ def score(T, S, launch, inputs, outputs, memory, barriers, s, acc):
 
     The scores of a block are made while the other consumer multiplies the right half of the one before.
     """
-    T.set_max_nreg(registers_of(S)[0], 1)
+    T.set_max_nreg(S.registers[0], 1)
     done = T.alloc_var(T.int32, init=0)
     scale = T.alloc_var(T.float32, init=scale_of(S, launch, inputs))
     turns = turns_of(T, launch, inputs, memory)
@@ -244,7 +233,7 @@ def score(T, S, launch, inputs, outputs, memory, barriers, s, acc):
 @macro
 def value(T, S, launch, inputs, outputs, memory, barriers, rescale, acc):
     """Multiplies the right half of the latents by the weights that it is given."""
-    T.set_max_nreg(registers_of(S)[1], 1)
+    T.set_max_nreg(S.registers[1], 1)
     done = T.alloc_var(T.int32, init=0)
     turns = turns_of(T, launch, inputs, memory)
     for turn in T.serial(turns):

@@ -1,9 +1,9 @@
 // Blocks of 64 keys, each of them anywhere in the cache, as TMA with a swizzle of 128 bytes would write them: a row of
 // shared memory is 64 elements of 16 bits of a key, 64 of them a chunk, and the chunks of a ring lie behind each other.
 //
-// A producer warp has 16 keys. A lane is told where one of them is, and asks the others for theirs: addresses are in
-// registers, and all that tells loads of a key apart are constants. Keys of 16 bits are copied asynchronously. Those of
-// 8 bits come by L2 to registers, and go to shared memory in q's dtype.
+// A producer warp has KEYS keys, 16 or, of two warpgroups, 8. A lane is told where one of them is, and asks the others
+// for theirs: addresses are in registers, and all that tells loads of a key apart are constants. Keys of 16 bits are
+// copied asynchronously. Those of 8 bits come by L2 to registers, and go to shared memory in q's dtype.
 //
 // RECORDS: keys of 656 bytes (512 e4m3, 4 scales, 64 ropes of bfloat16), else 64 ropes of e4m3 behind the latents, and
 // one scale, which is not applied here.
@@ -85,13 +85,13 @@ MLA_DEVICE int any_missing(const void *valid) {
 
 // Keys of 16 bits
 
-// CHUNKS chunks of a warp's keys, from a byte of them on. own: the key of a lane, or of the lane less 16.
-template <int CHUNKS> MLA_DEVICE void copy_rows(void *ring, int begin, const void *own, bool own_there, int thread) {
+// CHUNKS chunks of a warp's keys, from a byte of them on. own: the key of a lane, modulo KEYS.
+template <int KEYS, int CHUNKS> MLA_DEVICE void copy_rows(void *ring, int begin, const void *own, bool own_there, int thread) {
   int lane = thread & 31, unit = lane & 7;
   uint32_t there = of_warp(own_there);
-  Shared rows = shared(ring) + (thread >> 5) * 16 * LINE;
+  Shared rows = shared(ring) + (thread >> 5) * KEYS * LINE;
 #pragma unroll
-  for (int i = 0; i < 4; i++) {
+  for (int i = 0; i < KEYS / 4; i++) {
     // Eight lanes have 128 bytes of a key.
     int key = 4 * i + (lane >> 3);
     const uint8_t *from = of_lane(own, key) + begin + 16 * unit;
@@ -103,14 +103,14 @@ template <int CHUNKS> MLA_DEVICE void copy_rows(void *ring, int begin, const voi
 
 // Keys of 8 bits
 
-// A thread's part of a block: 16 elements of each of its two keys' chunks, a unit each; those of both keys' left half,
-// with ropes of 8 bits, before those of the right one. SLOTS of them are in registers, of this block and then the next;
+// A thread's part of a block: 16 elements of each of its keys' chunks, a unit each, of KEYS / 8 keys; those of their left
+// half, with ropes of 8 bits, before those of the right one. SLOTS of them are in registers, of this block and then the next;
 // they are a divisor of all.
-template <bool RECORDS> struct Units {
-  static constexpr int LEFT = RECORDS ? 4 : 5, RIGHT = 4, COUNT = 2 * (LEFT + RIGHT);
+template <int KEYS, bool RECORDS> struct Units {
+  static constexpr int OWN = KEYS / 8, LEFT = RECORDS ? 4 : 5, RIGHT = 4, COUNT = OWN * (LEFT + RIGHT);
 };
 
-// The two keys of a thread, by its eighth of a warp: one is looked at at a time, as registers are few. What is read of one
+// The keys of a thread, by its eighth of a warp: one is looked at at a time, as registers are few. What is read of one
 // that is none is of another, and not used.
 struct Keys {
   const void *own;
@@ -126,20 +126,21 @@ struct Keys {
 };
 
 // held: of each slot four words, in flight or at hand.
-template <bool RECORDS, int SLOTS> MLA_DEVICE void load_unit(uint32_t *held, int unit, Keys &keys, int thread) {
-  using U = Units<RECORDS>;
-  bool right = unit >= 2 * U::LEFT;
-  int chunks = right ? U::RIGHT : U::LEFT, i = right ? (unit - 2 * U::LEFT) / chunks : unit / chunks;
-  int chunk = right ? (unit - 2 * U::LEFT) % chunks : unit % chunks;
+template <int KEYS, bool RECORDS, int SLOTS> MLA_DEVICE void load_unit(uint32_t *held, int unit, Keys &keys, int thread) {
+  using U = Units<KEYS, RECORDS>;
+  constexpr int BEFORE = U::OWN * U::LEFT;
+  bool right = unit >= BEFORE;
+  int chunks = right ? U::RIGHT : U::LEFT, i = right ? (unit - BEFORE) / chunks : unit / chunks;
+  int chunk = right ? (unit - BEFORE) % chunks : unit % chunks;
   int begin = chunk == 4 ? LATENT : right * LATENT / 2 + 64 * chunk;
   load(held + unit % SLOTS * 4, keys.key(i) + begin + 16 * (thread & 3));
 }
 
-// Of both keys a scale each: a quarter of a key's lanes have its four.
-template <bool RECORDS> MLA_DEVICE void load_scales(float *scales, Keys &keys, int thread) {
+// Of each key a scale: a quarter of a key's lanes have its four.
+template <int KEYS, bool RECORDS> MLA_DEVICE void load_scales(float *scales, Keys &keys, int thread) {
   if (!RECORDS) return;
 #pragma unroll
-  for (int i = 0; i < 2; i++) load(scales[i], keys.key(i) + SCALES + 4 * (thread & 3));
+  for (int i = 0; i < KEYS / 8; i++) load(scales[i], keys.key(i) + SCALES + 4 * (thread & 3));
 }
 
 // Of two elements, sign and magnitude apart, the numbers of q's dtype. e4m3's exponent and mantissa become those of a
@@ -163,25 +164,25 @@ MLA_DEVICE Shared target(Shared latents, Shared ropes, int i, int chunk) {
   return (chunk == 4 ? ropes : latents + chunk * CHUNK) + 8 * i * LINE;
 }
 
-// A half of two keys to a ring's chunks, and to that of ropes. What comes next takes the place of each unit.
-template <bool RECORDS, bool RIGHT, bool BF16, int SLOTS, class Next>
+// A half of the keys to a ring's chunks, and to that of ropes. What comes next takes the place of each unit.
+template <int KEYS, bool RECORDS, bool RIGHT, bool BF16, int SLOTS, class Next>
 MLA_DEVICE void widen_half(
     uint32_t *held, const float *scales, void *ring, void *ropes, uint32_t all, int thread, Next next) {
-  using U = Units<RECORDS>;
+  using U = Units<KEYS, RECORDS>;
   constexpr int CHUNKS = RIGHT ? U::RIGHT : U::LEFT;
   int lane = thread & 31, first = lane >> 2;
   // Of 16 elements in 32 bytes the first 8, and the others.
-  int place = ((thread >> 5) * 16 + first) * LINE + (((lane & 3) * 2 ^ first) << 4);
+  int place = ((thread >> 5) * KEYS + first) * LINE + (((lane & 3) * 2 ^ first) << 4);
   const Shared latents[2] = {shared(ring) + place, shared(ring) + (place ^ 16)};
   const Shared of_ropes[2] = {shared(ropes) + place, shared(ropes) + (place ^ 16)};
 #pragma unroll
-  for (int i = 0; i < 2; i++) {
+  for (int i = 0; i < U::OWN; i++) {
     bool there = all >> (first + 8 * i) & 1;
     uint32_t nans = 0;
     Scale scale = {};
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++) {
-      int unit = 2 * U::LEFT * RIGHT + i * CHUNKS + c;
+      int unit = U::OWN * U::LEFT * RIGHT + i * CHUNKS + c;
       // Two chunks have a scale, which one of the key's lanes knows.
       if (RECORDS && c % 2 == 0) scale = scale_of(of_lane(scales[i], (lane & 28) + 2 * RIGHT + c / 2));
 #pragma unroll
@@ -214,52 +215,52 @@ MLA_DEVICE void widen_half(
 }
 
 // A lane's key to L2.
-template <bool RECORDS> MLA_DEVICE void fetch_key(const void *own, bool own_there, int thread) {
-  if (own_there && (thread & 16) == 0) fetch(own, RECORDS ? 656 : 576);
+template <int KEYS, bool RECORDS> MLA_DEVICE void fetch_key(const void *own, bool own_there, int thread) {
+  if (own_there && (thread & 31) < KEYS) fetch(own, RECORDS ? 656 : 576);
 }
 
 // The first units of a work item's first block.
-template <bool RECORDS, int SLOTS>
+template <int KEYS, bool RECORDS, int SLOTS>
 MLA_DEVICE void begin_keys(uint32_t *held, float *scales, const void *own, bool own_there, int thread) {
   Keys keys(own, own_there, thread);
-  load_scales<RECORDS>(scales, keys, thread);
+  load_scales<KEYS, RECORDS>(scales, keys, thread);
 #pragma unroll
-  for (int unit = 0; unit < SLOTS; unit++) load_unit<RECORDS, SLOTS>(held, unit, keys, thread);
+  for (int unit = 0; unit < SLOTS; unit++) load_unit<KEYS, RECORDS, SLOTS>(held, unit, keys, thread);
 }
 
 // What takes the place of a unit.
-template <bool RECORDS, int SLOTS>
+template <int KEYS, bool RECORDS, int SLOTS>
 MLA_DEVICE void load_behind(uint32_t *held, int unit, Keys &keys, Keys &after, int thread) {
-  constexpr int COUNT = Units<RECORDS>::COUNT;
+  constexpr int COUNT = Units<KEYS, RECORDS>::COUNT;
   static_assert(COUNT % SLOTS == 0);
   if (unit + SLOTS < COUNT)
-    load_unit<RECORDS, SLOTS>(held, unit + SLOTS, keys, thread);
+    load_unit<KEYS, RECORDS, SLOTS>(held, unit + SLOTS, keys, thread);
   else
-    load_unit<RECORDS, SLOTS>(held, unit + SLOTS - COUNT, after, thread);
+    load_unit<KEYS, RECORDS, SLOTS>(held, unit + SLOTS - COUNT, after, thread);
 }
 
 // Left half and ropes.
-template <bool RECORDS, bool BF16, int SLOTS>
+template <int KEYS, bool RECORDS, bool BF16, int SLOTS>
 MLA_DEVICE void widen_left(
     uint32_t *held, float *scales, void *ring, void *ropes, const void *own, bool own_there, const void *next,
     bool next_there, int thread) {
   Keys keys(own, own_there, thread), after(next, next_there, thread);
-  if (RECORDS) copy_rows<1>(ropes, ROPES, own, own_there, thread);
-  widen_half<RECORDS, false, BF16, SLOTS>(held, scales, ring, ropes, keys.all, thread, [&](int unit) {
-    load_behind<RECORDS, SLOTS>(held, unit, keys, after, thread);
+  if (RECORDS) copy_rows<KEYS, 1>(ropes, ROPES, own, own_there, thread);
+  widen_half<KEYS, RECORDS, false, BF16, SLOTS>(held, scales, ring, ropes, keys.all, thread, [&](int unit) {
+    load_behind<KEYS, RECORDS, SLOTS>(held, unit, keys, after, thread);
   });
 }
 
 // The right half, and what is left of the next block's first units.
-template <bool RECORDS, bool BF16, int SLOTS>
+template <int KEYS, bool RECORDS, bool BF16, int SLOTS>
 MLA_DEVICE void widen_right(
     uint32_t *held, float *scales, void *ring, const void *own, bool own_there, const void *next, bool next_there,
     int thread) {
   Keys keys(own, own_there, thread), after(next, next_there, thread);
-  widen_half<RECORDS, true, BF16, SLOTS>(held, scales, ring, ring, keys.all, thread, [&](int unit) {
-    load_behind<RECORDS, SLOTS>(held, unit, keys, after, thread);
+  widen_half<KEYS, RECORDS, true, BF16, SLOTS>(held, scales, ring, ring, keys.all, thread, [&](int unit) {
+    load_behind<KEYS, RECORDS, SLOTS>(held, unit, keys, after, thread);
   });
-  load_scales<RECORDS>(scales, after, thread);
+  load_scales<KEYS, RECORDS>(scales, after, thread);
 }
 
 }  // namespace mla::rows

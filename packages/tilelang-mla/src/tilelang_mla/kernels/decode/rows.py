@@ -12,8 +12,8 @@ from tilelang.language import macro
 from tilelang_mla.kernels.common import WARP
 
 TEXT = Path(__file__).with_name("rows.cuh").read_text()
-# Keys of a producer warp, chunks of half the latents of 512.
-_KEYS, _CHUNKS = 16, 4
+# Chunks of half the latents of 512.
+_CHUNKS = 4
 # Elements of half a latent.
 _HALF = 256
 
@@ -30,9 +30,9 @@ def alloc_held(T: Any, S: Any) -> tuple[Any, Any]:
     return T.alloc_local((max(4 * S.units, 1),), T.uint32), T.alloc_local((2,), T.float32)
 
 
-def own_key(T: Any, thread: Any) -> Any:
-    """The key of a block that a lane looks up; two lanes of a warp have the same."""
-    return T.truncdiv(thread, WARP) * _KEYS + thread % _KEYS
+def own_key(T: Any, S: Any, thread: Any) -> Any:
+    """The key of a block that a lane looks up; several lanes of a warp have the same."""
+    return T.truncdiv(thread, WARP) * S.keys_of_warp + thread % S.keys_of_warp
 
 
 def call(T: Any, name: str, *arguments: Any, constants: tuple[Any, ...] = ()) -> Any:
@@ -84,7 +84,7 @@ def key_at(T: Any, inputs: Any, place: Any) -> Any:
 
 def key_of(T: Any, S: Any, work: Any, step: Any, thread: Any) -> Any:
     """The number of a lane's key in a block of a work item."""
-    return T.alloc_var(T.int32, init=(work.first + step) * S.block_n + own_key(T, thread))
+    return T.alloc_var(T.int32, init=(work.first + step) * S.block_n + own_key(T, S, thread))
 
 
 def end_of(T: Any, S: Any, work: Any) -> Any:
@@ -103,7 +103,7 @@ def begin_rows(T, S, inputs, work, held, thread):
         own = key_at(T, inputs, place)
         call(
             T, "begin_keys", at(T, held.words[0]), at(T, held.scales[0]), own, place >= 0, thread,
-            constants=(S.scales > 1, S.units),
+            constants=(S.keys_of_warp, S.scales > 1, S.units),
         )  # fmt: skip
     return place, next_entry
 
@@ -114,16 +114,16 @@ def load_by_rows(T, S, inputs, memory, barriers, work, held, at_hand, step, stag
     place, told = at_hand
     next_place = place_of(T, inputs, told, key_of(T, S, work, step + 1, thread))
     entry = entry_of(T, inputs, work.sequence, key_of(T, S, work, step + 2, thread), end_of(T, S, work))
-    kind = (S.scales > 1, S.dtype == T.bfloat16, S.units)
+    kind = (S.keys_of_warp, S.scales > 1, S.dtype == T.bfloat16, S.units)
     if S.is_8bit:
         following = key_at(T, inputs, next_place)
-        call(T, "fetch_key", following, next_place >= 0, thread, constants=kind[:1])
+        call(T, "fetch_key", following, next_place >= 0, thread, constants=kind[:2])
     own = key_at(T, inputs, place)
     k_l, k_r, k_rope = (at(T, ring[stage, 0, 0]) for ring in (memory.k_l, memory.k_r, memory.k_rope))
     T.barrier_wait(barriers.left_empty[stage], phase)
     if S.sparse:
-        if thread % WARP < _KEYS:
-            memory.valid[stage, own_key(T, thread)] = T.cast(place >= 0, T.uint8)
+        if thread % WARP < S.keys_of_warp:
+            memory.valid[stage, own_key(T, S, thread)] = T.cast(place >= 0, T.uint8)
     if S.is_8bit:
         call(
             T, "widen_left", at(T, held.words[0]), at(T, held.scales[0]), k_l, k_rope, own, place >= 0, following,
@@ -134,9 +134,9 @@ def load_by_rows(T, S, inputs, memory, barriers, work, held, at_hand, step, stag
             T.cp_async_barrier_noinc(barriers.left_full[stage])
         T.barrier_arrive(barriers.left_full[stage])
     else:
-        call(T, "copy_rows", k_l, 0, own, place >= 0, thread, constants=(_CHUNKS,))
+        call(T, "copy_rows", k_l, 0, own, place >= 0, thread, constants=(S.keys_of_warp, _CHUNKS))
         if S.dim_rope:
-            call(T, "copy_rows", k_rope, 4 * _HALF, own, place >= 0, thread, constants=(1,))
+            call(T, "copy_rows", k_rope, 4 * _HALF, own, place >= 0, thread, constants=(S.keys_of_warp, 1))
         T.cp_async_barrier_noinc(barriers.left_full[stage])
         if S.tells_valid:
             T.barrier_arrive(barriers.left_full[stage])
@@ -149,6 +149,6 @@ def load_by_rows(T, S, inputs, memory, barriers, work, held, at_hand, step, stag
         T.fence_proxy_async()
         T.barrier_arrive(barriers.right_full[stage])
     else:
-        call(T, "copy_rows", k_r, 2 * _HALF, own, place >= 0, thread, constants=(_CHUNKS,))
+        call(T, "copy_rows", k_r, 2 * _HALF, own, place >= 0, thread, constants=(S.keys_of_warp, _CHUNKS))
         T.cp_async_barrier_noinc(barriers.right_full[stage])
     return next_place, entry

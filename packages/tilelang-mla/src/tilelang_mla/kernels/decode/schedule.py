@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from tilelang.language import macro
 
-from tilelang_mla.kernels.common import GROUP
 from tilelang_mla.kernels.decode.groups import PLANNED, Launch, write_work
 
 # The named barrier of the producer; 0 is that of all threads, and TileLang keeps 1 and 2 for itself.
@@ -103,10 +102,10 @@ def find_part(T, S, launch, inputs, memory, slot, part, tile, own, thread, count
     batch = inputs.block_table.shape[0]
     found = memory.found
     # What was found before has been read by all.
-    T.sync_threads(OF_PRODUCER, GROUP)
+    T.sync_threads(OF_PRODUCER, S.producers)
     if thread == 0:
         found[_SEQUENCE] = -1
-    T.sync_threads(OF_PRODUCER, GROUP)
+    T.sync_threads(OF_PRODUCER, S.producers)
     if launch.scheduled == PLANNED:
         if own.begin <= part and part < own.end:
             note_owner(found, thread, own.begin, own.end, own.length)
@@ -124,10 +123,10 @@ def find_part(T, S, launch, inputs, memory, slot, part, tile, own, thread, count
                     found, i_own, i_own * launch.num_splits, (i_own + 1) * launch.num_splits,
                     length_of(T, inputs, i_own),
                 )  # fmt: skip
-    T.sync_threads(OF_PRODUCER, GROUP)
+    T.sync_threads(OF_PRODUCER, S.producers)
     if thread == 0:
         tell_part(T, S, launch, inputs, memory, slot, part, tile)
-    T.sync_threads(OF_PRODUCER, GROUP)
+    T.sync_threads(OF_PRODUCER, S.producers)
 
 
 @macro

@@ -10,7 +10,6 @@ from typing import Any
 
 from tilelang.language import macro
 
-from tilelang_mla.kernels.common import GROUP
 from tilelang_mla.kernels.decode.groups import SHARED, write_work
 from tilelang_mla.kernels.decode.schedule import OF_PRODUCER, capacity_of, length_of, places_taken
 
@@ -177,4 +176,4 @@ def tell_share(T, S, launch, inputs, memory, pieces, slot, turn, thread):
             pieces[2 * i_b] = i_b + i_share
             pieces[2 * i_b + 1] = own_parts
         share[_LOW] = share[_LOW] + extent
-    T.sync_threads(OF_PRODUCER, GROUP)
+    T.sync_threads(OF_PRODUCER, S.producers)

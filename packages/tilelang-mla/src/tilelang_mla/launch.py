@@ -33,6 +33,7 @@ from tilelang_mla.plan import (
     plan_without_schedule,
     tiles_8bit,
 )
+from tilelang_mla.replays import DecodeRun
 from tilelang_mla.sparse_arguments import SparseTensors
 
 Tensor = torch.Tensor
@@ -194,7 +195,8 @@ def prepare_decode(problem: DecodeProblem, plan: DecodeTiles | None, tensors: De
     by = _SHARED if shared else int(first_part is not None)
     flags = (by, int(order is not None), int(lse is not None))
 
-    def run(q, kv, seqlens_k, block_table, first_part, order, out, lse):  # type: ignore[no-untyped-def]
+    def arguments(q, kv, seqlens_k, block_table, first_part, order, out, lse):  # type: ignore[no-untyped-def]
+        """Of both kernels, and what is to be copied to out."""
         q = q.contiguous().view(batch, rows, width) if q_form is None else q.as_strided(*q_form)
         address = out.data_ptr()
         if q.data_ptr() & 15:
@@ -210,17 +212,27 @@ def prepare_decode(problem: DecodeProblem, plan: DecodeTiles | None, tensors: De
         stand_in = seqlens_k.view(-1) if per_token else seqlens_k
         pieces = make_pieces() if shared else stand_in
         bounds = stand_in if first_part is None else first_part
-        attend(
+        of_attend = (
             q, *keys(kv), seqlens_k, table, bounds, stand_in if order is None else order, packed, own_lse, parts,
             part_lse, pieces, scale, heads, causal, num_parts, tiles.num_splits, *flags, programs,
         )  # fmt: skip
+        cuts = pieces if shared else bounds
+        of_merge = (cuts, packed, own_lse, parts, part_lse, heads, tiles.num_splits, *merging, by, flags[2])
+        return of_attend, of_merge, packed if copied else None
+
+    def run(*tensors):  # type: ignore[no-untyped-def]
+        of_attend, of_merge, packed = arguments(*tensors)  # type: ignore[no-untyped-call]
+        attend(*of_attend)
         if merge is not None:
-            cuts = pieces if shared else bounds
-            merge(cuts, packed, own_lse, parts, part_lse, heads, tiles.num_splits, *merging, by, flags[2])
-        if copied:
+            merge(*of_merge)
+        if packed is not None:
+            out = tensors[6]
             out.copy_(packed.view(out.shape))
 
-    return on_device(device, run)
+    guarded = on_device(device, run)
+    work = [4 * partials * rows * dim_nope, 4 * partials * rows, 8 * batch]
+    # Of several devices each call would have to ask for the current one.
+    return guarded if guarded is not run else DecodeRun(run, arguments, attend, merge, work, device)
 
 
 # Sparse decoding

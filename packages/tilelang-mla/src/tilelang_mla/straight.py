@@ -24,6 +24,8 @@ Inputs = tuple[Any, ...]
 Numbers = tuple[Any, ...]
 
 launches = PreparedLaunches()
+# Whether launches that were found once are started again by the driver alone.
+BY_DRIVER = False
 
 
 def decoded_again(tensors: Inputs, numbers: Numbers) -> tuple[Tensor, Tensor | None] | None:
@@ -76,18 +78,16 @@ def _prepare_decode(tensors: Inputs, numbers: Numbers) -> Any:
     ints = None if tiles is None else tiles.as_ints()
     options = DecodeOptions(dim_nope, q.shape[3] ** -0.5 if scale is None else scale, causal, ints)
     problem, plan = arguments.check_decode(of_op, options)
-    if isinstance(of_op, DecodeTensors):
-        start = launch.prepare_decode(problem, plan, of_op)
+    start = launch.prepare_decode(problem, plan, DecodeTensors._make((*tensors[:6], out, lse)))
+    by_driver, in_8bit = BY_DRIVER and hasattr(start, "again"), bool(problem.cache)
 
-        def run(tensors: Inputs, out: Tensor, lse: Tensor | None) -> None:
-            q, kv, seqlens_k, block_table, first_part, order, _ = tensors
-            start(q, kv, seqlens_k, block_table, first_part, order, out, lse)
-
-    else:
-        start = launch.prepare_decode_8bit(problem, plan, of_op)
-
-        def run(tensors: Inputs, out: Tensor, lse: Tensor | None) -> None:
-            start(*tensors, out, lse)
+    def run(tensors: Inputs, out: Tensor, lse: Tensor | None) -> None:
+        if by_driver and start.again(tensors, out, lse):
+            return
+        q, kv, seqlens_k, block_table, first_part, order, kv_scale = tensors
+        start(q, (kv, kv_scale) if in_8bit else kv, seqlens_k, block_table, first_part, order, out, lse)
+        if by_driver:
+            start.learn(tensors, out, lse)
 
     new = [None if x is None else allocator_of(x.shape, x.stride(), x.dtype, x.device) for x in (out, lse)]
     return *new, run, problem, plan

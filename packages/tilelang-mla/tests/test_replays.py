@@ -106,9 +106,13 @@ def prepared(tensors: list[Any], out: Tensor, lse: Any, scale: float = 0.1) -> r
     return run
 
 
-def call(run: replays.DecodeRun, tensors: list[Any], out: Tensor, lse: Any) -> None:
+def called(tensors: list[Any], out: Tensor, lse: Any) -> list[Any]:
     q, kv, *others, scale = tensors
-    run(q, (kv, scale) if kv.element_size() == 1 else kv, *others, out, lse)
+    return [q, (kv, scale) if kv.element_size() == 1 else kv, *others, out, lse]
+
+
+def learn(run: replays.DecodeRun, *given: Any) -> None:
+    run.learn(*given, called(*given))
 
 
 @pytest.mark.parametrize("heads", [16, 128])
@@ -118,11 +122,11 @@ def test_the_driver_is_handed_what_the_kernels_would_be(stand_in, planned, lse, 
     first, other = batch(planned, lse, cache, heads), batch(planned, lse, cache, heads)
     run = prepared(*first)
     assert not run.again(*first)
-    run.learn(*first)
+    learn(run, *first)
     for given in (other, first, other):
         stand_in.called.clear()
         stand_in.launched.clear()
-        call(run, *given)
+        run(*called(*given))
         assert run.again(*given)
         assert [len(name) for name, _ in stand_in.called] == [function for function, _, _ in stand_in.launched]
         assert {stream for _, _, stream in stand_in.launched} == {77}
@@ -138,6 +142,34 @@ def test_the_driver_is_handed_what_the_kernels_would_be(stand_in, planned, lse, 
         assert of_merge[0][1] == (cuts, *handed[-5:-1])
 
 
+@pytest.mark.parametrize("cache", ["", "656"])
+@pytest.mark.parametrize("more", [False, True])
+def test_the_driver_is_handed_what_kernels_over_lists_would_be(stand_in, cache, more) -> None:
+    from tilelang_mla import launch
+    from tilelang_mla.sparse_arguments import SparseOptions, SparseTensors, check_sparse
+
+    def lists() -> tuple[list[Any], Tensor, Any]:
+        (q, kv, *_), out, _ = batch(cache=cache)
+        beside = [torch.zeros(3, dtype=torch.int32), torch.zeros(16)] if more else [None, None]
+        lse = torch.zeros(3, 2, 16).transpose(1, 2) if more else None
+        return [q, kv, torch.zeros(3, 2, 300, dtype=torch.int32), *beside, None, None], out, lse
+
+    first, other = lists(), lists()
+    given = SparseTensors(*first[0], *first[1:])
+    problem, plan = check_sparse(given, SparseOptions(512, 0.1))
+    run = launch.prepare_sparse(problem, plan, given)
+    run.learn(*first, given)
+    for tensors, out, lse in (other, first):
+        stand_in.called.clear()
+        stand_in.launched.clear()
+        run(*tensors, out, lse)
+        assert run.again(tensors, out, lse)
+        (_, wanted), (_, to_merge) = stand_in.called
+        (_, handed, _), (_, merged, _) = stand_in.launched
+        assert handed[:-3] == wanted[:-3]
+        assert merged == (handed[-1], *handed[-5:-1], *to_merge[5:])
+
+
 def test_what_is_no_launch_of_the_tensors_alone_stays_a_call(stand_in, monkeypatch) -> None:
     tensors, out, lse = batch()
     below = prepared(tensors, out, lse, scale=-0.1)
@@ -146,15 +178,15 @@ def test_what_is_no_launch_of_the_tensors_alone_stays_a_call(stand_in, monkeypat
     unknown = prepared(tensors, out, lse)
     for run, result, parameter in ((below, out, b""), (copied, apart, b""), (unknown, out, struct.pack("<Q", 12345))):
         stand_in.unknown = parameter
-        run.learn(tensors, result, lse)
+        learn(run, tensors, result, lse)
         assert not run.again(tensors, result, lse)
     stand_in.unknown = b""
     run = prepared(tensors, out, lse)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    run.learn(tensors, out, lse)
+    learn(run, tensors, out, lse)
     assert not run.again(tensors, out, lse)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    run.learn(tensors, out, lse)
+    learn(run, tensors, out, lse)
     assert run.again(tensors, out, lse)
     # A tensor at another alignment, and a driver that fails.
     odd = torch.zeros(out.numel() + 1, dtype=BF16)[1:].view(out.shape)

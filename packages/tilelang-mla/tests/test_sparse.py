@@ -11,9 +11,20 @@ from typing import Any
 import pytest
 import torch
 
+from kernel_reference.dispatch import PreparedLaunches
 from kernel_reference.testing.guards import assert_bitwise_equal, poison_
 from kernel_reference.testing.numerics import assert_close_to_oracle
-from tilelang_mla import dequantize_kv, flash_mla, flash_mla_with_kvcache, plan_decode, quantize_kv
+from tilelang_mla import (
+    calls,
+    dequantize_kv,
+    flash_mla,
+    flash_mla_with_kvcache,
+    ops,
+    plan_decode,
+    quantize_kv,
+    reference,
+    straight,
+)
 
 Tensor = torch.Tensor
 BF16 = torch.bfloat16
@@ -192,6 +203,38 @@ def test_the_kernel_hides_what_is_no_key_and_counts_sinks_once(device, cache, sp
             want = want * torch.where(log_of == -math.inf, 0, torch.sigmoid(log_of - sink))[:, None]
         torch.testing.assert_close(out[i].double(), want, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(lse[i, :, 0].double(), log_of, rtol=1e-5, atol=1e-5)
+
+
+@every_cache
+@pytest.mark.parametrize("lse", [False, True])
+def test_lists_like_the_last_ones_are_begun_at_once(monkeypatch, cache, lse) -> None:
+    ran: list[Any] = []
+
+    class Launch:
+        """Stands in for launch.py, by the reference."""
+
+        @staticmethod
+        def prepare_sparse(problem: Any, _: Any, given: Any) -> Any:
+            ran.append(problem)
+            return lambda *tensors: reference.decode_sparse(problem, type(given)(*tensors))
+
+    asked: list[int] = []
+    monkeypatch.setattr(ops, "_launch_module", lambda: Launch)
+    monkeypatch.setattr(straight, "launches", PreparedLaunches())
+    monkeypatch.setattr(calls, "runs_now", lambda given: asked.append(1) or True)
+    batch = Listed(cache)
+    for _ in range(3):
+        for given in ({}, {"topk_length": batch.topk_length, "attn_sink": batch.attn_sink}):
+            got = flash_mla_with_kvcache(
+                batch.q, batch.kv, None, None, 512, batch.scale, indices=batch.indices, return_lse=lse, **given
+            )
+            want = batch.run(**given)
+            assert_bitwise_equal(got.out if lse else got, want.out)
+            if lse:
+                assert_bitwise_equal(got.lse, want.lse)
+    assert len(ran) == (2 if lse else 4)
+    with pytest.raises(ValueError, match=r"^q must be without gradient"):
+        flash_mla_with_kvcache(batch.q.requires_grad_(), batch.kv, None, None, 512, batch.scale, indices=batch.indices)
 
 
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {

@@ -19,7 +19,7 @@ from kernel_reference.checks import (
 from kernel_reference.dispatch import runs_now
 from kernel_reference.launching import device_properties
 from kernel_reference.transforms import are_active, refuse_derivatives
-from tilelang_mla import arguments, ops, straight
+from tilelang_mla import arguments, straight
 from tilelang_mla.arguments import Decode8bitTensors, DecodeOptions, DecodeTensors, Names
 from tilelang_mla.caches import format_of, scale_of
 from tilelang_mla.plan import DecodeTiles, DeviceLimits
@@ -122,8 +122,12 @@ def run_sparse(
 ) -> tuple[Tensor, Tensor | None]:
     """The op of sparse decoding; lse has a token's heads side by side, as the kernel writes them."""
     q, kv, indices, topk_length, attn_sink, dim_nope, scale = call
-    check_int(names.dim_nope, dim_nope)
     first_part, order, tiles = (None, None, None) if parts is None else parts
+    tensors = (q, kv, indices, topk_length, attn_sink, first_part, order)
+    numbers = (dim_nope, scale, None, return_lse, tiles)
+    if out is None and (made := straight.decoded_again(tensors, numbers)) is not None:
+        return made
+    check_int(names.dim_nope, dim_nope)
     ints = None if tiles is None else tiles.as_ints()
 
     def named() -> dict[str, Tensor]:
@@ -141,10 +145,11 @@ def run_sparse(
         check_dense(**named())
         check_ranks({"q": (q, f"[B, Sq, Hq, {names.dim_nope} + dpe]", 4)})
         raise
-    inputs = (q, kv, indices, topk_length, attn_sink, first_part, order, result, lse)
-    run = ops.decode_sparse_now if out is None and runs_now(inputs) else _decode_sparse
+    inputs = (*tensors, result, lse)
     try:
-        run(*inputs, dim_nope, scale, ints)
+        if out is None and runs_now(tensors):
+            return straight.decode_lists(tensors, numbers)
+        _decode_sparse(*inputs, dim_nope, scale, ints)
     except (*REFUSALS, ValueError):
         check_dense(**named())
         check_sparse(SparseTensors(*inputs), SparseOptions(dim_nope, scale, ints), names.kv)

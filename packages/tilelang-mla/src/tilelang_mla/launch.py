@@ -196,7 +196,7 @@ def prepare_decode(problem: DecodeProblem, plan: DecodeTiles | None, tensors: De
     flags = (by, int(order is not None), int(lse is not None))
 
     def arguments(q, kv, seqlens_k, block_table, first_part, order, out, lse):  # type: ignore[no-untyped-def]
-        """Of both kernels, and what is to be copied to out."""
+        """Of both kernels, and what is to be copied, and where to."""
         q = q.contiguous().view(batch, rows, width) if q_form is None else q.as_strided(*q_form)
         address = out.data_ptr()
         if q.data_ptr() & 15:
@@ -218,21 +218,10 @@ def prepare_decode(problem: DecodeProblem, plan: DecodeTiles | None, tensors: De
         )  # fmt: skip
         cuts = pieces if shared else bounds
         of_merge = (cuts, packed, own_lse, parts, part_lse, heads, tiles.num_splits, *merging, by, flags[2])
-        return of_attend, of_merge, packed if copied else None
+        return of_attend, of_merge, [(out, packed.view(out.shape))] if copied else []
 
-    def run(*tensors):  # type: ignore[no-untyped-def]
-        of_attend, of_merge, packed = arguments(*tensors)  # type: ignore[no-untyped-call]
-        attend(*of_attend)
-        if merge is not None:
-            merge(*of_merge)
-        if packed is not None:
-            out = tensors[6]
-            out.copy_(packed.view(out.shape))
-
-    guarded = on_device(device, run)
     work = [4 * partials * rows * dim_nope, 4 * partials * rows, 8 * batch]
-    # Of several devices each call would have to ask for the current one.
-    return guarded if guarded is not run else DecodeRun(run, arguments, attend, merge, work, device)
+    return on_device(device, DecodeRun(arguments, (attend, merge), work, [no_lse]))
 
 
 # Sparse decoding
@@ -279,15 +268,17 @@ def prepare_sparse(problem: DecodeProblem, plan: DecodeTiles | None, tensors: Sp
             ((2 * lists,), torch.int32), ((lists, heads, dim_nope), dtype), ((lists, heads, 1), torch.float32),
         )
     )  # fmt: skip
-    # Stands in for sinks and scales; nobody reads it.
+    # Stand in for sinks and scales, and for an lse; nobody reads them.
     nothing = torch.empty(1, dtype=torch.float32, device=device)
+    no_lse = torch.empty((1, 1, 1), dtype=torch.float32, device=device)
     scale = max(abs(softmax_scale), ZERO_SCALE) * LOG2_E
     by = _SHARED if shared else int(first_part is not None)
     flags = (by, int(order is not None), int(lse is not None))
     in_place, by_token = out.is_contiguous(), lse is not None and lse.transpose(1, 2).is_contiguous()
     each = 0 if topk_length is None else q.shape[1]
 
-    def run(q, kv, indices, topk_length, attn_sink, first_part, order, out, lse):  # type: ignore[no-untyped-def]
+    def arguments(q, kv, indices, topk_length, attn_sink, first_part, order, out, lse):  # type: ignore[no-untyped-def]
+        """Of both kernels, and what is to be copied, and where to."""
         flat = q.reshape(lists, heads, width)
         flat = flat.contiguous() if flat.stride(2) != 1 or flat.stride(1) % LINE or flat.stride(0) % LINE else flat
         check_aligned(q=flat)
@@ -299,7 +290,7 @@ def prepare_sparse(problem: DecodeProblem, plan: DecodeTiles | None, tensors: Sp
         copied = not in_place or out.data_ptr() & 15
         packed = make_packed() if copied else out.view(lists, heads, dim_nope)
         parts, part_lse = make_parts(), make_part_lse()
-        own_lse = part_lse[:, :, None]
+        own_lse = no_lse
         if lse is not None:
             own_lse = lse.transpose(1, 2).view(lists, heads, 1) if by_token else make_lse()
         table = indices.view(lists, -1)
@@ -307,21 +298,21 @@ def prepare_sparse(problem: DecodeProblem, plan: DecodeTiles | None, tensors: Sp
         lengths = stand_in if topk_length is None else topk_length
         pieces = make_pieces() if shared else stand_in
         bounds = stand_in if first_part is None else first_part
-        attend(
+        of_attend = (
             flat, *held, lengths, table, nothing if attn_sink is None else attn_sink, bounds,
             stand_in if order is None else order, packed, own_lse, parts, part_lse, pieces, scale, num_parts,
             tiles.num_splits, *flags, each, int(attn_sink is not None), programs,
         )  # fmt: skip
-        if merge is not None:
-            sinks = () if attn_sink is None else (attn_sink,)
-            cuts = pieces if shared else bounds
-            merge(cuts, packed, own_lse, parts, part_lse, *sinks, heads, tiles.num_splits, *merging, by, flags[2])
-        if copied:
-            out.copy_(packed.view(out.shape))
+        sinks = () if attn_sink is None else (attn_sink,)
+        cuts = pieces if shared else bounds
+        of_merge = (cuts, packed, own_lse, parts, part_lse, *sinks, heads, tiles.num_splits, *merging, by, flags[2])
+        copies = [(out, packed.view(out.shape))] if copied else []
         if lse is not None and not by_token:
-            lse.copy_(own_lse.view(out.shape[:3]).transpose(1, 2))
+            copies.append((lse, own_lse.view(out.shape[:3]).transpose(1, 2)))
+        return of_attend, of_merge, copies
 
-    return on_device(device, run)
+    work = [4 * partials * heads * dim_nope, 4 * partials * heads, 8 * lists]
+    return on_device(device, DecodeRun(arguments, (attend, merge), work, [no_lse, nothing]))
 
 
 # Merging

@@ -25,6 +25,7 @@ from tilelang_mla import (
     calls,
     ops,
     schedule,
+    straight,
 )
 from tilelang_mla import plan as plans
 from tilelang_mla.arguments import Names, PrefillOptions, PrefillTensors
@@ -303,6 +304,16 @@ def flash_mla_with_kvcache(
             a GPU inside ``kernel_reference.checks.validate_values``. Else a sequence of a length below 0, or of more
             than its row of the block table has room for, gives 0 and -inf.
     """
+    optional = out is not None or indices is not None or topk_length is not None or attn_sink is not None
+    if not optional and (plan is None or type(plan) is DecodePlan):
+        # What is said below of arguments has been seen to hold for those that look like these.
+        tiles, first_part, order = (None, None, None) if plan is None else plan
+        again = straight.decoded_again(
+            (q, kv, seqlens_k, block_table, first_part, order, kv_scale),
+            (dim_nope, softmax_scale, causal, return_lse, tiles),
+        )
+        if again is not None:
+            return again[0] if again[1] is None else AttentionResult._make(again)
     check_bool("causal", causal)
     check_bool("return_lse", return_lse)
     parts = None if plan is None else calls.decode_parts(plan)

@@ -392,6 +392,7 @@ def test_rows_are_walked_where_they_are_many_and_eight_to_a_sequence() -> None:
         assert plan_prefill(problem, H200).walk == 0
     assert plan_prefill(replace(PREFILL, sequences=1000), H200).walk == 16
     assert (plan_prefill(PREFILL, H200).walk, plan_prefill(PREFILL, H200).num_warps) == (16, 1)
+    assert [plan_prefill(replace(PREFILL, rows=rows), H200).ahead for rows in (2048, 8000, 32768)] == [4, 8, 8]
 
 
 @pytest.mark.parametrize("width", [2, 3, 4])

@@ -87,10 +87,14 @@ def inputs(device: torch.device, setup: Setup, other: torch.dtype | None = None)
 
 def ours(i: Stepped, setup: Setup, tokens: int | None = None, other: bool = False) -> tuple[torch.Tensor, ...]:
     """One launch. ``tokens``: only so many; ``other``: on the other pool."""
+    pool, qkvz, ba = i.other_pool if other else i.pool, i.qkvz, i.ba
+    # Not otherwise: slices would be timed too.
+    if tokens is not None:
+        rows = setup.sequences * tokens
+        qkvz, ba = qkvz[:rows], ba[:rows]
     tokens = setup.tokens if tokens is None else tokens
-    rows, pool = setup.sequences * tokens, i.other_pool if other else i.pool
     out = gdn_decode_step(
-        i.qkvz[:rows], i.ba[:rows], i.conv_state, i.weight, None, pool, i.slots, i.a_log, i.dt_bias, *setup.sizes,
+        qkvz, ba, i.conv_state, i.weight, None, pool, i.slots, i.a_log, i.dt_bias, *setup.sizes,
         norm_weight=i.norm, state_layout=setup.state_layout, tokens_per_sequence=tokens,
     )  # fmt: skip
     return out, i.conv_state, pool

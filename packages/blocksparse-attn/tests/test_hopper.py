@@ -27,6 +27,7 @@ def hopper() -> ModuleType:
         "softmax",
         "hopper.memory",
         "hopper.pieces",
+        "hopper.walks",
         "hopper.producers",
         "hopper.consumers",
         "hopper.kernel",

@@ -196,9 +196,11 @@ def test_page_and_head_sizes_of_models_take_the_kernel_for_sm_90() -> None:
 
 
 def test_short_lists_are_walked_64_keys_at_a_time_on_sm_90() -> None:
-    for listed, block_n in ((5, 64), (15, 64), (16, 128), (200, 128)):
+    for listed, block_n in ((5, 64), (22, 64), (23, 128), (200, 128)):
         assert plan_attention(replace(PROMPT, entries=listed * PROMPT.rows), H200).block_n == block_n
-    assert plan_attention(replace(PROMPT, entries=8 * PROMPT.rows, k_block=128), H200).block_n == 128
+    assert plan_attention(replace(PROMPT, entries=12 * PROMPT.rows, k_block=128), H200).block_n == 128
+    # Of small blocks fewer are many.
+    assert plan_attention(replace(PROMPT, entries=32 * PROMPT.rows, k_block=32), H200).block_n == 128
     assert plan_attention(replace(PROMPT, entries=5 * PROMPT.rows, head_dim=256, head_dim_v=256), H200).num_stages == 2
 
 

@@ -170,14 +170,15 @@ def _kind(problem: Problem) -> int:
 
 def _hopper_config(problem: Problem, plan: AttentionPlan) -> HopperConfig:
     (size, tail), (size_v, tail_v) = hopper_sizes(problem.head_dim), hopper_sizes(problem.head_dim_v)
-    piece = hopper_piece(problem.k_block)
+    piece, table = hopper_piece(problem.k_block), needs_table(problem)
     return HopperConfig(
         KIND=_kind(problem), GROUP=problem.group, HEADS_KV=problem.num_heads_kv, BLOCK_D=size, TAIL_D=tail,
         DV=problem.head_dim_v, BLOCK_DV=size_v, TAIL_DV=tail_v, PAGE=problem.page_size,
         BOX=min(piece, power_of_two_in(problem.page_size)) if problem.page_size else piece,
         Q_BLOCK=problem.q_block, K_BLOCK=problem.k_block, LIST_ROWS=hopper_piece(problem.q_block), PIECE=piece,
-        TABLE=needs_table(problem), BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, SOFTCAP=problem.softcap > 0,
-        HAS_LEFT=problem.left >= 0, STAGES=plan.num_stages, Q_STAGES=query_stages(problem, plan),
+        TABLE=table, UNIFORM=plan.block_n > 64 and not table, BLOCK_M=plan.block_m, BLOCK_N=plan.block_n,
+        SOFTCAP=problem.softcap > 0, HAS_LEFT=problem.left >= 0, STAGES=plan.num_stages,
+        Q_STAGES=query_stages(problem, plan),
     )  # fmt: skip
 
 

@@ -21,8 +21,11 @@ from kernel_reference.plans import Plan
 _MOST_SPLITS = 128
 # Rows up to which the query heads of a kv head are packed: more tokens list more blocks that only some of them want.
 _MOST_PACKED = 64
-# Lists are short below this many keys a row, on average.
-_SHORT_LIST = 1024
+# Lists are short below this many keys a row, on average, of small blocks and of others. Phi-3-small's prompts on an
+# H200 (triton 3.6.0, 2026-11-24), with 64 keys a tile for 128: 156 us for 167 of 4096 tokens (1072 keys a row), 356 for
+# 374 of 8192 (1384); but 1410 for 1392 of 32768 that list 1521, 969 for 949 of 16384 (1924), 3105 for 2858 of 32768
+# (2962).
+_SHORT_LISTS = (1024, 1450)
 # Of the 227 KiB that a program may have, less barriers and the queue of work items.
 _HOPPER_BYTES = 225 * 1024
 # So many tokens that they fill the tiles of any plan.
@@ -218,7 +221,8 @@ def _most_queries(problem: Problem) -> int:
 
 def _hopper(problem: Problem) -> AttentionPlan:
     # Short lists fill tiles of 128 keys badly.
-    narrow = _widest(problem) > 128 or problem.entries * problem.k_block < _SHORT_LIST * problem.rows
+    short = _SHORT_LISTS[not needs_table(problem)]
+    narrow = _widest(problem) > 128 or problem.entries * problem.k_block < short * problem.rows
     plan = AttentionPlan(128, 64 if narrow else 128, 1, 4, 4 if narrow else 2, hopper=True)
     while _hopper_bytes(problem, plan, 1) > _HOPPER_BYTES:
         plan = replace(plan, num_stages=plan.num_stages - 1)

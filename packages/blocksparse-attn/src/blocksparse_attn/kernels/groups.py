@@ -108,8 +108,8 @@ class HopperConfig(NamedTuple):
     BLOCK_D and TAIL_D, BLOCK_DV and TAIL_DV: the pieces of head sizes, the second 0 where there is one. BLOCK_M: rows
     of a work item, 64 for each consumer. BLOCK_N: keys of a tile, 64 or 128. BOX: keys that one TMA load brings.
     LIST_ROWS: rows that share a list, 64 or less, PIECE: keys of a block that lie together, 64 or less. TABLE: either
-    is less than 64, so that consumers need a table of where each key of a tile is. STAGES: of the rings of keys and
-    values; Q_STAGES: of queries.
+    is less than 64, so that consumers need a table of where each key of a tile is. UNIFORM: how producers walk
+    lists, see hopper/walks.py. STAGES: of the rings of keys and values; Q_STAGES: of queries.
     """
 
     KIND: int
@@ -127,6 +127,7 @@ class HopperConfig(NamedTuple):
     LIST_ROWS: int
     PIECE: int
     TABLE: bool
+    UNIFORM: bool
     BLOCK_M: int
     BLOCK_N: int
     SOFTCAP: bool

@@ -45,8 +45,10 @@ def piece_of(at, i: gl.constexpr, config: gl.constexpr):
     if config.TABLE:
         one = one_of(at, i)
     else:
-        # Reduced anew after each wait, after which ptxas would not know the threads to be together: see ``lanes``.
-        one = gl.max(lanes() * 0 + at[i], 0)
+        one = at[i]
+        if not config.UNIFORM:
+            # Reduced anew after each wait, after which ptxas would not know the threads to be together: see ``lanes``.
+            one = gl.max(lanes() * 0 + one, 0)
     return one
 
 

@@ -6,8 +6,6 @@ stage is empty: a tile of 64 or 128 gathers pieces of 16, 32 or 64. Both walk th
 not meet.
 """
 
-from typing import Any, NamedTuple
-
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -21,16 +19,12 @@ from blocksparse_attn.kernels.hopper.memory import (
     ITEM_SIZE,
     K_BEGIN,
     LENGTH,
-    MASKED,
-    NO_TILE,
     NOWHERE,
     QUEUE,
     ROWS,
     SEQUENCE,
-    SKIPPED,
     START,
     VALID,
-    WHOLE,
     Item,
     get,
     put,
@@ -45,25 +39,8 @@ from blocksparse_attn.kernels.hopper.pieces import (
     piece_of,
     zero_unseen,
 )
+from blocksparse_attn.kernels.hopper.walks import modes_for, next_tile, places_for, positions, walk_of
 from blocksparse_attn.kernels.tiles import PAGED, keys_of_sequence, list_of, locate, share, split_row
-
-
-class Walk(NamedTuple):
-    """The lists of a work item, each of LIST_ROWS rows, in entries of PIECE keys.
-
-    ``end`` [LISTS]: behind the last entry. ``last`` [LISTS]: the last position that a row of each sees; ``low``: the
-    first that any does. ``absent``: the lists of rows that are no queries, as bits. ``columns``: blocks that there are.
-    """
-
-    col: Any
-    end: Any
-    last: Any
-    low: Any
-    left: Any
-    start: Any
-    absent: Any
-    columns: Any
-
 
 # The scheduler
 
@@ -159,125 +136,6 @@ def schedule(d_q, channels, batch, layout, slots, num_splits, config: gl.constex
 
 
 @gluon.jit
-def bits_of_lists(config: gl.constexpr):
-    """A bit for each list of a work item, 0 in the threads that have none."""
-    o_list = lanes()
-    LISTS: gl.constexpr = config.BLOCK_M // config.LIST_ROWS
-    return gl.where(o_list < LISTS, 1, 0) << o_list
-
-
-@gluon.jit
-def keys_of_entries(walk, o_entry, config: gl.constexpr):
-    """The position of the keys of an entry of each list [LISTS], and NOWHERE after the list's end.
-
-    Columns that are not there come just before NOWHERE, where no row sees them.
-    """
-    PER_BLOCK: gl.constexpr = config.K_BLOCK // config.PIECE
-    inside = o_entry < walk.end
-    column = gl.load(walk.col + o_entry // PER_BLOCK, mask=inside, other=-1)
-    at = column * config.K_BLOCK + o_entry % PER_BLOCK * config.PIECE
-    at = gl.where((column >= 0) & (column < walk.columns), at, NOWHERE - 1)
-    return gl.where(inside, at, NOWHERE)
-
-
-@gluon.jit
-def next_piece(walk, o_entry, o_at, config: gl.constexpr):
-    """The next piece that a row of some list sees: its position, or NOWHERE, and the lists that have it, as bits.
-
-    All lists are walked once, in whatever order they are; rising ones meet where they list the same. ``o_at`` are the
-    positions of the entries ``o_entry``.
-    """
-    o_bit = bits_of_lists(config)
-    bits = walk.start * 0
-    least = bits
-    searching = bits == 0
-    while searching:
-        least = gl.min(o_at, 0)
-        mine = o_at == least
-        wanted = mine & (least <= walk.last)
-        if config.HAS_LEFT:
-            wanted = wanted & (least + (config.PIECE - 1) >= walk.low)
-        bits = gl.sum(gl.where(wanted, o_bit, 0), 0)
-        o_entry += mine.to(gl.int32)
-        o_at = keys_of_entries(walk, o_entry, config)
-        searching = (bits == 0) & (least < NOWHERE)
-    return least, bits, o_entry, o_at
-
-
-@gluon.jit
-def next_tile(walk, o_entry, o_at, config: gl.constexpr):
-    """The pieces of the next tile, as ``next_piece`` has them one by one, and as ``piece_of`` takes them."""
-    PIECES: gl.constexpr = config.BLOCK_N // config.PIECE
-    o_piece = lanes()
-    at = ()
-    bits = ()
-    if config.TABLE:
-        at = o_piece * 0 + NOWHERE
-        bits = o_piece * 0
-    for i_piece in gl.static_range(PIECES):
-        one, its_bits, o_entry, o_at = next_piece(walk, o_entry, o_at, config)
-        if config.TABLE:
-            at = gl.where(o_piece == i_piece, one, at)
-            bits = gl.where(o_piece == i_piece, its_bits, bits)
-        else:
-            at = at + (one,)
-            bits = bits + (its_bits,)
-    return at, bits, o_entry, o_at
-
-
-@gluon.jit
-def mode_for(walk, at, bits, i_half: gl.constexpr, config: gl.constexpr):
-    """What a tile is for a consumer: see SKIPPED, WHOLE and MASKED."""
-    GROUPS: gl.constexpr = ROWS // config.LIST_ROWS
-    ALL: gl.constexpr = (1 << GROUPS) - 1
-    PIECES: gl.constexpr = config.BLOCK_N // config.PIECE
-    own = (bits >> (i_half * GROUPS)) & ALL
-    first = walk.start + i_half * ROWS
-    # What rows see that are no queries does not matter.
-    whole = ((own | (walk.absent >> (i_half * GROUPS))) & ALL) == ALL
-    whole = whole & (at <= first - (config.PIECE - 1))
-    if config.HAS_LEFT:
-        whole = whole & (at >= first + (ROWS - 1) - walk.left)
-    whole = whole | (lanes() >= PIECES)
-    mode = gl.where(gl.min(whole.to(gl.int32), 0) != 0, WHOLE, MASKED)
-    return gl.where(gl.max(own, 0) != 0, mode, SKIPPED)
-
-
-@gluon.jit
-def places_for(walk, at, bits, i_half: gl.constexpr, config: gl.constexpr):
-    """Where both pieces of a tile begin, from a consumer's first row, or NOWHERE; the one twice if there is one."""
-    LAST: gl.constexpr = config.BLOCK_N // config.PIECE - 1
-    first = walk.start + i_half * ROWS
-    place = gl.where((bits[0] >> i_half) & 1 != 0, at[0] - first, NOWHERE)
-    second = gl.where((bits[LAST] >> i_half) & 1 != 0, at[LAST] - first, NOWHERE)
-    return place, second
-
-
-@gluon.jit
-def mode_at(walk, places, config: gl.constexpr):
-    """``mode_for`` of ``places_for``."""
-    latest = gl.maximum(places[0], places[1])
-    earliest = gl.minimum(places[0], places[1])
-    whole = latest <= -(config.PIECE - 1)
-    if config.HAS_LEFT:
-        whole = whole & (earliest >= (ROWS - 1) - walk.left)
-    mode = gl.where(whole, WHOLE, MASKED)
-    return gl.where(earliest == NOWHERE, SKIPPED, mode)
-
-
-@gluon.jit
-def modes_for(walk, at, bits, valid, config: gl.constexpr):
-    """What a tile is for A and for B."""
-    if config.TABLE:
-        mode_a = mode_for(walk, at, bits, 0, config)
-        mode_b = mode_for(walk, at, bits, 1, config)
-    else:
-        mode_a = mode_at(walk, places_for(walk, at, bits, 0, config), config)
-        mode_b = mode_at(walk, places_for(walk, at, bits, 1, config), config)
-    return gl.where(valid, mode_a, NO_TILE), gl.where(valid, mode_b, NO_TILE)
-
-
-@gluon.jit
 def put_header(channels, stage, walk, at, bits, mode_a, mode_b, config: gl.constexpr):
     """Say what the tile in a stage of keys is for A and for B, and, for whoever masks it, where its keys are.
 
@@ -297,6 +155,14 @@ def put_header(channels, stage, walk, at, bits, mode_a, mode_b, config: gl.const
             o_bits = gl.where(here, one_of(bits, i_piece), o_bits)
         channels.keys.index(stage).store(o_key + o_n % config.PIECE)
         channels.bits.index(stage).store(o_bits)
+    elif config.UNIFORM:
+        places_a = places_for(walk, at, bits, 0, config)
+        places_b = places_for(walk, at, bits, 1, config)
+        first = stage * 32
+        put(channels.bits, first, places_a[0], 1)
+        put(channels.bits, first + 1, places_a[1], 1)
+        put(channels.bits, first + 2, places_b[0], 1)
+        put(channels.bits, first + 3, places_b[1], 1)
     else:
         # A thread for each consumer and piece, in the order of ``Channels``.
         o_half = lanes() // 2
@@ -308,7 +174,7 @@ def put_header(channels, stage, walk, at, bits, mode_a, mode_b, config: gl.const
 
 
 @gluon.jit
-def load_item(d, channels, walk, o_entry, source, i, ends, config: gl.constexpr, VALUES: gl.constexpr):
+def load_item(d, channels, walk, entries, source, i, ends, config: gl.constexpr, VALUES: gl.constexpr):
     """Load the tiles of keys, or of values, of one work item; tile i is its first.
 
     After the last tile of keys comes a header alone, which says that there is none. Values that no row sees are zeroed
@@ -321,11 +187,11 @@ def load_item(d, channels, walk, o_entry, source, i, ends, config: gl.constexpr,
     STAGES: gl.constexpr = config.STAGES
     PIECES: gl.constexpr = config.BLOCK_N // config.PIECE
     BYTES: gl.constexpr = config.BLOCK_N * (BLOCK_D + (COLUMNS if TAIL else 0)) * 2
-    o_at = keys_of_entries(walk, o_entry, config)
+    at_entries = positions(walk, entries, config)
     valid = i >= 0
     while valid:
         stage = i % STAGES
-        at, bits, o_entry, o_at = next_tile(walk, o_entry, o_at, config)
+        at, bits, entries, at_entries = next_tile(walk, entries, at_entries, config)
         valid = piece_of(at, 0, config) != NOWHERE
         # Shuffles take longer than a load's issue: none is left for when the stage is empty and its tile awaited.
         landing = stage
@@ -362,19 +228,6 @@ def load_item(d, channels, walk, o_entry, source, i, ends, config: gl.constexpr,
 
 
 @gluon.jit
-def walk_of(p_list, o_end, start, context, length, left, config: gl.constexpr):
-    """How the lists of a work item are walked."""
-    o_first = start + lanes() * config.LIST_ROWS
-    o_last = gl.minimum(o_first + (config.LIST_ROWS - 1), length - 1)
-    absent = gl.sum(gl.where(o_last < gl.maximum(o_first, context), bits_of_lists(config), 0), 0)
-    last = gl.minimum(start + (config.BLOCK_M - 1), length - 1)
-    low = start * 0
-    if config.HAS_LEFT:
-        low = gl.maximum(gl.maximum(start, context) - left, 0)
-    return Walk(p_list, o_end, o_last, low, left, start, absent, last // config.K_BLOCK + 1)
-
-
-@gluon.jit
 def load(d, channels, batch, layout, p_table, s_table, num_pages, left, config: gl.constexpr, VALUES: gl.constexpr):
     """Load the keys, or the values, of one work item after the other."""
     queue = channels.queue
@@ -406,9 +259,9 @@ def load(d, channels, batch, layout, p_table, s_table, num_pages, left, config: 
         if config.KIND == PAGED:
             p_pages = p_table + i_n.to(gl.int64) * s_table
         p_list = layout.lists.col + i_h.to(gl.int64) * layout.s_col
-        walk = walk_of(p_list, o_end, start, context, length, left, config)
+        walk, entries = walk_of(p_list, o_entry, o_end, start, context, length, left, config)
         source = Source(p_pages, i_b, i_h // config.GROUP, k_begin, length, batch.keys, num_pages)
-        i, ends = load_item(d, channels, walk, o_entry, source, i, ends, config, VALUES)
+        i, ends = load_item(d, channels, walk, entries, source, i, ends, config, VALUES)
         n += 1
         mbarrier.wait(queue.full.index(n % QUEUE), n // QUEUE & 1)
         valid = get(queue.items, n % QUEUE * ITEM_SIZE + VALID, 1) != 0

@@ -184,14 +184,16 @@ def test_gradients_of_float32_on_sm_90_are_those_of_the_portable_kernel(tensors,
         assert (one - other).abs().max() <= 2e-6 * one.abs().max()
 
 
-@pytest.mark.parametrize(("dtype", "tokens"), [(torch.bfloat16, 300), (torch.float16, 384)], ids=str)
+@pytest.mark.parametrize(("dtype", "tokens", "slope"), [
+    (torch.bfloat16, 300, 0.02), (torch.float16, 384, 0.02), (torch.bfloat16, 356, 3.0), (torch.bfloat16, 140, 256.0),
+], ids=str)  # fmt: skip
 def test_chained_segments_have_the_results_of_whole_sequences_in_both_directions(
-    tensors, kernels, dtype, tokens
+    tensors, kernels, dtype, tokens, slope
 ) -> None:
     whole = PrefillPlan(64, 64, 0, 4, 2, block_d=64, hopper=True)
     q, k, v, d_out = (tensors.normal(2, 1, tokens, size, dtype=dtype) for size in (48, 48, 80, 80))
     history, d_state = (tensors.normal(2, 1, 48, 80) for _ in range(2))
-    slopes = torch.tensor([0.02])
+    slopes = torch.tensor([slope])
     results = [
         [
             *kernels.attention(plan, q, k, v, slopes, history, 0.7),

@@ -36,6 +36,7 @@ from lightning_attn.kernels.schedule import (
     States,
     bounds,
     carried_slot,
+    chunks_in_reach,
     has_initial,
     locate,
     next_snapshot,
@@ -368,13 +369,11 @@ def segment_states(
         k = rows_of_head(p_k, s_k, i_n, i_h, sizes.RATIO_QK)
         v = rows_of_head(p_v, s_v, i_n, i_h, sizes.RATIO_V)
         rate = base_two_rate(p_slopes, i_h)
-        # From 2^-150 on a weight is 0 in float32: chunks that far from the next segment are not read.
-        reach = tl.minimum(150.0 / tl.maximum(rate, 1e-30), sizes.SEGMENT + 0.0).to(tl.int32)
-        chunks_in_reach = tl.cdiv(reach, sizes.CHUNK)
+        tokens = chunks_in_reach(rate, sizes.SEGMENT, sizes.CHUNK) * sizes.CHUNK
         if sizes.REVERSED:
-            end = tl.minimum(end, begin + chunks_in_reach * sizes.CHUNK)
+            end = tl.minimum(end, begin + tokens)
         else:
-            begin = tl.maximum(begin, end - chunks_in_reach * sizes.CHUNK)
+            begin = tl.maximum(begin, end - tokens)
         rates = (rate, rest_of_rate(p_slopes, i_h, rate))
         S = zero_state(sizes)
         last_row = begin + (end - begin - 1) // sizes.CHUNK * sizes.CHUNK

@@ -50,6 +50,7 @@ from lightning_attn.kernels.schedule import (
     bounds,
     carried_slot,
     chain_of,
+    chunks_in_reach,
     has_initial,
     locate,
     next_snapshot,
@@ -279,7 +280,9 @@ def prefill(
         if CHAINED:
             # Who has another segment behind it.
             has_next = begin > first if REVERSED else end < first + length
-            own = gl.where(has_next, chunks, 0)
+            in_reach = chunks_in_reach(base_two_rate(p_slopes, i_h), SEGMENT, CHUNK)
+            # At least one: who has another segment behind it passes a state on.
+            own = gl.where(has_next, gl.minimum(chunks, gl.maximum(in_reach, 1)), 0)
         work = Work(i_box, i_h_qk, i_h_v, i_h, column, start, chunks, own)
         for i in gl.static_range(STAGES - 1):
             if CHAINED:

@@ -56,7 +56,7 @@ def own_chunk(tensors, ring, buffers, work, i, acc_S, decay, length, sizes: gl.c
 
 @gluon.jit
 def own_state(tensors, ring, buffers, work, rate, o_i, o_k, rest, scale, sizes: gl.constexpr, IN_UNITS: gl.constexpr):
-    """The state that the segment's chunks leave behind from zero. rest: rows of a short one, backwards the first."""
+    """The state that work.own chunks leave behind from zero. rest: rows of a short one, backwards the first of all."""
     CHUNK: gl.constexpr = sizes.CHUNK
     D: gl.constexpr = sizes.BLOCK_D
     REVERSED: gl.constexpr = sizes.REVERSED
@@ -65,7 +65,8 @@ def own_state(tensors, ring, buffers, work, rate, o_i, o_k, rest, scale, sizes: 
     decay = gl.exp2(-rate * CHUNK)
     whole_from = 0
     if REVERSED:
-        if rest > 0:
+        # Backwards the short chunk is the first, which a decay may have forgotten.
+        if (rest > 0) & (work.own == work.chunks):
             whole_from = 1
             store_weights(buffers, rate, o_i, o_k, rest, scale, REVERSED, SHORT=True, IN_UNITS=IN_UNITS)
             acc_S = own_chunk(tensors, ring, buffers, work, 0, acc_S, decay, rest, sizes, MASKED=True)

@@ -19,8 +19,8 @@ class Ring(NamedTuple):
 class Work(NamedTuple):
     """A program's work item: what TMA coordinates are made of, and the chunks that it takes.
 
-    Chunk i begins at row start + i * stride. own: as many chunks go through the ring before those, without q, for the
-    state that the segment passes on (see hopper_chain.py).
+    Chunk i begins at row start + i * stride. own: the last so many go through the ring before them all, without q, for
+    the state that the segment passes on (see hopper_chain.py).
     """
 
     i_box: Any
@@ -57,11 +57,11 @@ def load_chunk(tensors, ring, work, i, row, STAGES: gl.constexpr):
 
 @gluon.jit
 def load_own(tensors, ring, work, i, stride: gl.constexpr, STAGES: gl.constexpr):
-    """Issue the TMA loads of chunk i of k and v for the segment's own state; behind the last those of load_chunk."""
+    """Issue the TMA loads of the i-th chunk of k and v for the segment's own state; behind the last load_chunk's."""
     stage = i % STAGES
     full = ring.full.index(stage)
     pred = i < work.own
-    row = work.start + i * stride
+    row = work.start + (work.chunks - work.own + i) * stride
     _, d_k, d_v, _ = tensors
     mbarrier.expect(full, d_k.block_type.nbytes + d_v.block_type.nbytes, pred=pred)
     tma.async_copy_global_to_shared(d_k, [work.i_box, work.i_h_qk, row, 0], full, ring.k.index(stage), pred=pred)
@@ -69,4 +69,4 @@ def load_own(tensors, ring, work, i, stride: gl.constexpr, STAGES: gl.constexpr)
         d_v, [work.i_box, work.i_h_v, row, work.column], full, ring.v.index(stage), pred=pred
     )  # fmt: skip
     i_chunk = gl.where(pred, work.chunks, i - work.own)
-    load_chunk(tensors, ring, work, i_chunk, row - work.own * stride, STAGES)
+    load_chunk(tensors, ring, work, i_chunk, work.start + (i - work.own) * stride, STAGES)

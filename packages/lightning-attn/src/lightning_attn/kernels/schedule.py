@@ -190,6 +190,16 @@ def chain_of(batch, i_n, begin, SEGMENT: tl.constexpr):
 
 
 @triton.jit
+def chunks_in_reach(rate, SEGMENT: tl.constexpr, CHUNK: tl.constexpr):
+    """Chunks of a segment, at its end, that its own state takes in.
+
+    From 2^-150 on a weight is 0 in float32: chunks that far from the next segment are not read.
+    """
+    reach = tl.minimum(150.0 / tl.maximum(rate, 1e-30), SEGMENT + 0.0).to(tl.int32)
+    return tl.cdiv(reach, CHUNK)
+
+
+@triton.jit
 def locate(batch, i_w, SEGMENT: tl.constexpr, BY_SEGMENT: tl.constexpr = False):
     """Sequence, segment and the sequence's rows of grid index i_w. Segments past the sequence's last have no rows.
 

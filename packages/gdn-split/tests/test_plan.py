@@ -406,4 +406,4 @@ def test_walks_of_prefills_gradients_pass_every_row_and_are_short_where_rows_are
         assert (walks - 1) * own < rows <= walks * own
         assert (gates - 1) * 64 < rows <= gates * 64
         assert plan.steps % 4 == 0
-        assert plan.steps == (128 if rows > 8000 else 16)
+        assert plan.steps == {8192: 64, 100_000: 128}.get(rows, 16)

@@ -289,6 +289,27 @@ def test_gradients_cross_from_one_run_of_rows_to_the_next(device: torch.device) 
     compare_gradients(replace(call, lengths=(1, 33), bias=True, width=3), device, PrefillBackwardPlan(16, 16, 1))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [GroupShape(2, 4, 128, 128), SMALL], ids=["128", "16"])
+def test_rows_fetched_ahead_of_a_walk_change_no_gradient(device: torch.device, shape: GroupShape) -> None:
+    from gdn_split import prefill_launch
+
+    if torch.version.hip or torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("this GPU does not fetch ahead")
+    call = Call(shape, (3, 200, 1, 90), initial="no state")
+    t = make(call, device)
+    d = gradients_of(call, t, device)
+    problem = prefill_arguments.check_prefill(t, *call.numbers)
+    found = []
+    for ahead in (0, 8, 20):
+        made = tuple(each.fill_(torch.nan) for each in new_gradients(t, problem))
+        plan = PrefillBackwardPlan(32, problem.chunk or 64, 1, 128, True, ahead)
+        prefill_launch.prepare_backward(problem, plan, t)(d, t, made)
+        found.append(made)
+    for other in found[1:]:
+        assert all(torch.equal(one, another) for one, another in zip(found[0], other, strict=True))
+
+
 def test_rows_of_no_sequence_spoil_no_gradient(device: torch.device) -> None:
     from gdn_split import prefill_launch
 

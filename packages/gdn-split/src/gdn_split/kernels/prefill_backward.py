@@ -12,13 +12,15 @@ import triton.language as tl
 from gdn_split.kernels.layer import Gate, exponential, log_decay, quick_sigmoid, sigmoid
 from gdn_split.kernels.prefill import add_within, elements_of_unit, filter_of_unit, rows_of_unit
 from gdn_split.kernels.split import columns_of_b_and_a, columns_of_group, wait_for_inputs
+from gdn_split.kernels.step import fetch
 from gdn_split.kernels.walks import find_rows
 
 
 class Backward(NamedTuple):
     """Constants: the rows that a program walks, and rows and heads of gates that one takes.
 
-    A walk's last WIDTH - 1 rows are the next one's first. CHUNK: over which g was summed, or 0.
+    A walk's last WIDTH - 1 rows are the next one's first. CHUNK: over which g was summed, or 0. AHEAD: how many rows
+    ahead of a walk its rows are brought into the L2 cache, or 0.
     """
 
     STEPS: int
@@ -26,6 +28,7 @@ class Backward(NamedTuple):
     HEADS: int
     CHUNK: int
     QK_NORM: bool
+    AHEAD: int
 
 
 class BackwardStrides(NamedTuple):
@@ -244,6 +247,18 @@ def store_four(head, step, done, S_DX: tl.constexpr, TAPS: tl.constexpr, WHOLE: 
 
 
 @triton.jit
+def fetch_four(head, row, BLOCK: tl.constexpr):
+    """Bring four rows of the projections and of the result's gradient into the L2 cache."""
+    LINE: tl.constexpr = 1024 // head.x.dtype.element_ty.primitive_bitwidth
+    LINES: tl.constexpr = BLOCK // LINE if BLOCK > LINE else 1
+    o = tl.arange(0, 8 * LINES)
+    i_t = row + o // LINES % 4
+    first = o % LINES * LINE
+    p = tl.where(o < 4 * LINES, head.x + i_t * head.s_x + first, head.d + i_t * head.s_d + first)
+    fetch(p, (i_t < head.rows).to(tl.int32), None)
+
+
+@triton.jit
 def in_float32(x_3, x_2, x_1, new, loaded):
     """Rows with the three before them, and gradients."""
     xs = (x_3, x_2, x_1)
@@ -263,6 +278,12 @@ def walk(
     TAPS: tl.constexpr = conv.WIDTH - 1
     BLOCK: tl.constexpr = conv.BLOCK
     first = head.first
+    # What is loaded a step ahead below, the compiler moves behind the step's arithmetic to save registers.
+    AHEAD: tl.constexpr = back.AHEAD
+    FETCHES: tl.constexpr = HOPPER and AHEAD > 0
+    if FETCHES:
+        for early in tl.static_range(0, AHEAD, 4):
+            fetch_four(head, first + early, BLOCK)
     x_1 = load_row(head.x, first - 1, head.s_x, head.o, first >= 1, head.m).to(tl.float32)
     x_2 = load_row(head.x, first - 2, head.s_x, head.o, first >= 2, head.m).to(tl.float32)
     x_3 = load_row(head.x, first - 3, head.s_x, head.o, first >= 3, head.m).to(tl.float32)
@@ -278,6 +299,8 @@ def walk(
         new, loaded = load_four(head, first, True)
         for step in range(0, back.STEPS - 4, 4):
             xs, ds = in_float32(x_3, x_2, x_1, new, loaded)
+            if FETCHES:
+                fetch_four(head, first + step + AHEAD, BLOCK)
             # The next rows are on their way while these are computed.
             new, loaded = load_four(head, first + step + 4, True)
             free = (0, 0, 0, 0)

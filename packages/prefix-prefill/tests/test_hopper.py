@@ -160,6 +160,31 @@ def test_scores_of_either_sign_are_capped_whatever_their_share_of_the_cap(
     batch.check()
 
 
+@pytest.mark.parametrize("share", [0.199, 0.25, 0.79, 0.95, 4.0])
+def test_capped_scores_at_the_limits_of_each_series_weigh_as_by_the_cap_itself(tensors, kernels, share) -> None:
+    """The largest scores are ``share`` of the cap, in the tile that all rows see and in the one that is masked, which
+    no series takes. Values tell the two apart: were a series wrong at its end, weights of one would be too large.
+
+    Beside what a running max gives: of weights that are all the same, rounding is no chance.
+    """
+    size, softcap = 64, 50.0
+    batch = tensors.batch(
+        [(130, 30)], heads=(2, 1), head_dim=size, softcap=softcap, softmax_scale=share * softcap / size, cached=True,
+        lse=False,
+    )  # fmt: skip
+    batch.q.fill_(1.0)
+    for keys in (batch.k_cache, batch.keys):
+        keys.copy_(keys[..., :1].clamp(-1, 1).expand_as(keys))
+    batch.v_cache.mul_(0).add_(1)
+    batch.v_cache[batch.block_table[0, : 128 // 16].long()] = 0
+    batch.forget_inputs()
+    outs = []
+    for capping in (0, 3):
+        kernels.prefill(batch, replace(plan(64), capping=capping))
+        outs.append(batch.out.tensor.clone())
+    torch.testing.assert_close(outs[1], outs[0], rtol=0.01, atol=0)
+
+
 def test_tree_drafts_are_masked_in_every_tile_that_holds_new_tokens(tensors, kernels) -> None:
     for causal in (True, False):
         # Bits of tokens before a token and after it.

@@ -122,9 +122,10 @@ class PrefillPlan(Plan):
     ``q_in_registers``: its products read so many tiles of queries (``column_tiles``, of 256 halves) from registers,
     which leaves shared memory's bandwidth to keys and values. ``capping`` 1: weights of capped scores are relative to a
     constant, where that is exact enough; 2: small scores by a series, too (4 x 512 behind 16384 986 us on an H200, not
-    1220; 1: 1356); 3: by a longer one those up to 0.8 of the cap, which has not been timed; 0: to a running max.
-    ``loading``: registers a thread of the warps that load and schedule, 56 or 72; over an 8-bit cache 24, or with 72 as
-    many as there are, for converters too. No plan asks for 72 by itself: they have not been timed.
+    1220; 1: 1356); 3: by a longer one those up to 0.8 of the cap (there, queries 1, 2.83 and 6 times as large, 1040,
+    1118 and 1567 us, with 2 1044, 1525 and 1477); 0: to a running max. ``loading``: registers a thread of the warps
+    that load and schedule, 56 or 72; over an 8-bit cache 24, or with 72 as many as there are, for converters too
+    (decoding of 31 behind 8192 200 us for 204, 2048 behind 30720 1871 for 1812). No plan asks for 3 or 72 by itself.
     """
 
     block_m: int

@@ -247,12 +247,32 @@ def test_neighbouring_tokens_share_a_tile_in_prefill_and_lists_are_split_in_deco
     decode = plan_selected(Problem(64, 4, 128, 128, 128, 16, 1, 1, 131072, 64), H200)
     assert decode.packed == 1
     assert decode.num_splits >= 8
-    for sequences, splits in ((32, 4), (128, 1), (256, 1)):
+    for sequences, splits in ((20, 6), (32, 1), (128, 1), (256, 1)):
         batch = Problem(64, 4, 128, 128, 128, 16, sequences, sequences, 131072, 64)
         chosen = plan_selected(batch, H200)
         assert chosen.num_splits == splits
         assert chosen.dependent_launch
         assert not plan_selected(batch, DeviceLimits(148, 232448)).dependent_launch
+
+
+@pytest.mark.parametrize(("block", "topk"), [(64, 16), (64, 32), (128, 8), (128, 16)])
+def test_programs_of_decoding_fill_the_sms_they_were_measured_on(block, topk) -> None:
+    problem = replace(M3, block_size=block, topk=topk)
+    deep = []
+    for sequences in range(1, 200):
+        batch = replace(problem, tokens=sequences, sequences=sequences)
+        chosen = plan_selected(batch, H200)
+        assert chosen.covers(batch)
+        if chosen.num_stages != 3:
+            deep.append(sequences)
+            programs = sequences * 4 * chosen.num_splits
+            assert programs <= 2 * H200.cores
+            assert programs >= 0.75 * H200.cores or chosen.num_splits == min(16, block * topk // chosen.block_n)
+    assert {1, 2, 4, 8, 16, 32, 64} <= set(deep)
+    assert not {24, 48, 128} & set(deep)
+    few = replace(problem, tokens=8, sequences=8)
+    for other in (replace(few, topk=4), replace(few, topk=128), replace(few, head_dim=64, head_dim_v=64)):
+        assert plan_selected(other, H200).num_stages == 3
 
 
 def test_values_of_e4m3_pass_through_shared_memory_where_one_token_is_walked() -> None:

@@ -149,9 +149,39 @@ def plan_selected(problem: Problem, limits: DeviceLimits) -> SelectedPlan:
     # Decoding from e4m3, 2026-11-24: B32 35.1 us for 40.3, B128 98.4 for 111.9; with keys by way of shared memory too
     # 41.4 and 121.8.
     staged = e4m3 and plan.packed == 1 and problem.bits == 16 and _is_measured(problem)
-    return replace(
+    plan = replace(
         plan, num_splits=_splits(problem, plan, limits), dependent_launch=dependent, e4m3=e4m3, staged=int(staged)
     )
+    return _decoding(plan, problem, limits) if dependent else plan
+
+
+def _decoding(plan: SelectedPlan, problem: Problem, limits: DeviceLimits) -> SelectedPlan:
+    """The plan where a grid of plans had a better one: MiniMax-M3's heads on an H200, triton 3.6.0, 2026-11-24.
+
+    Lists of 8 and 16 blocks of 128, of 16 and 32 of 64, 1 to 128 sequences; each beside ``plan``, as a share of its
+    time. Numbers of sequences between those whose programs would leave SMs idle keep it.
+    """
+    wide = max(problem.head_dim, problem.head_dim_v)
+    if problem.bits != 16 or plan.block_m != 16 or not 64 < wide <= 128 or not _is_measured(problem):
+        return plan
+    tiles, cores = problem.tokens * problem.num_heads_kv * head_tiles(problem, plan), limits.cores
+    if problem.cache_bits == 8:
+        # From 32 sequences on 0.97, 0.95, 0.91; of 16 1.02.
+        return replace(plan, num_warps=2, max_registers=0) if tiles >= 0.9 * cores else plan
+    keys = problem.topk * problem.block_size
+    if not 1024 <= keys <= 2048:
+        return plan
+    # Two programs of five stages fit on an SM: 64 sequences 0.81 to 0.91 with one split, 32 sequences 0.83 to 0.98.
+    deep = replace(plan, num_warps=4, num_stages=5, max_registers=0)
+    if any(0.9 * full <= tiles <= full for full in (cores, 2 * cores)):
+        return replace(deep, num_splits=1)
+    if 4 * tiles > 2 * cores:
+        return plan
+    if problem.block_size >= 128 and 4 * tiles <= cores:
+        # 0.87 to 0.99; 64 keys at a time 0.89 to 1.03.
+        deep = replace(deep, block_n=128, num_stages=2)
+    # 0.85 to 0.99.
+    return replace(deep, num_splits=min(16, keys // deep.block_n, 2 * cores // tiles))
 
 
 def _has_blocks_of_many(problem: Problem) -> bool:

@@ -28,8 +28,6 @@ Numbers = tuple[Any, ...]
 Result = tuple[Tensor, Tensor | None]
 
 launches = PreparedLaunches()
-# Whether launches that were found once are started again by the driver alone.
-BY_DRIVER = False
 
 
 def decoded_again(tensors: Inputs, numbers: Numbers) -> Result | None:
@@ -121,7 +119,7 @@ def _made_of(*results: Tensor | None) -> list[Any]:
 
 def _starting(start: Any, of_call: Callable[..., Inputs]) -> Callable[..., None]:
     """What starts the kernels: by the driver alone, or called with what ``of_call`` makes of tensors."""
-    by_driver = BY_DRIVER and hasattr(start, "again")
+    by_driver = hasattr(start, "again")
 
     def run(tensors: Inputs, out: Tensor, lse: Tensor | None) -> None:
         if by_driver and start.again(tensors, out, lse):

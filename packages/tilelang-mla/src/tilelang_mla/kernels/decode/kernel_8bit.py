@@ -14,14 +14,11 @@ from tilelang_mla.kernels.decode.keys import prelude_of, run_keys, threads_of
 def attend_8bit(
     T: Any, *, cache: str, dim_nope: int, dim_rope: int, dtype: Any, block_n: int, num_stages: int,
     serial: bool = False, per_token: bool = False, block_m: int = ROWS, by_rows: bool = False,
-    in_flight: int = 0, queued: bool = False, late: int = 0, loaders: int = 1,
 ) -> Any:  # fmt: skip
     """The kernel. cache: "e4m3", with one scale, or "656": records, with a scale of each 128 latents and a rope of q's
     dtype. The rest is as :func:`tilelang_mla.kernels.decode.attend` has it; keys lie anywhere.
     """
-    forms = {"rows": block_m, "by_rows": by_rows, "in_flight": in_flight, "queued": queued, "late": late,
-             "loaders": 1 if serial else loaders}  # fmt: skip
-    S = Sizes(dim_nope, dim_rope, dtype, block_n, num_stages, True, cache, **forms)
+    S = Sizes(dim_nope, dim_rope, dtype, block_n, num_stages, True, cache, rows=block_m, by_rows=by_rows)
     run = run_keys if S.keys_are_rows and not serial else run_roles
     records = cache == "656"
     # What 16 bytes are of the rope's elements.

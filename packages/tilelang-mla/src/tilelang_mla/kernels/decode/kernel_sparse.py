@@ -14,17 +14,14 @@ from tilelang_mla.kernels.decode.keys import prelude_of, run_keys, threads_of
 
 def attend_sparse(
     T: Any, *, cache: str, dim_nope: int, dim_rope: int, dtype: Any, block_n: int, num_stages: int,
-    serial: bool = False, block_m: int = ROWS, by_rows: bool = False, in_flight: int = 0,
-    queued: bool = False, late: int = 0, told: bool = False, loaders: int = 1,
+    serial: bool = False, block_m: int = ROWS, by_rows: bool = False,
 ) -> Any:  # fmt: skip
     """The kernel. cache: "" of q's dtype or "656" of records, whose parts are kv, rope and scales; else kv stands in.
 
     ``lists`` are as many as have a length in common, 0 where all entries count. sink: a logit of each head, which takes
     part in the softmax and has no value; with ``sinks`` 0 it stands in.
     """
-    forms = {"sparse": True, "rows": block_m, "by_rows": by_rows, "in_flight": in_flight}
-    forms |= {"queued": queued, "late": late, "told": told, "loaders": 1 if serial else loaders}
-    S = Sizes(dim_nope, dim_rope, dtype, block_n, num_stages, True, cache, **forms)
+    S = Sizes(dim_nope, dim_rope, dtype, block_n, num_stages, True, cache, sparse=True, rows=block_m, by_rows=by_rows)
     run = run_keys if S.keys_are_rows and not serial else run_roles
     records = cache == "656"
     batch, rows, pages, page_size = (T.dynamic(name) for name in ("batch", "rows", "pages", "page_size"))

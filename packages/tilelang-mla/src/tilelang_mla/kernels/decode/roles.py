@@ -179,13 +179,11 @@ def score(T, S, launch, inputs, outputs, memory, barriers, s, acc):
             if any_moved(T, s.rescale):
                 scale_rows(T, acc, s.rescale)
             T.wgmma_gemm(s.weights, memory.k_l[stage, :, :], acc)
-            if not S.queued:
+            if not S.whole:
                 # Free the stage first: the next block may not be here yet, and that behind it is to be on its way.
                 T.wait_wgmma(0)
                 T.barrier_arrive(barriers.left_empty[stage])
-            score_block(T, S, memory, barriers, s, after, phase, stage if S.queued else None, asked=S.late == 2)
-            if S.late == 1:
-                T.barrier_arrive(barriers.scored)
+            score_block(T, S, memory, barriers, s, after, phase, stage if S.whole else None)
         for _ in T.serial(T.min(work.steps, 1)):
             last = done + work.steps - 1
             stage = last % S.num_stages
@@ -193,7 +191,7 @@ def score(T, S, launch, inputs, outputs, memory, barriers, s, acc):
             hide_invalid(T, S, memory, s, stage)
             weigh(T, s, first_key, scale, unmasked)
             share_weights(T, memory, barriers, s, last)
-            if S.late:
+            if S.whole:
                 T.barrier_arrive(barriers.scored)
             if any_moved(T, s.rescale):
                 scale_rows(T, acc, s.rescale)
@@ -253,7 +251,7 @@ def value(T, S, launch, inputs, outputs, memory, barriers, rescale, acc):
                     zero_tail(T, memory.k_r, stage, first_key, work.length)
                     T.fence_proxy_async()
                     T.sync_threads(_OF_VALUES, GROUP)
-            if S.late:
+            if S.whole:
                 T.barrier_wait(barriers.scored, (done + step) % 2)
             T.wgmma_gemm(memory.weights, memory.k_r[stage, :, :], acc)
             T.wait_wgmma(0)
@@ -363,11 +361,11 @@ def find_limits_of_tokens(T, limit, launch, inputs, work):
 
 
 @macro
-def score_block(T, S, memory, barriers, s, stage, phase, before=None, asked=False):
+def score_block(T, S, memory, barriers, s, stage, phase, before=None):
     """Scores of the block in a stage, as soon as each piece of it is there.
 
-    before: the stage of values that were asked for just now, which is to be freed when they are there. asked: say so as
-    soon as all scores are.
+    before: the stage of values that were asked for just now, which is to be freed when they are there. Then it is told,
+    too, when all scores have been asked for.
     """
     T.barrier_wait(barriers.left_full[stage], phase)
     T.wgmma_gemm(memory.q_l, memory.k_l[stage, :, :], s.scores, transpose_B=True, clear_accum=True)
@@ -378,7 +376,7 @@ def score_block(T, S, memory, barriers, s, stage, phase, before=None, asked=Fals
         T.barrier_arrive(barriers.left_empty[before])
     T.barrier_wait(barriers.right_full[stage], phase)
     T.wgmma_gemm(memory.q_r, memory.k_r[stage, :, :], s.scores, transpose_B=True)
-    if asked:
+    if before is not None:
         T.barrier_arrive(barriers.scored)
     T.wait_wgmma(0)
 

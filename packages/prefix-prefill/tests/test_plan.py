@@ -230,6 +230,14 @@ def test_how_keys_are_shared_is_left_to_the_device_but_where_all_are_few() -> No
             assert plan_prefill(problem, H200).num_splits == splits
 
 
+def test_a_window_of_1024_leaves_tiles_of_larger_heads_and_of_8_bits_to_be_cut() -> None:
+    for changes in ({"head_dim": 256, "head_dim_v": 256}, {"cache_bits": 8}):
+        few = replace(
+            problem_of(LLAMA_8B, tokens=1, sequences=1, longest=1, capacity=131072, new_kv=False, left=1023), **changes
+        )
+        assert plan_prefill(few, H200).num_splits == 0
+
+
 def test_a_plan_is_the_same_for_every_batch_of_a_server_but_for_its_rows() -> None:
     """No table width and no length of it: kernels are compiled for what a plan says. One prompt may be left whole."""
     plans = set()
@@ -251,7 +259,7 @@ LLAMA_8B = SoftmaxAttention("Llama-3-8B", 32, 8, 128)
         # Half of the programs have a tile, or all have one and a few two; four sequences may begin behind any contexts.
         (1, 256, 0, 0), (1, 544, 0, 0), (1, 512, 0, 1), (4, 512, 0, 0), (4, 2048, 0, 0),
         # Of few rows, or few tiles, those of a long window are cut; those of a short one never are.
-        (1, 256, 1024, 0), (4, 512, 4096, 0), (64, 1, 1024, 0), (64, 1, 128, 1), (1, 1, 512, 1),
+        (1, 256, 1024, 1), (4, 512, 4096, 0), (64, 1, 1024, 1), (64, 1, 2048, 0), (64, 1, 128, 1), (1, 1, 512, 1),
     ],
 )  # fmt: skip
 def test_tiles_are_left_whole_where_shapes_tell_that_this_keeps_all_programs_busy(
@@ -272,7 +280,8 @@ def test_tiles_are_left_whole_where_shapes_tell_that_this_keeps_all_programs_bus
 def test_plans_of_batches_of_one_kind_are_equal() -> None:
     """So that a layer need not make one for each batch: see ``launch.Layer``."""
     of_kinds: dict[object, PrefillPlan] = {}
-    for sequences, longest, left in itertools.product((1, 2, 64), (1, 9, 64, 512, 640, 2048, 8192), (-1, 127, 1023)):
+    lengths = (1, 9, 64, 512, 640, 2048, 8192)
+    for sequences, longest, left in itertools.product((1, 2, 64), lengths, (-1, 127, 1023, 2047)):
         problem = problem_of(LLAMA_8B, tokens=sequences * longest, sequences=sequences, longest=longest, left=left)
         kind = (left, kind_of_batch(problem, H200))
         assert of_kinds.setdefault(kind, plan_prefill(problem, H200)) == plan_prefill(problem, H200)

@@ -17,8 +17,9 @@ MOST_TOKENS = 2**31 - 1
 # A tile of fewer keys is never cut: see kernels/balance.py.
 _FEW_KEYS = 1024
 # Tiles that could be cut are left whole where shapes tell that all programs stay busy (us on an H200, 32 / 8 heads: as
-# the device shares them, and whole). Those that a window keeps this short, if there are two for each program: 4 x 512
-# behind 16384, window 1024, 105.8 and 98.4.
+# the device shares them, and whole). Those that a window keeps this short, behind 16384 and 8000, window 1024: 4 x 512
+# 104.3 and 95.9, 1 x 256 47.8 and 32.6, 64 that decode 90.6 and 76.4, one 23.1 and 17.5; of larger heads, or 8 bits,
+# which were not timed, only if there are two for each program.
 _SHORT_TILE = 1280
 # Those of one sequence, if no program takes more than so many, and so much of the last round is filled: 1 x 2048, 3.9
 # rounds, 92.3 and 82.7; 1 x 8192, 15.5 rounds, 898.4 and 916.2. Idle programs cost most behind a long context.
@@ -310,7 +311,8 @@ def _has_whole_tiles(problem: Problem, programs: int) -> bool:
     tokens = tokens_per_tile(group, _rows_of_a_tile(problem))
     if problem.left >= 0 and problem.right >= 0:
         keys = min(keys, problem.left + tokens + problem.right)
-        if keys < _FEW_KEYS:
+        # Longer tiles of larger heads take longer than a merge.
+        if keys < _FEW_KEYS or (keys <= _SHORT_TILE and problem.largest_head <= 128 and problem.cache_bits == 16):
             return True
     # Of one that decodes, a layer would need a kernel more.
     if group > 64 or _has_few_rows(problem):

@@ -45,11 +45,7 @@ def decoded_again(tensors: Inputs, numbers: Numbers) -> Result | None:
     found = launches.again(_prepare_lists if causal is None else _prepare, tensors, numbers)
     if found is None:
         return None
-    make_out, make_lse, run = found[:3]
-    out: Tensor = make_out()
-    lse: Tensor | None = None if make_lse is None else make_lse()
-    run(tensors, out, lse)
-    return out, lse
+    return _run(found, tensors)
 
 
 def decode(tensors: Inputs, numbers: Numbers) -> Result:
@@ -65,7 +61,12 @@ def decode(tensors: Inputs, numbers: Numbers) -> Result:
 
 def decode_lists(tensors: Inputs, numbers: Numbers) -> Result:
     """The same of the op over lists of keys."""
-    make_out, make_lse, run = launches.find(_prepare_lists, tensors, numbers)
+    return _run(launches.find(_prepare_lists, tensors, numbers), tensors)
+
+
+def _run(found: Any, tensors: Inputs) -> Result:
+    """Start a prepared launch into new tensors."""
+    make_out, make_lse, run = found[:3]
     out: Tensor = make_out()
     lse: Tensor | None = None if make_lse is None else make_lse()
     run(tensors, out, lse)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,7 +17,12 @@ from kernel_reference.sharding import Interleave, ZigZag, shard
 from kernel_reference.testing.contract import check_no_host_sync
 from kernel_reference.testing.distributed import SentBytes, run
 from tilelang_mla import AttentionResult, flash_mla_with_kvcache, plan_decode
-from tilelang_mla.parallel import flash_mla_with_kvcache_cp, visible_keys
+from tilelang_mla.parallel import (
+    flash_mla_sparse_with_kvcache_cp,
+    flash_mla_with_kvcache_cp,
+    own_rows,
+    visible_keys,
+)
 
 Tensor = torch.Tensor
 NOPE, ROPE = 64, 32
@@ -109,6 +115,110 @@ def test_decoding_over_a_cache_shared_by_ranks_is_that_of_one_process(world: int
         "nothing cached": make([0, 0], seqlen_q=1),
     }
     run(world, _decode, world, cases)
+
+
+def _listed(case: Case, topk: int, sink: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Lists of positions, some of which are none, and out and lse over what they name, in float64."""
+    torch.manual_seed(4)
+    batch, seqlen_q, heads, width = case.q.shape
+    positions = torch.full((batch, seqlen_q, topk), -1, dtype=torch.int32)
+    out, lse = torch.zeros(batch, seqlen_q, heads, NOPE).double(), torch.full((batch, heads, seqlen_q), -torch.inf)
+    lse = lse.double()
+    bounds = cumulative(case.lengths).tolist()
+    for b, (begin, end) in enumerate(pairwise(bounds)):
+        for j in range(seqlen_q):
+            seen = max(0, end - begin - seqlen_q + j + 1)
+            chosen = torch.randperm(seen)[: topk - 2]
+            positions[b, j, 1 : 1 + len(chosen)] = chosen.int()
+            # None, as -1 is: behind the sequence.
+            positions[b, j, 0] = end - begin
+            if len(chosen):
+                keys = case.latents[begin + chosen, 0].double()
+                scores = case.q[b, j].double() @ keys.T * width**-0.5
+                lse[b, :, j] = scores.logsumexp(-1)
+                out[b, j] = torch.softmax(scores, -1) @ keys[:, :NOPE]
+    if sink is not None:
+        out = out * torch.sigmoid(lse - sink.double()[:, None]).transpose(1, 2)[..., None]
+    return positions, out, lse
+
+
+def _sparse(rank: int, world: int, cases: dict[str, Case]) -> None:
+    for name, case in cases.items():
+        heads_all = case.q.shape[2]
+        sink = torch.linspace(-1, 2, heads_all) if "sink" in name else None
+        positions, exact, exact_lse = _listed(case, 16, sink)
+        layout = Interleave(world, rank, case.size)
+        own = shard(case.latents, layout, cumulative(case.lengths))
+        kv, table = paged(own.tokens, own.cu_seqlens.diff(), case.page)
+        each = heads_all // world
+        rows = case.q.shape[0] * case.q.shape[1]
+        for heads, chosen in (("sharded", slice(rank * each, (rank + 1) * each)), ("replicated", slice(None))):
+            with SentBytes() as counted:
+                got = flash_mla_sparse_with_kvcache_cp(
+                    case.q[:, :, chosen], kv, positions, case.lengths, table, NOPE, layout=layout, group=None,
+                    heads=heads, attn_sink=None if sink is None else sink[chosen],
+                )  # fmt: skip
+            what = f"{name}, {heads}, rank {rank}"
+            try:
+                torch.testing.assert_close(got.out.double(), exact[:, :, chosen], rtol=1e-2, atol=1e-2)
+                torch.testing.assert_close(got.lse.double(), exact_lse[:, chosen], rtol=1e-6, atol=4e-6)
+            except AssertionError as error:
+                raise AssertionError(f"{what}: {error}") from error
+            sharded = heads == "sharded"
+            sent = (world - 1) * rows * heads_all * (2 * NOPE + 4) / (world if sharded else 1)
+            assert counted.sent == sent + ((world - 1) * rows * each * (NOPE + ROPE) * 2 if sharded else 0), what
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_listed_tokens_of_a_cache_shared_by_ranks_are_those_of_one_process(world: int) -> None:
+    cases = {
+        "one token": make([1, 3, 16, 200, 33, 5], seqlen_q=1),
+        "two tokens, runs of a page, a sink": make([2, 64, 65, 130], seqlen_q=2, size=16),
+        "runs of 3, pages of 4": make([7, 40], seqlen_q=3, size=3, page=4),
+        "runs longer than any sequence": make([5, 100], seqlen_q=1, size=256),
+    }
+    run(world, _sparse, world, cases)
+
+
+def test_rows_of_a_rank_are_those_of_its_tokens() -> None:
+    table = torch.tensor([[3, 0, 9], [1, 2, -1]], dtype=torch.int32)
+    positions = torch.tensor([[[5, 2, 0, 40, 8]], [[-1, 4, 3, 12, 1]]], dtype=torch.int32)
+    lengths = torch.tensor([9, 13], dtype=torch.int32)
+    # Of rank 0 in pairs: tokens 0, 1, 4, 5, 8, 9, 12, .. in pages of 2; the pool has 8 pages, so that 9 is none.
+    rows, counts = own_rows(Interleave(2, 0, 2), positions, lengths, table, (8, 2))
+    assert rows.flatten(0, 1).tolist() == [[1, 6, -1, -1, -1], [4, 3, -1, -1, -1]]
+    assert counts.flatten().tolist() == [2, 2]
+
+
+def _sparse_refusals(rank: int) -> None:
+    case = make([20, 3], seqlen_q=1)
+    layout = Interleave(2, rank)
+    positions = torch.zeros(2, 1, 16, dtype=torch.int32)
+    kv, table = paged(case.latents, case.lengths, 16)
+    given = {
+        "q": case.q, "kv": kv, "positions": positions, "seqlens_k": case.lengths, "block_table": table,
+        "dim_nope": NOPE, "layout": layout, "group": None, "heads": "replicated",
+    }  # fmt: skip
+    for match, error, changed in (
+        (r"^layout must be of world 2", ValueError, {"layout": Interleave(3, rank)}),
+        (r"^layout must be a ", TypeError, {"layout": ZigZag(2, rank)}),
+        (r"^positions must be \[B, Sq, topk\]", ValueError, {"positions": positions[0]}),
+        (r"^positions", TypeError, {"positions": positions.long()}),
+        (r"^attn_sink", ValueError, {"attn_sink": torch.zeros(3)}),
+        (r"^q must be without gradient", ValueError, {"q": case.q.clone().requires_grad_()}),
+    ):
+        with pytest.raises(error, match=match):
+            flash_mla_sparse_with_kvcache_cp(**(given | changed))
+    alone = [torch.distributed.new_group([one]) for one in range(2)][rank]
+    listed, exact, _ = _listed(case, 16, None)
+    got = flash_mla_sparse_with_kvcache_cp(
+        case.q, kv, listed, case.lengths, table, NOPE, layout=Interleave(1, 0), group=alone
+    )
+    torch.testing.assert_close(got.out.double(), exact, rtol=1e-2, atol=1e-2)
+
+
+def test_wrong_lists_are_named_and_a_group_of_one_exchanges_nothing() -> None:
+    run(2, _sparse_refusals)
 
 
 def test_visible_keys_are_those_of_the_positions() -> None:

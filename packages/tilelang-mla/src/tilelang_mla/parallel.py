@@ -10,11 +10,21 @@ nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, overload
 
 import torch
 
-from kernel_reference.checks import check_bool, check_choice, check_dense, check_dtype, check_shape, describe, fail
+from kernel_reference.checks import (
+    check_bool,
+    check_choice,
+    check_dense,
+    check_dtype,
+    check_shape,
+    describe,
+    fail,
+    given,
+)
 from kernel_reference.collectives import all_gather, world_and_rank
 from kernel_reference.partials import EXCHANGES, HEADS, Partial, exchange_partials
 from kernel_reference.sharding import Interleave
@@ -94,10 +104,7 @@ def flash_mla_with_kvcache_cp(
     check_bool("causal", causal)
     check_bool("return_lse", return_lse)
     world, rank = world_and_rank(group)
-    if not isinstance(layout, Interleave):
-        fail("layout", "a kernel_reference.sharding.Interleave", describe(layout), TypeError)
-    if (layout.world, layout.rank) != (world, rank):
-        fail("layout", f"of world {world} and rank {rank}, as group is", layout)
+    _check_layout(layout, world, rank)
     if world == 1:
         return flash_mla_with_kvcache(
             q, kv, seqlens_k, block_table, dim_nope, softmax_scale, causal, return_lse=return_lse, plan=plan
@@ -122,6 +129,114 @@ def flash_mla_with_kvcache_cp(
     # The gathered q has made all ranks wait for each other.
     merged = merge_of_ranks(own, group, heads, exchange, ready=heads == "sharded")
     return merged if return_lse else merged.out
+
+
+def flash_mla_sparse_with_kvcache_cp(
+    q: Tensor,
+    kv: Tensor,
+    positions: Tensor,
+    seqlens_k: Tensor,
+    block_table: Tensor,
+    dim_nope: int,
+    softmax_scale: float | None = None,
+    *,
+    layout: Interleave,
+    group: Any,
+    heads: Literal["sharded", "replicated"] = "sharded",
+    exchange: Exchange = "all_to_all",
+    attn_sink: Tensor | None = None,
+) -> AttentionResult:
+    """Attention to listed tokens of a cache that the ranks of a group share: sparse decoding.
+
+    A rank attends to those tokens of a list that it holds, and the partial results are merged. Lists are positions of
+    the whole sequences, as :func:`tilelang_mla.index_topk` gives them: the same on every rank.
+
+    Args:
+        q, kv, block_table, seqlens_k, dim_nope, softmax_scale, layout, group, heads, exchange: as
+            :func:`flash_mla_with_kvcache_cp` takes them; kv is of q's dtype or of records.
+        positions: [B, Sq, topk] int32, the same on every rank: the tokens that each query token attends to. What is not
+            from 0 to ``seqlens_k - 1``, -1 say, is none; a list names no token behind the query's own.
+        attn_sink: float32, of the heads that q has: a logit that takes part in the softmax and has no value; lse does
+            not know of it.
+
+    Returns:
+        AttentionResult(out [B, Sq, heads, dim_nope], lse [B, heads, Sq]). Not differentiable.
+
+    Raises:
+        TypeError, ValueError: an argument is not as said above, or as there.
+    """
+    check_choice("heads", heads, HEADS)
+    check_choice("exchange", exchange, EXCHANGES)
+    _check_layout(layout, *world_and_rank(group))
+    tensors = {"q": q, "kv": kv, "positions": positions, "seqlens_k": seqlens_k, "block_table": block_table}
+    check_dense(**tensors, **given(attn_sink=attn_sink))
+    refuse_derivatives(**tensors, **given(attn_sink=attn_sink))
+    if q.ndim != 4 or kv.ndim != 4:
+        fail("q, kv", "[B, Sq, Hq, dim_nope + dpe] and [pages, page_size, 1, ..]", f"{describe(q)}, {describe(kv)}")
+    for name, tensor in (("positions", positions), ("seqlens_k", seqlens_k), ("block_table", block_table)):
+        check_dtype(name, tensor, torch.int32)
+    if positions.ndim != 3:
+        fail("positions", "[B, Sq, topk]", describe(positions))
+    check_shape("positions", positions, (*q.shape[:2], positions.shape[2]))
+    check_shape("seqlens_k", seqlens_k, (q.shape[0],))
+    if attn_sink is not None:
+        check_shape("attn_sink", attn_sink, (q.shape[2],))
+    if layout.world > 1 and heads == "sharded":
+        q = all_gather(q, group).movedim(0, 2).flatten(2, 3)
+    batch, seqlen_q = q.shape[:2]
+    rows, counts = own_rows(layout, positions, seqlens_k, block_table, kv.shape[:2])
+    # Each query token is a sequence of its own, which walks as many entries as this rank has of its list.
+    own = flash_mla_with_kvcache(
+        q.flatten(0, 1)[:, None], kv, None, None, dim_nope, softmax_scale, return_lse=True,
+        indices=rows.flatten(0, 1)[:, None], topk_length=counts.flatten(),
+    )  # fmt: skip
+    own = AttentionResult(
+        own.out[:, 0].unflatten(0, (batch, seqlen_q)), own.lse[..., 0].unflatten(0, (batch, seqlen_q)).transpose(1, 2)
+    )
+    merged = own
+    if layout.world > 1:
+        merged = merge_of_ranks(own, group, heads, exchange, ready=heads == "sharded")
+    if attn_sink is None:
+        return merged
+    # Of all keys together: no rank may count it for itself.
+    share = torch.sigmoid(merged.lse - attn_sink[:, None]).transpose(1, 2)
+    return AttentionResult((merged.out.float() * share[..., None]).to(merged.out.dtype), merged.lse)
+
+
+def own_rows(
+    layout: Interleave, positions: Tensor, seqlens_k: Tensor, block_table: Tensor, pages: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """A rank's part of lists of tokens: rows of its cache, those first and -1 behind, and how many; int32 both.
+
+    positions: [B, Sq, topk] of whole sequences of ``seqlens_k`` [B]; pages: (pages, page_size) of the rank's cache.
+
+    >>> table = torch.tensor([[4, 2]], dtype=torch.int32)
+    >>> lengths = torch.tensor([9], dtype=torch.int32)
+    >>> own_rows(Interleave(2, 1), torch.tensor([[[0, 1, 7, -1]]], dtype=torch.int32), lengths, table, (8, 2))
+    (tensor([[[8, 5, -1, -1]]], dtype=torch.int32), tensor([[2]], dtype=torch.int32))
+    """
+    place = layout.visible(positions)
+    is_own = (layout.visible(positions + 1) > place) & (positions >= 0) & (positions < seqlens_k[:, None, None])
+    number, size = pages
+    columns = block_table.shape[1]
+    page = place // size
+    is_own &= page < columns
+    if columns == 0:
+        return torch.full_like(positions, -1), is_own.sum(-1, dtype=torch.int32)
+    found = block_table.gather(1, page.clamp(max=columns - 1).flatten(1).long()).view_as(page)
+    is_own &= (found >= 0) & (found < number)
+    row = torch.where(is_own, found * size + place % size, -1)
+    most = positions.shape[2]
+    behind = torch.where(is_own, is_own.cumsum(-1) - 1, most)
+    rows = row.new_full((*row.shape[:2], most + 1), -1).scatter_(2, behind, row)
+    return rows[..., :most].contiguous(), is_own.sum(-1, dtype=torch.int32)
+
+
+def _check_layout(layout: Interleave, world: int, rank: int) -> None:
+    if not isinstance(layout, Interleave):
+        fail("layout", "a kernel_reference.sharding.Interleave", describe(layout), TypeError)
+    if (layout.world, layout.rank) != (world, rank):
+        fail("layout", f"of world {world} and rank {rank}, as group is", layout)
 
 
 def merge_of_ranks(

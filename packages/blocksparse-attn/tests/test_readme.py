@@ -1,9 +1,14 @@
 """Does the README say what is so?"""
 
+import contextlib
+import io
 import re
+import runpy
+from collections.abc import Callable
 from pathlib import Path
 
 import blocksparse_attn
+from kernel_reference.testing.distributed import run
 from kernel_reference.testing.readme import python_blocks, run_block
 
 PACKAGE = Path(__file__).parents[1]
@@ -53,7 +58,22 @@ def test_scores_of_blocks_make_a_layout() -> None:
     found = [int(word) for word in re.findall(r"\d+", printed.split(":")[1])]
     assert len(found) == 6
     assert {0, 14, 15} < set(found)
-    assert len(BLOCKS) == 7
+    assert len(BLOCKS) == 7 + 1
+
+
+def test_the_five_lines_for_two_gpus_are_those_of_an_example_that_agrees_with_one_process() -> None:
+    example = PACKAGE / "examples" / "two_ranks.py"
+    [block] = [block for block in BLOCKS if "group=group" in block]
+    lines = {line.strip() for line in example.read_text().splitlines()}
+    assert set(filter(None, block.splitlines())) <= lines
+    printed = run(2, lambda rank: printed_by(runpy.run_path(str(example))["main"]))
+    assert [line.count("the same as one process: True") for line in printed] == [2, 2]
+
+
+def printed_by(function: Callable[[], None]) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        function()
+    return printed.getvalue()
 
 
 def test_every_public_name_is_in_the_readme() -> None:

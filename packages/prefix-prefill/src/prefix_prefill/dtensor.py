@@ -1,0 +1,72 @@
+"""prefix-prefill on DTensors: how the tensors of each public function may be shared, and the functions on local shards.
+
+Its ops write into memory that they are given, so that DTensor has no rules for them: :func:`sharded` runs a public
+function on each rank's shards. Nothing is sent unless a tensor lies otherwise than :func:`placements` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import prefix_prefill
+from kernel_reference.checks import fail
+from kernel_reference.dtensors import Placements, on_shards
+from prefix_prefill.api import PageLayout
+
+_NEW = {"q": 1, "k": 1, "v": 1, "alibi_slopes": 0, "sinks": 0}
+
+
+def placements(function: str, *, page_layout: PageLayout = "NHD", return_lse: bool = False) -> Placements:
+    """How the tensors of a public function lie on a mesh of one dimension whose ranks share the heads.
+
+    >>> placements("prefix_prefill").inputs["k_cache"]
+    2
+
+    Args:
+        function: its name.
+        page_layout: of the pages that it is called with.
+        return_lse: whether the function returns lse too.
+
+    Returns:
+        kernel_reference.dtensors.Placements: by argument the dimension that is shared, and of each result; other
+        tensors are replicated, scales of a cache too, which are one number then.
+
+    Raises:
+        ValueError: the function is none whose heads may be shared.
+    """
+    if function == "prefix_prefill":
+        cache = 2 if page_layout == "NHD" else 1
+        inputs = {**_NEW, "k_cache": cache, "v_cache": cache, "out": 1}
+        return Placements(inputs, (1, 0) if return_lse else (1,), ("out",))
+    if function == "context_attention_fwd":
+        return Placements({**_NEW, "o": 1, "k_cache": 1, "v_cache": 1}, (), ("o",))
+    if function == "merge_attention_states":
+        return Placements({"out_a": 1, "lse_a": 0, "out_b": 1, "lse_b": 0, "out": 1}, (1, 0), ("out",))
+    fail("function", '"prefix_prefill", "context_attention_fwd" or "merge_attention_states"', repr(function))
+
+
+def sharded(function: str, mesh: Any) -> Callable[..., Any]:
+    """A public function over DTensors on this mesh, by ``local_map``: each rank works on its heads.
+
+    Args:
+        function: as for :func:`placements`.
+        mesh: a ``torch.distributed.device_mesh.DeviceMesh`` of one dimension.
+
+    Returns:
+        The function with the same arguments, without a plan. What is written must lie as :func:`placements` says;
+        others are redistributed if they do not.
+
+    Raises:
+        TypeError, ValueError: as for :func:`placements`; heads that the mesh does not divide.
+    """
+    placements(function)
+
+    def call(*args: Any, plan: None = None, **kwargs: Any) -> Any:
+        if plan is not None:
+            fail("plan", "None on DTensors: it is of a rank's own heads", type(plan).__name__)
+        options = {name: kwargs[name] for name in ("page_layout", "return_lse") if name in kwargs}
+        how = placements(function, **options)
+        return on_shards(getattr(prefix_prefill, function), mesh, how)(*args, **kwargs)
+
+    return call

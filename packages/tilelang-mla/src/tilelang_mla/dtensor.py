@@ -1,0 +1,74 @@
+"""tilelang-mla on DTensors: how the tensors of each public function may be shared, and the functions on local shards.
+
+Its ops write into memory that they are given, so that DTensor has no rules for them: :func:`sharded` runs a public
+function on each rank's shards. Nothing is sent unless a tensor lies otherwise than :func:`placements` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import tilelang_mla
+from kernel_reference.checks import fail
+from kernel_reference.dtensors import Placements, on_shards
+
+By = Literal["heads", "sequences"]
+
+_CACHE = {"q": 0, "seqlens_k": 0, "block_table": 0, "indices": 0, "topk_length": 0, "out": 0}
+
+
+def placements(function: str, by: By = "heads", *, return_lse: bool = False) -> Placements:
+    """How the tensors of a public function may lie on a mesh of one dimension.
+
+    >>> placements("flash_mla_with_kvcache").inputs["q"]
+    2
+
+    Args:
+        function: its name.
+        by: what is shared: query heads, of every attention, where the one kv head of a latent cache lies on all ranks;
+            or the sequences of ``flash_mla_with_kvcache``, whose pages every rank has.
+        return_lse: whether the function returns lse too.
+
+    Returns:
+        kernel_reference.dtensors.Placements: by argument the dimension that is shared, and of each result; other
+        tensors are replicated.
+
+    Raises:
+        ValueError: there is no such way to share the function's tensors.
+    """
+    decoded = {"heads": ({"q": 2, "attn_sink": 0, "out": 2}, (2, 1)), "sequences": (_CACHE, (0, 0))}
+    if function == "flash_mla_with_kvcache" and by in decoded:
+        inputs, outputs = decoded[by]
+        return Placements(inputs, outputs if return_lse else outputs[:1], ("out",))
+    if function == "flash_mla_varlen_func" and by == "heads":
+        return Placements({"q": 1, "k": 1, "v": 1, "out": 1}, (1, 0) if return_lse else (1,), ("out",))
+    if function == "flash_mla_sparse_fwd" and by == "heads":
+        return Placements({"q": 1, "attn_sink": 0, "out": 1}, (1, 1, 1), ("out",))
+    known = "flash_mla_with_kvcache by heads or sequences, flash_mla_varlen_func or flash_mla_sparse_fwd by heads"
+    fail("function", known, (function, by))
+
+
+def sharded(function: str, mesh: Any, by: By = "heads") -> Callable[..., Any]:
+    """A public function over DTensors on this mesh, by ``local_map``: each rank works on its shards.
+
+    Args:
+        function, by: as for :func:`placements`.
+        mesh: a ``torch.distributed.device_mesh.DeviceMesh`` of one dimension.
+
+    Returns:
+        The function with the same arguments, without a plan. ``out`` must lie as :func:`placements` says; others are
+        redistributed if they do not.
+
+    Raises:
+        TypeError, ValueError: as for :func:`placements`; heads or sequences that the mesh does not divide.
+    """
+    placements(function, by)
+
+    def call(*args: Any, plan: None = None, **kwargs: Any) -> Any:
+        if plan is not None:
+            fail("plan", "None on DTensors: it is of a rank's own lengths and heads", type(plan).__name__)
+        how = placements(function, by, return_lse=bool(kwargs.get("return_lse", False)))
+        return on_shards(getattr(tilelang_mla, function), mesh, how)(*args, **kwargs)
+
+    return call

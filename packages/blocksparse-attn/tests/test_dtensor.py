@@ -27,10 +27,11 @@ def share(mesh: Any, x: Tensor, dim: int) -> Any:
 def by_heads(rank: int) -> None:
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (2,))
-    layout = BlockLayout.local_strided(4, 64, 1, 2, 16)
-    cu = torch.tensor([0, 20, 64]).int()
-    ragged = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 44}
-    for shape, dim, options in (((64, 4, 32), 1, ragged), ((2, 64, 4, 32), 2, {})):
+    # Ranks whose lists differ.
+    layout = BlockLayout.local_strided(4, 128, 1, 4, 16)
+    cu = torch.tensor([0, 20, 128]).int()
+    ragged = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 108}
+    for shape, dim, options in (((128, 4, 32), 1, ragged), ((2, 128, 4, 32), 2, {})):
         q, k, v = torch.randn(3, *shape)
         wanted = blocksparse_attention(q, k, v, layout, return_lse=True, **options)
         own = [share(mesh, x, dim) for x in (q, k, v)]

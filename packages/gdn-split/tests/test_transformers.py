@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import runpy
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +21,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, Qwen3_5TextConfig, 
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
 from gdn_split.integrations.transformers import Qwen35Layer, QwenNextLayer, enable
+from kernel_reference import hub
 from kernel_reference.testing.readme import python_blocks, run_block
 from kernel_reference.testing.transformers import Models, make_models
 
@@ -94,6 +98,30 @@ def test_decode_steps_are_as_exact_as_those_of_transformers(models: Models, kind
 
 def test_generate_gives_what_transformers_would(models: Models) -> None:
     models.assert_generates(prompts(2, 5), 6)
+
+
+def test_kernelize_puts_the_decode_step_of_the_hub_in(
+    models: Models, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = pytest.importorskip("kernels", reason="nox -s engines has it with the newest transformers")
+    hub.build("gdn_split", tmp_path / "hub")
+    name = "Qwen3NextGatedDeltaNet"
+    theirs = copy.deepcopy(models.theirs)
+    [engine] = {type(module) for module in theirs.modules() if type(module).__name__.endswith("GatedDeltaNet")}
+    kernels.replace_kernel_forward_from_hub(engine, name)
+    layer = kernels.LocalLayerRepository(tmp_path / "hub", layer_name=name)
+    with kernels.use_kernel_mapping({name: {device.type: layer}}):
+        ours = kernels.kernelize(theirs, mode=kernels.Mode.INFERENCE, device=device.type, use_fallback=False)
+    [forward, *_] = [module.forward for module in ours.modules() if isinstance(module, engine)]
+    assert forward.__module__.startswith("_gdn_split_")
+    steps: list[str] = []
+    step = sys.modules[forward.__module__].gdn_decode_step
+    monkeypatch.setattr(
+        sys.modules[forward.__module__], "gdn_decode_step", lambda *a, **n: steps.append("one") or step(*a, **n)
+    )
+    Models(ours, models.theirs, models.exact, contextlib.nullcontext).assert_generates(prompts(2, 5), 6)
+    assert len(steps) % 3 == 0
+    assert steps
 
 
 @pytest.mark.torch_compile

@@ -25,6 +25,8 @@ class Qwen3NextGatedDeltaNet(torch.nn.Module):
         self: Any, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
         """As the layer that it replaces."""
+        # Its name from transformers 5.24 on.
+        cache_params = kwargs.pop("cache", cache_params)
         states = None if attention_mask is not None else _states_of_a_step(self, hidden_states, cache_params)
         if states is None:
             theirs: Tensor = type(self).forward(self, hidden_states, cache_params, attention_mask, **kwargs)

@@ -30,6 +30,8 @@ class MiniMaxLightningAttention(torch.nn.Module):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
         """As the layer that it replaces."""
+        # Its name from transformers 5.24 on.
+        past_key_values = kwargs.pop("cache", past_key_values)
         batch, tokens, _width = hidden_states.shape
         qkv = self.act_fn(self.qkv_proj(hidden_states))
         if attention_mask is not None:

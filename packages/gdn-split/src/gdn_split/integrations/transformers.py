@@ -127,6 +127,8 @@ class QwenNextLayer(_Layer, modeling_qwen3_next.Qwen3NextGatedDeltaNet):
         self, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **options: Any
     ) -> Tensor:
         """As the layer that it replaces."""
+        # Its name from transformers 5.24 on.
+        cache_params = options.pop("cache", cache_params)
         hidden_states = self.engine.apply_mask_to_padding_states(hidden_states, attention_mask)
         batch, tokens, _ = hidden_states.shape
         qkvz = self.in_proj_qkvz(hidden_states).flatten(0, 1)
@@ -161,6 +163,8 @@ class _ApartLayer(_Layer):
         self, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **options: Any
     ) -> Tensor:
         """As the layer that it replaces."""
+        # Its name from transformers 5.24 on.
+        cache_params = options.pop("cache", cache_params)
         states = self._states_of_a_step(hidden_states, cache_params)
         if states is None:
             # Nothing is to be split, and nothing is copied.

@@ -143,7 +143,7 @@ def test(session: nox.Session, package: str) -> None:
         return
     # Not session.create_tmp: it makes a folder of this checkout TMPDIR, and tests' folders would be in git's.
     passed = Path(session.virtualenv.location) / "passed.json"
-    run_installed(session, *suite, "-p", "kernel_reference.testing.faults", "--write-passed", passed)
+    run_installed(session, *suite, "-p", "kernel_reference.testing.results", "--write-passed", passed)
     judge: list[str | Path] = ["python", "-m", "kernel_reference.testing.faults", HOMES[package], "--passed", passed]
     run_installed(session, *judge, "--jobs", os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS") or "2", "--", *rest)
 

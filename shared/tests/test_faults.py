@@ -111,7 +111,7 @@ def test_a_run_without_end_is_no_assertion(package: Path, monkeypatch: pytest.Mo
 def test_what_passes_clean_may_be_known_from_the_suite(package: Path) -> None:
     plant(package, "tripled", patch("    return 2 * x\n", "    return 3 * x\n"))
     passed = package / "passed.json"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "kernel_reference.testing.faults", "--write-passed", passed]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "kernel_reference.testing.results", "--write-passed", passed]
     path = os.pathsep.join([str(package / "src"), *sys.path])
     subprocess.run(command, cwd=package, env=os.environ | {"PYTHONPATH": path}, check=True)
     assert sorted(json.loads(passed.read_text())) == [

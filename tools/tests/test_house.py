@@ -78,7 +78,7 @@ def test_an_engine_is_imported_by_its_integration_alone(package: Path) -> None:
 
 # Sizes that one can read: arguments travel in NamedTuples, and a file has one duty.
 MOST_ARGUMENTS = {"device function": 12, "kernel": 25}
-MOST_LINES = 450
+MOST_LINES = 449
 
 
 def device_functions(package: Path) -> Iterator[tuple[str, str, int]]:

@@ -10,7 +10,7 @@ wheel. The lines before the patch proper may say, in one line each, what the fau
 Without the second line the whole suite runs. A fault is caught if a test that passes without it fails with it, and
 fails by an assertion: a NameError, an illegal instruction or a run that never ends would be seen without any test. What
 passes without faults is read from ``--passed FILE``, which the suite writes when it runs with
-``-p kernel_reference.testing.faults --write-passed FILE``; without it each selection of tests runs once clean.
+``-p kernel_reference.testing.results --write-passed FILE``; without it each selection of tests runs once clean.
 
 Tests run in forks of this process, which has imported torch, Triton and pytest once for all of them. Arguments after
 ``--`` go to pytest. The exit code is 0 if every fault is caught, 1 if one survives, does not apply or cannot be judged,
@@ -35,7 +35,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -43,6 +43,8 @@ from pathlib import Path
 from py_compile import PycInvalidationMode
 
 import pytest
+
+from kernel_reference.testing.results import Observer
 
 CAUGHT = "caught"
 SURVIVED = "SURVIVED"
@@ -288,7 +290,7 @@ def _child(task: _Task, copy: Path) -> int:
     selected = [str(task.package / test) if _is_test_path(task.package, test) else test for test in task.tests]
     if not any(_is_test_path(task.package, test) for test in task.tests):
         selected.append(str(task.package / "tests"))
-    observer = _Observer(stop=task.patch is not None)
+    observer = Observer(stop=task.patch is not None)
     options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", *task.pytest_args]
     code = int(pytest.main([*options, *selected], plugins=[observer]))
     found = {"passed": observer.passed, "asserted": observer.asserted, "raised": observer.raised}
@@ -302,70 +304,6 @@ def _read(copy: Path, code: int, seconds: float) -> _Run:
     if not file.exists():
         return _Run(code or 70, output=output, seconds=seconds)
     return _Run(**json.loads(file.read_text()), output=output, seconds=seconds)
-
-
-class _Observer:
-    """Notes which tests passed and how the others failed; ``stop``: ends the run at the first failed assertion."""
-
-    def __init__(self, *, stop: bool) -> None:
-        self.passed: list[str] = []
-        self.asserted: list[str] = []
-        self.raised: dict[str, str] = {}
-        self._stop = stop
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(
-        self, item: pytest.Item, call: pytest.CallInfo[None]
-    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        report = yield
-        name = name_of(item)
-        if report.failed:
-            error = call.excinfo.value if call.excinfo else None
-            if call.when == "call" and isinstance(error, (AssertionError, pytest.fail.Exception)):
-                self.asserted.append(name)
-                if self._stop:
-                    item.session.shouldstop = "an assertion failed"
-            else:
-                self.raised[name] = type(error).__name__
-        elif report.when == "call" and report.passed:
-            self.passed.append(name)
-        return report
-
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        if report.failed:
-            self.raised[report.nodeid] = "error of collection"
-
-
-def name_of(item: pytest.Item) -> str:
-    """A test's name wherever pytest was started: file, class, function and parameters without the folder."""
-    return f"{item.path.name}::{item.nodeid.partition('::')[2]}"
-
-
-# As a plugin of the suite's own run.
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--write-passed", metavar="FILE", help="write the names of the tests that passed, as JSON")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    # Workers of pytest-xdist hand their reports to the process that has no `workerinput`.
-    if config.getoption("--write-passed") and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(_Writer(Path(config.getoption("--write-passed"))))
-
-
-class _Writer:
-    def __init__(self, file: Path) -> None:
-        self._file = file
-        self._passed: list[str] = []
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when == "call" and report.passed:
-            path, _, rest = report.nodeid.partition("::")
-            self._passed.append(f"{path.rpartition('/')[2]}::{rest}")
-
-    def pytest_sessionfinish(self) -> None:
-        self._file.write_text(json.dumps(self._passed))
 
 
 class _DoesNotApplyError(Exception):

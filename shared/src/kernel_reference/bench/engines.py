@@ -274,7 +274,7 @@ def load_stacks(file: Path, dry: bool) -> list[Stack]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The command line; returns the exit code."""
+    """The command line; returns the exit code: 1 where a stack failed, 2 without a GPU."""
     parser = argparse.ArgumentParser(prog="kernel_reference.bench.engines", description=__doc__)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
     parser.add_argument("--dry", action="store_true", help="tiny models on a CPU: their times mean nothing")
@@ -285,20 +285,29 @@ def main(arguments: Sequence[str]) -> int:
         print("this needs a GPU; --dry runs without one", file=sys.stderr)
         return 2
     device = torch.device("cpu" if chosen.dry else "cuda")
+    machine = {} if chosen.dry else asdict(describe(device))
     timings: list[Timing] = []
-    for file in chosen.files:
-        for stack in load_stacks(file, chosen.dry):
-            if chosen.only in stack.name:
-                for timing in measure(stack, device, 1 if chosen.dry else ROUNDS):
-                    print(timing, flush=True)
-                    timings.append(timing)
-                if device.type == "cuda":
-                    torch.cuda.empty_cache()
-    show(table(timings))
+    failed: list[str] = []
     if chosen.out:
-        machine = {} if chosen.dry else asdict(describe(device))
-        chosen.out.write_text("".join(json.dumps(asdict(timing) | machine) + "\n" for timing in timings))
-    return 0
+        chosen.out.write_text("")
+    for stack in (stack for file in chosen.files for stack in load_stacks(file, chosen.dry)):
+        if chosen.only not in stack.name:
+            continue
+        try:
+            for timing in measure(stack, device, 1 if chosen.dry else ROUNDS):
+                print(timing, flush=True)
+                timings.append(timing)
+                # At once: what ends the run early leaves the record of what was timed.
+                if chosen.out:
+                    with chosen.out.open("a") as file:
+                        file.write(json.dumps(asdict(timing) | machine) + "\n")
+        except (RuntimeError, ValueError) as error:
+            failed.append(stack.name)
+            print(f"{stack.name}: {error}", file=sys.stderr, flush=True)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    show(table(timings))
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

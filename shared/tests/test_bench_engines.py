@@ -1,16 +1,21 @@
-"""Records of layers inside an engine; the models themselves are in the packages' test_transformers.py."""
+"""Records of layers inside an engine, and steps in CUDA graphs; the models themselves are in the packages' test_transformers.py."""
 
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
 from kernel_reference.bench import engines
-from kernel_reference.bench.engines import Load, Stack, Timing
+from kernel_reference.bench.engines import Load, Stack, Timing, captured
 
 
 def stack(name: str) -> Stack:
@@ -33,3 +38,27 @@ def test_a_stack_that_fails_leaves_what_was_timed_before_it_and_those_behind_it(
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(line["stack"], line["sequences"]) for line in lines] == [("fails", 1), ("runs", 1), ("runs", 8)]
     assert "fails: an illegal address" in capsys.readouterr().err
+
+
+def test_a_captured_step_keeps_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("Stream", "current_stream", "CUDAGraph"):
+        monkeypatch.setattr(torch.cuda, name, MagicMock())
+    for name in ("stream", "graph"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: nullcontext())
+    ids = torch.arange(3)
+    kept = weakref.ref(ids)
+    replay: Any = captured(partial(torch.add, ids, 1))
+    del ids
+    # A graph reads addresses: whose memory is given back, it reads what lies there next.
+    assert kept() is not None
+    assert replay().tolist() == [1, 2, 3]
+    del replay
+    assert kept() is None
+
+
+@pytest.mark.gpu
+def test_replays_give_the_same_whatever_is_allocated_between() -> None:
+    replay = captured(partial(torch.add, torch.arange(32, device="cuda"), 1))
+    others = [torch.full((32,), -(2**40), device="cuda") for _ in range(8)]
+    assert replay().tolist() == list(range(1, 33))
+    del others

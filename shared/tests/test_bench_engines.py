@@ -1,4 +1,4 @@
-"""Records of layers inside an engine, and steps in CUDA graphs; the models themselves are in the packages' test_transformers.py."""
+"""Records of layers inside an engine, and steps in CUDA graphs; models are in the packages' test_transformers.py."""
 
 from __future__ import annotations
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from kernel_reference.attention import attention
+from kernel_reference.testing.numerics import assert_close_to_oracle
 from kernel_reference.testing.plain import Wanted, assert_rounded, moved, plain_rows
+from kernel_reference.testing.tensor_cores import truncated_product
 
 R, K, H, D, DV = 40, 56, 4, 32, 16
 
@@ -102,3 +106,40 @@ def test_8_bit_results_and_empty_ones_are_compared_as_they_are() -> None:
     assert_rounded(exact.to(torch.float8_e4m3fn), Wanted(exact, exact.to(torch.float8_e4m3fn)))
     empty = torch.empty(0, 2, 8, dtype=torch.float64)
     assert_rounded(empty.half(), Wanted(empty, empty.half()))
+
+
+def lse_of(products: torch.Tensor, scale: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """By powers of two, as kernels have it; the base is undone in two parts. dtype: of the weights that are summed."""
+    scores = products.double() * scale / math.log(2)
+    highest = scores.amax(-1).float().double()
+    row_sum = torch.exp2((scores - highest[..., None]).float()).to(dtype).float().sum(-1)
+    return ((highest + torch.log2(row_sum.double())) * math.log(2)).float()
+
+
+def products_of(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    return truncated_product(q.transpose(0, 1), k.transpose(0, 1).mT)
+
+
+def in_18_bits(x: torch.Tensor) -> torch.Tensor:
+    return (x.view(torch.int32) & ~0x3F).view(torch.float32)
+
+
+@pytest.mark.parametrize("keys", [1, 47])
+def test_the_lse_of_a_kernel_on_tensor_cores_is_judged_beside_their_sums(keys: int) -> None:
+    """Heads of 576 whose scores are far apart are 7.8e-5 off at 103 on an H200. Float32 operands are nearer."""
+    q, k = (torch.randn(rows, heads, 576).bfloat16() for rows, heads in ((8, 80), (keys, 1)))
+    seen = torch.ones(8, keys, dtype=torch.bool)
+    exact = attention(q.double(), k, k, softmax_scale=1.5).lse
+    beside = {cut: plain_rows(q, k, k, seen, 1.5, on_tensor_cores=cut)[1] for cut in (False, True)}
+    # The same columns in another order.
+    products = products_of(q.flip(2), k.flip(2))
+    right = lse_of(products, 1.5)
+    assert_close_to_oracle(right, exact, beside[True])
+    with pytest.raises(AssertionError, match="ABOVE"):
+        assert_close_to_oracle(right, exact, beside[False])
+    wrong = [right.half().float(), lse_of(in_18_bits(products), 1.5)]
+    if keys > 1:
+        wrong += [lse_of(products_of(q, k[:-1]), 1.5), lse_of(products, 1.5, torch.bfloat16)]
+    for lse in wrong:
+        with pytest.raises(AssertionError, match="ABOVE"):
+            assert_close_to_oracle(lse, exact, beside[True])

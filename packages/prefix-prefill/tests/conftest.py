@@ -385,7 +385,7 @@ class Batch:
                 result = plain_rows(
                     self.q[rows[some]], k, v, seen, self.scale, softcap=self.softcap, sinks=self.sinks,
                     bias=None if slopes is None else slopes.float()[:, None, None] * distance,
-                    on_tensor_cores=self.dtype.itemsize == 2,
+                    on_tensor_cores=self.dtype.itemsize == 2 and self.device.type != "cpu",
                 )  # fmt: skip
                 out[some], lse[:, some] = result
         return out, lse

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from kernel_reference.testing.numerics import assert_close_to_oracle, assert_no_lean
+from kernel_reference.testing.tensor_cores import truncated_product
 
 Tensor = torch.Tensor
 
@@ -45,19 +46,16 @@ def plain_rows(
         seen: [R, K] or [H, R, K] bool.
         bias: added to capped scores, broadcast to [H, R, K]: ALiBi's slope * (key - query position).
         sinks: [H].
-        on_tensor_cores: take a GPU's matrix instructions for the products, whose sums of many numbers are not as near
-            as those of float32 operands.
+        on_tensor_cores: sum the scores as a GPU's matrix instructions do (:mod:`.tensor_cores`), on any device. A
+            library's own product will not do: of one key, or an odd number of them, cuBLAS takes no tensor cores.
     """
 
     def heads_first(x: Tensor) -> Tensor:
         return x.transpose(0, 1)
 
-    def product(a: Tensor, b: Tensor) -> Tensor:
-        if on_tensor_cores and a.is_cuda and a.numel() and b.numel():
-            return torch.bmm(a, b.expand(len(a), -1, -1), out_dtype=torch.float32)
-        return a.float() @ b.float()
-
-    scores = product(heads_first(q), heads_first(k).mT) * scale
+    keys = heads_first(k).mT
+    product = truncated_product(heads_first(q), keys) if on_tensor_cores else heads_first(q).float() @ keys.float()
+    scores = product * scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     if bias is not None:
@@ -71,7 +69,7 @@ def plain_rows(
     row_sum = weights.sum(2)
     if sinks is not None:
         row_sum = row_sum + torch.exp(sinks.float()[:, None] - shift)
-    out = product(weights.to(q.dtype), heads_first(v)) / row_sum[..., None]
+    out = weights.to(q.dtype).float() @ heads_first(v).float() / row_sum[..., None]
     out = torch.where(seen.any(-1)[..., None], out, 0)
     return out.transpose(0, 1), shift + torch.log(row_sum)
 

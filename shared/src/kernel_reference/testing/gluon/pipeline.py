@@ -14,6 +14,7 @@ import torch
 
 from kernel_reference.testing.gluon.memory import Descriptor, MBarrierLayout, Shared
 from kernel_reference.testing.gluon.values import DType, Value, load, store
+from kernel_reference.testing.tensor_cores import truncated_product
 
 Tensor = torch.Tensor
 
@@ -229,20 +230,10 @@ def copy_from_shared(d: Descriptor, coordinates: Any, stage: Shared) -> None:
     store(pointer, Value(stage.load().data.reshape(there.shape)), there)
 
 
-# Columns that a WGMMA of 16 bits adds to an accumulator at once.
-STEP = 16
-
-
 class Products:
     """How products are summed: see :func:`kernel_reference.testing.gluon.truncated_sums`."""
 
     truncated = False
-
-
-def toward_zero(exact: Tensor) -> Tensor:
-    """Of float64 the float32 next to it, toward zero."""
-    rounded = exact.float()
-    return torch.where(rounded.double().abs() > exact.abs(), torch.nextafter(rounded, torch.zeros(())), rounded)
 
 
 def product_of(a: Tensor, b: Tensor, before: Tensor | None) -> Tensor:
@@ -250,11 +241,7 @@ def product_of(a: Tensor, b: Tensor, before: Tensor | None) -> Tensor:
     if not Products.truncated:
         product = a.float() @ b.float()
         return product if before is None else product + before
-    acc = torch.zeros(a.shape[0], b.shape[1]) if before is None else before
-    a, b = a.double(), b.double()
-    for i in range(0, a.shape[1], STEP):
-        acc = toward_zero(acc.double() + a[:, i : i + STEP] @ b[i : i + STEP])
-    return acc
+    return truncated_product(a, b, before)
 
 
 class Issued:

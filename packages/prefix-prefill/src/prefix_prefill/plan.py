@@ -122,11 +122,12 @@ class PrefillPlan(Plan):
     at a time, one piece after another; 0 splits leave it to that kernel to cut as the lengths of the batch ask for;
     ``q_in_registers``: its products read so many tiles of queries (``column_tiles``, of 256 halves) from registers,
     which leaves shared memory's bandwidth to keys and values. ``capping`` 1: weights of capped scores are relative to a
-    constant, where that is exact enough; 2: small scores by a series, too (4 x 512 behind 16384 986 us on an H200, not
-    1220; 1: 1356); 3: by a longer one those up to 0.8 of the cap (there, queries 1, 2.83 and 6 times as large, 1040,
-    1118 and 1567 us, with 2 1044, 1525 and 1477); 0: to a running max. ``loading``: registers a thread of the warps
-    that load and schedule, 56 or 72; over an 8-bit cache 24, or with 72 as many as there are, for converters too
-    (decoding of 31 behind 8192 200 us for 204, 2048 behind 30720 1871 for 1812). No plan asks for 3 or 72 by itself.
+    constant, where that is exact enough; 2: scores up to 0.2 of the cap by a series, too (4 x 512 behind 16384 986 us
+    on an H200, not 1220; 1: 1356); 3: and those up to 0.8 of it by a longer one (behind 8192, queries 1, 2, 3, 4.5 and
+    9 times as large, 294, 320, 319, 330 and 418 us, with 2 296, 422, 420, 442 and 403); 0: to a running max.
+    ``loading``: registers a thread of the warps that load and schedule, 56 or 72; over an 8-bit cache 24, or with 72 as
+    many as there are, for converters too (decoding of 31 behind 8192 200 us for 204, 2048 behind 30720 1871 for 1812).
+    No plan asks for 72 by itself.
     """
 
     block_m: int
@@ -137,7 +138,7 @@ class PrefillPlan(Plan):
     hopper: bool = False
     programs: int = 132
     q_in_registers: int = 0
-    capping: int = 2
+    capping: int = 3
     loading: int = 56
 
     def covers(self, problem: Problem) -> bool:

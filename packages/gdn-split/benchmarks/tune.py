@@ -18,9 +18,11 @@ import torch
 from steps import Setup, Stepped
 from steps import inputs as step_inputs
 
-from gdn_split import arguments, launch, step_arguments, step_launch
+from gdn_split import arguments, launch
 from gdn_split.plan import ConvPlan, GroupShape, SplitPlan, StepPlan, plan_conv, plan_split, plan_step
 from gdn_split.reference import new_parts
+from gdn_split.step import arguments as step_arguments
+from gdn_split.step import launch as step_launch
 from gdn_split.tensors import Convolve, Split, Step
 from kernel_reference.bench.timers import CudaClock, time_interleaved
 from kernel_reference.integers import cdiv

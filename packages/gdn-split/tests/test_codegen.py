@@ -15,11 +15,15 @@ import pytest
 import torch
 
 import gdn_split
-from gdn_split import arguments, launch, prefill_arguments, prefill_launch, step_arguments, step_launch
+from gdn_split import arguments, launch
 from gdn_split.plan import DeviceLimits, GroupShape, plan_conv, plan_split, plan_step
-from gdn_split.prefill_plan import plan_prefill, plan_prefill_backward
-from gdn_split.prefill_reference import new_inputs
+from gdn_split.prefill import arguments as prefill_arguments
+from gdn_split.prefill import launch as prefill_launch
+from gdn_split.prefill.plan import plan_prefill, plan_prefill_backward
+from gdn_split.prefill.reference import new_inputs
 from gdn_split.reference import new_parts
+from gdn_split.step import arguments as step_arguments
+from gdn_split.step import launch as step_launch
 from gdn_split.tensors import Commit, Convolve, Merge, Prefill, Split, Step
 from kernel_reference.models import QWEN3_NEXT_80B
 from kernel_reference.testing.codegen import (

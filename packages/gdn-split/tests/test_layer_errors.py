@@ -10,7 +10,7 @@ import torch
 
 import gdn_split
 from gdn_split.plan import StepPlan
-from gdn_split.prefill_plan import PrefillPlan
+from gdn_split.prefill.plan import PrefillPlan
 
 SIZES = {"num_heads_qk": 1, "num_heads_v": 2, "head_qk": 8, "head_v": 4}
 FUNCTIONS: dict[str, Callable[..., Any]] = {

@@ -24,7 +24,7 @@ from gdn_split.plan import (
     power_of_two_at_least,
     power_of_two_at_most,
 )
-from gdn_split.prefill_plan import PrefillProblem, plan_prefill, plan_prefill_backward, prefill_programs
+from gdn_split.prefill.plan import PrefillProblem, plan_prefill, plan_prefill_backward, prefill_programs
 from kernel_reference.models import QWEN3_NEXT_80B
 from kernel_reference.testing.forks import run_alone
 

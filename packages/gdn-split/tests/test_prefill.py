@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import gdn_split
-from gdn_split import prefill_arguments
 from gdn_split.plan import DeviceLimits, GroupShape
-from gdn_split.prefill_plan import PrefillBackwardPlan, PrefillPlan, plan_prefill, plan_prefill_backward
-from gdn_split.prefill_reference import new_gradients, new_inputs
+from gdn_split.prefill import arguments as prefill_arguments
+from gdn_split.prefill.plan import PrefillBackwardPlan, PrefillPlan, plan_prefill, plan_prefill_backward
+from gdn_split.prefill.reference import new_gradients, new_inputs
 from gdn_split.tensors import Prefill, PrefillGradients
 from kernel_reference import gated_delta
 from kernel_reference.testing.guards import assert_bitwise_equal, canaried, guarded, nan_pages
@@ -84,7 +84,7 @@ def expected(call: Call, t: Prefill, dtype: torch.dtype) -> gated_delta.Inputs:
 
 def kernels(call: Call, t: Prefill, plan: PrefillPlan | None = None) -> tuple[torch.Tensor, ...]:
     """The launches themselves: the results, and t's state advanced."""
-    from gdn_split import prefill_launch
+    from gdn_split.prefill import launch as prefill_launch
 
     problem = prefill_arguments.check_prefill(t, *call.numbers)
     plan = plan or plan_prefill(problem, GPU)
@@ -250,7 +250,7 @@ def close_gradient(name: str, one: torch.Tensor, want: torch.Tensor, rough: torc
 
 
 def compare_gradients(call: Call, device: torch.device, plan: PrefillBackwardPlan | None = None) -> None:
-    from gdn_split import prefill_launch
+    from gdn_split.prefill import launch as prefill_launch
 
     t = make(call, device)
     d = gradients_of(call, t, device)
@@ -292,7 +292,7 @@ def test_gradients_cross_from_one_run_of_rows_to_the_next(device: torch.device) 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [GroupShape(2, 4, 128, 128), SMALL], ids=["128", "16"])
 def test_rows_fetched_ahead_of_a_walk_change_no_gradient(device: torch.device, shape: GroupShape) -> None:
-    from gdn_split import prefill_launch
+    from gdn_split.prefill import launch as prefill_launch
 
     if torch.version.hip or torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("this GPU does not fetch ahead")
@@ -311,7 +311,7 @@ def test_rows_fetched_ahead_of_a_walk_change_no_gradient(device: torch.device, s
 
 
 def test_rows_of_no_sequence_spoil_no_gradient(device: torch.device) -> None:
-    from gdn_split import prefill_launch
+    from gdn_split.prefill import launch as prefill_launch
 
     call = Call(SMALL, (5, 6), rows=4, initial="no state")
     t = make(call, device)
@@ -334,7 +334,7 @@ GAPS = {"mixed_qkvz": 24, "mixed_ba": 3, "conv_state": 2, "conv_weight": 1}
 def test_the_launches_touch_their_outputs_and_the_slots_they_were_given_and_nothing_else(
     device: torch.device, width: int
 ) -> None:
-    from gdn_split import prefill_launch
+    from gdn_split.prefill import launch as prefill_launch
 
     # The second of three sequences has no slot.
     call = Call(GroupShape(1, 3, 24, 20), (5, 2, 9), rows=2, width=width, bias=True, chunk=8, initial="all")
@@ -363,7 +363,7 @@ def test_the_launches_touch_their_outputs_and_the_slots_they_were_given_and_noth
 @pytest.mark.sanitize
 @pytest.mark.parametrize("steps", [8, 16])
 def test_gradients_are_written_whole_and_nothing_beside_them(device: torch.device, steps: int) -> None:
-    from gdn_split import prefill_launch
+    from gdn_split.prefill import launch as prefill_launch
 
     call = Call(GroupShape(1, 3, 24, 20), (1, 33), rows=2, chunk=8, bias=True, initial="no state")
     given = make(call, device)

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import gdn_split
-from gdn_split import step_arguments
 from gdn_split.plan import DeviceLimits, GroupShape, StepPlan, plan_step
+from gdn_split.step import arguments as step_arguments
 from gdn_split.tensors import Commit, Step
 from kernel_reference import gated_delta
 from kernel_reference.integers import power_of_two_at_least
@@ -114,7 +114,7 @@ def kernel_step(
     parents: torch.Tensor | None = None,
 ) -> Any:  # fmt: skip
     """The launch itself, on what ``given`` holds: the outputs."""
-    from gdn_split import step_launch
+    from gdn_split.step import launch as step_launch
 
     t = tensors_of(layer, given, parents)
     problem = step_arguments.check_step(op, t, *layer.numbers)
@@ -249,7 +249,7 @@ def test_the_tree_of_a_head_taken_in_slices_is_normed_as_a_whole(device: torch.d
 
 
 def kernel_commit(layer: Layer, given: dict[str, Any], accepted: list[int], path: list[list[int]] | None) -> None:
-    from gdn_split import step_launch
+    from gdn_split.step import launch as step_launch
 
     tensors = {name: t for name, t in given.items() if name != "norm_weight"}
     on = {"device": given["slots"].device, "dtype": torch.int32}
@@ -311,7 +311,7 @@ GUARDED = {
 def test_a_launch_touches_its_outputs_and_the_slots_it_was_given_and_nothing_else(
     device: torch.device, name: str
 ) -> None:
-    from gdn_split import step_launch
+    from gdn_split.step import launch as step_launch
 
     layer, op, plan = GUARDED[name]
     s, rows = layer.shape, layer.sequences * layer.tokens
@@ -351,7 +351,7 @@ def test_a_launch_touches_its_outputs_and_the_slots_it_was_given_and_nothing_els
 
 
 def test_counters_of_a_pool_are_zeros_again_after_every_launch(device: torch.device) -> None:
-    from gdn_split import step_launch
+    from gdn_split.step import launch as step_launch
 
     layer = Layer(GroupShape(1, 3, 16, 16), sequences=2)
     given = make(layer, device)

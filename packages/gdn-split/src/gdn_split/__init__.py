@@ -13,8 +13,8 @@ from gdn_split.api import (
     split_conv1d_update,
     split_views,
 )
-from gdn_split.prefill import GdnInputs, gdn_prefill_inputs
-from gdn_split.step import gdn_commit, gdn_decode_step, gdn_verify
+from gdn_split.prefill.api import GdnInputs, gdn_prefill_inputs
+from gdn_split.step.api import gdn_commit, gdn_decode_step, gdn_verify
 
 __all__ = [
     "GdnInputs",

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import torch
 
-from gdn_split.step import gdn_decode_step
+from gdn_split.step.api import gdn_decode_step
 from kernel_reference.checks import fail
 
 Tensor = torch.Tensor

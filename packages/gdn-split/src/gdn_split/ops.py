@@ -22,10 +22,12 @@ from typing import Any
 
 import torch
 
-from gdn_split import arguments, derivatives, reference, step_arguments, step_reference
+from gdn_split import arguments, derivatives, reference
 from gdn_split.arguments import plan_of
 from gdn_split.plan import ConvPlan, SplitPlan, StepPlan
 from gdn_split.reference import Parts, new_parts, new_projections
+from gdn_split.step import arguments as step_arguments
+from gdn_split.step import reference as step_reference
 from gdn_split.tensors import Commit, Convolve, Merge, Split, Step
 from kernel_reference.checks import values_are_checked
 from kernel_reference.dispatch import PreparedLaunches, allocator, implement, launch_module
@@ -125,7 +127,7 @@ def _prepare_convolve(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any
 
 def _prepare_step(op: str, kind: Any, tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
     launch_module("gdn_split")
-    from gdn_split import step_launch
+    from gdn_split.step import launch as step_launch
 
     t = kind(*tensors)
     problem = step_arguments.check_step(op, t, *numbers)

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from gdn_split import arguments, derivatives, step_arguments
+from gdn_split import arguments, derivatives
 from gdn_split.ops import launches
 from gdn_split.reference import Parts, new_parts
+from gdn_split.step import arguments as step_arguments
 from gdn_split.tensors import Convolve, Step
 from kernel_reference.checks import MemoryOverlap, values_are_checked
 from kernel_reference.dispatch import allocator, launch_module
@@ -125,7 +126,7 @@ def decode_step(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Tensor:
 
 def _prepare_step(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
     launch_module("gdn_split")
-    from gdn_split import step_launch
+    from gdn_split.step import launch as step_launch
 
     shape = arguments.check_sizes(*numbers[6:11])
     arguments.check_projections(tensors[0], tensors[1], shape)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from gdn_split.step import gdn_decode_step
+from gdn_split.step.api import gdn_decode_step
 
 try:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType

@@ -13,7 +13,7 @@ from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from gdn_split.api import SplitResult, fused_qkvzba_split_reshape_cat
-from gdn_split.step import gdn_decode_step
+from gdn_split.step.api import gdn_decode_step
 from kernel_reference.checks import fail
 from kernel_reference.integrations.transformers import VERSION, enabled
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from gdn_split.api import Layout, fused_qkvzba_split_reshape_cat
-from gdn_split.step import gdn_decode_step
+from gdn_split.step.api import gdn_decode_step
 
 try:
     from vllm import envs

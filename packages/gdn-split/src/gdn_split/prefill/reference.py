@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch.nn.functional import softplus
 
-from gdn_split import prefill_arguments, reference
-from gdn_split.prefill_plan import PrefillProblem
+from gdn_split import reference
+from gdn_split.prefill import arguments
+from gdn_split.prefill.plan import PrefillProblem
 from gdn_split.tensors import Prefill, PrefillGradients
 from kernel_reference import gated_delta
 from kernel_reference.checks import values_are_checked
@@ -28,9 +29,9 @@ def new_inputs(mixed_qkvz: Tensor, problem: PrefillProblem) -> tuple[Tensor, ...
 def prefill_inputs(*given: Any) -> tuple[Tensor, ...]:
     """The op ``prefill_inputs``."""
     t, numbers = Prefill(*given[:10]), given[10:]
-    prefill_arguments.check_prefill(t, *numbers)
+    arguments.check_prefill(t, *numbers)
     if values_are_checked(t.mixed_qkvz.device):
-        prefill_arguments.check_values(t)
+        arguments.check_values(t)
     return _inputs(t, numbers)
 
 
@@ -60,7 +61,7 @@ def new_gradients(t: Prefill, problem: PrefillProblem) -> tuple[Tensor, ...]:
 def prefill_backward(*given: Any) -> tuple[Tensor, ...]:
     """The op ``prefill_backward``, in float32."""
     d, t, numbers = gradients_and_inputs(given)
-    problem = prefill_arguments.check_backward(d, t, *numbers)
+    problem = arguments.check_backward(d, t, *numbers)
     silu, qk_norm, chunk, *sizes = numbers
     dq, dk, dv, dz, dg, dbeta = (each.float() for each in d)
     x, _, b, a = (part.float() for part in reference.split(t.mixed_qkvz, t.mixed_ba, *sizes[:5]))
@@ -121,8 +122,8 @@ def keep_inputs(*given: Any) -> None:
     """The op ``keep_inputs``."""
     t, numbers = Prefill(*given[:10]), given[10:]
     _, _, initial, _, *sizes = numbers
-    prefill_arguments.check_prefill(t, *numbers)
-    prefill_arguments.overlap(t)(*t)
+    arguments.check_prefill(t, *numbers)
+    arguments.overlap(t)(*t)
     if t.conv_state is not None and t.slots is not None:
         has = initial if t.has_initial_state is None else t.has_initial_state
         gated_delta.keep_inputs(

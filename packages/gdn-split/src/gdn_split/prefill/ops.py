@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from gdn_split import prefill_arguments, prefill_reference
 from gdn_split.ops import _SIZES, _library, launches
-from gdn_split.prefill_plan import PrefillPlan
-from gdn_split.prefill_reference import gradients_and_inputs, new_gradients, new_inputs
+from gdn_split.prefill import arguments, reference
+from gdn_split.prefill.plan import PrefillPlan
+from gdn_split.prefill.reference import gradients_and_inputs, new_gradients, new_inputs
 from gdn_split.tensors import Prefill
 from kernel_reference.checks import fail, values_are_checked
 from kernel_reference.dispatch import allocator, implement, launch_module
@@ -44,20 +44,20 @@ _library.define(
 
 def _prepare_inputs(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
     launch_module("gdn_split")
-    from gdn_split import prefill_launch
+    from gdn_split.prefill import launch
 
     t = Prefill(*tensors)
-    problem = prefill_arguments.check_prefill(t, *numbers)
-    run = prefill_launch.prepare_inputs(problem, PrefillPlan.from_ints(numbers[9] if len(numbers) > 9 else None), t)
+    problem = arguments.check_prefill(t, *numbers)
+    run = launch.prepare_inputs(problem, PrefillPlan.from_ints(numbers[9] if len(numbers) > 9 else None), t)
     allocators = [allocator(out) for out in new_inputs(t.mixed_qkvz, problem)]
-    return allocators, run, prefill_launch.in_order, problem.initial
+    return allocators, run, launch.in_order, problem.initial
 
 
 def _kernel_inputs(*given: Any) -> tuple[Tensor, ...]:
     t = Prefill(*given[:10])
     allocators, run, in_order, initial = launches.find(_prepare_inputs, t, given[10:])
     if values_are_checked(t.mixed_qkvz.device):
-        prefill_arguments.check_values(t)
+        arguments.check_values(t)
     outs = tuple([allocate() for allocate in allocators])
     run(*in_order(t, outs, initial))
     return outs
@@ -65,12 +65,12 @@ def _kernel_inputs(*given: Any) -> tuple[Tensor, ...]:
 
 def _prepare_backward(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
     launch_module("gdn_split")
-    from gdn_split import prefill_launch
+    from gdn_split.prefill import launch
 
     d, t, numbers = gradients_and_inputs((*tensors, *numbers))
-    problem = prefill_arguments.check_backward(d, t, *numbers)
+    problem = arguments.check_backward(d, t, *numbers)
     allocators = [allocator(made) for made in new_gradients(t, problem)]
-    return allocators, prefill_launch.prepare_backward(problem, None, t)
+    return allocators, launch.prepare_backward(problem, None, t)
 
 
 def _kernel_backward(*given: Any) -> tuple[Tensor, ...]:
@@ -83,11 +83,11 @@ def _kernel_backward(*given: Any) -> tuple[Tensor, ...]:
 
 def _prepare_kept(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
     launch_module("gdn_split")
-    from gdn_split import prefill_launch
+    from gdn_split.prefill import launch
 
     t = Prefill(*tensors)
-    problem = prefill_arguments.check_prefill(t, *numbers)
-    return prefill_launch.prepare_kept(problem, t), prefill_arguments.overlap(t)
+    problem = arguments.check_prefill(t, *numbers)
+    return launch.prepare_kept(problem, t), arguments.overlap(t)
 
 
 def _kernel_kept(*given: Any) -> None:
@@ -99,24 +99,24 @@ def _kernel_kept(*given: Any) -> None:
 
 def _fake_inputs(*given: Any) -> tuple[Tensor, ...]:
     t = Prefill(*given[:10])
-    return new_inputs(t.mixed_qkvz, prefill_arguments.check_prefill(t, *given[10:]))
+    return new_inputs(t.mixed_qkvz, arguments.check_prefill(t, *given[10:]))
 
 
 def _fake_backward(*given: Any) -> tuple[Tensor, ...]:
     d, t, numbers = gradients_and_inputs(given)
-    return new_gradients(t, prefill_arguments.check_backward(d, t, *numbers))
+    return new_gradients(t, arguments.check_backward(d, t, *numbers))
 
 
 def _fake_kept(*given: Any) -> object:
-    return prefill_arguments.check_prefill(Prefill(*given[:10]), *given[10:])
+    return arguments.check_prefill(Prefill(*given[:10]), *given[10:])
 
 
 implement(
-    _library, "prefill_inputs", reference=prefill_reference.prefill_inputs, kernel=_kernel_inputs, fake=_fake_inputs
+    _library, "prefill_inputs", reference=reference.prefill_inputs, kernel=_kernel_inputs, fake=_fake_inputs
 )  # fmt: skip
-implement(_library, "keep_inputs", reference=prefill_reference.keep_inputs, kernel=_kernel_kept, fake=_fake_kept)
+implement(_library, "keep_inputs", reference=reference.keep_inputs, kernel=_kernel_kept, fake=_fake_kept)
 implement(
-    _library, "prefill_backward", reference=prefill_reference.prefill_backward, kernel=_kernel_backward,
+    _library, "prefill_backward", reference=reference.prefill_backward, kernel=_kernel_backward,
     fake=_fake_backward,
 )  # fmt: skip
 

@@ -6,11 +6,11 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from gdn_split import (
-    prefill_ops,  # noqa: F401  defines the ops that are taken below
-)
 from gdn_split.api import Layout, _check_kinds
-from gdn_split.prefill_plan import PrefillPlan
+from gdn_split.prefill import (
+    ops,  # noqa: F401  defines the ops that are taken below
+)
+from gdn_split.prefill.plan import PrefillPlan
 from kernel_reference.checks import REFUSALS, check_bool, check_dense, check_int, describe, fail, given
 from kernel_reference.plans import plan_as_ints
 from kernel_reference.transforms import are_active, refuse_derivatives
@@ -82,7 +82,7 @@ def gdn_prefill_inputs(
         chunk_size: None, or a power of two up to 256: g is then the sum over the tokens of its chunk so far, chunks
             being counted from the first token of each sequence.
         activation: "silu" or None.
-        plan: a launch plan to use instead of the one made for the device (see ``gdn_split.prefill_plan.plan_prefill``).
+        plan: a launch plan to use instead of the one made for the device (see ``gdn_split.prefill.plan.plan_prefill``).
 
     Returns:
         GdnInputs(q, k, v, z, g, beta). Differentiable once, but for transforms of torch.func, where there is no

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gdn_split import derivatives, step_arguments
+from gdn_split import derivatives
+from gdn_split.step import arguments
 from gdn_split.tensors import Commit, Step
 from kernel_reference import gated_delta
 from kernel_reference.checks import values_are_checked
@@ -49,11 +50,11 @@ def commit(*given: Any) -> None:
 
 
 def _checked(op: str, t: Step | Commit, numbers: tuple[Any, ...]) -> _Given:
-    problem = step_arguments.check_step(op, t, *numbers)
+    problem = arguments.check_step(op, t, *numbers)
     derivatives.refuse_tangents(t._fields, t)
-    step_arguments.overlap(op, t)(*t)
+    arguments.overlap(op, t)(*t)
     if values_are_checked(t.mixed_qkvz.device):
-        step_arguments.check_values(t, problem.path_length)
+        arguments.check_values(t, problem.path_length)
     tokens, silu, qk_norm, state_layout, scale, norm_eps, *sizes = numbers
     norm_weight = t.norm_weight if isinstance(t, Step) else None
     activation = "silu" if silu else None

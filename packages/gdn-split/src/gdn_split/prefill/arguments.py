@@ -13,7 +13,7 @@ from gdn_split.arguments import (
     check_sizes,
     check_slot_values,
 )
-from gdn_split.prefill_plan import PrefillPlan, PrefillProblem
+from gdn_split.prefill.plan import PrefillPlan, PrefillProblem
 from gdn_split.tensors import Prefill, PrefillGradients
 from kernel_reference.checks import MemoryOverlap, check_dtype, check_same_device, describe, fail, known
 from kernel_reference.integers import is_power_of_two

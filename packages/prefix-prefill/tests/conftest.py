@@ -19,7 +19,13 @@ from kernel_reference.testing.guards import Canaried, assert_bitwise_equal, cana
 from kernel_reference.testing.numerics import assert_close_to_oracle
 from kernel_reference.testing.plain import Wanted, assert_rounded, moved, plain_rows
 from prefix_prefill.arguments import MergeTensors, PrefillNumbers, PrefillTensors, check_prefill
-from prefix_prefill.levels import CascadeLevel, CascadeNumbers, CascadeTensors, check_cascade, tensors_of_levels
+from prefix_prefill.cascade.arguments import (
+    CascadeLevel,
+    CascadeNumbers,
+    CascadeTensors,
+    check_cascade,
+    tensors_of_levels,
+)
 
 Tensor = torch.Tensor
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -542,7 +548,7 @@ class Cascade:
 
     def attend(self, *plans: Any, num_splits: int = 0) -> None:
         """The launches themselves."""
-        from prefix_prefill import launch_cascade
+        from prefix_prefill.cascade.launch import prepare_cascade
 
         tensors = CascadeTensors(
             self.q, tuple(self.levels), self.sinks, None, None, None, self.out.tensor, self.lse.tensor, self.draft_mask
@@ -551,7 +557,7 @@ class Cascade:
         scale = self.q.shape[2] ** -0.5
         numbers = CascadeNumbers(self.max_seqlen_q, self.page_layout, scale, self.softcap, *scales, num_splits)
         problems, each = check_cascade(tensors, numbers), tensors_of_levels(tensors)
-        launch_cascade.prepare_cascade(problems, plans, each)(each)
+        prepare_cascade(problems, plans, each)(each)
 
     def wanted(self, dtype: torch.dtype = torch.float64) -> Any:
         return cascade.cascade_attention(

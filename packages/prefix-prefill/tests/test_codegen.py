@@ -25,9 +25,10 @@ from kernel_reference.testing.codegen import (
     recorded_launches,
 )
 from kernel_reference.testing.targets import SMALL_TARGETS, TARGETS
-from prefix_prefill import CascadeLevel, launch, launch_cascade
+from prefix_prefill import CascadeLevel, launch
 from prefix_prefill.arguments import MergeTensors, PrefillNumbers, PrefillTensors, check_prefill
-from prefix_prefill.levels import CascadeNumbers, CascadeTensors, check_cascade, tensors_of_levels
+from prefix_prefill.cascade.arguments import CascadeNumbers, CascadeTensors, check_cascade, tensors_of_levels
+from prefix_prefill.cascade.launch import prepare_cascade
 from prefix_prefill.plan import DeviceLimits, plan_prefill
 
 pytestmark = pytest.mark.codegen
@@ -122,7 +123,7 @@ def cascade(model: SoftmaxAttention, limits: DeviceLimits) -> Iterator[KernelSpe
     numbers = CascadeNumbers(1, "NHD", 0.1, 0.0, 1.0, 1.0, 1.0, 0)
     problems, each = check_cascade(tensors, numbers), tensors_of_levels(tensors)
     plans = [plan_prefill(problem, limits) for problem in problems]
-    run = launch_cascade.prepare_cascade(problems, plans, each)
+    run = prepare_cascade(problems, plans, each)
     for name, call in zip(("shared", "last"), recorded_launches(run, each), strict=False):
         yield KernelSpec.of_launch(*call, name=f"{FOR_SM_90}a cascade's {name} level")
 

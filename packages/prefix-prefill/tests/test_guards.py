@@ -22,9 +22,10 @@ import triton.language as tl
 from kernel_reference.integers import cdiv
 from kernel_reference.testing import contract
 from kernel_reference.testing.guards import assert_bitwise_equal
-from prefix_prefill import launch, launch_merging
+from prefix_prefill import launch
 from prefix_prefill.arguments import MergeTensors, PrefillNumbers, PrefillTensors, check_prefill
 from prefix_prefill.kernels import schedule
+from prefix_prefill.merging import launch as launch_merging
 from prefix_prefill.plan import DeviceLimits, PrefillPlan, Problem, heads_per_tile, num_slots, tokens_per_tile
 
 sanitize = pytest.mark.sanitize

@@ -3,8 +3,8 @@
 from importlib import metadata
 
 from prefix_prefill.api import AttentionResult, merge_attention_states, prefix_prefill
-from prefix_prefill.cascade import cascade_attention
-from prefix_prefill.levels import CascadeLevel
+from prefix_prefill.cascade.api import cascade_attention
+from prefix_prefill.cascade.arguments import CascadeLevel
 from prefix_prefill.plan import PrefillPlan
 from prefix_prefill.vllm import context_attention_fwd
 

@@ -18,7 +18,7 @@ import torch
 
 from kernel_reference.ahead import TARGETS, Call, Kernel, compile_calls
 from prefix_prefill.arguments import PrefillNumbers, PrefillTensors, check_prefill
-from prefix_prefill.levels import (
+from prefix_prefill.cascade.arguments import (
     CascadeLevel,
     CascadeNumbers,
     CascadeTensors,
@@ -153,7 +153,7 @@ def _cascade(layer: Layer, limits: DeviceLimits, sequences: int, longest: int, c
     problems = check_cascade(tensors, numbers)
 
     def run() -> None:
-        from prefix_prefill.launch_cascade import prepare_cascade
+        from prefix_prefill.cascade.launch import prepare_cascade
 
         each = tensors_of_levels(tensors)
         prepare_cascade(problems, [plan_prefill(problem, limits) for problem in problems], each)(each)

@@ -29,8 +29,8 @@ from kernel_reference.launching import (
 from prefix_prefill.addressing import Batch, Pages, contiguous_tokens, largest_of, scaling
 from prefix_prefill.arguments import PrefillTensors
 from prefix_prefill.kernels import groups, portable
-from prefix_prefill.launch_merging import Sized, with_pieces, with_splits
-from prefix_prefill.launch_merging import prepare_merge as prepare_merge
+from prefix_prefill.merging.launch import Sized, with_pieces, with_splits
+from prefix_prefill.merging.launch import prepare_merge as prepare_merge
 from prefix_prefill.plan import (
     DeviceLimits,
     PrefillPlan,

@@ -20,10 +20,11 @@ import torch
 from kernel_reference.checks import values_are_checked
 from kernel_reference.dispatch import PreparedLaunches, implement, launch_module
 from kernel_reference.integers import power_of_two_at_least
-from prefix_prefill import arguments, levels, reference
+from prefix_prefill import arguments, reference
 from prefix_prefill.arguments import MergeTensors, PrefillNumbers, PrefillTensors, prefill_arguments
 from prefix_prefill.batches import Batches, direct_call, free_sizes, has_free_sizes, of_any_batch
-from prefix_prefill.levels import CascadeNumbers
+from prefix_prefill.cascade import arguments as levels
+from prefix_prefill.cascade.arguments import CascadeNumbers
 from prefix_prefill.plan import MOST_TOKENS, PrefillPlan, Problem
 from prefix_prefill.values import check_values
 
@@ -91,11 +92,11 @@ def _fake_cascade(*given: Any) -> list[Problem]:
 
 def _prepare_cascade(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
     launch_module("prefix_prefill")
-    from prefix_prefill import launch_cascade
+    from prefix_prefill.cascade import launch
 
     given = levels.from_flat(tensors)
     problems = levels.check_cascade(given, CascadeNumbers(*numbers))
-    run = launch_cascade.prepare_cascade(problems, [None] * len(problems), levels.tensors_of_levels(given))
+    run = launch.prepare_cascade(problems, [None] * len(problems), levels.tensors_of_levels(given))
     return levels.overlap_of_cascade(given), run
 
 

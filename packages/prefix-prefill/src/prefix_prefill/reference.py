@@ -11,8 +11,9 @@ from kernel_reference.attention import AttentionResult, attention, merge_attenti
 from kernel_reference.checks import values_are_checked
 from kernel_reference.paging import Scale, gather
 from kernel_reference.ragged import clamped_ranges
-from prefix_prefill import arguments, levels
+from prefix_prefill import arguments
 from prefix_prefill.arguments import FP8, MergeTensors, PrefillTensors
+from prefix_prefill.cascade import arguments as levels
 from prefix_prefill.plan import Problem
 from prefix_prefill.values import check_values
 

@@ -27,7 +27,7 @@ from prefix_prefill import (
 )
 from prefix_prefill.api import AttentionResult, PageLayout, as_scale, require_out_scale, require_scales
 from prefix_prefill.arguments import FP8, NAMES
-from prefix_prefill.levels import CascadeLevel
+from prefix_prefill.cascade.arguments import CascadeLevel
 
 Tensor = torch.Tensor
 

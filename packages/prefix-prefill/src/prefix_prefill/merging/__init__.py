@@ -1,0 +1,1 @@
+"""Merging partial results: of tiles in pieces, of splits, and of two results."""

@@ -2,21 +2,20 @@
 
 From the package's folder: ``torchrun --nproc-per-node 2 benchmarks/parallel.py --out benchmarks/results``
 
-MiniMax-01's heads, one sequence of 131072 and of 1048576 tokens: forward, and forward and backward. fla's pass over a
-rank's own tokens runs twice beside ours, which is what context parallelism costs where a state is made by a whole pass
-first.
+MiniMax-01's heads, as many as one GPU holds with all that is compared, one sequence of 131072 and of 1048576 tokens:
+forward, and forward and backward. fla's pass over a rank's own tokens runs twice beside ours, which is what context
+parallelism costs where a state is made by a whole pass first. A rank's share of larger worlds runs alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
 
 import torch
 from torch import distributed
 
-from kernel_reference.bench.ranks import ONE, Call, RanksCase, main
+from kernel_reference.bench.ranks import ONE, Call, RanksCase, main, memory_bytes
 from kernel_reference.models import MINIMAX_01
 from kernel_reference.sharding import Contiguous
 from lightning_attn import lightning_attention, slopes
@@ -25,10 +24,14 @@ from lightning_attn.parallel import lightning_attention_cp
 Tensor = torch.Tensor
 # A layer in the middle: slow heads remember more than a rank has.
 LAYERS = {"first layer": (0, 80), "middle layer": (40, 80)}
+WORLDS = (2, 4, 8)
+# Tensors of all tokens that a case holds at once: inputs, results, what is compared, and fla's copies and states; with
+# gradients also these.
+HELD, HELD_BACKWARD = 8, 11
 
 
 def make(
-    tokens: int, layer: str, backward: bool, heads: int, device: torch.device, rank: int, world: int
+    tokens: int, layer: str, backward: bool, heads: int, with_fla: bool, device: torch.device, rank: int, world: int
 ) -> Mapping[str, Call]:
     """One sequence; the same values on every rank."""
     torch.manual_seed(0)
@@ -58,23 +61,29 @@ def make(
     def shared(exact: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return lightning_attention_cp(q, k, v, rates, group=group, exact=exact).out
 
+    # A state and the length, and its gradient.
+    of_state = 4 * heads * size * size
+    sends = {w: (w - 1) * (of_state + 4 + (of_state if backward else 0)) for w in WORLDS}
     calls = {ONE: Call(timed(plain, whole))}
     for label, exact in (("context parallel", False), ("context parallel, exact", True)):
-        calls[label] = Call(timed(partial(shared, exact), own), lambda out: out[:, :, own_rows])
-    two_passes = fla_twice(own, rates, backward)
+        calls[label] = Call(timed(partial(shared, exact), own), lambda out: out[:, :, own_rows], sends=sends)
+    two_passes = fla_twice(own, rates, backward) if with_fla else None
     if two_passes is not None:
         # Only timed: its result is that of a rank's own tokens alone.
-        result = timed(plain, whole)()[:, :, own_rows].detach().clone()
-
-        def run() -> Tensor:
-            two_passes()
-            return result
-
-        calls["fla, two passes"] = Call(run, lambda out: out[:, :, own_rows])
+        calls["fla, two passes"] = Call(two_passes, checked=False)
+    for w in WORLDS:
+        calls[f"share of {w}"] = Call(timed(plain, [x[:, :, : tokens // w] for x in whole]), share=w)
     return calls
 
 
-def fla_twice(own: list[Tensor], rates: Tensor, backward: bool) -> Callable[[], Any] | None:
+def heads_of(tokens: int, backward: bool, dry: bool) -> int:
+    """As many as fit, of MiniMax-01's."""
+    of_head = tokens * MINIMAX_01.head_qk * 2 * (HELD_BACKWARD if backward else HELD)
+    most = min(2 if dry else MINIMAX_01.num_heads, int(0.9 * memory_bytes(dry)) // of_head)
+    return 1 << (max(1, most).bit_length() - 1)
+
+
+def fla_twice(own: list[Tensor], rates: Tensor, backward: bool) -> Callable[[], Tensor] | None:
     """fla's pass over a rank's tokens, in its own layout, twice; None where there is none."""
     if own[0].device.type != "cuda":
         return None
@@ -85,37 +94,32 @@ def fla_twice(own: list[Tensor], rates: Tensor, backward: bool) -> Callable[[], 
     q, k, v = (x.transpose(1, 2).contiguous().requires_grad_(backward) for x in own)
     decays = -rates
 
-    def run() -> None:
+    def run() -> Tensor:
         for _ in range(2):
             out, _ = chunk_simple_gla(q, k, v, g_gamma=decays, scale=1.0, output_final_state=True)
             if backward:
                 torch.autograd.grad(out, [q, k, v], out.detach())
+        return out.detach()  # type: ignore[no-any-return]
 
     return run
 
 
 def cases(dry: bool) -> Iterator[RanksCase]:
-    """Forward, then forward and backward."""
-    heads = 2 if dry else MINIMAX_01.num_heads
-    for tokens in (400,) if dry else (2**17, 2**20):
-        for layer in LAYERS:
-            for backward in (False, True):
-                name = f"{'forward and backward' if backward else 'forward'} {tokens}, {layer}"
-                owed = 0.95 if backward else 0.9
-                # What one GPU holds: with gradients, half of the heads of a million tokens.
-                own_heads = heads // 2 if backward and tokens > 2**17 else heads
-                yield RanksCase(
-                    name=name, shape={"tokens": tokens, "heads": own_heads, "layer": layer},
-                    make=partial(make, tokens, layer, backward, own_heads),
-                    efficiency={} if dry else {"context parallel": owed},
-                )  # fmt: skip
-    if not dry:
-        # Where is one GPU faster?
-        for tokens in (2**12, 2**13, 2**14, 2**15, 2**16):
-            yield RanksCase(
-                name=f"forward {tokens}, first layer", shape={"tokens": tokens, "heads": heads, "layer": "first layer"},
-                make=partial(make, tokens, "first layer", False, heads),
-            )  # fmt: skip
+    """Forward, and forward and backward; then from which length on several GPUs are faster."""
+    points = [(tokens, layer, backward) for layer in LAYERS for tokens in (2**17, 2**20) for backward in (False, True)]
+    shorter = [(2**n, "first layer", backward) for backward in (False, True) for n in range(11, 17)]
+    for tokens, layer, backward in (
+        [(400, layer, b) for layer in LAYERS for b in (False, True)] if dry else [*points, *shorter]
+    ):
+        passes = "forward and backward" if backward else "forward"
+        heads = heads_of(tokens, backward, dry)
+        owed = {} if dry or tokens < 2**17 else {"context parallel": 0.95 if backward else 0.9}
+        yield RanksCase(
+            name=f"{passes} {tokens}, {layer}",
+            shape={"tokens": tokens, "heads": heads, "layer": layer, "passes": passes},
+            make=partial(make, tokens, layer, backward, heads, bool(owed) and layer == "first layer"),
+            efficiency=owed, axis="tokens",
+        )  # fmt: skip
 
 
 if __name__ == "__main__":

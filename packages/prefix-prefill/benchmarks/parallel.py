@@ -3,24 +3,27 @@
 From the package's folder: ``torchrun --nproc-per-node 2 benchmarks/parallel.py --out benchmarks/results``
 
 Llama-3-8B's heads. Prefill: prompts of 32k to 256k tokens, and a chunk of 16k behind 128k older ones. Decoding: a rank
-has the pages of every world-th place, of one pool that stands whole on each.
+has the pages of every world-th place, of one pool that stands whole on each. Shares of larger worlds run alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
+from parallel_peers import prefill as peers_of_prefill
 from torch import distributed
 
-from kernel_reference.bench.ranks import ONE, Call, RanksCase, main
+from kernel_reference.bench.ranks import ONE, Call, RanksCase, main, memory_bytes
 from kernel_reference.sharding import Interleave, ZigZag
 from prefix_prefill import prefix_prefill
 from prefix_prefill.parallel import prefix_decode_cp, prefix_prefill_cp
 
 PAGE, HEADS, HEADS_KV, SIZE = 64, 32, 8, 128
+WORLDS = (2, 4, 8)
+OF_KEY = 2 * HEADS_KV * SIZE * 2
 
 
 def cached(older: int, sequences: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -42,12 +45,35 @@ def make_prefill(new: int, older: int, device: torch.device, rank: int, world: i
     bounds = torch.tensor([0, new], dtype=torch.int32, device=device)
     how: dict[str, Any] = {"max_seqlen_q": new}
     lengths = torch.tensor([older + new], dtype=torch.int32, device=device)
-    return {
+    sends = {w: (w - 1) * -(-new // w) * OF_KEY for w in WORLDS}
+    calls = {
         ONE: Call(lambda: prefix_prefill(q, k, v, *cache, bounds, lengths, **how)),
         "zigzag": Call(
-            lambda: prefix_prefill_cp(*own, *cache, bounds, lengths, group=group, **how), lambda out: out[rows]
+            lambda: prefix_prefill_cp(*own, *cache, bounds, lengths, group=group, **how), lambda out: out[rows],
+            sends=sends,
         ),
-    }
+    }  # fmt: skip
+    if not older:
+        calls.update(peers_of_prefill((*own,), (q, k, v), rows, SIZE**-0.5, device))
+    for w in WORLDS:
+        if new // (2 * w):
+            calls[f"share of {w}"] = Call(share(q, new, older, w, device), share=w)
+    return calls
+
+
+def share(q: torch.Tensor, new: int, older: int, world: int, device: torch.device) -> Callable[[], torch.Tensor]:
+    """What the first rank of a world attends to, all keys in pages."""
+    layout = ZigZag(world, 0)
+    own = q[layout.tokens(new, device)]
+    pages = cached(older + new, 1, device)
+    table = pages[2].repeat(2, 1)
+    ends = [older + int(half.tokens(new)[-1]) + 1 for half in layout.halves]
+    counts = [len(half.tokens(new)) for half in layout.halves]
+    bounds = torch.tensor([0, counts[0], sum(counts)], dtype=torch.int32, device=device)
+    seen = torch.tensor(ends, dtype=torch.int32, device=device)
+    return lambda: prefix_prefill(
+        own, None, None, *pages[:2], table, bounds, seen, max_seqlen_q=max(counts)
+    )  # fmt: skip
 
 
 def make_decode(
@@ -66,35 +92,53 @@ def make_decode(
     own_q = q[:, own].contiguous()
     how: dict[str, Any] = {"max_seqlen_q": tokens}
     shared: dict[str, Any] = {"layout": layout, "group": group, **how}
-    return {
+    rows = sequences * tokens
+    # q, and results of 16 bits with their lse.
+    of_row = HEADS * SIZE * 2
+    sends = {w: (w - 1) / w * rows * (of_row + of_row + 4 * HEADS) for w in WORLDS}
+    all_heads = {w: (w - 1) * rows * (of_row + 4 * HEADS) for w in WORLDS}
+    calls = {
         ONE: Call(lambda: prefix_prefill(q, None, None, k_cache, v_cache, table, bounds, lengths, **how)),
         "interleaved": Call(
-            lambda: prefix_decode_cp(own_q, *cache, bounds, lengths, **shared), lambda out: out[:, own]
+            lambda: prefix_decode_cp(own_q, *cache, bounds, lengths, **shared), lambda out: out[:, own], sends=sends
         ),
         "interleaved, all heads": Call(
-            lambda: prefix_decode_cp(q, *cache, bounds, lengths, heads="replicated", **shared)
+            lambda: prefix_decode_cp(q, *cache, bounds, lengths, heads="replicated", **shared), sends=all_heads
         ),
     }  # fmt: skip
+    for w in WORLDS:
+        if tokens == 1 and keys // PAGE >= w:
+            part = table[:, ::w].contiguous()
+            seen = Interleave(w, 0, size=PAGE).visible(lengths)
+            attend = partial(prefix_prefill, q, None, None, k_cache, v_cache, part, bounds, seen, causal=False, **how)
+            calls[f"share of {w}"] = Call(attend, share=w)
+    return calls
 
 
 def cases(dry: bool) -> Iterator[RanksCase]:
     """Prefill, then decoding in CUDA graphs."""
-    prompts = [(600, 0), (300, 200)] if dry else [(2**15, 0), (2**16, 0), (2**17, 0), (2**18, 0), (2**14, 2**17)]
+    prompts = [(2**15, 0), (2**17, 0), (2**16, 0), (2**14, 2**17), (2**18, 0)]
+    # Where is one GPU faster?
+    prompts += [(2**13, 0), (2**12, 0), (2**11, 0), (2**10, 0)]
+    prompts = [(600, 0), (300, 200)] if dry else prompts
     for new, older in prompts:
         yield RanksCase(
             name=f"prefill {new}" + (f" behind {older}" if older else ""), shape={"new": new, "older": older},
-            make=partial(make_prefill, new, older), efficiency={} if dry else {"zigzag": 0.93},
+            make=partial(make_prefill, new, older), efficiency={} if dry or new < 2**14 else {"zigzag": 0.93},
+            axis="new",
         )  # fmt: skip
     steps = (
-        [(2, 300, 2)]
+        [(2, 300, 2), (2, 600, 1)]
         if dry
-        else [(batch, keys, 1) for keys in (2**15, 2**17, 2**19) for batch in (1, 16)] + [(16, 2**15, 4)]
+        else [(batch, keys, 1) for keys in (2**13, 2**15, 2**17, 2**19) for batch in (1, 16)] + [(16, 2**15, 4)]
     )
     for batch, keys, tokens in steps:
+        if batch * keys * OF_KEY > 0.7 * memory_bytes(dry):
+            continue
         yield RanksCase(
             name=f"decode B{batch} n{keys}" + (f", {tokens} query tokens" if tokens > 1 else ""),
             shape={"sequences": batch, "keys": keys, "tokens": tokens}, make=partial(make_decode, batch, keys, tokens),
-            graph=True,
+            graph=True, axis="keys",
         )  # fmt: skip
 
 

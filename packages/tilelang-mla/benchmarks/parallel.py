@@ -3,7 +3,8 @@
 From the package's folder: ``torchrun --nproc-per-node 2 benchmarks/parallel.py --out benchmarks/results``
 
 A rank has the pages of every world-th place, of one pool that stands whole on each: the one that one GPU reads. "all
-heads" are replicated. "reduce_scatter" is the scheme of vLLM's ``cp_lse_ag_out_rs``, with sums in float32.
+heads" are replicated. "reduce_scatter" is the scheme of vLLM's ``cp_lse_ag_out_rs``, with sums in float32. A rank's
+share of larger worlds runs alone.
 """
 
 from __future__ import annotations
@@ -12,17 +13,19 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 
 import torch
+from parallel_peers import decode as peers_of_decode
 from torch import distributed
 
-from kernel_reference.bench.ranks import ONE, Call, RanksCase, main
+from kernel_reference.bench.ranks import ONE, Call, RanksCase, main, memory_bytes
 from kernel_reference.models import DEEPSEEK_V3
 from kernel_reference.sharding import Interleave
 from tilelang_mla import flash_mla_with_kvcache, plan_decode
 from tilelang_mla.parallel import flash_mla_with_kvcache_cp, merge_of_ranks, visible_keys
 
 PAGE = 64
-# Of one rank: the whole pool, which one GPU reads.
-MOST_BYTES = 60 * 2**30
+WORLDS = (2, 4, 8)
+# Of a device's memory: the whole pool, which one GPU reads.
+MOST = 0.7
 # From this time of one GPU on half of it is owed at 0.85.
 OWED_FROM_US = 200.0
 NOPE, WIDTH = DEEPSEEK_V3.latent, DEEPSEEK_V3.latent + DEEPSEEK_V3.rope
@@ -66,31 +69,45 @@ def make(
 
     exchanges = ["all_to_all", "reduce_scatter", *(["symmetric"] if device.type == "cuda" else [])]
     calls = {ONE: Call(one)}
+    rows = sequences * tokens * heads
+    of_result = rows * (NOPE * 2 + 4)
+    sends = {w: (w - 1) / w * (rows * WIDTH * 2 + of_result) for w in WORLDS}
     for exchange in exchanges:
-        calls[exchange] = Call(partial(shared, exchange, "sharded"), lambda whole: whole[:, :, own])
+        sent = {} if exchange == "reduce_scatter" else sends
+        calls[exchange] = Call(partial(shared, exchange, "sharded"), lambda whole: whole[:, :, own], sends=sent)
         calls[f"{exchange}, exchange alone"] = Call(partial(alone, exchange), lambda whole: whole[:, :, own])
         calls[f"{exchange}, all heads"] = Call(partial(shared, exchange, "replicated"))
+    if tokens == 1:
+        of_all, of_own = (table, own_table), (lengths, layout.visible(lengths))
+        calls.update(peers_of_decode(q, own_q, kv, of_all, of_own, (NOPE, SCALE), own))
+        for w in WORLDS:
+            if pages >= w:
+                part, length = table[:, ::w].contiguous(), Interleave(w, 0, size=PAGE).visible(lengths)
+                part_plan = plan_decode(length, heads, 1, max_seqlen_k=part.shape[1] * PAGE)
+                attend = partial(
+                    flash_mla_with_kvcache, q, kv, length, part, NOPE, SCALE, False, plan=part_plan
+                )  # fmt: skip
+                calls[f"share of {w}"] = Call(attend, share=w)
     return calls
 
 
 def cases(dry: bool) -> Iterator[RanksCase]:
     """1 to 128 sequences of 32k to 512k keys, 16 and 128 heads, in CUDA graphs; and 4 query tokens."""
     points = [
-        (batch, keys, heads, 1) for keys in (2**15, 2**17, 2**19) for batch in (1, 8, 32, 128) for heads in (16, 128)
+        (batch, keys, heads, 1) for keys in (2**17, 2**15, 2**19) for batch in (1, 32, 8, 128) for heads in (16, 128)
     ]
     points += [(8, 2**17, 16, 4), (32, 2**15, 128, 2)]
-    for batch, keys, heads, tokens in [(2, 300, 16, 2)] if dry else points:
-        held = batch * keys * WIDTH * 2
-        if held > MOST_BYTES:
+    # Where is one GPU faster?
+    points += [(batch, keys, heads, 1) for batch in (1, 32) for heads in (16, 128) for keys in (2**13, 2**11)]
+    for batch, keys, heads, tokens in [(2, 300, 16, 2), (2, 300, 16, 1)] if dry else points:
+        if batch * keys * WIDTH * 2 > MOST * memory_bytes(dry):
             continue
-        # At 4 TB/s, what decides whether a speed is owed.
-        slow = held / 4e6 > OWED_FROM_US
-        owed = {"all_to_all": 0.85, "symmetric": 0.85} if slow and not dry else {}
+        owed = {} if dry or keys < 2**15 else {"all_to_all": 0.85, "symmetric": 0.85}
         yield RanksCase(
             name=f"B{batch} n{keys} h{heads}" + (f", {tokens} query tokens" if tokens > 1 else ""),
             shape={"sequences": batch, "keys": keys, "heads": heads, "tokens": tokens, "page": PAGE},
             make=partial(make, batch, keys, heads, tokens), graph=True, efficiency=owed,
-            us_at_most={} if dry else {"symmetric, exchange alone": 25.0},
+            owed_from_us=OWED_FROM_US, axis="keys", us_at_most={} if dry else {"symmetric, exchange alone": 25.0},
         )  # fmt: skip
 
 

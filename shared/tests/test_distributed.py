@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -118,6 +120,85 @@ def _all_collectives(rank: int, world: int) -> None:
 @pytest.mark.parametrize("world", [2, 4])
 def test_collectives_give_and_send_what_their_table_says(world: int) -> None:
     run(world, _all_collectives, world)
+
+
+def _uneven(rank: int, world: int) -> None:
+    counts = [[(source + 2 * to) % 3 if source != to else 1 for to in range(world)] for source in range(world)]
+    counts[0] = [0] * world
+    rows = [[rank, to, i] for to in range(world) for i in range(counts[rank][to])]
+    x = torch.tensor(rows, dtype=torch.int64).view(-1, 3)
+    wanted = [[source, rank, i] for source in range(world) for i in range(counts[source][rank])]
+    with SentBytes() as counted:
+        assert collectives.start_exchange(x, counts, None)().tolist() == wanted
+    assert counted.sent == 24 * (sum(counts[rank]) - counts[rank][rank])
+    with pytest.raises(ValueError, match=rf"^x must be of {len(x)} rows, as counts\[{rank}\] says, got "):
+        collectives.start_exchange(torch.cat([x, x, torch.zeros(1, 3)]), counts, None)
+    with pytest.raises(ValueError, match=rf"^counts must be {world} times {world} numbers, got "):
+        collectives.start_exchange(x, counts[1:], None)
+    alone = [torch.distributed.new_group([one]) for one in range(world)][rank]
+    assert collectives.start_exchange(x, [[len(x)]], alone)() is x
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_parts_that_differ_in_size_are_exchanged(world: int) -> None:
+    run(world, _uneven, world)
+
+
+class _Memory:
+    """Symmetric memory of processes on one machine, whose barriers are those of their group."""
+
+    def __init__(self, rank: int, buffers: torch.Tensor) -> None:
+        self.rank, self.buffers = rank, buffers
+
+    def barrier(self, channel: int) -> None:
+        torch.distributed.barrier()
+
+    def get_buffer(self, rank: int, sizes: Any, dtype: torch.dtype, storage_offset: int = 0) -> torch.Tensor:
+        begin = storage_offset * dtype.itemsize
+        size = torch.Size(sizes).numel() * dtype.itemsize
+        return self.buffers[rank, begin : begin + size].view(dtype).view(sizes)
+
+
+def _of_peers(rank: int, world: int, buffers: torch.Tensor) -> None:
+    counts = [[(source + 2 * to) % 3 for to in range(world)] for source in range(world)]
+    none = [[0] * world] * world
+
+    def filled(value: float, times: int, row: tuple[int, ...], counts: list[list[int]]) -> collectives.Outgoing:
+        def fill(out: torch.Tensor) -> None:
+            assert out.shape == (sum(counts[rank]), *row)
+            to = torch.repeat_interleave(torch.arange(world), torch.tensor(counts[rank]))
+            out.copy_((value + 100 * times + 10 * rank + to).view(-1, *[1] * len(row)))
+
+        return collectives.Outgoing(row, torch.float32, counts, fill)
+
+    with pytest.MonkeyPatch.context() as patch:
+        # On a CPU all is in order.
+        stream = mock.MagicMock()
+        patch.setattr(collectives, "_workspace", lambda *_: _Memory(rank, buffers))
+        patch.setattr(collectives, "_side_stream", lambda _: stream)
+        patch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+        patch.setattr(torch.cuda, "current_stream", lambda _: stream)
+        for times in range(3):
+            parts = [
+                filled(0.5, times, (3,), counts),
+                filled(0.0, times, (2, 2), none),
+                filled(0.25, times, (), counts),
+            ]
+            got = [wait() for wait in collectives.start_symmetric_exchanges(parts, None, torch.device("cpu"))]
+            for value, x, row in ((0.5, got[0], (3,)), (0.25, got[2], ())):
+                wanted = [
+                    value + 100 * times + 10 * source + rank
+                    for source in range(world)
+                    for _ in range(counts[source][rank])
+                ]
+                assert torch.equal(x, torch.tensor(wanted).view(-1, *[1] * len(row)).expand(-1, *row))
+            assert got[1].shape == (0, 2, 2)
+        assert collectives.start_symmetric_exchanges([parts[1]], None, torch.device("cpu"))[0]().shape == (0, 2, 2)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_parts_are_read_from_the_memory_of_peers(world: int) -> None:
+    run(world, _of_peers, world, torch.zeros(world, 8192, dtype=torch.uint8).share_memory_())
 
 
 def test_a_group_that_is_none_is_named() -> None:

@@ -7,6 +7,7 @@ the ring and pairwise algorithms of NCCL:
 ==============  =================  ==============================
 all_gather      [...]              (world - 1) x
 all_to_all      [world, ...]       (world - 1) / world x
+start_exchange  [rows, ...]        what counts gives other ranks
 reduce_scatter  [world, ...]       (world - 1) / world x
 all_reduce      [...]              2 (world - 1) / world x
 ==============  =================  ==============================
@@ -14,15 +15,20 @@ all_reduce      [...]              2 (world - 1) / world x
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 import torch
 
 from .errors import fail
+from .integers import cdiv
 from .words import describe
 
 Tensor = torch.Tensor
+# Parts of a workspace begin on bounds of so many bytes.
+_ALIGNED = 256
 
 
 def world_and_rank(group: Any) -> tuple[int, int]:
@@ -65,6 +71,25 @@ def all_to_all(x: Tensor, group: Any) -> Tensor:
     return _wait(_op("all_to_all_single", x)(x.contiguous(), shares, shares, _name(group)))
 
 
+def start_exchange(x: Tensor, counts: Sequence[Sequence[int]], group: Any) -> Callable[[], Tensor]:
+    """Begin an all_to_all of parts that differ in size; see :func:`start_all_gather`.
+
+    Args:
+        x: [sum(counts[rank]), ...]: the first ``counts[rank][0]`` rows go to rank 0, the next to rank 1, and so on.
+        counts: [world][world] rows from each rank to each, which all ranks know beforehand.
+
+    What waits gives the rows that come, in the order of ranks.
+    """
+    world, rank = world_and_rank(group)
+    sends, receives = _shares(counts, world, rank)
+    if x.ndim < 1 or x.shape[0] != sum(sends):
+        fail("x", f"of {sum(sends)} rows, as counts[{rank}] says", describe(x))
+    if world == 1:
+        return lambda: x
+    exchanged = _op("all_to_all_single", x)(x.contiguous(), receives, sends, _name(group))
+    return lambda: _wait(exchanged)
+
+
 def reduce_scatter(x: Tensor, group: Any) -> Tensor:
     """The sum over ranks of x [world, ...], of which this rank gets its own part [...]."""
     world, _ = world_and_rank(group)
@@ -102,7 +127,7 @@ def symmetric_all_to_all(x: Tensor, group: Any, *, ready: bool = False) -> Tenso
     _check_ranks(x, world)
     if world == 1:
         return x
-    memory = _workspace(x, group)
+    memory = _workspace(x.numel() * x.element_size(), x.device, group)
     if not ready:
         memory.barrier(channel=0)
     # Peers in turn, so that no two ranks write to one at once.
@@ -113,13 +138,84 @@ def symmetric_all_to_all(x: Tensor, group: Any, *, ready: bool = False) -> Tenso
     return memory.get_buffer(rank, x.shape, x.dtype)  # type: ignore[no-any-return]
 
 
-def _workspace(x: Tensor, group: Any) -> Any:
-    if x.device.type != "cuda":
-        fail("exchange", "one that goes by collectives where tensors are not on GPUs with symmetric memory", x.device)
+class Outgoing(NamedTuple):
+    """Rows for all ranks, of one shape and dtype, by ``counts`` [world][world]; ``fill`` writes this rank's."""
+
+    row: tuple[int, ...]
+    dtype: torch.dtype
+    counts: Sequence[Sequence[int]]
+    fill: Callable[[Tensor], None]
+
+
+def start_symmetric_exchanges(
+    parts: Sequence[Outgoing], group: Any, device: torch.device
+) -> list[Callable[[], Tensor]]:
+    """:func:`start_exchange` of several parts, read from the peers' memory over NVLink by copy engines, part by part.
+
+    Kernels that are launched before a part is waited for keep all SMs, which a collective would share. Each part has to
+    be waited for. The workspace is that of :func:`symmetric_all_to_all`, with the same bounds.
+    """
+    world, rank = world_and_rank(group)
+    begins, size = [], 0
+    for part in parts:
+        begins.append(size)
+        most = max(sum(row) for row in part.counts) * math.prod(part.row) * part.dtype.itemsize
+        size += cdiv(most, _ALIGNED) * _ALIGNED
+    if not size:
+        return [partial(torch.empty, 0, *part.row, dtype=part.dtype, device=device) for part in parts]
+    memory = _workspace(size, device, group)
+    # Nobody reads any more what the last exchange left.
+    memory.barrier(channel=0)
+    arrived = []
+    for part, begin in zip(parts, begins, strict=True):
+        sends, receives = _shares(part.counts, world, rank)
+        part.fill(memory.get_buffer(rank, (sum(sends), *part.row), part.dtype, begin // part.dtype.itemsize))
+        arrived.append(torch.empty(sum(receives), *part.row, dtype=part.dtype, device=device))
+    memory.barrier(channel=1)
+    stream = _side_stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    waits = []
+    with torch.cuda.stream(stream):
+        for part, begin, whole in zip(parts, begins, arrived, strict=True):
+            place = 0
+            for other, count in enumerate(_shares(part.counts, world, rank)[1]):
+                before = sum(part.counts[other][:rank]) * math.prod(part.row)
+                if count:
+                    there = (count, *part.row)
+                    held = memory.get_buffer(other, there, part.dtype, begin // part.dtype.itemsize + before)
+                    whole[place : place + count].copy_(held)
+                place += count
+            waits.append(_after(stream.record_event(), whole))
+    return waits
+
+
+def _after(event: torch.cuda.Event, x: Tensor) -> Callable[[], Tensor]:
+    def wait() -> Tensor:
+        torch.cuda.current_stream(x.device).wait_event(event)
+        return x
+
+    return wait
+
+
+@lru_cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def _shares(counts: Sequence[Sequence[int]], world: int, rank: int) -> tuple[list[int], list[int]]:
+    """What a rank sends to each, and what comes from each."""
+    if len(counts) != world or any(len(row) != world for row in counts):
+        fail("counts", f"{world} times {world} numbers", counts)
+    return list(counts[rank]), [row[rank] for row in counts]
+
+
+def _workspace(size: int, device: torch.device, group: Any) -> Any:
+    if device.type != "cuda":
+        fail("exchange", "one that goes by collectives where tensors are not on GPUs with symmetric memory", device)
     try:
         from torch.distributed import _symmetric_memory
 
-        return _symmetric_memory.get_symm_mem_workspace(_name(group), x.numel() * x.element_size())
+        return _symmetric_memory.get_symm_mem_workspace(_name(group), size)
     except (ImportError, RuntimeError) as error:
         if torch.cuda.is_current_stream_capturing():
             raise

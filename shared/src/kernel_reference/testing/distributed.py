@@ -147,14 +147,16 @@ class SentBytes(TorchDispatchMode):
 
 
 def _sent_of(name: str, args: Any) -> float:
+    c10d: Any = torch.distributed.distributed_c10d
     if name == "all_gather_into_tensor":
         return float(args[1] - 1)
     if name == "all_to_all_single":
-        return 1 - 1 / len(args[1])
+        # But for the rows that stay here.
+        stays = args[2][c10d._resolve_process_group(args[3]).rank()]
+        return float(1 - stays / max(1, sum(args[2])))
     if name == "reduce_scatter_tensor":
         return 1 - 1 / float(args[2])
     if name == "all_reduce":
-        c10d: Any = torch.distributed.distributed_c10d
         world: int = c10d._get_group_size_by_name(args[2])
         return 2 * (1 - 1 / world)
     if name == "wait_tensor":

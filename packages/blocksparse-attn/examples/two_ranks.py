@@ -1,4 +1,4 @@
-"""Decoding on two GPUs, or on a CPU as two processes, that share a cache block by block; and a layout by heads.
+"""Decoding on two GPUs, or on a CPU as two processes, that share a cache block by block; a prompt by rows and by heads.
 
 torchrun --nproc-per-node 2 packages/blocksparse-attn/examples/two_ranks.py
 """
@@ -7,7 +7,7 @@ import torch
 from torch import distributed
 
 from blocksparse_attn import BlockLayout, blocksparse_attention, selected_attention
-from blocksparse_attn.parallel import selected_attention_cp
+from blocksparse_attn.parallel import RowCut, blocksparse_attention_cp, selected_attention_cp
 from kernel_reference import paging, sharding
 from kernel_reference.sharding import Interleave
 
@@ -42,13 +42,22 @@ def main() -> None:
     same = torch.allclose(out, wanted, rtol=0.02, atol=0.01)
     print(f"rank {rank} of {world} on {device}: selected {[*out.shape]}, the same as one process: {same}")
 
-    # Layouts go by heads: no rank sends anything.
-    whole = BlockLayout.local_strided(heads, 512, 4, 8, block)
-    q, k, v = torch.randn(3, 1, 512, heads, size).bfloat16().to(device)
-    out = blocksparse_attention(q[:, :, own], k[:, :, own], v[:, :, own], whole.heads(own.start, own.stop).to(device))
-    wanted = blocksparse_attention(q, k, v, whole.to(device))[:, :, own]
-    same = torch.allclose(out, wanted, rtol=0.02, atol=0.01)
-    print(f"rank {rank} of {world} on {device}: layout {[*out.shape]}, the same as one process: {same}")
+    # A prompt by rows of its layout: ranks get the listed blocks of keys that they lack.
+    pattern = BlockLayout.local_strided(heads, 512, 2, 4, block, device=device)
+    q, k, v = torch.randn(3, 1, 500, heads, size).bfloat16().to(device)
+    wanted = blocksparse_attention(q, k, v, pattern)[0]
+    q, k, v = q[0], k[0], v[0]
+    cut = RowCut.of(group, pattern, len(q), (heads, heads))
+    rows = slice(cut.begin, cut.end)
+    out = blocksparse_attention_cp(q[rows], k[rows], v[rows], cut, group=group)
+    same = torch.allclose(out, wanted[rows], rtol=0.02, atol=0.01)
+    print(f"rank {rank} of {world} on {device}: rows {[*out.shape]}, the same as one process: {same}")
+
+    # By heads no rank sends anything.
+    lists = pattern.heads(own.start, own.stop)
+    out = blocksparse_attention(*(x[None, :, own] for x in (q, k, v)), lists)[0]
+    same = torch.allclose(out, wanted[:, own], rtol=0.02, atol=0.01)
+    print(f"rank {rank} of {world} on {device}: heads {[*out.shape]}, the same as one process: {same}")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,18 @@
-"""Attention to selected blocks over a cache whose tokens the ranks of a process group share.
+"""Block-sparse attention whose tokens the ranks of a process group share.
 
 ====================  ===================================================  =========================================
 function              what a rank holds                                    what it sends
 ====================  ===================================================  =========================================
+blocksparse_          a run of a sequence's tokens, of all heads, as a     blocks of its keys and values that other
+attention_cp          ``RowCut`` says                                      ranks' rows list, k_block (D + Dv)
+                                                                           elements each
 selected_attention_   the tokens of an ``Interleave`` layout of the        its q where heads are sharded,
 cp                    cache, all kv heads; its own query heads, or all     (world - 1) T Hq / world D elements; and
                                                                            see kernel_reference.partials
 ====================  ===================================================  =========================================
 
-The lists are of the whole sequences and the same on every rank: each attends to those blocks that it holds, and the
-partial results are exchanged and merged by their lse. A block lies on one rank, so that a run of the layout is a
+Selected lists are of the whole sequences and the same on every rank: each attends to those blocks that it holds, and
+the partial results are exchanged and merged by their lse. A block lies on one rank, so that a run of the layout is a
 multiple of a block. By heads nothing is sent: see :meth:`blocksparse_attn.BlockLayout.heads`.
 
 Functions over a ``torch.distributed.ProcessGroup`` (None: the default one). Every rank calls them with the same options
@@ -19,11 +22,14 @@ host waits for nothing.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
 import torch
 
-from blocksparse_attn.api import AttentionResult
+from blocksparse_attn.api import AttentionResult, blocksparse_attention
+from blocksparse_attn.cuts import Piece, RowCut
+from blocksparse_attn.plan import AttentionPlan
 from blocksparse_attn.selected.api import selected_attention
 from kernel_reference.checks import (
     check_bool,
@@ -32,12 +38,19 @@ from kernel_reference.checks import (
     check_dtype,
     check_int,
     check_same_device,
+    check_same_dtype,
     check_shape,
     describe,
     fail,
     given,
 )
-from kernel_reference.collectives import all_gather, world_and_rank
+from kernel_reference.collectives import (
+    Outgoing,
+    all_gather,
+    start_exchange,
+    start_symmetric_exchanges,
+    world_and_rank,
+)
 from kernel_reference.partials import EXCHANGES, HEADS, Partial, exchange_partials
 from kernel_reference.sharding import Interleave
 from kernel_reference.transforms import refuse_derivatives
@@ -51,6 +64,158 @@ class _Tokens(NamedTuple):
     sequence: Tensor
     ends: Tensor
     inside: Tensor
+
+
+def blocksparse_attention_cp(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cut: RowCut,
+    *,
+    group: Any,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    window: tuple[int, int] | None = None,
+    exchange: Literal["all_to_all", "symmetric"] = "all_to_all",
+    return_lse: bool = False,
+    plan: AttentionPlan | None = None,
+) -> Tensor | AttentionResult:
+    """:func:`blocksparse_attention` of a prompt whose tokens the ranks of a group share.
+
+    A rank attends with its own run of queries. Of the keys before them it gathers the blocks that these list, of each
+    kv head, and nothing else. Which those are is in the cut, so that the host waits for nothing.
+
+    Args:
+        q, k, v: [T_r, Hq, D], [T_r, Hkv, D] and [T_r, Hkv, Dv], rows ``cut.begin .. cut.end - 1`` of the sequence.
+        cut: ``RowCut.of(group, layout, tokens, (Hq, Hkv))``, once for a layout and a length.
+        group: a ``torch.distributed.ProcessGroup``; None is the default one.
+        exchange: "all_to_all": one collective for each of the cut's pieces; "symmetric": reads of the peers' memory by
+            copy engines, which takes GPUs of one host.
+        softmax_scale, softcap, sinks, window, return_lse, plan: as there. What lies before the window is gathered too.
+
+    Returns:
+        out [T_r, Hq, Dv], or AttentionResult(out, lse [Hq, T_r]): this rank's rows. Not differentiable.
+
+    Raises:
+        TypeError, ValueError: an argument is not as said above, or as there; cut is of another world or rank.
+    """
+    check_choice("exchange", exchange, ("all_to_all", "symmetric"))
+    check_bool("return_lse", return_lse)
+    world, rank = world_and_rank(group)
+    if not isinstance(cut, RowCut):
+        fail("cut", "a blocksparse_attn.parallel.RowCut", describe(cut), TypeError)
+    if (cut.world, cut.rank) != (world, rank):
+        fail("cut", f"of world {world} and rank {rank}, as group is", cut)
+    check_dense(q=q, k=k, v=v, **given(sinks=sinks))
+    refuse_derivatives(q=q, k=k, v=v, **given(sinks=sinks))
+    _check_rows(q, k, v, cut, sinks)
+    cu_seqlens_q, cu_seqlens_k = cut.cu_seqlens
+    how: dict[str, Any] = {
+        "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": q.shape[0],
+        "softmax_scale": softmax_scale, "softcap": softcap, "window": window, "return_lse": return_lse, "plan": plan,
+    }  # fmt: skip
+    out, lse = q.new_empty(*q.shape[:-1], v.shape[-1]), []
+    for piece, arrive in zip(cut.pieces, _start(k, v, cut, group, exchange), strict=True):
+        keys, values = arrive()
+        lo, hi = (head * (q.shape[1] // k.shape[1]) for head in piece.heads)
+        result: Any = blocksparse_attention(
+            q[:, lo:hi], keys, values, cut.layout.heads(lo, hi), sinks=None if sinks is None else sinks[lo:hi],
+            out=out[:, lo:hi], **how,
+        )  # fmt: skip
+        if return_lse:
+            lse.append(result.lse)
+    return AttentionResult(out, torch.cat(lse)) if return_lse else out
+
+
+def _start(
+    k: Tensor, v: Tensor, cut: RowCut, group: Any, exchange: str
+) -> Iterator[Callable[[], tuple[Tensor, Tensor]]]:
+    """Begin to exchange the blocks of all pieces. What waits for one gives its heads' keys and values up to cut.end.
+
+    Blocks that no row of this rank lists are left as the memory was.
+    """
+    if cut.world == 1:
+        return iter([lambda: (k, v)] if len(cut.pieces) == 1 else [_own(k, v, piece) for piece in cut.pieces])
+    both = (_in_words(k), _in_words(v))
+    # One message has both.
+    if both[0].dtype != both[1].dtype:
+        both = (k, v)
+    messages = [_message(both, piece, cut.layout.k_block) for piece in cut.pieces]
+    if exchange == "symmetric":
+        coming = start_symmetric_exchanges(messages, group, k.device)
+    else:
+        coming = []
+        for message, (_, counts, own, _) in zip(messages, cut.pieces, strict=True):
+            packed = both[0].new_empty(own.shape[1], *message.row)
+            message.fill(packed)
+            coming.append(start_exchange(packed, counts, group))
+    # While they come, this rank's own keys are put behind the place of the others.
+    return iter([_arriving(k, v, both, piece, cut, come) for piece, come in zip(cut.pieces, coming, strict=True)])
+
+
+def _message(both: tuple[Tensor, Tensor], piece: Piece, size: int) -> Outgoing:
+    """The piece's blocks that other ranks list: a row of each token's key and value."""
+    width = both[0].shape[2]
+
+    def fill(packed: Tensor) -> None:
+        for x, out in zip(both, (packed[..., :width], packed[..., width:]), strict=True):
+            # A block that another rank lists is whole: only the last of the sequence is not, with none behind it.
+            blocks = x.shape[0] // size
+            whole = x[: blocks * size].unflatten(0, (blocks, size))
+            torch.ops.aten.index.Tensor_out(whole, [piece.own[0], None, piece.own[1]], out=out)
+
+    return Outgoing((size, width + both[1].shape[2]), both[0].dtype, piece.counts, fill)
+
+
+def _own(k: Tensor, v: Tensor, piece: Piece) -> Callable[[], tuple[Tensor, Tensor]]:
+    heads = slice(*piece.heads)
+    return lambda: (k[:, heads], v[:, heads])
+
+
+def _arriving(
+    k: Tensor, v: Tensor, both: tuple[Tensor, Tensor], piece: Piece, cut: RowCut, come: Callable[[], Tensor]
+) -> Callable[[], tuple[Tensor, Tensor]]:
+    if cut.begin == 0:
+        # Nothing lies before the first rows; what they send leaves before kernels take all SMs.
+        def sent() -> tuple[Tensor, Tensor]:
+            come()
+            return _own(k, v, piece)()
+
+        return sent
+    (lo, hi), size = piece.heads, cut.layout.k_block
+    pools = [x.new_empty(hi - lo, cut.columns, size, x.shape[2]) for x in both]
+    for x, pool in zip(both, pools, strict=True):
+        pool.flatten(1, 2)[:, cut.begin : cut.end] = x[:, lo:hi].transpose(0, 1)
+
+    def arrive() -> tuple[Tensor, Tensor]:
+        arrived = come().split([x.shape[2] for x in both], 2)
+        for pool, part in zip(pools, arrived, strict=True):
+            pool.flatten(0, 1).index_copy_(0, piece.lacked, part)
+        keys, values = (pool.flatten(1, 2)[:, : cut.end].transpose(0, 1).view(k.dtype) for pool in pools)
+        return keys, values
+
+    return arrive
+
+
+def _in_words(x: Tensor) -> Tensor:
+    """x [T, H, D] in words of 8 bytes, where rows are made of them: fewer elements to copy."""
+    each = 8 // x.element_size()
+    steps = (x.shape[2], x.storage_offset(), *x.stride()[:2])
+    return x.view(torch.int64) if x.stride(2) == 1 and not any(step % each for step in steps) else x
+
+
+def _check_rows(q: Tensor, k: Tensor, v: Tensor, cut: RowCut, sinks: Tensor | None) -> None:
+    """What is looked into before the op is called, which checks all of it."""
+    rows, (heads, heads_kv) = cut.end - cut.begin, cut.heads
+    check_same_device("cut", cut.layout.crow, "q", q)
+    for name, tensor, count in (("q", q, heads), ("k", k, heads_kv), ("v", v, heads_kv)):
+        if tensor.ndim != 3 or tensor.shape[:2] != (rows, count):
+            fail(name, f"[{rows}, {count}, {'Dv' if name == 'v' else 'D'}], as cut is", describe(tensor))
+        check_same_dtype(name, tensor, "q", q)
+        check_same_device(name, tensor, "q", q)
+    if sinks is not None:
+        check_shape("sinks", sinks, (heads,))
 
 
 def selected_attention_cp(

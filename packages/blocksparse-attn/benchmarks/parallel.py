@@ -1,0 +1,119 @@
+"""What prefill and decoding on several GPUs are timed on, beside one GPU.
+
+From the package's folder: ``torchrun --nproc-per-node 2 benchmarks/parallel.py --out benchmarks/results``
+
+Prefill: Phi-3-small's pattern, 32 and 8 heads of 128, prompts of 32k to 256k tokens, by runs of rows and by heads.
+Decoding: selected blocks of MiniMax-M3 and Qwen3.8; a rank has the pages of every world-th place, of one pool that
+stands whole on each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from selected_cases import M3, QWEN, Shape, caches, make_batch, where
+from torch import distributed
+
+from blocksparse_attn import BlockLayout, blocksparse_attention, selected_attention
+from blocksparse_attn.parallel import RowCut, blocksparse_attention_cp, selected_attention_cp
+from kernel_reference.bench.ranks import ONE, Call, RanksCase, main
+from kernel_reference.models import PHI3_SMALL
+from kernel_reference.sharding import Interleave
+
+# Queries that attend to a block while one arrives. Copy engines let only the rank that lacks blocks wait: calculated,
+# from 300 GB/s and 600 TFLOP/s.
+GATHERING = {"all_to_all": 0.0, "symmetric": 2000.0}
+HEADS, HEADS_KV, SIZE = PHI3_SMALL.num_heads_q, PHI3_SMALL.num_heads_kv, PHI3_SMALL.head_dim
+
+
+def label_of(exchange: str, pieces: int) -> str:
+    return f"rows, {exchange}, {pieces} piece{'s' if pieces > 1 else ''}"
+
+
+def _rows(rows: slice, whole: torch.Tensor) -> torch.Tensor:
+    return whole[rows]
+
+
+def make_prefill(
+    tokens: int, exchange: str, pieces_of: tuple[int, ...], device: torch.device, rank: int, world: int
+) -> Mapping[str, Call]:
+    """One prompt; the same values on every rank."""
+    torch.manual_seed(0)
+    pattern = (PHI3_SMALL.local_blocks, PHI3_SMALL.vert_stride, PHI3_SMALL.block_size)
+    layout = BlockLayout.local_strided(HEADS, tokens, *pattern, device=device)
+    q = torch.randn(tokens, HEADS, SIZE, device=device, dtype=torch.bfloat16)
+    k, v = torch.randn(2, tokens, HEADS_KV, SIZE, device=device, dtype=torch.bfloat16)
+    ends = torch.tensor([0, tokens], dtype=torch.int32, device=device)
+    how: dict[str, Any] = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": tokens}
+    group = distributed.group.WORLD
+    calls = {ONE: Call(lambda: blocksparse_attention(q, k, v, layout, **how))}
+    for pieces in pieces_of:
+        cut = RowCut.of(group, layout, tokens, (HEADS, HEADS_KV), pieces=pieces, gathering=GATHERING[exchange] / pieces)
+        rows = slice(cut.begin, cut.end)
+        own = tuple(x[rows].clone() for x in (q, k, v))
+        calls[label_of(exchange, pieces)] = Call(
+            partial(blocksparse_attention_cp, *own, cut, group=group, exchange=exchange), partial(_rows, rows)
+        )
+    heads, kv = (slice(rank * count // world, (rank + 1) * count // world) for count in (HEADS, HEADS_KV))
+    of_heads = tuple(x[:, some].contiguous() for x, some in ((q, heads), (k, kv), (v, kv)))
+    lists = layout.heads(heads.start, heads.stop)
+    calls["heads"] = Call(lambda: blocksparse_attention(*of_heads, lists, **how), lambda out: out[:, heads])
+    return calls
+
+
+def make_decode(shape: Shape, device: torch.device, rank: int, world: int) -> Mapping[str, Call]:
+    """Sequences of one length, a query token each."""
+    torch.manual_seed(0)
+    batch, group = make_batch(device, shape), distributed.group.WORLD
+    given, heads = where(batch), shape.heads[0]
+    k_cache, v_cache = caches(batch.kv)
+    own = slice(rank * heads // world, (rank + 1) * heads // world)
+    own_q = batch.q[:, own].contiguous()
+    shared = given | {
+        "block_table": batch.block_table[:, rank::world].contiguous(), "group": group,
+        "layout": Interleave.of(group, size=shape.page),
+    }  # fmt: skip
+    return {
+        ONE: Call(lambda: selected_attention(batch.q, k_cache, v_cache, batch.indices, **given)),
+        "interleaved": Call(
+            lambda: selected_attention_cp(own_q, k_cache, v_cache, batch.indices, **shared), lambda out: out[:, own]
+        ),
+        "interleaved, all heads": Call(
+            lambda: selected_attention_cp(batch.q, k_cache, v_cache, batch.indices, heads="replicated", **shared)
+        ),
+    }  # fmt: skip
+
+
+def cases(dry: bool) -> Iterator[RanksCase]:
+    """Prefill, then decoding in CUDA graphs."""
+    prompts = (600,) if dry else (2**15, 2**16, 2**17, 2**18)
+    for exchange in ("all_to_all",) if dry else ("all_to_all", "symmetric"):
+        pieces_of = (1, 4) if exchange == "all_to_all" else (1, 2, 4)
+        for tokens in prompts:
+            yield RanksCase(
+                name=f"prefill {tokens}, {exchange}", shape={"tokens": tokens},
+                make=partial(make_prefill, tokens, exchange, pieces_of),
+                efficiency={} if dry else {label_of(exchange, pieces): 0.9 for pieces in pieces_of},
+            )  # fmt: skip
+    if dry:
+        small = replace(M3, heads=(8, 2, 32), block=16, topk=3, sequences=2, new=1, total=300, page=16)
+        shapes = [small, replace(small, name="Qwen3.8", block=4, topk=20)]
+    else:
+        shapes = [
+            replace(model, sequences=sequences, new=1, total=total)
+            for model in (M3, QWEN)
+            for sequences, total in ((1, 2**15), (32, 2**15), (128, 2**15), (16, 2**18))
+        ]
+    for shape in shapes:
+        yield RanksCase(
+            name=shape.words, shape={"sequences": shape.sequences, "keys": shape.total, "listed": shape.topk},
+            make=partial(make_decode, shape), graph=True,
+        )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main(cases)

@@ -35,7 +35,7 @@ def test_every_package_has_the_same_rooms(package: Path) -> None:
 @each_package
 def test_a_plan_knows_neither_triton_nor_the_gpu(package: Path) -> None:
     known: set[str] = set()
-    for node in (node for plan in package.glob("src/*/*plan.py") for node in ast.walk(ast.parse(plan.read_text()))):
+    for node in (node for plan in package.glob("src/**/*plan.py") for node in ast.walk(ast.parse(plan.read_text()))):
         match node:
             case ast.Import(names=names):
                 known |= {name.name for name in names}

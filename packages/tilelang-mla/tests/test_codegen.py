@@ -25,7 +25,7 @@ import torch
 
 from kernel_reference.testing.codegen import GeneratedSource
 from tilelang_mla.compile import wanted
-from tilelang_mla.indexer_plan import IndexProblem, TopkProblem, plan_index_scores
+from tilelang_mla.indexer.plan import IndexProblem, TopkProblem, plan_index_scores
 from tilelang_mla.plan import (
     DecodeProblem,
     DecodeTiles,
@@ -109,9 +109,9 @@ class OfLists(NamedTuple):
 
     @property
     def constants(self) -> dict[str, Any]:
-        from tilelang_mla import sparse_launch
+        from tilelang_mla.sparse.launch import prefill_sparse_constants
 
-        return sparse_launch.prefill_sparse_constants(self.problem, self.tiles, BF16)
+        return prefill_sparse_constants(self.problem, self.tiles, BF16)
 
 
 class OfKeys(NamedTuple):
@@ -223,9 +223,9 @@ class IndexScores(NamedTuple):
 
     @property
     def constants(self) -> dict[str, Any]:
-        from tilelang_mla import indexer_launch
+        from tilelang_mla.indexer.launch import scores_constants
 
-        return indexer_launch.scores_constants(self.problem, plan_index_scores(self.problem, H200))
+        return scores_constants(self.problem, plan_index_scores(self.problem, H200))
 
 
 class IndexTopk(NamedTuple):
@@ -237,9 +237,9 @@ class IndexTopk(NamedTuple):
 
     @property
     def constants(self) -> dict[str, Any]:
-        from tilelang_mla import indexer_launch
+        from tilelang_mla.indexer.launch import topk_constants
 
-        return indexer_launch.topk_constants(TopkProblem(self.tokens, self.width, 2048, 1, 64), H200)
+        return topk_constants(TopkProblem(self.tokens, self.width, 2048, 1, 64), H200)
 
 
 DECODE = {
@@ -603,14 +603,14 @@ def test_what_the_command_builds_is_what_calls_of_deepseek_ask_for(launch) -> No
 
 
 def test_what_the_command_builds_of_the_indexer_is_what_its_calls_ask_for(launch) -> None:
-    from tilelang_mla import indexer_launch
+    from tilelang_mla.indexer.launch import scores_constants, topk_constants
 
     built = list(wanted([], [], [], indexer=[32, 64]))
     for heads in (32, 64):
         for tokens, each in ((1, 1), (256, 2), (12, 3), (4096, 0), (9, 9)):
             problem = IndexProblem(heads, tokens, 1, each, 64, 7, 2**17, 2**17, True)
-            constants = indexer_launch.scores_constants(problem, plan_index_scores(problem, H200))
+            constants = scores_constants(problem, plan_index_scores(problem, H200))
             assert ("index_scores", constants) in built
     for tokens, width in ((1, 4096), (4096, 2**17), (4096, 2**18)):
         problem_of_list = TopkProblem(tokens, width, 2048, 1, 64)
-        assert ("index_topk", indexer_launch.topk_constants(problem_of_list, H200)) in built
+        assert ("index_topk", topk_constants(problem_of_list, H200)) in built

@@ -25,7 +25,7 @@ from tilelang_mla import (
     quantize_index_k,
     quantize_kv,
 )
-from tilelang_mla.indexer_arguments import (
+from tilelang_mla.indexer.arguments import (
     ScoresOptions,
     ScoresTensors,
     TopkOptions,
@@ -33,7 +33,7 @@ from tilelang_mla.indexer_arguments import (
     check_scores,
     check_topk,
 )
-from tilelang_mla.indexer_plan import IndexProblem, plan_index_scores, topk_words
+from tilelang_mla.indexer.plan import IndexProblem, plan_index_scores, topk_words
 from tilelang_mla.plan import DeviceLimits
 
 Tensor = torch.Tensor
@@ -269,7 +269,7 @@ def test_the_kernel_selects_the_highest_whatever_the_row(in_c) -> None:
 
 def test_launches_hand_kernels_what_they_take(in_c, monkeypatch) -> None:
     """Views of the cache, packed rows of what has a dimension more, and strides of what is not packed."""
-    from tilelang_mla import indexer_launch
+    from tilelang_mla.indexer import launch
 
     def kernel(name: str, dtype: torch.dtype, **constants: Any) -> Any:
         def run(*given: Any) -> None:
@@ -281,8 +281,8 @@ def test_launches_hand_kernels_what_they_take(in_c, monkeypatch) -> None:
 
         return run
 
-    monkeypatch.setattr(indexer_launch, "kernel", kernel)
-    monkeypatch.setattr(indexer_launch, "device_limits", lambda _: DeviceLimits(132))
+    monkeypatch.setattr(launch, "kernel", kernel)
+    monkeypatch.setattr(launch, "device_limits", lambda _: DeviceLimits(132))
     batch, plan = Batch([300, 5, 129], [2, 2, 2], heads=16, page=16), IndexPlan(2, 64, 2, 1, 2, 3)
     wide = torch.zeros(len(batch.k_cache), 2 * 16 * 132, dtype=torch.uint8)
     wide[:, : 16 * 132] = batch.k_cache.flatten(1)
@@ -294,7 +294,7 @@ def test_launches_hand_kernels_what_they_take(in_c, monkeypatch) -> None:
         bounds = batch.cu_seqlens_q if packed else None
         tensors = ScoresTensors(*leading, batch.block_table[:, ::1], bounds, out.flatten(0, 1) if packed else out)
         problem, _ = check_scores(tensors, ScoresOptions(True))
-        indexer_launch.prepare_scores(problem, plan, tensors)(*tensors)
+        launch.prepare_scores(problem, plan, tensors)(*tensors)
         torch.testing.assert_close(tensors.out.view(6, 310), want, rtol=1e-5, atol=1e-4)
         tensors.out.zero_()
     listed = torch.zeros(3, 2, 31, dtype=torch.int32)
@@ -302,7 +302,7 @@ def test_launches_hand_kernels_what_they_take(in_c, monkeypatch) -> None:
         wanted = index_topk(want.view(3, 2, 310), tokens[3], 31, **options)
         picked = TopkTensors(want.view(3, 2, 310), tokens[3], options.get("block_table"), None, listed)
         problem_of_list = check_topk(picked, TopkOptions(options.get("page_size", 0)))
-        indexer_launch.prepare_topk(problem_of_list, picked)(*picked)
+        launch.prepare_topk(problem_of_list, picked)(*picked)
         assert_bitwise_equal(listed, wanted)
 
 

@@ -121,7 +121,7 @@ def test_decoding_hands_kernels_what_they_are_made_for(launch, page) -> None:
 
 @pytest.mark.parametrize("records", [False, True], ids=["bfloat16", "records"])
 def test_sparse_decoding_hands_kernels_what_they_are_made_for(launch, records) -> None:
-    from tilelang_mla.sparse_arguments import SparseOptions, SparseTensors, check_sparse
+    from tilelang_mla.sparse.arguments import SparseOptions, SparseTensors, check_sparse
 
     ints = torch.zeros(200, dtype=torch.int32)
     kv = torch.zeros(9, 48, 1, 656, dtype=torch.uint8) if records else torch.zeros(9, 48, 1, 576, dtype=BF16)

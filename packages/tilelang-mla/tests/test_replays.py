@@ -146,7 +146,7 @@ def test_the_driver_is_handed_what_the_kernels_would_be(stand_in, planned, lse, 
 @pytest.mark.parametrize("more", [False, True])
 def test_the_driver_is_handed_what_kernels_over_lists_would_be(stand_in, cache, more) -> None:
     from tilelang_mla import launch
-    from tilelang_mla.sparse_arguments import SparseOptions, SparseTensors, check_sparse
+    from tilelang_mla.sparse.arguments import SparseOptions, SparseTensors, check_sparse
 
     def lists() -> tuple[list[Any], Tensor, Any]:
         (q, kv, *_), out, _ = batch(cache=cache)

@@ -16,7 +16,7 @@ from kernel_reference.testing.guards import assert_bitwise_equal, canaried, pois
 from kernel_reference.testing.numerics import assert_close_to_oracle
 from tilelang_mla import DecodeTiles, PrefillPlan, flash_mla, flash_mla_sparse_fwd
 from tilelang_mla.plan import DecodeProblem, DeviceLimits, sparse_prefill_tiles
-from tilelang_mla.sparse_arguments import SparsePrefillOptions, SparsePrefillTensors, check_sparse_prefill
+from tilelang_mla.sparse.arguments import SparsePrefillOptions, SparsePrefillTensors, check_sparse_prefill
 
 Tensor = torch.Tensor
 BF16 = torch.bfloat16
@@ -180,7 +180,8 @@ def test_the_kernel_hides_what_is_no_key_and_tells_the_largest_score(device, rop
 
 def test_the_kernel_is_handed_what_it_is_made_for(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
-        from tilelang_mla import launch, sparse_launch
+        from tilelang_mla import launch
+        from tilelang_mla.sparse import launch as own_launch
     except ImportError as error:
         if os.environ.get("CI"):
             raise
@@ -197,9 +198,9 @@ def test_the_kernel_is_handed_what_it_is_made_for(monkeypatch: pytest.MonkeyPatc
             torch.zeros(heads) if more else None, q[..., :512], *logits,
         )  # fmt: skip
         problem, plan = check_sparse_prefill(tensors, SparsePrefillOptions(512, -0.1))
-        sparse_launch.prepare_prefill_sparse(problem, plan, tensors)(*tensors)
+        own_launch.prepare_prefill_sparse(problem, plan, tensors)(*tensors)
         handed = given.pop()
-        constants = sparse_launch.prefill_sparse_constants(problem, DecodeTiles(64, 64, 2, by_rows=True), BF16)
+        constants = own_launch.prefill_sparse_constants(problem, DecodeTiles(64, 64, 2, by_rows=True), BF16)
         text = launch.text_of("prefill_sparse", **constants)
         assert len(handed) == len(text.params)
         for parameter, argument in zip(text.params, handed, strict=True):

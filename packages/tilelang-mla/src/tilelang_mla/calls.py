@@ -24,7 +24,7 @@ from tilelang_mla.arguments import Decode8bitTensors, DecodeOptions, DecodeTenso
 from tilelang_mla.caches import format_of, scale_of
 from tilelang_mla.plan import DecodeTiles, DeviceLimits
 from tilelang_mla.schedule import DecodePlan
-from tilelang_mla.sparse_arguments import SparseOptions, SparseTensors, check_sparse
+from tilelang_mla.sparse.arguments import SparseOptions, SparseTensors, check_sparse
 
 Tensor = torch.Tensor
 # Of a plan first_part, order if there is one, tiles.

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tilelang_mla.indexer_plan import INDEX_HEADS, MOST_POSITIONS, IndexProblem, TopkProblem, plan_index_scores
+from tilelang_mla.indexer.plan import INDEX_HEADS, MOST_POSITIONS, IndexProblem, TopkProblem, plan_index_scores
 from tilelang_mla.plan import (
     DecodeProblem,
     DecodeTiles,
@@ -42,7 +42,7 @@ def wanted(
     """
     # Here, so that an error among the options need not wait for TileLang.
     from tilelang_mla.launch import decode_8bit_constants, decode_constants, prefill_constants, sparse_constants
-    from tilelang_mla.sparse_launch import prefill_sparse_constants
+    from tilelang_mla.sparse.launch import prefill_sparse_constants
 
     for dtype in map(_DTYPES.__getitem__, dtypes):
         for dim_nope, dim_rope in latents:
@@ -93,7 +93,7 @@ def _tiles_8bit(dim_nope: int, dim_rope: int, cache: str) -> list[tuple[DecodePr
 
 def wanted_of_indexer(heads: Sequence[int]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Names and constants of the indexer's kernels for so many heads, any numbers of tokens, and pages of 64."""
-    from tilelang_mla.indexer_launch import scores_constants, topk_constants
+    from tilelang_mla.indexer.launch import scores_constants, topk_constants
 
     for number in heads:
         # Tokens of a sequence fill a tile of 512 rows, or one of fewer.

@@ -18,7 +18,7 @@ from tilelang_mla import api, arguments, calls
 from tilelang_mla import plan as plans
 from tilelang_mla.arguments import Names
 from tilelang_mla.schedule import DecodePlan
-from tilelang_mla.sparse import flash_mla_sparse_fwd
+from tilelang_mla.sparse.api import flash_mla_sparse_fwd
 
 Tensor = torch.Tensor
 

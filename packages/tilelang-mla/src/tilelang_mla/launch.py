@@ -34,7 +34,7 @@ from tilelang_mla.plan import (
     tiles_8bit,
 )
 from tilelang_mla.replays import DecodeRun
-from tilelang_mla.sparse_arguments import SparseTensors
+from tilelang_mla.sparse.arguments import SparseTensors
 
 Tensor = torch.Tensor
 

@@ -36,7 +36,7 @@ from tilelang_mla.arguments import (
     check_prefill,
     check_prefill_values,
 )
-from tilelang_mla.sparse_arguments import (
+from tilelang_mla.sparse.arguments import (
     SparseOptions,
     SparsePrefillOptions,
     SparsePrefillTensors,
@@ -235,11 +235,11 @@ def _reference_prefill_sparse(*given: Any) -> None:
 
 def _prepare_prefill_sparse(given: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
     _launch_module()
-    from tilelang_mla import sparse_launch
+    from tilelang_mla.sparse.launch import prepare_prefill_sparse
 
     tensors = SparsePrefillTensors(*given)
     problem, plan = check_sparse_prefill(tensors, SparsePrefillOptions(*numbers))
-    run = sparse_launch.prepare_prefill_sparse(problem, plan, tensors)
+    run = prepare_prefill_sparse(problem, plan, tensors)
     return run, MemoryOverlap(tensors._asdict(), _WRITTEN_SPARSE)
 
 

@@ -13,7 +13,7 @@ from kernel_reference.ragged import clamped_ranges
 from tilelang_mla.arguments import Decode8bitTensors, DecodeTensors, MergeTensors, PrefillTensors
 from tilelang_mla.caches import dequantize_kv
 from tilelang_mla.plan import DecodeProblem, PrefillProblem
-from tilelang_mla.sparse_arguments import SparsePrefillTensors, SparseTensors
+from tilelang_mla.sparse.arguments import SparsePrefillTensors, SparseTensors
 
 Tensor = torch.Tensor
 

@@ -17,7 +17,7 @@ from tilelang_mla import arguments, ops
 from tilelang_mla.arguments import Decode8bitTensors, DecodeOptions, DecodeTensors
 from tilelang_mla.caches import format_of
 from tilelang_mla.plan import DecodeTiles
-from tilelang_mla.sparse_arguments import SparseOptions, SparseTensors, check_sparse
+from tilelang_mla.sparse.arguments import SparseOptions, SparseTensors, check_sparse
 
 Tensor = torch.Tensor
 # Of decoding q, kv, seqlens_k, block_table, first_part, order, kv_scale; over lists q, kv, indices, topk_length,

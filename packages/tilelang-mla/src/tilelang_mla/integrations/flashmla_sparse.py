@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseBackend, FlashMLASparseImpl
 
-from tilelang_mla.sparse import flash_mla_sparse_fwd
+from tilelang_mla.sparse.api import flash_mla_sparse_fwd
 
 Tensor = torch.Tensor
 

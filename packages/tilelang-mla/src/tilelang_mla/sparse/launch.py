@@ -10,7 +10,7 @@ import torch
 from kernel_reference.launching import launch_nothing, on_device
 from tilelang_mla import launch
 from tilelang_mla.plan import DecodeProblem, DecodeTiles, sparse_prefill_tiles
-from tilelang_mla.sparse_arguments import SparsePrefillTensors
+from tilelang_mla.sparse.arguments import SparsePrefillTensors
 
 Tensor = torch.Tensor
 

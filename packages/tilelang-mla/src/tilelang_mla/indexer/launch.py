@@ -9,9 +9,9 @@ import torch
 
 from kernel_reference.checks import fail
 from kernel_reference.launching import launch_nothing, on_device
-from tilelang_mla.index_cache import views_of
-from tilelang_mla.indexer_arguments import ScoresTensors, TopkTensors
-from tilelang_mla.indexer_plan import (
+from tilelang_mla.indexer.arguments import ScoresTensors, TopkTensors
+from tilelang_mla.indexer.cache import views_of
+from tilelang_mla.indexer.plan import (
     INDEX_DIM,
     IndexPlan,
     IndexProblem,

@@ -21,8 +21,8 @@ from kernel_reference.checks import (
 )
 from kernel_reference.integers import cdiv
 from kernel_reference.ragged import read_integers
-from tilelang_mla.index_cache import check_index_cache
-from tilelang_mla.indexer_plan import (
+from tilelang_mla.indexer.cache import check_index_cache
+from tilelang_mla.indexer.plan import (
     INDEX_DIM,
     INDEX_HEADS,
     MOST_POSITIONS,

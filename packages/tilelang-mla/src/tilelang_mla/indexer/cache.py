@@ -12,7 +12,7 @@ import torch
 
 from kernel_reference.checks import check_dense, describe, fail, known
 from tilelang_mla.caches import E4M3
-from tilelang_mla.indexer_plan import INDEX_DIM
+from tilelang_mla.indexer.plan import INDEX_DIM
 
 Tensor = torch.Tensor
 

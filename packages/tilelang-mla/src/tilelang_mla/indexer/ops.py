@@ -14,8 +14,8 @@ import torch
 
 from kernel_reference.checks import MemoryOverlap, check_no_overlap, values_are_checked
 from kernel_reference.dispatch import PreparedLaunches, implement, launch_module
-from tilelang_mla import indexer_reference
-from tilelang_mla.indexer_arguments import (
+from tilelang_mla.indexer import reference
+from tilelang_mla.indexer.arguments import (
     ScoresOptions,
     ScoresTensors,
     TopkOptions,
@@ -46,9 +46,9 @@ launches = PreparedLaunches()
 def _launch_module() -> Any:
     # The package's own module of launches says what is missing.
     launch_module("tilelang_mla", "TileLang, which tilelang-mla[tilelang] brings")
-    from tilelang_mla import indexer_launch
+    from tilelang_mla.indexer import launch
 
-    return indexer_launch
+    return launch
 
 
 # Scores
@@ -64,7 +64,7 @@ def _reference_scores(*given: Any) -> None:
     check_no_overlap(tensors._asdict(), _WRITTEN)
     if values_are_checked(tensors.q.device):
         check_scores_values(problem, tensors)
-    indexer_reference.scores(problem, tensors)
+    reference.scores(problem, tensors)
 
 
 def _prepare_scores(given: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
@@ -97,7 +97,7 @@ def _reference_topk(*given: Any) -> None:
     check_no_overlap(tensors._asdict(), _WRITTEN)
     if values_are_checked(tensors.scores.device):
         check_topk_values(problem, tensors)
-    indexer_reference.topk(problem, tensors)
+    reference.topk(problem, tensors)
 
 
 def _prepare_topk(given: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:

@@ -16,8 +16,8 @@ from kernel_reference.checks import REFUSALS, check_bool, check_dense, check_dty
 from kernel_reference.dispatch import runs_now
 from kernel_reference.plans import plan_as_ints
 from kernel_reference.transforms import refuse_derivatives
-from tilelang_mla import indexer_ops
-from tilelang_mla.indexer_arguments import (
+from tilelang_mla.indexer import ops
+from tilelang_mla.indexer.arguments import (
     ScoresOptions,
     ScoresTensors,
     TopkOptions,
@@ -25,7 +25,7 @@ from tilelang_mla.indexer_arguments import (
     check_scores,
     check_topk,
 )
-from tilelang_mla.indexer_plan import MOST_TOPK, IndexPlan
+from tilelang_mla.indexer.plan import MOST_TOPK, IndexPlan
 
 Tensor = torch.Tensor
 
@@ -106,7 +106,7 @@ def index_scores(
             fail("block_table", "[B, max_pages]", describe(block_table))
         raise
     tensors = (q, k_cache, weights, lengths, block_table, cu_seqlens_q, result)
-    run = indexer_ops.scores_now if out is None and runs_now(tensors) else _scores
+    run = ops.scores_now if out is None and runs_now(tensors) else _scores
     try:
         run(*tensors, clean_logits, ints)
     except REFUSALS:
@@ -163,7 +163,7 @@ def index_topk(
             fail("out", f"[.., {k}], of k entries", describe(out))
         result = scores.new_empty((*scores.shape[:-1], k), dtype=torch.int32) if out is None else out
         tensors = (scores, lengths, block_table, cu_seqlens_q, result)
-        run = indexer_ops.topk_now if out is None and runs_now(tensors) else _topk
+        run = ops.topk_now if out is None and runs_now(tensors) else _topk
         run(*tensors, size)
     except REFUSALS:
         check_dense(**named)

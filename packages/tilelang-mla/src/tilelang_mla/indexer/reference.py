@@ -6,9 +6,9 @@ import torch
 
 from kernel_reference.indexing import index_scores, top_positions
 from kernel_reference.ragged import clamped_ranges
-from tilelang_mla.index_cache import views_of
-from tilelang_mla.indexer_arguments import ScoresTensors, TopkTensors
-from tilelang_mla.indexer_plan import IndexProblem, TopkProblem
+from tilelang_mla.indexer.arguments import ScoresTensors, TopkTensors
+from tilelang_mla.indexer.cache import views_of
+from tilelang_mla.indexer.plan import IndexProblem, TopkProblem
 
 Tensor = torch.Tensor
 

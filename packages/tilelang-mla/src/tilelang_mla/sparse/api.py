@@ -12,7 +12,7 @@ from kernel_reference.plans import plan_as_ints
 from kernel_reference.transforms import refuse_derivatives
 from tilelang_mla import calls, ops
 from tilelang_mla.plan import DecodeTiles
-from tilelang_mla.sparse_arguments import SparsePrefillOptions, SparsePrefillTensors, check_sparse_prefill
+from tilelang_mla.sparse.arguments import SparsePrefillOptions, SparsePrefillTensors, check_sparse_prefill
 
 Tensor = torch.Tensor
 _prefill_sparse = torch.ops.tilelang_mla.prefill_sparse.default

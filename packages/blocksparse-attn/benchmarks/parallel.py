@@ -4,12 +4,12 @@ From the package's folder: ``torchrun --nproc-per-node 2 benchmarks/parallel.py 
 
 Prefill: Phi-3-small's pattern, 32 and 8 heads of 128, prompts of 32k to 256k tokens, by runs of rows and by heads.
 Decoding: selected blocks of MiniMax-M3 and Qwen3.8; a rank has the pages of every world-th place, of one pool that
-stands whole on each.
+stands whole on each. Shares of larger worlds run alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from selected_cases import M3, QWEN, Shape, caches, make_batch, where
 from torch import distributed
 
 from blocksparse_attn import BlockLayout, blocksparse_attention, selected_attention
+from blocksparse_attn.cuts import cut_rows
 from blocksparse_attn.parallel import RowCut, blocksparse_attention_cp, selected_attention_cp
 from kernel_reference.bench.ranks import ONE, Call, RanksCase, main
 from kernel_reference.models import PHI3_SMALL
@@ -27,6 +28,7 @@ from kernel_reference.sharding import Interleave
 # Queries that attend to a block while one arrives. Copy engines let only the rank that lacks blocks wait: calculated,
 # from 300 GB/s and 600 TFLOP/s.
 GATHERING = {"all_to_all": 0.0, "symmetric": 2000.0}
+WORLDS = (2, 4, 8)
 HEADS, HEADS_KV, SIZE = PHI3_SMALL.num_heads_q, PHI3_SMALL.num_heads_kv, PHI3_SMALL.head_dim
 
 
@@ -51,18 +53,39 @@ def make_prefill(
     how: dict[str, Any] = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": tokens}
     group = distributed.group.WORLD
     calls = {ONE: Call(lambda: blocksparse_attention(q, k, v, layout, **how))}
+    shares = {w: cut_rows(w, w - 1, layout, tokens, (HEADS, HEADS_KV)) for w in WORLDS}
+    sends = {w: sent_by(cut) for w, cut in shares.items()}
     for pieces in pieces_of:
         cut = RowCut.of(group, layout, tokens, (HEADS, HEADS_KV), pieces=pieces, gathering=GATHERING[exchange] / pieces)
         rows = slice(cut.begin, cut.end)
         own = tuple(x[rows].clone() for x in (q, k, v))
         calls[label_of(exchange, pieces)] = Call(
-            partial(blocksparse_attention_cp, *own, cut, group=group, exchange=exchange), partial(_rows, rows)
-        )
-    heads, kv = (slice(rank * count // world, (rank + 1) * count // world) for count in (HEADS, HEADS_KV))
-    of_heads = tuple(x[:, some].contiguous() for x, some in ((q, heads), (k, kv), (v, kv)))
-    lists = layout.heads(heads.start, heads.stop)
-    calls["heads"] = Call(lambda: blocksparse_attention(*of_heads, lists, **how), lambda out: out[:, heads])
+            partial(blocksparse_attention_cp, *own, cut, group=group, exchange=exchange), partial(_rows, rows),
+            sends=sends,
+        )  # fmt: skip
+    if exchange == "all_to_all":
+        heads, kv = (slice(rank * count // world, (rank + 1) * count // world) for count in (HEADS, HEADS_KV))
+        of_heads = tuple(x[:, some].contiguous() for x, some in ((q, heads), (k, kv), (v, kv)))
+        lists = layout.heads(heads.start, heads.stop)
+        calls["heads"] = Call(lambda: blocksparse_attention(*of_heads, lists, **how), lambda out: out[:, heads])
+    for w, cut in shares.items():
+        if cut.begin < cut.end:
+            calls[f"share of {w}"] = Call(share(q, k, v, cut), share=w)
     return calls
+
+
+def share(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cut: RowCut) -> Callable[[], torch.Tensor]:
+    """What the last rank of a world attends to, all keys in place."""
+    own, keys, values = q[cut.begin : cut.end], k[: cut.end], v[: cut.end]
+    bounds = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), cut.cu_seqlens, strict=True))
+    return lambda: blocksparse_attention(own, keys, values, cut.layout, **bounds, max_seqlen_q=len(own))
+
+
+def sent_by(cut: RowCut) -> float:
+    """The most bytes that a rank sends or gets."""
+    [counts] = [piece.counts for piece in cut.pieces]
+    most = max(max(map(sum, counts)), max(map(sum, zip(*counts, strict=True))))
+    return float(most * cut.layout.k_block * 2 * SIZE * 2)
 
 
 def make_decode(shape: Shape, device: torch.device, rank: int, world: int) -> Mapping[str, Call]:
@@ -77,27 +100,35 @@ def make_decode(shape: Shape, device: torch.device, rank: int, world: int) -> Ma
         "block_table": batch.block_table[:, rank::world].contiguous(), "group": group,
         "layout": Interleave.of(group, size=shape.page),
     }  # fmt: skip
+    # q, and results of 16 bits with their lse.
+    rows, of_row = shape.sequences * shape.new, heads * shape.heads[2] * 2
+    sends = {w: (w - 1) / w * rows * (2 * of_row + 4 * heads) for w in WORLDS}
+    all_heads = {w: (w - 1) * rows * (of_row + 4 * heads) for w in WORLDS}
     return {
         ONE: Call(lambda: selected_attention(batch.q, k_cache, v_cache, batch.indices, **given)),
         "interleaved": Call(
-            lambda: selected_attention_cp(own_q, k_cache, v_cache, batch.indices, **shared), lambda out: out[:, own]
+            lambda: selected_attention_cp(own_q, k_cache, v_cache, batch.indices, **shared), lambda out: out[:, own],
+            sends=sends,
         ),
         "interleaved, all heads": Call(
-            lambda: selected_attention_cp(batch.q, k_cache, v_cache, batch.indices, heads="replicated", **shared)
+            lambda: selected_attention_cp(batch.q, k_cache, v_cache, batch.indices, heads="replicated", **shared),
+            sends=all_heads,
         ),
     }  # fmt: skip
 
 
 def cases(dry: bool) -> Iterator[RanksCase]:
     """Prefill, then decoding in CUDA graphs."""
-    prompts = (600,) if dry else (2**15, 2**16, 2**17, 2**18)
+    # Of 1k to 16k: where is one GPU faster?
+    prompts = (600,) if dry else (2**15, 2**17, 2**16, 2**18, 2**14, 2**13, 2**12, 2**11, 2**10)
     for exchange in ("all_to_all",) if dry else ("all_to_all", "symmetric"):
         pieces_of = (1, 4) if exchange == "all_to_all" else (1, 2, 4)
         for tokens in prompts:
+            owes = not dry and tokens >= 2**15 and exchange == "all_to_all"
             yield RanksCase(
-                name=f"prefill {tokens}, {exchange}", shape={"tokens": tokens},
+                name=f"prefill {tokens}, {exchange}", shape={"tokens": tokens, "exchange": exchange},
                 make=partial(make_prefill, tokens, exchange, pieces_of),
-                efficiency={} if dry else {label_of(exchange, pieces): 0.9 for pieces in pieces_of},
+                efficiency={label_of(exchange, pieces): 0.9 for pieces in pieces_of} if owes else {}, axis="tokens",
             )  # fmt: skip
     if dry:
         small = replace(M3, heads=(8, 2, 32), block=16, topk=3, sequences=2, new=1, total=300, page=16)
@@ -106,12 +137,12 @@ def cases(dry: bool) -> Iterator[RanksCase]:
         shapes = [
             replace(model, sequences=sequences, new=1, total=total)
             for model in (M3, QWEN)
-            for sequences, total in ((1, 2**15), (32, 2**15), (128, 2**15), (16, 2**18))
+            for sequences, total in ((1, 2**15), (16, 2**15), (128, 2**15), (1, 2**18), (16, 2**18))
         ]
     for shape in shapes:
         yield RanksCase(
-            name=shape.words, shape={"sequences": shape.sequences, "keys": shape.total, "listed": shape.topk},
-            make=partial(make_decode, shape), graph=True,
+            name=shape.words, shape={"model": shape.name, "sequences": shape.sequences, "keys": shape.total},
+            make=partial(make_decode, shape), graph=True, axis="keys",
         )  # fmt: skip
 
 

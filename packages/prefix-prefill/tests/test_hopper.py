@@ -91,6 +91,8 @@ CASES: dict[str, tuple[PrefillPlan, dict[str, Any]]] = {
                                      "k_scale": "number", "v_scale": "number"}),
     "8 bits, wide tiles": (plan(), {"heads": (8, 2), "head_dim": 128, "cache_dtype": E4M3, "cached": True,
                                     "k_scale": -0.5, "v_scale": "heads", "page": 64}),
+    "8 bits, decoding": (replace(plan(64), loading=72), {"heads": (8, 2), "head_dim": 128, "cache_dtype": E4M3,
+                                                         "cached": True, "v_scale": "heads", "lengths": FEW}),
     "8 bits, queries in registers": (replace(plan(), q_in_registers=1), {
         "heads": (8, 2), "head_dim": 96, "cache_dtype": E4M3, "cached": True, "k_scale": "number",
         "v_scale": "number"}),

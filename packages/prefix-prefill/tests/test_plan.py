@@ -161,6 +161,16 @@ def test_tiles_of_models_on_an_h200(model, longest: int, alibi: bool, rows: int,
     assert (plan.block_m, plan.block_n, plan.hopper) == (rows, keys, True)
 
 
+def test_decoding_over_8_bits_has_more_registers_for_what_converts_heads_of_128() -> None:
+    decoding = problem_of(LLAMA, tokens=16, sequences=16, longest=1, new_kv=False, cache_bits=8)
+    assert plan_prefill(decoding, H200).loading == 72
+    for change in (
+        {"cache_bits": 16}, {"max_seqlen_q": 2048, "tokens": 2048}, {"token_scales": True}, {"new_kv": True},
+        {"head_dim": 64}, {"head_dim_v": 64},
+    ):  # fmt: skip
+        assert plan_prefill(replace(decoding, **change), H200).loading == 56, change
+
+
 @pytest.mark.parametrize(
     ("change", "longest", "tiles"),
     [

@@ -127,7 +127,6 @@ class PrefillPlan(Plan):
     9 times as large, 294, 320, 319, 330 and 418 us, with 2 296, 422, 420, 442 and 403); 0: to a running max.
     ``loading``: registers a thread of the warps that load and schedule, 56 or 72; over an 8-bit cache 24, or with 72 as
     many as there are, for converters too (decoding of 31 behind 8192 200 us for 204, 2048 behind 30720 1871 for 1812).
-    No plan asks for 72 by itself.
     """
 
     block_m: int
@@ -338,7 +337,19 @@ def _hopper(problem: Problem) -> PrefillPlan:
         # Rows see few more keys than the window has, of large tiles mostly masked ones: chunks of 512 behind 16384 with
         # a window of 128 take 44.8 us, by tiles of 128 keys 54.3 (H200).
         return PrefillPlan(block_m, 64, 0, 4, 4, hopper=True)
-    return PrefillPlan(block_m, block_n, 0, 4, 3 if problem.cache_bits == 8 and block_n == 64 else 2, hopper=True)
+    loading = 72 if block_m == 64 and _is_converted_by_heads_of_128(problem) else 56
+    stages = 3 if problem.cache_bits == 8 and block_n == 64 else 2
+    return PrefillPlan(block_m, block_n, 0, 4, stages, hopper=True, loading=loading)
+
+
+def _is_converted_by_heads_of_128(problem: Problem) -> bool:
+    """Whether more registers speed up what loads and converts 8-bit keys where one consumer attends.
+
+    Decoding of 1, 16, 64 and 128 behind 1000, 1000, 4000 and 8000, and drafts, 32 x 4 behind 8000: 32.2, 33.0, 204.7,
+    735.8 and 198.8 us, with fewer 35.6, 36.1, 207.6, 742.4 and 202.6 (H200). Heads of 64: 0.91 to 1.03 of the time.
+    """
+    sizes = (problem.head_dim, problem.head_dim_v)
+    return problem.cache_bits == 8 and sizes == (128, 128) and not problem.token_scales
 
 
 def _portable(problem: Problem, limits: DeviceLimits) -> PrefillPlan:

@@ -104,7 +104,7 @@ def make_decode(shape: Shape, device: torch.device, rank: int, world: int) -> Ma
     rows, of_row = shape.sequences * shape.new, heads * shape.heads[2] * 2
     sends = {w: (w - 1) / w * rows * (2 * of_row + 4 * heads) for w in WORLDS}
     all_heads = {w: (w - 1) * rows * (of_row + 4 * heads) for w in WORLDS}
-    return {
+    calls = {
         ONE: Call(lambda: selected_attention(batch.q, k_cache, v_cache, batch.indices, **given)),
         "interleaved": Call(
             lambda: selected_attention_cp(own_q, k_cache, v_cache, batch.indices, **shared), lambda out: out[:, own],
@@ -115,21 +115,18 @@ def make_decode(shape: Shape, device: torch.device, rank: int, world: int) -> Ma
             sends=all_heads,
         ),
     }  # fmt: skip
+    if device.type == "cuda":
+        calls["interleaved, symmetric"] = Call(
+            partial(selected_attention_cp, own_q, k_cache, v_cache, batch.indices, exchange="symmetric", **shared),
+            lambda out: out[:, own], sends=sends,
+        )  # fmt: skip
+    return calls
 
 
 def cases(dry: bool) -> Iterator[RanksCase]:
-    """Prefill, then decoding in CUDA graphs."""
-    # Of 1k to 16k: where is one GPU faster?
-    prompts = (600,) if dry else (2**15, 2**17, 2**16, 2**18, 2**14, 2**13, 2**12, 2**11, 2**10)
+    """Long prompts, decoding in CUDA graphs, and prompts of 1k to 16k: where is one GPU faster?"""
     for exchange in ("all_to_all",) if dry else ("all_to_all", "symmetric"):
-        pieces_of = (1, 4) if exchange == "all_to_all" else (1, 2, 4)
-        for tokens in prompts:
-            owes = not dry and tokens >= 2**15 and exchange == "all_to_all"
-            yield RanksCase(
-                name=f"prefill {tokens}, {exchange}", shape={"tokens": tokens, "exchange": exchange},
-                make=partial(make_prefill, tokens, exchange, pieces_of),
-                efficiency={label_of(exchange, pieces): 0.9 for pieces in pieces_of} if owes else {}, axis="tokens",
-            )  # fmt: skip
+        yield from prompts((600,) if dry else (2**15, 2**17, 2**16, 2**18), exchange, owed=not dry)
     if dry:
         small = replace(M3, heads=(8, 2, 32), block=16, topk=3, sequences=2, new=1, total=300, page=16)
         shapes = [small, replace(small, name="Qwen3.8", block=4, topk=20)]
@@ -143,6 +140,19 @@ def cases(dry: bool) -> Iterator[RanksCase]:
         yield RanksCase(
             name=shape.words, shape={"model": shape.name, "sequences": shape.sequences, "keys": shape.total},
             make=partial(make_decode, shape), graph=True, axis="keys",
+        )  # fmt: skip
+    for exchange in () if dry else ("all_to_all", "symmetric"):
+        yield from prompts((2**14, 2**13, 2**12, 2**11, 2**10), exchange)
+
+
+def prompts(lengths: tuple[int, ...], exchange: str, *, owed: bool = False) -> Iterator[RanksCase]:
+    """Prefill of each length, the kv heads at once and in pieces."""
+    pieces_of = (1, 4) if exchange == "all_to_all" else (1, 2, 4)
+    for tokens in lengths:
+        yield RanksCase(
+            name=f"prefill {tokens}, {exchange}", shape={"tokens": tokens, "exchange": exchange},
+            make=partial(make_prefill, tokens, exchange, pieces_of),
+            efficiency={label_of(exchange, pieces): 0.9 for pieces in pieces_of} if owed else {}, axis="tokens",
         )  # fmt: skip
 
 

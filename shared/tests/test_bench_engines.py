@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -62,3 +63,14 @@ def test_replays_give_the_same_whatever_is_allocated_between() -> None:
     others = [torch.full((32,), -(2**40), device="cuda") for _ in range(8)]
     assert replay().tolist() == list(range(1, 33))
     del others
+
+
+def test_what_an_indexer_looks_through_is_filled_and_taken_back_with_keys_and_values() -> None:
+    keys, values, idx_keys = (torch.zeros(1, heads, 8, 4) for heads in (2, 2, 1))
+    lengths = [torch.tensor([5]), torch.tensor([7])]
+    layer = SimpleNamespace(
+        keys=keys, values=values, idx_keys=idx_keys, cumulative_length=lengths[0], idx_cumulative_length=lengths[1]
+    )
+    engines._fill(SimpleNamespace(layers=[layer]), 3)
+    assert all(states.count_nonzero() == states.numel() for states in (keys, values, idx_keys))
+    assert [length.tolist() for length in lengths] == [[3], [3]]

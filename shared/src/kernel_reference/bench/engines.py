@@ -117,8 +117,8 @@ class Sides:
         """A step of this load, and what takes the cache back to where it was."""
         make = self.stack.caches[ours]
         new = torch.randint(2, self.stack.config.vocab_size, (load.sequences, load.tokens), device=self.device)
-        # Longer than what it holds by as many steps as are made between two rewinds.
-        length = -(-(load.cached + load.tokens * (STEPS + 8)) // 128) * 128
+        # Longer than what it holds by as many steps as are made between two rewinds; a prompt has a new one each time.
+        length = -(-(load.cached + load.tokens * (STEPS + 8 if load.cached else 1)) // 128) * 128
         if not load.cached:
             return lambda: self._logits(new, make(self.stack.config, length)), lambda: None
         cache = make(self.stack.config, length)
@@ -150,13 +150,19 @@ def _fill(cache: Any, tokens: int) -> None:
             layer.values.copy_(values)
         else:
             layer.keys, layer.values = keys, values
+        # What MiniMax-M3's indexer looks through.
+        if getattr(layer, "idx_keys", None) is not None:
+            layer.idx_keys.normal_()
     _rewind(cache, tokens)
 
 
 def _rewind(cache: Any, tokens: int) -> None:
     for layer in cache.layers:
-        if isinstance(getattr(layer, "cumulative_length", None), torch.Tensor):
-            layer.cumulative_length.fill_(tokens)
+        lengths = [getattr(layer, name, None) for name in ("cumulative_length", "idx_cumulative_length")]
+        if isinstance(lengths[0], torch.Tensor):
+            for length in lengths:
+                if length is not None:
+                    length.fill_(tokens)
         elif getattr(layer, "keys", None) is not None:
             layer.keys, layer.values = layer.keys[:, :, :tokens], layer.values[:, :, :tokens]
 

@@ -102,6 +102,8 @@ def test_what_is_not_covered_is_refused_by_name(llama: Models) -> None:
             llama.ours(ids[:1], position_ids=torch.tensor([[0, 1, 2, 0, 1]]), use_cache=False)
         with pytest.raises(ValueError, match=r"^output_attentions must be None"):
             llama.ours(ids, output_attentions=True)
+        with pytest.raises(ValueError, match=r"^block_indices must be None, got one \(selected attention\)$"):
+            llama.ours(ids, block_indices=torch.zeros(2, 1, 5, 1, dtype=torch.int64))
         llama.ours.train()
         llama.ours.model.layers[0].self_attn.attention_dropout = 0.1
         try:

@@ -125,7 +125,7 @@ def kept(
     # Tensors of inference mode would be refused wherever a layout is used outside it.
     with torch.inference_mode(False):
         probe = torch.empty(0, device=device)
-        if not _may_keep(probe):
+        if not may_keep(probe):
             return build(probe.device)
         key = (*arguments, probe.device)
         with _lock:
@@ -166,7 +166,7 @@ def set_cache_limit(num_bytes: int) -> None:
         _trim()
 
 
-def _may_keep(probe: Tensor) -> bool:
+def may_keep(probe: Tensor) -> bool:
     """Whether a layout built now may be cached: not with a tracer's tensors, nor in memory of a CUDA graph."""
     if type(probe) is not Tensor or torch.compiler.is_compiling():
         return False

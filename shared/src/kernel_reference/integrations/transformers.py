@@ -8,7 +8,7 @@ finds them.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -136,7 +136,7 @@ def key_lengths(
     return attention_mask[:, 0, 0, 0].contiguous()
 
 
-# What changes the result, and no kernel here does. transformers passes many more, such as positions.
+# What changes the result, and no kernel here does unless it says so. transformers passes many more, such as positions.
 _UNKNOWN_TO_KERNELS = {
     "position_bias": "relative positions",
     "cache": "continuous batching",
@@ -147,8 +147,13 @@ _UNKNOWN_TO_KERNELS = {
 }
 
 
-def refuse_options(module: torch.nn.Module, dropout: float, options: Mapping[str, Any], *more: str) -> None:
-    """Raise for what would change the result of an attention and is not computed; ``more`` are names of options."""
+def refuse_options(
+    module: torch.nn.Module, dropout: float, options: Mapping[str, Any], *more: str, computed: Collection[str] = ()
+) -> None:
+    """Raise for what would change the result of an attention and is not computed.
+
+    ``more`` are names of options that are refused too, ``computed`` of those that the caller, unlike others, computes.
+    """
     if dropout:
         fail("dropout", "0 (call model.eval())", dropout)
     is_causal = options.get("is_causal")
@@ -156,5 +161,5 @@ def refuse_options(module: torch.nn.Module, dropout: float, options: Mapping[str
         fail("is_causal", "True", False)
     for name in (*_UNKNOWN_TO_KERNELS, *more):
         value = options.get(name)
-        if value is not None and value is not False:
+        if value is not None and value is not False and name not in computed:
             fail(name, "None", f"one ({_UNKNOWN_TO_KERNELS[name]})" if name in _UNKNOWN_TO_KERNELS else value)

@@ -1,0 +1,147 @@
+"""Does MiniMax-M3 in transformers say the same with ``attn_implementation="blocksparse_attn"``?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+if find_spec("transformers") is None:
+    pytest.skip("nox -s engines has transformers", allow_module_level=True)
+
+from transformers import Cache, DynamicCache, MiniMaxM3VLTextConfig, StaticCache
+
+from blocksparse_attn.integrations.transformers import NAME, enable
+from kernel_reference.bench import engines as bench
+from kernel_reference.testing.readme import python_blocks, run_block
+from kernel_reference.testing.transformers import Models, make_models
+
+# Two of up to six blocks, of four tokens, are selected: the last one and another. There are no experts: in the form
+# that float64 needs they cannot be compiled in one graph.
+MINIMAX_M3 = MiniMaxM3VLTextConfig(
+    vocab_size=64, hidden_size=48, dense_intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, index_n_heads=2, index_head_dim=16, index_block_size=4, index_topk_blocks=2,
+    layer_types=["full_attention", "minimax_m3_sparse"], mlp_layer_types=["dense"] * 2,
+    initializer_range=0.3, bos_token_id=None, eos_token_id=None, pad_token_id=None,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_device(device: torch.device) -> Iterator[None]:
+    """Models and prompts are on the GPU where there is one."""
+    with device:
+        yield
+
+
+@pytest.fixture(scope="module")
+def models() -> Models:
+    torch.manual_seed(0)
+    return make_models(MINIMAX_M3, enable, attn_implementation=NAME)
+
+
+def prompts(batch: int, tokens: int) -> torch.Tensor:
+    return torch.randint(2, 64, (batch, tokens))
+
+
+@pytest.mark.parametrize("tokens", [16, 23])
+def test_a_prompt_without_a_cache_is_as_exact_as_in_transformers(models: Models, tokens: int) -> None:
+    ids = prompts(2, tokens)
+    models.assert_close(lambda model: model(ids, use_cache=False).logits)
+
+
+@pytest.mark.parametrize(
+    "make_cache",
+    [
+        lambda config: StaticCache(config, max_cache_len=24),
+        lambda config: StaticCache(config, max_cache_len=22),
+        lambda config: DynamicCache(config=config),
+    ],
+    ids=["whole blocks", "part of a block", "grows"],
+)
+def test_chunks_and_single_tokens_over_a_cache_are_as_exact_as_in_transformers(
+    models: Models, make_cache: Callable[[Any], Cache]
+) -> None:
+    ids = prompts(2, 21)
+
+    def chunks(model: Any) -> torch.Tensor:
+        cache = make_cache(model.config)
+        parts = ids.split([3, 1, 11, 1, 1, 3, 1], 1)
+        return torch.cat([model(part, past_key_values=cache).logits for part in parts], 1)
+
+    models.assert_close(chunks)
+
+
+def test_a_loss_has_the_gradients_that_it_has_in_transformers(models: Models) -> None:
+    ids = prompts(2, 13)
+    found = []
+    with enable():
+        for model in (models.ours, models.theirs):
+            model(ids, use_cache=False).logits.square().mean().backward()
+            found.append(torch.cat([weight.grad.flatten() for weight in model.parameters() if weight.grad is not None]))
+            model.zero_grad()
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-5)
+    assert float(found[1].norm()) > 0
+
+
+@pytest.mark.parametrize("cache", ["static", "dynamic"])
+def test_generate_gives_what_transformers_would(models: Models, cache: str) -> None:
+    models.assert_generates(prompts(2, 9), 6, cache_implementation=cache)
+
+
+@pytest.mark.torch_compile
+def test_generate_compiles_decoding_in_one_graph(models: Models) -> None:
+    models.assert_compiles(prompts(2, 6), 4, lambda: StaticCache(models.ours.config, max_cache_len=16))
+
+
+def test_what_is_not_covered_is_refused_by_name(models: Models) -> None:
+    ids, mask = prompts(2, 5), torch.ones(2, 5, dtype=torch.int64)
+    mask[0, :2] = 0
+    with torch.no_grad(), enable():
+        with pytest.raises(ValueError, match=r"^attention_mask must be all ones .*got one with padding$"):
+            models.ours(ids, attention_mask=mask)
+        with pytest.raises(ValueError, match=r"^attention_mask must be None or a 2-D mask of ones"):
+            models.ours(ids, attention_mask=torch.zeros(2, 1, 5, 5))
+        with pytest.raises(ValueError, match=r"^the attention mask must be causal"):
+            # Two sequences packed as one.
+            models.ours(ids[:1], position_ids=torch.tensor([[0, 1, 2, 0, 1]]), use_cache=False)
+        with pytest.raises(ValueError, match=r"^output_attentions must be None"):
+            models.ours(ids, output_attentions=True)
+        with pytest.raises(ValueError, match=r"^sliding_window must be None, got 7$"):
+            models.ours(ids, sliding_window=7)
+        models.ours.train()
+        models.ours.model.layers[0].self_attn.attention_dropout = 0.1
+        try:
+            with pytest.raises(ValueError, match=r"^dropout must be 0 \(call model.eval\(\)\), got 0.1$"):
+                models.ours(ids)
+        finally:
+            models.ours.model.layers[0].self_attn.attention_dropout = 0.0
+            models.ours.eval()
+
+
+def test_it_cannot_be_enabled_twice_and_leaves_nothing_behind(models: Models) -> None:
+    with enable(), pytest.raises(ValueError, match=r"^a call of enable\(\) must be the only one at a time"):
+        enable()
+    with pytest.raises(KeyError, match=NAME), torch.no_grad():
+        models.ours(prompts(1, 3))
+
+
+def test_the_example_in_the_readme_runs() -> None:
+    [block] = [block for block in python_blocks(Path(__file__).parents[1] / "README.md") if "integrations" in block]
+    assert run_block(block) == "[1, 4]\n"
+
+
+def test_the_benchmark_runs_and_finds_both_sides_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "STEPS", 1)
+    cases = Path(__file__).parents[1] / "benchmarks" / "engines.py"
+    assert bench.main(["--dry", str(cases), "--out", str(tmp_path / "timings")]) == 0
+    timings = [json.loads(line) for line in (tmp_path / "timings").read_text().splitlines()]
+    assert [(timing["tokens"], timing["cached"]) for timing in timings] == [(16, 0), (1, 32)] * 2
+    assert all(0 < timing["difference"] < 0.05 for timing in timings)
+    assert "MiniMax-M3" in capsys.readouterr().out

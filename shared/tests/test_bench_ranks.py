@@ -124,9 +124,11 @@ def test_tables_say_where_several_gpus_are_faster_and_calculate_larger_worlds() 
         ]
     sends = {2: 10**6, 4: 2 * 10**6, 8: 4 * 10**6}
     lines += [timed("long", 9999, ONE, us=1000.0), timed("long", 9999, "sent", us=600.0, efficiency=5 / 6, sends=sends)]
+    lines += [timed("long", 9999, "exchange alone", us=4.0, efficiency=99.0, part=True)]
     lines += [timed("long", 9999, f"a share of {w}", us=us, share=w) for w, us in ((2, 510.0), (4, 250.0))]
     text = tables(lines)
     assert "| n 5000 | shared | 400 | 222 | 0.90 | efficiency >= 0.8: met |" in text
+    assert "| long | exchange alone | 1000 | 4.0 |  |  |" in text
     assert "| n 2048 | shared | 400 | 444 | 0.45 | efficiency >= 0.8: **missed** |" in text
     assert "| heads 4 | shared | eager | n | 2k | 4k |" in text
     # 250 and 2e6 bytes at 1e5 a microsecond, and what two take beyond 510 and 10.
@@ -160,8 +162,8 @@ def _driven(rank: int, out: Path, *arguments: str) -> None:
         return {ONE: ones, "ends its process": Call(lambda: os._exit(3)), "right": ones}
 
     def cases(dry: bool) -> Iterator[RanksCase]:
-        yield RanksCase("later", {}, make)
         yield RanksCase("owed", {"n": 1}, make, efficiency={"right": 0.9})
+        yield RanksCase("later", {}, make)
 
     run_cases(cases, options_of(["--dry", "--out", str(out), *arguments]), CPU, None)
 

@@ -115,31 +115,39 @@ def make_decode(
     return calls
 
 
+def prefill_case(new: int, older: int, dry: bool) -> RanksCase:
+    owed = {} if dry or new + older < 2**15 else {"zigzag": 0.93}
+    return RanksCase(
+        name=f"prefill {new}" + (f" behind {older}" if older else ""), shape={"new": new, "older": older},
+        make=partial(make_prefill, new, older), efficiency=owed, axis="new",
+    )  # fmt: skip
+
+
+def decode_case(batch: int, keys: int, tokens: int = 1) -> RanksCase:
+    """In a CUDA graph."""
+    return RanksCase(
+        name=f"decode B{batch} n{keys}" + (f", {tokens} query tokens" if tokens > 1 else ""),
+        shape={"sequences": batch, "keys": keys, "tokens": tokens}, make=partial(make_decode, batch, keys, tokens),
+        graph=True, axis="keys",
+    )  # fmt: skip
+
+
 def cases(dry: bool) -> Iterator[RanksCase]:
-    """Prefill, then decoding in CUDA graphs."""
-    prompts = [(2**15, 0), (2**17, 0), (2**16, 0), (2**14, 2**17), (2**18, 0)]
-    # Where is one GPU faster?
-    prompts += [(2**13, 0), (2**12, 0), (2**11, 0), (2**10, 0)]
-    prompts = [(600, 0), (300, 200)] if dry else prompts
-    for new, older in prompts:
-        yield RanksCase(
-            name=f"prefill {new}" + (f" behind {older}" if older else ""), shape={"new": new, "older": older},
-            make=partial(make_prefill, new, older), efficiency={} if dry or new < 2**14 else {"zigzag": 0.93},
-            axis="new",
-        )  # fmt: skip
-    steps = (
-        [(2, 300, 2), (2, 600, 1)]
-        if dry
-        else [(batch, keys, 1) for keys in (2**13, 2**15, 2**17, 2**19) for batch in (1, 16)] + [(16, 2**15, 4)]
-    )
-    for batch, keys, tokens in steps:
-        if batch * keys * OF_KEY > 0.7 * memory_bytes(dry):
-            continue
-        yield RanksCase(
-            name=f"decode B{batch} n{keys}" + (f", {tokens} query tokens" if tokens > 1 else ""),
-            shape={"sequences": batch, "keys": keys, "tokens": tokens}, make=partial(make_decode, batch, keys, tokens),
-            graph=True, axis="keys",
-        )  # fmt: skip
+    """What owes a speed first, but for a prompt that takes a second."""
+    if dry:
+        yield from (prefill_case(600, 0, dry), prefill_case(300, 200, dry), decode_case(2, 300, 2), decode_case(2, 600))
+        return
+    for new, older in ((2**15, 0), (2**17, 0), (2**14, 2**17), (2**16, 0)):
+        yield prefill_case(new, older, dry)
+    # With shorter ones: where is one GPU faster?
+    for keys in (2**17, 2**15, 2**13):
+        for batch in (1, 16):
+            yield decode_case(batch, keys)
+    for new in (2**18, 2**14, 2**13, 2**12, 2**11, 2**10):
+        yield prefill_case(new, 0, dry)
+    for batch, keys, tokens in ((16, 2**15, 4), (1, 2**19, 1), (16, 2**19, 1)):
+        if batch * keys * OF_KEY < 0.7 * memory_bytes(dry):
+            yield decode_case(batch, keys, tokens)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 
 import torch
 from torch import distributed
@@ -25,7 +26,7 @@ def prefill(
         return {}
     calls = {}
     if importlib.util.find_spec("vllm") is not None:
-        calls["FA3, one GPU"] = Call(lambda: attend(*whole, scale, causal=True)[0])
+        calls["FA3, one GPU"] = Call(lambda: attend(*whole, scale, causal=True)[0], part=True)
         calls["FA3, ring"] = Call(lambda: ring(*own, scale), lambda out: out[rows])
     for backend in ("cuDNN", "flash"):
         calls[f"torch context_parallel, {backend}"] = Call(of_torch(own, scale, backend, device), lambda out: out[rows])
@@ -36,12 +37,17 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool) -> tu
     """FlashAttention-3 as vLLM ships it, one sequence: out [rows, heads, D] and lse [heads, rows]."""
     from vllm.vllm_flash_attn import flash_attn_varlen_func
 
-    bounds = [torch.tensor([0, len(x)], dtype=torch.int32, device=q.device) for x in (q, k)]
+    bounds = [_bounds(len(x), q.device) for x in (q, k)]
     out, lse, *_ = flash_attn_varlen_func(
         q, k, v, len(q), bounds[0], len(k), bounds[1], softmax_scale=scale, causal=causal, return_softmax_lse=True,
         fa_version=3,
     )  # fmt: skip
     return out, lse
+
+
+@lru_cache
+def _bounds(rows: int, device: torch.device) -> Tensor:
+    return torch.tensor([0, rows], dtype=torch.int32, device=device)
 
 
 def ring(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

@@ -75,7 +75,7 @@ def make(
     for exchange in exchanges:
         sent = {} if exchange == "reduce_scatter" else sends
         calls[exchange] = Call(partial(shared, exchange, "sharded"), lambda whole: whole[:, :, own], sends=sent)
-        calls[f"{exchange}, exchange alone"] = Call(partial(alone, exchange), lambda whole: whole[:, :, own])
+        calls[f"{exchange}, exchange alone"] = Call(partial(alone, exchange), lambda whole: whole[:, :, own], part=True)
         calls[f"{exchange}, all heads"] = Call(partial(shared, exchange, "replicated"))
     if tokens == 1:
         of_all, of_own = (table, own_table), (lengths, layout.visible(lengths))

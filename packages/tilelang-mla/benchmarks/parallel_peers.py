@@ -38,7 +38,7 @@ def decode(
         return out[:, :, own]
 
     return {
-        "FlashMLA, one GPU": Call(lambda: attend[0](q)[0]),
+        "FlashMLA, one GPU": Call(lambda: attend[0](q)[0], part=True),
         AG_RS: Call(lambda: lse_all_gather(*gathered()).unflatten(0, q.shape[:2]), whole),
         A2A: Call(lambda: merged_by_owner(*gathered()).unflatten(0, q.shape[:2]), whole),
     }

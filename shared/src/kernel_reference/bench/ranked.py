@@ -31,7 +31,8 @@ class Timed:
     """A line of the record: times in microseconds, of the slowest rank.
 
     axis: which number of the shape is a length. share: of how many ranks one does this, alone; 0: all do it together.
-    sends: bytes that a rank of a world sends. beyond_us: what is more than half of one GPU's time, say.
+    part: without an efficiency. sends: bytes that a rank of a world sends. beyond_us: what is more than half of one
+    GPU's time, say.
     """
 
     case: str
@@ -50,6 +51,7 @@ class Timed:
     met: bool = True
     axis: str = ""
     share: int = 0
+    part: bool = False
     sends: Mapping[int, float] = field(default_factory=dict)
 
     def words(self) -> str:
@@ -144,16 +146,8 @@ def _times(timed: Sequence[Timed]) -> str:
         if line.implementation != ONE and not line.share and line.case in ones:
             owed = f"{line.owed}: {'met' if line.met else '**missed**'}" if line.owed else ""
             one = ones[line.case]
-            rows.append(
-                [
-                    line.case,
-                    line.implementation,
-                    _us(one.median_us),
-                    _us(line.median_us),
-                    f"{line.efficiency:.2f}",
-                    owed,
-                ]
-            )
+            efficiency = "" if line.part else f"{line.efficiency:.2f}"
+            rows.append([line.case, line.implementation, _us(one.median_us), _us(line.median_us), efficiency, owed])
     worlds = sorted({line.world for line in timed})
     named = "/".join(map(str, worlds))
     return _table(["case", "", "one GPU, us", f"{named} GPUs, us", "efficiency", "owed"], rows)
@@ -163,7 +157,7 @@ def _crossovers(timed: Sequence[Timed]) -> str:
     """Series of cases that differ in their length alone, from three lengths on."""
     series: dict[tuple[str, ...], dict[int, Timed]] = {}
     for line in timed:
-        if line.axis and line.implementation != ONE and not line.share:
+        if line.axis and line.implementation != ONE and not (line.share or line.part):
             others = ", ".join(f"{name} {value}" for name, value in line.shape.items() if name != line.axis)
             key = (others, line.axis, line.implementation, "CUDA graph" if line.graph else "eager")
             series.setdefault(key, {})[int(line.shape[line.axis])] = line

@@ -59,13 +59,15 @@ class Call:
     """An implementation: ``run()`` returns this rank's result, which is ``of_one(result of ONE)`` within tolerance.
 
     share: of how many ranks one does this, alone; it is timed and not compared, for what larger worlds would give.
-    checked: whether it is compared. sends: the bytes that a rank of a world sends, by the world.
+    checked: whether it is compared. part: it is a step, or all of it on one GPU by
+    another kernel, and has no efficiency. sends: the bytes that a rank of a world sends, by the world.
     """
 
     run: Callable[[], Tensor]
     of_one: Callable[[Tensor], Tensor] = lambda whole: whole
     share: int = 0
     checked: bool = True
+    part: bool = False
     sends: Mapping[int, float] = field(default_factory=dict)
 
 
@@ -304,7 +306,7 @@ def _timed(case: RanksCase, label: str, call: Call, times: list[float], one: flo
         met &= median <= case.us_at_most[label]
     return Timed(
         case.name, case.shape, label, world, median, low, high, efficiency, beyond, error, case.graph, len(times),
-        ", ".join(owed), met, case.axis, call.share, call.sends,
+        ", ".join(owed), met, case.axis, call.share, call.part, call.sends,
     )  # fmt: skip
 
 
@@ -341,7 +343,7 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
 def main(cases: Callable[[bool], Iterable[RanksCase]]) -> None:
     """The command of a package's ``benchmarks/parallel.py``; ``cases(dry)`` are its cases, with ``dry`` small ones.
 
-    Cases that owe an efficiency come first.
+    They come in their order: what is worth most first, as time may end.
     """
     options = options_of(sys.argv[1:])
     local = int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")))
@@ -358,6 +360,9 @@ def main(cases: Callable[[bool], Iterable[RanksCase]]) -> None:
         distributed.init_process_group("nccl", timeout=deadline, device_id=device)
     # Ranks compile for as long as each needs, and meet there.
     host = None if options.dry else distributed.new_group(backend="gloo", timeout=3 * deadline)
+    # A capture collects garbage: not through all modules each time.
+    gc.collect()
+    gc.freeze()
     try:
         run_cases(cases, options, device, host)
     except BaseException:
@@ -381,7 +386,7 @@ def run_cases(
         kept = Kept(options.out, {"machine": described, "commit": commit}, options.resume)
     began = time.time() if kept is None else kept.begun
     chosen = [case for case in cases(options.dry) if options.only in case.name]
-    for case in [*links(options.dry), *sorted(chosen, key=lambda case: not case.efficiency)]:
+    for case in [*links(options.dry), *chosen]:
         done: list[Line] = []
         if kept is not None:
             done = [line for line in kept.lines if (line.case, dict(line.shape)) == (case.name, dict(case.shape))]

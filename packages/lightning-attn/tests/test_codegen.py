@@ -25,8 +25,12 @@ from kernel_reference.testing.codegen import (
     recorded_launches,
 )
 from kernel_reference.testing.targets import TARGETS
-from lightning_attn import arguments, launch, packed_arguments, packed_launch, tensors, tree_arguments, tree_launch
+from lightning_attn import arguments, launch, tensors
+from lightning_attn.packed import arguments as packed_arguments
+from lightning_attn.packed import launch as packed_launch
 from lightning_attn.plan import DecodePlan, DeviceLimits, Heads, PrefillPlan, plan_decode, plan_prefill, plan_state
+from lightning_attn.trees import arguments as tree_arguments
+from lightning_attn.trees import launch as tree_launch
 
 pytestmark = pytest.mark.codegen
 

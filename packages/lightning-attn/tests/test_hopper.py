@@ -17,9 +17,11 @@ import torch
 
 from kernel_reference.testing import gluon
 from kernel_reference.testing.guards import assert_bitwise_equal
-from lightning_attn import launch, tree_arguments, tree_launch
+from lightning_attn import launch
 from lightning_attn import tensors as groups
 from lightning_attn.plan import DecodePlan, PrefillPlan
+from lightning_attn.trees import arguments as tree_arguments
+from lightning_attn.trees import launch as tree_launch
 
 KERNELS = (
     "decay", "schedule", "hopper_rows", "hopper_ring", "hopper_chain", "chunked", "recurrent", "trees", "hopper_tokens",

@@ -14,7 +14,8 @@ import lightning_attn
 from kernel_reference.checks import validate_values
 from kernel_reference.models import MINIMAX_01
 from kernel_reference.testing.guards import assert_bitwise_equal, canaried, poison_
-from lightning_attn import lightning_attention, lightning_attention_packed, lightning_state, packed_arguments
+from lightning_attn import lightning_attention, lightning_attention_packed, lightning_state
+from lightning_attn.packed import arguments as packed_arguments
 from lightning_attn.plan import PrefillPlan, StatePlan
 from lightning_attn.tensors import Packed, PackedBackward, State
 
@@ -73,7 +74,7 @@ def guarded(batch: Batch, tensors: Any) -> Any:
 
 def run_state(tensors: Any, t: State, plan: StatePlan, *numbers: Any) -> None:
     """Through the kernels: on a GPU, or in Triton's interpreter."""
-    from lightning_attn import packed_launch
+    from lightning_attn.packed import launch as packed_launch
 
     problem = packed_arguments.check_state(t, *numbers)
     packed_launch.prepare_state(problem, plan, t)(t)
@@ -271,7 +272,7 @@ WAYS = {
 def test_every_way_through_packed_sequences_and_their_gradients_is_the_recurrence(
     tensors, plan, dtype, carried
 ) -> None:
-    from lightning_attn import packed_launch
+    from lightning_attn.packed import launch as packed_launch
 
     lengths = [0, 15 if plan.chunk == 1 else 40, 1, 0, 5, 0]
     batch = Batch(tensors, lengths, heads=(2, 2), dtype=dtype, initial=carried)

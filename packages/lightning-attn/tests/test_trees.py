@@ -11,9 +11,10 @@ import torch
 
 from kernel_reference.checks import validate_values
 from kernel_reference.testing.guards import assert_bitwise_equal
-from lightning_attn import lightning_commit, lightning_decode, lightning_verify, tree_arguments
+from lightning_attn import lightning_commit, lightning_decode, lightning_verify
 from lightning_attn import tensors as groups
 from lightning_attn.plan import DecodePlan
+from lightning_attn.trees import arguments as tree_arguments
 
 Tensor = torch.Tensor
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -68,7 +69,7 @@ def verify(kernels: Any, batch: Any, parents: Tensor, plan: Any) -> Tensor:
             q, k, v, batch.pool.tensor, batch.slots, batch.slopes, parents=parents, scale=batch.scale, out=out
         )
     else:
-        from lightning_attn import tree_launch
+        from lightning_attn.trees import launch as tree_launch
 
         t = groups.TreeVerify(q, k, v, batch.pool.tensor, batch.slots, batch.slopes, parents, out)
         tree_launch.prepare_verify_tree(tree_arguments.check_verify_tree(t, batch.scale), plan, t)(t)
@@ -81,7 +82,7 @@ def commit(kernels: Any, batch: Any, accepted: Tensor, path: Tensor, plan: Any) 
     if plan is None:
         lightning_commit(*given, path=path)
     else:
-        from lightning_attn import tree_launch
+        from lightning_attn.trees import launch as tree_launch
 
         t = groups.PathCommit(*given, path)
         tree_launch.prepare_commit_path(tree_arguments.check_commit_path(t), plan, t)(t)

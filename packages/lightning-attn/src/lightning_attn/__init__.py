@@ -13,7 +13,7 @@ from lightning_attn.api import (
     linear_decode_forward_triton,
 )
 from lightning_attn.decay_rates import slopes
-from lightning_attn.packed import PackedResult, lightning_attention_packed, lightning_state
+from lightning_attn.packed.api import PackedResult, lightning_attention_packed, lightning_state
 
 __all__ = [
     "LightningResult",

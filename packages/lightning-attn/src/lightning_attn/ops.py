@@ -20,7 +20,6 @@ each combination of shapes, strides, dtypes and numbers, and found again in a ta
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import torch
@@ -28,8 +27,10 @@ from torch.autograd.function import once_differentiable
 
 from kernel_reference.checks import values_are_checked
 from kernel_reference.dispatch import PreparedLaunches, allocator, implement, launch_module
-from lightning_attn import arguments, packed_arguments, packed_reference, reference, tree_arguments
-from lightning_attn.packed_reference import new_packed_gradients, new_packed_results, new_packed_states
+from lightning_attn import arguments, reference
+from lightning_attn.packed import arguments as packed_arguments
+from lightning_attn.packed import reference as packed_reference
+from lightning_attn.packed.reference import new_packed_gradients, new_packed_results, new_packed_states
 from lightning_attn.plan import DecodePlan, PrefillPlan, StatePlan
 from lightning_attn.reference import new_gradients, new_results
 from lightning_attn.tensors import (
@@ -44,6 +45,7 @@ from lightning_attn.tensors import (
     TreeVerify,
     Varlen,
 )
+from lightning_attn.trees import arguments as tree_arguments
 
 Tensor = torch.Tensor
 
@@ -117,7 +119,7 @@ def _prepare_attention_backward(tensors: tuple[Any, ...], numbers: tuple[Any, ..
 
 
 def _prepare_packed(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
-    launch = _launch_of("packed_launch")
+    launch = launch_module("lightning_attn.packed")
     t = Packed(*tensors)
     problem = packed_arguments.check_packed_attention(t, *numbers)
     run = launch.prepare_packed(problem, PrefillPlan.from_ints(_plan(numbers, 1)), t)
@@ -125,7 +127,7 @@ def _prepare_packed(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
 
 
 def _prepare_packed_backward(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
-    launch = _launch_of("packed_launch")
+    launch = launch_module("lightning_attn.packed")
     t = PackedBackward(*tensors)
     problem = packed_arguments.check_packed_backward(t, *numbers)
     run = launch.prepare_packed_backward(problem, PrefillPlan.from_ints(_plan(numbers, 1)), t)
@@ -133,17 +135,11 @@ def _prepare_packed_backward(tensors: tuple[Any, ...], numbers: tuple[Any, ...])
 
 
 def _prepare_state(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
-    launch = _launch_of("packed_launch")
+    launch = launch_module("lightning_attn.packed")
     t = State(*tensors)
     problem = packed_arguments.check_state(t, *numbers)
     run = launch.prepare_state(problem, StatePlan.from_ints(_plan(numbers, 3)), t)
     return allocator(new_packed_states(t.k, t.v, t.cu_seqlens)), run
-
-
-def _launch_of(module: str) -> Any:
-    """launch.py's like for other ops, found as that is, or not."""
-    launch_module("lightning_attn")
-    return importlib.import_module(f"lightning_attn.{module}")
 
 
 def _prepare_varlen(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
@@ -176,7 +172,7 @@ def _prepare_commit(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
 
 
 def _prepare_verify_tree(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
-    launch = _launch_of("tree_launch")
+    launch = launch_module("lightning_attn.trees")
     t = TreeVerify(*tensors)
     problem = tree_arguments.check_verify_tree(t, *numbers)
     run = launch.prepare_verify_tree(problem, DecodePlan.from_ints(_plan(numbers, 1)), t)
@@ -184,7 +180,7 @@ def _prepare_verify_tree(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> 
 
 
 def _prepare_commit_path(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
-    launch = _launch_of("tree_launch")
+    launch = launch_module("lightning_attn.trees")
     t = PathCommit(*tensors)
     problem = tree_arguments.check_commit_path(t, *numbers)
     run = launch.prepare_commit_path(problem, DecodePlan.from_ints(_plan(numbers, 0)), t)

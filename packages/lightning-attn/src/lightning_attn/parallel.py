@@ -28,7 +28,7 @@ from kernel_reference.checks import as_float, check_bool, check_dense, check_no_
 from kernel_reference.collectives import all_gather, world_and_rank
 from kernel_reference.transforms import are_active, check_no_transforms
 from lightning_attn.api import LightningResult, lightning_attention
-from lightning_attn.packed import PackedResult, lightning_attention_packed
+from lightning_attn.packed.api import PackedResult, lightning_attention_packed
 
 Tensor = torch.Tensor
 

@@ -10,8 +10,9 @@ import torch
 from kernel_reference import recurrence
 from kernel_reference.checks import values_are_checked
 from kernel_reference.ragged import clamped_ranges
-from lightning_attn import arguments, tree_arguments
+from lightning_attn import arguments
 from lightning_attn.tensors import Attention, AttentionBackward, Commit, Decode, PathCommit, TreeVerify, Varlen
+from lightning_attn.trees import arguments as tree_arguments
 
 Tensor = torch.Tensor
 

@@ -8,8 +8,8 @@ import torch
 
 from kernel_reference.checks import values_are_checked
 from kernel_reference.ragged import clamped_ranges
-from lightning_attn import packed_arguments
 from lightning_attn.arguments import check_rates
+from lightning_attn.packed import arguments as packed_arguments
 from lightning_attn.reference import _attend, _rates, gradients_of
 from lightning_attn.tensors import Packed, PackedBackward, State
 

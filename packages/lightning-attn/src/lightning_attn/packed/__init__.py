@@ -1,0 +1,1 @@
+"""Packed sequences without a pool, and states alone: the rooms of these functions, as those around them."""

@@ -1,0 +1,1 @@
+"""Drafts that branch: the rooms of ``parents=`` and ``path=``, as those around them."""

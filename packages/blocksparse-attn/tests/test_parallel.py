@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,6 +13,7 @@ from blocksparse_attn import AttentionResult, selected_attention
 from blocksparse_attn.parallel import own_blocks, selected_attention_cp
 from kernel_reference.paging import cumulative, paged_cache
 from kernel_reference.sharding import Interleave, ZigZag, shard
+from kernel_reference.testing.contract import check_no_host_sync
 from kernel_reference.testing.distributed import SentBytes, run
 
 Tensor = torch.Tensor
@@ -158,3 +160,26 @@ def _refusals(rank: int) -> None:
 
 def test_a_group_of_one_makes_the_plain_call_and_wrong_arguments_are_named() -> None:
     run(2, _refusals)
+
+
+def _on_gpus(rank: int) -> None:
+    case = make([(1, 1), (200, 1), (130, 3), (1000, 2)], size=32, dtype=torch.bfloat16, sinks=True)
+    cache = [x.cuda() for x in held(case, Interleave(2, rank, 32), 32)]
+    own = slice(rank * HEADS // 2, (rank + 1) * HEADS // 2)
+    options = case.options | {"sinks": case.options["sinks"][own].cuda()}
+    for exchange in ("all_to_all", "reduce_scatter", "symmetric"):
+        decode = partial(
+            selected_attention_cp, case.q[:, own].cuda(), *cache[:2], case.indices.cuda(), block_table=cache[2],
+            layout=Interleave(2, rank, 32), group=None, exchange=exchange,
+            **{name: x.cuda() for name, x in case.lengths.items()}, **options,
+        )  # fmt: skip
+        decode()
+        check_no_host_sync(decode)
+        torch.testing.assert_close(decode().cpu(), case.whole.out[:, own], rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.gpu
+def test_two_gpus_agree_with_one_process() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    run(2, _on_gpus, backend="nccl", deadline=500)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from blocksparse_attn import AttentionResult, BlockLayout, blocksparse_attention
 from blocksparse_attn.cuts import cut_rows
 from blocksparse_attn.parallel import RowCut, blocksparse_attention_cp
+from kernel_reference.testing.contract import check_no_host_sync
 from kernel_reference.testing.distributed import SentBytes, run
 
 Tensor = torch.Tensor
@@ -189,3 +191,31 @@ def test_cuts_of_wrong_arguments_are_refused() -> None:
     refused(r"^gathering", TypeError, gathering="much")
     for bounds in ([0, 100], [0, 48, 100], [0, 64, 99], [32, 64, 100]):
         refused(r"^bounds must be 3 from 0 to 100, never falling, multiples of 32 between, got ", bounds=bounds)
+
+
+def _on_gpus(rank: int) -> None:
+    for q_block, options in ((64, {}), (128, {"window": (300, 0)}), (64, {"sinks": torch.randn(HEADS)})):
+        layout = BlockLayout.local_strided(HEADS, 4096, 4, 3, 64, q_block_size=q_block)
+        case = make(1500, layout, dtype=torch.bfloat16, **options)
+        on_gpu = {name: x.cuda() if isinstance(x, Tensor) else x for name, x in options.items()}
+        for exchange in ("all_to_all", "symmetric"):
+            for pieces in (1, 2):
+                cut = RowCut.of(None, layout.to("cuda"), 1500, (HEADS, HEADS_KV), pieces=pieces)
+                own = slice(cut.begin, cut.end)
+                prefill = partial(
+                    blocksparse_attention_cp, *(x[own].cuda() for x in (case.q, case.k, case.v)), cut, group=None,
+                    exchange=exchange, return_lse=True, **on_gpu,
+                )  # fmt: skip
+                prefill()
+                check_no_host_sync(prefill)
+                for _ in range(3):
+                    got = prefill()
+                    torch.testing.assert_close(got.out.cpu(), case.whole.out[own], rtol=2e-2, atol=2e-2)
+                    torch.testing.assert_close(got.lse.cpu(), case.whole.lse[:, own], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_two_gpus_agree_with_one_process() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    run(2, _on_gpus, backend="nccl", deadline=500)

@@ -14,7 +14,14 @@ import torch
 if find_spec("transformers") is None:
     pytest.skip("nox -s engines has transformers", allow_module_level=True)
 
-from transformers import Cache, DynamicCache, MiniMaxM3VLTextConfig, StaticCache
+from transformers import (
+    AutoModelForImageTextToText,
+    Cache,
+    DynamicCache,
+    MiniMaxM3VLConfig,
+    MiniMaxM3VLTextConfig,
+    StaticCache,
+)
 
 from blocksparse_attn.integrations.transformers import NAME, enable
 from kernel_reference.bench import engines as bench
@@ -23,12 +30,15 @@ from kernel_reference.testing.transformers import Models, make_models
 
 # Two of up to six blocks, of four tokens, are selected: the last one and another. There are no experts: in the form
 # that float64 needs they cannot be compiled in one graph.
-MINIMAX_M3 = MiniMaxM3VLTextConfig(
+SIZES: dict[str, Any] = dict(
     vocab_size=64, hidden_size=48, dense_intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, head_dim=16, index_n_heads=2, index_head_dim=16, index_block_size=4, index_topk_blocks=2,
     layer_types=["full_attention", "minimax_m3_sparse"], mlp_layer_types=["dense"] * 2,
     initializer_range=0.3, bos_token_id=None, eos_token_id=None, pad_token_id=None,
 )  # fmt: skip
+VISION: dict[str, Any] = dict(
+    hidden_size=48, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -41,11 +51,12 @@ def on_device(device: torch.device) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def models() -> Models:
     torch.manual_seed(0)
-    return make_models(MINIMAX_M3, enable, attn_implementation=NAME)
+    return make_models(MiniMaxM3VLTextConfig(**SIZES), enable, attn_implementation=NAME)
 
 
 def prompts(batch: int, tokens: int) -> torch.Tensor:
-    return torch.randint(2, 64, (batch, tokens))
+    # The last of 64 stand for images.
+    return torch.randint(2, 60, (batch, tokens))
 
 
 @pytest.mark.parametrize("tokens", [16, 23])
@@ -74,6 +85,30 @@ def test_chunks_and_single_tokens_over_a_cache_are_as_exact_as_in_transformers(
         return torch.cat([model(part, past_key_values=cache).logits for part in parts], 1)
 
     models.assert_close(chunks)
+
+
+def test_an_image_reaches_the_language_model_where_the_vision_tower_keeps_its_attention() -> None:
+    torch.manual_seed(0)
+    ids = prompts(1, 13)
+    ids[0, 3] = 60
+
+    def logits(attention: Any, weights: dict[str, Any] | None = None) -> tuple[torch.Tensor, dict[str, Any]]:
+        config = MiniMaxM3VLConfig(
+            text_config=dict(SIZES), vision_config=dict(VISION), projector_hidden_size=48, image_token_index=60,
+            video_token_index=61,
+        )  # fmt: skip
+        model = AutoModelForImageTextToText.from_config(config, attn_implementation=attention).eval()
+        model.load_state_dict(weights or model.state_dict())
+        return model(input_ids=ids, pixel_values=image, image_grid_thw=grid).logits, model.state_dict()
+
+    # Four patches of 14 x 14 are one token.
+    image, grid = torch.randn(4, 3 * 2 * 14 * 14), torch.tensor([[1, 2, 2]])
+    with torch.no_grad(), enable():
+        theirs, weights = logits("eager")
+        ours, _ = logits({"text_config": NAME, "vision_config": "sdpa"}, weights)
+        with pytest.raises(ValueError, match=r"^is_causal must be True, got False$"):
+            logits(NAME)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 def test_a_loss_has_the_gradients_that_it_has_in_transformers(models: Models) -> None:

@@ -23,7 +23,9 @@ def enable() -> ExitStack:
     layers by :func:`blocksparse_attn.selected_attention`, which reads the blocks that the indexer selects, and no
     others; its dense ones by :func:`blocksparse_attn.blocksparse_attention` with a layout that lists all blocks. The
     indexer stays transformers'. Caches may grow or be static; they are read where they are if their length is a
-    multiple of the blocks' 128 tokens, and copied in each step if not. The sequences of a batch are of one length.
+    multiple of the blocks' 128 tokens, and copied in each step if not. The sequences of a batch are of one length. A
+    whole model leaves its vision tower's attention to another:
+    ``attn_implementation={"text_config": "blocksparse_attn", "vision_config": "sdpa"}``.
 
     Raises, in the model's call, ValueError for what is not covered, by name: padding and masks of the caller's own,
     dropout, weights of attention, sliding windows, soft caps and sinks, which MiniMax-M3 has not, and layers that are

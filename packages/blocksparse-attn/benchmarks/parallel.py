@@ -28,6 +28,8 @@ from kernel_reference.sharding import Interleave
 # Queries that attend to a block while one arrives. Copy engines let only the rank that lacks blocks wait: calculated,
 # from 300 GB/s and 600 TFLOP/s.
 GATHERING = {"all_to_all": 0.0, "symmetric": 2000.0}
+# And the pieces of the kv heads that are exchanged one after another.
+EXCHANGES = (("all_to_all", 1), ("all_to_all", 4), ("symmetric", 1), ("symmetric", 2), ("symmetric", 4))
 WORLDS = (2, 4, 8)
 HEADS, HEADS_KV, SIZE = PHI3_SMALL.num_heads_q, PHI3_SMALL.num_heads_kv, PHI3_SMALL.head_dim
 
@@ -40,9 +42,7 @@ def _rows(rows: slice, whole: torch.Tensor) -> torch.Tensor:
     return whole[rows]
 
 
-def make_prefill(
-    tokens: int, exchange: str, pieces_of: tuple[int, ...], device: torch.device, rank: int, world: int
-) -> Mapping[str, Call]:
+def make_prefill(tokens: int, device: torch.device, rank: int, world: int) -> Mapping[str, Call]:
     """One prompt; the same values on every rank."""
     torch.manual_seed(0)
     pattern = (PHI3_SMALL.local_blocks, PHI3_SMALL.vert_stride, PHI3_SMALL.block_size)
@@ -55,7 +55,7 @@ def make_prefill(
     calls = {ONE: Call(lambda: blocksparse_attention(q, k, v, layout, **how))}
     shares = {w: cut_rows(w, w - 1, layout, tokens, (HEADS, HEADS_KV)) for w in WORLDS}
     sends = {w: sent_by(cut) for w, cut in shares.items()}
-    for pieces in pieces_of:
+    for exchange, pieces in EXCHANGES if device.type == "cuda" else EXCHANGES[:2]:
         cut = RowCut.of(group, layout, tokens, (HEADS, HEADS_KV), pieces=pieces, gathering=GATHERING[exchange] / pieces)
         rows = slice(cut.begin, cut.end)
         own = tuple(x[rows].clone() for x in (q, k, v))
@@ -63,11 +63,10 @@ def make_prefill(
             partial(blocksparse_attention_cp, *own, cut, group=group, exchange=exchange), partial(_rows, rows),
             sends=sends,
         )  # fmt: skip
-    if exchange == "all_to_all":
-        heads, kv = (slice(rank * count // world, (rank + 1) * count // world) for count in (HEADS, HEADS_KV))
-        of_heads = tuple(x[:, some].contiguous() for x, some in ((q, heads), (k, kv), (v, kv)))
-        lists = layout.heads(heads.start, heads.stop)
-        calls["heads"] = Call(lambda: blocksparse_attention(*of_heads, lists, **how), lambda out: out[:, heads])
+    heads, kv = (slice(rank * count // world, (rank + 1) * count // world) for count in (HEADS, HEADS_KV))
+    of_heads = tuple(x[:, some].contiguous() for x, some in ((q, heads), (k, kv), (v, kv)))
+    lists = layout.heads(heads.start, heads.stop)
+    calls["heads"] = Call(lambda: blocksparse_attention(*of_heads, lists, **how), lambda out: out[:, heads])
     for w, cut in shares.items():
         if cut.begin < cut.end:
             calls[f"share of {w}"] = Call(share(q, k, v, cut), share=w)
@@ -123,37 +122,37 @@ def make_decode(shape: Shape, device: torch.device, rank: int, world: int) -> Ma
     return calls
 
 
+def prefill_case(tokens: int, dry: bool = False) -> RanksCase:
+    """One prompt."""
+    owed = {} if dry or tokens < 2**15 else {label_of(*how): 0.9 for how in EXCHANGES}
+    return RanksCase(
+        name=f"prefill {tokens}", shape={"tokens": tokens}, make=partial(make_prefill, tokens), efficiency=owed,
+        axis="tokens",
+    )  # fmt: skip
+
+
+def decode_case(shape: Shape) -> RanksCase:
+    """In a CUDA graph."""
+    return RanksCase(
+        name=shape.words, shape={"model": shape.name, "sequences": shape.sequences, "keys": shape.total},
+        make=partial(make_decode, shape), graph=True, axis="keys",
+    )  # fmt: skip
+
+
 def cases(dry: bool) -> Iterator[RanksCase]:
-    """Long prompts, decoding in CUDA graphs, and prompts of 1k to 16k: where is one GPU faster?"""
-    for exchange in ("all_to_all",) if dry else ("all_to_all", "symmetric"):
-        yield from prompts((600,) if dry else (2**15, 2**17, 2**16, 2**18), exchange, owed=not dry)
+    """What is worth most first; prompts of 1k to 16k: where is one GPU faster?"""
     if dry:
         small = replace(M3, heads=(8, 2, 32), block=16, topk=3, sequences=2, new=1, total=300, page=16)
-        shapes = [small, replace(small, name="Qwen3.8", block=4, topk=20)]
-    else:
-        shapes = [
-            replace(model, sequences=sequences, new=1, total=total)
-            for model in (M3, QWEN)
-            for sequences, total in ((1, 2**15), (16, 2**15), (128, 2**15), (1, 2**18), (16, 2**18))
-        ]
-    for shape in shapes:
-        yield RanksCase(
-            name=shape.words, shape={"model": shape.name, "sequences": shape.sequences, "keys": shape.total},
-            make=partial(make_decode, shape), graph=True, axis="keys",
-        )  # fmt: skip
-    for exchange in () if dry else ("all_to_all", "symmetric"):
-        yield from prompts((2**14, 2**13, 2**12, 2**11, 2**10), exchange)
-
-
-def prompts(lengths: tuple[int, ...], exchange: str, *, owed: bool = False) -> Iterator[RanksCase]:
-    """Prefill of each length, the kv heads at once and in pieces."""
-    pieces_of = (1, 4) if exchange == "all_to_all" else (1, 2, 4)
-    for tokens in lengths:
-        yield RanksCase(
-            name=f"prefill {tokens}, {exchange}", shape={"tokens": tokens, "exchange": exchange},
-            make=partial(make_prefill, tokens, exchange, pieces_of),
-            efficiency={label_of(exchange, pieces): 0.9 for pieces in pieces_of} if owed else {}, axis="tokens",
-        )  # fmt: skip
+        yield from (prefill_case(600, dry), decode_case(small), decode_case(replace(small, block=4, topk=20)))
+        return
+    for tokens in (2**15, 2**18):
+        yield prefill_case(tokens)
+    for sequences, total in ((16, 2**18), (1, 2**15)):
+        yield from (decode_case(replace(model, sequences=sequences, new=1, total=total)) for model in (M3, QWEN))
+    for tokens in (2**16, 2**17, 2**14, 2**13, 2**12, 2**11, 2**10):
+        yield prefill_case(tokens)
+    for sequences, total in ((16, 2**15), (128, 2**15), (1, 2**18), (16, 2**16), (1, 2**16)):
+        yield from (decode_case(replace(model, sequences=sequences, new=1, total=total)) for model in (M3, QWEN))
 
 
 if __name__ == "__main__":

@@ -129,6 +129,21 @@ def test_the_mean_of_few_numbers_is_judged_beside_draws_and_that_of_many_is_not(
                 assert_close_to_oracle((exact + 3e-6).float(), exact, plain, again=lambda near=near: near)
 
 
+def test_the_relative_row_of_few_rows_is_judged_beside_draws_and_that_of_many_is_not() -> None:
+    for rows in (12, 64):
+        exact = torch.full((rows, 16), 1.0, dtype=torch.float64)
+        exact[3] = 1e-3
+        near = exact.float()
+        near[3] *= 1 + 6e-6
+        off = exact.float()
+        off[3] *= 1 + 1e-5
+        if rows == 12:
+            assert_close_to_oracle(off, exact, exact.float(), again=lambda near=(exact, near): near)
+        else:
+            with pytest.raises(AssertionError, match=r"relative row .* ABOVE"):
+                assert_close_to_oracle(off, exact, exact.float(), again=lambda near=(exact, near): near)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_one_value_that_is_not_finite_fails_and_is_named(bad: float) -> None:
     exact = torch.randn(3, 5, 7, dtype=torch.float64)

@@ -324,8 +324,13 @@ class Batch:
         return Wanted(exact.out, out), Wanted(exact.lse, lse)
 
     def _units(self, rows: Tensor) -> float:
-        """The error of a weight in float32, in units in the last place: as many as its score is large."""
-        if self.dtype != torch.float32 or rows.numel() * self.heads[0] > _TOO_FEW or not rows.numel():
+        """The error of a score in float32, in units in the last place of 1: as many as the score is large.
+
+        It is that of a weight in float32, and of every lse: tensor cores cut off the sums of 16-bit inputs. Of 24 lse
+        of float16 that had no other error, 3 of 3000 draws were above the bound of one unit, by up to 1.32, as one on
+        an H200 was by 1.16; none was above 0.68 of the bound of so many.
+        """
+        if rows.numel() * self.heads[0] > _TOO_FEW or not rows.numel():
             return 1
         heads_first = self.queries[rows].double().transpose(0, 1)
         keys = self.keys.repeat_interleave(self.heads[0] // self.heads[1], dim=1).transpose(0, 1)
@@ -401,7 +406,8 @@ class Batch:
         rows, (want, beside), lse_wanted = self._wanted
         got, got_lse = self.packed(out, lse)
         units = self._units(rows)
-        assert_rounded(got[rows], Wanted(want, beside.to(self.dtype)), units=units)
+        in_float32 = self.dtype == torch.float32
+        assert_rounded(got[rows], Wanted(want, beside.to(self.dtype)), units=units if in_float32 else 1)
         assert not bool((got[rows] != 0)[~(want != 0).any(-1)].any()), "rows that see nothing are not zero"
         if got_lse is not None:
             if lse_wanted.exact.numel() <= _TOO_FEW:
@@ -494,26 +500,43 @@ class SelectedBatch:
 
         return selected_attention(self.q, self.k, self.v, self.indices, **{**self.options, **options})
 
-    def wanted(self) -> tuple[Any, Any]:
-        """In float64, and in float32 of rounded inputs with one rounding at the end."""
+    def wanted(self, *, moved: float = 0.0) -> tuple[Any, Any]:
+        """In float64, and in float32 of rounded inputs with one rounding at the end.
+
+        moved: of other inputs, each some such part of itself larger; a cache of 8 bits stays.
+        """
         keys = ("block_size", "block_table", "cu_seqlens_q", "seqlens_k", "page_layout", "causal", "sinks")
         given = {**{key: self.options[key] for key in keys}}
         given |= {key: self.options[key] for key in ("k_scale", "v_scale")}
-        q = torch.where(self.own[:, None, None], self.q, 0)
+        inputs = [torch.where(self.own[:, None, None], self.q, 0), self.k, self.v]
+        if moved:
+            inputs = [
+                x if x.element_size() == 1 else x * (1 + moved * torch.randn(x.shape, device=x.device)).to(x.dtype)
+                for x in inputs
+            ]
         with validate_values(False):
             return (
-                selection.selected_attention(q, self.k, self.v, self.indices, **given),
-                selection.selected_attention(q, self.k, self.v, self.indices, **given, compute_dtype=torch.float32),
+                selection.selected_attention(*inputs, self.indices, **given),
+                selection.selected_attention(*inputs, self.indices, **given, compute_dtype=torch.float32),
             )
+
+    def _forms(self, exact: Any, plain: Any) -> tuple[Tensor, Tensor]:
+        """The rows of sequences in float64, and what a plain version makes of them.
+
+        Weights are rounded to the dtype once before the second product: twice a plain rounding of all values.
+        """
+        unit = torch.finfo(self.dtype).eps
+        rounded = plain.out * (1 + unit)
+        return exact.out[self.own], rounded[self.own].to(self.dtype)
 
     def check(self, out: Tensor, lse: Tensor | None = None) -> None:
         exact, plain = self.wanted()
         rest = ~self.own
         assert not out[rest].any()
-        # Weights are rounded to the dtype once before the second product: twice a plain rounding of all values.
-        unit = torch.finfo(self.dtype).eps
-        rounded = plain.out * (1 + unit)
-        assert_close_to_oracle(out[self.own], exact.out[self.own], rounded[self.own].to(self.dtype))
+        # Of few rows, or of few that see a few keys, the plain version's largest error is luck.
+        assert_close_to_oracle(
+            out[self.own], *self._forms(exact, plain), again=lambda: self._forms(*self.wanted(moved=0.03))
+        )
         if lse is not None:
             assert bool((lse[:, rest] == -torch.inf).all())
             got, want = lse[:, self.own], exact.lse[:, self.own]

@@ -31,7 +31,7 @@ _LEAN = 0.25
 _SIGMAS = 6
 # A maximum of so many draws is no longer luck.
 _DRAWS = 16
-# Of fewer, one large error makes a mean.
+# Of fewer, one large error makes a mean, or the worst of rows.
 _FEW_NUMBERS = 64
 
 
@@ -106,7 +106,7 @@ def assert_close_to_oracle(
     a few hundredths of itself, anew at every call. The largest error of few numbers, or of few large ones, is luck, and
     twice the baseline's may be less than the kernel's however alike they are: where the maximum or the worst row alone
     is above its bound, the baseline's is the largest of as many draws as it takes, at most 16 more. So is the mean, of
-    fewer than 64 numbers.
+    fewer than 64 numbers, and the worst relative row, of fewer than 64 rows.
 
     NaN never passes. The message gives the figures and where the worst are. Returns the kernel's errors.
 
@@ -145,7 +145,7 @@ def assert_close_to_oracle(
     ]
     judged += _lean(actual, oracle64, same_dtype_baseline)
     if again is not None:
-        judged = _redrawn(judged, actual.numel(), again)
+        judged = _redrawn(judged, actual, again)
     _assert_within(judged, actual, what)
     return kernel
 
@@ -167,19 +167,22 @@ _Judged = tuple[str, float, float, float, str]
 
 
 def _redrawn(
-    judged: list[_Judged], numbers: int, again: Callable[[], tuple[torch.Tensor, torch.Tensor]]
+    judged: list[_Judged], actual: torch.Tensor, again: Callable[[], tuple[torch.Tensor, torch.Tensor]]
 ) -> list[_Judged]:
-    """The baseline's maximum, worst row and, of few numbers, mean of several draws, if these alone are above."""
-    by_luck = {"maximum", "worst row"} | ({"mean"} if numbers < _FEW_NUMBERS else set())
+    """The baseline's maximum and worst row, and those figures that are luck of few numbers or rows, of several draws,
+    if these alone are above."""
+    by_luck = {"maximum", "worst row"}
+    by_luck |= {"mean"} if actual.numel() < _FEW_NUMBERS else set()
+    by_luck |= {"relative row"} if actual.dim() and actual[..., 0].numel() < _FEW_NUMBERS else set()
     for _ in range(_DRAWS):
         above = {name for name, error, bound, *_ in judged if not error <= bound}
         if not above or above - by_luck:
             break
         oracle, baseline = again()
         drawn = measure(baseline, oracle)
-        largest = {"maximum": drawn.maximum, "worst row": drawn.worst_row}
-        if "mean" in by_luck:
-            largest["mean"] = drawn.mean
+        figures = (drawn.maximum, drawn.mean, drawn.worst_row, drawn.relative_row)
+        largest = dict(zip(("maximum", "mean", "worst row", "relative row"), figures, strict=True))
+        largest = {name: figure for name, figure in largest.items() if name in by_luck}
         judged = [
             (name, error, bound + 2 * max(largest.get(name, 0.0) - plain, 0), max(largest.get(name, 0.0), plain), where)
             for name, error, bound, plain, where in judged

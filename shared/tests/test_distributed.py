@@ -160,16 +160,15 @@ class _Memory:
 
 
 def _of_peers(rank: int, world: int, buffers: torch.Tensor) -> None:
-    counts = [[(source + 2 * to) % 3 for to in range(world)] for source in range(world)]
-    none = [[0] * world] * world
+    uneven = [[(source + 2 * to) % 3 for to in range(world)] for source in range(world)]
+    counts = [uneven, [[0] * world] * world, [row[::-1] for row in uneven]]
 
-    def filled(value: float, times: int, row: tuple[int, ...], counts: list[list[int]]) -> collectives.Outgoing:
-        def fill(out: torch.Tensor) -> None:
-            assert out.shape == (sum(counts[rank]), *row)
-            to = torch.repeat_interleave(torch.arange(world), torch.tensor(counts[rank]))
-            out.copy_((value + 100 * times + 10 * rank + to).view(-1, *[1] * len(row)))
+    def rows(source: int, to: int, i: int, times: int) -> list[list[float]]:
+        return [[i + 100.0 * times + 10 * source + to, n] for n in range(counts[i][source][to])]
 
-        return collectives.Outgoing(row, torch.float32, counts, fill)
+    def fill(out: torch.Tensor) -> None:
+        mine = [row for i in range(3) for to in range(world) for row in rows(rank, to, i, times)]
+        out.copy_(torch.tensor(mine))
 
     with pytest.MonkeyPatch.context() as patch:
         # On a CPU all is in order.
@@ -178,22 +177,14 @@ def _of_peers(rank: int, world: int, buffers: torch.Tensor) -> None:
         patch.setattr(collectives, "_side_stream", lambda _: stream)
         patch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
         patch.setattr(torch.cuda, "current_stream", lambda _: stream)
+        how = {"row": (2,), "dtype": torch.float32, "device": torch.device("cpu"), "group": None}
         for times in range(3):
-            parts = [
-                filled(0.5, times, (3,), counts),
-                filled(0.0, times, (2, 2), none),
-                filled(0.25, times, (), counts),
-            ]
-            got = [wait() for wait in collectives.start_symmetric_exchanges(parts, None, torch.device("cpu"))]
-            for value, x, row in ((0.5, got[0], (3,)), (0.25, got[2], ())):
-                wanted = [
-                    value + 100 * times + 10 * source + rank
-                    for source in range(world)
-                    for _ in range(counts[source][rank])
-                ]
-                assert torch.equal(x, torch.tensor(wanted).view(-1, *[1] * len(row)).expand(-1, *row))
-            assert got[1].shape == (0, 2, 2)
-        assert collectives.start_symmetric_exchanges([parts[1]], None, torch.device("cpu"))[0]().shape == (0, 2, 2)
+            waits = collectives.start_symmetric_exchanges(fill, counts=counts, **how)
+            for i, wait in enumerate(waits):
+                wanted = [row for source in range(world) for row in rows(source, rank, i, times)]
+                assert torch.equal(wait(), torch.tensor(wanted).view(-1, 2))
+        [wait] = collectives.start_symmetric_exchanges(fill, counts=counts[1:2], **how)
+        assert wait().shape == (0, 2)
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -137,7 +137,7 @@ def test_a_cut_shares_listed_blocks_evenly() -> None:
                 assert len({str(cut.pieces[piece].counts) for cut in cuts}) == 1
                 for rank, cut in enumerate(cuts):
                     counts = cut.pieces[piece].counts
-                    assert cut.pieces[piece].own.shape[1] == sum(counts[rank])
+                    assert cut.sent.shape[1] == sum(sum(one.counts[rank]) for one in cut.pieces)
                     assert len(cut.pieces[piece].lacked) == sum(row[rank] for row in counts)
 
 

@@ -18,17 +18,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from .errors import fail
-from .integers import cdiv
 from .words import describe
 
 Tensor = torch.Tensor
-# Parts of a workspace begin on bounds of so many bytes.
-_ALIGNED = 256
 
 
 def world_and_rank(group: Any) -> tuple[int, int]:
@@ -138,55 +135,51 @@ def symmetric_all_to_all(x: Tensor, group: Any, *, ready: bool = False) -> Tenso
     return memory.get_buffer(rank, x.shape, x.dtype)  # type: ignore[no-any-return]
 
 
-class Outgoing(NamedTuple):
-    """Rows for all ranks, of one shape and dtype, by ``counts`` [world][world]; ``fill`` writes this rank's."""
-
-    row: tuple[int, ...]
-    dtype: torch.dtype
-    counts: Sequence[Sequence[int]]
-    fill: Callable[[Tensor], None]
-
-
 def start_symmetric_exchanges(
-    parts: Sequence[Outgoing], group: Any, device: torch.device
-) -> list[Callable[[], Tensor]]:
-    """:func:`start_exchange` of several parts, read from the peers' memory over NVLink by copy engines, part by part.
+    fill: Callable[[Tensor], object], row: Sequence[int], dtype: torch.dtype, device: torch.device,
+    counts: Sequence[Sequence[Sequence[int]]], group: Any,
+) -> list[Callable[[], Tensor]]:  # fmt: skip
+    """Several :func:`start_exchange` one after another, read from the peers' memory over NVLink by copy engines.
 
-    Kernels that are launched before a part is waited for keep all SMs, which a collective would share. Each part has to
+    Kernels that are launched before an exchange is waited for keep all SMs, which a collective would share. Each has to
     be waited for. The workspace is that of :func:`symmetric_all_to_all`, with the same bounds.
+
+    Args:
+        fill: writes what this rank sends, ``[rows, *row]`` of dtype: the rows of the first exchange, then of the next.
+        counts: of each exchange, as there.
     """
     world, rank = world_and_rank(group)
-    begins, size = [], 0
-    for part in parts:
-        begins.append(size)
-        most = max(sum(row) for row in part.counts) * math.prod(part.row) * part.dtype.itemsize
-        size += cdiv(most, _ALIGNED) * _ALIGNED
-    if not size:
-        return [partial(torch.empty, 0, *part.row, dtype=part.dtype, device=device) for part in parts]
-    memory = _workspace(size, device, group)
+    shares = [_shares(each, world, rank) for each in counts]
+    held = [sum(sum(each[other]) for each in counts) for other in range(world)]
+    size = math.prod(row) * dtype.itemsize
+    arrived = [torch.empty(sum(receives), *row, dtype=dtype, device=device) for _, receives in shares]
+    if max(held) == 0:
+        return [partial(_as_is, whole) for whole in arrived]
+    memory = _workspace(max(held) * size, device, group)
     # Nobody reads any more what the last exchange left.
     memory.barrier(channel=0)
-    arrived = []
-    for part, begin in zip(parts, begins, strict=True):
-        sends, receives = _shares(part.counts, world, rank)
-        part.fill(memory.get_buffer(rank, (sum(sends), *part.row), part.dtype, begin // part.dtype.itemsize))
-        arrived.append(torch.empty(sum(receives), *part.row, dtype=part.dtype, device=device))
+    if held[rank]:
+        fill(memory.get_buffer(rank, (held[rank], *row), dtype))
     memory.barrier(channel=1)
     stream = _side_stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
-    waits = []
+    waits, passed = [], [0] * world
     with torch.cuda.stream(stream):
-        for part, begin, whole in zip(parts, begins, arrived, strict=True):
+        for each, (_, receives), whole in zip(counts, shares, arrived, strict=True):
             place = 0
-            for other, count in enumerate(_shares(part.counts, world, rank)[1]):
-                before = sum(part.counts[other][:rank]) * math.prod(part.row)
+            for other, count in enumerate(receives):
                 if count:
-                    there = (count, *part.row)
-                    held = memory.get_buffer(other, there, part.dtype, begin // part.dtype.itemsize + before)
-                    whole[place : place + count].copy_(held)
+                    first = passed[other] + sum(each[other][:rank])
+                    there = memory.get_buffer(other, (count, *row), dtype, first * math.prod(row))
+                    whole[place : place + count].copy_(there)
                 place += count
+                passed[other] += sum(each[other])
             waits.append(_after(stream.record_event(), whole))
     return waits
+
+
+def _as_is(x: Tensor) -> Tensor:
+    return x
 
 
 def _after(event: torch.cuda.Event, x: Tensor) -> Callable[[], Tensor]:

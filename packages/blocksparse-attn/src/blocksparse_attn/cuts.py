@@ -26,14 +26,12 @@ _ROUNDS = 3
 class Piece(NamedTuple):
     """What is exchanged of some kv heads, at once.
 
-    heads: those of kv. counts: [world][world], blocks from each rank to each. own: [2, sent], places of the blocks
-    sent, among this rank's blocks, and their heads; lacked: [received], ``head * columns + block`` of what comes, head
-    from 0.
+    heads: those of kv. counts: [world][world], blocks from each rank to each. lacked: of each block that comes,
+    ``head * columns + block``, head from 0.
     """
 
     heads: tuple[int, int]
     counts: list[list[int]]
-    own: Tensor
     lacked: Tensor
 
 
@@ -54,6 +52,8 @@ class RowCut:
         bounds: world + 1 positions, multiples of the larger block but for the last.
         listed: blocks that the rows of each rank list, heads together.
         gathered: blocks that each rank lacks, kv heads together.
+        pieces: exchanges, one after another.
+        sent: [2, blocks] places of the blocks that this rank sends, among its own, and their heads, piece by piece.
     """
 
     layout: BlockLayout
@@ -65,6 +65,7 @@ class RowCut:
     listed: tuple[int, ...]
     gathered: tuple[int, ...]
     pieces: list[Piece]
+    sent: Tensor
     _cu_seqlens: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -145,9 +146,12 @@ def cut_rows(
         cuts = given
     needs = lists.lacked(cuts)
     listed = [int(lists.counts[cdiv(a, layout.q_block) : cdiv(b, layout.q_block)].sum()) for a, b in _runs(cuts)]
+    blocks = [cdiv(bound, layout.k_block) for bound in cuts]
+    found = [_piece(layout, rank, blocks, needs, heads[1] // pieces, i) for i in range(pieces)]
+    sent = torch.cat([places for _, places in found], 1).to(layout.device)
     return RowCut(
         layout, tokens, heads, world, rank, tuple(cuts), tuple(listed), tuple(int(need.sum()) for need in needs),
-        [_piece(layout, rank, cuts, needs, heads[1] // pieces, i) for i in range(pieces)],
+        [piece for piece, _ in found], sent,
     )  # fmt: skip
 
 
@@ -201,17 +205,17 @@ class _Lists:
         return bounds
 
 
-def _piece(layout: BlockLayout, rank: int, bounds: list[int], needs: list[Tensor], size: int, i: int) -> Piece:
-    """Blocks go in the order of ranks, of kv heads and of positions."""
-    blocks = [cdiv(bound, layout.k_block) for bound in bounds]
+def _piece(
+    layout: BlockLayout, rank: int, blocks: list[int], needs: list[Tensor], size: int, i: int
+) -> tuple[Piece, Tensor]:
+    """The i-th piece and its blocks that this rank sends, in the order of ranks, of kv heads and of positions."""
     heads = slice(i * size, (i + 1) * size)
     counts = [[int(need[heads, begin:end].sum()) for need in needs] for begin, end in _runs(blocks)]
-    sent = [need[heads, blocks[rank] : blocks[rank + 1]].nonzero() for need in needs]
     lacked = [needs[rank][heads, begin:end].nonzero() + torch.tensor([0, begin]) for begin, end in _runs(blocks)]
     place = torch.cat([pairs[:, 0] * blocks[rank + 1] + pairs[:, 1] for pairs in lacked])
-    own = torch.cat(sent).flip(1).T.contiguous()
-    own[1] += heads.start
-    return Piece((heads.start, heads.stop), counts, own.to(layout.device), place.to(layout.device))
+    sent = torch.cat([need[heads, blocks[rank] : blocks[rank + 1]].nonzero() for need in needs]).flip(1).T.contiguous()
+    sent[1] += heads.start
+    return Piece((heads.start, heads.stop), counts, place.to(layout.device)), sent
 
 
 def _runs(bounds: list[int]) -> list[tuple[int, int]]:

@@ -23,6 +23,7 @@ host waits for nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -45,7 +46,6 @@ from kernel_reference.checks import (
     given,
 )
 from kernel_reference.collectives import (
-    Outgoing,
     all_gather,
     start_exchange,
     start_symmetric_exchanges,
@@ -116,8 +116,7 @@ def blocksparse_attention_cp(
         "softmax_scale": softmax_scale, "softcap": softcap, "window": window, "return_lse": return_lse, "plan": plan,
     }  # fmt: skip
     out, lse = q.new_empty(*q.shape[:-1], v.shape[-1]), []
-    for piece, arrive in zip(cut.pieces, _start(k, v, cut, group, exchange), strict=True):
-        keys, values = arrive()
+    for piece, (keys, values) in zip(cut.pieces, _gathered(k, v, cut, group, exchange), strict=True):
         lo, hi = (head * (q.shape[1] // k.shape[1]) for head in piece.heads)
         result: Any = blocksparse_attention(
             q[:, lo:hi], keys, values, cut.layout.heads(lo, hi), sinks=None if sinks is None else sinks[lo:hi],
@@ -128,74 +127,64 @@ def blocksparse_attention_cp(
     return AttentionResult(out, torch.cat(lse)) if return_lse else out
 
 
-def _start(
-    k: Tensor, v: Tensor, cut: RowCut, group: Any, exchange: str
-) -> Iterator[Callable[[], tuple[Tensor, Tensor]]]:
-    """Begin to exchange the blocks of all pieces. What waits for one gives its heads' keys and values up to cut.end.
+def _gathered(k: Tensor, v: Tensor, cut: RowCut, group: Any, exchange: str) -> Iterator[tuple[Tensor, Tensor]]:
+    """Begin to exchange the blocks of all pieces; wait for one at a time: its heads' keys and values up to cut.end.
 
     Blocks that no row of this rank lists are left as the memory was.
     """
     if cut.world == 1:
-        return iter([lambda: (k, v)] if len(cut.pieces) == 1 else [_own(k, v, piece) for piece in cut.pieces])
+        return (_own(k, v, piece) for piece in cut.pieces)
     both = (_in_words(k), _in_words(v))
     # One message has both.
     if both[0].dtype != both[1].dtype:
         both = (k, v)
-    messages = [_message(both, piece, cut.layout.k_block) for piece in cut.pieces]
+    row, counts = (cut.layout.k_block, both[0].shape[2] + both[1].shape[2]), [piece.counts for piece in cut.pieces]
     if exchange == "symmetric":
-        coming = start_symmetric_exchanges(messages, group, k.device)
+        coming = start_symmetric_exchanges(partial(_pack, both, cut), row, both[0].dtype, k.device, counts, group)
     else:
-        coming = []
-        for message, (_, counts, own, _) in zip(messages, cut.pieces, strict=True):
-            packed = both[0].new_empty(own.shape[1], *message.row)
-            message.fill(packed)
-            coming.append(start_exchange(packed, counts, group))
-    # While they come, this rank's own keys are put behind the place of the others.
-    return iter([_arriving(k, v, both, piece, cut, come) for piece, come in zip(cut.pieces, coming, strict=True)])
-
-
-def _message(both: tuple[Tensor, Tensor], piece: Piece, size: int) -> Outgoing:
-    """The piece's blocks that other ranks list: a row of each token's key and value."""
-    width = both[0].shape[2]
-
-    def fill(packed: Tensor) -> None:
-        for x, out in zip(both, (packed[..., :width], packed[..., width:]), strict=True):
-            # A block that another rank lists is whole: only the last of the sequence is not, with none behind it.
-            blocks = x.shape[0] // size
-            whole = x[: blocks * size].unflatten(0, (blocks, size))
-            torch.ops.aten.index.Tensor_out(whole, [piece.own[0], None, piece.own[1]], out=out)
-
-    return Outgoing((size, width + both[1].shape[2]), both[0].dtype, piece.counts, fill)
-
-
-def _own(k: Tensor, v: Tensor, piece: Piece) -> Callable[[], tuple[Tensor, Tensor]]:
-    heads = slice(*piece.heads)
-    return lambda: (k[:, heads], v[:, heads])
-
-
-def _arriving(
-    k: Tensor, v: Tensor, both: tuple[Tensor, Tensor], piece: Piece, cut: RowCut, come: Callable[[], Tensor]
-) -> Callable[[], tuple[Tensor, Tensor]]:
+        packed = both[0].new_empty(cut.sent.shape[1], *row)
+        _pack(both, cut, packed)
+        parts = packed.split([sum(each[cut.rank]) for each in counts])
+        coming = [start_exchange(part, each, group) for part, each in zip(parts, counts, strict=True)]
     if cut.begin == 0:
         # Nothing lies before the first rows; what they send leaves before kernels take all SMs.
-        def sent() -> tuple[Tensor, Tensor]:
-            come()
-            return _own(k, v, piece)()
+        return (_own(k, v, piece, come) for piece, come in zip(cut.pieces, coming, strict=True))
+    # While they come, this rank's own keys are put behind the place of the others.
+    pools = tuple(_pool(x, cut) for x in both)
+    return (_arrived(pools, piece, cut, come, k.dtype) for piece, come in zip(cut.pieces, coming, strict=True))
 
-        return sent
-    (lo, hi), size = piece.heads, cut.layout.k_block
-    pools = [x.new_empty(hi - lo, cut.columns, size, x.shape[2]) for x in both]
-    for x, pool in zip(both, pools, strict=True):
-        pool.flatten(1, 2)[:, cut.begin : cut.end] = x[:, lo:hi].transpose(0, 1)
 
-    def arrive() -> tuple[Tensor, Tensor]:
-        arrived = come().split([x.shape[2] for x in both], 2)
-        for pool, part in zip(pools, arrived, strict=True):
-            pool.flatten(0, 1).index_copy_(0, piece.lacked, part)
-        keys, values = (pool.flatten(1, 2)[:, : cut.end].transpose(0, 1).view(k.dtype) for pool in pools)
-        return keys, values
+def _own(k: Tensor, v: Tensor, piece: Piece, come: Callable[[], object] = lambda: None) -> tuple[Tensor, Tensor]:
+    come()
+    heads = slice(*piece.heads)
+    return k[:, heads], v[:, heads]
 
-    return arrive
+
+def _pack(both: tuple[Tensor, Tensor], cut: RowCut, packed: Tensor) -> None:
+    """The blocks that other ranks list: a row of each token's key and value."""
+    width, size = both[0].shape[2], cut.layout.k_block
+    for x, out in zip(both, (packed[..., :width], packed[..., width:]), strict=True):
+        # A block that another rank lists is whole: only the last of the sequence is not, with none behind it.
+        blocks = x.shape[0] // size
+        whole = x[: blocks * size].unflatten(0, (blocks, size))
+        torch.ops.aten.index.Tensor_out(whole, [cut.sent[0], None, cut.sent[1]], out=out)
+
+
+def _pool(x: Tensor, cut: RowCut) -> Tensor:
+    """Blocks up to the rank's last, [Hkv, columns, k_block, D], of which its own are there."""
+    pool = x.new_empty(x.shape[1], cut.columns, cut.layout.k_block, x.shape[2])
+    pool.flatten(1, 2)[:, cut.begin : cut.end] = x.transpose(0, 1)
+    return pool
+
+
+def _arrived(
+    pools: tuple[Tensor, ...], piece: Piece, cut: RowCut, come: Callable[[], Tensor], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    of_heads = [pool[slice(*piece.heads)] for pool in pools]
+    for pool, part in zip(of_heads, come().split([pool.shape[3] for pool in pools], 2), strict=True):
+        pool.flatten(0, 1).index_copy_(0, piece.lacked, part)
+    keys, values = (pool.flatten(1, 2)[:, : cut.end].transpose(0, 1).view(dtype) for pool in of_heads)
+    return keys, values
 
 
 def _in_words(x: Tensor) -> Tensor:

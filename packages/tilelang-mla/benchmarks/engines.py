@@ -1,8 +1,8 @@
-"""DeepSeek-V3 in transformers beside sdpa, for ``python -m kernel_reference.bench.engines``."""
+"""DeepSeek-V3 and V3.2 in transformers beside sdpa, for ``python -m kernel_reference.bench.engines``."""
 
 from __future__ import annotations
 
-from transformers import DeepseekV3Config, StaticCache
+from transformers import DeepseekV3Config, DeepseekV32Config, StaticCache
 
 from kernel_reference.bench.engines import Load, Stack
 from tilelang_mla.integrations.transformers import NAME, LatentCache, enable
@@ -15,11 +15,22 @@ TINY = {
 DEEPSEEK_V3 = {
     "vocab_size": 8192, "num_hidden_layers": 2, "first_k_dense_replace": 2, "max_position_embeddings": 131072,
 }  # fmt: skip
+# Each token attends to the 2048 keys that the model's indexer lists.
+DEEPSEEK_V3_2 = {
+    "vocab_size": 8192, "num_hidden_layers": 2, "mlp_layer_types": ["dense", "dense"],
+    "max_position_embeddings": 131072,
+}  # fmt: skip
 
 
 def stacks(dry: bool) -> list[Stack]:
     """Two layers with a dense feed-forward part, which leave the attention the larger share of a step."""
     loads = [Load(1, 16), Load(2, 1, 32)] if dry else [Load(1, 4096), Load(1, 1, 32768), Load(16, 1, 8192)]
-    config = DeepseekV3Config(**DEEPSEEK_V3 | (TINY if dry else {}))
+    configs = {
+        "DeepSeek-V3": DeepseekV3Config(**DEEPSEEK_V3 | (TINY if dry else {})),
+        "DeepSeek-V3.2": DeepseekV32Config(**DEEPSEEK_V3_2 | (TINY | {"index_topk": 8} if dry else {})),
+    }
     caches = (StaticCache, LatentCache)
-    return [Stack("DeepSeek-V3", config, enable, caches, loads, "2 dense", attn_implementation=NAME)]
+    return [
+        Stack(name, config, enable, caches, loads, "2 dense", attn_implementation=NAME)
+        for name, config in configs.items()
+    ]

@@ -1,4 +1,4 @@
-"""Does DeepSeek-V3 in transformers say the same with this package's attention?"""
+"""Do DeepSeek's and GLM's models in transformers say the same with this package's attention?"""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
     DeepseekV3Config,
+    DeepseekV32Config,
     DynamicCache,
     Glm4MoeLiteConfig,
+    GlmMoeDsaConfig,
     StaticCache,
 )
 
@@ -37,6 +39,10 @@ SIZES: dict[str, Any] = {
 DEEPSEEK_V3 = DeepseekV3Config(**SIZES, first_k_dense_replace=1, num_mtp_layers=0)
 DEEPSEEK_V2 = DeepseekV2Config(**SIZES | {"q_lora_rank": None, "num_hidden_layers": 1}, first_k_dense_replace=1)
 GLM_4_7_FLASH = Glm4MoeLiteConfig(**SIZES | {"v_head_dim": 128, "num_hidden_layers": 1})
+# Lists of fewer keys than there are; GLM-5's second layer takes the lists of the first.
+LISTS: dict[str, Any] = SIZES | {"index_topk": 6, "index_n_heads": 4, "index_head_dim": 32}
+DEEPSEEK_V3_2 = DeepseekV32Config(**LISTS, mlp_layer_types=["dense", "sparse"])
+GLM_5 = GlmMoeDsaConfig(**LISTS, mlp_layer_types=["dense", "sparse"], indexer_types=["full", "shared"])
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -56,6 +62,33 @@ def models() -> Models:
 def others(request: pytest.FixtureRequest) -> Models:
     torch.manual_seed(0)
     return make_models(request.param, enable, torch.bfloat16, NAME)
+
+
+@pytest.fixture(scope="module", params=[DEEPSEEK_V3_2, GLM_5], ids=["DeepSeek-V3.2", "GLM-5"])
+def indexed(request: pytest.FixtureRequest) -> Models:
+    torch.manual_seed(0)
+    return make_models(request.param, enable, torch.bfloat16, NAME)
+
+
+class Lists(torch.nn.Module):
+    """In place of an indexer, whose choice among near scores depends on rounding: of the keys seen always the same."""
+
+    def forward(self, hidden_states: torch.Tensor, *others: Any, **options: Any) -> torch.Tensor:
+        mask = others[2]
+        seen = mask if mask.dtype == torch.bool else mask == 0
+        liked = torch.arange(mask.shape[2]) * 7 % 11
+        scores = torch.where(seen, liked, -1)
+        return scores.topk(min(6, mask.shape[2])).indices.to(torch.int32)
+
+
+@pytest.fixture(scope="module")
+def listed(indexed: Models) -> Models:
+    listed = copy.deepcopy(indexed)
+    for model in (listed.ours, listed.theirs, listed.exact):
+        for layer in model.model.layers:
+            if layer.self_attn.indexer is not None:
+                layer.self_attn.indexer = Lists()
+    return listed
 
 
 def prompts(batch: int, tokens: int) -> torch.Tensor:
@@ -92,6 +125,35 @@ def test_decode_over_the_latents_is_as_exact_as_that_of_transformers(models: Mod
 def test_other_models_with_latents_are_as_exact(others: Models) -> None:
     assert isinstance(others.ours.model.layers[0].self_attn, LatentLayer)
     assert_steps_are_close(others, LatentCache)
+
+
+@pytest.mark.parametrize("kind", [LatentCache, StaticCache, DynamicCache])
+def test_tokens_attend_to_the_keys_that_the_indexer_lists(listed: Models, kind: type) -> None:
+    assert isinstance(listed.ours.model.layers[1].self_attn, LatentLayer)
+    assert_steps_are_close(listed, kind)
+
+
+def test_a_prompt_of_lists_is_as_exact_as_that_of_transformers(listed: Models) -> None:
+    ids = prompts(2, 21)
+    listed.assert_close(lambda model: model(ids, use_cache=False).logits)
+
+
+def test_lists_leave_out_padding(listed: Models) -> None:
+    ids, mask = prompts(2, 18), torch.ones(2, 18, dtype=torch.int64)
+    # Not the first ones: rows that see nothing are NaN in transformers' own attention.
+    mask[0, 3:8] = 0
+    listed.assert_close(lambda model: model(ids, attention_mask=mask, use_cache=False).logits)
+
+
+def test_generate_with_an_indexer_gives_what_transformers_would(indexed: Models) -> None:
+    ids = prompts(2, 9)
+    indexed.assert_generates(ids, 5)
+    indexed.assert_generates(ids, 5, past_key_values=LatentCache(indexed.ours.config, max_cache_len=16))
+
+
+def test_masks_of_ones_own_are_refused_where_keys_are_listed(listed: Models) -> None:
+    with torch.no_grad(), enable(), pytest.raises(ValueError, match=r"^attention_mask must be None or a 2-D mask"):
+        listed.ours(prompts(2, 5), attention_mask=torch.zeros(2, 1, 5, 5))
 
 
 def test_a_latent_cache_holds_a_token_as_one_row(models: Models) -> None:

@@ -150,15 +150,17 @@ def _fill(cache: Any, tokens: int) -> None:
             layer.values.copy_(values)
         else:
             layer.keys, layer.values = keys, values
-        # What MiniMax-M3's indexer looks through.
-        if getattr(layer, "idx_keys", None) is not None:
-            layer.idx_keys.normal_()
+        # What the indexers of MiniMax-M3 and of DeepSeek-V3.2 look through.
+        for name in ("idx_keys", "indexer_keys"):
+            if isinstance(getattr(layer, name, None), torch.Tensor):
+                getattr(layer, name).normal_()
     _rewind(cache, tokens)
 
 
 def _rewind(cache: Any, tokens: int) -> None:
     for layer in cache.layers:
-        lengths = [getattr(layer, name, None) for name in ("cumulative_length", "idx_cumulative_length")]
+        counters = ("cumulative_length", "idx_cumulative_length", "indexer_cumulative_length")
+        lengths = [getattr(layer, name, None) for name in counters]
         if isinstance(lengths[0], torch.Tensor):
             for length in lengths:
                 if length is not None:

@@ -74,3 +74,22 @@ def test_what_an_indexer_looks_through_is_filled_and_taken_back_with_keys_and_va
     engines._fill(SimpleNamespace(layers=[layer]), 3)
     assert all(states.count_nonzero() == states.numel() for states in (keys, values, idx_keys))
     assert [length.tolist() for length in lengths] == [[3], [3]]
+
+
+def test_a_table_has_a_row_a_load_with_its_graph_beside_it() -> None:
+    def timing(tokens: int, cached: int, graph: bool, theirs_us: float) -> Timing:
+        return Timing("Model", "2", 4, tokens, cached, graph, theirs_us, ours_us=1000.0, difference=0.0)
+
+    lines = engines.markdown([timing(512, 0, False, 3000.0), timing(1, 64, False, 2000.0), timing(1, 64, True, 1500.0)])
+    assert lines[2:] == [
+        "| Model | 4 x 512 | - | 3.00 ms | 1.00 ms | - | - | 2.05e+06 |",
+        "| Model | 4 x 1 | 64 | 2.00 ms | 1.00 ms | 1.50 ms | 1.00 ms | 4000 |",
+    ]
+
+
+def test_records_are_read_as_they_were_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    timing = Timing("runs", "1", 8, 1, 0, False, theirs_us=2.0, ours_us=1.0, difference=0.0)
+    monkeypatch.setattr(engines, "measure", lambda stack, device, rounds: iter([timing]))
+    monkeypatch.setattr(engines, "load_stacks", lambda file, dry: [stack("runs")])
+    assert engines.main(["--dry", "engines.py", "--out", str(tmp_path / "timings.jsonl")]) == 0
+    assert engines.read([tmp_path / "timings.jsonl"]) == [timing]

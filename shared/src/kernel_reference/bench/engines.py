@@ -1,8 +1,9 @@
 """Tokens per second of layers inside transformers, with a package's kernels in them and with its own.
 
 ``python -m kernel_reference.bench.engines packages/*/benchmarks/engines.py [--out FILE]`` on a GPU; ``--dry`` runs tiny
-models on a CPU, whose times mean nothing. A file has ``stacks(dry)``, which gives a list of :class:`Stack`: models of
-few layers of a real one's sizes, with random weights, the same ones on both sides, which are timed in turns.
+models on a CPU, whose times mean nothing; ``--table`` shows records again, for a README. A file has ``stacks(dry)``,
+which gives a list of :class:`Stack`: models of few layers of a real one's sizes, with random weights, the same ones on
+both sides, which are timed in turns.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from kernel_reference.bench.machine import describe
+from kernel_reference.bench.machine import commit_of, describe
 from kernel_reference.bench.table import Table, duration, show, significant
 from kernel_reference.errors import fail
 
@@ -276,6 +277,32 @@ def table(timings: Sequence[Timing]) -> Table:
     return shown
 
 
+def read(files: Sequence[Path]) -> list[Timing]:
+    """What ``--out`` wrote."""
+    names = [field.name for field in fields(Timing)]
+    lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    return [Timing(**{name: line[name] for name in names}) for line in lines]
+
+
+def markdown(timings: Sequence[Timing]) -> list[str]:
+    """A table of a README: a row a load, an eager step's time and, where it was captured, that of its CUDA graph."""
+    lines = [
+        "| model | new tokens | behind | transformers, eager | ours | in a graph | ours | tokens/s |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for eager in (timing for timing in timings if not timing.graph):
+        load = (eager.stack, eager.sequences, eager.tokens, eager.cached)
+        graphs = [t for t in timings if t.graph and (t.stack, t.sequences, t.tokens, t.cached) == load]
+        best = graphs[0] if graphs else eager
+        times = [duration(us) for timing in [eager, *graphs] for us in (timing.theirs_us, timing.ours_us)]
+        cells = [
+            eager.stack, f"{eager.sequences} x {eager.tokens}", str(eager.cached or "-"), *times,
+            *(["-", "-"] if not graphs else []), significant(best.rate(best.ours_us)),
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
 def load_stacks(file: Path, dry: bool) -> list[Stack]:
     """What the file's ``stacks(dry)`` gives."""
     spec = importlib.util.spec_from_file_location(f"engines_of_{file.parents[1].name.replace('-', '_')}", file)
@@ -294,12 +321,18 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--dry", action="store_true", help="tiny models on a CPU: their times mean nothing")
     parser.add_argument("--only", default="", help="stacks whose name has this in it")
     parser.add_argument("--out", type=Path, help="write the timings there, as JSON lines")
+    parser.add_argument("--commit", help="the commit to record where the sources are no git checkout")
+    parser.add_argument("--table", action="store_true", help="FILE are records: print them as a README's table")
     chosen = parser.parse_args(arguments)
+    if chosen.table:
+        print("\n".join(markdown(read(chosen.files))))
+        return 0
     if not chosen.dry and not torch.cuda.is_available():
         print("this needs a GPU; --dry runs without one", file=sys.stderr)
         return 2
     device = torch.device("cpu" if chosen.dry else "cuda")
-    machine = {} if chosen.dry else asdict(describe(device))
+    commit = chosen.commit or commit_of(chosen.files[0].resolve().parent)
+    machine = {} if chosen.dry else asdict(describe(device)) | {"commit": commit}
     timings: list[Timing] = []
     failed: list[str] = []
     if chosen.out:

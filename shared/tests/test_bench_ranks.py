@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -38,6 +39,17 @@ def _measured(rank: int) -> list[Timed]:
     assert shared.efficiency == one.median_us / 2 / shared.median_us
     assert (shared.owed, shared.met) == ("efficiency >= 1e-09", True)
     assert (one.rounds, shared.rounds) == (3, 3)
+
+    def waits(device: torch.device, rank: int, world: int) -> Mapping[str, Call]:
+        def run() -> torch.Tensor:
+            time.sleep(0.02 * rank)
+            return torch.ones(1)
+
+        return {ONE: Call(lambda: torch.ones(1)), "waits": Call(run)}
+
+    _, line = measure(RanksCase("a wait", {}, waits), CPU, 1)
+    assert isinstance(line, Timed)
+    assert line.median_us >= 20000
 
     # Where one GPU is done too soon, nothing is owed.
     case = RanksCase("a copy", {}, make, efficiency={"shared": 9.0}, owed_from_us=1e9)

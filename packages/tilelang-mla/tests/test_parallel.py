@@ -94,12 +94,19 @@ def _decode(rank: int, world: int, cases: dict[str, Case]) -> None:
         if seqlen_q:
             # A plan of this rank's lengths for all heads.
             plan = plan_decode(layout.visible(case.lengths), num_heads, seqlen_q, dim_nope=NOPE, dim_rope=ROPE)
-            planned = flash_mla_with_kvcache_cp(
-                q, kv, case.lengths, table, NOPE, None, case.causal, layout=layout, group=None, heads="replicated",
-                plan=plan,
-            )  # fmt: skip
-            assert isinstance(planned, Tensor)
-            torch.testing.assert_close(planned.double(), case.exact.out, rtol=8e-3, atol=8e-3)
+            # And what the layers of a step share.
+            seen = visible_keys(layout, case.lengths, seqlen_q, case.causal)
+            for visible in (None, seen):
+                planned = flash_mla_with_kvcache_cp(
+                    q, kv, case.lengths, table, NOPE, None, case.causal, layout=layout, group=None, heads="replicated",
+                    plan=plan, visible=visible,
+                )  # fmt: skip
+                assert isinstance(planned, Tensor)
+                torch.testing.assert_close(planned.double(), case.exact.out, rtol=8e-3, atol=8e-3)
+            with pytest.raises(ValueError, match=r"^visible must be "):
+                flash_mla_with_kvcache_cp(
+                    q, kv, case.lengths, table, NOPE, layout=layout, group=None, heads="replicated", visible=seen[:, 1:]
+                )
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -120,19 +120,35 @@ def symmetric_all_to_all(x: Tensor, group: Any, *, ready: bool = False) -> Tenso
 
     Raises ValueError where ranks have no symmetric memory: tensors on a CPU, ranks on several hosts.
     """
-    world, rank = world_and_rank(group)
+    world, _ = world_and_rank(group)
     _check_ranks(x, world)
     if world == 1:
         return x
-    memory = _workspace(x.numel() * x.element_size(), x.device, group)
+    return symmetric_exchange(x.shape, lambda peer, part: part.copy_(x[peer]), x, group, ready=ready)
+
+
+def symmetric_exchange(
+    shape: Sequence[int], write: Callable[[int, Tensor], object], like: Tensor, group: Any, *, ready: bool = False
+) -> Tensor:
+    """:func:`symmetric_all_to_all` of what is written where it is to arrive, without a copy.
+
+    Args:
+        shape: [world, ...], of the result. like: a tensor of its dtype and device.
+        write: ``write(peer, part)`` writes what is for a peer to ``part`` [...], contiguous, in the peer's memory.
+        ready: as there.
+    """
+    world, rank = world_and_rank(group)
+    if not shape or shape[0] != world:
+        fail("shape", f"[{world}, ...], a part a rank", shape)
+    memory = _workspace(math.prod(shape) * like.element_size(), like.device, group)
     if not ready:
         memory.barrier(channel=0)
     # Peers in turn, so that no two ranks write to one at once.
     for step in range(world):
         peer = (rank + step) % world
-        memory.get_buffer(peer, x.shape, x.dtype)[rank].copy_(x[peer])
+        write(peer, memory.get_buffer(peer, shape, like.dtype)[rank])
     memory.barrier(channel=1)
-    return memory.get_buffer(rank, x.shape, x.dtype)  # type: ignore[no-any-return]
+    return memory.get_buffer(rank, shape, like.dtype)  # type: ignore[no-any-return]
 
 
 def start_symmetric_exchanges(

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .checks import check_choice
-from .collectives import all_gather, all_reduce, all_to_all, reduce_scatter, symmetric_all_to_all, world_and_rank
+from .collectives import all_gather, all_reduce, all_to_all, reduce_scatter, symmetric_exchange, world_and_rank
 from .errors import fail
 from .words import describe
 
@@ -84,22 +84,23 @@ def exchange_partials(
         return own
     if exchange == "reduce_scatter":
         return _summed(own, group, world, rank, heads)
-    packed = _packed(out, lse)
+    # [N, H, D] and [N, H, 4 bytes]: a message for both, so that one collective is enough.
+    pieces = [out, lse.float().contiguous().view(out.dtype).unflatten(-1, (lse.shape[1], -1))]
     if heads == "sharded":
-        # [N, world, H / world, ...] to one piece a rank, contiguous.
-        packed = packed.unflatten(1, (world, -1)).transpose(0, 1).contiguous()
-    elif exchange == "symmetric":
-        packed = packed.expand(world, *packed.shape)
+        # A message a rank, [world, N, H / world, ..].
+        pieces = [x.unflatten(1, (world, -1)).transpose(0, 1) for x in pieces]
     if exchange == "symmetric":
-        parts = symmetric_all_to_all(packed, group, ready=ready)
+        to_ranks = [x if heads == "sharded" else x.expand(world, *x.shape) for x in pieces]
+
+        def write(peer: int, message: Tensor) -> None:
+            torch.cat([x[peer] for x in to_ranks], -1, out=message)
+
+        shape = (*to_ranks[0].shape[:-1], sum(x.shape[-1] for x in pieces))
+        parts = symmetric_exchange(shape, write, out, group, ready=ready)
     else:
+        packed = torch.cat(pieces, -1)
         parts = all_to_all(packed, group) if heads == "sharded" else all_gather(packed, group)
     return merge(*_unpacked(parts, out.shape[2]))
-
-
-def _packed(out: Tensor, lse: Tensor) -> Tensor:
-    """[N, H, D + 4 bytes]: a message for both, so that one collective is enough."""
-    return torch.cat([out, lse.float().contiguous().view(out.dtype).unflatten(-1, (lse.shape[1], -1))], -1)
 
 
 def _unpacked(parts: Tensor, head_dim: int) -> Partial:

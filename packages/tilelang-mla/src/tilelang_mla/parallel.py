@@ -20,6 +20,7 @@ from kernel_reference.checks import (
     check_choice,
     check_dense,
     check_dtype,
+    check_same_device,
     check_shape,
     describe,
     fail,
@@ -42,18 +43,21 @@ def flash_mla_with_kvcache_cp(
     q: Tensor, kv: Tensor, seqlens_k: Tensor, block_table: Tensor, dim_nope: int, softmax_scale: float | None = None,
     causal: bool = True, *, layout: Interleave, group: Any, heads: Literal["sharded", "replicated"] = "sharded",
     exchange: Exchange = "all_to_all", return_lse: Literal[False] = False, plan: DecodePlan | None = None,
+    visible: Tensor | None = None,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def flash_mla_with_kvcache_cp(
     q: Tensor, kv: Tensor, seqlens_k: Tensor, block_table: Tensor, dim_nope: int, softmax_scale: float | None = None,
     causal: bool = True, *, layout: Interleave, group: Any, heads: Literal["sharded", "replicated"] = "sharded",
     exchange: Exchange = "all_to_all", return_lse: Literal[True], plan: DecodePlan | None = None,
+    visible: Tensor | None = None,
 ) -> AttentionResult: ...  # fmt: skip
 @overload
 def flash_mla_with_kvcache_cp(
     q: Tensor, kv: Tensor, seqlens_k: Tensor, block_table: Tensor, dim_nope: int, softmax_scale: float | None = None,
     causal: bool = True, *, layout: Interleave, group: Any, heads: Literal["sharded", "replicated"] = "sharded",
     exchange: Exchange = "all_to_all", return_lse: bool, plan: DecodePlan | None = None,
+    visible: Tensor | None = None,
 ) -> Tensor | AttentionResult: ...  # fmt: skip
 def flash_mla_with_kvcache_cp(
     q: Tensor,
@@ -70,6 +74,7 @@ def flash_mla_with_kvcache_cp(
     exchange: Exchange = "all_to_all",
     return_lse: bool = False,
     plan: DecodePlan | None = None,
+    visible: Tensor | None = None,
 ) -> Tensor | AttentionResult:
     """:func:`tilelang_mla.flash_mla_with_kvcache` over a cache whose tokens the ranks of a group share.
 
@@ -90,6 +95,8 @@ def flash_mla_with_kvcache_cp(
             the lse; "symmetric": as all_to_all, written to the peers' memory, which takes GPUs of one host. Call it
             once before a CUDA graph is captured, for its workspace.
         plan: from ``plan_decode(layout.visible(seqlens_k), Hq, Sq)``, this rank's own lengths and all heads.
+        visible: from ``visible_keys(layout, seqlens_k, Sq, causal)``, which all layers of a step may share; without it
+            each call makes it, a dozen small launches.
         dim_nope, softmax_scale, causal, return_lse: as there.
 
     Returns:
@@ -116,13 +123,19 @@ def flash_mla_with_kvcache_cp(
         fail("q", "[B, Sq, Hq, dim_nope + dpe]", describe(q))
     check_dtype("seqlens_k", seqlens_k, torch.int32)
     check_shape("seqlens_k", seqlens_k, (q.shape[0],))
+    if visible is not None:
+        check_dtype("visible", visible, torch.int32)
+        check_shape("visible", visible, tuple(q.shape[:2]))
+        check_same_device("visible", visible, "q", q)
     if heads == "sharded":
         # [world, B, Sq, Hq / world, ..] to heads one rank's behind another's.
         q = all_gather(q, group).movedim(0, 2).flatten(2, 3)
     seqlen_q = q.shape[1]
     # Where all query tokens see as much, the kernel that knows one length a sequence.
     of_tokens = causal and seqlen_q > 1
-    seen = visible_keys(layout, seqlens_k, seqlen_q) if of_tokens else visible_keys(layout, seqlens_k, 1).flatten()
+    if visible is None or not seqlen_q:
+        visible = visible_keys(layout, seqlens_k, seqlen_q if of_tokens else 1, causal)
+    seen = visible if of_tokens else visible[:, 0].contiguous()
     own = flash_mla_with_kvcache(
         q, kv, seen, block_table, dim_nope, softmax_scale, causal=False, return_lse=True, plan=plan
     )

@@ -142,7 +142,7 @@ def test_tables_say_where_several_gpus_are_faster_and_calculate_larger_worlds() 
     assert "| n 5000 | shared | 400 | 222 | 0.90 | efficiency >= 0.8: met |" in text
     assert "| long | exchange alone | 1000 | 4.0 |  |  |" in text
     assert "| n 2048 | shared | 400 | 444 | 0.45 | efficiency >= 0.8: **missed** |" in text
-    assert "| heads 4 | shared | eager | n | 2k | 4k |" in text
+    assert "| heads 4 | shared | on an idle GPU | n | 2k | 4k |" in text
     # 250 and 2e6 bytes at 1e5 a microsecond, and what two take beyond 510 and 10.
     assert "Calculated, not measured" in text
     assert "the measured 100 GB/s" in text

@@ -107,19 +107,20 @@ def fla_twice(own: list[Tensor], rates: Tensor, backward: bool) -> Callable[[], 
 def cases(dry: bool) -> Iterator[RanksCase]:
     """Forward, and forward and backward; then from which length on several GPUs are faster."""
     points = [(tokens, layer, backward) for layer in LAYERS for tokens in (2**17, 2**20) for backward in (False, True)]
-    shorter = [(2**n, "first layer", backward) for backward in (False, True) for n in range(11, 17)]
-    for tokens, layer, backward in (
-        [(400, layer, b) for layer in LAYERS for b in (False, True)] if dry else [*points, *shorter]
-    ):
-        passes = "forward and backward" if backward else "forward"
-        heads = heads_of(tokens, backward, dry)
-        owed = {} if dry or tokens < 2**17 else {"context parallel": 0.95 if backward else 0.9}
-        yield RanksCase(
-            name=f"{passes} {tokens}, {layer}",
-            shape={"tokens": tokens, "heads": heads, "layer": layer, "passes": passes},
-            make=partial(make, tokens, layer, backward, heads, bool(owed) and layer == "first layer"),
-            efficiency=owed, axis="tokens",
-        )  # fmt: skip
+    shorter = [(2**n, "first layer", backward) for backward in (False, True) for n in range(16, 10, -1)]
+    if dry:
+        points, shorter = [(400, layer, backward) for layer in LAYERS for backward in (False, True)], []
+    for ahead, some in ((True, [*points, *shorter]), (False, shorter)):
+        for tokens, layer, backward in some:
+            passes = "forward and backward" if backward else "forward"
+            heads = heads_of(tokens, backward, dry)
+            owed = {} if dry or tokens < 2**17 else {"context parallel": 0.95 if backward else 0.9}
+            yield RanksCase(
+                name=f"{passes} {tokens}, {layer}" + ("" if ahead else ", on an idle GPU"), ahead=ahead,
+                shape={"tokens": tokens, "heads": heads, "layer": layer, "passes": passes},
+                make=partial(make, tokens, layer, backward, heads, bool(owed) and layer == "first layer"),
+                efficiency=owed, axis="tokens",
+            )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from kernel_reference.bench.ranks import ONE, Call, RanksCase, main, memory_byte
 from kernel_reference.sharding import Interleave, ZigZag
 from prefix_prefill import prefix_prefill
 from prefix_prefill.parallel import prefix_decode_cp, prefix_prefill_cp
+from prefix_prefill.runs import share_decode, share_prefill
 
 PAGE, HEADS, HEADS_KV, SIZE = 64, 32, 8, 128
 WORLDS = (2, 4, 8)
@@ -46,22 +47,23 @@ def make_prefill(new: int, older: int, device: torch.device, rank: int, world: i
     how: dict[str, Any] = {"max_seqlen_q": new}
     lengths = torch.tensor([older + new], dtype=torch.int32, device=device)
     sends = {w: (w - 1) * -(-new // w) * OF_KEY for w in WORLDS}
+    # As all layers of a step have it in common.
+    share = share_prefill(cache[2], bounds, lengths, rows=len(rows), max_seqlen_q=new, group=group)
+    prefill = partial(prefix_prefill_cp, *own, *cache, bounds, lengths, group=group, **how)
     calls = {
         ONE: Call(lambda: prefix_prefill(q, k, v, *cache, bounds, lengths, **how)),
-        "zigzag": Call(
-            lambda: prefix_prefill_cp(*own, *cache, bounds, lengths, group=group, **how), lambda out: out[rows],
-            sends=sends,
-        ),
-    }  # fmt: skip
+        "zigzag": Call(partial(prefill, share=share), lambda out: out[rows], sends=sends),
+        "zigzag, no share": Call(prefill, lambda out: out[rows]),
+    }
     if not older:
         calls.update(peers_of_prefill((*own,), (q, k, v), rows, SIZE**-0.5, device))
     for w in WORLDS:
         if new // (2 * w):
-            calls[f"share of {w}"] = Call(share(q, new, older, w, device), share=w)
+            calls[f"share of {w}"] = Call(share_of(q, new, older, w, device), share=w)
     return calls
 
 
-def share(q: torch.Tensor, new: int, older: int, world: int, device: torch.device) -> Callable[[], torch.Tensor]:
+def share_of(q: torch.Tensor, new: int, older: int, world: int, device: torch.device) -> Callable[[], torch.Tensor]:
     """What the first rank of a world attends to, all keys in pages."""
     layout = ZigZag(world, 0)
     own = q[layout.tokens(new, device)]
@@ -91,7 +93,9 @@ def make_decode(
     own = slice(rank * HEADS // world, (rank + 1) * HEADS // world)
     own_q = q[:, own].contiguous()
     how: dict[str, Any] = {"max_seqlen_q": tokens}
+    share = share_decode(layout, cache[2], bounds, lengths, rows=sequences * tokens, **how)
     shared: dict[str, Any] = {"layout": layout, "group": group, **how}
+    decode = partial(prefix_decode_cp, own_q, *cache, bounds, lengths, **shared)
     rows = sequences * tokens
     # q, and results of 16 bits with their lse.
     of_row = HEADS * SIZE * 2
@@ -99,13 +103,16 @@ def make_decode(
     all_heads = {w: (w - 1) * rows * (of_row + 4 * HEADS) for w in WORLDS}
     calls = {
         ONE: Call(lambda: prefix_prefill(q, None, None, k_cache, v_cache, table, bounds, lengths, **how)),
-        "interleaved": Call(
-            lambda: prefix_decode_cp(own_q, *cache, bounds, lengths, **shared), lambda out: out[:, own], sends=sends
-        ),
+        "interleaved": Call(partial(decode, share=share), lambda out: out[:, own], sends=sends),
+        "interleaved, no share": Call(decode, lambda out: out[:, own]),
         "interleaved, all heads": Call(
-            lambda: prefix_decode_cp(q, *cache, bounds, lengths, heads="replicated", **shared), sends=all_heads
+            lambda: prefix_decode_cp(q, *cache, bounds, lengths, heads="replicated", share=share, **shared),
+            sends=all_heads,
         ),
     }  # fmt: skip
+    if device.type == "cuda":
+        symmetric = partial(decode, share=share, exchange="symmetric")
+        calls["interleaved, symmetric"] = Call(symmetric, lambda out: out[:, own], sends=sends)
     for w in WORLDS:
         if tokens == 1 and keys // PAGE >= w:
             part = table[:, ::w].contiguous()
@@ -115,11 +122,11 @@ def make_decode(
     return calls
 
 
-def prefill_case(new: int, older: int, dry: bool) -> RanksCase:
-    owed = {} if dry or new + older < 2**15 else {"zigzag": 0.93}
+def prefill_case(new: int, older: int = 0, *, ahead: bool = True, owed: float = 0.93) -> RanksCase:
+    name = f"prefill {new}" + (f" behind {older}" if older else "") + ("" if ahead else ", on an idle GPU")
     return RanksCase(
-        name=f"prefill {new}" + (f" behind {older}" if older else ""), shape={"new": new, "older": older},
-        make=partial(make_prefill, new, older), efficiency=owed, axis="new",
+        name=name, shape={"new": new, "older": older}, make=partial(make_prefill, new, older), ahead=ahead,
+        efficiency={"zigzag": owed} if owed else {}, axis="new",
     )  # fmt: skip
 
 
@@ -135,19 +142,27 @@ def decode_case(batch: int, keys: int, tokens: int = 1) -> RanksCase:
 def cases(dry: bool) -> Iterator[RanksCase]:
     """What owes a speed first, but for a prompt that takes a second."""
     if dry:
-        yield from (prefill_case(600, 0, dry), prefill_case(300, 200, dry), decode_case(2, 300, 2), decode_case(2, 600))
+        yield from (
+            prefill_case(600, owed=0),
+            prefill_case(300, 200, owed=0),
+            decode_case(2, 300, 2),
+            decode_case(2, 600),
+        )
         return
-    for new, older in ((2**15, 0), (2**17, 0), (2**14, 2**17), (2**16, 0)):
-        yield prefill_case(new, older, dry)
+    for new, older in ((2**15, 0), (2**16, 0), (2**14, 2**17), (2**17, 0)):
+        yield prefill_case(new, older)
     # With shorter ones: where is one GPU faster?
     for keys in (2**17, 2**15, 2**13):
         for batch in (1, 16):
             yield decode_case(batch, keys)
-    for new in (2**18, 2**14, 2**13, 2**12, 2**11, 2**10):
-        yield prefill_case(new, 0, dry)
+    for ahead in (True, False):
+        for new in (2**14, 2**13, 2**12, 2**11, 2**10):
+            yield prefill_case(new, ahead=ahead, owed=0)
+    yield prefill_case(2**15, ahead=False, owed=0)
     for batch, keys, tokens in ((16, 2**15, 4), (1, 2**19, 1), (16, 2**19, 1)):
         if batch * keys * OF_KEY < 0.7 * memory_bytes(dry):
             yield decode_case(batch, keys, tokens)
+    yield prefill_case(2**18)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from kernel_reference.testing.contract import check_no_host_sync
 from kernel_reference.testing.distributed import SentBytes, run
 from prefix_prefill import AttentionResult, prefix_prefill
 from prefix_prefill.parallel import prefix_decode_cp, prefix_prefill_cp
+from prefix_prefill.runs import share_decode, share_prefill
 
 Tensor = torch.Tensor
 D = 32
@@ -123,6 +124,19 @@ def _prefill(rank: int, world: int, cases: dict[str, Case]) -> None:
                 q, k, v, *caches, cu, case.totals, max_seqlen_q=int(case.new.max()), group=None, return_lse=True,
                 **options,
             )  # fmt: skip
+        how = {"max_seqlen_q": int(case.new.max()), "group": None}
+        if "window" not in options:
+            # What the layers of a step have in common.
+            share = share_prefill(caches[2], cu, case.totals, rows=len(q), **how)
+            shared = prefix_prefill_cp(
+                q, k, v, *caches, cu, case.totals, return_lse=True, share=share, **how, **options
+            )
+            assert torch.equal(shared.out, got.out), name
+            assert torch.equal(shared.lse, got.lse), name
+            with pytest.raises(ValueError, match=r"^share must be of .* rows, longest sequence, world and rank"):
+                prefix_prefill_cp(q, k, v, *caches, cu, case.totals, share=share._replace(rows=1 + len(q)), **how)
+            with pytest.raises(ValueError, match=r"^share must be None under a window"):
+                prefix_prefill_cp(q, k, v, *caches, cu, case.totals, share=share, window=(3, 0), **how)
         assert counted.by_op == {"all_gather_into_tensor": (world - 1) * 2 * k.numel() * k.element_size()}, name
         out = sharding.shard(case.whole.out, layout, cu).tokens
         lse = sharding.shard(case.whole.lse.T, layout, cu).tokens.T
@@ -154,8 +168,8 @@ def _decode(rank: int, world: int, cases: dict[str, tuple[Case, int, int]]) -> N
         layout = Interleave(world, rank, size)
         keys = sharding.shard(case.k, layout, cumulative(case.totals))
         values = sharding.shard(case.v, layout, cumulative(case.totals)).tokens
-        how = case.options.get("page_layout", "NHD")
-        caches = cache_of(keys.tokens, values, keys.cu_seqlens.diff(), page, how)
+        page_layout = case.options.get("page_layout", "NHD")
+        caches = cache_of(keys.tokens, values, keys.cu_seqlens.diff(), page, page_layout)
         num_heads = case.q.shape[1]
         each = num_heads // world
         for heads, own in (("sharded", slice(rank * each, (rank + 1) * each)), ("replicated", slice(None))):
@@ -168,6 +182,15 @@ def _decode(rank: int, world: int, cases: dict[str, tuple[Case, int, int]]) -> N
                 assert_near(got, case.whole.out[:, own], case.whole.lse[own])
             except AssertionError as error:
                 raise AssertionError(f"{name}, {heads}, rank {rank}: {error}") from error
+            # What the layers of a step have in common, and sums in place of partial results.
+            how = {"max_seqlen_q": int(case.new.max()), "rows": case.q.shape[0]}
+            share = share_decode(layout, caches[2], cumulative(case.new), case.totals, **how)
+            summed = prefix_decode_cp(
+                case.q[:, own], *caches, cumulative(case.new), case.totals, max_seqlen_q=int(case.new.max()),
+                layout=layout, group=None, heads=heads, return_lse=True, share=share, exchange="reduce_scatter",
+                **case.options,
+            )  # fmt: skip
+            assert_near(summed, case.whole.out[:, own], case.whole.lse[own])
             size_of = case.q.element_size()
             partial = case.q.shape[0] * num_heads * (D * size_of + 4) * (world - 1)
             q_sent = (world - 1) * case.q[:, own].numel() * size_of
@@ -238,6 +261,10 @@ def _refusals(rank: int) -> None:
     decode_refused(r"^layout must be a kernel_reference.sharding.Interleave, got ", TypeError, layout=ZigZag(2, rank))
     decode_refused(r"^layout must be of world 2 and rank \d, as group is, got ", layout=Interleave(2, 1 - rank))
     decode_refused(r'^heads must be one of "sharded", "replicated", got ', heads="split")
+    decode_refused(r"^exchange must be one of ", exchange="gossip")
+    decode_refused(r"^share must be a DecodeShare or None, got ", TypeError, share=1)
+    short = share_decode(Interleave(2, rank), caches[2], cu, case.totals, rows=5, max_seqlen_q=6)
+    decode_refused(r"^share must be of \(6, 6, 2, \d\) rows, longest sequence, world and rank, ", share=short)
     decode_refused(r"^block_table\[0, 0\] must be a page from 0 to ", block_table=caches[2] * 0 + 99)
     decode_refused(r"^seqlens_k\[0\] must be from 1 \(the sequence's new tokens\) to ", seqlens_k=case.totals * 100)
     decode_refused(r"^seqlens_k\[0\] must be from 1 ", seqlens_k=case.totals - 5)

@@ -51,13 +51,16 @@ def make(
     whole_plan = plan_decode(lengths, heads, tokens, max_seqlen_k=keys)
     plan = plan_decode(layout.visible(lengths), heads, tokens, max_seqlen_k=own_table.shape[1] * PAGE)
 
+    # As all layers of a step have it in common.
+    visible = visible_keys(layout, lengths, tokens)
+
     def one() -> torch.Tensor:
         return flash_mla_with_kvcache(q, kv, lengths, table, NOPE, SCALE, plan=whole_plan)
 
     def shared(exchange: str, kind: str) -> torch.Tensor:
         return flash_mla_with_kvcache_cp(
             own_q if kind == "sharded" else q, kv, lengths, own_table, NOPE, SCALE, layout=layout, group=group,
-            heads=kind, exchange=exchange, plan=plan,
+            heads=kind, exchange=exchange, plan=plan, visible=visible,
         )  # fmt: skip
 
     seen = visible_keys(layout, lengths, tokens) if tokens > 1 else layout.visible(lengths)

@@ -16,7 +16,7 @@ host waits for nothing.
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, overload
 
 import torch
 
@@ -38,26 +38,24 @@ from kernel_reference.checks import (
 from kernel_reference.collectives import all_gather, start_all_gather, world_and_rank
 from kernel_reference.integers import cdiv
 from kernel_reference.paging import LAYOUTS
-from kernel_reference.partials import HEADS, Partial, exchange_partials, merge_partials
+from kernel_reference.partials import EXCHANGES, HEADS, Partial, exchange_partials, merge_partials
 from kernel_reference.ragged import read_integers
-from kernel_reference.sharding import Interleave, ZigZag
+from kernel_reference.sharding import Interleave
 from kernel_reference.transforms import refuse_derivatives
 from prefix_prefill.api import AttentionResult, PageLayout, merge_attention_states, prefix_prefill
+from prefix_prefill.runs import (
+    DecodeShare,
+    PrefillShare,
+    lay_out,
+    places_of,
+    runs_of,
+    share_decode,
+    share_prefill,
+    twice,
+)
 
 Tensor = torch.Tensor
-# Of the pool that gathered keys are laid out in: sequences begin on pages, which hold whole tiles of keys.
-_PAGE = 128
-
-
-class _Runs(NamedTuple):
-    """The new tokens that a rank has of each sequence, two runs of them, as 2 B sequences.
-
-    counts, begins: [2 B] tokens of a run, and those of its sequence before it. cu: [2 B + 1], rows where runs begin.
-    """
-
-    counts: Tensor
-    begins: Tensor
-    cu: Tensor
+Exchange = Literal["all_to_all", "reduce_scatter", "symmetric"]
 
 
 @overload
@@ -66,7 +64,7 @@ def prefix_prefill_cp(
     seqlens_k: Tensor, *, max_seqlen_q: int, group: Any, scheme: Literal["zigzag"] = "zigzag",
     page_layout: PageLayout = "NHD", softmax_scale: float | None = None, window: tuple[int, int] | None = None,
     softcap: float = 0.0, sinks: Tensor | None = None, k_scale: float | Tensor | None = None,
-    v_scale: float | Tensor | None = None, return_lse: Literal[False] = False,
+    v_scale: float | Tensor | None = None, return_lse: Literal[False] = False, share: PrefillShare | None = None,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def prefix_prefill_cp(
@@ -74,7 +72,7 @@ def prefix_prefill_cp(
     seqlens_k: Tensor, *, max_seqlen_q: int, group: Any, scheme: Literal["zigzag"] = "zigzag",
     page_layout: PageLayout = "NHD", softmax_scale: float | None = None, window: tuple[int, int] | None = None,
     softcap: float = 0.0, sinks: Tensor | None = None, k_scale: float | Tensor | None = None,
-    v_scale: float | Tensor | None = None, return_lse: Literal[True],
+    v_scale: float | Tensor | None = None, return_lse: Literal[True], share: PrefillShare | None = None,
 ) -> AttentionResult: ...  # fmt: skip
 @overload
 def prefix_prefill_cp(
@@ -82,7 +80,7 @@ def prefix_prefill_cp(
     seqlens_k: Tensor, *, max_seqlen_q: int, group: Any, scheme: Literal["zigzag"] = "zigzag",
     page_layout: PageLayout = "NHD", softmax_scale: float | None = None, window: tuple[int, int] | None = None,
     softcap: float = 0.0, sinks: Tensor | None = None, k_scale: float | Tensor | None = None,
-    v_scale: float | Tensor | None = None, return_lse: bool,
+    v_scale: float | Tensor | None = None, return_lse: bool, share: PrefillShare | None = None,
 ) -> Tensor | AttentionResult: ...  # fmt: skip
 def prefix_prefill_cp(
     q: Tensor,
@@ -105,6 +103,7 @@ def prefix_prefill_cp(
     k_scale: float | Tensor | None = None,
     v_scale: float | Tensor | None = None,
     return_lse: bool = False,
+    share: PrefillShare | None = None,
 ) -> Tensor | AttentionResult:
     """Causal :func:`prefix_prefill.prefix_prefill` whose new tokens are shared by the ranks of a group.
 
@@ -125,6 +124,8 @@ def prefix_prefill_cp(
         group: a ``torch.distributed.ProcessGroup``; None is the default one.
         window: with one the cache must be of q's dtype and not scaled.
         scheme: "zigzag".
+        share: what :func:`share_prefill` made of the same lengths and table, which all layers of a step may have in
+            common; without it each call makes it, by some eighty small launches. Without a window.
         page_layout, softmax_scale, softcap, sinks, k_scale, v_scale, return_lse: as there.
 
     Returns:
@@ -151,36 +152,41 @@ def prefix_prefill_cp(
     refuse_derivatives(**tensors, **given(sinks=sinks))
     _check_lengths(q, cu_seqlens_q, seqlens_k)
     _check_new(q, k, v)
+    if share is not None:
+        if left >= 0:
+            fail("share", "None under a window", "one")
+        _check_of_step(share, PrefillShare, (len(q), max_seqlen_q, world, rank), q)
 
     gathered = start_all_gather(torch.stack([k, v], 1), group)
-    layouts = [ZigZag(world, other) for other in range(world)]
-    lengths = cu_seqlens_q.diff().clamp(min=0)
-    runs = [_runs_of(layout, lengths, cu_seqlens_q.dtype) for layout in layouts]
-    own = runs[rank]
-    most = cdiv(max_seqlen_q, 2 * world)
-    contexts = seqlens_k - lengths
     if left < 0:
+        if share is None:
+            share = share_prefill(
+                block_table, cu_seqlens_q, seqlens_k, rows=len(q), max_seqlen_q=max_seqlen_q, group=group
+            )
         older = prefix_prefill(
-            q, k, v, k_cache, v_cache, _twice(block_table), own.cu, _twice(contexts) + own.counts, max_seqlen_q=most,
+            q, k, v, k_cache, v_cache, share.block_table, share.cu, share.ends, max_seqlen_q=share.most,
             page_layout=page_layout, sinks=sinks, k_scale=k_scale, v_scale=v_scale, **how,
         )  # fmt: skip
-        pool = _pool_of(gathered(), runs, lengths, max_seqlen_q)
-        # Before a first run lies nothing; an impossible sequence sees nothing.
-        begins = torch.where(_twice(contexts) < 0, 0, own.begins)
+        caches = lay_out(gathered(), share.places)
         newer = prefix_prefill(
-            q, None, None, *pool.caches, pool.block_table, own.cu, begins, max_seqlen_q=most, causal=False, **how
-        )
+            q, None, None, *caches, share.places.block_table, share.cu, share.begins, max_seqlen_q=share.most,
+            causal=False, **how,
+        )  # fmt: skip
         result = merge_attention_states(older.out, older.lse, newer.out, newer.lse)
     else:
         if k_scale is not None or v_scale is not None:
             fail("window", "None where the cache is scaled", window)
+        lengths = cu_seqlens_q.diff().clamp(min=0)
+        runs = runs_of(world, lengths, cu_seqlens_q.dtype)
+        own, contexts = runs[rank], seqlens_k - lengths
         tail = _tail_of(k_cache, v_cache, block_table, contexts, left, page_layout, k)
         held = contexts.clamp(0, tail.shape[1])
-        pool = _pool_of(gathered(), runs, lengths, max_seqlen_q, tail, held)
-        ends = torch.where(_twice(contexts) < 0, -1, _twice(held) + own.begins + own.counts)
+        places = places_of(runs, lengths, len(q), max_seqlen_q, tail.shape[1], held)
+        caches = lay_out(gathered(), places, tail)
+        ends = torch.where(twice(contexts) < 0, -1, twice(held) + own.begins + own.counts)
         result = prefix_prefill(
-            q, None, None, *pool.caches, pool.block_table, own.cu, ends, max_seqlen_q=most, window=(left, 0),
-            sinks=sinks, **how,
+            q, None, None, *caches, places.block_table, own.cu, ends, max_seqlen_q=cdiv(max_seqlen_q, 2 * world),
+            window=(left, 0), sinks=sinks, **how,
         )  # fmt: skip
     return AttentionResult(*result) if return_lse else result.out
 
@@ -191,7 +197,7 @@ def prefix_decode_cp(
     max_seqlen_q: int, layout: Interleave, group: Any, heads: Literal["sharded", "replicated"] = "sharded",
     page_layout: PageLayout = "NHD", softmax_scale: float | None = None, softcap: float = 0.0,
     k_scale: float | Tensor | None = None, v_scale: float | Tensor | None = None, return_lse: Literal[False] = False,
-    num_splits: int | None = None,
+    num_splits: int | None = None, exchange: Exchange = "all_to_all", share: DecodeShare | None = None,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def prefix_decode_cp(
@@ -199,7 +205,7 @@ def prefix_decode_cp(
     max_seqlen_q: int, layout: Interleave, group: Any, heads: Literal["sharded", "replicated"] = "sharded",
     page_layout: PageLayout = "NHD", softmax_scale: float | None = None, softcap: float = 0.0,
     k_scale: float | Tensor | None = None, v_scale: float | Tensor | None = None, return_lse: Literal[True],
-    num_splits: int | None = None,
+    num_splits: int | None = None, exchange: Exchange = "all_to_all", share: DecodeShare | None = None,
 ) -> AttentionResult: ...  # fmt: skip
 @overload
 def prefix_decode_cp(
@@ -207,7 +213,7 @@ def prefix_decode_cp(
     max_seqlen_q: int, layout: Interleave, group: Any, heads: Literal["sharded", "replicated"] = "sharded",
     page_layout: PageLayout = "NHD", softmax_scale: float | None = None, softcap: float = 0.0,
     k_scale: float | Tensor | None = None, v_scale: float | Tensor | None = None, return_lse: bool,
-    num_splits: int | None = None,
+    num_splits: int | None = None, exchange: Exchange = "all_to_all", share: DecodeShare | None = None,
 ) -> Tensor | AttentionResult: ...  # fmt: skip
 def prefix_decode_cp(
     q: Tensor,
@@ -228,6 +234,8 @@ def prefix_decode_cp(
     v_scale: float | Tensor | None = None,
     return_lse: bool = False,
     num_splits: int | None = None,
+    exchange: Exchange = "all_to_all",
+    share: DecodeShare | None = None,
 ) -> Tensor | AttentionResult:
     """Causal attention of a few new tokens a sequence to a cache whose tokens the ranks of a group share.
 
@@ -244,6 +252,11 @@ def prefix_decode_cp(
         max_seqlen_q: an upper bound of the new tokens of a sequence.
         layout: who owns which token, for this process: ``Interleave.of(group, size=..)``.
         group: a ``torch.distributed.ProcessGroup``; None is the default one.
+        exchange: "all_to_all": partial results, in q's dtype; "reduce_scatter": their weighted sums, in float32, after
+            the lse; "symmetric": as all_to_all, written to the peers' memory, which takes GPUs of one host. Call it
+            once before a CUDA graph is captured, for its workspace.
+        share: what :func:`share_decode` made of the same lengths and table, which all layers of a step may have in
+            common; without it each call makes it, by a dozen small launches or two.
         page_layout, softmax_scale, softcap, k_scale, v_scale, return_lse, num_splits: as
             :func:`prefix_prefill.prefix_prefill` takes them.
 
@@ -254,6 +267,7 @@ def prefix_decode_cp(
         TypeError, ValueError: an argument is not as said above, or as there; layout is of another world or rank.
     """
     check_choice("heads", heads, HEADS)
+    check_choice("exchange", exchange, EXCHANGES)
     check_bool("return_lse", return_lse)
     max_seqlen_q = as_int("max_seqlen_q", max_seqlen_q)
     world, rank = world_and_rank(group)
@@ -275,25 +289,18 @@ def prefix_decode_cp(
     check_dense(**tensors)
     refuse_derivatives(**tensors)
     _check_lengths(q, cu_seqlens_q, seqlens_k)
+    if share is not None:
+        _check_of_step(share, DecodeShare, (q.shape[0], max_seqlen_q, world, rank), q)
     if heads == "sharded":
         q = all_gather(q, group).transpose(0, 1).flatten(1, 2)
-    # What a rank has of the keys that a token sees; a length that cannot be stays one.
-    lengths = torch.where(seqlens_k < cu_seqlens_q.diff(), -1, seqlens_k)
-    if max_seqlen_q != 1 and len(seqlens_k):
-        # It does not grow by one a token.
-        tokens = torch.arange(q.shape[0], device=q.device, dtype=cu_seqlens_q.dtype)
-        sequence = torch.searchsorted(cu_seqlens_q[1:].contiguous(), tokens, right=True).clamp(max=len(seqlens_k) - 1)
-        behind = cu_seqlens_q[1:][sequence] - tokens - 1
-        # Rows behind the last sequence see nothing.
-        lengths = lengths[sequence]
-        lengths = torch.where(behind >= 0, torch.where(lengths < 0, -1, lengths - behind), 0)
-        block_table = block_table[sequence]
-        cu_seqlens_q = torch.arange(q.shape[0] + 1, device=q.device, dtype=cu_seqlens_q.dtype)
+    if share is None:
+        share = share_decode(layout, block_table, cu_seqlens_q, seqlens_k, rows=q.shape[0], max_seqlen_q=max_seqlen_q)
     own = prefix_prefill(
-        q, None, None, k_cache, v_cache, block_table, cu_seqlens_q,
-        torch.where(lengths < 0, -1, layout.visible(lengths)), max_seqlen_q=1, causal=False, **how,
-    )  # fmt: skip
-    merged = exchange_partials(Partial(own.out, own.lse.T), group, heads=heads, merge=_merged)
+        q, None, None, k_cache, v_cache, share.block_table, share.cu, share.visible, max_seqlen_q=1, causal=False, **how
+    )
+    merged = exchange_partials(
+        Partial(own.out, own.lse.T), group, heads=heads, exchange=exchange, ready=heads == "sharded", merge=_merged
+    )
     return AttentionResult(merged.out, merged.lse.T) if return_lse else merged.out
 
 
@@ -303,57 +310,6 @@ def _merged(out: Tensor, lse: Tensor) -> Partial:
         return merge_partials(out, lse)
     both = merge_attention_states(out[0], lse[0].T, out[1], lse[1].T)
     return Partial(both.out, both.lse.T)
-
-
-class _Pool(NamedTuple):
-    """Keys and values of sequences one after another, as a cache of pages, and its table for two runs a sequence."""
-
-    caches: tuple[Tensor, Tensor]
-    block_table: Tensor
-
-
-def _runs_of(layout: ZigZag, lengths: Tensor, dtype: torch.dtype) -> _Runs:
-    counts = torch.stack([half.visible(lengths) for half in layout.halves], 1).flatten()
-    begins = torch.stack([half.begins(lengths) for half in layout.halves], 1).flatten()
-    return _Runs(counts, begins, torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(dtype))
-
-
-def _pool_of(
-    gathered: Tensor, runs: list[_Runs], lengths: Tensor, max_seqlen_q: int, tail: Tensor | None = None,
-    tail_lengths: Tensor | None = None,
-) -> _Pool:  # fmt: skip
-    """The gathered rows [world, T_r, 2, Hkv, D] in the order of their positions, behind a tail [B, n, 2, Hkv, D]."""
-    world, rows = gathered.shape[:2]
-    sequences = lengths.shape[0]
-    most_tail = 0 if tail is None else tail.shape[1]
-    before = torch.zeros_like(lengths) if tail_lengths is None else tail_lengths
-    pages = (lengths + before + (_PAGE - 1)) // _PAGE
-    first_page = pages.cumsum(0) - pages
-    num_pages = sequences + cdiv(world * rows + sequences * most_tail, _PAGE)
-    # Rows of padding, and whatever bad lengths lead out of the pool, go to a row behind it.
-    nowhere = num_pages * _PAGE
-    pool = gathered.new_empty(nowhere + 1, *gathered.shape[2:])
-
-    cu = torch.stack([one.cu for one in runs])
-    begins = torch.stack([one.begins for one in runs])
-    row = torch.arange(rows, device=gathered.device, dtype=cu.dtype).expand(world, rows).contiguous()
-    run = torch.searchsorted(cu[:, 1:].contiguous(), row, right=True)
-    inside = run < 2 * sequences
-    run = run.clamp(max=2 * sequences - 1)
-    place = (first_page * _PAGE + before)[run // 2] + begins.gather(1, run) + row - cu.gather(1, run)
-    _write(pool, place, inside, gathered, nowhere)
-    if tail is not None:
-        i_tail = torch.arange(most_tail, device=gathered.device)
-        _write(pool, first_page[:, None] * _PAGE + i_tail, i_tail < before[:, None], tail, nowhere)
-
-    columns = torch.arange(cdiv(max_seqlen_q + most_tail, _PAGE), device=gathered.device)
-    keys, values = pool[:nowhere].unflatten(0, (num_pages, _PAGE)).unbind(2)
-    return _Pool((keys, values), _twice((first_page[:, None] + columns).to(torch.int32)))
-
-
-def _write(pool: Tensor, place: Tensor, inside: Tensor, rows: Tensor, nowhere: int) -> None:
-    place = torch.where(inside, place, nowhere).clamp(0, nowhere)
-    pool.index_copy_(0, place.flatten().long(), rows.flatten(0, 1))
 
 
 def _tail_of(
@@ -382,10 +338,6 @@ def _tail_of(
     return torch.where(exists[..., None, None, None], torch.stack(rows, 2), 0)
 
 
-def _twice(x: Tensor) -> Tensor:
-    return x.repeat_interleave(2, 0)
-
-
 def _check_lengths(q: Tensor, cu_seqlens_q: Tensor, seqlens_k: Tensor) -> None:
     """What is looked into before the op is called, which checks all of it."""
     if q.ndim != 3:
@@ -404,6 +356,17 @@ def _check_new(q: Tensor, k: Tensor, v: Tensor) -> None:
             fail(name, f"[{q.shape[0]}, Hkv, {q.shape[2]}], with the rows of q", describe(tensor))
     check_shape("v", v, k.shape)
     check_same_dtype("v", v, "k", k)
+
+
+def _check_of_step(
+    share: Any, kind: type[PrefillShare] | type[DecodeShare], wanted: tuple[int, ...], q: Tensor
+) -> None:
+    if not isinstance(share, kind):
+        fail("share", f"a {kind.__name__} or None", describe(share), TypeError)
+    found = (share.rows, share.max_seqlen_q, share.world, share.rank)
+    if found != wanted:
+        fail("share", f"of {wanted} rows, longest sequence, world and rank, as q, max_seqlen_q and group are", found)
+    check_same_device("share", share.cu, "q", q)
 
 
 def _check_tail(k_cache: Tensor, block_table: Tensor, contexts: Tensor, left: int, page_size: int) -> None:

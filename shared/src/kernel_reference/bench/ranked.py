@@ -53,6 +53,7 @@ class Timed:
     share: int = 0
     part: bool = False
     sends: Mapping[int, float] = field(default_factory=dict)
+    ahead: bool = False
 
     def words(self) -> str:
         """For a terminal."""
@@ -159,7 +160,7 @@ def _crossovers(timed: Sequence[Timed]) -> str:
     for line in timed:
         if line.axis and line.implementation != ONE and not (line.share or line.part):
             others = ", ".join(f"{name} {value}" for name, value in line.shape.items() if name != line.axis)
-            key = (others, line.axis, line.implementation, "CUDA graph" if line.graph else "eager")
+            key = (others, line.axis, line.implementation, _how(line))
             series.setdefault(key, {})[int(line.shape[line.axis])] = line
     rows = []
     for (others, axis, label, how), lengths in series.items():
@@ -215,6 +216,10 @@ def _bandwidth(lines: Sequence[Line]) -> float | None:
 def _failures(lines: Sequence[Line]) -> str:
     rows = [[line.case, line.implementation, line.failed] for line in lines if isinstance(line, Failed)]
     return _table(["case", "", "failed"], rows)
+
+
+def _how(line: Timed) -> str:
+    return "CUDA graph" if line.graph else "behind other work" if line.ahead else "on an idle GPU"
 
 
 def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

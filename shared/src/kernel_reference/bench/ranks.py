@@ -49,8 +49,9 @@ _PIECE = 2**26
 # What NCCL, gloo and a device have to come to an end; kernels are compiled meanwhile.
 _DEADLINE_S = 60.0
 _GRACE_S = 5.0
-# Cycles that a device waits, half a millisecond: the host launches meanwhile all that is timed.
-_AHEAD_CYCLES = 10**6
+# Cycles that a device waits while the host launches all that is timed: half a millisecond for a graph, six for calls of
+# a few hundred launches.
+_GRAPH_CYCLES, _AHEAD_CYCLES = 10**6, 12 * 10**6
 _FEWEST_ROUNDS = 3
 
 
@@ -76,7 +77,8 @@ class RanksCase:
     """One shape.
 
     make: ``make(device, rank, world)`` gives the calls by label, with inputs of their own; one is ``ONE``.
-    graph: whether calls are captured in CUDA graphs, as engines decode.
+    graph: whether calls are captured in CUDA graphs, as engines decode. ahead: whether they are launched while the
+    device is busy, as a model's layers are; else the device is idle, and what the host takes counts.
     efficiency: what a label owes, where one GPU takes at least ``owed_from_us``.
     us_at_most: the most microseconds that one may take.
     axis: the number of the shape that is a length, for tables.
@@ -86,6 +88,7 @@ class RanksCase:
     shape: Mapping[str, int | str]
     make: Callable[[torch.device, int, int], Mapping[str, Call]]
     graph: bool = False
+    ahead: bool = False
     efficiency: Mapping[str, float] = field(default_factory=dict)
     us_at_most: Mapping[str, float] = field(default_factory=dict)
     owed_from_us: float = 0.0
@@ -160,7 +163,8 @@ def measure(
     note("")
     if ONE not in runs:
         return lines
-    times = _turns(runs, case.graph, device, limits)
+    cycles = _GRAPH_CYCLES if case.graph else _AHEAD_CYCLES if case.ahead else 0
+    times = _turns(runs, cycles, device, limits)
     one = statistics.median(times[ONE])
     lines += [
         _timed(case, label, calls[label], times[label], one, errors[label], world) for label in calls if label in runs
@@ -248,7 +252,7 @@ def _captured(run: Callable[[], Tensor], device: torch.device) -> Callable[[], o
 
 
 def _turns(
-    runs: Mapping[str, Callable[[], object]], graph: bool, device: torch.device, limits: Limits
+    runs: Mapping[str, Callable[[], object]], cycles: int, device: torch.device, limits: Limits
 ) -> dict[str, list[float]]:
     """The times of each, in turns. A first turn, of which nothing is kept, says how many there is time for."""
     flushed = torch.empty(_FLUSHED_BYTES if device.type == "cuda" else 1, dtype=torch.uint8, device=device)
@@ -258,7 +262,7 @@ def _turns(
     while turn <= rounds:
         for label in labels[turn % len(labels) :] + labels[: turn % len(labels)]:
             flushed.zero_()
-            times[label].append(_slowest(runs[label], device, graph))
+            times[label].append(_slowest(runs[label], device, cycles))
         if turn == 0:
             # As slow on every rank: they count alike.
             taken = sum(times[label].pop() for label in labels) / 1e6
@@ -267,15 +271,15 @@ def _turns(
     return times
 
 
-def _slowest(run: Callable[[], object], device: torch.device, graph: bool) -> float:
+def _slowest(run: Callable[[], object], device: torch.device, cycles: int) -> float:
     """Microseconds from when all ranks are ready until the last is done."""
     together = torch.zeros(1, device=device)
     if device.type == "cuda":
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         _finish(device)
-        if graph:
+        if cycles:
             # What is timed is queued before it begins: graphs of 20 us, and not how long a host takes to launch them.
-            torch.cuda._sleep(_AHEAD_CYCLES)
+            torch.cuda._sleep(cycles)
         # On the stream: the ranks' clocks start at the end of one collective.
         distributed.all_reduce(together)
         begin.record()
@@ -306,7 +310,7 @@ def _timed(case: RanksCase, label: str, call: Call, times: list[float], one: flo
         met &= median <= case.us_at_most[label]
     return Timed(
         case.name, case.shape, label, world, median, low, high, efficiency, beyond, error, case.graph, len(times),
-        ", ".join(owed), met, case.axis, call.share, call.part, call.sends,
+        ", ".join(owed), met, case.axis, call.share, call.part, call.sends, case.ahead,
     )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from torch import distributed
 from blocksparse_attn import BlockLayout, blocksparse_attention, selected_attention
 from blocksparse_attn.cuts import cut_rows
 from blocksparse_attn.parallel import RowCut, blocksparse_attention_cp, selected_attention_cp
+from blocksparse_attn.sharing import ops as sharing
 from kernel_reference.bench.ranks import ONE, Call, RanksCase, main
 from kernel_reference.models import PHI3_SMALL
 from kernel_reference.sharding import Interleave
@@ -115,19 +116,31 @@ def make_decode(shape: Shape, device: torch.device, rank: int, world: int) -> Ma
         ),
     }  # fmt: skip
     if device.type == "cuda":
-        calls["interleaved, symmetric"] = Call(
-            partial(selected_attention_cp, own_q, k_cache, v_cache, batch.indices, exchange="symmetric", **shared),
-            lambda out: out[:, own], sends=sends,
-        )  # fmt: skip
+        for exchange in ("all_to_all", "symmetric"):
+            run = partial(selected_attention_cp, own_q, k_cache, v_cache, batch.indices, exchange=exchange, **shared)
+            if exchange == "symmetric":
+                calls["interleaved, symmetric"] = Call(run, lambda out: out[:, own], sends=sends)
+            calls[f"interleaved, {exchange}, by kernels"] = Call(
+                partial(by_kernels, run), lambda out: out[:, own], sends=sends
+            )
     return calls
 
 
-def prefill_case(tokens: int, dry: bool = False) -> RanksCase:
-    """One prompt."""
+def by_kernels(run: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """With what surrounds the attention by kernels of ours."""
+    sharing.BY_KERNELS = True
+    try:
+        return run()
+    finally:
+        sharing.BY_KERNELS = False
+
+
+def prefill_case(tokens: int, dry: bool = False, *, graph: bool = False) -> RanksCase:
+    """One prompt; in a CUDA graph without the host's time, which is most of that of short ones."""
     owed = {} if dry or tokens < 2**15 else {label_of(*how): 0.9 for how in EXCHANGES}
     return RanksCase(
-        name=f"prefill {tokens}", shape={"tokens": tokens}, make=partial(make_prefill, tokens), efficiency=owed,
-        axis="tokens",
+        name=f"prefill {tokens}" + (", in a graph" if graph else ""), shape={"tokens": tokens},
+        make=partial(make_prefill, tokens), graph=graph, efficiency=owed, axis="tokens",
     )  # fmt: skip
 
 
@@ -145,12 +158,12 @@ def cases(dry: bool) -> Iterator[RanksCase]:
         small = replace(M3, heads=(8, 2, 32), block=16, topk=3, sequences=2, new=1, total=300, page=16)
         yield from (prefill_case(600, dry), decode_case(small), decode_case(replace(small, block=4, topk=20)))
         return
-    for tokens in (2**15, 2**18):
-        yield prefill_case(tokens)
+    yield from (prefill_case(2**15, graph=True), prefill_case(2**18))
     for sequences, total in ((16, 2**18), (1, 2**15)):
         yield from (decode_case(replace(model, sequences=sequences, new=1, total=total)) for model in (M3, QWEN))
-    for tokens in (2**16, 2**17, 2**14, 2**13, 2**12, 2**11, 2**10):
-        yield prefill_case(tokens)
+    yield from (prefill_case(2**16, graph=True), prefill_case(2**15), prefill_case(2**17), prefill_case(2**16))
+    for tokens in (2**14, 2**13, 2**12, 2**11, 2**10):
+        yield from (prefill_case(tokens, graph=graph) for graph in (True, False))
     for sequences, total in ((16, 2**15), (128, 2**15), (1, 2**18), (16, 2**16), (1, 2**16)):
         yield from (decode_case(replace(model, sequences=sequences, new=1, total=total)) for model in (M3, QWEN))
 

@@ -28,6 +28,7 @@ from blocksparse_attn.selected.gradients import arguments as selected_gradients
 from blocksparse_attn.selected.gradients.launch import prepare_backward as selected_backward_launch
 from blocksparse_attn.selected.gradients.plan import plan_backward as plan_selected_backward
 from blocksparse_attn.selected.plan import SelectedPlan, plan_selected
+from blocksparse_attn.sharing.launch import prepare_merge_parts, prepare_own_lists, prepare_pack_parts
 from kernel_reference.models import PHI3_SMALL
 from kernel_reference.testing.codegen import (
     KernelSpec,
@@ -159,6 +160,24 @@ def selected_backward(name: str, limits: DeviceLimits) -> Iterator[KernelSpec]:
         yield KernelSpec.of_launch(start, arguments, name=f"{name}, {start.kernel.fn.__name__}")
 
 
+def sharing() -> Iterator[KernelSpec]:
+    """MiniMax-M3's lists and messages on two ranks."""
+    rows, table, lengths = 16, torch.empty(16, 2048, dtype=torch.int32), torch.empty(16, dtype=torch.int32)
+    indices, bounds = torch.empty(rows, 4, 16, dtype=torch.int32), torch.empty(rows + 1, dtype=torch.int32)
+    own = (indices, table, bounds, lengths, indices, table, lengths, bounds, lengths)
+    out, lse = torch.empty(rows, 64, 128, dtype=BF16), torch.empty(64, rows)
+    parts = torch.empty(2, rows, 32, 130, dtype=BF16)
+    merged = (parts, torch.empty(32), lengths, torch.empty(rows, 32, 128, dtype=BF16), torch.empty(32, rows))
+    whole = (out, lse, parts)
+    launches = (
+        (prepare_own_lists(own, (2, 1, 128, 128, True)), own), (prepare_pack_parts(whole), whole),
+        (prepare_merge_parts(merged), merged),
+    )  # fmt: skip
+    for launched, tensors in launches:
+        for start, arguments in recorded_launches(launched, *tensors):
+            yield KernelSpec.of_launch(start, arguments, name="shared, MiniMax-M3")
+
+
 def all_specs(target: str) -> Iterator[KernelSpec]:
     limits = LIMITS[target]
     yield from selecting("selected, MiniMax-M3", limits)
@@ -178,6 +197,8 @@ def all_specs(target: str) -> Iterator[KernelSpec]:
     lists = [torch.empty(*n, dtype=torch.int32) for n in ((4, 512, 21), (2048,), (4, 513), (4, 512 * 21))]
     for start, arguments in recorded_launches(prepare_pack(lists), *lists):
         yield KernelSpec.of_launch(start, arguments, name="choosing, packed")
+
+    yield from sharing()
 
     def portable(name: str, **options: Any) -> Iterator[KernelSpec]:
         yield from attending(name, replace(limits, hopper=False), **options)

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 
@@ -32,6 +32,7 @@ from blocksparse_attn.api import AttentionResult, blocksparse_attention
 from blocksparse_attn.cuts import Piece, RowCut
 from blocksparse_attn.plan import AttentionPlan
 from blocksparse_attn.selected.api import selected_attention
+from blocksparse_attn.sharing.ops import merge_parts, own_lists, pack_parts
 from kernel_reference.checks import (
     check_bool,
     check_choice,
@@ -47,8 +48,10 @@ from kernel_reference.checks import (
 )
 from kernel_reference.collectives import (
     all_gather,
+    all_to_all,
     start_exchange,
     start_symmetric_exchanges,
+    symmetric_all_to_all,
     world_and_rank,
 )
 from kernel_reference.partials import EXCHANGES, HEADS, Partial, exchange_partials
@@ -56,14 +59,6 @@ from kernel_reference.sharding import Interleave
 from kernel_reference.transforms import refuse_derivatives
 
 Tensor = torch.Tensor
-
-
-class _Tokens(NamedTuple):
-    """Of each query token: its sequence [T], how many keys of it the token may see [T], whether it is in one [T]."""
-
-    sequence: Tensor
-    ends: Tensor
-    inside: Tensor
 
 
 def blocksparse_attention_cp(
@@ -115,8 +110,13 @@ def blocksparse_attention_cp(
         "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": q.shape[0],
         "softmax_scale": softmax_scale, "softcap": softcap, "window": window, "return_lse": return_lse, "plan": plan,
     }  # fmt: skip
+    arriving = _gathered(k, v, cut, group, exchange)
+    if len(cut.pieces) == 1:
+        keys, values = next(arriving)
+        whole: Tensor | AttentionResult = blocksparse_attention(q, keys, values, cut.layout, sinks=sinks, **how)
+        return whole
     out, lse = q.new_empty(*q.shape[:-1], v.shape[-1]), []
-    for piece, (keys, values) in zip(cut.pieces, _gathered(k, v, cut, group, exchange), strict=True):
+    for piece, (keys, values) in zip(cut.pieces, arriving, strict=True):
         lo, hi = (head * (q.shape[1] // k.shape[1]) for head in piece.heads)
         result: Any = blocksparse_attention(
             q[:, lo:hi], keys, values, cut.layout.heads(lo, hi), sinks=None if sinks is None else sinks[lo:hi],
@@ -143,7 +143,8 @@ def _gathered(k: Tensor, v: Tensor, cut: RowCut, group: Any, exchange: str) -> I
         coming = start_symmetric_exchanges(partial(_pack, both, cut), row, both[0].dtype, k.device, counts, group)
     else:
         packed = both[0].new_empty(cut.sent.shape[1], *row)
-        _pack(both, cut, packed)
+        if len(packed):
+            _pack(both, cut, packed)
         parts = packed.split([sum(each[cut.rank]) for each in counts])
         coming = [start_exchange(part, each, group) for part, each in zip(parts, counts, strict=True)]
     if cut.begin == 0:
@@ -285,51 +286,33 @@ def selected_attention_cp(
     _check(q, indices, cu_seqlens_q, seqlens_k, sinks)
     if heads == "sharded":
         q = all_gather(q, group).transpose(0, 1).flatten(1, 2)
-    tokens = _tokens(q.shape[0], cu_seqlens_q, seqlens_k, causal)
-    # A sequence of one query has a key or more: of one that this rank has none of, in a list that names nothing.
-    seen = layout.visible(tokens.ends)
-    table = block_table[tokens.sequence] if block_table.shape[1] else block_table.new_zeros(q.shape[0], 1)
-    own: Any = selected_attention(
-        q, k_cache, v_cache, own_blocks(layout, indices, tokens.ends, block_size),
-        block_table=torch.where(seen[:, None] > 0, table, 0),
-        cu_seqlens_q=torch.arange(q.shape[0] + 1, device=q.device, dtype=cu_seqlens_q.dtype),
-        seqlens_k=torch.where(tokens.ends < 0, -1, seen.clamp(min=1)), causal=False, return_lse=True, **how,
+    own = own_lists(layout, indices, block_table, cu_seqlens_q, seqlens_k, block_size, causal)
+    out, lse = selected_attention(
+        q, k_cache, v_cache, own.indices, block_table=own.block_table, cu_seqlens_q=own.bounds, seqlens_k=own.seen,
+        causal=False, return_lse=True, **how,
     )  # fmt: skip
-    out, lse = exchange_partials(Partial(own.out, own.lse.T), group, heads=heads, exchange=exchange)
-    if sinks is not None:
-        # A logit of all keys together, which no rank may count for itself.
-        out = (out.float() * torch.sigmoid(lse - sinks.float())[..., None]).to(out.dtype)
-        lse = torch.where(tokens.inside[:, None], torch.logaddexp(lse, sinks.float()), lse)
-    return AttentionResult(out, lse.T) if return_lse else out
+    if exchange == "reduce_scatter":
+        merged, logarithms = exchange_partials(Partial(out, lse.T), group, heads=heads, exchange=exchange)
+        out, lse = merged, logarithms.T
+        if sinks is not None:
+            # A logit of all keys together, which no rank may count for itself.
+            out = (out.float() * torch.sigmoid(lse.T - sinks.float())[..., None]).to(out.dtype)
+            lse = torch.where(own.inside != 0, torch.logaddexp(lse, sinks.float()[:, None]), lse)
+    else:
+        parts = _exchanged(out, lse, group, world, heads == "sharded", exchange)
+        out, lse = merge_parts(parts, sinks, own.inside)
+    return AttentionResult(out, lse) if return_lse else out
 
 
-def own_blocks(layout: Interleave, indices: Tensor, ends: Tensor, block_size: int) -> Tensor:
-    """The blocks of whole sequences as blocks of what a rank holds; -1 where another rank has one, or nobody sees it.
-
-    indices: [T, Hkv, topk] int32; ends: [T], the tokens that each query token may see. Torch operations alone.
-
-    >>> layout = Interleave(world=2, rank=1, size=64)
-    >>> own_blocks(layout, torch.tensor([[[0, 1, 3, 5, -1]]], dtype=torch.int32), torch.tensor([300]), 64)
-    tensor([[[-1,  0,  1, -1, -1]]], dtype=torch.int32)
-    """
-    begins = indices.long() * block_size
-    before = layout.visible(begins)
-    is_own = (layout.visible(begins + 1) > before) & (indices >= 0) & (begins < ends[:, None, None])
-    return torch.where(is_own, before // block_size, -1).to(torch.int32)
-
-
-def _tokens(rows: int, cu_seqlens_q: Tensor, seqlens_k: Tensor, causal: bool) -> _Tokens:
-    row = torch.arange(rows, device=cu_seqlens_q.device, dtype=cu_seqlens_q.dtype)
-    if len(seqlens_k) == 0:
-        fail("seqlens_k", "of one sequence or more where ranks share them", describe(seqlens_k))
-    sequence = torch.searchsorted(cu_seqlens_q[1:].contiguous(), row, right=True)
-    inside = sequence < len(seqlens_k)
-    sequence = sequence.clamp(max=len(seqlens_k) - 1)
-    lengths = seqlens_k[sequence]
-    ends = lengths - (cu_seqlens_q[1:][sequence] - row - 1) if causal else lengths
-    # A length that cannot be stays one; rows behind the last sequence see nothing.
-    ends = torch.where(lengths < cu_seqlens_q.diff()[sequence], -1, ends)
-    return _Tokens(sequence, torch.where(inside, ends, 0), inside)
+def _exchanged(out: Tensor, lse: Tensor, group: Any, world: int, is_sharded: bool, exchange: str) -> Tensor:
+    """All ranks' partial results for this one, [world, T, heads, D + 4 bytes]."""
+    if is_sharded and out.shape[1] % world:
+        fail("q", f"of a number of heads that the world of {world} divides", describe(out))
+    parts = pack_parts(out, lse, world if is_sharded else 1)
+    if exchange == "symmetric":
+        # Where q was gathered, all ranks are past what they read last.
+        return symmetric_all_to_all(parts.expand(world, *parts.shape[1:]), group, ready=is_sharded)
+    return all_to_all(parts, group) if is_sharded else all_gather(parts[0], group)
 
 
 def _check(q: Tensor, indices: Tensor, cu_seqlens_q: Tensor, seqlens_k: Tensor, sinks: Tensor | None) -> None:
@@ -344,6 +327,8 @@ def _check(q: Tensor, indices: Tensor, cu_seqlens_q: Tensor, seqlens_k: Tensor, 
         check_same_device(name, tensor, "q", q)
     if seqlens_k.ndim != 1:
         fail("seqlens_k", "[B]", describe(seqlens_k))
+    if len(seqlens_k) == 0:
+        fail("seqlens_k", "of one sequence or more where ranks share them", describe(seqlens_k))
     check_shape("cu_seqlens_q", cu_seqlens_q, (seqlens_k.shape[0] + 1,))
     if sinks is not None:
         check_shape("sinks", sinks, (q.shape[1],))

@@ -1,0 +1,1 @@
+"""What ranks that share a cache need around attention to selected blocks."""

@@ -23,7 +23,8 @@ from transformers import (
     StaticCache,
 )
 
-from blocksparse_attn.integrations.transformers import NAME, enable
+from blocksparse_attn.integrations import transformers as integration
+from blocksparse_attn.integrations.transformers import NAME, Indexer, enable
 from kernel_reference.bench import engines as bench
 from kernel_reference.testing.readme import python_blocks, run_block
 from kernel_reference.testing.transformers import Models, make_models
@@ -85,6 +86,24 @@ def test_chunks_and_single_tokens_over_a_cache_are_as_exact_as_in_transformers(
         return torch.cat([model(part, past_key_values=cache).logits for part in parts], 1)
 
     models.assert_close(chunks)
+
+
+@pytest.mark.parametrize("local_blocks", [0, 1, 2])
+def test_the_indexer_selects_the_blocks_that_it_selects_in_transformers(
+    models: Models, local_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Scores of two tokens at a time.
+    monkeypatch.setattr(integration, "_SCORES", 2 * 2 * 2 * 23)
+    hidden, positions = torch.randn(2, 23, 48), torch.arange(23).expand(2, 23)
+    lists = []
+    for model, indexer in ((models.ours, Indexer), (models.theirs, Indexer.__base__)):
+        layer = model.model.layers[1].self_attn.indexer
+        assert type(layer) is indexer
+        monkeypatch.setattr(layer, "local_blocks", local_blocks)
+        lists.append(layer(hidden, model.model.rotary_emb(hidden, positions), None, positions))
+    assert torch.equal(*lists)
+    assert lists[0].shape == (2, 2, 23, 2)
+    assert int(lists[0].min()) == -1
 
 
 def test_an_image_reaches_the_language_model_where_the_vision_tower_keeps_its_attention() -> None:

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
+from transformers.models.minimax_m3_vl import modeling_minimax_m3_vl
 
 from blocksparse_attn.integrations.contiguous import attend_all, attend_selected
 from kernel_reference.checks import fail
@@ -15,6 +16,9 @@ Tensor = torch.Tensor
 
 NAME = "blocksparse_attn"
 
+# Scores of keys that are there at once: 1 GB of them.
+_SCORES = 2**28
+
 
 def enable() -> ExitStack:
     """Register the attention that ``attn_implementation="blocksparse_attn"`` names, until the result is closed.
@@ -22,7 +26,8 @@ def enable() -> ExitStack:
     Used as ``with enable():``, or called once and left on. Covered is the language model of MiniMax-M3: its sparse
     layers by :func:`blocksparse_attn.selected_attention`, which reads the blocks that the indexer selects, and no
     others; its dense ones by :func:`blocksparse_attn.blocksparse_attention` with a layout that lists all blocks. The
-    indexer stays transformers'. Caches may grow or be static; they are read where they are if their length is a
+    indexers of models that are made meanwhile are :class:`Indexer`; those of others stay transformers', and select the
+    same blocks more slowly. Caches may grow or be static; they are read where they are if their length is a
     multiple of the blocks' 128 tokens, and copied in each step if not. The sequences of a batch are of one length. A
     whole model leaves its vision tower's attention to another:
     ``attn_implementation={"text_config": "blocksparse_attn", "vision_config": "sdpa"}``.
@@ -31,7 +36,55 @@ def enable() -> ExitStack:
     dropout, weights of attention, sliding windows, soft caps and sinks, which MiniMax-M3 has not, and layers that are
     not causal, as its vision tower's are.
     """
-    return enabled(attention={NAME: Attention(attention, lengths_mask)})
+    return enabled({"MiniMaxM3VLIndexer": Indexer}, {NAME: Attention(attention, lengths_mask)})
+
+
+class Indexer(modeling_minimax_m3_vl.MiniMaxM3VLIndexer):
+    """``MiniMaxM3VLIndexer``, which makes no copy of the cache for each head, nor one in float32."""
+
+    @torch.no_grad()
+    def forward(
+        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], cache: Any, position_ids: Tensor
+    ) -> Tensor:
+        """Blocks of each token [B, index heads, S, topk], the best first, and -1 after those that it may see."""
+        batch, tokens, _ = hidden_states.shape
+        query = self.q_norm(self.q_proj(hidden_states).view(batch, tokens, -1, self.head_dim)).transpose(1, 2)
+        key = self.k_norm(self.k_proj(hidden_states).view(batch, tokens, 1, self.head_dim)).transpose(1, 2)
+        angles = [part[..., : self.head_dim] for part in position_embeddings]
+        query, key = modeling_minimax_m3_vl.apply_rotary_pos_emb(query, key, *angles)
+        if cache is not None:
+            key = cache.layers[self.layer_idx].update_index(key)
+        at_once = max(1, _SCORES // (batch * query.shape[1] * key.shape[2]))
+        parts = zip(query.split(at_once, 2), position_ids.split(at_once, 1), strict=True)
+        best = torch.cat([_best_of_blocks(*part, key[:, 0], self.block_size) for part in parts], 2)
+        if self.local_blocks:
+            local = torch.arange(self.local_blocks, device=best.device)
+            own = (position_ids[..., None] // self.block_size - local).clamp(min=0)
+            best.scatter_(3, own[:, None].expand(-1, best.shape[1], -1, -1), torch.inf)
+        scores, blocks = best.topk(min(self.topk_blocks, best.shape[3]))
+        return blocks.masked_fill(scores == -torch.inf, -1)
+
+
+def _best_of_blocks(query: Tensor, positions: Tensor, key: Tensor, size: int) -> Tensor:
+    """The best score of each block's keys [B, H, S, blocks], for query [B, H, S, D], positions [B, S], key [B, L, D].
+
+    In float32; -inf where a token sees no key of a block.
+    """
+    batch, heads, tokens, _ = query.shape
+    length = key.shape[1]
+    rows = query.flatten(1, 2)
+    if rows.is_cuda and rows.element_size() == 2 and not torch.compiler.is_compiling():
+        scores = torch.bmm(rows, key.mT, out_dtype=torch.float32)
+    else:
+        scores = rows.float() @ key.mT.float()
+    scores = scores.view(batch, heads, tokens, length)
+    future = torch.arange(length, device=key.device) > positions[:, None, :, None]
+    scores.masked_fill_(future, -torch.inf)
+    whole = length // size
+    best = scores[..., : whole * size].view(batch, heads, tokens, whole, size).amax(4)
+    if length % size:
+        best = torch.cat((best, scores[..., whole * size :].amax(3, keepdim=True)), 3)
+    return best
 
 
 def attention(

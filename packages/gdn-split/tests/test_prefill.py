@@ -207,6 +207,20 @@ def test_gates_that_hardly_forget_have_as_many_right_digits_as_others(device: to
     assert ((g - wanted).abs() / wanted.abs()).max() < 8 * torch.finfo(torch.float32).eps
 
 
+def test_gradients_of_gates_that_hardly_open_have_as_many_right_digits_as_others(device: torch.device) -> None:
+    call = Call(GroupShape(1, 4, 16, 16), (128,), initial="no state", dtype=FLOATS[0])
+    t = make(call, device)
+    # Of b and a four columns each.
+    t.mixed_ba.copy_(torch.linspace(-80, 80, 512, device=device).view(128, 4).repeat(1, 2))
+    t.dt_bias.zero_()
+    d = gradients_of(call, t, device)
+    d_ba = backward(call, t, d)[1].double()
+    gate = t.mixed_ba[:, 4:].double().sigmoid()
+    slope = gate * t.mixed_ba[:, 4:].double().neg().sigmoid()
+    wanted = torch.cat([d.beta * slope, -d.g * t.A_log.double().exp() * gate], 1)
+    assert ((d_ba - wanted).abs() / wanted.abs()).max() < 8 * torch.finfo(torch.float32).eps
+
+
 def test_gates_end_where_float32_does(device: torch.device) -> None:
     call = Call(GroupShape(1, 4, 16, 16), (1,), initial="no state", dtype=FLOATS[0])
     t = make(call, device)
@@ -249,14 +263,22 @@ def close_gradient(name: str, one: torch.Tensor, want: torch.Tensor, rough: torc
         assert ((one.double() - want).abs() <= 2 * (rough.double() - want).abs() + rounding).all(), name
 
 
-def compare_gradients(call: Call, device: torch.device, plan: PrefillBackwardPlan | None = None) -> None:
+def backward(
+    call: Call, t: Prefill, d: PrefillGradients, plan: PrefillBackwardPlan | None = None
+) -> tuple[torch.Tensor, ...]:
+    """The launches themselves: the gradients."""
     from gdn_split.prefill import launch as prefill_launch
 
-    t = make(call, device)
-    d = gradients_of(call, t, device)
     problem = prefill_arguments.check_prefill(t, *call.numbers)
     made = tuple(each.fill_(torch.nan) for each in new_gradients(t, problem))
     prefill_launch.prepare_backward(problem, plan or plan_prefill_backward(problem, GPU), t)(d, t, made)
+    return made
+
+
+def compare_gradients(call: Call, device: torch.device, plan: PrefillBackwardPlan | None = None) -> None:
+    t = make(call, device)
+    d = gradients_of(call, t, device)
+    made = backward(call, t, d, plan)
     wanted, plain = (expected_gradients(call, t, d, dtype) for dtype in (torch.float64, torch.float32))
     for name, one, want, rough in zip(DIFFERENTIATED, made, wanted, plain, strict=True):
         if want is not None and one.numel():
@@ -292,35 +314,23 @@ def test_gradients_cross_from_one_run_of_rows_to_the_next(device: torch.device) 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [GroupShape(2, 4, 128, 128), SMALL], ids=["128", "16"])
 def test_rows_fetched_ahead_of_a_walk_change_no_gradient(device: torch.device, shape: GroupShape) -> None:
-    from gdn_split.prefill import launch as prefill_launch
-
     if torch.version.hip or torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("this GPU does not fetch ahead")
     call = Call(shape, (3, 200, 1, 90), initial="no state")
     t = make(call, device)
     d = gradients_of(call, t, device)
-    problem = prefill_arguments.check_prefill(t, *call.numbers)
-    found = []
-    for ahead in (0, 8, 20):
-        made = tuple(each.fill_(torch.nan) for each in new_gradients(t, problem))
-        plan = PrefillBackwardPlan(32, problem.chunk or 64, 1, 128, True, ahead)
-        prefill_launch.prepare_backward(problem, plan, t)(d, t, made)
-        found.append(made)
+    found = [backward(call, t, d, PrefillBackwardPlan(32, 64, 1, 128, True, ahead)) for ahead in (0, 8, 12, 20)]
     for other in found[1:]:
         assert all(torch.equal(one, another) for one, another in zip(found[0], other, strict=True))
 
 
 def test_rows_of_no_sequence_spoil_no_gradient(device: torch.device) -> None:
-    from gdn_split.prefill import launch as prefill_launch
-
     call = Call(SMALL, (5, 6), rows=4, initial="no state")
     t = make(call, device)
     d = gradients_of(call, t, device)
     for tensor in (t.mixed_qkvz, t.mixed_ba, *d):
         tensor[11:] = torch.nan
-    problem = prefill_arguments.check_prefill(t, *call.numbers)
-    made = tuple(each.fill_(torch.nan) for each in new_gradients(t, problem))
-    prefill_launch.prepare_backward(problem, plan_prefill_backward(problem, GPU), t)(d, t, made)
+    made = backward(call, t, d)
     assert all(each.isfinite().all() for each in made)
     assert not any(each[11:].any() for each in made[:2])
 

@@ -220,6 +220,17 @@ def sigmoid(x):
 
 
 @triton.jit
+def sigmoid_and_slope(x):
+    """1 / (1 + exp(-x)) and its derivative, both to a few units in the last place however small they are."""
+    t = exponential(-tl.abs(x))
+    d = 1.0 + t
+    r = 1.0 / d
+    # A GPU's quotient is off by up to two such units: a step of Newton's.
+    r = tl.fma(r, tl.fma(-d, r, 1.0), r)
+    return tl.where(x < 0.0, t * r, r), t * r * r
+
+
+@triton.jit
 def quick_sigmoid(x, HOPPER: tl.constexpr):
     """1 / (1 + exp(-x)), on sm_90 without what is done for denormal numbers: a fifth of a walk's instructions."""
     if HOPPER:

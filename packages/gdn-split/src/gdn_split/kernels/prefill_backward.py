@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from gdn_split.kernels.layer import Gate, exponential, log_decay, quick_sigmoid, sigmoid
+from gdn_split.kernels.layer import Gate, exponential, log_decay, quick_sigmoid, sigmoid_and_slope
 from gdn_split.kernels.prefill import add_within, elements_of_unit, filter_of_unit, rows_of_unit
 from gdn_split.kernels.split import columns_of_b_and_a, columns_of_group, wait_for_inputs
 from gdn_split.kernels.step import fetch
@@ -112,12 +112,13 @@ def gates_backward(
             ends = tl.broadcast_to(ends.to(tl.int32)[:, None], [BLOCK, back.HEADS])
             dg, _ = tl.associative_scan((dg, ends), 0, add_within, reverse=True)
         dbeta = tl.load(p_dbeta + o_gate, mask=m, other=0.0).to(tl.float32)
-        beta = sigmoid(b)
-        da = -dg * exponential(b_a_log) * sigmoid(a + b_dt)
+        _, of_beta = sigmoid_and_slope(b)
+        of_softplus, _ = sigmoid_and_slope(a + b_dt)
+        da = -dg * exponential(b_a_log) * of_softplus
         m_out = own[:, None] & m_h[None, :]
         p_out = p_dba + o_row[:, None] * (2 * NV)
         dtype: tl.constexpr = p_dba.dtype.element_ty
-        tl.store(p_out + c_b[None, :], tl.where(m, dbeta * beta * (1.0 - beta), 0.0).to(dtype), mask=m_out)
+        tl.store(p_out + c_b[None, :], tl.where(m, dbeta * of_beta, 0.0).to(dtype), mask=m_out)
         tl.store(p_out + c_a[None, :], tl.where(m, da, 0.0).to(dtype), mask=m_out)
         g = log_decay(a, Gate(b_a_log, b_dt))
         p_sum = p_sums + tl.program_id(0).to(tl.int64) * (2 * NV) + o_h

@@ -5,6 +5,7 @@ kernel_reference has it; kernels through launch, on a GPU or interpreted.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -124,11 +125,38 @@ def kernel_step(
     return t.out
 
 
-def close(got: torch.Tensor, wanted: torch.Tensor, plain: torch.Tensor, what: str) -> None:
-    """At most twice the error of the same in float32, and one rounding to the dtype of what was got."""
+def moved(given: dict[str, Any]) -> dict[str, Any]:
+    """Each number moved by up to 2^-13 of itself: results nearly the same, rounded elsewhere."""
+    near = lambda t: t.double() * (1 + (torch.rand_like(t, dtype=torch.float64) - 0.5) / 2**12)  # noqa: E731
+    return {name: near(t).float() if t is not None and t.is_floating_point() else t for name, t in given.items()}
+
+
+# A maximum of so many draws is no longer luck.
+DRAWS = 16
+
+
+def close(
+    got: torch.Tensor, wanted: torch.Tensor, plain: torch.Tensor, what: str,
+    again: Callable[[], tuple[torch.Tensor, torch.Tensor]] | None = None,
+) -> None:  # fmt: skip
+    """At most twice the error of the same in float32, and one rounding to the dtype of what was got.
+
+    again: makes ``wanted`` and ``plain`` of other inputs like these. A head of one element over its norm is 1 or -1,
+    but where it is near 0 the norm makes an error of the convolution up to 1000 times as large. Few elements are,
+    and float32 may by luck be exact there where a kernel, which adds in another order, rounds: an emulated kernel whose
+    functions were exact was above what is allowed in 7 of 1200 draws of three layers, by up to 5.1, and after draws of
+    these inputs in none. So the baseline's error is the largest of as many draws as it takes.
+    """
     error = (got.double() - wanted).abs()
     rounding = torch.finfo(got.dtype).eps * wanted.abs().clamp(min=1e-2)
-    allowed = 2 * (plain.double() - wanted).abs().max() + rounding + 2e-6 * wanted.abs().max().clamp(min=1)
+    largest = (plain.double() - wanted).abs().max()
+    allowed = 2 * largest + rounding + 2e-6 * wanted.abs().max().clamp(min=1)
+    for _ in range(DRAWS if again is not None else 0):
+        if bool((error <= allowed).all()):
+            break
+        exact, near = again()
+        allowed = allowed + 2 * ((near.double() - exact).abs().max() - largest).clamp(min=0)
+        largest = torch.maximum(largest, (near.double() - exact).abs().max())
     assert bool((error <= allowed).all()), (what, error.max().item(), (error / allowed).max().item())
 
 
@@ -138,14 +166,29 @@ def compare(layer: Layer, device: torch.device, plan: StepPlan | None = None) ->
     before = copied(given)
     out = kernel_step(layer, given, plan)
     results = (out, given["conv_state"], given["state_pool"])
-    for name, got, want, rough in zip(("out", "conv_state", "state_pool"), results, wanted, plain, strict=True):
-        close(got, want, rough, name)
+    for i, (name, got) in enumerate(zip(("out", "conv_state", "state_pool"), results, strict=True)):
+
+        def again(i: int = i) -> tuple[torch.Tensor, torch.Tensor]:
+            near = moved(before)
+            return expected(layer, near)[i], expected(layer, near, torch.float32)[i]
+
+        close(got, wanted[i], plain[i], name, again)
     for name, tensor in before.items():
         if name not in ("conv_state", "state_pool") and tensor is not None:
             assert torch.equal(tensor, given[name]), name
     untouched = [slot for slot in range(len(given["state_pool"])) if slot not in given["slots"].tolist()]
     for name in ("conv_state", "state_pool"):
         assert torch.equal(given[name][untouched], before[name][untouched]), name
+
+
+def test_a_baseline_exact_by_luck_is_drawn_again_and_excuses_no_wrong_result() -> None:
+    wanted = torch.ones(64, dtype=torch.float64)
+    exact = wanted.float()
+    often = [exact, exact + 6e-6]
+    close(exact + 1e-5, wanted, exact, "near", lambda: (wanted, often[torch.rand(()) < 0.5]))
+    for off, again in ((1e-5, None), (1e-4, lambda: (wanted, exact + 6e-6))):
+        with pytest.raises(AssertionError, match="far"):
+            close(exact + off, wanted, exact, "far", again)
 
 
 SMALL = GroupShape(2, 4, 16, 16)

@@ -79,51 +79,51 @@ def gates_backward(
     p_ba, p_cu, p_a_log, p_dt_bias, p_dg, p_dbeta, p_dba, p_sums, p_position, rows, sequences, strides,
     sizes: tl.constexpr, back: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of b and a in ROWS_BA rows, and each row's place in its sequence, or -1.
+    """Gradients of b and a of HEADS heads in ROWS_BA rows; of the first heads each row's place in its sequence, or -1.
 
-    p_sums [programs, 2, V heads] float32: the shares of these rows in the gradients of A_log and dt_bias.
+    p_sums [runs of ROWS_BA rows, 2, V heads] float32: the shares of these rows in the gradients of A_log and dt_bias.
     """
     NV: tl.constexpr = sizes.NQK * sizes.R
+    PARTS: tl.constexpr = (NV + back.HEADS - 1) // back.HEADS
     # In front of the rows behind them, to which the sums of a chunk may reach.
     BLOCK: tl.constexpr = back.ROWS_BA + back.CHUNK
     wait_for_inputs(DEPENDENT)
-    first = tl.program_id(0).to(tl.int64) * back.ROWS_BA
+    i_p = (tl.program_id(0) // PARTS).to(tl.int64)
+    h = tl.program_id(0) % PARTS * back.HEADS
+    first = i_p * back.ROWS_BA
     o_row = first + tl.arange(0, BLOCK)
     last = tl.minimum(first + BLOCK, rows) - 1
     found = find_rows(p_cu, o_row, first, last, rows, sequences)
     own = (o_row < first + back.ROWS_BA) & (o_row < rows)
-    tl.store(p_position + o_row, tl.where(found.live, found.position, -1).to(tl.int32), mask=own)
-    m_row = found.live & own
-    for h in range(0, NV, back.HEADS):
-        o_h = h + tl.arange(0, back.HEADS)
-        m_h = o_h < NV
-        c_b, c_a = columns_of_b_and_a(o_h, sizes)
-        m = m_row[:, None] & m_h[None, :]
-        p_row = p_ba + o_row[:, None] * strides.ba
-        b = tl.load(p_row + c_b[None, :], mask=m, other=0.0).to(tl.float32)
-        a = tl.load(p_row + c_a[None, :], mask=m, other=0.0).to(tl.float32)
-        b_a_log = tl.load(p_a_log + o_h, mask=m_h, other=0.0).to(tl.float32)[None, :]
-        b_dt = tl.load(p_dt_bias + o_h, mask=m_h, other=0.0).to(tl.float32)[None, :]
-        o_gate = o_row[:, None] * NV + o_h[None, :]
-        m_all = found.live[:, None] & m_h[None, :]
-        dg = tl.load(p_dg + o_gate, mask=m_all, other=0.0).to(tl.float32)
-        if back.CHUNK:
-            ends = (found.position % back.CHUNK == back.CHUNK - 1) | (found.end == o_row + 1)
-            ends = tl.broadcast_to(ends.to(tl.int32)[:, None], [BLOCK, back.HEADS])
-            dg, _ = tl.associative_scan((dg, ends), 0, add_within, reverse=True)
-        dbeta = tl.load(p_dbeta + o_gate, mask=m, other=0.0).to(tl.float32)
-        _, of_beta = sigmoid_and_slope(b)
-        of_softplus, _ = sigmoid_and_slope(a + b_dt)
-        da = -dg * exponential(b_a_log) * of_softplus
-        m_out = own[:, None] & m_h[None, :]
-        p_out = p_dba + o_row[:, None] * (2 * NV)
-        dtype: tl.constexpr = p_dba.dtype.element_ty
-        tl.store(p_out + c_b[None, :], tl.where(m, dbeta * of_beta, 0.0).to(dtype), mask=m_out)
-        tl.store(p_out + c_a[None, :], tl.where(m, da, 0.0).to(dtype), mask=m_out)
-        g = log_decay(a, Gate(b_a_log, b_dt))
-        p_sum = p_sums + tl.program_id(0).to(tl.int64) * (2 * NV) + o_h
-        tl.store(p_sum, tl.sum(tl.where(m, dg * g, 0.0), axis=0), mask=m_h)
-        tl.store(p_sum + NV, tl.sum(tl.where(m, da, 0.0), axis=0), mask=m_h)
+    tl.store(p_position + o_row, tl.where(found.live, found.position, -1).to(tl.int32), mask=own & (h == 0))
+    o_h = h + tl.arange(0, back.HEADS)
+    m_h = o_h < NV
+    c_b, c_a = columns_of_b_and_a(o_h, sizes)
+    m = (found.live & own)[:, None] & m_h[None, :]
+    p_row = p_ba + o_row[:, None] * strides.ba
+    b = tl.load(p_row + c_b[None, :], mask=m, other=0.0).to(tl.float32)
+    a = tl.load(p_row + c_a[None, :], mask=m, other=0.0).to(tl.float32)
+    b_a_log = tl.load(p_a_log + o_h, mask=m_h, other=0.0).to(tl.float32)[None, :]
+    b_dt = tl.load(p_dt_bias + o_h, mask=m_h, other=0.0).to(tl.float32)[None, :]
+    o_gate = o_row[:, None] * NV + o_h[None, :]
+    dg = tl.load(p_dg + o_gate, mask=found.live[:, None] & m_h[None, :], other=0.0).to(tl.float32)
+    dbeta = tl.load(p_dbeta + o_gate, mask=m, other=0.0).to(tl.float32)
+    if back.CHUNK:
+        ends = (found.position % back.CHUNK == back.CHUNK - 1) | (found.end == o_row + 1)
+        ends = tl.broadcast_to(ends.to(tl.int32)[:, None], [BLOCK, back.HEADS])
+        dg, _ = tl.associative_scan((dg, ends), 0, add_within, reverse=True)
+    _, of_beta = sigmoid_and_slope(b)
+    of_softplus, _ = sigmoid_and_slope(a + b_dt)
+    da = -dg * exponential(b_a_log) * of_softplus
+    m_out = own[:, None] & m_h[None, :]
+    p_out = p_dba + o_row[:, None] * (2 * NV)
+    dtype: tl.constexpr = p_dba.dtype.element_ty
+    tl.store(p_out + c_b[None, :], tl.where(m, dbeta * of_beta, 0.0).to(dtype), mask=m_out)
+    tl.store(p_out + c_a[None, :], tl.where(m, da, 0.0).to(dtype), mask=m_out)
+    g = log_decay(a, Gate(b_a_log, b_dt))
+    p_sum = p_sums + i_p * (2 * NV) + o_h
+    tl.store(p_sum, tl.sum(tl.where(m, dg * g, 0.0), axis=0), mask=m_h)
+    tl.store(p_sum + NV, tl.sum(tl.where(m, da, 0.0), axis=0), mask=m_h)
 
 
 @triton.jit

@@ -115,9 +115,10 @@ def backward_launches(
     of_sums = (walks, gates, sizes, conv, _SUMMED, plan.dependent_launch)
     units = 2 * shape.num_heads_qk + 2 * shape.num_heads_v
     shares = problem.width + (tensors.conv_bias is not None)
+    parts = gates * cdiv(shape.num_heads_v, heads)
     tiles = cdiv(shares * shape.qkv_width, _SUMMED) + cdiv(2 * shape.num_heads_v, _SUMMED)
     return (
-        Launch(gradients.gates_backward, (gates, 1, 1), of_gates, device, num_warps=4, **options),
+        Launch(gradients.gates_backward, (parts, 1, 1), of_gates, device, num_warps=4, **options),
         Launch(
             gradients.inputs_backward,
             (walks * units, 1, 1),

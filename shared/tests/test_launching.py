@@ -24,6 +24,7 @@ from kernel_reference.launching import (
     on_device,
     without_memory,
 )
+from kernel_reference.starting import Starter
 
 CPU = torch.device("cpu")
 CUDA_1 = torch.device("cuda", 1)
@@ -112,6 +113,23 @@ def test_chosen_tensors_travel_as_integers_of_their_size(dtype: torch.dtype) -> 
     assert second.data_ptr() == chosen.data_ptr()
     assert (second.element_size(), second.dtype.is_floating_point) == (chosen.element_size(), False)
     assert third is None
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_launch_at_known_addresses_asks_for_the_last_one_alone_and_whether_it_is_watched(grouped: bool) -> None:
+    started: list[Any] = []
+    hooks: list[str] = []
+    made = Launch(Compiled(), (3, 1, 1), (7,), CPU, group=(lambda *x: (x,)) if grouped else None)
+    made._kept.starter = Starter(lambda *given: started.append(given), lambda *given: (), lambda: bool(hooks))
+    begin = made.but_last(16, None)
+    assert begin(32)
+    assert begin(48)
+    assert started == [
+        ((3, 1, 1), ((16, None, last), 7) if grouped else (16, None, last, 7)) for last in (32, 48)
+    ]  # fmt: skip
+    hooks.append("a profiler's")
+    assert not begin(32)
+    assert len(started) == 2
 
 
 def test_a_dependent_launch_is_an_option_of_the_compiler_and_other_launches_know_none() -> None:

@@ -135,6 +135,8 @@ def test_addresses_start_what_tensors_have_compiled_and_encoded_and_nothing_else
     made(*given)
     assert made.at(*addresses)
     assert str(started.function.calls[-1]) == str(started.function.calls[-2])
+    assert made.but_last(*addresses[:-1])(addresses[-1])
+    assert str(started.function.calls[-1]) == str(started.function.calls.pop(-2))
     assert not made.at(addresses[1], *addresses[1:])
     hook = lambda metadata: None  # noqa: E731
     triton.knobs.runtime.launch_enter_hook.add(hook)

@@ -118,6 +118,51 @@ def test_a_call_like_the_last_one_is_begun_at_once_and_checks_the_same(
         function(given, tokens_per_sequence=1.0)
 
 
+def test_a_step_on_tensors_that_it_was_given_before_is_begun_at_their_addresses(
+    device: torch.device, as_on_a_gpu: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gdn_split.step.launch import StepLaunch
+
+    begun: list[Any] = []
+    monkeypatch.setattr(
+        StepLaunch, "at", lambda self, pool, starts: lambda out: begun.append((pool, starts, out)) is None
+    )  # fmt: skip
+    given, other = layer(device), layer(device)
+    for tensors in (given, given, other):
+        step(tensors)
+    assert begun == []
+    for tensors in (given, other):
+        out, *_ = step(tensors)
+        starts = tuple([t if t is None else t.data_ptr() for t in (*tensors.values(), None)])
+        assert begun.pop() == (tensors["conv_state"], starts, out.data_ptr())
+    # Other addresses are looked at for what they share.
+    shared = given | {"conv_weight": given["conv_state"].view(-1)[: CHANNELS * 4].view(CHANNELS, 4)}
+    with pytest.raises(ValueError, match=r"^conv_state must be a tensor that shares no memory with conv_weight"):
+        step(shared)
+    assert begun == []
+
+
+def test_addresses_that_are_kept_are_so_many_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(straight, "_MOST_ADDRESSES", 2)
+    at: dict[Any, Any] = {}
+    for start in range(3):
+        straight._keep(at, (start,), bool)
+    straight._keep(at, (7,), None)
+    assert at == {(2,): bool}
+
+
+def test_counters_that_a_stream_may_not_have_made_yet_are_not_settled() -> None:
+    from gdn_split.step.launch import Counters
+
+    pool, counters = torch.zeros(4), Counters()
+    assert counters.settled(pool, 2) is None
+    made = counters.of(pool, 2)
+    assert counters.settled(pool, 2) is made
+    assert counters.settled(pool, 3) is None
+    counters._found[(pool.data_ptr(), pool.device)] = made, object()  # type: ignore[assignment]
+    assert counters.settled(pool, 2) is None
+
+
 class Nothing(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return function(*args, **(kwargs or {}))

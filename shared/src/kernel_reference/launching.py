@@ -115,6 +115,13 @@ class Launch:
         self._kept.starter.start(self.grid, (*grouped, *self.rest))  # type: ignore[union-attr]
         return True
 
+    def but_last(self, *pointers: int | None) -> Callable[[int], bool]:
+        """What :meth:`at` does with these addresses and the last tensor's, which it is called with: for what comes
+        again. Only where this :meth:`is_ready`."""
+        if self.boxes or self.group is not None or self._kept.starter is None:
+            return lambda last: self.at(*pointers, last)
+        return self._kept.starter.but_last(self.grid, pointers, self.rest)
+
     def arguments(self, *tensors: Tensor | None) -> tuple[Any, ...]:
         """Every argument as the kernel gets it, by position, descriptors as their tensors: for a look at a launch."""
         count = len(self.boxes)

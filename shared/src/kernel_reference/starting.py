@@ -27,6 +27,20 @@ class Starter(NamedTuple):
     map: Callable[[int, Any], tuple[Any, ...]]
     is_watched: Callable[[], bool]
 
+    def but_last(
+        self, grid: tuple[int, int, int], before: tuple[Any, ...], behind: tuple[Any, ...]
+    ) -> Callable[[Any], bool]:
+        """What starts it on these arguments and one between them; False, and nothing started, where it is watched."""
+        start, is_watched = self.start, self.is_watched
+
+        def begin(last: Any) -> bool:
+            if is_watched():
+                return False
+            start(grid, (*before, last, *behind))
+            return True
+
+        return begin
+
 
 def find_starter(compiled: Any) -> Starter | None:
     """The short way for what ``kernel[grid](...)`` returned; None where it is not known."""

@@ -257,9 +257,15 @@ def _numbers(
         if type(head_qk) is not int or head_qk < 1:
             check_positive(head_qk=head_qk)
         scale = head_qk**-0.5
-    sizes = (num_heads_qk, num_heads_v, head_qk, head_v, layout, plan_as_ints(plan, StepPlan))
-    eps = as_float("norm_eps", norm_eps)
-    return tokens, activation == "silu", qk_norm, state_layout, as_float("scale", scale), eps, *sizes
+    if type(scale) is not float:
+        scale = as_float("scale", scale)
+    if type(norm_eps) is not float:
+        norm_eps = as_float("norm_eps", norm_eps)
+    ints = None if plan is None else plan_as_ints(plan, StepPlan)
+    return (
+        tokens, activation == "silu", qk_norm, state_layout, scale, norm_eps, num_heads_qk, num_heads_v, head_qk,
+        head_v, layout, ints,
+    )  # fmt: skip
 
 
 def _refuse_derivatives(names: tuple[str, ...], tensors: tuple[Tensor | None, ...]) -> None:

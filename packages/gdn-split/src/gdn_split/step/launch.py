@@ -62,6 +62,11 @@ class Counters:
         self._found[key] = counters, made
         return counters
 
+    def settled(self, pool: Tensor, count: int) -> Tensor | None:
+        """These counters, if any stream may use them from now on without a look."""
+        found, made = self._found.get((pool.data_ptr(), pool.device), (None, None))
+        return found if found is not None and made is None and found.shape[0] >= count else None
+
 
 counters = Counters()
 
@@ -91,12 +96,20 @@ class StepLaunch:
         arrived, raw = self._beside(given[2])
         self._run(*in_order(self._problem, given, arrived, raw))
 
-    def at(self, conv_state: Tensor, addresses: tuple[int | None, ...]) -> bool:
-        """Start it on the tensors at these addresses, as :meth:`.Launch.at` does."""
-        arrived, raw = self._beside(conv_state)
-        p_arrived = None if arrived is None else arrived.data_ptr()
-        p_raw = None if raw is None else raw.data_ptr()
-        return self._run.at(*in_order(self._problem, addresses, p_arrived, p_raw))
+    def at(self, conv_state: Tensor, addresses: tuple[int | None, ...]) -> Callable[[int], bool] | None:
+        """What starts it on these tensors and the output at an address, as :meth:`.Launch.at` does; for aligned ones.
+
+        None where calls like this one do not have that at all, or not yet.
+        """
+        if self._raw is not None or not self._run.is_ready():
+            return None
+        arrived = None
+        if self._count:
+            settled = counters.settled(conv_state, self._count)
+            if settled is None:
+                return None
+            arrived = settled.data_ptr()
+        return self._run.but_last(*in_order(self._problem, (*addresses, None), arrived, None)[:-1])
 
     def _beside(self, conv_state: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         arrived = counters.of(conv_state, self._count) if self._count and conv_state is not None else None

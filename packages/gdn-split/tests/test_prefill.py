@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -97,7 +98,7 @@ def kernels(call: Call, t: Prefill, plan: PrefillPlan | None = None) -> tuple[to
     return outs
 
 
-def moved(t: Prefill) -> Prefill:
+def moved(t: Any) -> Any:
     """Each number moved by up to a 32nd of itself: results of the same sizes, rounded elsewhere."""
 
     def near(x: object) -> object:
@@ -254,9 +255,15 @@ def gradients_of(call: Call, t: Prefill, device: torch.device) -> PrefillGradien
     )
 
 
-def close_gradient(name: str, one: torch.Tensor, want: torch.Tensor, rough: torch.Tensor) -> None:
+def close_gradient(
+    name: str, one: torch.Tensor, want: torch.Tensor, rough: torch.Tensor,
+    again: Callable[[], tuple[torch.Tensor, torch.Tensor]] | None = None,
+) -> None:  # fmt: skip
     if name.startswith("mixed"):
-        assert_close_to_oracle(one, want, rough.to(one.dtype), what=f"gradient of {name}")
+        # The largest error is one of a few large elements. A walk's activation is a GPU's approximate exponential and
+        # reciprocal: with these emulated 16 of 150 float32 batches were above the bound, by up to 1.44, and none after
+        # draws; with exact ones none. Their mean is no larger than torch's.
+        assert_close_to_oracle(one, want, rough.to(one.dtype), what=f"gradient of {name}", again=again)
     else:
         # Sums over all rows, in another order than torch's, and of terms that cancel.
         rounding = torch.finfo(one.dtype).eps * want.abs() + 4e-6 * want.abs().max().clamp(min=1)
@@ -280,9 +287,15 @@ def compare_gradients(call: Call, device: torch.device, plan: PrefillBackwardPla
     d = gradients_of(call, t, device)
     made = backward(call, t, d, plan)
     wanted, plain = (expected_gradients(call, t, d, dtype) for dtype in (torch.float64, torch.float32))
-    for name, one, want, rough in zip(DIFFERENTIATED, made, wanted, plain, strict=True):
+    for i, (name, one, want, rough) in enumerate(zip(DIFFERENTIATED, made, wanted, plain, strict=True)):
         if want is not None and one.numel():
-            close_gradient(name, one, want, rough)
+
+            def again(i: int = i, dtype: torch.dtype = one.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+                near = moved(t), moved(d)
+                exact, rough = (expected_gradients(call, *near, each)[i] for each in (torch.float64, torch.float32))
+                return exact, rough.to(dtype)
+
+            close_gradient(name, one, want, rough, again)
 
 
 GRADIENTS = {

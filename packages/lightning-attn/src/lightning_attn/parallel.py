@@ -150,7 +150,7 @@ class _ContextParallel(torch.autograd.Function):
         gathered = all_gather(torch.cat([own.flatten(), lengths.view(torch.float32)]), group)
         states = gathered[:, : own.numel()].unflatten(1, own.shape)
         all_lengths = gathered[:, own.numel() :].contiguous().view(torch.int32)
-        before = history if rank == 0 else _carried(states[:rank].flip(0), all_lengths[:rank].flip(0), slopes)
+        before = history if rank == 0 else _carried(states[:rank], all_lengths[:rank], slopes, nearest=-1)
         if cu_seqlens is None:
             out, kv = _ops.attention_inference(q, k, v, slopes, before, scale)
             final = kv[:, :, 0]
@@ -173,7 +173,7 @@ class _ContextParallel(torch.autograd.Function):
         gradients = all_gather(own, ctx.group)
         d_after = d_final
         if rank < world - 1:
-            d_after = _carried(gradients[rank + 1 :], all_lengths[rank + 1 :], slopes)
+            d_after = _carried(gradients[rank + 1 :], all_lengths[rank + 1 :], slopes, nearest=0)
             if d_final is not None:
                 d_after = d_after + d_final
         given_tensors = (q, k, v, slopes)
@@ -210,11 +210,16 @@ def _lengths(k: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     return (bounds[1:] - bounds[:-1]).clamp(min=0).to(torch.int32)
 
 
-def _carried(states: Tensor, lengths: Tensor, slopes: Tensor) -> Tensor:
-    """The sum of other ranks' states [ranks, N, H, D, E], the nearest rank first, each decayed by the tokens between.
+def _carried(states: Tensor, lengths: Tensor, slopes: Tensor, nearest: int) -> Tensor:
+    """The sum of other ranks' states [ranks, N, H, D, E], each decayed by the tokens between.
 
-    lengths: [ranks, N], of those ranks.
+    lengths: [ranks, N], of those ranks. nearest: 0 or -1, the first or the last of them.
     """
+    if states.shape[0] == 1:
+        # Nothing lies between.
+        return states[0]
+    if nearest == -1:
+        states, lengths = states.flip(0), lengths.flip(0)
     # Those of the ranks that are nearer: 0 for the nearest.
     between = (lengths.cumsum(0) - lengths).to(torch.float32)
     rates = torch.where(slopes > 0, slopes, 0).clamp(max=256).reshape(-1)

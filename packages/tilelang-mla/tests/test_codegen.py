@@ -25,6 +25,7 @@ import torch
 
 from kernel_reference.testing.codegen import GeneratedSource
 from tilelang_mla.compile import wanted
+from tilelang_mla.gradients.plan import plan_backward
 from tilelang_mla.indexer.plan import IndexProblem, TopkProblem, plan_index_scores
 from tilelang_mla.plan import (
     DecodeProblem,
@@ -242,6 +243,30 @@ class IndexTopk(NamedTuple):
         return topk_constants(TopkProblem(self.tokens, self.width, 2048, 1, 64), H200)
 
 
+class Backward(NamedTuple):
+    """A kernel of gradients, of keys or of queries; or of what outputs are times their gradients."""
+
+    name: str
+    head_dim: int
+    head_dim_v: int
+    dtype: torch.dtype
+
+    @property
+    def problem(self) -> PrefillProblem:
+        return PrefillProblem(128, 128, self.head_dim, self.head_dim_v, 4096, 1, 4096, tokens_k=4096)
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        from tilelang_mla.gradients import launch
+
+        if self.name == "delta":
+            return {"head_dim_v": self.head_dim_v, "dtype": self.dtype}
+        plan = plan_backward(self.problem, H200)
+        assert plan is not None
+        made = launch.keys_constants if self.name == "backward_of_keys" else launch.queries_constants
+        return made(self.problem, plan, self.dtype)
+
+
 DECODE = {
     "DeepSeek": Decoding(512, 64, BF16, False),
     "DeepSeek, pages of any size": Decoding(512, 64, BF16, True),
@@ -266,6 +291,12 @@ PREFILL = {
     "the largest, of one block": Prefill(256, 256, BF16),
     "values wider than keys": Prefill(32, 192, BF16),
 }
+# Others have smaller accumulators.
+BACKWARD = {
+    "keys, DeepSeek": Backward("backward_of_keys", 192, 128, BF16),
+    "queries, DeepSeek": Backward("backward_of_queries", 192, 128, BF16),
+    "outputs": Backward("delta", 192, 128, BF16),
+}
 MERGE = {"512": Merge(512, BF16), "64": Merge(64, BF16), "512, sinks": Merge(512, BF16, True)}
 MERGE_RANKS = {"512": MergeRanks(512, BF16)}
 # Tiles of 512 rows have the fewest registers; others, and the top-k, which is lowered in 10 s, were not seen to spill.
@@ -277,6 +308,7 @@ every_of_keys = pytest.mark.parametrize("kernel", OF_KEYS.values(), ids=OF_KEYS)
 every_by_rows = pytest.mark.parametrize("kernel", BY_ROWS.values(), ids=BY_ROWS)
 every_of_lists = pytest.mark.parametrize("kernel", OF_LISTS.values(), ids=OF_LISTS)
 every_prefill = pytest.mark.parametrize("kernel", PREFILL.values(), ids=PREFILL)
+every_backward = pytest.mark.parametrize("kernel", BACKWARD.values(), ids=BACKWARD)
 every_merge_of_ranks = pytest.mark.parametrize("kernel", MERGE_RANKS.values(), ids=MERGE_RANKS)
 every_index_scores = pytest.mark.parametrize("kernel", INDEX_SCORES.values(), ids=INDEX_SCORES)
 every_merge = pytest.mark.parametrize("kernel", MERGE.values(), ids=MERGE)
@@ -364,6 +396,7 @@ def specs(target: str) -> list[GeneratedSource]:
             BY_ROWS,
             OF_LISTS,
             PREFILL,
+            BACKWARD,
             MERGE,
             MERGE_RANKS,
             INDEX_SCORES,
@@ -513,6 +546,21 @@ def test_prefill_issues_wgmma_and_tma_loads_without_spills(reports, kernel) -> N
     assert {"wgmma_ss", "wgmma_rs", "warpgroup_reg_alloc", "warpgroup_reg_dealloc", "tma_load"} <= words(made)
 
 
+@every_backward
+def test_gradients_issue_wgmma_and_tma_loads_without_spills_in_their_loops(reports, kernel) -> None:
+    """Of keys, a few numbers that are used once a block are spilled beside two accumulators."""
+    made = reports[kernel]
+    assert_clean(made, spilled=48 if kernel.name == "backward_of_keys" else 0)
+    if kernel.name == "delta":
+        return
+    assert {"wgmma_ss", "wgmma_rs", "warpgroup_reg_alloc", "warpgroup_reg_dealloc", "tma_load"} <= words(made)
+    plan = plan_backward(kernel.problem, H200)
+    assert shared_memory(made.text) + 1024 <= plan.shared_memory(kernel.problem) <= H200.shared_memory
+    begun = int(re.findall(r"Used (\d+) registers", made.said)[0]) * 3
+    less, more = sorted(int(number) for number in re.findall(r"warpgroup_reg_(?:de)?alloc<(\d+)>", made.text))
+    assert less + 2 * more <= begun
+
+
 @every_merge
 def test_the_combine_kernel_loads_vectors_of_16_bytes_without_spills(reports, kernel) -> None:
     assert_clean(reports[kernel])
@@ -600,6 +648,13 @@ def test_what_the_command_builds_is_what_calls_of_deepseek_ask_for(launch) -> No
     prompt = PrefillProblem(128, 128, 192, 128, 8192, 1, 8192)
     assert ("prefill", launch.prefill_constants(prompt, plan_prefill(prompt, H200), BF16)) in built
     assert ("merge", {"dim_nope": 512, "dtype": BF16}) in built
+
+
+def test_what_the_command_builds_of_gradients_is_what_calls_of_deepseek_ask_for(launch) -> None:
+    built = list(wanted(["bfloat16"], [], [(192, 128), (256, 256)], gradients=True))
+    assert [(kernel.name, kernel.constants) for kernel in BACKWARD.values()] == [built[i] for i in (2, 3, 1)]
+    # Heads of 256 are too wide.
+    assert [name for name, _ in built[4:]] == ["prefill"]
 
 
 def test_what_the_command_builds_of_the_indexer_is_what_its_calls_ask_for(launch) -> None:

@@ -175,9 +175,10 @@ def op_names() -> list[str]:
     return sorted(name.removeprefix("tilelang_mla::") for name in names if name.startswith("tilelang_mla::"))
 
 
-def test_there_is_one_op_a_kind_of_attention_two_of_the_indexer_and_one_for_what_ranks_share() -> None:
+def test_there_is_one_op_a_kind_of_attention_two_of_gradients_two_of_the_indexer_and_one_of_ranks() -> None:
     of_attention = ["decode", "decode_8bit", "decode_sparse", "prefill", "prefill_sparse"]
-    assert op_names() == sorted([*of_attention, "index_scores", "index_topk", "merge"])
+    of_gradients = ["attention", "attention_backward"]
+    assert op_names() == sorted([*of_attention, *of_gradients, "index_scores", "index_topk", "merge"])
 
 
 def test_decoding_of_8_bits_and_of_lists_passes_opcheck(make) -> None:

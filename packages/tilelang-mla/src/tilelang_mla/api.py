@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 
@@ -20,15 +20,10 @@ from kernel_reference.checks import (
 from kernel_reference.dispatch import runs_now
 from kernel_reference.plans import plan_as_ints
 from kernel_reference.transforms import refuse_derivatives
-from tilelang_mla import (
-    arguments,
-    calls,
-    ops,
-    schedule,
-    straight,
-)
+from tilelang_mla import arguments, calls, ops, schedule, straight
 from tilelang_mla import plan as plans
 from tilelang_mla.arguments import Names, PrefillOptions, PrefillTensors
+from tilelang_mla.gradients import ops as gradients
 from tilelang_mla.plan import DeviceLimits, PrefillPlan
 from tilelang_mla.schedule import DecodePlan
 
@@ -142,13 +137,14 @@ def flash_mla_varlen_func(
     Returns:
         out, contiguous if new; with return_lse AttentionResult(out, lse), lse [H, Tq] in float32. A query that sees no
         key gives 0 and -inf. NaN in what no query of a sequence sees changes nothing; in what some query sees it may
-        contaminate neighbouring rows. Not differentiable.
+        contaminate neighbouring rows. Differentiable in q, k and v, on a CPU until a GPU has run those kernels;
+        gradients are the same bits at every call.
 
     Raises:
-        TypeError, ValueError: an argument is not as said above, requires a gradient, carries a tangent (jvp) or is
-            batched by torch.vmap; nothing has been written. What only device memory tells is checked on a CPU, and on
-            a GPU inside ``kernel_reference.checks.validate_values``. Else bounds of queries are clamped to the rows
-            there are, and a sequence of impossible bounds of keys gives 0 and -inf.
+        TypeError, ValueError: an argument is not as said above, requires a gradient on a GPU or beside ``out``, carries
+            a tangent (jvp) or is batched by torch.vmap; nothing has been written. What only device memory tells is
+            checked on a CPU, and on a GPU inside ``kernel_reference.checks.validate_values``. Else bounds of queries
+            are clamped to the rows there are, and a sequence of impossible bounds of keys gives 0 and -inf.
     """
     check_bool("causal", causal)
     check_bool("return_lse", return_lse)
@@ -157,6 +153,9 @@ def flash_mla_varlen_func(
     scale = calls.checked_scale(softmax_scale)
     ints = plan_as_ints(plan, PrefillPlan)
     named = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, **given(out=out)}
+    if out is None and gradients.are_wanted(q, k, v):
+        both = _differentiable(named, (max_seqlen_q, max_seqlen_k, scale, causal, ints))
+        return both if return_lse else both.out
     try:
         refuse_derivatives(**named)
         result = q.new_empty((*q.shape[:2], v.shape[2])) if out is None else out
@@ -176,6 +175,19 @@ def flash_mla_varlen_func(
         arguments.check_prefill(PrefillTensors(*tensors), PrefillOptions(*options))
         raise
     return result if lse is None else AttentionResult(result, lse)
+
+
+def _differentiable(named: dict[str, Tensor], numbers: Sequence[Any]) -> AttentionResult:
+    """By the op that autograd knows."""
+    q, _, v, *_ = named.values()
+    try:
+        most_q, most_k, scale, *others = numbers
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        return AttentionResult(*gradients.attention(*named.values(), most_q, most_k, scale, *others))
+    except REFUSALS:
+        check_dense(**named)
+        calls.check_ranks({"q": (q, "[Tq, H, dqk]", 3), "v": (v, "[Tk, Hkv, dv]", 3)})
+        raise
 
 
 @overload

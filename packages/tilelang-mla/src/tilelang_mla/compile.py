@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from tilelang_mla.gradients.plan import plan_backward
 from tilelang_mla.indexer.plan import INDEX_HEADS, MOST_POSITIONS, IndexProblem, TopkProblem, plan_index_scores
 from tilelang_mla.plan import (
     DecodeProblem,
@@ -35,10 +36,12 @@ _LIMITS = DeviceLimits(132)
 def wanted(
     dtypes: list[str], latents: list[tuple[int, int]], heads: list[tuple[int, int]], parallel: bool = False,
     caches: Sequence[str] = (), sparse: bool = False, indexer: Sequence[int] = (),
+    gradients: bool = False,
 ) -> Iterator[tuple[str, dict[str, Any]]]:  # fmt: skip
     """Names and constants of the kernels for these dtypes, (latent, rope) of decoding and (q and k, v) of prefill.
 
     caches: formats of 8 bits. sparse: whether keys are listed too. indexer: numbers of its heads.
+    gradients: whether prefill's are asked for too.
     """
     # Here, so that an error among the options need not wait for TileLang.
     from tilelang_mla.launch import decode_8bit_constants, decode_constants, prefill_constants, sparse_constants
@@ -77,6 +80,8 @@ def wanted(
         for head_dim, head_dim_v in heads:
             prompt = PrefillProblem(1, 1, head_dim, head_dim_v, 1, 1, 1)
             yield "prefill", prefill_constants(prompt, plan_prefill(prompt, _LIMITS), dtype)
+            if gradients:
+                yield from wanted_of_gradients(prompt, dtype)
     yield from wanted_of_indexer(indexer)
 
 
@@ -105,6 +110,16 @@ def wanted_of_indexer(heads: Sequence[int]) -> Iterator[tuple[str, dict[str, Any
             yield "index_topk", topk_constants(TopkProblem(tokens, width, 1, 1, 0), _LIMITS)
 
 
+def wanted_of_gradients(prompt: PrefillProblem, dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Names and constants of the kernels of gradients; none for heads that are too wide for them."""
+    from tilelang_mla.gradients.launch import keys_constants, queries_constants
+
+    if (plan := plan_backward(prompt, _LIMITS)) is not None:
+        yield "delta", {"head_dim_v": prompt.head_dim_v, "dtype": dtype}
+        yield "backward_of_keys", keys_constants(prompt, plan, dtype)
+        yield "backward_of_queries", queries_constants(prompt, plan, dtype)
+
+
 def _pair(text: str) -> tuple[int, int]:
     first, second = text.split(",")
     return int(first), int(second)
@@ -120,13 +135,15 @@ def main() -> None:
     parser.add_argument("--cache", nargs="*", choices=("e4m3", "656"), default=[], help="caches of 8 bits, too")
     parser.add_argument("--sparse", action="store_true", help="attention to listed keys, too")
     parser.add_argument("--indexer", nargs="*", type=int, choices=INDEX_HEADS, default=[], help="of so many heads, too")
+    parser.add_argument("--gradients", action="store_true", help="gradients of prefill, too")
     options = parser.parse_args()
     # After the options: an error among them need not wait for TileLang.
     from tilelang_mla import launch
 
     for name, constants in wanted(
-        options.dtype, options.decode, options.prefill, options.parallel, options.cache, options.sparse, options.indexer
-    ):
+        options.dtype, options.decode, options.prefill, options.parallel, options.cache, options.sparse,
+        options.indexer, options.gradients,
+    ):  # fmt: skip
         start = time.perf_counter()
         launch.kernel(name, **constants)
         print(f"{time.perf_counter() - start:6.1f} s  {name}", *(f"{key}={value}" for key, value in constants.items()))

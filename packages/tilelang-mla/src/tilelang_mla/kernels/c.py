@@ -18,7 +18,8 @@ _BUILDERS = {
     "decode": "decode:attend", "decode_8bit": "decode:attend_8bit", "decode_sparse": "decode:attend_sparse",
     "merge": "merge:merge", "merge_ranks": "ranks:merge_ranks", "prefill": "prefill:attend",
     "prefill_sparse": "decode:attend_sparse_prefill",
-    "index_scores": "indexer:score", "index_topk": "indexer:select",
+    "index_scores": "indexer:score", "index_topk": "indexer:select", "delta": "backward:delta",
+    "backward_of_keys": "backward:of_keys", "backward_of_queries": "backward:of_queries",
 }  # fmt: skip
 
 

@@ -5,13 +5,14 @@ from typing import Any
 import tilelang.language as T
 import torch
 
-from tilelang_mla.kernels import decode, indexer, merge, prefill, ranks
+from tilelang_mla.kernels import backward, decode, indexer, merge, prefill, ranks
 
 _BUILDERS: dict[str, Any] = {
     "decode": decode.attend, "decode_8bit": decode.attend_8bit, "decode_sparse": decode.attend_sparse,
     "merge": merge.merge, "merge_ranks": ranks.merge_ranks, "prefill": prefill.attend,
     "prefill_sparse": decode.attend_sparse_prefill,
-    "index_scores": indexer.score, "index_topk": indexer.select,
+    "index_scores": indexer.score, "index_topk": indexer.select, "delta": backward.delta,
+    "backward_of_keys": backward.of_keys, "backward_of_queries": backward.of_queries,
 }  # fmt: skip
 _DTYPES = {
     torch.bfloat16: T.bfloat16, torch.float16: T.float16, torch.float8_e4m3fn: T.float8_e4m3fn, torch.int32: T.int32,

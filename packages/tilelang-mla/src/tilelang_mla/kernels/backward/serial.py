@@ -1,0 +1,58 @@
+"""The steps of the roles, one after the other in one thread: for TileLang's C target, in tests."""
+
+from tilelang.language import macro
+
+from tilelang_mla.kernels.backward.roles import begin_rows, load_numbers, mask, slope, weigh
+from tilelang_mla.kernels.softmax import zero_tail
+
+
+@macro
+def walk_serially(T, S, launch, inputs, memory, r, acc, acc_v, tile):
+    q, k = inputs.q, inputs.k
+    group = T.alloc_var(T.int32, init=T.truncdiv(q.shape[1], k.shape[1]))
+    if S.of_keys:
+        load(T, memory.own_first, k, tile.first_row, tile.head, tile.rows)
+        load(T, memory.own_second, inputs.v, tile.first_row, tile.head, tile.rows)
+    else:
+        load(T, memory.own_first, q, tile.first_row, tile.head, tile.rows)
+        load(T, memory.own_second, inputs.d_out, tile.first_row, tile.head, tile.rows)
+    begin_rows(T, S, launch, inputs, r, acc, acc_v, tile)
+    for step in T.serial(tile.steps * tile.turns):
+        stage = step % S.num_stages
+        turn = T.alloc_var(T.int32, init=T.truncdiv(step, tile.steps))
+        begin = T.alloc_var(T.int32, init=(step - turn * tile.steps) * S.block_n)
+        row = T.alloc_var(T.int32, init=tile.met + begin)
+        if S.of_keys:
+            i_head = T.alloc_var(T.int32, init=tile.head * group + turn)
+            load_stage(T, memory.first, q, stage, row, i_head)
+            load_stage(T, memory.second, inputs.d_out, stage, row, i_head)
+            for i in T.serial(S.block_n):
+                load_numbers(T, inputs, memory, tile, i_head, stage, begin, i)
+        else:
+            i_head_kv = T.alloc_var(T.int32, init=T.truncdiv(tile.head, group))
+            load_stage(T, memory.first, k, stage, row, i_head_kv)
+            load_stage(T, memory.second, inputs.v, stage, row, i_head_kv)
+        zero_tail(T, memory.first, stage, begin, tile.left)
+        zero_tail(T, memory.second, stage, begin, tile.left)
+        T.gemm(memory.own_first, memory.first[stage, :, :], r.scores, transpose_B=True, clear_accum=True)
+        mask(T, S, r, tile, begin)
+        weigh(T, S, launch, memory, r, stage)
+        T.gemm(memory.own_second, memory.second[stage, :, :], r.products, transpose_B=True, clear_accum=True)
+        if S.of_keys:
+            T.gemm(r.weights, memory.second[stage, :, :], acc_v)
+        slope(T, S, memory, r, stage)
+        T.copy(r.products, r.slopes)
+        T.gemm(r.slopes, memory.first[stage, :, :], acc)
+
+
+@macro
+def load(T, there, tensor, row, i_head, rows):
+    for i, j in T.Parallel(*there.shape):
+        there[i, j] = T.if_then_else(i < rows, tensor[row + i, i_head, j], 0)
+
+
+@macro
+def load_stage(T, there, tensor, stage, row, i_head):
+    """TMA brings whole blocks, of the next sequence too, and zeros behind the tensor's end."""
+    for i, j in T.Parallel(*there.shape[1:]):
+        there[stage, i, j] = T.if_then_else(row + i < tensor.shape[0], tensor[row + i, i_head, j], 0)

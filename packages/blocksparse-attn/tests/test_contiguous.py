@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from blocksparse_attn.integrations import contiguous
-from blocksparse_attn.integrations.contiguous import attend_all, attend_selected
+from blocksparse_attn.integrations.contiguous import attend_all, attend_selected, best_of_blocks
 from kernel_reference.attention import attention
 from kernel_reference.testing import contract
 from kernel_reference.testing.numerics import assert_close_to_oracle
@@ -96,6 +96,24 @@ def test_without_lists_a_token_sees_all_keys_up_to_itself(make: Make, slots: int
 def test_lists_of_other_heads_are_refused(make: Make) -> None:
     with pytest.raises(ValueError, match=r"^block_indices must be lists of 2 kv heads, or of a divisor of them, got "):
         make(80, 3).selected()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("slots", [80, 75, 9])
+def test_the_best_score_of_a_block_is_of_keys_that_the_token_sees(
+    device: torch.device, slots: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Three tokens at a time.
+    monkeypatch.setattr(contiguous, "_SCORES", 2 * 3 * 3 * slots)
+    query = torch.randn(2, 3, 7, DIM, device=device).to(dtype)
+    key = torch.randn(2, slots, DIM, device=device).to(dtype)
+    positions = torch.stack([torch.arange(7, device=device), torch.arange(slots - 7, slots, device=device)])
+    best = best_of_blocks(query, key, positions, BLOCK)
+    scores = query.double() @ key.double()[:, None].mT
+    scores.masked_fill_(torch.arange(slots, device=device) > positions[:, None, :, None], -torch.inf)
+    expected = torch.stack([block.amax(-1) for block in scores.split(BLOCK, -1)], -1)
+    assert best.dtype == torch.float32
+    torch.testing.assert_close(best.double(), expected, rtol=1e-5, atol=1e-4)
 
 
 def test_caches_of_about_one_length_share_a_layout(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

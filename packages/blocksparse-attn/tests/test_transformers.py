@@ -23,7 +23,7 @@ from transformers import (
     StaticCache,
 )
 
-from blocksparse_attn.integrations import transformers as integration
+from blocksparse_attn.integrations import contiguous
 from blocksparse_attn.integrations.transformers import NAME, Indexer, enable
 from kernel_reference.bench import engines as bench
 from kernel_reference.testing.readme import python_blocks, run_block
@@ -93,7 +93,7 @@ def test_the_indexer_selects_the_blocks_that_it_selects_in_transformers(
     models: Models, local_blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Scores of two tokens at a time.
-    monkeypatch.setattr(integration, "_SCORES", 2 * 2 * 2 * 23)
+    monkeypatch.setattr(contiguous, "_SCORES", 2 * 2 * 2 * 23)
     hidden, positions = torch.randn(2, 23, 48), torch.arange(23).expand(2, 23)
     lists = []
     for model, indexer in ((models.ours, Indexer), (models.theirs, Indexer.__base__)):

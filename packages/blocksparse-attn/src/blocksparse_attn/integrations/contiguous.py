@@ -16,6 +16,9 @@ Tensor = torch.Tensor
 # Of layouts that list all: half as many entries for a program to read as blocks of 128 make.
 _BLOCK = 256
 
+# Scores of keys that are there at once: 1 GB of them.
+_SCORES = 2**28
+
 # A few for each device: their rows are powers of two. None is let go, as a CUDA graph may read it.
 _layouts: dict[tuple[int, torch.device], BlockLayout] = {}
 
@@ -96,3 +99,35 @@ def _all_blocks(tokens: int, query: Tensor) -> BlockLayout:
         col = torch.tril_indices(rows, rows, dtype=torch.int32, device=query.device)[1]
         made = BlockLayout((row * (row + 1) // 2)[None], col[None], _BLOCK, _BLOCK, rows)
     return _layouts.setdefault(key, made) if may_keep(query) else made
+
+
+def best_of_blocks(query: Tensor, key: Tensor, positions: Tensor, block_size: int) -> Tensor:
+    """The best score that each token has in each block [B, H, S, blocks], in float32; -inf where it sees none.
+
+    Args:
+        query: [B, H, S, D], of heads that share the keys.
+        key: [B, L, D]. Neither a copy for each head is made nor one in float32, but inside torch.compile.
+        positions: [B, S], of the tokens.
+        block_size: tokens of a block.
+    """
+    at_once = max(1, _SCORES // (query.shape[0] * query.shape[1] * key.shape[1]))
+    parts = zip(query.split(at_once, 2), positions.split(at_once, 1), strict=True)
+    return torch.cat([_best_of_blocks(*part, key, block_size) for part in parts], 2)
+
+
+def _best_of_blocks(query: Tensor, positions: Tensor, key: Tensor, size: int) -> Tensor:
+    batch, heads, tokens, _ = query.shape
+    length = key.shape[1]
+    rows = query.flatten(1, 2)
+    if rows.is_cuda and rows.element_size() == 2 and not torch.compiler.is_compiling():
+        scores = torch.bmm(rows, key.mT, out_dtype=torch.float32)
+    else:
+        scores = rows.float() @ key.mT.float()
+    scores = scores.view(batch, heads, tokens, length)
+    future = torch.arange(length, device=key.device) > positions[:, None, :, None]
+    scores.masked_fill_(future, -torch.inf)
+    whole = length // size
+    best = scores[..., : whole * size].view(batch, heads, tokens, whole, size).amax(4)
+    if length % size:
+        best = torch.cat((best, scores[..., whole * size :].amax(3, keepdim=True)), 3)
+    return best

@@ -8,16 +8,13 @@ from typing import Any
 import torch
 from transformers.models.minimax_m3_vl import modeling_minimax_m3_vl
 
-from blocksparse_attn.integrations.contiguous import attend_all, attend_selected
+from blocksparse_attn.integrations.contiguous import attend_all, attend_selected, best_of_blocks
 from kernel_reference.checks import fail
 from kernel_reference.integrations.transformers import Attention, enabled, key_lengths, lengths_mask, refuse_options
 
 Tensor = torch.Tensor
 
 NAME = "blocksparse_attn"
-
-# Scores of keys that are there at once: 1 GB of them.
-_SCORES = 2**28
 
 
 def enable() -> ExitStack:
@@ -54,37 +51,13 @@ class Indexer(modeling_minimax_m3_vl.MiniMaxM3VLIndexer):
         query, key = modeling_minimax_m3_vl.apply_rotary_pos_emb(query, key, *angles)
         if cache is not None:
             key = cache.layers[self.layer_idx].update_index(key)
-        at_once = max(1, _SCORES // (batch * query.shape[1] * key.shape[2]))
-        parts = zip(query.split(at_once, 2), position_ids.split(at_once, 1), strict=True)
-        best = torch.cat([_best_of_blocks(*part, key[:, 0], self.block_size) for part in parts], 2)
+        best = best_of_blocks(query, key[:, 0], position_ids, self.block_size)
         if self.local_blocks:
             local = torch.arange(self.local_blocks, device=best.device)
             own = (position_ids[..., None] // self.block_size - local).clamp(min=0)
             best.scatter_(3, own[:, None].expand(-1, best.shape[1], -1, -1), torch.inf)
         scores, blocks = best.topk(min(self.topk_blocks, best.shape[3]))
         return blocks.masked_fill(scores == -torch.inf, -1)
-
-
-def _best_of_blocks(query: Tensor, positions: Tensor, key: Tensor, size: int) -> Tensor:
-    """The best score of each block's keys [B, H, S, blocks], for query [B, H, S, D], positions [B, S], key [B, L, D].
-
-    In float32; -inf where a token sees no key of a block.
-    """
-    batch, heads, tokens, _ = query.shape
-    length = key.shape[1]
-    rows = query.flatten(1, 2)
-    if rows.is_cuda and rows.element_size() == 2 and not torch.compiler.is_compiling():
-        scores = torch.bmm(rows, key.mT, out_dtype=torch.float32)
-    else:
-        scores = rows.float() @ key.mT.float()
-    scores = scores.view(batch, heads, tokens, length)
-    future = torch.arange(length, device=key.device) > positions[:, None, :, None]
-    scores.masked_fill_(future, -torch.inf)
-    whole = length // size
-    best = scores[..., : whole * size].view(batch, heads, tokens, whole, size).amax(4)
-    if length % size:
-        best = torch.cat((best, scores[..., whole * size :].amax(3, keepdim=True)), 3)
-    return best
 
 
 def attention(

@@ -53,6 +53,7 @@ class RowCut:
         listed: blocks that the rows of each rank list, heads together.
         gathered: blocks that each rank lacks, kv heads together.
         pieces: exchanges, one after another.
+        cu_seqlens: of this rank's queries, and of the keys up to the last of them.
         sent: [2, blocks] places of the blocks that this rank sends, among its own, and their heads, piece by piece.
     """
 
@@ -66,11 +67,11 @@ class RowCut:
     gathered: tuple[int, ...]
     pieces: list[Piece]
     sent: Tensor
-    _cu_seqlens: Tensor = field(init=False)
+    cu_seqlens: tuple[Tensor, Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
         ends = torch.tensor([[0, self.end - self.begin], [0, self.end]], dtype=torch.int32)
-        object.__setattr__(self, "_cu_seqlens", ends.to(self.layout.device))
+        object.__setattr__(self, "cu_seqlens", tuple(ends.to(self.layout.device).unbind()))
 
     def __repr__(self) -> str:
         return f"RowCut(tokens={self.tokens}, heads={self.heads}, rank={self.rank}, bounds={self.bounds})"
@@ -89,11 +90,6 @@ class RowCut:
     def columns(self) -> int:
         """Blocks of keys up to this rank's last token."""
         return cdiv(self.end, self.layout.k_block)
-
-    @property
-    def cu_seqlens(self) -> tuple[Tensor, Tensor]:
-        """Of this rank's queries, and of the keys up to the last of them."""
-        return self._cu_seqlens[0], self._cu_seqlens[1]
 
     @staticmethod
     def of(

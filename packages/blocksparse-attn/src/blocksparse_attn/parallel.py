@@ -22,7 +22,7 @@ host waits for nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -127,7 +127,7 @@ def blocksparse_attention_cp(
     return AttentionResult(out, torch.cat(lse)) if return_lse else out
 
 
-def _gathered(k: Tensor, v: Tensor, cut: RowCut, group: Any, exchange: str) -> Iterator[tuple[Tensor, Tensor]]:
+def _gathered(k: Tensor, v: Tensor, cut: RowCut, group: Any, exchange: str) -> Iterator[Sequence[Tensor]]:
     """Begin to exchange the blocks of all pieces; wait for one at a time: its heads' keys and values up to cut.end.
 
     Blocks that no row of this rank lists are left as the memory was.
@@ -151,8 +151,12 @@ def _gathered(k: Tensor, v: Tensor, cut: RowCut, group: Any, exchange: str) -> I
         # Nothing lies before the first rows; what they send leaves before kernels take all SMs.
         return (_own(k, v, piece, come) for piece, come in zip(cut.pieces, coming, strict=True))
     # While they come, this rank's own keys are put behind the place of the others.
-    pools = tuple(_pool(x, cut) for x in both)
-    return (_arrived(pools, piece, cut, come, k.dtype) for piece, come in zip(cut.pieces, coming, strict=True))
+    pool = _pool(both, cut)
+    sizes = [k.shape[2], v.shape[2]]
+    return (
+        _arrived(pool, piece, cut, come).view(k.dtype).split(sizes, 2)
+        for piece, come in zip(cut.pieces, coming, strict=True)
+    )
 
 
 def _own(k: Tensor, v: Tensor, piece: Piece, come: Callable[[], object] = lambda: None) -> tuple[Tensor, Tensor]:
@@ -171,21 +175,23 @@ def _pack(both: tuple[Tensor, Tensor], cut: RowCut, packed: Tensor) -> None:
         torch.ops.aten.index.Tensor_out(whole, [cut.sent[0], None, cut.sent[1]], out=out)
 
 
-def _pool(x: Tensor, cut: RowCut) -> Tensor:
-    """Blocks up to the rank's last, [Hkv, columns, k_block, D], of which its own are there."""
-    pool = x.new_empty(x.shape[1], cut.columns, cut.layout.k_block, x.shape[2])
-    pool.flatten(1, 2)[:, cut.begin : cut.end] = x.transpose(0, 1)
+def _pool(both: tuple[Tensor, Tensor], cut: RowCut) -> Tensor:
+    """Blocks up to the rank's last, [Hkv, columns, k_block, D + Dv], of which its own are there."""
+    keys, values = both
+    width = keys.shape[2]
+    pool = keys.new_empty(keys.shape[1], cut.columns, cut.layout.k_block, width + values.shape[2])
+    own = pool.flatten(1, 2)[:, cut.begin : cut.end].transpose(0, 1)
+    own[..., :width] = keys
+    own[..., width:] = values
     return pool
 
 
-def _arrived(
-    pools: tuple[Tensor, ...], piece: Piece, cut: RowCut, come: Callable[[], Tensor], dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    of_heads = [pool[slice(*piece.heads)] for pool in pools]
-    for pool, part in zip(of_heads, come().split([pool.shape[3] for pool in pools], 2), strict=True):
-        pool.flatten(0, 1).index_copy_(0, piece.lacked, part)
-    keys, values = (pool.flatten(1, 2)[:, : cut.end].transpose(0, 1).view(dtype) for pool in of_heads)
-    return keys, values
+def _arrived(pool: Tensor, piece: Piece, cut: RowCut, come: Callable[[], Tensor]) -> Tensor:
+    """Keys and values side by side of the piece's heads, [cut.end, heads, D + Dv]."""
+    lo, hi = piece.heads
+    of_heads = pool[lo:hi]
+    of_heads.flatten(0, 1).index_copy_(0, piece.lacked, come())
+    return of_heads.flatten(1, 2)[:, : cut.end].transpose(0, 1)
 
 
 def _in_words(x: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ from figures import (
     verdict,
 )
 
-from kernel_reference.bench import mapped
+from kernel_reference.bench import mapped, ranked
 from kernel_reference.bench.grid import words_of
 from kernel_reference.bench.record import MACHINE, Record, load
 from kernel_reference.bench.table import duration
@@ -43,6 +43,8 @@ from kernel_reference.bench.table import duration
 ROOT = Path(__file__).parents[1]
 TEMPLATES = Path(__file__).parent / "templates" / "report"
 RECORDS = "packages/*/benchmarks/results/*.jsonl"
+# Of which these are records of other kinds: maps, engines' models, several ranks.
+OTHERS = (mapped.NAME, "engines.jsonl", ranked.NAME)
 
 # What the records of one run have in common; figures count only beside figures of the same run.
 STAMP = ("package", "package_version", *MACHINE, "commit", "date", "copy_roof_gb_per_s", "gemm_roof_tflop_per_s")
@@ -260,7 +262,7 @@ def result(record: Record) -> Cell:
 
 def read(root: Path) -> list[Run]:
     """The runs of every package under ``root``, in the order of their files. Raises ReportError."""
-    files = sorted(file for file in root.glob(RECORDS) if file.name != mapped.NAME)
+    files = sorted(file for file in root.glob(RECORDS) if file.name not in OTHERS)
     runs: dict[tuple[object, ...], list[Record]] = {}
     for file in files:
         try:

@@ -407,3 +407,12 @@ def test_walks_of_prefills_gradients_pass_every_row_and_are_short_where_rows_are
         assert (gates - 1) * 64 < rows <= gates * 64
         assert plan.steps % 4 == 0
         assert plan.steps == {8192: 64, 100_000: 128}.get(rows, 16)
+
+
+def test_gradients_of_many_rows_are_fetched_ahead_but_of_heads_of_128() -> None:
+    found = {
+        (size, rows): plan_prefill_backward(replace(PREFILL, shape=GroupShape(8, 8, size, size), rows=rows), H200).ahead
+        for size in (64, 96, 128, 256)
+        for rows in (512, 8192)
+    }
+    assert found == {(size, rows): 12 if size != 128 and rows == 8192 else 0 for size, rows in found}

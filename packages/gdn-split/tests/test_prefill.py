@@ -325,14 +325,19 @@ def test_gradients_cross_from_one_run_of_rows_to_the_next(device: torch.device) 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [GroupShape(2, 4, 128, 128), SMALL], ids=["128", "16"])
+@pytest.mark.parametrize(
+    "shape",
+    [GroupShape(2, 4, 128, 128), SMALL, GroupShape(2, 2, 96, 64), GroupShape(1, 2, 256, 256)],
+    ids=["128", "16", "96 and 64", "256"],
+)
 def test_rows_fetched_ahead_of_a_walk_change_no_gradient(device: torch.device, shape: GroupShape) -> None:
     if torch.version.hip or torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("this GPU does not fetch ahead")
     call = Call(shape, (3, 200, 1, 90), initial="no state")
     t = make(call, device)
     d = gradients_of(call, t, device)
-    found = [backward(call, t, d, PrefillBackwardPlan(32, 64, 1, 128, True, ahead)) for ahead in (0, 8, 12, 20)]
+    warps = max(1, max(shape.head_qk, shape.head_v) // 128)
+    found = [backward(call, t, d, PrefillBackwardPlan(32, 64, warps, 128, True, ahead)) for ahead in (0, 8, 12, 20)]
     for other in found[1:]:
         assert all(torch.equal(one, another) for one, another in zip(found[0], other, strict=True))
 

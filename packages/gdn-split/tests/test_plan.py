@@ -312,13 +312,28 @@ STEP = StepProblem(
 
 @pytest.mark.parametrize("inner", [(128, 1), (1, 128)])
 @pytest.mark.parametrize("state_bytes", [2, 4])
-def test_a_warp_sums_a_step_over_all_of_dk_by_itself(inner: tuple[int, int], state_bytes: int) -> None:
-    problem = replace(STEP, state_strides=(524288, 16384, *inner), state_bytes=state_bytes)
+def test_a_warp_of_few_programs_sums_a_step_over_dk_by_itself(inner: tuple[int, int], state_bytes: int) -> None:
+    problem = replace(STEP, state_strides=(524288, 16384, *inner), state_bytes=state_bytes, sequences=31)
     plan = plan_step(problem, H200)
     assert plan.covers(problem)
     # Along Dv each warp has a run of its own; along Dk runs are summed by the lanes that read them.
     assert plan.block_v == 128
     assert plan.run == (128 // state_bytes if problem.k_inner else 128 // plan.num_warps)
+
+
+def test_a_step_of_many_programs_of_float32_states_shares_runs_or_has_four_warps() -> None:
+    along_k = replace(STEP, state_strides=(524288, 16384, 1, 128))
+    found = {
+        (layout, tokens, sequences): (plan.run, plan.num_warps, plan.max_registers)
+        for layout, problem in (("KV", STEP), ("VK", along_k))
+        for tokens in (1, 2, 3, 4)
+        for sequences in (31, 32)
+        for plan in (plan_step(replace(problem, tokens=tokens, sequences=sequences), H200),)
+    }
+    few = {of: (16 if of[0] == "KV" else 32, 8, 128) for of in found}
+    many = {("KV", 1, 32): (32, 8, 128), ("KV", 4, 32): (16, 4, 255), ("VK", 4, 32): (32, 4, 255)}
+    assert found == few | many
+    assert plan_step(replace(STEP, tokens=4), replace(H200, register_limit=False)).num_warps == 8
 
 
 def test_a_step_of_16_bit_states_along_dv_has_four_warps_where_registers_can_be_limited() -> None:

@@ -56,6 +56,11 @@ def make_prefill(new: int, older: int, device: torch.device, rank: int, world: i
         "zigzag, no share": Call(prefill, lambda out: out[rows]),
     }
     if not older:
+        # Of an engine that knows it, a table without columns.
+        nothing = (*cache[:2], cache[2][:, :0])
+        empty = share_prefill(nothing[2], bounds, lengths, rows=len(rows), max_seqlen_q=new, group=group)
+        alone = partial(prefix_prefill_cp, *own, *nothing, bounds, lengths, group=group, share=empty, **how)
+        calls["zigzag, one pass"] = Call(alone, lambda out: out[rows], sends=sends)
         calls.update(peers_of_prefill((*own,), (q, k, v), rows, SIZE**-0.5, device))
     for w in WORLDS:
         if new // (2 * w):
@@ -126,7 +131,7 @@ def prefill_case(new: int, older: int = 0, *, ahead: bool = True, owed: float = 
     name = f"prefill {new}" + (f" behind {older}" if older else "") + ("" if ahead else ", on an idle GPU")
     return RanksCase(
         name=name, shape={"new": new, "older": older}, make=partial(make_prefill, new, older), ahead=ahead,
-        efficiency={"zigzag": owed} if owed else {}, axis="new",
+        efficiency=dict.fromkeys(("zigzag", "zigzag, one pass"), owed) if owed else {}, axis="new",
     )  # fmt: skip
 
 

@@ -90,7 +90,7 @@ LENGTHS = [(0, 1), (17, 3), (40, 0), (0, 8), (5, 9), (3, 64), (130, 31)]
 PREFILL = {
     "ragged": (LENGTHS, {}),
     "one token": ([(33, 1)], {}),
-    "nothing older": ([(0, 48), (0, 7)], {}),
+    "nothing older": ([(0, 48), (0, 7), (0, 1)], {"sinks": True}),
     "page of one": ([(5, 21)], {"page": 1}),
     "large pages, HND": (LENGTHS, {"page": 64, "page_layout": "HND"}),
     "x-packed": (LENGTHS[3:6], {"page_layout": "x-packed"}),
@@ -133,6 +133,15 @@ def _prefill(rank: int, world: int, cases: dict[str, Case]) -> None:
             )
             assert torch.equal(shared.out, got.out), name
             assert torch.equal(shared.lse, got.lse), name
+            if not len(older):
+                # Where a table has no column there is one pass.
+                empty = caches[2][:, :0]
+                alone = prefix_prefill_cp(
+                    q, k, v, *caches[:2], empty, cu, case.totals, return_lse=True, **how, **options
+                )
+                wanted = [sharding.shard(x, layout, cu).tokens for x in (case.whole.out, case.whole.lse.T)]
+                assert_near(AttentionResult(alone.out[:count], alone.lse[:, :count]), wanted[0], wanted[1].T)
+                assert torch.equal(alone.out[count:], torch.zeros_like(alone.out[count:])), name
             with pytest.raises(ValueError, match=r"^share must be of .* rows, longest sequence, world and rank"):
                 prefix_prefill_cp(q, k, v, *caches, cu, case.totals, share=share._replace(rows=1 + len(q)), **how)
             with pytest.raises(ValueError, match=r"^share must be None under a window"):

@@ -46,7 +46,8 @@ class Places(NamedTuple):
 class PrefillShare(NamedTuple):
     """What :func:`share_prefill` gives: a rank's part of a step, for :func:`prefix_prefill.parallel.prefix_prefill_cp`.
 
-    cu, ends, begins: of 2 B runs, their rows, the older tokens and their own, and the new ones before them.
+    cu, ends, begins: of 2 B runs, their rows, the older tokens and their own, and the new ones before them. until: the
+    new ones up to the end of a run, where none is older.
     block_table: of the older pages. places: of the gathered keys. most: tokens of a run, at most.
     """
 
@@ -58,6 +59,7 @@ class PrefillShare(NamedTuple):
     cu: Tensor
     ends: Tensor
     begins: Tensor
+    until: Tensor
     block_table: Tensor
     places: Places
 
@@ -99,9 +101,10 @@ def share_prefill(
     places = places_of(runs, lengths, rows, max_seqlen_q)
     # Before a first run lies nothing; an impossible sequence sees nothing.
     begins = torch.where(contexts < 0, 0, own.begins)
+    until = torch.where(contexts == 0, own.begins + own.counts, -1)
     return PrefillShare(
         rows, max_seqlen_q, world, rank, cdiv(max_seqlen_q, 2 * world), own.cu, contexts + own.counts, begins,
-        twice(block_table), places,
+        until, twice(block_table), places,
     )  # fmt: skip
 
 

@@ -158,13 +158,13 @@ def cases(dry: bool) -> Iterator[RanksCase]:
         small = replace(M3, heads=(8, 2, 32), block=16, topk=3, sequences=2, new=1, total=300, page=16)
         yield from (prefill_case(600, dry), decode_case(small), decode_case(replace(small, block=4, topk=20)))
         return
-    yield from (prefill_case(2**15, graph=True), prefill_case(2**18))
-    for sequences, total in ((16, 2**18), (1, 2**15)):
-        yield from (decode_case(replace(model, sequences=sequences, new=1, total=total)) for model in (M3, QWEN))
-    yield from (prefill_case(2**16, graph=True), prefill_case(2**15), prefill_case(2**17), prefill_case(2**16))
+    yield prefill_case(2**15, graph=True)
+    yield from (decode_case(replace(model, sequences=16, new=1, total=2**15)) for model in (M3, QWEN))
+    yield from (prefill_case(2**18), prefill_case(2**16, graph=True), prefill_case(2**15))
+    yield from (prefill_case(2**17), prefill_case(2**16))
     for tokens in (2**14, 2**13, 2**12, 2**11, 2**10):
         yield from (prefill_case(tokens, graph=graph) for graph in (True, False))
-    for sequences, total in ((16, 2**15), (128, 2**15), (1, 2**18), (16, 2**16), (1, 2**16)):
+    for sequences, total in ((1, 2**15), (16, 2**18), (128, 2**15), (1, 2**18), (16, 2**16), (1, 2**16)):
         yield from (decode_case(replace(model, sequences=sequences, new=1, total=total)) for model in (M3, QWEN))
 
 

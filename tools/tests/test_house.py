@@ -33,6 +33,14 @@ def test_every_package_has_the_same_rooms(package: Path) -> None:
 
 
 @each_package
+def test_a_family_of_functions_has_its_rooms_in_a_folder(package: Path) -> None:
+    """gradients/launch.py, not gradients_launch.py: a room has the same name wherever it is."""
+    rooms = ("api", "arguments", "launch", "ops", "plan", "reference")
+    named = [file for room in rooms for file in package.glob(f"src/*/**/*_{room}.py")]
+    assert [str(file.relative_to(package)) for file in named if "kernels" not in file.parts] == []
+
+
+@each_package
 def test_a_plan_knows_neither_triton_nor_the_gpu(package: Path) -> None:
     known: set[str] = set()
     for node in (node for plan in package.glob("src/**/*plan.py") for node in ast.walk(ast.parse(plan.read_text()))):

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
 from kernel_reference import collectives
 from kernel_reference.sharding import Contiguous, Interleave
-from kernel_reference.testing.distributed import SentBytes, run
+from kernel_reference.testing.distributed import SentBytes, peers_of_one_machine, run
 
 
 def test_ranks_return_their_results_in_order() -> None:
@@ -144,21 +142,6 @@ def test_parts_that_differ_in_size_are_exchanged(world: int) -> None:
     run(world, _uneven, world)
 
 
-class _Memory:
-    """Symmetric memory of processes on one machine, whose barriers are those of their group."""
-
-    def __init__(self, rank: int, buffers: torch.Tensor) -> None:
-        self.rank, self.buffers = rank, buffers
-
-    def barrier(self, channel: int) -> None:
-        torch.distributed.barrier()
-
-    def get_buffer(self, rank: int, sizes: Any, dtype: torch.dtype, storage_offset: int = 0) -> torch.Tensor:
-        begin = storage_offset * dtype.itemsize
-        size = torch.Size(sizes).numel() * dtype.itemsize
-        return self.buffers[rank, begin : begin + size].view(dtype).view(sizes)
-
-
 def _of_peers(rank: int, world: int, buffers: torch.Tensor) -> None:
     uneven = [[(source + 2 * to) % 3 for to in range(world)] for source in range(world)]
     counts = [uneven, [[0] * world] * world, [row[::-1] for row in uneven]]
@@ -170,13 +153,7 @@ def _of_peers(rank: int, world: int, buffers: torch.Tensor) -> None:
         mine = [row for i in range(3) for to in range(world) for row in rows(rank, to, i, times)]
         out.copy_(torch.tensor(mine))
 
-    with pytest.MonkeyPatch.context() as patch:
-        # On a CPU all is in order.
-        stream = mock.MagicMock()
-        patch.setattr(collectives, "_workspace", lambda *_: _Memory(rank, buffers))
-        patch.setattr(collectives, "_side_stream", lambda _: stream)
-        patch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
-        patch.setattr(torch.cuda, "current_stream", lambda _: stream)
+    with peers_of_one_machine(buffers):
         how = {"row": (2,), "dtype": torch.float32, "device": torch.device("cpu"), "group": None}
         for times in range(3):
             waits = collectives.start_symmetric_exchanges(fill, counts=counts, **how)

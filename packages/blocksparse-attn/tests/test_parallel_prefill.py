@@ -13,7 +13,7 @@ from blocksparse_attn import AttentionResult, BlockLayout, blocksparse_attention
 from blocksparse_attn.cuts import cut_rows
 from blocksparse_attn.parallel import RowCut, blocksparse_attention_cp
 from kernel_reference.testing.contract import check_no_host_sync
-from kernel_reference.testing.distributed import SentBytes, run
+from kernel_reference.testing.distributed import SentBytes, peers_of_one_machine, run
 
 Tensor = torch.Tensor
 HEADS, HEADS_KV, DIM, DIM_V = 8, 2, 32, 16
@@ -55,7 +55,7 @@ def mask(case: Case) -> Tensor:
     return found
 
 
-def _attend(rank: int, world: int, cases: dict[str, Case]) -> None:
+def _attend(rank: int, world: int, cases: dict[str, Case], buffers: Tensor) -> None:
     # New memory is NaN: nobody reads what was not gathered.
     torch.use_deterministic_algorithms(True)
     assert torch.empty(1).isnan()
@@ -72,11 +72,16 @@ def _attend(rank: int, world: int, cases: dict[str, Case]) -> None:
             for head, block in (~seen.any(1)).nonzero().tolist():
                 k[block * k_block : (block + 1) * k_block, head] = torch.nan
                 v[block * k_block : (block + 1) * k_block, head] = torch.nan
+            attend = partial(
+                blocksparse_attention_cp, case.q[own], k[own], v[own], cut, group=None, return_lse=True, **case.options
+            )
             with SentBytes() as counted:
-                got = blocksparse_attention_cp(
-                    case.q[own], k[own], v[own], cut, group=None, return_lse=True, **case.options
-                )
+                got = attend()
             assert isinstance(got, AttentionResult)
+            if pieces == 2:
+                with peers_of_one_machine(buffers):
+                    again = attend(exchange="symmetric")
+                assert torch.equal(again.out, got.out), what
             near = 2e-5 if case.q.dtype == torch.float32 else 2e-2
             try:
                 torch.testing.assert_close(got.out, case.whole.out[own], rtol=near, atol=near)
@@ -113,7 +118,7 @@ def test_prompts_shared_by_ranks_are_those_of_one_process(world: int) -> None:
         ),
         "given bounds, empty runs, bfloat16": make(200, local, bounds=[0, 0, 96, 96, 200], dtype=torch.bfloat16),
     }
-    run(world, _attend, world, cases)
+    run(world, _attend, world, cases, torch.zeros(world, 2**20, dtype=torch.uint8).share_memory_())
 
 
 def test_a_cut_shares_listed_blocks_evenly() -> None:

@@ -22,12 +22,13 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -36,6 +37,8 @@ import torch
 import torch._dynamo
 from torch.distributed import _functional_collectives as _functional_collectives
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from kernel_reference import collectives
 
 # Ranks whose peer is gone say so at once: time for the one that failed first to say it.
 _GRACE_S = 0.5
@@ -162,6 +165,40 @@ def _sent_of(name: str, args: Any) -> float:
     if name == "wait_tensor":
         return 0
     raise NotImplementedError(f"no formula for the bytes of {name}")
+
+
+@contextmanager
+def peers_of_one_machine(buffers: torch.Tensor) -> Iterator[None]:
+    """Inside it exchanges by symmetric memory run on a CPU, through ``buffers`` [world, bytes] uint8 that forks share.
+
+    Where all is in order: that nobody waits for a stream is not seen.
+    """
+    rank = torch.distributed.get_rank()
+    stream = mock.MagicMock()
+    with ExitStack() as changed:
+        for place, name, value in (
+            (collectives, "_workspace", lambda *_: _Memory(rank, buffers)),
+            (collectives, "_side_stream", lambda _: stream),
+            (torch.cuda, "stream", lambda _: nullcontext()),
+            (torch.cuda, "current_stream", lambda _: stream),
+        ):
+            changed.enter_context(mock.patch.object(place, name, value))
+        yield
+
+
+class _Memory:
+    """What torch's symmetric memory is for, of processes on one machine; its barriers are those of their group."""
+
+    def __init__(self, rank: int, buffers: torch.Tensor) -> None:
+        self.rank, self.buffers = rank, buffers
+
+    def barrier(self, channel: int) -> None:
+        torch.distributed.barrier()
+
+    def get_buffer(self, rank: int, sizes: Any, dtype: torch.dtype, storage_offset: int = 0) -> torch.Tensor:
+        begin = storage_offset * dtype.itemsize
+        size = torch.Size(sizes).numel() * dtype.itemsize
+        return self.buffers[rank, begin : begin + size].view(dtype).view(sizes)
 
 
 def _rank(how: tuple[int, int, str, Path, float], sending: Connection, fn: Callable[..., Any], args: Any) -> None:

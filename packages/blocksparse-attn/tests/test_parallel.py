@@ -16,7 +16,7 @@ from blocksparse_attn.sharing.reference import own_blocks
 from kernel_reference.paging import cumulative, paged_cache
 from kernel_reference.sharding import Interleave, ZigZag, shard
 from kernel_reference.testing.contract import check_no_host_sync
-from kernel_reference.testing.distributed import SentBytes, run
+from kernel_reference.testing.distributed import SentBytes, peers_of_one_machine, run
 
 Tensor = torch.Tensor
 HEADS, HEADS_KV, DIM, TOPK = 8, 2, 32, 3
@@ -70,7 +70,7 @@ def held(case: Case, layout: Interleave, page: int = 24) -> tuple[Tensor, Tensor
     return cache.k_cache, cache.v_cache, cache.block_table
 
 
-def _attend(rank: int, world: int, cases: dict[str, Case]) -> None:
+def _attend(rank: int, world: int, cases: dict[str, Case], buffers: Tensor) -> None:
     each = HEADS // world
     for name, case in cases.items():
         layout = Interleave(world, rank, case.size)
@@ -81,11 +81,17 @@ def _attend(rank: int, world: int, cases: dict[str, Case]) -> None:
             for exchange in ("all_to_all", "reduce_scatter"):
                 sinks = case.options["sinks"]
                 options = case.options | {"sinks": None if sinks is None else sinks[own]}
+                attend = partial(
+                    selected_attention_cp, case.q[:, own], k_cache, v_cache, case.indices, block_table=table,
+                    layout=layout, group=None, heads=heads, return_lse=True, **case.lengths, **options,
+                )  # fmt: skip
                 with SentBytes() as counted:
-                    got = selected_attention_cp(
-                        case.q[:, own], k_cache, v_cache, case.indices, block_table=table, layout=layout, group=None,
-                        heads=heads, exchange=exchange, return_lse=True, **case.lengths, **options,
-                    )  # fmt: skip
+                    got = attend(exchange=exchange)
+                if exchange == "all_to_all":
+                    with peers_of_one_machine(buffers):
+                        again = attend(exchange="symmetric")
+                    assert torch.equal(again.out, got.out)
+                    assert torch.equal(again.lse, got.lse)
                 assert isinstance(got, AttentionResult)
                 what = f"{name}, {heads}, {exchange}, rank {rank}"
                 try:
@@ -110,7 +116,7 @@ def test_selected_blocks_of_a_cache_shared_by_ranks_are_those_of_one_process(wor
         "not causal, blocks of one": make([(40, 3), (9, 1)], block=1, size=1, causal=False),
         "longer runs than sequences, bfloat16": make([(90, 2), (3, 1)], size=256, dtype=torch.bfloat16),
     }
-    run(world, _attend, world, cases)
+    run(world, _attend, world, cases, torch.zeros(world, 2**20, dtype=torch.uint8).share_memory_())
 
 
 def test_blocks_of_a_rank_are_those_of_its_positions() -> None:

@@ -2,6 +2,7 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -9,6 +10,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+
+ROWS: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 8], [32, 1], [1, 1], [1, 0]))
 
 
 def descriptor_layout(block):
@@ -103,3 +106,35 @@ def in_pieces(p_x, p_y, ROWS: gl.constexpr):
     o_row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     o_column = gl.arange(0, 128, gl.SliceLayout(0, layout))
     gl.store(p_y + o_row[:, None] * 128 + o_column[None, :], whole.index(0).load(layout))
+
+
+@gluon.jit
+def gather(p_x, smem, arrived, FAULT: gl.constexpr):
+    """Rows 3, 1 and 0 of four, the last one masked."""
+    o_row = gl.arange(0, 4, gl.SliceLayout(1, ROWS))
+    row = gl.where(o_row == 0, 3, gl.where(o_row == 1, 1, 0))
+    o_column = gl.arange(0, 8, gl.SliceLayout(0, ROWS))
+    mask = (o_row < 3)[:, None] & (o_column < 8)[None, :]
+    async_copy.async_copy_global_to_shared(smem, p_x + (row * 8)[:, None] + o_column[None, :], mask)
+    if FAULT != "not awaited":
+        async_copy.mbarrier_arrive(arrived)
+    mbarrier.arrive(arrived, count=1)
+
+
+@gluon.jit
+def store_gathered(p_out, smem, arrived):
+    mbarrier.wait(arrived, 0)
+    o_element = (
+        gl.arange(0, 4, gl.SliceLayout(1, ROWS))[:, None] * 8 + gl.arange(0, 8, gl.SliceLayout(0, ROWS))[None, :]
+    )
+    gl.store(p_out + o_element, smem.load(ROWS))
+
+
+@gluon.jit
+def gathered(p_x, p_out, FAULT: gl.constexpr):
+    smem = gl.allocate_shared_memory(gl.bfloat16, [4, 8], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    arrived = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(arrived.index(0), count=1)
+    gl.warp_specialize([
+        (store_gathered, (p_out, smem, arrived.index(0))), (gather, (p_x, smem, arrived.index(0), FAULT))
+    ], [1], [24])  # fmt: skip

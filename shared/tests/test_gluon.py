@@ -98,6 +98,29 @@ def test_partitions_meet_in_the_same_order_whenever_the_random_numbers_are_the_s
     assert ends[0] == ends[1] != ends[2]
 
 
+def gather(kernels: ModuleType, fault: str = "") -> None:
+    x, out = torch.randn(4, 8).bfloat16(), torch.full((4, 8), torch.nan, dtype=torch.bfloat16)
+    gluon.launch(kernels.gathered, 1, x, out, fault)
+    assert_bitwise_equal(out, torch.cat([x[[3, 1, 0]], torch.zeros(1, 8).bfloat16()]))
+
+
+def test_elements_are_copied_one_by_one_and_counted_once_they_have_arrived(kernels: ModuleType) -> None:
+    for seed in range(20):
+        random.seed(seed)
+        gather(kernels)
+
+
+def test_elements_whose_arrival_nobody_awaits_are_an_error(kernels: ModuleType) -> None:
+    failed = 0
+    for seed in range(20):
+        random.seed(seed)
+        try:
+            gather(kernels, "not awaited")
+        except (AssertionError, RuntimeError):
+            failed += 1
+    assert failed
+
+
 def test_integers_divide_as_in_c(kernels: ModuleType) -> None:
     out = torch.zeros(2, dtype=torch.int32)
     gluon.launch(kernels.quotients, 1, torch.tensor([-7], dtype=torch.int32), out, 2)

@@ -30,7 +30,7 @@ FEW = [(30, 2), (0, 1), (70, 1)]
 @pytest.fixture(scope="module")
 def hopper() -> ModuleType:
     own = (f"hopper.{name}" for name in (
-        "config", "items", "drafts", "memory", "softmax", "capped", "producers", "rows", "levels", "epilogue",
+        "config", "items", "drafts", "memory", "softmax", "capped", "gather", "producers", "rows", "levels", "epilogue",
         "consumers", "kernel",
     ))  # fmt: skip
     names = ("softmax", "schedule", "batch", "balance", "merge", *own)
@@ -87,6 +87,19 @@ CASES: dict[str, tuple[PrefillPlan, dict[str, Any]]] = {
     "capped, no lse, drafts": (plan(64, 64), {"heads": (4, 1), "head_dim": 64, "softcap": 5.0, "softmax_scale": 3.0,
                                               "draft_mask": True, "cached": True, "lse": False}),
     "more heads than rows": (plan(64), {"heads": (70, 1), "head_dim": 64, "lengths": FEW}),
+    "new keys, 64 at a time": (replace(plan(), new_rows=64), {"heads": (8, 2), "head_dim": 128, "page": 16,
+                                                             "window": (90, -1)}),
+    "in turns": (replace(plan(), turns=True), {"heads": (8, 2), "head_dim": 128, "cached": True}),
+    "in turns, new keys, a window": (replace(plan(128, 64, 0), turns=True), {"heads": (4, 2), "head_dim": 64,
+                                                                            "window": (50, -1), "sinks": True}),
+    "in turns, 8 bits": (replace(plan(128, 64, 2, 3), turns=True), {"heads": (8, 2), "head_dim": 128, "cached": True,
+                                                                   "cache_dtype": E4M3, "k_scale": "heads"}),
+    "pages of 1": (plan(), {"heads": (8, 2), "head_dim": 128, "page": 1, "cached": True}),
+    "pages of 1, decoding": (plan(64, 64, 3), {"heads": (8, 2), "head_dim": 128, "page": 1, "cached": True,
+                                               "lengths": FEW}),
+    "pages of 12, new keys, a window": (plan(64, 64, 2), {"heads": (4, 2), "head_dim": 80, "page": 12,
+                                                          "window": (50, -1), "page_layout": "HND"}),
+    "pages of 1, new keys": (plan(128, 64, 0), {"heads": (4, 2), "head_dim": 96, "page": 1, "sinks": True}),
     "8 bits": (plan(128, 64, 1, 3), {"heads": (8, 2), "head_dim": 128, "cache_dtype": E4M3, "cached": True,
                                      "k_scale": "number", "v_scale": "number"}),
     "8 bits, wide tiles": (plan(), {"heads": (8, 2), "head_dim": 128, "cache_dtype": E4M3, "cached": True,

@@ -612,6 +612,42 @@ def test_head_dims_and_pages_on_hopper(tensors, kernels, head_dim, turn) -> None
 
 
 @on_hopper
+@pytest.mark.parametrize(
+    ("plan", "options"),
+    [
+        (hopper(), {"page": 1, "cached": True}), (hopper(128, 128, 0), {"page": 4}),
+        (hopper(64, 128, 0), {"page": 1, "cached": True, "lengths": [(5000, 1), (0, 0), (17, 3), (900, 2)]}),
+        (hopper(128, 64, 2), {"page": 12, "window": (300, -1), "sinks": True}),
+        (hopper(128, 64), {"page": 1, "head_dim": 256, "softcap": 30.0, "cached": True, "page_layout": "HND"}),
+        (hopper(64, 128), {"page": 3, "head_dim": 80, "alibi": True, "dtype": FP16}),
+        (hopper(128, 128), {"page": 1, "head_dim": 72, "head_dim_v": 128, "lse": False}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_pages_of_which_tma_has_no_eight_rows_on_hopper(tensors, kernels, plan, options) -> None:
+    batch = tensors.batch(**{"lengths": LONG, "heads": (8, 2), "head_dim": 128, **options})
+    kernels.prefill(batch, plan)
+    batch.check(most=6)
+
+
+@on_hopper
+@pytest.mark.parametrize(
+    ("plan", "options"),
+    [
+        (hopper(128, 128, 0), {"cached": True}), (hopper(128, 64, 3), {"window": (300, -1), "sinks": True}),
+        (hopper(), {"softcap": 30.0, "lse": False}), (hopper(128, 64), {"head_dim": 256, "draft_mask": True}),
+        (hopper(128, 64, 0, 3), {"cache_dtype": E4M3, "k_scale": "heads", "v_scale": "heads"}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_consumers_in_turns_and_new_rows_by_64_on_hopper(tensors, kernels, plan, options) -> None:
+    lengths = [(context, min(new, 63)) for context, new in LONG] if "draft_mask" in options else LONG
+    batch = tensors.batch(**{"lengths": lengths, "heads": (8, 2), "head_dim": 128, **options})
+    kernels.prefill(batch, replace(plan, turns=True, new_rows=64))
+    batch.check(most=6)
+
+
+@on_hopper
 @pytest.mark.parametrize("ratio", [*RATIOS, 100])
 def test_any_number_of_query_heads_shares_a_kv_head_on_hopper(tensors, kernels, ratio) -> None:
     batch = tensors.batch(LONG, heads=(2 * ratio, 2), head_dim=64)
@@ -634,7 +670,7 @@ def test_each_feature_on_hopper(tensors, kernels, options, cached) -> None:
         pytest.skip("goes to the portable kernel")
     if options.get("dtype") == FP32:
         options = {**options, "dtype": BF16}
-    if options.get("page", 16) % 8:
+    if options.get("page", 16) % 8 and "cache_dtype" in options:
         options = {**options, "page": 48}
     options = {"heads": (8, 2), "head_dim": 128, "rows_after": 3, **options, "cached": cached}
     drafts = [(context, min(new, 63)) for context, new in LONG]

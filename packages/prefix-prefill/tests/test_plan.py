@@ -358,7 +358,7 @@ def test_a_plan_for_hopper_is_of_the_blocks_that_its_kernel_is_written_for(plan:
 
 
 def test_a_plan_for_hopper_covers_only_what_its_kernel_can_take() -> None:
-    for change in ({"tma": False}, {"cache_bits": 8}, {"bits": 32, "cache_bits": 32}, {"page_size": 12}):
+    for change in ({"tma": False}, {"cache_bits": 8}, {"bits": 32, "cache_bits": 32}):
         assert GOOD.covers(replace(PROMPT, **change))
         assert not ON_HOPPER.covers(replace(PROMPT, **change))
     for size in range(16, 257):

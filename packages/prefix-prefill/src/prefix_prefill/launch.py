@@ -39,6 +39,7 @@ from prefix_prefill.plan import (
     has_values_split,
     head_tiles,
     heads_per_tile,
+    is_gathered,
     kind_of_batch,
     num_slots,
     plan_prefill,
@@ -135,6 +136,15 @@ def _for_hopper(q, table, cu, lengths, alibi, sinks, k_s, v_s, out_s, out, lse, 
     return (q, out, lse), (table, cu, lengths, draft), (alibi, sinks), (k_s, v_s, out_s), parts
 
 
+def _for_hopper_gathered(k_cache, v_cache, *given):  # type: ignore[no-untyped-def]
+    rows, batch, *rest = _for_hopper(*given)  # type: ignore[no-untyped-call]
+    return rows, (*batch, k_cache, v_cache), *rest
+
+
+def _for_hopper_gathered_without_tails(*given):  # type: ignore[no-untyped-def]
+    return None, None, None, None, *_for_hopper_gathered(*given)  # type: ignore[no-untyped-call]
+
+
 def _for_hopper_without_tails(*given):  # type: ignore[no-untyped-def]
     return None, None, None, None, *_for_hopper(*given)  # type: ignore[no-untyped-call]
 
@@ -213,7 +223,9 @@ def prepare_kernel(problem: Problem, plan: PrefillPlan, forms: PrefillTensors, d
     return (_hopper if plan.hopper else _portable)(batch, plan, forms, device)(batch)
 
 
-def _boxes(problem: Problem, forms: PrefillTensors, box: int, k_columns: int, v_columns: int) -> list[TmaBox]:
+def _boxes(
+    problem: Problem, forms: PrefillTensors, box: int, new_box: int, k_columns: int, v_columns: int
+) -> list[TmaBox]:
     """Of the caches, and of new keys and values, whose rows are as one page; for tiles of so many columns.
 
     A box is at most 128 bytes wide, over which shared memory is swizzled.
@@ -223,15 +235,18 @@ def _boxes(problem: Problem, forms: PrefillTensors, box: int, k_columns: int, v_
         (forms.k_cache, problem.head_dim, k_columns), (forms.v_cache, problem.head_dim_v, v_columns)
     ):  # fmt: skip
         page, token, head, _, _ = Pages.of(cache, problem.page_layout).strides
-        sizes = [problem.num_blocks, problem.num_heads_kv, problem.page_size, size]
+        sizes, strides = [problem.num_blocks, problem.num_heads_kv, problem.page_size, size], [page, head, token, 1]
+        if is_gathered(problem):
+            # The kernel takes descriptors, and does not use these: any that can be encoded.
+            sizes, strides = [1, problem.num_heads_kv, problem.num_blocks, size], [8, head, page, 1]
         width = min(columns, 1024 // problem.cache_bits)
-        boxes.append(TmaBox(sizes, [page, head, token, 1], [1, 1, box, width], problem.cache_bits))
+        boxes.append(TmaBox(sizes, strides, [1, 1, box, width], problem.cache_bits))
     if forms.k is None or forms.v is None:
         return 2 * boxes
     for new, size, columns in ((forms.k, problem.head_dim, k_columns), (forms.v, problem.head_dim_v, v_columns)):
         token, head, _ = new.stride()
         rows = [1, problem.num_heads_kv, problem.tokens, size]
-        boxes.append(TmaBox(rows, [8, head, token, 1], [1, 1, box, min(columns, 64)]))
+        boxes.append(TmaBox(rows, [8, head, token, 1], [1, 1, new_box, min(columns, 64)]))
     return boxes
 
 
@@ -247,23 +262,31 @@ def _hopper(first: Batch, plan: PrefillPlan, forms: PrefillTensors, device: torc
     from prefix_prefill.kernels import hopper
 
     problem = first.problem
-    box = min(plan.block_n, power_of_two_in(problem.page_size))
+    # Where cached rows are gathered, boxes are those of new ones.
+    gathered = is_gathered(problem)
+    box = min(plan.block_n, 64 if gathered else power_of_two_in(problem.page_size))
     k_tiles, v_tiles = (column_tiles(size, problem.cache_bits) for size in (problem.head_dim, problem.head_dim_v))
     if plan.q_in_registers:
         # One of 256 columns would take more registers than there are.
         k_tiles, v_tiles = ((128, 128) if tiles == (256,) else tiles for tiles in (k_tiles, v_tiles))
-    boxes = _boxes(problem, forms, box, k_tiles[0], v_tiles[0])
+    new_box = max(box, min(plan.block_n, plan.new_rows))
+    boxes = _boxes(problem, forms, box, new_box, k_tiles[0], v_tiles[0])
     # A second tile whose boxes are as wide as those of the first comes by the same descriptor.
     k_tail, v_tail = (
         tiles[-1] * problem.cache_bits < min(1024, tiles[0] * problem.cache_bits) for tiles in (k_tiles, v_tiles)
     )
     if k_tail or v_tail:
-        boxes += _boxes(problem, forms, box, k_tiles[-1], v_tiles[-1])
+        boxes += _boxes(problem, forms, box, new_box, k_tiles[-1], v_tiles[-1])
     (k_scaled, s_k_scale), (v_scaled, s_v_scale) = scaling(forms.k_scale), scaling(forms.v_scale)
     # In units of 8, and None for 1: of strides of 72 Triton would not know that, and 1 it forgets in partitions (3.6).
     all_strides = (forms.q.stride(), forms.out.stride())
     of_rows = [(s[0] // 8, s[1] // 8, None) if s[2] == 1 and not (s[0] | s[1]) % 8 else s for s in all_strides]
-    strides = hopper.Strides(s_k_scale[2], s_v_scale[2], s_k_scale[:2], s_v_scale[:2], *of_rows)
+    s_caches: list[tuple[int, ...] | None] = [None, None]
+    if gathered:
+        caches = (Pages.of(cache, problem.page_layout) for cache in (forms.k_cache, forms.v_cache))
+        s_caches = [tuple(stride // 8 for stride in pages.strides[:3]) for pages in caches]
+    s_scales = s_k_scale[2], s_v_scale[2], s_k_scale[:2], s_v_scale[:2]
+    strides = hopper.Strides(*s_scales, of_rows[0], of_rows[1], s_caches[0], s_caches[1])
     scores = hopper.Scores(problem.softmax_scale, problem.softcap)
     numbers = hopper.Numbers(problem.k_scale, problem.v_scale, problem.out_scale, strides)
     config = hopper.Config(
@@ -275,6 +298,7 @@ def _hopper(first: Batch, plan: PrefillPlan, forms: PrefillTensors, device: torc
         V_TILES=v_tiles,
         PAGE=problem.page_size,
         BOX=box,
+        NEW_BOX=new_box if problem.new_kv else box,
         BLOCK_N=plan.block_n,
         HEADS=heads_per_tile(problem.group, plan.block_m),
         HEAD_TILES=head_tiles(problem.group, plan.block_m),
@@ -292,6 +316,7 @@ def _hopper(first: Batch, plan: PrefillPlan, forms: PrefillTensors, device: torc
         ALIBI=problem.alibi,
         SOFTCAP=problem.softcap > 0,
         CAPPING=plan.capping * _is_weighed_by_a_constant(problem, forms),
+        TURNS=bool(plan.turns and plan.block_m == 128),
         LOADING=plan.loading,
         DRAFT=problem.draft,
         HAS_LEFT=problem.left >= 0,
@@ -302,16 +327,19 @@ def _hopper(first: Batch, plan: PrefillPlan, forms: PrefillTensors, device: torc
     )
     fixed = (plan.num_splits, problem.left, problem.right, (scores, numbers), config)
     group = _for_hopper if len(boxes) > 4 else _for_hopper_without_tails
+    if gathered:
+        group = _for_hopper_gathered if len(boxes) > 4 else _for_hopper_gathered_without_tails
     grid = (programs_of(problem, plan), 1, 1)
     attend = TmaLaunch(hopper.attend, grid, (*first.counts, *fixed), device, boxes, group=group, num_warps=4)
     # New keys and values are as long as the batch.
     new = [] if forms.k is None else [position for position in range(len(boxes)) if position & 2]
 
     def in_order(q: Any, k: Any, v: Any, k_cache: Any, v_cache: Any, *others: Any) -> tuple[Any, ...]:
+        others = (k_cache, v_cache, q, *others) if gathered else (q, *others)
         if len(boxes) == 4:
-            return k_cache, v_cache, k, v, q, *others
+            return k_cache, v_cache, k, v, *others
         tails = (k_cache if k_tail else None, v_cache if v_tail else None, k if k_tail else None, v if v_tail else None)
-        return k_cache, v_cache, k, v, *tails, q, *others
+        return k_cache, v_cache, k, v, *tails, *others
 
     def sized(batch: Batch) -> Run:
         own = attend

@@ -127,6 +127,8 @@ class PrefillPlan(Plan):
     9 times as large, 294, 320, 319, 330 and 418 us, with 2 296, 422, 420, 442 and 403); 0: to a running max.
     ``loading``: registers a thread of the warps that load and schedule, 56 or 72; over an 8-bit cache 24, or with 72 as
     many as there are, for converters too (decoding of 31 behind 8192 200 us for 204, 2048 behind 30720 1871 for 1812).
+    ``turns``: two consumers issue their products in turns. ``new_rows``: as many of new keys as one load brings at
+    least, where pages are smaller; no plan asks for either by itself.
     """
 
     block_m: int
@@ -139,6 +141,8 @@ class PrefillPlan(Plan):
     q_in_registers: int = 0
     capping: int = 3
     loading: int = 56
+    turns: bool = False
+    new_rows: int = 0
 
     def covers(self, problem: Problem) -> bool:
         """Whether its blocks are such that a kernel can take them, for this problem."""
@@ -157,6 +161,7 @@ class PrefillPlan(Plan):
             and self.num_stages >= 2
             and self.capping in (0, 1, 2, 3)
             and self.loading in (56, 72)
+            and self.new_rows in (0, 32, 64, 128)
             and 0 <= self.q_in_registers <= (1 if problem.head_dim > 192 else len(column_tiles(problem.head_dim)))
         )
 
@@ -175,14 +180,22 @@ def _blocks_of_keys(problem: Problem) -> tuple[int, ...]:
 
 def fits_hopper(problem: Problem) -> bool:
     """Whether sizes and dtypes are such that the kernel for sm_90 is written for them."""
-    # Shared memory is swizzled in groups of eight rows, of which no TMA box may have less.
-    if problem.bits != 16 or problem.page_size % 8:
+    if problem.bits != 16:
+        return False
+    if is_gathered(problem) and problem.cache_bits == 8:
         return False
     heads = (problem.head_dim, problem.head_dim_v)
     if problem.cache_bits == 8:
         # Larger heads leave no room for the tiles twice, of 8 bits and of 16.
         return all(size % 16 == 0 and size <= 128 for size in heads)
     return all(size % 8 == 0 for size in heads)
+
+
+def is_gathered(problem: Problem) -> bool:
+    """Whether the kernel for sm_90 gathers cached rows one by one: shared memory is swizzled in groups of eight rows,
+    of which no TMA box may have less.
+    """
+    return problem.page_size % 8 != 0
 
 
 def _is_mixed(problem: Problem) -> bool:
@@ -262,7 +275,8 @@ def plan_prefill(problem: Problem, limits: DeviceLimits, num_splits: int = 0) ->
     if num_splits:
         # How keys are cut depends on the rows of a tile: with as many in every batch, a sequence keeps its bits.
         problem = replace(problem, tokens=MOST_TOKENS, max_seqlen_q=MOST_TOKENS)
-    if limits.hopper and problem.tma and fits_hopper(problem):
+    # No plan asks for gathered rows by itself.
+    if limits.hopper and problem.tma and fits_hopper(problem) and not is_gathered(problem):
         plan = replace(_hopper(problem), programs=limits.cores)
         # Then nothing need be shared on the device, and nothing merged.
         splits = int(_has_whole_tiles(problem, limits.cores))

@@ -13,6 +13,8 @@ from kernel_reference.testing.gluon.pipeline import (
     Program,
     allocate,
     arrive,
+    arrive_behind_copies,
+    copy_elements,
     copy_from_shared,
     copy_to_shared,
     expect,
@@ -110,11 +112,15 @@ def languages() -> dict[str, ModuleType]:
         "fence_async_shared": linger, "mbarrier": barrier, "tma": copies, "warpgroup_mma": multiply,
         "warpgroup_mma_wait": wait_for_products,
     }  # fmt: skip
+    ampere = {
+        "async_copy": SimpleNamespace(async_copy_global_to_shared=copy_elements, mbarrier_arrive=arrive_behind_copies)
+    }
     jit = {"jit": _jit, "constexpr_function": lambda function: function}
     contents = {
         "triton": {**jit, "cdiv": LANGUAGE["cdiv"]}, "triton.language": LANGUAGE, "triton.experimental": {},
         "triton.experimental.gluon": jit, "triton.experimental.gluon.language": LANGUAGE,
         "triton.experimental.gluon.language.nvidia": {}, "triton.experimental.gluon.language.nvidia.hopper": hopper,
+        "triton.experimental.gluon.language.nvidia.ampere": ampere,
         "triton.experimental.gluon.nvidia": {},
         "triton.experimental.gluon.nvidia.hopper": {"TensorDescriptor": Descriptor},
     }  # fmt: skip

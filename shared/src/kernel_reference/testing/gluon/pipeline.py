@@ -31,11 +31,14 @@ class Stopped(Exception):
 
 
 class Partition:
-    """A thread that runs while it is its turn; products: its own that are in flight."""
+    """A thread that runs while it is its turn; products: its own that are in flight; copied_at: when its copies of
+    single elements will have arrived.
+    """
 
     def __init__(self, slow: bool = False) -> None:
         self.slow = slow
         self.products: list[Issued] = []
+        self.copied_at = 0.0
         self.turn = threading.Lock()
         self.turn.acquire()
 
@@ -223,6 +226,28 @@ def copy_to_shared(d: Descriptor, coordinates: Any, barrier: Barrier, stage: Sha
         arrive()
     else:
         program.at(program.now + random.random() * LATE_S, arrive)
+
+
+def copy_elements(stage: Shared, pointer: Any, mask: Any = True) -> None:
+    """Arrive late, as TMA's loads do; what is masked becomes zero."""
+    program = Program.current
+    elements = load(pointer, mask)
+
+    def arrive() -> None:
+        program.loads_in_flight -= 1
+        stage.store(elements)
+
+    when = program.now + random.random() * LATE_S
+    program.running.copied_at = max(program.running.copied_at, when)
+    program.loads_in_flight += 1
+    program.at(when, arrive)
+
+
+def arrive_behind_copies(barrier: Barrier, increment_count: bool = True) -> None:
+    """Once the partition's copies have arrived; an arrival more is waited for, where it counts itself."""
+    program = Program.current
+    barrier.pending += increment_count
+    program.at(max(program.now, program.running.copied_at), partial(barrier.take, 1, 0))
 
 
 def copy_from_shared(d: Descriptor, coordinates: Any, stage: Shared) -> None:

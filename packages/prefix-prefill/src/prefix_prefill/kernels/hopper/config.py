@@ -24,6 +24,7 @@ class Config(NamedTuple):
     V_TILES: tuple[int, ...]  # the same of DV
     PAGE: int
     BOX: int  # rows that one TMA load brings: a page or a part of one
+    NEW_BOX: int  # the same of new rows, which lie side by side
     BLOCK_N: int
     HEADS: int  # query heads in a tile
     HEAD_TILES: int  # tiles of the query heads of a kv head
@@ -41,6 +42,7 @@ class Config(NamedTuple):
     ALIBI: bool
     SOFTCAP: bool
     CAPPING: int  # of capped scores whose weights are relative to a constant: see capped.py
+    TURNS: bool  # two consumers issue their products in turns, so that the one's softmax runs beside the other's
     LOADING: int  # registers a thread of the warps that load and schedule beside two consumers
     DRAFT: bool  # new tokens see each other as a mask says
     HAS_LEFT: bool
@@ -54,6 +56,12 @@ class Config(NamedTuple):
 def width_of(tile, bits):
     """Columns of a tile that one TMA load brings: shared memory is swizzled over 128 bytes at most."""
     return min(tile, 1024 // bits)
+
+
+@gluon.constexpr_function
+def is_gathered(C):
+    """Whether cached keys come row by row: pages of which no TMA box has whole groups of eight rows."""
+    return C.PAGE % 8 != 0
 
 
 @gluon.constexpr_function
@@ -77,7 +85,8 @@ def column_of(tiles, i):
 
 class Strides(NamedTuple):
     """Of scales by kv head, and where there is one for each token by (page, token) too; of q and out by (token, head,
-    element); or in units of 8 and None, where elements lie side by side and rows at whole 16 bytes.
+    element); or in units of 8 and None, where elements lie side by side and rows at whole 16 bytes. Of caches that are
+    gathered by (page, token, head) in units of 8, else None.
     """
 
     k_scale: int
@@ -86,6 +95,8 @@ class Strides(NamedTuple):
     v_tokens: tuple[int, ...]
     q: tuple[int | None, ...]
     out: tuple[int | None, ...]
+    k_cache: tuple[int, ...] | None = None
+    v_cache: tuple[int, ...] | None = None
 
 
 class Pointers(NamedTuple):

@@ -15,8 +15,10 @@ from prefix_prefill.kernels.hopper.config import (
     Tokens,
     begin_with,
     has_light_consumers,
+    is_gathered,
 )
 from prefix_prefill.kernels.hopper.consumers import consume
+from prefix_prefill.kernels.hopper.gather import pool_of
 from prefix_prefill.kernels.hopper.items import schedule, table_of
 from prefix_prefill.kernels.hopper.memory import (
     Memory,
@@ -29,6 +31,7 @@ from prefix_prefill.kernels.hopper.memory import (
     meeting_barrier,
     query_tiles,
     scales_of_tokens,
+    turn_barriers,
 )
 from prefix_prefill.kernels.hopper.producers import convert_keys, convert_values, load_keys, load_values
 
@@ -70,13 +73,14 @@ def attend(
     keys and values as ones of [1, kv heads, rows, D]; in boxes of BOX rows and 128 bytes, or, where heads are narrower,
     the whole row. What heads have beyond a multiple of that comes by descriptors of narrower boxes, ``_tail``, or None.
 
-    ``p_rows`` are q, out and lse; ``p_batch`` block table, cu_seqlens_q, seqlens_k and draft_mask; ``p_per_head``
-    slopes and sinks; ``p_scales`` k_scale, v_scale and out_scale; ``numbers`` Scores and Numbers. An 8-bit cache is
-    scaled by numbers, or by tensors with one scale for all, for each kv head, or for each token and head.
+    ``p_rows`` are q, out and lse; ``p_batch`` block table, cu_seqlens_q, seqlens_k and draft_mask, and the caches where
+    they are gathered; ``p_per_head`` slopes and sinks; ``p_scales`` k_scale, v_scale and out_scale; ``numbers`` Scores
+    and Numbers. An 8-bit cache is scaled by numbers, or by tensors with one scale for all, for each kv head, or for
+    each token and head.
     """
     C: gl.constexpr = config._replace()
     p_q, p_out, p_lse = p_rows
-    p_table, p_cu, p_seqlens, p_draft = p_batch
+    p_table, p_cu, p_seqlens, p_draft = p_batch[:4]
     batch = Batch(p_cu, p_seqlens, rows, num_sequences, capacity, left, right)
     sizes = Sizes(rows, num_blocks, s_lse_head, s_lse_token, s_table, left, right)
     pointers = Pointers(p_q, p_per_head[0], p_per_head[1], p_scales, p_out, p_lse, p_parts, p_draft)
@@ -103,6 +107,9 @@ def attend(
     meeting = v.empty
     if C.CONSUMERS > 1:
         meeting = meeting_barrier(C)
+    turns = None
+    if C.TURNS:
+        turns = turn_barriers()
     if C.IS_FP8:
         # 8-bit tiles arrive in rings of their own, from which converters fill the 16-bit ones.
         k_fp8, v_fp8 = rings(d_k_cache.dtype, d_v_cache.dtype, 1, C)
@@ -110,9 +117,12 @@ def attend(
     if C.K_TOKENS or C.V_TOKENS:
         scales = scales_of_tokens(C)
     tokens = Tokens(p_scales[0], p_scales[1], numbers.strides, p_table, sizes, scales)
+    if is_gathered(C):
+        d_k_cached = pool_of(p_batch[4], numbers.strides.k_cache, k, C.K_TILES, C)
+        d_v_cached = pool_of(p_batch[5], numbers.strides.v_cache, v, C.V_TILES, C)
     fence_async_shared()
 
-    memory = Memory(q_tiles, out_tiles, as_strips(v.boxes, C.V_TILES, C), positions, meeting, scales)
+    memory = Memory(q_tiles, out_tiles, as_strips(v.boxes, C.V_TILES, C), positions, meeting, turns, scales)
     second = rows * 0 + (C.GROUPS - 1)
     # The roles must stand literally in each call. Registers a thread: an SM has 65536, and a warp that only issues
     # loads needs few.

@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from prefix_prefill.kernels.hopper.config import ROWS, STRIP, width_of
+from prefix_prefill.kernels.hopper.config import ROWS, STRIP, is_gathered, width_of
 
 
 class Ring(NamedTuple):
@@ -37,8 +37,8 @@ class Scales(NamedTuple):
 
 class Memory(NamedTuple):
     """What consumers have beside the rings: tiles of queries and, in the same bytes or not at all, of outputs; strips
-    of 16 rows of the values, positions of rows and halves of their masks of drafts, and a barrier at which consumers
-    meet.
+    of 16 rows of the values, positions of rows and halves of their masks of drafts, a barrier at which consumers meet,
+    and, where they take turns, one for each.
     """
 
     q: object
@@ -46,6 +46,7 @@ class Memory(NamedTuple):
     v_strips: object
     positions: object
     meeting: object
+    turns: object
     scales: object
 
 
@@ -53,6 +54,9 @@ class Memory(NamedTuple):
 def wait_full(ring, i, C):
     """Until tile i has arrived."""
     mbarrier.wait(ring.full.index(i % C.STAGES), i // C.STAGES & 1)
+    if is_gathered(C):
+        # What lanes copied, WGMMA reads by another proxy.
+        fence_async_shared()
 
 
 @gluon.jit
@@ -80,10 +84,10 @@ def tile_layout(tile, bits, rank=2):
 
 
 @gluon.constexpr_function
-def boxes_in(tile, bits, C):
-    """The shape of all stages of a tile as boxes of BOX rows, one side of WGMMA's tiles after the other."""
+def boxes_in(tile, bits, box, C):
+    """The shape of all stages of a tile as boxes of so many rows, one side of WGMMA's tiles after the other."""
     width = width_of(tile, bits)
-    return [C.STAGES * (tile // width) * (C.BLOCK_N // C.BOX), 1, 1, C.BOX, width]
+    return [C.STAGES * (tile // width) * (C.BLOCK_N // box), 1, 1, box, width]
 
 
 @gluon.constexpr_function
@@ -99,9 +103,25 @@ def boxes_of(dtype: gl.constexpr, TILES: gl.constexpr, C):
     BITS: gl.constexpr = dtype.primitive_bitwidth
     boxes = ()
     for t in gl.static_range(len(TILES)):
-        memory = gl.allocate_shared_memory(dtype, boxes_in(TILES[t], BITS, C), tile_layout(TILES[t], BITS, 4))
+        memory = gl.allocate_shared_memory(dtype, boxes_in(TILES[t], BITS, C.BOX, C), tile_layout(TILES[t], BITS, 4))
         boxes = boxes + (memory,)
     return boxes
+
+
+@gluon.jit
+def with_new_boxes(ring, TILES: gl.constexpr, C):
+    """A ring of 16 bits as TMA fills it with new rows."""
+    dtype: gl.constexpr = ring.boxes[0].dtype
+    boxes = ()
+    for t in gl.static_range(len(TILES)):
+        boxes = boxes + (as_new_boxes(ring.boxes[t], dtype, TILES[t], C),)
+    return Ring(boxes, ring.tiles, ring.full, ring.empty)
+
+
+@gluon.jit
+def as_new_boxes(boxes, dtype: gl.constexpr, TILE: gl.constexpr, C):
+    """All stages of a tile as boxes of new rows."""
+    return boxes._reinterpret(dtype, boxes_in(TILE, 16, C.NEW_BOX, C), tile_layout(TILE, 16, 4))
 
 
 @gluon.jit
@@ -152,6 +172,32 @@ def scales_of_tokens(C):
     v = gl.allocate_shared_memory(gl.float32, [C.STAGES + 1, C.BLOCK_N], layout)
     units = gl.allocate_shared_memory(gl.float32, [C.STAGES + 1, 1], layout)
     return Scales(k, v, units)
+
+
+@gluon.jit
+def turn_barriers():
+    """Of two consumers: what each waits for, and the other arrives at."""
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(turns.index(0), count=1)
+    mbarrier.init(turns.index(1), count=1)
+    return turns
+
+
+@gluon.jit
+def take_turn(turns, FIRST: gl.constexpr, i, C):
+    """Until it is a consumer's turn to issue what comes with tile i, of all tiles; the first consumer's comes first."""
+    if C.TURNS:
+        if FIRST:
+            mbarrier.wait(turns.index(0), i & 1 ^ 1)
+        else:
+            mbarrier.wait(turns.index(1), i & 1)
+
+
+@gluon.jit
+def give_turn(turns, FIRST: gl.constexpr, C):
+    """The other consumer's turn."""
+    if C.TURNS:
+        mbarrier.arrive(turns.index(1 if FIRST else 0))
 
 
 @gluon.jit

@@ -8,9 +8,17 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from prefix_prefill.kernels.hopper.config import STRIP, Source, column_of, has_light_consumers, width_of
+from prefix_prefill.kernels.hopper.config import (
+    STRIP,
+    Source,
+    column_of,
+    has_light_consumers,
+    is_gathered,
+    width_of,
+)
+from prefix_prefill.kernels.hopper.gather import gather_cached
 from prefix_prefill.kernels.hopper.items import done, has_item, loop_of, tile_of
-from prefix_prefill.kernels.hopper.memory import release, wait_empty
+from prefix_prefill.kernels.hopper.memory import release, wait_empty, with_new_boxes
 from prefix_prefill.kernels.hopper.softmax import unit_of
 
 # Of each converter, keys and values.
@@ -85,9 +93,10 @@ def issue_loads_of_tile(d, ring, stage, box, at, TILES: gl.constexpr, T: gl.cons
     WIDTH: gl.constexpr = width_of(TILES[T], BITS)
     COUNT: gl.constexpr = TILES[T] // WIDTH
     BEGIN: gl.constexpr = column_of(TILES, T)
+    BOXES: gl.constexpr = C.BLOCK_N // ring.boxes[T].shape[3]
     i_outer, i_head, row = at
     for i_c in gl.static_range(COUNT):
-        to = ring.boxes[T].index((stage * COUNT + i_c) * (C.BLOCK_N // C.BOX) + box)
+        to = ring.boxes[T].index((stage * COUNT + i_c) * BOXES + box)
         at_column = [i_outer, i_head, row, BEGIN + i_c * WIDTH]
         if WIDTH == width_of(TILES[0], BITS):
             tma.async_copy_global_to_shared(d[0], at_column, ring.full.index(stage), to)
@@ -121,37 +130,37 @@ def load_cached(d_cache, ring, before, count, source, loop, TILES: gl.constexpr,
 @gluon.jit
 def load_new(d_new, ring, before, count, source, loop, TILES: gl.constexpr, C):
     """Load the tiles of new keys, or of values, that come after ``count`` tiles of cached ones."""
-    BOXES: gl.constexpr = C.BLOCK_N // C.BOX
+    into = with_new_boxes(ring, TILES, C)
     for i in range(count, loop.count):
         stage = (before + i) % C.STAGES
         wait_empty(ring, before + i, C)
         mbarrier.expect(ring.full.index(stage), C.BLOCK_N * column_of(TILES, len(TILES)) * 2)
         first_key = key_of_tile(i, loop, C)
-        for box in range(BOXES):
-            key = first_key + box * C.BOX
-            row = gl.where((key < loop.high) & (key + C.BOX > loop.low), source.new_row + key, source.rows)
-            issue_loads(d_new, ring, stage, box, (0, source.i_kv, row), TILES, C)
+        for box in range(C.BLOCK_N // C.NEW_BOX):
+            key = first_key + box * C.NEW_BOX
+            row = gl.where((key < loop.high) & (key + C.NEW_BOX > loop.low), source.new_row + key, source.rows)
+            issue_loads(d_new, into, stage, box, (0, source.i_kv, row), TILES, C)
 
 
 @gluon.jit
 def load_keys(d_cache, d_new, p_table, cached, ring, table, sizes, batch, C):
     """Load the keys of all items."""
-    load(d_cache, d_new, p_table, cached, ring, table, sizes, batch, C.K_TILES, C)
+    load(d_cache, d_new, p_table, cached, ring, table, sizes, batch, C.K_TILES, C.D, C)
 
 
 @gluon.jit
 def load_values(d_cache, d_new, p_table, cached, ring, table, sizes, batch, C):
     """Load the values of all items."""
-    load(d_cache, d_new, p_table, cached, ring, table, sizes, batch, C.V_TILES, C)
+    load(d_cache, d_new, p_table, cached, ring, table, sizes, batch, C.V_TILES, C.DV, C)
 
 
 @gluon.jit
-def load(d_cache, d_new, p_table, cached, ring, table, sizes, batch, TILES: gl.constexpr, C):
-    """Load the keys, or the values, of all items, each descriptor a pair: see ``issue_loads``.
+def load(d_cache, d_new, p_table, cached, ring, table, sizes, batch, TILES: gl.constexpr, SIZE: gl.constexpr, C):
+    """Load the keys, or the values, of all items, each descriptor a pair: see ``issue_loads``; or from a Pool.
 
     Cached ones go to the ring ``cached``, which for a 16-bit cache is ``ring``; new ones to ``ring``.
     """
-    ELEMENT_BYTES: gl.constexpr = d_cache[0].dtype.primitive_bitwidth // 8
+    ELEMENT_BYTES: gl.constexpr = 2 if is_gathered(C) else d_cache[0].dtype.primitive_bitwidth // 8
     before = batch.num_sequences * 0
     before_cached = before
     i_item = before
@@ -165,7 +174,10 @@ def load(d_cache, d_new, p_table, cached, ring, table, sizes, batch, TILES: gl.c
         source = Source(p_row, sizes.num_blocks, tile.i_kv, sizes.rows, tile.begin - tile.context)
         tiles = cached_tiles(loop, C)
         at = before_cached if ELEMENT_BYTES == 1 else before
-        load_cached(d_cache, cached, at, tiles, source, loop, TILES, C)
+        if is_gathered(C):
+            gather_cached(d_cache, cached, at, tiles, source, loop, TILES, SIZE, C)
+        else:
+            load_cached(d_cache, cached, at, tiles, source, loop, TILES, C)
         before_cached += tiles
         if C.NEW_KV:
             if ELEMENT_BYTES == 1:

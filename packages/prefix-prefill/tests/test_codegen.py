@@ -36,6 +36,8 @@ pytestmark = pytest.mark.codegen
 # As launch.device_limits reads them: SMs, shared memory of a program.
 FOR_SM_90 = "for sm_90, "
 WITHOUT_TMA = "without TMA on sm_90, "
+# By the same kernel, rows gathered one by one.
+GATHERED = "gathered"
 LIMITS = {
     "sm_80": DeviceLimits(108, 166912),
     "sm_90": DeviceLimits(132, 232448, hopper=True),
@@ -173,13 +175,15 @@ def specs(target: str) -> Iterator[KernelSpec]:
         return
 
     # What TMA does not load.
-    yield from prefill(f"{WITHOUT_TMA}pages of 1", LLAMA, limits, page=1, lse=True)
-    yield from prefill(f"{WITHOUT_TMA}pages of 1, decoding", LLAMA, limits, page=1, rows=64, longest=1)
+    yield from prefill(f"{WITHOUT_TMA}x-packed", LLAMA, limits, page_layout="x-packed", lse=True)
+    yield from prefill(f"{WITHOUT_TMA}x-packed, decoding", LLAMA, limits, page_layout="x-packed", rows=64, longest=1)
 
     def hopper(name: str, model: SoftmaxAttention, **options: Any) -> Iterator[KernelSpec]:
         yield from prefill(f"{FOR_SM_90}{name}", model, limits, **options)
 
     yield from hopper("128", LLAMA, new_kv=True, page=64)
+    yield from hopper(f"128, {GATHERED}", LLAMA, page=1, splits=None)
+    yield from hopper(f"80, new keys, {GATHERED}", NARROW, page=12, rows=64, longest=1, new_kv=True)
     yield from hopper("64, new keys, a window, sinks, lse", GPT_OSS, new_kv=True, lse=True, out_dtype=E4M3)
     yield from hopper("64 rows, split", LLAMA, rows=64, longest=1, splits=4)
     yield from hopper("96 in float16, capped", replace(LLAMA, head_dim=96), dtype=FP16, page=544, softcap=30.0)
@@ -257,9 +261,11 @@ def test_every_consumer_on_sm_90_moves_rows_by_16_bytes(reports: list[Report]) -
 
 def test_the_kernel_for_sm_90_loads_by_tma_and_multiplies_by_wgmma(reports) -> None:
     hopper = [report for report in reports if report.spec.startswith(FOR_SM_90)]
-    assert len(hopper) == 20
+    assert len(hopper) == 22
     for report in hopper:
-        assert report.uses("UTMALDG"), report.spec
+        assert report.uses("UTMALDG") == (report.spec != f"{FOR_SM_90}128, {GATHERED}"), report.spec
+        # 16 bytes a lane, which the stage's barrier counts.
+        assert report.uses("LDGSTS.E.BYPASS.128") == report.uses("ARRIVES.LDGSTSBAR") == (GATHERED in report.spec)
         assert report.uses_tensor_cores, report.spec
         assert report.shared <= LIMITS["sm_90"].shared_memory, report.spec
 

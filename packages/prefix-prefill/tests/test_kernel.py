@@ -512,8 +512,8 @@ def test_only_what_tma_can_address_goes_to_the_kernel_for_hopper(tensors, monkey
     ("options", "on_hopper"),
     [
         ({}, True), ({"dtype": FP16}, True), ({"dtype": FP32}, False), ({"head_dim": 80}, True),
-        ({"head_dim": 84}, False), ({"head_dim": 256, "page": 544}, True), ({"page": 8}, True), ({"page": 12}, False),
-        ({"page": 1}, False),
+        ({"head_dim": 84}, False), ({"head_dim": 256, "page": 544}, True), ({"page": 8}, True), ({"page": 12}, True),
+        ({"page": 1}, True), ({"page": 4, "cache_dtype": E4M3, "k_scale": 1.0, "v_scale": 1.0}, False),
         ({"page_layout": "HND"}, True), ({"page_layout": "x-packed"}, False), ({"cached": True}, True),
         ({"fused": True}, True),
         ({"cache_dtype": E4M3, "k_scale": "heads", "v_scale": 1.0}, True), ({"k_scale": "tensor"}, False),

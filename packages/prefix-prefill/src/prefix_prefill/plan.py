@@ -275,8 +275,7 @@ def plan_prefill(problem: Problem, limits: DeviceLimits, num_splits: int = 0) ->
     if num_splits:
         # How keys are cut depends on the rows of a tile: with as many in every batch, a sequence keeps its bits.
         problem = replace(problem, tokens=MOST_TOKENS, max_seqlen_q=MOST_TOKENS)
-    # No plan asks for gathered rows by itself.
-    if limits.hopper and problem.tma and fits_hopper(problem) and not is_gathered(problem):
+    if limits.hopper and problem.tma and fits_hopper(problem):
         plan = replace(_hopper(problem), programs=limits.cores)
         # Then nothing need be shared on the device, and nothing merged.
         splits = int(_has_whole_tiles(problem, limits.cores))

@@ -156,7 +156,9 @@ class PrefillPlan(Plan):
     and 8. ``bf16x6``: a product of
     float32 is six of bfloat16 parts on tensor cores; otherwise FMAs, or what matrix instructions of float32 there are.
     ``dependent_launch``: by the kernel for sm_90, segments' launches start before those ahead of them have ended.
-    ``chained``: by the kernel for sm_90, there is one launch, in which segments pass their states on.
+    ``chained``: by the kernel for sm_90, there is one launch, in which segments pass their states on. Measured on an
+    H100, 64 heads of 64, 16384 tokens: 282 us, in chains of 1024 tokens 264, of 256 234; but of 16 x 500 tokens 98 and
+    124, and of 8 heads of 128, 32768 tokens, 152 and, of 2048, 162.
     """
 
     chunk: int

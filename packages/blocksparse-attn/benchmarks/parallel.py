@@ -21,7 +21,6 @@ from torch import distributed
 from blocksparse_attn import BlockLayout, blocksparse_attention, selected_attention
 from blocksparse_attn.cuts import cut_rows
 from blocksparse_attn.parallel import RowCut, blocksparse_attention_cp, selected_attention_cp
-from blocksparse_attn.sharing import ops as sharing
 from kernel_reference.bench.ranks import ONE, Call, RanksCase, main
 from kernel_reference.models import PHI3_SMALL
 from kernel_reference.sharding import Interleave
@@ -116,23 +115,11 @@ def make_decode(shape: Shape, device: torch.device, rank: int, world: int) -> Ma
         ),
     }  # fmt: skip
     if device.type == "cuda":
-        for exchange in ("all_to_all", "symmetric"):
-            run = partial(selected_attention_cp, own_q, k_cache, v_cache, batch.indices, exchange=exchange, **shared)
-            if exchange == "symmetric":
-                calls["interleaved, symmetric"] = Call(run, lambda out: out[:, own], sends=sends)
-            calls[f"interleaved, {exchange}, by kernels"] = Call(
-                partial(by_kernels, run), lambda out: out[:, own], sends=sends
-            )
+        calls["interleaved, symmetric"] = Call(
+            partial(selected_attention_cp, own_q, k_cache, v_cache, batch.indices, exchange="symmetric", **shared),
+            lambda out: out[:, own], sends=sends,
+        )  # fmt: skip
     return calls
-
-
-def by_kernels(run: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """With what surrounds the attention by kernels of ours."""
-    sharing.BY_KERNELS = True
-    try:
-        return run()
-    finally:
-        sharing.BY_KERNELS = False
 
 
 def prefill_case(tokens: int, dry: bool = False, *, graph: bool = False) -> RanksCase:

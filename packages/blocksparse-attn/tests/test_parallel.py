@@ -11,7 +11,6 @@ import torch
 
 from blocksparse_attn import AttentionResult, selected_attention
 from blocksparse_attn.parallel import selected_attention_cp
-from blocksparse_attn.sharing import ops as sharing
 from blocksparse_attn.sharing.reference import own_blocks
 from kernel_reference.paging import cumulative, paged_cache
 from kernel_reference.sharding import Interleave, ZigZag, shard
@@ -175,19 +174,17 @@ def _on_gpus(rank: int) -> None:
     cache = [x.cuda() for x in held(case, Interleave(2, rank, 32), 32)]
     own = slice(rank * HEADS // 2, (rank + 1) * HEADS // 2)
     options = case.options | {"sinks": case.options["sinks"][own].cuda()}
-    for by_kernels in (False, True):
-        sharing.BY_KERNELS = by_kernels
-        for exchange in ("all_to_all", "reduce_scatter", "symmetric"):
-            decode = partial(
-                selected_attention_cp, case.q[:, own].cuda(), *cache[:2], case.indices.cuda(), block_table=cache[2],
-                layout=Interleave(2, rank, 32), group=None, exchange=exchange, return_lse=True,
-                **{name: x.cuda() for name, x in case.lengths.items()}, **options,
-            )  # fmt: skip
-            decode()
-            check_no_host_sync(decode)
-            got = decode()
-            torch.testing.assert_close(got.out.cpu(), case.whole.out[:, own], rtol=2e-2, atol=2e-2)
-            torch.testing.assert_close(got.lse.cpu(), case.whole.lse[own], rtol=1e-4, atol=1e-3)
+    for exchange in ("all_to_all", "reduce_scatter", "symmetric"):
+        decode = partial(
+            selected_attention_cp, case.q[:, own].cuda(), *cache[:2], case.indices.cuda(), block_table=cache[2],
+            layout=Interleave(2, rank, 32), group=None, exchange=exchange, return_lse=True,
+            **{name: x.cuda() for name, x in case.lengths.items()}, **options,
+        )  # fmt: skip
+        decode()
+        check_no_host_sync(decode)
+        got = decode()
+        torch.testing.assert_close(got.out.cpu(), case.whole.out[:, own], rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(got.lse.cpu(), case.whole.lse[own], rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.gpu

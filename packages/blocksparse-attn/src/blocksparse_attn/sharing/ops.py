@@ -12,9 +12,6 @@ from kernel_reference.sharding import Interleave
 
 Tensor = torch.Tensor
 
-# No GPU has run the kernels yet.
-BY_KERNELS = False
-
 _library = torch.library.Library("blocksparse_attn", "FRAGMENT")
 for _schema in (
     "own_lists(Tensor indices, Tensor table, Tensor cu_seqlens_q, Tensor seqlens_k, Tensor(a!) own,"
@@ -76,19 +73,19 @@ def merge_parts(parts: Tensor, sinks: Tensor | None, inside: Tensor) -> tuple[Te
 
 
 def _prepare_own(given: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
-    if not BY_KERNELS or not given[1].shape[1]:
-        return lambda *nine: reference.own_lists(*nine, *numbers[:5])
-    return launch_module("blocksparse_attn.sharing").prepare_own_lists(given, numbers[:5])
+    if not given[1].shape[1]:
+        return lambda *nine: reference.own_lists(*nine, *numbers)
+    return launch_module("blocksparse_attn.sharing").prepare_own_lists(given, numbers)
 
 
 def _prepare_pack(given: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
-    if not BY_KERNELS or not _fits(given[0]):
+    if not _fits(given[0]):
         return reference.pack_parts
     return launch_module("blocksparse_attn.sharing").prepare_pack_parts(given)
 
 
 def _prepare_merge(given: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
-    if not BY_KERNELS or not _fits(given[3]):
+    if not _fits(given[3]):
         return reference.merge_parts
     return launch_module("blocksparse_attn.sharing").prepare_merge_parts(given)
 
@@ -99,15 +96,15 @@ def _fits(out: Tensor) -> bool:
 
 
 def _own_kernel(*given: Any) -> None:
-    launches.find(_prepare_own, given[:9], (*given[9:], BY_KERNELS))(*given[:9])
+    launches.find(_prepare_own, given[:9], given[9:])(*given[:9])
 
 
 def _pack_kernel(*given: Any) -> None:
-    launches.find(_prepare_pack, given, (BY_KERNELS,))(*given)
+    launches.find(_prepare_pack, given, ())(*given)
 
 
 def _merge_kernel(*given: Any) -> None:
-    launches.find(_prepare_merge, given, (BY_KERNELS,))(*given)
+    launches.find(_prepare_merge, given, ())(*given)
 
 
 def _fake(*given: Any) -> None:

@@ -171,8 +171,7 @@ def test_parts_are_read_from_the_memory_of_peers(world: int) -> None:
 
 
 def _to_peers(rank: int, world: int, buffers: torch.Tensor) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collectives, "_workspace", lambda *_: _Memory(rank, buffers))
+    with peers_of_one_machine(buffers):
         x = torch.arange(world * 6).view(world, 2, 3) + 100 * rank
         wanted = torch.stack([torch.arange(6).view(2, 3) + 6 * rank + 100 * source for source in range(world)])
         assert torch.equal(collectives.symmetric_all_to_all(x, None), wanted)

@@ -316,7 +316,6 @@ def _hopper(first: Batch, plan: PrefillPlan, forms: PrefillTensors, device: torc
         ALIBI=problem.alibi,
         SOFTCAP=problem.softcap > 0,
         CAPPING=plan.capping * _is_weighed_by_a_constant(problem, forms),
-        TURNS=bool(plan.turns and plan.block_m == 128),
         LOADING=plan.loading,
         DRAFT=problem.draft,
         HAS_LEFT=problem.left >= 0,

@@ -42,7 +42,6 @@ class Config(NamedTuple):
     ALIBI: bool
     SOFTCAP: bool
     CAPPING: int  # of capped scores whose weights are relative to a constant: see capped.py
-    TURNS: bool  # two consumers issue their products in turns, so that the one's softmax runs beside the other's
     LOADING: int  # registers a thread of the warps that load and schedule beside two consumers
     DRAFT: bool  # new tokens see each other as a mask says
     HAS_LEFT: bool

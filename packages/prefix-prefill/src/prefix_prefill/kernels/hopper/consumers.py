@@ -25,7 +25,7 @@ from prefix_prefill.kernels.hopper.config import ROWS, STRIP, column_of, own_til
 from prefix_prefill.kernels.hopper.drafts import store_masks
 from prefix_prefill.kernels.hopper.epilogue import finish
 from prefix_prefill.kernels.hopper.items import done, has_item, loop_of, tile_of
-from prefix_prefill.kernels.hopper.memory import give_turn, release, take_turn, wait_full
+from prefix_prefill.kernels.hopper.memory import release, wait_full
 from prefix_prefill.kernels.hopper.producers import cached_tiles, end_of_tile, key_of_tile
 from prefix_prefill.kernels.hopper.rows import afresh, pointers_to, row_layout, rows_of, scale_all, scale_rows, scaled
 from prefix_prefill.kernels.hopper.softmax import (
@@ -104,22 +104,6 @@ def zero_masked_values(memory, stage, i_group, from_row, to_row, meetings, V, C)
 
 
 @gluon.jit
-def await_values(v, memory, i, at, i_group, loop, V, C):
-    """Until the values of tile i are there, those that no row sees as zeros. Returns how often consumers have met."""
-    before, meetings = at
-    wait_full(v, before + i, C)
-    key = key_of_tile(i, loop, C)
-    from_row = loop.low - key
-    to_row = end_of_tile(i, loop, C) - key
-    if (from_row > 0) | (to_row < C.BLOCK_N):
-        from_row = gl.maximum(from_row, 0)
-        to_row = gl.minimum(to_row, C.BLOCK_N)
-        stage = (before + i) % C.STAGES
-        meetings = zero_masked_values(memory, stage, i_group, from_row, to_row, meetings, V, C)
-    return meetings
-
-
-@gluon.jit
 def issue_pv(weights, accs, v, memory, v_scale, i, at, i_group, loop, V, C):
     """Issue acc += weights v of tile i, in the ring at ``before + i``; before the first new values, scale what the
     cached ones gave. Returns also how often consumers have met.
@@ -128,9 +112,15 @@ def issue_pv(weights, accs, v, memory, v_scale, i, at, i_group, loop, V, C):
     if C.IS_FP8 and C.NEW_KV and not C.V_TOKENS:
         if i == loop.first_new:
             accs = scale_all(accs, v_scale, V)
-    if not C.TURNS:
-        meetings = await_values(v, memory, i, at, i_group, loop, V, C)
+    wait_full(v, before + i, C)
     stage = (before + i) % C.STAGES
+    key = key_of_tile(i, loop, C)
+    from_row = loop.low - key
+    to_row = end_of_tile(i, loop, C) - key
+    if (from_row > 0) | (to_row < C.BLOCK_N):
+        from_row = gl.maximum(from_row, 0)
+        to_row = gl.minimum(to_row, C.BLOCK_N)
+        meetings = zero_masked_values(memory, stage, i_group, from_row, to_row, meetings, V, C)
     issued = ()
     for t in gl.static_range(len(V.OWN)):
         b_p = gl.convert_layout(weights, gl.DotOperandLayout(0, acc_layout(C.V_TILES[V.OWN[t]]), 2))
@@ -252,7 +242,6 @@ def consume(pointers, memory, k, v, i_group, FIRST: gl.constexpr, table, scores,
     V: gl.constexpr = Variant(
         SIGNED=C.IS_FP8 and C.NEW_KV, RESCALED=dtype != pointers.q.dtype.element_ty, dtype=dtype,
         L_S=acc_layout(C.BLOCK_N), OWN=own_tiles(C.V_TILES, FIRST, C), OWN_Q=own_tiles(C.K_TILES, FIRST, C),
-        FIRST=FIRST,
     )  # fmt: skip
     there = has_item(table, i_item, 4)
     while there:
@@ -340,9 +329,7 @@ def attend_tile(pointers, memory, k, v, i_group, table, i_item, at, numbers, siz
     q = queries(memory, i_group, C)
     if count > 0:
         # Prologue: the scores of the first tile.
-        take_turn(memory.turns, V.FIRST, before, C)
         qk = issue_qk(q, k, before, b_zero, C)
-        give_turn(memory.turns, V.FIRST, C)
         b_s = warpgroup_mma_wait(0, deps=[qk])
         release(k, before, C)
         unit, factor, ratio = larger_unit(memory.scales, before, cached > 0, unit, C)
@@ -352,13 +339,8 @@ def attend_tile(pointers, memory, k, v, i_group, table, i_item, at, numbers, siz
         )
         for i in range(1, count):
             # Both products are in flight; the softmax of tile i overlaps with the second.
-            if C.TURNS:
-                # Consumers meet there: before the one has a turn that the other waits for.
-                meetings = await_values(v, memory, i - 1, (before, meetings), i_group, loop, V, C)
-            take_turn(memory.turns, V.FIRST, before + i, C)
             qk = issue_qk(q, k, before + i, b_zero, C)
             pv, meetings = issue_pv(weights, accs, v, memory, v_scale, i - 1, (before, meetings), i_group, loop, V, C)
-            give_turn(memory.turns, V.FIRST, C)
             b_s = warpgroup_mma_wait(len(V.OWN), deps=[qk])
             release(k, before + i, C)
             unit, factor, ratio = larger_unit(memory.scales, before + i, i < cached, unit, C)
@@ -372,8 +354,6 @@ def attend_tile(pointers, memory, k, v, i_group, table, i_item, at, numbers, siz
             release(v, before + i - 1, C)
             if not C.CAPPING:
                 accs = scale_rows(accs, rescale, V, C)
-        if C.TURNS:
-            meetings = await_values(v, memory, count - 1, (before, meetings), i_group, loop, V, C)
         pv, meetings = issue_pv(weights, accs, v, memory, v_scale, count - 1, (before, meetings), i_group, loop, V, C)
         accs = wait_for_pv(pv, V)
         release(v, before + count - 1, C)

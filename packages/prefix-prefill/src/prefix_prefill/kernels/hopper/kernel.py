@@ -31,7 +31,6 @@ from prefix_prefill.kernels.hopper.memory import (
     meeting_barrier,
     query_tiles,
     scales_of_tokens,
-    turn_barriers,
 )
 from prefix_prefill.kernels.hopper.producers import convert_keys, convert_values, load_keys, load_values
 
@@ -107,9 +106,6 @@ def attend(
     meeting = v.empty
     if C.CONSUMERS > 1:
         meeting = meeting_barrier(C)
-    turns = None
-    if C.TURNS:
-        turns = turn_barriers()
     if C.IS_FP8:
         # 8-bit tiles arrive in rings of their own, from which converters fill the 16-bit ones.
         k_fp8, v_fp8 = rings(d_k_cache.dtype, d_v_cache.dtype, 1, C)
@@ -122,7 +118,7 @@ def attend(
         d_v_cached = pool_of(p_batch[5], numbers.strides.v_cache, v, C.V_TILES, C)
     fence_async_shared()
 
-    memory = Memory(q_tiles, out_tiles, as_strips(v.boxes, C.V_TILES, C), positions, meeting, turns, scales)
+    memory = Memory(q_tiles, out_tiles, as_strips(v.boxes, C.V_TILES, C), positions, meeting, scales)
     second = rows * 0 + (C.GROUPS - 1)
     # The roles must stand literally in each call. Registers a thread: an SM has 65536, and a warp that only issues
     # loads needs few.

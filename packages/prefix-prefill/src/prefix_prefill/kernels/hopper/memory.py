@@ -37,8 +37,8 @@ class Scales(NamedTuple):
 
 class Memory(NamedTuple):
     """What consumers have beside the rings: tiles of queries and, in the same bytes or not at all, of outputs; strips
-    of 16 rows of the values, positions of rows and halves of their masks of drafts, a barrier at which consumers meet,
-    and, where they take turns, one for each.
+    of 16 rows of the values, positions of rows and halves of their masks of drafts, and a barrier at which consumers
+    meet.
     """
 
     q: object
@@ -46,7 +46,6 @@ class Memory(NamedTuple):
     v_strips: object
     positions: object
     meeting: object
-    turns: object
     scales: object
 
 
@@ -172,32 +171,6 @@ def scales_of_tokens(C):
     v = gl.allocate_shared_memory(gl.float32, [C.STAGES + 1, C.BLOCK_N], layout)
     units = gl.allocate_shared_memory(gl.float32, [C.STAGES + 1, 1], layout)
     return Scales(k, v, units)
-
-
-@gluon.jit
-def turn_barriers():
-    """Of two consumers: what each waits for, and the other arrives at."""
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(turns.index(0), count=1)
-    mbarrier.init(turns.index(1), count=1)
-    return turns
-
-
-@gluon.jit
-def take_turn(turns, FIRST: gl.constexpr, i, C):
-    """Until it is a consumer's turn to issue what comes with tile i, of all tiles; the first consumer's comes first."""
-    if C.TURNS:
-        if FIRST:
-            mbarrier.wait(turns.index(0), i & 1 ^ 1)
-        else:
-            mbarrier.wait(turns.index(1), i & 1)
-
-
-@gluon.jit
-def give_turn(turns, FIRST: gl.constexpr, C):
-    """The other consumer's turn."""
-    if C.TURNS:
-        mbarrier.arrive(turns.index(1 if FIRST else 0))
 
 
 @gluon.jit

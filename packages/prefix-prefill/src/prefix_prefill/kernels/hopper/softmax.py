@@ -66,7 +66,7 @@ class Variant(NamedTuple):
 
     SIGNED: the scale of scores may be negative. RESCALED: there is one for each row, and weights and row sums are
     2^HEADROOM times as large. dtype: of WGMMA's operands. L_S: the layout of scores. OWN: the tiles of a head's values
-    that this consumer accumulates. OWN_Q: those of queries that it loads. FIRST: whether it is the first consumer.
+    that this consumer accumulates. OWN_Q: those of queries that it loads.
     """
 
     SIGNED: object
@@ -75,7 +75,6 @@ class Variant(NamedTuple):
     L_S: object
     OWN: object
     OWN_Q: object
-    FIRST: object
 
 
 class TileScales(NamedTuple):

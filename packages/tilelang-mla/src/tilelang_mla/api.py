@@ -137,11 +137,11 @@ def flash_mla_varlen_func(
     Returns:
         out, contiguous if new; with return_lse AttentionResult(out, lse), lse [H, Tq] in float32. A query that sees no
         key gives 0 and -inf. NaN in what no query of a sequence sees changes nothing; in what some query sees it may
-        contaminate neighbouring rows. Differentiable in q, k and v, on a CPU until a GPU has run those kernels;
-        gradients are the same bits at every call.
+        contaminate neighbouring rows. Differentiable in q, k and v, on a GPU where dqk + dv is at most 320; gradients
+        are the same bits at every call.
 
     Raises:
-        TypeError, ValueError: an argument is not as said above, requires a gradient on a GPU or beside ``out``, carries
+        TypeError, ValueError: an argument is not as said above, requires a gradient beside ``out``, carries
             a tangent (jvp) or is batched by torch.vmap; nothing has been written. What only device memory tells is
             checked on a CPU, and on a GPU inside ``kernel_reference.checks.validate_values``. Else bounds of queries
             are clamped to the rows there are, and a sequence of impossible bounds of keys gives 0 and -inf.

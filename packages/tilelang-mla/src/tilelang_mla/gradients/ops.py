@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from kernel_reference.checks import fail
 from kernel_reference.dispatch import PreparedLaunches, allocator, implement, launch_module
 from kernel_reference.transforms import are_active
 from tilelang_mla import ops
@@ -25,6 +26,7 @@ from tilelang_mla.gradients.arguments import (
     new_gradients,
     new_results,
 )
+from tilelang_mla.gradients.plan import MOST_COLUMNS
 
 Tensor = torch.Tensor
 
@@ -50,8 +52,7 @@ def are_wanted(*tensors: Any) -> bool:
     """Whether autograd, and no transform of torch.func, is to follow a call with these."""
     if not torch.is_grad_enabled() or are_active():
         return False
-    # No GPU has run the kernels yet.
-    return any([isinstance(x, Tensor) and x.requires_grad and not x.is_cuda for x in tensors])
+    return any([isinstance(x, Tensor) and x.requires_grad for x in tensors])
 
 
 def _attend(run: Any, given: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
@@ -66,6 +67,10 @@ def _on_cpu(*given: Any) -> tuple[Tensor, Tensor]:
 
 
 def _on_gpu(*given: Any) -> tuple[Tensor, Tensor]:
+    # Before anything runs: its backward would refuse them.
+    if given[0].shape[2] + given[2].shape[2] > MOST_COLUMNS:
+        sizes = [given[0].shape[2], given[2].shape[2]]
+        fail("q", f"of heads of at most {MOST_COLUMNS} with those of v, for a gradient", sizes)
     return _attend(ops.prefill_now, given)
 
 

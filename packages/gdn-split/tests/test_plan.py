@@ -327,11 +327,12 @@ def test_a_step_of_many_programs_of_float32_states_shares_runs_or_has_four_warps
         (layout, tokens, sequences): (plan.run, plan.num_warps, plan.max_registers)
         for layout, problem in (("KV", STEP), ("VK", along_k))
         for tokens in (1, 2, 3, 4)
-        for sequences in (31, 32)
+        for sequences in (31, 32, 63, 64)
         for plan in (plan_step(replace(problem, tokens=tokens, sequences=sequences), H200),)
     }
     few = {of: (16 if of[0] == "KV" else 32, 8, 128) for of in found}
-    many = {("KV", 1, 32): (32, 8, 128), ("KV", 4, 32): (16, 4, 255), ("VK", 4, 32): (32, 4, 255)}
+    many = {("KV", 1, sequences): (32, 8, 128) for sequences in (32, 63, 64)}
+    many |= {("KV", 4, 64): (16, 4, 255), ("VK", 4, 64): (32, 4, 255)}
     assert found == few | many
     assert plan_step(replace(STEP, tokens=4), replace(H200, register_limit=False)).num_warps == 8
 
@@ -350,6 +351,20 @@ def test_a_step_of_16_bit_states_along_dv_has_four_warps_where_registers_can_be_
         )
     ]
     assert found == [(4, 168), (8, 0), (8, 128), (8, 128), (8, 128), (8, 128)]
+
+
+def test_a_state_written_early_after_one_token_is_the_first_to_leave_the_cache() -> None:
+    found = [
+        plan_step(problem, H200).streams
+        for problem in (
+            STEP,
+            replace(STEP, sequences=1, state_bytes=2),
+            replace(STEP, tokens=2),
+            replace(STEP, writes=False),
+            replace(STEP, shape=GroupShape(16, 32, 64, 64), state_strides=(131072, 4096, 64, 1)),
+        )
+    ]
+    assert found == [True, True, False, False, False]
 
 
 def test_a_step_fetches_ahead_where_more_programs_follow_than_start_at_once() -> None:
@@ -424,10 +439,11 @@ def test_walks_of_prefills_gradients_pass_every_row_and_are_short_where_rows_are
         assert plan.steps == {8192: 64, 100_000: 128}.get(rows, 16)
 
 
-def test_gradients_of_many_rows_are_fetched_ahead_but_of_heads_of_128() -> None:
+def test_gradients_of_many_rows_are_fetched_ahead_and_of_heads_of_128_the_least() -> None:
     found = {
         (size, rows): plan_prefill_backward(replace(PREFILL, shape=GroupShape(8, 8, size, size), rows=rows), H200).ahead
         for size in (64, 96, 128, 256)
-        for rows in (512, 8192)
+        for rows in (512, 8192, 32768)
     }
-    assert found == {(size, rows): 12 if size != 128 and rows == 8192 else 0 for size, rows in found}
+    many = {(size, rows): 12 for size, rows in found if size != 128 and rows > 512}
+    assert found == dict.fromkeys(found, 0) | many | {(128, 8192): 4}

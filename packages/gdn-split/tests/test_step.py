@@ -222,7 +222,7 @@ def test_a_state_written_before_the_outputs_are_normed_is_the_same(device: torch
         "four tokens": Layer(SMALL, tokens=4, sequences=1, norm=False),
         "six tokens": Layer(GroupShape(1, 2, 16, 16), tokens=6, sequences=1),
     }[name]
-    plan = StepPlan(power_of_two_at_least(layer.shape.head_v), 8, 4, early=True)
+    plan = StepPlan(power_of_two_at_least(layer.shape.head_v), 8, 4, early=True, streams=True)
     compare(layer, device, plan)
 
 
@@ -453,7 +453,7 @@ def test_a_random_step_is_the_definitions(device: torch.device, random_case: int
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("state", ["float32", "bfloat16"])
-def test_what_is_fetched_ahead_changes_no_bit(device: torch.device, state: str) -> None:
+def test_what_is_fetched_ahead_and_first_to_leave_the_cache_changes_no_bit(device: torch.device, state: str) -> None:
     if torch.version.hip or torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("this GPU does not fetch ahead")
     layer = Layer(GroupShape(16, 32, 128, 128), sequences=20, padded=(3, 11, 19), state=state, scale=128**-0.5)
@@ -463,9 +463,9 @@ def test_what_is_fetched_ahead_changes_no_bit(device: torch.device, state: str) 
     problem = step_arguments.check_step("decode_step", tensors_of(layer, given), *layer.numbers)
     default = plan_step(problem, limits)
     found = []
-    for ahead in (0, 132, 264):
+    for ahead, streams in ((0, False), (132, False), (264, True)):
         used = copied(given)
-        out = kernel_step(layer, used, replace(default, ahead=ahead))
+        out = kernel_step(layer, used, replace(default, ahead=ahead, streams=streams))
         found.append((out, used["conv_state"], used["state_pool"]))
     for other in found[1:]:
         assert all(torch.equal(one, another) for one, another in zip(found[0], other, strict=True))

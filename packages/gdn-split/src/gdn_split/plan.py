@@ -206,7 +206,7 @@ class StepPlan(Plan):
     thread; 0 leaves them to the compiler. ``ahead``: a program fetches what the program that many behind it needs into
     the L2 cache (NVIDIA from sm_90 on, states that are one piece of memory each); 0: nothing.
     ``early``: the state is written before the outputs are normed, and of one or two tokens k and q read it together,
-    before it changes.
+    before it changes. ``streams``: a state that is written is the first to leave the L2 cache.
     """
 
     block_v: int
@@ -216,6 +216,7 @@ class StepPlan(Plan):
     dependent_launch: bool = False
     ahead: int = 0
     early: bool = False
+    streams: bool = False
 
     def covers(self, problem: StepProblem) -> bool:
         """Whether its programs reach every column, in steps that a kernel can take."""
@@ -329,10 +330,15 @@ def plan_step(problem: StepProblem, limits: DeviceLimits) -> StepPlan:
         run, num_warps, max_registers = block_v // 4, 4, 168
     # Of many programs, float32 states along Dv, one token: runs shared by two warps, on an H200 32 sequences 37.6 us,
     # not 38.0, 64 73.6, not 75.1, 256 271.7, not 278.8; but 16 21.6, not 21.0. Of four tokens, programs of four warps,
-    # 64 sequences 90.8 us, not 94.9, along Dk 94.5, not 98.1, 256 315.7, not 339.8; but four 11.3, not 10.0.
-    if early and problem.state_bytes == 4 and problem.sequences * problem.shape.num_heads_v >= 1024:
-        if problem.tokens == 1 and not problem.k_inner:
+    # 64 sequences 90.8 us, not 94.9, along Dk 94.5, not 98.1, 256 315.7, not 339.8; but four 11.3, not 10.0. An H100,
+    # whose memory is slower, gains and loses up to 1 % by the former, and by the latter loses 2.5 % with 32 sequences.
+    programs = problem.sequences * problem.shape.num_heads_v
+    if early and problem.state_bytes == 4:
+        if problem.tokens == 1 and not problem.k_inner and programs >= 1024:
             run = 2 * run
-        elif problem.tokens == 4 and max_registers:
+        elif problem.tokens == 4 and max_registers and programs >= 2048:
             num_warps, max_registers = 4, 255
-    return StepPlan(block_v, run, num_warps, max_registers, limits.dependent_launch, ahead, early)
+    # On an H100, in us, without and with: 1 sequence 4.64, 4.32, 4 8.48, 7.99, 16 26.5, 26.1, 64 103.2, 100.3, 256
+    # 393.9, 383.2; of bfloat16 states 4 8.44, 7.01, 64 61.2, 59.5. On an H200 4 7.22, 6.86, but 64 75.3, 75.6.
+    streams = early and problem.tokens == 1
+    return StepPlan(block_v, run, num_warps, max_registers, limits.dependent_launch, ahead, early, streams)

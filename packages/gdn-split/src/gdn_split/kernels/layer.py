@@ -17,7 +17,7 @@ class Step(NamedTuple):
     K_INNER: whether Dk, and not Dv, is the state's inner dimension. RUN, LANES: how a tile is cut, see below. GROUP: QK
     heads whose inputs one program keeps. CHUNK: tokens whose inputs are loaded together. AHEAD: how many programs later
     what a program fetches into the L2 cache is used; 0: it fetches nothing. EARLY: whether the state is
-    written before the outputs are normed.
+    written before the outputs are normed. STREAMS: whether what is written of it is the first to leave the L2 cache.
     """
 
     BLOCK_K: int
@@ -33,6 +33,7 @@ class Step(NamedTuple):
     CHUNK: int
     AHEAD: int
     EARLY: bool
+    STREAMS: bool
 
 
 class StepStrides(NamedTuple):
@@ -335,10 +336,11 @@ def load_state(p_tile, m, sizes: tl.constexpr, step: tl.constexpr):
 
 @triton.jit
 def store_state(p_tile, m, b_S, sizes: tl.constexpr, step: tl.constexpr):
+    CACHED: tl.constexpr = ".cs" if step.STREAMS else ""
     if sizes.HQ % step.BLOCK_K or sizes.HV % step.BLOCK_V:
-        tl.store(p_tile, b_S.to(p_tile.dtype.element_ty), mask=m)
+        tl.store(p_tile, b_S.to(p_tile.dtype.element_ty), mask=m, cache_modifier=CACHED)
     else:
-        tl.store(p_tile, b_S.to(p_tile.dtype.element_ty))
+        tl.store(p_tile, b_S.to(p_tile.dtype.element_ty), cache_modifier=CACHED)
 
 
 @triton.jit

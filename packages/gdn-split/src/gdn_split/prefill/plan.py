@@ -124,8 +124,12 @@ def plan_prefill_backward(problem: PrefillProblem, limits: DeviceLimits) -> Pref
         steps *= 2
     # Some 155 otherwise, of which an SM holds 12 programs rather than 16.
     max_registers = 128 if num_warps == 1 and limits.register_limit else 0
-    # 8192 rows on an H100, 12 ahead and none: heads of 64 129.7, 143.0 us, of 96 196.6, 207.7, of 256 138.4, 162.6; but
-    # of 128, whose walks wait the least for memory, 250.1, 233.8 (on an H200 185.8, 192.9), and 512 rows 35.0, 33.2.
-    shape = problem.shape
-    ahead = 12 if (shape.head_qk, shape.head_v) != (128, 128) and problem.rows >= 2048 else 0
+    # 8192 rows on an H100, 12 ahead and none: heads of 64 128.8, 141.4 us, of 96 196.6, 207.7, of 256 152.0, 160.1; but
+    # of 128, whose walks wait the least for memory, 250.1, 232.9 (on an H200 185.8, 192.9), 4 ahead 229.3; in seven
+    # sequences 229.5 for 233.6, in 64 262.9 for 268.8. 32768 rows 908 for 830, 512 rows 35.0 for 33.2.
+    ahead = 4 if steps <= 64 else 0
+    if (problem.shape.head_qk, problem.shape.head_v) != (128, 128):
+        ahead = 12
+    if problem.rows < 2048:
+        ahead = 0
     return PrefillBackwardPlan(steps, problem.chunk or 64, num_warps, max_registers, limits.dependent_launch, ahead)

@@ -6,6 +6,7 @@ What only hardware tells, swizzles, fences and registers among it, is for the te
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -79,6 +80,8 @@ CASES: dict[str, tuple[AttentionPlan, dict[str, Any]]] = {
     ),
     "capped": (plan(), {"heads": (2, 1), "head_dim": 64, "softcap": 5.0, "sinks": True}),
     "a scale of zero": (plan(), {"heads": (1, 1), "head_dim": 64, "softmax_scale": 0.0}),
+    "heads two by two": (replace(plan(), heads_together=2), {"heads": (4, 2), "head_dim": 64}),
+    "heads one by one, in parts": (replace(plan(64, 2), heads_together=1), {"heads": (2, 1), "head_dim": 64}),
     "one layout": (plan(), {"heads": (3, 1), "head_dim": 64, "one_layout": True, "lse": False}),
 }  # fmt: skip
 

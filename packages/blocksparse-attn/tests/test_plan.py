@@ -279,6 +279,14 @@ def test_given_splits_take_the_same_tiles_whatever_the_batch() -> None:
         assert plans.pop().num_splits == splits
 
 
+def test_a_long_prompt_takes_half_of_many_heads_first() -> None:
+    for tokens, together in ((2048, 0), (16384, 0), (32768, 16), (65536, 16)):
+        for kind in ("paged", "ragged", "padded"):
+            assert plan_attention(phi(tokens=tokens, keys=65536, kind=kind), H200).heads_together == together
+    for change in ({"sequences": 2}, {"tensor_parallel": 2}, {"num_splits": 2}, {"head_dim": 256}):
+        assert plan_attention(phi(**{"tokens": 65536, "keys": 65536, **change}), H200).heads_together == 0
+
+
 # Plans that are given
 
 
@@ -291,10 +299,13 @@ REFUSED = {
     "keys that are no power of two": {"block_n": 24}, "keys below 16": {"block_n": 8}, "no keys": {"block_n": 0},
 "no splits": {"num_splits": 0}, "negative splits": {"num_splits": -2},
     "warps that are no power of two": {"num_warps": 3}, "no warps": {"num_warps": 0}, "no stages": {"num_stages": 0},
+    "heads in turn, without hopper": {"heads_together": 2},
 }  # fmt: skip
 REFUSED_ON_HOPPER = {
     "64 rows": {"block_m": 64}, "256 rows": {"block_m": 256}, "32 keys": {"block_n": 32}, "256 keys": {"block_n": 256},
     "8 warps": {"num_warps": 8}, "one stage": {"num_stages": 1}, "packed": {"packed": 1},
+    "negative heads": {"heads_together": -2},
+    "heads that are no share of all": {"heads_together": 3},
 }  # fmt: skip
 
 
@@ -322,6 +333,7 @@ def test_tiles_of_lists_have_the_rows_of_one_row_of_the_layout_and_packed_ones_r
 @pytest.mark.parametrize("change", REFUSED_ON_HOPPER.values(), ids=REFUSED_ON_HOPPER)
 def test_a_plan_for_hopper_has_block_sizes_that_its_kernel_supports(change: dict[str, int]) -> None:
     assert ON_HOPPER.covers(PROMPT)
+    assert replace(ON_HOPPER, heads_together=4).covers(PROMPT)
     assert not replace(ON_HOPPER, **change).covers(PROMPT)
 
 

@@ -178,7 +178,7 @@ def _hopper_config(problem: Problem, plan: AttentionPlan) -> HopperConfig:
         Q_BLOCK=problem.q_block, K_BLOCK=problem.k_block, LIST_ROWS=hopper_piece(problem.q_block), PIECE=piece,
         TABLE=table, UNIFORM=plan.block_n > 64 and not table, BLOCK_M=plan.block_m, BLOCK_N=plan.block_n,
         SOFTCAP=problem.softcap > 0, HAS_LEFT=problem.left >= 0, STAGES=plan.num_stages,
-        Q_STAGES=query_stages(problem, plan),
+        Q_STAGES=query_stages(problem, plan), TOGETHER=plan.heads_together or problem.num_heads,
     )  # fmt: skip
 
 

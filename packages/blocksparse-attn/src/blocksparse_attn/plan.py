@@ -26,6 +26,12 @@ _MOST_PACKED = 64
 # 374 of 8192 (1384); but 1410 for 1392 of 32768 that list 1521, 969 for 949 of 16384 (1924), 3105 for 2858 of 32768
 # (2962).
 _SHORT_LISTS = (1024, 1450)
+# Tokens of one sequence from which half of the heads are taken first: fewer keys and values are in use at a time.
+# Phi-3-small's prompts on an H100 (triton 3.6.0, 2026-11-25), as shares of 238fd36's time, all heads and 16 of 32 in
+# turn: 32768 tokens 1.040, 1.006; 65536 1.026, 1.007; all blocks of 32768 1.012, 0.997; 9 % of them 1.008, 1.016;
+# 16384 1.040, 1.039. Of few rows those of no sequence, which each half has, leave programs idle: with 8 heads in turn
+# a chunk of 2048 took 1.36.
+_LONG_PROMPT = 32768
 # Of the 227 KiB that a program may have, less barriers and the queue of work items.
 _HOPPER_BYTES = 225 * 1024
 # So many tokens that they fill the tiles of any plan.
@@ -91,7 +97,8 @@ class AttentionPlan(Plan):
 
     A tile is rows of one head and of one row of its layout; with ``packed``, so many tokens of all query heads of a kv
     head, and walks the union of their lists. ``num_splits`` programs share the keys of a tile (split-KV); more than one
-    leave partial results to a merge kernel. ``hopper``: use the kernel for sm_90.
+    leave partial results to a merge kernel. ``hopper``: use the kernel for sm_90, which takes the same rows of
+    ``heads_together`` heads in turn, 0: of all, before the next rows of these.
     """
 
     block_m: int
@@ -101,6 +108,7 @@ class AttentionPlan(Plan):
     num_stages: int
     packed: int = 0
     hopper: bool = False
+    heads_together: int = 0
 
     def covers(self, problem: Problem) -> bool:
         """Whether a kernel can run this problem with this plan."""
@@ -117,8 +125,12 @@ class AttentionPlan(Plan):
                 and self.block_n in ((64,) if _widest(problem) > 128 else (64, 128))
                 and self.num_warps == 4
                 and self.num_stages >= 2
+                and self.heads_together >= 0
+                and problem.num_heads % max(1, self.heads_together) == 0
                 and _hopper_bytes(problem, self, 1) <= _HOPPER_BYTES
             )
+        if self.heads_together:
+            return False
         if self.packed:
             return 1 <= self.packed <= self.block_m // heads_per_tile(problem.group, self.block_m)
         return problem.q_block % self.block_m == 0
@@ -226,6 +238,9 @@ def _hopper(problem: Problem) -> AttentionPlan:
     plan = AttentionPlan(128, 64 if narrow else 128, 1, 4, 4 if narrow else 2, hopper=True)
     while _hopper_bytes(problem, plan, 1) > _HOPPER_BYTES:
         plan = replace(plan, num_stages=plan.num_stages - 1)
+    long = problem.sequences == 1 and problem.tokens >= _LONG_PROMPT and not problem.num_splits
+    if long and not narrow and problem.num_heads >= 32 and problem.num_heads_kv % 2 == 0:
+        plan = replace(plan, heads_together=problem.num_heads // 2)
     return plan
 
 

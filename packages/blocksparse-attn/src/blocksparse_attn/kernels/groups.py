@@ -109,7 +109,8 @@ class HopperConfig(NamedTuple):
     of a work item, 64 for each consumer. BLOCK_N: keys of a tile, 64 or 128. BOX: keys that one TMA load brings.
     LIST_ROWS: rows that share a list, 64 or less, PIECE: keys of a block that lie together, 64 or less. TABLE: either
     is less than 64, so that consumers need a table of where each key of a tile is. UNIFORM: how producers walk
-    lists, see hopper/walks.py. STAGES: of the rings of keys and values; Q_STAGES: of queries.
+    lists, see hopper/walks.py. STAGES: of the rings of keys and values; Q_STAGES: of queries. TOGETHER: heads whose
+    work items come in turn, see ``place_of``.
     """
 
     KIND: int
@@ -134,6 +135,7 @@ class HopperConfig(NamedTuple):
     HAS_LEFT: bool
     STAGES: int
     Q_STAGES: int
+    TOGETHER: int
 
 
 # Made in kernels

@@ -115,12 +115,21 @@ def cases(dry: bool) -> Iterator[RanksCase]:
             passes = "forward and backward" if backward else "forward"
             heads = heads_of(tokens, backward, dry)
             owed = {} if dry or tokens < 2**17 else {"context parallel": 0.95 if backward else 0.9}
+            with_fla = bool(owed) and layer == "first layer" and not backward
             yield RanksCase(
                 name=f"{passes} {tokens}, {layer}" + ("" if ahead else ", on an idle GPU"), ahead=ahead,
                 shape={"tokens": tokens, "heads": heads, "layer": layer, "passes": passes},
-                make=partial(make, tokens, layer, backward, heads, bool(owed) and layer == "first layer"),
+                make=partial(make, tokens, layer, backward, heads, with_fla),
                 efficiency=owed, axis="tokens",
             )  # fmt: skip
+    if not dry:
+        # fla tries configurations of its backward pass for a minute.
+        heads = heads_of(2**17, True, dry)
+        yield RanksCase(
+            name=f"forward and backward {2**17}, first layer, beside fla", ahead=True,
+            shape={"tokens": 2**17, "heads": heads, "layer": "first layer", "passes": "both, beside fla"},
+            make=partial(make, 2**17, "first layer", True, heads, True),
+        )  # fmt: skip
 
 
 if __name__ == "__main__":

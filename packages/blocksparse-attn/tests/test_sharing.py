@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from blocksparse_attn.sharing import reference
+from blocksparse_attn.sharing import ops, reference
 
 Tensor = torch.Tensor
 
@@ -71,3 +71,15 @@ def test_messages_are_packed_and_merged_as_the_reference_does(
     torch.testing.assert_close(lses[1], lses[0], rtol=1e-5, atol=1e-6)
     assert outs[1][3].eq(0).all()
     assert lses[1][:, 3].eq(-torch.inf).all()
+
+
+def test_the_ops_are_what_torch_expects() -> None:
+    op = getattr(torch.ops, ops._library.ns)
+    indices, table, cu = torch.zeros(3, 2, 4).int(), torch.zeros(2, 5).int(), torch.tensor([0, 1, 3])
+    own = (indices.clone(), torch.zeros(3, 5).int(), torch.zeros(3).int(), torch.zeros(4).long(), torch.zeros(3).int())
+    given = (indices, table, cu, torch.tensor([40, 9]).int(), *own)
+    torch.library.opcheck(op.own_lists.default, (*given, 2, 1, 16, 16, True))
+    parts, lse = torch.zeros(2, 3, 2, 17), torch.zeros(4, 3)
+    torch.library.opcheck(op.pack_parts.default, (torch.randn(3, 4, 16), lse, parts))
+    merged = (torch.zeros(3, 2, 16), torch.zeros(2, 3))
+    torch.library.opcheck(op.merge_parts.default, (parts, torch.zeros(2), own[4], *merged))

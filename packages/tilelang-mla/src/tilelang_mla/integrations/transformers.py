@@ -109,7 +109,8 @@ class _Joint:
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         joint = torch.cat((key_states, value_states), -1)
-        return super().update(joint, joint[..., :0], *args, **kwargs)  # type: ignore[misc,no-any-return]
+        held: tuple[Tensor, Tensor] = super().update(joint, joint[..., :0], *args, **kwargs)  # type: ignore[misc]
+        return held
 
 
 class _JointLayer(_Joint, StaticLayer):

@@ -205,9 +205,11 @@ def op_names() -> list[str]:
     return sorted(name.removeprefix("blocksparse_attn::") for name in names if name.startswith("blocksparse_attn::"))
 
 
-def test_there_are_ops_for_layouts_for_lists_of_every_token_for_their_gradients_and_two_that_choose() -> None:
+def test_there_are_ops_of_layouts_of_lists_of_their_gradients_of_choices_and_of_ranks() -> None:
+    of_layouts = ["attend", "attention", "attention_backward"]
     of_lists = ["selected", "selected_attention", "selected_attention_backward"]
-    assert sorted(op_names()) == ["attend", "attention", "attention_backward", "choose", "pack", *of_lists]
+    of_choices, of_ranks = ["choose", "pack"], ["merge_parts", "own_lists", "pack_parts"]
+    assert sorted(op_names()) == sorted(of_layouts + of_lists + of_choices + of_ranks)
 
 
 def test_the_op_passes_opcheck(make) -> None:

@@ -6,6 +6,7 @@ import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from itertools import accumulate, pairwise
 from typing import Any
@@ -206,6 +207,8 @@ def op_names() -> list[str]:
 
 
 def test_there_are_ops_of_layouts_of_lists_of_their_gradients_of_choices_and_of_ranks() -> None:
+    # Which has the ops of ranks, and is imported by who wants them.
+    import_module("blocksparse_attn.parallel")
     of_layouts = ["attend", "attention", "attention_backward"]
     of_lists = ["selected", "selected_attention", "selected_attention_backward"]
     of_choices, of_ranks = ["choose", "pack"], ["merge_parts", "own_lists", "pack_parts"]

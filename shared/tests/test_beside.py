@@ -110,3 +110,12 @@ def test_a_tree_without_the_cases_is_named(tmp_path: Path, capsys) -> None:
     cases = tree(tmp_path / "new", "return x")
     assert beside.main([str(cases), "--old", str(tmp_path), "--out", str(tmp_path)]) == 2
     assert "must be a file of cases" in capsys.readouterr().err
+
+
+def test_a_revision_whose_cases_cannot_be_read_is_named_with_the_reason(tmp_path: Path, capfd) -> None:
+    cases = tree(tmp_path / "new", "return x")
+    tree(tmp_path / "old", "return x").write_text("import a_library_that_is_gone", encoding="utf-8")
+    assert beside.main([str(cases), "--old", str(tmp_path / "old"), "--out", str(tmp_path)]) == 2
+    told = capfd.readouterr().err
+    assert "beside: the cases of old cannot be read: ModuleNotFoundError" in told
+    assert "a_library_that_is_gone" in told

@@ -76,7 +76,7 @@ def revisions(files: Mapping[str, tuple[Path, Path]], device: torch.device) -> I
         for name, (root, cases) in files.items():
             processes.append(
                 subprocess.Popen(
-                    [sys.executable, str(_WORKER), str(cases), str(device)], stdin=subprocess.PIPE,
+                    [sys.executable, "-P", str(_WORKER), str(cases), str(device)], stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE, env={**os.environ, **environment_of(root)},
                 )
             )  # fmt: skip
@@ -176,7 +176,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _compile(arguments or sys.argv[1:], chosen.processes, start + chosen.within)
         print(f"compiled in {chosen.processes} processes ({time.monotonic() - start:.0f} s)", flush=True)
     with revisions(files, device) as both:
-        names = {name: both[name].ask(do="names") for name in _NAMES}
+        for name in _NAMES:
+            both[name].tell(do="names")
+        names = {name: both[name].hear() for name in _NAMES}
+        for name, answer in names.items():
+            if isinstance(answer, dict):
+                print(f"beside: the cases of {name} cannot be read: {answer['error']}", file=sys.stderr)
+                return 2
         wanted = [case for case in names["new"] if chosen.only is None or chosen.only.search(case)]
         cases = [case for case in wanted if case in names["old"]]
         if chosen.share:

@@ -95,13 +95,14 @@ def main(path: Path, device: torch.device) -> None:
     # What compilers and libraries print, in C as well, must not stand among the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    cases = load_cases(path, device)
+    cases: dict[str, Any] = {}
     timed: Timed | None = None
     for line in sys.stdin:
         command = json.loads(line)
         answer: Any
         try:
             if command["do"] == "names":
+                cases = load_cases(path, device)
                 answer = list(cases)
             elif command["do"] == "release":
                 timed = None

@@ -159,6 +159,26 @@ def test_a_plugin_loaded_after_triton_says_where_to_name_it(tmp_path: Path) -> N
     assert "must be loaded before triton is imported; name it in addopts" in done.stderr
 
 
+def test_of_a_gpus_memory_a_test_keeps_no_more_than_a_gib_for_the_next(tmp_path: Path) -> None:
+    code = """
+        import pytest, torch
+        reserved = 0
+
+        def set_to(number):
+            global reserved
+            reserved = number
+
+        torch.cuda.is_initialized, torch.cuda.memory_reserved = lambda: True, lambda: reserved
+        torch.cuda.empty_cache = lambda: set_to(0)
+
+        @pytest.mark.parametrize(("before", "taken"), [(0, 2**29), (2**29, 3 * 2**30), (0, 0)])
+        def test_of_a_gpu(before, taken):
+            assert reserved == before
+            set_to(taken)
+        """
+    assert "3 passed" in run(tmp_path, code)
+
+
 def test_a_test_may_ask_for_one_thread(one_thread: None) -> None:
     assert torch.get_num_threads() == 1
 

@@ -27,6 +27,7 @@ from kernel_reference import blocks
 from kernel_reference.integers import cdiv
 from kernel_reference.testing import contract
 from kernel_reference.testing.guards import assert_bitwise_equal, poison_
+from kernel_reference.testing.memory import check_far_apart, much_memory
 
 sanitize = pytest.mark.sanitize
 gpu = pytest.mark.gpu
@@ -572,20 +573,6 @@ def test_every_kernel_is_captured_in_a_graph_and_never_synchronises(tensors, pla
 # Offsets past 2^31 elements
 
 
-def check_far_apart(function: Callable[..., Any], given: Sequence[Any], dims: dict[int, int]) -> None:
-    with_room(lambda: contract.check_int64_offsets(function, given, dims))
-
-
-def with_room(run: Callable[[], Any]) -> Any:
-    try:
-        return run()
-    except RuntimeError as error:
-        # 8 GiB of addresses, of which next to nothing is touched; a small machine refuses even that.
-        if "allocate memory" not in str(error) and "out of memory" not in str(error):
-            raise
-        pytest.skip("this machine does not give out 8 GiB of addresses")
-
-
 # What is stretched: the argument and its dimension, three or more of each, so that strides fit in 32 bits and products
 # of them do not. Those that both kernels read alike are stretched for one of them.
 FAR: dict[str, tuple[AttentionPlan, dict[str, Any], dict[int, int]]] = {
@@ -633,6 +620,7 @@ def test_merging_follows_dimensions_more_than_2_to_the_31_elements_apart(tensors
 @pytest.mark.parametrize(
     ("plan", "programs"), [(lists(num_splits=2), 8), (packed(num_splits=2, tokens=4), 4)], ids=["lists", "packed"]
 )
+@much_memory()
 def test_partial_results_more_than_2_to_the_31_elements_apart_are_found(tensors, monkeypatch, plan, programs) -> None:
     """A great many rows, of which only the first are launched: partial results of two splits are 8 GiB apart."""
     size, tokens = 256, 2**31 // 256 + 16
@@ -656,10 +644,11 @@ def test_partial_results_more_than_2_to_the_31_elements_apart_are_found(tensors,
         batch.prepare(plan, given)(*given)
         return given[OUT][1:2]
 
-    tensors.assert_rounded(with_room(run), tensors.Wanted(wanted.exact[1:], wanted.plain[1:].to(BF16)))
+    tensors.assert_rounded(run(), tensors.Wanted(wanted.exact[1:], wanted.plain[1:].to(BF16)))
 
 
 @pytest.mark.parametrize("plan", [lists(), packed(tokens=4)], ids=["lists", "packed"])
+@much_memory()
 def test_lists_are_read_up_to_the_last_place_that_32_bits_count(tensors, plan) -> None:
     """Two rows of one tile: the last entry of all, and before it more than one pass reads."""
     mask = torch.zeros(1, 3, 3, dtype=torch.bool)
@@ -667,7 +656,7 @@ def test_lists_are_read_up_to_the_last_place_that_32_bits_count(tensors, plan) -
     batch = tensors.batch([(30, 4)], heads=(1, 1), head_dim=16, mask=mask)
     width = 2**31 - 1
     # Memory on both sides, so that an offset that wraps finds other entries.
-    room = with_room(lambda: torch.empty(2 * width + 1024, dtype=torch.int32, device=tensors.device))
+    room = torch.empty(2 * width + 1024, dtype=torch.int32, device=tensors.device)
     col = room[-width:][None]
     crow = tensors.integers(0, width - 201, width - 1, width)[None]
     col[0, -201:] = -1
@@ -678,6 +667,7 @@ def test_lists_are_read_up_to_the_last_place_that_32_bits_count(tensors, plan) -
 
 @gpu
 @pytest.mark.parametrize("plan", [lists(64, 64), packed(16, 64, 2, 3), hopper(), hopper(64, 2)], ids=str)
+@much_memory()
 def test_caches_of_more_than_2_to_the_31_elements_are_read_to_their_ends(tensors, plan) -> None:
     options = {"heads": (8, 8), "head_dim": 128, "blocks": (64, 64), "kind": "paged"}
     batch = batch_for(plan, tensors, [(0, 100), (300, 100)], **options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -26,6 +26,7 @@ from kernel_reference.models import PHI3_SMALL
 from kernel_reference.testing import contract
 from kernel_reference.testing.forks import run_alone
 from kernel_reference.testing.guards import assert_bitwise_equal, poison_
+from kernel_reference.testing.memory import check_far_apart, much_memory
 
 Tensor = torch.Tensor
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -599,16 +600,6 @@ def test_the_drop_in_and_the_module_reach_the_kernels_too(tensors) -> None:
 # Offsets past 2^31 elements
 
 
-def check_far_apart(function: Callable[..., Any], given: Sequence[Any], dims: dict[int, int]) -> None:
-    try:
-        contract.check_int64_offsets(function, given, dims)
-    except RuntimeError as error:
-        # 8 GiB of addresses, of which next to nothing is touched; a small machine refuses even that.
-        if "allocate memory" not in str(error) and "out of memory" not in str(error):
-            raise
-        pytest.skip("this machine does not give out 8 GiB of addresses")
-
-
 # What is stretched: the kind of batch, the argument, in the order of the op, and its dimension.
 FAR = {
     "rows": ("ragged", {0: 0, 1: 0, 2: 0}), "heads": ("ragged", {0: 1, 1: 1, 2: 1}),
@@ -642,6 +633,7 @@ def test_trap_kernels_follow_dimensions_more_than_2_to_the_31_elements_apart(ten
 
 @gpu
 @pytest.mark.parametrize("fused", [False, True], ids=["apart", "fused"])
+@much_memory()
 def test_trap_packed_tokens_of_more_than_2_to_the_31_elements_are_all_computed(make, tensors, fused: bool) -> None:
     """524,288 tokens of 32 heads of 128 elements, or 350,000 with q, k and v in one tensor."""
     model = PHI3_SMALL

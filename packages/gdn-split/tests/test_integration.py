@@ -18,6 +18,7 @@ from kernel_reference.models import QWEN3_NEXT_80B
 from kernel_reference.testing import contract
 from kernel_reference.testing.forks import run_alone
 from kernel_reference.testing.guards import assert_bitwise_equal
+from kernel_reference.testing.memory import check_far_apart, much_memory
 
 Tensor = torch.Tensor
 
@@ -464,16 +465,6 @@ MOVE_PLANS = [
 ]
 
 
-def check_far_apart(function: Callable[..., Any], tensors: Sequence[Tensor], dims: dict[int, int]) -> None:
-    try:
-        contract.check_int64_offsets(function, tensors, dims)
-    except RuntimeError as error:
-        # 8 GiB of addresses, of which next to nothing is touched; a small machine refuses even that.
-        if "allocate memory" not in str(error) and "out of memory" not in str(error):
-            raise
-        pytest.skip("this machine does not give out 8 GiB of addresses")
-
-
 @pytest.mark.parametrize("merge", [False, True], ids=["split", "merge"])
 @pytest.mark.parametrize("plan", MOVE_PLANS)
 def test_rows_more_than_2_to_the_31_elements_apart_are_copied(
@@ -657,6 +648,7 @@ def test_tensors_on_a_device_that_is_not_the_current_one_are_taken_there(
 @gpu
 @pytest.mark.parametrize("plan", ["the device's", "of 40 cores"])
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16])
+@much_memory()
 def test_tensors_of_more_than_2_to_the_31_elements_are_split_and_merged_to_the_last_row(
     device: torch.device, dtype: torch.dtype, plan: str
 ) -> None:
@@ -686,6 +678,7 @@ def test_tensors_of_more_than_2_to_the_31_elements_are_split_and_merged_to_the_l
 
 
 @gpu
+@much_memory()
 def test_a_packed_state_of_more_than_2_to_the_31_elements_is_updated_in_its_last_slots(device: torch.device) -> None:
     slots = 2**31 // (3 * TP8.qkv_width) + 100
     qkvz, ba, _, weight, bias, _ = convolution(device, 3)

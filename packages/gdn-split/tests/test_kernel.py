@@ -20,6 +20,7 @@ from gdn_split import launch, reference
 from gdn_split.plan import ConvPlan, DeviceLimits, GroupShape, SplitPlan, cdiv, plan_conv, plan_split
 from kernel_reference import projection
 from kernel_reference.models import QWEN3_NEXT_80B
+from kernel_reference.testing.memory import much_memory
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 GPU = DeviceLimits(132, 232448, 8, dependent_launch=False)
@@ -194,6 +195,7 @@ def far_apart(tensors, width: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("limits", [GPU, DeviceLimits(2)], ids=["tiles", "runs"])
+@much_memory()
 def test_offsets_past_32_bits_are_followed_as_from_174000_tokens_on(tensors, limits) -> None:
     shape = GroupShape(1, 2, 8, 8)
     sizes = (1, 2, 8, 8, "interleaved")
@@ -214,6 +216,7 @@ def test_offsets_past_32_bits_are_followed_as_from_174000_tokens_on(tensors, lim
 
 
 @pytest.mark.gpu
+@much_memory()
 def test_180000_tokens_of_qwen3_next_are_split_to_the_last_row(tensors) -> None:
     model = QWEN3_NEXT_80B
     shape = GroupShape(model.num_heads_qk, model.num_heads_v, model.head_qk, model.head_v)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 
 import lightning_attn
-from kernel_reference.testing import contract
 from kernel_reference.testing.guards import Canaried, assert_bitwise_equal, canaried
+from kernel_reference.testing.memory import check_far_apart, much_memory
 from lightning_attn import launch
 from lightning_attn.kernels import schedule
 from lightning_attn.plan import DecodePlan, DeviceLimits, Heads, PrefillPlan, cdiv
@@ -223,16 +223,6 @@ def test_the_walk_for_hopper_touches_its_rows_and_slots_and_nothing_else(tensors
 # Offsets past 2^31 elements
 
 
-def check_far_apart(function: Callable[..., Any], given: Sequence[Any], dims: dict[int, int]) -> None:
-    try:
-        contract.check_int64_offsets(function, given, dims)
-    except RuntimeError as error:
-        # 8 GiB of addresses, of which next to nothing is touched; a small machine refuses even that.
-        if "allocate memory" not in str(error) and "out of memory" not in str(error):
-            raise
-        pytest.skip("this machine does not give out 8 GiB of addresses")
-
-
 def on_hopper_or_skip(plan: PrefillPlan, device: torch.device) -> None:
     if plan.hopper and (device.type != "cuda" or not launch.device_limits(torch.device("cuda", 0)).hopper):
         pytest.skip("needs an sm_90 GPU and a Triton that brings Gluon")
@@ -352,6 +342,7 @@ def test_decoding_verifying_and_committing_follow_dimensions_more_than_2_to_the_
 
 
 @gpu
+@much_memory()
 def test_a_packed_pool_of_more_than_2_to_the_31_elements_is_read_and_written_in_its_last_slots(
     tensors, kernels
 ) -> None:

@@ -20,6 +20,7 @@ from kernel_reference.models import MINIMAX_01
 from kernel_reference.testing import contract
 from kernel_reference.testing.forks import run_alone
 from kernel_reference.testing.guards import assert_bitwise_equal
+from kernel_reference.testing.memory import much_memory
 from lightning_attn import Snapshots, launch, ops
 from lightning_attn.plan import DecodePlan, DeviceLimits, PrefillPlan, StatePlan, plan_prefill
 
@@ -859,6 +860,7 @@ def peak_beyond(run: Callable[[], Any]) -> int:
 @gpu
 @pytest.mark.parametrize("heads", [8, 64])
 @pytest.mark.parametrize("ragged", [False, True], ids=["dense", "ragged"])
+@much_memory()
 def test_prefill_of_131072_tokens_takes_less_than_5_percent_of_memory_beyond_inputs_and_outputs(
     make, ragged: bool, heads: int
 ) -> None:

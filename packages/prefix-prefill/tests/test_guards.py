@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 
 from kernel_reference.integers import cdiv
-from kernel_reference.testing import contract
 from kernel_reference.testing.guards import assert_bitwise_equal
+from kernel_reference.testing.memory import check_far_apart, much_memory
 from prefix_prefill import launch
 from prefix_prefill.arguments import MergeTensors, PrefillNumbers, PrefillTensors, check_prefill
 from prefix_prefill.kernels import schedule
@@ -239,16 +239,6 @@ def test_falling_bounds_touch_nothing_outside(tensors, kernels, cu, plan, cached
 # Offsets past 2^31 elements
 
 
-def check_far_apart(function: Callable[..., Any], given: Sequence[Any], dims: dict[int, int]) -> None:
-    try:
-        contract.check_int64_offsets(function, given, dims)
-    except RuntimeError as error:
-        # 8 GiB of addresses, of which next to nothing is touched; a small machine refuses even that.
-        if "allocate memory" not in str(error) and "out of memory" not in str(error):
-            raise
-        pytest.skip("this machine does not give out 8 GiB of addresses")
-
-
 FAR = {
     "one pass": portable(), "split": portable(num_splits=2), "on Hopper": hopper(64, 64),
     "on Hopper, split": hopper(64, 64, 2),
@@ -336,6 +326,7 @@ def last_rows(plan: PrefillPlan, batch: Any, **changed: torch.Tensor) -> tuple[t
 
 @gpu
 @pytest.mark.parametrize("plan", [portable(64, 64), portable(64, 64, 2), hopper(), hopper(64, 128, 2)], ids=str)
+@much_memory()
 def test_packed_queries_and_caches_of_more_than_2_to_the_31_elements_are_read_to_their_ends(tensors, plan) -> None:
     on_hopper_or_skip(plan, tensors.device)
     batch = tensors.batch([(0, 100), (300, 100)], heads=(64, 8), head_dim=128, cached=True)

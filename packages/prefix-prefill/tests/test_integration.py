@@ -19,6 +19,7 @@ from kernel_reference.models import LLAMA3_70B
 from kernel_reference.testing import contract
 from kernel_reference.testing.forks import run_alone
 from kernel_reference.testing.guards import assert_bitwise_equal, poison_
+from kernel_reference.testing.memory import check_far_apart, much_memory
 from prefix_prefill import PrefillPlan, launch, ops
 from prefix_prefill.arguments import MergeTensors, PrefillNumbers, PrefillTensors, check_prefill
 from prefix_prefill.plan import DeviceLimits, Problem, plan_prefill
@@ -523,16 +524,6 @@ def test_calls_of_one_look_but_for_strides_dtypes_and_scale_are_not_confused(ten
 # Offsets past 2^31 elements
 
 
-def check_far_apart(function: Callable[..., Any], given: Sequence[Any], dims: dict[int, int]) -> None:
-    try:
-        contract.check_int64_offsets(function, given, dims)
-    except RuntimeError as error:
-        # 8 GiB of addresses, of which next to nothing is touched; a small machine refuses even that.
-        if "allocate memory" not in str(error) and "out of memory" not in str(error):
-            raise
-        pytest.skip("this machine does not give out 8 GiB of addresses")
-
-
 # What is stretched: the argument, in the order of the op, and its dimension.
 FAR = {
     "rows": {0: 0, 1: 0, 2: 0}, "heads": {0: 1, 1: 1, 2: 1}, "elements": {0: 2, 1: 2},
@@ -574,6 +565,7 @@ def test_merging_follows_dimensions_more_than_2_to_the_31_elements_apart(tensors
 
 @gpu
 @pytest.mark.parametrize("layout", ["NHD", "HND", "x-packed"])
+@much_memory()
 def test_a_packed_cache_of_more_than_2_to_the_31_elements_is_read_in_its_last_pages(tensors, layout: str) -> None:
     batch = tensors.batch([(3000, 200), (500, 1)], heads=(8, 2), head_dim=128, page=32, page_layout=layout, lse=False)
     own = batch.k_cache.shape[0]
@@ -593,6 +585,7 @@ def test_a_packed_cache_of_more_than_2_to_the_31_elements_is_read_in_its_last_pa
 
 
 @gpu
+@much_memory()
 def test_packed_tokens_of_more_than_2_to_the_31_elements_are_all_computed(make, tensors) -> None:
     heads, size, window = 64, 128, 63
     make.start(0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -17,6 +17,7 @@ from kernel_reference.dispatch import PreparedLaunches
 from kernel_reference.testing import contract
 from kernel_reference.testing.forks import run_alone
 from kernel_reference.testing.guards import assert_bitwise_equal, poison_
+from kernel_reference.testing.memory import check_far_apart
 from tilelang_mla import (
     DecodePlan,
     DecodeTiles,
@@ -683,16 +684,6 @@ def test_a_call_like_the_last_one_is_begun_at_once_and_refuses_the_same(tensors,
 
 
 # Offsets past 2^31 elements
-
-
-def check_far_apart(function: Callable[..., Any], given: Sequence[Any], dims: dict[int, int]) -> None:
-    try:
-        contract.check_int64_offsets(function, given, dims)
-    except RuntimeError as error:
-        # 8 GiB of addresses, of which next to nothing is touched; a small machine refuses even that.
-        if "allocate memory" not in str(error) and "out of memory" not in str(error):
-            raise
-        pytest.skip("this machine does not give out 8 GiB of addresses")
 
 
 @gpu

@@ -9,6 +9,7 @@ gluon        a simulator of Gluon kernels for sm_90: mbarriers, TMA, WGMMA and w
 codegen      compile for GPUs that are not here; registers, spills, traps, opcodes; compare with a revision
 distributed  run a function in several ranks on one machine; count the bytes that they exchange
 faults       mutation testing: plant each of a package's faults in a copy of it and see the tests go red
+memory       tests that take much of a GPU's memory take turns, in all processes, and none keeps it
 pytest_plugin  the fixture ``device``, the markers ``gpu``, ``sanitize`` and ``codegen``, and a seed for each test
 """
 
@@ -22,6 +23,7 @@ __all__ = [
     "gluon",
     "guards",
     "interpreter",
+    "memory",
     "numerics",
     "plain",
     "pytest_plugin",

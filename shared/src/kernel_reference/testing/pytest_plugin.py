@@ -20,6 +20,7 @@ It gives
   functions under torch.compile);
 - the hypothesis profiles ``cpu`` and ``gpu``, the right one loaded: no deadline, and on CI the same examples each time.
 
+After a test the GPU's memory is given back, for other processes of tests: see :mod:`kernel_reference.testing.memory`.
 Reasons of skipped tests are always printed. KERNEL_REFERENCE_REQUIRE_GPU=1 makes a missing GPU an error. Where Triton
 is not installed, the tests that import it are skipped, and on CI (the variable CI is true) they fail.
 """
@@ -38,6 +39,7 @@ import pytest
 import torch
 
 from kernel_reference.checks import validate_values
+from kernel_reference.testing.memory import give_back
 
 _INTERPRET = "TRITON_INTERPRET"
 _SEED = "KERNEL_REFERENCE_SEED"
@@ -222,6 +224,12 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
             # Located at the test, not here.
             raise pytest.skip.Exception(_MISSING_TRITON, _use_item_location=True) from error
         raise
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Generator[None, None, None]:
+    yield
+    give_back()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -25,9 +25,10 @@ from transformers import (
 
 from blocksparse_attn.integrations import contiguous
 from blocksparse_attn.integrations.transformers import NAME, Indexer, enable
+from blocksparse_attn.layers import SelectedAttention
 from kernel_reference.bench import engines as bench
 from kernel_reference.testing.readme import python_blocks, run_block
-from kernel_reference.testing.transformers import Models, make_models
+from kernel_reference.testing.transformers import Models, assert_the_same_from_the_hub, make_models
 
 # Two of up to six blocks, of four tokens, are selected: the last one and another. There are no experts: in the form
 # that float64 needs they cannot be compiled in one graph.
@@ -199,3 +200,11 @@ def test_the_benchmark_runs_and_finds_both_sides_alike(
     assert [(timing["tokens"], timing["cached"]) for timing in timings] == [(16, 0), (1, 32)] * 2
     assert all(0 < timing["difference"] < 0.05 for timing in timings)
     assert "MiniMax-M3" in capsys.readouterr().out
+
+
+def test_kernelize_puts_the_layer_of_the_hub_in(tmp_path: Path) -> None:
+    rows, cache = torch.randn(4, 4, 16).bfloat16(), torch.randn(4, 16, 2, 16).bfloat16()
+    lists = torch.tensor([[0, 1], [1, 2], [0, 2], [2, -1]]).int()[:, None].expand(-1, 2, -1).contiguous()
+    table = torch.tensor([[3, 0, 2]]).int()
+    given = (rows, cache, cache.flip(0), lists, 16, table, torch.tensor([0, 4]).int(), torch.tensor([45]).int())
+    assert_the_same_from_the_hub("blocksparse_attn", tmp_path, SelectedAttention, *given)

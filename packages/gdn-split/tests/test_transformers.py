@@ -21,9 +21,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, Qwen3_5TextConfig, 
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
 from gdn_split.integrations.transformers import Qwen35Layer, QwenNextLayer, enable
-from kernel_reference import hub
 from kernel_reference.testing.readme import python_blocks, run_block
-from kernel_reference.testing.transformers import Models, make_models
+from kernel_reference.testing.transformers import Models, kernelized, make_models
 
 # Three V heads to a QK head, head sizes that differ, three layers of Gated DeltaNet and one of attention.
 SIZES: dict[str, Any] = {
@@ -103,17 +102,10 @@ def test_generate_gives_what_transformers_would(models: Models) -> None:
 def test_kernelize_puts_the_decode_step_of_the_hub_in(
     models: Models, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kernels = pytest.importorskip("kernels", reason="nox -s engines has it with the newest transformers")
-    hub.build("gdn_split", tmp_path / "hub")
-    name = "Qwen3NextGatedDeltaNet"
     theirs = copy.deepcopy(models.theirs)
     [engine] = {type(module) for module in theirs.modules() if type(module).__name__.endswith("GatedDeltaNet")}
-    kernels.replace_kernel_forward_from_hub(engine, name)
-    layer = kernels.LocalLayerRepository(tmp_path / "hub", layer_name=name)
-    with kernels.use_kernel_mapping({name: {device.type: layer}}):
-        ours = kernels.kernelize(theirs, mode=kernels.Mode.INFERENCE, device=device.type, use_fallback=False)
+    ours = kernelized("gdn_split", tmp_path / "hub", "Qwen3NextGatedDeltaNet", theirs, engine, device)
     [forward, *_] = [module.forward for module in ours.modules() if isinstance(module, engine)]
-    assert forward.__module__.startswith("_gdn_split_")
     steps: list[str] = []
     step = sys.modules[forward.__module__].gdn_decode_step
     monkeypatch.setattr(

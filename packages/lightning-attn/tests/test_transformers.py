@@ -21,7 +21,7 @@ from transformers.models.minimax.modeling_minimax import MiniMaxCache, MiniMaxLi
 
 from kernel_reference import hub
 from kernel_reference.testing.readme import python_blocks, run_block
-from kernel_reference.testing.transformers import Models, make_models
+from kernel_reference.testing.transformers import Models, kernelized, make_models
 from lightning_attn.integrations.transformers import LightningLayer, enable
 
 # A prompt has more than one of transformers' blocks. The first layer is one of attention: transformers takes the length
@@ -130,31 +130,17 @@ def test_the_example_in_the_readme_runs() -> None:
     assert run_block(block) == "LightningLayer [1, 4]\n"
 
 
-@pytest.fixture(scope="module")
-def on_the_hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """This package as the tree that the Hugging Face Hub would hold."""
-    out = tmp_path_factory.mktemp("hub")
-    hub.build("lightning_attn", out)
-    return out
-
-
-def test_kernelize_puts_the_layer_of_the_hub_in(models: Models, on_the_hub: Path, device: torch.device) -> None:
-    kernels = pytest.importorskip("kernels", reason="nox -s engines has it with the newest transformers")
-    name = "MiniMaxLightningAttention"
-    theirs = copy.deepcopy(models.theirs)
-    kernels.replace_kernel_forward_from_hub(MiniMaxLightningAttention, name)
-    layer = kernels.LocalLayerRepository(on_the_hub, layer_name=name)
-    with kernels.use_kernel_mapping({name: {device.type: layer}}):
-        ours = kernels.kernelize(theirs, mode=kernels.Mode.INFERENCE, device=device.type, use_fallback=False)
-    forward = ours.model.layers[1].self_attn.forward
-    assert forward.__module__.startswith("_lightning_attn_")
+def test_kernelize_puts_the_layer_of_the_hub_in(models: Models, tmp_path: Path, device: torch.device) -> None:
+    theirs, layer = copy.deepcopy(models.theirs), MiniMaxLightningAttention
+    ours = kernelized("lightning_attn", tmp_path / "hub", layer.__name__, theirs, layer, device)
     Models(ours, models.theirs, models.exact, contextlib.nullcontext).assert_generates(prompts(2, 10), 6)
 
 
-def test_a_tree_for_the_hub_imports_nothing_of_what_is_installed(on_the_hub: Path) -> None:
+def test_a_tree_for_the_hub_imports_nothing_of_what_is_installed(tmp_path: Path) -> None:
+    hub.build("lightning_attn", tmp_path)
     imports = re.compile(r"^\s*(?:from|import) (lightning_attn|kernel_reference)\b", re.MULTILINE)
-    files = sorted(on_the_hub.rglob("*.py"))
+    files = sorted(tmp_path.rglob("*.py"))
     assert {"layers.py", "launch.py", "checks.py"} <= {file.name for file in files}
     assert [file.name for file in files if imports.search(file.read_text())] == []
     with pytest.raises(ValueError, match=r"^out must be a new or empty folder, got "):
-        hub.build("lightning_attn", on_the_hub)
+        hub.build("lightning_attn", tmp_path)

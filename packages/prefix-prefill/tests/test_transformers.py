@@ -18,8 +18,9 @@ from transformers import DynamicCache, Gemma2Config, GptOssConfig, LlamaConfig, 
 
 from kernel_reference.bench import engines as bench
 from kernel_reference.testing.readme import python_blocks, run_block
-from kernel_reference.testing.transformers import Models, make_models
+from kernel_reference.testing.transformers import Models, assert_the_same_from_the_hub, make_models
 from prefix_prefill.integrations.transformers import NAME, enable
+from prefix_prefill.layers import PagedAttention
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -137,3 +138,11 @@ def test_the_benchmark_runs_and_finds_both_sides_alike(
     assert [(timing["tokens"], timing["cached"]) for timing in timings] == [(16, 0), (1, 32), (4, 32)]
     assert all(0 < timing["difference"] < 0.05 for timing in timings)
     assert "Llama-3-8B" in capsys.readouterr().out
+
+
+def test_kernelize_puts_the_layer_of_the_hub_in(tmp_path: Path) -> None:
+    rows, cache = torch.randn(7, 4, 16).bfloat16(), torch.randn(3, 16, 2, 16).bfloat16()
+    table = torch.tensor([[2, 0], [1, 1]]).int()
+    bounds, lengths = torch.tensor([0, 4, 7]).int(), torch.tensor([21, 3]).int()
+    given = (rows, rows[:, :2], rows[:, 2:], cache, cache.flip(0), table, bounds, lengths, 4)
+    assert_the_same_from_the_hub("prefix_prefill", tmp_path, PagedAttention, *given)

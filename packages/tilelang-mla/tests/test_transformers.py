@@ -26,8 +26,9 @@ from transformers import (
 )
 
 from kernel_reference.testing.readme import python_blocks, run_block
-from kernel_reference.testing.transformers import Models, make_models
+from kernel_reference.testing.transformers import Models, assert_the_same_from_the_hub, make_models
 from tilelang_mla.integrations.transformers import NAME, LatentCache, LatentLayer, enable
+from tilelang_mla.layers import LatentAttention
 
 # The smallest latent and rope that the kernels have; V3 has a dense layer and one of experts.
 SIZES: dict[str, Any] = {
@@ -234,3 +235,9 @@ def test_it_cannot_be_enabled_twice_and_leaves_nothing_behind(models: Models) ->
 def test_the_example_in_the_readme_runs() -> None:
     [block] = [block for block in python_blocks(Path(__file__).parents[1] / "README.md") if "integrations" in block]
     assert run_block(block) == "[1, 4] [1, 1, 64, 576]\n"
+
+
+def test_kernelize_puts_the_layer_of_the_hub_in(tmp_path: Path) -> None:
+    q, pages = torch.randn(2, 1, 16, 576).bfloat16(), torch.randn(3, 64, 1, 576).bfloat16()
+    given = (q, pages, torch.tensor([70, 9]).int(), torch.tensor([[2, 0], [1, 1]]).int(), 512, 192**-0.5)
+    assert_the_same_from_the_hub("tilelang_mla", tmp_path, LatentAttention, *given)

@@ -6,11 +6,14 @@ import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, CompileConfig
 
+from kernel_reference import hub
 from kernel_reference.testing.numerics import assert_close_to_oracle
 
 Tensor = torch.Tensor
@@ -85,3 +88,30 @@ def make_models(
     for model in (ours, exact):
         model.load_state_dict(theirs.state_dict())
     return Models(ours, theirs, exact, enable)
+
+
+def kernelized(
+    package: str, folder: Path, layer: str, model: torch.nn.Module, kind: type[torch.nn.Module], device: torch.device
+) -> Any:
+    """``model`` whose modules of ``kind`` have the ``forward`` of a layer in the tree that the package's hub holds.
+
+    The tree is written to ``folder``. The test is skipped where the library ``kernels`` is not installed.
+    """
+    kernels = pytest.importorskip("kernels", reason="nox -s engines has it with the newest transformers")
+    hub.build(package, folder)
+    kernels.replace_kernel_forward_from_hub(kind, layer)
+    repository = kernels.LocalLayerRepository(folder, layer_name=layer)
+    with kernels.use_kernel_mapping({layer: {device.type: repository}}):
+        ours = kernels.kernelize(model, mode=kernels.Mode.INFERENCE, device=device.type, use_fallback=False)
+    forwards = {module.forward.__module__ for module in ours.modules() if isinstance(module, kind)}
+    assert all(name.startswith(f"_{package}_") for name in forwards), forwards
+    return ours
+
+
+def assert_the_same_from_the_hub(package: str, folder: Path, layer: type[torch.nn.Module], *given: Any) -> None:
+    """A layer of a package gives the same bits where ``kernelize`` has put in its ``forward`` of the hub."""
+    # The class of somebody's model, which keeps the name.
+    kind = type("Layer", (layer,), {})
+    wanted = kind()(*given)
+    device = next(one.device for one in given if isinstance(one, Tensor))
+    assert torch.equal(kernelized(package, folder, layer.__name__, kind(), kind, device)(*given), wanted)

@@ -218,14 +218,16 @@ def all_specs(target: str) -> Iterator[KernelSpec]:
     yield from portable("Phi-3-small, decoding, split", kind="paged", splits=3, lse=True, sinks=True, **decoding)
     yield from portable("Phi-3-small, decoding, x-packed", kind="paged", layout="x-packed", **decoding)
     yield from portable("Phi-3-small, drafts of 16", kind="paged", page=64, left=4095, rows=128, longest=16)
-    yield from portable("heads of 256", heads=(16, 4, 256), splits=2, kind="padded", sinks=True)
-    yield from portable("heads of 256, decoding", heads=(16, 4, 256), dtype=FP16, **decoding)
-    yield from portable("heads of 80 in float16", heads=(16, 16, 80), dtype=FP16, blocks=(128, 32))
-    yield from portable("blocks of 16, decoding", blocks=(16, 16), kind="paged", **decoding)
-    yield from portable("heads of 17 and 40", heads=(4, 4, 17), head_dim_v=40, blocks=(16, 16))
-    yield from portable("float32", dtype=FP32, softcap=30.0, sinks=True)
-    yield from portable("float32, heads of 256", dtype=FP32, heads=(16, 4, 256))
-    yield from portable("float32, decoding", dtype=FP32, kind="paged", **decoding)
+    if target != "sm_100":
+        # With the plans of sm_90, and kernels that differ from those above by their sizes.
+        yield from portable("heads of 256", heads=(16, 4, 256), splits=2, kind="padded", sinks=True)
+        yield from portable("heads of 256, decoding", heads=(16, 4, 256), dtype=FP16, **decoding)
+        yield from portable("heads of 80 in float16", heads=(16, 16, 80), dtype=FP16, blocks=(128, 32))
+        yield from portable("blocks of 16, decoding", blocks=(16, 16), kind="paged", **decoding)
+        yield from portable("heads of 17 and 40", heads=(4, 4, 17), head_dim_v=40, blocks=(16, 16))
+        yield from portable("float32", dtype=FP32, softcap=30.0, sinks=True)
+        yield from portable("float32, heads of 256", dtype=FP32, heads=(16, 4, 256))
+        yield from portable("float32, decoding", dtype=FP32, kind="paged", **decoding)
     if not limits.hopper:
         return
 

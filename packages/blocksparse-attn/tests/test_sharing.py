@@ -78,8 +78,10 @@ def test_the_ops_are_what_torch_expects() -> None:
     indices, table, cu = torch.zeros(3, 2, 4).int(), torch.zeros(2, 5).int(), torch.tensor([0, 1, 3])
     own = (indices.clone(), torch.zeros(3, 5).int(), torch.zeros(3).int(), torch.zeros(4).long(), torch.zeros(3).int())
     given = (indices, table, cu, torch.tensor([40, 9]).int(), *own)
-    torch.library.opcheck(op.own_lists.default, (*given, 2, 1, 16, 16, True))
     parts, lse = torch.zeros(2, 3, 2, 17), torch.zeros(4, 3)
-    torch.library.opcheck(op.pack_parts.default, (torch.randn(3, 4, 16), lse, parts))
     merged = (torch.zeros(3, 2, 16), torch.zeros(2, 3))
-    torch.library.opcheck(op.merge_parts.default, (parts, torch.zeros(2), own[4], *merged))
+    for checked, arguments in (
+        (op.own_lists, (*given, 2, 1, 16, 16, True)), (op.pack_parts, (torch.randn(3, 4, 16), lse, parts)),
+        (op.merge_parts, (parts, torch.zeros(2), own[4], *merged)),
+    ):  # fmt: skip
+        torch.library.opcheck(checked.default, arguments, test_utils=("test_schema", "test_faketensor"))

@@ -363,7 +363,7 @@ def check(outputs: Ours | Theirs, batch: Batch) -> float:
     rows, exact, plain = _kept[batch]
     got = outputs.out[rows]
     # A row that sees few keys holds values many times those of one that sees thousands, and would hide its errors: all
-    # are brought to one size, by powers of two, which change no digit.
+    # are scaled to one size, by powers of two, which change no digit.
     size = exact.abs().amax(-1, keepdim=True).clamp(min=1e-30)
     factor = torch.exp2(-size.log2().round())
     if isinstance(outputs, Ours):

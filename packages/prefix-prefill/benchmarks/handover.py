@@ -1,7 +1,7 @@
 """What does racecheck say of a kernel that only hands arguments to warp-specialised tasks? On an sm_90 GPU:
 
 ``compute-sanitizer --tool racecheck python benchmarks/handover.py MODE``, MODE one of plain, sum, barrier, tma: what
-tasks do with shared memory of their own. Each load of what is handed over stands between two barriers of all warps.
+tasks do with shared memory of their own. Each load of a partial result stands between two barriers of all warps.
 """
 
 import sys

@@ -2,7 +2,7 @@
 
 The host function that TileLang makes of a kernel checks shapes and encodes descriptors in every call, 5 to 8 us of the
 host's time. Where shapes are those of an earlier call, what it hands to the driver differs in addresses alone. So it is
-looked at once, in a captured graph that never runs, and handed over with other addresses from then on::
+recorded once, in a captured graph that never runs, and launched with other addresses from then on::
 
     again = Replay(attend, arguments)  # a compiled function, and arguments of a call
     again([tensor.data_ptr(), ...], stream)  # the same with other tensors, in the arguments' order

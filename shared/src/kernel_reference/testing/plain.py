@@ -87,7 +87,7 @@ def moved(wanted: Wanted, *, logarithm: bool = False, units: float = 1) -> Wante
 
 
 def assert_rounded(got: Tensor, wanted: Wanted, *, what: str = "the output", units: float = 1) -> None:
-    """:func:`.numerics.assert_close_to_oracle` of [..., D] with every row brought to the same size.
+    """:func:`.numerics.assert_close_to_oracle` of [..., D] with every row scaled to the same size.
 
     A row that sees few keys holds values many times those of one that sees thousands, whose errors it would hide. Rows
     are scaled by powers of two, which is exact; 8-bit results, whose range is too small for that, are not. units: what

@@ -65,7 +65,7 @@ class SelectedPlan(Plan):
     ``dependent_launch``, on sm_90: tiles of one token, and their merge kernel, may start before the kernel ahead of
     each has ended. ``max_registers``, of Triton before 3.7, on NVIDIA's GPUs: of a thread of a tile of one token; 0: as
     many as it takes. ``e4m3``: widen keys and values by the GPU's own instruction (NVIDIA from sm_89 on);
-    ``staged``: before they are laid out for products, by way of shared memory; 1: values, 2: keys too.
+    ``staged``: before they are laid out for MMAs, through shared memory; 1: values, 2: keys too.
     """
 
     block_m: int
@@ -146,7 +146,7 @@ def plan_selected(problem: Problem, limits: DeviceLimits) -> SelectedPlan:
     # Decoding B1 9.2 us for 12.5, B32 53.3 for 58.3, B128 161 for 178, each beside the same plan.
     dependent = limits.hopper and plan.packed == 1
     e4m3 = limits.hopper and problem.cache_bits == 8
-    # Decoding from e4m3, 2026-11-24: B32 35.1 us for 40.3, B128 98.4 for 111.9; with keys by way of shared memory too
+    # Decoding from e4m3, 2026-11-24: B32 35.1 us for 40.3, B128 98.4 for 111.9; with keys through shared memory too
     # 41.4 and 121.8.
     staged = e4m3 and plan.packed == 1 and problem.bits == 16 and _is_measured(problem)
     plan = replace(

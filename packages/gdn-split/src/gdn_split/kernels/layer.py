@@ -254,7 +254,7 @@ def quick_sigmoid(x, HOPPER: tl.constexpr):
 
 # A state's tile. Where Dk is the inner dimension: [runs of Dk, Dv, RUN]. Where Dv is: [Dk / LANES, runs of Dv, LANES,
 # RUN], of which a warp holds LANES rows of a run at a time, and other warps other runs. Either way what is summed over
-# Dk lies within a warp, most of it within a thread. Vectors over Dk and Dv are brought into the tile's form.
+# Dk lies within a warp, most of it within a thread. Vectors over Dk and Dv are converted to the tile's layout.
 
 
 @triton.jit

@@ -20,7 +20,7 @@ class Backward(NamedTuple):
     """Constants: the rows that a program walks, and rows and heads of gates that one takes.
 
     A walk's last WIDTH - 1 rows are the next one's first. CHUNK: over which g was summed, or 0. AHEAD: how many rows
-    ahead of a walk its rows are brought into the L2 cache, or 0.
+    ahead of a walk its rows are prefetched into the L2 cache, or 0.
     """
 
     STEPS: int

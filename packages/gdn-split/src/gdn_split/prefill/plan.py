@@ -65,7 +65,7 @@ class PrefillBackwardPlan(Plan):
     """The gradients of that: a program walks ``steps`` rows of a head, the last of which are the next one's first.
 
     ``rows_ba``: rows of a program of gates, which has four warps. ``max_registers`` as for a step. ``ahead``: how many
-    rows ahead of a walk its rows are brought into the L2 cache (NVIDIA from sm_90 on), a multiple of four; 0: they are
+    rows ahead of a walk its rows are prefetched into L2 (NVIDIA from sm_90 on), a multiple of four; 0: they are
     not.
     """
 

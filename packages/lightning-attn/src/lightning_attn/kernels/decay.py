@@ -105,7 +105,7 @@ def decayed(b_S, rate, tokens, rest=None):
 def into_float16(largest):
     """A power of two that brings values of at most ``largest`` below 2^15, and its inverse.
 
-    The largest is brought to 2^14 or more if it is 2^-41 or more: below that, even 2^16 of it is no float16.
+    The largest is scaled to 2^14 or more if it is 2^-41 or more: below that, even 2^16 of it is no float16.
     """
     exponent = tl.maximum(largest.to(tl.int32, bitcast=True) & 0x7F800000, 86 * 2**23)
     up = (255 * 2**23 - exponent + 13 * 2**23).to(tl.float32, bitcast=True)

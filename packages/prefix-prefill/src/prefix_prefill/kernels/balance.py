@@ -100,7 +100,7 @@ class Item(NamedTuple):
 
 @triton.jit
 def quotient(a, b):
-    """a // b, from 0 to below 2^53, by way of float64: integers of 64 bits are divided by a function call."""
+    """a // b, from 0 to below 2^53, in float64: integers of 64 bits are divided by a function call."""
     return (a.to(tl.float64) / b.to(tl.float64)).to(tl.int64)
 
 

@@ -1,7 +1,6 @@
 """Online softmax: the pieces that the attention and merge kernels share.
 
-Running maxima and lse are natural logarithms here: by way of base 2 they would be rounded once more, and a large one
-shows it.
+Running maxima and lse are natural logarithms here: in base 2 they would be rounded once more, and a large one shows it.
 """
 
 from typing import NamedTuple

@@ -7,7 +7,7 @@ turns at random wherever they may meet, in a time of the simulation's own:
 - shared memory is NaN until written, and lies as ``NVMMASharedLayout`` lays it (but for the swizzle, which views with
   the same swizzle share): views of the same bytes in other shapes are real;
 - a TMA load arrives late, at random, and its barrier counts it in bytes; what is out of the tensor's bounds is zero; a
-  barrier that is arrived at too often, or waited for in vain, is an error;
+  barrier that is arrived at too often, or never completed, is an error;
 - elements that are copied one by one (`async_copy`) arrive late too, and a barrier is arrived at behind them;
 - a WGMMA reads its operands from shared memory when it is waited for, not when it is issued: a stage that is freed too
   early is met with the next tile in it; accumulators cannot be read while in flight;

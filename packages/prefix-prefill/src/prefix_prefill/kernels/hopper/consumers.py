@@ -44,7 +44,7 @@ from prefix_prefill.kernels.softmax import LOG2_E
 
 @gluon.jit
 def empty_acc(T: gl.constexpr, V, C):
-    """The accumulator of the tile that is a consumer's number T, at first."""
+    """A zeroed accumulator for the consumer's tile number T."""
     TILE: gl.constexpr = C.V_TILES[V.OWN[T]]
     return gl.zeros([ROWS, TILE], gl.float32, acc_layout(TILE))
 

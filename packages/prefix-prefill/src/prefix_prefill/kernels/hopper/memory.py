@@ -60,7 +60,7 @@ def wait_full(ring, i, C):
 
 @gluon.jit
 def wait_empty(ring, i, C):
-    """Until the stage of tile i is free. At first it is: waiting for the phase before the first returns at once."""
+    """Until the stage of tile i is empty. At the start all are: waiting for the phase before returns at once."""
     mbarrier.wait(ring.empty.index(i % C.STAGES), (i // C.STAGES & 1) ^ 1)
 
 

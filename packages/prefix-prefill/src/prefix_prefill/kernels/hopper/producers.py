@@ -275,7 +275,7 @@ def convert_columns(fp8_tile, tile, C):
     for i_r in gl.static_range(C.BLOCK_N // ROWS_AT_ONCE):
         b_strip = fp8_tile.slice(i_r * ROWS_AT_ONCE, ROWS_AT_ONCE, dim=0).load(layout).to(gl.float16)
         if tile.dtype != gl.float16:
-            # By way of float32: from float16 to bfloat16 itself there is only an instruction at exp2's rate.
+            # Through float32: from float16 to bfloat16 itself there is only an instruction at exp2's rate.
             b_strip = b_strip.to(gl.float32).to(tile.dtype)
         tile.slice(i_r * ROWS_AT_ONCE, ROWS_AT_ONCE, dim=0).store(b_strip)
 

@@ -9,7 +9,7 @@ from prefix_prefill.kernels.hopper.drafts import only_drafted
 from prefix_prefill.kernels.hopper.items import context_of
 from prefix_prefill.kernels.softmax import LOG2_E, finite
 
-# Where bfloat16 is multiplied as float16, a row's largest number is brought to 2^14 and more, and so is a weight of 1:
+# Where bfloat16 is multiplied as float16, a row's largest number is scaled to 2^14 and more, and so is a weight of 1:
 # what is 2^-28 times as large is then still a normal number.
 HEADROOM: gl.constexpr = gl.constexpr(14)
 HEADROOM_INVERSE: gl.constexpr = gl.constexpr(2.0**-14)

@@ -21,6 +21,8 @@ from kernel_reference.testing.gluon.values import Value
 from kernel_reference.testing.guards import assert_bitwise_equal
 from kernel_reference.testing.numerics import assert_close_to_oracle
 
+pytestmark = pytest.mark.simulated
+
 M, N, BLOCK_K = 64, 64, 32
 
 

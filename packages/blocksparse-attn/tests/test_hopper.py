@@ -17,6 +17,8 @@ from blocksparse_attn import AttentionPlan, launch
 from kernel_reference.testing import contract, gluon
 
 BF16, FP16 = torch.bfloat16, torch.float16
+pytestmark = pytest.mark.simulated
+
 # Less than a block, than a tile, several tiles, none, decoding, a tile that begins within a block.
 LENGTHS = [(30, 5), (3, 0), (0, 140), (200, 1), (70, 70)]
 

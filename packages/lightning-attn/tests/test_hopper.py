@@ -23,6 +23,8 @@ from lightning_attn.plan import DecodePlan, PrefillPlan
 from lightning_attn.trees import arguments as tree_arguments
 from lightning_attn.trees import launch as tree_launch
 
+pytestmark = pytest.mark.simulated
+
 KERNELS = (
     "decay", "schedule", "hopper_rows", "hopper_ring", "hopper_chain", "chunked", "recurrent", "trees", "hopper_tokens",
     "hopper", "hopper_float32",

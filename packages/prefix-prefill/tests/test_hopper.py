@@ -17,6 +17,8 @@ from kernel_reference.testing import contract, gluon
 from prefix_prefill import launch
 from prefix_prefill.plan import PrefillPlan
 
+pytestmark = pytest.mark.simulated
+
 BF16, FP16 = torch.bfloat16, torch.float16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # Less than a box, than a tile, several tiles, none, decoding.

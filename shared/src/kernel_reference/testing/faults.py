@@ -131,6 +131,7 @@ def run_faults(
         outcome = outcomes[judged[index]] = _judge(fault, clean[fault.tests], run)
         elapsed = time.monotonic() - started
         line = f"[{number}/{len(faults)}] {elapsed:4.0f} s  {fault.patch.stem}: {outcome.verdict}, {outcome.reason}"
+        line += f" ({outcome.seconds:.1f} s)"
         print(line, flush=True)
     return [outcomes[place] for place in range(len(faults))]
 

@@ -16,8 +16,9 @@ It gives
   ``--random-cases 500`` or ``--random-cases 500:1000`` for so many, or those, each a test of its own;
 - the fixture ``unchecked``: what only device memory tells is not looked at on a CPU either, and bad values are clamped;
 - the markers ``gpu`` (skipped, with the reason, where there is none), ``sanitize`` (the subset that runs under
-  compute-sanitizer), ``codegen`` (compiles kernels for GPUs that need not be there) and ``torch_compile`` (calls public
-  functions under torch.compile);
+  compute-sanitizer), ``codegen`` (compiles kernels for GPUs that need not be there), ``simulated`` (runs Gluon kernels
+  in :mod:`kernel_reference.testing.gluon`, without Triton) and ``torch_compile`` (calls public functions under
+  torch.compile);
 - the hypothesis profiles ``cpu`` and ``gpu``, the right one loaded: no deadline, and on CI the same examples each time.
 
 After a test the GPU's memory is given back, for other processes of tests: see :mod:`kernel_reference.testing.memory`.
@@ -130,6 +131,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a GPU; skipped, with the reason, where there is none")
     config.addinivalue_line("markers", "sanitize: in the subset that runs under compute-sanitizer")
     config.addinivalue_line("markers", "codegen: compiles kernels for GPUs that need not be there")
+    config.addinivalue_line("markers", "simulated: runs Gluon kernels without Triton, in a simulator")
     config.addinivalue_line("markers", "torch_compile: calls public functions under torch.compile")
     if not set(config.option.reportchars) & set("sAa"):
         config.option.reportchars += "s"

@@ -5,32 +5,31 @@ kernel of keys its own are those of k and v, and it walks q and the gradient of 
 is the other way round. Scores are a product of the first of the pairs, gradients of weights one of the second.
 """
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tilelang.language import macro
 
-from tilelang_mla.kernels.common import GROUP, ROWS, WARP
+from tilelang_mla.kernels.common import WARP
+from tilelang_mla.kernels.prefill import groups as prefill
 
 # What is found of a place, in shared memory: its first row, -1 where it has none, where its sequence begins and ends,
 # and where what meets it does.
 FIRST, BEGIN, END, BEGIN_MET, END_MET = 0, 1, 2, 3, 4
 
 
-class Sizes(NamedTuple):
-    """What a kernel is compiled for. ``block_m``: own rows of a program; ``block_n``: rows of a stage."""
+@dataclass(frozen=True)
+class Sizes(prefill.Sizes):
+    """Those of prefill's kernel, and which of the two this is."""
 
-    head_dim: int
-    head_dim_v: int
-    dtype: Any
-    block_m: int
-    block_n: int
-    num_stages: int
     of_keys: bool
 
-    @property
-    def consumers(self) -> int:
-        """Threads of the consumer warpgroups."""
-        return self.block_m // ROWS * GROUP
+
+class Pair(NamedTuple):
+    """Tensors whose rows belong together: what scores are a product of, and what gradients of weights are."""
+
+    first: Any
+    second: Any
 
 
 class Inputs(NamedTuple):
@@ -44,6 +43,14 @@ class Inputs(NamedTuple):
     delta: Any
     cu_seqlens_q: Any
     cu_seqlens_k: Any
+
+    @property
+    def queries(self) -> Pair:
+        return Pair(self.q, self.d_out)
+
+    @property
+    def keys(self) -> Pair:
+        return Pair(self.k, self.v)
 
 
 class Bounds(NamedTuple):

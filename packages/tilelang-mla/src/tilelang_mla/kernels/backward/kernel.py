@@ -25,10 +25,10 @@ from tilelang_mla.kernels.backward.groups import (
 from tilelang_mla.kernels.backward.roles import consume, produce, store_rows
 from tilelang_mla.kernels.backward.schedule import find_place, tile_of
 from tilelang_mla.kernels.backward.serial import walk_serially
-from tilelang_mla.kernels.common import GROUP, ROWS, WARP
+from tilelang_mla.kernels.common import GROUP, WARP
 
-# Registers of a consumer's thread, by the number of consumer warpgroups, and of the producer's.
-_CONSUMER, _PRODUCER = {1: 240, 2: 240}, 24
+# Registers of a consumer's thread and of the producer's.
+_CONSUMER, _PRODUCER = 240, 24
 
 
 def of_keys(
@@ -138,7 +138,7 @@ def run_roles(T, S, serial, launch, inputs, results, acc, acc_v, i_program):
             if thread - S.consumers < WARP and tile.rows > 0:
                 produce(T, S, inputs, memory, barriers, tile, thread - S.consumers)
         else:
-            T.set_max_nreg(_CONSUMER[S.block_m // ROWS], 1)
+            T.set_max_nreg(_CONSUMER, 1)
             if tile.rows > 0:
                 consume(T, S, launch, inputs, memory, barriers, r, acc, acc_v, tile, thread)
                 store(T, S, launch, results, acc, acc_v, tile)

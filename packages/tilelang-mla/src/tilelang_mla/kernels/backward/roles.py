@@ -14,17 +14,13 @@ _VECTOR = 8
 @macro
 def produce(T, S, inputs, memory, barriers, tile, lane):
     """A warp's: loads the own rows and, a block at a time, those that meet them."""
-    q, k, v, d_out = inputs.q, inputs.k, inputs.v, inputs.d_out
-    own = tile.first_row
-    group = T.alloc_var(T.int32, init=T.truncdiv(q.shape[1], k.shape[1]))
-    if S.of_keys:
-        T.tma_copy(k[own : own + S.block_m, tile.head, 0 : S.head_dim], memory.own_first, barrier=barriers.own_full)
-        T.tma_copy(v[own : own + S.block_m, tile.head, 0 : S.head_dim_v], memory.own_second, barrier=barriers.own_full)
-    else:
-        T.tma_copy(q[own : own + S.block_m, tile.head, 0 : S.head_dim], memory.own_first, barrier=barriers.own_full)
-        T.tma_copy(
-            d_out[own : own + S.block_m, tile.head, 0 : S.head_dim_v], memory.own_second, barrier=barriers.own_full
-        )
+    own = inputs.keys if S.of_keys else inputs.queries
+    row = tile.first_row
+    group = T.alloc_var(T.int32, init=T.truncdiv(inputs.q.shape[1], inputs.k.shape[1]))
+    T.tma_copy(own.first[row : row + S.block_m, tile.head, 0 : S.head_dim], memory.own_first, barrier=barriers.own_full)
+    T.tma_copy(
+        own.second[row : row + S.block_m, tile.head, 0 : S.head_dim_v], memory.own_second, barrier=barriers.own_full
+    )
     arrive(T, barriers.own_full, 0, lane)
     if S.of_keys:
         for turn in T.serial(tile.turns):
@@ -40,31 +36,22 @@ def produce(T, S, inputs, memory, barriers, tile, lane):
 @macro
 def load_block(T, S, inputs, memory, barriers, tile, i_head, i_block, step, lane):
     """A block of the rows of a head that meet the own ones."""
-    q, k, v, d_out = inputs.q, inputs.k, inputs.v, inputs.d_out
+    met = inputs.queries if S.of_keys else inputs.keys
     stage = i_block % S.num_stages
     begin = T.alloc_var(T.int32, init=step * S.block_n)
     row = T.alloc_var(T.int32, init=tile.met + begin)
     T.barrier_wait(barriers.empty[stage], i_block // S.num_stages % 2 ^ 1)
+    T.tma_copy(
+        met.first[row : row + S.block_n, i_head, 0 : S.head_dim], memory.first[stage, :, :],
+        barrier=barriers.full[stage],
+    )  # fmt: skip
+    T.tma_copy(
+        met.second[row : row + S.block_n, i_head, 0 : S.head_dim_v], memory.second[stage, :, :],
+        barrier=barriers.full[stage],
+    )  # fmt: skip
     if S.of_keys:
-        T.tma_copy(
-            q[row : row + S.block_n, i_head, 0 : S.head_dim], memory.first[stage, :, :],
-            barrier=barriers.full[stage],
-        )  # fmt: skip
-        T.tma_copy(
-            d_out[row : row + S.block_n, i_head, 0 : S.head_dim_v], memory.second[stage, :, :],
-            barrier=barriers.full[stage],
-        )  # fmt: skip
         for i in T.unroll(S.block_n // WARP):
             load_numbers(T, inputs, memory, tile, i_head, stage, begin, i * WARP + lane)
-    else:
-        T.tma_copy(
-            k[row : row + S.block_n, i_head, 0 : S.head_dim], memory.first[stage, :, :],
-            barrier=barriers.full[stage],
-        )  # fmt: skip
-        T.tma_copy(
-            v[row : row + S.block_n, i_head, 0 : S.head_dim_v], memory.second[stage, :, :],
-            barrier=barriers.full[stage],
-        )  # fmt: skip
     arrive(T, barriers.full, stage, lane)
 
 
@@ -110,16 +97,16 @@ def consume_block(T, S, launch, memory, barriers, r, accs, tile, i_block, begin,
     stage = i_block % S.num_stages
     T.barrier_wait(barriers.full[stage], i_block // S.num_stages % 2)
     clear_behind(T, S, memory, tile, stage, begin, thread)
-    multiply_first(T, S, memory, r, stage)
+    multiply(T, memory.own_first, memory.first, stage, r.scores)
     if S.of_keys:
         T.wait_wgmma(0)
         mask(T, S, r, tile, begin)
         weigh(T, S, launch, memory, r, stage)
-        multiply_second(T, S, memory, r, stage)
+        multiply(T, memory.own_second, memory.second, stage, r.products)
         T.wgmma_gemm(r.weights, memory.second[stage, :, :], acc_v, policy=T.GemmWarpPolicy.FullRow)
         T.wait_wgmma(1)
     else:
-        multiply_second(T, S, memory, r, stage)
+        multiply(T, memory.own_second, memory.second, stage, r.products)
         T.wait_wgmma(1)
         mask(T, S, r, tile, begin)
         weigh(T, S, launch, memory, r, stage)
@@ -132,19 +119,9 @@ def consume_block(T, S, launch, memory, barriers, r, accs, tile, i_block, begin,
 
 
 @macro
-def multiply_first(T, S, memory, r, stage):
-    T.wgmma_gemm(
-        memory.own_first, memory.first[stage, :, :], r.scores, transpose_B=True, clear_accum=True,
-        policy=T.GemmWarpPolicy.FullRow,
-    )  # fmt: skip
-
-
-@macro
-def multiply_second(T, S, memory, r, stage):
-    T.wgmma_gemm(
-        memory.own_second, memory.second[stage, :, :], r.products, transpose_B=True, clear_accum=True,
-        policy=T.GemmWarpPolicy.FullRow,
-    )  # fmt: skip
+def multiply(T, own, ring, stage, products):
+    """The own rows by a block of those that meet them."""
+    T.wgmma_gemm(own, ring[stage, :, :], products, transpose_B=True, clear_accum=True, policy=T.GemmWarpPolicy.FullRow)
 
 
 @macro

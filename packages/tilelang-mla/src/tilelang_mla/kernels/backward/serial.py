@@ -8,30 +8,22 @@ from tilelang_mla.kernels.softmax import zero_tail
 
 @macro
 def walk_serially(T, S, launch, inputs, memory, r, acc, acc_v, tile):
-    q, k = inputs.q, inputs.k
-    group = T.alloc_var(T.int32, init=T.truncdiv(q.shape[1], k.shape[1]))
-    if S.of_keys:
-        load(T, memory.own_first, k, tile.first_row, tile.head, tile.rows)
-        load(T, memory.own_second, inputs.v, tile.first_row, tile.head, tile.rows)
-    else:
-        load(T, memory.own_first, q, tile.first_row, tile.head, tile.rows)
-        load(T, memory.own_second, inputs.d_out, tile.first_row, tile.head, tile.rows)
+    own, met = (inputs.keys, inputs.queries) if S.of_keys else (inputs.queries, inputs.keys)
+    group = T.alloc_var(T.int32, init=T.truncdiv(inputs.q.shape[1], inputs.k.shape[1]))
+    load(T, memory.own_first, own.first, tile.first_row, tile.head, tile.rows)
+    load(T, memory.own_second, own.second, tile.first_row, tile.head, tile.rows)
     begin_rows(T, S, launch, inputs, r, acc, acc_v, tile)
     for step in T.serial(tile.steps * tile.turns):
         stage = step % S.num_stages
         turn = T.alloc_var(T.int32, init=T.truncdiv(step, tile.steps))
         begin = T.alloc_var(T.int32, init=(step - turn * tile.steps) * S.block_n)
         row = T.alloc_var(T.int32, init=tile.met + begin)
+        i_head = T.alloc_var(T.int32, init=tile.head * group + turn if S.of_keys else T.truncdiv(tile.head, group))
+        load_stage(T, memory.first, met.first, stage, row, i_head)
+        load_stage(T, memory.second, met.second, stage, row, i_head)
         if S.of_keys:
-            i_head = T.alloc_var(T.int32, init=tile.head * group + turn)
-            load_stage(T, memory.first, q, stage, row, i_head)
-            load_stage(T, memory.second, inputs.d_out, stage, row, i_head)
             for i in T.serial(S.block_n):
                 load_numbers(T, inputs, memory, tile, i_head, stage, begin, i)
-        else:
-            i_head_kv = T.alloc_var(T.int32, init=T.truncdiv(tile.head, group))
-            load_stage(T, memory.first, k, stage, row, i_head_kv)
-            load_stage(T, memory.second, inputs.v, stage, row, i_head_kv)
         zero_tail(T, memory.first, stage, begin, tile.left)
         zero_tail(T, memory.second, stage, begin, tile.left)
         T.gemm(memory.own_first, memory.first[stage, :, :], r.scores, transpose_B=True, clear_accum=True)

@@ -1,5 +1,6 @@
 """What the prefill kernel hands from macro to macro: sizes, tensors, shared memory, barriers, tiles."""
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tilelang.language import macro
@@ -12,8 +13,9 @@ COLUMNS = 8
 HEAD, ROW, ROWS_HERE, KEYS, UNMASKED, STEPS = 0, 1, 2, 3, 4, 5
 
 
-class Sizes(NamedTuple):
-    """What the kernel is compiled for."""
+@dataclass(frozen=True)
+class Sizes:
+    """What a kernel is compiled for. ``block_m``: own rows of a program; ``block_n``: rows of a stage."""
 
     head_dim: int
     head_dim_v: int

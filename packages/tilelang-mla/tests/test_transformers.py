@@ -25,6 +25,7 @@ from transformers import (
     StaticCache,
 )
 
+from kernel_reference.testing.numerics import assert_close_to_oracle
 from kernel_reference.testing.readme import python_blocks, run_block
 from kernel_reference.testing.transformers import Models, assert_the_same_from_the_hub, make_models
 from tilelang_mla.integrations.transformers import NAME, LatentCache, LatentLayer, enable
@@ -105,6 +106,19 @@ def make_cache(kind: type, model: Any) -> Any:
 def test_prefill_is_as_exact_as_that_of_transformers(models: Models) -> None:
     ids = prompts(2, 21)
     models.assert_close(lambda model: model(ids, use_cache=False).logits)
+
+
+def test_gradients_of_a_prompt_are_as_exact_as_those_of_transformers(models: Models) -> None:
+    ids, along = prompts(2, 21), torch.randn(2, 21, 64)
+
+    def gradients(model: Any) -> torch.Tensor:
+        weights = [layer.self_attn.kv_b_proj.weight for layer in model.model.layers]
+        logits = model(ids, use_cache=False).logits
+        return torch.stack(torch.autograd.grad(logits, weights, along.to(logits.dtype)))
+
+    with enable():
+        ours = gradients(models.ours)
+    assert_close_to_oracle(ours, gradients(models.exact).double(), gradients(models.theirs))
 
 
 def assert_steps_are_close(models: Models, kind: type) -> None:

@@ -90,7 +90,8 @@ def attending(
     tensors = Tensors(
         q, k, v, integers(True, num_heads, -(-max(longest, reach) // blocks[0]) + 1),
         integers(True, num_heads, entries),
-        integers(not padded, sequences + 1), integers(ragged, sequences + 1), integers(paged, sequences, 256),
+        integers(not padded, sequences + 1), integers(ragged, sequences + 1),
+        integers(paged, sequences, max(256, reach // page)),
         integers(paged, sequences), *(integers(padded, sequences) for _ in range(4)),
         torch.empty(num_heads) if sinks else None, out,
         torch.empty(*front[:-1], num_heads, front[-1]) if lse else None,

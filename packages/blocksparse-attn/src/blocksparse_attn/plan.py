@@ -26,14 +26,14 @@ _MOST_PACKED = 64
 # 374 of 8192 (1384); but 1410 for 1392 of 32768 that list 1521, 969 for 949 of 16384 (1924), 3105 for 2858 of 32768
 # (2962).
 _SHORT_LISTS = (1024, 1450)
-# Some heads are taken first, so that fewer keys and values are in use at a time, where one sequence has so many keys,
-# and so many tokens: of few rows those of no sequence, which each share of the heads has, leave programs idle.
-# Phi-3-small's prompts on an H100 (triton 3.6.0, 2026-11-25), as shares of 238fd36's time, all heads, 16 and 4 of 32 in
-# turn: 16384 tokens 1.040, 1.039, 1.022; 32768 1.040, 1.006, 1.049; 65536 1.026, 1.007, 0.987; all blocks of 32768
-# 1.012, 0.997, 1.118; 9 % of them 1.008, 1.016, 1.035; a chunk of 2048 behind 30720 1.013, 0.988, 1.376.
+# Half of the heads are taken first, so that fewer keys and values are in use at a time, where one sequence has so many
+# keys, and so many tokens: of few rows those of no sequence, which each half has, leave programs idle.
+# Phi-3-small's prompts on an H100 (triton 3.6.0, 2026-11-25), as shares of 238fd36's time, all heads and 16 of 32 in
+# turn: 32768 tokens 1.040, 1.006; 65536 1.026, 1.007; all blocks of 32768 1.012, 0.997; 9 % of them 1.008, 1.016; a
+# chunk of 2048 behind 30720 1.013, 0.988; 16384 1.040, 1.039. With 4 in turn 16384 take 1.022, the chunk 1.376; that
+# would be another kernel to compile in a layer's life.
 _MANY_KEYS = 32768
 _CHUNK = 2048
-_PROMPT = 16384
 # Of the 227 KiB that a program may have, less barriers and the queue of work items.
 _HOPPER_BYTES = 225 * 1024
 # So many tokens that they fill the tiles of any plan.
@@ -240,18 +240,10 @@ def _hopper(problem: Problem) -> AttentionPlan:
     plan = AttentionPlan(128, 64 if narrow else 128, 1, 4, 4 if narrow else 2, hopper=True)
     while _hopper_bytes(problem, plan, 1) > _HOPPER_BYTES:
         plan = replace(plan, num_stages=plan.num_stages - 1)
-    return plan if narrow else replace(plan, heads_together=_heads_together(problem))
-
-
-def _heads_together(problem: Problem) -> int:
-    if problem.sequences != 1 or problem.num_splits or problem.num_heads < 32:
-        return 0
-    shares = 0
-    if problem.capacity >= _MANY_KEYS and problem.tokens >= _CHUNK:
-        shares = 2
-    elif problem.tokens >= _PROMPT:
-        shares = 8
-    return problem.num_heads // shares if shares and problem.num_heads_kv % shares == 0 else 0
+    long = problem.capacity >= _MANY_KEYS and problem.tokens >= _CHUNK and problem.sequences == 1
+    if long and not (narrow or problem.num_splits) and problem.num_heads >= 32 and problem.num_heads_kv % 2 == 0:
+        plan = replace(plan, heads_together=problem.num_heads // 2)
+    return plan
 
 
 def _packed(problem: Problem, limits: DeviceLimits) -> AttentionPlan:

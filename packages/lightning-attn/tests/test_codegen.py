@@ -189,6 +189,7 @@ def all_specs(target: str) -> Iterator[KernelSpec]:
         tokens = replace(decoding, hopper=True)
         yield from recurrent("for sm_90, head sizes of 256", WIDE, 16, replace(tokens, block_e=32), "verify")
         yield from recurrent("for sm_90", MINIMAX, 4, tokens, "verify", "decode")
+        yield from recurrent("for sm_90, lines", MINIMAX, 1, replace(tokens, lines=True), "decode")
         yield next(branching("for sm_90", MINIMAX, tokens))
         yield from dense("for sm_90", MINIMAX, torch.bfloat16)
         yield from dense("for sm_90, segments", MINIMAX_TP8, torch.bfloat16)

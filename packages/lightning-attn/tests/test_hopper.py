@@ -229,6 +229,8 @@ def test_powers_of_two_come_through_float16_on_sm_90(tensors, kernels, powers, s
     (DecodePlan(64, 4, hopper=True), (72, 80), torch.bfloat16, torch.float32, "transposed"),
     (DecodePlan(32, 2, hopper=True), (128, 64), torch.float16, torch.bfloat16, "packed"),
     (DecodePlan(16, 4, hopper=True), (20, 24), torch.float32, torch.float16, "gaps"),
+    (DecodePlan(64, 4, hopper=True, lines=True), (72, 80), torch.bfloat16, torch.bfloat16, "transposed"),
+    (DecodePlan(32, 8, hopper=True, lines=True), (40, 96), torch.float16, torch.float32, "gaps"),
 ], ids=str)  # fmt: skip
 def test_token_by_token_on_sm_90_is_the_recurrence_and_drafts_have_the_bits_of_decoding(
     tensors, kernels, plan, sizes, dtype, pool_dtype, pool

@@ -859,7 +859,11 @@ def test_ragged_batches_in_bulk_on_hopper_are_the_recurrence(tensors, kernels, s
 @pytest.mark.parametrize(("sizes", "plan", "dtype"), [
     ((128, 128), DecodePlan(64, 4, True, hopper=True), BF16), ((128, 128), DecodePlan(32, 4, hopper=True), FP32),
     ((256, 80), DecodePlan(32, 4, True, hopper=True), FP16), ((24, 20), DecodePlan(16, 4, hopper=True), BF16),
-    ((96, 96), DecodePlan(16, 1, hopper=True), FP16),
+    ((96, 96), DecodePlan(16, 1, hopper=True), FP16), ((128, 128), DecodePlan(64, 4, True, True, lines=True), BF16),
+    ((40, 96), DecodePlan(32, 8, True, True, lines=True), FP16),
+    ((256, 80), DecodePlan(128, 8, True, True, lines=True), FP32),
+    ((64, 128), DecodePlan(16, 1, True, True, lines=True), BF16),
+    ((128, 64), DecodePlan(64, 16, True, True, lines=True), BF16),
 ], ids=str)  # fmt: skip
 def test_token_by_token_on_hopper_is_the_recurrence_and_drafts_have_the_bits_of_decoding(
     tensors, kernels, sizes, plan, dtype, pool_dtype

@@ -214,9 +214,15 @@ def test_two_warpgroups_share_scores_where_a_program_an_sm_is_left_and_nowhere_e
 
 
 def test_few_heads_are_decoded_by_whole_columns_a_warp_on_sm_90() -> None:
-    for heads, size, whole in ((8, 128, True), (16, 64, True), (64, 128, False), (8, 256, False)):
+    for heads, size, whole in ((8, 128, True), (16, 64, True), (40, 128, False), (64, 96, False), (8, 256, False)):
         assert plan_decode(Heads(heads, heads, size, size), H200).hopper == whole
+        assert not plan_decode(Heads(heads, heads, size, size), H200).lines
     assert not plan_decode(TP8, A100).hopper
+
+
+def test_many_heads_are_decoded_by_whole_lines_with_the_bits_of_drafts_by_columns_on_sm_90() -> None:
+    assert plan_decode(MINIMAX, H200) == DecodePlan(64, 4, True, hopper=True, lines=True)
+    assert not plan_decode(MINIMAX, A100).lines
 
 
 def test_only_devices_that_can_wait_on_the_device_are_asked_to() -> None:
@@ -314,7 +320,8 @@ def test_a_pinned_plan_of_128_columns_has_64_for_gradients_of_as_many() -> None:
 @pytest.mark.parametrize(
     "plan", [
         DecodePlan(8, 4), DecodePlan(48, 4), DecodePlan(0, 4), DecodePlan(32, 3), DecodePlan(32, 0),
-        DecodePlan(16, 32, hopper=True), DecodePlan(256, 1, hopper=True),
+        DecodePlan(16, 32, hopper=True), DecodePlan(256, 1, hopper=True), DecodePlan(64, 4, lines=True),
+        DecodePlan(16, 8, hopper=True, lines=True), DecodePlan(256, 4, hopper=True, lines=True),
     ], ids=str
 )  # fmt: skip
 def test_a_decoding_plan_that_no_kernel_can_take_covers_nothing(plan: DecodePlan) -> None:

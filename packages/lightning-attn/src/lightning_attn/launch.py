@@ -315,7 +315,7 @@ def _prepare_tokens(problem: DecodeProblem, plan: DecodePlan | None, device: tor
         from lightning_attn.kernels import hopper_tokens
 
         kernel = hopper_tokens.decode
-        sizes = sizes._replace(WARPS=plan.num_warps, STATE_D=problem.pool[2], STATE_E=problem.pool[3])
+        sizes = sizes._replace(WARPS=plan.num_warps, STATE_D=problem.pool[2], STATE_E=problem.pool[3], LINES=plan.lines)
     rest = (
         problem.num_slots, problem.scale, strides, problem.tokens, sizes, problem.writes, plan.dependent_launch,
     )  # fmt: skip

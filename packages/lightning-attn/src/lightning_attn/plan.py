@@ -203,20 +203,25 @@ class PrefillPlan(Plan):
 class DecodePlan(Plan):
     """One launch over a few tokens of every sequence: a program takes ``block_e`` columns of a state.
 
-    ``hopper``: by the kernel made for sm_90, in which each warp has columns to itself. The bits of a plan's results are
-    the same whatever is called, but two plans may round a sum over rows differently.
+    ``hopper``: by the kernel made for sm_90, in which each warp has columns to itself; or, ``lines``, has them where a
+    state is only read, and whole lines where it is written. The bits of a plan's results are the same whatever is
+    called, but two plans may round a sum over rows differently.
     """
 
     block_e: int
     num_warps: int
     dependent_launch: bool = False
     hopper: bool = False
+    lines: bool = False
 
     def covers(self, heads: Heads) -> bool:
-        """Whether its blocks are such that a kernel can take them: any heads will do."""
-        del heads
+        """Whether its blocks are such that a kernel can take them: any heads will do, but for lines."""
         if not is_power_of_two(self.block_e, self.num_warps) or self.block_e < 16:
             return False
+        if self.lines:
+            # Threads share a column's rows alike both ways, which is what makes the bits the same.
+            is_shared = 4 * self.num_warps <= self.block_e <= 128 and heads.head_qk > 16
+            return self.hopper and is_shared and self.num_warps <= 32
         return not self.hopper or self.num_warps <= self.block_e <= 128 * self.num_warps
 
 
@@ -363,6 +368,10 @@ def plan_decode(heads: Heads, limits: DeviceLimits) -> DecodePlan:
         # On an H200, 8 heads of 128: 1, 4 and 8 sequences 5.2, 6.1 and 7.1 us (portable kernel: 5.9, 6.8, 7.7),
         # four drafts of 8 sequences 7.8 (10.1); but 64 sequences 23.3 (22.0), and 32 of 64 heads 76 (71).
         return DecodePlan(min(32, columns), 2, limits.dependent_launch, hopper=True)
+    if limits.hopper and heads.num_heads >= 48 and heads.head_qk == heads.head_v == 128:
+        # On an H200, 64 heads: 32 sequences 71.5 us (portable kernel: 72.8), 1 4.6 (5.0), 256 530.6 (531.4); 1, 2 and
+        # 4 drafts of 32 verified 34.2, 36.7 and 39.4 (40.4, 44.0, 65.4; copy 33.7 to 35.2), 4 committed 71.9 (79.7).
+        return DecodePlan(64, 4, limits.dependent_launch, hopper=True, lines=True)
     return DecodePlan(min(64, columns), 4, limits.dependent_launch)
 
 

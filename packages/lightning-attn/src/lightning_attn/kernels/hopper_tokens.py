@@ -24,6 +24,28 @@ def columns_layout(BLOCK_D, BLOCK_E, WARPS):
 
 
 @gluon.constexpr_function
+def summed_lines_layout(BLOCK_D, BLOCK_E, WARPS):
+    """Whole lines, four elements a thread, for sums over rows with the bits of columns_layout.
+
+    There the threads of a column have as many adjacent rows each, of which those furthest apart are added first, then
+    halves of that distance. Here it is the same threads' parts, in the same order: lanes first, then warps.
+    """
+    lanes = [[0, 4 << i] for i in range((BLOCK_E // 4).bit_length() - 1)]
+    within, across = 5 - len(lanes), WARPS.bit_length() - 1
+    halves = [[BLOCK_D >> (1 + i), 0] for i in range(within + across)]
+    rows = [[1 << i, 0] for i in range((BLOCK_D >> (within + across)).bit_length() - 1)]
+    lanes = lanes + halves[:within][::-1]
+    return gl.DistributedLinearLayout([[0, 1], [0, 2]] + rows, lanes, halves[within:][::-1], [], [BLOCK_D, BLOCK_E])
+
+
+@gluon.constexpr_function
+def state_layout(sizes, WRITES):
+    """A state's tile, as decode loads it."""
+    of = summed_lines_layout if sizes.LINES and WRITES else columns_layout
+    return of(sizes.BLOCK_D, sizes.BLOCK_E, sizes.WARPS)
+
+
+@gluon.constexpr_function
 def lines_layout(BLOCK_E, WARPS):
     """The tile as it is stored: a warp has whole rows."""
     across = min(32, BLOCK_E // 4)
@@ -107,15 +129,19 @@ def store_tile(states, slot, i_h, column, b_S, sizes: gl.constexpr):
     Through shared memory: a warp's own columns are half of a cache line. On an H200 32 x 64 heads took 80 us when each
     warp stored those, where loading alone takes 44, and the portable kernel, which stores lines, 70.
     """
-    layout: gl.constexpr = lines_layout(sizes.BLOCK_E, sizes.WARPS)
+    dtype: gl.constexpr = states.p.dtype.element_ty
+    b_S = b_S.to(dtype)
+    if sizes.LINES:
+        layout: gl.constexpr = summed_lines_layout(sizes.BLOCK_D, sizes.BLOCK_E, sizes.WARPS)
+    else:
+        layout: gl.constexpr = lines_layout(sizes.BLOCK_E, sizes.WARPS)
+        shared: gl.constexpr = shared_layout(sizes.BLOCK_D, sizes.BLOCK_E, sizes.WARPS)
+        smem = gl.allocate_shared_memory(dtype, [sizes.BLOCK_D, sizes.BLOCK_E], shared)
+        smem.store(b_S)
+        tl.debug_barrier()
+        b_S = smem.load(layout)
     o_d, o_e = offsets(column, sizes, layout)
     p_tile = tile_pointers(states, slot, i_h, o_d, o_e, sizes)
-    dtype: gl.constexpr = states.p.dtype.element_ty
-    shared: gl.constexpr = shared_layout(sizes.BLOCK_D, sizes.BLOCK_E, sizes.WARPS)
-    smem = gl.allocate_shared_memory(dtype, [sizes.BLOCK_D, sizes.BLOCK_E], shared)
-    smem.store(b_S.to(dtype))
-    tl.debug_barrier()
-    b_S = smem.load(layout)
     if sizes.D % sizes.BLOCK_D or sizes.E % sizes.BLOCK_E:
         gl.store(p_tile, b_S, mask=(o_d[:, None] < sizes.D) & (o_e[None, :] < sizes.E))
     else:
@@ -170,7 +196,7 @@ def decode(
     BLOCK_D: gl.constexpr = sizes.BLOCK_D
     BLOCK_E: gl.constexpr = sizes.BLOCK_E
     WARPS: gl.constexpr = sizes.WARPS
-    layout: gl.constexpr = columns_layout(BLOCK_D, BLOCK_E, WARPS)
+    layout: gl.constexpr = state_layout(sizes, WRITES)
     i_e, i_h, i_n, slot = locate_head(p_slots, sizes, DEPENDENT_LAUNCH)
     tokens = accepted_tokens(p_accepted, i_n, TOKENS)
     rate = base_two_rate(p_slopes, i_h)

@@ -40,6 +40,8 @@ class Sizes(NamedTuple):
     WARPS: int = 4
     STATE_D: int = 0
     STATE_E: int = 0
+    # Of those kernels: what stores a state loads it in whole lines too.
+    LINES: bool = False
 
 
 class Counts(NamedTuple):

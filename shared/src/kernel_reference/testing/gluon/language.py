@@ -90,7 +90,10 @@ LANGUAGE: dict[str, Any] = {
     "assume": _assume,
     "NVMMASharedLayout": NVMMASharedLayout,
     **dict.fromkeys(
-        ("SwizzledSharedLayout", "NVMMADistributedLayout", "DotOperandLayout", "SliceLayout", "BlockedLayout"), Layout
+        (
+            "SwizzledSharedLayout", "NVMMADistributedLayout", "DotOperandLayout", "SliceLayout", "BlockedLayout",
+            "DistributedLinearLayout",
+        ), Layout
     ),
     **{str(dtype).removeprefix("torch."): DType(dtype) for dtype in (
         torch.int32, torch.int64, torch.float32, torch.float64, torch.float16, torch.bfloat16

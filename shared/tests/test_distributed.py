@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from kernel_reference import collectives
-from kernel_reference.partials import Partial, exchange_partials
 from kernel_reference.sharding import Contiguous, Interleave
 from kernel_reference.testing.distributed import SentBytes, peers_of_one_machine, run
 
@@ -168,30 +167,6 @@ def _of_peers(rank: int, world: int, buffers: torch.Tensor) -> None:
 @pytest.mark.parametrize("world", [2, 4])
 def test_parts_are_read_from_the_memory_of_peers(world: int) -> None:
     run(world, _of_peers, world, torch.zeros(world, 8192, dtype=torch.uint8).share_memory_())
-
-
-def _to_peers(rank: int, world: int, buffers: torch.Tensor) -> None:
-    with peers_of_one_machine(buffers):
-        x = torch.arange(world * 6).view(world, 2, 3) + 100 * rank
-        wanted = torch.stack([torch.arange(6).view(2, 3) + 6 * rank + 100 * source for source in range(world)])
-        assert torch.equal(collectives.symmetric_all_to_all(x, None), wanted)
-        # Peers may still read what the last exchange left, but where a collective has made them all wait.
-        torch.distributed.barrier()
-        assert torch.equal(collectives.symmetric_all_to_all(x + 1, None, ready=True), wanted + 1)
-        out, lse = torch.randn(5, 8, 6), torch.randn(5, 8)
-        for heads in ("sharded", "replicated"):
-            mine = Partial(out + rank, lse - rank)
-            got = exchange_partials(mine, None, heads=heads, exchange="symmetric")
-            wanted_parts = exchange_partials(mine, None, heads=heads)
-            assert torch.equal(got.out, wanted_parts.out)
-            assert torch.equal(got.lse, wanted_parts.lse)
-    with pytest.raises(ValueError, match=rf"^shape must be \[{world}, ...\], a part a rank, got "):
-        collectives.symmetric_exchange((1, 2), lambda peer, part: None, x, None)
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_parts_are_written_to_the_memory_of_peers(world: int) -> None:
-    run(world, _to_peers, world, torch.zeros(world, 8192, dtype=torch.uint8).share_memory_())
 
 
 def test_a_group_that_is_none_is_named() -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kernel_reference.attention import attention
-from kernel_reference.partials import EXCHANGES, Partial, exchange_partials, merge_partials
-from kernel_reference.testing.distributed import SentBytes, run
+from kernel_reference.partials import EXCHANGES, Partial, exchange_partials, gathered_heads, merge_partials
+from kernel_reference.testing.distributed import SentBytes, peers_of_one_machine, run
 
 Tensor = torch.Tensor
 N, H, D = 5, 8, 16
@@ -94,20 +94,60 @@ def test_every_exchange_gives_the_whole_and_sends_what_its_table_says(world: int
     run(world, _exchanges, world, parts)
 
 
+def _to_peers(rank: int, world: int, dtype: torch.dtype, buffers: Tensor) -> None:
+    torch.manual_seed(0)
+    each = H // world
+    parts = [parts_of(world, dtype, scale) for scale in (100.0, 0.25)]
+    with peers_of_one_machine(buffers):
+        for heads in ("sharded", "replicated")[: 4 // world]:
+            own = slice(rank * each, (rank + 1) * each) if heads == "sharded" else slice(None)
+            # Each exchange overwrites what the last one left.
+            for times, (out, lse, _) in enumerate(parts):
+                q = torch.randn(2, 3, H, D, dtype=dtype)
+                if heads == "sharded":
+                    assert torch.equal(gathered_heads(q[:, :, own], None, "symmetric"), q), times
+                    assert torch.equal(gathered_heads(q[:, :, own], None), q)
+                # Heads that lie apart, and logarithms by head.
+                mine = Partial(out[rank].repeat_interleave(2, 1)[:, ::2], lse[rank].T.contiguous().T)
+                got = exchange_partials(mine, None, heads=heads, exchange="symmetric", ready=heads == "sharded")
+                wanted = merge_partials(out[:, :, own], lse[:, :, own])
+                atol = 2e-6 if dtype == torch.float32 else 8e-3
+                torch.testing.assert_close(got.out, wanted.out, rtol=0, atol=atol)
+                torch.testing.assert_close(got.lse, wanted.lse, rtol=1e-6, atol=1e-6)
+        with pytest.raises(ValueError, match=r"^buffers must have \d+ bytes a rank, got "):
+            gathered_heads(torch.zeros(4096, 1, 8), None, "symmetric")
+        assert gathered_heads(torch.zeros(0, each, D), None, "symmetric").shape == (0, H, D)
+        empty = Partial(torch.zeros(0, H, D), torch.zeros(0, H))
+        assert exchange_partials(empty, None, exchange="symmetric").out.shape == (0, each, D)
+
+
+@pytest.mark.parametrize(("world", "dtype"), [(2, torch.bfloat16), (4, torch.float32)])
+def test_kernels_write_to_the_memory_of_peers_and_wait_for_them(world: int, dtype: torch.dtype) -> None:
+    # Once, and not in every fork.
+    pytest.importorskip("kernel_reference.peers.kernels")
+    run(world, _to_peers, world, dtype, torch.zeros(world, 2**16, dtype=torch.uint8).share_memory_())
+
+
 def _symmetric(rank: int) -> None:
     torch.manual_seed(0)
-    out, lse, _ = parts_of(2, torch.bfloat16, 0.25)
-    mine = Partial(out[rank].cuda(), lse[rank].cuda())
-    for heads in ("sharded", "replicated"):
-        wanted = exchange_partials(mine, None, heads=heads)
-        for _ in range(3):
-            got = exchange_partials(mine, None, heads=heads, exchange="symmetric")
-            assert torch.equal(got.out, wanted.out)
-            assert torch.equal(got.lse, wanted.lse)
+    for rows, heads, size in ((5, 8, 16), (64, 128, 512), (3, 32, 128)):
+        out, lse = torch.randn(rows, heads, size, dtype=torch.bfloat16), torch.randn(rows, heads)
+        mine = Partial((out + rank).cuda(), (lse - rank).cuda())
+        own = slice(rank * heads // 2, (rank + 1) * heads // 2)
+        for times in range(20):
+            for kind in ("sharded", "replicated"):
+                q = (out + times).cuda()
+                if kind == "sharded":
+                    assert torch.equal(gathered_heads(q[:, own], None, "symmetric"), q)
+                wanted = exchange_partials(mine, None, heads=kind)
+                # The collective makes ranks wait for each other, as what is gathered does.
+                got = exchange_partials(mine, None, heads=kind, exchange="symmetric", ready=kind == "sharded")
+                torch.testing.assert_close(got.out, wanted.out, rtol=8e-3, atol=1e-6)
+                torch.testing.assert_close(got.lse, wanted.lse, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.gpu
-def test_symmetric_memory_gives_the_bits_of_the_collective() -> None:
+def test_symmetric_memory_gives_what_the_collective_does() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     run(2, _symmetric, backend="nccl", deadline=300)

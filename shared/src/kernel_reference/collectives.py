@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -26,6 +26,7 @@ from .errors import fail
 from .words import describe
 
 Tensor = torch.Tensor
+T = TypeVar("T")
 
 
 def world_and_rank(group: Any) -> tuple[int, int]:
@@ -49,7 +50,7 @@ def start_all_gather(x: Tensor, group: Any) -> Callable[[], Tensor]:
     world, _ = world_and_rank(group)
     if world == 1:
         return lambda: x[None]
-    gathered = _op("all_gather_into_tensor", x)(x[None].contiguous(), world, _name(group))
+    gathered = _op("all_gather_into_tensor", x)(x[None].contiguous(), world, _group_name(group))
     return lambda: _with_contiguous_gradient(_wait(gathered))
 
 
@@ -65,7 +66,7 @@ def all_to_all(x: Tensor, group: Any) -> Tensor:
     if world == 1:
         return x
     shares = [x.shape[0] // world] * world
-    return _wait(_op("all_to_all_single", x)(x.contiguous(), shares, shares, _name(group)))
+    return _wait(_op("all_to_all_single", x)(x.contiguous(), shares, shares, _group_name(group)))
 
 
 def start_exchange(x: Tensor, counts: Sequence[Sequence[int]], group: Any) -> Callable[[], Tensor]:
@@ -83,7 +84,7 @@ def start_exchange(x: Tensor, counts: Sequence[Sequence[int]], group: Any) -> Ca
         fail("x", f"of {sum(sends)} rows, as counts[{rank}] says", describe(x))
     if world == 1:
         return lambda: x
-    exchanged = _op("all_to_all_single", x)(x.contiguous(), receives, sends, _name(group))
+    exchanged = _op("all_to_all_single", x)(x.contiguous(), receives, sends, _group_name(group))
     return lambda: _wait(exchanged)
 
 
@@ -93,7 +94,7 @@ def reduce_scatter(x: Tensor, group: Any) -> Tensor:
     _check_ranks(x, world)
     if world == 1:
         return x[0]
-    return _wait(_op("reduce_scatter_tensor", x)(x.contiguous(), "sum", world, _name(group)))[0]
+    return _wait(_op("reduce_scatter_tensor", x)(x.contiguous(), "sum", world, _group_name(group)))[0]
 
 
 def all_reduce(x: Tensor, group: Any) -> Tensor:
@@ -104,51 +105,7 @@ def all_reduce(x: Tensor, group: Any) -> Tensor:
     # A sum whose derivative torch knows in every version: of x from all ranks.
     if x.requires_grad and torch.is_grad_enabled():
         return all_gather(x, group).sum(0)
-    return _wait(torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", _name(group)))
-
-
-def symmetric_all_to_all(x: Tensor, group: Any, *, ready: bool = False) -> Tensor:
-    """:func:`all_to_all` by writes to the peers' memory over NVLink, without NCCL's latency; no multicast.
-
-    The result lies in torch's workspace of symmetric memory (``torch.distributed._symmetric_memory``), which the next
-    exchange of the group overwrites: use it up on the same stream. The first call of a size allocates the workspace and
-    synchronises all ranks; make it outside a CUDA graph.
-
-    Args:
-        ready: a collective between the last use of the workspace and this call has made all ranks wait for each other
-            already, so that the barrier before the writes is left out.
-
-    Raises ValueError where ranks have no symmetric memory: tensors on a CPU, ranks on several hosts.
-    """
-    world, _ = world_and_rank(group)
-    _check_ranks(x, world)
-    if world == 1:
-        return x
-    return symmetric_exchange(x.shape, lambda peer, part: part.copy_(x[peer]), x, group, ready=ready)
-
-
-def symmetric_exchange(
-    shape: Sequence[int], write: Callable[[int, Tensor], object], like: Tensor, group: Any, *, ready: bool = False
-) -> Tensor:
-    """:func:`symmetric_all_to_all` of what is written where it is to arrive, without a copy.
-
-    Args:
-        shape: [world, ...], of the result. like: a tensor of its dtype and device.
-        write: ``write(peer, part)`` writes what is for a peer to ``part`` [...], contiguous, in the peer's memory.
-        ready: as there.
-    """
-    world, rank = world_and_rank(group)
-    if not shape or shape[0] != world:
-        fail("shape", f"[{world}, ...], a part a rank", shape)
-    memory = _workspace(math.prod(shape) * like.element_size(), like.device, group)
-    if not ready:
-        memory.barrier(channel=0)
-    # Peers in turn, so that no two ranks write to one at once.
-    for step in range(world):
-        peer = (rank + step) % world
-        write(peer, memory.get_buffer(peer, shape, like.dtype)[rank])
-    memory.barrier(channel=1)
-    return memory.get_buffer(rank, shape, like.dtype)  # type: ignore[no-any-return]
+    return _wait(torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", _group_name(group)))
 
 
 def start_symmetric_exchanges(
@@ -158,11 +115,14 @@ def start_symmetric_exchanges(
     """Several :func:`start_exchange` one after another, read from the peers' memory over NVLink by copy engines.
 
     Kernels that are launched before an exchange is waited for keep all SMs, which a collective would share. Each has to
-    be waited for. The workspace is that of :func:`symmetric_all_to_all`, with the same bounds.
+    be waited for. What is sent lies in torch's workspace of symmetric memory (``torch.distributed._symmetric_memory``),
+    which the first call of a size allocates: make it outside a CUDA graph. No multicast.
 
     Args:
         fill: writes what this rank sends, ``[rows, *row]`` of dtype: the rows of the first exchange, then of the next.
         counts: of each exchange, as there.
+
+    Raises ValueError where ranks have no symmetric memory: tensors on a CPU, ranks on several hosts.
     """
     world, rank = world_and_rank(group)
     shares = [_shares(each, world, rank) for each in counts]
@@ -219,12 +179,17 @@ def _shares(counts: Sequence[Sequence[int]], world: int, rank: int) -> tuple[lis
 
 
 def _workspace(size: int, device: torch.device, group: Any) -> Any:
+    return _by_symmetric_memory(lambda symmetric: symmetric.get_symm_mem_workspace(_group_name(group), size), device)
+
+
+def _by_symmetric_memory(make: Callable[[Any], T], device: torch.device) -> T:
+    """What ``make`` makes of torch's module; raises ValueError where ranks have no symmetric memory."""
     if device.type != "cuda":
         fail("exchange", "one that goes by collectives where tensors are not on GPUs with symmetric memory", device)
     try:
         from torch.distributed import _symmetric_memory
 
-        return _symmetric_memory.get_symm_mem_workspace(_name(group), size)
+        return make(_symmetric_memory)
     except (ImportError, RuntimeError) as error:
         if torch.cuda.is_current_stream_capturing():
             raise
@@ -237,7 +202,8 @@ def _check_ranks(x: Tensor, world: int) -> None:
         fail("x", f"[{world}, ...], a part a rank", describe(x))
 
 
-def _name(group: Any) -> Any:
+def _group_name(group: Any) -> Any:
+    """What torch's ops know a group by; None is the default one."""
     from torch import distributed
 
     whole: Any = distributed.group.WORLD if group is None else group

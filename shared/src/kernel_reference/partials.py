@@ -25,8 +25,9 @@ from typing import Any, NamedTuple
 import torch
 
 from .checks import check_choice
-from .collectives import all_gather, all_reduce, all_to_all, reduce_scatter, symmetric_exchange, world_and_rank
+from .collectives import all_gather, all_reduce, all_to_all, reduce_scatter, world_and_rank
 from .errors import fail
+from .peers import exchange_and_merge, gather_heads
 from .words import describe
 
 Tensor = torch.Tensor
@@ -58,6 +59,19 @@ def merge_partials(out: Tensor, lse: Tensor) -> Partial:
     return Partial(merged.to(out.dtype), shift + torch.log(total))
 
 
+def gathered_heads(q: Tensor, group: Any, exchange: str = "all_to_all") -> Tensor:
+    """q [..., H / world, D] of every rank as [..., H, D], the heads of rank 0 first.
+
+    By "symmetric" it lies in memory that the group's next call overwrites, and :func:`exchange_partials` by "symmetric"
+    has to come behind what reads it.
+    """
+    if world_and_rank(group)[0] == 1:
+        return q
+    if exchange == "symmetric":
+        return gather_heads(q, group)
+    return all_gather(q, group).movedim(0, -3).flatten(-3, -2)
+
+
 def exchange_partials(
     own: Partial, group: Any, *, heads: str = "sharded", exchange: str = "all_to_all", ready: bool = False,
     merge: Callable[[Tensor, Tensor], Partial] = merge_partials,
@@ -68,8 +82,9 @@ def exchange_partials(
         own: out [N, H, D] and lse [N, H] over this rank's keys.
         heads: "sharded": a rank gets its H / world heads, those from ``rank * H / world`` on; "replicated": all.
         exchange: see the module's table. "reduce_scatter" sums in float32.
-        ready: as :func:`kernel_reference.collectives.symmetric_all_to_all` takes it.
-        merge: what merges parts [W, ...], a kernel perhaps, in place of :func:`merge_partials`.
+        ready: whether all ranks have waited for each other since the last exchange, as :func:`gathered_heads` makes
+            them; "symmetric" waits once less.
+        merge: what merges parts [W, ...] in place of :func:`merge_partials`; "symmetric" has a kernel of its own.
 
     Raises TypeError or ValueError, naming the argument: heads that the world does not divide, options that do not
     exist, "symmetric" on ranks without it.
@@ -84,22 +99,15 @@ def exchange_partials(
         return own
     if exchange == "reduce_scatter":
         return _summed(own, group, world, rank, heads)
+    if exchange == "symmetric":
+        return Partial(*exchange_and_merge(out, lse.float(), group, sharded=heads == "sharded", ready=ready))
     # [N, H, D] and [N, H, 4 bytes]: a message for both, so that one collective is enough.
-    pieces = [out, lse.float().contiguous().view(out.dtype).unflatten(-1, (lse.shape[1], -1))]
+    packed = torch.cat([out, lse.float().contiguous().view(out.dtype).unflatten(-1, (lse.shape[1], -1))], -1)
     if heads == "sharded":
         # A message a rank, [world, N, H / world, ..].
-        pieces = [x.unflatten(1, (world, -1)).transpose(0, 1) for x in pieces]
-    if exchange == "symmetric":
-        to_ranks = [x if heads == "sharded" else x.expand(world, *x.shape) for x in pieces]
-
-        def write(peer: int, message: Tensor) -> None:
-            torch.cat([x[peer] for x in to_ranks], -1, out=message)
-
-        shape = (*to_ranks[0].shape[:-1], sum(x.shape[-1] for x in pieces))
-        parts = symmetric_exchange(shape, write, out, group, ready=ready)
+        parts = all_to_all(packed.unflatten(1, (world, -1)).transpose(0, 1), group)
     else:
-        packed = torch.cat(pieces, -1)
-        parts = all_to_all(packed, group) if heads == "sharded" else all_gather(packed, group)
+        parts = all_gather(packed, group)
     return merge(*_unpacked(parts, out.shape[2]))
 
 

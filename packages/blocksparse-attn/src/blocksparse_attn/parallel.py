@@ -51,10 +51,9 @@ from kernel_reference.collectives import (
     all_to_all,
     start_exchange,
     start_symmetric_exchanges,
-    symmetric_all_to_all,
     world_and_rank,
 )
-from kernel_reference.partials import EXCHANGES, HEADS, Partial, exchange_partials
+from kernel_reference.partials import EXCHANGES, HEADS, Partial, exchange_partials, gathered_heads
 from kernel_reference.sharding import Interleave
 from kernel_reference.transforms import refuse_derivatives
 
@@ -291,33 +290,30 @@ def selected_attention_cp(
     refuse_derivatives(**tensors, **given(sinks=sinks))
     _check(q, indices, cu_seqlens_q, seqlens_k, sinks)
     if heads == "sharded":
-        q = all_gather(q, group).transpose(0, 1).flatten(1, 2)
+        q = gathered_heads(q, group, exchange)
     own = own_lists(layout, indices, block_table, cu_seqlens_q, seqlens_k, block_size, causal)
     out, lse = selected_attention(
         q, k_cache, v_cache, own.indices, block_table=own.block_table, cu_seqlens_q=own.bounds, seqlens_k=own.seen,
         causal=False, return_lse=True, **how,
     )  # fmt: skip
-    if exchange == "reduce_scatter":
-        merged, logarithms = exchange_partials(Partial(out, lse.T), group, heads=heads, exchange=exchange)
-        out, lse = merged, logarithms.T
+    if exchange != "all_to_all":
+        merged = exchange_partials(Partial(out, lse.T), group, heads=heads, exchange=exchange, ready=heads == "sharded")
+        out, lse = merged.out, merged.lse.T
         if sinks is not None:
             # A logit of all keys together, which no rank may count for itself.
             out = (out.float() * torch.sigmoid(lse.T - sinks.float())[..., None]).to(out.dtype)
             lse = torch.where(own.inside != 0, torch.logaddexp(lse, sinks.float()[:, None]), lse)
     else:
-        parts = _exchanged(out, lse, group, world, heads == "sharded", exchange)
+        parts = _exchanged(out, lse, group, world, heads == "sharded")
         out, lse = merge_parts(parts, sinks, own.inside)
     return AttentionResult(out, lse) if return_lse else out
 
 
-def _exchanged(out: Tensor, lse: Tensor, group: Any, world: int, is_sharded: bool, exchange: str) -> Tensor:
+def _exchanged(out: Tensor, lse: Tensor, group: Any, world: int, is_sharded: bool) -> Tensor:
     """All ranks' partial results for this one, [world, T, heads, D + 4 bytes]."""
     if is_sharded and out.shape[1] % world:
         fail("q", f"of a number of heads that the world of {world} divides", describe(out))
     parts = pack_parts(out, lse, world if is_sharded else 1)
-    if exchange == "symmetric":
-        # Where q was gathered, all ranks are past what they read last.
-        return symmetric_all_to_all(parts.expand(world, *parts.shape[1:]), group, ready=is_sharded)
     return all_to_all(parts, group) if is_sharded else all_gather(parts[0], group)
 
 

@@ -26,8 +26,8 @@ from kernel_reference.checks import (
     fail,
     given,
 )
-from kernel_reference.collectives import all_gather, world_and_rank
-from kernel_reference.partials import EXCHANGES, HEADS, Partial, exchange_partials
+from kernel_reference.collectives import world_and_rank
+from kernel_reference.partials import EXCHANGES, HEADS, Partial, exchange_partials, gathered_heads
 from kernel_reference.sharding import Interleave
 from kernel_reference.transforms import refuse_derivatives
 from tilelang_mla.api import AttentionResult, flash_mla_with_kvcache
@@ -128,8 +128,7 @@ def flash_mla_with_kvcache_cp(
         check_shape("visible", visible, tuple(q.shape[:2]))
         check_same_device("visible", visible, "q", q)
     if heads == "sharded":
-        # [world, B, Sq, Hq / world, ..] to heads one rank's behind another's.
-        q = all_gather(q, group).movedim(0, 2).flatten(2, 3)
+        q = gathered_heads(q, group, exchange)
     seqlen_q = q.shape[1]
     # Where all query tokens see as much, the kernel that knows one length a sequence.
     of_tokens = causal and seqlen_q > 1
@@ -194,8 +193,8 @@ def flash_mla_sparse_with_kvcache_cp(
     check_shape("seqlens_k", seqlens_k, (q.shape[0],))
     if attn_sink is not None:
         check_shape("attn_sink", attn_sink, (q.shape[2],))
-    if layout.world > 1 and heads == "sharded":
-        q = all_gather(q, group).movedim(0, 2).flatten(2, 3)
+    if heads == "sharded":
+        q = gathered_heads(q, group, exchange)
     batch, seqlen_q = q.shape[:2]
     rows, counts = own_rows(layout, positions, seqlens_k, block_table, kv.shape[:2])
     # Each query token is a sequence of its own, which walks as many entries as this rank has of its list.
@@ -258,7 +257,7 @@ def merge_of_ranks(
     """Exchange the partial results of all ranks, out [B, Sq, Hq, dim_nope] and lse [B, Hq, Sq], and merge them.
 
     What :func:`flash_mla_with_kvcache_cp` does behind its kernel; options as there, and ``ready`` as
-    :func:`kernel_reference.collectives.symmetric_all_to_all` takes it.
+    :func:`kernel_reference.partials.exchange_partials` takes it.
     """
     batch, seqlen_q = own.out.shape[:2]
     merged = exchange_partials(

@@ -25,6 +25,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,11 +39,13 @@ import torch._dynamo
 from torch.distributed import _functional_collectives as _functional_collectives
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernel_reference import collectives
+from kernel_reference import collectives, peers
 
 # Ranks whose peer is gone say so at once: time for the one that failed first to say it.
 _GRACE_S = 0.5
 _END_S = 2.0
+# So few that a program has more than one tile.
+_COUNTERS_BYTES = 64
 
 
 class _InFile(NamedTuple):
@@ -171,7 +174,8 @@ def _sent_of(name: str, args: Any) -> float:
 def peers_of_one_machine(buffers: torch.Tensor) -> Iterator[None]:
     """Inside it exchanges by symmetric memory run on a CPU, through ``buffers`` [world, bytes] uint8 that forks share.
 
-    Where all is in order: that nobody waits for a stream is not seen.
+    Where all is in order: that nobody waits for a stream is not seen. Kernels run in Triton's interpreter; theirs is
+    the second half, of zeros at first, where their programs do wait for those of the other ranks.
     """
     rank = torch.distributed.get_rank()
     stream = mock.MagicMock()
@@ -179,6 +183,7 @@ def peers_of_one_machine(buffers: torch.Tensor) -> Iterator[None]:
         for place, name, value in (
             (collectives, "_workspace", lambda *_: _Memory(rank, buffers)),
             (collectives, "_side_stream", lambda _: stream),
+            (peers, "_memory", partial(_memory_of_kernels, rank, buffers)),
             (torch.cuda, "stream", lambda _: nullcontext()),
             (torch.cuda, "current_stream", lambda _: stream),
         ):
@@ -199,6 +204,18 @@ class _Memory:
         begin = storage_offset * dtype.itemsize
         size = torch.Size(sizes).numel() * dtype.itemsize
         return self.buffers[rank, begin : begin + size].view(dtype).view(sizes)
+
+
+def _memory_of_kernels(
+    rank: int, buffers: torch.Tensor, purpose: peers.Purpose, size: int, *_: object
+) -> peers.Memory:  # fmt: skip
+    quarter = buffers.shape[1] // 4
+    begin = quarter * {"heads": 2, "parts": 3}[purpose]
+    own = buffers[rank, begin : begin + quarter - _COUNTERS_BYTES]
+    if size > own.numel():
+        raise ValueError(f"buffers must have {4 * (size + _COUNTERS_BYTES)} bytes a rank, got {buffers.shape[1]}")
+    addresses = torch.tensor([buffers[one, begin:].data_ptr() for one in range(len(buffers))])
+    return peers.Memory(own, addresses, addresses + own.numel(), _COUNTERS_BYTES // 4, None)
 
 
 def _rank(how: tuple[int, int, str, Path, float], sending: Connection, fn: Callable[..., Any], args: Any) -> None:

@@ -1,0 +1,136 @@
+"""Exchanges of attention by kernels that write to the other ranks' memory over NVLink: one launch each.
+
+That memory is torch's symmetric memory (``torch.distributed._symmetric_memory``), on GPUs of one host, without
+multicast. A program writes, tells the same program of the other ranks, waits for those, and goes on: neither a
+collective's latency nor a barrier of whole launches lies between. Each purpose has memory of its own, which grows by
+powers of two and stays, for the sake of the CUDA graphs that were captured over it; the first call of a size
+synchronises all ranks, and belongs outside a capture.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from ..collectives import _by_symmetric_memory, _group_name, world_and_rank
+from ..dispatch import PreparedLaunches
+from ..integers import cdiv, power_of_two_at_least
+from ..launching import Launch
+
+Tensor = torch.Tensor
+Purpose = Literal["heads", "parts"]
+
+# Programs, each of which has a counter a pair of ranks: they wait for each other, so that all of them must run at once.
+_MOST_PROGRAMS = 128
+_WARPS = 8
+# Of a program's tile: two loads of 16 bytes a thread.
+_ELEMENTS_BYTES = _WARPS * 32 * 16 * 2
+launches = PreparedLaunches()
+
+
+class Memory(NamedTuple):
+    """What each rank has of a group: ``own`` bytes that the others write to, and tables by rank of all addresses.
+
+    counters: how many of 32 bits stand at each of ``signals``. handle: what keeps the peers' memory mapped.
+    """
+
+    own: Tensor
+    buffers: Tensor
+    signals: Tensor
+    counters: int
+    handle: Any
+
+
+_kept: dict[tuple[Purpose, Any, torch.device], list[Memory]] = {}
+
+
+def gather_heads(x: Tensor, group: Any) -> Tensor:
+    """x [..., h, D] of every rank as [..., world * h, D], the heads of one rank behind another's.
+
+    The result lies in memory that the group's next call overwrites: an :func:`exchange_and_merge` with ``ready`` has to
+    come between, behind what reads the result.
+    """
+    world, rank = world_and_rank(group)
+    shape = (*x.shape[:-2], world * x.shape[-2], x.shape[-1])
+    rows = x.flatten(0, -3).flatten(1)
+    if rows.stride(1) != 1:
+        rows = rows.contiguous()
+    if not rows.numel():
+        return x.new_empty(shape)
+    memory = _memory("heads", world * rows.numel() * x.element_size(), x.device, group)
+    launch = launches.find(_prepare_gather, (rows,), (world, rank, memory.counters))
+    launch(rows, memory.buffers, memory.signals)
+    return memory.own[: world * rows.numel() * x.element_size()].view(x.dtype).view(shape)
+
+
+def exchange_and_merge(out: Tensor, lse: Tensor, group: Any, *, sharded: bool, ready: bool) -> tuple[Tensor, Tensor]:
+    """Partial results of all heads, out [N, H, D] and lse [N, H] in float32, to those of all ranks' keys.
+
+    sharded: for this rank's H / world heads, or else for all. ready: all ranks have waited for each other since the
+    last exchange, as in :func:`gather_heads`; else they do first.
+    """
+    world, rank = world_and_rank(group)
+    rows, heads, size = out.shape
+    heads = heads // world if sharded else heads
+    merged, merged_lse = out.new_empty(rows, heads, size), lse.new_empty(rows, heads)
+    if not merged.numel():
+        return merged, merged_lse
+    if out.stride(2) != 1:
+        out = out.contiguous()
+    bytes_of = rows * heads * world * (size * out.element_size() + lse.element_size()) + 16
+    memory = _memory("parts", bytes_of, out.device, group)
+    launch = launches.find(_prepare_exchange, (out, lse), (world, rank, sharded, ready, memory.counters))
+    launch(out, lse, memory.buffers, memory.signals, merged, merged_lse)
+    return merged, merged_lse
+
+
+def _prepare_gather(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Launch:
+    from .kernels import GatherConfig, gather_rows
+
+    (x,) = tensors
+    world, rank, counters = numbers
+    rows, width = x.shape
+    config = GatherConfig(world, width, min(_ELEMENTS_BYTES // x.element_size(), power_of_two_at_least(width)))
+    programs = min(rows * cdiv(width, config.BLOCK), _MOST_PROGRAMS, counters // world)
+    rest = (rank, rows, x.stride(0), config)
+    return Launch(gather_rows, (programs, 1, 1), rest, x.device, num_warps=_WARPS)
+
+
+def _prepare_exchange(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Launch:
+    from .kernels import ExchangeConfig, PartStrides, exchange_and_merge
+
+    out, lse = tensors
+    world, rank, sharded, ready, counters = numbers
+    rows, heads, size = out.shape
+    heads = heads // world if sharded else heads
+    most, block_d = min(_MOST_PROGRAMS, counters // world), power_of_two_at_least(size)
+    together = max(1, _ELEMENTS_BYTES // out.element_size() // block_d)
+    tile = min(together, power_of_two_at_least(cdiv(rows * heads, most)))
+    config = ExchangeConfig(world, heads, size, block_d, tile, sharded, ready)
+    rest = (rank, rows, PartStrides(*out.stride()[:2], *lse.stride()), config)
+    programs = min(most, cdiv(rows * heads, tile))
+    return Launch(exchange_and_merge, (programs, 1, 1), rest, out.device, num_warps=_WARPS)
+
+
+def _memory(purpose: Purpose, size: int, device: torch.device, group: Any) -> Memory:
+    kept = _kept.setdefault((purpose, _group_name(group), device), [])
+    if not kept or kept[-1].own.numel() < size:
+        kept.append(_allocate(power_of_two_at_least(size), device, group))
+    return kept[-1]
+
+
+def _allocate(size: int, device: torch.device, group: Any) -> Memory:
+    def allocate(symmetric: Any) -> Memory:
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("symmetric exchange: its memory must be made by a call before a CUDA graph is captured")
+        memory = symmetric._SymmetricMemory
+        own = memory.empty_strided_p2p((size,), [1], torch.uint8, device, _group_name(group))
+        handle = memory.rendezvous(own)
+        buffers, signals = (
+            torch.tensor(addresses, dtype=torch.int64, device=device)
+            for addresses in (handle.buffer_ptrs, handle.signal_pad_ptrs)
+        )
+        return Memory(own, buffers, signals, memory.signal_pad_size // 4, handle)
+
+    return _by_symmetric_memory(allocate, device)

@@ -98,7 +98,7 @@ def make_decode(
     own = slice(rank * HEADS // world, (rank + 1) * HEADS // world)
     own_q = q[:, own].contiguous()
     how: dict[str, Any] = {"max_seqlen_q": tokens}
-    share = share_decode(layout, cache[2], bounds, lengths, rows=sequences * tokens, **how)
+    share = share_decode(layout, cache[2], bounds, lengths, rows=sequences * tokens, page_size=PAGE, **how)
     shared: dict[str, Any] = {"layout": layout, "group": group, **how}
     decode = partial(prefix_decode_cp, own_q, *cache, bounds, lengths, **shared)
     rows = sequences * tokens

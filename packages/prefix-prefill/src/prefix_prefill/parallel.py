@@ -35,10 +35,17 @@ from kernel_reference.checks import (
     given,
     values_are_checked,
 )
-from kernel_reference.collectives import all_gather, start_all_gather, world_and_rank
+from kernel_reference.collectives import start_all_gather, world_and_rank
 from kernel_reference.integers import cdiv
 from kernel_reference.paging import LAYOUTS
-from kernel_reference.partials import EXCHANGES, HEADS, Partial, exchange_partials, merge_partials
+from kernel_reference.partials import (
+    EXCHANGES,
+    HEADS,
+    Partial,
+    exchange_partials,
+    gathered_heads,
+    merge_partials,
+)
 from kernel_reference.ragged import read_integers
 from kernel_reference.sharding import Interleave
 from kernel_reference.transforms import refuse_derivatives
@@ -250,8 +257,9 @@ def prefix_decode_cp(
     """Causal attention of a few new tokens a sequence to a cache whose tokens the ranks of a group share.
 
     Each rank attends with all query heads to its own keys; partial results are exchanged and merged by their lse. The
-    new tokens are in the cache already, each in that of the rank that owns it. Several new tokens of a sequence are
-    attended as sequences of one. Source: Helix parallelism (arXiv 2507.07120), section 2.
+    new tokens are in the cache already, each in that of the rank that owns it. Of several new tokens of a sequence all
+    attend together to the whole pages before the first of them, and each alone to the pages behind.
+    Source: Helix parallelism (arXiv 2507.07120), section 2.
 
     Args:
         q: [T, Hq / world, D], this rank's query heads, those from ``rank * Hq / world`` on, or with heads "replicated"
@@ -302,12 +310,19 @@ def prefix_decode_cp(
     if share is not None:
         _check_of_step(share, DecodeShare, (q.shape[0], max_seqlen_q, world, rank), q)
     if heads == "sharded":
-        q = all_gather(q, group).transpose(0, 1).flatten(1, 2)
+        q = gathered_heads(q, group, exchange)
     if share is None:
-        share = share_decode(layout, block_table, cu_seqlens_q, seqlens_k, rows=q.shape[0], max_seqlen_q=max_seqlen_q)
-    own = prefix_prefill(
-        q, None, None, k_cache, v_cache, share.block_table, share.cu, share.visible, max_seqlen_q=1, causal=False, **how
-    )
+        share = share_decode(
+            layout, block_table, cu_seqlens_q, seqlens_k, rows=q.shape[0], max_seqlen_q=max_seqlen_q,
+            page_size=_page_size(k_cache, page_layout),
+        )  # fmt: skip
+    cache = (q, None, None, k_cache, v_cache)
+    own = prefix_prefill(*cache, share.block_table, share.cu, share.visible, max_seqlen_q=1, causal=False, **how)
+    if share.whole is not None:
+        most = prefix_prefill(
+            *cache, block_table, cu_seqlens_q, share.whole, max_seqlen_q=max_seqlen_q, causal=False, **how
+        )
+        own = merge_attention_states(most.out, most.lse, own.out, own.lse)
     merged = exchange_partials(
         Partial(own.out, own.lse.T), group, heads=heads, exchange=exchange, ready=heads == "sharded", merge=_merged
     )
@@ -326,10 +341,9 @@ def _tail_of(
     k_cache: Tensor, v_cache: Tensor, block_table: Tensor, contexts: Tensor, left: int, page_layout: str, like: Tensor
 ) -> Tensor:
     """The last ``left`` older tokens of each sequence, all of one that has fewer, [B, n, 2, Hkv, D]."""
-    check_choice("page_layout", page_layout, LAYOUTS)
+    page_size = _page_size(k_cache, page_layout)
     if k_cache.dtype != like.dtype:
         fail("window", f"None where the cache is not of {like.dtype}, as q is", k_cache.dtype)
-    page_size = k_cache.shape[{"NHD": 1, "HND": 2, "x-packed": 3}[page_layout]]
     sequences, columns = block_table.shape
     _check_tail(k_cache, block_table, contexts, left, page_size)
     most = min(left, columns * page_size) if k_cache.shape[0] else 0
@@ -346,6 +360,14 @@ def _tail_of(
     else:
         rows = [k_cache[block, :, :, offset].flatten(3), v_cache[block, :, :, offset]]
     return torch.where(exists[..., None, None, None], torch.stack(rows, 2), 0)
+
+
+def _page_size(k_cache: Tensor, page_layout: str) -> int:
+    check_choice("page_layout", page_layout, LAYOUTS)
+    axis = {"NHD": 1, "HND": 2, "x-packed": 3}[page_layout]
+    if k_cache.ndim <= axis:
+        fail("k_cache", f"pages in the layout {page_layout}", describe(k_cache))
+    return k_cache.shape[axis]
 
 
 def _check_lengths(q: Tensor, cu_seqlens_q: Tensor, seqlens_k: Tensor) -> None:

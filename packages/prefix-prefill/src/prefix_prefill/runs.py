@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kernel_reference.checks import as_int, check_dense, check_dtype, check_shape
+from kernel_reference.checks import as_int, check_dense, check_dtype, check_int, check_shape
 from kernel_reference.collectives import world_and_rank
 from kernel_reference.integers import cdiv
 from kernel_reference.sharding import Interleave, ZigZag
@@ -67,7 +67,9 @@ class PrefillShare(NamedTuple):
 class DecodeShare(NamedTuple):
     """What :func:`share_decode` gives, for :func:`prefix_prefill.parallel.prefix_decode_cp`.
 
-    cu, visible, block_table: of sequences of one token, what each sees of this rank's keys.
+    cu, visible, block_table: of sequences of one token, what each sees of this rank's keys; of those behind the first
+    ``whole``, where a sequence has several.
+    whole: [B], keys of this rank that all new tokens of a sequence see, in whole pages; None where each has one token.
     """
 
     rows: int
@@ -77,6 +79,7 @@ class DecodeShare(NamedTuple):
     cu: Tensor
     visible: Tensor
     block_table: Tensor
+    whole: Tensor | None
 
 
 def share_prefill(
@@ -109,32 +112,51 @@ def share_prefill(
 
 
 def share_decode(
-    layout: Interleave, block_table: Tensor, cu_seqlens_q: Tensor, seqlens_k: Tensor, *, rows: int, max_seqlen_q: int
-) -> DecodeShare:
+    layout: Interleave, block_table: Tensor, cu_seqlens_q: Tensor, seqlens_k: Tensor, *, rows: int, max_seqlen_q: int,
+    page_size: int,
+) -> DecodeShare:  # fmt: skip
     """What this rank's keys are to the new tokens of a step, for all layers that have these pages.
 
     Args:
-        rows: of q. layout, block_table, cu_seqlens_q, seqlens_k, max_seqlen_q: as
+        rows: of q. page_size: tokens of a page. layout, block_table, cu_seqlens_q, seqlens_k, max_seqlen_q: as
             :func:`prefix_prefill.parallel.prefix_decode_cp` takes them.
 
     Raises TypeError or ValueError, naming the argument.
     """
     rows, max_seqlen_q = as_int("rows", rows), as_int("max_seqlen_q", max_seqlen_q)
+    page_size = check_int("page_size", page_size, 1)
     _check(block_table, cu_seqlens_q, seqlens_k)
     # A length that cannot be stays one.
     lengths = torch.where(seqlens_k < cu_seqlens_q.diff(), -1, seqlens_k)
+    whole = None
     if max_seqlen_q != 1 and len(seqlens_k):
-        # What a rank has of the keys that a token sees does not grow by one a token.
+        # What a rank has of the keys that a token sees does not grow by one a token: from the page on in which the
+        # first token's end, each token is a sequence of its own.
+        counts = cu_seqlens_q.diff()
+        columns = layout.visible((lengths - counts + 1).clamp(min=0)) // page_size
+        # Fewer keys than new tokens are none to attention.
+        columns = torch.where(columns * page_size < counts, 0, columns)
+        whole = torch.where(lengths < 0, -1, columns * page_size)
         tokens = torch.arange(rows, device=lengths.device, dtype=cu_seqlens_q.dtype)
         sequence = torch.searchsorted(cu_seqlens_q[1:].contiguous(), tokens, right=True).clamp(max=len(seqlens_k) - 1)
         behind = cu_seqlens_q[1:][sequence] - tokens - 1
         # Rows behind the last sequence see nothing.
         lengths = lengths[sequence]
         lengths = torch.where(behind >= 0, torch.where(lengths < 0, -1, lengths - behind), 0)
-        block_table = block_table[sequence]
+        # The rest of a page, those of the other tokens, and as many where there were too few.
+        most = cdiv(page_size + 2 * max_seqlen_q - 3, page_size)
+        column = columns[sequence][:, None] + torch.arange(most, device=lengths.device)
+        if block_table.shape[1]:
+            column = column.clamp(max=block_table.shape[1] - 1)
+            block_table = block_table[sequence[:, None], column]
+        else:
+            block_table = block_table[sequence]
         cu_seqlens_q = torch.arange(rows + 1, device=lengths.device, dtype=cu_seqlens_q.dtype)
-    visible = torch.where(lengths < 0, -1, layout.visible(lengths))
-    return DecodeShare(rows, max_seqlen_q, layout.world, layout.rank, cu_seqlens_q, visible, block_table)
+        visible = layout.visible(lengths) - (columns * page_size)[sequence]
+        visible = torch.where(lengths < 0, -1, torch.where(behind >= 0, visible, 0))
+    else:
+        visible = torch.where(lengths < 0, -1, layout.visible(lengths))
+    return DecodeShare(rows, max_seqlen_q, layout.world, layout.rank, cu_seqlens_q, visible, block_table, whole)
 
 
 def _check(block_table: Tensor, cu_seqlens_q: Tensor, seqlens_k: Tensor) -> None:

@@ -16,13 +16,13 @@ import torch
 from ..collectives import _by_symmetric_memory, _group_name, world_and_rank
 from ..dispatch import PreparedLaunches
 from ..integers import cdiv, power_of_two_at_least
-from ..launching import Launch
+from ..launching import Launch, device_properties
 
 Tensor = torch.Tensor
 Purpose = Literal["heads", "parts"]
 
 # Programs, each of which has a counter a pair of ranks: they wait for each other, so that all of them must run at once.
-_MOST_PROGRAMS = 128
+_MOST_PROGRAMS = 256
 _WARPS = 8
 # Of a program's tile: two loads of 16 bytes a thread.
 _ELEMENTS_BYTES = _WARPS * 32 * 16 * 2
@@ -91,10 +91,12 @@ def _prepare_gather(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Launc
     (x,) = tensors
     world, rank, counters = numbers
     rows, width = x.shape
-    config = GatherConfig(world, width, min(_ELEMENTS_BYTES // x.element_size(), power_of_two_at_least(width)))
+    dependent = _is_dependent(x.device)
+    block = min(_ELEMENTS_BYTES // x.element_size(), power_of_two_at_least(width))
+    config = GatherConfig(world, width, block, dependent)
     programs = min(rows * cdiv(width, config.BLOCK), _MOST_PROGRAMS, counters // world)
     rest = (rank, rows, x.stride(0), config)
-    return Launch(gather_rows, (programs, 1, 1), rest, x.device, num_warps=_WARPS)
+    return Launch(gather_rows, (programs, 1, 1), rest, x.device, num_warps=_WARPS, dependent_launch=dependent)
 
 
 def _prepare_exchange(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Launch:
@@ -107,10 +109,15 @@ def _prepare_exchange(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Lau
     most, block_d = min(_MOST_PROGRAMS, counters // world), power_of_two_at_least(size)
     together = max(1, _ELEMENTS_BYTES // out.element_size() // block_d)
     tile = min(together, power_of_two_at_least(cdiv(rows * heads, most)))
-    config = ExchangeConfig(world, heads, size, block_d, tile, sharded, ready)
+    dependent = _is_dependent(out.device)
+    config = ExchangeConfig(world, heads, size, block_d, tile, sharded, ready, dependent)
     rest = (rank, rows, PartStrides(*out.stride()[:2], *lse.stride()), config)
     programs = min(most, cdiv(rows * heads, tile))
-    return Launch(exchange_and_merge, (programs, 1, 1), rest, out.device, num_warps=_WARPS)
+    return Launch(exchange_and_merge, (programs, 1, 1), rest, out.device, num_warps=_WARPS, dependent_launch=dependent)
+
+
+def _is_dependent(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.version.hip is None and device_properties(device).capability >= (9, 0)
 
 
 def _memory(purpose: Purpose, size: int, device: torch.device, group: Any) -> Memory:

@@ -14,7 +14,8 @@ class ExchangeConfig(NamedTuple):
     """What ``exchange_and_merge`` is compiled for.
 
     HEADS: those that a rank gets. SHARDED: whether each gets its own, or all get all. READY: whether all ranks have
-    waited for each other since the memory was read last. ROWS: of a tile.
+    waited for each other since the memory was read last. ROWS: of a tile. DEPENDENT: whether it may be started before
+    the kernel ahead of it has ended.
     """
 
     WORLD: int
@@ -24,14 +25,16 @@ class ExchangeConfig(NamedTuple):
     ROWS: int
     SHARDED: bool
     READY: bool
+    DEPENDENT: bool
 
 
 class GatherConfig(NamedTuple):
-    """What ``gather_rows`` is compiled for: ranks, elements of a row on each, and those of a tile."""
+    """What ``gather_rows`` is compiled for: ranks, elements of a row on each and of a tile; DEPENDENT as there."""
 
     WORLD: int
     WIDTH: int
     BLOCK: int
+    DEPENDENT: bool
 
 
 class PartStrides(NamedTuple):
@@ -113,6 +116,8 @@ def exchange_and_merge(
     out: [rows, H, D], lse: [rows, H]; merged: [rows, HEADS, D] and [rows, HEADS]. A rank's memory has parts
     [WORLD, rows * HEADS, D] and their logarithms. A program merges what the same programs of the others have sent.
     """
+    if config.DEPENDENT:
+        tl.extra.cuda.gdc_wait()
     WORLD: tl.constexpr = config.WORLD
     ROWS: tl.constexpr = config.ROWS
     BLOCK_D: tl.constexpr = config.BLOCK_D
@@ -161,6 +166,8 @@ def exchange_and_merge(
 @triton.jit(do_not_specialize=["rank", "rows"])
 def gather_rows(p_x, p_buffers, p_signals, rank, rows, s_row, config: tl.constexpr):
     """Write this rank's part of rows, x [rows, WIDTH], to every rank's memory, [rows, WORLD, WIDTH]."""
+    if config.DEPENDENT:
+        tl.extra.cuda.gdc_wait()
     WORLD: tl.constexpr = config.WORLD
     WIDTH: tl.constexpr = config.WIDTH
     CHUNKS: tl.constexpr = (WIDTH + config.BLOCK - 1) // config.BLOCK

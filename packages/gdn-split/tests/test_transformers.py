@@ -6,7 +6,6 @@ import contextlib
 import copy
 import runpy
 import sys
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -34,11 +33,8 @@ QWEN3_NEXT = Qwen3NextConfig(**SIZES, num_experts=0)
 QWEN3_5 = Qwen3_5TextConfig(**SIZES)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def on_device(device: torch.device) -> Iterator[None]:
-    """Models and prompts are on the GPU where there is one."""
-    with device:
-        yield
+# Models and prompts are on the GPU where there is one.
+pytestmark = pytest.mark.usefixtures("on_device")
 
 
 @pytest.fixture(scope="module", params=[QWEN3_NEXT, QWEN3_5], ids=["Qwen3-Next", "Qwen3.5"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -34,11 +33,8 @@ MINIMAX = MiniMaxConfig(
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module", autouse=True)
-def on_device(device: torch.device) -> Iterator[None]:
-    """Models and prompts are on the GPU where there is one."""
-    with device:
-        yield
+# Models and prompts are on the GPU where there is one.
+pytestmark = pytest.mark.usefixtures("on_device")
 
 
 @pytest.fixture(scope="module")

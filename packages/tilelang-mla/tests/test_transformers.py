@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -47,11 +46,8 @@ DEEPSEEK_V3_2 = DeepseekV32Config(**LISTS, mlp_layer_types=["dense", "sparse"])
 GLM_5 = GlmMoeDsaConfig(**LISTS, mlp_layer_types=["dense", "sparse"], indexer_types=["full", "shared"])
 
 
-@pytest.fixture(scope="module", autouse=True)
-def on_device(device: torch.device) -> Iterator[None]:
-    """Models and prompts are on the GPU where there is one."""
-    with device:
-        yield
+# Models and prompts are on the GPU where there is one.
+pytestmark = pytest.mark.usefixtures("on_device")
 
 
 @pytest.fixture(scope="module")
@@ -205,23 +201,12 @@ def test_a_model_made_meanwhile_still_runs_with_transformers_own_attention(model
 
 
 def test_what_is_not_covered_is_refused_by_name(models: Models) -> None:
-    ids, mask = prompts(2, 5), torch.ones(2, 5, dtype=torch.int64)
-    mask[0, :2] = 0
+    ids = prompts(2, 5)
+    models.assert_refuses_padding_masks_and_dropout(ids)
     with torch.no_grad(), enable():
-        with pytest.raises(ValueError, match=r"^attention_mask must be all ones .*got one with padding$"):
-            models.ours(ids, attention_mask=mask)
-        with pytest.raises(ValueError, match=r"^attention_mask must be None or a 2-D mask of ones"):
-            models.ours(ids, attention_mask=torch.zeros(2, 1, 5, 5))
         whole = AutoModelForCausalLM.from_config(copy.deepcopy(DEEPSEEK_V3), attn_implementation=NAME)
         with pytest.raises(TypeError, match=r"^q.dtype must be bfloat16 or float16, got torch.float32"):
             whole(ids)
-        models.ours.train()
-        models.ours.model.layers[0].self_attn.attention_dropout = 0.1
-        try:
-            with pytest.raises(ValueError, match=r"^dropout must be 0 \(call model.eval\(\)\), got 0.1$"):
-                models.ours(ids)
-        finally:
-            models.ours.eval()
     # Prompts have gradients, steps over a cache none.
     cache = LatentCache(models.ours.config, max_cache_len=8)
     with enable():
@@ -240,10 +225,7 @@ def test_a_model_that_was_not_made_meanwhile_is_told_so(models: Models) -> None:
 
 
 def test_it_cannot_be_enabled_twice_and_leaves_nothing_behind(models: Models) -> None:
-    with enable(), pytest.raises(ValueError, match=r"^a call of enable\(\) must be the only one at a time"):
-        enable()
-    with pytest.raises(KeyError, match=NAME), torch.no_grad():
-        models.ours(prompts(1, 3))
+    models.assert_enabled_by_one_call_at_a_time(NAME, prompts(1, 3))
 
 
 def test_the_example_in_the_readme_runs() -> None:

@@ -8,6 +8,7 @@ TRITON_INTERPRET=1 by hand asks for the same on a machine with a GPU.
 It gives
 
 - the fixture ``device`` (session): ``torch.device("cuda")``, or ``cpu`` where kernels are interpreted;
+- the fixture ``on_device`` (module), within which torch makes tensors on that device, unless another one is named;
 - the fixture ``seed`` (of every test): the integer that torch's generators were seeded with, made from the test's name
   and printed when the test fails. KERNEL_REFERENCE_SEED=<integer> sets it for all tests;
 - the fixture ``one_thread`` (session), with which torch computes on one: the products of tests of kernels are so small
@@ -159,6 +160,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def device() -> torch.device:
     """Where tensors live that are given to kernels: the GPU, or the CPU where kernels are interpreted."""
     return torch.device("cpu" if _no_gpu else "cuda")
+
+
+@pytest.fixture(scope="module")
+def on_device(device: torch.device) -> Generator[None, None, None]:
+    """A module's tensors are made there, unless another device is named: of models that are made of a config."""
+    with device:
+        yield
 
 
 @pytest.fixture(scope="session")

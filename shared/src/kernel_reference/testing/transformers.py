@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, CompileConfig
 
 from kernel_reference import hub
+from kernel_reference.bench import engines
 from kernel_reference.testing.numerics import assert_close_to_oracle
 
 Tensor = torch.Tensor
@@ -68,6 +70,36 @@ class Models:
         torch._dynamo.reset()
         assert torch.equal(*told)
 
+    def assert_refuses_padding_masks_and_dropout(self, ids: Tensor) -> None:
+        """An attention for whole causal sequences, on two prompts or more, names what else it is given."""
+        padding = torch.ones_like(ids)
+        padding[0, :2] = 0
+        masks = {
+            r"^attention_mask must be all ones .*got one with padding$": padding,
+            r"^attention_mask must be None or a 2-D mask of ones": torch.zeros(len(ids), 1, *[ids.shape[1]] * 2),
+        }
+        attention = self.ours.model.layers[0].self_attn
+        before = attention.attention_dropout
+        with torch.no_grad(), self.enable():
+            for match, mask in masks.items():
+                with pytest.raises(ValueError, match=match):
+                    self.ours(ids, attention_mask=mask)
+            self.ours.train()
+            attention.attention_dropout = 0.1
+            try:
+                with pytest.raises(ValueError, match=r"^dropout must be 0 \(call model.eval\(\)\), got 0.1$"):
+                    self.ours(ids)
+            finally:
+                attention.attention_dropout = before
+                self.ours.eval()
+
+    def assert_enabled_by_one_call_at_a_time(self, name: str, ids: Tensor) -> None:
+        """Within ``enable()`` it is refused, and after it transformers knows no attention of this name."""
+        with self.enable(), pytest.raises(ValueError, match=r"^a call of enable\(\) must be the only one at a time"):
+            self.enable()
+        with pytest.raises(KeyError, match=name), torch.no_grad():
+            self.ours(ids)
+
 
 def make_models(
     config: Any, enable: Enable, dtype: torch.dtype = torch.float32, attn_implementation: str | None = None
@@ -88,6 +120,16 @@ def make_models(
     for model in (ours, exact):
         model.load_state_dict(theirs.state_dict())
     return Models(ours, theirs, exact, enable)
+
+
+def dry_timings(cases: Path, folder: Path) -> list[dict[str, Any]]:
+    """What ``bench.engines --dry`` records of a file of cases, in which both sides must agree."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engines, "STEPS", 1)
+        assert engines.main(["--dry", str(cases), "--out", str(folder / "timings")]) == 0
+    timings = [json.loads(line) for line in (folder / "timings").read_text().splitlines()]
+    assert all(0 < timing["difference"] < 0.05 for timing in timings)
+    return timings
 
 
 def kernelized(

@@ -10,7 +10,7 @@ import torch
 # Torch imports it under a dispatch mode: once here, and not in every fork for seconds.
 import torch._dynamo
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from kernel_reference.testing.distributed import run
@@ -62,6 +62,18 @@ def by_shards(rank: int) -> None:
     )
     torch.testing.assert_close(found.out.full_tensor(), exact.out)
     torch.testing.assert_close(found.lse.full_tensor(), exact.lse)
+    # By rules of the ops: the function itself, and its gradients.
+    given = [x.requires_grad_() for x in (q, k, v)]
+    loss = sum(x.float().square().sum() for x in flash_mla_varlen_func(*given, cu, cu, 19, 19, return_lse=True))
+    wanted = torch.autograd.grad(loss, given)
+    shards = [share(mesh, x.detach(), 1).requires_grad_() for x in given]
+    bounds = distribute_tensor(cu, mesh, [Replicate()])
+    with CommDebugMode() as counted:
+        results = flash_mla_varlen_func(*shards, bounds, bounds, 19, 19, return_lse=True)
+        found = torch.autograd.grad(sum(x.to_local().float().square().sum() for x in results), shards)
+    assert counted.get_total_counts() == 0
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one.full_tensor(), other)
     with pytest.raises(ValueError, match=r"^q must be of a multiple of 2 along dimension 1"):
         sharded("flash_mla_sparse_fwd", mesh)(share(mesh, torch.zeros(4, 3, 96).bfloat16(), 1), rows, listed, 0.1)
 

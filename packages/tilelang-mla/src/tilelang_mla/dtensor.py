@@ -1,7 +1,9 @@
 """tilelang-mla on DTensors: how the tensors of each public function may be shared, and the functions on local shards.
 
-Its ops write into memory that they are given, so that DTensor has no rules for them: :func:`sharded` runs a public
-function on each rank's shards. Nothing is sent unless a tensor lies otherwise than :func:`placements` says.
+Most ops write into memory that they are given, so that DTensor has no rules for them: :func:`sharded` runs a public
+function on each rank's shards. Importing this registers rules for those that do not: ``flash_mla_varlen_func`` takes
+DTensors that ask for gradients, and so does its backward. Nothing is sent unless a tensor lies otherwise than
+:func:`placements` says.
 """
 
 from __future__ import annotations
@@ -9,9 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
+import torch
+
 import tilelang_mla
 from kernel_reference.checks import fail
-from kernel_reference.dtensors import Placements, on_shards
+from kernel_reference.dtensors import Placements, on_shards, register_sharding
+from tilelang_mla.gradients.ops import attention
 
 By = Literal["heads", "sequences"]
 
@@ -72,3 +77,13 @@ def sharded(function: str, mesh: Any, by: By = "heads") -> Callable[..., Any]:
         return on_shards(getattr(tilelang_mla, function), mesh, how)(*args, **kwargs)
 
     return call
+
+
+def _register() -> None:
+    heads = {"q": 1, "k": 1, "v": 1}
+    register_sharding(attention, [Placements(heads, (1, 0))])
+    of_results = {"out": 1, "lse": 0, "d_out": 1, "d_lse": 0}
+    register_sharding(torch.ops.tilelang_mla.attention_backward.default, [Placements(heads | of_results, (1, 1, 1))])
+
+
+_register()

@@ -75,7 +75,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a chart: points, the bars owed there, and what stands at its end."""
+    """One line of a chart: points, the targets there, and what stands at its end."""
 
     label: str
     points: Sequence[Point]
@@ -195,14 +195,16 @@ def _marks(
 
 
 def speeds(cases: Mapping[str, Sequence[Record]], looks: Mapping[str, Look]) -> Chart:
-    """Case by case how many times as fast as each peer ours is, with the bars that it owes."""
+    """Case by case how many times as fast as each peer ours is, with its targets."""
     rows = []
     for records in cases.values():
         for ours in (record for record in records if record.ours):
-            owed = bars_of(ours)
-            # A bar may be owed beside another of ours: it is met, or not, by a mark too.
+            targets = bars_of(ours)
+            # A target may be beside another of ours: it is met, or not, by a mark too.
             rivals = [
-                record for record in records if not record.ours or record.implementation in (label for label, _ in owed)
+                record
+                for record in records
+                if not record.ours or record.implementation in (label for label, _ in targets)
             ]
             points = [
                 Point(
@@ -215,8 +217,8 @@ def speeds(cases: Mapping[str, Sequence[Record]], looks: Mapping[str, Look]) -> 
                 if (speed := speed_beside(ours, peer)) is not None
             ]
             bars = [
-                Point(looks[label], bar, f"owed: {bar:.3g} × as fast as {label}")
-                for label, bar in owed
+                Point(looks[label], bar, f"target: {bar:.3g} × as fast as {label}")
+                for label, bar in targets
                 if label in looks
             ]
             rows.append(
@@ -257,8 +259,8 @@ def bars_of(record: Record) -> list[tuple[str, float]]:
     microseconds has no place among speeds: it stands in the table alone.
     """
     bars = []
-    for owed in re.split(r"; (?=(?:host )?(?:time|speed) [<>]=)", record.requirement or ""):
-        found = re.fullmatch(r"(time <=|speed >=) (\S+) (?:x|of) (.+?)(?: \([\d.]+\))?", owed)
+    for target in re.split(r"; (?=(?:host )?(?:time|speed) [<>]=)", record.requirement or ""):
+        found = re.fullmatch(r"(time <=|speed >=) (\S+) (?:x|of) (.+?)(?: \([\d.]+\))?", target)
         if found:
             bound = float(found[2])
             bars.append((found[3], 1 / bound if found[1] == "time <=" else bound))
@@ -266,7 +268,7 @@ def bars_of(record: Record) -> list[tuple[str, float]]:
 
 
 def verdict(record: Record) -> str:
-    """Whether what was owed was met, in a word; empty where nothing was owed."""
+    """Whether the target was met, in a word; empty where there was none."""
     if not record.requirement:
         return ""
     return {True: "met", False: "missed", None: "not measured"}[record.requirement_met]

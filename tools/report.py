@@ -63,7 +63,7 @@ COLUMNS = (
     ("host time", "median time that a call keeps the host", True),
     ("error", "as the package's check counts it; 0 is exact", True),
     ("L2", "how the cache was cold at each call: by rotating more inputs than it holds, or flushed between", False),
-    ("result", "what was owed and whether it was met, or why there is no time", False),
+    ("result", "the target and whether it was met, or why there is no time", False),
 )
 
 
@@ -170,8 +170,8 @@ class Run:
     @property
     def verdicts(self) -> str:
         """How many of the requirements were met, in words."""
-        owed = [verdict(record) for record in self.records if record.requirement]
-        return f"{owed.count('met')} of {len(owed)}" if owed else "none owed"
+        targets = [verdict(record) for record in self.records if record.requirement]
+        return f"{targets.count('met')} of {len(targets)}" if targets else "no target"
 
     @property
     def table(self) -> Table:

@@ -485,10 +485,10 @@ def test_no_case_begins_after_the_seconds_given_and_those_before_are_recorded(
 
 
 def test_a_case_without_a_peer_owes_nothing_beside_it_and_has_another_baseline() -> None:
-    owed = [Requirement("ours", "torch", speed_at_least=1.0), Requirement("ours", speed_at_least=0.9)]
+    targets = [Requirement("ours", "torch", speed_at_least=1.0), Requirement("ours", speed_at_least=0.9)]
     peers = {"torch": lambda: double, "fla": lambda: double}
-    case = doubling(peers=peers, requirements=owed, baseline="torch").without("torch", "one that is not there")
-    assert (case.labels(), case.baseline, list(case.requirements)) == (("ours", "fla", "copy"), "copy", owed[1:])
+    case = doubling(peers=peers, requirements=targets, baseline="torch").without("torch", "one that is not there")
+    assert (case.labels(), case.baseline, list(case.requirements)) == (("ours", "fla", "copy"), "copy", targets[1:])
     assert doubling(peers=peers, baseline="fla", copy=False).without("fla").baseline == "ours"
     assert doubling(peers=peers, baseline="fla").without("torch").baseline == "fla"
 

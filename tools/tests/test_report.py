@@ -171,15 +171,15 @@ def test_a_broken_map_is_refused_by_file_and_line(tmp_path: Path, capsys: pytest
 
 @pytest.mark.parametrize("against", ["copy", "a peer (off by one)", "a peer; and more"])
 def test_a_bar_is_read_from_the_words_that_the_benchmark_writes(against: str) -> None:
-    owed = [
+    targets = [
         Requirement("ours", against, speed_at_least=0.97),
         Requirement("ours", "other", time_at_most=0.5),
         Requirement("ours", against, time_at_most=1.5, quantity="host"),
         Requirement("ours", us_at_most=4.0),
     ]
     for words in (
-        "; ".join(requirement.describe() for requirement in owed),
-        "; ".join(f"{requirement.describe()} (0.951)" for requirement in owed),
+        "; ".join(requirement.describe() for requirement in targets),
+        "; ".join(f"{requirement.describe()} (0.951)" for requirement in targets),
     ):
         assert figures.bars_of(dataclasses.replace(TIMED, requirement=words)) == [(against, 0.97), ("other", 2.0)]
 
@@ -478,7 +478,7 @@ def test_a_case_is_met_where_each_mark_reaches_its_bar(browser: Chrome, page: Pa
     const peer = (element) => element.dataset.tip.split("\\n")[0].split(" as fast as ")[1];
     const place = (element, name) => parseFloat(element.getAttribute(name));
     const read = (row, what, name) => [...row.querySelectorAll(what)].map((e) => [peer(e), place(e, name)]);
-    return [...document.querySelectorAll(".chart .row")].filter((row) => row.querySelector(".bar[data-tip^=owed]"))
+    return [...document.querySelectorAll(".chart .row")].filter((row) => row.querySelector(".bar[data-tip^=target]"))
       .map((row) => [row.querySelector(".what").textContent, row.querySelector(".value[class*=me], .missed").className,
         read(row, ".bar", "x1"), Object.fromEntries(read(row, ".mark", "x"))]);
     """)

@@ -18,7 +18,7 @@ COPY = "copy"
 
 @dataclass(frozen=True)
 class Requirement:
-    """A speed that one implementation owes, against another timed in the same run or in microseconds.
+    """The target of one implementation's speed, against another timed in the same run or in microseconds.
 
     Give exactly one bound: ``speed_at_least=0.97`` (time of ``against`` / time of ``implementation``),
     ``time_at_most=1.12`` (time of ``implementation`` / time of ``against``) or ``us_at_most=4.0`` (time of
@@ -88,7 +88,7 @@ class Case:
         never passes.
     copy: time torch's copy of the same bytes beside the others, as the implementation ``copy``.
     baseline: the label that the ratio column refers to.
-    requirements: speeds owed; the table says met or missed.
+    requirements: targets; the table says met or missed.
     """
 
     name: str
@@ -133,11 +133,11 @@ class Case:
         return (*self.ours, *self.peers, *((COPY,) if self.copy else ()))
 
     def without(self, *peers: str) -> Case:
-        """This case without these of its peers, and without what is owed beside them."""
+        """This case without these of its peers, and without targets beside them."""
         left = {label: factory for label, factory in self.peers.items() if label not in peers}
         gone = set(self.peers) - set(left)
-        owed = tuple(one for one in self.requirements if not gone & {one.implementation, one.against})
+        targets = tuple(one for one in self.requirements if not gone & {one.implementation, one.against})
         baseline = self.baseline
         if baseline in gone:
             baseline = COPY if self.copy else next(iter(self.ours))
-        return replace(self, peers=left, baseline=baseline, requirements=owed)
+        return replace(self, peers=left, baseline=baseline, requirements=targets)

@@ -299,10 +299,10 @@ def _records(
     return records
 
 
-def _requirements(owed: Iterable[Requirement], timings: Mapping[str, Timing]) -> tuple[str | None, bool | None]:
+def _requirements(targets: Iterable[Requirement], timings: Mapping[str, Timing]) -> tuple[str | None, bool | None]:
     words: list[str] = []
     met: list[bool | None] = []
-    for requirement in owed:
+    for requirement in targets:
         mine = _quantity(timings.get(requirement.implementation), requirement)
         # A bound in microseconds stands alone.
         other = mine if requirement.us_at_most is not None else _quantity(timings.get(requirement.against), requirement)

@@ -151,7 +151,7 @@ def _times(timed: Sequence[Timed]) -> str:
             rows.append([line.case, line.implementation, _us(one.median_us), _us(line.median_us), efficiency, owed])
     worlds = sorted({line.world for line in timed})
     named = "/".join(map(str, worlds))
-    return _table(["case", "", "one GPU, us", f"{named} GPUs, us", "efficiency", "owed"], rows)
+    return _table(["case", "", "one GPU, us", f"{named} GPUs, us", "efficiency", "target"], rows)
 
 
 def _crossovers(timed: Sequence[Timed]) -> str:

@@ -79,7 +79,7 @@ class RanksCase:
     make: ``make(device, rank, world)`` gives the calls by label, with inputs of their own; one is ``ONE``.
     graph: whether calls are captured in CUDA graphs, as engines decode. ahead: whether they are launched while the
     device is busy, as a model's layers are; else the device is idle, and what the host takes counts.
-    efficiency: what a label owes, where one GPU takes at least ``owed_from_us``.
+    efficiency: a label's target, where one GPU takes at least ``owed_from_us``.
     us_at_most: the most microseconds that one may take.
     axis: the number of the shape that is a length, for tables.
     """

@@ -28,7 +28,7 @@ class Record:
     bytes, flops: of the case; gb_per_s (1e9) and tflop_per_s (1e12) follow from them and the median.
     fraction_of_copy_roof: gb_per_s / copy_roof_gb_per_s, both measured in this run; likewise the bf16 GEMM roof.
     ratio_to_baseline: median / the baseline's median: above 1 is slower.
-    requirement, requirement_met: what was owed, in words, and whether it was met; None where nothing was owed, or
+    requirement, requirement_met: the target, in words, and whether it was met; None where there was none, or
         nothing could be said.
     device ... cuda: the machine; commit: of the sources, None if unknown; date: UTC, ISO 8601.
     l2: how the cache was cold at each call: ``rotated`` (the sets of inputs together are several times its size) or

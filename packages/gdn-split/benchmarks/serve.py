@@ -71,6 +71,8 @@ class Delta:
 
         def call(batch: Batch) -> torch.Tensor:
             rows = self._rows(batch)
+            if not rows:
+                return self.qkvz[:0]
             slots = batch.slots[:rows]
             places = torch.where(slots < 0, len(self.pools[CHAIN]) - 1, slots).long()
             given = Stepped(

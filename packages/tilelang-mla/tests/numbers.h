@@ -24,3 +24,12 @@ static float of_e4m3(uint8_t x) {
   float size = exponent ? ldexpf(8 + mantissa, exponent - 10) : ldexpf(mantissa, -9);
   return (x & 127) == 127 ? NAN : x & 128 ? -size : size;
 }
+// To the nearest, of two as near the even one; beyond the largest, that.
+static uint32_t to_e4m3(float x) {
+  if (std::isnan(x)) return 0x7F;
+  float size = std::fmin(fabsf(x), 448.f);
+  int exponent = size < ldexpf(1, -6) ? -6 : ilogbf(size);
+  uint32_t steps = uint32_t(std::nearbyint(ldexpf(size, 3 - exponent)));
+  // Numbers below 2^-6 have no first bit of their own.
+  return (std::signbit(x) ? 128 : 0) | ((exponent + 6) * 8 + steps);
+}

@@ -1,4 +1,4 @@
-// rows_of_keys.cuh on a CPU: 512 threads, WGMMA by its definition of fragments and swizzles, beside float64.
+// rows_of_keys.cuh and narrow.cuh on a CPU: 512 threads, WGMMA by its definition of fragments and swizzles, beside float64.
 // Prints what was run, the largest error of a row relative to its largest value, and that of lse.
 
 #include <algorithm>
@@ -112,26 +112,53 @@ template <int N, bool BF16> void multiply(const uint32_t *a, uint64_t b, float *
   }
   groups[own / 128]->arrive_and_wait();
 }
+
+namespace narrow {
+static uint32_t nearest(float x, float y) { return to_e4m3(x) | to_e4m3(y) << 8; }
+static float2 widened(uint32_t both) { return {of_e4m3(both & 255), of_e4m3(both >> 8)}; }
+
+// m64nNk32: columns 4 t to 4 t + 3, and those 16 behind.
+template <int N> void multiply(const uint32_t *a, uint64_t b, float *c, bool add) {
+  memcpy(operands[own], a, 16);
+  groups[own / 128]->arrive_and_wait();
+  for (int i = 0; i < N / 2; i++) {
+    int n = 8 * (i / 4) + 2 * (own & 3) + i % 2, lower = i % 4 / 2;
+    float sum = 0;
+    for (int k = 0; k < 32; k++) {
+      uint32_t four = operands[(own & ~3) + k % 16 / 4][lower + 2 * (k / 16)];
+      uint64_t at = b + n * 128 + k;
+      at ^= (at >> 7 & 7) << 4;
+      sum += of_e4m3(four >> 8 * (k % 4) & 255) * of_e4m3(*reinterpret_cast<const uint8_t *>(at));
+    }
+    c[i] = (add ? c[i] : 0) + sum;
+  }
+  groups[own / 128]->arrive_and_wait();
+}
+}  // namespace narrow
 }  // namespace mla
 
 #include "rows_of_keys.cuh"
+
+#include "narrow.cuh"
 
 static std::mt19937 numbers(7);
 // NaN is as far off as can be.
 static double off(double want, double got) { return std::isnan(got) ? INFINITY : fabs(got - want); }
 static float normal() { return std::normal_distribution<float>()(numbers); }
 
-template <int N, int ROPE, bool RECORDS, bool BF16, bool LISTS> void run(const char *name, int keys, int rows, bool part) {
+template <int N, int ROPE, bool RECORDS, bool BF16, bool LISTS, bool NARROW = false>
+void run(const char *name, int keys, int rows, bool part) {
   using S = mla::Shape<N, ROPE, RECORDS>;
   constexpr int WIDTH = 512 + ROPE;
   constexpr float SCALE = 0.5f, OF_CACHE = RECORDS ? 1.f : 0.04f, SINK = 0.5f;
-  constexpr float BY = RECORDS ? 1.f : OF_CACHE * mla::VALUES;
+  constexpr float BY = RECORDS ? 1.f : OF_CACHE * (NARROW ? 1.f : mla::VALUES);
   auto wide = [](uint16_t x) { return BF16 ? of_bfloat16(x) : of_half(x); };
   int blocks = (keys + 127) / 128, stages = 2 * blocks;
+  numbers.seed(7);
   std::vector<uint16_t> q(rows * WIDTH), out(rows * 512);
   // Rows of unlike size.
   for (size_t i = 0; i < q.size(); i++) q[i] = mla::pack(normal() * exp2f(i / WIDTH % 3 - 1.f), 0, BF16);
-  std::vector<float> parts(rows * 512), sinks(rows, SINK), of_rows(26 * N);
+  std::vector<float> parts(rows * 512), sinks(rows, SINK), of_rows(28 * N);
   std::vector<uint8_t> valid(stages * 64);
   std::vector<int> limits(N);
   std::vector<std::vector<double>> exact(keys, std::vector<double>(WIDTH));
@@ -168,12 +195,24 @@ template <int N, int ROPE, bool RECORDS, bool BF16, bool LISTS> void run(const c
   // Weights of a block are made while the latents are multiplied by those of the block before.
   auto weigh = [&](int thread) {
     float s[N / 2], sums[2] = {};
-    mla::load_q<N, ROPE, RECORDS, BF16>(held.get(), of_rows.data(), q.data(), WIDTH, rows, SCALE * OF_CACHE, thread);
+    auto load_q = [](auto... given) {
+      if constexpr (NARROW) mla::narrow::load_q<N, ROPE, RECORDS, BF16>(given...);
+      else mla::load_q<N, ROPE, RECORDS, BF16>(given...);
+    };
+    auto scores = [](auto... given) {
+      if constexpr (NARROW) mla::narrow::scores<N, ROPE, RECORDS, BF16>(given...);
+      else mla::scores<N, ROPE, RECORDS, BF16>(given...);
+    };
+    auto to_weights = [](auto... given) {
+      if constexpr (NARROW) mla::narrow::weigh<N, ROPE, RECORDS, BF16, LISTS>(given...);
+      else mla::weigh<N, ROPE, RECORDS, BF16, LISTS>(given...);
+    };
+    load_q(held.get(), of_rows.data(), q.data(), WIDTH, rows, SCALE * OF_CACHE, thread);
     mla::together();
     for (int i = 0; i < blocks; i++) {
       int stage = 2 * i + thread / 128;
-      mla::scores<N, ROPE, RECORDS, BF16>(s, held.get(), stage, of_rows.data(), thread);
-      mla::weigh<N, ROPE, RECORDS, BF16, LISTS>(
+      scores(s, held.get(), stage, of_rows.data(), thread);
+      to_weights(
           s, sums, held.get(), of_rows.data(), limits.data(), &valid[64 * stage], 128 * i, !LISTS && i == blocks - 1,
           i % 2, (i + 1) % 2, thread);
       everyone.arrive_and_wait();
@@ -182,12 +221,14 @@ template <int N, int ROPE, bool RECORDS, bool BF16, bool LISTS> void run(const c
     everyone.arrive_and_wait();
   };
   auto multiply = [&](int thread) {
-    float acc[2 * N] = {};
+    float acc[4 * N] = {};
     for (int i = 0; i < blocks; i++) {
       everyone.arrive_and_wait();
       mla::rescale<N>(acc, of_rows.data(), (i + 1) % 2, thread);
       for (int half = 0; half < 2; half++)
-        mla::values<N, ROPE, RECORDS, BF16>(acc, held.get(), 2 * i + half, (i + 1) % 2, half, thread);
+        if constexpr (NARROW) mla::narrow::values<N, ROPE, RECORDS, BF16>(acc, held.get(), 2 * i + half, (i + 1) % 2, half, thread);
+        else mla::values<N, ROPE, RECORDS, BF16>(acc, held.get(), 2 * i + half, (i + 1) % 2, half, thread);
+      if constexpr (NARROW) mla::narrow::add_block<N>(acc, of_rows.data(), (i + 1) % 2, thread);
     }
     everyone.arrive_and_wait();
     if (part)
@@ -244,8 +285,9 @@ int main() {
   every_value();
   for (int i = 0; i < 16; i++) warps.emplace_back(new std::barrier<>(32));
   for (int i = 0; i < 4; i++) groups.emplace_back(new std::barrier<>(128));
-  run<16, 64, false, true, false>("one scale, 13 rows", 300, 13, false);
-  run<32, 0, false, false, false>("one scale, float16, no rope, a part", 70, 32, true);
+  run<32, 64, false, false, false>("one scale, float16, a part", 70, 32, true);
+  run<16, 64, false, true, false, true>("by 8 bits, 13 rows", 300, 13, false);
+  run<16, 0, false, true, false, true>("by 8 bits, no rope, a part", 130, 16, true);
   run<16, 64, true, true, false>("records, 16 rows", 130, 16, false);
   run<32, 64, true, true, true>("lists of records with sinks, 20 rows", 130, 20, false);
 }

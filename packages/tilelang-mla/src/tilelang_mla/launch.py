@@ -102,6 +102,8 @@ def decode_8bit_constants(problem: DecodeProblem, tiles: DecodeTiles, dtype: tor
     constants["by_rows"] = tiles.loads_by_rows(problem)
     if tiles.keys_are_rows(problem):
         constants["block_m"] = tiles.block_m
+    if tiles.narrow and dtype == torch.bfloat16:
+        constants["narrow"] = True
     return constants
 
 

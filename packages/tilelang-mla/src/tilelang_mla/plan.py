@@ -35,6 +35,8 @@ _RAW_STAGES, _SCALES = 3, 80
 _LATENT, _ROPE, _KEYS, _OF_STAGE, _MOST_STAGES = 512, 64, 128, 64, 5
 # Of 64 rows the accumulators leave no registers to widen keys in.
 _FEW_ROWS = 32
+# Rows of the kernel that widens no key; and elements of q side by side, two numbers of 8 bits each.
+_NARROW, _LINE = 16, 128
 # Pieces of a row have at least 32 bytes: of 64 elements that is as many pieces.
 _MOST_PIECES = 16
 # Programs of the combine kernel on an SM: no more than run at once; and sequences of one, each of which a thread finds.
@@ -134,6 +136,7 @@ class DecodeTiles(Plan):
     ``num_stages`` blocks are in flight. A grid has ``num_splits`` parts for each sequence and ``spare_parts`` for all
     of them, which those share that are cut further; neither depends on the batch or on lengths. ``by_rows``: the
     producer's threads keep addresses of keys that lie anywhere, and widen those of 8 bits for more than 32 rows.
+    ``narrow``: keys of 8 bits are not widened, but q in bfloat16 and weights are two numbers of 8 bits each.
     """
 
     block_m: int
@@ -142,6 +145,7 @@ class DecodeTiles(Plan):
     num_splits: int = 1
     spare_parts: int = 0
     by_rows: bool = False
+    narrow: bool = False
 
     def covers(self, problem: DecodeProblem) -> bool:
         """Whether its blocks are such that a kernel can take them, for this problem."""
@@ -149,14 +153,17 @@ class DecodeTiles(Plan):
             blocks = self.block_m in (16, _FEW_ROWS) and 2 <= self.num_stages <= _MOST_STAGES
         else:
             blocks = self.block_m == _ROWS and self.block_n in (16, 32, 64, 128) and 1 <= self.num_stages <= 4
+        if self.narrow:
+            blocks &= self.keys_are_rows(problem) and self.block_m == _NARROW and problem.cache == "e4m3"
         return blocks and 1 <= self.num_splits <= MOST_SPLITS and self.spare_parts >= 0
 
     def shared_memory(self, problem: DecodeProblem) -> int:
         """Bytes of a program: a tile of q and its weights, stages of keys, and what the scheduler tells of."""
         if self.keys_are_rows(problem):
-            key = 656 if problem.cache == "656" else problem.dim_nope + problem.dim_rope
-            held = 2 * self.block_m * (problem.dim_nope + problem.dim_rope + 2 * self.block_n)
-            return held + self.num_stages * _OF_STAGE * (key + 1) + 108 * self.block_m + 2 * _BESIDE
+            width = problem.dim_nope + problem.dim_rope
+            key, held = (656, width) if problem.cache == "656" else (width, cdiv(width, _LINE) * _LINE)
+            held = 2 * self.block_m * (held + 2 * self.block_n)
+            return held + self.num_stages * _OF_STAGE * (key + 1) + 116 * self.block_m + 2 * _BESIDE
         width = problem.dim_nope + problem.dim_rope
         held = (self.block_m + self.num_stages * self.block_n) * width + self.block_m * self.block_n
         raw = _RAW_STAGES * self.block_n * (width + _SCALES) if problem.cache and not self.loads_by_rows(problem) else 0

@@ -21,6 +21,8 @@ EVENLY, PLANNED, SHARED = 0, 1, 2
 class Sizes(NamedTuple):
     """What the kernel is compiled for; see :func:`tilelang_mla.kernels.decode.attend`.
 
+    narrow: keys of 8 bits are multiplied as they are.
+
     whole: a work item is a whole list, whose result nobody merges, and largest scores are wanted beside it. There
     scores of a block are asked of the tensor cores before the values of the one before it are there, and values of the
     right half wait until they have been asked for: with ``told`` 1.07 to 1.10 times as fast on an H200.
@@ -37,6 +39,7 @@ class Sizes(NamedTuple):
     rows: int = ROWS
     by_rows: bool = False
     whole: bool = False
+    narrow: bool = False
 
     @property
     def half(self) -> int:

@@ -13,12 +13,12 @@ from tilelang_mla.kernels.decode.keys import prelude_of, run_keys, threads_of
 
 def attend_8bit(
     T: Any, *, cache: str, dim_nope: int, dim_rope: int, dtype: Any, block_n: int, num_stages: int,
-    serial: bool = False, per_token: bool = False, block_m: int = ROWS, by_rows: bool = False,
+    serial: bool = False, per_token: bool = False, block_m: int = ROWS, by_rows: bool = False, narrow: bool = False,
 ) -> Any:  # fmt: skip
     """The kernel. cache: "e4m3", with one scale, or "656": records, with a scale of each 128 latents and a rope of q's
     dtype. The rest is as :func:`tilelang_mla.kernels.decode.attend` has it; keys lie anywhere.
     """
-    S = Sizes(dim_nope, dim_rope, dtype, block_n, num_stages, True, cache, rows=block_m, by_rows=by_rows)
+    S = Sizes(dim_nope, dim_rope, dtype, block_n, num_stages, True, cache, rows=block_m, by_rows=by_rows, narrow=narrow)
     run = run_keys if S.keys_are_rows and not serial else run_roles
     records = cache == "656"
     # What 16 bytes are of the rope's elements.

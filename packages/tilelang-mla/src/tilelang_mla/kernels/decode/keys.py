@@ -19,7 +19,7 @@ from tilelang_mla.kernels.decode.rows import TEXT as TEXT_BY_ROWS
 from tilelang_mla.kernels.decode.schedule import Owner, find_part, owner_of, part_of
 from tilelang_mla.kernels.decode.shares import find_share, tell_share, turns_of
 
-TEXT = Path(__file__).with_name("rows_of_keys.cuh").read_text()
+TEXT = "".join(Path(__file__).with_name(name).read_text() for name in ("rows_of_keys.cuh", "narrow.cuh"))
 TEXT_OF_HALVES = Path(__file__).with_name("halves.cuh").read_text()
 # Registers of a thread that makes weights, of one that multiplies latents and of the producer, by rows and whether keys
 # are records: five warpgroups start with 96.
@@ -27,6 +27,7 @@ _AT_FIRST = 96
 _REGISTERS = {
     (16, False): (104, 112, 48), (16, True): (88, 128, 48), (32, False): (88, 128, 48), (32, True): (96, 120, 48)
 }  # fmt: skip
+_REGISTERS_NARROW = (96, 120, 48)
 # The named barrier of those that make weights, as rows_of_keys.cuh has it.
 _OF_WEIGHTS = 5
 # Warps of a warpgroup.
@@ -35,8 +36,10 @@ _WARPS = 4
 _VALUES = 256.0
 # Keys of a stage, and those that lie side by side and are copied at once.
 STAGE, TOGETHER = 64, 8
+# Elements of a line of q.
+_LINE = 128
 # Floats of a row beside its elements, and bytes that align the matrices.
-_OF_ROW, _ALIGNED = 26, 1024
+_OF_ROW, _ALIGNED = 28, 1024
 
 
 class KeyMemory(NamedTuple):
@@ -71,7 +74,7 @@ class KeyBarriers(NamedTuple):
 
 def registers_of(S: Any) -> tuple[int, int, int]:
     """Registers of a thread of each role."""
-    return _REGISTERS[S.rows, S.cache == "656"]
+    return _REGISTERS_NARROW if S.narrow else _REGISTERS[S.rows, S.cache == "656"]
 
 
 def bytes_of_key(S: Any) -> int:
@@ -81,7 +84,8 @@ def bytes_of_key(S: Any) -> int:
 
 def bytes_of_matrices(S: Any) -> int:
     """q, weights of two blocks, and the stages."""
-    return S.rows * 2 * (S.width + 2 * S.block_n) + S.num_stages * STAGE * bytes_of_key(S) + _ALIGNED
+    width = S.width if S.cache == "656" else -(-S.width // _LINE) * _LINE
+    return S.rows * 2 * (width + 2 * S.block_n) + S.num_stages * STAGE * bytes_of_key(S) + _ALIGNED
 
 
 @macro
@@ -146,9 +150,9 @@ def run_keys(T, S, serial, inputs, outputs, numbers, i_program, num_programs):
 
 
 def name_of(S: Any, name: str, *constants: Any) -> str:
-    """A function of rows_of_keys.cuh for these sizes."""
+    """A function of rows_of_keys.cuh, or of narrow.cuh, for these sizes."""
     shape = (S.rows, S.dim_rope, S.cache == "656", *constants)
-    return f"mla::{name}<{', '.join(str(value).lower() for value in shape)}>"
+    return f"mla::{'narrow::' if S.narrow else ''}{name}<{', '.join(str(value).lower() for value in shape)}>"
 
 
 def at(T: Any, place: Any) -> Any:
@@ -286,7 +290,8 @@ def multiply_latents(T, S, launch, inputs, outputs, memory, barriers, thread):
     """Two warpgroups' part: half of the latents each, by the weights of all keys."""
     T.set_max_nreg(registers_of(S)[1], 1)
     is_bf16 = S.dtype == T.bfloat16
-    acc = T.alloc_local((2 * S.rows,), T.float32)
+    # Beside the accumulators of all blocks, if they are added up block by block, those of one.
+    acc = T.alloc_local((2 * S.rows * (2 if S.narrow else 1),), T.float32)
     matrices, of_rows = at(T, memory.matrices[0]), at(T, memory.of_rows[0])
     done = T.alloc_var(T.int32, init=0)
     turns = turns_of(T, launch, inputs, memory)
@@ -307,6 +312,8 @@ def multiply_latents(T, S, launch, inputs, outputs, memory, barriers, thread):
             call(T, name_of(S, "values", is_bf16), at(T, acc[0]), matrices, stage, buffer, i % 2, thread)
             call(T, "mla::arrive", barriers.empty[stage], thread)
             if i % 2 == 1:
+                if S.narrow:
+                    call(T, f"mla::narrow::add_block<{S.rows}>", at(T, acc[0]), of_rows, buffer, thread)
                 call(T, "mla::arrive", barriers.weights_empty[buffer], thread)
         done = done + 2 * work.steps
         T.barrier_wait(barriers.sums_full[slot], turn // 2 % 2)
@@ -321,7 +328,7 @@ def store_latents(T, S, inputs, outputs, work, acc, of_rows, slot, thread):
     """Rows of a work item: results, or partial ones."""
     by = T.alloc_var(T.float32, init=1)
     if S.one_scale:
-        by = inputs.scales[0, 0, 0] * _VALUES
+        by = inputs.scales[0, 0, 0] * (1.0 if S.narrow else _VALUES)
     kind = f"mla::store<{S.rows}, {str(S.dtype == T.bfloat16).lower()}"
     own_rows = T.alloc_var(T.int32, init=T.min(inputs.q.shape[1] - work.first_row, S.rows))
     sinks = (at(T, inputs.sink[0]), inputs.sinks, work.first_row) if S.sparse else (of_rows, 0, 0)

@@ -31,8 +31,8 @@ template <int N, int ROPE, bool RECORDS> struct Shape {
   static constexpr int CHUNK = N * 128;
   // Operands in registers: the next is made while products read the last, where there is room.
   static constexpr int OPERANDS = RECORDS && N > 16 ? 1 : 2;
-  // Weights of two blocks.
-  static constexpr int WEIGHTS = CHUNKS * CHUNK, RAW = WEIGHTS + 4 * CHUNK, STAGE = KEYS * ROW;
+  // Behind q, of 8 bits in chunks two by two; weights of two blocks.
+  static constexpr int WEIGHTS = (RECORDS ? CHUNKS : (CHUNKS + 1) / 2 * 2) * CHUNK, RAW = WEIGHTS + 4 * CHUNK, STAGE = KEYS * ROW;
   // Keys of a thread's four in an MMA of 16: neighbours, or apart where rows are that lie in the same banks.
   static constexpr bool APART = ROW % 128 == 64;
 };
@@ -111,13 +111,13 @@ MLA_DEVICE Lane lane_of(int thread) {
 }
 
 // What is known of rows of q, [N] each: maxima of 8 warps, or their sums, of two blocks; two running maxima; what a score,
-// and a score of widened keys, is multiplied by; what rescales accumulators before each of two blocks; and of two work
-// items, when they end, the logarithm that sums are relative to, and the sums.
+// and a score of widened keys, is multiplied by; what rescales accumulators before each of two blocks; of two work items,
+// when they end, the logarithm that sums are relative to, and the sums; and what products of a block are multiplied by.
 template <int N> struct Rows {
-  float *seen, *highest, *factor, *unlift, *rescale, *log_of, *sum;
+  float *seen, *highest, *factor, *unlift, *rescale, *log_of, *sum, *of_block;
   static MLA_INLINE Rows of(void *at) {
     float *p = static_cast<float *>(at);
-    return {p, p + 16 * N, p + 18 * N, p + 19 * N, p + 20 * N, p + 22 * N, p + 24 * N};
+    return {p, p + 16 * N, p + 18 * N, p + 19 * N, p + 20 * N, p + 22 * N, p + 24 * N, p + 26 * N};
   }
 };
 

@@ -92,6 +92,7 @@ static uint32_t permuted(uint32_t a, uint32_t b, uint32_t which) {
 }
 static uint64_t uniform(uint64_t operand) { return operand; }
 static uint64_t advanced(uint64_t operand, int bytes) { return operand + bytes; }
+template <class Barrier> void arrive(Barrier &, int) {}
 template <class Barrier> void copy(void *to, const void *from, int bytes, Barrier &) { memcpy(to, from, bytes); }
 
 // m64nNk16: of operand A a thread has rows g and g + 8 of its warp's 16, columns 2 t and 2 t + 1, and those 8 behind.
@@ -225,10 +226,14 @@ void run(const char *name, int keys, int rows, bool part) {
     for (int i = 0; i < blocks; i++) {
       everyone.arrive_and_wait();
       mla::rescale<N>(acc, of_rows.data(), (i + 1) % 2, thread);
-      for (int half = 0; half < 2; half++)
-        if constexpr (NARROW) mla::narrow::values<N, ROPE, RECORDS, BF16>(acc, held.get(), 2 * i + half, (i + 1) % 2, half, thread);
-        else mla::values<N, ROPE, RECORDS, BF16>(acc, held.get(), 2 * i + half, (i + 1) % 2, half, thread);
-      if constexpr (NARROW) mla::narrow::add_block<N>(acc, of_rows.data(), (i + 1) % 2, thread);
+      if constexpr (NARROW) {
+        mla::narrow::values<N, ROPE, RECORDS, BF16>(
+            acc, held.get(), 2 * i, 2 * i + 1, (i + 1) % 2, barrier, barrier, thread);
+        mla::narrow::add_block<N>(acc, of_rows.data(), (i + 1) % 2, thread);
+      } else {
+        for (int half = 0; half < 2; half++)
+          mla::values<N, ROPE, RECORDS, BF16>(acc, held.get(), 2 * i + half, (i + 1) % 2, half, thread);
+      }
     }
     everyone.arrive_and_wait();
     if (part)

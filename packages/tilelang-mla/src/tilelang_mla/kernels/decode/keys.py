@@ -289,10 +289,9 @@ def make_weights(T, S, launch, inputs, outputs, memory, barriers, thread):
 def multiply_latents(T, S, launch, inputs, outputs, memory, barriers, thread):
     """Two warpgroups' part: half of the latents each, by the weights of all keys."""
     T.set_max_nreg(registers_of(S)[1], 1)
-    is_bf16 = S.dtype == T.bfloat16
     # Beside the accumulators of all blocks, if they are added up block by block, those of one.
     acc = T.alloc_local((2 * S.rows * (2 if S.narrow else 1),), T.float32)
-    matrices, of_rows = at(T, memory.matrices[0]), at(T, memory.of_rows[0])
+    of_rows = at(T, memory.of_rows[0])
     done = T.alloc_var(T.int32, init=0)
     turns = turns_of(T, launch, inputs, memory)
     for turn in T.serial(turns):
@@ -301,26 +300,56 @@ def multiply_latents(T, S, launch, inputs, outputs, memory, barriers, thread):
         work = Work(*read_work(T, memory.told, slot))
         for i in T.unroll(2 * S.rows):
             acc[i] = 0
-        for i in T.serial(2 * work.steps):
-            i_stage = T.alloc_var(T.int32, init=done + i)
-            stage = T.alloc_var(T.int32, init=i_stage % S.num_stages)
-            buffer = T.alloc_var(T.int32, init=T.truncdiv(i_stage, 2) % 2)
-            if i % 2 == 0:
-                T.barrier_wait(barriers.weights_full[buffer], T.truncdiv(i_stage, 4) % 2)
-                call(T, f"mla::rescale<{S.rows}>", at(T, acc[0]), of_rows, buffer, thread)
-            T.barrier_wait(barriers.full[stage], T.truncdiv(i_stage, S.num_stages) % 2)
-            call(T, name_of(S, "values", is_bf16), at(T, acc[0]), matrices, stage, buffer, i % 2, thread)
-            call(T, "mla::arrive", barriers.empty[stage], thread)
-            if i % 2 == 1:
-                if S.narrow:
-                    call(T, f"mla::narrow::add_block<{S.rows}>", at(T, acc[0]), of_rows, buffer, thread)
-                call(T, "mla::arrive", barriers.weights_empty[buffer], thread)
+        if S.narrow:
+            for step in T.serial(work.steps):
+                multiply_block(T, S, memory, barriers, acc, T.truncdiv(done, 2) + step, thread)
+        else:
+            for i in T.serial(2 * work.steps):
+                multiply_stage(T, S, memory, barriers, acc, done + i, thread)
         done = done + 2 * work.steps
         T.barrier_wait(barriers.sums_full[slot], turn // 2 % 2)
         ended = Work(*read_work(T, memory.told, slot))
         store_latents(T, S, inputs, outputs, ended, acc, of_rows, slot, thread)
         # With it the place of its sums.
         T.barrier_arrive(barriers.work_empty[slot])
+
+
+@macro
+def multiply_stage(T, S, memory, barriers, acc, number, thread):
+    """The latents of a stage, the ``number``-th of the ring; of two the first waits for the weights of both."""
+    matrices, of_rows = at(T, memory.matrices[0]), at(T, memory.of_rows[0])
+    i_stage = T.alloc_var(T.int32, init=number)
+    stage = T.alloc_var(T.int32, init=i_stage % S.num_stages)
+    buffer = T.alloc_var(T.int32, init=T.truncdiv(i_stage, 2) % 2)
+    if i_stage % 2 == 0:
+        T.barrier_wait(barriers.weights_full[buffer], T.truncdiv(i_stage, 4) % 2)
+        call(T, f"mla::rescale<{S.rows}>", at(T, acc[0]), of_rows, buffer, thread)
+    T.barrier_wait(barriers.full[stage], T.truncdiv(i_stage, S.num_stages) % 2)
+    name = name_of(S, "values", S.dtype == T.bfloat16)
+    call(T, name, at(T, acc[0]), matrices, stage, buffer, i_stage % 2, thread)
+    call(T, "mla::arrive", barriers.empty[stage], thread)
+    if i_stage % 2 == 1:
+        call(T, "mla::arrive", barriers.weights_empty[buffer], thread)
+
+
+@macro
+def multiply_block(T, S, memory, barriers, acc, number, thread):
+    """The latents of a block's two stages, which are added up by themselves."""
+    matrices, of_rows = at(T, memory.matrices[0]), at(T, memory.of_rows[0])
+    block = T.alloc_var(T.int32, init=number)
+    first = T.alloc_var(T.int32, init=2 * block % S.num_stages)
+    second = T.alloc_var(T.int32, init=(2 * block + 1) % S.num_stages)
+    buffer = T.alloc_var(T.int32, init=block % 2)
+    T.barrier_wait(barriers.weights_full[buffer], T.truncdiv(block, 2) % 2)
+    call(T, f"mla::rescale<{S.rows}>", at(T, acc[0]), of_rows, buffer, thread)
+    T.barrier_wait(barriers.full[first], T.truncdiv(2 * block, S.num_stages) % 2)
+    T.barrier_wait(barriers.full[second], T.truncdiv(2 * block + 1, S.num_stages) % 2)
+    call(
+        T, name_of(S, "values", S.dtype == T.bfloat16), at(T, acc[0]), matrices, first, second, buffer,
+        barriers.empty[first], barriers.empty[second], thread,
+    )  # fmt: skip
+    call(T, f"mla::narrow::add_block<{S.rows}>", at(T, acc[0]), of_rows, buffer, thread)
+    call(T, "mla::arrive", barriers.weights_empty[buffer], thread)
 
 
 @macro

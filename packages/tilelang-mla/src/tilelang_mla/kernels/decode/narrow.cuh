@@ -191,35 +191,40 @@ MLA_DEVICE void transpose(uint32_t a, uint32_t b, uint32_t c, uint32_t d, uint32
   to[step] = permuted(high, high_behind, 0x5410), to[step + 1] = permuted(high, high_behind, 0x7632);
 }
 
-// acc [latent, row] of a warpgroup's 256 latents, and behind it as many sums over a block, here over the 64 keys of its
-// first or second half.
-template <int N, int ROPE, bool RECORDS, bool BF16>
-MLA_DEVICE void values(float *acc, void *memory_at, int stage, int buffer, int half, int thread) {
+// acc [latent, row] of a warpgroup's 256 latents; behind it, here, the same sums over the keys of a block alone, which are
+// in two stages. A stage is free as soon as its keys are in registers.
+template <int N, int ROPE, bool RECORDS, bool BF16, class Barrier>
+MLA_DEVICE void values(
+    float *acc, void *memory_at, int first, int second, int buffer, Barrier &first_empty, Barrier &second_empty,
+    int thread) {
   using S = Shape<N, ROPE, RECORDS>;
   float *of_block = acc + 2 * N;
   Lane l = lane_of(thread);
-  const uint8_t *raw = stage_of<N, ROPE, RECORDS>(memory_at, stage) + 256 * l.group + 64 * l.warp + 8 * l.g + l.t * S::ROW;
-  uint64_t weights = uniform(operand(aligned(memory_at) + S::WEIGHTS + 2 * buffer * S::CHUNK + 64 * half));
+  int own_latents = 256 * l.group + 64 * l.warp + 8 * l.g + l.t * S::ROW;
+  uint64_t weights = uniform(operand(aligned(memory_at) + S::WEIGHTS + 2 * buffer * S::CHUNK));
   uint32_t a[2][4 * TILES];
 #pragma unroll
-  for (int k = 0; k < 2; k++) {
-    uint2 x[8];
-#pragma unroll
-    for (int i = 0; i < 8; i++) x[i] = *reinterpret_cast<const uint2 *>(raw + (32 * k + 4 * i) * S::ROW);
+  for (int k = 0; k < 4; k++) {
+    const uint8_t *raw = stage_of<N, ROPE, RECORDS>(memory_at, k < 2 ? first : second) + own_latents;
+    // The products that read these registers are done.
+    if (k >= 2) await_products<1>();
     // Of each tile two latents of the first 16 columns, and of those behind.
-    uint32_t *own = a[k];
+    uint32_t *own = a[k % 2];
 #pragma unroll
     for (int i = 0; i < 8; i += 4) {
-      transpose(x[i].x, x[i + 1].x, x[i + 2].x, x[i + 3].x, own + i / 2, 4);
-      transpose(x[i].y, x[i + 1].y, x[i + 2].y, x[i + 3].y, own + 8 + i / 2, 4);
+      uint2 x[4];
+#pragma unroll
+      for (int j = 0; j < 4; j++) x[j] = *reinterpret_cast<const uint2 *>(raw + (k % 2 * 32 + 4 * (i + j)) * S::ROW);
+      transpose(x[0].x, x[1].x, x[2].x, x[3].x, own + i / 2, 4);
+      transpose(x[0].y, x[1].y, x[2].y, x[3].y, own + 8 + i / 2, 4);
     }
+    if (k % 2) arrive(k < 2 ? first_empty : second_empty, thread);
     begin_products();
 #pragma unroll
     for (int both = 0; both < 2; both++)
 #pragma unroll
       for (int m = 0; m < TILES; m++)
-        multiply<N>(
-            own + 4 * m, advanced(weights, both * S::CHUNK + 32 * k), of_block + m * N / 2, half + k + both > 0);
+        multiply<N>(own + 4 * m, advanced(weights, both * S::CHUNK + 32 * k), of_block + m * N / 2, k + both > 0);
     commit_products();
   }
   await_products<0>();

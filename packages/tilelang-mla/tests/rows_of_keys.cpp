@@ -195,7 +195,7 @@ void run(const char *name, int keys, int rows, bool part) {
   }
   // Weights of a block are made while the latents are multiplied by those of the block before.
   auto weigh = [&](int thread) {
-    float s[N / 2], sums[2] = {};
+    float s[N / 2], sums[N / 4] = {};
     auto load_q = [](auto... given) {
       if constexpr (NARROW) mla::narrow::load_q<N, ROPE, RECORDS, BF16>(given...);
       else mla::load_q<N, ROPE, RECORDS, BF16>(given...);
@@ -218,7 +218,8 @@ void run(const char *name, int keys, int rows, bool part) {
           i % 2, (i + 1) % 2, thread);
       everyone.arrive_and_wait();
     }
-    mla::total<N>(sums, of_rows.data(), blocks % 2, 1, thread);
+    if constexpr (NARROW) mla::narrow::total<N>(sums, of_rows.data(), blocks % 2, 1, thread);
+    else mla::total<N>(sums, of_rows.data(), blocks % 2, 1, thread);
     everyone.arrive_and_wait();
   };
   auto multiply = [&](int thread) {

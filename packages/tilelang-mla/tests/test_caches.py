@@ -184,12 +184,13 @@ def test_a_random_batch_over_a_cache_of_8_bits_is_the_definition(device, random_
 
 @pytest.mark.gpu
 @every_format
-def test_a_number_of_splits_gives_the_same_bits_alone_and_in_any_batch_of_8_bits(device, format) -> None:
-    batch = Cached(format, [3000, 70, 129], heads=16, device=device)
-    whole = batch.run(plan=plan_decode(batch.seqlens_k, 16, num_splits=4))
+@pytest.mark.parametrize("heads", [16, 32, 64])
+def test_a_number_of_splits_gives_the_same_bits_alone_and_in_any_batch_of_8_bits(device, format, heads) -> None:
+    batch = Cached(format, [3000, 70, 129], heads=heads, device=device)
+    whole = batch.run(plan=plan_decode(batch.seqlens_k, heads, num_splits=4))
     for b in range(3):
         own = slice(b, b + 1)
-        plan = plan_decode(batch.seqlens_k[own], 16, num_splits=4)
+        plan = plan_decode(batch.seqlens_k[own], heads, num_splits=4)
         alone = flash_mla_with_kvcache(
             batch.q[own], batch.kv, batch.seqlens_k[own], batch.table[own], 512, batch.scale, True,
             kv_scale=batch.kv_scale, plan=plan, return_lse=True,

@@ -139,15 +139,16 @@ def test_random_lists_are_the_definition(device, random_case) -> None:
 
 @pytest.mark.gpu
 @every_cache
-def test_a_number_of_splits_gives_the_same_bits_alone_and_in_any_batch_of_lists(device, cache) -> None:
-    batch = Listed(cache, heads=16, topk=500, device=device)
+@pytest.mark.parametrize("heads", [16, 32, 64])
+def test_a_number_of_splits_gives_the_same_bits_alone_and_in_any_batch_of_lists(device, cache, heads) -> None:
+    batch = Listed(cache, heads=heads, topk=500, device=device)
     lengths = torch.full((6,), 500, dtype=torch.int32, device=device)
-    whole = batch.run(plan=plan_decode(lengths, 16, num_splits=4))
+    whole = batch.run(plan=plan_decode(lengths, heads, num_splits=4))
     for b in range(3):
         own = slice(b, b + 1)
         alone = flash_mla_with_kvcache(
             batch.q[own], batch.kv, None, None, 512, batch.scale, indices=batch.indices[own].contiguous(),
-            return_lse=True, plan=plan_decode(lengths[:2], 16, num_splits=4),
+            return_lse=True, plan=plan_decode(lengths[:2], heads, num_splits=4),
         )  # fmt: skip
         assert_bitwise_equal(alone.out, whole.out[own])
 

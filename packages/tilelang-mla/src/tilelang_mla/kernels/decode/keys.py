@@ -229,7 +229,8 @@ def make_weights(T, S, launch, inputs, outputs, memory, barriers, thread):
     T.set_max_nreg(of_weights, int(of_weights > _AT_FIRST))
     is_bf16 = S.dtype == T.bfloat16
     s = T.alloc_local((S.rows // 2,), T.float32)
-    sums = T.alloc_local((2,), T.float32)
+    own_sums = S.rows // 4 if S.narrow else 2
+    sums = T.alloc_local((own_sums,), T.float32)
     matrices, of_rows = at(T, memory.matrices[0]), at(T, memory.of_rows[0])
     group = T.alloc_var(T.int32, init=T.truncdiv(thread, GROUP))
     done = T.alloc_var(T.int32, init=0)
@@ -258,7 +259,7 @@ def make_weights(T, S, launch, inputs, outputs, memory, barriers, thread):
             T, name_of(S, "load_q", is_bf16), matrices, of_rows, at(T, inputs.q[work.sequence, work.first_row, 0]),
             inputs.q.strides[1], own_rows, scale_of(S, launch, inputs), thread,
         )  # fmt: skip
-        for i in T.unroll(2):
+        for i in T.unroll(own_sums):
             sums[i] = 0
         T.sync_threads(_OF_WEIGHTS, 2 * GROUP)
         for step in T.serial(work.steps):
@@ -277,7 +278,7 @@ def make_weights(T, S, launch, inputs, outputs, memory, barriers, thread):
             call(T, "mla::arrive", barriers.weights_full[block % 2], thread)
             call(T, "mla::arrive", barriers.empty[stage], thread)
         done = done + work.steps
-        call(T, f"mla::total<{S.rows}>", at(T, sums[0]), of_rows, work.steps % 2, slot, thread)
+        call(T, f"mla::{'narrow::' if S.narrow else ''}total<{S.rows}>", at(T, sums[0]), of_rows, work.steps % 2, slot, thread)
         T.barrier_arrive(barriers.sums_full[slot])
         # Told again: what an item is takes no registers while its blocks are worked on.
         ended = Work(*read_work(T, memory.told, slot))

@@ -153,7 +153,6 @@ MLA_DEVICE void weigh(
   // Of 32 keys the i-th four are bytes i of the columns that four threads have, or of those 16 behind.
   int column = 64 * l.group + l.warp / 2 * 32 + l.warp % 2 * 16 + l.g % 4 * 4 + l.g / 4 * 2;
   uint8_t *weights = aligned(memory_at) + S::WEIGHTS + 2 * buffer * S::CHUNK;
-  float added[N / 4], sums_by[2], added_by[2];
 #pragma unroll
   for (int j = 0; j < N / 8; j++) {
 #pragma unroll
@@ -169,18 +168,22 @@ MLA_DEVICE void weigh(
       if (l.g == 0 && l.group == 0 && l.warp == 0)
         after[row] = highest, rescales[row] = rescale, of_rows.of_block[buffer * N + row] = of_block;
       float x = power(s[4 * j + e] - most + TOP), y = power(s[4 * j + 2 + e] - most + TOP);
-      added[2 * j + e] = x + y;
-      if (8 * j == own - 2 * l.t) sums_by[e] = rescale, added_by[e] = of_block;
+      sums[2 * j + e] = sums[2 * j + e] * rescale + (x + y) * of_block;
       uint32_t both = nearest(x, y);
       float2 of = widened(both);
       *reinterpret_cast<uint16_t *>(weights + place(row, column)) = static_cast<uint16_t>(both);
       *reinterpret_cast<uint16_t *>(weights + place(N + row, column)) = static_cast<uint16_t>(nearest(x - of.x, y - of.y));
     }
   }
-  over_keys<N>(added, [](float x, float y) { return x + y; }, l);
-#pragma unroll
-  for (int e = 0; e < 2; e++) sums[e] = sums[e] * sums_by[e] + added[e] * added_by[e];
   visible_to_mma();
+}
+
+// Sums of all keys, of which a thread has those of its own, of each of its rows.
+template <int N> MLA_DEVICE void total(const float *sums, void *rows_at, int parity, int slot, int thread) {
+  float of_warp[N / 4];
+  for (int i = 0; i < N / 4; i++) of_warp[i] = sums[i];
+  over_keys<N>(of_warp, [](float x, float y) { return x + y; }, lane_of(thread));
+  mla::total<N>(of_warp, rows_at, parity, slot, thread);
 }
 
 // Four bytes of four keys to those of four latents.

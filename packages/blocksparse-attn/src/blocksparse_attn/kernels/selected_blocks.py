@@ -1,8 +1,8 @@
 """Attention to blocks that are listed for each token and kv head, block by block: each is read once for many tokens.
 
-``attend_blocks``: entries of all lists, sorted by sequence, block and kv head, are cut into chunks, one for each
-program, which loads a block's keys and values and walks the tokens of the chunk that list it. ``combine_blocks`` merges
-the partial results of a token's blocks.
+``number_entries`` numbers what lists hold. ``attend_blocks``: entries of all lists, sorted by sequence, block and kv
+head, are cut into chunks, one for each program, which loads a block's keys and values and walks the tokens of the chunk
+that list it. ``combine_blocks`` merges the partial results of a token's blocks.
 """
 
 from typing import Any, NamedTuple
@@ -10,22 +10,25 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from blocksparse_attn.kernels.groups import Cache
+from blocksparse_attn.kernels.groups import Batch, Cache
 from blocksparse_attn.kernels.softmax import LN_2, LOG2_E, finite
-from blocksparse_attn.kernels.tiles import load_tile, slot_of
+from blocksparse_attn.kernels.tiles import PAGED, keys_of_sequence, load_tile, sequence_of, slot_of
 
 # The number of an entry that lists nothing.
 NOTHING: tl.constexpr = tl.constexpr(2**31 - 1)
+# Instead of a scale of 0, by which -inf would be NaN.
+TINY: tl.constexpr = tl.constexpr(1e-30)
 
 
 class BlocksConfig(NamedTuple):
     """What the kernels are compiled for, see ``SelectedConfig``.
 
-    TOKEN_ROWS: query heads of a kv head, rounded up to a power of two. CHUNK: entries of a program.
+    HEADS_P: kv heads, TOKEN_ROWS: query heads of one, both rounded up to a power of two. CHUNK: entries of a program.
     """
 
     GROUP: int
     HEADS_KV: int
+    HEADS_P: int
     D: int
     BLOCK_D: int
     DV: int
@@ -38,6 +41,7 @@ class BlocksConfig(NamedTuple):
     BLOCK_M: int
     CHUNK: int
     STAGES: int
+    CAUSAL: bool
     K_SCALES: int
     V_SCALES: int
 
@@ -66,6 +70,34 @@ class BlockStrides(NamedTuple):
     k: Any
     v: Any
     out: Any
+
+
+@triton.jit(do_not_specialize=["rows", "sequences", "keys", "blocks"])
+def number_entries(
+    p_indices, bounds, p_number, p_reach, p_inside, rows, sequences, keys, blocks, s_indices, config: tl.constexpr
+):
+    """The numbers of all entries and how far they reach, see ``Entries``, by where they stand; and int8: which rows are
+    of a sequence of possible lengths."""
+    TOPK: tl.constexpr = config.TOPK
+    batch = Batch(bounds, sequences, rows, keys)
+    row = tl.program_id(0).to(tl.int64)
+    i_n, begin, q_len = sequence_of(batch, row, PAGED)
+    _, length, possible = keys_of_sequence(batch, i_n, q_len, PAGED)
+    high = length
+    if config.CAUSAL:
+        high = length - q_len + (row - begin).to(tl.int32) + 1
+    high = tl.where(possible, high, 0)
+    o_e = tl.arange(0, config.HEADS_P * config.TOPK_P)
+    i_kv, i_e = o_e // config.TOPK_P, o_e % config.TOPK_P
+    m_e = (i_kv < config.HEADS_KV) & (i_e < TOPK)
+    block = tl.load(p_indices + row * s_indices[0] + i_kv.to(tl.int64) * s_indices[1] + i_e, mask=m_e, other=-1)
+    there = (block >= 0) & (block < (high + (config.BLOCK - 1)) // config.BLOCK)
+    number = tl.where(there, (i_n * blocks + block) * config.HEADS_KV + i_kv, NOTHING)
+    reach = tl.where(there, tl.minimum(high - block * config.BLOCK, config.BLOCK), 0)
+    place = row * (config.HEADS_KV * TOPK) + i_kv * TOPK + i_e
+    tl.store(p_number + place, number, mask=m_e)
+    tl.store(p_reach + place, reach, mask=m_e)
+    tl.store(p_inside + row, possible.to(tl.int8))
 
 
 @triton.jit
@@ -116,7 +148,12 @@ def attend_blocks(
         reach = tl.max(tl.where(own == number, own_reach, 0), 0)
         i_kv = number % config.HEADS_KV
         b_k, b_v = block_of_keys(inputs, p_table, number, reach, blocks, num_pages, s_table, strides, config)
+        # Only tokens in the block itself, and the last block of a sequence, want a mask.
+        edge = tl.min(tl.where(own == number, own_reach, config.BLOCK), 0) < config.BLOCK
         scale = scaled(inputs.k_scale, i_kv, factors.softmax * factors.k, config.K_SCALES) * LOG2_E
+        # Above 0 the largest product is that of the largest score, and one FMA scales and subtracts.
+        b_k = tl.where(scale < 0, -b_k, b_k)
+        scale = tl.maximum(tl.abs(scale), TINY)
         factor = scaled(inputs.v_scale, i_kv, factors.v, config.V_SCALES)
         for i in tl.range(0, (count + (TOKENS - 1)) // TOKENS, num_stages=config.STAGES):
             i_entry = i * TOKENS + o_m // ROWS
@@ -126,10 +163,11 @@ def attend_blocks(
             off_q = order // (config.HEADS_KV * config.TOPK) * strides.q[0]
             off_q += (i_kv * config.GROUP + o_g).to(tl.int64) * strides.q[1]
             b_q = load_tile(inputs.q, off_q, o_dq, m_row, config.D, config.BLOCK_D)
-            b_s = tl.dot(b_q, tl.trans(b_k)) * scale
-            b_s = tl.where(o_n[None, :] < sees[:, None], b_s, float("-inf"))
-            top = tl.max(b_s, 1)
-            b_p = tl.exp2(b_s - finite(top)[:, None])
+            b_s = tl.dot(b_q, tl.trans(b_k))
+            if edge:
+                b_s = tl.where(o_n[None, :] < sees[:, None], b_s, float("-inf"))
+            top = tl.max(b_s, 1) * scale
+            b_p = tl.exp2(b_s * scale - finite(top)[:, None])
             total = tl.sum(b_p, 1)
             safe = tl.where(total == 0, 1.0, total)
             b_o = tl.dot(b_p.to(b_v.dtype), b_v) * (factor / safe)[:, None]

@@ -7,15 +7,16 @@ from typing import Any
 
 import torch
 
+from blocksparse_attn.kernels.groups import Bounds
 from blocksparse_attn.kernels.selected import Inputs
 from blocksparse_attn.kernels.selected_blocks import (
-    NOTHING,
     BlocksConfig,
     BlockStrides,
     Entries,
     Factors,
     attend_blocks,
     combine_blocks,
+    number_entries,
 )
 from blocksparse_attn.selected.arguments import Tensors
 from blocksparse_attn.selected.plan import Problem, SelectedPlan
@@ -38,10 +39,11 @@ def prepare_by_blocks(
         for s in (forms.k_cache.stride(), forms.v_cache.stride())
     )
     config = BlocksConfig(
-        GROUP=problem.group, HEADS_KV=heads, D=size, BLOCK_D=max(16, power_of_two_at_least(size)), DV=size_v,
-        BLOCK_DV=max(16, power_of_two_at_least(size_v)), PAGE=problem.page_size, BLOCK=problem.block_size,
-        TOPK=problem.topk, TOPK_P=power_of_two_at_least(problem.topk),
+        GROUP=problem.group, HEADS_KV=heads, HEADS_P=power_of_two_at_least(heads), D=size,
+        BLOCK_D=max(16, power_of_two_at_least(size)), DV=size_v, BLOCK_DV=max(16, power_of_two_at_least(size_v)),
+        PAGE=problem.page_size, BLOCK=problem.block_size, TOPK=problem.topk, TOPK_P=power_of_two_at_least(problem.topk),
         TOKEN_ROWS=power_of_two_at_least(problem.group), BLOCK_M=plan.block_m, CHUNK=_CHUNK, STAGES=plan.num_stages,
+        CAUSAL=problem.causal,
         K_SCALES=0 if forms.k_scale is None else forms.k_scale.shape[0],
         V_SCALES=0 if forms.v_scale is None else forms.v_scale.shape[0],
     )  # fmt: skip
@@ -50,10 +52,15 @@ def prepare_by_blocks(
     blocks = max(1, cdiv(problem.capacity, problem.block_size))
     pages, s_table = forms.k_cache.shape[0], forms.block_table.stride(0)
     factors = Factors(problem.softmax_scale, problem.k_factor, problem.v_factor)
-    most = min(plan.by_blocks, problem.tokens)
+    numbering = Launch(
+        number_entries, (problem.tokens, 1, 1),
+        (problem.tokens, problem.sequences, problem.capacity, blocks, forms.indices.stride()[:2], config), device,
+        group=_grouped_for_numbers, num_warps=1,
+    )  # fmt: skip
+    most, each = min(plan.by_blocks, problem.tokens), heads * problem.topk
     launches = {}
     for tokens in {most, problem.tokens % most or most}:
-        entries = tokens * heads * problem.topk
+        entries = tokens * each
         attend = Launch(
             attend_blocks, (cdiv(entries, _CHUNK), 1, 1),
             (entries, blocks, pages, s_table, factors, strides, config), device, group=_grouped,
@@ -64,10 +71,15 @@ def prepare_by_blocks(
 
     def run(*twelve: Tensor | None) -> None:
         given = Tensors(*twelve)  # type: ignore[arg-type]
+        numbers, reaches = (torch.empty(problem.tokens * each, dtype=torch.int32, device=device) for _ in range(2))
+        all_inside = torch.empty(problem.tokens, dtype=torch.int8, device=device)
+        numbering(given.indices, given.cu_seqlens_q, given.seqlens_k, numbers, reaches, all_inside)
         for first in range(0, problem.tokens, most):
             rows = slice(first, min(first + most, problem.tokens))
             attend, combine = launches[rows.stop - first]
-            number, order, reach, inside = sorted_entries(problem, given, rows, blocks)
+            listed = slice(first * each, rows.stop * each)
+            number, order = numbers[listed].sort(stable=True)
+            reach, inside = reaches[listed], all_inside[rows]
             part = given.q.new_empty(order.numel() * problem.group * size_v)
             part_lse = torch.empty(order.numel() * problem.group, dtype=torch.float32, device=device)
             attend(
@@ -80,27 +92,11 @@ def prepare_by_blocks(
     return run
 
 
-def sorted_entries(problem: Problem, given: Tensors, rows: slice, blocks: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Entries of these rows' lists, by number, as ``Entries`` has them, and int8: which rows are of a sequence.
-
-    On the tensors' device, without waiting for it; of lists of any content.
-    """
-    device, heads = given.indices.device, problem.num_heads_kv
-    row = torch.arange(rows.start, rows.stop, device=device)
-    bounds = given.cu_seqlens_q.long().clamp(0, problem.tokens)
-    sequence = torch.searchsorted(bounds[1:].contiguous(), row, right=True)
-    inside = sequence < problem.sequences
-    sequence = sequence.clamp(max=problem.sequences - 1)
-    begin, end, length = bounds[sequence], bounds[sequence + 1], given.seqlens_k.long()[sequence]
-    inside = inside & (begin <= row) & (end - begin <= length) & (length <= problem.capacity)
-    high = length - end + row + 1 if problem.causal else length
-    high = torch.where(inside, high, 0).int()[:, None, None]
-    listed = given.indices[rows]
-    there = (listed >= 0) & (listed < (high + (problem.block_size - 1)) // problem.block_size)
-    reach = torch.where(there, (high - listed * problem.block_size).clamp(max=problem.block_size), 0)
-    first = (sequence * (blocks * heads)).int()[:, None, None] + torch.arange(heads, device=device).int()[:, None]
-    number, order = torch.where(there, first + listed * heads, int(NOTHING)).flatten().sort(stable=True)
-    return number, order, reach, inside.to(torch.int8)
+def _grouped_for_numbers(
+    indices: Pointer, cu: Pointer, lengths: Pointer, number: Pointer, reach: Pointer, inside: Pointer
+) -> tuple[Any, ...]:
+    bounds = (cu, None, None, lengths)
+    return indices, bounds if type(indices) is int else Bounds(*bounds), number, reach, inside
 
 
 def _grouped(*flat: Pointer) -> tuple[Any, ...]:

@@ -315,10 +315,10 @@ def test_no_page_layout_is_loaded_element_by_element(reports: list[Report]) -> N
         assert report.load_bits <= {32, 64, 128}, (report.spec, report.target, report.load_bits)
 
 
-def test_e4m3_by_way_of_shared_memory_is_not_read_byte_by_byte(reports: list[Report]) -> None:
-    (staged,) = [report for report in reports if "M3, decoding" in report.spec and report.target == "sm_90"]
-    assert staged.uses("LDSM")
-    assert not staged.uses("LDS.U8")
+def test_pairs_of_e4m3_are_read_as_elements_of_16_bits(reports: list[Report]) -> None:
+    (pairs,) = [report for report in reports if "M3, decoding" in report.spec and report.target == "sm_90"]
+    assert pairs.uses("LDSM.16.MT88")
+    assert not pairs.uses("LDS.U8")
 
 
 def test_two_programs_of_gradients_fit_on_an_sm_of_sm_90_and_multiply_by_whole_warpgroups(

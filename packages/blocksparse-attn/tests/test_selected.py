@@ -116,6 +116,36 @@ def test_queries_outside_of_float16_meet_keys_of_e4m3(selected, run) -> None:
     run(batch, plan())
 
 
+@pytest.fixture
+def pairs(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> SelectedPlan:
+    """A plan that reads e4m3 in pairs; on a CPU, which has no such instruction, by another function."""
+    if device.type == "cpu":
+        from triton import language as tl
+
+        from blocksparse_attn.kernels import selected
+
+        def halves(b_x: Any) -> tuple[Any, ...]:
+            both = b_x & 0xFF, (b_x >> 8) & 0xFF
+            return tuple(x.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16) for x in both)
+
+        monkeypatch.setattr(selected, "halves_of_e4m3", halves)
+    return replace(plan(16, 32, 2), e4m3=True, pairs=True)
+
+
+@pytest.mark.parametrize("options", [{"head_dim": 40, "head_dim_v": 24, "page_layout": "HND"}, {"page": 32}], ids=str)
+def test_e4m3_is_read_two_elements_at_a_time(selected, run, pairs, options) -> None:
+    run(selected(LENGTHS, cache=E4M3, scales="heads", **options), pairs)
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_caches_whose_pairs_lie_apart_are_read_one_by_one(selected, run, pairs, before) -> None:
+    """Both caches in one tensor, whose rows have an odd number of elements, or begin at odd addresses."""
+    batch = selected(LENGTHS, cache=E4M3)
+    both = torch.cat([batch.k[..., :before], batch.k, batch.v, batch.v[..., :1]], 3)
+    batch.k, batch.v = both[..., before : before + 32], both[..., before + 32 : before + 64]
+    run(batch, pairs)
+
+
 @pytest.mark.parametrize("options", [{}, {"cache": E4M3, "scales": "heads"}, {"block": 1}, {"causal": False}], ids=str)
 def test_a_call_matches_the_oracle_whatever_runs_it(selected, options) -> None:
     batch = selected(LENGTHS, sinks=True, **options)
@@ -285,12 +315,13 @@ def test_programs_of_decoding_fill_the_sms_they_were_measured_on(block, topk) ->
         assert plan_selected(other, H200).num_stages == 3
 
 
-def test_values_of_e4m3_pass_through_shared_memory_where_one_token_is_walked() -> None:
+def test_pairs_of_e4m3_are_read_where_one_token_is_walked() -> None:
     decode = replace(M3, tokens=32, sequences=32, cache_bits=8)
-    assert plan_selected(decode, H200).staged == 1
-    for other in (replace(decode, cache_bits=16), replace(M3, cache_bits=8), replace(decode, block_size=4)):
-        assert plan_selected(other, H200).staged == 0
-    assert plan_selected(decode, DeviceLimits(148, 232448)).staged == 0
+    assert plan_selected(decode, H200).pairs
+    assert plan_selected(replace(decode, block_size=4), H200).pairs
+    for other in (replace(decode, cache_bits=16), replace(M3, cache_bits=8), replace(decode, head_dim_v=17)):
+        assert not plan_selected(other, H200).pairs
+    assert not plan_selected(decode, DeviceLimits(148, 232448)).pairs
 
 
 @pytest.mark.parametrize(("heads", "topk"), [((64, 4), 16), ((64, 4), 64), ((64, 2), 16), ((8, 2), 16)], ids=str)
@@ -370,16 +401,6 @@ def test_models_at_their_sizes(selected, lengths, options) -> None:
     got = batch.call(return_lse=True)
     batch.check(got.out, got.lse)
     contract.check_deterministic(lambda: [batch.call()])
-
-
-@gpu
-@pytest.mark.parametrize("staged", [1, 2])
-def test_e4m3_is_widened_by_way_of_shared_memory(selected, staged) -> None:
-    sizes = {"heads": (64, 4), "head_dim": 128, "block": 128, "topk": 16, "page": 64, "cache": E4M3, "scales": "heads"}
-    batch = selected([(1000 * i, 1) for i in range(1, 9)], **sizes)
-    chosen = SelectedPlan(16, 64, 4, 4, 3, dependent_launch=True, e4m3=True, staged=staged)
-    got = batch.call(return_lse=True, plan=chosen)
-    batch.check(got.out, got.lse)
 
 
 @gpu

@@ -52,6 +52,8 @@ def merge(
     if config.DEPENDENT:
         # In every program: were all to end before it, the next kernel could start before the one ahead has ended.
         tl.extra.cuda.gdc_wait()
+        # So that the next step's launch takes no time of its own.
+        tl.extra.cuda.gdc_launch_dependents()
     if has_tile:
         row = pid // H + tl.arange(0, 1)
         m_row = row >= 0

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from blocksparse_attn.kernels.groups import Batch, Cache, Rows, Scoring, Strides, Visible
-from blocksparse_attn.kernels.softmax import store, update
+from blocksparse_attn.kernels.softmax import softmax_step, store, update
 from blocksparse_attn.kernels.tiles import (
     PAGED,
     keys_of_sequence,
@@ -29,11 +29,12 @@ class SelectedConfig(NamedTuple):
     """What the kernel is compiled for, see ``PortableConfig``.
 
     BLOCK: tokens of a block; PIECE: of these, in a tile. TOPK_P: entries of a list, rounded up to a power of two.
-    TOKENS: of a tile. IS_FP8: the cache holds e4m3; NATIVE: which the GPU has an instruction to widen; STAGED: see
-    ``from_e4m3``. K_SCALES and V_SCALES: 0, 1 or as many as kv heads. ONE_PAGE: a tile of keys lies within one page,
-    which is looked up once for all of it. DEPENDENT: it may start before the kernel ahead of it has ended, and the
-    merge kernel before it has. NEIGHBOURS: 0, or tokens whose lists have been united: where they make MOST_UNITED
-    blocks or fewer, those tokens are for the kernel with TOKENS of NEIGHBOURS, otherwise for that with 1.
+    TOKENS: of a tile. IS_FP8: the cache holds e4m3; NATIVE: which the GPU has an instruction to widen; PAIRS: read two
+    at a time, see ``halves_of_e4m3``, so that strides of k and v count pairs. K_SCALES and V_SCALES: 0, 1 or as many as
+    kv heads. ONE_PAGE: a tile of keys lies within one page, which is looked up once for all of it. DEPENDENT: it may
+    start before the kernel ahead of it has ended, and the kernel behind it before it has. NEIGHBOURS: 0, or tokens
+    whose lists have been united: where they make MOST_UNITED blocks or fewer, those tokens are for the kernel with
+    TOKENS of NEIGHBOURS, otherwise for that with 1.
     """
 
     GROUP: int
@@ -54,7 +55,7 @@ class SelectedConfig(NamedTuple):
     CAUSAL: bool
     IS_FP8: bool
     NATIVE: bool
-    STAGED: int
+    PAIRS: bool
     K_SCALES: int
     V_SCALES: int
     ONE_PAGE: bool
@@ -91,19 +92,9 @@ WIDENED: tl.constexpr = tl.constexpr(2.0**-8)
 
 
 @triton.jit
-def from_e4m3(b_x, NATIVE: tl.constexpr, STAGED: tl.constexpr):
-    """e4m3, given as its bits, in float16, which holds all of its values; times WIDENED unless NATIVE.
-
-    STAGED: with an instruction that Triton takes for impure, and so does not move behind the layout of products: where
-    values would be read byte by byte. They are widened sixteen at a time and pass through shared memory once more. Of
-    64 keys, sm_90 takes 618 instructions without, 436 with staged values, 425 in more registers with keys too.
-    """
-    if STAGED:
-        b_y = tl.inline_asm_elementwise(
-            "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, $2; cvt.rn.f16x2.e4m3x2 $0, lo; cvt.rn.f16x2.e4m3x2 $1, hi; }",
-            "=r,=r,r", [b_x], dtype=tl.float16, is_pure=False, pack=4,
-        )  # fmt: skip
-    elif NATIVE:
+def from_e4m3(b_x, NATIVE: tl.constexpr):
+    """e4m3, given as its bits, in float16, which holds all of its values; times WIDENED unless NATIVE."""
+    if NATIVE:
         b_y = b_x.to(tl.float8e4nv, bitcast=True).to(tl.float16)
     else:
         # The bits of a float16 whose exponent is biased by 8 more.
@@ -111,6 +102,32 @@ def from_e4m3(b_x, NATIVE: tl.constexpr, STAGED: tl.constexpr):
         half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
         b_y = tl.where((bits & 0x7F) == 0x7F, 0x7E00, half).to(tl.int16).to(tl.float16, bitcast=True)
     return b_y
+
+
+@triton.jit
+def halves_of_e4m3(b_x):
+    """Two neighbours in e4m3, given as the 16 bits of both, in float16: those at even places, and those at odd ones.
+
+    Elements of 16 bits come from shared memory as products want them, by LDSM, values too, where those of 8 bits would
+    be read one by one. No tensor of 8 bits may stand between, or Triton lays the products out for it.
+    """
+    even = tl.inline_asm_elementwise(
+        "{ .reg .b32 t; .reg .b16 lo, hi; prmt.b32 t, $1, 0, 0x0020; mov.b32 {lo, hi}, t;"
+        " cvt.rn.f16x2.e4m3x2 $0, lo; }",
+        "=r,r", [b_x], dtype=tl.float16, is_pure=True, pack=2,
+    )  # fmt: skip
+    odd = tl.inline_asm_elementwise(
+        "{ .reg .b32 t; .reg .b16 lo, hi; prmt.b32 t, $1, 0, 0x0031; mov.b32 {lo, hi}, t;"
+        " cvt.rn.f16x2.e4m3x2 $0, lo; }",
+        "=r,r", [b_x], dtype=tl.float16, is_pure=True, pack=2,
+    )  # fmt: skip
+    return even, odd
+
+
+@triton.jit
+def split_pairs(b_x):
+    """The elements of each row at even places, and those at odd ones."""
+    return tl.split(tl.reshape(b_x, [b_x.shape[0], b_x.shape[1] // 2, 2]))
 
 
 @triton.jit
@@ -159,14 +176,26 @@ def step(acc, running_max, row_sum, b_q, cache, at, o_key, listed, visible, scor
     m_key = fits & (o_key < visible.high)
     if config.TOKENS > 1:
         seen = seen & listed
-    o_dk = tl.arange(0, config.BLOCK_D) * strides.k[3]
-    o_dv = tl.arange(0, config.BLOCK_DV) * strides.v[3]
-    b_k = load_tile(p_k, off_k, o_dk, m_key, config.D, config.BLOCK_D)
-    b_v = load_tile(p_v, off_v, o_dv, m_key, config.DV, config.BLOCK_DV)
-    if config.IS_FP8:
-        b_k = from_e4m3(b_k, config.NATIVE, config.STAGED > 1).to(b_q.dtype)
-        b_v = from_e4m3(b_v, config.NATIVE, config.STAGED > 0).to(b_q.dtype)
-    return update(acc, running_max, row_sum, b_q, b_k, b_v, seen, scoring, False)
+    EACH: tl.constexpr = 2 if config.PAIRS else 1
+    o_dk = tl.arange(0, config.BLOCK_D // EACH) * strides.k[3]
+    o_dv = tl.arange(0, config.BLOCK_DV // EACH) * strides.v[3]
+    b_k = load_tile(p_k, off_k, o_dk, m_key, config.D // EACH, config.BLOCK_D // EACH)
+    b_v = load_tile(p_v, off_v, o_dv, m_key, config.DV // EACH, config.BLOCK_DV // EACH)
+    if config.PAIRS:
+        k_even, k_odd = halves_of_e4m3(b_k)
+        v_even, v_odd = halves_of_e4m3(b_v)
+        b_s = tl.dot(b_q[1], tl.trans(k_odd), tl.dot(b_q[0], tl.trans(k_even)))
+        weights, rescale, running_max, row_sum = softmax_step(b_s, running_max, row_sum, seen, scoring, False, False)
+        weights = weights.to(tl.float16)
+        even = tl.dot(weights, v_even, acc[0] * rescale[:, None])
+        odd = tl.dot(weights, v_odd, acc[1] * rescale[:, None])
+        acc = (even, odd)
+    else:
+        if config.IS_FP8:
+            b_k = from_e4m3(b_k, config.NATIVE).to(b_q.dtype)
+            b_v = from_e4m3(b_v, config.NATIVE).to(b_q.dtype)
+        acc, running_max, row_sum = update(acc, running_max, row_sum, b_q, b_k, b_v, seen, scoring, False)
+    return acc, running_max, row_sum
 
 
 # Of a tile of several tokens the workspace holds how many blocks there are and, from here on, the blocks; then which
@@ -245,8 +274,7 @@ def attend_selected(
     """One tile over one split of what its tokens list."""
     if config.DEPENDENT:
         tl.extra.cuda.gdc_wait()
-        if num_splits > 1:
-            tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_launch_dependents()
     BLOCK_M: tl.constexpr = config.BLOCK_M
     BLOCK_DV: tl.constexpr = config.BLOCK_DV
     TOKENS: tl.constexpr = config.TOKENS
@@ -300,9 +328,15 @@ def attend_selected(
         scoring = Scoring(scale, 0.0, 0)
         p_pages = p_table + tl.maximum(i_n, 0).to(tl.int64) * s_table
         o_kv = i_kv.to(tl.int64)
-        cache = Cache(inputs.k + o_kv * strides.k[2], inputs.v + o_kv * strides.v[2], p_pages, 0, num_pages)
-        visible = Visible(position, 0, high)
+        p_k, p_v = inputs.k, inputs.v
         acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+        if config.PAIRS:
+            p_k = p_k.to(tl.pointer_type(tl.int16), bitcast=True)
+            p_v = p_v.to(tl.pointer_type(tl.int16), bitcast=True)
+            b_q = split_pairs(b_q)
+            acc = split_pairs(acc)
+        cache = Cache(p_k + o_kv * strides.k[2], p_v + o_kv * strides.v[2], p_pages, 0, num_pages)
+        visible = Visible(position, 0, high)
         running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
         row_sum = tl.zeros([BLOCK_M], tl.float32)
         o_n = tl.arange(0, config.BLOCK_N)
@@ -340,6 +374,8 @@ def attend_selected(
                     acc, running_max, row_sum, b_q, cache, at, o_key, listed[:, None],
                     Visible(position, 0, high), scoring, strides, config,
                 )  # fmt: skip
+        if config.PAIRS:
+            acc = tl.reshape(tl.join(acc[0], acc[1]), [BLOCK_M, BLOCK_DV])
         acc = acc * v_factor
         tile = Rows(row, o_h, i_b, token, all_rows, possible, m_row)
         store(

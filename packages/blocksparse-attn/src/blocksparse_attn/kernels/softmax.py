@@ -82,17 +82,12 @@ def dot_by_parts(b_q, b_k):
 
 
 @triton.jit
-def update(acc, running_max, row_sum, b_q, b_k, b_v, seen, scoring, SOFTCAP: tl.constexpr):
-    """One step of the online softmax: a tile of keys and values into the accumulator, running max and row sum.
+def softmax_step(b_s, running_max, row_sum, seen, scoring, SOFTCAP: tl.constexpr, NATURAL: tl.constexpr):
+    """Weights of products of queries and keys, what the past is rescaled by, the new running max and row sum.
 
-    seen [BLOCK_M, BLOCK_N]: which rows see which keys. Values of keys that no row sees must be finite.
+    seen [BLOCK_M, BLOCK_N]: which rows see which keys.
     """
-    NATURAL: tl.constexpr = b_q.dtype == tl.float32
     UNIT: tl.constexpr = 1.0 if NATURAL else LOG2_E
-    if NATURAL:
-        b_s = dot_by_parts(b_q, b_k)
-    else:
-        b_s = tl.dot(b_q, tl.trans(b_k))  # [BLOCK_M, BLOCK_N]
     if SOFTCAP:
         b_s = soft_capped(b_s * scoring.scale, scoring.softcap, NATURAL) * UNIT
     else:
@@ -102,6 +97,21 @@ def update(acc, running_max, row_sum, b_q, b_k, b_v, seen, scoring, SOFTCAP: tl.
     b_p = power(b_s - finite(new_max)[:, None], NATURAL)
     rescale = power(running_max - finite(new_max), NATURAL)
     new_sum = row_sum * rescale + tl.sum(b_p, 1)
+    return b_p, rescale, new_max, new_sum
+
+
+@triton.jit
+def update(acc, running_max, row_sum, b_q, b_k, b_v, seen, scoring, SOFTCAP: tl.constexpr):
+    """One step of the online softmax: a tile of keys and values into the accumulator, running max and row sum.
+
+    See ``softmax_step``. Values of keys that no row sees must be finite.
+    """
+    NATURAL: tl.constexpr = b_q.dtype == tl.float32
+    if NATURAL:
+        b_s = dot_by_parts(b_q, b_k)
+    else:
+        b_s = tl.dot(b_q, tl.trans(b_k))  # [BLOCK_M, BLOCK_N]
+    b_p, rescale, new_max, new_sum = softmax_step(b_s, running_max, row_sum, seen, scoring, SOFTCAP, NATURAL)
     if NATURAL:
         # Without tensor cores one sum over all keys would round as often as there are keys: each tile has its own.
         acc = tl.fma(tl.dot(b_p, b_v, input_precision="ieee"), 1.0, acc * rescale[:, None])
@@ -159,7 +169,12 @@ def store(
     else:
         i_part = i_split.to(tl.int64) * rows.total + rows.row
         p_part = outputs.part + (i_part * H + rows.head)[:, None] * config.DV + o_d[None, :]
-        tl.store(p_part, normalised(acc, row_sum), mask=m_tile)
+        if NATURAL:
+            b_part = normalised(acc, row_sum)
+        else:
+            # One quotient a row: a result of 16 bits does not show that its product is rounded once more.
+            b_part = acc * (1.0 / tl.where(row_sum == 0, 1.0, row_sum))[:, None]
+        tl.store(p_part, b_part, mask=m_tile)
         b_lse = tl.where(rows.possible, log_sum_exp(running_max, row_sum), float("inf"))
         p_part_lse = outputs.part_lse + (i_split.to(tl.int64) * H + rows.head) * rows.total + rows.row
         tl.store(p_part_lse, b_lse, mask=rows.mask)

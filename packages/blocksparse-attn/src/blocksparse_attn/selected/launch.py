@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from blocksparse_attn.selected.by_blocks import prepare_by_blocks
 from blocksparse_attn.selected.plan import Problem, SelectedPlan, head_tiles, num_slots, plan_selected
 from kernel_reference.dispatch import allocator
 from kernel_reference.integers import power_of_two_at_least
-from kernel_reference.launching import Launch, launch_nothing, without_memory
+from kernel_reference.launching import Launch, by_alignment, launch_nothing, without_memory
 
 Tensor = torch.Tensor
 Pointer = Tensor | int | None
@@ -39,6 +40,24 @@ def prepare_selected(problem: Problem, plan: SelectedPlan | None, tensors: Tenso
     chosen = plan_selected(problem, device_limits(device)) if plan is None else plan
     if chosen.by_blocks:
         return prepare_by_blocks(problem, chosen, forms, device)
+    if chosen.pairs:
+        there = all(_lies_in_pairs(cache) for cache in (forms.k_cache, forms.v_cache))
+
+        def make(aligned: bool) -> Callable[..., None]:
+            return _prepare(problem, replace(chosen, pairs=aligned and there), forms, device)
+
+        return by_alignment(make, slice(1, 3))
+    return _prepare(problem, chosen, forms, device)
+
+
+def _lies_in_pairs(cache: Tensor) -> bool:
+    """Whether two elements of a head lie together at a multiple of their size, if the cache begins at one."""
+    *strides, last = cache.stride()
+    return last == 1 and all(stride % 2 == 0 for stride in strides)
+
+
+def _prepare(problem: Problem, chosen: SelectedPlan, forms: Tensors, device: torch.device) -> Callable[..., None]:
+    """The launches of a plan that walks each token's list."""
     attend = _attend(problem, chosen, forms, device)
     if chosen.num_splits == 1:
         # A kernel is the same with splits and without: there are always pointers to partial results.
@@ -100,6 +119,8 @@ def _walk(problem: Problem, plan: SelectedPlan, whole: SelectedPlan, forms: Tens
     """The launch of one kernel that attends; ``whole``: the plan of the call."""
     size, size_v = problem.head_dim, problem.head_dim_v
     s_k, s_v = (_by_slot(cache, problem) for cache in (forms.k_cache, forms.v_cache))
+    if plan.pairs:
+        s_k, s_v = ((*(stride // 2 for stride in s[:3]), 1) for s in (s_k, s_v))
     s_lse = (0, 1) if forms.lse is None else forms.lse.stride()
     s_q, s_out = (0, *forms.q.stride()), (0, *forms.out.stride())
     numbers = Numbers(
@@ -112,7 +133,7 @@ def _walk(problem: Problem, plan: SelectedPlan, whole: SelectedPlan, forms: Tens
         PIECE=min(plan.block_n, problem.block_size), TOPK=problem.topk,
         TOPK_P=power_of_two_at_least(max(1, problem.topk)), BLOCK_M=plan.block_m, BLOCK_N=plan.block_n,
         TOKENS=plan.packed, STAGES=plan.num_stages, CAUSAL=problem.causal, IS_FP8=problem.cache_bits == 8,
-        NATIVE=plan.e4m3, STAGED=plan.staged,
+        NATIVE=plan.e4m3, PAIRS=plan.pairs,
         K_SCALES=_count(forms.k_scale), V_SCALES=_count(forms.v_scale),
         ONE_PAGE=plan.block_n <= problem.block_size and problem.page_size % plan.block_n == 0,
         WIDE=(size_v - 1) * s_out[3] >= 2**31, DEPENDENT=_is_dependent(plan, device),
@@ -184,7 +205,7 @@ def _merge(problem: Problem, plan: SelectedPlan, forms: Tensors, device: torch.d
         *s_lse, s_out, config,
     )  # fmt: skip
     grid = (problem.tokens * problem.num_heads, 1, 1)
-    return Launch(merge.merge, grid, rest, device, group=_grouped_for_merging, dependent_launch=dependent, num_warps=1)
+    return Launch(merge.merge, grid, rest, device, group=_grouped_for_merging, dependent_launch=dependent, num_warps=4)
 
 
 def _grouped_for_merging(cu: Pointer, lengths: Pointer, sinks: Pointer, *outputs: Pointer) -> tuple[Any, ...]:

@@ -65,7 +65,7 @@ class SelectedPlan(Plan):
     ``dependent_launch``, on sm_90: tiles of one token, and their merge kernel, may start before the kernel ahead of
     each has ended. ``max_registers``, of Triton before 3.7, on NVIDIA's GPUs: of a thread of a tile of one token; 0: as
     many as it takes. ``e4m3``: widen keys and values by the GPU's own instruction (NVIDIA from sm_89 on);
-    ``staged``: before they are laid out for MMAs, through shared memory; 1: values, 2: keys too.
+    ``pairs``: which are read two elements at a time, where caches lie so that they can be.
     """
 
     block_m: int
@@ -82,7 +82,7 @@ class SelectedPlan(Plan):
     max_registers: int = 0
     e4m3: bool = False
     by_blocks: int = 0
-    staged: int = 0
+    pairs: bool = False
 
     def alone(self, problem: Problem) -> SelectedPlan:
         """The plan of the kernel for tokens whose lists have little in common."""
@@ -99,7 +99,9 @@ class SelectedPlan(Plan):
             return False
         if self.max_registers and not 32 <= self.max_registers <= 255:
             return False
-        if (self.e4m3 and problem.cache_bits != 8) or not 0 <= self.staged <= 2 * self.e4m3:
+        if self.e4m3 and problem.cache_bits != 8:
+            return False
+        if self.pairs and not (self.e4m3 and self.packed == 1 and problem.bits == 16 and _has_pairs(problem)):
             return False
         if self.by_blocks:
             return self._covers_by_blocks(problem)
@@ -146,12 +148,8 @@ def plan_selected(problem: Problem, limits: DeviceLimits) -> SelectedPlan:
     # Decoding B1 9.2 us for 12.5, B32 53.3 for 58.3, B128 161 for 178, each beside the same plan.
     dependent = limits.hopper and plan.packed == 1
     e4m3 = limits.hopper and problem.cache_bits == 8
-    # Decoding from e4m3, 2026-11-24: B32 35.1 us for 40.3, B128 98.4 for 111.9; with keys through shared memory too
-    # 41.4 and 121.8.
-    staged = e4m3 and plan.packed == 1 and problem.bits == 16 and _is_measured(problem)
-    plan = replace(
-        plan, num_splits=_splits(problem, plan, limits), dependent_launch=dependent, e4m3=e4m3, staged=int(staged)
-    )
+    pairs = e4m3 and plan.packed == 1 and problem.bits == 16 and _has_pairs(problem)
+    plan = replace(plan, num_splits=_splits(problem, plan, limits), dependent_launch=dependent, e4m3=e4m3, pairs=pairs)
     return _decoding(plan, problem, limits) if dependent else plan
 
 
@@ -165,11 +163,18 @@ def _decoding(plan: SelectedPlan, problem: Problem, limits: DeviceLimits) -> Sel
     if problem.bits != 16 or plan.block_m != 16 or not 64 < wide <= 128 or not _is_measured(problem):
         return plan
     tiles, cores = problem.tokens * problem.num_heads_kv * head_tiles(problem, plan), limits.cores
-    if problem.cache_bits == 8:
-        # From 32 sequences on 0.97, 0.95, 0.91; of 16 1.02.
-        return replace(plan, num_warps=2, max_registers=0) if tiles >= 0.9 * cores else plan
     keys = problem.topk * problem.block_size
     if not 1024 <= keys <= 2048:
+        return plan
+    if problem.cache_bits == 8:
+        # Two blocks of keys, or four, on their way. On an H100, us: 1 sequence 7.5 for 8.2, 32 30.3 for 38.8 with 64
+        # keys at a time, two warps and four splits; 34.6 with a stage less, 37.2 with 64 keys and eight stages. 128
+        # sequences 101.0 for 102.6 with two warps.
+        if problem.block_size >= 128 and 4 * tiles <= cores:
+            splits = min(16, keys // 128, 2 * cores // tiles)
+            return replace(plan, block_n=128, num_splits=splits, num_stages=2, max_registers=0)
+        if problem.block_size >= 128 and 0.9 * cores <= tiles <= cores:
+            return replace(plan, block_n=128, num_splits=1, num_stages=5, max_registers=0)
         return plan
     # Two programs of five stages fit on an SM: 64 sequences 0.81 to 0.91 with one split, 32 sequences 0.83 to 0.98.
     deep = replace(plan, num_warps=4, num_stages=5, max_registers=0)
@@ -217,6 +222,12 @@ def _of_rows(block_m: int, problem: Problem, limits: DeviceLimits) -> SelectedPl
     # 235 for 276.
     limited = block_m == 16 and max(problem.head_dim, problem.head_dim_v) > 64
     return SelectedPlan(block_m, block_n, 1, 4, 3, max_registers=128 if limited else 0)
+
+
+def _has_pairs(problem: Problem) -> bool:
+    """Whether heads are of pairs of elements, and of two products' smallest size or more."""
+    sizes = problem.head_dim, problem.head_dim_v
+    return all(size % 2 == 0 and size > 16 for size in sizes)
 
 
 def _is_wide(problem: Problem) -> bool:

@@ -19,6 +19,7 @@ from gdn_split import (
 from gdn_split.plan import GroupShape
 from kernel_reference import gated_delta
 from kernel_reference.bench import Case, Requirement
+from kernel_reference.integers import cdiv
 from kernel_reference.models import QWEN3_NEXT_80B
 
 OURS = "gdn-split"
@@ -173,7 +174,10 @@ def step_case(device: torch.device, setup: Setup, peer: bool = False, **more: An
 
 @dataclass
 class Packed:
-    """Projections of packed sequences and a layer's weights."""
+    """Projections of packed sequences and a layer's weights.
+
+    ``bounds_of_chunks``, ``chunks``: the bounds, and the list of chunks of 64 rows that fla makes once for all layers.
+    """
 
     qkvz: torch.Tensor
     ba: torch.Tensor
@@ -181,15 +185,19 @@ class Packed:
     bounds: torch.Tensor
     a_log: torch.Tensor
     dt_bias: torch.Tensor
+    bounds_of_chunks: torch.Tensor
+    chunks: torch.Tensor
 
 
 def packed(device: torch.device, shape: GroupShape, lengths: list[int]) -> Packed:
     normal = partial(torch.randn, device=device)
     rows, heads = sum(lengths), shape.num_heads_v
-    bounds = torch.tensor([0, *lengths], device=device).cumsum(0).int()
+    bounds = torch.tensor([0, *lengths], device=device).cumsum(0)
+    chunks = [(i, j) for i, length in enumerate(lengths) for j in range(cdiv(length, 64))]
     return Packed(
         normal(rows, shape.qkvz_width, dtype=DTYPE), normal(rows, shape.ba_width, dtype=DTYPE),
-        normal(shape.qkv_width, WIDTH, dtype=DTYPE) / 2, bounds, normal(heads) - 2, normal(heads),
+        normal(shape.qkv_width, WIDTH, dtype=DTYPE) / 2, bounds.int(), normal(heads) - 2, normal(heads),
+        bounds, torch.tensor(chunks, device=device),
     )  # fmt: skip
 
 
@@ -204,7 +212,9 @@ def fla_chain(shape: GroupShape) -> Callable[[Packed], tuple[torch.Tensor, ...]]
 
     def run(i: Packed) -> tuple[torch.Tensor, ...]:
         parts = fused_qkvzba_split_reshape_cat(i.qkvz, i.ba, *sizes)
-        y, _ = causal_conv1d(parts.mixed_qkv[None], i.weight, None, activation="silu", cu_seqlens=i.bounds.long())
+        y, _ = causal_conv1d(
+            parts.mixed_qkv[None], i.weight, activation="silu", cu_seqlens=i.bounds_of_chunks, chunk_indices=i.chunks
+        )
         heads = zip(y[0].split(widths, 1), (s.head_qk, s.head_qk, s.head_v), strict=True)
         q, k, v = (part.reshape(len(i.qkvz), -1, size) for part, size in heads)
         g = -i.a_log.exp() * softplus(parts.a.float() + i.dt_bias)

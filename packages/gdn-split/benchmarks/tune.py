@@ -55,11 +55,15 @@ def split_plans(rows: int, shape: GroupShape, used: SplitPlan) -> Iterator[Split
 
 
 def conv_plans(sequences: int, shape: GroupShape, used: ConvPlan) -> Iterator[ConvPlan]:
-    for tile, block, num_warps in product((1, 2, 4, 8), (64, 128, 256), (1, 2, 4)):
+    for tile, block, num_warps, fours in product((1, 2, 4, 8), (64, 128, 256), (1, 2, 4), {False, used.fours}):
         if tile <= sequences and tile * block >= 32 * num_warps:
             tiles = 2 * (cdiv(shape.head_qk, block) + cdiv(shape.ratio * shape.head_v, block)) * shape.num_heads_qk
-            programs = cdiv(sequences, used.rows_per_step_ba) + cdiv(sequences, tile) * tiles
-            yield replace(used, programs=programs, sequences_per_program=tile, block=block, num_warps=num_warps)
+            plan = replace(
+                used, programs=cdiv(sequences, used.rows_per_step_ba) + cdiv(sequences, tile) * tiles,
+                sequences_per_program=tile, block=block, num_warps=num_warps, fours=fours,
+            )  # fmt: skip
+            if plan.covers(sequences, 1, shape, 3 * used.fours):
+                yield plan
 
 
 def split_problem(
@@ -103,7 +107,8 @@ def conv_problem(sequences: int, packed: bool) -> tuple[ConvPlan, Callable[[Conv
         run = launch.prepare_split_conv1d_update(arguments.check_convolve(t, 1, True, *sizes), plan, t)
         return lambda turn: run(*inputs[turn])
 
-    return plan_conv(sequences, 1, shape, launch.device_limits(weight.device), packed), under, sets
+    taps = (packed, (width - 1) * packed)
+    return plan_conv(sequences, 1, shape, launch.device_limits(weight.device), *taps), under, sets
 
 
 def step_plans(setup: Setup, used: StepPlan) -> Iterator[StepPlan]:

@@ -78,7 +78,7 @@ def convolution(
         state = torch.empty(512, width - 1, channels, dtype=torch.bfloat16, device="meta").transpose(1, 2)
     weight = torch.empty(channels, width, dtype=torch.bfloat16, device="meta")
     slots = torch.empty(sequences, dtype=torch.int32, device="meta")
-    plan = plan_conv(sequences, tokens, shape, limits, packed)
+    plan = plan_conv(sequences, tokens, shape, limits, packed, (width - 1) * packed)
     t = Convolve(*fused, state, weight, torch.empty(channels, dtype=torch.bfloat16, device="meta"), slots, *parts)
     sizes = (shape.num_heads_qk, shape.num_heads_v, shape.head_qk, shape.head_v, layout)
     problem = arguments.check_convolve(t, tokens, True, *sizes)
@@ -230,10 +230,14 @@ def test_copies_by_group_of_aligned_bfloat16_move_16_bytes_a_thread(reports: lis
         assert 128 in report.store_bits, report.spec
 
 
-def test_a_convolution_of_packed_states_leaves_registers_for_many_programs(reports: list[Report]) -> None:
-    # With 64, to exchange taps through shared memory, 256 sequences took 58.3 us on an H200; with 32 they take 16.8.
+def test_a_convolution_of_packed_states_moves_vectors_and_leaves_registers_for_many_programs(
+    reports: list[Report],
+) -> None:
+    # An SM holds 32 programs of a warp each with up to 64.
     (seen,) = [r for r in reports if r.spec == "convolution TP1, 256 sequences" and r.target == "sm_90"]
-    assert seen.registers <= 40
+    assert seen.registers <= 64
+    assert {64, 128} <= set(seen.load_bits)
+    assert {64, 128} <= set(seen.store_bits)
 
 
 def test_states_move_16_bytes_a_thread(reports: list[Report]) -> None:
@@ -290,7 +294,7 @@ def test_rows_are_multiplied_by_strides_in_64_bits(tmp_path: Path) -> None:
     code, printed = outcome_alone(_PRINT_MULTIPLICATIONS.format(specs=given, found=found), environment)
     assert code == 0, printed
     for spec, multiplications in zip(specs, json.loads(found.read_text()), strict=True):
-        # Rows stand in the first of a tile's dimensions: tensor<ROWSx1>.
-        of_rows = re.findall(r"tensor<\d+x1x(i\d+)>", multiplications)
+        # Rows stand in the first of a tile's dimensions: tensor<ROWSx1>, or tensor<ROWSx1x1>.
+        of_rows = re.findall(r"tensor<\d+x1(?:x1)?x(i\d+)>", multiplications)
         assert of_rows, spec.name
         assert set(of_rows) == {"i64"}, f"{spec.name}:\n{multiplications}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -245,6 +245,7 @@ class Convolution:
     margins: tuple[int, ...]
     state_order: tuple[int, int, int]
     limits: DeviceLimits
+    packed: bool = False
 
 
 def convolve(tensors, case: Convolution, sequences: int, rng: random.Random, plan: ConvPlan | None = None) -> None:
@@ -258,16 +259,18 @@ def convolve(tensors, case: Convolution, sequences: int, rng: random.Random, pla
     slots = rng.sample(range(num_slots), sequences)
     slots = [rng.choice([-1, -1, num_slots, -7]) if rng.random() < 0.2 else slot for slot in slots]
     slots = torch.tensor(slots, dtype=rng.choice([torch.int32, torch.int64]), device=device)
-    size = (num_slots + 2, shape.qkv_width + 3, case.width + 1)
+    around = (2, 0, 0) if case.packed else (2, 3, 2)
+    size = [n + more for n, more in zip((num_slots, shape.qkv_width, case.width - 1), around, strict=True)]
     pool = torch.randn([size[i] for i in case.state_order], device=device).to(case.dtype_state)
     pool = pool.permute([case.state_order.index(i) for i in range(3)])
-    state = pool[1:-1, 2:-1, 1:-1]
+    inner = (slice(1, -1), slice(None), slice(None)) if case.packed else (slice(1, -1), slice(2, -1), slice(1, -1))
+    state = pool[inner]
     weight = torch.randn(shape.qkv_width, case.width, device=device).to(case.dtype)
     bias = torch.randn(shape.qkv_width, device=device).to(case.dtype) if case.bias else None
     pool_after = pool.clone()
     sizes = (shape.num_heads_qk, shape.num_heads_v, shape.head_qk, shape.head_v)
     wanted = projection.split_conv1d_update(
-        qkvz, ba, pool_after[1:-1, 2:-1, 1:-1], weight, bias, slots, *sizes, layout=case.layout,
+        qkvz, ba, pool_after[inner], weight, bias, slots, *sizes, layout=case.layout,
         tokens_per_sequence=case.tokens, activation="silu" if case.silu else None,
     )  # fmt: skip
     plain = projection.split_conv1d_update(
@@ -312,7 +315,7 @@ def convolutions(draw) -> tuple[Convolution, int, int]:
     return case, draw(st.integers(0, 7)), draw(st.integers(0, 2**31))
 
 
-@settings(max_examples=40 if INTERPRETED else 10)
+@settings(max_examples=36 if INTERPRETED else 10)
 @given(drawn=convolutions())
 def test_the_convolution_is_exact_but_for_rounding_for_any_shape_stride_dtype_and_slots(tensors, drawn) -> None:
     case, sequences, seed = drawn
@@ -336,7 +339,25 @@ def test_the_convolution_in_bulk(tensors, number) -> None:
     for turn in range(10):
         n = (0, 1, 256)[turn] if turn < 3 else rng.randint(0, 256)
         programs = cdiv(n * case.tokens, pinned.rows_per_step_ba) + cdiv(n, pinned.sequences_per_program) * tiles
-        convolve(tensors, case, n, rng, ConvPlan(programs, *pinned.as_ints()[1:-1]))
+        convolve(tensors, case, n, rng, replace(pinned, programs=programs))
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize(("dtype", "state", "block", "tile", "tokens"), [
+    (torch.bfloat16, torch.bfloat16, 16, 2, 1), (torch.float16, torch.bfloat16, 8, 4, 3),
+    (torch.float32, torch.float32, 4, 1, 2), (torch.bfloat16, torch.float32, 128, 8, 1),
+], ids=str)  # fmt: skip
+def test_four_channels_of_a_packed_state_a_thread_are_convolved_as_one_is(
+    tensors, dtype, state, block, tile, tokens
+) -> None:
+    shape = GroupShape(1, 1, block, 2 * block) if block > 100 else GroupShape(2, 6, 3 * block, block)
+    case = Convolution(
+        shape, LAYOUTS[tile > 2], dtype, state, 4, tile != 4, tile != 1, tokens, (tile % 4,) * 6, (0, 1, 2), GPU,
+        packed=True,
+    )  # fmt: skip
+    programs = cdiv(7 * tokens, 16) + cdiv(7, tile) * (shape.qkvz_width // block)
+    plan = ConvPlan(programs, tile, block, 16, num_warps=2, fours=True)
+    convolve(tensors, case, 7, random.Random(block), plan)
 
 
 @pytest.mark.parametrize("dtype", [

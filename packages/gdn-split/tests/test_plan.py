@@ -212,7 +212,9 @@ def test_the_convolution_takes_each_column_of_each_sequence_once(tokens: int, li
     for shape in (GroupShape(1, 3, 16, 16), GroupShape(3, 18, 7, 5), GroupShape(4, 8, 128, 128), QWEN):
         widths = (shape.head_qk, shape.head_qk, shape.ratio * shape.head_v, shape.ratio * shape.head_v)
         for sequences in (1, 2, 3, 7, 64, 255, 256, 1000):
-            plan = plan_conv(sequences, tokens, shape, limits)
+            packed_taps = 3 * (sequences % 2)
+            plan = plan_conv(sequences, tokens, shape, limits, packed_taps > 0, packed_taps)
+            assert plan.covers(sequences, tokens, shape, packed_taps)
             together = plan.sequences_per_program
             for power in (together, plan.block, plan.rows_per_step_ba):
                 assert power_of_two_at_least(power) == power
@@ -225,6 +227,17 @@ def test_the_convolution_takes_each_column_of_each_sequence_once(tokens: int, li
             for i in range(together):
                 taken.index_put_((ids // units * together + i, ids % units), torch.ones_like(ids), accumulate=True)
             assert (taken[:sequences] == 1).all()
+
+
+@pytest.mark.parametrize("sequences", [16, 64, 256])
+def test_packed_states_of_three_taps_go_to_threads_of_four_channels_where_tiles_are_full(sequences: int) -> None:
+    packed = plan_conv(sequences, 1, QWEN, H200, True, 3)
+    assert packed.fours
+    assert not any(packed.covers(sequences, 1, QWEN, taps) for taps in (0, 1, 2))
+    assert not any(plan_conv(sequences, 1, QWEN, H200, True, taps).fours for taps in (0, 1, 2))
+    ragged = GroupShape(3, 18, 7, 5)
+    assert not plan_conv(sequences, 1, ragged, H200, True, 3).fours
+    assert not replace(packed, programs=10**6).covers(sequences, 1, ragged, 3)
 
 
 @pytest.mark.parametrize("plan", [

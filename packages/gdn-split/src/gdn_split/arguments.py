@@ -91,13 +91,14 @@ def check_convolve(t: Convolve, tokens_per_sequence: int, silu: bool, *sizes: An
     shape = move.shape
     check_convolution(t.mixed_qkvz, t.conv_state, t.conv_weight, t.conv_bias, t.slots, tokens_per_sequence, shape)
     plan, sequences = ConvPlan.from_ints(plan_of(sizes)), t.slots.shape[0]
-    if plan is not None and not plan.covers(sequences, tokens_per_sequence, shape):
-        fail("plan", f"one made for {sequences} sequences of {tokens_per_sequence} tokens of {shape}", plan)
-    return ConvProblem(
+    problem = ConvProblem(
         shape, sequences, tokens_per_sequence, t.conv_state.shape[0], move.strides, t.conv_state.stride(),
         t.conv_weight.stride(), t.conv_weight.shape[1], move.interleaved, t.conv_bias is not None, silu,
         t.mixed_ba.dtype not in _COPIED_AS_THEY_ARE,
     )  # fmt: skip
+    if plan is not None and not plan.covers(sequences, tokens_per_sequence, shape, problem.packed_taps):
+        fail("plan", f"one made for {sequences} sequences of {tokens_per_sequence} tokens of {shape}", plan)
+    return problem
 
 
 def plan_of(sizes: Sequence[Any]) -> Any:

@@ -78,13 +78,14 @@ def prepare_split_conv1d_update(problem: ConvProblem, plan: ConvPlan | None, ten
         return launch_nothing
     if plan is None:
         limits = device_limits(device)
-        plan = plan_conv(problem.sequences, problem.tokens, problem.shape, limits, problem.taps_adjacent)
+        taps = (problem.taps_adjacent, problem.packed_taps)
+        plan = plan_conv(problem.sequences, problem.tokens, problem.shape, limits, *taps)
     s_qkvz, s_ba, *s_parts = problem.strides
     s_slot, s_channel, s_tap = problem.state_strides
     s_weight_channel, s_weight_tap = problem.weight_strides
     conv = Convolution(
         s_channel, s_tap, s_weight_channel, s_weight_tap, problem.tokens, problem.width, problem.has_bias,
-        problem.silu, plan.block,
+        problem.silu, plan.block, bool(plan.fours),
     )  # fmt: skip
     rest = (
         problem.sequences, problem.num_slots, Strides(s_qkvz, s_ba, s_slot, *s_parts),

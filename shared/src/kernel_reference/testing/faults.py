@@ -54,8 +54,8 @@ _TIMEOUT_S = 600
 # Imported before the first fork where they are installed: seconds of each test run, and no thread is started by it.
 # The plugin first: it says, before Triton is imported, whether kernels are interpreted.
 _WARM = (
-    "kernel_reference.testing.pytest_plugin", "torch._dynamo", "triton", "hypothesis", "_hypothesis_pytestplugin",
-    "numpy", "xdist.plugin", "xdist.looponfail", "tilelang",
+    "kernel_reference.testing.pytest_plugin", "torch._dynamo", "triton", "hypothesis", "numpy", "xdist.plugin",
+    "xdist.looponfail", "tilelang",
 )  # fmt: skip
 
 
@@ -292,7 +292,10 @@ def _child(task: _Task, copy: Path) -> int:
     if not any(_is_test_path(task.package, test) for test in task.tests):
         selected.append(str(task.package / "tests"))
     observer = Observer(stop=task.patch is not None)
-    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", *task.pytest_args]
+    # Hypothesis's plugin parses all modules for constants, and tracebacks other than native ones their sources: a third
+    # of the time of a fault that its first test catches.
+    options = ["-q", "--tb=native", *(f"-pno:{name}" for name in ("cacheprovider", "xdist", "hypothesispytest"))]
+    options += task.pytest_args
     code = int(pytest.main([*options, *selected], plugins=[observer]))
     found = {"passed": observer.passed, "asserted": observer.asserted, "raised": observer.raised}
     (copy / "found.json").write_text(json.dumps(found | {"code": code}))

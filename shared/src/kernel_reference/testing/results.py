@@ -32,7 +32,8 @@ class Observer:
             if call.when == "call" and isinstance(error, (AssertionError, pytest.fail.Exception)):
                 self.asserted.append(name)
                 if self._stop:
-                    item.session.shouldstop = "an assertion failed"
+                    # Not shouldstop, which has pytest look the traceback's sources up once more.
+                    item.session.shouldfail = "an assertion failed"
             else:
                 self.raised[name] = type(error).__name__
         elif report.when == "call" and report.passed:

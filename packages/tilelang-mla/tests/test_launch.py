@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -149,7 +150,9 @@ def test_caches_of_8_bits_hand_kernels_what_they_are_made_for(launch, cache) -> 
     kv = (
         torch.zeros(9, 48, 1, 656, dtype=torch.uint8) if records else torch.zeros(9, 48, 1, 576).to(torch.float8_e4m3fn)
     )
-    for changed in ({}, {"lse": None}, {"plan": DecodeTiles(64, 64, 2, 3)}, {"plan": DecodeTiles(16, 128, 4, 3)}):
+    of_keys = DecodeTiles(16, 128, 4, 3)
+    plans = (DecodeTiles(64, 64, 2, 3), of_keys, *([] if records else [replace(of_keys, narrow=True)]))
+    for changed in ({}, {"lse": None}, *({"plan": plan} for plan in plans)):
         arguments = decoding(kv=kv, **changed)
         tensors = Decode8bitTensors(*arguments[:6], None if records else torch.ones(1), *arguments[6:8])
         plan = arguments[-1]
@@ -162,6 +165,7 @@ def test_caches_of_8_bits_hand_kernels_what_they_are_made_for(launch, cache) -> 
         assert [constants["block_m"] for name, constants, _ in launch.given if name == "decode_8bit"] == [rows]
         for name, constants, handed in launch.given:
             assert_fits(launch, name, constants, handed)
+            assert ("narrow" in constants) == (name == "decode_8bit" and plan is not None and plan.narrow)
 
 
 def test_the_merging_kernel_runs_where_keys_may_be_cut_and_only_there(launch) -> None:

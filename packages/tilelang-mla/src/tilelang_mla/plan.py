@@ -276,11 +276,12 @@ def tiles_8bit(problem: DecodeProblem, tiles: DecodeTiles, limits: DeviceLimits)
 def tiles_of_keys(problem: DecodeProblem, tiles: DecodeTiles, limits: DeviceLimits) -> DecodeTiles:
     """The same parts over a cache of 8 bits, for the kernel whose rows of MMAs are keys, widened in registers.
 
-    Latents are 512, ropes a multiple of 64.
+    Latents are 512, ropes a multiple of 64. Of one scale and few rows keys are not widened: see the README.
     """
-    block_m = 16 if problem.rows <= 16 else _FEW_ROWS
+    block_m = _NARROW if problem.rows <= _NARROW else _FEW_ROWS
+    narrow = block_m == _NARROW and problem.cache == "e4m3"
     for num_stages in range(_MOST_STAGES, 1, -1):
-        chosen = DecodeTiles(block_m, _KEYS, num_stages, tiles.num_splits, tiles.spare_parts)
+        chosen = DecodeTiles(block_m, _KEYS, num_stages, tiles.num_splits, tiles.spare_parts, narrow=narrow)
         if chosen.shared_memory(problem) <= limits.shared_memory:
             return chosen
     return chosen

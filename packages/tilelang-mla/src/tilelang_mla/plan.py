@@ -276,8 +276,8 @@ def tiles_8bit(problem: DecodeProblem, tiles: DecodeTiles, limits: DeviceLimits)
 def tiles_of_keys(problem: DecodeProblem, tiles: DecodeTiles, limits: DeviceLimits) -> DecodeTiles:
     """The same parts over a cache of 8 bits, for the kernel whose rows of MMAs are keys, widened in registers.
 
-    Latents are 512, ropes a multiple of 64. Of one scale and 16 rows keys are not widened: on an H200 0.88 to 0.93 of the
-    time over 4 to 128 sequences, 1.01 on an H100, where memory bounds both.
+    Latents are 512, ropes a multiple of 64. Of one scale and 16 rows keys are not widened: 0.88 to 0.93 of the time
+    over 4 to 128 sequences on an H200, 1.01 on an H100, where memory bounds both.
     """
     block_m = _NARROW if problem.rows <= _NARROW else _FEW_ROWS
     narrow = block_m == _NARROW and problem.cache == "e4m3"

@@ -278,7 +278,8 @@ def make_weights(T, S, launch, inputs, outputs, memory, barriers, thread):
             call(T, "mla::arrive", barriers.weights_full[block % 2], thread)
             call(T, "mla::arrive", barriers.empty[stage], thread)
         done = done + work.steps
-        call(T, f"mla::{'narrow::' if S.narrow else ''}total<{S.rows}>", at(T, sums[0]), of_rows, work.steps % 2, slot, thread)
+        kind = "mla::narrow::total" if S.narrow else "mla::total"
+        call(T, f"{kind}<{S.rows}>", at(T, sums[0]), of_rows, work.steps % 2, slot, thread)
         T.barrier_arrive(barriers.sums_full[slot])
         # Told again: what an item is takes no registers while its blocks are worked on.
         ended = Work(*read_work(T, memory.told, slot))

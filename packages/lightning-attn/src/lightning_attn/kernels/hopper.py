@@ -4,11 +4,14 @@ One warpgroup a program, or two that make a head's scores once for 128 columns, 
 STAGES - 1 chunks ahead, and each of a chunk's four WGMMAs overlaps with converting or storing an operand or result of
 another:
 
-    scores = k q^T          with    seen  = S^T q^T     in flight together
-    o^T = seen + v^T scores with    S^T' = (v entering)^T k + decayed S^T, while o is converted and stored
+    scores = k q^T              while S is made an operand
+    seen = S^T q^T              while v, weighted, and the weighted scores are
+    o^T = seen + v^T scores
+    S^T' = (v entering)^T k + decayed S^T       while o is converted and stored
 
 There are no consumer warps, so the ring of stages has full barriers alone: a stage is free again once all warps have
-passed the barrier in the middle of the next chunk's step.
+passed the barrier in the middle of the next chunk's step. Its loads are issued behind a barrier that is there anyway,
+at the step's end, but of two stages at once.
 
 In float16 scores are [queries, keys], so that each query's largest score, which they are scaled by (see chunked.py),
 is found among four threads.
@@ -29,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from lightning_attn.kernels.decay import base_two_rate, decay_over, into_float16, inverse, rest_of_rate, unit_of
 from lightning_attn.kernels.hopper_chain import await_turn, end_turn, own_state, pass_on, state_before
-from lightning_attn.kernels.hopper_ring import Ring, Work, load_chunk, load_own, state_layout
+from lightning_attn.kernels.hopper_ring import Ring, Work, expect_chunk, load_chunk, load_own, state_layout
 from lightning_attn.kernels.hopper_rows import (
     load_state,
     opaque,
@@ -102,33 +105,40 @@ def out_stages(STAGES):
 
 
 @gluon.jit
-def step(tensors, ring, buffers, o, work, chunk, acc_S, decay, sizes: gl.constexpr, MASKED: gl.constexpr):
+def values_entering(ring, buffers, v_tile, stage, phase, sizes: gl.constexpr):
+    """A chunk's values with the weights with which they enter the state, transposed, as an operand in registers."""
+    operand: gl.constexpr = gl.DotOperandLayout(0, state_layout(sizes.BLOCK_D, sizes.WARPS), 2)
+    mbarrier.wait(ring.full_v.index(stage), phase)
+    b_entering = buffers.entering.load(gl.SliceLayout(0, operand))
+    b_v = v_tile.permute((1, 0)).load(operand)
+    return (b_v.to(gl.float32) * b_entering[None, :]).to(v_tile.dtype)
+
+
+@gluon.jit
+def step(
+    tensors, ring, buffers, o, work, chunk, acc_S, decay, sizes: gl.constexpr, MASKED: gl.constexpr,
+    SNAPSHOTS: gl.constexpr,
+):  # fmt: skip
     """One chunk: store its outputs, return the state after it."""
     d_o = tensors[3]
     CHUNK: gl.constexpr = sizes.CHUNK
     D: gl.constexpr = sizes.BLOCK_D
     BLOCK_E: gl.constexpr = sizes.BLOCK_E
     dtype: gl.constexpr = d_o.dtype
-    L_S: gl.constexpr = state_layout(D, sizes.WARPS)
     L_O: gl.constexpr = out_layout(CHUNK, sizes.WARPS)
     L_SCORES: gl.constexpr = scores_registers(CHUNK, sizes.WARPS)
     operand_of_o: gl.constexpr = gl.DotOperandLayout(0, L_O, 2)
-    operand_of_S: gl.constexpr = gl.DotOperandLayout(0, L_S, 2)
     i_load = chunk.i + work.own
     stage = i_load % sizes.STAGES
     q_tile = ring.q.index(stage).reshape([CHUNK, D])
     k_tile = ring.k.index(stage).reshape([CHUNK, D])
     v_tile = ring.v.index(stage).reshape([CHUNK, BLOCK_E])
     FP16: gl.constexpr = dtype == gl.float16
-    # Were the state read after the next WGMMAs have been issued, ptxas would wait for them first.
-    if FP16:
-        b_up, b_down = into_float16(gl.max(gl.abs(acc_S), axis=1))
-        b_S = gl.convert_layout(opaque((acc_S * b_up[:, None]).to(dtype)), operand_of_o)
-    else:
-        b_S = gl.convert_layout(opaque(acc_S.to(dtype)), operand_of_o)
-    decayed_S = acc_S * decay
-    mbarrier.wait(ring.full.index(stage), (i_load // sizes.STAGES) & 1)
+    phase = (i_load // sizes.STAGES) & 1
+    mbarrier.wait(ring.full_q.index(stage), phase)
+    mbarrier.wait(ring.full_k.index(stage), phase)
     if MASKED:
+        mbarrier.wait(ring.full_v.index(stage), phase)
         zero_after(k_tile, chunk.length, CHUNK, D, sizes.WARPS)
         zero_after(v_tile, chunk.length, CHUNK, BLOCK_E, sizes.WARPS)
         fence_async_shared()
@@ -138,8 +148,18 @@ def step(tensors, ring, buffers, o, work, chunk, acc_S, decay, sizes: gl.constex
         scores = warpgroup_mma(q_tile, k_tile.permute((1, 0)), b_zero, use_acc=False, is_async=True)  # [queries, keys]
     else:
         scores = warpgroup_mma(k_tile, q_tile.permute((1, 0)), b_zero, use_acc=False, is_async=True)  # [keys, queries]
+    if FP16:
+        b_up, b_down = into_float16(gl.max(gl.abs(acc_S), axis=1))
+        b_S = gl.convert_layout(opaque((acc_S * b_up[:, None]).to(dtype)), operand_of_o)
+    else:
+        b_S = gl.convert_layout(opaque(acc_S.to(dtype)), operand_of_o)
+    # Were the state read after the next WGMMAs have been issued, ptxas would wait for them first.
+    decayed_S = acc_S * decay
     b_zero = gl.zeros([BLOCK_E, CHUNK], gl.float32, L_O)
     seen = warpgroup_mma(b_S, q_tile.permute((1, 0)), b_zero, use_acc=False, is_async=True)  # [BLOCK_E, queries]
+    # While those two are multiplied; with snapshots there are no registers to spare.
+    if not (MASKED or SNAPSHOTS):
+        b_v = values_entering(ring, buffers, v_tile, stage, phase, sizes)
     b_scores = warpgroup_mma_wait(1, deps=[scores])
     if FP16:
         b_scores = b_scores * buffers.within.load(L_SCORES)
@@ -151,10 +171,12 @@ def step(tensors, ring, buffers, o, work, chunk, acc_S, decay, sizes: gl.constex
     fence_async_shared()
     tl.debug_barrier()
     # Past this barrier no warp is still in the chunk before: its stage takes the chunk that is STAGES - 1 ahead.
-    load_chunk(tensors, ring, work, chunk.i + sizes.STAGES - 1, chunk.ahead, sizes.STAGES)
-    b_entering = buffers.entering.load(gl.SliceLayout(0, operand_of_S))
-    b_v = v_tile.permute((1, 0)).load(operand_of_S)
-    b_v = (b_v.to(gl.float32) * b_entering[None, :]).to(dtype)
+    expect_chunk(tensors, ring, work, chunk.i + sizes.STAGES - 1, sizes.STAGES)
+    if sizes.STAGES == 2:
+        # The next step waits for it.
+        load_chunk(tensors, ring, work, chunk.i + 1, chunk.ahead, 2)
+    if MASKED or SNAPSHOTS:
+        b_v = values_entering(ring, buffers, v_tile, stage, phase, sizes)
     b_seen = warpgroup_mma_wait(0, deps=[seen])
     b_seeing = buffers.seeing.load(gl.SliceLayout(0, L_O))
     if FP16:
@@ -169,6 +191,8 @@ def step(tensors, ring, buffers, o, work, chunk, acc_S, decay, sizes: gl.constex
     o_tile = buffers.o.index(chunk.i % out_stages(sizes.STAGES))
     tma.store_wait(out_stages(sizes.STAGES) - 1)
     tl.debug_barrier()
+    if sizes.STAGES > 2:
+        load_chunk(tensors, ring, work, chunk.i + sizes.STAGES - 1, chunk.ahead, sizes.STAGES)
     o_tile.reshape([CHUNK, BLOCK_E]).permute((1, 0)).store(b_o)
     if MASKED:
         tl.debug_barrier()
@@ -233,12 +257,14 @@ def prefill(
             # Nothing of this call is ahead, but a kernel that may have written q, k and v.
             tl.extra.cuda.gdc_wait()
     if p_q is not None:
+        # Loaded with the bounds and the slot, not after them: for one token each wait for memory shows.
+        has = has_initial(batch, i_n)
         if (length == 1) & (slot >= 0):
             i_first = i_n * 0
             q = rows_of_head(p_q, strides.q, i_first, i_h.to(gl.int64), sizes.RATIO_QK)
             k = rows_of_head(p_k, strides.k, i_first, i_h.to(gl.int64), sizes.RATIO_QK)
             v = rows_of_head(p_v, strides.v, i_first, i_h.to(gl.int64), sizes.RATIO_V)
-            single_token((q, k, v, o), begin, column, p_slopes, initial, final, batch, i_n, slot, i_h, scale, sizes)
+            single_token((q, k, v, o), begin, column, p_slopes, initial, final, has, slot, i_h, scale, sizes)
             # No chunk is left.
             end = begin
     if slot < 0:
@@ -263,11 +289,15 @@ def prefill(
         o_tiles = gl.allocate_shared_memory(dtype, [out_stages(STAGES)] + d_o.block_type.shape, d_o.layout)
         scores_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
         scores = gl.allocate_shared_memory(dtype, [CHUNK, CHUNK], scores_layout)
-        full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        full_q = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        full_k = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        full_v = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         for i in gl.static_range(STAGES):
-            mbarrier.init(full.index(i), count=1)
+            mbarrier.init(full_q.index(i), count=1)
+            mbarrier.init(full_k.index(i), count=1)
+            mbarrier.init(full_v.index(i), count=1)
         fence_async_shared()
-        ring = Ring(q_stages, k_stages, v_stages, full)
+        ring = Ring(q_stages, k_stages, v_stages, full_q, full_k, full_v)
 
         rest = (end - begin) % CHUNK
         chunks = (end - begin + CHUNK - 1) // CHUNK
@@ -288,6 +318,7 @@ def prefill(
             if CHAINED:
                 load_own(tensors, ring, work, i, stride, STAGES)
             else:
+                expect_chunk(tensors, ring, work, i, STAGES)
                 load_chunk(tensors, ring, work, i, start + i * stride, STAGES)
 
         L_S: gl.constexpr = state_layout(D, sizes.WARPS)
@@ -348,6 +379,7 @@ def prefill(
                     pass_on(carried, chain, i_h, turn, o_d, o_e, acc_S, own_S, (rate, lost), end - begin, sizes)
                     end_turn(p_turn, turn + 1)
 
+        SNAPSHOTS: gl.constexpr = p_positions is not None
         whole_from = 0
         whole_to = chunks
         if REVERSED:
@@ -356,7 +388,7 @@ def prefill(
                 store_weights(buffers, rate, o_i, o_k, rest, scale, REVERSED, SHORT=True, IN_UNITS=IN_UNITS)
                 rest_decay = decay_over(rate, lost, rest)
                 short = Chunk(0, start, start + (STAGES - 1) * stride, rest)
-                acc_S = step(tensors, ring, buffers, o, work, short, acc_S, rest_decay, sizes, MASKED=True)
+                acc_S = step(tensors, ring, buffers, o, work, short, acc_S, rest_decay, sizes, True, SNAPSHOTS)
         else:
             if rest > 0:
                 whole_to = chunks - 1
@@ -371,7 +403,7 @@ def prefill(
         for i in range(whole_from, whole_to):
             row = start + i * stride
             chunk = Chunk(i, row, row + (STAGES - 1) * stride, CHUNK)
-            acc_S = step(tensors, ring, buffers, o, work, chunk, acc_S, decay, sizes, MASKED=False)
+            acc_S = step(tensors, ring, buffers, o, work, chunk, acc_S, decay, sizes, False, SNAPSHOTS)
             if p_positions is not None:
                 if row + CHUNK == stop:
                     store_snapshots(snapshots, batch, final, i_n, stop, i_h, o_d, o_e, acc_S, sizes)
@@ -383,7 +415,7 @@ def prefill(
                 rest_decay = decay_over(rate, rest_of_rate(p_slopes, i_h, rate), rest)
                 # No chunk is ahead of it.
                 short = Chunk(chunks - 1, start + (chunks - 1) * stride, 0, rest)
-                acc_S = step(tensors, ring, buffers, o, work, short, acc_S, rest_decay, sizes, MASKED=True)
+                acc_S = step(tensors, ring, buffers, o, work, short, acc_S, rest_decay, sizes, True, SNAPSHOTS)
         tma.store_wait(0)
         if p_final is not None:
             # Read again: in the main loop the registers are needed.

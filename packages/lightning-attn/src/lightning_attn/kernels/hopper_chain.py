@@ -37,7 +37,8 @@ def own_chunk(tensors, ring, buffers, work, i, acc_S, decay, length, sizes: gl.c
     stage = i % STAGES
     k_tile = ring.k.index(stage).reshape([CHUNK, D])
     v_tile = ring.v.index(stage).reshape([CHUNK, BLOCK_E])
-    mbarrier.wait(ring.full.index(stage), (i // STAGES) & 1)
+    mbarrier.wait(ring.full_k.index(stage), (i // STAGES) & 1)
+    mbarrier.wait(ring.full_v.index(stage), (i // STAGES) & 1)
     fence_async_shared()
     tl.debug_barrier()
     # Past this barrier no warp is still in the chunk before: its stage takes the chunk that is STAGES - 1 ahead.

@@ -287,7 +287,8 @@ def prefill(
     TAKES_TOKENS: gl.constexpr = p_cu is not None and p_positions is None and p_final is not None
     if TAKES_TOKENS and not REVERSED:
         if (length == 1) & (slot >= 0):
-            single_token((q, k, v, o), begin, column, p_slopes, initial, final, batch, i_n, slot, i_h, scale, sizes)
+            has = has_initial(batch, i_n)
+            single_token((q, k, v, o), begin, column, p_slopes, initial, final, has, slot, i_h, scale, sizes)
             # No chunk is left.
             end = begin
     if slot < 0:

@@ -8,12 +8,17 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 
 class Ring(NamedTuple):
-    """A ring buffer of chunks in shared memory: q, k and v of a stage arrive on its full barrier."""
+    """A ring buffer of chunks in shared memory: q, k and v of a stage arrive on full barriers of their own.
+
+    On one barrier Triton would have all warps meet between each two of the loads.
+    """
 
     q: Any
     k: Any
     v: Any
-    full: Any
+    full_q: Any
+    full_k: Any
+    full_v: Any
 
 
 class Work(NamedTuple):
@@ -40,33 +45,44 @@ def state_layout(D, WARPS):
 
 
 @gluon.jit
-def load_chunk(tensors, ring, work, i, row, STAGES: gl.constexpr):
-    """Issue the TMA loads of chunk i of q, k and v, from ``row`` on, if there is one."""
+def expect_chunk(tensors, ring, work, i, STAGES: gl.constexpr):
+    """Announce the bytes of chunk i of q, k and v, if there is one."""
     stage = (i + work.own) % STAGES
-    q_tile = ring.q.index(stage)
-    k_tile = ring.k.index(stage)
-    v_tile = ring.v.index(stage)
-    full = ring.full.index(stage)
     pred = i < work.chunks
     d_q, d_k, d_v, _ = tensors
-    mbarrier.expect(full, d_q.block_type.nbytes + d_k.block_type.nbytes + d_v.block_type.nbytes, pred=pred)
-    tma.async_copy_global_to_shared(d_q, [work.i_box, work.i_h_qk, row, 0], full, q_tile, pred=pred)
-    tma.async_copy_global_to_shared(d_k, [work.i_box, work.i_h_qk, row, 0], full, k_tile, pred=pred)
-    tma.async_copy_global_to_shared(d_v, [work.i_box, work.i_h_v, row, work.column], full, v_tile, pred=pred)
+    mbarrier.expect(ring.full_q.index(stage), d_q.block_type.nbytes, pred=pred)
+    mbarrier.expect(ring.full_k.index(stage), d_k.block_type.nbytes, pred=pred)
+    mbarrier.expect(ring.full_v.index(stage), d_v.block_type.nbytes, pred=pred)
+
+
+@gluon.jit
+def load_chunk(tensors, ring, work, i, row, STAGES: gl.constexpr):
+    """Issue the TMA loads of chunk i of q, k and v, from ``row`` on, if there is one: after expect_chunk."""
+    stage = (i + work.own) % STAGES
+    pred = i < work.chunks
+    d_q, d_k, d_v, _ = tensors
+    q_place = [work.i_box, work.i_h_qk, row, 0]
+    tma.async_copy_global_to_shared(d_q, q_place, ring.full_q.index(stage), ring.q.index(stage), pred=pred)
+    tma.async_copy_global_to_shared(d_k, q_place, ring.full_k.index(stage), ring.k.index(stage), pred=pred)
+    v_place = [work.i_box, work.i_h_v, row, work.column]
+    tma.async_copy_global_to_shared(d_v, v_place, ring.full_v.index(stage), ring.v.index(stage), pred=pred)
 
 
 @gluon.jit
 def load_own(tensors, ring, work, i, stride: gl.constexpr, STAGES: gl.constexpr):
     """Issue the TMA loads of the i-th chunk of k and v for the segment's own state; behind the last load_chunk's."""
     stage = i % STAGES
-    full = ring.full.index(stage)
     pred = i < work.own
     row = work.start + (work.chunks - work.own + i) * stride
     _, d_k, d_v, _ = tensors
-    mbarrier.expect(full, d_k.block_type.nbytes + d_v.block_type.nbytes, pred=pred)
-    tma.async_copy_global_to_shared(d_k, [work.i_box, work.i_h_qk, row, 0], full, ring.k.index(stage), pred=pred)
-    tma.async_copy_global_to_shared(
-        d_v, [work.i_box, work.i_h_v, row, work.column], full, ring.v.index(stage), pred=pred
-    )  # fmt: skip
+    # Of q nothing comes, and its barrier must go round with the others.
+    mbarrier.expect(ring.full_q.index(stage), 0, pred=pred)
+    mbarrier.expect(ring.full_k.index(stage), d_k.block_type.nbytes, pred=pred)
+    mbarrier.expect(ring.full_v.index(stage), d_v.block_type.nbytes, pred=pred)
+    k_place = [work.i_box, work.i_h_qk, row, 0]
+    tma.async_copy_global_to_shared(d_k, k_place, ring.full_k.index(stage), ring.k.index(stage), pred=pred)
+    v_place = [work.i_box, work.i_h_v, row, work.column]
+    tma.async_copy_global_to_shared(d_v, v_place, ring.full_v.index(stage), ring.v.index(stage), pred=pred)
     i_chunk = gl.where(pred, work.chunks, i - work.own)
+    expect_chunk(tensors, ring, work, i_chunk, STAGES)
     load_chunk(tensors, ring, work, i_chunk, work.start + (i - work.own) * stride, STAGES)

@@ -5,7 +5,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from lightning_attn.kernels.decay import base_two_rate, entering, kept_and_lost, seeing, unit_of
-from lightning_attn.kernels.schedule import States, StateStrides, has_initial, snapshot_slot, state_pointers
+from lightning_attn.kernels.schedule import States, StateStrides, snapshot_slot, state_pointers
 
 
 @gluon.constexpr_function
@@ -60,6 +60,8 @@ def store_weights(
     if SHORT:
         o_k = opaque(o_k)
     buffers.entering.store(entering(rate, o_k, length, scale, REVERSED))
+    # Here, and not in the loop over chunks.
+    tl.debug_barrier()
 
 
 @gluon.jit
@@ -122,10 +124,10 @@ def store_snapshots(snapshots, batch, states, i_n, at, i_h, o_d, o_e, acc_S, siz
 
 
 @gluon.jit
-def single_token(rows, row, column, p_slopes, initial, final, batch, i_n, slot, i_h, scale, sizes: gl.constexpr):
+def single_token(rows, row, column, p_slopes, initial, final, has, slot, i_h, scale, sizes: gl.constexpr):
     """A sequence of one token, in float32: it is bound by its state, for which no ring of chunks is set up.
 
-    rows: q, k, v and o of its heads.
+    rows: q, k, v and o of its heads. has: whether it starts from a state.
     """
     D: gl.constexpr = sizes.BLOCK_D
     BLOCK_E: gl.constexpr = sizes.BLOCK_E
@@ -138,7 +140,7 @@ def single_token(rows, row, column, p_slopes, initial, final, batch, i_n, slot, 
     m_e = o_e < sizes.E
     b_S = gl.zeros([BLOCK_E, D], gl.float32, layout)
     if initial.p is not None:
-        if has_initial(batch, i_n):
+        if has:
             b_S = load_state(initial, slot, i_h, o_d, o_e, sizes)
     b_q = gl.load(q.p + row * q.stride + o_d * q.element, mask=m_d, other=0.0).to(gl.float32)
     b_k = gl.load(k.p + row * k.stride + o_d * k.element, mask=m_d, other=0.0).to(gl.float32)

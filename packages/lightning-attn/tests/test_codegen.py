@@ -177,7 +177,7 @@ def all_specs(target: str) -> Iterator[KernelSpec]:
     yield from ragged(
         "MiniMax-01 TP8", MINIMAX_TP8, torch.bfloat16, 2, plan_prefill(MINIMAX_TP8, "bfloat16", limits, snapshots=True)
     )
-    yield from ragged("head sizes of 256", WIDE, torch.bfloat16, 0)
+    yield from ragged("head sizes of 256", WIDE, torch.bfloat16, 0, plan_prefill(WIDE, "bfloat16", limits))
     # Half a minute to compile, where a product is six.
     if target in ("sm_90", "gfx942"):
         yield from ragged("head sizes of 256 in float32", WIDE, torch.float32, 0)
@@ -196,6 +196,7 @@ def all_specs(target: str) -> Iterator[KernelSpec]:
         wide = replace(plan_prefill(MINIMAX_TP8, "bfloat16", limits, True), block_e=128, num_warps=8, num_stages=3)
         # Of float16, which takes more registers than bfloat16.
         yield list(dense("for sm_90, 128 columns", MINIMAX_TP8, torch.float16, wide))[-1]
+        yield from ragged("for sm_90, head sizes of 256, snapshots", WIDE, torch.float16, 2)
         yield from dense("for sm_90 in float32", MINIMAX_TP8, torch.float32)
         yield from ragged("for sm_90, grouped", GROUPED, torch.bfloat16, 0)
         # With segments it holds all that it does without; the other launches are those above.

@@ -26,8 +26,8 @@ from lightning_attn.trees import launch as tree_launch
 pytestmark = pytest.mark.simulated
 
 KERNELS = (
-    "decay", "schedule", "hopper_rows", "hopper_ring", "hopper_chain", "chunked", "recurrent", "trees", "hopper_tokens",
-    "hopper", "hopper_float32",
+    "decay", "schedule", "hopper_ring", "hopper_rows", "hopper_step", "hopper_chain", "chunked", "recurrent", "trees",
+    "hopper_tokens", "hopper", "hopper_float32",
 )  # fmt: skip
 
 
@@ -89,6 +89,13 @@ def test_two_warpgroups_of_128_columns_are_the_recurrence(tensors, kernels, dtyp
     check_kinds_of_sequences(tensors, kernels, plan, (40, 168), dtype)
 
 
+@pytest.mark.parametrize(("sizes", "dtype", "segment"), [
+    ((192, 40), torch.bfloat16, 0), ((256, 72), torch.float16, 64),
+], ids=str)  # fmt: skip
+def test_states_of_two_pieces_are_the_recurrence(tensors, kernels, sizes, dtype, segment) -> None:
+    check_kinds_of_sequences(tensors, kernels, PrefillPlan(64, 64, segment, 8, 2, 128, True), sizes, dtype)
+
+
 def check_kinds_of_sequences(tensors: Any, kernels: Any, plan: PrefillPlan, sizes: Any, dtype: torch.dtype) -> None:
     """Short and long ones, with and without an initial state, padding and, but for two stages, snapshots."""
     batch = tensors.ragged(
@@ -96,7 +103,8 @@ def check_kinds_of_sequences(tensors: Any, kernels: Any, plan: PrefillPlan, size
         initial=[True, False, True, True, True], rows_after=5,
     )  # fmt: skip
     # With snapshots a sequence of one token is a chunk too.
-    positions = [[-1, 1], [128, 130], [-1, -1], [-1, -1], [64, 70]] if plan.num_stages > 2 else None
+    has_snapshots = plan.num_stages > 2 or (plan.num_warps == 8 and plan.segment)
+    positions = [[-1, 1], [128, 130], [-1, -1], [-1, -1], [64, 70]] if has_snapshots else None
     batch.check(snapshots=kernels.prefill(batch, plan, positions))
 
 

@@ -51,6 +51,8 @@ def by_token(block_e: int = 16, num_warps: int = 1, block_d: int = 32) -> Prefil
 
 
 def hopper_plan(head_qk: int, segment: int, stages: int = 4) -> PrefillPlan:
+    if head_qk > 128:
+        return PrefillPlan(64, 64, segment, 8, 2, block_d=128, hopper=True)
     return PrefillPlan(64, 64, segment, 4, stages, block_d=64 if head_qk <= 64 else 128, hopper=True)
 
 
@@ -830,6 +832,29 @@ def test_other_plans_on_hopper_are_the_recurrence_with_the_same_bits_each_time(
     out, state = kernels.attention(plan, q, k, v, tensors.slopes(8), None)
     for _ in range(20):
         for first, again in zip((out, state), kernels.attention(plan, q, k, v, tensors.slopes(8), None), strict=True):
+            assert_bitwise_equal(first, again)
+
+
+@marked(*on_hopper)
+@pytest.mark.parametrize(("sizes", "segment", "dtype"), [
+    ((256, 256), 0, BF16), ((192, 192), 128, FP16), ((136, 64), 0, FP16), ((256, 40), 128, BF16),
+], ids=str)  # fmt: skip
+def test_states_of_more_than_128_rows_on_hopper_are_the_recurrence_with_the_same_bits_each_time(
+    tensors, kernels, sizes, segment, dtype
+) -> None:
+    plan = hopper_plan(sizes[0], segment)
+    batch, positions = ragged_of(tensors, plan, (2, 4), dtype, sizes=sizes)
+    batch.check(snapshots=kernels.prefill(batch, plan, positions))
+    # Without snapshots a sequence of one token is no chunk.
+    batch = tensors.ragged([64 * 9 + 1, 63, 0, 1, 64 * 20 + 63], heads=(2, 4), sizes=sizes, dtype=dtype, fused=True)
+    kernels.prefill(batch, plan)
+    batch.check()
+    for tokens in (1, 64, 129, 64 * 7 + 9):
+        check_dense(tensors, kernels, plan, 2, 4, tokens, sizes, dtype)
+    q, k, v = (tensors.normal(3, 4, 3000, size, dtype=dtype) for size in (sizes[0], sizes[0], sizes[1]))
+    out, state = kernels.attention(plan, q, k, v, tensors.slopes(4), None)
+    for _ in range(10):
+        for first, again in zip((out, state), kernels.attention(plan, q, k, v, tensors.slopes(4), None), strict=True):
             assert_bitwise_equal(first, again)
 
 

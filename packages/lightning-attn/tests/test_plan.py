@@ -122,17 +122,22 @@ def test_hoppers_kernel_takes_16_bits_of_its_head_sizes_where_strides_and_device
     assert plan_prefill(asked, "float16", H200, suits_tma=True) == plan
     for d, e in itertools.product(range(16, 257), range(16, 257)):
         shape = Heads(64, 64, d, e)
-        fits = 32 < d <= 128 and e > 32
+        fits = 32 < d <= 256 and e > 32
         assert fits_hopper(shape) == fits
         assert plan_prefill(shape, "bfloat16", H200, suits_tma=True).hopper == fits
+        assert plan_prefill(shape, "float32", H200).hopper == (fits and d <= 128)
 
 
 def test_hoppers_plan_fits_its_shared_memory() -> None:
-    for d, e in itertools.product((40, 64, 72, 128), (64, 96, 128, 256)):
+    for d, e in itertools.product((40, 64, 72, 128, 192, 256), (64, 96, 128, 256)):
         plan = plan_prefill(Heads(8, 8, d, e), "bfloat16", H200, suits_tma=True)
-        # q, k and v of each stage, two tiles of outputs, the scores, and the weights within a chunk in float32.
-        stages = plan.num_stages * plan.chunk * (2 * plan.block_d + plan.block_e) * 2
-        assert stages + 2 * plan.chunk * plan.block_e * 2 + plan.chunk**2 * (2 + 4) <= H200.shared_memory - KIB
+        # q, k and v of each stage, tiles of outputs, the scores, the weights within a chunk in float32, and a state of
+        # two pieces.
+        columns = cdiv(d, plan.block_d) * plan.block_d
+        stages = plan.num_stages * plan.chunk * (2 * columns + plan.block_e) * 2
+        tiles = min(2, plan.num_stages - 1) * plan.chunk * plan.block_e * 2
+        state = columns * plan.block_e * 2 if d > 128 else 0
+        assert stages + tiles + plan.chunk**2 * (2 + 4) + state <= H200.shared_memory - KIB
 
 
 def test_segments_are_taken_where_heads_alone_leave_a_quarter_of_the_device_idle() -> None:
@@ -151,7 +156,7 @@ def test_segments_are_taken_where_heads_alone_leave_a_quarter_of_the_device_idle
 def test_segments_for_sm_90_are_longer_where_half_as_many_fill_the_device() -> None:
     for heads, size, segment, stages in (
         (64, 64, 1024, 3), (16, 64, 1024, 3), (128, 64, 0, 4), (32, 96, 4096, 4), (32, 128, 4096, 4),
-        (24, 128, 2048, 4), (16, 128, 2048, 4), (8, 128, 2048, 4), (64, 128, 0, 4),
+        (24, 128, 2048, 4), (16, 128, 2048, 4), (8, 128, 2048, 4), (64, 128, 0, 4), (32, 192, 0, 2), (8, 256, 4096, 2),
     ):  # fmt: skip
         shape = Heads(heads, heads, size, size)
         plan = plan_prefill(shape, "bfloat16", H200, suits_tma=True)
@@ -201,7 +206,7 @@ def test_two_warpgroups_share_scores_where_a_program_an_sm_is_left_and_nowhere_e
     for heads, size, tokens, sequences, wide in (
         (8, 128, 32768, 1, True), (8, 128, 16384, 1, False), (4, 128, 16384, 1, False), (16, 128, 16384, 1, True),
         (16, 128, 3000, 4, True), (32, 96, 16384, 1, True), (32, 128, 16384, 1, True), (64, 128, 16384, 1, False),
-        (64, 64, 16384, 1, False),
+        (64, 64, 16384, 1, False), (16, 256, 16384, 1, False),
     ):  # fmt: skip
         shape = Heads(heads, heads, size, size)
         plan = plan_prefill(shape, "bfloat16", H200, suits_tma=True)
@@ -307,6 +312,10 @@ def test_a_plan_for_hopper_covers_the_head_sizes_that_its_kernel_is_written_for(
         assert replace(ON_HOPPER, block_d=128).covers(shape) == (64 < d <= 128 and e > 32)
         wide = replace(ON_HOPPER, block_d=64, block_e=128, num_warps=8, num_stages=3)
         assert wide.covers(shape) == (32 < d <= 64 and e > 64)
+        of_two_pieces = replace(ON_HOPPER, num_warps=8)
+        assert of_two_pieces.covers(shape) == (d > 128 and e > 32)
+        assert not replace(of_two_pieces, num_stages=3).covers(shape)
+        assert not replace(of_two_pieces, chained=True).covers(shape)
         assert GOOD.covers(shape)
 
 
@@ -315,6 +324,14 @@ def test_a_pinned_plan_of_128_columns_has_64_for_gradients_of_as_many() -> None:
     wide = replace(ON_HOPPER, block_d=64, block_e=128, num_warps=8, num_stages=3)
     assert fitted(wide, Heads(2, 2, 64, 128)) == wide
     assert fitted(wide, Heads(2, 2, 128, 64)) == replace(wide, block_d=128, block_e=64, num_warps=4)
+
+
+def test_a_pinned_plan_has_other_warps_for_gradients_of_states_of_more_or_less_than_128_rows() -> None:
+    of_two_pieces = replace(ON_HOPPER, num_warps=8)
+    assert fitted(ON_HOPPER, Heads(2, 2, 192, 96)) == of_two_pieces
+    assert fitted(of_two_pieces, Heads(2, 2, 96, 192)) == ON_HOPPER
+    exact = replace(ON_HOPPER, num_warps=8, num_stages=1, bf16x6=True)
+    assert not fitted(exact, Heads(2, 2, 192, 96)).hopper
 
 
 @pytest.mark.parametrize(

@@ -154,6 +154,8 @@ def _plan_prefill(
         wanted = "without hopper where q, k, v and out are not 16-byte aligned, with strides of whole 16 bytes"
         fail("plan", wanted, pinned)
     limits = device_limits(device)
+    # Of more than 128 rows of a state the kernel for sm_90 has not run backwards, nor over ragged batches, on any GPU.
+    suits_tma = suits_tma and (problem.heads.head_qk <= 128 or not (problem.ragged or problem.is_gradient))
     plan = plan_prefill(problem.heads, problem.dtype, limits, suits_tma, problem.snapshots > 0)
     # How long a ragged batch's are only the device knows.
     if problem.ragged:
@@ -261,7 +263,7 @@ def _with_segments(
 
         kernel = hopper_float32.segment_states
     # The portable one has tiles of 64 columns, whatever the plan's.
-    num_warps = 4 if plan.hopper and not plan.bf16x6 else plan.num_warps
+    num_warps = 4 if plan.hopper and not plan.bf16x6 and sizes.D <= 128 else plan.num_warps
     own = Launch(
         kernel, grid, (*counts, problem.scale, own_strides, own_sizes), device, num_warps=num_warps,
         num_stages=stages,

@@ -152,9 +152,9 @@ class PrefillPlan(Plan):
 
     A program holds those columns in pieces of ``block_d`` rows. ``chunk`` 1: token by token. ``segment`` 0: a program
     takes a whole sequence. Otherwise programs take segments of that many tokens in parallel, after two smaller
-    launches that make the states between them. ``hopper``: by the kernel made for sm_90, 64 columns and 4 warps, or 128
-    and 8. ``bf16x6``: a product of
-    float32 is six of bfloat16 parts on tensor cores; otherwise FMAs, or what matrix instructions of float32 there are.
+    launches that make the states between them. ``hopper``: by the kernel made for sm_90, 64 columns and 4 warps, 128
+    and 8, or, of more than 128 rows, 64 and 8. ``bf16x6``: a product of float32 is six of bfloat16 parts on tensor
+    cores; otherwise FMAs, or what matrix instructions of float32 there are.
     ``dependent_launch``: by the kernel for sm_90, segments' launches start before those ahead of them have ended.
     ``chained``: by the kernel for sm_90, there is one launch, in which segments pass their states on. Measured on an
     H100, 64 heads of 64, 16384 tokens: 282 us, in chains of 1024 tokens 264, of 256 234; but of 16 x 500 tokens 98 and
@@ -190,6 +190,9 @@ class PrefillPlan(Plan):
             return True
         if not fits_hopper(heads) or self.chunk != 64 or self.block_d != hopper_columns(heads):
             return False
+        if heads.head_qk > 128:
+            is_wide = (self.block_e, self.num_warps, self.num_stages) == (64, 8, 2)
+            return is_wide and not (self.bf16x6 or self.chained)
         if self.bf16x6:
             is_exact = self.num_warps == 8 and self.block_e == 64 and self.num_stages == 1
             return is_exact and not (self.dependent_launch or self.chained)
@@ -250,16 +253,16 @@ class StatePlan(Plan):
 
 
 def fits_hopper(heads: Heads) -> bool:
-    """Whether heads are of sizes that the kernel for sm_90 is written for.
+    """Whether heads are of sizes that the kernels for sm_90 are written for; that of float32 takes 128 rows at most.
 
-    Its tiles have 64 columns of v and 64 or 128 of q and k, of which TMA fills those that are not there with zeros.
+    Its tiles have 64 columns of v and 64, 128 or 256 of q and k; TMA fills those that are not there with zeros.
     """
-    return 32 < heads.head_qk <= 128 and heads.head_v > 32
+    return 32 < heads.head_qk <= 256 and heads.head_v > 32
 
 
 def hopper_columns(heads: Heads) -> int:
-    """Columns of q and k that the kernel for sm_90 takes: those of these heads, rounded up to 64 or 128."""
-    return max(64, power_of_two_at_least(heads.head_qk))
+    """Columns of q and k that are a piece for the kernel for sm_90: those of these heads, rounded up to 64 or 128."""
+    return min(128, max(64, power_of_two_at_least(heads.head_qk)))
 
 
 def fitted(plan: PrefillPlan, heads: Heads) -> PrefillPlan:
@@ -268,7 +271,9 @@ def fitted(plan: PrefillPlan, heads: Heads) -> PrefillPlan:
         return plan
     if plan.chunk == 1:
         return replace(plan, block_d=max(16, power_of_two_at_least(heads.head_qk)))
-    if fits_hopper(heads):
+    if fits_hopper(heads) and heads.head_qk > 128 and not plan.bf16x6:
+        return replace(plan, block_d=128, block_e=64, num_warps=8, num_stages=2, chained=False)
+    if fits_hopper(heads) and heads.head_qk <= 128:
         plan = replace(plan, block_d=hopper_columns(heads))
         return plan if plan.covers(heads) else replace(plan, block_e=64, num_warps=4)
     return replace(plan, chunk=32, block_e=16, block_d=64, num_stages=1, hopper=False)
@@ -294,13 +299,19 @@ def plan_prefill(
             # tokens 192 us in segments of 2048, 209 of 1024, but 4096 76 and 59.
             segment *= 2
         waits = limits.dependent_launch and segment > 0
+        if heads.head_qk > 128:
+            # On an H100, 32 heads of 192, 16384 tokens: 603 us in one go, 758 in segments of 8192; of 192 and 128,
+            # whose programs are fewer, 602 and 456.
+            if 10 * heads.num_heads * cdiv(heads.head_v, 64) >= 7 * limits.cores:
+                segment, waits = 0, False
+            return PrefillPlan(64, 64, segment, 8, 2, columns, hopper=True, dependent_launch=waits)
         # Measured on an H200, 64 heads x 128 and 131072 tokens: 2 stages 3.17 ms, 3 stages 2.26, 4 stages 2.05. Of
         # segments of heads of 64, two programs of 3 stages share an SM: 16 x 512 tokens 79 us, with 4 stages 87, 2 83.
         stages = 3 if segment and columns == 64 else 4
         return PrefillPlan(64, 64, segment, 4, stages, columns, hopper=True, dependent_launch=waits)
     # The largest tiles whose state, scores and operands stay in a thread's registers, as the compiler reports them.
     block_d = min(64, max(16, power_of_two_at_least(heads.head_qk)))
-    if dtype == "float32" and limits.hopper and limits.bf16 and fits_hopper(heads):
+    if dtype == "float32" and limits.hopper and limits.bf16 and fits_hopper(heads) and heads.head_qk <= 128:
         segment = _segment(heads, 64, limits)
         return PrefillPlan(64, 64, segment, 8, 1, hopper_columns(heads), hopper=True, bf16x6=True)
     if dtype == "float32":
@@ -343,7 +354,8 @@ def widened(plan: PrefillPlan, heads: Heads, segments: int, limits: DeviceLimits
     128 -> 118, 16 x 16384 127 -> 118, 32 x 16384 223 -> 208, of 96 columns 221 -> 194; but 4 x 16384, which leaves SMs
     idle, 67 -> 89.
     """
-    if not plan.hopper or plan.bf16x6 or not plan.segment or plan.block_e != 64 or heads.head_v <= 64:
+    is_narrow = plan.hopper and not plan.bf16x6 and plan.block_e == 64 and heads.head_qk <= 128
+    if not (is_narrow and plan.segment and heads.head_v > 64):
         return plan
     rounds, wide_rounds = (cdiv(heads.num_heads * cdiv(heads.head_v, e) * segments, limits.cores) for e in (64, 128))
     if 1.84 * wide_rounds >= rounds:

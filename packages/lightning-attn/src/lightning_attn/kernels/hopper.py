@@ -1,8 +1,8 @@
 """Prefill in chunks for NVIDIA's sm_90, in 16 bits: ``chunked.prefill`` with asynchronous loads and MMAs.
 
-One warpgroup a program, or two that make a head's scores once for 128 columns, and one program an SM. TMA loads run
-STAGES - 1 chunks ahead, and each of a chunk's four WGMMAs overlaps with converting or storing an operand or result of
-another:
+One warpgroup a program, or two that make a head's scores once for 128 columns, or share a state of more than 128 rows;
+and one program an SM. TMA loads run STAGES - 1 chunks ahead, and each of a chunk's four WGMMAs (hopper_step.py)
+overlaps with converting or storing an operand or result of another:
 
     scores = k q^T              while S is made an operand
     seen = S^T q^T              while v, weighted, and the weighted scores are
@@ -17,37 +17,36 @@ In float16 scores are [queries, keys], so that each query's largest score, which
 is found among four threads.
 """
 
-from typing import Any, NamedTuple
-
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from lightning_attn.kernels.decay import base_two_rate, decay_over, into_float16, inverse, rest_of_rate, unit_of
+from lightning_attn.kernels.chunked import in_units
+from lightning_attn.kernels.decay import base_two_rate, decay_over, rest_of_rate, unit_of
 from lightning_attn.kernels.hopper_chain import await_turn, end_turn, own_state, pass_on, state_before
-from lightning_attn.kernels.hopper_ring import Ring, Work, expect_chunk, load_chunk, load_own, state_layout
+from lightning_attn.kernels.hopper_ring import (
+    Ring,
+    Work,
+    expect_chunk,
+    load_chunk,
+    load_own,
+    pieces_of,
+    state_layout,
+)
 from lightning_attn.kernels.hopper_rows import (
     load_state,
-    opaque,
     single_token,
     store_snapshots,
     store_state,
     store_weights,
     store_zeros,
-    tile_layout,
-    zero_after,
+    zero_state,
 )
+from lightning_attn.kernels.hopper_step import Buffers, Chunk, out_stages, scores_registers, step
 from lightning_attn.kernels.schedule import (
     Batch,
     Counts,
-    Rows,
     Snapshots,
     States,
     bounds,
@@ -63,154 +62,6 @@ from lightning_attn.kernels.schedule import (
 )
 
 
-class Buffers(NamedTuple):
-    """Shared memory beside the ring: scores as an operand, two tiles of outputs being stored, and decay weights.
-
-    up: what a query's scores are scaled by (float16 alone).
-    """
-
-    scores: Any
-    o: Any
-    within: Any
-    seeing: Any
-    entering: Any
-    up: Any
-
-
-class Chunk(NamedTuple):
-    """Chunk i, of ``length`` rows from ``row`` on; its step loads the one that begins at row ``ahead``."""
-
-    i: Any
-    row: Any
-    ahead: Any
-    length: Any
-
-
-@gluon.constexpr_function
-def out_layout(CHUNK, WARPS):
-    """Registers of outputs [BLOCK_E, queries], accumulators."""
-    return gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, CHUNK, 16])
-
-
-@gluon.constexpr_function
-def scores_registers(CHUNK, WARPS):
-    """Registers of scores [keys, queries], accumulators. Of two warpgroups each has all rows of half the columns."""
-    return gl.NVMMADistributedLayout([3, 0], [4, WARPS // 4], [16, CHUNK * 4 // WARPS, 16])
-
-
-@gluon.constexpr_function
-def out_stages(STAGES):
-    """Tiles of outputs being stored: one beside two stages, so that two programs fit in the memory of an SM."""
-    return 2 if STAGES > 2 else 1
-
-
-@gluon.jit
-def values_entering(ring, buffers, v_tile, stage, phase, sizes: gl.constexpr):
-    """A chunk's values with the weights with which they enter the state, transposed, as an operand in registers."""
-    operand: gl.constexpr = gl.DotOperandLayout(0, state_layout(sizes.BLOCK_D, sizes.WARPS), 2)
-    mbarrier.wait(ring.full_v.index(stage), phase)
-    b_entering = buffers.entering.load(gl.SliceLayout(0, operand))
-    b_v = v_tile.permute((1, 0)).load(operand)
-    return (b_v.to(gl.float32) * b_entering[None, :]).to(v_tile.dtype)
-
-
-@gluon.jit
-def step(
-    tensors, ring, buffers, o, work, chunk, acc_S, decay, sizes: gl.constexpr, MASKED: gl.constexpr,
-    SNAPSHOTS: gl.constexpr,
-):  # fmt: skip
-    """One chunk: store its outputs, return the state after it."""
-    d_o = tensors[3]
-    CHUNK: gl.constexpr = sizes.CHUNK
-    D: gl.constexpr = sizes.BLOCK_D
-    BLOCK_E: gl.constexpr = sizes.BLOCK_E
-    dtype: gl.constexpr = d_o.dtype
-    L_O: gl.constexpr = out_layout(CHUNK, sizes.WARPS)
-    L_SCORES: gl.constexpr = scores_registers(CHUNK, sizes.WARPS)
-    operand_of_o: gl.constexpr = gl.DotOperandLayout(0, L_O, 2)
-    i_load = chunk.i + work.own
-    stage = i_load % sizes.STAGES
-    q_tile = ring.q.index(stage).reshape([CHUNK, D])
-    k_tile = ring.k.index(stage).reshape([CHUNK, D])
-    v_tile = ring.v.index(stage).reshape([CHUNK, BLOCK_E])
-    FP16: gl.constexpr = dtype == gl.float16
-    phase = (i_load // sizes.STAGES) & 1
-    mbarrier.wait(ring.full_q.index(stage), phase)
-    mbarrier.wait(ring.full_k.index(stage), phase)
-    if MASKED:
-        mbarrier.wait(ring.full_v.index(stage), phase)
-        zero_after(k_tile, chunk.length, CHUNK, D, sizes.WARPS)
-        zero_after(v_tile, chunk.length, CHUNK, BLOCK_E, sizes.WARPS)
-        fence_async_shared()
-        tl.debug_barrier()
-    b_zero = gl.zeros([CHUNK, CHUNK], gl.float32, L_SCORES)
-    if FP16:
-        scores = warpgroup_mma(q_tile, k_tile.permute((1, 0)), b_zero, use_acc=False, is_async=True)  # [queries, keys]
-    else:
-        scores = warpgroup_mma(k_tile, q_tile.permute((1, 0)), b_zero, use_acc=False, is_async=True)  # [keys, queries]
-    if FP16:
-        b_up, b_down = into_float16(gl.max(gl.abs(acc_S), axis=1))
-        b_S = gl.convert_layout(opaque((acc_S * b_up[:, None]).to(dtype)), operand_of_o)
-    else:
-        b_S = gl.convert_layout(opaque(acc_S.to(dtype)), operand_of_o)
-    # Were the state read after the next WGMMAs have been issued, ptxas would wait for them first.
-    decayed_S = acc_S * decay
-    b_zero = gl.zeros([BLOCK_E, CHUNK], gl.float32, L_O)
-    seen = warpgroup_mma(b_S, q_tile.permute((1, 0)), b_zero, use_acc=False, is_async=True)  # [BLOCK_E, queries]
-    # While those two are multiplied; with snapshots there are no registers to spare.
-    if not (MASKED or SNAPSHOTS):
-        b_v = values_entering(ring, buffers, v_tile, stage, phase, sizes)
-    b_scores = warpgroup_mma_wait(1, deps=[scores])
-    if FP16:
-        b_scores = b_scores * buffers.within.load(L_SCORES)
-        b_up_scores, _ = into_float16(gl.max(gl.abs(b_scores), axis=1))
-        buffers.up.store(b_up_scores)
-        buffers.scores.permute((1, 0)).store((b_scores * b_up_scores[:, None]).to(dtype))
-    else:
-        buffers.scores.store((b_scores * buffers.within.load(L_SCORES)).to(dtype))
-    fence_async_shared()
-    tl.debug_barrier()
-    # Past this barrier no warp is still in the chunk before: its stage takes the chunk that is STAGES - 1 ahead.
-    expect_chunk(tensors, ring, work, chunk.i + sizes.STAGES - 1, sizes.STAGES)
-    if sizes.STAGES == 2:
-        # The next step waits for it.
-        load_chunk(tensors, ring, work, chunk.i + 1, chunk.ahead, 2)
-    if MASKED or SNAPSHOTS:
-        b_v = values_entering(ring, buffers, v_tile, stage, phase, sizes)
-    b_seen = warpgroup_mma_wait(0, deps=[seen])
-    b_seeing = buffers.seeing.load(gl.SliceLayout(0, L_O))
-    if FP16:
-        b_seen = b_seen * gl.convert_layout(b_down, gl.SliceLayout(1, L_O))[:, None]
-        b_seeing = b_seeing * buffers.up.load(gl.SliceLayout(0, L_O))
-    out = warpgroup_mma(v_tile.permute((1, 0)), buffers.scores, b_seen * b_seeing[None, :], is_async=True)
-    next_S = warpgroup_mma(b_v, k_tile, decayed_S, is_async=True)
-    b_o = warpgroup_mma_wait(1, deps=[out])  # [BLOCK_E, queries]
-    if FP16:
-        b_o = b_o * inverse(buffers.up.load(gl.SliceLayout(0, L_O)))[None, :]
-    b_o = b_o.to(dtype)
-    o_tile = buffers.o.index(chunk.i % out_stages(sizes.STAGES))
-    tma.store_wait(out_stages(sizes.STAGES) - 1)
-    tl.debug_barrier()
-    if sizes.STAGES > 2:
-        load_chunk(tensors, ring, work, chunk.i + sizes.STAGES - 1, chunk.ahead, sizes.STAGES)
-    o_tile.reshape([CHUNK, BLOCK_E]).permute((1, 0)).store(b_o)
-    if MASKED:
-        tl.debug_barrier()
-        layout: gl.constexpr = tile_layout(BLOCK_E, sizes.WARPS)
-        o_row = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
-        o_e = work.column + gl.arange(0, BLOCK_E, gl.SliceLayout(0, layout))
-        p_tile = o.p + (chunk.row + o_row)[:, None].to(gl.int64) * o.stride + o_e[None, :] * o.element
-        m = o_row[:, None] < chunk.length
-        if sizes.E % BLOCK_E:
-            m = m & (o_e[None, :] < sizes.E)
-        gl.store(p_tile, o_tile.reshape([CHUNK, BLOCK_E]).load(layout), mask=m)
-    else:
-        fence_async_shared()
-        tl.debug_barrier()
-        tma.async_copy_shared_to_global(d_o, [work.i_box, work.i_h, chunk.row, work.column], o_tile)
-    return warpgroup_mma_wait(0, deps=[next_S])
-
-
 @gluon.jit(do_not_specialize=["rows", "num_sequences", "num_slots", "num_snapshots"])
 def prefill(
     d_q, d_k, d_v, d_o, p_q, p_k, p_v, p_o, p_slopes, p_cu, p_slots, p_has, p_initial, p_final, p_carried, p_turns,
@@ -218,7 +69,8 @@ def prefill(
 ):  # fmt: skip
     """``chunked.prefill`` with TMA descriptors of q, k, v, o: [sequences, heads, rows, D or E], boxes of one chunk.
 
-    A box may have more columns, 64 or 128, than there are: TMA loads zeros for the others, and stores none of them.
+    A box may have more columns, 64 or 128, than there are: TMA loads zeros for the others, and stores none of them. Of
+    more than 128 columns of q and k there are two boxes.
 
     p_q, p_k, p_v None: sequences of one token are chunks as others are. CHAINED: segments pass their states on, in
     p_carried, two slots a chain; p_turns, of as many chains, heads and tiles, begins as zeros.
@@ -226,6 +78,7 @@ def prefill(
     CHUNK: gl.constexpr = sizes.CHUNK
     D: gl.constexpr = sizes.BLOCK_D
     BLOCK_E: gl.constexpr = sizes.BLOCK_E
+    PIECES: gl.constexpr = pieces_of(sizes)
     SEGMENT: gl.constexpr = sizes.SEGMENT
     STAGES: gl.constexpr = sizes.STAGES
     REVERSED: gl.constexpr = sizes.REVERSED
@@ -250,8 +103,7 @@ def prefill(
         end = gl.minimum(begin + SEGMENT, end)
     slot = slot_of(batch, i_n)
     column = i_e * BLOCK_E
-    p_o += i_n.to(gl.int64) * strides.o.sequence + i_h.to(gl.int64) * strides.o.head
-    o = Rows(p_o, strides.o.row, strides.o.element)
+    o = rows_of_head(p_o, strides.o, i_n, i_h.to(gl.int64), 1)
     if sizes.DEPENDENT_LAUNCH:
         if rows <= SEGMENT:
             # Nothing of this call is ahead, but a kernel that may have written q, k and v.
@@ -283,8 +135,8 @@ def prefill(
         i_h_v = i_h // sizes.RATIO_V
         tensors = (d_q, d_k, d_v, d_o)
         dtype: gl.constexpr = d_q.dtype
-        q_stages = gl.allocate_shared_memory(dtype, [STAGES] + d_q.block_type.shape, d_q.layout)
-        k_stages = gl.allocate_shared_memory(dtype, [STAGES] + d_k.block_type.shape, d_k.layout)
+        q_stages = gl.allocate_shared_memory(dtype, [STAGES * PIECES] + d_q.block_type.shape, d_q.layout)
+        k_stages = gl.allocate_shared_memory(dtype, [STAGES * PIECES] + d_k.block_type.shape, d_k.layout)
         v_stages = gl.allocate_shared_memory(dtype, [STAGES] + d_v.block_type.shape, d_v.layout)
         o_tiles = gl.allocate_shared_memory(dtype, [out_stages(STAGES)] + d_o.block_type.shape, d_o.layout)
         scores_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
@@ -316,16 +168,16 @@ def prefill(
         work = Work(i_box, i_h_qk, i_h_v, i_h, column, start, chunks, own)
         for i in gl.static_range(STAGES - 1):
             if CHAINED:
-                load_own(tensors, ring, work, i, stride, STAGES)
+                load_own(tensors, ring, work, i, stride, sizes)
             else:
-                expect_chunk(tensors, ring, work, i, STAGES)
-                load_chunk(tensors, ring, work, i, start + i * stride, STAGES)
+                expect_chunk(tensors, ring, work, i, sizes)
+                load_chunk(tensors, ring, work, i, start + i * stride, sizes)
 
-        L_S: gl.constexpr = state_layout(D, sizes.WARPS)
+        L_S: gl.constexpr = state_layout(sizes)
         L_SCORES: gl.constexpr = scores_registers(CHUNK, sizes.WARPS)
         o_d = gl.arange(0, D, gl.SliceLayout(0, L_S))
         o_e = column + gl.arange(0, BLOCK_E, gl.SliceLayout(1, L_S))
-        acc_S = gl.zeros([BLOCK_E, D], gl.float32, L_S)
+        S = zero_state(sizes)
         is_carried = False
         if sizes.DEPENDENT_LAUNCH:
             tl.extra.cuda.gdc_wait()
@@ -336,14 +188,14 @@ def prefill(
             is_carried = length > SEGMENT
             if is_carried:
                 i_state = carried_slot(batch, i_n, first, SEGMENT) + i_segment
-                acc_S = load_state(carried, i_state.to(gl.int64), i_h, o_d, o_e, sizes)
+                S = load_state(carried, i_state.to(gl.int64), i_h, o_d, o_e, sizes)
         if p_initial is not None:
             if has_initial(batch, i_n) and not is_carried:
-                acc_S = load_state(initial, slot, i_h, o_d, o_e, sizes)
+                S = load_state(initial, slot, i_h, o_d, o_e, sizes)
         FP16: gl.constexpr = dtype == gl.float16
         IN_UNITS: gl.constexpr = FP16 and REVERSED
         if IN_UNITS:
-            acc_S = acc_S * (1.0 / unit_of(scale))
+            S = in_units(S, 1.0 / unit_of(scale))
 
         rate = base_two_rate(p_slopes, i_h)
         # The layouts of queries and keys where their weights are needed.
@@ -364,7 +216,10 @@ def prefill(
         up_smem = None
         if FP16:
             up_smem = gl.allocate_shared_memory(gl.float32, [CHUNK], row_layout)
-        buffers = Buffers(scores, o_tiles, within_smem, seeing_smem, entering_smem, up_smem)
+        state_smem = None
+        if PIECES > 1:
+            state_smem = gl.allocate_shared_memory(dtype, [PIECES, BLOCK_E, D], scores_layout)
+        buffers = Buffers(scores, o_tiles, within_smem, seeing_smem, entering_smem, up_smem, state_smem)
         lost = rest_of_rate(p_slopes, i_h, rate)
         decay = decay_over(rate, lost, gl.to_tensor(CHUNK))
         if CHAINED:
@@ -374,9 +229,9 @@ def prefill(
                 own_S = own_state(tensors, ring, buffers, work, rate, o_i, o_k, rest, scale, sizes, IN_UNITS)
                 if is_carried:
                     await_turn(p_turn, turn)
-                    acc_S = state_before(carried, chain, i_h, turn, o_d, o_e, sizes)
+                    S = state_before(carried, chain, i_h, turn, o_d, o_e, sizes)
                 if own > 0:
-                    pass_on(carried, chain, i_h, turn, o_d, o_e, acc_S, own_S, (rate, lost), end - begin, sizes)
+                    pass_on(carried, chain, i_h, turn, o_d, o_e, S, own_S, (rate, lost), end - begin, sizes)
                     end_turn(p_turn, turn + 1)
 
         SNAPSHOTS: gl.constexpr = p_positions is not None
@@ -388,7 +243,7 @@ def prefill(
                 store_weights(buffers, rate, o_i, o_k, rest, scale, REVERSED, SHORT=True, IN_UNITS=IN_UNITS)
                 rest_decay = decay_over(rate, lost, rest)
                 short = Chunk(0, start, start + (STAGES - 1) * stride, rest)
-                acc_S = step(tensors, ring, buffers, o, work, short, acc_S, rest_decay, sizes, True, SNAPSHOTS)
+                S = step(tensors, ring, buffers, o, work, short, S, rest_decay, sizes, True, SNAPSHOTS)
         else:
             if rest > 0:
                 whole_to = chunks - 1
@@ -398,15 +253,15 @@ def prefill(
             stop = next_snapshot(snapshots, batch, i_n, begin, CHUNK)
             if stop == begin:
                 if begin == first:
-                    store_snapshots(snapshots, batch, final, i_n, stop, i_h, o_d, o_e, acc_S, sizes)
+                    store_snapshots(snapshots, batch, final, i_n, stop, i_h, o_d, o_e, S, sizes)
                 stop = next_snapshot(snapshots, batch, i_n, stop + 1, CHUNK)
         for i in range(whole_from, whole_to):
             row = start + i * stride
             chunk = Chunk(i, row, row + (STAGES - 1) * stride, CHUNK)
-            acc_S = step(tensors, ring, buffers, o, work, chunk, acc_S, decay, sizes, False, SNAPSHOTS)
+            S = step(tensors, ring, buffers, o, work, chunk, S, decay, sizes, False, SNAPSHOTS)
             if p_positions is not None:
                 if row + CHUNK == stop:
-                    store_snapshots(snapshots, batch, final, i_n, stop, i_h, o_d, o_e, acc_S, sizes)
+                    store_snapshots(snapshots, batch, final, i_n, stop, i_h, o_d, o_e, S, sizes)
                     stop = next_snapshot(snapshots, batch, i_n, stop + 1, CHUNK)
         if not REVERSED:
             if rest > 0:
@@ -415,7 +270,7 @@ def prefill(
                 rest_decay = decay_over(rate, rest_of_rate(p_slopes, i_h, rate), rest)
                 # No chunk is ahead of it.
                 short = Chunk(chunks - 1, start + (chunks - 1) * stride, 0, rest)
-                acc_S = step(tensors, ring, buffers, o, work, short, acc_S, rest_decay, sizes, True, SNAPSHOTS)
+                S = step(tensors, ring, buffers, o, work, short, S, rest_decay, sizes, True, SNAPSHOTS)
         tma.store_wait(0)
         if p_final is not None:
             # Read again: in the main loop the registers are needed.
@@ -425,5 +280,5 @@ def prefill(
                 is_last = begin == first_again
             if is_last:
                 if IN_UNITS:
-                    acc_S = acc_S * unit_of(scale)
-                store_state(final, slot_of(batch, i_n), i_h, o_d, o_e, acc_S, sizes)
+                    S = in_units(S, unit_of(scale))
+                store_state(final, slot_of(batch, i_n), i_h, o_d, o_e, S, sizes)

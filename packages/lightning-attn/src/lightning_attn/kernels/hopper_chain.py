@@ -33,7 +33,7 @@ def own_chunk(tensors, ring, buffers, work, i, acc_S, decay, length, sizes: gl.c
     BLOCK_E: gl.constexpr = sizes.BLOCK_E
     STAGES: gl.constexpr = sizes.STAGES
     stride: gl.constexpr = -CHUNK if sizes.REVERSED else CHUNK
-    operand: gl.constexpr = gl.DotOperandLayout(0, state_layout(D, sizes.WARPS), 2)
+    operand: gl.constexpr = gl.DotOperandLayout(0, state_layout(sizes), 2)
     stage = i % STAGES
     k_tile = ring.k.index(stage).reshape([CHUNK, D])
     v_tile = ring.v.index(stage).reshape([CHUNK, BLOCK_E])
@@ -42,7 +42,7 @@ def own_chunk(tensors, ring, buffers, work, i, acc_S, decay, length, sizes: gl.c
     fence_async_shared()
     tl.debug_barrier()
     # Past this barrier no warp is still in the chunk before: its stage takes the chunk that is STAGES - 1 ahead.
-    load_own(tensors, ring, work, i + STAGES - 1, stride, STAGES)
+    load_own(tensors, ring, work, i + STAGES - 1, stride, sizes)
     if MASKED:
         zero_after(k_tile, length, CHUNK, D, sizes.WARPS)
         zero_after(v_tile, length, CHUNK, BLOCK_E, sizes.WARPS)
@@ -62,7 +62,7 @@ def own_state(tensors, ring, buffers, work, rate, o_i, o_k, rest, scale, sizes: 
     D: gl.constexpr = sizes.BLOCK_D
     REVERSED: gl.constexpr = sizes.REVERSED
     BLOCK_E: gl.constexpr = sizes.BLOCK_E
-    acc_S = gl.zeros([BLOCK_E, D], gl.float32, state_layout(D, sizes.WARPS))
+    acc_S = gl.zeros([BLOCK_E, D], gl.float32, state_layout(sizes))
     decay = gl.exp2(-rate * CHUNK)
     whole_from = 0
     if REVERSED:
@@ -125,6 +125,6 @@ def state_before(carried, chain, i_h, turn, o_d, o_e, sizes: gl.constexpr):
 def pass_on(carried, chain, i_h, turn, o_d, o_e, before_S, own_S, rates, tokens, sizes: gl.constexpr):
     """Store the state behind a segment of so many tokens for the next one."""
     rate, rest = rates
-    b_S = decayed(before_S, rate, tokens, rest) + own_S
+    b_S = decayed(before_S[0], rate, tokens, rest) + own_S
     p_tile = state_pointers(carried, chain * 2 + (turn + 1) % 2, i_h.to(gl.int64), o_d, o_e)
     store_tile(p_tile, o_d, o_e, b_S, sizes)

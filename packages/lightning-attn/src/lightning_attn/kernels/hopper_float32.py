@@ -20,11 +20,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from lightning_attn.kernels.decay import base_two_rate, decay_over, decayed, entering, rest_of_rate, seeing
-from lightning_attn.kernels.hopper_rows import load_state, opaque, single_token, store_snapshots, store_state
+from lightning_attn.kernels.hopper_rows import load_tile, opaque, single_token, store_snapshots, store_state
 from lightning_attn.kernels.schedule import (
     Batch,
     Counts,
-    Rows,
     Snapshots,
     States,
     bounds,
@@ -272,8 +271,7 @@ def prefill(
     q = rows_of_head(p_q, strides.q, i_n, i_h, sizes.RATIO_QK)
     k = rows_of_head(p_k, strides.k, i_n, i_h, sizes.RATIO_QK)
     v = rows_of_head(p_v, strides.v, i_n, i_h, sizes.RATIO_V)
-    p_o += i_n * strides.o.sequence + i_h * strides.o.head
-    o = Rows(p_o, strides.o.row, strides.o.element)
+    o = rows_of_head(p_o, strides.o, i_n, i_h, 1)
     # A sequence's rows are counted in 32 bits.
     begin = begin.to(gl.int32)
     end = end.to(gl.int32)
@@ -324,10 +322,10 @@ def prefill(
             is_carried = length > SEGMENT
             if is_carried:
                 i_state = carried_slot(batch, i_n, first, SEGMENT) + i_segment
-                acc_S = load_state(carried, i_state.to(gl.int64), i_h, o_d, o_e, sizes)
+                acc_S = load_tile(carried, i_state.to(gl.int64), i_h, o_d, o_e, sizes)
         if p_initial is not None:
             if has_initial(batch, i_n) and not is_carried:
-                acc_S = load_state(initial, slot, i_h, o_d, o_e, sizes)
+                acc_S = load_tile(initial, slot, i_h, o_d, o_e, sizes)
         rate = base_two_rate(p_slopes, i_h)
         rates = (rate, rest_of_rate(p_slopes, i_h, rate))
         o_i = gl.arange(0, CHUNK, gl.SliceLayout(0, L_O))
@@ -345,7 +343,7 @@ def prefill(
             stop = next_snapshot(snapshots, batch, i_n, begin, CHUNK)
             if stop == begin:
                 if begin == first:
-                    store_snapshots(snapshots, batch, final, i_n, stop, i_h, o_d, o_e, acc_S, sizes)
+                    store_snapshots(snapshots, batch, final, i_n, stop, i_h, o_d, o_e, (acc_S,), sizes)
                 stop = next_snapshot(snapshots, batch, i_n, stop + 1, CHUNK)
         for i in range(chunks):
             row = start + i * stride
@@ -357,14 +355,14 @@ def prefill(
             )  # fmt: skip
             if p_positions is not None:
                 if row + CHUNK == stop:
-                    store_snapshots(snapshots, batch, final, i_n, stop, i_h, o_d, o_e, acc_S, sizes)
+                    store_snapshots(snapshots, batch, final, i_n, stop, i_h, o_d, o_e, (acc_S,), sizes)
                     stop = next_snapshot(snapshots, batch, i_n, stop + 1, CHUNK)
         if p_final is not None:
             is_last = end == first + length
             if REVERSED:
                 is_last = begin == first
             if is_last:
-                store_state(final, slot, i_h, o_d, o_e, acc_S, sizes)
+                store_state(final, slot, i_h, o_d, o_e, (acc_S,), sizes)
 
 
 @gluon.jit
@@ -445,4 +443,4 @@ def segment_states(
                 k_parts, v_parts, k, v, (b_k, b_v), following, acc_S, rates, scale, of_chunk, column, sizes
             )  # fmt: skip
         i_state = carried_slot(batch, i_n, first, SEGMENT) + next_segment
-        store_state(carried, i_state.to(gl.int64), i_h, o_d, o_e, acc_S, sizes)
+        store_state(carried, i_state.to(gl.int64), i_h, o_d, o_e, (acc_S,), sizes)

@@ -39,39 +39,60 @@ class Work(NamedTuple):
 
 
 @gluon.constexpr_function
-def state_layout(D, WARPS):
-    """Registers of a state's tile [16 * WARPS, D], an accumulator."""
-    return gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D, 16])
+def pieces_of(sizes):
+    """Pieces of BLOCK_D rows that a state is held in: one or two."""
+    return (sizes.D + sizes.BLOCK_D - 1) // sizes.BLOCK_D
+
+
+@gluon.constexpr_function
+def state_layout(sizes):
+    """Registers of a piece of a state's tile [BLOCK_E, BLOCK_D], an accumulator; of rows before columns of it."""
+    along = min(sizes.WARPS, sizes.BLOCK_E // 16)
+    columns = sizes.BLOCK_D * along // sizes.WARPS
+    return gl.NVMMADistributedLayout([3, 0], [along, sizes.WARPS // along], [16, columns, 16])
 
 
 @gluon.jit
-def expect_chunk(tensors, ring, work, i, STAGES: gl.constexpr):
+def tile_of(tiles, stage, i, sizes: gl.constexpr):
+    """Piece i of a stage's q or k."""
+    return tiles.index(stage * pieces_of(sizes) + i).reshape([sizes.CHUNK, sizes.BLOCK_D])
+
+
+@gluon.jit
+def expect_chunk(tensors, ring, work, i, sizes: gl.constexpr):
     """Announce the bytes of chunk i of q, k and v, if there is one."""
-    stage = (i + work.own) % STAGES
+    PIECES: gl.constexpr = pieces_of(sizes)
+    stage = (i + work.own) % sizes.STAGES
     pred = i < work.chunks
     d_q, d_k, d_v, _ = tensors
-    mbarrier.expect(ring.full_q.index(stage), d_q.block_type.nbytes, pred=pred)
-    mbarrier.expect(ring.full_k.index(stage), d_k.block_type.nbytes, pred=pred)
+    mbarrier.expect(ring.full_q.index(stage), PIECES * d_q.block_type.nbytes, pred=pred)
+    mbarrier.expect(ring.full_k.index(stage), PIECES * d_k.block_type.nbytes, pred=pred)
     mbarrier.expect(ring.full_v.index(stage), d_v.block_type.nbytes, pred=pred)
 
 
 @gluon.jit
-def load_chunk(tensors, ring, work, i, row, STAGES: gl.constexpr):
+def load_chunk(tensors, ring, work, i, row, sizes: gl.constexpr):
     """Issue the TMA loads of chunk i of q, k and v, from ``row`` on, if there is one: after expect_chunk."""
-    stage = (i + work.own) % STAGES
+    PIECES: gl.constexpr = pieces_of(sizes)
+    stage = (i + work.own) % sizes.STAGES
     pred = i < work.chunks
     d_q, d_k, d_v, _ = tensors
-    q_place = [work.i_box, work.i_h_qk, row, 0]
-    tma.async_copy_global_to_shared(d_q, q_place, ring.full_q.index(stage), ring.q.index(stage), pred=pred)
-    tma.async_copy_global_to_shared(d_k, q_place, ring.full_k.index(stage), ring.k.index(stage), pred=pred)
+    for p in gl.static_range(PIECES):
+        q_place = [work.i_box, work.i_h_qk, row, p * sizes.BLOCK_D]
+        q_tile = ring.q.index(stage * PIECES + p)
+        tma.async_copy_global_to_shared(d_q, q_place, ring.full_q.index(stage), q_tile, pred=pred)
+    for p in gl.static_range(PIECES):
+        k_place = [work.i_box, work.i_h_qk, row, p * sizes.BLOCK_D]
+        k_tile = ring.k.index(stage * PIECES + p)
+        tma.async_copy_global_to_shared(d_k, k_place, ring.full_k.index(stage), k_tile, pred=pred)
     v_place = [work.i_box, work.i_h_v, row, work.column]
     tma.async_copy_global_to_shared(d_v, v_place, ring.full_v.index(stage), ring.v.index(stage), pred=pred)
 
 
 @gluon.jit
-def load_own(tensors, ring, work, i, stride: gl.constexpr, STAGES: gl.constexpr):
+def load_own(tensors, ring, work, i, stride: gl.constexpr, sizes: gl.constexpr):
     """Issue the TMA loads of the i-th chunk of k and v for the segment's own state; behind the last load_chunk's."""
-    stage = i % STAGES
+    stage = i % sizes.STAGES
     pred = i < work.own
     row = work.start + (work.chunks - work.own + i) * stride
     _, d_k, d_v, _ = tensors
@@ -84,5 +105,5 @@ def load_own(tensors, ring, work, i, stride: gl.constexpr, STAGES: gl.constexpr)
     v_place = [work.i_box, work.i_h_v, row, work.column]
     tma.async_copy_global_to_shared(d_v, v_place, ring.full_v.index(stage), ring.v.index(stage), pred=pred)
     i_chunk = gl.where(pred, work.chunks, i - work.own)
-    expect_chunk(tensors, ring, work, i_chunk, STAGES)
-    load_chunk(tensors, ring, work, i_chunk, work.start + (i - work.own) * stride, STAGES)
+    expect_chunk(tensors, ring, work, i_chunk, sizes)
+    load_chunk(tensors, ring, work, i_chunk, work.start + (i - work.own) * stride, sizes)

@@ -5,6 +5,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from lightning_attn.kernels.decay import base_two_rate, entering, kept_and_lost, seeing, unit_of
+from lightning_attn.kernels.hopper_ring import pieces_of, state_layout
 from lightning_attn.kernels.schedule import States, StateStrides, snapshot_slot, state_pointers
 
 
@@ -82,8 +83,20 @@ def store_zeros(o, begin, end, column, sizes: gl.constexpr):
 
 
 @gluon.jit
-def load_state(states, slot, i_h, o_d, o_e, sizes: gl.constexpr, FRESH: gl.constexpr = False):
-    """A state's tile, [e, d] in float32, 0 outside the state. FRESH: written meanwhile, so that L1 may not have it."""
+def zero_state(sizes: gl.constexpr):
+    """A state's tile, [BLOCK_E, D], in pieces of BLOCK_D rows."""
+    BLOCK_E: gl.constexpr = sizes.BLOCK_E
+    BLOCK_D: gl.constexpr = sizes.BLOCK_D
+    layout: gl.constexpr = state_layout(sizes)
+    S = ()
+    for i in gl.static_range(pieces_of(sizes)):  # noqa: B007 (Triton takes no _)
+        S = S + (gl.zeros([BLOCK_E, BLOCK_D], gl.float32, layout),)
+    return S
+
+
+@gluon.jit
+def load_tile(states, slot, i_h, o_d, o_e, sizes: gl.constexpr, FRESH: gl.constexpr = False):
+    """A tile of a state, [e, d] in float32, 0 outside of it. FRESH: written meanwhile, so that L1 may not have it."""
     p_tile = state_pointers(states, slot, i_h.to(gl.int64), o_d, o_e)
     cache: gl.constexpr = ".cg" if FRESH else ".ca"
     if sizes.D % sizes.BLOCK_D or sizes.E % sizes.BLOCK_E:
@@ -92,6 +105,15 @@ def load_state(states, slot, i_h, o_d, o_e, sizes: gl.constexpr, FRESH: gl.const
     else:
         b_S = gl.load(p_tile, cache_modifier=cache)
     return b_S.to(gl.float32)
+
+
+@gluon.jit
+def load_state(states, slot, i_h, o_d, o_e, sizes: gl.constexpr, FRESH: gl.constexpr = False):
+    """All pieces of a state's tile. o_d: rows of the first one."""
+    S = ()
+    for i in gl.static_range(pieces_of(sizes)):
+        S = S + (load_tile(states, slot, i_h, o_d + i * sizes.BLOCK_D, o_e, sizes, FRESH),)
+    return S
 
 
 @gluon.jit
@@ -105,22 +127,24 @@ def store_tile(p_tile, o_d, o_e, b_S, sizes: gl.constexpr):
 
 
 @gluon.jit
-def store_state(states, slot, i_h, o_d, o_e, acc_S, sizes: gl.constexpr):
+def store_state(states, slot, i_h, o_d, o_e, S, sizes: gl.constexpr):
     """The reverse of load_state."""
     strides = states.strides
     # Only here: the 32 offsets along d would otherwise be computed before the main loop and kept through it.
     s_d = opaque(gl.to_tensor(strides.d).to(gl.int64))
     opaque_states = States(states.p, StateStrides(strides.slot, strides.head, s_d, strides.e))
-    store_tile(state_pointers(opaque_states, slot, i_h.to(gl.int64), o_d, o_e), o_d, o_e, acc_S, sizes)
+    p_tile = state_pointers(opaque_states, slot, i_h.to(gl.int64), o_d, o_e)
+    for i in gl.static_range(pieces_of(sizes)):
+        store_tile(p_tile + i * sizes.BLOCK_D * s_d, o_d + i * sizes.BLOCK_D, o_e, S[i], sizes)
 
 
 @gluon.jit
-def store_snapshots(snapshots, batch, states, i_n, at, i_h, o_d, o_e, acc_S, sizes: gl.constexpr):
+def store_snapshots(snapshots, batch, states, i_n, at, i_h, o_d, o_e, S, sizes: gl.constexpr):
     """Store the state at this row for every snapshot that wants it."""
     for i_p in range(snapshots.count):
         slot = snapshot_slot(snapshots, batch, i_n, i_p, at, sizes.CHUNK)
         if slot >= 0:
-            store_state(states, slot, i_h, o_d, o_e, acc_S, sizes)
+            store_state(states, slot, i_h, o_d, o_e, S, sizes)
 
 
 @gluon.jit
@@ -129,7 +153,7 @@ def single_token(rows, row, column, p_slopes, initial, final, has, slot, i_h, sc
 
     rows: q, k, v and o of its heads. has: whether it starts from a state.
     """
-    D: gl.constexpr = sizes.BLOCK_D
+    D: gl.constexpr = sizes.BLOCK_D * pieces_of(sizes)
     BLOCK_E: gl.constexpr = sizes.BLOCK_E
     layout: gl.constexpr = decoding_layout(sizes.WARPS)
     q, k, v, o = rows
@@ -141,7 +165,7 @@ def single_token(rows, row, column, p_slopes, initial, final, has, slot, i_h, sc
     b_S = gl.zeros([BLOCK_E, D], gl.float32, layout)
     if initial.p is not None:
         if has:
-            b_S = load_state(initial, slot, i_h, o_d, o_e, sizes)
+            b_S = load_tile(initial, slot, i_h, o_d, o_e, sizes)
     b_q = gl.load(q.p + row * q.stride + o_d * q.element, mask=m_d, other=0.0).to(gl.float32)
     b_k = gl.load(k.p + row * k.stride + o_d * k.element, mask=m_d, other=0.0).to(gl.float32)
     b_v = gl.load(v.p + row * v.stride + o_e * v.element, mask=m_e, other=0.0).to(gl.float32)

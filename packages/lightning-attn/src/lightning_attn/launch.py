@@ -214,7 +214,7 @@ def _hopper_launch(
     chains = 0
     if plan.chained and problem.rows > plan.segment:
         chains = min(problem.sequences, problem.rows // plan.segment) if problem.ragged else problem.sequences
-    size = (2 * chains, sizes.H, sizes.E, sizes.D)
+    size = (2 * chains, sizes.H, sizes.E, _carried_rows(sizes.D))
     tiles = chains * sizes.H * cdiv(sizes.E, sizes.BLOCK_E)
 
     # o travels as a pointer too: the rows of a last, short chunk are stored one by one.
@@ -276,7 +276,7 @@ def _with_segments(
         chunked.carry_states, grid, (*counts, carry_strides, small), device, num_warps=2,
         dependent_launch=sizes.DEPENDENT_LAUNCH,
     )  # fmt: skip
-    size = (states, sizes.H, sizes.E, sizes.D)
+    size = (states, sizes.H, sizes.E, _carried_rows(sizes.D))
 
     def run(q, k, v, o, slopes, cu, slots, has, first, last, positions, targets):  # type: ignore[no-untyped-def]
         between = torch.empty(size, dtype=torch.float32, device=device)
@@ -349,12 +349,18 @@ def _sizes(heads: Heads, plan: PrefillPlan, problem: PrefillProblem | None = Non
 
 def _strides(problem: PrefillProblem) -> Strides:
     heads = problem.heads
-    q, k, v, o = (RowStrides(*operand.strides) for operand in (problem.q, problem.k, problem.v, problem.o))
+    q, k, v, o = (RowStrides.of(operand.strides) for operand in (problem.q, problem.k, problem.v, problem.o))
     initial, final = (
         _NO_STATES if strides is None else StateStrides(*strides) for strides in (problem.initial, problem.final)
     )  # fmt: skip
-    state = heads.head_qk * heads.head_v
-    return Strides(q, k, v, o, initial, final, StateStrides(heads.num_heads * state, state, 1, heads.head_qk))
+    rows = _carried_rows(heads.head_qk)
+    state = rows * heads.head_v
+    return Strides(q, k, v, o, initial, final, StateStrides(heads.num_heads * state, state, 1, rows))
+
+
+def _carried_rows(head_qk: int) -> int:
+    """Rows of a state between segments: a stride of which Triton knows that it is a multiple of 16."""
+    return cdiv(head_qk, 16) * 16
 
 
 def _segments(problem: PrefillProblem, plan: PrefillPlan) -> int:

@@ -191,9 +191,9 @@ def finish_snapshots(
         o_d = tl.arange(0, sizes.BLOCK_D).to(tl.int64)
         o_e = (i_e * sizes.BLOCK_E + tl.arange(0, sizes.BLOCK_E)).to(tl.int64)
         row = begin + position - missing
-        p_k += row * s_k.row + (i_h // sizes.RATIO_QK) * s_k.head
-        p_v += row * s_v.row + (i_h // sizes.RATIO_V) * s_v.head
-        k, v = Rows(p_k, s_k.row, s_k.element), Rows(p_v, s_v.row, s_v.element)
+        k = rows_of_head(p_k, s_k, i_n * 0, i_h, sizes.RATIO_QK)
+        v = rows_of_head(p_v, s_v, i_n * 0, i_h, sizes.RATIO_V)
+        k, v = Rows(k.p + row * k.stride, k.stride, k.element), Rows(v.p + row * v.stride, v.stride, v.element)
         b_S = load_tile(pool, target, i_h, o_d, o_e, sizes)
         rate = base_two_rate(p_slopes, i_h)
         for i_t in range(missing):

@@ -4,7 +4,7 @@
 them. So are the groups that hold pointers, which a launch gives one by one, as they are in each call.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import triton
 import triton.language as tl
@@ -53,12 +53,24 @@ class Counts(NamedTuple):
 
 
 class RowStrides(NamedTuple):
-    """Strides of q, k, v or o, in elements."""
+    """Strides of q, k, v or o, in elements; where ``element`` is None it is 1, and the others are in units of 8."""
 
     sequence: Any
     row: Any
     head: Any
     element: Any
+
+    @classmethod
+    def of(cls, strides: tuple[int, int, int, int]) -> Self:
+        """In units of 8 if they are such multiples and not of 16, of which alone Triton knows.
+
+        Rows of heads of 72 would be loaded number by number.
+        """
+        *outer, element = strides
+        is_known = all(stride % 16 == 0 for stride in outer)
+        if is_known or element != 1 or any(stride % 8 or stride >= 2**31 for stride in outer):
+            return cls(*strides)
+        return cls(*(stride // 8 for stride in outer), None)
 
 
 class StateStrides(NamedTuple):
@@ -142,8 +154,12 @@ def program(H: tl.constexpr, TILES: tl.constexpr, LAST_FIRST: tl.constexpr = Fal
 @triton.jit
 def rows_of_head(p, strides, i_n, i_h, RATIO: tl.constexpr):
     """A sequence's rows of the head that RATIO heads share, head i_h among them."""
-    p += i_n.to(tl.int64) * strides.sequence + (i_h // RATIO) * strides.head
-    return Rows(p, strides.row, strides.element)
+    first = i_n.to(tl.int64) * strides.sequence + (i_h // RATIO) * strides.head
+    if strides.element is None:
+        rows = Rows(p + first * 8, strides.row * 8, 1)
+    else:
+        rows = Rows(p + first, strides.row, strides.element)
+    return rows
 
 
 @triton.jit

@@ -82,7 +82,7 @@ def prepare_state(problem: StateProblem, plan: StatePlan | None, tensors: State)
         plan = plan_state(problem.heads, problem.is_float32, launch.device_limits(device))
     sizes = _state_sizes(problem, plan)
     strides = SumStrides(
-        RowStrides(*problem.k.strides), RowStrides(*problem.v.strides), _state_strides(problem.initial),
+        RowStrides.of(problem.k.strides), RowStrides.of(problem.v.strides), _state_strides(problem.initial),
         _state_strides(problem.final), _state_strides(problem.final),
     )  # fmt: skip
     tiles = cdiv(sizes.D, sizes.BLOCK_D) * cdiv(sizes.E, sizes.BLOCK_E) * sizes.H

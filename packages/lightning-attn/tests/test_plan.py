@@ -26,6 +26,7 @@ from lightning_attn.plan import (
     plan_prefill,
     power_of_two_at_least,
     staged,
+    staged_by_mean,
     widened,
 )
 
@@ -196,6 +197,8 @@ def test_short_sequences_take_two_stages_of_the_kernel_for_sm_90_and_nothing_els
         assert staged(plan, SHORT).covers(shape)
         for other in (plan_prefill(shape, "float32", H200), plan_prefill(shape, "bfloat16", A100)):
             assert staged(other, 1) == other
+        assert staged_by_mean(plan, 128 * 9, 9) == replace(plan, num_stages=2)
+        assert staged_by_mean(plan, 128 * 9 + 1, 9) == plan
     # With three, two programs share an SM as it is.
     of_three = plan_prefill(Heads(64, 64, 64, 64), "bfloat16", H200, suits_tma=True)
     assert of_three.num_stages == 3

@@ -41,6 +41,7 @@ from lightning_attn.plan import (
     plan_decode,
     plan_prefill,
     staged,
+    staged_by_mean,
     widened,
 )
 from lightning_attn.tensors import Attention, AttentionBackward, Commit, Decode, Varlen
@@ -157,9 +158,9 @@ def _plan_prefill(
     # Of more than 128 rows of a state the kernel for sm_90 has not run backwards, nor over ragged batches, on any GPU.
     suits_tma = suits_tma and (problem.heads.head_qk <= 128 or not (problem.ragged or problem.is_gradient))
     plan = plan_prefill(problem.heads, problem.dtype, limits, suits_tma, problem.snapshots > 0)
-    # How long a ragged batch's are only the device knows.
+    # How long each of a ragged batch's is only the device knows.
     if problem.ragged:
-        return plan
+        return staged_by_mean(plan, problem.rows, problem.sequences)
     if problem.rows <= SHORT or problem.is_gradient:
         return staged(plan, problem.rows)
     return widened(plan, problem.heads, _segments(problem, plan), limits)

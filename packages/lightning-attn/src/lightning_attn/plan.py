@@ -346,6 +346,15 @@ def staged(plan: PrefillPlan, tokens: int) -> PrefillPlan:
     return replace(plan, num_stages=2)
 
 
+def staged_by_mean(plan: PrefillPlan, tokens: int, sequences: int) -> PrefillPlan:
+    """:func:`staged` for packed sequences, of which only the device knows how long each is.
+
+    On an H100, 64 heads of 128, 128 rows of one token alone, with a prompt of 4096 and of 16384: 391, 530 and 931 us
+    with 2 stages, 496, 602 and 944 with 4; but 15 rows with a prompt of 16384, 600 and 511.
+    """
+    return staged(plan, 1) if tokens <= 128 * sequences else plan
+
+
 def widened(plan: PrefillPlan, heads: Heads, segments: int, limits: DeviceLimits) -> PrefillPlan:
     """A plan of :func:`plan_prefill` for so many segments of all sequences, with the same results bit for bit.
 

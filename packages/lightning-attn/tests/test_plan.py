@@ -222,14 +222,15 @@ def test_two_warpgroups_share_scores_where_a_program_an_sm_is_left_and_nowhere_e
 
 
 def test_few_heads_are_decoded_by_whole_columns_a_warp_on_sm_90() -> None:
-    for heads, size, whole in ((8, 128, True), (16, 64, True), (40, 128, False), (64, 96, False), (8, 256, False)):
+    for heads, size, whole in ((8, 96, True), (16, 64, True), (40, 128, False), (64, 96, False), (8, 256, False)):
         assert plan_decode(Heads(heads, heads, size, size), H200).hopper == whole
         assert not plan_decode(Heads(heads, heads, size, size), H200).lines
     assert not plan_decode(TP8, A100).hopper
 
 
-def test_many_heads_are_decoded_by_whole_lines_with_the_bits_of_drafts_by_columns_on_sm_90() -> None:
+def test_heads_of_128_are_decoded_by_whole_lines_with_the_bits_of_drafts_by_columns_on_sm_90() -> None:
     assert plan_decode(MINIMAX, H200) == DecodePlan(64, 4, True, hopper=True, lines=True)
+    assert plan_decode(TP8, H200) == DecodePlan(32, 4, True, hopper=True, lines=True)
     assert not plan_decode(MINIMAX, A100).lines
 
 

@@ -385,6 +385,10 @@ def plan_decode(heads: Heads, limits: DeviceLimits) -> DecodePlan:
     # Made for many sequences. One alone would be quicker in smaller blocks, but a plan does not depend on how many
     # there are. benchmarks/tune.py tries the others.
     columns = power_of_two_at_least(max(16, heads.head_v))
+    if limits.hopper and heads.num_heads <= 16 and heads.head_qk == heads.head_v == 128:
+        # On an H100, 8 heads: 1, 4, 8 and 64 sequences 2.8, 3.9, 5.3 and 27.1 us, by whole columns 3.0, 4.0, 5.6 and
+        # 28.4; four drafts of 8 sequences 4.8 and 5.2.
+        return DecodePlan(32, 4, limits.dependent_launch, hopper=True, lines=True)
     if limits.hopper and heads.num_heads <= 16 and heads.head_qk <= 128:
         # On an H200, 8 heads of 128: 1, 4 and 8 sequences 5.2, 6.1 and 7.1 us (portable kernel: 5.9, 6.8, 7.7),
         # four drafts of 8 sequences 7.8 (10.1); but 64 sequences 23.3 (22.0), and 32 of 64 heads 76 (71).

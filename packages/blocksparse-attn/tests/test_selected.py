@@ -322,6 +322,9 @@ def test_pairs_of_e4m3_are_read_where_one_token_is_walked() -> None:
     for other in (replace(decode, cache_bits=16), replace(M3, cache_bits=8), replace(decode, head_dim_v=17)):
         assert not plan_selected(other, H200).pairs
     assert not plan_selected(decode, DeviceLimits(148, 232448)).pairs
+    for sequences, keys, splits in ((1, 128, 16), (8, 128, 8), (32, 128, 1), (64, 128, 1), (128, 64, 1)):
+        chosen = plan_selected(replace(decode, tokens=sequences, sequences=sequences), H200)
+        assert (chosen.block_n, chosen.num_splits) == (keys, splits), sequences
 
 
 @pytest.mark.parametrize(("heads", "topk"), [((64, 4), 16), ((64, 4), 64), ((64, 2), 16), ((8, 2), 16)], ids=str)

@@ -266,13 +266,13 @@ def _new(size: tuple[int, ...], device: torch.device) -> Callable[[], Tensor]:
 
 
 def merge_config(
-    kind: int, heads: int, head_dim_v: int, s_element: int, *, dependent: bool = False
+    kind: int, heads: int, head_dim_v: int, s_element: int, *, dependent: bool = False, ahead: bool = False
 ) -> merge.MergeConfig:
     """What the merge kernel is compiled for; ``s_element``: the stride of a head's elements in out."""
     block_dv = max(16, power_of_two_at_least(head_dim_v))
     return merge.MergeConfig(
         KIND=kind, H=heads, DV=head_dim_v, BLOCK_DV=block_dv, TOGETHER=min(16, max(1, _MERGED_NUMBERS // block_dv)),
-        WIDE=(head_dim_v - 1) * s_element >= 2**31, DEPENDENT=dependent,
+        WIDE=(head_dim_v - 1) * s_element >= 2**31, DEPENDENT=dependent, AHEAD=ahead,
     )  # fmt: skip
 
 

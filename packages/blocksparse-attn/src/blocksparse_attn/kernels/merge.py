@@ -13,7 +13,8 @@ from blocksparse_attn.kernels.tiles import locate_row, split_row, wide
 class MergeConfig(NamedTuple):
     """What ``merge`` is compiled for.
 
-    TOGETHER: splits that are loaded at once. DEPENDENT: it may start before the kernel ahead of it has ended.
+    TOGETHER: splits that are loaded at once. DEPENDENT: it may start before the kernel ahead of it has ended; AHEAD:
+    and the kernel behind it before it has.
     """
 
     KIND: int
@@ -23,6 +24,7 @@ class MergeConfig(NamedTuple):
     TOGETHER: int
     WIDE: bool
     DEPENDENT: bool
+    AHEAD: bool
 
 
 @triton.jit(
@@ -52,8 +54,8 @@ def merge(
     if config.DEPENDENT:
         # In every program: were all to end before it, the next kernel could start before the one ahead has ended.
         tl.extra.cuda.gdc_wait()
-        # So that the next step's launch takes no time of its own.
-        tl.extra.cuda.gdc_launch_dependents()
+        if config.AHEAD:
+            tl.extra.cuda.gdc_launch_dependents()
     if has_tile:
         row = pid // H + tl.arange(0, 1)
         m_row = row >= 0

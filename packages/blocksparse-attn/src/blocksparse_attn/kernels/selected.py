@@ -17,7 +17,6 @@ from blocksparse_attn.kernels.tiles import (
     keys_of_sequence,
     load_tile,
     locate,
-    part_of,
     sequence_of,
     share,
     slot_of,
@@ -206,7 +205,7 @@ LAST: tl.constexpr = tl.constexpr(16)
 
 @triton.jit
 def entries_of(p_lists, s_token, i_tile, q_len, blocks, context, config: tl.constexpr):
-    """All entries of a tile's lists: the block, the token in the tile, whether it is the block's first entry.
+    """All entries of a tile's lists: the block, and the token in the tile.
 
     Blocks that are not there, and those whose keys all come after the token, are no entries: -1.
     """
@@ -219,10 +218,7 @@ def entries_of(p_lists, s_token, i_tile, q_len, blocks, context, config: tl.cons
     there = (block >= 0) & (block < blocks)
     if config.CAUSAL:
         there = there & (block.to(tl.int64) * config.BLOCK <= context + o_t)
-    block = tl.where(there, block, -1)
-    again = (block[:, None] == block[None, :]) & (o_e[None, :] < o_e[:, None])
-    first = there & (tl.sum(again.to(tl.int32), 1) == 0)
-    return block, o_token, first
+    return tl.where(there, block, -1), o_token
 
 
 @triton.jit(do_not_specialize=["rows", "sequences", "keys"])
@@ -241,11 +237,13 @@ def unite_lists(p_indices, bounds, p_work, rows, sequences, keys, s_indices, con
     if (q_len > 0) & (i_slot >= 0) & (i_tile >= 0):
         blocks = tl.where(possible, (length - 1) // config.BLOCK + 1, 0)
         p_lists = p_indices + begin * s_indices[0] + i_kv * s_indices[1]
-        block, o_token, first = entries_of(p_lists, s_indices[0], i_tile, q_len, blocks, length - q_len, config)
+        block, o_token = entries_of(p_lists, s_indices[0], i_tile, q_len, blocks, length - q_len, config)
+        # Each token lists a block once, so that the bits of all add up.
+        bits = tl.sum((block[:, None] == block[None, :]).to(tl.int32) << o_token[None, :], 1)
+        first = (block >= 0) & ((bits & ((1 << o_token) - 1)) == 0)
         rank = tl.cumsum(first.to(tl.int32), 0) - 1
-        shared = block[:, None] == block[None, :]
-        bits = tl.sum(shared.to(tl.int32) << o_token[None, :], 1)
-        last = tl.max(tl.where(shared, o_token[None, :], 0), 1)
+        # The highest bit's place is the exponent of the number as a float.
+        last = (bits.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
         p_tile = p_work + pid.to(tl.int64) * (HEADER + 2 * ENTRIES)
         tl.store(p_tile, tl.sum(first.to(tl.int32), 0))
         tl.store(p_tile + HEADER + rank, block, mask=first)
@@ -264,11 +262,11 @@ def is_ours(p_work, i_kv, i_n, i_tile, begin, q_len, there, config: tl.constexpr
 
 @triton.jit(
     do_not_specialize=[
-        "rows", "sequences", "keys", "num_pages", "s_table", "slots", "num_splits", "s_lse_sequence", "s_lse_head",
+        "rows", "sequences", "keys", "num_pages", "s_table", "num_splits", "s_lse_sequence", "s_lse_head",
     ]
 )  # fmt: skip
 def attend_selected(
-    inputs, p_table, bounds, p_sinks, outputs, p_work, rows, sequences, keys, num_pages, s_table, slots, num_splits,
+    inputs, p_table, bounds, p_sinks, outputs, p_work, rows, sequences, keys, num_pages, s_table, num_splits,
     s_lse_sequence, s_lse_head, numbers, config: tl.constexpr,
 ):  # fmt: skip
     """One tile over one split of what its tokens list."""
@@ -285,7 +283,10 @@ def attend_selected(
     s = numbers.strides
     strides = Strides(s.q, s.k, s.v, s.out, (s_lse_sequence, s_lse_head, s.lse))
     batch = Batch(bounds, sequences, rows, keys)
-    i_hb, i_split, i_w, i_kv = part_of(tl.program_id(0), slots, num_splits, HEAD_TILES)
+    # The kv heads come one after the other, so that the keys of one stay in the L2 cache. Nothing is divided by numbers
+    # of the call: a step of decoding would wait for it.
+    i_hb, i_w = tl.program_id(0) % HEAD_TILES, tl.program_id(0) // HEAD_TILES
+    i_split, i_kv = tl.program_id(1), tl.program_id(2)
     if TOKENS == 1:
         # A slot is a row.
         i_n, begin, q_len = sequence_of(batch, i_w, PAGED)

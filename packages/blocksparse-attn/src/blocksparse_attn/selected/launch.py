@@ -139,12 +139,11 @@ def _walk(problem: Problem, plan: SelectedPlan, whole: SelectedPlan, forms: Tens
         WIDE=(size_v - 1) * s_out[3] >= 2**31, DEPENDENT=_is_dependent(plan, device),
         NEIGHBOURS=whole.packed if whole.alone_n else 0, MOST_UNITED=whole.most_united,
     )  # fmt: skip
-    slots = num_slots(problem, plan)
     rest = (
         problem.tokens, problem.sequences, problem.capacity, forms.k_cache.shape[0], forms.block_table.stride()[0],
-        slots, plan.num_splits, 0, s_lse[0], numbers, config,
+        plan.num_splits, 0, s_lse[0], numbers, config,
     )  # fmt: skip
-    grid = (slots * problem.num_heads_kv * head_tiles(problem, plan) * plan.num_splits, 1, 1)
+    grid = (num_slots(problem, plan) * head_tiles(problem, plan), plan.num_splits, problem.num_heads_kv)
     # Kernels read 8-bit floats as integers: not every target knows the type.
     as_integers = (1, 2) if problem.cache_bits == 8 else ()
     return Launch(
@@ -199,7 +198,13 @@ def _merge(problem: Problem, plan: SelectedPlan, forms: Tensors, device: torch.d
     s_out = (0, *forms.out.stride())
     s_lse = (0, 1) if forms.lse is None else forms.lse.stride()
     dependent = _is_dependent(plan, device)
-    config = merge_config(int(tiles.PAGED), problem.num_heads, problem.head_dim_v, s_out[3], dependent=dependent)
+    # The next step's programs may come before the merge kernel's have ended only where no SM has two of them: they come
+    # to where there is room, and would not be spread evenly. 8 sequences of MiniMax-M3 on an H200: 19.3 us for 17.2.
+    programs = num_slots(problem, plan) * problem.num_heads_kv * head_tiles(problem, plan) * plan.num_splits
+    config = merge_config(
+        int(tiles.PAGED), problem.num_heads, problem.head_dim_v, s_out[3], dependent=dependent,
+        ahead=dependent and programs <= device_limits(device).cores,
+    )  # fmt: skip
     rest = (
         problem.tokens, problem.sequences, problem.capacity, plan.packed, int(plan.packed > 1), plan.num_splits, 0,
         *s_lse, s_out, config,

@@ -167,14 +167,17 @@ def _decoding(plan: SelectedPlan, problem: Problem, limits: DeviceLimits) -> Sel
     if not 1024 <= keys <= 2048:
         return plan
     if problem.cache_bits == 8:
-        # Two blocks of keys, or four, on their way. On an H100, us: 1 sequence 7.5 for 8.2, 32 30.3 for 38.8 with 64
-        # keys at a time, two warps and four splits; 34.6 with a stage less, 37.2 with 64 keys and eight stages. 128
-        # sequences 101.0 for 102.6 with two warps.
+        # 128 keys at a time, of which one, two or four tiles are on their way. On an H200, us: 8 sequences 15.1, with
+        # a stage less 15.9, 32 25.6 for 38.4 with 64 keys, 64 42.1 for 54.5; on an H100 one sequence 7.5 for 8.2, 32
+        # 30.3 for 34.6 with a stage less, and 128 as planned, 101, 102.6 with two warps, 104.8 with 128 keys.
+        full = [full for full in (cores, 2 * cores) if 0.9 * full <= tiles <= full]
+        if problem.block_size >= 128 and full:
+            stages = 5 if full[0] == cores else 3
+            return replace(plan, block_n=128, num_splits=1, num_stages=stages, max_registers=0)
         if problem.block_size >= 128 and 4 * tiles <= cores:
             splits = min(16, keys // 128, 2 * cores // tiles)
-            return replace(plan, block_n=128, num_splits=splits, num_stages=2, max_registers=0)
-        if problem.block_size >= 128 and 0.9 * cores <= tiles <= cores:
-            return replace(plan, block_n=128, num_splits=1, num_stages=5, max_registers=0)
+            stages = 2 if 128 * splits == keys else 3
+            return replace(plan, block_n=128, num_splits=splits, num_stages=stages, max_registers=0)
         return plan
     # Two programs of five stages fit on an SM: 64 sequences 0.81 to 0.91 with one split, 32 sequences 0.83 to 0.98.
     deep = replace(plan, num_warps=4, num_stages=5, max_registers=0)

@@ -164,7 +164,8 @@ def flash_mla() -> Callable[[Batch], Theirs]:
     return call
 
 
-def fa3() -> Callable[[Batch], Theirs]:
+def fa3(num_splits: int = 0) -> Callable[[Batch], Theirs]:
+    """num_splits: into how many pieces keys are cut; 0: as FA3 sees fit."""
     from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
 
     def schedule(i: Batch) -> torch.Tensor:
@@ -182,6 +183,7 @@ def fa3() -> Callable[[Batch], Theirs]:
             cu_seqlens_q=i.cu_seqlens_q,
             page_size=i.page,
             causal=True,
+            num_splits=num_splits,
         )
         return made
 
@@ -202,6 +204,7 @@ def fa3() -> Callable[[Batch], Theirs]:
             causal=True,
             block_table=i.block_table,
             scheduler_metadata=i.held["fa3"],
+            num_splits=num_splits,
             fa_version=3,
         )
         return Theirs(out.view(i.q.shape[:3] + (latent,)))

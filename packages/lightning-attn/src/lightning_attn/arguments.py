@@ -177,9 +177,15 @@ def check_decode(t: Decode, scale: float, plan: Ints = None, names: Names = _NAM
 
 def check_verify(t: Decode, scale: float, plan: Ints = None) -> DecodeProblem:
     """Draft tokens of each sequence and the pool of their states, which is read alone."""
+    problem = check_several(t, scale, plan)
+    _check_drafts("q", t.q)
+    return problem
+
+
+def check_several(t: Decode | TreeVerify, scale: float, plan: Ints = None) -> DecodeProblem:
+    """Any number of draft tokens of each sequence, which branch or do not."""
     check_float("scale", scale)
     heads = check_packed(("B", "T"), t.q, t.k, t.v)
-    _check_drafts("q", t.q)
     _check_states(t.state_pool, t.slots, t.slopes, heads, "q", t.q)
     _check_out(t.out, (*t.q.shape[:2], heads.num_heads, heads.head_v), t.q)
     _check_decode_plan(plan, heads)

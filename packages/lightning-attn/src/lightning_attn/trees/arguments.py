@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from kernel_reference.checks import check_float, describe, fail, known
+from kernel_reference.checks import describe, fail, known
 from kernel_reference.ragged import read_integers
 from lightning_attn.arguments import (
     Ints,
     _bits,
     _check_decode_plan,
     _check_indices,
-    _check_out,
     _check_owned,
     _check_rates,
     _check_states,
     check_packed,
+    check_several,
 )
 from lightning_attn.plan import DecodeProblem
 from lightning_attn.tensors import PathCommit, TreeVerify
@@ -28,17 +28,10 @@ MAX_NODES = 32
 
 def check_verify_tree(t: TreeVerify, scale: float, plan: Ints = None) -> DecodeProblem:
     """A tree of draft tokens of each sequence and the pool of their states, which is read alone."""
-    check_float("scale", scale)
-    heads = check_packed(("B", "T"), t.q, t.k, t.v)
+    problem = check_several(t, scale, plan)
     _check_nodes("q", t.q)
-    _check_states(t.state_pool, t.slots, t.slopes, heads, "q", t.q)
     _check_indices("parents", t.parents, tuple(t.q.shape[:2]), "q", t.q)
-    _check_out(t.out, (*t.q.shape[:2], heads.num_heads, heads.head_v), t.q)
-    _check_decode_plan(plan, heads)
-    q, k, v, out = (tensor.stride() for tensor in (t.q, t.k, t.v, t.out))
-    pool = t.state_pool
-    sequences, nodes = t.q.shape[:2]
-    return DecodeProblem(heads, sequences, nodes, pool.shape[0], q, k, v, pool.stride(), out, scale, writes=False)
+    return problem
 
 
 def check_commit_path(t: PathCommit, plan: Ints = None) -> DecodeProblem:

@@ -19,6 +19,7 @@ from kernel_reference.checks import validate_values
 from kernel_reference.models import MINIMAX_01
 from kernel_reference.recurrence import linear_attention, linear_attention_chunked
 from kernel_reference.testing.guards import assert_bitwise_equal, poisoned
+from kernel_reference.testing.memory import much_memory
 from lightning_attn import (
     LightningResult,
     Snapshots,
@@ -165,6 +166,7 @@ def test_prefill_takes_any_head_sizes_of_k_and_v_equal_or_not(tensors, sizes) ->
 @on_a_gpu
 @pytest.mark.parametrize(("batch", "tokens"), [(1, 1), (1, 1024), (1, 16387), (3, 2500)])
 @pytest.mark.parametrize("model", [MINIMAX_01, TP8], ids=name_of)
+@much_memory()
 def test_prefill_at_model_shapes(tensors, model, batch, tokens) -> None:
     sizes = (model.head_qk, model.head_v)
     q, k, v, _, history = inputs(tensors, batch, model.num_heads, tokens, sizes, BF16)
@@ -500,6 +502,7 @@ def test_ragged_batches_of_any_make(tensors, data) -> None:
 
 @on_a_gpu
 @pytest.mark.parametrize("model", [MINIMAX_01, TP8], ids=name_of)
+@much_memory()
 def test_ragged_prefill_at_model_shapes(tensors, model) -> None:
     lengths = [1, 1, 4096, 0, 777, 1, 2048, 300, 1, 64, 1, 1, 1500, 1, 3, 1]
     slots = torch.randperm(64)[: len(lengths)].tolist()
@@ -843,6 +846,7 @@ def test_gradients_at_any_head_sizes(tensors, sizes) -> None:
 
 @on_a_gpu
 @pytest.mark.parametrize(("batch", "tokens"), [(1, 4097), (2, 1000)])
+@much_memory()
 def test_gradients_at_model_shapes(tensors, batch, tokens) -> None:
     sizes = (MINIMAX_01.head_qk, MINIMAX_01.head_v)
     check_gradients(tensors, *leaves_and_cotangents(tensors, batch, MINIMAX_01.num_heads, tokens, sizes, BF16))

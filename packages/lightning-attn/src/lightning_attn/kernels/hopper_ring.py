@@ -46,7 +46,9 @@ def pieces_of(sizes):
 
 @gluon.constexpr_function
 def state_layout(sizes):
-    """Registers of a piece of a state's tile [BLOCK_E, BLOCK_D], an accumulator; of rows before columns of it."""
+    """Registers of a piece of a state's tile [BLOCK_E, BLOCK_D], an accumulator: four warps or more have 16 columns of v
+    each, and others those of other rows.
+    """
     along = min(sizes.WARPS, sizes.BLOCK_E // 16)
     columns = sizes.BLOCK_D * along // sizes.WARPS
     return gl.NVMMADistributedLayout([3, 0], [along, sizes.WARPS // along], [16, columns, 16])

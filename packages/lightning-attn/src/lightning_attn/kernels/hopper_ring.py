@@ -46,8 +46,9 @@ def pieces_of(sizes):
 
 @gluon.constexpr_function
 def state_layout(sizes):
-    """Registers of a piece of a state's tile [BLOCK_E, BLOCK_D], an accumulator: four warps or more have 16 columns of v
-    each, and others those of other rows.
+    """Registers of a piece of a state's tile [BLOCK_E, BLOCK_D], an accumulator.
+
+    Each warp has 16 columns; where there are more warps than that takes, two share them.
     """
     along = min(sizes.WARPS, sizes.BLOCK_E // 16)
     columns = sizes.BLOCK_D * along // sizes.WARPS

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NoReturn
 
 import torch
 
 from kernel_reference.errors import fail
 from kernel_reference.words import describe
+
+
+@lru_cache
+def nothing(device: torch.device) -> torch.Tensor:
+    """What a kernel is passed for a tensor that it neither reads nor writes: one float32 a device."""
+    return torch.empty(1, dtype=torch.float32, device=device)
+
 
 # Addresses that each remembers: as many as a model has layers.
 _MOST_APART = 64

@@ -51,6 +51,7 @@ from kernel_reference.launching import (
     launch_nothing,
     without_memory,
 )
+from kernel_reference.memory import nothing
 
 # Numbers of partial results that a warp of the merge kernel has at once: 64 of a thread.
 _MERGED_NUMBERS = 2048
@@ -86,8 +87,8 @@ def prepare_attend(problem: Problem, plan: AttentionPlan | None, tensors: Tensor
         attend = _attend(here, chosen, forms, device)
         if chosen.num_splits == 1:
             # A kernel is the same with splits and without: there are always pointers to partial results.
-            nothing = torch.empty(1, dtype=torch.float32, device=device)
-            return lambda *sixteen: attend(*sixteen, nothing, nothing)
+            no_part = nothing(device)
+            return lambda *sixteen: attend(*sixteen, no_part, no_part)
         return _in_parts(attend, here, chosen, forms, device)
 
     return by_alignment(make, slice(3))

@@ -26,6 +26,7 @@ from blocksparse_attn.selected.plan import Problem, SelectedPlan, head_tiles, nu
 from kernel_reference.dispatch import allocator
 from kernel_reference.integers import power_of_two_at_least
 from kernel_reference.launching import Launch, by_alignment, launch_nothing, without_memory
+from kernel_reference.memory import nothing
 
 Tensor = torch.Tensor
 Pointer = Tensor | int | None
@@ -61,10 +62,10 @@ def _prepare(problem: Problem, chosen: SelectedPlan, forms: Tensors, device: tor
     attend = _attend(problem, chosen, forms, device)
     if chosen.num_splits == 1:
         # A kernel is the same with splits and without: there are always pointers to partial results.
-        nothing = torch.empty(1, dtype=torch.float32, device=device)
+        no_part = nothing(device)
 
         def attend_at_once(*twelve: Tensor | None) -> None:
-            attend(twelve, nothing, nothing)
+            attend(twelve, no_part, no_part)
 
         return attend_at_once
     merging = _merge(problem, chosen, forms, device)

@@ -360,7 +360,7 @@ def convolve_fours(x, y, p_state, p_weight, p_bias, o_row, m_seq, m_live, first,
     if conv.HAS_BIAS:
         b_bias = tl.load(p_bias + o_c).to(tl.float32)
     x_0 = tl.load(x.p + o_row * x.stride + o_c, mask=m_row, other=0.0).to(tl.float32)
-    p_first = p_state[:, :, None] + o_first * 3
+    p_first = p_state[:, :, None] + o_first * conv.S_CHANNEL
     x_1, x_2, x_3 = load_fours(p_first, m_state)
     x_1, x_2, x_3 = convolve_rows(x, y, o_row, o_c, m_row, m_state, (x_0, x_1, x_2, x_3), weights, b_bias, conv)
     store_fours(p_first, x_1, x_2, x_3, m_state)

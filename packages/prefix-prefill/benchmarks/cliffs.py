@@ -6,17 +6,20 @@ begin with what was slow: ``--only '^page'``. Results are held to what map.py ho
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
+import peers
 import torch
-from cases import Shape, mixed_case
-from map import OURS, WIDE, Options, given, point_case
+from cases import Shape, mixed_case, places
+from map import OURS, WIDE, Given, Options, check, given, point_case
 from peers import FA3
 
 from kernel_reference.bench import Case, Requirement
 from kernel_reference.models import SoftmaxAttention
+from prefix_prefill import prefix_prefill
 
 LLAMA = {"heads": "32/8", "head size": 128, "page": 16, "window": 0, "soft cap": 0, "sinks": "no", "table": "wide"}
 as_fa3 = Requirement(OURS, FA3, speed_at_least=0.95)
@@ -56,6 +59,52 @@ def ragged(device: torch.device, name: str, lengths: tuple[tuple[int, int], ...]
     )  # fmt: skip
 
 
+class Prompts(NamedTuple):
+    """Prompts with nothing cached, their keys and values in tensors [T, heads, elements] of their own."""
+
+    given: Given
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+def make_prompts(device: torch.device, shape: Shape) -> Prompts:
+    i = given(device, shape, Options(0.0, False, WIDE // shape.page))
+    spans = zip(i.block_table, shape.lengths, strict=True)
+    own = torch.cat([places(row, shape.page, 0, new) for row, (_, new) in spans])
+    k, v = (cache.flatten(0, 1)[own] for cache in (i.k_cache, i.v_cache))
+    return Prompts(i, k, v)
+
+
+def over_new_keys(p: Prompts) -> torch.Tensor:
+    i = p.given.paged
+    rest = (i.k_cache, i.v_cache, i.block_table, i.cu_seqlens_q, i.seqlens_k)
+    out: torch.Tensor = prefix_prefill(i.q, p.k, p.v, *rest, max_seqlen_q=i.max_seqlen_q)
+    return out
+
+
+def fa3_contiguous() -> Callable[[Prompts], torch.Tensor]:
+    call = peers.fa3_contiguous()
+    return lambda p: call(p.given.paged, p.k, p.v)
+
+
+def new_keys(device: torch.device, lengths: tuple[int, ...]) -> Case:
+    """Beside FA3 over the same tensors, which is quicker there than over pages."""
+    shape = Shape(SoftmaxAttention("32/8", 32, 8, 128), tuple((0, new) for new in lengths))
+    return replace(
+        point_case(device, {**LLAMA, "sequences": 1, "new": 1, "context": 20}),
+        name=f"new keys: {len(lengths)} of {lengths[0]}",
+        shape={"new": str(lengths[:4]), "sequences": len(lengths)},
+        make_inputs=partial(make_prompts, device, shape),
+        ours={OURS: over_new_keys},
+        peers={FA3: fa3_contiguous},
+        check=lambda out, p: check(out, p.given),
+        bytes_moved=shape.bytes_moved(),
+        flops=shape.flops,
+        requirements=(as_fa3,),
+        baseline=FA3,
+    )
+
+
 def cases(device: torch.device) -> Iterator[Case]:
     for kind, sizes in KINDS.items():
         for size in (64, 72, 80, 96, 128, 192, 256):
@@ -81,6 +130,8 @@ def cases(device: torch.device) -> Iterator[Case]:
     for new in (256, 2048, 8192):
         for older in (0, 16384, 120000):
             yield case(device, "chunk", (1, new, older), as_fa3)
+    for lengths in ((256,), (2048,), (8192,), (16384,), (65536,), (1024,) * 8):
+        yield new_keys(device, lengths)
     yield mixed(device)
     short = tuple((500 + 55 * i, 1) for i in range(63))
     yield ragged(device, "decode behind 120000 and 63 of 500 to 4000", ((120000, 1), *short))

@@ -72,6 +72,28 @@ def fa3() -> Callable[..., Tensor]:
     return call
 
 
+def fa3_contiguous() -> Callable[..., Tensor]:
+    """FlashAttention-3 over keys and values [T, heads, elements] of prompts alone, with no pages."""
+    from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+    def call(i: Paged, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = flash_attn_varlen_func(
+            i.q,
+            k,
+            v,
+            i.max_seqlen_q,
+            i.cu_seqlens_q,
+            i.max_seqlen_k,
+            cu_seqlens_k=i.cu_seqlens_q,
+            softmax_scale=i.softmax_scale,
+            causal=True,
+            fa_version=3,
+        )
+        return out
+
+    return call
+
+
 def fa3_schedule(i: Paged) -> Tensor | None:
     """What vLLM works out once a step and gives to FA3 in every layer; None where it cannot be made."""
     if not i.q.is_cuda or not has_peer("vllm"):

@@ -35,6 +35,7 @@ FROM_CLIFFS = (
     "page, chunks: page 1;",
     "page, decode: page 1;",
     "mixed: 2048 behind 30720",
+    "new keys: 1 of",
 )
 # The time of our own NHD pages that x-packed ones may take.
 PACKED_AT_MOST = 1.3

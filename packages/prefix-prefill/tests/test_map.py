@@ -25,4 +25,5 @@ def test_every_figure_that_is_quoted_is_of_a_case_and_the_smallest_are_right() -
     spots = load_module(SPOTS, "cases(device)")
     assert all(any(name.startswith(start) for name in names) for start in spots.FROM_CLIFFS)
     judge(spots.packed(DryBench.device, spots.Shape(spots.LLAMA3_8B, ((40, 3), (17, 1)))))
+    judge(spots.cliffs.new_keys(DryBench.device, (40, 17)))
     judge(spots.large_scores(spots.cliffs.case(DryBench.device, "cap", (2, 5, 30), soft_cap=30)))

@@ -157,6 +157,17 @@ def test_every_tile_is_taken_once_and_whole(device: torch.device, lengths, num_s
         assert all(piece.pieces == num_splits for piece in itertools.chain(*found))
 
 
+def test_heads_come_group_by_group_where_the_cache_does_not_hold_the_keys_of_all(device: torch.device) -> None:
+    config = CAUSAL._replace(HEADS_KV=4)
+    up, down = [*range(8)], [*reversed(range(8))]
+    # 61 MB a head, of which the cache holds 32: one after another, and where two meet their tiles are alike.
+    one_by_one = [(head, tile) for head in range(4) for tile in (down if head % 2 else up)]
+    for context, wanted in ((1_000_000, one_by_one), (4000, [(head, tile) for tile in down for head in range(4)])):
+        found = of_lengths(device, [(context, 60)], num_splits=1, programs=8, config=config)
+        rounds = [[own[i] for own in (found if i % 2 == 0 else reversed(found))] for i in range(4)]
+        assert [(piece.head, piece.tile) for piece in itertools.chain(*rounds)] == wanted
+
+
 def test_rows_of_no_sequence_are_tiles_too(device: torch.device) -> None:
     rng = random.Random(0)
     for _ in range(6):

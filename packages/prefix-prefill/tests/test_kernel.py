@@ -634,16 +634,17 @@ def test_pages_of_which_tma_has_no_eight_rows_on_hopper(tensors, kernels, plan, 
 @pytest.mark.parametrize(
     ("plan", "options"),
     [
-        (hopper(128, 128, 0), {}), (hopper(128, 64, 3), {"window": (300, -1), "sinks": True}),
+        (hopper(128, 128, 0), {}), (replace(hopper(), loading=40), {}),
+        (hopper(128, 64, 3), {"window": (300, -1), "sinks": True}),
         (hopper(), {"softcap": 30.0, "lse": False}), (hopper(128, 64), {"head_dim": 256, "draft_mask": True}),
         (hopper(128, 64, 0, 3), {"cache_dtype": E4M3, "k_scale": "heads", "v_scale": "heads"}),
     ],
     ids=str,
 )  # fmt: skip
-def test_new_rows_by_64_on_hopper(tensors, kernels, plan, options) -> None:
+def test_new_keys_and_cached_ones_come_by_loads_of_their_own_on_hopper(tensors, kernels, plan, options) -> None:
     lengths = [(context, min(new, 63)) for context, new in LONG] if "draft_mask" in options else LONG
     batch = tensors.batch(**{"lengths": lengths, "heads": (8, 2), "head_dim": 128, **options})
-    kernels.prefill(batch, replace(plan, new_rows=64))
+    kernels.prefill(batch, plan)
     batch.check(most=6)
 
 

@@ -132,7 +132,7 @@ def test_tiles_fit_in_the_shared_memory_of_turing_which_holds_them_twice() -> No
 
 
 def test_what_the_kernel_for_sm_90_is_written_for_goes_to_it_and_nothing_else() -> None:
-    assert plan_prefill(PROMPT, H200) == PrefillPlan(128, 128, 1, 4, 2, hopper=True, programs=132)
+    assert plan_prefill(PROMPT, H200) == PrefillPlan(128, 128, 1, 4, 2, hopper=True, programs=132, loading=40)
     for change in (
         {"tma": False}, {"bits": 32, "cache_bits": 32}, {"page_size": 4, "cache_bits": 8}, {"head_dim": 100},
         {"cache_bits": 8, "head_dim": 256}, {"cache_bits": 8, "head_dim": 72}, {"bits": 32, "cache_bits": 8},
@@ -253,8 +253,11 @@ def test_a_plan_is_the_same_for_every_batch_of_a_server_but_for_its_rows() -> No
     for sequences, longest, capacity in itertools.product((1, 2, 17, 256), (1, 2, 2048), (2048, 131072)):
         problem = problem_of(LLAMA, tokens=sequences * longest, sequences=sequences, longest=longest, capacity=capacity)
         plans.add(plan_prefill(problem, H200))
-    kinds = ((64, 0), (128, 0), (128, 1))
-    assert plans == {PrefillPlan(rows, 128, splits, 4, 2, hopper=True, programs=132) for rows, splits in kinds}
+    kinds = ((64, 0, 56), (128, 0, 56), (128, 1, 40))
+    assert plans == {
+        PrefillPlan(rows, 128, splits, 4, 2, hopper=True, programs=132, loading=loading)
+        for rows, splits, loading in kinds
+    }
 
 
 LLAMA_8B = SoftmaxAttention("Llama-3-8B", 32, 8, 128)
@@ -284,6 +287,15 @@ def test_tiles_are_left_whole_where_shapes_tell_that_this_keeps_all_programs_bus
         assert plan_prefill(replace(problem, **level), H200).num_splits == 0
     # A number that is given is that.
     assert plan_prefill(problem, H200, 3).num_splits == 3
+
+
+def test_a_prompt_of_which_nothing_is_cached_is_left_whole_where_programs_have_many_tiles() -> None:
+    prompt = problem_of(LLAMA_8B, tokens=8192, sequences=1, longest=8192, capacity=64, new_kv=True)
+    plan = plan_prefill(prompt, H200)
+    assert (plan.num_splits, plan.loading) == (1, 40)
+    # Or the table has room for what may take long; or there are few tiles, or other sequences.
+    for changes in ({"capacity": 131072}, {"tokens": 1500, "max_seqlen_q": 1500}, {"sequences": 2}):
+        assert plan_prefill(replace(prompt, **changes), H200).num_splits == 0
 
 
 def test_plans_of_batches_of_one_kind_are_equal() -> None:

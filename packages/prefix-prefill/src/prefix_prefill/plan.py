@@ -24,6 +24,9 @@ _SHORT_TILE = 1280
 # Those of one sequence, if no program takes more than so many, and so much of the last round is filled: 1 x 2048, 3.9
 # rounds, 92.3 and 82.7; 1 x 8192, 15.5 rounds, 898.4 and 916.2. Idle programs cost most behind a long context.
 _MOST_ROUNDS, _FILLED = 4, 0.96
+# And those of a prompt that the cache holds nothing of. Registers that the scheduler's warp does without then are left
+# to consumers: 1 x 8192, 16384, 65536 897, 3427, 54109 us, shared 982, 3729, 57813; 1 x 2048 85.1, with 56 87.1.
+_LOADING_WHOLE = 40
 # Shared memory of sm_90 in bytes, without what barriers, positions and items take.
 _MOST_SHARED = 224 * 1024
 # What a merge kernel combines quickly enough.
@@ -125,10 +128,8 @@ class PrefillPlan(Plan):
     constant, where that is exact enough; 2: scores up to 0.2 of the cap by a series, too (4 x 512 behind 16384 986 us
     on an H200, not 1220; 1: 1356); 3: and those up to 0.8 of it by a longer one (behind 8192, queries 1, 2, 3, 4.5 and
     9 times as large, 294, 320, 319, 330 and 418 us, with 2 296, 422, 420, 442 and 403); 0: to a running max.
-    ``loading``: registers a thread of the warps that load and schedule, 56 or 72; over an 8-bit cache 24, or with 72 as
-    many as there are, for converters too (decoding of 31 behind 8192 200 us for 204, 2048 behind 30720 1871 for 1812).
-    ``new_rows``: as many of new keys as one load brings at least, where pages are smaller (a prompt of 8192, 16384 and
-    65536, pages of 16, 995, 3822 and 65999 us by 64 on an H100, 1033, 3955 and 68416 without); no plan asks for it.
+    ``loading``: registers a thread of the warps that load and schedule, 40, 56 or 72; over an 8-bit cache 24, or with
+    72 as many as there are, for converters too (decoding of 31 behind 8192 200 us for 204, a chunk 1871 for 1812).
     """
 
     block_m: int
@@ -141,7 +142,6 @@ class PrefillPlan(Plan):
     q_in_registers: int = 0
     capping: int = 3
     loading: int = 56
-    new_rows: int = 0
 
     def covers(self, problem: Problem) -> bool:
         """Whether its blocks are such that a kernel can take them, for this problem."""
@@ -159,8 +159,7 @@ class PrefillPlan(Plan):
             and self.num_warps == 4
             and self.num_stages >= 2
             and self.capping in (0, 1, 2, 3)
-            and self.loading in (56, 72)
-            and self.new_rows in (0, 32, 64, 128)
+            and self.loading in (40, 56, 72)
             and 0 <= self.q_in_registers <= (1 if problem.head_dim > 192 else len(column_tiles(problem.head_dim)))
         )
 
@@ -278,6 +277,8 @@ def plan_prefill(problem: Problem, limits: DeviceLimits, num_splits: int = 0) ->
         plan = replace(_hopper(problem), programs=limits.cores)
         # Then nothing need be shared on the device, and nothing merged.
         splits = int(_has_whole_tiles(problem, limits.cores))
+        if (num_splits or splits) == 1 and problem.cache_bits == 16 and plan.block_m == plan.block_n == 128:
+            plan = replace(plan, loading=_LOADING_WHOLE)
     else:
         plan = _portable(problem, limits)
         splits = _splits(problem, plan, limits)
@@ -335,6 +336,8 @@ def _has_whole_tiles(problem: Problem, programs: int) -> bool:
         return False
     tiles = cdiv(min(problem.tokens, problem.max_seqlen_q), tokens) * problem.num_heads_kv
     rounds = cdiv(tiles, programs)
+    if problem.new_kv and problem.capacity <= _FEW_KEYS and rounds > _MOST_ROUNDS:
+        return True
     return rounds <= _MOST_ROUNDS and tiles >= _FILLED * rounds * programs
 
 

@@ -134,6 +134,9 @@ class Pointer:
 
     __radd__ = __add__
 
+    def __getitem__(self, key: Any) -> Pointer:
+        return Pointer(self.tensor, torch.as_tensor(self.offsets)[key])
+
     def memory(self) -> Tensor:
         tensor = self.tensor
         reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -7,7 +7,7 @@ nothing waits for the largest score of a tile, and no accumulator is rescaled.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from prefix_prefill.kernels.hopper.softmax import masked, seen_by_all
+from prefix_prefill.kernels.hopper.softmax import masked, sum_of_lanes
 from prefix_prefill.kernels.softmax import LOG2_E
 
 # No weight is less than 2^-LEAST, so that values times weights are seldom too small a number.
@@ -55,10 +55,10 @@ def middle_exponents(scores, scale, cap):
 
 
 @gluon.jit
-def added(b_x, row_sum, V):
+def added(b_x, row_sum, V, C):
     """Weights and the row sum, from exponents."""
     weights = gl.exp2(b_x)
-    return weights.to(V.dtype), row_sum + gl.sum(weights, 1)
+    return weights.to(V.dtype), row_sum + sum_of_lanes(weights, C)
 
 
 @gluon.jit
@@ -66,11 +66,11 @@ def added_large(scores, size, scale, row_sum, scoring, V, C):
     """The same from scores that are up to ``size``, once scaled, more than 0.2 of the cap."""
     if C.CAPPING == 3:
         if (size <= MIDDLE) & (scale > 1e-4) & (scale < 1e4):
-            weights, new_sum = added(middle_exponents(scores, scale, scoring.cap), row_sum, V)
+            weights, new_sum = added(middle_exponents(scores, scale, scoring.cap), row_sum, V, C)
         else:
-            weights, new_sum = added(exponents(scores, scale, scoring.cap), row_sum, V)
+            weights, new_sum = added(exponents(scores, scale, scoring.cap), row_sum, V, C)
     else:
-        weights, new_sum = added(exponents(scores, scale, scoring.cap), row_sum, V)
+        weights, new_sum = added(exponents(scores, scale, scoring.cap), row_sum, V, C)
     return weights, new_sum
 
 
@@ -81,17 +81,17 @@ def update_by_constant(scores, row_sum, scale, key, bounds, scoring, V, C):
     With CAPPING 2 tiles of no score above 0.2 of the cap, which most are, go without an exponential and a reciprocal,
     with 3 those of none above 0.8 of it, too.
     """
-    if seen_by_all(key, bounds, scoring, C):
+    if bounds.whole:
         if C.CAPPING >= 2:
             size = gl.max(gl.max(gl.abs(scores), 1), 0) * scale
             # The scale's third power is a normal number.
             if (size <= NEAR) & (scale > 1e-10) & (scale < 1e10):
-                weights, new_sum = added(near_exponents(scores, scale, scoring.cap), row_sum, V)
+                weights, new_sum = added(near_exponents(scores, scale, scoring.cap), row_sum, V, C)
             else:
                 weights, new_sum = added_large(scores, size, scale, row_sum, scoring, V, C)
         else:
-            weights, new_sum = added(exponents(scores, scale, scoring.cap), row_sum, V)
+            weights, new_sum = added(exponents(scores, scale, scoring.cap), row_sum, V, C)
     else:
         b_x = exponents(scores, scale, scoring.cap)
-        weights, new_sum = added(masked(b_x, key, bounds, scoring, V, C), row_sum, V)
+        weights, new_sum = added(masked(b_x, key, bounds, scoring, V, C), row_sum, V, C)
     return weights, new_sum

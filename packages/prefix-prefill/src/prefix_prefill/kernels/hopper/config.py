@@ -162,6 +162,26 @@ class Loop(NamedTuple):
     to_new: object
 
 
+class Inside(NamedTuple):
+    """The tiles of a loop that all rows see whole, found once for a piece: those from ``low`` to before ``high``, of
+    cached ones to before ``cut``.
+    """
+
+    low: object
+    cut: object
+    high: object
+
+
+class Bounds(NamedTuple):
+    """Of a tile of keys and a source, cached or new: the first key and the end of those that any row sees, and whether
+    all rows see the whole tile.
+    """
+
+    low: object
+    high: object
+    whole: object
+
+
 class Tokens(NamedTuple):
     """Where the scales of single tokens are found: pointers, strides, the block table, sizes; and where they go."""
 

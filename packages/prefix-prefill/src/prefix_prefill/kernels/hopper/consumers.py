@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from prefix_prefill.kernels.hopper.capped import reference_of, update_by_constant
-from prefix_prefill.kernels.hopper.config import ROWS, STRIP, column_of, own_tiles, width_of
+from prefix_prefill.kernels.hopper.config import ROWS, STRIP, Bounds, Inside, column_of, own_tiles, width_of
 from prefix_prefill.kernels.hopper.drafts import store_masks
 from prefix_prefill.kernels.hopper.epilogue import finish
 from prefix_prefill.kernels.hopper.items import done, has_item, loop_of, tile_of
@@ -34,8 +34,10 @@ from prefix_prefill.kernels.hopper.softmax import (
     TileScales,
     Variant,
     acc_layout,
+    lanes_layout,
     larger_unit,
     powers_of_two,
+    row_sum_of,
     update_first,
     update_tile,
 )
@@ -104,7 +106,50 @@ def zero_masked_values(memory, stage, i_group, from_row, to_row, meetings, V, C)
 
 
 @gluon.jit
-def issue_pv(weights, accs, v, memory, v_scale, i, at, i_group, loop, V, C):
+def inside_of(loop, all_low, all_high, C):
+    """The tiles that all rows see whole, where these all see the keys from ``all_low`` to before ``all_high``."""
+    cut = (gl.minimum(all_high, loop.cached_high) - loop.start) // C.BLOCK_N
+    low = cut * 0
+    high = cut
+    if C.HAS_LEFT:
+        low = (all_low - loop.start + C.BLOCK_N - 1) // C.BLOCK_N
+    if C.NEW_KV:
+        start = loop.start + loop.to_new
+        high = (gl.minimum(all_high, loop.high) - start) // C.BLOCK_N
+        if C.HAS_LEFT:
+            new_low = (all_low - start + C.BLOCK_N - 1) // C.BLOCK_N
+            low = gl.where(low <= loop.first_new, low, gl.maximum(new_low, loop.first_new))
+    return Inside(low, cut, high)
+
+
+@gluon.jit
+def is_inside(i, inside, loop, C):
+    """Whether all rows see the whole of tile i."""
+    whole = i < inside.high
+    if C.NEW_KV:
+        whole = whole & ((i < inside.cut) | (i >= loop.first_new))
+    if C.HAS_LEFT:
+        whole = whole & (i >= inside.low)
+    return whole
+
+
+@gluon.jit
+def await_values(v, memory, i, at, i_group, loop, inside, V, C):
+    """Until the values of tile i are there, those that no row sees as zeros. Returns how often consumers have met."""
+    before, meetings = at
+    wait_full(v, before + i, C)
+    if not is_inside(i, inside, loop, C):
+        key = key_of_tile(i, loop, C)
+        from_row = gl.maximum(loop.low - key, 0)
+        to_row = gl.minimum(end_of_tile(i, loop, C) - key, C.BLOCK_N)
+        if (from_row > 0) | (to_row < C.BLOCK_N):
+            stage = (before + i) % C.STAGES
+            meetings = zero_masked_values(memory, stage, i_group, from_row, to_row, meetings, V, C)
+    return meetings
+
+
+@gluon.jit
+def issue_pv(weights, accs, v, memory, v_scale, i, at, i_group, loop, inside, V, C):
     """Issue acc += weights v of tile i, in the ring at ``before + i``; before the first new values, scale what the
     cached ones gave. Returns also how often consumers have met.
     """
@@ -112,15 +157,8 @@ def issue_pv(weights, accs, v, memory, v_scale, i, at, i_group, loop, V, C):
     if C.IS_FP8 and C.NEW_KV and not C.V_TOKENS:
         if i == loop.first_new:
             accs = scale_all(accs, v_scale, V)
-    wait_full(v, before + i, C)
+    meetings = await_values(v, memory, i, at, i_group, loop, inside, V, C)
     stage = (before + i) % C.STAGES
-    key = key_of_tile(i, loop, C)
-    from_row = loop.low - key
-    to_row = end_of_tile(i, loop, C) - key
-    if (from_row > 0) | (to_row < C.BLOCK_N):
-        from_row = gl.maximum(from_row, 0)
-        to_row = gl.minimum(to_row, C.BLOCK_N)
-        meetings = zero_masked_values(memory, stage, i_group, from_row, to_row, meetings, V, C)
     issued = ()
     for t in gl.static_range(len(V.OWN)):
         b_p = gl.convert_layout(weights, gl.DotOperandLayout(0, acc_layout(C.V_TILES[V.OWN[t]]), 2))
@@ -154,14 +192,14 @@ def issue_qk(q, k, i, b_zero, C):
 
 
 @gluon.jit
-def softmax_of(b_s, running_max, row_sum, i, cached, loop, scoring, scales, FIRST: gl.constexpr, V, C):
+def softmax_of(b_s, running_max, row_sum, i, loop, inside, scoring, scales, FIRST: gl.constexpr, V, C):
     """The online softmax of tile i: weights, running max, row sum, and what the accumulator is rescaled by."""
     key = key_of_tile(i, loop, C)
-    bounds = (loop.low, end_of_tile(i, loop, C))
+    bounds = Bounds(loop.low, end_of_tile(i, loop, C), is_inside(i, inside, loop, C))
     scale = scoring.cached_scale
     if C.IS_FP8 and C.NEW_KV:
         # Only cached keys have a scale of their own.
-        scale = gl.where(i < cached, scoring.cached_scale, scoring.scale)
+        scale = gl.where(scales.cached, scoring.cached_scale, scoring.scale)
     if C.CAPPING:
         weights, new_sum = update_by_constant(b_s, row_sum, scale, key, bounds, scoring, V, C)
         result = (weights, running_max, new_sum, running_max)
@@ -309,15 +347,14 @@ def attend_tile(pointers, memory, k, v, i_group, table, i_item, at, numbers, siz
         all_high = gl.minimum(loop.high, first_row + 1 + gl.minimum(sizes.right, tile.length))
     if C.DRAFT:
         all_high = gl.minimum(all_high, tile.context)
-    scoring = Scoring(
-        cached_scale, scale, scores.softcap, sizes, slope, positions, draft, (table, i_item), all_low, all_high
-    )
+    inside = inside_of(loop, all_low, all_high, C)
+    scoring = Scoring(cached_scale, scale, scores.softcap, sizes, slope, positions, draft, (table, i_item))
 
     if C.CAPPING:
         running_max = gl.zeros([ROWS], gl.float32, L_ROW) + reference_of(scores.softcap)
     else:
         running_max = gl.full([ROWS], float("-inf"), gl.float32, L_ROW)
-    row_sum = gl.zeros([ROWS], gl.float32, L_ROW)
+    row_sum = gl.zeros([ROWS, 4], gl.float32, lanes_layout())
     accs = ()
     for t in gl.static_range(len(V.OWN)):
         accs = accs + (empty_acc(t, V, C),)
@@ -335,18 +372,20 @@ def attend_tile(pointers, memory, k, v, i_group, table, i_item, at, numbers, siz
         unit, factor, ratio = larger_unit(memory.scales, before, cached > 0, unit, C)
         scales = TileScales(memory.scales, before, cached > 0, factor)
         weights, running_max, row_sum, rescale = softmax_of(
-            b_s, running_max, row_sum, 0, cached, loop, scoring, scales, True, V, C
+            b_s, running_max, row_sum, 0, loop, inside, scoring, scales, True, V, C
         )
         for i in range(1, count):
             # Both products are in flight; the softmax of tile i overlaps with the second.
             qk = issue_qk(q, k, before + i, b_zero, C)
-            pv, meetings = issue_pv(weights, accs, v, memory, v_scale, i - 1, (before, meetings), i_group, loop, V, C)
+            pv, meetings = issue_pv(
+                weights, accs, v, memory, v_scale, i - 1, (before, meetings), i_group, loop, inside, V, C
+            )
             b_s = warpgroup_mma_wait(len(V.OWN), deps=[qk])
             release(k, before + i, C)
             unit, factor, ratio = larger_unit(memory.scales, before + i, i < cached, unit, C)
             scales = TileScales(memory.scales, before + i, i < cached, factor)
             weights, running_max, row_sum, rescale = softmax_of(
-                b_s, running_max, row_sum, i, cached, loop, scoring, scales, False, V, C
+                b_s, running_max, row_sum, i, loop, inside, scoring, scales, False, V, C
             )
             if C.V_TOKENS:
                 rescale = rescale * ratio
@@ -354,7 +393,9 @@ def attend_tile(pointers, memory, k, v, i_group, table, i_item, at, numbers, siz
             release(v, before + i - 1, C)
             if not C.CAPPING:
                 accs = scale_rows(accs, rescale, V, C)
-        pv, meetings = issue_pv(weights, accs, v, memory, v_scale, count - 1, (before, meetings), i_group, loop, V, C)
+        pv, meetings = issue_pv(
+            weights, accs, v, memory, v_scale, count - 1, (before, meetings), i_group, loop, inside, V, C
+        )
         accs = wait_for_pv(pv, V)
         release(v, before + count - 1, C)
         if C.V_TOKENS:
@@ -363,6 +404,7 @@ def attend_tile(pointers, memory, k, v, i_group, table, i_item, at, numbers, siz
             if C.IS_FP8 and cached == count:
                 # Otherwise ``issue_pv`` did, before the first new tile.
                 accs = scale_all(accs, v_scale, V)
+    row_sum = row_sum_of(row_sum, V)
     there = has_item(table, i_item + 1, 4)
     finish(pointers, memory, i_group, accs, (running_max, row_sum), table, i_item, scores, numbers, sizes, V, C)
     done(table, i_item)

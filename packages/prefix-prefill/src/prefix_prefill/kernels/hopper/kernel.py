@@ -8,6 +8,7 @@ from prefix_prefill.kernels.batch import Batch
 from prefix_prefill.kernels.groups import Numbers, Scores
 from prefix_prefill.kernels.hopper.config import (
     ROWS,
+    STRIP,
     Config,
     Pointers,
     Sizes,
@@ -118,7 +119,7 @@ def attend(
         d_v_cached = pool_of(p_batch[5], numbers.strides.v_cache, v, C.V_TILES, C)
     fence_async_shared()
 
-    memory = Memory(q_tiles, out_tiles, as_strips(v.boxes, C.V_TILES, C), positions, meeting, scales)
+    memory = Memory(q_tiles, out_tiles, as_strips(v.boxes, C.V_TILES, STRIP, C), positions, meeting, scales)
     second = rows * 0 + (C.GROUPS - 1)
     # The roles must stand literally in each call. Registers a thread: an SM has 65536, and a warp that only issues
     # loads needs few.
@@ -158,9 +159,10 @@ def attend(
             (schedule, (table, num_splits, batch, p_parts[2], C)),
         ], [1, 1, 1], [80, 80, 80])  # fmt: skip
     else:
-        # What these leave, the first consumer has. With fewer than 56 the scheduler's warp spills what it looks up.
+        # What these leave, the first consumer has. With fewer than 56 the scheduler's warp spills what it looks up, but
+        # for tiles that are whole.
         LOADING: gl.constexpr = C.LOADING if C.GROUPS == C.CONSUMERS else 40
-        SECOND: gl.constexpr = (216 if C.LOADING > 56 else 224) if C.GROUPS == C.CONSUMERS else 232
+        SECOND: gl.constexpr = 252 - LOADING // 8 * 4
         gl.warp_specialize([
             (consume, (pointers, memory, k, v, 0, True, table, scores, numbers, sizes, C)),
             (consume, (pointers, memory, k, v, second, False, table, scores, numbers, sizes, C)),

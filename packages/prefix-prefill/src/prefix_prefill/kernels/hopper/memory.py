@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from prefix_prefill.kernels.hopper.config import ROWS, STRIP, is_gathered, width_of
+from prefix_prefill.kernels.hopper.config import ROWS, is_gathered, width_of
 
 
 class Ring(NamedTuple):
@@ -135,8 +135,8 @@ def as_tiles(boxes, TILES: gl.constexpr, C):
 
 
 @gluon.jit
-def as_strips(boxes, TILES: gl.constexpr, C):
-    """Boxes as strips of STRIP rows, in the order of stages, columns and rows."""
+def as_strips(boxes, TILES: gl.constexpr, STRIP: gl.constexpr, C):
+    """Boxes as strips of so many rows, in the order of stages, columns and rows."""
     dtype: gl.constexpr = boxes[0].dtype
     strips = ()
     for t in gl.static_range(len(TILES)):

@@ -5,6 +5,7 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from prefix_prefill.kernels.hopper.config import ROWS
 from prefix_prefill.kernels.hopper.drafts import only_drafted
 from prefix_prefill.kernels.hopper.items import context_of
 from prefix_prefill.kernels.softmax import LOG2_E, finite
@@ -45,8 +46,7 @@ TANH_OF_HALVES: gl.constexpr = gl.constexpr(
 class Scoring(NamedTuple):
     """What makes scores of products: their scale, for cached keys and for new ones (with a soft cap that of what it
     takes, in base 2: twice the scores over the cap), the cap and the window, and, of each row, the slope, and in shared
-    memory the position and the halves of its mask of drafts; the item in the table. All rows see the keys from
-    ``all_low`` to before ``all_high``.
+    memory the position and the halves of its mask of drafts; the item in the table.
     """
 
     cached_scale: object
@@ -57,8 +57,6 @@ class Scoring(NamedTuple):
     positions: object
     draft: object
     item: object
-    all_low: object
-    all_high: object
 
 
 class Variant(NamedTuple):
@@ -92,6 +90,35 @@ class TileScales(NamedTuple):
 def acc_layout(columns):
     """Registers of an accumulator [64, columns] of WGMMA."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@gluon.constexpr_function
+def lanes_layout():
+    """Registers of [64, 4]: of each row a number for each of the four lanes that have it in ``acc_layout``."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[8, 0]], lane_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], warp_bases=[[16, 0], [32, 0]],
+        block_bases=[], shape=[ROWS, 4],
+    )  # fmt: skip
+
+
+@gluon.jit
+def largest(scores, V, C):
+    """The largest score of each row: of pairs, of fours, and so on, since each maximum waits for those before it."""
+    b_s = gl.reshape(scores, [ROWS, C.BLOCK_N // 32, 4, 4, 2])
+    return gl.convert_layout(gl.max(gl.max(gl.max(gl.max(b_s, 4), 2), 1), 1), gl.SliceLayout(1, V.L_S))
+
+
+@gluon.jit
+def sum_of_lanes(weights, C):
+    """The sums of a tile's rows [ROWS, 4], each lane's own part: through the main loop no lane waits for another."""
+    b_p = gl.reshape(weights, [ROWS, C.BLOCK_N // 8, 4, 2])
+    return gl.convert_layout(gl.sum(gl.sum(b_p, 3), 1), lanes_layout())
+
+
+@gluon.jit
+def row_sum_of(lanes, V):
+    """Row sums, from those of lanes."""
+    return gl.convert_layout(gl.sum(lanes, 1), gl.SliceLayout(1, V.L_S))
 
 
 @gluon.jit
@@ -179,8 +206,8 @@ def natural_log_sum_exp(running_max, row_sum, unit):
 def update(scores, running_max, row_sum, scale, key, bounds, scoring, scales, MASKED: gl.constexpr, V, C):
     """Weights relative to the new running max, that max, the new row sum, and what the accumulator is rescaled by.
 
-    ``key`` is the tile's first; ``bounds`` are the first key and the end of those that any row sees; ``scales`` those
-    of tokens, where there are any: keys' are folded into scores, values' into weights.
+    ``key`` is the tile's first; ``row_sum`` has a part for each lane; ``scales`` are those of tokens, where there are
+    any: keys' are folded into scores, values' into weights.
     """
     scores = biased(scores, scale, key, scoring, scales, V, C)
     if MASKED:
@@ -211,7 +238,8 @@ def masked(scores, key, bounds, scoring, V, C):
     """Scores, -inf of keys that a row does not see."""
     position = scoring.positions.load(gl.SliceLayout(1, V.L_S))
     o_key = key + gl.arange(0, C.BLOCK_N, gl.SliceLayout(0, V.L_S))
-    low, high = bounds
+    low = bounds.low
+    high = bounds.high
     # The last key that a row sees, and the first; written so that no sum overflows.
     last = position * 0 + (high - 1)
     if C.DRAFT:
@@ -235,7 +263,7 @@ def masked(scores, key, bounds, scoring, V, C):
 def weighed(scores, running_max, row_sum, scale, scales, V, C):
     """The rest of ``update``."""
     shift: gl.constexpr = HEADROOM if V.RESCALED else 0
-    most = gl.max(scores, 1)
+    most = largest(scores, V, C)
     if V.SIGNED or C.SOFTCAP or C.ALIBI:
         new_max = gl.maximum(running_max, most)
         weights = gl.exp2(scores - (finite(new_max) - shift)[:, None])
@@ -264,7 +292,8 @@ def times_k_scales(scores, scales, V, C):
 def summed(weights, running_max, new_max, row_sum, scales, V, C):
     """What ``update`` returns, from a tile's weights, and the running max before it and after."""
     rescale = gl.exp2(running_max - finite(new_max))
-    row_sum = row_sum * rescale + gl.sum(weights, 1)
+    row_sum = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, lanes_layout()))[:, None]
+    row_sum += sum_of_lanes(weights, C)
     if C.V_TOKENS:
         v_scale = scales.memory.v.index(scales.at % (C.STAGES + 1)).load(gl.SliceLayout(0, V.L_S))
         if C.NEW_KV:
@@ -313,15 +342,6 @@ def update_capped(scores, running_max, row_sum, scale, key, bounds, scoring, sca
 
 
 @gluon.jit
-def seen_by_all(key, bounds, scoring, C):
-    """Whether all rows see the whole tile from ``key`` on."""
-    all_high = scoring.all_high
-    if C.NEW_KV:
-        all_high = gl.minimum(all_high, bounds[1])
-    return (key >= scoring.all_low) & (key + C.BLOCK_N <= all_high)
-
-
-@gluon.jit
 def update_first(scores, running_max, row_sum, scale, key, bounds, scoring, scales, V, C):
     """``update_tile`` of a piece's first tile, with which no WGMMA overlaps: in one branch, which is less code."""
     if C.SOFTCAP and not C.ALIBI:
@@ -330,7 +350,7 @@ def update_first(scores, running_max, row_sum, scale, key, bounds, scoring, scal
         )
     else:
         scores = biased(scores, scale, key, scoring, scales, V, C)
-        if not seen_by_all(key, bounds, scoring, C):
+        if not bounds.whole:
             scores = masked(scores, key, bounds, scoring, V, C)
         weights, new_max, new_sum, rescale = weighed(scores, running_max, row_sum, scale, scales, V, C)
     return weights, new_max, new_sum, rescale
@@ -342,7 +362,7 @@ def update_tile(scores, running_max, row_sum, scale, key, bounds, scoring, scale
 
     Two branches: in straight code ptxas moves the softmax past the wait for the WGMMA that it is to overlap with.
     """
-    if seen_by_all(key, bounds, scoring, C):
+    if bounds.whole:
         if C.SOFTCAP and not C.ALIBI:
             weights, new_max, new_sum, rescale = update_capped(
                 scores, running_max, row_sum, scale, key, bounds, scoring, scales, V, C

@@ -135,8 +135,11 @@ def prefill(
         i_h_v = i_h // sizes.RATIO_V
         tensors = (d_q, d_k, d_v, d_o)
         dtype: gl.constexpr = d_q.dtype
-        q_stages = gl.allocate_shared_memory(dtype, [STAGES * PIECES] + d_q.block_type.shape, d_q.layout)
-        k_stages = gl.allocate_shared_memory(dtype, [STAGES * PIECES] + d_k.block_type.shape, d_k.layout)
+        q_stages = ()
+        k_stages = ()
+        for i in gl.static_range(PIECES):  # noqa: B007 (Triton takes no _)
+            q_stages = q_stages + (gl.allocate_shared_memory(dtype, [STAGES] + d_q.block_type.shape, d_q.layout),)
+            k_stages = k_stages + (gl.allocate_shared_memory(dtype, [STAGES] + d_k.block_type.shape, d_k.layout),)
         v_stages = gl.allocate_shared_memory(dtype, [STAGES] + d_v.block_type.shape, d_v.layout)
         o_tiles = gl.allocate_shared_memory(dtype, [out_stages(STAGES)] + d_o.block_type.shape, d_o.layout)
         scores_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
@@ -216,9 +219,10 @@ def prefill(
         up_smem = None
         if FP16:
             up_smem = gl.allocate_shared_memory(gl.float32, [CHUNK], row_layout)
-        state_smem = None
+        state_smem = ()
         if PIECES > 1:
-            state_smem = gl.allocate_shared_memory(dtype, [PIECES, BLOCK_E, D], scores_layout)
+            for i in gl.static_range(PIECES):  # noqa: B007
+                state_smem = state_smem + (gl.allocate_shared_memory(dtype, [BLOCK_E, D], scores_layout),)
         buffers = Buffers(scores, o_tiles, within_smem, seeing_smem, entering_smem, up_smem, state_smem)
         lost = rest_of_rate(p_slopes, i_h, rate)
         decay = decay_over(rate, lost, gl.to_tensor(CHUNK))

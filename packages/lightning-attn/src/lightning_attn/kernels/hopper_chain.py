@@ -35,7 +35,7 @@ def own_chunk(tensors, ring, buffers, work, i, acc_S, decay, length, sizes: gl.c
     stride: gl.constexpr = -CHUNK if sizes.REVERSED else CHUNK
     operand: gl.constexpr = gl.DotOperandLayout(0, state_layout(sizes), 2)
     stage = i % STAGES
-    k_tile = ring.k.index(stage).reshape([CHUNK, D])
+    k_tile = ring.k[0].index(stage).reshape([CHUNK, D])
     v_tile = ring.v.index(stage).reshape([CHUNK, BLOCK_E])
     mbarrier.wait(ring.full_k.index(stage), (i // STAGES) & 1)
     mbarrier.wait(ring.full_v.index(stage), (i // STAGES) & 1)

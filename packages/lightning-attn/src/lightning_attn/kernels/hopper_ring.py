@@ -10,7 +10,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 class Ring(NamedTuple):
     """A ring buffer of chunks in shared memory: q, k and v of a stage arrive on full barriers of their own.
 
-    On one barrier Triton would have all warps meet between each two of the loads.
+    On one barrier Triton would have all warps meet between each two of the loads, and so it would on one buffer: q and
+    k are tuples, of a buffer a piece.
     """
 
     q: Any
@@ -58,7 +59,7 @@ def state_layout(sizes):
 @gluon.jit
 def tile_of(tiles, stage, i, sizes: gl.constexpr):
     """Piece i of a stage's q or k."""
-    return tiles.index(stage * pieces_of(sizes) + i).reshape([sizes.CHUNK, sizes.BLOCK_D])
+    return tiles[i].index(stage).reshape([sizes.CHUNK, sizes.BLOCK_D])
 
 
 @gluon.jit
@@ -82,12 +83,10 @@ def load_chunk(tensors, ring, work, i, row, sizes: gl.constexpr):
     d_q, d_k, d_v, _ = tensors
     for p in gl.static_range(PIECES):
         q_place = [work.i_box, work.i_h_qk, row, p * sizes.BLOCK_D]
-        q_tile = ring.q.index(stage * PIECES + p)
-        tma.async_copy_global_to_shared(d_q, q_place, ring.full_q.index(stage), q_tile, pred=pred)
+        tma.async_copy_global_to_shared(d_q, q_place, ring.full_q.index(stage), ring.q[p].index(stage), pred=pred)
     for p in gl.static_range(PIECES):
         k_place = [work.i_box, work.i_h_qk, row, p * sizes.BLOCK_D]
-        k_tile = ring.k.index(stage * PIECES + p)
-        tma.async_copy_global_to_shared(d_k, k_place, ring.full_k.index(stage), k_tile, pred=pred)
+        tma.async_copy_global_to_shared(d_k, k_place, ring.full_k.index(stage), ring.k[p].index(stage), pred=pred)
     v_place = [work.i_box, work.i_h_v, row, work.column]
     tma.async_copy_global_to_shared(d_v, v_place, ring.full_v.index(stage), ring.v.index(stage), pred=pred)
 
@@ -104,7 +103,7 @@ def load_own(tensors, ring, work, i, stride: gl.constexpr, sizes: gl.constexpr):
     mbarrier.expect(ring.full_k.index(stage), d_k.block_type.nbytes, pred=pred)
     mbarrier.expect(ring.full_v.index(stage), d_v.block_type.nbytes, pred=pred)
     k_place = [work.i_box, work.i_h_qk, row, 0]
-    tma.async_copy_global_to_shared(d_k, k_place, ring.full_k.index(stage), ring.k.index(stage), pred=pred)
+    tma.async_copy_global_to_shared(d_k, k_place, ring.full_k.index(stage), ring.k[0].index(stage), pred=pred)
     v_place = [work.i_box, work.i_h_v, row, work.column]
     tma.async_copy_global_to_shared(d_v, v_place, ring.full_v.index(stage), ring.v.index(stage), pred=pred)
     i_chunk = gl.where(pred, work.chunks, i - work.own)

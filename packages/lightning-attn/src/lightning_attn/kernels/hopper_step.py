@@ -252,22 +252,22 @@ def step_of_two(
     b_down = None
     if dtype == gl.float16:
         b_up, b_down = into_float16(gl.max(gl.maximum(gl.abs(S[0]), gl.abs(S[1])), axis=1))
-        buffers.state.index(0).store((S[0] * b_up[:, None]).to(dtype))
-        buffers.state.index(1).store((S[1] * b_up[:, None]).to(dtype))
+        buffers.state[0].store((S[0] * b_up[:, None]).to(dtype))
+        buffers.state[1].store((S[1] * b_up[:, None]).to(dtype))
     else:
-        buffers.state.index(0).store(S[0].to(dtype))
-        buffers.state.index(1).store(S[1].to(dtype))
-    decayed_0 = S[0] * decay
-    decayed_1 = S[1] * decay
+        buffers.state[0].store(S[0].to(dtype))
+        buffers.state[1].store(S[1].to(dtype))
     fence_async_shared()
     tl.debug_barrier()
-    # Past this barrier no warp is still in the chunk before.
-    expect_chunk(tensors, ring, work, chunk.i + 1, sizes)
-    load_chunk(tensors, ring, work, chunk.i + 1, chunk.ahead, sizes)
     seen = gl.zeros([BLOCK_E, CHUNK], gl.float32, L_O)  # [BLOCK_E, queries]
     for i in gl.static_range(2):
         q_tile = tile_of(ring.q, stage, i, sizes)
-        seen = warpgroup_mma(buffers.state.index(i), q_tile.permute((1, 0)), seen, use_acc=i > 0, is_async=True)
+        seen = warpgroup_mma(buffers.state[i], q_tile.permute((1, 0)), seen, use_acc=i > 0, is_async=True)
+    # Past the barrier no warp is still in the chunk before.
+    expect_chunk(tensors, ring, work, chunk.i + 1, sizes)
+    load_chunk(tensors, ring, work, chunk.i + 1, chunk.ahead, sizes)
+    decayed_0 = S[0] * decay
+    decayed_1 = S[1] * decay
     if not SNAPSHOTS:
         b_v = values_entering(ring, buffers, v_tile, stage, phase, sizes)
     store_scores(buffers, warpgroup_mma_wait(2, deps=[scores]), sizes)

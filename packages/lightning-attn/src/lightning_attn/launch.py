@@ -155,8 +155,6 @@ def _plan_prefill(
         wanted = "without hopper where q, k, v and out are not 16-byte aligned, with strides of whole 16 bytes"
         fail("plan", wanted, pinned)
     limits = device_limits(device)
-    # Of more than 128 rows of a state the kernel for sm_90 has not run backwards, nor over ragged batches, on any GPU.
-    suits_tma = suits_tma and (problem.heads.head_qk <= 128 or not (problem.ragged or problem.is_gradient))
     plan = plan_prefill(problem.heads, problem.dtype, limits, suits_tma, problem.snapshots > 0)
     # How long each of a ragged batch's is only the device knows.
     if problem.ragged:

@@ -14,8 +14,6 @@ from blocksparse_attn.kernels.groups import Batch, Cache
 from blocksparse_attn.kernels.softmax import LN_2, LOG2_E, finite
 from blocksparse_attn.kernels.tiles import PAGED, keys_of_sequence, load_tile, sequence_of, slot_of
 
-# The number of an entry that lists nothing.
-NOTHING: tl.constexpr = tl.constexpr(2**31 - 1)
 # Instead of a scale of 0, by which -inf would be NaN.
 TINY: tl.constexpr = tl.constexpr(1e-30)
 
@@ -23,9 +21,11 @@ TINY: tl.constexpr = tl.constexpr(1e-30)
 class BlocksConfig(NamedTuple):
     """What the kernels are compiled for, see ``SelectedConfig``.
 
+    NOTHING: the number of an entry that lists nothing, the largest of its dtype.
     HEADS_P: kv heads, TOKEN_ROWS: query heads of one, both rounded up to a power of two. CHUNK: entries of a program.
     """
 
+    NOTHING: int
     GROUP: int
     HEADS_KV: int
     HEADS_P: int
@@ -47,8 +47,8 @@ class BlocksConfig(NamedTuple):
 
 
 class Entries(NamedTuple):
-    """Pointers: sorted numbers, ``(sequence * blocks + block) * Hkv + head``, int32; where an entry stood, int64; and,
-    by that, how many keys of its block the token sees, int32."""
+    """Pointers: sorted numbers, ``(sequence * blocks + block) * Hkv + head``, int16 or int32; where an entry stood,
+    int64; and, by that, how many keys of its block the token sees, int32."""
 
     number: Any
     order: Any
@@ -92,10 +92,10 @@ def number_entries(
     m_e = (i_kv < config.HEADS_KV) & (i_e < TOPK)
     block = tl.load(p_indices + row * s_indices[0] + i_kv.to(tl.int64) * s_indices[1] + i_e, mask=m_e, other=-1)
     there = (block >= 0) & (block < (high + (config.BLOCK - 1)) // config.BLOCK)
-    number = tl.where(there, (i_n * blocks + block) * config.HEADS_KV + i_kv, NOTHING)
+    number = tl.where(there, (i_n * blocks + block) * config.HEADS_KV + i_kv, config.NOTHING)
     reach = tl.where(there, tl.minimum(high - block * config.BLOCK, config.BLOCK), 0)
     place = row * (config.HEADS_KV * TOPK) + i_kv * TOPK + i_e
-    tl.store(p_number + place, number, mask=m_e)
+    tl.store(p_number + place, number.to(p_number.dtype.element_ty), mask=m_e)
     tl.store(p_reach + place, reach, mask=m_e)
     tl.store(p_inside + row, possible.to(tl.int8))
 
@@ -134,16 +134,16 @@ def attend_blocks(
     TOKENS: tl.constexpr = config.BLOCK_M // ROWS
     base = tl.program_id(0).to(tl.int64) * config.CHUNK
     o_c = tl.arange(0, config.CHUNK)
-    own = tl.load(listed.number + base + o_c, mask=base + o_c < entries, other=NOTHING)
-    own_reach = tl.load(listed.reach + tl.load(listed.order + base + o_c, mask=own < NOTHING, other=0))
+    own = tl.load(listed.number + base + o_c, mask=base + o_c < entries, other=config.NOTHING).to(tl.int32)
+    own_reach = tl.load(listed.reach + tl.load(listed.order + base + o_c, mask=own < config.NOTHING, other=0))
     o_m = tl.arange(0, config.BLOCK_M)
     o_n = tl.arange(0, config.BLOCK)
     o_g = o_m % ROWS
     o_dq = tl.arange(0, config.BLOCK_D) * strides.q[2]
     o_dv = tl.arange(0, config.BLOCK_DV)
     done = 0
-    number = tl.load(listed.number + base)
-    while number < NOTHING:
+    number = tl.load(listed.number + base).to(tl.int32)
+    while number < config.NOTHING:
         count = tl.sum((own == number).to(tl.int32), 0)
         reach = tl.max(tl.where(own == number, own_reach, 0), 0)
         i_kv = number % config.HEADS_KV
@@ -180,7 +180,7 @@ def attend_blocks(
             tl.store(p_part_lse + row, tl.where(total == 0, float("-inf"), top + tl.log2(safe)), mask=m_row)
         done += count
         more = (done < config.CHUNK) & (base + done < entries)
-        number = tl.load(listed.number + base + done, mask=more, other=NOTHING)
+        number = tl.load(listed.number + base + done, mask=more, other=config.NOTHING).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["s_lse_head"])

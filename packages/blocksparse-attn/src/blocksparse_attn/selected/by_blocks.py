@@ -38,18 +38,20 @@ def prepare_by_blocks(
         s if problem.page_layout == "NHD" else (s[0], s[2], s[1], s[3])
         for s in (forms.k_cache.stride(), forms.v_cache.stride())
     )
+    blocks = max(1, cdiv(problem.capacity, problem.block_size))
+    # Half of the bits are half of the time of sorting.
+    dtype = torch.int16 if blocks * problem.sequences * heads < 2**15 - 1 else torch.int32
     config = BlocksConfig(
-        GROUP=problem.group, HEADS_KV=heads, HEADS_P=power_of_two_at_least(heads), D=size,
-        BLOCK_D=max(16, power_of_two_at_least(size)), DV=size_v, BLOCK_DV=max(16, power_of_two_at_least(size_v)),
-        PAGE=problem.page_size, BLOCK=problem.block_size, TOPK=problem.topk, TOPK_P=power_of_two_at_least(problem.topk),
+        NOTHING=torch.iinfo(dtype).max, GROUP=problem.group, HEADS_KV=heads, HEADS_P=power_of_two_at_least(heads),
+        D=size, BLOCK_D=max(16, power_of_two_at_least(size)), DV=size_v,
+        BLOCK_DV=max(16, power_of_two_at_least(size_v)), PAGE=problem.page_size, BLOCK=problem.block_size,
+        TOPK=problem.topk, TOPK_P=power_of_two_at_least(problem.topk),
         TOKEN_ROWS=power_of_two_at_least(problem.group), BLOCK_M=plan.block_m, CHUNK=_CHUNK, STAGES=plan.num_stages,
-        CAUSAL=problem.causal,
-        K_SCALES=0 if forms.k_scale is None else forms.k_scale.shape[0],
+        CAUSAL=problem.causal, K_SCALES=0 if forms.k_scale is None else forms.k_scale.shape[0],
         V_SCALES=0 if forms.v_scale is None else forms.v_scale.shape[0],
     )  # fmt: skip
     strides = BlockStrides(forms.q.stride(), s_k, s_v, forms.out.stride())
     s_lse = (0, 1) if forms.lse is None else forms.lse.stride()
-    blocks = max(1, cdiv(problem.capacity, problem.block_size))
     pages, s_table = forms.k_cache.shape[0], forms.block_table.stride(0)
     factors = Factors(problem.softmax_scale, problem.k_factor, problem.v_factor)
     numbering = Launch(
@@ -71,7 +73,9 @@ def prepare_by_blocks(
 
     def run(*twelve: Tensor | None) -> None:
         given = Tensors(*twelve)  # type: ignore[arg-type]
-        numbers, reaches = (torch.empty(problem.tokens * each, dtype=torch.int32, device=device) for _ in range(2))
+        numbers, reaches = (
+            torch.empty(problem.tokens * each, dtype=kind, device=device) for kind in (dtype, torch.int32)
+        )
         all_inside = torch.empty(problem.tokens, dtype=torch.int8, device=device)
         numbering(given.indices, given.cu_seqlens_q, given.seqlens_k, numbers, reaches, all_inside)
         for first in range(0, problem.tokens, most):

@@ -166,8 +166,9 @@ def test_kernels_attend_to_a_cache_of_8_bits(device, format, page, heads) -> Non
             batch.check(*batch.run(plan=plan))
             problem = DecodeProblem(heads, 512, 64, seqlen_q, len(lengths), 4096, page, cache=format)
             of_keys = tiles_of_keys(problem, plan.tiles, DeviceLimits(132))
-            for tiles in (of_keys, replace(of_keys, narrow=False)):
-                batch.check(*batch.run(plan=plan._replace(tiles=tiles)))
+            for tiles in (of_keys, replace(of_keys, narrow=True)):
+                if tiles.covers(problem):
+                    batch.check(*batch.run(plan=plan._replace(tiles=tiles)))
 
 
 def test_a_random_batch_over_a_cache_of_8_bits_is_the_definition(device, random_case) -> None:
@@ -263,7 +264,9 @@ def test_keys_are_rows_where_latents_are_512_and_two_of_their_stages_are_loaded_
         assert tiles.num_stages >= 4
         assert tiles.covers(problem)
         assert tiles.shared_memory(problem) <= limits.shared_memory
-        assert tiles.narrow == replace(tiles, narrow=True).covers(problem) == (block_m == 16 and cache == "e4m3")
+        # By choice alone: its sums have 13 bits.
+        assert not tiles.narrow
+        assert replace(tiles, narrow=True).covers(problem) == (block_m == 16 and cache == "e4m3")
         # As a plan has them.
         fewer = replace(tiles, num_stages=3)
         assert tiles_8bit(problem, fewer, limits) == fewer

@@ -122,6 +122,7 @@ class OfKeys(NamedTuple):
     cache: str
     rows: int
     dtype: torch.dtype = BF16
+    narrow: bool = False
 
     @property
     def problem(self) -> DecodeProblem:
@@ -129,7 +130,8 @@ class OfKeys(NamedTuple):
 
     @property
     def tiles(self) -> DecodeTiles:
-        return tiles_of_keys(self.problem, decode_tiles(self.rows, 512, 64, None, H200), H200)
+        tiles = tiles_of_keys(self.problem, decode_tiles(self.rows, 512, 64, None, H200), H200)
+        return replace(tiles, narrow=self.narrow)
 
     @property
     def constants(self) -> dict[str, Any]:
@@ -279,6 +281,7 @@ DECODE_8BIT = {"one scale": Decoding8bit("e4m3", 448)}
 # Others are records, lists of them and 16 rows, one scale and 32, ropes of 0 and 128: nothing was seen to spill there.
 OF_KEYS = {
     "one scale, 16 rows": OfKeys("decode_8bit", "e4m3", 16),
+    "one scale, not widened": OfKeys("decode_8bit", "e4m3", 16, narrow=True),
     "lists of records, 32 rows": OfKeys("decode_sparse", "656", 32),
 }
 # Others are pages of any size and one scale: nothing was seen to spill there.
@@ -509,7 +512,7 @@ def test_keys_as_rows_are_loaded_in_bulk_and_widened_for_operands_in_registers_w
     assert {"wgmma_rs", "warpgroup_reg_alloc", "warpgroup_reg_dealloc"} <= words(made)
     assert "cp.async.bulk" in made.text
     assert "cvt.rn.f16x2.e4m3x2" in made.text
-    assert ("mla::narrow::values" in made.text) == kernel.tiles.narrow
+    assert ("mla::narrow::values" in made.text) == kernel.narrow
     # What lies last are 32 bytes of work items.
     assert shared_memory(made.text) + 64 + 1024 <= kernel.tiles.shared_memory(kernel.problem)
 

@@ -136,7 +136,8 @@ class DecodeTiles(Plan):
     ``num_stages`` blocks are in flight. A grid has ``num_splits`` parts for each sequence and ``spare_parts`` for all
     of them, which those share that are cut further; neither depends on the batch or on lengths. ``by_rows``: the
     producer's threads keep addresses of keys that lie anywhere, and widen those of 8 bits for more than 32 rows.
-    ``narrow``: keys of 8 bits are not widened, but q in bfloat16 and weights are two numbers of 8 bits each.
+    ``narrow``: keys of 8 bits are not widened, but q in bfloat16 and weights are two numbers of 8 bits each. By choice
+    alone: tensor cores keep 13 bits of such sums, so that large products which cancel take small ones with them.
     """
 
     block_m: int
@@ -276,13 +277,11 @@ def tiles_8bit(problem: DecodeProblem, tiles: DecodeTiles, limits: DeviceLimits)
 def tiles_of_keys(problem: DecodeProblem, tiles: DecodeTiles, limits: DeviceLimits) -> DecodeTiles:
     """The same parts over a cache of 8 bits, for the kernel whose rows of MMAs are keys, widened in registers.
 
-    Latents are 512, ropes a multiple of 64. Of one scale and 16 rows keys are not widened: 0.88 to 0.93 of the time
-    over 4 to 128 sequences on an H200, 1.01 on an H100, where memory bounds both.
+    Latents are 512, ropes a multiple of 64.
     """
     block_m = _NARROW if problem.rows <= _NARROW else _FEW_ROWS
-    narrow = block_m == _NARROW and problem.cache == "e4m3"
     for num_stages in range(_MOST_STAGES, 1, -1):
-        chosen = DecodeTiles(block_m, _KEYS, num_stages, tiles.num_splits, tiles.spare_parts, narrow=narrow)
+        chosen = DecodeTiles(block_m, _KEYS, num_stages, tiles.num_splits, tiles.spare_parts)
         if chosen.shared_memory(problem) <= limits.shared_memory:
             return chosen
     return chosen

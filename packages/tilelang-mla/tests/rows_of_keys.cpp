@@ -291,6 +291,7 @@ int main() {
   every_value();
   for (int i = 0; i < 16; i++) warps.emplace_back(new std::barrier<>(32));
   for (int i = 0; i < 4; i++) groups.emplace_back(new std::barrier<>(128));
+  run<16, 64, false, true, false>("one scale, 13 rows", 140, 13, false);
   run<32, 64, false, false, false>("one scale, float16, a part", 70, 32, true);
   run<16, 64, false, true, false, true>("by 8 bits, 13 rows", 300, 13, false);
   run<16, 0, false, true, false, true>("by 8 bits, no rope, a part", 130, 16, true);

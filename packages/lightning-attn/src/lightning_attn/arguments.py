@@ -190,8 +190,7 @@ def check_several(t: Decode | TreeVerify, scale: float, plan: Ints = None) -> De
     _check_out(t.out, (*t.q.shape[:2], heads.num_heads, heads.head_v), t.q)
     _check_decode_plan(plan, heads)
     q, k, v, out = (tensor.stride() for tensor in (t.q, t.k, t.v, t.out))
-    pool = t.state_pool
-    sequences, tokens = t.q.shape[:2]
+    (sequences, tokens), pool = t.q.shape[:2], t.state_pool
     return DecodeProblem(heads, sequences, tokens, pool.shape[0], q, k, v, pool.stride(), out, scale, writes=False)
 
 
@@ -204,9 +203,7 @@ def check_commit(t: Commit, plan: Ints = None) -> DecodeProblem:
     _check_decode_plan(plan, heads)
     k, v, pool = t.k.stride(), t.v.stride(), t.state_pool
     sequences, tokens = t.k.shape[:2]
-    return DecodeProblem(
-        heads, sequences, tokens, pool.shape[0], None, k, v, pool.stride(), None, 1.0, writes=True
-    )  # fmt: skip
+    return DecodeProblem(heads, sequences, tokens, pool.shape[0], None, k, v, pool.stride(), None, 1.0, writes=True)
 
 
 def _dense(tensor: Tensor) -> Operand:

@@ -17,226 +17,24 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
-from urllib.parse import urlsplit
 
-import requests
 import tomlkit
-from packaging.metadata import RawMetadata, parse_email
-from packaging.requirements import Requirement
+from package_index import Index, version_of
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
-from pypi_simple import (
-    PYPI_SIMPLE_ENDPOINT,
-    DigestMismatchError,
-    DistributionPackage,
-    NoMetadataError,
-    NoSuchProjectError,
-    PyPISimple,
-    UnsupportedContentTypeError,
-    UnsupportedRepoVersionError,
-)
+from pypi_simple import DistributionPackage
+from repository import House, Package, Refused, tool
 from tomlkit.items import Table
-from twine.commands.upload import upload
-from twine.exceptions import InvalidDistribution, TwineException
 from twine.package import PackageFile
-from twine.settings import Settings
-from twine.utils import DEFAULT_REPOSITORY
-
-TIMEOUT_SECONDS = 60
-
-
-class Refused(Exception):
-    """Why a release does not go on, in one line."""
-
-
-@dataclass(frozen=True)
-class Package:
-    """What the release of a package must know of its pyproject.toml."""
-
-    folder: str
-    name: str
-    version: Version
-    repository: str
-    requirements: tuple[Requirement, ...]
-
-    @classmethod
-    def parse(cls, folder: str, pyproject: str) -> Package:
-        project = tomllib.loads(pyproject)["project"]
-        return cls(
-            folder=folder,
-            name=canonicalize_name(project["name"]),
-            version=Version(project["version"]),
-            repository=project.get("urls", {}).get("Repository", ""),
-            requirements=tuple(map(Requirement, project.get("dependencies", []))),
-        )
-
-    @property
-    def tag(self) -> str:
-        return f"{self.name}-v{self.version}"
-
-    def __str__(self) -> str:
-        return f"{self.name} {self.version}"
-
-
-class House:
-    """The repository: its packages, its tags, and copies of its commits."""
-
-    def __init__(self) -> None:
-        self.root = Path(run("git", "rev-parse", "--show-toplevel"))
-        self.git_folder = run("git", "rev-parse", "--absolute-git-dir")
-
-    def git(self, *arguments: str, copy: Path | None = None) -> str:
-        """Run git on the working tree, or on a copy of a commit, which has an index beside it."""
-        place = copy or self.root
-        index = {"GIT_INDEX_FILE": f"{copy}.index"} if copy else {}
-        where = [f"--git-dir={self.git_folder}", f"--work-tree={place}", "--no-optional-locks"]
-        return run("git", *where, *arguments, cwd=place, **index)
-
-    def packages(self) -> dict[str, Package]:
-        """The packages of HEAD, by the name of their folder."""
-        files = self.git("ls-tree", "-r", "--name-only", "HEAD", "shared", "packages").splitlines()
-        found = filter(None, (re.fullmatch(r"(shared|packages/[^/]+)/pyproject\.toml", file) for file in files))
-        return {Path(match[1]).name: self.package(match[1], "HEAD") for match in found}
-
-    def package(self, folder: str, commit: str) -> Package:
-        return Package.parse(folder, self.git("show", f"{commit}:{folder}/pyproject.toml"))
-
-    def require_clean_tree(self) -> None:
-        changed = self.git("status", "--porcelain").splitlines()
-        if changed:
-            more = f" and {len(changed) - 1} more" if changed[1:] else ""
-            raise Refused(f"the tree is not clean ({changed[0].split()[-1]}{more}); commit it or take it away first")
-
-    def is_tagged(self, package: Package) -> bool:
-        return self.git("tag", "--list", package.tag) != ""
-
-    def tagged_ahead(self, package: Package) -> Package | None:
-        """The release that was stopped between its tag and the branch's step to it."""
-        head = self.git("rev-parse", "HEAD")
-        for tag in self.git("tag", "--list", f"{package.name}-v*", "--contains", head).splitlines():
-            found = self.package(package.folder, tag)
-            if found.tag == tag and head in self.git("log", "-1", "--format=%P", tag).split():
-                return found
-        return None
-
-    def copy(self, commit: str, folder: Path) -> Path:
-        """The files of a commit, and nothing else that lies in the working tree."""
-        folder.mkdir()
-        self.git("read-tree", commit, copy=folder)
-        self.git("checkout-index", "--all", copy=folder)
-        return folder
-
-    def tag(self, copy: Path, package: Package) -> None:
-        """Commit what a copy of HEAD has become and tag that, the step by which a release is there or not."""
-        self.git("add", "--all", copy=copy)
-        tree = self.git("write-tree", copy=copy)
-        commit = self.git("commit-tree", tree, "-p", "HEAD", "-m", str(package))
-        self.git("tag", "--annotate", "--message", str(package), package.tag, commit)
-
-    def advance(self, package: Package) -> None:
-        """Take the branch and the working tree to the tag, unless they are there or beyond."""
-        self.git("merge", "--quiet", "--ff-only", f"{package.tag}^{{commit}}")
-
-
-class Index:
-    """An index, as pip reads it and, where it has a URL of its own, as twine sends to it."""
-
-    def __init__(self, url: str | None) -> None:
-        self.url = url
-        self.address = re.sub(r"legacy/$", "", url.rstrip("/") + "/") + "simple/" if url else public_index()
-        with self.answering():
-            self.settings = twine_settings(url) if url else None
-            session = self.settings.create_repository().session if self.settings else None
-        self.client = PyPISimple(self.address, session=session)
-
-    def __str__(self) -> str:
-        return re.sub("//[^/@]*@", "//", self.url or self.address)
-
-    @contextmanager
-    def answering(self) -> Iterator[None]:
-        """Whatever goes wrong between here and the index, told in one line."""
-        try:
-            yield
-        except requests.HTTPError as error:
-            answer = error.response
-            said = f"{answer.status_code} {answer.reason}" if answer is not None else "with an error"
-            raise Refused(f"{self} answers {said}") from error
-        except requests.RequestException as error:
-            raise Refused(f"{self} cannot be reached ({type(error).__name__})") from error
-        except (UnsupportedContentTypeError, UnsupportedRepoVersionError, DigestMismatchError) as error:
-            raise Refused(f"{self} is no index that pip could read ({type(error).__name__})") from error
-        except TwineException as error:
-            raise Refused(f"{self}: twine says: {str(error).strip().splitlines()[0]}") from error
-
-    def files(self, name: str) -> list[DistributionPackage]:
-        """What the index holds under a name, the newest version last."""
-        with self.answering():
-            try:
-                page = self.client.get_project_page(name, timeout=TIMEOUT_SECONDS)
-            except NoSuchProjectError:
-                return []
-        return sorted(page.packages, key=version_of)
-
-    def metadata(self, file: DistributionPackage) -> RawMetadata:
-        """The metadata of a file, from the file itself where the index does not keep it apart."""
-        with self.answering():
-            try:
-                kept = self.client.get_package_metadata_bytes(file, verify=False, timeout=TIMEOUT_SECONDS)
-                return parse_email(kept)[0]
-            except NoMetadataError:
-                pass
-            with tempfile.TemporaryDirectory() as scratch:
-                path = Path(scratch, file.filename)
-                self.client.download_package(file, path, verify=bool(file.digests), timeout=TIMEOUT_SECONDS)
-                try:
-                    return PackageFile.from_filename(str(path), None).metadata
-                except InvalidDistribution:
-                    return {}
-
-    def require_upload_rights(self) -> None:
-        """Send an upload without a file, which no index keeps, to learn of a wrong password before the tag is set."""
-        if self.settings is None:
-            return
-        with self.answering():
-            form = {":action": "file_upload", "protocol_version": "1"}
-            answer = self.client.s.post(str(self.url), data=form, allow_redirects=False, timeout=TIMEOUT_SECONDS)
-            if answer.is_redirect or answer.status_code in (401, 403, 404, 405):
-                raise requests.HTTPError(response=answer)
-
-    def send(self, file: Path) -> None:
-        if self.settings is not None:
-            with self.answering():
-                upload(self.settings, [str(file)])
-
-
-def public_index() -> str:
-    """The public index, or what pip is configured to ask in its place."""
-    configured = subprocess.run(
-        [sys.executable, "-m", "pip", "config", "get", "global.index-url"], capture_output=True, text=True, check=False
-    )
-    return os.environ.get("PIP_INDEX_URL") or configured.stdout.strip() or PYPI_SIMPLE_ENDPOINT
-
-
-def twine_settings(url: str) -> Settings:
-    """twine's own reading of its command line, its variables and its configuration."""
-    if urlsplit(url).hostname in {urlsplit(known).hostname for known in (DEFAULT_REPOSITORY, PYPI_SIMPLE_ENDPOINT)}:
-        raise Refused("only the workflow publishes to the public index: leave --index out, and push the tag")
-    parser = argparse.ArgumentParser()
-    Settings.register_argparse_arguments(parser)
-    options = ["--repository-url", url, "--non-interactive", "--disable-progress-bar"]
-    return Settings.from_argparse(parser.parse_args(options))
 
 
 def release(folder: str, request: str, url: str | None, dry_run: bool) -> None:
@@ -318,13 +116,6 @@ def next_version(version: Version, request: str) -> Version:
         return Version(bumped.get(request, request))
     except InvalidVersion:
         raise Refused(f"{request!r} is neither major, minor or patch nor a version") from None
-
-
-def version_of(file: DistributionPackage) -> Version:
-    try:
-        return Version(file.version or "")
-    except InvalidVersion:
-        return Version("0.dev0")
 
 
 def is_complete(package: Package, held: Sequence[DistributionPackage]) -> bool:
@@ -434,22 +225,6 @@ def last_step(package: Package, index: Index, missing: Sequence[Path]) -> str:
 
 def say(what: str) -> None:
     print(f"release: {what}", flush=True)
-
-
-def run(*command: str, cwd: Path | None = None, **variables: str) -> str:
-    done = subprocess.run(command, cwd=cwd, env=os.environ | variables, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise Refused(f"{command[0]} says: {(done.stderr.strip() or 'nothing').splitlines()[-1]}")
-    return done.stdout.strip()
-
-
-def tool(module: str, *arguments: str) -> None:
-    """Run a tool of Python's whose report is worth reading only when it fails, and then whole."""
-    command = [sys.executable, "-m", module, *arguments]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-    if done.returncode != 0:
-        print(done.stdout, file=sys.stderr)
-        raise Refused(f"{module} fails, as it says above")
 
 
 def main(arguments: Sequence[str]) -> int:

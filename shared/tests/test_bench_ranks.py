@@ -35,9 +35,9 @@ def _measured(rank: int) -> list[Timed]:
     assert isinstance(shared, Timed)
     assert (one.case, one.implementation, one.world, one.error) == ("a copy", ONE, 2, 0)
     assert one.efficiency == 0.5
-    assert (one.owed, one.met) == ("at most 1e-09 us", False)
+    assert (one.target, one.met) == ("at most 1e-09 us", False)
     assert shared.efficiency == one.median_us / 2 / shared.median_us
-    assert (shared.owed, shared.met) == ("efficiency >= 1e-09", True)
+    assert (shared.target, shared.met) == ("efficiency >= 1e-09", True)
     assert (one.rounds, shared.rounds) == (3, 3)
 
     def waits(device: torch.device, rank: int, world: int) -> Mapping[str, Call]:
@@ -51,9 +51,9 @@ def _measured(rank: int) -> list[Timed]:
     assert isinstance(line, Timed)
     assert line.median_us >= 20000
 
-    # Where one GPU is done too soon, nothing is owed.
-    case = RanksCase("a copy", {}, make, efficiency={"shared": 9.0}, owed_from_us=1e9)
-    assert [line.owed for line in measure(case, CPU, 1) if isinstance(line, Timed)] == ["", ""]
+    # Where one GPU is done too soon, there is no target.
+    case = RanksCase("a copy", {}, make, efficiency={"shared": 9.0}, target_from_us=1e9)
+    assert [line.target for line in measure(case, CPU, 1) if isinstance(line, Timed)] == ["", ""]
     # As many rounds as there is time for, and at least three.
     case = RanksCase("a copy", {}, make)
     assert [line.rounds for line in measure(case, CPU, Limits(9, 0.0)) if isinstance(line, Timed)] == [3, 3]
@@ -129,10 +129,10 @@ def test_tables_say_where_several_gpus_are_faster_and_calculate_larger_worlds() 
         Failed("n 9", {"n": 9}, "peer", 2, "rank 0: no peer"),
     ]
     for n, efficiency in ((1024, 0.3), (2048, 0.45), (4096, 0.55), (5000, 0.9)):
-        owed = {"owed": "efficiency >= 0.8", "met": efficiency > 0.8}
+        target = {"target": "efficiency >= 0.8", "met": efficiency > 0.8}
         lines += [
             timed(f"n {n}", n, ONE, us=400.0),
-            timed(f"n {n}", n, "shared", us=200 / efficiency, efficiency=efficiency, **owed),
+            timed(f"n {n}", n, "shared", us=200 / efficiency, efficiency=efficiency, **target),
         ]
     sends = {2: 10**6, 4: 2 * 10**6, 8: 4 * 10**6}
     lines += [timed("long", 9999, ONE, us=1000.0), timed("long", 9999, "sent", us=600.0, efficiency=5 / 6, sends=sends)]
@@ -153,7 +153,7 @@ def test_tables_say_where_several_gpus_are_faster_and_calculate_larger_worlds() 
 
 def test_a_record_goes_on_behind_the_case_that_ended_its_process(tmp_path: Path) -> None:
     first = Kept(tmp_path, {"machine": {"device": "a GPU"}}, resume=False)
-    line = timed("a", 1, ONE, sends={2: 3.0})
+    line = timed("a", 1, ONE, sends={2: 3.0}, target="at most 3 us")
     first.add([line])
     first.note("b", {"n": 2}, "peer", 2)
     second = Kept(tmp_path, {"machine": {"device": "a GPU"}}, resume=True)
@@ -163,6 +163,10 @@ def test_a_record_goes_on_behind_the_case_that_ended_its_process(tmp_path: Path)
     assert (second.lines[1].case, second.lines[1].implementation) == ("b", "peer")
     second.close()
     assert read(tmp_path / NAME) == second.lines
+    older = tmp_path / "older.jsonl"
+    older.write_text((tmp_path / NAME).read_text().replace('"target":', '"owed":'))
+    assert read(older) == second.lines
+    older.unlink()
     assert [*tmp_path.iterdir()] == [tmp_path / NAME]
     assert json.loads((tmp_path / NAME).read_text().splitlines()[1])["machine"] == {"device": "a GPU"}
     assert Kept(tmp_path, {}, resume=False).lines == []
@@ -174,26 +178,26 @@ def _driven(rank: int, out: Path, *arguments: str) -> None:
         return {ONE: ones, "ends its process": Call(lambda: os._exit(3)), "right": ones}
 
     def cases(dry: bool) -> Iterator[RanksCase]:
-        yield RanksCase("owed", {"n": 1}, make, efficiency={"right": 0.9})
+        yield RanksCase("first", {"n": 1}, make, efficiency={"right": 0.9})
         yield RanksCase("later", {}, make)
 
     run_cases(cases, options_of(["--dry", "--out", str(out), *arguments]), CPU, None)
 
 
 def test_the_command_goes_on_with_what_an_ended_one_has_written(tmp_path: Path) -> None:
-    for _ in ("owed", "later"):
+    for _ in ("first", "later"):
         with pytest.raises(RuntimeError, match="it ended without a word"):
             run(2, _driven, tmp_path, "--resume")
     run(2, _driven, tmp_path, "--resume")
     lines = [line for line in read(tmp_path / NAME) if line.case != LINKS]
     assert [(line.case, line.implementation, type(line)) for line in lines] == [
         (case, label, kind)
-        for case in ("owed", "later")
+        for case in ("first", "later")
         for label, kind in (("ends its process", Failed), (ONE, Timed), ("right", Timed))
     ]
     assert [*tmp_path.iterdir()] == [tmp_path / NAME]
     told = subprocess.run([sys.executable, ranks.__file__, "--table", tmp_path / NAME], capture_output=True, text=True)
-    assert "| owed | right |" in told.stdout
+    assert "| first | right |" in told.stdout
 
 
 def test_no_case_begins_after_the_last_minute(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

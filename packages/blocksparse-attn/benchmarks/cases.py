@@ -385,7 +385,7 @@ def attention_case(
 ) -> Case:
     """Ours beside whoever takes such a batch.
 
-    of_fa3: the share owed of FA3's rate on all keys, in FLOP of pairs seen by each; of_vllm, of_copy: speeds owed.
+    of_fa3: the target share of FA3's rate on all keys, in FLOP of pairs seen by each; of_vllm, of_copy: target speeds.
     """
     beside: dict[str, Callable[[], Callable[[Any], Any]]] = {FA3: fa3}
     if takes_vllm(shape.ctx, shape.new, shape.page):
@@ -484,13 +484,13 @@ def sweep_case(device: torch.device, shape: Shape, patterns: Iterable[tuple[int,
     counts = {name: entries_of(one) for name, one in shapes.items()}
     densest = max(counts, key=counts.__getitem__)
     counts[RANDOM] = int(random_mask(shape).sum())
-    owed = [
+    targets = [
         Requirement(label(name), label(densest), time_at_most=round(1.15 * count / counts[densest], 4))
         for name, count in counts.items()
         if name not in (densest, RANDOM)
     ]
     # Tiles walk what either of two rows lists, of which a consumer skips what its own does not.
-    owed += [Requirement(label(RANDOM), label(name), time_at_most=1.7) for name in counts if name.startswith("18 %")]
+    targets += [Requirement(label(RANDOM), label(name), time_at_most=1.7) for name in counts if name.startswith("18 %")]
     return Case(
         name=f"by density, {shape.words}",
         shape={"model": shape.model.name, "tokens": shape.total, "all_blocks": counts[densest], **counts},
@@ -502,7 +502,7 @@ def sweep_case(device: torch.device, shape: Shape, patterns: Iterable[tuple[int,
         bytes_moved=shapes[densest].bytes_moved,
         copy=False,
         baseline=FA3,
-        requirements=owed,
+        requirements=targets,
     )
 
 
@@ -588,7 +588,7 @@ LONGEST = Shape(PHI3_SMALL, 1, 0, 131072)
 PATTERNS = ((8, 48), (16, 32), (16, 8), (16, 4), (16, 2), (1, 1))
 
 
-# By tokens of a block, the share owed of FA3's rate; of 16 on the same pattern as of 64, in tokens.
+# By tokens of a block, the target share of FA3's rate; of 16 on the same pattern as of 64, in tokens.
 BLOCKS = {16: 0.25, 32: 0.5, 48: 0.8, 96: 0.8, 128: 0.8, 256: 0.8}
 HEAD_DIMS = (64, 72, 80, 96, 192, 256)
 FAR_BEHIND = Shape(PHI3_SMALL, 1, 196608, 4096)
@@ -611,8 +611,8 @@ def of_head_dim(shape: Shape, size: int) -> Shape:
 
 def cliffs(device: torch.device) -> Iterator[Case]:
     """Neighbours of the other cases' shapes at which speed fell off once."""
-    for size, owed in BLOCKS.items():
-        case = attention_case(device, of_blocks(prefill(32768), size), of_fa3=owed)
+    for size, target in BLOCKS.items():
+        case = attention_case(device, of_blocks(prefill(32768), size), of_fa3=target)
         yield replace(case, name=f"cliffs, blocks of {size}, {case.name}")
     for size in HEAD_DIMS:
         case = attention_case(device, of_head_dim(prefill(32768), size), of_fa3=0.8)
@@ -646,8 +646,8 @@ def problems(device: torch.device) -> Iterator[Problem]:
 
 
 def cases(device: torch.device) -> Iterator[Case]:
-    for tokens, owed in PREFILLS:
-        yield attention_case(device, prefill(tokens), of_fa3=owed)
+    for tokens, target in PREFILLS:
+        yield attention_case(device, prefill(tokens), of_fa3=target)
     yield attention_case(device, CHUNK)
     yield attention_case(device, DECODE, of_vllm=1.35, of_copy=0.85)
     yield attention_case(device, replace(DECODE, page=16), of_copy=0.85)
@@ -697,7 +697,7 @@ def _by_density(name: str, timed: Mapping[str, Record]) -> Iterator[str]:
     base = points[-1][1]
     for share, us, pattern in points:
         of_dense = us / base / share
-        verdict = "" if pattern == RANDOM else ", 1.15 owed: met" if of_dense <= 1.15 else ", 1.15 owed: MISSED"
+        verdict = "" if pattern == RANDOM else ", target 1.15: met" if of_dense <= 1.15 else ", target 1.15: MISSED"
         yield f"{name}: {pattern}: {us:.0f} us, a block {of_dense:.3f} of the time of one of all{verdict}"
     if FA3 not in timed:
         return

@@ -102,7 +102,7 @@ def check(outputs: Tensors, i: Training) -> float:
 
 
 def gradient_case(device: torch.device, tokens: int, us: float | None = None) -> Case:
-    """Of a prompt; ``us``: the time owed."""
+    """Of a prompt; ``us``: the target time."""
     shape = attention.prefill(tokens)
     m = shape.model
     return Case(

@@ -124,10 +124,10 @@ def make_decode(shape: Shape, device: torch.device, rank: int, world: int) -> Ma
 
 def prefill_case(tokens: int, dry: bool = False, *, how: str = "behind other work") -> RanksCase:
     """One prompt; but "on an idle GPU" the host's time does not count, which is most of that of short ones."""
-    owed = {} if dry or tokens < 2**15 else {label_of(*how): 0.9 for how in EXCHANGES}
+    targets = {} if dry or tokens < 2**15 else {label_of(*how): 0.9 for how in EXCHANGES}
     return RanksCase(
         name=f"prefill {tokens}, {how}", shape={"tokens": tokens}, make=partial(make_prefill, tokens),
-        graph=how == "in a graph", ahead=how == "behind other work", efficiency=owed, axis="tokens",
+        graph=how == "in a graph", ahead=how == "behind other work", efficiency=targets, axis="tokens",
     )  # fmt: skip
 
 

@@ -194,15 +194,15 @@ def case(
     device: torch.device, shape: Shape, *, of_triton: float | None = None, of_copy: float | None = None,
     fp8: bool = False,
 ) -> Case:  # fmt: skip
-    owed = []
+    targets = []
     if of_triton is not None:
-        owed.append(Requirement(OURS, TRITON, speed_at_least=of_triton))
+        targets.append(Requirement(OURS, TRITON, speed_at_least=of_triton))
     if of_copy is not None:
-        owed.append(Requirement(OURS, speed_at_least=of_copy))
+        targets.append(Requirement(OURS, speed_at_least=of_copy))
     calls: dict[str, Callable[[Batch], Tensor]] = {OURS: ours}
     if fp8:
         calls[OURS_FP8] = ours_fp8
-        owed.append(Requirement(OURS_FP8, OURS, time_at_most=0.65))
+        targets.append(Requirement(OURS_FP8, OURS, time_at_most=0.65))
     if shape.new > 4:
         # What tiles of several tokens gain, or lose where their lists have little in common.
         calls[OURS_ALONE] = partial(ours, plan=SelectedPlan(16, 64, 1, 4, 3))
@@ -220,7 +220,7 @@ def case(
         flops=4 * shape.heads[2] * shape.pairs,
         copy=shape.new <= 4,
         baseline=TRITON if takes_triton else OURS,
-        requirements=owed,
+        requirements=targets,
     )
 
 

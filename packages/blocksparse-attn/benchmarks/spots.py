@@ -25,8 +25,8 @@ def cases(device: torch.device) -> Iterator[Case]:
             device, replace(M3, sequences=sequences, new=1, total=total), of_triton=1.0, of_copy=0.85, fp8=True
         )
     yield selected_cases.case(device, QWEN, of_copy=0.5, fp8=True)
-    for share, owed in ((0.0, 1.6), (0.75, 2.2)):
-        case = selected_cases.case(device, replace(M3, share=share), of_triton=owed)
+    for share, target in ((0.0, 1.6), (0.75, 2.2)):
+        case = selected_cases.case(device, replace(M3, share=share), of_triton=target)
         yield replace(case, ours={label: call for label, call in case.ours.items() if label != OURS_ALONE})
     for shape, of_fa3 in ((CHUNK, None), (prefill(8192), 0.60), (prefill(32768), 0.80)):
         yield attention_case(device, shape, of_fa3=of_fa3).without(*FLEX, VLLM)

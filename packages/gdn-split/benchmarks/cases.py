@@ -292,8 +292,8 @@ def further_splits(device: torch.device) -> Iterator[Case]:
 
 def conv_host_case(device: torch.device) -> Case:
     case = conv_case(device, 2, True)
-    owed = [Requirement(OURS, us_at_most=20.0, quantity="host")]
-    return replace(case.without(*case.peers), name=f"host time of {case.name}", requirements=owed)
+    targets = [Requirement(OURS, us_at_most=20.0, quantity="host")]
+    return replace(case.without(*case.peers), name=f"host time of {case.name}", requirements=targets)
 
 
 def cases(device: torch.device) -> Iterator[Case]:

@@ -23,8 +23,8 @@ def cases(device: torch.device) -> Iterator[Case]:
             yield case.without(FLA_STEP)
     setup = Setup(64, shape, tokens=4, state_layout="VK")
     one = partial(ours, setup=setup, tokens=1)
-    owed = [Requirement(OURS, "one token", time_at_most=1.25)]
-    yield step_case(device, setup, peers={"one token": lambda: one}, requirements=owed)
+    targets = [Requirement(OURS, "one token", time_at_most=1.25)]
+    yield step_case(device, setup, peers={"one token": lambda: one}, requirements=targets)
     yield conv_host_case(device)
     for case in further_splits(device):
         yield case.without(*case.peers)

@@ -28,7 +28,7 @@ DTYPE = torch.bfloat16
 WIDTH = QWEN3_NEXT_80B.conv_width
 EPS = 1e-6
 # Microseconds in a graph, by sequences.
-OWED = {1: 5.0, 4: 8.0, 16: 22.0, 64: 72.0, 256: 280.0}
+TARGETS = {1: 5.0, 4: 8.0, 16: 22.0, 64: 72.0, 256: 280.0}
 
 
 @dataclass
@@ -320,13 +320,13 @@ def prefill_cases(device: torch.device, shape: GroupShape) -> Iterator[Case]:
 
 
 def step_cases(device: torch.device, shape: GroupShape) -> Iterator[Case]:
-    for sequences, us in OWED.items():
-        owed = [Requirement(OURS, us_at_most=us)]
-        yield step_case(device, Setup(sequences, shape), peer=True, requirements=owed)
-        yield step_case(device, Setup(sequences, shape, norm=False), peer=True, requirements=owed)
+    for sequences, us in TARGETS.items():
+        targets = [Requirement(OURS, us_at_most=us)]
+        yield step_case(device, Setup(sequences, shape), peer=True, requirements=targets)
+        yield step_case(device, Setup(sequences, shape, norm=False), peer=True, requirements=targets)
     for sequences in (1, 64):
         setup = Setup(sequences, shape, state_layout="VK")
-        yield step_case(device, setup, requirements=[Requirement(OURS, us_at_most=OWED[sequences])])
+        yield step_case(device, setup, requirements=[Requirement(OURS, us_at_most=TARGETS[sequences])])
     for sequences in (64, 256):
         for layout in ("KV", "VK"):
             setup = Setup(sequences, shape, state=torch.bfloat16, state_layout=layout)

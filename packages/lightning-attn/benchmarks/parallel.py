@@ -114,13 +114,13 @@ def cases(dry: bool) -> Iterator[RanksCase]:
         for tokens, layer, backward in some:
             passes = "forward and backward" if backward else "forward"
             heads = heads_of(tokens, backward, dry)
-            owed = {} if dry or tokens < 2**17 else {"context parallel": 0.95 if backward else 0.9}
-            with_fla = bool(owed) and layer == "first layer" and not backward
+            targets = {} if dry or tokens < 2**17 else {"context parallel": 0.95 if backward else 0.9}
+            with_fla = bool(targets) and layer == "first layer" and not backward
             yield RanksCase(
                 name=f"{passes} {tokens}, {layer}" + ("" if ahead else ", on an idle GPU"), ahead=ahead,
                 shape={"tokens": tokens, "heads": heads, "layer": layer, "passes": passes},
                 make=partial(make, tokens, layer, backward, heads, with_fla),
-                efficiency=owed, axis="tokens",
+                efficiency=targets, axis="tokens",
             )  # fmt: skip
     if not dry:
         # fla tries configurations of its backward pass for a minute.

@@ -26,8 +26,8 @@ def cases(device: torch.device) -> Iterator[Case]:
 
 def with_peers(device: torch.device) -> Iterator[Case]:
     for heads, tokens, us in ((64, 8192, 1262.0), (8, 32768, 811.0)):
-        owed = Requirement(OURS, us_at_most=us)
-        yield prefill(device, "float32", owed, dtype="float32", heads=heads, tokens=tokens)
+        target = Requirement(OURS, us_at_most=us)
+        yield prefill(device, "float32", target, dtype="float32", heads=heads, tokens=tokens)
     yield prefill(device, "float32", dtype="float32", size=64, tokens=8192)
     for heads, tokens in ((64, 8192), (8, 32768)):
         yield beside_bfloat16(prefill(device, "float16", dtype="float16", heads=heads, tokens=tokens))
@@ -37,8 +37,8 @@ def with_peers(device: torch.device) -> Iterator[Case]:
         yield prefill(device, "few heads", Requirement(OURS, speed_at_least=0.55), heads=heads)
     yield varlen(device, "few heads, ragged", RAGGED, Requirement(OURS, speed_at_least=0.45), heads=8)
     for sequences, tokens in ((64, 128), (32, 256), (16, 512)):
-        owed = Requirement(OURS, speed_at_least=0.55)
-        yield prefill(device, "short", owed, heads=16, tokens=tokens, sequences=sequences)
+        target = Requirement(OURS, speed_at_least=0.55)
+        yield prefill(device, "short", target, heads=16, tokens=tokens, sequences=sequences)
     for drafts in (1, 2, 4):
         verify = verify_case(verify_problem(device, MINIMAX_01, 32, drafts))
         yield replace(verify, name=f"verify: {verify.name}", requirements=(Requirement(OURS, time_at_most=1.4),))

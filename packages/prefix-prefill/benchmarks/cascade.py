@@ -184,7 +184,7 @@ def cascade_case(device: torch.device, s: Shared, against_fa3: float) -> Case:
     )
 
 
-# Sequences, their new tokens and keys of their own, keys that they share; the speed owed against FA3 over flat tables.
+# Sequences, their new tokens and keys of their own, keys that they share; the target against FA3 over flat tables.
 CASCADES = (
     (LLAMA3_8B, 64, 1, 512, 32768, 6.0), (LLAMA3_8B, 16, 256, 256, 16384, 1.1), (LLAMA3_8B, 8, 1, 512, 8192, 1.0),
     (TP8, 128, 1, 1024, 8192, 2.0), (LLAMA3_8B, 64, 8, 512, 8192, 2.0), (LLAMA3_8B, 4, 1024, 2048, 16384, 0.95),
@@ -192,8 +192,8 @@ CASCADES = (
 
 
 def cases(device: torch.device) -> Iterator[Case]:
-    for *sizes, owed in CASCADES:
-        yield cascade_case(device, Shared(*sizes), owed)
+    for *sizes, target in CASCADES:
+        yield cascade_case(device, Shared(*sizes), target)
     for model, sequences, new, older in (
         (LLAMA3_8B, 16, 8, 8192), (LLAMA3_8B, 64, 8, 4096), (LLAMA3_8B, 4, 63, 16384), (TP8, 32, 16, 32768),
         (LLAMA3_8B, 1, 32, 1000),

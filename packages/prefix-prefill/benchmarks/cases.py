@@ -438,7 +438,7 @@ def plain_attention(
 
 
 def prefill_case(device: torch.device, shape: Shape, against_context: float) -> Case:
-    """Ours in both layouts beside everyone; ``against_context``: the speed owed against vLLM's older kernel."""
+    """Ours in both layouts beside everyone; ``against_context``: the target speed against vLLM's older kernel."""
     return Case(
         name=shape.words,
         shape=shape.entry,
@@ -642,7 +642,7 @@ def merge_case(device: torch.device, model: SoftmaxAttention, tokens: int) -> Ca
 
 # What is measured
 
-# (sequences, new, older, window), and the speed owed against vLLM's older kernel.
+# (sequences, new, older, window), and the target speed against vLLM's older kernel.
 PREFILLS: tuple[tuple[SoftmaxAttention, int, int, int, int | None, float], ...] = (
     (LLAMA3_8B, 1, 2048, 0, None, 2.5),
     (LLAMA3_8B, 1, 8192, 0, None, 2.5),
@@ -690,8 +690,8 @@ def problems(device: torch.device) -> Iterator[Problem]:
 
 def cases(device: torch.device) -> Iterator[Case]:
     for page in PAGES:
-        for shape, (*_, owed) in zip(prefill_shapes(page), PREFILLS, strict=True):
-            yield prefill_case(device, shape, owed)
+        for shape, (*_, target) in zip(prefill_shapes(page), PREFILLS, strict=True):
+            yield prefill_case(device, shape, target)
     decoding = Shape(LLAMA3_8B, (DECODING,) * 31)
     for shape in (*prefill_shapes(PAGES[0])[2:5], decoding):
         yield fp8_case(device, shape)
@@ -703,7 +703,7 @@ def cases(device: torch.device) -> Iterator[Case]:
 
 
 def summary(records: Iterable[Record]) -> Iterator[str]:
-    """The geometric mean of the speed against FA3 over the seven shapes, for each page; 0.82 is owed."""
+    """The geometric mean of the speed against FA3 over the seven shapes, for each page; the target is 0.82."""
     times = {(record.case, record.implementation): record.median_us for record in records if record.median_us}
     for page in PAGES:
         names = [shape.words for shape in prefill_shapes(page)]
@@ -713,8 +713,8 @@ def summary(records: Iterable[Record]) -> Iterator[str]:
             if speeds:
                 mean = math.exp(sum(map(math.log, speeds)) / len(speeds))
                 verdict = "met" if mean >= 0.82 else "MISSED"
-                owed = f", 0.82 owed: {verdict}" if ours_label == OURS else ""
-                yield f"page {page}, {ours_label}: {mean:.3f} of FA3 over {len(speeds)} of {len(names)} shapes{owed}"
+                target = f", target 0.82: {verdict}" if ours_label == OURS else ""
+                yield f"page {page}, {ours_label}: {mean:.3f} of FA3 over {len(speeds)} of {len(names)} shapes{target}"
 
 
 if __name__ == "__main__":

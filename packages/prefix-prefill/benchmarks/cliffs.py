@@ -1,4 +1,4 @@
-"""What an engine's calls look like beside the benchmark's shapes, and what each owes beside FA3.
+"""What an engine's calls look like beside the benchmark's shapes, and each one's targets beside FA3.
 
 ``python -m kernel_reference.bench.run packages/prefix-prefill/benchmarks/cliffs.py --out DIR`` measures them all; names
 begin with what was slow: ``--only '^page'``. Results are held to what map.py holds its own to.
@@ -29,7 +29,7 @@ CHUNK, DRAFTS, DECODE = (4, 512, 16384), (16, 4, 8000), (64, 1, 8000)
 KINDS = {"chunks": CHUNK, "decode": DECODE}
 
 
-def case(device: torch.device, row: str, sizes: tuple[int, int, int], *owed: Requirement, **changed: object) -> Case:
+def case(device: torch.device, row: str, sizes: tuple[int, int, int], *targets: Requirement, **changed: object) -> Case:
     """``sizes``: sequences, new and older tokens. ``changed``: of ``LLAMA``, with _ for a space."""
     sequences, new, older = sizes
     given_by = {name.replace("_", " "): value for name, value in changed.items()}
@@ -38,7 +38,7 @@ def case(device: torch.device, row: str, sizes: tuple[int, int, int], *owed: Req
     name = f"{row}: {words}; {sequences} of {new} behind {older}"
     found = point_case(device, point)
     beside = {FA3: found.peers[FA3]}
-    return replace(found, name=name, shape=point, peers=beside, requirements=owed, baseline=FA3)
+    return replace(found, name=name, shape=point, peers=beside, requirements=targets, baseline=FA3)
 
 
 def mixed(device: torch.device) -> Case:

@@ -127,11 +127,11 @@ def make_decode(
     return calls
 
 
-def prefill_case(new: int, older: int = 0, *, ahead: bool = True, owed: float = 0.93) -> RanksCase:
+def prefill_case(new: int, older: int = 0, *, ahead: bool = True, target: float = 0.93) -> RanksCase:
     name = f"prefill {new}" + (f" behind {older}" if older else "") + ("" if ahead else ", on an idle GPU")
     return RanksCase(
         name=name, shape={"new": new, "older": older}, make=partial(make_prefill, new, older), ahead=ahead,
-        efficiency=dict.fromkeys(("zigzag", "zigzag, one pass"), owed) if owed else {}, axis="new",
+        efficiency=dict.fromkeys(("zigzag", "zigzag, one pass"), target) if target else {}, axis="new",
     )  # fmt: skip
 
 
@@ -145,11 +145,11 @@ def decode_case(batch: int, keys: int, tokens: int = 1) -> RanksCase:
 
 
 def cases(dry: bool) -> Iterator[RanksCase]:
-    """What owes a speed first, but for a prompt that takes a second."""
+    """What has a target first, but for a prompt that takes a second."""
     if dry:
         yield from (
-            prefill_case(600, owed=0),
-            prefill_case(300, 200, owed=0),
+            prefill_case(600, target=0),
+            prefill_case(300, 200, target=0),
             decode_case(2, 300, 2),
             decode_case(2, 600),
         )
@@ -162,8 +162,8 @@ def cases(dry: bool) -> Iterator[RanksCase]:
             yield decode_case(batch, keys)
     for ahead in (True, False):
         for new in (2**14, 2**13, 2**12, 2**11, 2**10):
-            yield prefill_case(new, ahead=ahead, owed=0)
-    yield prefill_case(2**15, ahead=False, owed=0)
+            yield prefill_case(new, ahead=ahead, target=0)
+    yield prefill_case(2**15, ahead=False, target=0)
     for batch, keys, tokens in ((16, 2**15, 4), (1, 2**19, 1), (16, 2**19, 1)):
         if batch * keys * OF_KEY < 0.7 * memory_bytes(dry):
             yield decode_case(batch, keys, tokens)

@@ -279,15 +279,15 @@ def check(outputs: Ours | Theirs, i: Any) -> float:
     return error
 
 
-def decode_case(device: torch.device, shape: Shape, *, owed: dict[str, float], page: int = PAGE) -> Case:
-    """``owed``: the speed beside each of these peers. FlashMLA takes no other pages than those of 64."""
+def decode_case(device: torch.device, shape: Shape, *, targets: dict[str, float], page: int = PAGE) -> Case:
+    """``targets``: the least speed beside each of these peers. FlashMLA takes no other pages than those of 64."""
     peers: dict[str, Callable[[], Callable[[Batch], Theirs]]] = {FA3: fa3}
     if page == PAGE:
         peers = {FLASH_MLA: flash_mla, FA3: fa3}
     if shape.tokens == 1 and page == PAGE:
         peers[VLLM] = vllm_triton
     pages = f", pages of {page}" if page != PAGE else ""
-    requirements = [Requirement(OURS, peer, speed_at_least=speed) for peer, speed in owed.items()]
+    requirements = [Requirement(OURS, peer, speed_at_least=speed) for peer, speed in targets.items()]
     requirements += [
         Requirement(OURS_UNPLANNED, OURS, time_at_most=UNPLANNED_AT_MOST),
         Requirement(OURS_UNPLANNED, OURS, us_at_most=HOST_AT_MOST, quantity="host"),
@@ -395,7 +395,7 @@ BOUND_BY_MEMORY, BOUND_BY_PRODUCTS, BESIDE_FLASH_MLA = (
     {FLASH_MLA: 0.9, FA3: 0.9},
     {FLASH_MLA: 1.0},
 )
-# (heads, sequences, keys of each, query tokens), and the speeds owed.
+# (heads, sequences, keys of each, query tokens), and the target speeds.
 DECODING = (
     (128, 1, 8192, 1, BOUND_BY_PRODUCTS),
     (16, 1, 65536, 1, BOUND_BY_MEMORY),
@@ -434,13 +434,13 @@ def one_long(heads: int) -> Shape:
 
 
 def dense_cases(device: torch.device) -> Iterator[Case]:
-    for heads, sequences, keys, tokens, owed in DECODING:
-        yield decode_case(device, Shape(share(heads), (keys,) * sequences, tokens), owed=owed)
+    for heads, sequences, keys, tokens, targets in DECODING:
+        yield decode_case(device, Shape(share(heads), (keys,) * sequences, tokens), targets=targets)
     for heads, sequences in RAGGED:
-        yield decode_case(device, ragged(heads, sequences), owed=BESIDE_FLASH_MLA)
+        yield decode_case(device, ragged(heads, sequences), targets=BESIDE_FLASH_MLA)
     for heads in ONE_LONG:
-        yield decode_case(device, one_long(heads), owed=BESIDE_FLASH_MLA)
+        yield decode_case(device, one_long(heads), targets=BESIDE_FLASH_MLA)
     for page in PAGES:
-        yield decode_case(device, Shape(share(16), (8192,) * 64), owed={FA3: 0.93}, page=page)
+        yield decode_case(device, Shape(share(16), (8192,) * 64), targets={FA3: 0.93}, page=page)
     for heads, sequences, tokens in PROMPTS:
         yield prefill_case(device, Shape(share(heads), (tokens,) * sequences))

@@ -25,4 +25,4 @@ def cases(device: torch.device) -> Iterator[Case]:
     yield from (case for case in sparse_cases(device) if case.name.endswith(LISTS))
     yield from (case for case in index_cases(device) if case.name.endswith(INDEXED))
     for heads in (64, 128):
-        yield decode_case(device, one_long(heads), owed=BESIDE_FLASH_MLA).without(VLLM)
+        yield decode_case(device, one_long(heads), targets=BESIDE_FLASH_MLA).without(VLLM)

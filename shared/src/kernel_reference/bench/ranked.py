@@ -24,6 +24,8 @@ _NOW = "parallel.now"
 # Of the cases that say how fast ranks exchange.
 LINKS = "links"
 _LARGER = (4, 8)
+# What records made before 2026-11-26 call a target.
+_TARGET_BEFORE = "owed"
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Timed:
     error: float
     graph: bool
     rounds: int = 0
-    owed: str = ""
+    target: str = ""
     met: bool = True
     axis: str = ""
     share: int = 0
@@ -57,7 +59,7 @@ class Timed:
 
     def words(self) -> str:
         """For a terminal."""
-        verdict = f"{self.owed}: {'met' if self.met else 'MISSED'}" if self.owed else ""
+        verdict = f"{self.target}: {'met' if self.met else 'MISSED'}" if self.target else ""
         return (
             f"{self.case:44} {self.implementation:32} {self.median_us:10.1f} us {self.efficiency:6.2f}"
             f" {self.beyond_us:9.1f} us  {verdict}"
@@ -125,6 +127,8 @@ def read(file: Path) -> list[Line]:
     found: list[Line] = []
     for text in file.read_text().splitlines():
         line = json.loads(text)
+        if _TARGET_BEFORE in line:
+            line["target"] = line.pop(_TARGET_BEFORE)
         kind: type[Timed] | type[Failed] = Failed if "failed" in line else Timed
         known = {name: line[name] for name in kind.__dataclass_fields__ if name in line}
         if "sends" in known:
@@ -145,10 +149,10 @@ def _times(timed: Sequence[Timed]) -> str:
     ones = {line.case: line for line in timed if line.implementation == ONE}
     for line in timed:
         if line.implementation != ONE and not line.share and line.case in ones:
-            owed = f"{line.owed}: {'met' if line.met else '**missed**'}" if line.owed else ""
+            target = f"{line.target}: {'met' if line.met else '**missed**'}" if line.target else ""
             one = ones[line.case]
             efficiency = "" if line.part else f"{line.efficiency:.2f}"
-            rows.append([line.case, line.implementation, _us(one.median_us), _us(line.median_us), efficiency, owed])
+            rows.append([line.case, line.implementation, _us(one.median_us), _us(line.median_us), efficiency, target])
     worlds = sorted({line.world for line in timed})
     named = "/".join(map(str, worlds))
     return _table(["case", "", "one GPU, us", f"{named} GPUs, us", "efficiency", "target"], rows)

@@ -79,7 +79,7 @@ class RanksCase:
     make: ``make(device, rank, world)`` gives the calls by label, with inputs of their own; one is ``ONE``.
     graph: whether calls are captured in CUDA graphs, as engines decode. ahead: whether they are launched while the
     device is busy, as a model's layers are; else the device is idle, and what the host takes counts.
-    efficiency: a label's target, where one GPU takes at least ``owed_from_us``.
+    efficiency: a label's target, where one GPU takes at least ``target_from_us``.
     us_at_most: the most microseconds that one may take.
     axis: the number of the shape that is a length, for tables.
     """
@@ -91,7 +91,7 @@ class RanksCase:
     ahead: bool = False
     efficiency: Mapping[str, float] = field(default_factory=dict)
     us_at_most: Mapping[str, float] = field(default_factory=dict)
-    owed_from_us: float = 0.0
+    target_from_us: float = 0.0
     axis: str = ""
 
 
@@ -301,16 +301,16 @@ def _timed(case: RanksCase, label: str, call: Call, times: list[float], one: flo
     median = statistics.median(times)
     low, *_, high = statistics.quantiles(times, n=5, method="inclusive") if len(times) > 1 else (median, median)
     efficiency, beyond = one / world / median, median - one / world
-    owed, met = [], True
-    if label in case.efficiency and one >= case.owed_from_us:
-        owed.append(f"efficiency >= {case.efficiency[label]:g}")
+    targets, met = [], True
+    if label in case.efficiency and one >= case.target_from_us:
+        targets.append(f"efficiency >= {case.efficiency[label]:g}")
         met &= efficiency >= case.efficiency[label]
     if label in case.us_at_most:
-        owed.append(f"at most {case.us_at_most[label]:g} us")
+        targets.append(f"at most {case.us_at_most[label]:g} us")
         met &= median <= case.us_at_most[label]
     return Timed(
         case.name, case.shape, label, world, median, low, high, efficiency, beyond, error, case.graph, len(times),
-        ", ".join(owed), met, case.axis, call.share, call.part, call.sends, case.ahead,
+        ", ".join(targets), met, case.axis, call.share, call.part, call.sends, case.ahead,
     )  # fmt: skip
 
 

@@ -253,7 +253,9 @@ def selected_attention_cp(
         group: a ``torch.distributed.ProcessGroup``; None is the default one.
         heads: whose result a rank gets: "sharded", its own heads', for which q is gathered; or "replicated", all.
         exchange: "all_to_all": partial results, in q's dtype; "reduce_scatter": their weighted sums, in float32, after
-            the lse; "symmetric": as all_to_all, written to the peers' memory, which takes GPUs of one host.
+            the lse; "symmetric": as all_to_all, written to the peers' memory, which takes GPUs of one host. Call it
+            once before a CUDA graph is captured, for its workspace; streams that run beside each other need a group
+            each.
         sinks: of the heads that q has, as there.
         block_size, page_layout, causal, softmax_scale, k_scale, v_scale, return_lse: as there.
 

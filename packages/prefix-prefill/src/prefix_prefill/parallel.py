@@ -272,7 +272,8 @@ def prefix_decode_cp(
         group: a ``torch.distributed.ProcessGroup``; None is the default one.
         exchange: "all_to_all": partial results, in q's dtype; "reduce_scatter": their weighted sums, in float32, after
             the lse; "symmetric": as all_to_all, written to the peers' memory, which takes GPUs of one host. Call it
-            once before a CUDA graph is captured, for its workspace.
+            once before a CUDA graph is captured, for its workspace; streams that run beside each other need a group
+            each.
         share: what :func:`share_decode` made of the same lengths and table, which all layers of a step may have in
             common; without it each call makes it, by a dozen small launches or two.
         page_layout, softmax_scale, softcap, k_scale, v_scale, return_lse, num_splits: as

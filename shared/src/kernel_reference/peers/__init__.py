@@ -5,6 +5,15 @@ multicast. A program writes, tells the same program of the other ranks, waits fo
 collective's latency nor a barrier of whole launches lies between. Each purpose has memory of its own, which grows by
 powers of two and stays, for the sake of the CUDA graphs that were captured over it; the first call of a size
 synchronises all ranks, and belongs outside a capture.
+
+Calls over one group follow each other on the device, in the same order on every rank, as those of one stream do: they
+share memory and counters. Streams whose calls may overlap need a group each.
+
+What a rank overwrites nobody reads any more. A rank passes a call only when each program of the others has entered it,
+and that program's stream has ended the call before: so a rank is never more than one call ahead, and a counter never
+above 2. Partial results are written behind a meeting of that call, or behind that of the heads' gathering, which the
+others enter when they have read the last ones. Heads are written behind the exchange before, which the others enter
+when they have read theirs.
 """
 
 from __future__ import annotations
@@ -133,6 +142,8 @@ def _allocate(size: int, device: torch.device, group: Any) -> Memory:
             raise RuntimeError("symmetric exchange: its memory must be made by a call before a CUDA graph is captured")
         memory = symmetric._SymmetricMemory
         own = memory.empty_strided_p2p((size,), [1], torch.uint8, device, _group_name(group))
+        # Zeros are written by the device, behind what it has to do; a peer may write as soon as all have met.
+        torch.cuda.synchronize(device)
         handle = memory.rendezvous(own)
         buffers, signals = (
             torch.tensor(addresses, dtype=torch.int64, device=device)

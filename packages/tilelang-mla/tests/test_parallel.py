@@ -313,29 +313,38 @@ def test_a_step_compiles_as_one_graph() -> None:
     run(2, _compiled, deadline=300)
 
 
-def _on_gpus(rank: int) -> None:
+# Each of them compiles kernels of its own.
+ON_GPUS: dict[str, tuple[list[int], dict[str, int]]] = {
+    "two tokens": ([700, 0, 5, 4096], {"seqlen_q": 2, "heads": 32}),
+    "one token": ([4096], {"seqlen_q": 1, "heads": 128, "size": 64, "page": 64}),
+}
+
+
+def _on_gpus(rank: int, name: str) -> None:
     torch.manual_seed(0)
-    for case in (make([700, 0, 5, 4096], seqlen_q=2, heads=32), make([4096], seqlen_q=1, heads=128, size=64, page=64)):
-        layout = Interleave(2, rank, case.size)
-        own = shard(case.latents, layout, cumulative(case.lengths))
-        kv, table = (x.cuda() for x in paged(own.tokens, own.cu_seqlens.diff(), case.page))
-        q, lengths = case.q.cuda(), case.lengths.cuda()
-        each = q.shape[2] // 2
-        for heads, chosen in (("sharded", slice(rank * each, (rank + 1) * each)), ("replicated", slice(None))):
-            for exchange in ("all_to_all", "reduce_scatter", "symmetric"):
-                decode = partial(
-                    flash_mla_with_kvcache_cp, q[:, :, chosen], kv, lengths, table, NOPE, layout=layout, group=None,
-                    heads=heads, exchange=exchange, return_lse=True,
-                )  # fmt: skip
-                decode()
-                check_no_host_sync(decode)
-                got = decode()
-                torch.testing.assert_close(got.out.cpu().double(), case.exact.out[:, :, chosen], rtol=2e-2, atol=2e-2)
-                torch.testing.assert_close(got.lse.cpu().double(), case.exact.lse[:, chosen], rtol=1e-4, atol=1e-4)
+    lengths_of, options = ON_GPUS[name]
+    case = make(lengths_of, **options)
+    layout = Interleave(2, rank, case.size)
+    own = shard(case.latents, layout, cumulative(case.lengths))
+    kv, table = (x.cuda() for x in paged(own.tokens, own.cu_seqlens.diff(), case.page))
+    q, lengths = case.q.cuda(), case.lengths.cuda()
+    each = q.shape[2] // 2
+    for heads, chosen in (("sharded", slice(rank * each, (rank + 1) * each)), ("replicated", slice(None))):
+        for exchange in ("all_to_all", "reduce_scatter", "symmetric"):
+            decode = partial(
+                flash_mla_with_kvcache_cp, q[:, :, chosen], kv, lengths, table, NOPE, layout=layout, group=None,
+                heads=heads, exchange=exchange, return_lse=True,
+            )  # fmt: skip
+            decode()
+            check_no_host_sync(decode)
+            got = decode()
+            torch.testing.assert_close(got.out.cpu().double(), case.exact.out[:, :, chosen], rtol=2e-2, atol=2e-2)
+            torch.testing.assert_close(got.lse.cpu().double(), case.exact.lse[:, chosen], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.gpu
-def test_every_exchange_between_two_gpus() -> None:
+@pytest.mark.parametrize("name", ON_GPUS)
+def test_every_exchange_between_two_gpus(name: str) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    run(2, _on_gpus, backend="nccl", deadline=500)
+    run(2, _on_gpus, name, backend="nccl", deadline=300)

@@ -16,13 +16,14 @@ import torch
 from torch import func
 
 from blocksparse_attn import BlockLayout, blocksparse_attention
-from blocksparse_attn.gradients import differentiable, ops
-from blocksparse_attn.gradients.arguments import Backward, Inputs, check_backward
+from blocksparse_attn.gradients import ops
+from blocksparse_attn.gradients.arguments import Inputs, check_backward
 from blocksparse_attn.gradients.plan import BackwardPlan, plan_backward
 from blocksparse_attn.lists import transposed
 from blocksparse_attn.plan import DeviceLimits, Problem
-from kernel_reference import blocks
+from kernel_reference import blocks, differentiable
 from kernel_reference.attention_gradients import AttentionGradients, attention_gradients
+from kernel_reference.differentiable import Backward
 from kernel_reference.testing import contract
 from kernel_reference.testing.guards import assert_bitwise_equal, canaried
 from kernel_reference.testing.numerics import assert_close_to_oracle

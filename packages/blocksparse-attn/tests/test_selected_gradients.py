@@ -13,15 +13,15 @@ import pytest
 import torch
 from torch import func
 
-from blocksparse_attn.gradients import differentiable
-from blocksparse_attn.gradients.arguments import Backward
 from blocksparse_attn.plan import DeviceLimits
 from blocksparse_attn.selected.gradients import ops
 from blocksparse_attn.selected.gradients.arguments import Inputs, check_backward
 from blocksparse_attn.selected.gradients.plan import BackwardPlan, plan_backward
 from blocksparse_attn.selected.plan import Problem
+from kernel_reference import differentiable
 from kernel_reference.attention_gradients import AttentionGradients
 from kernel_reference.checks import validate_values
+from kernel_reference.differentiable import Backward
 from kernel_reference.selection import selected_attention_gradients
 from kernel_reference.testing import contract
 from kernel_reference.testing.guards import assert_bitwise_equal, canaried

@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from kernel_reference.attention_gradients import attention_gradients
+from kernel_reference.differentiable import Backward
 from kernel_reference.testing import contract
 from kernel_reference.testing.guards import assert_bitwise_equal, poison_
 from kernel_reference.testing.numerics import assert_close_to_oracle
 from tilelang_mla import flash_mla_varlen_func
 from tilelang_mla.gradients import ops
-from tilelang_mla.gradients.arguments import Backward, Inputs, check_backward, new_gradients
+from tilelang_mla.gradients.arguments import Inputs, check_backward, new_gradients
 from tilelang_mla.gradients.plan import BackwardPlan, plan_backward
 from tilelang_mla.plan import DeviceLimits, PrefillProblem
 

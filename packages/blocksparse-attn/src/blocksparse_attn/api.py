@@ -28,6 +28,7 @@ from kernel_reference.checks import (
     known,
     values_are_checked,
 )
+from kernel_reference.differentiable import are_wanted
 from kernel_reference.dispatch import runs_now
 from kernel_reference.paging import LAYOUTS
 from kernel_reference.plans import plan_as_ints
@@ -233,7 +234,7 @@ def blocksparse_attention(
         q, k, v, layout.crow, layout.col, cu_seqlens_q, cu_seqlens_k, block_table, seqlens_k, q_starts, q_ends,
         k_starts, k_ends, sinks,
     )  # fmt: skip
-    if out is None and block_table is None and want_gradients(q, k, v, sinks):
+    if out is None and block_table is None and are_wanted(q, k, v, sinks):
         both = _differentiable(inputs, max_seqlen_q, layout, (scale, left, right, softcap, splits, ints))
         return both if return_lse else both.out
     try:
@@ -255,13 +256,6 @@ def blocksparse_attention(
          right, softcap, splits, ints), _NAMES,
     )  # fmt: skip
     return result if lse is None else AttentionResult(result, lse)
-
-
-def want_gradients(*tensors: Any) -> bool:
-    """Whether autograd, and no transform of torch.func, is to follow the call."""
-    if not torch.is_grad_enabled() or are_active():
-        return False
-    return any([isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tensors])
 
 
 def _differentiable(

@@ -17,6 +17,7 @@ from kernel_reference.checks import (
     given,
     known,
 )
+from kernel_reference.differentiable import are_wanted
 from kernel_reference.dispatch import runs_now
 from kernel_reference.plans import plan_as_ints
 from kernel_reference.transforms import refuse_derivatives
@@ -153,7 +154,7 @@ def flash_mla_varlen_func(
     scale = calls.checked_scale(softmax_scale)
     ints = plan_as_ints(plan, PrefillPlan)
     named = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, **given(out=out)}
-    if out is None and gradients.are_wanted(q, k, v):
+    if out is None and are_wanted(q, k, v):
         both = _differentiable(named, (max_seqlen_q, max_seqlen_k, scale, causal, ints))
         return both if return_lse else both.out
     try:

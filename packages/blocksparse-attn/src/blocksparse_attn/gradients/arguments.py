@@ -9,7 +9,8 @@ import torch
 from blocksparse_attn.arguments import Options, Tensors, check_attend, lse_shape
 from blocksparse_attn.lists import check_lists, reach
 from blocksparse_attn.plan import Problem
-from kernel_reference.checks import check_dtype, check_same_device, check_same_dtype, check_shape, describe, fail
+from kernel_reference.checks import describe, fail
+from kernel_reference.differentiable import Backward, check_results
 
 Tensor = torch.Tensor
 
@@ -38,15 +39,6 @@ class Inputs(NamedTuple):
             self.q, self.k, self.v, self.crow, self.col, self.cu_seqlens_q, self.cu_seqlens_k, None, None,
             self.q_starts, self.q_ends, self.k_starts, self.k_ends, self.sinks, out, lse,
         )  # fmt: skip
-
-
-class Backward(NamedTuple):
-    """What the inputs' gradients come of: results, contiguous, and gradients of them."""
-
-    out: Tensor
-    lse: Tensor
-    d_out: Tensor
-    d_lse: Tensor | None
 
 
 class Results(NamedTuple):
@@ -92,17 +84,5 @@ def check_backward(inputs: Inputs, backward: Backward, numbers: tuple[Any, ...])
     """The problem of ``attention_backward``."""
     problem = check_attention(inputs, numbers)
     q = inputs.q
-    shape, of_lse = (*q.shape[:-1], problem.head_dim_v), lse_shape(q)
-    for name, tensor in (("out", backward.out), ("d_out", backward.d_out)):
-        check_shape(name, tensor, shape)
-        check_same_dtype(name, tensor, "q", q)
-    for name, given in (("lse", backward.lse), ("d_lse", backward.d_lse)):
-        if given is not None:
-            check_shape(name, given, of_lse)
-            check_dtype(name, given, torch.float32)
-    for name, given in backward._asdict().items():
-        if given is not None:
-            check_same_device(name, given, "q", q)
-            if name != "d_out" and not given.is_contiguous():
-                fail(name, "contiguous", describe(given))
+    check_results(q, backward, (*q.shape[:-1], problem.head_dim_v), lse_shape(q))
     return problem

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from blocksparse_attn.gradients.arguments import Backward, Inputs
+from blocksparse_attn.gradients.arguments import Inputs
 from blocksparse_attn.gradients.plan import BackwardPlan, num_tiles, plan_backward
 from blocksparse_attn.kernels import tiles
 from blocksparse_attn.kernels.backward import (
@@ -19,6 +19,7 @@ from blocksparse_attn.kernels.backward import (
 from blocksparse_attn.kernels.groups import Bounds, Lists, PortableConfig
 from blocksparse_attn.launch import device_limits
 from blocksparse_attn.plan import Problem
+from kernel_reference.differentiable import Backward
 from kernel_reference.dispatch import allocator
 from kernel_reference.integers import power_of_two_at_least
 from kernel_reference.launching import Launch, launch_nothing

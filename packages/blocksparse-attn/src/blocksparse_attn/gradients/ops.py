@@ -22,7 +22,7 @@ from blocksparse_attn.gradients.arguments import (
     new_results,
     options_of,
 )
-from blocksparse_attn.gradients.differentiable import Parts, differentiable
+from kernel_reference.differentiable import Parts, differentiable
 
 Tensor = torch.Tensor
 
@@ -32,6 +32,7 @@ def _compute(attend: Any, inputs: Inputs, numbers: tuple[Any, ...], out: Tensor,
 
 
 attention, backward_now, _library = differentiable(
+    "blocksparse_attn",
     "attention",
     Parts(
         tensors=(
@@ -43,6 +44,7 @@ attention, backward_now, _library = differentiable(
         ),
         more="int num_splits, int[]? plan=None",
         Inputs=Inputs,
+        gradients=("q", "k", "v", "sinks"),
         attends=(torch.ops.blocksparse_attn.attend.default, ops.attend_now),
         compute=_compute,
         check_attention=check_attention,
@@ -50,6 +52,6 @@ attention, backward_now, _library = differentiable(
         new_results=new_results,
         new_gradients=new_gradients,
         reference=reference.backward,
-        room="blocksparse_attn.gradients",
+        room=("blocksparse_attn.gradients",),
     ),
 )

@@ -7,11 +7,12 @@ from itertools import pairwise
 
 import torch
 
-from blocksparse_attn.gradients.arguments import Backward, Inputs, Results
+from blocksparse_attn.gradients.arguments import Inputs, Results
 from blocksparse_attn.lists import block_mask
 from blocksparse_attn.plan import Problem
 from kernel_reference.attention_gradients import attention_gradients
 from kernel_reference.blocks import mask_function
+from kernel_reference.differentiable import Backward
 from kernel_reference.integers import cdiv
 from kernel_reference.ragged import clamped_ranges
 

@@ -7,7 +7,7 @@ from typing import Any, Literal, overload
 import torch
 
 from blocksparse_attn import arguments as attend_arguments
-from blocksparse_attn.api import AttentionResult, want_gradients
+from blocksparse_attn.api import AttentionResult
 from blocksparse_attn.selected import ops
 from blocksparse_attn.selected.arguments import Options, Tensors, check_selected, check_values
 from blocksparse_attn.selected.gradients import ops as gradients
@@ -21,6 +21,7 @@ from kernel_reference.checks import (
     given,
     values_are_checked,
 )
+from kernel_reference.differentiable import are_wanted
 from kernel_reference.dispatch import runs_now
 from kernel_reference.plans import plan_as_ints
 from kernel_reference.transforms import are_active, refuse_derivatives
@@ -148,7 +149,7 @@ def selected_attention(
     inputs = (
         q, k_cache, v_cache, indices, block_table, cu_seqlens_q, seqlens_k, sinks, k_tensor, v_tensor,
     )  # fmt: skip
-    if out is None and want_gradients(q, k_cache, v_cache, sinks):
+    if out is None and are_wanted(q, k_cache, v_cache, sinks):
         both = _differentiable(inputs, (block_size, page_layout, causal, scale, k_factor, v_factor, ints))
         return both if return_lse else both.out
     try:

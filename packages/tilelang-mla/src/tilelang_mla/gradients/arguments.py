@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kernel_reference.checks import check_dtype, check_same_device, check_same_dtype, check_shape, describe, fail
+from kernel_reference.differentiable import Backward, check_results
 from tilelang_mla.arguments import PrefillOptions, PrefillTensors, check_prefill
 from tilelang_mla.plan import PrefillPlan, PrefillProblem
 
@@ -21,15 +21,6 @@ class Inputs(NamedTuple):
     v: Tensor
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
-
-
-class Backward(NamedTuple):
-    """What the inputs' gradients come of: results, contiguous, and gradients of them."""
-
-    out: Tensor
-    lse: Tensor
-    d_out: Tensor
-    d_lse: Tensor | None
 
 
 class Gradients(NamedTuple):
@@ -60,16 +51,5 @@ def check_backward(inputs: Inputs, backward: Backward, numbers: tuple[Any, ...])
     """The problem of ``attention_backward``."""
     problem, _ = check_attention(inputs, numbers)
     q = inputs.q
-    for name, tensor in (("out", backward.out), ("d_out", backward.d_out)):
-        check_shape(name, tensor, (*q.shape[:2], problem.head_dim_v))
-        check_same_dtype(name, tensor, "q", q)
-    for name, given in (("lse", backward.lse), ("d_lse", backward.d_lse)):
-        if given is not None:
-            check_shape(name, given, (q.shape[1], q.shape[0]))
-            check_dtype(name, given, torch.float32)
-    for name, given in backward._asdict().items():
-        if given is not None:
-            check_same_device(name, given, "q", q)
-            if name != "d_out" and not given.is_contiguous():
-                fail(name, "contiguous", describe(given))
+    check_results(q, backward, (*q.shape[:2], problem.head_dim_v), (q.shape[1], q.shape[0]))
     return problem

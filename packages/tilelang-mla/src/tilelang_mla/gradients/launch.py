@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from kernel_reference.checks import fail
+from kernel_reference.differentiable import Backward
 from kernel_reference.launching import on_device
-from tilelang_mla.gradients.arguments import Backward, Inputs
+from tilelang_mla.gradients.arguments import Inputs
 from tilelang_mla.gradients.plan import MOST_COLUMNS, BackwardPlan, plan_backward
 from tilelang_mla.launch import LOG2_E, ZERO_SCALE, check_aligned, device_limits, form_of, kernel
 from tilelang_mla.plan import PrefillProblem

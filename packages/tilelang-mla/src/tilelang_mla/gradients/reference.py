@@ -7,8 +7,9 @@ from itertools import pairwise
 import torch
 
 from kernel_reference.attention_gradients import attention_gradients
+from kernel_reference.differentiable import Backward
 from kernel_reference.ragged import clamped_ranges
-from tilelang_mla.gradients.arguments import Backward, Gradients, Inputs
+from tilelang_mla.gradients.arguments import Gradients, Inputs
 from tilelang_mla.plan import PrefillProblem
 
 

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import torch
 
 from blocksparse_attn.arguments import lse_shape
-from blocksparse_attn.gradients.arguments import Backward
 from blocksparse_attn.selected.arguments import Options, Tensors, check_selected
 from blocksparse_attn.selected.plan import Problem
-from kernel_reference.checks import check_dtype, check_same_device, check_same_dtype, check_shape, describe, fail
+from kernel_reference.checks import fail
+from kernel_reference.differentiable import Backward, check_results
 
 Tensor = torch.Tensor
 
@@ -65,16 +65,5 @@ def check_backward(inputs: Inputs, backward: Backward, numbers: tuple[Any, ...])
     """The problem of ``selected_attention_backward``."""
     problem = check_attention(inputs, numbers)
     q = inputs.q
-    for name, tensor in (("out", backward.out), ("d_out", backward.d_out)):
-        check_shape(name, tensor, (*q.shape[:-1], problem.head_dim_v))
-        check_same_dtype(name, tensor, "q", q)
-    for name, given in (("lse", backward.lse), ("d_lse", backward.d_lse)):
-        if given is not None:
-            check_shape(name, given, lse_shape(q))
-            check_dtype(name, given, torch.float32)
-    for name, given in backward._asdict().items():
-        if given is not None:
-            check_same_device(name, given, "q", q)
-            if name != "d_out" and not given.is_contiguous():
-                fail(name, "contiguous", describe(given))
+    check_results(q, backward, (*q.shape[:-1], problem.head_dim_v), lse_shape(q))
     return problem

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from blocksparse_attn.gradients.arguments import Backward
 from blocksparse_attn.gradients.launch import gradients_of_sinks
 from blocksparse_attn.kernels.selected_backward import (
     Given,
@@ -22,6 +21,7 @@ from blocksparse_attn.selected.gradients.arguments import Inputs
 from blocksparse_attn.selected.gradients.lists import listed_pieces
 from blocksparse_attn.selected.gradients.plan import BackwardPlan, plan_backward, rows
 from blocksparse_attn.selected.plan import Problem
+from kernel_reference.differentiable import Backward
 from kernel_reference.dispatch import allocator
 from kernel_reference.integers import cdiv, power_of_two_at_least
 from kernel_reference.launching import Launch

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from blocksparse_attn.gradients.differentiable import Parts, differentiable
 from blocksparse_attn.selected import ops
 from blocksparse_attn.selected.gradients import reference
 from blocksparse_attn.selected.gradients.arguments import (
@@ -22,6 +21,7 @@ from blocksparse_attn.selected.gradients.arguments import (
     new_gradients,
     new_results,
 )
+from kernel_reference.differentiable import Parts, differentiable
 
 Tensor = torch.Tensor
 
@@ -33,6 +33,7 @@ def _compute(attend: Any, inputs: Inputs, numbers: tuple[Any, ...], out: Tensor,
 
 
 attention, backward_now, _library = differentiable(
+    "blocksparse_attn",
     "selected_attention",
     Parts(
         tensors=(
@@ -42,6 +43,7 @@ attention, backward_now, _library = differentiable(
         numbers="int block_size, str page_layout, bool causal, float softmax_scale, float k_factor, float v_factor",
         more="int[]? plan=None",
         Inputs=Inputs,
+        gradients=("q", "k_cache", "v_cache", "sinks"),
         attends=(torch.ops.blocksparse_attn.selected.default, ops.attend_now),
         compute=_compute,
         check_attention=check_attention,
@@ -49,6 +51,6 @@ attention, backward_now, _library = differentiable(
         new_results=new_results,
         new_gradients=new_gradients,
         reference=reference.backward,
-        room="blocksparse_attn.selected.gradients",
+        room=("blocksparse_attn.selected.gradients",),
     ),
 )

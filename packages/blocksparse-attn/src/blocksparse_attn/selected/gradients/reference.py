@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from blocksparse_attn.gradients.arguments import Backward
 from blocksparse_attn.selected.gradients.arguments import Inputs, Results
 from blocksparse_attn.selected.plan import Problem
 from kernel_reference.checks import validate_values
+from kernel_reference.differentiable import Backward
 from kernel_reference.ragged import clamped_ranges
 from kernel_reference.selection import selected_attention_gradients
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import torch._dynamo
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.experimental import implicit_replication
 
 from blocksparse_attn import BlockLayout, blocksparse_attention, select_blocks, selected_attention
 from blocksparse_attn.dtensor import placements, sharded
@@ -22,6 +25,24 @@ Tensor = torch.Tensor
 
 def share(mesh: Any, x: Tensor, dim: int) -> Any:
     return distribute_tensor(x, mesh, [Shard(dim)])
+
+
+def check_gradients(mesh: Any, call: Callable[..., Any], given: dict[str, tuple[Tensor, int]]) -> None:
+    """Those of a call by the rules of its ops, in which plain tensors are replicated; ``given``: tensors and what is
+    shared of them."""
+
+    def gradients(leaves: list[Any], local: Callable[[Any], Tensor]) -> tuple[Any, ...]:
+        results = call(**dict(zip(given, leaves, strict=True)))
+        return torch.autograd.grad(sum(local(x).square().sum() for x in results), leaves)
+
+    wanted = gradients([x.detach().requires_grad_() for x, _ in given.values()], lambda x: x)
+    shards = [share(mesh, x, dim).requires_grad_() for x, dim in given.values()]
+    with CommDebugMode() as counted, implicit_replication():
+        found = gradients(shards, lambda x: x.to_local())
+    assert counted.get_total_counts() == 0
+    for one, other, shard in zip(found, wanted, shards, strict=True):
+        assert one.placements == shard.placements
+        torch.testing.assert_close(one.full_tensor(), other)
 
 
 def by_heads(rank: int) -> None:
@@ -41,6 +62,10 @@ def by_heads(rank: int) -> None:
         assert got.out.placements == (Shard(dim),)
         for one, other in zip(got, wanted, strict=True):
             torch.testing.assert_close(one.full_tensor(), other)
+        given = {"q": (q, dim), "k": (k, dim), "v": (v, dim)}
+        with_lists = partial(blocksparse_attention, return_lse=True, **options)
+        check_gradients(mesh, partial(with_lists, layout=layout), given | {"sinks": (torch.randn(4), 0)})
+        check_gradients(mesh, partial(with_lists, layout=layout.heads(0, 1)), given)
     lengths = {"cu_seqlens_q": torch.tensor([0, 1, 3]).int(), "seqlens_k": torch.tensor([40, 9]).int()}
     table, means = torch.randperm(8).int().view(2, 4), torch.randn(2, 4, 4, 32)
     q, (k_cache, v_cache), sinks = torch.randn(3, 8, 32), torch.randn(2, 8, 16, 4, 32), torch.randn(8)
@@ -55,6 +80,9 @@ def by_heads(rank: int) -> None:
         got = sharded("selected_attention", mesh)(*own, sinks=share(mesh, sinks, 0), **options)
         for one, other in zip(got, wanted, strict=True):
             torch.testing.assert_close(one.full_tensor(), other)
+
+        given = {"q": (q, 1), "k_cache": (caches[0], dim), "v_cache": (caches[1], dim), "sinks": (sinks, 0)}
+        check_gradients(mesh, partial(selected_attention, indices=chosen, **options), given)
 
 
 def test_two_ranks_give_what_one_does() -> None:

@@ -1,18 +1,24 @@
 """blocksparse-attn on DTensors: how tensors of each public function may be shared, and functions on local shards.
 
-DTensor has no rules for its ops, whose lists and pages are not told apart by their shapes: :func:`sharded` runs a
-public function on the shards of each rank. Nothing is sent unless a tensor lies otherwise than :func:`placements` says.
+Most ops write into memory that they are given, so that DTensor has no rules for them: :func:`sharded` runs a public
+function on the shards of each rank. Importing this registers rules for those that do not: attention that asks for
+gradients, and its backward, take DTensors by heads. Nothing is sent unless a tensor lies otherwise than
+:func:`placements` says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any, Literal
 
+import torch
+
 import blocksparse_attn
+from blocksparse_attn.gradients.ops import attention
+from blocksparse_attn.selected.gradients.ops import attention as selected_attention
 from kernel_reference.checks import fail
-from kernel_reference.dtensors import Placements, on_shards
+from kernel_reference.dtensors import Placements, on_shards, register_sharding
 
 PageLayout = Literal["NHD", "HND"]
 
@@ -97,3 +103,47 @@ def _of_rank(layout: blocksparse_attn.BlockLayout, mesh: Any) -> blocksparse_att
         fail("layout", f"of a multiple of {mesh.size()} heads", layout.num_heads)
     rank = mesh.get_local_rank()
     return layout.heads(rank * each, (rank + 1) * each)
+
+
+def _register() -> None:
+    lists = dict.fromkeys(("crow", "col", "crow_t", "col_t"), 0)
+    by_heads = [
+        ({**placements("blocksparse_attention", padded=padded).inputs, **of_heads}, 2 if padded else 1)
+        for padded in (False, True) for of_heads in ({}, lists)
+    ]  # fmt: skip
+    by_pages = [(placements("selected_attention", page_layout=layout).inputs, 1) for layout in ("NHD", "HND")]
+    for op, backward, known, offers in (
+        (attention, "attention_backward", by_heads, _tells_lists),
+        (selected_attention, "selected_attention_backward", by_pages, _tells_pages),
+    ):
+        forward = [Placements(inputs, (rows, rows - 1)) for inputs, rows in known]
+        of_gradients = [
+            Placements({**inputs, "out": rows, "lse": rows - 1, "d_out": rows, "d_lse": rows - 1}, _gradients(inputs))
+            for inputs, rows in known
+        ]
+        register_sharding(op, forward, offers)
+        register_sharding(getattr(torch.ops.blocksparse_attn, backward).default, of_gradients, offers)
+
+
+def _gradients(inputs: Mapping[str, int]) -> tuple[int, ...]:
+    """Of q, keys, values and sinks."""
+    keys = inputs["k" if "k" in inputs else "k_cache"]
+    return inputs["q"], keys, keys, 0
+
+
+def _tells_lists(sharding: Placements, tensors: Mapping[str, Any]) -> bool:
+    """Whether q has such rows, and heads have lists of their own where these are shared."""
+    of_heads = len(tensors["crow"].shape) == 2 and tensors["crow"].shape[0] > 1
+    return len(tensors["q"].shape) == sharding.inputs["q"] + 2 and of_heads == ("crow" in sharding.inputs)
+
+
+def _tells_pages(sharding: Placements, tensors: Mapping[str, Any]) -> bool:
+    """Whether the shape says where a page's heads are, and no head has a scale of its own."""
+    heads, shape = tensors["indices"].shape[1], tensors["k_cache"].shape
+    scales = [tensors[name].shape[0] for name in ("k_scale", "v_scale") if name in tensors]
+    return all(n == 1 for n in scales) and [n == heads for n in shape[1:3]] == [
+        dim == sharding.inputs["k_cache"] for dim in (1, 2)
+    ]
+
+
+_register()

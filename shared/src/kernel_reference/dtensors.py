@@ -81,6 +81,29 @@ def on_shards(function: Callable[..., Any], mesh: Any, placements: Placements) -
     return call
 
 
+def on_shards_of_calls(function: Callable[..., Any], mesh: Any, how: Callable[..., Placements]) -> Callable[..., Any]:
+    """:func:`on_shards` where ``how`` says, of the arguments of each call, how its tensors lie.
+
+    A plan is refused with ValueError: it is of a rank's own heads and lengths.
+    """
+
+    def call(*args: Any, plan: None = None, **kwargs: Any) -> Any:
+        if plan is not None:
+            fail("plan", "None on DTensors: it is of a rank's own heads and lengths", type(plan).__name__)
+        return on_shards(function, mesh, how(*args, **kwargs))(*args, **kwargs)
+
+    return call
+
+
+def placements_in(table: Mapping[tuple[str, str], Placements], function: str, by: str) -> Placements:
+    """The placements of a public function shared ``by`` heads, say; ValueError names the ways that there are."""
+    found = table.get((function, by))
+    if found is None:
+        ways = ", ".join(f'"{way}"' for name, way in table if name == function)
+        fail("by", f"one of {ways} for {function}" if ways else "of a public function", (function, by))
+    return found
+
+
 def register_sharding(
     op: Any, shardings: Iterable[Placements], offers: Callable[[Placements, Mapping[str, Any]], bool] | None = None
 ) -> None:

@@ -201,6 +201,14 @@ def unshard(shards: Sequence[Tensor], layout: Layout, cu_seqlens: Tensor) -> Ten
     return whole
 
 
+def check_interleave(layout: Interleave, world: int, rank: int) -> None:
+    """Raise TypeError or ValueError where a layout is no :class:`Interleave`, or is of another group or process."""
+    if not isinstance(layout, Interleave):
+        fail("layout", "a kernel_reference.sharding.Interleave", describe(layout), TypeError)
+    if (layout.world, layout.rank) != (world, rank):
+        fail("layout", f"of world {world} and rank {rank}, as group is", layout)
+
+
 def _as_lengths(lengths: Tensor) -> Tensor:
     if not isinstance(lengths, torch.Tensor) or lengths.dtype not in (torch.int32, torch.int64):
         fail("lengths", "an int32 or int64 tensor", describe(lengths), TypeError)

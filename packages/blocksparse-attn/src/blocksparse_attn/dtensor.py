@@ -18,7 +18,7 @@ import blocksparse_attn
 from blocksparse_attn.gradients.ops import attention
 from blocksparse_attn.selected.gradients.ops import attention as selected_attention
 from kernel_reference.checks import fail
-from kernel_reference.dtensors import Placements, on_shards, register_sharding
+from kernel_reference.dtensors import Placements, on_shards_of_calls, register_sharding
 
 PageLayout = Literal["NHD", "HND"]
 
@@ -82,17 +82,14 @@ def sharded(function: str, mesh: Any) -> Callable[..., Any]:
             kwargs = kwargs | {"layout": _of_rank(kwargs["layout"], mesh)}
         return whole(*own, **kwargs)
 
-    def call(*args: Any, plan: None = None, **kwargs: Any) -> Any:
-        if plan is not None:
-            fail("plan", "None on DTensors: it is of a rank's own heads", type(plan).__name__)
+    def how(*args: Any, **kwargs: Any) -> Placements:
         q = args[0] if args else kwargs["q"]
         in_pages = function == "selected_attention" or kwargs.get("block_table") is not None
         page_layout = kwargs.get("page_layout", "NHD") if in_pages else None
         lse = bool(kwargs.get("return_lse", False))
-        how = placements(function, page_layout=page_layout, padded=q.ndim == 4, return_lse=lse)
-        return on_shards(local, mesh, how)(*args, **kwargs)
+        return placements(function, page_layout=page_layout, padded=q.ndim == 4, return_lse=lse)
 
-    return call
+    return on_shards_of_calls(local, mesh, how)
 
 
 def _of_rank(layout: blocksparse_attn.BlockLayout, mesh: Any) -> blocksparse_attn.BlockLayout:

@@ -54,7 +54,7 @@ from kernel_reference.collectives import (
     world_and_rank,
 )
 from kernel_reference.partials import EXCHANGES, HEADS, Partial, exchange_partials, gathered_heads
-from kernel_reference.sharding import Interleave
+from kernel_reference.sharding import Interleave, check_interleave
 from kernel_reference.transforms import refuse_derivatives
 
 Tensor = torch.Tensor
@@ -271,10 +271,7 @@ def selected_attention_cp(
     check_bool("return_lse", return_lse)
     check_int("block_size", block_size, 1)
     world, rank = world_and_rank(group)
-    if not isinstance(layout, Interleave):
-        fail("layout", "a kernel_reference.sharding.Interleave", describe(layout), TypeError)
-    if (layout.world, layout.rank) != (world, rank):
-        fail("layout", f"of world {world} and rank {rank}, as group is", layout)
+    check_interleave(layout, world, rank)
     if layout.size % block_size:
         fail("layout", f"of a size that blocks of {block_size} divide", layout)
     how: dict[str, Any] = {

@@ -15,7 +15,7 @@ import torch
 import gdn_split
 from gdn_split.arguments import check_positive
 from kernel_reference.checks import fail
-from kernel_reference.dtensors import Placements, on_shards, register_sharding
+from kernel_reference.dtensors import Placements, on_shards, placements_in, register_sharding
 
 By = Literal["tokens", "heads"]
 
@@ -62,11 +62,7 @@ def placements(function: str, by: By = "tokens") -> Placements:
     Raises:
         ValueError: there is no such way to share the function's tensors.
     """
-    found = _TABLE.get((function, by))
-    if found is None:
-        ways = ", ".join(f'"{way}"' for name, way in _TABLE if name == function)
-        fail("by", f"one of {ways} for {function}" if ways else "of a public function of gdn_split", (function, by))
-    return found
+    return placements_in(_TABLE, function, by)
 
 
 def sharded(function: str, mesh: Any, by: By = "tokens") -> Callable[..., Any]:

@@ -12,8 +12,7 @@ from typing import Any, Literal
 import torch
 
 import lightning_attn
-from kernel_reference.checks import fail
-from kernel_reference.dtensors import Placements, on_shards, register_sharding
+from kernel_reference.dtensors import Placements, on_shards, placements_in, register_sharding
 from lightning_attn import parallel
 
 By = Literal["heads", "sequences", "tokens"]
@@ -59,13 +58,7 @@ def placements(function: str, by: By = "heads") -> Placements:
     Raises:
         ValueError: there is no such way to share the function's tensors.
     """
-    found = _TABLE.get((function, by))
-    if found is None:
-        ways = ", ".join(f'"{way}"' for name, way in _TABLE if name == function)
-        fail(
-            "by", f"one of {ways} for {function}" if ways else "of a public function of lightning_attn", (function, by)
-        )
-    return found
+    return placements_in(_TABLE, function, by)
 
 
 def sharded(function: str, mesh: Any, by: By = "heads") -> Callable[..., Any]:

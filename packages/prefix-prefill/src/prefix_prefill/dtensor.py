@@ -11,7 +11,7 @@ from typing import Any
 
 import prefix_prefill
 from kernel_reference.checks import fail
-from kernel_reference.dtensors import Placements, on_shards
+from kernel_reference.dtensors import Placements, on_shards_of_calls
 from prefix_prefill.api import PageLayout
 
 _NEW = {"q": 1, "k": 1, "v": 1, "alibi_slopes": 0, "sinks": 0}
@@ -62,11 +62,7 @@ def sharded(function: str, mesh: Any) -> Callable[..., Any]:
     """
     placements(function)
 
-    def call(*args: Any, plan: None = None, **kwargs: Any) -> Any:
-        if plan is not None:
-            fail("plan", "None on DTensors: it is of a rank's own heads", type(plan).__name__)
-        options = {name: kwargs[name] for name in ("page_layout", "return_lse") if name in kwargs}
-        how = placements(function, **options)
-        return on_shards(getattr(prefix_prefill, function), mesh, how)(*args, **kwargs)
+    def how(*_: Any, **kwargs: Any) -> Placements:
+        return placements(function, **{name: kwargs[name] for name in ("page_layout", "return_lse") if name in kwargs})
 
-    return call
+    return on_shards_of_calls(getattr(prefix_prefill, function), mesh, how)

@@ -47,7 +47,7 @@ from kernel_reference.partials import (
     merge_partials,
 )
 from kernel_reference.ragged import read_integers
-from kernel_reference.sharding import Interleave
+from kernel_reference.sharding import Interleave, check_interleave
 from kernel_reference.transforms import refuse_derivatives
 from prefix_prefill.api import AttentionResult, PageLayout, merge_attention_states, prefix_prefill
 from prefix_prefill.runs import (
@@ -290,10 +290,7 @@ def prefix_decode_cp(
     check_bool("return_lse", return_lse)
     max_seqlen_q = as_int("max_seqlen_q", max_seqlen_q)
     world, rank = world_and_rank(group)
-    if not isinstance(layout, Interleave):
-        fail("layout", "a kernel_reference.sharding.Interleave", describe(layout), TypeError)
-    if (layout.world, layout.rank) != (world, rank):
-        fail("layout", f"of world {world} and rank {rank}, as group is", layout)
+    check_interleave(layout, world, rank)
     how: dict[str, Any] = {
         "page_layout": page_layout, "softmax_scale": softmax_scale, "softcap": softcap, "k_scale": k_scale,
         "v_scale": v_scale, "num_splits": num_splits, "return_lse": True,

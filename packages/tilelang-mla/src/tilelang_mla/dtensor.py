@@ -15,7 +15,7 @@ import torch
 
 import tilelang_mla
 from kernel_reference.checks import fail
-from kernel_reference.dtensors import Placements, on_shards, register_sharding
+from kernel_reference.dtensors import Placements, on_shards_of_calls, register_sharding
 from tilelang_mla.gradients.ops import attention
 
 By = Literal["heads", "sequences"]
@@ -70,13 +70,10 @@ def sharded(function: str, mesh: Any, by: By = "heads") -> Callable[..., Any]:
     """
     placements(function, by)
 
-    def call(*args: Any, plan: None = None, **kwargs: Any) -> Any:
-        if plan is not None:
-            fail("plan", "None on DTensors: it is of a rank's own lengths and heads", type(plan).__name__)
-        how = placements(function, by, return_lse=bool(kwargs.get("return_lse", False)))
-        return on_shards(getattr(tilelang_mla, function), mesh, how)(*args, **kwargs)
+    def how(*_: Any, **kwargs: Any) -> Placements:
+        return placements(function, by, return_lse=bool(kwargs.get("return_lse", False)))
 
-    return call
+    return on_shards_of_calls(getattr(tilelang_mla, function), mesh, how)
 
 
 def _register() -> None:

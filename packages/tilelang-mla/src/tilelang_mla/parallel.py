@@ -28,7 +28,7 @@ from kernel_reference.checks import (
 )
 from kernel_reference.collectives import world_and_rank
 from kernel_reference.partials import EXCHANGES, HEADS, Partial, exchange_partials, gathered_heads
-from kernel_reference.sharding import Interleave
+from kernel_reference.sharding import Interleave, check_interleave
 from kernel_reference.transforms import refuse_derivatives
 from tilelang_mla.api import AttentionResult, flash_mla_with_kvcache
 from tilelang_mla.schedule import DecodePlan
@@ -112,7 +112,7 @@ def flash_mla_with_kvcache_cp(
     check_bool("causal", causal)
     check_bool("return_lse", return_lse)
     world, rank = world_and_rank(group)
-    _check_layout(layout, world, rank)
+    check_interleave(layout, world, rank)
     if world == 1:
         return flash_mla_with_kvcache(
             q, kv, seqlens_k, block_table, dim_nope, softmax_scale, causal, return_lse=return_lse, plan=plan
@@ -180,7 +180,7 @@ def flash_mla_sparse_with_kvcache_cp(
     """
     check_choice("heads", heads, HEADS)
     check_choice("exchange", exchange, EXCHANGES)
-    _check_layout(layout, *world_and_rank(group))
+    check_interleave(layout, *world_and_rank(group))
     tensors = {"q": q, "kv": kv, "positions": positions, "seqlens_k": seqlens_k, "block_table": block_table}
     check_dense(**tensors, **given(attn_sink=attn_sink))
     refuse_derivatives(**tensors, **given(attn_sink=attn_sink))
@@ -243,13 +243,6 @@ def own_rows(
     behind = torch.where(is_own, is_own.cumsum(-1) - 1, most)
     rows = row.new_full((*row.shape[:2], most + 1), -1).scatter_(2, behind, row)
     return rows[..., :most].contiguous(), is_own.sum(-1, dtype=torch.int32)
-
-
-def _check_layout(layout: Interleave, world: int, rank: int) -> None:
-    if not isinstance(layout, Interleave):
-        fail("layout", "a kernel_reference.sharding.Interleave", describe(layout), TypeError)
-    if (layout.world, layout.rank) != (world, rank):
-        fail("layout", f"of world {world} and rank {rank}, as group is", layout)
 
 
 def merge_of_ranks(

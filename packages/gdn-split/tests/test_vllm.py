@@ -258,6 +258,7 @@ def test_convolutions_that_keep_more_for_drafts_are_left_to_vllm(
 
 
 @pytest.mark.skipif(not INSTALLED, reason="vLLM is not installed")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="test_vllm_gpu.py does it there")
 @pytest.mark.parametrize("interleaved", [True, False], ids=["Qwen3-Next", "Qwen3.5"])
 def test_the_engines_own_layer_calls_the_op_that_its_graphs_know(
     adapter: ModuleType, within: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path,

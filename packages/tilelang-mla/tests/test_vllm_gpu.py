@@ -1,0 +1,89 @@
+"""Does vLLM's own MLA layer give the same with this package's backend and with vLLM's, on a GPU?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kernel_reference.testing.recorded import installed
+
+if not installed("vllm.v1.attention.backend"):
+    pytest.skip("vLLM is not installed", allow_module_level=True)
+
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+from vllm.v1.attention.backends.mla.prefill.cpu_sdpa import CPUSDPAMLAPrefillBackend
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.kv_cache_interface import MLAAttentionSpec
+
+from kernel_reference.bench.engines import captured
+from kernel_reference.testing import vllm
+from tilelang_mla.integrations.vllm import NAME, register
+
+Tensor = torch.Tensor
+pytestmark = pytest.mark.gpu
+
+HEADS, NOPE, ROPE, LATENT, V, PAGE, PAGES, SCALE = 16, 128, 64, 512, 128, 64, 12, 192**-0.5
+
+
+class Projection(torch.nn.Linear):
+    """vLLM's linear layers give a bias beside the result."""
+
+    quant_method = None
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return super().forward(x), None
+
+
+@pytest.mark.parametrize("new", [(1, 1, 9, 20), (1, 1, 1, 1)], ids=["mixed", "decoding"])
+@pytest.mark.parametrize("backend", ["TRITON_MLA", "FLASHMLA"])
+def test_a_layer_gives_the_same_with_either_backend_eagerly_and_in_a_graph(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, new: tuple[int, ...], backend: str
+) -> None:
+    vllm.write_by_triton(monkeypatch)
+    register()
+    monkeypatch.setattr("vllm.v1.attention.backends.mla.flashmla.FlashMLAMetadataBuilder.reorder_batch_threshold", 1)
+    asked = {"get_num_attention_heads": lambda *_: HEADS, "get_head_size": lambda: LATENT + ROPE}
+    spec = MLAAttentionSpec(block_size=PAGE, num_kv_heads=1, head_size=LATENT + ROPE, dtype=torch.bfloat16)
+    cache = torch.randn(PAGES, PAGE, LATENT + ROPE, device=device).bfloat16()
+    made = []
+    with vllm.configured(device, **asked) as config:
+        projection = Projection(LATENT, HEADS * (NOPE + V), bias=False, device=device, dtype=torch.bfloat16)
+        for name in (NAME, backend):
+            cls = AttentionBackendEnum[name].get_class()
+            layer = MLAAttention(
+                HEADS, SCALE, NOPE, ROPE, V, None, LATENT, projection, prefix=name, attn_backend=cls,
+                prefill_backend_cls=CPUSDPAMLAPrefillBackend,
+            )  # fmt: skip
+            layer.process_weights_after_loading(torch.bfloat16)
+            layer.kv_cache = cache.clone()
+            made.append((layer, cls.get_builder_cls()(spec, [name], config, device)))
+    table = torch.randperm(PAGES).view(4, -1).int().to(device)
+    widths = ((HEADS, NOPE + ROPE), (LATENT,), (1, ROPE))
+    given = [torch.randn(sum(new), *width, device=device).bfloat16() for width in widths]
+
+    def call(layer: Any, builder: Any, metadata: Any = None) -> Tensor:
+        metadata = builder.build(0, step) if metadata is None else metadata
+        shape = torch.Size((len(given[0]), HEADS * V))
+        return vllm.call(layer, metadata, step.slot_mapping, config, *given, shape)
+
+    # Prompts have nothing cached: vLLM's C++ extension would gather it.
+    step = vllm.step((100, 63, 0, 0), new, table, PAGE)
+    ours, theirs = (call(*one) for one in made)
+    assert torch.equal(made[0][0].kv_cache, made[1][0].kv_cache)
+    assert_near(ours, theirs)
+    if len(set(new)) > 1:
+        return
+    layer, builder = made[0]
+    metadata = builder.build(0, step)
+    replay = captured(lambda: call(layer, builder, metadata))
+    vllm.overwrite(step, vllm.step((5, 160, 41, 0), new, table.roll(1, 0).contiguous(), PAGE))
+    for one in given:
+        one.normal_()
+    assert_near(replay(), call(*made[1]))
+
+
+def assert_near(ours: Tensor, theirs: Tensor) -> None:
+    ours, theirs = (x.double().unflatten(1, (HEADS, V)) for x in (ours, theirs))
+    assert float(((ours - theirs).abs() / theirs.abs().amax(-1, keepdim=True)).max()) < 0.02

@@ -15,7 +15,7 @@ import torch
 from kernel_reference.bench import serve
 from kernel_reference.bench.serve import DRY, DRY_TRAFFIC, Buffers, Setting, graph_sizes, main
 from kernel_reference.bench.served import Served, quantile
-from kernel_reference.bench.server import Limits, Pool, Row, Server, Step
+from kernel_reference.bench.server import Limits, Pool, Row, Server, Step, first_prompts
 from kernel_reference.bench.traffic import AGENT, CHAT, Lengths, Traffic, requests
 
 # So few pages that sequences are preempted, with prefixes and drafts.
@@ -91,6 +91,17 @@ def test_drafts_are_kept_as_often_as_they_are_said_to_be_right():
     assert {row.new for row in rows} == {3}
     share = sum(row.kept >= 2 for row in rows) / len(rows)
     assert share == pytest.approx(BUSY.accepted, abs=0.05)
+
+
+def test_first_prompts_are_steps_that_a_server_could_have():
+    steps = list(first_prompts(BUSY, TIGHT))
+    assert [len(step.rows) for step in steps] == [1, 1, 1, 5, 5, 5]
+    for step in steps:
+        assert not step.decodes
+        assert step.tokens <= TIGHT.tokens
+        pages = [page for row in step.rows for page in row.pages]
+        assert len(pages) == len(set(pages)) <= TIGHT.pages
+        assert all(len(row.pages) == -(-(row.cached + row.new) // TIGHT.page_size) for row in step.rows)
 
 
 @pytest.mark.parametrize(
@@ -171,6 +182,19 @@ def test_results_that_are_wrong_or_get_worse_are_said_and_end_with_1(
     assert words in capsys.readouterr().err
 
 
+def test_bytes_that_calls_keep_are_said_and_those_of_judging_are_not(
+    run: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    held = iter(range(0, 10**6, 512))
+    monkeypatch.setattr(serve, "allocated", lambda _: next(held))
+    assert run("0.0", "--steps", "20", "--log", str(tmp_path / "log")) == 1
+    # Of 20 steps two are judged.
+    assert "a layer, ours: 9216 bytes are kept by calls that are over" in capsys.readouterr().err
+    [memory] = json.loads((tmp_path / "log").read_text())["memory"].values()
+    assert len(memory) == 2
+    assert all(one["resident"] > 0 for one in memory)
+
+
 def test_a_log_has_a_line_for_each_sitting_with_traffic_of_its_own(
     run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -213,7 +237,7 @@ def test_errors_that_grow_by_no_more_than_chance_are_no_drift(errors: list[float
 
 def test_steps_in_which_a_layer_has_no_part_are_not_judged(run: Callable[..., int], tmp_path: Path):
     # Zeros before errors would look like a drift.
-    assert run("0.2 if self.steps > 60 else None") == 0
+    assert run("0.2 if self.steps > 66 else None") == 0
     assert '"judged": 8' in (tmp_path / "out/serve.json").read_text()
 
 

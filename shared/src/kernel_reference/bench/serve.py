@@ -5,10 +5,10 @@ implementations that compute it; and ``PAGE_SIZE`` where its pages must have ano
 `kernel_reference.bench.server`, the same ones for every implementation: steps in which all rows decode replay a CUDA
 graph of the next larger batch size, as servers do, with block tables as wide as the longest context; the others are
 called eagerly. Every hundredth step is judged against float64. Reported: quantiles of step times, kernels compiled
-after the warm-up, bytes that a step allocates, errors.
+after the warm-up, bytes that a step allocates, and that it keeps, errors, and the memory of each minute.
 
 With ``--log FILE`` each run adds a line to the file, and its traffic is another one than that of the lines before it: a
-soak in as many sittings as a machine allows.
+soak in as many sittings as a machine allows. ``--alone`` leaves the peers out.
 
 ``--dry`` runs tiny layers for a few steps on a CPU, whose times mean nothing.
 
@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -34,9 +34,10 @@ import torch
 from kernel_reference.bench import machine, served
 from kernel_reference.bench.compiled import compilations
 from kernel_reference.bench.engines import captured
+from kernel_reference.bench.minutes import Minutes, allocated
 from kernel_reference.bench.run import load_module
 from kernel_reference.bench.served import Served
-from kernel_reference.bench.server import Limits, Row, Server, Step
+from kernel_reference.bench.server import Limits, Row, Server, Step, first_prompts
 from kernel_reference.bench.table import show
 from kernel_reference.bench.traffic import KINDS, Lengths, Traffic
 from kernel_reference.errors import fail
@@ -117,17 +118,20 @@ class Layer(Protocol):
 
 
 class Setting(NamedTuple):
-    """What ``layers`` is given: device, limits, traffic, and whether sizes are to be tiny."""
+    """What ``layers`` is given: device, limits, traffic, and whether sizes are to be tiny, and peers left out."""
 
     device: torch.device
     limits: Limits
     traffic: Traffic
     dry: bool
+    alone: bool = False
 
 
 def present(setting: Setting, factories: Mapping[str, Callable[[], Call]]) -> tuple[dict[str, Call], dict[str, str]]:
     """The peers that can be imported, and for the others why not; none on a CPU, where few of them run."""
     calls: dict[str, Call] = {}
+    if setting.alone:
+        return calls, {}
     if setting.device.type != "cuda":
         return calls, dict.fromkeys(factories, "it needs a GPU")
     absent: dict[str, str] = {}
@@ -228,12 +232,12 @@ class Replay:
                     if not i:
                         raise
                     print(f"{layer.name}, {label}: no CUDA graph: {str(error).splitlines()[0]}", file=sys.stderr)
-        # The first steps of the same traffic, begun anew afterwards: prompts, chunks and rows beside each other.
-        for step in islice(Server(self.setting.traffic, self.setting.limits).steps(), 24):
-            # Judged once: float64's products have a workspace, which is no leak of a kernel's.
-            self._run(step, 0 if step.number == 0 else None)
+        traffic, limits = self.setting.traffic, self.setting.limits
+        # Then the first steps of the same traffic, begun anew afterwards: prompts, chunks, rows beside each other.
+        for step in chain(first_prompts(traffic, limits), islice(Server(traffic, limits).steps(), 24)):
+            self._run(step, None)
         for one in self.served:
-            one.decode_us, one.mixed_us, one.host_us, one.errors, one.step_bytes = [], [], [], [], 0
+            one.decode_us, one.mixed_us, one.host_us, one.step_bytes, one.kept_bytes = [], [], [], 0, 0
 
     def _capture(self, layer: Layer, label: str, call: Call) -> None:
         # The largest first, whose memory the others then use.
@@ -265,11 +269,16 @@ class Replay:
                     count = len(step.rows)
                     check = layer.judge(label, batch, sorted({judged * 7 % count, *range(min(SAMPLED - 1, count))}))
                 graph = self._graphs.get((layer.name, label, batch.padded_rows)) if batch.each else None
+                held = allocated(self.setting.device)
                 with compilations() as compiled:
                     out = self._timed(graph or partial(call, batch), one, bool(batch.each), graph is None)
                 one.compiled += compiled
                 if check is not None and (error := check(out)) is not None:
                     one.errors.append(error)
+                del out
+                if check is None:
+                    # Judging has memory of its own: float64's products have a workspace, which they keep.
+                    one.kept_bytes += allocated(self.setting.device) - held
 
     def _timed(self, call: Callable[[], torch.Tensor], one: Served, decodes: bool, eager: bool) -> torch.Tensor:
         times = one.decode_us if decodes else one.mixed_us
@@ -278,7 +287,7 @@ class Replay:
             out = call()
             times.append((time.perf_counter() - begun) * 1e6)
             return out
-        before = torch.cuda.memory_allocated()
+        before = allocated(self.setting.device)
         torch.cuda.reset_peak_memory_stats()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(_QUEUED_CYCLES)
@@ -312,17 +321,18 @@ def steps_of(server: Server, seconds: float, most: int | None) -> Iterator[Step]
 @torch.inference_mode()
 def serve(
     layers: Sequence[Layer], setting: Setting, seconds: float, steps: int | None = None, seed: int = 0
-) -> tuple[Replay, int]:
-    """A day of ``seconds``, or of so many steps; what was served, and bytes that were left allocated at its end."""
+) -> tuple[Replay, Minutes]:
+    """A day of ``seconds``, or of so many steps; what was served, and the memory of each minute."""
     replay = Replay(layers, setting)
     replay.warm_up()
     for one in replay.served:
         one.compiled = []
-    on_gpu = setting.device.type == "cuda"
-    before = torch.cuda.memory_allocated() if on_gpu else 0
+    minutes = Minutes(setting.device)
     for step in steps_of(Server(setting.traffic, setting.limits, seed), seconds, steps):
         replay.run(step)
-    return replay, torch.cuda.memory_allocated() - before if on_gpu else 0
+        minutes.pass_by()
+    minutes.take()
+    return replay, minutes
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -334,6 +344,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--steps", type=int, help="at most so many")
     parser.add_argument("--out", type=Path, help="write serve.json and serve.svg there")
     parser.add_argument("--log", type=Path, help="add a line to this file; those that it has are earlier sittings")
+    parser.add_argument("--alone", action="store_true", help="without the peers")
     parser.add_argument("--commit", default="", help="said in the record")
     parser.add_argument("--dry", action="store_true", help="tiny layers on a CPU: their times mean nothing")
     chosen = parser.parse_args(arguments)
@@ -348,24 +359,24 @@ def main(arguments: Sequence[str]) -> int:
     device = torch.device("cpu" if chosen.dry else "cuda")
     all_served: list[Served] = []
     failures: list[str] = []
+    memory: dict[str, list[dict[str, int]]] = {}
     sittings = chosen.log.read_text().splitlines() if chosen.log and chosen.log.exists() else []
     for file in chosen.files:
         torch.manual_seed(0)
         module = load_module(file, "layers(setting)")
         page_size = getattr(module, "PAGE_SIZE", limits.page_size)
         held = limits._replace(page_size=page_size, pages=limits.pages * limits.page_size // page_size)
-        setting = Setting(device, limits if chosen.dry else held, traffic, chosen.dry)
+        setting = Setting(device, limits if chosen.dry else held, traffic, chosen.dry, chosen.alone)
         layers: list[Layer] = module.layers(setting)
         for layer in layers:
             for label, why in layer.absent.items():
                 print(f"{layer.name}: {label} is absent: {why}", file=sys.stderr)
-        replay, left = serve(
+        replay, minutes = serve(
             layers, setting, chosen.seconds, chosen.steps or (120 if chosen.dry else None), len(sittings)
         )
         all_served += replay.served
+        memory[file.parents[1].name] = minutes.taken
         failures += [words for one in replay.served if one.ours for words in one.failures()]
-        if left > 0:
-            failures.append(f"{file}: {left} bytes are still allocated at the end")
         del layers, replay
         with suppress(RuntimeError):
             torch.cuda.empty_cache()
@@ -374,7 +385,8 @@ def main(arguments: Sequence[str]) -> int:
     stamp = {} if chosen.dry else asdict(machine.describe(device))
     record = {
         "traffic": asdict(traffic), "limits": limits._asdict(), "seconds": chosen.seconds, "commit": chosen.commit,
-        "sitting": len(sittings), **stamp, "served": [served.summary(one) for one in all_served], "failures": failures,
+        "sitting": len(sittings), **stamp, "served": [served.summary(one) for one in all_served], "memory": memory,
+        "failures": failures,
     }  # fmt: skip
     if chosen.log:
         chosen.log.parent.mkdir(parents=True, exist_ok=True)

@@ -20,7 +20,8 @@ class Served:
 
     decode_us, mixed_us: device time of each step in which all rows decode, and of the others. host_us: host time of
     each eager call. compiled: kernels that were compiled once the warm-up was over. errors: of judged steps, in units
-    of what is allowed. step_bytes: the most that a call allocated beyond what was there before it.
+    of what is allowed. step_bytes: the most that a call allocated beyond what was there before it. kept_bytes: what
+    calls allocated and nobody gave back, once their results were let go.
     """
 
     layer: str
@@ -32,6 +33,7 @@ class Served:
     compiled: list[str] = field(default_factory=list)
     errors: list[float] = field(default_factory=list)
     step_bytes: int = 0
+    kept_bytes: int = 0
 
     @property
     def drifts(self) -> bool:
@@ -61,6 +63,8 @@ class Served:
             found.append("errors grow")
         if self.compiled:
             found.append(f"{len(self.compiled)} kernels compiled after the warm-up: {', '.join(self.compiled[:3])}")
+        if self.kept_bytes > 0:
+            found.append(f"{self.kept_bytes} bytes are kept by calls that are over")
         return [f"{self.layer}, {self.implementation}: {what}" for what in found]
 
 
@@ -91,6 +95,7 @@ def summary(served: Served) -> dict[str, object]:
         "largest_error": served.worst,
         "drifts": served.drifts,
         "step_bytes": served.step_bytes,
+        "kept_bytes": served.kept_bytes,
     }
 
 

@@ -13,6 +13,7 @@ import random
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 from kernel_reference.bench.traffic import Request, Traffic, requests
@@ -276,3 +277,23 @@ class Server:
         if sequence.computed >= whole * self.limits.page_size:
             self._prefixes[prefix] = sequence.pages[:whole]
             self.pool.share(sequence.pages[:whole])
+
+
+def first_prompts(traffic: Traffic, limits: Limits) -> Iterator[Step]:
+    """Prompts, short and long, beside no row that decodes, few and many: a step of each kind, and no server's day.
+
+    What a server's owner runs before the first request, so that nothing is compiled after it.
+    """
+    each = 1 + traffic.drafts
+    pages_each = -(-(limits.page_size + each) // limits.page_size)
+    for others in sorted({min(others, limits.sequences - 1) for others in (0, 7, limits.sequences - 1)}):
+        for length in (16, 256, limits.tokens):
+            prompt = min(length, limits.tokens - others * each)
+            pages = iter(range(limits.pages))
+            rows = [
+                Row(i, i, limits.page_size, each, each, True, tuple(islice(pages, pages_each)), False, None)
+                for i in range(others)
+            ]
+            own = tuple(islice(pages, -(-prompt // limits.page_size)))
+            rows.append(Row(others, others, 0, prompt, prompt, False, own, True, None))
+            yield Step(0, 0.0, tuple(rows), 0, 0, 0)

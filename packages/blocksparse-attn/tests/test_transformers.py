@@ -151,14 +151,10 @@ def test_generate_compiles_decoding_in_one_graph(models: Models) -> None:
 def test_what_is_not_covered_is_refused_by_name(models: Models) -> None:
     ids = prompts(2, 5)
     models.assert_refuses_padding_masks_and_dropout(ids)
-    with torch.no_grad(), enable():
-        with pytest.raises(ValueError, match=r"^the attention mask must be causal"):
-            # Two sequences packed as one.
-            models.ours(ids[:1], position_ids=torch.tensor([[0, 1, 2, 0, 1]]), use_cache=False)
-        with pytest.raises(ValueError, match=r"^output_attentions must be None"):
-            models.ours(ids, output_attentions=True)
-        with pytest.raises(ValueError, match=r"^sliding_window must be None, got 7$"):
-            models.ours(ids, sliding_window=7)
+    models.assert_refuses_packed_sequences_and_weights(ids)
+    window = pytest.raises(ValueError, match=r"^sliding_window must be None, got 7$")
+    with torch.no_grad(), enable(), window:
+        models.ours(ids, sliding_window=7)
 
 
 def test_it_cannot_be_enabled_twice_and_leaves_nothing_behind(models: Models) -> None:

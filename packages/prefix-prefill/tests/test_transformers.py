@@ -87,14 +87,10 @@ def test_a_cache_that_grows_is_refused_after_the_prompt(llama: Models) -> None:
 def test_what_is_not_covered_is_refused_by_name(llama: Models) -> None:
     ids = prompts(2, 5)
     llama.assert_refuses_padding_masks_and_dropout(ids)
-    with torch.no_grad(), enable():
-        with pytest.raises(ValueError, match=r"^the attention mask must be causal"):
-            # Two sequences packed as one.
-            llama.ours(ids[:1], position_ids=torch.tensor([[0, 1, 2, 0, 1]]), use_cache=False)
-        with pytest.raises(ValueError, match=r"^output_attentions must be None"):
-            llama.ours(ids, output_attentions=True)
-        with pytest.raises(ValueError, match=r"^block_indices must be None, got one \(selected attention\)$"):
-            llama.ours(ids, block_indices=torch.zeros(2, 1, 5, 1, dtype=torch.int64))
+    llama.assert_refuses_packed_sequences_and_weights(ids)
+    selected = pytest.raises(ValueError, match=r"^block_indices must be None, got one \(selected attention\)$")
+    with torch.no_grad(), enable(), selected:
+        llama.ours(ids, block_indices=torch.zeros(2, 1, 5, 1, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"^q must be .*no_grad"), enable():
         llama.ours(ids)
 

@@ -93,6 +93,15 @@ class Models:
                 attention.attention_dropout = before
                 self.ours.eval()
 
+    def assert_refuses_packed_sequences_and_weights(self, ids: Tensor) -> None:
+        """An attention with :func:`~kernel_reference.integrations.transformers.lengths_mask` names both."""
+        positions = torch.arange(ids.shape[1])[None] % (ids.shape[1] - 2)
+        with torch.no_grad(), self.enable():
+            with pytest.raises(ValueError, match=r"^the attention mask must be causal"):
+                self.ours(ids[:1], position_ids=positions, use_cache=False)
+            with pytest.raises(ValueError, match=r"^output_attentions must be None"):
+                self.ours(ids, output_attentions=True)
+
     def assert_enabled_by_one_call_at_a_time(self, name: str, ids: Tensor) -> None:
         """Within ``enable()`` it is refused, and after it transformers knows no attention of this name."""
         with self.enable(), pytest.raises(ValueError, match=r"^a call of enable\(\) must be the only one at a time"):

@@ -758,7 +758,7 @@ def test_no_rows_launch_nothing(monkeypatch, kind) -> None:
 def test_the_grid_grows_with_rows_and_sequences_and_never_with_the_longest(monkeypatch) -> None:
     """At most two slots a sequence are empty, one if packed; programs past a sequence's end would walk keys in vain.
 
-    The kernel for sm_90 has no more programs than there are multiprocessors.
+    The kernel for sm_90 has no more programs than there are SMs.
     """
     grids = Grids(monkeypatch)
     monkeypatch.setattr(launch, "_persistent_programs", lambda device: 100)

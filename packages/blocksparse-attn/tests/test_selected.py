@@ -182,7 +182,7 @@ def test_keys_that_no_token_of_a_tile_sees_are_not_multiplied(selected, device, 
     for page in (1, 3):
         for cache in (batch.k, batch.v):
             poison_(cache[int(table[0, page])])
-    # The first token alone lists their own block, and sees none of what the others brought.
+    # The first token alone lists their own block, and sees none of what the others list.
     batch.indices[0, :, 1] = 3
     for cache in (batch.k, batch.v):
         cache[int(table[0, 3]), :13] = torch.randn(cache[0, :13].shape).to(cache)

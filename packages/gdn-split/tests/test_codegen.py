@@ -249,7 +249,7 @@ def test_states_move_16_bytes_a_thread(reports: list[Report]) -> None:
 
 
 def test_only_targets_that_can_wait_on_the_device_are_given_the_wait(reports: list[Report]) -> None:
-    # ACQBULK and PREEXIT are griddepcontrol.wait and .launch_dependents in machine code.
+    # ACQBULK and PREEXIT are griddepcontrol.wait and .launch_dependents in SASS.
     for report in reports:
         waits = report.target in WAITING_TARGETS and not report.spec.startswith("split by run")
         assert report.uses("ACQBULK") == waits, (report.spec, report.target)
@@ -263,7 +263,7 @@ def test_a_launch_that_may_start_early_waits_for_the_kernel_ahead_of_it() -> Non
 
 
 def test_what_is_fetched_ahead_is_a_state_at_once_and_inputs_by_lines(reports: list[Report]) -> None:
-    # UBLKPF and CCTL are cp.async.bulk.prefetch and prefetch in machine code.
+    # UBLKPF and CCTL are cp.async.bulk.prefetch and prefetch in SASS.
     for report in reports:
         waits = report.target in WAITING_TARGETS
         states = waits and report.spec.startswith(("step TP1", "commit "))

@@ -139,7 +139,7 @@ def otherwise(
 
 
 def assert_rounded(got: Tensor, wanted: Wanted, *, apart: tuple[int, ...], what: str = "the result") -> None:
-    """``assert_close_to_oracle`` with every head (the dimensions ``apart``) brought to the same size.
+    """``assert_close_to_oracle`` with every head (the dimensions ``apart``) scaled to the same size.
 
     A head that never decays holds values a hundred times those of one that does at once, whose errors it would hide.
     They are scaled by powers of two, which is exact. Of two plain versions the one that is further off counts, element

@@ -452,7 +452,7 @@ def assert_kept(before: list[tuple[Tensor, Tensor]]) -> None:
         assert_bitwise_equal(tensor, copy, what="a tensor given")
 
 
-def brought(arguments: dict[str, Any], device: torch.device) -> dict[str, Any]:
+def moved_to(arguments: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """Tensors that the table makes once for all devices, on the one under test."""
     return {
         name: value.to(device) if isinstance(value, Tensor) and name in OUT_SCALE_OF.values() and not value.is_meta
@@ -470,7 +470,7 @@ def test_bad_input_is_named_with_what_it_must_be_and_what_it_was_and_nothing_is_
     arguments = good(function, device)
     before = kept(arguments)
     change(arguments)
-    arguments = brought(arguments, device)
+    arguments = moved_to(arguments, device)
     before += kept(arguments)
     with pytest.raises((ValueError, TypeError)) as raised:
         FUNCTIONS[function](**arguments)

@@ -1,4 +1,4 @@
-"""A look at machine code that a compiler should make superfluous: uniform registers that are read before any write,
+"""A look at SASS that a compiler should make superfluous: uniform registers that are read before any write,
 and registers that are kept in memory where it costs time.
 
 ptxas 12.8 was seen to do so (sm_90, a matrix product whose operand's address it had computed on one way through a loop

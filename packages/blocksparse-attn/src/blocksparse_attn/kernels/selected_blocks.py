@@ -1,8 +1,9 @@
 """Attention to blocks that are listed for each token and kv head, block by block: each is read once for many tokens.
 
-``number_entries`` numbers what lists hold. ``attend_blocks``: entries of all lists, sorted by sequence, block and kv
-head, are cut into chunks, one for each program, which loads a block's keys and values and walks the tokens of the chunk
-that list it. ``combine_blocks`` merges the partial results of a token's blocks.
+``number_entries`` numbers what lists hold. ``attend_blocks``: entries of all lists, sorted by kv head, so that the
+queries of one stay in the L2 cache, sequence and block, are cut into chunks, one for each program, which loads a
+block's keys and values and walks the tokens of the chunk that list it. ``combine_blocks`` merges the partial results of
+a token's blocks.
 """
 
 from typing import Any, NamedTuple
@@ -47,8 +48,8 @@ class BlocksConfig(NamedTuple):
 
 
 class Entries(NamedTuple):
-    """Pointers: sorted numbers, ``(sequence * blocks + block) * Hkv + head``, int16 or int32; where an entry stood,
-    int64; and, by that, how many keys of its block the token sees, int32."""
+    """Pointers: sorted numbers, ``(head * sequences + sequence) * blocks + block``, int16 or int32; where an entry
+    stood, int64; and, by that, how many keys of its block the token sees, int32."""
 
     number: Any
     order: Any
@@ -92,7 +93,7 @@ def number_entries(
     m_e = (i_kv < config.HEADS_KV) & (i_e < TOPK)
     block = tl.load(p_indices + row * s_indices[0] + i_kv.to(tl.int64) * s_indices[1] + i_e, mask=m_e, other=-1)
     there = (block >= 0) & (block < (high + (config.BLOCK - 1)) // config.BLOCK)
-    number = tl.where(there, (i_n * blocks + block) * config.HEADS_KV + i_kv, config.NOTHING)
+    number = tl.where(there, (i_kv * sequences + i_n) * blocks + block, config.NOTHING)
     reach = tl.where(there, tl.minimum(high - block * config.BLOCK, config.BLOCK), 0)
     place = row * (config.HEADS_KV * TOPK) + i_kv * TOPK + i_e
     tl.store(p_number + place, number.to(p_number.dtype.element_ty), mask=m_e)
@@ -108,10 +109,10 @@ def scaled(p_scale, i_kv, factor, SCALES: tl.constexpr):
 
 
 @triton.jit
-def block_of_keys(inputs, p_table, number, reach, blocks, num_pages, s_table, strides, config: tl.constexpr):
-    """Keys and values of the first ``reach`` of a block; zeros behind them, and of pages that do not exist."""
-    i_kv = (number % config.HEADS_KV).to(tl.int64)
-    i_block = number // config.HEADS_KV
+def block_of_keys(inputs, p_table, i_block, i_kv, reach, blocks, num_pages, s_table, strides, config: tl.constexpr):
+    """Keys and values of the first ``reach`` of a block of all sequences' and of a kv head; zeros behind them, and of
+    pages that do not exist."""
+    i_kv = i_kv.to(tl.int64)
     p_pages = p_table + (i_block // blocks).to(tl.int64) * s_table
     cache = Cache(inputs.k + i_kv * strides.k[2], inputs.v + i_kv * strides.v[2], p_pages, 0, num_pages)
     first = i_block % blocks * config.BLOCK
@@ -124,12 +125,15 @@ def block_of_keys(inputs, p_table, number, reach, blocks, num_pages, s_table, st
     return b_k, b_v
 
 
-@triton.jit(do_not_specialize=["entries", "blocks", "num_pages", "s_table"])
+@triton.jit(do_not_specialize=["entries", "blocks", "all_blocks", "num_pages", "s_table"])
 def attend_blocks(
-    inputs, p_table, listed, p_part, p_part_lse, entries, blocks, num_pages, s_table, factors, strides,
+    inputs, p_table, listed, p_part, p_part_lse, entries, blocks, all_blocks, num_pages, s_table, factors, strides,
     config: tl.constexpr,
 ):  # fmt: skip
-    """Partial results of the entries of one chunk: part [entries, GROUP, DV], part_lse [entries, GROUP] in base 2."""
+    """Partial results of the entries of one chunk: part [entries, GROUP, DV], part_lse [entries, GROUP] in base 2.
+
+    ``blocks``: of a sequence; ``all_blocks``: of all.
+    """
     ROWS: tl.constexpr = config.TOKEN_ROWS
     TOKENS: tl.constexpr = config.BLOCK_M // ROWS
     base = tl.program_id(0).to(tl.int64) * config.CHUNK
@@ -146,8 +150,8 @@ def attend_blocks(
     while number < config.NOTHING:
         count = tl.sum((own == number).to(tl.int32), 0)
         reach = tl.max(tl.where(own == number, own_reach, 0), 0)
-        i_kv = number % config.HEADS_KV
-        b_k, b_v = block_of_keys(inputs, p_table, number, reach, blocks, num_pages, s_table, strides, config)
+        i_kv, i_block = number // all_blocks, number % all_blocks
+        b_k, b_v = block_of_keys(inputs, p_table, i_block, i_kv, reach, blocks, num_pages, s_table, strides, config)
         # Only tokens in the block itself, and the last block of a sequence, want a mask.
         edge = tl.min(tl.where(own == number, own_reach, config.BLOCK), 0) < config.BLOCK
         scale = scaled(inputs.k_scale, i_kv, factors.softmax * factors.k, config.K_SCALES) * LOG2_E
@@ -176,7 +180,8 @@ def attend_blocks(
             if config.DV != config.BLOCK_DV:
                 m_tile = m_tile & (o_dv < config.DV)[None, :]
             p_rows = p_part + row[:, None] * config.DV + o_dv[None, :]
-            tl.store(p_rows, b_o.to(p_part.dtype.element_ty), mask=m_tile)
+            # Partial results would take the place of queries in the L2 cache.
+            tl.store(p_rows, b_o.to(p_part.dtype.element_ty), mask=m_tile, cache_modifier=".cs")
             tl.store(p_part_lse + row, tl.where(total == 0, float("-inf"), top + tl.log2(safe)), mask=m_row)
         done += count
         more = (done < config.CHUNK) & (base + done < entries)

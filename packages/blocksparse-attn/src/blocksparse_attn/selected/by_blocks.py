@@ -65,7 +65,8 @@ def prepare_by_blocks(
         entries = tokens * each
         attend = Launch(
             attend_blocks, (cdiv(entries, _CHUNK), 1, 1),
-            (entries, blocks, pages, s_table, factors, strides, config), device, group=_grouped,
+            (entries, blocks, blocks * problem.sequences, pages, s_table, factors, strides, config), device,
+            group=_grouped,
             num_warps=plan.num_warps,
         )  # fmt: skip
         combine = Launch(combine_blocks, (tokens * heads, 1, 1), (*s_lse, strides, config), device, num_warps=4)

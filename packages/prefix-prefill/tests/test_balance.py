@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from kernel_reference.integers import cdiv
-from prefix_prefill.kernels import balance, batch
+from prefix_prefill.kernels import balance, batch, costs
 
 
 class Config(NamedTuple):
@@ -84,8 +84,8 @@ def tabulate(p_cu, p_seqlens, p_table, rows, num_sequences, capacity, left, righ
             block = balance.block_at(x, block, o_lane, work, given, True, C)
             if x < block.high:
                 place = balance.place_at(x, block)
-                costs = balance.costs_of(batch.sequence_at(given, place.i_n, C), given, C)
-                item, x = balance.share_at(x, end, i_program, place, costs, work, C)
+                own_costs = costs.costs_of(batch.sequence_at(given, place.i_n, C), given, C)
+                item, x = balance.share_at(x, end, i_program, place, own_costs, work, C)
                 note(p_row, place.i_n, item)
                 p_row += FIELDS
             else:
@@ -97,7 +97,7 @@ def tabulate(p_cu, p_seqlens, p_table, rows, num_sequences, capacity, left, righ
             pieces = balance.block_at(place_on_line, pieces, o_lane, work, given, False, C)
             if place_on_line < pieces.high:
                 found = balance.place_at(place_on_line, pieces)
-                own_costs = balance.costs_of(batch.sequence_at(given, found.i_n, C), given, C)
+                own_costs = costs.costs_of(batch.sequence_at(given, found.i_n, C), given, C)
                 note(p_row, found.i_n, balance.piece_at(place_on_line, found, own_costs, work, C))
                 p_row += FIELDS
             i_round += 1
@@ -194,16 +194,28 @@ def test_impossible_bounds_make_no_more_pieces_than_there_is_memory_for(device: 
             assert piece.sequence < 0 or piece.tile * CAUSAL.TOKENS < rows
 
 
-def loads(found: list[list[Piece]], lengths: Sequence[tuple[int, int]], left: int = -1) -> list[float]:
+def loads(
+    found: list[list[Piece]], lengths: Sequence[tuple[int, int]], left: int = -1, tokens: int = CAUSAL.TOKENS
+) -> list[float]:
     """Keys that each program reads for its tiles, and what their beginnings and ends cost."""
 
     def keys(piece: Piece) -> float:
         context, new = lengths[piece.sequence]
-        last = context + min((piece.tile + 1) * CAUSAL.TOKENS, new)
-        seen = last if left < 0 else min(last, left + CAUSAL.TOKENS)
-        return balance.OVERHEAD.value + seen * (piece.high - piece.low) / piece.parts
+        last = context + min((piece.tile + 1) * tokens, new)
+        seen = last if left < 0 else min(last, left + tokens)
+        return costs.OVERHEAD.value + seen * (piece.high - piece.low) / piece.parts
 
     return [sum(map(keys, own)) for own in found]
+
+
+def test_prompts_whose_tiles_keep_step_with_the_programs_are_shared_evenly(device: torch.device) -> None:
+    """A prompt has somewhat fewer tiles than two rounds: one after another, the same programs took the longest ones."""
+    config = CAUSAL._replace(TOKENS=512)
+    lengths = [(0, 512 * 11)] * 6 + [(0, 0), (0, 2500)]
+    for num_splits in (0, 1):
+        found = of_lengths(device, lengths, num_splits=num_splits, programs=12, config=config)
+        done = loads(found, lengths, tokens=512)
+        assert max(done) <= 1.1 * sum(done) / len(done), done
 
 
 BALANCED = {

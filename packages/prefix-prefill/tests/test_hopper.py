@@ -35,7 +35,7 @@ def hopper() -> ModuleType:
         "config", "items", "drafts", "memory", "softmax", "capped", "gather", "producers", "rows", "levels", "epilogue",
         "consumers", "kernel",
     ))  # fmt: skip
-    names = ("softmax", "schedule", "batch", "balance", "merge", *own)
+    names = ("softmax", "schedule", "batch", "costs", "balance", "merge", *own)
     return gluon.shadow(*(f"prefix_prefill.kernels.{name}" for name in names))[-1]
 
 
@@ -255,7 +255,7 @@ def test_one_program_takes_more_items_than_its_table_holds(tensors, kernels, opt
 
 @pytest.mark.parametrize("programs", [3, 5])
 def test_programs_share_a_batch_by_keys_where_lengths_differ(tensors, kernels, programs) -> None:
-    batch = tensors.batch([(30, 1), (3500, 2), (0, 40), (700, 1)], heads=(4, 2), head_dim=64, sinks=True, cached=True)
+    batch = tensors.batch([(30, 1), (3500, 2), (0, 40), (700, 1)], heads=(2, 1), head_dim=64, sinks=True, cached=True)
     kernels.prefill(batch, replace(plan(128, 128, 0), programs=programs))
     batch.check(most=4)
 

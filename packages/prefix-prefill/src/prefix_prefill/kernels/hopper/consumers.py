@@ -21,7 +21,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from prefix_prefill.kernels.hopper.capped import reference_of, update_by_constant
-from prefix_prefill.kernels.hopper.config import ROWS, STRIP, Bounds, Inside, column_of, own_tiles, width_of
+from prefix_prefill.kernels.hopper.config import (
+    ROWS,
+    STRIP,
+    Bounds,
+    Inside,
+    column_of,
+    is_gathered,
+    own_tiles,
+    width_of,
+)
 from prefix_prefill.kernels.hopper.drafts import store_masks
 from prefix_prefill.kernels.hopper.epilogue import finish
 from prefix_prefill.kernels.hopper.items import done, has_item, loop_of, tile_of
@@ -83,14 +92,19 @@ def zero_rows_of_strip(strips, stage, strip, from_row, to_row, T: gl.constexpr, 
         p_strip.store(gl.where(keep[:, None], b_strip, 0.0).to(b_strip.dtype))
 
 
+@gluon.constexpr_function
+def rows_of_box(strip, C):
+    """Of the larger boxes that values come by, at least a strip."""
+    return max(C.NEW_BOX if C.NEW_KV else C.BOX, strip)
+
+
 @gluon.jit
 def zero_masked_values(memory, stage, i_group, from_row, to_row, meetings, V, C):
     """Zero the values of a stage before ``from_row`` and from ``to_row`` on: a weight of 0 times NaN would be NaN.
 
     Boxes that lie wholly outside came as zeros. Two groups of rows share the strips, and wait for each other's.
     """
-    LARGER: gl.constexpr = C.NEW_BOX if C.NEW_KV else C.BOX
-    BOX: gl.constexpr = STRIP if LARGER < STRIP else LARGER
+    BOX: gl.constexpr = rows_of_box(STRIP, C)
     begin = from_row // BOX * (BOX // STRIP)
     end = (to_row + BOX - 1) // BOX * (BOX // STRIP)
     for strip in range(begin + i_group, end, C.GROUPS):
@@ -138,13 +152,16 @@ def await_values(v, memory, i, at, i_group, loop, inside, V, C):
     """Until the values of tile i are there, those that no row sees as zeros. Returns how often consumers have met."""
     before, meetings = at
     wait_full(v, before + i, C)
-    if not is_inside(i, inside, loop, C):
-        key = key_of_tile(i, loop, C)
-        from_row = gl.maximum(loop.low - key, 0)
-        to_row = gl.minimum(end_of_tile(i, loop, C) - key, C.BLOCK_N)
-        if (from_row > 0) | (to_row < C.BLOCK_N):
-            stage = (before + i) % C.STAGES
-            meetings = zero_masked_values(memory, stage, i_group, from_row, to_row, meetings, V, C)
+    # Rows that are gathered come as zeros where nobody sees them.
+    if C.NEW_KV or not is_gathered(C):
+        if not is_inside(i, inside, loop, C):
+            key = key_of_tile(i, loop, C)
+            from_row = gl.maximum(loop.low - key, 0)
+            to_row = gl.minimum(end_of_tile(i, loop, C) - key, C.BLOCK_N)
+            # So do whole boxes, and no consumer waits for another one.
+            if (from_row % rows_of_box(STRIP, C) > 0) | (to_row % rows_of_box(STRIP, C) > 0):
+                stage = (before + i) % C.STAGES
+                meetings = zero_masked_values(memory, stage, i_group, from_row, to_row, meetings, V, C)
     return meetings
 
 

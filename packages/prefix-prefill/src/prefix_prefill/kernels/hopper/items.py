@@ -16,7 +16,6 @@ from prefix_prefill.kernels.balance import (
     LANES,
     block_at,
     by_number,
-    costs_of,
     first_block,
     piece_at,
     place_at,
@@ -27,6 +26,7 @@ from prefix_prefill.kernels.balance import (
     tiles_of_share,
 )
 from prefix_prefill.kernels.batch import Sequence, keys_of, sequence_at
+from prefix_prefill.kernels.costs import costs_of
 from prefix_prefill.kernels.hopper.config import SLOTS, Loop, Tile
 from prefix_prefill.kernels.merge import write_count, write_entry, write_no_entries, write_no_entry
 

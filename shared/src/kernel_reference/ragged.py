@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import torch
 
-from kernel_reference.errors import fail
+from kernel_reference.checks import check_dtype, check_same_device, check_shape, describe, fail
 
 
 def read_integers(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, list[int]]:
@@ -54,3 +54,18 @@ def clamped_ranges(cu_seqlens: torch.Tensor, rows: int) -> list[tuple[int, int]]
     """
     bounds = [min(max(bound, 0), rows) for bound in cu_seqlens.tolist()]
     return [(begin, max(begin, end)) for begin, end in pairwise(bounds)]
+
+
+def check_lengths(q: torch.Tensor, cu_seqlens_q: torch.Tensor, seqlens_k: torch.Tensor) -> None:
+    """Raise unless q is [T, Hq, D], cu_seqlens_q [B + 1] and seqlens_k [B], integers of q's device: no value is read.
+
+    For a function over ranks, which takes them apart before an op checks them.
+    """
+    if q.ndim != 3:
+        fail("q", "[T, Hq, D]", describe(q))
+    for name, tensor in (("cu_seqlens_q", cu_seqlens_q), ("seqlens_k", seqlens_k)):
+        check_dtype(name, tensor, torch.int32, torch.int64)
+        check_same_device(name, tensor, "q", q)
+    if seqlens_k.ndim != 1:
+        fail("seqlens_k", "[B]", describe(seqlens_k))
+    check_shape("cu_seqlens_q", cu_seqlens_q, (seqlens_k.shape[0] + 1,))

@@ -54,6 +54,7 @@ from kernel_reference.collectives import (
     world_and_rank,
 )
 from kernel_reference.partials import EXCHANGES, HEADS, Partial, exchange_partials, gathered_heads
+from kernel_reference.ragged import check_lengths
 from kernel_reference.sharding import Interleave, check_interleave
 from kernel_reference.transforms import refuse_derivatives
 
@@ -318,18 +319,11 @@ def _exchanged(out: Tensor, lse: Tensor, group: Any, world: int, is_sharded: boo
 
 def _check(q: Tensor, indices: Tensor, cu_seqlens_q: Tensor, seqlens_k: Tensor, sinks: Tensor | None) -> None:
     """What is looked into before the op is called, which checks all of it."""
-    if q.ndim != 3:
-        fail("q", "[T, Hq, D]", describe(q))
+    check_lengths(q, cu_seqlens_q, seqlens_k)
     check_dtype("indices", indices, torch.int32)
     if indices.ndim != 3 or indices.shape[0] != q.shape[0]:
         fail("indices", f"[{q.shape[0]}, Hkv, topk]", describe(indices))
-    for name, tensor in (("cu_seqlens_q", cu_seqlens_q), ("seqlens_k", seqlens_k)):
-        check_dtype(name, tensor, torch.int32, torch.int64)
-        check_same_device(name, tensor, "q", q)
-    if seqlens_k.ndim != 1:
-        fail("seqlens_k", "[B]", describe(seqlens_k))
     if len(seqlens_k) == 0:
         fail("seqlens_k", "of one sequence or more where ranks share them", describe(seqlens_k))
-    check_shape("cu_seqlens_q", cu_seqlens_q, (seqlens_k.shape[0] + 1,))
     if sinks is not None:
         check_shape("sinks", sinks, (q.shape[1],))

@@ -26,7 +26,6 @@ from kernel_reference.checks import (
     check_bool,
     check_choice,
     check_dense,
-    check_dtype,
     check_same_device,
     check_same_dtype,
     check_shape,
@@ -46,7 +45,7 @@ from kernel_reference.partials import (
     gathered_heads,
     merge_partials,
 )
-from kernel_reference.ragged import read_integers
+from kernel_reference.ragged import check_lengths, read_integers
 from kernel_reference.sharding import Interleave, check_interleave
 from kernel_reference.transforms import refuse_derivatives
 from prefix_prefill.api import AttentionResult, PageLayout, merge_attention_states, prefix_prefill
@@ -158,7 +157,7 @@ def prefix_prefill_cp(
     tensors |= {"cu_seqlens_q": cu_seqlens_q, "seqlens_k": seqlens_k}
     check_dense(**tensors)
     refuse_derivatives(**tensors, **given(sinks=sinks))
-    _check_lengths(q, cu_seqlens_q, seqlens_k)
+    check_lengths(q, cu_seqlens_q, seqlens_k)
     _check_new(q, k, v)
     if share is not None:
         if left >= 0:
@@ -304,7 +303,7 @@ def prefix_decode_cp(
     tensors |= {"cu_seqlens_q": cu_seqlens_q, "seqlens_k": seqlens_k}
     check_dense(**tensors)
     refuse_derivatives(**tensors)
-    _check_lengths(q, cu_seqlens_q, seqlens_k)
+    check_lengths(q, cu_seqlens_q, seqlens_k)
     if share is not None:
         _check_of_step(share, DecodeShare, (q.shape[0], max_seqlen_q, world, rank), q)
     if heads == "sharded":
@@ -366,18 +365,6 @@ def _page_size(k_cache: Tensor, page_layout: str) -> int:
     if k_cache.ndim <= axis:
         fail("k_cache", f"pages in the layout {page_layout}", describe(k_cache))
     return k_cache.shape[axis]
-
-
-def _check_lengths(q: Tensor, cu_seqlens_q: Tensor, seqlens_k: Tensor) -> None:
-    """What is looked into before the op is called, which checks all of it."""
-    if q.ndim != 3:
-        fail("q", "[T, Hq, D]", describe(q))
-    for name, tensor in (("cu_seqlens_q", cu_seqlens_q), ("seqlens_k", seqlens_k)):
-        check_dtype(name, tensor, torch.int32, torch.int64)
-        check_same_device(name, tensor, "q", q)
-    if seqlens_k.ndim != 1:
-        fail("seqlens_k", "[B]", describe(seqlens_k))
-    check_shape("cu_seqlens_q", cu_seqlens_q, (seqlens_k.shape[0] + 1,))
 
 
 def _check_new(q: Tensor, k: Tensor, v: Tensor) -> None:

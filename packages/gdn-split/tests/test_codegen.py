@@ -106,8 +106,10 @@ def step(
     problem = step_arguments.check_step(op, t, tokens, True, True, state_layout, 0.1, 1e-6, *sizes)
     plan = plan_step(problem, limits)
     assert plan.covers(problem)
-    counters = integers if problem.writes and shape.ratio > 1 else None
-    raw = make(1, dtype=torch.float32) if plan.block_v < shape.head_v and problem.has_norm else None
+    slices = -(-shape.head_v // plan.block_v)
+    parts = problem.has_norm and slices > 1
+    counters = integers if (problem.writes and shape.ratio * slices > 1) or parts else None
+    raw = make(1, dtype=torch.float32) if parts else None
     tensors = step_launch.in_order(problem, t, counters, raw)
     return KernelSpec.of_launch(step_launch.launch_of(problem, plan, t), tensors, name=name)
 

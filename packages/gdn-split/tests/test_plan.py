@@ -350,6 +350,17 @@ def test_a_step_of_many_programs_of_float32_states_shares_runs_or_has_four_warps
     assert plan_step(replace(STEP, tokens=4), replace(H200, register_limit=False)).num_warps == 8
 
 
+@pytest.mark.parametrize(
+    ("sizes", "block_v"), [((256, 256), 64), ((192, 192), 64), ((128, 256), 128), ((192, 128), 64)]
+)
+def test_a_large_head_is_taken_in_slices_by_programs_of_the_size_of_others(
+    sizes: tuple[int, int], block_v: int
+) -> None:
+    of_128 = plan_step(replace(STEP, state_bytes=2), H200)
+    large = plan_step(replace(STEP, shape=GroupShape(4, 8, *sizes), state_bytes=2), H200)
+    assert large == replace(of_128, block_v=block_v, run=block_v // 4, ahead=0)
+
+
 def test_a_step_of_16_bit_states_along_dv_has_four_warps_where_registers_can_be_limited() -> None:
     short = replace(STEP, state_bytes=2)
     found = [

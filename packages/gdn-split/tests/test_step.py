@@ -230,7 +230,8 @@ def test_a_head_taken_in_slices_is_normed_as_a_whole(device: torch.device) -> No
     layer = Layer(GroupShape(1, 2, 16, 40), tokens=2, sequences=2)
     compare(layer, device, StepPlan(16, 8, 4))
     compare(replace(layer, state_layout="VK", norm=False), device, StepPlan(16, 16, 4))
-    compare(replace(layer, tokens=1, qk_norm=False, scale=0.05), device, StepPlan(16, 8, 4, early=True))
+    alone = replace(layer, shape=GroupShape(1, 1, 16, 40), tokens=1, qk_norm=False, scale=0.05)
+    compare(alone, device, StepPlan(16, 8, 4, early=True))
 
 
 def drafts_of(layer: Layer, given: dict[str, Any], first: int) -> tuple[Layer, dict[str, Any]]:
@@ -282,13 +283,14 @@ def test_drafts_that_branch_are_verified_along_each_of_their_paths(device: torch
     assert not torch.equal(out[4:8], straight[4:8])
 
 
-def test_the_tree_of_a_head_taken_in_slices_is_normed_as_a_whole(device: torch.device) -> None:
+def test_drafts_of_a_head_taken_in_slices_are_normed_as_a_whole(device: torch.device) -> None:
     layer = Layer(GroupShape(1, 1, 16, 24), sequences=1, tokens=3)
     given = make(layer, device)
     parents = torch.tensor([[-1, 0, 0]], device=device)
-    out = kernel_step(layer, given, StepPlan(8, 8, 4), "verify", parents)
-    whole = kernel_step(layer, given, None, "verify", parents)
-    torch.testing.assert_close(out, whole, rtol=0.01, atol=0.01)
+    for given_parents in (parents, None):
+        out = kernel_step(layer, given, StepPlan(8, 8, 4), "verify", given_parents)
+        whole = kernel_step(layer, given, None, "verify", given_parents)
+        torch.testing.assert_close(out, whole, rtol=0.01, atol=0.01)
 
 
 def kernel_commit(layer: Layer, given: dict[str, Any], accepted: list[int], path: list[list[int]] | None) -> None:
@@ -398,8 +400,8 @@ def test_counters_of_a_pool_are_zeros_again_after_every_launch(device: torch.dev
 
     layer = Layer(GroupShape(1, 3, 16, 16), sequences=2)
     given = make(layer, device)
-    for _ in range(2):
-        kernel_step(layer, given)
+    for plan in (None, StepPlan(8, 8, 4)):
+        kernel_step(layer, given, plan)
         counters = step_launch.counters.of(given["conv_state"], 4)
         assert not counters.any()
 

@@ -215,7 +215,9 @@ class ConvPlan(Plan):
 
 @dataclass(frozen=True)
 class StepPlan(Plan):
-    """One launch of a decode step: a program takes one V head of a sequence, ``block_v`` of its columns at a time.
+    """One launch of a decode step: a program takes ``block_v`` columns of one V head of a sequence.
+
+    In a verification of drafts that branch it takes the head, ``block_v`` of its columns at a time.
 
     ``run``: elements of the state's inner dimension that a row of threads reads at a time. ``max_registers``: of a
     thread; 0 leaves them to the compiler. ``ahead``: a program fetches what the program that many behind it needs into
@@ -339,13 +341,16 @@ def plan_step(problem: StepProblem, limits: DeviceLimits) -> StepPlan:
     run = min(inner, 128 // problem.state_bytes) if problem.k_inner else min(inner, max(1, block_v // num_warps))
     # Of several tokens that costs some 60 bytes of stack. With more registers, and one program an SM, 64 sequences of
     # Qwen3-Next took an H200 194 us with two tokens, and 92 with one.
-    whole = block_k * block_v == _STATE_ELEMENTS and block_v == all_v
+    whole = block_k * block_v == _STATE_ELEMENTS
     max_registers = 128 if whole and limits.register_limit else 0
     # While there are more programs than start at once, two an SM. Of Qwen3-Next on an H200, in us without and with: 64
     # sequences 80.8 and 78.4, of bfloat16 states 57.4 and 53.9, 256 sequences 216 and 202. Float32 states push each
     # other out of the cache if fetched further ahead: 95.0 at 264. Of nearer ones 99 was the best by 0.4 us.
     ahead = 0
-    many = problem.sequences * problem.shape.num_heads_v > 2 * limits.cores
+    slices = cdiv(problem.shape.head_v, block_v)
+    programs = problem.sequences * problem.shape.num_heads_v * slices
+    # Larger heads, in slices, lose by it: 64 sequences of 8 heads of 256 96.3 us, not 94.1, of 192 58.6, not 57.6.
+    many = programs > 2 * limits.cores and slices == 1
     if many and whole and limits.dependent_launch and problem.packed_state:
         ahead = limits.cores * 2 if problem.state_bytes == 2 else limits.cores * 3 // 4
     # 64 sequences 75.5 us, not 78.6, of bfloat16 states 41.0, not 45.3 (VK), one 4.4, not 4.6; of four tokens along Dk
@@ -360,8 +365,7 @@ def plan_step(problem: StepProblem, limits: DeviceLimits) -> StepPlan:
     # not 38.0, 64 73.6, not 75.1, 256 271.7, not 278.8; but 16 21.6, not 21.0. Of four tokens, programs of four warps,
     # 64 sequences 90.8 us, not 94.9, along Dk 94.5, not 98.1, 256 315.7, not 339.8; but four 11.3, not 10.0. An H100,
     # whose memory is slower, gains and loses up to 1 % by the former, and by the latter loses 2.5 % with 32 sequences.
-    programs = problem.sequences * problem.shape.num_heads_v
-    if early and problem.state_bytes == 4:
+    if early and problem.state_bytes == 4 and slices == 1:
         if problem.tokens == 1 and not problem.k_inner and programs >= 1024:
             run = 2 * run
         elif problem.tokens == 4 and max_registers and programs >= 2048:

@@ -14,6 +14,7 @@ from gdn_split.kernels.split import load_weights
 class Step(NamedTuple):
     """Constants of a step: blocks of Dk and Dv, and the state's strides along these.
 
+    SLICES: of BLOCK_V columns in a head, each of which another program takes.
     K_INNER: whether Dk, and not Dv, is the state's inner dimension. RUN, LANES: how a tile is cut, see below. GROUP: QK
     heads whose inputs one program keeps. CHUNK: tokens whose inputs are loaded together. AHEAD: how many programs later
     what a program fetches into the L2 cache is used; 0: it fetches nothing. EARLY: whether the state is
@@ -22,6 +23,7 @@ class Step(NamedTuple):
 
     BLOCK_K: int
     BLOCK_V: int
+    SLICES: int
     S_K: int
     S_V: int
     K_INNER: bool

@@ -1,6 +1,6 @@
 """Device code: a decode step of Gated DeltaNet from the projections to the gated outputs, in one launch.
 
-A program takes one V head of a sequence, and holds its state (or a slice of its Dv) in registers while its tokens pass:
+A program takes one V head of a sequence, or a slice of its Dv, and holds that state in registers while its tokens pass:
 the state crosses memory once each way. Drafts are verified by the same steps without the writes, and committed by them
 without the outputs.
 """
@@ -51,9 +51,21 @@ def norm_of_slices(out, p_z, s_z, p_norm, tokens, eps, sizes: tl.constexpr):
 
 
 @triton.jit
+def norm_by_the_last(
+    out, p_count, p_z, s_z, p_norm, eps, sizes: tl.constexpr, conv: tl.constexpr, step: tl.constexpr,
+):  # fmt: skip
+    """Norm a head's outputs, if this is the last of the programs that take its slices. It puts the counter back."""
+    # All threads have left theirs.
+    tl.debug_barrier()
+    if tl.atomic_add(p_count, 1, sem="acq_rel") == step.SLICES - 1:
+        tl.store(p_count, 0)
+        norm_of_slices(out, p_z, s_z, p_norm, conv.TOKENS, eps, sizes)
+
+
+@triton.jit
 def store_output(out, b_o, b_gate, i_t, o_v, m_o, eps, NORM: tl.constexpr, sizes: tl.constexpr, step: tl.constexpr):
     """A token's output, or what :func:`norm_of_slices` makes one of."""
-    if NORM and sizes.HV > step.BLOCK_V:
+    if NORM and step.SLICES > 1:
         tl.store(out.p_raw + i_t * out.s_raw + o_v, b_o, mask=m_o)
     else:
         if NORM:
@@ -109,7 +121,7 @@ def keep_shared_inputs(x, p_path, p_slot, p_count, i_u, tokens, strides, sizes: 
         x_2 = load_kept(x, p_path, column, p_1, 2, m, tokens, strides, conv)
     if conv.WIDTH > 3:
         x_3 = load_kept(x, p_path, column, p_1, 3, m, tokens, strides, conv)
-    readers = sizes.R * tl.minimum(GROUP, NQK - i_u * GROUP)
+    readers = sizes.R * step.SLICES * tl.minimum(GROUP, NQK - i_u * GROUP)
     arrived = tl.atomic_add(p_count, 0, sem="acq_rel")
     while arrived < readers:
         arrived = tl.atomic_add(p_count, 0, sem="acq_rel")
@@ -166,14 +178,17 @@ def fetch(p, wanted, bytes_):
 @triton.jit
 def slot_ahead(p_slots, sequences, num_slots, sizes: tl.constexpr, step: tl.constexpr):
     """The slot that the program AHEAD of this one works on, or -1."""
-    i_n = (tl.program_id(0) + step.AHEAD) // (sizes.NQK * sizes.R)
+    i_n = (tl.program_id(0) + step.AHEAD) // (sizes.NQK * sizes.R * step.SLICES)
     slot = tl.load(p_slots + tl.minimum(i_n, sequences - 1)).to(tl.int64)
     return tl.where((i_n < sequences) & (slot < num_slots), slot, -1)
 
 
 @triton.jit
 def fetch_ahead(p_x, p_conv, p_pool, slot, strides, sizes: tl.constexpr, conv: tl.constexpr, step: tl.constexpr):
-    """Bring what that program needs into the L2 cache, so that it waits the less for memory."""
+    """Bring what that program needs into the L2 cache, so that it waits the less for memory.
+
+    Of a head that is taken in slices the first one's brings all: along Dk a slice is not one piece of memory.
+    """
     NQK: tl.constexpr = sizes.NQK
     NV: tl.constexpr = NQK * sizes.R
     HQ: tl.constexpr = sizes.HQ
@@ -182,17 +197,17 @@ def fetch_ahead(p_x, p_conv, p_pool, slot, strides, sizes: tl.constexpr, conv: t
     TAPS: tl.constexpr = conv.WIDTH - 1
     BYTES: tl.constexpr = HQ * HV * p_pool.dtype.element_ty.primitive_bitwidth // 8 // 16 * 16
     i_p = tl.program_id(0) + step.AHEAD
-    head = i_p % NV
+    head = i_p // step.SLICES % NV
     i_g = head // sizes.R
-    wanted = (slot >= 0).to(tl.int32)
+    wanted = ((slot >= 0) & (i_p % step.SLICES == 0)).to(tl.int32)
     fetch(p_pool + slot * strides.slot + head * strides.head, wanted, BYTES)
     c_q, c_k, c_v, c_z = columns_of_group(i_g, sizes)
     o_qk, c_qk, _ = two_blocks(i_g * HQ, (NQK + i_g) * HQ, c_q, c_k, HQ, step.BLOCK_K)
     c_v += head % sizes.R * HV
     c_z += head % sizes.R * HV
     first = 2 * NQK * HQ + head * HV
-    o_vz, c_vz, _ = two_blocks(first, first, c_v, c_z, HV, step.BLOCK_V)
-    p_x += (i_p // NV).to(tl.int64) * TOKENS * strides.qkvz
+    o_vz, c_vz, _ = two_blocks(first, first, c_v, c_z, HV, sizes.BLOCK_V)
+    p_x += (i_p // (NV * step.SLICES)).to(tl.int64) * TOKENS * strides.qkvz
     for t in tl.static_range(TOKENS):
         fetch(p_x + t * strides.qkvz + c_qk, wanted, None)
         fetch(p_x + t * strides.qkvz + c_vz, wanted, None)
@@ -243,14 +258,15 @@ def moved_on(x, taps, live, EVEN: tl.constexpr):
 @triton.jit(do_not_specialize=["sequences", "num_slots", "path_length"])
 def advance(
     p_qkvz, p_ba, p_conv, p_weight, p_bias, p_pool, p_slots, p_a_log, p_dt_bias, p_norm, p_accepted, p_path,
-    p_arrived, p_raw, p_out, sequences, num_slots, path_length, scale, eps, strides, sizes: tl.constexpr,
+    p_counts, p_raw, p_out, sequences, num_slots, path_length, scale, eps, strides, sizes: tl.constexpr,
     conv: tl.constexpr, step: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """TOKENS tokens of a sequence, or the first accepted ones, through one V head.
 
     p_out None: only the states advance. p_raw [rows, V heads, Dv] float32: where a head is taken in slices, its outputs
-    before the norm. p_arrived [slots, updaters], zeros before and after, counts the programs that have read a state of
-    q and k, for :func:`keep_shared_inputs`.
+    before the norm. p_counts, zeros before and after: [slots, UPDATERS] counters of the programs that have read a state
+    of q and k, for :func:`keep_shared_inputs`, and behind them [slots, V heads] of those that have left their slice of
+    a head's outputs; the latter alone, of each sequence, if nothing is written.
     """
     NQK: tl.constexpr = sizes.NQK
     R: tl.constexpr = sizes.R
@@ -260,7 +276,10 @@ def advance(
     BLOCK_K: tl.constexpr = step.BLOCK_K
     BLOCK_V: tl.constexpr = step.BLOCK_V
     CHUNK: tl.constexpr = step.CHUNK
-    SLICES: tl.constexpr = (HV + BLOCK_V - 1) // BLOCK_V
+    SLICES: tl.constexpr = step.SLICES
+    # Whether several programs read a state of q and k, and what they leave of a head's outputs wants a norm.
+    SHARED: tl.constexpr = step.WRITES and R * SLICES > 1
+    PARTS: tl.constexpr = p_norm is not None and SLICES > 1
     # Whether each chunk is of as many tokens as it has places.
     EVEN: tl.constexpr = TOKENS % CHUNK == 0 and p_accepted is None
     EARLY: tl.constexpr = step.EARLY and TOKENS <= CHUNK and p_out is not None
@@ -270,14 +289,18 @@ def advance(
     # And, along Dk, the outputs of four, which then wait for the state to be written.
     DEFER: tl.constexpr = EARLY and (CHUNK < 3 or step.K_INNER)
     wait_for_inputs(DEPENDENT)
-    # Behind the programs of heads those that keep the inputs of q and k, which several heads read.
-    UPDATERS: tl.constexpr = (NQK + step.GROUP - 1) // step.GROUP
+    # Behind the programs of heads those that keep the inputs of q and k, which several programs read.
+    UPDATERS: tl.constexpr = (NQK + step.GROUP - 1) // step.GROUP if SHARED else 0
+    PROGRAMS: tl.constexpr = NQK * R * SLICES
     i_p = tl.program_id(0)
-    keeps = i_p >= sequences * (NQK * R)
-    i_u = (i_p - sequences * (NQK * R)) % UPDATERS
-    head = i_p % (NQK * R)
+    keeps = i_p >= sequences * PROGRAMS
+    head = i_p // SLICES % (NQK * R)
     i_g = head // R
-    i_n = tl.where(keeps, (i_p - sequences * (NQK * R)) // UPDATERS, i_p // (NQK * R)).to(tl.int64)
+    i_n = (i_p // PROGRAMS).to(tl.int64)
+    i_u = 0
+    if SHARED:
+        i_u = (i_p - sequences * PROGRAMS) % UPDATERS
+        i_n = tl.where(keeps, (i_p - sequences * PROGRAMS) // UPDATERS, i_p // PROGRAMS).to(tl.int64)
     slot = tl.load(p_slots + i_n).to(tl.int64)
     live = (slot >= 0) & (slot < num_slots)
     if step.AHEAD:
@@ -292,9 +315,9 @@ def advance(
     p_x = p_qkvz + i_n * TOKENS * strides.qkvz
     p_ba += i_n * TOKENS * strides.ba
     if keeps:
-        if p_arrived is not None:
+        if SHARED:
             if live & (tokens > 0):
-                p_count = p_arrived + slot * UPDATERS + i_u
+                p_count = p_counts + slot * UPDATERS + i_u
                 p_kept = p_conv + slot * strides.conv_slot
                 keep_shared_inputs(p_x, p_path, p_kept, p_count, i_u, tokens, strides, sizes, conv, step)
     elif live & (tokens > 0):
@@ -306,118 +329,118 @@ def advance(
         # q and k as one block, and v and z: of fewer elements than threads the compiler would load each as often as it
         # is used.
         o_qk, c_qk, m_qk = two_blocks(i_g * HQ, (NQK + i_g) * HQ, c_q, c_k, HQ, BLOCK_K)
-        for i in range(SLICES):
-            first_v = i * BLOCK_V
-            first_channel = 2 * NQK * HQ + head * HV + first_v
-            o_vz, c_vz, m_vz = two_blocks(first_channel, 0, c_v + first_v, c_z + first_v, HV - first_v, BLOCK_V)
-            m_v = m_vz & (tl.arange(0, 2 * BLOCK_V) < BLOCK_V)
-            if p_norm is None or SLICES > 1:
-                m_vz = m_v
-            # All loads of small inputs come first, and wait for nothing behind them: the state's are many.
-            qk_taps = load_taps(p_slot, o_qk, m_qk, conv)
-            vz_taps = load_taps(p_slot, o_vz, m_v, conv)
-            w_qk = load_filter(p_weight, p_bias, o_qk, m_qk, conv, 2 * BLOCK_K)
-            w_v = load_filter(p_weight, p_bias, o_vz, m_v, conv, 2 * BLOCK_V)
-            gate = Gate(tl.load(p_a_log + head).to(tl.float32), tl.load(p_dt_bias + head).to(tl.float32))
-            b_norm = 1.0
-            if p_norm is not None and SLICES == 1:
-                o_z = tl.arange(0, 2 * BLOCK_V) - BLOCK_V
-                b_norm = tl.load(p_norm + o_z, mask=(o_z >= 0) & m_vz, other=1.0).to(tl.float32)
-            p_tile, m_tile = tile_of_state(p_pool + slot * strides.slot + head * strides.head, first_v, sizes, step)
-            o_v = first_v + offsets_of_values(step)
-            x_qk = load_rows(p_x, p_path, 0, tokens, c_qk, m_qk, strides.qkvz, conv, step)
-            x_vz = load_rows(p_x, p_path, 0, tokens, c_vz, m_vz, strides.qkvz, conv, step)
-            b, a = load_gates(p_ba, p_path, 0, tokens, c_b, c_a, strides.ba, conv, step)
-            b_S = load_state(p_tile, m_tile, sizes, step)
-            if step.AHEAD:
-                fetch_ahead(p_qkvz, p_conv, p_pool, later, strides, sizes, conv, step)
-            if not PACKED:
-                b_S = b_S.to(tl.float32)
-            zero = None
-            if PACKED and DEPENDENT:
-                zero = path_length >> 31
-            # Always so, which the compiler does not know: it would save registers by computing, and so waiting, before
-            # it loads the state.
-            if sequences > 0:
-                p_raws = p_raw
-                if p_norm is not None and SLICES > 1:
-                    p_raws += (i_n * TOKENS * (NQK * R) + head) * HV
-                p_rows = p_out
-                if p_out is not None:
-                    p_rows += i_n * TOKENS * strides.out + head * strides.out_head
-                out = Out(p_rows, strides.out, p_raws, NQK * R * HV)
-                for first in range(0, tokens, CHUNK):
-                    # What all tokens bring is made before the first goes through the state.
-                    qk = ()
-                    vz = ()
-                    decays = ()
-                    betas = ()
-                    for j in tl.static_range(CHUNK):
-                        is_token = first + j < tokens
-                        qk_taps = moved_on(x_qk[j], qk_taps, is_token, EVEN)
-                        vz_taps = moved_on(x_vz[j], vz_taps, is_token, EVEN)
-                        b_qk = normed(activated(convolved(qk_taps, w_qk, conv), conv), scale, step)
-                        b_vz = values_and_gates(vz_taps, w_v, b_norm, m_v, conv, BLOCK_V)
-                        decay = tl.exp(log_decay(a[j].to(tl.float32), gate))
-                        beta = sigmoid(b[j].to(tl.float32))
-                        if not EVEN:
-                            decay = tl.where(is_token, decay, 1.0)
-                            beta = tl.where(is_token, beta, 0.0)
-                        qk = qk + (b_qk,)
-                        vz = vz + (b_vz,)
-                        decays = decays + (decay,)
-                        betas = betas + (beta,)
+        first_v = i_p % SLICES * BLOCK_V
+        first_channel = 2 * NQK * HQ + head * HV + first_v
+        o_vz, c_vz, m_vz = two_blocks(first_channel, 0, c_v + first_v, c_z + first_v, HV - first_v, BLOCK_V)
+        m_v = m_vz & (tl.arange(0, 2 * BLOCK_V) < BLOCK_V)
+        if p_norm is None or PARTS:
+            m_vz = m_v
+        # All loads of small inputs come first, and wait for nothing behind them: the state's are many.
+        qk_taps = load_taps(p_slot, o_qk, m_qk, conv)
+        vz_taps = load_taps(p_slot, o_vz, m_v, conv)
+        w_qk = load_filter(p_weight, p_bias, o_qk, m_qk, conv, 2 * BLOCK_K)
+        w_v = load_filter(p_weight, p_bias, o_vz, m_v, conv, 2 * BLOCK_V)
+        gate = Gate(tl.load(p_a_log + head).to(tl.float32), tl.load(p_dt_bias + head).to(tl.float32))
+        b_norm = 1.0
+        if p_norm is not None and not PARTS:
+            o_z = tl.arange(0, 2 * BLOCK_V) - BLOCK_V
+            b_norm = tl.load(p_norm + o_z, mask=(o_z >= 0) & m_vz, other=1.0).to(tl.float32)
+        p_tile, m_tile = tile_of_state(p_pool + slot * strides.slot + head * strides.head, first_v, sizes, step)
+        o_v = first_v + offsets_of_values(step)
+        x_qk = load_rows(p_x, p_path, 0, tokens, c_qk, m_qk, strides.qkvz, conv, step)
+        x_vz = load_rows(p_x, p_path, 0, tokens, c_vz, m_vz, strides.qkvz, conv, step)
+        b, a = load_gates(p_ba, p_path, 0, tokens, c_b, c_a, strides.ba, conv, step)
+        b_S = load_state(p_tile, m_tile, sizes, step)
+        if step.AHEAD:
+            fetch_ahead(p_qkvz, p_conv, p_pool, later, strides, sizes, conv, step)
+        if not PACKED:
+            b_S = b_S.to(tl.float32)
+        zero = None
+        if PACKED and DEPENDENT:
+            zero = path_length >> 31
+        # Always so, which the compiler does not know: it would save registers by computing, and so waiting, before
+        # it loads the state.
+        if sequences > 0:
+            p_raws = p_raw
+            if PARTS:
+                p_raws += (i_n * TOKENS * (NQK * R) + head) * HV
+            p_rows = p_out
+            if p_out is not None:
+                p_rows += i_n * TOKENS * strides.out + head * strides.out_head
+            out = Out(p_rows, strides.out, p_raws, NQK * R * HV)
+            for first in range(0, tokens, CHUNK):
+                # What all tokens bring is made before the first goes through the state.
+                qk = ()
+                vz = ()
+                decays = ()
+                betas = ()
+                for j in tl.static_range(CHUNK):
+                    is_token = first + j < tokens
+                    qk_taps = moved_on(x_qk[j], qk_taps, is_token, EVEN)
+                    vz_taps = moved_on(x_vz[j], vz_taps, is_token, EVEN)
+                    b_qk = normed(activated(convolved(qk_taps, w_qk, conv), conv), scale, step)
+                    b_vz = values_and_gates(vz_taps, w_v, b_norm, m_v, conv, BLOCK_V)
+                    decay = tl.exp(log_decay(a[j].to(tl.float32), gate))
+                    beta = sigmoid(b[j].to(tl.float32))
+                    if not EVEN:
+                        decay = tl.where(is_token, decay, 1.0)
+                        beta = tl.where(is_token, beta, 0.0)
+                    qk = qk + (b_qk,)
+                    vz = vz + (b_vz,)
+                    decays = decays + (decay,)
+                    betas = betas + (beta,)
+                if step.WRITES:
+                    if first + CHUNK >= tokens:
+                        # All threads have read what is now written: those that share a channel, and other programs.
+                        tl.debug_barrier()
+                        if SHARED:
+                            p_count = p_counts + slot * UPDATERS + i_g // step.GROUP
+                            # What q and k were normed by was summed behind a barrier, and so has been read: no need
+                            # to wait for all that is under way.
+                            if step.EARLY and step.QK_NORM:
+                                tl.atomic_add(p_count, 1, sem="relaxed")
+                            else:
+                                tl.atomic_add(p_count, 1, sem="release")
+                        else:
+                            store_taps(qk_taps, p_slot, o_qk, m_qk, conv)
+                        store_taps(vz_taps, p_slot, o_vz, m_v, conv)
+                if TOKENS > CHUNK:
+                    # The next chunk's inputs are on their way while this one is computed.
+                    x_qk = load_rows(p_x, p_path, first + CHUNK, tokens, c_qk, m_qk, strides.qkvz, conv, step)
+                    x_vz = load_rows(p_x, p_path, first + CHUNK, tokens, c_vz, m_vz, strides.qkvz, conv, step)
+                    b, a = load_gates(p_ba, p_path, first + CHUNK, tokens, c_b, c_a, strides.ba, conv, step)
+                outs = ()
+                for j in tl.static_range(CHUNK):
+                    b_q, b_k = halves(qk[j])
+                    b_v, b_gate = halves(vz[j])
+                    token = Token(b_q, b_k, b_v, decays[j], betas[j])
+                    b_next, b_o = delta_step(b_S, token, step, p_out is not None, TOGETHER, zero)
+                    if not PACKED:
+                        b_S = b_next
+                    if EARLY and not DEFER and step.WRITES and j == CHUNK - 1:
+                        store_state(p_tile, m_tile, b_next, sizes, step)
+                    if p_out is not None and not DEFER:
+                        i_t = row_of_token(p_path, first + j, tokens, TOKENS)
+                        m_o = (o_v < HV) & (EVEN or first + j < tokens)
+                        store_output(out, b_o, b_gate, i_t, o_v, m_o, eps, p_norm is not None, sizes, step)
+                    outs = outs + ((b_o, b_gate),)
+                if DEFER:
+                    # Norms wait for all threads; stores, begun before them, for none.
                     if step.WRITES:
-                        if first + CHUNK >= tokens:
-                            # All threads have read what is now written: those that share a channel, and other programs.
-                            tl.debug_barrier()
-                            if i == SLICES - 1:
-                                if R > 1:
-                                    p_count = p_arrived + slot * UPDATERS + i_g // step.GROUP
-                                    # What q and k were normed by was summed behind a barrier, and so has been read:
-                                    # no need to wait for all that is under way.
-                                    if step.EARLY and step.QK_NORM:
-                                        tl.atomic_add(p_count, 1, sem="relaxed")
-                                    else:
-                                        tl.atomic_add(p_count, 1, sem="release")
-                                else:
-                                    store_taps(qk_taps, p_slot, o_qk, m_qk, conv)
-                            store_taps(vz_taps, p_slot, o_vz, m_v, conv)
-                    if TOKENS > CHUNK:
-                        # The next chunk's inputs are on their way while this one is computed.
-                        x_qk = load_rows(p_x, p_path, first + CHUNK, tokens, c_qk, m_qk, strides.qkvz, conv, step)
-                        x_vz = load_rows(p_x, p_path, first + CHUNK, tokens, c_vz, m_vz, strides.qkvz, conv, step)
-                        b, a = load_gates(p_ba, p_path, first + CHUNK, tokens, c_b, c_a, strides.ba, conv, step)
-                    outs = ()
+                        store_state(p_tile, m_tile, b_next, sizes, step)
                     for j in tl.static_range(CHUNK):
-                        b_q, b_k = halves(qk[j])
-                        b_v, b_gate = halves(vz[j])
-                        token = Token(b_q, b_k, b_v, decays[j], betas[j])
-                        b_next, b_o = delta_step(b_S, token, step, p_out is not None, TOGETHER, zero)
-                        if not PACKED:
-                            b_S = b_next
-                        if EARLY and not DEFER and step.WRITES and j == CHUNK - 1:
-                            store_state(p_tile, m_tile, b_next, sizes, step)
-                        if p_out is not None and not DEFER:
-                            i_t = row_of_token(p_path, first + j, tokens, TOKENS)
-                            m_o = (o_v < HV) & (EVEN or first + j < tokens)
-                            store_output(out, b_o, b_gate, i_t, o_v, m_o, eps, p_norm is not None, sizes, step)
-                        outs = outs + ((b_o, b_gate),)
-                    if DEFER:
-                        # Norms wait for all threads; stores, begun before them, for none.
-                        if step.WRITES:
-                            store_state(p_tile, m_tile, b_next, sizes, step)
-                        for j in tl.static_range(CHUNK):
-                            b_o, b_gate = outs[j]
-                            i_t = row_of_token(p_path, first + j, tokens, TOKENS)
-                            m_o = (o_v < HV) & (EVEN or first + j < tokens)
-                            store_output(out, b_o, b_gate, i_t, o_v, m_o, eps, p_norm is not None, sizes, step)
-                if step.WRITES and not EARLY:
-                    store_state(p_tile, m_tile, b_S, sizes, step)
-        if p_norm is not None and SLICES > 1:
-            p_out += i_n * TOKENS * strides.out + head * strides.out_head
-            out = Out(p_out, strides.out, p_raw + (i_n * TOKENS * (NQK * R) + head) * HV, NQK * R * HV)
-            norm_of_slices(out, p_x + c_z, strides.qkvz, p_norm, tokens, eps, sizes)
+                        b_o, b_gate = outs[j]
+                        i_t = row_of_token(p_path, first + j, tokens, TOKENS)
+                        m_o = (o_v < HV) & (EVEN or first + j < tokens)
+                        store_output(out, b_o, b_gate, i_t, o_v, m_o, eps, p_norm is not None, sizes, step)
+            if step.WRITES and not EARLY:
+                store_state(p_tile, m_tile, b_S, sizes, step)
+            if PARTS:
+                # Drafts may be verified at the same time from one slot.
+                p_count = p_counts + i_n * (NQK * R) + head
+                if step.WRITES:
+                    p_count = p_counts + tl.cast(num_slots, tl.int64) * UPDATERS + slot * (NQK * R) + head
+                norm_by_the_last(out, p_count, p_x + c_z, strides.qkvz, p_norm, eps, sizes, conv, step)
     elif p_out is not None:
         p_out += i_n * TOKENS * strides.out + head * strides.out_head
         store_nothing(p_out, strides.out, TOKENS, sizes)

@@ -66,7 +66,7 @@ def verify_tree(
     TOKENS: tl.constexpr = conv.TOKENS
     BLOCK_K: tl.constexpr = step.BLOCK_K
     BLOCK_V: tl.constexpr = step.BLOCK_V
-    SLICES: tl.constexpr = (HV + BLOCK_V - 1) // BLOCK_V
+    SLICES: tl.constexpr = step.SLICES
     wait_for_inputs(DEPENDENT)
     i_p = tl.program_id(0)
     head = i_p % (NQK * R)

@@ -22,7 +22,7 @@ Tensor = torch.Tensor
 
 
 class Counters:
-    """For each pool of convolution states the counters of the programs that have read the inputs of q and k.
+    """For each pool of convolution states the counters of the programs that have read it, or taken part of a head.
 
     Zeros, which every launch leaves as zeros. They are a pool's own, some for each slot: launches that run at the same
     time share neither slots nor, so, counters. A pool is known by its address. Counters are never freed, since a
@@ -86,10 +86,14 @@ class StepLaunch:
     def __init__(self, problem: StepProblem, plan: StepPlan, tensors: Step | Commit) -> None:
         self._problem = problem
         self._run = launch_of(problem, plan, tensors)
-        self._count = problem.num_slots * _updaters(problem)
-        self._raw = None
-        if problem.has_norm and cdiv(problem.shape.head_v, plan.block_v) > 1:
-            self._raw = (problem.sequences * problem.tokens, problem.shape.num_heads_v, problem.shape.head_v)
+        parts = problem.has_norm and _slices(problem, plan) > 1
+        self._raw = (
+            (problem.sequences * problem.tokens, problem.shape.num_heads_v, problem.shape.head_v) if parts else None
+        )
+        counted = _updaters(problem, plan)
+        if parts and not _is_tree(tensors):
+            counted += problem.shape.num_heads_v
+        self._count = (problem.num_slots if problem.writes else problem.sequences) * counted
         self._device = tensors.mixed_qkvz.device
 
     def __call__(self, *given: Tensor | None) -> None:
@@ -112,7 +116,12 @@ class StepLaunch:
         return self._run.but_last(*in_order(self._problem, (*addresses, None), arrived, None)[:-1])
 
     def _beside(self, conv_state: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        arrived = counters.of(conv_state, self._count) if self._count and conv_state is not None else None
+        arrived = None
+        if self._count and self._problem.writes and conv_state is not None:
+            arrived = counters.of(conv_state, self._count)
+        elif self._count:
+            # Launches that only read may share slots, and so no counters.
+            arrived = torch.zeros(self._count, dtype=torch.int32, device=self._device)
         raw = torch.empty(self._raw, dtype=torch.float32, device=self._device) if self._raw is not None else None
         return arrived, raw
 
@@ -127,9 +136,18 @@ def _chunk(tokens: int) -> int:
     return tokens if tokens < 3 else 4
 
 
-def _updaters(problem: StepProblem) -> int:
-    """Programs of a sequence that keep the inputs of q and k: none where one V head alone reads them."""
-    shared = problem.writes and problem.shape.ratio > 1
+def _slices(problem: StepProblem, plan: StepPlan) -> int:
+    """Programs that share a head."""
+    return cdiv(problem.shape.head_v, plan.block_v)
+
+
+def _is_tree(tensors: Step | Commit) -> bool:
+    return isinstance(tensors, Step) and tensors.parents is not None
+
+
+def _updaters(problem: StepProblem, plan: StepPlan) -> int:
+    """Programs of a sequence that keep the inputs of q and k: none where one program alone reads them."""
+    shared = problem.writes and problem.shape.ratio * _slices(problem, plan) > 1
     return cdiv(problem.shape.num_heads_qk, _group(problem)) if shared else 0
 
 
@@ -160,17 +178,17 @@ def launch_of(problem: StepProblem, plan: StepPlan, tensors: Step | Commit) -> L
     # Threads of a warp take 16 bytes each.
     lanes = min(block_k, max(1, 32 * 16 // (problem.state_bytes * plan.run)))
     step = StepConstants(
-        block_k, plan.block_v, s_k, s_v, problem.k_inner, plan.run, lanes, problem.qk_norm, problem.writes,
-        _group(problem), _chunk(problem.tokens), plan.ahead, bool(plan.early),
-        bool(plan.streams),
+        block_k, plan.block_v, _slices(problem, plan), s_k, s_v, problem.k_inner, plan.run, lanes, problem.qk_norm,
+        problem.writes, _group(problem), _chunk(problem.tokens), plan.ahead, bool(plan.early), bool(plan.streams),
     )  # fmt: skip
     strides = StepStrides(s_qkvz, s_ba, s_slot, s_state_slot, s_state_head, s_out, s_out_head)
     numbers = (problem.scale, problem.norm_eps, strides, launch._sizes(shape, problem.interleaved), conv, step)
     kernel = kernels.advance
     counts: tuple[int, ...] = (problem.sequences, problem.num_slots, problem.path_length)
-    programs = problem.sequences * (shape.num_heads_v + _updaters(problem))
-    if isinstance(tensors, Step) and tensors.parents is not None:
+    programs = problem.sequences * (shape.num_heads_v * _slices(problem, plan) + _updaters(problem, plan))
+    if _is_tree(tensors):
         kernel, counts = trees.verify_tree, (problem.num_slots,)
+        programs = problem.sequences * shape.num_heads_v
     options: dict[str, Any] = {"maxnreg": plan.max_registers} if plan.max_registers else {}
     return Launch(
         kernel, (programs, 1, 1), (*counts, *numbers, plan.dependent_launch),

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from blocksparse_attn.kernels.groups import Batch
-from blocksparse_attn.kernels.softmax import exponential, finite, log_sum_exp, normalised, with_sink
+from blocksparse_attn.kernels.softmax import LOG2_E, finite, log_sum_exp, normalised, power, with_sink
 from blocksparse_attn.kernels.tiles import locate_row, split_row, wide
 
 
@@ -44,6 +44,9 @@ def merge(
     """
     H: tl.constexpr = config.H
     BLOCK_DV: tl.constexpr = config.BLOCK_DV
+    # A result of 16 bits does not show how its weights are rounded: one sequence 6.60 us for 6.77.
+    NATURAL: tl.constexpr = outputs.out.dtype.element_ty == tl.float32
+    UNIT: tl.constexpr = 1.0 if NATURAL else LOG2_E
     batch = Batch(bounds, sequences, rows, keys)
     pid = tl.program_id(0).to(tl.int64)
     i_h = pid % H
@@ -78,8 +81,8 @@ def merge(
             possible = tl.zeros([1], tl.float32) + tl.max(b_lse, 0) != float("inf")
             b_lse = tl.where(b_lse == float("inf"), float("-inf"), b_lse)
             new_max = tl.maximum(running_max, tl.max(b_lse, 0))
-            rescale = exponential(running_max - finite(new_max))
-            weight = exponential(b_lse - finite(new_max))
+            rescale = power((running_max - finite(new_max)) * UNIT, NATURAL)
+            weight = power((b_lse - finite(new_max)) * UNIT, NATURAL)
             # A split that saw nothing may have left anything.
             b_part = tl.where((b_lse == float("-inf"))[:, None], 0.0, b_part)
             acc = acc * rescale[:, None] + tl.sum(b_part * weight[:, None], 0)[None, :]

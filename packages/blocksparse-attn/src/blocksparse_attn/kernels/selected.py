@@ -251,6 +251,22 @@ def unite_lists(p_indices, bounds, p_work, rows, sequences, keys, s_indices, con
 
 
 @triton.jit
+def piece_of(i, config: tl.constexpr):
+    """Which pieces of a list's blocks tile i has: one number where a tile lies within a block."""
+    if config.BLOCK_N > config.PIECE:
+        i = i * (config.BLOCK_N // config.PIECE) + tl.arange(0, config.BLOCK_N) // config.PIECE
+    return i
+
+
+@triton.jit
+def listed_block(p_list, i, config: tl.constexpr):
+    """The blocks of tile i, -1 behind the end of the list."""
+    i_piece = piece_of(i, config)
+    PER_BLOCK: tl.constexpr = config.BLOCK // config.PIECE
+    return tl.load(p_list + i_piece // PER_BLOCK, mask=i_piece < config.TOPK * PER_BLOCK, other=-1)
+
+
+@triton.jit
 def is_ours(p_work, i_kv, i_n, i_tile, begin, q_len, there, config: tl.constexpr):
     """Whether the tokens of a tile are for this kernel, see ``SelectedConfig``; those of no sequence are for tiles."""
     N: tl.constexpr = config.NEIGHBOURS
@@ -272,7 +288,6 @@ def attend_selected(
     """One tile over one split of what its tokens list."""
     if config.DEPENDENT:
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     BLOCK_M: tl.constexpr = config.BLOCK_M
     BLOCK_DV: tl.constexpr = config.BLOCK_DV
     TOKENS: tl.constexpr = config.TOKENS
@@ -288,15 +303,18 @@ def attend_selected(
     i_hb, i_w = tl.program_id(0) % HEAD_TILES, tl.program_id(0) // HEAD_TILES
     i_split, i_kv = tl.program_id(1), tl.program_id(2)
     if TOKENS == 1:
-        # A slot is a row.
-        i_n, begin, q_len = sequence_of(batch, i_w, PAGED)
+        # A slot is a row. Its list does not wait for the sequence.
+        p_list = inputs.indices + i_w.to(tl.int64) * numbers.s_indices[0] + i_kv.to(tl.int64) * numbers.s_indices[1]
+        from_tile, to_tile = share((config.TOPK * PER_BLOCK + PIECES - 1) // PIECES, i_split, num_splits)
+        next_block = listed_block(p_list, from_tile, config)
+        i_n, begin, q_len, length, possible = sequence_of(batch, i_w, PAGED)
         i_tile = (i_w - begin).to(tl.int32)
         there = i_w >= 0
     else:
         i_n, i_slot, begin, q_len = locate(batch, i_w, TOKENS, 1, PAGED)
         i_tile = (q_len - 1) // TOKENS - i_slot
         there = (q_len > 0) & (i_slot >= 0) & (i_tile >= 0)
-    _, length, possible = keys_of_sequence(batch, i_n, q_len, PAGED)
+        _, length, possible = keys_of_sequence(batch, i_n, q_len, PAGED)
     context = length - q_len
     if config.NEIGHBOURS:
         there = is_ours(p_work, i_kv, i_n, i_tile, begin, q_len, there, config)
@@ -342,17 +360,11 @@ def attend_selected(
         row_sum = tl.zeros([BLOCK_M], tl.float32)
         o_n = tl.arange(0, config.BLOCK_N)
         if TOKENS == 1:
-            p_list = inputs.indices + (begin + i_tile) * numbers.s_indices[0] + o_kv * numbers.s_indices[1]
-            from_tile, to_tile = share((config.TOPK * PER_BLOCK + PIECES - 1) // PIECES, i_split, num_splits)
             for i in tl.range(from_tile, to_tile, num_stages=config.STAGES):
-                # One number where a tile lies within a block.
-                i_piece = i
-                if PIECES > 1:
-                    i_piece = i * PIECES + o_n // config.PIECE
-                block = tl.load(p_list + i_piece // PER_BLOCK, mask=i_piece < config.TOPK * PER_BLOCK, other=-1)
                 # What is no block is walked without effect.
-                block = tl.where((block >= 0) & (block < blocks), block, behind)
-                at = block * config.BLOCK + i_piece % PER_BLOCK * config.PIECE
+                block = tl.where((next_block >= 0) & (next_block < blocks), next_block, behind)
+                next_block = listed_block(p_list, i + 1, config)
+                at = block * config.BLOCK + piece_of(i, config) % PER_BLOCK * config.PIECE
                 o_key = at + o_n % config.PIECE
                 acc, running_max, row_sum = step(
                     acc, running_max, row_sum, b_q, cache, at, o_key, None, visible, scoring, strides, config
@@ -375,6 +387,9 @@ def attend_selected(
                     acc, running_max, row_sum, b_q, cache, at, o_key, listed[:, None],
                     Visible(position, 0, high), scoring, strides, config,
                 )  # fmt: skip
+        if config.DEPENDENT:
+            # Earlier, programs that wait would be in the way of those that load: 8 sequences 16.8 us for 15.9 (H200).
+            tl.extra.cuda.gdc_launch_dependents()
         if config.PAIRS:
             acc = tl.reshape(tl.join(acc[0], acc[1]), [BLOCK_M, BLOCK_DV])
         acc = acc * v_factor

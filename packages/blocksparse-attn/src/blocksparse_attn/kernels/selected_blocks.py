@@ -13,7 +13,7 @@ import triton.language as tl
 
 from blocksparse_attn.kernels.groups import Batch, Cache
 from blocksparse_attn.kernels.softmax import LN_2, LOG2_E, finite
-from blocksparse_attn.kernels.tiles import PAGED, keys_of_sequence, load_tile, sequence_of, slot_of
+from blocksparse_attn.kernels.tiles import PAGED, load_tile, sequence_of, slot_of
 
 # Instead of a scale of 0, by which -inf would be NaN.
 TINY: tl.constexpr = tl.constexpr(1e-30)
@@ -82,8 +82,7 @@ def number_entries(
     TOPK: tl.constexpr = config.TOPK
     batch = Batch(bounds, sequences, rows, keys)
     row = tl.program_id(0).to(tl.int64)
-    i_n, begin, q_len = sequence_of(batch, row, PAGED)
-    _, length, possible = keys_of_sequence(batch, i_n, q_len, PAGED)
+    i_n, begin, q_len, length, possible = sequence_of(batch, row, PAGED)
     high = length
     if config.CAUSAL:
         high = length - q_len + (row - begin).to(tl.int32) + 1

@@ -130,19 +130,22 @@ def locate_row(batch, row, TOKENS, SLACK, KIND: tl.constexpr):
 
 @triton.jit
 def sequence_of(batch, row, KIND: tl.constexpr):
-    """The sequence of a row of a ragged or paged batch, -1 for rows of none, its first row and how many it has.
+    """The sequence of a row of a ragged or paged batch, -1 for rows of none, its first row, how many it has, how many
+    keys, and whether these lengths are possible.
 
     It is looked for where it is in a batch of equal lengths, as of decoding, before it is searched for: that takes one
-    load after the other.
+    load after the other, where all loads of a right guess are on their way together.
     """
     segments = number_of_segments(batch, KIND)
     guess = ((row.to(tl.int32) + 0.5) * batch.sequences / batch.rows).to(tl.int32) + 1
     guess = tl.minimum(guess, segments - 1)
     begin, end = bound(batch, guess, KIND), bound(batch, guess + 1, KIND)
     i_n, q_len = tl.where(guess <= batch.sequences, guess - 1, -1), (end - begin).to(tl.int32)
+    _, length, possible = keys_of_sequence(batch, i_n, q_len, KIND)
     if (begin > row) | (end <= row):
         i_n, begin, q_len = segment(batch, segment_of(batch, row, guess * 0, segments, KIND), KIND)
-    return i_n, begin, q_len
+        _, length, possible = keys_of_sequence(batch, i_n, q_len, KIND)
+    return i_n, begin, q_len, length, possible
 
 
 @triton.jit

@@ -50,14 +50,9 @@ MLA_DEVICE void load_q(
   int n = thread / TEAM;
   bool there = n < rows;
   const uint2 *row = reinterpret_cast<const uint2 *>(static_cast<const uint16_t *>(q) + (there ? n : 0) * stride);
-  float most = 0.f, x[4];
-  for (int u = thread % TEAM; u < UNITS; u += TEAM) {
-    unpack<true>(row[u], x);
-    for (int i = 0; i < 4; i++) most = fmaxf(most, fabsf(x[i]));
-  }
-  for (int step = 1; step < TEAM; step *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
+  float x[4];
   // A row's largest element lies in 2^7 .. 2^8 then, if it is a number above 0.
-  int exponent = (__float_as_uint(most) >> 23) & 255;
+  int exponent = highest_exponent<TEAM, BF16>(row, UNITS, thread);
   int lift = exponent == 0 || exponent == 255 ? 127 : min(max(261 - exponent, 1), 253);
   // Of an infinite one nothing is left but NaN.
   float by = exponent == 255 ? NAN : __uint_as_float(lift << 23);

@@ -146,6 +146,17 @@ template <bool BF16> MLA_DEVICE void unpack(uint2 four, float *x) {
   }
 }
 
+// The biased exponent of the largest element of a row of q, among so many fours, whose threads are neighbours.
+template <int TEAM, bool BF16> MLA_DEVICE int highest_exponent(const uint2 *row, int fours, int thread) {
+  float most = 0.f, x[4];
+  for (int u = thread % TEAM; u < fours; u += TEAM) {
+    unpack<BF16>(row[u], x);
+    for (int i = 0; i < 4; i++) most = fmaxf(most, fabsf(x[i]));
+  }
+  for (int step = 1; step < TEAM; step *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
+  return (__float_as_uint(most) >> 23) & 255;
+}
+
 // q in the order in which scores() has keys: four elements side by side are two pairs of an MMA's 16.
 template <int N, int ROPE, bool RECORDS, bool BF16>
 MLA_DEVICE void load_q(
@@ -157,14 +168,9 @@ MLA_DEVICE void load_q(
   int n = thread / TEAM;
   bool there = n < rows;
   const uint2 *row = reinterpret_cast<const uint2 *>(static_cast<const uint16_t *>(q) + (there ? n : 0) * stride);
-  float most = 0.f, x[4];
-  for (int u = thread % TEAM; u < LIFTED; u += TEAM) {
-    unpack<BF16>(row[u], x);
-    for (int i = 0; i < 4; i++) most = fmaxf(most, fabsf(x[i]));
-  }
-  for (int step = 1; step < TEAM; step *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
+  float x[4];
   // A row's largest element lies in 2^14 .. 2^15 then, if it is a number above 0.
-  int exponent = (__float_as_uint(most) >> 23) & 255;
+  int exponent = highest_exponent<TEAM, BF16>(row, LIFTED, thread);
   int lift = exponent == 0 || exponent == 255 ? 127 : min(max(268 - exponent, 1), 253);
   for (int u = thread % TEAM; u < UNITS; u += TEAM) {
     int c = u / 16, i = u % 16, t = i / 4, s = i % 4;

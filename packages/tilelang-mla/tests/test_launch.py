@@ -21,6 +21,7 @@ from tilelang_mla.arguments import (
     check_decode,
     check_prefill,
 )
+from tilelang_mla.caches import E4M3
 from tilelang_mla.plan import DeviceLimits
 
 Tensor = torch.Tensor
@@ -125,14 +126,15 @@ def test_sparse_decoding_hands_kernels_what_they_are_made_for(launch, records) -
     from tilelang_mla.sparse.arguments import SparseOptions, SparseTensors, check_sparse
 
     ints = torch.zeros(200, dtype=torch.int32)
-    kv = torch.zeros(9, 48, 1, 656, dtype=torch.uint8) if records else torch.zeros(9, 48, 1, 576, dtype=BF16)
     plans = [
         (None, None, None), (DecodeTiles(64, 64, 2, 3), None, None), (DecodeTiles(64, 64, 2, 1, 5), ints[:7], ints[:11])
     ]  # fmt: skip
     for (plan, first, order), more, tokens in itertools.product(plans, (False, True), (1, 2)):
         lists = 6 // tokens
+        width = 576 if records or more else 512
+        kv = torch.zeros(9, 48, 1, 656, dtype=torch.uint8) if records else torch.zeros(9, 48, 1, width, dtype=BF16)
         tensors = SparseTensors(
-            torch.zeros(lists, tokens, 16, 576, dtype=BF16), kv, ints[: 6 * 20].view(lists, tokens, 20),
+            torch.zeros(lists, tokens, 16, width, dtype=BF16), kv, ints[: 6 * 20].view(lists, tokens, 20),
             ints[:lists] if more else None, torch.zeros(16) if more else None, first, order,
             torch.zeros(lists, tokens, 16, 512, dtype=BF16), torch.zeros(lists, 16, tokens) if more else None,
         )  # fmt: skip
@@ -147,13 +149,12 @@ def test_sparse_decoding_hands_kernels_what_they_are_made_for(launch, records) -
 @pytest.mark.parametrize("cache", ["e4m3", "656"])
 def test_caches_of_8_bits_hand_kernels_what_they_are_made_for(launch, cache) -> None:
     records = cache == "656"
-    kv = (
-        torch.zeros(9, 48, 1, 656, dtype=torch.uint8) if records else torch.zeros(9, 48, 1, 576).to(torch.float8_e4m3fn)
-    )
+    kv = torch.zeros(9, 48, 1, 656, dtype=torch.uint8) if records else torch.zeros(9, 48, 1, 576).to(E4M3)
+    bare = {"q": torch.zeros(3, 2, 16, 512, dtype=BF16), "kv": torch.zeros(9, 48, 1, 512).to(E4M3)}
     of_keys = DecodeTiles(16, 128, 4, 3)
     plans = (DecodeTiles(64, 64, 2, 3), of_keys, *([] if records else [replace(of_keys, narrow=True)]))
-    for changed in ({}, {"lse": None}, *({"plan": plan} for plan in plans)):
-        arguments = decoding(kv=kv, **changed)
+    for changed in ({}, {"lse": None} if records else bare, *({"plan": plan} for plan in plans)):
+        arguments = decoding(**{"kv": kv, **changed})
         tensors = Decode8bitTensors(*arguments[:6], None if records else torch.ones(1), *arguments[6:8])
         plan = arguments[-1]
         launch.given.clear()

@@ -45,24 +45,24 @@ class Listed:
     """Queries, a pool, and a list of keys for each query token; what no list names is NaN."""
 
     def __init__(self, cache: str, *, batch: int = 3, seqlen_q: int = 2, heads: int = 5, topk: int = 70, page: int = 48,
-                 device: Any = "cpu") -> None:  # fmt: skip
+                 width: int = 576, device: Any = "cpu") -> None:  # fmt: skip
         torch.manual_seed(topk)
-        tokens = torch.randn(9, page, 1, 576).bfloat16()
+        tokens = torch.randn(9, page, 1, width).bfloat16()
         self.indices = lists_of(batch * seqlen_q, topk, 9 * page).view(batch, seqlen_q, topk).to(device)
         if not cache:
             named = torch.zeros(9 * page, dtype=torch.bool)
             own = self.indices[(self.indices >= 0) & (self.indices < 9 * page)]
             named[own.long().cpu()] = True
-            tokens.view(9 * page, 576)[~named] = math.nan
+            tokens.view(9 * page, width)[~named] = math.nan
         self.kv = (quantize_kv(tokens, "656") if cache else tokens).to(device)
         # What the cache holds; a plain version has keys rounded to bfloat16.
         whole = dequantize_kv(self.kv, "656", dtype=torch.float64) if cache else self.kv
         self.tokens = whole.flatten(0, 2)
-        self.q = torch.randn(batch, seqlen_q, heads, 576).bfloat16().to(device)
+        self.q = torch.randn(batch, seqlen_q, heads, width).bfloat16().to(device)
         self.topk_length = torch.tensor([topk, topk // 3, 0], dtype=torch.int32)[:batch].to(device)
         self.attn_sink = torch.linspace(-3, 3, heads).to(device)
         self.attn_sink[0] = -math.inf
-        self.scale = 576**-0.5
+        self.scale = width**-0.5
 
     def run(self, **options: Any) -> Any:
         given = (self.q, self.kv, None, None, 512, self.scale)
@@ -98,7 +98,8 @@ def test_each_query_token_attends_to_the_keys_it_lists(cache) -> None:
     batch = Listed(cache)
     batch.check(batch.run())
     batch.check(batch.run(topk_length=batch.topk_length), batch.topk_length)
-    batch.check(batch.run(attn_sink=batch.attn_sink), None, batch.attn_sink)
+    bare = batch if cache else Listed("", width=512)
+    bare.check(bare.run(attn_sink=bare.attn_sink), None, bare.attn_sink)
     out, lse = flash_mla.flash_mla_with_kvcache(
         batch.q, batch.kv, None, None, 512, flash_mla.get_mla_metadata()[0], None, batch.scale,
         is_fp8_kvcache=bool(cache), indices=batch.indices,
@@ -111,13 +112,13 @@ def test_each_query_token_attends_to_the_keys_it_lists(cache) -> None:
 @every_cache
 @pytest.mark.parametrize("heads", [1, 8, 16, 64, 128])
 def test_kernels_attend_to_listed_keys(device, cache, heads) -> None:
-    for topk, page in ((70, 48), (2048, 64), (64, 1)):
-        batch = Listed(cache, heads=heads, topk=topk, page=page, device=device)
+    for topk, page, width in ((70, 48, 576), (2048, 64, 576), (64, 1, 576), *([] if cache else [(500, 16, 512)])):
+        batch = Listed(cache, heads=heads, topk=topk, page=page, width=width, device=device)
         for given in ({}, {"topk_length": batch.topk_length}, {"attn_sink": batch.attn_sink}):
             batch.check(batch.run(**given), *[given.get(name) for name in ("topk_length", "attn_sink")])
             for splits in (1, 3):
                 lengths = torch.full((6,), topk, dtype=torch.int32, device=device)
-                plan = plan_decode(lengths, heads, num_splits=splits)
+                plan = plan_decode(lengths, heads, num_splits=splits, dim_rope=width - 512)
                 for own in (plan, plan._replace(tiles=replace(plan.tiles, by_rows=True))):
                     batch.check(
                         batch.run(**given, plan=own), *[given.get(name) for name in ("topk_length", "attn_sink")]
@@ -129,26 +130,29 @@ def test_random_lists_are_the_definition(device, random_case) -> None:
     topk = rng.choice([3, 64, 65, 512, 2048, rng.randint(3, 3000)] if device.type != "cpu" else [3, 64, 130])
     sizes = {"batch": rng.randint(1, 3), "seqlen_q": rng.choice([1, 1, 2, 3]), "page": rng.choice([64, 1, 48, 256])}
     heads = rng.choice([1, 3, 8, 16, 32, 64, 80, 128])
-    batch = Listed(rng.choice(["", "656"]), heads=heads, topk=topk, device=device, **sizes)
+    cache = rng.choice(["", "656"])
+    width = 576 if cache else rng.choice([576, 512])
+    batch = Listed(cache, heads=heads, topk=topk, width=width, device=device, **sizes)
     lengths = torch.full((sizes["batch"] * sizes["seqlen_q"],), topk, dtype=torch.int32, device=device)
     how = rng.choice([None, None, {}, {"num_splits": rng.randint(1, 20)}])
     given = {name: getattr(batch, name) for name in ("topk_length", "attn_sink") if rng.random() < 0.5}
-    got = batch.run(**given, plan=None if how is None else plan_decode(lengths, heads, **how))
+    plan = None if how is None else plan_decode(lengths, heads, dim_rope=width - 512, **how)
+    got = batch.run(**given, plan=plan)
     batch.check(got, *[given.get(name) for name in ("topk_length", "attn_sink")])
 
 
 @pytest.mark.gpu
-@every_cache
+@pytest.mark.parametrize(("cache", "width"), [("", 576), ("", 512), ("656", 576)], ids=["bfloat16", "bare", "records"])
 @pytest.mark.parametrize("heads", [16, 32, 64])
-def test_a_number_of_splits_gives_the_same_bits_alone_and_in_any_batch_of_lists(device, cache, heads) -> None:
-    batch = Listed(cache, heads=heads, topk=500, device=device)
-    lengths = torch.full((6,), 500, dtype=torch.int32, device=device)
-    whole = batch.run(plan=plan_decode(lengths, heads, num_splits=4))
+def test_a_number_of_splits_gives_the_same_bits_alone_and_in_any_batch_of_lists(device, cache, width, heads) -> None:
+    batch = Listed(cache, heads=heads, topk=500, width=width, device=device)
+    lengths, how = torch.full((6,), 500, dtype=torch.int32, device=device), {"num_splits": 4, "dim_rope": width - 512}
+    whole = batch.run(plan=plan_decode(lengths, heads, **how))
     for b in range(3):
         own = slice(b, b + 1)
         alone = flash_mla_with_kvcache(
             batch.q[own], batch.kv, None, None, 512, batch.scale, indices=batch.indices[own].contiguous(),
-            return_lse=True, plan=plan_decode(lengths[:2], heads, num_splits=4),
+            return_lse=True, plan=plan_decode(lengths[:2], heads, **how),
         )  # fmt: skip
         assert_bitwise_equal(alone.out, whole.out[own])
 
@@ -171,7 +175,7 @@ def test_the_kernel_hides_what_is_no_key_and_counts_sinks_once(device, cache, sp
         pytest.skip(f"no TileLang: {error}")
     torch.manual_seed(2)
     lists, topk, page, pages, heads = 6, 70, 48, 7, 3
-    dim, rope = (512, 64) if cache else (64, 32)
+    dim, rope = (512, 64) if cache else (64, 0 if splits == 2 else 32)
     attend = c.kernel(
         "decode_sparse", cache=cache, dim_nope=dim, dim_rope=rope, block_n=32 if cache else 64, num_stages=2
     )
@@ -180,6 +184,7 @@ def test_the_kernel_hides_what_is_no_key_and_counts_sinks_once(device, cache, sp
     scales = torch.rand(pages, page, dim // 128) + 0.5 if cache else torch.zeros(1)
     whole = torch.cat([kv, ropes], -1)
     indices, lengths = lists_of(lists, topk, pages * page), torch.tensor([70, 20, 0], dtype=torch.int32)
+    ropes = ropes if rope else whole
     q, sink = torch.randn(lists, heads, dim + rope), torch.tensor([-math.inf, 0.5, 3.0])
     num_parts = lists * splits if splits else lists + 3
     out, lse = poison_(torch.empty(lists, heads, dim)), poison_(torch.empty(lists, heads, 1))

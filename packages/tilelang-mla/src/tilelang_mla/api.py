@@ -276,7 +276,7 @@ def flash_mla_with_kvcache(
     (arXiv 2405.04434), section 2.1 and appendix C.
 
     Args:
-        q: [B, Sq, Hq, dim_nope + dpe]; bfloat16 or float16; dpe, the rope, a multiple of 32 up to 128.
+        q: [B, Sq, Hq, dim_nope + dpe]; bfloat16 or float16; dpe, the rope, a multiple of 32 up to 128, or 0.
         kv: [pages, page_size, 1, dim_nope + dpe], of q's dtype, any page_size from 1 on. Rows of q and kv are
             contiguous and multiples of 16 bytes apart, so that kv may be a view with a stride between pages. Or in 8
             bits, from :func:`quantize_kv`: float8_e4m3fn of the same shape, or records, uint8 [pages, page_size, 1,

@@ -260,12 +260,12 @@ def _check_parts(
             fail(name, f"[{size}], made for the {sequences} sequences of q", describe(tensor))
 
 
-def check_dims(nope: str, rope: str, dim_nope: int, dim_rope: int, *, bare: bool = False) -> None:
-    """Sizes of the latent and of the rope behind it, and what gives them; bare: there may be no rope."""
+def check_dims(nope: str, rope: str, dim_nope: int, dim_rope: int) -> None:
+    """Sizes of the latent and of the rope behind it, of which there may be none, and what gives them."""
     if not _is_size(dim_nope, _V_STEP, _MOST_NOPE):
         fail(nope, f"a multiple of {_V_STEP} from {_V_STEP} to {_MOST_NOPE}", dim_nope)
-    if not (bare and dim_rope == 0) and not _is_size(dim_rope, _QK_STEP, _MOST_ROPE):
-        wanted = f"a multiple of {_QK_STEP} from {0 if bare else _QK_STEP} to {_MOST_ROPE}"
+    if dim_rope != 0 and not _is_size(dim_rope, _QK_STEP, _MOST_ROPE):
+        wanted = f"a multiple of {_QK_STEP} from 0 to {_MOST_ROPE}"
         if rope == "q":
             fail(rope, f"of {nope} = {dim_nope} elements and {wanted} more", f"{dim_nope + dim_rope} elements")
         fail(rope, wanted, dim_rope)

@@ -65,7 +65,7 @@ def wanted(
                 problem = DecodeProblem(1, dim_nope, dim_rope, 1, 1, 1, 1)
                 yield "decode_sparse", sparse_constants(problem, tiles, dtype)
                 # Of prompts, whose heads may have no rope.
-                for rope in (dim_rope, 0):
+                for rope in sorted({dim_rope, 0}, reverse=True):
                     listed = DecodeProblem(1, dim_nope, rope, 1, 1, 1, 1)
                     own = sparse_prefill_tiles(listed, _LIMITS)
                     yield "prefill_sparse", prefill_sparse_constants(listed, own, dtype)

@@ -134,6 +134,7 @@ def _keys_of(problem: DecodeProblem, kv: Tensor) -> tuple[Callable[[Any], tuple[
         cache, kv_scale = given
         [kv] = keys(cache)
         latent, rope, scales = views_of(kv, problem.dim_nope)
+        rope = rope if problem.dim_rope else latent
         return latent, rope, scales if kv_scale is None else kv_scale.view(1, 1, 1)  # type: ignore[return-value]
 
     return keys_8bit if problem.cache else keys, 0 not in form[1]
@@ -288,7 +289,7 @@ def prepare_sparse(problem: DecodeProblem, plan: DecodeTiles | None, tensors: Sp
             flat = -flat
         held = keys((kv, None) if problem.cache else kv)
         if not problem.cache:
-            held = (*held, held[0][..., dim_nope:], nothing)
+            held = (*held, held[0][..., dim_nope if problem.dim_rope else 0 :], nothing)
         copied = not in_place or out.data_ptr() & 15
         packed = make_packed() if copied else out.view(lists, heads, dim_nope)
         parts, part_lse = make_parts(), make_part_lse()

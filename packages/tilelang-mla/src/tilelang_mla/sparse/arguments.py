@@ -125,7 +125,7 @@ def check_sparse_prefill(
     tokens, num_heads, width = q.shape
     if known(num_heads < 1):
         fail("q", "of at least 1 head", describe(q))
-    check_dims("d_v", "q", options.d_v, width - options.d_v, bare=True)
+    check_dims("d_v", "q", options.d_v, width - options.d_v)
     check_same_dtype("kv", kv, "q", q)
     check_same_device("kv", kv, "q", q)
     if kv.ndim != 3 or known(kv.shape[1] != 1) or known(kv.shape[2] != width):

@@ -116,6 +116,16 @@ class Sizes(NamedTuple):
         return T.float8_e4m3fn if self.cache == "e4m3" else self.dtype
 
     @property
+    def held_rope(self) -> int:
+        """Elements of a rope in shared memory; where there is none some that nobody uses."""
+        return self.dim_rope or 32
+
+    @property
+    def rope_columns(self) -> int:
+        """Elements of the tensor of ropes, for which without any that of latents stands in."""
+        return self.dim_rope or self.dim_nope
+
+    @property
     def width(self) -> int:
         """Elements of a key: latent and rope."""
         return self.dim_nope + self.dim_rope
@@ -233,12 +243,10 @@ class Work(NamedTuple):
 def alloc_memory(T, S):
     q_l = T.alloc_shared((S.rows, S.half), S.dtype)
     q_r = T.alloc_shared((S.rows, S.half), S.dtype)
-    # Without a rope nobody uses these.
-    dim_rope = S.dim_rope if S.dim_rope else 32
-    q_rope = T.alloc_shared((S.rows, dim_rope), S.dtype)
+    q_rope = T.alloc_shared((S.rows, S.held_rope), S.dtype)
     k_l = T.alloc_shared((S.num_stages, S.block_n, S.half), S.dtype)
     k_r = T.alloc_shared((S.num_stages, S.block_n, S.half), S.dtype)
-    k_rope = T.alloc_shared((S.num_stages, S.block_n, dim_rope), S.dtype)
+    k_rope = T.alloc_shared((S.num_stages, S.block_n, S.held_rope), S.dtype)
     weights_shared = T.alloc_shared((S.rows, S.block_n), S.dtype)
     factor_shared = T.alloc_shared((S.rows,), T.float32)
     at_page = T.alloc_shared((S.slots, S.block_n), T.int32)

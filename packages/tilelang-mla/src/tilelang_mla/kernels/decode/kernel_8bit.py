@@ -40,7 +40,7 @@ def attend_8bit(
     def attend_decode_8bit(
         q: T.StridedTensor((batch, rows, S.width), (q_batch, q_row, 1), dtype),
         kv: T.StridedTensor((pages, page_size, dim_nope), (kv_page, kv_row, 1), T.float8_e4m3fn),
-        rope: T.StridedTensor((pages, page_size, dim_rope), (rope_page, rope_row, 1), S.rope_dtype(T)),
+        rope: T.StridedTensor((pages, page_size, S.rope_columns), (rope_page, rope_row, 1), S.rope_dtype(T)),
         scales: T.StridedTensor((scaled_pages, scaled_rows, S.scales), (scales_page, scales_row, 1), T.float32),
         seqlens_k: T.Tensor(lengths, T.int32),
         block_table: T.StridedTensor((batch, columns), (table_row, 1), T.int32),

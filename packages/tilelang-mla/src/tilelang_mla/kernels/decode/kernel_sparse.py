@@ -44,7 +44,7 @@ def attend_sparse(
     def attend_decode_sparse(
         q: T.StridedTensor((batch, rows, S.width), (q_batch, q_row, 1), dtype),
         kv: T.StridedTensor((pages, page_size, kv_width), (kv_page, kv_row, 1), kv_dtype),
-        rope: T.StridedTensor((pages, page_size, dim_rope), (rope_page, rope_row, 1), dtype),
+        rope: T.StridedTensor((pages, page_size, S.rope_columns), (rope_page, rope_row, 1), dtype),
         scales: of_scales,
         lengths: T.Tensor((num_lengths,), T.int32),
         indices: T.StridedTensor((batch, columns), (table_row, 1), T.int32),

@@ -21,7 +21,10 @@ def load_q(T, S, q, memory, full, i_b, first_row):
 def load_left(T, S, kv, memory, full, i_page, row, stage):
     """Left half and rope of a block that lies in one page; TMA gives zeros for a page outside the pool."""
     T.tma_copy(kv[i_page, row : row + S.block_n, 0 : S.half], memory.k_l[stage, :, :], barrier=full[stage])
-    T.tma_copy(kv[i_page, row : row + S.block_n, S.dim_nope : S.width], memory.k_rope[stage, :, :], barrier=full[stage])
+    if S.dim_rope:
+        T.tma_copy(
+            kv[i_page, row : row + S.block_n, S.dim_nope : S.width], memory.k_rope[stage, :, :], barrier=full[stage]
+        )
     T.barrier_arrive(full[stage])
 
 

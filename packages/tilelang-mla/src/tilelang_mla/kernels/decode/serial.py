@@ -61,7 +61,7 @@ def attend_serially(T, S, launch, inputs, outputs, memory, s, acc_l, acc_r):
                 copy_raw(T, S, inputs, memory, i_raw, 0)
                 widen(T, S, memory.raw, memory.k_l, stage, i_raw, 0)
                 widen(T, S, memory.raw, memory.k_r, stage, i_raw, S.half)
-                widen_rope(T, memory.raw, memory.k_rope, stage, i_raw)
+                widen_rope(T, S, memory.raw, memory.k_rope, stage, i_raw)
             else:
                 load_rows(T, inputs.kv, memory, memory.k_l, stage, 0, 0)
                 load_rows(T, inputs.kv, memory, memory.k_r, stage, S.half, 0)

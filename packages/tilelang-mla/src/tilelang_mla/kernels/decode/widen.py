@@ -32,7 +32,7 @@ class Raw(NamedTuple):
 @macro
 def alloc_raw(T, S):
     latent = T.alloc_shared((STAGES, S.block_n, S.dim_nope), T.float8_e4m3fn)
-    rope = T.alloc_shared((STAGES, S.block_n, S.dim_rope), S.rope_dtype(T))
+    rope = T.alloc_shared((STAGES, S.block_n, S.held_rope), S.rope_dtype(T))
     scales = T.alloc_shared((STAGES, S.block_n, S.scales), T.float32)
     valid = T.alloc_shared((STAGES, S.block_n), T.uint8)
     return latent, rope, scales, valid
@@ -43,7 +43,8 @@ def copy_raw(T, S, inputs, memory, i_raw, slot):
     """Issue the copies of a block whose rows are told of."""
     raw = memory.raw
     load_rows(T, inputs.kv, memory, raw.latent, i_raw, 0, slot)
-    load_rows(T, inputs.rope, memory, raw.rope, i_raw, 0, slot)
+    if S.dim_rope:
+        load_rows(T, inputs.rope, memory, raw.rope, i_raw, 0, slot)
     if S.scales > 1:
         load_rows(T, inputs.scales, memory, raw.scales, i_raw, 0, slot)
 
@@ -68,9 +69,10 @@ def widen(T, S, raw, ring, stage, i_raw, begin):
 
 
 @macro
-def widen_rope(T, raw, ring, stage, i_raw):
-    for i, j in T.Parallel(*ring.shape[1:]):
-        ring[stage, i, j] = T.cast(raw.rope[i_raw, i, j], ring.dtype)
+def widen_rope(T, S, raw, ring, stage, i_raw):
+    if S.dim_rope:
+        for i, j in T.Parallel(*ring.shape[1:]):
+            ring[stage, i, j] = T.cast(raw.rope[i_raw, i, j], ring.dtype)
 
 
 @macro
@@ -112,7 +114,7 @@ def load_widened(T, S, inputs, memory, barriers, work, step, stage, phase, threa
     i_raw = step % STAGES
     T.barrier_wait(barriers.left_empty[stage], phase)
     widen(T, S, memory.raw, memory.k_l, stage, i_raw, 0)
-    widen_rope(T, memory.raw, memory.k_rope, stage, i_raw)
+    widen_rope(T, S, memory.raw, memory.k_rope, stage, i_raw)
     if S.sparse:
         if thread < S.block_n:
             memory.valid[stage, thread] = memory.raw.valid[i_raw, thread]

@@ -32,8 +32,6 @@ _REGISTERS_NARROW = (96, 120, 48)
 _OF_WEIGHTS = 5
 # Warps of a warpgroup.
 _WARPS = 4
-# What values are multiplied by, as there.
-_VALUES = 256.0
 # Keys of a stage, and those that lie side by side and are copied at once.
 STAGE, TOGETHER = 64, 8
 # Elements of a line of q.
@@ -359,7 +357,7 @@ def store_latents(T, S, inputs, outputs, work, acc, of_rows, slot, thread):
     """Rows of a work item: results, or partial ones."""
     by = T.alloc_var(T.float32, init=1)
     if S.one_scale:
-        by = inputs.scales[0, 0, 0] * (1.0 if S.narrow else _VALUES)
+        by = inputs.scales[0, 0, 0]
     kind = f"mla::store<{S.rows}, {str(S.dtype == T.bfloat16).lower()}"
     own_rows = T.alloc_var(T.int32, init=T.min(inputs.q.shape[1] - work.first_row, S.rows))
     sinks = (at(T, inputs.sink[0]), inputs.sinks, work.first_row) if S.sparse else (of_rows, 0, 0)

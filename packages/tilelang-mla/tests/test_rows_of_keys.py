@@ -49,6 +49,6 @@ def test_functions_of_keys_as_rows_attend_to_both_formats_as_float64_does(tmp_pa
 
 
 def test_loaders_by_rows_bring_each_element_to_its_place_and_widen_what_has_8_bits(tmp_path) -> None:
-    """Keys that are none are zeros, and one with a NaN has it in each half that has."""
+    """Keys that are none are zeros; NaN stays."""
     said = said_by("rows", tmp_path)
     assert re.findall(r"(.+): (\d+) (\d+)\n", said) == [(name, "0", str(3 * 64 * 576)) for name in OF_ROWS], said

@@ -14,6 +14,7 @@
 #include <cstdint>
 
 #ifndef MLA_ON_HOST
+#include <cuda_fp16.h>
 #define MLA_METHOD __device__ __forceinline__
 #define MLA_DEVICE static MLA_METHOD
 #endif
@@ -48,30 +49,16 @@ MLA_DEVICE void fetch(const void *from, int bytes) {
 MLA_DEVICE void store(Shared to, uint32_t x, uint32_t y, uint32_t z, uint32_t w) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
-// Bytes by their numbers; of a number and 8 the byte's sign, eight times.
-template <uint32_t WHICH> MLA_DEVICE uint32_t permuted(uint32_t x) {
-  uint32_t bytes;
-  asm("prmt.b32 %0, %1, 0, %2;" : "=r"(bytes) : "r"(x), "n"(WHICH));
-  return bytes;
+// Four numbers of e4m3 to float16.
+MLA_DEVICE void widen(uint32_t four, uint32_t &low, uint32_t &high) {
+  asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h;}"
+      : "=r"(low), "=r"(high) : "r"(four));
 }
-// Two numbers each.
-template <bool BF16> MLA_DEVICE uint32_t times(uint32_t x, uint32_t y) {
+// Two numbers of float16, each times a scale, to bfloat16.
+MLA_DEVICE uint32_t scaled(uint32_t halves, float scale) {
+  float2 x = __half22float2(*reinterpret_cast<__half2 *>(&halves));
   uint32_t both;
-  if (BF16)
-    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(both) : "r"(x), "r"(y));
-  else
-    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(both) : "r"(x), "r"(y));
-  return both;
-}
-MLA_DEVICE uint32_t times_and(uint32_t x, uint32_t y, uint32_t z) {
-  uint32_t both;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(both) : "r"(x), "r"(y), "r"(z));
-  return both;
-}
-// A number in bfloat16, twice.
-MLA_DEVICE uint32_t twice(float x) {
-  uint32_t both;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %1;" : "=r"(both) : "f"(x));
+  asm("cvt.rn.bf16x2.f32 %0, %2, %1;" : "=r"(both) : "f"(x.x * scale), "f"(x.y * scale));
   return both;
 }
 #endif
@@ -143,22 +130,6 @@ template <int KEYS, bool RECORDS> MLA_DEVICE void load_scales(float *scales, Key
   for (int i = 0; i < KEYS / 8; i++) load(scales[i], keys.key(i) + SCALES + 4 * (thread & 3));
 }
 
-// Of two elements, sign and magnitude apart, the numbers of q's dtype. e4m3's exponent and mantissa become those of a
-// number 2^120 or 2^8 times as small, by integers: conversions are slow. What is subnormal is so there too.
-template <bool BF16> MLA_DEVICE uint32_t wide(uint32_t spread) {
-  return BF16 ? times<true>(spread << 4 & 0x87F087F0u, 0x7B807B80u) : times<false>(spread << 7 & 0xBF80BF80u, 0x5C005C00u);
-}
-
-// A scale as two numbers of bfloat16, so that a product is rounded once: high, and what that leaves.
-struct Scale {
-  uint32_t high, low;
-};
-
-MLA_DEVICE Scale scale_of(float x) {
-  uint32_t high = twice(x);
-  return {high, twice(x - __uint_as_float(high << 16))};
-}
-
 // A chunk of a thread's first or second key.
 MLA_DEVICE Shared target(Shared latents, Shared ropes, int i, int chunk) {
   return (chunk == 4 ? ropes : latents + chunk * CHUNK) + 8 * i * LINE;
@@ -178,38 +149,31 @@ MLA_DEVICE void widen_half(
 #pragma unroll
   for (int i = 0; i < U::OWN; i++) {
     bool there = all >> (first + 8 * i) & 1;
-    uint32_t nans = 0;
-    Scale scale = {};
+    float scale = 1.f;
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++) {
       int unit = U::OWN * U::LEFT * RIGHT + i * CHUNKS + c;
       // Two chunks have a scale, which one of the key's lanes knows.
-      if (RECORDS && c % 2 == 0) scale = scale_of(of_lane(scales[i], (lane & 28) + 2 * RIGHT + c / 2));
+      if (RECORDS && c % 2 == 0) scale = of_lane(scales[i], (lane & 28) + 2 * RIGHT + c / 2);
 #pragma unroll
       for (int j = 0; j < 2; j++) {
         uint32_t x[4];
 #pragma unroll
-        for (int k = 0; k < 2; k++) {
-          uint32_t four = held[unit % SLOTS * 4 + 2 * j + k];
-          x[2 * k] = wide<BF16>(permuted<0x9180>(four)), x[2 * k + 1] = wide<BF16>(permuted<0xB3A2>(four));
-          // The highest magnitude is NaN.
-          nans |= (four & 0x7F7F7F7Fu) + 0x01010101u;
-        }
-        if (RECORDS) {
+        for (int k = 0; k < 2; k++) widen(held[unit % SLOTS * 4 + 2 * j + k], x[2 * k], x[2 * k + 1]);
+        if (BF16) {
 #pragma unroll
-          for (int k = 0; k < 4; k++) x[k] = times_and(x[k], scale.high, times<true>(x[k], scale.low));
+          for (int k = 0; k < 4; k++) x[k] = scaled(x[k], scale);
         }
         store(target(latents[j], of_ropes[j], i, c), x[0], x[1], x[2], x[3]);
       }
       next(unit);
     }
-    // Seldom: no key, or one with a NaN, which is to show.
-    if (!there || nans & 0x80808080u) {
-      uint32_t fill = there ? 0x7FFF7FFFu : 0;
+    // Seldom.
+    if (!there) {
 #pragma unroll
       for (int c = 0; c < CHUNKS; c++)
 #pragma unroll
-        for (int j = 0; j < 2; j++) store(target(latents[j], of_ropes[j], i, c), fill, fill, fill, fill);
+        for (int j = 0; j < 2; j++) store(target(latents[j], of_ropes[j], i, c), 0, 0, 0, 0);
     }
   }
 }

@@ -1,10 +1,15 @@
-"""Where tilelang-mla's speed falls off: grids round its cases, beside FlashMLA, FA3 and vLLM's Triton kernel."""
+"""Where tilelang-mla's speed falls off: grids round its cases, beside FlashMLA, FA3 and vLLM's Triton kernel.
+
+Caches of 8 bits stand beside the same tokens in bfloat16.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
 
+import caches
+import sparse
 import torch
 from chunks import check_chunks, fa3_chunks, make_chunks, ours_chunks
 from dense import (
@@ -68,6 +73,50 @@ def allows_decode(point: Point) -> bool:
     return keys <= MOST_KEYS and keys * point["heads"] * point["tokens"] * 2200 <= MOST_FLOP
 
 
+# Caches of 8 bits
+
+
+def cache_point(device: torch.device, point: Point) -> Case:
+    shape = Shape(share(point["heads"]), (point["keys"],) * point["sequences"], point["tokens"])
+    kind = {caches.ONE_SCALE: caches.OfE4m3, caches.RECORDS: caches.OfRecords}[point["cache"]]
+    return Case(
+        name="8 bits",
+        shape={},
+        make_inputs=partial(caches.make_cached, device, shape),
+        ours={OURS: partial(caches.attend, kind=kind)},
+        peers={caches.WIDE: lambda: partial(caches.attend, kind=caches.OfFormat)},
+        check=caches.check,
+        tolerance=float("inf"),
+        bytes_moved=shape.bytes_moved,
+        flops=shape.flops,
+    )
+
+
+def allows_cache(point: Point) -> bool:
+    keys = point["sequences"] * point["keys"]
+    return keys <= MOST_KEYS and keys * point["heads"] * point["tokens"] * 2200 <= MOST_FLOP
+
+
+# Lists
+
+
+def list_point(device: torch.device, point: Point) -> Case:
+    heads, lists = point["heads"], point["sequences"] * point["tokens"]
+    records = point["cache"] == sparse.RECORDS
+    beside = records and heads in (64, 128)
+    return Case(
+        name="lists",
+        shape={},
+        make_inputs=partial(sparse.make_lists, device, heads, point["sequences"], point["tokens"]),
+        ours={OURS: partial(sparse.ours, kind=sparse.OverRecords if records else sparse.OverWide)},
+        peers={FLASH_MLA: sparse.flash_mla} if beside else {},
+        check=sparse.check,
+        tolerance=float("inf"),
+        bytes_moved=lists * (sparse.TOPK * (656 if records else 1152) + heads * 2 * (576 + 512)),
+        flops=2 * lists * sparse.TOPK * heads * (576 + 512),
+    )
+
+
 # Prefill
 
 
@@ -115,7 +164,31 @@ def maps(device: torch.device) -> Iterator[Map]:
         allows=allows_decode,
         known=[{**ragged, "plan": plan} for plan in ("none", "made")]
         + [{**ragged, "plan": "made", "lengths": "equal", "keys": 8192, "page": page} for page in (24, 32)],
-        points=44,
+        points=40,
+    )
+    yield Map(
+        name="8 bits",
+        axes=(
+            Axis("heads", (1, 8, 16, 32, 64, 128)),
+            Axis("cache", (caches.ONE_SCALE, caches.RECORDS)),
+            Axis("keys", (1000, 8192, 65536)),
+            Axis("sequences", (1, 4, 32, 128)),
+            Axis("tokens", (1, 2)),
+        ),
+        case=partial(cache_point, device),
+        allows=allows_cache,
+        points=14,
+    )
+    yield Map(
+        name="lists",
+        axes=(
+            Axis("heads", (8, 16, 32, 64, 128)),
+            Axis("cache", (sparse.WIDE, sparse.RECORDS)),
+            Axis("sequences", (1, 4, 16, 64, 128)),
+            Axis("tokens", (1, 2)),
+        ),
+        case=partial(list_point, device),
+        points=12,
     )
     yield Map(
         name="prefill",

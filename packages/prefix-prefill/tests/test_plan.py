@@ -289,13 +289,14 @@ def test_tiles_are_left_whole_where_shapes_tell_that_this_keeps_all_programs_bus
     assert plan_prefill(problem, H200, 3).num_splits == 3
 
 
-def test_a_prompt_of_which_nothing_is_cached_is_left_whole_where_programs_have_many_tiles() -> None:
+def test_prompts_of_which_nothing_is_cached_are_left_whole_where_programs_have_many_tiles() -> None:
     prompt = problem_of(LLAMA_8B, tokens=8192, sequences=1, longest=8192, capacity=64, new_kv=True)
-    plan = plan_prefill(prompt, H200)
-    assert (plan.num_splits, plan.loading) == (1, 40)
-    # Or the table has room for what may take long; or there are few tiles, or other sequences.
-    for changes in ({"capacity": 131072}, {"tokens": 1500, "max_seqlen_q": 1500}, {"sequences": 2}):
-        assert plan_prefill(replace(prompt, **changes), H200).num_splits == 0
+    for several in (prompt, replace(prompt, sequences=5, max_seqlen_q=4000)):
+        plan = plan_prefill(several, H200)
+        assert (plan.num_splits, plan.loading) == (1, 40)
+        # Or the table has room for what may take long; or there are few tiles.
+        for changes in ({"capacity": 131072}, {"tokens": 1000, "max_seqlen_q": 990}):
+            assert plan_prefill(replace(several, **changes), H200).num_splits == 0
 
 
 def test_plans_of_batches_of_one_kind_are_equal() -> None:

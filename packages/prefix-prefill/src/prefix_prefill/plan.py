@@ -24,8 +24,9 @@ _SHORT_TILE = 1280
 # Those of one sequence, if no program takes more than so many, and so much of the last round is filled: 1 x 2048, 3.9
 # rounds, 92.3 and 82.7; 1 x 8192, 15.5 rounds, 898.4 and 916.2. Idle programs cost most behind a long context.
 _MOST_ROUNDS, _FILLED = 4, 0.96
-# And those of a prompt that the cache holds nothing of. Registers that the scheduler's warp does without then are left
-# to consumers: 1 x 8192, 16384, 65536 897, 3427, 54109 us, shared 982, 3729, 57813; 1 x 2048 85.1, with 56 87.1.
+# And those of prompts that the cache holds nothing of, of several the longest tiles first: 8 x 1024 195 us, shared 213,
+# ten of 17 to 4000 525 and 542. Registers that the scheduler's warp does without then are left to consumers: 1 x 8192,
+# 16384, 65536 897, 3427, 54109 us, shared 982, 3729, 57813; 1 x 2048 85.1, with 56 87.1.
 _LOADING_WHOLE = 40
 # Shared memory of sm_90 in bytes, without what barriers, positions and items take.
 _MOST_SHARED = 224 * 1024
@@ -330,13 +331,14 @@ def _has_whole_tiles(problem: Problem, programs: int) -> bool:
     # Of one that decodes, a layer would need a kernel more.
     if group > 64 or _has_few_rows(problem):
         return False
-    if keys <= _SHORT_TILE:
+    nothing_cached = problem.new_kv and problem.capacity <= _FEW_KEYS
+    if keys <= _SHORT_TILE or (nothing_cached and problem.sequences > 1):
         return problem.tokens // tokens * problem.num_heads_kv >= 2 * programs
     if problem.sequences != 1:
         return False
     tiles = cdiv(min(problem.tokens, problem.max_seqlen_q), tokens) * problem.num_heads_kv
     rounds = cdiv(tiles, programs)
-    if problem.new_kv and problem.capacity <= _FEW_KEYS and rounds > _MOST_ROUNDS:
+    if nothing_cached and rounds > _MOST_ROUNDS:
         return True
     return rounds <= _MOST_ROUNDS and tiles >= _FILLED * rounds * programs
 

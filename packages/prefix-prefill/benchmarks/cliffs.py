@@ -121,6 +121,8 @@ def cases(device: torch.device) -> Iterator[Case]:
                 yield case(device, f"window, {kind}", sizes, as_fa3, window=window, sinks=sinks)
         for heads in ("16/16", "16/8", "32/8", "64/8", "16/1"):
             yield case(device, f"heads, {kind}", sizes, as_fa3, heads=heads)
+    for sizes in ((1, 1, 8000), (16, 1, 1000)):
+        yield case(device, "page, decode", sizes, near_fa3, page=1)
     for sequences, older in (
         (1, 500), (1, 8000), (1, 120000), (4, 2000), (16, 500), (16, 8000), (64, 500), (256, 500), (256, 2000),
     ):  # fmt: skip
@@ -130,9 +132,12 @@ def cases(device: torch.device) -> Iterator[Case]:
     for new in (256, 2048, 8192):
         for older in (0, 16384, 120000):
             yield case(device, "chunk", (1, new, older), as_fa3)
+    for sizes in ((4, 2048, 0), (8, 1024, 0), (16, 512, 0)):
+        yield case(device, "chunk", sizes, as_fa3)
     for lengths in ((256,), (2048,), (8192,), (16384,), (65536,), (1024,) * 8):
         yield new_keys(device, lengths)
     yield mixed(device)
     short = tuple((500 + 55 * i, 1) for i in range(63))
     yield ragged(device, "decode behind 120000 and 63 of 500 to 4000", ((120000, 1), *short))
+    yield ragged(device, "chunks behind 0 to 20000", tuple((n, 512) for n in (0, 1000, 20000, 300, 5000, 12000)))
     yield ragged(device, "prompts of 17 to 4000", tuple((0, n) for n in (4000, 17, 2000, 300, 1200, 700, 120, 3000)))

@@ -20,6 +20,7 @@ from kernel_reference.bench import Case, Requirement
 
 FROM_CLIFFS = (
     "head size, chunks: head size 128",
+    "head size, chunks: head size 192",
     "soft cap, chunks: soft cap 30",
     "Gemma 2, chunks",
     "chunk: plain; 1 of 256 behind 0",
@@ -35,7 +36,11 @@ FROM_CLIFFS = (
     "page, chunks: page 1;",
     "page, decode: page 1;",
     "mixed: 2048 behind 30720",
-    "new keys: 1 of",
+    "chunk: plain; 4 of",
+    "chunk: plain; 8 of",
+    "chunk: plain; 16 of",
+    "ragged: chunks",
+    "new keys:",
 )
 # The time of our own NHD pages that x-packed ones may take.
 PACKED_AT_MOST = 1.3

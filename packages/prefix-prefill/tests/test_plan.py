@@ -299,6 +299,14 @@ def test_prompts_of_which_nothing_is_cached_are_left_whole_where_programs_have_m
             assert plan_prefill(replace(several, **changes), H200).num_splits == 0
 
 
+def test_few_rows_over_gathered_pages_have_small_tiles_in_as_many_stages_as_fit() -> None:
+    problem = problem_of(LLAMA_8B, tokens=4, sequences=4, longest=1, page=1, new_kv=False)
+    for size, sizes in ((128, (64, 4)), (256, (64, 2)), (512, (32, 2))):
+        plan = plan_prefill(replace(problem, head_dim=size, head_dim_v=size), H200)
+        assert (plan.block_n, plan.num_stages) == sizes
+        assert plan.covers(replace(problem, head_dim=size, head_dim_v=size))
+
+
 def test_plans_of_batches_of_one_kind_are_equal() -> None:
     """So that a layer need not make one for each batch: see ``launch.Layer``."""
     of_kinds: dict[object, PrefillPlan] = {}

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from kernel_reference.testing.memory import bytes_alive
 from tilelang_mla import DecodeTiles, PrefillPlan
 from tilelang_mla.arguments import (
     Decode8bitTensors,
@@ -144,6 +145,27 @@ def test_sparse_decoding_hands_kernels_what_they_are_made_for(launch, records) -
         assert launch.given
         for name, constants, arguments in launch.given:
             assert_fits(launch, name, constants, arguments)
+
+
+def test_launches_of_new_sizes_keep_no_memory(launch) -> None:
+    """Each is kept as long as the process lives, and a server's life has thousands of sizes."""
+    from tilelang_mla.sparse.arguments import SparseOptions, SparseTensors, check_sparse
+
+    def prepared(batch: int) -> list[Any]:
+        arguments = decoding(batch)
+        dense, options = DecodeTensors(*arguments[:8]), DecodeOptions(*arguments[8:])
+        q, kv, lengths, *_, out, lse = dense
+        sparse = SparseTensors(q, kv, torch.zeros(batch, 2, 20, dtype=torch.int32), lengths, None, None, None, out, lse)
+        return [
+            launch.prepare_decode(*check_decode(dense, options), dense),
+            launch.prepare_sparse(*check_sparse(sparse, SparseOptions(512, 0.1, None)), sparse),
+        ]
+
+    kept = prepared(1)
+    before = bytes_alive()
+    for batch in (2, 3, 4):
+        kept += prepared(batch)
+    assert bytes_alive() == before
 
 
 @pytest.mark.parametrize("cache", ["e4m3", "656"])

@@ -19,6 +19,7 @@ import torch
 from kernel_reference.checks import fail
 from kernel_reference.dispatch import allocator
 from kernel_reference.launching import device_properties, launch_nothing, on_device
+from kernel_reference.memory import nothing
 from tilelang_mla.arguments import Decode8bitTensors, DecodeTensors, MergeTensors, PrefillTensors
 from tilelang_mla.caches import views_of
 from tilelang_mla.kernels.cuda import text_of
@@ -193,7 +194,7 @@ def prepare_decode(problem: DecodeProblem, plan: DecodeTiles | None, tensors: De
         )
     )  # fmt: skip
     # Stands in for an lse that nobody wants; nobody writes it.
-    no_lse = torch.empty((1, 1, 1), dtype=torch.float32, device=device)
+    no_lse = nothing(device).view(1, 1, 1)
     scale = max(abs(softmax_scale), ZERO_SCALE) * LOG2_E
     by = _SHARED if shared else int(first_part is not None)
     flags = (by, int(order is not None), int(lse is not None))
@@ -272,8 +273,8 @@ def prepare_sparse(problem: DecodeProblem, plan: DecodeTiles | None, tensors: Sp
         )
     )  # fmt: skip
     # Stand in for sinks and scales, and for an lse; nobody reads them.
-    nothing = torch.empty(1, dtype=torch.float32, device=device)
-    no_lse = torch.empty((1, 1, 1), dtype=torch.float32, device=device)
+    unread = nothing(device)
+    no_lse = unread.view(1, 1, 1)
     scale = max(abs(softmax_scale), ZERO_SCALE) * LOG2_E
     by = _SHARED if shared else int(first_part is not None)
     flags = (by, int(order is not None), int(lse is not None))
@@ -289,7 +290,7 @@ def prepare_sparse(problem: DecodeProblem, plan: DecodeTiles | None, tensors: Sp
             flat = -flat
         held = keys((kv, None) if problem.cache else kv)
         if not problem.cache:
-            held = (*held, held[0][..., dim_nope if problem.dim_rope else 0 :], nothing)
+            held = (*held, held[0][..., dim_nope if problem.dim_rope else 0 :], unread)
         copied = not in_place or out.data_ptr() & 15
         packed = make_packed() if copied else out.view(lists, heads, dim_nope)
         parts, part_lse = make_parts(), make_part_lse()
@@ -302,7 +303,7 @@ def prepare_sparse(problem: DecodeProblem, plan: DecodeTiles | None, tensors: Sp
         pieces = make_pieces() if shared else stand_in
         bounds = stand_in if first_part is None else first_part
         of_attend = (
-            flat, *held, lengths, table, nothing if attn_sink is None else attn_sink, bounds,
+            flat, *held, lengths, table, unread if attn_sink is None else attn_sink, bounds,
             stand_in if order is None else order, packed, own_lse, parts, part_lse, pieces, scale, num_parts,
             tiles.num_splits, *flags, each, int(attn_sink is not None), programs,
         )  # fmt: skip
@@ -315,7 +316,7 @@ def prepare_sparse(problem: DecodeProblem, plan: DecodeTiles | None, tensors: Sp
         return of_attend, of_merge, copies
 
     work = [4 * partials * heads * dim_nope, 4 * partials * heads, 8 * lists]
-    return on_device(device, DecodeRun(arguments, (attend, merge), work, [no_lse, nothing]))
+    return on_device(device, DecodeRun(arguments, (attend, merge), work, [unread]))
 
 
 # Merging

@@ -32,6 +32,13 @@ def give_back(most: int = KEPT_BYTES) -> None:
         torch.cuda.empty_cache()
 
 
+def bytes_alive() -> int:
+    """Bytes of all plain tensors that somebody holds: what is kept from call to call shows as growth."""
+    gc.collect()
+    storages = [one.untyped_storage() for one in gc.get_objects() if type(one) is torch.Tensor and not one.is_meta]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
 def lock_file() -> Path:
     """What processes on the same GPUs lock for their turn."""
     devices = os.environ.get("CUDA_VISIBLE_DEVICES", "all").replace(os.sep, "-")

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from kernel_reference.launching import launch_nothing, on_device
+from kernel_reference.memory import nothing
 from tilelang_mla import launch
 from tilelang_mla.plan import DecodeProblem, DecodeTiles, sparse_prefill_tiles
 from tilelang_mla.sparse.arguments import SparsePrefillTensors
@@ -43,7 +44,7 @@ def prepare_prefill_sparse(
     q_form, kv_form, out_form = (launch.form_of(tensor.shape, tensor.stride()) for tensor in (q, kv, out))
     lines = all(stride % launch.LINE == 0 for stride in out_form[1][:-1])
     # Stands in for lengths and sinks; nobody reads it.
-    device, nothing = q.device, torch.empty(1, dtype=torch.float32, device=q.device)
+    device, unread = q.device, nothing(q.device)
 
     def run(q, kv, indices, topk_length, attn_sink, out, max_logits, lse):  # type: ignore[no-untyped-def]
         q = q.contiguous() if 0 in q_form[1] else q.as_strided(*q_form)
@@ -55,7 +56,7 @@ def prepare_prefill_sparse(
         table = indices.view(indices.shape[0], -1)
         attend(
             q, kv.as_strided(*kv_form), table, table.view(-1) if topk_length is None else topk_length,
-            nothing if attn_sink is None else attn_sink, packed, max_logits, lse[:, :, None], scale, *flags, programs,
+            unread if attn_sink is None else attn_sink, packed, max_logits, lse[:, :, None], scale, *flags, programs,
         )  # fmt: skip
         if copied:
             out.copy_(packed)

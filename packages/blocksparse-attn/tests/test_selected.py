@@ -295,6 +295,36 @@ def test_neighbouring_tokens_share_a_tile_in_prefill_and_lists_are_split_in_deco
         assert not plan_selected(batch, DeviceLimits(148, 232448)).dependent_launch
 
 
+def test_steps_of_a_server_compile_nothing_that_its_graphs_and_first_prompts_have_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A kernel compiled between two steps keeps everybody waiting for 0.4 s."""
+    from blocksparse_attn.selected import launch
+    from kernel_reference.testing.specs import recorded_launches
+
+    monkeypatch.setattr(launch, "device_limits", lambda _: H200)
+    monkeypatch.setattr(launch, "_has_dependent_launches", lambda _: True)
+
+    def compiled(tokens: int, sequences: int) -> set[Any]:
+        q = torch.empty(tokens, 64, 128, dtype=BF16)
+        pages = torch.empty(64, 4, 128, 128, dtype=BF16)
+        shapes = ((tokens, 4, 16), (sequences, 1024), (sequences + 1,), (sequences,))
+        ints = [torch.empty(shape, dtype=torch.int32) for shape in shapes]
+        given = Tensors(q, pages, pages, *ints, None, None, None, q, None)
+        problem = check_selected(given, Options(128, "HND", True, 0.1, 1.0, 1.0))
+        run = launch.prepare_selected(problem, None, given)
+        return {
+            (start.kernel.fn.__name__, start.rest[-1], *sorted(start.options.items()))
+            for start, _ in recorded_launches(run, *given)
+        }
+
+    # Graphs of decoding, a short prompt, and long ones of few sequences and of many.
+    sizes = [(2**i, 2**i) for i in range(9)] + [(256, 8), (4096, 1), (4096, 8)]
+    before = set().union(*(compiled(*size) for size in sizes))
+    for tokens, sequences in ((3, 2), (17, 1), (118, 11), (297, 33), (312, 36), (700, 200), (2100, 1), (8192, 30)):
+        assert compiled(tokens, sequences) <= before, (tokens, sequences)
+
+
 @pytest.mark.parametrize(("block", "topk"), [(64, 16), (64, 32), (128, 8), (128, 16)])
 def test_programs_of_decoding_fill_the_sms_they_were_measured_on(block, topk) -> None:
     problem = replace(M3, block_size=block, topk=topk)

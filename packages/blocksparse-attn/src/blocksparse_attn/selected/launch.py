@@ -161,8 +161,12 @@ def _limited(plan: SelectedPlan) -> dict[str, int]:
 
 
 def _is_dependent(plan: SelectedPlan, device: torch.device) -> bool:
-    """Whether the launches of a plan are dependent ones; older devices have none."""
-    return bool(plan.dependent_launch and device.type == "cuda" and device_limits(device).hopper)
+    """Whether the launches of a plan are dependent ones."""
+    return plan.dependent_launch and _has_dependent_launches(device)
+
+
+def _has_dependent_launches(device: torch.device) -> bool:
+    return device.type == "cuda" and device_limits(device).hopper
 
 
 def _by_slot(cache: Tensor, problem: Problem) -> tuple[int, ...]:
@@ -198,11 +202,13 @@ def _merge(problem: Problem, plan: SelectedPlan, forms: Tensors, device: torch.d
     """The merge kernel, called with cu_seqlens_q, seqlens_k, sinks, out, lse and the partial results."""
     s_out = (0, *forms.out.stride())
     s_lse = (0, 1) if forms.lse is None else forms.lse.stride()
-    dependent = _is_dependent(plan, device)
+    # Behind tiles of several tokens, which end before it starts, too: steps with few of a prompt's tokens then take the
+    # kernel that decoding has compiled, in place of one more, which a server would compile in the middle of its day.
+    dependent = (plan.dependent_launch or plan.packed > 1) and _has_dependent_launches(device)
     # Where no SM has two programs, four warps merge, and the next step's programs may come before they have ended: one
     # sequence 8.07 us for 8.33 on an H100. Four warps for 8 sequences take 19.1 us for 16.8 on an H200.
     programs = num_slots(problem, plan) * problem.num_heads_kv * head_tiles(problem, plan) * plan.num_splits
-    few = dependent and programs <= device_limits(device).cores
+    few = dependent and plan.packed == 1 and programs <= device_limits(device).cores
     config = merge_config(
         int(tiles.PAGED), problem.num_heads, problem.head_dim_v, s_out[3], dependent=dependent, ahead=few
     )

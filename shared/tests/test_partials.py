@@ -9,6 +9,7 @@ import torch
 
 from kernel_reference.attention import attention
 from kernel_reference.partials import EXCHANGES, Partial, exchange_partials, gathered_heads, merge_partials
+from kernel_reference.testing.codegen import KernelSpec, compile_specs
 from kernel_reference.testing.distributed import SentBytes, peers_of_one_machine, run
 
 Tensor = torch.Tensor
@@ -126,6 +127,29 @@ def test_kernels_write_to_the_memory_of_peers_and_wait_for_them(world: int, dtyp
     # Once, and not in every fork.
     pytest.importorskip("kernel_reference.peers.kernels")
     run(world, _to_peers, world, dtype, torch.zeros(world, 2**16, dtype=torch.uint8).share_memory_())
+
+
+@pytest.mark.codegen
+def test_kernels_of_peers_compile_for_gpus_and_order_what_they_write() -> None:
+    kernels = pytest.importorskip("kernel_reference.peers.kernels")
+    out, lse, places = (
+        torch.zeros(5, 8, 32, dtype=torch.bfloat16),
+        torch.zeros(5, 8),
+        kernels.Peers((2**40, 2**41), (2**42,) * 2),
+    )
+    exchange = kernels.ExchangeConfig(2, 4, 32, 32, 2, True, False, True)
+    strides = kernels.PartStrides(*out.stride()[:2], *lse.stride())
+    specs = [
+        KernelSpec.of_call(kernels.exchange_and_merge, (out, lse, out, lse, 1, 5, strides, places, exchange)),
+        KernelSpec.of_call(
+            kernels.gather_rows, (out.flatten(1), 1, 5, 256, places, kernels.GatherConfig(2, 256, 256, True))
+        ),
+    ]
+    for report in compile_specs(specs, ("sm_90",), processes=1):
+        assert not report.error, report.error
+        assert not report.spills
+        # What was written is seen by all GPUs before the signal; and the signal before what is read, past the L1 cache.
+        assert {"MEMBAR.ALL.SYS", "LDG.E.STRONG.SYS", "CCTL.IVALL"} <= report.opcodes
 
 
 def _symmetric(rank: int) -> None:

@@ -39,14 +39,14 @@ launches = PreparedLaunches()
 
 
 class Memory(NamedTuple):
-    """What each rank has of a group: ``own`` bytes that the others write to, and tables by rank of all addresses.
+    """What each rank has of a group: ``own`` bytes that the others write to, and all addresses by rank.
 
     counters: how many of 32 bits stand at each of ``signals``. handle: what keeps the peers' memory mapped.
     """
 
     own: Tensor
-    buffers: Tensor
-    signals: Tensor
+    buffers: tuple[int, ...]
+    signals: tuple[int, ...]
     counters: int
     handle: Any
 
@@ -68,8 +68,8 @@ def gather_heads(x: Tensor, group: Any) -> Tensor:
     if not rows.numel():
         return x.new_empty(shape)
     memory = _memory("heads", world * rows.numel() * x.element_size(), x.device, group)
-    launch = launches.find(_prepare_gather, (rows,), (world, rank, memory.counters))
-    launch(rows, memory.buffers, memory.signals)
+    launch = launches.find(_prepare_gather, (rows,), (rank, memory.counters, memory.buffers, memory.signals))
+    launch(rows)
     return memory.own[: world * rows.numel() * x.element_size()].view(x.dtype).view(shape)
 
 
@@ -89,8 +89,8 @@ def exchange_and_merge(out: Tensor, lse: Tensor, group: Any, *, sharded: bool, r
         out = out.contiguous()
     bytes_of = rows * heads * world * (size * out.element_size() + lse.element_size()) + 16
     memory = _memory("parts", bytes_of, out.device, group)
-    launch = launches.find(_prepare_exchange, (out, lse), (world, rank, sharded, ready, memory.counters))
-    launch(out, lse, memory.buffers, memory.signals, merged, merged_lse)
+    numbers = (rank, sharded, ready, memory.counters, memory.buffers, memory.signals)
+    launches.find(_prepare_exchange, (out, lse), numbers)(out, lse, merged, merged_lse)
     return merged, merged_lse
 
 
@@ -98,13 +98,14 @@ def _prepare_gather(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Launc
     from .kernels import GatherConfig, gather_rows
 
     (x,) = tensors
-    world, rank, counters = numbers
+    rank, counters, buffers, signals = numbers
+    world = len(buffers)
     rows, width = x.shape
     dependent = _is_dependent(x.device)
     block = min(_ELEMENTS_BYTES // x.element_size(), power_of_two_at_least(width))
     config = GatherConfig(world, width, block, dependent)
     programs = min(rows * cdiv(width, config.BLOCK), _MOST_PROGRAMS, counters // world)
-    rest = (rank, rows, x.stride(0), config)
+    rest = (rank, rows, x.stride(0), _peers(rank, buffers, signals), config)
     return Launch(gather_rows, (programs, 1, 1), rest, x.device, num_warps=_WARPS, dependent_launch=dependent)
 
 
@@ -112,7 +113,8 @@ def _prepare_exchange(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Lau
     from .kernels import ExchangeConfig, PartStrides, exchange_and_merge
 
     out, lse = tensors
-    world, rank, sharded, ready, counters = numbers
+    rank, sharded, ready, counters, buffers, signals = numbers
+    world = len(buffers)
     rows, heads, size = out.shape
     heads = heads // world if sharded else heads
     most, block_d = min(_MOST_PROGRAMS, counters // world), power_of_two_at_least(size)
@@ -120,9 +122,16 @@ def _prepare_exchange(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Lau
     tile = min(together, power_of_two_at_least(cdiv(rows * heads, most)))
     dependent = _is_dependent(out.device)
     config = ExchangeConfig(world, heads, size, block_d, tile, sharded, ready, dependent)
-    rest = (rank, rows, PartStrides(*out.stride()[:2], *lse.stride()), config)
+    strides = PartStrides(*out.stride()[:2], *lse.stride())
+    rest = (rank, rows, strides, _peers(rank, buffers, signals), config)
     programs = min(most, cdiv(rows * heads, tile))
     return Launch(exchange_and_merge, (programs, 1, 1), rest, out.device, num_warps=_WARPS, dependent_launch=dependent)
+
+
+def _peers(rank: int, buffers: tuple[int, ...], signals: tuple[int, ...]) -> Any:
+    from .kernels import Peers
+
+    return Peers(buffers[rank:] + buffers[:rank], signals[rank:] + signals[:rank])
 
 
 def _is_dependent(device: torch.device) -> bool:
@@ -145,10 +154,7 @@ def _allocate(size: int, device: torch.device, group: Any) -> Memory:
         # Zeros are written by the device, behind what it has to do; a peer may write as soon as all have met.
         torch.cuda.synchronize(device)
         handle = memory.rendezvous(own)
-        buffers, signals = (
-            torch.tensor(addresses, dtype=torch.int64, device=device)
-            for addresses in (handle.buffer_ptrs, handle.signal_pad_ptrs)
-        )
+        buffers, signals = tuple(handle.buffer_ptrs), tuple(handle.signal_pad_ptrs)
         return Memory(own, buffers, signals, memory.signal_pad_size // 4, handle)
 
     return _by_symmetric_memory(allocate, device)

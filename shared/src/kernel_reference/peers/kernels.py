@@ -37,6 +37,16 @@ class GatherConfig(NamedTuple):
     DEPENDENT: bool
 
 
+class Peers(NamedTuple):
+    """Addresses of each rank's memory and counters: this rank's first, then those of the ranks behind it in turn.
+
+    Numbers of the launch: a table of them would be read from memory first, twice.
+    """
+
+    buffers: Any
+    signals: Any
+
+
 class PartStrides(NamedTuple):
     """Of a rank's partial results."""
 
@@ -47,15 +57,15 @@ class PartStrides(NamedTuple):
 
 
 @triton.jit
-def meet(p_signals, rank, WORLD: tl.constexpr):
+def meet(signals, rank, WORLD: tl.constexpr):
     """Tell this program of all other ranks that it has written, and wait until they have."""
     place = tl.program_id(0) * WORLD
     # What all threads wrote is told by one.
     tl.debug_barrier()
     for step in tl.static_range(1, WORLD):
-        p_theirs = tl.load(p_signals + (rank + step) % WORLD).to(tl.pointer_type(tl.int32))
+        p_theirs = tl.cast(signals[step], tl.pointer_type(tl.int32))
         tl.atomic_add(p_theirs + place + rank, 1, sem="release", scope="sys")
-    p_own = tl.load(p_signals + rank).to(tl.pointer_type(tl.int32))
+    p_own = tl.cast(signals[0], tl.pointer_type(tl.int32))
     for step in tl.static_range(1, WORLD):
         p_count = p_own + place + (rank + step) % WORLD
         while tl.atomic_add(p_count, 0, sem="acquire", scope="sys") < 1:
@@ -65,16 +75,15 @@ def meet(p_signals, rank, WORLD: tl.constexpr):
 
 
 @triton.jit
-def place_of_part(p_buffers, holder, source, items, p_like, config: tl.constexpr):
-    """Where the rank ``holder`` has what ``source`` wrote: [items, D] elements as p_like's, and [items] logarithms."""
+def place_of_part(buffer, source, items, p_like, config: tl.constexpr):
+    """Where a rank's memory has what ``source`` wrote: [items, D] elements as p_like's, and [items] logarithms."""
     ROW: tl.constexpr = config.D * (p_like.dtype.element_ty.primitive_bitwidth // 8)
-    begin = tl.load(p_buffers + holder)
     items = tl.cast(items, tl.int64)
-    p_out = (begin + source * items * ROW).to(p_like.dtype)
+    p_out = tl.cast(buffer + source * items * ROW, p_like.dtype)
     if ROW % 16 == 0:
         p_out = tl.multiple_of(p_out, 16)
     behind = (config.WORLD * items * ROW + 15) // 16 * 16
-    p_lse = (begin + behind).to(tl.pointer_type(tl.float32)) + source * items
+    p_lse = tl.cast(buffer + behind, tl.pointer_type(tl.float32)) + source * items
     return p_out, p_lse
 
 
@@ -109,7 +118,7 @@ def load_own_rows(p_out, p_lse, first_head, item, m, strides, config: tl.constex
 
 @triton.jit(do_not_specialize=["rank", "rows"])
 def exchange_and_merge(
-    p_out, p_lse, p_buffers, p_signals, p_merged, p_merged_lse, rank, rows, strides, config: tl.constexpr
+    p_out, p_lse, p_merged, p_merged_lse, rank, rows, strides, peers, config: tl.constexpr
 ):  # fmt: skip
     """Send every rank its heads' partial results, then merge all ranks' for this one, as ``merge_partials`` does.
 
@@ -124,17 +133,17 @@ def exchange_and_merge(
     items = rows * config.HEADS
     begin, stride = tl.program_id(0) * ROWS, tl.num_programs(0) * ROWS
     if not config.READY:
-        meet(p_signals, rank, WORLD)
+        meet(peers.signals, rank, WORLD)
     for step in tl.static_range(1, WORLD):
         peer = (rank + step) % WORLD
         first_head = peer * config.HEADS if config.SHARDED else 0
-        p_part, p_part_lse = place_of_part(p_buffers, peer, rank, items, p_out, config)
+        p_part, p_part_lse = place_of_part(peers.buffers[step], rank, items, p_out, config)
         for first in range(begin, items, stride):
             item = (first + tl.arange(0, ROWS)).to(tl.int64)
             m = item < items
             b_out, b_lse = load_own_rows(p_out, p_lse, first_head, item, m, strides, config)
             store_rows(p_part, p_part_lse, item, m, b_out, b_lse, config)
-    meet(p_signals, rank, WORLD)
+    meet(peers.signals, rank, WORLD)
     own_head = rank * config.HEADS if config.SHARDED else 0
     for first in range(begin, items, stride):
         item = (first + tl.arange(0, ROWS)).to(tl.int64)
@@ -147,7 +156,7 @@ def exchange_and_merge(
             if source == rank:
                 b_out, b_lse = load_own_rows(p_out, p_lse, own_head, item, m, strides, config)
             else:
-                p_part, p_part_lse = place_of_part(p_buffers, rank, source, items, p_out, config)
+                p_part, p_part_lse = place_of_part(peers.buffers[0], source, items, p_out, config)
                 b_out, b_lse = load_rows(p_part, p_part_lse, item * config.D, item, m, config)
             # FlashMLA writes +inf where a rank saw no key; what such a part holds, NaN perhaps, does not count.
             b_lse = tl.where(b_lse == float("inf"), float("-inf"), b_lse)
@@ -164,7 +173,7 @@ def exchange_and_merge(
 
 
 @triton.jit(do_not_specialize=["rank", "rows"])
-def gather_rows(p_x, p_buffers, p_signals, rank, rows, s_row, config: tl.constexpr):
+def gather_rows(p_x, rank, rows, s_row, peers, config: tl.constexpr):
     """Write this rank's part of rows, x [rows, WIDTH], to every rank's memory, [rows, WORLD, WIDTH]."""
     if config.DEPENDENT:
         tl.extra.cuda.gdc_wait()
@@ -176,7 +185,7 @@ def gather_rows(p_x, p_buffers, p_signals, rank, rows, s_row, config: tl.constex
         o_x = (tile % CHUNKS) * config.BLOCK + tl.arange(0, config.BLOCK)
         b_x = tl.load(p_x + row * s_row + o_x, mask=o_x < WIDTH)
         for step in tl.static_range(0, WORLD):
-            p_whole = tl.load(p_buffers + (rank + step) % WORLD).to(p_x.dtype)
+            p_whole = tl.cast(peers.buffers[step], p_x.dtype)
             p_whole = tl.multiple_of(p_whole, 16)
             tl.store(p_whole + (row * WORLD + rank) * WIDTH + o_x, b_x, mask=o_x < WIDTH)
-    meet(p_signals, rank, WORLD)
+    meet(peers.signals, rank, WORLD)

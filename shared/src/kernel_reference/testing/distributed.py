@@ -214,8 +214,9 @@ def _memory_of_kernels(
     own = buffers[rank, begin : begin + quarter - _COUNTERS_BYTES]
     if size > own.numel():
         raise ValueError(f"buffers must have {4 * (size + _COUNTERS_BYTES)} bytes a rank, got {buffers.shape[1]}")
-    addresses = torch.tensor([buffers[one, begin:].data_ptr() for one in range(len(buffers))])
-    return peers.Memory(own, addresses, addresses + own.numel(), _COUNTERS_BYTES // 4, None)
+    places = [buffers[one, begin:].data_ptr() for one in range(len(buffers))]
+    signals = tuple(place + own.numel() for place in places)
+    return peers.Memory(own, tuple(places), signals, _COUNTERS_BYTES // 4, None)
 
 
 def _rank(how: tuple[int, int, str, Path, float], sending: Connection, fn: Callable[..., Any], args: Any) -> None:

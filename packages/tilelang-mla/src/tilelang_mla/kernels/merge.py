@@ -13,20 +13,22 @@ from tilelang_mla.kernels.common import FLOOR, LN_2, LOG2_E, WARP, log_of_sum
 from tilelang_mla.kernels.decode.groups import PLANNED, SHARED
 
 # Parts that a thread loads at once, and elements of a row that it combines.
-_AT_ONCE, _MERGED = 8, 4
+_AT_ONCE, _MERGED = 4, 4
+# Programs that an SM's registers are to hold: 48 a thread. With 8 parts at once it took 94, for 5 programs, and 4096
+# rows of two parts 17 us.
+_PROGRAMS = 10
 # Sequences of a program, at most, as plan.py has it: a thread looks one up.
 _SEQUENCES = 32
 
 
 class Row(NamedTuple):
-    """A row of partial results, and the highest logarithm of its parts' sums."""
+    """A row of partial results."""
 
     parts: Any
     part_lse: Any
     first_part: Any
     num_parts: Any
     row: Any
-    highest: Any
 
 
 class Constants(NamedTuple):
@@ -148,7 +150,10 @@ def merge_program(T, C, tensors, numbers, i_program):
     dim_nope, width, threads, serial = C
     batch, rows = out.shape[:2]
     if not serial:
+        T.annotate_min_blocks_per_sm(_PROGRAMS)
         T.pdl_sync()
+        # What takes the results may be launched meanwhile; it waits for all of them.
+        T.pdl_trigger()
     merged = T.alloc_local((_MERGED,), T.float32)
     loaded = T.alloc_local((_AT_ONCE * _MERGED,), T.float32)
     factors = T.alloc_local((_AT_ONCE,), T.float32)
@@ -161,7 +166,9 @@ def merge_program(T, C, tensors, numbers, i_program):
     i_all = T.alloc_var(T.int32, init=T.truncdiv(i_program, pieces))
     i_piece = T.alloc_var(T.int32, init=i_program - i_all * pieces)
     i_batch = T.alloc_var(T.int32, init=T.truncdiv(i_all, rows))
-    i_row = T.alloc_var(T.int32, init=i_all - i_batch * rows)
+    i_row = i_all - i_batch * rows
+    T.assume(i_row >= 0)
+    T.assume(i_row < rows)
     first_b = T.alloc_var(T.int32, init=i_batch * sequences_each)
     own = T.alloc_var(T.int32, init=T.min(T.min(sequences_each, _SEQUENCES), batch - first_b))
     for lane in T.serial(own if serial else 1):
@@ -173,12 +180,14 @@ def merge_program(T, C, tensors, numbers, i_program):
         if own_parts > 1:
             i_b = T.alloc_var(T.int32, init=first_b + i)
             own_first = T.alloc_var(T.int32, init=first_of[i])
-            highest = highest_lse(T, part_lse, own_first, own_parts, i_row, serial)
-            row = Row(parts, part_lse, own_first, own_parts, i_row, highest)
+            row = Row(parts, part_lse, own_first, own_parts, i_row)
+            highest = T.alloc_var(T.float32, init=0)
             sum_of = T.alloc_var(T.float32, init=0)
             if serial:
                 for begin in T.serial(dim_nope // _MERGED):
-                    sum_of = merge_elements(T, row, registers, begin * _MERGED, 0, 1)
+                    load_parts(T, row, registers, begin * _MERGED, 0, 1)
+                    highest = highest_lse(T, row, serial)
+                    sum_of = merge_elements(T, row, registers, highest, begin * _MERGED, 0, 1)
                     for j in T.unroll(_MERGED):
                         out[i_b, i_row, begin * _MERGED + j] = T.if_then_else(
                             sum_of == 0, 0, merged[j] / with_sink(T, sinks, i_row, sum_of, highest)
@@ -188,13 +197,17 @@ def merge_program(T, C, tensors, numbers, i_program):
                 group = T.alloc_var(T.int32, init=T.truncdiv(thread, of_group))
                 place = T.alloc_var(T.int32, init=thread - group * of_group)
                 begin = T.min(i_piece * of_group + place, dim_nope // _MERGED - 1) * _MERGED
-                sum_of = merge_elements(T, row, registers, begin, group, pieces)
-                # The row before has been read.
-                T.sync_threads()
-                for j in T.vectorized(_MERGED):
-                    of_groups[thread, j] = merged[j]
-                sum_of_groups[thread] = sum_of
-                T.sync_threads()
+                # On their way while the highest is looked for.
+                load_parts(T, row, registers, begin, group, pieces)
+                highest = highest_lse(T, row, serial)
+                sum_of = merge_elements(T, row, registers, highest, begin, group, pieces)
+                if pieces > 1:
+                    # The row before has been read.
+                    T.sync_threads()
+                    for j in T.vectorized(_MERGED):
+                        of_groups[thread, j] = merged[j]
+                    sum_of_groups[thread] = sum_of
+                    T.sync_threads()
                 if group == 0:
                     for i_group in T.serial(pieces - 1):
                         sum_of = sum_of + sum_of_groups[place + (i_group + 1) * of_group]
@@ -206,7 +219,9 @@ def merge_program(T, C, tensors, numbers, i_program):
                         )
             if numbers.wants_lse != 0:
                 if thread == 0 and i_piece == 0:
-                    lse[i_b, T.truncmod(i_row, heads), T.truncdiv(i_row, heads)] = T.if_then_else(
+                    token = T.alloc_var(T.int32, init=T.truncdiv(i_row, heads))
+                    head = T.alloc_var(T.int32, init=i_row - token * heads)
+                    lse[i_b, head, token] = T.if_then_else(
                         sum_of == 0, -T.infinity(T.float32), log_of_sum(T, highest, sum_of, LN_2)
                     )
 
@@ -231,8 +246,9 @@ def find_parts(T, tensors, numbers, first_of, parts_of, first_b, own, lane):
 
 
 @macro
-def highest_lse(T, part_lse, own_first, own_parts, i_row, serial):
+def highest_lse(T, row, serial):
     """The highest logarithm of a row's parts; each warp asks for all of them."""
+    part_lse, own_first, own_parts, i_row = row.part_lse, row.first_part, row.num_parts, row.row
     # A finite floor, as everywhere.
     found = T.alloc_var(T.float32, init=FLOOR)
     if serial:
@@ -249,32 +265,41 @@ def highest_lse(T, part_lse, own_first, own_parts, i_row, serial):
 
 
 @macro
-def merge_elements(T, row, registers, begin, group, groups):
-    """Elements ``begin`` .. ``begin + _MERGED`` of a row over a group's parts, and the sum of their weights."""
-    merged, loaded, weights = registers
+def load_parts(T, row, registers, begin, first, groups):
+    """Of every ``groups``-th part from ``first`` on as many as are loaded at once: logarithms, and elements."""
+    _, loaded, weights = registers
     T.assume(begin >= 0)
     T.assume(begin + _MERGED <= row.parts.shape[2])
     T.assume(begin % _MERGED == 0)
+    for s in T.unroll(_AT_ONCE):
+        if first + s * groups < row.num_parts:
+            part = row.first_part + first + s * groups
+            T.assume(part >= 0)
+            T.assume(part < row.part_lse.shape[0])
+            weights[s] = row.part_lse[part, row.row]
+            for j in T.vectorized(_MERGED):
+                loaded[s * _MERGED + j] = row.parts[part, row.row, begin + j]
+
+
+@macro
+def merge_elements(T, row, registers, highest, begin, group, groups):
+    """Elements ``begin`` .. ``begin + _MERGED`` of a row over a group's parts, and the sum of their weights.
+
+    The first parts are loaded already.
+    """
+    merged, loaded, weights = registers
     for j in T.unroll(_MERGED):
         merged[j] = 0
     sum_of = T.alloc_var(T.float32, init=0)
     for chunk in T.serial(T.truncdiv(row.num_parts - group + (_AT_ONCE * groups - 1), _AT_ONCE * groups)):
-        for s in T.unroll(_AT_ONCE):
-            i_part = T.alloc_var(T.int32, init=group + (chunk * _AT_ONCE + s) * groups)
-            weights[s] = -T.infinity(T.float32)
-            for j in T.vectorized(_MERGED):
-                loaded[s * _MERGED + j] = T.cast(0, T.float32)
-            if i_part < row.num_parts:
-                weights[s] = row.part_lse[row.first_part + i_part, row.row]
-                for j in T.vectorized(_MERGED):
-                    loaded[s * _MERGED + j] = row.parts[row.first_part + i_part, row.row, begin + j]
+        first = group + chunk * _AT_ONCE * groups
+        if chunk > 0:
+            load_parts(T, row, registers, begin, first, groups)
         for s in T.unroll(_AT_ONCE):
             # A part that saw nothing has written nothing that counts, NaN perhaps.
-            if weights[s] == -T.infinity(T.float32):
+            if first + s * groups < row.num_parts and weights[s] != -T.infinity(T.float32):
+                weights[s] = T.exp2(weights[s] - highest)
+                sum_of = sum_of + weights[s]
                 for j in T.unroll(_MERGED):
-                    loaded[s * _MERGED + j] = T.cast(0, T.float32)
-            weights[s] = T.exp2(weights[s] - row.highest)
-            sum_of = sum_of + weights[s]
-            for j in T.unroll(_MERGED):
-                merged[j] = merged[j] + weights[s] * loaded[s * _MERGED + j]
+                    merged[j] = merged[j] + weights[s] * loaded[s * _MERGED + j]
     return sum_of

@@ -142,7 +142,7 @@ def test_kernels_of_peers_compile_for_gpus_and_order_what_they_write() -> None:
     specs = [
         KernelSpec.of_call(kernels.exchange_and_merge, (out, lse, out, lse, 1, 5, strides, places, exchange)),
         KernelSpec.of_call(
-            kernels.gather_rows, (out.flatten(1), 1, 5, 256, places, kernels.GatherConfig(2, 256, 256, True))
+            kernels.gather_rows, (out.flatten(1), 1, 5, 256, places, kernels.GatherConfig(2, 256, 256, False, True))
         ),
     ]
     for report in compile_specs(specs, ("sm_90",), processes=1):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import distributed
@@ -58,15 +59,18 @@ def make(
     def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return lightning_attention(q, k, v, rates).out
 
-    def shared(exact: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return lightning_attention_cp(q, k, v, rates, group=group, exact=exact).out
+    def shared(how: Mapping[str, Any], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return lightning_attention_cp(q, k, v, rates, group=group, **how).out
 
     # A state and the length, and its gradient.
     of_state = 4 * heads * size * size
     sends = {w: (w - 1) * (of_state + 4 + (of_state if backward else 0)) for w in WORLDS}
     calls = {ONE: Call(timed(plain, whole))}
-    for label, exact in (("context parallel", False), ("context parallel, exact", True)):
-        calls[label] = Call(timed(partial(shared, exact), own), lambda out: out[:, :, own_rows], sends=sends)
+    ways: dict[str, dict[str, Any]] = {"context parallel": {}, "context parallel, exact": {"exact": True}}
+    if device.type == "cuda":
+        ways["context parallel, symmetric"] = {"exchange": "symmetric"}
+    for label, how in ways.items():
+        calls[label] = Call(timed(partial(shared, how), own), lambda out: out[:, :, own_rows], sends=sends)
     two_passes = fla_twice(own, rates, backward) if with_fla else None
     if two_passes is not None:
         # Only timed: its result is that of a rank's own tokens alone.
@@ -114,7 +118,8 @@ def cases(dry: bool) -> Iterator[RanksCase]:
         for tokens, layer, backward in some:
             passes = "forward and backward" if backward else "forward"
             heads = heads_of(tokens, backward, dry)
-            targets = {} if dry or tokens < 2**17 else {"context parallel": 0.95 if backward else 0.9}
+            labels = ("context parallel", "context parallel, symmetric")
+            targets = dict.fromkeys(() if dry or tokens < 2**17 else labels, 0.95 if backward else 0.9)
             with_fla = bool(targets) and layer == "first layer" and not backward
             yield RanksCase(
                 name=f"{passes} {tokens}, {layer}" + ("" if ahead else ", on an idle GPU"), ahead=ahead,

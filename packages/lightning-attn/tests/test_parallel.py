@@ -19,7 +19,7 @@ from kernel_reference.checks import validate_values
 from kernel_reference.recurrence import linear_attention_chunked
 from kernel_reference.sharding import Contiguous
 from kernel_reference.testing.contract import check_no_host_sync
-from kernel_reference.testing.distributed import SentBytes, run
+from kernel_reference.testing.distributed import SentBytes, peers_of_one_machine, run
 from kernel_reference.testing.guards import assert_bitwise_equal
 from lightning_attn import lightning_attention, lightning_attention_packed
 from lightning_attn.parallel import lightning_attention_cp, lightning_attention_packed_cp
@@ -117,10 +117,11 @@ def packed(case: Case, x: Tensor) -> Tensor:
 
 
 def attend(
-    case: Case, rank: int, q: Tensor, k: Tensor, v: Tensor, initial: Tensor | None = None, group: Any = None
+    case: Case, rank: int, q: Tensor, k: Tensor, v: Tensor, initial: Tensor | None = None, group: Any = None,
+    **options: Any,
 ) -> Any:  # fmt: skip
     """The call of a rank: its outputs and states."""
-    options = {"group": group, "scale": 0.7, "exact": case.exact}
+    options |= {"group": group, "scale": 0.7, "exact": case.exact}
     if case.dense:
         out, kv = lightning_attention_cp(q, k, v, SLOPES, kv_history=initial, **options)
         return out, kv[:, :, 0]
@@ -273,6 +274,28 @@ def test_a_group_of_one_makes_the_plain_call_and_refusals_come_before_anything_i
     run(2, alone, make([[5], [5]]), make([[5], [0], [9]]))
 
 
+def to_peers(rank: int, case: Case, buffers: Tensor) -> None:
+    found = []
+    for exchange in ("all_gather", "symmetric", "symmetric"):
+        leaves = [part(case, rank, x).clone().requires_grad_() for x in (case.q, case.k, case.v)]
+        with peers_of_one_machine(buffers):
+            results = attend(case, rank, *leaves, case.initial, exchange=exchange)
+            # What is kept for the gradients is not in the memory that others write to, which counters follow.
+            buffers[rank, : buffers.shape[1] * 3 // 4 - 64].fill_(255)
+            torch.autograd.backward([*results], [torch.ones_like(x) for x in results])
+        found.append([*(x.detach() for x in results), *(leaf.grad for leaf in leaves)])
+    for other in found[1:]:
+        for x, wanted in zip(other, found[0], strict=True):
+            assert_bitwise_equal(x, wanted)
+    with pytest.raises(ValueError, match=r"^exchange must be one of "):
+        attend(case, rank, *leaves, exchange="gossip")
+
+
+def test_states_that_kernels_write_to_peers_are_those_of_the_collective() -> None:
+    pytest.importorskip("kernel_reference.peers.kernels")
+    run(2, to_peers, make([[5, 4], [7, 9]]), torch.zeros(2, 2**16, dtype=torch.uint8).share_memory_())
+
+
 def compiled(rank: int, dense: Case, ragged: Case) -> None:
     for case in (dense, ragged):
         run_case = partial(attend, case, rank, group=distributed.group.WORLD)
@@ -303,7 +326,7 @@ def on_gpus(rank: int) -> None:
             case = make(runs, dtype=dtype, exact=False)
             case = case._replace(**{name: getattr(case, name).cuda() for name in ("q", "k", "v", "d_out", "initial")})
             leaves = [part(case, rank, x).contiguous().requires_grad_() for x in (case.q, case.k, case.v)]
-            how = {"group": None, "scale": 0.7, "exact": False}
+            how = {"group": None, "scale": 0.7, "exact": False, "exchange": "symmetric" if case.dense else "all_gather"}
             cu = torch.tensor([0, *accumulate([runs[rank] for runs in case.runs])], device="cuda")
             if case.dense:
                 call = partial(lightning_attention_cp, *leaves, SLOPES, kv_history=case.initial, **how)

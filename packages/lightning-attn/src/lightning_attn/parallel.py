@@ -19,20 +19,23 @@ plain call. Collectives are torch's functional ones; the host waits for nothing.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from kernel_reference.checks import as_float, check_bool, check_dense, check_no_tangents, fail
+from kernel_reference.checks import as_float, check_bool, check_choice, check_dense, check_no_tangents, fail
 from kernel_reference.collectives import all_gather, world_and_rank
+from kernel_reference.peers import gather_states
 from kernel_reference.transforms import are_active, check_no_transforms
 from lightning_attn.api import LightningResult, lightning_attention
 from lightning_attn.packed.api import PackedResult, lightning_attention_packed
 
 Tensor = torch.Tensor
+Exchange = Literal["all_gather", "symmetric"]
 
 _ops: Any = torch.ops.lightning_attn
+_GATHERS = {"all_gather": all_gather, "symmetric": gather_states}
 
 
 def lightning_attention_cp(
@@ -45,6 +48,7 @@ def lightning_attention_cp(
     kv_history: Tensor | None = None,
     scale: float = 1.0,
     exact: bool = False,
+    exchange: Exchange = "all_gather",
 ) -> LightningResult:
     """:func:`lightning_attn.lightning_attention` over sequences whose tokens the ranks of a group share.
 
@@ -61,6 +65,9 @@ def lightning_attention_cp(
         exact: whether a rank's state is made of all its tokens, and not only of the last ``ceil(24 / slope)`` of each
             head (see :func:`lightning_attn.lightning_state`): of those before, no more than 4e-11 is left. So are
             gradients, of the first ones.
+        exchange: how states are gathered: by a collective, or "symmetric", by a kernel that writes to the peers'
+            memory, which takes GPUs of one host. Call that once before a CUDA graph is captured, for its workspace;
+            streams that run beside each other need a group each.
 
     Returns:
         LightningResult(out [b, h, n_r, e], kv [b, h, 1, d, e]): this rank's rows, and the state after its last token,
@@ -70,11 +77,11 @@ def lightning_attention_cp(
     Raises:
         TypeError, ValueError: an argument is not as said above, or as there.
     """
-    world = _check(group, exact, "ed", {"q": q, "k": k, "v": v, "ed": ed, "kv_history": kv_history})
+    world = _check(group, exact, exchange, "ed", {"q": q, "k": k, "v": v, "ed": ed, "kv_history": kv_history})
     if world == 1:
         return lightning_attention(q, k, v, ed, kv_history=kv_history, scale=scale)
     apply: Any = _ContextParallel.apply
-    out, kv = apply(q, k, v, ed, None, kv_history, group, as_float("scale", scale), exact)
+    out, kv = apply(q, k, v, ed, None, kv_history, group, as_float("scale", scale), exact, exchange)
     return LightningResult(out, kv[:, :, None])
 
 
@@ -89,6 +96,7 @@ def lightning_attention_packed_cp(
     initial_state: Tensor | None = None,
     scale: float = 1.0,
     exact: bool = False,
+    exchange: Exchange = "all_gather",
 ) -> PackedResult:
     """:func:`lightning_attn.lightning_attention_packed` over packed sequences whose tokens the ranks of a group share.
 
@@ -104,7 +112,7 @@ def lightning_attention_packed_cp(
         initial_state: the states before the sequences' first tokens, [N, H, D, E] float32. Read on rank 0; what other
             ranks give is not looked at.
         scale: factor of the outputs.
-        exact: as for :func:`lightning_attention_cp`.
+        exact, exchange: as for :func:`lightning_attention_cp`.
 
     Returns:
         PackedResult(out [T_r, H, E], final_state [N, H, D, E]): this rank's rows, and the states after its runs, which
@@ -114,16 +122,18 @@ def lightning_attention_packed_cp(
         TypeError, ValueError: an argument is not as said above, or as there.
     """
     named = {"q": q, "k": k, "v": v, "slopes": slopes, "cu_seqlens": cu_seqlens, "initial_state": initial_state}
-    world = _check(group, exact, "slopes", named)
+    world = _check(group, exact, exchange, "slopes", named)
     if world == 1:
         return lightning_attention_packed(q, k, v, slopes, cu_seqlens, initial_state=initial_state, scale=scale)
     apply: Any = _ContextParallel.apply
-    return PackedResult(*apply(q, k, v, slopes, cu_seqlens, initial_state, group, as_float("scale", scale), exact))
+    numbers = (as_float("scale", scale), exact, exchange)
+    return PackedResult(*apply(q, k, v, slopes, cu_seqlens, initial_state, group, *numbers))
 
 
-def _check(group: Any, exact: bool, rates: str, tensors: dict[str, Any]) -> int:
+def _check(group: Any, exact: bool, exchange: str, rates: str, tensors: dict[str, Any]) -> int:
     """What must be refused before anything is sent; the ranks of the group."""
     check_bool("exact", exact)
+    check_choice("exchange", exchange, tuple(_GATHERS))
     optional = ("kv_history", "initial_state")
     check_dense(**{name: tensor for name, tensor in tensors.items() if tensor is not None or name not in optional})
     if are_active():
@@ -140,14 +150,14 @@ class _ContextParallel(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, cu_seqlens: Tensor | None, initial: Tensor | None,
-        group: Any, scale: float, exact: bool,
+        group: Any, scale: float, exact: bool, exchange: Exchange,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         world, rank = world_and_rank(group)
         history = initial if rank == 0 else None
         own = _own_state(k, v, slopes, cu_seqlens, history, (1.0, exact, False), is_read=rank < world - 1)
         lengths = _lengths(k, cu_seqlens)
         # One collective for both: the bits of the lengths travel as those of float32.
-        gathered = all_gather(torch.cat([own.flatten(), lengths.view(torch.float32)]), group)
+        gathered = _GATHERS[exchange](torch.cat([own.flatten(), lengths.view(torch.float32)]), group)
         states = gathered[:, : own.numel()].unflatten(1, own.shape)
         all_lengths = gathered[:, own.numel() :].contiguous().view(torch.int32)
         before = history if rank == 0 else _carried(states[:rank], all_lengths[:rank], slopes, nearest=-1)
@@ -157,7 +167,7 @@ class _ContextParallel(torch.autograd.Function):
         else:
             out, final = _ops.packed(q, k, v, slopes, cu_seqlens, before, scale)
         ctx.save_for_backward(q, k, v, slopes, cu_seqlens, before, all_lengths)
-        ctx.group, ctx.scale, ctx.exact = group, scale, exact
+        ctx.group, ctx.scale, ctx.exact, ctx.exchange = group, scale, exact, exchange
         ctx.set_materialize_grads(False)
         return out, final
 
@@ -170,7 +180,7 @@ class _ContextParallel(torch.autograd.Function):
             d_out = q.new_zeros(()).expand(*q.shape[:-1], v.shape[-1])
         numbers = (ctx.scale, ctx.exact, True)
         own = _own_state(q, d_out, slopes, cu_seqlens, d_final, numbers, is_read=rank > 0)
-        gradients = all_gather(own, ctx.group)
+        gradients = _GATHERS[ctx.exchange](own, ctx.group)
         d_after = d_final
         if rank < world - 1:
             d_after = _carried(gradients[rank + 1 :], all_lengths[rank + 1 :], slopes, nearest=0)
@@ -184,7 +194,7 @@ class _ContextParallel(torch.autograd.Function):
             found = _ops.packed_backward(*given_tensors, cu_seqlens, before, d_out, d_after, ctx.scale)
         d_q, d_k, d_v, d_before = found
         d_initial = d_before if rank == 0 else torch.zeros_like(d_before)
-        return d_q, d_k, d_v, None, None, d_initial if ctx.needs_input_grad[5] else None, None, None, None
+        return d_q, d_k, d_v, None, None, d_initial if ctx.needs_input_grad[5] else None, None, None, None, None
 
 
 def _own_state(

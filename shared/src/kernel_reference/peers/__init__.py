@@ -28,7 +28,7 @@ from ..integers import cdiv, power_of_two_at_least
 from ..launching import Launch, device_properties
 
 Tensor = torch.Tensor
-Purpose = Literal["heads", "parts"]
+Purpose = Literal["heads", "parts", "states"]
 
 # Programs, each of which has a counter a pair of ranks: they wait for each other, so that all of them must run at once.
 _MOST_PROGRAMS = 256
@@ -60,17 +60,32 @@ def gather_heads(x: Tensor, group: Any) -> Tensor:
     The result lies in memory that the group's next call overwrites: an :func:`exchange_and_merge` with ``ready`` has to
     come between, behind what reads the result.
     """
-    world, rank = world_and_rank(group)
+    world, _ = world_and_rank(group)
     shape = (*x.shape[:-2], world * x.shape[-2], x.shape[-1])
     rows = x.flatten(0, -3).flatten(1)
     if rows.stride(1) != 1:
         rows = rows.contiguous()
     if not rows.numel():
         return x.new_empty(shape)
-    memory = _memory("heads", world * rows.numel() * x.element_size(), x.device, group)
-    launch = launches.find(_prepare_gather, (rows,), (rank, memory.counters, memory.buffers, memory.signals))
-    launch(rows)
-    return memory.own[: world * rows.numel() * x.element_size()].view(x.dtype).view(shape)
+    return _gathered("heads", rows, group, ready=True).view(shape)
+
+
+def gather_states(x: Tensor, group: Any) -> Tensor:
+    """x of every rank as [world, ...], in the order of ranks; x has the same shape on all of them."""
+    world, _ = world_and_rank(group)
+    if not x.numel():
+        return x.new_empty(world, *x.shape)
+    # Out of the memory that the next call overwrites.
+    return _gathered("states", x.reshape(1, -1), group, ready=False).view(world, *x.shape).clone()
+
+
+def _gathered(purpose: Purpose, rows: Tensor, group: Any, ready: bool) -> Tensor:
+    """Rows [rows, width] of every rank, [rows, world, width], flat; ``ready`` as in :func:`exchange_and_merge`."""
+    world, rank = world_and_rank(group)
+    size = world * rows.numel() * rows.element_size()
+    memory = _memory(purpose, size, rows.device, group)
+    launches.find(_prepare_gather, (rows,), (rank, ready, memory.counters, memory.buffers, memory.signals))(rows)
+    return memory.own[:size].view(rows.dtype)
 
 
 def exchange_and_merge(out: Tensor, lse: Tensor, group: Any, *, sharded: bool, ready: bool) -> tuple[Tensor, Tensor]:
@@ -98,12 +113,12 @@ def _prepare_gather(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Launc
     from .kernels import GatherConfig, gather_rows
 
     (x,) = tensors
-    rank, counters, buffers, signals = numbers
+    rank, ready, counters, buffers, signals = numbers
     world = len(buffers)
     rows, width = x.shape
     dependent = _is_dependent(x.device)
     block = min(_ELEMENTS_BYTES // x.element_size(), power_of_two_at_least(width))
-    config = GatherConfig(world, width, block, dependent)
+    config = GatherConfig(world, width, block, ready, dependent)
     programs = min(rows * cdiv(width, config.BLOCK), _MOST_PROGRAMS, counters // world)
     rest = (rank, rows, x.stride(0), _peers(rank, buffers, signals), config)
     return Launch(gather_rows, (programs, 1, 1), rest, x.device, num_warps=_WARPS, dependent_launch=dependent)

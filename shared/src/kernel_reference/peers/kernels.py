@@ -29,11 +29,12 @@ class ExchangeConfig(NamedTuple):
 
 
 class GatherConfig(NamedTuple):
-    """What ``gather_rows`` is compiled for: ranks, elements of a row on each and of a tile; DEPENDENT as there."""
+    """What ``gather_rows`` is compiled for: ranks, elements of a row on each and of a tile; the others as there."""
 
     WORLD: int
     WIDTH: int
     BLOCK: int
+    READY: bool
     DEPENDENT: bool
 
 
@@ -180,6 +181,8 @@ def gather_rows(p_x, rank, rows, s_row, peers, config: tl.constexpr):
     WORLD: tl.constexpr = config.WORLD
     WIDTH: tl.constexpr = config.WIDTH
     CHUNKS: tl.constexpr = (WIDTH + config.BLOCK - 1) // config.BLOCK
+    if not config.READY:
+        meet(peers.signals, rank, WORLD)
     for tile in range(tl.program_id(0), rows * CHUNKS, tl.num_programs(0)):
         row = tl.cast(tile // CHUNKS, tl.int64)
         o_x = (tile % CHUNKS) * config.BLOCK + tl.arange(0, config.BLOCK)

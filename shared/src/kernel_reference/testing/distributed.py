@@ -210,7 +210,7 @@ def _memory_of_kernels(
     rank: int, buffers: torch.Tensor, purpose: peers.Purpose, size: int, *_: object
 ) -> peers.Memory:  # fmt: skip
     quarter = buffers.shape[1] // 4
-    begin = quarter * {"heads": 2, "parts": 3}[purpose]
+    begin = quarter * {"heads": 2, "states": 2, "parts": 3}[purpose]
     own = buffers[rank, begin : begin + quarter - _COUNTERS_BYTES]
     if size > own.numel():
         raise ValueError(f"buffers must have {4 * (size + _COUNTERS_BYTES)} bytes a rank, got {buffers.shape[1]}")

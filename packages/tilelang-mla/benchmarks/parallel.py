@@ -9,7 +9,7 @@ share of larger worlds runs alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import torch
@@ -80,6 +80,10 @@ def make(
         calls[exchange] = Call(partial(shared, exchange, "sharded"), lambda whole: whole[:, :, own], sends=sent)
         calls[f"{exchange}, exchange alone"] = Call(partial(alone, exchange), lambda whole: whole[:, :, own], part=True)
         calls[f"{exchange}, all heads"] = Call(partial(shared, exchange, "replicated"))
+    if device.type == "cuda" and world == 2:
+        calls["a plain copy of what is exchanged"] = Call(
+            copying(rows * (NOPE + 2) // 2, device, rank), checked=False, part=True
+        )
     if tokens == 1:
         of_all, of_own = (table, own_table), (lengths, layout.visible(lengths))
         calls.update(peers_of_decode(q, own_q, kv, of_all, of_own, (NOPE, SCALE), own))
@@ -92,6 +96,16 @@ def make(
                 )  # fmt: skip
                 calls[f"share of {w}"] = Call(attend, share=w)
     return calls
+
+
+def copying(elements: int, device: torch.device, rank: int) -> Callable[[], torch.Tensor]:
+    """A copy to the peer's memory by a kernel that merges nothing and waits for nobody: the least of an exchange."""
+    from torch.distributed import _symmetric_memory
+
+    memory = _symmetric_memory.get_symm_mem_workspace(distributed.group.WORLD.group_name, 2 * elements)
+    own = torch.ones(elements, dtype=torch.bfloat16, device=device)
+    there = memory.get_buffer(1 - rank, (elements,), own.dtype)
+    return lambda: torch.add(own, 0, out=there)
 
 
 def cases(dry: bool) -> Iterator[RanksCase]:

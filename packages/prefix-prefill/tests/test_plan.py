@@ -299,6 +299,16 @@ def test_prompts_of_which_nothing_is_cached_are_left_whole_where_programs_have_m
             assert plan_prefill(replace(several, **changes), H200).num_splits == 0
 
 
+def test_prompts_are_left_whole_where_no_sequence_may_have_many_more_keys_than_the_longest_has_tokens() -> None:
+    given = {"tokens": 9000, "sequences": 7, "longest": 4000, "new_kv": False}
+    for options, splits in (({"capacity": 4096}, 1), ({"capacity": 8192}, 0)):
+        prompts = problem_of(LLAMA_8B, **given, **options)
+        assert plan_prefill(prompts, H200).num_splits == splits
+        # A bound of tokens that says nothing.
+        assert plan_prefill(replace(prompts, max_seqlen_q=2**20, capacity=2**17), H200).num_splits == 0
+        assert plan_prefill(replace(prompts, sequences=1), H200).num_splits == 0
+
+
 def test_few_rows_over_gathered_pages_have_small_tiles_in_as_many_stages_as_fit() -> None:
     problem = problem_of(LLAMA_8B, tokens=4, sequences=4, longest=1, page=1, new_kv=False)
     for size, sizes in ((128, (64, 4)), (256, (64, 2)), (512, (32, 2))):

@@ -24,7 +24,7 @@ _SHORT_TILE = 1280
 # Those of one sequence, if no program takes more than so many, and so much of the last round is filled: 1 x 2048, 3.9
 # rounds, 92.3 and 82.7; 1 x 8192, 15.5 rounds, 898.4 and 916.2. Idle programs cost most behind a long context.
 _MOST_ROUNDS, _FILLED = 4, 0.96
-# And those of prompts that the cache holds nothing of, of several the longest tiles first: 8 x 1024 195 us, shared 213,
+# And those of prompts that the cache holds little of, of several the longest tiles first: 8 x 1024 195 us, shared 213,
 # ten of 17 to 4000 525 and 542. Registers that the scheduler's warp does without then are left to consumers: 1 x 8192,
 # 16384, 65536 897, 3427, 54109 us, shared 982, 3729, 57813; 1 x 2048 85.1, with 56 87.1.
 _LOADING_WHOLE = 40
@@ -330,7 +330,8 @@ def _has_whole_tiles(problem: Problem, programs: int) -> bool:
     if group > 64 or _has_few_rows(problem):
         return False
     nothing_cached = problem.new_kv and problem.capacity <= _FEW_KEYS
-    if keys <= _SHORT_TILE or (nothing_cached and problem.sequences > 1):
+    few_cached = nothing_cached or keys <= power_of_two_at_least(min(problem.max_seqlen_q, problem.tokens))
+    if keys <= _SHORT_TILE or (few_cached and problem.sequences > 1):
         return problem.tokens // tokens * problem.num_heads_kv >= 2 * programs
     if problem.sequences != 1:
         return False

@@ -182,6 +182,13 @@ def test_one_call_below_fifty_microseconds_puts_the_whole_case_into_graphs() -> 
     assert timings["ours"].median_us == pytest.approx(60.0)
 
 
+def test_a_case_may_ask_for_graphs_however_long_a_call_takes() -> None:
+    clock = FakeClock()
+    timings = time_interleaved({"ours": clock.implementation("ours", 200.0)}, 15, clock, in_graph=True)
+    assert timings["ours"].method == "graph"
+    assert timings["ours"].median_us == pytest.approx(200.0)
+
+
 def test_a_call_bound_by_its_host_is_captured_and_shows_its_device_time() -> None:
     clock = FakeClock()
     timings = time_interleaved({"torch": clock.implementation("torch", 54.0, host_us=110.0)}, 15, clock)

@@ -168,6 +168,7 @@ def step_case(device: torch.device, setup: Setup, peer: bool = False, **more: An
         # The peer rounds q, k and v, and its gates' inputs, to bfloat16 on the way.
         tolerance=24.0,
         bytes_moved=setup.bytes_moved(),
+        in_graph=True,
         **more,
     )
 

@@ -89,6 +89,7 @@ class Case:
     copy: time torch's copy of the same bytes beside the others, as the implementation ``copy``.
     baseline: the label that the ratio column refers to.
     requirements: targets; the table says met or missed.
+    in_graph: time it in CUDA graphs, as what runs in one does, where single calls would be long enough to be timed.
     """
 
     name: str
@@ -103,6 +104,7 @@ class Case:
     copy: bool = True
     baseline: str = COPY
     requirements: Sequence[Requirement] = field(default=())
+    in_graph: bool = False
 
     def __post_init__(self) -> None:
         if not self.name:

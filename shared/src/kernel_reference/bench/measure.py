@@ -106,6 +106,7 @@ def measure(
             clock.synchronize()
             flushed = sets * _touched(case, first) < ROTATED * clock.l2_bytes
             how: dict[str, Any] = {"flush": flushed, "calls_per_graph": most_sets * CYCLES_PER_GRAPH}
+            how["in_graph"] = case.in_graph
             with _counted(spent, "timing"):
                 timings = time_interleaved(calls, sets, clock, seconds=seconds, rounds=rounds, **how)
             if again:

@@ -197,6 +197,7 @@ def time_interleaved(
     rounds: int = 10,
     flush: bool = False,
     calls_per_graph: int = MAX_CALLS_PER_GRAPH,
+    in_graph: bool = False,
 ) -> dict[str, Timing]:
     """Time ``implementations`` (each a function of the index of an input set) beside each other.
 
@@ -207,13 +208,14 @@ def time_interleaved(
 
     flush: the sets do not fill the L2 cache, so it is flushed: before each call that events time, and in a graph once a
     cycle over the sets, each of which is met once there. The time that this takes is measured apart and subtracted.
-    calls_per_graph: the most; capturing takes the host as long as the calls do.
+    calls_per_graph: the most; capturing takes the host as long as the calls do. in_graph: they are captured however
+    long they take, if less than 1 ms.
     """
     turns = itertools.count()
     entries = {}
     for label, call in implementations.items():
         entries[label] = _estimate(Rotation(call, sets, turns), clock, flush)
-    if any(_launch_bound(entry) for entry in entries.values()):
+    if in_graph or any(_launch_bound(entry) for entry in entries.values()):
         flush_us = _flush_us(clock) if flush else None
         for label, entry in entries.items():
             if entry.estimate_us < EVENTS_FROM_US:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from dataclasses import FrozenInstanceError, fields, replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -340,12 +341,12 @@ def test_a_step_of_many_programs_of_float32_states_shares_runs_or_has_four_warps
         (layout, tokens, sequences): (plan.run, plan.num_warps, plan.max_registers)
         for layout, problem in (("KV", STEP), ("VK", along_k))
         for tokens in (1, 2, 3, 4)
-        for sequences in (31, 32, 63, 64)
+        for sequences in (31, 32, 47, 48)
         for plan in (plan_step(replace(problem, tokens=tokens, sequences=sequences), H200),)
     }
     few = {of: (16 if of[0] == "KV" else 32, 8, 128) for of in found}
-    many = {("KV", 1, sequences): (32, 8, 128) for sequences in (32, 63, 64)}
-    many |= {("KV", 4, 64): (16, 4, 255), ("VK", 4, 64): (32, 4, 255)}
+    many = {("KV", 1, sequences): (32, 8, 128) for sequences in (32, 47, 48)}
+    many |= {("KV", 4, 48): (32, 4, 255), ("VK", 4, 48): (32, 4, 255)}
     assert found == few | many
     assert plan_step(replace(STEP, tokens=4), replace(H200, register_limit=False)).num_warps == 8
 
@@ -377,6 +378,16 @@ def test_a_step_of_16_bit_states_along_dv_has_four_warps_where_registers_can_be_
     assert found == [(4, 168), (8, 0), (8, 128), (8, 128), (8, 128), (8, 128)]
 
 
+@pytest.mark.parametrize("inner", [(128, 1), (1, 128)])
+def test_a_step_of_four_tokens_and_16_bit_states_has_four_warps_where_not_all_programs_start_at_once(
+    inner: tuple[int, int],
+) -> None:
+    short = replace(STEP, state_bytes=2, tokens=4, state_strides=(524288, 16384, *inner))
+    few, many = (plan_step(replace(short, sequences=sequences), H200) for sequences in (8, 9))
+    assert (few.num_warps, few.max_registers, few.early) == (8, 128, True)
+    assert (many.num_warps, many.max_registers, many.early, many.run) == (4, 255, True, 32)
+
+
 def test_a_state_written_early_after_one_token_is_the_first_to_leave_the_cache() -> None:
     found = [
         plan_step(problem, H200).streams
@@ -401,10 +412,8 @@ def test_a_step_fetches_ahead_where_more_programs_follow_than_start_at_once() ->
 
 def test_a_step_writes_its_state_early_where_registers_hold_the_outputs_that_wait() -> None:
     along_k = replace(STEP, state_strides=(524288, 16384, 1, 128))
-    for tokens, of_float32, of_bfloat16 in ((1, True, True), (2, True, True), (4, True, False), (5, False, False)):
-        for problem in (STEP, along_k):
-            found = [plan_step(replace(problem, tokens=tokens, state_bytes=size), H200).early for size in (4, 2)]
-            assert found == [of_float32, of_bfloat16]
+    for tokens, problem, size in product((1, 2, 4, 5), (STEP, along_k), (4, 2)):
+        assert plan_step(replace(problem, tokens=tokens, state_bytes=size), H200).early == (tokens < 5)
     assert not plan_step(replace(STEP, writes=False), H200).early
     assert not plan_step(replace(STEP, out_strides=None), H200).early
 

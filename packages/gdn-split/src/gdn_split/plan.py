@@ -355,21 +355,24 @@ def plan_step(problem: StepProblem, limits: DeviceLimits) -> StepPlan:
         ahead = limits.cores * 2 if problem.state_bytes == 2 else limits.cores * 3 // 4
     # 64 sequences 75.5 us, not 78.6, of bfloat16 states 41.0, not 45.3 (VK), one 4.4, not 4.6; of four tokens along Dk
     # 99.8, not 107.4, and along Dv 94.3, not 98.3.
-    held = problem.tokens <= (4 if problem.state_bytes == 4 else 2)
-    early = whole and problem.writes and problem.out_strides is not None and held
+    early = whole and problem.writes and problem.out_strides is not None and problem.tokens <= 4
     # Three programs of four warps an SM: 64 sequences of bfloat16 states along Dv 45.0 us, not 50.3; with 128 registers
     # 53.4. Along Dk that has not been timed.
     if early and problem.tokens == 1 and problem.state_bytes == 2 and not problem.k_inner and max_registers:
         run, num_warps, max_registers = block_v // 4, 4, 168
     # Of many programs, float32 states along Dv, one token: runs shared by two warps, on an H200 32 sequences 37.6 us,
-    # not 38.0, 64 73.6, not 75.1, 256 271.7, not 278.8; but 16 21.6, not 21.0. Of four tokens, programs of four warps,
-    # 64 sequences 90.8 us, not 94.9, along Dk 94.5, not 98.1, 256 315.7, not 339.8; but four 11.3, not 10.0. An H100,
-    # whose memory is slower, gains and loses up to 1 % by the former, and by the latter loses 2.5 % with 32 sequences.
-    if early and problem.state_bytes == 4 and slices == 1:
-        if problem.tokens == 1 and not problem.k_inner and programs >= 1024:
-            run = 2 * run
-        elif problem.tokens == 4 and max_registers and programs >= 2048:
-            num_warps, max_registers = 4, 255
+    # not 38.0, 64 73.6, not 75.1, 256 271.7, not 278.8, 64 of 8 heads of 192 53.2, not 57.7; but 16 21.6, not 21.0. An
+    # H100, whose memory is slower, gains and loses up to 1 % by it.
+    short = problem.state_bytes == 2
+    if early and problem.tokens == 1 and not short and not problem.k_inner and programs >= 1024:
+        run = 2 * run
+    # Of four tokens, programs of four warps, along Dv and of 16-bit states by longer runs: 64 sequences 88.3 us, not
+    # 96.1, 256 317.8, not 339.8, 64 of 8 heads of 192 72.8, not 88.8; of 16-bit states 16 24.4, not 26.7, 64 76.2, not
+    # 92.5, along Dk 70.1, not 82.2. But of few programs four sequences 11.3 us, not 10.0, of 16-bit states 10.8, not
+    # 9.4, and an H100 loses 2.5 % with 32 sequences of float32 states.
+    if early and problem.tokens == 4 and max_registers and programs > (2 * limits.cores if short else 1535):
+        num_warps, max_registers = 4, 255
+        run = min(run, block_k // 4) if problem.k_inner else block_v // 4
     # On an H100, in us, without and with: 1 sequence 4.64, 4.32, 4 8.48, 7.99, 16 26.5, 26.1, 64 103.2, 100.3, 256
     # 393.9, 383.2; of bfloat16 states 4 8.44, 7.01, 64 61.2, 59.5. On an H200 4 7.22, 6.86, but 64 75.3, 75.6.
     streams = early and problem.tokens == 1

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from gdn_split.kernels.ahead import fetch
 from gdn_split.kernels.layer import Gate, exponential, log_decay, quick_sigmoid, sigmoid_and_slope
 from gdn_split.kernels.prefill import add_within, elements_of_unit, filter_of_unit, rows_of_unit
 from gdn_split.kernels.split import columns_of_b_and_a, columns_of_group, wait_for_inputs
-from gdn_split.kernels.step import fetch
 from gdn_split.kernels.walks import find_rows
 
 
@@ -315,6 +315,9 @@ def walk(
             row = first + step + j
             positions = positions + (tl.load(head.position + row, mask=row < head.rows, other=-1),)
             owns = owns + (row < head.end,)
+        if FETCHES:
+            # Of walks whose rows are loaded here alone.
+            fetch_four(head, tl.where(begin == 0, first + step + AHEAD, head.rows), BLOCK)
         new, loaded = load_four(head, first + step, False)
         xs, ds = in_float32(x_3, x_2, x_1, new, loaded)
         reached, done = walk_four(xs, ds, positions, owns, reached, w, b_bias, False, NORMED, HOPPER, conv)

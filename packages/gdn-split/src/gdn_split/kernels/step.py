@@ -8,6 +8,7 @@ without the outputs.
 import triton
 import triton.language as tl
 
+from gdn_split.kernels.ahead import fetch_ahead, slot_ahead
 from gdn_split.kernels.layer import (
     Gate,
     Out,
@@ -147,77 +148,6 @@ def load_kept(x, p_path, column, p_1, i, m, tokens, strides, conv: tl.constexpr)
 
 
 @triton.jit
-def fetch(p, wanted, bytes_):
-    """Bring what lies at each thread's p into the L2 cache or, by one thread, bytes from p on.
-
-    No branch: what is behind one would not be begun before it.
-    """
-    if bytes_ is None:
-        tl.inline_asm_elementwise(
-            "{ .reg .pred wanted; setp.ne.b32 wanted, $2, 0; @wanted prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
-            "=r,l,r", [p, wanted], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-    else:
-        tl.inline_asm_elementwise(
-            """
-            {
-                .reg .pred one;
-                .reg .b32 thread;
-                .reg .b64 from;
-                mov.u32 thread, %tid.x;
-                setp.lt.u32 one, thread, $2;
-                and.b64 from, $1, -16;
-                @one cp.async.bulk.prefetch.L2.global [from], $3;
-                mov.b32 $0, 0;
-            }
-            """,
-            "=r,l,r,r", [p, wanted, bytes_], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-
-
-@triton.jit
-def slot_ahead(p_slots, sequences, num_slots, sizes: tl.constexpr, step: tl.constexpr):
-    """The slot that the program AHEAD of this one works on, or -1."""
-    i_n = (tl.program_id(0) + step.AHEAD) // (sizes.NQK * sizes.R * step.SLICES)
-    slot = tl.load(p_slots + tl.minimum(i_n, sequences - 1)).to(tl.int64)
-    return tl.where((i_n < sequences) & (slot < num_slots), slot, -1)
-
-
-@triton.jit
-def fetch_ahead(p_x, p_conv, p_pool, slot, strides, sizes: tl.constexpr, conv: tl.constexpr, step: tl.constexpr):
-    """Bring what that program needs into the L2 cache, so that it waits the less for memory.
-
-    Of a head that is taken in slices the first one's brings all: along Dk a slice is not one piece of memory.
-    """
-    NQK: tl.constexpr = sizes.NQK
-    NV: tl.constexpr = NQK * sizes.R
-    HQ: tl.constexpr = sizes.HQ
-    HV: tl.constexpr = sizes.HV
-    TOKENS: tl.constexpr = conv.TOKENS
-    TAPS: tl.constexpr = conv.WIDTH - 1
-    BYTES: tl.constexpr = HQ * HV * p_pool.dtype.element_ty.primitive_bitwidth // 8 // 16 * 16
-    i_p = tl.program_id(0) + step.AHEAD
-    head = i_p // step.SLICES % NV
-    i_g = head // sizes.R
-    wanted = ((slot >= 0) & (i_p % step.SLICES == 0)).to(tl.int32)
-    fetch(p_pool + slot * strides.slot + head * strides.head, wanted, BYTES)
-    c_q, c_k, c_v, c_z = columns_of_group(i_g, sizes)
-    o_qk, c_qk, _ = two_blocks(i_g * HQ, (NQK + i_g) * HQ, c_q, c_k, HQ, step.BLOCK_K)
-    c_v += head % sizes.R * HV
-    c_z += head % sizes.R * HV
-    first = 2 * NQK * HQ + head * HV
-    o_vz, c_vz, _ = two_blocks(first, first, c_v, c_z, HV, sizes.BLOCK_V)
-    p_x += (i_p // (NV * step.SLICES)).to(tl.int64) * TOKENS * strides.qkvz
-    for t in tl.static_range(TOKENS):
-        fetch(p_x + t * strides.qkvz + c_qk, wanted, None)
-        fetch(p_x + t * strides.qkvz + c_vz, wanted, None)
-    p_slot = p_conv + slot * strides.conv_slot
-    for i in tl.static_range(TAPS):
-        fetch(p_slot + o_qk.to(tl.int64) * conv.S_CHANNEL + i * conv.S_TAP, wanted, None)
-        fetch(p_slot + o_vz.to(tl.int64) * conv.S_CHANNEL + i * conv.S_TAP, wanted, None)
-
-
-@triton.jit
 def load_rows(p, p_path, first, tokens, c, m, stride, conv: tl.constexpr, step: tl.constexpr):
     """Elements c of a sequence's rows of CHUNK tokens from the first on."""
     CHUNK: tl.constexpr = step.CHUNK
@@ -229,16 +159,38 @@ def load_rows(p, p_path, first, tokens, c, m, stride, conv: tl.constexpr, step: 
 
 
 @triton.jit
+def places(step: tl.constexpr):
+    """Of a chunk's tokens, as a vector where there are several."""
+    o = 0
+    if step.CHUNK > 1:
+        o = tl.arange(0, step.CHUNK)
+    return o
+
+
+@triton.jit
+def at_place(b, j: tl.constexpr, step: tl.constexpr):
+    """The number of token j, in every thread."""
+    if step.CHUNK > 1:
+        b = tl.sum(tl.where(places(step) == j, b, 0.0), axis=0)
+    return b
+
+
+@triton.jit
 def load_gates(p_ba, p_path, first, tokens, c_b, c_a, stride, conv: tl.constexpr, step: tl.constexpr):
-    """b and a of a V head, likewise."""
-    CHUNK: tl.constexpr = step.CHUNK
-    b = ()
-    a = ()
-    for j in tl.static_range(CHUNK):
-        p = p_ba + row_of_token(p_path, first + j, tokens, conv.TOKENS) * stride
-        b = b + (tl.load(p + c_b),)
-        a = a + (tl.load(p + c_a),)
-    return b, a
+    """b and a of a V head, of a chunk's tokens."""
+    p = p_ba + row_of_token(p_path, first + places(step), tokens, conv.TOKENS) * stride
+    return tl.load(p + c_b), tl.load(p + c_a)
+
+
+@triton.jit
+def gates_of_tokens(b, a, gate, live, EVEN: tl.constexpr):
+    """Decay and beta of tokens: of those that are none 1 and 0."""
+    decay = tl.exp(log_decay(a.to(tl.float32), gate))
+    beta = sigmoid(b.to(tl.float32))
+    if not EVEN:
+        decay = tl.where(live, decay, 1.0)
+        beta = tl.where(live, beta, 0.0)
+    return decay, beta
 
 
 @triton.jit
@@ -372,23 +324,15 @@ def advance(
                 # What all tokens bring is made before the first goes through the state.
                 qk = ()
                 vz = ()
-                decays = ()
-                betas = ()
+                decays, betas = gates_of_tokens(b, a, gate, first + places(step) < tokens, EVEN)
                 for j in tl.static_range(CHUNK):
                     is_token = first + j < tokens
                     qk_taps = moved_on(x_qk[j], qk_taps, is_token, EVEN)
                     vz_taps = moved_on(x_vz[j], vz_taps, is_token, EVEN)
                     b_qk = normed(activated(convolved(qk_taps, w_qk, conv), conv), scale, step)
                     b_vz = values_and_gates(vz_taps, w_v, b_norm, m_v, conv, BLOCK_V)
-                    decay = tl.exp(log_decay(a[j].to(tl.float32), gate))
-                    beta = sigmoid(b[j].to(tl.float32))
-                    if not EVEN:
-                        decay = tl.where(is_token, decay, 1.0)
-                        beta = tl.where(is_token, beta, 0.0)
                     qk = qk + (b_qk,)
                     vz = vz + (b_vz,)
-                    decays = decays + (decay,)
-                    betas = betas + (beta,)
                 if step.WRITES:
                     if first + CHUNK >= tokens:
                         # All threads have read what is now written: those that share a channel, and other programs.
@@ -413,7 +357,7 @@ def advance(
                 for j in tl.static_range(CHUNK):
                     b_q, b_k = halves(qk[j])
                     b_v, b_gate = halves(vz[j])
-                    token = Token(b_q, b_k, b_v, decays[j], betas[j])
+                    token = Token(b_q, b_k, b_v, at_place(decays, j, step), at_place(betas, j, step))
                     b_next, b_o = delta_step(b_S, token, step, p_out is not None, TOGETHER, zero)
                     if not PACKED:
                         b_S = b_next

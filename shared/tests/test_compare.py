@@ -108,6 +108,11 @@ def test_changed_code_new_cases_and_gone_ones_are_told_apart_and_an_error_code_s
     assert not kept or [*cache.glob("*.json")] == kept, "the revision's cases have been kept"
 
 
+def test_cases_that_are_not_asked_for_are_not_compiled(checkout: Path) -> None:
+    compiled = compare.dump(checkout, ["sm_90"], only="another")
+    assert [*compiled] == ["sm_90/another compiler's", "sm_90/another compiler's (2)"]
+
+
 def test_a_package_without_cases_is_named(checkout: Path, cache: Path) -> None:
     (checkout / compare.CASES).write_text("\n")
     with pytest.raises(SystemExit, match=r"toy: tests/test_codegen\.py has no function specs\(target\)"):

@@ -63,9 +63,16 @@ class Difference(NamedTuple):
         return self.verdict.startswith(("changed", "gone"))
 
 
-def dump(package: Path, targets: Sequence[str], processes: int = 2) -> dict[str, Compiled]:
-    """Compile the cases of a package, which is imported from where Python finds it. By ``target/name``."""
-    specs = _cases(package)
+def dump(package: Path, targets: Sequence[str], processes: int = 2, only: str = "") -> dict[str, Compiled]:
+    """Compile the cases of a package, which is imported from where Python finds it. By ``target/name``.
+
+    ``only``: those whose name contains it.
+    """
+    all_cases = _cases(package)
+
+    def specs(target: str) -> list[KernelSpec | GeneratedSource]:
+        return [case for case in all_cases(target) if only in f"{package.name}/{target}/{case.name}"]
+
     sources = {target: [case for case in specs(target) if isinstance(case, GeneratedSource)] for target in targets}
 
     def kernels(target: str) -> Iterator[KernelSpec]:
@@ -186,11 +193,17 @@ def _sources(root: Path) -> list[str]:
     ]
 
 
-def _dumped(root: Path, package: str, targets: Sequence[str], processes: int) -> dict[str, Compiled]:
+def _dumped(root: Path, package: str, targets: Sequence[str], processes: int, only: str) -> dict[str, Compiled]:
     """The cases of a package of the checkout in this folder, compiled by its own kernel_reference if it has one."""
     with tempfile.TemporaryDirectory(prefix="kernel_reference_dump_") as folder:
         file = Path(folder) / "dump.json"
-        words = ["--dump", str(file), f"--processes={processes}", *[f"--target={target}" for target in targets]]
+        words = [
+            "--dump",
+            str(file),
+            f"--processes={processes}",
+            f"--only={only}",
+            *[f"--target={target}" for target in targets],
+        ]
         environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
         # Where lines of source have other numbers ptxas allocates registers otherwise.
         environment["TRITON_DISABLE_LINE_INFO"] = "1"
@@ -202,14 +215,19 @@ def _dumped(root: Path, package: str, targets: Sequence[str], processes: int) ->
         return _read(file)
 
 
-def _at(root: Path, revision: str, package: str, targets: Sequence[str], cache: Path, processes: int) -> Any:
-    """The cases of a package at a revision: from the cache, or compiled in an archive of it."""
+def _at(
+    root: Path, revision: str, package: str, targets: Sequence[str], cache: Path, processes: int, only: str
+) -> Any:  # fmt: skip
+    """The cases of a package at a revision: from the cache, or compiled in an archive of it, where an older tool
+    compiles all of them.
+    """
     key = [
         "no lines",
         _trees(root, revision, package),
         [_version(name) for name in _COMPILERS],
         list(targets),
         sys.version,
+        only,
     ]
     file = cache / f"{package}-{sha256(json.dumps(key).encode()).hexdigest()[:24]}.json"
     if not file.exists():
@@ -222,7 +240,7 @@ def _at(root: Path, revision: str, package: str, targets: Sequence[str], cache: 
                 files.extractall(folder)
             if not (Path(folder) / "packages" / package).exists():
                 return {}
-            found = _dumped(Path(folder), package, targets, processes)
+            found = _dumped(Path(folder), package, targets, processes, only)
         cache.mkdir(parents=True, exist_ok=True)
         _write(file, found)
     return _read(file)
@@ -249,7 +267,7 @@ def main(words: Sequence[str] | None = None) -> int:
     action.add_argument("--compare", metavar="REV", help="the revision to compare the working tree with")
     action.add_argument("--dump", metavar="FILE", help="compile the cases of one package folder, and write JSON")
     parser.add_argument("--target", action="append", help=f"of {', '.join(TARGETS)}; all if left out")
-    parser.add_argument("--only", default="", help="rows whose case contains this text")
+    parser.add_argument("--only", default="", help="compile the cases whose name contains this text")
     parser.add_argument("--diff", type=int, default=0, metavar="N", help="show N lines of what changed in each case")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument(
@@ -262,14 +280,14 @@ def main(words: Sequence[str] | None = None) -> int:
     if chosen.dump:
         if len(chosen.package) != 1:
             parser.error("--dump wants one package folder")
-        _write(Path(chosen.dump), dump(Path(chosen.package[0]), targets, chosen.processes))
+        _write(Path(chosen.dump), dump(Path(chosen.package[0]), targets, chosen.processes, chosen.only))
         return 0
     root = Path(_git(Path.cwd(), "rev-parse", "--show-toplevel").decode().strip())
     packages = chosen.package or [file.parents[1].name for file in sorted(root.glob(f"packages/*/{CASES}"))]
     rows: list[Difference] = []
     for package in packages:
-        before = _at(root, chosen.compare, package, targets, chosen.cache, chosen.processes)
-        after = _dumped(root, package, targets, chosen.processes)
+        before = _at(root, chosen.compare, package, targets, chosen.cache, chosen.processes, chosen.only)
+        after = _dumped(root, package, targets, chosen.processes, chosen.only)
         rows += [row._replace(case=f"{package}/{row.case}") for row in differences(before, after)]
     rows = [row for row in rows if chosen.only in row.case]
     print(table(rows))

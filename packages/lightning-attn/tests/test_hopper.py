@@ -27,14 +27,14 @@ pytestmark = pytest.mark.simulated
 
 KERNELS = (
     "decay", "schedule", "hopper_ring", "hopper_rows", "hopper_step", "hopper_chain", "chunked", "recurrent", "trees",
-    "hopper_tokens", "hopper", "hopper_float32",
+    "hopper_follow", "hopper_tokens", "hopper", "hopper_roles", "hopper_states", "hopper_float32",
 )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def shadows() -> Sequence[ModuleType]:
     """Of the modules with kernels."""
-    return gluon.shadow(*(f"lightning_attn.kernels.{name}" for name in KERNELS))[-3:]
+    return gluon.shadow(*(f"lightning_attn.kernels.{name}" for name in KERNELS))[-5:]
 
 
 @pytest.fixture(autouse=True)
@@ -43,18 +43,21 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch, shadows: Sequence[ModuleType], d
     if device.type != "cpu":
         pytest.skip("the kernel itself runs here")
 
-    hopper_tokens, hopper, hopper_float32 = shadows
+    hopper_tokens, hopper, _, _, hopper_float32 = shadows
     others = launch.Launch
 
     class Launch:
         def __init__(self, kernel: Any, grid: Any, rest: Any, _: Any, boxes: Any, **options: Any) -> None:
             self.grid, self.rest = grid, rest
+            module = next(shadow for shadow in shadows if shadow.__name__ == kernel.fn.__module__)
+            self.kernel = getattr(module, kernel.fn.__name__)
             layout = hopper.gl.NVMMASharedLayout.get_default_for
             self.boxes = [(box.sizes, box.strides, box.box, layout(box.box, hopper.gl.bfloat16)) for box in boxes]
 
         def __call__(self, *tensors: torch.Tensor | None) -> None:
-            described = [gluon.Descriptor(x, *box) for x, box in zip(tensors[:4], self.boxes, strict=True)]
-            gluon.launch(hopper.prefill, self.grid[0], *described, *tensors[4:], *self.rest)
+            count = len(self.boxes)
+            described = [gluon.Descriptor(x, *box) for x, box in zip(tensors[:count], self.boxes, strict=True)]
+            gluon.launch(self.kernel, self.grid[0], *described, *tensors[count:], *self.rest)
 
     def launch_without_tma(kernel: Any, grid: Any, rest: Any, *more: Any, **options: Any) -> Any:
         for module in (hopper_tokens, hopper_float32):
@@ -90,10 +93,10 @@ def test_two_warpgroups_of_128_columns_are_the_recurrence(tensors, kernels, dtyp
 
 
 @pytest.mark.parametrize(("sizes", "dtype", "segment"), [
-    ((192, 40), torch.bfloat16, 0), ((256, 72), torch.float16, 64),
+    ((192, 40), torch.bfloat16, 0), ((256, 72), torch.float16, 64), ((40, 72), torch.bfloat16, 128),
 ], ids=str)  # fmt: skip
-def test_states_of_two_pieces_are_the_recurrence(tensors, kernels, sizes, dtype, segment) -> None:
-    check_kinds_of_sequences(tensors, kernels, PrefillPlan(64, 64, segment, 8, 2, 128, True), sizes, dtype)
+def test_roles_are_the_recurrence(tensors, kernels, sizes, dtype, segment) -> None:
+    check_kinds_of_sequences(tensors, kernels, PrefillPlan(64, 64, segment, 4, 3, 64, True, roles=True), sizes, dtype)
 
 
 def check_kinds_of_sequences(tensors: Any, kernels: Any, plan: PrefillPlan, sizes: Any, dtype: torch.dtype) -> None:

@@ -52,7 +52,7 @@ def by_token(block_e: int = 16, num_warps: int = 1, block_d: int = 32) -> Prefil
 
 def hopper_plan(head_qk: int, segment: int, stages: int = 4) -> PrefillPlan:
     if head_qk > 128:
-        return PrefillPlan(64, 64, segment, 8, 2, block_d=128, hopper=True)
+        return PrefillPlan(64, 64, segment, 4, 3, block_d=64, hopper=True, roles=True)
     return PrefillPlan(64, 64, segment, 4, stages, block_d=64 if head_qk <= 64 else 128, hopper=True)
 
 

@@ -22,6 +22,7 @@ from lightning_attn.plan import (
     cdiv,
     fits_hopper,
     fitted,
+    narrowed,
     plan_decode,
     plan_prefill,
     power_of_two_at_least,
@@ -96,7 +97,8 @@ def test_stages_fit_the_shared_memory_that_there_is(limits: DeviceLimits) -> Non
         # Without copies ahead a piece of a chunk is held at a time.
         pieces = cdiv(shape.head_qk, plan.block_d) if plan.num_stages > 1 else 1
         tile = plan.chunk * (2 * pieces * plan.block_d + plan.block_e) * itemsize
-        operands = plan.chunk * (plan.chunk + plan.block_e) * itemsize
+        # By roles values wait in registers.
+        operands = plan.chunk * (plan.chunk + plan.block_e * (not plan.roles)) * itemsize
         assert plan.num_stages * tile + operands <= limits.shared_memory, (shape, plan)
 
 
@@ -132,13 +134,12 @@ def test_hoppers_kernel_takes_16_bits_of_its_head_sizes_where_strides_and_device
 def test_hoppers_plan_fits_its_shared_memory() -> None:
     for d, e in itertools.product((40, 64, 72, 128, 192, 256), (64, 96, 128, 256)):
         plan = plan_prefill(Heads(8, 8, d, e), "bfloat16", H200, suits_tma=True)
-        # q, k and v of each stage, tiles of outputs, the scores, the weights within a chunk in float32, and a state of
-        # two pieces.
+        # q, k and v of each stage, and the scores; but by roles tiles of outputs, and the weights within a chunk in
+        # float32.
         columns = cdiv(d, plan.block_d) * plan.block_d
         stages = plan.num_stages * plan.chunk * (2 * columns + plan.block_e) * 2
-        tiles = min(2, plan.num_stages - 1) * plan.chunk * plan.block_e * 2
-        state = columns * plan.block_e * 2 if d > 128 else 0
-        assert stages + tiles + plan.chunk**2 * (2 + 4) + state <= H200.shared_memory - KIB
+        tiles = 0 if plan.roles else min(2, plan.num_stages - 1) * plan.chunk * plan.block_e * 2 + plan.chunk**2 * 4
+        assert stages + tiles + plan.chunk**2 * 2 <= H200.shared_memory - KIB
 
 
 def test_segments_are_taken_where_heads_alone_leave_a_quarter_of_the_device_idle() -> None:
@@ -157,7 +158,7 @@ def test_segments_are_taken_where_heads_alone_leave_a_quarter_of_the_device_idle
 def test_segments_for_sm_90_are_longer_where_half_as_many_fill_the_device() -> None:
     for heads, size, segment, stages in (
         (64, 64, 1024, 3), (16, 64, 1024, 3), (128, 64, 0, 4), (32, 96, 4096, 4), (32, 128, 4096, 4),
-        (24, 128, 2048, 4), (16, 128, 2048, 4), (8, 128, 2048, 4), (64, 128, 0, 4), (32, 192, 0, 2), (8, 256, 4096, 2),
+        (24, 128, 2048, 4), (16, 128, 2048, 4), (8, 128, 2048, 4), (64, 128, 0, 4), (32, 192, 0, 3), (8, 256, 4096, 3),
     ):  # fmt: skip
         shape = Heads(heads, heads, size, size)
         plan = plan_prefill(shape, "bfloat16", H200, suits_tma=True)
@@ -228,6 +229,15 @@ def test_few_heads_are_decoded_by_whole_columns_a_warp_on_sm_90() -> None:
     assert not plan_decode(TP8, A100).hopper
 
 
+def test_few_sequences_of_many_heads_take_small_programs_with_as_many_columns_a_warp() -> None:
+    plan = plan_decode(MINIMAX, H200)
+    for sequences in (1, 2):
+        assert narrowed(plan, MINIMAX, sequences, H200) == replace(plan, block_e=16, num_warps=1)
+    assert narrowed(plan, MINIMAX, 3, H200) == plan
+    for heads in (TP8, Heads(64, 64, 96, 96)):
+        assert narrowed(plan_decode(heads, H200), heads, 1, H200) == plan_decode(heads, H200)
+
+
 def test_heads_of_128_are_decoded_by_whole_lines_with_the_bits_of_drafts_by_columns_on_sm_90() -> None:
     assert plan_decode(MINIMAX, H200) == DecodePlan(64, 4, True, hopper=True, lines=True)
     assert plan_decode(TP8, H200) == DecodePlan(32, 4, True, hopper=True, lines=True)
@@ -286,6 +296,7 @@ REFUSED_ON_HOPPER = {
     "other columns": replace(ON_HOPPER, block_e=32),
     "other rows of a state": replace(ON_HOPPER, block_d=64),
     "other warps": replace(ON_HOPPER, num_warps=8),
+    "roles of other pieces": replace(ON_HOPPER, roles=True),
     "one stage": replace(ON_HOPPER, num_stages=1),
     "a segment of broken chunks": replace(ON_HOPPER, segment=96),
     "one launch that waits for another": replace(ON_HOPPER, segment=0, dependent_launch=True),
@@ -316,10 +327,10 @@ def test_a_plan_for_hopper_covers_the_head_sizes_that_its_kernel_is_written_for(
         assert replace(ON_HOPPER, block_d=128).covers(shape) == (64 < d <= 128 and e > 32)
         wide = replace(ON_HOPPER, block_d=64, block_e=128, num_warps=8, num_stages=3)
         assert wide.covers(shape) == (32 < d <= 64 and e > 64)
-        of_two_pieces = replace(ON_HOPPER, num_warps=8)
-        assert of_two_pieces.covers(shape) == (d > 128 and e > 32)
-        assert not replace(of_two_pieces, num_stages=3).covers(shape)
-        assert not replace(of_two_pieces, chained=True).covers(shape)
+        by_roles = replace(ON_HOPPER, block_d=64, num_stages=3, roles=True)
+        assert by_roles.covers(shape) == (d > 32 and e > 32)
+        assert replace(by_roles, num_stages=4).covers(shape) == (32 < d <= 128 and e > 32)
+        assert not replace(by_roles, chained=True).covers(shape)
         assert GOOD.covers(shape)
 
 
@@ -330,10 +341,10 @@ def test_a_pinned_plan_of_128_columns_has_64_for_gradients_of_as_many() -> None:
     assert fitted(wide, Heads(2, 2, 128, 64)) == replace(wide, block_d=128, block_e=64, num_warps=4)
 
 
-def test_a_pinned_plan_has_other_warps_for_gradients_of_states_of_more_or_less_than_128_rows() -> None:
-    of_two_pieces = replace(ON_HOPPER, num_warps=8)
-    assert fitted(ON_HOPPER, Heads(2, 2, 192, 96)) == of_two_pieces
-    assert fitted(of_two_pieces, Heads(2, 2, 96, 192)) == ON_HOPPER
+def test_a_pinned_plan_goes_by_roles_for_gradients_of_states_of_more_than_128_rows() -> None:
+    by_roles = replace(ON_HOPPER, block_d=64, num_stages=3, roles=True)
+    assert fitted(ON_HOPPER, Heads(2, 2, 192, 96)) == by_roles
+    assert fitted(by_roles, Heads(2, 2, 96, 192)) == by_roles
     exact = replace(ON_HOPPER, num_warps=8, num_stages=1, bf16x6=True)
     assert not fitted(exact, Heads(2, 2, 192, 96)).hopper
 

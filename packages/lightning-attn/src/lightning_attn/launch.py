@@ -38,6 +38,7 @@ from lightning_attn.plan import (
     PrefillPlan,
     PrefillProblem,
     fitted,
+    narrowed,
     plan_decode,
     plan_prefill,
     staged,
@@ -197,8 +198,14 @@ def _hopper_launch(
     problem: PrefillProblem, plan: PrefillPlan, grid: tuple[int, int, int], counts: tuple[Any, ...], strides: Strides,
     sizes: Sizes, device: torch.device,
 ) -> Callable[..., None]:  # fmt: skip
-    from lightning_attn.kernels import hopper
+    if plan.roles:
+        from lightning_attn.kernels import hopper_roles
 
+        kernel: Any = hopper_roles.prefill
+    else:
+        from lightning_attn.kernels import hopper
+
+        kernel = hopper.prefill
     columns = (plan.block_d, plan.block_d, plan.block_e, plan.block_e)
     operands = (problem.q, problem.k, problem.v, problem.o)
     boxes = [_tma_box(operand, plan.chunk, width) for operand, width in zip(operands, columns, strict=True)]
@@ -206,7 +213,7 @@ def _hopper_launch(
     takes_tokens = problem.ragged and problem.final is not None and not (problem.snapshots or problem.reversed)
     strides = strides if takes_tokens else strides._replace(q=None, k=None, v=None)
     launch = TmaLaunch(
-        hopper.prefill, grid, (*counts, strides, sizes), device, boxes, num_warps=plan.num_warps,
+        kernel, grid, (*counts, strides, sizes), device, boxes, num_warps=plan.num_warps,
         dependent_launch=sizes.DEPENDENT_LAUNCH,
     )  # fmt: skip
 
@@ -251,24 +258,9 @@ def _with_segments(
         states = whole + min(problem.sequences, whole)
     else:
         states = problem.sequences * cdiv(problem.rows, segment)
-    # Half the products of the prefill itself: the portable kernel serves. The same one whatever ``staged`` says.
-    stages = 3 if plan.hopper and not plan.bf16x6 else min(3, plan.num_stages)
-    own_sizes = sizes._replace(BLOCK_E=min(plan.block_e, 64), STAGES=stages)
-    grid = (cdiv(sizes.E, own_sizes.BLOCK_E) * sizes.H * _segments(problem, plan), 1, 1)
-    own_strides = Strides(k=strides.k, v=strides.v, carried=strides.carried)
-    kernel: Any = chunked.segment_states
-    if plan.hopper and plan.bf16x6:
-        from lightning_attn.kernels import hopper_float32
-
-        kernel = hopper_float32.segment_states
-    # The portable one has tiles of 64 columns, whatever the plan's.
-    num_warps = 4 if plan.hopper and not plan.bf16x6 and sizes.D <= 128 else plan.num_warps
-    own = Launch(
-        kernel, grid, (*counts, problem.scale, own_strides, own_sizes), device, num_warps=num_warps,
-        num_stages=stages,
-    )  # fmt: skip
-    # Small tiles: the chain of a sequence's segments is latency alone.
-    small = sizes._replace(BLOCK_E=16, BLOCK_D=min(32, sizes.BLOCK_D))
+    own = _own_states_launch(problem, plan, sizes, strides, device)
+    # Small tiles: the chain of a sequence's segments is latency alone. One kernel whatever stages the others have.
+    small = sizes._replace(BLOCK_E=16, BLOCK_D=min(32, sizes.BLOCK_D), STAGES=1)
     grid = (cdiv(sizes.E, 16) * cdiv(sizes.D, small.BLOCK_D) * sizes.H * problem.sequences, 1, 1)
     carry_strides = Strides(initial=strides.initial, carried=strides.carried)
     carry = Launch(
@@ -288,14 +280,40 @@ def _with_segments(
     return run
 
 
+def _own_states_launch(
+    problem: PrefillProblem, plan: PrefillPlan, sizes: Sizes, strides: Strides, device: torch.device
+) -> Callable[..., None]:
+    """What makes the states that segments would leave had they begun from zero, whatever columns the plan has."""
+    sizes = sizes._replace(BLOCK_E=min(plan.block_e, 64))
+    tiles = cdiv(sizes.E, sizes.BLOCK_E) * sizes.H * _segments(problem, plan)
+    arguments = (problem.rows, problem.sequences, problem.num_slots, problem.scale, Strides(carried=strides.carried))
+    if plan.hopper and not plan.bf16x6:
+        from lightning_attn.kernels import hopper_states
+
+        # As many chunks as shared memory has room for.
+        stages = min(8, 216 // (8 + 8 * cdiv(sizes.D, 64)))
+        boxes = [_tma_box(operand, plan.chunk, 64) for operand in (problem.k, problem.v)]
+        sizes = sizes._replace(BLOCK_D=64, STAGES=stages, WARPS=4)
+        return TmaLaunch(hopper_states.segment_states, (tiles, 1, 1), (*arguments, sizes), device, boxes, num_warps=4)
+    arguments = (*arguments[:-1], strides._replace(q=None, o=None, initial=None, final=None))
+    if plan.hopper:
+        from lightning_attn.kernels import hopper_float32
+
+        kernel: Any = hopper_float32.segment_states
+    else:
+        kernel = chunked.segment_states
+    stages = min(3, plan.num_stages)
+    rest = (*arguments, sizes._replace(STAGES=stages))
+    return Launch(kernel, (tiles, 1, 1), rest, device, num_warps=plan.num_warps, num_stages=stages)
+
+
 def _finish_launch(problem: PrefillProblem, sizes: Sizes, strides: Strides, device: torch.device) -> Launch:
     """What advances snapshots from whole chunks to their positions."""
     block_d = max(16, power_of_two_at_least(sizes.D))
     grid = (cdiv(sizes.E, 64) * sizes.H * problem.sequences * problem.snapshots, 1, 1)
-    rest = (
-        problem.rows, problem.num_slots, problem.snapshots,
-        DecodeStrides(k=strides.k, v=strides.v, pool=strides.final), sizes._replace(BLOCK_D=block_d, BLOCK_E=64),
-    )  # fmt: skip
+    sizes = sizes._replace(BLOCK_D=block_d, BLOCK_E=64, STAGES=1)
+    of_tokens = DecodeStrides(k=strides.k, v=strides.v, pool=strides.final)
+    rest = (problem.rows, problem.num_slots, problem.snapshots, of_tokens, sizes)
     return Launch(recurrent.finish_snapshots, grid, rest, device, num_warps=8)
 
 
@@ -304,7 +322,8 @@ def _prepare_tokens(problem: DecodeProblem, plan: DecodePlan | None, device: tor
     if problem.sequences == 0 or problem.tokens == 0:
         return launch_nothing
     if plan is None:
-        plan = plan_decode(problem.heads, device_limits(device))
+        limits = device_limits(device)
+        plan = narrowed(plan_decode(problem.heads, limits), problem.heads, problem.sequences, limits)
     heads = problem.heads
     sizes = _sizes(heads, PrefillPlan(1, plan.block_e, 0, 1, 1, max(16, power_of_two_at_least(heads.head_qk))))
     q, o = (_NO_ROWS if strides is None else RowStrides(*strides) for strides in (problem.q, problem.o))

@@ -152,13 +152,14 @@ class PrefillPlan(Plan):
 
     A program holds those columns in pieces of ``block_d`` rows. ``chunk`` 1: token by token. ``segment`` 0: a program
     takes a whole sequence. Otherwise programs take segments of that many tokens in parallel, after two smaller
-    launches that make the states between them. ``hopper``: by the kernel made for sm_90, 64 columns and 4 warps, 128
-    and 8, or, of more than 128 rows, 64 and 8. ``bf16x6``: a product of float32 is six of bfloat16 parts on tensor
+    launches that make the states between them. ``hopper``: by the kernel made for sm_90, 64 columns and 4 warps, or 128
+    and 8. ``bf16x6``: a product of float32 is six of bfloat16 parts on tensor
     cores; otherwise FMAs, or what matrix instructions of float32 there are.
     ``dependent_launch``: by the kernel for sm_90, segments' launches start before those ahead of them have ended.
     ``chained``: by the kernel for sm_90, there is one launch, in which segments pass their states on. Measured on an
     H100, 64 heads of 64, 16384 tokens: 282 us, in chains of 1024 tokens 264, of 256 234; but of 16 x 500 tokens 98 and
     124, and of 8 heads of 128, 32768 tokens, 152 and, of 2048, 162.
+    ``roles``: by that for sm_90 whose warps load, make scores, or follow a state, the only one of more than 128 rows.
     """
 
     chunk: int
@@ -171,6 +172,7 @@ class PrefillPlan(Plan):
     bf16x6: bool = False
     dependent_launch: bool = False
     chained: bool = False
+    roles: bool = False
 
     def covers(self, heads: Heads) -> bool:
         """Whether its blocks are such that a kernel can take them, for these heads."""
@@ -184,15 +186,20 @@ class PrefillPlan(Plan):
             return False
         if (self.dependent_launch or self.chained) and not (self.hopper and self.segment):
             return False
-        if self.dependent_launch and self.chained:
+        if self.roles and not self.hopper:
+            return False
+        if (self.dependent_launch or self.roles) and self.chained:
             return False
         if not self.hopper:
             return True
-        if not fits_hopper(heads) or self.chunk != 64 or self.block_d != hopper_columns(heads):
+        if not fits_hopper(heads) or self.chunk != 64:
             return False
-        if heads.head_qk > 128:
-            is_wide = (self.block_e, self.num_warps, self.num_stages) == (64, 8, 2)
-            return is_wide and not (self.bf16x6 or self.chained)
+        if self.roles:
+            most = stages_of_roles(heads)
+            fits = (self.block_d, self.block_e, self.num_warps) == (64, 64, 4) and 2 <= self.num_stages <= most
+            return fits and not self.bf16x6
+        if heads.head_qk > 128 or self.block_d != hopper_columns(heads):
+            return False
         if self.bf16x6:
             is_exact = self.num_warps == 8 and self.block_e == 64 and self.num_stages == 1
             return is_exact and not (self.dependent_launch or self.chained)
@@ -265,6 +272,11 @@ def hopper_columns(heads: Heads) -> int:
     return min(128, max(64, power_of_two_at_least(heads.head_qk)))
 
 
+def stages_of_roles(heads: Heads) -> int:
+    """As many as shared memory has room for, beside a tile of scores and what is small."""
+    return (226 - 8) // (8 + 16 * cdiv(heads.head_qk, 64))
+
+
 def fitted(plan: PrefillPlan, heads: Heads) -> PrefillPlan:
     """A plan that a caller has pinned, for other head sizes than the forward's."""
     if plan.covers(heads):
@@ -272,7 +284,7 @@ def fitted(plan: PrefillPlan, heads: Heads) -> PrefillPlan:
     if plan.chunk == 1:
         return replace(plan, block_d=max(16, power_of_two_at_least(heads.head_qk)))
     if fits_hopper(heads) and heads.head_qk > 128 and not plan.bf16x6:
-        return replace(plan, block_d=128, block_e=64, num_warps=8, num_stages=2, chained=False)
+        return replace(plan, block_d=64, block_e=64, num_warps=4, num_stages=3, chained=False, roles=True)
     if fits_hopper(heads) and heads.head_qk <= 128:
         plan = replace(plan, block_d=hopper_columns(heads))
         return plan if plan.covers(heads) else replace(plan, block_e=64, num_warps=4)
@@ -304,7 +316,7 @@ def plan_prefill(
             # whose programs are fewer, 602 and 456.
             if 10 * heads.num_heads * cdiv(heads.head_v, 64) >= 7 * limits.cores:
                 segment, waits = 0, False
-            return PrefillPlan(64, 64, segment, 8, 2, columns, hopper=True, dependent_launch=waits)
+            return PrefillPlan(64, 64, segment, 4, 3, 64, hopper=True, dependent_launch=waits, roles=True)
         # Measured on an H200, 64 heads x 128 and 131072 tokens: 2 stages 3.17 ms, 3 stages 2.26, 4 stages 2.05. Of
         # segments of heads of 64, two programs of 3 stages share an SM: 16 x 512 tokens 79 us, with 4 stages 87, 2 83.
         stages = 3 if segment and columns == 64 else 4
@@ -398,6 +410,18 @@ def plan_decode(heads: Heads, limits: DeviceLimits) -> DecodePlan:
         # 4 drafts of 32 verified 34.2, 36.7 and 39.4 (40.4, 44.0, 65.4; copy 33.7 to 35.2), 4 committed 71.9 (79.7).
         return DecodePlan(64, 4, limits.dependent_launch, hopper=True, lines=True)
     return DecodePlan(min(64, columns), 4, limits.dependent_launch)
+
+
+def narrowed(plan: DecodePlan, heads: Heads, sequences: int, limits: DeviceLimits) -> DecodePlan:
+    """A plan of :func:`plan_decode` for so many sequences, with the same results bit for bit.
+
+    Few programs of 64 columns are more of 16, whose warps have as many columns each. On an H200, 64 heads, 1 and 2
+    sequences: 4.0 -> 3.8 and 6.4 -> 6.2 us. Of few heads, 2.5 -> 2.4, it would be a layer's seventh kernel.
+    """
+    is_many = heads.num_heads * cdiv(heads.head_v, 16) * sequences > 8 * limits.cores
+    if not plan.lines or plan.block_e != 16 * plan.num_warps or is_many:
+        return plan
+    return replace(plan, block_e=16, num_warps=1)
 
 
 def plan_state(heads: Heads, is_float32: bool, limits: DeviceLimits) -> StatePlan:

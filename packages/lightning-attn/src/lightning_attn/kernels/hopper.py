@@ -1,8 +1,8 @@
 """Prefill in chunks for NVIDIA's sm_90, in 16 bits: ``chunked.prefill`` with asynchronous loads and MMAs.
 
-One warpgroup a program, or two that make a head's scores once for 128 columns, or share a state of more than 128 rows;
-and one program an SM. TMA loads run STAGES - 1 chunks ahead, and each of a chunk's four WGMMAs (hopper_step.py)
-overlaps with converting or storing an operand or result of another:
+One warpgroup a program, or two that make a head's scores once for 128 columns; and one program an SM. TMA loads run
+STAGES - 1 chunks ahead, and each of a chunk's four WGMMAs (hopper_step.py) overlaps with converting or storing an
+operand or result of another:
 
     scores = k q^T              while S is made an operand
     seen = S^T q^T              while v, weighted, and the weighted scores are
@@ -31,7 +31,6 @@ from lightning_attn.kernels.hopper_ring import (
     expect_chunk,
     load_chunk,
     load_own,
-    pieces_of,
     state_layout,
 )
 from lightning_attn.kernels.hopper_rows import (
@@ -69,8 +68,7 @@ def prefill(
 ):  # fmt: skip
     """``chunked.prefill`` with TMA descriptors of q, k, v, o: [sequences, heads, rows, D or E], boxes of one chunk.
 
-    A box may have more columns, 64 or 128, than there are: TMA loads zeros for the others, and stores none of them. Of
-    more than 128 columns of q and k there are two boxes.
+    A box may have more columns, 64 or 128, than there are: TMA loads zeros for the others, and stores none of them.
 
     p_q, p_k, p_v None: sequences of one token are chunks as others are. CHAINED: segments pass their states on, in
     p_carried, two slots a chain; p_turns, of as many chains, heads and tiles, begins as zeros.
@@ -78,7 +76,6 @@ def prefill(
     CHUNK: gl.constexpr = sizes.CHUNK
     D: gl.constexpr = sizes.BLOCK_D
     BLOCK_E: gl.constexpr = sizes.BLOCK_E
-    PIECES: gl.constexpr = pieces_of(sizes)
     SEGMENT: gl.constexpr = sizes.SEGMENT
     STAGES: gl.constexpr = sizes.STAGES
     REVERSED: gl.constexpr = sizes.REVERSED
@@ -91,7 +88,8 @@ def prefill(
     )
     TILES: gl.constexpr = (sizes.E + BLOCK_E - 1) // BLOCK_E
     CHAINED: gl.constexpr = sizes.CHAINED
-    i_e, i_h, i_w = program(sizes.H, TILES, REVERSED if CHAINED else SEGMENT > 0)
+    # A ragged batch's prompts come last, as engines have it: begun first, they run beside the rows of one token.
+    i_e, i_h, i_w = program(sizes.H, TILES, REVERSED if CHAINED else SEGMENT > 0 or p_cu is not None)
     i_n, i_segment, begin, end = locate(batch, i_w, SEGMENT, CHAINED)
     # TMA coordinates have 32 bits.
     begin = begin.to(gl.int32)
@@ -135,11 +133,8 @@ def prefill(
         i_h_v = i_h // sizes.RATIO_V
         tensors = (d_q, d_k, d_v, d_o)
         dtype: gl.constexpr = d_q.dtype
-        q_stages = ()
-        k_stages = ()
-        for i in gl.static_range(PIECES):  # noqa: B007 (Triton takes no _)
-            q_stages = q_stages + (gl.allocate_shared_memory(dtype, [STAGES] + d_q.block_type.shape, d_q.layout),)
-            k_stages = k_stages + (gl.allocate_shared_memory(dtype, [STAGES] + d_k.block_type.shape, d_k.layout),)
+        q_stages = gl.allocate_shared_memory(dtype, [STAGES] + d_q.block_type.shape, d_q.layout)
+        k_stages = gl.allocate_shared_memory(dtype, [STAGES] + d_k.block_type.shape, d_k.layout)
         v_stages = gl.allocate_shared_memory(dtype, [STAGES] + d_v.block_type.shape, d_v.layout)
         o_tiles = gl.allocate_shared_memory(dtype, [out_stages(STAGES)] + d_o.block_type.shape, d_o.layout)
         scores_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
@@ -219,11 +214,7 @@ def prefill(
         up_smem = None
         if FP16:
             up_smem = gl.allocate_shared_memory(gl.float32, [CHUNK], row_layout)
-        state_smem = ()
-        if PIECES > 1:
-            for i in gl.static_range(PIECES):  # noqa: B007
-                state_smem = state_smem + (gl.allocate_shared_memory(dtype, [BLOCK_E, D], scores_layout),)
-        buffers = Buffers(scores, o_tiles, within_smem, seeing_smem, entering_smem, up_smem, state_smem)
+        buffers = Buffers(scores, o_tiles, within_smem, seeing_smem, entering_smem, up_smem)
         lost = rest_of_rate(p_slopes, i_h, rate)
         decay = decay_over(rate, lost, gl.to_tensor(CHUNK))
         if CHAINED:
@@ -235,7 +226,7 @@ def prefill(
                     await_turn(p_turn, turn)
                     S = state_before(carried, chain, i_h, turn, o_d, o_e, sizes)
                 if own > 0:
-                    pass_on(carried, chain, i_h, turn, o_d, o_e, S, own_S, (rate, lost), end - begin, sizes)
+                    pass_on(carried, chain, i_h, turn, o_d, o_e, S[0], own_S, (rate, lost), end - begin, sizes)
                     end_turn(p_turn, turn + 1)
 
         SNAPSHOTS: gl.constexpr = p_positions is not None
@@ -247,7 +238,7 @@ def prefill(
                 store_weights(buffers, rate, o_i, o_k, rest, scale, REVERSED, SHORT=True, IN_UNITS=IN_UNITS)
                 rest_decay = decay_over(rate, lost, rest)
                 short = Chunk(0, start, start + (STAGES - 1) * stride, rest)
-                S = step(tensors, ring, buffers, o, work, short, S, rest_decay, sizes, True, SNAPSHOTS)
+                S = (step(tensors, ring, buffers, o, work, short, S[0], rest_decay, sizes, True, SNAPSHOTS),)
         else:
             if rest > 0:
                 whole_to = chunks - 1
@@ -262,7 +253,7 @@ def prefill(
         for i in range(whole_from, whole_to):
             row = start + i * stride
             chunk = Chunk(i, row, row + (STAGES - 1) * stride, CHUNK)
-            S = step(tensors, ring, buffers, o, work, chunk, S, decay, sizes, False, SNAPSHOTS)
+            S = (step(tensors, ring, buffers, o, work, chunk, S[0], decay, sizes, False, SNAPSHOTS),)
             if p_positions is not None:
                 if row + CHUNK == stop:
                     store_snapshots(snapshots, batch, final, i_n, stop, i_h, o_d, o_e, S, sizes)
@@ -274,7 +265,7 @@ def prefill(
                 rest_decay = decay_over(rate, rest_of_rate(p_slopes, i_h, rate), rest)
                 # No chunk is ahead of it.
                 short = Chunk(chunks - 1, start + (chunks - 1) * stride, 0, rest)
-                S = step(tensors, ring, buffers, o, work, short, S, rest_decay, sizes, True, SNAPSHOTS)
+                S = (step(tensors, ring, buffers, o, work, short, S[0], rest_decay, sizes, True, SNAPSHOTS),)
         tma.store_wait(0)
         if p_final is not None:
             # Read again: in the main loop the registers are needed.

@@ -35,7 +35,7 @@ def own_chunk(tensors, ring, buffers, work, i, acc_S, decay, length, sizes: gl.c
     stride: gl.constexpr = -CHUNK if sizes.REVERSED else CHUNK
     operand: gl.constexpr = gl.DotOperandLayout(0, state_layout(sizes), 2)
     stage = i % STAGES
-    k_tile = ring.k[0].index(stage).reshape([CHUNK, D])
+    k_tile = ring.k.index(stage).reshape([CHUNK, D])
     v_tile = ring.v.index(stage).reshape([CHUNK, BLOCK_E])
     mbarrier.wait(ring.full_k.index(stage), (i // STAGES) & 1)
     mbarrier.wait(ring.full_v.index(stage), (i // STAGES) & 1)
@@ -125,6 +125,6 @@ def state_before(carried, chain, i_h, turn, o_d, o_e, sizes: gl.constexpr):
 def pass_on(carried, chain, i_h, turn, o_d, o_e, before_S, own_S, rates, tokens, sizes: gl.constexpr):
     """Store the state behind a segment of so many tokens for the next one."""
     rate, rest = rates
-    b_S = decayed(before_S[0], rate, tokens, rest) + own_S
+    b_S = decayed(before_S, rate, tokens, rest) + own_S
     p_tile = state_pointers(carried, chain * 2 + (turn + 1) % 2, i_h.to(gl.int64), o_d, o_e)
     store_tile(p_tile, o_d, o_e, b_S, sizes)

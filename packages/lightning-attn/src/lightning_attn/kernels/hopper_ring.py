@@ -10,8 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 class Ring(NamedTuple):
     """A ring buffer of chunks in shared memory: q, k and v of a stage arrive on full barriers of their own.
 
-    On one barrier Triton would have all warps meet between each two of the loads, and so it would on one buffer: q and
-    k are tuples, of a buffer a piece.
+    On one barrier Triton would have all warps meet between each two of the loads.
     """
 
     q: Any
@@ -41,7 +40,7 @@ class Work(NamedTuple):
 
 @gluon.constexpr_function
 def pieces_of(sizes):
-    """Pieces of BLOCK_D rows that a state is held in: one or two."""
+    """Pieces of BLOCK_D rows that a state is held in."""
     return (sizes.D + sizes.BLOCK_D - 1) // sizes.BLOCK_D
 
 
@@ -57,36 +56,32 @@ def state_layout(sizes):
 
 
 @gluon.jit
-def tile_of(tiles, stage, i, sizes: gl.constexpr):
-    """Piece i of a stage's q or k."""
-    return tiles[i].index(stage).reshape([sizes.CHUNK, sizes.BLOCK_D])
+def tile_of(tiles, stage, sizes: gl.constexpr):
+    """A stage's q or k, or a piece of it."""
+    return tiles.index(stage).reshape([sizes.CHUNK, sizes.BLOCK_D])
 
 
 @gluon.jit
 def expect_chunk(tensors, ring, work, i, sizes: gl.constexpr):
     """Announce the bytes of chunk i of q, k and v, if there is one."""
-    PIECES: gl.constexpr = pieces_of(sizes)
     stage = (i + work.own) % sizes.STAGES
     pred = i < work.chunks
     d_q, d_k, d_v, _ = tensors
-    mbarrier.expect(ring.full_q.index(stage), PIECES * d_q.block_type.nbytes, pred=pred)
-    mbarrier.expect(ring.full_k.index(stage), PIECES * d_k.block_type.nbytes, pred=pred)
+    mbarrier.expect(ring.full_q.index(stage), d_q.block_type.nbytes, pred=pred)
+    mbarrier.expect(ring.full_k.index(stage), d_k.block_type.nbytes, pred=pred)
     mbarrier.expect(ring.full_v.index(stage), d_v.block_type.nbytes, pred=pred)
 
 
 @gluon.jit
 def load_chunk(tensors, ring, work, i, row, sizes: gl.constexpr):
     """Issue the TMA loads of chunk i of q, k and v, from ``row`` on, if there is one: after expect_chunk."""
-    PIECES: gl.constexpr = pieces_of(sizes)
     stage = (i + work.own) % sizes.STAGES
     pred = i < work.chunks
     d_q, d_k, d_v, _ = tensors
-    for p in gl.static_range(PIECES):
-        q_place = [work.i_box, work.i_h_qk, row, p * sizes.BLOCK_D]
-        tma.async_copy_global_to_shared(d_q, q_place, ring.full_q.index(stage), ring.q[p].index(stage), pred=pred)
-    for p in gl.static_range(PIECES):
-        k_place = [work.i_box, work.i_h_qk, row, p * sizes.BLOCK_D]
-        tma.async_copy_global_to_shared(d_k, k_place, ring.full_k.index(stage), ring.k[p].index(stage), pred=pred)
+    q_place = [work.i_box, work.i_h_qk, row, 0]
+    tma.async_copy_global_to_shared(d_q, q_place, ring.full_q.index(stage), ring.q.index(stage), pred=pred)
+    k_place = [work.i_box, work.i_h_qk, row, 0]
+    tma.async_copy_global_to_shared(d_k, k_place, ring.full_k.index(stage), ring.k.index(stage), pred=pred)
     v_place = [work.i_box, work.i_h_v, row, work.column]
     tma.async_copy_global_to_shared(d_v, v_place, ring.full_v.index(stage), ring.v.index(stage), pred=pred)
 
@@ -103,7 +98,7 @@ def load_own(tensors, ring, work, i, stride: gl.constexpr, sizes: gl.constexpr):
     mbarrier.expect(ring.full_k.index(stage), d_k.block_type.nbytes, pred=pred)
     mbarrier.expect(ring.full_v.index(stage), d_v.block_type.nbytes, pred=pred)
     k_place = [work.i_box, work.i_h_qk, row, 0]
-    tma.async_copy_global_to_shared(d_k, k_place, ring.full_k.index(stage), ring.k[0].index(stage), pred=pred)
+    tma.async_copy_global_to_shared(d_k, k_place, ring.full_k.index(stage), ring.k.index(stage), pred=pred)
     v_place = [work.i_box, work.i_h_v, row, work.column]
     tma.async_copy_global_to_shared(d_v, v_place, ring.full_v.index(stage), ring.v.index(stage), pred=pred)
     i_chunk = gl.where(pred, work.chunks, i - work.own)

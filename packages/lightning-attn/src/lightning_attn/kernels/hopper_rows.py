@@ -16,9 +16,23 @@ def tile_layout(columns, WARPS):
 
 
 @gluon.constexpr_function
-def decoding_layout(WARPS):
-    """A state's tile, 64 rows or more over the warps' columns, 16 bytes of a packed pool a thread."""
-    return gl.BlockedLayout([4, 1], [16, 2], [1, WARPS], [0, 1])
+def whole_rows(sizes):
+    """Rows of a state, rounded up to a power of two."""
+    return max(sizes.BLOCK_D, 1 << (sizes.D - 1).bit_length())
+
+
+@gluon.constexpr_function
+def columns_of_token(sizes):
+    """Columns of a state that are taken at a time: 64 registers of a thread."""
+    rows = max(sizes.BLOCK_D, 1 << (sizes.D - 1).bit_length())
+    return min(sizes.BLOCK_E, 64 * 32 * sizes.WARPS // rows)
+
+
+@gluon.constexpr_function
+def decoding_layout(COLUMNS, WARPS):
+    """A state's tile [columns, rows], 16 bytes of a packed pool a thread."""
+    along = min(16, COLUMNS // 4)
+    return gl.BlockedLayout([4, 1], [along, 32 // along], [1, WARPS], [0, 1])
 
 
 @gluon.jit
@@ -99,7 +113,7 @@ def load_tile(states, slot, i_h, o_d, o_e, sizes: gl.constexpr, FRESH: gl.conste
     """A tile of a state, [e, d] in float32, 0 outside of it. FRESH: written meanwhile, so that L1 may not have it."""
     p_tile = state_pointers(states, slot, i_h.to(gl.int64), o_d, o_e)
     cache: gl.constexpr = ".cg" if FRESH else ".ca"
-    if sizes.D % sizes.BLOCK_D or sizes.E % sizes.BLOCK_E:
+    if sizes.D % o_d.shape[0] or sizes.E % sizes.BLOCK_E:
         m = (o_d[None, :] < sizes.D) & (o_e[:, None] < sizes.E)
         b_S = gl.load(p_tile, mask=m, other=0.0, cache_modifier=cache)
     else:
@@ -120,7 +134,7 @@ def load_state(states, slot, i_h, o_d, o_e, sizes: gl.constexpr, FRESH: gl.const
 def store_tile(p_tile, o_d, o_e, b_S, sizes: gl.constexpr):
     """Store what lies inside a state."""
     b_S = b_S.to(p_tile.dtype.element_ty)
-    if sizes.D % sizes.BLOCK_D or sizes.E % sizes.BLOCK_E:
+    if sizes.D % o_d.shape[0] or sizes.E % sizes.BLOCK_E:
         gl.store(p_tile, b_S, mask=(o_d[None, :] < sizes.D) & (o_e[:, None] < sizes.E))
     else:
         gl.store(p_tile, b_S)
@@ -153,16 +167,27 @@ def single_token(rows, row, column, p_slopes, initial, final, has, slot, i_h, sc
 
     rows: q, k, v and o of its heads. has: whether it starts from a state.
     """
-    D: gl.constexpr = sizes.BLOCK_D * pieces_of(sizes)
-    BLOCK_E: gl.constexpr = sizes.BLOCK_E
-    layout: gl.constexpr = decoding_layout(sizes.WARPS)
+    COLUMNS: gl.constexpr = columns_of_token(sizes)
+    for i in gl.static_range(sizes.BLOCK_E // COLUMNS):
+        columns_of_single_token(
+            rows, row, column + i * COLUMNS, p_slopes, initial, final, has, slot, i_h, scale, COLUMNS, sizes
+        )
+
+
+@gluon.jit
+def columns_of_single_token(
+    rows, row, column, p_slopes, initial, final, has, slot, i_h, scale, COLUMNS: gl.constexpr, sizes: gl.constexpr
+):
+    """``single_token`` for so many columns of a state."""
+    D: gl.constexpr = whole_rows(sizes)
+    layout: gl.constexpr = decoding_layout(COLUMNS, sizes.WARPS)
     q, k, v, o = rows
     row = row.to(gl.int64)
     o_d = gl.arange(0, D, gl.SliceLayout(0, layout))
-    o_e = column + gl.arange(0, BLOCK_E, gl.SliceLayout(1, layout))
+    o_e = column + gl.arange(0, COLUMNS, gl.SliceLayout(1, layout))
     m_d = o_d < sizes.D
     m_e = o_e < sizes.E
-    b_S = gl.zeros([BLOCK_E, D], gl.float32, layout)
+    b_S = gl.zeros([COLUMNS, D], gl.float32, layout)
     if initial.p is not None:
         if has:
             b_S = load_tile(initial, slot, i_h, o_d, o_e, sizes)

@@ -1,9 +1,4 @@
-"""What the kernel for sm_90 does with a chunk: its outputs are stored, and the state after it is returned.
-
-A state of up to 128 rows is one piece, in the registers of a warpgroup or, 128 columns, of two: it is an operand as it
-is. Of more rows there are two pieces, and two warpgroups have half the columns of each product; the state is an operand
-in shared memory.
-"""
+"""What the kernel for sm_90 does with a chunk: its outputs are stored, and the state after it is returned."""
 
 from typing import Any, NamedTuple
 
@@ -19,14 +14,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from lightning_attn.kernels.decay import into_float16, inverse
-from lightning_attn.kernels.hopper_ring import expect_chunk, load_chunk, pieces_of, state_layout, tile_of
+from lightning_attn.kernels.hopper_ring import expect_chunk, load_chunk, state_layout, tile_of
 from lightning_attn.kernels.hopper_rows import opaque, tile_layout, zero_after
 
 
 class Buffers(NamedTuple):
     """Shared memory beside the ring: scores as an operand, tiles of outputs being stored, and decay weights.
 
-    up: what a query's scores are scaled by (float16 alone). state: as an operand (two pieces alone).
+    up: what a query's scores are scaled by (float16 alone).
     """
 
     scores: Any
@@ -35,7 +30,6 @@ class Buffers(NamedTuple):
     seeing: Any
     entering: Any
     up: Any
-    state: Any
 
 
 class Chunk(NamedTuple):
@@ -86,8 +80,7 @@ def await_chunk(ring, stage, phase, length, sizes: gl.constexpr, MASKED: gl.cons
     mbarrier.wait(ring.full_k.index(stage), phase)
     if MASKED:
         mbarrier.wait(ring.full_v.index(stage), phase)
-        for i in gl.static_range(pieces_of(sizes)):
-            zero_after(tile_of(ring.k, stage, i, sizes), length, CHUNK, sizes.BLOCK_D, sizes.WARPS)
+        zero_after(tile_of(ring.k, stage, sizes), length, CHUNK, sizes.BLOCK_D, sizes.WARPS)
         v_tile = ring.v.index(stage).reshape([CHUNK, sizes.BLOCK_E])
         zero_after(v_tile, length, CHUNK, sizes.BLOCK_E, sizes.WARPS)
         fence_async_shared()
@@ -99,15 +92,12 @@ def begin_scores(ring, stage, sizes: gl.constexpr):
     """Scores being multiplied: [keys, queries], in float16 [queries, keys]."""
     CHUNK: gl.constexpr = sizes.CHUNK
     L_SCORES: gl.constexpr = scores_registers(CHUNK, sizes.WARPS)
-    scores = gl.zeros([CHUNK, CHUNK], gl.float32, L_SCORES)
-    for i in gl.static_range(pieces_of(sizes)):
-        first = tile_of(ring.k, stage, i, sizes)
-        second = tile_of(ring.q, stage, i, sizes)
-        if first.dtype == gl.float16:
-            scores = warpgroup_mma(second, first.permute((1, 0)), scores, use_acc=i > 0, is_async=True)
-        else:
-            scores = warpgroup_mma(first, second.permute((1, 0)), scores, use_acc=i > 0, is_async=True)
-    return scores
+    b_zero = gl.zeros([CHUNK, CHUNK], gl.float32, L_SCORES)
+    first = tile_of(ring.k, stage, sizes)
+    second = tile_of(ring.q, stage, sizes)
+    if first.dtype == gl.float16:
+        first, second = second, first
+    return warpgroup_mma(first, second.permute((1, 0)), b_zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -152,9 +142,15 @@ def free_tile(buffers, b_o, sizes: gl.constexpr):
 @gluon.jit
 def store_outputs(d_o, buffers, o, work, chunk, b_o, sizes: gl.constexpr, MASKED: gl.constexpr):
     """Begin to store a chunk's outputs [BLOCK_E, queries]."""
+    o_tile = buffers.o.index(chunk.i % out_stages(sizes.STAGES))
+    store_tile_of_outputs(d_o, o_tile, o, work, chunk, b_o, sizes, MASKED)
+
+
+@gluon.jit
+def store_tile_of_outputs(d_o, o_tile, o, work, chunk, b_o, sizes: gl.constexpr, MASKED: gl.constexpr):
+    """``store_outputs`` through this tile of shared memory."""
     CHUNK: gl.constexpr = sizes.CHUNK
     BLOCK_E: gl.constexpr = sizes.BLOCK_E
-    o_tile = buffers.o.index(chunk.i % out_stages(sizes.STAGES))
     o_tile.reshape([CHUNK, BLOCK_E]).permute((1, 0)).store(b_o)
     if MASKED:
         tl.debug_barrier()
@@ -174,22 +170,10 @@ def store_outputs(d_o, buffers, o, work, chunk, b_o, sizes: gl.constexpr, MASKED
 
 @gluon.jit
 def step(
-    tensors, ring, buffers, o, work, chunk, S, decay, sizes: gl.constexpr, MASKED: gl.constexpr,
-    SNAPSHOTS: gl.constexpr,
-):  # fmt: skip
-    """One chunk: store its outputs, return the state after it."""
-    if len(S) == 1:
-        return step_of_one(tensors, ring, buffers, o, work, chunk, S[0], decay, sizes, MASKED, SNAPSHOTS)
-    else:
-        return step_of_two(tensors, ring, buffers, o, work, chunk, S, decay, sizes, MASKED, SNAPSHOTS)
-
-
-@gluon.jit
-def step_of_one(
     tensors, ring, buffers, o, work, chunk, acc_S, decay, sizes: gl.constexpr, MASKED: gl.constexpr,
     SNAPSHOTS: gl.constexpr,
 ):  # fmt: skip
-    """``step`` for a state of one piece."""
+    """One chunk: store its outputs, return the state after it."""
     dtype: gl.constexpr = buffers.scores.dtype
     CHUNK: gl.constexpr = sizes.CHUNK
     BLOCK_E: gl.constexpr = sizes.BLOCK_E
@@ -197,8 +181,8 @@ def step_of_one(
     operand_of_o: gl.constexpr = gl.DotOperandLayout(0, L_O, 2)
     i_load = chunk.i + work.own
     stage = i_load % sizes.STAGES
-    q_tile = tile_of(ring.q, stage, 0, sizes)
-    k_tile = tile_of(ring.k, stage, 0, sizes)
+    q_tile = tile_of(ring.q, stage, sizes)
+    k_tile = tile_of(ring.k, stage, sizes)
     v_tile = ring.v.index(stage).reshape([CHUNK, BLOCK_E])
     phase = (i_load // sizes.STAGES) & 1
     await_chunk(ring, stage, phase, chunk.length, sizes, MASKED)
@@ -231,53 +215,4 @@ def step_of_one(
     if sizes.STAGES > 2:
         load_chunk(tensors, ring, work, chunk.i + sizes.STAGES - 1, chunk.ahead, sizes)
     store_outputs(tensors[3], buffers, o, work, chunk, b_o, sizes, MASKED)
-    return (warpgroup_mma_wait(0, deps=[next_S]),)
-
-
-@gluon.jit
-def step_of_two(
-    tensors, ring, buffers, o, work, chunk, S, decay, sizes: gl.constexpr, MASKED: gl.constexpr,
-    SNAPSHOTS: gl.constexpr,
-):  # fmt: skip
-    """``step`` for a state of two pieces. Of two stages the other one is loaded while this one is multiplied."""
-    dtype: gl.constexpr = buffers.scores.dtype
-    CHUNK: gl.constexpr = sizes.CHUNK
-    BLOCK_E: gl.constexpr = sizes.BLOCK_E
-    L_O: gl.constexpr = out_layout(sizes)
-    stage = chunk.i % 2
-    v_tile = ring.v.index(stage).reshape([CHUNK, BLOCK_E])
-    phase = (chunk.i // 2) & 1
-    await_chunk(ring, stage, phase, chunk.length, sizes, MASKED)
-    scores = begin_scores(ring, stage, sizes)
-    b_down = None
-    if dtype == gl.float16:
-        b_up, b_down = into_float16(gl.max(gl.maximum(gl.abs(S[0]), gl.abs(S[1])), axis=1))
-        buffers.state[0].store((S[0] * b_up[:, None]).to(dtype))
-        buffers.state[1].store((S[1] * b_up[:, None]).to(dtype))
-    else:
-        buffers.state[0].store(S[0].to(dtype))
-        buffers.state[1].store(S[1].to(dtype))
-    fence_async_shared()
-    tl.debug_barrier()
-    seen = gl.zeros([BLOCK_E, CHUNK], gl.float32, L_O)  # [BLOCK_E, queries]
-    for i in gl.static_range(2):
-        q_tile = tile_of(ring.q, stage, i, sizes)
-        seen = warpgroup_mma(buffers.state[i], q_tile.permute((1, 0)), seen, use_acc=i > 0, is_async=True)
-    # Past the barrier no warp is still in the chunk before.
-    expect_chunk(tensors, ring, work, chunk.i + 1, sizes)
-    load_chunk(tensors, ring, work, chunk.i + 1, chunk.ahead, sizes)
-    decayed_0 = S[0] * decay
-    decayed_1 = S[1] * decay
-    if not SNAPSHOTS:
-        b_v = values_entering(ring, buffers, v_tile, stage, phase, sizes)
-    store_scores(buffers, warpgroup_mma_wait(2, deps=[scores]), sizes)
-    if SNAPSHOTS:
-        b_v = values_entering(ring, buffers, v_tile, stage, phase, sizes)
-    b_seen = weighted(buffers, warpgroup_mma_wait(0, deps=[seen]), b_down, sizes)
-    out = warpgroup_mma(v_tile.permute((1, 0)), buffers.scores, b_seen, is_async=True)
-    next_0 = warpgroup_mma(b_v, tile_of(ring.k, stage, 0, sizes), decayed_0, is_async=True)
-    next_1 = warpgroup_mma(b_v, tile_of(ring.k, stage, 1, sizes), decayed_1, is_async=True)
-    b_o = free_tile(buffers, warpgroup_mma_wait(2, deps=[out]), sizes)
-    store_outputs(tensors[3], buffers, o, work, chunk, b_o, sizes, MASKED)
-    next_0, next_1 = warpgroup_mma_wait(0, deps=[next_0, next_1])
-    return (next_0, next_1)
+    return warpgroup_mma_wait(0, deps=[next_S])

@@ -160,13 +160,16 @@ def walk(
         b_k = k_smem.index(i_t).load(gl.SliceLayout(1, layout))
         b_v = v_smem.index(i_t).load(gl.SliceLayout(0, layout))
         b_S = advance(b_S, b_k, b_v, rate)
+        if WRITES and TOKENS == 1:
+            # On its way while the output is summed.
+            store_tile(pool, slot, i_h, column, b_S, sizes)
         if SEES:
             b_q = q_smem.index(i_t).load(gl.SliceLayout(1, layout))
             store_output(o, i_t, o_e, gl.sum(b_S * b_q[:, None], axis=0) * scale, sizes)
         if TOKENS > 1:
             # What the next token would read, had decoding stored it.
             b_S = b_S.to(pool.p.dtype.element_ty).to(gl.float32)
-    if WRITES:
+    if WRITES and TOKENS > 1:
         store_tile(pool, slot, i_h, column, b_S, sizes)
 
 
@@ -208,16 +211,17 @@ def decode(
     if p_q is not None:
         q = rows_of_head(p_q, strides.q, i_n, i_h, sizes.RATIO_QK)
         o = rows_of_head(p_o, strides.o, i_n, i_h, 1)
+    # Loaded while the slot, and then the state, is waited for.
+    b_k = load_rows(k, 0, TOKENS, D, BLOCK_D, WARPS)
+    b_v = load_rows(v, column, TOKENS, E, BLOCK_E, WARPS)
+    if p_q is not None:
+        b_q = load_rows(q, 0, TOKENS, D, BLOCK_D, WARPS)
     if (slot < 0) | (slot >= num_slots):
         if p_q is not None:
             store_zero_rows(o, TOKENS, o_e, sizes, layout)
     elif tokens > 0:
         pool = States(p_pool, strides.pool)
         b_S = load_tile(pool, slot, i_h, o_d, o_e, sizes)
-        b_k = load_rows(k, 0, TOKENS, D, BLOCK_D, WARPS)
-        b_v = load_rows(v, column, TOKENS, E, BLOCK_E, WARPS)
-        if p_q is not None:
-            b_q = load_rows(q, 0, TOKENS, D, BLOCK_D, WARPS)
         k_smem = widened(b_k, TOKENS, BLOCK_D)
         # Where there are no outputs, nothing reads these.
         q_smem = k_smem

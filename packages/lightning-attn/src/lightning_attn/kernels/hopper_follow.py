@@ -1,0 +1,320 @@
+"""The role of hopper_roles.py that advances a state from chunk to chunk, and stores outputs."""
+
+from typing import Any, NamedTuple
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from lightning_attn.kernels.chunked import in_units
+from lightning_attn.kernels.decay import base_two_rate, decay_over, into_float16, inverse, rest_of_rate, unit_of
+from lightning_attn.kernels.hopper_ring import pieces_of, state_layout, tile_of
+from lightning_attn.kernels.hopper_rows import (
+    load_state,
+    opaque,
+    single_token,
+    store_snapshots,
+    store_state,
+    store_weights,
+    store_zeros,
+    zero_state,
+)
+from lightning_attn.kernels.hopper_step import Chunk, out_layout, store_tile_of_outputs, weighted
+from lightning_attn.kernels.schedule import bounds, carried_slot, has_initial, next_snapshot, slot_of
+
+
+class Stages(NamedTuple):
+    """The ring: q and k of a stage, in pieces, have one full and one empty barrier, v another two.
+
+    v is free later than q and k are: outputs are stored from there.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    full: Any
+    full_v: Any
+    empty: Any
+    empty_v: Any
+
+
+class Tiles(NamedTuple):
+    """Shared memory beside the ring: the weighted scores of one chunk, as an operand, and ``up``, what a query's scores
+    are scaled by (float16 alone), ``ready`` once they are there; and the weights of states.
+    """
+
+    scores: Any
+    ready: Any
+    up: Any
+    seeing: Any
+    entering: Any
+
+
+class HeadRows(NamedTuple):
+    """Rows of a program's heads; of q, k and v where sequences of one token go by no ring."""
+
+    q: Any
+    k: Any
+    v: Any
+    o: Any
+
+
+class Decays(NamedTuple):
+    """What decays and weights are made of."""
+
+    p_slopes: Any
+    scale: Any
+
+
+class Span(NamedTuple):
+    """What a program takes: rows begin to end of a sequence, of which i_segment is the segment's number.
+
+    first: the sequence's first row. is_token: the sequence is one token, and goes by no ring. short: the number of the
+    chunk that is not whole, or -1, and rest its rows.
+    """
+
+    i_n: Any
+    i_segment: Any
+    first: Any
+    length: Any
+    begin: Any
+    end: Any
+    slot: Any
+    is_token: Any
+    short: Any
+    rest: Any
+
+
+@gluon.jit
+def outputs(tiles, b_o, sizes: gl.constexpr):
+    """Outputs in their own dtype."""
+    dtype: gl.constexpr = tiles.scores.dtype
+    if dtype == gl.float16:
+        b_o = b_o * inverse(tiles.up.load(gl.SliceLayout(0, out_layout(sizes))))[None, :]
+    return b_o.to(dtype)
+
+
+@gluon.jit
+def scaled_by(S, sizes: gl.constexpr):
+    """What brings a state's columns into float16's range, and its inverse."""
+    b_most = gl.max(gl.abs(S[0]), axis=1)
+    for p in gl.static_range(1, pieces_of(sizes)):
+        b_most = gl.maximum(b_most, gl.max(gl.abs(S[p]), axis=1))
+    return into_float16(b_most)
+
+
+@gluon.jit
+def step(d_o, stages, tiles, o, work, chunk, S, before, decay, sizes: gl.constexpr, MASKED: gl.constexpr):
+    """One chunk: the state after it, and its outputs, which are stored unless the next step is to do so.
+
+    before: the outputs of the chunk before, and whether there are such: they are stored while this one is multiplied.
+    """
+    CHUNK: gl.constexpr = sizes.CHUNK
+    STAGES: gl.constexpr = sizes.STAGES
+    BLOCK_E: gl.constexpr = sizes.BLOCK_E
+    PIECES: gl.constexpr = pieces_of(sizes)
+    dtype: gl.constexpr = tiles.scores.dtype
+    L_O: gl.constexpr = out_layout(sizes)
+    operand: gl.constexpr = gl.DotOperandLayout(0, L_O, 2)
+    stage = chunk.i % STAGES
+    stage_before = (chunk.i + STAGES - 1) % STAGES
+    phase = (chunk.i // STAGES) & 1
+    v_tile = stages.v.index(stage).reshape([CHUNK, BLOCK_E])
+    b_down = None
+    if dtype == gl.float16:
+        b_up, b_down = scaled_by(S, sizes)
+    mbarrier.wait(stages.full.index(stage), phase)
+    if MASKED:
+        # Rows have been zeroed before.
+        mbarrier.wait(tiles.ready.index(0), chunk.i & 1)
+    seen = gl.zeros([BLOCK_E, CHUNK], gl.float32, L_O)  # [BLOCK_E, queries]
+    issued = ()
+    # Two pieces at a time: the operands of more would not fit in registers.
+    for first in gl.static_range(0, PIECES, 2):
+        if first > 0:
+            seen = warpgroup_mma_wait(2, deps=[seen])
+        decayed_S = ()
+        for p in gl.static_range(first, min(first + 2, PIECES)):
+            if dtype == gl.float16:
+                b_S = (S[p] * b_up[:, None]).to(dtype)
+            else:
+                b_S = S[p].to(dtype)
+            b_S = gl.convert_layout(opaque(b_S), operand)
+            decayed_S = decayed_S + (S[p] * decay,)
+            q_tile = tile_of(stages.q[p], stage, sizes)
+            seen = warpgroup_mma(b_S, q_tile.permute((1, 0)), seen, use_acc=p > 0, is_async=True)
+        if first == 0:
+            mbarrier.wait(stages.full_v.index(stage), phase)
+            b_entering = tiles.entering.load(gl.SliceLayout(0, operand))
+            b_v = (v_tile.permute((1, 0)).load(operand).to(gl.float32) * b_entering[None, :]).to(dtype)
+        for p in gl.static_range(first, min(first + 2, PIECES)):
+            k_tile = tile_of(stages.k[p], stage, sizes)
+            issued = issued + (warpgroup_mma(b_v, k_tile, decayed_S[p - first], is_async=True),)
+    if stores_late(sizes):
+        if before[1]:
+            o_tile = stages.v.index(stage_before)
+            store_tile_of_outputs(d_o, o_tile, o, work, chunk_before(chunk, sizes), before[0], sizes, False)
+    else:
+        release_values(stages, chunk, sizes)
+    seen = warpgroup_mma_wait(PIECES - (PIECES - 1) // 2 * 2, deps=[seen])
+    if not MASKED:
+        mbarrier.wait(tiles.ready.index(0), chunk.i & 1)
+    b_seen = weighted(tiles, seen, b_down, sizes)
+    out = warpgroup_mma(v_tile.permute((1, 0)), tiles.scores, b_seen, is_async=True)
+    results = warpgroup_mma_wait(0, deps=(out,) + issued)
+    b_o = outputs(tiles, results[0], sizes)
+    if stores_late(sizes):
+        release_values(stages, chunk, sizes)
+    else:
+        tl.debug_barrier()
+    mbarrier.arrive(stages.empty.index(stage))
+    if MASKED or not stores_late(sizes):
+        store_tile_of_outputs(d_o, stages.v.index(stage), o, work, chunk, b_o, sizes, MASKED)
+    if MASKED:
+        # No TMA has stored them: the next values must not be written before they have been read.
+        fence_async_shared()
+    return results[1:], b_o
+
+
+@gluon.constexpr_function
+def stores_late(sizes):
+    """Whether a chunk's outputs wait for the next one's products to be stored beside: registers have room for them."""
+    return sizes.D <= 128
+
+
+@gluon.jit
+def release_values(stages, chunk, sizes: gl.constexpr):
+    """Outputs of the chunk before have left the tile that they were stored from: values may come there."""
+    tma.store_wait(0)
+    tl.debug_barrier()
+    mbarrier.arrive(stages.empty_v.index((chunk.i + sizes.STAGES - 1) % sizes.STAGES), pred=chunk.i > 0)
+
+
+@gluon.jit
+def chunk_before(chunk, sizes: gl.constexpr):
+    """The whole chunk that goes before one."""
+    stride: gl.constexpr = -sizes.CHUNK if sizes.REVERSED else sizes.CHUNK
+    return Chunk(chunk.i - 1, chunk.row - stride, 0, sizes.CHUNK)
+
+
+@gluon.jit
+def begin_state(states, batch, span, i_h, o_d, o_e, scale, sizes: gl.constexpr, IN_UNITS: gl.constexpr):
+    """The state before a program's first row."""
+    initial = states[0]
+    carried = states[2]
+    S = zero_state(sizes)
+    is_carried = False
+    if sizes.SEGMENT:
+        is_carried = span.length > sizes.SEGMENT
+        if is_carried:
+            i_state = carried_slot(batch, span.i_n, span.first, sizes.SEGMENT) + span.i_segment
+            S = load_state(carried, i_state.to(gl.int64), i_h, o_d, o_e, sizes)
+    if initial.p is not None:
+        if has_initial(batch, span.i_n) and not is_carried:
+            S = load_state(initial, span.slot, i_h, o_d, o_e, sizes)
+    if IN_UNITS:
+        S = in_units(S, 1.0 / unit_of(scale))
+    return S
+
+
+@gluon.jit
+def follow(
+    tensors, stages, tiles, rows, work, span, batch, states, snapshots, decays, sizes: gl.constexpr,
+    TOKENS: gl.constexpr,
+):  # fmt: skip
+    """Advance the state over all chunks and store their outputs; and what needs no chunks."""
+    CHUNK: gl.constexpr = sizes.CHUNK
+    REVERSED: gl.constexpr = sizes.REVERSED
+    BLOCK_E: gl.constexpr = sizes.BLOCK_E
+    L_S: gl.constexpr = state_layout(sizes)
+    L_O: gl.constexpr = out_layout(sizes)
+    d_o = tensors[3]
+    initial = states[0]
+    final = states[1]
+    o = rows.o
+    p_slopes = decays.p_slopes
+    scale = decays.scale
+    if sizes.DEPENDENT_LAUNCH:
+        tl.extra.cuda.gdc_wait()
+    if TOKENS:
+        if span.is_token:
+            has = has_initial(batch, span.i_n)
+            of_head = (rows.q, rows.k, rows.v, o)
+            single_token(
+                of_head, span.begin, work.column, p_slopes, initial, final, has, span.slot, work.i_h, scale, sizes
+            )
+    if span.slot < 0:
+        store_zeros(o, span.begin, span.end, work.column, sizes)
+        if batch.p_cu is not None:
+            if (span.i_n == batch.count.sequences) & (span.i_segment == 0):
+                # Rows before the first sequence.
+                before, _ = bounds(batch, 0)
+                store_zeros(o, 0, before.to(gl.int32), work.column, sizes)
+    if work.chunks > 0:
+        FP16: gl.constexpr = tiles.scores.dtype == gl.float16
+        IN_UNITS: gl.constexpr = FP16 and REVERSED
+        o_d = gl.arange(0, sizes.BLOCK_D, gl.SliceLayout(0, L_S))
+        o_e = work.column + gl.arange(0, sizes.BLOCK_E, gl.SliceLayout(1, L_S))
+        o_i = gl.arange(0, CHUNK, gl.SliceLayout(0, out_layout(sizes)))
+        o_k = gl.arange(0, CHUNK, gl.SliceLayout(0, gl.DotOperandLayout(0, L_S, 2)))
+        S = begin_state(states, batch, span, work.i_h, o_d, o_e, scale, sizes, IN_UNITS)
+        rate = base_two_rate(p_slopes, work.i_h)
+        lost = rest_of_rate(p_slopes, work.i_h, rate)
+        whole_from = 0
+        whole_to = work.chunks
+        b_o = gl.zeros([BLOCK_E, CHUNK], tiles.scores.dtype, L_O)
+        if span.short == 0 and REVERSED:
+            whole_from = 1
+            store_weights(tiles, rate, o_i, o_k, span.rest, scale, REVERSED, SHORT=True, IN_UNITS=IN_UNITS)
+            rest_decay = decay_over(rate, lost, span.rest)
+            short = Chunk(0, work.start, 0, span.rest)
+            S, _ = step(d_o, stages, tiles, o, work, short, S, (b_o, False), rest_decay, sizes, True)
+        if span.short > 0 or (span.short == 0 and not REVERSED):
+            whole_to = work.chunks - 1
+        store_weights(tiles, rate, o_i, o_k, CHUNK, scale, REVERSED, SHORT=False, IN_UNITS=IN_UNITS)
+        decay = decay_over(rate, lost, gl.to_tensor(CHUNK))
+        stop = 0
+        if snapshots.p_positions is not None:
+            # A segment stores the states at its chunks' ends; the state before the first one is the sequence's own.
+            stop = next_snapshot(snapshots, batch, span.i_n, span.begin, CHUNK)
+            if stop == span.begin:
+                if span.begin == span.first:
+                    store_snapshots(snapshots, batch, final, span.i_n, stop, work.i_h, o_d, o_e, S, sizes)
+                stop = next_snapshot(snapshots, batch, span.i_n, stop + 1, CHUNK)
+        stride: gl.constexpr = -CHUNK if REVERSED else CHUNK
+        for i in range(whole_from, whole_to):
+            row = work.start + i * stride
+            chunk = Chunk(i, row, 0, CHUNK)
+            S, b_o = step(d_o, stages, tiles, o, work, chunk, S, (b_o, i > whole_from), decay, sizes, False)
+            if snapshots.p_positions is not None:
+                if row + CHUNK == stop:
+                    store_snapshots(snapshots, batch, final, span.i_n, stop, work.i_h, o_d, o_e, S, sizes)
+                    stop = next_snapshot(snapshots, batch, span.i_n, stop + 1, CHUNK)
+        # Behind the last one.
+        behind = Chunk(whole_to, work.start + whole_to * stride, 0, span.rest)
+        has_before = stores_late(sizes) and whole_to > whole_from
+        if whole_to < work.chunks:
+            store_weights(tiles, rate, o_i, o_k, span.rest, scale, REVERSED, SHORT=True, IN_UNITS=IN_UNITS)
+            rest_decay = decay_over(rate, lost, span.rest)
+            S, _ = step(d_o, stages, tiles, o, work, behind, S, (b_o, has_before), rest_decay, sizes, True)
+        elif has_before:
+            last = chunk_before(behind, sizes)
+            store_tile_of_outputs(d_o, stages.v.index(last.i % sizes.STAGES), o, work, last, b_o, sizes, False)
+        tma.store_wait(0)
+        if final.p is not None:
+            # Read again: in the main loop the registers are needed.
+            first, last = bounds(batch, span.i_n)
+            is_last = span.end == last
+            if REVERSED:
+                is_last = span.begin == first
+            if is_last:
+                if IN_UNITS:
+                    S = in_units(S, unit_of(scale))
+                store_state(final, slot_of(batch, span.i_n), work.i_h, o_d, o_e, S, sizes)

@@ -1,0 +1,205 @@
+"""``hopper.prefill`` by three roles of one program an SM, warp-specialised.
+
+              q, k, v of a chunk
+    load   ------------------------>  ring of STAGES
+    (1 warp)                            |        |
+                                        v        v
+    score      scores = k q^T, weighted |        |   seen = S^T q^T
+    (4 warps)  ------- one tile ------->|------->|   S^T' = (v entering)^T k + decayed S^T
+                                                 |   o^T = seen + v^T scores    ---> out
+                                        follow (4 warps)
+
+A state of up to 256 rows stays in the registers of one warpgroup, in pieces of 64 rows: as an operand it never passes
+through shared memory, whose traffic would bound the kernel. Scores are ahead of the states, which alone depend on one
+another. A chunk's outputs are stored from where its values were.
+"""
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from lightning_attn.kernels.decay import base_two_rate, into_float16
+from lightning_attn.kernels.hopper_follow import Decays, HeadRows, Span, Stages, Tiles, follow
+from lightning_attn.kernels.hopper_ring import Work, pieces_of, tile_of
+from lightning_attn.kernels.hopper_rows import zero_after
+from lightning_attn.kernels.hopper_step import scores_registers
+from lightning_attn.kernels.schedule import Batch, Counts, Snapshots, States, locate, program, rows_of_head, slot_of
+
+
+@gluon.jit
+def load(tensors, stages, work, stride: gl.constexpr, sizes: gl.constexpr):
+    """Fill the ring with all chunks."""
+    PIECES: gl.constexpr = pieces_of(sizes)
+    STAGES: gl.constexpr = sizes.STAGES
+    d_q, d_k, d_v, _ = tensors
+    for i in range(work.chunks):
+        stage = i % STAGES
+        used = ((i // STAGES) & 1) ^ 1
+        row = work.start + i * stride
+        full = stages.full.index(stage)
+        mbarrier.wait(stages.empty.index(stage), used)
+        mbarrier.expect(full, PIECES * (d_q.block_type.nbytes + d_k.block_type.nbytes))
+        for p in gl.static_range(PIECES):
+            place = [work.i_box, work.i_h_qk, row, p * sizes.BLOCK_D]
+            tma.async_copy_global_to_shared(d_k, place, full, stages.k[p].index(stage))
+        for p in gl.static_range(PIECES):
+            place = [work.i_box, work.i_h_qk, row, p * sizes.BLOCK_D]
+            tma.async_copy_global_to_shared(d_q, place, full, stages.q[p].index(stage))
+        full_v = stages.full_v.index(stage)
+        mbarrier.wait(stages.empty_v.index(stage), used)
+        mbarrier.expect(full_v, d_v.block_type.nbytes)
+        v_place = [work.i_box, work.i_h_v, row, work.column]
+        tma.async_copy_global_to_shared(d_v, v_place, full_v, stages.v.index(stage))
+
+
+@gluon.jit
+def score(stages, tiles, work, decays, short, rest, sizes: gl.constexpr):
+    """Make the weighted scores of all chunks, [keys, queries], in float16 [queries, keys], an operand.
+
+    Rows of the short chunk that are another sequence's are zeroed before.
+    """
+    CHUNK: gl.constexpr = sizes.CHUNK
+    STAGES: gl.constexpr = sizes.STAGES
+    PIECES: gl.constexpr = pieces_of(sizes)
+    L_SCORES: gl.constexpr = scores_registers(CHUNK, sizes.WARPS)
+    dtype: gl.constexpr = tiles.scores.dtype
+    FP16: gl.constexpr = dtype == gl.float16
+    rate = base_two_rate(decays.p_slopes, work.i_h)
+    o_i = gl.arange(0, CHUNK, gl.SliceLayout(0, L_SCORES))
+    o_j = gl.arange(0, CHUNK, gl.SliceLayout(1, L_SCORES))
+    distance = o_i[None, :] - o_j[:, None]
+    # In float16 rows are queries, and columns keys.
+    if sizes.REVERSED != FP16:
+        distance = -distance
+    b_within = gl.where(distance >= 0, gl.exp2(-rate * gl.maximum(distance, 0).to(gl.float32)) * decays.scale, 0.0)
+    b_zero = gl.zeros([CHUNK, CHUNK], gl.float32, L_SCORES)
+    for i in range(work.chunks):
+        stage = i % STAGES
+        phase = (i // STAGES) & 1
+        mbarrier.wait(stages.full.index(stage), phase)
+        if i == short:
+            mbarrier.wait(stages.full_v.index(stage), phase)
+            for p in gl.static_range(PIECES):
+                zero_after(tile_of(stages.k[p], stage, sizes), rest, CHUNK, sizes.BLOCK_D, sizes.WARPS)
+            zero_after(stages.v.index(stage).reshape([CHUNK, sizes.BLOCK_E]), rest, CHUNK, sizes.BLOCK_E, sizes.WARPS)
+            fence_async_shared()
+            tl.debug_barrier()
+        b_scores = b_zero
+        for p in gl.static_range(PIECES):
+            k_tile = tile_of(stages.k[p], stage, sizes)
+            q_tile = tile_of(stages.q[p], stage, sizes)
+            if FP16:
+                b_scores = warpgroup_mma(q_tile, k_tile.permute((1, 0)), b_scores, use_acc=p > 0, is_async=True)
+            else:
+                b_scores = warpgroup_mma(k_tile, q_tile.permute((1, 0)), b_scores, use_acc=p > 0, is_async=True)
+        b_scores = warpgroup_mma_wait(0, deps=[b_scores]) * b_within
+        if FP16:
+            b_up, _ = into_float16(gl.max(gl.abs(b_scores), axis=1))
+            b_scores = b_scores * b_up[:, None]
+        # Those of the chunk before have been multiplied once its stage is free.
+        mbarrier.wait(stages.empty.index((i + STAGES - 1) % STAGES), ((i - 1) // STAGES) & 1, pred=i > 0)
+        if FP16:
+            tiles.up.store(b_up)
+            tiles.scores.permute((1, 0)).store(b_scores.to(dtype))
+        else:
+            tiles.scores.store(b_scores.to(dtype))
+        fence_async_shared()
+        tl.debug_barrier()
+        mbarrier.arrive(tiles.ready.index(0))
+
+
+@gluon.jit(do_not_specialize=["rows", "num_sequences", "num_slots", "num_snapshots"])
+def prefill(
+    d_q, d_k, d_v, d_o, p_q, p_k, p_v, p_o, p_slopes, p_cu, p_slots, p_has, p_initial, p_final, p_carried, p_turns,
+    p_positions, p_snapshot_slots, rows, num_sequences, num_slots, num_snapshots, scale, strides, sizes: gl.constexpr,
+):  # fmt: skip
+    """``hopper.prefill``, in pieces of 64 columns of q and k. p_turns is None: no segments pass their states on."""
+    CHUNK: gl.constexpr = sizes.CHUNK
+    PIECES: gl.constexpr = pieces_of(sizes)
+    SEGMENT: gl.constexpr = sizes.SEGMENT
+    STAGES: gl.constexpr = sizes.STAGES
+    TILES: gl.constexpr = (sizes.E + sizes.BLOCK_E - 1) // sizes.BLOCK_E
+    batch = Batch(p_cu, p_slots, p_has, Counts(rows, num_sequences, num_slots))
+    snapshots = Snapshots(p_positions, p_snapshot_slots, num_snapshots)
+    states = (States(p_initial, strides.initial), States(p_final, strides.final), States(p_carried, strides.carried))
+    i_e, i_h, i_w = program(sizes.H, TILES, SEGMENT > 0 or p_cu is not None)
+    i_n, i_segment, begin, end = locate(batch, i_w, SEGMENT)
+    # TMA coordinates have 32 bits.
+    begin = begin.to(gl.int32)
+    end = end.to(gl.int32)
+    first = begin
+    length = end - begin
+    if SEGMENT:
+        begin = gl.minimum(first + i_segment * SEGMENT, end)
+        end = gl.minimum(begin + SEGMENT, end)
+    slot = slot_of(batch, i_n)
+    # Before the first `if`, behind which Triton 3.6 loses strides of 1.
+    o = rows_of_head(p_o, strides.o, i_n, i_h.to(gl.int64), 1)
+    q = o
+    k = o
+    v = o
+    if p_q is not None:
+        i_first = i_n * 0
+        q = rows_of_head(p_q, strides.q, i_first, i_h.to(gl.int64), sizes.RATIO_QK)
+        k = rows_of_head(p_k, strides.k, i_first, i_h.to(gl.int64), sizes.RATIO_QK)
+        v = rows_of_head(p_v, strides.v, i_first, i_h.to(gl.int64), sizes.RATIO_V)
+    if sizes.DEPENDENT_LAUNCH:
+        if rows <= SEGMENT:
+            # Nothing of this call is ahead, but a kernel that may have written q, k and v.
+            tl.extra.cuda.gdc_wait()
+    is_token = (length == 1) & (slot >= 0) & (p_q is not None)
+    rest = (end - begin) % CHUNK
+    chunks = gl.where(is_token | (slot < 0), 0, (end - begin + CHUNK - 1) // CHUNK)
+    # Chunk i begins at start + i * stride. The short one is the sequence's last, in either direction.
+    stride: gl.constexpr = -CHUNK if sizes.REVERSED else CHUNK
+    start = begin
+    short = gl.where(rest > 0, chunks - 1, -1)
+    if sizes.REVERSED:
+        start += (chunks - 1) * CHUNK
+        short = gl.where(rest > 0, 0, -1)
+    # The packed rows of a ragged batch are one box.
+    i_box = i_n.to(gl.int32) if p_cu is None else 0
+    work = Work(i_box, i_h // sizes.RATIO_QK, i_h // sizes.RATIO_V, i_h, i_e * sizes.BLOCK_E, start, chunks)
+    span = Span(i_n, i_segment, first, length, begin, end, slot, is_token, short, rest)
+    tensors = (d_q, d_k, d_v, d_o)
+    dtype: gl.constexpr = d_q.dtype
+    q_stages = ()
+    k_stages = ()
+    for i in gl.static_range(PIECES):  # noqa: B007 (Triton takes no _)
+        q_stages = q_stages + (gl.allocate_shared_memory(dtype, [STAGES] + d_q.block_type.shape, d_q.layout),)
+        k_stages = k_stages + (gl.allocate_shared_memory(dtype, [STAGES] + d_k.block_type.shape, d_k.layout),)
+    v_stages = gl.allocate_shared_memory(dtype, [STAGES] + d_v.block_type.shape, d_v.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    full_v = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty_v = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(full_v.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+        mbarrier.init(empty_v.index(i), count=1)
+    mbarrier.init(ready.index(0), count=1)
+    scores = gl.allocate_shared_memory(dtype, [CHUNK, CHUNK], gl.NVMMASharedLayout(128, 16, rank=2))
+    row_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    seeing = gl.allocate_shared_memory(gl.float32, [CHUNK], row_layout)
+    entering = gl.allocate_shared_memory(gl.float32, [CHUNK], row_layout)
+    up = gl.allocate_shared_memory(gl.float32, [CHUNK], row_layout)
+    fence_async_shared()
+    stages = Stages(q_stages, k_stages, v_stages, full, full_v, empty, empty_v)
+    tiles = Tiles(scores, ready, up, seeing, entering)
+    decays = Decays(p_slopes, scale)
+    # Registers of a thread: an SM has 65536. What these leave, the first has.
+    gl.warp_specialize([
+        (follow, (tensors, stages, tiles, HeadRows(q, k, v, o), work, span, batch, states, snapshots,
+                  decays, sizes, p_q is not None)),
+        (score, (stages, tiles, work, decays, short, rest, sizes)),
+        (load, (tensors, stages, work, stride, sizes)),
+    ], [4, 1], [208, 40])  # fmt: skip

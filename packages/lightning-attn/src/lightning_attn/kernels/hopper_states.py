@@ -1,0 +1,177 @@
+"""``chunked.segment_states`` for NVIDIA's sm_90, in 16 bits: a warp loads, by TMA, what four warps multiply.
+
+A segment has few chunks, and its state nothing but them: what counts is that all of them are on their way at once.
+"""
+
+from typing import Any, NamedTuple
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from lightning_attn.kernels.chunked import in_units
+from lightning_attn.kernels.decay import base_two_rate, decay_over, entering, rest_of_rate, unit_of
+from lightning_attn.kernels.hopper_ring import Work, pieces_of, state_layout, tile_of
+from lightning_attn.kernels.hopper_rows import store_state, zero_after, zero_state
+from lightning_attn.kernels.schedule import (
+    Batch,
+    Counts,
+    States,
+    carried_slot,
+    chunks_in_reach,
+    locate,
+    program,
+    slot_of,
+)
+
+
+class Stages(NamedTuple):
+    """A ring of keys, in pieces, and values."""
+
+    k: Any
+    v: Any
+    full: Any
+    empty: Any
+
+
+@gluon.jit
+def load(d_k, d_v, stages, work, stride: gl.constexpr, sizes: gl.constexpr):
+    """Fill the ring with all chunks."""
+    PIECES: gl.constexpr = pieces_of(sizes)
+    STAGES: gl.constexpr = sizes.STAGES
+    for i in range(work.chunks):
+        stage = i % STAGES
+        row = work.start + i * stride
+        full = stages.full.index(stage)
+        mbarrier.wait(stages.empty.index(stage), ((i // STAGES) & 1) ^ 1)
+        mbarrier.expect(full, PIECES * d_k.block_type.nbytes + d_v.block_type.nbytes)
+        v_place = [work.i_box, work.i_h_v, row, work.column]
+        tma.async_copy_global_to_shared(d_v, v_place, full, stages.v.index(stage))
+        for p in gl.static_range(PIECES):
+            place = [work.i_box, work.i_h_qk, row, p * sizes.BLOCK_D]
+            tma.async_copy_global_to_shared(d_k, place, full, stages.k[p].index(stage))
+
+
+@gluon.jit
+def add_chunk(stages, i, S, b_entering, decay, length, sizes: gl.constexpr, MASKED: gl.constexpr):
+    """The state after chunk i, of ``length`` rows."""
+    CHUNK: gl.constexpr = sizes.CHUNK
+    STAGES: gl.constexpr = sizes.STAGES
+    PIECES: gl.constexpr = pieces_of(sizes)
+    operand: gl.constexpr = gl.DotOperandLayout(0, state_layout(sizes), 2)
+    stage = i % STAGES
+    v_tile = stages.v.index(stage).reshape([CHUNK, sizes.BLOCK_E])
+    mbarrier.wait(stages.full.index(stage), (i // STAGES) & 1)
+    if MASKED:
+        for p in gl.static_range(PIECES):
+            zero_after(tile_of(stages.k[p], stage, sizes), length, CHUNK, sizes.BLOCK_D, sizes.WARPS)
+        zero_after(v_tile, length, CHUNK, sizes.BLOCK_E, sizes.WARPS)
+        fence_async_shared()
+        tl.debug_barrier()
+    b_v = (v_tile.permute((1, 0)).load(operand).to(gl.float32) * b_entering[None, :]).to(v_tile.dtype)
+    issued = ()
+    for p in gl.static_range(PIECES):
+        issued = issued + (warpgroup_mma(b_v, tile_of(stages.k[p], stage, sizes), S[p] * decay, is_async=True),)
+    done = ()
+    for p in gl.static_range(PIECES):
+        done = done + (warpgroup_mma_wait(PIECES - 1 - p, deps=[issued[p]]),)
+    tl.debug_barrier()
+    mbarrier.arrive(stages.empty.index(stage))
+    return done
+
+
+@gluon.jit
+def add_up(stages, work, carried, i_state, p_slopes, scale, rest, sizes: gl.constexpr):
+    """Add up a segment's state, and store it. rest: rows of a short chunk, which is the first where there is one."""
+    CHUNK: gl.constexpr = sizes.CHUNK
+    REVERSED: gl.constexpr = sizes.REVERSED
+    L_S: gl.constexpr = state_layout(sizes)
+    IN_UNITS: gl.constexpr = REVERSED and stages.v.dtype == gl.float16
+    if work.chunks > 0:
+        o_d = gl.arange(0, sizes.BLOCK_D, gl.SliceLayout(0, L_S))
+        o_e = work.column + gl.arange(0, sizes.BLOCK_E, gl.SliceLayout(1, L_S))
+        o_k = gl.arange(0, CHUNK, gl.SliceLayout(0, gl.DotOperandLayout(0, L_S, 2)))
+        rate = base_two_rate(p_slopes, work.i_h)
+        lost = rest_of_rate(p_slopes, work.i_h, rate)
+        of_keys = scale / unit_of(scale) if IN_UNITS else scale
+        S = zero_state(sizes)
+        first = 0
+        if REVERSED:
+            if rest > 0:
+                first = 1
+                b_entering = entering(rate, o_k, rest, of_keys, REVERSED)
+                S = add_chunk(stages, 0, S, b_entering, decay_over(rate, lost, rest), rest, sizes, True)
+        b_entering = entering(rate, o_k, CHUNK, of_keys, REVERSED)
+        decay = decay_over(rate, lost, gl.to_tensor(CHUNK))
+        for i in range(first, work.chunks):
+            S = add_chunk(stages, i, S, b_entering, decay, CHUNK, sizes, False)
+        if IN_UNITS:
+            S = in_units(S, unit_of(scale))
+        store_state(carried, i_state, work.i_h, o_d, o_e, S, sizes)
+
+
+@gluon.jit(do_not_specialize=["rows", "num_sequences", "num_slots"])
+def segment_states(
+    d_k, d_v, p_slopes, p_cu, p_slots, p_carried, rows, num_sequences, num_slots, scale, strides, sizes: gl.constexpr
+):
+    """``chunked.segment_states`` with TMA descriptors of k and v, in boxes of a chunk and 64 columns."""
+    CHUNK: gl.constexpr = sizes.CHUNK
+    SEGMENT: gl.constexpr = sizes.SEGMENT
+    STAGES: gl.constexpr = sizes.STAGES
+    REVERSED: gl.constexpr = sizes.REVERSED
+    PIECES: gl.constexpr = pieces_of(sizes)
+    batch = Batch(p_cu, p_slots, None, Counts(rows, num_sequences, num_slots))
+    carried = States(p_carried, strides.carried)
+    if sizes.DEPENDENT_LAUNCH:
+        tl.extra.cuda.gdc_launch_dependents()
+    i_e, i_h, i_w = program(sizes.H, (sizes.E + sizes.BLOCK_E - 1) // sizes.BLOCK_E)
+    i_n, i_segment, first, last = locate(batch, i_w, SEGMENT)
+    i_state = carried_slot(batch, i_n, first, SEGMENT) + i_segment
+    # TMA coordinates have 32 bits.
+    first = first.to(gl.int32)
+    last = last.to(gl.int32)
+    begin = gl.minimum(first + i_segment * SEGMENT, last)
+    end = gl.minimum(begin + SEGMENT, last)
+    tokens = chunks_in_reach(base_two_rate(p_slopes, i_h), SEGMENT, CHUNK) * CHUNK
+    stride: gl.constexpr = -CHUNK if REVERSED else CHUNK
+    rest = 0
+    if REVERSED:
+        has_next = begin > first
+        i_state -= 1
+        end = gl.minimum(end, begin + tokens)
+        chunks = (end - begin + CHUNK - 1) // CHUNK
+        start = begin + (chunks - 1) * CHUNK
+        rest = (end - begin) % CHUNK
+    else:
+        # Who has another segment behind it is whole.
+        has_next = end < last
+        i_state += 1
+        begin = gl.maximum(begin, end - tokens)
+        chunks = (end - begin) // CHUNK
+        start = begin
+    chunks = gl.where(has_next & (slot_of(batch, i_n) >= 0), chunks, 0)
+    # The packed rows of a ragged batch are one box.
+    i_box = i_n.to(gl.int32) if p_cu is None else 0
+    work = Work(i_box, i_h // sizes.RATIO_QK, i_h // sizes.RATIO_V, i_h, i_e * sizes.BLOCK_E, start, chunks)
+    k_stages = ()
+    for i in gl.static_range(PIECES):  # noqa: B007 (Triton takes no _)
+        k_stages = k_stages + (gl.allocate_shared_memory(d_k.dtype, [STAGES] + d_k.block_type.shape, d_k.layout),)
+    v_stages = gl.allocate_shared_memory(d_v.dtype, [STAGES] + d_v.block_type.shape, d_v.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    fence_async_shared()
+    stages = Stages(k_stages, v_stages, full, empty)
+    gl.warp_specialize([
+        (add_up, (stages, work, carried, i_state.to(gl.int64), p_slopes, scale, rest, sizes)),
+        (load, (d_k, d_v, stages, work, stride, sizes)),
+    ], [1], [40])  # fmt: skip

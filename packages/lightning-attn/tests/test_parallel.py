@@ -293,7 +293,7 @@ def to_peers(rank: int, case: Case, buffers: Tensor) -> None:
 
 def test_states_that_kernels_write_to_peers_are_those_of_the_collective() -> None:
     pytest.importorskip("kernel_reference.peers.kernels")
-    run(2, to_peers, make([[5, 4], [7, 9]]), torch.zeros(2, 2**16, dtype=torch.uint8).share_memory_())
+    run(2, to_peers, make([[5, 4], [7, 9]]), torch.zeros(2, 2**17, dtype=torch.uint8).share_memory_())
 
 
 def compiled(rank: int, dense: Case, ragged: Case) -> None:

@@ -35,6 +35,7 @@ _MOST_PROGRAMS = 256
 _WARPS = 8
 # Of a program's tile: two loads of 16 bytes a thread.
 _ELEMENTS_BYTES = _WARPS * 32 * 16 * 2
+_STATES_WIDTH = 2048
 launches = PreparedLaunches()
 
 
@@ -75,8 +76,13 @@ def gather_states(x: Tensor, group: Any) -> Tensor:
     world, _ = world_and_rank(group)
     if not x.numel():
         return x.new_empty(world, *x.shape)
+    # Rows of one length: no kernel is compiled for another number of sequences.
+    count = x.numel()
+    rows = torch.nn.functional.pad(x.flatten(), (0, -count % _STATES_WIDTH)).view(-1, _STATES_WIDTH)
+    gathered = _gathered("states", rows, group, ready=False).view(len(rows), world, _STATES_WIDTH)
     # Out of the memory that the next call overwrites.
-    return _gathered("states", x.reshape(1, -1), group, ready=False).view(world, *x.shape).clone()
+    own = gathered.transpose(0, 1).clone(memory_format=torch.contiguous_format)
+    return own.view(world, -1)[:, :count].reshape(world, *x.shape)
 
 
 def _gathered(purpose: Purpose, rows: Tensor, group: Any, ready: bool) -> Tensor:

@@ -96,8 +96,29 @@ class Gate(NamedTuple):
 
 
 @triton.jit
+def load_filter_of_two(p_weight, p_bias, o_1, o_2, width, o_c, m_c, conv: tl.constexpr, BLOCK: tl.constexpr):
+    """The filter of channels o_c of two blocks of a width, which begin at o_1 and o_2.
+
+    Weights that lie in one row are loaded as one: a thread then takes as many channels of them as of the inputs, which
+    else would be moved between threads.
+    """
+    if conv.WIDTH == 4 and conv.S_WEIGHT_CHANNEL == 4 and conv.S_WEIGHT_TAP == 1:
+        o_w, _, m_w = two_blocks(4 * o_1, 4 * o_2, 0, 0, 4 * width, 4 * BLOCK)
+        b_w = tl.reshape(tl.load(p_weight + o_w, mask=m_w, other=0.0), [2 * BLOCK, 4])
+    else:
+        b_w = load_weights(p_weight, o_c, m_c, conv.S_WEIGHT_CHANNEL, conv.S_WEIGHT_TAP, conv.WIDTH)
+    return filter_of_weights(b_w.to(tl.float32), p_bias, o_c, m_c, 2 * BLOCK)
+
+
+@triton.jit
 def load_filter(p_weight, p_bias, o_c, m_c, conv: tl.constexpr, BLOCK: tl.constexpr):
     b_w = load_weights(p_weight, o_c, m_c, conv.S_WEIGHT_CHANNEL, conv.S_WEIGHT_TAP, conv.WIDTH).to(tl.float32)
+    return filter_of_weights(b_w, p_bias, o_c, m_c, BLOCK)
+
+
+@triton.jit
+def filter_of_weights(b_w, p_bias, o_c, m_c, BLOCK: tl.constexpr):
+    """Of weights [BLOCK, 4]."""
     even, odd = tl.split(tl.reshape(b_w, [BLOCK, 2, 2]))
     w_3, w_1 = tl.split(even)
     w_2, w_0 = tl.split(odd)

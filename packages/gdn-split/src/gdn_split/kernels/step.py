@@ -20,7 +20,7 @@ from gdn_split.kernels.layer import (
     delta_step,
     gated,
     halves,
-    load_filter,
+    load_filter_of_two,
     load_state,
     load_taps,
     log_decay,
@@ -290,8 +290,8 @@ def advance(
         # All loads of small inputs come first, and wait for nothing behind them: the state's are many.
         qk_taps = load_taps(p_slot, o_qk, m_qk, conv)
         vz_taps = load_taps(p_slot, o_vz, m_v, conv)
-        w_qk = load_filter(p_weight, p_bias, o_qk, m_qk, conv, 2 * BLOCK_K)
-        w_v = load_filter(p_weight, p_bias, o_vz, m_v, conv, 2 * BLOCK_V)
+        w_qk = load_filter_of_two(p_weight, p_bias, i_g * HQ, (NQK + i_g) * HQ, HQ, o_qk, m_qk, conv, BLOCK_K)
+        w_v = load_filter_of_two(p_weight, p_bias, first_channel, 0, HV - first_v, o_vz, m_v, conv, BLOCK_V)
         gate = Gate(tl.load(p_a_log + head).to(tl.float32), tl.load(p_dt_bias + head).to(tl.float32))
         b_norm = 1.0
         if p_norm is not None and not PARTS:

@@ -143,7 +143,7 @@ def test_random_lists_are_the_definition(device, random_case) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("cache", "width"), [("", 576), ("", 512), ("656", 576)], ids=["bfloat16", "bare", "records"])
-@pytest.mark.parametrize("heads", [16, 32, 64])
+@pytest.mark.parametrize("heads", [16, 32, 64, 128])
 def test_a_number_of_splits_gives_the_same_bits_alone_and_in_any_batch_of_lists(device, cache, width, heads) -> None:
     batch = Listed(cache, heads=heads, topk=500, width=width, device=device)
     lengths, how = torch.full((6,), 500, dtype=torch.int32, device=device), {"num_splits": 4, "dim_rope": width - 512}

@@ -27,7 +27,6 @@ from prefix_prefill.kernels.hopper.config import (
     Bounds,
     Inside,
     column_of,
-    is_gathered,
     own_tiles,
     width_of,
 )
@@ -152,16 +151,14 @@ def await_values(v, memory, i, at, i_group, loop, inside, V, C):
     """Until the values of tile i are there, those that no row sees as zeros. Returns how often consumers have met."""
     before, meetings = at
     wait_full(v, before + i, C)
-    # Rows that are gathered come as zeros where nobody sees them.
-    if C.NEW_KV or not is_gathered(C):
-        if not is_inside(i, inside, loop, C):
-            key = key_of_tile(i, loop, C)
-            from_row = gl.maximum(loop.low - key, 0)
-            to_row = gl.minimum(end_of_tile(i, loop, C) - key, C.BLOCK_N)
-            # So do whole boxes, and no consumer waits for another one.
-            if (from_row % rows_of_box(STRIP, C) > 0) | (to_row % rows_of_box(STRIP, C) > 0):
-                stage = (before + i) % C.STAGES
-                meetings = zero_masked_values(memory, stage, i_group, from_row, to_row, meetings, V, C)
+    if not is_inside(i, inside, loop, C):
+        key = key_of_tile(i, loop, C)
+        from_row = gl.maximum(loop.low - key, 0)
+        to_row = gl.minimum(end_of_tile(i, loop, C) - key, C.BLOCK_N)
+        # Whole boxes come as zeros or as they are, and no consumer waits for another one.
+        if (from_row % rows_of_box(STRIP, C) > 0) | (to_row % rows_of_box(STRIP, C) > 0):
+            stage = (before + i) % C.STAGES
+            meetings = zero_masked_values(memory, stage, i_group, from_row, to_row, meetings, V, C)
     return meetings
 
 

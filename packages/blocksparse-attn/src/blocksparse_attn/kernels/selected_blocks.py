@@ -124,6 +124,14 @@ def block_of_keys(inputs, p_table, i_block, i_kv, reach, blocks, num_pages, s_ta
     return b_k, b_v
 
 
+@triton.jit
+def queries_of(p_q, order, i_kv, o_g, m_row, strides, config: tl.constexpr):
+    """Queries [BLOCK_M, BLOCK_D] of the tokens of entries, by where these stood."""
+    off_q = order // (config.HEADS_KV * config.TOPK) * strides.q[0]
+    off_q += (i_kv * config.GROUP + o_g).to(tl.int64) * strides.q[1]
+    return load_tile(p_q, off_q, tl.arange(0, config.BLOCK_D) * strides.q[2], m_row, config.D, config.BLOCK_D)
+
+
 @triton.jit(do_not_specialize=["entries", "blocks", "all_blocks", "num_pages", "s_table"])
 def attend_blocks(
     inputs, p_table, listed, p_part, p_part_lse, entries, blocks, all_blocks, num_pages, s_table, factors, strides,
@@ -141,8 +149,8 @@ def attend_blocks(
     own_reach = tl.load(listed.reach + tl.load(listed.order + base + o_c, mask=own < config.NOTHING, other=0))
     o_m = tl.arange(0, config.BLOCK_M)
     o_n = tl.arange(0, config.BLOCK)
-    o_g = o_m % ROWS
-    o_dq = tl.arange(0, config.BLOCK_D) * strides.q[2]
+    o_first, o_g = o_m // ROWS, o_m % ROWS
+    m_g = o_g < config.GROUP
     o_dv = tl.arange(0, config.BLOCK_DV)
     done = 0
     number = tl.load(listed.number + base).to(tl.int32)
@@ -158,14 +166,20 @@ def attend_blocks(
         b_k = tl.where(scale < 0, -b_k, b_k)
         scale = tl.maximum(tl.abs(scale), TINY)
         factor = scaled(inputs.v_scale, i_kv, factors.v, config.V_SCALES)
+        p_order = listed.order + base + done
+        next_order = tl.load(p_order + o_first, mask=o_first < count, other=0)
+        next_q = queries_of(inputs.q, next_order, i_kv, o_g, (o_first < count) & m_g, strides, config)
+        then_order = tl.load(p_order + o_first + TOKENS, mask=o_first + TOKENS < count, other=0)
+        # Triton's pipeline would ask for queries behind the products, as it looks up whose they are: each step would
+        # wait for its own.
         for i in tl.range(0, (count + (TOKENS - 1)) // TOKENS, num_stages=config.STAGES):
-            i_entry = i * TOKENS + o_m // ROWS
-            m_row = (i_entry < count) & (o_g < config.GROUP)
-            order = tl.load(listed.order + base + done + i_entry, mask=m_row, other=0)
+            i_entry = i * TOKENS + o_first
+            m_row = (i_entry < count) & m_g
+            order, b_q = next_order, next_q
+            next_order = then_order
+            next_q = queries_of(inputs.q, next_order, i_kv, o_g, (i_entry + TOKENS < count) & m_g, strides, config)
+            then_order = tl.load(p_order + i_entry + 2 * TOKENS, mask=i_entry + 2 * TOKENS < count, other=0)
             sees = tl.load(listed.reach + order, mask=m_row, other=0)
-            off_q = order // (config.HEADS_KV * config.TOPK) * strides.q[0]
-            off_q += (i_kv * config.GROUP + o_g).to(tl.int64) * strides.q[1]
-            b_q = load_tile(inputs.q, off_q, o_dq, m_row, config.D, config.BLOCK_D)
             b_s = tl.dot(b_q, tl.trans(b_k))
             if edge:
                 b_s = tl.where(o_n[None, :] < sees[:, None], b_s, float("-inf"))

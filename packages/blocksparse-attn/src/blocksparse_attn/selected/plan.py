@@ -136,9 +136,9 @@ def plan_selected(problem: Problem, limits: DeviceLimits) -> SelectedPlan:
     """The plan for a problem on this device."""
     if limits.hopper and _has_blocks_of_many(problem):
         # MiniMax-M3's prefill of 8192 tokens, random lists, in one run on an H200 (triton 3.6.0, 2026-11-23): 0.59 of
-        # the time of tokens walked one by one; 0.62 with two stages, 0.66 with 128 rows and eight warps, 0.59 with 8192
-        # tokens at once.
-        plan = SelectedPlan(64, problem.block_size, 1, 4, 3, by_blocks=_tokens_at_once(problem))
+        # the time of tokens walked one by one; 0.66 with 128 rows and eight warps, 0.59 with 8192 tokens at once.
+        # Queries are asked for a step ahead, without stages.
+        plan = SelectedPlan(64, problem.block_size, 1, 4, 1, by_blocks=_tokens_at_once(problem))
         if plan.covers(problem):
             return plan
     if problem.bits == 32 or limits.shared_memory <= 64 * 1024:

@@ -171,6 +171,7 @@ def specs(target: str) -> Iterator[KernelSpec]:
 
     # What TMA does not load.
     yield from prefill(f"{WITHOUT_TMA}x-packed", LLAMA, limits, page_layout="x-packed", lse=True)
+    yield from prefill(f"{WITHOUT_TMA}x-packed, heads of 64", GPT_OSS, limits, page_layout="x-packed", new_kv=True)
     yield from prefill(f"{WITHOUT_TMA}x-packed, decoding", LLAMA, limits, page_layout="x-packed", rows=64, longest=1)
 
     def hopper(name: str, model: SoftmaxAttention, **options: Any) -> Iterator[KernelSpec]:

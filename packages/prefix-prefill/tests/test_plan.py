@@ -178,6 +178,8 @@ def test_decoding_over_8_bits_has_more_registers_for_what_converts_heads_of_128(
         ({"softcap": 30.0}, 2048, (128, 64, 8, 3)), ({"left": 127}, 2048, (128, 128, 8, 3)),
         ({"new_kv": True}, 2048, (128, 128, 8, 3)), ({"left": 127, "new_kv": True}, 2048, (128, 64, 8, 3)),
         ({"cache_bits": 8}, 2048, (128, 64, 8, 2)), ({"head_dim": 72}, 1, (16, 64, 4, 2)),
+        ({"head_dim": 64}, 2048, (64, 64, 4, 3)), ({"head_dim": 64}, 1, (16, 64, 4, 2)),
+        ({"head_dim": 64, "softcap": 30.0}, 2048, (64, 64, 4, 2)),
     ],
 )  # fmt: skip
 def test_tiles_on_an_h200_of_what_tma_does_not_load(change, longest: int, tiles: tuple[int, ...]) -> None:

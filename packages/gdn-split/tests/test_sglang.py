@@ -178,3 +178,34 @@ def test_the_engines_own_backend_calls_the_hook_that_its_registry_has_put_round_
     out, _ = backend.forward_decode(layer, SimpleNamespace(mamba_track_mask=None), (qkvz, ba), ba, ba)
     assert float((out[0].double() - exact).abs().max() / exact.abs().max()) < 0.01
     assert torch.allclose(made.cache.temporal.double(), state, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not INSTALLED, reason="sglang is not installed")
+@torch.no_grad()
+def test_a_step_gives_the_same_as_sglangs_own_kernels(adapter: ModuleType, device: torch.device) -> None:
+    engine, kinds = importlib.import_module(BACKEND), importlib.import_module(BACKEND.replace("gdn_backend", "utils"))
+    slots = torch.tensor([5, 2, 4]).int().to(device)
+    sizes = {"q_dim": HEADS_QK * DIM, "k_dim": HEADS_QK * DIM}
+    layer, ours = make_layer(device, **sizes), make_backend(device, slots)
+    theirs = engine.GDNAttnBackend.__new__(engine.GDNAttnBackend)
+    cache = SimpleNamespace(
+        conv=[ours.cache.conv[0].clone()], temporal=ours.cache.temporal.clone(), replayssm_d=None, replayssm_k=None,
+        replayssm_g=None,
+    )  # fmt: skip
+    theirs.req_to_token_pool = SimpleNamespace(mamba2_layer_cache=lambda layer_id: cache)
+    theirs.forward_metadata = SimpleNamespace(
+        query_start_loc=torch.arange(4).int().to(device), mamba_cache_indices=slots, replayssm_write_pos=None,
+        replayssm_force_flush=None,
+    )  # fmt: skip
+    triton = kinds.LinearAttnKernelBackend.TRITON
+    theirs.kernel_dispatcher = engine.GDNKernelDispatcher(triton, triton)
+    qkvz, ba = projections(3, device)
+    batch = SimpleNamespace(mamba_track_mask=None, batch_size=3)
+    expected, expected_z = theirs.forward_decode(layer, batch, (qkvz, ba), ba, ba)
+    out, z = adapter.decode(never, ours, layer, batch, (qkvz, ba), ba, ba)
+    assert float((out - expected.view(out.shape)).abs().max() / expected.abs().max()) < 0.02
+    assert torch.equal(z, expected_z.view(z.shape))
+    assert torch.equal(ours.cache.conv[0], cache.conv[0])
+    off = (ours.cache.temporal - cache.temporal).abs().max() / cache.temporal.abs().max()
+    assert float(off) < 0.005

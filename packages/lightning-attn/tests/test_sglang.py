@@ -191,3 +191,26 @@ def test_the_engines_own_backend_calls_the_hook_that_its_registry_has_put_round_
     out = backend.forward_extend(*given, layer, batch)
     assert near(out, exact.out.flatten(1))
     assert near(states[slots], exact.state)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not INSTALLED, reason="sglang is not installed")
+@pytest.mark.parametrize("counts", [(7, 1, 140), (1, 1, 1)], ids=["mixed", "decoding"])
+def test_a_step_gives_the_same_as_sglangs_own_kernels(
+    adapter: ModuleType, device: torch.device, counts: tuple[int, ...]
+) -> None:
+    from sglang.srt.layers.attention.linear.lightning_backend import LightningAttentionBackend
+
+    size = 128
+    starts = torch.tensor([0, *counts]).cumsum(0).int().to(device)
+    slots, has_state = torch.tensor([3, 8, 1]).int().to(device), torch.tensor([True, True, False], device=device)
+    decodes = max(counts) == 1
+    step = make_metadata(starts, slots, 0 if decodes else 3, has_state | decodes)
+    given = [torch.randn(sum(counts), HEADS, size, device=device).bfloat16() for _ in range(3)]
+    states = torch.randn(SLOTS, HEADS, size, size, device=device)
+    backend, layer = backend_and_layer(device)
+    own = states.clone()
+    out = adapter.recurrence(never, backend, *given, own, slots, step, layer)
+    expected = LightningAttentionBackend._linear_attention_entry(backend, *given, states, slots, step, layer)
+    assert float((out - expected).abs().max() / expected.abs().max()) < 0.01
+    assert float((own - states).abs().max() / states.abs().max()) < 0.005

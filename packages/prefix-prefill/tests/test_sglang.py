@@ -489,3 +489,25 @@ def test_the_engines_registry_makes_the_backend_that_it_is_asked_for(backend: Mo
     backend.register()
     assert "prefix_prefill" in ATTENTION_BACKEND_CHOICES
     assert ATTENTION_BACKENDS["prefix_prefill"](make_runner(torch.device("cpu"))).page_size == PAGE
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not INSTALLED, reason="sglang is not installed")
+@pytest.mark.parametrize(("mode", "lengths"), [("EXTEND", CHUNKS), ("DECODE", DECODING)], ids=["chunks", "decoding"])
+def test_a_step_gives_the_same_as_sglangs_own_backend_on_the_same_pool(
+    backend: ModuleType, device: torch.device, mode: str, lengths: Any
+) -> None:
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    layer, runner = make_layer(sliding_window_size=12), make_runner(device)
+    batch, rows = make_batch(runner, layer, mode, lengths)
+    older = torch.tensor([ctx for ctx, _ in lengths], device=device)
+    batch = SimpleNamespace(**batch._asdict(), extend_prefix_lens=older, encoder_lens=None)
+    results, pools = [], []
+    for cls in (backend.PrefixPrefillBackend, TorchNativeAttnBackend):
+        own = cls(runner)
+        own.init_forward_metadata(batch)
+        results.append(attend(own, batch, rows, layer))
+        pools.append([buffer.clone() for buffer in runner.token_to_kv_pool.get_kv_buffer(0)])
+    assert_near(results[0], results[1].double().cpu(), at_most=0.015)
+    assert all(map(torch.equal, *pools))

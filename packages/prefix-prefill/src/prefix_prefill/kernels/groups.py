@@ -2,6 +2,12 @@
 
 from typing import NamedTuple
 
+import triton
+import triton.language as tl
+
+# Whether a config's fields are constant in the argument itself, as from Triton 3.8 on; else in a copy of it.
+CONSTANT_FIELDS = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8))
+
 
 class Config(NamedTuple):
     """What the kernel is compiled for; ``launch`` makes it from a problem and its plan."""

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from prefix_prefill.kernels.groups import CONSTANT_FIELDS
 from prefix_prefill.kernels.schedule import find_tile, lengths
 from prefix_prefill.kernels.softmax import (
     Target,
@@ -122,7 +123,7 @@ def merge_splits(
     """Results from the workspace of a launch with splits: parts [num_splits, rows, H, D], behind them their lse
     [num_splits, H, rows].
     """
-    C: tl.constexpr = config._replace()
+    C: tl.constexpr = config if CONSTANT_FIELDS else config._replace()
     p_part_lse = p_workspace + num_splits.to(tl.int64) * rows * (C.H * C.D)
     pid = tl.program_id(0)
     i_h = (pid // num_slots).to(tl.int64)
@@ -265,7 +266,7 @@ def merge_pieces(
 
     A warp has a row. ``across`` programs take a tile's rows, ROWS at a time.
     """
-    C: tl.constexpr = config._replace()
+    C: tl.constexpr = config if CONSTANT_FIELDS else config._replace()
     sizes = Sizes(rows, tokens, block_m)
     o_d = tl.arange(0, C.BLOCK_D)
     i_entry = tl.program_id(0) // across

@@ -8,7 +8,7 @@ keys first, then, where they are tensors of their own, the new ones.
 import triton
 import triton.language as tl
 
-from prefix_prefill.kernels.groups import Excess, Keys, Pages, Rows, Scoring, Source
+from prefix_prefill.kernels.groups import CONSTANT_FIELDS, Excess, Keys, Pages, Rows, Scoring, Source
 from prefix_prefill.kernels.merge import include
 from prefix_prefill.kernels.schedule import find_tile, key_range, lengths, program_tile, split_range
 from prefix_prefill.kernels.softmax import (
@@ -221,7 +221,7 @@ def attend(
     rows, H] and how many pieces there are of each row. Of a level before, which writes such, ``p_levels[0]`` is that
     number, and the workspace takes the others.
     """
-    C: tl.constexpr = config._replace()
+    C: tl.constexpr = config if CONSTANT_FIELDS else config._replace()
     p_table, p_cu, p_seqlens, p_draft = p_batch
     p_alibi, p_sinks = p_per_head
     BLOCK_M: tl.constexpr = C.BLOCK_M

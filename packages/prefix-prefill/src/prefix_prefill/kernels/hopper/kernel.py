@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from prefix_prefill.kernels.batch import Batch
-from prefix_prefill.kernels.groups import Numbers, Scores
+from prefix_prefill.kernels.groups import CONSTANT_FIELDS, Numbers, Scores
 from prefix_prefill.kernels.hopper.config import (
     ROWS,
     STRIP,
@@ -78,7 +78,7 @@ def attend(
     and Numbers. An 8-bit cache is scaled by numbers, or by tensors with one scale for all, for each kv head, or for
     each token and head.
     """
-    C: gl.constexpr = config._replace()
+    C: gl.constexpr = config if CONSTANT_FIELDS else config._replace()
     p_q, p_out, p_lse = p_rows
     p_table, p_cu, p_seqlens, p_draft = p_batch[:4]
     batch = Batch(p_cu, p_seqlens, rows, num_sequences, capacity, left, right)

@@ -31,12 +31,12 @@ class SetBack(NamedTuple):
 
 
 def set_back(root: Path, commits: int) -> list[SetBack]:
-    """Of the last so many commits; a shallow clone knows no older states."""
+    """Of the last so many commits, and not changed since; a shallow clone knows no older states."""
     told = ("git", "-C", str(root), "log", "--reverse", "--raw", "--no-abbrev", "--no-renames", "--no-merges")
     log = subprocess.run([*told, "-z", "--format=%x01%h%x02%s%x02%B%x03"], capture_output=True, text=True, check=True)
     entries = log.stdout.split("\x01")[1:]
     states: dict[str, set[str]] = defaultdict(set)
-    found = []
+    found: dict[str, SetBack] = {}
     for i, entry in enumerate(entries):
         head, changes = entry.split("\x03", 1)
         commit, subject, message = head.split("\x02")
@@ -47,10 +47,12 @@ def set_back(root: Path, commits: int) -> list[SetBack]:
             elif kind != "D":
                 worked_on.add(home_of(path))
             states[path] |= {before, after}
+            # What has been mended since is no longer told.
+            found.pop(path, None)
         if i >= len(entries) - commits and not MEANT.search(subject):
             strange = [path for path in old if home_of(path) not in worked_on and home_of(path) not in message]
-            found += [SetBack(commit[:7], subject, path) for path in strange]
-    return found
+            found |= {path: SetBack(commit[:7], subject, path) for path in strange}
+    return list(found.values())
 
 
 def home_of(path: str) -> str:

@@ -48,7 +48,7 @@ def slot_ahead(p_slots, sequences, num_slots, sizes: tl.constexpr, step: tl.cons
 def fetch_ahead(p_x, p_conv, p_pool, slot, strides, sizes: tl.constexpr, conv: tl.constexpr, step: tl.constexpr):
     """Bring what that program needs into the L2 cache, so that it waits the less for memory.
 
-    Of a head that is taken in slices the first one's brings all: along Dk a slice is not one piece of memory.
+    Of a head that is taken in slices the first one brings all: where Dv is inner a slice is not one piece of memory.
     """
     NQK: tl.constexpr = sizes.NQK
     NV: tl.constexpr = NQK * sizes.R

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from kernel_reference.testing import gluon
-from kernel_reference.testing.guards import assert_bitwise_equal
+from kernel_reference.testing.guards import assert_bitwise_equal, poison_
 from lightning_attn import launch
 from lightning_attn import tensors as groups
 from lightning_attn.plan import DecodePlan, PrefillPlan
@@ -215,6 +215,32 @@ def test_chained_segments_have_the_results_of_whole_sequences_in_both_directions
             *kernels.gradients(plan, q, k, v, slopes, history, d_out, d_state, 0.7),
         ]
         for plan in (whole, replace(whole, segment=128, chained=True))
+    ]
+    for one, other in zip(*results, strict=True):
+        assert (one - other).abs().max() <= 4 * torch.finfo(dtype).eps * one.abs().max()
+
+
+@pytest.mark.parametrize("plan", [
+    PrefillPlan(64, 64, 64, 4, 4, 64, True), PrefillPlan(64, 64, 64, 4, 3, 64, True, roles=True),
+    PrefillPlan(64, 64, 64, 8, 1, 64, True, bf16x6=True),
+], ids=["16 bits", "roles", "float32"])  # fmt: skip
+def test_segments_read_no_state_that_was_not_written_however_steep_the_rate(
+    tensors, kernels, monkeypatch, plan
+) -> None:
+    """From 104 on nothing of a segment reaches the next one."""
+    dtype = torch.float32 if plan.bf16x6 else torch.bfloat16
+    whole = replace(plan, segment=0)
+    q, k, v, d_out = (tensors.normal(1, 2, 131, 64, dtype=dtype) for _ in range(4))
+    history, d_state = (tensors.normal(1, 2, 64, 64) for _ in range(2))
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, **how: poison_(empty(*size, **how)))
+    slopes = torch.tensor([200.0, torch.inf])
+    results = [
+        [
+            *kernels.attention(each, q, k, v, slopes, history),
+            *kernels.gradients(each, q, k, v, slopes, history, d_out, d_state),
+        ]
+        for each in (whole, plan)
     ]
     for one, other in zip(*results, strict=True):
         assert (one - other).abs().max() <= 4 * torch.finfo(dtype).eps * one.abs().max()

@@ -89,12 +89,15 @@ def add_chunk(stages, i, S, b_entering, decay, length, sizes: gl.constexpr, MASK
 
 @gluon.jit
 def add_up(stages, work, carried, i_state, p_slopes, scale, rest, sizes: gl.constexpr):
-    """Add up a segment's state, and store it. rest: rows of a short chunk, which is the first where there is one."""
+    """Add up a segment's state, and store it: of no chunks it is zero, and of -1 nobody's.
+
+    rest: rows of a short chunk, which is the first where there is one.
+    """
     CHUNK: gl.constexpr = sizes.CHUNK
     REVERSED: gl.constexpr = sizes.REVERSED
     L_S: gl.constexpr = state_layout(sizes)
     IN_UNITS: gl.constexpr = REVERSED and stages.v.dtype == gl.float16
-    if work.chunks > 0:
+    if work.chunks >= 0:
         o_d = gl.arange(0, sizes.BLOCK_D, gl.SliceLayout(0, L_S))
         o_e = work.column + gl.arange(0, sizes.BLOCK_E, gl.SliceLayout(1, L_S))
         o_k = gl.arange(0, CHUNK, gl.SliceLayout(0, gl.DotOperandLayout(0, L_S, 2)))
@@ -143,7 +146,7 @@ def segment_states(
     stride: gl.constexpr = -CHUNK if REVERSED else CHUNK
     rest = 0
     if REVERSED:
-        has_next = begin > first
+        has_next = (begin > first) & (begin < end)
         i_state -= 1
         end = gl.minimum(end, begin + tokens)
         chunks = (end - begin + CHUNK - 1) // CHUNK
@@ -156,7 +159,8 @@ def segment_states(
         begin = gl.maximum(begin, end - tokens)
         chunks = (end - begin) // CHUNK
         start = begin
-    chunks = gl.where(has_next & (slot_of(batch, i_n) >= 0), chunks, 0)
+    # At a steep rate none is in reach of the next segment, which reads the state all the same.
+    chunks = gl.where(has_next & (slot_of(batch, i_n) >= 0), chunks, -1)
     # The packed rows of a ragged batch are one box.
     i_box = i_n.to(gl.int32) if p_cu is None else 0
     work = Work(i_box, i_h // sizes.RATIO_QK, i_h // sizes.RATIO_V, i_h, i_e * sizes.BLOCK_E, start, chunks)

@@ -21,15 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from prefix_prefill.kernels.hopper.capped import reference_of, update_by_constant
-from prefix_prefill.kernels.hopper.config import (
-    ROWS,
-    STRIP,
-    Bounds,
-    Inside,
-    column_of,
-    own_tiles,
-    width_of,
-)
+from prefix_prefill.kernels.hopper.config import ROWS, STRIP, Bounds, Inside, column_of, own_tiles, width_of
 from prefix_prefill.kernels.hopper.drafts import store_masks
 from prefix_prefill.kernels.hopper.epilogue import finish
 from prefix_prefill.kernels.hopper.items import done, has_item, loop_of, tile_of
@@ -130,8 +122,10 @@ def inside_of(loop, all_low, all_high, C):
         start = loop.start + loop.to_new
         high = (gl.minimum(all_high, loop.high) - start) // C.BLOCK_N
         if C.HAS_LEFT:
+            # New keys begin before the last tile of cached ones ends: only keys tell whether rows see these whole.
             new_low = (all_low - start + C.BLOCK_N - 1) // C.BLOCK_N
-            low = gl.where(low <= loop.first_new, low, gl.maximum(new_low, loop.first_new))
+            before_new = all_low < start + loop.first_new * C.BLOCK_N
+            low = gl.where(before_new, low, gl.maximum(new_low, loop.first_new))
     return Inside(low, cut, high)
 
 

@@ -22,6 +22,8 @@ Tensor = torch.Tensor
 STEP_S = 0.0005
 # The longest that a TMA load is in flight.
 LATE_S = 0.002
+# The same of elements copied one by one: longer than who is told too early takes to read them.
+COPY_LATE_S = 0.02
 # How long the slow partition stops wherever it meets the others.
 SLOW_S = 0.001
 
@@ -237,7 +239,7 @@ def copy_elements(stage: Shared, pointer: Any, mask: Any = True) -> None:
         program.loads_in_flight -= 1
         stage.store(elements)
 
-    when = program.now + random.random() * LATE_S
+    when = program.now + random.random() * COPY_LATE_S
     program.running.copied_at = max(program.running.copied_at, when)
     program.loads_in_flight += 1
     program.at(when, arrive)

@@ -185,12 +185,12 @@ def load_gates(p_ba, p_path, first, tokens, c_b, c_a, stride, conv: tl.constexpr
 @triton.jit
 def gates_of_tokens(b, a, gate, live, EVEN: tl.constexpr):
     """Decay and beta of tokens: of those that are none 1 and 0."""
-    decay = tl.exp(log_decay(a.to(tl.float32), gate))
+    decay = log_decay(a.to(tl.float32), gate)
     beta = sigmoid(b.to(tl.float32))
     if not EVEN:
-        decay = tl.where(live, decay, 1.0)
+        decay = tl.where(live, decay, 0.0)
         beta = tl.where(live, beta, 0.0)
-    return decay, beta
+    return tl.exp(decay), beta
 
 
 @triton.jit

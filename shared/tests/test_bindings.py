@@ -65,15 +65,17 @@ SIZES = Sizes(4, 0.5)
 
 def called(
     kernel: Kernel, tokens: int, stride: Any = 8, sizes: Any = SIZES, *, tensors: Any = None, **more: Any
-) -> None:
+) -> Launch:
     made = Launch(kernel, (tokens % 7 + 1, 1, 1), (tokens, stride, sizes), CPU, **{"num_warps": 4, **more})
     made(*([aligned()] if tensors is None else tensors))
+    return made
 
 
 def test_a_launch_of_other_sizes_takes_what_was_compiled_without_asking_triton(kernel: Kernel) -> None:
-    for tokens in (100, 101, 4096, 2**31 - 1):
-        called(kernel, tokens)
+    made = [called(kernel, tokens) for tokens in (100, 101, 4096, 2**31 - 1)]
     assert (kernel.bound, kernel.started) == (1, 3)
+    # What tells them apart is 6 kB, and kept once for all.
+    assert [launch._kept.signature for launch in made] == [None] * 4
 
 
 def test_a_resized_launch_shares_what_either_compiled_and_asks_triton_for_wider_integers(

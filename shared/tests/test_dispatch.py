@@ -30,19 +30,26 @@ def prepare_another(tensors: Sequence[Tensor], numbers: tuple[Any, ...]) -> obje
     return object()
 
 
-def test_the_table_is_emptied_at_its_bound_and_each_entry_made_once_until_then() -> None:
+def test_of_a_day_of_new_sizes_the_last_are_kept_and_what_comes_again_longest() -> None:
     table = PreparedLaunches(most=4)
-    made: list[int] = []
+    made: list[tuple[int, int]] = []
 
-    def noted(tensors: Sequence[Tensor], numbers: tuple[int, ...]) -> int:
-        made.append(numbers[0])
-        return numbers[0]
+    def noted(tensors: Sequence[Tensor], numbers: tuple[int, ...]) -> tuple[int, int]:
+        made.append((len(tensors[0]), numbers[0]))
+        return made[-1]
 
-    tensor = torch.empty(2, 3)
-    for number in (*range(20), 19, 19):
-        assert table.find(noted, (tensor,), (number,)) == number
-        assert 1 <= len(table) <= 4
-    assert made == list(range(20))
+    for size in range(10, 30):
+        # Chunks of one size, which come again, beside prompts of new ones; each has two kinds of layers.
+        for look in (7, 1), (size, 1), (size, 2):
+            assert table.find(noted, (torch.empty(look[0], 3),), look[1:]) == look
+            assert len(table._latest) <= 2
+            assert len(table) <= 4
+    assert made == [(7, 1), *[(size, kind) for size in range(10, 30) for kind in (1, 2)]]
+    assert table.find(noted, (torch.empty(10, 3),), (1,)) == made.pop() == (10, 1)
+    # Numbers that are new with each call leave nothing behind either.
+    for kind in range(20):
+        table.find(noted, (torch.empty(1, 3),), (kind,))
+        assert len(table._latest) <= len(table) == table.most
 
 
 def test_a_launch_is_found_again_only_for_the_same_sizes_strides_dtypes_device_and_numbers() -> None:

@@ -8,14 +8,16 @@ asks less, and more strictly: integers that a kernel is not specialised on may d
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+
+from kernel_reference.starting import Starter, find_starter
 
 # More than any process compiles; past them all are forgotten and bound once more.
 _MOST = 4096
 # The kernel is kept, so that its number stays its own.
-_found: dict[Hashable, tuple[Any, Any]] = {}
+_found: dict[Hashable, tuple[Any, Compiled | None]] = {}
 
 
 def signature_of(
@@ -45,17 +47,26 @@ def signature_of(
     return signature
 
 
-def find_compiled(signature: Hashable | None) -> Any:
+class Compiled(NamedTuple):
+    """What ``kernel[grid](...)`` returned, and its short way: see starting.py. One for all launches that it serves."""
+
+    compiled: Any
+    starter: Starter | None
+
+
+def find_compiled(signature: Hashable | None) -> Compiled | None:
     """What was compiled for it; None where nothing was."""
     return None if signature is None else _found.get(signature, (None, None))[1]
 
 
-def keep_compiled(signature: Hashable | None, kernel: Any, compiled: Any) -> None:
+def keep_compiled(signature: Hashable | None, kernel: Any, compiled: Any) -> Compiled:
     """Remember what ``kernel[grid](...)`` returned."""
+    kept = Compiled(compiled, find_starter(compiled))
     if signature is not None:
         if len(_found) >= _MOST:
             _found.clear()
-        _found[signature] = kernel, compiled
+        _found[signature] = kernel, kept
+    return kept
 
 
 def _value(param: Any, value: Any) -> Hashable:

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
-from kernel_reference.bindings import find_compiled, keep_compiled, signature_of
-from kernel_reference.starting import Starter, find_starter
+from kernel_reference.bindings import Compiled, find_compiled, keep_compiled, signature_of
+from kernel_reference.starting import Starter
 
 Tensor = torch.Tensor
 
@@ -147,17 +147,16 @@ class Launch:
         compiled = self.kernel[self.grid](*descriptors, *self._given(tensors), *self.rest, **self.options)
         # The interpreter compiles nothing and returns None.
         if compiled is not None and aligned:
-            keep_compiled(self._kept.signature, self.kernel, compiled)
-            self._kept.take(compiled)
+            self._kept.take(keep_compiled(self._kept.signature, self.kernel, compiled))
 
     def _find(self, tensors: tuple[Tensor | None, ...]) -> None:
         """Take what a launch like this one compiled, if there was one."""
         boxes = tuple([(tuple(box), layout) for _, _, box, layout in self.boxes])
         others = (self.group, self._as_integers, boxes)
         self._kept.signature = signature_of(self.kernel, self.rest, tensors, others, self.options)
-        compiled = find_compiled(self._kept.signature)
-        if compiled is not None:
-            self._kept.take(compiled)
+        found = find_compiled(self._kept.signature)
+        if found is not None:
+            self._kept.take(found)
 
     def _tritons_own_way(self, *arguments: Any) -> None:
         """What was compiled, with hooks and descriptors, and without binding."""
@@ -185,8 +184,10 @@ class _Kept:
         self.starter: Starter | None = None
         self.signature: Hashable | None = None
 
-    def take(self, compiled: Any) -> None:
-        self.compiled, self.starter = compiled, find_starter(compiled)
+    def take(self, found: Compiled) -> None:
+        self.compiled, self.starter = found
+        # Asked for no more, and 6 kB.
+        self.signature = None
 
 
 def _are_narrow(numbers: tuple[int, ...]) -> bool:

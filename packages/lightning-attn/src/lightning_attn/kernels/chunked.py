@@ -42,6 +42,7 @@ from lightning_attn.kernels.schedule import (
     next_snapshot,
     program,
     rows_of_head,
+    segment_rows,
     slot_of,
     snapshot_slot,
     state_pointers,
@@ -270,12 +271,9 @@ def prefill(
     )
     i_e, i_h, i_w = program(sizes.H, (sizes.E + sizes.BLOCK_E - 1) // sizes.BLOCK_E, sizes.SEGMENT > 0)
     i_h = i_h.to(tl.int64)
-    i_n, i_segment, begin, end = locate(batch, i_w, sizes.SEGMENT)
-    first = begin
-    length = end - begin
-    if sizes.SEGMENT:
-        begin = tl.minimum(first + i_segment * sizes.SEGMENT, end)
-        end = tl.minimum(begin + sizes.SEGMENT, end)
+    i_n, i_segment, first, last = locate(batch, i_w, sizes.SEGMENT)
+    begin, end = segment_rows(first, last, i_segment, sizes.SEGMENT)
+    length = last - first
     o_c = tl.arange(0, sizes.CHUNK)
     o_e = i_e * sizes.BLOCK_E + tl.arange(0, sizes.BLOCK_E)
     slot = slot_of(batch, i_n)
@@ -357,8 +355,7 @@ def segment_states(
     i_e, i_h, i_w = program(sizes.H, (sizes.E + sizes.BLOCK_E - 1) // sizes.BLOCK_E)
     i_h = i_h.to(tl.int64)
     i_n, i_segment, first, last = locate(batch, i_w, sizes.SEGMENT)
-    begin = tl.minimum(first + i_segment * sizes.SEGMENT, last)
-    end = tl.minimum(begin + sizes.SEGMENT, last)
+    begin, end = segment_rows(first, last, i_segment, sizes.SEGMENT)
     slot = slot_of(batch, i_n)
     has_next = end < last
     next_segment = i_segment + 1

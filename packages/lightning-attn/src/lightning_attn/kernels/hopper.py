@@ -57,6 +57,7 @@ from lightning_attn.kernels.schedule import (
     next_snapshot,
     program,
     rows_of_head,
+    segment_rows,
     slot_of,
 )
 
@@ -90,15 +91,12 @@ def prefill(
     CHAINED: gl.constexpr = sizes.CHAINED
     # A ragged batch's prompts come last, as engines have it: begun first, they run beside the rows of one token.
     i_e, i_h, i_w = program(sizes.H, TILES, REVERSED if CHAINED else SEGMENT > 0 or p_cu is not None)
-    i_n, i_segment, begin, end = locate(batch, i_w, SEGMENT, CHAINED)
+    i_n, i_segment, first, last = locate(batch, i_w, SEGMENT, CHAINED)
     # TMA coordinates have 32 bits.
-    begin = begin.to(gl.int32)
-    end = end.to(gl.int32)
-    first = begin
-    length = end - begin
-    if SEGMENT:
-        begin = gl.minimum(first + i_segment * SEGMENT, end)
-        end = gl.minimum(begin + SEGMENT, end)
+    first = first.to(gl.int32)
+    last = last.to(gl.int32)
+    begin, end = segment_rows(first, last, i_segment, SEGMENT)
+    length = last - first
     slot = slot_of(batch, i_n)
     column = i_e * BLOCK_E
     o = rows_of_head(p_o, strides.o, i_n, i_h.to(gl.int64), 1)
@@ -159,7 +157,7 @@ def prefill(
         own = 0
         if CHAINED:
             # Who has another segment behind it.
-            has_next = begin > first if REVERSED else end < first + length
+            has_next = begin > first if REVERSED else end < last
             in_reach = chunks_in_reach(base_two_rate(p_slopes, i_h), SEGMENT, CHUNK)
             # At least one: who has another segment behind it passes a state on.
             own = gl.where(has_next, gl.minimum(chunks, gl.maximum(in_reach, 1)), 0)
@@ -269,8 +267,8 @@ def prefill(
         tma.store_wait(0)
         if p_final is not None:
             # Read again: in the main loop the registers are needed.
-            first_again, last = bounds(batch, i_n)
-            is_last = end == last
+            first_again, last_again = bounds(batch, i_n)
+            is_last = end == last_again
             if REVERSED:
                 is_last = begin == first_again
             if is_last:

@@ -33,6 +33,7 @@ from lightning_attn.kernels.schedule import (
     next_snapshot,
     program,
     rows_of_head,
+    segment_rows,
     slot_of,
 )
 
@@ -266,20 +267,17 @@ def prefill(
     )
     i_e, i_h, i_w = program(sizes.H, (sizes.E + BLOCK_E - 1) // BLOCK_E, SEGMENT > 0)
     i_h = i_h.to(gl.int64)
-    i_n, i_segment, begin, end = locate(batch, i_w, SEGMENT)
+    i_n, i_segment, first, last = locate(batch, i_w, SEGMENT)
     i_n = i_n.to(gl.int64)
     q = rows_of_head(p_q, strides.q, i_n, i_h, sizes.RATIO_QK)
     k = rows_of_head(p_k, strides.k, i_n, i_h, sizes.RATIO_QK)
     v = rows_of_head(p_v, strides.v, i_n, i_h, sizes.RATIO_V)
     o = rows_of_head(p_o, strides.o, i_n, i_h, 1)
     # A sequence's rows are counted in 32 bits.
-    begin = begin.to(gl.int32)
-    end = end.to(gl.int32)
-    first = begin
-    length = end - begin
-    if SEGMENT:
-        begin = gl.minimum(first + i_segment * SEGMENT, end)
-        end = gl.minimum(begin + SEGMENT, end)
+    first = first.to(gl.int32)
+    last = last.to(gl.int32)
+    begin, end = segment_rows(first, last, i_segment, SEGMENT)
+    length = last - first
     slot = slot_of(batch, i_n)
     column = i_e * BLOCK_E
     TAKES_TOKENS: gl.constexpr = p_cu is not None and p_positions is None and p_final is not None
@@ -358,7 +356,7 @@ def prefill(
                     store_snapshots(snapshots, batch, final, i_n, stop, i_h, o_d, o_e, (acc_S,), sizes)
                     stop = next_snapshot(snapshots, batch, i_n, stop + 1, CHUNK)
         if p_final is not None:
-            is_last = end == first + length
+            is_last = end == last
             if REVERSED:
                 is_last = begin == first
             if is_last:
@@ -409,8 +407,7 @@ def segment_states(
     v = rows_of_head(p_v, strides.v, i_n, i_h, sizes.RATIO_V)
     first = first.to(gl.int32)
     last = last.to(gl.int32)
-    begin = gl.minimum(first + i_segment * SEGMENT, last)
-    end = gl.minimum(begin + SEGMENT, last)
+    begin, end = segment_rows(first, last, i_segment, SEGMENT)
     slot = slot_of(batch, i_n)
     has_next = end < last
     next_segment = i_segment + 1

@@ -30,7 +30,17 @@ from lightning_attn.kernels.hopper_follow import Decays, HeadRows, Span, Stages,
 from lightning_attn.kernels.hopper_ring import Work, pieces_of, tile_of
 from lightning_attn.kernels.hopper_rows import zero_after
 from lightning_attn.kernels.hopper_step import scores_registers
-from lightning_attn.kernels.schedule import Batch, Counts, Snapshots, States, locate, program, rows_of_head, slot_of
+from lightning_attn.kernels.schedule import (
+    Batch,
+    Counts,
+    Snapshots,
+    States,
+    locate,
+    program,
+    rows_of_head,
+    segment_rows,
+    slot_of,
+)
 
 
 @gluon.jit
@@ -130,15 +140,12 @@ def prefill(
     snapshots = Snapshots(p_positions, p_snapshot_slots, num_snapshots)
     states = (States(p_initial, strides.initial), States(p_final, strides.final), States(p_carried, strides.carried))
     i_e, i_h, i_w = program(sizes.H, TILES, SEGMENT > 0 or p_cu is not None)
-    i_n, i_segment, begin, end = locate(batch, i_w, SEGMENT)
+    i_n, i_segment, first, last = locate(batch, i_w, SEGMENT)
     # TMA coordinates have 32 bits.
-    begin = begin.to(gl.int32)
-    end = end.to(gl.int32)
-    first = begin
-    length = end - begin
-    if SEGMENT:
-        begin = gl.minimum(first + i_segment * SEGMENT, end)
-        end = gl.minimum(begin + SEGMENT, end)
+    first = first.to(gl.int32)
+    last = last.to(gl.int32)
+    begin, end = segment_rows(first, last, i_segment, SEGMENT)
+    length = last - first
     slot = slot_of(batch, i_n)
     # Before the first `if`, behind which Triton 3.6 loses strides of 1.
     o = rows_of_head(p_o, strides.o, i_n, i_h.to(gl.int64), 1)

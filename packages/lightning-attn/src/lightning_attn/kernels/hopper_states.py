@@ -28,6 +28,7 @@ from lightning_attn.kernels.schedule import (
     chunks_in_reach,
     locate,
     program,
+    segment_rows,
     slot_of,
 )
 
@@ -140,8 +141,7 @@ def segment_states(
     # TMA coordinates have 32 bits.
     first = first.to(gl.int32)
     last = last.to(gl.int32)
-    begin = gl.minimum(first + i_segment * SEGMENT, last)
-    end = gl.minimum(begin + SEGMENT, last)
+    begin, end = segment_rows(first, last, i_segment, SEGMENT)
     tokens = chunks_in_reach(base_two_rate(p_slopes, i_h), SEGMENT, CHUNK) * CHUNK
     stride: gl.constexpr = -CHUNK if REVERSED else CHUNK
     rest = 0

@@ -249,6 +249,17 @@ def locate(batch, i_w, SEGMENT: tl.constexpr, BY_SEGMENT: tl.constexpr = False):
 
 
 @triton.jit
+def segment_rows(first, last, i_segment, SEGMENT: tl.constexpr):
+    """The rows of a segment, of a sequence's rows ``first`` to ``last``; all of them where there are no segments."""
+    begin = first
+    end = last
+    if SEGMENT:
+        begin = tl.minimum(first + i_segment * SEGMENT, last)
+        end = tl.minimum(begin + SEGMENT, last)
+    return begin, end
+
+
+@triton.jit
 def slot_of(batch, i_n):
     """The sequence's slot in the pool, -1 for padding and for the rows of no sequence."""
     if batch.p_slots is None:

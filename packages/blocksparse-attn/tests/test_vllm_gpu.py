@@ -18,8 +18,8 @@ from vllm.models.minimax_m3.common.sparse_attention import MiniMaxM3SparseMetada
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from blocksparse_attn.integrations.minimax_m3 import Implementation
-from kernel_reference.bench.engines import captured
 from kernel_reference.testing import vllm
+from kernel_reference.testing.layers import assert_alike
 
 Tensor = torch.Tensor
 pytestmark = pytest.mark.gpu
@@ -63,18 +63,13 @@ def test_a_step_gives_the_same_with_vllms_kernels_eagerly_and_in_a_graph(
             out: Tensor = by.forward(layer, query, cache, torch.empty_like(query))
         return out
 
+    def renew() -> None:
+        vllm.overwrite(step, vllm.step((5, 700, 41, 130), new, table.roll(1, 0).contiguous(), BLOCK))
+        layer.topk_indices_buffer.copy_(lists(step, device))
+        query.normal_()
+
     metadata = builder.build(0, step)
-    assert_near(run(ours, metadata), run(theirs, metadata))
-    if len(set(new)) > 1:
-        return
-    replay = captured(lambda: run(ours, metadata))
-    other = vllm.step((5, 700, 41, 130), new, table.roll(1, 0).contiguous(), BLOCK)
-    vllm.overwrite(step, other)
-    layer.topk_indices_buffer.copy_(lists(step, device))
-    query.normal_()
-    assert_near(replay(), run(theirs, builder.build(0, step)))
-
-
-def assert_near(ours: Tensor, theirs: Tensor) -> None:
-    ours, theirs = (x.double().unflatten(1, (HEADS, DIM)) for x in (ours, theirs))
-    assert float(((ours - theirs).abs() / theirs.abs().amax(-1, keepdim=True)).max()) < 0.02
+    assert_alike(
+        lambda: run(ours, metadata), lambda: run(theirs, builder.build(0, step)), heads=HEADS, within=0.02,
+        renew=renew if len(set(new)) == 1 else None,
+    )  # fmt: skip

@@ -17,8 +17,8 @@ from vllm.v1.attention.backends.mla.prefill.cpu_sdpa import CPUSDPAMLAPrefillBac
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
-from kernel_reference.bench.engines import captured
 from kernel_reference.testing import vllm
+from kernel_reference.testing.layers import assert_alike
 from tilelang_mla.integrations.vllm import NAME, register
 
 Tensor = torch.Tensor
@@ -62,28 +62,22 @@ def test_a_layer_gives_the_same_with_either_backend_eagerly_and_in_a_graph(
     table = torch.randperm(PAGES).view(4, -1).int().to(device)
     widths = ((HEADS, NOPE + ROPE), (LATENT,), (1, ROPE))
     given = [torch.randn(sum(new), *width, device=device).bfloat16() for width in widths]
+    # Prompts have nothing cached: vLLM's C++ extension would gather it.
+    step = vllm.step((100, 63, 0, 0), new, table, PAGE)
+    (ours, builder), (theirs, other_builder) = made
+    metadata = builder.build(0, step)
 
-    def call(layer: Any, builder: Any, metadata: Any = None) -> Tensor:
-        metadata = builder.build(0, step) if metadata is None else metadata
+    def call(layer: Any, metadata: Any) -> Tensor:
         shape = torch.Size((len(given[0]), HEADS * V))
         return vllm.call(layer, metadata, step.slot_mapping, config, *given, shape)
 
-    # Prompts have nothing cached: vLLM's C++ extension would gather it.
-    step = vllm.step((100, 63, 0, 0), new, table, PAGE)
-    ours, theirs = (call(*one) for one in made)
-    assert torch.equal(made[0][0].kv_cache, made[1][0].kv_cache)
-    assert_near(ours, theirs)
-    if len(set(new)) > 1:
-        return
-    layer, builder = made[0]
-    metadata = builder.build(0, step)
-    replay = captured(lambda: call(layer, builder, metadata))
-    vllm.overwrite(step, vllm.step((5, 160, 41, 0), new, table.roll(1, 0).contiguous(), PAGE))
-    for one in given:
-        one.normal_()
-    assert_near(replay(), call(*made[1]))
+    def renew() -> None:
+        vllm.overwrite(step, vllm.step((5, 160, 41, 0), new, table.roll(1, 0).contiguous(), PAGE))
+        for one in given:
+            one.normal_()
 
-
-def assert_near(ours: Tensor, theirs: Tensor) -> None:
-    ours, theirs = (x.double().unflatten(1, (HEADS, V)) for x in (ours, theirs))
-    assert float(((ours - theirs).abs() / theirs.abs().amax(-1, keepdim=True)).max()) < 0.02
+    assert_alike(
+        lambda: call(ours, metadata), lambda: call(theirs, other_builder.build(0, step)), heads=HEADS, within=0.02,
+        renew=renew if len(set(new)) == 1 else None,
+    )  # fmt: skip
+    assert torch.equal(ours.kv_cache, theirs.kv_cache)

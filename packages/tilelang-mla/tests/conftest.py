@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from copy import copy
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -158,9 +159,18 @@ class Guarded:
         assert not bool((got[rows] != 0)[~(want != 0).any(-1)].any()), "rows that see nothing are not zero"
         if lse is not None:
             assert bool((got_lse[:, empty] == -torch.inf).all()), "lse of rows of no sequence is not -inf"
+            again = None
             if lse_wanted.exact.numel() <= _TOO_FEW:
                 lse_wanted = moved(lse_wanted, logarithm=True)
-            assert_close_to_oracle(got_lse[:, rows], *lse_wanted, what="lse")
+                # The score of a single key, as tensor cores sum it, is off by luck.
+                again = partial(self._lse_of_others, rows)
+            assert_close_to_oracle(got_lse[:, rows], *lse_wanted, what="lse", again=again)
+
+    def _lse_of_others(self, rows: Tensor) -> Wanted:
+        """That of queries each of whose numbers is a few hundredths of itself off."""
+        other = copy(self)
+        other.queries = (self.queries * (1 + 0.03 * torch.randn_like(self.queries))).to(self.dtype)
+        return moved(other.wanted(rows)[1], logarithm=True)
 
 
 class Decode(Guarded):

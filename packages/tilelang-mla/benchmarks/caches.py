@@ -9,7 +9,7 @@ from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
-from dense import DTYPE, SAMPLE, Batch, Ours, Reference, Shape, Theirs, make_batch, plain_attention, share
+from dense import DTYPE, PAGE, SAMPLE, Batch, Ours, Reference, Shape, Theirs, make_batch, plain_attention, share
 
 from kernel_reference.attention import attention
 from kernel_reference.bench import Case, Requirement
@@ -54,8 +54,8 @@ class OfRecords(OfFormat):
     format = RECORDS
 
 
-def make_cached(device: torch.device, shape: Shape) -> Cached:
-    batch = make_batch(device, shape)
+def make_cached(device: torch.device, shape: Shape, page: int = PAGE) -> Cached:
+    batch = make_batch(device, shape, page)
     scale = torch.tensor([KV_SCALE], device=device)
     return Cached(batch, quantize_kv(batch.kv, "e4m3", scale), quantize_kv(batch.kv, "656"), scale)
 

@@ -48,6 +48,7 @@ class Shape:
     lengths: tuple[int, ...]
     tokens: int = 1
     name: str = ""
+    dtype: torch.dtype = DTYPE
 
     @property
     def words(self) -> str:
@@ -80,7 +81,7 @@ class Shape:
         m = self.model
         rows = len(self.lengths) * self.tokens * m.num_heads
         elements = sum(self.lengths) * (m.latent + m.rope) + rows * (2 * m.latent + m.rope)
-        return elements * DTYPE.itemsize
+        return elements * self.dtype.itemsize
 
 
 class Ours(NamedTuple):
@@ -129,13 +130,13 @@ def make_batch(device: torch.device, shape: Shape, page: int = PAGE) -> Batch:
     block_table = torch.zeros(len(counts), max(counts), dtype=torch.int32, device=device)
     for row, own in zip(block_table, pages.split(counts), strict=True):
         row[: len(own)] = own
-    q = torch.randn(len(counts), shape.tokens, m.num_heads, m.latent + m.rope, device=device, dtype=DTYPE)
+    q = torch.randn(len(counts), shape.tokens, m.num_heads, m.latent + m.rope, device=device, dtype=shape.dtype)
     flat = q.flatten(0, 1)
     lengths = torch.tensor(shape.lengths, dtype=torch.int32, device=device)
     return Batch(
         shape=shape,
         q=q,
-        kv=torch.randn(sum(counts), page, 1, m.latent + m.rope, device=device, dtype=DTYPE),
+        kv=torch.randn(sum(counts), page, 1, m.latent + m.rope, device=device, dtype=shape.dtype),
         seqlens_k=lengths,
         block_table=block_table,
         cu_seqlens_q=torch.arange(len(counts) + 1, device=device, dtype=torch.int32) * shape.tokens,
@@ -178,7 +179,7 @@ def fa3(num_splits: int = 0) -> Callable[[Batch], Theirs]:
             1,
             m.rope,
             i.seqlens_k,
-            DTYPE,
+            i.shape.dtype,
             headdim_v=m.latent,
             cu_seqlens_q=i.cu_seqlens_q,
             page_size=i.page,
@@ -264,8 +265,8 @@ def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: fl
     scores = torch.einsum("qhd,khd->hqk", q.float(), k.float().expand(-1, q.shape[1], -1)) * scale
     scores = scores.masked_fill(hidden, -torch.inf)
     weights = torch.exp(scores - scores.amax(-1, keepdim=True))
-    out = torch.einsum("hqk,khd->qhd", weights.to(DTYPE).float(), v.float().expand(-1, q.shape[1], -1))
-    return (out / weights.sum(-1).mT[..., None]).to(DTYPE)
+    out = torch.einsum("hqk,khd->qhd", weights.to(q.dtype).float(), v.float().expand(-1, q.shape[1], -1))
+    return (out / weights.sum(-1).mT[..., None]).to(q.dtype)
 
 
 def check(outputs: Ours | Theirs, i: Any) -> float:

@@ -1,4 +1,4 @@
-"""Where tilelang-mla's speed falls off: grids round its cases, beside FlashMLA, FA3 and vLLM's Triton kernel.
+"""Where tilelang-mla's speed falls off: grids round its cases, beside FlashMLA and FA3.
 
 Caches of 8 bits stand beside the same tokens in bfloat16.
 """
@@ -18,7 +18,6 @@ from dense import (
     FLASH_MLA,
     OURS,
     PAGE,
-    VLLM,
     Shape,
     check,
     fa3,
@@ -26,13 +25,13 @@ from dense import (
     make_batch,
     ours,
     share,
-    vllm_triton,
 )
 
 from kernel_reference.bench import Axis, Case, Map, Point
 
 # Keys of all sequences together, and FLOP of a call.
 MOST_KEYS, MOST_FLOP = 2**20, 4e12
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def lengths_of(point: Point) -> tuple[int, ...]:
@@ -46,13 +45,11 @@ def lengths_of(point: Point) -> tuple[int, ...]:
 
 
 def decode_point(device: torch.device, point: Point) -> Case:
-    shape = Shape(share(point["heads"]), lengths_of(point), point["tokens"])
+    shape = Shape(share(point["heads"]), lengths_of(point), point["tokens"], dtype=DTYPES[point["dtype"]])
     peers = {FA3: fa3}
     if point["page"] == PAGE:
         # It takes no other.
         peers[FLASH_MLA] = flash_mla
-    if point["tokens"] == 1:
-        peers[VLLM] = vllm_triton
     return Case(
         name="decode",
         shape={},
@@ -82,7 +79,7 @@ def cache_point(device: torch.device, point: Point) -> Case:
     return Case(
         name="8 bits",
         shape={},
-        make_inputs=partial(caches.make_cached, device, shape),
+        make_inputs=partial(caches.make_cached, device, shape, point["page"]),
         ours={OURS: partial(caches.attend, kind=kind)},
         peers={caches.WIDE: lambda: partial(caches.attend, kind=caches.OfFormat)},
         check=caches.check,
@@ -149,15 +146,17 @@ def allows_prefill(point: Point) -> bool:
 
 def maps(device: torch.device) -> Iterator[Map]:
     ragged = {"heads": 16, "page": PAGE, "lengths": "one of 100k", "keys": 1000, "sequences": 64, "tokens": 1}
+    ragged["dtype"] = "bfloat16"
     yield Map(
         name="decode",
         axes=(
-            Axis("heads", (8, 16, 32, 64, 128)),
+            Axis("heads", (1, 8, 16, 32, 64, 128)),
             Axis("page", (1, 16, 24, 32, PAGE, 128)),
             Axis("lengths", ("equal", "ragged", "one of 100k")),
             Axis("keys", (100, 1000, 8192, 65536)),
-            Axis("sequences", (1, 4, 16, 64, 128)),
+            Axis("sequences", (1, 4, 16, 64, 128, 512)),
             Axis("tokens", (1, 2, 4)),
+            Axis("dtype", tuple(DTYPES)),
             Axis("plan", ("made", "none")),
         ),
         case=partial(decode_point, device),
@@ -171,22 +170,23 @@ def maps(device: torch.device) -> Iterator[Map]:
         axes=(
             Axis("heads", (1, 8, 16, 32, 64, 128)),
             Axis("cache", (caches.ONE_SCALE, caches.RECORDS)),
+            Axis("page", (1, 16, PAGE)),
             Axis("keys", (1000, 8192, 65536)),
-            Axis("sequences", (1, 4, 32, 128)),
-            Axis("tokens", (1, 2)),
+            Axis("sequences", (1, 4, 32, 128, 512)),
+            Axis("tokens", (1, 2, 4)),
         ),
         case=partial(cache_point, device),
         allows=allows_cache,
         # A test judges the smallest point.
-        known=[{"heads": 1, "cache": caches.ONE_SCALE, "keys": 1000, "sequences": 1, "tokens": 1}],
-        points=14,
+        known=[{"heads": 1, "cache": caches.ONE_SCALE, "page": PAGE, "keys": 1000, "sequences": 1, "tokens": 1}],
+        points=16,
     )
     yield Map(
         name="lists",
         axes=(
-            Axis("heads", (8, 16, 32, 64, 128)),
+            Axis("heads", (1, 8, 16, 32, 64, 128)),
             Axis("cache", (sparse.WIDE, sparse.RECORDS)),
-            Axis("sequences", (1, 4, 16, 64, 128)),
+            Axis("sequences", (1, 4, 16, 64, 128, 512)),
             Axis("tokens", (1, 2)),
         ),
         case=partial(list_point, device),
@@ -195,7 +195,7 @@ def maps(device: torch.device) -> Iterator[Map]:
     yield Map(
         name="prefill",
         axes=(
-            Axis("heads", (8, 16, 64, 128)),
+            Axis("heads", (1, 8, 16, 64, 128)),
             Axis("new", (33, 512, 1024, 8192)),
             Axis("older", (0, 1000, 16384, 60000)),
             Axis("sequences", (1, 4, 16)),

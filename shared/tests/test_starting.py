@@ -79,8 +79,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(type(triton.runtime.driver), "active", property(lambda self: device))
     for name in ("PyKernelArg", "ARG_TUPLE", "ARG_KERNEL", "ARG_CONSTEXPR"):
         monkeypatch.setattr(nvidia, name, lambda **given: given, raising=False)
-    monkeypatch.setattr(nvidia, "library_dirs", list)
-    monkeypatch.setattr(nvidia, "compile_module_from_src", lambda **given: SimpleNamespace(launch=function))
+    monkeypatch.setattr(nvidia, "library_dirs", list, raising=False)
+    compiling = "compile_module_from_src"
+    monkeypatch.setattr(nvidia, compiling, lambda **given: SimpleNamespace(launch=function), raising=False)
     state.kernel = Kernel(function, device)
     return state
 
@@ -203,7 +204,7 @@ def test_a_profilers_hooks_are_called_by_tritons_own_way(started) -> None:
     assert not made._maps
 
 
-@pytest.mark.parametrize("unknown", ["a version", "a device", "scratch memory", "another launcher"])
+@pytest.mark.parametrize("unknown", ["a version", "a device", "scratch memory", "a sanitizer", "another launcher"])
 def test_what_is_not_known_goes_tritons_own_way(started, monkeypatch: pytest.MonkeyPatch, unknown: str) -> None:
     kernel = started.kernel
     assert find_starter(kernel) is not None
@@ -213,6 +214,8 @@ def test_what_is_not_known_goes_tritons_own_way(started, monkeypatch: pytest.Mon
         kernel.metadata.target.backend = "hip"
     elif unknown == "scratch memory":
         kernel.run.global_scratch_size = 128
+    elif unknown == "a sanitizer":
+        kernel.run.gsan_enabled = True
     else:
         kernel.run = SimpleNamespace(global_scratch_size=0)
     assert find_starter(kernel) is None

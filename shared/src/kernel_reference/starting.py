@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 # Of these the C function's arguments are known.
-_VERSIONS = ("3.6.", "3.7.")
+_VERSIONS = ("3.6.", "3.7.", "3.8.")
 
 
 class Starter(NamedTuple):
@@ -50,7 +50,9 @@ def find_starter(compiled: Any) -> Starter | None:
         if not triton.__version__.startswith(_VERSIONS):
             return None
         launcher = compiled.run
-        if compiled.metadata.target.backend != "cuda" or launcher.global_scratch_size or launcher.profile_scratch_size:
+        has_scratch = launcher.global_scratch_size or launcher.profile_scratch_size
+        # A sanitizer, which adds an argument of its own.
+        if compiled.metadata.target.backend != "cuda" or has_scratch or getattr(launcher, "gsan_enabled", False):
             return None
         return Starter(_starting(compiled), _mapping(compiled), _watching())
     except (ImportError, AttributeError, KeyError):
@@ -67,7 +69,12 @@ def _starting(compiled: Any) -> Callable[[tuple[int, int, int], tuple[Any, ...]]
     # Without hooks, their metadata and scratch memory.
     if hasattr(launcher, "kernel_signature"):
         about = (metadata, None, None, None, None, None, launcher.arg_annotations, launcher.kernel_signature)
-        return lambda grid, arguments: launch(*grid, stream_of(device), *kind, *about, arguments)
+
+        # Triton 3.8 unloads the function with what it was compiled to.
+        def start(grid: tuple[int, int, int], arguments: tuple[Any, ...], kept: Any = compiled) -> None:
+            launch(*grid, stream_of(device), *kind, *about, arguments)
+
+        return start
     rest = (*kind, None, None, metadata, None, None, None)
     return lambda grid, arguments: launch(*grid, stream_of(device), *rest, *arguments)
 
@@ -85,7 +92,9 @@ def _mapping(compiled: Any) -> Callable[[int, Any], tuple[Any, ...]]:
         return lambda position, descriptor: ()
     from triton.backends.nvidia.driver import make_tensordesc_arg
 
-    return lambda position, descriptor: tuple(make_tensordesc_arg(descriptor, metas[position]))
+    # Triton 3.8's takes the launch's other arguments too, and looks at none of them.
+    others = (None,) * (make_tensordesc_arg.__code__.co_argcount - 2)
+    return lambda position, descriptor: tuple(make_tensordesc_arg(descriptor, metas[position], *others))
 
 
 def _watching() -> Callable[[], bool]:

@@ -62,6 +62,9 @@ def by_heads(rank: int) -> None:
         assert got.out.placements == (Shard(dim),)
         for one, other in zip(got, wanted, strict=True):
             torch.testing.assert_close(one.full_tensor(), other)
+        if dim == 1:
+            of_vllm = sharded("blocksparse_flash_attn_varlen_fwd", mesh)(*own, cu, cu, None, layout)
+            torch.testing.assert_close(of_vllm.full_tensor(), wanted.out)
         given = {"q": (q, dim), "k": (k, dim), "v": (v, dim)}
         with_lists = partial(blocksparse_attention, return_lse=True, **options)
         check_gradients(mesh, partial(with_lists, layout=layout), given | {"sinks": (torch.randn(4), 0)})

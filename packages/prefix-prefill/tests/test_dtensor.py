@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from kernel_reference.testing.distributed import run
-from prefix_prefill import merge_attention_states, prefix_prefill
+from prefix_prefill import CascadeLevel, cascade_attention, merge_attention_states, prefix_prefill
 from prefix_prefill.dtensor import placements, sharded
 
 Tensor = torch.Tensor
@@ -44,6 +44,17 @@ def by_heads(rank: int) -> None:
             torch.testing.assert_close(one.full_tensor(), other)
         for one, other in zip(twice, merge_attention_states(*wanted, *wanted), strict=True):
             torch.testing.assert_close(one.full_tensor(), other)
+    levels = [
+        CascadeLevel(
+            k_cache, v_cache, table[:1, :1].contiguous(), torch.tensor([0, 9]).int(), torch.tensor([16]).int()
+        ),
+        CascadeLevel(k_cache, v_cache, table[:, 1:].contiguous(), cu, torch.tensor([20, 6]).int()),
+    ]
+    how = {"max_seqlen_q": 5, "page_layout": "HND", "return_lse": True}
+    shares = [one._replace(k_cache=own[3], v_cache=own[4]) for one in levels]
+    got = sharded("cascade_attention", mesh)(own[0], shares, sinks=own_sinks, **how)
+    for one, other in zip(got, cascade_attention(q, levels, sinks=sinks, **how), strict=True):
+        torch.testing.assert_close(one.full_tensor(), other)
     out = torch.empty(9, 8, 32)
     with pytest.raises(ValueError, match=r"^out must be placed as .*, as it is written in place"):
         sharded("prefix_prefill", mesh)(
@@ -56,5 +67,5 @@ def test_two_ranks_give_what_one_does() -> None:
 
 
 def test_what_cannot_be_shared_is_named() -> None:
-    with pytest.raises(ValueError, match=r"^function must be .*, got 'cascade_attention'"):
-        placements("cascade_attention")
+    with pytest.raises(ValueError, match=r"^function must be .*, got 'share_prefill'"):
+        placements("share_prefill")

@@ -10,11 +10,20 @@ import torch
 # Torch imports it under a dispatch mode: once here, and not in every fork for seconds.
 import torch._dynamo
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from kernel_reference.testing.distributed import run
-from tilelang_mla import flash_mla_sparse_fwd, flash_mla_varlen_func, flash_mla_with_kvcache
+from tilelang_mla import (
+    dequantize_kv,
+    flash_mla_sparse_fwd,
+    flash_mla_varlen_func,
+    flash_mla_with_kvcache,
+    index_scores,
+    index_topk,
+    quantize_index_k,
+    quantize_kv,
+)
 from tilelang_mla.dtensor import placements, sharded
 
 Tensor = torch.Tensor
@@ -49,6 +58,25 @@ def by_shards(rank: int) -> None:
         share(mesh, q, 2), kv, None, None, 64, indices=listed, attn_sink=share(mesh, sink, 0)
     )
     torch.testing.assert_close(got.full_tensor(), wanted)
+    keys = torch.randn(8, 16, 128).bfloat16()
+    index_q, weights = torch.randn(4, 2, 16, 128).to(torch.float8_e4m3fn), torch.randn(4, 2, 16)
+    seen = torch.stack([lengths - 1, lengths], 1).contiguous()
+    cache = sharded("quantize_index_k", mesh, "sequences")(share(mesh, keys, 0))
+    assert torch.equal(cache.full_tensor(), quantize_index_k(keys))
+    # gloo knows no 8 bits.
+    own_q = DTensor.from_local(index_q.chunk(2)[rank], mesh, [Shard(0)])
+    shares = [own_q, *(share(mesh, x, 0) for x in (weights, seen, table))]
+    with CommDebugMode() as counted:
+        scores = sharded("index_scores", mesh, "sequences")(shares[0], quantize_index_k(keys), *shares[1:])
+        topk = sharded("index_topk", mesh, "sequences")(scores, shares[2], 8)
+    assert counted.get_total_counts() == 0
+    wanted = index_scores(index_q, quantize_index_k(keys), weights, seen, table)
+    torch.testing.assert_close(scores.full_tensor(), wanted)
+    assert torch.equal(topk.full_tensor(), index_topk(wanted, seen, 8))
+    latents = torch.randn(6, 96).bfloat16()
+    small = sharded("quantize_kv", mesh, "sequences")(share(mesh, latents, 0))
+    again = sharded("dequantize_kv", mesh, "sequences")(small)
+    assert torch.equal(again.full_tensor(), dequantize_kv(quantize_kv(latents)))
     rows = kv.view(-1, 1, 96)
     found = sharded("flash_mla_sparse_fwd", mesh)(share(mesh, q[:, 0], 1), rows, listed[:, :1].contiguous(), 0.1, 64)
     exact = flash_mla_sparse_fwd(q[:, 0], rows, listed[:, :1].contiguous(), 0.1, 64)

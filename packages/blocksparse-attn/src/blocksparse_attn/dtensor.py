@@ -49,13 +49,16 @@ def placements(
     outputs = (rows, rows - 1) if return_lse else (rows,)
     if function == "blocksparse_attention":
         return Placements({"q": rows, "k": keys, "v": keys, "sinks": 0, "out": rows}, outputs, ("out",))
+    if function == "blocksparse_flash_attn_varlen_fwd":
+        return Placements({"q": 1, "k": 1, "v": 1}, (1,))
     if function == "selected_attention":
         keys = 1 if page_layout == "HND" else 2
         inputs = {"q": 1, "k_cache": keys, "v_cache": keys, "indices": 1, "sinks": 0, "out": 1}
         return Placements(inputs, (1, 0) if return_lse else (1,), ("out",))
     if function == "select_blocks":
         return Placements({"q": 1, "k_summary": 2}, (1,))
-    fail("function", '"blocksparse_attention", "selected_attention" or "select_blocks"', repr(function))
+    known = '"blocksparse_attention", "blocksparse_flash_attn_varlen_fwd", "selected_attention" or "select_blocks"'
+    fail("function", known, repr(function))
 
 
 def sharded(function: str, mesh: Any) -> Callable[..., Any]:
@@ -66,8 +69,8 @@ def sharded(function: str, mesh: Any) -> Callable[..., Any]:
         mesh: a ``torch.distributed.device_mesh.DeviceMesh`` of one dimension.
 
     Returns:
-        The function with the same arguments, without a plan; a layout is that of all heads. What is written must lie as
-        :func:`placements` says; others are redistributed if they do not.
+        The function with the same arguments, without a plan; a layout is a BlockLayout, of all heads. What is written
+        must lie as :func:`placements` says; others are redistributed if they do not.
 
     Raises:
         TypeError, ValueError: as for :func:`placements`; heads that the mesh does not divide.
@@ -78,9 +81,8 @@ def sharded(function: str, mesh: Any) -> Callable[..., Any]:
     @wraps(whole)
     def local(*args: Any, **kwargs: Any) -> Any:
         own = [_of_rank(x, mesh) if isinstance(x, blocksparse_attn.BlockLayout) else x for x in args]
-        if isinstance(kwargs.get("layout"), blocksparse_attn.BlockLayout):
-            kwargs = kwargs | {"layout": _of_rank(kwargs["layout"], mesh)}
-        return whole(*own, **kwargs)
+        layouts = {name: x for name, x in kwargs.items() if isinstance(x, blocksparse_attn.BlockLayout)}
+        return whole(*own, **kwargs | {name: _of_rank(layout, mesh) for name, layout in layouts.items()})
 
     def how(*args: Any, **kwargs: Any) -> Placements:
         q = args[0] if args else kwargs["q"]

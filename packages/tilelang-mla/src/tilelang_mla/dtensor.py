@@ -21,6 +21,15 @@ from tilelang_mla.gradients.ops import attention
 By = Literal["heads", "sequences"]
 
 _CACHE = {"q": 0, "seqlens_k": 0, "block_table": 0, "indices": 0, "topk_length": 0, "out": 0}
+_INDEXER = {
+    "index_scores": Placements({"q": 0, "weights": 0, "lengths": 0, "block_table": 0, "out": 0}, (0,), ("out",)),
+    "index_topk": Placements({"scores": 0, "lengths": 0, "block_table": 0, "out": 0}, (0,), ("out",)),
+}
+_QUANTIZED = {
+    "quantize_kv": Placements({"kv": 0}, (0,)),
+    "dequantize_kv": Placements({"cache": 0}, (0,)),
+    "quantize_index_k": Placements({"k": 0}, (0,)),
+}
 
 
 def placements(function: str, by: By = "heads", *, return_lse: bool = False) -> Placements:
@@ -32,7 +41,8 @@ def placements(function: str, by: By = "heads", *, return_lse: bool = False) -> 
     Args:
         function: its name.
         by: what is shared: query heads, of every attention, where the one kv head of a latent cache lies on all ranks;
-            or the sequences of ``flash_mla_with_kvcache``, whose pages every rank has.
+            or the sequences of ``flash_mla_with_kvcache`` and of the indexer's functions with as many query tokens of
+            each, whose pages every rank has, and what is quantised, by its first dimension.
         return_lse: whether the function returns lse too.
 
     Returns:
@@ -50,8 +60,11 @@ def placements(function: str, by: By = "heads", *, return_lse: bool = False) -> 
         return Placements({"q": 1, "k": 1, "v": 1, "out": 1}, (1, 0) if return_lse else (1,), ("out",))
     if function == "flash_mla_sparse_fwd" and by == "heads":
         return Placements({"q": 1, "attn_sink": 0, "out": 1}, (1, 1, 1), ("out",))
+    by_sequences = _INDEXER | _QUANTIZED
+    if function in by_sequences and by == "sequences":
+        return by_sequences[function]
     known = "flash_mla_with_kvcache by heads or sequences, flash_mla_varlen_func or flash_mla_sparse_fwd by heads"
-    fail("function", known, (function, by))
+    fail("function", f"{known}, {', '.join(by_sequences)} by sequences", (function, by))
 
 
 def sharded(function: str, mesh: Any, by: By = "heads") -> Callable[..., Any]:

@@ -54,6 +54,19 @@ def test_a_plan_knows_neither_triton_nor_the_gpu(package: Path) -> None:
     assert [name for name in sorted(known) if re.match(r"(triton|tilelang|torch\.cuda)\b", name)] == []
 
 
+@each_package
+def test_a_users_code_that_mypy_checks_names_all_that_is_public(package: Path) -> None:
+    """`nox -s types` compiles tests/typing in strict mode."""
+    source = package / "src" / package.name.replace("-", "_")
+    exported = re.search(r"__all__ = (\[.*?\])", (source / "__init__.py").read_text(), flags=re.DOTALL)
+    parallel = source / "parallel.py"
+    over_ranks = re.findall(r"^def (\w+_cp)\b", parallel.read_text() if parallel.exists() else "", flags=re.MULTILINE)
+    users = "".join(file.read_text() for file in package.glob("tests/typing/*.py"))
+    names = {*ast.literal_eval(exported[1] if exported else "[]"), *over_ranks}
+    assert names
+    assert sorted(name for name in names if not re.search(rf"\b{name}\b", users)) == []
+
+
 # Who stands higher may import who stands lower, in CONTRIBUTING's drawing; other modules of a package are not in it.
 HEIGHT = {"integrations": 6, "api": 5, "ops": 4, "reference": 3, "launch": 3, "arguments": 2, "plan": 1, "kernels": 0}
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -48,13 +48,13 @@ class Layout:
         check_int("rank", self.rank, 0, self.world - 1)
 
     @classmethod
-    def of(cls, group: Any, **options: Any) -> Layout:
+    def of(cls, group: Any, **options: Any) -> Self:
         """The layout of this process over a ``torch.distributed.ProcessGroup``; None is the default group."""
         from torch import distributed
 
         return cls(distributed.get_world_size(group), distributed.get_rank(group), **options)
 
-    def at(self, rank: int) -> Layout:
+    def at(self, rank: int) -> Self:
         """The same layout for another rank."""
         return replace(self, rank=rank)
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import torch
 
@@ -59,6 +59,35 @@ from kernel_reference.sharding import Interleave, check_interleave
 from kernel_reference.transforms import refuse_derivatives
 
 Tensor = torch.Tensor
+
+__all__ = ["RowCut", "blocksparse_attention_cp", "selected_attention_cp"]
+
+
+@overload
+def blocksparse_attention_cp(
+    q: Tensor, k: Tensor, v: Tensor, cut: RowCut, *, group: Any, softmax_scale: float | None = None,
+    softcap: float = 0.0, sinks: Tensor | None = None, window: tuple[int, int] | None = None,
+    exchange: Literal["all_to_all", "symmetric"] = "all_to_all", plan: AttentionPlan | None = None,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def blocksparse_attention_cp(
+    q: Tensor, k: Tensor, v: Tensor, cut: RowCut, *, group: Any, softmax_scale: float | None = None,
+    softcap: float = 0.0, sinks: Tensor | None = None, window: tuple[int, int] | None = None,
+    exchange: Literal["all_to_all", "symmetric"] = "all_to_all", plan: AttentionPlan | None = None,
+    return_lse: Literal[True],
+) -> AttentionResult: ...  # fmt: skip
+
+
+@overload
+def blocksparse_attention_cp(
+    q: Tensor, k: Tensor, v: Tensor, cut: RowCut, *, group: Any, softmax_scale: float | None = None,
+    softcap: float = 0.0, sinks: Tensor | None = None, window: tuple[int, int] | None = None,
+    exchange: Literal["all_to_all", "symmetric"] = "all_to_all", plan: AttentionPlan | None = None,
+    return_lse: bool,
+) -> Tensor | AttentionResult: ...  # fmt: skip
 
 
 def blocksparse_attention_cp(
@@ -212,6 +241,42 @@ def _check_rows(q: Tensor, k: Tensor, v: Tensor, cut: RowCut, sinks: Tensor | No
         check_same_device(name, tensor, "q", q)
     if sinks is not None:
         check_shape("sinks", sinks, (heads,))
+
+
+@overload
+def selected_attention_cp(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, indices: Tensor, *, block_size: int, block_table: Tensor,
+    cu_seqlens_q: Tensor, seqlens_k: Tensor, layout: Interleave, group: Any,
+    heads: Literal["sharded", "replicated"] = "sharded",
+    exchange: Literal["all_to_all", "reduce_scatter", "symmetric"] = "all_to_all",
+    page_layout: Literal["NHD", "HND"] = "NHD", causal: bool = True, softmax_scale: float | None = None,
+    sinks: Tensor | None = None, k_scale: float | Tensor | None = None, v_scale: float | Tensor | None = None,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def selected_attention_cp(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, indices: Tensor, *, block_size: int, block_table: Tensor,
+    cu_seqlens_q: Tensor, seqlens_k: Tensor, layout: Interleave, group: Any,
+    heads: Literal["sharded", "replicated"] = "sharded",
+    exchange: Literal["all_to_all", "reduce_scatter", "symmetric"] = "all_to_all",
+    page_layout: Literal["NHD", "HND"] = "NHD", causal: bool = True, softmax_scale: float | None = None,
+    sinks: Tensor | None = None, k_scale: float | Tensor | None = None, v_scale: float | Tensor | None = None,
+    return_lse: Literal[True],
+) -> AttentionResult: ...  # fmt: skip
+
+
+@overload
+def selected_attention_cp(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, indices: Tensor, *, block_size: int, block_table: Tensor,
+    cu_seqlens_q: Tensor, seqlens_k: Tensor, layout: Interleave, group: Any,
+    heads: Literal["sharded", "replicated"] = "sharded",
+    exchange: Literal["all_to_all", "reduce_scatter", "symmetric"] = "all_to_all",
+    page_layout: Literal["NHD", "HND"] = "NHD", causal: bool = True, softmax_scale: float | None = None,
+    sinks: Tensor | None = None, k_scale: float | Tensor | None = None, v_scale: float | Tensor | None = None,
+    return_lse: bool,
+) -> Tensor | AttentionResult: ...  # fmt: skip
 
 
 def selected_attention_cp(

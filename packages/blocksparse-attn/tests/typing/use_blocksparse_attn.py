@@ -3,7 +3,7 @@
 Every file of such a folder has a name of its own, as mypy takes them together.
 """
 
-from typing import Literal, assert_type
+from typing import Any, Literal, assert_type
 
 import torch
 
@@ -12,9 +12,14 @@ from blocksparse_attn import (
     AttentionResult,
     BlockLayout,
     LocalStridedBlockSparseAttn,
+    SelectedPlan,
     blocksparse_attention,
     blocksparse_flash_attn_varlen_fwd,
+    select_blocks,
+    selected_attention,
 )
+from blocksparse_attn.parallel import RowCut, blocksparse_attention_cp, selected_attention_cp
+from kernel_reference.sharding import Interleave
 
 q, k, v = torch.randn(3, 20, 4, 64)
 cu_seqlens = torch.tensor([0, 5, 20], dtype=torch.int32)
@@ -54,3 +59,42 @@ def drop_in() -> torch.Tensor:
     assert_type(layer.layout.density(), float)
     assert_type(layer.forward(q, k, v, cu_seqlens), torch.Tensor)
     return blocksparse_flash_attn_varlen_fwd(q, k, v, cu_seqlens, cu_seqlens, 0.1, layout.union(layout))
+
+
+def select(cache: torch.Tensor, table: torch.Tensor, with_lse: bool) -> torch.Tensor:
+    """Blocks are chosen, then attended to."""
+    bounds, lengths = cu_seqlens, cu_seqlens.diff()
+    lists = select_blocks(q, cache, topk=4, block_size=16, cu_seqlens_q=bounds, seqlens_k=lengths)
+    out = selected_attention(
+        q, cache, cache, lists, block_size=16, block_table=table, cu_seqlens_q=bounds, seqlens_k=lengths,
+        plan=SelectedPlan(16, 16, 1, 4, 1),
+    )  # fmt: skip
+    assert_type(out, torch.Tensor)
+    either = selected_attention(
+        q, cache, cache, lists, block_size=16, block_table=table, cu_seqlens_q=bounds, seqlens_k=lengths,
+        return_lse=with_lse,
+    )  # fmt: skip
+    assert_type(either, torch.Tensor | AttentionResult)
+    return selected_attention(
+        q, cache, cache, lists, block_size=16, block_table=table, cu_seqlens_q=bounds, seqlens_k=lengths, out=out,
+        return_lse=True,
+    ).lse  # fmt: skip
+
+
+def over_ranks(group: Any, cache: torch.Tensor, table: torch.Tensor, with_lse: bool) -> AttentionResult:
+    """Tokens that ranks share: of a prompt, and of a cache."""
+    cut = RowCut.of(group, layout, 20, (4, 4))
+    assert_type(blocksparse_attention_cp(q, k, v, cut, group=group), torch.Tensor)
+    either = blocksparse_attention_cp(q, k, v, cut, group=group, return_lse=with_lse)
+    assert_type(either, torch.Tensor | AttentionResult)
+    assert_type(blocksparse_attention_cp(q, k, v, cut, group=group, return_lse=True), AttentionResult)
+    own, bounds = Interleave.of(group, size=16), cu_seqlens
+    out = selected_attention_cp(
+        q, cache, cache, table, block_size=16, block_table=table, cu_seqlens_q=bounds, seqlens_k=bounds, layout=own,
+        group=group,
+    )  # fmt: skip
+    assert_type(out, torch.Tensor)
+    return selected_attention_cp(
+        q, cache, cache, table, block_size=16, block_table=table, cu_seqlens_q=bounds, seqlens_k=bounds,
+        layout=own.at(0), group=group, return_lse=True,
+    )  # fmt: skip

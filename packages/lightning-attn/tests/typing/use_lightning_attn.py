@@ -3,7 +3,7 @@
 Every file of such a folder has a name of its own, as mypy takes them together.
 """
 
-from typing import assert_type
+from typing import Any, assert_type
 
 import torch
 
@@ -21,6 +21,7 @@ from lightning_attn import (
     linear_decode_forward_triton,
     slopes,
 )
+from lightning_attn.parallel import lightning_attention_cp, lightning_attention_packed_cp
 from lightning_attn.plan import DecodePlan, PrefillPlan
 
 rates = slopes(8, 3, 80, family="bailing")
@@ -68,3 +69,11 @@ def serve(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.T
     lightning_verify(q[:, None], k[:, None], v[:, None], pool, slots, rates, parents=slots[:, None] * 0 - 1)
     lightning_commit(k[:, None], v[:, None], pool, slots, rates, torch.ones_like(slots), path=slots[:, None] * 0)
     return linear_decode_forward_triton(q, k, v, pool, rates, slots, 32)
+
+
+def over_ranks(group: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """Tokens that ranks share."""
+    assert_type(lightning_attention_cp(q, k, v, rates, group=group), LightningResult)
+    packed = lightning_attention_packed_cp(q, k, v, rates, cu_seqlens, group=group, exchange="symmetric")
+    assert_type(packed, PackedResult)
+    return packed.out

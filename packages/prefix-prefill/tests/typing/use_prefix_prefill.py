@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import assert_type
+from typing import Any, assert_type
 
 import torch
 from torch import Tensor
 
+from kernel_reference.sharding import Interleave
 from prefix_prefill import (
     AttentionResult,
     CascadeLevel,
@@ -16,6 +17,7 @@ from prefix_prefill import (
     merge_attention_states,
     prefix_prefill,
 )
+from prefix_prefill.parallel import prefix_decode_cp, prefix_prefill_cp
 
 
 def chunk(q: Tensor, k: Tensor, v: Tensor, cache: Tensor, table: Tensor, cu: Tensor, lengths: Tensor) -> Tensor:
@@ -58,3 +60,13 @@ def over_levels(q: Tensor, cache: Tensor, table: Tensor, cu: Tensor, lengths: Te
     level = CascadeLevel(cache, cache, table, cu, lengths)
     assert_type(cascade_attention(q, [level, level], max_seqlen_q=1), Tensor)
     return cascade_attention(q, (level,), max_seqlen_q=1, k_scale=0.5, v_scale=0.5, return_lse=True)
+
+
+def over_ranks(group: Any, q: Tensor, cache: Tensor, table: Tensor, cu: Tensor, lengths: Tensor) -> AttentionResult:
+    """Tokens that ranks share: of a prompt, and of a cache."""
+    out = prefix_prefill_cp(q, q, q, cache, cache, table, cu, lengths, max_seqlen_q=512, group=group)
+    assert_type(out, Tensor)
+    layout = Interleave.of(group, size=16)
+    return prefix_decode_cp(
+        q, cache, cache, table, cu, lengths, max_seqlen_q=1, layout=layout, group=group, return_lse=True
+    )

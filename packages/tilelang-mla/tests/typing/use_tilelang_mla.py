@@ -3,23 +3,34 @@
 Every file of such a folder has a name of its own, as mypy takes them together.
 """
 
-from typing import assert_type
+from typing import Any, assert_type
 
 import torch
 
+from kernel_reference.sharding import Interleave
 from tilelang_mla import (
     AttentionResult,
     DecodePlan,
     DecodeTiles,
+    IndexPlan,
+    IndexViews,
     PrefillPlan,
     SparseResult,
+    dequantize_kv,
     flash_mla,
     flash_mla_sparse_fwd,
     flash_mla_varlen_func,
     flash_mla_with_kvcache,
     get_splits,
+    index_cache_views,
+    index_lengths,
+    index_scores,
+    index_topk,
     plan_decode,
+    quantize_index_k,
+    quantize_kv,
 )
+from tilelang_mla.parallel import flash_mla_sparse_with_kvcache_cp, flash_mla_with_kvcache_cp
 
 q, k = torch.randn(2, 20, 4, 192, dtype=torch.bfloat16)
 v = torch.randn(20, 4, 128, dtype=torch.bfloat16)
@@ -82,3 +93,27 @@ def drop_in() -> torch.Tensor:
     flash_mla.flash_mla_with_kvcache(queries, kv, block_table, cache_seqlens=lengths, head_dim_v=512,
                                      tile_scheduler_metadata=made)  # fmt: skip
     return out
+
+
+def indexed(q_index: torch.Tensor, k_index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Keys of 8 bits are written, scored and listed; the latents of those listed are read back."""
+    cache = quantize_index_k(k_index)
+    assert_type(index_cache_views(cache), IndexViews)
+    seen = index_lengths(lengths, num_tokens=2)
+    scores = index_scores(q_index, cache, weights, seen, block_table, plan=IndexPlan(1, 64, 4, 1, 8))
+    assert_type(index_topk(scores, seen, 2048, block_table=block_table, page_size=64), torch.Tensor)
+    quantize_kv(kv, "e5m2")  # type: ignore[arg-type]
+    return dequantize_kv(quantize_kv(kv, "656"), "656", dtype=torch.float16)
+
+
+def over_ranks(group: Any, with_lse: bool) -> AttentionResult:
+    """Tokens of the cache that ranks share."""
+    layout = Interleave.of(group, size=64)
+    assert_type(
+        flash_mla_with_kvcache_cp(queries, kv, lengths, block_table, 512, layout=layout, group=group), torch.Tensor
+    )
+    either = flash_mla_with_kvcache_cp(
+        queries, kv, lengths, block_table, 512, layout=layout, group=group, return_lse=with_lse
+    )
+    assert_type(either, torch.Tensor | AttentionResult)
+    return flash_mla_sparse_with_kvcache_cp(queries, kv, lengths, lengths, block_table, 512, layout=layout, group=group)

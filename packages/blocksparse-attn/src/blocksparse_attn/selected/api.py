@@ -73,6 +73,29 @@ def selected_attention(
     k_scale: float | Tensor | None = None,
     v_scale: float | Tensor | None = None,
     out: Tensor | None = None,
+    return_lse: Literal[True],
+    plan: SelectedPlan | None = None,
+) -> AttentionResult: ...
+
+
+@overload
+def selected_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    indices: Tensor,
+    *,
+    block_size: int,
+    block_table: Tensor,
+    cu_seqlens_q: Tensor,
+    seqlens_k: Tensor,
+    page_layout: Literal["NHD", "HND"] = "NHD",
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    sinks: Tensor | None = None,
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
+    out: Tensor | None = None,
     return_lse: bool,
     plan: SelectedPlan | None = None,
 ) -> Tensor | AttentionResult: ...

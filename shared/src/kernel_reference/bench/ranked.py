@@ -34,7 +34,8 @@ class Timed:
 
     axis: which number of the shape is a length. share: of how many ranks one does this, alone; 0: all do it together.
     part: without an efficiency. sends: bytes that a rank of a world sends. beyond_us: what is more than half of one
-    GPU's time, say.
+    GPU's time, say. calls: how many were in a graph, behind a flush each, whose time is taken off; of a record made
+    before 2026-11-26 08:00, and of calls in no graph, 0.
     """
 
     case: str
@@ -56,6 +57,7 @@ class Timed:
     part: bool = False
     sends: Mapping[int, float] = field(default_factory=dict)
     ahead: bool = False
+    calls: int = 0
 
     def words(self) -> str:
         """For a terminal."""

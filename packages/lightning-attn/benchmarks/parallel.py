@@ -64,7 +64,7 @@ def make(
 
     # A state and the length, and its gradient.
     of_state = 4 * heads * size * size
-    sends = {w: (w - 1) * (of_state + 4 + (of_state if backward else 0)) for w in WORLDS}
+    sends = {w: (w - 1) * (of_state + (4 if w > 2 else 0) + (of_state if backward else 0)) for w in WORLDS}
     calls = {ONE: Call(timed(plain, whole))}
     ways: dict[str, dict[str, Any]] = {"context parallel": {}, "context parallel, exact": {"exact": True}}
     if device.type == "cuda":

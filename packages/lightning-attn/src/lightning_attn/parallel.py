@@ -8,8 +8,9 @@ lightning_attention_         [T_r, H, D], its tokens of each of N   4 (N H D E +
 packed_cp                    sequences
 ===========================  =====================================  ===============================================
 
-A rank makes the state that its own tokens leave (``lightning_state``), the states and the lengths are gathered, and
-each decays by the tokens that lie between: ``h_r = sum over p < r of exp(-s (n_{p+1} + .. + n_{r-1})) S_p``. From that
+Lengths, the 4 bytes a sequence, are sent by more than two ranks alone: between two lie no tokens. A rank makes the
+state that its own tokens leave (``lightning_state``), the states and the lengths are gathered, and each decays by the
+tokens that lie between: ``h_r = sum over p < r of exp(-s (n_{p+1} + .. + n_{r-1})) S_p``. From that
 state the ordinary call goes on. Gradients are the mirror image, from the last rank to the first.
 
 Functions over a ``torch.distributed.ProcessGroup`` (None: the default one). Every rank of the group makes the same
@@ -155,11 +156,8 @@ class _ContextParallel(torch.autograd.Function):
         world, rank = world_and_rank(group)
         history = initial if rank == 0 else None
         own = _own_state(k, v, slopes, cu_seqlens, history, (1.0, exact, False), is_read=rank < world - 1)
-        lengths = _lengths(k, cu_seqlens)
-        # One collective for both: the bits of the lengths travel as those of float32.
-        gathered = _GATHERS[exchange](torch.cat([own.flatten(), lengths.view(torch.float32)]), group)
-        states = gathered[:, : own.numel()].unflatten(1, own.shape)
-        all_lengths = gathered[:, own.numel() :].contiguous().view(torch.int32)
+        lengths = own.new_empty(0, dtype=torch.int32) if world == 2 else _lengths(k, cu_seqlens)
+        states, all_lengths = _gathered(own, lengths, group, exchange)
         before = history if rank == 0 else _carried(states[:rank], all_lengths[:rank], slopes, nearest=-1)
         if cu_seqlens is None:
             out, kv = _ops.attention_inference(q, k, v, slopes, before, scale)
@@ -212,6 +210,17 @@ def _own_state(
     return state
 
 
+def _gathered(own: Tensor, lengths: Tensor, group: Any, exchange: Exchange) -> tuple[Tensor, Tensor]:
+    """The states of all ranks [world, N, H, D, E], and the lengths [world, ...]; of no length states alone are sent."""
+    if not lengths.numel():
+        states = _GATHERS[exchange](own, group)
+        return states, lengths.expand(len(states), 0)
+    # One collective for both: the bits of the lengths travel as those of float32.
+    gathered = _GATHERS[exchange](torch.cat([own.flatten(), lengths.view(torch.float32)]), group)
+    states = gathered[:, : own.numel()].unflatten(1, own.shape)
+    return states, gathered[:, own.numel() :].contiguous().view(torch.int32)
+
+
 def _lengths(k: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """Tokens of this rank, int32 by sequence, on the device."""
     if cu_seqlens is None:
@@ -223,7 +232,7 @@ def _lengths(k: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 def _carried(states: Tensor, lengths: Tensor, slopes: Tensor, nearest: int) -> Tensor:
     """The sum of other ranks' states [ranks, N, H, D, E], each decayed by the tokens between.
 
-    lengths: [ranks, N], of those ranks. nearest: 0 or -1, the first or the last of them.
+    lengths: [ranks, N], of those ranks, where there are several. nearest: 0 or -1, the first or the last of them.
     """
     if states.shape[0] == 1:
         # Nothing lies between.

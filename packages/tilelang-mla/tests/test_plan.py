@@ -29,6 +29,7 @@ from tilelang_mla.plan import (
     merge_grid,
     part_cost,
     part_range,
+    plan_of_whole_lists,
     plan_prefill,
     plan_without_schedule,
 )
@@ -377,3 +378,22 @@ def test_the_source_of_plan_imports_neither_tilelang_nor_torch() -> None:
     # These two import no torch either.
     names -= {"kernel_reference.integers", "kernel_reference.plans"}
     assert not {name for name in names if name.partition(".")[0] in banned}
+
+
+def test_lists_that_count_to_their_ends_have_equal_parts_that_run_at_once_where_these_cost_less_than_shares() -> None:
+    def parts(heads: int, lists: int, cache: str = "656") -> int | None:
+        problem = DecodeProblem(heads, 512, 64, 1, lists, 2048, 64, cache=cache)
+        tiles, shared = plan_of_whole_lists(problem, H200)
+        assert tiles.covers(problem)
+        if shared:
+            assert tiles == plan_without_schedule(problem, H200)
+            return None
+        assert (tiles.spare_parts, lists * tiles.num_splits * tiles.row_tiles(heads) <= 132) == (0, True)
+        return tiles.num_splits
+
+    # A record costs more than a key of 16 bits, and so does a block of them beside what merges parts.
+    assert [parts(128, 4), parts(128, 4, ""), parts(128, 64), parts(16, 64)] == [11, 8, 1, 2]
+    # More lists than SMs, and three quarters of these.
+    assert [parts(128, 256), parts(128, 100)] == [None, None]
+    problem = DecodeProblem(16, 512, 64, 1, 3, 0, 64)
+    assert plan_of_whole_lists(problem, H200)[0].covers(problem)

@@ -30,6 +30,7 @@ from tilelang_mla.plan import (
     PrefillPlan,
     PrefillProblem,
     merge_grid,
+    plan_of_whole_lists,
     plan_prefill,
     plan_without_schedule,
     tiles_8bit,
@@ -246,14 +247,16 @@ def prepare_sparse(problem: DecodeProblem, plan: DecodeTiles | None, tensors: Sp
     if indices.shape[2] == 0:
         return _see_nothing
     limits = device_limits(q.device)
-    tiles = plan_without_schedule(problem, limits) if plan is None else plan
+    tiles, shared = (plan_without_schedule(problem, limits), True) if plan is None else (plan, False)
+    if plan is None and topk_length is None:
+        tiles, shared = plan_of_whole_lists(problem, limits)
     if problem.cache:
         tiles = tiles_8bit(problem, tiles, limits)
     check_fits(problem, tiles, limits)
     lists, heads, width, dim_nope = problem.sequences, problem.num_heads, q.shape[3], problem.dim_nope
     keys, _ = _keys_of(problem, kv)
     attend = kernel("decode_sparse", **sparse_constants(problem, tiles, q.dtype))
-    num_parts, shared = tiles.num_parts(lists), plan is None
+    num_parts = tiles.num_parts(lists)
     merged = num_parts > lists and not (shared and problem.capacity <= tiles.block_n)
     sinking = {} if attn_sink is None else {"sink": True}
     merge = kernel("merge", dim_nope=dim_nope, dtype=q.dtype, **sinking) if merged else None

@@ -21,6 +21,8 @@ WAVES = 2
 # Costs are in units of an eighth of the time of a block of keys, some 2 us. What a part costs beside its blocks: its
 # beginning and end, and, where it is not alone, 64 rows of 512 float32 to write.
 _BLOCK, _START, _MERGE = 8, 8, 8
+# A block of records, and what it takes programs to find their shares of a batch.
+_BLOCK_OF_RECORDS, _SHARING = 13, 12
 # Rows of parts, of 512 float32, that are written and read again by all programs together in a unit.
 _MERGED_ROWS = 128
 # Register budget of a consumer's thread: for accumulators, scores and weights.
@@ -300,6 +302,33 @@ def plan_without_schedule(problem: DecodeProblem, limits: DeviceLimits) -> Decod
     most = max(1, problem.sequences * blocks)
     shares = min(most, shares_of(tiles.row_tiles(problem.rows), limits.cores))
     return replace(tiles, spare_parts=shares - 1)
+
+
+def plan_of_whole_lists(problem: DecodeProblem, limits: DeviceLimits) -> tuple[DecodeTiles, bool]:
+    """The plan of a call without one whose lists all count to their ends, and whether its programs share the batch.
+
+    The host knows how long such lists are: where equal parts of each that run at once cost less than shares, which
+    programs have to find first, each list has those. On an H100, in graphs, 0.85 to 0.98 of the time of shares.
+    """
+    tiles = plan_without_schedule(problem, limits)
+    lists, blocks = problem.sequences, max(1, cdiv(problem.capacity, tiles.block_n))
+    places = lists * tiles.row_tiles(problem.rows)
+    block = _BLOCK_OF_RECORDS if problem.cache else _BLOCK
+
+    def cost(blocks_each: int, parts: int) -> int:
+        merged = merge_cost(problem.rows) + parts * problem.rows // _MERGED_ROWS if parts > lists else 0
+        return blocks_each * block + _START + merged
+
+    numbers = range(1, min(blocks, limits.cores // max(1, places)) + 1)
+    costs = {number: cost(cdiv(blocks, number), number * lists) for number in numbers}
+    if not costs:
+        return tiles, True
+    best = min(costs, key=lambda number: costs[number])
+    shares = tiles.spare_parts + 1
+    shared = cost(cdiv(lists * (blocks + 1), shares), lists + shares - 1) + _SHARING
+    if shared < costs[best]:
+        return tiles, True
+    return replace(tiles, num_splits=best, spare_parts=0), False
 
 
 def shares_of(row_tiles: int, cores: int) -> int:

@@ -37,12 +37,7 @@ class MemoryOverlap:
 
     def __init__(self, tensors: Mapping[str, torch.Tensor | None], written: Sequence[str]) -> None:
         self._names = tuple(tensors)
-        there = {name: position for position, (name, tensor) in enumerate(tensors.items()) if tensor is not None}
-        self._order = [
-            (there[one], [at for other, at in there.items() if _later(one, other, written)])
-            for one in written
-            if one in there
-        ]
+        self._order = _order_of(tuple([None if x is None else name for name, x in tensors.items()]), tuple(written))
         self._pairs = self._with_spans(tuple(tensors.values()))
         self._apart: dict[tuple[int | None, ...], bool] = {}
 
@@ -137,6 +132,18 @@ def check_elements_apart(name: str, tensor: torch.Tensor) -> None:
         if stride <= reach:
             fail(name, "a tensor whose elements do not share memory, nor its dimensions interleave", describe(tensor))
         reach += stride * (size - 1)
+
+
+# As many as there are ops, and arguments that they may go without.
+@lru_cache(maxsize=1024)
+def _order_of(names: tuple[str | None, ...], written: tuple[str, ...]) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """Positions of written tensors, each with those of the others that it is compared with."""
+    there = {name: position for position, name in enumerate(names) if name is not None}
+    return tuple(
+        (there[one], tuple(at for other, at in there.items() if _later(one, other, written)))
+        for one in written
+        if one in there
+    )
 
 
 def _later(one: str, other: str, written: Sequence[str]) -> bool:

@@ -300,7 +300,7 @@ def test_the_kernels_of_deepseek_fit_and_wider_heads_have_no_plan() -> None:
     plan = plan_backward(problem, H200)
     assert plan is not None
     assert plan.shared_memory(problem) <= H200.shared_memory
-    assert plan.places(problem) == (5000 // 128 + 5, 4096 // 128 + 5)
+    assert plan.slots(problem) == (5000 // 128 + 5, 4096 // 128 + 5)
     assert plan_backward(PrefillProblem(1, 1, 256, 128, 10, 1, 10), H200) is None
     assert not BackwardPlan(128, 16, 2, 128, 64, 2).covers(problem)
 

@@ -214,10 +214,10 @@ def score_in_c(in_c: Any, batch: Batch, each: int = 0, width: int = 0, clean: in
     width = width or batch.block_table.shape[1] * batch.k_cache.shape[1]
     out = poison_(torch.empty(rows, width))
     batches = len(batch.seqlens_k)
-    places = batches * -(-each // tile) if each else rows // tile + batches + 2
+    slots = batches * -(-each // tile) if each else rows // tile + batches + 2
     score(
         batch.q.float().view(rows * heads, 128), views.keys.float(), views.scales.contiguous(), batch.weights,
-        batch.lengths, batch.block_table, batch.cu_seqlens_q, out, int(each == 0), each, clean, places, programs,
+        batch.lengths, batch.block_table, batch.cu_seqlens_q, out, int(each == 0), each, clean, slots, programs,
     )  # fmt: skip
     return out
 

@@ -98,11 +98,11 @@ class OnCpu:
             "prefill", head_dim=q.shape[2], head_dim_v=v.shape[2], block_m=plan.block_m, block_n=plan.block_n,
             num_stages=plan.num_stages,
         )  # fmt: skip
-        num_places = q.shape[0] // plan.block_m + len(batch.cu_seqlens_q) + 1
+        num_slots = q.shape[0] // plan.block_m + len(batch.cu_seqlens_q) + 1
         taken = torch.zeros(1, dtype=torch.int32)
         attend(
             q, k, v, batch.cu_seqlens_q, batch.cu_seqlens_k, out, lse, taken, batch.scale * LOG2_E, int(batch.causal),
-            num_places, 1, 3,
+            num_slots, 1, 3,
         )  # fmt: skip
         batch.out.tensor.copy_(out)
         batch.lse.tensor.copy_(lse)

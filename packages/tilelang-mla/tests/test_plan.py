@@ -322,7 +322,7 @@ def test_the_grid_of_prefill_has_a_tile_for_any_lengths() -> None:
     for lengths in ([1] * 50, [128] * 3, [129, 0, 1, 127], [0], [], [1000, 1, 1]):
         problem = replace(PROMPT, tokens=sum(lengths), sequences=len(lengths))
         needed = sum(cdiv(n, 128) for n in lengths) * problem.num_heads
-        assert needed <= PrefillPlan(128, 128, 2).num_places(problem) * problem.num_heads
+        assert needed <= PrefillPlan(128, 128, 2).num_slots(problem) * problem.num_heads
 
 
 # Plans that are given

@@ -361,8 +361,8 @@ def prepare_prefill(problem: PrefillProblem, plan: PrefillPlan | None, tensors: 
     out_form = form_of(out.shape, out.stride())
     lines = all(stride % LINE == 0 for stride in out_form[1][:-1])
     attend = kernel("prefill", **prefill_constants(problem, chosen, q.dtype))
-    num_places = chosen.num_places(problem)
-    tiles = num_places * problem.num_heads
+    num_slots = chosen.num_slots(problem)
+    tiles = num_slots * problem.num_heads
     # A persistent kernel; programs take the next tile from a count of those taken: tiles are of unlike cost.
     programs = min(tiles, limits.cores)
     # Programs that are as many as tiles ask for no more.
@@ -384,7 +384,7 @@ def prepare_prefill(problem: PrefillProblem, plan: PrefillPlan | None, tensors: 
         own_lse = torch.empty((1, 1), dtype=torch.float32, device=device) if lse is None else lse
         taken = make_count((1,), dtype=torch.int32, device=device)
         attend(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, packed, own_lse, taken, scale, causal, num_places, wants_lse,
+            q, k, v, cu_seqlens_q, cu_seqlens_k, packed, own_lse, taken, scale, causal, num_slots, wants_lse,
             programs,
         )  # fmt: skip
         if copied:

@@ -124,8 +124,8 @@ class PrefillPlan(Plan):
         keys = self.num_stages * self.block_n * (problem.head_dim + problem.head_dim_v)
         return (self.block_m * problem.head_dim + keys) * problem.bits // 8 + _BESIDE
 
-    def num_places(self, problem: PrefillProblem) -> int:
-        """Places of a head in the schedule: as many tiles as sequences of any lengths can need.
+    def num_slots(self, problem: PrefillProblem) -> int:
+        """Slots of a head in the schedule: as many tiles as sequences of any lengths can need.
 
         Two more are for rows behind the last sequence, and before the first where that begins too late.
         """

@@ -50,7 +50,7 @@ def prepare_backward(
     of_outputs = kernel("delta", head_dim_v=problem.head_dim_v, dtype=dtype)
     of_keys = kernel("backward_of_keys", **keys_constants(problem, chosen, dtype))
     of_queries = kernel("backward_of_queries", **queries_constants(problem, chosen, dtype))
-    keys_places, queries_places = chosen.places(problem)
+    keys_slots, queries_slots = chosen.slots(problem)
     of_scores = max(abs(scale), ZERO_SCALE) * LOG2_E
     tokens = problem.tokens
 
@@ -69,8 +69,8 @@ def prepare_backward(
         of_lse = lse.new_empty((1, tokens)) if d_lse is None else d_lse
         of_outputs(out, d_out, of_lse, delta, int(d_lse is not None))
         given = (q, k, v, d_out, lse, delta, cu_seqlens_q, cu_seqlens_k)
-        of_keys(*given, d_k, d_v, of_scores, abs(scale), causal, keys_places)
-        of_queries(*given, d_q, of_scores, scale, causal, queries_places)
+        of_keys(*given, d_k, d_v, of_scores, abs(scale), causal, keys_slots)
+        of_queries(*given, d_q, of_scores, scale, causal, queries_slots)
 
     return on_device(device, run)
 

@@ -37,8 +37,8 @@ class BackwardPlan(Plan):
         rows = (self.keys_m + self.keys_stages * self.keys_n, self.queries_m + self.queries_stages * self.queries_n)
         return max(rows) * width + _BESIDE
 
-    def places(self, problem: PrefillProblem) -> tuple[int, int]:
-        """Places of a head in the grids of keys and of queries: see ``PrefillPlan.num_places``."""
+    def slots(self, problem: PrefillProblem) -> tuple[int, int]:
+        """Slots of a head in the grids of keys and of queries: see ``PrefillPlan.num_slots``."""
         more = problem.sequences + 2
         return problem.tokens_k // self.keys_m + more, problem.tokens // self.queries_m + more
 

@@ -59,7 +59,7 @@ def prepare_scores(problem: IndexProblem, plan: IndexPlan | None, tensors: Score
     form = (pages, problem.page_size, cache.shape[-1]), (by_page, cache.shape[-1], 1)
     out_form, table_form = _rows_of(tensors.out, tokens), _rows_of(tensors.block_table, problem.sequences)
     numbers = (int(problem.ragged), problem.each, int(problem.clean))
-    grid = (chosen.num_places(problem), chosen.programs)
+    grid = (chosen.num_slots(problem), chosen.programs)
 
     def run(q, k_cache, weights, lengths, block_table, cu_seqlens_q, out):  # type: ignore[no-untyped-def]
         for name, tensor in (("q", q), ("k_cache", k_cache)):

@@ -95,8 +95,8 @@ class IndexPlan(Plan):
         sums = 4 * self.tile_tokens * self.block_n
         return self.tile_tokens * problem.heads * INDEX_DIM + ring + sums + _BESIDE
 
-    def num_places(self, problem: IndexProblem) -> int:
-        """Places of tiles: as many as sequences of any lengths can need, and of tokens that are none's."""
+    def num_slots(self, problem: IndexProblem) -> int:
+        """Slots of tiles: as many as sequences of any lengths can need, and of tokens that are none's."""
         if not problem.ragged:
             return problem.sequences * cdiv(problem.each, self.tile_tokens)
         return problem.tokens // self.tile_tokens + problem.sequences + 2
@@ -118,9 +118,9 @@ def plan_index_scores(problem: IndexProblem, limits: DeviceLimits) -> IndexPlan:
     else:
         block_n, num_stages, warpgroups = 64, 8, rows // _OF_GROUP
     chunk = _CHUNK_KEYS // block_n
-    places = IndexPlan(tile_tokens, block_n, num_stages, warpgroups, chunk).num_places(problem)
+    slots = IndexPlan(tile_tokens, block_n, num_stages, warpgroups, chunk).num_slots(problem)
     chunks = cdiv(min(problem.width, problem.capacity), _CHUNK_KEYS)
-    most = max(1, min(chunks, cdiv(_PROGRAMS * limits.cores, max(1, places))))
+    most = max(1, min(chunks, cdiv(_PROGRAMS * limits.cores, max(1, slots))))
     # As many that those of a row without a rest have as many chunks.
     programs = max(1, cdiv(chunks, cdiv(chunks, most))) if chunks else 1
     return IndexPlan(tile_tokens, block_n, num_stages, warpgroups, chunk, programs)

@@ -13,7 +13,7 @@ from tilelang.language import macro
 from tilelang_mla.kernels.common import WARP
 from tilelang_mla.kernels.prefill import groups as prefill
 
-# What is found of a place, in shared memory: its first row, -1 where it has none, where its sequence begins and ends,
+# What is found of a slot, in shared memory: its first row, -1 where it has none, where its sequence begins and ends,
 # and where what meets it does.
 FIRST, BEGIN, END, BEGIN_MET, END_MET = 0, 1, 2, 3, 4
 
@@ -54,7 +54,7 @@ class Inputs(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """Bounds of the own rows in the place of queries, and of those that meet them in the place of keys."""
+    """Bounds of the own rows, as queries, and of those that meet them, as keys."""
 
     q: Any
     cu_seqlens_q: Any
@@ -67,7 +67,7 @@ class Launch(NamedTuple):
     scale: Any
     grad_scale: Any
     causal: Any
-    num_places: Any
+    num_slots: Any
 
 
 class Memory(NamedTuple):

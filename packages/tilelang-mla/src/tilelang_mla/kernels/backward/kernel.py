@@ -23,7 +23,7 @@ from tilelang_mla.kernels.backward.groups import (
     alloc_registers,
 )
 from tilelang_mla.kernels.backward.roles import consume, produce, store_rows
-from tilelang_mla.kernels.backward.schedule import find_place, tile_of
+from tilelang_mla.kernels.backward.schedule import find_slot, tile_of
 from tilelang_mla.kernels.backward.serial import walk_serially
 from tilelang_mla.kernels.common import GROUP, WARP
 
@@ -59,11 +59,11 @@ def of_keys(
         scale: T.float32,
         grad_scale: T.float32,
         causal: T.int32,
-        num_places: T.int32,
+        num_slots: T.int32,
     ):
-        with T.Kernel(num_places * heads_kv, threads=1 if serial else S.consumers + GROUP) as i_program:
+        with T.Kernel(num_slots * heads_kv, threads=1 if serial else S.consumers + GROUP) as i_program:
             inputs = Inputs(q, k, v, d_out, lse, delta, cu_seqlens_q, cu_seqlens_k)
-            launch = Launch(scale, grad_scale, causal, num_places)
+            launch = Launch(scale, grad_scale, causal, num_slots)
             acc = T.alloc_fragment((block_m, head_dim), T.float32)
             acc_v = T.alloc_fragment((block_m, head_dim_v), T.float32)
             run_roles(T, S, serial, launch, inputs, (d_k, d_v), acc, acc_v, i_program)
@@ -97,11 +97,11 @@ def of_queries(
         scale: T.float32,
         grad_scale: T.float32,
         causal: T.int32,
-        num_places: T.int32,
+        num_slots: T.int32,
     ):
-        with T.Kernel(num_places * heads, threads=1 if serial else S.consumers + GROUP) as i_program:
+        with T.Kernel(num_slots * heads, threads=1 if serial else S.consumers + GROUP) as i_program:
             inputs = Inputs(q, k, v, d_out, lse, delta, cu_seqlens_q, cu_seqlens_k)
-            launch = Launch(scale, grad_scale, causal, num_places)
+            launch = Launch(scale, grad_scale, causal, num_slots)
             acc = T.alloc_fragment((block_m, head_dim), T.float32)
             run_roles(T, S, serial, launch, inputs, (d_q,), acc, None, i_program)
 
@@ -114,15 +114,15 @@ def run_roles(T, S, serial, launch, inputs, results, acc, acc_v, i_program):
     memory = Memory(*alloc_memory(T, S))
     r = Registers(*alloc_registers(T, S))
     thread = T.get_thread_binding()
-    i_head = T.alloc_var(T.int32, init=T.truncdiv(i_program, launch.num_places))
-    place = T.alloc_var(T.int32, init=i_program - i_head * launch.num_places)
+    i_head = T.alloc_var(T.int32, init=T.truncdiv(i_program, launch.num_slots))
+    slot = T.alloc_var(T.int32, init=i_program - i_head * launch.num_slots)
     if not S.of_keys:
         # Later queries see more, and start first; so do earlier keys, which more queries see.
-        place = launch.num_places - 1 - place
+        slot = launch.num_slots - 1 - slot
     if thread == 0:
         memory.found[FIRST] = -1
     if serial:
-        find_place(T, S, launch, inputs, memory.found, place, 0, 1)
+        find_slot(T, S, launch, inputs, memory.found, slot, 0, 1)
         tile = Tile(*tile_of(T, S, launch, inputs, memory.found, i_head))
         if tile.rows > 0:
             walk_serially(T, S, launch, inputs, memory, r, acc, acc_v, tile)
@@ -130,7 +130,7 @@ def run_roles(T, S, serial, launch, inputs, results, acc, acc_v, i_program):
     else:
         barriers = Barriers(*alloc_barriers(T, S))
         T.sync_threads()
-        find_place(T, S, launch, inputs, memory.found, place, thread, S.consumers + GROUP)
+        find_slot(T, S, launch, inputs, memory.found, slot, thread, S.consumers + GROUP)
         T.sync_threads()
         tile = Tile(*tile_of(T, S, launch, inputs, memory.found, i_head))
         if thread >= S.consumers:

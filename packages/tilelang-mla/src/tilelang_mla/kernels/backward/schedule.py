@@ -1,4 +1,4 @@
-"""Which rows a program has, found from the bounds of the sequences; places are those of prefill's schedule."""
+"""Which rows a program has, found from the bounds of the sequences; slots are those of prefill's schedule."""
 
 from tilelang.language import macro
 
@@ -7,8 +7,8 @@ from tilelang_mla.kernels.prefill.schedule import owner
 
 
 @macro
-def find_place(T, S, launch, inputs, found, place, thread, threads):
-    """Whoever has the place notes what there is to know of it; ``found[FIRST]`` is -1 before."""
+def find_slot(T, S, launch, inputs, found, slot, thread, threads):
+    """Whoever has the slot notes what there is to know of it; ``found[FIRST]`` is -1 before."""
     if S.of_keys:
         bounds = Bounds(inputs.k, inputs.cu_seqlens_k, inputs.cu_seqlens_q)
     else:
@@ -17,10 +17,10 @@ def find_place(T, S, launch, inputs, found, place, thread, threads):
     owners = inputs.cu_seqlens_q.shape[0] + 1
     for i in T.serial(T.truncdiv(owners + (threads - 1), threads)):
         i_owner = i * threads + thread
-        begin, end, begin_met, end_met, until = owner(T, S, bounds, i_owner, launch.num_places)
+        begin, end, begin_met, end_met, until = owner(T, S, bounds, i_owner, launch.num_slots)
         before = T.truncdiv(begin, S.block_m) + i_owner
-        if before <= place and place < until:
-            found[FIRST] = begin + (place - before) * S.block_m
+        if before <= slot and slot < until:
+            found[FIRST] = begin + (slot - before) * S.block_m
             found[BEGIN] = begin
             found[END] = end
             found[BEGIN_MET] = begin_met

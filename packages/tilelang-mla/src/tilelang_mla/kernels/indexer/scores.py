@@ -141,21 +141,21 @@ def score(
         ragged: T.int32,
         each: T.int32,
         clean: T.int32,
-        num_places: T.int32,
+        num_slots: T.int32,
         num_programs: T.int32,
     ):
-        with T.Kernel(num_places, num_programs, threads=S.threads) as (i_place, i_program):
+        with T.Kernel(num_slots, num_programs, threads=S.threads) as (i_slot, i_program):
             T.assume(kv_page % 16 == 0)
             T.assume(scales_page % 4 == 0)
             inputs = Inputs(q, keys, scales, weights, lengths, block_table, cu_seqlens_q)
             launch = Launch(ragged, each, clean, i_program, num_programs)
-            run_program(T, S, inputs, out, launch, i_place)
+            run_program(T, S, inputs, out, launch, i_slot)
 
     return score_keys
 
 
 @macro
-def run_program(T, S, inputs, out, launch, i_place):
+def run_program(T, S, inputs, out, launch, i_slot):
     q_shared = T.alloc_shared((S.rows, DIM), inputs.q.dtype)
     k_shared = T.alloc_shared((S.num_stages, S.block_n, DIM), inputs.q.dtype)
     scales_shared = T.alloc_shared((S.num_stages, S.block_n // S.piece, S.slot), T.float32)
@@ -171,7 +171,7 @@ def run_program(T, S, inputs, out, launch, i_place):
     if not S.serial:
         T.annotate_layout({columns: T.Fragment((S.block_n, S.tile_tokens, _COLUMNS), forward_fn=S.owner_of_column)})
     thread = T.get_thread_binding()
-    find_tile(T, S, inputs, out, memory, launch, i_place, thread)
+    find_tile(T, S, inputs, out, memory, launch, i_slot, thread)
     most = T.alloc_var(T.int32, init=0)
     for i in T.serial(S.tile_tokens):
         most = T.max(most, seen[i])
@@ -200,10 +200,10 @@ def run_program(T, S, inputs, out, launch, i_place):
 
 
 @macro
-def find_tile(T, S, inputs, out, memory, launch, i_place, thread):
-    """Tell which tokens of which sequence a place has, and how many keys each of them sees.
+def find_tile(T, S, inputs, out, memory, launch, i_slot, thread):
+    """Tell which tokens of which sequence a slot has, and how many keys each of them sees.
 
-    Without bounds each sequence has as many places as its tokens fill. With them, sequence b has places from its
+    Without bounds each sequence has as many slots as its tokens fill. With them, sequence b has slots from its
     first token // tile_tokens + b on, and so have the tokens before the first and behind the last, who see nothing.
     """
     told, seen = memory.told, memory.seen
@@ -222,17 +222,17 @@ def find_tile(T, S, inputs, out, memory, launch, i_place, thread):
                 begin = T.max(T.min(inputs.cu_seqlens_q[i - 1], tokens), 0)
             if i < bounds:
                 end = T.max(T.min(inputs.cu_seqlens_q[i], tokens), 0)
-            place = T.alloc_var(T.int32, init=i_place - T.truncdiv(begin, S.tile_tokens) - i)
-            begin = begin + place * S.tile_tokens
-            if i <= bounds and place >= 0 and begin < end:
+            slot = T.alloc_var(T.int32, init=i_slot - T.truncdiv(begin, S.tile_tokens) - i)
+            begin = begin + slot * S.tile_tokens
+            if i <= bounds and slot >= 0 and begin < end:
                 told[_SEQUENCE] = T.if_then_else(i < bounds, i - 1, -1)
                 told[_FIRST] = begin
                 told[_ROWS] = T.min(end - begin, S.tile_tokens)
     else:
         if thread == 0:
             of_each = T.alloc_var(T.int32, init=T.truncdiv(launch.each + (S.tile_tokens - 1), S.tile_tokens))
-            i_batch = T.alloc_var(T.int32, init=T.truncdiv(i_place, of_each))
-            inside = T.alloc_var(T.int32, init=(i_place - i_batch * of_each) * S.tile_tokens)
+            i_batch = T.alloc_var(T.int32, init=T.truncdiv(i_slot, of_each))
+            inside = T.alloc_var(T.int32, init=(i_slot - i_batch * of_each) * S.tile_tokens)
             told[_SEQUENCE] = i_batch
             told[_FIRST] = i_batch * launch.each + inside
             told[_ROWS] = T.min(launch.each - inside, S.tile_tokens)

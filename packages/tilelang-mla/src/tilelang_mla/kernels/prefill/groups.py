@@ -44,7 +44,7 @@ class Launch(NamedTuple):
     scale: Any
     causal: Any
     wants_lse: Any
-    num_places: Any
+    num_slots: Any
     tiles: Any
     taken: Any
     i_program: Any
@@ -82,7 +82,7 @@ class Progress(NamedTuple):
 class Tile(NamedTuple):
     """A tile of a head; its first row sees ``unmasked`` keys, and the others do too.
 
-    rows: how many there are of ``block_m``; none where a place is nobody's. steps: blocks of keys.
+    rows: how many there are of ``block_m``; none where a slot is nobody's. steps: blocks of keys.
     """
 
     head: Any

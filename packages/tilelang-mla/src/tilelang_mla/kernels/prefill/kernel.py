@@ -55,7 +55,7 @@ def attend(
         taken: T.Tensor((1,), T.int32),
         scale: T.float32,
         causal: T.int32,
-        num_places: T.int32,
+        num_slots: T.int32,
         wants_lse: T.int32,
         num_programs: T.int32,
     ):
@@ -69,9 +69,9 @@ def attend(
             if not serial:
                 T.annotate_layout({s.partial_sum: T.Fragment((block_m, COLUMNS), forward_fn=owner_of_sum)})
             thread = T.get_thread_binding()
-            tiles = T.alloc_var(T.int32, init=num_places * heads)
+            tiles = T.alloc_var(T.int32, init=num_slots * heads)
             inputs = Inputs(q, k, v, cu_seqlens_q, cu_seqlens_k)
-            launch = Launch(scale, causal, wants_lse, num_places, tiles, taken, i_program, num_programs)
+            launch = Launch(scale, causal, wants_lse, num_slots, tiles, taken, i_program, num_programs)
             if serial:
                 attend_serially(T, S, launch, inputs, memory, s, acc, out, lse)
             else:

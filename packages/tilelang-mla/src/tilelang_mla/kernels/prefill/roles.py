@@ -18,7 +18,7 @@ from tilelang_mla.kernels.prefill.groups import (
     Tile,
     tell,
 )
-from tilelang_mla.kernels.prefill.schedule import FIRST, NEXT, note_if, owner, place_of, tile_of
+from tilelang_mla.kernels.prefill.schedule import FIRST, NEXT, note_if, owner, slot_of, tile_of
 from tilelang_mla.kernels.softmax import (
     any_moved,
     exponentiate,
@@ -34,7 +34,7 @@ from tilelang_mla.kernels.softmax import (
 _OF_CONSUMERS = 5
 # A program asks for its next tile early if it has so many blocks or fewer to load, so that the answer is there in time;
 # else behind its last load, while the consumers still have two blocks to multiply. Asked for a whole tile ahead, tiles
-# of one head would run at times of their own, and its keys come from memory for each: places that are nobody's are
+# of one head would run at times of their own, and its keys come from memory for each: slots that are nobody's are
 # passed at once, and what they asked for then starts long before what programs with a tile hold.
 _SHORT = 2
 
@@ -43,7 +43,7 @@ _SHORT = 2
 def produce(T, S, launch, inputs, memory, barriers, lane):
     """A warp's: finds the tiles and loads what they need; behind the last it tells that there is none."""
     found = memory.found
-    own_begin, own_end, own_begin_k, own_end_k, own_until = owner(T, S, inputs, lane, launch.num_places)
+    own_begin, own_end, own_begin_k, own_end_k, own_until = owner(T, S, inputs, lane, launch.num_slots)
     done = T.alloc_var(T.int32, init=0)
     turn = T.alloc_var(T.int32, init=0)
     i_tile = T.alloc_var(T.int32, init=launch.i_program)
@@ -52,12 +52,12 @@ def produce(T, S, launch, inputs, memory, barriers, lane):
         found[FIRST] = -1
     T.sync_warp()
     while i_tile < launch.tiles:
-        i_head, place = place_of(T, i_tile, launch.num_places)
-        note_if(T, S, found, place, lane, own_begin, own_end, own_begin_k, own_end_k, own_until)
+        i_head, slot = slot_of(T, i_tile, launch.num_slots)
+        note_if(T, S, found, slot, lane, own_begin, own_end, own_begin_k, own_end_k, own_until)
         for i in T.unroll(T.truncdiv(inputs.cu_seqlens_q.shape[0], WARP), unroll_factor=1):
             i_other = (i + 1) * WARP + lane
-            begin, end, begin_k, end_k, until = owner(T, S, inputs, i_other, launch.num_places)
-            note_if(T, S, found, place, i_other, begin, end, begin_k, end_k, until)
+            begin, end, begin_k, end_k, until = owner(T, S, inputs, i_other, launch.num_slots)
+            note_if(T, S, found, slot, i_other, begin, end, begin_k, end_k, until)
         T.sync_warp()
         first_row, rows, num_keys, unmasked, steps, k_begin = tile_of(T, S, found, inputs.k.shape[0], launch.causal)
         # Programs that are as many as tiles ask for none.

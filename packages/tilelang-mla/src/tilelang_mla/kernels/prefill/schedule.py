@@ -1,36 +1,36 @@
-"""The tile scheduler of prefill: which tile a place of the schedule is, found from the bounds of the sequences.
+"""The tile scheduler of prefill: which tile a slot of the schedule is, found from the bounds of the sequences.
 
-A head has more places than tiles, as many as sequences of any lengths can need; some are nobody's.
+A head has more slots than tiles, as many as sequences of any lengths can need; some are nobody's.
 """
 
 from tilelang.language import macro
 
-# What is found of a place, in shared memory: its first row, -1 where it has none, and where its sequence's queries and
+# What is found of a slot, in shared memory: its first row, -1 where it has none, and where its sequence's queries and
 # keys begin and end. Beside it, the number of the next tile.
 FIRST, _END, _BEGIN_K, _END_K, NEXT = 0, 1, 2, 3, 4
 
 
 @macro
-def place_of(T, i_tile, num_places):
+def slot_of(T, i_tile, num_slots):
     """Heads in order, so that those at work at once share few keys; later tiles see more and start first."""
-    i_head = T.alloc_var(T.int32, init=T.truncdiv(i_tile, num_places))
-    place = T.alloc_var(T.int32, init=num_places - 1 - (i_tile - i_head * num_places))
-    return i_head, place
+    i_head = T.alloc_var(T.int32, init=T.truncdiv(i_tile, num_slots))
+    slot = T.alloc_var(T.int32, init=num_slots - 1 - (i_tile - i_head * num_slots))
+    return i_head, slot
 
 
 @macro
-def owner(T, S, inputs, i_owner, num_places):
-    """Of what may have rows: where its queries and keys begin and end, and the last + 1 of its places.
+def owner(T, S, inputs, i_owner, num_slots):
+    """Of what may have rows: where its queries and keys begin and end, and the last + 1 of its slots.
 
     Those are the rows before the first sequence, if its begin is no 0 as it must be, the sequences, and the rows
-    behind the last. Each has places from begin // block_m + its index on, which are at least as many as its tiles.
+    behind the last. Each has slots from begin // block_m + its index on, which are at least as many as its tiles.
     """
     tokens, bounds = inputs.q.shape[0], inputs.cu_seqlens_q.shape[0]
     begin = T.alloc_var(T.int32, init=0)
     end = T.alloc_var(T.int32, init=tokens)
     begin_k = T.alloc_var(T.int32, init=0)
     end_k = T.alloc_var(T.int32, init=0)
-    until = T.alloc_var(T.int32, init=num_places)
+    until = T.alloc_var(T.int32, init=num_slots)
     if i_owner > bounds:
         until = -1
     if i_owner > 0 and i_owner <= bounds:
@@ -46,10 +46,10 @@ def owner(T, S, inputs, i_owner, num_places):
 
 
 @macro
-def note_if(T, S, found, place, i_owner, begin, end, begin_k, end_k, until):
-    """Whoever has the place notes all there is to know of it: loads in a row take a microsecond each."""
-    if T.truncdiv(begin, S.block_m) + i_owner <= place and place < until:
-        found[FIRST] = begin + (place - i_owner - T.truncdiv(begin, S.block_m)) * S.block_m
+def note_if(T, S, found, slot, i_owner, begin, end, begin_k, end_k, until):
+    """Whoever has the slot notes all there is to know of it: loads in a row take a microsecond each."""
+    if T.truncdiv(begin, S.block_m) + i_owner <= slot and slot < until:
+        found[FIRST] = begin + (slot - i_owner - T.truncdiv(begin, S.block_m)) * S.block_m
         found[_END] = end
         found[_BEGIN_K] = begin_k
         found[_END_K] = end_k

@@ -4,7 +4,7 @@ from tilelang.language import macro
 
 from tilelang_mla.kernels.prefill.groups import Tile
 from tilelang_mla.kernels.prefill.roles import begin_rows, finish_rows, store_lse, store_rows, weigh
-from tilelang_mla.kernels.prefill.schedule import FIRST, note_if, owner, place_of, tile_of
+from tilelang_mla.kernels.prefill.schedule import FIRST, note_if, owner, slot_of, tile_of
 from tilelang_mla.kernels.softmax import mask, raise_max, scale_rows, zero_tail
 
 
@@ -15,11 +15,11 @@ def attend_serially(T, S, launch, inputs, memory, s, acc, out, lse):
     of_program = launch.tiles - launch.i_program + (launch.num_programs - 1)
     for turn in T.serial(T.truncdiv(of_program, launch.num_programs)):
         i_tile = T.alloc_var(T.int32, init=launch.i_program + turn * launch.num_programs)
-        i_head, place = place_of(T, i_tile, launch.num_places)
+        i_head, slot = slot_of(T, i_tile, launch.num_slots)
         found[FIRST] = -1
         for i_owner in T.serial(inputs.cu_seqlens_q.shape[0] + 1):
-            begin, end, begin_k, end_k, until = owner(T, S, inputs, i_owner, launch.num_places)
-            note_if(T, S, found, place, i_owner, begin, end, begin_k, end_k, until)
+            begin, end, begin_k, end_k, until = owner(T, S, inputs, i_owner, launch.num_slots)
+            note_if(T, S, found, slot, i_owner, begin, end, begin_k, end_k, until)
         first_row, rows, num_keys, unmasked, steps, k_begin = tile_of(T, S, found, inputs.k.shape[0], launch.causal)
         if rows > 0:
             tile = Tile(i_head, first_row, rows, num_keys, unmasked, steps)

@@ -19,7 +19,6 @@ from prefix_prefill import PrefillPlan
 from prefix_prefill.plan import (
     DeviceLimits,
     Problem,
-    column_tiles,
     fits_hopper,
     heads_per_tile,
     kind_of_batch,
@@ -28,6 +27,7 @@ from prefix_prefill.plan import (
     plan_prefill,
     tokens_per_tile,
 )
+from prefix_prefill.tiles import column_tiles
 
 KIB = 1024
 H200 = DeviceLimits(132, 227 * KIB, hopper=True)
@@ -158,6 +158,16 @@ def test_tiles_of_models_on_an_h200(model, longest: int, alibi: bool, rows: int,
     """64 rows where no sequence has more; tiles of keys whose scores stay in registers."""
     plan = plan_prefill(problem_of(model, tokens=2048, longest=longest, alibi=alibi), H200)
     assert (plan.block_m, plan.block_n, plan.hopper) == (rows, keys, True)
+
+
+def test_queries_of_64_stay_in_registers_unless_a_window_or_a_bias_takes_those() -> None:
+    chunk = problem_of(replace(LLAMA, head_dim=64), tokens=2048, longest=512, new_kv=False)
+    assert plan_prefill(chunk, H200).q_in_registers == 1
+    for change in (
+        {"left": 4095}, {"softcap": 30.0}, {"alibi": True}, {"cache_bits": 8}, {"head_dim_v": 128}, {"head_dim": 128},
+        {"max_seqlen_q": 1}, {"new_kv": True}, {"page_size": 1},
+    ):  # fmt: skip
+        assert plan_prefill(replace(chunk, **change), H200).q_in_registers == 0, change
 
 
 def test_decoding_over_8_bits_has_more_registers_for_what_converts_heads_of_128() -> None:

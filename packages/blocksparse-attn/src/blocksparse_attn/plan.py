@@ -34,6 +34,9 @@ _SHORT_LISTS = (1024, 1450)
 # would be another kernel to compile in a layer's life.
 _MANY_KEYS = 32768
 _CHUNK = 2048
+# Of shorter prompts, from so many tokens on, the query heads of one kv head: 16384 take 946 us on an H200, those of two
+# 958, of half of one 1018, all 979 (triton 3.6.0, 2026-11-26; before that day's other changes 931, 935, 1006, 952).
+_PROMPT = 16384
 # Of the 227 KiB that a program may have, less barriers and the queue of work items.
 _HOPPER_BYTES = 225 * 1024
 # So many tokens that they fill the tiles of any plan.
@@ -240,10 +243,12 @@ def _hopper(problem: Problem) -> AttentionPlan:
     plan = AttentionPlan(128, 64 if narrow else 128, 1, 4, 4 if narrow else 2, hopper=True)
     while _hopper_bytes(problem, plan, 1) > _HOPPER_BYTES:
         plan = replace(plan, num_stages=plan.num_stages - 1)
-    long = problem.capacity >= _MANY_KEYS and problem.tokens >= _CHUNK and problem.sequences == 1
-    if long and not (narrow or problem.num_splits) and problem.num_heads >= 32 and problem.num_heads_kv % 2 == 0:
-        plan = replace(plan, heads_together=problem.num_heads // 2)
-    return plan
+    if narrow or problem.num_splits or problem.sequences != 1 or problem.num_heads < 32:
+        return plan
+    if problem.capacity >= _MANY_KEYS:
+        is_chunk = problem.tokens >= _CHUNK and problem.num_heads_kv % 2 == 0
+        return replace(plan, heads_together=problem.num_heads // 2) if is_chunk else plan
+    return replace(plan, heads_together=problem.group) if problem.tokens >= _PROMPT else plan
 
 
 def _packed(problem: Problem, limits: DeviceLimits) -> AttentionPlan:

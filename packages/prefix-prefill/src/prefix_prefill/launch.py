@@ -35,7 +35,6 @@ from prefix_prefill.plan import (
     DeviceLimits,
     PrefillPlan,
     Problem,
-    column_tiles,
     has_values_split,
     head_tiles,
     heads_per_tile,
@@ -46,6 +45,7 @@ from prefix_prefill.plan import (
     programs_of,
     tokens_per_tile,
 )
+from prefix_prefill.tiles import column_tiles
 
 Tensor = torch.Tensor
 Start = Callable[..., None]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from kernel_reference.integers import cdiv, is_power_of_two, power_of_two_at_least
 from kernel_reference.plans import Plan
+from prefix_prefill.tiles import column_tiles
 
 # The most tokens that a sequence may have: no bound is this one.
 MOST_TOKENS = 2**31 - 1
@@ -200,20 +201,6 @@ def _is_mixed(problem: Problem) -> bool:
     return problem.cache_bits == 8 and problem.new_kv
 
 
-def column_tiles(head_dim: int, cache_bits: int = 16) -> tuple[int, ...]:
-    """A head's columns as the kernel for sm_90 has them: one tile or two, each a power of two, of 32 bytes at least.
-
-    Two where that is less than one: 64 and 16 for 80, 128 and 64 for 192. Of 112, 128 are as quick as 64, 32 and 16.
-    """
-    whole = power_of_two_at_least(head_dim)
-    if whole <= 64:
-        return (64,)
-    # Shared memory is swizzled over no less.
-    rest = max(256 // cache_bits, power_of_two_at_least(head_dim - whole // 2))
-    # The N of a WGMMA is 256 at most.
-    return (whole // 2, rest) if rest < whole // 2 or whole > 256 else (whole,)
-
-
 def has_values_split(problem: Problem) -> bool:
     """Whether the kernel for sm_90 has two consumers share the values' columns: an accumulator of more than 256 would
     take all registers of one.
@@ -357,7 +344,17 @@ def _hopper(problem: Problem) -> PrefillPlan:
         return PrefillPlan(block_m, min(block_n, 64), 0, 4, 4 if roomy else 2, hopper=True)
     loading = 72 if block_m == 64 and _is_converted_by_heads_of_128(problem) else 56
     stages = 3 if problem.cache_bits == 8 and block_n == 64 else 2
-    return PrefillPlan(block_m, block_n, 0, 4, stages, hopper=True, loading=loading)
+    held = int(block_m == 128 and _holds_queries(problem))
+    return PrefillPlan(block_m, block_n, 0, 4, stages, hopper=True, loading=loading, q_in_registers=held)
+
+
+def _holds_queries(problem: Problem) -> bool:
+    """Whether queries stay in registers, of 64 numbers: chunks behind 8192 381 us on an H200, not 398, with sinks 375
+    and 392; capped 445 and 432, in a window of 4096 219 and 218; what is new, gathered or shared was not timed.
+    """
+    other = problem.left >= 0 or problem.softcap or problem.alibi or problem.draft or problem.new_kv or problem.shared
+    plain = not (other or problem.carried or is_gathered(problem) or problem.cache_bits == 8)
+    return plain and problem.head_dim == problem.head_dim_v == 64
 
 
 def _is_converted_by_heads_of_128(problem: Problem) -> bool:

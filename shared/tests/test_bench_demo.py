@@ -192,12 +192,13 @@ def test_without_a_kernel_language_its_step_is_skipped_and_the_others_run(
     needs = DEMO.replace('    assert os.environ["TRITON_INTERPRET"] == "1"', "    import triton.language")
     (tmp_path / "without").mkdir()
     (tmp_path / "without" / "sitecustomize.py").write_text(WITHOUT)
+    monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'without'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     assert demo.main([package(tmp_path, "needs-it", needs)], has_gpu=lambda: False) == 0
     out = capsys.readouterr().out
-    assert (
-        "[3/3] needs-it: interpreted skipped: its kernels need Triton (on Linux alone), which is not installed" in out
-    )
+    skipped = "[3/3] needs-it: interpreted skipped: its kernels need Triton (on Linux alone), which is not installed"
+    assert skipped in " ".join(out.split())
+    assert max(map(len, out.splitlines())) <= 80
     assert "skipped: needs-it, interpreted: its kernels need Triton" in out
     assert "1 of 1 results within their limits" in out
 

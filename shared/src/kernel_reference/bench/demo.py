@@ -195,7 +195,7 @@ def main(arguments: Sequence[str] | None = None, *, has_gpu: Callable[[], bool] 
                 print(reason, file=sys.stderr)
             if reason:
                 failed.setdefault(step.package, f"{step.name}: {reason}")
-    width = max(80, min(120, shutil.get_terminal_size().columns))
+    width = _width()
     print("\n" + as_text(found, width, colours=sys.stdout.isatty()))
     for (package, name), reason in skipped.items():
         print(textwrap.fill(f"skipped: {package}, {name}: {reason}", width, subsequent_indent="  "))
@@ -205,6 +205,10 @@ def main(arguments: Sequence[str] | None = None, *, has_gpu: Callable[[], bool] 
     for package, reason in failed.items():
         print(f"FAILED: {package}: {reason}", file=sys.stderr)
     return 1 if failed else 0
+
+
+def _width() -> int:
+    return max(80, min(120, shutil.get_terminal_size().columns))
 
 
 def _has_gpu() -> bool:
@@ -243,7 +247,7 @@ def _run(step: _Step, title: str, timeout: float) -> tuple[str, str]:
         output.seek(0)
         tail = output.read().splitlines()[-_TAIL_LINES:]
         if reason == f"exit code {_SKIPPED}" and tail:
-            print(f"{title} skipped: {tail[-1]}", flush=True)
+            print(textwrap.fill(f"{title} skipped: {tail[-1]}", _width(), subsequent_indent="    "), flush=True)
             return "", tail[-1]
         if reason:
             print(

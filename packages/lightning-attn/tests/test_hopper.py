@@ -220,21 +220,20 @@ def test_chained_segments_have_the_results_of_whole_sequences_in_both_directions
         assert (one - other).abs().max() <= 4 * torch.finfo(dtype).eps * one.abs().max()
 
 
-@pytest.mark.parametrize("plan", [
-    PrefillPlan(64, 64, 64, 4, 4, 64, True), PrefillPlan(64, 64, 64, 4, 3, 64, True, roles=True),
-    PrefillPlan(64, 64, 64, 8, 1, 64, True, bf16x6=True),
-], ids=["16 bits", "roles", "float32"])  # fmt: skip
+@pytest.mark.parametrize(("plan", "tokens"), [
+    (PrefillPlan(64, 64, 128, 4, 4, 64, True, part=64), 259), (PrefillPlan(64, 64, 64, 8, 1, 64, True, bf16x6=True), 67),
+], ids=["16 bits, parts", "float32"])  # fmt: skip
 def test_segments_read_no_state_that_was_not_written_however_steep_the_rate(
-    tensors, kernels, monkeypatch, plan
+    tensors, kernels, monkeypatch, plan, tokens
 ) -> None:
-    """From 104 on nothing of a segment reaches the next one."""
+    """At 0.02 all of a segment reaches the next one, at 3 its last 64 tokens, from 104 on nothing."""
     dtype = torch.float32 if plan.bf16x6 else torch.bfloat16
-    whole = replace(plan, segment=0)
-    q, k, v, d_out = (tensors.normal(1, 2, 131, 64, dtype=dtype) for _ in range(4))
-    history, d_state = (tensors.normal(1, 2, 64, 64) for _ in range(2))
+    whole = replace(plan, segment=0, part=0)
+    q, k, v, d_out = (tensors.normal(1, 3, tokens, 64, dtype=dtype) for _ in range(4))
+    history, d_state = (tensors.normal(1, 3, 64, 64) for _ in range(2))
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *size, **how: poison_(empty(*size, **how)))
-    slopes = torch.tensor([200.0, torch.inf])
+    slopes = torch.tensor([0.02, 3.0, torch.inf])
     results = [
         [
             *kernels.attention(each, q, k, v, slopes, history),

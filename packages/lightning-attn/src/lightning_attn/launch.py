@@ -260,7 +260,8 @@ def _with_segments(
         states = problem.sequences * cdiv(problem.rows, segment)
     own = _own_states_launch(problem, plan, sizes, strides, device)
     # Small tiles: the chain of a sequence's segments is latency alone. One kernel whatever stages the others have.
-    small = sizes._replace(BLOCK_E=16, BLOCK_D=min(32, sizes.BLOCK_D), STAGES=1)
+    part = plan.part or segment
+    small = sizes._replace(BLOCK_E=16, BLOCK_D=min(32, sizes.BLOCK_D), STAGES=1, PART=part)
     grid = (cdiv(sizes.E, 16) * cdiv(sizes.D, small.BLOCK_D) * sizes.H * problem.sequences, 1, 1)
     carry_strides = Strides(initial=strides.initial, carried=strides.carried)
     carry = Launch(
@@ -272,8 +273,11 @@ def _with_segments(
     def run(q, k, v, o, slopes, cu, slots, has, first, last, positions, targets):  # type: ignore[no-untyped-def]
         between = torch.empty(size, dtype=torch.float32, device=device)
         if states:
-            own(k, v, slopes, cu, slots, between)
-            carry(slopes, cu, slots, has, first, between)
+            of_parts = between
+            if part < segment:
+                of_parts = torch.empty((segment // part, *size), dtype=torch.float32, device=device)
+            own(k, v, slopes, cu, slots, of_parts)
+            carry(slopes, cu, slots, has, first, of_parts, between)
         main(q, k, v, o, slopes, cu, slots, has, first, last, between, positions, targets)
         finish(k, v, slopes, cu, slots, last, positions, targets)
 
@@ -293,8 +297,15 @@ def _own_states_launch(
         # As many chunks as shared memory has room for.
         stages = min(8, 216 // (8 + 8 * cdiv(sizes.D, 64)))
         boxes = [_tma_box(operand, plan.chunk, 64) for operand in (problem.k, problem.v)]
-        sizes = sizes._replace(BLOCK_D=64, STAGES=stages, WARPS=4)
-        return TmaLaunch(hopper_states.segment_states, (tiles, 1, 1), (*arguments, sizes), device, boxes, num_warps=4)
+        part = plan.part or plan.segment
+        sizes = sizes._replace(BLOCK_D=64, STAGES=stages, WARPS=4, PART=part)
+        grid = (tiles * (plan.segment // part), 1, 1)
+        more = {}
+        if plan.part and sizes.D <= 128:
+            # Two programs an SM.
+            more = {"maxnreg": 128}
+            sizes = sizes._replace(STAGES=min(8, 108 // (8 + 8 * cdiv(sizes.D, 64))))
+        return TmaLaunch(hopper_states.segment_states, grid, (*arguments, sizes), device, boxes, num_warps=4, **more)
     arguments = (*arguments[:-1], strides._replace(q=None, o=None, initial=None, final=None))
     if plan.hopper:
         from lightning_attn.kernels import hopper_float32

@@ -152,7 +152,8 @@ class PrefillPlan(Plan):
 
     A program holds those columns in pieces of ``block_d`` rows. ``chunk`` 1: token by token. ``segment`` 0: a program
     takes a whole sequence. Otherwise programs take segments of that many tokens in parallel, after two smaller
-    launches that make the states between them. ``hopper``: by the kernel made for sm_90, 64 columns and 4 warps, or 128
+    launches that make the states between them; ``part`` > 0: the first of them by a program for so many tokens, by the
+    kernel for sm_90. ``hopper``: by the kernel made for sm_90, 64 columns and 4 warps, or 128
     and 8. ``bf16x6``: a product of float32 is six of bfloat16 parts on tensor
     cores; otherwise FMAs, or what matrix instructions of float32 there are.
     ``dependent_launch``: by the kernel for sm_90, segments' launches start before those ahead of them have ended.
@@ -173,6 +174,7 @@ class PrefillPlan(Plan):
     dependent_launch: bool = False
     chained: bool = False
     roles: bool = False
+    part: int = 0
 
     def covers(self, heads: Heads) -> bool:
         """Whether its blocks are such that a kernel can take them, for these heads."""
@@ -187,6 +189,10 @@ class PrefillPlan(Plan):
         if (self.dependent_launch or self.chained) and not (self.hopper and self.segment):
             return False
         if self.roles and not self.hopper:
+            return False
+        if self.part and (not self.hopper or self.bf16x6 or self.chained):
+            return False
+        if self.part and (not 0 < self.part <= self.segment or self.part % self.chunk or self.segment % self.part):
             return False
         if (self.dependent_launch or self.roles) and self.chained:
             return False
@@ -288,7 +294,7 @@ def fitted(plan: PrefillPlan, heads: Heads) -> PrefillPlan:
     if fits_hopper(heads) and heads.head_qk <= 128:
         plan = replace(plan, block_d=hopper_columns(heads))
         return plan if plan.covers(heads) else replace(plan, block_e=64, num_warps=4)
-    return replace(plan, chunk=32, block_e=16, block_d=64, num_stages=1, hopper=False)
+    return replace(plan, chunk=32, block_e=16, block_d=64, num_stages=1, hopper=False, roles=False, part=0)
 
 
 def plan_prefill(

@@ -387,14 +387,17 @@ def segment_states(
 
 @triton.jit(do_not_specialize=["rows", "num_sequences", "num_slots"])
 def carry_states(
-    p_slopes, p_cu, p_slots, p_has, p_initial, p_carried, rows, num_sequences, num_slots, strides, sizes: tl.constexpr
-):
-    """Turn each segment's own state into the state before the next one, from a sequence's initial state on.
+    p_slopes, p_cu, p_slots, p_has, p_initial, p_own, p_carried, rows, num_sequences, num_slots, strides,
+    sizes: tl.constexpr,
+):  # fmt: skip
+    """Turn the states of a segment's parts into the state before the next one, from a sequence's initial state on.
 
-    The initial state is stored too: a pool's slot is overwritten while the segments run.
+    The initial state is stored too: a pool's slot is overwritten while the segments run. p_own may be p_carried, where
+    a segment is one part.
     """
     batch = Batch(p_cu, p_slots, p_has, Counts(rows, num_sequences, num_slots))
     initial, carried = States(p_initial, strides.initial), States(p_carried, strides.carried)
+    of_parts = States(p_own, strides.carried)
     if sizes.DEPENDENT_LAUNCH:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -417,14 +420,22 @@ def carry_states(
         rest = rest_of_rate(p_slopes, i_h, rate)
         first_slot = carried_slot(batch, i_n, first, sizes.SEGMENT)
         segments = tl.cdiv(last - first, sizes.SEGMENT)
-        AHEAD: tl.constexpr = 8
+        # From one on that is not in reach, parts have not been made.
+        tokens = chunks_in_reach(rate, sizes.SEGMENT, sizes.CHUNK) * sizes.CHUNK
+        PARTS: tl.constexpr = sizes.SEGMENT // sizes.PART
+        AHEAD: tl.constexpr = max(2, 8 // PARTS)
         for i_first in range(0, segments, AHEAD):
             # Loads of so many are in flight: nothing is stored between them, which they might have to wait for.
             own = ()
             for j in tl.static_range(AHEAD):
-                i_segment = nth_segment(i_first + j, segments, sizes.REVERSED)
-                is_there = (i_first + j > 0) & (i_first + j < segments)
-                own = own + (load_piece(carried, first_slot + i_segment, i_h, i, i_e, sizes, is_there),)
+                i_own = (first_slot + nth_segment(i_first + j, segments, sizes.REVERSED)) * PARTS
+                before = last - first - nth_segment(i_first + j - 1, segments, sizes.REVERSED) * sizes.SEGMENT
+                made = tl.minimum(tokens, before)
+                b_own = tl.zeros([BLOCK_E, BLOCK_D], tl.float32)
+                for i_part in tl.static_range(PARTS):
+                    is_there = (i_first + j > 0) & (i_first + j < segments) & (i_part * sizes.PART < made)
+                    b_own += load_piece(of_parts, i_own + i_part, i_h, i, i_e, sizes, is_there)
+                own = own + (b_own,)
             for j in tl.static_range(AHEAD):
                 if i_first + j < segments:
                     i_segment = nth_segment(i_first + j, segments, sizes.REVERSED)

@@ -89,16 +89,16 @@ def add_chunk(stages, i, S, b_entering, decay, length, sizes: gl.constexpr, MASK
 
 
 @gluon.jit
-def add_up(stages, work, carried, i_state, p_slopes, scale, rest, sizes: gl.constexpr):
-    """Add up a segment's state, and store it: of no chunks it is zero, and of -1 nobody's.
+def add_up(stages, work, carried, i_state, p_slopes, scale, rest, away, sizes: gl.constexpr):
+    """Add up the state of a part of a segment, and store it as it is where the segment ends.
 
-    rest: rows of a short chunk, which is the first where there is one.
+    rest: rows of a short chunk, which is the first where there is one. away: tokens of the segment behind the part.
     """
     CHUNK: gl.constexpr = sizes.CHUNK
     REVERSED: gl.constexpr = sizes.REVERSED
     L_S: gl.constexpr = state_layout(sizes)
     IN_UNITS: gl.constexpr = REVERSED and stages.v.dtype == gl.float16
-    if work.chunks >= 0:
+    if work.chunks > 0:
         o_d = gl.arange(0, sizes.BLOCK_D, gl.SliceLayout(0, L_S))
         o_e = work.column + gl.arange(0, sizes.BLOCK_E, gl.SliceLayout(1, L_S))
         o_k = gl.arange(0, CHUNK, gl.SliceLayout(0, gl.DotOperandLayout(0, L_S, 2)))
@@ -118,6 +118,12 @@ def add_up(stages, work, carried, i_state, p_slopes, scale, rest, sizes: gl.cons
             S = add_chunk(stages, i, S, b_entering, decay, CHUNK, sizes, False)
         if IN_UNITS:
             S = in_units(S, unit_of(scale))
+        if sizes.PART < sizes.SEGMENT:
+            behind = decay_over(rate, lost, away)
+            decayed_S = ()
+            for p in gl.static_range(pieces_of(sizes)):
+                decayed_S = decayed_S + (S[p] * behind,)
+            S = decayed_S
         store_state(carried, i_state, work.i_h, o_d, o_e, S, sizes)
 
 
@@ -125,9 +131,14 @@ def add_up(stages, work, carried, i_state, p_slopes, scale, rest, sizes: gl.cons
 def segment_states(
     d_k, d_v, p_slopes, p_cu, p_slots, p_carried, rows, num_sequences, num_slots, scale, strides, sizes: gl.constexpr
 ):
-    """``chunked.segment_states`` with TMA descriptors of k and v, in boxes of a chunk and 64 columns."""
+    """``chunked.segment_states`` with TMA descriptors of k and v, in boxes of a chunk and 64 columns.
+
+    Each part of a segment is a program's. Those that the decay forgets before the segment's end are nobody's.
+    """
     CHUNK: gl.constexpr = sizes.CHUNK
     SEGMENT: gl.constexpr = sizes.SEGMENT
+    PART: gl.constexpr = sizes.PART
+    PARTS: gl.constexpr = SEGMENT // PART
     STAGES: gl.constexpr = sizes.STAGES
     REVERSED: gl.constexpr = sizes.REVERSED
     PIECES: gl.constexpr = pieces_of(sizes)
@@ -136,7 +147,7 @@ def segment_states(
     if sizes.DEPENDENT_LAUNCH:
         tl.extra.cuda.gdc_launch_dependents()
     i_e, i_h, i_w = program(sizes.H, (sizes.E + sizes.BLOCK_E - 1) // sizes.BLOCK_E)
-    i_n, i_segment, first, last = locate(batch, i_w, SEGMENT)
+    i_n, i_segment, first, last = locate(batch, i_w // PARTS, SEGMENT)
     i_state = carried_slot(batch, i_n, first, SEGMENT) + i_segment
     # TMA coordinates have 32 bits.
     first = first.to(gl.int32)
@@ -145,10 +156,14 @@ def segment_states(
     tokens = chunks_in_reach(base_two_rate(p_slopes, i_h), SEGMENT, CHUNK) * CHUNK
     stride: gl.constexpr = -CHUNK if REVERSED else CHUNK
     rest = 0
+    # Parts count from the end at which the next segment is.
+    away = i_w % PARTS * PART
+    tokens = gl.minimum(away + PART, tokens)
     if REVERSED:
-        has_next = (begin > first) & (begin < end)
+        has_next = begin > first
         i_state -= 1
         end = gl.minimum(end, begin + tokens)
+        begin += away
         chunks = (end - begin + CHUNK - 1) // CHUNK
         start = begin + (chunks - 1) * CHUNK
         rest = (end - begin) % CHUNK
@@ -156,11 +171,10 @@ def segment_states(
         # Who has another segment behind it is whole.
         has_next = end < last
         i_state += 1
-        begin = gl.maximum(begin, end - tokens)
-        chunks = (end - begin) // CHUNK
+        begin = end - tokens
+        chunks = (end - away - begin) // CHUNK
         start = begin
-    # At a steep rate none is in reach of the next segment, which reads the state all the same.
-    chunks = gl.where(has_next & (slot_of(batch, i_n) >= 0), chunks, -1)
+    chunks = gl.where(has_next & (slot_of(batch, i_n) >= 0), chunks, 0)
     # The packed rows of a ragged batch are one box.
     i_box = i_n.to(gl.int32) if p_cu is None else 0
     work = Work(i_box, i_h // sizes.RATIO_QK, i_h // sizes.RATIO_V, i_h, i_e * sizes.BLOCK_E, start, chunks)
@@ -176,6 +190,6 @@ def segment_states(
     fence_async_shared()
     stages = Stages(k_stages, v_stages, full, empty)
     gl.warp_specialize([
-        (add_up, (stages, work, carried, i_state.to(gl.int64), p_slopes, scale, rest, sizes)),
+        (add_up, (stages, work, carried, i_state * PARTS + away // PART, p_slopes, scale, rest, away, sizes)),
         (load, (d_k, d_v, stages, work, stride, sizes)),
     ], [1], [40])  # fmt: skip

@@ -42,6 +42,8 @@ class Sizes(NamedTuple):
     STATE_E: int = 0
     # Of those kernels: what stores a state loads it in whole lines too.
     LINES: bool = False
+    # Of kernels that make or carry the states of segments: tokens of a part, of which each segment has as many.
+    PART: int = 0
 
 
 class Counts(NamedTuple):

@@ -111,11 +111,39 @@ def scaled_by(S, sizes: gl.constexpr):
 
 
 @gluon.jit
-def step(d_o, stages, tiles, o, work, chunk, S, before, decay, sizes: gl.constexpr, MASKED: gl.constexpr):
+def as_operand(S, p, b_up, sizes: gl.constexpr, dtype: gl.constexpr):
+    """Piece p of a state as an operand."""
+    b_S = S[p]
+    if dtype == gl.float16:
+        b_S = b_S * b_up[:, None]
+    return gl.convert_layout(opaque(b_S.to(dtype)), gl.DotOperandLayout(0, out_layout(sizes), 2))
+
+
+@gluon.jit
+def ahead_of(S, sizes: gl.constexpr, dtype: gl.constexpr):
+    """What the next chunk's queries see a state by, where there are registers for it: operands and, in float16, what
+    undoes their scaling.
+    """
+    ahead = ()
+    if has_registers(sizes):
+        b_up = None
+        if dtype == gl.float16:
+            b_up, b_down = scaled_by(S, sizes)
+        for p in gl.static_range(pieces_of(sizes)):
+            ahead = ahead + (as_operand(S, p, b_up, sizes, dtype),)
+        if dtype == gl.float16:
+            ahead = ahead + (b_down,)
+    return ahead
+
+
+@gluon.jit
+def step(d_o, stages, tiles, o, work, chunk, state, before, decay, sizes: gl.constexpr, MASKED: gl.constexpr):
     """One chunk: the state after it, and its outputs, which are stored unless the next step is to do so.
 
-    before: the outputs of the chunk before, and whether there are such: they are stored while this one is multiplied.
+    state: the one before, and what is ahead_of it, which is made while outputs are multiplied. before: the outputs of
+    the chunk before, and whether there are such: they are stored while this one is multiplied.
     """
+    S = state[0]
     CHUNK: gl.constexpr = sizes.CHUNK
     STAGES: gl.constexpr = sizes.STAGES
     BLOCK_E: gl.constexpr = sizes.BLOCK_E
@@ -123,13 +151,18 @@ def step(d_o, stages, tiles, o, work, chunk, S, before, decay, sizes: gl.constex
     dtype: gl.constexpr = tiles.scores.dtype
     L_O: gl.constexpr = out_layout(sizes)
     operand: gl.constexpr = gl.DotOperandLayout(0, L_O, 2)
+    AHEAD: gl.constexpr = has_registers(sizes)
     stage = chunk.i % STAGES
     stage_before = (chunk.i + STAGES - 1) % STAGES
     phase = (chunk.i // STAGES) & 1
     v_tile = stages.v.index(stage).reshape([CHUNK, BLOCK_E])
+    b_up = None
     b_down = None
     if dtype == gl.float16:
-        b_up, b_down = scaled_by(S, sizes)
+        if AHEAD:
+            b_down = state[1][PIECES]
+        else:
+            b_up, b_down = scaled_by(S, sizes)
     mbarrier.wait(stages.full.index(stage), phase)
     if MASKED:
         # Rows have been zeroed before.
@@ -142,11 +175,10 @@ def step(d_o, stages, tiles, o, work, chunk, S, before, decay, sizes: gl.constex
             seen = warpgroup_mma_wait(2, deps=[seen])
         decayed_S = ()
         for p in gl.static_range(first, min(first + 2, PIECES)):
-            if dtype == gl.float16:
-                b_S = (S[p] * b_up[:, None]).to(dtype)
+            if AHEAD:
+                b_S = state[1][p]
             else:
-                b_S = S[p].to(dtype)
-            b_S = gl.convert_layout(opaque(b_S), operand)
+                b_S = as_operand(S, p, b_up, sizes, dtype)
             decayed_S = decayed_S + (S[p] * decay,)
             q_tile = tile_of(stages.q[p], stage, sizes)
             seen = warpgroup_mma(b_S, q_tile.permute((1, 0)), seen, use_acc=p > 0, is_async=True)
@@ -157,7 +189,7 @@ def step(d_o, stages, tiles, o, work, chunk, S, before, decay, sizes: gl.constex
         for p in gl.static_range(first, min(first + 2, PIECES)):
             k_tile = tile_of(stages.k[p], stage, sizes)
             issued = issued + (warpgroup_mma(b_v, k_tile, decayed_S[p - first], is_async=True),)
-    if stores_late(sizes):
+    if has_registers(sizes):
         if before[1]:
             o_tile = stages.v.index(stage_before)
             store_tile_of_outputs(d_o, o_tile, o, work, chunk_before(chunk, sizes), before[0], sizes, False)
@@ -168,24 +200,34 @@ def step(d_o, stages, tiles, o, work, chunk, S, before, decay, sizes: gl.constex
         mbarrier.wait(tiles.ready.index(0), chunk.i & 1)
     b_seen = weighted(tiles, seen, b_down, sizes)
     out = warpgroup_mma(v_tile.permute((1, 0)), tiles.scores, b_seen, is_async=True)
-    results = warpgroup_mma_wait(0, deps=(out,) + issued)
-    b_o = outputs(tiles, results[0], sizes)
-    if stores_late(sizes):
+    ahead = ()
+    if AHEAD:
+        # Not more than `out` is left.
+        S = ()
+        for p in gl.static_range(PIECES):
+            S = S + (warpgroup_mma_wait(1, deps=[issued[p]]),)
+        ahead = ahead_of(S, sizes, dtype)
+        b_o = outputs(tiles, warpgroup_mma_wait(0, deps=[out]), sizes)
         release_values(stages, chunk, sizes)
     else:
+        results = warpgroup_mma_wait(0, deps=(out,) + issued)
+        S = results[1:]
+        b_o = outputs(tiles, results[0], sizes)
         tl.debug_barrier()
     mbarrier.arrive(stages.empty.index(stage))
-    if MASKED or not stores_late(sizes):
+    if MASKED or not AHEAD:
         store_tile_of_outputs(d_o, stages.v.index(stage), o, work, chunk, b_o, sizes, MASKED)
     if MASKED:
         # No TMA has stored them: the next values must not be written before they have been read.
         fence_async_shared()
-    return results[1:], b_o
+    return (S, ahead), b_o
 
 
 @gluon.constexpr_function
-def stores_late(sizes):
-    """Whether a chunk's outputs wait for the next one's products to be stored beside: registers have room for them."""
+def has_registers(sizes):
+    """Whether they have room for a chunk's outputs, which then wait for the next one's products to be stored beside,
+    and for the state as the next one's operand.
+    """
     return sizes.D <= 128
 
 
@@ -265,6 +307,7 @@ def follow(
         o_i = gl.arange(0, CHUNK, gl.SliceLayout(0, out_layout(sizes)))
         o_k = gl.arange(0, CHUNK, gl.SliceLayout(0, gl.DotOperandLayout(0, L_S, 2)))
         S = begin_state(states, batch, span, work.i_h, o_d, o_e, scale, sizes, IN_UNITS)
+        state = (S, ahead_of(S, sizes, tiles.scores.dtype))
         rate = base_two_rate(p_slopes, work.i_h)
         lost = rest_of_rate(p_slopes, work.i_h, rate)
         whole_from = 0
@@ -275,7 +318,7 @@ def follow(
             store_weights(tiles, rate, o_i, o_k, span.rest, scale, REVERSED, SHORT=True, IN_UNITS=IN_UNITS)
             rest_decay = decay_over(rate, lost, span.rest)
             short = Chunk(0, work.start, 0, span.rest)
-            S, _ = step(d_o, stages, tiles, o, work, short, S, (b_o, False), rest_decay, sizes, True)
+            state, _ = step(d_o, stages, tiles, o, work, short, state, (b_o, False), rest_decay, sizes, True)
         if span.short > 0 or (span.short == 0 and not REVERSED):
             whole_to = work.chunks - 1
         store_weights(tiles, rate, o_i, o_k, CHUNK, scale, REVERSED, SHORT=False, IN_UNITS=IN_UNITS)
@@ -286,24 +329,24 @@ def follow(
             stop = next_snapshot(snapshots, batch, span.i_n, span.begin, CHUNK)
             if stop == span.begin:
                 if span.begin == span.first:
-                    store_snapshots(snapshots, batch, final, span.i_n, stop, work.i_h, o_d, o_e, S, sizes)
+                    store_snapshots(snapshots, batch, final, span.i_n, stop, work.i_h, o_d, o_e, state[0], sizes)
                 stop = next_snapshot(snapshots, batch, span.i_n, stop + 1, CHUNK)
         stride: gl.constexpr = -CHUNK if REVERSED else CHUNK
         for i in range(whole_from, whole_to):
             row = work.start + i * stride
             chunk = Chunk(i, row, 0, CHUNK)
-            S, b_o = step(d_o, stages, tiles, o, work, chunk, S, (b_o, i > whole_from), decay, sizes, False)
+            state, b_o = step(d_o, stages, tiles, o, work, chunk, state, (b_o, i > whole_from), decay, sizes, False)
             if snapshots.p_positions is not None:
                 if row + CHUNK == stop:
-                    store_snapshots(snapshots, batch, final, span.i_n, stop, work.i_h, o_d, o_e, S, sizes)
+                    store_snapshots(snapshots, batch, final, span.i_n, stop, work.i_h, o_d, o_e, state[0], sizes)
                     stop = next_snapshot(snapshots, batch, span.i_n, stop + 1, CHUNK)
         # Behind the last one.
         behind = Chunk(whole_to, work.start + whole_to * stride, 0, span.rest)
-        has_before = stores_late(sizes) and whole_to > whole_from
+        has_before = has_registers(sizes) and whole_to > whole_from
         if whole_to < work.chunks:
             store_weights(tiles, rate, o_i, o_k, span.rest, scale, REVERSED, SHORT=True, IN_UNITS=IN_UNITS)
             rest_decay = decay_over(rate, lost, span.rest)
-            S, _ = step(d_o, stages, tiles, o, work, behind, S, (b_o, has_before), rest_decay, sizes, True)
+            state, _ = step(d_o, stages, tiles, o, work, behind, state, (b_o, has_before), rest_decay, sizes, True)
         elif has_before:
             last = chunk_before(behind, sizes)
             store_tile_of_outputs(d_o, stages.v.index(last.i % sizes.STAGES), o, work, last, b_o, sizes, False)
@@ -315,6 +358,7 @@ def follow(
             if REVERSED:
                 is_last = span.begin == first
             if is_last:
+                S = state[0]
                 if IN_UNITS:
                     S = in_units(S, unit_of(scale))
                 store_state(final, slot_of(batch, span.i_n), work.i_h, o_d, o_e, S, sizes)

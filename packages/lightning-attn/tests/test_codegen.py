@@ -28,6 +28,7 @@ from kernel_reference.testing.targets import TARGETS
 from lightning_attn import arguments, launch, tensors
 from lightning_attn.packed import arguments as packed_arguments
 from lightning_attn.packed import launch as packed_launch
+from lightning_attn.packed.plan import plan_state
 from lightning_attn.plan import (
     DecodePlan,
     DeviceLimits,
@@ -36,8 +37,9 @@ from lightning_attn.plan import (
     narrowed,
     plan_decode,
     plan_prefill,
-    plan_state,
+    staged,
     staged_by_mean,
+    widened,
 )
 from lightning_attn.trees import arguments as tree_arguments
 from lightning_attn.trees import launch as tree_launch
@@ -202,9 +204,11 @@ def all_specs(target: str) -> Iterator[KernelSpec]:
         yield from recurrent("for sm_90", MINIMAX, 4, tokens, "verify", "decode")
         yield from recurrent("for sm_90, lines", MINIMAX, 1, replace(tokens, lines=True), "decode")
         yield next(branching("for sm_90", MINIMAX, tokens))
-        yield from dense("for sm_90", MINIMAX, torch.bfloat16)
+        by_roles = plan_prefill(MINIMAX_TP8, "bfloat16", limits, True)
+        one = staged(plan_prefill(MINIMAX, "bfloat16", limits, True), MINIMAX, 1)
+        yield from dense("for sm_90", MINIMAX, torch.bfloat16, one)
         yield from dense("for sm_90, segments", MINIMAX_TP8, torch.bfloat16)
-        wide = replace(plan_prefill(MINIMAX_TP8, "bfloat16", limits, True), block_e=128, num_warps=8, num_stages=3)
+        wide = widened(by_roles, MINIMAX_TP8, 16, limits)
         # Of float16, which takes more registers than bfloat16.
         yield list(dense("for sm_90, 128 columns", MINIMAX_TP8, torch.float16, wide))[-1]
         yield from ragged("for sm_90, head sizes of 256, snapshots", WIDE, torch.float16, 2)
@@ -300,7 +304,7 @@ def batches(heads: Heads, dtype: torch.dtype, snapshots: bool) -> Iterator[tuple
         for marks in (1, 2, 16) if snapshots else (0,):
             wanted = [empty(sequences, marks, dtype=torch.int32) if marks else None for _ in range(2)]
             given = (q, k, v, rates, cu, pool, slots, empty(sequences, dtype=torch.bool), *wanted, out)
-            yield from launches("varlen", given, (False, 1.0), staged_by_mean(prefill, tokens, sequences))
+            yield from launches("varlen", given, (False, 1.0), staged_by_mean(prefill, heads, tokens, sequences))
     for sequences in (1, 2, 15, 16, 17, 64, 256):
         q, k, v, out = rows(sequences)
         given = (q, k, v, pool, empty(sequences, dtype=torch.int32), rates, out)

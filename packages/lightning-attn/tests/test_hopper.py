@@ -221,7 +221,8 @@ def test_chained_segments_have_the_results_of_whole_sequences_in_both_directions
 
 
 @pytest.mark.parametrize(("plan", "tokens"), [
-    (PrefillPlan(64, 64, 128, 4, 4, 64, True, part=64), 259), (PrefillPlan(64, 64, 64, 8, 1, 64, True, bf16x6=True), 67),
+    (PrefillPlan(64, 64, 128, 4, 4, 64, True, part=64), 259),
+    (PrefillPlan(64, 64, 64, 8, 1, 64, True, bf16x6=True), 67),
 ], ids=["16 bits, parts", "float32"])  # fmt: skip
 def test_segments_read_no_state_that_was_not_written_however_steep_the_rate(
     tensors, kernels, monkeypatch, plan, tokens
@@ -246,11 +247,13 @@ def test_segments_read_no_state_that_was_not_written_however_steep_the_rate(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_stages_and_columns_of_a_program_change_no_bits(tensors, kernels, dtype) -> None:
+def test_stages_columns_and_roles_of_a_program_change_no_bits(tensors, kernels, dtype) -> None:
     q, k, v = (tensors.normal(1, 1, 140, size, dtype=dtype) for size in (48, 48, 40))
     plan, slopes = PrefillPlan(64, 64, 0, 4, 4, 64, True), torch.tensor([0.02])
     first = kernels.attention(plan, q, k, v, slopes, None)
-    for change in ({"num_stages": 2}, {"num_stages": 3, "block_e": 128, "num_warps": 8}):
+    for change in (
+        {"num_stages": 2}, {"num_stages": 3, "block_e": 128, "num_warps": 8}, {"roles": True},
+    ):  # fmt: skip
         for one, other in zip(first, kernels.attention(replace(plan, **change), q, k, v, slopes, None), strict=True):
             assert_bitwise_equal(one, other)
 

@@ -22,7 +22,8 @@ from kernel_reference.testing.forks import run_alone
 from kernel_reference.testing.guards import assert_bitwise_equal
 from kernel_reference.testing.memory import much_memory
 from lightning_attn import Snapshots, launch, ops
-from lightning_attn.plan import DecodePlan, DeviceLimits, PrefillPlan, StatePlan, plan_prefill
+from lightning_attn.packed.plan import StatePlan
+from lightning_attn.plan import DecodePlan, DeviceLimits, PrefillPlan, plan_prefill
 
 Tensor = torch.Tensor
 BF16, FP32 = torch.bfloat16, torch.float32

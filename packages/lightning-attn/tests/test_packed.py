@@ -16,7 +16,8 @@ from kernel_reference.models import MINIMAX_01
 from kernel_reference.testing.guards import assert_bitwise_equal, canaried, poison_
 from lightning_attn import lightning_attention, lightning_attention_packed, lightning_state
 from lightning_attn.packed import arguments as packed_arguments
-from lightning_attn.plan import PrefillPlan, StatePlan
+from lightning_attn.packed.plan import StatePlan
+from lightning_attn.plan import PrefillPlan
 from lightning_attn.tensors import Packed, PackedBackward, State
 
 Tensor = torch.Tensor

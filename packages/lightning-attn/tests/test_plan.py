@@ -115,7 +115,7 @@ def test_less_shared_memory_never_means_more_stages() -> None:
 def test_hoppers_kernel_takes_16_bits_of_its_head_sizes_where_strides_and_device_allow_it() -> None:
     asked = Heads(64, 64, 128, 128)
     plan = plan_prefill(asked, "bfloat16", H200, suits_tma=True)
-    assert plan == PrefillPlan(64, 64, 0, 4, 4, block_d=128, hopper=True)
+    assert plan == PrefillPlan(64, 64, 0, 4, 4, block_d=64, hopper=True, roles=True)
     assert not plan_prefill(asked, "bfloat16", H200, suits_tma=False).hopper
     assert not plan_prefill(asked, "bfloat16", replace(H200, hopper=False), suits_tma=True).hopper
     # Float32's takes any strides.
@@ -155,10 +155,12 @@ def test_segments_are_taken_where_heads_alone_leave_a_quarter_of_the_device_idle
         assert plan_prefill(shape, "bfloat16", H200) == plan_prefill(MINIMAX, "bfloat16", H200)
 
 
-def test_segments_for_sm_90_are_longer_where_half_as_many_fill_the_device() -> None:
+def test_segments_for_sm_90_are_a_program_an_sm_for_a_sequence_of_16384_tokens() -> None:
     for heads, size, segment, stages in (
-        (64, 64, 1024, 3), (16, 64, 1024, 3), (128, 64, 0, 4), (32, 96, 4096, 4), (32, 128, 4096, 4),
-        (24, 128, 2048, 4), (16, 128, 2048, 4), (8, 128, 2048, 4), (64, 128, 0, 4), (32, 192, 0, 3), (8, 256, 4096, 3),
+        (64, 64, 8192, 6), (16, 64, 2048, 6), (128, 64, 0, 6), (32, 96, 8192, 4), (32, 128, 8192, 4),
+        (40, 128, 8192, 4), (40, 64, 4096, 6), (16, 128, 4096, 4), (8, 128, 2048, 4), (4, 128, 2048, 4),
+        (1, 64, 1024, 6), (64, 128, 0, 4), (32, 192, 0, 3),
+        (8, 256, 4096, 3), (64, 72, 0, 4), (32, 72, 4096, 4), (16, 72, 2048, 4),
     ):  # fmt: skip
         shape = Heads(heads, heads, size, size)
         plan = plan_prefill(shape, "bfloat16", H200, suits_tma=True)
@@ -168,14 +170,15 @@ def test_segments_for_sm_90_are_longer_where_half_as_many_fill_the_device() -> N
 
 @on_every_device
 def test_states_between_segments_take_at_most_5_percent_of_q_k_and_v(limits: DeviceLimits) -> None:
-    """For a sequence of 131072 tokens of equal heads in 16 bits; states are float32, one before each segment."""
+    """For a sequence of 131072 tokens of equal heads in 16 bits; states are float32, a segment's and its parts'."""
     tokens = 131072
     for d, e in itertools.product(range(16, 257), repeat=2):
         if max(d, e) > 2 * min(d, e):
             continue
-        plan = plan_prefill(Heads(8, 8, d, e), "bfloat16", limits, suits_tma=True)
+        heads = 8 if d % 16 else 40
+        plan = plan_prefill(Heads(heads, heads, d, e), "bfloat16", limits, suits_tma=True)
         if plan.segment:
-            states = tokens // plan.segment + 1
+            states = cdiv(tokens, plan.segment) * (1 + (plan.segment // plan.part if plan.part else 0))
             assert states * d * e * 4 <= 0.05 * tokens * (2 * d + e) * 2, (d, e, plan)
 
 
@@ -193,30 +196,35 @@ def test_plans_do_not_depend_on_how_many_sequences_or_tokens_there_are() -> None
 def test_short_sequences_take_two_stages_of_the_kernel_for_sm_90_and_nothing_else_of_another_plan() -> None:
     for shape in (MINIMAX, TP8, Heads(128, 128, 64, 64)):
         plan = plan_prefill(shape, "bfloat16", H200, suits_tma=True)
-        assert staged(plan, SHORT) == replace(plan, num_stages=2)
-        assert staged(plan, SHORT + 1) == plan
-        assert staged(plan, SHORT).covers(shape)
+        short = replace(plan, num_stages=2, block_d=shape.head_qk, roles=False)
+        assert staged(plan, shape, SHORT) == short
+        assert staged(plan, shape, SHORT + 1) == plan
+        assert short.covers(shape)
         for other in (plan_prefill(shape, "float32", H200), plan_prefill(shape, "bfloat16", A100)):
-            assert staged(other, 1) == other
-        assert staged_by_mean(plan, 128 * 9, 9) == replace(plan, num_stages=2)
-        assert staged_by_mean(plan, 128 * 9 + 1, 9) == plan
-    # With three, two programs share an SM as it is.
-    of_three = plan_prefill(Heads(64, 64, 64, 64), "bfloat16", H200, suits_tma=True)
-    assert of_three.num_stages == 3
-    assert staged(of_three, 1) == of_three
+            assert staged(other, shape, 1) == other
+        assert staged_by_mean(plan, shape, 128 * 9, 9) == short
+        assert staged_by_mean(plan, shape, 128 * 9 + 1, 9) == plan
+    # With three, two programs share an SM.
+    shape = Heads(64, 64, 64, 64)
+    plan = plan_prefill(shape, "bfloat16", H200, suits_tma=True)
+    assert staged(plan, shape, 1) == replace(plan, num_stages=3, roles=False)
+    wide = Heads(8, 8, 256, 256)
+    of_wide = plan_prefill(wide, "bfloat16", H200, suits_tma=True)
+    assert staged(of_wide, wide, 1) == of_wide
 
 
 def test_two_warpgroups_share_scores_where_a_program_an_sm_is_left_and_nowhere_else() -> None:
     for heads, size, tokens, sequences, wide in (
-        (8, 128, 32768, 1, True), (8, 128, 16384, 1, False), (4, 128, 16384, 1, False), (16, 128, 16384, 1, True),
-        (16, 128, 3000, 4, True), (32, 96, 16384, 1, True), (32, 128, 16384, 1, True), (64, 128, 16384, 1, False),
-        (64, 64, 16384, 1, False), (16, 256, 16384, 1, False),
+        (8, 128, 32768, 1, True), (8, 128, 16384, 1, False), (4, 128, 16384, 1, False), (16, 128, 16384, 1, False),
+        (16, 128, 32768, 1, True), (16, 128, 3000, 4, False), (32, 72, 16384, 1, True), (32, 128, 16384, 1, False),
+        (64, 128, 16384, 1, False), (64, 64, 16384, 1, False), (16, 256, 16384, 1, False),
     ):  # fmt: skip
         shape = Heads(heads, heads, size, size)
         plan = plan_prefill(shape, "bfloat16", H200, suits_tma=True)
         segments = sequences * -(-tokens // plan.segment) if plan.segment else sequences
         found = widened(plan, shape, segments, H200)
-        assert found == (replace(plan, block_e=128, num_warps=8, num_stages=3) if wide else plan), (heads, size, tokens)
+        by_two = replace(plan, block_e=128, num_warps=8, num_stages=3, block_d=128, roles=False)
+        assert found == (by_two if wide else plan), (heads, size, tokens)
         assert found.covers(shape)
     for other in (plan_prefill(TP8, "float32", H200, suits_tma=True), plan_prefill(TP8, "bfloat16", A100)):
         assert widened(other, TP8, 16, H200) == other
@@ -303,6 +311,9 @@ REFUSED_ON_HOPPER = {
     "float32 with the warps of 16 bits": replace(ON_HOPPER, bf16x6=True),
     "a chain of whole sequences": replace(ON_HOPPER, segment=0, chained=True),
     "a chain of launches": replace(ON_HOPPER, dependent_launch=True, chained=True),
+    "parts of broken chunks": replace(ON_HOPPER, part=32),
+    "parts longer than a segment": replace(ON_HOPPER, part=256),
+    "a chain of parts": replace(ON_HOPPER, part=64, chained=True),
 }
 
 

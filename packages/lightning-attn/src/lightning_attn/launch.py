@@ -159,9 +159,9 @@ def _plan_prefill(
     plan = plan_prefill(problem.heads, problem.dtype, limits, suits_tma, problem.snapshots > 0)
     # How long each of a ragged batch's is only the device knows.
     if problem.ragged:
-        return staged_by_mean(plan, problem.rows, problem.sequences)
+        return staged_by_mean(plan, problem.heads, problem.rows, problem.sequences)
     if problem.rows <= SHORT or problem.is_gradient:
-        return staged(plan, problem.rows)
+        return staged(plan, problem.heads, problem.rows)
     return widened(plan, problem.heads, _segments(problem, plan), limits)
 
 
@@ -301,7 +301,7 @@ def _own_states_launch(
         sizes = sizes._replace(BLOCK_D=64, STAGES=stages, WARPS=4, PART=part)
         grid = (tiles * (plan.segment // part), 1, 1)
         more = {}
-        if plan.part and sizes.D <= 128:
+        if sizes.D <= 128:
             # Two programs an SM.
             more = {"maxnreg": 128}
             sizes = sizes._replace(STAGES=min(8, 108 // (8 + 8 * cdiv(sizes.D, 64))))

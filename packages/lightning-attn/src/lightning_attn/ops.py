@@ -30,8 +30,9 @@ from kernel_reference.dispatch import PreparedLaunches, allocator, implement, la
 from lightning_attn import arguments, reference
 from lightning_attn.packed import arguments as packed_arguments
 from lightning_attn.packed import reference as packed_reference
+from lightning_attn.packed.plan import StatePlan
 from lightning_attn.packed.reference import new_packed_gradients, new_packed_results, new_packed_states
-from lightning_attn.plan import DecodePlan, PrefillPlan, StatePlan
+from lightning_attn.plan import DecodePlan, PrefillPlan
 from lightning_attn.reference import new_gradients, new_results
 from lightning_attn.tensors import (
     Attention,

@@ -108,27 +108,6 @@ class DecodeProblem:
 
 
 @dataclass(frozen=True)
-class StateProblem:
-    """Keys and values of which the states alone are wanted: operands, strides as for :class:`PrefillProblem`.
-
-    ``reach``: a token whose weight in its state is exp(-reach) or less is left out.
-    """
-
-    heads: Heads
-    k: Operand
-    v: Operand
-    initial: Strides | None
-    final: Strides
-    rows: int
-    sequences: int
-    scale: float
-    reach: float
-    is_float32: bool
-    ragged: bool
-    reversed: bool
-
-
-@dataclass(frozen=True)
 class DeviceLimits:
     """What the plan needs to know of a processor.
 
@@ -241,30 +220,6 @@ class DecodePlan(Plan):
         return not self.hopper or self.num_warps <= self.block_e <= 128 * self.num_warps
 
 
-@dataclass(frozen=True)
-class StatePlan(Plan):
-    """States alone: programs take ``segment`` tokens, ``chunk`` at a time, for ``block_d`` x ``block_e`` of a state.
-
-    ``bf16x6``: float32 is multiplied as six products of bfloat16, without it on no tensor core.
-    """
-
-    chunk: int
-    block_d: int
-    block_e: int
-    segment: int
-    num_warps: int
-    num_stages: int
-    bf16x6: bool = False
-
-    def covers(self, heads: Heads) -> bool:
-        """Whether its blocks are such that a kernel can take them: any heads will do."""
-        del heads
-        if not is_power_of_two(self.chunk, self.block_d, self.block_e, self.num_warps):
-            return False
-        blocks = min(self.chunk, self.block_d, self.block_e)
-        return blocks >= 16 and self.num_stages >= 1 and self.segment >= 1 and self.segment % self.chunk == 0
-
-
 def fits_hopper(heads: Heads) -> bool:
     """Whether heads are of sizes that the kernels for sm_90 are written for; that of float32 takes 128 rows at most.
 
@@ -311,6 +266,13 @@ def plan_prefill(
     """
     if suits_tma and limits.hopper and dtype != "float32" and fits_hopper(heads):
         segment, columns = _segment(heads, 64, limits), hopper_columns(heads)
+        if suits_roles(heads):
+            segment = _round_of(heads, limits)
+            waits, stages = limits.dependent_launch and segment > 0, 6 if columns == 64 else 4
+            return PrefillPlan(
+                64, 64, segment, 4, stages, 64, hopper=True, dependent_launch=waits, roles=True,
+                part=_part(heads, segment),
+            )  # fmt: skip
         if columns == 128 and 8 * heads.num_heads * cdiv(heads.head_v, 64) >= 3 * limits.cores:
             # Half as many fill the device. On an H200, 32 heads of 128: 16384 tokens 223 us in segments of 4096, 256 of
             # 2048; 8192 129 and 126, 4096 73 and 72. But 8 heads, 32768 tokens: 132 and 128. Nor 64 heads of 64: 16384
@@ -353,24 +315,26 @@ def plan_prefill(
 SHORT = 512
 
 
-def staged(plan: PrefillPlan, tokens: int) -> PrefillPlan:
+def staged(plan: PrefillPlan, heads: Heads, tokens: int) -> PrefillPlan:
     """A plan of :func:`plan_prefill` for sequences of ``tokens`` each, with the same results bit for bit.
 
     A short sequence ends before many stages are filled: two programs an SM, of two stages each, hide one's first loads
-    behind the other's chunks. Those of three stages are two an SM as it is.
+    behind the other's chunks. Those of three stages are two an SM as it is, and those by roles one.
     """
-    if not plan.hopper or plan.bf16x6 or plan.num_stages < 4 or tokens > SHORT:
+    if not plan.hopper or plan.bf16x6 or plan.num_stages < 4 or tokens > SHORT or heads.head_qk > 128:
         return plan
-    return replace(plan, num_stages=2)
+    columns = hopper_columns(heads)
+    stages = 3 if plan.segment and columns == 64 else 2
+    return replace(plan, num_stages=stages, block_d=columns, roles=False)
 
 
-def staged_by_mean(plan: PrefillPlan, tokens: int, sequences: int) -> PrefillPlan:
+def staged_by_mean(plan: PrefillPlan, heads: Heads, tokens: int, sequences: int) -> PrefillPlan:
     """:func:`staged` for packed sequences, of which only the device knows how long each is.
 
     On an H100, 64 heads of 128, 128 rows of one token alone, with a prompt of 4096 and of 16384: 391, 530 and 931 us
     with 2 stages, 496, 602 and 944 with 4; but 15 rows with a prompt of 16384, 600 and 511.
     """
-    return staged(plan, 1) if tokens <= 128 * sequences else plan
+    return staged(plan, heads, 1) if tokens <= 128 * sequences else plan
 
 
 def widened(plan: PrefillPlan, heads: Heads, segments: int, limits: DeviceLimits) -> PrefillPlan:
@@ -378,8 +342,7 @@ def widened(plan: PrefillPlan, heads: Heads, segments: int, limits: DeviceLimits
 
     Two warpgroups of one program share a head's scores, and load its q and k once: two tiles of 64 columns take 1.84
     times as long as one, where they would take two rounds of the device's SMs. On an H200, us: 8 heads x 32768 tokens
-    128 -> 118, 16 x 16384 127 -> 118, 32 x 16384 223 -> 208, of 96 columns 221 -> 194; but 4 x 16384, which leaves SMs
-    idle, 67 -> 89.
+    128 -> 118, 16 x 131072 1017 -> 915; but 4 x 16384, which leaves SMs idle, 67 -> 89.
     """
     is_narrow = plan.hopper and not plan.bf16x6 and plan.block_e == 64 and heads.head_qk <= 128
     if not (is_narrow and plan.segment and heads.head_v > 64):
@@ -387,7 +350,44 @@ def widened(plan: PrefillPlan, heads: Heads, segments: int, limits: DeviceLimits
     rounds, wide_rounds = (cdiv(heads.num_heads * cdiv(heads.head_v, e) * segments, limits.cores) for e in (64, 128))
     if 1.84 * wide_rounds >= rounds:
         return plan
-    return replace(plan, block_e=128, num_warps=8, num_stages=3)
+    return replace(plan, block_e=128, num_warps=8, num_stages=3, block_d=hopper_columns(heads), roles=False)
+
+
+def suits_roles(heads: Heads) -> bool:
+    """Whether the kernel by roles is the faster one for heads of up to 128 rows.
+
+    On an H200, 16384 tokens of 64 heads of 96: 261 us, by one warpgroup 279; of 72, whose second piece has rows of 16
+    bytes, 337 and 301.
+    """
+    return heads.head_qk <= 128 and heads.head_qk % 16 == 0
+
+
+def _round_of(heads: Heads, limits: DeviceLimits) -> int:
+    """Tokens of a segment, of which those of a sequence of 16384 are about a program an SM.
+
+    On an H200, 16384 tokens, us in segments of 1024, 2048, 4096 and 8192: 4 heads of 128 40, 57, 115, -; 8 -, 67, 93,
+    -; 16 -, 127, 113, 228; 32 -, 256, 223, 195.
+    """
+    programs = heads.num_heads * cdiv(heads.head_v, 64)
+    if 4 * programs >= 3 * limits.cores:
+        return 0
+    # States then take 5 % of the bytes of q, k and v in 16 bits at most.
+    shortest = 16 * power_of_two_at_least(max(heads.head_qk, heads.head_v))
+    # The power of two nearest to 16384 programs / cores.
+    return max(shortest, power_of_two_at_least(cdiv(11585 * programs, limits.cores)))
+
+
+def _part(heads: Heads, segment: int) -> int:
+    """Tokens of a segment's part: 0 where programs of whole segments read as fast as the device can, or nearly.
+
+    Parts' states and segments' take 5 % of the bytes of q, k and v in 16 bits at most. On an H200, 64 heads of 64,
+    16384 tokens: 176 us, in parts of 1024 163; but 16 of 128, in segments of 4096, 113 and 121.
+    """
+    if segment < 8192:
+        return 0
+    d, e = heads.head_qk, heads.head_v
+    part = power_of_two_at_least(cdiv(40 * d * e * segment, (2 * d + e) * segment - 40 * d * e))
+    return part if part < segment else 0
 
 
 def _segment(heads: Heads, block_e: int, limits: DeviceLimits) -> int:
@@ -428,19 +428,3 @@ def narrowed(plan: DecodePlan, heads: Heads, sequences: int, limits: DeviceLimit
     if not plan.lines or plan.block_e != 16 * plan.num_warps or is_many:
         return plan
     return replace(plan, block_e=16, num_warps=1)
-
-
-def plan_state(heads: Heads, is_float32: bool, limits: DeviceLimits) -> StatePlan:
-    """The plan for states without outputs on this device."""
-    longest = power_of_two_at_least(max(16, heads.head_qk, heads.head_v))
-    # Sums of segments that are not the whole state then take 6 % of the bytes of k and v in 16 bits, twice.
-    segment = 16 * longest
-    widest = 64 if is_float32 else 128
-    block_d, block_e = (
-        min(widest, power_of_two_at_least(max(16, size))) for size in (heads.head_qk, heads.head_v)
-    )  # fmt: skip
-    if is_float32:
-        return StatePlan(32, block_d, block_e, segment, 4, 2, limits.bf16)
-    num_warps = 8 if block_d * block_e > 64 * 128 else 4
-    stages = 3 if limits.shared_memory > 64 * 1024 else 2
-    return StatePlan(64, block_d, block_e, segment, num_warps, stages)

@@ -392,8 +392,7 @@ def carry_states(
 ):  # fmt: skip
     """Turn the states of a segment's parts into the state before the next one, from a sequence's initial state on.
 
-    The initial state is stored too: a pool's slot is overwritten while the segments run. p_own may be p_carried, where
-    a segment is one part.
+    The initial state is stored too: a pool's slot is overwritten while the segments run. p_own may be p_carried.
     """
     batch = Batch(p_cu, p_slots, p_has, Counts(rows, num_sequences, num_slots))
     initial, carried = States(p_initial, strides.initial), States(p_carried, strides.carried)

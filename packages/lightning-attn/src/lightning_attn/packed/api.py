@@ -22,7 +22,8 @@ from lightning_attn import (
     ops,  # noqa: F401  defines the ops that are taken below
 )
 from lightning_attn.api import _explain
-from lightning_attn.plan import PrefillPlan, StatePlan
+from lightning_attn.packed.plan import StatePlan
+from lightning_attn.plan import PrefillPlan
 
 Tensor = torch.Tensor
 

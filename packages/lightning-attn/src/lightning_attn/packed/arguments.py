@@ -28,7 +28,8 @@ from lightning_attn.arguments import (
     _transposed,
     check_packed,
 )
-from lightning_attn.plan import BackwardProblem, Heads, Operand, PrefillProblem, StatePlan, StateProblem
+from lightning_attn.packed.plan import StatePlan, StateProblem
+from lightning_attn.plan import BackwardProblem, Heads, Operand, PrefillProblem
 from lightning_attn.tensors import Packed, PackedBackward, State
 
 Tensor = torch.Tensor

@@ -13,17 +13,15 @@ from lightning_attn.kernels import states
 from lightning_attn.kernels.schedule import RowStrides, StateStrides
 from lightning_attn.kernels.states import StateSizes, SumStrides
 from lightning_attn.launch import _NO_STATES, _keep_state, _prepare_prefill
+from lightning_attn.packed.plan import StatePlan, StateProblem, plan_state
 from lightning_attn.plan import (
     BackwardProblem,
     Heads,
     Operand,
     PrefillPlan,
     PrefillProblem,
-    StatePlan,
-    StateProblem,
     Strides,
     fitted,
-    plan_state,
 )
 from lightning_attn.tensors import Packed, PackedBackward, State
 

@@ -34,8 +34,8 @@ _SHORT_LISTS = (1024, 1450)
 # would be another kernel to compile in a layer's life.
 _MANY_KEYS = 32768
 _CHUNK = 2048
-# Of shorter prompts, from so many tokens on, the query heads of one kv head: 16384 take 946 us on an H200, those of two
-# 958, of half of one 1018, all 979 (triton 3.6.0, 2026-11-26; before that day's other changes 931, 935, 1006, 952).
+# Of shorter prompts, from so many tokens on, the query heads of one kv head: 16384 take 931 us on an H200, those of two
+# 935, of half of one 1006, all 952; 946, 958, 1018 and 979 on an H100 (triton 3.6.0, 2026-11-26).
 _PROMPT = 16384
 # Of the 227 KiB that a program may have, less barriers and the queue of work items.
 _HOPPER_BYTES = 225 * 1024

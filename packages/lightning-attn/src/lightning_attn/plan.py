@@ -2,7 +2,7 @@
 
 A plan is a value: it can be built, printed and tested on a machine with no GPU, and pinned by a caller with ``plan=``.
 None depends on how many sequences a call has, nor on their lengths, so that a sequence's result has the same bits
-whatever its neighbours are; but for stages, which change no bits (:func:`staged`).
+whatever its neighbours are; but for what changes no bits (:func:`staged`, :func:`widened`).
 """
 
 from __future__ import annotations

@@ -29,18 +29,21 @@ from blocksparse_attn.plan import (
     AttentionPlan,
     DeviceLimits,
     Problem,
-    heads_per_tile,
     hopper_piece,
     hopper_sizes,
+    merged_width,
+    merges_lists,
     needs_table,
     num_slots,
     plan_attention,
+    portable_piece,
+    programs_of,
     query_stages,
     tokens_per_tile,
 )
 from kernel_reference.checks import fail
 from kernel_reference.dispatch import allocator
-from kernel_reference.integers import cdiv, power_of_two_at_least, power_of_two_in
+from kernel_reference.integers import power_of_two_at_least, power_of_two_in
 from kernel_reference.launching import (
     Launch,
     TmaBox,
@@ -84,7 +87,9 @@ def prepare_attend(problem: Problem, plan: AttentionPlan | None, tensors: Tensor
         if chosen.hopper and not here.tma:
             wanted = "without hopper where softmax_scale is below 0, or queries, keys or values are"
             fail("plan", f"{wanted} not 16-byte aligned and of strides of whole 16 bytes", chosen)
-        attend = _attend(here, chosen, forms, device)
+        attend: Callable[..., None] = _attend(here, chosen, forms, device)
+        if merges_lists(here, chosen):
+            attend = _with_merged(attend, here, chosen, device)
         if chosen.num_splits == 1:
             # A kernel is the same with splits and without: there are always pointers to partial results.
             no_part = nothing(device)
@@ -101,10 +106,7 @@ def _attend(problem: Problem, plan: AttentionPlan, forms: Tensors, device: torch
     *s_lse, s_lse_token = _lse_strides(forms.lse)
     strides = Strides(_batched(forms.q.stride()), keys.strides, values.strides, out, s_lse_token)
     slots = num_slots(problem, plan)
-    head_tiles = problem.group
-    if plan.packed:
-        head_tiles = cdiv(problem.group, heads_per_tile(problem.group, plan.block_m))
-    grid = (slots * problem.num_heads_kv * head_tiles * plan.num_splits, 1, 1)
+    grid = (programs_of(problem, plan), 1, 1)
     table_stride = 0 if forms.block_table is None else forms.block_table.stride()[0]
     numbers = (
         forms.q.shape[-3], problem.sequences, problem.capacity, keys.outer, table_stride,
@@ -139,12 +141,13 @@ def _grouped(padded: bool, by_tma: bool) -> Callable[..., tuple[Any, ...]]:
     def group(
         q: Pointer, k: Pointer, v: Pointer, crow: Pointer, col: Pointer, cu_q: Pointer, cu_k: Pointer, table: Pointer,
         seqlens_k: Pointer, q_starts: Pointer, q_ends: Pointer, k_starts: Pointer, k_ends: Pointer, sinks: Pointer,
-        *outputs: Pointer,
+        out: Pointer, lse: Pointer, part: Pointer, part_lse: Pointer, merged: Pointer = None,
     ) -> tuple[Any, ...]:  # fmt: skip
         bounds = (q_starts, q_ends, k_starts, k_ends) if padded else (cu_q, None, cu_k, seqlens_k)
+        outputs = out, lse, part, part_lse
         if type(crow) is int:
-            return q, k, v, (crow, col), table, bounds, sinks, outputs
-        return q, k, v, Lists(crow, col), table, Bounds(*bounds), sinks, Outputs(*outputs)
+            return q, k, v, (crow, col, merged), table, bounds, sinks, outputs
+        return q, k, v, Lists(crow, col, merged), table, Bounds(*bounds), sinks, Outputs(*outputs)
 
     return (lambda *others: group(None, None, None, *others)[3:]) if by_tma else group
 
@@ -187,15 +190,15 @@ def _portable_config(
     problem: Problem, plan: AttentionPlan, keys: _Keys, values: _Keys, strides: Strides
 ) -> PortableConfig:
     size, size_v = problem.head_dim, problem.head_dim_v
-    piece = power_of_two_in(problem.k_block)
+    piece = portable_piece(problem, plan)
     reach = max(keys.reach(size), values.reach(size_v), (size - 1) * strides.q[3], (size_v - 1) * strides.out[3])
     return PortableConfig(
         KIND=_kind(problem), GROUP=problem.group, HEADS_KV=problem.num_heads_kv, D=size,
         BLOCK_D=max(16, power_of_two_at_least(size)), DV=size_v, BLOCK_DV=max(16, power_of_two_at_least(size_v)),
-        PAGE=problem.page_size, BOX=values.box(min(plan.block_n, piece)) if problem.page_size else 0, X=keys.x,
+        PAGE=problem.page_size, BOX=values.box(piece) if problem.page_size else 0, X=keys.x,
         STEP=keys.strides[1] if keys.x < size else 0, Q_BLOCK=problem.q_block, K_BLOCK=problem.k_block,
         BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, SOFTCAP=problem.softcap > 0, HAS_LEFT=problem.left >= 0,
-        WIDE=reach >= 2**31, STAGES=plan.num_stages, TOKENS=plan.packed, PIECE=min(plan.block_n, piece),
+        WIDE=reach >= 2**31, STAGES=plan.num_stages, TOKENS=plan.packed, PIECE=piece,
     )  # fmt: skip
 
 
@@ -277,8 +280,18 @@ def merge_config(
     )  # fmt: skip
 
 
+def _with_merged(
+    attend: Callable[..., None], problem: Problem, plan: AttentionPlan, device: torch.device
+) -> Callable[..., None]:
+    """A launch whose programs have room to merge the lists of their rows in: a column, and its rows, for each that a
+    split may see."""
+    size = (programs_of(problem, plan), 2, merged_width(problem, plan))
+    new_merged = allocator(torch.empty(size, dtype=torch.int32, device="meta"), device)
+    return lambda *eighteen: attend(*eighteen, new_merged())
+
+
 def _in_parts(
-    attend: Launch, problem: Problem, plan: AttentionPlan, forms: Tensors, device: torch.device
+    attend: Callable[..., None], problem: Problem, plan: AttentionPlan, forms: Tensors, device: torch.device
 ) -> Callable[..., None]:
     """Split-KV: a launch that leaves partial results and one that merges them; called with the sixteen tensors."""
     heads, size_v = problem.num_heads, problem.head_dim_v

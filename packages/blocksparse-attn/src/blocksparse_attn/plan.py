@@ -218,6 +218,30 @@ def num_slots(problem: Problem, plan: AttentionPlan) -> int:
     return problem.tokens // tokens_per_tile(plan) + segments * (1 if plan.packed else 2)
 
 
+def programs_of(problem: Problem, plan: AttentionPlan) -> int:
+    """Programs that share the work, were there one for each."""
+    head_tiles = problem.group
+    if plan.packed:
+        head_tiles = cdiv(problem.group, heads_per_tile(problem.group, plan.block_m))
+    return num_slots(problem, plan) * problem.num_heads_kv * head_tiles * plan.num_splits
+
+
+def merges_lists(problem: Problem, plan: AttentionPlan) -> bool:
+    """Whether a packed tile merges its lists in memory before it walks them, as it gathers several blocks."""
+    return bool(plan.packed) and portable_piece(problem, plan) < plan.block_n
+
+
+def portable_piece(problem: Problem, plan: AttentionPlan) -> int:
+    """Keys of one block that a tile of the portable kernels gathers together."""
+    return min(plan.block_n, power_of_two_in(problem.k_block))
+
+
+def merged_width(problem: Problem, plan: AttentionPlan) -> int:
+    """Columns that a split of a packed tile sees, at most."""
+    columns = cdiv(min(problem.rows * problem.q_block, problem.capacity), problem.k_block)
+    return max(1, cdiv(columns, plan.num_splits))
+
+
 def plan_attention(problem: Problem, limits: DeviceLimits) -> AttentionPlan:
     """The plan for a problem on this device."""
     if problem.num_splits:
@@ -241,6 +265,13 @@ def _hopper(problem: Problem) -> AttentionPlan:
     short = _SHORT_LISTS[not needs_table(problem)]
     narrow = _widest(problem) > 128 or problem.entries * problem.k_block < short * problem.rows
     plan = AttentionPlan(128, 64 if narrow else 128, 1, 4, 4 if narrow else 2, hopper=True)
+    if not narrow and _widest(problem) <= 64:
+        # Heads of 64: 2062 us with two stages, 1897 with three and 1910 with four (32768 tokens, H100, 2026-11-26).
+        plan = replace(plan, num_stages=3)
+    if not narrow and hopper_piece(problem.k_block) < min(64, problem.k_block):
+        # Tiles are gathered from many pieces, for which two large stages wait longer than four small ones: blocks of 48
+        # 4787 us and 3974, of 96 3391 and 3090 (32768 tokens, H100, 2026-11-26).
+        plan = replace(plan, block_n=64, num_stages=4)
     while _hopper_bytes(problem, plan, 1) > _HOPPER_BYTES:
         plan = replace(plan, num_stages=plan.num_stages - 1)
     if narrow or problem.num_splits or problem.sequences != 1 or problem.num_heads < 32:
@@ -265,7 +296,12 @@ def _packed(problem: Problem, limits: DeviceLimits) -> AttentionPlan:
     if _widest(problem) > 128:
         block_n = min(block_n, 32)
     packed = min(tokens, block_m // heads_per_tile(problem.group, block_m))
-    return AttentionPlan(block_m, block_n, 1, 4 if block_m == 16 else 8, stages, packed)
+    plan = AttentionPlan(block_m, block_n, 1, 4 if block_m == 16 else 8, stages, packed)
+    if limits.shared_memory > 200 * 1024 and plan.num_stages > 1 and merges_lists(problem, plan):
+        # Merged lists are loaded some stages ahead of what they list: 32 sequences of 32768 in blocks of 16, pages of
+        # 16, 791 us with 7 stages and 788 with 10 on an H100; 974 without merging, with 5.
+        plan = replace(plan, num_stages=stages + 2)
+    return plan
 
 
 def _lists(problem: Problem, limits: DeviceLimits) -> AttentionPlan:

@@ -13,10 +13,12 @@ from typing import Any, NamedTuple
 
 
 class Lists(NamedTuple):
-    """A block layout: ``crow`` [heads or 1, rows + 1] and ``col`` [heads or 1, nnz]."""
+    """A block layout: ``crow`` [heads or 1, rows + 1] and ``col`` [heads or 1, nnz]; and room for the lists that each
+    program merges, see ``portable.merged``."""
 
     crow: Any
     col: Any
+    merged: Any = None
 
 
 class Bounds(NamedTuple):

@@ -170,6 +170,43 @@ def listed_columns(p_lists, begin, end, first, last, PIECE: tl.constexpr):
     return bits
 
 
+@triton.jit
+def merged(p_rows, p_columns, p_lists, begin, end, first, last):
+    """Store the columns from ``first`` to ``last`` - 1 that any row lists, rising, and as bits the rows that do.
+
+    Returns how many there are. No column may be listed twice. The memory is this program's own.
+    """
+    BLOCK_M: tl.constexpr = begin.shape[0]
+    EACH: tl.constexpr = 512
+    PIECE: tl.constexpr = 4096 // BLOCK_M
+    for at in range(0, last - first, EACH):
+        o_c = at + tl.arange(0, EACH)
+        tl.store(p_rows + o_c, o_c * 0, mask=o_c < last - first)
+    tl.debug_barrier()
+    o_bit = ((tl.arange(0, BLOCK_M) * 0 + 1) << tl.arange(0, BLOCK_M))[:, None]
+    for at in range(0, tl.max(end - begin, 0), PIECE):
+        o_entry = at + tl.arange(0, PIECE)[None, :]
+        # Added to the pointer in two steps: an index into a list has 32 bits, and one past its end may have more.
+        column = tl.load((p_lists + begin)[:, None] + o_entry, mask=o_entry < (end - begin)[:, None], other=-1)
+        wanted = (column >= first) & (column < last)
+        tl.atomic_or(p_rows + tl.where(wanted, column - first, 0), o_bit + column * 0, mask=wanted, sem="relaxed")
+    tl.debug_barrier()
+    count = first * 0
+    for at in range(0, last - first, EACH):
+        o_c = at + tl.arange(0, EACH)
+        # Past the L1 cache, in which atomic operations leave no trace.
+        rows = tl.load(p_rows + o_c, mask=o_c < last - first, other=0, cache_modifier=".cg")
+        found = rows != 0
+        place = count + tl.cumsum(found.to(tl.int32), 0) - 1
+        # Places are those of columns before, and of these, which all threads have read.
+        tl.debug_barrier()
+        tl.store(p_rows + place, rows, mask=found)
+        tl.store(p_columns + place, first + o_c, mask=found)
+        count += tl.sum(found.to(tl.int32), 0)
+    tl.debug_barrier()
+    return count
+
+
 @triton.jit(
     do_not_specialize=[
         "rows", "sequences", "keys", "num_pages", "s_table", "s_crow", "s_col", "layout_rows", "entries", "slots",
@@ -182,7 +219,8 @@ def attend_packed(
 ):  # fmt: skip
     """``attend_lists`` for rows that each have a list: row m is head ``m % HEADS`` of token ``m // HEADS``.
 
-    The splits share the columns, and a program looks at BITS of them at a time.
+    The splits share the columns. A program looks at BITS of them at a time or, where a tile gathers several blocks,
+    merges its lists first: BITS small blocks are few tiles, before and behind which loads would be waited for.
     """
     BLOCK_M: tl.constexpr = config.BLOCK_M
     HEADS: tl.constexpr = config.GROUP if config.GROUP < BLOCK_M else BLOCK_M
@@ -223,7 +261,14 @@ def attend_packed(
         p_lists = lists.col + o_h.to(tl.int64) * s_col
         from_entry, to_entry = list_of(layout, o_h, position // config.Q_BLOCK, m_row & possible)
         first_column = low // config.K_BLOCK
-        from_column, to_column = share((high - 1) // config.K_BLOCK + 1 - first_column, i_split, num_splits)
+        columns = (high - 1) // config.K_BLOCK + 1
+        if PIECES > 1:
+            # Rows of positions that the layout does not reach list nothing.
+            reach = tl.minimum(layout_rows.to(tl.int64) * config.Q_BLOCK, keys)
+            width = ((reach + (config.K_BLOCK - 1)) // config.K_BLOCK).to(tl.int32)
+            columns = tl.maximum(tl.minimum(columns, width), first_column)
+            width = tl.maximum((width + num_splits - 1) // num_splits, 1)
+        from_column, to_column = share(columns - first_column, i_split, num_splits)
         from_column += first_column
         to_column = tl.where(possible, to_column + first_column, from_column)
         k_head = head_of(p_k, i_b, i_kv, strides.k, config.KIND)
@@ -237,39 +282,38 @@ def attend_packed(
         o_bit = tl.arange(0, BITS).to(tl.int64)
         o_n = tl.arange(0, config.BLOCK_N)
         column = from_column
-        # Inside a ``for`` with another loop in it Triton would not pipeline the loop over keys.
-        while column < to_column:
-            bits = listed_columns(
-                p_lists, from_entry, to_entry, column, tl.minimum(column + BITS, to_column), ENTRIES
-            )  # [BLOCK_M]
-            anywhere = tl.max((bits[:, None] >> o_bit[None, :]) & 1, 0)  # [BITS]
-            left_over = tl.sum(anywhere << o_bit, 0)
-            count = tl.sum(anywhere, 0).to(tl.int32) * PER_BLOCK
+        if PIECES > 1:
+            p_rows = lists.merged + pid.to(tl.int64) * 2 * width
+            count = merged(p_rows, p_rows + width, p_lists, from_entry, to_entry, from_column, to_column) * PER_BLOCK
             for i in tl.range(0, (count + PIECES - 1) // PIECES, num_stages=config.STAGES):
-                if PIECES == 1:
+                i_piece = i * PIECES + o_n // config.PIECE
+                o_column = tl.load(p_rows + width + i_piece // PER_BLOCK, mask=i_piece < count, other=0)
+                o_rows = tl.load(p_rows + i_piece // PER_BLOCK, mask=i_piece < count, other=0)
+                o_key = o_column * config.K_BLOCK + i_piece % PER_BLOCK * config.PIECE + o_n % config.PIECE
+                # What no piece is left for lies behind all keys.
+                o_key = tl.where(i_piece < count, o_key, high)
+                listed = ((o_rows[None, :] >> o_m[:, None]) & 1) != 0
+                acc, running_max, row_sum = step(
+                    acc, running_max, row_sum, b_q, cache, o_key, listed, visible, scoring, strides, config, True
+                )
+        else:
+            # Inside a ``for`` with another loop in it Triton would not pipeline the loop over keys.
+            while column < to_column:
+                bits = listed_columns(
+                    p_lists, from_entry, to_entry, column, tl.minimum(column + BITS, to_column), ENTRIES
+                )  # [BLOCK_M]
+                anywhere = tl.max((bits[:, None] >> o_bit[None, :]) & 1, 0)  # [BITS]
+                left_over = tl.sum(anywhere << o_bit, 0)
+                count = tl.sum(anywhere, 0).to(tl.int32) * PER_BLOCK
+                for i in tl.range(0, (count + PIECES - 1) // PIECES, num_stages=config.STAGES):
                     i_bit = lowest_bit(left_over)
                     o_key = (column + i_bit) * config.K_BLOCK + i % PER_BLOCK * config.PIECE + o_n
                     listed = (((bits >> i_bit) & 1) != 0)[:, None]
                     left_over = tl.where(i % PER_BLOCK == PER_BLOCK - 1, left_over & (left_over - 1), left_over)
-                else:
-                    # What no piece is left for lies behind all keys.
-                    o_key = o_n * 0 + high
-                    o_shift = o_n * 0
-                    for i_in in tl.static_range(PIECES):
-                        i_piece = i * PIECES + i_in
-                        i_bit = lowest_bit(left_over)
-                        here = (o_n // config.PIECE == i_in) & (left_over != 0)
-                        at = (column + i_bit) * config.K_BLOCK + i_piece % PER_BLOCK * config.PIECE
-                        o_key = tl.where(here, at + o_n % config.PIECE, o_key)
-                        o_shift = tl.where(here, i_bit, o_shift)
-                        left_over = tl.where(
-                            i_piece % PER_BLOCK == PER_BLOCK - 1, left_over & (left_over - 1), left_over
-                        )
-                    listed = ((bits[:, None] >> o_shift[None, :]) & 1) != 0
-                acc, running_max, row_sum = step(
-                    acc, running_max, row_sum, b_q, cache, o_key, listed, visible, scoring, strides, config, True
-                )
-            column += BITS
+                    acc, running_max, row_sum = step(
+                        acc, running_max, row_sum, b_q, cache, o_key, listed, visible, scoring, strides, config, True
+                    )
+                column += BITS
         tile = Rows(row, o_h, i_b, token, all_rows, possible, m_row)
         store(
             acc, running_max, row_sum, tile, i_split, num_splits, p_sinks, outputs, strides, config,

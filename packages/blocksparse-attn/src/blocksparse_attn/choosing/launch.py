@@ -27,7 +27,7 @@ def prepare_choose(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Callab
         return launch_nothing
     if columns > _MOST_COLUMNS:
         return lambda *four: reference.choose(*four, *numbers)
-    block = max(16, power_of_two_at_least(max(1, columns)))
+    block = max(64, power_of_two_at_least(max(1, columns)))
     config = ChooseConfig(
         BLOCK_C=block, WIDTH=indices.shape[1], BLOCK_W=max(16, power_of_two_at_least(max(1, indices.shape[1]))),
         TOPK=topk, LOCAL=local, SINK=sink, WITHIN=within,

@@ -265,13 +265,9 @@ def _hopper(problem: Problem) -> AttentionPlan:
     short = _SHORT_LISTS[not needs_table(problem)]
     narrow = _widest(problem) > 128 or problem.entries * problem.k_block < short * problem.rows
     plan = AttentionPlan(128, 64 if narrow else 128, 1, 4, 4 if narrow else 2, hopper=True)
-    if not narrow and _widest(problem) <= 64:
+    if not (narrow or needs_table(problem)) and _widest(problem) <= 64:
         # Heads of 64: 2062 us with two stages, 1897 with three and 1910 with four (32768 tokens, H100, 2026-11-26).
         plan = replace(plan, num_stages=3)
-    if not narrow and hopper_piece(problem.k_block) < min(64, problem.k_block):
-        # Tiles are gathered from many pieces, for which two large stages wait longer than four small ones: blocks of 48
-        # 4787 us and 3974, of 96 3391 and 3090 (32768 tokens, H100, 2026-11-26).
-        plan = replace(plan, block_n=64, num_stages=4)
     while _hopper_bytes(problem, plan, 1) > _HOPPER_BYTES:
         plan = replace(plan, num_stages=plan.num_stages - 1)
     if narrow or problem.num_splits or problem.sequences != 1 or problem.num_heads < 32:

@@ -133,7 +133,7 @@ CASES: dict[str, tuple[PrefillPlan, dict[str, Any]]] = {
     "a scale of zero, slopes, split": (plan(64, 64, 3), {"heads": (4, 2), "head_dim": 64, "softmax_scale": 0.0,
                                                             "alibi": True, "cached": True, "sinks": True}),
     # More pieces than are merged at a time.
-    "a tiny scale, slopes": (plan(64, 64, 9), {"heads": (4, 2), "head_dim": 64, "softmax_scale": 1e-41,
+    "a tiny scale, slopes": (plan(64, 64, 17), {"heads": (4, 2), "head_dim": 64, "softmax_scale": 1e-41,
                                                "alibi": True, "lengths": FEW}),
     "tree drafts, new keys, a window": (plan(64, 64), {"heads": (4, 1), "head_dim": 64, "draft_mask": True,
                                                        "window": (20, -1)}),

@@ -37,7 +37,7 @@ from prefix_prefill.kernels.costs import (
 )
 
 # Sequences that are looked at together.
-LANES: tl.constexpr = tl.constexpr(64)
+LANES: tl.constexpr = tl.constexpr(32)
 # The fewest keys that a piece of a tile is worth, and what is lost by merging; a tile of twice as many stays whole.
 LEAST: tl.constexpr = tl.constexpr(512)
 MERGING: tl.constexpr = tl.constexpr(512)
@@ -47,8 +47,8 @@ MOST_PIECES: tl.constexpr = tl.constexpr(2**30)
 MOST_TILES: tl.constexpr = tl.constexpr(2**23)
 # Keys and values that programs find in the cache again, though each is at other ones.
 CACHE_BYTES: tl.constexpr = tl.constexpr(32 * 2**20)
-# Of the heads whose tiles stand side by side.
-MOST_HALVINGS: tl.constexpr = tl.constexpr(5)
+# Groups of heads whose tiles stand side by side.
+MOST_GROUPS: tl.constexpr = tl.constexpr(32)
 # Bands that the longest tile's keys are cut into: more would scatter the tiles that read the same keys.
 BANDS: tl.constexpr = tl.constexpr(16)
 # Of which one holds all tiles.
@@ -250,33 +250,38 @@ def by_lengths(o_lane, programs, batch, C):
         longest = tl.maximum(longest, tl.where(there, last, 0))
         shortest = tl.minimum(shortest, tl.where(there, last, 2**31 - 1))
         smallest = tl.minimum(smallest, tl.where(there, costs.base + OVERHEAD, 2**31 - 1))
-    # What decides between the two ways need not be exact.
-    total = tl.sum(all_costs.to(tl.float32), 0) * HEADS
-    mean = total / programs
-    tiles = tl.maximum(tl.sum(all_tiles, 0) * HEADS, 1)
     longest = tl.max(longest, 0)
+    tiles = tl.maximum(tl.sum(all_tiles, 0) * HEADS, 1)
     splits = tl.maximum(programs // tiles, 1)
     piece = tl.maximum((longest + splits - 1) // splits, LEAST)
-    # How long either way takes. Whole tiles: the mean, the programs that idle in the last round, when the shortest
-    # pieces are at work, and how unlike the tiles of a band are; and no less than the longest.
-    idle = (tiles + programs - 1) // programs * programs - tiles
-    unlike = tl.minimum(longest // BANDS, longest - tl.min(shortest, 0))
-    uneven = mean + idle * tl.min(smallest, 0).to(tl.float32) / programs + unlike
-    uneven = tl.maximum(uneven, longest.to(tl.float32))
-    whole = tl.where(splits > 1, tl.maximum(mean, piece.to(tl.float32)), uneven)
-    # Shares: the merging; and where tiles have their keys in common, and those are more than the cache holds, each
-    # program reads them from memory for itself.
-    apart = tl.maximum(mean, 2 * LEAST)
-    kept = tl.sum(all_keys, 0) * (C.HEADS_KV * C.D * (2 if C.IS_FP8 else 4)) <= CACHE_BYTES
-    apart += tl.where((not kept) & (tiles > tl.sum(sequences, 0) * HEADS), 0.25 * apart, 0.0) + MERGING
-    line = apart < whole
-    if C.SHARED:
-        # Who takes their results looks for them by number of the piece.
-        line = programs < 0
-    share = total.to(tl.int64)
-    if line:
-        share = quotient(tl.sum(all_costs, 0) * HEADS + programs - 1, programs)
-        share = tl.maximum(share, 2 * LEAST)
+    line = programs < 0
+    share = line.to(tl.int64)
+    if longest < 2 * LEAST:
+        # No tile can be cut, and nothing need be merged; what follows is not even fetched.
+        splits = splits * 0 + 1
+    else:
+        # What decides between the two ways need not be exact.
+        total = tl.sum(all_costs.to(tl.float32), 0) * HEADS
+        mean = total / programs
+        # How long either way takes. Whole tiles: the mean, the programs that idle in the last round, when the shortest
+        # pieces are at work, and how unlike the tiles of a band are; and no less than the longest.
+        whole = tl.maximum(mean, piece.to(tl.float32))
+        if splits == 1:
+            idle = (tiles + programs - 1) // programs * programs - tiles
+            unlike = tl.minimum(longest // BANDS, longest - tl.min(shortest, 0))
+            uneven = mean + idle * tl.min(smallest, 0).to(tl.float32) / programs + unlike
+            whole = tl.maximum(uneven, longest.to(tl.float32))
+        # Shares: the merging; and where tiles have their keys in common, and those are more than the cache holds, each
+        # program reads them from memory for itself.
+        apart = tl.maximum(mean, 2 * LEAST)
+        kept = tl.sum(all_keys, 0) * (C.HEADS_KV * C.D * (2 if C.IS_FP8 else 4)) <= CACHE_BYTES
+        apart += tl.where((not kept) & (tiles > tl.sum(sequences, 0) * HEADS), 0.25 * apart, 0.0) + MERGING
+        if not C.SHARED:
+            # Who takes the results of a shared level looks for them by number of the piece.
+            line = apart < whole
+        if line:
+            share = quotient(tl.sum(all_costs, 0) * HEADS + programs - 1, programs)
+            share = tl.maximum(share, 2 * LEAST)
     most = most_pieces(splits, batch, C)
     most = tl.where(splits > 1, tl.minimum(tiles * splits, most), most)
     entries = tl.where(line, 2 * programs, tl.where(splits > 1, most, 0))
@@ -312,9 +317,9 @@ def heads_together(costs, C):
     HEADS: tl.constexpr = C.HEADS_KV * C.HEAD_TILES
     BYTES: tl.constexpr = C.D * (2 if C.IS_FP8 else 4)
     together = costs.tiles * 0 + HEADS
-    for _ in tl.static_range(MOST_HALVINGS):
-        too_many = (together.to(tl.int64) * costs.cap * BYTES > CACHE_BYTES) & (together % 2 == 0)
-        together = tl.where(too_many, together // 2, together)
+    bytes_of_head = costs.cap.to(tl.int64) * BYTES
+    while (together * bytes_of_head > CACHE_BYTES) & (together % 2 == 0) & (together * MOST_GROUPS > HEADS):
+        together = together // 2
     return together
 
 
@@ -332,14 +337,19 @@ def piece_at(x, place, costs, work, C):
     from_tile = tiles_below(place.band.low, costs, C)
     tiles = tiles_below(place.band.low + place.band.width, costs, C) - from_tile
     together = heads_together(costs, C)
-    of_group = tl.maximum(tiles * pieces, 1) * together
-    i_group = own // of_group
-    own_in_group = own - i_group * of_group
-    i_all = own_in_group // together
-    i_head = i_group * together + own_in_group % together
+    i_head = own % HEADS
+    i_all = own // HEADS
+    from_last = own >= 0
+    if together < HEADS:
+        of_group = tl.maximum(tiles * pieces, 1) * together
+        i_group = own // of_group
+        own_in_group = own - i_group * of_group
+        i_all = own_in_group // together
+        i_head = i_group * together + own_in_group % together
+        from_last = (HEADS // together - i_group) % 2 == 1
     i_piece = i_all // tl.maximum(tiles, 1)
     i_tile = i_all - i_piece * tiles
-    i_tile = tl.where((HEADS // together - i_group) % 2 == 1, tiles - 1 - i_tile, i_tile)
+    i_tile = tl.where(from_last, tiles - 1 - i_tile, i_tile)
     # Impossible bounds may be of more pieces than 32 bits count.
     there = (own >= 0) & (i_piece < pieces) & (i_tile >= 0)
     i_tile += from_tile

@@ -23,7 +23,7 @@ from prefix_prefill.kernels.softmax import (
 # Numbers of an entry of the table that says which tiles are in parts; before the entries there is one with their count.
 ENTRY: tl.constexpr = tl.constexpr(8)
 # Parts that are loaded at a time.
-TOGETHER: tl.constexpr = tl.constexpr(8)
+TOGETHER: tl.constexpr = tl.constexpr(16)
 
 
 class Strides(NamedTuple):
@@ -52,7 +52,6 @@ class MergeConfig(NamedTuple):
     GROUP: int
     HEADS_KV: int
     HEADS: int
-    ROWS: int  # rows of a tile that one program merges at a time
     D: int
     BLOCK_D: int
     LIMIT: int
@@ -184,8 +183,10 @@ class Sizes(NamedTuple):
     block_m: object
 
 
-class Rows(NamedTuple):
-    """Rows of a tile in parts: their numbers in the tile, in all tokens, their heads, and whether there are such."""
+class Row(NamedTuple):
+    """A row of a tile in parts, as a block of one: its number in the tile, in all tokens, its head, and whether there
+    is one.
+    """
 
     o_m: object
     row: object
@@ -205,50 +206,50 @@ def entry_at(p_entries, i, there):
 
 
 @triton.jit
-def rows_at(i, entry, sizes, C):
-    """Rows number i of a tile."""
-    o_m = i * C.ROWS + tl.arange(0, C.ROWS)
+def row_in_tile(i, entry, sizes, C):
+    """Row number i of a tile."""
+    o_m = i + tl.arange(0, 1)
     o_t = o_m // C.HEADS
     o_g = entry.i_head // C.HEADS_KV * C.HEADS + o_m % C.HEADS
     m_row = (o_m < sizes.tokens * C.HEADS) & (o_t < entry.tokens) & (o_g < C.GROUP)
     o_h = entry.i_head % C.HEADS_KV * C.GROUP + tl.minimum(o_g, C.GROUP - 1)
-    return Rows(o_m, entry.row + tl.minimum(o_t, entry.tokens - 1), o_h, m_row)
+    return Row(o_m, entry.row + tl.minimum(o_t, entry.tokens - 1), o_h, m_row)
 
 
 @triton.jit
-def part_of(entry, i_piece, own, sizes, C):
-    """Where a part of rows lies: by program, two for each, or by number of the piece."""
-    i_part = tl.where(i_piece == 0, 2 * entry.first_cut - 1, 2 * (entry.first_cut + i_piece - 1))
-    by_piece = (i_piece * sizes.rows + own.row) * (C.GROUP * C.HEADS_KV) + own.o_h
-    return tl.where(entry.first_cut < 0, by_piece, i_part * sizes.block_m + own.o_m)
+def parts_of(entry, o_piece, own, sizes, C):
+    """Where parts of a row lie: by program, two for each, of which a tile's first one is the second; or by number of
+    the piece.
+    """
+    by_piece = entry.first_cut < 0
+    first = tl.where(by_piece, own.row * (C.GROUP * C.HEADS_KV) + own.o_h, own.o_m + sizes.block_m)
+    first += tl.where(by_piece, 0, (entry.first_cut - 1) * 2 * sizes.block_m)
+    step = tl.where(by_piece, sizes.rows.to(tl.int64) * (C.GROUP * C.HEADS_KV), 2 * sizes.block_m)
+    return first + o_piece * step - tl.where(by_piece | (o_piece == 0), 0, sizes.block_m)
 
 
 @triton.jit
-def merge_rows(p_sinks, p_part, p_part_lse, entry, own, sizes, C):
-    """Of a few rows of a tile the sum of their parts, its weights' sum, and what they are relative to."""
+def merge_row(p_sinks, p_part, p_part_lse, entry, own, sizes, C):
+    """Of a row of a tile the sum of its parts, their weights' sum, and what they are relative to."""
     o_d = tl.arange(0, C.BLOCK_D)
-    m_tile = own.m_row[:, None] & (o_d < C.D)[None, :]
-    acc = tl.zeros([C.ROWS, C.BLOCK_D], tl.float32)
-    running_max = tl.full([C.ROWS], float("-inf"), tl.float32)
-    row_sum = tl.zeros([C.ROWS], tl.float32)
+    o_p = tl.arange(0, TOGETHER)
+    acc = tl.zeros([1, C.BLOCK_D], tl.float32)
+    running_max = tl.full([1], float("-inf"), tl.float32)
+    row_sum = tl.zeros([1], tl.float32)
     for first in range(0, entry.pieces.to(tl.int32), TOGETHER):
-        # All are on their way before the first is waited for.
-        b_lses = ()
-        b_parts = ()
-        for i in tl.static_range(TOGETHER):
-            o_part = part_of(entry, first + i, own, sizes, C)
-            there = first + i < entry.pieces
-            b_lses = b_lses + (tl.load(p_part_lse + o_part, mask=own.m_row & there, other=float("-inf")),)
-            p_tile = p_part + o_part[:, None] * C.D + o_d[None, :]
-            b_parts = b_parts + (tl.load(p_tile, mask=m_tile & there, other=0.0),)
-        new_max = running_max
-        for i in tl.static_range(TOGETHER):
-            new_max = tl.maximum(new_max, b_lses[i])
+        # As one block: ptxas waits for loads of their own one after another.
+        there = (first + o_p < entry.pieces) & own.m_row
+        o_part = parts_of(entry, first + o_p, own, sizes, C)
+        b_lse = tl.load(p_part_lse + o_part, mask=there, other=float("-inf"))
+        p_tile = p_part + o_part[:, None] * C.D + o_d[None, :]
+        b_part = tl.load(p_tile, mask=there[:, None] & (o_d < C.D)[None, :], other=0.0)
+        new_max = tl.maximum(running_max, tl.max(b_lse, 0, keep_dims=True))
         rescale = exponential(running_max - finite(new_max))
-        acc = acc * rescale[:, None]
-        row_sum = row_sum * rescale
-        for i in tl.static_range(TOGETHER):
-            acc, row_sum = add(acc, row_sum, b_parts[i], b_lses[i], new_max)
+        weight = exponential(b_lse - finite(new_max))
+        # A part that saw no key may hold anything.
+        b_part = tl.where((b_lse == float("-inf"))[:, None], 0.0, b_part)
+        acc = acc * rescale[:, None] + tl.sum(b_part * weight[:, None], 0, keep_dims=True)
+        row_sum = row_sum * rescale + tl.sum(weight, 0, keep_dims=True)
         running_max = new_max
     if p_sinks is not None:
         b_sink = tl.load(p_sinks + own.o_h).to(tl.float32)
@@ -264,7 +265,7 @@ def merge_pieces(
 ):  # fmt: skip
     """The results of the tiles in parts. p_part has rows of D, p_part_lse one number for each.
 
-    A warp has a row. ``across`` programs take a tile's rows, ROWS at a time.
+    A program has a row at a time, ``across`` of them those of a tile.
     """
     C: tl.constexpr = config if CONSTANT_FIELDS else config._replace()
     sizes = Sizes(rows, tokens, block_m)
@@ -276,10 +277,10 @@ def merge_pieces(
     # The first one is loaded with their number: there is memory for as many as there are programs.
     entry = entry_at(p_entries, i_entry, i_entry >= 0)
     while i_entry < count:
-        blocks = tl.where(entry.pieces > 0, (entry.tokens * C.HEADS + C.ROWS - 1) // C.ROWS, 0).to(tl.int32)
-        for i in range(tl.program_id(0) % across, blocks, across):
-            own = rows_at(i, entry, sizes, C)
-            acc, running_max, row_sum = merge_rows(p_sinks, p_part, p_part_lse, entry, own, sizes, C)
+        count_rows = tl.where(entry.pieces > 0, entry.tokens * C.HEADS, 0).to(tl.int32)
+        for i in range(tl.program_id(0) % across, count_rows, across):
+            own = row_in_tile(i, entry, sizes, C)
+            acc, running_max, row_sum = merge_row(p_sinks, p_part, p_part_lse, entry, own, sizes, C)
             o_d_out = o_d
             if C.WIDE:
                 o_d_out = o_d.to(tl.int64)

@@ -25,10 +25,10 @@ Tensor = torch.Tensor
 # What attends to a batch, of what was made ready for another one of the same layer.
 Sized = Callable[[Batch], Run]
 
-# Rows, or tokens, that one program of a merge kernel takes, of a tile in pieces at a time: there a warp has one.
-_MERGED_ROWS, _ROWS_OF_PIECES = 16, 4
+# Rows, or tokens, that one program of a merge kernel takes; of a tile in pieces it takes one.
+_MERGED_ROWS = 16
 # Programs that merge pieces, at the most, for each that attends.
-_MERGING = 16
+_MERGING = 32
 # Numbers of an entry that says which tile is in pieces: see kernels/merge.py.
 _ENTRY = 8
 _TENSORS = len(PrefillTensors._fields)
@@ -46,7 +46,6 @@ def with_pieces(attend: Sized, first: Batch, plan: PrefillPlan, forms: PrefillTe
         GROUP=problem.group,
         HEADS_KV=problem.num_heads_kv,
         HEADS=heads_per_tile(problem.group, plan.block_m),
-        ROWS=_ROWS_OF_PIECES,
         D=problem.head_dim_v,
         BLOCK_D=max(16, power_of_two_at_least(problem.head_dim_v)),
         LIMIT=largest_of(forms.out),
@@ -64,7 +63,7 @@ def with_pieces(attend: Sized, first: Batch, plan: PrefillPlan, forms: PrefillTe
         # No more for a tile than it has rows, if max_seqlen_q is right.
         most = _MERGING * plan.programs
         in_tile = min(plan.block_m, problem.max_seqlen_q * config.HEADS)
-        across = max(1, min(cdiv(in_tile, _ROWS_OF_PIECES), most // entries))
+        across = max(1, min(in_tile, most // entries))
         return entries, rows, min(entries, most) * across, across
 
     def counts(batch: Batch, across: int) -> tuple[int, ...]:
@@ -73,7 +72,9 @@ def with_pieces(attend: Sized, first: Batch, plan: PrefillPlan, forms: PrefillTe
     _, _, programs, across = sizes(first)
     rest = (*counts(first, across), problem.out_scale, forms.out.stride(), config)
     merging = Launch(
-        merge.merge_pieces, (programs, 1, 1), rest, device, dependent_launch=dependent, num_warps=4
+        merge.merge_pieces, (programs, 1, 1), rest, device, dependent_launch=dependent,
+        # A lane has four columns: so no warp waits for another one.
+        num_warps=max(1, config.BLOCK_D // 128),
     )  # fmt: skip
 
     def sized(batch: Batch) -> Run:

@@ -22,8 +22,9 @@ from prefix_prefill.kernels.softmax import (
 
 # Numbers of an entry of the table that says which tiles are in parts; before the entries there is one with their count.
 ENTRY: tl.constexpr = tl.constexpr(8)
-# Parts that are loaded at a time.
+# Parts that are loaded at a time; and of how few all are, as tiles of many rows mostly have them.
 TOGETHER: tl.constexpr = tl.constexpr(16)
+FEW: tl.constexpr = tl.constexpr(4)
 
 
 class Strides(NamedTuple):
@@ -229,28 +230,38 @@ def parts_of(entry, o_piece, own, sizes, C):
 
 
 @triton.jit
+def add_parts(acc, sums, p_part, p_part_lse, entry, first, own, sizes, COUNT: tl.constexpr, C):
+    """A row's parts from number ``first`` on, so many at the most; ``sums`` are the running max and the row sum."""
+    running_max, row_sum = sums
+    o_d = tl.arange(0, C.BLOCK_D)
+    o_p = first + tl.arange(0, COUNT)
+    # As one block: ptxas waits for loads of their own one after another.
+    there = (o_p < entry.pieces) & own.m_row
+    o_part = parts_of(entry, o_p, own, sizes, C)
+    b_lse = tl.load(p_part_lse + o_part, mask=there, other=float("-inf"))
+    p_tile = p_part + o_part[:, None] * C.D + o_d[None, :]
+    b_part = tl.load(p_tile, mask=there[:, None] & (o_d < C.D)[None, :], other=0.0)
+    new_max = tl.maximum(running_max, tl.max(b_lse, 0, keep_dims=True))
+    rescale = exponential(running_max - finite(new_max))
+    weight = exponential(b_lse - finite(new_max))
+    # A part that saw no key may hold anything.
+    b_part = tl.where((b_lse == float("-inf"))[:, None], 0.0, b_part)
+    acc = acc * rescale[:, None] + tl.sum(b_part * weight[:, None], 0, keep_dims=True)
+    return acc, (new_max, row_sum * rescale + tl.sum(weight, 0, keep_dims=True))
+
+
+@triton.jit
 def merge_row(p_sinks, p_part, p_part_lse, entry, own, sizes, C):
     """Of a row of a tile the sum of its parts, their weights' sum, and what they are relative to."""
-    o_d = tl.arange(0, C.BLOCK_D)
-    o_p = tl.arange(0, TOGETHER)
     acc = tl.zeros([1, C.BLOCK_D], tl.float32)
-    running_max = tl.full([1], float("-inf"), tl.float32)
-    row_sum = tl.zeros([1], tl.float32)
-    for first in range(0, entry.pieces.to(tl.int32), TOGETHER):
-        # As one block: ptxas waits for loads of their own one after another.
-        there = (first + o_p < entry.pieces) & own.m_row
-        o_part = parts_of(entry, first + o_p, own, sizes, C)
-        b_lse = tl.load(p_part_lse + o_part, mask=there, other=float("-inf"))
-        p_tile = p_part + o_part[:, None] * C.D + o_d[None, :]
-        b_part = tl.load(p_tile, mask=there[:, None] & (o_d < C.D)[None, :], other=0.0)
-        new_max = tl.maximum(running_max, tl.max(b_lse, 0, keep_dims=True))
-        rescale = exponential(running_max - finite(new_max))
-        weight = exponential(b_lse - finite(new_max))
-        # A part that saw no key may hold anything.
-        b_part = tl.where((b_lse == float("-inf"))[:, None], 0.0, b_part)
-        acc = acc * rescale[:, None] + tl.sum(b_part * weight[:, None], 0, keep_dims=True)
-        row_sum = row_sum * rescale + tl.sum(weight, 0, keep_dims=True)
-        running_max = new_max
+    sums = tl.full([1], float("-inf"), tl.float32), tl.zeros([1], tl.float32)
+    pieces = entry.pieces.to(tl.int32)
+    if pieces <= FEW:
+        acc, sums = add_parts(acc, sums, p_part, p_part_lse, entry, pieces * 0, own, sizes, FEW, C)
+    else:
+        for first in range(0, pieces, TOGETHER):
+            acc, sums = add_parts(acc, sums, p_part, p_part_lse, entry, first, own, sizes, TOGETHER, C)
+    running_max, row_sum = sums
     if p_sinks is not None:
         b_sink = tl.load(p_sinks + own.o_h).to(tl.float32)
         b_sink = tl.where(entry.valid != 0, b_sink, float("-inf"))

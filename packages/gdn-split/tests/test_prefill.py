@@ -319,7 +319,7 @@ def test_gradients_are_those_of_the_definition(device: torch.device, name: str) 
 
 def test_gradients_cross_from_one_run_of_rows_to_the_next(device: torch.device) -> None:
     call = Call(GroupShape(1, 2, 16, 16), (3, 26), initial="no state")
-    compare_gradients(call, device, PrefillBackwardPlan(8, 16, 1))
+    compare_gradients(call, device, PrefillBackwardPlan(8, 16, 1, lag=3))
     # Four rows after the other that need no condition, of a walk behind a sequence's first rows.
     compare_gradients(replace(call, lengths=(1, 33), bias=True, width=3), device, PrefillBackwardPlan(16, 16, 1))
 
@@ -337,7 +337,10 @@ def test_rows_fetched_ahead_of_a_walk_change_no_gradient(device: torch.device, s
     t = make(call, device)
     d = gradients_of(call, t, device)
     warps = max(1, max(shape.head_qk, shape.head_v) // 128)
-    found = [backward(call, t, d, PrefillBackwardPlan(32, 64, warps, 128, True, ahead)) for ahead in (0, 8, 12, 20)]
+    found = [
+        backward(call, t, d, PrefillBackwardPlan(32, 64, warps, 128, True, ahead, lag))
+        for ahead, lag in ((0, 0), (8, 4), (12, 0), (20, 99))
+    ]
     for other in found[1:]:
         assert all(torch.equal(one, another) for one, another in zip(found[0], other, strict=True))
 

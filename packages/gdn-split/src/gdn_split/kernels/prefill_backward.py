@@ -20,7 +20,8 @@ class Backward(NamedTuple):
     """Constants: the rows that a program walks, and rows and heads of gates that one takes.
 
     A walk's last WIDTH - 1 rows are the next one's first. CHUNK: over which g was summed, or 0. AHEAD: how many rows
-    ahead of a walk its rows are prefetched into the L2 cache, or 0.
+    ahead of a walk its rows are prefetched into the L2 cache, or 0. LAG: how many runs behind the walks the programs
+    of z are.
     """
 
     STEPS: int
@@ -29,6 +30,7 @@ class Backward(NamedTuple):
     CHUNK: int
     QK_NORM: bool
     AHEAD: int
+    LAG: int
 
 
 class BackwardStrides(NamedTuple):
@@ -350,11 +352,14 @@ def inputs_backward(
     dtype: tl.constexpr = p_dqkvz.dtype.element_ty
     wait_for_inputs(DEPENDENT)
     i_u = tl.program_id(0) % UNITS
-    i_p = (tl.program_id(0) // UNITS).to(tl.int64)
+    is_z = i_u >= 2 * NQK + NV
+    # Programs of z take a quarter of a walk's time: the last of them run while the last walks end.
+    i_p = (tl.program_id(0) // UNITS - tl.where(is_z, back.LAG, 0)).to(tl.int64)
     first = i_p * LENGTH
+    is_run = (i_p >= 0) & (first < rows)
     end = tl.minimum(first + LENGTH, rows)
     o = tl.arange(0, BLOCK)
-    if i_u < 2 * NQK + NV:
+    if is_run & (i_u < 2 * NQK + NV):
         column, channel, m_c = elements_of_unit(i_u, o, sizes, conv)
         p_d, s_d = rows_of_unit(p_dq, p_dk, p_dv, i_u, sizes)
         w, b_bias = filter_of_unit(p_weight, p_bias, channel, o, m_c, conv)
@@ -375,7 +380,7 @@ def inputs_backward(
             tl.store(p_sum, s.x_3, mask=m_c)
         if conv.HAS_BIAS:
             tl.store(p_sum + WIDTH * CHANNELS, reached.bias, mask=m_c)
-    else:
+    elif is_run:
         i_v = i_u - 2 * NQK - NV
         _, _, _, c_z = columns_of_group(i_v // sizes.R, sizes)
         p_to = p_dqkvz + c_z + i_v % sizes.R * HV

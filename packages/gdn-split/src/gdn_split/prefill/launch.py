@@ -105,7 +105,7 @@ def backward_launches(
     device, shape = tensors.mixed_qkvz.device, problem.shape
     gates, walks = plan.programs(problem)
     heads = min(8, power_of_two_at_least(shape.num_heads_v))
-    back = gradients.Backward(plan.steps, plan.rows_ba, heads, problem.chunk, problem.qk_norm, plan.ahead)
+    back = gradients.Backward(plan.steps, plan.rows_ba, heads, problem.chunk, problem.qk_norm, plan.ahead, plan.lag)
     strides, sizes = gradients.BackwardStrides(*problem.strides), launch._sizes(shape, problem.interleaved)
     conv = _convolution(problem, tensors)
     options: dict[str, Any] = {"dependent_launch": bool(plan.dependent_launch)}
@@ -121,7 +121,7 @@ def backward_launches(
         Launch(gradients.gates_backward, (parts, 1, 1), of_gates, device, num_warps=4, **options),
         Launch(
             gradients.inputs_backward,
-            (walks * units, 1, 1),
+            ((walks + plan.lag) * units, 1, 1),
             of_rows,
             device,
             num_warps=plan.num_warps,

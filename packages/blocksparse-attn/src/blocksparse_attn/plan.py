@@ -30,13 +30,10 @@ _SHORT_LISTS = (1024, 1450)
 # keys, and so many tokens: of few rows those of no sequence, which each half has, leave programs idle.
 # Phi-3-small's prompts on an H100 (triton 3.6.0, 2026-11-25), as shares of 238fd36's time, all heads and 16 of 32 in
 # turn: 32768 tokens 1.040, 1.006; 65536 1.026, 1.007; all blocks of 32768 1.012, 0.997; 9 % of them 1.008, 1.016; a
-# chunk of 2048 behind 30720 1.013, 0.988; 16384 1.040, 1.039. With 4 in turn 16384 take 1.022, the chunk 1.376; that
-# would be another kernel to compile in a layer's life.
+# chunk of 2048 behind 30720 1.013, 0.988; 16384 1.040, 1.039. With 4 in turn 16384 take 1.022, the chunk 1.376: on an
+# H200 0.966 and 0.978 of the time of all heads. But that would be a fifth kernel to compile in a layer's life.
 _MANY_KEYS = 32768
 _CHUNK = 2048
-# Of shorter prompts, from so many tokens on, the query heads of one kv head: 16384 take 931 us on an H200, those of two
-# 935, of half of one 1006, all 952; 946, 958, 1018 and 979 on an H100 (triton 3.6.0, 2026-11-26).
-_PROMPT = 16384
 # Of the 227 KiB that a program may have, less barriers and the queue of work items.
 _HOPPER_BYTES = 225 * 1024
 # So many tokens that they fill the tiles of any plan.
@@ -270,12 +267,10 @@ def _hopper(problem: Problem) -> AttentionPlan:
         plan = replace(plan, num_stages=3)
     while _hopper_bytes(problem, plan, 1) > _HOPPER_BYTES:
         plan = replace(plan, num_stages=plan.num_stages - 1)
-    if narrow or problem.num_splits or problem.sequences != 1 or problem.num_heads < 32:
-        return plan
-    if problem.capacity >= _MANY_KEYS:
-        is_chunk = problem.tokens >= _CHUNK and problem.num_heads_kv % 2 == 0
-        return replace(plan, heads_together=problem.num_heads // 2) if is_chunk else plan
-    return replace(plan, heads_together=problem.group) if problem.tokens >= _PROMPT else plan
+    long = problem.capacity >= _MANY_KEYS and problem.tokens >= _CHUNK and problem.sequences == 1
+    if long and not (narrow or problem.num_splits) and problem.num_heads >= 32 and problem.num_heads_kv % 2 == 0:
+        plan = replace(plan, heads_together=problem.num_heads // 2)
+    return plan
 
 
 def _packed(problem: Problem, limits: DeviceLimits) -> AttentionPlan:

@@ -102,6 +102,14 @@ def test_tensors_reach_a_kernel_in_groups_and_so_do_their_pointers() -> None:
     assert (way, short) == ("short", (q.data_ptr(), Outputs(out.data_ptr(), None), 7))
 
 
+def test_addresses_in_other_groups_than_tensors_are_refused_before_the_first_launch() -> None:
+    kernel = Compiled()
+    group = lambda q, out: (q, (out, None)) if torch.is_tensor(q) else (q, (out,))  # noqa: E731
+    with pytest.raises(TypeError, match=r"same arguments.*\(True, \(True, False\)\), was \(True, \(True,\)\)"):
+        Launch(kernel, (3, 1, 1), (), CPU, group=group)(aligned(), aligned())
+    assert not kernel.started
+
+
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float8_e5m2fnuz, torch.complex64])
 def test_chosen_tensors_travel_as_integers_of_their_size(dtype: torch.dtype) -> None:
     kernel = Compiled()

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from kernel_reference.bindings import Compiled, find_compiled, keep_compiled, signature_of
+from kernel_reference.grouping import checked
 from kernel_reference.starting import Starter
 
 Tensor = torch.Tensor
@@ -42,7 +43,7 @@ class Launch:
         as_integers: positions of tensors that travel as integers of their element's size: copies of dtypes that Triton
             does not know, or would change (a bool is normalised to 0 and 1).
         group: makes the kernel's first arguments of the tensors, which it is called with, or of their pointers: tuples,
-            NamedTuples. Descriptors are not among them. None: each tensor is an argument.
+            NamedTuples, as many of either. Descriptors are not among them. None: each tensor is an argument.
         dependent_launch: whether the kernel may be started before the one ahead of it has ended, and waits on the
             device (programmatic dependent launch: NVIDIA from sm_90 on).
         options: of the compiler: num_warps, num_stages, enable_fp_fusion ...
@@ -144,7 +145,8 @@ class Launch:
 
     def _bind(self, tensors: tuple[Tensor | None, ...], aligned: bool, descriptors: Sequence[Any] = ()) -> None:
         """Triton's own way, which compiles what is not compiled."""
-        compiled = self.kernel[self.grid](*descriptors, *self._given(tensors), *self.rest, **self.options)
+        given = checked(self._given(tensors), self.group, tensors)
+        compiled = self.kernel[self.grid](*descriptors, *given, *self.rest, **self.options)
         # The interpreter compiles nothing and returns None.
         if compiled is not None and aligned:
             self._kept.take(keep_compiled(self._kept.signature, self.kernel, compiled))

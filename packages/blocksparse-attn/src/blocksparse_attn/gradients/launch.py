@@ -118,7 +118,7 @@ def _grouped(padded: bool) -> Callable[..., tuple[Any, ...]]:
         cu_q, cu_k, *of_padded = bounds
         wanted = tuple(of_padded) if padded else (cu_q, None, cu_k, None)
         if type(crow) is int:
-            return given, (crow, col), wanted, *results
+            return given, (crow, col, None), wanted, *results
         return Given(*given), Lists(crow, col), Bounds(*wanted), *results
 
     return group

@@ -252,6 +252,12 @@ def test_each_feature_with_and_without_splits(tensors, kernels, options) -> None
         check(tensors, kernels, make(16, 16, 1 + 2 * ((number + i) % 2)), lengths, **options)
 
 
+def test_scores_far_below_the_soft_cap_lose_no_digits(tensors, kernels) -> None:
+    options = {"heads": (24, 2), "head_dim": 40, "dtype": FP16, "kind": "paged", "softmax_scale": -0.1}
+    for make in (lists, packed):
+        check(tensors, kernels, make(), [(1, 2), (0, 3)], softcap=30.0, **options)
+
+
 def test_a_padded_batch_of_full_rows_has_no_bounds_to_read(tensors, kernels) -> None:
     for make in (lists, packed):
         check(tensors, kernels, make(), [(5, 20), (5, 20)], heads=(2, 1), head_dim=16, kind="padded", side="none")

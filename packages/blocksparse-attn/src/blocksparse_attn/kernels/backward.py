@@ -171,7 +171,7 @@ def score_gradients(
     UNIT: tl.constexpr = 1.0 if NATURAL else LOG2_E
     slope = 1.0
     if config.SOFTCAP:
-        b_s = soft_capped(b_s * scoring.scale, scoring.softcap, NATURAL)
+        b_s = soft_capped(b_s * scoring.scale, scoring.softcap)
         share = b_s / scoring.softcap
         slope = 1.0 - share * share
         b_s = b_s * UNIT - b_lse

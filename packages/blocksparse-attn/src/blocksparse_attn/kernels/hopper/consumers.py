@@ -107,7 +107,7 @@ def softmax_step(
     mbarrier.arrive(channels.k.empty.index(stage))
     factor = scoring.scale
     if config.SOFTCAP:
-        scores = soft_capped(scores * factor, scoring.softcap, False) * LOG2_E
+        scores = soft_capped(scores * factor, scoring.softcap) * LOG2_E
     if MASK:
         scores = gl.where(seen, scores, float("-inf"))
     most = gl.max(scores, 1)

@@ -7,19 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-import torch
-
 from kernel_reference.errors import fail
 
-Tensor = torch.Tensor
 Call = Callable[[Any], object]
 """An implementation: takes one set of inputs and returns its outputs. Launches device work and does not wait for it."""
 
 COPY = "copy"
 """Label of torch's device-to-device copy of the same bytes, which the runner times beside every case."""
-
-# Elements that are compared at once.
-_PIECE = 2**26
 
 
 @dataclass(frozen=True)
@@ -149,20 +143,3 @@ class Case:
         if baseline in gone:
             baseline = COPY if self.copy else next(iter(self.ours))
         return replace(self, peers=left, baseline=baseline, requirements=targets)
-
-
-def error_by_largest(got: Tensor, wanted: Tensor) -> float:
-    """The largest difference by the largest element, piece by piece: results fill a device."""
-    if got.shape != wanted.shape:
-        raise ValueError(f"of shape {tuple(got.shape)} in place of {tuple(wanted.shape)}")
-    if not got.numel():
-        return 0.0
-    axis = max(range(got.ndim), key=lambda i: got.shape[i]) if got.ndim else 0
-    got, wanted = (x if x.ndim else x[None] for x in (got, wanted))
-    size = max(1, _PIECE * got.shape[axis] // got.numel())
-    worst, largest = (torch.zeros((), device=got.device) for _ in range(2))
-    for g, w in zip(got.split(size, axis), wanted.split(size, axis), strict=True):
-        # NaN stays.
-        worst = torch.maximum(worst, (g.float() - w.float()).abs().max())
-        largest = torch.maximum(largest, w.float().abs().max())
-    return float(worst / largest.clamp(min=1e-9))

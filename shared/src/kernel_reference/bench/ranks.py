@@ -36,7 +36,7 @@ import torch
 from torch import distributed
 
 from kernel_reference.bench import machine
-from kernel_reference.bench.case import error_by_largest
+from kernel_reference.bench.judged import error_by_largest
 from kernel_reference.bench.ranked import LINKS, ONE, Failed, Kept, Line, Timed, read, tables
 from kernel_reference.collectives import all_gather
 from kernel_reference.errors import fail

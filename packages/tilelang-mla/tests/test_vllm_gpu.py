@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,13 +13,17 @@ from kernel_reference.testing.recorded import installed
 if not installed("vllm.v1.attention.backend"):
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
+from vllm import _custom_ops
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseBackend
 from vllm.v1.attention.backends.mla.prefill.cpu_sdpa import CPUSDPAMLAPrefillBackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
+from vllm.v1.worker import workspace
 
 from kernel_reference.testing import vllm
 from kernel_reference.testing.layers import assert_alike
+from tilelang_mla.integrations.flashmla_sparse import SparseBackend
 from tilelang_mla.integrations.vllm import NAME, register
 
 Tensor = torch.Tensor
@@ -81,3 +86,69 @@ def test_a_layer_gives_the_same_with_either_backend_eagerly_and_in_a_graph(
         renew=renew if len(set(new)) == 1 else None,
     )  # fmt: skip
     assert torch.equal(ours.kv_cache, theirs.kv_cache)
+
+
+TOPK = 128
+
+
+def lists(older: tuple[int, ...], new: tuple[int, ...]) -> Tensor:
+    """Positions that each token sees, up to its own, at random and in any order; -1 behind them."""
+    listed = torch.full((sum(new), TOPK), -1, dtype=torch.int32)
+    own = [begin + i for begin, count in zip(older, new, strict=True) for i in range(count)]
+    for row, position in zip(listed, own, strict=True):
+        chosen = torch.randperm(position + 1)[:TOPK]
+        row[: len(chosen)] = chosen.int()
+    return listed
+
+
+def join(latent: Tensor, rope: Tensor, out: Tensor) -> None:
+    """In place of vLLM's C++ extension: of as many heads as there are."""
+    out[:, : latent.shape[1]] = torch.cat((latent, rope), -1)
+
+
+@pytest.mark.parametrize("new", [(1, 1, 9, 20), (1, 1, 1, 1)], ids=["mixed", "decoding"])
+def test_a_layer_of_sparse_mla_gives_the_same_with_either_kernel(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, new: tuple[int, ...]
+) -> None:
+    vllm.write_by_triton(monkeypatch)
+    monkeypatch.setattr(_custom_ops, "concat_mla_q", join)
+    monkeypatch.setattr("vllm.distributed.parallel_state._TP", SimpleNamespace(world_size=1, rank_in_group=0))
+    monkeypatch.setattr(workspace, "_manager", None)
+    workspace.init_workspace_manager(device)
+    sizes = SimpleNamespace(
+        index_topk=TOPK, q_lora_rank=None, kv_lora_rank=LATENT, qk_nope_head_dim=NOPE, qk_rope_head_dim=ROPE,
+        v_head_dim=V,
+    )  # fmt: skip
+    asked = {
+        "get_num_attention_heads": lambda *_: HEADS, "get_head_size": lambda: LATENT + ROPE, "hf_text_config": sizes,
+        "hf_config": sizes, "model_arch_config": SimpleNamespace(total_num_attention_heads=HEADS),
+    }  # fmt: skip
+    spec = MLAAttentionSpec(block_size=PAGE, num_kv_heads=1, head_size=LATENT + ROPE, dtype=torch.bfloat16)
+    cache = torch.randn(PAGES, PAGE, LATENT + ROPE, device=device).bfloat16()
+    older = (150, 140, 70, 0)
+    listed = lists(older, new).to(device)
+    made = []
+    with vllm.configured(device, **asked) as config:
+        projection = Projection(LATENT, HEADS * (NOPE + V), bias=False, device=device, dtype=torch.bfloat16)
+        for name, cls in (("ours", SparseBackend), ("theirs", FlashMLASparseBackend)):
+            layer = MLAAttention(
+                HEADS, SCALE, NOPE, ROPE, V, None, LATENT, projection, prefix=name, attn_backend=cls, use_sparse=True,
+                topk_indices_buffer=listed.clone(), prefill_backend_cls=CPUSDPAMLAPrefillBackend,
+            )  # fmt: skip
+            layer.process_weights_after_loading(torch.bfloat16)
+            layer.kv_cache = cache.clone()
+            # Prompts by their lists too, and not with separate heads.
+            layer._use_sparse_mha = lambda metadata: False
+            made.append((layer, cls.get_builder_cls()(spec, [name], config, device)))
+    table = torch.randperm(PAGES).view(4, -1).int().to(device)
+    widths = ((HEADS, NOPE + ROPE), (LATENT,), (1, ROPE))
+    given = [torch.randn(sum(new), *width, device=device).bfloat16() for width in widths]
+    step = vllm.step(older, new, table, PAGE)
+
+    def call(layer: Any, builder: Any) -> Tensor:
+        shape = torch.Size((sum(new), HEADS * V))
+        return vllm.call(layer, builder.build(0, step), step.slot_mapping, config, *given, shape)
+
+    ours, theirs = made
+    assert_alike(lambda: call(*ours), lambda: call(*theirs), heads=HEADS, within=0.02)
+    assert torch.equal(ours[0].kv_cache, theirs[0].kv_cache)

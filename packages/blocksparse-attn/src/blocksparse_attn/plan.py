@@ -30,8 +30,8 @@ _SHORT_LISTS = (1024, 1450)
 # keys, and so many tokens: of few rows those of no sequence, which each half has, leave programs idle.
 # Phi-3-small's prompts on an H100 (triton 3.6.0, 2026-11-25), as shares of 238fd36's time, all heads and 16 of 32 in
 # turn: 32768 tokens 1.040, 1.006; 65536 1.026, 1.007; all blocks of 32768 1.012, 0.997; 9 % of them 1.008, 1.016; a
-# chunk of 2048 behind 30720 1.013, 0.988; 16384 1.040, 1.039. With 4 in turn 16384 take 1.022, the chunk 1.376: on an
-# H200 0.966 and 0.978 of the time of all heads. But that would be a fifth kernel to compile in a layer's life.
+# chunk of 2048 behind 30720 1.013, 0.988; 16384 1.040, 1.039. With 4 in turn 16384 take 1.022, the chunk 1.376; beside
+# all heads the former 0.967, on an H200 0.978. But that would be a fifth kernel to compile in a layer's life.
 _MANY_KEYS = 32768
 _CHUNK = 2048
 # Of the 227 KiB that a program may have, less barriers and the queue of work items.

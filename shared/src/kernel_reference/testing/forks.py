@@ -44,8 +44,10 @@ def run_alone(script: str, *, timeout_s: float = 600) -> None:
     script: indented or not. AssertionError, with what it printed, is raised if it fails or takes longer.
     """
     code, printed = outcome_alone(script, os.environ, timeout_s=timeout_s)
-    assert code is not None, f"it takes longer than {timeout_s} s"
-    assert code == 0, printed
+    if code is None:
+        raise AssertionError(f"it takes longer than {timeout_s} s")
+    if code != 0:
+        raise AssertionError(printed)
 
 
 def outcome_alone(script: str, environment: Mapping[str, str], *, timeout_s: float = 600) -> tuple[int | None, str]:

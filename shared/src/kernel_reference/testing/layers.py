@@ -35,4 +35,6 @@ def assert_alike(
 def _assert_near(ours: Tensor, theirs: Tensor, heads: int, within: float) -> None:
     ours, theirs = (x.double().unflatten(1, (heads, -1)) for x in (ours, theirs))
     worst = float(((ours - theirs).abs() / theirs.abs().amax(-1, keepdim=True)).max())
-    assert worst < within, f"differs by {worst:.4f} of a head's largest element, may differ by {within}"
+    # Not a number is not below.
+    if not worst < within:
+        raise AssertionError(f"differs by {worst:.4f} of a head's largest element, may differ by {within}")

@@ -3,11 +3,23 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
+import pytest
 from history import ROOT, set_back
+
+# Older commits are named by records, and so keep the longer subjects that some of them have.
+FIRST_WITHOUT_LONG_SUBJECTS = "5455216"
 
 
 def test_no_commit_sets_files_of_another_package_back_silently() -> None:
     assert set_back(ROOT, 100) == []
+
+
+def test_a_subject_has_at_most_72_characters() -> None:
+    told = ["git", "-C", str(ROOT), "log", "--no-merges", "--format=%s", f"{FIRST_WITHOUT_LONG_SUBJECTS}..HEAD"]
+    log = subprocess.run(told, capture_output=True, text=True)
+    if log.returncode:
+        pytest.skip(f"{FIRST_WITHOUT_LONG_SUBJECTS} is not in this clone")
+    assert [subject for subject in log.stdout.splitlines() if len(subject) > 72] == []
 
 
 def test_a_file_set_back_is_found_unless_the_commit_says_so_or_works_there(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ share of larger worlds runs alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -81,8 +82,9 @@ def make(
         calls[f"{exchange}, exchange alone"] = Call(partial(alone, exchange), lambda whole: whole[:, :, own], part=True)
         calls[f"{exchange}, all heads"] = Call(partial(shared, exchange, "replicated"))
     if device.type == "cuda" and world == 2:
+        here, there = of_peer((rows * (NOPE + 2) // 2,), device, rank)
         calls["a plain copy of what is exchanged"] = Call(
-            copying(rows * (NOPE + 2) // 2, device, rank), checked=False, part=True
+            lambda: torch.add(here, 0, out=there), checked=False, part=True
         )
     if tokens == 1:
         of_all, of_own = (table, own_table), (lengths, layout.visible(lengths))
@@ -98,14 +100,49 @@ def make(
     return calls
 
 
-def copying(elements: int, device: torch.device, rank: int) -> Callable[[], torch.Tensor]:
-    """A copy to the peer's memory by a kernel that merges nothing and waits for nobody: the least of an exchange."""
+def of_peer(shape: Sequence[int], device: torch.device, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A tensor of this rank, and one in the other's memory.
+
+    A copy between them, which merges nothing and waits for nobody, is the least of an exchange.
+    """
     from torch.distributed import _symmetric_memory
 
+    elements = math.prod(shape)
     memory = _symmetric_memory.get_symm_mem_workspace(distributed.group.WORLD.group_name, 2 * elements)
-    own = torch.ones(elements, dtype=torch.bfloat16, device=device)
-    there = memory.get_buffer(1 - rank, (elements,), own.dtype)
-    return lambda: torch.add(own, 0, out=there)
+    own = torch.ones(shape, dtype=torch.bfloat16, device=device)
+    return own, memory.get_buffer(1 - rank, tuple(shape), own.dtype)
+
+
+def make_copies(rows: int, device: torch.device, rank: int, world: int) -> Mapping[str, Call]:
+    """What an exchange of so many rows between two ranks sends, to the other's memory in several ways."""
+    if device.type != "cuda" or world != 2:
+        return {ONE: Call(lambda: torch.zeros(rows, NOPE, device=device))}
+    from parallel_kernels import copy_rows, copy_rows_by_tma
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    own, there = of_peer((rows, NOPE), device, rank)
+    here = torch.empty_like(own)
+
+    def by_kernel(programs: int, warps: int, tile: int) -> torch.Tensor:
+        copy_rows[(programs,)](own, there.data_ptr(), rows, DIM=NOPE, ROWS=tile, num_warps=warps)
+        return there
+
+    def by_tma(programs: int, tile: int) -> torch.Tensor:
+        source, target = (TensorDescriptor.from_tensor(x, [tile, NOPE]) for x in (own, there))
+        copy_rows_by_tma[(programs,)](source, target, rows, ROWS=tile, num_warps=4)
+        return there
+
+    ways: dict[str, Callable[[], torch.Tensor]] = {
+        "torch.add": lambda: torch.add(own, 0, out=there),
+        "the copy engine": lambda: there.copy_(own),
+        **{
+            f"a kernel, {programs} programs of {32 * warps} threads": partial(by_kernel, programs, warps, tile)
+            for programs, warps, tile in ((132, 16, 16), (264, 8, 8), (528, 8, 8), (1024, 4, 8))
+        },
+        **{f"TMA, {programs} programs": partial(by_tma, programs, 16) for programs in (132, 264)},
+    }
+    calls = {ONE: Call(lambda: torch.add(own, 0, out=here))}
+    return calls | {label: Call(run, checked=False, part=True) for label, run in ways.items()}
 
 
 def cases(dry: bool) -> Iterator[RanksCase]:
@@ -116,6 +153,7 @@ def cases(dry: bool) -> Iterator[RanksCase]:
     points += [(8, 2**17, 16, 4), (32, 2**15, 128, 2)]
     # Where is one GPU faster?
     points += [(batch, keys, heads, 1) for batch in (1, 32) for heads in (16, 128) for keys in (2**13, 2**11)]
+    yield RanksCase("copies", {"rows": 2**13, "width": NOPE}, partial(make_copies, 64 if dry else 2**13), graph=True)
     for batch, keys, heads, tokens in [(2, 300, 16, 2), (2, 300, 16, 1)] if dry else points:
         if batch * keys * WIDTH * 2 > MOST * memory_bytes(dry):
             continue

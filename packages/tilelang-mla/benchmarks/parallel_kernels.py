@@ -1,4 +1,4 @@
-"""The kernel of a peer's scheme, in parallel_peers.py."""
+"""The kernel of a peer's scheme, in parallel_peers.py, and copies to a peer's memory."""
 
 import triton
 import triton.language as tl
@@ -20,3 +20,21 @@ def scale_by_lse(p_out, p_lse, p_scaled, rank, rows, heads, DIM: tl.constexpr, W
     b_out = tl.load(p_out + place * DIM + o_dim).to(tl.float32)
     b_scaled = tl.where(share > 0, b_out * share, 0.0)
     tl.store(p_scaled + (i_head * rows + i_row) * DIM + o_dim, b_scaled.to(p_scaled.dtype.element_ty))
+
+
+@triton.jit
+def copy_rows(p_x, there, rows, DIM: tl.constexpr, ROWS: tl.constexpr):
+    """[rows, DIM] at the address ``there`` = x; by as many programs as one likes, ROWS a tile."""
+    o_dim = tl.arange(0, DIM)
+    p_there = tl.multiple_of(tl.cast(there, p_x.dtype), 16)
+    for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
+        o_row = tile * ROWS + tl.arange(0, ROWS)
+        place, mask = o_row[:, None] * DIM + o_dim[None, :], (o_row < rows)[:, None]
+        tl.store(p_there + place, tl.load(p_x + place, mask=mask), mask=mask)
+
+
+@triton.jit
+def copy_rows_by_tma(x, there, rows, ROWS: tl.constexpr):
+    """The same of tensor descriptors."""
+    for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
+        there.store([tile * ROWS, 0], x.load([tile * ROWS, 0]))

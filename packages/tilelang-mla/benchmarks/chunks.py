@@ -1,4 +1,4 @@
-"""Chunked prefill, new tokens behind older ones: for cases and for the map."""
+"""Chunked prefill, new tokens behind older ones: for cases and for the map; and prompts of unlike lengths."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
-from dense import DTYPE, ERROR_AT_MOST, FA3, OURS, share
+from dense import DTYPE, ERROR_AT_MOST, FA3, OURS, prefill_case, ragged, share
 
 from kernel_reference.attention import attention
 from kernel_reference.bench import Case, Requirement
@@ -17,6 +17,10 @@ from tilelang_mla import flash_mla_varlen_func
 
 # Heads, new tokens, older ones, sequences.
 CHUNKS = ((128, 512, 60000, 1), (16, 1024, 16384, 4), (16, 4096, 131072, 1), (64, 2048, 8192, 2))
+# Heads, and prompts of 1 to 8192 tokens.
+RAGGED = ((16, 16), (128, 4))
+# Of FA3's speed.
+SPEED = 0.97
 
 
 @dataclass(eq=False)
@@ -92,5 +96,7 @@ def chunk_cases(device: torch.device) -> Iterator[Case]:
             flops=2 * pairs * m.num_heads * (m.head_qk + m.head_v),
             copy=False,
             baseline=FA3,
-            requirements=(Requirement(OURS, FA3, speed_at_least=0.97),),
+            requirements=(Requirement(OURS, FA3, speed_at_least=SPEED),),
         )
+    for heads, sequences in RAGGED:
+        yield prefill_case(device, ragged(heads, sequences), SPEED)

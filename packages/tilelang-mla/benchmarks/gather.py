@@ -8,32 +8,37 @@ import torch
 import triton
 import triton.language as tl
 
-# Words of a row that are a power of two, and those behind them; rows that a program has in flight.
-_FIRST, _MOST_BEHIND, _ROWS = 256, 32, 16
+# Rows that a program adds up together, and the least words of them that are a power of two.
+_ROWS, _LEAST = 16, 16
 
 
 @triton.jit
 def _add_rows(
-    kv: Any, indices: Any, out: Any, TOPK: tl.constexpr, WORDS: tl.constexpr, FIRST: tl.constexpr,
+    kv: Any, indices: Any, out: Any, topk: Any, WORDS: tl.constexpr, FIRST: tl.constexpr,
     BEHIND: tl.constexpr, ROWS: tl.constexpr,
 ) -> None:  # fmt: skip
-    token = tl.program_id(0)
+    part = tl.program_id(0)
     columns, behind = tl.arange(0, FIRST), FIRST + tl.arange(0, BEHIND)
     total = tl.zeros([ROWS, FIRST], tl.int32)
     rest = tl.zeros([ROWS, BEHIND], tl.int32)
-    for begin in tl.range(0, TOPK, ROWS, num_stages=4):
-        rows = tl.load(indices + token * TOPK + begin + tl.arange(0, ROWS)).to(tl.int64) * WORDS
+    for begin in tl.range(0, topk, ROWS, num_stages=4):
+        rows = tl.load(indices + part * topk + begin + tl.arange(0, ROWS)).to(tl.int64) * WORDS
         total += tl.load(kv + rows[:, None] + columns[None, :])
         rest += tl.load(kv + rows[:, None] + behind[None, :], mask=behind[None, :] < WORDS, other=0)
-    tl.store(out + token * WORDS + columns, tl.sum(total, 0))
-    tl.store(out + token * WORDS + behind, tl.sum(rest, 0), mask=behind < WORDS)
+    tl.store(out + part * WORDS + columns, tl.sum(total, 0))
+    tl.store(out + part * WORDS + behind, tl.sum(rest, 0), mask=behind < WORDS)
 
 
-def sums_of_rows(kv: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """Of each list the sum of its rows as words of 32 bits, [lists, words]; rows of 512 or 576 elements of 16 bits."""
-    words, lists = kv.view(torch.int32).flatten(1), indices.flatten(1)
-    out = torch.empty(len(lists), words.shape[1], dtype=torch.int32, device=kv.device)
-    _add_rows[(len(lists),)](
-        words, lists, out, lists.shape[1], words.shape[1], _FIRST, _MOST_BEHIND, _ROWS, num_warps=4
-    )  # fmt: skip
+def sums_of_rows(kv: torch.Tensor, indices: torch.Tensor, parts: int = 1) -> torch.Tensor:
+    """Of each part of a list the sum of its rows as words of 32 bits, [lists, parts, words]; a program has a part.
+
+    kv: [.., width], a key each.
+    """
+    words = kv.view(torch.int32).flatten(0, -2)
+    lists, topk = indices.flatten(0, -2).shape
+    width = words.shape[1]
+    out = torch.empty(lists, parts, width, dtype=torch.int32, device=kv.device)
+    first = triton.next_power_of_2(width + 1) // 2
+    behind = max(_LEAST, triton.next_power_of_2(max(width - first, 1)))
+    _add_rows[(lists * parts,)](words, indices, out, topk // parts, width, first, behind, _ROWS, num_warps=4)
     return out

@@ -1,4 +1,7 @@
-"""Sparse decoding, top 2048 of the pool: over bfloat16 and over records, beside FlashMLA, which takes records alone."""
+"""Sparse decoding, top 2048 of the pool: over bfloat16 and over records, beside FlashMLA, which takes records alone.
+
+What brings the listed rows to the SMs and does no more stands beside as the roof.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,19 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from dense import DTYPE, ERROR_AT_MOST, FLASH_MLA, PAGE, SAMPLE, Ours, Reference, Theirs, share
 
 from kernel_reference.bench import Case, Requirement
+from kernel_reference.integers import power_of_two_at_most
 from kernel_reference.testing.numerics import assert_close_to_oracle
 from tilelang_mla import dequantize_kv, flash_mla_with_kvcache, quantize_kv
 
 WIDE, RECORDS = "bfloat16 cache", "656"
+ROWS_ALONE, RECORDS_ALONE = "listed rows alone", "listed records alone"
 TOPK, KEYS = 2048, 32768
 # Heads, sequences, query tokens. FlashMLA takes 64 and 128 heads.
 SPARSE = ((128, 64, 1), (128, 128, 2), (64, 64, 1), (128, 4, 1), (16, 64, 1), (8, 64, 1), (32, 64, 1), (16, 128, 2))
@@ -24,6 +29,8 @@ SPARSE = ((128, 64, 1), (128, 128, 2), (64, 64, 1), (128, 4, 1), (16, 64, 1), (8
 WIDE_AT_MOST = 1.85
 # Of a copy of the listed bytes, where heads are few.
 OF_COPY = 0.75
+# Programs of what brings rows alone, at most, and keys of one, at least.
+PROGRAMS, KEYS_OF_PROGRAM = 528, 64
 
 
 @dataclass(eq=False)
@@ -36,6 +43,13 @@ class Lists:
     indices: torch.Tensor
     scale: float
     held: dict[str, Any] = field(default_factory=dict)
+
+
+class Rows(NamedTuple):
+    """Sums of what the rows of parts of lists hold, as words of 32 bits, and of which cache."""
+
+    sums: torch.Tensor
+    records: bool
 
 
 class OverWide(Ours):
@@ -78,6 +92,25 @@ def flash_mla() -> Callable[[Lists], Theirs]:
     return call
 
 
+def rows_alone(records: bool) -> Callable[[Lists], Rows]:
+    from gather import sums_of_rows
+
+    def call(i: Lists) -> Rows:
+        lists = i.indices.shape[0] * i.indices.shape[1]
+        parts = power_of_two_at_most(max(1, min(PROGRAMS // lists, TOPK // KEYS_OF_PROGRAM)))
+        return Rows(sums_of_rows(i.records if records else i.kv, i.indices, parts), records)
+
+    return call
+
+
+def check_rows(outputs: Rows, i: Lists) -> float:
+    words = (i.records if outputs.records else i.kv).view(torch.int32).flatten(0, 2)
+    for got, listed in zip(outputs.sums[:SAMPLE], i.indices.flatten(0, 1)[:SAMPLE], strict=True):
+        if not torch.equal(got.sum(0, dtype=torch.int32), words[listed.long()].sum(0, dtype=torch.int32)):
+            raise AssertionError("sums of listed rows are wrong")
+    return 0.0
+
+
 _references: WeakKeyDictionary[Lists, dict[bool, Reference]] = WeakKeyDictionary()
 
 
@@ -102,7 +135,9 @@ def reference_of(i: Lists, records: bool) -> Reference:
     return made[records]
 
 
-def check(outputs: OverWide | OverRecords | Theirs, i: Lists) -> float:
+def check(outputs: OverWide | OverRecords | Theirs | Rows, i: Lists) -> float:
+    if isinstance(outputs, Rows):
+        return check_rows(outputs, i)
     mine = isinstance(outputs, OverWide | OverRecords)
     which, exact, plain = reference_of(i, outputs.records if mine else True)
     got = outputs.out[which.to(outputs.out.device), 0]
@@ -115,6 +150,7 @@ def check(outputs: OverWide | OverRecords | Theirs, i: Lists) -> float:
 
 
 def sparse_cases(device: torch.device) -> Iterator[Case]:
+    roofs = {RECORDS_ALONE: partial(rows_alone, True), ROWS_ALONE: partial(rows_alone, False)}
     for heads, batch, tokens in SPARSE:
         lists = batch * tokens
         beside = heads in (64, 128)
@@ -128,7 +164,7 @@ def sparse_cases(device: torch.device) -> Iterator[Case]:
             shape={"heads": heads, "sequences": batch, "tokens": tokens, "topk": TOPK},
             make_inputs=partial(make_lists, device, heads, batch, tokens),
             ours={RECORDS: partial(ours, kind=OverRecords), WIDE: partial(ours, kind=OverWide)},
-            peers={FLASH_MLA: flash_mla} if beside else {},
+            peers={**({FLASH_MLA: flash_mla} if beside else {}), **roofs},
             check=check,
             tolerance=math.inf,
             bytes_moved=lists * (TOPK * 656 + heads * 2 * (576 + 512)),

@@ -91,7 +91,7 @@ def check(outputs: Ours | Theirs | Rows, i: Prompt) -> float:
     if isinstance(outputs, Rows):
         words = i.kv.view(torch.int32).flatten(1)
         for token in SAMPLE:
-            if not torch.equal(outputs.sums[token], words[i.indices[token, 0].long()].sum(0, dtype=torch.int32)):
+            if not torch.equal(outputs.sums[token, 0], words[i.indices[token, 0].long()].sum(0, dtype=torch.int32)):
                 raise AssertionError(f"sums of the rows of token {token} are wrong")
         return 0.0
     which, exact, plain = reference_of(i)

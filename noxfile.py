@@ -100,7 +100,8 @@ def lint(session: nox.Session) -> None:
 
 @nox.session(tags=[*HOMES, "tools"])
 def types(session: nox.Session) -> None:
-    """Check the types of what the packages ship, of users' code (`tests/typing`) and of the tools: `-- gdn-split`."""
+    """Check the types of what the packages ship, of users' code (`tests/typing`, the documentation's) and of the tools:
+    `-- gdn-split`."""
     wanted = session.posargs or [*HOMES, "tools"]
     needed = [*nox.project.dependency_groups(PROJECT, "types"), *nox.project.dependency_groups(PROJECT, "tools")]
     needed += chain.from_iterable(group(package, "test") for package in HOMES)
@@ -109,6 +110,9 @@ def types(session: nox.Session) -> None:
     sources += [file for package in wanted if package != "tools" for file in HOMES[package].glob("tests/typing/*.py")]
     if "tools" in wanted:
         sources += [ROOT / "noxfile.py", *sorted((ROOT / "tools").glob("*.py"))]
+        snippets = Path(session.virtualenv.location) / "snippets"
+        session.run("python", ROOT / "tools" / "snippets.py", snippets)
+        sources += sorted(snippets.glob("*.py"))
     session.run("mypy", *map(str, sources))
 
 

@@ -6,9 +6,11 @@ import ast
 import importlib.util
 import re
 from pathlib import Path
+from typing import Any
 
 import docs
 import pytest
+import snippets
 
 PAGES = docs.HERE / "pages"
 PACKAGES = [name for name, home in docs.homes().items() if home.parent.name == "packages"]
@@ -21,13 +23,23 @@ BLOCKS = [
 
 
 def blocks_of(page: Path) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
+    return snippets.BLOCK.findall(page.read_text())
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="nox -s docs runs the examples")
 @pytest.mark.parametrize(("page", "number"), BLOCKS)
 def test_an_example_runs(page: Path, number: int) -> None:
     exec(compile(blocks_of(page)[number], f"{page.name}, example {number + 1}", "exec"), {})
+
+
+def test_a_block_is_typed_at_its_lines_and_an_excerpt_as_the_whole_example(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(snippets, "ROOT", tmp_path)
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "examples" / "ranks.py").write_text("from some import a, b\n\n\ndef main(x: int) -> None:\n    a(x)\n")
+    (tmp_path / "README.md").write_text("# One\n```python\nx = 1\n```\n\n```python\nfrom some import a\n\na(x)\n```\n")
+    alone, excerpt = snippets.snippets(tmp_path / "README.md")
+    assert alone == ("README_0", "\n\nx = 1\n")
+    assert excerpt == ("examples_ranks", (tmp_path / "examples" / "ranks.py").read_text())
 
 
 def functions_of(file: Path) -> set[str]:
@@ -70,7 +82,7 @@ def test_every_module_of_kernel_reference_is_documented_and_every_function_has_a
             functions &= set(members[1].split(", "))
         for function in functions:
             # Called or, a fixture, taken.
-            shown = function.startswith("_") or re.search(rf"\b{function}[(,)]", examples)
+            shown = function.startswith("_") or re.search(rf"\b{function}[(,):]", examples)
             assert shown, f"{page}: no example has {module}.{function}"
 
 

@@ -16,10 +16,12 @@ q = torch.randn(prompt, heads, size, device=device).bfloat16()
 k, v = torch.randn(2, prompt, heads_kv, size, device=device).bfloat16()
 
 
-def attend(q, tokens):  # q are the last queries of a sequence of so many tokens
+def attend(q: torch.Tensor, tokens: int) -> torch.Tensor:  # q are the last queries of a sequence of so many tokens
     bounds = torch.tensor([[0, len(q)], [0, tokens]], dtype=torch.int32, device=device)
-    cu_seqlens = {"cu_seqlens_q": bounds[0], "cu_seqlens_k": bounds[1]}
-    return blocksparse_attention(q, k[:tokens], v[:tokens], layout, **cu_seqlens, max_seqlen_q=len(q))
+    k_seen, v_seen = k[:tokens], v[:tokens]
+    return blocksparse_attention(
+        q, k_seen, v_seen, layout, cu_seqlens_q=bounds[0], cu_seqlens_k=bounds[1], max_seqlen_q=len(q)
+    )
 
 
 out = attend(q, prompt)

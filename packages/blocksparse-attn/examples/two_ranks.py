@@ -3,6 +3,8 @@
 torchrun --nproc-per-node 2 packages/blocksparse-attn/examples/two_ranks.py
 """
 
+from typing import Any
+
 import torch
 from torch import distributed
 
@@ -25,13 +27,15 @@ def main() -> None:
     q = torch.randn(2, heads, size).bfloat16().to(device)
     lists = [torch.stack([torch.randperm(blocks)[:topk] for _ in range(heads_kv)]) for blocks in (24, 4)]
     indices = torch.stack(lists).int().to(device)
-    lengths = {"cu_seqlens_q": torch.tensor([0, 1, 2]).to(device), "seqlens_k": ends.diff().to(device)}
+    bounds = torch.tensor([0, 1, 2])
+    lengths: dict[str, Any] = {"cu_seqlens_q": bounds.to(device), "seqlens_k": ends.diff().to(device)}
 
     # A rank keeps every world-th page, and has some of the query heads.
     layout = Interleave.of(group, size=block)
     kept = [sharding.shard(x, layout, ends) for x in (keys, values)]
     cache = paging.paged_cache(kept[0].tokens, kept[1].tokens, kept[0].cu_seqlens, block)
-    what, names = {"indices": indices, "block_size": block}, ("k_cache", "v_cache", "block_table")
+    what: dict[str, Any] = {"indices": indices, "block_size": block}
+    names = ("k_cache", "v_cache", "block_table")
     pages = what | {name: x.to(device) for name, x in cache._asdict().items() if name in names}
     own = slice(rank * heads // world, (rank + 1) * heads // world)
     out = selected_attention_cp(q[:, own], **pages, **lengths, layout=layout, group=group)
@@ -54,8 +58,8 @@ def main() -> None:
     print(f"rank {rank} of {world} on {device}: rows {[*out.shape]}, the same as one process: {same}")
 
     # By heads no rank sends anything.
-    lists = pattern.heads(own.start, own.stop)
-    out = blocksparse_attention(*(x[None, :, own] for x in (q, k, v)), lists)[0]
+    listed = pattern.heads(own.start, own.stop)
+    out = blocksparse_attention(q[None, :, own], k[None, :, own], v[None, :, own], listed)[0]
     same = torch.allclose(out, wanted[:, own], rtol=0.02, atol=0.01)
     print(f"rank {rank} of {world} on {device}: heads {[*out.shape]}, the same as one process: {same}")
 

@@ -9,7 +9,7 @@ sizes = (16, 32, 128, 128)  # QK heads, V heads, elements in a QK head, elements
 qkv_dim = 2 * 16 * 128 + 32 * 128
 
 
-def projections(tokens):
+def projections(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     mixed_qkvz = torch.randn(tokens, qkv_dim + 32 * 128, dtype=torch.bfloat16, device=device)
     mixed_ba = torch.randn(tokens, 2 * 32, dtype=torch.bfloat16, device=device)
     return mixed_qkvz, mixed_ba

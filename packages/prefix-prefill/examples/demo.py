@@ -34,7 +34,7 @@ class Prompt:
     keys: torch.Tensor
     values: torch.Tensor
     sinks: torch.Tensor | None
-    paged: PagedCache
+    paged: PagedCache[torch.Tensor]
     cu_seqlens_q: torch.Tensor
     cu_seqlens_k: torch.Tensor
 

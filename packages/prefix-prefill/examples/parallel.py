@@ -4,7 +4,7 @@ torchrun --nproc-per-node 2 packages/prefix-prefill/examples/parallel.py
 """
 
 import torch
-from torch import distributed
+from torch import Tensor, distributed
 
 from kernel_reference import paging, sharding
 from kernel_reference.sharding import Interleave, ZigZag
@@ -12,51 +12,58 @@ from prefix_prefill import prefix_prefill
 from prefix_prefill.parallel import prefix_decode_cp, prefix_prefill_cp
 
 
+def paged(keys: Tensor, values: Tensor, cu_seqlens: Tensor, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """A cache of packed keys and values in pages of 16 tokens, and its block table."""
+    cache = paging.paged_cache(keys, values, cu_seqlens, 16)
+    return cache.k_cache.to(device), cache.v_cache.to(device), cache.block_table.to(device)
+
+
 def main() -> None:
     group = distributed.group.WORLD
     rank, world = distributed.get_rank(), distributed.get_world_size()
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     older, new = (16384, 8192) if device.type == "cuda" else (256, 400)
-    heads, heads_kv, size, page = 8, 2, 128, 16
+    heads, heads_kv, size = 8, 2, 128
 
     # The same everywhere: two sequences, one of a few tokens, and their older tokens in a cache that is whole.
     torch.manual_seed(0)
-    cu_seqlens_q = torch.tensor([0, new, new + 3], dtype=torch.int32)
-    seqlens_k = torch.tensor([older + new, 20], dtype=torch.int32)
+    starts = torch.tensor([0, new, new + 3], dtype=torch.int32)
+    cu_seqlens_q, seqlens_k = starts.to(device), torch.tensor([older + new, 20], dtype=torch.int32, device=device)
     ends = torch.tensor([0, older + new, older + new + 20])
     keys, values = torch.randn(2, older + new + 20, heads_kv, size).bfloat16()
     q = torch.randn(new + 3, heads, size).bfloat16()
     is_new = torch.cat([torch.arange(older + new) >= older, torch.arange(20) >= 17])
-    cache = paging.paged_cache(keys[~is_new], values[~is_new], torch.tensor([0, older, older + 17]), page)
-    older_pages = [x.to(device) for x in (cache.k_cache, cache.v_cache, cache.block_table)]
-    lengths = {"cu_seqlens_q": cu_seqlens_q.to(device), "seqlens_k": seqlens_k.to(device)}
+    older_pages = paged(keys[~is_new], values[~is_new], torch.tensor([0, older, older + 17]), device)
 
     # A rank's rows: an early and a late run of each sequence, as many rows on every rank.
     layout = ZigZag.of(group)
     rows = layout.most_tokens(len(q), 2)
-    own = [sharding.shard(x, layout, cu_seqlens_q).tokens for x in (q, keys[is_new], values[is_new])]
-    shares = [torch.cat([x, x.new_zeros(rows - len(x), *x.shape[1:])]).to(device) for x in own]
-    out = prefix_prefill_cp(*shares, *older_pages, **lengths, max_seqlen_q=new, group=group)
 
-    new_rows = [x.to(device) for x in (q, keys[is_new], values[is_new])]
-    wanted = prefix_prefill(*new_rows, *older_pages, **lengths, max_seqlen_q=new)
-    wanted = sharding.shard(wanted.cpu(), layout, cu_seqlens_q).tokens
+    def own(x: Tensor) -> Tensor:
+        tokens = sharding.shard(x, layout, starts).tokens
+        return torch.cat([tokens, x.new_zeros(rows - len(tokens), *x.shape[1:])]).to(device)
+
+    new_keys, new_values = keys[is_new], values[is_new]
+    shares = (own(q), own(new_keys), own(new_values))
+    out = prefix_prefill_cp(*shares, *older_pages, cu_seqlens_q, seqlens_k, max_seqlen_q=new, group=group)
+
+    new_rows = (q.to(device), new_keys.to(device), new_values.to(device))
+    wanted = prefix_prefill(*new_rows, *older_pages, cu_seqlens_q, seqlens_k, max_seqlen_q=new)
+    wanted = sharding.shard(wanted.cpu(), layout, starts).tokens
     same = torch.allclose(out[: len(wanted)].cpu(), wanted, rtol=0.02, atol=0.01)
     print(f"rank {rank} of {world} on {device}: prefill {[*out.shape]}, the same as one process: {same}")
 
     # Decoding over caches that share the tokens, a page in turn: one query token a sequence, this rank's heads.
-    turns = Interleave.of(group, size=page)
+    turns = Interleave.of(group, size=16)
     kept = [sharding.shard(x, turns, ends) for x in (keys, values)]
-    cache = paging.paged_cache(kept[0].tokens, kept[1].tokens, kept[0].cu_seqlens, page)
-    pages = [x.to(device) for x in (cache.k_cache, cache.v_cache, cache.block_table)]
+    pages = paged(kept[0].tokens, kept[1].tokens, kept[0].cu_seqlens, device)
     each = slice(rank * heads // world, (rank + 1) * heads // world)
-    last = q[cu_seqlens_q[1:].long() - 1].to(device)
-    step = {"cu_seqlens_q": torch.arange(3, dtype=torch.int32, device=device), "seqlens_k": lengths["seqlens_k"]}
-    out = prefix_decode_cp(last[:, each], *pages, **step, max_seqlen_q=1, layout=turns, group=group)
+    last = q[starts[1:].long() - 1].to(device)
+    bounds = torch.arange(3, dtype=torch.int32, device=device)
+    out = prefix_decode_cp(last[:, each], *pages, bounds, seqlens_k, max_seqlen_q=1, layout=turns, group=group)
 
-    cache = paging.paged_cache(keys, values, ends, page)
-    pages = [x.to(device) for x in (cache.k_cache, cache.v_cache, cache.block_table)]
-    wanted = prefix_prefill(last, None, None, *pages, **step, max_seqlen_q=1)[:, each]
+    pages = paged(keys, values, ends, device)
+    wanted = prefix_prefill(last, None, None, *pages, bounds, seqlens_k, max_seqlen_q=1)[:, each]
     same = torch.allclose(out, wanted, rtol=0.02, atol=0.01)
     print(f"rank {rank} of {world} on {device}: decode {[*out.shape]}, the same as one process: {same}")
 

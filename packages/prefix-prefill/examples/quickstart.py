@@ -16,7 +16,7 @@ seqlens_k = torch.tensor([prefix + chunk], dtype=torch.int32, device=device)
 q = torch.randn(chunk, heads, size, device=device).bfloat16()
 
 
-def attend(q):
+def attend(q: torch.Tensor) -> torch.Tensor:
     cu_seqlens_q = torch.tensor([0, len(q)], dtype=torch.int32, device=device)
     return prefix_prefill(q, None, None, k_cache, v_cache, block_table, cu_seqlens_q, seqlens_k, max_seqlen_q=len(q))
 

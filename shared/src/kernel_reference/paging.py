@@ -17,7 +17,7 @@ impossible length has no tokens, and a page that does not exist reads as zeros a
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -36,11 +36,14 @@ class Packed(NamedTuple):
     cu_seqlens: torch.Tensor
 
 
-class PagedCache(NamedTuple):
+Values = TypeVar("Values", bound=torch.Tensor | None)
+
+
+class PagedCache(NamedTuple, Generic[Values]):
     """A cache as :func:`paged_cache` builds it; ``v_cache`` is None where the keys hold the values too (a latent)."""
 
     k_cache: torch.Tensor
-    v_cache: torch.Tensor | None
+    v_cache: Values
     block_table: torch.Tensor
     seqlens_k: torch.Tensor
     k_scale: Scale | None
@@ -340,7 +343,7 @@ def _empty_cache(
 
 
 def _page_scale(
-    name: str, scale: Scale | None, tokens: torch.Tensor, paged: PagedCache, page_size: int
+    name: str, scale: Scale | None, tokens: torch.Tensor, paged: PagedCache[Any], page_size: int
 ) -> Scale | None:
     if not isinstance(scale, torch.Tensor) or scale.ndim < 2:
         return scale
@@ -353,7 +356,7 @@ def _page_scale(
 
 def paged_cache(
     k: torch.Tensor,
-    v: torch.Tensor | None,
+    v: Values,
     cu_seqlens: torch.Tensor,
     page_size: int,
     layout: str = "NHD",
@@ -365,7 +368,7 @@ def paged_cache(
     unused_pages: int = 2,
     padding: int | None = None,
     seed: int = 0,
-) -> PagedCache:
+) -> PagedCache[Values]:
     """Deal packed keys and values out to pages in random order; whatever no token fills is NaN.
 
     Args:
@@ -411,7 +414,7 @@ def paged_cache(
     v_cache = None
     if v is not None:
         v_cache = _empty_cache(blocks, page_size, v.shape[1], v.shape[2], layout, None, dtype).to(k.device)
-    paged = PagedCache(k_cache, v_cache, block_table, seqlens, None, None)
+    paged = PagedCache(k_cache, cast("Values", v_cache), block_table, seqlens, None, None)
     paged = paged._replace(
         k_scale=_page_scale("k_scale", k_scale, k, paged, page_size),
         v_scale=None if v is None else _page_scale("v_scale", v_scale, v, paged, page_size),

@@ -28,7 +28,7 @@ from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 from unittest import mock
 
 import pytest
@@ -136,6 +136,10 @@ class SentBytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.by_op: dict[str, float] = {}
+
+    def __enter__(self) -> Self:  # torch's has no types
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
 
     @property
     def sent(self) -> float:

@@ -22,6 +22,7 @@ from kernel_reference.bench.measure import Stamp, measure
 from kernel_reference.bench.record import Record, load
 from kernel_reference.bench.roofs import Roofs
 from kernel_reference.bench.roofs import measure as measure_roofs
+from kernel_reference.bench.timers import MOST_SETS
 
 CPU = torch.device("cpu")
 MACHINE = Machine("NVIDIA H200", "580.1", "9.0", "13.0", "2.13.0", "3.7.1", "3.12.3")
@@ -99,7 +100,7 @@ def test_a_passing_case_is_timed_beside_the_copy_with_bandwidth_rates_and_roofs(
     assert ours.fraction_of_copy_roof == pytest.approx(8192 / 100e-6 / 4e12)
     assert ours.fraction_of_gemm_roof == pytest.approx(1024 / 100e-6 / 8e14)
     assert ours.ratio_to_baseline == 1.0
-    assert ours.input_sets == 64
+    assert ours.input_sets == MOST_SETS
     assert (copied.status, copied.ours, copied.baseline) == ("timed", False, "copy")
     assert (ours.device, ours.driver, ours.package) == ("NVIDIA H200", "580.1", "gdn-split")
 
@@ -298,7 +299,7 @@ def test_every_implementation_is_timed_on_every_set_of_the_same_inputs() -> None
     )
     # The last one gives the values that all are judged by again.
     sets = {x.data_ptr() for x in made[:-1]}
-    assert len(sets) == found["ours"].input_sets == 64
+    assert len(sets) == found["ours"].input_sets == MOST_SETS
     assert len(made[0].unique()) > 1000
     assert not torch.equal(made[0], made[1])
     # Beside the sets each saw the two copies of its check.

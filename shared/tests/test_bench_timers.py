@@ -12,6 +12,7 @@ import torch
 
 from kernel_reference.bench.timers import (
     MAX_CALLS_PER_GRAPH,
+    MOST_SETS,
     REPLAY_US,
     Rotation,
     host_time_us,
@@ -97,7 +98,7 @@ def test_rotating_sets_together_pass_three_times_the_cache() -> None:
 @pytest.mark.parametrize(
     ("touched", "held", "memory", "expected"),
     [
-        pytest.param(24_576, 50_000, 20 * 10**9, 64, id="one token is bounded by the number of sets"),
+        pytest.param(24_576, 50_000, 20 * 10**9, MOST_SETS, id="one token is bounded by the number of sets"),
         pytest.param(8 * 10**9, 24 * 10**9, 20 * 10**9, 2, id="a huge case still rotates"),
         pytest.param(
             10**7, 10**9, 5 * 10**9, 5, id="sets that hold much more than a call touches are bounded by memory"

@@ -15,11 +15,12 @@ def test_no_commit_sets_files_of_another_package_back_silently() -> None:
 
 
 def test_a_subject_has_at_most_72_characters() -> None:
-    told = ["git", "-C", str(ROOT), "log", "--no-merges", "--format=%s", f"{FIRST_WITHOUT_LONG_SUBJECTS}..HEAD"]
+    told = ["git", "-C", str(ROOT), "log", "--no-merges", "--format=%H %s", f"{FIRST_WITHOUT_LONG_SUBJECTS}..HEAD"]
     log = subprocess.run(told, capture_output=True, text=True)
     if log.returncode:
         pytest.skip(f"{FIRST_WITHOUT_LONG_SUBJECTS} is not in this clone")
-    assert [subject for subject in log.stdout.splitlines() if len(subject) > 72] == []
+    subjects = dict(line.split(" ", 1) for line in log.stdout.splitlines())
+    assert [(commit[:8], subject) for commit, subject in subjects.items() if len(subject) > 72] == []
 
 
 def test_a_file_set_back_is_found_unless_the_commit_says_so_or_works_there(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from kernel_reference.bench.record import Record, Status
 from kernel_reference.bench.roofs import Roofs
 from kernel_reference.bench.timers import (
     MAX_CALLS_PER_GRAPH,
+    MOST_SETS,
     ROTATED,
     Clock,
     Timing,
@@ -34,8 +35,8 @@ from kernel_reference.bench.timers import (
 
 # All rotating sets together; more would only shorten the list of machines that can repeat a measurement.
 MEMORY_BYTES = 20 * 10**9
-# Of 64 sets this makes the longest graph that is worth capturing.
-CYCLES_PER_GRAPH = MAX_CALLS_PER_GRAPH // 64
+# Of the most sets this makes the longest graph that is worth capturing.
+CYCLES_PER_GRAPH = MAX_CALLS_PER_GRAPH // MOST_SETS
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def measure(
     seconds: float = 0.4,
     rounds: int = 10,
     memory_bytes: int = MEMORY_BYTES,
-    most_sets: int = 64,
+    most_sets: int = MOST_SETS,
     again: bool = True,
     spent: dict[str, float] | None = None,
 ) -> list[Record]:

@@ -342,7 +342,9 @@ def inputs_backward(
     NV: tl.constexpr = sizes.NQK * sizes.R
     HQ: tl.constexpr = sizes.HQ
     HV: tl.constexpr = sizes.HV
-    UNITS: tl.constexpr = 2 * NQK + 2 * NV
+    # Heads of q, k and v are walked; z's are behind them.
+    WALKED: tl.constexpr = 2 * NQK + NV
+    UNITS: tl.constexpr = WALKED + NV
     COLUMNS: tl.constexpr = 2 * NQK * HQ + 2 * NV * HV
     CHANNELS: tl.constexpr = 2 * NQK * HQ + NV * HV
     WIDTH: tl.constexpr = conv.WIDTH
@@ -352,14 +354,14 @@ def inputs_backward(
     dtype: tl.constexpr = p_dqkvz.dtype.element_ty
     wait_for_inputs(DEPENDENT)
     i_u = tl.program_id(0) % UNITS
-    is_z = i_u >= 2 * NQK + NV
+    is_z = i_u >= WALKED
     # Programs of z take a quarter of a walk's time: the last of them run while the last walks end.
     i_p = (tl.program_id(0) // UNITS - tl.where(is_z, back.LAG, 0)).to(tl.int64)
     first = i_p * LENGTH
     is_run = (i_p >= 0) & (first < rows)
     end = tl.minimum(first + LENGTH, rows)
     o = tl.arange(0, BLOCK)
-    if is_run & (i_u < 2 * NQK + NV):
+    if is_run & ~is_z:
         column, channel, m_c = elements_of_unit(i_u, o, sizes, conv)
         p_d, s_d = rows_of_unit(p_dq, p_dk, p_dv, i_u, sizes)
         w, b_bias = filter_of_unit(p_weight, p_bias, channel, o, m_c, conv)
@@ -381,7 +383,7 @@ def inputs_backward(
         if conv.HAS_BIAS:
             tl.store(p_sum + WIDTH * CHANNELS, reached.bias, mask=m_c)
     elif is_run:
-        i_v = i_u - 2 * NQK - NV
+        i_v = i_u - WALKED
         _, _, _, c_z = columns_of_group(i_v // sizes.R, sizes)
         p_to = p_dqkvz + c_z + i_v % sizes.R * HV
         ROWS: tl.constexpr = 16

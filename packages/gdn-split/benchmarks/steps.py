@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import floors
 import torch
 from torch.nn.functional import silu, softplus
 
@@ -129,8 +130,10 @@ def fla_rule() -> Callable[..., Any]:
     return lambda q, k, v, g, beta, **options: fused_recurrent_gated_delta_rule(q, k, v, g=g, beta=beta, **options)
 
 
-def check(outputs: tuple[torch.Tensor, ...], i: Stepped, setup: Setup) -> float:
+def check(outputs: torch.Tensor | tuple[torch.Tensor, ...], i: Stepped, setup: Setup) -> float:
     """Units of bfloat16's rounding in the outputs, of 1 for small ones; states must be near."""
+    if isinstance(outputs, torch.Tensor):
+        return floors.check(outputs, i.pool)
     out, conv_state, pool = outputs
     rows = len(out)
     wanted_conv, wanted_pool = i.conv_state.double(), (i.pool if pool.dtype == i.pool.dtype else i.other_pool).double()
@@ -146,6 +149,17 @@ def check(outputs: tuple[torch.Tensor, ...], i: Stepped, setup: Setup) -> float:
     if not error < 0.03:
         raise AssertionError(f"the states differ by {error}")
     return ((out.double() - wanted).abs() / wanted.abs().clamp(min=1) / 2**-8).max().item()
+
+
+def floors_of(setup: Setup) -> dict[str, Callable[[], Callable[[Stepped], torch.Tensor]]]:
+    """For few sequences: at the grid of a step, a program of 8 warps a head; states in smaller pieces too."""
+    s = setup.shape
+    heads, head = setup.sequences * s.num_heads_v, s.head_qk * s.head_v
+    return {
+        floors.LAUNCH: lambda: lambda i: floors.launch_alone(i.pool.device, heads, 8),
+        floors.STATES: lambda: lambda i: floors.states_alone(i.pool, i.slots, head, 8),
+        f"{floors.STATES}, quarters of heads": lambda: lambda i: floors.states_alone(i.pool, i.slots, head // 4, 8),
+    }
 
 
 def step_case(device: torch.device, setup: Setup, peer: bool = False, **more: Any) -> Case:
@@ -323,7 +337,9 @@ def prefill_cases(device: torch.device, shape: GroupShape) -> Iterator[Case]:
 def step_cases(device: torch.device, shape: GroupShape) -> Iterator[Case]:
     for sequences, us in TARGETS.items():
         targets = [Requirement(OURS, us_at_most=us)]
-        yield step_case(device, Setup(sequences, shape), peer=True, requirements=targets)
+        setup = Setup(sequences, shape)
+        peers = floors_of(setup) if sequences <= 4 else {}
+        yield step_case(device, setup, peer=True, peers=peers, requirements=targets)
         yield step_case(device, Setup(sequences, shape, norm=False), peer=True, requirements=targets)
     for sequences in (1, 64):
         setup = Setup(sequences, shape, state_layout="VK")

@@ -289,8 +289,8 @@ def over_pages(i: Paged, **options: Any) -> torch.Tensor:
     """Ours, where the cache holds the new tokens already."""
     rest = (i.block_table, i.cu_seqlens_q, i.seqlens_k)
     out: torch.Tensor = prefix_prefill(
-        i.q, None, None, i.k_cache, i.v_cache, *rest, max_seqlen_q=i.max_seqlen_q, window=i.window, softcap=i.softcap,
-        sinks=i.sinks, **options,
+        i.q, None, None, i.k_cache, i.v_cache, *rest, max_seqlen_q=i.max_seqlen_q, max_seqlen_k=i.max_seqlen_k,
+        window=i.window, softcap=i.softcap, sinks=i.sinks, **options,
     )  # fmt: skip
     return out
 

@@ -78,7 +78,7 @@ def make_prompts(device: torch.device, shape: Shape) -> Prompts:
 def over_new_keys(p: Prompts) -> torch.Tensor:
     i = p.given.paged
     rest = (i.k_cache, i.v_cache, i.block_table, i.cu_seqlens_q, i.seqlens_k)
-    out: torch.Tensor = prefix_prefill(i.q, p.k, p.v, *rest, max_seqlen_q=i.max_seqlen_q)
+    out: torch.Tensor = prefix_prefill(i.q, p.k, p.v, *rest, max_seqlen_q=i.max_seqlen_q, max_seqlen_k=i.max_seqlen_k)
     return out
 
 

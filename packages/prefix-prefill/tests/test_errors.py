@@ -34,7 +34,7 @@ TABLE_OF = {"prefill": "block_table", "drop-in": "b_loc"}
 CU_OF = {"prefill": "cu_seqlens_q", "drop-in": "b_start_loc"}
 SEQLENS_OF = {"prefill": "seqlens_k", "drop-in": "b_seq_len"}
 MOST_OF = {"prefill": "max_seqlen_q", "drop-in": "max_input_len"}
-MOST_KEYS_OF = {"drop-in": "max_seq_len"}
+MOST_KEYS_OF = {"prefill": "max_seqlen_k", "drop-in": "max_seq_len"}
 OUT_OF = {"prefill": "out", "drop-in": "o"}
 OUT_SCALE_OF = {"prefill": "out_scale", "drop-in": "fp8_out_scale"}
 SCALE_OF = {"prefill": "softmax_scale", "drop-in": "sm_scale"}
@@ -64,11 +64,11 @@ def good(function: str, device: torch.device) -> dict[str, Any]:
     }  # fmt: skip
     lengths = {
         TABLE_OF[function]: integers([3, 0], [5, 2], [6, 6]), CU_OF[function]: integers(0, 2, 2, 5),
-        SEQLENS_OF[function]: integers(22, 16, 3), MOST_OF[function]: 3,
+        SEQLENS_OF[function]: integers(22, 16, 3), MOST_OF[function]: 3, MOST_KEYS_OF[function]: 22,
     }  # fmt: skip
     if function == "drop-in":
         return {
-            **tensors, **lengths, "kv_cache_dtype": "fp8", "max_seq_len": 22, "sliding_window": 30,
+            **tensors, **lengths, "kv_cache_dtype": "fp8", "sliding_window": 30,
             "k_cache": make(BLOCKS, HKV, D // 16, PAGE, 16, dtype=E4M3),
             "v_cache": make(BLOCKS, HKV, D, PAGE, dtype=E4M3),
         }  # fmt: skip
@@ -290,8 +290,11 @@ TABLE = [
         for value, error in ((-1, V), (2.5, T), ("3", T), (None, T))
     ],
     *[
-        ("drop-in", f"max_seq_len {value!r}", error, "max_seq_len", replaced("max_seq_len", value))
+        (function, f"{MOST_KEYS_OF[function]} {value!r}", error, MOST_KEYS_OF[function], change)
+        for function in ATTENDING
         for value, error in ((2.5, T), (None, T), (True, T), (-1, V))
+        if function == "drop-in" or value is not None
+        for change in [replaced(MOST_KEYS_OF[function], value)]
     ],
     *[
         (function, f"{name}: {what}", error, name, replaced(name, change))

@@ -321,6 +321,23 @@ def test_prompts_are_left_whole_where_no_sequence_may_have_many_more_keys_than_t
         assert plan_prefill(replace(prompts, sequences=1), H200).num_splits == 0
 
 
+@pytest.mark.parametrize(
+    ("sequences", "longest", "bound", "new_kv", "splits"),
+    [
+        (1, 256, 256, False, 1), (16, 512, 512, False, 1), (4, 2048, 2048, False, 1), (4, 2048, 4096, False, 0),
+        (1, 8192, 8192, True, 1), (1, 8192, 8192, False, 0), (1, 8192, 16384, True, 0), (16, 1, 500, False, 0),
+    ],
+)  # fmt: skip
+def test_a_bound_of_all_tokens_says_as_much_as_a_table_of_no_more_room(
+    sequences: int, longest: int, bound: int, new_kv: bool, splits: int
+) -> None:
+    """Few rows are shared whatever it is: a layer whose tables have room for many would need a kernel more."""
+    given = {"tokens": sequences * longest, "sequences": sequences, "longest": longest, "new_kv": new_kv}
+    problem = problem_of(LLAMA_8B, **given, capacity=131072)
+    assert plan_prefill(replace(problem, max_seqlen_k=bound), H200).num_splits == splits
+    assert plan_prefill(problem, H200).num_splits == 0
+
+
 def test_few_rows_over_gathered_pages_have_small_tiles_in_as_many_stages_as_fit() -> None:
     problem = problem_of(LLAMA_8B, tokens=4, sequences=4, longest=1, page=1, new_kv=False)
     for size, sizes in ((128, (64, 4)), (256, (64, 2)), (512, (32, 2))):

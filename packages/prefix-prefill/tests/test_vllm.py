@@ -108,6 +108,7 @@ class Common(NamedTuple):
 
     num_actual_tokens: int
     max_query_len: int
+    max_seq_len: int
     query_start_loc: Tensor
     seq_lens: Tensor
     block_table_tensor: Tensor
@@ -145,7 +146,7 @@ def make_step(device: torch.device) -> Step:
     totals = torch.tensor([ctx + n for ctx, n in LENGTHS])
     query, key, value = (torch.randn(sum(new), heads, DIM).bfloat16() for heads in (HEADS, KV_HEADS, KV_HEADS))
     common = Common(
-        sum(new), max(new), bounds.int().to(device), totals.int().to(device), table.to(device),
+        sum(new), max(new), int(totals.max()), bounds.int().to(device), totals.int().to(device), table.to(device),
         torch.cat(slots).to(device),
     )  # fmt: skip
     older = [tuple(torch.randn(2, ctx, KV_HEADS, DIM).bfloat16()) for ctx, _ in LENGTHS]
@@ -394,7 +395,7 @@ def test_the_engines_own_layer_writes_its_cache_and_attends_by_the_backend(backe
     for (key, value), slots in zip(step.older, step.older_slots, strict=True):
         layer.impl.do_kv_cache_update(layer, key, value, layer.kv_cache, slots)
     common = CommonAttentionMetadata(
-        query_start_loc_cpu=step.common.query_start_loc, num_reqs=len(LENGTHS), max_seq_len=64, **step.common._asdict()
+        query_start_loc_cpu=step.common.query_start_loc, num_reqs=len(LENGTHS), **step.common._asdict()
     )
     metadata = backend.MetadataBuilder(None, [name], config, device).build(0, common)
     with set_forward_context({name: metadata}, config, slot_mapping={name: common.slot_mapping}):

@@ -51,6 +51,7 @@ def prefix_prefill(
     seqlens_k: Tensor,
     *,
     max_seqlen_q: int,
+    max_seqlen_k: int | None = None,
     page_layout: PageLayout = "NHD",
     softmax_scale: float | None = None,
     causal: bool = True,
@@ -80,6 +81,7 @@ def prefix_prefill(
     seqlens_k: Tensor,
     *,
     max_seqlen_q: int,
+    max_seqlen_k: int | None = None,
     page_layout: PageLayout = "NHD",
     softmax_scale: float | None = None,
     causal: bool = True,
@@ -109,6 +111,7 @@ def prefix_prefill(
     seqlens_k: Tensor,
     *,
     max_seqlen_q: int,
+    max_seqlen_k: int | None = None,
     page_layout: PageLayout = "NHD",
     softmax_scale: float | None = None,
     causal: bool = True,
@@ -137,6 +140,7 @@ def prefix_prefill(
     seqlens_k: Tensor,
     *,
     max_seqlen_q: int,
+    max_seqlen_k: int | None = None,
     page_layout: PageLayout = "NHD",
     softmax_scale: float | None = None,
     causal: bool = True,
@@ -175,6 +179,8 @@ def prefix_prefill(
         seqlens_k: [B] int32 or int64, contiguous: tokens of each sequence, the new ones included. Where all keys are in
             the cache and seen, of neither causal order nor a window, 0 too: rows that see nothing.
         max_seqlen_q: an upper bound of the new tokens of a sequence; only sizes the launch.
+        max_seqlen_k: likewise of all its tokens: where it tells that none sees many keys, as in a first chunk, plans
+            need not cut them; rounded up to a power of two. None: what the block table has room for.
         softmax_scale: ``D ** -0.5`` when None.
         causal: a token attends to none after it.
         window: (left, right): a token attends to keys from ``left`` before to ``right`` after its position, with
@@ -212,6 +218,7 @@ def prefix_prefill(
             block table has room for, gives 0 and -inf.
     """
     max_seqlen_q = as_int("max_seqlen_q", max_seqlen_q)
+    most = MOST_TOKENS if max_seqlen_k is None else as_int("max_seqlen_k", max_seqlen_k)
     own_k, k_number = as_scale("k_scale", k_scale)
     own_v, v_number = as_scale("v_scale", v_scale)
     own_out, out_number = as_scale("out_scale", out_scale)
@@ -240,7 +247,7 @@ def prefix_prefill(
         )  # fmt: skip
         numbers = (
             max_seqlen_q, page_layout, q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale, left, right,
-            softcap, skip_decode, k_number, v_number, out_number, splits, MOST_TOKENS,
+            softcap, skip_decode, k_number, v_number, out_number, splits, most,
             None if ints is None else tuple(ints),
         )  # fmt: skip
         result, lse = ops.prefill(tensors, numbers, return_lse, None if out_scale is None else FP8[0])

@@ -301,7 +301,9 @@ def _has_whole_tiles(problem: Problem, programs: int) -> bool:
 
     What each costs is not known here: behind how many keys a sequence begins, only the device knows.
     """
-    keys = min(problem.capacity + problem.new_kv * problem.max_seqlen_q, problem.max_seqlen_k)
+    room = problem.capacity + problem.new_kv * problem.max_seqlen_q
+    # Of a layer whose tables have room for many, few rows are shared in every batch: else it needs a kernel more.
+    keys = room if _has_few_rows(problem) else min(room, problem.max_seqlen_k)
     if keys < _FEW_KEYS:
         return True
     if problem.shared or problem.carried:
@@ -313,18 +315,19 @@ def _has_whole_tiles(problem: Problem, programs: int) -> bool:
         # Longer tiles of larger heads take longer than a merge.
         if keys < _FEW_KEYS or (keys <= _SHORT_TILE and problem.largest_head <= 128 and problem.cache_bits == 16):
             return True
-    # Of one that decodes, a layer would need a kernel more.
+    # Likewise.
     if group > 64 or _has_few_rows(problem):
         return False
-    nothing_cached = problem.new_kv and problem.capacity <= _FEW_KEYS
-    few_cached = nothing_cached or keys <= power_of_two_at_least(min(problem.max_seqlen_q, problem.tokens))
+    few_cached = keys <= power_of_two_at_least(min(problem.max_seqlen_q, problem.tokens))
+    few_cached = few_cached or (problem.new_kv and problem.capacity <= _FEW_KEYS)
     if keys <= _SHORT_TILE or (few_cached and problem.sequences > 1):
         return problem.tokens // tokens * problem.num_heads_kv >= 2 * programs
     if problem.sequences != 1:
         return False
     tiles = cdiv(min(problem.tokens, problem.max_seqlen_q), tokens) * problem.num_heads_kv
     rounds = cdiv(tiles, programs)
-    return nothing_cached if rounds > _MOST_ROUNDS else tiles >= _FILLED * rounds * programs
+    # Longer prompts over pages alone are not quicker: see above.
+    return problem.new_kv and few_cached if rounds > _MOST_ROUNDS else tiles >= _FILLED * rounds * programs
 
 
 def _hopper(problem: Problem) -> PrefillPlan:

@@ -27,8 +27,8 @@ def chunk(q: Tensor, k: Tensor, v: Tensor, cache: Tensor, table: Tensor, cu: Ten
     plan = PrefillPlan(block_m=64, block_n=64, num_splits=2, num_warps=4, num_stages=2)
     assert_type(
         prefix_prefill(
-            q, None, None, cache, cache, table, cu, lengths, max_seqlen_q=512, page_layout="HND", window=(127, 0),
-            k_scale=0.5, v_scale=torch.ones(1), out=out, return_lse=False, plan=plan,
+            q, None, None, cache, cache, table, cu, lengths, max_seqlen_q=512, max_seqlen_k=None, page_layout="HND",
+            window=(127, 0), k_scale=0.5, v_scale=torch.ones(1), out=out, return_lse=False, plan=plan,
         ),
         Tensor,
     )  # fmt: skip

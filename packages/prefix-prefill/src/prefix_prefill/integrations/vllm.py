@@ -46,11 +46,12 @@ class Metadata:
     """What the attention of one step needs of vLLM's ``CommonAttentionMetadata``, all of it on the device.
 
     query_start_loc [B + 1], seq_lens [B], block_table [B, pages of the longest]: int32. num_actual_tokens: rows of
-    the queries that count; max_query_len: an upper bound of a sequence's.
+    the queries that count; max_query_len, max_seq_len: upper bounds of a sequence's new tokens, and of all.
     """
 
     num_actual_tokens: int
     max_query_len: int
+    max_seq_len: int
     query_start_loc: Tensor
     seq_lens: Tensor
     block_table: Tensor
@@ -77,7 +78,7 @@ class MetadataBuilder(AttentionMetadataBuilder):
         if common.causal is not True:
             fail("causal", "True for every sequence", common.causal)
         return Metadata(
-            common.num_actual_tokens, common.max_query_len, common.query_start_loc, common.seq_lens,
+            common.num_actual_tokens, common.max_query_len, common.max_seq_len, common.query_start_loc, common.seq_lens,
             common.block_table_tensor, common.slot_mapping,
         )  # fmt: skip
 
@@ -148,9 +149,9 @@ class Implementation(AttentionImpl):
         tokens = step.num_actual_tokens
         prefix_prefill(
             query[:tokens], None, None, keys, values, step.block_table, step.query_start_loc, step.seq_lens,
-            max_seqlen_q=step.max_query_len, page_layout="HND", softmax_scale=self.scale, window=self.window,
-            softcap=self.softcap, alibi_slopes=self.alibi_slopes, sinks=self.sinks, k_scale=k_scale, v_scale=v_scale,
-            out_scale=output_scale, out=output[:tokens], num_splits=self.num_splits,
+            max_seqlen_q=step.max_query_len, max_seqlen_k=step.max_seq_len, page_layout="HND", softmax_scale=self.scale,
+            window=self.window, softcap=self.softcap, alibi_slopes=self.alibi_slopes, sinks=self.sinks, k_scale=k_scale,
+            v_scale=v_scale, out_scale=output_scale, out=output[:tokens], num_splits=self.num_splits,
         )  # fmt: skip
         return output
 

@@ -15,13 +15,13 @@ from prefix_prefill.kernels.softmax import (
     LN_2,
     LOG2_E,
     Target,
-    capped,
     drafted,
     exponential,
     finite,
     halves_of,
     log_sum_exp,
     normalised,
+    soft_capped,
     store_results,
     visible,
     with_sink,
@@ -141,7 +141,7 @@ def update(
     if source.K_SCALED:
         b_s = b_s * keys.k_scale[None, :]
     if C.SOFTCAP:
-        b_s = capped(b_s * scoring.scale, scoring.softcap) * UNIT
+        b_s = soft_capped(b_s * scoring.scale, scoring.softcap) * UNIT
     else:
         b_s = b_s * (scoring.scale * UNIT)
     if ALIBI:

@@ -17,7 +17,6 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kernel_reference.testing import vllm
-from kernel_reference.testing.layers import assert_alike
 from prefix_prefill.integrations.vllm import NAME, register
 
 Tensor = torch.Tensor
@@ -36,30 +35,14 @@ def test_a_layer_gives_the_same_with_either_backend_eagerly_and_in_a_graph(
     asked = {"get_num_attention_heads": HEADS, "get_num_kv_heads": KV_HEADS, "get_head_size": DIM}
     spec = FullAttentionSpec(block_size=PAGE, num_kv_heads=KV_HEADS, head_size=DIM, dtype=torch.bfloat16)
     cache = torch.randn(PAGES, KV_HEADS, PAGE, 2 * DIM, device=device).bfloat16()
-    made = []
     with vllm.configured(device, **{name: lambda *_, value=value: value for name, value in asked.items()}) as config:
-        for backend in (NAME, "TRITON_ATTN"):
-            cls = AttentionBackendEnum[backend].get_class()
-            layer = Attention(HEADS, DIM, 0.1, KV_HEADS, prefix=backend, attn_backend=cls, **options)
-            layer.kv_cache = cache.clone()
-            made.append((layer, cls.get_builder_cls()(spec, [backend], config, device)))
+        sides = []
+        for name in (NAME, "TRITON_ATTN"):
+            cls = AttentionBackendEnum[name].get_class()
+            layer = Attention(HEADS, DIM, 0.1, KV_HEADS, prefix=name, attn_backend=cls, **options)
+            sides.append(vllm.side(layer, cls, spec, cache, config))
     table = torch.randperm(PAGES).view(4, -1).int().to(device)
     given = [torch.randn(sum(new), n * DIM, device=device).bfloat16() for n in (HEADS, KV_HEADS, KV_HEADS)]
     step = vllm.step((20, 33, 0, 60), new, table, PAGE)
-    (ours, builder), (theirs, other_builder) = made
-    metadata = builder.build(0, step)
-
-    def call(layer: Any, metadata: Any) -> Tensor:
-        return vllm.call(layer, metadata, step.slot_mapping, config, *given)
-
-    def renew() -> None:
-        vllm.overwrite(step, vllm.step((5, 80, 41, 0), new, table.roll(1, 0).contiguous(), PAGE))
-        for one in given:
-            one.normal_()
-
-    assert_alike(
-        lambda: call(ours, metadata), lambda: call(theirs, other_builder.build(0, step)), heads=HEADS, within=0.015,
-        renew=renew if len(set(new)) == 1 else None,
-    )  # fmt: skip
-    assert torch.equal(ours.kv_cache, theirs.kv_cache)
-    assert not torch.equal(ours.kv_cache, cache)
+    other = vllm.step((5, 80, 41, 0), new, table.roll(1, 0).contiguous(), PAGE) if len(set(new)) == 1 else None
+    vllm.assert_sides_alike(*sides, step, config, given, heads=HEADS, within=0.015, other=other)

@@ -22,7 +22,6 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec
 from vllm.v1.worker import workspace
 
 from kernel_reference.testing import vllm
-from kernel_reference.testing.layers import assert_alike
 from tilelang_mla.integrations.flashmla_sparse import SparseBackend
 from tilelang_mla.integrations.vllm import NAME, register
 
@@ -41,6 +40,23 @@ class Projection(torch.nn.Linear):
         return super().forward(x), None
 
 
+def layer(name: str, cls: Any, spec: Any, cache: Tensor, config: Any, projection: Any, **options: Any) -> vllm.Side:
+    """vLLM's layer with this backend, over a cache of its own."""
+    made = MLAAttention(
+        HEADS, SCALE, NOPE, ROPE, V, None, LATENT, projection, prefix=name, attn_backend=cls,
+        prefill_backend_cls=CPUSDPAMLAPrefillBackend, **options,
+    )  # fmt: skip
+    made.process_weights_after_loading(torch.bfloat16)
+    return vllm.side(made, cls, spec, cache, config)
+
+
+def inputs(step: Any, device: torch.device) -> list[Any]:
+    """Queries, latents and ropes of new tokens, and the shape of the result."""
+    tokens, widths = step.num_actual_tokens, ((HEADS, NOPE + ROPE), (LATENT,), (1, ROPE))
+    given = [torch.randn(tokens, *width, device=device).bfloat16() for width in widths]
+    return [*given, torch.Size((tokens, HEADS * V))]
+
+
 @pytest.mark.parametrize("new", [(1, 1, 9, 20), (1, 1, 1, 1)], ids=["mixed", "decoding"])
 @pytest.mark.parametrize("backend", ["TRITON_MLA", "FLASHMLA"])
 def test_a_layer_gives_the_same_with_either_backend_eagerly_and_in_a_graph(
@@ -52,40 +68,17 @@ def test_a_layer_gives_the_same_with_either_backend_eagerly_and_in_a_graph(
     asked = {"get_num_attention_heads": lambda *_: HEADS, "get_head_size": lambda: LATENT + ROPE}
     spec = MLAAttentionSpec(block_size=PAGE, num_kv_heads=1, head_size=LATENT + ROPE, dtype=torch.bfloat16)
     cache = torch.randn(PAGES, PAGE, LATENT + ROPE, device=device).bfloat16()
-    made = []
     with vllm.configured(device, **asked) as config:
         projection = Projection(LATENT, HEADS * (NOPE + V), bias=False, device=device, dtype=torch.bfloat16)
-        for name in (NAME, backend):
-            cls = AttentionBackendEnum[name].get_class()
-            layer = MLAAttention(
-                HEADS, SCALE, NOPE, ROPE, V, None, LATENT, projection, prefix=name, attn_backend=cls,
-                prefill_backend_cls=CPUSDPAMLAPrefillBackend,
-            )  # fmt: skip
-            layer.process_weights_after_loading(torch.bfloat16)
-            layer.kv_cache = cache.clone()
-            made.append((layer, cls.get_builder_cls()(spec, [name], config, device)))
+        ours, theirs = (
+            layer(name, AttentionBackendEnum[name].get_class(), spec, cache, config, projection)
+            for name in (NAME, backend)
+        )
     table = torch.randperm(PAGES).view(4, -1).int().to(device)
-    widths = ((HEADS, NOPE + ROPE), (LATENT,), (1, ROPE))
-    given = [torch.randn(sum(new), *width, device=device).bfloat16() for width in widths]
     # Prompts have nothing cached: vLLM's C++ extension would gather it.
     step = vllm.step((100, 63, 0, 0), new, table, PAGE)
-    (ours, builder), (theirs, other_builder) = made
-    metadata = builder.build(0, step)
-
-    def call(layer: Any, metadata: Any) -> Tensor:
-        shape = torch.Size((len(given[0]), HEADS * V))
-        return vllm.call(layer, metadata, step.slot_mapping, config, *given, shape)
-
-    def renew() -> None:
-        vllm.overwrite(step, vllm.step((5, 160, 41, 0), new, table.roll(1, 0).contiguous(), PAGE))
-        for one in given:
-            one.normal_()
-
-    assert_alike(
-        lambda: call(ours, metadata), lambda: call(theirs, other_builder.build(0, step)), heads=HEADS, within=0.02,
-        renew=renew if len(set(new)) == 1 else None,
-    )  # fmt: skip
-    assert torch.equal(ours.kv_cache, theirs.kv_cache)
+    other = vllm.step((5, 160, 41, 0), new, table.roll(1, 0).contiguous(), PAGE) if len(set(new)) == 1 else None
+    vllm.assert_sides_alike(ours, theirs, step, config, inputs(step, device), heads=HEADS, within=0.02, other=other)
 
 
 TOPK = 128
@@ -127,28 +120,15 @@ def test_a_layer_of_sparse_mla_gives_the_same_with_either_kernel(
     cache = torch.randn(PAGES, PAGE, LATENT + ROPE, device=device).bfloat16()
     older = (150, 140, 70, 0)
     listed = lists(older, new).to(device)
-    made = []
     with vllm.configured(device, **asked) as config:
         projection = Projection(LATENT, HEADS * (NOPE + V), bias=False, device=device, dtype=torch.bfloat16)
-        for name, cls in (("ours", SparseBackend), ("theirs", FlashMLASparseBackend)):
-            layer = MLAAttention(
-                HEADS, SCALE, NOPE, ROPE, V, None, LATENT, projection, prefix=name, attn_backend=cls, use_sparse=True,
-                topk_indices_buffer=listed.clone(), prefill_backend_cls=CPUSDPAMLAPrefillBackend,
-            )  # fmt: skip
-            layer.process_weights_after_loading(torch.bfloat16)
-            layer.kv_cache = cache.clone()
-            # Prompts by their lists too, and not with separate heads.
-            layer._use_sparse_mha = lambda metadata: False
-            made.append((layer, cls.get_builder_cls()(spec, [name], config, device)))
+        sides = [
+            layer(name, cls, spec, cache, config, projection, use_sparse=True, topk_indices_buffer=listed.clone())
+            for name, cls in (("ours", SparseBackend), ("theirs", FlashMLASparseBackend))
+        ]
+    for side in sides:
+        # Prompts by their lists too, and not with separate heads.
+        side.layer._use_sparse_mha = lambda metadata: False
     table = torch.randperm(PAGES).view(4, -1).int().to(device)
-    widths = ((HEADS, NOPE + ROPE), (LATENT,), (1, ROPE))
-    given = [torch.randn(sum(new), *width, device=device).bfloat16() for width in widths]
     step = vllm.step(older, new, table, PAGE)
-
-    def call(layer: Any, builder: Any) -> Tensor:
-        shape = torch.Size((sum(new), HEADS * V))
-        return vllm.call(layer, builder.build(0, step), step.slot_mapping, config, *given, shape)
-
-    ours, theirs = made
-    assert_alike(lambda: call(*ours), lambda: call(*theirs), heads=HEADS, within=0.02)
-    assert torch.equal(ours[0].kv_cache, theirs[0].kv_cache)
+    vllm.assert_sides_alike(*sides, step, config, inputs(step, device), heads=HEADS, within=0.02)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,6 +14,8 @@ from vllm import _custom_ops
 from vllm.config import CompilationConfig, CUDAGraphMode, DeviceConfig, VllmConfig, set_current_vllm_config
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from kernel_reference.testing.layers import assert_alike
 
 Tensor = torch.Tensor
 
@@ -73,6 +75,63 @@ def call(layer: Any, metadata: Any, slots: Tensor, config: Any, *given: Any) -> 
     with torch.no_grad(), set_forward_context({name: metadata}, config, slot_mapping={name: slots}):
         out: Tensor = layer(*given)
     return out
+
+
+class Side(NamedTuple):
+    """A layer with a cache of its own, and what makes metadata for it."""
+
+    layer: Any
+    builder: Any
+
+
+def side(layer: Any, backend: Any, spec: Any, cache: Tensor, config: Any) -> Side:
+    """A layer over a copy of the cache, with the builder of its backend's metadata."""
+    layer.kv_cache = cache.clone()
+    return Side(layer, backend.get_builder_cls()(spec, [layer.layer_name], config, cache.device))
+
+
+def assert_sides_alike(
+    ours: Side,
+    theirs: Side,
+    step: Any,
+    config: Any,
+    given: Sequence[Any],
+    *,
+    heads: int,
+    within: float,
+    other: Any = None,
+) -> None:
+    """Compare a step of two layers, and the caches it leaves, which must be the same to the bit.
+
+    Args:
+        given: what the layers are called with.
+        heads, within: see :func:`assert_alike`.
+        other: another step of as many rows and tokens; ours is then replayed from a graph over its metadata and other
+            inputs.
+
+    Raises:
+        AssertionError: they differ, or no key was written.
+    """
+    metadata = ours.builder.build(0, step)
+    before = ours.layer.kv_cache.clone()
+
+    def run(layer: Any, metadata: Any) -> Tensor:
+        return call(layer, metadata, step.slot_mapping, config, *given)
+
+    def renew() -> None:
+        overwrite(step, other)
+        for one in given:
+            if isinstance(one, Tensor):
+                one.normal_()
+
+    assert_alike(
+        lambda: run(ours.layer, metadata), lambda: run(theirs.layer, theirs.builder.build(0, step)), heads=heads,
+        within=within, renew=None if other is None else renew,
+    )  # fmt: skip
+    if not torch.equal(ours.layer.kv_cache, theirs.layer.kv_cache):
+        raise AssertionError("the caches differ")
+    if torch.equal(ours.layer.kv_cache, before):
+        raise AssertionError("nothing was written to the cache")
 
 
 def write_by_triton(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,7 +54,7 @@ class RowCut:
         gathered: blocks that each rank lacks, kv heads together.
         pieces: exchanges, one after another.
         cu_seqlens: of this rank's queries, and of the keys up to the last of them.
-        sent: [2, blocks] places of the blocks that this rank sends, among its own, and their heads, piece by piece.
+        sent: [2, blocks] positions of the blocks that this rank sends, among its own, and their heads, piece by piece.
     """
 
     layout: BlockLayout

@@ -179,7 +179,7 @@ def _gathered(k: Tensor, v: Tensor, cut: RowCut, group: Any, exchange: str) -> I
     if cut.begin == 0:
         # Nothing lies before the first rows; what they send leaves before kernels take all SMs.
         return (_own(k, v, piece, come) for piece, come in zip(cut.pieces, coming, strict=True))
-    # While they come, this rank's own keys are put behind the place of the others.
+    # While they come, this rank's own keys are stored behind the space for the others.
     pool = _pool(both, cut)
     sizes = [k.shape[2], v.shape[2]]
     return (
@@ -224,7 +224,7 @@ def _arrived(pool: Tensor, piece: Piece, cut: RowCut, come: Callable[[], Tensor]
 
 
 def _in_words(x: Tensor) -> Tensor:
-    """x [T, H, D] in words of 8 bytes, where rows are made of them: fewer elements to copy."""
+    """x [T, H, D] as words of 8 bytes where rows are a multiple of that: fewer elements to copy."""
     each = 8 // x.element_size()
     steps = (x.shape[2], x.storage_offset(), *x.stride()[:2])
     return x.view(torch.int64) if x.stride(2) == 1 and not any(step % each for step in steps) else x

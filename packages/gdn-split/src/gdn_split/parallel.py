@@ -244,7 +244,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def _moved(tokens: Tensor, by: Tensor) -> Tensor:
-    """Tokens [N, taps, C] that many places [N] further towards the oldest, or, below 0, the newest; 0 where none is."""
+    """Tokens [N, taps, C], moved so many positions [N] towards the oldest, or below 0 the newest; 0 where none is."""
     taps = tokens.shape[1]
     place = torch.arange(taps, device=tokens.device) + by[:, None]
     found = tokens.take_along_dim(place.clamp(0, taps - 1)[..., None], 1)

@@ -418,7 +418,7 @@ def _check_draft(draft_mask: Tensor, max_seqlen_q: int, q: Tensor, names: Names)
 def _check_out(
     out: Tensor, out_scale: Tensor | None, number: float, q: Tensor, head_dim_v: int, names: Names
 ) -> None:  # fmt: skip
-    """A tensor for the outputs, of any strides that leave each element a place of its own."""
+    """A tensor for the outputs, of any strides that leave each element its own address."""
     check_shape(names.out, out, (*q.shape[:2], head_dim_v))
     check_same_device(names.out, out, "q", q)
     check_float(names.out_scale, number)

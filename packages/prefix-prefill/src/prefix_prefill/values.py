@@ -11,7 +11,7 @@ from prefix_prefill.arguments import NAMES, Names, PrefillNumbers, PrefillTensor
 
 
 def check_values(tensors: PrefillTensors, numbers: PrefillNumbers, names: Names = NAMES, shared: bool = False) -> None:
-    """Raises ValueError naming the argument, the place in it, what must be there and what was.
+    """Raises ValueError naming the argument, the index in it, what must be there and what was.
 
     shared: of a cascade's level before the last, whose keys are of any number.
     """

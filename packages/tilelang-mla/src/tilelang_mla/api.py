@@ -131,7 +131,7 @@ def flash_mla_varlen_func(
         softmax_scale: ``dqk ** -0.5`` when None; 0 is a scale like any other.
         causal: whether later keys are masked.
         out: a tensor to write instead of a new one: [Tq, H, dv] of q's dtype; rows contiguous, any other strides that
-            give each element a place of its own and do not interleave dimensions, no overlap with inputs.
+            give each element its own address and do not interleave dimensions, no overlap with inputs.
         return_lse: whether to return lse too.
         plan: a launch plan to use instead of the one made for the device.
 
@@ -291,7 +291,7 @@ def flash_mla_with_kvcache(
             heads, for DeepSeek V2 and V3 ``(128 + 64) ** -0.5`` times what their rope scaling asks: give it.
         causal: whether later tokens are masked.
         out: a tensor to write instead of a new one: [B, Sq, Hq, dim_nope] of q's dtype; rows contiguous, any other
-            strides that give each element a place of its own and do not interleave dimensions, no overlap with inputs.
+            strides that give each element its own address and do not interleave dimensions, no overlap with inputs.
         return_lse: whether to return lse too.
         kv_scale: above 0, what a cache of float8_e4m3fn is multiplied by: a float, or one float32 on the device, which
             costs the host less; 1 when None. Else None.

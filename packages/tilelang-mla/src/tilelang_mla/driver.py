@@ -141,7 +141,7 @@ class Replay:
         self._base = base
         self._pack = struct.Struct(f"<{len(pointers)}Q").pack_into
         self._pick = _picker([position for _, position in pointers])
-        # Of each descriptor its place, its tensor, what is encoded, and the address that it has now.
+        # Of each descriptor its offset, its tensor, what is encoded, and the address that it has now.
         self._maps: list[tuple[int, int, dict[int, bytes]]] = [(places[n], position, {}) for n, position in maps]
         self._at = [0] * len(maps)
         self._parameters = (c_void_p * len(places))(*[base + place for place in places])

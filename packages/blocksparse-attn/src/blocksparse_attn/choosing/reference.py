@@ -37,7 +37,7 @@ def pack(indices: Tensor, counts: Tensor, crow: Tensor, col: Tensor) -> None:
     heads, rows, width = indices.shape
     crow.copy_(torch.nn.functional.pad(counts.view(heads, rows).cumsum(1), (1, 0)))
     listed = torch.arange(width, device=crow.device) < counts.view(heads, rows, 1)
-    # What is no entry goes behind all of them.
+    # Slots without an entry are sorted behind all entries.
     place = (crow[:, :-1, None] + torch.arange(width, device=crow.device)).where(listed, rows * width)
     found = torch.full((heads, rows * width + 1), -1, dtype=torch.int32, device=crow.device)
     col.copy_(found.scatter_(1, place.flatten(1).long(), indices.flatten(1))[:, : rows * width])

@@ -105,7 +105,7 @@ def from_e4m3(b_x, NATIVE: tl.constexpr):
 
 @triton.jit
 def halves_of_e4m3(b_x):
-    """Two neighbours in e4m3, given as the 16 bits of both, in float16: those at even places, and those at odd ones.
+    """Two neighbours in e4m3, given as the 16 bits of both, in float16: those in even columns, and those in odd ones.
 
     Elements of 16 bits come from shared memory as products want them, by LDSM, values too, where those of 8 bits would
     be read one by one. No tensor of 8 bits may stand between, or Triton lays the products out for it.
@@ -125,7 +125,7 @@ def halves_of_e4m3(b_x):
 
 @triton.jit
 def split_pairs(b_x):
-    """The elements of each row at even places, and those at odd ones."""
+    """The elements of each row in even columns, and those in odd ones."""
     return tl.split(tl.reshape(b_x, [b_x.shape[0], b_x.shape[1] // 2, 2]))
 
 
@@ -365,7 +365,7 @@ def attend_selected(
         o_n = tl.arange(0, config.BLOCK_N)
         if TOKENS == 1:
             for i in tl.range(from_tile, to_tile, num_stages=config.STAGES):
-                # What is no block is walked without effect.
+                # Entries that list nothing are walked without effect.
                 block = tl.where((next_block >= 0) & (next_block < blocks), next_block, behind)
                 next_block = listed_block(p_list, i + 1, config)
                 at = block * config.BLOCK + piece_of(i, config) % PER_BLOCK * config.PIECE

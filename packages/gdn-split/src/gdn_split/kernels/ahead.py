@@ -1,4 +1,4 @@
-"""Device code: what later programs need is brought into the L2 cache (NVIDIA from sm_90 on)."""
+"""Device code: prefetch what later programs need into the L2 cache (NVIDIA from sm_90 on)."""
 
 import triton
 import triton.language as tl
@@ -9,9 +9,9 @@ from gdn_split.kernels.split import columns_of_group
 
 @triton.jit
 def fetch(p, wanted, bytes_):
-    """Bring what lies at each thread's p into the L2 cache or, by one thread, bytes from p on.
+    """Prefetch what lies at each thread's p into the L2 cache or, by one thread, bytes from p on.
 
-    No branch: what is behind one would not be begun before it.
+    No branch: loads behind one would not be issued before it.
     """
     if bytes_ is None:
         tl.inline_asm_elementwise(
@@ -46,9 +46,9 @@ def slot_ahead(p_slots, sequences, num_slots, sizes: tl.constexpr, step: tl.cons
 
 @triton.jit
 def fetch_ahead(p_x, p_conv, p_pool, slot, strides, sizes: tl.constexpr, conv: tl.constexpr, step: tl.constexpr):
-    """Bring what that program needs into the L2 cache, so that it waits the less for memory.
+    """Prefetch what that program needs into the L2 cache, so that it waits less for memory.
 
-    Of a head that is taken in slices the first one brings all: where Dv is inner a slice is not one piece of memory.
+    Of a head that is taken in slices the first one prefetches all: with Dv inner a slice is not one piece of memory.
     """
     NQK: tl.constexpr = sizes.NQK
     NV: tl.constexpr = NQK * sizes.R

@@ -81,7 +81,7 @@ def gates_backward(
     p_ba, p_cu, p_a_log, p_dt_bias, p_dg, p_dbeta, p_dba, p_sums, p_position, rows, sequences, strides,
     sizes: tl.constexpr, back: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of b and a of HEADS heads in ROWS_BA rows; of the first heads each row's place in its sequence, or -1.
+    """Gradients of b and a of HEADS heads in ROWS_BA rows; of the first heads each row's position, or -1.
 
     p_sums [runs of ROWS_BA rows, 2, V heads] float32: the shares of these rows in the gradients of A_log and dt_bias.
     """
@@ -251,7 +251,7 @@ def store_four(head, step, done, S_DX: tl.constexpr, TAPS: tl.constexpr, WHOLE: 
 
 @triton.jit
 def fetch_four(head, row, BLOCK: tl.constexpr):
-    """Bring four rows of the projections and of the result's gradient into the L2 cache."""
+    """Prefetch four rows of the projections and of the result's gradient into the L2 cache."""
     LINE: tl.constexpr = 1024 // head.x.dtype.element_ty.primitive_bitwidth
     LINES: tl.constexpr = BLOCK // LINE if BLOCK > LINE else 1
     o = tl.arange(0, 8 * LINES)
@@ -296,7 +296,7 @@ def walk(
     b_position = tl.load(head.position + o_row, mask=o_row < head.rows, other=-1)
     begin = 0
     # Most walks pass no sequence's first rows. All but their last rows, which the next walk passes too, need no
-    # condition then, and no place in a sequence.
+    # condition then, and no position in a sequence.
     if tl.min(b_position, axis=0) >= TAPS:
         begin = back.STEPS - 4
         new, loaded = load_four(head, first, True)

@@ -232,7 +232,7 @@ def advance(
     # Whether several programs read a state of q and k, and what they leave of a head's outputs wants a norm.
     SHARED: tl.constexpr = step.WRITES and R * SLICES > 1
     PARTS: tl.constexpr = p_norm is not None and SLICES > 1
-    # Whether each chunk is of as many tokens as it has places.
+    # Whether each chunk is full.
     EVEN: tl.constexpr = TOKENS % CHUNK == 0 and p_accepted is None
     EARLY: tl.constexpr = step.EARLY and TOKENS <= CHUNK and p_out is not None
     # Registers hold k and q of two tokens; of one, the state as it was read.
@@ -321,7 +321,7 @@ def advance(
                 p_rows += i_n * TOKENS * strides.out + head * strides.out_head
             out = Out(p_rows, strides.out, p_raws, NQK * R * HV)
             for first in range(0, tokens, CHUNK):
-                # What all tokens bring is made before the first goes through the state.
+                # The inputs of all tokens are prepared before the first one updates the state.
                 qk = ()
                 vz = ()
                 decays, betas = gates_of_tokens(b, a, gate, first + places(step) < tokens, EVEN)

@@ -26,7 +26,7 @@ class Packed(NamedTuple):
 
 
 class Where(NamedTuple):
-    """Of each row its sequence, its place in it, the row after the sequence's last, and whether it is in any."""
+    """Of each row its sequence, its position in it, the row after the sequence's last, and whether it is in any."""
 
     sequence: Any
     position: Any

@@ -101,7 +101,7 @@ _SUMMED = 64
 def backward_launches(
     problem: PrefillProblem, plan: PrefillBackwardPlan, tensors: Prefill
 ) -> tuple[Launch, Launch, Launch]:
-    """The launches: of gates and rows' places, of the rest, and of the sums of what these leave of the weights'."""
+    """The launches: of gates and rows' positions, of the rest, and of the sums of what these leave of the weights'."""
     device, shape = tensors.mixed_qkvz.device, problem.shape
     gates, walks = plan.programs(problem)
     heads = min(8, power_of_two_at_least(shape.num_heads_v))

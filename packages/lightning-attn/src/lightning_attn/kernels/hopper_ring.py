@@ -93,7 +93,7 @@ def load_own(tensors, ring, work, i, stride: gl.constexpr, sizes: gl.constexpr):
     pred = i < work.own
     row = work.start + (work.chunks - work.own + i) * stride
     _, d_k, d_v, _ = tensors
-    # Of q nothing comes, and its barrier must go round with the others.
+    # No q is loaded, but its barrier must go round with the others.
     mbarrier.expect(ring.full_q.index(stage), 0, pred=pred)
     mbarrier.expect(ring.full_k.index(stage), d_k.block_type.nbytes, pred=pred)
     mbarrier.expect(ring.full_v.index(stage), d_v.block_type.nbytes, pred=pred)

@@ -1,6 +1,6 @@
 """How persistent programs share a batch's work, known on the device alone: each finds its pieces of tiles by itself.
 
-Work is a line. Its unit is either a piece of a tile, and programs take every so manieth, or the time of one key, and
+Work is a line. Its unit is either a piece of a tile, which programs take in turn, or the time of one key, of which
 each program takes one share of equal length, which cuts at most two tiles (stream-K, arXiv 2301.03598):
 
 pieces   tiles whole, or in as many pieces as fill the programs: no tile is cut that need not be, and with a number of
@@ -92,7 +92,7 @@ class Band(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A sequence's place on the line: its number, from where it lies, and which band of its tiles does."""
+    """A sequence's position on the line: its number, from where it lies, and which band of its tiles does."""
 
     i_n: object
     low: object

@@ -11,7 +11,7 @@ from tilelang_mla.plan import DeviceLimits
 # Elements of a key, and heads that rows of WGMMA's operands can be made of.
 INDEX_DIM = 128
 INDEX_HEADS = (16, 32, 64, 128)
-# Pages are of a multiple of so many tokens: what TMA brings has a swizzle of 8 rows, and scales come in 16 bytes.
+# Pages are of a multiple of so many tokens: the swizzle of a TMA load spans 8 rows, and scales are loaded in 16 bytes.
 PAGE_STEP = 16
 # Rows of q, tokens x heads, of a tile: with 512 keys come through L2 at half of what the tensor cores could take.
 _MOST_ROWS = 512
@@ -90,7 +90,7 @@ class IndexPlan(Plan):
 
     def shared_memory(self, problem: IndexProblem) -> int:
         """Bytes of a program: a tile of q, the ring of keys and their scales, and a block's sums."""
-        # Scales of 16 keys have the room of 32.
+        # Scales of 16 keys take the space of 32.
         ring = self.num_stages * self.block_n * (INDEX_DIM + 8)
         sums = 4 * self.tile_tokens * self.block_n
         return self.tile_tokens * problem.heads * INDEX_DIM + ring + sums + _BESIDE

@@ -59,7 +59,7 @@ def flash_mla_sparse_fwd(
             lse do not know of it.
         topk_length: [Tq] int32: how many entries of each list count, from 0 to topk; all when None.
         out: a tensor to write instead of a new one: [Tq, Hq, d_v] of q's dtype; rows contiguous, any other strides that
-            give each element a place of its own and do not interleave dimensions, no overlap with inputs.
+            give each element its own address and do not interleave dimensions, no overlap with inputs.
         plan: tiles to use instead of those chosen for the device, of one part a list.
 
     Returns:

@@ -1,6 +1,6 @@
 """Cached keys and values row by row, of pages that are no whole groups of eight rows, the least that TMA loads.
 
-A warp copies 16 bytes a lane, asynchronously, to where TMA would put them. The places of a tile's keys are looked up
+A warp copies 16 bytes a lane, asynchronously, to where TMA would put them. The addresses of a tile's keys are looked up
 while the tile before it is copied.
 """
 
@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from prefix_prefill.kernels.hopper.config import column_of, width_of
 from prefix_prefill.kernels.hopper.memory import as_strips, wait_empty
 
-# Rows whose places are read together.
+# Rows whose addresses are looked up together.
 COPIED: gl.constexpr = gl.constexpr(32)
 
 

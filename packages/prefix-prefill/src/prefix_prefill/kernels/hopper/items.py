@@ -30,7 +30,7 @@ from prefix_prefill.kernels.costs import costs_of
 from prefix_prefill.kernels.hopper.config import SLOTS, Loop, Tile
 from prefix_prefill.kernels.merge import write_count, write_entry, write_no_entries, write_no_entry
 
-# Places of an item's numbers in its slot. IS_ITEM is 0 behind the last item, and more than 0 in each.
+# Offsets of an item's numbers in its slot. IS_ITEM is 0 behind the last item, and more than 0 in each.
 BEGIN: gl.constexpr = gl.constexpr(0)
 Q_LEN: gl.constexpr = gl.constexpr(1)
 CONTEXT: gl.constexpr = gl.constexpr(2)

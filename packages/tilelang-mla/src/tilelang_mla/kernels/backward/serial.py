@@ -45,6 +45,6 @@ def load(T, there, tensor, row, i_head, rows):
 
 @macro
 def load_stage(T, there, tensor, stage, row, i_head):
-    """TMA brings whole blocks, of the next sequence too, and zeros behind the tensor's end."""
+    """TMA loads whole blocks, of the next sequence too, and zeros behind the tensor's end."""
     for i, j in T.Parallel(*there.shape[1:]):
         there[stage, i, j] = T.if_then_else(row + i < tensor.shape[0], tensor[row + i, i_head, j], 0)

@@ -52,7 +52,7 @@ def attend_serially(T, S, launch, inputs, outputs, memory, s, acc_l, acc_r):
         for step in T.serial(work.steps):
             stage = step % S.num_stages
             first_key = (work.first + step) * S.block_n
-            # TMA brings whole blocks; only rows that are gathered stop at the length.
+            # TMA loads whole blocks; only rows that are gathered stop at the length.
             length = T.if_then_else(S.gather, work.length, 2**31 - 1)
             for i in T.serial(S.block_n):
                 tell_row(T, inputs, memory, work.sequence, first_key + i, length, 0, i)

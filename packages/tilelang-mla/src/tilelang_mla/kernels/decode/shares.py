@@ -17,7 +17,7 @@ from tilelang_mla.kernels.decode.schedule import OF_PRODUCER, capacity_of, lengt
 _LANES, _TOGETHER = 64, 8
 # What a sequence costs beside its blocks, in blocks: its beginning and end.
 _OVERHEAD = 1
-# Places on the line stay below 2^31: a sequence that is longer than its part of so many counts as that.
+# Positions on the line stay below 2^31: a sequence that is longer than its part of so many counts as that.
 _LINE = 2**30
 # Rows of partial results that are written and read again by all programs together in the time of a block.
 _MERGED_ROWS = 1024

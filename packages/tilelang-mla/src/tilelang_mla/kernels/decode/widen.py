@@ -97,7 +97,7 @@ def load_widened(T, S, inputs, memory, barriers, work, step, stage, phase, threa
     """A block, widened as soon as its stage is free; the copies of a later one are issued first."""
     ahead = step + STAGES - 1
     T.ptx_wait_group(STAGES - 2)
-    # This block is here, all have widened the one before, whose place is free, and rows of the one ahead are told of.
+    # This block is here, all have widened the one before, whose stage is free, and rows of the one ahead are told of.
     T.sync_threads(OF_PRODUCER, GROUP)
     if ahead < work.steps:
         copy_raw(T, S, inputs, memory, ahead % STAGES, ahead % 2)

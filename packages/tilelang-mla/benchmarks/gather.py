@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -14,9 +12,8 @@ _ROWS, _LEAST = 16, 16
 
 @triton.jit
 def _add_rows(
-    kv: Any, indices: Any, out: Any, topk: Any, WORDS: tl.constexpr, FIRST: tl.constexpr,
-    BEHIND: tl.constexpr, ROWS: tl.constexpr,
-) -> None:  # fmt: skip
+    kv, indices, out, topk, WORDS: tl.constexpr, FIRST: tl.constexpr, BEHIND: tl.constexpr, ROWS: tl.constexpr
+):
     part = tl.program_id(0)
     columns, behind = tl.arange(0, FIRST), FIRST + tl.arange(0, BEHIND)
     total = tl.zeros([ROWS, FIRST], tl.int32)

@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from kernel_reference import peers
 from kernel_reference.attention import attention
 from kernel_reference.partials import EXCHANGES, Partial, exchange_partials, gathered_heads, merge_partials
 from kernel_reference.testing.codegen import KernelSpec, compile_specs
@@ -108,13 +109,17 @@ def _to_peers(rank: int, world: int, dtype: torch.dtype, buffers: Tensor) -> Non
                 if heads == "sharded":
                     assert torch.equal(gathered_heads(q[:, :, own], None, "symmetric"), q), times
                     assert torch.equal(gathered_heads(q[:, :, own], None), q)
+                # Bits that are never sent: another NaN in their place.
+                out[-1, 3].view(torch.int16)[..., 5] = -1
                 # Heads that lie apart, and logarithms by head.
                 mine = Partial(out[rank].repeat_interleave(2, 1)[:, ::2], lse[rank].T.contiguous().T)
                 got = exchange_partials(mine, None, heads=heads, exchange="symmetric", ready=heads == "sharded")
                 wanted = merge_partials(out[:, :, own], lse[:, :, own])
                 atol = 2e-6 if dtype == torch.float32 else 8e-3
-                torch.testing.assert_close(got.out, wanted.out, rtol=0, atol=atol)
+                torch.testing.assert_close(got.out, wanted.out, rtol=0, atol=atol, equal_nan=True)
                 torch.testing.assert_close(got.lse, wanted.lse, rtol=1e-6, atol=1e-6)
+                # What was read is gone, so that nothing is read twice.
+                assert (peers._memory("parts", 0, None, None).own == peers._EMPTY_BYTE).all()
         with pytest.raises(ValueError, match=r"^buffers must have \d+ bytes a rank, got "):
             gathered_heads(torch.zeros(4096, 1, 8), None, "symmetric")
         assert gathered_heads(torch.zeros(0, each, D), None, "symmetric").shape == (0, H, D)
@@ -137,19 +142,22 @@ def test_kernels_of_peers_compile_for_gpus_and_order_what_they_write() -> None:
         torch.zeros(5, 8),
         kernels.Peers((2**40, 2**41), (2**42,) * 2),
     )
-    exchange = kernels.ExchangeConfig(2, 4, 32, 32, 2, True, False, True)
-    strides = kernels.PartStrides(*out.stride()[:2], *lse.stride())
+    exchange = kernels.ExchangeConfig(2, 4, 32, 32, 8, 256, True, False, True)
+    gather = kernels.GatherConfig(2, 256, 256, False, True)
+    strides, bits = kernels.PartStrides(*out.stride()[:2], *lse.stride()), out.flatten(1).view(torch.int32)
     specs = [
         KernelSpec.of_call(kernels.exchange_and_merge, (out, lse, out, lse, 1, 5, strides, places, exchange)),
         KernelSpec.of_call(
-            kernels.gather_rows, (out.flatten(1), 1, 5, 256, places, kernels.GatherConfig(2, 256, 256, False, True))
+            kernels.gather_rows,
+            (bits, bits, 1, 5, 128, 128, kernels.WholeStrides(256, 128), places, gather),
         ),
     ]
     for report in compile_specs(specs, ("sm_90",), processes=1):
         assert not report.error, report.error
         assert not report.spills
-        # What was written is seen by all GPUs before the signal; and the signal before what is read, past the L1 cache.
-        assert {"MEMBAR.ALL.SYS", "LDG.E.STRONG.SYS", "CCTL.IVALL"} <= report.opcodes
+        # Who enters has read: all GPUs see that before the signal. What peers write is read past the L1 cache.
+        assert "MEMBAR.ALL.SYS" in report.opcodes
+        assert any(name.startswith("LDG.E") and name.endswith("STRONG.SYS") for name in report.opcodes)
 
 
 def _symmetric(rank: int) -> None:

@@ -62,8 +62,7 @@ def merge_partials(out: Tensor, lse: Tensor) -> Partial:
 def gathered_heads(q: Tensor, group: Any, exchange: str = "all_to_all") -> Tensor:
     """q [..., H / world, D] of every rank as [..., H, D], the heads of rank 0 first.
 
-    By "symmetric" it lies in memory that the group's next call overwrites, and :func:`exchange_partials` by "symmetric"
-    has to come behind what reads it.
+    By "symmetric" an :func:`exchange_partials` by "symmetric" has to come between this and the group's next call.
     """
     if world_and_rank(group)[0] == 1:
         return q

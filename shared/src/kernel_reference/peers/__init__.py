@@ -1,19 +1,19 @@
 """Exchanges of attention by kernels that write to the other ranks' memory over NVLink: one launch each.
 
 That memory is torch's symmetric memory (``torch.distributed._symmetric_memory``), on GPUs of one host, without
-multicast. A program writes, tells the same program of the other ranks, waits for those, and goes on: neither a
-collective's latency nor a barrier of whole launches lies between. Each purpose has memory of its own, which grows by
-powers of two and stays, for the sake of the CUDA graphs that were captured over it; the first call of a size
-synchronises all ranks, and belongs outside a capture.
+multicast. A program writes, and takes what the same program of the other ranks writes as it comes: neither a
+collective's latency nor a barrier lies between, and results are merged while others are on their way. Each purpose has
+memory of its own, which grows by powers of two and stays, for the sake of the CUDA graphs that were captured over it;
+the first call of a size synchronises all ranks, and belongs outside a capture.
 
 Calls over one group follow each other on the device, in the same order on every rank, as those of one stream do: they
 share memory and counters. Streams whose calls may overlap need a group each.
 
-What a rank overwrites nobody reads any more. A rank passes a call only when each program of the others has entered it,
-and that program's stream has ended the call before: so a rank is never more than one call ahead, and a counter never
-above 2. Partial results are written behind a meeting of that call, or behind that of the heads' gathering, which the
-others enter when they have read the last ones. Heads are written behind the exchange before, which the others enter
-when they have read theirs.
+What a rank writes to has been read. A rank passes a call only when each program of the others has entered it, and that
+program's stream has ended the call before: so a rank is never more than one call ahead, and a counter never above 2.
+Partial results are written behind a meeting of that call, or behind the heads' gathering, for which the others write
+when they have read the last ones. Heads are written behind the exchange before, for which the others write when they
+have read theirs.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ from ..launching import Launch, device_properties
 Tensor = torch.Tensor
 Purpose = Literal["heads", "parts", "states"]
 
-# Programs, each of which has a counter a pair of ranks: they wait for each other, so that all of them must run at once.
+# Programs, each of which has a counter a pair of ranks, and all of which run at once.
 _MOST_PROGRAMS = 256
 _WARPS = 8
+_THREADS = 32 * _WARPS
 # Of a program's tile: two loads of 16 bytes a thread.
-_ELEMENTS_BYTES = _WARPS * 32 * 16 * 2
-_STATES_WIDTH = 2048
+_TILE_BYTES = _THREADS * 16 * 2
+# All bytes of what waits for the peers: see kernels.py.
+_EMPTY_BYTE = 255
 launches = PreparedLaunches()
 
 
@@ -58,40 +60,42 @@ _kept: dict[tuple[Purpose, Any, torch.device], list[Memory]] = {}
 def gather_heads(x: Tensor, group: Any) -> Tensor:
     """x [..., h, D] of every rank as [..., world * h, D], the heads of one rank behind another's.
 
-    The result lies in memory that the group's next call overwrites: an :func:`exchange_and_merge` with ``ready`` has to
-    come between, behind what reads the result.
+    An :func:`exchange_and_merge` has to come between this and the group's next call.
     """
     world, _ = world_and_rank(group)
-    shape = (*x.shape[:-2], world * x.shape[-2], x.shape[-1])
+    whole = x.new_empty(*x.shape[:-2], world * x.shape[-2], x.shape[-1])
     rows = x.flatten(0, -3).flatten(1)
     if rows.stride(1) != 1:
         rows = rows.contiguous()
-    if not rows.numel():
-        return x.new_empty(shape)
-    return _gathered("heads", rows, group, ready=True).view(shape)
+    if rows.numel():
+        _gather("heads", rows, whole.view(len(rows), world, rows.shape[1]), group, ready=True)
+    return whole
 
 
 def gather_states(x: Tensor, group: Any) -> Tensor:
     """x of every rank as [world, ...], in the order of ranks; x has the same shape on all of them."""
     world, _ = world_and_rank(group)
-    if not x.numel():
-        return x.new_empty(world, *x.shape)
-    # Rows of one length: no kernel is compiled for another number of sequences.
-    count = x.numel()
-    rows = torch.nn.functional.pad(x.flatten(), (0, -count % _STATES_WIDTH)).view(-1, _STATES_WIDTH)
-    gathered = _gathered("states", rows, group, ready=False).view(len(rows), world, _STATES_WIDTH)
-    # Out of the memory that the next call overwrites.
-    own = gathered.transpose(0, 1).clone(memory_format=torch.contiguous_format)
-    return own.view(world, -1)[:, :count].reshape(world, *x.shape)
+    whole = x.new_empty(world, *x.shape)
+    if x.numel():
+        _gather("states", x.reshape(1, -1), whole.view(1, world, -1), group, ready=False)
+    return whole
 
 
-def _gathered(purpose: Purpose, rows: Tensor, group: Any, ready: bool) -> Tensor:
-    """Rows [rows, width] of every rank, [rows, world, width], flat; ``ready`` as in :func:`exchange_and_merge`."""
-    world, rank = world_and_rank(group)
-    size = world * rows.numel() * rows.element_size()
-    memory = _memory(purpose, size, rows.device, group)
-    launches.find(_prepare_gather, (rows,), (rank, ready, memory.counters, memory.buffers, memory.signals))(rows)
-    return memory.own[:size].view(rows.dtype)
+def _gather(purpose: Purpose, rows: Tensor, whole: Tensor, group: Any, ready: bool) -> None:
+    """Rows [rows, width] of every rank to whole [rows, world, width]; ``ready`` as in :func:`exchange_and_merge`."""
+    rank = world_and_rank(group)[1]
+    memory = _memory(purpose, whole.numel() * whole.element_size(), rows.device, group)
+    rows, whole = _as_words(rows), _as_words(whole)
+    numbers = (rank, ready, memory.counters, memory.buffers, memory.signals)
+    launches.find(_prepare_gather, (rows, whole), numbers)(rows, whole)
+
+
+def _as_words(x: Tensor) -> Tensor:
+    """The same bytes as integers, of 32 bits where they fit."""
+    size = x.element_size()
+    if any(number * size % 4 for number in (x.shape[-1], x.storage_offset(), *x.stride()[:-1])):
+        return x.view(torch.int8 if size == 1 else torch.int16)
+    return x.view(torch.int32)
 
 
 def exchange_and_merge(out: Tensor, lse: Tensor, group: Any, *, sharded: bool, ready: bool) -> tuple[Tensor, Tensor]:
@@ -116,17 +120,18 @@ def exchange_and_merge(out: Tensor, lse: Tensor, group: Any, *, sharded: bool, r
 
 
 def _prepare_gather(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Launch:
-    from .kernels import GatherConfig, gather_rows
+    from .kernels import GatherConfig, WholeStrides, gather_rows
 
-    (x,) = tensors
+    x, whole = tensors
     rank, ready, counters, buffers, signals = numbers
     world = len(buffers)
     rows, width = x.shape
     dependent = _is_dependent(x.device)
-    block = min(_ELEMENTS_BYTES // x.element_size(), power_of_two_at_least(width))
-    config = GatherConfig(world, width, block, ready, dependent)
+    block = min(_TILE_BYTES // x.element_size(), max(_THREADS, power_of_two_at_least(width)))
+    config = GatherConfig(world, block, _THREADS, ready, dependent)
     programs = min(rows * cdiv(width, config.BLOCK), _MOST_PROGRAMS, counters // world)
-    rest = (rank, rows, x.stride(0), _peers(rank, buffers, signals), config)
+    strides = WholeStrides(*whole.stride()[:2])
+    rest = (rank, rows, width, x.stride(0), strides, _peers(rank, buffers, signals), config)
     return Launch(gather_rows, (programs, 1, 1), rest, x.device, num_warps=_WARPS, dependent_launch=dependent)
 
 
@@ -139,10 +144,10 @@ def _prepare_exchange(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Lau
     rows, heads, size = out.shape
     heads = heads // world if sharded else heads
     most, block_d = min(_MOST_PROGRAMS, counters // world), power_of_two_at_least(size)
-    together = max(1, _ELEMENTS_BYTES // out.element_size() // block_d)
-    tile = min(together, power_of_two_at_least(cdiv(rows * heads, most)))
+    together = max(1, _TILE_BYTES // out.element_size() // block_d)
+    tile = min(together, power_of_two_at_least(max(cdiv(rows * heads, most), cdiv(_THREADS, block_d))))
     dependent = _is_dependent(out.device)
-    config = ExchangeConfig(world, heads, size, block_d, tile, sharded, ready, dependent)
+    config = ExchangeConfig(world, heads, size, block_d, tile, _THREADS, sharded, ready, dependent)
     strides = PartStrides(*out.stride()[:2], *lse.stride())
     rest = (rank, rows, strides, _peers(rank, buffers, signals), config)
     programs = min(most, cdiv(rows * heads, tile))
@@ -171,8 +176,8 @@ def _allocate(size: int, device: torch.device, group: Any) -> Memory:
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("symmetric exchange: its memory must be made by a call before a CUDA graph is captured")
         memory = symmetric._SymmetricMemory
-        own = memory.empty_strided_p2p((size,), [1], torch.uint8, device, _group_name(group))
-        # Zeros are written by the device, behind what it has to do; a peer may write as soon as all have met.
+        own = memory.empty_strided_p2p((size,), [1], torch.uint8, device, _group_name(group)).fill_(_EMPTY_BYTE)
+        # That, and zeros, are written by the device, behind what it has to do; a peer may write once all have met.
         torch.cuda.synchronize(device)
         handle = memory.rendezvous(own)
         buffers, signals = tuple(handle.buffer_ptrs), tuple(handle.signal_pad_ptrs)

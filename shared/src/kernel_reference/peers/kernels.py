@@ -1,7 +1,13 @@
-"""Kernels whose programs write to the memory of other ranks, and wait for the same programs there.
+"""Kernels whose programs write to the memory of other ranks, and wait for what the same programs there write.
 
-A counter a program and pair of ranks says what has come: who has written adds one to it in the reader's memory, who
-waits takes one off. So nothing is set back between launches, nor between replays of a CUDA graph.
+What has come says so itself: memory that waits holds nothing but EMPTY, a NaN all of whose bits are ones, and what is
+sent has none. Who has read an element makes it EMPTY again. So a writer neither waits until all of its data are there
+nor tells anyone, a reader goes on with the first of them, and no launch or replay of a CUDA graph begins with another
+number. After the protocol LL of NCCL, whose words carry a flag each, and the all-reduce of TensorRT-LLM for small
+messages (https://github.com/NVIDIA/TensorRT-LLM), which waits for another value than -0.
+
+Where nothing else has made all ranks wait for each other since the memory was read last, they meet first: a counter a
+program and pair of ranks, to which who has come adds one in the other's memory, and of which who waits takes one.
 """
 
 from typing import Any, NamedTuple
@@ -14,8 +20,8 @@ class ExchangeConfig(NamedTuple):
     """What ``exchange_and_merge`` is compiled for.
 
     HEADS: those that a rank gets. SHARDED: whether each gets its own, or all get all. READY: whether all ranks have
-    waited for each other since the memory was read last. ROWS: of a tile. DEPENDENT: whether it may be started before
-    the kernel ahead of it has ended.
+    waited for each other since the memory was read last. ROWS: of a tile. THREADS: of a program. DEPENDENT: whether it
+    may be started before the kernel ahead of it has ended.
     """
 
     WORLD: int
@@ -23,17 +29,18 @@ class ExchangeConfig(NamedTuple):
     D: int
     BLOCK_D: int
     ROWS: int
+    THREADS: int
     SHARDED: bool
     READY: bool
     DEPENDENT: bool
 
 
 class GatherConfig(NamedTuple):
-    """What ``gather_rows`` is compiled for: ranks, elements of a row on each and of a tile; the others as there."""
+    """What ``gather_rows`` is compiled for: ranks, elements of a tile; the others as there."""
 
     WORLD: int
-    WIDTH: int
     BLOCK: int
+    THREADS: int
     READY: bool
     DEPENDENT: bool
 
@@ -57,12 +64,40 @@ class PartStrides(NamedTuple):
     lse_head: Any
 
 
+class WholeStrides(NamedTuple):
+    """Of what is gathered: a row's, and a rank's."""
+
+    row: Any
+    rank: Any
+
+
+@triton.jit
+def bits_of(b):
+    """Elements as integers, of which EMPTY is -1."""
+    return b.to(tl.int16 if b.dtype.primitive_bitwidth == 16 else tl.int32, bitcast=True)
+
+
+@triton.jit
+def sendable(bits):
+    """Bits without EMPTY: another NaN in its place."""
+    return tl.where(bits == -1, (1 << (bits.dtype.primitive_bitwidth - 1)) - 1, bits).to(bits.dtype)
+
+
+@triton.jit
+def is_awaited(bits, THREADS: tl.constexpr):
+    """Whether one of them is still EMPTY: the same for all threads, which would else part for ever.
+
+    Each of them holds elements of its own. Of a tile with fewer several would hold the same, read it at different
+    moments, and not be asked about what the others saw.
+    """
+    tl.static_assert(bits.numel >= THREADS, "a tile that waits has an element a thread")
+    return tl.max((bits == -1).to(tl.int32), None) > 0
+
+
 @triton.jit
 def meet(signals, rank, WORLD: tl.constexpr):
-    """Tell this program of all other ranks that it has written, and wait until they have."""
+    """Tell this program of all other ranks that it is here, and wait until they are."""
     place = tl.program_id(0) * WORLD
-    # What all threads wrote is told by one.
-    tl.debug_barrier()
     for step in tl.static_range(1, WORLD):
         p_theirs = tl.cast(signals[step], tl.pointer_type(tl.int32))
         tl.atomic_add(p_theirs + place + rank, 1, sem="release", scope="sys")
@@ -77,44 +112,60 @@ def meet(signals, rank, WORLD: tl.constexpr):
 
 @triton.jit
 def place_of_part(buffer, source, items, p_like, config: tl.constexpr):
-    """Where a rank's memory has what ``source`` wrote: [items, D] elements as p_like's, and [items] logarithms."""
-    ROW: tl.constexpr = config.D * (p_like.dtype.element_ty.primitive_bitwidth // 8)
+    """Where a rank's memory has what ``source`` wrote, as bits: [items, D] like p_like's, and [items] logarithms."""
+    BITS: tl.constexpr = p_like.dtype.element_ty.primitive_bitwidth
+    ROW: tl.constexpr = config.D * (BITS // 8)
     items = tl.cast(items, tl.int64)
-    p_out = tl.cast(buffer + source * items * ROW, p_like.dtype)
+    p_out = tl.cast(buffer + source * items * ROW, tl.pointer_type(tl.int16 if BITS == 16 else tl.int32))
     if ROW % 16 == 0:
         p_out = tl.multiple_of(p_out, 16)
     behind = (config.WORLD * items * ROW + 15) // 16 * 16
-    p_lse = tl.cast(buffer + behind, tl.pointer_type(tl.float32)) + source * items
+    p_lse = tl.cast(buffer + behind, tl.pointer_type(tl.int32)) + source * items
     return p_out, p_lse
 
 
 @triton.jit
-def load_rows(p_out, p_lse, o_out, o_lse, m, config: tl.constexpr):
-    """Rows of results from ``o_out`` on and their logarithms; -inf where m is not."""
+def row_elements(m, config: tl.constexpr):
+    """Places of a row's elements, and which of rows m's there are."""
     o_d = tl.arange(0, config.BLOCK_D)
-    b_lse = tl.load(p_lse + o_lse, mask=m, other=float("-inf"))
     mask = m[:, None]
     if config.D != config.BLOCK_D:
         mask = mask & (o_d < config.D)[None, :]
-    return tl.load(p_out + o_out[:, None] + o_d[None, :], mask=mask, other=0.0), b_lse
+    return o_d, mask
 
 
 @triton.jit
-def store_rows(p_out, p_lse, item, m, b_out, b_lse, config: tl.constexpr):
-    o_d = tl.arange(0, config.BLOCK_D)
-    mask = m[:, None]
-    if config.D != config.BLOCK_D:
-        mask = mask & (o_d < config.D)[None, :]
-    tl.store(p_out + item[:, None] * config.D + o_d[None, :], b_out, mask=mask)
-    tl.store(p_lse + item, b_lse, mask=m)
+def take_rows(p_out, p_lse, item, m, p_like, config: tl.constexpr):
+    """Rows that another rank writes to p_out and p_lse, once they are there; -inf where m is not."""
+    THREADS: tl.constexpr = config.THREADS
+    ALIKE: tl.constexpr = (THREADS + config.ROWS - 1) // config.ROWS
+    o_d, mask = row_elements(m, config)
+    p_out += item[:, None] * config.D + o_d[None, :]
+    # As often as there are threads to ask.
+    o_alike = tl.arange(0, ALIKE)[None, :]
+    p_lse = (p_lse + item)[:, None] + o_alike * 0
+    m_lse = m[:, None] & (o_alike >= 0)
+    out = tl.load(p_out, mask=mask, other=0, volatile=True)
+    lse = tl.load(p_lse, mask=m_lse, other=0, volatile=True)
+    while is_awaited(out, THREADS) | is_awaited(lse, THREADS):
+        out = tl.load(p_out, mask=mask, other=0, volatile=True)
+        lse = tl.load(p_lse, mask=m_lse, other=0, volatile=True)
+    # Several threads have read a logarithm.
+    tl.debug_barrier()
+    tl.store(p_out, tl.full(out.shape, -1, out.dtype), mask=mask)
+    tl.store(p_lse, tl.full(lse.shape, -1, lse.dtype), mask=m_lse & (o_alike == 0))
+    b_lse = tl.where(m, tl.max(lse, 1).to(tl.float32, bitcast=True), float("-inf"))
+    return out.to(p_like.dtype.element_ty, bitcast=True), b_lse
 
 
 @triton.jit
 def load_own_rows(p_out, p_lse, first_head, item, m, strides, config: tl.constexpr):
     """A tile of this rank's own results, of heads from ``first_head`` on."""
     row, head = item // config.HEADS, first_head + item % config.HEADS
+    o_d, mask = row_elements(m, config)
     o_out = row * strides.out_row + head * strides.out_head
-    return load_rows(p_out, p_lse, o_out, row * strides.lse_row + head * strides.lse_head, m, config)
+    b_out = tl.load(p_out + o_out[:, None] + o_d[None, :], mask=mask, other=0.0)
+    return b_out, tl.load(p_lse + row * strides.lse_row + head * strides.lse_head, mask=m, other=float("-inf"))
 
 
 @triton.jit(do_not_specialize=["rank", "rows"])
@@ -143,8 +194,9 @@ def exchange_and_merge(
             item = (first + tl.arange(0, ROWS)).to(tl.int64)
             m = item < items
             b_out, b_lse = load_own_rows(p_out, p_lse, first_head, item, m, strides, config)
-            store_rows(p_part, p_part_lse, item, m, b_out, b_lse, config)
-    meet(peers.signals, rank, WORLD)
+            o_d, mask = row_elements(m, config)
+            tl.store(p_part + item[:, None] * config.D + o_d[None, :], sendable(bits_of(b_out)), mask=mask)
+            tl.store(p_part_lse + item, sendable(bits_of(b_lse)), mask=m)
     own_head = rank * config.HEADS if config.SHARDED else 0
     for first in range(begin, items, stride):
         item = (first + tl.arange(0, ROWS)).to(tl.int64)
@@ -158,7 +210,7 @@ def exchange_and_merge(
                 b_out, b_lse = load_own_rows(p_out, p_lse, own_head, item, m, strides, config)
             else:
                 p_part, p_part_lse = place_of_part(peers.buffers[0], source, items, p_out, config)
-                b_out, b_lse = load_rows(p_part, p_part_lse, item * config.D, item, m, config)
+                b_out, b_lse = take_rows(p_part, p_part_lse, item, m, p_out, config)
             # FlashMLA writes +inf where a rank saw no key; what such a part holds, NaN perhaps, does not count.
             b_lse = tl.where(b_lse == float("inf"), float("-inf"), b_lse)
             b_part = tl.where((b_lse == float("-inf"))[:, None], 0.0, b_out.to(tl.float32))
@@ -170,25 +222,42 @@ def exchange_and_merge(
             highest = higher
         merged = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         merged_lse = tl.where(highest == float("-inf"), 0.0, highest) + tl.log(total)
-        store_rows(p_merged, p_merged_lse, item, m, merged.to(p_merged.dtype.element_ty), merged_lse, config)
+        o_d, mask = row_elements(m, config)
+        p_row = p_merged + item[:, None] * config.D + o_d[None, :]
+        tl.store(p_row, merged.to(p_merged.dtype.element_ty), mask=mask)
+        tl.store(p_merged_lse + item, merged_lse, mask=m)
 
 
 @triton.jit(do_not_specialize=["rank", "rows"])
-def gather_rows(p_x, rank, rows, s_row, peers, config: tl.constexpr):
-    """Write this rank's part of rows, x [rows, WIDTH], to every rank's memory, [rows, WORLD, WIDTH]."""
+def gather_rows(p_x, p_whole, rank, rows, width, s_row, strides, peers, config: tl.constexpr):
+    """Rows of every rank, x [rows, width] as integers, to whole [rows, WORLD, width]: by way of its memory.
+
+    A rank's memory has [rows, WORLD, width]. A program takes what the same programs of the others have sent.
+    """
     if config.DEPENDENT:
         tl.extra.cuda.gdc_wait()
     WORLD: tl.constexpr = config.WORLD
-    WIDTH: tl.constexpr = config.WIDTH
-    CHUNKS: tl.constexpr = (WIDTH + config.BLOCK - 1) // config.BLOCK
+    BLOCK: tl.constexpr = config.BLOCK
+    chunks = (width + BLOCK - 1) // BLOCK
     if not config.READY:
         meet(peers.signals, rank, WORLD)
-    for tile in range(tl.program_id(0), rows * CHUNKS, tl.num_programs(0)):
-        row = tl.cast(tile // CHUNKS, tl.int64)
-        o_x = (tile % CHUNKS) * config.BLOCK + tl.arange(0, config.BLOCK)
-        b_x = tl.load(p_x + row * s_row + o_x, mask=o_x < WIDTH)
-        for step in tl.static_range(0, WORLD):
-            p_whole = tl.cast(peers.buffers[step], p_x.dtype)
-            p_whole = tl.multiple_of(p_whole, 16)
-            tl.store(p_whole + (row * WORLD + rank) * WIDTH + o_x, b_x, mask=o_x < WIDTH)
-    meet(peers.signals, rank, WORLD)
+    for tile in range(tl.program_id(0), rows * chunks, tl.num_programs(0)):
+        row = tl.cast(tile // chunks, tl.int64)
+        o_x = (tile % chunks) * BLOCK + tl.arange(0, BLOCK)
+        bits = sendable(tl.load(p_x + row * s_row + o_x, mask=o_x < width))
+        tl.store(p_whole + row * strides.row + rank * strides.rank + o_x, bits, mask=o_x < width)
+        for step in tl.static_range(1, WORLD):
+            p_theirs = tl.multiple_of(tl.cast(peers.buffers[step], p_x.dtype), 16)
+            tl.store(p_theirs + (row * WORLD + rank) * width + o_x, bits, mask=o_x < width)
+    p_memory = tl.multiple_of(tl.cast(peers.buffers[0], p_x.dtype), 16)
+    for tile in range(tl.program_id(0), rows * chunks, tl.num_programs(0)):
+        row = tl.cast(tile // chunks, tl.int64)
+        o_x = (tile % chunks) * BLOCK + tl.arange(0, BLOCK)
+        for step in tl.static_range(1, WORLD):
+            source = (rank + step) % WORLD
+            p_own = p_memory + (row * WORLD + source) * width + o_x
+            bits = tl.load(p_own, mask=o_x < width, other=0, volatile=True)
+            while is_awaited(bits, config.THREADS):
+                bits = tl.load(p_own, mask=o_x < width, other=0, volatile=True)
+            tl.store(p_own, tl.full(bits.shape, -1, bits.dtype), mask=o_x < width)
+            tl.store(p_whole + row * strides.row + source * strides.rank + o_x, bits, mask=o_x < width)

@@ -179,9 +179,12 @@ def peers_of_one_machine(buffers: torch.Tensor) -> Iterator[None]:
     """Inside it exchanges by symmetric memory run on a CPU, through ``buffers`` [world, bytes] uint8 that forks share.
 
     Where all is in order: that nobody waits for a stream is not seen. Kernels run in Triton's interpreter; theirs is
-    the second half, of zeros at first, where their programs do wait for those of the other ranks.
+    the second half, where their programs do wait for those of the other ranks.
     """
     rank = torch.distributed.get_rank()
+    for purpose in ("heads", "parts"):
+        _memory_of_kernels(rank, buffers, purpose, 0).own.fill_(peers._EMPTY_BYTE)
+    torch.distributed.barrier()
     stream = mock.MagicMock()
     with ExitStack() as changed:
         for place, name, value in (

@@ -1,31 +1,29 @@
 // rows.cuh on a CPU: the 128 or 256 threads of a producer bring blocks of keys to shared memory, beside what TMA's swizzle says.
 // Prints what was run, how many elements are not what they must be, and how many were looked at.
 
-#include <barrier>
 #include <cstdio>
 #include <functional>
 #include <memory>
 #include <random>
-#include <thread>
 #include <vector>
 
 #include "numbers.h"
+#include "threads.h"
 
 #define MLA_ON_HOST
 #define MLA_METHOD inline
 #define MLA_DEVICE static inline
 
-static thread_local int own;
-static std::vector<std::unique_ptr<std::barrier<>>> warps;
+static std::vector<Barrier> warps(8, Barrier(32));
 static uint64_t handed[256];
 
 template <class X> static X exchanged(X x, int lane) {
   handed[own] = 0;
   memcpy(&handed[own], &x, sizeof(x));
-  warps[own / 32]->arrive_and_wait();
+  warps[own / 32].arrive_and_wait();
   X other;
   memcpy(&other, &handed[own / 32 * 32 + lane], sizeof(x));
-  warps[own / 32]->arrive_and_wait();
+  warps[own / 32].arrive_and_wait();
   return other;
 }
 
@@ -68,13 +66,7 @@ static int nan_of(int key) { return key % 17 == 5 ? key * 31 % WIDTH : -1; }
 
 // Runs the threads of a producer, each of which knows one of its warp's keys.
 template <int KEYS> static void run(const std::function<void(int thread, int own_key)> &role) {
-  std::vector<std::thread> threads;
-  for (int thread = 0; thread < 64 / KEYS * 32; thread++)
-    threads.emplace_back([&, thread] {
-      own = thread;
-      role(thread, thread / 32 * KEYS + thread % KEYS);
-    });
-  for (auto &thread : threads) thread.join();
+  run_threads(64 / KEYS * 32, [&](int thread) { role(thread, thread / 32 * KEYS + thread % KEYS); });
 }
 
 // What a block's rings hold: [64, 256] of the left half, of the right one, and [64, 64] ropes, each a chunk of 64 columns
@@ -161,7 +153,6 @@ template <int KEYS, bool RECORDS, bool BF16, int SLOTS> static void widened(cons
 }
 
 int main() {
-  for (int i = 0; i < 8; i++) warps.emplace_back(new std::barrier<>(32));
   copied<16>("copied");
   widened<8, false, true, 3>("one scale");
   widened<8, false, false, 3>("one scale, float16");

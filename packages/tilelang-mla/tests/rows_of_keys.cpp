@@ -2,7 +2,6 @@
 // Prints what was run, the largest error of a row relative to its largest value, and that of lse.
 
 #include <algorithm>
-#include <barrier>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -10,10 +9,10 @@
 #include <cstring>
 #include <memory>
 #include <random>
-#include <thread>
 #include <vector>
 
 #include "numbers.h"
+#include "threads.h"
 
 #define MLA_ON_HOST
 #define MLA_INLINE inline
@@ -42,25 +41,24 @@ static float __uint_as_float(uint32_t x) { return bits<float>(x); }
 
 // Threads
 
-static thread_local int own;
-static std::barrier<> everyone(512), of_weights(256);
-static std::vector<std::unique_ptr<std::barrier<>>> warps, groups;
+static Barrier everyone(512), of_weights(256);
+static std::vector<Barrier> warps(16, Barrier(32)), groups(4, Barrier(128));
 static uint32_t handed[512], operands[512][4];
 
 static float __shfl_xor_sync(uint32_t, float x, int step) {
   handed[own] = bits<uint32_t>(x);
-  warps[own / 32]->arrive_and_wait();
+  warps[own / 32].arrive_and_wait();
   float other = bits<float>(handed[own ^ step]);
-  warps[own / 32]->arrive_and_wait();
+  warps[own / 32].arrive_and_wait();
   return other;
 }
 
 static bool __any_sync(uint32_t, bool x) {
   handed[own] = x;
-  warps[own / 32]->arrive_and_wait();
+  warps[own / 32].arrive_and_wait();
   const uint32_t *first = handed + own / 32 * 32;
   bool any = std::any_of(first, first + 32, [](uint32_t y) { return y; });
-  warps[own / 32]->arrive_and_wait();
+  warps[own / 32].arrive_and_wait();
   return any;
 }
 
@@ -110,7 +108,7 @@ constexpr int OF_16_BITS = 24, OF_8_BITS = 13;
 // m64nNk16: of operand A a thread has rows g and g + 8 of its warp's 16, columns 2 t and 2 t + 1, and those 8 behind.
 template <int N, bool BF16> void multiply(const uint32_t *a, uint64_t b, float *c, bool add) {
   memcpy(operands[own], a, 16);
-  groups[own / 128]->arrive_and_wait();
+  groups[own / 128].arrive_and_wait();
   for (int i = 0; i < N / 2; i++) {
     int n = 8 * (i / 4) + 2 * (own & 3) + i % 2, lower = i % 4 / 2;
     float terms[16];
@@ -123,7 +121,7 @@ template <int N, bool BF16> void multiply(const uint32_t *a, uint64_t b, float *
     }
     c[i] = cut_sum(terms, add ? c[i] : 0, OF_16_BITS);
   }
-  groups[own / 128]->arrive_and_wait();
+  groups[own / 128].arrive_and_wait();
 }
 
 namespace narrow {
@@ -133,7 +131,7 @@ static float2 widened(uint32_t both) { return {of_e4m3(both & 255), of_e4m3(both
 // m64nNk32: columns 4 t to 4 t + 3, and those 16 behind.
 template <int N> void multiply(const uint32_t *a, uint64_t b, float *c, bool add) {
   memcpy(operands[own], a, 16);
-  groups[own / 128]->arrive_and_wait();
+  groups[own / 128].arrive_and_wait();
   for (int i = 0; i < N / 2; i++) {
     int n = 8 * (i / 4) + 2 * (own & 3) + i % 2, lower = i % 4 / 2;
     float terms[32];
@@ -145,7 +143,7 @@ template <int N> void multiply(const uint32_t *a, uint64_t b, float *c, bool add
     }
     c[i] = cut_sum(terms, add ? c[i] : 0, OF_8_BITS);
   }
-  groups[own / 128]->arrive_and_wait();
+  groups[own / 128].arrive_and_wait();
 }
 }  // namespace narrow
 }  // namespace mla
@@ -257,13 +255,7 @@ void run(const char *name, int keys, int rows, bool part, int large = 0) {
     else
       mla::store<N, BF16, false>(acc, of_rows.data(), 1, out.data(), 512, rows, BY, sinks.data(), LISTS, 0, thread);
   };
-  std::vector<std::thread> threads;
-  for (int thread = 0; thread < 512; thread++)
-    threads.emplace_back([&, thread] {
-      own = thread;
-      thread < 256 ? weigh(thread) : multiply(thread - 256);
-    });
-  for (auto &thread : threads) thread.join();
+  run_threads(512, [&](int thread) { thread < 256 ? weigh(thread) : multiply(thread - 256); });
   double worst = 0, worst_lse = 0;
   for (int n = 0; n < rows; n++) {
     std::vector<double> weights(keys, -INFINITY);
@@ -309,8 +301,6 @@ static void every_value() {
 
 int main() {
   every_value();
-  for (int i = 0; i < 16; i++) warps.emplace_back(new std::barrier<>(32));
-  for (int i = 0; i < 4; i++) groups.emplace_back(new std::barrier<>(128));
   run<16, 64, false, true, false>("one scale, 13 rows", 140, 13, false);
   run<32, 64, false, false, false>("one scale, float16, a part", 70, 32, true);
   run<16, 64, false, true, false, true>("by 8 bits, 13 rows", 300, 13, false);

@@ -28,7 +28,7 @@ def said_by(name: str, folder: Path) -> str:
             pytest.fail("no g++, in CI")
         pytest.skip("no g++")
     program, source = folder / name, Path(__file__).with_name(f"{name}.cpp")
-    subprocess.run([compiler, "-std=c++20", "-w", "-pthread", f"-I{KERNELS}", source, "-o", program], check=True)
+    subprocess.run([compiler, "-std=c++20", "-Og", "-w", f"-I{KERNELS}", source, "-o", program], check=True)
     return subprocess.check_output([program], text=True)
 
 

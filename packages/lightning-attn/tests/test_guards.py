@@ -485,6 +485,19 @@ def carried(begin: int, sequence: int, segment: int) -> int:
     return begin // segment + min(begin // segment, sequence)
 
 
+def located_state(cu: Sequence[int], rows: int, segment: int, state: int, chains: bool = False) -> tuple[int, int]:
+    """schedule.locate_state (chains: locate_chain): sequence and segment of a slot in the workspace, or (-1, 0)."""
+    for i in range(len(cu) - 1):
+        begin = min(max(cu[i], 0), rows)
+        length = min(max(cu[i + 1], begin), rows) - begin
+        if chains and length > segment and min(begin // segment, i) == state:
+            return i, 0
+        i_segment = state - carried(begin, i, segment)
+        if not chains and length > segment and 0 <= i_segment < -(-length // segment):
+            return i, i_segment
+    return -1, 0
+
+
 def grid_places(rows: int, sequences: int, segment: int) -> int:
     return rows // segment + sequences + 1
 
@@ -558,6 +571,20 @@ def test_segments_of_impossible_bounds_stay_within_rows_and_states() -> None:
 
 
 @triton.jit
+def tabulate_states(p_cu, p_table, num_sequences, rows, SEGMENT: tl.constexpr):
+    """Of each slot, and of each chain, sequence, segment and rows."""
+    i_w = tl.program_id(0)
+    batch = schedule.Batch(p_cu, None, None, schedule.Counts(rows, num_sequences, num_sequences))
+    i_n, i_segment, begin, end = schedule.locate_state(batch, i_w, SEGMENT)
+    tl.store(p_table + i_w * 5, i_n)
+    tl.store(p_table + i_w * 5 + 1, i_segment)
+    tl.store(p_table + i_w * 5 + 2, end - begin)
+    i_n, begin, end = schedule.locate_chain(batch, i_w, SEGMENT)
+    tl.store(p_table + i_w * 5 + 3, i_n)
+    tl.store(p_table + i_w * 5 + 4, end - begin)
+
+
+@triton.jit
 def tabulate(p_cu, p_table, num_sequences, rows, SEGMENT: tl.constexpr):
     i_w = tl.program_id(0)
     batch = schedule.Batch(p_cu, None, None, schedule.Counts(rows, num_sequences, num_sequences))
@@ -592,6 +619,23 @@ def test_the_device_finds_the_segments_that_python_does(device: torch.device, se
             assert found == [sequence, i_segment, begin, end, carried(begin, sequence, segment)], (cu, rows, place)
 
 
+@pytest.mark.parametrize("segment", [16, 32])
+def test_the_device_finds_whose_each_carried_state_and_chain_is(device: torch.device, segment: int) -> None:
+    rng = random.Random(4)
+    for cu, rows in [random_bounds(rng) for _ in range(12)]:
+        count, states = len(cu) - 1, states_between(rows, len(cu) - 1, segment)
+        if not states:
+            continue
+        table = torch.full((states, 5), -9, dtype=torch.int64, device=device)
+        tabulate_states[(states,)](torch.tensor(cu, device=device), table, count, rows, SEGMENT=segment)
+        for state, (i_n, i_segment, length, of_chain, length_of_chain) in enumerate(table.tolist()):
+            is_carried = i_n < count and length > max(i_segment, 1) * segment
+            found = (i_n, i_segment) if is_carried else (-1, 0)
+            assert found == located_state(cu, rows, segment, state), (cu, rows, state)
+            found = (of_chain, 0) if of_chain < count and length_of_chain > segment else (-1, 0)
+            assert found == located_state(cu, rows, segment, state, chains=True), (cu, rows, state)
+
+
 @pytest.mark.parametrize("segment", [16, 32, 48])
 def test_launches_have_a_program_for_each_segment_and_a_state_between_them(monkeypatch, kernels, segment: int) -> None:
     rng = random.Random(3)
@@ -603,14 +647,19 @@ def test_launches_have_a_program_for_each_segment_and_a_state_between_them(monke
         grids = Grids(monkeypatch, PLAIN)
         prepare_ragged(kernels, rows, len(cu) - 1, plan)
         assert grids.calls[-1][0] == "prefill"
+        states = states_between(rows, len(cu) - 1, segment)
         for name, grid in grids.grids:
-            if name in ("prefill", "segment_states"):
-                # Of two heads, one tile each.
+            # Of two heads, one tile each.
+            if name == "prefill":
                 assert grid == (2 * grid_places(rows, len(cu) - 1, segment), 1, 1)
+            elif rows > segment and name == "segment_states":
+                assert grid == (2 * states, 1, 1)
+            elif rows > segment and name == "carry_states":
+                assert grid == (2 * (states - rows // segment), 1, 1)
         if rows > segment:
             assert [name for name, _ in grids.calls] == ["segment_states", "carry_states", "prefill"]
             between = next(given for name, given in grids.calls if name == "segment_states")[5]
-            assert between.shape[0] == states_between(rows, len(cu) - 1, segment)
+            assert between.shape[0] == states
         else:
             # One segment each: nothing is carried.
             assert [name for name, _ in grids.calls] == ["prefill"]

@@ -217,9 +217,7 @@ def _hopper_launch(
         dependent_launch=sizes.DEPENDENT_LAUNCH,
     )  # fmt: skip
 
-    chains = 0
-    if plan.chained and problem.rows > plan.segment:
-        chains = min(problem.sequences, problem.rows // plan.segment) if problem.ragged else problem.sequences
+    chains = _chains(problem, plan.segment) if plan.chained else 0
     size = (2 * chains, sizes.H, sizes.E, _carried_rows(sizes.D))
     tiles = chains * sizes.H * cdiv(sizes.E, sizes.BLOCK_E)
 
@@ -250,19 +248,14 @@ def _with_segments(
     """Segments in parallel, after the two launches that make the states between them."""
     strides, segment = _strides(problem), plan.segment
     counts = (problem.rows, problem.sequences, problem.num_slots)
-    whole = problem.rows // segment
     # A sequence has states to carry if it is longer than a segment: see schedule.carried_slot.
-    if problem.rows <= segment:
-        states = 0
-    elif problem.ragged:
-        states = whole + min(problem.sequences, whole)
-    else:
-        states = problem.sequences * cdiv(problem.rows, segment)
-    own = _own_states_launch(problem, plan, sizes, strides, device)
+    chains = _chains(problem, segment)
+    states = problem.rows // segment + chains if chains and problem.ragged else chains * cdiv(problem.rows, segment)
+    own = _own_states_launch(problem, plan, sizes, strides, states, device)
     # Small tiles: the chain of a sequence's segments is latency alone. One kernel whatever stages the others have.
     part = plan.part or segment
     small = sizes._replace(BLOCK_E=16, BLOCK_D=min(32, sizes.BLOCK_D), STAGES=1, PART=part)
-    grid = (cdiv(sizes.E, 16) * cdiv(sizes.D, small.BLOCK_D) * sizes.H * problem.sequences, 1, 1)
+    grid = (cdiv(sizes.E, 16) * cdiv(sizes.D, small.BLOCK_D) * sizes.H * chains, 1, 1)
     carry_strides = Strides(initial=strides.initial, carried=strides.carried)
     carry = Launch(
         chunked.carry_states, grid, (*counts, carry_strides, small), device, num_warps=2,
@@ -285,11 +278,11 @@ def _with_segments(
 
 
 def _own_states_launch(
-    problem: PrefillProblem, plan: PrefillPlan, sizes: Sizes, strides: Strides, device: torch.device
+    problem: PrefillProblem, plan: PrefillPlan, sizes: Sizes, strides: Strides, states: int, device: torch.device
 ) -> Callable[..., None]:
     """What makes the states that segments would leave had they begun from zero, whatever columns the plan has."""
     sizes = sizes._replace(BLOCK_E=min(plan.block_e, 64))
-    tiles = cdiv(sizes.E, sizes.BLOCK_E) * sizes.H * _segments(problem, plan)
+    tiles = cdiv(sizes.E, sizes.BLOCK_E) * sizes.H * states
     arguments = (problem.rows, problem.sequences, problem.num_slots, problem.scale, Strides(carried=strides.carried))
     if plan.hopper and not plan.bf16x6:
         from lightning_attn.kernels import hopper_states
@@ -399,6 +392,13 @@ def _segments(problem: PrefillProblem, plan: PrefillPlan) -> int:
     if problem.ragged:
         return problem.rows // plan.segment + problem.sequences + 1
     return problem.sequences * cdiv(problem.rows, plan.segment)
+
+
+def _chains(problem: PrefillProblem, segment: int) -> int:
+    """How many sequences may be longer than a segment."""
+    if problem.rows <= segment:
+        return 0
+    return min(problem.sequences, problem.rows // segment) if problem.ragged else problem.sequences
 
 
 def _keep_state(history: Tensor | None, state: Any) -> None:

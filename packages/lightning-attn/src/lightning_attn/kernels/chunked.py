@@ -12,8 +12,7 @@ operand that a tensor core takes from registers, and only the scores go through 
 Products of float32 are float32's own (PRECISION: six of bfloat16 parts, or FMAs). In float16 a state or a score may be
 past the range of its dtype where no output is: a state's row and a query's scores are scaled by powers of two on the
 way into a product, and their results back. Backwards a key enters with the scale, which may leave nothing of a value:
-the state is then held in units of a power of two near it. A value's decayed product is not scaled: what float16 loses
-of it is below the spacing of the value itself.
+the state is then held in units of a power of two near it. A value's decayed product loses less than its own spacing.
 """
 
 import triton
@@ -39,6 +38,8 @@ from lightning_attn.kernels.schedule import (
     chunks_in_reach,
     has_initial,
     locate,
+    locate_chain,
+    locate_state,
     next_snapshot,
     program,
     rows_of_head,
@@ -354,7 +355,7 @@ def segment_states(
         tl.extra.cuda.gdc_launch_dependents()
     i_e, i_h, i_w = program(sizes.H, (sizes.E + sizes.BLOCK_E - 1) // sizes.BLOCK_E)
     i_h = i_h.to(tl.int64)
-    i_n, i_segment, first, last = locate(batch, i_w, sizes.SEGMENT)
+    i_n, i_segment, first, last = locate_state(batch, i_w, sizes.SEGMENT)
     begin, end = segment_rows(first, last, i_segment, sizes.SEGMENT)
     slot = slot_of(batch, i_n)
     has_next = end < last
@@ -400,13 +401,12 @@ def carry_states(
     if sizes.DEPENDENT_LAUNCH:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    # One piece of one tile: nothing passes between pieces.
     PIECES: tl.constexpr = (sizes.D + sizes.BLOCK_D - 1) // sizes.BLOCK_D
-    i_tile, i_h, i_n = program(sizes.H, PIECES * ((sizes.E + sizes.BLOCK_E - 1) // sizes.BLOCK_E))
+    i_tile, i_h, i_chain = program(sizes.H, PIECES * ((sizes.E + sizes.BLOCK_E - 1) // sizes.BLOCK_E))
     i_e = i_tile // PIECES
     i = i_tile % PIECES
     i_h = i_h.to(tl.int64)
-    first, last = bounds(batch, i_n)
+    i_n, first, last = locate_chain(batch, i_chain, sizes.SEGMENT)
     slot = slot_of(batch, i_n)
     if (last - first > sizes.SEGMENT) & (slot >= 0):
         BLOCK_D: tl.constexpr = sizes.BLOCK_D

@@ -26,7 +26,7 @@ from lightning_attn.kernels.schedule import (
     States,
     carried_slot,
     chunks_in_reach,
-    locate,
+    locate_state,
     program,
     segment_rows,
     slot_of,
@@ -147,7 +147,7 @@ def segment_states(
     if sizes.DEPENDENT_LAUNCH:
         tl.extra.cuda.gdc_launch_dependents()
     i_e, i_h, i_w = program(sizes.H, (sizes.E + sizes.BLOCK_E - 1) // sizes.BLOCK_E)
-    i_n, i_segment, first, last = locate(batch, i_w // PARTS, SEGMENT)
+    i_n, i_segment, first, last = locate_state(batch, i_w // PARTS, SEGMENT)
     i_state = carried_slot(batch, i_n, first, SEGMENT) + i_segment
     # TMA coordinates have 32 bits.
     first = first.to(gl.int32)

@@ -251,6 +251,55 @@ def locate(batch, i_w, SEGMENT: tl.constexpr, BY_SEGMENT: tl.constexpr = False):
 
 
 @triton.jit
+def last_up_to(batch, number, SEGMENT: tl.constexpr, CHAINS: tl.constexpr):
+    """The last ragged sequence whose first slot in the workspace (CHAINS: whose chain) is at most this number."""
+    i_n = number * 0
+    above = number * 0 + batch.count.sequences
+    while above - i_n > 1:
+        middle = (i_n + above) // 2
+        begin, _ = bounds(batch, middle)
+        if CHAINS:
+            at = chain_of(batch, middle, begin, SEGMENT)
+        else:
+            at = carried_slot(batch, middle, begin, SEGMENT)
+        if at <= number:
+            i_n = middle
+        else:
+            above = middle
+    return i_n
+
+
+@triton.jit
+def locate_state(batch, i_state, SEGMENT: tl.constexpr):
+    """Sequence, segment and the sequence's rows of the workspace's slot i_state; a slot that is nobody's has no rows.
+
+    Of a ragged batch sequences longer than a segment alone have slots: many short ones take no programs.
+    """
+    if batch.p_cu is None:
+        i_n, i_segment, begin, end = locate(batch, i_state, SEGMENT)
+    else:
+        i_n = last_up_to(batch, i_state, SEGMENT, False)
+        begin, end = bounds(batch, i_n)
+        i_segment = (i_state - carried_slot(batch, i_n, begin, SEGMENT)).to(tl.int32)
+        # Slots before the first sequence's.
+        end = tl.where(i_segment < 0, begin, end)
+        i_segment = tl.maximum(i_segment, 0)
+    return i_n, i_segment, begin, end
+
+
+@triton.jit
+def locate_chain(batch, i_chain, SEGMENT: tl.constexpr):
+    """The sequence of this number among those longer than a segment, and its rows; no rows where there is none."""
+    i_n = i_chain
+    if batch.p_cu is not None:
+        i_n = last_up_to(batch, i_chain, SEGMENT, True)
+    begin, end = bounds(batch, i_n)
+    if batch.p_cu is not None:
+        end = tl.where(chain_of(batch, i_n, begin, SEGMENT) == i_chain, end, begin)
+    return i_n, begin, end
+
+
+@triton.jit
 def segment_rows(first, last, i_segment, SEGMENT: tl.constexpr):
     """The rows of a segment, of a sequence's rows ``first`` to ``last``; all of them where there are no segments."""
     begin = first

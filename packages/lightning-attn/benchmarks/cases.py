@@ -472,8 +472,8 @@ def backward_ours(i: Training, plan: Any = None) -> Ours:
     return Ours((*(x[0].transpose(0, 1) for x in by_token), d_history))
 
 
-def backward_fla() -> Callable[[Training], Theirs]:
-    attend = peers.fla()
+def backward_fla(few_configurations: bool = False) -> Callable[[Training], Theirs]:
+    attend = peers.fla(few_configurations)
 
     def call(i: Training) -> Theirs:
         def forward() -> tuple[torch.Tensor, Tensors, torch.Tensor]:

@@ -32,7 +32,6 @@ from cases import (
     verify_problem,
 )
 from map import ERROR_AT_MOST, FLA, Given, Result, by_decode, case_of, given, prefill_point, varlen_fla
-from peers import FLA as FLA_TUNED
 from peers import VLLM, VLLM_PREFILL
 
 from kernel_reference.bench import Case, Requirement
@@ -165,6 +164,6 @@ def cases(device: torch.device) -> Iterator[Case]:
             yield replace(case, name=f"decode: {case.name}")
     for size, heads in ((64, 64), (96, 64), (72, 64), (80, 64), (112, 64), (192, 32), (256, 32), (128, 8), (128, 16)):
         problem = backward_problem(device, model(heads, size), 16384)
-        target = target_of(time_at_most=0.5, against=FLA_TUNED)
-        case = as_case(problem, {FLA_TUNED: backward_fla}, backward_references, target)
+        peer = {FLA: partial(backward_fla, few_configurations=True)}
+        case = as_case(problem, peer, backward_references, target_of(time_at_most=0.5, against=FLA))
         yield replace(case, name=f"backward: {case.name}")

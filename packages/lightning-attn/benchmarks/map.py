@@ -25,7 +25,6 @@ from cases import (
     tree_problem,
     tree_references,
 )
-from peers import FLA as FLA_TUNED
 from peers import VLLM, VLLM_PREFILL, has_peer
 
 from kernel_reference.bench import Axis, Case, Map, Point
@@ -275,7 +274,7 @@ def model_of(point: Point) -> LinearAttention:
 
 def backward_point(device: torch.device, point: Point) -> Case:
     problem = backward_problem(device, model_of(point), point["tokens"])
-    return as_case(problem, {FLA_TUNED: backward_fla}, backward_references)
+    return as_case(problem, {FLA: partial(backward_fla, few_configurations=True)}, backward_references)
 
 
 def tree_point(device: torch.device, point: Point) -> Case:

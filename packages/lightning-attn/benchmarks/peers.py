@@ -47,13 +47,14 @@ def fla(few_configurations: bool = False) -> Callable[..., Attended]:
 def _few_configurations() -> None:
     """Leave fla's kernels fewer configurations to choose from.
 
-    The 48 of its state kernel, tried anew for every size, dtype and kind of batch, take half a minute to compile each
+    The 48 of its state kernels, tried anew for every size, dtype and kind of batch, take half a minute to compile each
     time: a map would have nothing else. Left are four warps and three stages, of all tiles, each timed for a moment.
     """
-    from fla.ops.common.chunk_h import chunk_fwd_kernel_h
-    from fla.ops.common.chunk_o import chunk_fwd_kernel_o
+    from fla.ops.common.chunk_h import chunk_bwd_kernel_dh, chunk_fwd_kernel_h
+    from fla.ops.common.chunk_o import chunk_bwd_kernel_dqkwg, chunk_bwd_kernel_dv, chunk_fwd_kernel_o
 
-    for kernel in (chunk_fwd_kernel_h, chunk_fwd_kernel_o):
+    of_backward = (chunk_bwd_kernel_dh, chunk_bwd_kernel_dqkwg, chunk_bwd_kernel_dv)
+    for kernel in (chunk_fwd_kernel_h, chunk_fwd_kernel_o, *of_backward):
         tuner: Any = kernel
         while tuner is not None and not hasattr(tuner, "configs"):
             tuner = getattr(tuner, "fn", None)
@@ -62,7 +63,7 @@ def _few_configurations() -> None:
         tuner._do_bench = _briefly
         # What was chosen while many processes shared the device is not to be chosen again.
         tuner.cache_results = False
-        if len(tuner.configs) > 8:
+        if len(tuner.configs) > 4:
             few = [one for one in tuner.configs if (one.num_warps, one.num_stages) == (4, 3)]
             tuner.configs = few or tuner.configs[:4]
 

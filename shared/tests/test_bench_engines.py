@@ -76,14 +76,16 @@ def test_what_an_indexer_looks_through_is_filled_and_taken_back_with_keys_and_va
     assert [length.tolist() for length in lengths] == [[3], [3]]
 
 
-def test_a_table_has_a_row_a_load_with_its_graph_beside_it() -> None:
-    def timing(tokens: int, cached: int, graph: bool, theirs_us: float) -> Timing:
-        return Timing("Model", "2", 4, tokens, cached, graph, theirs_us, ours_us=1000.0, difference=0.0)
+def test_a_table_has_a_row_a_load_and_gpu_with_its_graph_beside_it() -> None:
+    def timing(tokens: int, cached: int, graph: bool, theirs_us: float, device: str = "NVIDIA H200") -> Timing:
+        return Timing("Model", "2", 4, tokens, cached, graph, theirs_us, 1000.0, difference=0.0, device=device)
 
-    lines = engines.markdown([timing(512, 0, False, 3000.0), timing(1, 64, False, 2000.0), timing(1, 64, True, 1500.0)])
+    steps = [timing(1, 64, False, 4000.0, "NVIDIA H100 80GB HBM3"), timing(1, 64, False, 2000.0)]
+    lines = engines.markdown([timing(512, 0, False, 3000.0), *steps, timing(1, 64, True, 1500.0)])
     assert lines[2:] == [
-        "| Model | 4 x 512 | - | 3.00 ms | 1.00 ms | - | - | 2.05e+06 |",
-        "| Model | 4 x 1 | 64 | 2.00 ms | 1.00 ms | 1.50 ms | 1.00 ms | 4000 |",
+        "| Model | 4 x 512 | - | H200 | 3.00 ms | 1.00 ms | - | - | 2.05e+06 |",
+        "| Model | 4 x 1 | 64 | H100 | 4.00 ms | 1.00 ms | - | - | 4000 |",
+        "| Model | 4 x 1 | 64 | H200 | 2.00 ms | 1.00 ms | 1.50 ms | 1.00 ms | 4000 |",
     ]
 
 

@@ -63,7 +63,7 @@ class Stack:
 
 @dataclass(frozen=True)
 class Timing:
-    """Microseconds of one step on either side, and how far apart the logits are."""
+    """Microseconds of one step on either side, and how far apart the logits are; of a record, on which GPU."""
 
     stack: str
     layers: str
@@ -74,6 +74,12 @@ class Timing:
     theirs_us: float
     ours_us: float
     difference: float
+    device: str = ""
+
+    @property
+    def step(self) -> tuple[str, int, int, int, str]:
+        """What an eager call and a graph of the same step have in common."""
+        return self.stack, self.sequences, self.tokens, self.cached, self.device
 
     def rate(self, us: float) -> float:
         """Tokens per second."""
@@ -281,26 +287,30 @@ def read(files: Sequence[Path]) -> list[Timing]:
     """What ``--out`` wrote."""
     names = [field.name for field in fields(Timing)]
     lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
-    return [Timing(**{name: line[name] for name in names}) for line in lines]
+    return [Timing(**{name: line[name] for name in names if name in line}) for line in lines]
 
 
 def markdown(timings: Sequence[Timing]) -> list[str]:
-    """A table of a README: a row a load, an eager step's time and, where it was captured, that of its CUDA graph."""
+    """A table of a README: a row a load and GPU, an eager step's time and, where it was captured, its CUDA graph's."""
     lines = [
-        "| model | new tokens | behind | transformers, eager | ours | in a graph | ours | tokens/s |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| model | new tokens | behind | GPU | transformers, eager | ours | in a graph | ours | tokens/s |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for eager in (timing for timing in timings if not timing.graph):
-        load = (eager.stack, eager.sequences, eager.tokens, eager.cached)
-        graphs = [t for t in timings if t.graph and (t.stack, t.sequences, t.tokens, t.cached) == load]
+        graphs = [timing for timing in timings if timing.graph and timing.step == eager.step]
         best = graphs[0] if graphs else eager
         times = [duration(us) for timing in [eager, *graphs] for us in (timing.theirs_us, timing.ours_us)]
         cells = [
-            eager.stack, f"{eager.sequences} x {eager.tokens}", str(eager.cached or "-"), *times,
-            *(["-", "-"] if not graphs else []), significant(best.rate(best.ours_us)),
+            eager.stack, f"{eager.sequences} x {eager.tokens}", str(eager.cached or "-"), _model_of(eager.device),
+            *times, *(["-", "-"] if not graphs else []), significant(best.rate(best.ours_us)),
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def _model_of(device: str) -> str:
+    """H200 of "NVIDIA H200", H100 of "NVIDIA H100 80GB HBM3"."""
+    return device.removeprefix("NVIDIA ").partition(" ")[0]
 
 
 def load_stacks(file: Path, dry: bool) -> list[Stack]:

@@ -155,20 +155,23 @@ def test(session: nox.Session, package: str) -> None:
 # `minimums` compiles this package's kernels too, the quickest ones: `test` has those of all packages. Kernels compile
 # with the lowest Triton on every GPU whose torch brings it.
 COMPILED_AT_THE_LOWEST = "gdn-split"
+# Left to `test`, besides opcheck: files of tests of what torch does alone, and of the benchmarks' cases.
+AS_IN_TEST = ("bench_ranks", "distributed", "dtensor", "map", "parallel*", "readme")
 
 
 @nox.session
 @each(HOMES)
 def minimums(session: nox.Session, package: str) -> None:
-    """Test a package on the lowest versions that its ranges allow; torch stays at the pin."""
+    """Test a package on the lowest versions that its ranges allow; torch, and what it does alone, stays at the pin."""
     session.log("torch stays at its pin: an older CPU build may not be at hand")
     install(session, package, requirements=tests_of(package), versions=lowest_versions(package))
     # torch.compile is that of the pin, and the simulator, which a GPU does without, has no Triton: as in `test`.
     left_out = ["torch_compile", *([] if has_gpu() else ["simulated"])]
     if package != COMPILED_AT_THE_LOWEST:
         left_out.append("codegen")
-    chosen = " and ".join(f"not {marker}" for marker in left_out)
-    run_installed(session, "pytest", *at_once(), HOMES[package] / "tests", "-m", chosen, *session.posargs)
+    chosen = ["-m", " and ".join(f"not {marker}" for marker in left_out), "-k", "not opcheck"]
+    chosen += [f"--ignore-glob=*/test_{name}.py" for name in AS_IN_TEST]
+    run_installed(session, "pytest", *at_once(), HOMES[package] / "tests", *chosen, *session.posargs)
 
 
 # All packages' in one run of pytest: to import the engine costs more than its tests do.

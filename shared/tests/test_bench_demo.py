@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import torch
 
 from kernel_reference.bench import demo
 from kernel_reference.bench.demo import Row, as_text
+from kernel_reference.testing.forks import outcome_alone
 
 # What a machine without a kernel language has in its place.
 WITHOUT = "import sys; sys.modules['triton'] = None"
@@ -47,6 +48,37 @@ def narrow_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 
+# To import torch takes a process 3 s: where it is not asked how they start, steps are forks of one that has it.
+FORK = """
+import os, runpy
+from kernel_reference.bench import demo
+command = {command}
+if command[1] == "-m":
+    code = demo.main(command[3:])
+    if code:
+        os._exit(code)
+else:
+    runpy.run_path(command[1], run_name="__main__")
+"""
+
+
+class Forked:
+    """What ``subprocess.Popen`` gives for a step."""
+
+    def __init__(self, command: tuple[str, ...], env: dict[str, str], stdout: IO[str], stderr: int) -> None:
+        self.code, printed = outcome_alone(FORK.format(command=command), env)
+        stdout.write(printed)
+
+    def wait(self, timeout: float) -> int | None:
+        return self.code
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome_alone("", os.environ)  # the first fork starts the process that all are forked from
+    monkeypatch.setattr(demo.subprocess, "Popen", Forked)
+
+
 def test_one_table_tells_for_every_row_what_ran(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert demo.main([package(tmp_path, "gdn-split")], has_gpu=lambda: False) == 0
     out = capsys.readouterr().out
@@ -68,6 +100,7 @@ def test_one_table_tells_for_every_row_what_ran(tmp_path: Path, capsys: pytest.C
     ]
 
 
+@pytest.mark.usefixtures("forked")
 def test_on_a_gpu_nothing_is_interpreted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert demo.main([package(tmp_path, "gdn-split")], has_gpu=lambda: True) == 0
     out = capsys.readouterr().out
@@ -75,6 +108,7 @@ def test_on_a_gpu_nothing_is_interpreted(tmp_path: Path, capsys: pytest.CaptureF
     assert "interpreter" not in out
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_failing_package_is_named_after_the_table_of_the_others(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -89,6 +123,7 @@ def test_a_failing_package_is_named_after_the_table_of_the_others(
     assert "FAILED: sound" not in printed.err
 
 
+@pytest.mark.usefixtures("forked")
 def test_rows_survive_a_process_that_is_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     killed = DEMO.replace("12.5)", "12.5)\n    os.kill(os.getpid(), 9)")
     assert demo.main([package(tmp_path, "killed", killed)], has_gpu=lambda: True) == 1
@@ -97,6 +132,7 @@ def test_rows_survive_a_process_that_is_killed(tmp_path: Path, capsys: pytest.Ca
     assert "CPU implementation" in printed.out
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_failing_quickstart_fails_its_package(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = "for i in range(100):\n    print('line', i)\nimport no_such_module"
     assert demo.main([package(tmp_path, "gdn-split", quickstart=text)], has_gpu=lambda: True) == 1
@@ -116,6 +152,7 @@ def test_a_failing_quickstart_fails_its_package(tmp_path: Path, capsys: pytest.C
         ),
     ],
 )
+@pytest.mark.usefixtures("forked")
 def test_a_demo_that_yields_no_rows_fails(tmp_path: Path, capsys: Any, body: str, words: str) -> None:
     text = f"def real_size(device):\n    {body}\n"
     assert demo.main([package(tmp_path, "gdn-split", text)], has_gpu=lambda: True) == 1
@@ -180,6 +217,7 @@ def test_a_row_says_its_verdict_and_on_a_gpu_how_much_faster_it_is() -> None:
     assert "speed-up" not in as_text([("p", Row("k", demo.CPU_IMPLEMENTATION, "cpu", "s", 0.0, 1.0))], 80)
 
 
+@pytest.mark.usefixtures("forked")
 def test_an_error_over_its_limit_fails_the_package(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     inexact = DEMO.replace("0.0, 12.5)", "1e-2, 12.5, limit=8e-3)")
     assert demo.main([package(tmp_path, "gdn-split", inexact)], has_gpu=lambda: True) == 1
@@ -219,6 +257,7 @@ def test_a_demo_says_itself_why_its_kernels_cannot_run_here(
         demo._collect(Path(package(tmp_path, "other", skips)), "real_size", tmp_path / "rows.jsonl")
 
 
+@pytest.mark.usefixtures("forked")
 def test_on_a_gpu_a_missing_kernel_language_is_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     needs = DEMO.replace(
         '    assert "TRITON_INTERPRET" not in os.environ', "    raise ModuleNotFoundError(name='triton')"

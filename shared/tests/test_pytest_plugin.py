@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -17,20 +15,16 @@ from kernel_reference.testing.forks import outcome_alone
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens where there is no GPU")
 
 
-def run(folder: Path, code: str, *arguments: str, path: Path | None = None, **variables: str) -> str:
+def run(folder: Path, code: str, *arguments: str, first: str = "", **variables: str) -> str:
     (folder / "test_it.py").write_text(textwrap.dedent(code))
     environment = {
         key: value for key, value in os.environ.items() if key not in ("CI", "TRITON_INTERPRET", "PYTEST_ADDOPTS")
     }
-    search = [str(path)] if path else []
-    environment |= {"PYTHONPATH": os.pathsep.join([*search, *sys.path]), **variables}
+    environment |= variables
     options = ["-p", "no:cacheprovider", "-p", "kernel_reference.testing.pytest_plugin", "--strict-markers", *arguments]
-    if path is None:
-        _, printed = outcome_alone(f"import os, pytest; os.chdir({str(folder)!r}); pytest.main({options})", environment)
-        return printed
-    command = [sys.executable, "-m", "pytest", *options]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    return done.stdout + done.stderr
+    script = f"{first}\nimport os, pytest; os.chdir({str(folder)!r}); pytest.main({options})"
+    _, printed = outcome_alone(script, environment)
+    return printed
 
 
 def test_without_a_gpu_kernels_run_interpreted_on_cpu_tensors(tmp_path: Path) -> None:
@@ -125,9 +119,6 @@ WITHOUT_TRITON = """
 
 @pytest.mark.parametrize("ci", ["", "true"])
 def test_without_triton_what_imports_it_is_skipped_and_on_ci_fails(tmp_path: Path, ci: str) -> None:
-    hiding = tmp_path / "hiding"
-    hiding.mkdir()
-    (hiding / "sitecustomize.py").write_text(textwrap.dedent(WITHOUT_TRITON))
     (tmp_path / "test_module.py").write_text("import triton\n")
     printed = run(
         tmp_path,
@@ -137,7 +128,7 @@ def test_without_triton_what_imports_it_is_skipped_and_on_ci_fails(tmp_path: Pat
             import triton
         """,
         "--continue-on-collection-errors",
-        path=hiding,
+        first=textwrap.dedent(WITHOUT_TRITON),
         CI=ci,
     )
     if ci:
@@ -150,13 +141,12 @@ def test_without_triton_what_imports_it_is_skipped_and_on_ci_fails(tmp_path: Pat
 
 def test_a_plugin_loaded_after_triton_says_where_to_name_it(tmp_path: Path) -> None:
     (tmp_path / "early.py").write_text("import triton\n")
-    printed = run(tmp_path, "def test_nothing(): ...", path=tmp_path, PYTEST_PLUGINS="early")
-    assert "1 passed" in printed
+    first = f"import sys; sys.path.insert(0, {str(tmp_path)!r})"
+    assert "1 passed" in run(tmp_path, "def test_nothing(): ...", first=first, PYTEST_PLUGINS="early")
     code = "import triton; import kernel_reference.testing.pytest_plugin"
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert "must be loaded before triton is imported; name it in addopts" in done.stderr
+    _, printed = outcome_alone(code, environment)
+    assert "must be loaded before triton is imported; name it in addopts" in printed
 
 
 def test_of_a_gpus_memory_a_test_keeps_no_more_than_a_gib_for_the_next(tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def test_a_shorter_bound_cuts_keys_in_fewer_parts() -> None:
 def test_a_bound_of_few_keys_saves_the_launch_that_merges() -> None:
     """On sm_90 no tile of 500 keys is cut, whatever the table has room for."""
     device = DeviceLimits(132, 232448, hopper=True)
-    wide = Problem(8, 1, 128, 16, 300, 1, 300, 131072, tma=True)
+    wide = Problem(8, 1, 128, 16, 1, 1, 1, 131072, tma=True)
     splits = [
         plan_prefill(problem, device).num_splits
         for problem in (wide, replace(wide, max_seqlen_k=500), replace(wide, capacity=500))

@@ -20,14 +20,12 @@ from prefix_prefill.plan import (
     DeviceLimits,
     Problem,
     fits_hopper,
-    heads_per_tile,
     kind_of_batch,
     most_tiles,
     num_slots,
     plan_prefill,
-    tokens_per_tile,
 )
-from prefix_prefill.tiles import column_tiles
+from prefix_prefill.tiles import column_tiles, heads_per_tile, tokens_per_tile, value_tiles
 
 KIB = 1024
 H200 = DeviceLimits(132, 227 * KIB, hopper=True)
@@ -111,6 +109,9 @@ def test_a_head_is_one_tile_of_columns_or_two_where_that_is_less() -> None:
     assert {size: column_tiles(size) for size in tiles} == tiles
     # No box of 8-bit floats may have less than 32 bytes.
     assert [column_tiles(size, 8) for size in (64, 80, 96, 128)] == [(64,), (64, 32), (64, 32), (128,)]
+    # Nor is a product of fewer columns than 64 quicker.
+    values = [value_tiles(*sizes) for sizes in ((64, 16), (72, 16), (96, 16), (192, 16), (96, 8))]
+    assert values == [(64,), (128,), (128,), (128, 64), (64, 32)]
     for size in range(16, 513):
         assert size <= sum(column_tiles(size)) < 1.25 * size + 64
 
@@ -162,7 +163,8 @@ def test_tiles_of_models_on_an_h200(model, longest: int, alibi: bool, rows: int,
 
 def test_queries_of_64_stay_in_registers_unless_a_window_or_a_bias_takes_those() -> None:
     chunk = problem_of(replace(LLAMA, head_dim=64), tokens=2048, longest=512, new_kv=False)
-    assert plan_prefill(chunk, H200).q_in_registers == 1
+    plan = plan_prefill(chunk, H200)
+    assert (plan.q_in_registers, plan.num_stages, plan.loading) == (1, 4, 40)
     for change in (
         {"left": 4095}, {"softcap": 30.0}, {"alibi": True}, {"cache_bits": 8}, {"head_dim_v": 128}, {"head_dim": 128},
         {"max_seqlen_q": 1}, {"new_kv": True}, {"page_size": 1},
@@ -325,17 +327,18 @@ def test_prompts_are_left_whole_where_no_sequence_may_have_many_more_keys_than_t
     ("sequences", "longest", "bound", "new_kv", "splits"),
     [
         (1, 256, 256, False, 1), (16, 512, 512, False, 1), (4, 2048, 2048, False, 1), (4, 2048, 4096, False, 0),
-        (1, 8192, 8192, True, 1), (1, 8192, 8192, False, 0), (1, 8192, 16384, True, 0), (16, 1, 500, False, 0),
+        (1, 8192, 8192, True, 1), (1, 8192, 8192, False, 0), (1, 8192, 16384, True, 0), (16, 1, 500, False, 1),
+        (1, 2048, 8192, False, 1), (1, 2048, 16384, False, 0),
     ],
 )  # fmt: skip
 def test_a_bound_of_all_tokens_says_as_much_as_a_table_of_no_more_room(
     sequences: int, longest: int, bound: int, new_kv: bool, splits: int
 ) -> None:
-    """Few rows are shared whatever it is: a layer whose tables have room for many would need a kernel more."""
     given = {"tokens": sequences * longest, "sequences": sequences, "longest": longest, "new_kv": new_kv}
     problem = problem_of(LLAMA_8B, **given, capacity=131072)
     assert plan_prefill(replace(problem, max_seqlen_k=bound), H200).num_splits == splits
-    assert plan_prefill(problem, H200).num_splits == 0
+    # Without it, one prompt of some rounds, the last of which is filled, is left whole.
+    assert plan_prefill(problem, H200).num_splits == ((sequences, longest) == (1, 2048))
 
 
 def test_few_rows_over_gathered_pages_have_small_tiles_in_as_many_stages_as_fit() -> None:
@@ -401,6 +404,8 @@ REFUSED_ON_HOPPER = {
     "32 rows": replace(ON_HOPPER, block_m=32), "256 rows": replace(ON_HOPPER, block_m=256),
     "32 keys": replace(ON_HOPPER, block_n=32), "256 keys": replace(ON_HOPPER, block_n=256),
     "8 warps": replace(ON_HOPPER, num_warps=8), "one stage": replace(ON_HOPPER, num_stages=1),
+    "three stages of queries": replace(ON_HOPPER, q_stages=3),
+    "more than there is room for": replace(ON_HOPPER, num_stages=3, q_stages=2),
 }  # fmt: skip
 
 

@@ -36,16 +36,14 @@ from prefix_prefill.plan import (
     PrefillPlan,
     Problem,
     has_values_split,
-    head_tiles,
-    heads_per_tile,
     is_gathered,
     kind_of_batch,
+    may_be_in_parts,
     num_slots,
     plan_prefill,
     programs_of,
-    tokens_per_tile,
 )
-from prefix_prefill.tiles import column_tiles
+from prefix_prefill.tiles import column_tiles, head_tiles, heads_per_tile, tokens_per_tile, value_tiles
 
 Tensor = torch.Tensor
 Start = Callable[..., None]
@@ -265,7 +263,8 @@ def _hopper(first: Batch, plan: PrefillPlan, forms: PrefillTensors, device: torc
     # Where cached rows are gathered, boxes are those of new ones.
     gathered = is_gathered(problem)
     box = min(plan.block_n, 64 if gathered else power_of_two_in(problem.page_size))
-    k_tiles, v_tiles = (column_tiles(size, problem.cache_bits) for size in (problem.head_dim, problem.head_dim_v))
+    k_tiles = column_tiles(problem.head_dim, problem.cache_bits)
+    v_tiles = value_tiles(problem.head_dim_v, problem.cache_bits)
     if plan.q_in_registers:
         # One of 256 columns would take more registers than there are.
         k_tiles, v_tiles = ((128, 128) if tiles == (256,) else tiles for tiles in (k_tiles, v_tiles))
@@ -309,7 +308,8 @@ def _hopper(first: Batch, plan: PrefillPlan, forms: PrefillTensors, device: torc
         GROUPS=plan.block_m // 64,
         STAGES=plan.num_stages,
         Q_IN_REGISTERS=plan.q_in_registers,
-        IN_PARTS=problem.shared or plan.num_splits != 1,
+        Q_STAGES=plan.q_stages if of_rows[0][2] is None else 1,
+        IN_PARTS=problem.shared or may_be_in_parts(plan),
         IS_FP8=problem.cache_bits == 8,
         K_TOKENS=k_scaled == 2,
         V_TOKENS=v_scaled == 2,

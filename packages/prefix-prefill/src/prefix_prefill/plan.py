@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from kernel_reference.integers import cdiv, is_power_of_two, power_of_two_at_least
 from kernel_reference.plans import Plan
-from prefix_prefill.tiles import column_tiles
+from prefix_prefill.tiles import column_tiles, head_tiles, tokens_per_tile, value_tiles
 
 # The most tokens that a sequence may have: no bound is this one.
 MOST_TOKENS = 2**31 - 1
@@ -25,6 +25,8 @@ _SHORT_TILE = 1280
 # Those of one sequence, if no program takes more than so many, and so much of the last round is filled: 1 x 2048, 3.9
 # rounds, 92.3 and 82.7; 1 x 8192, 15.5 rounds, 898.4 and 916.2. Idle programs cost most behind a long context.
 _MOST_ROUNDS, _FILLED = 4, 0.96
+# But not where a bound tells of contexts so many times as long: 2048 behind 30720, H100, 1794 us whole, 1740 shared.
+_LONG_CONTEXT = 4
 # And those of prompts that the cache holds little of, of several the longest tiles first: 8 x 1024 195 us, shared 213,
 # ten of 17 to 4000 525 and 542. Registers that the scheduler's warp does without then are left to consumers: 1 x 8192,
 # 16384, 65536 897, 3427, 54109 us, shared 982, 3729, 57813; 1 x 2048 85.1, with 56 87.1.
@@ -130,8 +132,9 @@ class PrefillPlan(Plan):
     constant, where that is exact enough; 2: scores up to 0.2 of the cap by a series, too (4 x 512 behind 16384 986 us
     on an H200, not 1220; 1: 1356); 3: and those up to 0.8 of it by a longer one (behind 8192, queries 1, 2, 3, 4.5 and
     9 times as large, 294, 320, 319, 330 and 418 us, with 2 296, 422, 420, 442 and 403); 0: to a running max.
-    ``loading``: registers a thread of the warps that load and schedule, 40, 56 or 72; over an 8-bit cache 24, or with
-    72 as many as there are, for converters too (decoding of 31 behind 8192 200 us for 204, a chunk 1871 for 1812).
+    ``loading``: registers a thread of the warps that load and schedule, 24, 40, 56 or 72; over an 8-bit cache 24, or
+    with 72 as many as there are, for converters too (decoding of 31 behind 8192 200 us for 204, a chunk 1871 for 1812).
+    ``q_stages`` 2: the queries of a program's next tile arrive while results are stored.
     """
 
     block_m: int
@@ -144,6 +147,7 @@ class PrefillPlan(Plan):
     q_in_registers: int = 0
     capping: int = 3
     loading: int = 56
+    q_stages: int = 1
 
     def covers(self, problem: Problem) -> bool:
         """Whether its blocks are such that a kernel can take them, for this problem."""
@@ -161,7 +165,8 @@ class PrefillPlan(Plan):
             and self.num_warps == 4
             and self.num_stages >= 2
             and self.capping in (0, 1, 2, 3)
-            and self.loading in (40, 56, 72)
+            and self.loading in (24, 40, 56, 72)
+            and (self.q_stages == 1 or (self.q_stages == 2 and _has_room_for_queries(problem, self)))
             and 0 <= self.q_in_registers <= (1 if problem.head_dim > 192 else len(column_tiles(problem.head_dim)))
         )
 
@@ -208,20 +213,16 @@ def has_values_split(problem: Problem) -> bool:
     return problem.head_dim_v > 256
 
 
+def _has_room_for_queries(problem: Problem, plan: PrefillPlan) -> bool:
+    """Whether queries may come in two stages: of 16 bits, as they are multiplied."""
+    plain = problem.cache_bits == 16 and not is_gathered(problem) and problem.largest_head <= 256
+    return plain and _shared_bytes(problem, 2 * plan.block_m, plan.block_n, plan.num_stages) <= _MOST_SHARED
+
+
 def _shared_bytes(problem: Problem, block_m: int, block_n: int, stages: int) -> int:
     """What tiles of q, keys and values of 16 bits take of shared memory on sm_90."""
-    keys, values = sum(column_tiles(problem.head_dim)), sum(column_tiles(problem.head_dim_v))
+    keys, values = sum(column_tiles(problem.head_dim)), sum(value_tiles(problem.head_dim_v, problem.cache_bits))
     return 2 * (block_m * keys + stages * block_n * (keys + values))
-
-
-def heads_per_tile(group: int, block_m: int) -> int:
-    """Query heads of one kv head that stand together in a tile."""
-    return min(group, block_m)
-
-
-def tokens_per_tile(group: int, block_m: int) -> int:
-    """Tokens whose query heads fill a tile."""
-    return block_m // heads_per_tile(group, block_m)
 
 
 def num_slots(problem: Problem, tokens: int) -> int:
@@ -232,11 +233,6 @@ def num_slots(problem: Problem, tokens: int) -> int:
     return problem.tokens // tokens + problem.sequences + 2
 
 
-def head_tiles(group: int, block_m: int) -> int:
-    """Tiles that the query heads of one kv head take."""
-    return cdiv(group, heads_per_tile(group, block_m))
-
-
 def most_tiles(problem: Problem, block_m: int) -> int:
     """Tiles that a batch may have: each sequence may leave one that is not full.
 
@@ -245,6 +241,11 @@ def most_tiles(problem: Problem, block_m: int) -> int:
     tokens = tokens_per_tile(problem.group, block_m)
     tiles = problem.tokens // tokens + min(problem.sequences + 2, problem.tokens)
     return tiles * head_tiles(problem.group, block_m) * problem.num_heads_kv
+
+
+def may_be_in_parts(plan: PrefillPlan) -> bool:
+    """Whether the kernel for sm_90 is one that may cut tiles: that of few rows is, so that a layer has one of them."""
+    return plan.num_splits != 1 or plan.block_m == 64
 
 
 def programs_of(problem: Problem, plan: PrefillPlan) -> int:
@@ -301,9 +302,7 @@ def _has_whole_tiles(problem: Problem, programs: int) -> bool:
 
     What each costs is not known here: behind how many keys a sequence begins, only the device knows.
     """
-    room = problem.capacity + problem.new_kv * problem.max_seqlen_q
-    # Of a layer whose tables have room for many, few rows are shared in every batch: else it needs a kernel more.
-    keys = room if _has_few_rows(problem) else min(room, problem.max_seqlen_k)
+    keys = min(problem.capacity + problem.new_kv * problem.max_seqlen_q, problem.max_seqlen_k)
     if keys < _FEW_KEYS:
         return True
     if problem.shared or problem.carried:
@@ -315,18 +314,17 @@ def _has_whole_tiles(problem: Problem, programs: int) -> bool:
         # Longer tiles of larger heads take longer than a merge.
         if keys < _FEW_KEYS or (keys <= _SHORT_TILE and problem.largest_head <= 128 and problem.cache_bits == 16):
             return True
-    # Likewise.
     if group > 64 or _has_few_rows(problem):
         return False
-    few_cached = keys <= power_of_two_at_least(min(problem.max_seqlen_q, problem.tokens))
+    longest = min(problem.max_seqlen_q, problem.tokens)
+    few_cached = keys <= power_of_two_at_least(longest)
     few_cached = few_cached or (problem.new_kv and problem.capacity <= _FEW_KEYS)
     if keys <= _SHORT_TILE or (few_cached and problem.sequences > 1):
         return problem.tokens // tokens * problem.num_heads_kv >= 2 * programs
-    if problem.sequences != 1:
+    if problem.sequences != 1 or _LONG_CONTEXT * longest < keys == problem.max_seqlen_k:
         return False
-    tiles = cdiv(min(problem.tokens, problem.max_seqlen_q), tokens) * problem.num_heads_kv
+    tiles = cdiv(longest, tokens) * problem.num_heads_kv
     rounds = cdiv(tiles, programs)
-    # Longer prompts over pages alone are not quicker: see above.
     return problem.new_kv and few_cached if rounds > _MOST_ROUNDS else tiles >= _FILLED * rounds * programs
 
 
@@ -347,13 +345,15 @@ def _hopper(problem: Problem) -> PrefillPlan:
         return PrefillPlan(block_m, min(block_n, 64), 0, 4, 4 if roomy else 2, hopper=True)
     loading = 72 if block_m == 64 and _is_converted_by_heads_of_128(problem) else 56
     stages = 3 if problem.cache_bits == 8 and block_n == 64 else 2
-    held = int(block_m == 128 and _holds_queries(problem))
-    return PrefillPlan(block_m, block_n, 0, 4, stages, hopper=True, loading=loading, q_in_registers=held)
+    if block_m == 128 and _holds_queries(problem):
+        return PrefillPlan(block_m, block_n, 0, 4, 4, hopper=True, loading=40, q_in_registers=1)
+    return PrefillPlan(block_m, block_n, 0, 4, stages, hopper=True, loading=loading)
 
 
 def _holds_queries(problem: Problem) -> bool:
-    """Whether queries stay in registers, of 64 numbers: chunks behind 8192 374 us on an H200, not 394, with sinks 375
-    and 392; capped 445 and 432, in a window of 4096 219 and 218; what is new, gathered or shared was not timed.
+    """Whether queries stay in registers, of 64 numbers, which leaves consumers to wait for less: 4 x 512 behind 16384
+    776 us on an H100, so 719, and 694 with 40 registers for what loads. Capped and in windows it gains nothing; what is
+    new, gathered or shared was not timed.
     """
     other = problem.left >= 0 or problem.softcap or problem.alibi or problem.draft or problem.new_kv or problem.shared
     plain = not (other or problem.carried or is_gathered(problem) or problem.cache_bits == 8)

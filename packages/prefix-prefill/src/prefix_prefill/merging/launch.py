@@ -19,7 +19,14 @@ from kernel_reference.launching import Launch, Run, launch_nothing
 from prefix_prefill.addressing import Batch, largest_of
 from prefix_prefill.arguments import MergeTensors, PrefillTensors
 from prefix_prefill.kernels import merge
-from prefix_prefill.plan import PrefillPlan, heads_per_tile, most_tiles, num_slots, programs_of, tokens_per_tile
+from prefix_prefill.plan import (
+    PrefillPlan,
+    may_be_in_parts,
+    most_tiles,
+    num_slots,
+    programs_of,
+)
+from prefix_prefill.tiles import heads_per_tile, tokens_per_tile
 
 Tensor = torch.Tensor
 # What attends to a batch, of what was made ready for another one of the same layer.
@@ -37,7 +44,9 @@ _TENSORS = len(PrefillTensors._fields)
 def with_pieces(attend: Sized, first: Batch, plan: PrefillPlan, forms: PrefillTensors, device: torch.device) -> Sized:
     """A launch of the kernel for sm_90, which may leave tiles in parts, and one that merges them."""
     if plan.num_splits == 1:
-        return lambda batch: _without_pieces(attend(batch))
+        # Of a workspace's type where the kernel takes one: it says there that nothing is in parts.
+        nothing = _scratch((1, _ENTRY), torch.int64, device) if may_be_in_parts(plan) else None
+        return lambda batch: _without_pieces(attend(batch), nothing)
     problem = first.problem
     # The interpreter knows no launches that depend on each other.
     dependent = device.type != "cpu"
@@ -85,11 +94,18 @@ def with_pieces(attend: Sized, first: Batch, plan: PrefillPlan, forms: PrefillTe
     return sized
 
 
-def _without_pieces(attend: Run) -> Run:
-    return Run(
-        lambda *tensors: attend(*tensors[:_TENSORS], None, None, None, *tensors[_TENSORS:]),
-        lambda *pointers: attend.at(*pointers, None, None, None),
-    )
+def _without_pieces(attend: Run, nothing: Callable[[], Tensor] | None) -> Run:
+    def run(*tensors: Tensor | None) -> None:
+        noted = None if nothing is None else nothing()
+        part = None if noted is None else noted.view(torch.float32)
+        attend(*tensors[:_TENSORS], part, part, noted, *tensors[_TENSORS:])
+
+    def at(*pointers: int | None) -> bool:
+        noted = None if nothing is None else nothing()
+        pieces = 3 * (None if noted is None else noted.data_ptr(),)
+        return attend.at(*pointers, *pieces)
+
+    return Run(run, at)
 
 
 def _attend_and_merge(attend: Run, merge_pieces: Launch, sizes: tuple[int, int, int], device: torch.device) -> Run:

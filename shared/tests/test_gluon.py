@@ -51,7 +51,7 @@ def test_partitions_that_hand_tiles_over_multiply_matrices(kernels: ModuleType, 
     multiply(kernels, inner)
 
 
-def test_a_place_that_is_freed_before_the_product_is_done_holds_the_next_tile(kernels: ModuleType) -> None:
+def test_a_stage_that_is_freed_before_the_product_is_done_holds_the_next_tile(kernels: ModuleType) -> None:
     with pytest.raises(AssertionError, match="further from float64"):
         multiply(kernels, fault="freed too early")
 

@@ -20,7 +20,7 @@ KERNEL = """
     "st.shared.b32 	[global_smem+68], %r9;", "@%p2 st.shared.b8 [ %r2 + 0 ], %r9;",
     "st.shared.v4.b32 	[%r1+72], {%r5, %r6, %r7, %r8};",
 ])  # fmt: skip
-def test_a_store_to_a_barriers_place_is_found(store: str) -> None:
+def test_a_store_to_a_barriers_memory_is_found(store: str) -> None:
     assert len(overwritten_barriers(KERNEL.replace("STORE", store))) == 1
 
 

@@ -171,7 +171,7 @@ def test_the_highest_scores_are_listed_by_position_and_ties_go_to_the_lower_one(
     assert got.tolist() == [[0, 2, 4]]
 
 
-def test_positions_become_places_in_the_pool_that_sparse_decoding_takes() -> None:
+def test_positions_become_rows_of_the_pool_that_sparse_decoding_takes() -> None:
     """Of a batch in which k is no less than the keys, sparse decoding is dense decoding."""
     batch = Batch([70, 5], [1, 1])
     indices = index_topk(batch.run(), batch.lengths, 100, block_table=batch.block_table, page_size=64)

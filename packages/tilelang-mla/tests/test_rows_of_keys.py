@@ -48,7 +48,7 @@ def test_functions_of_keys_as_rows_attend_to_both_formats_as_float64_does(tmp_pa
         assert float(of_lse) < (1e-2 if "by 8 bits" in name else 1e-3 if "cancel" in name else 1e-5), said
 
 
-def test_loaders_by_rows_bring_each_element_to_its_place_and_widen_what_has_8_bits(tmp_path) -> None:
+def test_loaders_by_rows_store_each_element_at_its_address_and_widen_what_has_8_bits(tmp_path) -> None:
     """Keys that are none are zeros; NaN stays."""
     said = said_by("rows", tmp_path)
     assert re.findall(r"(.+): (\d+) (\d+)\n", said) == [(name, "0", str(3 * 64 * 576)) for name in OF_ROWS], said

@@ -168,7 +168,7 @@ def test_shares_are_even_whatever_the_lengths(batch, heads) -> None:
         assert end <= 1.125 * ideal + alone + 12, (kind, end, ideal)
 
 
-def test_partial_results_have_places_of_their_own() -> None:
+def test_partial_results_have_slots_of_their_own() -> None:
     for kind, batch, shares in itertools.product(KINDS, (1, 2, 7, 150), (1, 2, 9, 132)):
         _, pieces = line_of(lengths_of(kind, batch), shares, 16)
         places = [piece.sequence + piece.share for piece in pieces]

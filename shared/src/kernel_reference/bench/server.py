@@ -21,7 +21,7 @@ from kernel_reference.errors import fail
 
 
 class Limits(NamedTuple):
-    """What a server has room for.
+    """The limits of a server.
 
     pages: of the pool, page_size tokens each. sequences: that run at once. tokens: new ones in a step. longest: tokens
     of a sequence, which is the block table's width. A step is counted as step_seconds + token_seconds a new token.

@@ -246,7 +246,7 @@ def _rank(how: tuple[int, int, str, Path, float], sending: Connection, fn: Calla
                 backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=deadline)
             )
             if backend == "gloo":
-                # A rank that were done already would close connections that another is still making.
+                # A rank that is done already would close connections that another is still making.
                 torch.distributed.barrier()
             held = io.BytesIO()
             torch.save(fn(rank, *args), held)

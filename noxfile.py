@@ -155,8 +155,8 @@ def test(session: nox.Session, package: str) -> None:
 # `minimums` compiles this package's kernels too, the quickest ones: `test` has those of all packages. Kernels compile
 # with the lowest Triton on every GPU whose torch brings it.
 COMPILED_AT_THE_LOWEST = "gdn-split"
-# Left to `test`, besides opcheck: files of tests of what torch does alone, and of the benchmarks' cases.
-AS_IN_TEST = ("bench_ranks", "distributed", "dtensor", "map", "parallel*", "readme")
+# Left to `test`, besides opcheck: files of tests of what torch does alone, and of benchmarks.
+AS_IN_TEST = ("bench_ranks", "beside", "distributed", "dtensor", "map", "parallel*", "readme")
 
 
 @nox.session

@@ -142,8 +142,8 @@ def test_kernels_of_peers_compile_for_gpus_and_order_what_they_write() -> None:
         torch.zeros(5, 8),
         kernels.Peers((2**40, 2**41), (2**42,) * 2),
     )
-    exchange = kernels.ExchangeConfig(2, 4, 32, 32, 8, 256, True, False, True)
-    gather = kernels.GatherConfig(2, 256, 256, False, True)
+    exchange = kernels.ExchangeConfig(2, 4, 32, 32, 8, 256, 256, True, False, True)
+    gather = kernels.GatherConfig(2, 256, 256, 256, False, True)
     strides, bits = kernels.PartStrides(*out.stride()[:2], *lse.stride()), out.flatten(1).view(torch.int32)
     specs = [
         KernelSpec.of_call(kernels.exchange_and_merge, (out, lse, out, lse, 1, 5, strides, places, exchange)),

@@ -30,7 +30,7 @@ from ..launching import Launch, device_properties
 Tensor = torch.Tensor
 Purpose = Literal["heads", "parts", "states"]
 
-# Programs, each of which has a counter a pair of ranks, and all of which run at once.
+# As many as run at once: programs wait for those of the same number.
 _MOST_PROGRAMS = 256
 _WARPS = 8
 _THREADS = 32 * _WARPS
@@ -127,9 +127,10 @@ def _prepare_gather(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Launc
     world = len(buffers)
     rows, width = x.shape
     dependent = _is_dependent(x.device)
-    block = min(_TILE_BYTES // x.element_size(), max(_THREADS, power_of_two_at_least(width)))
-    config = GatherConfig(world, block, _THREADS, ready, dependent)
-    programs = min(rows * cdiv(width, config.BLOCK), _MOST_PROGRAMS, counters // world)
+    each = power_of_two_at_least(cdiv(rows * width, _MOST_PROGRAMS))
+    block = max(_THREADS, min(_TILE_BYTES // x.element_size(), each))
+    config = GatherConfig(world, block, _THREADS, counters // world, ready, dependent)
+    programs = min(rows * cdiv(width, block), _MOST_PROGRAMS)
     strides = WholeStrides(*whole.stride()[:2])
     rest = (rank, rows, width, x.stride(0), strides, _peers(rank, buffers, signals), config)
     return Launch(gather_rows, (programs, 1, 1), rest, x.device, num_warps=_WARPS, dependent_launch=dependent)
@@ -143,14 +144,17 @@ def _prepare_exchange(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Lau
     world = len(buffers)
     rows, heads, size = out.shape
     heads = heads // world if sharded else heads
-    most, block_d = min(_MOST_PROGRAMS, counters // world), power_of_two_at_least(size)
+    block_d = power_of_two_at_least(size)
     together = max(1, _TILE_BYTES // out.element_size() // block_d)
-    tile = min(together, power_of_two_at_least(max(cdiv(rows * heads, most), cdiv(_THREADS, block_d))))
+    each = max(cdiv(rows * heads, _MOST_PROGRAMS), cdiv(_THREADS, block_d))
+    tile = min(together, power_of_two_at_least(each))
     dependent = _is_dependent(out.device)
-    config = ExchangeConfig(world, heads, size, block_d, tile, _THREADS, sharded, ready, dependent)
+    config = ExchangeConfig(
+        world, heads, size, block_d, tile, _THREADS, counters // world, sharded, ready, dependent
+    )  # fmt: skip
     strides = PartStrides(*out.stride()[:2], *lse.stride())
     rest = (rank, rows, strides, _peers(rank, buffers, signals), config)
-    programs = min(most, cdiv(rows * heads, tile))
+    programs = min(_MOST_PROGRAMS, cdiv(rows * heads, tile))
     return Launch(exchange_and_merge, (programs, 1, 1), rest, out.device, num_warps=_WARPS, dependent_launch=dependent)
 
 

@@ -6,8 +6,8 @@ nor tells anyone, a reader goes on with the first of them, and no launch or repl
 number. After the protocol LL of NCCL, whose words carry a flag each, and the all-reduce of TensorRT-LLM for small
 messages (https://github.com/NVIDIA/TensorRT-LLM), which waits for another value than -0.
 
-Where nothing else has made all ranks wait for each other since the memory was read last, they meet first: a counter a
-program and pair of ranks, to which who has come adds one in the other's memory, and of which who waits takes one.
+Where nothing else has made all ranks wait for each other since the memory was read last, they meet first: by counters,
+to which who has come adds one in the other's memory, and of which who waits takes one.
 """
 
 from typing import Any, NamedTuple
@@ -20,8 +20,8 @@ class ExchangeConfig(NamedTuple):
     """What ``exchange_and_merge`` is compiled for.
 
     HEADS: those that a rank gets. SHARDED: whether each gets its own, or all get all. READY: whether all ranks have
-    waited for each other since the memory was read last. ROWS: of a tile. THREADS: of a program. DEPENDENT: whether it
-    may be started before the kernel ahead of it has ended.
+    waited for each other since the memory was read last. ROWS: of a tile. THREADS: of a program. COUNTERS: for each
+    pair of ranks. DEPENDENT: whether it may be started before the kernel ahead of it has ended.
     """
 
     WORLD: int
@@ -30,6 +30,7 @@ class ExchangeConfig(NamedTuple):
     BLOCK_D: int
     ROWS: int
     THREADS: int
+    COUNTERS: int
     SHARDED: bool
     READY: bool
     DEPENDENT: bool
@@ -41,6 +42,7 @@ class GatherConfig(NamedTuple):
     WORLD: int
     BLOCK: int
     THREADS: int
+    COUNTERS: int
     READY: bool
     DEPENDENT: bool
 
@@ -95,9 +97,14 @@ def is_awaited(bits, THREADS: tl.constexpr):
 
 
 @triton.jit
-def meet(signals, rank, WORLD: tl.constexpr):
-    """Tell this program of all other ranks that it is here, and wait until they are."""
-    place = tl.program_id(0) * WORLD
+def meet(signals, rank, config: tl.constexpr):
+    """Tell all other ranks that a program is here, and wait until one is of each.
+
+    Programs may share a counter: that one of a rank is here says all, that its stream has ended the call before. In the
+    end as many have been told as have waited.
+    """
+    WORLD: tl.constexpr = config.WORLD
+    place = tl.program_id(0) % config.COUNTERS * WORLD
     for step in tl.static_range(1, WORLD):
         p_theirs = tl.cast(signals[step], tl.pointer_type(tl.int32))
         tl.atomic_add(p_theirs + place + rank, 1, sem="release", scope="sys")
@@ -168,14 +175,31 @@ def load_own_rows(p_out, p_lse, first_head, item, m, strides, config: tl.constex
     return b_out, tl.load(p_lse + row * strides.lse_row + head * strides.lse_head, mask=m, other=float("-inf"))
 
 
+@triton.jit
+def send_rows(p_out, p_lse, first, rank, items, strides, peers, config: tl.constexpr):
+    """A tile of items from ``first`` on to each rank, of its heads."""
+    WORLD: tl.constexpr = config.WORLD
+    item = (first + tl.arange(0, config.ROWS)).to(tl.int64)
+    m = item < items
+    o_d, mask = row_elements(m, config)
+    for step in tl.static_range(1, WORLD):
+        peer = (rank + step) % WORLD
+        first_head = peer * config.HEADS if config.SHARDED else 0
+        p_part, p_part_lse = place_of_part(peers.buffers[step], rank, items, p_out, config)
+        b_out, b_lse = load_own_rows(p_out, p_lse, first_head, item, m, strides, config)
+        tl.store(p_part + item[:, None] * config.D + o_d[None, :], sendable(bits_of(b_out)), mask=mask)
+        tl.store(p_part_lse + item, sendable(bits_of(b_lse)), mask=m)
+
+
 @triton.jit(do_not_specialize=["rank", "rows"])
 def exchange_and_merge(
     p_out, p_lse, p_merged, p_merged_lse, rank, rows, strides, peers, config: tl.constexpr
 ):  # fmt: skip
-    """Send every rank its heads' partial results, then merge all ranks' for this one, as ``merge_partials`` does.
+    """Send every rank its heads' partial results, and merge all ranks' for this one, as ``merge_partials`` does.
 
     out: [rows, H, D], lse: [rows, H]; merged: [rows, HEADS, D] and [rows, HEADS]. A rank's memory has parts
-    [WORLD, rows * HEADS, D] and their logarithms. A program merges what the same programs of the others have sent.
+    [WORLD, rows * HEADS, D] and their logarithms. A program merges what the same programs of the others have sent, a
+    tile at a time, while the next one is on its way.
     """
     if config.DEPENDENT:
         tl.extra.cuda.gdc_wait()
@@ -185,30 +209,22 @@ def exchange_and_merge(
     items = rows * config.HEADS
     begin, stride = tl.program_id(0) * ROWS, tl.num_programs(0) * ROWS
     if not config.READY:
-        meet(peers.signals, rank, WORLD)
-    for step in tl.static_range(1, WORLD):
-        peer = (rank + step) % WORLD
-        first_head = peer * config.HEADS if config.SHARDED else 0
-        p_part, p_part_lse = place_of_part(peers.buffers[step], rank, items, p_out, config)
-        for first in range(begin, items, stride):
-            item = (first + tl.arange(0, ROWS)).to(tl.int64)
-            m = item < items
-            b_out, b_lse = load_own_rows(p_out, p_lse, first_head, item, m, strides, config)
-            o_d, mask = row_elements(m, config)
-            tl.store(p_part + item[:, None] * config.D + o_d[None, :], sendable(bits_of(b_out)), mask=mask)
-            tl.store(p_part_lse + item, sendable(bits_of(b_lse)), mask=m)
+        meet(peers.signals, rank, config)
+    send_rows(p_out, p_lse, begin, rank, items, strides, peers, config)
     own_head = rank * config.HEADS if config.SHARDED else 0
     for first in range(begin, items, stride):
         item = (first + tl.arange(0, ROWS)).to(tl.int64)
         m = item < items
+        own_out, own_lse = load_own_rows(p_out, p_lse, own_head, item, m, strides, config)
+        if first + stride < items:
+            send_rows(p_out, p_lse, first + stride, rank, items, strides, peers, config)
         acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         highest = total - float("inf")
         # In the order of ranks, on every rank: the same bits.
         for source in tl.static_range(0, WORLD):
-            if source == rank:
-                b_out, b_lse = load_own_rows(p_out, p_lse, own_head, item, m, strides, config)
-            else:
+            b_out, b_lse = own_out, own_lse
+            if source != rank:
                 p_part, p_part_lse = place_of_part(peers.buffers[0], source, items, p_out, config)
                 b_out, b_lse = take_rows(p_part, p_part_lse, item, m, p_out, config)
             # FlashMLA writes +inf where a rank saw no key; what such a part holds, NaN perhaps, does not count.
@@ -228,6 +244,20 @@ def exchange_and_merge(
         tl.store(p_merged_lse + item, merged_lse, mask=m)
 
 
+@triton.jit
+def send_words(p_x, p_whole, tile, rank, width, s_row, strides, peers, config: tl.constexpr):
+    """A tile of x to every rank's memory, and to this one's result."""
+    WORLD: tl.constexpr = config.WORLD
+    chunks = (width + config.BLOCK - 1) // config.BLOCK
+    row = tl.cast(tile // chunks, tl.int64)
+    o_x = (tile % chunks) * config.BLOCK + tl.arange(0, config.BLOCK)
+    bits = sendable(tl.load(p_x + row * s_row + o_x, mask=o_x < width))
+    for step in tl.static_range(1, WORLD):
+        p_theirs = tl.multiple_of(tl.cast(peers.buffers[step], p_x.dtype), 16)
+        tl.store(p_theirs + (row * WORLD + rank) * width + o_x, bits, mask=o_x < width)
+    tl.store(p_whole + row * strides.row + rank * strides.rank + o_x, bits, mask=o_x < width)
+
+
 @triton.jit(do_not_specialize=["rank", "rows"])
 def gather_rows(p_x, p_whole, rank, rows, width, s_row, strides, peers, config: tl.constexpr):
     """Rows of every rank, x [rows, width] as integers, to whole [rows, WORLD, width]: by way of its memory.
@@ -239,18 +269,14 @@ def gather_rows(p_x, p_whole, rank, rows, width, s_row, strides, peers, config: 
     WORLD: tl.constexpr = config.WORLD
     BLOCK: tl.constexpr = config.BLOCK
     chunks = (width + BLOCK - 1) // BLOCK
+    tiles, stride = rows * chunks, tl.num_programs(0)
     if not config.READY:
-        meet(peers.signals, rank, WORLD)
-    for tile in range(tl.program_id(0), rows * chunks, tl.num_programs(0)):
-        row = tl.cast(tile // chunks, tl.int64)
-        o_x = (tile % chunks) * BLOCK + tl.arange(0, BLOCK)
-        bits = sendable(tl.load(p_x + row * s_row + o_x, mask=o_x < width))
-        tl.store(p_whole + row * strides.row + rank * strides.rank + o_x, bits, mask=o_x < width)
-        for step in tl.static_range(1, WORLD):
-            p_theirs = tl.multiple_of(tl.cast(peers.buffers[step], p_x.dtype), 16)
-            tl.store(p_theirs + (row * WORLD + rank) * width + o_x, bits, mask=o_x < width)
+        meet(peers.signals, rank, config)
+    send_words(p_x, p_whole, tl.program_id(0), rank, width, s_row, strides, peers, config)
     p_memory = tl.multiple_of(tl.cast(peers.buffers[0], p_x.dtype), 16)
-    for tile in range(tl.program_id(0), rows * chunks, tl.num_programs(0)):
+    for tile in range(tl.program_id(0), tiles, stride):
+        if tile + stride < tiles:
+            send_words(p_x, p_whole, tile + stride, rank, width, s_row, strides, peers, config)
         row = tl.cast(tile // chunks, tl.int64)
         o_x = (tile % chunks) * BLOCK + tl.arange(0, BLOCK)
         for step in tl.static_range(1, WORLD):

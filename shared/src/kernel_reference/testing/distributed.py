@@ -44,8 +44,8 @@ from kernel_reference import collectives, peers
 # Ranks whose peer is gone say so at once: time for the one that failed first to say it.
 _GRACE_S = 0.5
 _END_S = 2.0
-# So few that a program has more than one tile.
-_COUNTERS_BYTES = 64
+# So few that programs share counters, and have more than one tile.
+_COUNTERS_BYTES, _MOST_PROGRAMS = 32, 5
 
 
 class _InFile(NamedTuple):
@@ -190,6 +190,7 @@ def peers_of_one_machine(buffers: torch.Tensor) -> Iterator[None]:
         for place, name, value in (
             (collectives, "_workspace", lambda *_: _Memory(rank, buffers)),
             (collectives, "_side_stream", lambda _: stream),
+            (peers, "_MOST_PROGRAMS", _MOST_PROGRAMS),
             (peers, "_memory", partial(_memory_of_kernels, rank, buffers)),
             (torch.cuda, "stream", lambda _: nullcontext()),
             (torch.cuda, "current_stream", lambda _: stream),

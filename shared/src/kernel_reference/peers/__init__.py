@@ -9,11 +9,10 @@ the first call of a size synchronises all ranks, and belongs outside a capture.
 Calls over one group follow each other on the device, in the same order on every rank, as those of one stream do: they
 share memory and counters. Streams whose calls may overlap need a group each.
 
-What a rank writes to has been read. A rank passes a call only when each program of the others has entered it, and that
-program's stream has ended the call before: so a rank is never more than one call ahead, and a counter never above 2.
-Partial results are written behind a meeting of that call, or behind the heads' gathering, for which the others write
-when they have read the last ones. Heads are written behind the exchange before, for which the others write when they
-have read theirs.
+What a rank writes to has been read. A rank passes a call only when a program of each other rank has entered it, whose
+stream has ended the call before: so a rank is never more than one call ahead. Partial results are written behind a
+meeting of that call, or behind the heads' gathering, for which the others write when they have read the last ones.
+Heads are written behind the exchange before, for which the others write when they have read theirs.
 """
 
 from __future__ import annotations

@@ -59,56 +59,119 @@ def walk_of(p_list, o_entry, o_end, start, context, length, left, config: gl.con
 
 
 @gluon.jit
-def keys_of(walk, entry, end, config: gl.constexpr):
-    """The position of the keys of an entry, of one list or of each [LISTS], and NOWHERE after the list's end.
+def column_of(walk, entry, end, config: gl.constexpr):
+    """The column of an entry, of one list or of each [LISTS]: -1 after the list's end."""
+    PER_BLOCK: gl.constexpr = config.K_BLOCK // config.PIECE
+    return gl.load(walk.col + entry // PER_BLOCK, mask=entry < end, other=-1)
+
+
+@gluon.jit
+def keys_at(walk, entry, end, column, config: gl.constexpr):
+    """The position of the keys of an entry, of which ``column_of`` is the column, and NOWHERE after the list's end.
 
     Columns that are not there come just before NOWHERE, where no row sees them.
     """
     PER_BLOCK: gl.constexpr = config.K_BLOCK // config.PIECE
-    inside = entry < end
-    column = gl.load(walk.col + entry // PER_BLOCK, mask=inside, other=-1)
     at = column * config.K_BLOCK + entry % PER_BLOCK * config.PIECE
     at = gl.where((column >= 0) & (column < walk.columns), at, NOWHERE - 1)
-    return gl.where(inside, at, NOWHERE)
+    return gl.where(entry < end, at, NOWHERE)
+
+
+@gluon.jit
+def keys_of(walk, entry, end, config: gl.constexpr):
+    return keys_at(walk, entry, end, column_of(walk, entry, end, config), config)
+
+
+class Run(NamedTuple):
+    """Pieces one behind the other that the same lists have: where the first is, how many, and those lists as bits."""
+
+    at: Any
+    count: Any
+    bits: Any
 
 
 @gluon.jit
 def positions(walk, entries, config: gl.constexpr):
-    """``keys_of`` of each list."""
+    """What is known of the first entry of each list; with TABLE what is left of a run of pieces too, none as yet."""
     if config.UNIFORM:
         at = (keys_of(walk, entries[0], walk.end[0], config), keys_of(walk, entries[1], walk.end[1], config))
     else:
-        at = keys_of(walk, entries, walk.end, config)
+        at = column_of(walk, entries, walk.end, config)
+        if config.TABLE:
+            at = (at, Run(walk.start * 0, walk.start * 0, walk.start * 0))
     return at
 
 
 @gluon.jit
-def next_piece(walk, o_entry, o_at, config: gl.constexpr):
-    """The next piece that a row of some list sees: its position, or NOWHERE, and the lists that have it, as bits.
+def pieces_alike(walk, o_entry, o_at, wanted, least, config: gl.constexpr):
+    """How many pieces the lists at ``least`` have one behind the other there, and no others: at least one."""
+    PER_BLOCK: gl.constexpr = config.K_BLOCK // config.PIECE
+    mine = o_at == least
+    # Up to the end of the block, of the list, of what its rows see, or to where another list goes on.
+    count = gl.minimum(PER_BLOCK - o_entry % PER_BLOCK, walk.end - o_entry)
+    count = gl.where(wanted, gl.minimum(count, (walk.last - least) // config.PIECE + 1), count)
+    count = gl.where(mine, count, (o_at - least) // config.PIECE)
+    count = gl.maximum(gl.min(count, 0), 1)
+    if config.HAS_LEFT:
+        count = gl.where(least + (config.PIECE - 1) >= walk.low, count, 1)
+    return count
 
-    All lists are walked once, in whatever order they are; rising ones meet where they list the same. ``o_at`` are the
-    positions of the entries ``o_entry``.
+
+@gluon.jit
+def next_run(walk, o_entry, o_column, config: gl.constexpr):
+    """The next pieces that a row of some list sees, one but with TABLE: its position is NOWHERE after the last.
+
+    All lists are walked once, in whatever order they are; rising ones meet where they list the same. ``o_column`` are
+    the columns of the entries ``o_entry``, loaded ahead: nothing waits for them before the next run is looked for.
     """
     o_bit = bits_of_lists(config)
     bits = walk.start * 0
     least = bits
+    count = bits + 1
     searching = bits == 0
     while searching:
+        o_at = keys_at(walk, o_entry, walk.end, o_column, config)
         least = gl.min(o_at, 0)
         mine = o_at == least
         wanted = mine & (least <= walk.last)
         if config.HAS_LEFT:
             wanted = wanted & (least + (config.PIECE - 1) >= walk.low)
         bits = gl.sum(gl.where(wanted, o_bit, 0), 0)
-        o_entry += mine.to(gl.int32)
-        o_at = keys_of(walk, o_entry, walk.end, config)
+        if config.TABLE and config.K_BLOCK > config.PIECE:
+            count = pieces_alike(walk, o_entry, o_at, wanted, least, config)
+        o_entry += gl.where(mine, count, 0)
+        o_column = column_of(walk, o_entry, walk.end, config)
         searching = (bits == 0) & (least < NOWHERE)
-    return least, bits, o_entry, o_at
+    return Run(least, count, bits), o_entry, o_column
+
+
+@gluon.jit
+def tile_of_runs(walk, o_entry, ahead, config: gl.constexpr):
+    """``next_tile`` of a table: a run is looked for once, however many of its pieces a tile takes."""
+    PIECES: gl.constexpr = config.BLOCK_N // config.PIECE
+    o_piece = lanes()
+    o_column, run = ahead
+    at = o_piece * 0 + NOWHERE
+    bits = o_piece * 0
+    filled = walk.start * 0
+    while filled < PIECES:
+        if run.count == 0:
+            run, o_entry, o_column = next_run(walk, o_entry, o_column, config)
+        taken = gl.minimum(run.count, PIECES - filled)
+        if run.at == NOWHERE:
+            taken = PIECES - filled
+        else:
+            here = (o_piece >= filled) & (o_piece < filled + taken)
+            at = gl.where(here, run.at + (o_piece - filled) * config.PIECE, at)
+            bits = gl.where(here, run.bits, bits)
+            run = Run(run.at + taken * config.PIECE, run.count - taken, run.bits)
+        filled += taken
+    return at, bits, o_entry, (o_column, run)
 
 
 @gluon.jit
 def next_of_two(walk, entries, at_entries, config: gl.constexpr):
-    """``next_piece`` of two lists. Were bits made in the loop, ptxas would no longer take numbers for uniform."""
+    """``next_run`` of two lists. Were bits made in the loop, ptxas would no longer take numbers for uniform."""
     entry_a, entry_b = entries
     at_a, at_b = at_entries
     least = at_a
@@ -135,23 +198,18 @@ def next_of_two(walk, entries, at_entries, config: gl.constexpr):
 
 @gluon.jit
 def next_tile(walk, entries, at_entries, config: gl.constexpr):
-    """The pieces of the next tile, as ``next_piece`` has them one by one, and as ``piece_of`` takes them."""
-    PIECES: gl.constexpr = config.BLOCK_N // config.PIECE
-    o_piece = lanes()
+    """The pieces of the next tile, as ``piece_of`` takes them, and which lists have each, as bits."""
     at = ()
     bits = ()
     if config.TABLE:
-        at = o_piece * 0 + NOWHERE
-        bits = o_piece * 0
-    for i_piece in gl.static_range(PIECES):
-        if config.UNIFORM:
-            one, its_bits, entries, at_entries = next_of_two(walk, entries, at_entries, config)
-        else:
-            one, its_bits, entries, at_entries = next_piece(walk, entries, at_entries, config)
-        if config.TABLE:
-            at = gl.where(o_piece == i_piece, one, at)
-            bits = gl.where(o_piece == i_piece, its_bits, bits)
-        else:
+        at, bits, entries, at_entries = tile_of_runs(walk, entries, at_entries, config)
+    else:
+        for _ in gl.static_range(config.BLOCK_N // config.PIECE):
+            if config.UNIFORM:
+                one, its_bits, entries, at_entries = next_of_two(walk, entries, at_entries, config)
+            else:
+                run, entries, at_entries = next_run(walk, entries, at_entries, config)
+                one, its_bits = run.at, run.bits
             at = at + (one,)
             bits = bits + (its_bits,)
     return at, bits, entries, at_entries

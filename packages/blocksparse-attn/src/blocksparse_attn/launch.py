@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
+from math import prod
 from typing import Any
 
 import torch
@@ -42,10 +43,11 @@ from blocksparse_attn.plan import (
     tokens_per_tile,
 )
 from kernel_reference.checks import fail
-from kernel_reference.dispatch import allocator
-from kernel_reference.integers import power_of_two_at_least, power_of_two_in
+from kernel_reference.dispatch import allocator_of
+from kernel_reference.integers import cdiv, power_of_two_at_least, power_of_two_in
 from kernel_reference.launching import (
     Launch,
+    Run,
     TmaBox,
     TmaLaunch,
     by_alignment,
@@ -71,29 +73,26 @@ def device_limits(device: torch.device) -> DeviceLimits:
     return DeviceLimits(cores=found.cores, shared_memory=found.shared_memory, hopper=hopper)
 
 
-def prepare_attend(problem: Problem, plan: AttentionPlan | None, tensors: Tensors) -> Callable[..., None]:
+def prepare_attend(problem: Problem, plan: AttentionPlan | None, tensors: Tensors) -> Run:
     """A prepared launch, called with the op's sixteen tensors; ``plan`` None: the one made for their device.
 
     Calls whose q, k and v are not all 16-byte aligned have a plan of their own.
     """
     if not problem.tokens:
-        return launch_nothing
+        return Run(launch_nothing, lambda *_: True)
     device = tensors.q.device
     forms = Tensors(*map(without_memory, tensors))  # type: ignore[arg-type]
 
-    def make(aligned: bool) -> Callable[..., None]:
+    def make(aligned: bool) -> Run:
         here = replace(problem, tma=problem.tma and aligned)
         chosen = plan_attention(here, device_limits(device)) if plan is None else plan
         if chosen.hopper and not here.tma:
             wanted = "without hopper where softmax_scale is below 0, or queries, keys or values are"
             fail("plan", f"{wanted} not 16-byte aligned and of strides of whole 16 bytes", chosen)
-        attend: Callable[..., None] = _attend(here, chosen, forms, device)
-        if merges_lists(here, chosen):
-            attend = _with_merged(attend, here, chosen, device)
+        launch = _attend(here, chosen, forms, device)
+        attend = _with_merged(launch, here, chosen, device) if merges_lists(here, chosen) else launch
         if chosen.num_splits == 1:
-            # A kernel is the same with splits and without: there are always pointers to partial results.
-            no_part = nothing(device)
-            return lambda *sixteen: attend(*sixteen, no_part, no_part)
+            return without_parts(attend, device)
         return _in_parts(attend, here, chosen, forms, device)
 
     return by_alignment(make, slice(3))
@@ -264,9 +263,36 @@ def _persistent_programs(device: torch.device) -> int:
     return device_limits(device).cores if device.type == "cuda" else 3
 
 
-def _new(size: tuple[int, ...], device: torch.device) -> Callable[[], Tensor]:
-    """What makes a workspace in the least host time."""
-    return allocator(torch.empty(size, dtype=torch.float32, device=device))
+class Parts:
+    """What makes room for partial results in the least host time: outputs [splits, tokens, heads, Dv] and lse [splits,
+    heads, tokens], in float32."""
+
+    def __init__(self, splits: int, tokens: int, heads: int, head_dim_v: int, device: torch.device) -> None:
+        # lse comes first, as many as make whole 16 bytes.
+        self._lse = (splits, heads, tokens)
+        self._begin = cdiv(splits * heads * tokens, 4) * 4
+        self._out = (splits, tokens, heads, head_dim_v)
+        total = self._begin + splits * tokens * heads * head_dim_v
+        self._new = allocator_of((total,), (1,), torch.float32, device)
+
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        room = self._new()
+        return room[self._begin :].view(self._out), room[: prod(self._lse)].view(self._lse)
+
+    def room(self) -> tuple[Tensor, int, int]:
+        """What must be kept until all is launched, and the addresses of both."""
+        room = self._new()
+        begin = room.data_ptr()
+        return room, begin + 4 * self._begin, begin
+
+
+def without_parts(attend: Launch | Run, device: torch.device) -> Run:
+    """A launch of results. A kernel is the same with splits and without: it is always given partial results."""
+    no_part = nothing(device)
+    nowhere = no_part.data_ptr()
+    return Run(
+        lambda *tensors: attend(*tensors, no_part, no_part), lambda *pointers: attend.at(*pointers, nowhere, nowhere)
+    )
 
 
 def merge_config(
@@ -280,19 +306,20 @@ def merge_config(
     )  # fmt: skip
 
 
-def _with_merged(
-    attend: Callable[..., None], problem: Problem, plan: AttentionPlan, device: torch.device
-) -> Callable[..., None]:
+def _with_merged(attend: Launch, problem: Problem, plan: AttentionPlan, device: torch.device) -> Run:
     """A launch whose programs have room to merge the lists of their rows in: a column, and its rows, for each that a
     split may see."""
-    size = (programs_of(problem, plan), 2, merged_width(problem, plan))
-    new_merged = allocator(torch.empty(size, dtype=torch.int32, device="meta"), device)
-    return lambda *eighteen: attend(*eighteen, new_merged())
+    size = programs_of(problem, plan) * 2 * merged_width(problem, plan)
+    new_merged = allocator_of((size,), (1,), torch.int32, device)
+
+    def at(*eighteen: int | None) -> bool:
+        merged = new_merged()
+        return attend.at(*eighteen, merged.data_ptr())
+
+    return Run(lambda *eighteen: attend(*eighteen, new_merged()), at)
 
 
-def _in_parts(
-    attend: Callable[..., None], problem: Problem, plan: AttentionPlan, forms: Tensors, device: torch.device
-) -> Callable[..., None]:
+def _in_parts(attend: Launch | Run, problem: Problem, plan: AttentionPlan, forms: Tensors, device: torch.device) -> Run:
     """Split-KV: a launch that leaves partial results and one that merges them; called with the sixteen tensors."""
     heads, size_v = problem.num_heads, problem.head_dim_v
     s_out = _batched(forms.out.stride())
@@ -304,12 +331,25 @@ def _in_parts(
     )  # fmt: skip
     grid = (problem.tokens * heads, 1, 1)
     merging = Launch(merge.merge, grid, rest, device, group=_grouped_for_merging(problem.padded), num_warps=1)
-    new_part = _new((plan.num_splits, problem.tokens, heads, size_v), device)
-    new_part_lse = _new((plan.num_splits, heads, problem.tokens), device)
+    parts = Parts(plan.num_splits, problem.tokens, heads, size_v, device)
+    return in_parts(attend, merging, parts, lambda *sixteen: sixteen[5:])
 
-    def run(*sixteen: Tensor | None) -> None:
-        part, part_lse = new_part(), new_part_lse()
-        attend(*sixteen, part, part_lse)
-        merging(*sixteen[5:], part, part_lse)
 
-    return run
+def in_parts(attend: Launch | Run, merging: Launch, parts: Parts, to_merge: Callable[..., tuple[Any, ...]]) -> Run:
+    """Both launches, over room for partial results; ``to_merge``: those of the first one's tensors that the second is
+    given too."""
+
+    def run(*tensors: Tensor | None) -> None:
+        both = parts.tensors()
+        attend(*tensors, *both)
+        merging(*to_merge(*tensors), *both)
+
+    def at(*pointers: int | None) -> bool:
+        # The memory itself is kept until both are launched.
+        room = parts.room()
+        both = room[1:]
+        if not (merging.is_ready() and attend.at(*pointers, *both)):
+            return False
+        return merging.at(*to_merge(*pointers), *both)
+
+    return Run(run, at)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from blocksparse_attn.choosing import reference
-from kernel_reference.dispatch import PreparedLaunches, implement, launch_module
+from kernel_reference.dispatch import PreparedLaunches, implement, launch_module, runs_now
 
 Tensor = torch.Tensor
 
@@ -46,7 +46,9 @@ def chosen(
     counts = torch.empty(scores.shape[0], dtype=torch.int32, device=scores.device)
     reach = possible if isinstance(possible, Reach) else Reach()
     given = None if isinstance(possible, Reach) else possible
-    torch.ops.blocksparse_attn.choose(scores, given, indices, counts, topk, local, sink, within, *reach)
+    tensors = (scores, given, indices, counts)
+    choose = _kernel if runs_now(tensors) else torch.ops.blocksparse_attn.choose
+    choose(*tensors, topk, local, sink, within, *reach)
     return indices, counts
 
 
@@ -55,7 +57,9 @@ def packed(indices: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     heads, rows, width = indices.shape
     crow = torch.empty(heads, rows + 1, dtype=torch.int32, device=indices.device)
     col = torch.empty(heads, rows * width, dtype=torch.int32, device=indices.device)
-    torch.ops.blocksparse_attn.pack(indices, counts, crow, col)
+    tensors = (indices, counts, crow, col)
+    pack = _pack_kernel if runs_now(tensors) else torch.ops.blocksparse_attn.pack
+    pack(*tensors)
     return crow, col
 
 

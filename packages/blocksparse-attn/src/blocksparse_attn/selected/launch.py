@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,32 +18,32 @@ from blocksparse_attn.kernels.selected import (
     attend_selected,
     unite_lists,
 )
-from blocksparse_attn.launch import device_limits, merge_config
+from blocksparse_attn.launch import Parts, device_limits, in_parts, merge_config, without_parts
 from blocksparse_attn.selected.arguments import Tensors
 from blocksparse_attn.selected.by_blocks import prepare_by_blocks
 from blocksparse_attn.selected.plan import Problem, SelectedPlan, head_tiles, num_slots, plan_selected
-from kernel_reference.dispatch import allocator
+from kernel_reference.dispatch import allocator_of
 from kernel_reference.integers import power_of_two_at_least
-from kernel_reference.launching import Launch, by_alignment, launch_nothing, without_memory
-from kernel_reference.memory import nothing
+from kernel_reference.launching import Launch, Run, by_alignment, launch_nothing, without_memory
 
 Tensor = torch.Tensor
 Pointer = Tensor | int | None
 
 
-def prepare_selected(problem: Problem, plan: SelectedPlan | None, tensors: Tensors) -> Callable[..., None]:
+def prepare_selected(problem: Problem, plan: SelectedPlan | None, tensors: Tensors) -> Run:
     """A prepared launch, called with the op's twelve tensors; ``plan`` None: the one made for their device."""
     if not problem.tokens:
-        return launch_nothing
+        return Run(launch_nothing, lambda *_: True)
     device = tensors.q.device
     forms = Tensors(*map(without_memory, tensors))  # type: ignore[arg-type]
     chosen = plan_selected(problem, device_limits(device)) if plan is None else plan
     if chosen.by_blocks:
-        return prepare_by_blocks(problem, chosen, forms, device)
+        # Long prompts, whose host time shows nowhere.
+        return Run(prepare_by_blocks(problem, chosen, forms, device), lambda *_: False)
     if chosen.pairs:
         there = all(_lies_in_pairs(cache) for cache in (forms.k_cache, forms.v_cache))
 
-        def make(aligned: bool) -> Callable[..., None]:
+        def make(aligned: bool) -> Run:
             return _prepare(problem, replace(chosen, pairs=aligned and there), forms, device)
 
         return by_alignment(make, slice(1, 3))
@@ -57,35 +56,23 @@ def _lies_in_pairs(cache: Tensor) -> bool:
     return last == 1 and all(stride % 2 == 0 for stride in strides)
 
 
-def _prepare(problem: Problem, chosen: SelectedPlan, forms: Tensors, device: torch.device) -> Callable[..., None]:
+def _prepare(problem: Problem, chosen: SelectedPlan, forms: Tensors, device: torch.device) -> Run:
     """The launches of a plan that walks each token's list."""
     attend = _attend(problem, chosen, forms, device)
     if chosen.num_splits == 1:
-        # A kernel is the same with splits and without: there are always pointers to partial results.
-        no_part = nothing(device)
-
-        def attend_at_once(*twelve: Tensor | None) -> None:
-            attend(twelve, no_part, no_part)
-
-        return attend_at_once
-    merging = _merge(problem, chosen, forms, device)
-    size = (chosen.num_splits, problem.tokens, problem.num_heads, problem.head_dim_v)
-    lse_size = (chosen.num_splits, problem.num_heads, problem.tokens)
-    new_part, new_part_lse = (
-        allocator(torch.empty(shape, dtype=torch.float32, device=device)) for shape in (size, lse_size)
-    )
-
-    def run(*twelve: Tensor | None) -> None:
-        part, part_lse = new_part(), new_part_lse()
-        attend(twelve, part, part_lse)
-        merging(*twelve[5:8], *twelve[10:], part, part_lse)
-
-    return run
+        return without_parts(attend, device)
+    parts = Parts(chosen.num_splits, problem.tokens, problem.num_heads, problem.head_dim_v, device)
+    return in_parts(attend, _merge(problem, chosen, forms, device), parts, _to_merge)
 
 
-def _attend(
-    problem: Problem, plan: SelectedPlan, forms: Tensors, device: torch.device
-) -> Callable[[tuple[Tensor | None, ...], Tensor, Tensor], None]:
+def _to_merge(
+    q: Pointer, k: Pointer, v: Pointer, indices: Pointer, table: Pointer, cu: Pointer, lengths: Pointer,
+    sinks: Pointer, k_scale: Pointer, v_scale: Pointer, out: Pointer, lse: Pointer,
+) -> tuple[Pointer, ...]:  # fmt: skip
+    return cu, lengths, sinks, out, lse
+
+
+def _attend(problem: Problem, plan: SelectedPlan, forms: Tensors, device: torch.device) -> Run:
     """The launches of results or partial results, called with the twelve tensors and the two of partial results.
 
     Tiles of several tokens have a launch before them, which unites their lists, and may have one beside them, for
@@ -93,11 +80,11 @@ def _attend(
     """
     attend = _walk(problem, plan, plan, forms, device)
     if plan.packed == 1:
-        return lambda twelve, part, part_lse: attend(*twelve, part, part_lse, None)
+        return Run(lambda *fourteen: attend(*fourteen, None), lambda *fourteen: attend.at(*fourteen, None))
     config = attend.rest[-1]
     slots = num_slots(problem, plan)
     entries = slots * problem.num_heads_kv * (int(HEADER) + 2 * config.TOKENS * config.TOPK_P)
-    new_work = allocator(torch.empty(entries, dtype=torch.int32, device=device))
+    new_work = allocator_of((entries,), (1,), torch.int32, device)
     unite = Launch(
         unite_lists, (slots * problem.num_heads_kv, 1, 1),
         (problem.tokens, problem.sequences, problem.capacity, forms.indices.stride()[:2], config), device,
@@ -107,13 +94,18 @@ def _attend(
     if plan.alone_n:
         walks.append(_walk(problem, plan.alone(problem), plan, forms, device))
 
-    def run(twelve: tuple[Tensor | None, ...], part: Tensor, part_lse: Tensor) -> None:
+    def run(*fourteen: Tensor | None) -> None:
         work = new_work()
-        unite(twelve[3], twelve[5], twelve[6], work)
+        unite(fourteen[3], *fourteen[5:7], work)
         for walk in walks:
-            walk(*twelve, part, part_lse, work)
+            walk(*fourteen, work)
 
-    return run
+    def at(*fourteen: int | None) -> bool:
+        room = new_work()
+        work = room.data_ptr()
+        return unite.at(fourteen[3], *fourteen[5:7], work) and all([walk.at(*fourteen, work) for walk in walks])
+
+    return Run(run, at)
 
 
 def _walk(problem: Problem, plan: SelectedPlan, whole: SelectedPlan, forms: Tensors, device: torch.device) -> Launch:

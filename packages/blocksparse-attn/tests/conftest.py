@@ -545,6 +545,43 @@ class SelectedBatch:
             torch.testing.assert_close(got[seen].double(), want[seen], atol=2e-5, rtol=2e-5)
 
 
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[Any]]]:
+    """What a prepared launch starts on tensors, and what on their addresses: kernels, grids and arguments.
+
+    Nothing runs, and room for partial results is the same each time.
+    """
+    from blocksparse_attn import launch
+    from blocksparse_attn.selected import launch as selected_launch
+    from kernel_reference.launching import Launch
+    from kernel_reference.starting import Starter
+
+    seen: list[Any] = []
+
+    def find(self: Launch, _: Any) -> None:
+        def start(*given: Any) -> None:
+            seen.append((self.kernel.fn.__name__, *given))
+
+        self._kept.take(("compiled", Starter(start, lambda *_: (), lambda: False)))
+
+    def allocator_of(size: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
+        room = torch.empty(size, dtype=dtype, device=device)
+        return lambda: room
+
+    monkeypatch.setattr(Launch, "_find", find)
+    for module in (launch, selected_launch):
+        monkeypatch.setattr(module, "allocator_of", allocator_of)
+
+    def both(run: Any, tensors: Sequence[Tensor | None]) -> list[list[Any]]:
+        run(*tensors)
+        by_tensors = seen.copy()
+        seen.clear()
+        assert run.at(*[tensor if tensor is None else tensor.data_ptr() for tensor in tensors])
+        return [by_tensors, seen]
+
+    return both
+
+
 @pytest.fixture(scope="session", autouse=True)
 def on_one_thread(one_thread: None) -> None:
     """Products are so small here that a second thread costs more than it saves."""

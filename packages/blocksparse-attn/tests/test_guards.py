@@ -531,6 +531,22 @@ def test_pointers_reach_a_kernel_in_the_places_of_their_tensors(padded, by_tma) 
     assert numbers_in(named) == ((9, 10, 11, 12) if padded else (5, None, 6, 8), 13, (14, 15, 16, 17))
 
 
+@pytest.mark.parametrize(
+    ("plan", "kernels"),
+    [
+        (lists(), ["attend_lists"]),
+        (lists(num_splits=2), ["attend_lists", "merge"]),
+        (packed(16, 32, 4, 3, 4), ["attend_packed", "merge"]),
+    ],
+    ids=["at once", "in parts", "merged lists in parts"],
+)
+def test_addresses_start_what_their_tensors_would(tensors, started, plan, kernels) -> None:
+    batch = tensors.batch([(3, 30), (2, 9)], kind="paged")
+    by_tensors, by_addresses = started(batch.prepare(plan), batch.tensors)
+    assert [kernel for kernel, *_ in by_tensors] == kernels
+    assert by_addresses == by_tensors
+
+
 # What only a GPU shows
 
 

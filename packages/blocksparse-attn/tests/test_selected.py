@@ -43,10 +43,10 @@ def blockwise(rows: int = 16, keys: int = 16, stages: int = 1, tokens: int = 409
 
 
 @pytest.fixture
-def run(device: torch.device) -> Callable[..., None]:
-    """The kernel itself, with a plan of the caller's, into guarded memory."""
+def prepared(device: torch.device) -> Callable[..., tuple[Any, Tensors]]:
+    """The launch of a plan of the caller's, and the tensors that it is called with."""
 
-    def run(batch: Any, plan: SelectedPlan) -> None:
+    def prepared(batch: Any, plan: SelectedPlan) -> tuple[Any, Tensors]:
         from blocksparse_attn.selected import launch
 
         o = batch.options
@@ -60,9 +60,20 @@ def run(device: torch.device) -> Callable[..., None]:
         options = Options(o["block_size"], o["page_layout"], o["causal"], batch.q.shape[2] ** -0.5, *factors)
         problem = check_selected(tensors, options)
         assert plan.covers(problem)
-        launch.prepare_selected(problem, plan, tensors)(*tensors)
+        return launch.prepare_selected(problem, plan, tensors), tensors
+
+    return prepared
+
+
+@pytest.fixture
+def run(prepared: Callable[..., tuple[Any, Tensors]]) -> Callable[..., None]:
+    """The kernel itself, into guarded memory."""
+
+    def run(batch: Any, plan: SelectedPlan) -> None:
+        launched, tensors = prepared(batch, plan)
+        launched(*tensors)
         batch.out.check()
-        batch.check(batch.out.tensor, lse)
+        batch.check(batch.out.tensor, tensors.lse)
 
     return run
 
@@ -98,6 +109,21 @@ CASES: dict[str, tuple[SelectedPlan, dict[str, Any]]] = {
 @pytest.mark.parametrize(("chosen", "options"), CASES.values(), ids=CASES)
 def test_the_kernel_matches_the_oracle(selected, run, chosen, options) -> None:
     run(selected(LENGTHS, **options), chosen)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "kernels"),
+    [
+        (plan(), ["attend_selected"]),
+        (plan(splits=3), ["attend_selected", "merge"]),
+        (plan(16, 16, 2, 4, 5, 32), ["unite_lists", "attend_selected", "attend_selected", "merge"]),
+    ],
+    ids=["at once", "in parts", "four tokens at a time, or one"],
+)
+def test_addresses_start_what_their_tensors_would(selected, prepared, started, chosen, kernels) -> None:
+    by_tensors, by_addresses = started(*prepared(selected(LENGTHS, topk=4), chosen))
+    assert [kernel for kernel, *_ in by_tensors] == kernels
+    assert by_addresses == by_tensors
 
 
 @pytest.mark.parametrize(("heads", "seed"), [((1, 1), 189), ((2, 1), 190)], ids=["one row", "two rows"])

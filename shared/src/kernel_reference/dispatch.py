@@ -24,7 +24,8 @@ from __future__ import annotations
 import importlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -330,3 +331,14 @@ def allocator_of(
     if _empty_strided_cuda is not None and device.type == "cuda" and torch.cuda.device_count() == 1:
         return partial(_empty_strided_cuda, size, stride, dtype)
     return partial(torch.empty_strided, size, stride, dtype=dtype, device=device)
+
+
+def fresh(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An uninitialised, contiguous tensor for a call that :func:`runs_now`, in less host time than torch.empty."""
+    return _contiguous(size, dtype, device)()
+
+
+@lru_cache(1024)
+def _contiguous(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
+    strides = [*accumulate(reversed(size[1:]), lambda stride, count: stride * max(1, count), initial=1)]
+    return allocator_of(size, tuple(reversed(strides[: len(size)])), dtype, device)

@@ -29,7 +29,7 @@ from kernel_reference.checks import (
     values_are_checked,
 )
 from kernel_reference.differentiable import are_wanted
-from kernel_reference.dispatch import runs_now
+from kernel_reference.dispatch import fresh, runs_now
 from kernel_reference.paging import LAYOUTS
 from kernel_reference.plans import plan_as_ints
 from kernel_reference.transforms import are_active, refuse_derivatives
@@ -243,7 +243,8 @@ def blocksparse_attention(
             refuse_derivatives(**_named(*inputs, out))
         most = _most_queries(q, max_seqlen_q, q_starts is None and q_ends is None, layout)
         size = v.shape[2] if block_table is not None and page_layout == "x-packed" else v.shape[-1]
-        result = q.new_empty((*q.shape[:-1], size)) if out is None else out
+        now = out is None and runs_now(inputs)
+        result = _new(q, size, now) if out is None else out
         lse = q.new_empty(arguments.lse_shape(q), dtype=torch.float32) if return_lse else None
     except REFUSALS:
         check_dense(**_named(*inputs, out))
@@ -251,7 +252,7 @@ def blocksparse_attention(
         arguments.check_q(q)
         raise
     _call(
-        out, (*inputs, result, lse),
+        now, out, (*inputs, result, lse),
         (most, layout.q_block, layout.k_block, page_layout, q.shape[-1] ** -0.5 if scale is None else scale, left,
          right, softcap, splits, ints), _NAMES,
     )  # fmt: skip
@@ -336,7 +337,8 @@ def blocksparse_flash_attn_varlen_fwd(
         if are_active() or torch.is_grad_enabled():
             refuse_derivatives(**named)
         cu_seqlens_q, most = _queries(q, k, cu_seqlens_k, cu_seqlens_q)
-        result = q.new_empty((*q.shape[:-1], v.shape[-1]))
+        now = runs_now((q, k, v, crow, col, cu_seqlens_q, cu_seqlens_k))
+        result = _new(q, v.shape[-1], now)
     except REFUSALS:
         check_dense(**named)
         arguments.check_q(q)
@@ -345,7 +347,7 @@ def blocksparse_flash_attn_varlen_fwd(
         fail("q", "[T, Hq, D]", describe(q))
     most = min(most, longest if max_seqlen is None else max_seqlen)
     _call(
-        None, (q, k, v, crow, col, cu_seqlens_q, cu_seqlens_k, *(None,) * 7, result, None),
+        now, None, (q, k, v, crow, col, cu_seqlens_q, cu_seqlens_k, *(None,) * 7, result, None),
         (most, q_block, k_block, "NHD", q.shape[-1] ** -0.5 if scale is None else scale, -1, 0, 0.0, 0, None),
         _NAMES_OF_PAIRS if isinstance(sparse_layout, (tuple, list)) else _NAMES_OF_ENGINES,
         _REQUIRED | {"cu_seqlens_k"},
@@ -372,15 +374,22 @@ def _named(*tensors: Any, required: frozenset[str] = _REQUIRED) -> dict[str, Any
     return {name: tensor for name, tensor in named.items() if tensor is not None or name in required}
 
 
+def _new(q: Tensor, head_dim_v: int, now: bool) -> Tensor:
+    """What results are written to."""
+    size = (*q.shape[:-1], head_dim_v)
+    return fresh(size, q.dtype, q.device) if now else q.new_empty(size)
+
+
 def _call(
-    out: Any, tensors: tuple[Any, ...], options: tuple[Any, ...], names: Names, required: frozenset[str] = _REQUIRED
-) -> None:
+    now: bool, out: Any, tensors: tuple[Any, ...], options: tuple[Any, ...], names: Names,
+    required: frozenset[str] = _REQUIRED,
+) -> None:  # fmt: skip
     """Call the op; its errors are raised again under the names that the caller knows.
 
-    out: that of the caller, if any.
+    now: without torch's dispatcher. out: that of the caller, if any.
     """
     try:
-        if out is None and runs_now(tensors):
+        if now:
             ops.attend_now(*tensors, *options)
         else:
             _attend(*tensors, *options)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from blocksparse_attn.choosing import reference
-from kernel_reference.dispatch import PreparedLaunches, implement, launch_module, runs_now
+from kernel_reference.dispatch import PreparedLaunches, fresh, implement, launch_module, runs_now
 
 Tensor = torch.Tensor
 
@@ -42,12 +42,14 @@ def chosen(
     of equal scores the lower column is. Returns rising indices [R, width] int32, padded with -1, and counts [R] int32.
     """
     width = min(scores.shape[1], topk if within else topk + local + sink)
-    indices = torch.empty(scores.shape[0], width, dtype=torch.int32, device=scores.device)
-    counts = torch.empty(scores.shape[0], dtype=torch.int32, device=scores.device)
+    rows, device = scores.shape[0], scores.device
+    now = runs_now((scores, None if isinstance(possible, Reach) else possible))
+    new = fresh if now else _new
+    indices, counts = new((rows, width), torch.int32, device), new((rows,), torch.int32, device)
     reach = possible if isinstance(possible, Reach) else Reach()
     given = None if isinstance(possible, Reach) else possible
     tensors = (scores, given, indices, counts)
-    choose = _kernel if runs_now(tensors) else torch.ops.blocksparse_attn.choose
+    choose = _kernel if now else torch.ops.blocksparse_attn.choose
     choose(*tensors, topk, local, sink, within, *reach)
     return indices, counts
 
@@ -55,12 +57,16 @@ def chosen(
 def packed(indices: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     """Lists [heads, rows, width], the first ``counts`` of each row's entries, one behind the other: crow and col."""
     heads, rows, width = indices.shape
-    crow = torch.empty(heads, rows + 1, dtype=torch.int32, device=indices.device)
-    col = torch.empty(heads, rows * width, dtype=torch.int32, device=indices.device)
-    tensors = (indices, counts, crow, col)
-    pack = _pack_kernel if runs_now(tensors) else torch.ops.blocksparse_attn.pack
-    pack(*tensors)
+    now = runs_now((indices, counts))
+    new = fresh if now else _new
+    crow, col = (new((heads, count), torch.int32, indices.device) for count in (rows + 1, rows * width))
+    pack = _pack_kernel if now else torch.ops.blocksparse_attn.pack
+    pack(indices, counts, crow, col)
     return crow, col
+
+
+def _new(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(size, dtype=dtype, device=device)
 
 
 def _prepare(given: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:

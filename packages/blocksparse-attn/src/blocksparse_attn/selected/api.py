@@ -22,7 +22,7 @@ from kernel_reference.checks import (
     values_are_checked,
 )
 from kernel_reference.differentiable import are_wanted
-from kernel_reference.dispatch import runs_now
+from kernel_reference.dispatch import fresh, runs_now
 from kernel_reference.plans import plan_as_ints
 from kernel_reference.transforms import are_active, refuse_derivatives
 
@@ -178,7 +178,9 @@ def selected_attention(
     try:
         if are_active() or torch.is_grad_enabled():
             refuse_derivatives(**_named(*inputs), **given(out=out))
-        result = q.new_empty((*q.shape[:-1], v_cache.shape[-1])) if out is None else out
+        size = (*q.shape[:-1], v_cache.shape[-1])
+        now = out is None and runs_now(inputs)
+        result = fresh(size, q.dtype, q.device) if now else q.new_empty(size) if out is None else out
         lse = q.new_empty(attend_arguments.lse_shape(q), dtype=torch.float32) if return_lse else None
     except REFUSALS:
         check_dense(**_named(*inputs), **given(out=out))
@@ -189,7 +191,7 @@ def selected_attention(
         block_size, page_layout, causal, q.shape[-1] ** -0.5 if scale is None else scale, k_factor, v_factor, ints,
     )  # fmt: skip
     try:
-        if out is None and runs_now(tensors):
+        if now:
             ops.attend_now(*tensors, *options)
         else:
             _selected(*tensors, *options)

@@ -73,7 +73,9 @@ CASES: dict[str, tuple[AttentionPlan, dict[str, Any]]] = {
     "blocks of 32": (plan(), {"heads": (1, 1), "head_dim": 64, "blocks": (32, 32)}),
     "blocks of 16, in parts": (plan(64, 2), {"heads": (1, 1), "head_dim": 64, "blocks": (16, 16)}),
     "blocks of 48 and 96": (plan(), {"heads": (1, 1), "head_dim": 64, "blocks": (48, 96), "one_layout": True}),
-    "blocks of 48, in parts, a window": (plan(64, 3), {"heads": (1, 1), "head_dim": 64, "blocks": (48, 48), "window": (70, -1)}),
+    "blocks of 48, in parts, a window": (
+        plan(64, 3), {"heads": (1, 1), "head_dim": 64, "blocks": (48, 48), "window": (70, -1)},
+    ),
     "blocks of 16 keys, pages of 24": (
         plan(64), {"heads": (1, 1), "head_dim": 64, "blocks": (64, 16), "kind": "paged", "page": 24},
     ),

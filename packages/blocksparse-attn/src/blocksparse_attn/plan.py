@@ -263,7 +263,7 @@ def _hopper(problem: Problem) -> AttentionPlan:
     narrow = _widest(problem) > 128 or problem.entries * problem.k_block < short * problem.rows
     plan = AttentionPlan(128, 64 if narrow else 128, 1, 4, 4 if narrow else 2, hopper=True)
     if not (narrow or needs_table(problem)) and _widest(problem) <= 64:
-        # Heads of 64: 2062 us with two stages, 1897 with three and 1910 with four (32768 tokens, H100, 2026-11-26).
+        # Heads of 64: 2111 us with two stages, 1951 with three and 1992 with four (32768 tokens, H100, 2026-11-26).
         plan = replace(plan, num_stages=3)
     while _hopper_bytes(problem, plan, 1) > _HOPPER_BYTES:
         plan = replace(plan, num_stages=plan.num_stages - 1)
@@ -289,8 +289,7 @@ def _packed(problem: Problem, limits: DeviceLimits) -> AttentionPlan:
     packed = min(tokens, block_m // heads_per_tile(problem.group, block_m))
     plan = AttentionPlan(block_m, block_n, 1, 4 if block_m == 16 else 8, stages, packed)
     if limits.shared_memory > 200 * 1024 and plan.num_stages > 1 and merges_lists(problem, plan):
-        # Merged lists are loaded some stages ahead of what they list: 32 sequences of 32768 in blocks of 16, pages of
-        # 16, 791 us with 7 stages and 788 with 10 on an H100; 974 without merging, with 5.
+        # Merged lists are loaded some stages ahead of what they list.
         plan = replace(plan, num_stages=stages + 2)
     return plan
 

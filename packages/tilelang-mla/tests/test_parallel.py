@@ -149,26 +149,27 @@ def _listed(case: Case, topk: int, sink: Tensor | None) -> tuple[Tensor, Tensor,
     return positions, out, lse
 
 
-def _sparse(rank: int, world: int, cases: dict[str, Case]) -> None:
+def _sparse(rank: int, world: int, cases: dict[str, Case], place: str = "cpu") -> None:
     for name, case in cases.items():
         heads_all = case.q.shape[2]
         sink = torch.linspace(-1, 2, heads_all) if "sink" in name else None
         positions, exact, exact_lse = _listed(case, 16, sink)
         layout = Interleave(world, rank, case.size)
         own = shard(case.latents, layout, cumulative(case.lengths))
-        kv, table = paged(own.tokens, own.cu_seqlens.diff(), case.page)
+        kv, table = (x.to(place) for x in paged(own.tokens, own.cu_seqlens.diff(), case.page))
         each = heads_all // world
         rows = case.q.shape[0] * case.q.shape[1]
+        listed, lengths = positions.to(place), case.lengths.to(place)
         for heads, chosen in (("sharded", slice(rank * each, (rank + 1) * each)), ("replicated", slice(None))):
             with SentBytes() as counted:
                 got = flash_mla_sparse_with_kvcache_cp(
-                    case.q[:, :, chosen], kv, positions, case.lengths, table, NOPE, layout=layout, group=None,
-                    heads=heads, attn_sink=None if sink is None else sink[chosen],
+                    case.q[:, :, chosen].to(place), kv, listed, lengths, table, NOPE, layout=layout, group=None,
+                    heads=heads, attn_sink=None if sink is None else sink[chosen].to(place),
                 )  # fmt: skip
             what = f"{name}, {heads}, rank {rank}"
             try:
-                torch.testing.assert_close(got.out.double(), exact[:, :, chosen], rtol=1e-2, atol=1e-2)
-                torch.testing.assert_close(got.lse.double(), exact_lse[:, chosen], rtol=1e-6, atol=4e-6)
+                torch.testing.assert_close(got.out.cpu().double(), exact[:, :, chosen], rtol=1e-2, atol=1e-2)
+                torch.testing.assert_close(got.lse.cpu().double(), exact_lse[:, chosen], rtol=1e-6, atol=4e-6)
             except AssertionError as error:
                 raise AssertionError(f"{what}: {error}") from error
             sharded = heads == "sharded"
@@ -185,6 +186,17 @@ def test_listed_tokens_of_a_cache_shared_by_ranks_are_those_of_one_process(world
         "runs longer than any sequence": make([5, 100], seqlen_q=1, size=256),
     }
     run(world, _sparse, world, cases)
+
+
+@pytest.mark.gpu
+def test_listed_tokens_are_shared_by_two_gpus() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    cases = {
+        "one token": make([1, 3, 16, 200, 33, 5], seqlen_q=1, heads=32),
+        "two tokens, runs of a page, a sink": make([2, 64, 65, 130], seqlen_q=2, size=16, heads=32),
+    }
+    run(2, _sparse, 2, cases, "cuda", backend="nccl", deadline=300)
 
 
 def test_rows_of_a_rank_are_those_of_its_tokens() -> None:

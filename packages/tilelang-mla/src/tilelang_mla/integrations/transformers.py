@@ -177,7 +177,8 @@ def _prefill(module: LatentLayer, query: Tensor, cached: Tensor, scaling: float)
     batch, heads, tokens, _ = query.shape
     latent, rope = cached.split((module.kv_lora_rank, module.qk_rope_head_dim), 3)
     key, value = module.expanded(latent, rope)
-    q, k, v = (states.transpose(1, 2).flatten(0, 1).contiguous() for states in (query, key, value))
+    # Of a batch of one views: the kernel takes any strides of tokens and heads.
+    q, k, v = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))
     begins = torch.arange(0, (batch + 1) * tokens, tokens, dtype=torch.int32, device=q.device)
     out = flash_mla_varlen_func(q, k, v, begins, begins, tokens, tokens, scaling, causal=True)
     return out.view(batch, tokens, heads, module.v_head_dim)

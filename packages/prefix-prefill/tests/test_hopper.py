@@ -32,8 +32,8 @@ FEW = [(30, 2), (0, 1), (70, 1)]
 @pytest.fixture(scope="module")
 def hopper() -> ModuleType:
     own = (f"hopper.{name}" for name in (
-        "config", "items", "drafts", "memory", "softmax", "capped", "gather", "rows", "queries", "producers", "levels",
-        "epilogue", "consumers", "kernel",
+        "config", "items", "drafts", "memory", "softmax", "capped", "gather", "producers", "rows", "levels", "epilogue",
+        "consumers", "kernel",
     ))  # fmt: skip
     names = ("softmax", "schedule", "batch", "costs", "balance", "merge", *own)
     return gluon.shadow(*(f"prefix_prefill.kernels.{name}" for name in names))[-1]
@@ -55,7 +55,7 @@ def plan(block_m: int = 128, block_n: int = 128, num_splits: int = 1, num_stages
 
 CASES: dict[str, tuple[PrefillPlan, dict[str, Any]]] = {
     "pages of 16": (plan(), {"heads": (8, 2), "head_dim": 128, "cached": True}),
-    "pages of 64, new keys": (replace(plan(), q_stages=2), {"heads": (8, 2), "head_dim": 128, "page": 64}),
+    "pages of 64, new keys": (plan(), {"heads": (8, 2), "head_dim": 128, "page": 64}),
     "pages of 24": (plan(), {"heads": (8, 2), "head_dim": 64, "page": 24, "window": (50, -1)}),
     "pages of 8, 8 bits": (replace(plan(64, 64), loading=72), {
         "heads": (4, 2), "head_dim": 64, "page": 8, "cache_dtype": E4M3, "cached": True, "k_scale": "number",
@@ -64,14 +64,14 @@ CASES: dict[str, tuple[PrefillPlan, dict[str, Any]]] = {
     "one consumer": (plan(64), {"heads": (4, 1), "head_dim": 64, "dtype": FP16, "page": 544}),
     "narrow tiles": (plan(128, 64, 1, 3), {"heads": (3, 1), "head_dim": 64, "page_layout": "HND", "page": 48}),
     "split": (plan(128, 64, 3), {"heads": (6, 2), "head_dim": 64, "sinks": True}),
-    "a window": (replace(plan(), q_stages=2), {"heads": (8, 1), "head_dim": 64, "window": (50, -1), "sinks": True}),
+    "a window": (plan(), {"heads": (8, 1), "head_dim": 64, "window": (50, -1), "sinks": True}),
     "a window that begins among new keys": (plan(64, 64), {"heads": (8, 1), "head_dim": 64, "window": (66, -1),
                                                            "lengths": [(130, 80)]}),
     "a window, cached": (plan(64, 64), {"heads": (7, 1), "head_dim": 64, "window": (31, -1), "cached": True}),
     "not causal": (plan(64, 64), {"heads": (4, 2), "head_dim": 64, "causal": False, "window": (40, 7)}),
     "head size 72": (plan(64, 64, 1, 3), {"heads": (4, 2), "head_dim": 72, "window": (50, -1)}),
-    "head size 80": (replace(plan(), q_stages=2), {"heads": (4, 2), "head_dim": 80, "cached": True}),
-    "head size 192, split": (replace(plan(128, 64, 3), q_stages=2), {"heads": (4, 2), "head_dim": 192, "sinks": True}),
+    "head size 80": (plan(), {"heads": (4, 2), "head_dim": 80, "cached": True}),
+    "head size 192, split": (plan(128, 64, 3), {"heads": (4, 2), "head_dim": 192, "sinks": True}),
     "head size 256": (plan(128, 64), {"heads": (2, 2), "head_dim": 256}),
     "head size 512": (plan(64, 32), {"heads": (4, 2), "head_dim": 512, "cached": True, "page": 64}),
     "head size 320, split": (plan(64, 32, 3), {"heads": (4, 2), "head_dim": 320, "sinks": True, "window": (50, -1)}),
@@ -251,8 +251,7 @@ def test_new_keys_wait_until_the_cached_ones_before_them_are_used(tensors, kerne
 def test_one_program_takes_more_items_than_its_table_holds(tensors, kernels, options) -> None:
     """Barriers go on counting from tile to tile, and from one table to the next."""
     batch = tensors.batch([(50, 3), (0, 1), (129, 2)] * 4, heads=(4, 2), head_dim=64, **options)
-    chosen = replace(plan(128, 64, 1, 3), programs=1, q_stages=1 if options else 2)
-    kernels.prefill(batch, chosen)
+    kernels.prefill(batch, replace(plan(128, 64, 1, 3), programs=1))
     batch.check(most=4)
 
 

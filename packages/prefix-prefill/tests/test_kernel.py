@@ -634,7 +634,7 @@ def test_pages_of_which_tma_has_no_eight_rows_on_hopper(tensors, kernels, plan, 
 @pytest.mark.parametrize(
     ("plan", "options"),
     [
-        (hopper(128, 128, 0), {}), (replace(hopper(), loading=40, q_stages=2), {}),
+        (hopper(128, 128, 0), {}), (replace(hopper(), loading=40), {}),
         (hopper(128, 64, 3), {"window": (300, -1), "sinks": True}),
         (hopper(), {"softcap": 30.0, "lse": False}), (hopper(128, 64), {"head_dim": 256, "draft_mask": True}),
         (hopper(128, 64, 0, 3), {"cache_dtype": E4M3, "k_scale": "heads", "v_scale": "heads"}),
@@ -660,21 +660,19 @@ def test_any_number_of_query_heads_shares_a_kv_head_on_hopper(tensors, kernels, 
 @pytest.mark.parametrize("cached", [False, True], ids=["new keys", "cached"])
 @feature
 def test_each_feature_on_hopper(tensors, kernels, options, cached) -> None:
-    plans = (hopper(64, 64), replace(hopper(128, 128), q_stages=2), hopper(128, 64, 3), hopper(64, 128, 2))
+    plans = (hopper(64, 64), hopper(128, 128), hopper(128, 64, 3), hopper(64, 128, 2))
     plan = plans[([*FEATURES.values()].index(options) + cached) % len(plans)]
     scales = [options.get(name) for name in ("k_scale", "v_scale")]
     if options.get("page_layout") == "x-packed" or options.get("softmax_scale") == -0.3 or "tokens" in scales:
         pytest.skip("goes to the portable kernel")
     if "cache_dtype" in options:
-        plan = replace(plan, block_n=64, num_stages=3, q_stages=1)
+        plan = replace(plan, block_n=64, num_stages=3)
     elif scales != [None, None]:
         pytest.skip("goes to the portable kernel")
     if options.get("dtype") == FP32:
         options = {**options, "dtype": BF16}
     if options.get("page", 16) % 8 and "cache_dtype" in options:
         options = {**options, "page": 48}
-    elif options.get("page", 16) % 8:
-        plan = replace(plan, q_stages=1)
     options = {"heads": (8, 2), "head_dim": 128, "rows_after": 3, **options, "cached": cached}
     drafts = [(context, min(new, 63)) for context, new in LONG]
     batch = tensors.batch(drafts if options.get("draft_mask") else LONG, **options)

@@ -110,8 +110,8 @@ def test_a_head_is_one_tile_of_columns_or_two_where_that_is_less() -> None:
     # No box of 8-bit floats may have less than 32 bytes.
     assert [column_tiles(size, 8) for size in (64, 80, 96, 128)] == [(64,), (64, 32), (64, 32), (128,)]
     # Nor is a product of fewer columns than 64 quicker.
-    values = [value_tiles(*sizes) for sizes in ((64, 16), (72, 16), (96, 16), (192, 16), (96, 8))]
-    assert values == [(64,), (128,), (128,), (128, 64), (64, 32)]
+    values = [value_tiles(*sizes) for sizes in ((64, 128), (72, 128), (96, 128), (96, 64), (192, 128), (96, 128, 8))]
+    assert values == [(64,), (128,), (128,), (64, 32), (128, 64), (64, 32)]
     for size in range(16, 513):
         assert size <= sum(column_tiles(size)) < 1.25 * size + 64
 
@@ -404,8 +404,6 @@ REFUSED_ON_HOPPER = {
     "32 rows": replace(ON_HOPPER, block_m=32), "256 rows": replace(ON_HOPPER, block_m=256),
     "32 keys": replace(ON_HOPPER, block_n=32), "256 keys": replace(ON_HOPPER, block_n=256),
     "8 warps": replace(ON_HOPPER, num_warps=8), "one stage": replace(ON_HOPPER, num_stages=1),
-    "three stages of queries": replace(ON_HOPPER, q_stages=3),
-    "more than there is room for": replace(ON_HOPPER, num_stages=3, q_stages=2),
 }  # fmt: skip
 
 

@@ -264,7 +264,7 @@ def _hopper(first: Batch, plan: PrefillPlan, forms: PrefillTensors, device: torc
     gathered = is_gathered(problem)
     box = min(plan.block_n, 64 if gathered else power_of_two_in(problem.page_size))
     k_tiles = column_tiles(problem.head_dim, problem.cache_bits)
-    v_tiles = value_tiles(problem.head_dim_v, problem.cache_bits)
+    v_tiles = value_tiles(problem.head_dim_v, plan.block_m, problem.cache_bits)
     if plan.q_in_registers:
         # One of 256 columns would take more registers than there are.
         k_tiles, v_tiles = ((128, 128) if tiles == (256,) else tiles for tiles in (k_tiles, v_tiles))
@@ -308,7 +308,6 @@ def _hopper(first: Batch, plan: PrefillPlan, forms: PrefillTensors, device: torc
         GROUPS=plan.block_m // 64,
         STAGES=plan.num_stages,
         Q_IN_REGISTERS=plan.q_in_registers,
-        Q_STAGES=plan.q_stages if of_rows[0][2] is None else 1,
         IN_PARTS=problem.shared or may_be_in_parts(plan),
         IS_FP8=problem.cache_bits == 8,
         K_TOKENS=k_scaled == 2,

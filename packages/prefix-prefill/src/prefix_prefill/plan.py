@@ -134,7 +134,6 @@ class PrefillPlan(Plan):
     9 times as large, 294, 320, 319, 330 and 418 us, with 2 296, 422, 420, 442 and 403); 0: to a running max.
     ``loading``: registers a thread of the warps that load and schedule, 24, 40, 56 or 72; over an 8-bit cache 24, or
     with 72 as many as there are, for converters too (decoding of 31 behind 8192 200 us for 204, a chunk 1871 for 1812).
-    ``q_stages`` 2: the queries of a program's next tile arrive while results are stored.
     """
 
     block_m: int
@@ -147,7 +146,6 @@ class PrefillPlan(Plan):
     q_in_registers: int = 0
     capping: int = 3
     loading: int = 56
-    q_stages: int = 1
 
     def covers(self, problem: Problem) -> bool:
         """Whether its blocks are such that a kernel can take them, for this problem."""
@@ -166,7 +164,6 @@ class PrefillPlan(Plan):
             and self.num_stages >= 2
             and self.capping in (0, 1, 2, 3)
             and self.loading in (24, 40, 56, 72)
-            and (self.q_stages == 1 or (self.q_stages == 2 and _has_room_for_queries(problem, self)))
             and 0 <= self.q_in_registers <= (1 if problem.head_dim > 192 else len(column_tiles(problem.head_dim)))
         )
 
@@ -213,15 +210,10 @@ def has_values_split(problem: Problem) -> bool:
     return problem.head_dim_v > 256
 
 
-def _has_room_for_queries(problem: Problem, plan: PrefillPlan) -> bool:
-    """Whether queries may come in two stages: of 16 bits, as they are multiplied."""
-    plain = problem.cache_bits == 16 and not is_gathered(problem) and problem.largest_head <= 256
-    return plain and _shared_bytes(problem, 2 * plan.block_m, plan.block_n, plan.num_stages) <= _MOST_SHARED
-
-
 def _shared_bytes(problem: Problem, block_m: int, block_n: int, stages: int) -> int:
     """What tiles of q, keys and values of 16 bits take of shared memory on sm_90."""
-    keys, values = sum(column_tiles(problem.head_dim)), sum(value_tiles(problem.head_dim_v, problem.cache_bits))
+    keys = sum(column_tiles(problem.head_dim))
+    values = sum(value_tiles(problem.head_dim_v, block_m, problem.cache_bits))
     return 2 * (block_m * keys + stages * block_n * (keys + values))
 
 
@@ -347,13 +339,16 @@ def _hopper(problem: Problem) -> PrefillPlan:
     stages = 3 if problem.cache_bits == 8 and block_n == 64 else 2
     if block_m == 128 and _holds_queries(problem):
         return PrefillPlan(block_m, block_n, 0, 4, 4, hopper=True, loading=40, q_in_registers=1)
+    if block_m == 128 and problem.head_dim == problem.head_dim_v == 192 and not is_gathered(problem):
+        # 4 x 512 behind 16384 take 1521 us on an H100, by 56 registers 1610.
+        loading = 24
     return PrefillPlan(block_m, block_n, 0, 4, stages, hopper=True, loading=loading)
 
 
 def _holds_queries(problem: Problem) -> bool:
     """Whether queries stay in registers, of 64 numbers, which leaves consumers to wait for less: 4 x 512 behind 16384
-    776 us on an H100, so 719, and 694 with 40 registers for what loads. Capped and in windows it gains nothing; what is
-    new, gathered or shared was not timed.
+    776 us on an H100, so 719, and 694 with 40 registers for what loads; in a window of 4096 216 for 220. What is
+    capped, new, gathered or shared was not timed.
     """
     other = problem.left >= 0 or problem.softcap or problem.alibi or problem.draft or problem.new_kv or problem.shared
     plain = not (other or problem.carried or is_gathered(problem) or problem.cache_bits == 8)

@@ -19,12 +19,13 @@ def column_tiles(head_dim: int, cache_bits: int = 16) -> tuple[int, ...]:
     return (whole // 2, rest) if rest < whole // 2 or whole > 256 else (whole,)
 
 
-def value_tiles(head_dim: int, cache_bits: int = 16) -> tuple[int, ...]:
+def value_tiles(head_dim: int, block_m: int, cache_bits: int = 16) -> tuple[int, ...]:
     """The same of values, which are the columns of products: a WGMMA of fewer than 64 is as slow as one of 64.
 
-    Heads of 96, 4 x 512 behind 16384, take 869 us on an H100 where values are one tile of 128, 1057 by 64 and 32.
+    us on an H100, heads of 96: 4 x 512 behind 16384 by one tile of 128 869, by 64 and 32 1057. Where one consumer waits
+    for memory, each box that is loaded counts: 64 that decode behind 8000 took 879 by 128 (FA3 583).
     """
-    padded = cache_bits == 16 and 64 < head_dim <= 128
+    padded = cache_bits == 16 and block_m == 128 and 64 < head_dim <= 128
     return (128,) if padded else column_tiles(head_dim, cache_bits)
 
 

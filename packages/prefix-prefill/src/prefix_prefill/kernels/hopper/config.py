@@ -33,7 +33,6 @@ class Config(NamedTuple):
     GROUPS: int  # of ROWS rows in a tile: one a consumer, or one for two, each of which has a tile of V_TILES
     STAGES: int  # pipeline depth, of keys and of values
     Q_IN_REGISTERS: int  # tiles of queries in registers, whose products read only keys from shared memory
-    Q_STAGES: int  # pipeline depth of queries: 2 where the next item's are copied while this one's results are stored
     IN_PARTS: bool  # tiles may be cut, and their partial results merged
     IS_FP8: bool  # the cache holds 8-bit floats
     K_TOKENS: bool  # keys in the cache have a scale each, not one for a kv head

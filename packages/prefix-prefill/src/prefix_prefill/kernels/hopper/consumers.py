@@ -27,17 +27,7 @@ from prefix_prefill.kernels.hopper.epilogue import finish
 from prefix_prefill.kernels.hopper.items import done, has_item, loop_of, tile_of
 from prefix_prefill.kernels.hopper.memory import release, wait_full
 from prefix_prefill.kernels.hopper.producers import cached_tiles, end_of_tile, key_of_tile
-from prefix_prefill.kernels.hopper.queries import await_queries
-from prefix_prefill.kernels.hopper.rows import (
-    afresh,
-    place_of,
-    pointers_to,
-    row_layout,
-    rows_of,
-    scale_all,
-    scale_rows,
-    scaled,
-)
+from prefix_prefill.kernels.hopper.rows import afresh, pointers_to, row_layout, rows_of, scale_all, scale_rows, scaled
 from prefix_prefill.kernels.hopper.softmax import (
     TINY,
     Scoring,
@@ -186,11 +176,11 @@ def issue_pv(weights, accs, v, memory, v_scale, i, at, i_group, loop, inside, V,
 
 
 @gluon.jit
-def queries(memory, place, C):
-    """The tiles of a group's queries as WGMMA takes them: from that place in shared memory, or from registers."""
+def queries(memory, i_group, C):
+    """The tiles of a group's queries as WGMMA takes them: from shared memory, or from registers."""
     q = ()
     for t in gl.static_range(len(C.K_TILES)):
-        q_tile = memory.q[t].index(place)
+        q_tile = memory.q[t].index(i_group)
         if t < C.Q_IN_REGISTERS:
             q = q + (q_tile.load(gl.DotOperandLayout(0, acc_layout(C.BLOCK_N), 2)),)
         else:
@@ -333,12 +323,8 @@ def attend_tile(pointers, memory, k, v, i_group, table, i_item, at, numbers, siz
         if C.NEW_KV and not C.V_TOKENS:
             v_scale = scaled(numbers.v_scale, pointers.scales[1], i_kv * numbers.strides.v_scale)
 
-    if C.Q_STAGES > 1:
-        await_queries(memory.queries, i_item, C)
-        q_power = 1.0
-    else:
-        b_qs = load_q(pointers, i_group, table, i_item, numbers.strides.q, V, C)
-        q_power, cached_scale, meetings = store_q(b_qs, memory, i_group, cached_scale, meetings, V, C)
+    b_qs = load_q(pointers, i_group, table, i_item, numbers.strides.q, V, C)
+    q_power, cached_scale, meetings = store_q(b_qs, memory, i_group, cached_scale, meetings, V, C)
 
     o_m = i_group * ROWS + gl.arange(0, ROWS, L_ROW)
     o_t, o_h, m_row = rows_of(o_m, tile, C)
@@ -385,7 +371,7 @@ def attend_tile(pointers, memory, k, v, i_group, table, i_item, at, numbers, siz
     cached = cached_tiles(loop, C)
     # Of the values' scales, where tokens have their own.
     unit = scores.softmax_scale * 0.0
-    q = queries(memory, place_of(i_item, i_group, C), C)
+    q = queries(memory, i_group, C)
     if count > 0:
         # Prologue: the scores of the first tile.
         qk = issue_qk(q, k, before, b_zero, C)
@@ -430,6 +416,4 @@ def attend_tile(pointers, memory, k, v, i_group, table, i_item, at, numbers, siz
     there = has_item(table, i_item + 1, 4)
     finish(pointers, memory, i_group, accs, (running_max, row_sum), table, i_item, scores, numbers, sizes, V, C)
     done(table, i_item)
-    if C.Q_STAGES > 1:
-        mbarrier.arrive(memory.queries.empty.index(i_item % C.Q_STAGES))
     return before + count, meetings, there

@@ -7,16 +7,7 @@ from triton.experimental.gluon import language as gl
 from prefix_prefill.kernels.hopper.config import ROWS, column_of
 from prefix_prefill.kernels.hopper.items import pieces_if_first, tile_of
 from prefix_prefill.kernels.hopper.levels import store_pieces, with_levels
-from prefix_prefill.kernels.hopper.rows import (
-    afresh,
-    place_of,
-    pointers_to,
-    row_layout,
-    rows_of,
-    scale_all,
-    scale_rows,
-    scaled,
-)
+from prefix_prefill.kernels.hopper.rows import afresh, pointers_to, row_layout, rows_of, scale_all, scale_rows, scaled
 from prefix_prefill.kernels.hopper.softmax import HEADROOM_INVERSE, acc_layout, natural_log_sum_exp
 from prefix_prefill.kernels.softmax import LN_2, finite, log_sum_exp
 
@@ -54,16 +45,13 @@ def finish(pointers, memory, i_group, accs, sums, table, i_item, scores, numbers
             if not whole:
                 store_part(pointers, i_group, accs, row_sum, lse, tile, sizes.rows, V, C)
         if whole:
-            place = place_of(i_item, i_group, C)
-            of_rows = (running_max, row_sum, lse)
-            store_whole(pointers, memory, place, accs, of_rows, tile, numbers, sizes, V, C)
+            store_whole(pointers, memory, i_group, accs, (running_max, row_sum, lse), tile, numbers, sizes, V, C)
 
 
 @gluon.jit
-def store_whole(pointers, memory, place, accs, sums, tile, numbers, sizes, V, C):
+def store_whole(pointers, memory, i_group, accs, sums, tile, numbers, sizes, V, C):
     """The results of a tile that is not cut: with the sink, lse and the output over its scale."""
     running_max, row_sum, lse = sums
-    i_group = place % C.GROUPS
     o_m = i_group * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, V.L_S))
     o_t, o_h, m_row = rows_of(o_m, tile, C)
     if pointers.sinks is not None:
@@ -82,7 +70,7 @@ def store_whole(pointers, memory, place, accs, sums, tile, numbers, sizes, V, C)
     out_scale = scaled(numbers.out_scale, pointers.scales[2], 0)
     sum_inverse = 1.0 / (gl.where(row_sum == 0, 1.0, row_sum) * out_scale)
     accs = scale_rows(accs, sum_inverse, V, C)
-    store_out(pointers, memory, place, accs, tile, numbers.strides, V, C)
+    store_out(pointers, memory, i_group, accs, tile, numbers.strides, V, C)
 
 
 @gluon.jit
@@ -122,7 +110,7 @@ def place_of_part(o_m, tile, rows, C):
 
 
 @gluon.jit
-def store_out(pointers, memory, place, accs, tile, strides, V, C):
+def store_out(pointers, memory, i_group, accs, tile, strides, V, C):
     """A consumer's outputs."""
     out_dtype: gl.constexpr = pointers.out.dtype.element_ty
     # Through the memory of q, so that each row is stored in whole lines.
@@ -130,25 +118,25 @@ def store_out(pointers, memory, place, accs, tile, strides, V, C):
     if THROUGH:
         tl.debug_barrier()
         for t in gl.static_range(len(V.OWN)):
-            memory.out[V.OWN[t]].index(place).store(accs[t].to(out_dtype))
+            memory.out[V.OWN[t]].index(i_group).store(accs[t].to(out_dtype))
         tl.debug_barrier()
     for t in gl.static_range(len(V.OWN)):
-        store_columns(pointers, memory, place, accs[t], tile, strides, THROUGH, t, V, C)
+        store_columns(pointers, memory, i_group, accs[t], tile, strides, THROUGH, t, V, C)
 
 
 @gluon.jit
 def store_columns(
-    pointers, memory, place, acc, tile, strides, THROUGH: gl.constexpr, T: gl.constexpr, V, C
+    pointers, memory, i_group, acc, tile, strides, THROUGH: gl.constexpr, T: gl.constexpr, V, C
 ):  # fmt: skip
     """The columns of the tile that is the consumer's number T."""
     TILE: gl.constexpr = C.V_TILES[V.OWN[T]]
     BEGIN: gl.constexpr = column_of(C.V_TILES, V.OWN[T])
     layout: gl.constexpr = row_layout(TILE) if THROUGH else acc_layout(TILE)
-    o_m = place % C.GROUPS * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    o_m = i_group * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     o_d = BEGIN + gl.arange(0, TILE, gl.SliceLayout(0, layout))
     o_t, o_h, m_row = rows_of(o_m, tile, C)
     if THROUGH:
-        b_out = memory.out[V.OWN[T]].index(place).load(layout)
+        b_out = memory.out[V.OWN[T]].index(i_group).load(layout)
     else:
         if C.LIMIT:
             acc = gl.where(acc > C.LIMIT, C.LIMIT, gl.where(acc < -C.LIMIT, -C.LIMIT, acc))

@@ -34,7 +34,6 @@ from prefix_prefill.kernels.hopper.memory import (
     scales_of_tokens,
 )
 from prefix_prefill.kernels.hopper.producers import convert_keys, convert_values, load_keys, load_values
-from prefix_prefill.kernels.hopper.queries import queries_of
 
 __all__ = ["Config", "Numbers", "Scores", "Strides", "attend"]
 
@@ -100,9 +99,6 @@ def attend(
     out_tiles = None
     if C.GROUPS == C.CONSUMERS and begin_with(C.K_TILES, C.V_TILES):
         out_tiles = as_dtype(q_tiles, q_dtype)
-    queries = None
-    if C.Q_STAGES > 1:
-        queries = queries_of(p_q, numbers.strides.q, q_tiles, C)
     OF_ROWS: gl.constexpr = (3 if C.DRAFT else 1) * C.GROUPS
     positions = gl.allocate_shared_memory(gl.int32, [OF_ROWS, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     table = table_of(C.CONSUMERS + (4 if C.IS_FP8 else 2))
@@ -123,7 +119,7 @@ def attend(
         d_v_cached = pool_of(p_batch[5], numbers.strides.v_cache, v, C.V_TILES, C)
     fence_async_shared()
 
-    memory = Memory(q_tiles, queries, out_tiles, as_strips(v.boxes, C.V_TILES, STRIP, C), positions, meeting, scales)
+    memory = Memory(q_tiles, out_tiles, as_strips(v.boxes, C.V_TILES, STRIP, C), positions, meeting, scales)
     second = rows * 0 + (C.GROUPS - 1)
     # The roles must stand literally in each call. Registers a thread: an SM has 65536, and a warp that only issues
     # loads needs few.
@@ -142,7 +138,7 @@ def attend(
                 (convert_keys, (k_fp8, k, table, batch, tokens, C)),
                 (convert_values, (v_fp8, v, table, batch, C)),
                 (load_keys, (d_k_cached, d_k_new, p_table, k_fp8, k, table, sizes, batch, C)),
-                (load_values, (d_v_cached, d_v_new, p_table, v_fp8, v, memory, table, sizes, batch, C)),
+                (load_values, (d_v_cached, d_v_new, p_table, v_fp8, v, table, sizes, batch, C)),
                 (schedule, (table, num_splits, batch, p_parts[2], C)),
             ], [2, 2, 1, 1, 1], [80, 80, 80, 80, 80] if MORE else [CONVERTING, CONVERTING, 24, 24, 24])  # fmt: skip
         else:
@@ -152,14 +148,14 @@ def attend(
                 (convert_keys, (k_fp8, k, table, batch, tokens, C)),
                 (convert_values, (v_fp8, v, table, batch, C)),
                 (load_keys, (d_k_cached, d_k_new, p_table, k_fp8, k, table, sizes, batch, C)),
-                (load_values, (d_v_cached, d_v_new, p_table, v_fp8, v, memory, table, sizes, batch, C)),
+                (load_values, (d_v_cached, d_v_new, p_table, v_fp8, v, table, sizes, batch, C)),
                 (schedule, (table, num_splits, batch, p_parts[2], C)),
             ], [4, 2, 2, 1, 1, 1], [ATTENDING, CONVERTING, CONVERTING, FEW, FEW, FEW])  # fmt: skip
     elif C.CONSUMERS == 1:
         gl.warp_specialize([
             (consume, (pointers, memory, k, v, 0, True, table, scores, numbers, sizes, C)),
             (load_keys, (d_k_cached, d_k_new, p_table, k, k, table, sizes, batch, C)),
-            (load_values, (d_v_cached, d_v_new, p_table, v, v, memory, table, sizes, batch, C)),
+            (load_values, (d_v_cached, d_v_new, p_table, v, v, table, sizes, batch, C)),
             (schedule, (table, num_splits, batch, p_parts[2], C)),
         ], [1, 1, 1], [80, 80, 80])  # fmt: skip
     else:
@@ -171,6 +167,6 @@ def attend(
             (consume, (pointers, memory, k, v, 0, True, table, scores, numbers, sizes, C)),
             (consume, (pointers, memory, k, v, second, False, table, scores, numbers, sizes, C)),
             (load_keys, (d_k_cached, d_k_new, p_table, k, k, table, sizes, batch, C)),
-            (load_values, (d_v_cached, d_v_new, p_table, v, v, memory, table, sizes, batch, C)),
+            (load_values, (d_v_cached, d_v_new, p_table, v, v, table, sizes, batch, C)),
             (schedule, (table, num_splits, batch, p_parts[2], C)),
         ], [4, 1, 1, 1], [SECOND, LOADING, LOADING, LOADING])  # fmt: skip

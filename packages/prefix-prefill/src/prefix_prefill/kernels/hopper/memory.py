@@ -36,13 +36,12 @@ class Scales(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """What consumers have beside the rings of keys and values: tiles of queries, their own ring where they are copied
-    ahead and, in the same bytes or not at all, tiles of outputs; strips of 16 rows of the values, positions of rows and
-    halves of their masks of drafts, and a barrier at which consumers meet.
+    """What consumers have beside the rings: tiles of queries and, in the same bytes or not at all, of outputs; strips
+    of 16 rows of the values, positions of rows and halves of their masks of drafts, and a barrier at which consumers
+    meet.
     """
 
     q: object
-    queries: object
     out: object
     v_strips: object
     positions: object
@@ -147,10 +146,10 @@ def as_strips(boxes, TILES: gl.constexpr, STRIP: gl.constexpr, C):
 
 @gluon.jit
 def query_tiles(dtype: gl.constexpr, TILES: gl.constexpr, C):
-    """Memory for each stage and group of rows of q, tile by tile."""
+    """Memory for each group of rows of q, tile by tile."""
     tiles = ()
     for t in gl.static_range(len(TILES)):
-        memory = gl.allocate_shared_memory(dtype, [C.Q_STAGES * C.GROUPS, ROWS, TILES[t]], tile_layout(TILES[t], 16))
+        memory = gl.allocate_shared_memory(dtype, [C.GROUPS, ROWS, TILES[t]], tile_layout(TILES[t], 16))
         tiles = tiles + (memory,)
     return tiles
 

@@ -19,7 +19,6 @@ from prefix_prefill.kernels.hopper.config import (
 from prefix_prefill.kernels.hopper.gather import gather_cached
 from prefix_prefill.kernels.hopper.items import done, has_item, loop_of, tile_of
 from prefix_prefill.kernels.hopper.memory import release, wait_empty, with_new_boxes
-from prefix_prefill.kernels.hopper.queries import copy_queries
 from prefix_prefill.kernels.hopper.softmax import unit_of
 
 # Of each converter, keys and values.
@@ -146,19 +145,17 @@ def load_new(d_new, ring, before, count, source, loop, TILES: gl.constexpr, C):
 @gluon.jit
 def load_keys(d_cache, d_new, p_table, cached, ring, table, sizes, batch, C):
     """Load the keys of all items."""
-    load(d_cache, d_new, p_table, cached, ring, None, table, sizes, batch, C.K_TILES, C.D, C)
+    load(d_cache, d_new, p_table, cached, ring, table, sizes, batch, C.K_TILES, C.D, C)
 
 
 @gluon.jit
-def load_values(d_cache, d_new, p_table, cached, ring, memory, table, sizes, batch, C):
-    """Load the values of all items, and before them the queries, where these are copied ahead."""
-    load(d_cache, d_new, p_table, cached, ring, memory.queries, table, sizes, batch, C.V_TILES, C.DV, C)
+def load_values(d_cache, d_new, p_table, cached, ring, table, sizes, batch, C):
+    """Load the values of all items."""
+    load(d_cache, d_new, p_table, cached, ring, table, sizes, batch, C.V_TILES, C.DV, C)
 
 
 @gluon.jit
-def load(
-    d_cache, d_new, p_table, cached, ring, queries, table, sizes, batch, TILES: gl.constexpr, SIZE: gl.constexpr, C
-):
+def load(d_cache, d_new, p_table, cached, ring, table, sizes, batch, TILES: gl.constexpr, SIZE: gl.constexpr, C):
     """Load the keys, or the values, of all items, each descriptor a pair: see ``issue_loads``; or from a Pool.
 
     Cached ones go to the ring ``cached``, which for a 16-bit cache is ``ring``; new ones to ``ring``.
@@ -171,8 +168,6 @@ def load(
         tile = tile_of(table, i_item, C, 1)
         loop = loop_of(tile, batch, C)
         done(table, i_item)
-        if queries is not None:
-            copy_queries(queries, tile, i_item, C)
         i_item += 1
         i_n = gl.minimum(gl.maximum(tile.i_n, 0), batch.num_sequences - 1)
         p_row = p_table + i_n.to(gl.int64) * sizes.s_table

@@ -24,12 +24,6 @@ def rows_of(o_m, tile, C):
 
 
 @gluon.jit
-def place_of(i_item, i_group, C):
-    """Where in shared memory a group's queries of item i are, and its outputs go."""
-    return i_item % C.Q_STAGES * C.GROUPS + i_group
-
-
-@gluon.jit
 def scaled(number, p_scale, offset):
     """A number times the scale that is there, if there are scales."""
     if p_scale is not None:

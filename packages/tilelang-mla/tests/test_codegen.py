@@ -7,6 +7,7 @@ which `--cache-clear` empties.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -56,6 +57,7 @@ class Decoding(NamedTuple):
     dtype: torch.dtype
     gather: bool
     per_token: bool = False
+    early: bool = False
 
     @property
     def tiles(self) -> DecodeTiles:
@@ -272,7 +274,7 @@ class Backward(NamedTuple):
 
 # Lowered in 8 s each. Smaller latents have smaller accumulators.
 DECODE = {
-    "DeepSeek": Decoding(512, 64, BF16, False),
+    "DeepSeek, of many rows": Decoding(512, 64, BF16, False, early=True),
     "blocks of 32 keys, pages of any size, a length of each token": Decoding(512, 128, BF16, True, per_token=True),
     "no powers of two, pages of any size": Decoding(320, 96, FP16, True),
 }
@@ -644,9 +646,9 @@ def test_nothing_but_sizes_dtype_and_blocks_is_a_constant_of_a_kernel(launch) ->
 
 def test_what_the_command_builds_is_what_calls_of_deepseek_ask_for(launch) -> None:
     built = list(wanted(["bfloat16"], [(512, 64)], [(192, 128)]))
-    for page in (1, 16, 64, 128):
-        problem = DecodeProblem(16, 512, 64, 1, 4, 8192, page)
-        tiles = decode_tiles(16, 512, 64, 8192, H200)
+    for page, tokens in itertools.product((1, 16, 64, 128), (1, 2)):
+        problem = DecodeProblem(128, 512, 64, tokens, 4, 8192, page)
+        tiles = decode_tiles(problem.rows, 512, 64, 8192, H200)
         assert ("decode", launch.decode_constants(problem, tiles, BF16)) in built
     prompt = PrefillProblem(128, 128, 192, 128, 8192, 1, 8192)
     assert ("prefill", launch.prefill_constants(prompt, plan_prefill(prompt, H200), BF16)) in built

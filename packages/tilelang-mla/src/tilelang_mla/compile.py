@@ -49,13 +49,13 @@ def wanted(
 
     for dtype in map(_DTYPES.__getitem__, dtypes):
         for dim_nope, dim_rope in latents:
-            tiles = decode_tiles(1, dim_nope, dim_rope, None, _LIMITS)
-            # Pages of whole blocks, and of less.
-            for page_size in (tiles.block_n, 1):
+            # Of few rows and of many; pages of whole blocks, and of less, where these are alike.
+            tiles, many = (decode_tiles(rows, dim_nope, dim_rope, None, _LIMITS) for rows in (1, 256))
+            for own, page_size in ((tiles, tiles.block_n), (many, tiles.block_n), (tiles, 1)):
                 problem = DecodeProblem(1, dim_nope, dim_rope, 1, 1, page_size, page_size)
-                yield "decode", decode_constants(problem, tiles, dtype)
+                yield "decode", decode_constants(problem, own, dtype)
                 if parallel:
-                    yield "decode", decode_constants(replace(problem, per_token=True), tiles, dtype)
+                    yield "decode", decode_constants(replace(problem, per_token=True), own, dtype)
             for cache in caches:
                 if cache == "656" and (dtype, dim_nope, dim_rope) != (torch.bfloat16, 512, 64):
                     continue

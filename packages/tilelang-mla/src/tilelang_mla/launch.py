@@ -92,7 +92,7 @@ def decode_constants(problem: DecodeProblem, tiles: DecodeTiles, dtype: torch.dt
     return {
         "dim_nope": problem.dim_nope, "dim_rope": problem.dim_rope, "dtype": dtype, "block_n": tiles.block_n,
         "num_stages": tiles.num_stages, "gather": gather, "per_token": problem.per_token,
-        "by_rows": gather and tiles.loads_by_rows(problem),
+        "by_rows": gather and tiles.loads_by_rows(problem), "early": tiles.asks_early(problem),
     }  # fmt: skip
 
 
@@ -100,7 +100,7 @@ def decode_8bit_constants(problem: DecodeProblem, tiles: DecodeTiles, dtype: tor
     """What the kernel over a cache of 8 bits is compiled for."""
     constants = {**decode_constants(problem, tiles, dtype), "cache": problem.cache}
     # Keys lie anywhere.
-    del constants["gather"]
+    del constants["gather"], constants["early"]
     constants["by_rows"] = tiles.loads_by_rows(problem)
     if tiles.keys_are_rows(problem):
         constants["block_m"] = tiles.block_m
@@ -164,7 +164,7 @@ def prepare_decode(problem: DecodeProblem, plan: DecodeTiles | None, tensors: De
     else:
         constants = decode_constants(problem, tiles, q.dtype)
         if not by_tma:
-            constants |= {"gather": True, "by_rows": tiles.loads_by_rows(problem)}
+            constants |= {"gather": True, "by_rows": tiles.loads_by_rows(problem), "early": False}
         attend = kernel("decode", **constants)
 
     num_parts = tiles.num_parts(batch)

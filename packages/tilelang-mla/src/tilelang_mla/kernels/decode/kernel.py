@@ -45,7 +45,7 @@ _SCORES, _VALUES, _PRODUCER = 0, 1, 2
 
 def attend(
     T: Any, *, dim_nope: int, dim_rope: int, dtype: Any, block_n: int, num_stages: int, gather: bool,
-    serial: bool = False, per_token: bool = False, by_rows: bool = False,
+    serial: bool = False, per_token: bool = False, by_rows: bool = False, early: bool = False,
 ) -> Any:  # fmt: skip
     """The kernel.
 
@@ -54,7 +54,7 @@ def attend(
     ``scale`` is that of a softmax of powers of two, and above 0. per_token: ``seqlens_k`` is [batch, tokens], the keys
     that each query token sees, in place of the causal rule. by_rows: such rows are loaded by rows.cuh.
     """
-    S = Sizes(dim_nope, dim_rope, dtype, block_n, num_stages, gather, by_rows=by_rows and gather)
+    S = Sizes(dim_nope, dim_rope, dtype, block_n, num_stages, gather, by_rows=by_rows and gather, early=early)
     batch, rows, pages, page_size = (T.dynamic(name) for name in ("batch", "rows", "pages", "page_size"))
     columns, bounds, places, room = (T.dynamic(name) for name in ("columns", "bounds", "places", "room"))
     num_pieces = T.dynamic("num_pieces")
@@ -126,7 +126,7 @@ def run_roles(T, S, serial, inputs, outputs, numbers, i_program, num_programs):
         # The combine kernel may start; it waits for the end of this one itself.
         T.pdl_trigger()
         barriers = Barriers(*alloc_barriers(T, S))
-        if S.whole:
+        if S.early:
             barriers = barriers._replace(scored=T.alloc_barrier(GROUP))
         if S.loaders == 2:
             with T.ws(_PRODUCER, _PRODUCER + 1):

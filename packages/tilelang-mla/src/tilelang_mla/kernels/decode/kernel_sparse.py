@@ -21,7 +21,10 @@ def attend_sparse(
     ``lists`` are as many as have a length in common, 0 where all entries count. sink: a logit of each head, which takes
     part in the softmax and has no value; with ``sinks`` 0 it stands in.
     """
-    S = Sizes(dim_nope, dim_rope, dtype, block_n, num_stages, True, cache, sparse=True, rows=block_m, by_rows=by_rows)
+    S = Sizes(
+        dim_nope, dim_rope, dtype, block_n, num_stages, True, cache, sparse=True, rows=block_m,
+        by_rows=by_rows and not serial,
+    )  # fmt: skip
     run = run_keys if S.keys_are_rows and not serial else run_roles
     records = cache == "656"
     batch, rows, pages, page_size = (T.dynamic(name) for name in ("batch", "rows", "pages", "page_size"))

@@ -17,8 +17,9 @@ def attend_sparse_prefill(
 ) -> Any:  # fmt: skip
     """The kernel. counted: whether ``lengths`` are those of the lists, else it stands in; and sinks of ``sink``."""
     S = Sizes(
-        dim_nope, dim_rope, dtype, block_n, num_stages, True, sparse=True, by_rows=by_rows and not serial, whole=True
-    )
+        dim_nope, dim_rope, dtype, block_n, num_stages, True, sparse=True, by_rows=by_rows and not serial, whole=True,
+        early=True,
+    )  # fmt: skip
     tokens, heads, keys, topk = (T.dynamic(name) for name in ("tokens", "heads", "keys", "topk"))
     num_lengths, num_sinks = T.dynamic("num_lengths"), T.dynamic("num_sinks")
     q_token, q_head, kv_key, kv_head = (T.dynamic(name) for name in ("q_token", "q_head", "kv_key", "kv_head"))

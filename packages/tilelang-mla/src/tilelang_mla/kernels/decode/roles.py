@@ -179,11 +179,11 @@ def score(T, S, launch, inputs, outputs, memory, barriers, s, acc):
             if any_moved(T, s.rescale):
                 scale_rows(T, acc, s.rescale)
             T.wgmma_gemm(s.weights, memory.k_l[stage, :, :], acc)
-            if not S.whole:
+            if not S.early:
                 # Free the stage first: the next block may not be here yet, and that behind it is to be on its way.
                 T.wait_wgmma(0)
                 T.barrier_arrive(barriers.left_empty[stage])
-            score_block(T, S, memory, barriers, s, after, phase, stage if S.whole else None)
+            score_block(T, S, memory, barriers, s, after, phase, stage if S.early else None)
         for _ in T.serial(T.min(work.steps, 1)):
             last = done + work.steps - 1
             stage = last % S.num_stages
@@ -191,7 +191,7 @@ def score(T, S, launch, inputs, outputs, memory, barriers, s, acc):
             hide_invalid(T, S, memory, s, stage)
             weigh(T, s, first_key, scale, unmasked)
             share_weights(T, memory, barriers, s, last)
-            if S.whole:
+            if S.early:
                 T.barrier_arrive(barriers.scored)
             if any_moved(T, s.rescale):
                 scale_rows(T, acc, s.rescale)
@@ -251,7 +251,7 @@ def value(T, S, launch, inputs, outputs, memory, barriers, rescale, acc):
                     zero_tail(T, memory.k_r, stage, first_key, work.length)
                     T.fence_proxy_async()
                     T.sync_threads(_OF_VALUES, GROUP)
-            if S.whole:
+            if S.early:
                 T.barrier_wait(barriers.scored, (done + step) % 2)
             T.wgmma_gemm(memory.weights, memory.k_r[stage, :, :], acc)
             T.wait_wgmma(0)

@@ -318,6 +318,9 @@ def test_programs_of_the_combine_kernel_run_at_once_and_find_no_more_sequences_t
             each, pieces = merge_grid(sequences, rows, tiles, 132)
             assert 1 <= each <= min(sequences, 32)
             assert each == min(sequences, 32) or cdiv(sequences, each) * rows * pieces <= 16 * 132 + rows * pieces
+    # Of equal parts a piece for each eight that are begun, whatever the batch.
+    for sequences, parts, pieces in ((4, 8, 1), (4, 9, 2), (300, 16, 2), (1, 32, 4)):
+        assert merge_grid(sequences, 128, DecodeTiles(64, 64, 2, parts), 132)[1] == pieces
 
 
 def test_the_grid_of_prefill_has_a_tile_for_any_lengths() -> None:

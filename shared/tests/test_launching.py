@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from kernel_reference import launching
 from kernel_reference.launching import (
     DeviceProperties,
     Launch,
@@ -24,7 +26,7 @@ from kernel_reference.launching import (
     on_device,
     without_memory,
 )
-from kernel_reference.starting import Starter
+from kernel_reference.starting import Starter, ensure_context
 
 CPU = torch.device("cpu")
 CUDA_1 = torch.device("cuda", 1)
@@ -319,6 +321,33 @@ def test_the_first_tensors_travel_as_descriptors_and_the_short_way_gets_new_ones
         behind = given[3] if way == "short" else given[3].data_ptr()
         assert behind in {pointer.data_ptr(), pointer[8:].data_ptr(), pointer[1:].data_ptr()}
         assert given[4:] == (None, 7)
+
+
+@needs_gluon
+def test_each_thread_has_a_context_before_it_describes_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's driver encodes descriptors for a thread with a context alone, and autograd's may have launched nothing."""
+    asked: list[int] = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: asked.append(threading.get_ident()))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    given: list[torch.device] = []
+    monkeypatch.setattr(launching, "ensure_context", given.append)
+    TmaLaunch(Compiled(), (3, 1, 1), (), CPU, [TmaBox([8, 64], [64, 1], [4, 64])], num_warps=4)(
+        aligned(512, torch.bfloat16)
+    )
+    assert set(given) == {CPU}
+
+    def twice() -> None:
+        ensure_context(torch.device("cuda"))
+        ensure_context(torch.device("cuda"))
+
+    threads = [threading.Thread(target=twice) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(asked) == 2
+    ensure_context(CPU)
+    assert len(asked) == 2
 
 
 def test_arguments_are_what_the_kernel_gets_in_its_order() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -735,6 +736,27 @@ def test_a_captured_graph_of_a_model_replays_other_lengths_of_the_same_most(make
 def test_no_call_waits_for_the_gpu(make, function, inputs) -> None:
     tensors = inputs(make, 5)
     contract.check_no_host_sync(lambda: function(*tensors))
+
+
+@gpu
+def test_a_thread_that_has_launched_nothing_may_call_with_memory_from_the_cache(device: torch.device) -> None:
+    """As autograd's does: no allocation makes the context current that TMA descriptors are encoded with."""
+    q, k = (torch.randn(1, 2, 300, 64, device=device).bfloat16() for _ in range(2))
+    rates = lightning_attn.slopes(2).to(device)
+    first = lightning_attn.lightning_attention(q, q, q, rates).out.clone()
+    found: list[torch.Tensor | Exception] = []
+
+    def call() -> None:
+        try:
+            lightning_attn.lightning_attention(k, k, k, rates)
+            found.append(lightning_attn.lightning_attention(q, q, q, rates).out)
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    assert_bitwise_equal(found[0], first)
 
 
 @gpu

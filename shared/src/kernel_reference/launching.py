@@ -22,12 +22,11 @@ import torch
 
 from kernel_reference.bindings import Compiled, find_compiled, keep_compiled, signature_of
 from kernel_reference.grouping import checked
-from kernel_reference.starting import Starter
+from kernel_reference.starting import Starter, ensure_context
 
 Tensor = torch.Tensor
 
-# Encoded descriptors that a launch keeps, of 1 KB a call: as many as a model has layers, and temporary tensors at a
-# handful of addresses.
+# Encoded descriptors that a launch keeps, of 1 KB a call: those of a model's layers and of some temporary tensors.
 _MOST_MAPS = 512
 _INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -334,6 +333,7 @@ class TmaLaunch(Launch):
 
     def _describe(self, position: int, tensor: Tensor) -> Any:
         """A descriptor of this tensor. They differ in address alone, and checking four takes 16 us of host time."""
+        ensure_context(tensor.device)
         common = self._checked.get(position)
         if common is None:
             described = self._descriptor(tensor, *self.boxes[position])

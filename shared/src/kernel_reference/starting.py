@@ -8,9 +8,13 @@ short way, and ``compiled[grid]`` serves.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
+
+_threads = threading.local()
 # Of these the C function's arguments are known.
 _VERSIONS = ("3.6.", "3.7.", "3.8.")
 
@@ -40,6 +44,18 @@ class Starter(NamedTuple):
             return True
 
         return begin
+
+
+def ensure_context(device: torch.device) -> None:
+    """Give this thread the GPU's context, which encoding a descriptor takes for granted.
+
+    A launch asks for it, and so does an allocation, but for one of cached memory: autograd's thread may have none yet.
+    """
+    if device.type == "cuda" and not getattr(_threads, "have_context", False):
+        # CUDA's runtime makes the device's own context current. Where a graph is captured, the question alone is asked.
+        if not torch.cuda.is_current_stream_capturing():
+            torch.cuda.mem_get_info(device)
+        _threads.have_context = True
 
 
 def find_starter(compiled: Any) -> Starter | None:

@@ -161,10 +161,13 @@ def test_segments_for_sm_90_are_a_program_an_sm_for_a_sequence_of_16384_tokens()
         (40, 128, 8192, 4), (40, 64, 4096, 6), (16, 128, 4096, 4), (8, 128, 2048, 4), (4, 128, 2048, 4),
         (1, 64, 1024, 6), (64, 128, 0, 4), (32, 192, 0, 3),
         (8, 256, 4096, 3), (64, 72, 0, 4), (32, 72, 4096, 4), (16, 72, 2048, 4),
+        (64, 80, 0, 4), (32, 80, 4096, 4),
     ):  # fmt: skip
         shape = Heads(heads, heads, size, size)
         plan = plan_prefill(shape, "bfloat16", H200, suits_tma=True)
         assert (plan.segment, plan.num_stages) == (segment, stages), shape
+        # A last piece of 8 or 16 rows would cost as much as one of 64.
+        assert plan.roles == (size not in (72, 80)), shape
         assert plan_prefill(shape, "float16", H200, suits_tma=True) == plan
 
 

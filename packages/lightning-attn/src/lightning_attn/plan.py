@@ -265,30 +265,7 @@ def plan_prefill(
     tensors. ``snapshots``: some are wanted.
     """
     if suits_tma and limits.hopper and dtype != "float32" and fits_hopper(heads):
-        segment, columns = _segment(heads, 64, limits), hopper_columns(heads)
-        if suits_roles(heads):
-            segment = _round_of(heads, limits)
-            waits, stages = limits.dependent_launch and segment > 0, 6 if columns == 64 else 4
-            return PrefillPlan(
-                64, 64, segment, 4, stages, 64, hopper=True, dependent_launch=waits, roles=True,
-                part=_part(heads, segment),
-            )  # fmt: skip
-        if columns == 128 and 8 * heads.num_heads * cdiv(heads.head_v, 64) >= 3 * limits.cores:
-            # Half as many fill the device. On an H200, 32 heads of 128: 16384 tokens 223 us in segments of 4096, 256 of
-            # 2048; 8192 129 and 126, 4096 73 and 72. But 8 heads, 32768 tokens: 132 and 128. Nor 64 heads of 64: 16384
-            # tokens 192 us in segments of 2048, 209 of 1024, but 4096 76 and 59.
-            segment *= 2
-        waits = limits.dependent_launch and segment > 0
-        if heads.head_qk > 128:
-            # On an H100, 32 heads of 192, 16384 tokens: 603 us in one go, 758 in segments of 8192; of 192 and 128,
-            # whose programs are fewer, 602 and 456.
-            if 10 * heads.num_heads * cdiv(heads.head_v, 64) >= 7 * limits.cores:
-                segment, waits = 0, False
-            return PrefillPlan(64, 64, segment, 4, 3, 64, hopper=True, dependent_launch=waits, roles=True)
-        # Measured on an H200, 64 heads x 128 and 131072 tokens: 2 stages 3.17 ms, 3 stages 2.26, 4 stages 2.05. Of
-        # segments of heads of 64, two programs of 3 stages share an SM: 16 x 512 tokens 79 us, with 4 stages 87, 2 83.
-        stages = 3 if segment and columns == 64 else 4
-        return PrefillPlan(64, 64, segment, 4, stages, columns, hopper=True, dependent_launch=waits)
+        return _plan_hopper(heads, limits)
     # The largest tiles whose state, scores and operands stay in a thread's registers, as the compiler reports them.
     block_d = min(64, max(16, power_of_two_at_least(heads.head_qk)))
     if dtype == "float32" and limits.hopper and limits.bf16 and fits_hopper(heads) and heads.head_qk <= 128:
@@ -308,6 +285,39 @@ def plan_prefill(
     block_e = min(16 if is_narrow else 32, max(16, power_of_two_at_least(heads.head_v)))
     stages = 2 if limits.shared_memory > 64 * 1024 else 1
     return PrefillPlan(32, block_e, _segment(heads, block_e, limits), 4, stages, block_d)
+
+
+def _plan_hopper(heads: Heads, limits: DeviceLimits) -> PrefillPlan:
+    """The plan for sm_90 in 16 bits: by roles, but where the last of a head's pieces would have a few rows."""
+    columns, stages, part = hopper_columns(heads), 4, 0
+    programs, by_roles = heads.num_heads * cdiv(heads.head_v, 64), suits_roles(heads)
+    if by_roles and heads.head_qk <= 128:
+        segment = _round_of(heads, limits)
+        part = _part(heads, segment)
+        if columns == 64:
+            stages = 6
+    else:
+        segment = _segment(heads, 64, limits)
+        if columns == 128 and 8 * programs >= 3 * limits.cores:
+            # Half as many fill the device. On an H100, 16384 tokens in segments of 2048, 4096 and 8192, us: 32 heads of
+            # 72 215, 204 and 224, of 80 228, 221 and 215.
+            segment *= 2
+        if heads.head_qk > 128:
+            stages = 3
+            # On an H100, 32 heads of 192, 16384 tokens: 603 us in one go, 758 in segments of 8192; of 192 and 128,
+            # whose programs are fewer, 602 and 456.
+            if 10 * programs >= 7 * limits.cores:
+                segment = 0
+        elif segment and columns == 64:
+            # Measured with heads of 64 and 128, on an H200. 64 of 128, 131072 tokens: 2 stages 3.17 ms, 3 stages 2.26,
+            # 4 stages 2.05. Of segments of heads of 64, two programs of 3 stages share an SM: 16 x 512 tokens 79 us,
+            # with 4 stages 87, 2 83.
+            stages = 3
+    waits = limits.dependent_launch and segment > 0
+    block_d = 64 if by_roles else columns
+    return PrefillPlan(
+        64, 64, segment, 4, stages, block_d, hopper=True, dependent_launch=waits, roles=by_roles, part=part
+    )  # fmt: skip
 
 
 # Measured on an H200, 16 heads of 128: 16 x 512 tokens 52 us with 2 stages, 54 with 4; 64 x 128 70 and 87; 8 x 1024 49
@@ -354,12 +364,13 @@ def widened(plan: PrefillPlan, heads: Heads, segments: int, limits: DeviceLimits
 
 
 def suits_roles(heads: Heads) -> bool:
-    """Whether the kernel by roles is the faster one for heads of up to 128 rows.
+    """Whether the kernel by roles is the faster one, or, of more than 128 rows, the only one.
 
-    On an H200, 16384 tokens of 64 heads of 96: 261 us, by one warpgroup 279; of 72, whose second piece has rows of 16
-    bytes, 337 and 301.
+    Its last piece costs as much as one of 64 rows, and TMA is slow where a row has 16 or 32 bytes. 16384 tokens, us by
+    roles and by one warpgroup: on an H100, 64 heads of 80, 397 and 342, 32 252 and 221; on an H200, 64 heads of 80 261
+    and 282, of 72 337 and 301, of 96 261 and 279.
     """
-    return heads.head_qk <= 128 and heads.head_qk % 16 == 0
+    return heads.head_qk > 128 or (heads.head_qk % 16 == 0 and not 64 < heads.head_qk < 96)
 
 
 def _round_of(heads: Heads, limits: DeviceLimits) -> int:

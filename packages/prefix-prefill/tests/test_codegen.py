@@ -29,7 +29,7 @@ from prefix_prefill import CascadeLevel, launch
 from prefix_prefill.arguments import MergeTensors, PrefillNumbers, PrefillTensors, check_prefill
 from prefix_prefill.cascade.arguments import CascadeNumbers, CascadeTensors, check_cascade, tensors_of_levels
 from prefix_prefill.cascade.launch import prepare_cascade
-from prefix_prefill.plan import DeviceLimits, plan_prefill
+from prefix_prefill.plan import MOST_TOKENS, DeviceLimits, plan_prefill
 
 pytestmark = pytest.mark.codegen
 
@@ -77,10 +77,12 @@ def prefill(
     new_kv: bool = False, rows: int = 2048, longest: int | None = None, splits: int | None = 1, softcap: float = 0.0,
     alibi: bool = False, scales: str | None = None, lse: bool = False, out_dtype: torch.dtype | None = None,
     skip_decode: bool = False, sequences: int = 8, columns: int = 4096, draft: bool = False, values: int | None = None,
+    bound: int = MOST_TOKENS,
 ) -> Iterator[KernelSpec]:  # fmt: skip
     """The launches of a call for this model, its window and sinks included, with the device's plan.
 
     splits: None leaves them to the plan; others say as much of the code. values: their head size, else that of keys.
+    bound: of the tokens of a sequence.
     """
     heads, heads_kv, size = model.num_heads_q, model.num_heads_kv, model.head_dim
     q = empty(rows, heads, size, dtype=dtype)
@@ -101,7 +103,9 @@ def prefill(
     )  # fmt: skip
     longest = rows if longest is None else longest
     left, right = model.window or (-1, 0)
-    numbers = PrefillNumbers(longest, page_layout, size**-0.5, left, right, softcap, skip_decode, 1.0, 1.0, 1.0, 0)
+    numbers = PrefillNumbers(
+        longest, page_layout, size**-0.5, left, right, softcap, skip_decode, 1.0, 1.0, 1.0, 0, bound
+    )
     problem = check_prefill(tensors, numbers)
     plan = plan_prefill(problem, limits)
     if splits is not None:
@@ -280,11 +284,11 @@ def test_a_layer_needs_four_kernels_for_life_whatever_its_batches_are() -> None:
     """A server has another batch size, another number of rows and a wider table at each step; compiling takes 2 s."""
     for options in ({}, {"new_kv": True, "page": 64}, {"page": 1}):
         kernels = set()
-        for sequences, longest in itertools.product((1, 2, 3, 16, 17, 64, 255, 256), (1, 2, 5, 77, 2048)):
+        for sequences, longest, bound in itertools.product((1, 3, 17, 256), (1, 5, 77, 2048), (500, MOST_TOKENS)):
             rows = max(sequences * longest - sequences // 2, 1)
             for spec in prefill(
                 "", LLAMA, LIMITS["sm_90"], rows=rows, longest=longest, sequences=sequences, splits=None, lse=True,
-                columns=4096 + sequences, **options,
+                columns=4096 + sequences, bound=bound, **options,
             ):  # fmt: skip
                 kernels.add(repr((spec.kernel, spec.signature, spec.constexprs, spec.aligned)))
         # The portable kernel has one for drafts, and one that merges all splits.

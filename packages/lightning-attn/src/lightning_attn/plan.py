@@ -367,8 +367,8 @@ def suits_roles(heads: Heads) -> bool:
     """Whether the kernel by roles is the faster one, or, of more than 128 rows, the only one.
 
     Its last piece costs as much as one of 64 rows, and TMA is slow where a row has 16 or 32 bytes. 16384 tokens, us by
-    roles and by one warpgroup: on an H100, 64 heads of 80, 397 and 342, 32 252 and 221; on an H200, 64 heads of 80 261
-    and 282, of 72 337 and 301, of 96 261 and 279.
+    roles and without: on an H100, 64 heads of 80, 397 and 342, 32 241 and 221; on an H200, 64 heads of 80 261 and 282,
+    of 72 337 and 301, of 96 261 and 279.
     """
     return heads.head_qk > 128 or (heads.head_qk % 16 == 0 and not 64 < heads.head_qk < 96)
 

@@ -388,6 +388,14 @@ def test_a_step_of_four_tokens_and_16_bit_states_has_four_warps_where_not_all_pr
     assert (many.num_warps, many.max_registers, many.early, many.run) == (4, 255, True, 32)
 
 
+def test_a_step_loads_all_first_where_there_are_more_programs_than_cores() -> None:
+    # Of 32 heads.
+    assert [plan_step(replace(STEP, sequences=n), H200).first for n in (1, 4, 5, 64)] == [False, False, True, True]
+    for problem in (replace(STEP, sequences=64, writes=False), replace(STEP, sequences=64, out_strides=None)):
+        assert not plan_step(problem, H200).first
+    assert not plan_step(replace(STEP, sequences=64), DeviceLimits(132, 232448, 8)).first
+
+
 def test_a_state_written_early_after_one_token_is_the_first_to_leave_the_cache() -> None:
     found = [
         plan_step(problem, H200).streams

@@ -337,17 +337,18 @@ def test_a_path_is_committed_as_its_drafts_in_a_row(device: torch.device) -> Non
 # Elements between rows; the others are packed, as they must be.
 GAPS = {"mixed_qkvz": 24, "mixed_ba": 3, "conv_state": 2, "conv_weight": 1, "state_pool": 4}
 GUARDED = {
-    "a step": (Layer(GroupShape(1, 3, 24, 20), padded=(1,), bias=True), "decode_step", StepPlan(32, 8, 4)),
+    "a step": (Layer(GroupShape(1, 3, 24, 20), padded=(1,), bias=True), "decode_step", StepPlan(32, 8, 4, first=True)),
     "two tokens, written early": (
-        Layer(SMALL, tokens=2, padded=(2,), state="bfloat16"), "decode_step", StepPlan(16, 8, 4, early=True)
+        Layer(SMALL, tokens=2, padded=(2,), state="bfloat16"), "decode_step", StepPlan(16, 8, 4, early=True, first=True)
     ),
     "a head in slices": (Layer(GroupShape(1, 2, 16, 40), sequences=2, padded=(1,)), "decode_step", StepPlan(16, 8, 4)),
     "five tokens along Dk": (
-        Layer(SMALL, tokens=5, sequences=2, padded=(0,), state_layout="VK"), "decode_step", StepPlan(16, 16, 4)
+        Layer(SMALL, tokens=5, sequences=2, padded=(0,), state_layout="VK"), "decode_step",
+        StepPlan(16, 16, 4, first=True),
     ),
     "drafts": (Layer(GroupShape(1, 2, 20, 12), tokens=3, padded=(0,), width=3), "verify", StepPlan(16, 8, 4)),
     "a tree of drafts": (Layer(SMALL, tokens=3, padded=(1,), state="float16"), "tree", StepPlan(16, 8, 4)),
-    "a commit": (Layer(GroupShape(1, 3, 24, 20), tokens=3, padded=(1,)), "commit", StepPlan(32, 8, 4)),
+    "a commit": (Layer(GroupShape(1, 3, 24, 20), tokens=3, padded=(1,)), "commit", StepPlan(32, 8, 4, first=True)),
 }  # fmt: skip
 
 

@@ -223,7 +223,8 @@ class StepPlan(Plan):
     thread; 0 leaves them to the compiler. ``ahead``: a program fetches what the program that many behind it needs into
     the L2 cache (NVIDIA from sm_90 on, states that are one piece of memory each); 0: nothing.
     ``early``: the state is written before the outputs are normed, and of one or two tokens k and q read it together,
-    before it changes. ``streams``: a state that is written is the first to leave the L2 cache.
+    before it changes. ``streams``: a state that is written is the first to leave the L2 cache. ``first``: all is loaded
+    before any branch, and the state before anything is computed.
     """
 
     block_v: int
@@ -234,6 +235,7 @@ class StepPlan(Plan):
     ahead: int = 0
     early: bool = False
     streams: bool = False
+    first: bool = False
 
     def covers(self, problem: StepProblem) -> bool:
         """Whether its programs reach every column, in steps that a kernel can take."""
@@ -376,4 +378,9 @@ def plan_step(problem: StepProblem, limits: DeviceLimits) -> StepPlan:
     # On an H100, in us, without and with: 1 sequence 4.64, 4.32, 4 8.48, 7.99, 16 26.5, 26.1, 64 103.2, 100.3, 256
     # 393.9, 383.2; of bfloat16 states 4 8.44, 7.01, 64 61.2, 59.5. On an H200 4 7.22, 6.86, but 64 75.3, 75.6.
     streams = early and problem.tokens == 1
-    return StepPlan(block_v, run, num_warps, max_registers, limits.dependent_launch, ahead, early, streams)
+    # On an H100, in us, without and with: 8 sequences 14.6, 13.6, 64 97.4, 95.7, 256 384.3, 377.4, two tokens of 64
+    # 105.2, 100.1, four 102.4, 100.7; but one 4.41, 4.87, two 5.26, 5.72: a program waits longest for what it asks for
+    # first, and with few of them nothing else is done meanwhile. Of sm_80 and gfx942 registers are too few.
+    decodes = problem.writes and problem.out_strides is not None
+    first = decodes and limits.dependent_launch and programs > limits.cores
+    return StepPlan(block_v, run, num_warps, max_registers, limits.dependent_launch, ahead, early, streams, first)

@@ -19,6 +19,7 @@ class Step(NamedTuple):
     heads whose inputs one program keeps. CHUNK: tokens whose inputs are loaded together. AHEAD: how many programs later
     what a program fetches into the L2 cache is used; 0: it fetches nothing. EARLY: whether the state is
     written before the outputs are normed. STREAMS: whether what is written of it is the first to leave the L2 cache.
+    FIRST: whether all is loaded before any branch, and the state before anything is computed.
     """
 
     BLOCK_K: int
@@ -36,6 +37,7 @@ class Step(NamedTuple):
     AHEAD: int
     EARLY: bool
     STREAMS: bool
+    FIRST: bool
 
 
 class StepStrides(NamedTuple):

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 
 from gdn_split.kernels.ahead import fetch_ahead, slot_ahead
+from gdn_split.kernels.inputs import Given, Layer, load_gates, load_inputs, load_rows, places, row_of_token
 from gdn_split.kernels.layer import (
-    Gate,
     Out,
     Taps,
     Token,
@@ -20,9 +20,7 @@ from gdn_split.kernels.layer import (
     delta_step,
     gated,
     halves,
-    load_filter_of_two,
     load_state,
-    load_taps,
     log_decay,
     normed,
     offsets_of_values,
@@ -30,10 +28,9 @@ from gdn_split.kernels.layer import (
     store_state,
     store_taps,
     tile_of_state,
-    two_blocks,
     values_and_gates,
 )
-from gdn_split.kernels.split import columns_of_b_and_a, columns_of_group, wait_for_inputs
+from gdn_split.kernels.split import columns_of_group, wait_for_inputs
 
 
 @triton.jit
@@ -82,15 +79,6 @@ def store_nothing(p_out, s_out, TOKENS: tl.constexpr, sizes: tl.constexpr):
     b_zero = tl.zeros([BLOCK], p_out.dtype.element_ty)
     for t in range(TOKENS):
         tl.store(p_out + tl.cast(t, tl.int64) * s_out + o, b_zero, mask=o < sizes.HV)
-
-
-@triton.jit
-def row_of_token(p_path, t, tokens, TOKENS: tl.constexpr):
-    """Which of a sequence's rows is its token t: itself, or node t of the accepted path, clamped."""
-    t = tl.minimum(t, tokens - 1)
-    if p_path is not None:
-        t = tl.minimum(tl.maximum(tl.load(p_path + t), 0), TOKENS - 1)
-    return tl.cast(t, tl.int64)
 
 
 @triton.jit
@@ -148,38 +136,11 @@ def load_kept(x, p_path, column, p_1, i, m, tokens, strides, conv: tl.constexpr)
 
 
 @triton.jit
-def load_rows(p, p_path, first, tokens, c, m, stride, conv: tl.constexpr, step: tl.constexpr):
-    """Elements c of a sequence's rows of CHUNK tokens from the first on."""
-    CHUNK: tl.constexpr = step.CHUNK
-    rows = ()
-    for j in tl.static_range(CHUNK):
-        i_t = row_of_token(p_path, first + j, tokens, conv.TOKENS)
-        rows = rows + (tl.load(p + i_t * stride + c, mask=m, other=0.0),)
-    return rows
-
-
-@triton.jit
-def places(step: tl.constexpr):
-    """Of a chunk's tokens, as a vector where there are several."""
-    o = 0
-    if step.CHUNK > 1:
-        o = tl.arange(0, step.CHUNK)
-    return o
-
-
-@triton.jit
 def at_place(b, j: tl.constexpr, step: tl.constexpr):
     """The number of token j, in every thread."""
     if step.CHUNK > 1:
         b = tl.sum(tl.where(places(step) == j, b, 0.0), axis=0)
     return b
-
-
-@triton.jit
-def load_gates(p_ba, p_path, first, tokens, c_b, c_a, stride, conv: tl.constexpr, step: tl.constexpr):
-    """b and a of a V head, of a chunk's tokens."""
-    p = p_ba + row_of_token(p_path, first + places(step), tokens, conv.TOKENS) * stride
-    return tl.load(p + c_b), tl.load(p + c_a)
 
 
 @triton.jit
@@ -222,10 +183,8 @@ def advance(
     """
     NQK: tl.constexpr = sizes.NQK
     R: tl.constexpr = sizes.R
-    HQ: tl.constexpr = sizes.HQ
     HV: tl.constexpr = sizes.HV
     TOKENS: tl.constexpr = conv.TOKENS
-    BLOCK_K: tl.constexpr = step.BLOCK_K
     BLOCK_V: tl.constexpr = step.BLOCK_V
     CHUNK: tl.constexpr = step.CHUNK
     SLICES: tl.constexpr = step.SLICES
@@ -266,6 +225,20 @@ def advance(
         p_path += i_n * path_length
     p_x = p_qkvz + i_n * TOKENS * strides.qkvz
     p_ba += i_n * TOKENS * strides.ba
+    layer = Layer(p_weight, p_bias, p_a_log, p_dt_bias, p_norm)
+    given = Given(p_x, p_ba, p_path, tokens)
+    if step.FIRST:
+        first_v = i_p % SLICES * BLOCK_V
+        p_slot = p_conv + slot * strides.conv_slot
+        takes = live & (tokens > 0) & ~keeps
+        place, loaded = load_inputs(layer, given, p_slot, head, first_v, takes, strides, sizes, conv, step)
+        tl.debug_barrier()
+        p_tile, m_tile = tile_of_state(p_pool + slot * strides.slot + head * strides.head, first_v, sizes, step)
+        b_read = tl.load(p_tile, mask=m_tile & takes, other=0.0)
+        if step.AHEAD:
+            fetch_ahead(p_qkvz, p_conv, p_pool, later, strides, sizes, conv, step)
+        # The compiler would save registers by computing, and so waiting, before it loads the state.
+        tl.debug_barrier()
     if keeps:
         if SHARED:
             if live & (tokens > 0):
@@ -273,38 +246,19 @@ def advance(
                 p_kept = p_conv + slot * strides.conv_slot
                 keep_shared_inputs(p_x, p_path, p_kept, p_count, i_u, tokens, strides, sizes, conv, step)
     elif live & (tokens > 0):
-        c_q, c_k, c_v, c_z = columns_of_group(i_g, sizes)
-        c_v += head % R * HV
-        c_z += head % R * HV
-        c_b, c_a = columns_of_b_and_a(head, sizes)
-        p_slot = p_conv + slot * strides.conv_slot
-        # q and k as one block, and v and z: of fewer elements than threads the compiler would load each as often as it
-        # is used.
-        o_qk, c_qk, m_qk = two_blocks(i_g * HQ, (NQK + i_g) * HQ, c_q, c_k, HQ, BLOCK_K)
-        first_v = i_p % SLICES * BLOCK_V
-        first_channel = 2 * NQK * HQ + head * HV + first_v
-        o_vz, c_vz, m_vz = two_blocks(first_channel, 0, c_v + first_v, c_z + first_v, HV - first_v, BLOCK_V)
-        m_v = m_vz & (tl.arange(0, 2 * BLOCK_V) < BLOCK_V)
-        if p_norm is None or PARTS:
-            m_vz = m_v
-        # All loads of small inputs come first, and wait for nothing behind them: the state's are many.
-        qk_taps = load_taps(p_slot, o_qk, m_qk, conv)
-        vz_taps = load_taps(p_slot, o_vz, m_v, conv)
-        w_qk = load_filter_of_two(p_weight, p_bias, i_g * HQ, (NQK + i_g) * HQ, HQ, o_qk, m_qk, conv, BLOCK_K)
-        w_v = load_filter_of_two(p_weight, p_bias, first_channel, 0, HV - first_v, o_vz, m_v, conv, BLOCK_V)
-        gate = Gate(tl.load(p_a_log + head).to(tl.float32), tl.load(p_dt_bias + head).to(tl.float32))
-        b_norm = 1.0
-        if p_norm is not None and not PARTS:
-            o_z = tl.arange(0, 2 * BLOCK_V) - BLOCK_V
-            b_norm = tl.load(p_norm + o_z, mask=(o_z >= 0) & m_vz, other=1.0).to(tl.float32)
-        p_tile, m_tile = tile_of_state(p_pool + slot * strides.slot + head * strides.head, first_v, sizes, step)
+        if step.FIRST:
+            b_S = b_read
+        else:
+            first_v = i_p % SLICES * BLOCK_V
+            p_slot = p_conv + slot * strides.conv_slot
+            place, loaded = load_inputs(layer, given, p_slot, head, first_v, None, strides, sizes, conv, step)
+            p_tile, m_tile = tile_of_state(p_pool + slot * strides.slot + head * strides.head, first_v, sizes, step)
+            b_S = load_state(p_tile, m_tile, sizes, step)
+            if step.AHEAD:
+                fetch_ahead(p_qkvz, p_conv, p_pool, later, strides, sizes, conv, step)
+        o_qk, c_qk, m_qk, o_vz, c_vz, m_vz, m_v, c_z, c_b, c_a = place
+        qk_taps, vz_taps, w_qk, w_v, gate, b_norm, x_qk, x_vz, b, a = loaded
         o_v = first_v + offsets_of_values(step)
-        x_qk = load_rows(p_x, p_path, 0, tokens, c_qk, m_qk, strides.qkvz, conv, step)
-        x_vz = load_rows(p_x, p_path, 0, tokens, c_vz, m_vz, strides.qkvz, conv, step)
-        b, a = load_gates(p_ba, p_path, 0, tokens, c_b, c_a, strides.ba, conv, step)
-        b_S = load_state(p_tile, m_tile, sizes, step)
-        if step.AHEAD:
-            fetch_ahead(p_qkvz, p_conv, p_pool, later, strides, sizes, conv, step)
         if not PACKED:
             b_S = b_S.to(tl.float32)
         zero = None

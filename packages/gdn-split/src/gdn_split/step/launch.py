@@ -180,6 +180,7 @@ def launch_of(problem: StepProblem, plan: StepPlan, tensors: Step | Commit) -> L
     step = StepConstants(
         block_k, plan.block_v, _slices(problem, plan), s_k, s_v, problem.k_inner, plan.run, lanes, problem.qk_norm,
         problem.writes, _group(problem), _chunk(problem.tokens), plan.ahead, bool(plan.early), bool(plan.streams),
+        bool(plan.first),
     )  # fmt: skip
     strides = StepStrides(s_qkvz, s_ba, s_slot, s_state_slot, s_state_head, s_out, s_out_head)
     numbers = (problem.scale, problem.norm_eps, strides, launch._sizes(shape, problem.interleaved), conv, step)

@@ -49,9 +49,10 @@ def wanted(
 
     for dtype in map(_DTYPES.__getitem__, dtypes):
         for dim_nope, dim_rope in latents:
-            # Of few rows and of many; pages of whole blocks, and of less, where these are alike.
             tiles, many = (decode_tiles(rows, dim_nope, dim_rope, None, _LIMITS) for rows in (1, 256))
-            for own, page_size in ((tiles, tiles.block_n), (many, tiles.block_n), (tiles, 1)):
+            # Pages of whole blocks, and of less; many rows where they have a kernel of their own.
+            own_kernels = [(tiles, tiles.block_n), (tiles, 1), *([(many, many.block_n)] if many.early else [])]
+            for own, page_size in own_kernels:
                 problem = DecodeProblem(1, dim_nope, dim_rope, 1, 1, page_size, page_size)
                 yield "decode", decode_constants(problem, own, dtype)
                 if parallel:

@@ -251,8 +251,9 @@ def decode_tiles(
     block_n, num_stages = _keys_in_flight(dim_nope, dim_rope, limits, bits)
     # On an H200 by rows 274 us for 435 over pages of 16 at 128 heads, 165 for 228 at 16; over lists 84 for 127.
     by_rows = dim_nope == _LATENT and dim_rope in (0, _ROPE) and block_n == _OF_STAGE
-    # 256 rows of 128 x 4096: 522 us for 566 (H100). Lists took 0.98 to 1.02 of the time, and have one query token.
-    early = rows > 2 * _ROWS
+    # 256 rows of 128 x 4096: 522 us for 566 (H100). Lists took 0.98 to 1.02 of the time, and have one query
+    # token; other sizes have not been timed.
+    early = by_rows and dim_rope == _ROPE and rows > 2 * _ROWS
     if num_splits is not None:
         return DecodeTiles(_ROWS, block_n, num_stages, num_splits, 0, by_rows, early=early)
     alone = max_seqlen_k is not None and known(max_seqlen_k <= block_n)

@@ -120,6 +120,7 @@ def step_plans(setup: Setup, used: StepPlan) -> Iterator[StepPlan]:
     # Programs of a quarter of a wave to two, of an H200.
     for ahead, early in product((66, 99, 132, 264, 528), (False, True)):
         yield replace(used, ahead=ahead, early=early)
+    yield replace(used, first=not used.first)
 
 
 def step_problem(setup: Setup) -> tuple[StepPlan, Callable[[StepPlan], Callable[[int], object]], int]:

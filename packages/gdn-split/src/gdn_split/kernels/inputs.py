@@ -100,7 +100,10 @@ def load_gates(p_ba, p_path, first, tokens, c_b, c_a, stride, conv: tl.constexpr
 @triton.jit
 def load_inputs(layer, given, p_slot, head, first_v, takes, strides, sizes: tl.constexpr, conv: tl.constexpr,
                 step: tl.constexpr):  # fmt: skip
-    """All that is small. takes: whether the slot may be read; None: it may."""
+    """All that is small: a program's place, and what its first tokens bring.
+
+    takes: whether the slot may be read, where that is not known yet; None: it may.
+    """
     NQK: tl.constexpr = sizes.NQK
     R: tl.constexpr = sizes.R
     HQ: tl.constexpr = sizes.HQ
@@ -121,6 +124,7 @@ def load_inputs(layer, given, p_slot, head, first_v, takes, strides, sizes: tl.c
     m_v = m_vz & (tl.arange(0, 2 * BLOCK_V) < BLOCK_V)
     if not GATED:
         m_vz = m_v
+    # Where the slot is there already, its inputs are the first that are computed with.
     if takes is None:
         qk_taps = load_taps(p_slot, o_qk, m_qk, conv)
         vz_taps = load_taps(p_slot, o_vz, m_v, conv)
@@ -134,7 +138,7 @@ def load_inputs(layer, given, p_slot, head, first_v, takes, strides, sizes: tl.c
     x_qk = load_rows(given.x, given.path, 0, given.tokens, c_qk, m_qk, strides.qkvz, conv, step)
     x_vz = load_rows(given.x, given.path, 0, given.tokens, c_vz, m_vz, strides.qkvz, conv, step)
     b, a = load_gates(given.ba, given.path, 0, given.tokens, c_b, c_a, strides.ba, conv, step)
-    # What waits for the slot is asked for last.
+    # Else what waits for it is asked for last.
     if takes is not None:
         qk_taps = load_taps(p_slot, o_qk, m_qk & takes, conv)
         vz_taps = load_taps(p_slot, o_vz, m_v & takes, conv)

@@ -23,7 +23,7 @@ rows       what a consumer has of its rows: tokens and heads, addresses, accumul
 =========  =====================================================================
 
 A head's columns are one tile or two, each a power of two: 96 are 64 and 32. Each has its memory, its TMA loads and its
-WGMMAs, so that nothing is padded.
+WGMMAs, so that nothing is padded but values of 65 to 127 beside two consumers: see ``tiles.value_tiles``.
 
 To change tile sizes, stages or programs: ``plan.py`` alone chooses them, and ``fits_hopper`` says what is covered. To
 add a dtype of the cache: ``memory.boxes_of`` and ``producers.convert``, and the checks in ``arguments.py``. To port to

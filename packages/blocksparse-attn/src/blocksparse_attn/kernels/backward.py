@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from blocksparse_attn.kernels.groups import Batch, Bounds, Layout, Scoring
-from blocksparse_attn.kernels.softmax import LOG2_E, dot_by_parts, power, soft_capped
+from blocksparse_attn.kernels.softmax import LOG2_E, dot_by_parts, power, tanh
 from blocksparse_attn.kernels.tiles import (
     PADDED,
     keys_of_sequence,
@@ -171,10 +171,9 @@ def score_gradients(
     UNIT: tl.constexpr = 1.0 if NATURAL else LOG2_E
     slope = 1.0
     if config.SOFTCAP:
-        b_s = soft_capped(b_s * scoring.scale, scoring.softcap)
-        share = b_s / scoring.softcap
+        share = tanh(b_s * (scoring.scale / scoring.softcap))
         slope = 1.0 - share * share
-        b_s = b_s * UNIT - b_lse
+        b_s = share * (scoring.softcap * UNIT) - b_lse
     else:
         b_s = b_s * (scoring.scale * UNIT) - b_lse
     # Not in the branches: Triton 3.6 does not pipeline a loop in which a product is first used in one.

@@ -72,6 +72,7 @@ LANGUAGE: dict[str, Any] = {
     "fma": lambda x, y, z: Value((in_64_bits(x) * in_64_bits(y) + in_64_bits(z)).float()),
     "abs": lambda x: Value(torch.abs(x.data)),
     "sqrt": lambda x: Value(torch.sqrt(x.data)),
+    "rsqrt": lambda x: Value(torch.rsqrt(x.data)),
     "max": lambda x, axis: Value(x.data.amax(axis)),
     "min": lambda x, axis: Value(x.data.amin(axis)),
     # Integers of 32 bits stay so.

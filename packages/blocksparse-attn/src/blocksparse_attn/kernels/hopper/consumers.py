@@ -43,7 +43,7 @@ from blocksparse_attn.kernels.hopper.memory import (
     WHOLE,
     get,
 )
-from blocksparse_attn.kernels.softmax import LN_2, LOG2_E, finite, log_sum_exp, soft_capped
+from blocksparse_attn.kernels.softmax import LN_2, LOG2_E, finite, log_sum_exp, tanh
 
 # The least normal number of float32, or a little more.
 TINY: tl.constexpr = tl.constexpr(1.2e-38)
@@ -107,7 +107,7 @@ def softmax_step(
     mbarrier.arrive(channels.k.empty.index(stage))
     factor = scoring.scale
     if config.SOFTCAP:
-        scores = soft_capped(scores * factor, scoring.softcap) * LOG2_E
+        scores = tanh(scores * (factor / scoring.softcap)) * (scoring.softcap * LOG2_E)
     if MASK:
         scores = gl.where(seen, scores, float("-inf"))
     most = gl.max(scores, 1)

@@ -95,7 +95,7 @@ def test_drafts_are_kept_as_often_as_they_are_said_to_be_right():
 
 def test_first_prompts_are_steps_that_a_server_could_have():
     steps = list(first_prompts(BUSY, TIGHT))
-    assert [len(step.rows) for step in steps] == [1, 1, 1, 5, 5, 5]
+    assert [len(step.rows) for step in steps] == [1, 1, 1, 1, 5, 5, 5, 5]
     for step in steps:
         assert not step.decodes
         assert step.tokens <= TIGHT.tokens

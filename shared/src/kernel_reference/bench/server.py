@@ -280,14 +280,15 @@ class Server:
 
 
 def first_prompts(traffic: Traffic, limits: Limits) -> Iterator[Step]:
-    """Prompts, short and long, beside no row that decodes, few and many: a step of each kind, and no server's day.
+    """Prompts of four lengths beside no row that decodes, few and many: a step of each kind, and no server's day.
 
-    What a server's owner runs before the first request, so that nothing is compiled after it.
+    What a server's owner runs before the first request, so that nothing is compiled after it. Alone, 2048 tokens are
+    as many as fill a GPU once or a few times, for which kernels have plans of their own.
     """
     each = 1 + traffic.drafts
     pages_each = -(-(limits.page_size + each) // limits.page_size)
     for others in sorted({min(others, limits.sequences - 1) for others in (0, 7, limits.sequences - 1)}):
-        for length in (16, 256, limits.tokens):
+        for length in (16, 256, 2048, limits.tokens):
             prompt = min(length, limits.tokens - others * each)
             pages = iter(range(limits.pages))
             rows = [

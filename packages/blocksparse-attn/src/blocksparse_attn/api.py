@@ -377,7 +377,7 @@ def _named(*tensors: Any, required: frozenset[str] = _REQUIRED) -> dict[str, Any
 def _new(q: Tensor, head_dim_v: int, now: bool) -> Tensor:
     """What results are written to."""
     size = (*q.shape[:-1], head_dim_v)
-    return fresh(size, q.dtype, q.device) if now else q.new_empty(size)
+    return fresh(size, dtype=q.dtype, device=q.device) if now else q.new_empty(size)
 
 
 def _call(

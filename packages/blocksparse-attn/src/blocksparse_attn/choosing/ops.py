@@ -44,8 +44,8 @@ def chosen(
     width = min(scores.shape[1], topk if within else topk + local + sink)
     rows, device = scores.shape[0], scores.device
     now = runs_now((scores, None if isinstance(possible, Reach) else possible))
-    new = fresh if now else _new
-    indices, counts = new((rows, width), torch.int32, device), new((rows,), torch.int32, device)
+    new = fresh if now else torch.empty
+    indices, counts = (new(size, dtype=torch.int32, device=device) for size in ((rows, width), (rows,)))
     reach = possible if isinstance(possible, Reach) else Reach()
     given = None if isinstance(possible, Reach) else possible
     tensors = (scores, given, indices, counts)
@@ -58,15 +58,11 @@ def packed(indices: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     """Lists [heads, rows, width], the first ``counts`` of each row's entries, one behind the other: crow and col."""
     heads, rows, width = indices.shape
     now = runs_now((indices, counts))
-    new = fresh if now else _new
-    crow, col = (new((heads, count), torch.int32, indices.device) for count in (rows + 1, rows * width))
+    new = fresh if now else torch.empty
+    crow, col = (new((heads, count), dtype=torch.int32, device=indices.device) for count in (rows + 1, rows * width))
     pack = _pack_kernel if now else torch.ops.blocksparse_attn.pack
     pack(indices, counts, crow, col)
     return crow, col
-
-
-def _new(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.empty(size, dtype=dtype, device=device)
 
 
 def _prepare(given: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:

@@ -180,7 +180,7 @@ def selected_attention(
             refuse_derivatives(**_named(*inputs), **given(out=out))
         size = (*q.shape[:-1], v_cache.shape[-1])
         now = out is None and runs_now(inputs)
-        result = fresh(size, q.dtype, q.device) if now else q.new_empty(size) if out is None else out
+        result = fresh(size, dtype=q.dtype, device=q.device) if now else q.new_empty(size) if out is None else out
         lse = q.new_empty(attend_arguments.lse_shape(q), dtype=torch.float32) if return_lse else None
     except REFUSALS:
         check_dense(**_named(*inputs), **given(out=out))

@@ -166,6 +166,10 @@ def step_case(device: torch.device, setup: Setup, peer: bool = False, **more: An
     name = f"{setup.sequences} sequences"
     if setup.tokens > 1:
         name += f" of {setup.tokens} tokens"
+    model, s = "Qwen3-Next", setup.shape
+    if s.head_v != QWEN3_NEXT_80B.head_v:
+        model = f"{s.num_heads_v} heads of {s.head_v}"
+        name += f", {model}"
     state = str(setup.state).removeprefix("torch.")
     name += f", {state} states{'' if setup.state_layout == 'KV' else ', VK'}{'' if setup.norm else ', no norm'}"
     peers: dict[str, Any] = {}
@@ -174,7 +178,7 @@ def step_case(device: torch.device, setup: Setup, peer: bool = False, **more: An
     peers |= more.pop("peers", {})
     return Case(
         name=f"decode step, {name}",
-        shape={"model": "Qwen3-Next", "sequences": setup.sequences, "tokens": setup.tokens, "state": state},
+        shape={"model": model, "sequences": setup.sequences, "tokens": setup.tokens, "state": state},
         make_inputs=partial(inputs, device, setup, more.pop("other", None)),
         ours={OURS: partial(ours, setup=setup)},
         peers=peers,

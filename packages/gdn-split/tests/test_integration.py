@@ -29,6 +29,8 @@ SIZES = (2, 4, 128, 128)
 TINY_SIZES = (2, 6, 3, 2)
 LAYOUTS = ["interleaved", "contiguous"]
 OF_A_GPU = DeviceLimits(132, 232448, 8)
+# Of a sequence.
+DRAFTS = 3
 
 
 def projections(
@@ -89,6 +91,18 @@ def step(*tensors: Tensor) -> tuple[Tensor]:
     return (gdn_split.gdn_decode_step(*tensors[:-1], *SIZES, norm_weight=tensors[-1]),)
 
 
+def verify(*tensors: Tensor) -> tuple[Tensor]:
+    *first, norm, parents = tensors
+    options = {"norm_weight": norm, "parents": parents, "tokens_per_sequence": DRAFTS}
+    return (gdn_split.gdn_verify(*first, *SIZES, **options),)
+
+
+def commit(*tensors: Tensor) -> tuple[()]:
+    *first, path = tensors
+    gdn_split.gdn_commit(*first, *SIZES, path=path, tokens_per_sequence=DRAFTS)
+    return ()
+
+
 def prefill(*tensors: Tensor) -> tuple[Tensor, ...]:
     *first, conv_state, slots = tensors
     return tuple(gdn_split.gdn_prefill_inputs(*first, *SIZES, conv_state=conv_state, slots=slots, chunk_size=16))
@@ -113,6 +127,21 @@ def layer(device: torch.device, sequences: int, shape: GroupShape = TP8, seed: i
     return [qkvz, ba, conv_state, weight, bias, pool, slots, a_log, dt_bias, norm]
 
 
+def drafts(device: torch.device, sequences: int, shape: GroupShape = TP8, seed: int = 0) -> list[Tensor]:
+    """A layer's tensors, of drafts that branch: the second and the third continue the first."""
+    tensors = layer(device, DRAFTS * sequences, shape, seed)
+    tensors[6] = tensors[6][:sequences]
+    return [*tensors, torch.tensor([-1, 0, 0], device=device).repeat(sequences, 1)]
+
+
+def accepted_drafts(device: torch.device, sequences: int, shape: GroupShape = TP8, seed: int = 0) -> list[Tensor]:
+    """The same, of which a path of none to two is accepted."""
+    *tensors, _, _ = drafts(device, sequences, shape, seed)
+    generator = torch.Generator(device).manual_seed(seed)
+    accepted = torch.randint(3, (sequences,), generator=generator, device=device)
+    return [*tensors, accepted, torch.tensor([0, 2], device=device).repeat(sequences, 1)]
+
+
 def fused_and_out(device: torch.device, rows: int, seed: int = 0) -> list[Tensor]:
     return projections(device, rows, seed=seed) + [torch.zeros_like(part) for part in parts_of(device, rows)]
 
@@ -131,6 +160,12 @@ PUBLIC: dict[str, tuple[Callable[..., Any], Callable[..., list[Tensor]]]] = {
     "gdn_decode_step": (step, layer),
 }
 every_public_function = pytest.mark.parametrize(("function", "inputs"), PUBLIC.values(), ids=PUBLIC)
+# Of a row of drafts or of a prompt: what holds of a row alone, and costs a CPU seconds, is asked of the others.
+OF_SEQUENCES: dict[str, tuple[Callable[..., Any], Callable[..., list[Tensor]]]] = {
+    "gdn_verify": (verify, drafts),
+    "gdn_commit": (commit, accepted_drafts),
+    "gdn_prefill_inputs": (prefill, packed),
+}
 
 
 # The ops
@@ -209,8 +244,11 @@ def test_public_functions_compile_whole_and_once_for_two_sizes(
 
 
 @pytest.mark.torch_compile
-def test_inputs_of_prefill_compile_whole_and_once_for_two_sizes(device: torch.device) -> None:
-    contract.check_compiles(prefill, packed(device, 5), packed(device, 9, seed=1))
+@pytest.mark.parametrize(("function", "inputs"), OF_SEQUENCES.values(), ids=OF_SEQUENCES)
+def test_functions_of_sequences_compile_whole_and_once_for_two_sizes(
+    device: torch.device, function: Callable[..., Any], inputs: Callable[..., list[Tensor]]
+) -> None:
+    contract.check_compiles(function, inputs(device, 4), inputs(device, 5, seed=1))
 
 
 def check_bit_for_bit(function: Callable[..., Any], *calls: Sequence[Any], dynamic: bool | None = None) -> None:
@@ -502,22 +540,25 @@ def test_a_state_whose_slots_or_channels_are_more_than_2_to_the_31_elements_apar
 # What only a GPU shows
 
 gpu = pytest.mark.gpu
+every_function_on_a_gpu = pytest.mark.parametrize(
+    ("function", "inputs"), [*PUBLIC.values(), *OF_SEQUENCES.values()], ids=[*PUBLIC, *OF_SEQUENCES]
+)
 
 
 @gpu
-@every_public_function
+@every_function_on_a_gpu
 def test_a_captured_graph_replays_the_bits_of_plain_calls(
     device: torch.device, function: Callable[..., Any], inputs: Callable[..., list[Tensor]]
 ) -> None:
-    contract.check_cuda_graph(function, lambda seed: inputs(device, 9, seed=seed))
+    contract.check_cuda_graph(function, lambda seed: inputs(device, 5, seed=seed))
 
 
 @gpu
-@every_public_function
+@every_function_on_a_gpu
 def test_no_call_waits_for_the_gpu(
     device: torch.device, function: Callable[..., Any], inputs: Callable[..., list[Tensor]]
 ) -> None:
-    tensors = inputs(device, 9)
+    tensors = inputs(device, 5)
     contract.check_no_host_sync(lambda: function(*tensors))
 
 

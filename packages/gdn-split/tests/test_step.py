@@ -454,6 +454,53 @@ def test_a_random_step_is_the_definitions(device: torch.device, random_case: int
     compare(replace(layer, sequences=sequences, padded=padded), device)
 
 
+def drawn_parents(rng: random.Random, layer: Layer) -> list[list[int]]:
+    return [[rng.randrange(-1, t) if t else -1 for t in range(layer.tokens)] for _ in range(layer.sequences)]
+
+
+@pytest.mark.gpu
+def test_random_drafts_are_those_of_the_definition(device: torch.device, random_case: int) -> None:
+    rng = random.Random(f"drafts {random_case // OF_A_LAYER}")
+    op, layer = rng.choice(["a row", "a tree", "a commit", "a path"]), drawn_layer(rng)
+    layer = replace(layer, tokens=rng.choice([2, 4, 7, 16]))
+    rng = random.Random(random_case)
+    layer = replace(layer, sequences=rng.randrange(2, 5), padded=(0,) if rng.random() < 0.5 else ())
+    given = make(layer, device)
+    before = copied(given)
+    accepted = [rng.randrange(layer.tokens + 1) for _ in range(layer.sequences)]
+    parents, path = None, None
+    if op == "a tree":
+        parents = torch.tensor(drawn_parents(rng, layer), device=device)
+    if op == "a path":
+        path = [sorted(rng.sample(range(layer.tokens), (layer.tokens + 1) // 2)) for _ in accepted]
+        accepted = [min(count, len(path[0])) for count in accepted]
+
+    def definition(given: dict[str, Any], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        conv, pool = (given[name].to(dtype, copy=True) for name in ("conv_state", "state_pool"))
+        arguments = (given["mixed_qkvz"], given["mixed_ba"], conv, pool, given["slots"])
+        oracle = oracle_arguments(layer, given, dtype)
+        if op in ("a row", "a tree"):
+            return (gated_delta.verify(*arguments, *oracle, parents=parents),)
+        of_path = None if path is None else torch.tensor(path, device=device)
+        gated_delta.commit(*arguments, torch.tensor(accepted, device=device), *oracle, path=of_path)
+        return conv, pool
+
+    if op in ("a row", "a tree"):
+        results: tuple[torch.Tensor, ...] = (kernel_step(layer, given, op="verify", parents=parents),)
+        assert all(t is None or torch.equal(t, given[name]) for name, t in before.items())
+    else:
+        kernel_commit(layer, given, accepted, path)
+        results = (given["conv_state"], given["state_pool"])
+    exact, plain = (definition(before, dtype) for dtype in (torch.float64, torch.float32))
+    for i, got in enumerate(results):
+
+        def again(i: int = i) -> tuple[torch.Tensor, torch.Tensor]:
+            near = moved(before)
+            return definition(near, torch.float64)[i], definition(near, torch.float32)[i]
+
+        close(got, exact[i], plain[i], op, again)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("state", ["float32", "bfloat16"])
 def test_what_is_fetched_ahead_and_first_to_leave_the_cache_changes_no_bit(device: torch.device, state: str) -> None:

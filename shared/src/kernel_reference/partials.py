@@ -60,10 +60,7 @@ def merge_partials(out: Tensor, lse: Tensor) -> Partial:
 
 
 def gathered_heads(q: Tensor, group: Any, exchange: str = "all_to_all") -> Tensor:
-    """q [..., H / world, D] of every rank as [..., H, D], the heads of rank 0 first.
-
-    By "symmetric" an :func:`exchange_partials` by "symmetric" has to come between this and the group's next call.
-    """
+    """q [..., H / world, D] of every rank as [..., H, D], the heads of rank 0 first."""
     if world_and_rank(group)[0] == 1:
         return q
     if exchange == "symmetric":
@@ -72,7 +69,7 @@ def gathered_heads(q: Tensor, group: Any, exchange: str = "all_to_all") -> Tenso
 
 
 def exchange_partials(
-    own: Partial, group: Any, *, heads: str = "sharded", exchange: str = "all_to_all", ready: bool = False,
+    own: Partial, group: Any, *, heads: str = "sharded", exchange: str = "all_to_all",
     merge: Callable[[Tensor, Tensor], Partial] = merge_partials,
 ) -> Partial:  # fmt: skip
     """Every rank's partial results of all heads to the attention over all ranks' keys.
@@ -81,8 +78,6 @@ def exchange_partials(
         own: out [N, H, D] and lse [N, H] over this rank's keys.
         heads: "sharded": a rank gets its H / world heads, those from ``rank * H / world`` on; "replicated": all.
         exchange: see the module's table. "reduce_scatter" sums in float32.
-        ready: whether all ranks have waited for each other since the last exchange, as :func:`gathered_heads` makes
-            them; "symmetric" waits once less.
         merge: what merges parts [W, ...] in place of :func:`merge_partials`; "symmetric" has a kernel of its own.
 
     Raises TypeError or ValueError, naming the argument: heads that the world does not divide, options that do not
@@ -99,7 +94,7 @@ def exchange_partials(
     if exchange == "reduce_scatter":
         return _summed(own, group, world, rank, heads)
     if exchange == "symmetric":
-        return Partial(*exchange_and_merge(out, lse.float(), group, sharded=heads == "sharded", ready=ready))
+        return Partial(*exchange_and_merge(out, lse.float(), group, sharded=heads == "sharded"))
     # [N, H, D] and [N, H, 4 bytes]: a message for both, so that one collective is enough.
     packed = torch.cat([out, lse.float().contiguous().view(out.dtype).unflatten(-1, (lse.shape[1], -1))], -1)
     if heads == "sharded":

@@ -362,7 +362,7 @@ def selected_attention_cp(
         causal=False, return_lse=True, **how,
     )  # fmt: skip
     if exchange != "all_to_all":
-        merged = exchange_partials(Partial(out, lse.T), group, heads=heads, exchange=exchange, ready=heads == "sharded")
+        merged = exchange_partials(Partial(out, lse.T), group, heads=heads, exchange=exchange)
         out, lse = merged.out, merged.lse.T
         if sinks is not None:
             # A logit of all keys together, which no rank may count for itself.

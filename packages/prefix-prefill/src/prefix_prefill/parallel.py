@@ -321,7 +321,7 @@ def prefix_decode_cp(
         )
         own = merge_attention_states(most.out, most.lse, own.out, own.lse)
     merged = exchange_partials(
-        Partial(own.out, own.lse.T), group, heads=heads, exchange=exchange, ready=heads == "sharded", merge=_merged
+        Partial(own.out, own.lse.T), group, heads=heads, exchange=exchange, merge=_merged
     )
     return AttentionResult(merged.out, merged.lse.T) if return_lse else merged.out
 

@@ -139,8 +139,7 @@ def flash_mla_with_kvcache_cp(
     own = flash_mla_with_kvcache(
         q, kv, seen, block_table, dim_nope, softmax_scale, causal=False, return_lse=True, plan=plan
     )
-    # The gathered q has made all ranks wait for each other.
-    merged = merge_of_ranks(own, group, heads, exchange, ready=heads == "sharded")
+    merged = merge_of_ranks(own, group, heads, exchange)
     return merged if return_lse else merged.out
 
 
@@ -208,7 +207,7 @@ def flash_mla_sparse_with_kvcache_cp(
     )
     merged = own
     if layout.world > 1:
-        merged = merge_of_ranks(own, group, heads, exchange, ready=heads == "sharded")
+        merged = merge_of_ranks(own, group, heads, exchange)
     if attn_sink is None:
         return merged
     # Of all keys together: no rank may count it for itself.
@@ -246,17 +245,16 @@ def own_rows(
 
 
 def merge_of_ranks(
-    own: AttentionResult, group: Any, heads: str = "sharded", exchange: str = "all_to_all", *, ready: bool = False
+    own: AttentionResult, group: Any, heads: str = "sharded", exchange: str = "all_to_all"
 ) -> AttentionResult:
     """Exchange the partial results of all ranks, out [B, Sq, Hq, dim_nope] and lse [B, Hq, Sq], and merge them.
 
-    What :func:`flash_mla_with_kvcache_cp` does behind its kernel; options as there, and ``ready`` as
-    :func:`kernel_reference.partials.exchange_partials` takes it.
+    What :func:`flash_mla_with_kvcache_cp` does behind its kernel; options as there.
     """
     batch, seqlen_q = own.out.shape[:2]
     merged = exchange_partials(
         Partial(own.out.flatten(0, 1), own.lse.transpose(1, 2).flatten(0, 1)), group, heads=heads, exchange=exchange,
-        ready=ready, merge=_merged,
+        merge=_merged,
     )  # fmt: skip
     return AttentionResult(
         merged.out.unflatten(0, (batch, seqlen_q)), merged.lse.unflatten(0, (batch, seqlen_q)).transpose(1, 2)

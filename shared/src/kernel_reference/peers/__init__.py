@@ -7,12 +7,10 @@ memory of its own, which grows by powers of two and stays, for the sake of the C
 the first call of a size synchronises all ranks, and belongs outside a capture.
 
 Calls over one group follow each other on the device, in the same order on every rank, as those of one stream do: they
-share memory and counters. Streams whose calls may overlap need a group each.
+share memory. Streams whose calls may overlap need a group each.
 
-What a rank writes to has been read. A rank passes a call only when a program of each other rank has entered it, whose
-stream has ended the call before: so a rank is never more than one call ahead. Partial results are written behind a
-meeting of that call, or behind the heads' gathering, for which the others write when they have read the last ones.
-Heads are written behind the exchange before, for which the others write when they have read theirs.
+What a rank writes to has been read, and nobody waits for that: calls take the halves of a memory in turn, and who has
+ended a call has something of each other rank, which had ended the one before.
 """
 
 from __future__ import annotations
@@ -35,21 +33,22 @@ _WARPS = 8
 _THREADS = 32 * _WARPS
 # Of a program's tile: two loads of 16 bytes a thread.
 _TILE_BYTES = _THREADS * 16 * 2
+# Of a half of a memory: both begin where 16 bytes do.
+_LEAST_BYTES = 16
 # All bytes of what waits for the peers: see kernels.py.
 _EMPTY_BYTE = 255
 launches = PreparedLaunches()
 
 
 class Memory(NamedTuple):
-    """What each rank has of a group: ``own`` bytes that the others write to, and all addresses by rank.
+    """What each rank has of a group: ``own`` bytes that the others write to, of two halves, and all addresses by rank.
 
-    counters: how many of 32 bits stand at each of ``signals``. handle: what keeps the peers' memory mapped.
+    calls: one number of 32 bits, whose turn it is; see kernels.py. handle: what keeps the peers' memory mapped.
     """
 
     own: Tensor
     buffers: tuple[int, ...]
-    signals: tuple[int, ...]
-    counters: int
+    calls: Tensor
     handle: Any
 
 
@@ -57,17 +56,14 @@ _kept: dict[tuple[Purpose, Any, torch.device], list[Memory]] = {}
 
 
 def gather_heads(x: Tensor, group: Any) -> Tensor:
-    """x [..., h, D] of every rank as [..., world * h, D], the heads of one rank behind another's.
-
-    An :func:`exchange_and_merge` has to come between this and the group's next call.
-    """
+    """x [..., h, D] of every rank as [..., world * h, D], the heads of one rank behind another's."""
     world, _ = world_and_rank(group)
     whole = x.new_empty(*x.shape[:-2], world * x.shape[-2], x.shape[-1])
     rows = x.flatten(0, -3).flatten(1)
     if rows.stride(1) != 1:
         rows = rows.contiguous()
     if rows.numel():
-        _gather("heads", rows, whole.view(len(rows), world, rows.shape[1]), group, ready=True)
+        _gather("heads", rows, whole.view(len(rows), world, rows.shape[1]), group)
     return whole
 
 
@@ -76,17 +72,17 @@ def gather_states(x: Tensor, group: Any) -> Tensor:
     world, _ = world_and_rank(group)
     whole = x.new_empty(world, *x.shape)
     if x.numel():
-        _gather("states", x.reshape(1, -1), whole.view(1, world, -1), group, ready=False)
+        _gather("states", x.reshape(1, -1), whole.view(1, world, -1), group)
     return whole
 
 
-def _gather(purpose: Purpose, rows: Tensor, whole: Tensor, group: Any, ready: bool) -> None:
-    """Rows [rows, width] of every rank to whole [rows, world, width]; ``ready`` as in :func:`exchange_and_merge`."""
+def _gather(purpose: Purpose, rows: Tensor, whole: Tensor, group: Any) -> None:
+    """Rows [rows, width] of every rank to whole [rows, world, width]."""
     rank = world_and_rank(group)[1]
     memory = _memory(purpose, whole.numel() * whole.element_size(), rows.device, group)
     rows, whole = _as_words(rows), _as_words(whole)
-    numbers = (rank, ready, memory.counters, memory.buffers, memory.signals)
-    launches.find(_prepare_gather, (rows, whole), numbers)(rows, whole)
+    numbers = (rank, memory.buffers, memory.own.numel() // 2)
+    launches.find(_prepare_gather, (rows, whole), numbers)(rows, whole, memory.calls)
 
 
 def _as_words(x: Tensor) -> Tensor:
@@ -97,11 +93,10 @@ def _as_words(x: Tensor) -> Tensor:
     return x.view(torch.int32)
 
 
-def exchange_and_merge(out: Tensor, lse: Tensor, group: Any, *, sharded: bool, ready: bool) -> tuple[Tensor, Tensor]:
+def exchange_and_merge(out: Tensor, lse: Tensor, group: Any, *, sharded: bool) -> tuple[Tensor, Tensor]:
     """Partial results of all heads, out [N, H, D] and lse [N, H] in float32, to those of all ranks' keys.
 
-    sharded: for this rank's H / world heads, or else for all. ready: all ranks have waited for each other since the
-    last exchange, as in :func:`gather_heads`; else they do first.
+    sharded: for this rank's H / world heads, or else for all.
     """
     world, rank = world_and_rank(group)
     rows, heads, size = out.shape
@@ -113,33 +108,33 @@ def exchange_and_merge(out: Tensor, lse: Tensor, group: Any, *, sharded: bool, r
         out = out.contiguous()
     bytes_of = rows * heads * world * (size * out.element_size() + lse.element_size()) + 16
     memory = _memory("parts", bytes_of, out.device, group)
-    numbers = (rank, sharded, ready, memory.counters, memory.buffers, memory.signals)
-    launches.find(_prepare_exchange, (out, lse), numbers)(out, lse, merged, merged_lse)
+    numbers = (rank, sharded, memory.buffers, memory.own.numel() // 2)
+    launches.find(_prepare_exchange, (out, lse), numbers)(out, lse, merged, merged_lse, memory.calls)
     return merged, merged_lse
 
 
 def _prepare_gather(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Launch:
-    from .kernels import GatherConfig, WholeStrides, gather_rows
+    from .kernels import GatherConfig, Peers, WholeStrides, gather_rows
 
     x, whole = tensors
-    rank, ready, counters, buffers, signals = numbers
+    rank, buffers, half = numbers
     world = len(buffers)
     rows, width = x.shape
     dependent = _is_dependent(x.device)
     each = power_of_two_at_least(cdiv(rows * width, _MOST_PROGRAMS))
     block = max(_THREADS, min(_TILE_BYTES // x.element_size(), each))
-    config = GatherConfig(world, block, _THREADS, counters // world, ready, dependent)
+    config = GatherConfig(world, block, _THREADS, dependent)
     programs = min(rows * cdiv(width, block), _MOST_PROGRAMS)
     strides = WholeStrides(*whole.stride()[:2])
-    rest = (rank, rows, width, x.stride(0), strides, _peers(rank, buffers, signals), config)
+    rest = (rank, rows, width, x.stride(0), strides, Peers(buffers[rank:] + buffers[:rank], half), config)
     return Launch(gather_rows, (programs, 1, 1), rest, x.device, num_warps=_WARPS, dependent_launch=dependent)
 
 
 def _prepare_exchange(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Launch:
-    from .kernels import ExchangeConfig, PartStrides, exchange_and_merge
+    from .kernels import ExchangeConfig, PartStrides, Peers, exchange_and_merge
 
     out, lse = tensors
-    rank, sharded, ready, counters, buffers, signals = numbers
+    rank, sharded, buffers, half = numbers
     world = len(buffers)
     rows, heads, size = out.shape
     heads = heads // world if sharded else heads
@@ -148,19 +143,11 @@ def _prepare_exchange(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Lau
     each = max(cdiv(rows * heads, _MOST_PROGRAMS), cdiv(_THREADS, block_d))
     tile = min(together, power_of_two_at_least(each))
     dependent = _is_dependent(out.device)
-    config = ExchangeConfig(
-        world, heads, size, block_d, tile, _THREADS, counters // world, sharded, ready, dependent
-    )  # fmt: skip
+    config = ExchangeConfig(world, heads, size, block_d, tile, _THREADS, sharded, dependent)
     strides = PartStrides(*out.stride()[:2], *lse.stride())
-    rest = (rank, rows, strides, _peers(rank, buffers, signals), config)
+    rest = (rank, rows, strides, Peers(buffers[rank:] + buffers[:rank], half), config)
     programs = min(_MOST_PROGRAMS, cdiv(rows * heads, tile))
     return Launch(exchange_and_merge, (programs, 1, 1), rest, out.device, num_warps=_WARPS, dependent_launch=dependent)
-
-
-def _peers(rank: int, buffers: tuple[int, ...], signals: tuple[int, ...]) -> Any:
-    from .kernels import Peers
-
-    return Peers(buffers[rank:] + buffers[:rank], signals[rank:] + signals[:rank])
 
 
 def _is_dependent(device: torch.device) -> bool:
@@ -169,8 +156,8 @@ def _is_dependent(device: torch.device) -> bool:
 
 def _memory(purpose: Purpose, size: int, device: torch.device, group: Any) -> Memory:
     kept = _kept.setdefault((purpose, _group_name(group), device), [])
-    if not kept or kept[-1].own.numel() < size:
-        kept.append(_allocate(power_of_two_at_least(size), device, group))
+    if not kept or kept[-1].own.numel() < 2 * size:
+        kept.append(_allocate(2 * power_of_two_at_least(max(size, _LEAST_BYTES)), device, group))
     return kept[-1]
 
 
@@ -180,10 +167,10 @@ def _allocate(size: int, device: torch.device, group: Any) -> Memory:
             raise RuntimeError("symmetric exchange: its memory must be made by a call before a CUDA graph is captured")
         memory = symmetric._SymmetricMemory
         own = memory.empty_strided_p2p((size,), [1], torch.uint8, device, _group_name(group)).fill_(_EMPTY_BYTE)
-        # That, and zeros, are written by the device, behind what it has to do; a peer may write once all have met.
+        calls = torch.zeros(1, dtype=torch.int32, device=device)
+        # By the device, behind what it has to do; a peer may write once all have met.
         torch.cuda.synchronize(device)
         handle = memory.rendezvous(own)
-        buffers, signals = tuple(handle.buffer_ptrs), tuple(handle.signal_pad_ptrs)
-        return Memory(own, buffers, signals, memory.signal_pad_size // 4, handle)
+        return Memory(own, tuple(handle.buffer_ptrs), calls, handle)
 
     return _by_symmetric_memory(allocate, device)

@@ -6,8 +6,9 @@ nor tells anyone, a reader goes on with the first of them, and no launch or repl
 number. After the protocol LL of NCCL, whose words carry a flag each, and the all-reduce of TensorRT-LLM for small
 messages (https://github.com/NVIDIA/TensorRT-LLM), which waits for another value than -0.
 
-Where nothing else has made all ranks wait for each other since the memory was read last, they meet first: by counters,
-to which who has come adds one in the other's memory, and of which who waits takes one.
+Nobody waits before writing either: calls take the two halves of the memory in turn. A rank ends a call with something
+of each other rank, which had therefore entered it, and ended the one before, whose half comes next. Whose turn it is
+stands in the device's memory, for the sake of graphs: see ``half_of_call``.
 """
 
 from typing import Any, NamedTuple
@@ -16,12 +17,15 @@ import triton
 import triton.language as tl
 
 
+# A power of two, and programs of a call are fewer.
+CALL: tl.constexpr = tl.constexpr(2**16)
+
+
 class ExchangeConfig(NamedTuple):
     """What ``exchange_and_merge`` is compiled for.
 
-    HEADS: those that a rank gets. SHARDED: whether each gets its own, or all get all. READY: whether all ranks have
-    waited for each other since the memory was read last. ROWS: of a tile. THREADS: of a program. COUNTERS: for each
-    pair of ranks. DEPENDENT: whether it may be started before the kernel ahead of it has ended.
+    HEADS: those that a rank gets. SHARDED: whether each gets its own, or all get all. ROWS: of a tile. THREADS: of a
+    program. DEPENDENT: whether it may be started before the kernel ahead of it has ended.
     """
 
     WORLD: int
@@ -30,9 +34,7 @@ class ExchangeConfig(NamedTuple):
     BLOCK_D: int
     ROWS: int
     THREADS: int
-    COUNTERS: int
     SHARDED: bool
-    READY: bool
     DEPENDENT: bool
 
 
@@ -42,19 +44,17 @@ class GatherConfig(NamedTuple):
     WORLD: int
     BLOCK: int
     THREADS: int
-    COUNTERS: int
-    READY: bool
     DEPENDENT: bool
 
 
 class Peers(NamedTuple):
-    """Addresses of each rank's memory and counters: this rank's first, then those of the ranks behind it in turn.
+    """Addresses of each rank's memory: this rank's first, then those of the ranks behind it in turn. half: its bytes.
 
     Numbers of the launch: a table of them would be read from memory first, twice.
     """
 
     buffers: Any
-    signals: Any
+    half: Any
 
 
 class PartStrides(NamedTuple):
@@ -97,29 +97,26 @@ def is_awaited(bits, THREADS: tl.constexpr):
 
 
 @triton.jit
-def meet(signals, rank, config: tl.constexpr):
-    """Tell all other ranks that a program is here, and wait until one is of each.
+def half_of_call(p_calls, peers):
+    """Where in each rank's memory the half begins that this call uses: the other one than the call before.
 
-    Programs may share a counter: that one of a rank is here says all, that its stream has ended the call before. In the
-    end as many have been told as have waited.
+    A call counts CALL, of which each program adds its part in ``end_call``: what the others have added meanwhile does
+    not carry.
     """
-    WORLD: tl.constexpr = config.WORLD
-    place = tl.program_id(0) % config.COUNTERS * WORLD
-    for step in tl.static_range(1, WORLD):
-        p_theirs = tl.cast(signals[step], tl.pointer_type(tl.int32))
-        tl.atomic_add(p_theirs + place + rank, 1, sem="release", scope="sys")
-    p_own = tl.cast(signals[0], tl.pointer_type(tl.int32))
-    for step in tl.static_range(1, WORLD):
-        p_count = p_own + place + (rank + step) % WORLD
-        while tl.atomic_add(p_count, 0, sem="acquire", scope="sys") < 1:
-            pass
-        tl.atomic_add(p_count, -1, sem="relaxed", scope="sys")
+    return tl.where((tl.load(p_calls, volatile=True) & CALL) == 0, 0, peers.half)
+
+
+@triton.jit
+def end_call(p_calls):
+    """Behind all that a program does, and so behind what its threads have read of the calls."""
     tl.debug_barrier()
+    rest = 1 - tl.num_programs(0) + CALL
+    tl.atomic_add(p_calls, tl.where(tl.program_id(0) == 0, rest, 1), sem="relaxed")
 
 
 @triton.jit
 def place_of_part(buffer, source, items, p_like, config: tl.constexpr):
-    """Where a rank's memory has what ``source`` wrote, as bits: [items, D] like p_like's, and [items] logarithms."""
+    """Where a half of a rank's memory, from ``buffer`` on, has what ``source`` wrote, as bits: [items, D] like p_like's, and [items] logarithms."""
     BITS: tl.constexpr = p_like.dtype.element_ty.primitive_bitwidth
     ROW: tl.constexpr = config.D * (BITS // 8)
     items = tl.cast(items, tl.int64)
@@ -176,7 +173,7 @@ def load_own_rows(p_out, p_lse, first_head, item, m, strides, config: tl.constex
 
 
 @triton.jit
-def send_rows(p_out, p_lse, first, rank, items, strides, peers, config: tl.constexpr):
+def send_rows(p_out, p_lse, first, rank, items, strides, peers, half, config: tl.constexpr):
     """A tile of items from ``first`` on to each rank, of its heads."""
     WORLD: tl.constexpr = config.WORLD
     item = (first + tl.arange(0, config.ROWS)).to(tl.int64)
@@ -185,7 +182,7 @@ def send_rows(p_out, p_lse, first, rank, items, strides, peers, config: tl.const
     for step in tl.static_range(1, WORLD):
         peer = (rank + step) % WORLD
         first_head = peer * config.HEADS if config.SHARDED else 0
-        p_part, p_part_lse = place_of_part(peers.buffers[step], rank, items, p_out, config)
+        p_part, p_part_lse = place_of_part(peers.buffers[step] + half, rank, items, p_out, config)
         b_out, b_lse = load_own_rows(p_out, p_lse, first_head, item, m, strides, config)
         tl.store(p_part + item[:, None] * config.D + o_d[None, :], sendable(bits_of(b_out)), mask=mask)
         tl.store(p_part_lse + item, sendable(bits_of(b_lse)), mask=m)
@@ -193,7 +190,7 @@ def send_rows(p_out, p_lse, first, rank, items, strides, peers, config: tl.const
 
 @triton.jit(do_not_specialize=["rank", "rows"])
 def exchange_and_merge(
-    p_out, p_lse, p_merged, p_merged_lse, rank, rows, strides, peers, config: tl.constexpr
+    p_out, p_lse, p_merged, p_merged_lse, p_calls, rank, rows, strides, peers, config: tl.constexpr
 ):  # fmt: skip
     """Send every rank its heads' partial results, and merge all ranks' for this one, as ``merge_partials`` does.
 
@@ -208,16 +205,15 @@ def exchange_and_merge(
     BLOCK_D: tl.constexpr = config.BLOCK_D
     items = rows * config.HEADS
     begin, stride = tl.program_id(0) * ROWS, tl.num_programs(0) * ROWS
-    if not config.READY:
-        meet(peers.signals, rank, config)
-    send_rows(p_out, p_lse, begin, rank, items, strides, peers, config)
+    half = half_of_call(p_calls, peers)
+    send_rows(p_out, p_lse, begin, rank, items, strides, peers, half, config)
     own_head = rank * config.HEADS if config.SHARDED else 0
     for first in range(begin, items, stride):
         item = (first + tl.arange(0, ROWS)).to(tl.int64)
         m = item < items
         own_out, own_lse = load_own_rows(p_out, p_lse, own_head, item, m, strides, config)
         if first + stride < items:
-            send_rows(p_out, p_lse, first + stride, rank, items, strides, peers, config)
+            send_rows(p_out, p_lse, first + stride, rank, items, strides, peers, half, config)
         acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         highest = total - float("inf")
@@ -225,7 +221,7 @@ def exchange_and_merge(
         for source in tl.static_range(0, WORLD):
             b_out, b_lse = own_out, own_lse
             if source != rank:
-                p_part, p_part_lse = place_of_part(peers.buffers[0], source, items, p_out, config)
+                p_part, p_part_lse = place_of_part(peers.buffers[0] + half, source, items, p_out, config)
                 b_out, b_lse = take_rows(p_part, p_part_lse, item, m, p_out, config)
             # FlashMLA writes +inf where a rank saw no key; what such a part holds, NaN perhaps, does not count.
             b_lse = tl.where(b_lse == float("inf"), float("-inf"), b_lse)
@@ -242,10 +238,11 @@ def exchange_and_merge(
         p_row = p_merged + item[:, None] * config.D + o_d[None, :]
         tl.store(p_row, merged.to(p_merged.dtype.element_ty), mask=mask)
         tl.store(p_merged_lse + item, merged_lse, mask=m)
+    end_call(p_calls)
 
 
 @triton.jit
-def send_words(p_x, p_whole, tile, rank, width, s_row, strides, peers, config: tl.constexpr):
+def send_words(p_x, p_whole, tile, rank, width, s_row, strides, peers, half, config: tl.constexpr):
     """A tile of x to every rank's memory, and to this one's result."""
     WORLD: tl.constexpr = config.WORLD
     chunks = (width + config.BLOCK - 1) // config.BLOCK
@@ -253,13 +250,13 @@ def send_words(p_x, p_whole, tile, rank, width, s_row, strides, peers, config: t
     o_x = (tile % chunks) * config.BLOCK + tl.arange(0, config.BLOCK)
     bits = sendable(tl.load(p_x + row * s_row + o_x, mask=o_x < width))
     for step in tl.static_range(1, WORLD):
-        p_theirs = tl.multiple_of(tl.cast(peers.buffers[step], p_x.dtype), 16)
+        p_theirs = tl.multiple_of(tl.cast(peers.buffers[step] + half, p_x.dtype), 16)
         tl.store(p_theirs + (row * WORLD + rank) * width + o_x, bits, mask=o_x < width)
     tl.store(p_whole + row * strides.row + rank * strides.rank + o_x, bits, mask=o_x < width)
 
 
 @triton.jit(do_not_specialize=["rank", "rows"])
-def gather_rows(p_x, p_whole, rank, rows, width, s_row, strides, peers, config: tl.constexpr):
+def gather_rows(p_x, p_whole, p_calls, rank, rows, width, s_row, strides, peers, config: tl.constexpr):
     """Rows of every rank, x [rows, width] as integers, to whole [rows, WORLD, width]: by way of its memory.
 
     A rank's memory has [rows, WORLD, width]. A program takes what the same programs of the others have sent.
@@ -270,13 +267,12 @@ def gather_rows(p_x, p_whole, rank, rows, width, s_row, strides, peers, config: 
     BLOCK: tl.constexpr = config.BLOCK
     chunks = (width + BLOCK - 1) // BLOCK
     tiles, stride = rows * chunks, tl.num_programs(0)
-    if not config.READY:
-        meet(peers.signals, rank, config)
-    send_words(p_x, p_whole, tl.program_id(0), rank, width, s_row, strides, peers, config)
-    p_memory = tl.multiple_of(tl.cast(peers.buffers[0], p_x.dtype), 16)
+    half = half_of_call(p_calls, peers)
+    send_words(p_x, p_whole, tl.program_id(0), rank, width, s_row, strides, peers, half, config)
+    p_memory = tl.multiple_of(tl.cast(peers.buffers[0] + half, p_x.dtype), 16)
     for tile in range(tl.program_id(0), tiles, stride):
         if tile + stride < tiles:
-            send_words(p_x, p_whole, tile + stride, rank, width, s_row, strides, peers, config)
+            send_words(p_x, p_whole, tile + stride, rank, width, s_row, strides, peers, half, config)
         row = tl.cast(tile // chunks, tl.int64)
         o_x = (tile % chunks) * BLOCK + tl.arange(0, BLOCK)
         for step in tl.static_range(1, WORLD):
@@ -287,3 +283,4 @@ def gather_rows(p_x, p_whole, rank, rows, width, s_row, strides, peers, config: 
                 bits = tl.load(p_own, mask=o_x < width, other=0, volatile=True)
             tl.store(p_own, tl.full(bits.shape, -1, bits.dtype), mask=o_x < width)
             tl.store(p_whole + row * strides.row + source * strides.rank + o_x, bits, mask=o_x < width)
+    end_call(p_calls)

@@ -44,8 +44,8 @@ from kernel_reference import collectives, peers
 # Ranks whose peer is gone say so at once: time for the one that failed first to say it.
 _GRACE_S = 0.5
 _END_S = 2.0
-# So few that programs share counters, and have more than one tile.
-_COUNTERS_BYTES, _MOST_PROGRAMS = 32, 5
+# So few that they have more than one tile.
+_MOST_PROGRAMS = 5
 
 
 class _InFile(NamedTuple):
@@ -182,8 +182,10 @@ def peers_of_one_machine(buffers: torch.Tensor) -> Iterator[None]:
     the second half, where their programs do wait for those of the other ranks.
     """
     rank = torch.distributed.get_rank()
-    for purpose in ("heads", "parts"):
-        _memory_of_kernels(rank, buffers, purpose, 0).own.fill_(peers._EMPTY_BYTE)
+    memories = {purpose: _memory_of_kernels(rank, buffers, place) for place, purpose in enumerate(("heads", "parts"))}
+    memories["states"] = memories["heads"]
+    for memory in memories.values():
+        memory.own.fill_(peers._EMPTY_BYTE)
     torch.distributed.barrier()
     stream = mock.MagicMock()
     with ExitStack() as changed:
@@ -191,7 +193,7 @@ def peers_of_one_machine(buffers: torch.Tensor) -> Iterator[None]:
             (collectives, "_workspace", lambda *_: _Memory(rank, buffers)),
             (collectives, "_side_stream", lambda _: stream),
             (peers, "_MOST_PROGRAMS", _MOST_PROGRAMS),
-            (peers, "_memory", partial(_memory_of_kernels, rank, buffers)),
+            (peers, "_memory", partial(_large_enough, memories)),
             (torch.cuda, "stream", lambda _: nullcontext()),
             (torch.cuda, "current_stream", lambda _: stream),
         ):
@@ -214,17 +216,20 @@ class _Memory:
         return self.buffers[rank, begin : begin + size].view(dtype).view(sizes)
 
 
-def _memory_of_kernels(
-    rank: int, buffers: torch.Tensor, purpose: peers.Purpose, size: int, *_: object
-) -> peers.Memory:  # fmt: skip
+def _memory_of_kernels(rank: int, buffers: torch.Tensor, place: int) -> peers.Memory:
     quarter = buffers.shape[1] // 4
-    begin = quarter * {"heads": 2, "states": 2, "parts": 3}[purpose]
-    own = buffers[rank, begin : begin + quarter - _COUNTERS_BYTES]
-    if size > own.numel():
-        raise ValueError(f"buffers must have {4 * (size + _COUNTERS_BYTES)} bytes a rank, got {buffers.shape[1]}")
-    places = [buffers[one, begin:].data_ptr() for one in range(len(buffers))]
-    signals = tuple(place + own.numel() for place in places)
-    return peers.Memory(own, tuple(places), signals, _COUNTERS_BYTES // 4, None)
+    begin = quarter * (2 + place)
+    addresses = tuple(buffers[one, begin:].data_ptr() for one in range(len(buffers)))
+    return peers.Memory(buffers[rank, begin : begin + quarter], addresses, torch.zeros(1, dtype=torch.int32), None)
+
+
+def _large_enough(
+    memories: dict[peers.Purpose, peers.Memory], purpose: peers.Purpose, size: int, *_: object
+) -> peers.Memory:  # fmt: skip
+    memory = memories[purpose]
+    if 2 * size > memory.own.numel():
+        raise ValueError(f"buffers must have {8 * size} bytes a rank, got {4 * memory.own.numel()}")
+    return memory
 
 
 def _rank(how: tuple[int, int, str, Path, float], sending: Connection, fn: Callable[..., Any], args: Any) -> None:

@@ -271,6 +271,9 @@ def alone(rank: int, dense: Case, ragged: Case) -> None:
         lightning_attention_cp(q, k, v, None, group=None)
     with validate_values(), pytest.raises(ValueError, match=r"^ed|^slopes"):
         lightning_attention_cp(q, k, v, -SLOPES, group=None)
+    # The same on every rank, of the last of which no state is read.
+    with pytest.raises(ValueError, match=r"^ed must be of 3 elements, one a head, contiguous \(q, \[b, h, n, d\], is "):
+        lightning_attention_cp(q, k, v, SLOPES[:2], group=None)
 
 
 def test_a_group_of_one_makes_the_plain_call_and_refusals_come_before_anything_is_sent() -> None:
@@ -283,8 +286,9 @@ def to_peers(rank: int, case: Case, buffers: Tensor) -> None:
         leaves = [part(case, rank, x).clone().requires_grad_() for x in (case.q, case.k, case.v)]
         with peers_of_one_machine(buffers):
             results = attend(case, rank, *leaves, case.initial, exchange=exchange)
-            # What is kept for the gradients is not in the memory that others write to, which counters follow.
-            buffers[rank, : buffers.shape[1] * 3 // 4 - 64].fill_(255)
+            # What is kept for the gradients is not in the memory that others write to.
+            buffers[rank].fill_(255)
+            distributed.barrier()
             torch.autograd.backward([*results], [torch.ones_like(x) for x in results])
         found.append([*(x.detach() for x in results), *(leaf.grad for leaf in leaves)])
     for other in found[1:]:

@@ -30,6 +30,7 @@ from kernel_reference.collectives import all_gather, world_and_rank
 from kernel_reference.peers import gather_states
 from kernel_reference.transforms import are_active, check_no_transforms
 from lightning_attn.api import LightningResult, lightning_attention
+from lightning_attn.arguments import _check_slopes
 from lightning_attn.packed.api import PackedResult, lightning_attention_packed
 
 Tensor = torch.Tensor
@@ -78,7 +79,8 @@ def lightning_attention_cp(
     Raises:
         TypeError, ValueError: an argument is not as said above, or as there.
     """
-    world = _check(group, exact, exchange, "ed", {"q": q, "k": k, "v": v, "ed": ed, "kv_history": kv_history})
+    named = {"q": q, "k": k, "v": v, "ed": ed, "kv_history": kv_history}
+    world = _check(group, exact, exchange, "ed", named, "[b, h, n, d]")
     if world == 1:
         return lightning_attention(q, k, v, ed, kv_history=kv_history, scale=scale)
     apply: Any = _ContextParallel.apply
@@ -123,7 +125,7 @@ def lightning_attention_packed_cp(
         TypeError, ValueError: an argument is not as said above, or as there.
     """
     named = {"q": q, "k": k, "v": v, "slopes": slopes, "cu_seqlens": cu_seqlens, "initial_state": initial_state}
-    world = _check(group, exact, exchange, "slopes", named)
+    world = _check(group, exact, exchange, "slopes", named, "[T, H, D]")
     if world == 1:
         return lightning_attention_packed(q, k, v, slopes, cu_seqlens, initial_state=initial_state, scale=scale)
     apply: Any = _ContextParallel.apply
@@ -131,12 +133,14 @@ def lightning_attention_packed_cp(
     return PackedResult(*apply(q, k, v, slopes, cu_seqlens, initial_state, group, *numbers))
 
 
-def _check(group: Any, exact: bool, exchange: str, rates: str, tensors: dict[str, Any]) -> int:
-    """What must be refused before anything is sent; the ranks of the group."""
+def _check(group: Any, exact: bool, exchange: str, rates: str, tensors: dict[str, Any], layout: str) -> int:
+    """What must be refused before anything is sent, in the names of q's ``layout``; the ranks of the group."""
     check_bool("exact", exact)
     check_choice("exchange", exchange, tuple(_GATHERS))
     optional = ("kv_history", "initial_state")
     check_dense(**{name: tensor for name, tensor in tensors.items() if tensor is not None or name not in optional})
+    if tensors["q"].ndim == layout.count(",") + 1:
+        _check_slopes(rates, tensors[rates], tensors["q"].shape[1], "q", tensors["q"], layout)
     if are_active():
         check_no_transforms(**tensors)
         check_no_tangents(**tensors)

@@ -116,7 +116,9 @@ def test_decoding_over_a_cache_shared_by_ranks_is_that_of_one_process(world: int
         "two tokens, runs of a page": make(LENGTHS, seqlen_q=2, size=16),
         "three tokens, runs of 3, pages of 1": make(LENGTHS[:9], seqlen_q=3, size=3, page=1),
         "four tokens": make(LENGTHS, seqlen_q=4),
-        "four tokens that see each other": make(LENGTHS, seqlen_q=4, causal=False),
+        "four tokens that see each other, runs of 16, pages of 64": make(
+            LENGTHS, seqlen_q=4, causal=False, size=16, page=64
+        ),
         "runs longer than any sequence, in float16": make([5, 200, 64], seqlen_q=2, size=256, dtype=torch.float16),
         "no tokens": make([5, 20], seqlen_q=0),
         "nothing cached": make([0, 0], seqlen_q=1),

@@ -320,9 +320,7 @@ def prefix_decode_cp(
             *cache, block_table, cu_seqlens_q, share.whole, max_seqlen_q=max_seqlen_q, causal=False, **how
         )
         own = merge_attention_states(most.out, most.lse, own.out, own.lse)
-    merged = exchange_partials(
-        Partial(own.out, own.lse.T), group, heads=heads, exchange=exchange, merge=_merged
-    )
+    merged = exchange_partials(Partial(own.out, own.lse.T), group, heads=heads, exchange=exchange, merge=_merged)
     return AttentionResult(merged.out, merged.lse.T) if return_lse else merged.out
 
 

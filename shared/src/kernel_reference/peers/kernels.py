@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-
 # A power of two, and programs of a call are fewer.
 CALL: tl.constexpr = tl.constexpr(2**16)
 
@@ -116,7 +115,7 @@ def end_call(p_calls):
 
 @triton.jit
 def place_of_part(buffer, source, items, p_like, config: tl.constexpr):
-    """Where a half of a rank's memory, from ``buffer`` on, has what ``source`` wrote, as bits: [items, D] like p_like's, and [items] logarithms."""
+    """Where the half at ``buffer`` has what ``source`` wrote, as bits: [items, D] like p_like's, and [items] logarithms."""
     BITS: tl.constexpr = p_like.dtype.element_ty.primitive_bitwidth
     ROW: tl.constexpr = config.D * (BITS // 8)
     items = tl.cast(items, tl.int64)

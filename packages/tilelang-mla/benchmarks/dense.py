@@ -280,23 +280,20 @@ def check(outputs: Ours | Theirs, i: Any) -> float:
     return error
 
 
-def decode_case(device: torch.device, shape: Shape, *, targets: dict[str, float], page: int = PAGE) -> Case:
-    """``targets``: the least speed beside each of these peers. FlashMLA takes no other pages than those of 64."""
-    peers: dict[str, Callable[[], Callable[[Batch], Theirs]]] = {FA3: fa3}
-    if page == PAGE:
-        peers = {FLASH_MLA: flash_mla, FA3: fa3}
-    if shape.tokens == 1 and page == PAGE:
+def decode_case(device: torch.device, shape: Shape, *, targets: dict[str, float]) -> Case:
+    """``targets``: the least speed beside each of these peers."""
+    peers: dict[str, Callable[[], Callable[[Batch], Theirs]]] = {FLASH_MLA: flash_mla, FA3: fa3}
+    if shape.tokens == 1:
         peers[VLLM] = vllm_triton
-    pages = f", pages of {page}" if page != PAGE else ""
     requirements = [Requirement(OURS, peer, speed_at_least=speed) for peer, speed in targets.items()]
     requirements += [
         Requirement(OURS_UNPLANNED, OURS, time_at_most=UNPLANNED_AT_MOST),
         Requirement(OURS_UNPLANNED, OURS, us_at_most=HOST_AT_MOST, quantity="host"),
     ]
     return Case(
-        name=f"decode {shape.words}{pages}",
-        shape={**shape.entry, "page": page},
-        make_inputs=partial(make_batch, device, shape, page),
+        name=f"decode {shape.words}",
+        shape=shape.entry,
+        make_inputs=partial(make_batch, device, shape),
         ours={OURS: ours, OURS_UNPLANNED: partial(ours, planned=False)},
         peers=peers,
         check=check,
@@ -305,7 +302,7 @@ def decode_case(device: torch.device, shape: Shape, *, targets: dict[str, float]
         bytes_moved=shape.bytes_moved,
         flops=shape.flops,
         copy=False,
-        baseline=FLASH_MLA if page == PAGE else FA3,
+        baseline=FLASH_MLA,
         requirements=requirements,
     )
 
@@ -410,8 +407,6 @@ DECODING = (
 RAGGED = ((16, 16), (16, 64), (16, 128), (128, 128))
 # Heads of a batch of 64 of which one has 100000 keys.
 ONE_LONG = (8, 16, 64, 128)
-# Pages beside those of 64 tokens, at 64 sequences of 8192 and 16 heads.
-PAGES = (PAGE, 1, 16, 24, 32, 48)
 PROMPTS = ((128, 1, 8192), (128, 8, 2048), (16, 1, 32768))
 
 
@@ -441,7 +436,5 @@ def dense_cases(device: torch.device) -> Iterator[Case]:
         yield decode_case(device, ragged(heads, sequences), targets=BESIDE_FLASH_MLA)
     for heads in ONE_LONG:
         yield decode_case(device, one_long(heads), targets=BESIDE_FLASH_MLA)
-    for page in PAGES:
-        yield decode_case(device, Shape(share(16), (8192,) * 64), targets={FA3: 0.93}, page=page)
     for heads, sequences, tokens in PROMPTS:
         yield prefill_case(device, Shape(share(heads), (tokens,) * sequences))

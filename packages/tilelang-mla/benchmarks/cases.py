@@ -1,4 +1,4 @@
-"""What tilelang-mla is timed on, a file each: dense attention, pages, chunks, gradients, 8-bit caches, lists, the indexer."""
+"""What tilelang-mla is timed on, a file each: dense, pages, chunks, gradients, 8-bit caches, lists, the indexer."""
 
 from __future__ import annotations
 

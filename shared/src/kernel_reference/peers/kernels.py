@@ -115,7 +115,7 @@ def end_call(p_calls):
 
 @triton.jit
 def place_of_part(buffer, source, items, p_like, config: tl.constexpr):
-    """Where the half at ``buffer`` has what ``source`` wrote, as bits: [items, D] like p_like's, and [items] logarithms."""
+    """Where a half at ``buffer`` has what ``source`` wrote, as bits: [items, D] like p_like; and [items] logarithms."""
     BITS: tl.constexpr = p_like.dtype.element_ty.primitive_bitwidth
     ROW: tl.constexpr = config.D * (BITS // 8)
     items = tl.cast(items, tl.int64)

@@ -182,8 +182,8 @@ def peers_of_one_machine(buffers: torch.Tensor) -> Iterator[None]:
     the second half, where their programs do wait for those of the other ranks.
     """
     rank = torch.distributed.get_rank()
-    memories = {purpose: _memory_of_kernels(rank, buffers, place) for place, purpose in enumerate(("heads", "parts"))}
-    memories["states"] = memories["heads"]
+    heads, parts = (_memory_of_kernels(rank, buffers, place) for place in range(2))
+    memories: dict[peers.Purpose, peers.Memory] = {"heads": heads, "states": heads, "parts": parts}
     for memory in memories.values():
         memory.own.fill_(peers._EMPTY_BYTE)
     torch.distributed.barrier()

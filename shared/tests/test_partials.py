@@ -96,6 +96,21 @@ def test_every_exchange_gives_the_whole_and_sends_what_its_table_says(world: int
     run(world, _exchanges, world, parts)
 
 
+def _place(rank: int, world: int, dtype: torch.dtype) -> None:
+    """Rows of all ranks in a random order, of which one goes nowhere; of q, k and v that lie beside each other."""
+    rows, nowhere = 7, world * 7 + 3
+    for times in range(2):
+        torch.manual_seed(times)
+        k, v = torch.randn(world, rows, 3, 3, 8).to(dtype)[..., 1:, :].unbind(3)
+        places = torch.randperm(nowhere)[: world * rows].view(world, rows)
+        places[-1, 2] = nowhere
+        got = peers.place_rows(k[rank], v[rank], places[rank], nowhere, None)
+        here = places.flatten() < nowhere
+        wanted = torch.stack([k, v], 2).flatten(0, 1)[here]
+        assert torch.equal(got[places.flatten()[here]], wanted)
+        torch.distributed.barrier()
+
+
 def _to_peers(rank: int, world: int, dtype: torch.dtype, buffers: Tensor) -> None:
     from kernel_reference.peers import kernels
 
@@ -130,7 +145,8 @@ def _to_peers(rank: int, world: int, dtype: torch.dtype, buffers: Tensor) -> Non
                 assert (halves[1 - turn] == 7).all()
                 halves[1 - turn].fill_(peers._EMPTY_BYTE)
                 torch.distributed.barrier()
-        with pytest.raises(ValueError, match=r"^buffers must have \d+ bytes a rank, got "):
+        _place(rank, world, dtype)
+        with pytest.raises(ValueError, match=r"^buffers must have \d+ bytes a rank of heads"):
             gathered_heads(torch.zeros(4096, 1, 8), None, "symmetric")
         assert gathered_heads(torch.zeros(0, each, D), None, "symmetric").shape == (0, H, D)
         empty = Partial(torch.zeros(0, H, D), torch.zeros(0, H))
@@ -148,22 +164,29 @@ def test_kernels_write_to_the_memory_of_peers_and_wait_for_them(world: int, dtyp
 def test_kernels_of_peers_compile_for_gpus() -> None:
     kernels = pytest.importorskip("kernel_reference.peers.kernels")
     out, lse, calls = torch.zeros(5, 8, 512, dtype=torch.bfloat16), torch.zeros(5, 8), torch.zeros(1, dtype=torch.int32)
-    places = kernels.Peers((2**40, 2**41), 2**20)
+    peers_of = kernels.Peers((2**40, 2**41), 2**20)
     exchange = kernels.ExchangeConfig(2, 4, 512, 512, 8, 256, True, True)
     gather = kernels.GatherConfig(2, 256, 256, True)
     strides, bits = kernels.PartStrides(*out.stride()[:2], *lse.stride()), out.flatten(1).view(torch.int32)
     specs = [
-        KernelSpec.of_call(kernels.exchange_and_merge, (out, lse, out, lse, calls, 1, 5, strides, places, exchange)),
+        KernelSpec.of_call(kernels.exchange_and_merge, (out, lse, out, lse, calls, 1, 5, strides, peers_of, exchange)),
         KernelSpec.of_call(
             kernels.gather_rows,
-            (bits, bits, calls, 1, 5, 128, 128, kernels.WholeStrides(256, 128), places, gather),
+            (bits, bits, calls, 1, 5, 128, 128, kernels.WholeStrides(256, 128), peers_of, gather),
         ),
     ]
+    pools = kernels.Pools((2**40, 2**41), (2**42,) * 2)
+    places, config = torch.zeros(5, dtype=torch.int64), kernels.PlaceConfig(2, 128, 128, 16, True)
+    specs.append(KernelSpec.of_call(kernels.place_rows, (bits, bits, places, 1, 5, 256, 128, 128, pools, config)))
     for report in compile_specs(specs, ("sm_90",), processes=1):
         assert not report.error, report.error
         assert not report.spills
-        # What peers write is read past the L1 cache.
-        assert any(name.startswith("LDG.E") and name.endswith("STRONG.SYS") for name in report.opcodes)
+        if report.spec == "place_rows":
+            # What is written, and has been read, all GPUs see before the signal.
+            assert "MEMBAR.ALL.SYS" in report.opcodes
+        else:
+            # What peers write is read past the L1 cache.
+            assert any(name.startswith("LDG.E") and name.endswith("STRONG.SYS") for name in report.opcodes)
 
 
 def _symmetric(rank: int) -> None:

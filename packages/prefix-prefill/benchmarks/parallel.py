@@ -55,12 +55,19 @@ def make_prefill(new: int, older: int, device: torch.device, rank: int, world: i
         "zigzag": Call(partial(prefill, share=share), lambda out: out[rows], sends=sends),
         "zigzag, no share": Call(prefill, lambda out: out[rows]),
     }
+    of_gpus = device.type == "cuda"
+    if of_gpus:
+        placed = partial(prefill, share=share, exchange="symmetric")
+        calls["zigzag, symmetric"] = Call(placed, lambda out: out[rows], sends=sends)
     if not older:
         # Of an engine that knows it, a table without columns.
         nothing = (*cache[:2], cache[2][:, :0])
         empty = share_prefill(nothing[2], bounds, lengths, rows=len(rows), max_seqlen_q=new, group=group)
         alone = partial(prefix_prefill_cp, *own, *nothing, bounds, lengths, group=group, share=empty, **how)
         calls["zigzag, one pass"] = Call(alone, lambda out: out[rows], sends=sends)
+        if of_gpus:
+            placed = partial(alone, exchange="symmetric")
+            calls["zigzag, one pass, symmetric"] = Call(placed, lambda out: out[rows], sends=sends)
         calls.update(peers_of_prefill((*own,), (q, k, v), rows, SIZE**-0.5, device))
     for w in WORLDS:
         if new // (2 * w):
@@ -127,11 +134,14 @@ def make_decode(
     return calls
 
 
+ONE_PASS = ("zigzag, one pass", "zigzag, one pass, symmetric")
+
+
 def prefill_case(new: int, older: int = 0, *, ahead: bool = True, target: float = 0.93) -> RanksCase:
     name = f"prefill {new}" + (f" behind {older}" if older else "") + ("" if ahead else ", on an idle GPU")
     return RanksCase(
         name=name, shape={"new": new, "older": older}, make=partial(make_prefill, new, older), ahead=ahead,
-        efficiency=dict.fromkeys(("zigzag", "zigzag, one pass"), target) if target else {}, axis="new",
+        efficiency=dict.fromkeys(("zigzag", "zigzag, symmetric", *ONE_PASS), target) if target else {}, axis="new",
     )  # fmt: skip
 
 

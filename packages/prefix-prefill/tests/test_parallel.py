@@ -14,7 +14,7 @@ from kernel_reference.checks import validate_values
 from kernel_reference.paging import cumulative, paged_cache
 from kernel_reference.sharding import Interleave, ZigZag
 from kernel_reference.testing.contract import check_no_host_sync
-from kernel_reference.testing.distributed import SentBytes, run
+from kernel_reference.testing.distributed import SentBytes, peers_of_one_machine, run
 from prefix_prefill import AttentionResult, prefix_prefill
 from prefix_prefill.parallel import prefix_decode_cp, prefix_prefill_cp
 from prefix_prefill.runs import share_decode, share_prefill
@@ -104,7 +104,11 @@ PREFILL = {
 }
 
 
-def _prefill(rank: int, world: int, cases: dict[str, Case]) -> None:
+# Whose keys a kernel places too.
+PLACED = ("ragged", "nothing older", "window, x-packed", "bfloat16")
+
+
+def _prefill(rank: int, world: int, cases: dict[str, Case], buffers: Tensor) -> None:
     layout = ZigZag(world, rank)
     for name, case in cases.items():
         cu = cumulative(case.new)
@@ -125,6 +129,14 @@ def _prefill(rank: int, world: int, cases: dict[str, Case]) -> None:
                 **options,
             )  # fmt: skip
         how = {"max_seqlen_q": int(case.new.max()), "group": None}
+        if name in PLACED:
+            with peers_of_one_machine(buffers):
+                for _ in range(2):
+                    again = prefix_prefill_cp(
+                        q, k, v, *caches, cu, case.totals, return_lse=True, exchange="symmetric", **how, **options
+                    )
+                    assert torch.equal(again.out, got.out), name
+                    assert torch.equal(again.lse, got.lse), name
         if "window" not in options:
             # What the layers of a step have in common.
             share = share_prefill(caches[2], cu, case.totals, rows=len(q), **how)
@@ -165,7 +177,14 @@ def _prefill(rank: int, world: int, cases: dict[str, Case]) -> None:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_prefill_shared_by_ranks_is_that_of_one_process(world: int) -> None:
-    run(world, _prefill, world, {name: make(lengths, **options) for name, (lengths, options) in PREFILL.items()})
+    buffers = torch.zeros(world, 2**21, dtype=torch.uint8).share_memory_()
+    run(
+        world,
+        _prefill,
+        world,
+        {name: make(lengths, **options) for name, (lengths, options) in PREFILL.items()},
+        buffers,
+    )
 
 
 # 1 to 4 new tokens, behind none, fewer than a world, and on and beside the ends of runs and pages.
@@ -346,13 +365,15 @@ def _prefill_on_gpus(rank: int, name: str) -> None:
         prefix_prefill_cp, *shares, *cache, cu.cuda(), case.totals.cuda(), max_seqlen_q=4096, group=None,
         return_lse=True, **options,
     )  # fmt: skip
-    prefill()
-    check_no_host_sync(prefill)
-    got = prefill()
     count = len(own[0])
     wanted = [sharding.shard(x, layout, cu).tokens for x in (case.whole.out, case.whole.lse.T)]
-    torch.testing.assert_close(got.out[:count].cpu(), wanted[0], rtol=2e-2, atol=2e-2)
-    torch.testing.assert_close(got.lse[:, :count].cpu(), wanted[1].T, rtol=1e-4, atol=1e-4)
+    for exchange in ("all_gather", "symmetric"):
+        prefill(exchange=exchange)
+        check_no_host_sync(partial(prefill, exchange=exchange))
+        # One behind another, with what is to be read still in use.
+        for got in [prefill(exchange=exchange) for _ in range(3)]:
+            torch.testing.assert_close(got.out[:count].cpu(), wanted[0], rtol=2e-2, atol=2e-2)
+            torch.testing.assert_close(got.lse[:, :count].cpu(), wanted[1].T, rtol=1e-4, atol=1e-4)
 
 
 def _decode_on_gpus(rank: int) -> None:

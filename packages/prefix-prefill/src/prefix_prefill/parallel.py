@@ -51,8 +51,11 @@ from kernel_reference.transforms import refuse_derivatives
 from prefix_prefill.api import AttentionResult, PageLayout, merge_attention_states, prefix_prefill
 from prefix_prefill.runs import (
     DecodeShare,
+    Places,
     PrefillShare,
-    lay_out,
+    laid_out,
+    pages_of,
+    placed,
     places_of,
     runs_of,
     share_decode,
@@ -62,6 +65,7 @@ from prefix_prefill.runs import (
 
 Tensor = torch.Tensor
 Exchange = Literal["all_to_all", "reduce_scatter", "symmetric"]
+Gathering = Literal["all_gather", "symmetric"]
 
 
 @overload
@@ -71,6 +75,7 @@ def prefix_prefill_cp(
     page_layout: PageLayout = "NHD", softmax_scale: float | None = None, window: tuple[int, int] | None = None,
     softcap: float = 0.0, sinks: Tensor | None = None, k_scale: float | Tensor | None = None,
     v_scale: float | Tensor | None = None, return_lse: Literal[False] = False, share: PrefillShare | None = None,
+    exchange: Gathering = "all_gather",
 ) -> Tensor: ...  # fmt: skip
 @overload
 def prefix_prefill_cp(
@@ -79,6 +84,7 @@ def prefix_prefill_cp(
     page_layout: PageLayout = "NHD", softmax_scale: float | None = None, window: tuple[int, int] | None = None,
     softcap: float = 0.0, sinks: Tensor | None = None, k_scale: float | Tensor | None = None,
     v_scale: float | Tensor | None = None, return_lse: Literal[True], share: PrefillShare | None = None,
+    exchange: Gathering = "all_gather",
 ) -> AttentionResult: ...  # fmt: skip
 @overload
 def prefix_prefill_cp(
@@ -87,6 +93,7 @@ def prefix_prefill_cp(
     page_layout: PageLayout = "NHD", softmax_scale: float | None = None, window: tuple[int, int] | None = None,
     softcap: float = 0.0, sinks: Tensor | None = None, k_scale: float | Tensor | None = None,
     v_scale: float | Tensor | None = None, return_lse: bool, share: PrefillShare | None = None,
+    exchange: Gathering = "all_gather",
 ) -> Tensor | AttentionResult: ...  # fmt: skip
 def prefix_prefill_cp(
     q: Tensor,
@@ -110,6 +117,7 @@ def prefix_prefill_cp(
     v_scale: float | Tensor | None = None,
     return_lse: bool = False,
     share: PrefillShare | None = None,
+    exchange: Gathering = "all_gather",
 ) -> Tensor | AttentionResult:
     """Causal :func:`prefix_prefill.prefix_prefill` whose new tokens are shared by the ranks of a group.
 
@@ -133,6 +141,9 @@ def prefix_prefill_cp(
         scheme: "zigzag".
         share: what :func:`share_prefill` made of the same lengths and table, which all layers of a step may have in
             common; without it each call makes it, by some eighty small launches. Without a window.
+        exchange: how new keys and values are gathered: by a collective, or "symmetric", by a kernel that writes each to
+            its place in every rank's memory, which takes GPUs of one host. Call that once before a CUDA graph is
+            captured, for its workspace; streams that run beside each other need a group each.
         page_layout, softmax_scale, softcap, sinks, k_scale, v_scale, return_lse: as there.
 
     Returns:
@@ -142,6 +153,7 @@ def prefix_prefill_cp(
         TypeError, ValueError: an argument is not as said above, or as there.
     """
     check_choice("scheme", scheme, ("zigzag",))
+    check_choice("exchange", exchange, ("all_gather", "symmetric"))
     check_bool("return_lse", return_lse)
     max_seqlen_q = as_int("max_seqlen_q", max_seqlen_q)
     left, _ = as_window(window)
@@ -164,7 +176,11 @@ def prefix_prefill_cp(
             fail("share", "None under a window", "one")
         _check_of_step(share, PrefillShare, (len(q), max_seqlen_q, world, rank), q)
 
-    gathered = start_all_gather(torch.stack([k, v], 1), group)
+    gathering = None if exchange == "symmetric" else start_all_gather(torch.stack([k, v], 1), group)
+
+    def pool_of(places: Places) -> Tensor:
+        return placed(k, v, places, group) if gathering is None else laid_out(gathering(), places)
+
     if left < 0:
         if share is None:
             share = share_prefill(
@@ -172,7 +188,7 @@ def prefix_prefill_cp(
             )
         # Before any kernel that has a program an SM: beside it NCCL's keeps some SMs, and waits for some of the other
         # rank's. Two H100s, 64k tokens: 35.1 ms where they met, 29.8 where small launches came between.
-        caches = lay_out(gathered(), share.places)
+        caches = pages_of(pool_of(share.places), share.places)
         if not block_table.shape[1]:
             # Nothing is older: one pass over the gathered keys, which are this rank's own too.
             result = prefix_prefill(
@@ -198,7 +214,7 @@ def prefix_prefill_cp(
         tail = _tail_of(k_cache, v_cache, block_table, contexts, left, page_layout, k)
         held = contexts.clamp(0, tail.shape[1])
         places = places_of(runs, lengths, len(q), max_seqlen_q, tail.shape[1], held)
-        caches = lay_out(gathered(), places, tail)
+        caches = pages_of(pool_of(places), places, tail)
         ends = torch.where(twice(contexts) < 0, -1, twice(held) + own.begins + own.counts)
         result = prefix_prefill(
             q, None, None, *caches, places.block_table, own.cu, ends, max_seqlen_q=cdiv(max_seqlen_q, 2 * world),

@@ -12,6 +12,7 @@ import torch
 from kernel_reference.checks import as_int, check_dense, check_dtype, check_int, check_shape
 from kernel_reference.collectives import world_and_rank
 from kernel_reference.integers import cdiv
+from kernel_reference.peers import place_rows
 from kernel_reference.sharding import Interleave, ZigZag
 
 Tensor = torch.Tensor
@@ -210,11 +211,22 @@ def _kept(place: Tensor, inside: Tensor, nowhere: int) -> Tensor:
     return torch.where(inside, place, nowhere).clamp(0, nowhere).flatten().long()
 
 
-def lay_out(gathered: Tensor, places: Places, tail: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Pages of keys and of values, of gathered rows [world, T_r, 2, Hkv, D] and a tail [B, n, 2, Hkv, D]."""
+def placed(k: Tensor, v: Tensor, places: Places, group: Any) -> Tensor:
+    """The pool of all ranks' rows, which each has written to the others' memory."""
+    world, rank = world_and_rank(group)
+    own = places.rows.unflatten(0, (world, -1))[rank]
+    return place_rows(k, v, own, places.pages * _PAGE, group)
+
+
+def laid_out(gathered: Tensor, places: Places) -> Tensor:
+    """The pool of gathered rows [world, T_r, 2, Hkv, D]."""
+    pool = gathered.new_empty(places.pages * _PAGE + 1, *gathered.shape[2:])
+    return pool.index_copy_(0, places.rows, gathered.flatten(0, 1))
+
+
+def pages_of(pool: Tensor, places: Places, tail: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Pages of keys and of values, of a pool and a tail [B, n, 2, Hkv, D]."""
     nowhere = places.pages * _PAGE
-    pool = gathered.new_empty(nowhere + 1, *gathered.shape[2:])
-    pool.index_copy_(0, places.rows, gathered.flatten(0, 1))
     if tail is not None and places.tail is not None:
         pool.index_copy_(0, places.tail, tail.flatten(0, 1))
     keys, values = pool[:nowhere].unflatten(0, (places.pages, _PAGE)).unbind(2)

@@ -15,6 +15,7 @@ ended a call has something of each other rank, which had ended the one before.
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from ..integers import cdiv, power_of_two_at_least
 from ..launching import Launch, device_properties
 
 Tensor = torch.Tensor
-Purpose = Literal["heads", "parts", "states"]
+Purpose = Literal["heads", "parts", "states", "rows"]
 
 # As many as run at once: programs wait for those of the same number.
 _MOST_PROGRAMS = 256
@@ -33,6 +34,8 @@ _WARPS = 8
 _THREADS = 32 * _WARPS
 # Of a program's tile: two loads of 16 bytes a thread.
 _TILE_BYTES = _THREADS * 16 * 2
+# Of one that ranks meet by.
+_COUNTER_BYTES = 4
 # Of a half of a memory: both begin where 16 bytes do.
 _LEAST_BYTES = 16
 # All bytes of what waits for the peers: see kernels.py.
@@ -83,6 +86,33 @@ def _gather(purpose: Purpose, rows: Tensor, whole: Tensor, group: Any) -> None:
     rows, whole = _as_words(rows), _as_words(whole)
     numbers = (rank, memory.buffers, memory.own.numel() // 2)
     launches.find(_prepare_gather, (rows, whole), numbers)(rows, whole, memory.calls)
+
+
+def place_rows(k: Tensor, v: Tensor, places: Tensor, nowhere: int, group: Any) -> Tensor:
+    """Rows of every rank, each at its place on all of them: [nowhere + 1, 2, h, D], of keys and of values.
+
+    The result is of the group until its next call of this, which waits until every rank's stream has come to it.
+
+    Args:
+        k, v: [rows, h, D], with as many rows on every rank.
+        places: [rows] int64, of this rank's rows; from ``nowhere`` on, they are not placed.
+    """
+    world, rank = world_and_rank(group)
+    shape = (nowhere + 1, 2, *k.shape[1:])
+    size = math.prod(shape) * k.element_size()
+    counters = _MOST_PROGRAMS * world * _COUNTER_BYTES
+    memory = _memory("rows", size + counters, k.device, group)
+    own = memory.own[:size].view(k.dtype).view(shape)
+    if k.numel():
+        rows = [x.flatten(1) for x in (k, v)]
+        rows = [x if x.stride(1) == 1 else x.contiguous() for x in rows]
+        words = [_as_words(x) for x in rows]
+        if words[0].dtype != words[1].dtype:
+            words = [x.view(torch.int8 if x.element_size() == 1 else torch.int16) for x in rows]
+        behind = memory.own.numel() - counters
+        numbers = (rank, nowhere, memory.buffers, behind)
+        launches.find(_prepare_places, (*words, places), numbers)(*words, places)
+    return own
 
 
 def _as_words(x: Tensor) -> Tensor:
@@ -150,23 +180,42 @@ def _prepare_exchange(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Lau
     return Launch(exchange_and_merge, (programs, 1, 1), rest, out.device, num_warps=_WARPS, dependent_launch=dependent)
 
 
+def _prepare_places(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Launch:
+    from .kernels import PlaceConfig, Pools, place_rows
+
+    k, v, _ = tensors
+    rank, nowhere, buffers, behind = numbers
+    rows, width = k.shape
+    dependent = _is_dependent(k.device)
+    block = power_of_two_at_least(width)
+    tile = max(1, _TILE_BYTES // k.element_size() // block)
+    config = PlaceConfig(len(buffers), width, block, tile, dependent)
+    turned = buffers[rank:] + buffers[:rank]
+    pools = Pools(turned, tuple(address + behind for address in turned))
+    programs = min(_MOST_PROGRAMS, cdiv(rows, tile))
+    rest = (rank, rows, nowhere, k.stride(0), v.stride(0), pools, config)
+    return Launch(place_rows, (programs, 1, 1), rest, k.device, num_warps=_WARPS, dependent_launch=dependent)
+
+
 def _is_dependent(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None and device_properties(device).capability >= (9, 0)
 
 
 def _memory(purpose: Purpose, size: int, device: torch.device, group: Any) -> Memory:
     kept = _kept.setdefault((purpose, _group_name(group), device), [])
-    if not kept or kept[-1].own.numel() < 2 * size:
-        kept.append(_allocate(2 * power_of_two_at_least(max(size, _LEAST_BYTES)), device, group))
+    # Rows have no halves, and counters behind them.
+    size, empty = (size, 0) if purpose == "rows" else (2 * size, _EMPTY_BYTE)
+    if not kept or kept[-1].own.numel() < size:
+        kept.append(_allocate(power_of_two_at_least(max(size, 2 * _LEAST_BYTES)), empty, device, group))
     return kept[-1]
 
 
-def _allocate(size: int, device: torch.device, group: Any) -> Memory:
+def _allocate(size: int, empty: int, device: torch.device, group: Any) -> Memory:
     def allocate(symmetric: Any) -> Memory:
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("symmetric exchange: its memory must be made by a call before a CUDA graph is captured")
         memory = symmetric._SymmetricMemory
-        own = memory.empty_strided_p2p((size,), [1], torch.uint8, device, _group_name(group)).fill_(_EMPTY_BYTE)
+        own = memory.empty_strided_p2p((size,), [1], torch.uint8, device, _group_name(group)).fill_(empty)
         calls = torch.zeros(1, dtype=torch.int32, device=device)
         # By the device, behind what it has to do; a peer may write once all have met.
         torch.cuda.synchronize(device)

@@ -46,6 +46,23 @@ class GatherConfig(NamedTuple):
     DEPENDENT: bool
 
 
+class PlaceConfig(NamedTuple):
+    """What ``place_rows`` is compiled for: ranks; words of a row, and the power of two from them on; rows of a tile."""
+
+    WORLD: int
+    WIDTH: int
+    BLOCK: int
+    ROWS: int
+    DEPENDENT: bool
+
+
+class Pools(NamedTuple):
+    """Addresses of each rank's rows and counters: this rank's first, then those of the ranks behind it in turn."""
+
+    rows: Any
+    counters: Any
+
+
 class Peers(NamedTuple):
     """Addresses of each rank's memory: this rank's first, then those of the ranks behind it in turn. half: its bytes.
 
@@ -283,3 +300,52 @@ def gather_rows(p_x, p_whole, p_calls, rank, rows, width, s_row, strides, peers,
             tl.store(p_own, tl.full(bits.shape, -1, bits.dtype), mask=o_x < width)
             tl.store(p_whole + row * strides.row + source * strides.rank + o_x, bits, mask=o_x < width)
     end_call(p_calls)
+
+
+@triton.jit
+def meet(counters, rank, WORLD: tl.constexpr):
+    """Wait until the same program of each rank has come as far: what all of them have written is there for all."""
+    place = tl.program_id(0) * WORLD
+    tl.debug_barrier()
+    for step in tl.static_range(1, WORLD):
+        p_theirs = tl.cast(counters[step], tl.pointer_type(tl.int32))
+        tl.atomic_add(p_theirs + place + rank, 1, sem="release", scope="sys")
+    p_own = tl.cast(counters[0], tl.pointer_type(tl.int32))
+    for step in tl.static_range(1, WORLD):
+        p_count = p_own + place + (rank + step) % WORLD
+        while tl.atomic_add(p_count, 0, sem="acquire", scope="sys") < 1:
+            pass
+        # A peer may be at the next meeting already, and have added two.
+        tl.atomic_add(p_count, -1, sem="relaxed", scope="sys")
+    tl.debug_barrier()
+
+
+@triton.jit(do_not_specialize=["rank", "rows", "nowhere"])
+def place_rows(p_k, p_v, p_places, rank, rows, nowhere, s_k, s_v, pools, config: tl.constexpr):
+    """Row t of k and of v, [rows, WIDTH] words each, to place ``p_places[t]`` of every rank's [.., 2, WIDTH].
+
+    What is not below ``nowhere`` goes nowhere. Kernels of other kinds read what has been placed, and know its address:
+    it has no second half, and ranks meet before they write, when all have read, and behind that.
+    """
+    if config.DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+    WORLD: tl.constexpr = config.WORLD
+    WIDTH: tl.constexpr = config.WIDTH
+    ROWS: tl.constexpr = config.ROWS
+    o_word = tl.arange(0, config.BLOCK)[None, :]
+    meet(pools.counters, rank, WORLD)
+    for first in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
+        row = (first + tl.arange(0, ROWS)).to(tl.int64)
+        place = tl.load(p_places + row, mask=row < rows, other=nowhere)
+        mask = ((place >= 0) & (place < nowhere))[:, None]
+        if WIDTH != config.BLOCK:
+            mask = mask & (o_word < WIDTH)
+        b_k = tl.load(p_k + row[:, None] * s_k + o_word, mask=mask)
+        b_v = tl.load(p_v + row[:, None] * s_v + o_word, mask=mask)
+        o_place = place[:, None] * (2 * WIDTH) + o_word
+        for step in tl.static_range(0, WORLD):
+            # This rank's own last.
+            p_rows = tl.multiple_of(tl.cast(pools.rows[(step + 1) % WORLD], p_k.dtype), 16)
+            tl.store(p_rows + o_place, b_k, mask=mask)
+            tl.store(p_rows + o_place + WIDTH, b_v, mask=mask)
+    meet(pools.counters, rank, WORLD)

@@ -179,13 +179,16 @@ def peers_of_one_machine(buffers: torch.Tensor) -> Iterator[None]:
     """Inside it exchanges by symmetric memory run on a CPU, through ``buffers`` [world, bytes] uint8 that forks share.
 
     Where all is in order: that nobody waits for a stream is not seen. Kernels run in Triton's interpreter; theirs is
-    the second half, where their programs do wait for those of the other ranks.
+    the second half, and of rows the first, which copy engines have too: their programs do wait for those of the other
+    ranks.
     """
     rank = torch.distributed.get_rank()
-    heads, parts = (_memory_of_kernels(rank, buffers, place) for place in range(2))
-    memories: dict[peers.Purpose, peers.Memory] = {"heads": heads, "states": heads, "parts": parts}
+    rows, heads, parts = (_memory_of_kernels(rank, buffers, *quarters) for quarters in ((0, 2), (2, 3), (3, 4)))
+    memories: dict[peers.Purpose, peers.Memory] = {"heads": heads, "states": heads, "parts": parts, "rows": rows}
     for memory in memories.values():
         memory.own.fill_(peers._EMPTY_BYTE)
+    # Rows are NaN where nobody has placed any, and ranks meet by what is behind them.
+    rows.own[-_MOST_PROGRAMS * len(buffers) * peers._COUNTER_BYTES :].zero_()
     torch.distributed.barrier()
     stream = mock.MagicMock()
     with ExitStack() as changed:
@@ -216,19 +219,19 @@ class _Memory:
         return self.buffers[rank, begin : begin + size].view(dtype).view(sizes)
 
 
-def _memory_of_kernels(rank: int, buffers: torch.Tensor, place: int) -> peers.Memory:
-    quarter = buffers.shape[1] // 4
-    begin = quarter * (2 + place)
+def _memory_of_kernels(rank: int, buffers: torch.Tensor, first: int, last: int) -> peers.Memory:
+    begin, end = (buffers.shape[1] // 4 * quarter for quarter in (first, last))
     addresses = tuple(buffers[one, begin:].data_ptr() for one in range(len(buffers)))
-    return peers.Memory(buffers[rank, begin : begin + quarter], addresses, torch.zeros(1, dtype=torch.int32), None)
+    return peers.Memory(buffers[rank, begin:end], addresses, torch.zeros(1, dtype=torch.int32), None)
 
 
 def _large_enough(
     memories: dict[peers.Purpose, peers.Memory], purpose: peers.Purpose, size: int, *_: object
 ) -> peers.Memory:  # fmt: skip
     memory = memories[purpose]
-    if 2 * size > memory.own.numel():
-        raise ValueError(f"buffers must have {8 * size} bytes a rank, got {4 * memory.own.numel()}")
+    if (1 if purpose == "rows" else 2) * size > memory.own.numel():
+        needed = (2 if purpose == "rows" else 8) * size
+        raise ValueError(f"buffers must have {needed} bytes a rank of {purpose}")
     return memory
 
 

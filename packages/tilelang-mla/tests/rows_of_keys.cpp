@@ -33,6 +33,7 @@ struct float2 {
 struct alignas(16) float4 {
   float x, y, z, w;
 };
+static uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 static uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
@@ -49,6 +50,14 @@ static float __shfl_xor_sync(uint32_t, float x, int step) {
   handed[own] = bits<uint32_t>(x);
   warps[own / 32].arrive_and_wait();
   float other = bits<float>(handed[own ^ step]);
+  warps[own / 32].arrive_and_wait();
+  return other;
+}
+
+static float __shfl_sync(uint32_t, float x, int lane) {
+  handed[own] = bits<uint32_t>(x);
+  warps[own / 32].arrive_and_wait();
+  float other = bits<float>(handed[own / 32 * 32 + lane]);
   warps[own / 32].arrive_and_wait();
   return other;
 }
@@ -171,7 +180,7 @@ void run(const char *name, int keys, int rows, bool part, int large = 0) {
   // Rows of unlike size.
   for (size_t i = 0; i < q.size(); i++) q[i] = mla::pack(normal() * exp2f(i / WIDTH % 3 - 1.f), 0, BF16);
   for (int i = 0; i < rows * large; i++) q[i / large * WIDTH + i % large] = mla::pack(32, 0, BF16);
-  std::vector<float> parts(rows * 512), sinks(rows, SINK), of_rows(28 * N);
+  std::vector<float> parts(rows * 512), sinks(rows, SINK), of_rows(32 * N);
   std::vector<uint8_t> valid(stages * 64);
   std::vector<int> limits(N);
   std::vector<std::vector<double>> exact(keys, std::vector<double>(WIDTH));
@@ -195,7 +204,8 @@ void run(const char *name, int keys, int rows, bool part, int large = 0) {
       exact[i][j] = of_e4m3(key[j]) * double(OF_CACHE);
     }
     for (int j = 0; RECORDS && j < 512; j++) {
-      float scale = 0.01f * (1 + j / 128) * (1 + i % 7);
+      // Where scales are in weights, later blocks have larger ones.
+      float scale = (S::GROUPED ? 0.003f * (1 + i / 128) : 0.01f) * (1 + j / 128) * (1 + i % 7);
       memcpy(&key[mla::SCALES + j / 128 * 4], &scale, 4);
       exact[i][j] *= scale;
     }
@@ -217,43 +227,41 @@ void run(const char *name, int keys, int rows, bool part, int large = 0) {
       if constexpr (NARROW) mla::narrow::scores<N, ROPE, RECORDS, BF16>(given...);
       else mla::scores<N, ROPE, RECORDS, BF16>(given...);
     };
-    auto to_weights = [](auto... given) {
-      if constexpr (NARROW) mla::narrow::weigh<N, ROPE, RECORDS, BF16, LISTS>(given...);
-      else mla::weigh<N, ROPE, RECORDS, BF16, LISTS>(given...);
-    };
     load_q(held.get(), of_rows.data(), q.data(), WIDTH, rows, SCALE * OF_CACHE, thread);
     mla::together();
     for (int i = 0; i < blocks; i++) {
       int stage = 2 * i + thread / 128;
       scores(s, held.get(), stage, of_rows.data(), thread);
-      to_weights(
-          s, sums, held.get(), of_rows.data(), limits.data(), &valid[64 * stage], 128 * i, !LISTS && i == blocks - 1,
-          i % 2, (i + 1) % 2, thread);
+      auto behind = [&](auto weigh, auto... place) {
+        weigh(
+            s, sums, held.get(), place..., of_rows.data(), limits.data(), &valid[64 * stage], 128 * i,
+            !LISTS && i == blocks - 1, i % 2, (i + 1) % 2, thread);
+      };
+      if constexpr (NARROW) behind(mla::narrow::weigh<N, ROPE, RECORDS, BF16, LISTS>);
+      else behind(mla::weigh<N, ROPE, RECORDS, BF16, LISTS>, stage);
       everyone.arrive_and_wait();
     }
     if constexpr (NARROW) mla::narrow::total<N>(sums, of_rows.data(), blocks % 2, 1, thread);
-    else mla::total<N>(sums, of_rows.data(), blocks % 2, 1, thread);
+    else mla::total<N, S::GROUPED>(sums, of_rows.data(), blocks % 2, 1, thread);
     everyone.arrive_and_wait();
   };
   auto multiply = [&](int thread) {
     float acc[4 * N] = {};
     for (int i = 0; i < blocks; i++) {
       everyone.arrive_and_wait();
-      mla::rescale<N>(acc, of_rows.data(), (i + 1) % 2, thread);
-      if constexpr (NARROW) {
-        mla::narrow::values<N, ROPE, RECORDS, BF16>(
-            acc, held.get(), 2 * i, 2 * i + 1, (i + 1) % 2, barrier, barrier, thread);
-        mla::narrow::add_block<N>(acc, of_rows.data(), (i + 1) % 2, thread);
-      } else {
-        for (int half = 0; half < 2; half++)
-          mla::values<N, ROPE, RECORDS, BF16>(acc, held.get(), 2 * i + half, (i + 1) % 2, half, thread);
-      }
+      mla::rescale<N, S::GROUPED>(acc, of_rows.data(), (i + 1) % 2, thread);
+      auto values = [&](auto... given) {
+        if constexpr (NARROW) mla::narrow::values<N, ROPE, RECORDS, BF16>(given..., barrier, barrier, thread);
+        else mla::values<N, ROPE, RECORDS, BF16>(given..., barrier, barrier, thread);
+      };
+      values(acc, held.get(), 2 * i, 2 * i + 1, (i + 1) % 2);
+      if constexpr (NARROW) mla::narrow::add_block<N>(acc, of_rows.data(), (i + 1) % 2, thread);
     }
     everyone.arrive_and_wait();
     if (part)
-      mla::store<N, BF16, true>(acc, of_rows.data(), 1, parts.data(), 512, rows, BY, sinks.data(), 0, 0, thread);
+      mla::store<N, S::GROUPED, BF16, true>(acc, of_rows.data(), 1, parts.data(), 512, rows, BY, sinks.data(), 0, 0, thread);
     else
-      mla::store<N, BF16, false>(acc, of_rows.data(), 1, out.data(), 512, rows, BY, sinks.data(), LISTS, 0, thread);
+      mla::store<N, S::GROUPED, BF16, false>(acc, of_rows.data(), 1, out.data(), 512, rows, BY, sinks.data(), LISTS, 0, thread);
   };
   run_threads(512, [&](int thread) { thread < 256 ? weigh(thread) : multiply(thread - 256); });
   double worst = 0, worst_lse = 0;
@@ -305,7 +313,8 @@ int main() {
   run<32, 64, false, false, false>("one scale, float16, a part", 70, 32, true);
   run<16, 64, false, true, false, true>("by 8 bits, 13 rows", 300, 13, false);
   run<16, 0, false, true, false, true>("by 8 bits, no rope, a part", 130, 16, true);
-  run<16, 64, true, true, false>("records, 16 rows", 130, 16, false);
+  run<16, 64, true, true, false>("records, 16 rows", 300, 16, false);
+  run<16, 64, true, true, true>("lists of records, 9 rows, a part", 300, 9, true);
   run<16, 64, false, true, false>("one scale, large products cancel", 130, 13, false, 2);
   run<16, 64, true, true, false>("records, large products cancel", 130, 13, false, 2);
   run<16, 64, false, true, false, true>("by 8 bits, large products cancel", 130, 13, false, 2);

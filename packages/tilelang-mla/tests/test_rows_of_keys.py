@@ -35,14 +35,15 @@ def said_by(name: str, folder: Path) -> str:
 def test_functions_of_keys_as_rows_attend_to_both_formats_as_float64_does(tmp_path) -> None:
     said = said_by("rows_of_keys", tmp_path)
     lines = re.findall(r"(.+): (\S+) (\S+)\n", said)
-    assert len(lines) == 10, said
+    assert len(lines) == 11, said
     for name, error, of_lse in lines:
         if name == "by 8 bits, large products cancel":
             # Why a plan alone asks for it.
             assert float(error) > 10 * 2**-8, said
             continue
         # Rounding of a result in bfloat16 is 2^-8 of it, of weights half of that; a part is a float32.
-        bounds = {"values": 2**-40, "one scale, float16, a part": 2**-10, "by 8 bits, no rope, a part": 2**-9}
+        bounds = {"values": 2**-40, "by 8 bits, no rope, a part": 2**-9}
+        bounds |= dict.fromkeys(("one scale, float16, a part", "lists of records, 9 rows, a part"), 2**-10)
         assert float(error) < bounds.get(name, 1.5 * 2**-8), said
         # Sums of 8-bit products have 13 bits.
         assert float(of_lse) < (1e-2 if "by 8 bits" in name else 1e-3 if "cancel" in name else 1e-5), said

@@ -25,7 +25,7 @@ TEXT_OF_HALVES = Path(__file__).with_name("halves.cuh").read_text()
 # are records: five warpgroups start with 96.
 _AT_FIRST = 96
 _REGISTERS = {
-    (16, False): (104, 112, 48), (16, True): (88, 128, 48), (32, False): (88, 128, 48), (32, True): (96, 120, 48)
+    (16, False): (104, 112, 48), (16, True): (104, 112, 48), (32, False): (88, 128, 48), (32, True): (96, 120, 48)
 }  # fmt: skip
 _REGISTERS_NARROW = (96, 120, 48)
 # The named barrier of those that make weights, as rows_of_keys.cuh has it.
@@ -37,7 +37,7 @@ STAGE, TOGETHER = 64, 8
 # Elements of a line of q.
 _LINE = 128
 # Floats of a row beside its elements, and bytes that align the matrices.
-_OF_ROW, _ALIGNED = 28, 1024
+_OF_ROW, _ALIGNED = 32, 1024
 
 
 class KeyMemory(NamedTuple):
@@ -80,10 +80,15 @@ def bytes_of_key(S: Any) -> int:
     return S.dim_nope + 16 + 2 * S.dim_rope if S.cache == "656" else S.width
 
 
+def groups_of(S: Any) -> int:
+    """Groups of latents whose scales are in weights of their own, as in rows_of_keys.cuh: of records of few rows."""
+    return 4 if S.cache == "656" and S.rows == 16 else 1
+
+
 def bytes_of_matrices(S: Any) -> int:
     """q, weights of two blocks, and the stages."""
     width = S.width if S.cache == "656" else -(-S.width // _LINE) * _LINE
-    return S.rows * 2 * (width + 2 * S.block_n) + S.num_stages * STAGE * bytes_of_key(S) + _ALIGNED
+    return S.rows * 2 * (width + 2 * groups_of(S) * S.block_n) + S.num_stages * STAGE * bytes_of_key(S) + _ALIGNED
 
 
 @macro
@@ -145,6 +150,10 @@ def run_keys(T, S, serial, inputs, outputs, numbers, i_program, num_programs):
         make_weights(T, S, launch, inputs, outputs, memory, barriers, thread)
     with T.ws(2, 3):
         multiply_latents(T, S, launch, inputs, outputs, memory, barriers, thread - 2 * GROUP)
+
+
+def grouped(S: Any) -> str:
+    return str(groups_of(S) > 1).lower()
 
 
 def name_of(S: Any, name: str, *constants: Any) -> str:
@@ -269,15 +278,15 @@ def make_weights(T, S, launch, inputs, outputs, memory, barriers, thread):
             call(T, name_of(S, "scores", is_bf16), at(T, s[0]), matrices, stage, of_rows, thread)
             T.barrier_wait(barriers.weights_empty[block % 2], T.truncdiv(block, 2) % 2 ^ 1)
             call(
-                T, name_of(S, "weigh", is_bf16, S.sparse), at(T, s[0]), at(T, sums[0]), matrices, of_rows,
-                at(T, memory.limits[0]), at(T, memory.valid[stage, 0]), first_key, first_key + S.block_n > unmasked,
-                step % 2, block % 2, thread,
+                T, name_of(S, "weigh", is_bf16, S.sparse), at(T, s[0]), at(T, sums[0]), matrices,
+                *(() if S.narrow else (stage,)), of_rows, at(T, memory.limits[0]), at(T, memory.valid[stage, 0]),
+                first_key, first_key + S.block_n > unmasked, step % 2, block % 2, thread,
             )  # fmt: skip
             call(T, "mla::arrive", barriers.weights_full[block % 2], thread)
             call(T, "mla::arrive", barriers.empty[stage], thread)
         done = done + work.steps
-        kind = "mla::narrow::total" if S.narrow else "mla::total"
-        call(T, f"{kind}<{S.rows}>", at(T, sums[0]), of_rows, work.steps % 2, slot, thread)
+        kind = f"mla::narrow::total<{S.rows}>" if S.narrow else f"mla::total<{S.rows}, {grouped(S)}>"
+        call(T, kind, at(T, sums[0]), of_rows, work.steps % 2, slot, thread)
         T.barrier_arrive(barriers.sums_full[slot])
         # Told again: what an item is takes no registers while its blocks are worked on.
         ended = Work(*read_work(T, memory.told, slot))
@@ -300,13 +309,9 @@ def multiply_latents(T, S, launch, inputs, outputs, memory, barriers, thread):
         work = Work(*read_work(T, memory.told, slot))
         for i in T.unroll(2 * S.rows):
             acc[i] = 0
-        if S.narrow:
-            for step in T.serial(work.steps):
-                multiply_block(T, S, memory, barriers, acc, T.truncdiv(done, 2) + step, thread)
-        else:
-            for i in T.serial(2 * work.steps):
-                multiply_stage(T, S, memory, barriers, acc, done + i, thread)
-        done = done + 2 * work.steps
+        for step in T.serial(work.steps):
+            multiply_block(T, S, memory, barriers, acc, done + step, thread)
+        done = done + work.steps
         T.barrier_wait(barriers.sums_full[slot], turn // 2 % 2)
         ended = Work(*read_work(T, memory.told, slot))
         store_latents(T, S, inputs, outputs, ended, acc, of_rows, slot, thread)
@@ -315,40 +320,23 @@ def multiply_latents(T, S, launch, inputs, outputs, memory, barriers, thread):
 
 
 @macro
-def multiply_stage(T, S, memory, barriers, acc, number, thread):
-    """The latents of a stage, the ``number``-th of the ring; of two the first waits for the weights of both."""
-    matrices, of_rows = at(T, memory.matrices[0]), at(T, memory.of_rows[0])
-    i_stage = T.alloc_var(T.int32, init=number)
-    stage = T.alloc_var(T.int32, init=i_stage % S.num_stages)
-    buffer = T.alloc_var(T.int32, init=T.truncdiv(i_stage, 2) % 2)
-    if i_stage % 2 == 0:
-        T.barrier_wait(barriers.weights_full[buffer], T.truncdiv(i_stage, 4) % 2)
-        call(T, f"mla::rescale<{S.rows}>", at(T, acc[0]), of_rows, buffer, thread)
-    T.barrier_wait(barriers.full[stage], T.truncdiv(i_stage, S.num_stages) % 2)
-    name = name_of(S, "values", S.dtype == T.bfloat16)
-    call(T, name, at(T, acc[0]), matrices, stage, buffer, i_stage % 2, thread)
-    call(T, "mla::arrive", barriers.empty[stage], thread)
-    if i_stage % 2 == 1:
-        call(T, "mla::arrive", barriers.weights_empty[buffer], thread)
-
-
-@macro
 def multiply_block(T, S, memory, barriers, acc, number, thread):
-    """The latents of a block's two stages, which are added up by themselves."""
+    """The latents of a block's two stages, which are added up by themselves if keys are not widened."""
     matrices, of_rows = at(T, memory.matrices[0]), at(T, memory.of_rows[0])
     block = T.alloc_var(T.int32, init=number)
     first = T.alloc_var(T.int32, init=2 * block % S.num_stages)
     second = T.alloc_var(T.int32, init=(2 * block + 1) % S.num_stages)
     buffer = T.alloc_var(T.int32, init=block % 2)
     T.barrier_wait(barriers.weights_full[buffer], T.truncdiv(block, 2) % 2)
-    call(T, f"mla::rescale<{S.rows}>", at(T, acc[0]), of_rows, buffer, thread)
+    call(T, f"mla::rescale<{S.rows}, {grouped(S)}>", at(T, acc[0]), of_rows, buffer, thread)
     T.barrier_wait(barriers.full[first], T.truncdiv(2 * block, S.num_stages) % 2)
     T.barrier_wait(barriers.full[second], T.truncdiv(2 * block + 1, S.num_stages) % 2)
     call(
         T, name_of(S, "values", S.dtype == T.bfloat16), at(T, acc[0]), matrices, first, second, buffer,
         barriers.empty[first], barriers.empty[second], thread,
     )  # fmt: skip
-    call(T, f"mla::narrow::add_block<{S.rows}>", at(T, acc[0]), of_rows, buffer, thread)
+    if S.narrow:
+        call(T, f"mla::narrow::add_block<{S.rows}>", at(T, acc[0]), of_rows, buffer, thread)
     call(T, "mla::arrive", barriers.weights_empty[buffer], thread)
 
 
@@ -358,7 +346,7 @@ def store_latents(T, S, inputs, outputs, work, acc, of_rows, slot, thread):
     by = T.alloc_var(T.float32, init=1)
     if S.one_scale:
         by = inputs.scales[0, 0, 0]
-    kind = f"mla::store<{S.rows}, {str(S.dtype == T.bfloat16).lower()}"
+    kind = f"mla::store<{S.rows}, {grouped(S)}, {str(S.dtype == T.bfloat16).lower()}"
     own_rows = T.alloc_var(T.int32, init=T.min(inputs.q.shape[1] - work.first_row, S.rows))
     sinks = (at(T, inputs.sink[0]), inputs.sinks, work.first_row) if S.sparse else (of_rows, 0, 0)
     if work.num_parts == 1:

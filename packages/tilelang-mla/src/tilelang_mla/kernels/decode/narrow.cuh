@@ -178,7 +178,7 @@ template <int N> MLA_DEVICE void total(const float *sums, void *rows_at, int par
   float of_warp[N / 4];
   for (int i = 0; i < N / 4; i++) of_warp[i] = sums[i];
   over_keys<N>(of_warp, [](float x, float y) { return x + y; }, lane_of(thread));
-  mla::total<N>(of_warp, rows_at, parity, slot, thread);
+  mla::total<N, false>(of_warp, rows_at, parity, slot, thread);
 }
 
 // Four bytes of four keys to those of four latents.

@@ -29,8 +29,13 @@ template <int N, int ROPE, bool RECORDS> struct Shape {
   static constexpr int CHUNK = N * 128;
   // Operands in registers: the next is made while products read the last, where there is room.
   static constexpr int OPERANDS = RECORDS && N > 16 ? 1 : 2;
+  // Records of few rows: latents are widened without their scales, which are in weights, those of each group's own.
+  static constexpr bool GROUPED = RECORDS && N <= 16;
+  static constexpr int GROUPS = GROUPED ? 4 : 1;
+  // Whether keys are on their way while those before them are widened, as latents and to be scored.
+  static constexpr bool AHEAD = N <= 16, SCORED_AHEAD = AHEAD && !RECORDS;
   // Behind q, of 8 bits in chunks two by two; weights of two blocks.
-  static constexpr int WEIGHTS = (RECORDS ? CHUNKS : (CHUNKS + 1) / 2 * 2) * CHUNK, RAW = WEIGHTS + 4 * CHUNK, STAGE = KEYS * ROW;
+  static constexpr int WEIGHTS = (RECORDS ? CHUNKS : (CHUNKS + 1) / 2 * 2) * CHUNK, RAW = WEIGHTS + 4 * GROUPS * CHUNK, STAGE = KEYS * ROW;
   // Keys of a thread's four in an MMA of 16: neighbours, or apart where rows are that lie in the same banks.
   static constexpr bool APART = ROW % 128 == 64;
 };
@@ -111,11 +116,13 @@ MLA_DEVICE Lane lane_of(int thread) {
 // What is known of rows of q, [N] each: maxima of 8 warps, or their sums, of two blocks; two running maxima; what a score,
 // and a score of widened keys, is multiplied by; what rescales accumulators before each of two blocks; of two work items,
 // when they end, the logarithm that sums are relative to, and the sums; and what products of a block are multiplied by.
+// Of the four groups of latents that have a scale: the largest of 8 warps' keys, of two blocks; two running powers of two
+// that are above all of them; what rescales accumulators before each of two blocks; and the powers at the end of two items.
 template <int N> struct Rows {
-  float *seen, *highest, *factor, *unlift, *rescale, *log_of, *sum, *of_block;
+  float *seen, *highest, *factor, *unlift, *rescale, *log_of, *sum, *of_block, *scales_seen, *power, *by_power, *last_power;
   static MLA_INLINE Rows of(void *at) {
-    float *p = static_cast<float *>(at);
-    return {p, p + 16 * N, p + 18 * N, p + 19 * N, p + 20 * N, p + 22 * N, p + 24 * N, p + 26 * N};
+    float *p = static_cast<float *>(at), *q = p + 26 * N;
+    return {p, p + 16 * N, p + 18 * N, p + 19 * N, p + 20 * N, p + 22 * N, p + 24 * N, q, q, q + 64, q + 72, q + 80};
   }
 };
 
@@ -125,8 +132,11 @@ MLA_DEVICE uint8_t *aligned(void *memory) {
   return static_cast<uint8_t *>(memory) + (-reinterpret_cast<uintptr_t>(memory) & 1023);
 }
 
-// Of a warp's 16 keys the first of a thread's two: records of neighbours lie in the same banks, those four apart do not.
-template <bool RECORDS> MLA_DEVICE int own_key(Lane l) { return RECORDS ? l.g / 2 + l.g % 2 * 4 : l.g; }
+// Of a warp's 16 keys the first of a thread's two: records of neighbours lie in the same banks, those four apart do not,
+// as where scores are made. Where values are, those two apart do not.
+template <int N, bool RECORDS> MLA_DEVICE int own_key(int g) {
+  return !RECORDS ? g : N <= 16 ? g % 2 * 4 + (g & 2) + g / 4 : g / 2 + g % 2 * 4;
+}
 
 template <int N, int ROPE, bool RECORDS> MLA_DEVICE uint8_t *stage_of(void *memory, int stage) {
   using S = Shape<N, ROPE, RECORDS>;
@@ -183,6 +193,7 @@ MLA_DEVICE void load_q(
   }
   if (thread % TEAM == 0) {
     float unlift = __uint_as_float((254 - lift) << 23);
+    if (S::GROUPED && n < 4) of_rows.power[n] = 0.f;
     of_rows.highest[n] = FLOOR;
     of_rows.factor[n] = RECORDS ? scale : scale * unlift;
     of_rows.unlift[n] = unlift;
@@ -204,24 +215,35 @@ MLA_DEVICE void scores(float *s, void *memory_at, int stage, void *rows_at, int 
   const uint8_t *memory = aligned(memory_at), *raw = stage_of<N, ROPE, RECORDS>(memory_at, stage);
   constexpr int OWN = N / 2;
   Lane l = lane_of(thread);
-  const uint8_t *low = raw + (16 * l.warp + own_key<RECORDS>(l)) * S::ROW, *high = low + 8 * S::ROW;
+  const uint8_t *low = raw + (16 * l.warp + own_key<N, RECORDS>(l.g)) * S::ROW, *high = low + 8 * S::ROW;
   uint64_t q = operand(memory);
   uint32_t a[S::OPERANDS][16];
-  float part[RECORDS ? OWN : 1], *to = RECORDS ? part : s;
+  // Of two chunks that have a scale, one after the other.
+  float parts[S::OPERANDS][RECORDS ? OWN : 1];
   Rows<N> of_rows = Rows<N>::of(rows_at);
+  auto add = [&](int scale) {
+    float of_low = reinterpret_cast<const float *>(low + SCALES)[scale];
+    float of_high = reinterpret_cast<const float *>(high + SCALES)[scale], *part = parts[scale % S::OPERANDS];
+    keep<OWN>(part);
+#pragma unroll
+    for (int i = 0; i < OWN; i++) s[i] = (scale ? s[i] : 0.f) + part[i] * (i % 4 < 2 ? of_low : of_high);
+  };
+  uint4 x, y;
+  auto load = [&](int c) {
+    x = *reinterpret_cast<const uint4 *>(low + 64 * c + 16 * l.t);
+    y = *reinterpret_cast<const uint4 *>(high + 64 * c + 16 * l.t);
+  };
+  if (S::SCORED_AHEAD) load(0);
 #pragma unroll
   for (int c = 0; c < S::WIDENED; c++) {
-    uint4 x = *reinterpret_cast<const uint4 *>(low + 64 * c + 16 * l.t);
-    uint4 y = *reinterpret_cast<const uint4 *>(high + 64 * c + 16 * l.t);
+    if (!S::SCORED_AHEAD) load(c);
     const uint32_t of_low[4] = {x.x, x.y, x.z, x.w}, of_high[4] = {y.x, y.y, y.z, y.w};
-    float scale_low = 1.f, scale_high = 1.f;
-    if (RECORDS) {
-      scale_low = reinterpret_cast<const float *>(low + SCALES)[c / 2];
-      scale_high = reinterpret_cast<const float *>(high + SCALES)[c / 2];
-    }
+    if (S::SCORED_AHEAD && c + 1 < S::WIDENED) load(c + 1);
     uint32_t *own = a[c % S::OPERANDS];
-    // The products that read these registers are done.
+    float *to = RECORDS ? parts[c / 2 % S::OPERANDS] : s;
+    // The products that read these registers are done, and those of two chunks that have a scale if another is behind.
     if (c >= S::OPERANDS) await_products<S::OPERANDS - 1>();
+    if (RECORDS && S::OPERANDS == 2 && c > 2 && c % 2) add(c / 2 - 1);
 #pragma unroll
     for (int k = 0; k < 4; k++) {
       widen(of_low[k], own[4 * k], own[4 * k + 2]);
@@ -233,18 +255,16 @@ MLA_DEVICE void scores(float *s, void *memory_at, int stage, void *rows_at, int 
       multiply<N, false>(
           own + 4 * k, advanced(q, c * S::CHUNK + 32 * k), to, k > 0 || (RECORDS ? c % 2 : c) > 0);
     commit_products();
-    // Two chunks have a scale.
-    if (RECORDS && c % 2) {
+    if (RECORDS && c % 2 && (S::OPERANDS == 1 || c + 1 == S::WIDENED)) {
       await_products<0>();
-      keep<OWN>(part);
-#pragma unroll
-      for (int i = 0; i < OWN; i++) s[i] = (c > 1 ? s[i] : 0.f) + part[i] * (i % 4 < 2 ? scale_low : scale_high);
+      add(c / 2);
     }
   }
   if (RECORDS) {
 #pragma unroll
     for (int i = 0; i < OWN; i++) s[i] *= of_rows.unlift[8 * (i / 4) + 2 * l.t + i % 2];
     uint32_t *own = a[0];
+    float *part = parts[0];
     // Eight elements of a thread are two pairs of an MMA, and two of the next.
 #pragma unroll
     for (int k = 0; k < 4; k += 2) {
@@ -291,19 +311,42 @@ template <int N, class Combine> MLA_DEVICE void over_keys(float *x, Combine comb
   }
 }
 
+// Of a warp's 16 keys the largest scale of a group of latents, of which a thread has that of two keys.
+MLA_DEVICE float largest_scale(const void *low, const void *high) {
+  float most = fmaxf(fabsf(*static_cast<const float *>(low)), fabsf(*static_cast<const float *>(high)));
+#pragma unroll
+  for (int step = 4; step < 32; step *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
+  return most;
+}
+
+// What scales of a thread's group are multiplied by, so that they are below 1: one over a power of two, which only rises
+// from block to block. Accumulators follow.
+template <int N> MLA_DEVICE float below(const float *seen, Rows<N> of_rows, int parity, int buffer, Lane l) {
+  float most = seen[l.thread & 31], before = of_rows.power[4 * parity + l.t];
+#pragma unroll
+  for (int step = 4; step < 32; step *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
+  uint32_t exponent = min(max((__float_as_uint(most) >> 23) + 1, 1u), 253u);
+  float power = fmaxf(before, __uint_as_float(exponent << 23)), down = __uint_as_float((254u << 23) - __float_as_uint(power));
+  if (l.g == 0 && l.group == 0 && l.warp == 0) {
+    of_rows.power[4 * (parity ^ 1) + l.t] = power;
+    of_rows.by_power[4 * buffer + l.t] = before * down;
+  }
+  return down;
+}
+
 // Scores to weights, in shared memory [row, key] of one of two blocks, and what rescales accumulators before it.
 // limits: of each row the first key that it does not see. first_key: of the block, behind whose last key all limits may
 // lie: ends is false. valid: of lists, whether each of the warpgroup's keys is one. parity: of the blocks of a work item,
 // buffer: of all.
 template <int N, int ROPE, bool RECORDS, bool BF16, bool LISTS>
 MLA_DEVICE void weigh(
-    float *s, float *sums, void *memory_at, void *rows_at, const int *limits, const uint8_t *valid, int first_key,
-    bool ends, int parity, int buffer, int thread) {
+    float *s, float *sums, void *memory_at, int stage, void *rows_at, const int *limits, const uint8_t *valid,
+    int first_key, bool ends, int parity, int buffer, int thread) {
   using S = Shape<N, ROPE, RECORDS>;
   uint8_t *memory = aligned(memory_at);
   Lane l = lane_of(thread);
   Rows<N> of_rows = Rows<N>::of(rows_at);
-  int low = 16 * l.warp + own_key<RECORDS>(l), key = first_key + 64 * l.group + low;
+  int low = 16 * l.warp + own_key<N, RECORDS>(l.g), key = first_key + 64 * l.group + low;
   bool low_valid = !LISTS || valid[low], high_valid = !LISTS || valid[low + 8];
   float most[N / 4];
 #pragma unroll
@@ -320,12 +363,28 @@ MLA_DEVICE void weigh(
   // Who is late still reads those of the block before.
   float *by_warp = of_rows.seen + parity * 8 * N;
   by_warp[8 * own + 4 * l.group + l.warp] = most[0], by_warp[8 * own + 8 + 4 * l.group + l.warp] = most[1];
+  const uint8_t *own_scales = stage_of<N, ROPE, RECORDS>(memory_at, stage) + low * S::ROW + SCALES;
+  float *scales_seen = of_rows.scales_seen + 32 * parity;
+  if (S::GROUPED) {
+    float largest = largest_scale(own_scales + 4 * l.t, own_scales + 8 * S::ROW + 4 * l.t);
+    if (l.g == 0) scales_seen[4 * (4 * l.group + l.warp) + l.t] = largest;
+  }
   together();
+  float by_low[S::GROUPS], by_high[S::GROUPS];
+  if (S::GROUPED) {
+    float down = below(scales_seen, of_rows, parity, buffer, l);
+#pragma unroll
+    for (int i = 0; i < S::GROUPS; i++) {
+      float by = __shfl_sync(~0u, down, (l.thread & 28) + i);
+      by_low[i] = reinterpret_cast<const float *>(own_scales)[i] * by;
+      by_high[i] = reinterpret_cast<const float *>(own_scales + 8 * S::ROW)[i] * by;
+    }
+  }
   const float *before = of_rows.highest + parity * N;
   float *after = of_rows.highest + (parity ^ 1) * N, *rescales = of_rows.rescale + buffer * N;
   // Where a key of the warp's 16 is among the columns of P: as values() has it.
-  int column = 16 * l.warp + (S::APART ? 2 * (l.g & 3) + (l.g >> 2) : own_key<RECORDS>(l));
-  uint8_t *weights = memory + S::WEIGHTS + (2 * buffer + l.group) * S::CHUNK;
+  int column = 16 * l.warp + (S::GROUPED ? 2 * l.g : S::APART ? 2 * (l.g & 3) + (l.g >> 2) : own_key<N, RECORDS>(l.g));
+  uint8_t *weights = memory + S::WEIGHTS + (2 * buffer + l.group) * S::GROUPS * S::CHUNK;
   float added[N / 4], sums_by[2];
 #pragma unroll
   for (int j = 0; j < N / 8; j++) {
@@ -341,6 +400,12 @@ MLA_DEVICE void weigh(
       float x = power(s[4 * j + e] - highest + LIFT), y = power(s[4 * j + 2 + e] - highest + LIFT);
       added[2 * j + e] = x + y;
       if (8 * j == own - 2 * l.t) sums_by[e] = rescale;
+      if (S::GROUPED) {
+#pragma unroll
+        for (int i = 0; i < S::GROUPS; i++)
+          *reinterpret_cast<uint32_t *>(weights + i * S::CHUNK + place(row, column)) = pack(x * by_low[i], y * by_high[i], false);
+        continue;
+      }
       uint32_t both = pack(x, y, RECORDS && BF16);
       *reinterpret_cast<uint16_t *>(weights + place(row, column)) = static_cast<uint16_t>(both);
       *reinterpret_cast<uint16_t *>(weights + place(row, column + 8)) = static_cast<uint16_t>(both >> 16);
@@ -351,19 +416,26 @@ MLA_DEVICE void weigh(
   visible_to_mma();
 }
 
-// Accumulators follow the running maximum.
-template <int N> MLA_DEVICE void rescale(float *acc, void *rows_at, int buffer, int thread) {
+// Accumulators follow the running maximum, and the powers of two of their groups.
+template <int N, bool GROUPED> MLA_DEVICE void rescale(float *acc, void *rows_at, int buffer, int thread) {
   Lane l = lane_of(thread);
   const float *by = Rows<N>::of(rows_at).rescale + buffer * N + 2 * l.t;
+  const float *by_power = Rows<N>::of(rows_at).by_power + 4 * buffer + 2 * l.group;
+  float first = GROUPED ? by_power[0] : 1.f, second = GROUPED ? by_power[1] : 1.f;
 #pragma unroll
   for (int j = 0; j < N / 8; j++) {
     float even = by[8 * j], odd = by[8 * j + 1];
-    if (!__any_sync(~0u, even != 1.f || odd != 1.f)) continue;
+    if (!__any_sync(~0u, even != 1.f || odd != 1.f || first != 1.f || second != 1.f)) continue;
 #pragma unroll
     for (int m = 0; m < TILES; m++)
 #pragma unroll
-      for (int i = 0; i < 4; i++) acc[m * N / 2 + 4 * j + i] *= i % 2 ? odd : even;
+      for (int i = 0; i < 4; i++) acc[m * N / 2 + 4 * j + i] *= (i % 2 ? odd : even) * (m < 2 ? first : second);
   }
+}
+
+// Where a thread's eight latents begin: side by side, or four of them in each of the warpgroup's two groups.
+template <bool GROUPED> MLA_DEVICE int first_latent(Lane l) {
+  return 256 * l.group + (GROUPED ? 32 * l.warp + 4 * l.g : 64 * l.warp + 8 * l.g);
 }
 
 // Of two keys side by side two elements, from an even one on: of each a pair. On an H200 the unit that converts e4m3 takes
@@ -373,40 +445,68 @@ MLA_DEVICE void widen_pairs(uint2 first, uint2 second, int element, uint32_t &pa
   widen(permuted(own, other, element % 4 ? 0x7362 : 0x5140), pair, next);
 }
 
-// acc [latent, row] of a warpgroup's 256 latents over 64 keys, the first or second half of one of two blocks of weights.
-template <int N, int ROPE, bool RECORDS, bool BF16>
-MLA_DEVICE void values(float *acc, void *memory_at, int stage, int buffer, int half, int thread) {
+// A thread's four keys of an MMA's 16, eight latents of each, and of records their scales if weights do not have them:
+// there a warpgroup's products are of one group of latents each, of two one after the other.
+template <int N, int ROPE, bool RECORDS> struct Fours {
   using S = Shape<N, ROPE, RECORDS>;
-  const uint8_t *memory = aligned(memory_at), *raw = stage_of<N, ROPE, RECORDS>(memory_at, stage);
-  Lane l = lane_of(thread);
-  int begin = 256 * l.group + 64 * l.warp;
-  uint64_t weights = uniform(operand(memory + S::WEIGHTS + (2 * buffer + half) * S::CHUNK));
-  uint32_t a[S::OPERANDS][16];
-#pragma unroll
-  for (int k = 0; k < 4; k++) {
-    uint2 x[4];
-    float scale[4];
+  static constexpr bool SCALED = RECORDS && !S::GROUPED;
+  uint2 latents[4];
+  float scales[SCALED ? 4 : 1];
+  MLA_INLINE void load(const uint8_t *stage, int k, Lane l) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const uint8_t *key = raw + (16 * k + (S::APART ? 4 * i + l.t : 2 * l.t + i % 2 + 8 * (i / 2))) * S::ROW;
-      x[i] = *reinterpret_cast<const uint2 *>(key + begin + 8 * l.g);
-      scale[i] = RECORDS ? reinterpret_cast<const float *>(key + SCALES)[begin / 128] : 1.f;
+      int own = S::GROUPED ? own_key<N, RECORDS>(l.t) + i / 2 + i % 2 * 8 : S::APART ? 4 * i + l.t : 2 * l.t + i % 2 + 8 * (i / 2);
+      const uint8_t *key = stage + (16 * k + own) * S::ROW;
+      int begin = first_latent<S::GROUPED>(l);
+      if (S::GROUPED) {
+        latents[i].x = *reinterpret_cast<const uint32_t *>(key + begin);
+        latents[i].y = *reinterpret_cast<const uint32_t *>(key + begin + 128);
+      } else
+        latents[i] = *reinterpret_cast<const uint2 *>(key + begin);
+      if (SCALED) scales[i] = reinterpret_cast<const float *>(key + SCALES)[begin / 128];
     }
+  }
+};
+
+// acc [latent, row] of a warpgroup's 256 latents over a block, whose keys are in two stages and whose weights are one of
+// two. A stage is free as soon as its keys are in registers.
+template <int N, int ROPE, bool RECORDS, bool BF16, class Barrier>
+MLA_DEVICE void values(
+    float *acc, void *memory_at, int first, int second, int buffer, Barrier &first_empty, Barrier &second_empty,
+    int thread) {
+  using S = Shape<N, ROPE, RECORDS>;
+  Lane l = lane_of(thread);
+  const uint8_t *stages[2] = {stage_of<N, ROPE, RECORDS>(memory_at, first), stage_of<N, ROPE, RECORDS>(memory_at, second)};
+  uint64_t weights = uniform(operand(aligned(memory_at) + S::WEIGHTS + 2 * buffer * S::GROUPS * S::CHUNK));
+  if (S::GROUPED) weights = advanced(weights, 2 * l.group * S::CHUNK);
+  uint32_t a[S::OPERANDS][16];
+  Fours<N, ROPE, RECORDS> keys[2];
+  auto load = [&](int k) { keys[k % 2].load(stages[k / 4], k % 4, l); };
+  if (S::AHEAD) load(0);
+#pragma unroll
+  for (int k = 0; k < 8; k++) {
+    if (!S::AHEAD) load(k);
+    if (S::AHEAD && k < 7) load(k + 1);
+    const Fours<N, ROPE, RECORDS> &here = keys[k % 2];
     uint32_t *own = a[k % S::OPERANDS];
+    // The products that read these registers are done.
     if (k >= S::OPERANDS) await_products<S::OPERANDS - 1>();
 #pragma unroll
     for (int m = 0; m < TILES; m++)
 #pragma unroll
-      for (int first = 0; first < 4; first += 2) {
-        uint32_t *pairs = own + 4 * m + first;
-        widen_pairs(x[first], x[first + 1], 2 * m, pairs[0], pairs[1]);
-        if (RECORDS)
-          for (int i = 0; i < 2; i++) pairs[i] = scaled<BF16>(pairs[i], scale[first], scale[first + 1]);
+      for (int i = 0; i < 4; i += 2) {
+        uint32_t *pairs = own + 4 * m + i;
+        widen_pairs(here.latents[i], here.latents[i + 1], 2 * m, pairs[0], pairs[1]);
+        if (here.SCALED)
+          for (int j = 0; j < 2; j++) pairs[j] = scaled<BF16>(pairs[j], here.scales[i], here.scales[i + 1]);
       }
+    if (k % 4 == 3) arrive(k < 4 ? first_empty : second_empty, thread);
     begin_products();
 #pragma unroll
     for (int m = 0; m < TILES; m++)
-      multiply<N, RECORDS && BF16>(own + 4 * m, advanced(weights, 32 * k), acc + m * N / 2, true);
+      multiply<N, here.SCALED && BF16>(
+          own + 4 * m, advanced(weights, (k / 4 * S::GROUPS + (S::GROUPED ? m / 2 : 0)) * S::CHUNK + 32 * (k % 4)),
+          acc + m * N / 2, true);
     commit_products();
   }
   await_products<0>();
@@ -414,7 +514,7 @@ MLA_DEVICE void values(float *acc, void *memory_at, int stage, int buffer, int h
 }
 
 // Sums of all keys, and the logarithm that they are relative to. parity: of the block behind the last, slot: of the item.
-template <int N> MLA_DEVICE void total(const float *sums, void *rows_at, int parity, int slot, int thread) {
+template <int N, bool GROUPED> MLA_DEVICE void total(const float *sums, void *rows_at, int parity, int slot, int thread) {
   Lane l = lane_of(thread);
   Rows<N> of_rows = Rows<N>::of(rows_at);
   int own = own_row<N>(l);
@@ -426,17 +526,21 @@ template <int N> MLA_DEVICE void total(const float *sums, void *rows_at, int par
     for (int warp = 0; warp < 8; warp++) sum += by_warp[8 * thread + warp];
     of_rows.log_of[slot * N + thread] = of_rows.highest[parity * N + thread] - LIFT;
     of_rows.sum[slot * N + thread] = sum;
+    if (GROUPED && thread < 4) of_rows.last_power[4 * slot + thread] = of_rows.power[4 * parity + thread];
   }
 }
 
 // Rows of a work item, each by its sum: of q's dtype, or partial results. Sinks count where they are given.
-template <int N, bool BF16, bool PART>
+template <int N, bool GROUPED, bool BF16, bool PART>
 MLA_DEVICE void store(
     const float *acc, void *rows_at, int slot, void *out, int64_t stride, int rows, float scale, const void *sinks,
     int given, int first_row, int thread) {
   Lane l = lane_of(thread);
   const float *log_of = Rows<N>::of(rows_at).log_of + slot * N, *sums = Rows<N>::of(rows_at).sum + slot * N;
-  int begin = 256 * l.group + 64 * l.warp + 8 * l.g;
+  const float *powers = Rows<N>::of(rows_at).last_power + 4 * slot + 2 * l.group;
+  float first = GROUPED ? powers[0] : 1.f, second = GROUPED ? powers[1] : 1.f;
+  int begin = first_latent<GROUPED>(l);
+  constexpr int APART = GROUPED ? 128 : 4;
 #pragma unroll
   for (int i = 0; i < N / 4; i++) {
     int row = 8 * (i / 2) + 2 * l.t + i % 2;
@@ -446,13 +550,19 @@ MLA_DEVICE void store(
       sum += power(static_cast<const float *>(sinks)[first_row + row] * 1.4426950408889634f - log_of[row]);
     float by = sum == 0.f ? 0.f : scale / sum, x[2 * TILES];
 #pragma unroll
-    for (int m = 0; m < 2 * TILES; m++) x[m] = acc[m / 2 * N / 2 + 4 * (i / 2) + i % 2 + m % 2 * 2] * by;
+    for (int m = 0; m < 2 * TILES; m++) x[m] = acc[m / 2 * N / 2 + 4 * (i / 2) + i % 2 + m % 2 * 2] * by * (m < 4 ? first : second);
     if (PART) {
-      float4 *to = reinterpret_cast<float4 *>(static_cast<float *>(out) + row * stride + begin);
-      to[0] = make_float4(x[0], x[1], x[2], x[3]), to[1] = make_float4(x[4], x[5], x[6], x[7]);
+      float *to = static_cast<float *>(out) + row * stride + begin;
+      *reinterpret_cast<float4 *>(to) = make_float4(x[0], x[1], x[2], x[3]);
+      *reinterpret_cast<float4 *>(to + APART) = make_float4(x[4], x[5], x[6], x[7]);
     } else {
-      uint4 *to = reinterpret_cast<uint4 *>(static_cast<uint16_t *>(out) + row * stride + begin);
-      *to = make_uint4(pack(x[0], x[1], BF16), pack(x[2], x[3], BF16), pack(x[4], x[5], BF16), pack(x[6], x[7], BF16));
+      uint16_t *to = static_cast<uint16_t *>(out) + row * stride + begin;
+      uint2 low = make_uint2(pack(x[0], x[1], BF16), pack(x[2], x[3], BF16));
+      uint2 high = make_uint2(pack(x[4], x[5], BF16), pack(x[6], x[7], BF16));
+      if (GROUPED)
+        *reinterpret_cast<uint2 *>(to) = low, *reinterpret_cast<uint2 *>(to + APART) = high;
+      else
+        *reinterpret_cast<uint4 *>(to) = make_uint4(low.x, low.y, high.x, high.y);
     }
   }
 }

@@ -8,6 +8,7 @@ DeepSeek V2 and V3 need; after that no call compiles, whatever the batch, length
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -66,8 +67,8 @@ def wanted(
                 problem = DecodeProblem(1, dim_nope, dim_rope, 1, 1, 1, 1)
                 yield "decode_sparse", sparse_constants(problem, tiles, dtype)
                 # Of prompts, whose heads may have no rope.
-                for rope in sorted({dim_rope, 0}, reverse=True):
-                    listed = DecodeProblem(1, dim_nope, rope, 1, 1, 1, 1)
+                for rope, rows in itertools.product(sorted({dim_rope, 0}, reverse=True), (64, 128)):
+                    listed = DecodeProblem(rows, dim_nope, rope, 1, 1, 1, 1)
                     own = sparse_prefill_tiles(listed, _LIMITS)
                     yield "prefill_sparse", prefill_sparse_constants(listed, own, dtype)
                 if (dtype, dim_nope, dim_rope) == (torch.bfloat16, 512, 64):

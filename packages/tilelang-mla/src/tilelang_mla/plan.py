@@ -142,7 +142,7 @@ class DecodeTiles(Plan):
     ``narrow``: keys of 8 bits are not widened, but q in bfloat16 and weights are two numbers of 8 bits each. By choice
     alone: tensor cores keep 13 bits of such sums, so that large products which cancel take small ones with them.
     ``early``: scores of a block are asked for before the values of the one before it are there; only where dense keys
-    of 16 bits are loaded by TMA.
+    of 16 bits are loaded by TMA, and in sparse prefill.
     """
 
     block_m: int
@@ -264,9 +264,13 @@ def decode_tiles(
 
 
 def sparse_prefill_tiles(problem: DecodeProblem, limits: DeviceLimits) -> DecodeTiles:
-    """Those of sparse prefill, where each list is a sequence of one part."""
+    """Those of sparse prefill, where each list is a sequence of one part.
+
+    Of one tile of heads keys are waited for: a stage is to be free early. 4096 tokens of 16, 32 and 64 heads take 2106,
+    2278 and 2479 us for 2205, 2321 and 2482 (H100).
+    """
     block_n, num_stages = _keys_in_flight(problem.dim_nope, problem.dim_rope, limits, problem.bits)
-    return DecodeTiles(_ROWS, block_n, num_stages, by_rows=True)
+    return DecodeTiles(_ROWS, block_n, num_stages, by_rows=True, early=problem.num_heads > _ROWS)
 
 
 def tiles_8bit(problem: DecodeProblem, tiles: DecodeTiles, limits: DeviceLimits) -> DecodeTiles:

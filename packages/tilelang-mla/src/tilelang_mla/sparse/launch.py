@@ -20,7 +20,7 @@ def prefill_sparse_constants(problem: DecodeProblem, tiles: DecodeTiles, dtype: 
     """What the kernel of sparse prefill is compiled for."""
     return {
         "dim_nope": problem.dim_nope, "dim_rope": problem.dim_rope, "dtype": dtype, "block_n": tiles.block_n,
-        "num_stages": tiles.num_stages, "by_rows": tiles.loads_by_rows(problem),
+        "num_stages": tiles.num_stages, "by_rows": tiles.loads_by_rows(problem), "early": tiles.early,
     }  # fmt: skip
 
 

@@ -13,12 +13,12 @@ from tilelang_mla.kernels.decode.keys import prelude_of, threads_of
 
 def attend_sparse_prefill(
     T: Any, *, dim_nope: int, dim_rope: int, dtype: Any, block_n: int, num_stages: int, serial: bool = False,
-    by_rows: bool = False,
+    by_rows: bool = False, early: bool = False,
 ) -> Any:  # fmt: skip
     """The kernel. counted: whether ``lengths`` are those of the lists, else it stands in; and sinks of ``sink``."""
     S = Sizes(
         dim_nope, dim_rope, dtype, block_n, num_stages, True, sparse=True, by_rows=by_rows and not serial, whole=True,
-        early=True,
+        early=early,
     )  # fmt: skip
     tokens, heads, keys, topk = (T.dynamic(name) for name in ("tokens", "heads", "keys", "topk"))
     num_lengths, num_sinks = T.dynamic("num_lengths"), T.dynamic("num_sinks")

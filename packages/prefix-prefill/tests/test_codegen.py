@@ -38,6 +38,8 @@ FOR_SM_90 = "for sm_90, "
 WITHOUT_TMA = "without TMA on sm_90, "
 # By the same kernel, rows gathered one by one.
 GATHERED = "gathered"
+# Whose keys are multiplied as the cache has them.
+IN_8_BITS = "8-bit queries"
 LIMITS = {
     "sm_80": DeviceLimits(108, 166912),
     "sm_90": DeviceLimits(132, 232448, hopper=True),
@@ -77,7 +79,7 @@ def prefill(
     new_kv: bool = False, rows: int = 2048, longest: int | None = None, splits: int | None = 1, softcap: float = 0.0,
     alibi: bool = False, scales: str | None = None, lse: bool = False, out_dtype: torch.dtype | None = None,
     skip_decode: bool = False, sequences: int = 8, columns: int = 4096, draft: bool = False, values: int | None = None,
-    bound: int = MOST_TOKENS,
+    bound: int = MOST_TOKENS, quantize_q: bool = False,
 ) -> Iterator[KernelSpec]:  # fmt: skip
     """The launches of a call for this model, its window and sinks included, with the device's plan.
 
@@ -104,8 +106,9 @@ def prefill(
     longest = rows if longest is None else longest
     left, right = model.window or (-1, 0)
     numbers = PrefillNumbers(
-        longest, page_layout, size**-0.5, left, right, softcap, skip_decode, 1.0, 1.0, 1.0, 0, bound
-    )
+        longest, page_layout, size**-0.5, left, right, softcap, skip_decode, 1.0, 1.0, 1.0, 0, bound,
+        quantize_q=quantize_q,
+    )  # fmt: skip
     problem = check_prefill(tensors, numbers)
     plan = plan_prefill(problem, limits)
     if splits is not None:
@@ -164,8 +167,9 @@ def specs(target: str) -> Iterator[KernelSpec]:
         yield from portable("float32, capped", LLAMA, dtype=FP32, softcap=30.0, new_kv=True)
         yield from portable("float32, heads of 256", WIDE, dtype=FP32)
     yield from portable(
-        "8-bit cache, decoding", LLAMA, cache_dtype=E4M3, scales="heads", rows=64, longest=1, skip_decode=True
-    )
+        "8-bit queries, decoding", LLAMA, cache_dtype=E4M3, scales="heads", rows=64, longest=1, skip_decode=True,
+        quantize_q=True,
+    )  # fmt: skip
     # gfx942 and sm_80 have no instructions for such outputs.
     out_dtype = E4M3 if target in ("sm_90", "sm_100") else None
     yield from portable("8 bits, scales of tokens", GPT_OSS, cache_dtype=E5M2, scales="tokens", out_dtype=out_dtype)
@@ -196,8 +200,9 @@ def specs(target: str) -> Iterator[KernelSpec]:
     yield from cascade(LLAMA, limits)
     yield from hopper("256 with slopes", WIDE, page_layout="HND", page=64, alibi=True)
     yield from hopper("8-bit cache", LLAMA, cache_dtype=E4M3, scales="heads", splits=2)
-    yield from hopper("8-bit cache with a window and sinks", GPT_OSS, cache_dtype=E5M2, page=64, lse=True)
-    yield from hopper("80, 8-bit cache, decoding", replace(LLAMA, head_dim=80), cache_dtype=E4M3, rows=64, longest=1)
+    of_8_bits: dict[str, Any] = {"cache_dtype": E4M3, "quantize_q": True}
+    yield from hopper(f"{IN_8_BITS}, a window, sinks", GPT_OSS, page=64, lse=True, **of_8_bits)
+    yield from hopper(f"{IN_8_BITS}, 80, decoding", replace(LLAMA, head_dim=80), rows=64, longest=1, **of_8_bits)
     yield from hopper("128, 8-bit cache, decoding", LLAMA, cache_dtype=E4M3, rows=64, longest=1, splits=None)
     # They hold all that calls without new keys do, and those with scales of heads.
     yield from hopper("8-bit cache, scales of tokens, new keys", LLAMA, cache_dtype=E5M2, scales="tokens", new_kv=True)
@@ -266,6 +271,7 @@ def test_the_kernel_for_sm_90_loads_by_tma_and_multiplies_by_wgmma(reports) -> N
         # 16 bytes a lane, which the stage's barrier counts.
         assert report.uses("LDGSTS.E.BYPASS.128") == report.uses("ARRIVES.LDGSTSBAR") == (GATHERED in report.spec)
         assert report.uses_tensor_cores, report.spec
+        assert report.uses("QGMMA") == (IN_8_BITS in report.spec)
         assert report.shared <= LIMITS["sm_90"].shared_memory, report.spec
 
 

@@ -384,6 +384,12 @@ TABLE = [
         for name in ("causal", "skip_decode")
         for value in (None, 1, "yes")
     ],
+    ("prefill", "quantize_q 1", T, "quantize_q", replaced("quantize_q", 1)),
+    ("prefill", "quantize_q with new keys", V, "quantize_q", replaced("quantize_q", True)),
+    ("prefill", "quantize_q over e5m2", V, "quantize_q", together(
+        replaced("quantize_q", True), replaced("k", None), replaced("v", None),
+        *(replaced(name, lambda cache: cache.view(torch.float8_e5m2)) for name in ("k_cache", "v_cache")),
+    )),
     *[("prefill", f"return_lse {value!r}", T, "return_lse", replaced("return_lse", value)) for value in (None, 1)],
     *[
         ("prefill", f"num_splits {value!r}", error, "num_splits", replaced("num_splits", value))
@@ -536,7 +542,7 @@ def test_the_ops_check_what_reaches_them_by_another_way(device, tensors, name) -
             torch.ops.prefix_prefill.merge(a, lse, a, lse, torch.empty_like(a), lse.T)
         return
     batch = tensors.batch([(20, 5)])
-    *numbers, _, most, _ = batch.numbers()
+    *numbers, _, most, _, _ = batch.numbers()
     for splits, plan, said in ((-1, None, "num_splits"), (2, [16, 16, 1, 4, 1, 0], "num_splits"), (0, [0] * 6, "plan")):
         with pytest.raises(ValueError, match=f"^{said} must be "):
             torch.ops.prefix_prefill.prefill(*batch.tensors, *numbers, splits, most, plan)

@@ -67,6 +67,7 @@ def prefix_prefill(
     out: Tensor | None = None,
     return_lse: Literal[False] = False,
     num_splits: int | None = None,
+    quantize_q: bool = False,
     plan: PrefillPlan | None = None,
 ) -> Tensor: ...
 @overload
@@ -97,6 +98,7 @@ def prefix_prefill(
     out: Tensor | None = None,
     return_lse: Literal[True],
     num_splits: int | None = None,
+    quantize_q: bool = False,
     plan: PrefillPlan | None = None,
 ) -> AttentionResult: ...
 @overload
@@ -127,6 +129,7 @@ def prefix_prefill(
     out: Tensor | None = None,
     return_lse: bool,
     num_splits: int | None = None,
+    quantize_q: bool = False,
     plan: PrefillPlan | None = None,
 ) -> Tensor | AttentionResult: ...
 def prefix_prefill(
@@ -156,6 +159,7 @@ def prefix_prefill(
     out: Tensor | None = None,
     return_lse: bool = False,
     num_splits: int | None = None,
+    quantize_q: bool = False,
     plan: PrefillPlan | None = None,
 ) -> Tensor | AttentionResult:
     """Softmax attention of a ragged batch's new tokens over a paged KV cache and themselves.
@@ -203,6 +207,9 @@ def prefix_prefill(
         return_lse: whether to return lse too.
         num_splits: in how many pieces each row's keys are cut (split-KV), 1 or more; a fixed number makes a sequence's
             result bitwise independent of the rest of the batch. None: as the plan, or on sm_90 the device, finds best.
+        quantize_q: round q, row by row, to float8_e4m3fn in units of a power of two, by which keys of a float8_e4m3fn
+            cache are then multiplied as they are; the new tokens are in it. Faster on sm_90, and less exact: the README
+            has how much. Weights and values stay in 16 bits.
         plan: a launch plan in place of the one made for the device; has its own num_splits.
 
     Returns:
@@ -225,6 +232,7 @@ def prefix_prefill(
     check_bool("causal", causal)
     left, right = as_window(window, causal)
     check_bool("skip_decode", skip_decode)
+    check_bool("quantize_q", quantize_q)
     check_bool("return_lse", return_lse)
     softmax_scale = None if softmax_scale is None else as_float("softmax_scale", softmax_scale)
     softcap = as_float("softcap", softcap)
@@ -248,7 +256,7 @@ def prefix_prefill(
         numbers = (
             max_seqlen_q, page_layout, q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale, left, right,
             softcap, skip_decode, k_number, v_number, out_number, splits, most,
-            None if ints is None else tuple(ints),
+            None if ints is None else tuple(ints), quantize_q,
         )  # fmt: skip
         result, lse = ops.prefill(tensors, numbers, return_lse, None if out_scale is None else FP8[0])
     except REFUSALS:

@@ -85,6 +85,7 @@ class PrefillNumbers(NamedTuple):
     # torch leaves these out where they are the schema's defaults.
     max_seqlen_k: int = MOST_TOKENS
     plan: Sequence[int] | None = None
+    quantize_q: bool = False
 
 
 def prefill_arguments(given: tuple[Any, ...]) -> tuple[PrefillTensors, PrefillNumbers]:
@@ -128,13 +129,10 @@ def check_prefill(tensors: PrefillTensors, numbers: PrefillNumbers, names: Names
     """New tokens, their paged cache and how they are attended to: the problem that they make, which the plan covers."""
     check_choice("page_layout", numbers.page_layout, LAYOUTS)
     check_window(numbers.left, numbers.right)
-    check_int(names.max_seqlen_q, numbers.max_seqlen_q, 0)
-    check_int(names.max_seqlen_k, numbers.max_seqlen_k, 0)
-    check_int("num_splits", numbers.num_splits, 0)
-    check_float(names.softmax_scale, numbers.softmax_scale)
-    check_float("k_scale", numbers.k_scale)
-    check_float("v_scale", numbers.v_scale)
-    check_float("softcap", numbers.softcap)
+    for name in ("max_seqlen_q", "max_seqlen_k", "num_splits"):
+        check_int(names.of(name), getattr(numbers, name), 0)
+    for name in ("softmax_scale", "k_scale", "v_scale", "softcap"):
+        check_float(names.of(name), getattr(numbers, name))
     if numbers.softcap < 0:
         fail("softcap", "0 (off) or more", numbers.softcap)
 
@@ -156,6 +154,9 @@ def check_prefill(tensors: PrefillTensors, numbers: PrefillNumbers, names: Names
         _check_lse("lse", tensors.lse, q.shape[1], q.shape[0], "q", q)
         check_elements_apart("lse", tensors.lse)
 
+    if numbers.quantize_q and (tensors.k is not None or tensors.k_cache.dtype != torch.float8_e4m3fn):
+        wanted = "False unless a cache of float8_e4m3fn holds the new tokens too"
+        fail("quantize_q", wanted, f"True with {describe(tensors.k_cache)}{', and k' * (tensors.k is not None)}")
     problem = Problem(
         num_heads=q.shape[1],
         num_heads_kv=num_heads_kv,
@@ -184,6 +185,7 @@ def check_prefill(tensors: PrefillTensors, numbers: PrefillNumbers, names: Names
         v_scale=numbers.v_scale,
         out_scale=numbers.out_scale,
         head_dim_v=head_dim_v,
+        quantize_q=numbers.quantize_q,
         token_scales=any(scale is not None and scale.ndim == 3 for scale in (tensors.k_scale, tensors.v_scale)),
     )
     plan = PrefillPlan.from_ints(numbers.plan)

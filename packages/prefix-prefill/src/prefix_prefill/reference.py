@@ -84,14 +84,23 @@ def _attend(problem: Problem, tensors: PrefillTensors, i: int, rows: slice, cont
     )  # fmt: skip
     if tensors.k is not None and tensors.v is not None:
         keys, values = torch.cat([keys, tensors.k[rows].float()]), torch.cat([values, tensors.v[rows].float()])
+    q = quantised(tensors.q[rows]) if problem.quantize_q else tensors.q[rows]
     result = attention(
-        tensors.q[rows], keys, values, softmax_scale=problem.softmax_scale, window=(problem.left, problem.right),
+        q, keys, values, softmax_scale=problem.softmax_scale, window=(problem.left, problem.right),
         softcap=problem.softcap, sinks=tensors.sinks, alibi_slopes=tensors.alibi_slopes, compute_dtype=torch.float32,
         mask=None if tensors.draft_mask is None else _drafted(tensors.draft_mask[rows], keys.shape[0]),
     )  # fmt: skip
     tensors.out[rows] = _rounded(result.out, problem, tensors)
     if tensors.lse is not None:
         tensors.lse[:, rows] = result.lse
+
+
+def quantised(q: Tensor) -> Tensor:
+    """Rows of heads, each rounded to e4m3 in units of the power of two by which its largest number is 128 to 256."""
+    largest = q.float().abs().amax(-1, keepdim=True)
+    # Units and their inverses are normal numbers.
+    exponent = (largest.frexp().exponent - 1).clamp(-119, 126) - 7
+    return q.float().ldexp(-exponent).to(torch.float8_e4m3fn).float().ldexp(exponent)
 
 
 def _rounded(whole: Tensor, problem: Problem, tensors: PrefillTensors) -> Tensor:

@@ -29,6 +29,7 @@ class Config(NamedTuple):
     STAGES: int
     NEW_KV: bool  # the new keys and values are tensors of their own
     FP8: int  # 4: an e4m3 cache, 5: e5m2, 0: of q's dtype
+    QUANTIZED_Q: bool  # queries are rounded to e4m3
     K_SCALED: int  # 0: by no tensor, 1: one scale for a kv head, 2: one for each key
     V_SCALED: int
     LIMIT: int  # the largest number of an 8-bit out, else 0

@@ -21,6 +21,7 @@ from prefix_prefill.kernels.softmax import (
     halves_of,
     log_sum_exp,
     normalised,
+    quantised_rows,
     soft_capped,
     store_results,
     visible,
@@ -272,6 +273,8 @@ def attend(
         draft_high = 0
         if C.DRAFT:
             draft_low, draft_high = halves_of(tl.load(p_draft + row, mask=m_row, other=0))
+        if C.QUANTIZED_Q:
+            b_q = quantised_rows(b_q)
         tile = Rows(b_q, context + o_t, slope, draft_low, draft_high)
 
         low, high = key_range(context, length, i_tile, q_len, left, right, TOKENS, C.HAS_LEFT, C.HAS_RIGHT)

@@ -10,6 +10,8 @@ import triton.language as tl
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
+# A row's largest number is scaled to 2^7 and more before it is rounded to e4m3, which ends at 448.
+E4M3_ROOM: tl.constexpr = tl.constexpr(7)
 
 
 class Target(NamedTuple):
@@ -48,6 +50,33 @@ def drafted(o_new, low, high):
     """
     bits = tl.where(o_new < 32, low, high) >> tl.where(o_new < 32, o_new & 31, tl.minimum(o_new - 32, 31))
     return (o_new < 0) | ((bits & 1) != 0)
+
+
+@triton.jit
+def powers_of_two(most, ROOM: tl.constexpr):
+    """2^(e - ROOM) and its inverse, for each number and its exponent e, as far as both are normal numbers."""
+    bits = tl.maximum(most.to(tl.int32, bitcast=True) & 0x7F800000, (1 + ROOM) << 23)
+    bits = tl.minimum(bits, 253 << 23) - (ROOM << 23)
+    return bits.to(tl.float32, bitcast=True), ((254 << 23) - bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def quantised_rows(b_q):
+    """Queries [M, D], each row rounded to e4m3 in units of a power of two, as their dtype holds it."""
+    b_x = b_q.to(tl.float32)
+    power, inverse = powers_of_two(tl.max(tl.abs(b_x), 1), E4M3_ROOM)
+    return (rounded_to_e4m3(b_x * inverse[:, None]) * power[:, None]).to(b_q.dtype)
+
+
+@triton.jit
+def rounded_to_e4m3(x):
+    """float32 below 448 in size as e4m3 has it, in float32: not every target converts. A NaN stays one."""
+    bits = x.to(tl.int32, bitcast=True)
+    # To the even one of two as near, 3 bits behind the first; below 2^-6 to multiples of 2^-9.
+    rounded = (bits + 0x7FFFF + ((bits >> 20) & 1)) & ~0xFFFFF
+    small = (x + 24576.0) - 24576.0
+    near = tl.where(tl.abs(x) < 0.015625, small, rounded.to(tl.float32, bitcast=True))
+    return tl.where(x == x, near, x)
 
 
 @triton.jit

@@ -7,6 +7,7 @@ rows each multiply the same tiles; of an 8-bit cache two pairs of warps widen th
 
     load k  --full-->  consume  --empty-->  load k        likewise v
     load k  --full-->  convert  --full-->  consume        with an 8-bit cache
+                                                          (keys as they are with 8-bit queries)
 
 =========  =====================================================================
 kernel     setup of a program and its warps, their register budgets: begin here

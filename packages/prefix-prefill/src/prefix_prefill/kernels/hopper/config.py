@@ -35,6 +35,8 @@ class Config(NamedTuple):
     Q_IN_REGISTERS: int  # tiles of queries in registers, whose products read only keys from shared memory
     IN_PARTS: bool  # tiles may be cut, and their partial results merged
     IS_FP8: bool  # the cache holds 8-bit floats
+    QUANTIZED_Q: bool  # queries are rounded to e4m3
+    K_FP8: bool  # and multiply cached keys of e4m3 as they are
     K_TOKENS: bool  # keys in the cache have a scale each, not one for a kv head
     V_TOKENS: bool
     NEW_KV: bool  # the new keys and values are tensors of their own
@@ -203,6 +205,12 @@ class Source(NamedTuple):
     i_kv: object
     rows: object
     new_row: object
+
+
+@gluon.constexpr_function
+def converter_warps(C):
+    """Of each converter: keys and values have one each, or values alone one as large."""
+    return 4 if C.K_FP8 else 2
 
 
 @gluon.constexpr_function

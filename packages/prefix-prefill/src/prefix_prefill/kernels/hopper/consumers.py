@@ -29,6 +29,7 @@ from prefix_prefill.kernels.hopper.memory import release, wait_full
 from prefix_prefill.kernels.hopper.producers import cached_tiles, end_of_tile, key_of_tile
 from prefix_prefill.kernels.hopper.rows import afresh, pointers_to, row_layout, rows_of, scale_all, scale_rows, scaled
 from prefix_prefill.kernels.hopper.softmax import (
+    HEADROOM,
     TINY,
     Scoring,
     TileScales,
@@ -36,12 +37,11 @@ from prefix_prefill.kernels.hopper.softmax import (
     acc_layout,
     lanes_layout,
     larger_unit,
-    powers_of_two,
     row_sum_of,
     update_first,
     update_tile,
 )
-from prefix_prefill.kernels.softmax import LOG2_E
+from prefix_prefill.kernels.softmax import E4M3_ROOM, LOG2_E, powers_of_two, rounded_to_e4m3
 
 
 @gluon.jit
@@ -182,7 +182,8 @@ def queries(memory, i_group, C):
     for t in gl.static_range(len(C.K_TILES)):
         q_tile = memory.q[t].index(i_group)
         if t < C.Q_IN_REGISTERS:
-            q = q + (q_tile.load(gl.DotOperandLayout(0, acc_layout(C.BLOCK_N), 2)),)
+            BITS: gl.constexpr = q_tile.dtype.primitive_bitwidth
+            q = q + (q_tile.load(gl.DotOperandLayout(0, acc_layout(C.BLOCK_N, BITS), 32 // BITS)),)
         else:
             q = q + (q_tile,)
     return q
@@ -253,7 +254,7 @@ def store_q(b_qs, memory, i_group, cached_scale, meetings, V, C):
         for t in gl.static_range(1, len(C.K_TILES)):
             tail = gl.max(gl.abs(b_qs[t].to(gl.float32)), 1)
             most = gl.maximum(most, gl.convert_layout(tail, gl.SliceLayout(1, row_layout(C.K_TILES[0]))))
-        q_power, q_inverse = powers_of_two(most)
+        q_power, q_inverse = powers_of_two(most, E4M3_ROOM if C.QUANTIZED_Q else HEADROOM)
     # The memory of q is that of the outputs before it, too.
     tl.debug_barrier()
     if C.GROUPS < C.CONSUMERS:
@@ -266,7 +267,9 @@ def store_q(b_qs, memory, i_group, cached_scale, meetings, V, C):
         if C.IS_FP8 and not C.NEW_KV:
             # In ``update`` a scale of 0 or more keeps the order of scores.
             b_q = b_q.to(gl.float32) * gl.where(cached_scale < 0, -1.0, 1.0)
-        memory.q[V.OWN_Q[t]].index(i_group).store(b_q.to(V.dtype))
+        if C.QUANTIZED_Q and not C.K_FP8:
+            b_q = rounded_to_e4m3(b_q)
+        memory.q[V.OWN_Q[t]].index(i_group).store(b_q.to(memory.q[0].dtype))
     if C.IS_FP8 and not C.NEW_KV:
         cached_scale = gl.where(cached_scale < 0, -cached_scale, cached_scale)
     fence_async_shared()
@@ -283,11 +286,12 @@ def consume(pointers, memory, k, v, i_group, FIRST: gl.constexpr, table, scores,
     meetings = before
     i_item = before
     i_group = before + i_group
-    dtype: gl.constexpr = memory.q[0].dtype
+    dtype: gl.constexpr = v.tiles[0].dtype
     # 8-bit floats become float16, which takes one instruction for two; bfloat16 takes four.
     V: gl.constexpr = Variant(
-        SIGNED=C.IS_FP8 and C.NEW_KV, RESCALED=dtype != pointers.q.dtype.element_ty, dtype=dtype,
-        L_S=acc_layout(C.BLOCK_N), OWN=own_tiles(C.V_TILES, FIRST, C), OWN_Q=own_tiles(C.K_TILES, FIRST, C),
+        SIGNED=C.IS_FP8 and C.NEW_KV, RESCALED=C.QUANTIZED_Q or dtype != pointers.q.dtype.element_ty, dtype=dtype,
+        L_S=acc_layout(C.BLOCK_N, memory.q[0].dtype.primitive_bitwidth), OWN=own_tiles(C.V_TILES, FIRST, C),
+        OWN_Q=own_tiles(C.K_TILES, FIRST, C),
     )  # fmt: skip
     there = has_item(table, i_item, 4)
     while there:

@@ -57,6 +57,18 @@ def rings(k_dtype: gl.constexpr, v_dtype: gl.constexpr, readers: gl.constexpr, C
     return Ring(k_boxes, k_tiles, k_full, k_empty), Ring(v_boxes, v_tiles, v_full, v_empty)
 
 
+@gluon.jit
+def ring(dtype: gl.constexpr, TILES: gl.constexpr, readers: gl.constexpr, C):
+    """One ring alone."""
+    boxes = boxes_of(dtype, TILES, C)
+    full = barriers(C)
+    empty = barriers(C)
+    for i in gl.static_range(C.STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=readers)
+    return Ring(boxes, as_tiles(boxes, TILES, C), full, empty)
+
+
 @gluon.jit(
     do_not_specialize=[
         "rows", "num_sequences", "num_blocks", "capacity", "s_table", "s_lse_head", "s_lse_token", "num_splits", "left",
@@ -93,21 +105,24 @@ def attend(
     q_dtype: gl.constexpr = p_q.dtype.element_ty
     # 8-bit keys fit into float16's range; new keys and values, where these come too, do not all.
     dtype: gl.constexpr = gl.float16 if C.IS_FP8 and not C.NEW_KV else q_dtype
-    k, v = rings(dtype, dtype, C.CONSUMERS, C)
-    q_tiles = query_tiles(dtype, C.K_TILES, C)
+    k_dtype: gl.constexpr = d_k_cache.dtype if C.K_FP8 else dtype
+    k, v = rings(k_dtype, dtype, C.CONSUMERS, C)
+    q_tiles = query_tiles(k_dtype, C.K_TILES, C)
     # Outputs take the memory of q where they are of its form, and no other consumer's.
     out_tiles = None
-    if C.GROUPS == C.CONSUMERS and begin_with(C.K_TILES, C.V_TILES):
+    if C.GROUPS == C.CONSUMERS and begin_with(C.K_TILES, C.V_TILES) and not C.K_FP8:
         out_tiles = as_dtype(q_tiles, q_dtype)
     OF_ROWS: gl.constexpr = (3 if C.DRAFT else 1) * C.GROUPS
     positions = gl.allocate_shared_memory(gl.int32, [OF_ROWS, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    table = table_of(C.CONSUMERS + (4 if C.IS_FP8 else 2))
+    table = table_of(C.CONSUMERS + (3 if C.K_FP8 else (4 if C.IS_FP8 else 2)))
     # One consumer has no use for such a barrier, and Triton would give the memory of what nobody uses to what it
     # hands to the partitions: see kernel_reference.testing.ptx.
     meeting = v.empty
     if C.CONSUMERS > 1:
         meeting = meeting_barrier(C)
-    if C.IS_FP8:
+    if C.K_FP8:
+        v_fp8 = ring(d_v_cache.dtype, C.V_TILES, 1, C)
+    elif C.IS_FP8:
         # 8-bit tiles arrive in rings of their own, from which converters fill the 16-bit ones.
         k_fp8, v_fp8 = rings(d_k_cache.dtype, d_v_cache.dtype, 1, C)
     scales = None
@@ -132,7 +147,24 @@ def attend(
         CONVERTING: gl.constexpr = 72 if C.NEW_KV else (56 if BY_TOKEN else (40 if MORE else 24))
         ATTENDING: gl.constexpr = 184 if C.NEW_KV else (216 if BY_TOKEN or MORE else 232)
         FEW: gl.constexpr = 40 if MORE else 24
-        if C.CONSUMERS == 1:
+        if C.K_FP8 and C.CONSUMERS == 1:
+            gl.warp_specialize([
+                (consume, (pointers, memory, k, v, 0, True, table, scores, numbers, sizes, C)),
+                (convert_values, (v_fp8, v, table, batch, C)),
+                (load_keys, (d_k_cached, d_k_new, p_table, k, k, table, sizes, batch, C)),
+                (load_values, (d_v_cached, d_v_new, p_table, v_fp8, v, table, sizes, batch, C)),
+                (schedule, (table, num_splits, batch, p_parts[2], C)),
+            ], [4, 1, 1, 1], [80, 80, 80, 80])  # fmt: skip
+        elif C.K_FP8:
+            gl.warp_specialize([
+                (consume, (pointers, memory, k, v, 0, True, table, scores, numbers, sizes, C)),
+                (consume, (pointers, memory, k, v, second, False, table, scores, numbers, sizes, C)),
+                (convert_values, (v_fp8, v, table, batch, C)),
+                (load_keys, (d_k_cached, d_k_new, p_table, k, k, table, sizes, batch, C)),
+                (load_values, (d_v_cached, d_v_new, p_table, v_fp8, v, table, sizes, batch, C)),
+                (schedule, (table, num_splits, batch, p_parts[2], C)),
+            ], [4, 4, 1, 1, 1], [ATTENDING, CONVERTING, FEW, FEW, FEW])  # fmt: skip
+        elif C.CONSUMERS == 1:
             gl.warp_specialize([
                 (consume, (pointers, memory, k, v, 0, True, table, scores, numbers, sizes, C)),
                 (convert_keys, (k_fp8, k, table, batch, tokens, C)),

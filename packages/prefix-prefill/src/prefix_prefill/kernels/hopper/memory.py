@@ -147,9 +147,10 @@ def as_strips(boxes, TILES: gl.constexpr, STRIP: gl.constexpr, C):
 @gluon.jit
 def query_tiles(dtype: gl.constexpr, TILES: gl.constexpr, C):
     """Memory for each group of rows of q, tile by tile."""
+    BITS: gl.constexpr = dtype.primitive_bitwidth
     tiles = ()
     for t in gl.static_range(len(TILES)):
-        memory = gl.allocate_shared_memory(dtype, [C.GROUPS, ROWS, TILES[t]], tile_layout(TILES[t], 16))
+        memory = gl.allocate_shared_memory(dtype, [C.GROUPS, ROWS, TILES[t]], tile_layout(TILES[t], BITS))
         tiles = tiles + (memory,)
     return tiles
 

@@ -12,6 +12,7 @@ from prefix_prefill.kernels.hopper.config import (
     STRIP,
     Source,
     column_of,
+    converter_warps,
     has_light_consumers,
     is_gathered,
     width_of,
@@ -20,9 +21,6 @@ from prefix_prefill.kernels.hopper.gather import gather_cached
 from prefix_prefill.kernels.hopper.items import done, has_item, loop_of, tile_of
 from prefix_prefill.kernels.hopper.memory import release, wait_empty, with_new_boxes
 from prefix_prefill.kernels.hopper.softmax import unit_of
-
-# Of each converter, keys and values.
-CONVERTER_WARPS: gl.constexpr = gl.constexpr(2)
 
 
 @gluon.jit
@@ -207,8 +205,8 @@ def convert(cached, ring, table, batch, tokens, SCALED: gl.constexpr, C):
     before = batch.num_sequences * 0
     before_cached = before
     i_item = before
-    while has_item(table, i_item, CONVERTER_WARPS):
-        tile = tile_of(table, i_item, C, CONVERTER_WARPS)
+    while has_item(table, i_item, converter_warps(C)):
+        tile = tile_of(table, i_item, C, converter_warps(C))
         loop = loop_of(tile, batch, C)
         done(table, i_item)
         i_item += 1
@@ -229,7 +227,7 @@ def convert(cached, ring, table, batch, tokens, SCALED: gl.constexpr, C):
 @gluon.jit
 def scales_of_tile(tokens, i_n, i_kv, key, loop, batch, C):
     """The scales of a tile's tokens; 0 of those that no row sees, whose memory may hold anything."""
-    o_key = key + gl.arange(0, C.BLOCK_N, gl.BlockedLayout([1], [32], [CONVERTER_WARPS], [0]))
+    o_key = key + gl.arange(0, C.BLOCK_N, gl.BlockedLayout([1], [32], [converter_warps(C)], [0]))
     i_n = gl.minimum(gl.maximum(i_n, 0), batch.num_sequences - 1)
     p_row = tokens.p_table + i_n.to(gl.int64) * tokens.sizes.s_table
     seen = (o_key >= loop.low) & (o_key < loop.cached_high)
@@ -261,7 +259,7 @@ def put_scales(scales, memory, slot, C):
         unit, inverse = unit_of(gl.max(gl.abs(scales[1]), 0))
         memory.v.index(slot).store(scales[1] * inverse)
         memory.units.index(slot).store(
-            gl.full([1], 0.0, gl.float32, gl.BlockedLayout([1], [32], [CONVERTER_WARPS], [0])) + unit
+            gl.full([1], 0.0, gl.float32, gl.BlockedLayout([1], [32], [converter_warps(C)], [0])) + unit
         )
 
 
@@ -269,9 +267,10 @@ def put_scales(scales, memory, slot, C):
 def convert_columns(fp8_tile, tile, C):
     """A tile of 8 bits to one of 16, a few rows at a time: a converter has hardly any registers."""
     WIDTH: gl.constexpr = width_of(tile.shape[1], 8)
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [CONVERTER_WARPS, 1], [1, 0])
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [converter_warps(C), 1], [1, 0])
     # The warps meet before each store to a tile: where there are registers for them, more rows are stored at once.
-    ROWS_AT_ONCE: gl.constexpr = STRIP * (4 if has_light_consumers(C) and C.CONSUMERS == 1 else 1)
+    MORE: gl.constexpr = 4 if has_light_consumers(C) and C.CONSUMERS == 1 else 1
+    ROWS_AT_ONCE: gl.constexpr = STRIP * MORE * (converter_warps(C) // 2)
     for i_r in gl.static_range(C.BLOCK_N // ROWS_AT_ONCE):
         b_strip = fp8_tile.slice(i_r * ROWS_AT_ONCE, ROWS_AT_ONCE, dim=0).load(layout).to(gl.float16)
         if tile.dtype != gl.float16:

@@ -63,7 +63,7 @@ class Variant(NamedTuple):
     """Constants of a consumer's making.
 
     SIGNED: the scale of scores may be negative. RESCALED: there is one for each row, and weights and row sums are
-    2^HEADROOM times as large. dtype: of WGMMA's operands. L_S: the layout of scores. OWN: the tiles of a head's values
+    2^HEADROOM times as large. dtype: of weights. L_S: the layout of scores. OWN: the tiles of a head's values
     that this consumer accumulates. OWN_Q: those of queries that it loads.
     """
 
@@ -87,9 +87,9 @@ class TileScales(NamedTuple):
 
 
 @gluon.constexpr_function
-def acc_layout(columns):
-    """Registers of an accumulator [64, columns] of WGMMA."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+def acc_layout(columns, bits=16):
+    """Registers of an accumulator [64, columns] of WGMMA, of operands of so many bits."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 256 // bits])
 
 
 @gluon.constexpr_function
@@ -119,14 +119,6 @@ def sum_of_lanes(weights, C):
 def row_sum_of(lanes, V):
     """Row sums, from those of lanes."""
     return gl.convert_layout(gl.sum(lanes, 1), gl.SliceLayout(1, V.L_S))
-
-
-@gluon.jit
-def powers_of_two(most):
-    """2^(e - HEADROOM) and its inverse, for each number and its exponent e, as far as both are normal numbers."""
-    bits = gl.maximum(most.to(gl.int32, bitcast=True) & 0x7F800000, (1 + HEADROOM) << 23)
-    bits = gl.minimum(bits, 253 << 23) - (HEADROOM << 23)
-    return bits.to(gl.float32, bitcast=True), ((254 << 23) - bits).to(gl.float32, bitcast=True)
 
 
 @gluon.jit

@@ -84,6 +84,8 @@ def test_one_table_tells_for_every_row_what_ran(tmp_path: Path, capsys: pytest.C
     out = capsys.readouterr().out
     assert "[1/3] gdn-split: quickstart.py ..." in out
     assert "[3/3] gdn-split: interpreted done in" in out
+    assert "3 steps in" in out
+    assert "the longest gdn-split: " in out
     table = [" ".join(line.split()) for line in out.splitlines()]
     assert table[table.index("gdn-split") :] == [
         "gdn-split",

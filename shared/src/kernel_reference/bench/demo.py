@@ -183,9 +183,12 @@ def main(arguments: Sequence[str] | None = None, *, has_gpu: Callable[[], bool] 
     skipped: dict[tuple[str, str], str] = {}
     with tempfile.TemporaryDirectory() as folder:
         steps = [step for path in chosen.demos for step in _steps(path, Path(folder), on_gpu)]
+        took: list[float] = []
         for number, step in enumerate(steps, start=1):
             title = f"[{number}/{len(steps)}] {step.package}: {step.name}"
+            start = time.monotonic()
             reason, skip = _run(step, title, chosen.timeout)
+            took.append(time.monotonic() - start)
             rows = _read(step.rows) if step.rows else []
             found += [(step.package, row) for row in rows]
             if skip:
@@ -196,6 +199,9 @@ def main(arguments: Sequence[str] | None = None, *, has_gpu: Callable[[], bool] 
             if reason:
                 failed.setdefault(step.package, f"{step.name}: {reason}")
     width = _width()
+    longest = max(range(len(steps)), key=took.__getitem__)
+    what = f"{steps[longest].package}: {steps[longest].name}"
+    print(f"{len(steps)} steps in {sum(took):.0f} s, the longest {what} in {took[longest]:.1f} s")
     print("\n" + as_text(found, width, colours=sys.stdout.isatty()))
     for (package, name), reason in skipped.items():
         print(textwrap.fill(f"skipped: {package}, {name}: {reason}", width, subsequent_indent="  "))
@@ -233,7 +239,7 @@ def _run(step: _Step, title: str, timeout: float) -> tuple[str, str]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     if step.interpreted:
         environment["TRITON_INTERPRET"] = "1"
-    start = time.monotonic()
+    start, cpu = time.monotonic(), _cpu_of_children()
     print(f"{title} ...", flush=True)
     # A file and not a pipe: a step that prints much must not block on it, and the tail is all that is wanted.
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
@@ -255,8 +261,16 @@ def _run(step: _Step, title: str, timeout: float) -> tuple[str, str]:
                 file=sys.stderr,
             )
         else:
-            print(f"{title} done in {time.monotonic() - start:.1f} s", flush=True)
+            # Beside other work a step takes longer than it computes.
+            cpu = _cpu_of_children() - cpu
+            print(f"{title} done in {time.monotonic() - start:.1f} s, {cpu:.1f} s of CPU time", flush=True)
     return reason, ""
+
+
+def _cpu_of_children() -> float:
+    """Seconds of CPU time of all processes that were started here and have ended."""
+    times = os.times()
+    return times.children_user + times.children_system
 
 
 def _wait(process: subprocess.Popen[bytes], title: str, start: float, timeout: float) -> str:

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator, Sequence
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -22,6 +23,8 @@ from urllib.parse import unquote, urlsplit
 ROOT = Path(__file__).parents[1]
 HERE = Path(__file__).parent / "docs"
 REPOSITORY = "https://github.com/seqmix/seqmix"
+# Columns that ruff does not break a signature within; a name or a default may be longer than mkdocs.yml's line_length.
+SIGNATURE_AT_MOST = 110
 LINK = re.compile(r"(!?\[[^\]]*\])\(([^)\s]+)\)")
 
 
@@ -113,6 +116,19 @@ def broken_links(site: Path) -> Iterator[str]:
                 yield f"{file.relative_to(site)}: {link} has no such anchor"
 
 
+def ill_shown(site: Path) -> Iterator[str]:
+    """Pages that need a sideways scroll to read a signature, or show lines of an interpreter as quotes in quotes."""
+    for file in sorted(site.rglob("*.html")):
+        text = file.read_text(encoding="utf-8")
+        signatures = re.findall(r'<div class="[^"]*doc-signature[^"]*">.*?</div>', text, flags=re.DOTALL)
+        lines = [line for found in signatures for line in unescape(re.sub("<[^>]*>", "", found)).splitlines()]
+        longest = max(map(len, lines), default=0)
+        if longest > SIGNATURE_AT_MOST:
+            yield f"{file.relative_to(site)}: a line of a signature has {longest} characters: is ruff installed?"
+        if re.search(r"<blockquote>\s*<blockquote>", text):
+            yield f"{file.relative_to(site)}: a quote in a quote, as of lines of an interpreter"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="docs", description="Build the documentation and check its links.")
@@ -136,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     built = subprocess.run(mkdocs, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, check=False)
     if built.returncode:
         return 1
-    broken = list(broken_links(site))
+    broken = [*broken_links(site), *ill_shown(site)]
     for line in broken:
         print(f"docs: {line}", file=sys.stderr)
     if not broken:

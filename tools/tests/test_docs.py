@@ -102,16 +102,31 @@ def test_every_page_is_in_the_navigation() -> None:
         assert str(page.relative_to(PAGES)) in navigation
 
 
-def test_roles_of_sphinx_become_code() -> None:
+def test_roles_of_sphinx_and_lines_of_an_interpreter_become_code() -> None:
     pytest.importorskip("griffe", reason="nox -s docs has it")
     spec = importlib.util.spec_from_file_location("roles", docs.HERE / "roles.py")
     assert spec is not None
     assert spec.loader is not None
     roles = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(roles)
-    assert roles.ROLE.sub(r"`\1`", "as :func:`split` and :meth:`.Layout.to` of torch.func: done") == (
+    assert roles.as_markdown("as :func:`split` and :meth:`.Layout.to` of torch.func: done") == (
         "as `split` and `Layout.to` of torch.func: done"
     )
+    assert roles.as_markdown("Twice.\n\n>>> f(1)\n2\n>>> f(2)\n4\n\nArgs:\n    x: a number.\n") == (
+        "Twice.\n\n```pycon\n>>> f(1)\n2\n>>> f(2)\n4\n```\n\nArgs:\n    x: a number.\n"
+    )
+
+
+def test_a_signature_in_one_line_is_named_and_so_are_quotes_in_quotes(tmp_path: Path) -> None:
+    signature = '<div class="doc-signature highlight"><code><span>f</span>({})</code></div>'
+    (tmp_path / "good.html").write_text(signature.format("q: Tensor,\n    k: Tensor") + "<blockquote>said</blockquote>")
+    (tmp_path / "bad.html").write_text(
+        signature.format("q: <a>Tensor</a>, " * 15) + "<blockquote>\n<blockquote>f(1)</blockquote></blockquote>"
+    )
+    assert list(docs.ill_shown(tmp_path)) == [
+        "bad.html: a line of a signature has 168 characters: is ruff installed?",
+        "bad.html: a quote in a quote, as of lines of an interpreter",
+    ]
 
 
 def test_a_broken_link_is_named_and_so_is_a_missing_anchor(tmp_path: Path) -> None:

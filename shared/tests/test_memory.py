@@ -59,3 +59,11 @@ def test_processes_on_other_gpus_take_turns_of_their_own(monkeypatch: pytest.Mon
         names.add(memory.lock_file())
     assert len(names) == 3
     assert len({name.parent for name in names}) == 1
+
+
+def test_bytes_alive_grow_by_what_is_held_and_a_sparse_tensor_is_no_obstacle() -> None:
+    sparse = torch.eye(3).to_sparse()
+    before = memory.bytes_alive()
+    held = torch.empty(1000)
+    assert memory.bytes_alive() == before + 4000
+    del held, sparse

@@ -1,4 +1,4 @@
-"""Where prefix-prefill's speed falls off: grids round its cases, beside FA3 and vLLM's unified_attention.
+"""Where prefix-prefill's speed falls off: grids round its cases, beside FA3, or vLLM's unified_attention without it.
 
 Results are held here to a share of a row's largest value, on sampled rows of the first and the last sequence: what the
 house's bound says of every element is the tests' part.
@@ -102,6 +102,12 @@ def unified() -> Callable[[Given], torch.Tensor]:
     return lambda i: call(i.paged, i.one, i.one)
 
 
+def peers_of(device: torch.device, head_size: int) -> dict[str, Callable[[], Callable[[Given], torch.Tensor]]]:
+    """FA3 where it runs, and elsewhere the best other one."""
+    hopper = device.type != "cuda" or torch.cuda.get_device_capability(device) == (9, 0)
+    return {FA3: fa3} if hopper and head_size <= 256 else {UNIFIED: unified}
+
+
 _kept: WeakKeyDictionary[Given, tuple[torch.Tensor, torch.Tensor]] = WeakKeyDictionary()
 
 
@@ -159,7 +165,7 @@ def point_case(device: torch.device, point: Point) -> Case:
         shape={},
         make_inputs=partial(given, device, shape, options),
         ours={OURS: ours},
-        peers={FA3: fa3, UNIFIED: unified},
+        peers=peers_of(device, shape.model.head_dim),
         check=check,
         # The bound is the check's own, which raises.
         tolerance=float("inf"),

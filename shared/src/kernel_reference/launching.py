@@ -16,13 +16,14 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 
 from kernel_reference.bindings import Compiled, find_compiled, keep_compiled, signature_of
 from kernel_reference.grouping import checked
 from kernel_reference.starting import Starter, ensure_context
+from kernel_reference.tensor_maps import TmaBox as TmaBox
 
 Tensor = torch.Tensor
 
@@ -196,38 +197,6 @@ def _are_narrow(numbers: tuple[int, ...]) -> bool:
     return not numbers or (min(numbers) >= -(2**31) and max(numbers) < 2**31)
 
 
-class TmaBox(NamedTuple):
-    """How a tensor is addressed by a TMA descriptor: sizes and strides in its order of dimensions, the last of stride 1
-    and the others of whole 16 bytes; and the box that one TMA load or store moves.
-
-    Shared memory is swizzled over the 128, 64 or 32 bytes that divide the box's last dimension, if any do.
-    """
-
-    sizes: Sequence[int]
-    strides: Sequence[int]
-    box: Sequence[int]
-    element_bits: int = 16
-
-    @property
-    def layout(self) -> Any:
-        """Gluon's layout of the box in shared memory."""
-        return _swizzled(self.swizzle_bytes, self.element_bits, len(self.box))
-
-    @property
-    def swizzle_bytes(self) -> int:
-        """Bytes of a row over which shared memory is swizzled, 0 if it is not."""
-        row_bytes = self.box[-1] * self.element_bits // 8
-        return next((width for width in (128, 64, 32) if row_bytes % width == 0), 0)
-
-
-@lru_cache
-def _swizzled(swizzle_bytes: int, element_bits: int, rank: int) -> Any:
-    # Making one takes 30 us of host time, and each new size of a batch makes several.
-    from triton.experimental.gluon import language as gl
-
-    return gl.NVMMASharedLayout(swizzle_bytes, element_bits, rank=rank)
-
-
 class TmaLaunch(Launch):
     """A launch whose first tensors travel as TMA descriptors, one for each of ``boxes``: for kernels in Gluon.
 
@@ -252,6 +221,7 @@ class TmaLaunch(Launch):
         super().__init__(kernel, grid, rest, device, **options)
         self._descriptor = TensorDescriptor
         self.boxes += [(list(box.sizes), list(box.strides), list(box.box), box.layout) for box in boxes]
+        self._promotions = [box.promotion for box in boxes]
         # What a box's descriptors have in common, once one of them has passed the checks of its class.
         self._checked: dict[int, dict[str, Any]] = {}
         # What C takes for all descriptors, and for each, by their tensors' addresses: sizes and strides are fixed.
@@ -321,7 +291,8 @@ class TmaLaunch(Launch):
             if one is None:
                 if len(known) >= _MOST_MAPS:
                     known.clear()
-                one = known[address] = starter.map(position, self._describe(*of))  # type: ignore[arg-type]
+                described = self._describe(*of)  # type: ignore[arg-type]
+                one = known[address] = starter.map(position, described, self._promotions[position])
             maps += one
         return tuple(maps)
 

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from kernel_reference.tensor_maps import TRITONS, promote
+
 _threads = threading.local()
 # Of these the C function's arguments are known.
 _VERSIONS = ("3.6.", "3.7.", "3.8.")
@@ -23,12 +25,13 @@ class Starter(NamedTuple):
     """A kernel's short way, for the device that was current when it was compiled.
 
     start: takes the grid and all arguments in one tuple, tensors as pointers, descriptors as :attr:`map` gives them.
-    map: of a TMA descriptor and its position, what the C function takes in its place; nothing of its tensor is kept.
+    map: of a position, its TMA descriptor and promotion (see tensor_maps.py), what the C function takes; nothing of the
+        descriptor's tensor is kept.
     is_watched: whether a profiler has set hooks, which only Triton's own way calls.
     """
 
     start: Callable[[tuple[int, int, int], tuple[Any, ...]], None]
-    map: Callable[[int, Any], tuple[Any, ...]]
+    map: Callable[[int, Any, int], tuple[Any, ...]]
     is_watched: Callable[[], bool]
 
     def but_last(
@@ -102,15 +105,22 @@ def _beneath_descriptors(launch: Any) -> Any:
     return dict(zip(launch.__code__.co_freevars, launch.__closure__, strict=True))["launcher"].cell_contents
 
 
-def _mapping(compiled: Any) -> Callable[[int, Any], tuple[Any, ...]]:
+def _mapping(compiled: Any) -> Callable[[int, Any, int], tuple[Any, ...]]:
     metas = getattr(compiled.metadata, "tensordesc_meta", None) or ()
     if not metas:
-        return lambda position, descriptor: ()
+        return lambda position, descriptor, promotion: ()
     from triton.backends.nvidia.driver import make_tensordesc_arg
 
     # Triton 3.8's takes the launch's other arguments too, and looks at none of them.
     others = (None,) * (make_tensordesc_arg.__code__.co_argcount - 2)
-    return lambda position, descriptor: tuple(make_tensordesc_arg(descriptor, metas[position], *others))
+
+    def mapped(position: int, descriptor: Any, promotion: int) -> tuple[Any, ...]:
+        made = tuple(make_tensordesc_arg(descriptor, metas[position], *others))
+        if promotion != TRITONS:
+            promote(made[0], metas[position], descriptor, promotion)
+        return made
+
+    return mapped
 
 
 def _watching() -> Callable[[], bool]:

@@ -344,8 +344,8 @@ def _hopper(problem: Problem) -> PrefillPlan:
     stages = 3 if problem.cache_bits == 8 and block_n == 64 else 2
     if block_m == 128 and _holds_queries(problem):
         return PrefillPlan(block_m, block_n, 0, 4, 4, hopper=True, loading=40, q_in_registers=1)
-    if block_m == 128 and problem.head_dim == problem.head_dim_v == 192 and not is_gathered(problem):
-        # 4 x 512 behind 16384 take 1521 us on an H100, by 56 registers 1610.
+    if block_m == 128 and problem.head_dim == problem.head_dim_v in (192, 256) and not is_gathered(problem):
+        # 4 x 512 behind 16384 take 1521 us on an H100, by 56 registers 1610; of heads of 256 1699, 1797.
         loading = 24
     return PrefillPlan(block_m, block_n, 0, 4, stages, hopper=True, loading=loading)
 

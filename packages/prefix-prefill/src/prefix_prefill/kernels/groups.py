@@ -21,6 +21,7 @@ class Config(NamedTuple):
     PAGE: int
     BOX: int  # tokens of a page that are loaded together where they, not elements, are contiguous; else 0
     X: int  # elements of a key that lie together in a page
+    CHUNK: int  # of these, how many are loaded together with those of the next token; 0: a key as a whole
     STEP: int  # stride of a page's tokens where X is less than D, else 0
     BLOCK_M: int
     BLOCK_N: int
@@ -95,7 +96,9 @@ class Rows(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """A tile of keys and values: pointers, offsets of keys and of elements, positions, which exist, scales."""
+    """A tile of keys and values: pointers, offsets of keys and of elements, positions, which exist, scales; strides of
+    a cached key's elements, by those that lie together and among these.
+    """
 
     p_k: object
     p_v: object
@@ -107,6 +110,7 @@ class Keys(NamedTuple):
     exists: object
     k_scale: object
     v_scale: object
+    s_dk: object
 
 
 class Scoring(NamedTuple):

@@ -104,6 +104,19 @@ def load_transposed(p_v, o_dv, pages, low, high, MASKED: tl.constexpr, C):
 
 
 @triton.jit
+def load_packed(keys, m_key, C):
+    """Keys [BLOCK_N, BLOCK_D] in the order of memory: CHUNK elements, then those of the page's next token."""
+    o_chunk = tl.arange(0, C.BLOCK_D // C.CHUNK)
+    m_tile = m_key[None, :, None]
+    if C.D != C.BLOCK_D:
+        m_tile = m_tile & (o_chunk * C.CHUNK < C.D)[:, None, None]
+    o_chunk = wide(o_chunk, C.WIDE) * keys.s_dk[0]
+    o_x = tl.arange(0, C.CHUNK) * keys.s_dk[1]
+    p_tile = keys.p_k + keys.off_k[None, :, None] + o_chunk[:, None, None] + o_x[None, None, :]
+    return tl.reshape(tl.permute(tl.load(p_tile, mask=m_tile, other=0), (1, 0, 2)), [C.BLOCK_N, C.BLOCK_D])
+
+
+@triton.jit
 def added(total, excess, rescale, addend):
     """total * rescale + addend, and its excess: Kahan's sum, whose error does not grow with the number of addends."""
     scaled = total * rescale
@@ -130,10 +143,13 @@ def update(
     if source.MASKED:
         # Values of keys that no row sees are not loaded: a weight of 0 times NaN would be NaN.
         m_key = m_key & (o_key >= low) & (o_key < high)
-    m_k = m_key[:, None]
-    if C.D != C.BLOCK_D:
-        m_k = m_k & (tl.arange(0, C.BLOCK_D) < C.D)[None, :]
-    b_k = tl.load(keys.p_k + keys.off_k[:, None] + keys.o_dk[None, :], mask=m_k, other=0)
+    if source.BOX and C.CHUNK:
+        b_k = load_packed(keys, m_key, C)
+    else:
+        m_k = m_key[:, None]
+        if C.D != C.BLOCK_D:
+            m_k = m_k & (tl.arange(0, C.BLOCK_D) < C.D)[None, :]
+        b_k = tl.load(keys.p_k + keys.off_k[:, None] + keys.o_dk[None, :], mask=m_k, other=0)
     b_k = decoded(b_k, source.FP8, dtype)  # [BLOCK_N, BLOCK_D]
     if NATURAL:
         b_s = dot_in_parts(rows.q, b_k)
@@ -354,8 +370,7 @@ def attend(
                     keys = Keys(
                         p_k_head, p_v_head, block * numbers.strides.k_cache[0] + token * s_token,
                         block * numbers.strides.v_cache[0] + token * numbers.strides.v_cache[1], o_dk, o_dv_cached,
-                        o_key,
-                        exists, b_ks, b_vs,
+                        o_key, exists, b_ks, b_vs, numbers.strides.k_cache[3:],
                     )  # fmt: skip
                     acc, running_max, row_sum, excess = update(
                         acc, running_max, row_sum, excess, tile, keys, scoring,
@@ -379,7 +394,7 @@ def attend(
                 o_row = tl.minimum(o_new, q_len - 1).to(tl.int64)
                 keys = Keys(
                     p_k_head, p_v_head, o_row * numbers.strides.k[0], o_row * numbers.strides.v[0],
-                    o_d_wide * numbers.strides.k[2], o_dv_wide * numbers.strides.v[2], o_key, exists, o_n, o_n,
+                    o_d_wide * numbers.strides.k[2], o_dv_wide * numbers.strides.v[2], o_key, exists, o_n, o_n, None,
                 )  # fmt: skip
                 acc, running_max, row_sum, excess = update(
                     acc, running_max, row_sum, excess, tile, keys, scoring,

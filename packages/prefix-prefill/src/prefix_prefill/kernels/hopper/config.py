@@ -84,6 +84,14 @@ def column_of(tiles, i):
     return sum(tiles[:i])
 
 
+@gluon.constexpr_function
+def begin_of(tiles, i, size):
+    """The first column that tile i holds: a head's last one begins in the one before where it is wider than what is
+    left, as what lies beyond a row is loaded too, to become 0.
+    """
+    return min(column_of(tiles, i), max(size - tiles[i], 0))
+
+
 class Strides(NamedTuple):
     """Of scales by kv head, and where there is one for each token by (page, token) too; of q and out by (token, head,
     element); or in units of 8 and None, where elements lie side by side and rows at whole 16 bytes. Of caches that are

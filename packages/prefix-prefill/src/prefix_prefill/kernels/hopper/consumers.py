@@ -21,13 +21,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from prefix_prefill.kernels.hopper.capped import reference_of, update_by_constant
-from prefix_prefill.kernels.hopper.config import ROWS, STRIP, Bounds, Inside, column_of, own_tiles, width_of
+from prefix_prefill.kernels.hopper.config import ROWS, STRIP, Bounds, Inside, begin_of, own_tiles, width_of
 from prefix_prefill.kernels.hopper.drafts import store_masks
 from prefix_prefill.kernels.hopper.epilogue import finish
 from prefix_prefill.kernels.hopper.items import done, has_item, loop_of, tile_of
 from prefix_prefill.kernels.hopper.memory import release, wait_full
 from prefix_prefill.kernels.hopper.producers import cached_tiles, end_of_tile, key_of_tile
-from prefix_prefill.kernels.hopper.rows import afresh, pointers_to, row_layout, rows_of, scale_all, scale_rows, scaled
+from prefix_prefill.kernels.hopper.rows import (
+    afresh,
+    own_columns,
+    pointers_to,
+    row_layout,
+    rows_of,
+    scale_all,
+    scale_rows,
+    scaled,
+)
 from prefix_prefill.kernels.hopper.softmax import (
     HEADROOM,
     TINY,
@@ -223,13 +232,15 @@ def softmax_of(b_s, running_max, row_sum, i, loop, inside, scoring, scales, FIRS
 def load_q_tile(pointers, i_group, tile, s_q, T: gl.constexpr, V, C):
     """The columns of queries that are a consumer's tile number T."""
     TILE: gl.constexpr = C.K_TILES[V.OWN_Q[T]]
-    BEGIN: gl.constexpr = column_of(C.K_TILES, V.OWN_Q[T])
+    BEGIN: gl.constexpr = begin_of(C.K_TILES, V.OWN_Q[T], C.D)
     layout: gl.constexpr = row_layout(TILE)
     o_m = i_group * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     o_d = BEGIN + gl.arange(0, TILE, gl.SliceLayout(0, layout))
     o_t, o_h, m_row = rows_of(o_m, tile, C)
+    # Of columns that two tiles hold, zeros in one of them.
+    m_column = own_columns(o_d, C.K_TILES, V.OWN_Q[T], C.D)
     p_tile = pointers_to(pointers.q, tile.begin + o_t, o_h, o_d, s_q)
-    return gl.load(p_tile, mask=m_row[:, None] & (o_d < C.D)[None, :], other=0.0)
+    return gl.load(p_tile, mask=m_row[:, None] & m_column[None, :], other=0.0)
 
 
 @gluon.jit

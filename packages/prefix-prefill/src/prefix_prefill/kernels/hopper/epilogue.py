@@ -4,10 +4,19 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from prefix_prefill.kernels.hopper.config import ROWS, column_of
+from prefix_prefill.kernels.hopper.config import ROWS, begin_of
 from prefix_prefill.kernels.hopper.items import pieces_if_first, tile_of
 from prefix_prefill.kernels.hopper.levels import store_pieces, with_levels
-from prefix_prefill.kernels.hopper.rows import afresh, pointers_to, row_layout, rows_of, scale_all, scale_rows, scaled
+from prefix_prefill.kernels.hopper.rows import (
+    afresh,
+    own_columns,
+    pointers_to,
+    row_layout,
+    rows_of,
+    scale_all,
+    scale_rows,
+    scaled,
+)
 from prefix_prefill.kernels.hopper.softmax import HEADROOM_INVERSE, acc_layout, natural_log_sum_exp
 from prefix_prefill.kernels.softmax import LN_2, finite, log_sum_exp
 
@@ -91,13 +100,13 @@ def store_part(pointers, i_group, accs, row_sum, lse, tile, rows, V, C):
 def store_columns_of_part(p_part, i_group, acc, tile, rows, T: gl.constexpr, V, C):
     """The columns of the tile that is the consumer's number T."""
     TILE: gl.constexpr = C.V_TILES[V.OWN[T]]
-    BEGIN: gl.constexpr = column_of(C.V_TILES, V.OWN[T])
+    BEGIN: gl.constexpr = begin_of(C.V_TILES, V.OWN[T], C.DV)
     layout: gl.constexpr = acc_layout(TILE)
     o_m = i_group * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     o_d = BEGIN + gl.arange(0, TILE, gl.SliceLayout(0, layout))
     _, _, m_row = rows_of(o_m, tile, C)
     p_tile = p_part + place_of_part(o_m, tile, rows, C)[:, None] * C.DV + o_d[None, :]
-    gl.store(p_tile, acc, mask=m_row[:, None] & (o_d < C.DV)[None, :])
+    gl.store(p_tile, acc, mask=m_row[:, None] & own_columns(o_d, C.V_TILES, V.OWN[T], C.DV)[None, :])
 
 
 @gluon.jit
@@ -130,7 +139,7 @@ def store_columns(
 ):  # fmt: skip
     """The columns of the tile that is the consumer's number T."""
     TILE: gl.constexpr = C.V_TILES[V.OWN[T]]
-    BEGIN: gl.constexpr = column_of(C.V_TILES, V.OWN[T])
+    BEGIN: gl.constexpr = begin_of(C.V_TILES, V.OWN[T], C.DV)
     layout: gl.constexpr = row_layout(TILE) if THROUGH else acc_layout(TILE)
     o_m = i_group * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     o_d = BEGIN + gl.arange(0, TILE, gl.SliceLayout(0, layout))
@@ -142,4 +151,4 @@ def store_columns(
             acc = gl.where(acc > C.LIMIT, C.LIMIT, gl.where(acc < -C.LIMIT, -C.LIMIT, acc))
         b_out = acc.to(pointers.out.dtype.element_ty)
     p_tile = pointers_to(pointers.out, tile.begin + o_t, o_h, o_d, strides.out)
-    gl.store(p_tile, b_out, mask=m_row[:, None] & (o_d < C.DV)[None, :])
+    gl.store(p_tile, b_out, mask=m_row[:, None] & own_columns(o_d, C.V_TILES, V.OWN[T], C.DV)[None, :])

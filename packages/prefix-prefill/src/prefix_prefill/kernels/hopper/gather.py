@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from prefix_prefill.kernels.hopper.config import column_of, width_of
+from prefix_prefill.kernels.hopper.config import begin_of, width_of
 from prefix_prefill.kernels.hopper.memory import as_strips, wait_empty
 
 # Rows whose addresses are looked up together.
@@ -86,9 +86,10 @@ def copy_strip(pool, p_head, stage, strip, TILES: gl.constexpr, T: gl.constexpr,
     place = pool.places.index(strip).load(gl.SliceLayout(1, layout))
     # Of the sign alone, and with what differs between lanes added first, for each row there is an instruction less.
     there = (place >> 32).to(gl.int32) >= 0
-    p_lane = p_head + column_of(TILES, T) + o_column
+    BEGIN: gl.constexpr = begin_of(TILES, T, SIZE)
+    p_lane = p_head + BEGIN + o_column
     p_tile = p_lane[None, :] + (place * 8)[:, None]
     for i_c in gl.static_range(COUNT):
-        mask = there[:, None] & (column_of(TILES, T) + i_c * WIDTH + o_column < SIZE)[None, :]
+        mask = there[:, None] & (BEGIN + i_c * WIDTH + o_column < SIZE)[None, :]
         to = pool.strips[T].index((stage * COUNT + i_c) * (C.BLOCK_N // COPIED) + strip)
         async_copy.async_copy_global_to_shared(to, p_tile + i_c * WIDTH, mask)

@@ -3,7 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from prefix_prefill.kernels.hopper.config import ROWS, column_of
+from prefix_prefill.kernels.hopper.config import ROWS, begin_of
 from prefix_prefill.kernels.hopper.rows import rows_of, scale_rows
 from prefix_prefill.kernels.hopper.softmax import acc_layout
 from prefix_prefill.kernels.softmax import finite, log_sum_exp
@@ -69,7 +69,7 @@ def with_part(acc, weight, p_part, i_group, i_piece, tile, rows, T: gl.constexpr
     Of a weight of 0 there may be no part: nothing is loaded.
     """
     TILE: gl.constexpr = C.V_TILES[V.OWN[T]]
-    BEGIN: gl.constexpr = column_of(C.V_TILES, V.OWN[T])
+    BEGIN: gl.constexpr = begin_of(C.V_TILES, V.OWN[T], C.DV)
     layout: gl.constexpr = acc_layout(TILE)
     o_m = i_group * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     o_d = BEGIN + gl.arange(0, TILE, gl.SliceLayout(0, layout))

@@ -11,6 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from prefix_prefill.kernels.hopper.config import (
     STRIP,
     Source,
+    begin_of,
     column_of,
     converter_warps,
     has_light_consumers,
@@ -70,27 +71,29 @@ def pages_of(key, source, loop, COUNT: gl.constexpr, C):
 
 
 @gluon.jit
-def issue_boxes(d, ring, stage, box, key, pages, i_kv, TILES: gl.constexpr, C):
+def issue_boxes(d, ring, stage, box, key, pages, i_kv, TILES: gl.constexpr, SIZE: gl.constexpr, C):
     """TMA loads of boxes from ``box`` on, whose pages are known."""
     for i in gl.static_range(len(pages)):
         at = (pages[i], i_kv, (key + i * C.BOX) % C.PAGE)
-        issue_loads(d, ring, stage, box + i, at, TILES, C)
+        issue_loads(d, ring, stage, box + i, at, TILES, SIZE, C)
 
 
 @gluon.jit
-def issue_loads(d, ring, stage, box, at, TILES: gl.constexpr, C):
+def issue_loads(d, ring, stage, box, at, TILES: gl.constexpr, SIZE: gl.constexpr, C):
     """TMA loads of one box of rows. What lies out of bounds becomes 0."""
     for t in gl.static_range(len(TILES)):
-        issue_loads_of_tile(d, ring, stage, box, at, TILES, t, C)
+        issue_loads_of_tile(d, ring, stage, box, at, TILES, t, SIZE, C)
 
 
 @gluon.jit
-def issue_loads_of_tile(d, ring, stage, box, at, TILES: gl.constexpr, T: gl.constexpr, C):
+def issue_loads_of_tile(
+    d, ring, stage, box, at, TILES: gl.constexpr, T: gl.constexpr, SIZE: gl.constexpr, C
+):  # fmt: skip
     """Those of the columns of tile T. The second descriptor is for boxes that are narrower than the first tile's."""
     BITS: gl.constexpr = d[0].dtype.primitive_bitwidth
     WIDTH: gl.constexpr = width_of(TILES[T], BITS)
     COUNT: gl.constexpr = TILES[T] // WIDTH
-    BEGIN: gl.constexpr = column_of(TILES, T)
+    BEGIN: gl.constexpr = begin_of(TILES, T, SIZE)
     BOXES: gl.constexpr = C.BLOCK_N // ring.boxes[T].shape[3]
     i_outer, i_head, row = at
     for i_c in gl.static_range(COUNT):
@@ -103,7 +106,7 @@ def issue_loads_of_tile(d, ring, stage, box, at, TILES: gl.constexpr, T: gl.cons
 
 
 @gluon.jit
-def load_cached(d_cache, ring, before, count, source, loop, TILES: gl.constexpr, C):
+def load_cached(d_cache, ring, before, count, source, loop, TILES: gl.constexpr, SIZE: gl.constexpr, C):
     """Load ``count`` tiles of cached keys, or of values, each as soon as its stage is empty; ``before`` were before."""
     BOXES: gl.constexpr = C.BLOCK_N // C.BOX
     TILE_BYTES: gl.constexpr = C.BLOCK_N * column_of(TILES, len(TILES)) * d_cache[0].dtype.primitive_bitwidth // 8
@@ -118,15 +121,15 @@ def load_cached(d_cache, ring, before, count, source, loop, TILES: gl.constexpr,
         pages = pages_of(first_key, source, loop, AT_ONCE, C)
         wait_empty(ring, before + i, C)
         mbarrier.expect(ring.full.index(stage), TILE_BYTES)
-        issue_boxes(d_cache, ring, stage, 0, first_key, pages, source.i_kv, TILES, C)
+        issue_boxes(d_cache, ring, stage, 0, first_key, pages, source.i_kv, TILES, SIZE, C)
         for i_g in range(1, BOXES // AT_ONCE):
             key = first_key + i_g * AT_ONCE * C.BOX
             pages = pages_of(key, source, loop, AT_ONCE, C)
-            issue_boxes(d_cache, ring, stage, i_g * AT_ONCE, key, pages, source.i_kv, TILES, C)
+            issue_boxes(d_cache, ring, stage, i_g * AT_ONCE, key, pages, source.i_kv, TILES, SIZE, C)
 
 
 @gluon.jit
-def load_new(d_new, ring, before, count, source, loop, TILES: gl.constexpr, C):
+def load_new(d_new, ring, before, count, source, loop, TILES: gl.constexpr, SIZE: gl.constexpr, C):
     """Load the tiles of new keys, or of values, that come after ``count`` tiles of cached ones."""
     into = with_new_boxes(ring, TILES, C)
     for i in range(count, loop.count):
@@ -137,7 +140,7 @@ def load_new(d_new, ring, before, count, source, loop, TILES: gl.constexpr, C):
         for box in range(C.BLOCK_N // C.NEW_BOX):
             key = first_key + box * C.NEW_BOX
             row = gl.where((key < loop.high) & (key + C.NEW_BOX > loop.low), source.new_row + key, source.rows)
-            issue_loads(d_new, into, stage, box, (0, source.i_kv, row), TILES, C)
+            issue_loads(d_new, into, stage, box, (0, source.i_kv, row), TILES, SIZE, C)
 
 
 @gluon.jit
@@ -175,7 +178,7 @@ def load(d_cache, d_new, p_table, cached, ring, table, sizes, batch, TILES: gl.c
         if is_gathered(C):
             gather_cached(d_cache, cached, at, tiles, source, loop, TILES, SIZE, C)
         else:
-            load_cached(d_cache, cached, at, tiles, source, loop, TILES, C)
+            load_cached(d_cache, cached, at, tiles, source, loop, TILES, SIZE, C)
         before_cached += tiles
         if C.NEW_KV:
             if ELEMENT_BYTES == 1:
@@ -183,7 +186,7 @@ def load(d_cache, d_new, p_table, cached, ring, table, sizes, batch, TILES: gl.c
                 # for: from two phases ahead the past looks like the future.
                 last = gl.maximum(before_cached - 1, 0)
                 mbarrier.wait(cached.empty.index(last % C.STAGES), last // C.STAGES & 1, pred=before_cached > 0)
-            load_new(d_new, ring, before, tiles, source, loop, TILES, C)
+            load_new(d_new, ring, before, tiles, source, loop, TILES, SIZE, C)
         before += loop.count
 
 

@@ -3,6 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from prefix_prefill.kernels.hopper.config import begin_of, column_of
 from prefix_prefill.kernels.hopper.softmax import acc_layout
 
 
@@ -21,6 +22,15 @@ def rows_of(o_m, tile, C):
     o_g = tile.i_hb * C.HEADS + o_m % C.HEADS
     m_row = (o_m < C.TOKENS * C.HEADS) & (o_t < tile.q_len) & (o_g < C.GROUP)
     return o_t, tile.i_kv * C.GROUP + gl.minimum(o_g, C.GROUP - 1), m_row
+
+
+@gluon.jit
+def own_columns(o_d, TILES: gl.constexpr, T: gl.constexpr, SIZE: gl.constexpr):
+    """Which of the columns that tile T holds the head has and no tile before."""
+    own = o_d < SIZE
+    if begin_of(TILES, T, SIZE) < column_of(TILES, T):
+        own = own & (o_d >= column_of(TILES, T))
+    return own
 
 
 @gluon.jit

@@ -183,10 +183,10 @@ def attend_blocks(
             b_s = tl.dot(b_q, tl.trans(b_k))
             if edge:
                 b_s = tl.where(o_n[None, :] < sees[:, None], b_s, float("-inf"))
-            top = tl.max(b_s, 1) * scale
-            b_p = tl.exp2(b_s * scale - finite(top)[:, None])
-            total = tl.sum(b_p, 1)
-            safe = tl.where(total == 0, 1.0, total)
+            row_max = tl.max(b_s, 1) * scale
+            b_p = tl.exp2(b_s * scale - finite(row_max)[:, None])
+            row_sum = tl.sum(b_p, 1)
+            safe = tl.where(row_sum == 0, 1.0, row_sum)
             b_o = tl.dot(b_p.to(b_v.dtype), b_v) * (factor / safe)[:, None]
             row = order * config.GROUP + o_g
             m_tile = m_row[:, None]
@@ -195,7 +195,7 @@ def attend_blocks(
             p_rows = p_part + row[:, None] * config.DV + o_dv[None, :]
             # Partial results would take the place of queries in the L2 cache.
             tl.store(p_rows, b_o.to(p_part.dtype.element_ty), mask=m_tile, cache_modifier=".cs")
-            tl.store(p_part_lse + row, tl.where(total == 0, float("-inf"), top + tl.log2(safe)), mask=m_row)
+            tl.store(p_part_lse + row, tl.where(row_sum == 0, float("-inf"), row_max + tl.log2(safe)), mask=m_row)
         done += count
         more = (done < config.CHUNK) & (base + done < entries)
         number = tl.load(listed.number + base + done, mask=more, other=config.NOTHING).to(tl.int32)
@@ -220,31 +220,31 @@ def combine_blocks(
     b_lse = tl.load(
         p_own[None, :] + o_k[:, None] * config.GROUP, mask=sees[:, None] & m_g[None, :], other=float("-inf")
     )
-    top = tl.max(b_lse, 0)
+    row_max = tl.max(b_lse, 0)
     b_sink = tl.full([ROWS], float("-inf"), tl.float32)
     if p_sinks is not None:
         inside = tl.load(p_inside + token) != 0
         b_sink = tl.load(p_sinks + i_kv * config.GROUP + o_g, mask=m_g & inside, other=float("-inf")).to(tl.float32)
         b_sink = b_sink * LOG2_E
-        top = tl.maximum(top, b_sink)
-    total = tl.sum(tl.exp2(b_lse - finite(top)[None, :]), 0) + tl.exp2(b_sink - finite(top))
+        row_max = tl.maximum(row_max, b_sink)
+    row_sum = tl.sum(tl.exp2(b_lse - finite(row_max)[None, :]), 0) + tl.exp2(b_sink - finite(row_max))
     o_dv = tl.arange(0, BLOCK_DV)
     m_dv = m_g[:, None] & (o_dv < config.DV)[None, :]
     acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
     for i in tl.range(0, config.TOPK, loop_unroll_factor=4):
         m_entry = m_g & (tl.load(p_reach + pid * config.TOPK + i) > 0)
-        weight = tl.exp2(tl.load(p_own + i * config.GROUP, mask=m_entry, other=float("-inf")) - finite(top))
+        weight = tl.exp2(tl.load(p_own + i * config.GROUP, mask=m_entry, other=float("-inf")) - finite(row_max))
         row = (pid * config.TOPK + i) * config.GROUP + o_g
         p_rows = p_part + row[:, None] * config.DV + o_dv[None, :]
         b_o = tl.load(p_rows, mask=m_dv & m_entry[:, None], other=0.0).to(tl.float32)
         # A block that weighs nothing may hold what is not finite.
         acc += tl.where(weight[:, None] > 0, weight[:, None] * b_o, 0.0)
-    safe = tl.where(total == 0, 1.0, total)
+    safe = tl.where(row_sum == 0, 1.0, row_sum)
     o_h = i_kv * config.GROUP + o_g
     p_rows = (
         p_out + token * strides.out[0] + o_h[:, None] * strides.out[1] + o_dv[None, :].to(tl.int64) * strides.out[2]
     )
     tl.store(p_rows, (acc / safe[:, None]).to(p_out.dtype.element_ty), mask=m_dv)
     if p_lse is not None:
-        found = tl.where(total == 0, float("-inf"), (top + tl.log2(safe)) * LN_2)
+        found = tl.where(row_sum == 0, float("-inf"), (row_max + tl.log2(safe)) * LN_2)
         tl.store(p_lse + o_h * s_lse_head + token * s_lse, found, mask=m_g)

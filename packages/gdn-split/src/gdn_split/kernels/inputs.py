@@ -71,7 +71,7 @@ def row_of_token(p_path, t, tokens, TOKENS: tl.constexpr):
 
 
 @triton.jit
-def places(step: tl.constexpr):
+def token_offsets(step: tl.constexpr):
     """Of a chunk's tokens, as a vector where there are several."""
     o = 0
     if step.CHUNK > 1:
@@ -93,7 +93,7 @@ def load_rows(p, p_path, first, tokens, c, m, stride, conv: tl.constexpr, step: 
 @triton.jit
 def load_gates(p_ba, p_path, first, tokens, c_b, c_a, stride, conv: tl.constexpr, step: tl.constexpr):
     """b and a of a V head, of a chunk's tokens."""
-    p = p_ba + row_of_token(p_path, first + places(step), tokens, conv.TOKENS) * stride
+    p = p_ba + row_of_token(p_path, first + token_offsets(step), tokens, conv.TOKENS) * stride
     return tl.load(p + c_b), tl.load(p + c_a)
 
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from gdn_split.kernels.ahead import fetch_ahead, slot_ahead
-from gdn_split.kernels.inputs import Given, Layer, load_gates, load_inputs, load_rows, places, row_of_token
+from gdn_split.kernels.inputs import Given, Layer, load_gates, load_inputs, load_rows, row_of_token, token_offsets
 from gdn_split.kernels.layer import (
     Out,
     Taps,
@@ -139,7 +139,7 @@ def load_kept(x, p_path, column, p_1, i, m, tokens, strides, conv: tl.constexpr)
 def at_place(b, j: tl.constexpr, step: tl.constexpr):
     """The number of token j, in every thread."""
     if step.CHUNK > 1:
-        b = tl.sum(tl.where(places(step) == j, b, 0.0), axis=0)
+        b = tl.sum(tl.where(token_offsets(step) == j, b, 0.0), axis=0)
     return b
 
 
@@ -278,7 +278,7 @@ def advance(
                 # The inputs of all tokens are prepared before the first one updates the state.
                 qk = ()
                 vz = ()
-                decays, betas = gates_of_tokens(b, a, gate, first + places(step) < tokens, EVEN)
+                decays, betas = gates_of_tokens(b, a, gate, first + token_offsets(step) < tokens, EVEN)
                 for j in tl.static_range(CHUNK):
                     is_token = first + j < tokens
                     qk_taps = moved_on(x_qk[j], qk_taps, is_token, EVEN)

@@ -5,7 +5,7 @@ Tests are imported one by one (``--import-mode=importlib``), so that what they s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -376,12 +376,8 @@ def powers(request: pytest.FixtureRequest) -> Sequence[int]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def one_thread() -> Iterator[None]:
+def on_one_thread(one_thread: None) -> None:
     """On the CPU every product here is so small that a second thread costs more than it does."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -30,7 +30,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 H200 = DeviceLimits(132, 232448, hopper=True)
-HEAD_SIZES = (16, 64, 80, 96, 128, 192, 256)
+HEAD_SIZES = (16, 64, 72, 96, 128, 192, 256)
 PAGES = (1, 16, 32, 64, 256, 544, 1056)
 RATIOS = (1, 3, 4, 7, 8, 16)
 gpu = pytest.mark.gpu

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
 import peers
@@ -441,8 +441,8 @@ class Training:
 
 
 def training_inputs(device: torch.device, model: LinearAttention, tokens: int) -> Training:
-    shape = (1, model.num_heads, tokens, model.head_qk)
-    q, k, v, d_out = (torch.randn(shape, device=device, dtype=DTYPE) for _ in range(4))
+    sizes = (model.head_qk, model.head_qk, model.head_v, model.head_v)
+    q, k, v, d_out = (torch.randn(1, model.num_heads, tokens, size, device=device, dtype=DTYPE) for size in sizes)
     history = torch.randn(1, model.num_heads, model.head_qk, model.head_v, device=device)
     fla = tuple(x.transpose(1, 2).contiguous() for x in (q, k, v, d_out)) if has_peer("fla") else ()
     for leaf in (q, k, v, history, *fla[:3]):
@@ -472,8 +472,8 @@ def backward_ours(i: Training, plan: Any = None) -> Ours:
     return Ours((*(x[0].transpose(0, 1) for x in by_token), d_history))
 
 
-def backward_fla(few_configurations: bool = False) -> Callable[[Training], Theirs]:
-    attend = peers.fla(few_configurations)
+def backward_fla(configurations: Literal["all", "few", "one"] = "all") -> Callable[[Training], Theirs]:
+    attend = peers.fla(configurations)
 
     def call(i: Training) -> Theirs:
         def forward() -> tuple[torch.Tensor, Tensors, torch.Tensor]:

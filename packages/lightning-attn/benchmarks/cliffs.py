@@ -52,7 +52,7 @@ def prefill(
         point["head size of v"] = size_v
     sizes = f"{size}" if size_v is None else f"{size} and {size_v}"
     name = f"{row}: {dtype}, {heads} heads of {sizes}, {sequences} x {tokens}"
-    return replace(prefill_point(device, point), name=name, shape=point, requirements=requirements)
+    return replace(prefill_point(device, point, "few"), name=name, shape=point, requirements=requirements)
 
 
 def beside_bfloat16(case: Case) -> Case:
@@ -164,6 +164,6 @@ def cases(device: torch.device) -> Iterator[Case]:
             yield replace(case, name=f"decode: {case.name}")
     for size, heads in ((64, 64), (96, 64), (72, 64), (80, 64), (112, 64), (192, 32), (256, 32), (128, 8), (128, 16)):
         problem = backward_problem(device, model(heads, size), 16384)
-        peer = {FLA: partial(backward_fla, few_configurations=True)}
+        peer = {FLA: partial(backward_fla, "few")}
         case = as_case(problem, peer, backward_references, target_of(time_at_most=0.5, against=FLA))
         yield replace(case, name=f"backward: {case.name}")

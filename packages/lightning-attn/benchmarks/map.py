@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
 import peers
@@ -32,7 +32,7 @@ from kernel_reference.models import MINIMAX_01, LinearAttention
 from kernel_reference.recurrence import linear_attention_chunked
 from lightning_attn import lightning_attention, lightning_attention_varlen, lightning_decode, slopes
 
-FLA = "fla-core, few configurations"
+FLA, FLA_ONE = "fla-core, few configurations", "fla-core, one configuration"
 BY_DECODE = "ours, lightning_decode"
 # Of a head's largest value. Products of float32 may be rounded to 19 bits.
 ERROR_AT_MOST = {"bfloat16": 2e-2, "float16": 4e-3, "float32": 2e-3}
@@ -168,8 +168,8 @@ def prompts(
     return i
 
 
-def prefill_fla() -> Callable[[Given], Result]:
-    attend = peers.fla(few_configurations=True)
+def prefill_fla(configurations: Literal["few", "one"] = "few") -> Callable[[Given], Result]:
+    attend = peers.fla(configurations)
 
     def call(i: Given) -> Result:
         parts = (x.unflatten(0, (len(i.lengths), -1)) for x in (i.q, i.k, i.v))
@@ -184,7 +184,8 @@ def prefill_vllm() -> Callable[[Given], Result]:
     return lambda i: Result(*attend(*i.vllm, i.slopes), ANYTHING)
 
 
-def prefill_point(device: torch.device, point: Point) -> Case:
+def prefill_point(device: torch.device, point: Point, configurations: Literal["few", "one"] = "one") -> Case:
+    """``configurations``: of fla's kernels."""
     lengths = (point["tokens"],) * point["sequences"]
     most = ERROR_AT_MOST[point["dtype"]]
 
@@ -195,14 +196,21 @@ def prefill_point(device: torch.device, point: Point) -> Case:
     dtype, size_v = getattr(torch, point["dtype"]), point.get("head size of v")
     make = partial(prompts, device, lengths, point["heads"], point["head size"], dtype, size_v)
     sizes = {"tokens": sum(lengths), "sequences": len(lengths), "states": 1, "check": partial(check, from_zero=True)}
-    return case_of("prefill", point, make, ours, {FLA: prefill_fla, VLLM_PREFILL: prefill_vllm}, **sizes)
+    return case_of(
+        "prefill",
+        point,
+        make,
+        ours,
+        {FLA_ONE if configurations == "one" else FLA: partial(prefill_fla, configurations), VLLM_PREFILL: prefill_vllm},
+        **sizes,
+    )
 
 
 # Ragged batches with pooled states.
 
 
-def varlen_fla() -> Callable[[Given], Result]:
-    attend = peers.fla(few_configurations=True)
+def varlen_fla(configurations: Literal["few", "one"] = "few") -> Callable[[Given], Result]:
+    attend = peers.fla(configurations)
 
     def call(i: Given) -> Result:
         out, state = attend(
@@ -235,7 +243,7 @@ def varlen_point(device: torch.device, point: Point) -> Case:
         more = {"state_pool": i.pool, "slots": i.slots, "has_initial_state": i.goes_on}
         return Result(lightning_attention_varlen(i.q, i.k, i.v, i.slopes, i.cu_seqlens, **more), i.pool, most, True)
 
-    beside: dict[str, Any] = {FLA: varlen_fla}
+    beside: dict[str, Any] = {FLA_ONE: partial(varlen_fla, "one")}
     if max(lengths) == 1:
         beside[BY_DECODE] = by_decode(most)
     make = partial(given, device, lengths, point["heads"], point["head size"], getattr(torch, point["dtype"]))
@@ -274,7 +282,7 @@ def model_of(point: Point) -> LinearAttention:
 
 def backward_point(device: torch.device, point: Point) -> Case:
     problem = backward_problem(device, model_of(point), point["tokens"])
-    return as_case(problem, {FLA: partial(backward_fla, few_configurations=True)}, backward_references)
+    return as_case(problem, {FLA_ONE: partial(backward_fla, "one")}, backward_references)
 
 
 def tree_point(device: torch.device, point: Point) -> Case:

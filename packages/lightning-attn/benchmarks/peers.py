@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -26,15 +26,15 @@ def has_peer(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
 
 
-def fla(few_configurations: bool = False) -> Callable[..., Attended]:
+def fla(configurations: Literal["all", "few", "one"] = "all") -> Callable[..., Attended]:
     """fla's chunk_simple_gla: q, k, v [sequences, tokens, heads, elements] and log decays; outputs and final states.
 
-    few_configurations: for a map, see :func:`_few_configurations`.
+    configurations: of each kernel, see :func:`_leave_configurations`.
     """
     from fla.ops.simple_gla import chunk_simple_gla
 
-    if few_configurations:
-        _few_configurations()
+    if configurations != "all":
+        _leave_configurations(configurations)
 
     def call(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, **more: Any) -> Attended:
         out, state = chunk_simple_gla(q, k, v, g_gamma=log_decay, scale=1.0, **more)
@@ -44,11 +44,12 @@ def fla(few_configurations: bool = False) -> Callable[..., Attended]:
 
 
 @cache
-def _few_configurations() -> None:
-    """Leave fla's kernels fewer configurations to choose from.
+def _leave_configurations(configurations: Literal["few", "one"]) -> None:
+    """Leave fla's kernels fewer configurations to choose from, or one.
 
     The 48 of its state kernels, tried anew for every size, dtype and kind of batch, take half a minute to compile each
-    time: a map would have nothing else. Left are four warps and three stages, of all tiles, each timed for a moment.
+    time: a map would have nothing else. Left are four warps and three stages, of all tiles, each timed for a moment; or
+    of tiles of 64 alone.
     """
     from fla.ops.common.chunk_h import chunk_bwd_kernel_dh, chunk_fwd_kernel_h
     from fla.ops.common.chunk_o import chunk_bwd_kernel_dqkwg, chunk_bwd_kernel_dv, chunk_fwd_kernel_o
@@ -66,6 +67,8 @@ def _few_configurations() -> None:
         if len(tuner.configs) > 4:
             few = [one for one in tuner.configs if (one.num_warps, one.num_stages) == (4, 3)]
             tuner.configs = few or tuner.configs[:4]
+        if configurations == "one":
+            tuner.configs = sorted(tuner.configs, key=lambda each: sum(abs(n - 64) for n in each.kwargs.values()))[:1]
 
 
 def _briefly(call: Callable[[], object], quantiles: Sequence[float]) -> Any:

@@ -399,11 +399,13 @@ class Kernels:
         """What launches an op, and its tensors as that takes them: checked, but for values and a plan."""
         from lightning_attn import arguments, launch
         from lightning_attn import tensors as groups
+        from lightning_attn.gradients import launch as of_gradients
 
         names = {"attention_backward": "AttentionBackward", "verify": "Decode"}
         tensors = getattr(groups, names.get(op, op.title()))(*given)
         problem = getattr(arguments, f"check_{op}")(tensors, *numbers)
-        prepare = getattr(launch, f"prepare_{'decode' if op == 'verify' else op}")
+        room = of_gradients if op == "attention_backward" else launch
+        prepare = getattr(room, f"prepare_{'decode' if op == 'verify' else op}")
         return prepare(problem, plan, tensors), tensors
 
     def call(self, op: str, given: Sequence[Any], *numbers: Any, plan: Any = None) -> None:

@@ -26,6 +26,7 @@ from kernel_reference.testing.codegen import (
 )
 from kernel_reference.testing.targets import TARGETS
 from lightning_attn import arguments, launch, tensors
+from lightning_attn.gradients import launch as gradients_launch
 from lightning_attn.packed import arguments as packed_arguments
 from lightning_attn.packed import launch as packed_launch
 from lightning_attn.packed.plan import plan_state
@@ -76,7 +77,8 @@ def launches(
     group = {"attention_backward": "AttentionBackward", "verify": "Decode"}.get(op, op.title())
     t = getattr(tensors, group)(*given)
     problem = getattr(arguments, f"check_{op}")(t, *numbers)
-    prepare = getattr(launch, f"prepare_{'decode' if op == 'verify' else op}")
+    room = gradients_launch if op == "attention_backward" else launch
+    prepare = getattr(room, f"prepare_{'decode' if op == 'verify' else op}")
     return recorded_launches(prepare(problem, plan, t), t)
 
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from kernel_reference.dispatch import PreparedLaunches
 from kernel_reference.testing.codegen import recorded_launches
 from kernel_reference.testing.guards import assert_bitwise_equal
 from lightning_attn import launch, ops
+from lightning_attn.gradients import launch as gradients_launch
 from lightning_attn.kernels import chunked, decay
 from lightning_attn.plan import DecodePlan, DeviceLimits, Heads, PrefillPlan, power_of_two_at_least
 
@@ -435,6 +438,29 @@ def test_weights_pair_a_decay_more_to_what_is_before_a_chunk_and_swap_backwards(
             torch.testing.assert_close(got[:length].cpu(), one)
             # Places past the end multiply what is masked, but must not make infinities of it.
             assert (got <= 1).all()
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_gradients_made_at_once_have_the_bits_of_one_after_the_other(
+    monkeypatch, tensors, kernels, device, groups
+) -> None:
+    """Whole sequences, by groups of heads. Without a GPU there are no streams: what is at once there comes in turn."""
+    if device.type == "cpu":
+        stream = Mock(cuda_stream=0)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+        monkeypatch.setattr(gradients_launch, "_stream_beside", lambda *given: stream)
+        monkeypatch.setattr(launch, "device_limits", lambda device: DeviceLimits(1))
+        monkeypatch.setattr(gradients_launch, "device_limits", lambda device: DeviceLimits(1))
+    q, k, v, d_out = (tensors.normal(2, 2, 33, size) for size in (24, 24, 40, 40))
+    history, d_state = (tensors.normal(2, 2, 24, 40) for _ in range(2))
+    slopes = torch.tensor([0.02, 0.3], device=device)
+    results = []
+    for number in (0, groups):
+        monkeypatch.setattr(gradients_launch, "groups_at_once", lambda *given, number=number: number)
+        results.append(kernels.gradients(None, q, k, v, slopes, history, d_out, d_state))
+    for one, other in zip(*results, strict=True):
+        assert_bitwise_equal(one, other)
 
 
 # Any make of batch

@@ -13,12 +13,16 @@ import pytest
 import lightning_attn.plan
 from kernel_reference.models import MINIMAX_01
 from kernel_reference.testing.forks import run_alone
+from lightning_attn.gradients.plan import groups_at_once
 from lightning_attn.plan import (
     SHORT,
+    BackwardProblem,
     DecodePlan,
     DeviceLimits,
     Heads,
+    Operand,
     PrefillPlan,
+    PrefillProblem,
     cdiv,
     fits_hopper,
     fitted,
@@ -431,3 +435,17 @@ def test_importing_the_package_and_planning_touch_no_gpu_and_import_no_triton() 
         "assert 'lightning_attn.kernels' not in sys.modules\n"
     )
     run_alone(program)
+
+
+def test_gradients_of_keys_and_values_are_made_at_once_where_halves_of_a_device_are_full() -> None:
+    for heads, size, sequences, rows, groups in (
+        (64, 64, 1, 16384, 1), (64, 96, 1, 16384, 2), (64, 64, 4, 16384, 4), (32, 96, 1, 16384, 1),
+        # Too few programs; too short; sizes that wait for products, not for memory.
+        (8, 128, 1, 16384, 0), (64, 64, 1, 2047, 0), (64, 80, 1, 16384, 0), (64, 256, 1, 16384, 0),
+    ):  # fmt: skip
+        operand = Operand((sequences, rows, heads, size), (1, 1, 1, 1))
+        shape = Heads(heads, heads, size, size)
+        one = PrefillProblem(
+            shape, operand, operand, operand, operand, None, None, rows, sequences, sequences, 1.0, "bfloat16"
+        )
+        assert groups_at_once(BackwardProblem(one, one, one), H200) == groups, (heads, size, sequences, rows)

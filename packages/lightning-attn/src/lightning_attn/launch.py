@@ -29,7 +29,6 @@ from lightning_attn.kernels import chunked, recurrent
 from lightning_attn.kernels.schedule import DecodeStrides, RowStrides, Sizes, StateStrides, Strides
 from lightning_attn.plan import (
     SHORT,
-    BackwardProblem,
     DecodePlan,
     DecodeProblem,
     DeviceLimits,
@@ -37,15 +36,15 @@ from lightning_attn.plan import (
     Operand,
     PrefillPlan,
     PrefillProblem,
-    fitted,
     narrowed,
     plan_decode,
     plan_prefill,
     staged,
     staged_by_mean,
+    unsegmented,
     widened,
 )
-from lightning_attn.tensors import Attention, AttentionBackward, Commit, Decode, Varlen
+from lightning_attn.tensors import Attention, Commit, Decode, Varlen
 
 Tensor = torch.Tensor
 
@@ -84,28 +83,6 @@ def prepare_attention(
     return run
 
 
-def prepare_attention_backward(
-    problem: BackwardProblem, plan: PrefillPlan | None, tensors: AttentionBackward
-) -> Callable[[AttentionBackward], None]:
-    """What makes the gradients: the problem says how."""
-    if problem.dv.rows == 0:
-        return lambda t: _keep_state(t.d_kv, t.d_history)
-    if problem.dv.sequences == 0:
-        return launch_nothing
-    device = tensors.q.device
-    other = None if plan is None else fitted(plan, problem.dq.heads)
-    prefill_dq = _prepare_prefill(problem.dq, other, device)
-    prefill_dk = _prepare_prefill(problem.dk, other, device)
-    prefill_dv = _prepare_prefill(problem.dv, plan, device)
-
-    def run(t: AttentionBackward) -> None:
-        prefill_dq(t.d_out, t.v, t.k, t.d_q, t.ed, None, None, None, t.kv_history, None, None, None)
-        prefill_dk(t.v, t.d_out, t.q, t.d_k, t.ed, None, None, None, t.d_kv, None, None, None)
-        prefill_dv(t.k, t.q, t.d_out, t.d_v, t.ed, None, None, None, t.d_kv, t.d_history, None, None)
-
-    return run
-
-
 def prepare_varlen(problem: PrefillProblem, plan: PrefillPlan | None, tensors: Varlen) -> Callable[[Varlen], None]:
     """What runs the ragged prefill."""
     if problem.rows == 0:
@@ -134,15 +111,21 @@ def prepare_commit(problem: DecodeProblem, plan: DecodePlan | None, tensors: Com
     return lambda t: run(None, t.k, t.v, t.state_pool, t.slots, t.slopes, t.accepted, None)
 
 
-def _prepare_prefill(problem: PrefillProblem, plan: PrefillPlan | None, device: torch.device) -> Callable[..., None]:
+def _prepare_prefill(
+    problem: PrefillProblem, plan: PrefillPlan | None, device: torch.device, whole: bool = False
+) -> Callable[..., None]:
     """What runs a prefill, called by position with q, k, v, o, slopes, cu_seqlens, slots, has_initial, initial, final,
     positions and snapshot slots.
 
-    Two plans are kept: slices of fused tensors may come 16-byte aligned or not.
+    ``whole``: a program takes a whole sequence. Two plans are kept: slices of fused tensors may come 16-byte aligned
+    or not.
     """
-    return by_alignment(
-        lambda aligned: _make_prefill(problem, _plan_prefill(problem, plan, aligned, device), device), slice(0, 4)
-    )
+
+    def make(aligned: bool) -> Callable[..., None]:
+        found = _plan_prefill(problem, plan, aligned, device)
+        return _make_prefill(problem, unsegmented(found) if whole else found, device)
+
+    return by_alignment(make, slice(0, 4))
 
 
 def _plan_prefill(

@@ -112,7 +112,7 @@ def _prepare_attention(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> An
 
 
 def _prepare_attention_backward(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
-    launch = launch_module("lightning_attn")
+    launch = launch_module("lightning_attn.gradients")
     t = AttentionBackward(*tensors)
     problem = arguments.check_attention_backward(t, *numbers)
     run = launch.prepare_attention_backward(problem, PrefillPlan.from_ints(_plan(numbers, 1)), t)

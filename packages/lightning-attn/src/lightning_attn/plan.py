@@ -252,6 +252,11 @@ def fitted(plan: PrefillPlan, heads: Heads) -> PrefillPlan:
     return replace(plan, chunk=32, block_e=16, block_d=64, num_stages=1, hopper=False, roles=False, part=0)
 
 
+def unsegmented(plan: PrefillPlan) -> PrefillPlan:
+    """The plan, but that a program takes a whole sequence."""
+    return replace(plan, segment=0, part=0, dependent_launch=False, chained=False)
+
+
 def plan_prefill(
     heads: Heads,
     dtype: str,

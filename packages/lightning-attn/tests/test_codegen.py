@@ -105,12 +105,12 @@ def all_specs(target: str) -> Iterator[KernelSpec]:
                 yield KernelSpec.of_launch(*call, name=f"{name}, forward {i}")
         given = (q, k, v, rates, history, out, state, *map(torch.empty_like, (q, k, v, history)))
         calls = launches("attention_backward", given, (1.0,), plan)
-        # The last of the three prefills goes backwards and keeps its final state; with segments it is three launches,
-        # of which the one between is the same for all dtypes and sizes.
-        calls = calls[-3 if plan.segment else -1 :]
-        for i, call in enumerate(calls):
-            if i != 1 or (heads == MINIMAX_TP8 and dtype == torch.bfloat16):
-                yield KernelSpec.of_launch(*call, name=f"{name}, backward {i}")
+        # The last of the three prefills goes backwards and keeps its final state.
+        for i, call in enumerate(calls[-(len(calls) // 3) :]):
+            spec = KernelSpec.of_launch(*call, name=f"{name}, backward {i}")
+            # It is the same for all dtypes and sizes.
+            if not spec.kernel.endswith("carry_states") or (heads == MINIMAX_TP8 and dtype == torch.bfloat16):
+                yield spec
 
     def ragged(
         name: str, heads: Heads, dtype: torch.dtype, snapshots: int, plan: PrefillPlan | None = None

@@ -575,7 +575,7 @@ def tabulate_states(p_cu, p_table, num_sequences, rows, SEGMENT: tl.constexpr):
     """Of each slot, and of each chain, sequence, segment and rows."""
     i_w = tl.program_id(0)
     batch = schedule.Batch(p_cu, None, None, schedule.Counts(rows, num_sequences, num_sequences))
-    i_n, i_segment, begin, end = schedule.locate_state(batch, i_w, SEGMENT)
+    i_n, i_segment, begin, end = schedule.locate_state(batch, i_w, SEGMENT, False)
     tl.store(p_table + i_w * 5, i_n)
     tl.store(p_table + i_w * 5 + 1, i_segment)
     tl.store(p_table + i_w * 5 + 2, end - begin)

@@ -155,6 +155,8 @@ def _make_prefill(problem: PrefillProblem, plan: PrefillPlan, device: torch.devi
     if plan.chunk == 1:
         arguments = (*rest, strides._replace(carried=None), sizes)
         return Launch(recurrent.prefill, grid, arguments, device, num_warps=plan.num_warps)
+    if plan.roles and plan.segment and not problem.ragged:
+        sizes = sizes._replace(PART=plan.part or plan.segment, SUMMED=_most_summed(problem.heads))
     main: Callable[..., None]
     if plan.hopper and plan.bf16x6:
         from lightning_attn.kernels import hopper_float32
@@ -224,17 +226,32 @@ def _tma_box(operand: Operand, rows: int, columns: int) -> TmaBox:
     return TmaBox((b, h, n, d), (*strides, s_d), (1, 1, rows, columns))
 
 
+def _most_summed(heads: Heads) -> int:
+    """Segments of a sequence whose states the kernel by roles sums by itself: of more, a launch carries them.
+
+    On an H100, 16384 tokens, us by itself and by a launch: 32 heads of 64, of 4 segments, 118 and 121, 4 of 128, of 8,
+    60 and 56.
+    """
+    # A larger state leaves no registers for another.
+    if heads.head_qk > 128:
+        return 0
+    return 8 if heads.num_heads * cdiv(heads.head_v, 64) >= 16 else 4
+
+
 def _with_segments(
     problem: PrefillProblem, plan: PrefillPlan, sizes: Sizes, device: torch.device, main: Callable[..., None],
     finish: Callable[..., None],
 ) -> Callable[..., None]:  # fmt: skip
-    """Segments in parallel, after the two launches that make the states between them."""
-    strides, segment = _strides(problem), plan.segment
+    """Segments in parallel, after the one or two launches that make the states between them."""
+    strides, segment, most_summed = _strides(problem), plan.segment, sizes.SUMMED
+    sizes = sizes._replace(SUMMED=0)
     counts = (problem.rows, problem.sequences, problem.num_slots)
     # A sequence has states to carry if it is longer than a segment: see schedule.carried_slot.
     chains = _chains(problem, segment)
     states = problem.rows // segment + chains if chains and problem.ragged else chains * cdiv(problem.rows, segment)
-    own = _own_states_launch(problem, plan, sizes, strides, states, device)
+    # Of which the last of a sequence is nobody's: of a ragged batch only the device knows how many there are.
+    passed = states if problem.ragged else states - chains
+    own = _own_states_launch(problem, plan, sizes, strides, passed, device)
     # Small tiles: the chain of a sequence's segments is latency alone. One kernel whatever stages the others have.
     part = plan.part or segment
     small = sizes._replace(BLOCK_E=16, BLOCK_D=min(32, sizes.BLOCK_D), STAGES=1, PART=part)
@@ -245,14 +262,17 @@ def _with_segments(
         dependent_launch=sizes.DEPENDENT_LAUNCH,
     )  # fmt: skip
     size = (states, sizes.H, sizes.E, _carried_rows(sizes.D))
+    size_of_own = size if part == segment else (segment // part, *size)
+    is_carried = states > most_summed * chains
 
     def run(q, k, v, o, slopes, cu, slots, has, first, last, positions, targets):  # type: ignore[no-untyped-def]
-        between = torch.empty(size, dtype=torch.float32, device=device)
+        between = torch.empty(size_of_own, dtype=torch.float32, device=device)
         if states:
+            own(k, v, slopes, cu, slots, between)
+        if is_carried:
             of_parts = between
             if part < segment:
-                of_parts = torch.empty((segment // part, *size), dtype=torch.float32, device=device)
-            own(k, v, slopes, cu, slots, of_parts)
+                between = torch.empty(size, dtype=torch.float32, device=device)
             carry(slopes, cu, slots, has, first, of_parts, between)
         main(q, k, v, o, slopes, cu, slots, has, first, last, between, positions, targets)
         finish(k, v, slopes, cu, slots, last, positions, targets)
@@ -261,11 +281,11 @@ def _with_segments(
 
 
 def _own_states_launch(
-    problem: PrefillProblem, plan: PrefillPlan, sizes: Sizes, strides: Strides, states: int, device: torch.device
+    problem: PrefillProblem, plan: PrefillPlan, sizes: Sizes, strides: Strides, passed: int, device: torch.device
 ) -> Callable[..., None]:
     """What makes the states that segments would leave had they begun from zero, whatever columns the plan has."""
     sizes = sizes._replace(BLOCK_E=min(plan.block_e, 64))
-    tiles = cdiv(sizes.E, sizes.BLOCK_E) * sizes.H * states
+    tiles = cdiv(sizes.E, sizes.BLOCK_E) * sizes.H * passed
     arguments = (problem.rows, problem.sequences, problem.num_slots, problem.scale, Strides(carried=strides.carried))
     if plan.hopper and not plan.bf16x6:
         from lightning_attn.kernels import hopper_states

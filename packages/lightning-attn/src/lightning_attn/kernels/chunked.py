@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from lightning_attn.kernels.decay import (
+    advanced,
     base_two_rate,
     decayed,
     entering,
@@ -41,6 +42,7 @@ from lightning_attn.kernels.schedule import (
     locate_chain,
     locate_state,
     next_snapshot,
+    nth_segment,
     program,
     rows_of_head,
     segment_rows,
@@ -355,7 +357,7 @@ def segment_states(
         tl.extra.cuda.gdc_launch_dependents()
     i_e, i_h, i_w = program(sizes.H, (sizes.E + sizes.BLOCK_E - 1) // sizes.BLOCK_E)
     i_h = i_h.to(tl.int64)
-    i_n, i_segment, first, last = locate_state(batch, i_w, sizes.SEGMENT)
+    i_n, i_segment, first, last = locate_state(batch, i_w, sizes.SEGMENT, sizes.REVERSED)
     begin, end = segment_rows(first, last, i_segment, sizes.SEGMENT)
     slot = slot_of(batch, i_n)
     has_next = end < last
@@ -367,7 +369,7 @@ def segment_states(
         k = rows_of_head(p_k, s_k, i_n, i_h, sizes.RATIO_QK)
         v = rows_of_head(p_v, s_v, i_n, i_h, sizes.RATIO_V)
         rate = base_two_rate(p_slopes, i_h)
-        tokens = chunks_in_reach(rate, sizes.SEGMENT, sizes.CHUNK) * sizes.CHUNK
+        tokens = chunks_in_reach(rate, sizes) * sizes.CHUNK
         if sizes.REVERSED:
             end = tl.minimum(end, begin + tokens)
         else:
@@ -420,12 +422,13 @@ def carry_states(
         first_slot = carried_slot(batch, i_n, first, sizes.SEGMENT)
         segments = tl.cdiv(last - first, sizes.SEGMENT)
         # From one on that is not in reach, parts have not been made.
-        tokens = chunks_in_reach(rate, sizes.SEGMENT, sizes.CHUNK) * sizes.CHUNK
+        tokens = chunks_in_reach(rate, sizes) * sizes.CHUNK
         PARTS: tl.constexpr = sizes.SEGMENT // sizes.PART
         AHEAD: tl.constexpr = max(2, 8 // PARTS)
         for i_first in range(0, segments, AHEAD):
             # Loads of so many are in flight: nothing is stored between them, which they might have to wait for.
             own = ()
+            lengths = ()
             for j in tl.static_range(AHEAD):
                 i_own = (first_slot + nth_segment(i_first + j, segments, sizes.REVERSED)) * PARTS
                 before = last - first - nth_segment(i_first + j - 1, segments, sizes.REVERSED) * sizes.SEGMENT
@@ -435,15 +438,10 @@ def carry_states(
                     is_there = (i_first + j > 0) & (i_first + j < segments) & (i_part * sizes.PART < made)
                     b_own += load_piece(of_parts, i_own + i_part, i_h, i, i_e, sizes, is_there)
                 own = own + (b_own,)
+                lengths = lengths + (tl.minimum(before, sizes.SEGMENT),)
             for j in tl.static_range(AHEAD):
                 if i_first + j < segments:
+                    if i_first + j > 0:
+                        b_S = advanced(b_S, rate, lengths[j], rest, own[j])
                     i_segment = nth_segment(i_first + j, segments, sizes.REVERSED)
-                    b_S += own[j]
                     store_piece(carried, first_slot + i_segment, i_h, i, i_e, b_S, sizes)
-                    of_segment = tl.minimum(last - first - i_segment * sizes.SEGMENT, sizes.SEGMENT)
-                    b_S = decayed(b_S, rate, of_segment, rest)
-
-
-@triton.jit
-def nth_segment(i_step, segments, REVERSED: tl.constexpr):
-    return segments - 1 - i_step if REVERSED else i_step

@@ -102,6 +102,13 @@ def decayed(b_S, rate, tokens, rest=None):
 
 
 @triton.jit
+def advanced(b_S, rate, tokens, rest, b_own):
+    """The state after these tokens, which leave b_own by themselves. FMAs are explicit: other kernels have its bits."""
+    kept, lost = kept_and_lost(rate, tokens, rest)
+    return tl.fma(b_S, kept, tl.fma(b_S, lost, b_own))
+
+
+@triton.jit
 def into_float16(largest):
     """A power of two that brings values of at most ``largest`` below 2^15, and its inverse.
 

@@ -158,7 +158,7 @@ def prefill(
         if CHAINED:
             # Who has another segment behind it.
             has_next = begin > first if REVERSED else end < last
-            in_reach = chunks_in_reach(base_two_rate(p_slopes, i_h), SEGMENT, CHUNK)
+            in_reach = chunks_in_reach(base_two_rate(p_slopes, i_h), sizes)
             # At least one: who has another segment behind it passes a state on.
             own = gl.where(has_next, gl.minimum(chunks, gl.maximum(in_reach, 1)), 0)
         work = Work(i_box, i_h_qk, i_h_v, i_h, column, start, chunks, own)

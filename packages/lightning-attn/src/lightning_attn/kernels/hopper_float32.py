@@ -402,7 +402,7 @@ def segment_states(
     carried = States(p_carried, strides.carried)
     i_e, i_h, i_w = program(sizes.H, (sizes.E + BLOCK_E - 1) // BLOCK_E)
     i_h = i_h.to(gl.int64)
-    i_n, i_segment, first, last = locate_state(batch, i_w, SEGMENT)
+    i_n, i_segment, first, last = locate_state(batch, i_w, SEGMENT, sizes.REVERSED)
     i_n = i_n.to(gl.int64)
     k = rows_of_head(p_k, strides.k, i_n, i_h, sizes.RATIO_QK)
     v = rows_of_head(p_v, strides.v, i_n, i_h, sizes.RATIO_V)

@@ -14,10 +14,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from lightning_attn.kernels.chunked import in_units
-from lightning_attn.kernels.decay import base_two_rate, decay_over, into_float16, inverse, rest_of_rate, unit_of
+from lightning_attn.kernels.decay import (
+    advanced,
+    base_two_rate,
+    decay_over,
+    into_float16,
+    inverse,
+    rest_of_rate,
+    unit_of,
+)
 from lightning_attn.kernels.hopper_ring import pieces_of, state_layout, tile_of
 from lightning_attn.kernels.hopper_rows import (
     load_state,
+    load_tile,
     opaque,
     single_token,
     store_snapshots,
@@ -27,7 +36,15 @@ from lightning_attn.kernels.hopper_rows import (
     zero_state,
 )
 from lightning_attn.kernels.hopper_step import Chunk, out_layout, store_tile_of_outputs, weighted
-from lightning_attn.kernels.schedule import bounds, carried_slot, has_initial, next_snapshot, slot_of
+from lightning_attn.kernels.schedule import (
+    bounds,
+    carried_slot,
+    chunks_in_reach,
+    has_initial,
+    next_snapshot,
+    nth_segment,
+    slot_of,
+)
 
 
 class Stages(NamedTuple):
@@ -104,10 +121,10 @@ def outputs(tiles, b_o, sizes: gl.constexpr):
 @gluon.jit
 def scaled_by(S, sizes: gl.constexpr):
     """What brings a state's columns into float16's range, and its inverse."""
-    b_most = gl.max(gl.abs(S[0]), axis=1)
+    b_most = gl.abs(S[0])
     for p in gl.static_range(1, pieces_of(sizes)):
-        b_most = gl.maximum(b_most, gl.max(gl.abs(S[p]), axis=1))
-    return into_float16(b_most)
+        b_most = gl.maximum(b_most, gl.abs(S[p]))
+    return into_float16(gl.max(b_most, axis=1))
 
 
 @gluon.jit
@@ -247,7 +264,39 @@ def chunk_before(chunk, sizes: gl.constexpr):
 
 
 @gluon.jit
-def begin_state(states, batch, span, i_h, o_d, o_e, scale, sizes: gl.constexpr, IN_UNITS: gl.constexpr):
+def sum_up(S, own, batch, span, decays, i_h, o_d, o_e, sizes: gl.constexpr):
+    """The state before a segment, of the one before the sequence and what each segment before leaves by itself.
+
+    It has the bits of ``chunked.carry_states``, and waits for no launch of that.
+    """
+    PARTS: gl.constexpr = sizes.SEGMENT // sizes.PART
+    REVERSED: gl.constexpr = sizes.REVERSED
+    BLOCK_E: gl.constexpr = sizes.BLOCK_E
+    BLOCK_D: gl.constexpr = sizes.BLOCK_D
+    layout: gl.constexpr = state_layout(sizes)
+    rate = base_two_rate(decays.p_slopes, i_h)
+    lost = rest_of_rate(decays.p_slopes, i_h, rate)
+    segments = (span.length + sizes.SEGMENT - 1) // sizes.SEGMENT
+    first_slot = carried_slot(batch, span.i_n, span.first, sizes.SEGMENT)
+    reach = chunks_in_reach(rate, sizes) * sizes.CHUNK
+    for i in range(1, nth_segment(span.i_segment, segments, REVERSED) + 1):
+        i_own = (first_slot + nth_segment(i, segments, REVERSED)) * PARTS
+        length = gl.minimum(span.length - nth_segment(i - 1, segments, REVERSED) * sizes.SEGMENT, sizes.SEGMENT)
+        made = gl.minimum(reach, length)
+        next_S = ()
+        for p in gl.static_range(pieces_of(sizes)):
+            b_own = gl.zeros([BLOCK_E, BLOCK_D], gl.float32, layout)
+            for i_part in gl.static_range(PARTS):
+                # From one on that is not in reach, parts have not been made.
+                if i_part * sizes.PART < made:
+                    b_own += load_tile(own, i_own + i_part, i_h, o_d + p * BLOCK_D, o_e, sizes)
+            next_S = next_S + (advanced(S[p], rate, length, lost, b_own),)
+        S = next_S
+    return S
+
+
+@gluon.jit
+def begin_state(states, batch, span, i_h, o_d, o_e, decays, sizes: gl.constexpr, IN_UNITS: gl.constexpr):
     """The state before a program's first row."""
     initial = states[0]
     carried = states[2]
@@ -255,14 +304,19 @@ def begin_state(states, batch, span, i_h, o_d, o_e, scale, sizes: gl.constexpr, 
     is_carried = False
     if sizes.SEGMENT:
         is_carried = span.length > sizes.SEGMENT
+        if sizes.SUMMED:
+            is_carried = span.length > sizes.SEGMENT * sizes.SUMMED
         if is_carried:
             i_state = carried_slot(batch, span.i_n, span.first, sizes.SEGMENT) + span.i_segment
             S = load_state(carried, i_state.to(gl.int64), i_h, o_d, o_e, sizes)
     if initial.p is not None:
         if has_initial(batch, span.i_n) and not is_carried:
             S = load_state(initial, span.slot, i_h, o_d, o_e, sizes)
+    if sizes.SUMMED:
+        if (span.length > sizes.SEGMENT) & (not is_carried):
+            S = sum_up(S, carried, batch, span, decays, i_h, o_d, o_e, sizes)
     if IN_UNITS:
-        S = in_units(S, 1.0 / unit_of(scale))
+        S = in_units(S, 1.0 / unit_of(decays.scale))
     return S
 
 
@@ -306,7 +360,7 @@ def follow(
         o_e = work.column + gl.arange(0, sizes.BLOCK_E, gl.SliceLayout(1, L_S))
         o_i = gl.arange(0, CHUNK, gl.SliceLayout(0, out_layout(sizes)))
         o_k = gl.arange(0, CHUNK, gl.SliceLayout(0, gl.DotOperandLayout(0, L_S, 2)))
-        S = begin_state(states, batch, span, work.i_h, o_d, o_e, scale, sizes, IN_UNITS)
+        S = begin_state(states, batch, span, work.i_h, o_d, o_e, decays, sizes, IN_UNITS)
         state = (S, ahead_of(S, sizes, tiles.scores.dtype))
         rate = base_two_rate(p_slopes, work.i_h)
         lost = rest_of_rate(p_slopes, work.i_h, rate)

@@ -61,31 +61,43 @@ def load(d_k, d_v, stages, work, stride: gl.constexpr, sizes: gl.constexpr):
 
 
 @gluon.jit
-def add_chunk(stages, i, S, b_entering, decay, length, sizes: gl.constexpr, MASKED: gl.constexpr):
-    """The state after chunk i, of ``length`` rows."""
-    CHUNK: gl.constexpr = sizes.CHUNK
-    STAGES: gl.constexpr = sizes.STAGES
-    PIECES: gl.constexpr = pieces_of(sizes)
+def values_of(stages, i, is_there, b_entering, sizes: gl.constexpr):
+    """The weighted values of chunk i, an operand; of one that is not there, whatever the ring has."""
     operand: gl.constexpr = gl.DotOperandLayout(0, state_layout(sizes), 2)
-    stage = i % STAGES
-    v_tile = stages.v.index(stage).reshape([CHUNK, sizes.BLOCK_E])
-    mbarrier.wait(stages.full.index(stage), (i // STAGES) & 1)
-    if MASKED:
-        for p in gl.static_range(PIECES):
-            zero_after(tile_of(stages.k[p], stage, sizes), length, CHUNK, sizes.BLOCK_D, sizes.WARPS)
-        zero_after(v_tile, length, CHUNK, sizes.BLOCK_E, sizes.WARPS)
-        fence_async_shared()
-        tl.debug_barrier()
-    b_v = (v_tile.permute((1, 0)).load(operand).to(gl.float32) * b_entering[None, :]).to(v_tile.dtype)
+    stage = i % sizes.STAGES
+    v_tile = stages.v.index(stage).reshape([sizes.CHUNK, sizes.BLOCK_E])
+    mbarrier.wait(stages.full.index(stage), (i // sizes.STAGES) & 1, pred=is_there)
+    return (v_tile.permute((1, 0)).load(operand).to(gl.float32) * b_entering[None, :]).to(v_tile.dtype)
+
+
+@gluon.jit
+def short_values(stages, length, b_entering, sizes: gl.constexpr):
+    """Those of the first chunk, of ``length`` rows: others are zeroed, of keys too."""
+    CHUNK: gl.constexpr = sizes.CHUNK
+    mbarrier.wait(stages.full.index(0), 0)
+    for p in gl.static_range(pieces_of(sizes)):
+        zero_after(tile_of(stages.k[p], 0, sizes), length, CHUNK, sizes.BLOCK_D, sizes.WARPS)
+    zero_after(stages.v.index(0).reshape([CHUNK, sizes.BLOCK_E]), length, CHUNK, sizes.BLOCK_E, sizes.WARPS)
+    fence_async_shared()
+    tl.debug_barrier()
+    return values_of(stages, 0, True, b_entering, sizes)
+
+
+@gluon.jit
+def add_chunk(stages, i, S, b_v, decay, has_next, b_entering, sizes: gl.constexpr):
+    """The state after chunk i, of values b_v, and those of the next one, which are loaded while it is multiplied."""
+    PIECES: gl.constexpr = pieces_of(sizes)
+    stage = i % sizes.STAGES
     issued = ()
     for p in gl.static_range(PIECES):
         issued = issued + (warpgroup_mma(b_v, tile_of(stages.k[p], stage, sizes), S[p] * decay, is_async=True),)
+    b_next = values_of(stages, i + 1, has_next, b_entering, sizes)
     done = ()
     for p in gl.static_range(PIECES):
         done = done + (warpgroup_mma_wait(PIECES - 1 - p, deps=[issued[p]]),)
     tl.debug_barrier()
     mbarrier.arrive(stages.empty.index(stage))
-    return done
+    return done, b_next
 
 
 @gluon.jit
@@ -106,16 +118,18 @@ def add_up(stages, work, carried, i_state, p_slopes, scale, rest, away, sizes: g
         lost = rest_of_rate(p_slopes, work.i_h, rate)
         of_keys = scale / unit_of(scale) if IN_UNITS else scale
         S = zero_state(sizes)
-        first = 0
+        b_entering = entering(rate, o_k, CHUNK, of_keys, REVERSED)
+        # Of the first chunk, which there is no state before to decay.
         if REVERSED:
             if rest > 0:
-                first = 1
-                b_entering = entering(rate, o_k, rest, of_keys, REVERSED)
-                S = add_chunk(stages, 0, S, b_entering, decay_over(rate, lost, rest), rest, sizes, True)
-        b_entering = entering(rate, o_k, CHUNK, of_keys, REVERSED)
+                b_v = short_values(stages, rest, entering(rate, o_k, rest, of_keys, REVERSED), sizes)
+            else:
+                b_v = values_of(stages, 0, True, b_entering, sizes)
+        else:
+            b_v = values_of(stages, 0, True, b_entering, sizes)
         decay = decay_over(rate, lost, gl.to_tensor(CHUNK))
-        for i in range(first, work.chunks):
-            S = add_chunk(stages, i, S, b_entering, decay, CHUNK, sizes, False)
+        for i in range(work.chunks):
+            S, b_v = add_chunk(stages, i, S, b_v, decay, i + 1 < work.chunks, b_entering, sizes)
         if IN_UNITS:
             S = in_units(S, unit_of(scale))
         if sizes.PART < sizes.SEGMENT:
@@ -147,13 +161,13 @@ def segment_states(
     if sizes.DEPENDENT_LAUNCH:
         tl.extra.cuda.gdc_launch_dependents()
     i_e, i_h, i_w = program(sizes.H, (sizes.E + sizes.BLOCK_E - 1) // sizes.BLOCK_E)
-    i_n, i_segment, first, last = locate_state(batch, i_w // PARTS, SEGMENT)
+    i_n, i_segment, first, last = locate_state(batch, i_w // PARTS, SEGMENT, REVERSED)
     i_state = carried_slot(batch, i_n, first, SEGMENT) + i_segment
     # TMA coordinates have 32 bits.
     first = first.to(gl.int32)
     last = last.to(gl.int32)
     begin, end = segment_rows(first, last, i_segment, SEGMENT)
-    tokens = chunks_in_reach(base_two_rate(p_slopes, i_h), SEGMENT, CHUNK) * CHUNK
+    tokens = chunks_in_reach(base_two_rate(p_slopes, i_h), sizes) * CHUNK
     stride: gl.constexpr = -CHUNK if REVERSED else CHUNK
     rest = 0
     # Parts count from the end at which the next segment is.

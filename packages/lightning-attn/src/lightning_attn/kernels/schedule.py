@@ -42,8 +42,10 @@ class Sizes(NamedTuple):
     STATE_E: int = 0
     # Of those kernels: what stores a state loads it in whole lines too.
     LINES: bool = False
-    # Of kernels that make or carry the states of segments: tokens of a part, of which each segment has as many.
+    # Of kernels that make, carry or sum the states of segments: tokens of a part, of which each segment has as many.
     PART: int = 0
+    # Of the kernel by roles: it sums by itself what goes before a segment, where a sequence has as many at most.
+    SUMMED: int = 0
 
 
 class Counts(NamedTuple):
@@ -210,13 +212,21 @@ def chain_of(batch, i_n, begin, SEGMENT: tl.constexpr):
 
 
 @triton.jit
-def chunks_in_reach(rate, SEGMENT: tl.constexpr, CHUNK: tl.constexpr):
-    """Chunks of a segment, at its end, that its own state takes in.
+def chunks_in_reach(rate, sizes: tl.constexpr):
+    """Chunks of a segment, at its end, that its own state takes in: those before are forgotten, and not read.
 
-    From 2^-150 on a weight is 0 in float32: chunks that far from the next segment are not read.
+    In 16 bits tokens whose weight in the next segment is exp(-24) at most, as in ``lightning_state``; in float32 those
+    of a weight below 2^-150, which is 0.
     """
-    reach = tl.minimum(150.0 / tl.maximum(rate, 1e-30), SEGMENT + 0.0).to(tl.int32)
-    return tl.cdiv(reach, CHUNK)
+    FORGOTTEN: tl.constexpr = 34.625 if sizes.PRECISION is None else 150.0
+    reach = tl.minimum(FORGOTTEN / tl.maximum(rate, 1e-30), sizes.SEGMENT + 0.0).to(tl.int32)
+    return tl.cdiv(reach, sizes.CHUNK)
+
+
+@triton.jit
+def nth_segment(i_step, segments, REVERSED: tl.constexpr):
+    """Its number, in the order in which states go from one to the next."""
+    return segments - 1 - i_step if REVERSED else i_step
 
 
 @triton.jit
@@ -270,13 +280,20 @@ def last_up_to(batch, number, SEGMENT: tl.constexpr, CHAINS: tl.constexpr):
 
 
 @triton.jit
-def locate_state(batch, i_state, SEGMENT: tl.constexpr):
-    """Sequence, segment and the sequence's rows of the workspace's slot i_state; a slot that is nobody's has no rows.
+def locate_state(batch, i_state, SEGMENT: tl.constexpr, REVERSED: tl.constexpr):
+    """Sequence, segment and the sequence's rows of the i-th state that a segment passes on.
 
-    Of a ragged batch sequences longer than a segment alone have slots: many short ones take no programs.
+    Where all have as many, none is of a sequence's last segment, or REVERSED of its first. Of a ragged batch it is the
+    workspace's slot i_state, and a slot that is nobody's has no rows; sequences longer than a segment alone have slots:
+    many short ones take no programs.
     """
     if batch.p_cu is None:
-        i_n, i_segment, begin, end = locate(batch, i_state, SEGMENT)
+        passed = tl.cdiv(batch.count.rows, SEGMENT) - 1
+        i_n = i_state // passed
+        i_segment = i_state % passed
+        if REVERSED:
+            i_segment += 1
+        begin, end = bounds(batch, i_n)
     else:
         i_n = last_up_to(batch, i_state, SEGMENT, False)
         begin, end = bounds(batch, i_n)

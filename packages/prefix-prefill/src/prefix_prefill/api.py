@@ -256,7 +256,7 @@ def prefix_prefill(
         numbers = (
             max_seqlen_q, page_layout, q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale, left, right,
             softcap, skip_decode, k_number, v_number, out_number, splits, most,
-            None if ints is None else tuple(ints), quantize_q,
+            quantize_q, None if ints is None else tuple(ints),
         )  # fmt: skip
         result, lse = ops.prefill(tensors, numbers, return_lse, None if out_scale is None else FP8[0])
     except REFUSALS:

@@ -84,8 +84,9 @@ class PrefillNumbers(NamedTuple):
     num_splits: int
     # torch leaves these out where they are the schema's defaults.
     max_seqlen_k: int = MOST_TOKENS
-    plan: Sequence[int] | None = None
     quantize_q: bool = False
+    # Last: there a list, as torch passes it, is looked for (kernel_reference.dispatch).
+    plan: Sequence[int] | None = None
 
 
 def prefill_arguments(given: tuple[Any, ...]) -> tuple[PrefillTensors, PrefillNumbers]:

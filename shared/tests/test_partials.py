@@ -163,16 +163,16 @@ def test_kernels_write_to_the_memory_of_peers_and_wait_for_them(world: int, dtyp
 @pytest.mark.codegen
 def test_kernels_of_peers_compile_for_gpus() -> None:
     kernels = pytest.importorskip("kernel_reference.peers.kernels")
-    out, lse, calls = torch.zeros(5, 8, 512, dtype=torch.bfloat16), torch.zeros(5, 8), torch.zeros(1, dtype=torch.int32)
+    out, lse, calls = torch.zeros(5, 8, 128, dtype=torch.bfloat16), torch.zeros(5, 8), torch.zeros(1, dtype=torch.int32)
     peers_of = kernels.Peers((2**40, 2**41), 2**20)
-    exchange = kernels.ExchangeConfig(2, 4, 512, 512, 8, 256, True, True)
+    exchange = kernels.ExchangeConfig(2, 4, 128, 128, 8, 256, True, True)
     gather = kernels.GatherConfig(2, 256, 256, True)
     strides, bits = kernels.PartStrides(*out.stride()[:2], *lse.stride()), out.flatten(1).view(torch.int32)
     specs = [
         KernelSpec.of_call(kernels.exchange_and_merge, (out, lse, out, lse, calls, 1, 5, strides, peers_of, exchange)),
         KernelSpec.of_call(
             kernels.gather_rows,
-            (bits, bits, calls, 1, 5, 128, 128, kernels.WholeStrides(256, 128), peers_of, gather),
+            (bits, bits, calls, 1, 5, 512, 512, kernels.WholeStrides(1024, 512), peers_of, gather),
         ),
     ]
     pools = kernels.Pools((2**40, 2**41), (2**42,) * 2)

@@ -105,7 +105,7 @@ PREFILL = {
 
 
 # Whose keys a kernel places too.
-PLACED = ("ragged", "nothing older", "window, x-packed", "bfloat16")
+PLACED = ("ragged", "window, x-packed")
 
 
 def _prefill(rank: int, world: int, cases: dict[str, Case], buffers: Tensor) -> None:

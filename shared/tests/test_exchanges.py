@@ -44,6 +44,13 @@ def _exchanged(given: Given, rank: int, kind: str, wrong: Tensor) -> Partial | N
         _is_read("states", wrong)
         wrong[0] += (found.view(torch.int16) != given.outs.view(torch.int16)).any()
         return None
+    if kind == "rows":
+        rows = len(given.q)
+        last = (world - rank) * rows - 1
+        places = torch.arange(last, last - rows, -1, device="cuda")
+        placed = peers.place_rows(given.outs[rank], given.outs[rank], places, world * rows, None)
+        wrong[0] += (placed[:-1].flip(0).view(torch.int16) != given.outs.flatten(0, 1)[:, None].view(torch.int16)).any()
+        return None
     if kind == "sharded":
         whole = gathered_heads(given.q[:, rank * heads // world : (rank + 1) * heads // world], None, "symmetric")
         wrong[0] += (whole != given.q).any()
@@ -75,7 +82,7 @@ def _stress(rank: int, seconds: float) -> tuple[int, list[int]]:
     wanted: dict[Any, Partial | None] = {}
     for key, one in given.items():
         heads = one.q.shape[1]
-        for kind in ("sharded", "replicated", "states"):
+        for kind in ("sharded", "replicated", "states", "rows"):
             got = wanted[key, kind] = _exchanged(one, rank, kind, wrong)
             if got is not None:
                 own = slice(rank * heads // world, (rank + 1) * heads // world) if kind == "sharded" else slice(None)
@@ -124,5 +131,5 @@ def test_each_of_thousands_of_exchanges_gives_the_same_bits(world: int) -> None:
         pytest.skip(f"needs {world} GPUs")
     for count, wrong in run(world, _stress, 5.0, backend="nccl", deadline=120):
         assert count > 1000
-        # Heads, states and what is left in memory; outputs; logarithms.
+        # Heads, states, rows and what is left in memory; outputs; logarithms.
         assert wrong == [0, 0, 0]

@@ -13,7 +13,8 @@ import triton.language as tl
 from steps import prefill_cases, step_cases
 
 from gdn_split import fused_qkvzba_split_reshape_cat, merge_qkvzba, split_conv1d_update
-from gdn_split.kernels.split import Convolution, Rows, convolve, load_slots, wait_for_inputs
+from gdn_split.kernels.convolution import Convolution, convolve, load_slots
+from gdn_split.kernels.split import Rows, wait_for_inputs
 from gdn_split.launch import device_limits
 from gdn_split.plan import GroupShape, plan_conv, plan_split
 from kernel_reference import projection
@@ -163,7 +164,7 @@ def convolve_split(
     p_x, p_state, p_weight, p_bias, p_slots, p_y, sequences, num_slots, s_x, s_slot, s_y, conv: tl.constexpr,
     CHANNELS: tl.constexpr, SEQUENCES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """The convolution of gdn_split.kernels.split alone, over a mixed_qkv that a split has written."""
+    """The convolution of gdn_split.kernels.convolution alone, over a mixed_qkv that a split has written."""
     BLOCK: tl.constexpr = conv.BLOCK
     wait_for_inputs(DEPENDENT)
     o_c = tl.program_id(0) % (CHANNELS // BLOCK) * BLOCK + tl.arange(0, BLOCK)

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from gdn_split.kernels.split import Convolution, Sizes, Strides, split_and_convolve, split_by_group, split_by_run
+from gdn_split.kernels.convolution import Convolution, split_and_convolve
+from gdn_split.kernels.split import Sizes, Strides, split_by_group, split_by_run
 from gdn_split.plan import (
     ConvPlan,
     ConvProblem,

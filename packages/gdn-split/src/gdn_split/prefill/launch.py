@@ -11,7 +11,7 @@ import torch
 from gdn_split import launch
 from gdn_split.kernels import prefill as kernels
 from gdn_split.kernels import prefill_backward as gradients
-from gdn_split.kernels.split import Convolution
+from gdn_split.kernels.convolution import Convolution
 from gdn_split.prefill.plan import (
     PrefillBackwardPlan,
     PrefillPlan,

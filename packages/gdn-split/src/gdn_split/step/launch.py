@@ -10,9 +10,9 @@ import torch
 from gdn_split import launch
 from gdn_split.kernels import step as kernels
 from gdn_split.kernels import trees
+from gdn_split.kernels.convolution import Convolution
 from gdn_split.kernels.layer import Step as StepConstants
 from gdn_split.kernels.layer import StepStrides
-from gdn_split.kernels.split import Convolution
 from gdn_split.plan import StepPlan, StepProblem, plan_step
 from gdn_split.tensors import Commit, Step
 from kernel_reference.integers import cdiv, power_of_two_at_least

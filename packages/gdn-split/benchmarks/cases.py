@@ -197,8 +197,9 @@ def unfused(inputs: Projected, shape: GroupShape, packed: bool, overlapped: bool
     sequences, channels = out.shape
     tile, warps, block = UNFUSED_TILE[sequences, packed]
     conv = Convolution(
-        *inputs.state.stride()[1:], *inputs.weight.stride(), 1, inputs.weight.shape[1], True, True, block
-    )
+        *inputs.state.stride()[1:], *inputs.weight.stride(), 1, inputs.weight.shape[1], True, True, block,
+        HOPPER=dependent,
+    )  # fmt: skip
     convolve_split[(triton.cdiv(sequences, tile) * (channels // block),)](
         parts.mixed_qkv, inputs.state, inputs.weight, inputs.bias, inputs.slots, out, sequences, len(inputs.state),
         channels, inputs.state.stride(0), channels, conv, channels, tile, dependent, num_warps=warps,
@@ -241,7 +242,7 @@ def copied_through_slots(inputs: Projected, shape: GroupShape) -> torch.Tensor:
 
 def launched_alone(inputs: Projected, shape: GroupShape, packed: bool) -> torch.Tensor:
     limits = device_limits(inputs.qkvz.device)
-    plan = plan_conv(len(inputs.qkvz), 1, shape, limits, packed, 3 * packed)
+    plan = plan_conv(len(inputs.qkvz), 1, shape, limits, packed, True)
     return floors.launch_alone(inputs.qkvz.device, plan.programs, plan.num_warps)
 
 

@@ -62,7 +62,7 @@ def conv_plans(sequences: int, shape: GroupShape, used: ConvPlan) -> Iterator[Co
                 used, programs=cdiv(sequences, used.rows_per_step_ba) + cdiv(sequences, tile) * tiles,
                 sequences_per_program=tile, block=block, num_warps=num_warps, fours=fours,
             )  # fmt: skip
-            if plan.covers(sequences, 1, shape, 3 * used.fours):
+            if plan.covers(sequences, 1, shape, used.fours):
                 yield plan
 
 
@@ -107,8 +107,7 @@ def conv_problem(sequences: int, packed: bool) -> tuple[ConvPlan, Callable[[Conv
         run = launch.prepare_split_conv1d_update(arguments.check_convolve(t, 1, True, *sizes), plan, t)
         return lambda turn: run(*inputs[turn])
 
-    taps = (packed, (width - 1) * packed)
-    return plan_conv(sequences, 1, shape, launch.device_limits(weight.device), *taps), under, sets
+    return plan_conv(sequences, 1, shape, launch.device_limits(weight.device), packed, True), under, sets
 
 
 def step_plans(setup: Setup, used: StepPlan) -> Iterator[StepPlan]:

@@ -78,7 +78,7 @@ def convolution(
         state = torch.empty(512, width - 1, channels, dtype=torch.bfloat16, device="meta").transpose(1, 2)
     weight = torch.empty(channels, width, dtype=torch.bfloat16, device="meta")
     slots = torch.empty(sequences, dtype=torch.int32, device="meta")
-    plan = plan_conv(sequences, tokens, shape, limits, packed, (width - 1) * packed)
+    plan = plan_conv(sequences, tokens, shape, limits, packed, width == 4)
     t = Convolve(*fused, state, weight, torch.empty(channels, dtype=torch.bfloat16, device="meta"), slots, *parts)
     sizes = (shape.num_heads_qk, shape.num_heads_v, shape.head_qk, shape.head_v, layout)
     problem = arguments.check_convolve(t, tokens, True, *sizes)

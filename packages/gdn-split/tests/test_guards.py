@@ -242,7 +242,7 @@ def test_the_convolution_touches_its_outputs_and_the_slots_it_was_given_and_noth
         a_program, block = choices
         tiles = 2 * (cdiv(shape.head_qk, block) + cdiv(shape.ratio * shape.head_v, block)) * shape.num_heads_qk
         programs = cdiv(rows, 16) + cdiv(sequences, a_program) * tiles
-        fours = kind == "packed" and width == 4 and shape.head_qk % block == 0
+        fours = kind != "gaps" and width == 4 and shape.head_qk % block == 0
         plan = ConvPlan(programs, a_program, block, 16, 4, fours=fours)
     else:
         plan = waiting(plan, device)

@@ -297,7 +297,8 @@ def convolve(tensors, case: Convolution, sequences: int, rng: random.Random, pla
     assert tensors.same(pool, pool_after), (case, slots, plan)
 
 
-ORDERS = [(0, 1, 2), (0, 2, 1), (2, 0, 1), (1, 0, 2)]
+PACKED, CHANNEL_LAST = (0, 1, 2), (0, 2, 1)
+ORDERS = [PACKED, CHANNEL_LAST, (2, 0, 1), (1, 0, 2)]
 
 
 @st.composite
@@ -343,16 +344,17 @@ def test_the_convolution_in_bulk(tensors, number) -> None:
 
 
 @pytest.mark.sanitize
-@pytest.mark.parametrize(("dtype", "state", "block", "tile", "tokens"), [
-    (torch.bfloat16, torch.bfloat16, 16, 2, 1), (torch.float16, torch.bfloat16, 8, 4, 3),
-    (torch.float32, torch.float32, 4, 1, 2), (torch.bfloat16, torch.float32, 128, 8, 1),
+@pytest.mark.parametrize(("order", "dtype", "state", "block", "tile", "tokens"), [
+    (PACKED, torch.bfloat16, torch.bfloat16, 16, 2, 1), (CHANNEL_LAST, torch.float16, torch.bfloat16, 8, 4, 3),
+    (PACKED, torch.float32, torch.float32, 4, 1, 2), (CHANNEL_LAST, torch.bfloat16, torch.bfloat16, 128, 8, 1),
+    (PACKED, torch.bfloat16, torch.float32, 8, 4, 1),
 ], ids=str)  # fmt: skip
-def test_four_channels_of_a_packed_state_a_thread_are_convolved_as_one_is(
-    tensors, dtype, state, block, tile, tokens
+def test_four_channels_of_a_state_in_vectors_are_convolved_as_one_is(
+    tensors, order, dtype, state, block, tile, tokens
 ) -> None:
     shape = GroupShape(1, 1, block, 2 * block) if block > 100 else GroupShape(2, 6, 3 * block, block)
     case = Convolution(
-        shape, LAYOUTS[tile > 2], dtype, state, 4, tile != 4, tile != 1, tokens, (tile % 4,) * 6, (0, 1, 2), GPU,
+        shape, LAYOUTS[tile > 2], dtype, state, 4, tile != 4, tile != 1, tokens, (tile % 4,) * 6, order, GPU,
         packed=True,
     )  # fmt: skip
     programs = cdiv(7 * tokens, 16) + cdiv(7, tile) * (shape.qkvz_width // block)

@@ -14,11 +14,13 @@ import gdn_split.plan
 from gdn_split.plan import (
     MAX_PROGRAMS,
     ConvPlan,
+    ConvProblem,
     DeviceLimits,
     GroupShape,
     SplitPlan,
     StepProblem,
     cdiv,
+    columns_of_z,
     plan_conv,
     plan_split,
     plan_step,
@@ -213,32 +215,44 @@ def test_the_convolution_takes_each_column_of_each_sequence_once(tokens: int, li
     for shape in (GroupShape(1, 3, 16, 16), GroupShape(3, 18, 7, 5), GroupShape(4, 8, 128, 128), QWEN):
         widths = (shape.head_qk, shape.head_qk, shape.ratio * shape.head_v, shape.ratio * shape.head_v)
         for sequences in (1, 2, 3, 7, 64, 255, 256, 1000):
-            packed_taps = 3 * (sequences % 2)
-            plan = plan_conv(sequences, tokens, shape, limits, packed_taps > 0, packed_taps)
-            assert plan.covers(sequences, tokens, shape, packed_taps)
+            in_vectors = sequences % 2 == 1
+            plan = plan_conv(sequences, tokens, shape, limits, in_vectors, in_vectors)
+            assert plan.covers(sequences, tokens, shape, in_vectors)
             together = plan.sequences_per_program
             for power in (together, plan.block, plan.rows_per_step_ba):
                 assert power_of_two_at_least(power) == power
-            tiles = [(part, i) for part, width in enumerate(widths) for i in range(cdiv(width, plan.block))]
+            blocks = (*[plan.block] * 3, columns_of_z(shape, plan.block))
+            tiles = [(part, i) for part in range(4) for i in range(cdiv(widths[part], blocks[part]))]
             units = len(tiles) * shape.num_heads_qk
             ids = torch.arange(plan.programs - cdiv(sequences * tokens, plan.rows_per_step_ba))
-            # A program's sequences, part and tile; tiles of `block` columns lie side by side in a part.
-            assert all(cdiv(width, plan.block) * plan.block >= width for width in widths)
+            # A program's sequences, part and tile; tiles lie side by side in a part.
+            assert all(cdiv(width, block) * block >= width for width, block in zip(widths, blocks, strict=True))
             taken = torch.zeros(sequences + together, units, dtype=torch.int64)
             for i in range(together):
                 taken.index_put_((ids // units * together + i, ids % units), torch.ones_like(ids), accumulate=True)
             assert (taken[:sequences] == 1).all()
 
 
-@pytest.mark.parametrize("sequences", [16, 64, 256])
-def test_packed_states_of_three_taps_go_to_threads_of_four_channels_where_tiles_are_full(sequences: int) -> None:
-    packed = plan_conv(sequences, 1, QWEN, H200, True, 3)
-    assert packed.fours
-    assert not any(packed.covers(sequences, 1, QWEN, taps) for taps in (0, 1, 2))
-    assert not any(plan_conv(sequences, 1, QWEN, H200, True, taps).fours for taps in (0, 1, 2))
-    ragged = GroupShape(3, 18, 7, 5)
-    assert not plan_conv(sequences, 1, ragged, H200, True, 3).fours
-    assert not replace(packed, programs=10**6).covers(sequences, 1, ragged, 3)
+@pytest.mark.parametrize("sequences", [1, 64])
+def test_states_in_vectors_go_to_threads_of_four_channels_where_tiles_are_full(sequences: int) -> None:
+    for adjacent in (True, False):
+        plan = plan_conv(sequences, 1, QWEN, H200, adjacent, True)
+        assert plan.fours
+        assert not plan.covers(sequences, 1, QWEN)
+        assert not plan_conv(sequences, 1, QWEN, H200, adjacent).fours
+        ragged = GroupShape(3, 18, 7, 5)
+        assert not plan_conv(sequences, 1, ragged, H200, adjacent, True).fours
+        assert not replace(plan, programs=10**6).covers(sequences, 1, ragged, True)
+
+
+@pytest.mark.parametrize(("width", "strides", "whether"), [
+    (4, (99, 3, 1), True), (4, (99, 1, 40), True), (4, (99, 4, 1), False), (3, (99, 2, 1), False),
+])  # fmt: skip
+def test_a_state_of_three_taps_is_in_vectors_if_it_is_packed_or_channel_last(
+    width: int, strides: tuple[int, int, int], whether: bool
+) -> None:
+    problem = ConvProblem(QWEN, 1, 1, 9, (), strides, (width, 1), width, True, False, True, False)
+    assert problem.in_vectors is whether
 
 
 @pytest.mark.parametrize("plan", [

@@ -96,7 +96,7 @@ def check_convolve(t: Convolve, tokens_per_sequence: int, silu: bool, *sizes: An
         t.conv_weight.stride(), t.conv_weight.shape[1], move.interleaved, t.conv_bias is not None, silu,
         t.mixed_ba.dtype not in _COPIED_AS_THEY_ARE,
     )  # fmt: skip
-    if plan is not None and not plan.covers(sequences, tokens_per_sequence, shape, problem.packed_taps):
+    if plan is not None and not plan.covers(sequences, tokens_per_sequence, shape, problem.in_vectors):
         fail("plan", f"one made for {sequences} sequences of {tokens_per_sequence} tokens of {shape}", plan)
     return problem
 

@@ -23,6 +23,7 @@ from gdn_split.plan import (
     GroupShape,
     MoveProblem,
     SplitPlan,
+    columns_of_z,
     plan_conv,
     plan_split,
 )
@@ -79,14 +80,15 @@ def prepare_split_conv1d_update(problem: ConvProblem, plan: ConvPlan | None, ten
         return launch_nothing
     if plan is None:
         limits = device_limits(device)
-        taps = (problem.taps_adjacent, problem.packed_taps)
-        plan = plan_conv(problem.sequences, problem.tokens, problem.shape, limits, *taps)
+        state = (problem.taps_adjacent, problem.in_vectors)
+        plan = plan_conv(problem.sequences, problem.tokens, problem.shape, limits, *state)
     s_qkvz, s_ba, *s_parts = problem.strides
     s_slot, s_channel, s_tap = problem.state_strides
     s_weight_channel, s_weight_tap = problem.weight_strides
     conv = Convolution(
         s_channel, s_tap, s_weight_channel, s_weight_tap, problem.tokens, problem.width, problem.has_bias,
-        problem.silu, plan.block, bool(plan.fours),
+        problem.silu, plan.block, columns_of_z(problem.shape, plan.block), bool(plan.fours),
+        bool(plan.dependent_launch),
     )  # fmt: skip
     rest = (
         problem.sequences, problem.num_slots, Strides(s_qkvz, s_ba, s_slot, *s_parts),

@@ -95,10 +95,10 @@ class ConvProblem:
         return tap == 1 and channel > 1
 
     @property
-    def packed_taps(self) -> int:
-        """How many of them do, if the channels lie together too; else 0."""
-        taps = self.width - 1
-        return taps if self.state_strides[1:] == (taps, 1) else 0
+    def in_vectors(self) -> bool:
+        """Whether the state keeps three taps, and those of a channel lie together, and all channels, or channels do."""
+        _, channel, tap = self.state_strides
+        return self.width == 4 and ((channel, tap) == (3, 1) or channel == 1)
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ class SplitPlan(Plan):
 class ConvPlan(Plan):
     """One launch of the split with convolution: a program takes ``sequences_per_program`` through ``block`` columns.
 
-    ``fours``: a thread takes four adjacent channels of a packed state of three taps.
+    ``fours``: a thread takes four adjacent channels of a state that is in vectors of these.
     """
 
     programs: int
@@ -200,12 +200,12 @@ class ConvPlan(Plan):
     dependent_launch: bool = False
     fours: bool = False
 
-    def covers(self, sequences: int, tokens: int, shape: GroupShape, packed_taps: int = 0) -> bool:
+    def covers(self, sequences: int, tokens: int, shape: GroupShape, in_vectors: bool = False) -> bool:
         """Whether its programs reach every sequence and column, in steps that a kernel can take.
 
-        ``packed_taps``: as a :class:`ConvProblem` says.
+        ``in_vectors``: as a :class:`ConvProblem` says.
         """
-        if self.fours and (packed_taps != 3 or self.block < 4 or not _fits(shape, self.block)):
+        if self.fours and (not in_vectors or self.block < 4 or not _fits(shape, self.block)):
             return False
         if not is_power_of_two(self.sequences_per_program, self.block, self.rows_per_step_ba, self.num_warps):
             return False
@@ -279,11 +279,11 @@ def _one_program_a_tile(rows: int, shape: GroupShape, row_bytes: int, limits: De
 
 def plan_conv(
     sequences: int, tokens: int, shape: GroupShape, limits: DeviceLimits, taps_adjacent: bool = False,
-    packed_taps: int = 0,
+    in_vectors: bool = False,
 ) -> ConvPlan:  # fmt: skip
     """The plan for ``sequences`` sequences of ``tokens`` tokens each on this device.
 
-    ``taps_adjacent``, ``packed_taps``: as a :class:`ConvProblem` says. Where the first holds and channels are apart, a
+    ``taps_adjacent``, ``in_vectors``: as a :class:`ConvProblem` says. Where the first holds and channels are apart, a
     tap is read 2 bytes in every few.
     """
     widths = (shape.head_qk, shape.ratio * shape.head_v)
@@ -291,9 +291,10 @@ def plan_conv(
     block = min(128, power_of_two_in(gcd(*widths)))
     if block < 32:
         block = min(256, power_of_two_at_least(max(widths)))
+    fours = in_vectors and _fits(shape, block)
     # One sequence of Qwen3-Next makes fewer tiles of 128 than an H200 has cores: 1.39 us, of 64 with two warps 1.07.
     # These times and those below were taken with calls that overlap; one alone takes about 0.3 us more.
-    if block == 128 and sequences * _tiles(shape, block) < limits.cores:
+    if not fours and block == 128 and sequences * _tiles(shape, block) < limits.cores:
         block = 64
     tiles = _tiles(shape, block)
     # Sequences of one program share a load of the weights. Of Qwen3-Next on an H200, in us: 16 sequences, one a program
@@ -301,14 +302,12 @@ def plan_conv(
     if sequences * tiles < 4 * limits.cores * max(4, limits.programs_per_core):
         sequences_per_program = 1
     else:
-        sequences_per_program = 2 if taps_adjacent else 4
+        sequences_per_program = 2 if taps_adjacent or fours else 4
     # A warp takes 128 channels by fours: on an H100 64 sequences 5.2 us, not 6.6 by taps, 256 15.1, not 18.1, 16 2.33,
-    # not 2.43; but one 1.80, not 1.74. Two sequences by two warps rather than one, on an H200: 64 4.64 us, not 4.83,
-    # 256 11.9, not 12.0.
-    fours = packed_taps == 3 and _fits(shape, block) and sequences * tiles >= 4 * limits.cores
+    # not 2.43. Two sequences by two warps rather than one, on an H200: 64 4.64 us, not 4.83, 256 11.9, not 12.0.
     if fours:
         sequences_per_program = max(sequences_per_program, 128 // block)
-    num_warps = max(1, sequences_per_program * block // 128) if fours else 2 if block == 64 else 4
+    num_warps = 1 if fours else 2 if block == 64 else 4
     rows_per_step_ba = 8 if fours else 16 * sequences_per_program
     while True:
         programs = cdiv(sequences * tokens, rows_per_step_ba) + cdiv(sequences, sequences_per_program) * tiles
@@ -324,9 +323,16 @@ def _fits(shape: GroupShape, block: int) -> bool:
     return shape.head_qk % block == 0 and shape.ratio * shape.head_v % block == 0
 
 
+def columns_of_z(shape: GroupShape, block: int) -> int:
+    """How many columns of z a program copies whose like convolve ``block``: twice as many if that leaves none over."""
+    return 2 * block if shape.ratio * shape.head_v % (2 * block) == 0 else block
+
+
 def _tiles(shape: GroupShape, block: int) -> int:
     """Tiles of ``block`` columns in a row of mixed_qkvz; none holds columns of two groups, or of two of q, k, v, z."""
-    return 2 * (cdiv(shape.head_qk, block) + cdiv(shape.ratio * shape.head_v, block)) * shape.num_heads_qk
+    width_v = shape.ratio * shape.head_v
+    of_a_group = 2 * cdiv(shape.head_qk, block) + cdiv(width_v, block) + cdiv(width_v, columns_of_z(shape, block))
+    return of_a_group * shape.num_heads_qk
 
 
 # Elements of a state that a program holds: 64 registers of each of 256 threads, so that two programs share an SM.

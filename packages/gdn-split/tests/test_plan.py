@@ -347,6 +347,9 @@ def test_a_warp_of_few_programs_sums_a_step_over_dk_by_itself(inner: tuple[int, 
     # Along Dv each warp has a run of its own; along Dk runs are summed by the lanes that read them.
     assert plan.block_v == 128
     assert plan.run == (128 // state_bytes if problem.k_inner else 128 // plan.num_warps)
+    # Of float32 states along Dk half as long, while each program has an SM to itself.
+    alone = plan_step(replace(problem, sequences=4), H200)
+    assert alone.run == (16 if problem.k_inner and state_bytes == 4 else plan.run)
 
 
 def test_a_step_of_many_programs_of_float32_states_shares_runs_or_has_four_warps() -> None:

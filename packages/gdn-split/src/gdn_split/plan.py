@@ -297,14 +297,16 @@ def plan_conv(
     if not fours and block == 128 and sequences * _tiles(shape, block) < limits.cores:
         block = 64
     tiles = _tiles(shape, block)
-    # Sequences of one program share a load of the weights. Of Qwen3-Next on an H200, in us: 16 sequences, one a program
-    # 2.4, four 2.7; 64 sequences 7.8 and 4.3; 256 sequences 30.7 and 11.7. With adjacent taps two are the best.
+    # Sequences of one program share a load of the weights. Of Qwen3-Next on an H200, tap by tap, in us: 16 sequences,
+    # one a program 2.4, four 2.7; 64 sequences 7.8 and 4.3; 256 sequences 30.7 and 11.7. With adjacent taps two are the
+    # best. By fours, on an H100: 64 sequences by one, two and four 5.07, 4.88, 5.21, 256 15.1, 14.9, 15.5, but 16 by
+    # one and two 2.38, 2.55.
     if sequences * tiles < 4 * limits.cores * max(4, limits.programs_per_core):
         sequences_per_program = 1
     else:
         sequences_per_program = 2 if taps_adjacent or fours else 4
-    # A warp takes 128 channels by fours: on an H100 64 sequences 5.2 us, not 6.6 by taps, 256 15.1, not 18.1, 16 2.33,
-    # not 2.43. Two sequences by two warps rather than one, on an H200: 64 4.64 us, not 4.83, 256 11.9, not 12.0.
+    # A warp takes 128 channels by fours: on an H100 16 sequences 2.38 us, not 2.65 by an earlier form, whose loads of
+    # channel-last states were of a channel a thread, 64 4.88, not 5.05, one 1.72, not 1.85.
     if fours:
         sequences_per_program = max(sequences_per_program, 128 // block)
     num_warps = 1 if fours else 2 if block == 64 else 4
@@ -347,6 +349,12 @@ def plan_step(problem: StepProblem, limits: DeviceLimits) -> StepPlan:
     num_warps = min(8, max(4, block_k * block_v // 2048))
     # Along Dk runs of 128 bytes, which are summed among threads. Along Dv each warp has its own.
     run = min(inner, 128 // problem.state_bytes) if problem.k_inner else min(inner, max(1, block_v // num_warps))
+    slices = cdiv(problem.shape.head_v, block_v)
+    programs = problem.sequences * problem.shape.num_heads_v * slices
+    # Of few programs half of that, whose sums pass through fewer threads: one sequence on an H100 4.40 us, not 4.82, of
+    # runs of 8 7.05, of 64 4.76.
+    if problem.k_inner and problem.state_bytes == 4 and problem.tokens == 1 and programs <= limits.cores:
+        run = min(run, 16)
     # Of several tokens that costs some 60 bytes of stack. With more registers, and one program an SM, 64 sequences of
     # Qwen3-Next took an H200 194 us with two tokens, and 92 with one.
     whole = block_k * block_v == _STATE_ELEMENTS
@@ -355,8 +363,6 @@ def plan_step(problem: StepProblem, limits: DeviceLimits) -> StepPlan:
     # sequences 80.8 and 78.4, of bfloat16 states 57.4 and 53.9, 256 sequences 216 and 202. Float32 states push each
     # other out of the cache if fetched further ahead: 95.0 at 264. Of nearer ones 99 was the best by 0.4 us.
     ahead = 0
-    slices = cdiv(problem.shape.head_v, block_v)
-    programs = problem.sequences * problem.shape.num_heads_v * slices
     # Larger heads, in slices, lose by it: 64 sequences of 8 heads of 256 96.3 us, not 94.1, of 192 58.6, not 57.6.
     many = programs > 2 * limits.cores and slices == 1
     if many and whole and limits.dependent_launch and problem.packed_state:

@@ -82,10 +82,9 @@ class PrefillNumbers(NamedTuple):
     v_scale: float
     out_scale: float
     num_splits: int
-    # torch leaves these out where they are the schema's defaults.
+    # torch leaves these out where they are the schema's defaults. The list is last: kernel_reference.dispatch asks so.
     max_seqlen_k: int = MOST_TOKENS
     quantize_q: bool = False
-    # Last: there a list, as torch passes it, is looked for (kernel_reference.dispatch).
     plan: Sequence[int] | None = None
 
 

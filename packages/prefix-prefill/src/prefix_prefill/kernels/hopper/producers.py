@@ -111,7 +111,7 @@ def load_cached(d_cache, ring, before, count, source, loop, TILES: gl.constexpr,
     BOXES: gl.constexpr = C.BLOCK_N // C.BOX
     TILE_BYTES: gl.constexpr = C.BLOCK_N * column_of(TILES, len(TILES)) * d_cache[0].dtype.primitive_bitwidth // 8
     # Pages are looked up a few at a time: all at once would take too many registers.
-    FEW: gl.constexpr = C.NEW_KV or C.IS_FP8
+    FEW: gl.constexpr = C.NEW_KV or (C.IS_FP8 and not C.K_FP8)
     MOST: gl.constexpr = 2 if C.NEW_KV and C.HAS_LEFT else (4 if FEW else 8)
     AT_ONCE: gl.constexpr = BOXES if BOXES < MOST else MOST
     for i in range(count):

@@ -545,7 +545,7 @@ def test_the_ops_check_what_reaches_them_by_another_way(device, tensors, name) -
     *numbers, _, most, _, _ = batch.numbers()
     for splits, plan, said in ((-1, None, "num_splits"), (2, [16, 16, 1, 4, 1, 0], "num_splits"), (0, [0] * 6, "plan")):
         with pytest.raises(ValueError, match=f"^{said} must be "):
-            torch.ops.prefix_prefill.prefill(*batch.tensors, *numbers, splits, most, plan)
+            torch.ops.prefix_prefill.prefill(*batch.tensors, *numbers, splits, most, plan=plan)
     numbers[3] = -2
     with pytest.raises(ValueError, match=r"^window must be "):
         torch.ops.prefix_prefill.prefill(*batch.tensors, *numbers, 0)

@@ -22,8 +22,8 @@ from prefix_prefill.kernels.softmax import (
     log_sum_exp,
     normalised,
     quantised_rows,
-    soft_capped,
     store_results,
+    tanh,
     visible,
     with_sink,
 )
@@ -158,7 +158,7 @@ def update(
     if source.K_SCALED:
         b_s = b_s * keys.k_scale[None, :]
     if C.SOFTCAP:
-        b_s = soft_capped(b_s * scoring.scale, scoring.softcap) * UNIT
+        b_s = tanh(b_s * (scoring.scale / scoring.softcap)) * (scoring.softcap * UNIT)
     else:
         b_s = b_s * (scoring.scale * UNIT)
     if ALIBI:

@@ -10,7 +10,8 @@ Calls over one group follow each other on the device, in the same order on every
 share memory. Streams whose calls may overlap need a group each.
 
 What a rank writes to has been read, and nobody waits for that: calls take the halves of a memory in turn, and who has
-ended a call has something of each other rank, which had ended the one before.
+ended a call has something of each other rank, which had ended the one before. Rows that kernels of other kinds read,
+those of :func:`place_rows`, lie where the host knows it: in one memory, before and behind whose writing ranks meet.
 """
 
 from __future__ import annotations
@@ -44,9 +45,10 @@ launches = PreparedLaunches()
 
 
 class Memory(NamedTuple):
-    """What each rank has of a group: ``own`` bytes that the others write to, of two halves, and all addresses by rank.
+    """What each rank has of a group: ``own`` bytes that the others write to, and all addresses by rank.
 
-    calls: one number of 32 bits, whose turn it is; see kernels.py. handle: what keeps the peers' memory mapped.
+    It has two halves, or rows and counters behind them. calls: one number of 32 bits, whose turn it is; see kernels.py.
+    handle: what keeps the peers' memory mapped.
     """
 
     own: Tensor

@@ -316,7 +316,7 @@ def convolutions(draw) -> tuple[Convolution, int, int]:
     return case, draw(st.integers(0, 7)), draw(st.integers(0, 2**31))
 
 
-@settings(max_examples=36 if INTERPRETED else 10)
+@settings(max_examples=30 if INTERPRETED else 10)
 @given(drawn=convolutions())
 def test_the_convolution_is_exact_but_for_rounding_for_any_shape_stride_dtype_and_slots(tensors, drawn) -> None:
     case, sequences, seed = drawn

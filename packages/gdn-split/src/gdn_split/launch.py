@@ -85,10 +85,12 @@ def prepare_split_conv1d_update(problem: ConvProblem, plan: ConvPlan | None, ten
     s_qkvz, s_ba, *s_parts = problem.strides
     s_slot, s_channel, s_tap = problem.state_strides
     s_weight_channel, s_weight_tap = problem.weight_strides
+    # By the device, so that a plan that does not wait gives the same bits.
+    hopper = plan.dependent_launch or (device.type == "cuda" and device_limits(device).dependent_launch)
     conv = Convolution(
         s_channel, s_tap, s_weight_channel, s_weight_tap, problem.tokens, problem.width, problem.has_bias,
         problem.silu, plan.block, columns_of_z(problem.shape, plan.block), bool(plan.fours),
-        bool(plan.dependent_launch),
+        bool(hopper),
     )  # fmt: skip
     rest = (
         problem.sequences, problem.num_slots, Strides(s_qkvz, s_ba, s_slot, *s_parts),

@@ -1,6 +1,6 @@
 """Device code: the projection split fused with a causal convolution's update.
 
-Names as in split.py. A thread takes one channel after the other, or four adjacent ones.
+Names as in split.py. States of any strides go tap by tap; those in vectors by threads of four adjacent channels.
 """
 
 from typing import Any, NamedTuple

@@ -424,6 +424,20 @@ def test_kernels_score_keys_by_every_plan(device, heads, page) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_scores_of_a_sequence_have_the_same_bits_alone_and_in_any_batch(device, tokens) -> None:
+    batch = Batch([2000, 5, 900], [tokens] * 3, heads=64, device=device)
+    whole = batch.run()
+    for i in range(3):
+        own = slice(i * tokens, (i + 1) * tokens)
+        alone = index_scores(
+            batch.q[own], batch.k_cache, batch.weights[own], batch.lengths[own], batch.block_table[i : i + 1],
+            ints(0, tokens, device=device),
+        )  # fmt: skip
+        assert_bitwise_equal(alone, whole[own])
+
+
+@pytest.mark.gpu
 def test_kernels_list_the_highest(device) -> None:
     rows, lengths = hard_rows(device)
     lengths[9], lengths[10] = -1, 3001

@@ -37,7 +37,7 @@ static uint32_t of_warp(bool x) {
   for (int lane = 0; lane < 32; lane++) all |= uint32_t(exchanged(x, lane)) << lane;
   return all;
 }
-static void copy(Shared to, const uint8_t *from, bool there) { there ? memcpy(to, from, 16) : memset(to, 0, 16); }
+template <bool LINES> static void copy(Shared to, const uint8_t *from, bool there) { there ? memcpy(to, from, 16) : memset(to, 0, 16); }
 static void load(uint32_t *x, const uint8_t *from) { memcpy(x, from, 16); }
 static void load(float &x, const uint8_t *from) { memcpy(&x, from, 4); }
 static void fetch(const void *, int) {}

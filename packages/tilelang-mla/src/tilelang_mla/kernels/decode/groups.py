@@ -76,6 +76,12 @@ class Sizes(NamedTuple):
         return 0 if not self.is_8bit else 4 if self.cache == "656" else 3
 
     @property
+    def lines(self) -> bool:
+        """Whether L2 asks memory for lines of 128 bytes: on an H100 prompts of 16 and 32 heads take 0.99 and 0.98 of
+        their time, of 64 as long, of 128 1.01."""
+        return self.whole and not self.early
+
+    @property
     def producers(self) -> int:
         """Threads of the producer."""
         return self.loaders * GROUP

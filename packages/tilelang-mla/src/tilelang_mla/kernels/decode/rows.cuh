@@ -32,9 +32,13 @@ MLA_DEVICE const uint8_t *of_lane(const void *p, int lane) {
 }
 MLA_DEVICE float of_lane(float x, int lane) { return __shfl_sync(~0u, x, lane); }
 MLA_DEVICE uint32_t of_warp(bool x) { return __ballot_sync(~0u, x); }
-// 16 bytes to shared memory, zeros of a key that is none.
-MLA_DEVICE void copy(Shared to, const uint8_t *from, bool there) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
+// 16 bytes to shared memory, zeros of a key that is none. LINES: L2 asks memory for 128 bytes at a time.
+template <bool LINES> MLA_DEVICE void copy(Shared to, const uint8_t *from, bool there) {
+  int bytes = there ? 16 : 0;
+  if (LINES)
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+  else
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 // In flight behind what follows.
 MLA_DEVICE void load(uint32_t *x, const uint8_t *from) {
@@ -73,7 +77,8 @@ MLA_DEVICE int any_missing(const void *valid) {
 // Keys of 16 bits
 
 // CHUNKS chunks of a warp's keys, from a byte of them on. own: the key of a lane, modulo KEYS.
-template <int KEYS, int CHUNKS> MLA_DEVICE void copy_rows(void *ring, int begin, const void *own, bool own_there, int thread) {
+template <int KEYS, int CHUNKS, bool LINES = false>
+MLA_DEVICE void copy_rows(void *ring, int begin, const void *own, bool own_there, int thread) {
   int lane = thread & 31, unit = lane & 7;
   uint32_t there = of_warp(own_there);
   Shared rows = shared(ring) + (thread >> 5) * KEYS * LINE;
@@ -84,7 +89,7 @@ template <int KEYS, int CHUNKS> MLA_DEVICE void copy_rows(void *ring, int begin,
     const uint8_t *from = of_lane(own, key) + begin + 16 * unit;
     Shared to = rows + key * LINE + ((unit ^ (key & 7)) << 4);
 #pragma unroll
-    for (int c = 0; c < CHUNKS; c++) copy(to + c * CHUNK, from + c * LINE, there >> key & 1);
+    for (int c = 0; c < CHUNKS; c++) copy<LINES>(to + c * CHUNK, from + c * LINE, there >> key & 1);
   }
 }
 

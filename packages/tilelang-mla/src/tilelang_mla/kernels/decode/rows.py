@@ -134,9 +134,9 @@ def load_by_rows(T, S, inputs, memory, barriers, work, held, at_hand, step, stag
             T.cp_async_barrier_noinc(barriers.left_full[stage])
         T.barrier_arrive(barriers.left_full[stage])
     else:
-        call(T, "copy_rows", k_l, 0, own, place >= 0, thread, constants=(S.keys_of_warp, _CHUNKS))
+        call(T, "copy_rows", k_l, 0, own, place >= 0, thread, constants=(S.keys_of_warp, _CHUNKS, S.lines))
         if S.dim_rope:
-            call(T, "copy_rows", k_rope, 4 * _HALF, own, place >= 0, thread, constants=(S.keys_of_warp, 1))
+            call(T, "copy_rows", k_rope, 4 * _HALF, own, place >= 0, thread, constants=(S.keys_of_warp, 1, S.lines))
         T.cp_async_barrier_noinc(barriers.left_full[stage])
         if S.tells_valid:
             T.barrier_arrive(barriers.left_full[stage])
@@ -149,6 +149,6 @@ def load_by_rows(T, S, inputs, memory, barriers, work, held, at_hand, step, stag
         T.fence_proxy_async()
         T.barrier_arrive(barriers.right_full[stage])
     else:
-        call(T, "copy_rows", k_r, 2 * _HALF, own, place >= 0, thread, constants=(S.keys_of_warp, _CHUNKS))
+        call(T, "copy_rows", k_r, 2 * _HALF, own, place >= 0, thread, constants=(S.keys_of_warp, _CHUNKS, S.lines))
         T.cp_async_barrier_noinc(barriers.right_full[stage])
     return next_place, entry

@@ -57,5 +57,5 @@ def attend(
         (consume, (channels, i_half + 1, scores[1], left, results, config)),
         (load, (d_k, channels, batch, layout, p_table, s_table, num_pages, left, config, False)),
         (load, (d_v, channels, batch, layout, p_table, s_table, num_pages, left, config, True)),
-        (schedule, (d_q, channels, batch, layout, slots, num_splits, config)),
+        (schedule, (d_q, channels, batch, layout, slots, num_splits, left, config)),
     ], [4, 1, 1, 1], [232, 40, 40, 40])  # fmt: skip

@@ -22,6 +22,8 @@ STRIP: tl.constexpr = tl.constexpr(8)
 NOWHERE: tl.constexpr = tl.constexpr(2**31 - 128)
 # Work items in the queue.
 QUEUE: tl.constexpr = tl.constexpr(2)
+# Tiles of small blocks that the scheduler has looked for ahead of the loaders.
+WALKED: tl.constexpr = tl.constexpr(8)
 
 
 # Where a work item keeps what, see ``Item``.
@@ -99,6 +101,17 @@ class Queue(NamedTuple):
     empty: Any
 
 
+class Walked(NamedTuple):
+    """Tiles in flight from the scheduler to both loaders, with TABLE.
+
+    ``pieces`` [2 WALKED, 32]: of each tile, where its pieces are, NOWHERE after the last, and which lists have them.
+    """
+
+    pieces: Any
+    full: Any
+    empty: Any
+
+
 class Channels(NamedTuple):
     """All that roles share.
 
@@ -113,6 +126,7 @@ class Channels(NamedTuple):
     k: Any
     v: Any
     queue: Any
+    walked: Any
     modes: Any
     keys: Any
     bits: Any
@@ -241,8 +255,15 @@ def make_channels(dtype: gl.constexpr, scale, config: gl.constexpr):
     CELLS: gl.constexpr = config.BLOCK_N if config.TABLE else 32
     keys = gl.allocate_shared_memory(gl.int32, [STAGES, CELLS], cell_layout)
     bits = keys._reinterpret(gl.int32, [STAGES * CELLS, 1], cell_layout)
+    walked = Walked(lists, queue_full, queue_empty)
     if config.TABLE:
         bits = gl.allocate_shared_memory(gl.int32, [STAGES, CELLS], cell_layout)
+        pieces = gl.allocate_shared_memory(gl.int32, [2 * WALKED, 32], cell_layout)
+        walked = Walked(pieces, barriers(WALKED), barriers(WALKED))
+        for i in gl.static_range(WALKED):
+            mbarrier.init(walked.full.index(i), count=1)
+            # Both loaders.
+            mbarrier.init(walked.empty.index(i), count=2)
     put(scale_cell, 0, scale, 4)
     fence_async_shared()
     return Channels(
@@ -250,6 +271,7 @@ def make_channels(dtype: gl.constexpr, scale, config: gl.constexpr):
         Ring(k_boxes, k_tiles, k_tail_boxes, k_tails, k_full, k_empty),
         Ring(v_boxes, v_tiles, v_tail_boxes, v_tails, v_full, v_empty),
         Queue(items, lists, queue_full, queue_empty),
+        walked,
         modes,
         keys,
         bits,

@@ -1,9 +1,9 @@
 """The producer warps of the kernel for sm_90, one warp each: the scheduler, and the loaders of keys and of values.
 
-The scheduler is ahead by one work item: it looks up the next one and issues the TMA loads of its queries. A loader
-merges the lists of an item's rows and loads each piece of a block that any of them has, keys or values, as soon as a
-stage is empty: a tile of 64 or 128 gathers pieces of 16, 32 or 64. Both walk the lists themselves, so that they need
-not meet.
+The scheduler is ahead by one work item: it looks up the next one and issues the TMA loads of its queries. The lists of
+an item's rows are merged, and each piece of a block that any of them has is loaded, keys or values, as soon as a stage
+is empty: a tile of 64 or 128 gathers pieces of 16, 32 or 64. Of pieces of 64 each loader walks the lists itself, so
+that they need not meet; of smaller ones, a tile of which takes as long to look for as to multiply, the scheduler does.
 """
 
 import triton.language as tl
@@ -25,6 +25,7 @@ from blocksparse_attn.kernels.hopper.memory import (
     SEQUENCE,
     START,
     VALID,
+    WALKED,
     Item,
     get,
     put,
@@ -46,8 +47,8 @@ from blocksparse_attn.kernels.tiles import PAGED, keys_of_sequence, list_of, loc
 
 
 @gluon.jit
-def put_lists(queue, i_queue, layout, item, num_splits, config: gl.constexpr):
-    """Keep a split's share of each of the item's lists, in entries of PIECE keys."""
+def lists_of(layout, item, num_splits, config: gl.constexpr):
+    """A split's share of each of the item's lists, in entries of PIECE keys: the first and the last + 1 of each."""
     PER_BLOCK: gl.constexpr = config.K_BLOCK // config.PIECE
     o_list = lanes()
     o_first = item.start + o_list * config.LIST_ROWS
@@ -57,8 +58,7 @@ def put_lists(queue, i_queue, layout, item, num_splits, config: gl.constexpr):
     begin, end = list_of(layout, item.i_h, o_first // config.Q_BLOCK, wanted)
     begin = begin * PER_BLOCK
     from_entry, to_entry = share(end * PER_BLOCK - begin, item.i_split, num_splits)
-    queue.lists.index(i_queue * 2).store(begin + from_entry)
-    queue.lists.index(i_queue * 2 + 1).store(begin + to_entry)
+    return begin + from_entry, begin + to_entry
 
 
 @gluon.jit
@@ -97,13 +97,50 @@ def load_queries(d_q, q, i_q, i_b, i_h, row, config: gl.constexpr):
 
 
 @gluon.jit
-def schedule(d_q, channels, batch, layout, slots, num_splits, config: gl.constexpr):
+def walk_item(walked, walk, entries, i, config: gl.constexpr):
+    """Look for the tiles of a work item, of which tile i is the first: the number of the next item's is returned.
+
+    After the last one comes a tile without pieces.
+    """
+    at_entries = positions(walk, entries, config)
+    valid = i >= 0
+    while valid:
+        at, bits, entries, at_entries = next_tile(walk, entries, at_entries, config)
+        valid = piece_of(at, 0, config) != NOWHERE
+        slot = i % WALKED
+        mbarrier.wait(walked.empty.index(slot), (i // WALKED & 1) ^ 1)
+        walked.pieces.index(slot * 2).store(at)
+        walked.pieces.index(slot * 2 + 1).store(bits)
+        tl.debug_barrier()
+        mbarrier.arrive(walked.full.index(slot))
+        i += 1
+    return i
+
+
+@gluon.jit
+def walked_tile(walked, i):
+    """Wait for tile i of ``walk_item``: its pieces, and which lists have them."""
+    L_PIECES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    slot = i % WALKED
+    mbarrier.wait(walked.full.index(slot), i // WALKED & 1)
+    at = walked.pieces.index(slot * 2).load(L_PIECES)
+    bits = walked.pieces.index(slot * 2 + 1).load(L_PIECES)
+    tl.debug_barrier()
+    mbarrier.arrive(walked.empty.index(slot))
+    return at, bits
+
+
+@gluon.jit
+def schedule(d_q, channels, batch, layout, slots, num_splits, left, config: gl.constexpr):
     """Queue one work item after the other and load its queries; after the last, queue one that is not valid."""
     queue = channels.queue
     gl.assume(layout.s_crow >= 0)
+    if config.TABLE:
+        gl.assume(layout.s_col >= 0)
     work = gl.program_id(0)
     turn = work * 0
     n = work * 0
+    i = work * 0
     while work < slots * (config.GROUP * config.HEADS_KV) * num_splits:
         i_h, i_split, i_w = place_of(work, slots, num_splits, config)
         i_n, i_slot, begin, q_len = locate(batch, i_w, config.BLOCK_M, 2, config.KIND)
@@ -121,12 +158,19 @@ def schedule(d_q, channels, batch, layout, slots, num_splits, config: gl.constex
                 gl.maximum(i_n, 0), k_begin,
             )  # fmt: skip
             put_item(queue.items, i_queue * ITEM_SIZE, item)
-            put_lists(queue, i_queue, layout, item, num_splits, config)
+            o_entry, o_end = lists_of(layout, item, num_splits, config)
+            if not config.TABLE:
+                queue.lists.index(i_queue * 2).store(o_entry)
+                queue.lists.index(i_queue * 2 + 1).store(o_end)
             tl.debug_barrier()
             mbarrier.arrive(queue.full.index(i_queue))
             i_q = n % config.Q_STAGES
             mbarrier.wait(channels.q.empty.index(i_q), (n // config.Q_STAGES & 1) ^ 1)
             load_queries(d_q, channels.q, i_q, i_b.to(gl.int32), i_h, (first_token + start).to(gl.int32), config)
+            if config.TABLE:
+                p_list = layout.lists.col + i_h.to(gl.int64) * layout.s_col
+                walk, entries = walk_of(p_list, o_entry, o_end, start, context, length, left, config)
+                i = walk_item(channels.walked, walk, entries, i, config)
             n += 1
         # Snake order: every second turn goes backwards, so that no program has the longer rows each time.
         turn += 1
@@ -179,12 +223,12 @@ def put_header(channels, stage, walk, at, bits, mode_a, mode_b, config: gl.const
 
 
 @gluon.jit
-def load_item(d, channels, walk, entries, source, i, ends, config: gl.constexpr, VALUES: gl.constexpr):
-    """Load the tiles of keys, or of values, of one work item; tile i is its first.
+def load_item(d, channels, walk, entries, source, i, i_walked, ends, config: gl.constexpr, VALUES: gl.constexpr):
+    """Load the tiles of keys, or of values, of one work item; tile i is its first, as ``walk_item`` counts i_walked.
 
     After the last tile of keys comes a header alone, which says that there is none. Values that no row sees are zeroed
     here before the tile is handed on: TMA signals such a tile to the barrier after those of the stages, which is this
-    warp's own. Returned are the number of the next item's first tile, and how many tiles were such.
+    warp's own. Returned are both numbers of the next item's first tile, and how many tiles were such.
     """
     ring = channels.v if VALUES else channels.k
     BLOCK_D: gl.constexpr = config.BLOCK_DV if VALUES else config.BLOCK_D
@@ -192,11 +236,17 @@ def load_item(d, channels, walk, entries, source, i, ends, config: gl.constexpr,
     STAGES: gl.constexpr = config.STAGES
     PIECES: gl.constexpr = config.BLOCK_N // config.PIECE
     BYTES: gl.constexpr = config.BLOCK_N * (BLOCK_D + (COLUMNS if TAIL else 0)) * 2
-    at_entries = positions(walk, entries, config)
+    at_entries = entries
+    if not config.TABLE:
+        at_entries = positions(walk, entries, config)
     valid = i >= 0
     while valid:
         stage = i % STAGES
-        at, bits, entries, at_entries = next_tile(walk, entries, at_entries, config)
+        if config.TABLE:
+            at, bits = walked_tile(channels.walked, i_walked)
+            i_walked += 1
+        else:
+            at, bits, entries, at_entries = next_tile(walk, entries, at_entries, config)
         valid = piece_of(at, 0, config) != NOWHERE
         # Shuffles take longer than a load's issue: none is left for when the stage is empty and its tile awaited.
         landing = stage
@@ -229,7 +279,7 @@ def load_item(d, channels, walk, entries, source, i, ends, config: gl.constexpr,
             if not VALUES:
                 mbarrier.arrive(ring.full.index(stage))
                 i += 1
-    return i, ends
+    return i, i_walked, ends
 
 
 @gluon.jit
@@ -242,6 +292,7 @@ def load(d, channels, batch, layout, p_table, s_table, num_pages, left, config: 
     L_LISTS: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     n = gl.program_id(0) * 0
     i = n
+    i_walked = n
     ends = n
     mbarrier.wait(queue.full.index(0), 0)
     valid = get(queue.items, VALID, 1) != 0
@@ -255,8 +306,11 @@ def load(d, channels, batch, layout, p_table, s_table, num_pages, left, config: 
         context = get(queue.items, base + CONTEXT, 1)
         length = get(queue.items, base + LENGTH, 1)
         k_begin = get(queue.items, base + K_BEGIN, 1)
-        o_entry = queue.lists.index(i_queue * 2).load(L_LISTS)
-        o_end = queue.lists.index(i_queue * 2 + 1).load(L_LISTS)
+        o_entry = lanes() * 0
+        o_end = o_entry
+        if not config.TABLE:
+            o_entry = queue.lists.index(i_queue * 2).load(L_LISTS)
+            o_end = queue.lists.index(i_queue * 2 + 1).load(L_LISTS)
         tl.debug_barrier()
         mbarrier.arrive(queue.empty.index(i_queue))
         # Not read where there are no pages.
@@ -266,7 +320,7 @@ def load(d, channels, batch, layout, p_table, s_table, num_pages, left, config: 
         p_list = layout.lists.col + i_h.to(gl.int64) * layout.s_col
         walk, entries = walk_of(p_list, o_entry, o_end, start, context, length, left, config)
         source = Source(p_pages, i_b, i_h // config.GROUP, k_begin, length, batch.keys, num_pages)
-        i, ends = load_item(d, channels, walk, entries, source, i, ends, config, VALUES)
+        i, i_walked, ends = load_item(d, channels, walk, entries, source, i, i_walked, ends, config, VALUES)
         n += 1
         mbarrier.wait(queue.full.index(n % QUEUE), n // QUEUE & 1)
         valid = get(queue.items, n % QUEUE * ITEM_SIZE + VALID, 1) != 0

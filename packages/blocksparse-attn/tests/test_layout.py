@@ -19,7 +19,14 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from blocksparse_attn import BlockLayout, blocksparse_flash_attn_varlen_fwd, lists, patterns
+from blocksparse_attn import (
+    BlockLayout,
+    api,
+    blocksparse_attention,
+    blocksparse_flash_attn_varlen_fwd,
+    lists,
+    patterns,
+)
 from kernel_reference import blocks
 from kernel_reference.models import PHI3_SMALL
 from kernel_reference.testing.forks import run_alone
@@ -521,3 +528,24 @@ def test_rows_of_lists_never_fall_and_columns_in_them_increase(device) -> None:
         for begin, end in pairwise(bounds):
             assert begin <= end
             assert listed[begin:end] == sorted(set(listed[begin:end]))
+
+
+def test_layouts_say_whether_rows_that_follow_one_another_list_different_blocks(device, monkeypatch) -> None:
+    pattern = torch.ones(2, 8, 8, dtype=torch.bool, device=device).tril()
+    apart = torch.eye(8, dtype=torch.bool, device=device)[None].expand(2, 8, 8)
+    alike, scattered = (BlockLayout.from_mask(mask, 64, 64) for mask in (pattern, apart))
+    assert not alike.scattered
+    assert not BlockLayout.local_strided(2, 512, 2, 4, 64, device=device).scattered
+    others = scattered.heads(0, 1), scattered.to("cpu"), alike.union(scattered)
+    chosen = BlockLayout.from_scores(torch.rand(2, 8, 8, device=device), 2, q_block=64, k_block=64)
+    assert all(one.scattered for one in (scattered, *others, chosen))
+    assert BlockLayout.from_mask(pattern, 64, 64, capacity=64).scattered
+    # The plan is told.
+    told = []
+    monkeypatch.setattr(api, "_call", lambda now, out, tensors, options, *names: told.append(options[-1]))
+    q = torch.randn(70, 2, 64, device=device)
+    cu = torch.tensor([0, 70], device=device)
+    for layout in (alike, scattered):
+        blocksparse_attention(q, q, q, layout, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=70)
+        blocksparse_flash_attn_varlen_fwd(q, q, q, cu, cu, None, layout)
+    assert told == [False, False, True, True]

@@ -212,6 +212,18 @@ def test_head_sizes_are_multiplied_in_two_powers_of_two_rather_than_padded_to_on
     assert {size: hopper_sizes(size) for size in sizes} == sizes
 
 
+def test_scattered_rows_are_walked_a_block_at_a_time_on_sm_90() -> None:
+    """Where two rows share a tile, and tiles are not as small for another reason."""
+    scattered = replace(PROMPT, scattered=True)
+    plan = plan_attention(scattered, H200)
+    assert (plan.block_n, plan.num_stages) == (64, 5)
+    assert plan.covers(scattered)
+    assert replace(plan, block_n=128, num_stages=2) == plan_attention(PROMPT, H200)
+    for change in ({"q_block": 128}, {"k_block": 32}, {"head_dim": 256, "head_dim_v": 256}):
+        other = replace(PROMPT, **change)
+        assert plan_attention(replace(other, scattered=True), H200) == plan_attention(other, H200)
+
+
 def test_queries_have_two_stages_on_sm_90_where_shared_memory_allows() -> None:
     for size, size_v, stages in ((64, 64, 2), (128, 128, 2), (128, 64, 2), (192, 192, 1), (256, 256, 1)):
         problem = replace(PROMPT, head_dim=size, head_dim_v=size_v)

@@ -254,7 +254,7 @@ def blocksparse_attention(
     _call(
         now, out, (*inputs, result, lse),
         (most, layout.q_block, layout.k_block, page_layout, q.shape[-1] ** -0.5 if scale is None else scale, left,
-         right, softcap, splits, ints), _NAMES,
+         right, softcap, splits, ints, layout.scattered), _NAMES,
     )  # fmt: skip
     return result if lse is None else AttentionResult(result, lse)
 
@@ -348,7 +348,8 @@ def blocksparse_flash_attn_varlen_fwd(
     most = min(most, longest if max_seqlen is None else max_seqlen)
     _call(
         now, None, (q, k, v, crow, col, cu_seqlens_q, cu_seqlens_k, *(None,) * 7, result, None),
-        (most, q_block, k_block, "NHD", q.shape[-1] ** -0.5 if scale is None else scale, -1, 0, 0.0, 0, None),
+        (most, q_block, k_block, "NHD", q.shape[-1] ** -0.5 if scale is None else scale, -1, 0, 0.0, 0, None,
+         getattr(sparse_layout, "scattered", False)),
         _NAMES_OF_PAIRS if isinstance(sparse_layout, (tuple, list)) else _NAMES_OF_ENGINES,
         _REQUIRED | {"cu_seqlens_k"},
     )  # fmt: skip

@@ -75,6 +75,7 @@ class Options(NamedTuple):
     softcap: float
     num_splits: int
     plan: Any = None
+    scattered: bool = False
 
 
 class _Sizes(NamedTuple):
@@ -144,6 +145,7 @@ def check_attend(tensors: Tensors, options: Options, names: Names = NAMES) -> Pr
         softcap=options.softcap,
         left=options.left,
         num_splits=options.num_splits,
+        scattered=options.scattered,
     )
 
 

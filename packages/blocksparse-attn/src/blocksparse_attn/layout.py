@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from typing import TYPE_CHECKING
 
@@ -63,6 +63,8 @@ class BlockLayout:
             are -1 in layouts made here. The constructor takes what it takes for crow.
         q_block, k_block: tokens of a block, multiples of 16 up to 65536, one of them a multiple of the other.
         columns: blocks of keys: the longest sequence divided by k_block, rounded up.
+        scattered: whether rows that follow one another list mostly different blocks. It changes no result, only the
+            launch plan. :meth:`from_scores` and ``from_mask(capacity=)`` say so, :meth:`from_mask` looks.
     """
 
     crow: Tensor
@@ -70,10 +72,12 @@ class BlockLayout:
     q_block: int
     k_block: int
     columns: int
+    scattered: bool = False
     _transposed: tuple[Tensor, Tensor] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         check_blocks(self.q_block, self.k_block)
+        check_bool("scattered", self.scattered)
         crow, col = in_32_bits(*with_heads(self.crow, self.col))
         if crow is not self.crow or col is not self.col:
             object.__setattr__(self, "crow", crow)
@@ -166,7 +170,8 @@ class BlockLayout:
             fail("mask", f"of at most {most} columns, which its {rows} rows of {q_block} queries reach", describe(mask))
         if capacity is not None:
             return listed_within(mask, q_block, k_block, check_int("capacity", capacity, 0))
-        return _from_keys(mask.reshape(-1).nonzero()[:, 0], heads, rows, columns, q_block, k_block)
+        scattered = bool(2 * (mask[:, 1:] & mask[:, :-1]).sum() < mask[:, 1:].sum())
+        return _from_keys(mask.reshape(-1).nonzero()[:, 0], (heads, rows, columns), q_block, k_block, scattered)
 
     @staticmethod
     def from_scores(
@@ -201,7 +206,7 @@ class BlockLayout:
         flat = flat if flat.stride(1) == 1 else flat.contiguous()
         indices, counts = chosen(flat, Reach(rows, q_block, k_block), topk, local, sink, False)
         crow, col = packed(indices.view(heads, rows, indices.shape[1]), counts)
-        return BlockLayout(crow, col, q_block, k_block, columns)
+        return BlockLayout(crow, col, q_block, k_block, columns, scattered=True)
 
     @staticmethod
     def from_csr(crow: Tensor, col: Tensor, q_block: int, k_block: int, *, columns: int | None = None) -> BlockLayout:
@@ -324,7 +329,8 @@ class BlockLayout:
             fail("other", f"of 1 head or of {self.num_heads}, as this layout", other.num_heads)
         rows, columns = max(self.rows, other.rows), max(self.columns, other.columns)
         keys = torch.cat([_keys(layout, heads, rows, columns) for layout in (self, other)]).unique()
-        return _from_keys(keys, heads, rows, columns, self.q_block, self.k_block)
+        scattered = self.scattered or other.scattered
+        return _from_keys(keys, (heads, rows, columns), self.q_block, self.k_block, scattered)
 
     # What it is
 
@@ -381,7 +387,7 @@ class BlockLayout:
         wanted = torch.empty(0, device=device).device
         if wanted == self.device:
             return self
-        return BlockLayout(self.crow.to(wanted), self.col.to(wanted), self.q_block, self.k_block, self.columns)
+        return replace(self, crow=self.crow.to(wanted), col=self.col.to(wanted))
 
     def heads(self, lo: int, hi: int) -> BlockLayout:
         """The layout of heads lo .. hi - 1, for a rank of a tensor-parallel model; one for all heads is returned as is.
@@ -392,7 +398,7 @@ class BlockLayout:
         lo, hi = head_range((lo, hi), most, "lo, hi")
         if most is None or (lo, hi) == (0, most):
             return self
-        return BlockLayout(self.crow[lo:hi], self.col[lo:hi], self.q_block, self.k_block, self.columns)
+        return replace(self, crow=self.crow[lo:hi], col=self.col[lo:hi])
 
 
 def listed_within(mask: Tensor, q_block: int, k_block: int, capacity: int) -> BlockLayout:
@@ -405,7 +411,7 @@ def listed_within(mask: Tensor, q_block: int, k_block: int, capacity: int) -> Bl
     col = torch.full((mask.shape[0], capacity + 1), -1, dtype=torch.int32, device=mask.device)
     col.scatter_(1, place.flatten(1), column.flatten(1).to(torch.int32))
     crow = crow.clamp(max=capacity).to(torch.int32)
-    return BlockLayout(crow, col[:, :capacity], q_block, k_block, mask.shape[2])
+    return BlockLayout(crow, col[:, :capacity], q_block, k_block, mask.shape[2], scattered=True)
 
 
 def _keys(layout: BlockLayout, heads: int, rows: int, columns: int) -> Tensor:
@@ -418,8 +424,11 @@ def _keys(layout: BlockLayout, heads: int, rows: int, columns: int) -> Tensor:
     return (torch.arange(heads, device=keys.device)[:, None] * (rows * columns) + keys).reshape(-1)
 
 
-def _from_keys(keys: Tensor, heads: int, rows: int, columns: int, q_block: int, k_block: int) -> BlockLayout:
-    """The layout of numbers as :func:`_keys` gives them, increasing."""
+def _from_keys(
+    keys: Tensor, sizes: tuple[int, int, int], q_block: int, k_block: int, scattered: bool
+) -> BlockLayout:  # fmt: skip
+    """The layout of heads, rows and columns of numbers as :func:`_keys` gives them, increasing."""
+    heads, rows, columns = sizes
     device = keys.device
     begins = torch.searchsorted(keys, torch.arange(heads * rows + 1, device=device) * columns)
     crow = begins[torch.arange(heads, device=device)[:, None] * rows + torch.arange(rows + 1, device=device)]
@@ -428,7 +437,7 @@ def _from_keys(keys: Tensor, heads: int, rows: int, columns: int, q_block: int, 
     col = torch.full((heads, width), -1, dtype=torch.int32, device=device)
     inside = torch.arange(width, device=device) < crow[:, -1:]
     col.masked_scatter_(inside, (keys % max(1, columns)).to(torch.int32))
-    return BlockLayout(crow, col, q_block, k_block, columns)
+    return BlockLayout(crow, col, q_block, k_block, columns, scattered)
 
 
 def _built(first: Tensor, stride: int, sizes: tuple[int, int, int, int, int], device: torch.device) -> BlockLayout:

@@ -48,7 +48,8 @@ class Problem:
     as many as query heads. ``rows``: of the layout. ``entries``: columns listed by a head, at most. ``page_size``: of a
     paged cache, 0 without one. ``capacity``: keys that a sequence may have. ``bits``: of an element. ``tma``:
     layout, strides and alignment are such that TMA descriptors can address queries, keys and values, and the call has
-    no negative scale. ``left``: of the window, -1 without one. ``num_splits`` 0: as the plan has it.
+    no negative scale. ``left``: of the window, -1 without one. ``num_splits`` 0: as the plan has it. ``scattered``:
+    rows that follow one another list mostly different blocks.
     """
 
     num_heads: int
@@ -73,6 +74,7 @@ class Problem:
     softcap: float = 0.0
     left: int = -1
     num_splits: int = 0
+    scattered: bool = False
 
     @property
     def group(self) -> int:
@@ -192,7 +194,9 @@ def _hopper_bytes(problem: Problem, plan: AttentionPlan, q_stages: int) -> int:
     size, size_v = hopper_columns(problem.head_dim), hopper_columns(problem.head_dim_v)
     apart = hopper_sizes(problem.head_dim) != hopper_sizes(problem.head_dim_v)
     columns = plan.num_stages * plan.block_n * (size + size_v) + plan.block_m * (size_v if apart else 0)
-    return (columns + q_stages * plan.block_m * size) * problem.bits // 8 + plan.num_stages * plan.block_n * 8
+    # With a table a position and a bit mask of each key, and the tiles looked for ahead; otherwise 32 numbers.
+    places = plan.num_stages * plan.block_n * 8 + 2048 if needs_table(problem) else plan.num_stages * 128
+    return (columns + q_stages * plan.block_m * size) * problem.bits // 8 + places
 
 
 def heads_per_tile(group: int, block_m: int) -> int:
@@ -261,8 +265,12 @@ def _hopper(problem: Problem) -> AttentionPlan:
     # Short lists fill tiles of 128 keys badly.
     short = _SHORT_LISTS[not needs_table(problem)]
     narrow = _widest(problem) > 128 or problem.entries * problem.k_block < short * problem.rows
-    plan = AttentionPlan(128, 64 if narrow else 128, 1, 4, 4 if narrow else 2, hopper=True)
-    if not (narrow or needs_table(problem)) and _widest(problem) <= 64:
+    # Both consumers multiply both pieces of a tile, even if each is listed for one of them. 18 % of the blocks of 32768
+    # tokens at random take 3867 us with 64 keys a tile for 7909, in a pattern 3068 for 2774 (H100, triton 3.6.0,
+    # 2026-11-26).
+    apart = problem.scattered and problem.q_block < 128 and not (narrow or needs_table(problem))
+    plan = AttentionPlan(128, 64 if narrow or apart else 128, 1, 4, 5 if apart else 4 if narrow else 2, hopper=True)
+    if not (narrow or apart or needs_table(problem)) and _widest(problem) <= 64:
         # Heads of 64: 2111 us with two stages, 1951 with three and 1992 with four (32768 tokens, H100, 2026-11-26).
         plan = replace(plan, num_stages=3)
     while _hopper_bytes(problem, plan, 1) > _HOPPER_BYTES:

@@ -117,7 +117,7 @@ def broken_links(site: Path) -> Iterator[str]:
 
 
 def ill_shown(site: Path) -> Iterator[str]:
-    """Pages that need a sideways scroll to read a signature, or show lines of an interpreter as quotes in quotes."""
+    """Pages whose signatures need a sideways scroll, or that show as text what docstrings mean as code or a table."""
     for file in sorted(site.rglob("*.html")):
         text = file.read_text(encoding="utf-8")
         signatures = re.findall(r'<div class="[^"]*doc-signature[^"]*">.*?</div>', text, flags=re.DOTALL)
@@ -127,6 +127,8 @@ def ill_shown(site: Path) -> Iterator[str]:
             yield f"{file.relative_to(site)}: a line of a signature has {longest} characters: is ruff installed?"
         if re.search(r"<blockquote>\s*<blockquote>", text):
             yield f"{file.relative_to(site)}: a quote in a quote, as of lines of an interpreter"
+        if re.search(r"<p>[^<]*===[= ]*==", text):
+            yield f"{file.relative_to(site)}: the rulers of a table, in a paragraph"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

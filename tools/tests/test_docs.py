@@ -102,7 +102,7 @@ def test_every_page_is_in_the_navigation() -> None:
         assert str(page.relative_to(PAGES)) in navigation
 
 
-def test_roles_of_sphinx_and_lines_of_an_interpreter_become_code() -> None:
+def test_roles_of_sphinx_lines_of_an_interpreter_and_tables_become_markdown() -> None:
     pytest.importorskip("griffe", reason="nox -s docs has it")
     spec = importlib.util.spec_from_file_location("roles", docs.HERE / "roles.py")
     assert spec is not None
@@ -115,17 +115,25 @@ def test_roles_of_sphinx_and_lines_of_an_interpreter_become_code() -> None:
     assert roles.as_markdown("Twice.\n\n>>> f(1)\n2\n>>> f(2)\n4\n\nArgs:\n    x: a number.\n") == (
         "Twice.\n\n```pycon\n>>> f(1)\n2\n>>> f(2)\n4\n```\n\nArgs:\n    x: a number.\n"
     )
+    ruler = "====  =====\n"
+    rows = "a     b |c|\n      more\nd     e\n"
+    assert roles.as_markdown(f"Of two:\n\n{ruler}{rows}{ruler}\nAnd:\n\n{ruler}f     g\n{ruler}{rows}{ruler}") == (
+        "Of two:\n\n|  |  |\n| --- | --- |\n| a | b \\|c\\| more |\n| d | e |\n\n"
+        "And:\n\n| f | g |\n| --- | --- |\n| a | b \\|c\\| more |\n| d | e |\n"
+    )
 
 
-def test_a_signature_in_one_line_is_named_and_so_are_quotes_in_quotes(tmp_path: Path) -> None:
+def test_what_docstrings_have_that_is_ill_shown_is_named(tmp_path: Path) -> None:
     signature = '<div class="doc-signature highlight"><code><span>f</span>({})</code></div>'
     (tmp_path / "good.html").write_text(signature.format("q: Tensor,\n    k: Tensor") + "<blockquote>said</blockquote>")
     (tmp_path / "bad.html").write_text(
-        signature.format("q: <a>Tensor</a>, " * 15) + "<blockquote>\n<blockquote>f(1)</blockquote></blockquote>"
+        signature.format("q: <a>Tensor</a>, " * 15)
+        + "<p>===== =====\na b</p><blockquote>\n<blockquote>f(1)</blockquote></blockquote>"
     )
     assert list(docs.ill_shown(tmp_path)) == [
         "bad.html: a line of a signature has 168 characters: is ruff installed?",
         "bad.html: a quote in a quote, as of lines of an interpreter",
+        "bad.html: the rulers of a table, in a paragraph",
     ]
 
 

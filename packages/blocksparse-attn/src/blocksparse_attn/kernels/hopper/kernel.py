@@ -10,8 +10,9 @@ One program per SM. Its five roles run concurrently and communicate through shar
                                                                        +---------------------+
 
 A work item is 128 positions of one head: 64 for consumer A and the 64 after them for B, each of one row of the layout
-or, where its blocks are smaller, of several. The loaders merge their lists and gather a tile from pieces of blocks; a
-header says whether a consumer sees a tile whole, masks what its rows do not list, or skips it.
+or, where its blocks are smaller, of several. The loaders, or for small blocks the scheduler, merge their lists and
+gather a tile from pieces of blocks; a header says whether a consumer sees a tile whole, masks what its rows do not
+list, or skips it.
 
 Each buffer has a full and an empty barrier (memory.py). Where to change what:
 

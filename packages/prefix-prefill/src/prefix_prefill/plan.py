@@ -381,9 +381,9 @@ def _portable(problem: Problem, limits: DeviceLimits) -> PrefillPlan:
         light = block_d <= 64 and problem.cache_bits == problem.bits and in_whole_loads
         # On sm_120, which has 99 KB as sm_86, four spill where there is a window.
         few_warps = light and not problem.draft and not 64 * 1024 < limits.shared_memory < 160 * 1024
-        # Heads of 64, x-packed, H200: 8 chunks of 512 behind 8192 898 us, by 2 stages 1044; a prompt of 2048 55, 55.
+        # Heads of 64, x-packed, H200: 8 x 512 behind 8192 898 us, by 2 stages 1044; pages of 64, H100, 839 and 819.
         deep = limits.hopper and light and block_d == 64 and not (problem.alibi or problem.softcap or problem.draft)
-        stages = 3 if deep and _rows_of_a_sequence(problem) > 32 else 2
+        stages = 3 if deep and problem.page_size < 64 and _rows_of_a_sequence(problem) > 32 else 2
         most_m, block_n, warps = 64, 64 if light else 32, 4 if few_warps else 8
         if limits.hopper and block_d == 128 and not _is_mixed(problem):
             # Twice the rows use each key that is loaded, and no register is spilled here.
@@ -418,7 +418,7 @@ def _tiles_of_keys(problem: Problem, block_m: int) -> tuple[int, int]:
 
     us on an H200 with 32 / 8 heads, pages of 1 and x-packed ones of 16: 64 that decode behind 8000 by tiles of 32 keys
     and 3 stages 575 and 734, of 64 and 2 667 and 934; chunks of 512 behind 16384 by 128 and 3 1673 and 2701, 64 and 3
-    1976 and 2980, 64 and 2 2187 and 3089.
+    1976 and 2980, 64 and 2 2187 and 3089. A prompt of 2048 that fills its table, H100: by 128 177.5, by 64 and 3 156.8.
     """
     if block_m == 16:
         # Of 128 keys, 537 us where Triton 3.6 makes them, 3.7 compiles none.
@@ -426,7 +426,7 @@ def _tiles_of_keys(problem: Problem, block_m: int) -> tuple[int, int]:
     # What takes registers in the main loop, beside scores of 128 keys.
     biased = problem.softcap != 0 or problem.alibi or problem.draft
     padded = min(problem.head_dim, problem.head_dim_v) < 128
-    roomy = not biased and (problem.left < 0 or not (padded or problem.new_kv))
+    roomy = not biased and problem.capacity > 2 * _FEW_KEYS and (problem.left < 0 or not (padded or problem.new_kv))
     return (128 if block_m == 128 and roomy else 64), 3
 
 

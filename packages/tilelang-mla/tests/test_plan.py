@@ -313,14 +313,17 @@ def test_the_plan_of_any_call_covers_it(limits: DeviceLimits) -> None:
 
 
 def test_programs_of_the_combine_kernel_run_at_once_and_find_no_more_sequences_than_they_have_threads() -> None:
-    for sequences, rows in itertools.product((1, 3, 64, 300), (1, 16, 128, 512)):
+    for sequences, rows, capacity in itertools.product((1, 3, 64, 300), (1, 16, 128, 512), (2048, 100000)):
         for tiles in (DecodeTiles(64, 64, 2, 1, 264), DecodeTiles(64, 64, 2, 16), DecodeTiles(64, 64, 2, 256)):
-            each, pieces = merge_grid(sequences, rows, tiles, 132)
+            each, pieces = merge_grid(sequences, rows, capacity, tiles, 132)
             assert 1 <= each <= min(sequences, 32)
             assert each == min(sequences, 32) or cdiv(sequences, each) * rows * pieces <= 16 * 132 + rows * pieces
     # Of equal parts a piece for each eight that are begun, whatever the batch.
     for sequences, parts, pieces in ((4, 8, 1), (4, 9, 2), (300, 16, 2), (1, 32, 4)):
-        assert merge_grid(sequences, 128, DecodeTiles(64, 64, 2, parts), 132)[1] == pieces
+        assert merge_grid(sequences, 128, 10**5, DecodeTiles(64, 64, 2, parts), 132)[1] == pieces
+    # Where one sequence may have most of the parts, rows are cut though most sequences may have one.
+    long = [(64, 100000), (64, 8192), (128, 100000)]
+    assert [merge_grid(64, rows, most, DecodeTiles(64, 64, 2, 1, 131), 132)[1] for rows, most in long] == [4, 1, 1]
 
 
 def test_the_grid_of_prefill_has_a_tile_for_any_lengths() -> None:

@@ -176,7 +176,7 @@ def prepare_decode(problem: DecodeProblem, plan: DecodeTiles | None, tensors: De
     table_as_it_is = block_table.stride() == table_form[1]
     out_form = _packed_form(out)
     merge = kernel("merge", dim_nope=dim_nope, dtype=q.dtype) if merged else None
-    merging = merge_grid(batch, rows, tiles, limits.cores)
+    merging = merge_grid(batch, rows, problem.capacity, tiles, limits.cores)
     # A persistent kernel. Of a pinned plan without a schedule, parts of unlike lengths are in no order, and a program
     # for each part, which starts as another ends, is more even.
     programs = num_parts * tiles.row_tiles(rows)
@@ -260,7 +260,7 @@ def prepare_sparse(problem: DecodeProblem, plan: DecodeTiles | None, tensors: Sp
     merged = num_parts > lists and not (shared and problem.capacity <= tiles.block_n)
     sinking = {} if attn_sink is None else {"sink": True}
     merge = kernel("merge", dim_nope=dim_nope, dtype=q.dtype, **sinking) if merged else None
-    merging = merge_grid(lists, heads, tiles, limits.cores)
+    merging = merge_grid(lists, heads, problem.capacity, tiles, limits.cores)
     programs = num_parts * tiles.row_tiles(heads)
     if first_part is not None:
         programs = min(programs, limits.cores)

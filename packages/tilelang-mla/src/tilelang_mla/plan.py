@@ -42,7 +42,11 @@ _NARROW, _LINE = 16, 128
 # Pieces of a row have at least 32 bytes: of 64 elements that is as many pieces. And those of all rows on an SM: of 128
 # rows and 66 parts 8 pieces take 7.8 us, 4 take 6.7, 2 8.1 (H200).
 _MOST_PIECES, _PIECES = 16, 4
-# Programs of the combine kernel on an SM, of which 10 run at once; and sequences of one, each of which a thread finds.
+# Blocks of keys from which on one sequence may have most of the parts, so that rows are cut though others may have one:
+# one of 100000 keys among 63 of up to 1000 takes 105 us for 128 at 64 heads, 84 for 91 at 16 (H100). 64 of 8192 would
+# take 251 for 247; of 128 heads, which are not cut, 64 of 2048 90 for 80.
+_LONG = 256
+# Programs of the combine kernel on an SM, of which 9 run at once; and sequences of one, each of which a thread finds.
 _MERGING, _MERGED_BY_ONE = 16, 32
 # More partial results take the combine kernel too long.
 MOST_SPLITS = 256
@@ -380,7 +384,7 @@ def merging_cost(parts: Any, rows: int) -> Any:
     return parts * rows // _MERGED_ROWS
 
 
-def merge_grid(sequences: int, rows: int, tiles: DecodeTiles, cores: int) -> tuple[int, int]:
+def merge_grid(sequences: int, rows: int, capacity: int, tiles: DecodeTiles, cores: int) -> tuple[int, int]:
     """Of the combine kernel: sequences of a program, one after the other, and pieces of a row.
 
     A thread has loads of 4 parts in flight, so that a row of more parts is cut into pieces, with a group of threads for
@@ -393,6 +397,8 @@ def merge_grid(sequences: int, rows: int, tiles: DecodeTiles, cores: int) -> tup
     if tiles.spare_parts:
         # Not where parts are pinned: sums of other pieces have other bits, and those are the same in any batch.
         pieces = min(pieces, _power_of_two(_PIECES * cores // (sequences * rows)))
+        if rows <= _ROWS and capacity >= _LONG * tiles.block_n:
+            pieces = max(pieces, _PIECES)
     each = max(1, cdiv(sequences * rows * pieces, _MERGING * cores))
     return min(each, sequences, _MERGED_BY_ONE), pieces
 

@@ -14,9 +14,9 @@ from tilelang_mla.kernels.decode.groups import PLANNED, SHARED
 
 # Parts that a thread loads at once, and elements of a row that it combines.
 _AT_ONCE, _MERGED = 4, 4
-# Programs that an SM's registers are to hold: 48 a thread. With 8 parts at once it took 94, for 5 programs, and 4096
+# Programs that an SM's registers are to hold: 56 a thread. With 8 parts at once it took 94, for 5 programs, and 4096
 # rows of two parts 17 us.
-_PROGRAMS = 10
+_PROGRAMS = 9
 # Sequences of a program, at most, as plan.py has it: a thread looks one up.
 _SEQUENCES = 32
 
@@ -68,6 +68,13 @@ class Registers(NamedTuple):
     merged: Any
     loaded: Any
     weights: Any
+
+
+class Exchange(NamedTuple):
+    """Where groups of threads find each other's elements, and sums of weights."""
+
+    elements: Any
+    sums: Any
 
 
 def merge(T: Any, *, dim_nope: int, dtype: Any, serial: bool = False, sink: bool = False) -> Any:
@@ -145,8 +152,8 @@ def with_sink(T: Any, sinks: Any, i_row: Any, sum_of: Any, highest: Any) -> Any:
 @macro
 def merge_program(T, C, tensors, numbers, i_program):
     """What a program merges."""
-    out, lse, parts, part_lse, sinks = tensors.out, tensors.lse, tensors.parts, tensors.part_lse, tensors.sinks
-    heads, sequences_each, pieces = numbers.heads, numbers.sequences_each, numbers.pieces
+    out, parts, part_lse = tensors.out, tensors.parts, tensors.part_lse
+    sequences_each, pieces = numbers.sequences_each, numbers.pieces
     dim_nope, width, threads, serial = C
     batch, rows = out.shape[:2]
     if not serial:
@@ -161,7 +168,7 @@ def merge_program(T, C, tensors, numbers, i_program):
     sum_of_groups = T.alloc_shared((width,), T.float32)
     first_of = T.alloc_shared((_SEQUENCES,), T.int32)
     parts_of = T.alloc_shared((_SEQUENCES,), T.int32)
-    registers = Registers(merged, loaded, factors)
+    registers, exchange = Registers(merged, loaded, factors), Exchange(of_groups, sum_of_groups)
     thread = T.get_thread_binding()
     i_all = T.alloc_var(T.int32, init=T.truncdiv(i_program, pieces))
     i_piece = T.alloc_var(T.int32, init=i_program - i_all * pieces)
@@ -175,55 +182,73 @@ def merge_program(T, C, tensors, numbers, i_program):
         find_parts(T, tensors, numbers, first_of, parts_of, first_b, own, lane if serial else thread)
     if not serial:
         T.sync_threads()
-    for i in T.serial(own):
-        own_parts = T.alloc_var(T.int32, init=parts_of[i])
-        if own_parts > 1:
-            i_b = T.alloc_var(T.int32, init=first_b + i)
-            own_first = T.alloc_var(T.int32, init=first_of[i])
-            row = Row(parts, part_lse, own_first, own_parts, i_row)
-            highest = T.alloc_var(T.float32, init=0)
-            sum_of = T.alloc_var(T.float32, init=0)
+    of_group = T.alloc_var(T.int32, init=threads if serial else T.truncdiv(threads, pieces))
+    group = T.alloc_var(T.int32, init=0 if serial else T.truncdiv(thread, of_group))
+    begin = T.min(i_piece * of_group + thread - group * of_group, dim_nope // _MERGED - 1) * _MERGED
+    # Sequences of few parts have a group of threads each, if that is of whole warps, in turns before all others, whose
+    # parts the groups share.
+    turns = T.alloc_var(T.int32, init=0)
+    if not serial:
+        if pieces > 1 and of_group >= WARP:
+            turns = T.truncdiv(own + (pieces - 1), pieces)
+    few = T.if_then_else(turns > 0, _AT_ONCE, 1)
+    for turn in T.serial(turns + own):
+        alone = turn < turns
+        i = T.alloc_var(T.int32, init=T.if_then_else(alone, turn * pieces + group, turn - turns))
+        own_parts = T.alloc_var(T.int32, init=parts_of[T.min(i, own - 1)])
+        if T.if_then_else(alone, i < own and own_parts > 1 and own_parts <= few, own_parts > few):
+            row = Row(parts, part_lse, first_of[i], own_parts, i_row)
+            own_group = T.alloc_var(T.int32, init=T.if_then_else(alone, 0, group))
+            groups = T.alloc_var(T.int32, init=T.if_then_else(alone, 1, pieces))
             if serial:
-                for begin in T.serial(dim_nope // _MERGED):
-                    load_parts(T, row, registers, begin * _MERGED, 0, 1)
-                    highest = highest_lse(T, row, serial)
-                    sum_of = merge_elements(T, row, registers, highest, begin * _MERGED, 0, 1)
-                    for j in T.unroll(_MERGED):
-                        out[i_b, i_row, begin * _MERGED + j] = T.if_then_else(
-                            sum_of == 0, 0, merged[j] / with_sink(T, sinks, i_row, sum_of, highest)
-                        )
+                for j in T.serial(dim_nope // _MERGED):
+                    merge_row(T, C, tensors, numbers, registers, exchange, row, first_b + i, j * _MERGED, 0, 1)
             else:
-                of_group = T.alloc_var(T.int32, init=T.truncdiv(threads, pieces))
-                group = T.alloc_var(T.int32, init=T.truncdiv(thread, of_group))
-                place = T.alloc_var(T.int32, init=thread - group * of_group)
-                begin = T.min(i_piece * of_group + place, dim_nope // _MERGED - 1) * _MERGED
-                # On their way while the highest is looked for.
-                load_parts(T, row, registers, begin, group, pieces)
-                highest = highest_lse(T, row, serial)
-                sum_of = merge_elements(T, row, registers, highest, begin, group, pieces)
-                if pieces > 1:
-                    # The row before has been read.
-                    T.sync_threads()
-                    for j in T.vectorized(_MERGED):
-                        of_groups[thread, j] = merged[j]
-                    sum_of_groups[thread] = sum_of
-                    T.sync_threads()
-                if group == 0:
-                    for i_group in T.serial(pieces - 1):
-                        sum_of = sum_of + sum_of_groups[place + (i_group + 1) * of_group]
-                        for j in T.vectorized(_MERGED):
-                            merged[j] = merged[j] + of_groups[place + (i_group + 1) * of_group, j]
-                    for j in T.vectorized(_MERGED):
-                        out[i_b, i_row, begin + j] = T.if_then_else(
-                            sum_of == 0, 0, merged[j] / with_sink(T, sinks, i_row, sum_of, highest)
-                        )
-            if numbers.wants_lse != 0:
-                if thread == 0 and i_piece == 0:
-                    token = T.alloc_var(T.int32, init=T.truncdiv(i_row, heads))
-                    head = T.alloc_var(T.int32, init=i_row - token * heads)
-                    lse[i_b, head, token] = T.if_then_else(
-                        sum_of == 0, -T.infinity(T.float32), log_of_sum(T, highest, sum_of, LN_2)
-                    )
+                merge_row(T, C, tensors, numbers, registers, exchange, row, first_b + i, begin, own_group, groups)
+
+
+@macro
+def merge_row(T, C, tensors, numbers, registers, exchange, row, i_b, begin, group, groups):
+    """Elements ``begin`` .. ``begin + _MERGED`` of a row, by groups of threads that share its parts.
+
+    Who has its first elements writes the logarithm.
+    """
+    out, lse, sinks, merged = tensors.out, tensors.lse, tensors.sinks, registers.merged
+    # On their way while the highest is looked for.
+    load_parts(T, row, registers, begin, group, groups)
+    highest = highest_lse(T, row, C.serial)
+    sum_of = T.alloc_var(T.float32, init=0)
+    sum_of = merge_elements(T, row, registers, highest, begin, group, groups)
+    thread = T.get_thread_binding()
+    of_group = T.alloc_var(T.int32, init=T.truncdiv(C.threads, groups))
+    if groups > 1:
+        # The row before has been read.
+        T.sync_threads()
+        for j in T.vectorized(_MERGED):
+            exchange.elements[thread, j] = merged[j]
+        exchange.sums[thread] = sum_of
+        T.sync_threads()
+    if group == 0:
+        for i_group in T.serial(groups - 1):
+            sum_of = sum_of + exchange.sums[thread + (i_group + 1) * of_group]
+            for j in T.vectorized(_MERGED):
+                merged[j] = merged[j] + exchange.elements[thread + (i_group + 1) * of_group, j]
+        total = T.alloc_var(T.float32, init=with_sink(T, sinks, row.row, sum_of, highest))
+        for j in T.unroll(_MERGED):
+            merged[j] = T.if_then_else(sum_of == 0, 0, merged[j] / total)
+        if C.serial:
+            for j in T.unroll(_MERGED):
+                out[i_b, row.row, begin + j] = merged[j]
+        else:
+            for j in T.vectorized(_MERGED):
+                out[i_b, row.row, begin + j] = merged[j]
+    if numbers.wants_lse != 0:
+        if begin == 0 and group == 0:
+            token = T.alloc_var(T.int32, init=T.truncdiv(row.row, numbers.heads))
+            head = T.alloc_var(T.int32, init=row.row - token * numbers.heads)
+            lse[i_b, head, token] = T.if_then_else(
+                sum_of == 0, -T.infinity(T.float32), log_of_sum(T, highest, sum_of, LN_2)
+            )
 
 
 @macro

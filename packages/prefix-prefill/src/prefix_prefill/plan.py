@@ -337,27 +337,27 @@ def _hopper(problem: Problem) -> PrefillPlan:
         # 1, 16 and 64 rows behind 8000, 1000 and 8000: 25.8, 27.9, 547.6 us on an H200, by 128 keys 31.0, 33.1, 509.3.
         roomy = _shared_bytes(problem, block_m, 64, 4) <= _MOST_SHARED
         return PrefillPlan(block_m, min(block_n, 64), 0, 4, 4 if roomy else 2, hopper=True)
-    if block_m == 128 and multiplies_8_bits(problem) and not problem.alibi:
-        # 4 x 512 behind 16384 849 us on an H100, by three stages 867, by keys that are widened 975.
-        return PrefillPlan(block_m, block_n, 0, 4, 2, hopper=True, q_in_registers=1)
     loading = 72 if block_m == 64 and _is_converted_by_heads_of_128(problem) else 56
     stages = 3 if problem.cache_bits == 8 and block_n == 64 else 2
-    if block_m == 128 and _holds_queries(problem):
-        return PrefillPlan(block_m, block_n, 0, 4, 4, hopper=True, loading=40, q_in_registers=1)
+    holds = block_m == 128 and _holds_queries(problem)
+    if holds and problem.cache_bits == 16:
+        stages, loading = 4, 40
     if block_m == 128 and problem.head_dim == problem.head_dim_v in (192, 256) and not is_gathered(problem):
         # 4 x 512 behind 16384 take 1521 us on an H100, by 56 registers 1610; of heads of 256 1699, 1797.
         loading = 24
-    return PrefillPlan(block_m, block_n, 0, 4, stages, hopper=True, loading=loading)
+    return PrefillPlan(block_m, block_n, 0, 4, stages, hopper=True, loading=loading, q_in_registers=int(holds))
 
 
 def _holds_queries(problem: Problem) -> bool:
-    """Whether queries stay in registers, of 64 numbers, which leaves consumers to wait for less: 4 x 512 behind 16384
-    776 us on an H100, so 719, and 694 with 40 registers for what loads; in a window of 4096 216 for 220. What is
-    capped, new, gathered or shared was not timed.
+    """Whether queries stay in registers: 4 x 512 behind 16384, heads of 64, 776 us on an H100, so 719, with 40 for what
+    loads 694; in a window of 4096 216 for 220; of 128 over an 8-bit cache 992 for 1012, 8-bit queries 887 for 941. What
+    is capped, new, gathered or shared was not timed.
     """
+    if multiplies_8_bits(problem):
+        return not problem.alibi
     other = problem.left >= 0 or problem.softcap or problem.alibi or problem.draft or problem.new_kv or problem.shared
-    plain = not (other or problem.carried or is_gathered(problem) or problem.cache_bits == 8)
-    return plain and problem.head_dim == problem.head_dim_v == 64
+    plain = not (other or problem.carried or is_gathered(problem) or problem.token_scales)
+    return plain and problem.head_dim == problem.head_dim_v == (128 if problem.cache_bits == 8 else 64)
 
 
 def _is_converted_by_heads_of_128(problem: Problem) -> bool:

@@ -130,7 +130,7 @@ class PrefillPlan(Plan):
     """A prefill, ``chunk`` tokens and ``block_e`` columns of a state at a time.
 
     A program holds those columns in pieces of ``block_d`` rows. ``chunk`` 1: token by token. ``segment`` 0: a program
-    takes a whole sequence. Otherwise programs take segments of that many tokens in parallel, after two smaller
+    takes a whole sequence. Otherwise programs take segments of that many tokens in parallel, after one or two smaller
     launches that make the states between them; ``part`` > 0: the first of them by a program for so many tokens, by the
     kernel for sm_90. ``hopper``: by the kernel made for sm_90, 64 columns and 4 warps, or 128
     and 8. ``bf16x6``: a product of float32 is six of bfloat16 parts on tensor

@@ -195,7 +195,7 @@ def cases_of(name: str, make: Maker) -> list[tuple[Any, ...]]:
     return [
         (*tensors, alibi, sinks, k_scale, v_scale, None, out, lse, draft_mask, 33, "NHD", 0.2, 25, 3, 4.0, True, 1.0,
          1.0, 1.0, 0),
-        (*plain, *none, out, None, None, 33, "NHD", 0.2, -1, 0, 0.0, False, 0.5, 2.0, 1.0, 0, 64, plan),
+        (*plain, *none, out, None, None, 33, "NHD", 0.2, -1, 0, 0.0, False, 0.5, 2.0, 1.0, 0, 64, False, plan),
         (cached[0], None, None, *cached[1:-1], *none, out, lse, None, 33, "NHD", 0.2, -1, -1, 0.0, False, 1.0, 1.0,
          1.0, 2),
         (*nothing, *none, out[:0], lse[:, :0], None, 0, "NHD", 0.2, -1, 0, 0.0, False, 1.0,

@@ -253,7 +253,7 @@ def plan_prefill(problem: Problem, limits: DeviceLimits, num_splits: int = 0) ->
     """The plan for a problem on this device; ``num_splits`` 0 leaves that number to the plan as well."""
     if num_splits:
         # How keys are cut depends on the rows of a tile: with as many in every batch, a sequence keeps its bits.
-        problem = replace(problem, tokens=MOST_TOKENS, max_seqlen_q=MOST_TOKENS)
+        problem = replace(problem, tokens=MOST_TOKENS, max_seqlen_q=MOST_TOKENS, capacity=MOST_TOKENS)
     if limits.hopper and problem.tma and fits_hopper(problem):
         plan = replace(_hopper(problem), programs=limits.cores)
         # Then nothing need be shared on the device, and nothing merged.

@@ -190,7 +190,8 @@ def unfused(inputs: Projected, shape: GroupShape, packed: bool, overlapped: bool
     """
     row_bytes = (shape.qkvz_width + shape.ba_width) * DTYPE.itemsize
     plan = plan_split(len(inputs.qkvz), shape, row_bytes, device_limits(inputs.qkvz.device))
-    dependent = overlapped and plan.dependent_launch
+    hopper = plan.dependent_launch
+    dependent = overlapped and hopper
     plan = replace(plan, dependent_launch=dependent)
     parts = fused_qkvzba_split_reshape_cat(inputs.qkvz, inputs.ba, *sizes(shape), plan=plan)
     out = torch.empty_like(parts.mixed_qkv)
@@ -198,7 +199,7 @@ def unfused(inputs: Projected, shape: GroupShape, packed: bool, overlapped: bool
     tile, warps, block = UNFUSED_TILE[sequences, packed]
     conv = Convolution(
         *inputs.state.stride()[1:], *inputs.weight.stride(), 1, inputs.weight.shape[1], True, True, block,
-        HOPPER=dependent,
+        HOPPER=hopper,
     )  # fmt: skip
     convolve_split[(triton.cdiv(sequences, tile) * (channels // block),)](
         parts.mixed_qkv, inputs.state, inputs.weight, inputs.bias, inputs.slots, out, sequences, len(inputs.state),

@@ -215,16 +215,17 @@ def convolve_fours(
 
     The three taps of a channel lie together, and all channels, or the channels of each tap. A thread takes four
     adjacent channels, whose taps are three vectors either way, so that nothing passes between threads: nor do weights,
-    which is why sequences are no dimension of a block.
+    which is why sequences are a dimension of a block only where one has too few channels for a warp.
     """
+    TOGETHER: tl.constexpr = min(SEQUENCES, max(1, 128 // conv.BLOCK))
     TOKENS: tl.constexpr = conv.TOKENS
     SAME: tl.constexpr = x.p.dtype.element_ty == states.p.dtype.element_ty
     o_four = (first + 4 * tl.arange(0, conv.BLOCK // 4))[None, :, None]
     o_c = o_four + tl.arange(0, 4)[None, None, :]
     o_first = o_four.to(tl.int64)
     found = ()
-    for s in tl.static_range(SEQUENCES):
-        o_seq = i_n + s + tl.arange(0, 1)
+    for s in tl.static_range(SEQUENCES // TOGETHER):
+        o_seq = i_n + s * TOGETHER + tl.arange(0, TOGETHER)
         m_seq = o_seq < states.sequences
         o_slot, m_live = load_slots(states.p_slots, o_seq, m_seq, states.count)
         p_first = states.p + (o_slot * states.stride)[:, None, None] + o_first * conv.S_CHANNEL
@@ -235,12 +236,12 @@ def convolve_fours(
         b_bias = tl.load(p_bias + o_c).to(tl.float32)
     # Of all sequences all is asked for before the first is computed.
     inputs = ()
-    for s in tl.static_range(SEQUENCES):
+    for s in tl.static_range(SEQUENCES // TOGETHER):
         o_row, m_row, m_state, p_first = found[s]
         x_0 = tl.load(x.p + o_row * x.stride + o_c, mask=m_row)
         x_1, x_2, x_3 = load_fours(p_first, m_state, conv)
         inputs = inputs + ((x_0, x_1, x_2, x_3),)
-    for s in tl.static_range(SEQUENCES):
+    for s in tl.static_range(SEQUENCES // TOGETHER):
         o_row, m_row, m_state, p_first = found[s]
         x_0, x_1, x_2, x_3 = inputs[s]
         taps = (as_loaded(x_0, SAME), as_loaded(x_1, SAME), as_loaded(x_2, SAME), as_loaded(x_3, SAME))

@@ -107,8 +107,8 @@ def test_one_tensor_given_twice_is_found_as_any() -> None:
 
 
 def test_a_plan_that_torch_passes_as_a_list_is_handed_on_as_a_tuple() -> None:
-    given = PreparedLaunches().find(lambda tensors, numbers: numbers, (None,), (2.5, [16, 4]))
-    assert given == (2.5, (16, 4))
+    for numbers, wanted in (((2.5, [16, 4]), (2.5, (16, 4))), ((2.5, [16, 4], True), (2.5, (16, 4), True))):
+        assert PreparedLaunches().find(lambda tensors, numbers: numbers, (None,), numbers) == wanted
 
 
 def test_the_table_keeps_no_tensor_alive() -> None:

@@ -10,14 +10,12 @@ from dataclasses import FrozenInstanceError, fields, replace
 from pathlib import Path
 
 import pytest
-import torch
 
 import prefix_prefill.plan
 from kernel_reference.integers import cdiv, power_of_two_at_least
 from kernel_reference.models import GPT_OSS, LLAMA3_70B, SoftmaxAttention
 from kernel_reference.testing.forks import run_alone
 from prefix_prefill import PrefillPlan
-from prefix_prefill.arguments import PrefillNumbers
 from prefix_prefill.plan import (
     DeviceLimits,
     Problem,
@@ -478,9 +476,3 @@ def test_importing_the_package_and_planning_touch_no_gpu_and_import_no_triton() 
         "assert 'prefix_prefill.kernels' not in sys.modules\n"
     )
     run_alone(program)
-
-
-def test_a_plan_is_the_ops_last_argument() -> None:
-    """torch passes a list, which no table of launches takes: dispatch looks for it there, and nowhere else."""
-    schema = torch.ops.prefix_prefill.prefill.default._schema
-    assert (schema.arguments[-1].name, PrefillNumbers._fields[-1]) == ("plan", "plan")

@@ -92,12 +92,12 @@ class PreparedLaunches:
     ) -> Any:
         """What ``prepare(tensors, numbers)`` returned the last time that tensors and numbers looked like this.
 
-        numbers are hashable; the last may be a list, a plan as torch passes it, which ``prepare`` gets as a tuple. As
-        numbers 0.0 and -0.0 are one: where that matters, pass ``number.hex()``. What ``prepare`` returns must not keep
-        the tensors alive: it lives as long as the process.
+        numbers are hashable, or lists, as torch passes a plan, which ``prepare`` gets as tuples. As numbers 0.0 and
+        -0.0 are one: where that matters, pass ``number.hex()``. What ``prepare`` returns must not keep the tensors
+        alive: it lives as long as the process.
         """
-        if numbers and type(numbers[-1]) is list:
-            numbers = (*numbers[:-1], tuple(numbers[-1]))
+        if list in map(type, numbers):
+            numbers = tuple([tuple(number) if type(number) is list else number for number in numbers])
         latest = self._latest.get((prepare, len(tensors), numbers))
         if latest is not None:
             found, looks_alike, absent = latest

@@ -111,7 +111,7 @@ def load_packed(keys, m_key, C):
     if C.D != C.BLOCK_D:
         m_tile = m_tile & (o_chunk * C.CHUNK < C.D)[:, None, None]
     o_chunk = wide(o_chunk, C.WIDE) * keys.s_dk[0]
-    o_x = tl.arange(0, C.CHUNK) * keys.s_dk[1]
+    o_x = wide(tl.arange(0, C.CHUNK), C.WIDE) * keys.s_dk[1]
     p_tile = keys.p_k + keys.off_k[None, :, None] + o_chunk[:, None, None] + o_x[None, None, :]
     return tl.reshape(tl.permute(tl.load(p_tile, mask=m_tile, other=0), (1, 0, 2)), [C.BLOCK_N, C.BLOCK_D])
 

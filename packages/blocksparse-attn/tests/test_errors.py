@@ -543,7 +543,7 @@ def test_the_op_checks_direct_calls(tensors) -> None:
             (-1, None, "num_splits"), (2, [16, 16, 1, 4, 1], "num_splits"), (0, [0] * 5, "plan"),
         ):  # fmt: skip
             with pytest.raises(ValueError, match=f"^{said} must be "):
-                torch.ops.blocksparse_attn.attend(*batch.tensors, *numbers, splits, plan)
+                torch.ops.blocksparse_attn.attend(*batch.tensors, *numbers, splits, False, plan)
         for place, value, said in ((1, 24, "q_block"), (2, 8, "k_block"), (5, -2, "window"), (3, "nhd", "page_layout")):
             changed = [value if i == place else number for i, number in enumerate(numbers)]
             with pytest.raises(ValueError, match=f"^{said} must be "):

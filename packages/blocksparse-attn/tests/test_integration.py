@@ -195,7 +195,7 @@ def cases_of(make: Maker) -> list[tuple[Any, ...]]:
     sizes = (BLOCK, BLOCK, "NHD", 0.2)
     return [
         (*ragged, out, lse, 33, *sizes, -1, 0, 0.0, 0),
-        (*ragged, out, None, 33, *sizes, 25, 0, 4.0, 0, plan),
+        (*ragged, out, None, 33, *sizes, 25, 0, 4.0, 0, False, plan),
         (*none, out[:0], lse[:, :0], 0, *sizes, -1, 0, 0.0, 2),
         (*paged, own, lse, 33, *sizes, 25, 0, 0.0, 0),
         (*padded, torch.zeros_like(q), q.new_zeros(3, HEADS, 9, dtype=FP32), 9, *sizes, -1, 0, 0.0, 0),

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from blocksparse_attn import (
+    AttentionPlan,
     BlockLayout,
     api,
     blocksparse_attention,
@@ -540,12 +541,16 @@ def test_layouts_say_whether_rows_that_follow_one_another_list_different_blocks(
     chosen = BlockLayout.from_scores(torch.rand(2, 8, 8, device=device), 2, q_block=64, k_block=64)
     assert all(one.scattered for one in (scattered, *others, chosen))
     assert BlockLayout.from_mask(pattern, 64, 64, capacity=64).scattered
-    # The plan is told.
+    # The plan is told; one that is given stays last, as launches are looked up.
     told = []
-    monkeypatch.setattr(api, "_call", lambda now, out, tensors, options, *names: told.append(options[-1]))
+    monkeypatch.setattr(api, "_call", lambda now, out, tensors, options, *names: told.append(options[-2:]))
     q = torch.randn(70, 2, 64, device=device)
     cu = torch.tensor([0, 70], device=device)
     for layout in (alike, scattered):
         blocksparse_attention(q, q, q, layout, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=70)
         blocksparse_flash_attn_varlen_fwd(q, q, q, cu, cu, None, layout)
-    assert told == [False, False, True, True]
+    assert told == [(False, None)] * 2 + [(True, None)] * 2
+    blocksparse_attention(
+        q, q, q, scattered, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=70, plan=AttentionPlan(16, 16, 1, 4, 1)
+    )
+    assert type(told[-1][1]) is list

@@ -254,7 +254,7 @@ def blocksparse_attention(
     _call(
         now, out, (*inputs, result, lse),
         (most, layout.q_block, layout.k_block, page_layout, q.shape[-1] ** -0.5 if scale is None else scale, left,
-         right, softcap, splits, ints, layout.scattered), _NAMES,
+         right, softcap, splits, layout.scattered, ints), _NAMES,
     )  # fmt: skip
     return result if lse is None else AttentionResult(result, lse)
 
@@ -269,9 +269,9 @@ def _differentiable(
         most = _most_queries(q, max_seqlen_q, inputs[9] is None and inputs[10] is None, layout)
         scale, left, right, softcap, splits, ints = numbers
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        options = (most, layout.q_block, layout.k_block, "NHD", scale, left, right, softcap, splits, ints)
+        options = (most, layout.q_block, layout.k_block, "NHD", scale, left, right, softcap, splits, False, ints)
         tensors = (*inputs[:5], *layout.transposed(), *inputs[5:7], *inputs[9:])
-        return AttentionResult(*gradients.attention(*tensors, *options[:3], *options[4:]))
+        return AttentionResult(*gradients.attention(*tensors, *options[:3], *options[4:9], ints))
     except (*REFUSALS, ValueError):
         check_dense(**_named(*inputs, None))
         arguments.check_q(q)
@@ -348,8 +348,8 @@ def blocksparse_flash_attn_varlen_fwd(
     most = min(most, longest if max_seqlen is None else max_seqlen)
     _call(
         now, None, (q, k, v, crow, col, cu_seqlens_q, cu_seqlens_k, *(None,) * 7, result, None),
-        (most, q_block, k_block, "NHD", q.shape[-1] ** -0.5 if scale is None else scale, -1, 0, 0.0, 0, None,
-         getattr(sparse_layout, "scattered", False)),
+        (most, q_block, k_block, "NHD", q.shape[-1] ** -0.5 if scale is None else scale, -1, 0, 0.0, 0,
+         getattr(sparse_layout, "scattered", False), None),
         _NAMES_OF_PAIRS if isinstance(sparse_layout, (tuple, list)) else _NAMES_OF_ENGINES,
         _REQUIRED | {"cu_seqlens_k"},
     )  # fmt: skip

@@ -63,7 +63,10 @@ class Tensors(NamedTuple):
 
 
 class Options(NamedTuple):
-    """The other arguments of the op, in its order. ``num_splits`` 0: as the plan has it."""
+    """The other arguments of the op, in its order. ``num_splits`` 0: as the plan has it.
+
+    The plan comes last: there a list may be, of which launches are looked up as of a tuple.
+    """
 
     max_seqlen_q: int
     q_block: int
@@ -74,8 +77,8 @@ class Options(NamedTuple):
     right: int
     softcap: float
     num_splits: int
-    plan: Any = None
     scattered: bool = False
+    plan: Any = None
 
 
 class _Sizes(NamedTuple):

@@ -26,8 +26,8 @@ _library.define(
     "attend(Tensor q, Tensor k, Tensor v, Tensor crow, Tensor col, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k,"
     " Tensor? block_table, Tensor? seqlens_k, Tensor? q_starts, Tensor? q_ends, Tensor? k_starts, Tensor? k_ends,"
     " Tensor? sinks, Tensor(a!) out, Tensor(b!)? lse, SymInt max_seqlen_q, int q_block, int k_block, str page_layout,"
-    " float softmax_scale, int left, int right, float softcap, int num_splits, int[]? plan=None,"
-    " bool scattered=False) -> ()",
+    " float softmax_scale, int left, int right, float softcap, int num_splits, bool scattered=False,"
+    " int[]? plan=None) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 # The tensors come first, and torch leaves out a plan that is None.

@@ -17,6 +17,8 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="says what hap
 
 def run(folder: Path, code: str, *arguments: str, first: str = "", **variables: str) -> str:
     (folder / "test_it.py").write_text(textwrap.dedent(code))
+    # So that pytest takes no configuration of a folder above.
+    (folder / "pytest.ini").touch()
     environment = {
         key: value for key, value in os.environ.items() if key not in ("CI", "TRITON_INTERPRET", "PYTEST_ADDOPTS")
     }

@@ -451,7 +451,6 @@ def test_gradients_made_at_once_have_the_bits_of_one_after_the_other(
         monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
         monkeypatch.setattr(gradients_launch, "_stream_beside", lambda *given: stream)
         monkeypatch.setattr(launch, "device_limits", lambda device: DeviceLimits(1))
-        monkeypatch.setattr(gradients_launch, "device_limits", lambda device: DeviceLimits(1))
     q, k, v, d_out = (tensors.normal(2, 2, 33, size) for size in (24, 24, 40, 40))
     history, d_state = (tensors.normal(2, 2, 24, 40) for _ in range(2))
     slopes = torch.tensor([0.02, 0.3], device=device)

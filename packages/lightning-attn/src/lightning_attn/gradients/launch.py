@@ -9,8 +9,9 @@ from functools import lru_cache
 import torch
 
 from kernel_reference.launching import launch_nothing
+from lightning_attn import launch
 from lightning_attn.gradients.plan import groups_at_once
-from lightning_attn.launch import _keep_state, _prepare_prefill, device_limits
+from lightning_attn.launch import _keep_state, _prepare_prefill
 from lightning_attn.plan import BackwardProblem, Operand, PrefillPlan, PrefillProblem, fitted
 from lightning_attn.tensors import AttentionBackward
 
@@ -28,7 +29,7 @@ def prepare_attention_backward(
     device = tensors.q.device
     other = None if plan is None else fitted(plan, problem.dq.heads)
     prefill_dq = _prepare_prefill(problem.dq, other, device)
-    groups = 0 if plan is not None else groups_at_once(problem, device_limits(device))
+    groups = 0 if plan is not None else groups_at_once(problem, launch.device_limits(device))
     of_keys = _at_once(problem, groups, device) if groups else _in_turn(problem, plan, other, device)
 
     def run(t: AttentionBackward) -> None:

@@ -541,7 +541,7 @@ def test_layouts_say_whether_rows_that_follow_one_another_list_different_blocks(
     chosen = BlockLayout.from_scores(torch.rand(2, 8, 8, device=device), 2, q_block=64, k_block=64)
     assert all(one.scattered for one in (scattered, *others, chosen))
     assert BlockLayout.from_mask(pattern, 64, 64, capacity=64).scattered
-    # The plan is told; one that is given stays last, as launches are looked up.
+    # The plan is told; one that is given is a list, as torch passes it.
     told = []
     monkeypatch.setattr(api, "_call", lambda now, out, tensors, options, *names: told.append(options[-2:]))
     q = torch.randn(70, 2, 64, device=device)

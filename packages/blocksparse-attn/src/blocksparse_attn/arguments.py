@@ -63,10 +63,7 @@ class Tensors(NamedTuple):
 
 
 class Options(NamedTuple):
-    """The other arguments of the op, in its order. ``num_splits`` 0: as the plan has it.
-
-    The plan comes last: there a list may be, of which launches are looked up as of a tuple.
-    """
+    """The other arguments of the op, in its order. ``num_splits`` 0: as the plan has it."""
 
     max_seqlen_q: int
     q_block: int

@@ -82,7 +82,7 @@ class PrefillNumbers(NamedTuple):
     v_scale: float
     out_scale: float
     num_splits: int
-    # torch leaves these out where they are the schema's defaults. The list is last: kernel_reference.dispatch asks so.
+    # torch leaves these out where they are the schema's defaults.
     max_seqlen_k: int = MOST_TOKENS
     quantize_q: bool = False
     plan: Sequence[int] | None = None

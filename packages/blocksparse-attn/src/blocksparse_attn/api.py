@@ -264,22 +264,22 @@ def _differentiable(
 ) -> AttentionResult:
     """By the op that autograd knows."""
     q, v = inputs[0], inputs[2]
-    options: tuple[Any, ...] = ()
+    options: Options | None = None
     try:
         most = _most_queries(q, max_seqlen_q, inputs[9] is None and inputs[10] is None, layout)
         scale, left, right, softcap, splits, ints = numbers
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        options = (most, layout.q_block, layout.k_block, "NHD", scale, left, right, softcap, splits, False, ints)
+        options = Options(most, layout.q_block, layout.k_block, "NHD", scale, left, right, softcap, splits, plan=ints)
         tensors = (*inputs[:5], *layout.transposed(), *inputs[5:7], *inputs[9:])
         return AttentionResult(*gradients.attention(*tensors, *options[:3], *options[4:9], ints))
     except (*REFUSALS, ValueError):
         check_dense(**_named(*inputs, None))
         arguments.check_q(q)
-        if options:
+        if options is not None:
             lse = q.new_empty(arguments.lse_shape(q), dtype=torch.float32)
             result = q.new_empty((*q.shape[:-1], v.shape[-1]))
             refused = Tensors(*(*inputs, result, lse))
-            problem = arguments.check_attend(refused, Options(*options), _NAMES)
+            problem = arguments.check_attend(refused, options, _NAMES)
             if values_are_checked(q.device):
                 check_values(problem, refused, _NAMES)
         raise

@@ -16,7 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 import blocksparse_attn
-from blocksparse_attn import AttentionPlan, BlockLayout, LocalStridedBlockSparseAttn, ops
+from blocksparse_attn import AttentionPlan, BlockLayout, LocalStridedBlockSparseAttn, SelectedPlan, ops
 from blocksparse_attn.plan import DeviceLimits
 from kernel_reference import blocks
 from kernel_reference.attention import attention
@@ -166,6 +166,25 @@ def decode_by_the_module(make: Maker, q: Tensor, k: Tensor, v: Tensor, cu_seqlen
     return make.module(q, k, v, cu_seqlens_k)
 
 
+def attend_by_a_plan(make: Maker, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Any:
+    return blocksparse_attn.blocksparse_attention(
+        q, k, v, make.layout, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=min(q.shape[0], LONGEST), return_lse=True, plan=AttentionPlan(16, 16, 2, 4, 1),
+    )  # fmt: skip
+
+
+def select_by_a_plan(
+    make: Maker, q: Tensor, k: Tensor, v: Tensor, block_table: Tensor, cu_seqlens_q: Tensor, seqlens_k: Tensor,
+    *_: Tensor,
+) -> Any:  # fmt: skip
+    # The first two blocks of each sequence.
+    indices = torch.arange(2, dtype=torch.int32, device=q.device).expand(q.shape[0], HEADS_KV, 2)
+    return blocksparse_attn.selected_attention(
+        q, k, v, indices, block_size=BLOCK, block_table=block_table, cu_seqlens_q=cu_seqlens_q, seqlens_k=seqlens_k,
+        return_lse=True, plan=SelectedPlan(16, 16, 2, 4, 1),
+    )  # fmt: skip
+
+
 PUBLIC: dict[str, tuple[Callable[..., Any], Callable[..., list[Tensor]]]] = {
     "ragged": (attend, Maker.ragged),
     "ragged in parts": (attend_in_parts, Maker.ragged),
@@ -175,6 +194,7 @@ PUBLIC: dict[str, tuple[Callable[..., Any], Callable[..., list[Tensor]]]] = {
     "as engines decode": (decode_as_engines_do, Maker.decoding),
     "the module": (decode_by_the_module, Maker.decoding),
 }
+BY_A_PLAN = {"ragged": (attend_by_a_plan, Maker.ragged), "selected": (select_by_a_plan, Maker.paged)}
 every_public_function = pytest.mark.parametrize(("function", "inputs"), PUBLIC.values(), ids=PUBLIC)
 
 
@@ -666,6 +686,14 @@ def test_trap_packed_tokens_of_more_than_2_to_the_31_elements_are_all_computed(m
 
 
 # What only a GPU shows
+
+
+@gpu
+@pytest.mark.torch_compile
+@pytest.mark.parametrize(("function", "inputs"), BY_A_PLAN.values(), ids=BY_A_PLAN)
+def test_a_plan_may_be_given_in_plain_calls_in_a_graph_and_where_torch_compiles(make, function, inputs) -> None:
+    contract.check_cuda_graph(partial(function, make), lambda seed: inputs(make, 5, seed=seed))
+    contract.check_compiles(partial(function, make), inputs(make, 3), inputs(make, 5, seed=1))
 
 
 @gpu

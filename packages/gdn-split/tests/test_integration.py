@@ -11,7 +11,8 @@ import torch
 
 import gdn_split
 from gdn_split import ops, reference
-from gdn_split.plan import ConvPlan, DeviceLimits, GroupShape, SplitPlan, cdiv, plan_conv, plan_split
+from gdn_split.plan import ConvPlan, DeviceLimits, GroupShape, SplitPlan, StepPlan, cdiv, plan_conv, plan_split
+from gdn_split.prefill.plan import PrefillPlan
 from kernel_reference import projection
 from kernel_reference.dispatch import PreparedLaunches
 from kernel_reference.models import QWEN3_NEXT_80B
@@ -160,6 +161,41 @@ PUBLIC: dict[str, tuple[Callable[..., Any], Callable[..., list[Tensor]]]] = {
     "gdn_decode_step": (step, layer),
 }
 every_public_function = pytest.mark.parametrize(("function", "inputs"), PUBLIC.values(), ids=PUBLIC)
+# For more rows than these tests have.
+MOVE, STEP = SplitPlan(64, 0, 2, 8, 2), StepPlan(32, 16, 4)
+BY_A_PLAN: dict[str, tuple[Callable[..., Any], Callable[..., list[Tensor]]]] = {
+    "split": (lambda *t: gdn_split.fused_qkvzba_split_reshape_cat(*t, *SIZES, plan=MOVE), projections),
+    "split, out=": (
+        lambda *t: gdn_split.fused_qkvzba_split_reshape_cat(*t[:2], *SIZES, out=t[2:], plan=MOVE),
+        fused_and_out,
+    ),
+    "merge": (lambda *t: gdn_split.merge_qkvzba(*t, *SIZES, plan=MOVE), parts_of),
+    "merge, out=": (lambda *t: gdn_split.merge_qkvzba(*t[:4], *SIZES, out=t[4:], plan=MOVE), parts_and_out),
+    "split_conv1d_update": (
+        lambda *t: gdn_split.split_conv1d_update(*t, *SIZES, plan=ConvPlan(128, 1, 128, 16, 4)),
+        convolution,
+    ),
+    "gdn_decode_step": (
+        lambda *t: gdn_split.gdn_decode_step(*t[:-1], *SIZES, norm_weight=t[-1], plan=STEP),
+        layer,
+    ),
+    "gdn_verify": (
+        lambda *t: gdn_split.gdn_verify(
+            *t[:-2], *SIZES, norm_weight=t[-2], parents=t[-1], tokens_per_sequence=DRAFTS, plan=STEP
+        ),
+        drafts,
+    ),
+    "gdn_commit": (
+        lambda *t: gdn_split.gdn_commit(*t[:-1], *SIZES, path=t[-1], tokens_per_sequence=DRAFTS, plan=STEP),
+        accepted_drafts,
+    ),
+    "gdn_prefill_inputs": (
+        lambda *t: gdn_split.gdn_prefill_inputs(
+            *t[:-2], *SIZES, conv_state=t[-2], slots=t[-1], chunk_size=16, plan=PrefillPlan(4, 16, 4)
+        ),
+        packed,
+    ),
+}
 # Of a row of drafts or of a prompt: what holds of a row alone, and costs a CPU seconds, is asked of the others.
 OF_SEQUENCES: dict[str, tuple[Callable[..., Any], Callable[..., list[Tensor]]]] = {
     "gdn_verify": (verify, drafts),
@@ -543,6 +579,16 @@ gpu = pytest.mark.gpu
 every_function_on_a_gpu = pytest.mark.parametrize(
     ("function", "inputs"), [*PUBLIC.values(), *OF_SEQUENCES.values()], ids=[*PUBLIC, *OF_SEQUENCES]
 )
+
+
+@gpu
+@pytest.mark.torch_compile
+@pytest.mark.parametrize(("function", "inputs"), BY_A_PLAN.values(), ids=BY_A_PLAN)
+def test_a_plan_may_be_given_in_plain_calls_in_a_graph_and_where_torch_compiles(
+    device: torch.device, function: Callable[..., Any], inputs: Callable[..., list[Tensor]]
+) -> None:
+    contract.check_cuda_graph(function, lambda seed: inputs(device, 4, seed=seed))
+    contract.check_compiles(function, inputs(device, 4), inputs(device, 5, seed=1))
 
 
 @gpu

@@ -214,6 +214,33 @@ PUBLIC: dict[str, tuple[Callable[..., Any], Callable[..., list[Tensor]]]] = {
     "verify of a tree": (verify_tree, Maker.tree),
     "commit of a path": (commit_path, Maker.path),
 }
+WALK, STEP = PrefillPlan(16, 16, 0, 4, 2), DecodePlan(16, 4)
+BY_A_PLAN: dict[str, tuple[Callable[..., Any], Callable[..., list[Tensor]]]] = {
+    "attention": (
+        lambda q, k, v, ed, history: lightning_attn.lightning_attention(q, k, v, ed, kv_history=history, plan=WALK),
+        Maker.dense,
+    ),
+    "varlen": (
+        lambda *t: lightning_attn.lightning_attention_varlen(
+            *t[:5], state_pool=t[5], slots=t[6], has_initial_state=t[7], plan=WALK
+        ),
+        Maker.ragged,
+    ),
+    "packed": (
+        lambda *t: lightning_attn.lightning_attention_packed(*t[:5], initial_state=t[5], plan=WALK),
+        Maker.packed,
+    ),
+    "state": (
+        lambda _, *t: lightning_attn.lightning_state(*t[:4], initial_state=t[4], plan=StatePlan(16, 16, 16, 32, 4, 1)),
+        Maker.packed,
+    ),
+    "decode": (partial(lightning_attn.lightning_decode, plan=STEP), Maker.tokens),
+    "decode as engines do": (partial(lightning_attn.linear_decode_forward_triton, plan=STEP), Maker.drop_in),
+    "verify": (partial(lightning_attn.lightning_verify, plan=STEP), Maker.drafts),
+    "commit": (partial(lightning_attn.lightning_commit, plan=STEP), Maker.accepted),
+    "verify of a tree": (lambda *t: lightning_attn.lightning_verify(*t[:6], parents=t[6], plan=STEP), Maker.tree),
+    "commit of a path": (lambda *t: lightning_attn.lightning_commit(*t[:6], path=t[6], plan=STEP), Maker.path),
+}
 every_public_function = pytest.mark.parametrize(("function", "inputs"), PUBLIC.values(), ids=PUBLIC)
 
 
@@ -697,6 +724,14 @@ def test_calls_that_differ_in_strides_dtypes_or_scale_alone_are_not_confused(ten
 
 
 # What only a GPU shows
+
+
+@gpu
+@pytest.mark.torch_compile
+@pytest.mark.parametrize(("function", "inputs"), BY_A_PLAN.values(), ids=BY_A_PLAN)
+def test_a_plan_may_be_given_in_plain_calls_in_a_graph_and_where_torch_compiles(make, function, inputs) -> None:
+    contract.check_cuda_graph(function, lambda seed: inputs(make, 5, seed=seed))
+    contract.check_compiles(function, inputs(make, 3), inputs(make, 5, seed=1))
 
 
 @gpu

@@ -149,6 +149,11 @@ def attend_to_levels(q: Tensor, *tensors: Tensor) -> Any:
     return prefix_prefill.cascade_attention(q, levels, max_seqlen_q=q.shape[0], return_lse=True)
 
 
+def attend_by_a_plan(q: Tensor, *rest: Tensor) -> Any:
+    plan = PrefillPlan(16, 16, 2, 4, 1)
+    return prefix_prefill.prefix_prefill(q, *rest, max_seqlen_q=q.shape[0], return_lse=True, plan=plan)
+
+
 PUBLIC: dict[str, tuple[Callable[..., Any], Callable[..., list[Tensor]]]] = {
     "prefill": (attend, Maker.batch),
     "prefill, split": (attend_split, Maker.batch),
@@ -618,6 +623,13 @@ def test_packed_tokens_of_more_than_2_to_the_31_elements_are_all_computed(make, 
 def test_a_captured_graph_replays_the_bits_of_plain_calls(make, function, inputs) -> None:
     """For other lengths, pages and values in as many rows."""
     contract.check_cuda_graph(function, lambda seed: inputs(make, 5, seed=seed), replays=4)
+
+
+@gpu
+@pytest.mark.torch_compile
+def test_a_plan_may_be_given_in_plain_calls_in_a_graph_and_where_torch_compiles(make) -> None:
+    contract.check_cuda_graph(attend_by_a_plan, lambda seed: make.batch(5, seed=seed))
+    contract.check_compiles(attend_by_a_plan, make.batch(3), make.batch(5, seed=1))
 
 
 @gpu

@@ -146,6 +146,11 @@ def prefill(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k:
     return tilelang_mla.flash_mla_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, *most, None, True, return_lse=True)
 
 
+def prefill_by_a_plan(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Any:
+    given, most = (q, k, v, cu_seqlens_q, cu_seqlens_k), (q.shape[0], k.shape[0])
+    return tilelang_mla.flash_mla_varlen_func(*given, *most, None, True, return_lse=True, plan=PrefillPlan(64, 32, 1))
+
+
 def plan_alone(seqlens_k: Tensor) -> Any:
     return tilelang_mla.plan_decode(seqlens_k, 16, 1, max_seqlen_k=8192, cores=CORES)[1:]
 
@@ -701,6 +706,13 @@ def test_trap_kernels_follow_dimensions_more_than_2_to_the_31_elements_apart(ten
 
 
 # What only a GPU shows
+
+
+@gpu
+@pytest.mark.torch_compile
+def test_a_plan_may_be_given_to_prefill_in_plain_calls_in_a_graph_and_where_torch_compiles(make) -> None:
+    contract.check_cuda_graph(prefill_by_a_plan, lambda seed: make.ragged(5, seed=seed))
+    contract.check_compiles(prefill_by_a_plan, make.ragged(3), make.ragged(5, seed=1))
 
 
 @gpu

@@ -11,6 +11,7 @@ from kernel_reference.bench.run import load_module
 
 MAP = Path(__file__).parents[1] / "benchmarks" / "map.py"
 SPOTS = MAP.with_name("spots.py")
+HOST = MAP.with_name("host.py")
 
 
 @pytest.mark.skipif(not MAP.is_file(), reason="an sdist has no benchmarks")
@@ -21,6 +22,7 @@ def test_every_point_of_the_maps_is_a_case_and_the_smallest_are_right() -> None:
 
 @pytest.mark.skipif(not SPOTS.is_file(), reason="an sdist has no benchmarks")
 def test_every_figure_that_is_quoted_is_of_a_case_and_the_smallest_are_right() -> None:
+    rehearse_cases(HOST)
     names = rehearse_cases(SPOTS)
     spots = load_module(SPOTS, "cases(device)")
     assert all(any(name.startswith(start) for name in names) for start in spots.FROM_CLIFFS)

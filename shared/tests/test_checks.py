@@ -166,6 +166,14 @@ def test_a_float_must_be_finite() -> None:
         check_float("scale", "1")
 
 
+def test_a_float_must_be_finite_in_float32_too() -> None:
+    check_float("softcap", float(np.finfo(np.float32).max))
+    with pytest.raises(
+        ValueError, match=r"^softcap must be at most 3.4028235e\+38, the largest float32, in magnitude, got -1e\+39$"
+    ):
+        check_float("softcap", -1e39)
+
+
 def test_a_float_that_changes_between_calls_compiles_as_one_graph() -> None:
     def scaled(x: torch.Tensor, scale: float) -> torch.Tensor:
         check_float("scale", scale)
@@ -281,6 +289,8 @@ def test_no_shared_element_is_missed(data: st.DataObject) -> None:
 def test_conditions_on_numbers_are_what_they_are() -> None:
     assert known(3 > 2)
     assert not known(2 > 3)
+    assert known(np.int64(3) > 2)
+    assert not known(np.int64(2) > 3)
     assert differ((2, 3), (2, 4))
     assert differ((2, 3), (2, 3, 1))
     assert not differ((2, 3), [2, 3])

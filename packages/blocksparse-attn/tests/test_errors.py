@@ -13,6 +13,7 @@ from dataclasses import fields
 from itertools import permutations
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.autograd import forward_ad
@@ -186,6 +187,7 @@ as_float = lambda tensor: tensor.float()  # noqa: E731
 as_int = lambda tensor: tensor.int()  # noqa: E731
 expanded = lambda tensor: tensor[:1].expand_as(tensor)  # noqa: E731
 every_second = lambda tensor: torch.stack([tensor, tensor], dim=-1)[..., 0]  # noqa: E731
+no_elements = lambda tensor: tensor[..., :0]  # noqa: E731
 
 V, T = ValueError, TypeError
 NO_TENSOR = (("not a tensor", T, as_list), ("None", T, None), ("sparse", T, sparse))
@@ -206,6 +208,11 @@ TABLE = [
             ("no heads", V, lambda q: q[..., :0, :]),
         )
     ],
+    *[
+        (function, "q of nothing", V, "q", together(replaced("q", no_elements), replaced(SCALE_OF[function], None)))
+        for function in FUNCTIONS
+    ],
+    *[(function, "v: no dimensions", V, "v", replaced("v", lambda v: v.new_zeros(()))) for function in FUNCTIONS],
     *[
         (function, f"{name}: {what}", error, name, replaced(name, change))
         for function in FUNCTIONS
@@ -444,8 +451,9 @@ def test_bad_input_is_named_with_what_it_must_be_and_what_it_was_and_nothing_is_
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_the_right_arguments_of_the_table_are_taken(device, function) -> None:
     FUNCTIONS[function](**good(function, device))
+    numpys = {name: np.int64(x) if type(x) is int else x for name, x in good(function, device).items()}
     with validate_values():
-        FUNCTIONS[function](**good(function, device))
+        FUNCTIONS[function](**numpys)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -560,6 +568,10 @@ CROW = torch.tensor([[0, 1, 2], [0, 1, 3]], dtype=torch.int32)
 COL = torch.tensor([[0, 1, -1], [0, 0, 1]], dtype=torch.int32)
 BUILDERS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "from_mask": (BlockLayout.from_mask, {"mask": MASK, "q_block": 16, "k_block": 32}),
+    "from_scores": (
+        BlockLayout.from_scores,
+        {"scores": MASK[:, :, :2].float(), "topk": 1, "q_block": 16, "k_block": 32},
+    ),
     "from_csr": (BlockLayout.from_csr, {"crow": CROW, "col": COL, "q_block": 16, "k_block": 16, "columns": 2}),
     "constructor": (BlockLayout, {"crow": CROW, "col": COL, "q_block": 16, "k_block": 16, "columns": 2}),
     "local_strided": (
@@ -588,6 +600,7 @@ BUILDING = [
             (MASK[:, :3], V), (MASK, V),
         )
     ],
+    ("from_scores", "scores", MASK.float(), V),
     *[
         (builder, name, change(value), error)
         for builder in ("from_csr", "constructor")

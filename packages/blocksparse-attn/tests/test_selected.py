@@ -259,6 +259,16 @@ def test_wrong_arguments_are_named(selected, device, change, kind, words) -> Non
         selected(LENGTHS).call(**change)
 
 
+def test_sizes_of_nothing_are_named(selected) -> None:
+    batch = selected(LENGTHS)
+    batch.v = batch.v.new_zeros(())
+    with pytest.raises(ValueError, match=r"^v_cache must be \[Tk, Hkv, Dv\], or of 4 dimensions"):
+        batch.call()
+    batch.q = batch.q[..., :0]
+    with pytest.raises(ValueError, match=r"^q must be of a head size from 16 to 256, got 0"):
+        batch.call(softmax_scale=None)
+
+
 def test_lists_of_other_shapes_and_dtypes_are_refused(selected) -> None:
     batch = selected(LENGTHS)
     for wrong, kind, words in (

@@ -80,6 +80,7 @@ def needing_grad(tensor: torch.Tensor) -> torch.Tensor:
 complex128 = lambda tensor: tensor.to(torch.complex128)  # noqa: E731
 one_wider = lambda tensor: torch.cat([tensor, tensor[..., :1]], dim=-1)  # noqa: E731
 one_row_less = lambda tensor: tensor[:-1]  # noqa: E731
+no_dimensions = lambda tensor: tensor.new_zeros(())  # noqa: E731
 one_rank_more = lambda tensor: tensor[None]  # noqa: E731
 sparse = lambda tensor: tensor.to_sparse()  # noqa: E731
 as_list = lambda tensor: tensor.tolist()  # noqa: E731
@@ -102,6 +103,7 @@ TABLE = [
         for name in names
         for what, error, change in (
             ("wrong rank", E, one_rank_more),
+            ("no dimensions", E, no_dimensions),
             ("wrong row length", E, one_wider),
             ("last dimension not contiguous", E, every_second),
             ("not a tensor", T, as_list),

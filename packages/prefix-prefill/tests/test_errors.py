@@ -176,12 +176,17 @@ as_float = lambda tensor: tensor.float()  # noqa: E731
 as_int = lambda tensor: tensor.int()  # noqa: E731
 expanded = lambda tensor: tensor[:1].expand_as(tensor)  # noqa: E731
 every_second = lambda tensor: torch.stack([tensor, tensor], dim=-1)[..., 0]  # noqa: E731
+no_elements = lambda tensor: tensor[..., :0]  # noqa: E731
 
 V, T = ValueError, TypeError
 NO_TENSOR = (("not a tensor", T, as_list), ("None", T, None), ("sparse", T, sparse))
 WRONG_TENSOR = (("not a tensor", T, as_list), ("sparse", T, sparse))
 # Function, what is wrong, the error, the argument it must name, the change that makes it wrong.
 TABLE = [
+    *[
+        (function, "q of nothing", V, "q", together(replaced("q", no_elements), replaced(SCALE_OF[function], None)))
+        for function in ATTENDING
+    ],
     *[
         (function, f"q: {what}", error, "q", replaced("q", change))
         for function in ATTENDING

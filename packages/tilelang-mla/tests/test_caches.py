@@ -351,6 +351,13 @@ BAD: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {
     "records a byte apart": (
         "656", {"kv": lambda b: torch.zeros(9, 48, 1, 657, dtype=torch.uint8)[..., :656]}, ValueError, r"^kv must be of"
     ),
+    "records a byte late": (
+        "656", {"kv": lambda b: torch.zeros(b.kv.numel() + 1, dtype=torch.uint8)[1:].view(b.kv.shape)}, ValueError,
+        r"^kv must be a view that begins at a multiple of 4 bytes of its storage, got offset 1"
+    ),
+    "a scale that is a str": ("e4m3", {"kv_scale": lambda b: "2"}, TypeError, r"^kv_scale must be a float, one"),
+    "a scale of infinity": ("e4m3", {"kv_scale": lambda b: math.inf}, ValueError, r"^kv_scale must be finite, got inf"),
+    "a scale of 0": ("e4m3", {"kv_scale": lambda b: 0.0}, ValueError, r"^kv_scale must be above 0, got 0.0"),
 }  # fmt: skip
 
 
@@ -373,6 +380,12 @@ def test_formats_and_tensors_that_cannot_be_are_refused_by_name() -> None:
         quantize_kv(kv[..., :512], "656")
     with pytest.raises(ValueError, match=r"^kv_scale must be None with format"):
         quantize_kv(kv, "656", 1.0)
+    for wrong, error in ("1", TypeError), (True, TypeError), (math.nan, ValueError), (-1.0, ValueError):
+        with pytest.raises(error, match=r"^kv_scale must be (a float|finite|above 0)"):
+            quantize_kv(kv, kv_scale=wrong)  # type: ignore[arg-type]
+    for records in torch.zeros(2, 657, dtype=torch.uint8)[:, :656], torch.zeros(657, dtype=torch.uint8)[1:]:
+        with pytest.raises(ValueError, match=r"^cache must be (of contiguous rows 4 bytes apart|a view that begins)"):
+            dequantize_kv(records, "656")
     with pytest.raises(TypeError, match=r"^cache must be of torch.float8_e4m3fn"):
         dequantize_kv(kv)
     with pytest.raises(TypeError, match=r"^cache must be of torch.uint8"):

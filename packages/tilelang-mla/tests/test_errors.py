@@ -304,6 +304,8 @@ def cases() -> dict[str, list[Any]]:
     for scale in ("1", torch.tensor(1.0), True):
         case(f"a scale of {scale!r}", CALLS, replaced("softmax_scale", lambda _, scale=scale: scale), TypeError,
              "softmax_scale must be a float or None, got")  # fmt: skip
+    case("no elements", CALLS, lambda f: together(replaced("softmax_scale", None), replaced("q", lambda q: q[..., :0])),
+         ValueError, r"q must be \[")  # fmt: skip
     for name in ("max_seqlen_q", "max_seqlen_k"):
         case(f"{name} below 0", "prefill", replaced(name, -1), ValueError, f"{name} must be at least 0, got -1")
         case(f"{name} no int", "prefill", replaced(name, 3.0), TypeError, rf"{name} must be an int, got 3.0 \(float\)")

@@ -129,6 +129,8 @@ def test_lengths_are_those_of_causal_attention() -> None:
     assert index_lengths(ints(5, 2), ints(0, 3, 5), num_tokens=7).tolist() == [3, 4, 5, 1, 2, 0, 0]
     assert index_lengths(ints(5, 1), num_tokens=4).tolist() == [4, 5, 0, 1]
     assert index_lengths(ints(5, 7), ints(1, 3, 3), num_tokens=4).tolist() == [0, 4, 5, 0]
+    with pytest.raises(ValueError, match=r"^cu_seqlens_q.device must be cpu as seqlens_k is, got meta"):
+        index_lengths(ints(5, 7), ints(1, 3, 3).to("meta"), num_tokens=4)
 
 
 def test_a_cache_holds_keys_first_and_scales_behind_them_page_by_page() -> None:
@@ -317,6 +319,10 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         {"k_cache": lambda b: b.k_cache[..., :128]}, ValueError, r"^k_cache must be \[pages, page_size, 1, 132\]"
     ),
     "pages of 24": ({"k_cache": lambda b: b.k_cache[:, :24]}, ValueError, r"^k_cache must be of pages of a multi"),
+    "a cache that begins late": (
+        {"k_cache": lambda b: torch.zeros(b.k_cache.numel() + 1, dtype=torch.uint8)[1:].view(b.k_cache.shape)},
+        ValueError, r"^k_cache must be a view that begins at a multiple of 4 bytes"
+    ),
     "e4m3": ({"k_cache": lambda b: b.k_cache.view(E4M3)}, TypeError, r"^k_cache.dtype must be uint8"),
     "lengths in int64": ({"lengths": lambda b: b.lengths.long()}, TypeError, r"^lengths.dtype must be int32"),
     "lengths of sequences": ({"lengths": lambda b: b.seqlens_k}, ValueError, r"^lengths must be \[26\], one a query"),

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import FrozenInstanceError, fields, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -178,6 +179,13 @@ def test_the_grid_follows_from_cores_and_batch_alone() -> None:
         # Of which there are no more than a second launch merges at no cost worth naming.
         assert tiles.pop().num_parts(batch) <= batch + 2 * 132
     assert schedule([5], max_seqlen_k=8192).tiles == schedule([5] * 300, max_seqlen_k=8192).tiles
+
+
+def test_numbers_of_numpy_make_the_plan_that_ints_make() -> None:
+    numbers = {"num_heads": 16, "seqlen_q": 2, "max_seqlen_k": 900, "dim_nope": 256, "dim_rope": 64, "cores": 20}
+    numpys = {name: np.int64(number) for name, number in numbers.items()}
+    lengths = torch.tensor([700, 3], dtype=torch.int32)
+    assert plan_decode(lengths, **numpys).tiles == plan_decode(lengths, **numbers).tiles  # type: ignore[arg-type]
 
 
 def test_lengths_that_cannot_be_make_no_other_grid() -> None:

@@ -27,9 +27,11 @@ _values_are_checked: ContextVar[bool | None] = ContextVar("kernel_reference_valu
 
 # No two tokens of a sequence are further apart: a window that reaches so far is none.
 _FARTHEST = 2**31 - 1
+# Kernels take numbers in float32, in which a larger one is infinite.
+_LARGEST = torch.finfo(torch.float32).max
 
-REFUSALS = (RuntimeError, AttributeError, TypeError, IndexError)
-"""What torch and tensors raise, in words of their own, over arguments of the wrong kind or rank.
+REFUSALS = (RuntimeError, AttributeError, TypeError, IndexError, ZeroDivisionError)
+"""What torch and tensors raise, in words of their own, over arguments of the wrong kind or rank, or of no elements.
 
 Where host time counts, a public function calls its op at once, and checks kinds only after one of these.
 """
@@ -45,8 +47,9 @@ def known(condition: Any) -> bool:
     leave open counts as False here, installs no guard, and is asked again when the op runs. Write a check so that the
     condition is what must not be: ``if known(k.shape[0] != q.shape[0]): fail(...)``.
     """
-    if isinstance(condition, bool) and not torch.compiler.is_compiling():
-        return condition
+    if not (torch.compiler.is_compiling() or isinstance(condition, torch.SymBool)):
+        # Of NumPy's integers it is one of NumPy's.
+        return bool(condition)
     # Torch imports it for itself when it makes symbolic sizes.
     from torch.fx.experimental.symbolic_shapes import guard_or_false
 
@@ -116,12 +119,15 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
 
 
 def check_float(name: str, number: object, wanted: str = "a float") -> None:
-    """A finite int or float. Of a symbolic one, which torch.compile passes, the value is checked when the op runs."""
+    """An int or a float, finite in float32. That of a symbolic one is checked when the op runs."""
     if isinstance(number, bool) or not isinstance(number, (int, float, torch.SymInt, torch.SymFloat)):
         fail(name, wanted, describe(number), TypeError)
     # Dynamo takes symbolic floats for floats, and cannot trace math.isfinite of one.
-    if not torch.compiler.is_compiling() and isinstance(number, float) and not math.isfinite(number):
-        fail(name, "finite", number)
+    if not torch.compiler.is_compiling() and isinstance(number, float):
+        if not math.isfinite(number):
+            fail(name, "finite", number)
+        if abs(number) > _LARGEST:
+            fail(name, f"at most {_LARGEST:.8g}, the largest float32, in magnitude", number)
 
 
 def as_float(name: str, number: float, wanted: str = "a float") -> float:

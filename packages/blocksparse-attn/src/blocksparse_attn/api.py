@@ -245,16 +245,17 @@ def blocksparse_attention(
         size = v.shape[2] if block_table is not None and page_layout == "x-packed" else v.shape[-1]
         now = out is None and runs_now(inputs)
         result = _new(q, size, now) if out is None else out
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
         lse = q.new_empty(arguments.lse_shape(q), dtype=torch.float32) if return_lse else None
     except REFUSALS:
         check_dense(**_named(*inputs, out))
         check_choice("page_layout", page_layout, LAYOUTS)
-        arguments.check_q(q)
+        arguments.check_of_results(q, v)
         raise
     _call(
         now, out, (*inputs, result, lse),
-        (most, layout.q_block, layout.k_block, page_layout, q.shape[-1] ** -0.5 if scale is None else scale, left,
-         right, softcap, splits, layout.scattered, ints), _NAMES,
+        (most, layout.q_block, layout.k_block, page_layout, scale, left, right, softcap, splits, layout.scattered,
+         ints), _NAMES,
     )  # fmt: skip
     return result if lse is None else AttentionResult(result, lse)
 
@@ -274,7 +275,7 @@ def _differentiable(
         return AttentionResult(*gradients.attention(*tensors, *options[:3], *options[4:9], ints))
     except (*REFUSALS, ValueError):
         check_dense(**_named(*inputs, None))
-        arguments.check_q(q)
+        arguments.check_of_results(q, v)
         if options is not None:
             lse = q.new_empty(arguments.lse_shape(q), dtype=torch.float32)
             result = q.new_empty((*q.shape[:-1], v.shape[-1]))
@@ -327,7 +328,7 @@ def blocksparse_flash_attn_varlen_fwd(
     """
     scale = None if sm_scale is None else as_float("sm_scale", sm_scale)
     if max_seqlen is not None:
-        check_int("max_seqlen", max_seqlen, 0)
+        max_seqlen = check_int("max_seqlen", max_seqlen, 0)
     crow, col, q_block, k_block = _lists(sparse_layout, block_size, q_block_size)
     longest = (crow.shape[1] - 1) * q_block
     if max_seqlen is not None and known(max_seqlen > longest):
@@ -339,17 +340,17 @@ def blocksparse_flash_attn_varlen_fwd(
         cu_seqlens_q, most = _queries(q, k, cu_seqlens_k, cu_seqlens_q)
         now = runs_now((q, k, v, crow, col, cu_seqlens_q, cu_seqlens_k))
         result = _new(q, v.shape[-1], now)
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
     except REFUSALS:
         check_dense(**named)
-        arguments.check_q(q)
+        arguments.check_of_results(q, v)
         raise
     if q.ndim != 3:
         fail("q", "[T, Hq, D]", describe(q))
     most = min(most, longest if max_seqlen is None else max_seqlen)
     _call(
         now, None, (q, k, v, crow, col, cu_seqlens_q, cu_seqlens_k, *(None,) * 7, result, None),
-        (most, q_block, k_block, "NHD", q.shape[-1] ** -0.5 if scale is None else scale, -1, 0, 0.0, 0,
-         getattr(sparse_layout, "scattered", False), None),
+        (most, q_block, k_block, "NHD", scale, -1, 0, 0.0, 0, getattr(sparse_layout, "scattered", False), None),
         _NAMES_OF_PAIRS if isinstance(sparse_layout, (tuple, list)) else _NAMES_OF_ENGINES,
         _REQUIRED | {"cu_seqlens_k"},
     )  # fmt: skip
@@ -363,7 +364,6 @@ _NAMES_OF_ENGINES = Names(
 _NAMES_OF_PAIRS = _NAMES_OF_ENGINES._replace(
     crow="sparse_layout[0]", col="sparse_layout[1]", q_block="q_block_size", k_block="block_size"
 )
-
 
 _GIVEN = (*Tensors._fields[:3], *Tensors._fields[5:14], "out")
 _REQUIRED = frozenset(Tensors._fields[:3])
@@ -421,9 +421,9 @@ def _lists(
 ) -> tuple[Tensor, Tensor, int, int]:
     """crow, col, q_block and k_block."""
     if block_size is not None:
-        check_int("block_size", block_size, 1)
+        block_size = check_int("block_size", block_size, 1)
     if q_block_size is not None:
-        check_int("q_block_size", q_block_size, 1)
+        q_block_size = check_int("q_block_size", q_block_size, 1)
     if isinstance(layout, BlockLayout):
         if block_size not in (None, layout.k_block):
             fail("block_size", f"{layout.k_block} as that of sparse_layout is", block_size)
@@ -445,5 +445,4 @@ def _most_queries(q: Tensor, max_seqlen_q: int | None, without_padding: bool, la
             fail("max_seqlen_q", "given with q [T, Hq, D]", None)
         # Padding may reach further than the layout does.
         return q.shape[1] if without_padding else min(q.shape[1], layout.rows * layout.q_block)
-    check_int("max_seqlen_q", max_seqlen_q, 0)
-    return max_seqlen_q
+    return check_int("max_seqlen_q", max_seqlen_q, 0)

@@ -178,6 +178,13 @@ def check_q(q: Tensor) -> tuple[int, int]:
     return q.shape[-2], q.shape[-1]
 
 
+def check_of_results(q: Tensor, v: Tensor, name: str = "v") -> None:
+    """What the sizes of results are taken from: q, and values of a rank that some batch has."""
+    check_q(q)
+    if v.ndim not in (3, 4):
+        fail(name, "[Tk, Hkv, Dv], or of 4 dimensions where the batch is padded or paged", describe(v))
+
+
 def _check_head_size(name: str, size: int) -> None:
     least, most = _HEAD_SIZES
     if not least <= size <= most:

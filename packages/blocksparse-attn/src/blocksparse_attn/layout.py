@@ -201,7 +201,8 @@ class BlockLayout:
         if scores.ndim != 3 or scores.shape[0] < 1:
             fail("scores", "[heads or 1, rows, columns]", describe(scores))
         heads, rows, columns = scores.shape
-        check_columns(columns, rows, q_block, k_block)
+        if columns > (most := reach(rows, q_block, k_block)):
+            fail("scores", f"of at most {most} columns, which {rows} rows of {q_block} queries reach", describe(scores))
         flat = scores.reshape(heads * rows, columns)
         flat = flat if flat.stride(1) == 1 else flat.contiguous()
         indices, counts = chosen(flat, Reach(rows, q_block, k_block), topk, local, sink, False)

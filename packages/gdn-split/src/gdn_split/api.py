@@ -16,7 +16,7 @@ from gdn_split.arguments import check_positive, check_projections, check_sizes
 from gdn_split.plan import ConvPlan, GroupShape, SplitPlan
 from gdn_split.reference import new_parts
 from kernel_reference import projection
-from kernel_reference.checks import check_dense, describe, fail
+from kernel_reference.checks import REFUSALS, check_dense, describe, fail
 from kernel_reference.plans import plan_as_ints
 
 Layout = Literal["interleaved", "contiguous"]
@@ -100,7 +100,7 @@ def fused_qkvzba_split_reshape_cat(
         may_be_derived = needs_gradient or derivatives.may_be_asked()
         op = _derived(derivatives.split, _split) if may_be_derived else _split_inference
         return SplitResult(*op(mixed_qkvz, mixed_ba, *sizes))
-    except (RuntimeError, AttributeError):
+    except REFUSALS:
         _check_kinds(sizes, mixed_qkvz=mixed_qkvz, mixed_ba=mixed_ba)
         raise
 
@@ -270,7 +270,7 @@ def split_conv1d_update(
         else:
             parts = _checked_out(out, SplitResult._fields, needs_gradient=False)
         _split_conv1d_update(*tensors, *parts, *numbers)
-    except (RuntimeError, AttributeError, TypeError, ZeroDivisionError):
+    except REFUSALS:
         named = dict(zip(_CONV_TENSORS, tensors, strict=True))
         if conv_bias is None:
             del named["conv_bias"]

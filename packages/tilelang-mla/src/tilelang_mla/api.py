@@ -383,17 +383,15 @@ def plan_decode(
     Raises TypeError or ValueError, naming the argument, for dtypes, shapes and numbers that do not fit. Lengths that
     cannot be are clamped.
     """
-    check_int("num_heads", num_heads, 1)
-    check_int("seqlen_q", seqlen_q, 0)
+    num_heads, seqlen_q = check_int("num_heads", num_heads, 1), check_int("seqlen_q", seqlen_q, 0)
     if max_seqlen_k is not None:
-        check_int("max_seqlen_k", max_seqlen_k, 0)
+        max_seqlen_k = check_int("max_seqlen_k", max_seqlen_k, 0)
     if num_splits is not None:
-        check_int("num_splits", num_splits, 1, plans.MOST_SPLITS)
-    check_int("dim_rope", dim_rope)
-    check_int("dim_nope", dim_nope)
+        num_splits = check_int("num_splits", num_splits, 1, plans.MOST_SPLITS)
+    dim_rope, dim_nope = check_int("dim_rope", dim_rope), check_int("dim_nope", dim_nope)
     arguments.check_dims("dim_nope", "dim_rope", dim_nope, dim_rope)
     if cores is not None:
-        check_int("cores", cores, 1)
+        cores = check_int("cores", cores, 1)
     arguments.check_plan_lengths("seqlens_k", seqlens_k)
     limits = calls.device_limits(seqlens_k.device)
     if cores is not None:

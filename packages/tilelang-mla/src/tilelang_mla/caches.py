@@ -93,6 +93,9 @@ def dequantize_kv(
     if cache.dtype != torch.uint8:
         fail("cache", "of torch.uint8", describe(cache), TypeError)
     _check_records(cache, kv_scale, RECORD)
+    check_begin("cache", cache)
+    if known(cache.stride(-1) != 1) or any([known(step % 4 != 0) for step in cache.stride()[:-1]]):
+        fail("cache", "of contiguous rows 4 bytes apart or a multiple of that", describe(cache))
     latent, rope, scales = views_of(cache, LATENT)
     tiles = latent.float().unflatten(-1, (-1, TILE)) * scales[..., None]  # type: ignore[index]
     return torch.cat([tiles.flatten(-2).to(dtype), rope.to(dtype)], -1)
@@ -124,11 +127,26 @@ def _check_records(tensor: Tensor, kv_scale: object, width: int) -> None:
         fail("kv" if width != RECORD else "cache", f"[..., {width}]", describe(tensor))
 
 
+def check_begin(name: str, cache: Tensor) -> None:
+    """Bytes whose scales torch views as float32, which it does at multiples of 4 bytes of a storage alone."""
+    if known(cache.storage_offset() % 4 != 0):
+        fail(name, "a view that begins at a multiple of 4 bytes of its storage", f"offset {cache.storage_offset()}")
+
+
 def _scale(tensor: Tensor, kv_scale: float | Tensor | None) -> float | Tensor:
     if isinstance(kv_scale, Tensor):
         check_scale(tensor, kv_scale)
         return kv_scale.reshape(())
-    return 1.0 if kv_scale is None else kv_scale
+    return _number(kv_scale)
+
+
+def _number(kv_scale: float | None) -> float:
+    if kv_scale is None:
+        return 1.0
+    check_float("kv_scale", kv_scale, "a float, one torch.float32, or None")
+    if known(kv_scale <= 0):
+        fail("kv_scale", "above 0", kv_scale)
+    return kv_scale
 
 
 def check_scale(kv: Tensor, kv_scale: Tensor) -> None:
@@ -148,9 +166,7 @@ def scale_of(kv: Tensor, kv_scale: float | Tensor | None) -> Tensor | None:
     if isinstance(kv_scale, Tensor):
         check_scale(kv, kv_scale)
         return kv_scale
-    if kv_scale is not None:
-        check_float("kv_scale", kv_scale, "a float, one torch.float32, or None")
-    return kv.new_full((1,), 1.0 if kv_scale is None else kv_scale, dtype=torch.float32)
+    return kv.new_full((1,), _number(kv_scale), dtype=torch.float32)
 
 
 def check_8bit_cache(q: Tensor, kv: Tensor, dim_nope: int, kv_scale: Tensor | None, name: str) -> str:
@@ -173,4 +189,6 @@ def check_8bit_cache(q: Tensor, kv: Tensor, dim_nope: int, kv_scale: Tensor | No
     right = kv.ndim == 4 and not (known(kv.shape[2] != 1) or known(kv.shape[3] != width) or known(kv.shape[1] < 1))
     if not right:
         fail(name, f"[pages, page_size, 1, {width}], of 1 kv head", describe(kv))
+    if format == "656":
+        check_begin(name, kv)
     return format

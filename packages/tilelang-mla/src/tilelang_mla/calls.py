@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from kernel_reference.checks import (
     describe,
     fail,
     given,
+    known,
     values_are_checked,
 )
 from kernel_reference.dispatch import runs_now
@@ -90,6 +92,9 @@ def run_decode(
         op(*inputs, result, lse, dim_nope, scale, causal, ints)
     except (*REFUSALS, ValueError) as error:
         check_dense(**named())
+        if not isinstance(kv_scale, (Tensor, NoneType)):
+            # The error is of this scale, and the op takes tensors.
+            raise
         of_op: DecodeTensors | Decode8bitTensors
         lengths: Any = seqlens_k
         table: Any = block_table
@@ -182,5 +187,5 @@ def decode_parts(plan: DecodePlan) -> Parts:
 
 def check_ranks(tensors: dict[str, tuple[Tensor, str, int]]) -> None:
     for name, (tensor, wanted, rank) in tensors.items():
-        if tensor.ndim != rank:
+        if tensor.ndim != rank or known(tensor.shape[-1] < 1):
             fail(name, wanted, describe(tensor))

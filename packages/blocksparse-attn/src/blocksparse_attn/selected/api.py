@@ -181,15 +181,14 @@ def selected_attention(
         size = (*q.shape[:-1], v_cache.shape[-1])
         now = out is None and runs_now(inputs)
         result = fresh(size, dtype=q.dtype, device=q.device) if now else q.new_empty(size) if out is None else out
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
         lse = q.new_empty(attend_arguments.lse_shape(q), dtype=torch.float32) if return_lse else None
     except REFUSALS:
         check_dense(**_named(*inputs), **given(out=out))
-        attend_arguments.check_q(q)
+        attend_arguments.check_of_results(q, v_cache, "v_cache")
         raise
     tensors = (*inputs, result, lse)
-    options = (
-        block_size, page_layout, causal, q.shape[-1] ** -0.5 if scale is None else scale, k_factor, v_factor, ints,
-    )  # fmt: skip
+    options = (block_size, page_layout, causal, scale, k_factor, v_factor, ints)
     try:
         if now:
             ops.attend_now(*tensors, *options)
@@ -215,7 +214,7 @@ def _differentiable(inputs: tuple[Any, ...], options: tuple[Any, ...]) -> Attent
         return AttentionResult(*gradients.attention(*inputs, *given))
     except (*REFUSALS, ValueError):
         check_dense(**_named(*inputs))
-        attend_arguments.check_q(q)
+        attend_arguments.check_of_results(q, inputs[2], "v_cache")
         if given:
             tensors = Inputs(*inputs)
             problem = check_attention(tensors, given)

@@ -12,7 +12,17 @@ from __future__ import annotations
 
 import torch
 
-from kernel_reference.checks import REFUSALS, check_bool, check_dense, check_dtype, check_int, describe, fail, given
+from kernel_reference.checks import (
+    REFUSALS,
+    check_bool,
+    check_dense,
+    check_dtype,
+    check_int,
+    check_same_device,
+    describe,
+    fail,
+    given,
+)
 from kernel_reference.dispatch import runs_now
 from kernel_reference.plans import plan_as_ints
 from kernel_reference.transforms import refuse_derivatives
@@ -201,6 +211,7 @@ def index_lengths(seqlens_k: Tensor, cu_seqlens_q: Tensor | None = None, *, num_
         return (seqlens_k[:, None] - behind).clamp(min=0).flatten()
     check_dense(cu_seqlens_q=cu_seqlens_q)
     check_dtype("cu_seqlens_q", cu_seqlens_q, torch.int32)
+    check_same_device("cu_seqlens_q", cu_seqlens_q, "seqlens_k", seqlens_k)
     if cu_seqlens_q.shape != (batch + 1,):
         fail("cu_seqlens_q", f"[{batch + 1}], of the {batch} sequences of seqlens_k", describe(cu_seqlens_q))
     token = torch.arange(num_tokens, dtype=torch.int32, device=seqlens_k.device)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from kernel_reference.checks import check_dense, describe, fail, known
-from tilelang_mla.caches import E4M3
+from tilelang_mla.caches import E4M3, check_begin
 from tilelang_mla.indexer.plan import INDEX_DIM
 
 Tensor = torch.Tensor
@@ -80,6 +80,7 @@ def check_index_cache(name: str, k_cache: Tensor, step: int) -> None:
         fail(name, f"of pages of a multiple of {step} tokens", describe(k_cache))
     if known(k_cache.stride(-1) != 1) or known(k_cache.stride(1) != INDEX_BYTES):
         fail(name, "of contiguous pages", describe(k_cache))
+    check_begin(name, k_cache)
     if known(k_cache.shape[0] > 1) and known(k_cache.stride(0) % 16 != 0):
         fail(name, "of pages 16 bytes apart or a multiple of that", describe(k_cache))
 

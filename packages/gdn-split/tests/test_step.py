@@ -407,6 +407,27 @@ def test_counters_of_a_pool_are_zeros_again_after_every_launch(device: torch.dev
         assert not counters.any()
 
 
+def test_a_pool_of_no_slots_gives_zeros(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the run by which an engine finds out how large its pools may be.
+
+    The compiler, unlike the interpreter, wants counters in branches that no program takes.
+    """
+    from gdn_split.step import launch as step_launch
+
+    in_order = step_launch.in_order
+
+    def with_counters(problem: Any, given: Any, arrived: Any, raw: Any) -> Any:
+        assert arrived is not None
+        return in_order(problem, given, arrived, raw)
+
+    monkeypatch.setattr(step_launch, "in_order", with_counters)
+    layer = Layer(GroupShape(1, 3, 16, 16), sequences=2, padded=(0, 1))
+    given = make(layer, device)
+    given |= {name: given[name][:0] for name in ("conv_state", "state_pool")}
+    for plan in (None, StepPlan(8, 8, 4)):
+        assert not kernel_step(layer, given, plan).any()
+
+
 @pytest.mark.parametrize("op", ["step", "verify", "commit"])
 def test_public_functions_give_what_the_definition_gives(device: torch.device, op: str) -> None:
     layer = Layer(SMALL, tokens=2, padded=(1,), scale=SMALL.head_qk**-0.5)

@@ -93,7 +93,8 @@ class StepLaunch:
         counted = _updaters(problem, plan)
         if parts and not _is_tree(tensors):
             counted += problem.shape.num_heads_v
-        self._count = (problem.num_slots if problem.writes else problem.sequences) * counted
+        # Pools of no slots have some too: the kernel is the same.
+        self._count = max(1, problem.num_slots if problem.writes else problem.sequences) * counted
         self._device = tensors.mixed_qkvz.device
 
     def __call__(self, *given: Tensor | None) -> None:

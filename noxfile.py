@@ -157,6 +157,11 @@ def test(session: nox.Session, package: str) -> None:
 COMPILED_AT_THE_LOWEST = "gdn-split"
 # Left to `test`, besides opcheck: files of tests of what torch does alone, and of benchmarks.
 AS_IN_TEST = ("bench_ranks", "beside", "distributed", "dtensor", "map", "parallel*", "readme")
+# And those that run torch alone where there is no GPU: oracles, checks of arguments, semantics, engines' interfaces.
+ON_A_CPU_AS_IN_TEST = (
+    "attention*", "contiguous", "*errors", "layout", "messages", "paging", "recurrence", "semantics", "sglang",
+    "sharding", "vllm",
+)  # fmt: skip
 
 
 @nox.session
@@ -166,11 +171,14 @@ def minimums(session: nox.Session, package: str) -> None:
     session.log("torch stays at its pin: an older CPU build may not be at hand")
     install(session, package, requirements=tests_of(package), versions=lowest_versions(package))
     # torch.compile is that of the pin, and the simulator, which a GPU does without, has no Triton: as in `test`.
-    left_out = ["torch_compile", *([] if has_gpu() else ["simulated"])]
+    left_out, files = ["torch_compile"], [*AS_IN_TEST]
+    if not has_gpu():
+        left_out.append("simulated")
+        files += ON_A_CPU_AS_IN_TEST
     if package != COMPILED_AT_THE_LOWEST:
         left_out.append("codegen")
     chosen = ["-m", " and ".join(f"not {marker}" for marker in left_out), "-k", "not opcheck"]
-    chosen += [f"--ignore-glob=*/test_{name}.py" for name in AS_IN_TEST]
+    chosen += [f"--ignore-glob=*/test_{name}.py" for name in files]
     run_installed(session, "pytest", *at_once(), HOMES[package] / "tests", *chosen, *session.posargs)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +37,7 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     made = Driver()
+    tensor_maps._warn_once.cache_clear()
     monkeypatch.setattr(tensor_maps, "_driver", lambda: made)
     return made
 
@@ -62,18 +64,24 @@ def test_a_map_is_encoded_with_another_promotion_in_its_place(driver, monkeypatc
     assert (sizes, strides[:2], box, steps) == ([40, 6, 5], [96, 800], [32, 4, 1], [1, 1, 1])
 
 
+@pytest.mark.filterwarnings("ignore:TMA descriptors")
 def test_a_map_that_the_driver_would_have_made_otherwise_is_left_alone(driver, monkeypatch: pytest.MonkeyPatch) -> None:
     assert promoted(monkeypatch, bytes([3]) * 128)(0) == bytes([3]) * 128
     driver.code = 1
     assert promoted(monkeypatch, bytes([2]) * 128)(0) == bytes([2]) * 128
 
 
-def test_without_a_driver_or_for_another_object_nothing_is_done(driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    promote(("a map of another version",), META, None, 0)
+def test_without_a_driver_or_for_another_object_nothing_is_done_and_one_warning_says_so(
+    driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.warns(UserWarning, match=r"^TMA descriptors of Triton 3\.\S+ are not laid out as"):
+        promote(("a map of another version",), META, None, 0)
     assert not driver.calls
     monkeypatch.undo()
     monkeypatch.setattr(tensor_maps, "_driver", lambda: None)
-    assert promoted(monkeypatch, bytes([2]) * 128)(0) == bytes([2]) * 128
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert promoted(monkeypatch, bytes([2]) * 128)(0) == bytes([2]) * 128
 
 
 @pytest.mark.gpu
@@ -92,5 +100,7 @@ def test_a_gpus_driver_encodes_tritons_map_anew() -> None:
     place = tensor_maps._place_of(made)
     assert place is not None
     before = ctypes.string_at(place, 128)
-    promote(made, META | kind, described, 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        promote(made, META | kind, described, 0)
     assert ctypes.string_at(place, 128) != before

@@ -7,6 +7,7 @@ Triton encodes all of them so that L2 fetches whole lines of 128 bytes. Where ro
 from __future__ import annotations
 
 import ctypes
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -54,14 +55,25 @@ def _swizzled(swizzle_bytes: int, element_bits: int, rank: int) -> Any:
 def promote(made: Any, meta: Mapping[str, Any], descriptor: Any, promotion: int) -> None:
     """Encode ``made``, Triton's map of a descriptor for a kernel's ``meta``, with another promotion, in its place.
 
-    Where that is not laid out as it is known to be, or the driver is not found, it stays as it is: loads are as right.
+    Where that is not laid out as it is known to be, or the driver is not found, it stays as it is, which a warning says
+    once: loads are as right.
     """
     encode, place = _driver(), _place_of(made)
-    if encode is None or place is None:
-        return
-    wanted = _encoded(encode, meta, descriptor, promotion)
-    if wanted is not None and ctypes.string_at(place, _MAP_BYTES) == _encoded(encode, meta, descriptor, TRITONS):
-        ctypes.memmove(place, wanted, _MAP_BYTES)
+    if encode is not None and place is not None:
+        wanted = _encoded(encode, meta, descriptor, promotion)
+        if wanted is not None and ctypes.string_at(place, _MAP_BYTES) == _encoded(encode, meta, descriptor, TRITONS):
+            ctypes.memmove(place, wanted, _MAP_BYTES)
+            return
+    _warn_once()
+
+
+@lru_cache
+def _warn_once() -> None:
+    """An engine may bring a Triton that this was not written for, beneath which kernels would be slower unseen."""
+    import triton
+
+    said = f"TMA descriptors of Triton {triton.__version__} are not laid out as kernel_reference knows them"
+    warnings.warn(f"{said}: narrow heads take more of the memory's bandwidth; results are right", stacklevel=2)
 
 
 def _place_of(made: Any) -> int | None:

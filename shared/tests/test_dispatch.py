@@ -188,6 +188,20 @@ def test_an_op_runs_its_reference_on_a_cpu_and_its_fake_under_a_trace() -> None:
         library._destroy()
 
 
+def test_autocast_does_not_lower_the_precision_of_a_reference() -> None:
+    library = torch.library.Library("autocast_test_ops", "DEF")
+    try:
+        library.define("product(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+        implement(library, "product", reference=lambda x: x @ x, kernel=torch.mm, fake=torch.empty_like)
+        x = torch.full((2, 2), 1.001)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert (x @ x).dtype == torch.bfloat16
+            product = torch.ops.autocast_test_ops.product(x)
+        assert torch.equal(product, x @ x)
+    finally:
+        library._destroy()
+
+
 def test_what_allocates_on_a_gpu_is_given_tuples_even_of_a_tensors_shape(monkeypatch) -> None:
     """torch 2.11's private allocator checks for the very type; torch.Size is a class of its own."""
     given = []

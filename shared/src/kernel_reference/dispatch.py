@@ -297,12 +297,24 @@ def implement(
     check returns, such as a Problem, is dropped. All three check their arguments, so that a compiled call and a direct
     one are checked too.
     """
-    library.impl(name, reference, "CPU")
+    library.impl(name, _without_autocast(reference), "CPU")
     # CUDA is also ROCm's key; PrivateUse1 that of out-of-tree devices.
     for key in ("CUDA", "PrivateUse1"):
         library.impl(name, kernel, key)
     returns = getattr(getattr(torch.ops, library.ns), name).default._schema.returns
     torch.library.register_fake(f"{library.ns}::{name}", fake if returns else _dropping(fake), lib=library)
+
+
+def _without_autocast(reference: Callable[..., Any]) -> Callable[..., Any]:
+    """A reference is made of torch's ops, whose precision autocast would lower; a kernel's is its own."""
+
+    def on_a_cpu(*given: Any) -> Any:
+        if not torch.is_autocast_enabled("cpu"):
+            return reference(*given)
+        with torch.autocast("cpu", enabled=False):
+            return reference(*given)
+
+    return on_a_cpu
 
 
 def _dropping(check: Callable[..., object]) -> Callable[..., None]:

@@ -308,6 +308,16 @@ def test_launches_hand_kernels_what_they_take(in_c, monkeypatch) -> None:
         assert_bitwise_equal(listed, wanted)
 
 
+@pytest.mark.parametrize("shape", [(0, 2), (2, 0)])
+def test_no_tokens_have_no_scores_and_no_lists(shape: tuple[int, int]) -> None:
+    lengths, table = torch.zeros(shape, dtype=torch.int32), torch.zeros(shape[0], 3, dtype=torch.int32)
+    cache = torch.zeros(5, 64, 1, 132, dtype=torch.uint8)
+    scores = index_scores(torch.zeros(*shape, 32, 128).to(E4M3), cache, torch.zeros(*shape, 32), lengths, table)
+    assert scores.shape == (*shape, 3 * 64)
+    assert index_topk(scores, lengths, 7, block_table=table, page_size=64).shape == (*shape, 7)
+    assert index_topk(scores, lengths, 7).shape == (*shape, 7)
+
+
 # What is refused
 
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {

@@ -227,7 +227,7 @@ def _check_sequences(
 def _check_rows(name: str, tensor: Tensor) -> None:
     """Contiguous rows; of [B, Sq, N] those of a sequence are as far apart as sequences are."""
     right = not known(tensor.stride(-1) != 1) or known(tensor.shape[-1] <= 1)
-    if tensor.ndim == 3 and known(tensor.shape[0] > 1):
+    if tensor.ndim == 3 and known(tensor.shape[0] > 1) and known(tensor.shape[1] > 0):
         right = right and not known(tensor.stride(0) != tensor.shape[1] * tensor.stride(1))
     if not right:
         fail(name, "of contiguous rows, all as far apart", describe(tensor))

@@ -16,6 +16,8 @@ Tensor = torch.Tensor
 def scores(problem: IndexProblem, tensors: ScoresTensors) -> None:
     """Write ``out``; a token of an impossible length sees nothing, nor does one of no sequence."""
     rows, width = problem.tokens, problem.width
+    if not rows:
+        return
     out = tensors.out.reshape(rows, width)
     if problem.clean:
         out.fill_(-torch.inf)
@@ -35,6 +37,8 @@ def scores(problem: IndexProblem, tensors: ScoresTensors) -> None:
 def topk(problem: TopkProblem, tensors: TopkTensors) -> None:
     """Write ``out``: positions, or where they are in the pool."""
     rows = problem.tokens
+    if not rows:
+        return
     lengths = _possible(tensors.lengths, problem.width)
     positions = top_positions(tensors.scores.reshape(rows, problem.width), lengths, problem.topk)
     if tensors.block_table is not None:

@@ -283,11 +283,13 @@ def prepare_sparse(problem: DecodeProblem, plan: DecodeTiles | None, tensors: Sp
     flags = (by, int(order is not None), int(lse is not None))
     in_place, by_token = out.is_contiguous(), lse is not None and lse.transpose(1, 2).is_contiguous()
     each = 0 if topk_length is None else q.shape[1]
+    q_form = form_of((lists, heads, width), q.reshape(lists, heads, width).stride())
+    addressed = _is_addressed(q_form)
 
     def arguments(q, kv, indices, topk_length, attn_sink, first_part, order, out, lse):  # type: ignore[no-untyped-def]
         """Of both kernels, and what is to be copied, and where to."""
         flat = q.reshape(lists, heads, width)
-        flat = flat.contiguous() if flat.stride(2) != 1 or flat.stride(1) % LINE or flat.stride(0) % LINE else flat
+        flat = flat.as_strided(*q_form) if addressed else flat.contiguous()
         check_aligned(q=flat)
         if softmax_scale < 0:
             flat = -flat
@@ -414,7 +416,12 @@ def _packed_form(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]] | No
     if tokens > 1 and heads > 1 and by_token != heads * by_head:
         return None
     form = form_of((batch, tokens * heads, size), (by_batch, row, 1))
-    return form if all(stride > 0 and stride % LINE == 0 for stride in form[1][:2]) else None
+    return form if _is_addressed(form) else None
+
+
+def _is_addressed(form: tuple[tuple[int, ...], tuple[int, ...]]) -> bool:
+    """Whether a TMA descriptor can: of an expanded dimension it cannot."""
+    return all(stride > 0 and stride % LINE == 0 for stride in form[1][:-1])
 
 
 def check_fits(problem: DecodeProblem | PrefillProblem, plan: DecodeTiles | PrefillPlan, limits: DeviceLimits) -> None:

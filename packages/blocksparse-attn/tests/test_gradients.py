@@ -229,7 +229,7 @@ def test_the_ops_pass_opcheck_and_compile(tensors) -> None:
     leaves = leaves_of(batch)
     lists = (batch.layout.crow, batch.layout.col, *batch.layout.transposed())
     lengths = [batch.positional[name] for name in Inputs._fields[7:13]]
-    numbers = (batch.max_seqlen_q, *batch.blocks, 0.25, -1, 0, 0.0, 0)
+    numbers = (batch.max_seqlen_q, *batch.blocks, 0.25, -1, 0, 0.0, 0, False)
     torch.library.opcheck(
         ops.attention, (*leaves[:3], *lists, *lengths, leaves[3], *numbers),
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),

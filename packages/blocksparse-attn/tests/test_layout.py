@@ -554,3 +554,9 @@ def test_layouts_say_whether_rows_that_follow_one_another_list_different_blocks(
         q, q, q, scattered, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=70, plan=AttentionPlan(16, 16, 1, 4, 1)
     )
     assert type(told[-1][1]) is list
+    # So is the forward pass of gradients.
+    monkeypatch.setattr(api.gradients, "attention", lambda *given: told.append(given[-2:]) or given[:2])
+    for layout in (alike, scattered):
+        x = q.requires_grad_()
+        blocksparse_attention(x, x, x, layout, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=70)
+    assert told[-2:] == [(False, None), (True, None)]

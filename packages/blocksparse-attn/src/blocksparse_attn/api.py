@@ -234,8 +234,9 @@ def blocksparse_attention(
         q, k, v, layout.crow, layout.col, cu_seqlens_q, cu_seqlens_k, block_table, seqlens_k, q_starts, q_ends,
         k_starts, k_ends, sinks,
     )  # fmt: skip
+    numbers = (left, right, softcap, splits, layout.scattered, ints)
     if out is None and block_table is None and are_wanted(q, k, v, sinks):
-        both = _differentiable(inputs, max_seqlen_q, layout, (scale, left, right, softcap, splits, ints))
+        both = _differentiable(inputs, max_seqlen_q, layout, scale, numbers)
         return both if return_lse else both.out
     try:
         # Names are looked up where they may be wanted alone.
@@ -254,25 +255,23 @@ def blocksparse_attention(
         raise
     _call(
         now, out, (*inputs, result, lse),
-        (most, layout.q_block, layout.k_block, page_layout, scale, left, right, softcap, splits, layout.scattered,
-         ints), _NAMES,
+        (most, layout.q_block, layout.k_block, page_layout, scale, *numbers), _NAMES,
     )  # fmt: skip
     return result if lse is None else AttentionResult(result, lse)
 
 
 def _differentiable(
-    inputs: tuple[Any, ...], max_seqlen_q: int | None, layout: BlockLayout, numbers: tuple[Any, ...]
+    inputs: tuple[Any, ...], longest: int | None, layout: BlockLayout, scale: float | None, numbers: tuple[Any, ...]
 ) -> AttentionResult:
     """By the op that autograd knows."""
     q, v = inputs[0], inputs[2]
     options: Options | None = None
     try:
-        most = _most_queries(q, max_seqlen_q, inputs[9] is None and inputs[10] is None, layout)
-        scale, left, right, softcap, splits, ints = numbers
+        most = _most_queries(q, longest, inputs[9] is None and inputs[10] is None, layout)
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        options = Options(most, layout.q_block, layout.k_block, "NHD", scale, left, right, softcap, splits, plan=ints)
+        options = Options(most, layout.q_block, layout.k_block, "NHD", scale, *numbers)
         tensors = (*inputs[:5], *layout.transposed(), *inputs[5:7], *inputs[9:])
-        return AttentionResult(*gradients.attention(*tensors, *options[:3], *options[4:9], ints))
+        return AttentionResult(*gradients.attention(*tensors, *options[:3], *options[4:]))
     except (*REFUSALS, ValueError):
         check_dense(**_named(*inputs, None))
         arguments.check_of_results(q, v)

@@ -64,9 +64,9 @@ def new_gradients(inputs: Inputs) -> Results:
 
 
 def options_of(numbers: tuple[Any, ...]) -> Options:
-    """max_seqlen_q, q_block, k_block, softmax_scale, left, right, softcap and, where there are any, splits and plan."""
-    before, scoring, (splits, *plan) = numbers[:3], numbers[3:7], numbers[7:] or (0,)
-    return Options(*before, "NHD", *scoring, splits, False, *plan)  # type: ignore[call-arg]
+    """max_seqlen_q, q_block, k_block, softmax_scale, left, right, softcap, and what the forward pass alone has."""
+    before, scoring, more = numbers[:3], numbers[3:7], numbers[7:] or (0,)
+    return Options(*before, "NHD", *scoring, *more)  # type: ignore[call-arg]
 
 
 def check_attention(inputs: Inputs, numbers: tuple[Any, ...]) -> Problem:

@@ -42,7 +42,7 @@ attention, backward_now, _library = differentiable(
         numbers=(
             "SymInt max_seqlen_q, int q_block, int k_block, float softmax_scale, int left, int right, float softcap"
         ),
-        more="int num_splits, int[]? plan=None",
+        more="int num_splits, bool scattered, int[]? plan=None",
         Inputs=Inputs,
         gradients=("q", "k", "v", "sinks"),
         attends=(torch.ops.blocksparse_attn.attend.default, ops.attend_now),

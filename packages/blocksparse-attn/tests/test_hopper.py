@@ -32,6 +32,7 @@ def hopper() -> ModuleType:
         "hopper.pieces",
         "hopper.walks",
         "hopper.producers",
+        "hopper.softmax",
         "hopper.consumers",
         "hopper.kernel",
     )

@@ -194,8 +194,8 @@ def _hopper_bytes(problem: Problem, plan: AttentionPlan, q_stages: int) -> int:
     size, size_v = hopper_columns(problem.head_dim), hopper_columns(problem.head_dim_v)
     apart = hopper_sizes(problem.head_dim) != hopper_sizes(problem.head_dim_v)
     columns = plan.num_stages * plan.block_n * (size + size_v) + plan.block_m * (size_v if apart else 0)
-    # With a table a position and a bit mask of each key, and the tiles looked for ahead; otherwise 32 numbers.
-    places = plan.num_stages * plan.block_n * 8 + 2048 if needs_table(problem) else plan.num_stages * 128
+    # 32 numbers a stage; with a table two of 32 pieces, and the tiles looked for ahead.
+    places = plan.num_stages * 256 + 2048 if needs_table(problem) else plan.num_stages * 128
     return (columns + q_stages * plan.block_m * size) * problem.bits // 8 + places
 
 

@@ -30,7 +30,6 @@ from blocksparse_attn.kernels.hopper.memory import (
     ITEM_SIZE,
     LENGTH,
     NO_TILE,
-    NOWHERE,
     POSSIBLE,
     QUEUE,
     ROW,
@@ -40,124 +39,13 @@ from blocksparse_attn.kernels.hopper.memory import (
     START,
     TOKEN,
     VALID,
-    WHOLE,
     get,
 )
-from blocksparse_attn.kernels.softmax import LN_2, LOG2_E, finite, log_sum_exp, tanh
+from blocksparse_attn.kernels.hopper.softmax import natural_logarithm, softmax_of_tile, sums_of_threads
+from blocksparse_attn.kernels.softmax import LN_2, LOG2_E, finite, log_sum_exp
 
 # The least normal number of float32, or a little more.
 TINY: tl.constexpr = tl.constexpr(1.2e-38)
-
-
-# Softmax
-
-
-@gluon.jit
-def sums_of_threads(weights, BLOCK_N: gl.constexpr):
-    """Four sums a row, each of the columns that one thread has: those are added up once, after the last tile.
-
-    Sums over threads are shuffles, for which each tile's softmax would wait.
-    """
-    return gl.sum(gl.sum(gl.reshape(weights, [ROWS, BLOCK_N // 8, 4, 2]), 3), 1)
-
-
-@gluon.jit
-def seen_keys(channels, stage, i_half, left, L_S: gl.constexpr, config: gl.constexpr):
-    """Which of a consumer's rows see which keys of a tile that is to be masked [ROWS, BLOCK_N].
-
-    Keys are counted from the first row: a row sees those up to its own number.
-    """
-    GROUPS: gl.constexpr = ROWS // config.LIST_ROWS
-    L_N: gl.constexpr = gl.SliceLayout(0, L_S)
-    o_row = gl.arange(0, ROWS, gl.SliceLayout(1, L_S))
-    if config.TABLE:
-        o_key = channels.keys.index(stage).load(L_N) - i_half * ROWS
-        o_bits = channels.bits.index(stage).load(L_N) >> (i_half * GROUPS)
-        if GROUPS == 1:
-            o_key = gl.where((o_bits & 1) != 0, o_key, NOWHERE)
-    else:
-        o_n = gl.arange(0, config.BLOCK_N, L_N)
-        first = stage * 32 + i_half * 2
-        o_key = get(channels.bits, first) + o_n
-        if config.BLOCK_N > config.PIECE:
-            o_key = gl.where(o_n < config.PIECE, o_key, get(channels.bits, first + 1) + (o_n - config.PIECE))
-    seen = o_key[None, :] <= o_row[:, None]
-    if GROUPS > 1:
-        listed = (o_bits[None, :] >> (o_row // config.LIST_ROWS)[:, None]) & 1
-        seen = seen & (listed != 0)
-    if config.HAS_LEFT:
-        seen = seen & (o_key[None, :] >= (o_row - left)[:, None])
-    return seen
-
-
-@gluon.jit
-def softmax_step(
-    scores, running_max, row_sums, channels, stage, i_half, scoring, config: gl.constexpr, MASK: gl.constexpr,
-    dtype: gl.constexpr,
-):  # fmt: skip
-    """Weights relative to the new running max, that max, the new row sums, and what the past is rescaled by.
-
-    The stage of keys is handed back as soon as nothing of it is needed.
-    """
-    L_S: gl.constexpr = scores.type.layout
-    if MASK:
-        seen = seen_keys(channels, stage, i_half, scoring.left, L_S, config)
-        # All warps have read where the keys are.
-        tl.debug_barrier()
-    mbarrier.arrive(channels.k.empty.index(stage))
-    factor = scoring.scale
-    if config.SOFTCAP:
-        scores = tanh(scores * (factor / scoring.softcap)) * (scoring.softcap * LOG2_E)
-    if MASK:
-        scores = gl.where(seen, scores, float("-inf"))
-    most = gl.max(scores, 1)
-    if config.SOFTCAP:
-        new_max = gl.maximum(running_max, most)
-        weights = gl.exp2(scores - finite(new_max)[:, None])
-    else:
-        # A factor of 0 or more keeps the order; multiplied here, it costs no instruction.
-        new_max = gl.maximum(running_max, most * factor)
-        weights = gl.exp2(scores * factor - finite(new_max)[:, None])
-    rescale = gl.exp2(running_max - finite(new_max))
-    L_T: gl.constexpr = gl.SliceLayout(1, row_sums.type.layout)
-    row_sums = row_sums * gl.convert_layout(rescale, L_T)[:, None] + sums_of_threads(weights, config.BLOCK_N)
-    return weights.to(dtype), new_max, row_sums, rescale
-
-
-@gluon.jit
-def softmax_of_tile(
-    scores, running_max, row_sums, channels, stage, i_half, mode, scoring, config: gl.constexpr, dtype: gl.constexpr
-):
-    """``softmax_step``, masked only where some row does not see the whole tile.
-
-    Both are branches of their own: in straight code ptxas moves the softmax past the wait for the product that it is
-    to overlap with.
-    """
-    if mode == WHOLE:
-        weights, new_max, new_sums, rescale = softmax_step(
-            scores, running_max, row_sums, channels, stage, i_half, scoring, config, False, dtype
-        )
-    else:
-        weights, new_max, new_sums, rescale = softmax_step(
-            scores, running_max, row_sums, channels, stage, i_half, scoring, config, True, dtype
-        )
-    return weights, new_max, new_sums, rescale
-
-
-@gluon.jit
-def natural_logarithm(running_max, row_sum, unit):
-    """log(2^running_max row_sum), and -inf for a row that saw nothing; the max is a score in units of ``unit`` log2(e)
-    as rounded.
-
-    What undoes that factor is taken in two parts, so that a large score is rounded once.
-    """
-    rounded = unit * LOG2_E
-    rounded = gl.where(rounded == 0, 1.0, rounded)
-    ratio = unit / rounded
-    rest = gl.fma(-ratio, rounded, unit) / rounded
-    log_sum = gl.log(gl.where(row_sum == 0, 1.0, row_sum))
-    top = finite(running_max)
-    return gl.where(row_sum == 0, float("-inf"), gl.fma(top, ratio, gl.fma(top, rest, log_sum)))
 
 
 # The main loop

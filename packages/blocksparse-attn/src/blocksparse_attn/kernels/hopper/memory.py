@@ -115,10 +115,10 @@ class Walked(NamedTuple):
 class Channels(NamedTuple):
     """All that roles share.
 
-    ``modes``: what the tile in a stage of keys is for A, then for B. ``keys`` and ``bits`` [STAGES, BLOCK_N]: where its
-    keys are, counted from the item's first row, and which lists have them. Without TABLE ``keys`` [STAGES, 32] are
-    where each of two pieces begins, for A, then for B, counted from its own first row, and NOWHERE where that does not
-    list it; ``bits`` are the same, number by number.
+    ``modes``: what the tile in a stage of keys is for A, then for B. ``keys`` and ``bits`` [STAGES, 32]: where each of
+    its pieces begins, counted from the item's first row, and which lists have it. Without TABLE ``keys`` are where each
+    of two pieces begins, for A, then for B, counted from its own first row, and NOWHERE where that does not list it;
+    ``bits`` are the same, number by number.
     ``strips``: the values again, 8 rows each. ``out_tiles``: where outputs are staged.
     """
 
@@ -252,12 +252,11 @@ def make_channels(dtype: gl.constexpr, scale, config: gl.constexpr):
     scale_cell = gl.allocate_shared_memory(gl.float32, [1, 1], cell_layout)
     lists = gl.allocate_shared_memory(gl.int32, [QUEUE * 2, 32], cell_layout)
     modes = gl.allocate_shared_memory(gl.int32, [STAGES * consumers, 1], cell_layout)
-    CELLS: gl.constexpr = config.BLOCK_N if config.TABLE else 32
-    keys = gl.allocate_shared_memory(gl.int32, [STAGES, CELLS], cell_layout)
-    bits = keys._reinterpret(gl.int32, [STAGES * CELLS, 1], cell_layout)
+    keys = gl.allocate_shared_memory(gl.int32, [STAGES, 32], cell_layout)
+    bits = keys._reinterpret(gl.int32, [STAGES * 32, 1], cell_layout)
     walked = Walked(lists, queue_full, queue_empty)
     if config.TABLE:
-        bits = gl.allocate_shared_memory(gl.int32, [STAGES, CELLS], cell_layout)
+        bits = gl.allocate_shared_memory(gl.int32, [STAGES, 32], cell_layout)
         pieces = gl.allocate_shared_memory(gl.int32, [2 * WALKED, 32], cell_layout)
         walked = Walked(pieces, barriers(WALKED), barriers(WALKED))
         for i in gl.static_range(WALKED):

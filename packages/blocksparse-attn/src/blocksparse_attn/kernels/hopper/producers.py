@@ -36,7 +36,6 @@ from blocksparse_attn.kernels.hopper.pieces import (
     has_unseen,
     lanes,
     load_piece,
-    one_of,
     piece_of,
     zero_unseen,
 )
@@ -195,15 +194,8 @@ def put_header(channels, stage, walk, at, bits, mode_a, mode_b, config: gl.const
     put(channels.modes, stage * 2, mode_a, 1)
     put(channels.modes, stage * 2 + 1, mode_b, 1)
     if config.TABLE:
-        o_n = gl.arange(0, config.BLOCK_N, gl.BlockedLayout([1], [32], [1], [0]))
-        o_key = o_n * 0
-        o_bits = o_n * 0
-        for i_piece in gl.static_range(PIECES):
-            here = o_n // config.PIECE == i_piece
-            o_key = gl.where(here, one_of(at, i_piece) - walk.start, o_key)
-            o_bits = gl.where(here, one_of(bits, i_piece), o_bits)
-        channels.keys.index(stage).store(o_key + o_n % config.PIECE)
-        channels.bits.index(stage).store(o_bits)
+        channels.keys.index(stage).store(at - walk.start)
+        channels.bits.index(stage).store(bits)
     elif config.UNIFORM:
         places_a = places_for(walk, at, bits, 0, config)
         places_b = places_for(walk, at, bits, 1, config)

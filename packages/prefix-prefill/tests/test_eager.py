@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from kernel_reference.testing.guards import assert_bitwise_equal
 from kernel_reference.testing.specs import recorded_launches
 from prefix_prefill import arguments as checked
 from prefix_prefill import launch, ops
+from prefix_prefill.cascade import launch as cascade_launch
 from prefix_prefill.plan import DeviceLimits
 
 Tensor = torch.Tensor
@@ -31,22 +33,25 @@ ROWS, H, HKV, D, PAGE = 6, 4, 2, 16, 16
 def dispatched(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """How often the op was called; on a CPU its tensors stand for a GPU's, in Triton's interpreter."""
     monkeypatch.setattr(ops, "launches", PreparedLaunches())
-    state, op = SimpleNamespace(count=0), ops._prefill
+    state = SimpleNamespace(count=0)
 
-    def counted(*given: Any) -> None:
+    def counted(op: Any, *given: Any) -> None:
         state.count += 1
         op(*given)
 
-    monkeypatch.setattr(ops, "_prefill", counted)
+    for name in ("_prefill", "_cascade"):
+        monkeypatch.setattr(ops, name, partial(counted, getattr(ops, name)))
     library = None
     if device.type == "cpu":
         monkeypatch.setattr(dispatch, "has_kernel", lambda device: True)
-        monkeypatch.setattr(launch, "device_limits", lambda device: DeviceLimits(1))
+        for module in (launch, cascade_launch):
+            monkeypatch.setattr(module, "device_limits", lambda device: DeviceLimits(1))
         library = torch.library.Library("prefix_prefill", "IMPL", "CPU")
         with warnings.catch_warnings():
             # torch says once that an implementation is replaced.
             warnings.simplefilter("ignore")
             library.impl("prefill", ops._kernel_prefill, allow_override=True)
+            library.impl("cascade", ops._kernel_cascade, allow_override=True)
     with validate_values(False):
         yield state
     if library is not None:
@@ -65,6 +70,31 @@ def given(device: torch.device) -> dict[str, Any]:
         "block_table": integers([1], [2]), "cu_seqlens_q": integers(0, 2, 5), "seqlens_k": integers(9, 16),
         "max_seqlen_q": 3,
     }  # fmt: skip
+
+
+def test_the_second_cascade_that_looks_like_the_first_is_not_dispatched_and_gives_the_same(device, dispatched) -> None:
+    """Levels of one cache, and of two, which are other calls; a result that shares memory is still refused."""
+    made = given(device)
+    q, k_cache, v_cache, table, cu, seqlens = (
+        made[name] for name in ("q", "k_cache", "v_cache", "block_table", "cu_seqlens_q", "seqlens_k")
+    )
+    before = prefix_prefill.CascadeLevel(k_cache, v_cache, table[:1], cu[::2].contiguous(), seqlens[1:])
+    copies = before._replace(k_cache=k_cache.clone(), v_cache=v_cache.clone())
+    last = prefix_prefill.CascadeLevel(k_cache, v_cache, table, cu, seqlens)
+    for number, levels in enumerate(([before, last], [copies, last])):
+        options = {"max_seqlen_q": 3, "return_lse": True}
+        wanted = prefix_prefill.cascade_attention(q, levels, **options)
+        got = prefix_prefill.cascade_attention(q.clone(), levels, **options)
+        assert dispatched.count == number + 1
+        assert_bitwise_equal(got.out, wanted.out)
+        assert_bitwise_equal(got.lse, wanted.lse)
+    out = torch.empty_like(q)
+    for result in (out, out, q[:]):
+        refused = result.data_ptr() == q.data_ptr()
+        with pytest.raises(ValueError, match="share") if refused else nullcontext():
+            prefix_prefill.cascade_attention(q, [before, last], max_seqlen_q=3, out=result)
+    assert dispatched.count == 3
+    assert_bitwise_equal(out, wanted.out)
 
 
 def test_the_second_call_that_looks_like_the_first_is_not_dispatched_and_gives_the_same(device, dispatched) -> None:

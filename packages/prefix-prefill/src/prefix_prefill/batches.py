@@ -19,6 +19,8 @@ from kernel_reference.dispatch import Free, PreparedLaunches, allocator_of
 from prefix_prefill import arguments
 from prefix_prefill.addressing import Batch
 from prefix_prefill.arguments import PrefillTensors
+from prefix_prefill.cascade import arguments as levels
+from prefix_prefill.cascade.arguments import CascadeTensors
 
 Tensor = torch.Tensor
 
@@ -119,6 +121,28 @@ def direct_call(
     new_out = _nothing if tensors[_OUT] is not None else allocator_of(out.shape, out.stride(), out.dtype, out.device)
     new_lse = _nothing if lse is None else allocator_of(lse.shape, lse.stride(), lse.dtype, lse.device)
     return _calling(run, check_overlap, new_out, new_lse)
+
+
+def direct_cascade(
+    check_overlap: MemoryOverlap, run: Any, makes_out: bool, out: Tensor, lse: Tensor | None
+) -> Callable[..., Any]:
+    """The same of a cascade, whose tensors are those of ``CascadeTensors`` in one tuple."""
+    new_out = allocator_of(out.shape, out.stride(), out.dtype, out.device)
+    new_lse = _nothing if lse is None else allocator_of(lse.shape, lse.stride(), lse.dtype, lse.device)
+
+    def call(tensors: tuple[Any, ...]) -> tuple[Tensor, Tensor | None]:
+        *before, out, lse, draft_mask = tensors
+        lse = new_lse()
+        if makes_out:
+            # New memory overlaps none.
+            out = new_out()
+        whole = CascadeTensors._make((*before, out, lse, draft_mask))
+        if not makes_out:
+            check_overlap(*levels.flat(whole))
+        run(levels.tensors_of_levels(whole))
+        return out, lse
+
+    return call
 
 
 def _calling(

@@ -17,14 +17,15 @@ from typing import Any
 
 import torch
 
-from kernel_reference.checks import values_are_checked
+from kernel_reference.checks import check_choice, values_are_checked
 from kernel_reference.dispatch import PreparedLaunches, implement, launch_module
 from kernel_reference.integers import power_of_two_at_least
+from kernel_reference.paging import LAYOUTS
 from prefix_prefill import arguments, reference
 from prefix_prefill.arguments import MergeTensors, PrefillNumbers, PrefillTensors, prefill_arguments
-from prefix_prefill.batches import Batches, direct_call, free_sizes, has_free_sizes, of_any_batch
+from prefix_prefill.batches import Batches, direct_call, direct_cascade, free_sizes, has_free_sizes, of_any_batch
 from prefix_prefill.cascade import arguments as levels
-from prefix_prefill.cascade.arguments import CascadeNumbers
+from prefix_prefill.cascade.arguments import CascadeNumbers, CascadeTensors
 from prefix_prefill.plan import MOST_TOKENS, PrefillPlan, Problem
 from prefix_prefill.values import check_values
 
@@ -49,7 +50,9 @@ for _schema in (
 launches = PreparedLaunches()
 _TENSORS = len(PrefillTensors._fields)
 _OUT, _LSE = PrefillTensors._fields.index("out"), PrefillTensors._fields.index("lse")
+_CASCADE_OUT = CascadeTensors._fields.index("out")
 _prefill = torch.ops.prefix_prefill.prefill.default
+_cascade = torch.ops.prefix_prefill.cascade.default
 
 
 def _fake_prefill(*given: Any) -> Problem:
@@ -144,6 +147,43 @@ def prefill(
         if layers and layers[0] is not None and of_batch is None and has_free_sizes(tensors):
             batches = Batches(layers[0], launches, tensors, out, lse)
             launches.keep_direct(tensors, of_any_batch(kind), lambda: batches, free_sizes(tensors))
+    return out, lse
+
+
+def cascade(
+    tensors: tuple[Any, ...], numbers: tuple[Any, ...], return_lse: bool = False, out_dtype: Any = None
+) -> tuple[Tensor, Tensor | None]:
+    """The same of the op ``cascade``, with the tensors of ``CascadeTensors``. No sizes are free: a step of other ones
+    takes the long way once.
+    """
+    q, given, *behind, out, lse, draft_mask = tensors
+    first = given[0]
+    guarded: tuple[Any, ...] = ()
+    kind: tuple[Any, ...] = ()
+    if not torch.compiler.is_dynamo_compiling():
+        # Levels have one cache, mostly, and nothing looks like tensors of which two are one.
+        same = [(k is first.k_cache, v is first.v_cache) for k, v, *_ in given]
+        other = [None if one else x for level, alike in zip(given, same, strict=True)
+                 for x, one in zip(level[:2], alike, strict=True)]  # fmt: skip
+        guarded = (q, *first[:2], *other, *[x for level in given for x in level[2:]], *behind, out, draft_mask)
+        kind = ("cascade", return_lse, out_dtype, *same, *numbers)
+        direct = launches.direct(guarded, kind)
+        if direct is not None:
+            return direct(tensors)  # type: ignore[no-any-return]
+    if out is None:
+        check_choice("page_layout", numbers[1], LAYOUTS)
+        size = (*q.shape[:2], arguments.value_dim(first.v_cache, numbers[1]))
+        out = q.new_empty(size, dtype=out_dtype)
+    lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32) if return_lse else None
+    whole = CascadeTensors._make((q, given, *behind, out, lse, draft_mask))
+    _cascade(q, *[list(each) for each in zip(*given, strict=True)], *whole[2:], *numbers)
+    if guarded:
+
+        def prepared() -> Any:
+            check_overlap, run = launches.find(_prepare_cascade, levels.flat(whole), numbers)
+            return direct_cascade(check_overlap, run, tensors[_CASCADE_OUT] is None, out, lse)
+
+        launches.keep_direct(guarded, kind, prepared)
     return out, lse
 
 

@@ -21,17 +21,12 @@ from kernel_reference.checks import (
 )
 from kernel_reference.paging import LAYOUTS
 from kernel_reference.transforms import are_active, refuse_derivatives
-from prefix_prefill import (
-    arguments,
-    ops,  # noqa: F401  defines the op that is taken below
-)
+from prefix_prefill import arguments, ops
 from prefix_prefill.api import AttentionResult, PageLayout, as_scale, require_out_scale, require_scales
 from prefix_prefill.arguments import FP8, NAMES
 from prefix_prefill.cascade.arguments import CascadeLevel
 
 Tensor = torch.Tensor
-
-_cascade = torch.ops.prefix_prefill.cascade.default
 
 
 @overload
@@ -111,28 +106,23 @@ def cascade_attention(
     scale = None if softmax_scale is None else as_float("softmax_scale", softmax_scale)
     softcap = as_float("softcap", softcap)
     splits = as_splits(num_splits)
-    tensors = _checked(levels)
+    _check(levels)
     try:
         if torch.is_grad_enabled() or are_active():
-            refuse_derivatives(
-                q=q, sinks=sinks, k_scale=own_k, v_scale=own_v, out_scale=own_out, out=out,
-                **{f"levels[{i}].{name}": getattr(level, name) for i, level in enumerate(levels)
-                   for name in ("k_cache", "v_cache")},
-            )  # fmt: skip
+            refuse_derivatives(q=q, sinks=sinks, k_scale=own_k, v_scale=own_v, out_scale=own_out, out=out)
+            for i, (k_cache, v_cache, *_) in enumerate(levels):
+                if are_active() or k_cache.requires_grad or v_cache.requires_grad:
+                    refuse_derivatives(**{f"levels[{i}].k_cache": k_cache, f"levels[{i}].v_cache": v_cache})
         for level in levels:
             require_scales(level.k_cache, level.v_cache, k_scale, v_scale)
-        if out is None:
-            check_choice("page_layout", page_layout, LAYOUTS)
-            size = (*q.shape[:2], arguments.value_dim(levels[0].v_cache, page_layout))
-            result = q.new_empty(size) if out_scale is None else q.new_empty(size, dtype=FP8[0])
-        else:
+        if out is not None:
             require_out_scale(out, out_scale, NAMES)
-            result = out
-        lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32) if return_lse else None
-        _cascade(
-            q, *tensors, sinks, own_k, own_v, own_out, result, lse, draft_mask, max_seqlen_q, page_layout,
-            q.shape[2] ** -0.5 if scale is None else scale, softcap, k_number, v_number, out_number, splits,
+        numbers = (
+            max_seqlen_q, page_layout, q.shape[2] ** -0.5 if scale is None else scale, softcap, k_number, v_number,
+            out_number, splits,
         )  # fmt: skip
+        tensors = (q, tuple(levels), sinks, own_k, own_v, own_out, out, None, draft_mask)
+        result, lse = ops.cascade(tensors, numbers, return_lse, None if out_scale is None else FP8[0])
     except REFUSALS:
         named = given(sinks=sinks, k_scale=own_k, v_scale=own_v, out_scale=own_out, out=out, draft_mask=draft_mask)
         check_dense(q=q, **named)
@@ -142,8 +132,8 @@ def cascade_attention(
     return result if lse is None else AttentionResult(result, lse)
 
 
-def _checked(levels: Sequence[CascadeLevel]) -> list[list[Tensor]]:
-    """The tensors of levels by their names, lists of one for each level."""
+def _check(levels: Sequence[CascadeLevel]) -> None:
+    """Levels are such, each of dense tensors."""
     if isinstance(levels, CascadeLevel) or not isinstance(levels, Sequence):
         fail("levels", "a sequence of CascadeLevel", describe(levels), TypeError)
     if not levels:
@@ -151,5 +141,5 @@ def _checked(levels: Sequence[CascadeLevel]) -> list[list[Tensor]]:
     for i, level in enumerate(levels):
         if not isinstance(level, CascadeLevel):
             fail(f"levels[{i}]", "a CascadeLevel", describe(level), TypeError)
-        check_dense(**{f"levels[{i}].{name}": tensor for name, tensor in level._asdict().items()})
-    return [list(each) for each in zip(*levels, strict=True)]
+        if not all([type(tensor) is Tensor for tensor in level]):
+            check_dense(**{f"levels[{i}].{name}": tensor for name, tensor in level._asdict().items()})

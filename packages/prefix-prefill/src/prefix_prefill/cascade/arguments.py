@@ -87,12 +87,12 @@ def from_flat(tensors: tuple[Any, ...]) -> CascadeTensors:
 
 def tensors_of_levels(tensors: CascadeTensors) -> list[PrefillTensors]:
     """Each level as an attention of its own; sinks, lse and the mask of drafts are the last one's."""
-    t = tensors
-    whole = PrefillTensors(
-        t.q, None, None, *t.levels[-1], None, t.sinks, t.k_scale, t.v_scale, t.out_scale, t.out, t.lse, t.draft_mask
-    )
-    shared = whole._replace(sinks=None, lse=None, draft_mask=None)
-    return [*[shared._replace(**level._asdict()) for level in t.levels[:-1]], whole]
+    q, levels, sinks, k_scale, v_scale, out_scale, out, lse, draft_mask = tensors
+    scales = (k_scale, v_scale, out_scale)
+    return [
+        *[PrefillTensors(q, None, None, *level, None, None, *scales, out, None) for level in levels[:-1]],
+        PrefillTensors(q, None, None, *levels[-1], None, sinks, *scales, out, lse, draft_mask),
+    ]
 
 
 def _numbers_of(tensors: CascadeTensors, numbers: CascadeNumbers, last: bool) -> PrefillNumbers:

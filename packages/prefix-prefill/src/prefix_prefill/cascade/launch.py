@@ -67,16 +67,21 @@ def _leaving_parts(
         # Tiles are cut only where they are fewer than programs.
         rows = max(rows, plan.programs * plan.block_m)
 
+    size = problem.head_dim_v
+    k_scale, v_scale = (PrefillTensors._fields.index(name) for name in ("k_scale", "v_scale"))
+
     def run(*tensors: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        given = PrefillTensors(*tensors)  # type: ignore[arg-type]
-        # Parts and their lse in one: so the portable kernel takes them.
-        workspace = torch.empty(rows * (problem.head_dim_v + 1), dtype=torch.float32, device=device)
-        part = workspace[: rows * problem.head_dim_v].view(rows, problem.head_dim_v)
-        part_lse = workspace[rows * problem.head_dim_v :]
         pieces = torch.empty(problem.tokens, dtype=torch.int32, device=device)
-        scales = (given.k_scale, given.v_scale, None)
-        kept = (part, part_lse) if plan.hopper else (workspace,)
-        attend(*tensors[:9], None, *scales, None, None, None, *kept, pieces)
+        if plan.hopper:
+            part = torch.empty((rows, size), dtype=torch.float32, device=device)
+            part_lse = torch.empty(rows, dtype=torch.float32, device=device)
+            kept: tuple[Tensor, ...] = part, part_lse
+        else:
+            # In one: so the portable kernel takes them.
+            workspace = torch.empty(rows * (size + 1), dtype=torch.float32, device=device)
+            part, part_lse = workspace[: rows * size].view(rows, size), workspace[rows * size :]
+            kept = (workspace,)
+        attend(*tensors[:9], None, tensors[k_scale], tensors[v_scale], None, None, None, None, *kept, pieces)
         return part, part_lse, pieces
 
     return run

@@ -98,6 +98,15 @@ def test_an_engine_is_imported_by_its_integration_alone(package: Path) -> None:
     assert [file.name for file in elsewhere if imports.search(file.read_text())] == []
 
 
+@each_package
+def test_what_a_package_imports_of_kernel_reference_stands_in_its_readme(package: Path) -> None:
+    words = set(re.findall(r"\w+", (ROOT / "shared" / "README.md").read_text()))
+    module = re.compile(r"(?:from|import) kernel_reference\.(?:(?:testing|bench|integrations)\.)?(\w+)")
+    imported = {name for file in package.glob("**/*.py") for name in module.findall(file.read_text())}
+    assert imported
+    assert sorted(imported - words) == []
+
+
 # Sizes that one can read: arguments travel in NamedTuples, and a file has one duty.
 MOST_ARGUMENTS = {"device function": 12, "kernel": 25}
 MOST_LINES = 449

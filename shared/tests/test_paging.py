@@ -9,9 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kernel_reference.attention import attention
+from kernel_reference.blocks import csr_to_mask, local_strided, mask_to_csr
 from kernel_reference.checks import validate_values
 from kernel_reference.models import DEEPSEEK_V3, LLAMA3_70B
 from kernel_reference.paging import LAYOUTS, Packed, append, cumulative, gather, pack, paged_cache, scatter, unpack
+from kernel_reference.sharding import ZigZag, shard
 
 SEQLENS = torch.tensor([37, 0, 16, 5], dtype=torch.int32)
 
@@ -305,3 +308,20 @@ def test_packed_and_padded_that_do_not_fit_are_named() -> None:
         unpack(torch.zeros(4, 1), 3, ends=torch.tensor([2, 3]), batch=2)
     with pytest.raises(ValueError, match=r"^new.cu_seqlens must be of 1 sequences, as in prefix, got 2"):
         append(Packed(torch.zeros(2, 1), torch.tensor([0, 2])), Packed(torch.zeros(2, 1), torch.tensor([0, 1, 2])))
+
+
+def test_oracles_of_tensors_on_a_cpu_ask_for_no_other_default_device() -> None:
+    """Of whom tests a kernel, the default device is often the GPU; here it is one without memory."""
+    k, bounds, mask = torch.randn(6, 2, 16), torch.tensor([0, 4, 6]), torch.ones(2, 3, 3, dtype=torch.bool).tril()
+    crow, col = mask_to_csr(mask)
+    with torch.device("meta"):
+        for layout in LAYOUTS:
+            cache = paged_cache(k, k, bounds, page_size=2, layout=layout)
+            assert torch.equal(gather(cache.k_cache, cache.block_table, cache.seqlens_k, layout).tokens, k)
+        assert torch.equal(pack(k[None], None, torch.tensor([4], device="cpu")).tokens, k[:4])
+        both = append(Packed(k, bounds), Packed(k, bounds)).cu_seqlens
+        assert both.tolist() == [0, 8, 12]
+        assert attention(k[None], k[None], k[None], causal=True).out.isfinite().all()
+        assert torch.equal(csr_to_mask(crow, col, 3), mask)
+        assert local_strided(2, 64, 1, 2, 16).device.type == "cpu"
+        assert shard(k, ZigZag(2, 0), bounds).cu_seqlens.tolist() == [0, 2, 3]

@@ -312,6 +312,9 @@ def test_int4_rows_packed_eight_to_an_element_can_be_permuted_packed() -> None:
 
     assert torch.equal(pack(rows)[block_order(order, 8)], pack(rows[order]))
     assert torch.equal(block_order(order, 1), order)
+    # A loader may have another default device.
+    with torch.device("meta"):
+        assert torch.equal(block_order(contiguous_row_order(*sizes_of(shape)).qkvz, 1), order)
 
 
 def test_row_scales_follow_the_rows_themselves() -> None:

@@ -205,8 +205,8 @@ def attention(
         fail("q", "packed [T, Hq, D] with cu_seqlens or rows", "4-D")
     batch, q_len, k_len = (q.shape[0], q.shape[1], k.shape[1]) if dense else (1, q.shape[0], k.shape[0])
     if dense:
-        cu_seqlens_q = cumulative(torch.full((batch,), q_len))
-        cu_seqlens_k = cumulative(torch.full((batch,), k_len))
+        cu_seqlens_q = cumulative(torch.full((batch,), q_len, device="cpu"))
+        cu_seqlens_k = cumulative(torch.full((batch,), k_len, device="cpu"))
         q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
     num_heads, heads_kv, dim = q.shape[1], k.shape[1], q.shape[2]
     device = q.device
@@ -357,7 +357,7 @@ def mla_decode(
         q.flatten(0, 1),
         latent.tokens,
         latent.tokens[..., :dim_nope],
-        cu_seqlens_q=cumulative(torch.full((batch,), length)),
+        cu_seqlens_q=cumulative(torch.full((batch,), length, device="cpu")),
         cu_seqlens_k=latent.cu_seqlens,
         softmax_scale=softmax_scale,
         causal=causal,

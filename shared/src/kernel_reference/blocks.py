@@ -65,7 +65,7 @@ def csr_to_mask(crow: torch.Tensor, col: torch.Tensor, columns: int) -> torch.Te
         fail("columns", "0 or more", columns)
     if crow.shape[1] == 0:
         fail("crow", "of shape [heads, rows + 1]", list(crow.shape))
-    mask = torch.zeros(crow.shape[0], crow.shape[1] - 1, columns, dtype=torch.bool)
+    mask = torch.zeros(crow.shape[0], crow.shape[1] - 1, columns, dtype=torch.bool, device="cpu")
     checked = values_are_checked(crow.device)
     for h, (bounds, listed) in enumerate(zip(crow.tolist(), col.tolist(), strict=True)):
         for r, (begin, end) in enumerate(pairwise(bounds)):
@@ -152,8 +152,9 @@ def local_strided(
         fail("active_head_range", f"(lo, hi) with 0 <= lo < hi <= {num_heads}", (low, high))
     rows = -(-max_seqlen // block_size)
     step = 0 if homo_head else max(1, vert_stride // num_heads)
-    heads = torch.arange(low, low + 1 if homo_head else high)[:, None, None]
-    i, j = torch.arange(rows)[:, None], torch.arange(rows)
+    heads = torch.arange(low, low + 1 if homo_head else high, device="cpu")[:, None, None]
+    j = torch.arange(rows, device="cpu")
+    i = j[:, None]
     return (j <= i) & ((i - j < local_blocks) | ((j + heads * step + 1) % vert_stride == 0))
 
 

@@ -95,8 +95,8 @@ def cumulative(seqlens: torch.Tensor) -> torch.Tensor:
 
 def _padded_rows(size: torch.Size, starts: torch.Tensor | None, ends: torch.Tensor | None) -> torch.Tensor:
     batch, length = size[:2]
-    positions = torch.arange(length)
-    rows = torch.ones(batch, length, dtype=torch.bool)
+    positions = torch.arange(length, device="cpu")
+    rows = torch.ones(batch, length, dtype=torch.bool, device="cpu")
     if starts is not None:
         check_integers("starts", starts, (batch,))
         rows &= positions >= starts.cpu()[:, None]
@@ -151,8 +151,9 @@ def append(prefix: Packed, new: Packed) -> Packed:
     parts = [prefix.tokens[:0]]
     for (begin, end), (new_begin, new_end) in zip(before, after, strict=True):
         parts += [prefix.tokens[begin:end], new.tokens[new_begin:new_end]]
-    lengths = torch.tensor([end - begin + e - b for (begin, end), (b, e) in zip(before, after, strict=True)])
-    return Packed(torch.cat(parts), cumulative(lengths.to(torch.int64)).to(prefix.tokens.device))
+    lengths = [end - begin + e - b for (begin, end), (b, e) in zip(before, after, strict=True)]
+    cu_seqlens = cumulative(torch.tensor(lengths, dtype=torch.int64, device="cpu"))
+    return Packed(torch.cat(parts), cu_seqlens.to(prefix.tokens.device))
 
 
 def _pages(cache: torch.Tensor, layout: str) -> torch.Tensor:
@@ -290,7 +291,7 @@ def scatter(
     _check_device(cache, tokens=tokens, block_table=block_table)
     ranges = sequence_ranges("cu_seqlens", cu_seqlens, tokens.shape[0])
     if starts is None:
-        starts = torch.zeros(len(ranges), dtype=torch.int64)
+        starts = torch.zeros(len(ranges), dtype=torch.int64, device="cpu")
     check_integers("starts", starts, (len(ranges),))
     for b, (begin, end) in enumerate(ranges):
         position = torch.arange(end - begin, device=cache.device) + int(starts[b])
@@ -339,7 +340,7 @@ def _empty_cache(
     }
     if layout not in shapes:
         fail("layout", f"one of {', '.join(LAYOUTS)}", repr(layout))
-    return torch.full(shapes[layout], torch.nan, dtype=torch.float32).to(dtype)
+    return torch.full(shapes[layout], torch.nan, dtype=torch.float32, device="cpu").to(dtype)
 
 
 def _page_scale(
@@ -402,13 +403,13 @@ def paged_cache(
     lengths = [end - begin for begin, end in sequence_ranges("cu_seqlens", cu_seqlens, k.shape[0])]
     counts = [-(-length // page_size) for length in lengths]
     blocks = sum(counts) + unused_pages
-    order: list[int] = torch.randperm(blocks, generator=torch.Generator().manual_seed(seed)).tolist()
+    order: list[int] = torch.randperm(blocks, generator=torch.Generator("cpu").manual_seed(seed), device="cpu").tolist()
     spare = order.pop() if padding is None else padding
     rows = []
     for count in counts:
         rows.append([order.pop() for _ in range(count)] + [spare] * (max(counts, default=0) - count))
-    block_table = torch.tensor(rows, dtype=torch.int32).reshape(len(counts), -1).to(k.device)
-    seqlens = torch.tensor(lengths, dtype=torch.int32).to(k.device)
+    block_table = torch.tensor(rows, dtype=torch.int32, device="cpu").reshape(len(counts), -1).to(k.device)
+    seqlens = torch.tensor(lengths, dtype=torch.int32, device=k.device)
 
     k_cache = _empty_cache(blocks, page_size, k.shape[1], k.shape[2], layout, x, dtype).to(k.device)
     v_cache = None

@@ -180,8 +180,8 @@ def split_conv1d_update(
 
 def contiguous_row_order(num_heads_qk: int, num_heads_v: int, head_qk: int, head_v: int) -> Projections:
     """For each row of the contiguous projections, that of the interleaved ones that holds it: int64 [rows], [2*nv]."""
-    qkvz = torch.arange(2 * num_heads_qk * head_qk + 2 * num_heads_v * head_v)[None]
-    ba = torch.arange(2 * num_heads_v)[None]
+    qkvz = torch.arange(2 * num_heads_qk * head_qk + 2 * num_heads_v * head_v, device="cpu")[None]
+    ba = torch.arange(2 * num_heads_v, device="cpu")[None]
     parts = split(qkvz, ba, num_heads_qk, num_heads_v, head_qk, head_v, "interleaved")
     return Projections(
         torch.cat([parts.mixed_qkv, parts.z.flatten(1)], dim=1)[0], torch.cat([parts.b, parts.a], dim=1)[0]

@@ -176,7 +176,7 @@ def shard(tokens: Tensor, layout: Layout, cu_seqlens: Tensor) -> Packed:
         positions = layout.tokens(end - begin, tokens.device)
         own.append(tokens[begin + positions])
         lengths.append(len(positions))
-    return Packed(torch.cat(own), cumulative(torch.tensor(lengths, dtype=torch.int64)).to(tokens.device))
+    return Packed(torch.cat(own), cumulative(torch.tensor(lengths, dtype=torch.int64, device="cpu")).to(tokens.device))
 
 
 def unshard(shards: Sequence[Tensor], layout: Layout, cu_seqlens: Tensor) -> Tensor:

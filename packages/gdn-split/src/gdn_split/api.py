@@ -193,14 +193,17 @@ def block_order(row_order: torch.Tensor, rows_per_block: int) -> torch.Tensor:
         ValueError: the permutation would split a block, so these scales cannot follow it.
     """
     check_positive(rows_per_block=rows_per_block)
-    if not isinstance(row_order, torch.Tensor) or row_order.ndim != 1 or row_order.dtype != torch.int64:
+    check_dense(row_order=row_order)
+    if row_order.ndim != 1 or row_order.dtype != torch.int64:
         fail("row_order", "an int64 tensor [rows] made by contiguous_row_order", describe(row_order), TypeError)
     rows = row_order.shape[0]
     if rows % rows_per_block:
         fail("rows_per_block", f"a divisor of the {rows} rows", rows_per_block)
     blocks = row_order.view(-1, rows_per_block)
     first = blocks[:, :1]
-    whole = (blocks == first + torch.arange(rows_per_block)).all() and (first % rows_per_block == 0).all()
+    whole = (blocks == first + torch.arange(rows_per_block, device=row_order.device)).all() and (
+        first % rows_per_block == 0
+    ).all()
     if not whole:
         fail("rows_per_block", "a divisor of every run of rows that stays together (head_qk, r*head_v)", rows_per_block)
     return first[:, 0] // rows_per_block

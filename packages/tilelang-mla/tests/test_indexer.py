@@ -329,6 +329,9 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         {"k_cache": lambda b: b.k_cache[..., :128]}, ValueError, r"^k_cache must be \[pages, page_size, 1, 132\]"
     ),
     "pages of 24": ({"k_cache": lambda b: b.k_cache[:, :24]}, ValueError, r"^k_cache must be of pages of a multi"),
+    "pages of one memory": (
+        {"k_cache": lambda b: b.k_cache[:1].expand(b.k_cache.shape)}, ValueError, r"^k_cache must be of pages 16 bytes"
+    ),
     "a cache that begins late": (
         {"k_cache": lambda b: torch.zeros(b.k_cache.numel() + 1, dtype=torch.uint8)[1:].view(b.k_cache.shape)},
         ValueError, r"^k_cache must be a view that begins at a multiple of 4 bytes"

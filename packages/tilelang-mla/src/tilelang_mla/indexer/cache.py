@@ -81,7 +81,7 @@ def check_index_cache(name: str, k_cache: Tensor, step: int) -> None:
     if known(k_cache.stride(-1) != 1) or known(k_cache.stride(1) != INDEX_BYTES):
         fail(name, "of contiguous pages", describe(k_cache))
     check_begin(name, k_cache)
-    if known(k_cache.shape[0] > 1) and known(k_cache.stride(0) % 16 != 0):
+    if known(k_cache.shape[0] > 1) and (known(k_cache.stride(0) % 16 != 0) or known(k_cache.stride(0) == 0)):
         fail(name, "of pages 16 bytes apart or a multiple of that", describe(k_cache))
 
 

@@ -170,7 +170,7 @@ def test_a_layout_longer_than_any_sequence_serves(tensors) -> None:
         check(tensors, RAGGED, mask=mask, kind=kind)
 
 
-@settings(max_examples=60 if torch.cuda.is_available() else 120)
+@settings(max_examples=30 if torch.cuda.is_available() else 120)
 @given(data=st.data())
 def test_features_in_any_combination(tensors, data) -> None:
     draw = data.draw
@@ -510,7 +510,7 @@ def test_tensors_and_outputs_of_any_strides(tensors, order) -> None:
         wide = poisoned([*[tensor.shape[dim] for dim in dims], 2], tensor.dtype, tensor.device)
         return wide[..., 0].permute([dims.index(dim) for dim in range(tensor.ndim)]).copy_(tensor)
 
-    for kind, dtype, names in product(KINDS, (BF16, FP32), ("q", "k v", "q k v out")):
+    for kind, dtype, names in product(KINDS, (BF16, FP32), ("k v", "q k v out")):
         batch = tensors.batch(SHORT, dtype=dtype, kind=kind)
         for name in set(names.split()) - {"out"}:
             setattr(batch, name, laid_out(getattr(batch, name)))

@@ -150,6 +150,8 @@ def test_small_devices_and_float32_take_tiles_that_they_can_hold() -> None:
             exact = plan_attention(replace(problem, bits=32), limits)
             assert not exact.hopper
             assert tile_bytes(replace(problem, bits=32), exact) <= limits.shared_memory
+    rows = [plan_attention(replace(PROMPT, bits=32, head_dim=size), H200).block_m for size in (64, 128, 192)]
+    assert rows == [32, 32, 16]
 
 
 # Which kernel

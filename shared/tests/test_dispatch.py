@@ -121,6 +121,16 @@ def test_the_table_keeps_no_tensor_alive() -> None:
     assert alive() is None
 
 
+def test_a_tensor_that_is_to_be_negated_when_it_is_read_is_refused_by_name() -> None:
+    """Its memory holds the numbers that it does not stand for."""
+    table = PreparedLaunches()
+    x = torch.ones(3, 4)
+    for _ in range(2):
+        assert table.find(lambda tensors, numbers: "a launch", (x, None), (1,)) == "a launch"
+        with pytest.raises(ValueError, match=r"^every tensor must be materialised .* got a lazy view, torch.float32"):
+            table.find(lambda tensors, numbers: "a launch", (torch._neg_view(x), None), (1,))
+
+
 def test_tables_of_two_packages_are_apart() -> None:
     one, other = PreparedLaunches(), PreparedLaunches()
     one.find(prepare, (torch.empty(2),), ())

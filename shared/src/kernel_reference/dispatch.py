@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd import profiler
 
-from kernel_reference.checks import values_are_checked
+from kernel_reference.checks import describe, fail, values_are_checked
 from kernel_reference.transforms import are_active
 
 Tensor = torch.Tensor
@@ -132,6 +132,7 @@ class PreparedLaunches:
         numbers: tuple[Any, ...],
     ) -> Any:
         """Among all, by a key that takes as long to make and compare as a launch; layers of a model share one."""
+        _check_materialised(tensors)
         key = (prepare, numbers, *[t if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors])
         # Taken out, to be put in again as the last.
         known = self._found.pop(key, None)
@@ -219,6 +220,17 @@ def _nothing_looks_alike(*_: Tensor) -> bool:
 
 def _for_guards(tensors: tuple[Tensor | None, ...]) -> list[Tensor]:
     return [x if x is not None else none for x, none in zip(tensors, _ABSENT, strict=False)]
+
+
+def _check_materialised(tensors: tuple[Tensor | None, ...]) -> None:
+    """Torch's dispatcher materialises what is negated or conjugated only when it is read; calls past it do not."""
+    for tensor in tensors:
+        if tensor is not None and (tensor.is_neg() or tensor.is_conj()):
+            fail(
+                "every tensor",
+                "materialised (call resolve_neg() or resolve_conj())",
+                f"a lazy view, {describe(tensor)}",
+            )
 
 
 def _but_absent(tensors: tuple[Tensor | None, ...], absent: list[int]) -> Sequence[Tensor | None]:

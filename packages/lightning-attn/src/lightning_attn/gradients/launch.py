@@ -10,7 +10,7 @@ import torch
 
 from kernel_reference.launching import launch_nothing
 from lightning_attn import launch
-from lightning_attn.gradients.plan import groups_at_once
+from lightning_attn.gradients.plan import groups_at_once, suits_wide, wide_plan
 from lightning_attn.launch import _keep_state, _prepare_prefill
 from lightning_attn.plan import BackwardProblem, Operand, PrefillPlan, PrefillProblem, fitted
 from lightning_attn.tensors import AttentionBackward
@@ -56,8 +56,9 @@ def _in_turn(
 def _at_once(problem: BackwardProblem, groups: int, device: torch.device) -> Callable[[AttentionBackward], None]:
     """dk on a stream beside the current one, and dv, of one group of heads after the other."""
     count = problem.dv.heads.num_heads // groups
-    prefill_dk = _prepare_prefill(_of_heads(problem.dk, count), None, device, whole=True)
-    prefill_dv = _prepare_prefill(_of_heads(problem.dv, count), None, device, whole=True)
+    plan = wide_plan() if suits_wide(problem.dv.heads) else None
+    prefill_dk = _prepare_prefill(_of_heads(problem.dk, count), plan, device, whole=True)
+    prefill_dv = _prepare_prefill(_of_heads(problem.dv, count), plan, device, whole=True)
 
     def run(t: AttentionBackward) -> None:
         parts = [_part(t, slice(i * count, (i + 1) * count)) for i in range(groups)] if groups > 1 else [t]

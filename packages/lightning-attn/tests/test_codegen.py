@@ -26,6 +26,7 @@ from kernel_reference.testing.codegen import (
 )
 from kernel_reference.testing.targets import TARGETS
 from lightning_attn import arguments, launch, tensors
+from lightning_attn.fitting import narrowed, staged, staged_by_mean, widened
 from lightning_attn.gradients import launch as gradients_launch
 from lightning_attn.packed import arguments as packed_arguments
 from lightning_attn.packed import launch as packed_launch
@@ -35,12 +36,8 @@ from lightning_attn.plan import (
     DeviceLimits,
     Heads,
     PrefillPlan,
-    narrowed,
     plan_decode,
     plan_prefill,
-    staged,
-    staged_by_mean,
-    widened,
 )
 from lightning_attn.trees import arguments as tree_arguments
 from lightning_attn.trees import launch as tree_launch

@@ -27,14 +27,14 @@ pytestmark = pytest.mark.simulated
 
 KERNELS = (
     "decay", "schedule", "hopper_ring", "hopper_rows", "hopper_step", "hopper_chain", "chunked", "recurrent", "trees",
-    "hopper_follow", "hopper_tokens", "hopper", "hopper_roles", "hopper_states", "hopper_float32",
+    "hopper_states", "hopper_lead", "hopper_follow", "hopper_roles", "hopper", "hopper_tokens", "hopper_float32",
 )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def shadows() -> Sequence[ModuleType]:
     """Of the modules with kernels."""
-    return gluon.shadow(*(f"lightning_attn.kernels.{name}" for name in KERNELS))[-5:]
+    return gluon.shadow(*(f"lightning_attn.kernels.{name}" for name in KERNELS))
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +43,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch, shadows: Sequence[ModuleType], d
     if device.type != "cpu":
         pytest.skip("the kernel itself runs here")
 
-    hopper_tokens, hopper, _, _, hopper_float32 = shadows
+    hopper, hopper_tokens, hopper_float32 = shadows[-3:]
     others = launch.Launch
 
     class Launch:
@@ -97,6 +97,25 @@ def test_two_warpgroups_of_128_columns_are_the_recurrence(tensors, kernels, dtyp
 ], ids=str)  # fmt: skip
 def test_roles_are_the_recurrence(tensors, kernels, sizes, dtype, segment) -> None:
     check_kinds_of_sequences(tensors, kernels, PrefillPlan(64, 64, segment, 4, 3, 64, True, roles=True), sizes, dtype)
+
+
+@pytest.mark.parametrize(("dtype", "sizes", "shares"), [
+    (torch.bfloat16, (48, 40), 2), (torch.float16, (72, 64), 4),
+], ids=str)  # fmt: skip
+def test_programs_that_share_a_segment_have_its_bits(tensors, kernels, dtype, sizes, shares) -> None:
+    """Of one, two and six chunks, the last of them short, of one token, and of padding."""
+    options = {"heads": (1, 1), "sizes": sizes, "dtype": dtype, "slots": [3, 1, -1, 0], "num_slots": 4}
+    batch = tensors.ragged([1, 440, 70, 65], initial=True, rows_after=5, **options)
+    before = batch.pool.tensor.clone()
+    found = []
+    for count in (1, shares):
+        batch.pool.tensor.copy_(before)
+        poison_(batch.out.tensor)
+        kernels.prefill(batch, PrefillPlan(64, 64, 384, 4, 3, 64, True, roles=True, shares=count))
+        found.append((batch.out.tensor.clone(), batch.pool.tensor.clone()))
+    for one, other in zip(*found, strict=True):
+        assert_bitwise_equal(one, other)
+    batch.check()
 
 
 def check_kinds_of_sequences(tensors: Any, kernels: Any, plan: PrefillPlan, sizes: Any, dtype: torch.dtype) -> None:

@@ -13,9 +13,9 @@ import pytest
 import lightning_attn.plan
 from kernel_reference.models import MINIMAX_01
 from kernel_reference.testing.forks import run_alone
+from lightning_attn.fitting import SHORT, narrowed, shared, staged, staged_by_mean, widened
 from lightning_attn.gradients.plan import groups_at_once
 from lightning_attn.plan import (
-    SHORT,
     BackwardProblem,
     DecodePlan,
     DeviceLimits,
@@ -26,13 +26,9 @@ from lightning_attn.plan import (
     cdiv,
     fits_hopper,
     fitted,
-    narrowed,
     plan_decode,
     plan_prefill,
     power_of_two_at_least,
-    staged,
-    staged_by_mean,
-    widened,
 )
 
 KIB = 1024
@@ -237,6 +233,19 @@ def test_two_warpgroups_share_scores_where_a_program_an_sm_is_left_and_nowhere_e
         assert widened(other, TP8, 16, H200) == other
 
 
+def test_programs_share_segments_where_they_leave_sms_idle_and_nowhere_else() -> None:
+    for heads, size, segments, shares in (
+        (4, 128, 8, 2), (4, 128, 2, 4), (4, 128, 1, 4), (8, 128, 2, 4), (8, 128, 8, 1), (8, 96, 4, 2), (8, 96, 5, 1),
+        (16, 128, 1, 4), (16, 128, 3, 1), (32, 64, 1, 4), (4, 256, 1, 1), (8, 72, 1, 1), (64, 128, 1, 1),
+    ):  # fmt: skip
+        shape = Heads(heads, heads, size, size)
+        plan = plan_prefill(shape, "bfloat16", H200, suits_tma=True)
+        found = shared(plan, shape, segments, H200)
+        assert found == replace(plan, shares=shares), (heads, size, segments)
+        assert found.covers(shape)
+    assert shared(plan_prefill(TP8, "float32", H200), TP8, 1, H200).shares == 1
+
+
 def test_few_heads_are_decoded_by_whole_columns_a_warp_on_sm_90() -> None:
     for heads, size, whole in ((8, 96, True), (16, 64, True), (40, 128, False), (64, 96, False), (8, 256, False)):
         assert plan_decode(Heads(heads, heads, size, size), H200).hopper == whole
@@ -312,6 +321,8 @@ REFUSED_ON_HOPPER = {
     "other rows of a state": replace(ON_HOPPER, block_d=64),
     "other warps": replace(ON_HOPPER, num_warps=8),
     "roles of other pieces": replace(ON_HOPPER, roles=True),
+    "shares without roles": replace(ON_HOPPER, segment=64, shares=2),
+    "more shares than 4": PrefillPlan(64, 64, 64, 4, 3, 64, hopper=True, roles=True, shares=5),
     "one stage": replace(ON_HOPPER, num_stages=1),
     "a segment of broken chunks": replace(ON_HOPPER, segment=96),
     "one launch that waits for another": replace(ON_HOPPER, segment=0, dependent_launch=True),
@@ -440,8 +451,10 @@ def test_importing_the_package_and_planning_touch_no_gpu_and_import_no_triton() 
 def test_gradients_of_keys_and_values_are_made_at_once_where_halves_of_a_device_are_full() -> None:
     for heads, size, sequences, rows, groups in (
         (64, 64, 1, 16384, 1), (64, 96, 1, 16384, 2), (64, 64, 4, 16384, 4), (32, 96, 1, 16384, 1),
+        # By two warpgroups, whose tiles are as wide as a head.
+        (64, 72, 1, 16384, 1), (64, 80, 2, 16384, 2),
         # Too few programs; too short; sizes that wait for products, not for memory.
-        (8, 128, 1, 16384, 0), (64, 64, 1, 2047, 0), (64, 80, 1, 16384, 0), (64, 256, 1, 16384, 0),
+        (8, 128, 1, 16384, 0), (64, 64, 1, 2047, 0), (32, 80, 1, 16384, 0), (64, 256, 1, 16384, 0),
     ):  # fmt: skip
         operand = Operand((sequences, rows, heads, size), (1, 1, 1, 1))
         shape = Heads(heads, heads, size, size)

@@ -25,10 +25,10 @@ from kernel_reference.launching import (
     has_gluon,
     launch_nothing,
 )
+from lightning_attn.fitting import SHORT, narrowed, shared, staged, staged_by_mean, widened
 from lightning_attn.kernels import chunked, recurrent
 from lightning_attn.kernels.schedule import DecodeStrides, RowStrides, Sizes, StateStrides, Strides
 from lightning_attn.plan import (
-    SHORT,
     DecodePlan,
     DecodeProblem,
     DeviceLimits,
@@ -36,13 +36,9 @@ from lightning_attn.plan import (
     Operand,
     PrefillPlan,
     PrefillProblem,
-    narrowed,
     plan_decode,
     plan_prefill,
-    staged,
-    staged_by_mean,
     unsegmented,
-    widened,
 )
 from lightning_attn.tensors import Attention, Commit, Decode, Varlen
 
@@ -142,10 +138,17 @@ def _plan_prefill(
     plan = plan_prefill(problem.heads, problem.dtype, limits, suits_tma, problem.snapshots > 0)
     # How long each of a ragged batch's is only the device knows.
     if problem.ragged:
-        return staged_by_mean(plan, problem.heads, problem.rows, problem.sequences)
-    if problem.rows <= SHORT or problem.is_gradient:
-        return staged(plan, problem.heads, problem.rows)
-    return widened(plan, problem.heads, _segments(problem, plan), limits)
+        plan = staged_by_mean(plan, problem.heads, problem.rows, problem.sequences)
+    elif problem.rows <= SHORT or problem.is_gradient:
+        plan = staged(plan, problem.heads, problem.rows)
+    else:
+        plan = widened(plan, problem.heads, _segments(problem, plan), limits)
+    if not plan.segment or problem.snapshots or problem.reversed:
+        return plan
+    # Of a ragged batch the least that it may have.
+    most_rows = cdiv(problem.rows, plan.segment)
+    segments = max(problem.sequences, most_rows) if problem.ragged else problem.sequences * most_rows
+    return shared(plan, problem.heads, segments, limits)
 
 
 def _make_prefill(problem: PrefillProblem, plan: PrefillPlan, device: torch.device) -> Callable[..., None]:
@@ -387,12 +390,15 @@ def _carried_rows(head_qk: int) -> int:
 
 
 def _segments(problem: PrefillProblem, plan: PrefillPlan) -> int:
-    """Programs a head and tile: one a sequence and, ragged, one for the rows of none; or as many for segments."""
+    """Programs a head and tile: one a sequence and, ragged, one for the rows of none; or as many for segments, or their
+    shares.
+    """
     if not plan.segment:
         return problem.sequences + problem.ragged
+    shares = 1 if problem.reversed or problem.snapshots else plan.shares
     if problem.ragged:
-        return problem.rows // plan.segment + problem.sequences + 1
-    return problem.sequences * cdiv(problem.rows, plan.segment)
+        return (problem.rows // plan.segment + problem.sequences + 1) * shares
+    return problem.sequences * cdiv(problem.rows, plan.segment) * shares
 
 
 def _chains(problem: PrefillProblem, segment: int) -> int:

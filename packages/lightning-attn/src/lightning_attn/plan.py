@@ -2,7 +2,7 @@
 
 A plan is a value: it can be built, printed and tested on a machine with no GPU, and pinned by a caller with ``plan=``.
 None depends on how many sequences a call has, nor on their lengths, so that a sequence's result has the same bits
-whatever its neighbours are; but for what changes no bits (:func:`staged`, :func:`widened`).
+whatever its neighbours are; but for what changes no bits (fitting.py).
 """
 
 from __future__ import annotations
@@ -125,6 +125,10 @@ class DeviceLimits:
     bf16: bool = False
 
 
+# Programs of a segment.
+MOST_SHARES = 4
+
+
 @dataclass(frozen=True)
 class PrefillPlan(Plan):
     """A prefill, ``chunk`` tokens and ``block_e`` columns of a state at a time.
@@ -140,6 +144,7 @@ class PrefillPlan(Plan):
     H100, 64 heads of 64, 16384 tokens: 282 us, in chains of 1024 tokens 264, of 256 234; but of 16 x 500 tokens 98 and
     124, and of 8 heads of 128, 32768 tokens, 152 and, of 2048, 162.
     ``roles``: by that for sm_90 whose warps load, make scores, or follow a state, the only one of more than 128 rows.
+    ``shares``: so many programs by roles share each segment, with the same bits.
     """
 
     chunk: int
@@ -154,6 +159,7 @@ class PrefillPlan(Plan):
     chained: bool = False
     roles: bool = False
     part: int = 0
+    shares: int = 1
 
     def covers(self, heads: Heads) -> bool:
         """Whether its blocks are such that a kernel can take them, for these heads."""
@@ -168,6 +174,10 @@ class PrefillPlan(Plan):
         if (self.dependent_launch or self.chained) and not (self.hopper and self.segment):
             return False
         if self.roles and not self.hopper:
+            return False
+        if self.shares != 1 and not (self.roles and self.segment and heads.head_qk <= 128):
+            return False
+        if not 1 <= self.shares <= MOST_SHARES:
             return False
         if self.part and (not self.hopper or self.bf16x6 or self.chained):
             return False
@@ -242,6 +252,7 @@ def fitted(plan: PrefillPlan, heads: Heads) -> PrefillPlan:
     """A plan that a caller has pinned, for other head sizes than the forward's."""
     if plan.covers(heads):
         return plan
+    plan = replace(plan, shares=1)
     if plan.chunk == 1:
         return replace(plan, block_d=max(16, power_of_two_at_least(heads.head_qk)))
     if fits_hopper(heads) and heads.head_qk > 128 and not plan.bf16x6:
@@ -254,7 +265,7 @@ def fitted(plan: PrefillPlan, heads: Heads) -> PrefillPlan:
 
 def unsegmented(plan: PrefillPlan) -> PrefillPlan:
     """The plan, but that a program takes a whole sequence."""
-    return replace(plan, segment=0, part=0, dependent_launch=False, chained=False)
+    return replace(plan, segment=0, part=0, dependent_launch=False, chained=False, shares=1)
 
 
 def plan_prefill(
@@ -325,49 +336,6 @@ def _plan_hopper(heads: Heads, limits: DeviceLimits) -> PrefillPlan:
     )  # fmt: skip
 
 
-# Measured on an H200, 16 heads of 128: 16 x 512 tokens 52 us with 2 stages, 54 with 4; 64 x 128 70 and 87; 8 x 1024 49
-# and 47.
-SHORT = 512
-
-
-def staged(plan: PrefillPlan, heads: Heads, tokens: int) -> PrefillPlan:
-    """A plan of :func:`plan_prefill` for sequences of ``tokens`` each, with the same results bit for bit.
-
-    A short sequence ends before many stages are filled: two programs an SM, of two stages each, hide one's first loads
-    behind the other's chunks. Those of three stages are two an SM as it is, and those by roles one.
-    """
-    if not plan.hopper or plan.bf16x6 or plan.num_stages < 4 or tokens > SHORT or heads.head_qk > 128:
-        return plan
-    columns = hopper_columns(heads)
-    stages = 3 if plan.segment and columns == 64 else 2
-    return replace(plan, num_stages=stages, block_d=columns, roles=False)
-
-
-def staged_by_mean(plan: PrefillPlan, heads: Heads, tokens: int, sequences: int) -> PrefillPlan:
-    """:func:`staged` for packed sequences, of which only the device knows how long each is.
-
-    On an H100, 64 heads of 128, 128 rows of one token alone, with a prompt of 4096 and of 16384: 391, 530 and 931 us
-    with 2 stages, 496, 602 and 944 with 4; but 15 rows with a prompt of 16384, 600 and 511.
-    """
-    return staged(plan, heads, 1) if tokens <= 128 * sequences else plan
-
-
-def widened(plan: PrefillPlan, heads: Heads, segments: int, limits: DeviceLimits) -> PrefillPlan:
-    """A plan of :func:`plan_prefill` for so many segments of all sequences, with the same results bit for bit.
-
-    Two warpgroups of one program share a head's scores, and load its q and k once: two tiles of 64 columns take 1.84
-    times as long as one, where they would take two rounds of the device's SMs. On an H200, us: 8 heads x 32768 tokens
-    128 -> 118, 16 x 131072 1017 -> 915; but 4 x 16384, which leaves SMs idle, 67 -> 89.
-    """
-    is_narrow = plan.hopper and not plan.bf16x6 and plan.block_e == 64 and heads.head_qk <= 128
-    if not (is_narrow and plan.segment and heads.head_v > 64):
-        return plan
-    rounds, wide_rounds = (cdiv(heads.num_heads * cdiv(heads.head_v, e) * segments, limits.cores) for e in (64, 128))
-    if 1.84 * wide_rounds >= rounds:
-        return plan
-    return replace(plan, block_e=128, num_warps=8, num_stages=3, block_d=hopper_columns(heads), roles=False)
-
-
 def suits_roles(heads: Heads) -> bool:
     """Whether the kernel by roles is the faster one, or, of more than 128 rows, the only one.
 
@@ -427,20 +395,9 @@ def plan_decode(heads: Heads, limits: DeviceLimits) -> DecodePlan:
         # On an H200, 8 heads of 128: 1, 4 and 8 sequences 5.2, 6.1 and 7.1 us (portable kernel: 5.9, 6.8, 7.7),
         # four drafts of 8 sequences 7.8 (10.1); but 64 sequences 23.3 (22.0), and 32 of 64 heads 76 (71).
         return DecodePlan(min(32, columns), 2, limits.dependent_launch, hopper=True)
-    if limits.hopper and heads.num_heads >= 48 and heads.head_qk == heads.head_v == 128:
+    if limits.hopper and heads.num_heads >= 48 and heads.head_qk == heads.head_v and heads.head_qk in (64, 128):
         # On an H200, 64 heads: 32 sequences 71.5 us (portable kernel: 72.8), 1 4.6 (5.0), 256 530.6 (531.4); 1, 2 and
         # 4 drafts of 32 verified 34.2, 36.7 and 39.4 (40.4, 44.0, 65.4; copy 33.7 to 35.2), 4 committed 71.9 (79.7).
+        # On an H100, 64 of 64: 8 and 64 sequences 7.5 and 49.0 us (8.1 and 49.3), 8 trees of 8 drafts 12.3 (18.1).
         return DecodePlan(64, 4, limits.dependent_launch, hopper=True, lines=True)
     return DecodePlan(min(64, columns), 4, limits.dependent_launch)
-
-
-def narrowed(plan: DecodePlan, heads: Heads, sequences: int, limits: DeviceLimits) -> DecodePlan:
-    """A plan of :func:`plan_decode` for so many sequences, with the same results bit for bit.
-
-    Few programs of 64 columns are more of 16, whose warps have as many columns each. On an H200, 64 heads, 1 and 2
-    sequences: 4.0 -> 3.8 and 6.4 -> 6.2 us. Of few heads, 2.5 -> 2.4, it would be a layer's seventh kernel.
-    """
-    is_many = heads.num_heads * cdiv(heads.head_v, 16) * sequences > 8 * limits.cores
-    if not plan.lines or plan.block_e != 16 * plan.num_warps or is_many:
-        return plan
-    return replace(plan, block_e=16, num_warps=1)

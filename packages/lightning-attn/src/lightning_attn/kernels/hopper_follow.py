@@ -23,6 +23,7 @@ from lightning_attn.kernels.decay import (
     rest_of_rate,
     unit_of,
 )
+from lightning_attn.kernels.hopper_lead import is_shared, lead_up
 from lightning_attn.kernels.hopper_ring import pieces_of, state_layout, tile_of
 from lightning_attn.kernels.hopper_rows import (
     load_state,
@@ -64,7 +65,8 @@ class Stages(NamedTuple):
 
 class Tiles(NamedTuple):
     """Shared memory beside the ring: the weighted scores of one chunk, as an operand, and ``up``, what a query's scores
-    are scaled by (float16 alone), ``ready`` once they are there; and the weights of states.
+    are scaled by (float16 alone), ``ready`` once they are there; the weights of states; and ``led``, once the state has
+    come to the program's own chunks.
     """
 
     scores: Any
@@ -72,6 +74,7 @@ class Tiles(NamedTuple):
     up: Any
     seeing: Any
     entering: Any
+    led: Any
 
 
 class HeadRows(NamedTuple):
@@ -139,7 +142,7 @@ def as_operand(S, p, b_up, sizes: gl.constexpr, dtype: gl.constexpr):
 @gluon.jit
 def ahead_of(S, sizes: gl.constexpr, dtype: gl.constexpr):
     """What the next chunk's queries see a state by, where there are registers for it: operands and, in float16, what
-    undoes their scaling.
+    undoes their scaling. Where there are none, in float16 their scaling.
     """
     ahead = ()
     if has_registers(sizes):
@@ -150,6 +153,9 @@ def ahead_of(S, sizes: gl.constexpr, dtype: gl.constexpr):
             ahead = ahead + (as_operand(S, p, b_up, sizes, dtype),)
         if dtype == gl.float16:
             ahead = ahead + (b_down,)
+    elif dtype == gl.float16:
+        b_up, _ = scaled_by(S, sizes)
+        ahead = (b_up,)
     return ahead
 
 
@@ -179,7 +185,7 @@ def step(d_o, stages, tiles, o, work, chunk, state, before, decay, sizes: gl.con
         if AHEAD:
             b_down = state[1][PIECES]
         else:
-            b_up, b_down = scaled_by(S, sizes)
+            b_up = state[1][0]
     mbarrier.wait(stages.full.index(stage), phase)
     if MASKED:
         # Rows have been zeroed before.
@@ -215,21 +221,25 @@ def step(d_o, stages, tiles, o, work, chunk, state, before, decay, sizes: gl.con
     seen = warpgroup_mma_wait(PIECES - (PIECES - 1) // 2 * 2, deps=[seen])
     if not MASKED:
         mbarrier.wait(tiles.ready.index(0), chunk.i & 1)
+    if dtype == gl.float16 and not AHEAD:
+        b_down = inverse(b_up)
     b_seen = weighted(tiles, seen, b_down, sizes)
     out = warpgroup_mma(v_tile.permute((1, 0)), tiles.scores, b_seen, is_async=True)
     ahead = ()
-    if AHEAD:
+    if AHEAD or dtype == gl.float16:
         # Not more than `out` is left.
         S = ()
         for p in gl.static_range(PIECES):
             S = S + (warpgroup_mma_wait(1, deps=[issued[p]]),)
         ahead = ahead_of(S, sizes, dtype)
         b_o = outputs(tiles, warpgroup_mma_wait(0, deps=[out]), sizes)
-        release_values(stages, chunk, sizes)
     else:
         results = warpgroup_mma_wait(0, deps=(out,) + issued)
         S = results[1:]
         b_o = outputs(tiles, results[0], sizes)
+    if AHEAD:
+        release_values(stages, chunk, sizes)
+    else:
         tl.debug_barrier()
     mbarrier.arrive(stages.empty.index(stage))
     if MASKED or not AHEAD:
@@ -361,10 +371,13 @@ def follow(
         o_i = gl.arange(0, CHUNK, gl.SliceLayout(0, out_layout(sizes)))
         o_k = gl.arange(0, CHUNK, gl.SliceLayout(0, gl.DotOperandLayout(0, L_S, 2)))
         S = begin_state(states, batch, span, work.i_h, o_d, o_e, decays, sizes, IN_UNITS)
+        if is_shared(sizes):
+            S = lead_up(stages, work, S, p_slopes, scale, o_k, sizes)
+            mbarrier.arrive(tiles.led.index(0))
         state = (S, ahead_of(S, sizes, tiles.scores.dtype))
         rate = base_two_rate(p_slopes, work.i_h)
         lost = rest_of_rate(p_slopes, work.i_h, rate)
-        whole_from = 0
+        whole_from = work.lead
         whole_to = work.chunks
         b_o = gl.zeros([BLOCK_E, CHUNK], tiles.scores.dtype, L_O)
         if span.short == 0 and REVERSED:

@@ -25,7 +25,8 @@ class Work(NamedTuple):
     """A program's work item: what TMA coordinates are made of, and the chunks that it takes.
 
     Chunk i begins at row start + i * stride. own: the last so many go through the ring before them all, without q, for
-    the state that the segment passes on (see hopper_chain.py).
+    the state that the segment passes on (see hopper_chain.py). lead: the first so many are other programs', and come
+    without q, for the state alone (see hopper_roles.py).
     """
 
     i_box: Any
@@ -36,6 +37,7 @@ class Work(NamedTuple):
     start: Any
     chunks: Any
     own: Any = 0
+    lead: Any = 0
 
 
 @gluon.constexpr_function

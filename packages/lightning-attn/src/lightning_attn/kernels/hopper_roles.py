@@ -12,6 +12,9 @@
 A state of up to 256 rows stays in the registers of one warpgroup, in pieces of 64 rows: as an operand it never passes
 through shared memory, whose traffic would bound the kernel. Scores are ahead of the states, which alone depend on one
 another. A chunk's outputs are stored from where its values were.
+
+Several programs may share a segment: each follows the state from where the segment begins, with the same bits, and
+makes outputs of its own chunks.
 """
 
 import triton.language as tl
@@ -27,6 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from lightning_attn.kernels.decay import base_two_rate, into_float16
 from lightning_attn.kernels.hopper_follow import Decays, HeadRows, Span, Stages, Tiles, follow
+from lightning_attn.kernels.hopper_lead import is_shared
 from lightning_attn.kernels.hopper_ring import Work, pieces_of, tile_of
 from lightning_attn.kernels.hopper_rows import zero_after
 from lightning_attn.kernels.hopper_step import scores_registers
@@ -35,10 +39,12 @@ from lightning_attn.kernels.schedule import (
     Counts,
     Snapshots,
     States,
+    chunks_before,
     locate,
     program,
     rows_of_head,
     segment_rows,
+    shares_of,
     slot_of,
 )
 
@@ -46,27 +52,38 @@ from lightning_attn.kernels.schedule import (
 @gluon.jit
 def load(tensors, stages, work, stride: gl.constexpr, sizes: gl.constexpr):
     """Fill the ring with all chunks."""
+    if is_shared(sizes):
+        for i in range(work.lead):
+            load_chunk(tensors, stages, work, i, stride, sizes, WITH_Q=False)
+    for i in range(work.lead, work.chunks):
+        load_chunk(tensors, stages, work, i, stride, sizes, WITH_Q=True)
+
+
+@gluon.jit
+def load_chunk(tensors, stages, work, i, stride: gl.constexpr, sizes: gl.constexpr, WITH_Q: gl.constexpr):
+    """Chunk i, once its stage is free."""
     PIECES: gl.constexpr = pieces_of(sizes)
     STAGES: gl.constexpr = sizes.STAGES
     d_q, d_k, d_v, _ = tensors
-    for i in range(work.chunks):
-        stage = i % STAGES
-        used = ((i // STAGES) & 1) ^ 1
-        row = work.start + i * stride
-        full = stages.full.index(stage)
-        mbarrier.wait(stages.empty.index(stage), used)
-        mbarrier.expect(full, PIECES * (d_q.block_type.nbytes + d_k.block_type.nbytes))
-        for p in gl.static_range(PIECES):
-            place = [work.i_box, work.i_h_qk, row, p * sizes.BLOCK_D]
-            tma.async_copy_global_to_shared(d_k, place, full, stages.k[p].index(stage))
+    stage = i % STAGES
+    used = ((i // STAGES) & 1) ^ 1
+    row = work.start + i * stride
+    full = stages.full.index(stage)
+    mbarrier.wait(stages.empty.index(stage), used)
+    of_q: gl.constexpr = d_q.block_type.nbytes if WITH_Q else 0
+    mbarrier.expect(full, PIECES * (of_q + d_k.block_type.nbytes))
+    for p in gl.static_range(PIECES):
+        place = [work.i_box, work.i_h_qk, row, p * sizes.BLOCK_D]
+        tma.async_copy_global_to_shared(d_k, place, full, stages.k[p].index(stage))
+    if WITH_Q:
         for p in gl.static_range(PIECES):
             place = [work.i_box, work.i_h_qk, row, p * sizes.BLOCK_D]
             tma.async_copy_global_to_shared(d_q, place, full, stages.q[p].index(stage))
-        full_v = stages.full_v.index(stage)
-        mbarrier.wait(stages.empty_v.index(stage), used)
-        mbarrier.expect(full_v, d_v.block_type.nbytes)
-        v_place = [work.i_box, work.i_h_v, row, work.column]
-        tma.async_copy_global_to_shared(d_v, v_place, full_v, stages.v.index(stage))
+    full_v = stages.full_v.index(stage)
+    mbarrier.wait(stages.empty_v.index(stage), used)
+    mbarrier.expect(full_v, d_v.block_type.nbytes)
+    v_place = [work.i_box, work.i_h_v, row, work.column]
+    tma.async_copy_global_to_shared(d_v, v_place, full_v, stages.v.index(stage))
 
 
 @gluon.jit
@@ -90,7 +107,10 @@ def score(stages, tiles, work, decays, short, rest, sizes: gl.constexpr):
         distance = -distance
     b_within = gl.where(distance >= 0, gl.exp2(-rate * gl.maximum(distance, 0).to(gl.float32)) * decays.scale, 0.0)
     b_zero = gl.zeros([CHUNK, CHUNK], gl.float32, L_SCORES)
-    for i in range(work.chunks):
+    if is_shared(sizes):
+        # Barriers of the ring may have gone round since.
+        mbarrier.wait(tiles.led.index(0), 0, pred=work.chunks > 0)
+    for i in range(work.lead, work.chunks):
         stage = i % STAGES
         phase = (i // STAGES) & 1
         mbarrier.wait(stages.full.index(stage), phase)
@@ -140,6 +160,13 @@ def prefill(
     snapshots = Snapshots(p_positions, p_snapshot_slots, num_snapshots)
     states = (States(p_initial, strides.initial), States(p_final, strides.final), States(p_carried, strides.carried))
     i_e, i_h, i_w = program(sizes.H, TILES, SEGMENT > 0 or p_cu is not None)
+    SHARED: gl.constexpr = is_shared(sizes)
+    i_share = 0
+    shares = 1
+    if SHARED:
+        shares = shares_of(batch, sizes.H * TILES, SEGMENT)
+        i_share = i_w % shares
+        i_w = i_w // shares
     i_n, i_segment, first, last = locate(batch, i_w, SEGMENT)
     # TMA coordinates have 32 bits.
     first = first.to(gl.int32)
@@ -164,16 +191,29 @@ def prefill(
     is_token = (length == 1) & (slot >= 0) & (p_q is not None)
     rest = (end - begin) % CHUNK
     chunks = gl.where(is_token | (slot < 0), 0, (end - begin + CHUNK - 1) // CHUNK)
+    lead = 0
     # Chunk i begins at start + i * stride. The short one is the sequence's last, in either direction.
     stride: gl.constexpr = -CHUNK if sizes.REVERSED else CHUNK
     start = begin
     short = gl.where(rest > 0, chunks - 1, -1)
+    if SHARED:
+        of_segment = (end - begin + CHUNK - 1) // CHUNK
+        lead = chunks_before(i_share, shares, of_segment)
+        upto = chunks_before(i_share + 1, shares, of_segment)
+        short = gl.where(upto == of_segment, short, -1)
+        end = gl.minimum(end, begin + upto * CHUNK)
+        begin += lead * CHUNK
+        is_token = is_token & (upto > lead)
+        chunks = gl.where((chunks > 0) & (upto > lead), upto, 0)
+        lead = gl.where(chunks > 0, lead, 0)
     if sizes.REVERSED:
         start += (chunks - 1) * CHUNK
         short = gl.where(rest > 0, 0, -1)
     # The packed rows of a ragged batch are one box.
     i_box = i_n.to(gl.int32) if p_cu is None else 0
-    work = Work(i_box, i_h // sizes.RATIO_QK, i_h // sizes.RATIO_V, i_h, i_e * sizes.BLOCK_E, start, chunks)
+    work = Work(
+        i_box, i_h // sizes.RATIO_QK, i_h // sizes.RATIO_V, i_h, i_e * sizes.BLOCK_E, start, chunks, lead=lead
+    )  # fmt: skip
     span = Span(i_n, i_segment, first, length, begin, end, slot, is_token, short, rest)
     tensors = (d_q, d_k, d_v, d_o)
     dtype: gl.constexpr = d_q.dtype
@@ -194,6 +234,10 @@ def prefill(
         mbarrier.init(empty.index(i), count=1)
         mbarrier.init(empty_v.index(i), count=1)
     mbarrier.init(ready.index(0), count=1)
+    led = None
+    if SHARED:
+        led = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+        mbarrier.init(led.index(0), count=1)
     scores = gl.allocate_shared_memory(dtype, [CHUNK, CHUNK], gl.NVMMASharedLayout(128, 16, rank=2))
     row_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     seeing = gl.allocate_shared_memory(gl.float32, [CHUNK], row_layout)
@@ -201,7 +245,7 @@ def prefill(
     up = gl.allocate_shared_memory(gl.float32, [CHUNK], row_layout)
     fence_async_shared()
     stages = Stages(q_stages, k_stages, v_stages, full, full_v, empty, empty_v)
-    tiles = Tiles(scores, ready, up, seeing, entering)
+    tiles = Tiles(scores, ready, up, seeing, entering, led)
     decays = Decays(p_slopes, scale)
     # Registers of a thread: an SM has 65536. What these leave, the first has.
     gl.warp_specialize([

@@ -61,12 +61,12 @@ def load(d_k, d_v, stages, work, stride: gl.constexpr, sizes: gl.constexpr):
 
 
 @gluon.jit
-def values_of(stages, i, is_there, b_entering, sizes: gl.constexpr):
+def values_of(v_tiles, full, i, is_there, b_entering, sizes: gl.constexpr):
     """The weighted values of chunk i, an operand; of one that is not there, whatever the ring has."""
     operand: gl.constexpr = gl.DotOperandLayout(0, state_layout(sizes), 2)
     stage = i % sizes.STAGES
-    v_tile = stages.v.index(stage).reshape([sizes.CHUNK, sizes.BLOCK_E])
-    mbarrier.wait(stages.full.index(stage), (i // sizes.STAGES) & 1, pred=is_there)
+    v_tile = v_tiles.index(stage).reshape([sizes.CHUNK, sizes.BLOCK_E])
+    mbarrier.wait(full.index(stage), (i // sizes.STAGES) & 1, pred=is_there)
     return (v_tile.permute((1, 0)).load(operand).to(gl.float32) * b_entering[None, :]).to(v_tile.dtype)
 
 
@@ -80,23 +80,22 @@ def short_values(stages, length, b_entering, sizes: gl.constexpr):
     zero_after(stages.v.index(0).reshape([CHUNK, sizes.BLOCK_E]), length, CHUNK, sizes.BLOCK_E, sizes.WARPS)
     fence_async_shared()
     tl.debug_barrier()
-    return values_of(stages, 0, True, b_entering, sizes)
+    return values_of(stages.v, stages.full, 0, True, b_entering, sizes)
 
 
 @gluon.jit
-def add_chunk(stages, i, S, b_v, decay, has_next, b_entering, sizes: gl.constexpr):
+def add_chunk(k_tiles, v_tiles, full, i, S, b_v, decay, has_next, b_entering, sizes: gl.constexpr):
     """The state after chunk i, of values b_v, and those of the next one, which are loaded while it is multiplied."""
     PIECES: gl.constexpr = pieces_of(sizes)
     stage = i % sizes.STAGES
     issued = ()
     for p in gl.static_range(PIECES):
-        issued = issued + (warpgroup_mma(b_v, tile_of(stages.k[p], stage, sizes), S[p] * decay, is_async=True),)
-    b_next = values_of(stages, i + 1, has_next, b_entering, sizes)
+        issued = issued + (warpgroup_mma(b_v, tile_of(k_tiles[p], stage, sizes), S[p] * decay, is_async=True),)
+    b_next = values_of(v_tiles, full, i + 1, has_next, b_entering, sizes)
     done = ()
     for p in gl.static_range(PIECES):
         done = done + (warpgroup_mma_wait(PIECES - 1 - p, deps=[issued[p]]),)
     tl.debug_barrier()
-    mbarrier.arrive(stages.empty.index(stage))
     return done, b_next
 
 
@@ -124,12 +123,14 @@ def add_up(stages, work, carried, i_state, p_slopes, scale, rest, away, sizes: g
             if rest > 0:
                 b_v = short_values(stages, rest, entering(rate, o_k, rest, of_keys, REVERSED), sizes)
             else:
-                b_v = values_of(stages, 0, True, b_entering, sizes)
+                b_v = values_of(stages.v, stages.full, 0, True, b_entering, sizes)
         else:
-            b_v = values_of(stages, 0, True, b_entering, sizes)
+            b_v = values_of(stages.v, stages.full, 0, True, b_entering, sizes)
         decay = decay_over(rate, lost, gl.to_tensor(CHUNK))
         for i in range(work.chunks):
-            S, b_v = add_chunk(stages, i, S, b_v, decay, i + 1 < work.chunks, b_entering, sizes)
+            has_next = i + 1 < work.chunks
+            S, b_v = add_chunk(stages.k, stages.v, stages.full, i, S, b_v, decay, has_next, b_entering, sizes)
+            mbarrier.arrive(stages.empty.index(i % sizes.STAGES))
         if IN_UNITS:
             S = in_units(S, unit_of(scale))
         if sizes.PART < sizes.SEGMENT:

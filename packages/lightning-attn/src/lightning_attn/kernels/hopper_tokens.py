@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from lightning_attn.kernels.decay import base_two_rate
-from lightning_attn.kernels.recurrent import accepted_tokens, advance, load_row, locate_head
+from lightning_attn.kernels.recurrent import accepted_tokens, advance, locate_head
 from lightning_attn.kernels.schedule import States, rows_of_head
 from lightning_attn.kernels.trees import lowest, path_to
 
@@ -79,13 +79,13 @@ def tokens_of(TOKENS):
 
 
 @gluon.jit
-def load_rows(rows, first, TOKENS: gl.constexpr, SIZE: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr):
-    """All tokens' rows, elements ``first`` on, 0 where there are none: [tokens_of(TOKENS), WIDTH]."""
+def load_rows(rows, first, tokens, TOKENS: gl.constexpr, SIZE: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr):
+    """Rows of so many tokens, elements ``first`` on, 0 where there are none: [tokens_of(TOKENS), WIDTH]."""
     layout: gl.constexpr = rows_layout(WIDTH, WARPS)
     o_t = gl.arange(0, tokens_of(TOKENS), gl.SliceLayout(1, layout)).to(gl.int64)
     o = first + gl.arange(0, WIDTH, gl.SliceLayout(0, layout)).to(gl.int64)
     p_tile = rows.p + o_t[:, None] * rows.stride + o[None, :] * rows.element
-    return gl.load(p_tile, mask=(o_t[:, None] < TOKENS) & (o[None, :] < SIZE), other=0.0)
+    return gl.load(p_tile, mask=(o_t[:, None] < tokens) & (o[None, :] < SIZE), other=0.0)
 
 
 @gluon.jit
@@ -212,10 +212,10 @@ def decode(
         q = rows_of_head(p_q, strides.q, i_n, i_h, sizes.RATIO_QK)
         o = rows_of_head(p_o, strides.o, i_n, i_h, 1)
     # Loaded while the slot, and then the state, is waited for.
-    b_k = load_rows(k, 0, TOKENS, D, BLOCK_D, WARPS)
-    b_v = load_rows(v, column, TOKENS, E, BLOCK_E, WARPS)
+    b_k = load_rows(k, 0, TOKENS, TOKENS, D, BLOCK_D, WARPS)
+    b_v = load_rows(v, column, TOKENS, TOKENS, E, BLOCK_E, WARPS)
     if p_q is not None:
-        b_q = load_rows(q, 0, TOKENS, D, BLOCK_D, WARPS)
+        b_q = load_rows(q, 0, TOKENS, TOKENS, D, BLOCK_D, WARPS)
     if (slot < 0) | (slot >= num_slots):
         if p_q is not None:
             store_zero_rows(o, TOKENS, o_e, sizes, layout)
@@ -236,39 +236,70 @@ def decode(
 @gluon.jit(do_not_specialize=["nodes", "num_slots"])
 def verify_tree(
     p_q, p_k, p_v, p_pool, p_slots, p_slopes, p_parents, p_o, nodes, num_slots, scale, strides,
-    sizes: gl.constexpr, DEPENDENT_LAUNCH: gl.constexpr,
+    sizes: gl.constexpr, DEPENDENT_LAUNCH: gl.constexpr, NODES: gl.constexpr,
 ):  # fmt: skip
-    """``trees.verify_tree``."""
-    layout: gl.constexpr = columns_layout(sizes.BLOCK_D, sizes.BLOCK_E, sizes.WARPS)
+    """``trees.verify_tree``, of NODES nodes at most."""
+    D: gl.constexpr = sizes.D
+    E: gl.constexpr = sizes.E
+    BLOCK_D: gl.constexpr = sizes.BLOCK_D
+    BLOCK_E: gl.constexpr = sizes.BLOCK_E
+    WARPS: gl.constexpr = sizes.WARPS
+    layout: gl.constexpr = columns_layout(BLOCK_D, BLOCK_E, WARPS)
     i_e, i_h, i_n, slot = locate_head(p_slots, sizes, DEPENDENT_LAUNCH)
-    o_d, o_e = offsets(i_e * sizes.BLOCK_E, sizes, layout)
+    column = i_e * BLOCK_E
+    o_d, o_e = offsets(column, sizes, layout)
     q = rows_of_head(p_q, strides.q, i_n, i_h, sizes.RATIO_QK)
     k = rows_of_head(p_k, strides.k, i_n, i_h, sizes.RATIO_QK)
     v = rows_of_head(p_v, strides.v, i_n, i_h, sizes.RATIO_V)
     o = rows_of_head(p_o, strides.o, i_n, i_h, 1)
+    b_q_rows = load_rows(q, 0, nodes, NODES, D, BLOCK_D, WARPS)
+    b_k_rows = load_rows(k, 0, nodes, NODES, D, BLOCK_D, WARPS)
+    b_v_rows = load_rows(v, column, nodes, NODES, E, BLOCK_E, WARPS)
     if (slot < 0) | (slot >= num_slots):
         store_zero_rows(o, nodes, o_e, sizes, layout)
     else:
         pool = States(p_pool, strides.pool)
         rate = base_two_rate(p_slopes, i_h)
         p_parents += i_n * nodes
-        done = i_n * 0
+        # All of these loads are under way before the first is waited for.
+        b_S = load_tile(pool, slot, i_h, o_d, o_e, sizes)
+        rest = path_to(p_parents, nodes - 1)
+        rows = (widened(b_q_rows, NODES, BLOCK_D), widened(b_k_rows, NODES, BLOCK_D), widened(b_v_rows, NODES, BLOCK_E))
+        tl.debug_barrier()
+        # Most paths begin with node 0, of which registers have room for the state: only once is it made.
+        b_first = take_node(rows, o, o_e, 0, b_S, rate, scale, True, p_pool.dtype.element_ty, sizes, layout)
+        done = rest * 0 + 1
         for i in range(nodes):
             # From the last node on, one that no walk has passed is a leaf.
             leaf = nodes - 1 - i
             if ((done >> leaf) & 1) == 0:
-                rest = path_to(p_parents, leaf)
+                if i > 0:
+                    rest = path_to(p_parents, leaf)
                 fresh = rest & ~done
                 done |= rest
-                b_S = load_tile(pool, slot, i_h, o_d, o_e, sizes)
+                b_S = b_first
+                if (rest & 1) == 0:
+                    b_S = load_tile(pool, slot, i_h, o_d, o_e, sizes)
+                rest &= ~1
                 while rest != 0:
-                    i_t = lowest(rest)
+                    i_t = lowest(rest).to(gl.int32)
                     rest &= rest - 1
-                    b_k = load_row(k, i_t, o_d, sizes.D)
-                    b_v = load_row(v, i_t, o_e, sizes.E)
-                    b_S = advance(b_S, b_k, b_v, rate)
-                    if ((fresh >> i_t) & 1) == 1:
-                        b_q = load_row(q, i_t, o_d, sizes.D)
-                        store_output(o, i_t, o_e, gl.sum(b_S * b_q[:, None], axis=0) * scale, sizes)
-                    # What the next token would read, had decoding stored it.
-                    b_S = b_S.to(p_pool.dtype.element_ty).to(gl.float32)
+                    is_fresh = ((fresh >> i_t) & 1) == 1
+                    b_S = take_node(
+                        rows, o, o_e, i_t, b_S, rate, scale, is_fresh, p_pool.dtype.element_ty, sizes, layout
+                    )
+
+
+@gluon.jit
+def take_node(
+    rows, o, o_e, i_t, b_S, rate, scale, is_fresh, pool_dtype: gl.constexpr, sizes: gl.constexpr, layout: gl.constexpr
+):
+    """The state after a node, as a pool would have it, and the node's output if none is stored yet."""
+    q_smem, k_smem, v_smem = rows
+    b_k = k_smem.index(i_t).load(gl.SliceLayout(1, layout))
+    b_v = v_smem.index(i_t).load(gl.SliceLayout(0, layout))
+    b_S = advance(b_S, b_k, b_v, rate)
+    if is_fresh:
+        b_q = q_smem.index(i_t).load(gl.SliceLayout(1, layout))
+        store_output(o, i_t, o_e, gl.sum(b_S * b_q[:, None], axis=0) * scale, sizes)
+    return b_S.to(pool_dtype).to(gl.float32)

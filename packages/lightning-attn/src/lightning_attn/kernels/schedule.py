@@ -328,6 +328,34 @@ def segment_rows(first, last, i_segment, SEGMENT: tl.constexpr):
 
 
 @triton.jit
+def shares_of(batch, PROGRAMS: tl.constexpr, SEGMENT: tl.constexpr):
+    """How many programs share a segment, of PROGRAMS a segment without shares: as the grid has it."""
+    if batch.p_cu is None:
+        segments = batch.count.sequences * tl.cdiv(batch.count.rows, SEGMENT)
+    else:
+        segments = batch.count.rows // SEGMENT + batch.count.sequences + 1
+    return tl.num_programs(0) // (PROGRAMS * segments)
+
+
+@triton.jit
+def chunks_before(i_share, shares, chunks):
+    """Chunks of a segment before those of one of its at most four shares, an even number of them, or all.
+
+    A program only follows the state over these, half of what its own take it, each: so each has fewer than the one
+    ahead. On an H100, 8 heads of 96, of whose 32 chunks the first of two has 18, 20 and 22: 47.2, 46.3 and 47.2 us.
+    """
+    nearest = (chunks * weight_before(i_share) // weight_before(shares) + 1) // 2 * 2
+    return tl.where(i_share == shares, chunks, tl.minimum(nearest, chunks))
+
+
+@triton.jit
+def weight_before(i_share):
+    """10, 6, 4 and 2, added up."""
+    weights = tl.where(i_share > 0, 10, 0) + tl.where(i_share > 1, 6, 0)
+    return weights + tl.where(i_share > 2, 4, 0) + tl.where(i_share > 3, 2, 0)
+
+
+@triton.jit
 def slot_of(batch, i_n):
     """The sequence's slot in the pool, -1 for padding and for the rows of no sequence."""
     if batch.p_slots is None:

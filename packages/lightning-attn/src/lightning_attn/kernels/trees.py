@@ -18,9 +18,9 @@ def path_to(p_parents, node):
 
     A parent that is not below its child counts as -1.
     """
-    bits = node.to(tl.int64) * 0
+    bits = node * 0
     while node >= 0:
-        bits |= (node * 0 + 1).to(tl.int64) << node
+        bits |= (node * 0 + 1) << node
         parent = tl.load(p_parents + node)
         node = tl.where(parent < node, parent, -1).to(tl.int32)
     return bits
@@ -30,8 +30,8 @@ def path_to(p_parents, node):
 def lowest(bits):
     """The index of the lowest bit that is set, of at most 32; 0 if none is."""
     low = (bits & -bits).to(tl.float32)
-    # The exponent of a power of two.
-    exponent = (low.to(tl.int32, bitcast=True) >> 23) - 127
+    # The exponent of a power of two; of the highest bit, which is a sign, of minus one.
+    exponent = ((low.to(tl.int32, bitcast=True) >> 23) & 0xFF) - 127
     return tl.maximum(exponent, 0).to(tl.int64)
 
 
@@ -51,7 +51,7 @@ def verify_tree(
         store_zero_rows(o, nodes, i_h, o_e, sizes)
     else:
         p_parents += i_n * nodes
-        done = i_n * 0
+        done = i_n.to(tl.int32) * 0
         for i in range(nodes):
             # From the last node on, one that no walk has passed is a leaf.
             leaf = nodes - 1 - i

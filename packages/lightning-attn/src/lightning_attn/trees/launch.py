@@ -7,6 +7,7 @@ from collections.abc import Callable
 from kernel_reference.integers import cdiv, power_of_two_at_least
 from kernel_reference.launching import Launch, launch_nothing
 from lightning_attn import launch
+from lightning_attn.fitting import narrowed
 from lightning_attn.kernels import trees
 from lightning_attn.kernels.schedule import DecodeStrides, RowStrides, Sizes, StateStrides
 from lightning_attn.plan import DecodePlan, DecodeProblem, plan_decode
@@ -20,12 +21,14 @@ def prepare_verify_tree(
     if problem.sequences == 0 or problem.tokens == 0 or problem.q is None or problem.o is None:
         return launch_nothing
     if plan is None:
-        plan = plan_decode(problem.heads, launch.device_limits(tensors.k.device))
+        limits = launch.device_limits(tensors.k.device)
+        plan = narrowed(plan_decode(problem.heads, limits), problem.heads, problem.sequences, limits)
     sizes = _sizes(problem, plan)
     strides = DecodeStrides(
         RowStrides(*problem.q), RowStrides(*problem.k), RowStrides(*problem.v), StateStrides(*problem.pool),
         RowStrides(*problem.o),
     )  # fmt: skip
+    most_nodes: tuple[int, ...] = ()
     kernel = trees.verify_tree
     if plan.hopper:
         # Gluon, which comes with the Triton that device_limits found.
@@ -33,7 +36,9 @@ def prepare_verify_tree(
 
         kernel = hopper_tokens.verify_tree
         sizes = sizes._replace(WARPS=plan.num_warps, STATE_D=problem.pool[2], STATE_E=problem.pool[3])
-    rest = (problem.tokens, problem.num_slots, problem.scale, strides, sizes, plan.dependent_launch)
+        # Their rows lie in shared memory.
+        most_nodes = (power_of_two_at_least(problem.tokens),)
+    rest = (problem.tokens, problem.num_slots, problem.scale, strides, sizes, plan.dependent_launch, *most_nodes)
     run = _launch(kernel, problem, plan, sizes, rest, tensors)
     return lambda t: run(t.q, t.k, t.v, t.state_pool, t.slots, t.slopes, t.parents, t.out)
 

@@ -1,0 +1,73 @@
+"""Plans fitted to a call, by how many sequences it has and how long they are: only where that changes no bits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kernel_reference.integers import cdiv
+from lightning_attn.plan import MOST_SHARES, DecodePlan, DeviceLimits, Heads, PrefillPlan, hopper_columns
+
+# Measured on an H200, 16 heads of 128: 16 x 512 tokens 52 us with 2 stages, 54 with 4; 64 x 128 70 and 87; 8 x 1024 49
+# and 47.
+SHORT = 512
+
+
+def staged(plan: PrefillPlan, heads: Heads, tokens: int) -> PrefillPlan:
+    """A plan of :func:`plan_prefill` for sequences of ``tokens`` each, with the same results bit for bit.
+
+    A short sequence ends before many stages are filled: two programs an SM, of two stages each, hide one's first loads
+    behind the other's chunks. Those of three stages are two an SM as it is, and those by roles one.
+    """
+    if not plan.hopper or plan.bf16x6 or plan.num_stages < 4 or tokens > SHORT or heads.head_qk > 128:
+        return plan
+    columns = hopper_columns(heads)
+    stages = 3 if plan.segment and columns == 64 else 2
+    return replace(plan, num_stages=stages, block_d=columns, roles=False)
+
+
+def staged_by_mean(plan: PrefillPlan, heads: Heads, tokens: int, sequences: int) -> PrefillPlan:
+    """:func:`staged` for packed sequences, of which only the device knows how long each is.
+
+    On an H100, 64 heads of 128, 128 rows of one token alone, with a prompt of 4096 and of 16384: 391, 530 and 931 us
+    with 2 stages, 496, 602 and 944 with 4; but 15 rows with a prompt of 16384, 600 and 511.
+    """
+    return staged(plan, heads, 1) if tokens <= 128 * sequences else plan
+
+
+def widened(plan: PrefillPlan, heads: Heads, segments: int, limits: DeviceLimits) -> PrefillPlan:
+    """A plan of :func:`plan_prefill` for so many segments of all sequences, with the same results bit for bit.
+
+    Two warpgroups of one program share a head's scores, and load its q and k once: two tiles of 64 columns take 1.84
+    times as long as one, where they would take two rounds of the device's SMs. On an H200, us: 8 heads x 32768 tokens
+    128 -> 118, 16 x 131072 1017 -> 915; but 4 x 16384, which leaves SMs idle, 67 -> 89.
+    """
+    is_narrow = plan.hopper and not plan.bf16x6 and plan.block_e == 64 and heads.head_qk <= 128
+    if not (is_narrow and plan.segment and heads.head_v > 64):
+        return plan
+    rounds, wide_rounds = (cdiv(heads.num_heads * cdiv(heads.head_v, e) * segments, limits.cores) for e in (64, 128))
+    if 1.84 * wide_rounds >= rounds:
+        return plan
+    return replace(plan, block_e=128, num_warps=8, num_stages=3, block_d=hopper_columns(heads), roles=False)
+
+
+def shared(plan: PrefillPlan, heads: Heads, segments: int, limits: DeviceLimits) -> PrefillPlan:
+    """A plan of :func:`plan_prefill` for so many segments of all sequences, with the same results bit for bit.
+
+    Where they leave SMs idle, several programs share each.
+    """
+    if not (plan.roles and plan.segment and segments) or heads.head_qk > 128:
+        return plan
+    shares = limits.cores // (heads.num_heads * cdiv(heads.head_v, plan.block_e) * segments)
+    return replace(plan, shares=min(shares, MOST_SHARES)) if shares > 1 else plan
+
+
+def narrowed(plan: DecodePlan, heads: Heads, sequences: int, limits: DeviceLimits) -> DecodePlan:
+    """A plan of :func:`plan_decode` for so many sequences, with the same results bit for bit.
+
+    Few programs of 64 columns are more of 16, whose warps have as many columns each. On an H200, 64 heads, 1 and 2
+    sequences: 4.0 -> 3.8 and 6.4 -> 6.2 us. Of few heads, 2.5 -> 2.4, it would be a layer's seventh kernel.
+    """
+    is_many = heads.num_heads * cdiv(heads.head_v, 16) * sequences > 8 * limits.cores
+    if not plan.lines or plan.block_e != 16 * plan.num_warps or is_many:
+        return plan
+    return replace(plan, block_e=16, num_warps=1)

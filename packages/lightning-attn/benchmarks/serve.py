@@ -66,7 +66,8 @@ class Linear:
         return out.flatten(0, 1)
 
     def _theirs(self) -> Call:
-        decode, prefill = peers.vllm_decode(), peers.fla()
+        # With all of fla's configurations half a minute is spent on choosing.
+        decode, prefill = peers.vllm_decode(), peers.fla("few")
 
         def call(batch: Batch) -> torch.Tensor:
             pool, tokens = self.pools[PEERS], batch.padded_tokens

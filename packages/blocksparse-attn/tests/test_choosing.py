@@ -62,15 +62,22 @@ def test_the_best_columns_are_chosen_and_of_equal_ones_the_lower(device, way, to
 def test_the_kernel_agrees_with_the_reference_on_rows_of_any_dtype(device) -> None:
     from blocksparse_attn.choosing.launch import prepare_choose
 
-    for dtype, columns in ((torch.float32, 700), (torch.bfloat16, 37), (torch.float16, 5)):
+    # The numbers of more than 255 chosen columns have more bits.
+    for dtype, columns, topk in (
+        (torch.float32, 700, 9),
+        (torch.bfloat16, 37, 9),
+        (torch.float16, 5, 9),
+        (torch.float32, 600, 300),
+    ):
         # Few values, so that many are equal.
         scores = torch.randint(-9, 9, (12, columns), device=device).to(dtype) / 4
         possible = torch.randint(columns + 3, (12,), dtype=torch.int32, device=device)
         got, wanted = (
-            [torch.empty(12, min(columns, 14), dtype=torch.int32, device=device), possible.clone()] for _ in "12"
+            [torch.empty(12, min(columns, topk + 5), dtype=torch.int32, device=device), possible.clone()] for _ in "12"
         )
-        prepare_choose((scores, possible, *got), (9, 3, 2, False, 1, 1, 1))(scores, possible, *got)
-        reference.choose(scores, possible, *wanted, 9, 3, 2, False, 1, 1, 1)
+        numbers = (topk, 3, 2, False, 1, 1, 1)
+        prepare_choose((scores, possible, *got), numbers)(scores, possible, *got)
+        reference.choose(scores, possible, *wanted, *numbers)
         for one, other in zip(got, wanted, strict=True):
             assert_bitwise_equal(one, other)
 
@@ -192,11 +199,28 @@ def test_wrong_arguments_are_named(device) -> None:
 
 
 @gpu
-def test_a_graph_chooses_anew_at_each_replay(device) -> None:
+@pytest.mark.parametrize("what", ["scores", "a mask", "means"])
+def test_a_graph_chooses_anew_at_each_replay(device, what) -> None:
+    """Layouts of scores and of masks within a capacity, and lists of blocks, attended to in the same graph."""
     scores = torch.randn(32, 512, 512, device=device)
+    keys, values = torch.randn(2, 512, 64, 4, 128, dtype=torch.bfloat16, device=device)
+    table = torch.arange(512, dtype=torch.int32, device=device)[None]
+    where = {
+        "cu_seqlens_q": torch.tensor([0, 512], dtype=torch.int32, device=device),
+        "seqlens_k": torch.tensor([32768], dtype=torch.int32, device=device),
+    }
 
-    def choose() -> BlockLayout:
-        return BlockLayout.from_scores(scores, 8, q_block=64, k_block=64, local=4, sink=1)
+    def choose() -> tuple[Tensor, ...]:
+        if what == "scores":
+            layout = BlockLayout.from_scores(scores, 8, q_block=64, k_block=64, local=4, sink=1)
+        elif what == "a mask":
+            layout = BlockLayout.from_mask(scores > 1.5, 64, 64, capacity=20000)
+        else:
+            q = scores[:, :, :128].transpose(0, 1).to(torch.bfloat16)
+            indices = select_blocks(q, keys.float().mean(1)[None], topk=16, block_size=64, **where)
+            out = selected_attention(q, keys, values, indices, block_size=64, block_table=table, **where)
+            return indices, out
+        return layout.crow, layout.col
 
     choose()
     graph = torch.cuda.CUDAGraph()
@@ -205,9 +229,8 @@ def test_a_graph_chooses_anew_at_each_replay(device) -> None:
     for _ in range(2):
         scores.copy_(torch.randn_like(scores))
         graph.replay()
-        wanted = choose()
-        assert_bitwise_equal(made.crow, wanted.crow)
-        assert_bitwise_equal(made.col, wanted.col)
+        for one, wanted in zip(made, choose(), strict=True):
+            assert_bitwise_equal(one, wanted)
 
 
 def test_the_ops_pass_opcheck(device) -> None:

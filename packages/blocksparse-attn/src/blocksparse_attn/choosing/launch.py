@@ -27,8 +27,8 @@ def prepare_choose(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Callab
         return launch_nothing
     if columns > _MOST_COLUMNS:
         return lambda *four: reference.choose(*four, *numbers)
-    block = max(128, power_of_two_at_least(max(1, columns)))
-    warps = min(32, max(1, block // _COLUMNS_OF_WARP))
+    block = max(_COLUMNS_OF_WARP, power_of_two_at_least(max(1, columns)))
+    warps = block // _COLUMNS_OF_WARP
     config = ChooseConfig(
         BLOCK_C=block, QUADS=columns % 4 == 0, GROUPS=min(64, power_of_two_at_least(max(1, topk))), LANES=32 * warps,
         WIDTH=indices.shape[1], BLOCK_W=max(16, power_of_two_at_least(max(1, indices.shape[1]))), TOPK=topk,

@@ -16,10 +16,9 @@ class PackConfig(NamedTuple):
 
 
 class ChooseConfig(NamedTuple):
-    """What the kernel is compiled for: columns rounded up to a power of two, entries of a row of the result, and
-    whether those that are always chosen count among ``topk``. QUADS: columns of a row are whole groups of 4. GROUPS: of
-    columns, as many as are chosen, up to 64. LANES: threads of a program, each of which has columns of its own, one
-    behind the other."""
+    """What the kernel is compiled for: columns rounded up to a power of two, four rows of lanes or more, entries of a
+    row of the result, and whether those that are always chosen count among ``topk``. QUADS: columns of a row are whole
+    groups of 4. GROUPS: of columns, as many as are chosen, up to 64. LANES: threads of a program."""
 
     BLOCK_C: int
     QUADS: bool
@@ -35,6 +34,8 @@ class ChooseConfig(NamedTuple):
 
 # The least number that ``in_order`` makes of a finite score.
 LOWEST: tl.constexpr = tl.constexpr(-(2**31) + 2**23)
+# Of so few scores too many the least go one by one.
+FEW: tl.constexpr = tl.constexpr(4)
 
 
 @triton.jit
@@ -51,14 +52,8 @@ def score_of(order):
 
 
 @triton.jit
-def of_lanes(which):
-    """How many of [QUADS, LANES, EACH] are, of each lane."""
-    return tl.sum(tl.sum(which.to(tl.int32), 0), 1)
-
-
-@triton.jit
 def total(which):
-    return tl.sum(of_lanes(which), 0)
+    return tl.sum(tl.sum(which.to(tl.int32), 0), 0)
 
 
 @triton.jit
@@ -80,7 +75,13 @@ def narrowed(scores, low, high, reached, left):
     The first one found that just so many reach will do.
     """
     while (reached > left) & (high - 1 > low):
-        middle = half_way(low, high)
+        if reached - left <= FEW:
+            least = tl.min(tl.min(tl.where(scores >= score_of(low), scores, float("inf")), 0), 0)
+            # 0 and -0 are equal, and one number apart.
+            low = tl.maximum(low, in_order(least))
+            middle = low + 1
+        else:
+            middle = half_way(low, high)
         count = reaching(scores, middle)
         enough = count >= left
         low = tl.where(enough, middle, low)
@@ -96,31 +97,30 @@ def best_two(first, second, other_first, other_second):
 
 
 @triton.jit
-def best_of_lanes(scores):
-    """The best two of each half of a lane's columns, in order [LANES, 2]; of a lane that has two, both [LANES, 1]."""
-    pairs = tl.reshape(scores, [scores.shape[0], scores.shape[1], scores.shape[2] // 2, 2])
-    one, other = tl.split(pairs)
+def best_of_groups(scores):
+    """The best two, in order, of each group of columns, two groups a lane."""
+    one, other = tl.split(tl.reshape(scores, [scores.shape[0], scores.shape[1] // 2, 2]))
     first, second = tl.reduce((tl.maximum(one, other), tl.minimum(one, other)), 0, best_two)
     return in_order(first), in_order(second)
 
 
 @triton.jit
 def reaching_best(first, second, order):
-    return tl.sum(tl.sum((first >= order).to(tl.int32) + (second >= order).to(tl.int32), 1), 0)
+    return tl.sum((first >= order).to(tl.int32) + (second >= order).to(tl.int32), 0)
 
 
 @triton.jit
 def least_of(first, second, count, GROUPS: tl.constexpr):
-    """Of the best of lanes the largest number that ``count`` or more reach, or the least that is finite if fewer do;
+    """Of the best of groups the largest number that ``count`` or more reach, or the least that is finite if fewer do;
     and the largest number plus one."""
-    SIZE: tl.constexpr = first.shape[0] * first.shape[1] // GROUPS
+    SIZE: tl.constexpr = first.shape[0] // GROUPS
     # Of as many groups as are chosen each has a number that the least of their best does not exceed: from there it is
     # half as many steps as from the least of all. Groups of columns that are not there do not count. Over all lanes the
     # least is one instruction, whose result the compiler knows to be the same in all of them.
     groups = tl.reshape(first, [GROUPS, SIZE])
     groups = tl.reshape(groups * 0 + tl.max(groups, 1)[:, None], first.shape)
-    low = tl.min(tl.min(tl.where(groups >= LOWEST, groups, 2**31 - 1), 1), 0)
-    high = tl.max(tl.max(first, 1), 0) + 1
+    low = tl.min(tl.where(groups >= LOWEST, groups, 2**31 - 1), 0)
+    high = tl.max(first, 0) + 1
     top = high
     reached = reaching_best(first, second, low)
     if reached < count:
@@ -151,23 +151,38 @@ def first_of(which, o_c, count, columns: tl.constexpr):
 
 
 @triton.jit
-def marked(scores, floor, o_bit):
-    """Which of a lane's scores are at least ``floor``, as bits in the order of its columns, and how many [LANES].
-
-    Of up to 16 columns both are one sum.
-    """
-    marks = tl.sum(tl.sum(tl.where(scores >= floor, (1 << o_bit) + (1 << 16), 0), 0), 1)
-    return marks & 0xFFFF, marks >> 16
+def marked(scores, floor):
+    """Which of its scores each lane has that are at least ``floor``, as bits, of each row of lanes four."""
+    ROWS: tl.constexpr = scores.shape[0]
+    o_bit = tl.arange(0, ROWS)[:, None, None] * 4 + tl.arange(0, 4)[None, None, :]
+    marks = tl.reshape(scores >= floor, [ROWS, scores.shape[1] // 4, 4])
+    return tl.sum(tl.sum(tl.where(marks, 1 << o_bit, 0), 2), 0)
 
 
 @triton.jit
-def best(scores, o_c, o_bit, count, columns: tl.constexpr, GROUPS: tl.constexpr):
-    """The ``count`` largest of ``scores`` [QUADS, LANES, EACH], -inf aside, the first of equal ones: as ``marked``."""
-    first, second = best_of_lanes(scores)
+def ones_of_fours(bits):
+    """How many of each four bits are set, in these."""
+    twos = bits - ((bits >> 1) & 0x5555)
+    return (twos & 0x3333) + ((twos >> 2) & 0x3333)
+
+
+@triton.jit
+def number_of(bits):
+    """How many bits all lanes have."""
+    eights = ones_of_fours(bits)
+    eights = (eights + (eights >> 4)) & 0x0F0F
+    return tl.sum((eights + (eights >> 8)) & 31, 0)
+
+
+@triton.jit
+def best(scores, o_c, count, columns: tl.constexpr, GROUPS: tl.constexpr):
+    """The ``count`` largest of ``scores``, -inf aside, the first of equal ones, as ``marked``; and how many."""
+    first, second = best_of_groups(scores)
     # These are few to look through, and rarely is one of the best not among them.
     low, high = least_of(first, second, count, GROUPS)
-    bits, own = marked(scores, score_of(low), o_bit)
-    reached = tl.sum(own, 0)
+    bits = marked(scores, score_of(low))
+    left = count
+    reached = number_of(bits)
     if reached != count:
         if reached < count:
             # Beside what is no number the other counts twice.
@@ -180,32 +195,56 @@ def best(scores, o_c, o_bit, count, columns: tl.constexpr, GROUPS: tl.constexpr)
             equal = scores == floor
             end = first_of(equal, o_c, left - total(scores > floor), columns)
             scores = tl.where(equal & (o_c >= end), float("-inf"), scores)
-        bits, own = marked(scores, floor, o_bit)
-    return bits, own
+        bits = marked(scores, floor)
+    return bits, left
 
 
 @triton.jit
-def store_marked(p, bits, o_first):
-    """Store the columns that each lane has marked, counted from its first: in each turn one of each lane."""
-    left = tl.max((bits != 0).to(tl.int32), 0)
+def places_of(bits, ROWS: tl.constexpr, BITS: tl.constexpr):
+    """Where in the list the first of each four bits of a lane belongs: numbers of BITS bits, side by side."""
+    each = ones_of_fours(bits)
+    if BITS == 16:
+        each = each.to(tl.int64)
+        each = (each | (each << 24)) & 0x000000FF000000FF
+        each = (each | (each << 12)) & 0x000F000F000F000F
+    else:
+        each = (each | (each << 8)) & 0x00FF00FF
+        each = (each | (each << 4)) & 0x0F0F0F0F
+    before = tl.cumsum(each, 0) - each
+    # Rows of lanes come one after the other.
+    of_rows = tl.sum(each, 0)
+    up_to_row = of_rows
+    if ROWS > 1:
+        up_to_row += up_to_row << BITS
+    if ROWS > 2:
+        up_to_row += up_to_row << (2 * BITS)
+    return before + (up_to_row - of_rows)
+
+
+@triton.jit
+def store_marked(p, bits, ROWS: tl.constexpr, BITS: tl.constexpr):
+    """Store the columns that are ``marked``, rising: in each turn one of each lane."""
+    LANES: tl.constexpr = bits.shape[0]
+    place = places_of(bits, ROWS, BITS)
+    o_first = tl.arange(0, LANES) * 4
+    left = tl.max(bits, 0)
     while left != 0:
         # The exponent of the lowest bit, as a float, is its number.
-        number = ((bits & -bits).to(tl.float32).to(tl.int32, bitcast=True) >> 23 & 255) - 127
-        tl.store(p, o_first + number, mask=bits != 0)
-        p += 1
+        number = ((bits & -bits).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+        row = number >> 2
+        at = (place >> (row * BITS)).to(tl.int32) & (2**BITS - 1)
+        tl.store(p + at, o_first + row * (4 * LANES) + (number & 3), mask=bits != 0)
+        place += (place * 0 + 1) << (row * BITS)
         bits = bits & (bits - 1)
-        left = tl.max((bits != 0).to(tl.int32), 0)
+        left = tl.max(bits, 0)
 
 
 @triton.jit
 def choose_row(p_scores, p_indices, p_count, possible, COLUMNS: tl.constexpr, config: tl.constexpr):
     """``choose`` of a row that may choose among its first COLUMNS, or fewer."""
-    LANES: tl.constexpr = config.LANES
-    EACH: tl.constexpr = min(4, COLUMNS // LANES)
-    QUADS: tl.constexpr = COLUMNS // (LANES * EACH)
-    o_first = tl.arange(0, LANES) * (QUADS * EACH)
-    o_bit = tl.arange(0, QUADS)[:, None, None] * EACH + tl.arange(0, EACH)[None, None, :]
-    o_c = o_first[None, :, None] + o_bit
+    # Rows of lanes, each of which has four columns: in a tile of two dimensions all versions of Triton lay lanes so.
+    EACH: tl.constexpr = 4 * config.LANES
+    o_c = tl.arange(0, COLUMNS // EACH)[:, None] * EACH + tl.arange(0, EACH)[None, :]
     # The first and the last are always chosen.
     sink = tl.maximum(tl.minimum(config.SINK, possible), 0)
     local = tl.maximum(tl.minimum(config.LOCAL, possible - sink), 0)
@@ -222,9 +261,9 @@ def choose_row(p_scores, p_indices, p_count, possible, COLUMNS: tl.constexpr, co
     if config.SINK:
         others = others & (o_c >= sink)
     scores = tl.where(others, scores, float("-inf"))
-    bits, own = best(scores, o_c, o_bit, count, COLUMNS, min(config.GROUPS, LANES * EACH // 2))
-    store_marked(p_indices + (sink + tl.cumsum(own, 0) - own), bits, o_first)
-    before = sink + tl.sum(own, 0)
+    bits, found = best(scores, o_c, count, COLUMNS, config.GROUPS)
+    store_marked(p_indices + sink, bits, COLUMNS // EACH, 8 if config.TOPK < 256 else 16)
+    before = sink + found
     o_w = tl.arange(0, config.BLOCK_W)
     entries = tl.where(o_w < before + local, possible - local - before + o_w, -1)
     entries = tl.where(o_w < sink, o_w, entries)
@@ -244,15 +283,18 @@ def choose(
     """
     row = tl.program_id(1).to(tl.int64) * rows + tl.program_id(0)
     if p_possible is None:
-        last = (tl.program_id(0) + 1).to(tl.int64) * q_block - 1
-        possible = tl.minimum(last // k_block + 1, columns).to(tl.int32)
+        # Past the last column nothing changes, and up to there 32 bits divide.
+        last = tl.minimum((tl.program_id(0) + 1).to(tl.int64) * q_block - 1, columns * k_block).to(tl.int32)
+        possible = tl.minimum(last // k_block + 1, columns)
     else:
         possible = tl.minimum(tl.load(p_possible + row), columns)
     p_scores += row * s_row
     p_indices += row * config.WIDTH
     p_counts += row
-    # Causality leaves half of the rows half of the columns or fewer.
-    if possible <= config.BLOCK_C // 2:
+    # Causality leaves a quarter of the rows a quarter of the columns or fewer.
+    if possible <= config.BLOCK_C // 4:
+        choose_row(p_scores, p_indices, p_counts, possible, config.BLOCK_C // 4, config)
+    elif possible <= config.BLOCK_C // 2:
         choose_row(p_scores, p_indices, p_counts, possible, config.BLOCK_C // 2, config)
     else:
         choose_row(p_scores, p_indices, p_counts, possible, config.BLOCK_C, config)

@@ -66,6 +66,17 @@ def is_gathered(C):
 
 
 @gluon.constexpr_function
+def comes_box_by_box(tiles, bits, C):
+    """Whether cached keys, or values, of one box a row are loaded box by box, and not all boxes of a tile at once.
+
+    On an H100, over pages of 16: 8 chunks of 512 behind 8192 with heads of 64 324 us, so 346; of 128 in 8 bits 31 that
+    decode behind 8192 210, so 219, a chunk of 2048 behind 30720 1750, so 1760; but of 128 in 16 bits 512 behind 131072
+    426, so 407. New keys beside them, 8-bit queries, and decoding with heads of 64 were not timed.
+    """
+    return column_of(tiles, len(tiles)) * bits <= 1024 and (C.IS_FP8 or C.CONSUMERS > 1) and not (C.NEW_KV or C.K_FP8)
+
+
+@gluon.constexpr_function
 def own_tiles(tiles, first, C):
     """The numbers of the tiles of columns that are the first consumer's or the second one's: all, or every other."""
     step = C.CONSUMERS // C.GROUPS

@@ -13,6 +13,7 @@ from prefix_prefill.kernels.hopper.config import (
     Source,
     begin_of,
     column_of,
+    comes_box_by_box,
     converter_warps,
     has_light_consumers,
     is_gathered,
@@ -129,6 +130,25 @@ def load_cached(d_cache, ring, before, count, source, loop, TILES: gl.constexpr,
 
 
 @gluon.jit
+def load_cached_box_by_box(d_cache, ring, before, count, source, loop, TILES: gl.constexpr, SIZE: gl.constexpr, C):
+    """As ``load_cached``, one box after the other, the page of the next one on its way meanwhile."""
+    BOXES: gl.constexpr = C.BLOCK_N // C.BOX
+    TILE_BYTES: gl.constexpr = C.BLOCK_N * column_of(TILES, len(TILES)) * d_cache[0].dtype.primitive_bitwidth // 8
+    # As many, though no compiler that would unroll the loop knows.
+    boxes = BOXES + (source.num_blocks >> 31)
+    key = loop.start
+    page = page_of(key, source, loop, C)
+    for i in range(count):
+        stage = (before + i) % C.STAGES
+        wait_empty(ring, before + i, C)
+        mbarrier.expect(ring.full.index(stage), TILE_BYTES)
+        for box in range(boxes):
+            issue_loads(d_cache, ring, stage, box, (page, source.i_kv, key % C.PAGE), TILES, SIZE, C)
+            key += C.BOX
+            page = page_of(key, source, loop, C)
+
+
+@gluon.jit
 def load_new(d_new, ring, before, count, source, loop, TILES: gl.constexpr, SIZE: gl.constexpr, C):
     """Load the tiles of new keys, or of values, that come after ``count`` tiles of cached ones."""
     into = with_new_boxes(ring, TILES, C)
@@ -177,6 +197,8 @@ def load(d_cache, d_new, p_table, cached, ring, table, sizes, batch, TILES: gl.c
         at = before_cached if ELEMENT_BYTES == 1 else before
         if is_gathered(C):
             gather_cached(d_cache, cached, at, tiles, source, loop, TILES, SIZE, C)
+        elif comes_box_by_box(TILES, d_cache[0].dtype.primitive_bitwidth, C):
+            load_cached_box_by_box(d_cache, cached, at, tiles, source, loop, TILES, SIZE, C)
         else:
             load_cached(d_cache, cached, at, tiles, source, loop, TILES, SIZE, C)
         before_cached += tiles

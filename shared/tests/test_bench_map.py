@@ -119,12 +119,26 @@ def test_resuming_keeps_what_is_there_and_measures_the_rest(tmp_path: Path, caps
     # What a process that was killed while it wrote leaves behind.
     file.write_text(three + '{"point": {"map": "aga')
     capsys.readouterr()
-    assert command.main([*arguments, "--resume"], bench=DryBench()) == 0
+    assert command.main([*arguments, "--resume", "--commit", "later"], bench=DryBench()) == 0
     assert file.read_text().startswith(three)
-    assert len(mapped.load(file)[1]) == 4
+    assert [found.commit == "later" for found in mapped.load(file)[1]] == [False, False, False, True]
     assert "[4/4] again" in capsys.readouterr().out
+    file.write_text(three.replace("no GPU", "another GPU"))
+    assert command.main([*arguments, "--resume"], bench=DryBench()) == 2
+    assert "got no GPU" in capsys.readouterr().err
     assert command.main([*arguments, "--points", "2"], bench=DryBench()) == 0
     assert len(mapped.load(file)[1]) == 2
+
+
+def test_points_whose_kernels_are_made_come_first(tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "out"
+    arguments = [written(tmp_path), "--out", str(out), "--only", "double .*=plain|again"]
+    assert command.main([*arguments, "--role", "ahead", "--share", "5/6"], bench=DryBench()) == 0
+    made = json.loads((out / "map.ready").read_text())
+    assert command.main([*arguments, "--role", "measure"], bench=DryBench()) == 0
+    measured = [[found.map, found.point] for found in mapped.load(out / "map.jsonl")[1]]
+    assert (len(measured), measured[0]) == (6, made)
+    assert command.main([*arguments[:-1], "nothing", "--role", "measure"], bench=DryBench()) == 2
 
 
 def test_maps_take_turns_so_that_each_has_its_share_when_time_is_up(tmp_path: Path) -> None:
@@ -244,7 +258,8 @@ def test_compiling_ahead_tells_what_was_compiled_and_what_failed(tmp_path: Path,
         command.Item(replace(double, case=case), {"n": 256, "dtype": "float32", "kind": kind})
         for kind in ("plain", "memory", "alone")
     ]
-    command.call_ahead(items, DryBench())
+    command.call_ahead(items, DryBench(), tmp_path / "map.ready")
+    assert (tmp_path / "map.ready").read_text().splitlines() == [item.key for item in items]
     shown = capsys.readouterr().out
     assert "ahead: double n=256 dtype=float32 kind=memory: ours: OutOfMemoryError: CUDA out of memory" in shown
     assert shown.count("1 compiled: attend)") == 3
@@ -419,7 +434,7 @@ def test_without_a_gpu_a_map_says_so(tmp_path: Path, capsys: Any) -> None:
     [
         ("x = 1", [], "must define maps(device), got none"),
         (MAPS.replace('"again"', '"double"'), [], "must name each map once and have one, got ['double', 'double']"),
-        (MAPS, ["--only", "decode"], "--only must match a map of"),
+        (MAPS, ["--only", "decode"], "--only must match a point of"),
     ],
 )
 def test_an_unusable_request_is_refused(tmp_path: Path, capsys: Any, text: str, extra: list[str], words: str) -> None:

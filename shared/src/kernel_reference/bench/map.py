@@ -51,6 +51,8 @@ POINT_BYTES, SETS_BYTES, SETS = 4 * 10**9, 8 * 10**9, 8
 BATCHES = 256
 # Device time for each implementation of a point.
 SECONDS, ROUNDS = 0.03, 3
+# Of the file beside the map that lists the points whose kernels are made.
+READY = ".ready"
 # Of the budget: the end, for the table and the pictures; and the most that compiling ahead and the sweep may take.
 LAST_SECONDS, AHEAD = 8.0, 0.45
 # Processes that compile ahead: of the cores, which the sweep and the measuring process need too; and of the memory.
@@ -82,8 +84,12 @@ def load_maps(path: Path, device: torch.device) -> tuple[list[Map], Callable[...
     return found, getattr(module, "sweep", None)
 
 
-def items_of(maps: Iterable[Map], *, seed: int = 0, points: int | None = None) -> list[Item]:
-    """The sample of every map, in turns, so that all have their share when time is up. ``points``: of all together."""
+def items_of(
+    maps: Iterable[Map], *, seed: int = 0, points: int | None = None, only: re.Pattern[str] | None = None
+) -> list[Item]:
+    """The sample of every map, in turns, so that all have their share when time is up; of those that ``only`` is found
+    in, as they are printed. ``points``: of all together.
+    """
     maps = list(maps)
     samples = [[Item(one, point) for point in one.sample(seed=seed)] for one in maps]
     order = sorted(
@@ -96,7 +102,7 @@ def items_of(maps: Iterable[Map], *, seed: int = 0, points: int | None = None) -
     )
     known = {id(item): index < len(item.map.known) for sample in samples for index, item in enumerate(sample)}
     items = sorted((item for *_, item in order), key=lambda item: not known[id(item)])
-    return items[:points]
+    return [item for item in items if not only or only.search(f"{item.map.name} {words_of(item.point)}")][:points]
 
 
 # Measuring, in its own process
@@ -139,6 +145,7 @@ def measure_one(item: Item, bench: Bench, stamp: Stamp, spent: dict[str, float] 
     start = time.monotonic()
 
     def done(**values: Any) -> Measured:
+        values["commit"] = stamp.commit
         return Measured(item.map.name, dict(item.point), round(time.monotonic() - start, 2), **values)
 
     try:
@@ -169,8 +176,10 @@ def _outcome(found: Measured) -> str:
     return f"{significant(found.ours.us)} us, {beside}{without}"
 
 
-def call_ahead(items: Iterable[Item], bench: Bench) -> None:
-    """Call every implementation of these points once, so that it is compiled; what fails says so in its turn."""
+def call_ahead(items: Iterable[Item], bench: Bench, ready: Path) -> None:
+    """Call every implementation of these points once, so that it is compiled, and note each in ``ready``; what fails
+    says so in its turn.
+    """
     for item in items:
         start = time.monotonic()
         spent: dict[str, float] = {}
@@ -194,6 +203,9 @@ def call_ahead(items: Iterable[Item], bench: Bench) -> None:
                 del inputs
             where = _where(time.monotonic() - start, spent, compiled)
             print(f"ahead: {item.map.name} {words_of(item.point)} ({where})", flush=True)
+            # In one piece, as several processes write here.
+            with ready.open("a", encoding="utf-8") as file:
+                file.write(item.key + "\n")
         with suppress(Exception):
             bench.tidy()
 
@@ -252,7 +264,7 @@ def main(arguments: Sequence[str] | None = None, *, bench: Bench | None = None) 
     parser.add_argument("--resume", action="store_true", help="keep what map.jsonl holds and measure the rest")
     parser.add_argument("--points", type=int, metavar="N", help="at most so many, of all maps together")
     parser.add_argument("--seed", type=int, default=0, help="of the sample (default 0)")
-    parser.add_argument("--only", type=re.compile, metavar="REGEX", help="only maps whose name matches")
+    parser.add_argument("--only", type=re.compile, metavar="REGEX", help="only points whose map and values match")
     parser.add_argument(
         "--ahead", type=int, metavar="N", help="processes that compile ahead (default: most of the cores)"
     )
@@ -292,7 +304,8 @@ def _prepare(chosen: argparse.Namespace) -> None:
     if not chosen.resume:
         for name in (mapped.NAME, mapped.SWEEP_NAME):
             (chosen.out / name).unlink(missing_ok=True)
-    (chosen.out / mapped.NAME).with_suffix(".running").unlink(missing_ok=True)
+    for suffix in (".running", READY):
+        (chosen.out / mapped.NAME).with_suffix(suffix).unlink(missing_ok=True)
 
 
 def _play(chosen: argparse.Namespace, bench: Bench, until: float) -> int:
@@ -302,25 +315,28 @@ def _play(chosen: argparse.Namespace, bench: Bench, until: float) -> int:
         # Whoever ends this process asks first where it is.
         faulthandler.register(signal.SIGUSR1, all_threads=False)
     maps, sweep = load_maps(chosen.maps, bench.device)
-    if chosen.only:
-        maps = [one for one in maps if chosen.only.search(one.name)]
-    if not maps:
-        raise UnusableError(f"--only must match a map of {chosen.maps}, got none")
     if chosen.role == "sweep":
         if sweep is not None and not (chosen.resume and (chosen.out / mapped.SWEEP_NAME).is_file()):
             print(run_sweep(sweep, bench, chosen.out / mapped.SWEEP_NAME, until=until).words(), flush=True)
         return 0
-    items = items_of(maps, seed=chosen.seed, points=chosen.points)
+    items = items_of(maps, seed=chosen.seed, points=chosen.points, only=chosen.only)
+    if not items:
+        raise UnusableError(f"--only must match a point of {chosen.maps}, got none")
     done = {point.key for point in mapped.load(file)[1]} if file.is_file() else set()
     left = [item for item in items if item.key not in done]
     if chosen.role == "ahead":
         own, of = map(int, chosen.share.split("/"))
-        call_ahead(left[own::of], bench)
+        chosen.out.mkdir(parents=True, exist_ok=True)
+        call_ahead(left[own::of], bench, file.with_suffix(READY))
         return 0
     if chosen.wait:
         make_ready(left[:16], bench)
         if not sys.stdin.readline():
             return 0
+    # Those whose kernels are made come first: compiling takes ten times as long as measuring.
+    made = file.with_suffix(READY)
+    ready = made.read_text(encoding="utf-8").splitlines() if made.is_file() else []
+    left.sort(key=lambda item: item.key not in ready)
     stamp = _stamp(chosen, bench, maps, file)
     for _ in measure_items(left, bench, stamp, file, until=until, number=len(items) - len(left), total=len(items)):
         try:
@@ -332,15 +348,19 @@ def _play(chosen: argparse.Namespace, bench: Bench, until: float) -> int:
 
 
 def _stamp(chosen: argparse.Namespace, bench: Bench, maps: Sequence[Map], file: Path) -> Stamp:
-    """From the file's first line, which is written here where there is none."""
+    """From the file's first line, which is written here where there is none, but for the commit. Raises UnusableError
+    where the file is of another device.
+    """
+    commit = chosen.commit or machine.commit_of(chosen.maps.resolve().parent)
+    described = bench.machine()
     if file.is_file():
         header, _ = mapped.load(file)
-        described = machine.Machine(**{name: getattr(header, name) for name in machine.Machine.__dataclass_fields__})
+        if described.device != header.device:
+            raise UnusableError(f"--resume must go on on the {header.device} of {file}, got {described.device}")
         roofs = Roofs(header.copy_roof_gb_per_s, header.gemm_roof_tflop_per_s)
-        return Stamp(header.package, header.package_version, described, roofs, header.commit, header.date)
+        return Stamp(header.package, header.package_version, described, roofs, commit, header.date)
     package, version = machine.package_of(chosen.maps)
-    described, roofs = bench.machine(), bench.roofs()
-    commit = chosen.commit or machine.commit_of(chosen.maps.resolve().parent)
+    roofs = bench.roofs()
     date = datetime.now(UTC).isoformat(timespec="seconds")
     axes = {one.name: {axis.name: list(axis.values) for axis in one.axes} for one in maps}
     common: dict[str, Any] = {**asdict(described), "commit": commit, "date": date, "axes": axes}

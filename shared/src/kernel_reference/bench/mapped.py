@@ -58,7 +58,9 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Measured:
-    """A point of a map. ``seconds``: it took in all; ``note``: why it has no outcomes, where it has none."""
+    """A point of a map. ``seconds``: it took in all; ``note``: why it has no outcomes, where it has none; ``commit``:
+    it was measured at, as a map may be gone on with.
+    """
 
     map: str
     point: Mapping[str, Any]
@@ -67,6 +69,7 @@ class Measured:
     bytes: int = 0
     flops: int = 0
     outcomes: Sequence[Outcome] = field(default=())
+    commit: str | None = None
 
     @property
     def key(self) -> str:

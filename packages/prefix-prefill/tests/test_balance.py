@@ -35,6 +35,7 @@ class Config(NamedTuple):
     HAS_RIGHT: bool = True
     SKIP_DECODE: bool = False
     SHARED: bool = False
+    GROUPS: int = 2
 
 
 CAUSAL = Config()
@@ -239,6 +240,12 @@ def test_tiles_stay_whole_where_only_so_they_find_their_keys_in_the_cache(device
     """Shares of a chunk's tiles would begin at different keys, and each be read from memory."""
     found = of_lengths(device, [(60_000, 8 * 12)], config=CAUSAL._replace(D=head_size))
     assert any(piece.pieces > 1 for piece in itertools.chain(*found)) is cut
+
+
+@pytest.mark.parametrize(("keys", "count"), [(500, 1), (2000, 16), (30000, 17)])
+def test_tiles_of_few_rows_are_cut_into_short_pieces(device: torch.device, keys: int, count: int) -> None:
+    own = of_lengths(device, [(keys - 1, 1)], programs=34, config=CAUSAL._replace(GROUPS=1))
+    assert {piece.pieces for pieces in own for piece in pieces} == {count}
 
 
 def test_few_keys_are_not_cut_into_pieces_that_cost_more_than_they_save(device: torch.device) -> None:

@@ -33,7 +33,7 @@ FEW = [(30, 2), (0, 1), (70, 1)]
 def hopper() -> ModuleType:
     own = (f"hopper.{name}" for name in (
         "config", "items", "drafts", "memory", "softmax", "capped", "gather", "producers", "rows", "levels", "epilogue",
-        "consumers", "kernel",
+        "values", "consumers", "kernel",
     ))  # fmt: skip
     names = ("softmax", "schedule", "batch", "costs", "balance", "merge", *own)
     return gluon.shadow(*(f"prefix_prefill.kernels.{name}" for name in names))[-1]
@@ -71,7 +71,10 @@ CASES: dict[str, tuple[PrefillPlan, dict[str, Any]]] = {
     "not causal": (plan(64, 64), {"heads": (4, 2), "head_dim": 64, "causal": False, "window": (40, 7)}),
     "head size 72": (plan(64, 64, 1, 3), {"heads": (4, 2), "head_dim": 72, "window": (50, -1)}),
     "head size 80": (plan(), {"heads": (4, 2), "head_dim": 80, "cached": True}),
-    "head size 192, split": (plan(128, 64, 3), {"heads": (4, 2), "head_dim": 192, "sinks": True}),
+    "head size 192, split": (plan(128, 128, 3), {"heads": (4, 2), "head_dim": 192, "sinks": True}),
+    "head size 192, a window": (plan(), {"heads": (4, 2), "head_dim": 192, "window": (90, -1), "cached": True}),
+    "head size 160, pages of 1": (plan(), {"heads": (4, 2), "head_dim": 160, "page": 1, "window": (70, -1),
+                                           "lengths": FEW}),
     "head size 256": (plan(128, 64), {"heads": (2, 2), "head_dim": 256}),
     "head size 512": (plan(64, 32), {"heads": (4, 2), "head_dim": 512, "cached": True, "page": 64}),
     "head size 320, split": (plan(64, 32, 3), {"heads": (4, 2), "head_dim": 320, "sinks": True, "window": (50, -1)}),

@@ -151,7 +151,7 @@ def test_what_the_kernel_for_sm_90_is_written_for_goes_to_it_and_nothing_else() 
     [
         (LLAMA, 2048, False, 128, 128), (LLAMA, 8, False, 64, 128), (LLAMA, 9, False, 128, 128),
         (LLAMA, 1, False, 64, 128), (GPT_OSS, 2048, False, 128, 128), (GPT_OSS, 1, False, 64, 128),
-        (replace(LLAMA, head_dim=96), 2048, False, 128, 128), (replace(LLAMA, head_dim=192), 2048, False, 128, 64),
+        (replace(LLAMA, head_dim=96), 2048, False, 128, 128), (replace(LLAMA, head_dim=192), 2048, False, 128, 128),
         (replace(LLAMA, head_dim=256), 1, False, 64, 64), (LLAMA, 2048, True, 128, 64),
     ],
 )  # fmt: skip
@@ -260,7 +260,7 @@ def test_a_window_of_1024_leaves_tiles_of_larger_heads_and_of_8_bits_to_be_cut()
         few = replace(
             problem_of(LLAMA_8B, tokens=1, sequences=1, longest=1, capacity=131072, new_kv=False, left=1023), **changes
         )
-        assert plan_prefill(few, H200).num_splits == 0
+        assert plan_prefill(few, H200).num_splits == 9
 
 
 def test_a_plan_is_the_same_for_every_batch_of_a_server_but_for_its_rows() -> None:
@@ -383,12 +383,26 @@ def test_a_plan_follows_from_shapes_alone() -> None:
         assert plan_prefill(replace(PROMPT, **numbers), limits) == plan_prefill(PROMPT, limits)
 
 
-def test_chunks_with_a_short_window_take_small_tiles_of_keys_on_sm_90() -> None:
-    """Of tiles of 128 keys most would be masked; of decoding rows, as of chunks with long windows, few are."""
+def test_short_windows_take_small_tiles_by_two_programs_an_sm_on_sm_90() -> None:
+    """Of tiles of 128 keys most would be masked; decoding rows have the same kernel as chunks."""
     short = replace(PROMPT, left=127)
-    assert plan_prefill(short, H200) == PrefillPlan(128, 64, 1, 4, 4, hopper=True, programs=132)
-    for other in (replace(short, left=256), replace(short, max_seqlen_q=1), replace(short, left=-1)):
+    two = PrefillPlan(64, 64, 1, 4, 2, hopper=True, programs=264, per_core=2)
+    assert plan_prefill(short, H200) == plan_prefill(replace(short, max_seqlen_q=1), H200) == two
+    assert not replace(two, num_stages=3).covers(short)
+    for other in (replace(short, left=256), replace(short, right=-1), replace(short, left=-1)):
+        assert plan_prefill(other, H200).per_core == 1
         assert plan_prefill(other, H200).block_n == 128
+
+
+def test_pieces_of_one_sequence_that_decodes_follow_from_its_bound() -> None:
+    """Where they save no more keys than merging costs tiles stay whole; many pieces are left to the device."""
+    for keys, pieces in ((500, 1), (700, 6), (1000, 8), (2000, 16), (131072, 16)):
+        problem = problem_of(LLAMA_8B, tokens=1, sequences=1, longest=1, capacity=131072, new_kv=False)
+        bounded = replace(problem, max_seqlen_k=keys)
+        assert plan_prefill(bounded, H200).num_splits == pieces
+        assert kind_of_batch(bounded, H200) == (True, pieces)
+    assert plan_prefill(replace(bounded, num_heads=4, num_heads_kv=1), H200).num_splits == 0
+    assert plan_prefill(replace(bounded, sequences=2), H200).num_splits == 0
 
 
 GOOD = PrefillPlan(64, 64, 1, 4, 2)
@@ -427,7 +441,7 @@ def test_a_plan_for_hopper_covers_only_what_its_kernel_can_take() -> None:
         assert not ON_HOPPER.covers(replace(PROMPT, **change))
     for size in range(16, 257):
         problem = replace(PROMPT, head_dim=size, head_dim_v=size)
-        assert ON_HOPPER.covers(problem) == (size <= 128 and size % 8 == 0)
+        assert ON_HOPPER.covers(problem) == (size <= 192 and size % 8 == 0)
         assert replace(ON_HOPPER, block_n=64).covers(problem) == (size % 8 == 0)
     # Scores of 128 keys fit beside an accumulator of 128 values, whatever is summed up for them.
     assert ON_HOPPER.covers(replace(PROMPT, head_dim=192))
@@ -461,7 +475,7 @@ def test_the_source_of_plan_imports_neither_triton_nor_torch() -> None:
             names.add(node.module)
     banned = ("torch", "triton", "kernel_reference", "prefix_prefill")
     # Which import nothing of these themselves.
-    pure = {"kernel_reference.integers", "kernel_reference.plans", "prefix_prefill.tiles"}
+    pure = {"kernel_reference.integers", "kernel_reference.plans", "prefix_prefill.problem", "prefix_prefill.tiles"}
     assert not {name for name in names - pure if name.partition(".")[0] in banned}
 
 

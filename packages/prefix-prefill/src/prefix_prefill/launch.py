@@ -43,6 +43,7 @@ from prefix_prefill.plan import (
     num_slots,
     plan_prefill,
     programs_of,
+    stages_of_values,
 )
 from prefix_prefill.tiles import column_tiles, head_tiles, heads_per_tile, tokens_per_tile, value_tiles
 
@@ -276,6 +277,7 @@ def _hopper(first: Batch, plan: PrefillPlan, forms: PrefillTensors, device: torc
     # By 16 rows, as pages are, prompts of 8192, 16384 and 65536 take 1033, 3955 and 68416 us on an H100, not 995, 3822,
     # 65999.
     new_box = max(box, min(plan.block_n, 64))
+    v_stages, v_keys = stages_of_values(problem, plan.block_n, plan.num_stages)
     boxes = _boxes(problem, forms, box, new_box, k_tiles[0], v_tiles[0])
     # A second tile whose boxes are as wide as those of the first comes by the same descriptor.
     k_tail, v_tail = (
@@ -312,6 +314,8 @@ def _hopper(first: Batch, plan: PrefillPlan, forms: PrefillTensors, device: torc
         CONSUMERS=2 if has_values_split(problem) else plan.block_m // 64,
         GROUPS=plan.block_m // 64,
         STAGES=plan.num_stages,
+        V_STAGES=v_stages,
+        V_KEYS=v_keys,
         Q_IN_REGISTERS=plan.q_in_registers,
         IN_PARTS=problem.shared or may_be_in_parts(plan),
         IS_FP8=problem.cache_bits == 8,
@@ -337,7 +341,10 @@ def _hopper(first: Batch, plan: PrefillPlan, forms: PrefillTensors, device: torc
     if gathered:
         group = _for_hopper_gathered if len(boxes) > 4 else _for_hopper_gathered_without_tails
     grid = (programs_of(problem, plan), 1, 1)
-    attend = TmaLaunch(hopper.attend, grid, (*first.counts, *fixed), device, boxes, group=group, num_warps=4)
+    # Of programs that share an SM, each of eight warps, none may have more than its part of the registers.
+    registers = {"maxnreg": 65536 // (8 * 32 * plan.per_core)} if plan.per_core > 1 else {}
+    arguments = (*first.counts, *fixed)
+    attend = TmaLaunch(hopper.attend, grid, arguments, device, boxes, group=group, num_warps=4, **registers)
     # New keys and values are as long as the batch.
     new = [] if forms.k is None else [position for position in range(len(boxes)) if position & 2]
 

@@ -8,15 +8,24 @@ its programs share them.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import isqrt
 
 from kernel_reference.integers import cdiv, is_power_of_two, power_of_two_at_least
 from kernel_reference.plans import Plan
+from prefix_prefill.problem import MOST_TOKENS as MOST_TOKENS
+from prefix_prefill.problem import DeviceLimits as DeviceLimits
+from prefix_prefill.problem import Problem as Problem
 from prefix_prefill.tiles import column_tiles, head_tiles, tokens_per_tile, value_tiles
 
-# The most tokens that a sequence may have: no bound is this one.
-MOST_TOKENS = 2**31 - 1
 # A tile of fewer keys is never cut (kernels/balance.py); to merge nothing takes 2 us of 12, behind 500 keys (H100).
 _FEW_KEYS = 1024
+# But tiles of few rows are, in pieces of so many keys, where each is so many keys shorter for it: one that decodes
+# behind 1000 and 2000 takes 10.2 and 12.8 us on an H100 in 8 and 16 pieces, 15.2 whole, and 14.9 in 4.
+_SHORT_PIECE, _WORTH_A_MERGE, _MERGED_TOGETHER = 128, 512, 16
+# Of windows up to so many keys tiles are of 64 rows, and two programs share an SM: one's queries come and results go
+# while the other multiplies. 4 x 512 behind 16384, window 128, heads of 64 and 128, 45.7 and 31.3 us on an H100, not
+# 50.2 and 35.5.
+_SHORT_WINDOW = 256
 # Tiles that could be cut are left whole where shapes tell that all programs stay busy (us on an H200, 32 / 8 heads: as
 # the device shares them, and whole). Those that a window keeps this short, behind 16384 and 8000, window 1024: 4 x 512
 # 104.3 and 95.9, 1 x 256 47.8 and 32.6, 64 that decode 90.6 and 76.4, one 23.1 and 17.5; of larger heads, or 8 bits,
@@ -38,90 +47,6 @@ _MOST_SPLITS = 128
 
 
 @dataclass(frozen=True)
-class Problem:
-    """One call, as its arguments were checked: all that a plan and a launch need to know beside the tensors.
-
-    ``capacity``: keys that a row of the block table has room for. ``bits``: of an element of q; ``cache_bits``: of one
-    of the cache. ``new_kv``: the new keys and values are tensors of their own, not in the cache yet. ``alibi``: scores
-    have a bias that depends on the key. ``draft``: new tokens see each other as a mask says. ``tma``: layout, strides
-    and scales are such that the kernel for sm_90 can address keys and values by TMA and take them as they are;
-    alignment, which only memory tells, is not among these. ``max_seqlen_k``: bounds the keys that the plan reckons
-    with, and nothing else. ``left``, ``right``: the window, -1 without limit. ``k_scale``, ``v_scale``, ``out_scale``:
-    those that were given as numbers. ``head_dim_v``: of values and outputs, that of keys where it is left out.
-    ``token_scales``: tokens in an 8-bit cache have scales of their own. ``quantize_q``: queries are rounded to e4m3.
-    ``shared``: a level of a cascade before the last one; ``carried``: how many levels are before, of the last one.
-    """
-
-    num_heads: int
-    num_heads_kv: int
-    head_dim: int
-    page_size: int
-    tokens: int
-    sequences: int
-    max_seqlen_q: int
-    capacity: int
-    bits: int = 16
-    cache_bits: int = 16
-    new_kv: bool = False
-    alibi: bool = False
-    draft: bool = False
-    tma: bool = False
-    num_blocks: int = 1
-    page_layout: str = "NHD"
-    max_seqlen_k: int = MOST_TOKENS
-    num_splits: int = 0
-    softmax_scale: float = 1.0
-    softcap: float = 0.0
-    left: int = -1
-    right: int = 0
-    skip_decode: bool = False
-    shared: bool = False
-    carried: int = 0
-    k_scale: float = 1.0
-    v_scale: float = 1.0
-    out_scale: float = 1.0
-    head_dim_v: int = 0
-    token_scales: bool = False
-    quantize_q: bool = False
-
-    def __post_init__(self) -> None:
-        if not self.head_dim_v:
-            object.__setattr__(self, "head_dim_v", self.head_dim)
-
-    def of_batch(self, tokens: int, sequences: int, max_seqlen_q: int, capacity: int) -> Problem:
-        """The same problem over a batch of other sizes; in a tenth of the time that ``dataclasses.replace`` takes."""
-        other = object.__new__(Problem)
-        sizes = {"tokens": tokens, "sequences": sequences, "max_seqlen_q": max_seqlen_q, "capacity": capacity}
-        other.__dict__.update(self.__dict__, **sizes)
-        return other
-
-    @property
-    def group(self) -> int:
-        """Query heads that share a kv head."""
-        return self.num_heads // self.num_heads_kv
-
-    @property
-    def largest_head(self) -> int:
-        """The larger head size: of keys or of values."""
-        return max(self.head_dim, self.head_dim_v)
-
-
-@dataclass(frozen=True)
-class DeviceLimits:
-    """What the plan needs to know of a processor.
-
-    ``cores`` are SMs (compute units); ``shared_memory`` is the most that a program may use, in bytes. ``hopper``:
-    sm_90, with TMA and WGMMA, and a Triton that brings Gluon. ``turing``: sm_75, where shared memory holds tiles twice,
-    the second time as they are multiplied.
-    """
-
-    cores: int
-    shared_memory: int = 64 * 1024
-    hopper: bool = False
-    turing: bool = False
-
-
-@dataclass(frozen=True)
 class PrefillPlan(Plan):
     """Tiles of ``block_m`` rows, each a query head of a token, take the keys ``block_n`` at a time.
 
@@ -133,6 +58,7 @@ class PrefillPlan(Plan):
     constant, where that is exact enough; 2: scores up to 0.2 of the cap by a series, too (4 x 512 behind 16384 986 us
     on an H200, not 1220; 1: 1356); 3: and those up to 0.8 of it by a longer one (behind 8192, queries 1, 2, 3, 4.5 and
     9 times as large, 294, 320, 319, 330 and 418 us, with 2 296, 422, 420, 442 and 403); 0: to a running max.
+    ``per_core``: programs that share an SM and its registers.
     ``loading``: registers a thread of the warps that load and schedule, 24, 40, 56 or 72; over an 8-bit cache 24, or
     with 72 as many as there are, for converters too (decoding of 31 behind 8192 200 us for 204, a chunk 1871 for 1812).
     """
@@ -147,6 +73,7 @@ class PrefillPlan(Plan):
     q_in_registers: int = 0
     capping: int = 3
     loading: int = 56
+    per_core: int = 1
 
     def covers(self, problem: Problem) -> bool:
         """Whether its blocks are such that a kernel can take them, for this problem."""
@@ -165,8 +92,14 @@ class PrefillPlan(Plan):
             and self.num_stages >= 2
             and self.capping in (0, 1, 2, 3)
             and self.loading in (24, 40, 56, 72)
+            and (self.per_core == 1 or (self.per_core == 2 and self._is_shared_by_two(problem)))
             and 0 <= self.q_in_registers <= (1 if problem.head_dim > 192 else len(column_tiles(problem.head_dim)))
         )
+
+    def _is_shared_by_two(self, problem: Problem) -> bool:
+        """Whether registers and shared memory of an SM suffice for two of its programs."""
+        fits = 2 * _shared_bytes(problem, self.block_m, self.block_n, self.num_stages) <= _MOST_SHARED - 8 * 1024
+        return fits and self.block_m == self.block_n == 64 and problem.largest_head <= 128 and problem.cache_bits == 16
 
 
 def _blocks_of_keys(problem: Problem) -> tuple[int, ...]:
@@ -174,8 +107,8 @@ def _blocks_of_keys(problem: Problem) -> tuple[int, ...]:
     if problem.largest_head > 256:
         # Of 512 not even two stages of 64 keys fit in shared memory.
         return (32, 64) if _shared_bytes(problem, 64, 64, 2) <= _MOST_SHARED else (32,)
-    # Scores of 128 keys and an accumulator of more than 128 values do not fit in registers.
-    wide = problem.head_dim_v <= 128 and _shared_bytes(problem, 128, 128, 2) <= _MOST_SHARED
+    # Scores of 128 keys and an accumulator of more than 192 values do not fit in registers, nor do slopes beside 128.
+    wide = problem.head_dim_v <= (128 if problem.alibi else 192) and _shared_bytes(problem, 128, 128, 2) <= _MOST_SHARED
     # Between tiles of 8 bits and of 16 there is no room for scales of 128 keys.
     no_room = problem.token_scales and problem.largest_head > 96
     return (64, 128) if wide and not _is_mixed(problem) and not no_room else (64,)
@@ -214,11 +147,21 @@ def has_values_split(problem: Problem) -> bool:
     return problem.head_dim_v > 256
 
 
+def stages_of_values(problem: Problem, block_n: int, stages: int) -> tuple[int, int]:
+    """Stages of values on sm_90, and keys in each: half a tile's where two of whole tiles have no room beside those of
+    the keys. While a tile's two are multiplied, the first of the next one comes.
+
+    Heads of 192, 4 x 512 behind 16384: 1327 us on an H100, by whole tiles of 64 keys 1399.
+    """
+    return (3, block_n // 2) if block_n == 128 and problem.head_dim_v > 128 else (stages, block_n)
+
+
 def _shared_bytes(problem: Problem, block_m: int, block_n: int, stages: int) -> int:
     """What tiles of q, keys and values of 16 bits take of shared memory on sm_90."""
     keys = sum(column_tiles(problem.head_dim))
     values = sum(value_tiles(problem.head_dim_v, block_m, problem.cache_bits))
-    return 2 * (block_m * keys + stages * block_n * (keys + values))
+    v_stages, v_keys = stages_of_values(problem, block_n, stages)
+    return 2 * (block_m * keys + stages * block_n * keys + v_stages * v_keys * values)
 
 
 def num_slots(problem: Problem, tokens: int) -> int:
@@ -255,9 +198,10 @@ def plan_prefill(problem: Problem, limits: DeviceLimits, num_splits: int = 0) ->
         # How keys are cut depends on the rows of a tile: with as many in every batch, a sequence keeps its bits.
         problem = replace(problem, tokens=MOST_TOKENS, max_seqlen_q=MOST_TOKENS, capacity=MOST_TOKENS)
     if limits.hopper and problem.tma and fits_hopper(problem):
-        plan = replace(_hopper(problem), programs=limits.cores)
+        plan = _hopper(problem)
+        plan = replace(plan, programs=limits.cores * plan.per_core)
         # Then nothing need be shared on the device, and nothing merged.
-        splits = int(_has_whole_tiles(problem, limits.cores))
+        splits = int(_has_whole_tiles(problem, limits.cores)) or _pieces_of_one(problem, limits.cores)
         if (num_splits or splits) == 1 and problem.cache_bits == 16 and plan.block_m == plan.block_n == 128:
             plan = replace(plan, loading=_LOADING_WHOLE)
     else:
@@ -266,12 +210,13 @@ def plan_prefill(problem: Problem, limits: DeviceLimits, num_splits: int = 0) ->
     return replace(plan, num_splits=num_splits or splits)
 
 
-def kind_of_batch(problem: Problem, limits: DeviceLimits) -> tuple[bool, bool]:
+def kind_of_batch(problem: Problem, limits: DeviceLimits) -> tuple[bool, int]:
     """All that plans for sm_90 look at of a batch's sizes: of those with equal kinds, plans are equal.
 
     It is found in two microseconds, a plan in 15, and new sizes come with every step of a server.
     """
-    return _has_few_rows(problem), _has_whole_tiles(problem, limits.cores)
+    pieces = int(_has_whole_tiles(problem, limits.cores)) or _pieces_of_one(problem, limits.cores)
+    return _has_few_rows(problem), pieces
 
 
 def _rows_of_a_sequence(problem: Problem) -> int:
@@ -291,6 +236,31 @@ def _rows_of_a_tile(problem: Problem) -> int:
     return 64 if few or (problem.alibi and problem.largest_head > 128) else 128
 
 
+def _most_keys(problem: Problem) -> int:
+    """A bound of the keys that a tile of few rows sees."""
+    keys = min(problem.capacity + problem.new_kv * problem.max_seqlen_q, problem.max_seqlen_k)
+    if problem.left >= 0 and problem.right >= 0:
+        keys = min(keys, problem.left + tokens_per_tile(problem.group, 64) + problem.right)
+    return keys
+
+
+def _short_pieces(problem: Problem, programs: int) -> int:
+    """In how many pieces tiles of few rows may be cut, as kernels/balance.py cuts them."""
+    tiles = problem.sequences * problem.num_heads_kv * head_tiles(problem.group, 64)
+    keys = _most_keys(problem)
+    return max(1, min(programs // max(1, tiles), cdiv(keys, max(_SHORT_PIECE, isqrt(8 * keys)))))
+
+
+def _pieces_of_one(problem: Problem, programs: int) -> int:
+    """In how many pieces the tiles of one token are cut, 0 if that is left to the device, which takes 1.6 us to find
+    what shapes tell here. More than are merged at a time would be slow if the bound is far off.
+    """
+    plain = not (problem.shared or problem.carried) and problem.page_layout != "x-packed"
+    alone = problem.sequences == problem.tokens == 1 and problem.num_splits == 0 and _has_few_rows(problem) and plain
+    pieces = _short_pieces(problem, programs) if alone else 1
+    return pieces if 1 < pieces <= _MERGED_TOGETHER else 0
+
+
 def _has_whole_tiles(problem: Problem, programs: int) -> bool:
     """Whether shapes alone tell that programs need not share tiles: those of few keys, and many that fill all programs.
 
@@ -298,7 +268,8 @@ def _has_whole_tiles(problem: Problem, programs: int) -> bool:
     """
     keys = min(problem.capacity + problem.new_kv * problem.max_seqlen_q, problem.max_seqlen_k)
     if keys <= _FEW_KEYS:
-        return True
+        few = _most_keys(problem)
+        return not _has_few_rows(problem) or few - few // _short_pieces(problem, programs) < _WORTH_A_MERGE
     if problem.shared or problem.carried:
         return False
     group = problem.group
@@ -329,10 +300,17 @@ def _hopper(problem: Problem) -> PrefillPlan:
         return PrefillPlan(block_m, 64, 0, 4, 3, hopper=True)
     # The largest tiles of keys whose scores stay in registers and two of which, values included, fit in shared memory.
     block_n = 64 if problem.alibi and problem.largest_head <= 256 else _blocks_of_keys(problem)[-1]
-    if block_m == 128 and 0 <= problem.left < 256 and problem.cache_bits == 16 and problem.largest_head <= 128:
-        # Rows see few more keys than the window has, of large tiles mostly masked ones: chunks of 512 behind 16384 with
-        # a window of 128 take 44.8 us, by tiles of 128 keys 54.3 (H200).
-        return PrefillPlan(block_m, 64, 0, 4, 4, hopper=True)
+    if block_m == 64 and 128 < problem.head_dim_v <= 256:
+        block_n = min(block_n, 64)
+    if _has_short_window(problem):
+        if problem.largest_head > 128:
+            # Pages of 24, 16 x 2048 behind 1000, 217 us on an H100, by 128 rows 273; of 64, 221 and 198.
+            return PrefillPlan(64, 64, 0, 4, 3, hopper=True)
+        return PrefillPlan(64, 64, 0, 4, 4 if problem.largest_head <= 64 else 2, hopper=True, per_core=2)
+    narrow = 0 <= problem.left < _SHORT_WINDOW or problem.softcap or is_gathered(problem)
+    if block_m == 128 and problem.head_dim_v > 128 and narrow:
+        # Capped, 4 x 2048 behind 1000 491 us on an H100, by 128 keys 580; gathered, registers go to what copies.
+        block_n = 64
     if block_m == 64 and is_gathered(problem):
         # 1, 16 and 64 rows behind 8000, 1000 and 8000: 25.8, 27.9, 547.6 us on an H200, by 128 keys 31.0, 33.1, 509.3.
         roomy = _shared_bytes(problem, block_m, 64, 4) <= _MOST_SHARED
@@ -346,6 +324,18 @@ def _hopper(problem: Problem) -> PrefillPlan:
         # 4 x 512 behind 16384 take 1521 us on an H100, by 56 registers 1610; of heads of 256 1699, 1797.
         loading = 24
     return PrefillPlan(block_m, block_n, 0, 4, stages, hopper=True, loading=loading, q_in_registers=int(holds))
+
+
+def _has_short_window(problem: Problem) -> bool:
+    """Whether rows see few more keys than a tile has, and so little that tiles' beginnings and ends count."""
+    short = 0 <= problem.left < _SHORT_WINDOW and 0 <= problem.right < _SHORT_WINDOW
+    in_small_boxes = problem.page_size % 16 != 0 and not is_gathered(problem)
+    return (
+        short
+        and problem.largest_head <= (192 if in_small_boxes else 128)
+        and problem.cache_bits == 16
+        and not problem.alibi
+    )
 
 
 def _holds_queries(problem: Problem) -> bool:

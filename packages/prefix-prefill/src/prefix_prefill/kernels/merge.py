@@ -69,9 +69,8 @@ def write_count(p_entries, i_program, work):
 
 @triton.jit
 def write_no_entries(p_entries, i_program):
-    """What a program that has a share writes before its items: its own two entries as none."""
-    write_no_entry(p_entries, 2 * i_program)
-    write_no_entry(p_entries, 2 * i_program + 1)
+    """What a program that has a share writes before its items: its own entry as none."""
+    write_no_entry(p_entries, i_program)
 
 
 @triton.jit

@@ -60,8 +60,8 @@ def with_pieces(attend: Sized, first: Batch, plan: PrefillPlan, forms: PrefillTe
         """Entries and rows of the workspace; programs that merge, and how many of them take a tile."""
         problem = batch.problem
         programs = programs_of(problem, plan)
-        # By number of the piece, for all rows; by program, two for each.
-        entries = most_tiles(problem, plan.block_m) * plan.num_splits if plan.num_splits else 2 * programs
+        # By number of the piece, for all rows; by program, parts of two tiles for each, of which one begins there.
+        entries = most_tiles(problem, plan.block_m) * plan.num_splits if plan.num_splits else programs
         rows = problem.tokens * problem.num_heads * plan.num_splits if plan.num_splits else 2 * programs * plan.block_m
         # No more for a tile than it has rows, if max_seqlen_q is right.
         most = _MERGING * plan.programs

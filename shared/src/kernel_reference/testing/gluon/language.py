@@ -81,6 +81,8 @@ LANGUAGE: dict[str, Any] = {
     "load": load,
     "store": store,
     "reshape": lambda x, shape: Value(x.data.reshape([int(size) for size in shape])),
+    "permute": lambda x, dims: Value(x.data.permute([int(dim) for dim in dims])),
+    "split": lambda x: tuple(Value(half) for half in x.data.unbind(-1)),
     "convert_layout": lambda x, layout: x,
     "inline_asm_elementwise": _in_assembler,
     "to_tensor": lambda x: x if isinstance(x, Value) else Value(x),

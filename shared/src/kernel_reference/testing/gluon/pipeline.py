@@ -170,6 +170,7 @@ class Barrier:
 class Barriers:
     def __init__(self, count: int) -> None:
         self.barriers = [Barrier() for _ in range(count)]
+        self.shape = [count, 1]
 
     def index(self, i: Any) -> Barrier:
         return self.barriers[int(i)]

@@ -32,6 +32,8 @@ class Config(NamedTuple):
     CONSUMERS: int  # warpgroups that multiply
     GROUPS: int  # of ROWS rows in a tile: one a consumer, or one for two, each of which has a tile of V_TILES
     STAGES: int  # pipeline depth, of keys and of values
+    V_STAGES: int  # of values, each of V_KEYS keys
+    V_KEYS: int  # BLOCK_N, or half of it where two stages of whole tiles do not fit
     Q_IN_REGISTERS: int  # tiles of queries in registers, whose products read only keys from shared memory
     IN_PARTS: bool  # tiles may be cut, and their partial results merged
     IS_FP8: bool  # the cache holds 8-bit floats

@@ -15,16 +15,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from prefix_prefill.kernels.hopper.capped import reference_of, update_by_constant
-from prefix_prefill.kernels.hopper.config import ROWS, STRIP, Bounds, Inside, begin_of, own_tiles, width_of
+from prefix_prefill.kernels.hopper.config import ROWS, Bounds, begin_of, own_tiles
 from prefix_prefill.kernels.hopper.drafts import store_masks
 from prefix_prefill.kernels.hopper.epilogue import finish
-from prefix_prefill.kernels.hopper.items import done, has_item, loop_of, tile_of
+from prefix_prefill.kernels.hopper.items import done, has_item, inside_of, is_inside, loop_of, tile_of
 from prefix_prefill.kernels.hopper.memory import release, wait_full
 from prefix_prefill.kernels.hopper.producers import cached_tiles, end_of_tile, key_of_tile
 from prefix_prefill.kernels.hopper.rows import (
@@ -50,6 +49,7 @@ from prefix_prefill.kernels.hopper.softmax import (
     update_first,
     update_tile,
 )
+from prefix_prefill.kernels.hopper.values import await_values, meet, parts_of, release_values, stages_in
 from prefix_prefill.kernels.softmax import E4M3_ROOM, LOG2_E, powers_of_two, rounded_to_e4m3
 
 
@@ -71,101 +71,6 @@ def wait_for_pv(pv, V):
 
 
 @gluon.jit
-def meet(memory, meetings):
-    """Wait until all consumers have come here; ``meetings`` of them were before, and, returned, are now."""
-    mbarrier.arrive(memory.meeting.index(0))
-    mbarrier.wait(memory.meeting.index(0), meetings & 1)
-    return meetings + 1
-
-
-@gluon.jit
-def zero_rows_of_strip(strips, stage, strip, from_row, to_row, T: gl.constexpr, V, C):
-    """Zero the rows before ``from_row`` and from ``to_row`` on in a strip of the tile that is a consumer's number T."""
-    TILE: gl.constexpr = C.V_TILES[V.OWN[T]]
-    COUNT: gl.constexpr = TILE // width_of(TILE, 16)
-    layout: gl.constexpr = row_layout(TILE)
-    row = strip * STRIP + afresh(gl.arange(0, STRIP, gl.SliceLayout(1, layout)))
-    keep = (row >= from_row) & (row < to_row)
-    for i_c in gl.static_range(COUNT):
-        p_strip = strips[V.OWN[T]].index((stage * COUNT + i_c) * (C.BLOCK_N // STRIP) + strip)
-        b_strip = p_strip.load(layout)
-        p_strip.store(gl.where(keep[:, None], b_strip, 0.0).to(b_strip.dtype))
-
-
-@gluon.constexpr_function
-def rows_of_box(strip, C):
-    """Of the larger boxes that values come by, at least a strip."""
-    return max(C.NEW_BOX if C.NEW_KV else C.BOX, strip)
-
-
-@gluon.jit
-def zero_masked_values(memory, stage, i_group, from_row, to_row, meetings, V, C):
-    """Zero the values of a stage before ``from_row`` and from ``to_row`` on: a weight of 0 times NaN would be NaN.
-
-    Boxes that lie wholly outside came as zeros. Two groups of rows share the strips, and wait for each other's.
-    """
-    BOX: gl.constexpr = rows_of_box(STRIP, C)
-    begin = from_row // BOX * (BOX // STRIP)
-    end = (to_row + BOX - 1) // BOX * (BOX // STRIP)
-    for strip in range(begin + i_group, end, C.GROUPS):
-        if (strip * STRIP < from_row) | (strip * STRIP + STRIP > to_row):
-            for t in gl.static_range(len(V.OWN)):
-                zero_rows_of_strip(memory.v_strips, stage, strip, from_row, to_row, t, V, C)
-    fence_async_shared()
-    if C.GROUPS == 1:
-        tl.debug_barrier()
-    else:
-        meetings = meet(memory, meetings)
-    return meetings
-
-
-@gluon.jit
-def inside_of(loop, all_low, all_high, C):
-    """The tiles that all rows see whole, where these all see the keys from ``all_low`` to before ``all_high``."""
-    cut = (gl.minimum(all_high, loop.cached_high) - loop.start) // C.BLOCK_N
-    low = cut * 0
-    high = cut
-    if C.HAS_LEFT:
-        low = (all_low - loop.start + C.BLOCK_N - 1) // C.BLOCK_N
-    if C.NEW_KV:
-        start = loop.start + loop.to_new
-        high = (gl.minimum(all_high, loop.high) - start) // C.BLOCK_N
-        if C.HAS_LEFT:
-            # New keys begin before the last tile of cached ones ends: only keys tell whether rows see these whole.
-            new_low = (all_low - start + C.BLOCK_N - 1) // C.BLOCK_N
-            before_new = all_low < start + loop.first_new * C.BLOCK_N
-            low = gl.where(before_new, low, gl.maximum(new_low, loop.first_new))
-    return Inside(low, cut, high)
-
-
-@gluon.jit
-def is_inside(i, inside, loop, C):
-    """Whether all rows see the whole of tile i."""
-    whole = i < inside.high
-    if C.NEW_KV:
-        whole = whole & ((i < inside.cut) | (i >= loop.first_new))
-    if C.HAS_LEFT:
-        whole = whole & (i >= inside.low)
-    return whole
-
-
-@gluon.jit
-def await_values(v, memory, i, at, i_group, loop, inside, V, C):
-    """Until the values of tile i are there, those that no row sees as zeros. Returns how often consumers have met."""
-    before, meetings = at
-    wait_full(v, before + i, C)
-    if not is_inside(i, inside, loop, C):
-        key = key_of_tile(i, loop, C)
-        from_row = gl.maximum(loop.low - key, 0)
-        to_row = gl.minimum(end_of_tile(i, loop, C) - key, C.BLOCK_N)
-        # Whole boxes come as zeros or as they are, and no consumer waits for another one.
-        if (from_row % rows_of_box(STRIP, C) > 0) | (to_row % rows_of_box(STRIP, C) > 0):
-            stage = (before + i) % C.STAGES
-            meetings = zero_masked_values(memory, stage, i_group, from_row, to_row, meetings, V, C)
-    return meetings
-
-
-@gluon.jit
 def issue_pv(weights, accs, v, memory, v_scale, i, at, i_group, loop, inside, V, C):
     """Issue acc += weights v of tile i, in the ring at ``before + i``; before the first new values, scale what the
     cached ones gave. Returns also how often consumers have met.
@@ -174,13 +79,17 @@ def issue_pv(weights, accs, v, memory, v_scale, i, at, i_group, loop, inside, V,
     if C.IS_FP8 and C.NEW_KV and not C.V_TOKENS:
         if i == loop.first_new:
             accs = scale_all(accs, v_scale, V)
-    meetings = await_values(v, memory, i, at, i_group, loop, inside, V, C)
-    stage = (before + i) % C.STAGES
-    issued = ()
-    for t in gl.static_range(len(V.OWN)):
-        b_p = gl.convert_layout(weights, gl.DotOperandLayout(0, acc_layout(C.V_TILES[V.OWN[t]]), 2))
-        v_tile = v.tiles[V.OWN[t]].index(stage)
-        issued = issued + (warpgroup_mma(b_p, v_tile, accs[t], is_async=True),)
+    issued = accs
+    weights_of_parts = parts_of(weights, C)
+    for part in gl.static_range(stages_in(C)):
+        meetings = await_values(v, memory, i, part, (before, meetings), i_group, loop, inside, V, C)
+        stage = ((before + i) * stages_in(C) + part) % v.full.shape[0]
+        sums = ()
+        for t in gl.static_range(len(V.OWN)):
+            b_p = gl.convert_layout(weights_of_parts[part], gl.DotOperandLayout(0, acc_layout(C.V_TILES[V.OWN[t]]), 2))
+            v_tile = v.tiles[V.OWN[t]].index(stage)
+            sums = sums + (warpgroup_mma(b_p, v_tile, issued[t], is_async=True),)
+        issued = sums
     return issued, meetings
 
 
@@ -204,7 +113,7 @@ def issue_qk(q, k, i, b_zero, C):
     wait_full(k, i, C)
     qk = b_zero
     for t in gl.static_range(len(C.K_TILES)):
-        k_tile = k.tiles[t].index(i % C.STAGES).permute((1, 0))
+        k_tile = k.tiles[t].index(i % k.full.shape[0]).permute((1, 0))
         qk = warpgroup_mma(q[t], k_tile, qk, use_acc=t > 0, is_async=True)
     return qk
 
@@ -391,7 +300,7 @@ def attend_tile(pointers, memory, k, v, i_group, table, i_item, at, numbers, siz
         # Prologue: the scores of the first tile.
         qk = issue_qk(q, k, before, b_zero, C)
         b_s = warpgroup_mma_wait(0, deps=[qk])
-        release(k, before, C)
+        release(k, before)
         unit, factor, ratio = larger_unit(memory.scales, before, cached > 0, unit, C)
         scales = TileScales(memory.scales, before, cached > 0, factor)
         weights, running_max, row_sum, rescale = softmax_of(
@@ -403,8 +312,8 @@ def attend_tile(pointers, memory, k, v, i_group, table, i_item, at, numbers, siz
             pv, meetings = issue_pv(
                 weights, accs, v, memory, v_scale, i - 1, (before, meetings), i_group, loop, inside, V, C
             )
-            b_s = warpgroup_mma_wait(len(V.OWN), deps=[qk])
-            release(k, before + i, C)
+            b_s = warpgroup_mma_wait(len(V.OWN) * stages_in(C), deps=[qk])
+            release(k, before + i)
             unit, factor, ratio = larger_unit(memory.scales, before + i, i < cached, unit, C)
             scales = TileScales(memory.scales, before + i, i < cached, factor)
             weights, running_max, row_sum, rescale = softmax_of(
@@ -413,14 +322,14 @@ def attend_tile(pointers, memory, k, v, i_group, table, i_item, at, numbers, siz
             if C.V_TOKENS:
                 rescale = rescale * ratio
             accs = wait_for_pv(pv, V)
-            release(v, before + i - 1, C)
+            release_values(v, before + i - 1, C)
             if not C.CAPPING:
                 accs = scale_rows(accs, rescale, V, C)
         pv, meetings = issue_pv(
             weights, accs, v, memory, v_scale, count - 1, (before, meetings), i_group, loop, inside, V, C
         )
         accs = wait_for_pv(pv, V)
-        release(v, before + count - 1, C)
+        release_values(v, before + count - 1, C)
         if C.V_TOKENS:
             accs = scale_all(accs, unit, V)
         elif C.NEW_KV:

@@ -31,20 +31,20 @@ class Pool(NamedTuple):
 
 
 @gluon.jit
-def pool_of(pointer, strides, ring, TILES: gl.constexpr, C):
+def pool_of(pointer, strides, ring, TILES: gl.constexpr):
     """A pool whose rows go to a ring."""
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    places = gl.allocate_shared_memory(gl.int64, [C.BLOCK_N // COPIED, COPIED], layout)
-    return Pool(pointer, strides, as_strips(ring.boxes, TILES, COPIED, C), places)
+    places = gl.allocate_shared_memory(gl.int64, [ring.tiles[0].shape[1] // COPIED, COPIED], layout)
+    return Pool(pointer, strides, as_strips(ring, TILES, COPIED), places)
 
 
 @gluon.jit
-def places_of_keys(key, pool, source, loop, C):
+def places_of_keys(key, pool, source, loop, KEYS: gl.constexpr, C):
     """Where the keys of a tile lie, in units of 8 elements; -1 for those that no row sees, or whose pages do not exist.
 
     Found here, once for a key, as to each row 8 lanes copy, twice where heads are of 128.
     """
-    o_key = key + gl.arange(0, C.BLOCK_N, gl.BlockedLayout([1], [32], [1], [0]))
+    o_key = key + gl.arange(0, KEYS, gl.BlockedLayout([1], [32], [1], [0]))
     seen = o_key < loop.cached_high
     if C.HAS_LEFT:
         seen = seen & (o_key >= loop.low)
@@ -58,16 +58,17 @@ def places_of_keys(key, pool, source, loop, C):
 @gluon.jit
 def gather_cached(pool, ring, before, count, source, loop, TILES: gl.constexpr, SIZE: gl.constexpr, C):
     """Load ``count`` tiles of cached keys, or of values, each as soon as its stage is empty; ``before`` were before."""
-    slots = pool.places._reinterpret(gl.int64, [1, C.BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    KEYS: gl.constexpr = ring.tiles[0].shape[1]
+    slots = pool.places._reinterpret(gl.int64, [1, KEYS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     p_head = pool.pointer + source.i_kv.to(gl.int64) * pool.strides[2] * 8
-    places = places_of_keys(loop.start, pool, source, loop, C)
+    places = places_of_keys(loop.start, pool, source, loop, KEYS, C)
     for i in range(count):
-        stage = (before + i) % C.STAGES
+        stage = (before + i) % ring.full.shape[0]
         slots.index(0).store(places)
         tl.debug_barrier()
-        places = places_of_keys(loop.start + (i + 1) * C.BLOCK_N, pool, source, loop, C)
-        wait_empty(ring, before + i, C)
-        for strip in range(C.BLOCK_N // COPIED):
+        places = places_of_keys(loop.start + (i + 1) * KEYS, pool, source, loop, KEYS, C)
+        wait_empty(ring, before + i)
+        for strip in range(KEYS // COPIED):
             for t in gl.static_range(len(TILES)):
                 copy_strip(pool, p_head, stage, strip, TILES, t, SIZE, C)
         # Counts its own arrivals, one a lane, which follow the copies; the stage waits for one more.
@@ -91,5 +92,5 @@ def copy_strip(pool, p_head, stage, strip, TILES: gl.constexpr, T: gl.constexpr,
     p_tile = p_lane[None, :] + (place * 8)[:, None]
     for i_c in gl.static_range(COUNT):
         mask = there[:, None] & (BEGIN + i_c * WIDTH + o_column < SIZE)[None, :]
-        to = pool.strips[T].index((stage * COUNT + i_c) * (C.BLOCK_N // COPIED) + strip)
+        to = pool.strips[T].index((stage * COUNT + i_c) * pool.places.shape[0] + strip)
         async_copy.async_copy_global_to_shared(to, p_tile + i_c * WIDTH, mask)

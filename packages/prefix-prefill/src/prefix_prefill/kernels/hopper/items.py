@@ -27,7 +27,7 @@ from prefix_prefill.kernels.balance import (
 )
 from prefix_prefill.kernels.batch import Sequence, keys_of, sequence_at
 from prefix_prefill.kernels.costs import costs_of
-from prefix_prefill.kernels.hopper.config import SLOTS, Loop, Tile
+from prefix_prefill.kernels.hopper.config import SLOTS, Inside, Loop, Tile
 from prefix_prefill.kernels.merge import write_count, write_entry, write_no_entries, write_no_entry
 
 # Offsets of an item's numbers in its slot. IS_ITEM is 0 behind the last item, and more than 0 in each.
@@ -170,7 +170,7 @@ def schedule_shares(table, p_entries, i_program, o_lane, work, batch, C):
             if item.pieces > 0:
                 own = gl.where(item.i_piece == 0, 2 * i_program + 1, 2 * i_program)
                 # First, as numbers of a share would take registers until later.
-                write_entry(p_entries, own, item, sequence, False, C)
+                write_entry(p_entries, i_program, item, sequence, False, C)
                 part = gl.where(item.pieces > 1, own, -1)
                 offer(table, count, item, part, place.i_n, sequence, batch, True, C)
                 count += 1
@@ -271,3 +271,33 @@ def loop_of(tile, window, C):
     new_start = tile.context + (keys.new_first - keys.cached_tiles) * C.BLOCK_N
     to_new = new_start - keys.cached_first * C.BLOCK_N
     return Loop(keys.low, keys.cached_high, keys.high, start, tile.to_tile - tile.from_tile, first_new, to_new)
+
+
+@gluon.jit
+def inside_of(loop, all_low, all_high, C):
+    """The tiles that all rows see whole, where these all see the keys from ``all_low`` to before ``all_high``."""
+    cut = (gl.minimum(all_high, loop.cached_high) - loop.start) // C.BLOCK_N
+    low = cut * 0
+    high = cut
+    if C.HAS_LEFT:
+        low = (all_low - loop.start + C.BLOCK_N - 1) // C.BLOCK_N
+    if C.NEW_KV:
+        start = loop.start + loop.to_new
+        high = (gl.minimum(all_high, loop.high) - start) // C.BLOCK_N
+        if C.HAS_LEFT:
+            # New keys begin before the last tile of cached ones ends: only keys tell whether rows see these whole.
+            new_low = (all_low - start + C.BLOCK_N - 1) // C.BLOCK_N
+            before_new = all_low < start + loop.first_new * C.BLOCK_N
+            low = gl.where(before_new, low, gl.maximum(new_low, loop.first_new))
+    return Inside(low, cut, high)
+
+
+@gluon.jit
+def is_inside(i, inside, loop, C):
+    """Whether all rows see the whole of tile i."""
+    whole = i < inside.high
+    if C.NEW_KV:
+        whole = whole & ((i < inside.cut) | (i >= loop.first_new))
+    if C.HAS_LEFT:
+        whole = whole & (i >= inside.low)
+    return whole

@@ -39,34 +39,15 @@ __all__ = ["Config", "Numbers", "Scores", "Strides", "attend"]
 
 
 @gluon.jit
-def rings(k_dtype: gl.constexpr, v_dtype: gl.constexpr, readers: gl.constexpr, C):
-    """The rings of keys and of values; so many readers release a stage."""
-    k_boxes = boxes_of(k_dtype, C.K_TILES, C)
-    v_boxes = boxes_of(v_dtype, C.V_TILES, C)
-    k_full = barriers(C)
-    v_full = barriers(C)
-    k_empty = barriers(C)
-    v_empty = barriers(C)
-    for i in gl.static_range(C.STAGES):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=readers)
-        mbarrier.init(v_empty.index(i), count=readers)
-    k_tiles = as_tiles(k_boxes, C.K_TILES, C)
-    v_tiles = as_tiles(v_boxes, C.V_TILES, C)
-    return Ring(k_boxes, k_tiles, k_full, k_empty), Ring(v_boxes, v_tiles, v_full, v_empty)
-
-
-@gluon.jit
-def ring(dtype: gl.constexpr, TILES: gl.constexpr, readers: gl.constexpr, C):
-    """One ring alone."""
-    boxes = boxes_of(dtype, TILES, C)
-    full = barriers(C)
-    empty = barriers(C)
-    for i in gl.static_range(C.STAGES):
+def ring(dtype: gl.constexpr, TILES: gl.constexpr, STAGES: gl.constexpr, KEYS: gl.constexpr, readers: gl.constexpr, C):
+    """A ring of keys or of values, so many in a stage, which so many readers release."""
+    boxes = boxes_of(dtype, TILES, STAGES * KEYS, C)
+    full = barriers(STAGES)
+    empty = barriers(STAGES)
+    for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=readers)
-    return Ring(boxes, as_tiles(boxes, TILES, C), full, empty)
+    return Ring(boxes, as_tiles(boxes, TILES, STAGES, KEYS), full, empty)
 
 
 @gluon.jit(
@@ -106,7 +87,8 @@ def attend(
     # 8-bit keys fit into float16's range; new keys and values, where these come too, do not all.
     dtype: gl.constexpr = gl.float16 if C.IS_FP8 and not C.NEW_KV else q_dtype
     k_dtype: gl.constexpr = d_k_cache.dtype if C.K_FP8 else dtype
-    k, v = rings(k_dtype, dtype, C.CONSUMERS, C)
+    k = ring(k_dtype, C.K_TILES, C.STAGES, C.BLOCK_N, C.CONSUMERS, C)
+    v = ring(dtype, C.V_TILES, C.V_STAGES, C.V_KEYS, C.CONSUMERS, C)
     q_tiles = query_tiles(k_dtype, C.K_TILES, C)
     # Outputs take the memory of q where they are of its form, and no other consumer's.
     out_tiles = None
@@ -121,20 +103,21 @@ def attend(
     if C.CONSUMERS > 1:
         meeting = meeting_barrier(C)
     if C.K_FP8:
-        v_fp8 = ring(d_v_cache.dtype, C.V_TILES, 1, C)
+        v_fp8 = ring(d_v_cache.dtype, C.V_TILES, C.STAGES, C.BLOCK_N, 1, C)
     elif C.IS_FP8:
         # 8-bit tiles arrive in rings of their own, from which converters fill the 16-bit ones.
-        k_fp8, v_fp8 = rings(d_k_cache.dtype, d_v_cache.dtype, 1, C)
+        k_fp8 = ring(d_k_cache.dtype, C.K_TILES, C.STAGES, C.BLOCK_N, 1, C)
+        v_fp8 = ring(d_v_cache.dtype, C.V_TILES, C.STAGES, C.BLOCK_N, 1, C)
     scales = None
     if C.K_TOKENS or C.V_TOKENS:
         scales = scales_of_tokens(C)
     tokens = Tokens(p_scales[0], p_scales[1], numbers.strides, p_table, sizes, scales)
     if is_gathered(C):
-        d_k_cached = pool_of(p_batch[4], numbers.strides.k_cache, k, C.K_TILES, C)
-        d_v_cached = pool_of(p_batch[5], numbers.strides.v_cache, v, C.V_TILES, C)
+        d_k_cached = pool_of(p_batch[4], numbers.strides.k_cache, k, C.K_TILES)
+        d_v_cached = pool_of(p_batch[5], numbers.strides.v_cache, v, C.V_TILES)
     fence_async_shared()
 
-    memory = Memory(q_tiles, out_tiles, as_strips(v.boxes, C.V_TILES, STRIP, C), positions, meeting, scales)
+    memory = Memory(q_tiles, out_tiles, as_strips(v, C.V_TILES, STRIP), positions, meeting, scales)
     second = rows * 0 + (C.GROUPS - 1)
     # The roles must stand literally in each call. Registers a thread: an SM has 65536, and a warp that only issues
     # loads needs few.

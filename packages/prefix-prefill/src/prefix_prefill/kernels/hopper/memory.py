@@ -10,7 +10,8 @@ from prefix_prefill.kernels.hopper.config import ROWS, is_gathered, width_of
 
 
 class Ring(NamedTuple):
-    """A ring buffer in shared memory: tile i of keys, or of values, goes to stage ``i % STAGES``.
+    """A ring buffer in shared memory: tile i of keys, or tile or half i of values, goes to stage ``i % STAGES``, which
+    is ``full.shape[0]``; a stage is of ``tiles[0].shape[1]`` keys.
 
     A head's columns are one or more tiles: of each, ``boxes`` are the stages as TMA writes them, ``tiles`` the same
     bytes as they are read. Who fills a stage waits for its ``empty`` barrier and completes ``full``; who reads it waits
@@ -52,28 +53,30 @@ class Memory(NamedTuple):
 @gluon.jit
 def wait_full(ring, i, C):
     """Until tile i has arrived."""
-    mbarrier.wait(ring.full.index(i % C.STAGES), i // C.STAGES & 1)
+    STAGES: gl.constexpr = ring.full.shape[0]
+    mbarrier.wait(ring.full.index(i % STAGES), i // STAGES & 1)
     if is_gathered(C):
         # What lanes copied, WGMMA reads by another proxy.
         fence_async_shared()
 
 
 @gluon.jit
-def wait_empty(ring, i, C):
+def wait_empty(ring, i):
     """Until the stage of tile i is empty. At the start all are: waiting for the phase before returns at once."""
-    mbarrier.wait(ring.empty.index(i % C.STAGES), (i // C.STAGES & 1) ^ 1)
+    STAGES: gl.constexpr = ring.full.shape[0]
+    mbarrier.wait(ring.empty.index(i % STAGES), (i // STAGES & 1) ^ 1)
 
 
 @gluon.jit
-def release(ring, i, C):
+def release(ring, i):
     """The stage of tile i has been read."""
-    mbarrier.arrive(ring.empty.index(i % C.STAGES))
+    mbarrier.arrive(ring.empty.index(i % ring.full.shape[0]))
 
 
 @gluon.jit
-def barriers(C):
+def barriers(STAGES: gl.constexpr):
     """One barrier a stage."""
-    return gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], mbarrier.MBarrierLayout())
+    return gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
 
 
 @gluon.constexpr_function
@@ -83,26 +86,28 @@ def tile_layout(tile, bits, rank=2):
 
 
 @gluon.constexpr_function
-def boxes_in(tile, bits, box, C):
-    """The shape of all stages of a tile as boxes of so many rows, one side of WGMMA's tiles after the other."""
+def boxes_in(tile, bits, box, rows):
+    """The shape of all stages of a tile as boxes of so many of all rows, one side of WGMMA's tiles after the other."""
     width = width_of(tile, bits)
-    return [C.STAGES * (tile // width) * (C.BLOCK_N // box), 1, 1, box, width]
+    return [tile // width * (rows // box), 1, 1, box, width]
 
 
 @gluon.constexpr_function
-def strips_in(tile, strip, C):
+def strips_in(tile, strip, rows):
     """Likewise as strips of so many rows."""
     width = width_of(tile, 16)
-    return [C.STAGES * (tile // width) * (C.BLOCK_N // strip), strip, width]
+    return [tile // width * (rows // strip), strip, width]
 
 
 @gluon.jit
-def boxes_of(dtype: gl.constexpr, TILES: gl.constexpr, C):
-    """Memory for all stages of keys, or of values, tile by tile in boxes of BOX rows and up to 128 bytes."""
+def boxes_of(dtype: gl.constexpr, TILES: gl.constexpr, ALL_ROWS: gl.constexpr, C):
+    """Memory for all stages of keys, or of values, so many rows, tile by tile in boxes of BOX rows and 128 bytes."""
     BITS: gl.constexpr = dtype.primitive_bitwidth
     boxes = ()
     for t in gl.static_range(len(TILES)):
-        memory = gl.allocate_shared_memory(dtype, boxes_in(TILES[t], BITS, C.BOX, C), tile_layout(TILES[t], BITS, 4))
+        memory = gl.allocate_shared_memory(
+            dtype, boxes_in(TILES[t], BITS, C.BOX, ALL_ROWS), tile_layout(TILES[t], BITS, 4)
+        )
         boxes = boxes + (memory,)
     return boxes
 
@@ -111,36 +116,40 @@ def boxes_of(dtype: gl.constexpr, TILES: gl.constexpr, C):
 def with_new_boxes(ring, TILES: gl.constexpr, C):
     """A ring of 16 bits as TMA fills it with new rows."""
     dtype: gl.constexpr = ring.boxes[0].dtype
+    ALL_ROWS: gl.constexpr = ring.full.shape[0] * ring.tiles[0].shape[1]
     boxes = ()
     for t in gl.static_range(len(TILES)):
-        boxes = boxes + (as_new_boxes(ring.boxes[t], dtype, TILES[t], C),)
+        boxes = boxes + (as_new_boxes(ring.boxes[t], dtype, TILES[t], ALL_ROWS, C),)
     return Ring(boxes, ring.tiles, ring.full, ring.empty)
 
 
 @gluon.jit
-def as_new_boxes(boxes, dtype: gl.constexpr, TILE: gl.constexpr, C):
+def as_new_boxes(boxes, dtype: gl.constexpr, TILE: gl.constexpr, ALL_ROWS: gl.constexpr, C):
     """All stages of a tile as boxes of new rows."""
-    return boxes._reinterpret(dtype, boxes_in(TILE, 16, C.NEW_BOX, C), tile_layout(TILE, 16, 4))
+    return boxes._reinterpret(dtype, boxes_in(TILE, 16, C.NEW_BOX, ALL_ROWS), tile_layout(TILE, 16, 4))
 
 
 @gluon.jit
-def as_tiles(boxes, TILES: gl.constexpr, C):
+def as_tiles(boxes, TILES: gl.constexpr, STAGES: gl.constexpr, KEYS: gl.constexpr):
     """Boxes as WGMMA reads them: as many columns of all rows of a stage as a box has, then the next."""
     dtype: gl.constexpr = boxes[0].dtype
     BITS: gl.constexpr = dtype.primitive_bitwidth
     tiles = ()
     for t in gl.static_range(len(TILES)):
-        tiles = tiles + (boxes[t]._reinterpret(dtype, [C.STAGES, C.BLOCK_N, TILES[t]], tile_layout(TILES[t], BITS)),)
+        tiles = tiles + (boxes[t]._reinterpret(dtype, [STAGES, KEYS, TILES[t]], tile_layout(TILES[t], BITS)),)
     return tiles
 
 
 @gluon.jit
-def as_strips(boxes, TILES: gl.constexpr, STRIP: gl.constexpr, C):
-    """Boxes as strips of so many rows, in the order of stages, columns and rows."""
-    dtype: gl.constexpr = boxes[0].dtype
+def as_strips(ring, TILES: gl.constexpr, STRIP: gl.constexpr):
+    """A ring as strips of so many rows, in the order of stages, columns and rows."""
+    dtype: gl.constexpr = ring.boxes[0].dtype
+    ALL_ROWS: gl.constexpr = ring.full.shape[0] * ring.tiles[0].shape[1]
     strips = ()
     for t in gl.static_range(len(TILES)):
-        strips = strips + (boxes[t]._reinterpret(dtype, strips_in(TILES[t], STRIP, C), tile_layout(TILES[t], 16)),)
+        strips = strips + (
+            ring.boxes[t]._reinterpret(dtype, strips_in(TILES[t], STRIP, ALL_ROWS), tile_layout(TILES[t], 16)),
+        )
     return strips
 
 

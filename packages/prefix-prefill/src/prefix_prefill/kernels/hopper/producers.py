@@ -95,7 +95,7 @@ def issue_loads_of_tile(
     WIDTH: gl.constexpr = width_of(TILES[T], BITS)
     COUNT: gl.constexpr = TILES[T] // WIDTH
     BEGIN: gl.constexpr = begin_of(TILES, T, SIZE)
-    BOXES: gl.constexpr = C.BLOCK_N // ring.boxes[T].shape[3]
+    BOXES: gl.constexpr = ring.tiles[T].shape[1] // ring.boxes[T].shape[3]
     i_outer, i_head, row = at
     for i_c in gl.static_range(COUNT):
         to = ring.boxes[T].index((stage * COUNT + i_c) * BOXES + box)
@@ -109,18 +109,19 @@ def issue_loads_of_tile(
 @gluon.jit
 def load_cached(d_cache, ring, before, count, source, loop, TILES: gl.constexpr, SIZE: gl.constexpr, C):
     """Load ``count`` tiles of cached keys, or of values, each as soon as its stage is empty; ``before`` were before."""
-    BOXES: gl.constexpr = C.BLOCK_N // C.BOX
-    TILE_BYTES: gl.constexpr = C.BLOCK_N * column_of(TILES, len(TILES)) * d_cache[0].dtype.primitive_bitwidth // 8
+    KEYS: gl.constexpr = ring.tiles[0].shape[1]
+    BOXES: gl.constexpr = KEYS // C.BOX
+    TILE_BYTES: gl.constexpr = KEYS * column_of(TILES, len(TILES)) * d_cache[0].dtype.primitive_bitwidth // 8
     # Pages are looked up a few at a time: all at once would take too many registers.
     FEW: gl.constexpr = C.NEW_KV or (C.IS_FP8 and not C.K_FP8)
     MOST: gl.constexpr = 2 if C.NEW_KV and C.HAS_LEFT else (4 if FEW else 8)
     AT_ONCE: gl.constexpr = BOXES if BOXES < MOST else MOST
     for i in range(count):
-        stage = (before + i) % C.STAGES
-        first_key = loop.start + i * C.BLOCK_N
+        stage = (before + i) % ring.full.shape[0]
+        first_key = loop.start + i * KEYS
         # The first ones while the stage is still read.
         pages = pages_of(first_key, source, loop, AT_ONCE, C)
-        wait_empty(ring, before + i, C)
+        wait_empty(ring, before + i)
         mbarrier.expect(ring.full.index(stage), TILE_BYTES)
         issue_boxes(d_cache, ring, stage, 0, first_key, pages, source.i_kv, TILES, SIZE, C)
         for i_g in range(1, BOXES // AT_ONCE):
@@ -152,12 +153,14 @@ def load_cached_box_by_box(d_cache, ring, before, count, source, loop, TILES: gl
 def load_new(d_new, ring, before, count, source, loop, TILES: gl.constexpr, SIZE: gl.constexpr, C):
     """Load the tiles of new keys, or of values, that come after ``count`` tiles of cached ones."""
     into = with_new_boxes(ring, TILES, C)
-    for i in range(count, loop.count):
-        stage = (before + i) % C.STAGES
-        wait_empty(ring, before + i, C)
-        mbarrier.expect(ring.full.index(stage), C.BLOCK_N * column_of(TILES, len(TILES)) * 2)
-        first_key = key_of_tile(i, loop, C)
-        for box in range(C.BLOCK_N // C.NEW_BOX):
+    KEYS: gl.constexpr = ring.tiles[0].shape[1]
+    PER_TILE: gl.constexpr = C.BLOCK_N // KEYS
+    for i in range(count, loop.count * PER_TILE):
+        stage = (before + i) % ring.full.shape[0]
+        wait_empty(ring, before + i)
+        mbarrier.expect(ring.full.index(stage), KEYS * column_of(TILES, len(TILES)) * 2)
+        first_key = key_of_tile(i // PER_TILE, loop, C) + i % PER_TILE * KEYS
+        for box in range(KEYS // C.NEW_BOX):
             key = first_key + box * C.NEW_BOX
             row = gl.where((key < loop.high) & (key + C.NEW_BOX > loop.low), source.new_row + key, source.rows)
             issue_loads(d_new, into, stage, box, (0, source.i_kv, row), TILES, SIZE, C)
@@ -182,6 +185,7 @@ def load(d_cache, d_new, p_table, cached, ring, table, sizes, batch, TILES: gl.c
     Cached ones go to the ring ``cached``, which for a 16-bit cache is ``ring``; new ones to ``ring``.
     """
     ELEMENT_BYTES: gl.constexpr = 2 if is_gathered(C) else d_cache[0].dtype.primitive_bitwidth // 8
+    PER_TILE: gl.constexpr = C.BLOCK_N // ring.tiles[0].shape[1]
     before = batch.num_sequences * 0
     before_cached = before
     i_item = before
@@ -193,7 +197,7 @@ def load(d_cache, d_new, p_table, cached, ring, table, sizes, batch, TILES: gl.c
         i_n = gl.minimum(gl.maximum(tile.i_n, 0), batch.num_sequences - 1)
         p_row = p_table + i_n.to(gl.int64) * sizes.s_table
         source = Source(p_row, sizes.num_blocks, tile.i_kv, sizes.rows, tile.begin - tile.context)
-        tiles = cached_tiles(loop, C)
+        tiles = cached_tiles(loop, C) * PER_TILE
         at = before_cached if ELEMENT_BYTES == 1 else before
         if is_gathered(C):
             gather_cached(d_cache, cached, at, tiles, source, loop, TILES, SIZE, C)
@@ -209,7 +213,7 @@ def load(d_cache, d_new, p_table, cached, ring, table, sizes, batch, TILES: gl.c
                 last = gl.maximum(before_cached - 1, 0)
                 mbarrier.wait(cached.empty.index(last % C.STAGES), last // C.STAGES & 1, pred=before_cached > 0)
             load_new(d_new, ring, before, tiles, source, loop, TILES, SIZE, C)
-        before += loop.count
+        before += loop.count * PER_TILE
 
 
 @gluon.jit
@@ -241,7 +245,7 @@ def convert(cached, ring, table, batch, tokens, SCALED: gl.constexpr, C):
             if SCALED:
                 scales = scales_of_tile(tokens, tile.i_n, tile.i_kv, loop.start + i * C.BLOCK_N, loop, batch, C)
             mbarrier.wait(cached.full.index((before_cached + i) % C.STAGES), (before_cached + i) // C.STAGES & 1)
-            wait_empty(ring, before + i, C)
+            wait_empty(ring, before + i)
             if SCALED:
                 put_scales(scales, tokens.memory, (before + i) % (C.STAGES + 1), C)
             convert_tile(cached, ring, before_cached + i, before + i, C)
@@ -312,4 +316,4 @@ def convert_tile(cached, ring, i_cached, i, C):
         convert_columns(cached.tiles[t].index(stage), ring.tiles[t].index(i % C.STAGES), C)
     fence_async_shared()
     mbarrier.arrive(ring.full.index(i % C.STAGES))
-    release(cached, i_cached, C)
+    release(cached, i_cached)

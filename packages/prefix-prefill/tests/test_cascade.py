@@ -89,6 +89,8 @@ WRONG: dict[str, tuple[type[Exception], str, Any]] = {
     "a single one": (TypeError, "levels ", lambda levels: levels[0]),
     "tuples": (TypeError, r"levels\[0\] ", lambda levels: [tuple(levels[0])]),
     "a list for a tensor": (TypeError, r"levels\[1\].seqlens_k ", lambda levels: changed(levels, seqlens_k=[1])),
+    "a sparse tensor": (TypeError, r"levels\[1\].block_table ",
+                        lambda levels: changed(levels, block_table=levels[1].block_table.to_sparse())),
     "bounds of floats": (TypeError, r"levels\[1\].cu_seqlens_q.dtype ",
                          lambda levels: changed(levels, cu_seqlens_q=levels[1].cu_seqlens_q.float())),
     "another dtype": (TypeError, r"levels\[1\].[kv]_cache.dtype ",
@@ -116,6 +118,13 @@ def test_what_is_wrong_is_named_with_its_level_and_nothing_is_written(tensors, e
     with pytest.raises(error, match=f"^{name}.*must be "):
         cascade_attention(batch.q, levels, out=batch.out.tensor, k_scale=1.0, v_scale=1.0, max_seqlen_q=5)
     assert_bitwise_equal(batch.out.tensor, before, what="out")
+
+
+def test_values_of_no_dimensions_are_named_where_the_result_is_sized_by_them(tensors) -> None:
+    batch = tensors.cascade(SERVED)
+    levels = [batch.levels[0]._replace(v_cache=batch.levels[0].v_cache.new_zeros(())), *batch.levels[1:]]
+    with pytest.raises(ValueError, match=r"^levels\[0\].v_cache must be of 4 dimensions"):
+        cascade_attention(batch.q, levels, k_scale=1.0, v_scale=1.0, max_seqlen_q=5)
 
 
 def test_results_must_not_lie_in_a_level(tensors) -> None:

@@ -315,7 +315,8 @@ def flash_mla_with_kvcache(
         TypeError, ValueError: an argument is not as said above, requires a gradient, carries a tangent (jvp) or is
             batched by torch.vmap; nothing has been written. What only device memory tells is checked on a CPU, and on
             a GPU inside ``kernel_reference.checks.validate_values``. Else a sequence of a length below 0, or of more
-            than its row of the block table has room for, gives 0 and -inf.
+            than its row of the block table has room for, gives 0 and -inf; so does, checked or not, one whose
+            topk_length is below 0 or above topk.
     """
     optional = out is not None or indices is not None or topk_length is not None or attn_sink is not None
     if not optional and (plan is None or type(plan) is DecodePlan):

@@ -126,14 +126,18 @@ def cascade_attention(
     except REFUSALS:
         named = given(sinks=sinks, k_scale=own_k, v_scale=own_v, out_scale=own_out, out=out, draft_mask=draft_mask)
         check_dense(q=q, **named)
+        for i, level in enumerate(levels):
+            _check_dense(i, level)
         check_choice("page_layout", page_layout, LAYOUTS)
         arguments.check_q(q)
+        if levels[0].v_cache.ndim != 4:
+            fail("levels[0].v_cache", "of 4 dimensions", describe(levels[0].v_cache))
         raise
     return result if lse is None else AttentionResult(result, lse)
 
 
 def _check(levels: Sequence[CascadeLevel]) -> None:
-    """Levels are such, each of dense tensors."""
+    """Levels are such, each of tensors; that these are dense is looked at where the op refuses them."""
     if isinstance(levels, CascadeLevel) or not isinstance(levels, Sequence):
         fail("levels", "a sequence of CascadeLevel", describe(levels), TypeError)
     if not levels:
@@ -142,4 +146,8 @@ def _check(levels: Sequence[CascadeLevel]) -> None:
         if not isinstance(level, CascadeLevel):
             fail(f"levels[{i}]", "a CascadeLevel", describe(level), TypeError)
         if not all([type(tensor) is Tensor for tensor in level]):
-            check_dense(**{f"levels[{i}].{name}": tensor for name, tensor in level._asdict().items()})
+            _check_dense(i, level)
+
+
+def _check_dense(i: int, level: CascadeLevel) -> None:
+    check_dense(**{f"levels[{i}].{name}": tensor for name, tensor in level._asdict().items()})

@@ -133,15 +133,16 @@ def load_cached(d_cache, ring, before, count, source, loop, TILES: gl.constexpr,
 @gluon.jit
 def load_cached_box_by_box(d_cache, ring, before, count, source, loop, TILES: gl.constexpr, SIZE: gl.constexpr, C):
     """As ``load_cached``, one box after the other, the page of the next one on its way meanwhile."""
-    BOXES: gl.constexpr = C.BLOCK_N // C.BOX
-    TILE_BYTES: gl.constexpr = C.BLOCK_N * column_of(TILES, len(TILES)) * d_cache[0].dtype.primitive_bitwidth // 8
+    KEYS: gl.constexpr = ring.tiles[0].shape[1]
+    BOXES: gl.constexpr = KEYS // C.BOX
+    TILE_BYTES: gl.constexpr = KEYS * column_of(TILES, len(TILES)) * d_cache[0].dtype.primitive_bitwidth // 8
     # As many, though no compiler that would unroll the loop knows.
     boxes = BOXES + (source.num_blocks >> 31)
     key = loop.start
     page = page_of(key, source, loop, C)
     for i in range(count):
-        stage = (before + i) % C.STAGES
-        wait_empty(ring, before + i, C)
+        stage = (before + i) % ring.full.shape[0]
+        wait_empty(ring, before + i)
         mbarrier.expect(ring.full.index(stage), TILE_BYTES)
         for box in range(boxes):
             issue_loads(d_cache, ring, stage, box, (page, source.i_kv, key % C.PAGE), TILES, SIZE, C)

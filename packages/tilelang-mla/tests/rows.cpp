@@ -16,6 +16,8 @@
 
 static std::vector<Barrier> warps(8, Barrier(32));
 static uint64_t handed[256];
+// All threads of two programs.
+static Barrier programs(256);
 
 template <class X> static X exchanged(X x, int lane) {
   handed[own] = 0;
@@ -27,8 +29,14 @@ template <class X> static X exchanged(X x, int lane) {
   return other;
 }
 
+// Of two programs the second has the threads behind those of the first, and memory as far behind the first's.
+static int threads_of_program = 256;
+static ptrdiff_t memory_of_program = 0;
+static int64_t expected, sent;
+
 namespace mla::rows {
 using Shared = uint8_t *;
+using Distance = ptrdiff_t;
 static Shared shared(void *p) { return static_cast<uint8_t *>(p); }
 static const uint8_t *of_lane(const void *p, int lane) { return static_cast<const uint8_t *>(exchanged(p, lane)); }
 static float of_lane(float x, int lane) { return exchanged(x, lane); }
@@ -45,6 +53,11 @@ static void store(Shared to, uint32_t x, uint32_t y, uint32_t z, uint32_t w) {
   uint32_t all[4] = {x, y, z, w};
   memcpy(to, all, 16);
 }
+static int own_rank() { return own / threads_of_program; }
+static Distance to_other(Shared) { return own_rank() ? -memory_of_program : memory_of_program; }
+static void send(Shared from, int bytes, Distance distance, Shared) { memcpy(from + distance, from, bytes), sent += bytes; }
+static void written_by_warp() { warps[own / 32].arrive_and_wait(); }
+static void expect(Shared, int bytes) { expected += bytes; }
 static uint32_t both(uint16_t low, uint16_t high) { return low | uint32_t(high) << 16; }
 static void widen(uint32_t four, uint32_t &low, uint32_t &high) {
   low = both(to_half(of_e4m3(four & 255)), to_half(of_e4m3(four >> 8 & 255)));
@@ -105,7 +118,8 @@ template <int KEYS> static void copied(const char *name) {
   report(name, rings, [&](int key, int j, uint16_t x) { return x == (there(key) ? cache[key * WIDTH + j] : 0); });
 }
 
-template <int KEYS, bool RECORDS, bool BF16, int SLOTS> static void widened(const char *name) {
+// PAIR: by two programs, whose rings lie behind each other.
+template <int KEYS, bool RECORDS, bool BF16, int SLOTS, bool PAIR = false> static void widened(const char *name) {
   constexpr int ROW = RECORDS ? 656 : WIDTH;
   std::vector<uint8_t> cache(64 * BLOCKS * ROW);
   std::vector<float> exact(BLOCKS * ELEMENTS);
@@ -127,29 +141,46 @@ template <int KEYS, bool RECORDS, bool BF16, int SLOTS> static void widened(cons
       if (RECORDS) memcpy(&cache[key * ROW + 512 + j / 128 * 4], &scale, 4);
       x = of_e4m3(code) * scale;
     }
-  std::vector<Rings> rings(BLOCKS);
-  run<KEYS>([&](int thread, int own_key) {
+  std::vector<Rings> rings(BLOCKS), others(BLOCKS);
+  uint8_t barrier[8];
+  threads_of_program = PAIR ? 128 : 256, expected = sent = 0;
+  run<KEYS>([&](int all_threads, int own_key) {
+    bool second = PAIR && mla::rows::own_rank();
+    int thread = PAIR ? all_threads % 128 : all_threads;
     uint32_t held[4 * SLOTS];
     float scales[2];
     // A key that is none is read as another.
     auto at = [&](int key) { return &cache[key < 64 * BLOCKS && there(key) ? key * ROW : 0]; };
     auto is = [&](int key) { return key < 64 * BLOCKS && there(key); };
-    mla::rows::begin_keys<KEYS, RECORDS, SLOTS>(held, scales, at(own_key), is(own_key), thread);
+    mla::rows::begin_keys<KEYS, RECORDS, PAIR, SLOTS>(held, scales, at(own_key), is(own_key), thread);
     for (int i = 0; i < BLOCKS; i++) {
       int key = 64 * i + own_key, next = key + 64;
-      auto *left = rings[i].left(), *right = rings[i].right(), *ropes = rings[i].ropes();
-      mla::rows::widen_left<KEYS, RECORDS, BF16, SLOTS>(
-          held, scales, left, ropes, at(key), is(key), at(next), is(next), thread);
-      mla::rows::widen_right<KEYS, RECORDS, BF16, SLOTS>(
-          held, scales, right, at(key), is(key), at(next), is(next), thread);
+      memory_of_program = others[i].left() - rings[i].left();
+      auto &rings_of = second ? others[i] : rings[i];
+      auto *left = rings_of.left(), *right = rings_of.right(), *ropes = rings_of.ropes();
+      auto widen_left = [&](auto &...full) {
+        mla::rows::widen_left<KEYS, RECORDS, BF16, SLOTS>(
+            held, scales, left, ropes, at(key), is(key), at(next), is(next), thread, full...);
+      };
+      auto widen_right = [&](auto &...full) {
+        mla::rows::widen_right<KEYS, RECORDS, BF16, SLOTS>(
+            held, scales, right, at(key), is(key), at(next), is(next), thread, full...);
+      };
+      if constexpr (PAIR)
+        widen_left(barrier), programs.arrive_and_wait(), widen_right(barrier), programs.arrive_and_wait();
+      else
+        widen_left(), widen_right();
     }
   });
-  report(name, rings, [&](int key, int j, uint16_t x) {
-    if (!there(key)) return x == 0;
-    float want = exact[key * WIDTH + j], got = BF16 ? of_bfloat16(x) : of_half(x);
-    if (std::isnan(want)) return std::isnan(got);
-    return got == (RECORDS ? of_bfloat16(to_bfloat16(want)) : want);
-  });
+  for (auto *of_program : {&rings, &others})
+    if (PAIR || of_program == &rings)
+      report(name, *of_program, [&](int key, int j, uint16_t x) {
+        if (!there(key)) return x == 0;
+        float want = exact[key * WIDTH + j], got = BF16 ? of_bfloat16(x) : of_half(x);
+        if (std::isnan(want)) return std::isnan(got);
+        return got == (RECORDS ? of_bfloat16(to_bfloat16(want)) : want);
+      });
+  if (PAIR) printf("%s, bytes sent: %d %d\n", name, int(sent - expected), int(sent));
 }
 
 int main() {
@@ -157,4 +188,6 @@ int main() {
   widened<8, false, true, 3>("one scale");
   widened<8, false, false, 3>("one scale, float16");
   widened<16, true, true, 4>("records");
+  widened<8, false, true, 9, true>("one scale, for two");
+  widened<8, true, true, 5, true>("records, for two");
 }

@@ -152,11 +152,11 @@ class ByRows(NamedTuple):
 
     @property
     def problem(self) -> DecodeProblem:
-        return DecodeProblem(64, 512, 64, 1, 1, 4096, 48, cache=self.cache)
+        return DecodeProblem(128, 512, 64, 1, 1, 4096, 48, cache=self.cache)
 
     @property
     def tiles(self) -> DecodeTiles:
-        return replace(decode_tiles(64, 512, 64, None, H200), by_rows=True)
+        return tiles_8bit(self.problem, decode_tiles(128, 512, 64, None, H200), H200)
 
     @property
     def constants(self) -> dict[str, Any]:
@@ -286,7 +286,7 @@ OF_KEYS = {
     "one scale, not widened": OfKeys("decode_8bit", "e4m3", 16, narrow=True),
     "lists of records, 32 rows": OfKeys("decode_sparse", "656", 32),
 }
-# Others are pages of any size and one scale: nothing was seen to spill there.
+# Others are pages of any size, one scale, and what one program widens alone: nothing was seen to spill there.
 BY_ROWS = {"lists of records": ByRows("decode_sparse", "656")}
 # With ropes, and of one tile of heads, nothing was seen to spill.
 OF_LISTS = {"no rope": OfLists(0)}
@@ -528,6 +528,7 @@ def test_keys_by_rows_are_loaded_and_widened_without_spills_in_the_loop_over_blo
     # Of the lookups alone; blocks are loaded by functions of rows.cuh.
     assert "cp_async_gs_conditional" not in made.text
     assert "mla::rows::widen_right" in made.text
+    assert made.text.count("tl::cluster_sync()") == 2
     # Lanes of a warp call together: no call is guarded by what one of them knows.
     assert not re.search(r"if \(.*place.*\{\s*mla::rows", made.text)
     weights = 2 * kernel.tiles.block_m * kernel.tiles.block_n

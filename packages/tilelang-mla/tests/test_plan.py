@@ -33,6 +33,7 @@ from tilelang_mla.plan import (
     plan_of_whole_lists,
     plan_prefill,
     plan_without_schedule,
+    tiles_8bit,
 )
 
 H200 = DeviceLimits(132)
@@ -348,7 +349,7 @@ REFUSED = {
     "48 rows": {"block_m": 48}, "no rows": {"block_m": 0}, "48 keys": {"block_n": 48}, "no keys": {"block_n": 0},
     "no stages": {"num_stages": 0}, "9 stages": {"num_stages": 9}, "no splits": {"num_splits": 0},
     "negative splits": {"num_splits": -1}, "too many splits": {"num_splits": MOST_SPLITS + 1},
-    "negative spares": {"spare_parts": -1},
+    "negative spares": {"spare_parts": -1}, "pairs over 16 bits": {"paired": True},
 }  # fmt: skip
 
 
@@ -361,6 +362,14 @@ def test_a_plan_that_no_kernel_can_take_covers_nothing(change) -> None:
     if of_prefill:
         assert PrefillPlan(128, 128, 2).covers(PROMPT)
         assert not replace(PrefillPlan(128, 128, 2), **of_prefill).covers(PROMPT)
+
+
+def test_programs_of_tiles_side_by_side_share_what_they_widen_where_tiles_are_even() -> None:
+    for cache, heads, tokens, paired in (("656", 64, 1, 0), ("656", 128, 1, 1), ("656", 64, 2, 1), ("656", 64, 3, 0)):
+        problem = replace(DECODING, num_heads=heads, seqlen_q=tokens, cache=cache)
+        tiles = tiles_8bit(problem, DecodeTiles(64, 64, 2), H200)
+        assert (tiles.covers(problem), tiles.paired) == (True, paired)
+        assert replace(tiles, paired=True).covers(problem) == bool(paired)
 
 
 @pytest.mark.parametrize("plan", [DecodeTiles(64, 64, 2, 3, 7), PrefillPlan(128, 64, 2)], ids=str)

@@ -26,17 +26,20 @@ class Driver:
         self.found: driver.Found | None = None
         self.called: list[tuple[str, tuple[int, ...]]] = []
         self.launched: list[tuple[int, tuple[int, ...], int]] = []
+        self.attributes: list[dict[int, tuple[int, ...]]] = []
         self.code = 0
         self.unknown = b""
 
-    def kernel(self, name: str, **_: Any) -> Any:
+    def kernel(self, name: str, paired: bool = False, **_: Any) -> Any:
         def start(*given: Any) -> None:
             addresses = tuple(x.data_ptr() for x in given if isinstance(x, Tensor))
             self.called.append((name, addresses))
             maps = [b"\1" * 8 + struct.pack("<Q", at) + b"\2" * 112 for at in addresses[:2]]
             pointers = [struct.pack("<Q", at) for at in addresses[2:]]
             parameters = [*pointers[:3], *maps, struct.pack("<i", NUMBERS), *pointers[3:], self.unknown]
-            self.found = driver.Found(len(name), (5, 1, 1, 384, 1, 1, 1000), [value for value in parameters if value])
+            cluster = (2 * paired, paired, paired)
+            given_bytes = [value for value in parameters if value]
+            self.found = driver.Found(len(name), (5, 1, 1, 384, 1, 1, 1000), given_bytes, cluster)
 
         return start
 
@@ -60,6 +63,8 @@ class Driver:
         assert values[3][:8] == b"\1" * 8
         assert values[3][16:] == b"\2" * 112
         maps = [struct.unpack_from("<Q", value, 8)[0] for value in values[3:5]]
+        own = (driver._Attribute * config._obj.count).from_address(config._obj.attributes)
+        self.attributes.append({attribute.id: tuple(attribute.value[:3]) for attribute in own})
         self.launched.append((function.value, (*maps, *words[:3], *words[6:]), config._obj.stream))
         return 0
 
@@ -140,6 +145,8 @@ def test_the_driver_is_handed_what_the_kernels_would_be(stand_in, planned, lse, 
         assert len(merged) == len(of_merge) == 1
         cuts = given[0][4].data_ptr() if planned else handed[-1]
         assert of_merge[0][1] == (cuts, *handed[-5:-1])
+    # Pairs of programs are a cluster; the combine kernel may start before the one ahead of it has ended.
+    assert stand_in.attributes[-2:] == [{4: (2, 1, 1)} if cache and heads == 128 else {}, {6: (1, 0, 0)}]
 
 
 @pytest.mark.parametrize("cache", ["", "656"])

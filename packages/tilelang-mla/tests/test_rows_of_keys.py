@@ -18,6 +18,8 @@ import tilelang_mla
 
 KERNELS = Path(tilelang_mla.__file__).parent / "kernels" / "decode"
 OF_ROWS = ("copied", "one scale", "one scale, float16", "records")
+# What two programs widen for both.
+OF_TWO = ("one scale, for two", "records, for two")
 
 
 def said_by(name: str, folder: Path) -> str:
@@ -50,6 +52,10 @@ def test_functions_of_keys_as_rows_attend_to_both_formats_as_float64_does(tmp_pa
 
 
 def test_loaders_by_rows_store_each_element_at_its_address_and_widen_what_has_8_bits(tmp_path) -> None:
-    """Keys that are none are zeros; NaN stays."""
+    """Keys that are none are zeros; NaN stays. What one program sends to the other is what that one counts."""
     said = said_by("rows", tmp_path)
-    assert re.findall(r"(.+): (\d+) (\d+)\n", said) == [(name, "0", str(3 * 64 * 576)) for name in OF_ROWS], said
+    elements, bytes_sent = str(3 * 64 * 576), str(2 * 3 * 32 * 576 * 2)
+    want = [(name, "0", elements) for name in OF_ROWS]
+    for name in OF_TWO:
+        want += [(name, "0", elements)] * 2 + [(f"{name}, bytes sent", "0", bytes_sent)]
+    assert re.findall(r"(.+): (-?\d+) (\d+)\n", said) == want, said

@@ -88,9 +88,9 @@ def wanted(
 
 
 def _tiles_8bit(dim_nope: int, dim_rope: int, cache: str) -> list[tuple[DecodeProblem, DecodeTiles]]:
-    """Tiles over a cache of 8 bits, of few rows, of more and of many, where these are others."""
+    """Tiles over a cache of 8 bits, of few rows, of more, of a tile and of two, where these are others."""
     found: list[tuple[DecodeProblem, DecodeTiles]] = []
-    for rows in (1, 32, 64):
+    for rows in (1, 32, 64, 128):
         problem = DecodeProblem(rows, dim_nope, dim_rope, 1, 1, 1, 1, cache=cache)
         tiles = tiles_8bit(problem, decode_tiles(rows, dim_nope, dim_rope, None, _LIMITS), _LIMITS)
         if tiles not in [other for _, other in found]:

@@ -25,16 +25,20 @@ import torch
 _MAP, _ALIGNED, _ADDRESS = 128, 64, 8
 # Encoded descriptors that a launch keeps, of each of its tensors: as many as a model has layers.
 _MOST_MAPS = 512
-_RELAXED, _MAY_START_BEFORE_THE_LAST_HAS_ENDED = 2, 6
+_RELAXED, _PROGRAMS_OF_A_CLUSTER, _MAY_START_BEFORE_THE_LAST_HAS_ENDED = 2, 4, 6
 _SIZES = ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared")
 
 
 class Found(NamedTuple):
-    """A launch: CUfunction; programs, threads and bytes of shared memory as in _SIZES; its parameters' bytes."""
+    """A launch: CUfunction; programs, threads and bytes of shared memory as in _SIZES; its parameters' bytes.
+
+    cluster: its programs in each dimension, 0 where there are none.
+    """
 
     function: int
     sizes: tuple[int, ...]
     parameters: list[bytes]
+    cluster: tuple[int, ...] = (0, 0, 0)
 
 
 class _Node(ctypes.Structure):
@@ -103,7 +107,9 @@ class Driver:
         # Past the last one an error says so.
         while not self._cuda.cuFuncGetParamInfo(function, c_size_t(len(parameters)), byref(offset), byref(size)):
             parameters.append(ctypes.string_at(node.parameters[len(parameters)], size.value))
-        return Found(function.value or 0, tuple(getattr(node, name) for name in _SIZES), parameters)
+        value = (c_int * 16)()
+        self._call("cuGraphKernelNodeGetAttribute", c_void_p(nodes[0]), c_int(_PROGRAMS_OF_A_CLUSTER), byref(value))
+        return Found(function.value or 0, tuple(getattr(node, name) for name in _SIZES), parameters, tuple(value[:3]))
 
     def readdress(self, place: int, address: int) -> None:
         """Let the CUtensorMap at ``place`` be that of another tensor of the same form."""
@@ -145,8 +151,11 @@ class Replay:
         self._maps: list[tuple[int, int, dict[int, bytes]]] = [(places[n], position, {}) for n, position in maps]
         self._at = [0] * len(maps)
         self._parameters = (c_void_p * len(places))(*[base + place for place in places])
-        self._attribute = _Attribute(_MAY_START_BEFORE_THE_LAST_HAS_ENDED, 0, (c_int * 16)(int(dependent)))
-        self._config = _Config(*found.sizes, None, ctypes.addressof(self._attribute), int(dependent))
+        own = [_Attribute(_MAY_START_BEFORE_THE_LAST_HAS_ENDED, 0, (c_int * 16)(1))] if dependent else []
+        if any(found.cluster):
+            own.append(_Attribute(_PROGRAMS_OF_A_CLUSTER, 0, (c_int * 16)(*found.cluster)))
+        self._attributes = (_Attribute * len(own))(*own)
+        self._config = _Config(*found.sizes, None, ctypes.addressof(self._attributes), len(own))
         self._launched = (byref(self._config), c_void_p(found.function), self._parameters, None)
         self._lock = Lock()
 

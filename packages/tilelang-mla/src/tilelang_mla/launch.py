@@ -104,6 +104,8 @@ def decode_8bit_constants(problem: DecodeProblem, tiles: DecodeTiles, dtype: tor
     constants["by_rows"] = tiles.loads_by_rows(problem)
     if tiles.keys_are_rows(problem):
         constants["block_m"] = tiles.block_m
+    if tiles.paired and tiles.widens_by_rows(problem):
+        constants["paired"] = True
     if tiles.narrow and dtype == torch.bfloat16:
         constants["narrow"] = True
     return constants
@@ -181,7 +183,7 @@ def prepare_decode(problem: DecodeProblem, plan: DecodeTiles | None, tensors: De
     # for each part, which starts as another ends, is more even.
     programs = num_parts * tiles.row_tiles(rows)
     if first_part is not None:
-        programs = min(programs, limits.cores)
+        programs = min(programs, limits.cores - limits.cores % 2 if tiles.paired else limits.cores)
     if shared:
         programs = (tiles.spare_parts + 1) * tiles.row_tiles(rows)
     # The workspace of partial results, in float32; of one that is not used where there is one part.
@@ -263,7 +265,7 @@ def prepare_sparse(problem: DecodeProblem, plan: DecodeTiles | None, tensors: Sp
     merging = merge_grid(lists, heads, problem.capacity, tiles, limits.cores)
     programs = num_parts * tiles.row_tiles(heads)
     if first_part is not None:
-        programs = min(programs, limits.cores)
+        programs = min(programs, limits.cores - limits.cores % 2 if tiles.paired else limits.cores)
     if shared:
         programs = (tiles.spare_parts + 1) * tiles.row_tiles(heads)
     partials = num_parts if merged else 1

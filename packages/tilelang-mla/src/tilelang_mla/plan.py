@@ -146,7 +146,8 @@ class DecodeTiles(Plan):
     ``narrow``: keys of 8 bits are not widened, but q in bfloat16 and weights are two numbers of 8 bits each. By choice
     alone: tensor cores keep 13 bits of such sums, so that large products which cancel take small ones with them.
     ``early``: scores of a block are asked for before the values of the one before it are there; only where dense keys
-    of 16 bits are loaded by TMA, and in sparse prefill.
+    of 16 bits are loaded by TMA, and in sparse prefill. ``paired``: two programs, of tiles of rows side by side, widen
+    half of the keys each, for both.
     """
 
     block_m: int
@@ -157,6 +158,7 @@ class DecodeTiles(Plan):
     by_rows: bool = False
     narrow: bool = False
     early: bool = False
+    paired: bool = False
 
     def covers(self, problem: DecodeProblem) -> bool:
         """Whether its blocks are such that a kernel can take them, for this problem."""
@@ -166,6 +168,8 @@ class DecodeTiles(Plan):
             blocks = self.block_m == _ROWS and self.block_n in (16, 32, 64, 128) and 1 <= self.num_stages <= 4
         if self.narrow:
             blocks &= self.keys_are_rows(problem) and self.block_m == _NARROW and problem.cache == "e4m3"
+        if self.paired:
+            blocks &= self.widens_by_rows(problem) and self.row_tiles(problem.rows) % 2 == 0
         return blocks and 1 <= self.num_splits <= MOST_SPLITS and self.spare_parts >= 0
 
     def shared_memory(self, problem: DecodeProblem) -> int:
@@ -192,6 +196,10 @@ class DecodeTiles(Plan):
         bare = problem.dim_rope == 0 and not problem.cache
         right = problem.dim_nope == _LATENT and (problem.dim_rope == _ROPE or bare)
         return bool(self.by_rows) and right and (self.block_m, self.block_n) == (_ROWS, _OF_STAGE)
+
+    def widens_by_rows(self, problem: DecodeProblem) -> bool:
+        """Whether keys of 8 bits are loaded by rows, and widened on their way."""
+        return bool(problem.cache) and self.loads_by_rows(problem)
 
     def asks_early(self, problem: DecodeProblem) -> bool:
         """Whether the decoding kernel asks for scores early: blocks of keys lie in one page each."""
@@ -290,7 +298,7 @@ def tiles_8bit(problem: DecodeProblem, tiles: DecodeTiles, limits: DeviceLimits)
         return tiles
     by_rows = DecodeTiles(_ROWS, _OF_STAGE, 2, tiles.num_splits, tiles.spare_parts, True)
     if problem.rows > _FEW_ROWS and by_rows.loads_by_rows(problem):
-        return by_rows
+        return replace(by_rows, paired=by_rows.row_tiles(problem.rows) % 2 == 0)
     of_keys = tiles_of_keys(problem, tiles, limits)
     if of_keys.keys_are_rows(problem):
         return of_keys

@@ -4,8 +4,10 @@ from typing import Any, NamedTuple
 
 from tilelang.language import macro
 
-from tilelang_mla.kernels.common import GROUP, ROWS
+from tilelang_mla.kernels.common import GROUP, ROWS, WARP
 
+# Warps of a warpgroup.
+_WARPS = GROUP // WARP
 # What a work item says of the part at hand: places in ``told``, one of whose two slots the producer fills while the
 # consumers still read the other.
 _TOLD = 8
@@ -28,6 +30,8 @@ class Sizes(NamedTuple):
     early: scores of a block are asked of the tensor cores before the values of the one before it are there, and values
     of the right half wait until they have been asked for: with ``told`` sparse prefill is 1.07 to 1.10 times as fast on
     an H200. A stage is free later, so that this is for work whose time is that of products.
+
+    paired: two programs, of tiles of rows side by side, are a cluster; each widens half of a block's keys, for both.
     """
 
     dim_nope: int
@@ -43,6 +47,7 @@ class Sizes(NamedTuple):
     whole: bool = False
     narrow: bool = False
     early: bool = False
+    paired: bool = False
 
     @property
     def half(self) -> int:
@@ -68,12 +73,16 @@ class Sizes(NamedTuple):
     def loaders(self) -> int:
         """Warpgroups of the producer: with one scale two widen keys by rows, in 0.86 to 0.89 of the time on an H200; of
         records they take as long as one."""
-        return 2 if self.by_rows and self.cache == "e4m3" else 1
+        return 2 if self.by_rows and self.cache == "e4m3" and not self.paired else 1
 
     @property
     def units(self) -> int:
         """Parts of a block that a thread of a loader by rows has in registers, to be widened."""
-        return 0 if not self.is_8bit else 4 if self.cache == "656" else 3
+        if not self.is_8bit:
+            return 0
+        if self.paired:
+            return 5 if self.cache == "656" else 9
+        return 4 if self.cache == "656" else 3
 
     @property
     def lines(self) -> bool:
@@ -89,7 +98,7 @@ class Sizes(NamedTuple):
     @property
     def keys_of_warp(self) -> int:
         """Keys of a block that a warp of a producer by rows loads."""
-        return 16 // self.loaders
+        return 8 if self.paired else 16 // self.loaders
 
     @property
     def registers(self) -> tuple[int, int, int]:
@@ -108,7 +117,7 @@ class Sizes(NamedTuple):
     @property
     def tells_valid(self) -> bool:
         """Whether threads arrive a second time where a block is here, for what they have written of it themselves."""
-        return self.sparse and not self.is_8bit or self.by_rows and self.cache == "656"
+        return self.sparse and not self.is_8bit or self.by_rows and self.cache == "656" and not self.paired
 
     @property
     def one_scale(self) -> bool:
@@ -289,8 +298,12 @@ def alloc_barriers(T, S):
     work_empty = T.alloc_barrier(2 * GROUP)
     left_full = T.alloc_barrier([2 * S.producers if S.tells_valid else S.producers] * S.num_stages)
     right_full = T.alloc_barrier([S.producers] * S.num_stages)
-    left_empty = T.alloc_barrier([GROUP] * S.num_stages)
-    right_empty = T.alloc_barrier([GROUP] * S.num_stages)
+    if S.paired:
+        left_empty = T.alloc_cluster_barrier([2 * _WARPS] * S.num_stages)
+        right_empty = T.alloc_cluster_barrier([2 * _WARPS] * S.num_stages)
+    else:
+        left_empty = T.alloc_barrier([GROUP] * S.num_stages)
+        right_empty = T.alloc_barrier([GROUP] * S.num_stages)
     weights_full = T.alloc_barrier(GROUP)
     weights_empty = T.alloc_barrier(GROUP)
     sums_full = T.alloc_barrier(GROUP)

@@ -33,7 +33,7 @@ from tilelang_mla.kernels.decode.groups import (
     alloc_memory,
     alloc_softmax,
 )
-from tilelang_mla.kernels.decode.keys import prelude_of, threads_of
+from tilelang_mla.kernels.decode.keys import options_of
 from tilelang_mla.kernels.decode.roles import produce, score, value
 from tilelang_mla.kernels.decode.serial import attend_serially
 from tilelang_mla.kernels.decode.shares import find_share
@@ -88,7 +88,7 @@ def attend(
         wants_lse: T.int32,
         num_programs: T.int32,
     ):
-        with T.Kernel(num_programs, threads=threads_of(S, serial), **prelude_of(S, serial)) as i_program:
+        with T.Kernel(num_programs, **options_of(S, serial)) as i_program:
             # As arguments.py checks: rows may be read in vectors of 16 bytes.
             T.assume(kv_page % 8 == 0)
             T.assume(kv_row % 8 == 0)
@@ -118,6 +118,9 @@ def run_roles(T, S, serial, inputs, outputs, numbers, i_program, num_programs):
     row_tiles = T.alloc_var(T.int32, init=T.truncdiv(rows + (S.rows - 1), S.rows))
     tokens = T.alloc_var(T.int32, init=T.truncdiv(rows, heads))
     launch = Launch(*numbers, tokens, row_tiles, i_program, num_programs)
+    if S.paired:
+        # TileLang starts clusters before what is ahead of them has ended.
+        T.pdl_sync()
     if launch.scheduled == SHARED:
         find_share(T, S, launch, inputs, memory, thread, serial)
     if serial:
@@ -138,3 +141,6 @@ def run_roles(T, S, serial, inputs, outputs, numbers, i_program, num_programs):
             score(T, S, launch, inputs, outputs, memory, barriers, s, acc_l)
         with T.ws(_VALUES):
             value(T, S, launch, inputs, outputs, memory, barriers, rescale_r, acc_r)
+        if S.paired:
+            # Nobody ends while the other may still write to it.
+            T.cluster_sync()

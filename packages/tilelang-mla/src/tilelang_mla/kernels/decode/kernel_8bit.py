@@ -8,17 +8,21 @@ from typing import Any
 from tilelang_mla.kernels.common import ROWS
 from tilelang_mla.kernels.decode.groups import Inputs, Outputs, Sizes
 from tilelang_mla.kernels.decode.kernel import run_roles
-from tilelang_mla.kernels.decode.keys import prelude_of, run_keys, threads_of
+from tilelang_mla.kernels.decode.keys import options_of, run_keys
 
 
 def attend_8bit(
     T: Any, *, cache: str, dim_nope: int, dim_rope: int, dtype: Any, block_n: int, num_stages: int,
     serial: bool = False, per_token: bool = False, block_m: int = ROWS, by_rows: bool = False, narrow: bool = False,
+    paired: bool = False,
 ) -> Any:  # fmt: skip
     """The kernel. cache: "e4m3", with one scale, or "656": records, with a scale of each 128 latents and a rope of q's
     dtype. The rest is as :func:`tilelang_mla.kernels.decode.attend` has it; keys lie anywhere.
     """
-    S = Sizes(dim_nope, dim_rope, dtype, block_n, num_stages, True, cache, rows=block_m, by_rows=by_rows, narrow=narrow)
+    S = Sizes(
+        dim_nope, dim_rope, dtype, block_n, num_stages, True, cache, rows=block_m, by_rows=by_rows, narrow=narrow,
+        paired=paired and not serial,
+    )  # fmt: skip
     run = run_keys if S.keys_are_rows and not serial else run_roles
     records = cache == "656"
     # What 16 bytes are of the rope's elements.
@@ -61,7 +65,7 @@ def attend_8bit(
         wants_lse: T.int32,
         num_programs: T.int32,
     ):
-        with T.Kernel(num_programs, threads=threads_of(S, serial), **prelude_of(S, serial)) as i_program:
+        with T.Kernel(num_programs, **options_of(S, serial)) as i_program:
             # As caches are checked: rows may be read in vectors of 16 bytes.
             T.assume(kv_page % 16 == 0)
             T.assume(kv_row % 16 == 0)

@@ -9,12 +9,12 @@ from typing import Any
 from tilelang_mla.kernels.common import ROWS
 from tilelang_mla.kernels.decode.groups import Inputs, Outputs, Sizes
 from tilelang_mla.kernels.decode.kernel import run_roles
-from tilelang_mla.kernels.decode.keys import prelude_of, run_keys, threads_of
+from tilelang_mla.kernels.decode.keys import options_of, run_keys
 
 
 def attend_sparse(
     T: Any, *, cache: str, dim_nope: int, dim_rope: int, dtype: Any, block_n: int, num_stages: int,
-    serial: bool = False, block_m: int = ROWS, by_rows: bool = False,
+    serial: bool = False, block_m: int = ROWS, by_rows: bool = False, paired: bool = False,
 ) -> Any:  # fmt: skip
     """The kernel. cache: "" of q's dtype or "656" of records, whose parts are kv, rope and scales; else kv stands in.
 
@@ -23,7 +23,7 @@ def attend_sparse(
     """
     S = Sizes(
         dim_nope, dim_rope, dtype, block_n, num_stages, True, cache, sparse=True, rows=block_m,
-        by_rows=by_rows and not serial,
+        by_rows=by_rows and not serial, paired=paired and not serial,
     )  # fmt: skip
     run = run_keys if S.keys_are_rows and not serial else run_roles
     records = cache == "656"
@@ -69,7 +69,7 @@ def attend_sparse(
         sinks: T.int32,
         num_programs: T.int32,
     ):
-        with T.Kernel(num_programs, threads=threads_of(S, serial), **prelude_of(S, serial)) as i_program:
+        with T.Kernel(num_programs, **options_of(S, serial)) as i_program:
             T.assume(kv_page % line == 0)
             T.assume(kv_row % line == 0)
             if records:

@@ -8,7 +8,7 @@ from typing import Any
 
 from tilelang_mla.kernels.decode.groups import EVENLY, Inputs, Outputs, Sizes
 from tilelang_mla.kernels.decode.kernel import run_roles
-from tilelang_mla.kernels.decode.keys import prelude_of, threads_of
+from tilelang_mla.kernels.decode.keys import options_of
 
 
 def attend_sparse_prefill(
@@ -41,7 +41,7 @@ def attend_sparse_prefill(
         sinks: T.int32,
         num_programs: T.int32,
     ):
-        with T.Kernel(num_programs, threads=threads_of(S, serial), **prelude_of(S, serial)) as i_program:
+        with T.Kernel(num_programs, **options_of(S, serial)) as i_program:
             # As arguments are checked: rows may be read in vectors of 16 bytes.
             T.assume(kv_key % 8 == 0)
             T.assume(kv_head % 8 == 0)

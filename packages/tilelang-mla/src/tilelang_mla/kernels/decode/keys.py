@@ -118,16 +118,17 @@ def alloc_key_barriers(T, S):
     return work_full, work_empty, full, empty, weights_full, weights_empty, sums_full
 
 
-def prelude_of(S: Any, serial: bool) -> dict[str, str]:
-    """What a kernel is compiled with, unless in C."""
-    if serial or not (S.keys_are_rows or S.by_rows):
-        return {}
-    return {"prelude": TEXT if S.keys_are_rows else (TEXT_OF_HALVES if S.loaders == 2 else "") + TEXT_BY_ROWS}
-
-
-def threads_of(S: Any, serial: bool) -> int:
-    """Threads of a program: one in C, else three warpgroups, or five where keys are rows."""
-    return 1 if serial else (5 if S.keys_are_rows else 2 + S.loaders) * GROUP
+def options_of(S: Any, serial: bool) -> dict[str, Any]:
+    """Of a kernel: threads of a program, one in C, else three warpgroups, or five where keys are rows; what it is
+    compiled with, unless in C; and programs of a cluster."""
+    if serial:
+        return {"threads": 1}
+    options: dict[str, Any] = {"threads": (5 if S.keys_are_rows else 2 + S.loaders) * GROUP}
+    if S.keys_are_rows or S.by_rows:
+        options["prelude"] = TEXT if S.keys_are_rows else (TEXT_OF_HALVES if S.loaders == 2 else "") + TEXT_BY_ROWS
+    if S.paired:
+        options["cluster_dims"] = 2
+    return options
 
 
 @macro

@@ -7,12 +7,13 @@ from typing import Any
 
 from tilelang.language import macro
 
-from tilelang_mla.kernels.common import GROUP, LN_2, LOG2_E, ROWS, log_of_sum, row_owners
+from tilelang_mla.kernels.common import GROUP, LOG2_E, ROWS
 from tilelang_mla.kernels.decode.groups import SHARED, Work, read_work
 from tilelang_mla.kernels.decode.loads import load_left, load_q, load_right, load_rows, row_of
 from tilelang_mla.kernels.decode.rows import Held, alloc_held, at, begin_rows, load_by_rows
 from tilelang_mla.kernels.decode.schedule import OF_PRODUCER, Owner, find_part, owner_of, part_of
 from tilelang_mla.kernels.decode.shares import tell_share, turns_of
+from tilelang_mla.kernels.decode.stores import store_lse, store_max, store_part, store_part_lse
 from tilelang_mla.kernels.decode.widen import begin_raw, load_widened
 from tilelang_mla.kernels.softmax import (
     any_moved,
@@ -20,7 +21,6 @@ from tilelang_mla.kernels.softmax import (
     exponentiate,
     invert_sums,
     mask,
-    natural_lse,
     raise_highest,
     raise_max,
     scale_rows,
@@ -29,6 +29,13 @@ from tilelang_mla.kernels.softmax import (
 
 # Named barriers of one warpgroup; 0 is that of all threads, and TileLang keeps 1 and 2 for itself.
 _OF_SCORES, _OF_VALUES = 5, 6
+
+
+def free(T: Any, S: Any, stage: Any) -> Any:
+    """A thread is done with what is in a stage: tell who loads it, of a pair both programs."""
+    if S.paired:
+        return T.call_extern("handle", "mla::rows::free_both", stage, T.get_thread_binding())
+    return T.barrier_arrive(stage)
 
 
 @macro
@@ -182,7 +189,7 @@ def score(T, S, launch, inputs, outputs, memory, barriers, s, acc):
             if not S.early:
                 # Free the stage first: the next block may not be here yet, and that behind it is to be on its way.
                 T.wait_wgmma(0)
-                T.barrier_arrive(barriers.left_empty[stage])
+                free(T, S, barriers.left_empty[stage])
             score_block(T, S, memory, barriers, s, after, phase, stage if S.early else None)
         for _ in T.serial(T.min(work.steps, 1)):
             last = done + work.steps - 1
@@ -202,7 +209,7 @@ def score(T, S, launch, inputs, outputs, memory, barriers, s, acc):
                     T.sync_threads(_OF_SCORES, GROUP)
             T.wgmma_gemm(s.weights, memory.k_l[stage, :, :], acc)
             T.wait_wgmma(0)
-            T.barrier_arrive(barriers.left_empty[stage])
+            free(T, S, barriers.left_empty[stage])
         done = done + work.steps
         invert_sums(T, s)
         scale_values(T, S, inputs, s)
@@ -256,7 +263,7 @@ def value(T, S, launch, inputs, outputs, memory, barriers, rescale, acc):
             T.wgmma_gemm(memory.weights, memory.k_r[stage, :, :], acc)
             T.wait_wgmma(0)
             T.barrier_arrive(barriers.weights_empty)
-            T.barrier_arrive(barriers.right_empty[stage])
+            free(T, S, barriers.right_empty[stage])
         done = done + work.steps
         T.barrier_wait(barriers.sums_full, slot)
         T.copy(memory.rescale, rescale)
@@ -373,7 +380,7 @@ def score_block(T, S, memory, barriers, s, stage, phase, before=None):
         T.wgmma_gemm(memory.q_rope, memory.k_rope[stage, :, :], s.scores, transpose_B=True)
     if before is not None:
         T.wait_wgmma(2 if S.dim_rope else 1)
-        T.barrier_arrive(barriers.left_empty[before])
+        free(T, S, barriers.left_empty[before])
     T.barrier_wait(barriers.right_full[stage], phase)
     T.wgmma_gemm(memory.q_r, memory.k_r[stage, :, :], s.scores, transpose_B=True)
     if before is not None:
@@ -403,42 +410,3 @@ def share_weights(T, memory, barriers, s, block):
     T.copy(s.weights, memory.weights)
     T.fence_proxy_async()
     T.barrier_arrive(barriers.weights_full)
-
-
-@macro
-def store_lse(T, launch, lse, s, work, rows):
-    for i in T.Parallel(*s.row_sum.shape, loop_layout=row_owners(T, s.row_sum.shape[0])):
-        if work.first_row + i < rows:
-            lse[
-                work.sequence,
-                T.truncmod(work.first_row + i, launch.heads),
-                T.truncdiv(work.first_row + i, launch.heads),
-            ] = natural_lse(T, s, i)
-
-
-@macro
-def store_max(T, max_logits, s, work):
-    """Natural, as lse is; minus infinity of a row that has seen nothing."""
-    for i in T.Parallel(*s.highest.shape, loop_layout=row_owners(T, s.highest.shape[0])):
-        if work.first_row + i < max_logits.shape[1]:
-            max_logits[work.sequence, work.first_row + i] = s.highest[i] * LN_2
-
-
-@macro
-def store_part(T, parts, acc, work, begin):
-    for i, j in T.Parallel(*acc.shape):
-        if work.first_row + i < parts.shape[1]:
-            parts[work.part, work.first_row + i, begin + j] = acc[i, j]
-
-
-@macro
-def store_part_lse(T, launch, part_lse, s, work):
-    """Of 2. The quick logarithm is near enough to weigh parts, but not for a sum that is asked for."""
-    for i in T.Parallel(*s.row_sum.shape, loop_layout=row_owners(T, s.row_sum.shape[0])):
-        log_of = T.alloc_var(T.float32, init=-T.infinity(T.float32))
-        if s.row_sum[i] != 0:
-            log_of = s.running_max[i] + T.log2(s.row_sum[i])
-            if launch.wants_lse != 0:
-                log_of = log_of_sum(T, s.running_max[i], s.row_sum[i])
-        if work.first_row + i < part_lse.shape[1]:
-            part_lse[work.part, work.first_row + i] = log_of

@@ -7,6 +7,9 @@
 //
 // RECORDS: keys of 656 bytes (512 e4m3, 4 scales, 64 ropes of bfloat16), else 64 ropes of e4m3 behind the latents, and
 // one scale, which is not applied here.
+//
+// Two programs of a cluster, whose tiles of rows attend to the same keys, may widen half of a block's each and write it to
+// both. A stage is free when the rows of both have been multiplied.
 
 #ifndef MLA_ROWS
 #define MLA_ROWS
@@ -24,8 +27,9 @@ namespace mla::rows {
 constexpr int LINE = 128, CHUNK = 64 * LINE, LATENT = 512, SCALES = 512, ROPES = 528;
 
 #ifndef MLA_ON_HOST
-// An address in shared memory.
+// An address in shared memory, and how far two are apart.
 using Shared = uint32_t;
+using Distance = uint32_t;
 MLA_DEVICE Shared shared(void *p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 MLA_DEVICE const uint8_t *of_lane(const void *p, int lane) {
   return reinterpret_cast<const uint8_t *>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(p), lane));
@@ -52,6 +56,36 @@ MLA_DEVICE void fetch(const void *from, int bytes) {
 }
 MLA_DEVICE void store(Shared to, uint32_t x, uint32_t y, uint32_t z, uint32_t w) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
+}
+// Which of a cluster's two programs this is, and how far the other's shared memory lies behind its own.
+MLA_DEVICE int own_rank() {
+  int rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+MLA_DEVICE Distance to_other(Shared own) {
+  Shared other;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(other) : "r"(own), "r"(own_rank() ^ 1));
+  return other - own;
+}
+// Bytes that a warp has written to the same place of the other program's memory, whose barrier counts them.
+MLA_DEVICE void send(Shared from, int bytes, Distance distance, Shared barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               ::"r"(from + distance), "r"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+MLA_DEVICE void written_by_warp() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  __syncwarp();
+}
+MLA_DEVICE void expect(Shared barrier, int bytes) {
+  asm volatile("mbarrier.expect_tx.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+// A warp is done with a stage: one of its lanes says so to both programs.
+template <class Barrier> MLA_DEVICE void free_both(Barrier &empty, int thread) {
+  Shared own = shared(&empty);
+  if (thread & 31) return;
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(own) : "memory");
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(own + to_other(own)) : "memory");
 }
 // Four numbers of e4m3 to float16.
 MLA_DEVICE void widen(uint32_t four, uint32_t &low, uint32_t &high) {
@@ -95,11 +129,37 @@ MLA_DEVICE void copy_rows(void *ring, int begin, const void *own, bool own_there
 
 // Keys of 8 bits
 
+// Who wants a block: one program, or two of a cluster, whose warps have eight keys each and copy them to the other.
+struct Alone {
+  static constexpr bool PAIR = false;
+  MLA_METHOD int first_row() const { return 0; }
+  MLA_METHOD void copy(Shared, Shared, int, int) const {}
+};
+struct Both {
+  static constexpr bool PAIR = true;
+  Distance distance;
+  Shared barrier;
+  // full: what the other program's keys are awaited at, of so many bytes each.
+  template <class Barrier> MLA_METHOD Both(Barrier &full, int bytes, int thread) {
+    barrier = shared(&full);
+    if (thread == 0) expect(barrier, 32 * bytes);
+    distance = to_other(barrier);
+    barrier += distance;
+  }
+  MLA_METHOD int first_row() const { return 32 * own_rank(); }
+  // A warp's keys, of four chunks of a ring and perhaps of ropes.
+  MLA_METHOD void copy(Shared ring, Shared ropes, int chunks, int thread) const {
+    written_by_warp();
+    int lane = thread & 31, begin = (first_row() + (thread >> 5) * 8) * LINE;
+    if (lane < chunks) send((lane == 4 ? ropes : ring + lane * CHUNK) + begin, 8 * LINE, distance, barrier);
+  }
+};
+
 // A thread's part of a block: 16 elements of each of its keys' chunks, a unit each, of KEYS / 8 keys; those of their left
-// half, with ropes of 8 bits, before those of the right one. SLOTS of them are in registers, of this block and then the next;
-// they are a divisor of all.
-template <int KEYS, bool RECORDS> struct Units {
-  static constexpr int OWN = KEYS / 8, LEFT = RECORDS ? 4 : 5, RIGHT = 4, COUNT = OWN * (LEFT + RIGHT);
+// half, with ropes of 8 bits, before those of the right one. Of a pair ropes of 16 bits are two units more. SLOTS of them are
+// in registers, of this block and then the next; they are a divisor of all.
+template <int KEYS, bool RECORDS, bool PAIR> struct Units {
+  static constexpr int OWN = KEYS / 8, LEFT = !RECORDS ? 5 : PAIR ? 6 : 4, RIGHT = 4, COUNT = OWN * (LEFT + RIGHT);
 };
 
 // The keys of a thread, by its eighth of a warp: one is looked at at a time, as registers are few. What is read of one
@@ -118,13 +178,14 @@ struct Keys {
 };
 
 // held: of each slot four words, in flight or at hand.
-template <int KEYS, bool RECORDS, int SLOTS> MLA_DEVICE void load_unit(uint32_t *held, int unit, Keys &keys, int thread) {
-  using U = Units<KEYS, RECORDS>;
+template <int KEYS, bool RECORDS, bool PAIR, int SLOTS>
+MLA_DEVICE void load_unit(uint32_t *held, int unit, Keys &keys, int thread) {
+  using U = Units<KEYS, RECORDS, PAIR>;
   constexpr int BEFORE = U::OWN * U::LEFT;
   bool right = unit >= BEFORE;
   int chunks = right ? U::RIGHT : U::LEFT, i = right ? (unit - BEFORE) / chunks : unit / chunks;
   int chunk = right ? (unit - BEFORE) % chunks : unit % chunks;
-  int begin = chunk == 4 ? LATENT : right * LATENT / 2 + 64 * chunk;
+  int begin = chunk >= 4 ? (RECORDS ? ROPES : LATENT) + 64 * (chunk - 4) : right * LATENT / 2 + 64 * chunk;
   load(held + unit % SLOTS * 4, keys.key(i) + begin + 16 * (thread & 3));
 }
 
@@ -141,30 +202,43 @@ MLA_DEVICE Shared target(Shared latents, Shared ropes, int i, int chunk) {
 }
 
 // A half of the keys to a ring's chunks, and to that of ropes. What comes next takes the place of each unit.
-template <int KEYS, bool RECORDS, bool RIGHT, bool BF16, int SLOTS, class Next>
+template <int KEYS, bool RECORDS, bool RIGHT, bool BF16, int SLOTS, class Readers, class Next>
 MLA_DEVICE void widen_half(
-    uint32_t *held, const float *scales, void *ring, void *ropes, uint32_t all, int thread, Next next) {
-  using U = Units<KEYS, RECORDS>;
+    uint32_t *held, const float *scales, void *ring, void *ropes, uint32_t all, int thread, Readers readers, Next next) {
+  using U = Units<KEYS, RECORDS, Readers::PAIR>;
   constexpr int CHUNKS = RIGHT ? U::RIGHT : U::LEFT;
   int lane = thread & 31, first = lane >> 2;
+  int row = (readers.first_row() + (thread >> 5) * KEYS + first) * LINE;
   // Of 16 elements in 32 bytes the first 8, and the others.
-  int place = ((thread >> 5) * KEYS + first) * LINE + (((lane & 3) * 2 ^ first) << 4);
+  int place = row + (((lane & 3) * 2 ^ first) << 4);
   const Shared latents[2] = {shared(ring) + place, shared(ring) + (place ^ 16)};
   const Shared of_ropes[2] = {shared(ropes) + place, shared(ropes) + (place ^ 16)};
 #pragma unroll
   for (int i = 0; i < U::OWN; i++) {
     bool there = all >> (first + 8 * i) & 1;
+    // Of a pair there is no second store of a key that is none.
+    uint32_t kept = there || !Readers::PAIR ? ~0u : 0;
     float scale = 1.f;
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++) {
       int unit = U::OWN * U::LEFT * RIGHT + i * CHUNKS + c;
+      uint32_t *raw = held + unit % SLOTS * 4;
+      if (RECORDS && c >= 4) {
+        Shared to = shared(ropes) + row + (((lane & 3) + 4 * (c - 4) ^ first) << 4);
+        store(to, raw[0] & kept, raw[1] & kept, raw[2] & kept, raw[3] & kept);
+        next(unit);
+        continue;
+      }
       // Two chunks have a scale, which one of the key's lanes knows.
-      if (RECORDS && c % 2 == 0) scale = of_lane(scales[i], (lane & 28) + 2 * RIGHT + c / 2);
+      if (RECORDS && c % 2 == 0) {
+        scale = of_lane(scales[i], (lane & 28) + 2 * RIGHT + c / 2);
+        if (!kept) scale = 0.f;
+      }
 #pragma unroll
       for (int j = 0; j < 2; j++) {
         uint32_t x[4];
 #pragma unroll
-        for (int k = 0; k < 2; k++) widen(held[unit % SLOTS * 4 + 2 * j + k], x[2 * k], x[2 * k + 1]);
+        for (int k = 0; k < 2; k++) widen(raw[2 * j + k] & kept, x[2 * k], x[2 * k + 1]);
         if (BF16) {
 #pragma unroll
           for (int k = 0; k < 4; k++) x[k] = scaled(x[k], scale);
@@ -174,13 +248,14 @@ MLA_DEVICE void widen_half(
       next(unit);
     }
     // Seldom.
-    if (!there) {
+    if (!Readers::PAIR && !there) {
 #pragma unroll
       for (int c = 0; c < CHUNKS; c++)
 #pragma unroll
         for (int j = 0; j < 2; j++) store(target(latents[j], of_ropes[j], i, c), 0, 0, 0, 0);
     }
   }
+  readers.copy(shared(ring), shared(ropes), RIGHT ? 4 : 5, thread);
 }
 
 // A lane's key to L2.
@@ -189,47 +264,77 @@ template <int KEYS, bool RECORDS> MLA_DEVICE void fetch_key(const void *own, boo
 }
 
 // The first units of a work item's first block.
-template <int KEYS, bool RECORDS, int SLOTS>
+template <int KEYS, bool RECORDS, bool PAIR, int SLOTS>
 MLA_DEVICE void begin_keys(uint32_t *held, float *scales, const void *own, bool own_there, int thread) {
   Keys keys(own, own_there, thread);
   load_scales<KEYS, RECORDS>(scales, keys, thread);
 #pragma unroll
-  for (int unit = 0; unit < SLOTS; unit++) load_unit<KEYS, RECORDS, SLOTS>(held, unit, keys, thread);
+  for (int unit = 0; unit < SLOTS; unit++) load_unit<KEYS, RECORDS, PAIR, SLOTS>(held, unit, keys, thread);
 }
 
 // What takes the place of a unit.
-template <int KEYS, bool RECORDS, int SLOTS>
+template <int KEYS, bool RECORDS, bool PAIR, int SLOTS>
 MLA_DEVICE void load_behind(uint32_t *held, int unit, Keys &keys, Keys &after, int thread) {
-  constexpr int COUNT = Units<KEYS, RECORDS>::COUNT;
+  constexpr int COUNT = Units<KEYS, RECORDS, PAIR>::COUNT;
   static_assert(COUNT % SLOTS == 0);
   if (unit + SLOTS < COUNT)
-    load_unit<KEYS, RECORDS, SLOTS>(held, unit + SLOTS, keys, thread);
+    load_unit<KEYS, RECORDS, PAIR, SLOTS>(held, unit + SLOTS, keys, thread);
   else
-    load_unit<KEYS, RECORDS, SLOTS>(held, unit + SLOTS - COUNT, after, thread);
+    load_unit<KEYS, RECORDS, PAIR, SLOTS>(held, unit + SLOTS - COUNT, after, thread);
 }
 
 // Left half and ropes.
-template <int KEYS, bool RECORDS, bool BF16, int SLOTS>
-MLA_DEVICE void widen_left(
+template <int KEYS, bool RECORDS, bool BF16, int SLOTS, class Readers>
+MLA_DEVICE void widen_left_for(
     uint32_t *held, float *scales, void *ring, void *ropes, const void *own, bool own_there, const void *next,
-    bool next_there, int thread) {
+    bool next_there, int thread, Readers readers) {
   Keys keys(own, own_there, thread), after(next, next_there, thread);
-  if (RECORDS) copy_rows<KEYS, 1>(ropes, ROPES, own, own_there, thread);
-  widen_half<KEYS, RECORDS, false, BF16, SLOTS>(held, scales, ring, ropes, keys.all, thread, [&](int unit) {
-    load_behind<KEYS, RECORDS, SLOTS>(held, unit, keys, after, thread);
+  if (RECORDS && !Readers::PAIR) copy_rows<KEYS, 1>(ropes, ROPES, own, own_there, thread);
+  widen_half<KEYS, RECORDS, false, BF16, SLOTS>(held, scales, ring, ropes, keys.all, thread, readers, [&](int unit) {
+    load_behind<KEYS, RECORDS, Readers::PAIR, SLOTS>(held, unit, keys, after, thread);
   });
 }
 
 // The right half, and what is left of the next block's first units.
+template <int KEYS, bool RECORDS, bool BF16, int SLOTS, class Readers>
+MLA_DEVICE void widen_right_for(
+    uint32_t *held, float *scales, void *ring, const void *own, bool own_there, const void *next, bool next_there,
+    int thread, Readers readers) {
+  Keys keys(own, own_there, thread), after(next, next_there, thread);
+  widen_half<KEYS, RECORDS, true, BF16, SLOTS>(held, scales, ring, ring, keys.all, thread, readers, [&](int unit) {
+    load_behind<KEYS, RECORDS, Readers::PAIR, SLOTS>(held, unit, keys, after, thread);
+  });
+  load_scales<KEYS, RECORDS>(scales, after, thread);
+}
+
+template <int KEYS, bool RECORDS, bool BF16, int SLOTS>
+MLA_DEVICE void widen_left(
+    uint32_t *held, float *scales, void *ring, void *ropes, const void *own, bool own_there, const void *next,
+    bool next_there, int thread) {
+  widen_left_for<KEYS, RECORDS, BF16, SLOTS>(
+      held, scales, ring, ropes, own, own_there, next, next_there, thread, Alone());
+}
 template <int KEYS, bool RECORDS, bool BF16, int SLOTS>
 MLA_DEVICE void widen_right(
     uint32_t *held, float *scales, void *ring, const void *own, bool own_there, const void *next, bool next_there,
     int thread) {
-  Keys keys(own, own_there, thread), after(next, next_there, thread);
-  widen_half<KEYS, RECORDS, true, BF16, SLOTS>(held, scales, ring, ring, keys.all, thread, [&](int unit) {
-    load_behind<KEYS, RECORDS, SLOTS>(held, unit, keys, after, thread);
-  });
-  load_scales<KEYS, RECORDS>(scales, after, thread);
+  widen_right_for<KEYS, RECORDS, BF16, SLOTS>(held, scales, ring, own, own_there, next, next_there, thread, Alone());
+}
+
+// The same for both programs of a cluster; full: of the stage.
+template <int KEYS, bool RECORDS, bool BF16, int SLOTS, class Barrier>
+MLA_DEVICE void widen_left(
+    uint32_t *held, float *scales, void *ring, void *ropes, const void *own, bool own_there, const void *next,
+    bool next_there, int thread, Barrier &full) {
+  widen_left_for<KEYS, RECORDS, BF16, SLOTS>(
+      held, scales, ring, ropes, own, own_there, next, next_there, thread, Both(full, 5 * LINE, thread));
+}
+template <int KEYS, bool RECORDS, bool BF16, int SLOTS, class Barrier>
+MLA_DEVICE void widen_right(
+    uint32_t *held, float *scales, void *ring, const void *own, bool own_there, const void *next, bool next_there,
+    int thread, Barrier &full) {
+  widen_right_for<KEYS, RECORDS, BF16, SLOTS>(
+      held, scales, ring, own, own_there, next, next_there, thread, Both(full, 4 * LINE, thread));
 }
 
 }  // namespace mla::rows

@@ -31,8 +31,15 @@ def alloc_held(T: Any, S: Any) -> tuple[Any, Any]:
 
 
 def own_key(T: Any, S: Any, thread: Any) -> Any:
-    """The key of a block that a lane looks up; several lanes of a warp have the same."""
-    return T.truncdiv(thread, WARP) * S.keys_of_warp + thread % S.keys_of_warp
+    """The key of a block that a lane looks up; several lanes of a warp have the same.
+
+    Of a pair the first lanes have those of this program's half, and the next ones the same of the other's.
+    """
+    key = T.truncdiv(thread, WARP) * S.keys_of_warp + thread % S.keys_of_warp
+    if S.paired:
+        half = T.block_rank_in_cluster() ^ T.truncdiv(thread, S.keys_of_warp) % 2
+        key = half * (S.block_n // 2) + key
+    return key
 
 
 def call(T: Any, name: str, *arguments: Any, constants: tuple[Any, ...] = ()) -> Any:
@@ -44,6 +51,16 @@ def call(T: Any, name: str, *arguments: Any, constants: tuple[Any, ...] = ()) ->
 def at(T: Any, place: Any) -> Any:
     """The address of an element."""
     return T.access_ptr(place, "rw")
+
+
+def of_warp(S: Any) -> int:
+    """Keys of a block that a warp is told of: those that it loads, and of a pair those that the other's does."""
+    return S.keys_of_warp * (2 if S.paired else 1)
+
+
+def sent_to(S: Any, full: Any) -> tuple[Any, ...]:
+    """Of a pair, what counts the keys that the other program sends."""
+    return (full,) if S.paired else ()
 
 
 @macro
@@ -103,7 +120,7 @@ def begin_rows(T, S, inputs, work, held, thread):
         own = key_at(T, inputs, place)
         call(
             T, "begin_keys", at(T, held.words[0]), at(T, held.scales[0]), own, place >= 0, thread,
-            constants=(S.keys_of_warp, S.scales > 1, S.units),
+            constants=(S.keys_of_warp, S.scales > 1, S.paired, S.units),
         )  # fmt: skip
     return place, next_entry
 
@@ -122,15 +139,15 @@ def load_by_rows(T, S, inputs, memory, barriers, work, held, at_hand, step, stag
     k_l, k_r, k_rope = (at(T, ring[stage, 0, 0]) for ring in (memory.k_l, memory.k_r, memory.k_rope))
     T.barrier_wait(barriers.left_empty[stage], phase)
     if S.sparse:
-        if thread % WARP < S.keys_of_warp:
+        if thread % WARP < of_warp(S):
             memory.valid[stage, own_key(T, S, thread)] = T.cast(place >= 0, T.uint8)
     if S.is_8bit:
         call(
             T, "widen_left", at(T, held.words[0]), at(T, held.scales[0]), k_l, k_rope, own, place >= 0, following,
-            next_place >= 0, thread, constants=kind,
+            next_place >= 0, thread, *sent_to(S, barriers.left_full[stage]), constants=kind,
         )  # fmt: skip
         T.fence_proxy_async()
-        if S.scales > 1:
+        if S.tells_valid:
             T.cp_async_barrier_noinc(barriers.left_full[stage])
         T.barrier_arrive(barriers.left_full[stage])
     else:
@@ -144,7 +161,7 @@ def load_by_rows(T, S, inputs, memory, barriers, work, held, at_hand, step, stag
     if S.is_8bit:
         call(
             T, "widen_right", at(T, held.words[0]), at(T, held.scales[0]), k_r, own, place >= 0, following,
-            next_place >= 0, thread, constants=kind,
+            next_place >= 0, thread, *sent_to(S, barriers.right_full[stage]), constants=kind,
         )  # fmt: skip
         T.fence_proxy_async()
         T.barrier_arrive(barriers.right_full[stage])

@@ -146,8 +146,8 @@ def _plan_prefill(
     if not plan.segment or problem.snapshots or problem.reversed:
         return plan
     # Of a ragged batch the least that it may have.
-    most_rows = cdiv(problem.rows, plan.segment)
-    segments = max(problem.sequences, most_rows) if problem.ragged else problem.sequences * most_rows
+    of_rows = cdiv(problem.rows, plan.segment)
+    segments = max(problem.sequences, of_rows) if problem.ragged else problem.sequences * of_rows
     return shared(plan, problem.heads, segments, limits)
 
 

@@ -281,14 +281,10 @@ def choose(
     Without such numbers they are the blocks of ``k_block`` keys up to the end of the row's ``q_block`` queries, where a
     head has ``rows``.
     """
-    i_row = tl.program_id(0)
-    if p_possible is None:
-        # Those that may choose among the most come first, so that no program is long when others have ended.
-        i_row = tl.num_programs(0) - 1 - i_row
-    row = tl.program_id(1).to(tl.int64) * rows + i_row
+    row = tl.program_id(1).to(tl.int64) * rows + tl.program_id(0)
     if p_possible is None:
         # Past the last column nothing changes, and up to there 32 bits divide.
-        last = tl.minimum((i_row + 1).to(tl.int64) * q_block - 1, columns * k_block).to(tl.int32)
+        last = tl.minimum((tl.program_id(0) + 1).to(tl.int64) * q_block - 1, columns * k_block).to(tl.int32)
         possible = tl.minimum(last // k_block + 1, columns)
     else:
         possible = tl.minimum(tl.load(p_possible + row), columns)

@@ -308,6 +308,16 @@ def test_launches_hand_kernels_what_they_take(in_c, monkeypatch) -> None:
         assert_bitwise_equal(listed, wanted)
 
 
+def test_scores_that_are_no_numbers_stay_so_where_a_token_sees_and_nowhere_else() -> None:
+    cache = torch.zeros(1, 64, 1, 132, dtype=torch.uint8)
+    weights = torch.full((2, 1, 32), math.nan)
+    weights[1] = -math.inf
+    q, lengths, table = torch.zeros(2, 1, 32, 128).to(E4M3), ints(3, 2)[:, None], ints([0], [0])
+    scores = index_scores(q, cache, weights, lengths, table, clean_logits=True)[:, 0]
+    assert scores.isnan().sum(1).tolist() == [3, 2]
+    assert bool((scores[0, 3:] == -math.inf).all())
+
+
 @pytest.mark.parametrize("shape", [(0, 2), (2, 0)])
 def test_no_tokens_have_no_scores_and_no_lists(shape: tuple[int, int]) -> None:
     lengths, table = torch.zeros(shape, dtype=torch.int32), torch.zeros(shape[0], 3, dtype=torch.int32)

@@ -29,7 +29,8 @@ def scores(problem: IndexProblem, tensors: ScoresTensors) -> None:
         if most:
             keys = _keys_of(tensors.k_cache, tensors.block_table[sequence], most)
             found = index_scores(q[own], keys, weights[own], lengths[own], compute_dtype=torch.float32)
-            out[own, :most] = torch.where(found > -torch.inf, found, out[own, :most])
+            seen = torch.arange(most, device=found.device) < lengths[own, None]
+            out[own, :most] = torch.where(seen, found, out[own, :most])
     if out.data_ptr() != tensors.out.data_ptr():
         tensors.out.copy_(out.view(tensors.out.shape))
 

@@ -646,11 +646,17 @@ def test_nothing_but_sizes_dtype_and_blocks_is_a_constant_of_a_kernel(launch) ->
 
 
 def test_what_the_command_builds_is_what_calls_of_deepseek_ask_for(launch) -> None:
-    built = list(wanted(["bfloat16"], [(512, 64)], [(192, 128)]))
+    built = list(wanted(["bfloat16"], [(512, 64)], [(192, 128)], caches=("e4m3", "656"), sparse=True))
     for page, tokens in itertools.product((1, 16, 64, 128), (1, 2)):
         problem = DecodeProblem(128, 512, 64, tokens, 4, 8192, page)
         tiles = decode_tiles(problem.rows, 512, 64, 8192, H200)
         assert ("decode", launch.decode_constants(problem, tiles, BF16)) in built
+    for cache, heads in itertools.product(("e4m3", "656"), (1, 20, 64, 128, 192)):
+        problem = DecodeProblem(heads, 512, 64, 1, 4, 8192, 64, cache=cache)
+        tiles = tiles_8bit(problem, decode_tiles(heads, 512, 64, 8192, H200), H200)
+        assert ("decode_8bit", launch.decode_8bit_constants(problem, tiles, BF16)) in built
+        if cache == "656":
+            assert ("decode_sparse", launch.sparse_constants(problem, tiles, BF16)) in built
     prompt = PrefillProblem(128, 128, 192, 128, 8192, 1, 8192)
     assert ("prefill", launch.prefill_constants(prompt, plan_prefill(prompt, H200), BF16)) in built
     assert ("merge", {"dim_nope": 512, "dtype": BF16}) in built

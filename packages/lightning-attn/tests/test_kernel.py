@@ -445,15 +445,15 @@ def test_gradients_made_at_once_have_the_bits_of_one_after_the_other(
     monkeypatch, tensors, kernels, device, groups
 ) -> None:
     """Whole sequences, by groups of heads. Without a GPU there are no streams: what is at once there comes in turn."""
-    # On sm_90 heads of 72 and 80 go by two warpgroups then.
-    d, e = (24, 40) if device.type == "cpu" else (72, 80)
+    # On sm_90 heads of 72 and 80 in 16 bits go by two warpgroups then.
+    d, e, dtype = (24, 40, torch.float32) if device.type == "cpu" else (72, 80, BF16)
     if device.type == "cpu":
         stream = Mock(cuda_stream=0)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
         monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
         monkeypatch.setattr(gradients_launch, "_stream_beside", lambda *given: stream)
         monkeypatch.setattr(launch, "device_limits", lambda device: DeviceLimits(1))
-    q, k, v, d_out = (tensors.normal(2, 2, 33, size) for size in (d, d, e, e))
+    q, k, v, d_out = (tensors.normal(2, 2, 33, size, dtype=dtype) for size in (d, d, e, e))
     history, d_state = (tensors.normal(2, 2, d, e) for _ in range(2))
     slopes = torch.tensor([0.02, 0.3], device=device)
     results = []

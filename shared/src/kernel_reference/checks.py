@@ -123,11 +123,11 @@ def check_float(name: str, number: object, wanted: str = "a float") -> None:
     if isinstance(number, bool) or not isinstance(number, (int, float, torch.SymInt, torch.SymFloat)):
         fail(name, wanted, describe(number), TypeError)
     # Dynamo takes symbolic floats for floats, and cannot trace math.isfinite of one.
-    if not torch.compiler.is_compiling() and isinstance(number, float):
-        if not math.isfinite(number):
+    if not torch.compiler.is_compiling() and isinstance(number, (int, float)):
+        if isinstance(number, float) and not math.isfinite(number):
             fail(name, "finite", number)
         if abs(number) > _LARGEST:
-            fail(name, f"at most {_LARGEST:.8g}, the largest float32, in magnitude", number)
+            fail(name, f"at most {_LARGEST!r}, the largest float32, in magnitude", number)
 
 
 def as_float(name: str, number: float, wanted: str = "a float") -> float:

@@ -69,10 +69,10 @@ def promote(made: Any, meta: Mapping[str, Any], descriptor: Any, promotion: int)
 
 @lru_cache
 def _warn_once() -> None:
-    """An engine may bring a Triton that this was not written for, beneath which kernels would be slower unseen."""
+    """An engine may bring a Triton that this was not written for, with which kernels would be slower without a word."""
     import triton
 
-    said = f"TMA descriptors of Triton {triton.__version__} are not laid out as kernel_reference knows them"
+    said = f"TMA descriptors of Triton {triton.__version__} cannot be encoded anew"
     warnings.warn(f"{said}: narrow heads take more of the memory's bandwidth; results are right", stacklevel=2)
 
 

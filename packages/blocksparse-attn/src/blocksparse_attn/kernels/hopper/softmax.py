@@ -60,7 +60,7 @@ def last_seen(channels, stage, i_half, L: gl.constexpr, config: gl.constexpr):
 def masked(scores, last, left, config: gl.constexpr):
     """Scores of a tile, -inf of the keys that a row does not see.
 
-    A thread's columns of a piece are constants behind its first one, so that each takes one comparison with a number.
+    Offsets of a thread's columns from its first are constants: each column takes one comparison with an immediate.
     """
     b_s = in_pieces(scores, config)
     L: gl.constexpr = b_s.type.layout
@@ -72,7 +72,7 @@ def masked(scores, last, left, config: gl.constexpr):
     o_key = o_eight[None, None, :, None, None] + gl.arange(0, 2, L_COLUMN)[None, None, None, None, :]
     seen = o_key <= last[:, :, None, None, None] - o_thread[None, None, None, :, None]
     if config.HAS_LEFT:
-        # This overflows for pieces alone that no row sees.
+        # This overflows only for pieces that no row sees.
         low = gl.maximum(last - left, 0)
         seen = seen & (o_key >= low[:, :, None, None, None] - o_thread[None, None, None, :, None])
     b_s = gl.reshape(gl.where(seen, b_s, float("-inf")), [ROWS, config.BLOCK_N])

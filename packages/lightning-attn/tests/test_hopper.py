@@ -99,19 +99,23 @@ def test_roles_are_the_recurrence(tensors, kernels, sizes, dtype, segment) -> No
     check_kinds_of_sequences(tensors, kernels, PrefillPlan(64, 64, segment, 4, 3, 64, True, roles=True), sizes, dtype)
 
 
-@pytest.mark.parametrize(("dtype", "sizes", "shares"), [
-    (torch.bfloat16, (48, 40), 2), (torch.float16, (72, 64), 4),
+@pytest.mark.parametrize(("dtype", "sizes", "shares", "initial"), [
+    (torch.bfloat16, (48, 40), 2, False), (torch.float16, (72, 64), 4, False), (torch.bfloat16, (48, 40), 2, True),
 ], ids=str)  # fmt: skip
-def test_programs_that_share_a_segment_have_its_bits(tensors, kernels, dtype, sizes, shares) -> None:
-    """Of one, two and six chunks, the last of them short, of one token, and of padding."""
+def test_programs_that_share_a_segment_have_its_bits(tensors, kernels, dtype, sizes, shares, initial) -> None:
+    """Of one, four and six chunks, the last of them short, of one token, and of padding.
+
+    With states in the pool a sequence of one segment begins from the slot that it is stored in: none share it then.
+    """
     options = {"heads": (1, 1), "sizes": sizes, "dtype": dtype, "slots": [3, 1, -1, 0], "num_slots": 4}
-    batch = tensors.ragged([1, 440, 70, 65], initial=True, rows_after=5, **options)
+    batch = tensors.ragged([1, 440, 70, 200], initial=initial, rows_after=5, **options)
     before = batch.pool.tensor.clone()
     found = []
     for count in (1, shares):
         batch.pool.tensor.copy_(before)
         poison_(batch.out.tensor)
-        kernels.prefill(batch, PrefillPlan(64, 64, 384, 4, 3, 64, True, roles=True, shares=count))
+        plan = PrefillPlan(64, 64, 384, 4, 3, 64, True, roles=True, shares=count)
+        kernels.prefill(batch, plan, initial=None if initial else False)
         found.append((batch.out.tensor.clone(), batch.pool.tensor.clone()))
     for one, other in zip(*found, strict=True):
         assert_bitwise_equal(one, other)

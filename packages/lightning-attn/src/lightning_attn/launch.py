@@ -143,7 +143,7 @@ def _plan_prefill(
         plan = staged(plan, problem.heads, problem.rows)
     else:
         plan = widened(plan, problem.heads, _segments(problem, plan), limits)
-    if not plan.segment or problem.snapshots or problem.reversed:
+    if not plan.segment or not _may_share(problem):
         return plan
     # Of a ragged batch the least that it may have.
     of_rows = cdiv(problem.rows, plan.segment)
@@ -395,10 +395,18 @@ def _segments(problem: PrefillProblem, plan: PrefillPlan) -> int:
     """
     if not plan.segment:
         return problem.sequences + problem.ragged
-    shares = 1 if problem.reversed or problem.snapshots else plan.shares
+    shares = plan.shares if _may_share(problem) else 1
     if problem.ragged:
         return (problem.rows // plan.segment + problem.sequences + 1) * shares
     return problem.sequences * cdiv(problem.rows, plan.segment) * shares
+
+
+def _may_share(problem: PrefillProblem) -> bool:
+    """Whether programs may share a segment: not backwards, nor with snapshots, nor where one would store a state in the
+    slot that the others begin from, which the kernel puts in no order.
+    """
+    in_place = problem.ragged and problem.initial is not None
+    return not (in_place or problem.reversed or problem.snapshots)
 
 
 def _chains(problem: PrefillProblem, segment: int) -> int:

@@ -125,7 +125,7 @@ class DeviceLimits:
     bf16: bool = False
 
 
-# Programs of a segment.
+# The most programs that share a segment: ``weight_before`` in kernels/schedule.py has as many weights.
 MOST_SHARES = 4
 
 
@@ -175,7 +175,7 @@ class PrefillPlan(Plan):
             return False
         if self.roles and not self.hopper:
             return False
-        if self.shares != 1 and not (self.roles and self.segment and heads.head_qk <= 128):
+        if self.shares != 1 and not (self.roles and self.segment and heads.head_qk <= 128 and self.num_stages >= 3):
             return False
         if not 1 <= self.shares <= MOST_SHARES:
             return False

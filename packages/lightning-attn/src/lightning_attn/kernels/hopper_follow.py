@@ -142,7 +142,7 @@ def as_operand(S, p, b_up, sizes: gl.constexpr, dtype: gl.constexpr):
 @gluon.jit
 def ahead_of(S, sizes: gl.constexpr, dtype: gl.constexpr):
     """What the next chunk's queries see a state by, where there are registers for it: operands and, in float16, what
-    undoes their scaling. Where there are none, in float16 their scaling.
+    undoes their scaling.
     """
     ahead = ()
     if has_registers(sizes):
@@ -153,9 +153,6 @@ def ahead_of(S, sizes: gl.constexpr, dtype: gl.constexpr):
             ahead = ahead + (as_operand(S, p, b_up, sizes, dtype),)
         if dtype == gl.float16:
             ahead = ahead + (b_down,)
-    elif dtype == gl.float16:
-        b_up, _ = scaled_by(S, sizes)
-        ahead = (b_up,)
     return ahead
 
 
@@ -185,7 +182,7 @@ def step(d_o, stages, tiles, o, work, chunk, state, before, decay, sizes: gl.con
         if AHEAD:
             b_down = state[1][PIECES]
         else:
-            b_up = state[1][0]
+            b_up, b_down = scaled_by(S, sizes)
     mbarrier.wait(stages.full.index(stage), phase)
     if MASKED:
         # Rows have been zeroed before.
@@ -221,25 +218,21 @@ def step(d_o, stages, tiles, o, work, chunk, state, before, decay, sizes: gl.con
     seen = warpgroup_mma_wait(PIECES - (PIECES - 1) // 2 * 2, deps=[seen])
     if not MASKED:
         mbarrier.wait(tiles.ready.index(0), chunk.i & 1)
-    if dtype == gl.float16 and not AHEAD:
-        b_down = inverse(b_up)
     b_seen = weighted(tiles, seen, b_down, sizes)
     out = warpgroup_mma(v_tile.permute((1, 0)), tiles.scores, b_seen, is_async=True)
     ahead = ()
-    if AHEAD or dtype == gl.float16:
+    if AHEAD:
         # Not more than `out` is left.
         S = ()
         for p in gl.static_range(PIECES):
             S = S + (warpgroup_mma_wait(1, deps=[issued[p]]),)
         ahead = ahead_of(S, sizes, dtype)
         b_o = outputs(tiles, warpgroup_mma_wait(0, deps=[out]), sizes)
+        release_values(stages, chunk, sizes)
     else:
         results = warpgroup_mma_wait(0, deps=(out,) + issued)
         S = results[1:]
         b_o = outputs(tiles, results[0], sizes)
-    if AHEAD:
-        release_values(stages, chunk, sizes)
-    else:
         tl.debug_barrier()
     mbarrier.arrive(stages.empty.index(stage))
     if MASKED or not AHEAD:
@@ -335,7 +328,7 @@ def follow(
     tensors, stages, tiles, rows, work, span, batch, states, snapshots, decays, sizes: gl.constexpr,
     TOKENS: gl.constexpr,
 ):  # fmt: skip
-    """Advance the state over all chunks and store their outputs; and what needs no chunks."""
+    """Advance the state over all chunks and store the outputs of its own; and what needs no chunks."""
     CHUNK: gl.constexpr = sizes.CHUNK
     REVERSED: gl.constexpr = sizes.REVERSED
     BLOCK_E: gl.constexpr = sizes.BLOCK_E

@@ -26,7 +26,7 @@ class Work(NamedTuple):
 
     Chunk i begins at row start + i * stride. own: the last so many go through the ring before them all, without q, for
     the state that the segment passes on (see hopper_chain.py). lead: the first so many are other programs', and come
-    without q, for the state alone (see hopper_roles.py).
+    without q, for the state alone (see hopper_lead.py).
     """
 
     i_box: Any

@@ -88,7 +88,7 @@ def load_chunk(tensors, stages, work, i, stride: gl.constexpr, sizes: gl.constex
 
 @gluon.jit
 def score(stages, tiles, work, decays, short, rest, sizes: gl.constexpr):
-    """Make the weighted scores of all chunks, [keys, queries], in float16 [queries, keys], an operand.
+    """Make the weighted scores of its own chunks, [keys, queries], in float16 [queries, keys], an operand.
 
     Rows of the short chunk that are another sequence's are zeroed before.
     """

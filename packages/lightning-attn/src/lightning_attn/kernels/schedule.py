@@ -339,7 +339,8 @@ def shares_of(batch, PROGRAMS: tl.constexpr, SEGMENT: tl.constexpr):
 
 @triton.jit
 def chunks_before(i_share, shares, chunks):
-    """Chunks of a segment before those of one of its at most four shares, an even number of them, or all.
+    """Chunks of a segment before those of one of its at most four shares, an even number of them, or all:
+    roles wait for scores by the parity of a chunk's number.
 
     A program only follows the state over these, half of what its own take it, each: so each has fewer than the one
     ahead. On an H100, 8 heads of 96, of whose 32 chunks the first of two has 18, 20 and 22: 47.2, 46.3 and 47.2 us.

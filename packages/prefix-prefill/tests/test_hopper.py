@@ -71,7 +71,7 @@ CASES: dict[str, tuple[PrefillPlan, dict[str, Any]]] = {
     "not causal": (plan(64, 64), {"heads": (4, 2), "head_dim": 64, "causal": False, "window": (40, 7)}),
     "head size 72": (plan(64, 64, 1, 3), {"heads": (4, 2), "head_dim": 72, "window": (50, -1)}),
     "head size 80": (plan(), {"heads": (4, 2), "head_dim": 80, "cached": True}),
-    "head size 192, split": (plan(128, 128, 3), {"heads": (4, 2), "head_dim": 192, "sinks": True}),
+    "head size 192, split": (plan(128, 128, 3), {"heads": (4, 2), "head_dim": 192, "sinks": True, "page": 128}),
     "head size 192, a window": (plan(), {"heads": (4, 2), "head_dim": 192, "window": (90, -1), "cached": True}),
     "head size 160, pages of 1": (plan(), {"heads": (4, 2), "head_dim": 160, "page": 1, "window": (70, -1),
                                            "lengths": FEW}),

@@ -268,7 +268,8 @@ def _hopper(first: Batch, plan: PrefillPlan, forms: PrefillTensors, device: torc
     problem = first.problem
     # Where cached rows are gathered, boxes are those of new ones.
     gathered = is_gathered(problem)
-    box = min(plan.block_n, 64 if gathered else power_of_two_in(problem.page_size))
+    v_stages, v_keys = stages_of_values(problem, plan.block_n, plan.num_stages)
+    box = min(v_keys, 64 if gathered else power_of_two_in(problem.page_size))
     k_tiles = column_tiles(problem.head_dim, problem.cache_bits)
     v_tiles = value_tiles(problem.head_dim_v, plan.block_m, problem.cache_bits)
     if plan.q_in_registers:
@@ -277,7 +278,6 @@ def _hopper(first: Batch, plan: PrefillPlan, forms: PrefillTensors, device: torc
     # By 16 rows, as pages are, prompts of 8192, 16384 and 65536 take 1033, 3955 and 68416 us on an H100, not 995, 3822,
     # 65999.
     new_box = max(box, min(plan.block_n, 64))
-    v_stages, v_keys = stages_of_values(problem, plan.block_n, plan.num_stages)
     boxes = _boxes(problem, forms, box, new_box, k_tiles[0], v_tiles[0])
     # A second tile whose boxes are as wide as those of the first comes by the same descriptor.
     k_tail, v_tail = (

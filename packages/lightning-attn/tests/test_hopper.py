@@ -103,12 +103,12 @@ def test_roles_are_the_recurrence(tensors, kernels, sizes, dtype, segment) -> No
     (torch.bfloat16, (48, 40), 2, False), (torch.float16, (72, 64), 4, False), (torch.bfloat16, (48, 40), 2, True),
 ], ids=str)  # fmt: skip
 def test_programs_that_share_a_segment_have_its_bits(tensors, kernels, dtype, sizes, shares, initial) -> None:
-    """Of one, four and six chunks, the last of them short, of one token, and of padding.
+    """Of one, four and, in two segments, six and four chunks, the last of them short, of one token, and of padding.
 
     With states in the pool a sequence of one segment begins from the slot that it is stored in: none share it then.
     """
     options = {"heads": (1, 1), "sizes": sizes, "dtype": dtype, "slots": [3, 1, -1, 0], "num_slots": 4}
-    batch = tensors.ragged([1, 440, 70, 200], initial=initial, rows_after=5, **options)
+    batch = tensors.ragged([1, 580, 70, 200], initial=initial, rows_after=5, **options)
     before = batch.pool.tensor.clone()
     found = []
     for count in (1, shares):

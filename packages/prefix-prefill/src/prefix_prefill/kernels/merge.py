@@ -68,12 +68,6 @@ def write_count(p_entries, i_program, work):
 
 
 @triton.jit
-def write_no_entries(p_entries, i_program):
-    """What a program that has a share writes before its items: its own entry as none."""
-    write_no_entry(p_entries, i_program)
-
-
-@triton.jit
 def write_no_entry(p_entries, at):
     """Entry ``at`` is of no tile."""
     tl.store(p_entries + (at.to(tl.int64) + 1) * ENTRY, 0)

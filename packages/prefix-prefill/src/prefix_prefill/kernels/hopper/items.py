@@ -28,7 +28,7 @@ from prefix_prefill.kernels.balance import (
 from prefix_prefill.kernels.batch import Sequence, keys_of, sequence_at
 from prefix_prefill.kernels.costs import costs_of
 from prefix_prefill.kernels.hopper.config import SLOTS, Inside, Loop, Tile
-from prefix_prefill.kernels.merge import write_count, write_entry, write_no_entries, write_no_entry
+from prefix_prefill.kernels.merge import write_count, write_entry, write_no_entry
 
 # Offsets of an item's numbers in its slot. IS_ITEM is 0 behind the last item, and more than 0 in each.
 BEGIN: gl.constexpr = gl.constexpr(0)
@@ -109,7 +109,7 @@ def schedule(table, num_splits, batch, p_entries, C):
             count = schedule_pieces(table, p_entries, i_program, o_lane, work, block, batch, C)
         else:
             if work.line:
-                write_no_entries(p_entries, i_program)
+                write_no_entry(p_entries, i_program)
                 count = schedule_shares(table, p_entries, i_program, o_lane, work, batch, C)
             else:
                 count = schedule_pieces(table, p_entries, i_program, o_lane, work, block, batch, C)

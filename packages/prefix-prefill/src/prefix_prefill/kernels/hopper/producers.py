@@ -136,7 +136,7 @@ def load_cached_box_by_box(d_cache, ring, before, count, source, loop, TILES: gl
     KEYS: gl.constexpr = ring.tiles[0].shape[1]
     BOXES: gl.constexpr = KEYS // C.BOX
     TILE_BYTES: gl.constexpr = KEYS * column_of(TILES, len(TILES)) * d_cache[0].dtype.primitive_bitwidth // 8
-    # As many, though no compiler that would unroll the loop knows.
+    # BOXES as a run-time value, so that the loop is not unrolled.
     boxes = BOXES + (source.num_blocks >> 31)
     key = loop.start
     page = page_of(key, source, loop, C)

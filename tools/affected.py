@@ -4,7 +4,7 @@
 
 A name is a folder of packages/, or "shared", or "tools"; it is what `nox -t` takes. Without a range it is every name.
 A change to a package's documents touches that package alone, a change to the root's documents nothing, and a change to
-anything else at the root, of which every session is made, everything.
+anything else at the root, or to what the noxfile imports, of which every session is made, everything.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from pathlib import Path, PurePosixPath
 
 # No wheel holds these but as text for people, so no dependant can tell the difference.
 DOCUMENTS = {".md", ".cff", ".svg", ".png"}
+# The noxfile imports it.
+OF_EVERY_SESSION = "tools/environments.py"
 # The picture in the README, which a test of the tools holds to them, is drawn of these.
 RECORDS = "packages/*/benchmarks/results/*.jsonl"
 
@@ -58,6 +60,8 @@ def affected(changed: Iterable[str], depends: dict[str, set[str]]) -> list[str]:
         name = file.parts[1] if top == "packages" and len(file.parts) > 2 else top
         if file.match(RECORDS):
             touched.add("tools")
+        if str(file) == OF_EVERY_SESSION:
+            return everything
         if top == "tools":
             touched.add("tools")
         elif name in depends and (top == "packages" or top == name == "shared"):

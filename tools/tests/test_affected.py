@@ -83,7 +83,10 @@ def test_a_record_touches_the_tools_which_draw_a_picture_of_it(affected_by: Chan
     assert affected_by({"packages/alone/benchmarks/results/alone.jsonl": "{}\n"}) == ["alone", "tools"]
 
 
-@pytest.mark.parametrize("file", ["pyproject.toml", "noxfile.py", ".ci/run", ".github/workflows/ci.yml", "conftest.py"])
+@pytest.mark.parametrize(
+    "file",
+    ["pyproject.toml", "noxfile.py", "tools/environments.py", ".ci/run", ".github/workflows/ci.yml", "conftest.py"],
+)
 def test_what_every_session_is_made_of_touches_everything(affected_by: Change, file: str) -> None:
     assert affected_by({file: "# changed\n"}) == EVERYTHING
 

@@ -57,7 +57,8 @@ HOUSE = {
 @pytest.fixture
 def house(tmp_path: Path) -> Path:
     """The project's own noxfile and pins over one tiny package, without torch."""
-    for name in ("noxfile.py", "pyproject.toml"):
+    for name in ("noxfile.py", "pyproject.toml", "tools/environments.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     for name, text in HOUSE.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

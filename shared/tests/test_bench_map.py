@@ -138,6 +138,8 @@ def test_points_whose_kernels_are_made_come_first(tmp_path: Path, capsys: Any) -
     assert command.main([*arguments, "--role", "measure"], bench=DryBench()) == 0
     measured = [[found.map, found.point] for found in mapped.load(out / "map.jsonl")[1]]
     assert (len(measured), measured[0]) == (6, made)
+    assert command.finish(out) == 0
+    assert not (out / "map.ready").exists()
     assert command.main([*arguments[:-1], "nothing", "--role", "measure"], bench=DryBench()) == 2
 
 

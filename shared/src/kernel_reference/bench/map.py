@@ -372,6 +372,8 @@ def _stamp(chosen: argparse.Namespace, bench: Bench, maps: Sequence[Map], file: 
 def finish(out: Path) -> int:
     """Show the slowest points and draw every map; the exit code."""
     file = out / mapped.NAME
+    # Of this run's compiling alone: a later run's caches may be others.
+    file.with_suffix(READY).unlink(missing_ok=True)
     if not file.is_file():
         raise UnusableError(f"nothing was measured: there is no {file}")
     header, points = mapped.load(file)

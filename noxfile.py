@@ -139,8 +139,7 @@ def test(session: nox.Session, package: str) -> None:
 COMPILED_AT_THE_LOWEST = "gdn-split"
 # Left to `test`, besides opcheck: files of tests of what torch does alone, and of benchmarks.
 AS_IN_TEST = ("bench_ranks", "beside", "distributed", "dtensor", "map", "parallel*", "readme")
-# And those that, but for three tests of loads in prefix-prefill, run torch alone where there is no GPU: oracles, checks
-# of arguments, semantics, engines' interfaces.
+# And those that run torch alone where there is no GPU: oracles, checks of arguments, semantics, engines' interfaces.
 ON_A_CPU_AS_IN_TEST = (
     "attention*", "contiguous", "*errors", "layout", "messages", "paging", "recurrence", "semantics", "sglang",
     "sharding", "vllm",

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from kernel_reference.models import DEEPSEEK_V3, LLAMA3_70B, MINIMAX_01, QWEN3_NEXT_80B
+from kernel_reference.testing.forks import run_alone
 
 
 @pytest.mark.parametrize(("ranks", "heads"), [(1, (16, 32)), (2, (8, 16)), (4, (4, 8)), (8, (2, 4))])
@@ -41,10 +42,10 @@ def test_importing_the_package_or_the_models_loads_no_torch() -> None:
 
 
 def test_the_oracles_need_nothing_but_torch_and_einops() -> None:
-    code = (
-        "import sys; from kernel_reference import *;"
-        "assert callable(attention.attention) and callable(recurrence.linear_attention) and callable(paging.gather);"
-        "print(sorted({'triton', 'pytest', 'hypothesis', 'rich', 'matplotlib'} & set(sys.modules)))"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "[]"
+    run_alone("""
+        import sys
+        from kernel_reference import *
+
+        assert callable(attention.attention) and callable(recurrence.linear_attention) and callable(paging.gather)
+        assert not {"triton", "pytest", "hypothesis", "rich", "matplotlib"} & set(sys.modules)
+    """)

@@ -4,6 +4,7 @@ what its matrix instructions are called.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from kernel_reference.checks import fail
@@ -31,8 +32,8 @@ KNOWN = {
 }
 """NVIDIA T4; A100; A10, RTX 30; L4, L40S, RTX 40; H100, H200; B200; RTX 50, RTX PRO; AMD MI300."""
 
-TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
-"""Those that every portable kernel compiles for."""
+TARGETS = tuple(os.environ.get("KERNEL_REFERENCE_TARGETS", "sm_80 sm_90 sm_100 gfx942").split())
+"""Those that every portable kernel compiles for, or what the variable names of them."""
 
 SMALL_TARGETS = ("sm_86", "sm_89", "sm_120")
 """Those whose programs have 99 KiB of shared memory, for which plans are made with less of everything."""

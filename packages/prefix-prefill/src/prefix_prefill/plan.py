@@ -301,6 +301,7 @@ def _hopper(problem: Problem) -> PrefillPlan:
     # The largest tiles of keys whose scores stay in registers and two of which, values included, fit in shared memory.
     block_n = 64 if problem.alibi and problem.largest_head <= 256 else _blocks_of_keys(problem)[-1]
     if block_m == 64 and 128 < problem.head_dim_v <= 256:
+        # One that decodes behind 8000, heads of 192: 33.5 us on an H200, by 128 keys 36.5; 16 and 64 that do 0.999.
         block_n = min(block_n, 64)
     if _has_short_window(problem):
         if problem.largest_head > 128:

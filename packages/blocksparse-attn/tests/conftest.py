@@ -617,14 +617,17 @@ def interpreted(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Callab
 
     @contextmanager
     def interpreted(op: str, run: Callable[..., Any], ops: Any, launch: Any, *, cores: int) -> Iterator[None]:
+        from blocksparse_attn import straight
         from blocksparse_attn.plan import DeviceLimits
+        from blocksparse_attn.selected import straight as selected_straight
 
         if device.type == "cuda":
             yield
             return
         library = torch.library.Library("blocksparse_attn", "IMPL", "CPU")
         monkeypatch.setattr(launch, "device_limits", lambda device: DeviceLimits(cores))
-        monkeypatch.setattr(ops, "launches", PreparedLaunches())
+        for module in (ops, straight, selected_straight):
+            monkeypatch.setattr(module, "launches", PreparedLaunches())
         with warnings.catch_warnings():
             # torch says once that an implementation is replaced.
             warnings.simplefilter("ignore")

@@ -435,6 +435,30 @@ def test_a_call_reaches_the_kernel_with_every_argument_in_its_place(selected) ->
             batch.check(got.out, got.lse)
 
 
+@pytest.mark.usefixtures("by_kernels")
+def test_a_call_that_looks_like_the_last_is_begun_at_once_and_no_other(selected, monkeypatch) -> None:
+    from blocksparse_attn.selected import api, straight
+
+    looked_at = []
+    attended = straight.attended
+    monkeypatch.setattr(api, "runs_now", lambda inputs: True)
+    monkeypatch.setattr(straight, "attended", lambda *given: looked_at.append(1) or attended(*given))
+    batch = selected(LENGTHS[:2], sinks=True)
+    others = [{"causal": False}, {"softmax_scale": 0.5}, {"return_lse": True}]
+    with validate_values(False):
+        for options in ({}, *others):
+            with torch.no_grad():
+                first, again = (batch.call(**options) for _ in range(2))
+            assert_bitwise_equal(again[0], first[0])
+        batch.check(again.out, again.lse)
+        assert len(looked_at) == 1 + len(others)
+        for wrong in ({"causal": 1}, {"block_size": 16.0}, {"page_layout": ["NHD"]}):
+            with torch.no_grad(), pytest.raises((TypeError, ValueError), match=f"^{next(iter(wrong))} "):
+                batch.call(**wrong)
+        batch.q.requires_grad_()
+        assert batch.call().requires_grad
+
+
 def test_the_op_passes_opcheck_and_compiles(selected) -> None:
     batch = selected(LENGTHS)
     given = (batch.q, batch.k, batch.v, batch.indices)

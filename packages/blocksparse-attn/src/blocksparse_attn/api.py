@@ -6,12 +6,13 @@ from typing import Any, Literal, NamedTuple, overload
 
 import torch
 
-from blocksparse_attn import arguments, ops
+from blocksparse_attn import arguments, straight
 from blocksparse_attn.arguments import Options, Tensors
 from blocksparse_attn.gradients import ops as gradients
 from blocksparse_attn.layout import BlockLayout
 from blocksparse_attn.lists import Names, check_blocks, in_32_bits, with_heads
 from blocksparse_attn.plan import AttentionPlan
+from blocksparse_attn.straight import Numbers
 from blocksparse_attn.values import check_values
 from kernel_reference.checks import (
     REFUSALS,
@@ -29,7 +30,7 @@ from kernel_reference.checks import (
     values_are_checked,
 )
 from kernel_reference.differentiable import are_wanted
-from kernel_reference.dispatch import fresh, runs_now
+from kernel_reference.dispatch import runs_now
 from kernel_reference.paging import LAYOUTS
 from kernel_reference.plans import plan_as_ints
 from kernel_reference.transforms import are_active, refuse_derivatives
@@ -234,29 +235,16 @@ def blocksparse_attention(
         q, k, v, layout.crow, layout.col, cu_seqlens_q, cu_seqlens_k, block_table, seqlens_k, q_starts, q_ends,
         k_starts, k_ends, sinks,
     )  # fmt: skip
-    numbers = (left, right, softcap, splits, layout.scattered, ints)
-    if out is None and block_table is None and are_wanted(q, k, v, sinks):
-        both = _differentiable(inputs, max_seqlen_q, layout, scale, numbers)
-        return both if return_lse else both.out
-    try:
-        # Names are looked up where they may be wanted alone.
-        if are_active() or torch.is_grad_enabled():
-            refuse_derivatives(**_named(*inputs, out))
-        most = _most_queries(q, max_seqlen_q, q_starts is None and q_ends is None, layout)
-        size = v.shape[2] if block_table is not None and page_layout == "x-packed" else v.shape[-1]
-        now = out is None and runs_now(inputs)
-        result = _new(q, size, now) if out is None else out
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
-        lse = q.new_empty(arguments.lse_shape(q), dtype=torch.float32) if return_lse else None
-    except REFUSALS:
-        check_dense(**_named(*inputs, out))
-        check_choice("page_layout", page_layout, LAYOUTS)
-        arguments.check_of_results(q, v)
-        raise
-    _call(
-        now, out, (*inputs, result, lse),
-        (most, layout.q_block, layout.k_block, page_layout, scale, *numbers), _NAMES,
-    )  # fmt: skip
+    rest = (left, right, softcap, splits, layout.scattered, ints)
+    numbers = (max_seqlen_q, return_lse, layout.q_block, layout.k_block, page_layout, scale, *rest)
+    if out is None:
+        again = straight.attended_again(inputs, numbers)
+        if again is not None:
+            return AttentionResult(*again) if return_lse else again[0]  # type: ignore[arg-type]
+        if block_table is None and are_wanted(q, k, v, sinks):
+            both = _differentiable(inputs, max_seqlen_q, layout, scale, rest)
+            return both if return_lse else both.out
+    result, lse = _call(inputs, numbers, _NAMES, out)
     return result if lse is None else AttentionResult(result, lse)
 
 
@@ -267,9 +255,8 @@ def _differentiable(
     q, v = inputs[0], inputs[2]
     options: Options | None = None
     try:
-        most = _most_queries(q, longest, inputs[9] is None and inputs[10] is None, layout)
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
-        options = Options(most, layout.q_block, layout.k_block, "NHD", scale, *numbers)
+        given = Numbers(longest, True, layout.q_block, layout.k_block, "NHD", scale, *numbers)
+        options = straight.options_of(inputs, given)
         tensors = (*inputs[:5], *layout.transposed(), *inputs[5:7], *inputs[9:])
         return AttentionResult(*gradients.attention(*tensors, *options[:3], *options[4:]))
     except (*REFUSALS, ValueError):
@@ -334,26 +321,22 @@ def blocksparse_flash_attn_varlen_fwd(
         fail("max_seqlen", f"at most {longest}, as sparse_layout has rows for", max_seqlen)
     named = {"q": q, "k": k, "v": v, "cu_seqlens_k": cu_seqlens_k, **given(cu_seqlens_q=cu_seqlens_q)}
     try:
-        if are_active() or torch.is_grad_enabled():
-            refuse_derivatives(**named)
         cu_seqlens_q, most = _queries(q, k, cu_seqlens_k, cu_seqlens_q)
-        now = runs_now((q, k, v, crow, col, cu_seqlens_q, cu_seqlens_k))
-        result = _new(q, v.shape[-1], now)
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        ragged = q.ndim == 3
     except REFUSALS:
         check_dense(**named)
         arguments.check_of_results(q, v)
         raise
-    if q.ndim != 3:
+    if not ragged:
         fail("q", "[T, Hq, D]", describe(q))
     most = min(most, longest if max_seqlen is None else max_seqlen)
-    _call(
-        now, None, (q, k, v, crow, col, cu_seqlens_q, cu_seqlens_k, *(None,) * 7, result, None),
-        (most, q_block, k_block, "NHD", scale, -1, 0, 0.0, 0, getattr(sparse_layout, "scattered", False), None),
+    scattered = getattr(sparse_layout, "scattered", False)
+    return _call(
+        (q, k, v, crow, col, cu_seqlens_q, cu_seqlens_k, *(None,) * 7),
+        (most, False, q_block, k_block, "NHD", scale, -1, 0, 0.0, 0, scattered, None),
         _NAMES_OF_PAIRS if isinstance(sparse_layout, (tuple, list)) else _NAMES_OF_ENGINES,
-        _REQUIRED | {"cu_seqlens_k"},
-    )  # fmt: skip
-    return result
+        required=_REQUIRED | {"cu_seqlens_k"},
+    )[0]  # fmt: skip
 
 
 _NAMES_OF_ENGINES = Names(
@@ -374,29 +357,30 @@ def _named(*tensors: Any, required: frozenset[str] = _REQUIRED) -> dict[str, Any
     return {name: tensor for name, tensor in named.items() if tensor is not None or name in required}
 
 
-def _new(q: Tensor, head_dim_v: int, now: bool) -> Tensor:
-    """What results are written to."""
-    size = (*q.shape[:-1], head_dim_v)
-    return fresh(size, dtype=q.dtype, device=q.device) if now else q.new_empty(size)
-
-
 def _call(
-    now: bool, out: Any, tensors: tuple[Any, ...], options: tuple[Any, ...], names: Names,
+    inputs: tuple[Any, ...], numbers: tuple[Any, ...], names: Names, out: Tensor | None = None,
     required: frozenset[str] = _REQUIRED,
-) -> None:  # fmt: skip
-    """Call the op; its errors are raised again under the names that the caller knows.
-
-    now: without torch's dispatcher. out: that of the caller, if any.
-    """
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """The op's results, without torch's dispatcher where nothing is lost; errors are raised again under the names that
+    the caller knows. out: that of the caller, if any."""
+    given = Numbers(*numbers)
     try:
-        if now:
-            ops.attend_now(*tensors, *options)
-        else:
-            _attend(*tensors, *options)
+        # Names are looked up where they may be wanted alone.
+        if are_active() or torch.is_grad_enabled():
+            refuse_derivatives(**_named(*inputs, out))
+        if given.max_seqlen_q is not None:
+            given = given._replace(max_seqlen_q=check_int(names.max_seqlen_q, given.max_seqlen_q, 0))
+        if out is None and runs_now(inputs):
+            return straight.attended(inputs, given)
+        results = straight.new_results(inputs, given, out)
+        _attend(*inputs, *results, *straight.options_of(inputs, given))
+        return results
     except (*REFUSALS, ValueError):
-        check_dense(**_named(*tensors[:14], out, required=required))
-        refused = Tensors(*tensors)
-        problem = arguments.check_attend(refused, Options(*options), names)
+        check_dense(**_named(*inputs, out, required=required))
+        check_choice("page_layout", given.page_layout, LAYOUTS)
+        arguments.check_of_results(inputs[0], inputs[2])
+        refused = Tensors(*(*inputs, *straight.new_results(inputs, given, out)))
+        problem = arguments.check_attend(refused, straight.options_of(inputs, given), names)
         if values_are_checked(refused.q.device):
             check_values(problem, refused, names)
         raise
@@ -436,12 +420,3 @@ def _lists(
     q_block = k_block if q_block_size is None else q_block_size
     check_blocks(q_block, k_block, _NAMES_OF_PAIRS)
     return crow, col, q_block, k_block
-
-
-def _most_queries(q: Tensor, max_seqlen_q: int | None, without_padding: bool, layout: BlockLayout) -> int:
-    if max_seqlen_q is None:
-        if q.ndim != 4:
-            fail("max_seqlen_q", "given with q [T, Hq, D]", None)
-        # Padding may reach further than the layout does.
-        return q.shape[1] if without_padding else min(q.shape[1], layout.rows * layout.q_block)
-    return check_int("max_seqlen_q", max_seqlen_q, 0)

@@ -167,6 +167,16 @@ def lse_shape(q: Tensor) -> tuple[int, ...]:
     return (q.shape[1], q.shape[0]) if q.ndim == 3 else (q.shape[0], q.shape[2], q.shape[1])
 
 
+def most_queries(q: Tensor, max_seqlen_q: int | None, without_padding: bool, reach: int) -> int:
+    """The bound of a sequence's queries; ``reach``: what the layout has rows for."""
+    if max_seqlen_q is None:
+        if q.ndim != 4:
+            fail("max_seqlen_q", "given with q [T, Hq, D]", None)
+        # Padding may reach further than the layout does.
+        return q.shape[1] if without_padding else min(q.shape[1], reach)
+    return check_int("max_seqlen_q", max_seqlen_q, 0)
+
+
 def check_q(q: Tensor) -> tuple[int, int]:
     """q [T, Hq, D] or [B, T, Hq, D]: its heads and their size."""
     if q.ndim not in (3, 4):

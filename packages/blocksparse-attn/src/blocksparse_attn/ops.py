@@ -61,7 +61,8 @@ def _reference_attend(*given: Any) -> None:
     reference.attend(problem, tensors)
 
 
-def _prepare_attend(given: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
+def prepare_attend(given: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
+    """What :attr:`launches` find for the op's tensors and options: the launch, the check of overlaps, the problem."""
     launch = launch_module("blocksparse_attn")
     tensors = Tensors(*given)
     problem, plan = _check(tensors, Options(*numbers))
@@ -71,7 +72,7 @@ def _prepare_attend(given: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
 def attend_now(*given: Any) -> None:
     """The op on a GPU, called at once: see ``kernel_reference.dispatch.runs_now``."""
     tensors = given[:_TENSORS]
-    run, check_overlap, problem = launches.find(_prepare_attend, tensors, given[_TENSORS:])
+    run, check_overlap, problem = launches.find(prepare_attend, tensors, given[_TENSORS:])
     pointers, aligned = check_overlap.addresses(*tensors)
     if values_are_checked(tensors[0].device):
         check_values(problem, Tensors(*tensors))

@@ -8,21 +8,23 @@ import torch
 
 from blocksparse_attn import arguments as attend_arguments
 from blocksparse_attn.api import AttentionResult
-from blocksparse_attn.selected import ops
-from blocksparse_attn.selected.arguments import Options, Tensors, check_selected, check_values
+from blocksparse_attn.selected import straight
+from blocksparse_attn.selected.arguments import Tensors, check_selected, check_values
 from blocksparse_attn.selected.gradients import ops as gradients
 from blocksparse_attn.selected.gradients.arguments import Inputs, check_attention, new_results
 from blocksparse_attn.selected.plan import SelectedPlan
+from blocksparse_attn.selected.straight import Numbers
 from kernel_reference.checks import (
     REFUSALS,
     as_float,
     check_bool,
     check_dense,
+    check_int,
     given,
     values_are_checked,
 )
 from kernel_reference.differentiable import are_wanted
-from kernel_reference.dispatch import fresh, runs_now
+from kernel_reference.dispatch import runs_now
 from kernel_reference.plans import plan_as_ints
 from kernel_reference.transforms import are_active, refuse_derivatives
 
@@ -172,35 +174,38 @@ def selected_attention(
     inputs = (
         q, k_cache, v_cache, indices, block_table, cu_seqlens_q, seqlens_k, sinks, k_tensor, v_tensor,
     )  # fmt: skip
-    if out is None and are_wanted(q, k_cache, v_cache, sinks):
-        both = _differentiable(inputs, (block_size, page_layout, causal, scale, k_factor, v_factor, ints))
-        return both if return_lse else both.out
+    numbers = (return_lse, block_size, page_layout, causal, scale, k_factor, v_factor, ints)
+    if out is None:
+        again = straight.attended_again(inputs, numbers)
+        if again is not None:
+            return AttentionResult(*again) if return_lse else again[0]  # type: ignore[arg-type]
+        if are_wanted(q, k_cache, v_cache, sinks):
+            both = _differentiable(inputs, numbers[1:])
+            return both if return_lse else both.out
+    result, lse = _call(inputs, Numbers(*numbers), out)
+    return result if lse is None else AttentionResult(result, lse)
+
+
+def _call(inputs: tuple[Any, ...], numbers: Numbers, out: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The op's results, without torch's dispatcher where nothing is lost; ``out``: that of the caller, if any."""
     try:
         if are_active() or torch.is_grad_enabled():
             refuse_derivatives(**_named(*inputs), **given(out=out))
-        size = (*q.shape[:-1], v_cache.shape[-1])
-        now = out is None and runs_now(inputs)
-        result = fresh(size, dtype=q.dtype, device=q.device) if now else q.new_empty(size) if out is None else out
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
-        lse = q.new_empty(attend_arguments.lse_shape(q), dtype=torch.float32) if return_lse else None
-    except REFUSALS:
-        check_dense(**_named(*inputs), **given(out=out))
-        attend_arguments.check_of_results(q, v_cache, "v_cache")
-        raise
-    tensors = (*inputs, result, lse)
-    options = (block_size, page_layout, causal, scale, k_factor, v_factor, ints)
-    try:
-        if now:
-            ops.attend_now(*tensors, *options)
-        else:
-            _selected(*tensors, *options)
+        # In a table of launches 16.0 is 16.
+        numbers = numbers._replace(block_size=check_int("block_size", numbers.block_size, 1))
+        if out is None and runs_now(inputs):
+            return straight.attended(inputs, numbers)
+        results = straight.new_results(inputs, numbers, out)
+        _selected(*inputs, *results, *straight.options_of(inputs, numbers))
+        return results
     except (*REFUSALS, ValueError):
         check_dense(**_named(*inputs), **given(out=out))
-        problem = check_selected(Tensors(*tensors), Options(*options))
-        if values_are_checked(q.device):
-            check_values(problem, Tensors(*tensors))
+        attend_arguments.check_of_results(inputs[0], inputs[2], "v_cache")
+        refused = Tensors(*(*inputs, *straight.new_results(inputs, numbers, out)))
+        problem = check_selected(refused, straight.options_of(inputs, numbers))
+        if values_are_checked(refused.q.device):
+            check_values(problem, refused)
         raise
-    return result if lse is None else AttentionResult(result, lse)
 
 
 def _differentiable(inputs: tuple[Any, ...], options: tuple[Any, ...]) -> AttentionResult:

@@ -48,7 +48,8 @@ def _reference(*given: Any) -> None:
     reference.attend(problem, tensors)
 
 
-def _prepare(given: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
+def prepare(given: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
+    """What :attr:`launches` find for the op's tensors and options: the launch, the check of overlaps, the problem."""
     launch = launch_module("blocksparse_attn.selected")
     tensors = Tensors(*given)
     problem, plan = _check(tensors, Options(*numbers))
@@ -58,7 +59,7 @@ def _prepare(given: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
 def attend_now(*given: Any) -> None:
     """The op on a GPU, called at once: see ``kernel_reference.dispatch.runs_now``."""
     tensors = given[:_TENSORS]
-    run, check_overlap, problem = launches.find(_prepare, tensors, given[_TENSORS:])
+    run, check_overlap, problem = launches.find(prepare, tensors, given[_TENSORS:])
     pointers, aligned = check_overlap.addresses(*tensors)
     if values_are_checked(tensors[0].device):
         check_values(problem, Tensors(*tensors))

@@ -214,6 +214,10 @@ def test_lines_of_ptx_are_carried_out_a_thread_s_elements_at_a_time() -> None:
     # An element that has no others beside it is not lost.
     (moved,) = execute("mov.f32 $0, $4; mov.f32 $1, $5; mov.f32 $2, $6; mov.f32 $3, $7;", 4, torch.ones(5))
     assert moved.shape == (5,)
+    # Numbers of two tensors, one of integers.
+    text = "{ .reg .pred seen; setp.le.s32 seen, $2, 3; selp.f32 $0, $1, 0fFF800000, seen; }"
+    (masked,) = execute(text, 1, torch.ones(2), torch.tensor([3, 4], dtype=torch.int32))
+    assert masked.tolist() == [1, -math.inf]
     with pytest.raises(NotImplementedError, match=r"no sin\.approx\.f32"):
         execute("sin.approx.f32 $0, $1;", 1, torch.ones(1))
 
@@ -225,8 +229,8 @@ def test_ptx_makes_pairs_of_bfloat16_and_takes_them_apart_bit_by_bit() -> None:
         sub.f32 even, $2, even; sub.f32 odd, $3, odd; cvt.rn.bf16x2.f32 $1, odd, even;
     }"""
     numbers = torch.cat([torch.randn(8), torch.tensor([-0.0, 2.0**-130, math.inf, 3e38])]).view(3, 4)
-    first, rest = execute(text, 2, numbers, (torch.bfloat16, torch.bfloat16))
+    first, rest = execute(text, 2, numbers, dtypes=(torch.bfloat16, torch.bfloat16))
     assert_bitwise_equal(first, numbers.bfloat16())
     torch.testing.assert_close(rest, (numbers - numbers.bfloat16().float()).bfloat16(), rtol=0, atol=0, equal_nan=True)
     # One element alone.
-    assert execute(text, 2, torch.full((1,), 1.5), (torch.bfloat16, torch.bfloat16))[0].tolist() == [1.5]
+    assert execute(text, 2, torch.full((1,), 1.5), dtypes=(torch.bfloat16, torch.bfloat16))[0].tolist() == [1.5]

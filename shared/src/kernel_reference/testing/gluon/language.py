@@ -44,11 +44,11 @@ def _filled(shape: Sequence[int], value: Any, dtype: DType, layout: Any = None) 
 
 def _in_assembler(asm: str, constraints: str, arguments: Sequence[Any], dtype: Any, **_: Any) -> Any:
     """What moves numbers, or computes with them."""
-    number = arguments[0]
     if ".f32" not in asm:
-        return number
+        return arguments[0]
     dtypes = [one.torch for one in (dtype if isinstance(dtype, tuple) else (dtype,))]
-    made = tuple(Value(one) for one in execute(asm, constraints.count("="), number.data, dtypes))
+    numbers = torch.broadcast_tensors(*(one.data for one in arguments))
+    made = tuple(Value(one) for one in execute(asm, constraints.count("="), *numbers, dtypes=dtypes))
     return made if isinstance(dtype, tuple) else made[0]
 
 

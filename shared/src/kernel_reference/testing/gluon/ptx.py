@@ -43,16 +43,19 @@ INSTRUCTIONS: Mapping[str, Callable[..., Tensor]] = {
     "shl.b32": torch.bitwise_left_shift,
     # A predicate is a register of truths.
     "setp.le.f32": lambda a, b: torch.le(_as_float(a), _as_float(b)),
+    "setp.le.s32": torch.le,
+    "setp.ge.s32": torch.ge,
     "selp.f32": lambda a, b, chosen: torch.where(chosen, a, b),
 }
 
 
 def execute(
-    text: str, outputs: int, numbers: Tensor, dtypes: Sequence[torch.dtype] = (torch.float32,)
+    text: str, outputs: int, *numbers: Tensor, dtypes: Sequence[torch.dtype] = (torch.float32,)
 ) -> tuple[Tensor, ...]:
-    """What ``text`` makes of numbers of float32: a tensor of each of ``dtypes``, in ``outputs`` registers $0 and on.
+    """What ``text`` makes of numbers of 32 bits: a tensor of each of ``dtypes``, in ``outputs`` registers $0 and on.
 
-    As many numbers at a time as fill those of one dtype are in the registers behind.
+    As many of the first tensor at a time as fill those of one dtype are in the registers behind, then as many of the
+    next, which is of the same shape.
 
     Raises:
         NotImplementedError: an instruction is not among ``INSTRUCTIONS``.
@@ -60,10 +63,10 @@ def execute(
     of_each = outputs // len(dtypes)
     together = of_each * 4 // dtypes[0].itemsize
     # A thread has as many elements as the text takes; what is left over stands beside ones.
-    flat = numbers.flatten()
-    rest = -flat.numel() % together
-    lanes = torch.cat([flat, flat.new_ones(rest)]).view(-1, together).view(torch.int32)
-    registers = {f"${outputs + i}": lanes[:, i].contiguous() for i in range(together)}
+    count, shape = numbers[0].numel(), numbers[0].shape
+    flat = [torch.cat([each.flatten(), each.new_ones(-count % together)]).view(torch.int32) for each in numbers]
+    lanes = torch.cat([each.view(-1, together) for each in flat], 1)
+    registers = {f"${outputs + i}": lane.contiguous() for i, lane in enumerate(lanes.unbind(1))}
     for line in re.sub(r"[{}\n]", " ", text).split(";"):
         name, _, operands = line.strip().partition(" ")
         if not name or name == ".reg":
@@ -74,8 +77,7 @@ def execute(
         registers[to] = INSTRUCTIONS[name](*(_operand(each, registers, lanes) for each in given))
     made = torch.stack([registers[f"${i}"] for i in range(outputs)], 1).split(of_each, 1)
     return tuple(
-        one.contiguous().view(dtype).flatten()[: flat.numel()].view(numbers.shape)
-        for one, dtype in zip(made, dtypes, strict=True)
+        one.contiguous().view(dtype).flatten()[:count].view(shape) for one, dtype in zip(made, dtypes, strict=True)
     )
 
 

@@ -56,6 +56,20 @@ def last_seen(channels, stage, i_half, L: gl.constexpr, config: gl.constexpr):
     return last
 
 
+@gluon.constexpr_function
+def text_of_comparison(name):
+    return f"{{ .reg .pred seen; setp.{name}.s32 seen, $2, $3; selp.f32 $0, $1, 0fFF800000, seen; }}"
+
+
+@gluon.jit
+def where_compared(scores, name: gl.constexpr, a, b):
+    """Scores where a compares with b, else -inf. In PTX: Triton would keep each truth in a register of its own, which
+    takes a tile of 128 keys from 439 instructions to 646.
+    """
+    TEXT: gl.constexpr = text_of_comparison(name)
+    return gl.inline_asm_elementwise(TEXT, "=f,f,r,r", [scores, a, b], dtype=gl.float32, is_pure=True, pack=1)
+
+
 @gluon.jit
 def masked(scores, last, left, config: gl.constexpr):
     """Scores of a tile, -inf of the keys that a row does not see.
@@ -70,12 +84,13 @@ def masked(scores, last, left, config: gl.constexpr):
     o_eight = gl.arange(0, config.PIECE // 8, L_EIGHT) * 8
     o_thread = gl.arange(0, 4, L_THREAD) * 2
     o_key = o_eight[None, None, :, None, None] + gl.arange(0, 2, L_COLUMN)[None, None, None, None, :]
-    seen = o_key <= last[:, :, None, None, None] - o_thread[None, None, None, :, None]
+    ends = last[:, :, None, None, None] - o_thread[None, None, None, :, None]
+    b_s = where_compared(b_s, "le", o_key, ends)
     if config.HAS_LEFT:
         # This overflows only for pieces that no row sees.
         low = gl.maximum(last - left, 0)
-        seen = seen & (o_key >= low[:, :, None, None, None] - o_thread[None, None, None, :, None])
-    b_s = gl.reshape(gl.where(seen, b_s, float("-inf")), [ROWS, config.BLOCK_N])
+        b_s = where_compared(b_s, "ge", o_key, low[:, :, None, None, None] - o_thread[None, None, None, :, None])
+    b_s = gl.reshape(b_s, [ROWS, config.BLOCK_N])
     return gl.convert_layout(b_s, scores.type.layout)
 
 

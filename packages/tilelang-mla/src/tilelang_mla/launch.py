@@ -52,8 +52,8 @@ PASS_CONFIGS = {
 LOG2_E = 1.4426950408889634
 # Kernels take a scale above 0. Times this one any score is 0, and a masked one still minus infinity.
 ZERO_SCALE = 1e-30
-# As the kernels have it: programs cut sequences themselves.
-_SHARED = 2
+# As the kernels have it: sequences are cut in equal parts, or by the programs themselves.
+_EVENLY, _SHARED = 0, 2
 # Elements of 16 bits in the 16 bytes that TMA counts in.
 LINE = 8
 
@@ -179,13 +179,6 @@ def prepare_decode(problem: DecodeProblem, plan: DecodeTiles | None, tensors: De
     out_form = _packed_form(out)
     merge = kernel("merge", dim_nope=dim_nope, dtype=q.dtype) if merged else None
     merging = merge_grid(batch, rows, problem.capacity, tiles, limits.cores)
-    # A persistent kernel. Of a pinned plan without a schedule, parts of unlike lengths are in no order, and a program
-    # for each part, which starts as another ends, is more even.
-    programs = num_parts * tiles.row_tiles(rows)
-    if first_part is not None:
-        programs = min(programs, limits.cores - limits.cores % 2 if tiles.paired else limits.cores)
-    if shared:
-        programs = (tiles.spare_parts + 1) * tiles.row_tiles(rows)
     # The workspace of partial results, in float32; of one that is not used where there is one part.
     partials = num_parts if merged else 1
     device, dtype = q.device, q.dtype
@@ -200,6 +193,7 @@ def prepare_decode(problem: DecodeProblem, plan: DecodeTiles | None, tensors: De
     no_lse = nothing(device).view(1, 1, 1)
     scale = max(abs(softmax_scale), ZERO_SCALE) * LOG2_E
     by = _SHARED if shared else int(first_part is not None)
+    programs = _programs_of(problem, tiles, by, limits)
     flags = (by, int(order is not None), int(lse is not None))
 
     def arguments(q, kv, seqlens_k, block_table, first_part, order, out, lse):  # type: ignore[no-untyped-def]
@@ -229,6 +223,18 @@ def prepare_decode(problem: DecodeProblem, plan: DecodeTiles | None, tensors: De
 
     work = [4 * partials * rows * dim_nope, 4 * partials * rows, 8 * batch]
     return on_device(device, DecodeRun(arguments, (attend, merge), work, [no_lse]))
+
+
+def _programs_of(problem: DecodeProblem, tiles: DecodeTiles, by: int, limits: DeviceLimits) -> int:
+    """How many programs a launch has; they are persistent where a schedule says what they do, or they share it."""
+    row_tiles = tiles.row_tiles(problem.rows)
+    if by == _SHARED:
+        return (tiles.spare_parts + 1) * row_tiles
+    programs = tiles.num_parts(problem.sequences) * row_tiles
+    if by == _EVENLY:
+        # Parts of unlike lengths are in no order: a program for each, which starts as another ends, is more even.
+        return programs
+    return min(programs, limits.cores - limits.cores % 2 if tiles.paired else limits.cores)
 
 
 # Sparse decoding
@@ -263,11 +269,6 @@ def prepare_sparse(problem: DecodeProblem, plan: DecodeTiles | None, tensors: Sp
     sinking = {} if attn_sink is None else {"sink": True}
     merge = kernel("merge", dim_nope=dim_nope, dtype=q.dtype, **sinking) if merged else None
     merging = merge_grid(lists, heads, problem.capacity, tiles, limits.cores)
-    programs = num_parts * tiles.row_tiles(heads)
-    if first_part is not None:
-        programs = min(programs, limits.cores - limits.cores % 2 if tiles.paired else limits.cores)
-    if shared:
-        programs = (tiles.spare_parts + 1) * tiles.row_tiles(heads)
     partials = num_parts if merged else 1
     device, dtype, softmax_scale = q.device, q.dtype, problem.softmax_scale
     make_parts, make_part_lse, make_pieces, make_packed, make_lse = (
@@ -282,6 +283,7 @@ def prepare_sparse(problem: DecodeProblem, plan: DecodeTiles | None, tensors: Sp
     no_lse = unread.view(1, 1, 1)
     scale = max(abs(softmax_scale), ZERO_SCALE) * LOG2_E
     by = _SHARED if shared else int(first_part is not None)
+    programs = _programs_of(problem, tiles, by, limits)
     flags = (by, int(order is not None), int(lse is not None))
     in_place, by_token = out.is_contiguous(), lse is not None and lse.transpose(1, 2).is_contiguous()
     each = 0 if topk_length is None else q.shape[1]

@@ -29,7 +29,7 @@ def kernel(name: str, **constants: Any) -> Any:
     dtype = tl.int32 if name == "index_topk" else tl.float32
     module, _, builder = _BUILDERS[name].partition(":")
     build = getattr(import_module(f"tilelang_mla.kernels.{module}"), builder)
-    text = build(_Language(), dtype=dtype, serial=True, **constants)
+    text = build(Language(), dtype=dtype, serial=True, **constants)
     return tilelang.compile(text, target="c", execution_backend="cython")
 
 
@@ -52,7 +52,7 @@ def _add(buffer, i, value):
     return before
 
 
-class _Language:
+class Language:
     """One thread, with local arrays for shared memory and fragments."""
 
     bfloat16 = float16 = float8_e4m3fn = tl.float32

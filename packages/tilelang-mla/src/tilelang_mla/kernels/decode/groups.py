@@ -269,7 +269,7 @@ def alloc_memory(T, S):
     factor_shared = T.alloc_shared((S.rows,), T.float32)
     at_page = T.alloc_shared((S.slots, S.block_n), T.int32)
     at_row = T.alloc_shared((S.slots, S.block_n), T.int32)
-    found = T.alloc_shared((4,), T.int32)
+    found = T.alloc_shared((5,), T.int32)
     told = T.alloc_shared((2, _TOLD), T.int32)
     share = T.alloc_shared((4,), T.int32)
     return q_l, q_r, q_rope, k_l, k_r, k_rope, weights_shared, factor_shared, at_page, at_row, found, told, share

@@ -31,11 +31,11 @@ from tilelang_mla.kernels.softmax import (
 _OF_SCORES, _OF_VALUES = 5, 6
 
 
-def free(T: Any, S: Any, stage: Any) -> Any:
-    """A thread is done with what is in a stage: tell who loads it, of a pair both programs."""
+def free(T: Any, S: Any, empty: Any) -> Any:
+    """A thread is done with what is in a stage: tell who loads it, by its empty barrier, of a pair both programs."""
     if S.paired:
-        return T.call_extern("handle", "mla::rows::free_both", stage, T.get_thread_binding())
-    return T.barrier_arrive(stage)
+        return T.call_extern("handle", "mla::rows::free_both", empty, T.get_thread_binding())
+    return T.barrier_arrive(empty)
 
 
 @macro

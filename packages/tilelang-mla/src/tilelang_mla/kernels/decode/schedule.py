@@ -12,8 +12,9 @@ from tilelang_mla.kernels.decode.groups import PLANNED, Launch, write_work
 
 # The named barrier of the producer; 0 is that of all threads, and TileLang keeps 1 and 2 for itself.
 OF_PRODUCER = 7
-# What is found of a part's sequence, in shared memory: its number, its first part, the one behind its last, its length.
-_SEQUENCE, _FIRST, _END, _LENGTH = 0, 1, 2, 3
+# What is found of a part's sequence, in shared memory: its number, its first part, the one behind its last, its length;
+# and of pairs of programs how many sequences have the part.
+_SEQUENCE, _FIRST, _END, _LENGTH, _OWNERS = 0, 1, 2, 3, 4
 
 
 class Owner(NamedTuple):
@@ -86,11 +87,33 @@ def owner_of(T, launch, inputs, i_b):
 
 
 @macro
-def note_owner(found, i_b, begin, end, length):
+def note_nothing(S, found):
+    found[_SEQUENCE] = -1
+    if S.paired:
+        found[_OWNERS] = 0
+
+
+@macro
+def note_owner(T, S, found, i_b, begin, end, length):
     found[_SEQUENCE] = i_b
     found[_FIRST] = begin
     found[_END] = end
     found[_LENGTH] = length
+    if S.paired:
+        T.atomic_add(found[_OWNERS], 1)
+
+
+@macro
+def look_for_owner(T, S, launch, inputs, found, part, own, thread, count):
+    """Of the sequences of one of ``count`` threads, that of its number is ``own``."""
+    if own.begin <= part and part < own.end:
+        note_owner(T, S, found, thread, own.begin, own.end, own.length)
+    # Not unrolled: one who copies row by row has no registers to spare.
+    for i in T.unroll(T.truncdiv(inputs.block_table.shape[0] - 1, count), unroll_factor=1):
+        i_other = (i + 1) * count + thread
+        begin, end, length = owner_of(T, launch, inputs, i_other)
+        if begin <= part and part < end:
+            note_owner(T, S, found, i_other, begin, end, length)
 
 
 @macro
@@ -104,23 +127,16 @@ def find_part(T, S, launch, inputs, memory, slot, part, tile, own, thread, count
     # What was found before has been read by all.
     T.sync_threads(OF_PRODUCER, S.producers)
     if thread == 0:
-        found[_SEQUENCE] = -1
+        note_nothing(S, found)
     T.sync_threads(OF_PRODUCER, S.producers)
     if launch.scheduled == PLANNED:
-        if own.begin <= part and part < own.end:
-            note_owner(found, thread, own.begin, own.end, own.length)
-        # Not unrolled: one who copies row by row has no registers to spare.
-        for i in T.unroll(T.truncdiv(batch - 1, count), unroll_factor=1):
-            i_other = (i + 1) * count + thread
-            begin, end, length = owner_of(T, launch, inputs, i_other)
-            if begin <= part and part < end:
-                note_owner(found, i_other, begin, end, length)
+        look_for_owner(T, S, launch, inputs, found, part, own, thread, count)
     else:
         if thread == 0:
             i_own = T.alloc_var(T.int32, init=T.truncdiv(part, launch.num_splits))
             if part >= 0 and i_own < batch:
                 note_owner(
-                    found, i_own, i_own * launch.num_splits, (i_own + 1) * launch.num_splits,
+                    T, S, found, i_own, i_own * launch.num_splits, (i_own + 1) * launch.num_splits,
                     length_of(T, inputs, i_own),
                 )  # fmt: skip
     T.sync_threads(OF_PRODUCER, S.producers)
@@ -139,7 +155,11 @@ def tell_part(T, S, launch, inputs, memory, slot, part, tile):
     i_share = T.alloc_var(T.int32, init=part - own_first)
     own_parts = T.alloc_var(T.int32, init=T.min(found[_END], launch.num_parts) - own_first)
     own_length = T.alloc_var(T.int32, init=found[_LENGTH])
-    # Of bounds that do not rise two threads may have found something.
+    # Of bounds that do not rise two threads may have found something, and either be the last to say so. Programs of a
+    # pair, each of which waits for the other's keys, would have unlike numbers of blocks: such a part is nobody's.
+    if S.paired:
+        if found[_OWNERS] > 1:
+            own_parts = 0
     if found[_SEQUENCE] < 0 or part < 0 or part >= launch.num_parts or i_share < 0 or i_share >= own_parts:
         own_parts = 0
     if own_length < 0 or T.cast(own_length, T.int64) > capacity:

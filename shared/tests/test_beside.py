@@ -37,32 +37,22 @@ def records(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "toy-beside.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-def test_each_revision_is_timed_by_its_own_sources_and_a_case_of_one_alone_is_counted(tmp_path: Path, capsys) -> None:
-    tree(tmp_path / "old", "assert False, 'the old one'", (8, 32))
-    cases = tree(tmp_path / "new", "return x + x", (8, 16))
+def test_each_revision_is_timed_by_its_own_sources_whatever_it_prints_and_a_case_of_one_alone_is_counted(
+    tmp_path: Path, capsys
+) -> None:
+    tree(tmp_path / "old", "assert len(x) > 8, 'the old one'; print('compiling'); return x * 2", (8, 16, 24, 32))
+    cases = tree(tmp_path / "new", "import os; os.write(1, b'[0]'); return x + x", (8, 16, 24, 64))
     out = tmp_path / "out"
-    command = [str(cases), "--old", str(tmp_path / "old"), "--out", str(out), "--rounds", "2"]
-    assert beside.main(command) == 1
-    (found,) = records(out)
-    assert found["case"] == "n8"
-    assert found["note"] == "old: AssertionError: the old one"
-    assert "1 cases are new; 1 are gone" in capsys.readouterr().out
-
-
-def test_both_times_and_the_commits_are_recorded_whatever_a_package_prints(tmp_path: Path) -> None:
-    tree(tmp_path / "old", "print('compiling'); return x * 2")
-    cases = tree(tmp_path / "new", "import os; os.write(1, b'[0]'); return x + x")
-    out = tmp_path / "out"
-    beside.main(
-        [str(cases), "--old", str(tmp_path / "old"), "--out", str(out), "--only", "16", "--commits", "abc", "def"]
-    )
-    (found,) = records(out)
-    assert found["case"] == "n16"
-    assert found["implementation"] == "toy"
+    command = [str(cases), "--old", str(tmp_path / "old"), "--out", str(out), "--commits", "abc", "def"]
+    assert beside.main([*command, "--only", "n[13468]"]) == 1
+    failed, found = records(out)
+    assert (failed["case"], failed["note"]) == ("n8", "old: AssertionError: the old one")
+    assert (found["case"], found["implementation"]) == ("n16", "toy")
     assert found["old_us"] > 0
     assert found["ratio"] == found["new_us"] / found["old_us"]
     assert len(found["times_us"]["old"]) == 10
     assert (found["old_commit"], found["commit"]) == ("abc", "def")
+    assert "1 cases are new; 1 are gone" in capsys.readouterr().out
 
 
 class Clocked:

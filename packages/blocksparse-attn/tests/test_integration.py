@@ -608,7 +608,8 @@ def test_a_call_that_looks_like_the_last_is_begun_at_once_and_no_other(tensors, 
             assert again[0].data_ptr() != first[0].data_ptr()
         batch.check_out(again.out, again.lse)
         assert len(looked_at) == 1 + len(others)
-        for wrong in ({"max_seqlen_q": True}, {"max_seqlen_q": 1.0}, {"return_lse": 1}, {"page_layout": ["NHD"]}):
+        counts: tuple[Any, ...] = (True, 1.0, [1])
+        for wrong in (*({"max_seqlen_q": it} for it in counts), {"return_lse": 1}, {"page_layout": ["NHD"]}):
             with torch.no_grad(), pytest.raises((TypeError, ValueError), match=f"^{next(iter(wrong))} "):
                 batch.run(out=None, **wrong)
         batch.q.requires_grad_()

@@ -79,8 +79,9 @@ def attended_again(inputs: Inputs, numbers: tuple[Any, ...]) -> tuple[Tensor, Te
 
     numbers: :class:`Numbers`, as a plain tuple, which takes the host less time.
     """
-    # True and 1.0 would be found in the table as 1, and a plan, a list, not at all.
-    if type(numbers[0]) is bool or type(numbers[0]) is float or type(numbers[4]) is not str or numbers[-1] is not None:
+    most = numbers[0]
+    # True and 1.0 would be found in the table as 1; lists, as plans are, have no hash.
+    if not (most is None or type(most) is int) or type(numbers[4]) is not str or numbers[-1] is not None:
         return None
     made = launches.again(_prepare, inputs, numbers)
     return None if made is None else begin(made, inputs)

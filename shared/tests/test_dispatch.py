@@ -99,6 +99,16 @@ def test_only_what_looks_like_the_last_one_is_had_again() -> None:
     assert table.again(prepare, (x, None), (1,)) is made
 
 
+def test_what_was_had_without_gradients_is_not_had_again_with_them() -> None:
+    """A parameter requires a gradient either way."""
+    table, x = PreparedLaunches(), torch.nn.Parameter(torch.ones(4, 2))
+    with torch.no_grad():
+        made = table.find(prepare, (x, None), (1,))
+    assert table.again(prepare, (x, None), (1,)) is None
+    with torch.no_grad():
+        assert table.again(prepare, (x, None), (1,)) is made
+
+
 def test_one_tensor_given_twice_is_found_as_any() -> None:
     table = PreparedLaunches()
     tensor = torch.ones(3)
@@ -391,10 +401,10 @@ def test_on_a_cpu_there_is_no_short_way(call, monkeypatch: pytest.MonkeyPatch) -
 
 def test_inside_inference_mode_the_short_way_is_another_than_outside(call) -> None:
     x = torch.ones(3)
-    for _ in range(2):
+    for first in ("op", "direct"):
         with torch.inference_mode():
-            assert [call.went(x, None, 2.0) for _ in range(2)] == ["op", "direct"]
-        assert [call.went(x, None, 2.0) for _ in range(2)] == ["op", "direct"]
+            assert [call.went(x, None, 2.0) for _ in range(2)] == [first, "direct"]
+        assert [call.went(x, None, 2.0) for _ in range(2)] == [first, "direct"]
 
 
 def test_a_torch_without_such_guards_calls_the_op(call, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -613,9 +613,9 @@ def test_a_call_that_looks_like_the_last_is_begun_at_once_and_no_other(tensors, 
             with torch.no_grad(), pytest.raises((TypeError, ValueError), match=f"^{next(iter(wrong))} "):
                 batch.run(out=None, **wrong)
         batch.q.requires_grad_()
-        assert batch.run(out=None)[0].requires_grad
-        with torch.no_grad():
-            assert not batch.run(out=None)[0].requires_grad
+        for mode in (True, False, True, False):
+            with torch.set_grad_enabled(mode):
+                assert batch.run(out=None)[0].requires_grad == mode
 
 
 @needs_kernels

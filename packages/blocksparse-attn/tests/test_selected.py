@@ -456,7 +456,9 @@ def test_a_call_that_looks_like_the_last_is_begun_at_once_and_no_other(selected,
             with torch.no_grad(), pytest.raises((TypeError, ValueError), match=f"^{next(iter(wrong))} "):
                 batch.call(**wrong)
         batch.q.requires_grad_()
-        assert batch.call().requires_grad
+        for mode in (False, True, False, True):
+            with torch.set_grad_enabled(mode):
+                assert batch.call().requires_grad == mode
 
 
 def test_the_op_passes_opcheck_and_compiles(selected) -> None:

@@ -75,7 +75,8 @@ class PreparedLaunches:
         self.most = most
         # In the order in which they were looked up.
         self._found: OrderedDict[tuple[object, ...], tuple[Any, Callable[..., bool]]] = OrderedDict()
-        # What was found last for some numbers, and whether tensors look like those it was found for.
+        # What was found last for some numbers, with gradients on or off, and whether tensors look like those it was
+        # found for. Guards compare whether tensors require a gradient, and not whether one is recorded.
         self._latest: dict[tuple[object, ...], tuple[Any, Callable[..., bool], list[int]]] = {}
         # In the order in which they were kept.
         self._direct: OrderedDict[tuple[object, ...], tuple[tuple[Callable[..., Any], Callable[..., bool]], ...]]
@@ -96,12 +97,13 @@ class PreparedLaunches:
         -0.0 are one: where that matters, pass ``number.hex()``. What ``prepare`` returns must not keep the tensors
         alive: it lives as long as the process.
         """
+        mode = torch.is_grad_enabled()
         try:
-            latest = self._latest.get((prepare, len(tensors), numbers))
+            latest = self._latest.get((prepare, len(tensors), numbers, mode))
         except TypeError:
             # A list has no hash. To look for one first would cost every call 0.6 us.
             numbers = tuple([tuple(number) if type(number) is list else number for number in numbers])
-            latest = self._latest.get((prepare, len(tensors), numbers))
+            latest = self._latest.get((prepare, len(tensors), numbers, mode))
         if latest is not None:
             found, looks_alike, absent = latest
             if looks_alike(*_but_absent(tensors, absent)):
@@ -122,7 +124,7 @@ class PreparedLaunches:
         """
         if torch.compiler.is_dynamo_compiling() or _somebody_looks_on() or values_are_checked():
             return None
-        latest = self._latest.get((prepare, len(tensors), numbers))
+        latest = self._latest.get((prepare, len(tensors), numbers, torch.is_grad_enabled()))
         return None if latest is None or not latest[1](*_but_absent(tensors, latest[2])) else latest[0]
 
     def _look_up(
@@ -143,15 +145,16 @@ class PreparedLaunches:
             self._forget_oldest()
         self._found[key] = found, looks_alike
         absent = [position for position, tensor in enumerate(tensors) if tensor is None]
-        self._latest[(prepare, len(tensors), numbers)] = found, looks_alike, absent
+        self._latest[(prepare, len(tensors), numbers, torch.is_grad_enabled())] = found, looks_alike, absent
         return found
 
     def _forget_oldest(self) -> None:
         (prepare, numbers, *tensors), (found, _) = self._found.popitem(last=False)
-        kind = (prepare, len(tensors), numbers)
-        latest = self._latest.get(kind)
-        if latest is not None and latest[0] is found:
-            self._latest.pop(kind, None)
+        for mode in (True, False):
+            kind = (prepare, len(tensors), numbers, mode)
+            latest = self._latest.get(kind)
+            if latest is not None and latest[0] is found:
+                self._latest.pop(kind, None)
 
     def direct(self, tensors: tuple[Tensor | None, ...], numbers: tuple[Any, ...]) -> Callable[..., Any] | None:
         """What :meth:`keep_direct` was given for a call that looks like this one, to be called in place of the op.
@@ -164,7 +167,7 @@ class PreparedLaunches:
         """
         if torch.compiler.is_dynamo_compiling() or _somebody_looks_on() or values_are_checked():
             return None
-        found = self._direct.get((len(tensors), numbers))
+        found = self._direct.get((len(tensors), numbers, torch.is_grad_enabled()))
         if found is None:
             return None
         given = _for_guards(tensors)
@@ -187,7 +190,7 @@ class PreparedLaunches:
         what was kept looks at them itself.
         """
         if not torch.compiler.is_dynamo_compiling() and _is_plain(tensors):
-            key = len(tensors), numbers
+            key = len(tensors), numbers, torch.is_grad_enabled()
             before = self._direct.pop(key, ())
             while len(self._direct) >= self.most:
                 self._direct.popitem(last=False)

@@ -102,6 +102,25 @@ static uint64_t advanced(uint64_t operand, int bytes) { return operand + bytes; 
 template <class Barrier> void arrive(Barrier &, int) {}
 template <class Barrier> void copy(void *to, const void *from, int bytes, Barrier &) { memcpy(to, from, bytes); }
 
+// Programs of a cluster, one after the other: what they have lies side by side, and each first finishes what is before
+// the cluster's barrier.
+using Place = uint8_t *;
+struct Program {
+  uint8_t *begin;
+  size_t bytes;
+};
+static std::vector<Program> own_memory;
+static int rank_of_program;
+static int own_rank() { return rank_of_program; }
+static Place of_other(const void *own) {
+  auto *place = static_cast<Place>(const_cast<void *>(own));
+  for (auto [begin, bytes] : own_memory)
+    if (begin <= place && place < begin + 2 * bytes) return rank_of_program ? place - bytes : place + bytes;
+  return nullptr;
+}
+static float load_other(const void *own) { return *reinterpret_cast<float *>(of_other(own)); }
+static void give(Place to, const float *x) { memcpy(to, x, 16); }
+
 // A tensor core's sum: it cuts off what lies so many bits below the largest term.
 template <int COUNT> static float cut_sum(const float (&terms)[COUNT], float before, int bits) {
   int highest = before == 0 ? -1000 : ilogbf(before);
@@ -167,7 +186,8 @@ static double off(double want, double got) { return std::isnan(got) ? INFINITY :
 static float normal() { return std::normal_distribution<float>()(numbers); }
 
 // The first ``large`` latents are multiplied by large elements of q and cancel, and are not looked at as values.
-template <int N, int ROPE, bool RECORDS, bool BF16, bool LISTS, bool NARROW = false>
+// JOINED: two programs have half of the blocks each.
+template <int N, int ROPE, bool RECORDS, bool BF16, bool LISTS, bool NARROW = false, bool JOINED = false>
 void run(const char *name, int keys, int rows, bool part, int large = 0) {
   using S = mla::Shape<N, ROPE, RECORDS>;
   constexpr int WIDTH = 512 + ROPE;
@@ -180,14 +200,14 @@ void run(const char *name, int keys, int rows, bool part, int large = 0) {
   // Rows of unlike size.
   for (size_t i = 0; i < q.size(); i++) q[i] = mla::pack(normal() * exp2f(i / WIDTH % 3 - 1.f), 0, BF16);
   for (int i = 0; i < rows * large; i++) q[i / large * WIDTH + i % large] = mla::pack(32, 0, BF16);
-  std::vector<float> parts(rows * 512), sinks(rows, SINK), of_rows(32 * N);
+  std::vector<float> parts(rows * 512), sinks(rows, SINK), of_rows(64 * N);
   std::vector<uint8_t> valid(stages * 64);
   std::vector<int> limits(N);
   std::vector<std::vector<double>> exact(keys, std::vector<double>(WIDTH));
   size_t bytes = (S::RAW + size_t(stages) * S::STAGE + 2047) / 1024 * 1024;
-  std::unique_ptr<uint8_t, decltype(&free)> held(static_cast<uint8_t *>(aligned_alloc(1024, bytes)), free);
+  std::unique_ptr<uint8_t, decltype(&free)> held(static_cast<uint8_t *>(aligned_alloc(1024, 2 * bytes)), free);
   // What is not loaded is NaN.
-  memset(held.get(), 0xFF, bytes);
+  memset(held.get(), 0xFF, 2 * bytes);
   uint64_t barrier = 0;
   for (int n = 0; n < N; n++) limits[n] = keys - n % 3;
   for (int i = 0; i < stages * 64; i++) {
@@ -216,6 +236,12 @@ void run(const char *name, int keys, int rows, bool part, int large = 0) {
     }
     mla::load_keys<N, ROPE, RECORDS>(held.get(), i / 64, i % 64, key.data(), 1, barrier);
   }
+  memcpy(held.get() + bytes, held.get(), bytes);
+  mla::own_memory = {{held.get(), bytes}, {reinterpret_cast<uint8_t *>(of_rows.data()), 128 * N}};
+  uint8_t *matrices = held.get();
+  float *known = of_rows.data();
+  int first = 0, last = JOINED ? blocks / 2 : blocks;
+  std::vector<float> accumulated(2 * 256 * 4 * N), by(2 * 256 * N / 4);
   // Weights of a block are made while the latents are multiplied by those of the block before.
   auto weigh = [&](int thread) {
     float s[N / 2], sums[N / 4] = {};
@@ -227,43 +253,63 @@ void run(const char *name, int keys, int rows, bool part, int large = 0) {
       if constexpr (NARROW) mla::narrow::scores<N, ROPE, RECORDS, BF16>(given...);
       else mla::scores<N, ROPE, RECORDS, BF16>(given...);
     };
-    load_q(held.get(), of_rows.data(), q.data(), WIDTH, rows, SCALE * OF_CACHE, thread);
+    load_q(matrices, known, q.data(), WIDTH, rows, SCALE * OF_CACHE, thread);
     mla::together();
-    for (int i = 0; i < blocks; i++) {
+    for (int i = first; i < last; i++) {
       int stage = 2 * i + thread / 128;
-      scores(s, held.get(), stage, of_rows.data(), thread);
+      scores(s, matrices, stage, known, thread);
       auto behind = [&](auto weigh, auto... place) {
         weigh(
-            s, sums, held.get(), place..., of_rows.data(), limits.data(), &valid[64 * stage], 128 * i,
-            !LISTS && i == blocks - 1, i % 2, (i + 1) % 2, thread);
+            s, sums, matrices, place..., known, limits.data(), &valid[64 * stage], 128 * i,
+            !LISTS && i == blocks - 1, (i - first) % 2, (i + 1) % 2, thread);
       };
       if constexpr (NARROW) behind(mla::narrow::weigh<N, ROPE, RECORDS, BF16, LISTS>);
       else behind(mla::weigh<N, ROPE, RECORDS, BF16, LISTS>, stage);
       everyone.arrive_and_wait();
     }
-    if constexpr (NARROW) mla::narrow::total<N>(sums, of_rows.data(), blocks % 2, 1, thread);
-    else mla::total<N, S::GROUPED>(sums, of_rows.data(), blocks % 2, 1, thread);
+    if constexpr (NARROW) mla::narrow::total<N>(sums, known, (last - first) % 2, 1, thread);
+    else mla::total<N, S::GROUPED>(sums, known, (last - first) % 2, 1, thread);
     everyone.arrive_and_wait();
   };
   auto multiply = [&](int thread) {
     float acc[4 * N] = {};
-    for (int i = 0; i < blocks; i++) {
+    for (int i = first; i < last; i++) {
       everyone.arrive_and_wait();
-      mla::rescale<N, S::GROUPED>(acc, of_rows.data(), (i + 1) % 2, thread);
+      mla::rescale<N, S::GROUPED>(acc, known, (i + 1) % 2, thread);
       auto values = [&](auto... given) {
         if constexpr (NARROW) mla::narrow::values<N, ROPE, RECORDS, BF16>(given..., barrier, barrier, thread);
         else mla::values<N, ROPE, RECORDS, BF16>(given..., barrier, barrier, thread);
       };
-      values(acc, held.get(), 2 * i, 2 * i + 1, (i + 1) % 2);
-      if constexpr (NARROW) mla::narrow::add_block<N>(acc, of_rows.data(), (i + 1) % 2, thread);
+      values(acc, matrices, 2 * i, 2 * i + 1, (i + 1) % 2);
+      if constexpr (NARROW) mla::narrow::add_block<N>(acc, known, (i + 1) % 2, thread);
     }
     everyone.arrive_and_wait();
+    std::copy_n(acc, 4 * N, &accumulated[(256 * mla::rank_of_program + thread) * 4 * N]);
+    if (JOINED) return;
     if (part)
-      mla::store<N, S::GROUPED, BF16, true>(acc, of_rows.data(), 1, parts.data(), 512, rows, BY, sinks.data(), 0, 0, thread);
+      mla::store<N, S::GROUPED, BF16, true>(acc, known, 1, parts.data(), 512, rows, BY, sinks.data(), 0, 0, thread);
     else
-      mla::store<N, S::GROUPED, BF16, false>(acc, of_rows.data(), 1, out.data(), 512, rows, BY, sinks.data(), LISTS, 0, thread);
+      mla::store<N, S::GROUPED, BF16, false>(acc, known, 1, out.data(), 512, rows, BY, sinks.data(), LISTS, 0, thread);
   };
-  run_threads(512, [&](int thread) { thread < 256 ? weigh(thread) : multiply(thread - 256); });
+  auto each_program = [&](int threads, auto run) {
+    for (mla::rank_of_program = 0; mla::rank_of_program < 1 + JOINED; mla::rank_of_program++) {
+      if (mla::rank_of_program) matrices += bytes, known += 32 * N, first = last, last = blocks;
+      run_threads(threads, run);
+    }
+    matrices = held.get(), known = of_rows.data(), mla::rank_of_program = 0;
+  };
+  each_program(512, [&](int thread) { thread < 256 ? weigh(thread) : multiply(thread - 256); });
+  if constexpr (JOINED) {
+    auto of = [&](int thread) { return 256 * mla::rank_of_program + thread; };
+    each_program(256, [&](int thread) {
+      mla::give_half<N, ROPE, RECORDS>(
+          &accumulated[of(thread) * 4 * N], &by[of(thread) * N / 4], matrices, known, 1, rows, BY, sinks.data(), LISTS, 0, thread);
+    });
+    each_program(256, [&](int thread) {
+      mla::store_half<N, ROPE, RECORDS, BF16>(
+          &accumulated[of(thread) * 4 * N], &by[of(thread) * N / 4], matrices, out.data(), 512, rows, thread);
+    });
+  }
   double worst = 0, worst_lse = 0;
   for (int n = 0; n < rows; n++) {
     std::vector<double> weights(keys, -INFINITY);
@@ -275,6 +321,7 @@ void run(const char *name, int keys, int rows, bool part, int large = 0) {
     double highest = *std::max_element(weights.begin(), weights.end()), sum = 0, error = 0, most = 0;
     for (double &x : weights) sum += x = exp2(x - highest);
     double lse = of_rows[23 * N + n] + log2(of_rows[25 * N + n]);
+    if constexpr (JOINED) lse = mla::joined_log<N>(known, 1, n) + log2(mla::joined_sum<N>(known, 1, n));
     worst_lse = std::max(worst_lse, off(highest + log2(sum), lse));
     if (LISTS && !part) sum += exp2(SINK / log(2.0) - highest);
     for (int j = large; j < 512; j++) {
@@ -319,4 +366,5 @@ int main() {
   run<16, 64, true, true, false>("records, large products cancel", 130, 13, false, 2);
   run<16, 64, false, true, false, true>("by 8 bits, large products cancel", 130, 13, false, 2);
   run<32, 64, true, true, true>("lists of records with sinks, 20 rows", 130, 20, false);
+  run<16, 64, true, true, true, false, true>("lists of records in two programs, 9 rows", 300, 9, false);
 }

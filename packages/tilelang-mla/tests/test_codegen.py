@@ -125,6 +125,7 @@ class OfKeys(NamedTuple):
     rows: int
     dtype: torch.dtype = BF16
     narrow: bool = False
+    joined: bool = False
 
     @property
     def problem(self) -> DecodeProblem:
@@ -139,31 +140,33 @@ class OfKeys(NamedTuple):
     def constants(self) -> dict[str, Any]:
         from tilelang_mla import launch
 
-        of = launch.sparse_constants if self.name == "decode_sparse" else launch.decode_8bit_constants
-        return of(self.problem, self.tiles, self.dtype)
+        if self.name == "decode_sparse":
+            return launch.sparse_constants(self.problem, self.tiles, self.dtype, self.joined)
+        return launch.decode_8bit_constants(self.problem, self.tiles, self.dtype)
 
 
 class ByRows(NamedTuple):
     """A decoding kernel whose producer keeps addresses of keys, and widens those of 8 bits."""
 
-    name: str
     cache: str
+    rows: int
+    joined: bool
     dtype: torch.dtype = BF16
+    name = "decode_sparse"
 
     @property
     def problem(self) -> DecodeProblem:
-        return DecodeProblem(128, 512, 64, 1, 1, 4096, 48, cache=self.cache)
+        return DecodeProblem(self.rows, 512, 64, 1, 1, 4096, 48, cache=self.cache)
 
     @property
     def tiles(self) -> DecodeTiles:
-        return tiles_8bit(self.problem, decode_tiles(128, 512, 64, None, H200), H200)
+        return tiles_8bit(self.problem, decode_tiles(self.rows, 512, 64, None, H200), H200)
 
     @property
     def constants(self) -> dict[str, Any]:
         from tilelang_mla import launch
 
-        of = {"decode": launch.decode_constants, "decode_sparse": launch.sparse_constants}
-        return of.get(self.name, launch.decode_8bit_constants)(self.problem, self.tiles, self.dtype)
+        return launch.sparse_constants(self.problem, self.tiles, self.dtype, self.joined)
 
 
 class Prefill(NamedTuple):
@@ -284,10 +287,10 @@ DECODE_8BIT = {"one scale": Decoding8bit("e4m3", 448)}
 OF_KEYS = {
     "one scale, 16 rows": OfKeys("decode_8bit", "e4m3", 16),
     "one scale, not widened": OfKeys("decode_8bit", "e4m3", 16, narrow=True),
-    "lists of records, 32 rows": OfKeys("decode_sparse", "656", 32),
+    "lists of records in two programs, 32 rows": OfKeys("decode_sparse", "656", 32, joined=True),
 }
 # Others are pages of any size, one scale, and what one program widens alone: nothing was seen to spill there.
-BY_ROWS = {"lists of records": ByRows("decode_sparse", "656")}
+BY_ROWS = {"widened for two": ByRows("656", 128, False), "merged by two": ByRows("656", 64, True)}
 # With ropes, and of one tile of heads, nothing was seen to spill.
 OF_LISTS = {"no rope": OfLists(0)}
 PREFILL = {
@@ -528,7 +531,8 @@ def test_keys_by_rows_are_loaded_and_widened_without_spills_in_the_loop_over_blo
     # Of the lookups alone; blocks are loaded by functions of rows.cuh.
     assert "cp_async_gs_conditional" not in made.text
     assert "mla::rows::widen_right" in made.text
-    assert made.text.count("tl::cluster_sync()") == 2
+    # Of two parts three roles synchronise twice, one of them in two places.
+    assert made.text.count("tl::cluster_sync()") == (6 if kernel.joined else 2)
     # Lanes of a warp call together: no call is guarded by what one of them knows.
     assert not re.search(r"if \(.*place.*\{\s*mla::rows", made.text)
     weights = 2 * kernel.tiles.block_m * kernel.tiles.block_n
@@ -656,7 +660,8 @@ def test_what_the_command_builds_is_what_calls_of_deepseek_ask_for(launch) -> No
         tiles = tiles_8bit(problem, decode_tiles(heads, 512, 64, 8192, H200), H200)
         assert ("decode_8bit", launch.decode_8bit_constants(problem, tiles, BF16)) in built
         if cache == "656":
-            assert ("decode_sparse", launch.sparse_constants(problem, tiles, BF16)) in built
+            for joined in {False, replace(tiles, num_splits=2, spare_parts=0).joins(problem)}:
+                assert ("decode_sparse", launch.sparse_constants(problem, tiles, BF16, joined)) in built
     prompt = PrefillProblem(128, 128, 192, 128, 8192, 1, 8192)
     assert ("prefill", launch.prefill_constants(prompt, plan_prefill(prompt, H200), BF16)) in built
     assert ("merge", {"dim_nope": 512, "dtype": BF16}) in built

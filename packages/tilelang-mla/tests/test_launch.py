@@ -128,7 +128,8 @@ def test_sparse_decoding_hands_kernels_what_they_are_made_for(launch, records) -
 
     ints = torch.zeros(200, dtype=torch.int32)
     plans = [
-        (None, None, None), (DecodeTiles(64, 64, 2, 3), None, None), (DecodeTiles(64, 64, 2, 1, 5), ints[:7], ints[:11])
+        (None, None, None), (DecodeTiles(64, 64, 2, 3), None, None),
+        (DecodeTiles(64, 64, 2, 2, by_rows=True), None, None), (DecodeTiles(64, 64, 2, 1, 5), ints[:7], ints[:11]),
     ]  # fmt: skip
     for (plan, first, order), more, tokens in itertools.product(plans, (False, True), (1, 2)):
         lists = 6 // tokens
@@ -144,7 +145,10 @@ def test_sparse_decoding_hands_kernels_what_they_are_made_for(launch, records) -
         launch.given.clear()
         problem, _ = check_sparse(tensors, SparseOptions(512, 0.1, None if plan is None else plan.as_ints()))
         launch.prepare_sparse(problem, plan, tensors)(*tensors)
-        assert launch.given
+        names, joined = [name for name, _, _ in launch.given], launch.given[0][1].get("joined", False)
+        # The 20 keys are one block, and programs that share them cut no list.
+        assert names == ["decode_sparse", *(["merge"] if plan is not None and not joined else [])]
+        assert joined == (plan is not None and plan.num_splits == 2)
         for name, constants, arguments in launch.given:
             assert_fits(launch, name, constants, arguments)
         assert min(launch.given[0][2][0].stride()) > 0

@@ -418,6 +418,14 @@ def test_lists_that_count_to_their_ends_have_equal_parts_that_run_at_once_where_
 
     # A record costs more than a key of 16 bits, and so does a block of them beside what merges parts.
     assert [parts(128, 4), parts(128, 4, ""), parts(128, 64), parts(16, 64)] == [11, 8, 1, 2]
+    # Two parts are merged by the programs that have them.
+    for heads, cache, joined in ((16, "656", True), (64, "656", True), (64, "", True), (128, "656", False)):
+        problem = DecodeProblem(heads, 512, 64, 1, 50, 2048, 64, cache=cache)
+        tiles = plan_of_whole_lists(problem, H200)[0]
+        assert (tiles.num_splits, tiles.joins(problem)) == (1 + joined, joined)
+        assert replace(tiles, num_splits=2).joins(problem) == joined
+        assert not replace(tiles, num_splits=3).joins(problem)
+        assert not replace(tiles, spare_parts=1).joins(problem)
     # More lists than SMs, and three quarters of these.
     assert [parts(128, 256), parts(128, 100)] == [None, None]
     problem = DecodeProblem(16, 512, 64, 1, 3, 0, 64)

@@ -125,6 +125,18 @@ def test_kernels_attend_to_listed_keys(device, cache, heads) -> None:
                     )
 
 
+@pytest.mark.gpu
+@every_cache
+@pytest.mark.parametrize("heads", [5, 32, 64])
+def test_two_parts_of_lists_are_merged_by_the_programs_that_have_them(device, cache, heads) -> None:
+    batch = Listed(cache, batch=50, seqlen_q=1, heads=heads, topk=1000, device=device)
+    for given in ({}, {"attn_sink": batch.attn_sink}):
+        got, again = batch.run(**given), batch.run(**given)
+        batch.check(got, None, given.get("attn_sink"))
+        assert_bitwise_equal(again.out, got.out)
+        assert_bitwise_equal(again.lse, got.lse)
+
+
 def test_random_lists_are_the_definition(device, random_case) -> None:
     rng = random.Random(random_case)
     topk = rng.choice([3, 64, 65, 512, 2048, rng.randint(3, 3000)] if device.type != "cpu" else [3, 64, 130])

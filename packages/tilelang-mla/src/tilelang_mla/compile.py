@@ -45,7 +45,7 @@ def wanted(
     gradients: whether prefill's are asked for too.
     """
     # Here, so that an error among the options need not wait for TileLang.
-    from tilelang_mla.launch import decode_8bit_constants, decode_constants, prefill_constants, sparse_constants
+    from tilelang_mla.launch import decode_8bit_constants, decode_constants, prefill_constants
     from tilelang_mla.sparse.launch import prefill_sparse_constants
 
     for dtype in map(_DTYPES.__getitem__, dtypes):
@@ -64,8 +64,7 @@ def wanted(
                 for problem, own in _tiles_8bit(dim_nope, dim_rope, cache):
                     yield "decode_8bit", decode_8bit_constants(problem, own, dtype)
             if sparse:
-                problem = DecodeProblem(1, dim_nope, dim_rope, 1, 1, 1, 1)
-                yield "decode_sparse", sparse_constants(problem, tiles, dtype)
+                yield from _of_lists(DecodeProblem(1, dim_nope, dim_rope, 1, 1, 1, 1), tiles, dtype)
                 # Of prompts, whose heads may have no rope.
                 for rope, rows in itertools.product(sorted({dim_rope, 0}, reverse=True), (64, 128)):
                     listed = DecodeProblem(rows, dim_nope, rope, 1, 1, 1, 1)
@@ -73,7 +72,7 @@ def wanted(
                     yield "prefill_sparse", prefill_sparse_constants(listed, own, dtype)
                 if (dtype, dim_nope, dim_rope) == (torch.bfloat16, 512, 64):
                     for problem, own in _tiles_8bit(dim_nope, dim_rope, "656"):
-                        yield "decode_sparse", sparse_constants(problem, own, dtype)
+                        yield from _of_lists(problem, own, dtype)
         for dim_nope in sorted({dim_nope for dim_nope, _ in latents}):
             for sink in (False, True) if sparse else (False,):
                 yield "merge", {"dim_nope": dim_nope, "dtype": dtype, **({"sink": True} if sink else {})}
@@ -85,6 +84,14 @@ def wanted(
             if gradients:
                 yield from wanted_of_gradients(prompt, dtype)
     yield from wanted_of_indexer(indexer)
+
+
+def _of_lists(problem: DecodeProblem, tiles: DecodeTiles, dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Kernels over lists, of any parts and of two that their programs merge."""
+    from tilelang_mla.launch import sparse_constants
+
+    for joined in sorted({False, replace(tiles, num_splits=2, spare_parts=0).joins(problem)}):
+        yield "decode_sparse", sparse_constants(problem, tiles, dtype, joined)
 
 
 def _tiles_8bit(dim_nope: int, dim_rope: int, cache: str) -> list[tuple[DecodeProblem, DecodeTiles]]:

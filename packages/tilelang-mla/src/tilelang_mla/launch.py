@@ -1,10 +1,9 @@
 """Launches: ask the plan, choose the kernel, start it on the tensors' device and its current stream.
 
-Nothing here checks what arguments.py does. Each ``prepare_`` function makes ready what calls of a problem have in
-common, from tensors that look like those of the calls. A kernel is compiled once for each set of constants, which are
-head sizes, dtype, the blocks of the plan and whether pages hold whole blocks; never for a batch, a length, heads,
-tokens or pages, a scale or a number of parts. What ``python -m tilelang_mla.compile`` has built is found in TileLang's
-cache.
+Nothing here checks what arguments.py does. Each ``prepare_`` function makes ready what calls with tensors that look
+alike have in common. A kernel is compiled once for each set of constants: head sizes, dtype, the blocks of the plan,
+whether pages hold whole blocks, whether programs merge the two parts of a list; never for a batch, a length, heads,
+tokens or pages, a scale or other numbers of parts. TileLang's cache has what the module ``compile`` has built.
 """
 
 from __future__ import annotations
@@ -240,9 +239,9 @@ def _programs_of(problem: DecodeProblem, tiles: DecodeTiles, by: int, limits: De
 # Sparse decoding
 
 
-def sparse_constants(problem: DecodeProblem, tiles: DecodeTiles, dtype: torch.dtype) -> dict[str, Any]:
+def sparse_constants(problem: DecodeProblem, tiles: DecodeTiles, dtype: torch.dtype, joined: bool) -> dict[str, Any]:
     """What the kernel over lists of keys is compiled for."""
-    constants = decode_8bit_constants(problem, tiles, dtype)
+    constants = decode_8bit_constants(problem, tiles, dtype) | ({"joined": True} if joined else {})
     del constants["per_token"]
     return constants
 
@@ -263,9 +262,10 @@ def prepare_sparse(problem: DecodeProblem, plan: DecodeTiles | None, tensors: Sp
     check_fits(problem, tiles, limits)
     lists, heads, width, dim_nope = problem.sequences, problem.num_heads, q.shape[3], problem.dim_nope
     keys, _ = _keys_of(problem, kv)
-    attend = kernel("decode_sparse", **sparse_constants(problem, tiles, q.dtype))
+    joined = first_part is None and not shared and tiles.joins(problem)
+    attend = kernel("decode_sparse", **sparse_constants(problem, tiles, q.dtype, joined))
     num_parts = tiles.num_parts(lists)
-    merged = num_parts > lists and not (shared and problem.capacity <= tiles.block_n)
+    merged = num_parts > lists and not joined and not (shared and problem.capacity <= tiles.block_n)
     sinking = {} if attn_sink is None else {"sink": True}
     merge = kernel("merge", dim_nope=dim_nope, dtype=q.dtype, **sinking) if merged else None
     merging = merge_grid(lists, heads, problem.capacity, tiles, limits.cores)

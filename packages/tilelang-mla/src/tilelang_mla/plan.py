@@ -201,6 +201,11 @@ class DecodeTiles(Plan):
         """Whether keys of 8 bits are loaded by rows, and widened on their way."""
         return bool(problem.cache) and self.loads_by_rows(problem)
 
+    def joins(self, problem: DecodeProblem) -> bool:
+        """Whether programs of the two parts of each sequence are a cluster that merges them: one tile of rows each."""
+        pair = self.num_splits == 2 and self.spare_parts == 0 and self.row_tiles(problem.rows) == 1
+        return pair and (self.loads_by_rows(problem) or self.keys_are_rows(problem))
+
     def asks_early(self, problem: DecodeProblem) -> bool:
         """Whether the decoding kernel asks for scores early: blocks of keys lie in one page each."""
         return bool(self.early) and problem.page_size % self.block_n == 0

@@ -32,6 +32,9 @@ class Sizes(NamedTuple):
     an H200. A stage is free later, so that this is for work whose time is that of products.
 
     paired: two programs, of tiles of rows side by side, are a cluster; each widens half of a block's keys, for both.
+
+    joined: two programs are a cluster that have the two parts of a list: they exchange halves of what they have
+    accumulated, and no other kernel merges parts.
     """
 
     dim_nope: int
@@ -48,6 +51,12 @@ class Sizes(NamedTuple):
     narrow: bool = False
     early: bool = False
     paired: bool = False
+    joined: bool = False
+
+    @property
+    def clustered(self) -> bool:
+        """Whether two programs are a cluster."""
+        return self.paired or self.joined
 
     @property
     def half(self) -> int:

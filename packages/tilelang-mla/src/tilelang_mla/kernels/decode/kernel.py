@@ -118,7 +118,7 @@ def run_roles(T, S, serial, inputs, outputs, numbers, i_program, num_programs):
     row_tiles = T.alloc_var(T.int32, init=T.truncdiv(rows + (S.rows - 1), S.rows))
     tokens = T.alloc_var(T.int32, init=T.truncdiv(rows, heads))
     launch = Launch(*numbers, tokens, row_tiles, i_program, num_programs)
-    if S.paired:
+    if S.clustered:
         # TileLang starts clusters before what is ahead of them has ended.
         T.pdl_sync()
     if launch.scheduled == SHARED:

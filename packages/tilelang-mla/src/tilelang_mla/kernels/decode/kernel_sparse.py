@@ -15,6 +15,7 @@ from tilelang_mla.kernels.decode.keys import options_of, run_keys
 def attend_sparse(
     T: Any, *, cache: str, dim_nope: int, dim_rope: int, dtype: Any, block_n: int, num_stages: int,
     serial: bool = False, block_m: int = ROWS, by_rows: bool = False, paired: bool = False,
+    joined: bool = False,
 ) -> Any:  # fmt: skip
     """The kernel. cache: "" of q's dtype or "656" of records, whose parts are kv, rope and scales; else kv stands in.
 
@@ -23,7 +24,7 @@ def attend_sparse(
     """
     S = Sizes(
         dim_nope, dim_rope, dtype, block_n, num_stages, True, cache, sparse=True, rows=block_m,
-        by_rows=by_rows and not serial, paired=paired and not serial,
+        by_rows=by_rows and not serial, paired=paired and not serial, joined=joined and not serial,
     )  # fmt: skip
     run = run_keys if S.keys_are_rows and not serial else run_roles
     records = cache == "656"

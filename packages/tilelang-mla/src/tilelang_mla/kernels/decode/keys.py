@@ -126,7 +126,7 @@ def options_of(S: Any, serial: bool) -> dict[str, Any]:
     options: dict[str, Any] = {"threads": (5 if S.keys_are_rows else 2 + S.loaders) * GROUP}
     if S.keys_are_rows or S.by_rows:
         options["prelude"] = TEXT if S.keys_are_rows else (TEXT_OF_HALVES if S.loaders == 2 else "") + TEXT_BY_ROWS
-    if S.paired:
+    if S.clustered:
         options["cluster_dims"] = 2
     return options
 
@@ -140,6 +140,9 @@ def run_keys(T, S, serial, inputs, outputs, numbers, i_program, num_programs):
     row_tiles = T.alloc_var(T.int32, init=T.truncdiv(rows + (S.rows - 1), S.rows))
     tokens = T.alloc_var(T.int32, init=T.truncdiv(rows, heads))
     launch = Launch(*numbers, tokens, row_tiles, i_program, num_programs)
+    if S.joined:
+        # TileLang starts clusters before what is ahead of them has ended.
+        T.pdl_sync()
     if launch.scheduled == SHARED:
         find_share(T, S, launch, inputs, memory, thread, serial)
     # The combine kernel may start; it waits for the end of this one itself.
@@ -207,6 +210,10 @@ def produce_keys(T, S, launch, inputs, pieces, memory, barriers, thread):
             i_page = next_page
             row = next_row
         done = done + work.steps
+    if S.joined:
+        # As the others do.
+        T.cluster_sync()
+        T.cluster_sync()
 
 
 @macro
@@ -291,7 +298,11 @@ def make_weights(T, S, launch, inputs, outputs, memory, barriers, thread):
         T.barrier_arrive(barriers.sums_full[slot])
         # Told again: what an item is takes no registers while its blocks are worked on.
         ended = Work(*read_work(T, memory.told, slot))
+        if S.joined:
+            T.cluster_sync()
         store_logarithms(T, S, launch, outputs, memory, ended, slot, thread)
+        if S.joined:
+            T.cluster_sync()
         T.barrier_arrive(barriers.work_empty[slot])
 
 
@@ -315,7 +326,10 @@ def multiply_latents(T, S, launch, inputs, outputs, memory, barriers, thread):
         done = done + work.steps
         T.barrier_wait(barriers.sums_full[slot], turn // 2 % 2)
         ended = Work(*read_work(T, memory.told, slot))
-        store_latents(T, S, inputs, outputs, ended, acc, of_rows, slot, thread)
+        if S.joined:
+            join_halves(T, S, inputs, outputs, ended, memory, acc, slot, thread)
+        else:
+            store_latents(T, S, inputs, outputs, ended, acc, of_rows, slot, thread)
         # With it the place of its sums.
         T.barrier_arrive(barriers.work_empty[slot])
 
@@ -342,6 +356,25 @@ def multiply_block(T, S, memory, barriers, acc, number, thread):
 
 
 @macro
+def join_halves(T, S, inputs, outputs, work, memory, acc, slot, thread):
+    """Rows of half of the latents of both parts of a list, in each of the two programs that have them."""
+    by_rows = T.alloc_local((S.rows // 4,), T.float32)
+    matrices, of_rows = at(T, memory.matrices[0]), at(T, memory.of_rows[0])
+    own_rows = T.alloc_var(T.int32, init=T.min(inputs.q.shape[1] - work.first_row, S.rows))
+    place, stride = at(T, outputs.out[work.sequence, work.first_row, 0]), outputs.out.strides[1]
+    T.cluster_sync()
+    call(
+        T, name_of(S, "give_half"), at(T, acc[0]), at(T, by_rows[0]), matrices, of_rows, slot, own_rows, T.float32(1),
+        at(T, inputs.sink[0]), inputs.sinks, work.first_row, thread,
+    )  # fmt: skip
+    T.cluster_sync()
+    call(
+        T, name_of(S, "store_half", S.dtype == T.bfloat16), at(T, acc[0]), at(T, by_rows[0]), matrices, place, stride,
+        own_rows, thread,
+    )  # fmt: skip
+
+
+@macro
 def store_latents(T, S, inputs, outputs, work, acc, of_rows, slot, thread):
     """Rows of a work item: results, or partial ones."""
     by = T.alloc_var(T.float32, init=1)
@@ -362,17 +395,29 @@ def store_latents(T, S, inputs, outputs, work, acc, of_rows, slot, thread):
 def store_logarithms(T, S, launch, outputs, memory, work, slot, thread):
     """Of a work item's rows; who writes one has added its sum up."""
     if thread < T.min(outputs.out.shape[1] - work.first_row, S.rows):
-        highest = T.alloc_var(T.float32, init=memory.of_rows[(22 + slot) * S.rows + thread])
-        row_sum = T.alloc_var(T.float32, init=memory.of_rows[(24 + slot) * S.rows + thread])
+        highest = T.alloc_var(T.float32, init=end_of_row(T, S, memory, "log", 22, slot, thread))
+        row_sum = T.alloc_var(T.float32, init=end_of_row(T, S, memory, "sum", 24, slot, thread))
         row = T.alloc_var(T.int32, init=work.first_row + thread)
-        if work.num_parts == 1 and launch.wants_lse != 0:
+        if has_result(T, S, work) and launch.wants_lse != 0:
             outputs.lse[work.sequence, T.truncmod(row, launch.heads), T.truncdiv(row, launch.heads)] = T.if_then_else(
                 row_sum == 0, -T.infinity(T.float32), log_of_sum(T, highest, row_sum, LN_2)
             )
-        if work.num_parts > 1:
+        if not S.joined and work.num_parts > 1:
             log_of = T.alloc_var(T.float32, init=-T.infinity(T.float32))
             if row_sum != 0:
                 log_of = highest + T.log2(row_sum)
                 if launch.wants_lse != 0:
                     log_of = log_of_sum(T, highest, row_sum)
             outputs.part_lse[work.part, row] = log_of
+
+
+def end_of_row(T: Any, S: Any, memory: Any, name: str, place: int, slot: Any, row: Any) -> Any:
+    """Of a row of the work item in a slot its sum, or the logarithm that it is relative to; of both parts if joined."""
+    if S.joined:
+        return T.call_extern("float32", f"mla::joined_{name}<{S.rows}>", at(T, memory.of_rows[0]), slot, row)
+    return memory.of_rows[(place + slot) * S.rows + row]
+
+
+def has_result(T: Any, S: Any, work: Any) -> Any:
+    """Whether the logarithms of a work item are results: of two parts that are joined one program writes them."""
+    return T.block_rank_in_cluster() == 0 if S.joined else work.num_parts == 1

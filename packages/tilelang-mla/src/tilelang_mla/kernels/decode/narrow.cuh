@@ -7,6 +7,9 @@
 //
 // Which byte is which column of an MMA is free here too: a thread's four neighbours are four columns.
 
+#ifndef MLA_NARROW
+#define MLA_NARROW
+
 namespace mla::narrow {
 
 using mla::load_keys, mla::zero_key;
@@ -247,3 +250,5 @@ template <int N> MLA_DEVICE void add_block(float *acc, void *rows_at, int buffer
 }
 
 }  // namespace mla::narrow
+
+#endif

@@ -9,6 +9,7 @@ from tilelang.language import macro
 
 from tilelang_mla.kernels.common import GROUP, LOG2_E, ROWS
 from tilelang_mla.kernels.decode.groups import SHARED, Work, read_work
+from tilelang_mla.kernels.decode.joins import is_whole, join_halves, join_sums, weigh_part
 from tilelang_mla.kernels.decode.loads import load_left, load_q, load_right, load_rows, row_of
 from tilelang_mla.kernels.decode.rows import Held, alloc_held, at, begin_rows, load_by_rows
 from tilelang_mla.kernels.decode.schedule import OF_PRODUCER, Owner, find_part, owner_of, part_of
@@ -118,6 +119,10 @@ def produce(T, S, launch, inputs, pieces, memory, barriers, thread):
         next_part, next_tile = part_of(T, launch, inputs, turn + 1)
         part = next_part
         tile = next_tile
+    if S.joined:
+        # As the others do.
+        T.cluster_sync()
+        T.cluster_sync()
 
 
 @macro
@@ -211,14 +216,23 @@ def score(T, S, launch, inputs, outputs, memory, barriers, s, acc):
             T.wait_wgmma(0)
             free(T, S, barriers.left_empty[stage])
         done = done + work.steps
+        if S.joined:
+            # Weights of the last block have been read: sums take their place.
+            T.barrier_wait(barriers.weights_empty, done % 2 ^ 1)
+            join_sums(T, memory, s)
         invert_sums(T, s)
         scale_values(T, S, inputs, s)
         add_sink(T, S, inputs, s, work)
-        T.barrier_wait(barriers.weights_empty, done % 2 ^ 1)
+        if S.joined:
+            weigh_part(T, s)
+        else:
+            T.barrier_wait(barriers.weights_empty, done % 2 ^ 1)
         T.copy(s.rescale, memory.rescale)
         T.barrier_arrive(barriers.sums_full)
         scale_rows(T, acc, s.rescale)
-        if work.num_parts == 1:
+        if S.joined:
+            join_halves(T, acc, memory.k_l, 0)
+        if is_whole(T, S, work, 0):
             T.copy(acc, memory.q_l)
             T.fence_proxy_async()
             T.sync_threads(_OF_SCORES, GROUP)
@@ -228,7 +242,7 @@ def score(T, S, launch, inputs, outputs, memory, barriers, s, acc):
             if S.whole:
                 store_max(T, outputs.max_logits, s, work)
             T.tma_store_wait()
-        if not S.whole:
+        if not (S.whole or S.joined):
             if work.num_parts > 1:
                 store_part(T, outputs.parts, acc, work, 0)
                 store_part_lse(T, launch, outputs.part_lse, s, work)
@@ -265,10 +279,14 @@ def value(T, S, launch, inputs, outputs, memory, barriers, rescale, acc):
             T.barrier_arrive(barriers.weights_empty)
             free(T, S, barriers.right_empty[stage])
         done = done + work.steps
+        if S.joined:
+            T.cluster_sync()
         T.barrier_wait(barriers.sums_full, slot)
         T.copy(memory.rescale, rescale)
         scale_rows(T, acc, rescale)
-        if work.num_parts == 1:
+        if S.joined:
+            join_halves(T, acc, memory.k_r, 1)
+        if is_whole(T, S, work, 1):
             T.copy(acc, memory.q_r)
             T.fence_proxy_async()
             T.sync_threads(_OF_VALUES, GROUP)
@@ -277,7 +295,7 @@ def value(T, S, launch, inputs, outputs, memory, barriers, rescale, acc):
                 outputs.out[work.sequence, work.first_row : work.first_row + ROWS, S.half : S.dim_nope],
             )
             T.tma_store_wait()
-        if not S.whole:
+        if not (S.whole or S.joined):
             if work.num_parts > 1:
                 store_part(T, outputs.parts, acc, work, S.half)
         T.barrier_arrive(barriers.work_empty)
@@ -309,7 +327,7 @@ def hide_each(T, memory, s, stage):
 def add_sink(T, S, inputs, s, work):
     """The last rescale of a list of one part with its heads' sinks, logits without a value, in the sum of weights."""
     if S.sparse:
-        if inputs.sinks != 0 and work.num_parts == 1:
+        if inputs.sinks != 0 and (S.joined or work.num_parts == 1):
             for i in T.Parallel(*s.row_sum.shape):
                 if s.row_sum[i] != 0:
                     logit = inputs.sink[T.min(work.first_row + i, inputs.q.shape[1] - 1)] * LOG2_E

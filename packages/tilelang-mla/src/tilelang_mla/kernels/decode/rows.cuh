@@ -102,6 +102,29 @@ MLA_DEVICE uint32_t scaled(uint32_t halves, float scale) {
 #endif
 
 #ifndef MLA_ON_HOST
+// A number to a place in the program's memory, and what the other one of a cluster has put there in its own.
+MLA_DEVICE void put(void *own, int place, float x) { static_cast<float *>(own)[place] = x; }
+MLA_DEVICE float of_other(void *own, int place) {
+  float x;
+  Shared at = shared(own) + 4 * place;
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(at + to_other(at)) : "memory");
+  return x;
+}
+// Where a warpgroup's thread has its accumulators in a ring, 128 floats apart, and where in the other program's.
+MLA_DEVICE int here(void *ring, int thread) { return shared(ring) + 4 * thread; }
+MLA_DEVICE int there(void *ring, int thread) {
+  Shared own = here(ring, thread);
+  return own + to_other(own);
+}
+// One of them to there, and what the other program has given.
+MLA_DEVICE void give(int there, int number, float x) {
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there + 512 * number), "f"(x) : "memory");
+}
+MLA_DEVICE float given(int here, int number) {
+  float x;
+  asm volatile("ld.shared::cta.f32 %0, [%1];" : "=f"(x) : "r"(here + 512 * number) : "memory");
+  return x;
+}
 // Whether one of a block's 64 keys is none, which a warp is told together.
 MLA_DEVICE int any_missing(const void *valid) {
   return __any_sync(~0u, static_cast<const uint16_t *>(valid)[threadIdx.x & 31] != 0x0101);

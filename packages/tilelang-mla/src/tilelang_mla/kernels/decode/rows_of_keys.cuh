@@ -10,6 +10,9 @@
 // e4m3 behind the latents, and one scale. e4m3 widens to float16 without a loss; q is float16 then too, each row times a
 // power of two. A record's values are of q's dtype, each times its scale, and so are its ropes and weights.
 
+#ifndef MLA_ROWS_OF_KEYS
+#define MLA_ROWS_OF_KEYS
+
 #ifndef MLA_ON_HOST
 #include <tl_templates/cuda/instruction/wgmma.h>
 #define MLA_INLINE __device__ __forceinline__
@@ -99,6 +102,27 @@ template <class Barrier> MLA_DEVICE void copy(void *to, const void *from, int by
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address(&barrier)), "r"(bytes) : "memory");
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                ::"r"(address(to)), "l"(from), "r"(bytes), "r"(address(&barrier)) : "memory");
+}
+// Which of a cluster's two programs this is, and the same place in the other's memory.
+using Place = uint32_t;
+MLA_DEVICE int own_rank() {
+  int rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+MLA_DEVICE Place of_other(const void *own) {
+  Place other;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(other) : "r"(address(own)), "r"(own_rank() ^ 1));
+  return other;
+}
+MLA_DEVICE float load_other(const void *own) {
+  float x;
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(of_other(own)) : "memory");
+  return x;
+}
+MLA_DEVICE void give(Place to, const float *x) {
+  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};"
+               ::"r"(to), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
 }
 #endif
 
@@ -530,6 +554,22 @@ template <int N, bool GROUPED> MLA_DEVICE void total(const float *sums, void *ro
   }
 }
 
+// The sum of a row's weights, with that of its sink if sinks are given, which is relative to a logarithm.
+MLA_DEVICE float with_sink(float sum, float log_of, const void *sinks, int given, int row) {
+  if (!given || sum == 0.f) return sum;
+  return sum + power(static_cast<const float *>(sinks)[row] * 1.4426950408889634f - log_of);
+}
+
+// A thread's elements of a row, of q's dtype.
+template <bool GROUPED, bool BF16> MLA_DEVICE void store_row(uint16_t *to, const float *x) {
+  uint2 low = make_uint2(pack(x[0], x[1], BF16), pack(x[2], x[3], BF16));
+  uint2 high = make_uint2(pack(x[4], x[5], BF16), pack(x[6], x[7], BF16));
+  if (GROUPED)
+    *reinterpret_cast<uint2 *>(to) = low, *reinterpret_cast<uint2 *>(to + 128) = high;
+  else
+    *reinterpret_cast<uint4 *>(to) = make_uint4(low.x, low.y, high.x, high.y);
+}
+
 // Rows of a work item, each by its sum: of q's dtype, or partial results. Sinks count where they are given.
 template <int N, bool GROUPED, bool BF16, bool PART>
 MLA_DEVICE void store(
@@ -545,9 +585,7 @@ MLA_DEVICE void store(
   for (int i = 0; i < N / 4; i++) {
     int row = 8 * (i / 2) + 2 * l.t + i % 2;
     if (row >= rows) continue;
-    float sum = sums[row];
-    if (given && sum != 0.f)
-      sum += power(static_cast<const float *>(sinks)[first_row + row] * 1.4426950408889634f - log_of[row]);
+    float sum = with_sink(sums[row], log_of[row], sinks, given, first_row + row);
     float by = sum == 0.f ? 0.f : scale / sum, x[2 * TILES];
 #pragma unroll
     for (int m = 0; m < 2 * TILES; m++) x[m] = acc[m / 2 * N / 2 + 4 * (i / 2) + i % 2 + m % 2 * 2] * by * (m < 4 ? first : second);
@@ -556,17 +594,77 @@ MLA_DEVICE void store(
       *reinterpret_cast<float4 *>(to) = make_float4(x[0], x[1], x[2], x[3]);
       *reinterpret_cast<float4 *>(to + APART) = make_float4(x[4], x[5], x[6], x[7]);
     } else {
-      uint16_t *to = static_cast<uint16_t *>(out) + row * stride + begin;
-      uint2 low = make_uint2(pack(x[0], x[1], BF16), pack(x[2], x[3], BF16));
-      uint2 high = make_uint2(pack(x[4], x[5], BF16), pack(x[6], x[7], BF16));
-      if (GROUPED)
-        *reinterpret_cast<uint2 *>(to) = low, *reinterpret_cast<uint2 *>(to + APART) = high;
-      else
-        *reinterpret_cast<uint4 *>(to) = make_uint4(low.x, low.y, high.x, high.y);
+      store_row<GROUPED, BF16>(static_cast<uint16_t *>(out) + row * stride + begin, x);
     }
   }
 }
 
+// Two programs of a cluster that have the parts of a list. Each has the result of half of the latents, a warpgroup's.
+
+// Of a row of both parts: what this one's weights are multiplied by, the logarithm that sums are relative to then, the sum.
+struct Joined {
+  float own, log_of, sum;
+};
+template <int N> MLA_DEVICE Joined joined(void *rows_at, int slot, int row) {
+  const float *log_of = Rows<N>::of(rows_at).log_of + slot * N + row, *sum = Rows<N>::of(rows_at).sum + slot * N + row;
+  float other = load_other(log_of), highest = fmaxf(*log_of, other), own = power(*log_of - highest);
+  return {own, highest, *sum * own + load_other(sum) * power(other - highest)};
+}
+template <int N> MLA_DEVICE float joined_log(void *rows_at, int slot, int row) { return joined<N>(rows_at, slot, row).log_of; }
+template <int N> MLA_DEVICE float joined_sum(void *rows_at, int slot, int row) { return joined<N>(rows_at, slot, row).sum; }
+
+// The half that the other program has goes to its stages, which have been read. by: what rows of the result are
+// multiplied by.
+template <int N, int ROPE, bool RECORDS>
+MLA_DEVICE void give_half(
+    float *acc, float *by, void *memory, void *rows_at, int slot, int rows, float scale, const void *sinks, int given,
+    int first_row, int thread) {
+  using S = Shape<N, ROPE, RECORDS>;
+  Lane l = lane_of(thread);
+  const float *powers = Rows<N>::of(rows_at).last_power + 4 * slot + 2 * l.group;
+  float first = S::GROUPED ? powers[0] : 1.f, second = S::GROUPED ? powers[1] : 1.f;
+  Place to = of_other(stage_of<N, ROPE, RECORDS>(memory, 0)) + 16 * (thread & 127);
+#pragma unroll
+  for (int i = 0; i < N / 4; i++) {
+    int row = 8 * (i / 2) + 2 * l.t + i % 2;
+    Joined both = joined<N>(rows_at, slot, row);
+    float sum = row < rows ? with_sink(both.sum, both.log_of, sinks, given, first_row + row) : 0.f;
+    by[i] = sum == 0.f ? 0.f : scale / sum;
+#pragma unroll
+    for (int m = 0; m < 2 * TILES; m++)
+      acc[m / 2 * N / 2 + 4 * (i / 2) + i % 2 + m % 2 * 2] *= both.own * (m < 4 ? first : second);
+  }
+  if (l.group == own_rank()) return;
+#pragma unroll
+  for (int i = 0; i < N / 2; i++) give(to + 2048 * i, acc + 4 * i);
+}
+template <int N, int ROPE, bool RECORDS, bool BF16>
+MLA_DEVICE void store_half(
+    const float *acc, const float *by, void *memory, void *out, int64_t stride, int rows, int thread) {
+  using S = Shape<N, ROPE, RECORDS>;
+  Lane l = lane_of(thread);
+  if (l.group != own_rank()) return;
+  const float4 *given = reinterpret_cast<const float4 *>(stage_of<N, ROPE, RECORDS>(memory, 0)) + (thread & 127);
+  uint16_t *to = static_cast<uint16_t *>(out) + first_latent<S::GROUPED>(l);
+#pragma unroll
+  for (int j = 0; j < N / 8; j++) {
+    float x[2][2 * TILES];
+#pragma unroll
+    for (int m = 0; m < TILES; m++) {
+      float4 other = given[128 * (m * N / 8 + j)];
+      const float *own = acc + m * N / 2 + 4 * j;
+      x[0][2 * m] = own[0] + other.x, x[1][2 * m] = own[1] + other.y;
+      x[0][2 * m + 1] = own[2] + other.z, x[1][2 * m + 1] = own[3] + other.w;
+    }
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      int row = 8 * j + 2 * l.t + e;
+#pragma unroll
+      for (int m = 0; m < 2 * TILES; m++) x[e][m] *= by[2 * j + e];
+      if (row < rows) store_row<S::GROUPED, BF16>(to + row * stride, x[e]);
+    }
+  }
+}
 // A key that is none: zeros.
 template <int N, int ROPE, bool RECORDS> MLA_DEVICE void zero_key(void *memory, int stage, int key) {
   using S = Shape<N, ROPE, RECORDS>;
@@ -583,3 +681,5 @@ MLA_DEVICE void load_keys(void *memory, int stage, int key, const void *from, in
 }
 
 }  // namespace mla
+
+#endif

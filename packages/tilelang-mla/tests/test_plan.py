@@ -426,6 +426,7 @@ def test_lists_that_count_to_their_ends_have_equal_parts_that_run_at_once_where_
         assert replace(tiles, num_splits=2).joins(problem) == joined
         assert not replace(tiles, num_splits=3).joins(problem)
         assert not replace(tiles, spare_parts=1).joins(problem)
+        assert not replace(tiles, num_splits=2, num_stages=1).joins(problem)
     # More lists than SMs, and three quarters of these.
     assert [parts(128, 256), parts(128, 100)] == [None, None]
     problem = DecodeProblem(16, 512, 64, 1, 3, 0, 64)

@@ -202,9 +202,12 @@ class DecodeTiles(Plan):
         return bool(problem.cache) and self.loads_by_rows(problem)
 
     def joins(self, problem: DecodeProblem) -> bool:
-        """Whether programs of the two parts of each sequence are a cluster that merges them: one tile of rows each."""
+        """Whether programs of the two parts of each sequence are a cluster that merges them: one tile of rows each.
+
+        What they give each other, half of an accumulator in float32, takes the memory of two stages.
+        """
         pair = self.num_splits == 2 and self.spare_parts == 0 and self.row_tiles(problem.rows) == 1
-        return pair and (self.loads_by_rows(problem) or self.keys_are_rows(problem))
+        return pair and self.num_stages >= 2 and (self.loads_by_rows(problem) or self.keys_are_rows(problem))
 
     def asks_early(self, problem: DecodeProblem) -> bool:
         """Whether the decoding kernel asks for scores early: blocks of keys lie in one page each."""

@@ -138,10 +138,10 @@ def test(session: nox.Session, package: str) -> None:
 # Kernels compile with the lowest Triton on every GPU whose torch brings it.
 COMPILED_AT_THE_LOWEST = "gdn-split"
 TARGETS_AT_THE_LOWEST = {"KERNEL_REFERENCE_TARGETS": "sm_90 gfx942"}
-# Left to `test`, besides opcheck: files of tests of what torch does alone, and of benchmarks.
+# Left to `test`, besides opcheck: files of tests of what torch or Python do alone, and of benchmarks.
 AS_IN_TEST = (
     "bench_demo", "bench_map", "bench_ranks", "bench_run", "bench_serve", "bench_tune", "beside", "demo", "distributed",
-    "dtensor", "map", "parallel*", "readme", "serve",
+    "dtensor", "map", "parallel*", "plan", "plans", "readme", "serve",
 )  # fmt: skip
 # And those that run torch alone where there is no GPU: oracles, checks of arguments, semantics, engines' interfaces.
 ON_A_CPU_AS_IN_TEST = (

@@ -110,6 +110,15 @@ def test_the_second_call_that_looks_like_the_first_is_not_dispatched_and_gives_t
     assert len({x.data_ptr() for x in (*got[0], *wanted[0], got[1], wanted[1])}) == 6
 
 
+def test_options_that_equal_those_of_a_call_before_but_are_of_another_type_are_refused(device, dispatched) -> None:
+    right = {**given(device), "window": (1, 0)}
+    prefix_prefill.prefix_prefill(**right)
+    for wrong in ({"causal": 1}, {"return_lse": 0}, {"softcap": False}, {"max_seqlen_q": 3.0}, {"window": (True, 0)}):
+        with pytest.raises(TypeError, match=next(iter(wrong))):
+            prefix_prefill.prefix_prefill(**{**right, **wrong})
+    prefix_prefill.prefix_prefill(**{**right, "window": [1, 0]})
+
+
 def test_calls_with_other_options_are_not_taken_for_one_another(device, dispatched) -> None:
     arguments = given(device)
     sinks = torch.zeros(H, device=device)

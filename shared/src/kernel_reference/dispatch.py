@@ -167,13 +167,17 @@ class PreparedLaunches:
         """
         if torch.compiler.is_dynamo_compiling() or _somebody_looks_on() or values_are_checked():
             return None
-        found = self._direct.get((len(tensors), numbers, torch.is_grad_enabled()))
-        if found is None:
-            return None
-        given = _for_guards(tensors)
-        for run, looks_alike in found:
-            if looks_alike(*given):
-                return run
+        try:
+            found = self._direct.get((len(tensors), numbers, torch.is_grad_enabled()))
+            if found is None:
+                return None
+            given = _for_guards(tensors)
+            for run, looks_alike in found:
+                if looks_alike(*given):
+                    return run
+        except TypeError:
+            # Numbers without a hash, or what is no tensor: the op says what they must be.
+            pass
         return None
 
     def keep_direct(

@@ -224,11 +224,32 @@ def prefix_prefill(
             sequences are clamped to 0 .. T, and a sequence with fewer tokens than new ones, or more than its row of the
             block table has room for, gives 0 and -inf.
     """
-    max_seqlen_q = as_int("max_seqlen_q", max_seqlen_q)
-    most = MOST_TOKENS if max_seqlen_k is None else as_int("max_seqlen_k", max_seqlen_k)
     own_k, k_number = as_scale("k_scale", k_scale)
     own_v, v_number = as_scale("v_scale", v_scale)
     own_out, out_number = as_scale("out_scale", out_scale)
+    tensors = (
+        q, k, v, k_cache, v_cache, block_table, cu_seqlens_q, seqlens_k, alibi_slopes, sinks, own_k, own_v, own_out,
+        out, None, draft_mask,
+    )  # fmt: skip
+    if torch.is_grad_enabled() or are_active():
+        refuse_derivatives(
+            q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache, alibi_slopes=alibi_slopes, sinks=sinks, k_scale=own_k,
+            v_scale=own_v, out_scale=own_out, out=out,
+        )  # fmt: skip
+    asked = None
+    if not torch.compiler.is_dynamo_compiling():
+        # What was found right once need not be looked at again: to check it takes 5 us of a call's host time.
+        asked = ops.asked(
+            "prefix_prefill", return_lse, max_seqlen_q, ops.rounded(max_seqlen_k), page_layout, softmax_scale, causal,
+            window, softcap, skip_decode, num_splits, quantize_q, plan, k_number, v_number, out_number, k_scale is None,
+            v_scale is None, out_scale is None,
+        )  # fmt: skip
+        served = ops.launches.direct(tensors, asked)
+        if served is not None:
+            result, lse = served(*tensors)
+            return result if lse is None else AttentionResult(result, lse)
+    max_seqlen_q = as_int("max_seqlen_q", max_seqlen_q)
+    most = MOST_TOKENS if max_seqlen_k is None else as_int("max_seqlen_k", max_seqlen_k)
     check_bool("causal", causal)
     left, right = as_window(window, causal)
     check_bool("skip_decode", skip_decode)
@@ -241,24 +262,15 @@ def prefix_prefill(
     if ints is not None and splits:
         fail("num_splits", "None where a plan is given, which has its own", num_splits)
     try:
-        if torch.is_grad_enabled() or are_active():
-            refuse_derivatives(
-                q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache, alibi_slopes=alibi_slopes, sinks=sinks, k_scale=own_k,
-                v_scale=own_v, out_scale=own_out, out=out,
-            )  # fmt: skip
         require_scales(k_cache, v_cache, k_scale, v_scale)
         if out is not None:
             require_out_scale(out, out_scale, NAMES)
-        tensors = (
-            q, k, v, k_cache, v_cache, block_table, cu_seqlens_q, seqlens_k, alibi_slopes, sinks, own_k, own_v, own_out,
-            out, None, draft_mask,
-        )  # fmt: skip
         numbers = (
             max_seqlen_q, page_layout, q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale, left, right,
             softcap, skip_decode, k_number, v_number, out_number, splits, most,
             quantize_q, None if ints is None else tuple(ints),
         )  # fmt: skip
-        result, lse = ops.prefill(tensors, numbers, return_lse, None if out_scale is None else FP8[0])
+        result, lse = ops.prefill(tensors, numbers, return_lse, None if out_scale is None else FP8[0], asked)
     except REFUSALS:
         check_dense(
             q=q, **given(k=k, v=v), k_cache=k_cache, v_cache=v_cache, block_table=block_table,

@@ -10,6 +10,8 @@ which checks everything.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -76,8 +78,11 @@ class Batches:
         self._page_size, self._device = layer.problem.page_size, out.device
         self._made: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
-    def __call__(self, tensors: tuple[Any, ...], kind: Kind) -> Callable[..., Any] | None:
-        """What serves a call of this kind with tensors that look like the layer's; None where the op must be asked."""
+    def __call__(self, tensors: tuple[Any, ...], kind: Kind, asked: Kind) -> Callable[..., Any] | None:
+        """What serves a call of this kind with tensors that look like the layer's; None where the op must be asked.
+
+        It is kept for calls that are ``asked`` for so.
+        """
         q, k, v, _, _, table, cu, lengths, _, _, _, _, _, out, _, draft = tensors
         sizes = (
             q.shape[0], lengths.shape[0], kind[_MAX_SEQLEN_Q], table.shape, table.stride(), cu.shape[0],
@@ -86,7 +91,7 @@ class Batches:
         found = self._made.get(sizes)
         if found is not None:
             # Other layers of the same step: these find it without looking at sizes.
-            self._launches.keep_direct(tensors, kind, lambda: found)
+            self._launches.keep_direct(tensors, asked, lambda: found)
             return found
         made = self._make(*sizes)
         if made is not None:
@@ -154,7 +159,7 @@ def _calling(
 
     def start(*given: Tensor | None) -> None:
         pointers = [x if x is None else x.data_ptr() for x in given]
-        aligned = not any([pointer & 15 for pointer in pointers if pointer is not None])
+        aligned = not reduce(or_, filter(None, pointers), 0) & 15
         if not (aligned and at is not None and at(*pointers)):
             run(*given)
 

@@ -19,11 +19,10 @@ import torch
 
 from kernel_reference.checks import check_choice, values_are_checked
 from kernel_reference.dispatch import PreparedLaunches, implement, launch_module
-from kernel_reference.integers import power_of_two_at_least
 from kernel_reference.paging import LAYOUTS
 from prefix_prefill import arguments, reference
 from prefix_prefill.arguments import MergeTensors, PrefillNumbers, PrefillTensors, prefill_arguments
-from prefix_prefill.batches import Batches, direct_call, direct_cascade, free_sizes, has_free_sizes, of_any_batch
+from prefix_prefill.batches import Batches, Kind, direct_call, direct_cascade, free_sizes, has_free_sizes, of_any_batch
 from prefix_prefill.cascade import arguments as levels
 from prefix_prefill.cascade.arguments import CascadeNumbers, CascadeTensors
 from prefix_prefill.plan import MOST_TOKENS, PrefillPlan, Problem
@@ -71,14 +70,32 @@ def _prepare_prefill(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
     return check_overlap, layer.of_batch(), layer
 
 
-def _rounded(numbers: tuple[Any, ...]) -> tuple[Any, ...]:
-    """One launch for all bounds of keys up to a power of two: sequences grow with every step of a server."""
-    options = PrefillNumbers(*numbers)
-    most = options.max_seqlen_k
+def rounded(most: Any) -> Any:
+    """A bound of keys as launches know it, a power of two: sequences grow with every step of a server."""
     # Of a symbolic size, which only tracing has, nothing is asked.
     if type(most) is not int or not 1 < most < MOST_TOKENS:
-        return options
-    return options._replace(max_seqlen_k=min(power_of_two_at_least(most), MOST_TOKENS))
+        return most
+    return min(1 << (most - 1).bit_length(), MOST_TOKENS)
+
+
+def _rounded(numbers: tuple[Any, ...]) -> tuple[Any, ...]:
+    options = PrefillNumbers(*numbers)
+    return options._replace(max_seqlen_k=rounded(options.max_seqlen_k))
+
+
+def asked(*options: Any) -> Kind:
+    """What tells apart calls whose options nobody has looked at, tensors aside. True is not 1."""
+    inside = [tuple(map(type, option)) for option in options if type(option) is tuple]
+    return *options, *map(type, options), *inside
+
+
+def _has_hash(kind: Kind) -> bool:
+    try:
+        hash(kind)
+    except TypeError:
+        # Of a window that is a list, say.
+        return False
+    return True
 
 
 def _kernel_prefill(*given: Any) -> None:
@@ -115,18 +132,23 @@ def _kernel_cascade(*given: Any) -> None:
 
 
 def prefill(
-    tensors: tuple[Any, ...], numbers: tuple[Any, ...], return_lse: bool = False, out_dtype: Any = None
-) -> tuple[Tensor, Tensor | None]:
+    tensors: tuple[Any, ...], numbers: tuple[Any, ...], return_lse: bool = False, out_dtype: Any = None,
+    asked: Kind | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Call the op with these tensors and all numbers; by the short way where there is one.
 
-    An ``out`` of None is made, of q's dtype or another, and ``lse``, which is None, if it is wanted.
+    An ``out`` of None is made, of q's dtype or another, and ``lse``, which is None, if it is wanted. ``asked``: how
+    calls like this one are known that nothing serves yet.
     """
     if not torch.compiler.is_dynamo_compiling():
         kind = ("prefill", return_lse, out_dtype, *_rounded(numbers))
-        direct = launches.direct(tensors, kind)
+        direct = None
+        if asked is None or not _has_hash(asked):
+            asked = kind
+            direct = launches.direct(tensors, asked)
         if direct is None:
             of_batch = launches.direct(tensors, of_any_batch(kind))
-            direct = None if of_batch is None else of_batch(tensors, kind)
+            direct = None if of_batch is None else of_batch(tensors, kind, asked)
         if direct is not None:
             return direct(*tensors)  # type: ignore[no-any-return]
     q, out = tensors[0], tensors[_OUT]
@@ -135,7 +157,7 @@ def prefill(
     lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32) if return_lse else None
     given = (*tensors[:_OUT], out, lse, *tensors[_LSE + 1 :])
     _prefill(*given, *numbers)
-    if not torch.compiler.is_dynamo_compiling():
+    if asked is not None:
         layers: list[Any] = []
 
         def prepared() -> Any:
@@ -143,7 +165,7 @@ def prefill(
             layers.append(layer)
             return direct_call(check_overlap, run, tensors, out, lse)
 
-        launches.keep_direct(tensors, kind, prepared)
+        launches.keep_direct(tensors, asked, prepared)
         if layers and layers[0] is not None and of_batch is None and has_free_sizes(tensors):
             batches = Batches(layers[0], launches, tensors, out, lse)
             launches.keep_direct(tensors, of_any_batch(kind), lambda: batches, free_sizes(tensors))

@@ -7,7 +7,7 @@ What only hardware tells, swizzles, fences and registers among it, is for the te
 from __future__ import annotations
 
 from dataclasses import replace
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ import torch
 
 from kernel_reference.testing import contract, gluon
 from prefix_prefill import launch
+from prefix_prefill.merging import launch as merging
 from prefix_prefill.plan import PrefillPlan
 
 pytestmark = pytest.mark.simulated
@@ -30,22 +31,24 @@ FEW = [(30, 2), (0, 1), (70, 1)]
 
 
 @pytest.fixture(scope="module")
-def hopper() -> ModuleType:
+def hopper() -> SimpleNamespace:
     own = (f"hopper.{name}" for name in (
         "config", "items", "drafts", "memory", "softmax", "capped", "gather", "producers", "rows", "levels", "epilogue",
-        "values", "consumers", "kernel",
+        "values", "consumers", "merging", "kernel",
     ))  # fmt: skip
     names = ("softmax", "schedule", "batch", "costs", "balance", "merge", *own)
-    return gluon.shadow(*(f"prefix_prefill.kernels.{name}" for name in names))[-1]
+    kernels = gluon.shadow(*(f"prefix_prefill.kernels.{name}" for name in names))
+    return SimpleNamespace(attend=kernels[-1].attend, merge_pieces=kernels[-2].merge_pieces)
 
 
 @pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch: pytest.MonkeyPatch, hopper: ModuleType, device: torch.device) -> None:
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch, hopper: SimpleNamespace, device: torch.device) -> None:
     """The launch of the kernel for sm_90, without a GPU."""
     if device.type != "cpu":
         pytest.skip("the kernel itself runs here")
 
     monkeypatch.setattr(launch, "TmaLaunch", gluon.tma_launch(hopper))
+    monkeypatch.setattr(merging, "Launch", gluon.tma_launch(hopper))
 
 
 def plan(block_m: int = 128, block_n: int = 128, num_splits: int = 1, num_stages: int = 2) -> PrefillPlan:

@@ -1,6 +1,6 @@
-"""Merging partial results: the pieces or the splits of one call, or two results over different keys.
+"""Merging partial results: the splits of one call, or two results over different keys; and the table of pieces.
 
-Pieces are those of the persistent kernel for sm_90, splits those of the portable one.
+Splits are those of the portable kernel; pieces of the persistent one for sm_90, which hopper/merging.py merges.
 """
 
 from typing import NamedTuple
@@ -22,9 +22,6 @@ from prefix_prefill.kernels.softmax import (
 
 # Numbers of an entry of the table that says which tiles are in parts; before the entries there is one with their count.
 ENTRY: tl.constexpr = tl.constexpr(8)
-# Parts that are loaded at a time; and of how few all are, as tiles of many rows mostly have them.
-TOGETHER: tl.constexpr = tl.constexpr(16)
-FEW: tl.constexpr = tl.constexpr(4)
 
 
 class Strides(NamedTuple):
@@ -47,19 +44,6 @@ class SplitConfig(NamedTuple):
     WIDE: bool
 
 
-class MergeConfig(NamedTuple):
-    """What ``merge_pieces`` is compiled for; of heads what the kernel is that left their parts."""
-
-    GROUP: int
-    HEADS_KV: int
-    HEADS: int
-    D: int
-    BLOCK_D: int
-    LIMIT: int
-    WIDE: bool
-    DEPENDENT: bool  # started before the kernel that leaves the parts has ended
-
-
 @triton.jit
 def write_count(p_entries, i_program, work):
     """The first program says how many entries there are."""
@@ -75,8 +59,11 @@ def write_no_entry(p_entries, at):
 
 @triton.jit
 def write_entry(p_entries, at, item, sequence, noted, C):
-    """Note a tile in parts, with its first piece, as entry ``at``, and with others that it is of none, if ``noted``."""
-    if (item.pieces > 1) & (item.i_piece == 0):
+    """Note a piece of a tile in parts as entry ``at``, by which a share of its rows is merged; and, if ``noted``,
+    what is none. The last piece is, where pieces lie by program, which may have the first of another tile.
+    """
+    takers = tl.where(item.first < 0, item.pieces, item.pieces - 1)
+    if (item.pieces > 1) & (item.i_piece < takers):
         p_entry = p_entries + (at.to(tl.int64) + 1) * ENTRY
         tl.store(p_entry, item.pieces)
         tl.store(p_entry + 1, item.first)
@@ -84,6 +71,8 @@ def write_entry(p_entries, at, item, sequence, noted, C):
         tl.store(p_entry + 3, tl.minimum(sequence.q_len - item.i_tile * C.TOKENS, C.TOKENS))
         tl.store(p_entry + 4, item.i_head)
         tl.store(p_entry + 5, sequence.valid.to(tl.int64))
+        tl.store(p_entry + 6, item.i_piece)
+        tl.store(p_entry + 7, takers)
     elif noted:
         write_no_entry(p_entries, at)
 
@@ -152,150 +141,6 @@ def merge_splits(
         )
         b_out, b_lse = normalised(acc, row_sum), log_sum_exp(running_max, row_sum)
         store_results(p_out, p_lse, p_out_scale, out_scale, b_out, b_lse, target, C.LIMIT)
-
-
-class Entry(NamedTuple):
-    """A tile in parts: how many, 0 if there is none; the program of its second part where they lie by program, else -1;
-    its first row, its tokens, its head among all kv heads' head tiles, and whether its sequence can be.
-    """
-
-    pieces: object
-    first_cut: object
-    row: object
-    tokens: object
-    i_head: object
-    valid: object
-
-
-class Sizes(NamedTuple):
-    """All rows of the batch, and a tile's: so many tokens, and rows that a part of it has room for. Run-time values, so
-    that tiles of few rows and of many are merged by one kernel.
-    """
-
-    rows: object
-    tokens: object
-    block_m: object
-
-
-class Row(NamedTuple):
-    """A row of a tile in parts, as a block of one: its number in the tile, in all tokens, its head, and whether there
-    is one.
-    """
-
-    o_m: object
-    row: object
-    o_h: object
-    m_row: object
-
-
-@triton.jit
-def entry_at(p_entries, i, there):
-    """Entry i; of none, if it is not ``there``."""
-    p_entry = p_entries + (i.to(tl.int64) + 1) * ENTRY
-    return Entry(
-        tl.load(p_entry, mask=there, other=0), tl.load(p_entry + 1, mask=there, other=0),
-        tl.load(p_entry + 2, mask=there, other=0), tl.load(p_entry + 3, mask=there, other=0),
-        tl.load(p_entry + 4, mask=there, other=0), tl.load(p_entry + 5, mask=there, other=0),
-    )  # fmt: skip
-
-
-@triton.jit
-def row_in_tile(i, entry, sizes, C):
-    """Row number i of a tile."""
-    o_m = i + tl.arange(0, 1)
-    o_t = o_m // C.HEADS
-    o_g = entry.i_head // C.HEADS_KV * C.HEADS + o_m % C.HEADS
-    m_row = (o_m < sizes.tokens * C.HEADS) & (o_t < entry.tokens) & (o_g < C.GROUP)
-    o_h = entry.i_head % C.HEADS_KV * C.GROUP + tl.minimum(o_g, C.GROUP - 1)
-    return Row(o_m, entry.row + tl.minimum(o_t, entry.tokens - 1), o_h, m_row)
-
-
-@triton.jit
-def parts_of(entry, o_piece, own, sizes, C):
-    """Where parts of a row lie: by program, two for each, of which a tile's first one is the second; or by number of
-    the piece.
-    """
-    by_piece = entry.first_cut < 0
-    first = tl.where(by_piece, own.row * (C.GROUP * C.HEADS_KV) + own.o_h, own.o_m + sizes.block_m)
-    first += tl.where(by_piece, 0, (entry.first_cut - 1) * 2 * sizes.block_m)
-    step = tl.where(by_piece, sizes.rows.to(tl.int64) * (C.GROUP * C.HEADS_KV), 2 * sizes.block_m)
-    return first + o_piece * step - tl.where(by_piece | (o_piece == 0), 0, sizes.block_m)
-
-
-@triton.jit
-def add_parts(acc, sums, p_part, p_part_lse, entry, first, own, sizes, COUNT: tl.constexpr, C):
-    """A row's parts from number ``first`` on, so many at the most; ``sums`` are the running max and the row sum."""
-    running_max, row_sum = sums
-    o_d = tl.arange(0, C.BLOCK_D)
-    o_p = first + tl.arange(0, COUNT)
-    # As one block: ptxas waits for loads of their own one after another.
-    there = (o_p < entry.pieces) & own.m_row
-    o_part = parts_of(entry, o_p, own, sizes, C)
-    b_lse = tl.load(p_part_lse + o_part, mask=there, other=float("-inf"))
-    p_tile = p_part + o_part[:, None] * C.D + o_d[None, :]
-    b_part = tl.load(p_tile, mask=there[:, None] & (o_d < C.D)[None, :], other=0.0)
-    new_max = tl.maximum(running_max, tl.max(b_lse, 0, keep_dims=True))
-    rescale = exponential(running_max - finite(new_max))
-    weight = exponential(b_lse - finite(new_max))
-    # A part that saw no key may hold anything.
-    b_part = tl.where((b_lse == float("-inf"))[:, None], 0.0, b_part)
-    acc = acc * rescale[:, None] + tl.sum(b_part * weight[:, None], 0, keep_dims=True)
-    return acc, (new_max, row_sum * rescale + tl.sum(weight, 0, keep_dims=True))
-
-
-@triton.jit
-def merge_row(p_sinks, p_part, p_part_lse, entry, own, sizes, C):
-    """Of a row of a tile the sum of its parts, their weights' sum, and what they are relative to."""
-    acc = tl.zeros([1, C.BLOCK_D], tl.float32)
-    sums = tl.full([1], float("-inf"), tl.float32), tl.zeros([1], tl.float32)
-    pieces = entry.pieces.to(tl.int32)
-    if pieces <= FEW:
-        acc, sums = add_parts(acc, sums, p_part, p_part_lse, entry, pieces * 0, own, sizes, FEW, C)
-    else:
-        for first in range(0, pieces, TOGETHER):
-            acc, sums = add_parts(acc, sums, p_part, p_part_lse, entry, first, own, sizes, TOGETHER, C)
-    running_max, row_sum = sums
-    if p_sinks is not None:
-        b_sink = tl.load(p_sinks + own.o_h).to(tl.float32)
-        b_sink = tl.where(entry.valid != 0, b_sink, float("-inf"))
-        acc, running_max, row_sum = with_sink(acc, running_max, row_sum, b_sink)
-    return acc, running_max, row_sum
-
-
-@triton.jit(do_not_specialize=["rows", "s_lse_head", "s_lse_token", "across", "tokens", "block_m"])
-def merge_pieces(
-    p_sinks, p_out_scale, p_out, p_lse, p_part, p_part_lse, p_entries,
-    rows, s_lse_head, s_lse_token, across, tokens, block_m, out_scale, s_out, config: tl.constexpr,
-):  # fmt: skip
-    """The results of the tiles in parts. p_part has rows of D, p_part_lse one number for each.
-
-    A program has a row at a time, ``across`` of them those of a tile.
-    """
-    C: tl.constexpr = config if CONSTANT_FIELDS else config._replace()
-    sizes = Sizes(rows, tokens, block_m)
-    o_d = tl.arange(0, C.BLOCK_D)
-    i_entry = tl.program_id(0) // across
-    if C.DEPENDENT:
-        tl.extra.cuda.gdc_wait()
-    count = tl.load(p_entries)
-    # The first one is loaded with their number: there is memory for as many as there are programs.
-    entry = entry_at(p_entries, i_entry, i_entry >= 0)
-    while i_entry < count:
-        count_rows = tl.where(entry.pieces > 0, entry.tokens * C.HEADS, 0).to(tl.int32)
-        for i in range(tl.program_id(0) % across, count_rows, across):
-            own = row_in_tile(i, entry, sizes, C)
-            acc, running_max, row_sum = merge_row(p_sinks, p_part, p_part_lse, entry, own, sizes, C)
-            o_d_out = o_d
-            if C.WIDE:
-                o_d_out = o_d.to(tl.int64)
-            target = Target(
-                own.row * s_out[0] + own.o_h * s_out[1], own.o_h * s_lse_head + own.row * s_lse_token,
-                o_d_out * s_out[2], own.m_row, own.m_row[:, None] & (o_d < C.D)[None, :],
-            )  # fmt: skip
-            b_out, b_lse = normalised(acc, row_sum), log_sum_exp(running_max, row_sum)
-            store_results(p_out, p_lse, p_out_scale, out_scale, b_out, b_lse, target, C.LIMIT)
-        i_entry += tl.num_programs(0) // across
-        entry = entry_at(p_entries, i_entry, i_entry < count)
 
 
 @triton.jit

@@ -29,7 +29,7 @@ Sized = Callable[[Batch], Run]
 # Rows, or tokens, that one program of a merge kernel takes; of a tile in pieces it takes one.
 _MERGED_ROWS = 16
 # Programs that merge pieces, at the most, for each that attends.
-_MERGING = 32
+_MERGING = 16
 # Numbers of an entry that says which tile is in pieces: see kernels/merge.py.
 _ENTRY = 8
 _TENSORS = len(PrefillTensors._fields)
@@ -41,16 +41,21 @@ def with_pieces(attend: Sized, first: Batch, plan: PrefillPlan, forms: PrefillTe
         # Of a workspace's type where the kernel takes one: it says there that nothing is in parts.
         nothing = _scratch((1, _ENTRY), torch.int64, device) if may_be_in_parts(plan) else None
         return lambda batch: _without_pieces(attend(batch), nothing)
+    from prefix_prefill.kernels.hopper.merging import MergeConfig, merge_pieces
+
     problem = first.problem
     # The interpreter knows no launches that depend on each other.
     dependent = device.type != "cpu"
     tile = tokens_per_tile(problem.group, plan.block_m), plan.block_m
-    config = merge.MergeConfig(
+    block_d = max(16, power_of_two_at_least(problem.head_dim_v))
+    config = MergeConfig(
         GROUP=problem.group,
         HEADS_KV=problem.num_heads_kv,
         HEADS=heads_per_tile(problem.group, plan.block_m),
         D=problem.head_dim_v,
-        BLOCK_D=max(16, power_of_two_at_least(problem.head_dim_v)),
+        BLOCK_D=block_d,
+        # A lane has four columns: so no warp waits for another one.
+        WARPS=max(1, block_d // 128),
         LIMIT=largest_of(forms.out),
         WIDE=(problem.head_dim_v - 1) * forms.out.stride()[2] >= 2**31,
         DEPENDENT=dependent,
@@ -74,16 +79,12 @@ def with_pieces(attend: Sized, first: Batch, plan: PrefillPlan, forms: PrefillTe
 
     _, _, programs, across = sizes(first)
     rest = (*counts(first, across), problem.out_scale, forms.out.stride(), config)
-    merging = Launch(
-        merge.merge_pieces, (programs, 1, 1), rest, device, dependent_launch=dependent,
-        # A lane has four columns: so no warp waits for another one.
-        num_warps=max(1, config.BLOCK_D // 128),
-    )  # fmt: skip
+    merging = Launch(merge_pieces, (programs, 1, 1), rest, device, dependent_launch=dependent, num_warps=config.WARPS)
 
     def sized(batch: Batch) -> Run:
         entries, rows, programs, across = sizes(batch)
-        merge_pieces = merging if batch is first else merging.resized((programs, 1, 1), counts(batch, across))
-        return _attend_and_merge(attend(batch), merge_pieces, (rows, config.D, entries), device)
+        own = merging if batch is first else merging.resized((programs, 1, 1), counts(batch, across))
+        return _attend_and_merge(attend(batch), own, (rows, config.D, entries), device)
 
     return sized
 

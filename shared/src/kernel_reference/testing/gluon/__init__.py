@@ -140,10 +140,10 @@ def launch(kernel: Callable[..., None], programs: int, *arguments: Any) -> None:
             raise RuntimeError("a program ended while TMA loads to its shared memory were in flight")
 
 
-def tma_launch(module: ModuleType) -> type:
-    """What stands in for :class:`kernel_reference.launching.TmaLaunch` where kernels run here.
+def tma_launch(module: Any) -> type:
+    """What stands in for :class:`kernel_reference.launching.TmaLaunch`, or its ``Launch``, where kernels run here.
 
-    ``module`` is the :func:`shadow` of the one that holds the kernels. A test puts it in place::
+    ``module`` is the :func:`shadow` of the one that holds the kernels, or has them by name. A test puts it in place::
 
         monkeypatch.setattr(launch, "TmaLaunch", gluon.tma_launch(hopper))
     """
@@ -151,7 +151,7 @@ def tma_launch(module: ModuleType) -> type:
     class Launch:
         def __init__(
             self, kernel: Any, grid: tuple[int, int, int], rest: tuple[Any, ...], device: torch.device,
-            boxes: Sequence[TmaBox], *, group: Callable[..., tuple[Any, ...]] | None = None, **_: Any,
+            boxes: Sequence[TmaBox] = (), *, group: Callable[..., tuple[Any, ...]] | None = None, **_: Any,
         ) -> None:  # fmt: skip
             self.kernel = getattr(module, kernel.fn.__name__)
             self.programs, self.rest, self.group = grid[0], rest, group

@@ -71,6 +71,7 @@ LANGUAGE: dict[str, Any] = {
     "log2": lambda x: Value(torch.log2(x.data)),
     "fma": lambda x, y, z: Value((in_64_bits(x) * in_64_bits(y) + in_64_bits(z)).float()),
     "abs": lambda x: Value(torch.abs(x.data)),
+    "floor": lambda x: Value(torch.floor(x.data)),
     "sqrt": lambda x: Value(torch.sqrt(x.data)),
     "rsqrt": lambda x: Value(torch.rsqrt(x.data)),
     "max": lambda x, axis: Value(x.data.amax(axis)),

@@ -21,6 +21,7 @@ drafts     masks of tree drafts
 epilogue   results, or partial results
 levels     cascades: partial results of levels, added to those of the last one
 rows       what a consumer has of its rows: tokens and heads, addresses, accumulators
+merging    another kernel: pieces of tiles into results
 =========  =====================================================================
 
 A head's columns are one tile or two, each a power of two: 96 are 64 and 32. Each has its memory, its TMA loads and its

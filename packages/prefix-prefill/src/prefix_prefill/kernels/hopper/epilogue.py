@@ -111,7 +111,7 @@ def store_columns_of_part(p_part, i_group, acc, tile, rows, T: gl.constexpr, V, 
 
 @gluon.jit
 def place_of_part(o_m, tile, rows, C):
-    """Where the partial results of rows go, as ``merge.merge_pieces`` looks for them."""
+    """Where the partial results of rows go, as ``merging.merge_pieces`` looks for them."""
     o_t, o_h, _ = rows_of(o_m, tile, C)
     row = tile.part.to(gl.int64) * rows + tile.begin + o_t
     of_piece = row * (C.GROUP * C.HEADS_KV) + o_h

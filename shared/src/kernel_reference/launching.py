@@ -24,6 +24,7 @@ from kernel_reference.bindings import Compiled, find_compiled, keep_compiled, si
 from kernel_reference.grouping import checked
 from kernel_reference.starting import Starter, ensure_context
 from kernel_reference.tensor_maps import TmaBox as TmaBox
+from kernel_reference.together import gathering
 
 Tensor = torch.Tensor
 
@@ -80,11 +81,23 @@ class Launch:
         self._run: Callable[..., None] | None = None
 
     def __call__(self, *tensors: Tensor | None) -> None:
-        if self._guarded is None or self._guarded.index == torch.cuda.current_device():
+        if gathering.found is not None:
+            gathering.found.append((self, tensors))
+        elif self._guarded is None or self._guarded.index == torch.cuda.current_device():
             self._start(tensors)
         else:
             with torch.cuda.device(self._guarded):
                 self._start(tensors)
+
+    def compile(self, *tensors: Tensor | None) -> None:
+        """Have Triton compile it for tensors like these, and start nothing."""
+        self.kernel.warmup(*self._bound(tensors), grid=self.grid, **self.options)
+
+    def is_compiled(self, *tensors: Tensor | None) -> bool:
+        """Whether it is, for tensors like these, or a launch like this one."""
+        if self._kept.compiled is None:
+            self._find(tensors)
+        return self._kept.compiled is not None
 
     def resized(self, grid: tuple[int, int, int], counts: tuple[int, ...]) -> Self:
         """The same launch over a batch of other sizes: another grid, and other integers where ``rest`` begins.
@@ -143,13 +156,16 @@ class Launch:
             return
         self._bind(tensors, aligned)
 
-    def _bind(self, tensors: tuple[Tensor | None, ...], aligned: bool, descriptors: Sequence[Any] = ()) -> None:
+    def _bind(self, tensors: tuple[Tensor | None, ...], aligned: bool) -> None:
         """Triton's own way, which compiles what is not compiled."""
-        given = checked(self._given(tensors), self.group, tensors)
-        compiled = self.kernel[self.grid](*descriptors, *given, *self.rest, **self.options)
+        compiled = self.kernel[self.grid](*self._bound(tensors), **self.options)
         # The interpreter compiles nothing and returns None.
         if compiled is not None and aligned:
             self._kept.take(keep_compiled(self._kept.signature, self.kernel, compiled))
+
+    def _bound(self, tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+        """Every argument, as Triton takes it."""
+        return *checked(self._given(tensors), self.group, tensors), *self.rest
 
     def _find(self, tensors: tuple[Tensor | None, ...]) -> None:
         """Take what a launch like this one compiled, if there was one."""
@@ -254,7 +270,7 @@ class TmaLaunch(Launch):
         if self._kept.compiled is None and aligned:
             self._find(tensors)
         if self._kept.compiled is None or not aligned:
-            self._bind(tensors[count:], aligned, self._descriptors(tensors[:count]))
+            self._bind(tensors, aligned)
             return
         grouped: Sequence[Any] = others if self.group is None else self.group(*others)
         starter = self._kept.starter
@@ -295,6 +311,10 @@ class TmaLaunch(Launch):
                 one = known[address] = starter.map(position, described, self._promotions[position])
             maps += one
         return tuple(maps)
+
+    def _bound(self, tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+        count = len(self.boxes)
+        return *self._descriptors(tensors[:count]), *super()._bound(tensors[count:])
 
     def _descriptors(self, tensors: tuple[Tensor | None, ...]) -> list[Any]:
         descriptors: list[Any] = []

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 from kernel_reference.checks import fail
 from kernel_reference.launching import Launch
+from kernel_reference.together import gathered_launches
 
 # Triton's names of torch's dtypes.
 _TYPES = {
@@ -144,14 +144,7 @@ def recorded_launches(run: Callable[..., Any], *tensors: Any) -> list[tuple[Laun
     >>> run = launch.prepare_attend(problem, plan, tensors)
     >>> specs = [KernelSpec.of_launch(*call) for call in recorded_launches(run, *tensors)]
     """
-    calls: list[tuple[Launch, tuple[Any, ...]]] = []
-
-    def record(self: Launch, *given: Any) -> None:
-        calls.append((self, given))
-
-    with patch.object(Launch, "__call__", record):
-        run(*tensors)
-    return calls
+    return gathered_launches(run, *tensors)
 
 
 def launched_kernels(package: Any) -> set[str]:

@@ -1,0 +1,94 @@
+"""The kernels of one call, compiled beside one another where the first call needs several.
+
+Compiling takes Triton a second or two a kernel. It holds Python's lock for a third of that; the rest, as its assembler
+and the C compiler behind it, runs beside another kernel's.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+if TYPE_CHECKING:
+    from kernel_reference.launching import Launch
+
+Tensor = torch.Tensor
+_Given = TypeVar("_Given")
+_Launches = list[tuple["Launch", tuple[Tensor | None, ...]]]
+
+
+class _Gathering(threading.local):
+    """``found``: a thread's launches, each with its tensors, where they are asked for in place of being started."""
+
+    found: _Launches | None = None
+
+
+gathering = _Gathering()
+
+
+def gathered_launches(run: Callable[..., Any], *tensors: Any) -> _Launches:
+    """The launches that ``run(*tensors)`` would make, each with its tensors; none is started."""
+    found: _Launches = []
+    gathering.found = found
+    try:
+        run(*tensors)
+    finally:
+        gathering.found = None
+    return found
+
+
+def compiled_together(run: Callable[[_Given], None], device: torch.device) -> Callable[[_Given], None]:
+    """``run``, whose first call compiles the kernels of all its launches at once; beside launches it only allocates.
+
+    device: of the tensors.
+    """
+    # Neither in Triton's interpreter nor for another machine, where there are no tensors.
+    is_due = device.type == "cuda"
+
+    def run_compiled(given: _Given) -> None:
+        nonlocal is_due
+        # Where a graph is captured no thread may load a kernel.
+        if is_due and not torch.cuda.is_current_stream_capturing():
+            is_due = False
+            with torch.cuda.device(device):
+                _compile(gathered_launches(run, given))
+        run(given)
+
+    return run_compiled
+
+
+def _compile(launches: _Launches) -> None:
+    launches = [(launch, tensors) for launch, tensors in launches if not launch.is_compiled(*tensors)]
+    if len(launches) < 2:
+        return
+    import triton
+
+    # Triton 3.5 has it.
+    if not hasattr(triton, "AsyncCompileMode"):
+        return
+    # What does not compile says so where it is launched.
+    with _Loading(len(launches)) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
+        # The last of a call is the largest, and the one to wait for.
+        for launch, tensors in reversed(launches):
+            launch.compile(*tensors)
+
+
+class _Loading(ThreadPoolExecutor):
+    """Threads that load what they have compiled, as a launch does: behind each kernel there is a C compiler."""
+
+    def __init__(self, threads: int) -> None:
+        super().__init__(threads)
+        self._device = torch.cuda.current_device()
+
+    def submit(self, make: Callable[[], Any], /) -> Future[Any]:  # type: ignore[override]
+        def load() -> Any:
+            with torch.cuda.device(self._device):
+                compiled = make()
+                compiled.run  # noqa: B018
+            return compiled
+
+        return super().submit(load)

@@ -1,0 +1,98 @@
+"""Does the first call of several launches compile their kernels beside one another, and start each once?"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kernel_reference.launching import Launch
+from kernel_reference.together import compiled_together, gathered_launches
+
+CUDA = torch.device("cuda", 0)
+
+
+class Kernel:
+    """Stands for one under ``triton.jit``: what it compiles waits until another does."""
+
+    def __init__(self, both: threading.Barrier, pool: Callable[[], Any]) -> None:
+        self.both, self.pool = both, pool
+        self.compiled: list[tuple[Any, ...]] = []
+        self.started: list[tuple[Any, ...]] = []
+
+    def warmup(self, *given: Any, grid: tuple[int, int, int], **options: Any) -> None:
+        def make() -> Any:
+            self.both.wait(20)
+            self.compiled.append((grid, given, options))
+            return SimpleNamespace(run=None)
+
+        self.pool().submit(make)
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
+        return lambda *given, **options: self.started.append((grid, given, options))
+
+
+@pytest.fixture
+def modes(monkeypatch) -> list[Any]:
+    """Those in which kernels were compiled, with a stand-in for Triton and a GPU."""
+    opened: list[Any] = []
+
+    def mode(pool: Any, *, ignore_errors: bool) -> Any:
+        opened.append(pool)
+        return nullcontext()
+
+    monkeypatch.setitem(__import__("sys").modules, "triton", SimpleNamespace(AsyncCompileMode=mode))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    return opened
+
+
+def test_kernels_of_one_call_are_compiled_at_once_and_then_started_in_order(modes) -> None:
+    both = threading.Barrier(2)
+    kernels = [Kernel(both, lambda: modes[-1]) for _ in range(2)]
+    launches = [
+        Launch(kernel, (3, 1, 1), (number,), torch.device("cpu"), num_warps=4) for number, kernel in enumerate(kernels)
+    ]
+    x = torch.empty(8)
+
+    def run(tensor: torch.Tensor) -> None:
+        for launch in launches:
+            launch(tensor)
+
+    call = compiled_together(run, CUDA)
+    for count in (1, 2):
+        call(x)
+        for number, kernel in enumerate(kernels):
+            assert kernel.compiled == [((3, 1, 1), (x, number), {"num_warps": 4})]
+            assert len(kernel.started) == count
+    assert len(modes) == 1
+
+
+def test_a_call_of_one_launch_is_compiled_as_it_is_started(modes) -> None:
+    kernel = Kernel(threading.Barrier(1), lambda: modes[-1])
+    compiled_together(Launch(kernel, (3, 1, 1), (), torch.device("cpu")), CUDA)(torch.empty(8))
+    assert not modes
+    assert len(kernel.started) == 1
+
+
+def test_launches_are_gathered_in_their_own_thread_alone_and_none_is_started() -> None:
+    kernel = Kernel(threading.Barrier(1), lambda: None)
+    launch = Launch(kernel, (3, 1, 1), (), torch.device("cpu"))
+    x = torch.empty(8)
+
+    def run() -> None:
+        launch(x)
+        other = threading.Thread(target=launch, args=(x,))
+        other.start()
+        other.join()
+
+    ((found, given),) = gathered_launches(run)
+    assert found is launch
+    assert given[0] is x
+    assert len(kernel.started) == 1

@@ -143,7 +143,7 @@ def _plan_prefill(
         plan = staged(plan, problem.heads, problem.rows)
     else:
         plan = widened(plan, problem.heads, _segments(problem, plan), limits)
-    if not plan.segment or not _may_share(problem):
+    if not plan.segment or not _may_share(problem, plan.segment):
         return plan
     # Of a ragged batch the least that it may have.
     of_rows = cdiv(problem.rows, plan.segment)
@@ -395,18 +395,19 @@ def _segments(problem: PrefillProblem, plan: PrefillPlan) -> int:
     """
     if not plan.segment:
         return problem.sequences + problem.ragged
-    shares = plan.shares if _may_share(problem) else 1
+    shares = plan.shares if _may_share(problem, plan.segment) else 1
     if problem.ragged:
         return (problem.rows // plan.segment + problem.sequences + 1) * shares
     return problem.sequences * cdiv(problem.rows, plan.segment) * shares
 
 
-def _may_share(problem: PrefillProblem) -> bool:
-    """Whether programs may share a segment: not backwards, nor with snapshots, nor where one would store a state in the
-    slot that the others begin from, which the kernel puts in no order.
+def _may_share(problem: PrefillProblem, segment: int) -> bool:
+    """Whether programs may share a segment: not backwards, nor with snapshots, nor where none is of several.
+
+    A sequence of one, in a pool that states are begun from too, is taken by one program: see the kernel.
     """
-    in_place = problem.ragged and problem.initial is not None
-    return not (in_place or problem.reversed or problem.snapshots)
+    is_short = problem.ragged and problem.initial is not None and problem.rows <= segment
+    return not (is_short or problem.reversed or problem.snapshots)
 
 
 def _chains(problem: PrefillProblem, segment: int) -> int:

@@ -198,6 +198,11 @@ def prefill(
     short = gl.where(rest > 0, chunks - 1, -1)
     if SHARED:
         of_segment = (end - begin + CHUNK - 1) // CHUNK
+        if p_cu is not None:
+            if p_initial is not None:
+                # Its last program stores a state in the slot that the others would begin from. Of a longer sequence
+                # all segments begin from the workspace.
+                shares = gl.where(length <= SEGMENT, 1, shares)
         lead = chunks_before(i_share, shares, of_segment)
         upto = chunks_before(i_share + 1, shares, of_segment)
         short = gl.where(upto == of_segment, short, -1)

@@ -27,7 +27,7 @@ from kernel_reference.testing.codegen import recorded_launches
 from kernel_reference.testing.guards import assert_bitwise_equal
 from lightning_attn import launch, ops
 from lightning_attn.gradients import launch as gradients_launch
-from lightning_attn.kernels import chunked, decay
+from lightning_attn.kernels import carried, decay
 from lightning_attn.plan import DecodePlan, DeviceLimits, Heads, PrefillPlan, power_of_two_at_least
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -704,7 +704,7 @@ def test_products_of_float32_are_as_good_as_its_own(tensors, kernels, monkeypatc
     cu, slots = (torch.tensor(numbers, dtype=torch.int32, device=tensors.device) for numbers in ([0, 4096], [0]))
     given_tensors = (q, k, v, tensors.slopes(2), cu, pool, slots, None, None, None, out)
     run, group = kernels.prepare("varlen", given_tensors, False, 1.0)
-    with_products = [call for call, _ in recorded_launches(run, group) if call.kernel is not chunked.carry_states]
+    with_products = [call for call, _ in recorded_launches(run, group) if call.kernel is not carried.carry_states]
     assert [call.rest[-1].PRECISION for call in with_products] == [products] * 2
 
 

@@ -26,7 +26,7 @@ from kernel_reference.launching import (
     launch_nothing,
 )
 from lightning_attn.fitting import SHORT, narrowed, shared, staged, staged_by_mean, widened
-from lightning_attn.kernels import chunked, recurrent
+from lightning_attn.kernels import carried, chunked, recurrent
 from lightning_attn.kernels.schedule import DecodeStrides, RowStrides, Sizes, StateStrides, Strides
 from lightning_attn.plan import (
     DecodePlan,
@@ -259,7 +259,7 @@ def _with_segments(
     grid = (cdiv(sizes.E, 16) * cdiv(sizes.D, small.BLOCK_D) * sizes.H * chains, 1, 1)
     carry_strides = Strides(initial=strides.initial, carried=strides.carried)
     carry = Launch(
-        chunked.carry_states, grid, (*counts, carry_strides, small), device, num_warps=2,
+        carried.carry_states, grid, (*counts, carry_strides, small), device, num_warps=2,
         dependent_launch=sizes.DEPENDENT_LAUNCH,
     )  # fmt: skip
     size = (states, sizes.H, sizes.E, _carried_rows(sizes.D))

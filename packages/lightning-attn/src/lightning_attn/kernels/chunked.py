@@ -19,7 +19,6 @@ import triton
 import triton.language as tl
 
 from lightning_attn.kernels.decay import (
-    advanced,
     base_two_rate,
     decayed,
     entering,
@@ -39,10 +38,8 @@ from lightning_attn.kernels.schedule import (
     chunks_in_reach,
     has_initial,
     locate,
-    locate_chain,
     locate_state,
     next_snapshot,
-    nth_segment,
     program,
     rows_of_head,
     segment_rows,
@@ -190,18 +187,13 @@ def zero_state(sizes: tl.constexpr):
 
 
 @triton.jit
-def load_piece(states, slot, i_h, i, i_e, sizes: tl.constexpr, is_there=None):
-    """Piece i of tile i_e of a state, [BLOCK_E, BLOCK_D] in float32, 0 outside the state and unless it is there."""
+def load_piece(states, slot, i_h, i, i_e, sizes: tl.constexpr):
+    """Piece i of tile i_e of a state, [BLOCK_E, BLOCK_D] in float32, 0 outside the state."""
     o_d = i * sizes.BLOCK_D + tl.arange(0, sizes.BLOCK_D)
     o_e = i_e * sizes.BLOCK_E + tl.arange(0, sizes.BLOCK_E)
     p_piece = state_pointers(states, slot, i_h, o_d, o_e)
     if sizes.D % sizes.BLOCK_D or sizes.E % sizes.BLOCK_E:
-        m = (o_d[None, :] < sizes.D) & (o_e[:, None] < sizes.E)
-        if is_there is not None:
-            m = m & is_there
-        b_piece = tl.load(p_piece, mask=m, other=0.0)
-    elif is_there is not None:
-        b_piece = tl.load(p_piece, mask=is_there, other=0.0)
+        b_piece = tl.load(p_piece, mask=(o_d[None, :] < sizes.D) & (o_e[:, None] < sizes.E), other=0.0)
     else:
         b_piece = tl.load(p_piece)
     return b_piece.to(tl.float32)
@@ -386,62 +378,3 @@ def segment_states(
         if sizes.REVERSED and p_v.dtype.element_ty == tl.float16:
             S = in_units(S, unit_of(scale))
         store_state(carried, next_slot, i_h, i_e, S, sizes)
-
-
-@triton.jit(do_not_specialize=["rows", "num_sequences", "num_slots"])
-def carry_states(
-    p_slopes, p_cu, p_slots, p_has, p_initial, p_own, p_carried, rows, num_sequences, num_slots, strides,
-    sizes: tl.constexpr,
-):  # fmt: skip
-    """Turn the states of a segment's parts into the state before the next one, from a sequence's initial state on.
-
-    The initial state is stored too: a pool's slot is overwritten while the segments run. p_own may be p_carried.
-    """
-    batch = Batch(p_cu, p_slots, p_has, Counts(rows, num_sequences, num_slots))
-    initial, carried = States(p_initial, strides.initial), States(p_carried, strides.carried)
-    of_parts = States(p_own, strides.carried)
-    if sizes.DEPENDENT_LAUNCH:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    PIECES: tl.constexpr = (sizes.D + sizes.BLOCK_D - 1) // sizes.BLOCK_D
-    i_tile, i_h, i_chain = program(sizes.H, PIECES * ((sizes.E + sizes.BLOCK_E - 1) // sizes.BLOCK_E))
-    i_e = i_tile // PIECES
-    i = i_tile % PIECES
-    i_h = i_h.to(tl.int64)
-    i_n, first, last = locate_chain(batch, i_chain, sizes.SEGMENT)
-    slot = slot_of(batch, i_n)
-    if (last - first > sizes.SEGMENT) & (slot >= 0):
-        BLOCK_D: tl.constexpr = sizes.BLOCK_D
-        BLOCK_E: tl.constexpr = sizes.BLOCK_E
-        b_S = tl.zeros([BLOCK_E, BLOCK_D], tl.float32)
-        if p_initial is not None:
-            if has_initial(batch, i_n):
-                b_S = load_piece(initial, slot, i_h, i, i_e, sizes)
-        rate = base_two_rate(p_slopes, i_h)
-        rest = rest_of_rate(p_slopes, i_h, rate)
-        first_slot = carried_slot(batch, i_n, first, sizes.SEGMENT)
-        segments = tl.cdiv(last - first, sizes.SEGMENT)
-        # From one on that is not in reach, parts have not been made.
-        tokens = chunks_in_reach(rate, sizes) * sizes.CHUNK
-        PARTS: tl.constexpr = sizes.SEGMENT // sizes.PART
-        AHEAD: tl.constexpr = max(2, 8 // PARTS)
-        for i_first in range(0, segments, AHEAD):
-            # Loads of so many are in flight: nothing is stored between them, which they might have to wait for.
-            own = ()
-            lengths = ()
-            for j in tl.static_range(AHEAD):
-                i_own = (first_slot + nth_segment(i_first + j, segments, sizes.REVERSED)) * PARTS
-                before = last - first - nth_segment(i_first + j - 1, segments, sizes.REVERSED) * sizes.SEGMENT
-                made = tl.minimum(tokens, before)
-                b_own = tl.zeros([BLOCK_E, BLOCK_D], tl.float32)
-                for i_part in tl.static_range(PARTS):
-                    is_there = (i_first + j > 0) & (i_first + j < segments) & (i_part * sizes.PART < made)
-                    b_own += load_piece(of_parts, i_own + i_part, i_h, i, i_e, sizes, is_there)
-                own = own + (b_own,)
-                lengths = lengths + (tl.minimum(before, sizes.SEGMENT),)
-            for j in tl.static_range(AHEAD):
-                if i_first + j < segments:
-                    if i_first + j > 0:
-                        b_S = advanced(b_S, rate, lengths[j], rest, own[j])
-                    i_segment = nth_segment(i_first + j, segments, sizes.REVERSED)
-                    store_piece(carried, first_slot + i_segment, i_h, i, i_e, b_S, sizes)

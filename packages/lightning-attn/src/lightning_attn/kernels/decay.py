@@ -105,6 +105,12 @@ def decayed(b_S, rate, tokens, rest=None):
 def advanced(b_S, rate, tokens, rest, b_own):
     """The state after these tokens, which leave b_own by themselves. FMAs are explicit: other kernels have its bits."""
     kept, lost = kept_and_lost(rate, tokens, rest)
+    return advanced_by(b_S, kept, lost, b_own)
+
+
+@triton.jit
+def advanced_by(b_S, kept, lost, b_own):
+    """``advanced``, of what ``kept_and_lost`` gave."""
     return tl.fma(b_S, kept, tl.fma(b_S, lost, b_own))
 
 

@@ -270,7 +270,7 @@ def chunk_before(chunk, sizes: gl.constexpr):
 def sum_up(S, own, batch, span, decays, i_h, o_d, o_e, sizes: gl.constexpr):
     """The state before a segment, of the one before the sequence and what each segment before leaves by itself.
 
-    It has the bits of ``chunked.carry_states``, and waits for no launch of that.
+    It has the bits of ``carried.carry_states``, and waits for no launch of that.
     """
     PARTS: gl.constexpr = sizes.SEGMENT // sizes.PART
     REVERSED: gl.constexpr = sizes.REVERSED

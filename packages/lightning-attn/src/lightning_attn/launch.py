@@ -25,6 +25,7 @@ from kernel_reference.launching import (
     has_gluon,
     launch_nothing,
 )
+from kernel_reference.together import compiled_together
 from lightning_attn.fitting import SHORT, narrowed, shared, staged, staged_by_mean, widened
 from lightning_attn.kernels import carried, chunked, recurrent
 from lightning_attn.kernels.schedule import DecodeStrides, RowStrides, Sizes, StateStrides, Strides
@@ -76,7 +77,7 @@ def prepare_attention(
     def run(t: Attention) -> None:
         prefill(t.q, t.k, t.v, t.out, t.ed, None, None, None, t.kv_history, t.kv, None, None)
 
-    return run
+    return compiled_together(run, tensors.q.device)
 
 
 def prepare_varlen(problem: PrefillProblem, plan: PrefillPlan | None, tensors: Varlen) -> Callable[[Varlen], None]:
@@ -92,7 +93,7 @@ def prepare_varlen(problem: PrefillProblem, plan: PrefillPlan | None, tensors: V
             t.state_pool, t.positions if snapshots else None, t.snapshot_slots if snapshots else None,
         )  # fmt: skip
 
-    return run
+    return compiled_together(run, tensors.q.device)
 
 
 def prepare_decode(problem: DecodeProblem, plan: DecodePlan | None, tensors: Decode) -> Callable[[Decode], None]:

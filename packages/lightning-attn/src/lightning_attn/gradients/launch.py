@@ -9,6 +9,7 @@ from functools import lru_cache
 import torch
 
 from kernel_reference.launching import launch_nothing
+from kernel_reference.together import compiled_together
 from lightning_attn import launch
 from lightning_attn.gradients.plan import groups_at_once, suits_wide, wide_plan
 from lightning_attn.launch import _keep_state, _prepare_prefill
@@ -36,7 +37,7 @@ def prepare_attention_backward(
         prefill_dq(t.d_out, t.v, t.k, t.d_q, t.ed, None, None, None, t.kv_history, None, None, None)
         of_keys(t)
 
-    return run
+    return compiled_together(run, device)
 
 
 def _in_turn(

@@ -8,6 +8,7 @@ import torch
 
 from kernel_reference.integers import cdiv, power_of_two_at_least
 from kernel_reference.launching import Launch, launch_nothing
+from kernel_reference.together import compiled_together
 from lightning_attn import launch
 from lightning_attn.kernels import states
 from lightning_attn.kernels.schedule import RowStrides, StateStrides
@@ -41,7 +42,7 @@ def prepare_packed(problem: PrefillProblem, plan: PrefillPlan | None, tensors: P
         )  # fmt: skip
         keep(t.cu_seqlens, t.initial_state, t.final_state)
 
-    return run
+    return compiled_together(run, device)
 
 
 def prepare_packed_backward(
@@ -66,7 +67,7 @@ def prepare_packed_backward(
         prefill_dv(t.k, t.q, t.d_out, t.d_v, t.slopes, cu, None, None, t.d_final, t.d_initial, None, None)
         keep(cu, t.d_final, t.d_initial)
 
-    return run
+    return compiled_together(run, device)
 
 
 def prepare_state(problem: StateProblem, plan: StatePlan | None, tensors: State) -> Callable[[State], None]:
@@ -110,7 +111,7 @@ def prepare_state(problem: StateProblem, plan: StatePlan | None, tensors: State)
         if several:
             whole_sums(t.slopes, t.cu_seqlens, t.initial_state, t.final_state, between)
 
-    return run
+    return compiled_together(run, device)
 
 
 def _state_sizes(problem: StateProblem, plan: StatePlan) -> StateSizes:

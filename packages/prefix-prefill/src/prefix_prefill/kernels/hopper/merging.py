@@ -98,20 +98,20 @@ class Row(NamedTuple):
 
 
 @gluon.constexpr_function
-def tile_layout(C):
+def tile_layout(columns, warps):
     """Of parts by columns: a lane has four columns, of all parts where a warp's lanes are a row."""
-    across = min(C.BLOCK_D // 4, 32)
-    return gl.BlockedLayout([1, 4], [32 // across, across], [1, C.WARPS], [1, 0])
+    across = min(columns // 4, 32)
+    return gl.BlockedLayout([1, 4], [32 // across, across], [1, warps], [1, 0])
 
 
 @gluon.constexpr_function
-def row_layout(C):
-    return gl.SliceLayout(1, tile_layout(C))
+def row_layout(columns, warps):
+    return gl.SliceLayout(1, tile_layout(columns, warps))
 
 
 @gluon.constexpr_function
-def column_layout(C):
-    return gl.SliceLayout(0, tile_layout(C))
+def column_layout(columns, warps):
+    return gl.SliceLayout(0, tile_layout(columns, warps))
 
 
 @gluon.jit
@@ -132,7 +132,7 @@ def entry_at(p_entries, i, there):
 @gluon.jit
 def row_in_tile(i, entry, sizes, C):
     """Row number i of a tile."""
-    o_m = i + gl.arange(0, 1, row_layout(C))
+    o_m = i + gl.arange(0, 1, row_layout(C.BLOCK_D, C.WARPS))
     o_t = o_m // C.HEADS
     o_g = entry.i_head // C.HEADS_KV * C.HEADS + o_m % C.HEADS
     m_row = (o_m < sizes.tokens * C.HEADS) & (o_t < entry.tokens) & (o_g < C.GROUP)
@@ -168,8 +168,8 @@ def add_parts(acc, sums, parts, entry, place, there, sizes, COUNT: gl.constexpr,
     first, begin = place
     # A lane has the weight of a part.
     o_lane = begin + gl.arange(0, COUNT, gl.BlockedLayout([1], [32], [C.WARPS], [0]))
-    o_p = begin + gl.arange(0, COUNT, row_layout(C))
-    o_d = gl.arange(0, C.BLOCK_D, column_layout(C))
+    o_p = begin + gl.arange(0, COUNT, row_layout(C.BLOCK_D, C.WARPS))
+    o_d = gl.arange(0, C.BLOCK_D, column_layout(C.BLOCK_D, C.WARPS))
     p_tile = parts.out + (parts_of(entry, first, o_p, sizes, C) * C.D)[:, None] + o_d[None, :]
     m_tile = ((o_p < entry.pieces) & there)[:, None] & (o_d < C.D)[None, :]
     b_part = gl.load(p_tile, mask=m_tile, other=0.0)
@@ -179,7 +179,7 @@ def add_parts(acc, sums, parts, entry, place, there, sizes, COUNT: gl.constexpr,
     rescale = exponential(running_max - finite(new_max))
     weight = exponential(b_lse - gl.max(finite(new_max), 0))
     row_sum = row_sum * rescale + gl.sum(weight, 0)
-    weight = gl.convert_layout(weight, row_layout(C))
+    weight = gl.convert_layout(weight, row_layout(C.BLOCK_D, C.WARPS))
     # A part that saw no key may hold anything.
     b_part = gl.where((weight == 0)[:, None], 0.0, b_part * weight[:, None])
     return acc * rescale[:, None] + gl.sum(b_part, 0)[None, :], (new_max, row_sum)
@@ -188,8 +188,10 @@ def add_parts(acc, sums, parts, entry, place, there, sizes, COUNT: gl.constexpr,
 @gluon.jit
 def merge_row(parts, results, entry, own, sizes, C):
     """A row of a tile from its parts."""
-    L_ROW: gl.constexpr = row_layout(C)
-    acc = gl.zeros([1, C.BLOCK_D], gl.float32, tile_layout(C))
+    # Of several warps, or of columns that are masked, more would spill registers.
+    AT_ONCE: gl.constexpr = TOGETHER if C.WARPS == 1 and C.D == C.BLOCK_D else FEW
+    L_ROW: gl.constexpr = row_layout(C.BLOCK_D, C.WARPS)
+    acc = gl.zeros([1, C.BLOCK_D], gl.float32, tile_layout(C.BLOCK_D, C.WARPS))
     sums = gl.full([1], float("-inf"), gl.float32, L_ROW), gl.zeros([1], gl.float32, L_ROW)
     first = first_of(entry, own, sizes, C)
     there = gl.max(own.m_row.to(gl.int32), 0) != 0
@@ -199,8 +201,6 @@ def merge_row(parts, results, entry, own, sizes, C):
     elif pieces <= FEW:
         acc, sums = add_parts(acc, sums, parts, entry, (first, 0), there, sizes, FEW, C)
     else:
-        # Of several warps each spills registers over more.
-        AT_ONCE: gl.constexpr = TOGETHER if C.WARPS == 1 else FEW
         for begin in range(0, pieces, AT_ONCE):
             acc, sums = add_parts(acc, sums, parts, entry, (first, begin), there, sizes, AT_ONCE, C)
     running_max, row_sum = sums
@@ -218,7 +218,7 @@ def merge_row(parts, results, entry, own, sizes, C):
     b_out = acc * (1.0 / (gl.where(row_sum == 0, 1.0, row_sum) * scale))[:, None]
     if C.LIMIT:
         b_out = gl.where(b_out > C.LIMIT, C.LIMIT, gl.where(b_out < -C.LIMIT, -C.LIMIT, b_out))
-    o_d = gl.arange(0, C.BLOCK_D, column_layout(C))
+    o_d = gl.arange(0, C.BLOCK_D, column_layout(C.BLOCK_D, C.WARPS))
     p_row = results.out + own.row.to(gl.int64) * results.s_out[0] + own.o_h.to(gl.int64) * results.s_out[1]
     o_d_out = o_d
     if C.WIDE:

@@ -303,8 +303,8 @@ BACKWARD = {
     "queries, DeepSeek": Backward("backward_of_queries", 192, 128, BF16),
     "outputs": Backward("delta", 192, 128, BF16),
 }
-# Others add up less.
-MERGE = {"512": Merge(512, BF16), "512, sinks": Merge(512, BF16, True)}
+# Others add up less, and without sinks.
+MERGE = {"512, sinks": Merge(512, BF16, True)}
 MERGE_RANKS = {"512": MergeRanks(512, BF16)}
 # Tiles of 512 rows have the fewest registers; others, and the top-k, which is lowered in 10 s, were not seen to spill.
 INDEX_SCORES = {"a prompt": IndexScores(64, 4096)}

@@ -177,6 +177,7 @@ class Prefill(NamedTuple):
     head_dim: int
     head_dim_v: int
     dtype: torch.dtype
+    in_parts: bool = False
 
     @property
     def problem(self) -> PrefillProblem:
@@ -295,6 +296,7 @@ BY_ROWS = {"widened for two": ByRows("656", 128, False), "merged by two": ByRows
 OF_LISTS = {"no rope": OfLists(0)}
 PREFILL = {
     "DeepSeek": Prefill(192, 128, BF16),
+    "DeepSeek, in parts": Prefill(192, 128, BF16, True),
     "the largest, of one block, in float16": Prefill(256, 256, FP16),
 }
 # Others have smaller accumulators.
@@ -662,16 +664,18 @@ def test_what_the_command_builds_is_what_calls_of_deepseek_ask_for(launch) -> No
         if cache == "656":
             for joined in {False, replace(tiles, num_splits=2, spare_parts=0).joins(problem)}:
                 assert ("decode_sparse", launch.sparse_constants(problem, tiles, BF16, joined)) in built
-    prompt = PrefillProblem(128, 128, 192, 128, 8192, 1, 8192)
-    assert ("prefill", launch.prefill_constants(prompt, plan_prefill(prompt, H200), BF16)) in built
+    for heads, tokens in ((128, 8192), (16, 512)):
+        prompt = PrefillProblem(heads, heads, 192, 128, tokens, 1, tokens, max_seqlen_k=8192)
+        assert ("prefill", launch.prefill_constants(prompt, plan_prefill(prompt, H200), BF16)) in built
+    assert ("merge_ranks", {"dim_nope": 128, "dtype": BF16, "of_float32": True}) in built
     assert ("merge", {"dim_nope": 512, "dtype": BF16}) in built
 
 
 def test_what_the_command_builds_of_gradients_is_what_calls_of_deepseek_ask_for(launch) -> None:
     built = list(wanted(["bfloat16"], [], [(192, 128), (256, 256)], gradients=True))
-    assert [(kernel.name, kernel.constants) for kernel in BACKWARD.values()] == [built[i] for i in (2, 3, 1)]
+    assert [(kernel.name, kernel.constants) for kernel in BACKWARD.values()] == [built[i] for i in (4, 5, 3)]
     # Heads of 256 are too wide.
-    assert [name for name, _ in built[4:]] == ["prefill"]
+    assert [name for name, _ in built[6:]] == ["prefill", "prefill", "merge_ranks"]
 
 
 def test_what_the_command_builds_of_the_indexer_is_what_its_calls_ask_for(launch) -> None:

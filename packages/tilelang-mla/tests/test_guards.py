@@ -64,7 +64,7 @@ def test_other_blocks_than_those_of_the_plan(tensors, tiles) -> None:
 
 @sanitize
 @pytest.mark.parametrize(
-    "plan", [None, PrefillPlan(64, 32, 1), PrefillPlan(128, 64, 2), PrefillPlan(64, 128, 2)], ids=str
+    "plan", [None, PrefillPlan(64, 32, 1), PrefillPlan(128, 64, 2), PrefillPlan(64, 128, 2, 3)], ids=str
 )
 def test_prefill_touches_its_rows_and_nothing_else(tensors, plan) -> None:
     """The last size's output has no room in the shared memory of q."""

@@ -148,7 +148,9 @@ def prefill(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k:
 
 def prefill_by_a_plan(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Any:
     given, most = (q, k, v, cu_seqlens_q, cu_seqlens_k), (q.shape[0], k.shape[0])
-    return tilelang_mla.flash_mla_varlen_func(*given, *most, None, True, return_lse=True, plan=PrefillPlan(64, 32, 1))
+    return tilelang_mla.flash_mla_varlen_func(
+        *given, *most, None, True, return_lse=True, plan=PrefillPlan(64, 32, 1, 3)
+    )
 
 
 def plan_alone(seqlens_k: Tensor) -> Any:

@@ -24,6 +24,7 @@ from kernel_reference.partials import merge_partials
 from kernel_reference.testing.guards import assert_bitwise_equal, poison_
 from tilelang_mla import DecodeTiles, plan_decode
 from tilelang_mla.plan import DecodeProblem, DeviceLimits, PrefillPlan, decode_tiles, plan_without_schedule
+from tilelang_mla.prompts import prefill_in_parts
 
 Tensor = torch.Tensor
 BF16 = torch.bfloat16
@@ -94,10 +95,15 @@ class OnCpu:
         plan = PrefillPlan(64, 32, 2) if plan is None else plan
         q, k, v = (x.float().contiguous() for x in (batch.q, batch.k, batch.v))
         out, lse = poison_(torch.empty(*q.shape[:2], v.shape[2])), poison_(torch.empty(q.shape[1], q.shape[0]))
+        in_parts = {"in_parts": True} if plan.num_splits > 1 else {}
         attend = in_c(
             "prefill", head_dim=q.shape[2], head_dim_v=v.shape[2], block_m=plan.block_m, block_n=plan.block_n,
-            num_stages=plan.num_stages,
+            num_stages=plan.num_stages, **in_parts,
         )  # fmt: skip
+        if in_parts:
+            attend = prefill_in_parts(
+                of_rows(attend), of_rows(in_c("merge_ranks", dim_nope=v.shape[2])), plan.num_splits
+            )
         num_slots = q.shape[0] // plan.block_m + len(batch.cu_seqlens_q) + 1
         taken = torch.zeros(1, dtype=torch.int32)
         attend(
@@ -106,6 +112,19 @@ class OnCpu:
         )  # fmt: skip
         batch.out.tensor.copy_(out)
         batch.lse.tensor.copy_(lse)
+
+
+def of_rows(kernel: Any) -> Any:
+    """A kernel in C, which knows of no strides, over tensors that have some."""
+
+    def call(*given: Any) -> None:
+        packed = [x.contiguous() if isinstance(x, Tensor) else x for x in given]
+        kernel(*packed)
+        for tensor, copy in zip(given, packed, strict=True):
+            if copy is not tensor:
+                tensor.copy_(copy)
+
+    return call
 
 
 class OnGpu:
@@ -324,7 +343,9 @@ def test_bounds_of_parts_are_clamped_to_the_grid_before_they_are_subtracted(tens
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("plan", [PrefillPlan(64, 32, 2), PrefillPlan(128, 64, 1), PrefillPlan(128, 128, 2)], ids=str)
+@pytest.mark.parametrize(
+    "plan", [PrefillPlan(64, 32, 2, 8), PrefillPlan(128, 64, 1), PrefillPlan(128, 128, 2)], ids=str
+)
 def test_every_plan_of_prefill(tensors, kernels, plan, causal) -> None:
     prefill(tensors, kernels, RAGGED, plan, causal=causal, rows_after=9, sizes=(64, 64), heads=(4, 2))
 

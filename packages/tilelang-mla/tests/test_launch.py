@@ -247,7 +247,7 @@ def test_pages_that_are_all_the_same_memory_are_copied_row_by_row(launch) -> Non
     assert launch.given[0][1]["gather"]
 
 
-@pytest.mark.parametrize("plan", [None, PrefillPlan(64, 32, 1)], ids=str)
+@pytest.mark.parametrize("plan", [None, PrefillPlan(64, 32, 1), PrefillPlan(64, 32, 1, 3)], ids=str)
 def test_prefill_hands_its_kernel_what_it_is_made_for(launch, plan) -> None:
     bounds = torch.zeros(4, dtype=torch.int32)
     for heads, tokens, lse in (((4, 2), 50, True), ((1, 1), 1, False)):
@@ -256,8 +256,10 @@ def test_prefill_hands_its_kernel_what_it_is_made_for(launch, plan) -> None:
         )
         given = [q, k, v, bounds, bounds, torch.zeros(tokens, heads[0], 128, dtype=BF16)]
         given += [torch.zeros(heads[0], tokens) if lse else None, 50, 50, -0.1, True, plan]
-        assert started(launch, given, "prefill") == ["prefill"]
-        assert_fits(launch, *launch.given[0])
+        of_parts = [] if plan is None or plan.num_splits == 1 else ["merge_ranks"]
+        assert started(launch, given, "prefill") == ["prefill", *of_parts]
+        for handed in launch.given:
+            assert_fits(launch, *handed)
 
 
 def test_blocks_that_do_not_fit_and_addresses_that_are_odd_are_refused_by_name(launch) -> None:

@@ -29,7 +29,6 @@ from tilelang_mla.plan import (
     merge_cost,
     merge_grid,
     part_cost,
-    part_range,
     plan_of_whole_lists,
     plan_prefill,
     plan_without_schedule,
@@ -122,6 +121,11 @@ def test_several_query_tokens_of_few_heads_share_a_tile() -> None:
 
 
 # The grid of decoding: keys
+
+
+def part_range(blocks: int, part: int, parts: int) -> tuple[int, int]:
+    """The blocks of keys (first, last + 1) that one of a sequence's parts takes, as kernels have it."""
+    return blocks * part // parts, blocks * (part + 1) // parts
 
 
 def test_trap_parts_take_each_block_of_keys_once_whatever_the_length() -> None:
@@ -310,6 +314,21 @@ def test_wide_values_take_fewer_keys_since_a_thread_holds_both() -> None:
     assert plan_prefill(wide, H200) == PrefillPlan(128, 64, 2)
 
 
+def test_programs_share_the_keys_of_tiles_that_are_fewer_than_sms() -> None:
+    def parts(heads: int, tokens: int, keys: int, sequences: int = 1) -> int:
+        prompt = PrefillProblem(heads, heads, 192, 128, tokens, sequences, tokens, max_seqlen_k=keys)
+        return plan_prefill(prompt, H200).num_splits
+
+    assert [parts(heads, 512, 10_000) for heads in (1, 4, 8, 16, 20, 32, 33)] == [8, 8, 4, 2, 3, 1, 1]
+    # Of few blocks of keys merging takes longest.
+    assert [parts(16, 512, keys) for keys in (0, 512, 2048, 100_000)] == [1, 1, 2, 2]
+    assert [parts(1, 100, keys) for keys in (100, 1536, 100_000)] == [1, 3, 8]
+    assert parts(16, 512, 10_000, sequences=9) == 1
+    # Their results are counted in 32 bits.
+    many = PrefillProblem(128, 128, 192, 128, 2**14, 1, 2**14)
+    assert [PrefillPlan(128, 128, 2, parts).covers(many) for parts in (1, 7, 8)] == [True, True, False]
+
+
 @on_every_device
 def test_the_plan_of_any_call_covers_it(limits: DeviceLimits) -> None:
     for heads, tokens, batch, page in itertools.product(HEADS, (0, 1, 4), (0, 1, 300), (1, 64)):
@@ -358,7 +377,7 @@ def test_a_plan_that_no_kernel_can_take_covers_nothing(change) -> None:
     good = DecodeTiles(64, 64, 2, 4, 0)
     assert good.covers(DECODING)
     assert not replace(good, **change).covers(DECODING)
-    of_prefill = {name: value for name, value in change.items() if name in ("block_m", "block_n", "num_stages")}
+    of_prefill = {name: value for name, value in change.items() if name in PrefillPlan.__dataclass_fields__}
     if of_prefill:
         assert PrefillPlan(128, 128, 2).covers(PROMPT)
         assert not replace(PrefillPlan(128, 128, 2), **of_prefill).covers(PROMPT)

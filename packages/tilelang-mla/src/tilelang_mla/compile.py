@@ -80,7 +80,11 @@ def wanted(
                 yield "merge_ranks", {"dim_nope": dim_nope, "dtype": dtype}
         for head_dim, head_dim_v in heads:
             prompt = PrefillProblem(1, 1, head_dim, head_dim_v, 1, 1, 1)
-            yield "prefill", prefill_constants(prompt, plan_prefill(prompt, _LIMITS), dtype)
+            own_plan = plan_prefill(prompt, _LIMITS)
+            yield "prefill", prefill_constants(prompt, own_plan, dtype)
+            # Of few tiles.
+            yield "prefill", prefill_constants(prompt, replace(own_plan, num_splits=2), dtype)
+            yield "merge_ranks", {"dim_nope": head_dim_v, "dtype": dtype, "of_float32": True}
             if gradients:
                 yield from wanted_of_gradients(prompt, dtype)
     yield from wanted_of_indexer(indexer)

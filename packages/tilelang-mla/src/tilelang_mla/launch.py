@@ -34,6 +34,7 @@ from tilelang_mla.plan import (
     plan_without_schedule,
     tiles_8bit,
 )
+from tilelang_mla.prompts import prefill_in_parts
 from tilelang_mla.replays import DecodeRun
 from tilelang_mla.sparse.arguments import SparseTensors
 
@@ -51,8 +52,8 @@ PASS_CONFIGS = {
 LOG2_E = 1.4426950408889634
 # Kernels take a scale above 0. Times this one any score is 0, and a masked one still minus infinity.
 ZERO_SCALE = 1e-30
-# As the kernels have it: sequences are cut in equal parts, or by the programs themselves.
-_EVENLY, _SHARED = 0, 2
+# As the kernels have it: programs cut sequences themselves.
+_SHARED = 2
 # Elements of 16 bits in the 16 bytes that TMA counts in.
 LINE = 8
 
@@ -192,7 +193,7 @@ def prepare_decode(problem: DecodeProblem, plan: DecodeTiles | None, tensors: De
     no_lse = nothing(device).view(1, 1, 1)
     scale = max(abs(softmax_scale), ZERO_SCALE) * LOG2_E
     by = _SHARED if shared else int(first_part is not None)
-    programs = _programs_of(problem, tiles, by, limits)
+    programs = tiles.num_programs(problem, by == _SHARED, first_part is not None, limits.cores)
     flags = (by, int(order is not None), int(lse is not None))
 
     def arguments(q, kv, seqlens_k, block_table, first_part, order, out, lse):  # type: ignore[no-untyped-def]
@@ -222,18 +223,6 @@ def prepare_decode(problem: DecodeProblem, plan: DecodeTiles | None, tensors: De
 
     work = [4 * partials * rows * dim_nope, 4 * partials * rows, 8 * batch]
     return on_device(device, DecodeRun(arguments, (attend, merge), work, [no_lse]))
-
-
-def _programs_of(problem: DecodeProblem, tiles: DecodeTiles, by: int, limits: DeviceLimits) -> int:
-    """How many programs a launch has; they are persistent where a schedule says what they do, or they share it."""
-    row_tiles = tiles.row_tiles(problem.rows)
-    if by == _SHARED:
-        return (tiles.spare_parts + 1) * row_tiles
-    programs = tiles.num_parts(problem.sequences) * row_tiles
-    if by == _EVENLY:
-        # Parts of unlike lengths are in no order: a program for each, which starts as another ends, is more even.
-        return programs
-    return min(programs, limits.cores - limits.cores % 2 if tiles.paired else limits.cores)
 
 
 # Sparse decoding
@@ -283,7 +272,7 @@ def prepare_sparse(problem: DecodeProblem, plan: DecodeTiles | None, tensors: Sp
     no_lse = unread.view(1, 1, 1)
     scale = max(abs(softmax_scale), ZERO_SCALE) * LOG2_E
     by = _SHARED if shared else int(first_part is not None)
-    programs = _programs_of(problem, tiles, by, limits)
+    programs = tiles.num_programs(problem, by == _SHARED, first_part is not None, limits.cores)
     flags = (by, int(order is not None), int(lse is not None))
     in_place, by_token = out.is_contiguous(), lse is not None and lse.transpose(1, 2).is_contiguous()
     each = 0 if topk_length is None else q.shape[1]
@@ -348,7 +337,7 @@ def prefill_constants(problem: PrefillProblem, plan: PrefillPlan, dtype: torch.d
     """What the kernel of prefill is compiled for."""
     return {
         "head_dim": problem.head_dim, "head_dim_v": problem.head_dim_v, "dtype": dtype, "block_m": plan.block_m,
-        "block_n": plan.block_n, "num_stages": plan.num_stages,
+        "block_n": plan.block_n, "num_stages": plan.num_stages, **({"in_parts": True} if plan.num_splits > 1 else {}),
     }  # fmt: skip
 
 
@@ -367,8 +356,11 @@ def prepare_prefill(problem: PrefillProblem, plan: PrefillPlan | None, tensors: 
     out_form = form_of(out.shape, out.stride())
     lines = all(stride % LINE == 0 for stride in out_form[1][:-1])
     attend = kernel("prefill", **prefill_constants(problem, chosen, q.dtype))
+    if chosen.num_splits > 1:
+        merge = kernel("merge_ranks", dim_nope=problem.head_dim_v, dtype=q.dtype, of_float32=True)
+        attend = prefill_in_parts(attend, merge, chosen.num_splits)
     num_slots = chosen.num_slots(problem)
-    tiles = num_slots * problem.num_heads
+    tiles = num_slots * problem.num_heads * chosen.num_splits
     # A persistent kernel; programs take the next tile from a count of those taken: tiles are of unlike cost.
     programs = min(tiles, limits.cores)
     # Programs that are as many as tiles ask for no more.

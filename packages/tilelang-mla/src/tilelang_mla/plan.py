@@ -50,6 +50,8 @@ _LONG = 256
 _MERGING, _MERGED_BY_ONE = 16, 32
 # More partial results take the combine kernel too long.
 MOST_SPLITS = 256
+# Programs that share a tile's keys in prefill.
+_MOST_PARTS = 8
 
 
 @dataclass(frozen=True)
@@ -112,16 +114,23 @@ class DecodeProblem:
 
 @dataclass(frozen=True)
 class PrefillPlan(Plan):
-    """Tiles of ``block_m`` queries of a head; their keys, ``block_n`` to a stage, ``num_stages`` in flight."""
+    """Tiles of ``block_m`` queries of a head; their keys, ``block_n`` to a stage, ``num_stages`` in flight.
+
+    ``num_splits``: programs that share a tile's keys, in parts that are merged, whose elements 32 bits count.
+    """
 
     block_m: int
     block_n: int
     num_stages: int
+    num_splits: int = 1
 
     def covers(self, problem: PrefillProblem) -> bool:
         """Whether its blocks are such that a kernel can take them, for this problem."""
         blocks = self.block_m in (64, 128) and self.block_n in (32, 64, 96, 128)
-        return blocks and 1 <= self.num_stages <= 4 and problem.num_heads % problem.num_heads_kv == 0
+        blocks &= 1 <= self.num_stages <= 4 and 1 <= self.num_splits <= _MOST_PARTS
+        elements = problem.tokens * problem.num_heads * problem.head_dim_v * self.num_splits
+        blocks &= self.num_splits == 1 or elements < 2**31
+        return blocks and problem.num_heads % problem.num_heads_kv == 0
 
     def shared_memory(self, problem: PrefillProblem) -> int:
         """Bytes of a program: a tile of q, stages of keys and values, and what the scheduler tells of."""
@@ -186,6 +195,14 @@ class DecodeTiles(Plan):
         raw = _RAW_STAGES * self.block_n * (width + _SCALES) if problem.cache and not self.loads_by_rows(problem) else 0
         return held * problem.bits // 8 + raw + _BESIDE
 
+    def num_programs(self, problem: DecodeProblem, shared: bool, planned: bool, cores: int) -> int:
+        """Programs of a launch. Parts of no schedule are in no order: a program for each is more even."""
+        row_tiles = self.row_tiles(problem.rows)
+        if shared:
+            return (self.spare_parts + 1) * row_tiles
+        programs = self.num_parts(problem.sequences) * row_tiles
+        return min(programs, cores - cores % 2 if self.paired else cores) if planned else programs
+
     def keys_are_rows(self, problem: DecodeProblem) -> bool:
         """Whether keys of 8 bits are the rows of MMAs, widened in registers."""
         right = problem.dim_nope == _LATENT and problem.dim_rope % 64 == 0
@@ -222,15 +239,6 @@ class DecodeTiles(Plan):
         return cdiv(rows, self.block_m)
 
 
-def part_range(blocks: int, part: int, parts: int) -> tuple[int, int]:
-    """The blocks of keys (first, last + 1) that one of a sequence's parts takes.
-
-    ``blocks`` are those of the length that the kernel finds, so that a schedule made from other lengths still has each
-    block in one part. Parts differ by one block at most; some are empty where there are fewer blocks than parts.
-    """
-    return blocks * part // parts, blocks * (part + 1) // parts
-
-
 def get_splits(
     batch_size: int, num_heads: int, seqlen_q: int, avg_seqlen_k: int, block_size_h: int = 64, block_size_n: int = 128,
     streaming_info: Sequence[int] | None = None, *, cores: int,
@@ -253,12 +261,25 @@ def plan_prefill(problem: PrefillProblem, limits: DeviceLimits) -> PrefillPlan:
     """The largest blocks that fit: two tiles of 64 rows, one a consumer warpgroup, share the keys."""
     size = problem.bits // 8
     queries = 128 * max(problem.head_dim, problem.head_dim_v) * size
+    tiles = problem.num_heads * (cdiv(problem.tokens, 128) + problem.sequences - 1)
     for block_n, num_stages in ((128, 2), (64, 2), (64, 1), (32, 1)):
         keys = num_stages * block_n * (problem.head_dim + problem.head_dim_v) * size
         held = problem.head_dim_v // 2 + block_n // 2 + block_n // 4
         if queries + keys + _BESIDE <= limits.shared_memory and held <= _IN_REGISTERS:
-            return PrefillPlan(128, block_n, num_stages)
+            blocks = cdiv(problem.max_seqlen_k, block_n)
+            return PrefillPlan(128, block_n, num_stages, _parts_of_tiles(tiles, blocks, limits.cores))
     return PrefillPlan(64, 32, 1)
+
+
+def _parts_of_tiles(tiles: int, blocks: int, cores: int) -> int:
+    """How many programs share a tile's keys, where there are no more tiles than SMs: as many as should end first.
+
+    In half blocks of 0.75 us a program has 10 beside its blocks, and merging takes 2 and 2.5 a part: as eleven shapes
+    had it on an H200 (variants.jsonl), but for 128 tiles of 68 blocks, 173 us, which two parts each take 155.
+    """
+    numbers = range(1, _MOST_PARTS + 1 if tiles <= cores else 2)
+    own = [cdiv(tiles * parts, cores) * (2 * cdiv(blocks, parts) + 10) for parts in numbers]
+    return min(numbers, key=lambda parts: own[parts - 1] + (2 + 5 * parts // 2 if parts > 1 else 0))
 
 
 def decode_tiles(
@@ -409,19 +430,14 @@ def merge_grid(sequences: int, rows: int, capacity: int, tiles: DecodeTiles, cor
     """
     parts = parts_at_once(rows, cores) // sequences if tiles.spare_parts else tiles.num_splits
     # Of 11 equal parts two pieces: 4 lists of 128 heads take 24.5 us for 26.2 (H100).
-    pieces = min(_MOST_PIECES, _power_of_two(parts // 8 if tiles.spare_parts else cdiv(parts, 8)))
+    pieces = min(_MOST_PIECES, power_of_two_at_most(max(1, parts // 8 if tiles.spare_parts else cdiv(parts, 8))))
     if tiles.spare_parts:
         # Not where parts are pinned: sums of other pieces have other bits, and those are the same in any batch.
-        pieces = min(pieces, _power_of_two(_PIECES * cores // (sequences * rows)))
+        pieces = min(pieces, power_of_two_at_most(max(1, _PIECES * cores // (sequences * rows))))
         if rows <= _ROWS and capacity >= _LONG * tiles.block_n:
             pieces = max(pieces, _PIECES)
     each = max(1, cdiv(sequences * rows * pieces, _MERGING * cores))
     return min(each, sequences, _MERGED_BY_ONE), pieces
-
-
-def _power_of_two(most: int) -> int:
-    """The largest one up to ``most``, and 1 at least."""
-    return 1 << max(0, most.bit_length() - 1)
 
 
 def _keys_in_flight(dim_nope: int, dim_rope: int, limits: DeviceLimits, bits: int) -> tuple[int, int]:

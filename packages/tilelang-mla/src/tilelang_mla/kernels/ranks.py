@@ -1,4 +1,4 @@
-"""The kernel that merges the partial results of several ranks, after their exchange: a program a row."""
+"""The kernel that merges partial results, of ranks after their exchange or of parts of keys: a program a row."""
 
 from typing import Any
 
@@ -11,8 +11,11 @@ _LOG2_E = 1.4426950408889634
 _EACH = 2
 
 
-def merge_ranks(T: Any, *, dim_nope: int, dtype: Any, serial: bool = False) -> Any:
-    """The kernel; ``part_lse`` are natural logarithms, -inf or +inf where a rank saw nothing."""
+def merge_ranks(T: Any, *, dim_nope: int, dtype: Any, serial: bool = False, of_float32: bool = False) -> Any:
+    """The kernel; ``part_lse`` are natural logarithms, -inf or +inf where a rank saw nothing.
+
+    of_float32: whether partial results are, and not of the dtype of what they are merged to.
+    """
     ranks, rows = T.dynamic("ranks"), T.dynamic("rows")
     part_rank, part_row = T.dynamic("part_rank"), T.dynamic("part_row")
     lse_rank, lse_row = T.dynamic("lse_rank"), T.dynamic("lse_row")
@@ -20,7 +23,7 @@ def merge_ranks(T: Any, *, dim_nope: int, dtype: Any, serial: bool = False) -> A
 
     @T.prim_func
     def merge_of_ranks(
-        parts: T.StridedTensor((ranks, rows, dim_nope), (part_rank, part_row, 1), dtype),
+        parts: T.StridedTensor((ranks, rows, dim_nope), (part_rank, part_row, 1), T.float32 if of_float32 else dtype),
         part_lse: T.StridedTensor((ranks, rows), (lse_rank, lse_row), T.float32),
         out: T.Tensor((rows, dim_nope), dtype),
         lse: T.Tensor((rows,), T.float32),

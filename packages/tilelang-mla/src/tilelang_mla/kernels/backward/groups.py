@@ -22,7 +22,7 @@ FIRST, BEGIN, END, BEGIN_MET, END_MET = 0, 1, 2, 3, 4
 class Sizes(prefill.Sizes):
     """Those of prefill's kernel, and which of the two this is."""
 
-    of_keys: bool
+    of_keys: bool = False
 
 
 class Pair(NamedTuple):

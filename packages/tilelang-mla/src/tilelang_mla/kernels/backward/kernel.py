@@ -36,7 +36,7 @@ def of_keys(
     serial: bool = False,
 ) -> Any:  # fmt: skip
     """The kernel of the gradients of k and v. ``scale`` is that of a softmax of powers of two, and above 0."""
-    S = Sizes(head_dim, head_dim_v, dtype, block_m, block_n, num_stages, True)
+    S = Sizes(head_dim, head_dim_v, dtype, block_m, block_n, num_stages, of_keys=True)
     # A macro that gives a dynamic size a name of its own renames it: prefill's calls own rows tokens.
     tokens_q, heads, tokens, heads_kv, bounds = (
         T.dynamic(name) for name in ("tokens_q", "heads", "tokens", "heads_kv", "bounds")
@@ -76,7 +76,7 @@ def of_queries(
     serial: bool = False,
 ) -> Any:  # fmt: skip
     """The kernel of the gradient of q."""
-    S = Sizes(head_dim, head_dim_v, dtype, block_m, block_n, num_stages, False)
+    S = Sizes(head_dim, head_dim_v, dtype, block_m, block_n, num_stages)
     tokens, heads, tokens_k, heads_kv, bounds = (
         T.dynamic(name) for name in ("tokens", "heads", "tokens_k", "heads_kv", "bounds")
     )

@@ -15,7 +15,11 @@ HEAD, ROW, ROWS_HERE, KEYS, UNMASKED, STEPS = 0, 1, 2, 3, 4, 5
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a kernel is compiled for. ``block_m``: own rows of a program; ``block_n``: rows of a stage."""
+    """What a kernel is compiled for. ``block_m``: own rows of a program; ``block_n``: rows of a stage.
+
+    in_parts: keys of a tile are cut in parts, whose results somebody merges: those of head h are heads h * parts on of
+    out and lse.
+    """
 
     head_dim: int
     head_dim_v: int
@@ -23,6 +27,7 @@ class Sizes:
     block_m: int
     block_n: int
     num_stages: int
+    in_parts: bool = False
 
     @property
     def consumers(self) -> int:
@@ -49,6 +54,7 @@ class Launch(NamedTuple):
     taken: Any
     i_program: Any
     num_programs: Any
+    num_parts: Any = 1
 
 
 class Memory(NamedTuple):

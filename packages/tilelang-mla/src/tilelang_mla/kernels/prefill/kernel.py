@@ -31,16 +31,17 @@ _CONSUMER, _PRODUCER = {1: 240, 2: 224}, 56
 
 def attend(
     T: Any, *, head_dim: int, head_dim_v: int, dtype: Any, block_m: int, block_n: int, num_stages: int,
-    serial: bool = False,
+    serial: bool = False, in_parts: bool = False,
 ) -> Any:  # fmt: skip
-    """The kernel. ``scale`` is that of a softmax of powers of two, and above 0."""
-    S = Sizes(head_dim, head_dim_v, dtype, block_m, block_n, num_stages)
+    """The kernel. ``scale`` is that of a softmax of powers of two, and above 0; groups.py tells of ``in_parts``."""
+    S = Sizes(head_dim, head_dim_v, dtype, block_m, block_n, num_stages, in_parts)
     tokens, heads, tokens_k, heads_kv, bounds = (
         T.dynamic(name) for name in ("tokens", "heads", "tokens_k", "heads_kv", "bounds")
     )
     q_token, q_head, k_token, k_head = (T.dynamic(name) for name in ("q_token", "q_head", "k_token", "k_head"))
     v_token, v_head, out_token, out_head = (T.dynamic(name) for name in ("v_token", "v_head", "out_token", "out_head"))
     lse_heads, lse_tokens = T.dynamic("lse_heads"), T.dynamic("lse_tokens")
+    out_heads, out_dtype = (T.dynamic("out_heads"), T.float32) if in_parts else (heads, dtype)
     s_lse_head, s_lse_token = T.dynamic("s_lse_head"), T.dynamic("s_lse_token")
 
     @T.prim_func
@@ -50,7 +51,7 @@ def attend(
         v: T.StridedTensor((tokens_k, heads_kv, head_dim_v), (v_token, v_head, 1), dtype),
         cu_seqlens_q: T.Tensor((bounds,), T.int32),
         cu_seqlens_k: T.Tensor((bounds,), T.int32),
-        out: T.StridedTensor((tokens, heads, head_dim_v), (out_token, out_head, 1), dtype),
+        out: T.StridedTensor((tokens, out_heads, head_dim_v), (out_token, out_head, 1), out_dtype),
         lse: T.StridedTensor((lse_heads, lse_tokens), (s_lse_head, s_lse_token), T.float32),
         taken: T.Tensor((1,), T.int32),
         scale: T.float32,
@@ -69,9 +70,11 @@ def attend(
             if not serial:
                 T.annotate_layout({s.partial_sum: T.Fragment((block_m, COLUMNS), forward_fn=owner_of_sum)})
             thread = T.get_thread_binding()
-            tiles = T.alloc_var(T.int32, init=num_slots * heads)
+            tiles = T.alloc_var(T.int32, init=num_slots * out_heads)
             inputs = Inputs(q, k, v, cu_seqlens_q, cu_seqlens_k)
             launch = Launch(scale, causal, wants_lse, num_slots, tiles, taken, i_program, num_programs)
+            if in_parts:
+                launch = launch._replace(num_parts=T.truncdiv(out_heads, heads))
             if serial:
                 attend_serially(T, S, launch, inputs, memory, s, acc, out, lse)
             else:

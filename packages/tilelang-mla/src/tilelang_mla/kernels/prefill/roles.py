@@ -18,7 +18,7 @@ from tilelang_mla.kernels.prefill.groups import (
     Tile,
     tell,
 )
-from tilelang_mla.kernels.prefill.schedule import FIRST, NEXT, note_if, owner, slot_of, tile_of
+from tilelang_mla.kernels.prefill.schedule import FIRST, NEXT, cut_tile, note_if, owner, slot_of, tile_of
 from tilelang_mla.kernels.softmax import (
     any_moved,
     exponentiate,
@@ -68,8 +68,14 @@ def produce(T, S, launch, inputs, memory, barriers, lane):
             upcoming = launch.num_programs + T.atomic_add(launch.taken[0], 1, return_prev=True)
         if rows > 0:
             tile = Tile(i_head, first_row, rows, num_keys, unmasked, steps)
-            load_tile(T, S, inputs, memory, barriers, tile, k_begin, Progress(done, turn), lane)
-            done = done + steps
+            if S.in_parts:
+                head, own_keys, own_unmasked, own_steps, own_begin_k = cut_tile(T, S, launch.num_parts, tile, k_begin)
+                tile = Tile(i_head, first_row, rows, own_keys, own_unmasked, own_steps)
+                load_tile(T, S, inputs, memory, barriers, tile, head, own_begin_k, Progress(done, turn), lane)
+                done = done + own_steps
+            else:
+                load_tile(T, S, inputs, memory, barriers, tile, i_head, k_begin, Progress(done, turn), lane)
+                done = done + steps
             turn = turn + 1
         if asks != 0 and steps > _SHORT:
             upcoming = launch.num_programs + T.atomic_add(launch.taken[0], 1, return_prev=True)
@@ -86,18 +92,18 @@ def produce(T, S, launch, inputs, memory, barriers, lane):
 
 
 @macro
-def load_tile(T, S, inputs, memory, barriers, tile, k_begin, past, lane):
-    """A tile's q, keys and values."""
+def load_tile(T, S, inputs, memory, barriers, tile, head, k_begin, past, lane):
+    """A tile's q, keys and values, of a head of the queries."""
     q, v = inputs.q, inputs.v
     group = T.truncdiv(q.shape[1], v.shape[1])
-    i_head_kv = T.alloc_var(T.int32, init=T.truncdiv(tile.head, group))
+    i_head_kv = T.alloc_var(T.int32, init=T.truncdiv(head, group))
     for step in T.serial(tile.steps):
         if step == 0:
             load_keys(T, S, inputs.k, memory, barriers, past.done, k_begin, i_head_kv, lane)
             # Behind the first keys, which the tile before does not keep from coming.
             T.barrier_wait(barriers.q_empty, past.turn % 2 ^ 1)
             T.tma_copy(
-                q[tile.first_row : tile.first_row + S.block_m, tile.head, 0 : S.head_dim], memory.q,
+                q[tile.first_row : tile.first_row + S.block_m, head, 0 : S.head_dim], memory.q,
                 barrier=barriers.q_full,
             )  # fmt: skip
             tell(memory.told, lane, *tile)

@@ -76,3 +76,15 @@ def tile_of(T, S, found, tokens_k, causal):
         most = unmasked + rows_here - 1
     steps = T.alloc_var(T.int32, init=T.truncdiv(T.max(most, 0) + (S.block_n - 1), S.block_n))
     return first_row, rows_here, num_keys, unmasked, steps, k_begin
+
+
+@macro
+def cut_tile(T, S, num_parts, tile, k_begin):
+    """A head of the queries, and what it has of a tile; of one in parts the part that the tile's head says."""
+    head = T.alloc_var(T.int32, init=T.truncdiv(tile.head, num_parts))
+    part = T.alloc_var(T.int32, init=tile.head - head * num_parts)
+    first = T.alloc_var(T.int32, init=T.truncdiv(tile.steps * part, num_parts))
+    steps = T.alloc_var(T.int32, init=T.truncdiv(tile.steps * (part + 1), num_parts) - first)
+    begin = T.alloc_var(T.int32, init=first * S.block_n)
+    num_keys = T.alloc_var(T.int32, init=T.max(T.min(tile.num_keys - begin, steps * S.block_n), 0))
+    return head, num_keys, tile.unmasked - begin, steps, k_begin + begin

@@ -4,7 +4,7 @@ from tilelang.language import macro
 
 from tilelang_mla.kernels.prefill.groups import Tile
 from tilelang_mla.kernels.prefill.roles import begin_rows, finish_rows, store_lse, store_rows, weigh
-from tilelang_mla.kernels.prefill.schedule import FIRST, note_if, owner, slot_of, tile_of
+from tilelang_mla.kernels.prefill.schedule import FIRST, cut_tile, note_if, owner, slot_of, tile_of
 from tilelang_mla.kernels.softmax import mask, raise_max, scale_rows, zero_tail
 
 
@@ -23,20 +23,25 @@ def attend_serially(T, S, launch, inputs, memory, s, acc, out, lse):
         first_row, rows, num_keys, unmasked, steps, k_begin = tile_of(T, S, found, inputs.k.shape[0], launch.causal)
         if rows > 0:
             tile = Tile(i_head, first_row, rows, num_keys, unmasked, steps)
-            attend_tile(T, S, launch, inputs, memory, s, acc, tile, k_begin)
+            if S.in_parts:
+                head, own_keys, own_unmasked, own_steps, own_begin_k = cut_tile(T, S, launch.num_parts, tile, k_begin)
+                tile = Tile(i_head, first_row, rows, own_keys, own_unmasked, own_steps)
+                attend_tile(T, S, launch, inputs, memory, s, acc, tile, head, own_begin_k)
+            else:
+                attend_tile(T, S, launch, inputs, memory, s, acc, tile, i_head, k_begin)
             store_rows(T, out, acc, i_head, first_row, rows)
             if launch.wants_lse != 0:
                 store_lse(T, lse, s, i_head, first_row, rows)
 
 
 @macro
-def attend_tile(T, S, launch, inputs, memory, s, acc, tile, k_begin):
+def attend_tile(T, S, launch, inputs, memory, s, acc, tile, head, k_begin):
     q, k, v = inputs.q, inputs.k, inputs.v
     group = T.truncdiv(q.shape[1], v.shape[1])
-    i_head_kv = T.alloc_var(T.int32, init=T.truncdiv(tile.head, group))
+    i_head_kv = T.alloc_var(T.int32, init=T.truncdiv(head, group))
     begin_rows(T, s, acc, tile.unmasked, tile.num_keys, launch.causal)
     for i, j in T.Parallel(S.block_m, S.head_dim):
-        memory.q[i, j] = T.if_then_else(i < tile.rows, q[tile.first_row + i, tile.head, j], 0)
+        memory.q[i, j] = T.if_then_else(i < tile.rows, q[tile.first_row + i, head, j], 0)
     for step in T.serial(tile.steps):
         stage = step % S.num_stages
         row = T.alloc_var(T.int32, init=k_begin + step * S.block_n)

@@ -301,6 +301,7 @@ def test_boxes_are_swizzled_as_gluon_would_by_default(columns: int) -> None:
     for bits, dtype in ((16, gl.bfloat16), (8, gl.float8e4nv)):
         made = TmaBox([2, 3, 999, 999], [8, 8, 8, 1], box, bits)
         assert made.layout == gl.NVMMASharedLayout.get_default_for(box, dtype)
+        assert made._replace(swizzled=False).swizzle_bytes == 0
 
 
 @needs_gluon

@@ -22,7 +22,8 @@ class TmaBox(NamedTuple):
     """How a tensor is addressed by a TMA descriptor: sizes and strides in its order of dimensions, the last of stride 1
     and the others of whole 16 bytes; and the box that one TMA load or store moves.
 
-    Shared memory is swizzled over the 128, 64 or 32 bytes that divide the box's last dimension, if any do.
+    Shared memory is swizzled over the 128, 64 or 32 bytes that divide the box's last dimension, if any do; or, not
+    ``swizzled``, it holds the box as it is.
     ``promotion``: the bytes, 64, 128 or 256, of which L2 fetches all where a load takes any; 0: what it takes.
     """
 
@@ -31,6 +32,7 @@ class TmaBox(NamedTuple):
     box: Sequence[int]
     element_bits: int = 16
     promotion: int = TRITONS
+    swizzled: bool = True
 
     @property
     def layout(self) -> Any:
@@ -41,7 +43,7 @@ class TmaBox(NamedTuple):
     def swizzle_bytes(self) -> int:
         """Bytes of a row over which shared memory is swizzled, 0 if it is not."""
         row_bytes = self.box[-1] * self.element_bits // 8
-        return next((width for width in (128, 64, 32) if row_bytes % width == 0), 0)
+        return next((width for width in (128, 64, 32) if self.swizzled and row_bytes % width == 0), 0)
 
 
 @lru_cache

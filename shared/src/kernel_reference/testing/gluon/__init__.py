@@ -4,8 +4,8 @@ Triton's interpreter knows no Gluon. :func:`shadow` imports the modules of such 
 tensors (:mod:`.language`), and :func:`launch` runs one, program after program. Its warp-specialised partitions take
 turns at random wherever they may meet, in a time of the simulation's own:
 
-- shared memory is NaN until written, and lies as ``NVMMASharedLayout`` lays it (but for the swizzle, which views with
-  the same swizzle share): views of the same bytes in other shapes are real;
+- shared memory is NaN until written, and lies as ``NVMMASharedLayout`` and ``SharedLinearLayout`` lay it: views of the
+  same bytes in other shapes are real;
 - a TMA load arrives late, at random, and its barrier counts it in bytes; what is out of the tensor's bounds is zero; a
   barrier that is arrived at too often, or never completed, is an error;
 - elements that are copied one by one (`async_copy`) arrive late too, and a barrier is arrived at behind them;
@@ -16,7 +16,7 @@ turns at random wherever they may meet, in a time of the simulation's own:
   future;
 - loads and stores out of a tensor's memory raise IndexError.
 
-Layouts of registers say nothing here, nor do swizzles, banks, fences, barriers within a partition, nor races between
+Layouts of registers say nothing here, nor do banks, fences, barriers within a partition, nor races between
 the threads of one partition. Products are summed in float32, and under :func:`truncated_sums` as tensor cores sum them.
 Known are the names that the kernels of this repository use.
 """

@@ -8,7 +8,13 @@ from typing import Any
 
 import torch
 
-from kernel_reference.testing.gluon.memory import Descriptor, Layout, MBarrierLayout, NVMMASharedLayout
+from kernel_reference.testing.gluon.memory import (
+    Descriptor,
+    Layout,
+    MBarrierLayout,
+    NVMMASharedLayout,
+    SharedLinearLayout,
+)
 from kernel_reference.testing.gluon.pipeline import (
     Program,
     allocate,
@@ -93,6 +99,7 @@ LANGUAGE: dict[str, Any] = {
     "extra": SimpleNamespace(cuda=SimpleNamespace(gdc_launch_dependents=lambda: None)),
     "assume": _assume,
     "NVMMASharedLayout": NVMMASharedLayout,
+    "SharedLinearLayout": SharedLinearLayout,
     **dict.fromkeys(
         (
             "SwizzledSharedLayout", "NVMMADistributedLayout", "DotOperandLayout", "SliceLayout", "BlockedLayout",

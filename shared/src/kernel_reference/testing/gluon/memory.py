@@ -25,17 +25,31 @@ class MBarrierLayout(Layout): ...
 
 
 class NVMMASharedLayout(Layout):
-    """Rows of ``swizzle_byte_width`` bytes; a tile's further columns come after all of its rows."""
+    """Rows of ``swizzle_byte_width`` bytes; a tile's further columns come after all of its rows. The number of 128
+    bytes is added, without carry, to that of 16 bytes among those of a row.
+    """
 
     def __init__(self, swizzle_byte_width: int, element_bitwidth: int, rank: int = 2, **_: Any) -> None:
         if swizzle_byte_width not in (0, 32, 64, 128):
             raise ValueError(f"shared memory is swizzled over 128, 64 or 32 bytes, not over {swizzle_byte_width}")
         self.columns = swizzle_byte_width * 8 // element_bitwidth
+        self.chunks, self.in_chunk = max(1, swizzle_byte_width // 16), 128 // element_bitwidth
+
+    def swizzled(self, offsets: Tensor) -> Tensor:
+        """Where the elements lie that would lie at these offsets."""
+        return offsets ^ (offsets // (8 * self.in_chunk) % self.chunks * self.in_chunk)
 
     @staticmethod
     def get_default_for(block: Sequence[int], dtype: DType, **_: Any) -> NVMMASharedLayout:
         width = min(128, block[-1] * dtype.primitive_bitwidth // 8)
         return NVMMASharedLayout(width, dtype.primitive_bitwidth)
+
+
+class SharedLinearLayout(Layout):
+    """By the row and column that each bit of an offset adds, without carry; none where the tile has gaps."""
+
+    def __init__(self, offset_bases: Sequence[Sequence[int]], **_: Any) -> None:
+        self.bases = tuple(tuple(base) for base in offset_bases)
 
 
 class Shared:
@@ -61,7 +75,7 @@ class Shared:
     def _reinterpret(self, dtype: DType, shape: Sequence[int], layout: Any) -> Shared:
         if dtype.torch.itemsize != self.dtype.torch.itemsize:
             raise ValueError(f"{dtype.torch} has not the size of {self.dtype.torch}")
-        if prod(shape) != self.memory.numel():
+        if prod(shape) != self.memory.numel() and not isinstance(layout, SharedLinearLayout):
             raise ValueError(f"{list(shape)} is not the whole of shared memory that holds {self.memory.numel()}")
         return Shared(self.memory.view(dtype.torch), dtype, shape, layout, self.first)
 
@@ -81,8 +95,14 @@ class Shared:
         return view
 
     def _offsets(self) -> Tensor:
-        width = self.layout.columns if isinstance(self.layout, NVMMASharedLayout) else 0
-        return self.first + _offsets_of_tile(tuple(self.shape[-2:]), width, self.window, self.transposed)
+        if isinstance(self.layout, SharedLinearLayout):
+            offsets = self.first + _offsets_by_bits(self.layout.bases)
+            return offsets.T if self.transposed else offsets
+        if isinstance(self.layout, NVMMASharedLayout):
+            width = self.layout.columns
+            offsets = self.first + _offsets_of_tile(tuple(self.shape[-2:]), width, self.window, self.transposed)
+            return self.layout.swizzled(offsets)
+        return self.first + _offsets_of_tile(tuple(self.shape[-2:]), 0, self.window, self.transposed)
 
     def load(self, layout: Any = None) -> Value:
         return Value(as_bytes(self.memory)[self._offsets()].view(self.memory.dtype))
@@ -106,6 +126,20 @@ def _offsets_of_tile(
     width = width or all_columns
     offsets = column // width * (all_rows * width) + row * width + column % width
     return (offsets.T if transposed else offsets).reshape(shape)
+
+
+@lru_cache
+def _offsets_by_bits(bases: tuple[tuple[int, ...], ...]) -> Tensor:
+    """Of the elements of a tile of two dimensions."""
+    offsets = torch.zeros(1, dtype=torch.long)
+    places = torch.zeros(2, 1, dtype=torch.long)
+    for bit, base in enumerate(bases):
+        if any(base):
+            offsets = torch.cat([offsets, offsets + 2**bit])
+            places = torch.cat([places, places ^ torch.tensor(base)[:, None]], 1)
+    found = torch.empty([int(most) + 1 for most in places.amax(1)], dtype=torch.long)
+    found[places[0], places[1]] = offsets
+    return found
 
 
 @lru_cache(maxsize=1000)

@@ -1,7 +1,7 @@
 """Does the kernel for sm_90 do what it should, warp by warp? On a CPU, with its partitions as threads.
 
 ``kernel_reference.testing.gluon`` runs the kernel's own text: its barriers, its copies box by box, its tiles and masks.
-What only hardware tells, swizzles, fences and registers among it, is for the tests on a GPU and for test_codegen.py.
+What only hardware tells, fences and registers among it, is for the tests on a GPU and for test_codegen.py.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from kernel_reference.testing import contract, gluon
+from kernel_reference.testing.gluon.memory import Layout, Shared
+from kernel_reference.testing.gluon.values import DType, Value
 from prefix_prefill import launch
 from prefix_prefill.merging import launch as merging
 from prefix_prefill.plan import PrefillPlan
@@ -38,7 +40,7 @@ def hopper() -> SimpleNamespace:
     ))  # fmt: skip
     names = ("softmax", "schedule", "batch", "costs", "balance", "merge", *own)
     kernels = gluon.shadow(*(f"prefix_prefill.kernels.{name}" for name in names))
-    return SimpleNamespace(attend=kernels[-1].attend, merge_pieces=kernels[-2].merge_pieces)
+    return SimpleNamespace(**{**vars(kernels[-1]), "merge_pieces": kernels[-2].merge_pieces})
 
 
 @pytest.fixture(autouse=True)
@@ -104,6 +106,10 @@ CASES: dict[str, tuple[PrefillPlan, dict[str, Any]]] = {
     "pages of 12, new keys, a window": (plan(64, 64, 2), {"heads": (4, 2), "head_dim": 80, "page": 12,
                                                           "window": (50, -1), "page_layout": "HND"}),
     "pages of 1, new keys": (plan(128, 64, 0), {"heads": (4, 2), "head_dim": 96, "page": 1, "sinks": True}),
+    "x-packed": (plan(num_splits=0), {"heads": (8, 2), "head_dim": 128, "page_layout": "x-packed", "cached": True,
+                                      "window": (90, -1)}),
+    "x-packed, new keys": (plan(128, 64, 2), {"heads": (4, 2), "head_dim": 64, "page_layout": "x-packed", "page": 24,
+                                              "dtype": FP16, "sinks": True}),
     "8 bits": (plan(128, 64, 1, 3), {"heads": (8, 2), "head_dim": 128, "cache_dtype": E4M3, "cached": True,
                                      "k_scale": "number", "v_scale": "number"}),
     "8 bits, wide tiles": (plan(), {"heads": (8, 2), "head_dim": 128, "cache_dtype": E4M3, "cached": True,
@@ -159,6 +165,18 @@ def test_the_kernel_for_sm_90_is_the_attention(tensors, kernels, chosen, options
     batch = tensors.batch(**{"lengths": LENGTHS, "rows_after": 3, **options})
     kernels.prefill(batch, chosen)
     batch.check(most=90)
+
+
+@pytest.mark.parametrize("box", [8, 16, 32, 64])
+def test_boxes_of_packed_values_are_a_tile_as_they_are_swizzled(hopper, box: int) -> None:
+    values = torch.arange(2 * 128 * 64, dtype=torch.int16).reshape(2, 128, 64)
+    memory = Shared(torch.zeros(values.numel(), dtype=torch.int16), DType(torch.int16), values.shape, Layout())
+    ring = hopper.Ring((memory,), None, SimpleNamespace(shape=[2]), None)
+    packed = hopper.packed_ring(ring, 64, True, SimpleNamespace(BLOCK_N=128, BOX=box))
+    for i, part in enumerate(values.flatten(0, 1).split(box)):
+        packed.boxes[0].index(i).store(Value(part.T))
+    for stage in range(2):
+        assert torch.equal(packed.tiles[0].index(stage).load().data, values[stage])
 
 
 @pytest.mark.parametrize("share", [0.07, 0.4, 1.0])

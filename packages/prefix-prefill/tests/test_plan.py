@@ -191,8 +191,7 @@ def test_decoding_over_8_bits_has_more_registers_for_what_converts_heads_of_128(
         ({"capacity": 2048}, 2048, (128, 64, 8, 3)), ({"capacity": 2048}, 1, (16, 32, 4, 3)),
         ({"new_kv": True}, 2048, (128, 128, 8, 3)), ({"left": 127, "new_kv": True}, 2048, (128, 64, 8, 3)),
         ({"cache_bits": 8}, 2048, (128, 64, 8, 2)), ({"head_dim": 72}, 1, (16, 64, 4, 2)),
-        ({"head_dim": 64}, 2048, (64, 64, 4, 3)), ({"head_dim": 64, "page_size": 64}, 2048, (64, 64, 4, 2)),
-        ({"head_dim": 64}, 1, (16, 64, 4, 2)),
+        ({"head_dim": 64}, 2048, (64, 64, 4, 2)), ({"head_dim": 64}, 1, (16, 64, 4, 2)),
         ({"head_dim": 64, "softcap": 30.0}, 2048, (64, 64, 4, 2)),
     ],
 )  # fmt: skip
@@ -341,6 +340,17 @@ def test_a_bound_of_all_tokens_says_as_much_as_a_table_of_no_more_room(
     assert plan_prefill(replace(problem, max_seqlen_k=bound), H200).num_splits == splits
     # Without it, one prompt of some rounds, the last of which is filled, is left whole.
     assert plan_prefill(problem, H200).num_splits == ((sequences, longest) == (1, 2048))
+
+
+def test_packed_keys_have_the_portable_kernel_for_few_rows_and_for_others_one_of_sm_90_that_cuts_tiles() -> None:
+    """So that a layer, with what merges parts of either, has four kernels."""
+    problem = problem_of(LLAMA_8B, new_kv=True, page_layout="x-packed", capacity=512)
+    for tokens, hopper in ((2048, True), (9, True), (4, False)):
+        plan = plan_prefill(replace(problem, tokens=tokens, max_seqlen_q=tokens), H200)
+        assert (plan.hopper, plan.block_m) == (hopper, 128 if hopper else 16)
+        assert plan.num_splits == 0 or not hopper
+    for change in ({"page_size": 12}, {"head_dim": 96}, {"head_dim_v": 64}, {"cache_bits": 8}, {"tma": False}):
+        assert not plan_prefill(replace(problem, **change), H200).hopper, change
 
 
 def test_few_rows_over_gathered_pages_have_small_tiles_in_as_many_stages_as_fit() -> None:

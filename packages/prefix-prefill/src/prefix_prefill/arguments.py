@@ -29,6 +29,7 @@ from kernel_reference.checks import (
 )
 from kernel_reference.paging import LAYOUTS
 from prefix_prefill.plan import MOST_TOKENS, PrefillPlan, Problem
+from prefix_prefill.tma import is_tma_addressable
 
 Tensor = torch.Tensor
 
@@ -171,7 +172,7 @@ def check_prefill(tensors: PrefillTensors, numbers: PrefillNumbers, names: Names
         new_kv=tensors.k is not None,
         alibi=tensors.alibi_slopes is not None,
         draft=tensors.draft_mask is not None,
-        tma=_is_tma_addressable(tensors, numbers),
+        tma=is_tma_addressable(tensors, numbers),
         num_blocks=num_blocks,
         page_layout=numbers.page_layout,
         max_seqlen_k=numbers.max_seqlen_k,
@@ -195,20 +196,6 @@ def check_prefill(tensors: PrefillTensors, numbers: PrefillNumbers, names: Names
         if not plan.covers(problem):
             fail("plan", f"one made for {problem}", plan)
     return problem
-
-
-def _is_tma_addressable(tensors: PrefillTensors, numbers: PrefillNumbers) -> bool:
-    """``Problem.tma``: what can be told without the alignment of memory, which a fake tensor has none of."""
-    no_tensors = tensors.k_scale is None and tensors.v_scale is None
-    scales = tensors.k_cache.element_size() == 1 or (no_tensors and numbers.k_scale == numbers.v_scale == 1)
-    addressed = (tensors.k, tensors.v, tensors.k_cache, tensors.v_cache)
-    return (
-        numbers.page_layout != "x-packed"
-        and known(tensors.k_cache.shape[0] > 0)
-        and scales
-        and numbers.softmax_scale >= 0
-        and all(_in_boxes(tensor) for tensor in addressed if tensor is not None)
-    )
 
 
 def overlap_of_prefill(tensors: PrefillTensors, names: Names = NAMES) -> MemoryOverlap:
@@ -438,12 +425,3 @@ def _check_out(
             fail(f"{names.out}.dtype", wanted, out.dtype, TypeError)
         check_same_dtype(names.out, out, "q", q)
     check_elements_apart(names.out, out)
-
-
-def _in_boxes(tensor: Tensor) -> bool:
-    """Whether strides are such that TMA can address it: whole 16 bytes, all but the last."""
-    *steps, last = tensor.stride()
-    size = tensor.element_size()
-    return known(last == 1) and all(
-        known(step > 0) and known(step < 2**39) and known(step * size % 16 == 0) for step in steps
-    )

@@ -37,6 +37,7 @@ from prefix_prefill.plan import (
     Problem,
     has_values_split,
     is_gathered,
+    is_packed,
     kind_of_batch,
     may_be_in_parts,
     multiplies_8_bits,
@@ -245,12 +246,30 @@ def _boxes(
             sizes, strides = [1, problem.num_heads_kv, problem.num_blocks, size], [8, head, page, 1]
         width = min(columns, 1024 // problem.cache_bits)
         boxes.append(TmaBox(sizes, strides, [1, 1, box, width], problem.cache_bits, promotion=0))
+    if is_packed(problem):
+        boxes = _packed_boxes(problem, forms, box)
     if forms.k is None or forms.v is None:
         return 2 * boxes
     for new, size, columns in ((forms.k, problem.head_dim, k_columns), (forms.v, problem.head_dim_v, v_columns)):
         token, head, _ = new.stride()
         rows = [1, problem.num_heads_kv, problem.tokens, size]
         boxes.append(TmaBox(rows, [8, head, token, 1], [1, 1, new_box, min(columns, 64)]))
+    return boxes
+
+
+def _packed_boxes(problem: Problem, forms: PrefillTensors, box: int) -> list[TmaBox]:
+    """Of caches whose tokens lie side by side: of keys 8 tokens by 8 elements, as in WGMMA's core matrices; of values
+    so many tokens of each element.
+    """
+    boxes = []
+    for cache, size, beside, tokens in (
+        (forms.k_cache, problem.head_dim, 8, 8), (forms.v_cache, problem.head_dim_v, 1, box)
+    ):  # fmt: skip
+        page, head = cache.stride()[:2]
+        sizes = [problem.num_blocks, problem.num_heads_kv, size // beside, problem.page_size * beside]
+        shape = [1, 1, size // beside, tokens * beside]
+        strides = [page, head, problem.page_size * beside, 1]
+        boxes.append(TmaBox(sizes, strides, shape, promotion=0, swizzled=beside == 1))
     return boxes
 
 
@@ -323,6 +342,7 @@ def _hopper(first: Batch, plan: PrefillPlan, forms: PrefillTensors, device: torc
         K_FP8=multiplies_8_bits(problem),
         K_TOKENS=k_scaled == 2,
         V_TOKENS=v_scaled == 2,
+        PACKED=is_packed(problem),
         NEW_KV=problem.new_kv,
         LIMIT=0 if problem.shared else largest_of(forms.out),
         ALIBI=problem.alibi,

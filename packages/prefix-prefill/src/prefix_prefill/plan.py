@@ -119,6 +119,9 @@ def fits_hopper(problem: Problem) -> bool:
     if problem.bits != 16 or (is_gathered(problem) and problem.cache_bits == 8):
         return False
     heads = (problem.head_dim, problem.head_dim_v)
+    if is_packed(problem):
+        # As one tile of columns, 8 tokens or more at a time.
+        return heads in ((64, 64), (128, 128)) and problem.page_size % 8 == 0 and problem.cache_bits == 16
     if problem.cache_bits == 8:
         # Larger heads leave no room for the tiles twice, of 8 bits and of 16.
         return all(size % 16 == 0 and size <= 128 for size in heads)
@@ -128,6 +131,11 @@ def fits_hopper(problem: Problem) -> bool:
 def is_gathered(problem: Problem) -> bool:
     """Whether the kernel for sm_90 gathers cached rows one by one: no TMA box has less than the eight of a swizzle."""
     return problem.page_size % 8 != 0
+
+
+def is_packed(problem: Problem) -> bool:
+    """Whether elements of several tokens lie side by side in the cache."""
+    return problem.page_layout == "x-packed"
 
 
 def _is_mixed(problem: Problem) -> bool:
@@ -197,7 +205,7 @@ def plan_prefill(problem: Problem, limits: DeviceLimits, num_splits: int = 0) ->
     if num_splits:
         # How keys are cut depends on the rows of a tile: with as many in every batch, a sequence keeps its bits.
         problem = replace(problem, tokens=MOST_TOKENS, max_seqlen_q=MOST_TOKENS, capacity=MOST_TOKENS)
-    if limits.hopper and problem.tma and fits_hopper(problem):
+    if limits.hopper and problem.tma and fits_hopper(problem) and not (is_packed(problem) and _has_few_rows(problem)):
         plan = _hopper(problem)
         plan = replace(plan, programs=limits.cores * plan.per_core)
         # Then nothing need be shared on the device, and nothing merged.
@@ -224,8 +232,8 @@ def _rows_of_a_sequence(problem: Problem) -> int:
 
 
 def _has_few_rows(problem: Problem) -> bool:
-    """Whether no sequence has more rows than one consumer takes."""
-    return _rows_of_a_sequence(problem) <= 64
+    """Whether no sequence has more rows than one consumer takes; packed, than the portable kernel's least tile."""
+    return _rows_of_a_sequence(problem) <= (16 if is_packed(problem) else 64)
 
 
 def _rows_of_a_tile(problem: Problem) -> int:
@@ -255,7 +263,7 @@ def _pieces_of_one(problem: Problem, programs: int) -> int:
     """In how many pieces the tiles of one token are cut, 0 if that is left to the device, which takes 1.6 us to find
     what shapes tell here. More than are merged at a time would be slow if the bound is far off.
     """
-    plain = not (problem.shared or problem.carried) and problem.page_layout != "x-packed"
+    plain = not (problem.shared or problem.carried) and not is_packed(problem)
     alone = problem.sequences == problem.tokens == 1 and problem.num_splits == 0 and _has_few_rows(problem) and plain
     pieces = _short_pieces(problem, programs) if alone else 1
     return pieces if 1 < pieces <= _MERGED_TOGETHER else 0
@@ -267,6 +275,9 @@ def _has_whole_tiles(problem: Problem, programs: int) -> bool:
     What each costs is not known here: behind how many keys a sequence begins, only the device knows.
     """
     keys = min(problem.capacity + problem.new_kv * problem.max_seqlen_q, problem.max_seqlen_k)
+    # With the portable one that decodes, packed keys have four kernels without that of whole tiles.
+    if is_packed(problem):
+        return False
     if keys <= _FEW_KEYS:
         few = _most_keys(problem)
         return not _has_few_rows(problem) or few - few // _short_pieces(problem, programs) < _WORTH_A_MERGE
@@ -335,7 +346,7 @@ def _has_short_window(problem: Problem) -> bool:
         short
         and problem.largest_head <= (192 if in_small_boxes else 128)
         and problem.cache_bits == 16
-        and not problem.alibi
+        and not (problem.alibi or is_packed(problem))
     )
 
 
@@ -347,7 +358,7 @@ def _holds_queries(problem: Problem) -> bool:
     if multiplies_8_bits(problem):
         return not problem.alibi
     other = problem.left >= 0 or problem.softcap or problem.alibi or problem.draft or problem.new_kv or problem.shared
-    plain = not (other or problem.carried or is_gathered(problem) or problem.token_scales)
+    plain = not (other or problem.carried or is_gathered(problem) or is_packed(problem) or problem.token_scales)
     return plain and problem.head_dim == problem.head_dim_v == (128 if problem.cache_bits == 8 else 64)
 
 
@@ -372,10 +383,7 @@ def _portable(problem: Problem, limits: DeviceLimits) -> PrefillPlan:
         light = block_d <= 64 and problem.cache_bits == problem.bits and in_whole_loads
         # On sm_120, which has 99 KB as sm_86, four spill where there is a window.
         few_warps = light and not problem.draft and not 64 * 1024 < limits.shared_memory < 160 * 1024
-        # Heads of 64, x-packed, H200: 8 x 512 behind 8192 898 us, by 2 stages 1044; pages of 64, H100, 839 and 819.
-        deep = limits.hopper and light and block_d == 64 and not (problem.alibi or problem.softcap or problem.draft)
-        stages = 3 if deep and problem.page_size < 64 and _rows_of_a_sequence(problem) > 32 else 2
-        most_m, block_n, warps = 64, 64 if light else 32, 4 if few_warps else 8
+        most_m, block_n, warps, stages = 64, 64 if light else 32, 4 if few_warps else 8, 2
         if limits.hopper and block_d == 128 and not _is_mixed(problem):
             # Twice the rows use each key that is loaded, and no register is spilled here.
             most_m, block_n = 128, 64

@@ -41,6 +41,7 @@ class Config(NamedTuple):
     K_FP8: bool  # and multiply cached keys of e4m3 as they are
     K_TOKENS: bool  # keys in the cache have a scale each, not one for a kv head
     V_TOKENS: bool
+    PACKED: bool  # pages of a head are [D / 8, tokens, 8] of keys, [DV, tokens] of values
     NEW_KV: bool  # the new keys and values are tensors of their own
     LIMIT: int  # the largest number of an 8-bit out, else 0
     ALIBI: bool

@@ -10,6 +10,8 @@ While the values of a tile are multiplied, the scores of the next one are made a
     softmax of scores     while the second WGMMA runs
 """
 
+from typing import NamedTuple
+
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -24,7 +26,7 @@ from prefix_prefill.kernels.hopper.config import ROWS, Bounds, begin_of, own_til
 from prefix_prefill.kernels.hopper.drafts import store_masks
 from prefix_prefill.kernels.hopper.epilogue import finish
 from prefix_prefill.kernels.hopper.items import done, has_item, inside_of, is_inside, loop_of, tile_of
-from prefix_prefill.kernels.hopper.memory import release, wait_full
+from prefix_prefill.kernels.hopper.memory import release, step_of_packed_keys, wait_full
 from prefix_prefill.kernels.hopper.producers import cached_tiles, end_of_tile, key_of_tile
 from prefix_prefill.kernels.hopper.rows import (
     afresh,
@@ -70,19 +72,32 @@ def wait_for_pv(pv, V):
     return accs
 
 
+class Running(NamedTuple):
+    """What goes on from tile to tile: running max and row sum; accumulators, and the unit of the values' scales that
+    they are in; how often consumers have met.
+    """
+
+    running_max: object
+    row_sum: object
+    accs: object
+    unit: object
+    meetings: object
+
+
 @gluon.jit
-def issue_pv(weights, accs, v, memory, v_scale, i, at, i_group, loop, inside, V, C):
+def issue_pv(weights, accs, v, memory, v_scale, i, at, i_group, seen, PACKED: gl.constexpr, V, C):
     """Issue acc += weights v of tile i, in the ring at ``before + i``; before the first new values, scale what the
-    cached ones gave. Returns also how often consumers have met.
+    cached ones gave. Returns also how often consumers have met. ``seen``: the loop, and what of it is inside.
     """
     before, meetings = at
+    loop, _ = seen
     if C.IS_FP8 and C.NEW_KV and not C.V_TOKENS:
         if i == loop.first_new:
             accs = scale_all(accs, v_scale, V)
     issued = accs
     weights_of_parts = parts_of(weights, C)
     for part in gl.static_range(stages_in(C)):
-        meetings = await_values(v, memory, i, part, (before, meetings), i_group, loop, inside, V, C)
+        meetings = await_values(v, memory, i, part, (before, meetings), i_group, seen, PACKED, V, C)
         stage = ((before + i) * stages_in(C) + part) % v.full.shape[0]
         sums = ()
         for t in gl.static_range(len(V.OWN)):
@@ -108,13 +123,22 @@ def queries(memory, i_group, C):
 
 
 @gluon.jit
-def issue_qk(q, k, i, b_zero, C):
+def issue_qk(q, k, i, b_zero, PACKED: gl.constexpr, C):
     """Issue scores = q k^T of the tile at i in the ring, its columns tile after tile."""
     wait_full(k, i, C)
+    stage = i % k.full.shape[0]
     qk = b_zero
-    for t in gl.static_range(len(C.K_TILES)):
-        k_tile = k.tiles[t].index(i % k.full.shape[0]).permute((1, 0))
-        qk = warpgroup_mma(q[t], k_tile, qk, use_acc=t > 0, is_async=True)
+    if PACKED:
+        # Step by step, each from where it begins: where nothing is swizzled, WGMMA's descriptors have no base offset,
+        # which Triton gives to all but a tile's first step.
+        for step in gl.static_range(C.D // 16):
+            k_step = step_of_packed_keys(k, stage, step, C).permute((1, 0))
+            q_step = q[0].slice(step * 16, 16, dim=1)
+            qk = warpgroup_mma(q_step, k_step, qk, use_acc=step > 0, is_async=True)
+    else:
+        for t in gl.static_range(len(C.K_TILES)):
+            k_tile = k.tiles[t].index(stage).permute((1, 0))
+            qk = warpgroup_mma(q[t], k_tile, qk, use_acc=t > 0, is_async=True)
     return qk
 
 
@@ -290,27 +314,61 @@ def attend_tile(pointers, memory, k, v, i_group, table, i_item, at, numbers, siz
     accs = ()
     for t in gl.static_range(len(V.OWN)):
         accs = accs + (empty_acc(t, V, C),)
-    b_zero = gl.zeros([ROWS, C.BLOCK_N], gl.float32, L_S)
     count = loop.count
     cached = cached_tiles(loop, C)
     # Of the values' scales, where tokens have their own.
     unit = scores.softmax_scale * 0.0
     q = queries(memory, i_group, C)
-    if count > 0:
+    run = Running(running_max, row_sum, accs, unit, meetings)
+    at = (before, i_group)
+    scored = (loop, inside, scoring, v_scale)
+    if C.PACKED:
+        k_packed, v_packed = memory.packed
+        run = attend_keys(run, (0, cached), at, q, k_packed, v_packed, memory, scored, True, V, C)
+        if C.NEW_KV:
+            # Queries of their own: what ptxas keeps of descriptors for both loops it makes in the first, which may be
+            # left out.
+            q = queries(memory, afresh(i_group), C)
+            run = attend_keys(run, (cached, count), at, q, k, v, memory, scored, False, V, C)
+    else:
+        run = attend_keys(run, (0, count), at, q, k, v, memory, scored, False, V, C)
+    accs = run.accs
+    row_sum = row_sum_of(run.row_sum, V)
+    there = has_item(table, i_item + 1, 4)
+    finish(pointers, memory, i_group, accs, (run.running_max, row_sum), table, i_item, scores, numbers, sizes, V, C)
+    done(table, i_item)
+    return before + count, run.meetings, there
+
+
+@gluon.jit
+def attend_keys(run, span, at, q, k, v, memory, scored, PACKED: gl.constexpr, V, C):
+    """The main loop over the tiles from ``span[0]`` to before ``span[1]``, of packed values or of others."""
+    first, end = span
+    before, i_group = at
+    loop, inside, scoring, v_scale = scored
+    seen = (loop, inside)
+    running_max, row_sum, accs, unit, meetings = run
+    b_zero = gl.zeros([ROWS, C.BLOCK_N], gl.float32, V.L_S)
+    cached = cached_tiles(loop, C)
+    if end > first:
         # Prologue: the scores of the first tile.
-        qk = issue_qk(q, k, before, b_zero, C)
+        qk = issue_qk(q, k, before + first, b_zero, PACKED, C)
         b_s = warpgroup_mma_wait(0, deps=[qk])
-        release(k, before)
-        unit, factor, ratio = larger_unit(memory.scales, before, cached > 0, unit, C)
-        scales = TileScales(memory.scales, before, cached > 0, factor)
+        release(k, before + first)
+        unit, factor, ratio = larger_unit(memory.scales, before + first, cached > 0, unit, C)
+        scales = TileScales(memory.scales, before + first, cached > 0, factor)
         weights, running_max, row_sum, rescale = softmax_of(
-            b_s, running_max, row_sum, 0, loop, inside, scoring, scales, True, V, C
+            b_s, running_max, row_sum, first, loop, inside, scoring, scales, True, V, C
         )
-        for i in range(1, count):
+        if C.PACKED and not PACKED:
+            # Packed tiles were before.
+            if not C.CAPPING:
+                accs = scale_rows(accs, rescale, V, C)
+        for i in range(first + 1, end):
             # Both products are in flight; the softmax of tile i overlaps with the second.
-            qk = issue_qk(q, k, before + i, b_zero, C)
+            qk = issue_qk(q, k, before + i, b_zero, PACKED, C)
             pv, meetings = issue_pv(
-                weights, accs, v, memory, v_scale, i - 1, (before, meetings), i_group, loop, inside, V, C
+                weights, accs, v, memory, v_scale, i - 1, (before, meetings), i_group, seen, PACKED, V, C
             )
             b_s = warpgroup_mma_wait(len(V.OWN) * stages_in(C), deps=[qk])
             release(k, before + i)
@@ -326,18 +384,14 @@ def attend_tile(pointers, memory, k, v, i_group, table, i_item, at, numbers, siz
             if not C.CAPPING:
                 accs = scale_rows(accs, rescale, V, C)
         pv, meetings = issue_pv(
-            weights, accs, v, memory, v_scale, count - 1, (before, meetings), i_group, loop, inside, V, C
+            weights, accs, v, memory, v_scale, end - 1, (before, meetings), i_group, seen, PACKED, V, C
         )
         accs = wait_for_pv(pv, V)
-        release_values(v, before + count - 1, C)
+        release_values(v, before + end - 1, C)
         if C.V_TOKENS:
             accs = scale_all(accs, unit, V)
         elif C.NEW_KV:
-            if C.IS_FP8 and cached == count:
+            if C.IS_FP8 and cached == end:
                 # Otherwise ``issue_pv`` did, before the first new tile.
                 accs = scale_all(accs, v_scale, V)
-    row_sum = row_sum_of(row_sum, V)
-    there = has_item(table, i_item + 1, 4)
-    finish(pointers, memory, i_group, accs, (running_max, row_sum), table, i_item, scores, numbers, sizes, V, C)
-    done(table, i_item)
-    return before + count, meetings, there
+    return Running(running_max, row_sum, accs, unit, meetings)

@@ -30,6 +30,7 @@ from prefix_prefill.kernels.hopper.memory import (
     barriers,
     boxes_of,
     meeting_barrier,
+    packed_ring,
     query_tiles,
     scales_of_tokens,
 )
@@ -112,12 +113,19 @@ def attend(
     if C.K_TOKENS or C.V_TOKENS:
         scales = scales_of_tokens(C)
     tokens = Tokens(p_scales[0], p_scales[1], numbers.strides, p_table, sizes, scales)
+    # The rings as producers fill them with cached keys and values.
+    k_cached, v_cached = k, v
+    packed = None
+    if C.PACKED:
+        k_cached = packed_ring(k, C.D, False, C)
+        v_cached = packed_ring(v, C.DV, True, C)
+        packed = (k_cached, v_cached)
     if is_gathered(C):
         d_k_cached = pool_of(p_batch[4], numbers.strides.k_cache, k, C.K_TILES)
         d_v_cached = pool_of(p_batch[5], numbers.strides.v_cache, v, C.V_TILES)
     fence_async_shared()
 
-    memory = Memory(q_tiles, out_tiles, as_strips(v, C.V_TILES, STRIP), positions, meeting, scales)
+    memory = Memory(q_tiles, out_tiles, as_strips(v, C.V_TILES, STRIP), positions, meeting, scales, packed)
     second = rows * 0 + (C.GROUPS - 1)
     # The roles must stand literally in each call. Registers a thread: an SM has 65536, and a warp that only issues
     # loads needs few.
@@ -169,8 +177,8 @@ def attend(
     elif C.CONSUMERS == 1:
         gl.warp_specialize([
             (consume, (pointers, memory, k, v, 0, True, table, scores, numbers, sizes, C)),
-            (load_keys, (d_k_cached, d_k_new, p_table, k, k, table, sizes, batch, C)),
-            (load_values, (d_v_cached, d_v_new, p_table, v, v, table, sizes, batch, C)),
+            (load_keys, (d_k_cached, d_k_new, p_table, k_cached, k, table, sizes, batch, C)),
+            (load_values, (d_v_cached, d_v_new, p_table, v_cached, v, table, sizes, batch, C)),
             (schedule, (table, num_splits, batch, p_parts[2], C)),
         ], [1, 1, 1], [80, 80, 80])  # fmt: skip
     else:
@@ -181,7 +189,7 @@ def attend(
         gl.warp_specialize([
             (consume, (pointers, memory, k, v, 0, True, table, scores, numbers, sizes, C)),
             (consume, (pointers, memory, k, v, second, False, table, scores, numbers, sizes, C)),
-            (load_keys, (d_k_cached, d_k_new, p_table, k, k, table, sizes, batch, C)),
-            (load_values, (d_v_cached, d_v_new, p_table, v, v, table, sizes, batch, C)),
+            (load_keys, (d_k_cached, d_k_new, p_table, k_cached, k, table, sizes, batch, C)),
+            (load_values, (d_v_cached, d_v_new, p_table, v_cached, v, table, sizes, batch, C)),
             (schedule, (table, num_splits, batch, p_parts[2], C)),
         ], [4, 1, 1, 1], [SECOND, LOADING, LOADING, LOADING])  # fmt: skip

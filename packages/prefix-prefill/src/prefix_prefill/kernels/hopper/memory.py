@@ -39,7 +39,7 @@ class Scales(NamedTuple):
 class Memory(NamedTuple):
     """What consumers have beside the rings: tiles of queries and, in the same bytes or not at all, of outputs; strips
     of 16 rows of the values, positions of rows and halves of their masks of drafts, and a barrier at which consumers
-    meet.
+    meet; scales of tokens; the rings as packed keys and values fill them, or None.
     """
 
     q: object
@@ -48,6 +48,7 @@ class Memory(NamedTuple):
     positions: object
     meeting: object
     scales: object
+    packed: object
 
 
 @gluon.jit
@@ -110,6 +111,65 @@ def boxes_of(dtype: gl.constexpr, TILES: gl.constexpr, ALL_ROWS: gl.constexpr, C
         )
         boxes = boxes + (memory,)
     return boxes
+
+
+@gluon.constexpr_function
+def packed_layout(keys, size, box, is_values):
+    """Of a tile [keys, size] that comes in boxes of so many tokens of a packed cache.
+
+    Of keys, 8 tokens by 8 elements lie as WGMMA's core matrices, those of a head's elements one after the other. Of
+    values, a box is [size, box], a row of it swizzled over its bytes.
+    """
+    in_row = [[1 << i, 0] for i in range(box.bit_length() - 1)]
+    if not is_values:
+        in_row = [[0, 1], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
+    of_head = [[0, 1 << i] for i in range(0 if is_values else 3, size.bit_length() - 1)]
+    # Addresses' bits from 7 on are added to as many, from 4 on, as tell the 16 bytes of a row.
+    chunks = len(in_row) - 3 if is_values else 0
+    for i in range(chunks):
+        of_head[3 - chunks + i] = [8 << i, of_head[3 - chunks + i][1]]
+    boxes = [[1 << i, 0] for i in range((box if is_values else 8).bit_length() - 1, keys.bit_length() - 1)]
+    return gl.SharedLinearLayout(in_row + of_head + boxes)
+
+
+@gluon.constexpr_function
+def step_layout(keys, size):
+    """Of 16 elements of the keys in a tile of packed ones: as ``packed_layout``, but for other elements' bits."""
+    core = [[0, 1], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [0, 8]]
+    others = [[0, 0]] * (size.bit_length() - 5)
+    return gl.SharedLinearLayout(core + others + [[1 << i, 0] for i in range(3, keys.bit_length() - 1)])
+
+
+@gluon.jit
+def step_of_packed_keys(ring, stage, step, C):
+    """What a WGMMA multiplies of a stage of packed keys: 16 elements of each, at an address of their own."""
+    dtype: gl.constexpr = ring.tiles[0].dtype
+    # Two core matrices are side by side.
+    STEPS: gl.constexpr = C.BLOCK_N * C.D // 128
+    steps = ring.tiles[0]._reinterpret(
+        dtype, [ring.full.shape[0] * STEPS, 1, 128], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    )
+    return steps.index(stage * STEPS + step)._reinterpret(dtype, [C.BLOCK_N, 16], step_layout(C.BLOCK_N, C.D))
+
+
+@gluon.jit
+def packed_ring(ring, SIZE: gl.constexpr, IS_VALUES: gl.constexpr, C):
+    """A ring as packed keys or values of heads of so many elements fill it, and as WGMMA reads those."""
+    dtype: gl.constexpr = ring.boxes[0].dtype
+    STAGES: gl.constexpr = ring.full.shape[0]
+    layout: gl.constexpr = packed_layout(C.BLOCK_N, SIZE, C.BOX, IS_VALUES)
+    tiles = ring.boxes[0]._reinterpret(dtype, [STAGES, C.BLOCK_N, SIZE], layout)
+    if IS_VALUES:
+        # As TMA swizzles a row of the box, which is of 16 bytes or more.
+        SWIZZLE: gl.constexpr = 2 * C.BOX if C.BOX > 8 else 0
+        boxes = ring.boxes[0]._reinterpret(
+            dtype, [STAGES * C.BLOCK_N // C.BOX, 1, 1, SIZE, C.BOX], gl.NVMMASharedLayout(SWIZZLE, 16, rank=4)
+        )
+    else:
+        boxes = ring.boxes[0]._reinterpret(
+            dtype, [STAGES * C.BLOCK_N // 8, 1, 1, SIZE // 8, 64], gl.NVMMASharedLayout(0, 16, rank=4)
+        )
+    return Ring((boxes,), (tiles,), ring.full, ring.empty)
 
 
 @gluon.jit

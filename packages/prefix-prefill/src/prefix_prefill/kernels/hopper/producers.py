@@ -76,7 +76,23 @@ def issue_boxes(d, ring, stage, box, key, pages, i_kv, TILES: gl.constexpr, SIZE
     """TMA loads of boxes from ``box`` on, whose pages are known."""
     for i in gl.static_range(len(pages)):
         at = (pages[i], i_kv, (key + i * C.BOX) % C.PAGE)
-        issue_loads(d, ring, stage, box + i, at, TILES, SIZE, C)
+        issue_cached(d, ring, stage, box + i, at, TILES, SIZE, C)
+
+
+@gluon.jit
+def issue_cached(d, ring, stage, box, at, TILES: gl.constexpr, SIZE: gl.constexpr, C):
+    """TMA loads of BOX cached rows of a page."""
+    if C.PACKED:
+        # Of values a box has a row for each of a head's elements; of keys one for 8 of them, of 8 tokens.
+        IN_ROW: gl.constexpr = SIZE // d[0].block_type.shape[2]
+        TOKENS: gl.constexpr = d[0].block_type.shape[3] // IN_ROW
+        i_outer, i_head, row = at
+        for i in gl.static_range(C.BOX // TOKENS):
+            to = ring.boxes[0].index((stage * C.BLOCK_N + box * C.BOX) // TOKENS + i)
+            at_token = [i_outer, i_head, 0, (row + i * TOKENS) * IN_ROW]
+            tma.async_copy_global_to_shared(d[0], at_token, ring.full.index(stage), to)
+    else:
+        issue_loads(d, ring, stage, box, at, TILES, SIZE, C)
 
 
 @gluon.jit
@@ -145,7 +161,7 @@ def load_cached_box_by_box(d_cache, ring, before, count, source, loop, TILES: gl
         wait_empty(ring, before + i)
         mbarrier.expect(ring.full.index(stage), TILE_BYTES)
         for box in range(boxes):
-            issue_loads(d_cache, ring, stage, box, (page, source.i_kv, key % C.PAGE), TILES, SIZE, C)
+            issue_cached(d_cache, ring, stage, box, (page, source.i_kv, key % C.PAGE), TILES, SIZE, C)
             key += C.BOX
             page = page_of(key, source, loop, C)
 

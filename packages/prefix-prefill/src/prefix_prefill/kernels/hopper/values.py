@@ -34,6 +34,19 @@ def zero_rows_of_strip(strips, stage, strip, from_row, to_row, T: gl.constexpr, 
         p_strip.store(gl.where(keep[:, None], b_strip, 0.0).to(b_strip.dtype))
 
 
+@gluon.jit
+def zero_packed(v, stage, i_group, from_row, to_row, C):
+    """The same in all boxes of a stage of packed values that are not whole."""
+    TILE: gl.constexpr = C.V_TILES[0]
+    layout: gl.constexpr = gl.BlockedLayout([8, 1], [C.BOX // 8, 256 // C.BOX], [1, 4], [0, 1])
+    for box in range(i_group, C.BLOCK_N // C.BOX, C.GROUPS):
+        key = box * C.BOX + afresh(gl.arange(0, C.BOX, gl.SliceLayout(1, layout)))
+        keep = (key >= from_row) & (key < to_row)
+        if (box * C.BOX < from_row) | (box * C.BOX + C.BOX > to_row):
+            p_box = v.boxes[0].index(stage * (C.BLOCK_N // C.BOX) + box).reshape([TILE, C.BOX]).permute((1, 0))
+            p_box.store(gl.where(keep[:, None], p_box.load(layout), 0.0).to(p_box.dtype))
+
+
 @gluon.constexpr_function
 def rows_of_box(strip, C):
     """Of the larger boxes that values come by, at least a strip."""
@@ -41,18 +54,21 @@ def rows_of_box(strip, C):
 
 
 @gluon.jit
-def zero_masked_values(memory, stage, i_group, from_row, to_row, meetings, V, C):
+def zero_masked_values(memory, v, stage, i_group, from_row, to_row, meetings, PACKED: gl.constexpr, V, C):
     """Zero the values of a stage before ``from_row`` and from ``to_row`` on: a weight of 0 times NaN would be NaN.
 
     Boxes that lie wholly outside came as zeros. Two groups of rows share the strips, and wait for each other's.
     """
-    BOX: gl.constexpr = rows_of_box(STRIP, C)
-    begin = from_row // BOX * (BOX // STRIP)
-    end = (to_row + BOX - 1) // BOX * (BOX // STRIP)
-    for strip in range(begin + i_group, end, C.GROUPS):
-        if (strip * STRIP < from_row) | (strip * STRIP + STRIP > to_row):
-            for t in gl.static_range(len(V.OWN)):
-                zero_rows_of_strip(memory.v_strips, stage, strip, from_row, to_row, t, V, C)
+    if PACKED:
+        zero_packed(v, stage, i_group, from_row, to_row, C)
+    else:
+        BOX: gl.constexpr = rows_of_box(STRIP, C)
+        begin = from_row // BOX * (BOX // STRIP)
+        end = (to_row + BOX - 1) // BOX * (BOX // STRIP)
+        for strip in range(begin + i_group, end, C.GROUPS):
+            if (strip * STRIP < from_row) | (strip * STRIP + STRIP > to_row):
+                for t in gl.static_range(len(V.OWN)):
+                    zero_rows_of_strip(memory.v_strips, stage, strip, from_row, to_row, t, V, C)
     fence_async_shared()
     if C.GROUPS == 1:
         tl.debug_barrier()
@@ -75,11 +91,12 @@ def release_values(v, i, C):
 
 
 @gluon.jit
-def await_values(v, memory, i, part: gl.constexpr, at, i_group, loop, inside, V, C):
+def await_values(v, memory, i, part: gl.constexpr, at, i_group, seen, PACKED: gl.constexpr, V, C):
     """Until the values of tile i, or a part of them, are there, those that no row sees as zeros. Returns how often
     consumers have met.
     """
     before, meetings = at
+    loop, inside = seen
     place = (before + i) * stages_in(C) + part
     wait_full(v, place, C)
     if not is_inside(i, inside, loop, C):
@@ -93,7 +110,7 @@ def await_values(v, memory, i, part: gl.constexpr, at, i_group, loop, inside, V,
         # Whole boxes come as zeros or as they are, and no consumer waits for another one.
         if (from_row % rows_of_box(STRIP, C) > 0) | (to_row % rows_of_box(STRIP, C) > 0):
             stage = place % v.full.shape[0]
-            meetings = zero_masked_values(memory, stage, i_group, from_row, to_row, meetings, V, C)
+            meetings = zero_masked_values(memory, v, stage, i_group, from_row, to_row, meetings, PACKED, V, C)
     return meetings
 
 

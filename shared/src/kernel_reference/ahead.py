@@ -112,11 +112,10 @@ def _only_compiling() -> Iterator[None]:
     """Launches compile in here, and do not start."""
     bind = Launch._bind
 
-    def compile_only(self: Launch, tensors: tuple[Any, ...], aligned: bool, descriptors: Sequence[Any] = ()) -> None:
+    def compile_only(self: Launch, tensors: tuple[Any, ...], aligned: bool) -> None:
         if not hasattr(self.kernel, "device_caches"):
             raise RuntimeError("Triton's interpreter compiles nothing: unset TRITON_INTERPRET")
-        given = (*descriptors, *self._given(tensors), *self.rest)
-        self.kernel.run(*given, grid=self.grid, warmup=True, **self.options)
+        self.compile(*tensors)
 
     Launch._bind = compile_only  # type: ignore[method-assign]
     try:

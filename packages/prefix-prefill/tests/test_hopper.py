@@ -107,7 +107,7 @@ CASES: dict[str, tuple[PrefillPlan, dict[str, Any]]] = {
                                                           "window": (50, -1), "page_layout": "HND"}),
     "pages of 1, new keys": (plan(128, 64, 0), {"heads": (4, 2), "head_dim": 96, "page": 1, "sinks": True}),
     "x-packed": (plan(num_splits=0), {"heads": (8, 2), "head_dim": 128, "page_layout": "x-packed", "cached": True,
-                                      "window": (90, -1)}),
+                                      "page": 128, "window": (90, -1)}),
     "x-packed, new keys": (plan(128, 64, 2), {"heads": (4, 2), "head_dim": 64, "page_layout": "x-packed", "page": 24,
                                               "dtype": FP16, "sinks": True}),
     "8 bits": (plan(128, 64, 1, 3), {"heads": (8, 2), "head_dim": 128, "cache_dtype": E4M3, "cached": True,

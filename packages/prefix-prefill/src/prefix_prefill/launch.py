@@ -289,6 +289,9 @@ def _hopper(first: Batch, plan: PrefillPlan, forms: PrefillTensors, device: torc
     gathered = is_gathered(problem)
     v_stages, v_keys = stages_of_values(problem, plan.block_n, plan.num_stages)
     box = min(v_keys, 64 if gathered else power_of_two_in(problem.page_size))
+    if is_packed(problem):
+        # Tokens of 128 bytes, over which shared memory is swizzled: of one element they lie side by side.
+        box = min(box, 64)
     k_tiles = column_tiles(problem.head_dim, problem.cache_bits)
     v_tiles = value_tiles(problem.head_dim_v, plan.block_m, problem.cache_bits)
     if plan.q_in_registers:

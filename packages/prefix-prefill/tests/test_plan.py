@@ -351,6 +351,7 @@ def test_packed_keys_have_the_portable_kernel_for_few_rows_and_for_others_one_of
         assert plan.num_splits == 0 or not hopper
     for change in ({"page_size": 12}, {"head_dim": 96}, {"head_dim_v": 64}, {"cache_bits": 8}, {"tma": False}):
         assert not plan_prefill(replace(problem, **change), H200).hopper, change
+    assert not plan_prefill(problem, replace(H200, gaps=False)).hopper
 
 
 def test_few_rows_over_gathered_pages_have_small_tiles_in_as_many_stages_as_fit() -> None:

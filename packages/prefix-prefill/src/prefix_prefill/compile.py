@@ -233,8 +233,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         limits = LIMITS[target]
         if limits.hopper:
             from kernel_reference.launching import has_gluon
+            from prefix_prefill.launch import takes_gaps
 
-            limits = replace(limits, hopper=has_gluon())
+            limits = replace(limits, hopper=has_gluon(), gaps=takes_gaps())
     try:
         calls = [*calls_of(_layer(options), limits, options.sequences, options.capacity, options.tokens)]
     except (TypeError, ValueError) as error:

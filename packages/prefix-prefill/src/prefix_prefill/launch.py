@@ -66,7 +66,16 @@ def device_limits(device: torch.device) -> DeviceLimits:
         shared_memory=found.shared_memory,
         hopper=found.capability == (9, 0) and has_gluon(),
         turing=found.capability == (7, 5),
+        gaps=takes_gaps(),
     )
+
+
+@lru_cache
+def takes_gaps() -> bool:
+    """``DeviceLimits.gaps``: from 3.8 on, a view of shared memory is as large as what it is a view of."""
+    import triton
+
+    return tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8)
 
 
 class Layer:

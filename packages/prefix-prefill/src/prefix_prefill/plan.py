@@ -205,7 +205,8 @@ def plan_prefill(problem: Problem, limits: DeviceLimits, num_splits: int = 0) ->
     if num_splits:
         # How keys are cut depends on the rows of a tile: with as many in every batch, a sequence keeps its bits.
         problem = replace(problem, tokens=MOST_TOKENS, max_seqlen_q=MOST_TOKENS, capacity=MOST_TOKENS)
-    if limits.hopper and problem.tma and fits_hopper(problem) and not (is_packed(problem) and _has_few_rows(problem)):
+    left = is_packed(problem) and (_has_few_rows(problem) or not limits.gaps)
+    if limits.hopper and problem.tma and fits_hopper(problem) and not left:
         plan = _hopper(problem)
         plan = replace(plan, programs=limits.cores * plan.per_core)
         # Then nothing need be shared on the device, and nothing merged.

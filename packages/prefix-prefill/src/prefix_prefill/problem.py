@@ -83,10 +83,12 @@ class DeviceLimits:
 
     ``cores`` are SMs (compute units); ``shared_memory`` is the most that a program may use, in bytes. ``hopper``:
     sm_90, with TMA and WGMMA, and a Triton that brings Gluon. ``turing``: sm_75, where shared memory holds tiles twice,
-    the second time as they are multiplied.
+    the second time as they are multiplied. ``gaps``: a Triton that views shared memory by layouts with gaps, by which
+    packed keys are read.
     """
 
     cores: int
     shared_memory: int = 64 * 1024
     hopper: bool = False
     turing: bool = False
+    gaps: bool = True

@@ -15,7 +15,7 @@ from kernel_reference.plans import Plan
 from prefix_prefill.problem import MOST_TOKENS as MOST_TOKENS
 from prefix_prefill.problem import DeviceLimits as DeviceLimits
 from prefix_prefill.problem import Problem as Problem
-from prefix_prefill.tiles import column_tiles, head_tiles, tokens_per_tile, value_tiles
+from prefix_prefill.tiles import column_tiles, head_tiles, tiles_in_registers, tokens_per_tile, value_tiles
 
 # A tile of fewer keys is never cut (kernels/balance.py); to merge nothing takes 2 us of 12, behind 500 keys (H100).
 _FEW_KEYS = 1024
@@ -93,7 +93,7 @@ class PrefillPlan(Plan):
             and self.capping in (0, 1, 2, 3)
             and self.loading in (24, 40, 56, 72)
             and (self.per_core == 1 or (self.per_core == 2 and self._is_shared_by_two(problem)))
-            and 0 <= self.q_in_registers <= (1 if problem.head_dim > 192 else len(column_tiles(problem.head_dim)))
+            and 0 <= self.q_in_registers <= (0 if is_packed(problem) else tiles_in_registers(problem.head_dim))
         )
 
     def _is_shared_by_two(self, problem: Problem) -> bool:

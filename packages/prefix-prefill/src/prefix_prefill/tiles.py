@@ -19,6 +19,11 @@ def column_tiles(head_dim: int, cache_bits: int = 16) -> tuple[int, ...]:
     return (whole // 2, rest) if rest < whole // 2 or whole > 256 else (whole,)
 
 
+def tiles_in_registers(head_dim: int) -> int:
+    """How many of a head's tiles of queries may stay in registers, which have no room for more of larger heads."""
+    return 1 if head_dim > 192 else len(column_tiles(head_dim))
+
+
 def value_tiles(head_dim: int, block_m: int, cache_bits: int = 16) -> tuple[int, ...]:
     """The same of values, which are the columns of products: a WGMMA of fewer than 64 is as slow as one of 64.
 

@@ -152,6 +152,9 @@ def test_small_devices_and_float32_take_tiles_that_they_can_hold() -> None:
             assert tile_bytes(replace(problem, bits=32), exact) <= limits.shared_memory
     rows = [plan_attention(replace(PROMPT, bits=32, head_dim=size), H200).block_m for size in (64, 128, 192)]
     assert rows == [32, 32, 16]
+    single = [plan_attention(replace(DECODING, bits=32, num_heads_kv=32 // group), H200) for group in (1, 8, 16)]
+    assert [plan.block_m for plan in single] == [1, 1, 16]
+    assert plan_attention(replace(DECODING, bits=32, head_dim=256), H200).block_n == 8
 
 
 # Which kernel

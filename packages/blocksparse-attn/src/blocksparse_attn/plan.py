@@ -21,6 +21,9 @@ from kernel_reference.plans import Plan
 _MOST_SPLITS = 128
 # Rows up to which the query heads of a kv head are packed: more tokens list more blocks that only some of them want.
 _MOST_PACKED = 64
+# Rows of float32 up to which each is a program. Decode of 131072 keys of 16 heads of 128 on an H200 (triton 3.6.0,
+# 2026-11-26): 335 us, 606 with eight warps, 1810 in tiles of 16 rows, most of which are padding; a copy takes 258.
+_MOST_SINGLE = 8
 # Lists are short below this many keys a row, on average, of small blocks and of others. Phi-3-small's prompts on an
 # H200 (triton 3.6.0, 2026-11-24), with 64 keys a tile for 128: 156 us for 167 of 4096 tokens (1072 keys a row), 356 for
 # 374 of 8192 (1384); but 1410 for 1392 of 32768 that list 1521, 969 for 949 of 16384 (1924), 3105 for 2858 of 32768
@@ -118,7 +121,10 @@ class AttentionPlan(Plan):
         """Whether a kernel can run this problem with this plan."""
         if not is_power_of_two(self.block_m, self.block_n, self.num_warps):
             return False
-        if min(self.block_m, self.block_n) < 16 or min(self.num_stages, self.num_splits) < 1:
+        few = self.packed and problem.bits == 32
+        if self.block_m < (1 if few else 16) or self.block_n < (8 if few else 16):
+            return False
+        if min(self.num_stages, self.num_splits) < 1:
             return False
         if self.hopper:
             return (
@@ -283,6 +289,9 @@ def _hopper(problem: Problem) -> AttentionPlan:
 
 def _packed(problem: Problem, limits: DeviceLimits) -> AttentionPlan:
     tokens = _most_queries(problem)
+    if problem.bits == 32 and tokens * problem.group <= _MOST_SINGLE:
+        block_n, num_warps = (8, 1) if _widest(problem) > 128 else (min(32, power_of_two_in(problem.k_block)), 4)
+        return AttentionPlan(1, block_n, 1, num_warps, 1, 1)
     if problem.bits == 32 or limits.shared_memory <= 64 * 1024:
         # Masks of wider tiles take more scalar registers than gfx942 has.
         most_m, block_n, stages = 16, 16, 1
@@ -320,8 +329,8 @@ def _splits(problem: Problem, plan: AttentionPlan, limits: DeviceLimits) -> int:
     each = cdiv(cdiv(problem.tokens, sequences), tokens_per_tile(plan))
     heads, cores = problem.num_heads, limits.cores
     if plan.packed:
-        # Two of these programs fit on an SM, and each waits for memory most of its time.
-        cores *= 2
+        # Two of these programs fit on an SM, of single rows four, and each waits for memory most of its time.
+        cores *= 2 if plan.block_m > 1 else 4
         heads = problem.num_heads_kv * cdiv(problem.group, heads_per_tile(problem.group, plan.block_m))
     # Tiles that are not empty, were the lengths equal.
     tiles = max(1, sequences * each * heads)

@@ -84,6 +84,16 @@ def dot_by_parts(b_q, b_k):
 
 
 @triton.jit
+def by_elements(b_x, b_y, AXIS: tl.constexpr):
+    """q k^T, or weights times values, of few rows of float32: products one by one, where b_y has been loaded to.
+
+    Dots of fewer than 16 rows are padded, and take keys and values through shared memory.
+    """
+    b_y = tl.reshape(b_y, [1, b_y.shape[0], b_y.shape[1]])
+    return tl.sum(tl.expand_dims(b_x, 3 - AXIS) * b_y, AXIS)
+
+
+@triton.jit
 def softmax_step(b_s, running_max, row_sum, seen, scoring, SOFTCAP: tl.constexpr, NATURAL: tl.constexpr):
     """Weights of products of queries and keys, what the past is rescaled by, the new running max and row sum.
 
@@ -109,12 +119,17 @@ def update(acc, running_max, row_sum, b_q, b_k, b_v, seen, scoring, SOFTCAP: tl.
     See ``softmax_step``. Values of keys that no row sees must be finite.
     """
     NATURAL: tl.constexpr = b_q.dtype == tl.float32
-    if NATURAL:
+    FEW: tl.constexpr = b_q.shape[0] < 16
+    if FEW:
+        b_s = by_elements(b_q, b_k, 2)
+    elif NATURAL:
         b_s = dot_by_parts(b_q, b_k)
     else:
         b_s = tl.dot(b_q, tl.trans(b_k))  # [BLOCK_M, BLOCK_N]
     b_p, rescale, new_max, new_sum = softmax_step(b_s, running_max, row_sum, seen, scoring, SOFTCAP, NATURAL)
-    if NATURAL:
+    if FEW:
+        acc = tl.fma(by_elements(b_p, b_v, 1), 1.0, acc * rescale[:, None])
+    elif NATURAL:
         # Without tensor cores one sum over all keys would round as often as there are keys: each tile has its own.
         acc = tl.fma(tl.dot(b_p, b_v, input_precision="ieee"), 1.0, acc * rescale[:, None])
     else:

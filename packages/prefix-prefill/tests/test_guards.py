@@ -26,8 +26,8 @@ from prefix_prefill import launch
 from prefix_prefill.arguments import MergeTensors, PrefillNumbers, PrefillTensors, check_prefill
 from prefix_prefill.kernels import schedule
 from prefix_prefill.merging import launch as launch_merging
-from prefix_prefill.plan import DeviceLimits, PrefillPlan, Problem, num_slots
-from prefix_prefill.tiles import heads_per_tile, tokens_per_tile
+from prefix_prefill.plan import DeviceLimits, PrefillPlan, Problem
+from prefix_prefill.tiles import heads_per_tile, num_slots, tokens_per_tile
 
 sanitize = pytest.mark.sanitize
 gpu = pytest.mark.gpu

@@ -21,11 +21,9 @@ from prefix_prefill.plan import (
     Problem,
     fits_hopper,
     kind_of_batch,
-    most_tiles,
-    num_slots,
     plan_prefill,
 )
-from prefix_prefill.tiles import column_tiles, heads_per_tile, tokens_per_tile, value_tiles
+from prefix_prefill.tiles import column_tiles, heads_per_tile, most_tiles, num_slots, tokens_per_tile, value_tiles
 
 KIB = 1024
 H200 = DeviceLimits(132, 227 * KIB, hopper=True)
@@ -402,9 +400,32 @@ def test_short_windows_take_small_tiles_by_two_programs_an_sm_on_sm_90() -> None
     two = PrefillPlan(64, 64, 1, 4, 2, hopper=True, programs=264, per_core=2)
     assert plan_prefill(short, H200) == plan_prefill(replace(short, max_seqlen_q=1), H200) == two
     assert not replace(two, num_stages=3).covers(short)
+    # Half of an SM has room for tiles of 32 keys of wider heads, and no registers for values of 256 numbers.
+    wide = replace(short, head_dim=192, head_dim_v=192)
+    assert plan_prefill(wide, H200) == replace(two, block_n=32)
+    assert not replace(two, block_n=32).covers(short)
+    assert not two.covers(wide)
+    assert plan_prefill(replace(wide, head_dim_v=256), H200).per_core == 1
     for other in (replace(short, left=256), replace(short, right=-1), replace(short, left=-1)):
         assert plan_prefill(other, H200).per_core == 1
         assert plan_prefill(other, H200).block_n == 128
+
+
+def test_few_rows_of_capped_scores_are_shared_by_two_programs_an_sm() -> None:
+    capped = problem_of(LLAMA_8B, tokens=33, sequences=1, longest=33, capacity=2**17, softcap=50.0, new_kv=False)
+    decoding = replace(capped, tokens=4096, sequences=4096, max_seqlen_q=1)
+    assert plan_prefill(capped, H200) == plan_prefill(decoding, H200)
+    assert plan_prefill(capped, H200) == PrefillPlan(64, 64, 0, 4, 2, hopper=True, programs=264, per_core=2)
+    for other in ({"softcap": 0.0}, {"new_kv": True}, {"page_size": 1}, {"tokens": 4096, "max_seqlen_q": 4096}):
+        assert plan_prefill(replace(capped, **other), H200).per_core == 1
+
+
+def test_few_tiles_of_wide_heads_in_pages_of_one_are_of_64_rows() -> None:
+    few = problem_of(LLAMA_8B, tokens=33, sequences=1, longest=33, capacity=2**17, new_kv=False)
+    few = replace(few, page_size=1)
+    wide = replace(few, head_dim=192, head_dim_v=192)
+    assert plan_prefill(wide, H200) == plan_prefill(replace(wide, tokens=2, sequences=2, max_seqlen_q=1), H200)
+    assert [plan_prefill(x, H200).block_m for x in (few, wide, replace(wide, tokens=4096))] == [128, 64, 128]
 
 
 def test_pieces_of_one_sequence_that_decodes_follow_from_its_bound() -> None:
@@ -413,7 +434,7 @@ def test_pieces_of_one_sequence_that_decodes_follow_from_its_bound() -> None:
         problem = problem_of(LLAMA_8B, tokens=1, sequences=1, longest=1, capacity=131072, new_kv=False)
         bounded = replace(problem, max_seqlen_k=keys)
         assert plan_prefill(bounded, H200).num_splits == pieces
-        assert kind_of_batch(bounded, H200) == (True, pieces)
+        assert kind_of_batch(bounded, H200) == (True, True, pieces)
     assert plan_prefill(replace(bounded, num_heads=4, num_heads_kv=1), H200).num_splits == 0
     assert plan_prefill(replace(bounded, sequences=2), H200).num_splits == 0
 

@@ -41,12 +41,18 @@ from prefix_prefill.plan import (
     kind_of_batch,
     may_be_in_parts,
     multiplies_8_bits,
-    num_slots,
     plan_prefill,
     programs_of,
-    stages_of_values,
 )
-from prefix_prefill.tiles import column_tiles, head_tiles, heads_per_tile, tokens_per_tile, value_tiles
+from prefix_prefill.tiles import (
+    column_tiles,
+    head_tiles,
+    heads_per_tile,
+    num_slots,
+    stages_of_values,
+    tokens_per_tile,
+    value_tiles,
+)
 
 Tensor = torch.Tensor
 Start = Callable[..., None]

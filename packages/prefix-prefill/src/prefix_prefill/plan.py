@@ -15,7 +15,16 @@ from kernel_reference.plans import Plan
 from prefix_prefill.problem import MOST_TOKENS as MOST_TOKENS
 from prefix_prefill.problem import DeviceLimits as DeviceLimits
 from prefix_prefill.problem import Problem as Problem
-from prefix_prefill.tiles import column_tiles, head_tiles, tiles_in_registers, tokens_per_tile, value_tiles
+from prefix_prefill.tiles import (
+    column_tiles,
+    has_few_tiles,
+    head_tiles,
+    most_tiles,
+    stages_of_values,
+    tiles_in_registers,
+    tokens_per_tile,
+    value_tiles,
+)
 
 # A tile of fewer keys is never cut (kernels/balance.py); to merge nothing takes 2 us of 12, behind 500 keys (H100).
 _FEW_KEYS = 1024
@@ -87,7 +96,7 @@ class PrefillPlan(Plan):
             problem.tma
             and fits_hopper(problem)
             and self.block_m in ((64,) if problem.largest_head > 256 else (64, 128))
-            and self.block_n in _blocks_of_keys(problem)
+            and (self.block_n in _blocks_of_keys(problem) or self.block_n == 32 == _keys_of_two(problem))
             and self.num_warps == 4
             and self.num_stages >= 2
             and self.capping in (0, 1, 2, 3)
@@ -99,7 +108,17 @@ class PrefillPlan(Plan):
     def _is_shared_by_two(self, problem: Problem) -> bool:
         """Whether registers and shared memory of an SM suffice for two of its programs."""
         fits = 2 * _shared_bytes(problem, self.block_m, self.block_n, self.num_stages) <= _MOST_SHARED - 8 * 1024
-        return fits and self.block_m == self.block_n == 64 and problem.largest_head <= 128 and problem.cache_bits == 16
+        return fits and self.block_m == 64 and self.block_n == _keys_of_two(problem) and _fits_twice(problem)
+
+
+def _fits_twice(problem: Problem) -> bool:
+    """Whether half of an SM's registers hold an accumulator, and half of its memory the tiles."""
+    return problem.head_dim <= 256 and problem.head_dim_v <= 192 and problem.cache_bits == 16
+
+
+def _keys_of_two(problem: Problem) -> int:
+    """The keys of a tile of programs that share an SM."""
+    return 64 if problem.largest_head <= 128 else 32
 
 
 def _blocks_of_keys(problem: Problem) -> tuple[int, ...]:
@@ -155,37 +174,12 @@ def has_values_split(problem: Problem) -> bool:
     return problem.head_dim_v > 256
 
 
-def stages_of_values(problem: Problem, block_n: int, stages: int) -> tuple[int, int]:
-    """Stages of values on sm_90, and keys in each: half a tile's where values have more than 128 numbers, as two whole
-    tiles have no room beside keys as long. While a tile's two are multiplied, the first of the next one comes.
-
-    Heads of 192, 4 x 512 behind 16384: 1327 us on an H100, by whole tiles of 64 keys 1399.
-    """
-    return (3, block_n // 2) if block_n == 128 and problem.head_dim_v > 128 else (stages, block_n)
-
-
 def _shared_bytes(problem: Problem, block_m: int, block_n: int, stages: int) -> int:
     """What tiles of q, keys and values of 16 bits take of shared memory on sm_90."""
     keys = sum(column_tiles(problem.head_dim))
     values = sum(value_tiles(problem.head_dim_v, block_m, problem.cache_bits))
     v_stages, v_keys = stages_of_values(problem, block_n, stages)
     return 2 * (block_m * keys + stages * block_n * keys + v_stages * v_keys * values)
-
-
-def num_slots(problem: Problem, tokens: int) -> int:
-    """Slots of the grid for tiles of so many tokens: each sequence may leave one tile that is not full, and so may the
-    rows before the first one and after the last: see kernels/schedule.py.
-    """
-    return problem.tokens // tokens + problem.sequences + 2
-
-
-def most_tiles(problem: Problem, block_m: int) -> int:
-    """Tiles that a batch may have: each sequence may leave one that is not full, and so may the rows before the first
-    one and after the last: see kernels/batch.py.
-    """
-    tokens = tokens_per_tile(problem.group, block_m)
-    tiles = problem.tokens // tokens + min(problem.sequences + 2, problem.tokens)
-    return tiles * head_tiles(problem.group, block_m) * problem.num_heads_kv
 
 
 def may_be_in_parts(plan: PrefillPlan) -> bool:
@@ -207,7 +201,7 @@ def plan_prefill(problem: Problem, limits: DeviceLimits, num_splits: int = 0) ->
         problem = replace(problem, tokens=MOST_TOKENS, max_seqlen_q=MOST_TOKENS, capacity=MOST_TOKENS)
     left = is_packed(problem) and (_has_few_rows(problem) or not limits.gaps)
     if limits.hopper and problem.tma and fits_hopper(problem) and not left:
-        plan = _hopper(problem)
+        plan = _hopper(problem, limits.cores)
         plan = replace(plan, programs=limits.cores * plan.per_core)
         # Then nothing need be shared on the device, and nothing merged.
         splits = int(_has_whole_tiles(problem, limits.cores)) or _pieces_of_one(problem, limits.cores)
@@ -219,13 +213,13 @@ def plan_prefill(problem: Problem, limits: DeviceLimits, num_splits: int = 0) ->
     return replace(plan, num_splits=num_splits or splits)
 
 
-def kind_of_batch(problem: Problem, limits: DeviceLimits) -> tuple[bool, int]:
+def kind_of_batch(problem: Problem, limits: DeviceLimits) -> tuple[bool, bool, int]:
     """All that plans for sm_90 look at of a batch's sizes: of those with equal kinds, plans are equal.
 
     It is found in two microseconds, a plan in 15, and new sizes come with every step of a server.
     """
     pieces = int(_has_whole_tiles(problem, limits.cores)) or _pieces_of_one(problem, limits.cores)
-    return _has_few_rows(problem), pieces
+    return _has_few_rows(problem), has_few_tiles(problem, limits.cores), pieces
 
 
 def _rows_of_a_sequence(problem: Problem) -> int:
@@ -305,8 +299,12 @@ def _has_whole_tiles(problem: Problem, programs: int) -> bool:
     return problem.new_kv and few_cached if rounds > _MOST_ROUNDS else tiles >= _FILLED * rounds * programs
 
 
-def _hopper(problem: Problem) -> PrefillPlan:
+def _hopper(problem: Problem, programs: int) -> PrefillPlan:
     block_m = _rows_of_a_tile(problem)
+    few_tiles = has_few_tiles(problem, programs)
+    if few_tiles and problem.largest_head > 128 and is_gathered(problem):
+        # 4 x 33 behind 16384, heads of 192, window 4096: 26.2 us on an H200, by 128 rows 31.2.
+        block_m = 64
     if _is_mixed(problem):
         # Converters to bfloat16 take registers from the consumers.
         return PrefillPlan(block_m, 64, 0, 4, 3, hopper=True)
@@ -315,11 +313,10 @@ def _hopper(problem: Problem) -> PrefillPlan:
     if block_m == 64 and 128 < problem.head_dim_v <= 256:
         # One that decodes behind 8000, heads of 192: 33.5 us on an H200, by 128 keys 36.5; 16 and 64 that do 0.999.
         block_n = min(block_n, 64)
-    if _has_short_window(problem):
-        if problem.largest_head > 128:
-            # Pages of 24, 16 x 2048 behind 1000, 217 us on an H100, by 128 rows 273; of 64, 221 and 198.
-            return PrefillPlan(64, 64, 0, 4, 3, hopper=True)
-        return PrefillPlan(64, 64, 0, 4, 4 if problem.largest_head <= 64 else 2, hopper=True, per_core=2)
+    if _has_short_window(problem) or (_is_capped_by_two(problem) and (block_m == 64 or few_tiles)):
+        # Heads of 192, 16 x 2048 behind 1000, pages of 24 and 64: 147, 145 us on an H200, by one an SM 213, 190.
+        stages = 4 if problem.largest_head <= 64 else 2
+        return PrefillPlan(64, _keys_of_two(problem), 0, 4, stages, hopper=True, per_core=2)
     narrow = 0 <= problem.left < _SHORT_WINDOW or problem.softcap or is_gathered(problem)
     if block_m == 128 and problem.head_dim_v > 128 and narrow:
         # Capped, 4 x 2048 behind 1000 491 us on an H100, by 128 keys 580; gathered, registers go to what copies.
@@ -339,16 +336,19 @@ def _hopper(problem: Problem) -> PrefillPlan:
     return PrefillPlan(block_m, block_n, 0, 4, stages, hopper=True, loading=loading, q_in_registers=int(holds))
 
 
+def _is_capped_by_two(problem: Problem) -> bool:
+    """Whether scores are capped, in more instructions than one consumer an SM has time for: 8 drafts of 5 behind 17 to
+    50000, heads of 64, 55.5 us on an H200, so 75.0. What is new, a draft, gathered or shared was not timed.
+    """
+    other = problem.new_kv or problem.draft or problem.alibi or problem.shared or problem.carried
+    plain = not (other or is_gathered(problem) or is_packed(problem))
+    return problem.softcap > 0 and problem.largest_head <= 128 and problem.cache_bits == 16 and plain
+
+
 def _has_short_window(problem: Problem) -> bool:
     """Whether rows see few more keys than a tile has, and so little that tiles' beginnings and ends count."""
     short = 0 <= problem.left < _SHORT_WINDOW and 0 <= problem.right < _SHORT_WINDOW
-    in_small_boxes = problem.page_size % 16 != 0 and not is_gathered(problem)
-    return (
-        short
-        and problem.largest_head <= (192 if in_small_boxes else 128)
-        and problem.cache_bits == 16
-        and not (problem.alibi or is_packed(problem))
-    )
+    return short and _fits_twice(problem) and not (problem.alibi or is_packed(problem))
 
 
 def _holds_queries(problem: Problem) -> bool:

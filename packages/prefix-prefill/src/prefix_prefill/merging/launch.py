@@ -19,8 +19,8 @@ from kernel_reference.launching import Launch, Run, launch_nothing
 from prefix_prefill.addressing import Batch, largest_of
 from prefix_prefill.arguments import MergeTensors, PrefillTensors
 from prefix_prefill.kernels import merge
-from prefix_prefill.plan import PrefillPlan, may_be_in_parts, most_tiles, num_slots, programs_of
-from prefix_prefill.tiles import heads_per_tile, tokens_per_tile
+from prefix_prefill.plan import PrefillPlan, may_be_in_parts, programs_of
+from prefix_prefill.tiles import heads_per_tile, most_tiles, num_slots, tokens_per_tile
 
 Tensor = torch.Tensor
 # What attends to a batch, of what was made ready for another one of the same layer.

@@ -108,7 +108,7 @@ CASES: dict[str, tuple[PrefillPlan, dict[str, Any]]] = {
     "pages of 1, new keys": (plan(128, 64, 0), {"heads": (4, 2), "head_dim": 96, "page": 1, "sinks": True}),
     "x-packed": (plan(num_splits=0), {"heads": (8, 2), "head_dim": 128, "page_layout": "x-packed", "cached": True,
                                       "page": 128, "window": (90, -1)}),
-    "x-packed, new keys": (plan(128, 64, 2), {"heads": (4, 2), "head_dim": 64, "page_layout": "x-packed", "page": 24,
+    "x-packed, new keys": (plan(128, 64, 2), {"heads": (4, 2), "head_dim": 64, "page_layout": "x-packed", "page": 48,
                                               "dtype": FP16, "sinks": True}),
     "8 bits": (plan(128, 64, 1, 3), {"heads": (8, 2), "head_dim": 128, "cache_dtype": E4M3, "cached": True,
                                      "k_scale": "number", "v_scale": "number"}),
@@ -167,7 +167,7 @@ def test_the_kernel_for_sm_90_is_the_attention(tensors, kernels, chosen, options
     batch.check(most=90)
 
 
-@pytest.mark.parametrize("box", [8, 16, 32, 64])
+@pytest.mark.parametrize("box", [16, 32, 64])
 def test_boxes_of_packed_values_are_a_tile_as_they_are_swizzled(hopper, box: int) -> None:
     values = torch.arange(2 * 128 * 64, dtype=torch.int16).reshape(2, 128, 64)
     memory = Shared(torch.zeros(values.numel(), dtype=torch.int16), DType(torch.int16), values.shape, Layout())

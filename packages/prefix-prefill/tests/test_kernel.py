@@ -519,7 +519,7 @@ def test_only_what_tma_can_address_goes_to_the_kernel_for_hopper(tensors, monkey
         ({"head_dim": 84}, False), ({"head_dim": 256, "page": 544}, True), ({"page": 8}, True), ({"page": 12}, True),
         ({"page": 1}, True), ({"page": 4, "cache_dtype": E4M3, "k_scale": 1.0, "v_scale": 1.0}, False),
         ({"page_layout": "HND"}, True), ({"page_layout": "x-packed"}, True), ({"cached": True}, True),
-        ({"page_layout": "x-packed", "page": 24}, True), ({"page_layout": "x-packed", "page": 12}, False),
+        ({"page_layout": "x-packed", "page": 48}, True), ({"page_layout": "x-packed", "page": 24}, False),
         ({"page_layout": "x-packed", "head_dim": 96}, False),
         ({"fused": True}, True),
         ({"cache_dtype": E4M3, "k_scale": "heads", "v_scale": 1.0}, True), ({"k_scale": "tensor"}, False),

@@ -349,7 +349,7 @@ def test_packed_keys_have_the_portable_kernel_for_few_rows_and_for_others_one_of
         assert plan.num_splits == 0 or not hopper
     chosen = plan_prefill(problem, H200)
     assert [replace(chosen, q_in_registers=each).covers(problem) for each in (0, 1)] == [True, False]
-    for change in ({"page_size": 12}, {"head_dim": 96}, {"head_dim_v": 64}, {"cache_bits": 8}, {"tma": False}):
+    for change in ({"page_size": 24}, {"head_dim": 96}, {"head_dim_v": 64}, {"cache_bits": 8}, {"tma": False}):
         assert not plan_prefill(replace(problem, **change), H200).hopper, change
     assert not plan_prefill(problem, replace(H200, gaps=False)).hopper
 

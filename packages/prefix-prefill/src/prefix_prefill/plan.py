@@ -139,8 +139,8 @@ def fits_hopper(problem: Problem) -> bool:
         return False
     heads = (problem.head_dim, problem.head_dim_v)
     if is_packed(problem):
-        # As one tile of columns, 8 tokens or more at a time.
-        return heads in ((64, 64), (128, 128)) and problem.page_size % 8 == 0 and problem.cache_bits == 16
+        # As one tile of columns. By 8 tokens of values, heads of 64 were NaN in 19 of 70 random calls on an H200.
+        return heads in ((64, 64), (128, 128)) and problem.page_size % 16 == 0 and problem.cache_bits == 16
     if problem.cache_bits == 8:
         # Larger heads leave no room for the tiles twice, of 8 bits and of 16.
         return all(size % 16 == 0 and size <= 128 for size in heads)

@@ -160,10 +160,9 @@ def packed_ring(ring, SIZE: gl.constexpr, IS_VALUES: gl.constexpr, C):
     layout: gl.constexpr = packed_layout(C.BLOCK_N, SIZE, C.BOX, IS_VALUES)
     tiles = ring.boxes[0]._reinterpret(dtype, [STAGES, C.BLOCK_N, SIZE], layout)
     if IS_VALUES:
-        # As TMA swizzles a row of the box, which is of 16 bytes or more.
-        SWIZZLE: gl.constexpr = 2 * C.BOX if C.BOX > 8 else 0
+        # As TMA swizzles a row of the box, of 32 bytes or more.
         boxes = ring.boxes[0]._reinterpret(
-            dtype, [STAGES * C.BLOCK_N // C.BOX, 1, 1, SIZE, C.BOX], gl.NVMMASharedLayout(SWIZZLE, 16, rank=4)
+            dtype, [STAGES * C.BLOCK_N // C.BOX, 1, 1, SIZE, C.BOX], gl.NVMMASharedLayout(2 * C.BOX, 16, rank=4)
         )
     else:
         boxes = ring.boxes[0]._reinterpret(

@@ -71,7 +71,9 @@ CASES: dict[str, tuple[AttentionPlan, dict[str, Any]]] = {
     "head size 96": (plan(64), {"heads": (1, 1), "head_dim": 96, "kind": "paged", "page": 8}),
     "head sizes 72 and 160": (plan(64), {"heads": (1, 1), "head_dim": 72, "head_dim_v": 160}),
     "head size 192, in parts": (plan(64, 2), {"heads": (1, 1), "head_dim": 192}),
-    "blocks of 32": (plan(), {"heads": (1, 1), "head_dim": 64, "blocks": (32, 32)}),
+    "blocks of 32, products in turn": (
+        replace(plan(), in_turn=True), {"heads": (1, 1), "head_dim": 64, "blocks": (32, 32)},
+    ),
     "blocks of 16, in parts": (plan(64, 2), {"heads": (1, 1), "head_dim": 64, "blocks": (16, 16)}),
     "blocks of 48 and 96": (plan(), {"heads": (1, 1), "head_dim": 64, "blocks": (48, 96), "one_layout": True}),
     "blocks of 48, in parts, a window": (
@@ -110,6 +112,15 @@ def test_columns_may_be_in_any_order(tensors, kernels, block_n) -> None:
             col[head, own] = col[head, own].flip(0)
     kernels.attend(batch, plan(block_n))
     batch.check(most=4)
+
+
+@pytest.mark.parametrize("slack", [0, 8])
+def test_the_past_is_rescaled_where_scores_are_far_apart(tensors, kernels, slack) -> None:
+    mask = torch.ones(1, 5, 5, dtype=torch.bool)
+    options = {"heads": (1, 1), "head_dim": 80, "blocks": (64, 64), "mask": mask, "softmax_scale": 1.0}
+    batch = tensors.batch([(0, 300)], **options)
+    kernels.attend(batch, replace(plan(64), slack=slack))
+    batch.check(most=30)
 
 
 def test_columns_out_of_bounds_are_skipped(tensors, kernels) -> None:

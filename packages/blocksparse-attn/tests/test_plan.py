@@ -296,6 +296,16 @@ def test_given_splits_take_the_same_tiles_whatever_the_batch() -> None:
         assert plans.pop().num_splits == splits
 
 
+def test_consumers_multiply_in_turn_where_that_is_faster() -> None:
+    for size, in_turn, slack in ((64, True, 8), (96, True, 0), (128, False, 0), (192, True, 8), (256, True, 8)):
+        plan = plan_attention(phi(head_dim=size, head_dim_v=size), H200)
+        assert (plan.in_turn, plan.slack) == (in_turn, slack)
+    for block in (16, 32, 48, 96):
+        entries = LONGEST // block * (LONGEST // block + 1) // 2
+        problem = phi(q_block=block, k_block=block, rows=LONGEST // block, entries=entries)
+        assert plan_attention(problem, H200).in_turn == (block > 16)
+
+
 def test_long_prompts_and_their_chunks_take_half_of_many_heads_first() -> None:
     for kind in ("paged", "ragged", "padded"):
         for tokens, keys, together in ((2048, 65536, 16), (1024, 65536, 0), (65536, 65536, 16), (16384, 16384, 0)):
@@ -317,11 +327,12 @@ REFUSED = {
 "no splits": {"num_splits": 0}, "negative splits": {"num_splits": -2},
     "warps that are no power of two": {"num_warps": 3}, "no warps": {"num_warps": 0}, "no stages": {"num_stages": 0},
     "heads in turn, without hopper": {"heads_together": 2},
+    "products in turn, without hopper": {"in_turn": True}, "slack, without hopper": {"slack": 8},
 }  # fmt: skip
 REFUSED_ON_HOPPER = {
     "64 rows": {"block_m": 64}, "256 rows": {"block_m": 256}, "32 keys": {"block_n": 32}, "256 keys": {"block_n": 256},
     "8 warps": {"num_warps": 8}, "one stage": {"num_stages": 1}, "packed": {"packed": 1},
-    "negative heads": {"heads_together": -2},
+    "negative heads": {"heads_together": -2}, "negative slack": {"slack": -1}, "much slack": {"slack": 9},
     "heads that are no share of all": {"heads_together": 3},
 }  # fmt: skip
 

@@ -182,6 +182,7 @@ def _hopper_config(problem: Problem, plan: AttentionPlan) -> HopperConfig:
         TABLE=table, UNIFORM=plan.block_n > 64 and not table, BLOCK_M=plan.block_m, BLOCK_N=plan.block_n,
         SOFTCAP=problem.softcap > 0, HAS_LEFT=problem.left >= 0, STAGES=plan.num_stages,
         Q_STAGES=query_stages(problem, plan), TOGETHER=plan.heads_together or problem.num_heads,
+        IN_TURN=bool(plan.in_turn), SLACK=plan.slack,
     )  # fmt: skip
 
 

@@ -105,7 +105,8 @@ class AttentionPlan(Plan):
     A tile is rows of one head and of one row of its layout; with ``packed``, so many tokens of all query heads of a kv
     head, and walks the union of their lists. ``num_splits`` programs share the keys of a tile (split-KV); more than one
     leave partial results to a merge kernel. ``hopper``: use the kernel for sm_90, which takes the same rows of
-    ``heads_together`` heads in turn, 0: of all, before the next rows of these.
+    ``heads_together`` heads in turn, 0: of all, before the next rows of these; with ``in_turn`` its consumers issue
+    their products in turn; a score may exceed the running max by ``slack`` powers of two before that follows, 0 to 8.
     """
 
     block_m: int
@@ -116,6 +117,8 @@ class AttentionPlan(Plan):
     packed: int = 0
     hopper: bool = False
     heads_together: int = 0
+    in_turn: bool = False
+    slack: int = 0
 
     def covers(self, problem: Problem) -> bool:
         """Whether a kernel can run this problem with this plan."""
@@ -136,10 +139,11 @@ class AttentionPlan(Plan):
                 and self.num_warps == 4
                 and self.num_stages >= 2
                 and self.heads_together >= 0
+                and 0 <= self.slack <= 8
                 and problem.num_heads % max(1, self.heads_together) == 0
                 and _hopper_bytes(problem, self, 1) <= _HOPPER_BYTES
             )
-        if self.heads_together:
+        if self.heads_together or self.in_turn or self.slack:
             return False
         if self.packed:
             return 1 <= self.packed <= self.block_m // heads_per_tile(problem.group, self.block_m)
@@ -276,9 +280,18 @@ def _hopper(problem: Problem) -> AttentionPlan:
     # 2026-11-26).
     apart = problem.scattered and problem.q_block < 128 and not (narrow or needs_table(problem))
     plan = AttentionPlan(128, 64 if narrow or apart else 128, 1, 4, 5 if apart else 4 if narrow else 2, hopper=True)
+    tail = hopper_sizes(_widest(problem))[1]
     if not (narrow or apart or needs_table(problem)) and _widest(problem) <= 64:
-        # Heads of 64: 2111 us with two stages, 1951 with three and 1992 with four (32768 tokens, H100, 2026-11-26).
-        plan = replace(plan, num_stages=3)
+        # Heads of 64, 32768 tokens on an H200 (2026-11-26): 1961 us with three stages, with slack and four 1861, and in
+        # turn 1858.
+        plan = replace(plan, num_stages=4, in_turn=True, slack=8)
+    elif _widest(problem) > 128:
+        # Heads of 192: 4184 us for 4394, with slack alone 4239; of 256 4826 for 5187, 4879.
+        plan = replace(plan, in_turn=True, slack=8)
+    elif not (narrow or apart) and min(problem.q_block, problem.k_block) > 16 and (needs_table(problem) or tail):
+        # Blocks of 48 and 96: 2957 us for 3093, 2815 for 2899, with slack too 3111 and 2887; of 16 3995 for 3841. Heads
+        # of 72, 80 and 96: 2685 for 2725, 2372 for 2400, 2549 for 2622, with slack more than without either.
+        plan = replace(plan, in_turn=True)
     while _hopper_bytes(problem, plan, 1) > _HOPPER_BYTES:
         plan = replace(plan, num_stages=plan.num_stages - 1)
     long = problem.capacity >= _MANY_KEYS and problem.tokens >= _CHUNK and problem.sequences == 1

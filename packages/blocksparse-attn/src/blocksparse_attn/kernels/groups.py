@@ -112,7 +112,8 @@ class HopperConfig(NamedTuple):
     LIST_ROWS: rows that share a list, 64 or less, PIECE: keys of a block that lie together, 64 or less. TABLE: either
     is less than 64, so that consumers need a table of where each key of a tile is. UNIFORM: how producers walk
     lists, see hopper/walks.py. STAGES: of the rings of keys and values; Q_STAGES: of queries. TOGETHER: heads whose
-    work items come in turn, see ``place_of``.
+    work items come in turn, see ``place_of``. IN_TURN: consumers issue products in turn, see ``take_turn``.
+    SLACK: powers of two by which scores may exceed the running max, see ``larger``.
     """
 
     KIND: int
@@ -138,6 +139,8 @@ class HopperConfig(NamedTuple):
     STAGES: int
     Q_STAGES: int
     TOGETHER: int
+    IN_TURN: bool
+    SLACK: int
 
 
 # Made in kernels

@@ -46,6 +46,9 @@ from blocksparse_attn.kernels.softmax import LN_2, LOG2_E, finite, log_sum_exp
 
 # The least normal number of float32, or a little more.
 TINY: tl.constexpr = tl.constexpr(1.2e-38)
+# Of PTX's 16 barriers those on which consumers wait for their turn: A on the first, B on the second. Triton numbers its
+# own from 0 on.
+TURNS: tl.constexpr = tl.constexpr(12)
 
 
 # The main loop
@@ -101,14 +104,74 @@ def wait_for_values(product, v, i, config: gl.constexpr):
     return Tile(main, tail)
 
 
+@gluon.constexpr_function
+def numbers_together(columns):
+    """How many of a thread's numbers of [ROWS, columns] the text below takes."""
+    return min(32, columns // 2)
+
+
+@gluon.constexpr_function
+def registers_of_rescaling(count):
+    return ",".join(["=f"] * count + ["f"] * (2 * count))
+
+
+@gluon.constexpr_function
+def text_of_rescaling(count):
+    """PTX: so many numbers times as many others, which a warp skips where all of its rows' are 1.
+
+    A thread has two rows of an accumulator, two columns of each in turn: the first and the third factor are both.
+    """
+    kept = [f"mov.f32 ${i}, ${count + i};" for i in range(count)]
+    asked = [
+        f"setp.neu.f32 first, ${2 * count}, 0f3F800000;", f"setp.neu.f32 either, ${2 * count + 2}, 0f3F800000;",
+        "or.pred either, either, first;", "vote.sync.any.pred either, either, 0xffffffff;", "@!either bra.uni DONE;",
+    ]  # fmt: skip
+    scaled = [f"mul.f32 ${i}, ${i}, ${2 * count + i};" for i in range(count)]
+    return "{ .reg .pred first, either; " + " ".join([*kept, *asked, *scaled]) + " DONE: }"
+
+
+@gluon.jit
+def rescaled_piece(acc, rescale, config: gl.constexpr):
+    factor = gl.convert_layout(rescale, gl.SliceLayout(1, acc.type.layout))[:, None]
+    if config.SLACK:
+        COUNT: gl.constexpr = numbers_together(acc.shape[1])
+        TEXT: gl.constexpr = text_of_rescaling(COUNT)
+        REGISTERS: gl.constexpr = registers_of_rescaling(COUNT)
+        acc = gl.inline_asm_elementwise(TEXT, REGISTERS, [acc, factor], dtype=gl.float32, is_pure=False, pack=COUNT)
+    else:
+        acc = acc * factor
+    return acc
+
+
 @gluon.jit
 def rescaled(acc, rescale, config: gl.constexpr):
     """Both pieces of an accumulator, times a number for each row."""
-    main = acc.main * gl.convert_layout(rescale, gl.SliceLayout(1, acc.main.type.layout))[:, None]
+    main = rescaled_piece(acc.main, rescale, config)
     tail = acc.tail
     if config.TAIL_DV:
-        tail = acc.tail * gl.convert_layout(rescale, gl.SliceLayout(1, acc.tail.type.layout))[:, None]
+        tail = rescaled_piece(acc.tail, rescale, config)
     return Tile(main, tail)
+
+
+@gluon.jit
+def take_turn(i_half, config: gl.constexpr):
+    """Wait until it is a consumer's turn to issue the products of a tile, A first.
+
+    One's products then run beside the other's softmax: left to themselves both tend to do the same at a time.
+    """
+    if config.IN_TURN:
+        gl.inline_asm_elementwise(
+            "bar.sync $1, 256; mov.b32 $0, $1;", "=r,r", [i_half + TURNS], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
+@gluon.jit
+def give_turn(i_half, config: gl.constexpr):
+    """Let the other consumer issue products. In PTX: an arrival in shared memory would wait for all warps first."""
+    if config.IN_TURN:
+        gl.inline_asm_elementwise(
+            "bar.arrive $1, 256; mov.b32 $0, $1;", "=r,r", [1 - i_half + TURNS], dtype=gl.int32, is_pure=False, pack=1
+        )
 
 
 @gluon.jit
@@ -147,13 +210,18 @@ def attend_tiles(q, channels, i, n, i_half, scoring, config: gl.constexpr, L_S: 
     mode = next_mode(channels, i, i_half, config)
     while mode != NO_TILE:
         if mode == SKIPPED:
+            take_turn(i_half, config)
+            give_turn(i_half, config)
             skip_tile(channels, i, n, STAGES)
             i += 1
             mode = next_mode(channels, i, i_half, config)
         else:
             # Prologue: there is no product yet for the softmax of the first tile to overlap with.
             stage = i % STAGES
-            b_scores = warpgroup_mma_wait(0, deps=[issue_scores(q, k, stage, b_zero, config)])
+            take_turn(i_half, config)
+            scores = issue_scores(q, k, stage, b_zero, config)
+            give_turn(i_half, config)
+            b_scores = warpgroup_mma_wait(0, deps=[scores])
             weights, running_max, row_sums, rescale = softmax_of_tile(
                 b_scores, running_max, row_sums, channels, stage, i_half, mode, scoring, config, dtype
             )
@@ -163,8 +231,10 @@ def attend_tiles(q, channels, i, n, i_half, scoring, config: gl.constexpr, L_S: 
             mode = next_mode(channels, i, i_half, config)
             while mode > SKIPPED:
                 stage = i % STAGES
+                take_turn(i_half, config)
                 scores = issue_scores(q, k, stage, b_zero, config)
                 product = issue_values(b_p, acc, v, i - 1 - n, config)
+                give_turn(i_half, config)
                 # Wait for the scores alone: the product runs on beside their softmax.
                 b_scores = warpgroup_mma_wait(PRODUCTS, deps=[scores])
                 weights, running_max, row_sums, rescale = softmax_of_tile(
@@ -307,6 +377,8 @@ def consume(channels, i_half, softcap, left, results, config: gl.constexpr):
     # Numbers of the work item and of the tile of keys; each item ends with a header without a tile, which counts.
     n = i_half * 0
     i = i_half * 0
+    if i_half == 1:
+        give_turn(i_half, config)
     mbarrier.wait(queue.full.index(0), 0)
     valid = get(queue.items, VALID) != 0
     while valid:

@@ -95,6 +95,18 @@ def masked(scores, last, left, config: gl.constexpr):
 
 
 @gluon.jit
+def larger(running_max, most, config: gl.constexpr):
+    """The new running max. With SLACK no score exceeds it by more powers of two, so that it seldom grows, and what was
+    summed is seldom rescaled; weights above 1 are as exact.
+    """
+    if config.SLACK:
+        new_max = gl.where(most > running_max + config.SLACK, most, running_max)
+    else:
+        new_max = gl.maximum(running_max, most)
+    return new_max
+
+
+@gluon.jit
 def softmax_step(
     scores, running_max, row_sums, channels, stage, i_half, scoring, config: gl.constexpr, MASK: gl.constexpr,
     dtype: gl.constexpr,
@@ -117,11 +129,11 @@ def softmax_step(
         scores = masked(scores, last, scoring.left, config)
     most = gl.max(scores, 1)
     if config.SOFTCAP:
-        new_max = gl.maximum(running_max, most)
+        new_max = larger(running_max, most, config)
         weights = gl.exp2(scores - finite(new_max)[:, None])
     else:
         # A factor of 0 or more keeps the order; multiplied here, it costs no instruction.
-        new_max = gl.maximum(running_max, most * factor)
+        new_max = larger(running_max, most * factor, config)
         weights = gl.exp2(scores * factor - finite(new_max)[:, None])
     rescale = gl.exp2(running_max - finite(new_max))
     L_T: gl.constexpr = gl.SliceLayout(1, row_sums.type.layout)

@@ -114,12 +114,11 @@ def test_columns_may_be_in_any_order(tensors, kernels, block_n) -> None:
     batch.check(most=4)
 
 
-@pytest.mark.parametrize("slack", [0, 8])
-def test_the_past_is_rescaled_where_scores_are_far_apart(tensors, kernels, slack) -> None:
+def test_the_past_is_rescaled_where_scores_are_far_apart(tensors, kernels) -> None:
     mask = torch.ones(1, 5, 5, dtype=torch.bool)
     options = {"heads": (1, 1), "head_dim": 80, "blocks": (64, 64), "mask": mask, "softmax_scale": 1.0}
     batch = tensors.batch([(0, 300)], **options)
-    kernels.attend(batch, replace(plan(64), slack=slack))
+    kernels.attend(batch, replace(plan(64), slack=8))
     batch.check(most=30)
 
 

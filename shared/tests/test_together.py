@@ -66,6 +66,9 @@ def test_kernels_of_one_call_are_compiled_at_once_and_then_started_in_order(mode
             launch(tensor)
 
     call = compiled_together(run, CUDA)
+    # Whoever only asks for launches gets them, and has nothing compiled.
+    assert [launch for launch, _ in gathered_launches(call, x)] == launches
+    assert not modes
     for count in (1, 2):
         call(x)
         for number, kernel in enumerate(kernels):

@@ -51,8 +51,8 @@ def compiled_together(run: Callable[[_Given], None], device: torch.device) -> Ca
 
     def run_compiled(given: _Given) -> None:
         nonlocal is_due
-        # Where a graph is captured no thread may load a kernel.
-        if is_due and not torch.cuda.is_current_stream_capturing():
+        # Who gathers launches starts none; and where a graph is captured no thread may load a kernel.
+        if is_due and gathering.found is None and not torch.cuda.is_current_stream_capturing():
             is_due = False
             with torch.cuda.device(device):
                 _compile(gathered_launches(run, given))

@@ -665,7 +665,7 @@ def test_what_the_command_builds_is_what_calls_of_deepseek_ask_for(launch) -> No
             for joined in {False, replace(tiles, num_splits=2, spare_parts=0).joins(problem)}:
                 assert ("decode_sparse", launch.sparse_constants(problem, tiles, BF16, joined)) in built
     for heads, tokens in ((128, 8192), (16, 512)):
-        prompt = PrefillProblem(heads, heads, 192, 128, tokens, 1, tokens, max_seqlen_k=8192)
+        prompt = PrefillProblem(heads, heads, 192, 128, tokens, 1, tokens, tokens_k=8192)
         assert ("prefill", launch.prefill_constants(prompt, plan_prefill(prompt, H200), BF16)) in built
     assert ("merge_ranks", {"dim_nope": 128, "dtype": BF16, "of_float32": True}) in built
     assert ("merge", {"dim_nope": 512, "dtype": BF16}) in built

@@ -316,7 +316,7 @@ def test_wide_values_take_fewer_keys_since_a_thread_holds_both() -> None:
 
 def test_programs_share_the_keys_of_tiles_that_are_fewer_than_sms() -> None:
     def parts(heads: int, tokens: int, keys: int, sequences: int = 1) -> int:
-        prompt = PrefillProblem(heads, heads, 192, 128, tokens, sequences, tokens, max_seqlen_k=keys)
+        prompt = PrefillProblem(heads, heads, 192, 128, tokens, sequences, tokens, tokens_k=sequences * keys)
         return plan_prefill(prompt, H200).num_splits
 
     assert [parts(heads, 512, 10_000) for heads in (1, 4, 8, 16, 20, 32, 33)] == [8, 8, 4, 2, 3, 1, 1]
@@ -324,6 +324,11 @@ def test_programs_share_the_keys_of_tiles_that_are_fewer_than_sms() -> None:
     assert [parts(16, 512, keys) for keys in (0, 512, 2048, 100_000)] == [1, 1, 2, 2]
     assert [parts(1, 100, keys) for keys in (100, 1536, 100_000)] == [1, 3, 8]
     assert parts(16, 512, 10_000, sequences=9) == 1
+    # Bits depend on no bound of lengths, which may be above them.
+    prompt = PrefillProblem(16, 16, 192, 128, 512, 1, 512, tokens_k=600)
+    assert {plan_prefill(replace(prompt, max_seqlen_q=n, max_seqlen_k=n), H200) for n in (600, 10**6)} == {
+        PrefillPlan(128, 128, 2)
+    }
     # Their results are counted in 32 bits.
     many = PrefillProblem(128, 128, 192, 128, 2**14, 1, 2**14)
     assert [PrefillPlan(128, 128, 2, parts).covers(many) for parts in (1, 7, 8)] == [True, True, False]

@@ -48,10 +48,8 @@ _MOST_PIECES, _PIECES = 16, 4
 _LONG = 256
 # Programs of the combine kernel on an SM, of which 9 run at once; and sequences of one, each of which a thread finds.
 _MERGING, _MERGED_BY_ONE = 16, 32
-# More partial results take the combine kernel too long.
-MOST_SPLITS = 256
-# Programs that share a tile's keys in prefill.
-_MOST_PARTS = 8
+# More partial results take the combine kernel too long; and programs that share a tile's keys in prefill.
+MOST_SPLITS, _MOST_PARTS = 256, 8
 
 
 @dataclass(frozen=True)
@@ -266,7 +264,8 @@ def plan_prefill(problem: PrefillProblem, limits: DeviceLimits) -> PrefillPlan:
         keys = num_stages * block_n * (problem.head_dim + problem.head_dim_v) * size
         held = problem.head_dim_v // 2 + block_n // 2 + block_n // 4
         if queries + keys + _BESIDE <= limits.shared_memory and held <= _IN_REGISTERS:
-            blocks = cdiv(problem.max_seqlen_k, block_n)
+            # Of a sequence's mean: bits are not to depend on bounds of lengths, which may be above them.
+            blocks = cdiv(problem.tokens_k, block_n * max(1, problem.sequences))
             return PrefillPlan(128, block_n, num_stages, _parts_of_tiles(tiles, blocks, limits.cores))
     return PrefillPlan(64, 32, 1)
 

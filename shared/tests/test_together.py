@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
+from contextvars import ContextVar, copy_context
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,8 @@ from kernel_reference.launching import Launch
 from kernel_reference.together import compiled_together, gathered_launches
 
 CUDA = torch.device("cuda", 0)
+# As Triton has it: one mode a context.
+HAS_A_MODE = ContextVar("HAS_A_MODE", default=False)
 
 
 class Kernel:
@@ -43,6 +46,8 @@ def modes(monkeypatch) -> list[Any]:
     opened: list[Any] = []
 
     def mode(pool: Any, *, ignore_errors: bool) -> Any:
+        if HAS_A_MODE.get():
+            raise RuntimeError("Another AsyncCompileMode is already active")
         opened.append(pool)
         return nullcontext()
 
@@ -77,6 +82,16 @@ def test_kernels_of_one_call_are_compiled_at_once_and_then_started_in_order(mode
     assert len(modes) == 1
 
 
+def test_a_first_call_inside_the_caller_s_own_mode_compiles_too(modes) -> None:
+    both = threading.Barrier(2)
+    launches = [Launch(Kernel(both, lambda: modes[-1]), (3, 1, 1), (), torch.device("cpu")) for _ in range(2)]
+    call = compiled_together(lambda tensor: [launch(tensor) for launch in launches], CUDA)
+    within = copy_context()
+    within.run(HAS_A_MODE.set, True)
+    within.run(call, torch.empty(8))
+    assert [len(launch.kernel.started) for launch in launches] == [1, 1]
+
+
 def test_a_call_of_one_launch_is_compiled_as_it_is_started(modes) -> None:
     kernel = Kernel(threading.Barrier(1), lambda: modes[-1])
     compiled_together(Launch(kernel, (3, 1, 1), (), torch.device("cpu")), CUDA)(torch.empty(8))
@@ -95,7 +110,7 @@ def test_launches_are_gathered_in_their_own_thread_alone_and_none_is_started() -
         other.start()
         other.join()
 
-    ((found, given),) = gathered_launches(run)
-    assert found is launch
-    assert given[0] is x
+    gathered = gathered_launches(run)
+    assert [found for found, _ in gathered] == [launch]
+    assert gathered[0][1][0] is x
     assert len(kernel.started) == 1

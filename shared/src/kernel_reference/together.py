@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import Context
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -55,7 +56,8 @@ def compiled_together(run: Callable[[_Given], None], device: torch.device) -> Ca
         if is_due and gathering.found is None and not torch.cuda.is_current_stream_capturing():
             is_due = False
             with torch.cuda.device(device):
-                _compile(gathered_launches(run, given))
+                # Triton refuses a second mode in one context, and the caller may compile in one of its own.
+                Context().run(_compile, gathered_launches(run, given))
         run(given)
 
     return run_compiled

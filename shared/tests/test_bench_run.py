@@ -494,6 +494,15 @@ def test_a_case_without_a_peer_owes_nothing_beside_it_and_has_another_baseline()
     assert doubling(peers=peers, baseline="fla").without("torch").baseline == "fla"
 
 
+def test_a_case_of_host_time_bounds_one_implementation_beside_one_peer_where_it_has_it() -> None:
+    peers = {"torch": lambda: double, "fla": lambda: double}
+    case = doubling(peers=peers, baseline="torch").of_host("decode", "ours", 25.0, "fla")
+    assert (case.name, case.labels(), case.baseline) == ("host time, decode", ("ours", "fla"), "ours")
+    [target] = case.requirements
+    assert (target.implementation, target.describe()) == ("ours", "host time <= 25 us")
+    assert doubling(peers=peers).of_host("decode", "ours", 25.0, "vllm").labels() == ("ours",)
+
+
 def test_a_rehearsal_makes_every_case_and_judges_the_smallest(tmp_path: Path) -> None:
     cases = Path(written(tmp_path, CASES.replace("FACTOR", "(2 if len(x) < 300 else 3)")))
     assert rehearse_cases(cases) == ["double n256", "double n512"]

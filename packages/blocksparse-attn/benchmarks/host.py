@@ -7,32 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import selected_cases
 import torch
 from cases import FA3, OURS, Shape, attention_case, prefill
 
-from kernel_reference.bench import Case, Requirement
+from kernel_reference.bench import Case
 from kernel_reference.models import PHI3_SMALL
 
 MOST_US = 25.0
-
-
-def host_case(found: Case, name: str, implementation: str = OURS) -> Case:
-    """One of ours, beside FA3 where that is among the case's peers."""
-    peers = {peer: make for peer, make in found.peers.items() if peer == FA3}
-    target = Requirement(implementation, implementation, us_at_most=MOST_US, quantity="host")
-    return replace(
-        found, name=f"host time, {name}", ours={implementation: found.ours[implementation]}, peers=peers, copy=False,
-        baseline=implementation, requirements=(target,),
-    )  # fmt: skip
+host_case = partial(Case.of_host, us_at_most=MOST_US, beside=FA3)
 
 
 def cases(device: torch.device) -> Iterator[Case]:
     decode = Shape(PHI3_SMALL, 64, 1023, 1, page=16)
-    yield host_case(attention_case(device, decode), "decode of 64")
-    yield host_case(attention_case(device, replace(decode, sequences=1, ctx=4095)), "decode of one, split")
-    yield host_case(attention_case(device, prefill(1024)), "a prompt of 1024")
+    yield host_case(attention_case(device, decode), "decode of 64", OURS)
+    yield host_case(attention_case(device, replace(decode, sequences=1, ctx=4095)), "decode of one, split", OURS)
+    yield host_case(attention_case(device, prefill(1024)), "a prompt of 1024", OURS)
     for sequences in (1, 32):
         shape = replace(selected_cases.M3, sequences=sequences, new=1, total=4096)
         yield host_case(

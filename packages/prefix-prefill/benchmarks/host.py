@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 from cascade import Shared, cascade_case
@@ -15,21 +16,12 @@ from cliffs import case, new_keys
 from peers import FA3
 from spots import packed
 
-from kernel_reference.bench import Case, Requirement
+from kernel_reference.bench import Case
 
 MOST_US = 25.0
+host_case = partial(Case.of_host, us_at_most=MOST_US, beside=FA3)
 # Few rows, which the GPU is done with before the host has called again.
 DECODING = Shape(LLAMA3_8B, ((500, 1),) * 4)
-
-
-def host_case(found: Case, name: str, implementation: str) -> Case:
-    """One of ours, beside FA3 where that is among the case's peers."""
-    peers = {peer: make for peer, make in found.peers.items() if peer == FA3}
-    target = Requirement(implementation, implementation, us_at_most=MOST_US, quantity="host")
-    return replace(
-        found, name=f"host time, {name}", ours={implementation: found.ours[implementation]}, peers=peers, copy=False,
-        baseline=implementation, requirements=(target,),
-    )  # fmt: skip
 
 
 def cases(device: torch.device) -> Iterator[Case]:

@@ -143,3 +143,12 @@ class Case:
         if baseline in gone:
             baseline = COPY if self.copy else next(iter(self.ours))
         return replace(self, peers=left, baseline=baseline, requirements=targets)
+
+    def of_host(self, name: str, implementation: str, us_at_most: float, beside: str) -> Case:
+        """The host time of one of ours, at most so many microseconds, beside a peer where this case has it."""
+        peers = {label: factory for label, factory in self.peers.items() if label == beside}
+        target = Requirement(implementation, implementation, us_at_most=us_at_most, quantity="host")
+        return replace(
+            self, name=f"host time, {name}", ours={implementation: self.ours[implementation]}, peers=peers, copy=False,
+            baseline=implementation, requirements=(target,),
+        )  # fmt: skip

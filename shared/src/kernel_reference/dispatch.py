@@ -50,6 +50,10 @@ _ABSENT = [torch.empty((0, 0, 0, 7), dtype=torch.bool, device="meta") for _ in r
 _MOST_LOOKS = 4
 
 
+# What serves calls, whether one looks like those, and the positions of their tensors that are None.
+_Direct = tuple[Callable[..., Any], Callable[..., bool], list[int]]
+
+
 class Free(NamedTuple):
     """Dimensions of a tensor whose sizes, and whose strides, may differ from call to call."""
 
@@ -79,8 +83,7 @@ class PreparedLaunches:
         # found for. Guards compare whether tensors require a gradient, and not whether one is recorded.
         self._latest: dict[tuple[object, ...], tuple[Any, Callable[..., bool], list[int]]] = {}
         # In the order in which they were kept.
-        self._direct: OrderedDict[tuple[object, ...], tuple[tuple[Callable[..., Any], Callable[..., bool]], ...]]
-        self._direct = OrderedDict()
+        self._direct: OrderedDict[tuple[object, ...], tuple[_Direct, ...]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._found)
@@ -144,8 +147,7 @@ class PreparedLaunches:
         while len(self._found) >= self.most:
             self._forget_oldest()
         self._found[key] = found, looks_alike
-        absent = [position for position, tensor in enumerate(tensors) if tensor is None]
-        self._latest[(prepare, len(tensors), numbers, torch.is_grad_enabled())] = found, looks_alike, absent
+        self._latest[(prepare, len(tensors), numbers, torch.is_grad_enabled())] = found, looks_alike, _absent(tensors)
         return found
 
     def _forget_oldest(self) -> None:
@@ -171,9 +173,8 @@ class PreparedLaunches:
             found = self._direct.get((len(tensors), numbers, torch.is_grad_enabled()))
             if found is None:
                 return None
-            given = _for_guards(tensors)
-            for run, looks_alike in found:
-                if looks_alike(*given):
+            for run, looks_alike, absent in found:
+                if looks_alike(*_but_absent(tensors, absent)):
                     return run
         except TypeError:
             # Numbers without a hash, or what is no tensor: the op says what they must be.
@@ -199,7 +200,7 @@ class PreparedLaunches:
             while len(self._direct) >= self.most:
                 self._direct.popitem(last=False)
             others = before[: _MOST_LOOKS - 1] if free else ()
-            self._direct[key] = ((make(), _guards(tensors, free)), *others)
+            self._direct[key] = ((make(), _guards(tensors, free), _absent(tensors)), *others)
 
 
 def _guards(tensors: tuple[Tensor | None, ...], free: Mapping[int, Free] | None = None) -> Callable[..., bool]:
@@ -227,6 +228,10 @@ def _nothing_looks_alike(*_: Tensor) -> bool:
 
 def _for_guards(tensors: tuple[Tensor | None, ...]) -> list[Tensor]:
     return [x if x is not None else none for x, none in zip(tensors, _ABSENT, strict=False)]
+
+
+def _absent(tensors: tuple[Tensor | None, ...]) -> list[int]:
+    return [position for position, tensor in enumerate(tensors) if tensor is None]
 
 
 def _check_materialised(tensors: tuple[Tensor | None, ...]) -> None:

@@ -231,11 +231,6 @@ def prefix_prefill(
         q, k, v, k_cache, v_cache, block_table, cu_seqlens_q, seqlens_k, alibi_slopes, sinks, own_k, own_v, own_out,
         out, None, draft_mask,
     )  # fmt: skip
-    if torch.is_grad_enabled() or are_active():
-        refuse_derivatives(
-            q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache, alibi_slopes=alibi_slopes, sinks=sinks, k_scale=own_k,
-            v_scale=own_v, out_scale=own_out, out=out,
-        )  # fmt: skip
     asked = None
     if not torch.compiler.is_dynamo_compiling():
         # What was found right once need not be looked at again: to check it takes 5 us of a call's host time.
@@ -248,6 +243,12 @@ def prefix_prefill(
         if served is not None:
             result, lse = served(*tensors)
             return result if lse is None else AttentionResult(result, lse)
+    # What is served looks like tensors of which no derivative was asked, outside transforms.
+    if torch.is_grad_enabled() or are_active():
+        refuse_derivatives(
+            q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache, alibi_slopes=alibi_slopes, sinks=sinks, k_scale=own_k,
+            v_scale=own_v, out_scale=own_out, out=out,
+        )  # fmt: skip
     max_seqlen_q = as_int("max_seqlen_q", max_seqlen_q)
     most = MOST_TOKENS if max_seqlen_k is None else as_int("max_seqlen_k", max_seqlen_k)
     check_bool("causal", causal)

@@ -85,8 +85,10 @@ def _rounded(numbers: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def asked(*options: Any) -> Kind:
     """What tells apart calls whose options nobody has looked at, tensors aside. True is not 1."""
-    inside = [tuple(map(type, option)) for option in options if type(option) is tuple]
-    return *options, *map(type, options), *inside
+    types = (*map(type, options),)
+    # To look for tuples one by one takes 0.4 us.
+    inside = [tuple(map(type, option)) for option in options if type(option) is tuple] if tuple in types else ()
+    return *options, *types, *inside
 
 
 def _has_hash(kind: Kind) -> bool:

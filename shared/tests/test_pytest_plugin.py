@@ -88,6 +88,28 @@ def test_random_cases_are_as_many_as_are_asked_for_and_one_that_fails_is_named(t
     assert "must be N or A:B, got few" in run(tmp_path, code, "--random-cases", "few")
 
 
+def test_few_cases_are_some_of_each_test_the_same_in_every_run_and_of_those_that_are_chosen(tmp_path: Path) -> None:
+    code = """
+        import pytest
+
+        @pytest.mark.parametrize("one", range(5))
+        @pytest.mark.parametrize("other", "abcdefgh")
+        def test_many(one, other): ...
+
+        @pytest.mark.codegen
+        @pytest.mark.parametrize("target", range(7))
+        def test_compiled(target): ...
+        """
+    printed = run(tmp_path, code, "--few-cases", "3", "-v")
+    assert "10 passed, 37 deselected" in printed
+    assert printed.count("test_it.py::test_many[") == 3
+    assert [line for line in run(tmp_path, code, "--few-cases", "3", "-v").splitlines() if "PASSED" in line] == [
+        line for line in printed.splitlines() if "PASSED" in line
+    ]
+    # Two are left of forty, and both run.
+    assert "2 passed, 45 deselected" in run(tmp_path, code, "--few-cases", "3", "-k", "a-0 or b-4")
+
+
 def test_the_hypothesis_profile_has_no_deadline_and_is_derandomised_on_ci(tmp_path: Path) -> None:
     code = """
         import os

@@ -15,6 +15,8 @@ It gives
   that a second thread costs more than it does. A conftest asks for it by an autouse fixture of its own;
 - the argument ``random_case`` of tests that draw all they test from one integer: they run for a few of these, and with
   ``--random-cases 500`` or ``--random-cases 500:1000`` for so many, or those, each a test of its own;
+- ``--few-cases N``: of a test with more cases than N, N that are drawn by its name, the same in every run, for versions
+  beside those that all cases run on. A test marked ``codegen`` keeps all: another compiler is what those versions are;
 - the fixture ``unchecked``: what only device memory tells is not looked at on a CPU either, and bad values are clamped;
 - the markers ``gpu`` (skipped, with the reason, where there is none), ``sanitize`` (the subset that runs under
   compute-sanitizer), ``codegen`` (compiles kernels for GPUs that need not be there), ``simulated`` (runs Gluon kernels
@@ -36,6 +38,8 @@ import sys
 import zlib
 from collections.abc import Generator
 from importlib.util import find_spec
+from itertools import chain
+from pathlib import Path
 
 import pytest
 import torch
@@ -48,6 +52,7 @@ _SEED = "KERNEL_REFERENCE_SEED"
 _REQUIRE_GPU = "KERNEL_REFERENCE_REQUIRE_GPU"
 _TRUE = ("1", "true", "on", "yes", "y")
 _CASES = "--random-cases"
+_FEW = "--few-cases"
 
 
 def _is_set(variable: str) -> bool:
@@ -118,6 +123,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         _CASES, type=_cases_of, default=range(4), metavar="N or A:B",
         help="how many random cases, or which, of tests that draw them",
     )  # fmt: skip
+    parser.addoption(_FEW, type=int, metavar="N", help="at most N cases of each test, drawn by its name")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -149,11 +155,27 @@ def pytest_report_header() -> str:
     return f"kernel_reference: device {where}; torch {torch.__version__}; {kernels}"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # Last, so that what -k and -m leave out is not among the few.
+    if few := config.getoption(_FEW):
+        kept = _few_of_each(items, few)
+        chosen = set(kept)
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = kept
     if _no_gpu:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason=f"needs a GPU: {_no_gpu}"))
+
+
+def _few_of_each(items: list[pytest.Item], few: int) -> list[pytest.Item]:
+    cases: dict[str, list[int]] = {}
+    for place, item in enumerate(items):
+        name = item.nodeid if item.get_closest_marker("codegen") else item.nodeid.partition("[")[0]
+        cases.setdefault(name, []).append(place)
+    drawn = [random.Random(Path(name).name).sample(places, min(few, len(places))) for name, places in cases.items()]
+    return [items[place] for place in sorted(chain.from_iterable(drawn))]
 
 
 @pytest.fixture(scope="session")

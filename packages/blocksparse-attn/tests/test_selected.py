@@ -92,6 +92,11 @@ CASES: dict[str, tuple[SelectedPlan, dict[str, Any]]] = {
     "four tokens at a time, split": (plan(16, 16, 2, 4), {"sinks": True, "block": 32, "share": 0.9}),
     "four tokens at a time, or one": (plan(16, 16, 1, 4, 5, 16), {"topk": 4, "share": 0.6}),
     "four tokens at a time, or one, split": (plan(16, 16, 2, 4, 5, 32), {"topk": 4, "share": 0.6, "sinks": True}),
+    "five tokens of long lists": (plan(16, 32, 1, 5), {"block": 4, "topk": 20, "share": 0.7, "page": 24}),
+    "five tokens of long lists, or one, split": (
+        plan(16, 16, 3, 5, 40, 16), {"block": 4, "topk": 20, "share": 0.6, "sinks": True, "page_layout": "HND"},
+    ),
+    "long lists, not causal": (plan(16, 16, 1, 4), {"block": 16, "topk": 33, "causal": False}),
     "eight tokens of one head": (plan(16, 16, 1, 8), {"heads": (2, 2), "share": 0.0, "topk": 5}),
     "heads of a group of 12": (plan(16, 16), {"heads": (12, 1), "head_dim_v": 48}),
     "more heads than rows": (plan(16, 16), {"heads": (40, 2)}),
@@ -499,7 +504,11 @@ def test_models_at_their_sizes(selected, lengths, options) -> None:
 
 
 @gpu
-@pytest.mark.parametrize("chosen", [blockwise(64, 128, 2), blockwise(64, 128, 3, tokens=384)], ids=["one", "two"])
+@pytest.mark.parametrize(
+    "chosen",
+    [blockwise(64, 128, 2), blockwise(64, 128, 3, tokens=384), replace(blockwise(64, 128), shared=True)],
+    ids=["one", "two", "shared"],
+)
 def test_prefill_block_by_block_at_its_sizes(selected, chosen) -> None:
     batch = selected(
         [(8192, 512), (0, 100), (3000, 1)], heads=(64, 4), head_dim=128, block=128, topk=16, page=64, share=0.5

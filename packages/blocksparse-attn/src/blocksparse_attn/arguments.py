@@ -152,10 +152,10 @@ def check_attend(tensors: Tensors, options: Options, names: Names = NAMES) -> Pr
 def _suits_tma(tensors: Tensors, options: Options) -> bool:
     """``Problem.tma``, as far as can be told without the alignment of memory, which a fake tensor has none of."""
     suits = options.page_layout != "x-packed" and options.softmax_scale >= 0
-    return suits and known(tensors.k.shape[0] > 0) and all(map(_has_tma_strides, tensors[:3]))
+    return suits and known(tensors.k.shape[0] > 0) and all(map(has_tma_strides, tensors[:3]))
 
 
-def _has_tma_strides(tensor: Tensor) -> bool:
+def has_tma_strides(tensor: Tensor) -> bool:
     """Whether a TMA descriptor can have these strides: whole 16 bytes, all but the last."""
     *steps, last = tensor.stride()
     size = tensor.element_size()

@@ -122,7 +122,7 @@ def _attend(problem: Problem, plan: AttentionPlan, forms: Tensors, device: torch
             keys.tma_box(problem.head_dim, config.BOX),
             values.tma_box(problem.head_dim_v, config.BOX),
         ]
-        programs = (min(grid[0], _persistent_programs(device)), 1, 1)
+        programs = (min(grid[0], persistent_programs(device)), 1, 1)
         # None for 1, which Triton 3.6 forgets in the second consumer's partition: it would store number by number.
         rest = (*numbers, OutputStrides((*out[:3], None if out[3] == 1 else out[3]), s_lse_token), config)
         return TmaLaunch(attend, programs, rest, device, boxes, group=group, num_warps=4)
@@ -259,7 +259,7 @@ def _lse_strides(lse: Tensor | None) -> tuple[int, ...]:
     return lse.stride() if lse.ndim == 3 else (0, *lse.stride())
 
 
-def _persistent_programs(device: torch.device) -> int:
+def persistent_programs(device: torch.device) -> int:
     """One program per SM; without a GPU so few that each has several work items, as it has there."""
     return device_limits(device).cores if device.type == "cuda" else 3
 

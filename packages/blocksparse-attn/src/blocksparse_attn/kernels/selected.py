@@ -22,6 +22,7 @@ from blocksparse_attn.kernels.tiles import (
     slot_of,
     split_row,
 )
+from blocksparse_attn.kernels.unite import HEADER, LAST, last_of, size_of_work
 
 
 class SelectedConfig(NamedTuple):
@@ -33,7 +34,7 @@ class SelectedConfig(NamedTuple):
     kv heads. ONE_PAGE: a tile of keys lies within one page, which is looked up once for all of it. DEPENDENT: it may
     start before the kernel ahead of it has ended, and the kernel behind it before it has. NEIGHBOURS: 0, or tokens
     whose lists have been united: where they make MOST_UNITED blocks or fewer, those tokens are for the kernel with
-    TOKENS of NEIGHBOURS, otherwise for that with 1.
+    TOKENS of NEIGHBOURS, otherwise for that with 1. MAPPED: lists are united by a map of all blocks, see unite.py.
     """
 
     GROUP: int
@@ -62,6 +63,7 @@ class SelectedConfig(NamedTuple):
     DEPENDENT: bool
     NEIGHBOURS: int
     MOST_UNITED: int
+    MAPPED: bool
 
 
 class Inputs(NamedTuple):
@@ -197,59 +199,6 @@ def step(acc, running_max, row_sum, b_q, cache, at, o_key, listed, visible, scor
     return acc, running_max, row_sum
 
 
-# Of a tile of several tokens the workspace holds how many blocks there are and, from here on, the blocks; then which
-# tokens list each, as bits, with the number of the last of them above.
-HEADER: tl.constexpr = tl.constexpr(4)
-LAST: tl.constexpr = tl.constexpr(16)
-
-
-@triton.jit
-def entries_of(p_lists, s_token, i_tile, q_len, blocks, context, config: tl.constexpr):
-    """All entries of a tile's lists: the block, and the token in the tile.
-
-    Blocks that are not there, and those whose keys all come after the token, are no entries: -1.
-    """
-    TOKENS: tl.constexpr = config.TOKENS
-    o_e = tl.arange(0, TOKENS * config.TOPK_P)
-    o_token = o_e // config.TOPK_P
-    o_t = i_tile * TOKENS + o_token
-    there = (o_e % config.TOPK_P < config.TOPK) & (o_t < q_len)
-    block = tl.load(p_lists + o_t.to(tl.int64) * s_token + o_e % config.TOPK_P, mask=there, other=-1)
-    there = (block >= 0) & (block < blocks)
-    if config.CAUSAL:
-        there = there & (block.to(tl.int64) * config.BLOCK <= context + o_t)
-    return tl.where(there, block, -1), o_token
-
-
-@triton.jit(do_not_specialize=["rows", "sequences", "keys"])
-def unite_lists(p_indices, bounds, p_work, rows, sequences, keys, s_indices, config: tl.constexpr):
-    """Write down what the tokens of a tile list, each block once: by one program for a tile and kv head.
-
-    The kernel that attends could not load keys ahead of a list that it makes itself.
-    """
-    ENTRIES: tl.constexpr = config.TOKENS * config.TOPK_P
-    batch = Batch(bounds, sequences, rows, keys)
-    pid = tl.program_id(0)
-    i_kv = (pid % config.HEADS_KV).to(tl.int64)
-    i_n, i_slot, begin, q_len = locate(batch, pid // config.HEADS_KV, config.TOKENS, 1, PAGED)
-    _, length, possible = keys_of_sequence(batch, i_n, q_len, PAGED)
-    i_tile = (q_len - 1) // config.TOKENS - i_slot
-    if (q_len > 0) & (i_slot >= 0) & (i_tile >= 0):
-        blocks = tl.where(possible, (length - 1) // config.BLOCK + 1, 0)
-        p_lists = p_indices + begin * s_indices[0] + i_kv * s_indices[1]
-        block, o_token = entries_of(p_lists, s_indices[0], i_tile, q_len, blocks, length - q_len, config)
-        # Each token lists a block once, so that the bits of all add up.
-        bits = tl.sum((block[:, None] == block[None, :]).to(tl.int32) << o_token[None, :], 1)
-        first = (block >= 0) & ((bits & ((1 << o_token) - 1)) == 0)
-        rank = tl.cumsum(first.to(tl.int32), 0) - 1
-        # The highest bit's place is the exponent of the number as a float.
-        last = (bits.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
-        p_tile = p_work + pid.to(tl.int64) * (HEADER + 2 * ENTRIES)
-        tl.store(p_tile, tl.sum(first.to(tl.int32), 0))
-        tl.store(p_tile + HEADER + rank, block, mask=first)
-        tl.store(p_tile + HEADER + ENTRIES + rank, bits | last << LAST, mask=first)
-
-
 @triton.jit
 def piece_of(i, config: tl.constexpr):
     """Which pieces of a list's blocks tile i has: one number where a tile lies within a block."""
@@ -267,11 +216,11 @@ def listed_block(p_list, i, config: tl.constexpr):
 
 
 @triton.jit
-def is_ours(p_work, i_kv, i_n, i_tile, begin, q_len, there, config: tl.constexpr):
+def is_ours(p_work, i_kv, i_n, i_tile, begin, q_len, keys, there, config: tl.constexpr):
     """Whether the tokens of a tile are for this kernel, see ``SelectedConfig``; those of no sequence are for tiles."""
     N: tl.constexpr = config.NEIGHBOURS
     i_w = begin // N + (i_n + 1) + (q_len - 1) // N - i_tile * config.TOKENS // N
-    p_tile = p_work + (i_w * config.HEADS_KV + i_kv) * (HEADER + 2 * N * config.TOPK_P)
+    p_tile = p_work + (i_w * config.HEADS_KV + i_kv) * size_of_work(keys, N, config)
     united = tl.load(p_tile, mask=there & (i_n >= 0), other=0) <= config.MOST_UNITED
     return there & (united == (config.TOKENS > 1))
 
@@ -321,7 +270,7 @@ def attend_selected(
         _, length, possible = keys_of_sequence(batch, i_n, q_len, PAGED)
     context = length - q_len
     if config.NEIGHBOURS:
-        there = is_ours(p_work, i_kv, i_n, i_tile, begin, q_len, there, config)
+        there = is_ours(p_work, i_kv, i_n, i_tile, begin, q_len, keys, there, config)
     if there:
         o_m = tl.arange(0, BLOCK_M)
         o_t = i_tile * TOKENS + o_m // HEADS
@@ -375,21 +324,36 @@ def attend_selected(
                 )
         else:
             ENTRIES: tl.constexpr = TOKENS * config.TOPK_P
-            p_tile = p_work + (i_w.to(tl.int64) * config.HEADS_KV + i_kv) * (HEADER + 2 * ENTRIES)
-            from_tile, to_tile = share(tl.load(p_tile) * PER_BLOCK, i_split, num_splits)
+            p_tile = p_work + (i_w.to(tl.int64) * config.HEADS_KV + i_kv) * size_of_work(keys, TOKENS, config)
+            pieces = tl.load(p_tile) * PER_BLOCK
+            from_tile, to_tile = share((pieces + PIECES - 1) // PIECES, i_split, num_splits)
             p_tile += HEADER
             for i in tl.range(from_tile, to_tile, num_stages=config.STAGES):
-                own = tl.load(p_tile + i // PER_BLOCK)
-                tokens = tl.load(p_tile + ENTRIES + i // PER_BLOCK)
-                listed = m_row & (((tokens >> (o_m // HEADS)) & 1) != 0)
-                high = visible.high
+                i_piece = piece_of(i, config)
+                if config.MAPPED:
+                    number = tl.load(p_tile + i_piece // PER_BLOCK, mask=i_piece < pieces, other=0)
+                    own, tokens = number >> TOKENS, number & (2**TOKENS - 1)
+                    last = last_of(tokens)
+                else:
+                    own = tl.load(p_tile + i_piece // PER_BLOCK)
+                    tokens = tl.load(p_tile + ENTRIES + i_piece // PER_BLOCK)
+                    last = tokens >> LAST
+                end = visible.high + i_piece * 0
                 if config.CAUSAL:
-                    high = tl.minimum(high, context + i_tile * TOKENS + (tokens >> LAST) + 1)
-                at = own * config.BLOCK + i % PER_BLOCK * config.PIECE
-                o_key = at + o_n
+                    end = tl.minimum(end, context + i_tile * TOKENS + last + 1)
+                if PIECES > 1:
+                    # No token has the pieces behind the last.
+                    end = tl.where(tokens != 0, end, 0)
+                at = own * config.BLOCK + i_piece % PER_BLOCK * config.PIECE
+                if PIECES > 1:
+                    listed = ((tokens[None, :] >> (o_m // HEADS)[:, None]) & 1) != 0
+                    listed = listed & m_row[:, None]
+                else:
+                    listed = (m_row & (((tokens >> (o_m // HEADS)) & 1) != 0))[:, None]
+                o_key = at + o_n % config.PIECE
                 acc, running_max, row_sum = step(
-                    acc, running_max, row_sum, b_q, cache, at, o_key, listed[:, None],
-                    Visible(position, 0, high), scoring, strides, config,
+                    acc, running_max, row_sum, b_q, cache, at, o_key, listed,
+                    Visible(position, 0, end), scoring, strides, config,
                 )  # fmt: skip
         if config.DEPENDENT:
             # Earlier, programs that wait would be in the way of those that load: 8 sequences 16.8 us for 15.9 (H200).

@@ -24,6 +24,7 @@ class BlocksConfig(NamedTuple):
 
     NOTHING: the number of an entry that lists nothing, the largest of its dtype.
     HEADS_P: kv heads, TOKEN_ROWS: query heads of one, both rounded up to a power of two. CHUNK: entries of a program.
+    TILE: tokens of a tile for what they share, 0: not; LEAST_BLOCKS: fewer are not shared.
     """
 
     NOTHING: int
@@ -45,6 +46,8 @@ class BlocksConfig(NamedTuple):
     CAUSAL: bool
     K_SCALES: int
     V_SCALES: int
+    TILE: int
+    LEAST_BLOCKS: int
 
 
 class Entries(NamedTuple):
@@ -98,6 +101,45 @@ def number_entries(
     tl.store(p_number + place, number.to(p_number.dtype.element_ty), mask=m_e)
     tl.store(p_reach + place, reach, mask=m_e)
     tl.store(p_inside + row, possible.to(tl.int8))
+
+
+@triton.jit(do_not_specialize=["rows"])
+def share_entries(p_number, p_reach, p_shared, rows, config: tl.constexpr):
+    """Write down what the tokens of a tile share, and take it from their entries: a program for a tile and kv head.
+
+    Candidates are the middle token's blocks. One is shared if half of the tokens list it and see it whole; none is
+    where these are fewer than LEAST_BLOCKS. ``p_shared``: their numbers, which tokens list each, as bits, and how many
+    there are.
+    """
+    TOKENS: tl.constexpr = config.TILE
+    TOPK: tl.constexpr = config.TOPK
+    pid = tl.program_id(0).to(tl.int64)
+    first, i_kv = pid // config.HEADS_KV * TOKENS, pid % config.HEADS_KV
+    o_e = tl.arange(0, TOKENS * config.TOPK_P)
+    o_token, i_e = o_e // config.TOPK_P, o_e % config.TOPK_P
+    m_e = (first + o_token < rows) & (i_e < TOPK)
+    place = ((first + o_token) * config.HEADS_KV + i_kv) * TOPK + i_e
+    number = tl.load(p_number + place, mask=m_e, other=config.NOTHING).to(tl.int32)
+    whole = tl.load(p_reach + place, mask=m_e, other=0) == config.BLOCK
+    o_c = tl.arange(0, config.TOPK_P)
+    p_middle = p_number + ((first + TOKENS // 2) * config.HEADS_KV + i_kv) * TOPK + o_c
+    there = (o_c < TOPK) & (first + TOKENS // 2 < rows)
+    candidate = tl.load(p_middle, mask=there, other=config.NOTHING).to(tl.int32)
+    same = (candidate[:, None] == number[None, :]) & (candidate < config.NOTHING)[:, None] & whole[None, :]
+    chosen = tl.sum(same.to(tl.int32), 1) >= TOKENS // 2
+    count = tl.sum(chosen.to(tl.int32), 0)
+    chosen = chosen & (count >= config.LEAST_BLOCKS)
+    bits = tl.sum(same.to(tl.int32) << o_token[None, :], 1)
+    rank = tl.cumsum(chosen.to(tl.int32), 0) - 1
+    p_tile = p_shared + pid * (2 * config.TOPK_P + 1)
+    tl.store(p_tile + 2 * config.TOPK_P, tl.where(count >= config.LEAST_BLOCKS, count, 0))
+    tl.store(p_tile + rank, candidate, mask=chosen)
+    tl.store(p_tile + config.TOPK_P + rank, bits, mask=chosen)
+    # All have read the lists before they are changed.
+    tl.debug_barrier()
+    taken = m_e & (tl.max((same & chosen[:, None]).to(tl.int32), 0) != 0)
+    tl.store(p_number + place, tl.full(place.shape, config.NOTHING, p_number.dtype.element_ty), mask=taken)
+    tl.store(p_reach + place, tl.zeros(place.shape, tl.int32), mask=taken)
 
 
 @triton.jit
@@ -203,9 +245,10 @@ def attend_blocks(
 
 @triton.jit(do_not_specialize=["s_lse_head"])
 def combine_blocks(
-    p_part, p_part_lse, p_reach, p_inside, p_sinks, p_out, p_lse, s_lse_head, s_lse, strides, config: tl.constexpr
-):
-    """The results of the query heads of a kv head for one token, of its blocks' partial results.
+    p_part, p_part_lse, p_reach, p_inside, p_shared, p_shared_part, p_shared_lse, p_sinks, p_out, p_lse, s_lse_head,
+    s_lse, strides, config: tl.constexpr,
+):  # fmt: skip
+    """The results of the query heads of a kv head for one token, of its blocks' partial results and of what it shares.
 
     ``p_inside`` int8: which tokens are of a sequence of possible lengths; only these have a sink.
     """
@@ -227,10 +270,21 @@ def combine_blocks(
         b_sink = tl.load(p_sinks + i_kv * config.GROUP + o_g, mask=m_g & inside, other=float("-inf")).to(tl.float32)
         b_sink = b_sink * LOG2_E
         row_max = tl.maximum(row_max, b_sink)
-    row_sum = tl.sum(tl.exp2(b_lse - finite(row_max)[None, :]), 0) + tl.exp2(b_sink - finite(row_max))
     o_dv = tl.arange(0, BLOCK_DV)
     m_dv = m_g[:, None] & (o_dv < config.DV)[None, :]
     acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
+    b_shared = tl.full([ROWS], float("-inf"), tl.float32)
+    if config.TILE:
+        i_tile = token // config.TILE * config.HEADS_KV + i_kv
+        m_shared = m_g & (tl.load(p_shared + i_tile * (2 * config.TOPK_P + 1) + 2 * config.TOPK_P) > 0)
+        b_shared = tl.load(p_shared_lse + pid * config.GROUP + o_g, mask=m_shared, other=float("-inf"))
+        row_max = tl.maximum(row_max, b_shared)
+        p_rows = p_shared_part + (pid * config.GROUP + o_g)[:, None] * config.DV + o_dv[None, :]
+        b_o = tl.load(p_rows, mask=m_dv & m_shared[:, None], other=0.0).to(tl.float32)
+        weight = tl.exp2(b_shared - finite(row_max))
+        acc = tl.where(weight[:, None] > 0, weight[:, None] * b_o, 0.0)
+    row_sum = tl.sum(tl.exp2(b_lse - finite(row_max)[None, :]), 0) + tl.exp2(b_sink - finite(row_max))
+    row_sum += tl.exp2(b_shared - finite(row_max))
     for i in tl.range(0, config.TOPK, loop_unroll_factor=4):
         m_entry = m_g & (tl.load(p_reach + pid * config.TOPK + i) > 0)
         weight = tl.exp2(tl.load(p_own + i * config.GROUP, mask=m_entry, other=float("-inf")) - finite(row_max))

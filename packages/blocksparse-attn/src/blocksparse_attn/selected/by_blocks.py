@@ -17,16 +17,22 @@ from blocksparse_attn.kernels.selected_blocks import (
     attend_blocks,
     combine_blocks,
     number_entries,
+    share_entries,
 )
+from blocksparse_attn.launch import persistent_programs
 from blocksparse_attn.selected.arguments import Tensors
-from blocksparse_attn.selected.plan import Problem, SelectedPlan
-from kernel_reference.integers import cdiv, power_of_two_at_least
-from kernel_reference.launching import Launch
+from blocksparse_attn.selected.plan import Problem, SelectedPlan, tokens_of_shared
+from kernel_reference.integers import cdiv, power_of_two_at_least, power_of_two_in
+from kernel_reference.launching import Launch, TmaBox, TmaLaunch
 
 Tensor = torch.Tensor
 Pointer = Tensor | int | None
 
 _CHUNK = 256
+# With as many keys a step as a block of 64 or 128 has; of 64, twice as many, blocks of 128 take 727 us for 640 (H100).
+_STAGES, _Q_STAGES = 2, 2
+# A tile that shares fewer blocks is not worth partial results more.
+_LEAST_SHARED = 4
 
 
 def prepare_by_blocks(
@@ -34,10 +40,6 @@ def prepare_by_blocks(
 ) -> Callable[..., None]:
     """A prepared launch, called with the op's twelve tensors."""
     size, size_v, heads = problem.head_dim, problem.head_dim_v, problem.num_heads_kv
-    s_k, s_v = (
-        s if problem.page_layout == "NHD" else (s[0], s[2], s[1], s[3])
-        for s in (forms.k_cache.stride(), forms.v_cache.stride())
-    )
     blocks = max(1, cdiv(problem.capacity, problem.block_size))
     # Half of the bits are half of the time of sorting.
     dtype = torch.int16 if blocks * problem.sequences * heads < 2**15 - 1 else torch.int32
@@ -49,7 +51,11 @@ def prepare_by_blocks(
         TOKEN_ROWS=power_of_two_at_least(problem.group), BLOCK_M=plan.block_m, CHUNK=_CHUNK, STAGES=plan.num_stages,
         CAUSAL=problem.causal, K_SCALES=0 if forms.k_scale is None else forms.k_scale.shape[0],
         V_SCALES=0 if forms.v_scale is None else forms.v_scale.shape[0],
+        TILE=tokens_of_shared(problem) if plan.shared else 0, LEAST_BLOCKS=_LEAST_SHARED,
     )  # fmt: skip
+    # Of caches by (page, slot, head, element).
+    order = (0, 1, 2, 3) if problem.page_layout == "NHD" else (0, 2, 1, 3)
+    s_k, s_v = (tuple(cache.stride(i) for i in order) for cache in (forms.k_cache, forms.v_cache))
     strides = BlockStrides(forms.q.stride(), s_k, s_v, forms.out.stride())
     s_lse = (0, 1) if forms.lse is None else forms.lse.stride()
     pages, s_table = forms.k_cache.shape[0], forms.block_table.stride(0)
@@ -70,7 +76,8 @@ def prepare_by_blocks(
             num_warps=plan.num_warps,
         )  # fmt: skip
         combine = Launch(combine_blocks, (tokens * heads, 1, 1), (*s_lse, strides, config), device, num_warps=4)
-        launches[tokens] = attend, combine
+        share = _sharing(problem, forms, strides, config, tokens, device) if plan.shared else None
+        launches[tokens] = share, attend, combine
 
     def run(*twelve: Tensor | None) -> None:
         given = Tensors(*twelve)  # type: ignore[arg-type]
@@ -81,8 +88,11 @@ def prepare_by_blocks(
         numbering(given.indices, given.cu_seqlens_q, given.seqlens_k, numbers, reaches, all_inside)
         for first in range(0, problem.tokens, most):
             rows = slice(first, min(first + most, problem.tokens))
-            attend, combine = launches[rows.stop - first]
+            share, attend, combine = launches[rows.stop - first]
             listed = slice(first * each, rows.stop * each)
+            shared: tuple[Tensor | None, ...] = (None, None, None)
+            if share is not None:
+                shared = share(given, rows, numbers[listed], reaches[listed])
             number, order = numbers[listed].sort(stable=True)
             reach, inside = reaches[listed], all_inside[rows]
             part = given.q.new_empty(order.numel() * problem.group * size_v)
@@ -92,7 +102,54 @@ def prepare_by_blocks(
                 number, order, reach, part, part_lse,
             )  # fmt: skip
             lse = None if given.lse is None else given.lse[:, rows]
-            combine(part, part_lse, reach, inside, given.sinks, given.out[rows], lse)
+            combine(part, part_lse, reach, inside, *shared, given.sinks, given.out[rows], lse)
+
+    return run
+
+
+def _sharing(
+    problem: Problem, forms: Tensors, strides: BlockStrides, config: BlocksConfig, tokens: int, device: torch.device
+) -> Callable[..., tuple[Tensor, ...]]:
+    """The launches of what tiles of tokens share, which is taken from the entries of these: what is shared, and the
+    partial results of it."""
+    from blocksparse_attn.kernels.hopper.shared import SharedConfig, attend_shared
+
+    heads, group = problem.num_heads_kv, problem.group
+    tiles = cdiv(tokens, config.TILE)
+    block, s_q = problem.block_size, strides.q
+    inner = SharedConfig(
+        GROUP=group, HEADS_KV=heads, BLOCK_D=problem.head_dim, BLOCK_DV=problem.head_dim_v, PAGE=problem.page_size,
+        BOX=min(block, power_of_two_in(problem.page_size)), LISTED=config.TOPK_P, STAGES=_STAGES,
+        Q_STAGES=_Q_STAGES, BLOCK_N=block, PIECE=block,
+    )  # fmt: skip
+    pages = forms.k_cache.shape[0]
+    each = config.TILE // 2
+    boxes = [
+        TmaBox([tokens, heads, group, problem.head_dim], [s_q[0], s_q[1] * group, s_q[1], 1], [each, 1, group, 64]),
+        *(
+            TmaBox([pages, heads, problem.page_size, size], [s[0], s[2], s[1], 1], [1, 1, inner.BOX, 64])
+            for s, size in ((strides.k, problem.head_dim), (strides.v, problem.head_dim_v))
+        ),
+    ]
+    blocks = max(1, cdiv(problem.capacity, problem.block_size))
+    share = Launch(
+        share_entries, (tiles * heads, 1, 1), (tokens, config), device, num_warps=1 if problem.topk <= 16 else 4
+    )
+    factors = (problem.softmax_scale * problem.k_factor, problem.v_factor)
+    attend = TmaLaunch(
+        attend_shared, (min(tiles * heads, persistent_programs(device)), 1, 1),
+        (
+            tokens, tiles, blocks, blocks * problem.sequences, pages, forms.block_table.stride(0), factors, inner,
+        ), device, boxes, num_warps=4,
+    )  # fmt: skip
+
+    def run(given: Tensors, rows: slice, numbers: Tensor, reaches: Tensor) -> tuple[Tensor, ...]:
+        shared = torch.empty(tiles * heads * (2 * config.TOPK_P + 1), dtype=torch.int32, device=device)
+        part = given.q.new_empty(tokens * problem.num_heads * problem.head_dim_v)
+        part_lse = torch.empty(tokens * problem.num_heads, dtype=torch.float32, device=device)
+        share(numbers, reaches, shared)
+        attend(given.q[rows], given.k_cache, given.v_cache, given.block_table, shared, part, part_lse)
+        return shared, part, part_lse
 
     return run
 

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 import triton
 
+from blocksparse_attn.arguments import has_tma_strides
 from blocksparse_attn.kernels import merge, tiles
 from blocksparse_attn.kernels.groups import Bounds, Outputs, Strides
-from blocksparse_attn.kernels.selected import (
-    HEADER,
-    Inputs,
-    Numbers,
-    SelectedConfig,
-    attend_selected,
-    unite_lists,
-)
+from blocksparse_attn.kernels.selected import Inputs, Numbers, SelectedConfig, attend_selected
+from blocksparse_attn.kernels.unite import HEADER, unite_lists
 from blocksparse_attn.launch import Parts, device_limits, in_parts, merge_config, without_parts
 from blocksparse_attn.selected.arguments import Tensors
 from blocksparse_attn.selected.by_blocks import prepare_by_blocks
-from blocksparse_attn.selected.plan import Problem, SelectedPlan, head_tiles, num_slots, plan_selected
+from blocksparse_attn.selected.plan import Problem, SelectedPlan, head_tiles, needs_map, num_slots, plan_selected
 from kernel_reference.dispatch import allocator_of
-from kernel_reference.integers import power_of_two_at_least
+from kernel_reference.integers import cdiv, power_of_two_at_least
 from kernel_reference.launching import Launch, Run, by_alignment, launch_nothing, without_memory
 
 Tensor = torch.Tensor
@@ -39,7 +35,13 @@ def prepare_selected(problem: Problem, plan: SelectedPlan | None, tensors: Tenso
     chosen = plan_selected(problem, device_limits(device)) if plan is None else plan
     if chosen.by_blocks:
         # Long prompts, whose host time shows nowhere.
-        return Run(prepare_by_blocks(problem, chosen, forms, device), lambda *_: False)
+        unscaled = forms.k_scale is None and forms.v_scale is None
+        shared = chosen.shared and unscaled and all(map(has_tma_strides, forms[:3]))
+
+        def make_by_blocks(aligned: bool) -> Callable[..., None]:
+            return prepare_by_blocks(problem, replace(chosen, shared=shared and aligned), forms, device)
+
+        return Run(by_alignment(make_by_blocks, slice(3)), lambda *_: False)
     if chosen.pairs:
         there = all(_lies_in_pairs(cache) for cache in (forms.k_cache, forms.v_cache))
 
@@ -83,7 +85,9 @@ def _attend(problem: Problem, plan: SelectedPlan, forms: Tensors, device: torch.
         return Run(lambda *fourteen: attend(*fourteen, None), lambda *fourteen: attend.at(*fourteen, None))
     config = attend.rest[-1]
     slots = num_slots(problem, plan)
-    entries = slots * problem.num_heads_kv * (int(HEADER) + 2 * config.TOKENS * config.TOPK_P)
+    columns = cdiv(problem.capacity, problem.block_size)
+    numbers = columns if config.MAPPED else 2 * config.TOKENS * config.TOPK_P
+    entries = slots * problem.num_heads_kv * (int(HEADER) + numbers)
     new_work = allocator_of((entries,), (1,), torch.int32, device)
     unite = Launch(
         unite_lists, (slots * problem.num_heads_kv, 1, 1),
@@ -131,6 +135,7 @@ def _walk(problem: Problem, plan: SelectedPlan, whole: SelectedPlan, forms: Tens
         ONE_PAGE=plan.block_n <= problem.block_size and problem.page_size % plan.block_n == 0,
         WIDE=(size_v - 1) * s_out[3] >= 2**31, DEPENDENT=_is_dependent(plan, device),
         NEIGHBOURS=whole.packed if whole.alone_n else 0, MOST_UNITED=whole.most_united,
+        MAPPED=whole.packed > 1 and needs_map(problem, whole),
     )  # fmt: skip
     rest = (
         problem.tokens, problem.sequences, problem.capacity, forms.k_cache.shape[0], forms.block_table.stride()[0],

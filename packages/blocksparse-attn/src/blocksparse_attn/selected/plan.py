@@ -14,8 +14,10 @@ _MOST_SPLITS = 128
 MOST_ENTRIES = 128
 # Tokens of a tile, which are bits of a number.
 MOST_TOKENS = 16
-# Rows of a tile that WGMMA multiplies.
+# Rows of a tile that WGMMA multiplies, and of one whose tokens share blocks.
 _MOST_ROWS = 64
+_SHARED_ROWS = 128
+_MOST_COMPARED = 8192
 # By the rows of one token and of a tile: the most blocks that the lists of its tokens may make together, as a share of
 # their entries; with more, each token is walked by itself. MiniMax-M3's prefill of 8192 tokens on an H200, in us: 4573
 # one token at a time; 3341 for four where 27.4 of 64 blocks differ, 6077 where 55.2 do; 3852 for two where 20.3 of 32
@@ -61,7 +63,9 @@ class SelectedPlan(Plan):
     A tile walks what any of its tokens lists, ``block_n`` keys at a time. ``num_splits`` programs share the list. Where
     those lists make more than ``most_united`` blocks, as the device finds, each of the tokens is walked by itself,
     ``alone_n`` keys at a time, with ``alone_warps`` and ``alone_stages``; ``alone_n`` 0: never.
-    ``by_blocks``: block by block instead, so many tokens at a time, 0: not; ``block_n`` is the block's size.
+    ``by_blocks``: block by block instead, so many tokens at a time, 0: not; ``block_n`` is the block's size. What half
+    of a tile of neighbours list is multiplied for all of them at once before, if ``shared``, on sm_90, where
+    descriptors can address queries and caches.
     ``dependent_launch``, on sm_90: tiles of one token, and their merge kernel, may start before the kernel ahead of
     each has ended. ``max_registers``, of Triton before 3.7, on NVIDIA's GPUs: of a thread of a tile of one token; 0: as
     many as it takes. ``e4m3``: widen keys and values by the GPU's own instruction (NVIDIA from sm_89 on);
@@ -83,6 +87,7 @@ class SelectedPlan(Plan):
     e4m3: bool = False
     by_blocks: int = 0
     pairs: bool = False
+    shared: bool = False
 
     def alone(self, problem: Problem) -> SelectedPlan:
         """The plan of the kernel for tokens whose lists have little in common."""
@@ -93,7 +98,7 @@ class SelectedPlan(Plan):
 
     def covers(self, problem: Problem) -> bool:
         """Whether the kernel can run this problem with this plan."""
-        if not is_power_of_two(self.block_m, self.block_n, self.num_warps, self.packed):
+        if not is_power_of_two(self.block_m, self.block_n, self.num_warps):
             return False
         if min(self.block_m, self.block_n) < 16 or min(self.num_stages, self.num_splits) < 1:
             return False
@@ -104,7 +109,9 @@ class SelectedPlan(Plan):
         if self.pairs and not (self.e4m3 and self.packed == 1 and problem.bits == 16 and _has_pairs(problem)):
             return False
         if self.by_blocks:
-            return self._covers_by_blocks(problem)
+            return self._covers_by_blocks(problem) and (not self.shared or _can_share(problem))
+        if self.shared:
+            return False
         if self.packed == 1:
             return self.alone_n == 0
         if self.dependent_launch:
@@ -112,9 +119,12 @@ class SelectedPlan(Plan):
         if self.alone_n and not replace(self.alone(problem), alone_n=0).covers(problem):
             return False
         rows = self.packed * heads_per_tile(problem.group, self.block_m)
-        entries = self.packed * power_of_two_at_least(max(1, problem.topk))
-        fits = rows <= self.block_m and entries <= MOST_ENTRIES and self.packed <= MOST_TOKENS
-        return fits and problem.block_size >= self.block_n
+        if not 1 < self.packed <= MOST_TOKENS or rows > self.block_m:
+            return False
+        if needs_map(problem, self):
+            # A number has the block above the tokens' bits.
+            return bool(cdiv(problem.capacity, problem.block_size) <= 2**15)
+        return is_power_of_two(self.packed) and problem.block_size >= self.block_n
 
     def _covers_by_blocks(self, problem: Problem) -> bool:
         if problem.bits != 16 or problem.cache_bits != 16 or self.block_n != problem.block_size:
@@ -125,6 +135,11 @@ class SelectedPlan(Plan):
         # Entries are numbered in 32 bits.
         numbered = 0 < blocks * problem.num_heads_kv < 2**31 - 1
         return numbered and problem.topk > 0 and power_of_two_at_least(problem.group) <= self.block_m
+
+
+def needs_map(problem: Problem, plan: SelectedPlan) -> bool:
+    """Whether the lists of a tile's tokens are united by a map of all blocks: where they are too long to compare."""
+    return plan.packed * power_of_two_at_least(max(1, problem.topk)) > MOST_ENTRIES
 
 
 def rows_of_token(problem: Problem) -> int:
@@ -138,7 +153,9 @@ def plan_selected(problem: Problem, limits: DeviceLimits) -> SelectedPlan:
         # MiniMax-M3's prefill of 8192 tokens, random lists, in one run on an H200 (triton 3.6.0, 2026-11-23): 0.59 of
         # the time of tokens walked one by one; 0.66 with 128 rows and eight warps, 0.59 with 8192 tokens at once.
         # Queries are asked for a step ahead, without stages.
-        plan = SelectedPlan(64, problem.block_size, 1, 4, 1, by_blocks=_tokens_at_once(problem))
+        plan = SelectedPlan(
+            64, problem.block_size, 1, 4, 1, by_blocks=_tokens_at_once(problem), shared=_can_share(problem)
+        )
         if plan.covers(problem):
             return plan
     if problem.bits == 32 or limits.shared_memory <= 64 * 1024:
@@ -197,6 +214,26 @@ def _has_blocks_of_many(problem: Problem) -> bool:
     each = problem.tokens // max(1, problem.sequences)
     measured = problem.block_size == 128 and not _is_wide(problem) and problem.group <= 16
     return measured and problem.tokens >= 2048 and each >= 256 and _tokens_at_once(problem) >= 1024
+
+
+def tokens_of_shared(problem: Problem) -> int:
+    """Tokens of a tile for blocks that neighbours share."""
+    return _SHARED_ROWS // problem.group
+
+
+def _can_share(problem: Problem) -> bool:
+    """Whether there is a kernel, of sm_90, for the blocks that neighbouring tokens share."""
+    candidates = power_of_two_at_least(max(1, problem.topk))
+    return (
+        problem.block_size in (64, 128)
+        and problem.head_dim == problem.head_dim_v
+        and problem.head_dim in (64, 128)
+        and problem.group in (4, 8, 16)
+        and problem.softmax_scale * problem.k_factor > 0
+        and problem.page_size % 8 == 0
+        # Each entry of a tile is compared with each candidate, in registers.
+        and candidates * candidates * tokens_of_shared(problem) <= _MOST_COMPARED
+    )
 
 
 def _tokens_at_once(problem: Problem) -> int:

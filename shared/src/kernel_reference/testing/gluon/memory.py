@@ -100,7 +100,9 @@ class Shared:
             return offsets.T if self.transposed else offsets
         if isinstance(self.layout, NVMMASharedLayout):
             width = self.layout.columns
-            offsets = self.first + _offsets_of_tile(tuple(self.shape[-2:]), width, self.window, self.transposed)
+            # The rows of a box that has more dimensions come one after the other.
+            shape = (prod((1, *self.shape)[:-1]), self.shape[-1])
+            offsets = self.first + _offsets_of_tile(shape, width, self.window, self.transposed)
             return self.layout.swizzled(offsets)
         return self.first + _offsets_of_tile(tuple(self.shape[-2:]), 0, self.window, self.transposed)
 

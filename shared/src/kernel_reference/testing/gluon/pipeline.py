@@ -221,7 +221,7 @@ def copy_to_shared(d: Descriptor, coordinates: Any, barrier: Barrier, stage: Sha
 
     def arrive() -> None:
         program.loads_in_flight -= 1
-        stage.store(Value(box.data.reshape(box.data.shape[-2:])))
+        stage.store(Value(box.data.reshape(-1, box.data.shape[-1])))
         barrier.take(0, -d.block_type.nbytes)
 
     program.loads_in_flight += 1

@@ -184,7 +184,7 @@ def all_specs(target: str) -> Iterator[KernelSpec]:
     yield from selecting("selected, MiniMax-M3", limits)
     yield from selecting("selected, MiniMax-M3, decoding", limits, tokens=32, sequences=32, cache=torch.float8_e4m3fn)
     block, tile = (128, (64, 128, 1, 4, 1)) if limits.shared_memory > 128 * 1024 else (32, (16, 32, 1, 4, 1))
-    blockwise = SelectedPlan(*tile, by_blocks=4096)
+    blockwise = SelectedPlan(*tile, by_blocks=4096, shared=limits.hopper)
     yield from selecting("selected, block by block", limits, block=block, plan=blockwise)
     yield from selecting("selected, Qwen3.8", limits, heads=(24, 2, 256), block=4, topk=512)
     yield from selecting("selected, float32", limits, dtype=FP32, cache=FP32)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from blocksparse_attn import AttentionPlan
+from blocksparse_attn import AttentionPlan, SelectedPlan
 
 BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 # Cases that share a layer's kernels, on a GPU.
@@ -71,6 +71,17 @@ def drawn_selected_layer(rng: random.Random) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def plan_of_prompts(layer: dict[str, Any]) -> SelectedPlan | None:
+    """The plan of long prompts, longer than those here, if a layer has it: block by block behind what is shared."""
+    heads, kv = layer["heads"]
+    others = layer["dtype"] == FP32 or layer["cache"] or layer["head_dim"] > 128
+    if others or layer["block"] < 64 or heads // kv > 16:
+        return None
+    sizes = layer["head_dim"] in (64, 128) and layer["head_dim_v"] in (None, layer["head_dim"])
+    shared = sizes and heads // kv in (4, 8, 16) and layer["page"] % 8 == 0
+    return SelectedPlan(64, layer["block"], 1, 4, 1, by_blocks=4096, shared=shared)
+
+
 def drawn_lengths(rng: random.Random, *, padded: bool, small: bool) -> list[tuple[int, int]]:
     """Of each sequence, its older tokens and its new ones."""
     lengths = []
@@ -109,9 +120,10 @@ def test_a_random_call_over_selected_blocks_is_the_attention(selected, device, r
     # Lists are made one by one on the host.
     lengths = [(older, min(new, 100)) for older, new in drawn_lengths(rng, padded=False, small=small)]
     share, rows_after = rng.choice([0.0, 0.5, 0.9]), rng.choice([0, 1, 70])
-    print(layer, lengths, share, rows_after)
+    plan = plan_of_prompts(layer) if rng.random() < 0.5 and not small else None
+    print(layer, lengths, share, rows_after, plan)
     batch = selected(lengths, **layer, share=share, rows_after=rows_after)
-    got = batch.call(out=batch.out.tensor, return_lse=True)
+    got = batch.call(out=batch.out.tensor, return_lse=True, plan=plan)
     batch.out.check()
     batch.check(got.out, got.lse)
 

@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import subprocess
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,14 @@ OF_ROWS = ("copied", "one scale", "one scale, float16", "records")
 OF_TWO = ("one scale, for two", "records, for two")
 
 
-def said_by(name: str, folder: Path) -> str:
+# As rows_of_keys.cpp numbers them, with the lines that each prints.
+CASES = {
+    "every value": 1, "one scale": 2, "a part": 1, "not widened": 2, "no rope": 1, "records": 2, "lists": 1,
+    "sinks": 1, "two programs": 1,
+}  # fmt: skip
+
+
+def said_by(name: str, folder: Path, *flags: str) -> str:
     """What a program of these tests prints."""
     compiler = shutil.which("g++")
     if compiler is None:
@@ -30,25 +38,36 @@ def said_by(name: str, folder: Path) -> str:
             pytest.fail("no g++, in CI")
         pytest.skip("no g++")
     program, source = folder / name, Path(__file__).with_name(f"{name}.cpp")
-    subprocess.run([compiler, "-std=c++20", "-Og", "-w", f"-I{KERNELS}", source, "-o", program], check=True)
+    subprocess.run([compiler, "-std=c++20", "-Og", "-w", f"-I{KERNELS}", *flags, source, "-o", program], check=True)
     return subprocess.check_output([program], text=True)
 
 
-def test_functions_of_keys_as_rows_attend_to_both_formats_as_float64_does(tmp_path) -> None:
-    said = said_by("rows_of_keys", tmp_path)
-    lines = re.findall(r"(.+): (\S+) (\S+)\n", said)
-    assert len(lines) == 12, said
-    for name, error, of_lse in lines:
+@pytest.fixture(scope="module")
+def of_cases(request, tmp_path_factory) -> dict[str, list[tuple[str, ...]]]:
+    """Names, errors of values and of lse; all cases are compiled at once, and one that is chosen alone by itself."""
+    chosen = [item.callspec.params["case"] for item in request.session.items if "of_cases" in item.fixturenames]
+    number = [*CASES].index(chosen[0]) if len(chosen) == 1 else -1
+    said = said_by("rows_of_keys", tmp_path_factory.mktemp("keys"), f"-DCASE={number}")
+    lines = iter(re.findall(r"(.+): (\S+) (\S+)\n", said))
+    found = {case: list(islice(lines, CASES[case])) for case in (chosen if number >= 0 else CASES)}
+    assert [len(found[case]) for case in found] == [CASES[case] for case in found], said
+    assert next(lines, None) is None, said
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_functions_of_keys_as_rows_attend_to_both_formats_as_float64_does(of_cases, case) -> None:
+    for name, error, of_lse in of_cases[case]:
         if name == "by 8 bits, large products cancel":
             # Why a plan alone asks for it.
-            assert float(error) > 10 * 2**-8, said
+            assert float(error) > 10 * 2**-8, name
             continue
         # Rounding of a result in bfloat16 is 2^-8 of it, of weights half of that; a part is a float32.
         bounds = {"values": 2**-40, "by 8 bits, no rope, a part": 2**-9}
         bounds |= dict.fromkeys(("one scale, float16, a part", "lists of records, 9 rows, a part"), 2**-10)
-        assert float(error) < bounds.get(name, 1.5 * 2**-8), said
+        assert float(error) < bounds.get(name, 1.5 * 2**-8), name
         # Sums of 8-bit products have 13 bits.
-        assert float(of_lse) < (1e-2 if "by 8 bits" in name else 1e-3 if "cancel" in name else 1e-5), said
+        assert float(of_lse) < (1e-2 if "by 8 bits" in name else 1e-3 if "cancel" in name else 1e-5), name
 
 
 def test_loaders_by_rows_store_each_element_at_its_address_and_widen_what_has_8_bits(tmp_path) -> None:

@@ -1,6 +1,10 @@
 """What both attentions share: the sizes of a warpgroup, and constants and functions of the softmax."""
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
+
+from tilelang import language
 
 # Rows of a WGMMA, threads of a warpgroup, and of a warp.
 ROWS = 64
@@ -13,6 +17,22 @@ FLOOR = -1e30
 HEADROOM = 8.0
 LN_2 = 0.6931471805599453
 LOG2_E = 1.4426950408889634
+
+
+def macro(function: Callable[..., Any]) -> Callable[..., Any]:
+    """TileLang's macro, made of the function when it is first called.
+
+    TileLang rewrites a macro in about 20 ms, and no kernel calls a third of them.
+    """
+    made: list[Any] = []
+
+    @wraps(function)
+    def call(*given: Any, **named: Any) -> Any:
+        if not made:
+            made.append(language.macro(function))
+        return made[0](*given, **named)
+
+    return call
 
 
 def row_owners(T: Any, rows: int) -> Any:

@@ -7,9 +7,7 @@ parts: the more parts there are, the fewer elements a program should have.
 
 from typing import Any, NamedTuple
 
-from tilelang.language import macro
-
-from tilelang_mla.kernels.common import FLOOR, LN_2, LOG2_E, WARP, log_of_sum
+from tilelang_mla.kernels.common import FLOOR, LN_2, LOG2_E, WARP, log_of_sum, macro
 from tilelang_mla.kernels.decode.groups import PLANNED, SHARED
 
 # Parts that a thread loads at once, and elements of a row that it combines.

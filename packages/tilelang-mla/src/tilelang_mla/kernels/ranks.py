@@ -2,9 +2,7 @@
 
 from typing import Any
 
-from tilelang.language import macro
-
-from tilelang_mla.kernels.common import FLOOR, LN_2, WARP, log_of_sum
+from tilelang_mla.kernels.common import FLOOR, LN_2, WARP, log_of_sum, macro
 
 _LOG2_E = 1.4426950408889634
 # Elements of a thread. A row, which has its lse behind it, begins on a multiple of 4 bytes and no more.

@@ -5,9 +5,7 @@ Scores are those of a softmax of powers of two. A macro's first argument is Tile
 
 from typing import Any, NamedTuple
 
-from tilelang.language import macro
-
-from tilelang_mla.kernels.common import FLOOR, HEADROOM, LN_2, log_of_sum, row_owners
+from tilelang_mla.kernels.common import FLOOR, HEADROOM, LN_2, log_of_sum, macro, row_owners
 
 
 class Softmax(NamedTuple):

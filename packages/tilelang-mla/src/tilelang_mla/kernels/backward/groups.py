@@ -8,9 +8,7 @@ is the other way round. Scores are a product of the first of the pairs, gradient
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from tilelang.language import macro
-
-from tilelang_mla.kernels.common import WARP
+from tilelang_mla.kernels.common import WARP, macro
 from tilelang_mla.kernels.prefill import groups as prefill
 
 # What is found of a slot, in shared memory: its first row, -1 where it has none, where its sequence begins and ends,

@@ -7,8 +7,6 @@ of tokens, sequences and heads, lengths and scale are not specialised on.
 
 from typing import Any
 
-from tilelang.language import macro
-
 from tilelang_mla.kernels.backward.groups import (
     FIRST,
     Barriers,
@@ -25,7 +23,7 @@ from tilelang_mla.kernels.backward.groups import (
 from tilelang_mla.kernels.backward.roles import consume, produce, store_rows
 from tilelang_mla.kernels.backward.schedule import find_slot, tile_of
 from tilelang_mla.kernels.backward.serial import walk_serially
-from tilelang_mla.kernels.common import GROUP, WARP
+from tilelang_mla.kernels.common import GROUP, WARP, macro
 
 # Registers of a consumer's thread and of the producer's.
 _CONSUMER, _PRODUCER = 240, 24

@@ -1,8 +1,6 @@
 """The producer warp and the consumer warpgroups of the kernels of gradients."""
 
-from tilelang.language import macro
-
-from tilelang_mla.kernels.common import LOG2_E, WARP, row_owners
+from tilelang_mla.kernels.common import LOG2_E, WARP, macro, row_owners
 from tilelang_mla.kernels.prefill.roles import arrive
 
 # The named barrier of the consumers; 0 is that of all threads, and TileLang keeps 1 and 2 for itself.

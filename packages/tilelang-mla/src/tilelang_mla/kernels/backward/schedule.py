@@ -1,8 +1,7 @@
 """Which rows a program has, found from the bounds of the sequences; slots are those of prefill's schedule."""
 
-from tilelang.language import macro
-
 from tilelang_mla.kernels.backward.groups import BEGIN, BEGIN_MET, END, END_MET, FIRST, Bounds
+from tilelang_mla.kernels.common import macro
 from tilelang_mla.kernels.prefill.schedule import owner
 
 

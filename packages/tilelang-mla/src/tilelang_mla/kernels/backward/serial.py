@@ -1,8 +1,7 @@
 """The steps of the roles, one after the other in one thread: for TileLang's C target, in tests."""
 
-from tilelang.language import macro
-
 from tilelang_mla.kernels.backward.roles import begin_rows, load_numbers, mask, slope, weigh
+from tilelang_mla.kernels.common import macro
 from tilelang_mla.kernels.softmax import zero_tail
 
 

@@ -2,9 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from tilelang.language import macro
-
-from tilelang_mla.kernels.common import GROUP, ROWS, WARP
+from tilelang_mla.kernels.common import GROUP, ROWS, WARP, macro
 
 # Warps of a warpgroup.
 _WARPS = GROUP // WARP

@@ -7,9 +7,7 @@ rings are free, and when all has been given.
 
 from typing import Any
 
-from tilelang.language import macro
-
-from tilelang_mla.kernels.common import GROUP, ROWS, row_owners
+from tilelang_mla.kernels.common import GROUP, ROWS, macro, row_owners
 from tilelang_mla.kernels.decode.rows import at
 
 

@@ -18,9 +18,7 @@ TileLang's language, handed in, so that tests may hand in one for machines witho
 
 from typing import Any
 
-from tilelang.language import macro
-
-from tilelang_mla.kernels.common import GROUP
+from tilelang_mla.kernels.common import GROUP, macro
 from tilelang_mla.kernels.decode.groups import (
     SHARED,
     Barriers,

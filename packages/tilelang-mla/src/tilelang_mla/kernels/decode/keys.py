@@ -9,9 +9,7 @@ kernels.
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tilelang.language import macro
-
-from tilelang_mla.kernels.common import GROUP, LN_2, log_of_sum
+from tilelang_mla.kernels.common import GROUP, LN_2, log_of_sum, macro
 from tilelang_mla.kernels.decode.groups import SHARED, Launch, Work, read_work
 from tilelang_mla.kernels.decode.loads import row_of
 from tilelang_mla.kernels.decode.roles import is_per_token, limit_of, scale_of, seen_by, unmasked_keys

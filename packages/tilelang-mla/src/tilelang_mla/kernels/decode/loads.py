@@ -1,6 +1,6 @@
 """Loads of key blocks to shared memory, by TMA where a block lies in one page, else row by row."""
 
-from tilelang.language import macro
+from tilelang_mla.kernels.common import macro
 
 # For copies that nothing waits for but a barrier.
 _ASYNC = {"parallel_prefer_async": True, "parallel_async_without_async_commit_wait": True}

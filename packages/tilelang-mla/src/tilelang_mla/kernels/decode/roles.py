@@ -5,9 +5,7 @@ Barriers and the rings go on from part to part: ``done`` are the blocks of those
 
 from typing import Any
 
-from tilelang.language import macro
-
-from tilelang_mla.kernels.common import GROUP, LOG2_E, ROWS
+from tilelang_mla.kernels.common import GROUP, LOG2_E, ROWS, macro
 from tilelang_mla.kernels.decode.groups import SHARED, Work, read_work
 from tilelang_mla.kernels.decode.joins import is_whole, join_halves, join_sums, weigh_part
 from tilelang_mla.kernels.decode.loads import load_left, load_q, load_right, load_rows, row_of

@@ -7,9 +7,7 @@ table's entry takes longer than copies to be issued. Keys of 8 bits come to L2 a
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tilelang.language import macro
-
-from tilelang_mla.kernels.common import WARP
+from tilelang_mla.kernels.common import WARP, macro
 
 TEXT = Path(__file__).with_name("rows.cuh").read_text()
 # Chunks of half the latents of 512.

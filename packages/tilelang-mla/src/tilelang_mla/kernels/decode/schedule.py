@@ -6,8 +6,7 @@ The work items of a schedule are (part, tile of rows), heaviest parts first; of 
 
 from typing import Any, NamedTuple
 
-from tilelang.language import macro
-
+from tilelang_mla.kernels.common import macro
 from tilelang_mla.kernels.decode.groups import PLANNED, Launch, write_work
 
 # The named barrier of the producer; 0 is that of all threads, and TileLang keeps 1 and 2 for itself.

@@ -1,7 +1,6 @@
 """The steps of the three roles of decoding, one after the other in one thread: for TileLang's C target, in tests."""
 
-from tilelang.language import macro
-
+from tilelang_mla.kernels.common import macro
 from tilelang_mla.kernels.decode.groups import SHARED, Work, read_work
 from tilelang_mla.kernels.decode.loads import load_rows, tell_row
 from tilelang_mla.kernels.decode.roles import (

@@ -8,8 +8,7 @@ line one of the two always rises. So no program counts more than the sums of len
 
 from typing import Any
 
-from tilelang.language import macro
-
+from tilelang_mla.kernels.common import macro
 from tilelang_mla.kernels.decode.groups import SHARED, write_work
 from tilelang_mla.kernels.decode.schedule import OF_PRODUCER, capacity_of, length_of, places_taken
 

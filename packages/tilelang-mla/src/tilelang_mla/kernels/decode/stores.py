@@ -1,8 +1,6 @@
 """What the roles of decoding store of a work item: rows of latents, results or partial ones, and numbers of rows."""
 
-from tilelang.language import macro
-
-from tilelang_mla.kernels.common import LN_2, log_of_sum, row_owners
+from tilelang_mla.kernels.common import LN_2, log_of_sum, macro, row_owners
 from tilelang_mla.kernels.softmax import natural_lse
 
 

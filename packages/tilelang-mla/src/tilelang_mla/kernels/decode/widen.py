@@ -6,9 +6,7 @@ their way. Where their rows are is looked up a block ahead of that. Whatever pag
 
 from typing import Any, NamedTuple
 
-from tilelang.language import macro
-
-from tilelang_mla.kernels.common import GROUP
+from tilelang_mla.kernels.common import GROUP, macro
 from tilelang_mla.kernels.decode.loads import load_rows, row_of, tell_row
 from tilelang_mla.kernels.decode.schedule import OF_PRODUCER
 

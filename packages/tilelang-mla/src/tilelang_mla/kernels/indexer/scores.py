@@ -9,9 +9,7 @@ block's keys by key, many by token. Numbers of tokens, sequences, pages and leng
 
 from typing import Any, NamedTuple
 
-from tilelang.language import macro
-
-from tilelang_mla.kernels.common import GROUP, WARP
+from tilelang_mla.kernels.common import GROUP, WARP, macro
 
 # Elements of a key. Rows of q in one TMA load.
 DIM, _Q_ROWS = 128, 128

@@ -8,9 +8,7 @@ marked in a bit map and comes out in the order of positions: the same list whate
 
 from typing import Any, NamedTuple
 
-from tilelang.language import macro
-
-from tilelang_mla.kernels.common import WARP
+from tilelang_mla.kernels.common import WARP, macro
 
 # Bits of the digits: three of a score, two of a position.
 DIGITS = (11, 11, 10, 10, 10)

@@ -3,9 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from tilelang.language import macro
-
-from tilelang_mla.kernels.common import GROUP, ROWS, WARP
+from tilelang_mla.kernels.common import GROUP, ROWS, WARP, macro
 
 # Columns of WGMMA's accumulators before a thread has columns again.
 COLUMNS = 8

@@ -3,9 +3,7 @@
 Barriers and the rings go on from tile to tile: ``done`` are the blocks of those before.
 """
 
-from tilelang.language import macro
-
-from tilelang_mla.kernels.common import FLOOR, WARP, row_owners
+from tilelang_mla.kernels.common import FLOOR, WARP, macro, row_owners
 from tilelang_mla.kernels.prefill.groups import (
     COLUMNS,
     HEAD,

@@ -3,7 +3,7 @@
 A head has more slots than tiles, as many as sequences of any lengths can need; some are nobody's.
 """
 
-from tilelang.language import macro
+from tilelang_mla.kernels.common import macro
 
 # What is found of a slot, in shared memory: its first row, -1 where it has none, and where its sequence's queries and
 # keys begin and end. Beside it, the number of the next tile.

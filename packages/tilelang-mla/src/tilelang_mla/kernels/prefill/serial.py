@@ -1,7 +1,6 @@
 """The steps of prefill's roles, one after the other in one thread: for TileLang's C target, in tests."""
 
-from tilelang.language import macro
-
+from tilelang_mla.kernels.common import macro
 from tilelang_mla.kernels.prefill.groups import Tile
 from tilelang_mla.kernels.prefill.roles import begin_rows, finish_rows, store_lse, store_rows, weigh
 from tilelang_mla.kernels.prefill.schedule import FIRST, cut_tile, note_if, owner, slot_of, tile_of

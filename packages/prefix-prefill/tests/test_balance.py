@@ -78,16 +78,17 @@ def tabulate(p_cu, p_seqlens, p_table, rows, num_sequences, capacity, left, righ
     work, pieces = balance.share_work(o_lane, tl.num_programs(0), num_splits, given, C)
     p_row = p_table + i_program * (MOST * FIELDS)
     if work.line:
-        x = i_program * work.share
-        end = x + work.share
+        i_line, i_own, i_all = balance.place_on_lines(i_program, work)
+        x = i_own * work.share
+        end = tl.where(i_own < work.programs // work.lines, x + work.share, x)
         block = balance.first_block(o_lane, given, True)
         while x < end:
             block = balance.block_at(x, block, o_lane, work, given, True, C)
             if x < block.high:
                 place = balance.place_at(x, block)
                 own_costs = costs.costs_of(batch.sequence_at(given, place.i_n, C), given, C)
-                item, x = balance.share_at(x, end, i_program, place, own_costs, work, C)
-                note(p_row, place.i_n, item)
+                item, x = balance.share_at(x, end, i_own, place, own_costs, work, C)
+                note(p_row, place.i_n, balance.on_line(item, i_line, i_all - i_own, work))
                 p_row += FIELDS
             else:
                 x = end
@@ -240,6 +241,18 @@ def test_tiles_stay_whole_where_only_so_they_find_their_keys_in_the_cache(device
     """Shares of a chunk's tiles would begin at different keys, and each be read from memory."""
     found = of_lengths(device, [(60_000, 8 * 12)], config=CAUSAL._replace(D=head_size))
     assert any(piece.pieces > 1 for piece in itertools.chain(*found)) is cut
+
+
+def test_programs_read_the_keys_of_all_heads_at_a_time_where_tiles_are_of_few_rows(device: torch.device) -> None:
+    config = CAUSAL._replace(GROUPS=1, HEADS_KV=4)
+    lengths = [(700, 1)] * 20 + [(9000, 1)] + [(20, 1), (0, 0), (3000, 1)]
+    found = of_lengths(device, lengths, programs=33, config=config)
+    check(found, {(i, head, 0) for i, (_, new) in enumerate(lengths) for head in range(4) if new})
+    assert not found[-1]
+    for i in range(0, 32, 4):
+        others = [[piece._replace(head=0) for piece in own] for own in found[i : i + 4]]
+        assert others[1:] == others[:-1]
+        assert [{piece.head for piece in own} for own in found[i : i + 4]] == [{0}, {1}, {2}, {3}]
 
 
 @pytest.mark.parametrize(("keys", "count"), [(500, 1), (2000, 16), (30000, 17)])

@@ -61,7 +61,7 @@ ALL_KEYS: tl.constexpr = tl.constexpr(2**30)
 class Work(NamedTuple):
     """How programs share: ``line`` whether by shares of ``share`` keys, else by pieces, ``num_splits`` of each tile or,
     if that is 0, of at most ``piece`` keys; the most pieces that the line has, the programs, and the entries that a
-    merge reads; and whether pieces come band by band.
+    merge reads; whether pieces come band by band; and of shares, the lines side by side, each of as many heads.
     """
 
     line: object
@@ -72,6 +72,7 @@ class Work(NamedTuple):
     programs: object
     entries: object
     in_bands: object
+    lines: object
 
 
 class Block(NamedTuple):
@@ -177,7 +178,7 @@ def block_at(x, block, o_lane, work, batch, BY_SHARE: tl.constexpr, C):
         costs = costs_of(sequence_at(batch, first + o_lane, C), batch, C)
         low = high
         if BY_SHARE:
-            ends = low + tl.cumsum(cost_before(costs.tiles, costs, C) * (C.HEADS_KV * C.HEAD_TILES), 0)
+            ends = low + tl.cumsum(cost_before(costs.tiles, costs, C) * (C.HEADS_KV * C.HEAD_TILES // work.lines), 0)
         else:
             band = Band(band.low - band.width, band.width, band.least)
             if is_last:
@@ -211,7 +212,7 @@ def by_number(programs, num_splits, batch, C):
     none = most.to(tl.int64)
     entries = tl.where(num_splits > 1, most, 0)
     in_bands = (most > programs) & (batch.num_sequences > 1)
-    return Work(programs < 0, none, most, most * 0 + num_splits, most, programs, entries, in_bands)
+    return Work(programs < 0, none, most, most * 0 + num_splits, most, programs, entries, in_bands, most * 0 + 1)
 
 
 @triton.jit
@@ -264,6 +265,7 @@ def by_lengths(o_lane, programs, batch, C):
     piece = tl.maximum((keys + splits - 1) // splits, least)
     line = programs < 0
     share = line.to(tl.int64)
+    lines = lines_of(programs, C)
     if (keys < 2 * least) | ((splits > 1) & (keys < piece + MERGING)):
         # No tile is worth a cut, and nothing need be merged; what follows is not even fetched.
         splits = splits * 0 + 1
@@ -281,21 +283,22 @@ def by_lengths(o_lane, programs, batch, C):
             whole = tl.maximum(uneven, longest.to(tl.float32))
         # Shares: the merging; and where tiles have their keys in common, and those are more than the cache holds, each
         # program reads them from memory for itself.
-        apart = tl.maximum(mean, 2 * LEAST)
+        on_line = programs // lines
+        apart = tl.maximum(total / (on_line * lines), 2 * LEAST)
         kept = tl.sum(all_keys, 0) * (C.HEADS_KV * C.D * (2 if C.IS_FP8 else 4)) <= CACHE_BYTES
         apart += tl.where((not kept) & (tiles > tl.sum(sequences, 0) * HEADS), 0.25 * apart, 0.0) + MERGING
         if not C.SHARED:
             # Who takes the results of a shared level looks for them by number of the piece.
             line = apart < whole
         if line:
-            share = quotient(tl.sum(all_costs, 0) * HEADS + programs - 1, programs)
+            share = quotient(tl.sum(all_costs, 0) * (HEADS // lines) + on_line - 1, on_line)
             share = tl.maximum(share, 2 * LEAST)
     most = most_pieces(splits, batch, C)
     most = tl.where(splits > 1, tl.minimum(tiles * splits, most), most)
     entries = tl.where(line, programs, tl.where(splits > 1, most, 0))
     # Where tiles are cut for want of any, those of short sequences are cut into fewer.
     in_bands = (tiles > programs) & (batch.num_sequences > 1)
-    work = Work(line, share, piece, tl.where(splits > 1, 0, 1), most, programs, entries, in_bands)
+    work = Work(line, share, piece, tl.where(splits > 1, 0, 1), most, programs, entries, in_bands, lines)
     ends = none
     low = batch.num_sequences * 0
     band = Band(low, low, low)
@@ -303,6 +306,29 @@ def by_lengths(o_lane, programs, batch, C):
         band = first_band(costs, work, C)
         ends = tl.cumsum(extent_of(costs, band, work, C), 0)
     return work, Block(low - 1, ends, low, tl.max(ends, 0), band)
+
+
+@triton.jit
+def lines_of(programs, C):
+    """How many lines of shares lie side by side: where tiles are of few rows, one for each head, so that programs read
+    all heads' keys of a token at a time, which lie together; if no more than one program in 32 is idle then.
+    """
+    HEADS: tl.constexpr = C.HEADS_KV * C.HEAD_TILES
+    lines = programs * 0 + 1
+    if C.GROUPS == 1 and not C.SHARED:
+        lines = tl.where(programs % HEADS * 32 <= programs, HEADS, 1)
+    return lines
+
+
+@triton.jit
+def place_on_lines(i_program, work):
+    """A program's line, its number there, and its number where those of a line follow each other. Who has none comes
+    last.
+    """
+    on_line = work.programs // work.lines
+    i_line = i_program % work.lines
+    i_own = i_program // work.lines
+    return i_line, i_own, tl.where(i_own < on_line, i_line * on_line + i_own, i_program)
 
 
 @triton.jit
@@ -382,6 +408,15 @@ def tiles_of_share(count, item):
     """The same of a program's share of a tile."""
     tiles = count.to(tl.int64)
     return quotient(tiles * item.low, item.parts).to(tl.int32), quotient(tiles * item.high, item.parts).to(tl.int32)
+
+
+@triton.jit
+def on_line(item, i_line, i_first, work):
+    """A share's item with the number of its head, and of its programs, among all of them."""
+    i_head = item.i_head * work.lines + i_line
+    return Item(
+        i_head, item.i_tile, item.low, item.high, item.parts, item.i_piece, item.pieces, item.first + i_first
+    )  # fmt: skip
 
 
 @triton.jit

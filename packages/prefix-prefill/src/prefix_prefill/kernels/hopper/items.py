@@ -17,8 +17,10 @@ from prefix_prefill.kernels.balance import (
     block_at,
     by_number,
     first_block,
+    on_line,
     piece_at,
     place_at,
+    place_on_lines,
     round_of,
     share_at,
     share_work,
@@ -109,7 +111,6 @@ def schedule(table, num_splits, batch, p_entries, C):
             count = schedule_pieces(table, p_entries, i_program, o_lane, work, block, batch, C)
         else:
             if work.line:
-                write_no_entry(p_entries, i_program)
                 count = schedule_shares(table, p_entries, i_program, o_lane, work, batch, C)
             else:
                 count = schedule_pieces(table, p_entries, i_program, o_lane, work, block, batch, C)
@@ -158,16 +159,19 @@ def schedule_pieces(table, p_entries, i_program, o_lane, work, block, batch, C):
 def schedule_shares(table, p_entries, i_program, o_lane, work, batch, C):
     """The same where it is shared by keys."""
     count = batch.num_sequences * 0
-    x = i_program * work.share
-    end = x + work.share
+    i_line, i_own, i_program = place_on_lines(i_program, work)
+    write_no_entry(p_entries, i_program)
+    x = i_own * work.share
+    end = gl.where(i_own < work.programs // work.lines, x + work.share, x)
     block = first_block(o_lane, batch, True)
     while x < end:
         block = block_at(x, block, o_lane, work, batch, True, C)
         if x < block.high:
             place = place_at(x, block)
             sequence = sequence_at(batch, place.i_n, C)
-            item, x = share_at(x, end, i_program, place, costs_of(sequence, batch, C), work, C)
+            item, x = share_at(x, end, i_own, place, costs_of(sequence, batch, C), work, C)
             if item.pieces > 0:
+                item = on_line(item, i_line, i_program - i_own, work)
                 own = gl.where(item.i_piece == 0, 2 * i_program + 1, 2 * i_program)
                 # First, as numbers of a share would take registers until later.
                 write_entry(p_entries, i_program, item, sequence, False, C)

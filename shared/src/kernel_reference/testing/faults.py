@@ -25,6 +25,7 @@ import faulthandler
 import gc
 import importlib
 import importlib.util
+import inspect
 import json
 import os
 import re
@@ -190,6 +191,8 @@ def _warm_up() -> None:
     if "torch" in sys.modules:
         # OpenMP's threads do not survive a fork, and whoever asks for them there waits for ever.
         sys.modules["torch"].set_num_threads(1)
+    # Torch asks where each op is defined, and to answer that inspect looks all modules up, once.
+    inspect.getmodule(sys._getframe())
     # What is there now stays: forks need not look through it, nor copy the pages that looking writes to.
     gc.collect()
     gc.freeze()
@@ -325,7 +328,8 @@ def _compile(package: Path, whole: Path) -> None:
 
 
 def _copy(task: _Task, whole: Path, copy: Path) -> None:
-    shutil.copytree(whole / "src", copy / "src")
+    # Links: git and patch write a new file in the place of one that they change.
+    shutil.copytree(whole / "src", copy / "src", copy_function=os.link)
     if task.patch is not None:
         _apply(task.patch, copy)
 

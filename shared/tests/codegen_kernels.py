@@ -39,3 +39,13 @@ def halting(p_x, p_y):
 @triton.jit
 def undefined(p_x, p_y):
     tl.store(p_y, tl.load(p_x) + missing)  # noqa: F821
+
+
+@triton.jit
+def divide(p_x, p_y, n):
+    o_x = tl.arange(0, 128)
+    b_x = tl.load(p_x + o_x)
+    # ptxas has functions of its own for these.
+    for _ in range(n):
+        b_x = b_x // (tl.load(p_y + o_x) + b_x) + n
+    tl.store(p_x + o_x, b_x % (n + o_x.to(tl.int64)))

@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from kernel_reference.checks import fail
+from kernel_reference.testing.disassembly import disassembled
 from kernel_reference.testing.forks import Fork
 from kernel_reference.testing.ptx import overwritten_barriers
 from kernel_reference.testing.reports import Report as Report
@@ -122,20 +123,45 @@ def _tail(place: Path) -> str:
 def _serve(place: str) -> None:
     """Run in the child: compile the jobs of this folder and leave the reports there."""
     jobs, keep_code = pickle.loads((Path(place) / "jobs").read_bytes())
-    (Path(place) / "reports").write_bytes(pickle.dumps([_compile(spec, target, keep_code) for spec, target in jobs]))
+    compiled = [_compile(spec, target) for spec, target in jobs]
+    sass = {} if keep_code else _disassembled(compiled, [target for _, target in jobs])
+    reports = []
+    for number, ((spec, target), kernel) in enumerate(zip(jobs, compiled, strict=True)):
+        if isinstance(kernel, Report):
+            reports.append(kernel)
+        elif target.startswith("sm_"):
+            reports.append(_read_nvidia(spec.name, target, kernel, sass.get(number)))
+        else:
+            reports.append(_read_amd(spec.name, target, kernel, keep_code))
+    (Path(place) / "reports").write_bytes(pickle.dumps(reports))
 
 
-def _compile(spec: KernelSpec, target: str, keep_code: bool) -> Report:
+def _compile(spec: KernelSpec, target: str) -> Any:
+    """Triton's kernel, or a report of why there is none."""
     try:
-        kernel = _compiled(spec, target)
+        return _compiled(spec, target)
     except Exception as error:
         print(f"{spec.name} for {target}: {error!r}", flush=True)
         # The outermost error says where in the kernel, its causes say what.
         reasons = dict.fromkeys(f"{type(reason).__name__}: {reason}".strip() for reason in _causes(error))
         return Report(spec.name, target, error="\n".join(reasons))
-    if target.startswith("sm_"):
-        return _read_nvidia(spec.name, target, kernel, keep_code)
-    return _read_amd(spec.name, target, kernel, keep_code)
+
+
+def _disassembled(compiled: Sequence[Any], targets: Sequence[str]) -> dict[int, str]:
+    """The SASS of NVIDIA's among these, by their places."""
+    found: dict[int, str] = {}
+    for target in dict.fromkeys(targets):
+        places = [i for i, kernel in enumerate(compiled) if targets[i] == target and not isinstance(kernel, Report)]
+        if target.startswith("sm_"):
+            texts = disassembled([compiled[i].asm["cubin"] for i in places], target, _tools() / "nvdisasm")
+            found |= dict(zip(places, texts, strict=True))
+    return found
+
+
+def _tools() -> Path:
+    import triton
+
+    return Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
@@ -213,17 +239,16 @@ def _load(kernel: str) -> Any:
     return function
 
 
-def _read_nvidia(name: str, target: str, kernel: Any, keep_code: bool) -> Report:
-    import triton
-
-    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+def _read_nvidia(name: str, target: str, kernel: Any, sass: str | None) -> Report:
+    """sass: what was made of it with others; else it is made here, and the report holds the code."""
+    keep_code = sass is None
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        usage = subprocess.check_output([tools / "cuobjdump", "-res-usage", file.name], text=True)
-        # Which branches a table leads to is a quarter of the time, and said to readers alone.
-        told = ["-c"] if keep_code else ["-c", "--no-dataflow"]
-        sass = subprocess.check_output([tools / "nvdisasm", *told, file.name], text=True)
+        usage = subprocess.check_output([_tools() / "cuobjdump", "-res-usage", file.name], text=True)
+        if sass is None:
+            # With the branches that a table leads to.
+            sass = subprocess.check_output([_tools() / "nvdisasm", "-c", file.name], text=True)
     figures = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
     return Report(
         name,

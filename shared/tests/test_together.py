@@ -114,3 +114,24 @@ def test_launches_are_gathered_in_their_own_thread_alone_and_none_is_started() -
     assert [found for found, _ in gathered] == [launch]
     assert gathered[0][1][0] is x
     assert len(kernel.started) == 1
+
+
+def test_gathering_within_a_call_that_is_gathered_starts_nothing_and_leaves_its_launches(modes) -> None:
+    kernels = [Kernel(threading.Barrier(1), lambda: modes[-1]) for _ in range(4)]
+    first, inner, asked_for, last = (Launch(kernel, (3, 1, 1), (), torch.device("cpu")) for kernel in kernels)
+    nested = compiled_together(inner, CUDA)
+
+    def run(tensor: torch.Tensor) -> None:
+        first(tensor)
+        nested(tensor)
+        assert [launch for launch, _ in gathered_launches(asked_for, tensor)] == [asked_for]
+        last(tensor)
+
+    x = torch.empty(8)
+    call = compiled_together(run, CUDA)
+    assert [launch for launch, _ in gathered_launches(call, x)] == [first, inner, last]
+    assert not any(kernel.started or kernel.compiled for kernel in kernels)
+    # As they are compiled beside each other, and then started, once.
+    call(x)
+    assert [len(kernel.started) for kernel in kernels] == [1, 1, 0, 1]
+    assert [len(kernel.compiled) for kernel in kernels] == [1, 1, 0, 1]

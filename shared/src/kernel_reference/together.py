@@ -32,13 +32,16 @@ gathering = _Gathering()
 
 
 def gathered_launches(run: Callable[..., Any], *tensors: Any) -> _Launches:
-    """The launches that ``run(*tensors)`` would make, each with its tensors; none is started."""
+    """The launches that ``run(*tensors)`` would make, each with its tensors; none is started, nor is any after it where
+    this is asked within a call whose own launches are gathered.
+    """
+    outer = gathering.found
     found: _Launches = []
     gathering.found = found
     try:
         run(*tensors)
     finally:
-        gathering.found = None
+        gathering.found = outer
     return found
 
 

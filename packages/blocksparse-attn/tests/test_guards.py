@@ -777,7 +777,7 @@ def test_the_grid_grows_with_rows_and_sequences_and_never_with_the_longest(monke
     The kernel for sm_90 has no more programs than there are SMs.
     """
     grids = Grids(monkeypatch)
-    monkeypatch.setattr(launch, "_persistent_programs", lambda device: 100)
+    monkeypatch.setattr(launch, "persistent_programs", lambda device: 100)
     for rows, sequences, splits in ((1, 1, 1), (2079, 32, 1), (2079, 32, 3), (32, 32, 7)):
         for plan, tokens, heads, spare in (
             (lists(16, 16, splits), 16, 8, 2), (packed(16, 16, splits), 1, 2, 1), (hopper(128, splits), 128, 8, 2),

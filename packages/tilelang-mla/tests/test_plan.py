@@ -355,8 +355,9 @@ def test_programs_of_the_combine_kernel_run_at_once_and_find_no_more_sequences_t
     for sequences, parts, pieces in ((4, 8, 1), (4, 9, 2), (300, 16, 2), (1, 32, 4)):
         assert merge_grid(sequences, 128, 10**5, DecodeTiles(64, 64, 2, parts), 132)[1] == pieces
     # Where one sequence may have most of the parts, rows are cut though most sequences may have one.
-    long = [(64, 100000), (64, 8192), (128, 100000)]
-    assert [merge_grid(64, rows, most, DecodeTiles(64, 64, 2, 1, 131), 132)[1] for rows, most in long] == [4, 1, 1]
+    long = [(64, 100000), (64, 8192), (128, 100000), (128, 8192), (192, 100000)]
+    tiles = DecodeTiles(64, 64, 2, 1, 131)
+    assert [merge_grid(64, rows, most, tiles, 132)[1] for rows, most in long] == [4, 1, 4, 1, 1]
 
 
 def test_the_grid_of_prefill_has_a_tile_for_any_lengths() -> None:

@@ -43,8 +43,8 @@ _NARROW, _LINE = 16, 128
 # rows and 66 parts 8 pieces take 7.8 us, 4 take 6.7, 2 8.1 (H200).
 _MOST_PIECES, _PIECES = 16, 4
 # Blocks of keys from which on one sequence may have most of the parts, so that rows are cut though others may have one:
-# one of 100000 keys among 63 of up to 1000 takes 105 us for 128 at 64 heads, 84 for 91 at 16 (H100). 64 of 8192 would
-# take 251 for 247; of 128 heads, which are not cut, 64 of 2048 90 for 80.
+# one of 100000 keys among 63 of up to 1000 takes 105 us for 128 at 64 heads, 84 for 91 at 16, 108 for 115 at 128
+# (H100). 64 of 8192 would take 251 for 247, 299 for 289 at 128.
 _LONG = 256
 # Programs of the combine kernel on an SM, of which 9 run at once; and sequences of one, each of which a thread finds.
 _MERGING, _MERGED_BY_ONE = 16, 32
@@ -433,7 +433,7 @@ def merge_grid(sequences: int, rows: int, capacity: int, tiles: DecodeTiles, cor
     if tiles.spare_parts:
         # Not where parts are pinned: sums of other pieces have other bits, and those are the same in any batch.
         pieces = min(pieces, power_of_two_at_most(max(1, _PIECES * cores // (sequences * rows))))
-        if rows <= _ROWS and capacity >= _LONG * tiles.block_n:
+        if rows <= 2 * _ROWS and capacity >= _LONG * tiles.block_n:
             pieces = max(pieces, _PIECES)
     each = max(1, cdiv(sequences * rows * pieces, _MERGING * cores))
     return min(each, sequences, _MERGED_BY_ONE), pieces

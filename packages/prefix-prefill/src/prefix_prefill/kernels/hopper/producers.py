@@ -13,6 +13,7 @@ from prefix_prefill.kernels.hopper.config import (
     Source,
     begin_of,
     column_of,
+    comes_ahead,
     comes_box_by_box,
     converter_warps,
     has_light_consumers,
@@ -69,6 +70,20 @@ def pages_of(key, source, loop, COUNT: gl.constexpr, C):
     for i in gl.static_range(COUNT):
         pages = pages + (page_of(key + i * C.BOX, source, loop, C),)
     return pages
+
+
+@gluon.jit
+def pages_of_tile(key, source, loop, BOXES: gl.constexpr, C):
+    """The pages that hold as many boxes of keys, one a lane, by one load; a lane past them has a page past the last."""
+    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    return page_of(gl.where(lane < BOXES, key + lane * C.BOX, loop.cached_high), source, loop, C)
+
+
+@gluon.jit
+def of_lane(numbers, i):
+    """Lane i's of 32 numbers of 0 or more, for the whole warp."""
+    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    return gl.max(gl.where(lane == i, numbers, 0), 0)
 
 
 @gluon.jit
@@ -147,6 +162,28 @@ def load_cached(d_cache, ring, before, count, source, loop, TILES: gl.constexpr,
 
 
 @gluon.jit
+def load_cached_ahead(d_cache, ring, before, count, source, loop, TILES: gl.constexpr, SIZE: gl.constexpr, C):
+    """As ``load_cached``, a tile's pages on their way while the tile before it is loaded."""
+    KEYS: gl.constexpr = ring.tiles[0].shape[1]
+    BOXES: gl.constexpr = KEYS // C.BOX
+    TILE_BYTES: gl.constexpr = KEYS * column_of(TILES, len(TILES)) * d_cache[0].dtype.primitive_bitwidth // 8
+    # BOXES as a run-time value, so that the loop is not unrolled.
+    boxes = BOXES + (source.num_blocks >> 31)
+    key = loop.start
+    pages = pages_of_tile(key, source, loop, BOXES, C)
+    for i in range(count):
+        stage = (before + i) % ring.full.shape[0]
+        next_pages = pages_of_tile(key + KEYS, source, loop, BOXES, C)
+        wait_empty(ring, before + i)
+        mbarrier.expect(ring.full.index(stage), TILE_BYTES)
+        for box in range(boxes):
+            at = (of_lane(pages, box), source.i_kv, key % C.PAGE)
+            issue_cached(d_cache, ring, stage, box, at, TILES, SIZE, C)
+            key += C.BOX
+        pages = next_pages
+
+
+@gluon.jit
 def load_cached_box_by_box(d_cache, ring, before, count, source, loop, TILES: gl.constexpr, SIZE: gl.constexpr, C):
     """As ``load_cached``, one box after the other, the page of the next one on its way meanwhile."""
     KEYS: gl.constexpr = ring.tiles[0].shape[1]
@@ -220,6 +257,8 @@ def load(d_cache, d_new, p_table, cached, ring, table, sizes, batch, TILES: gl.c
             gather_cached(d_cache, cached, at, tiles, source, loop, TILES, SIZE, C)
         elif comes_box_by_box(TILES, d_cache[0].dtype.primitive_bitwidth, C):
             load_cached_box_by_box(d_cache, cached, at, tiles, source, loop, TILES, SIZE, C)
+        elif comes_ahead(C):
+            load_cached_ahead(d_cache, cached, at, tiles, source, loop, TILES, SIZE, C)
         else:
             load_cached(d_cache, cached, at, tiles, source, loop, TILES, SIZE, C)
         before_cached += tiles

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -450,8 +449,8 @@ def test_gradients_made_at_once_have_the_bits_of_one_after_the_other(
     if device.type == "cpu":
         stream = Mock(cuda_stream=0)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-        monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-        monkeypatch.setattr(gradients_launch, "_stream_beside", lambda *given: stream)
+        monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
+        monkeypatch.setattr(gradients_launch, "_stream_beside", lambda *given: (stream, Mock(), Mock()))
         monkeypatch.setattr(launch, "device_limits", lambda device: DeviceLimits(1))
     q, k, v, d_out = (tensors.normal(2, 2, 33, size, dtype=dtype) for size in (d, d, e, e))
     history, d_state = (tensors.normal(2, 2, d, e) for _ in range(2))

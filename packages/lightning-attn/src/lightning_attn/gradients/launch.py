@@ -64,16 +64,22 @@ def _at_once(problem: BackwardProblem, groups: int, device: torch.device) -> Cal
     def run(t: AttentionBackward) -> None:
         parts = [_part(t, slice(i * count, (i + 1) * count)) for i in range(groups)] if groups > 1 else [t]
         current = torch.cuda.current_stream(device)
-        beside = _stream_beside(device, current.cuda_stream)
-        beside.wait_stream(current)
+        beside, begun, ended = _stream_beside(device, current.cuda_stream)
+        begun.record(current)
+        beside.wait_event(begun)
         try:
-            with torch.cuda.stream(beside):
+            # Without a context, which asks for devices and streams in twice the time.
+            torch.cuda.set_stream(beside)
+            try:
                 for part in parts:
                     _make_dk(prefill_dk, part)
+            finally:
+                torch.cuda.set_stream(current)
             for part in parts:
                 _make_dv(prefill_dv, part)
         finally:
-            current.wait_stream(beside)
+            ended.record(beside)
+            current.wait_event(ended)
 
     return run
 
@@ -87,9 +93,12 @@ def _make_dv(prefill: Prefill, t: AttentionBackward) -> None:
 
 
 @lru_cache(maxsize=64)
-def _stream_beside(device: torch.device, stream: int) -> torch.cuda.Stream:
-    """One for each stream that gradients are made on: two of those, of which one may be captured, share none."""
-    return torch.cuda.Stream(device)
+def _stream_beside(device: torch.device, stream: int) -> tuple[torch.cuda.Stream, torch.cuda.Event, torch.cuda.Event]:
+    """One for each stream that gradients are made on: two of those, of which one may be captured, share none.
+
+    With the events that each waits for.
+    """
+    return torch.cuda.Stream(device), torch.cuda.Event(), torch.cuda.Event()
 
 
 def _of_heads(problem: PrefillProblem, count: int) -> PrefillProblem:

@@ -102,6 +102,7 @@ def test_roles_are_the_recurrence(tensors, kernels, sizes, dtype, segment) -> No
 @pytest.mark.parametrize(("dtype", "sizes", "shares", "initial"), [
     (torch.bfloat16, (48, 40), 2, False), (torch.float16, (72, 64), 4, False), (torch.bfloat16, (48, 40), 2, True),
 ], ids=str)  # fmt: skip
+    (torch.float16, (136, 40), 2, False),
 def test_programs_that_share_a_segment_have_its_bits(tensors, kernels, dtype, sizes, shares, initial) -> None:
     """Of one, four and, in two segments, six and four chunks, the last of them short, of one token, and of padding.
 

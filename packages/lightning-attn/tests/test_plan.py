@@ -236,7 +236,7 @@ def test_two_warpgroups_share_scores_where_a_program_an_sm_is_left_and_nowhere_e
 def test_programs_share_segments_where_they_leave_sms_idle_and_nowhere_else() -> None:
     for heads, size, segments, shares in (
         (4, 128, 8, 2), (4, 128, 2, 4), (4, 128, 1, 4), (8, 128, 2, 4), (8, 128, 8, 1), (8, 96, 4, 2), (8, 96, 5, 1),
-        (16, 128, 1, 4), (16, 128, 3, 1), (32, 64, 1, 4), (4, 256, 1, 1), (8, 72, 1, 1), (64, 128, 1, 1),
+        (16, 128, 1, 4), (16, 128, 3, 1), (32, 64, 1, 4), (4, 256, 1, 4), (16, 256, 1, 2), (64, 128, 1, 1),
     ):  # fmt: skip
         shape = Heads(heads, heads, size, size)
         plan = plan_prefill(shape, "bfloat16", H200, suits_tma=True)
@@ -244,6 +244,12 @@ def test_programs_share_segments_where_they_leave_sms_idle_and_nowhere_else() ->
         assert found == replace(plan, shares=shares), (heads, size, segments)
         assert found.covers(shape)
     assert shared(plan_prefill(TP8, "float32", H200), TP8, 1, H200).shares == 1
+    # Those of another kernel, by roles then.
+    odd = Heads(8, 8, 72, 72)
+    plan = plan_prefill(odd, "bfloat16", H200, suits_tma=True)
+    assert not plan.roles
+    assert shared(plan, odd, 1, H200) == replace(plan, block_d=64, roles=True, shares=4)
+    assert shared(plan, odd, 8, H200) == plan
 
 
 def test_few_heads_are_decoded_by_whole_columns_a_warp_on_sm_90() -> None:

@@ -138,18 +138,18 @@ def _plan_prefill(
     limits = device_limits(device)
     plan = plan_prefill(problem.heads, problem.dtype, limits, suits_tma, problem.snapshots > 0)
     # How long each of a ragged batch's is only the device knows.
+    if plan.segment and _may_share(problem, plan.segment):
+        # Of a ragged batch the least that it may have.
+        of_rows = cdiv(problem.rows, plan.segment)
+        segments = max(problem.sequences, of_rows) if problem.ragged else problem.sequences * of_rows
+        by_several = shared(plan, problem.heads, segments, limits)
+        if by_several.shares > 1:
+            return by_several
     if problem.ragged:
-        plan = staged_by_mean(plan, problem.heads, problem.rows, problem.sequences)
-    elif problem.rows <= SHORT or problem.is_gradient:
-        plan = staged(plan, problem.heads, problem.rows)
-    else:
-        plan = widened(plan, problem.heads, _segments(problem, plan), limits)
-    if not plan.segment or not _may_share(problem, plan.segment):
-        return plan
-    # Of a ragged batch the least that it may have.
-    of_rows = cdiv(problem.rows, plan.segment)
-    segments = max(problem.sequences, of_rows) if problem.ragged else problem.sequences * of_rows
-    return shared(plan, problem.heads, segments, limits)
+        return staged_by_mean(plan, problem.heads, problem.rows, problem.sequences)
+    if problem.rows <= SHORT or problem.is_gradient:
+        return staged(plan, problem.heads, problem.rows)
+    return widened(plan, problem.heads, _segments(problem, plan), limits)
 
 
 def _make_prefill(problem: PrefillProblem, plan: PrefillPlan, device: torch.device) -> Callable[..., None]:

@@ -175,7 +175,7 @@ class PrefillPlan(Plan):
             return False
         if self.roles and not self.hopper:
             return False
-        if self.shares != 1 and not (self.roles and self.segment and heads.head_qk <= 128 and self.num_stages >= 3):
+        if self.shares != 1 and not (self.roles and self.segment and self.num_stages >= 3):
             return False
         if not 1 <= self.shares <= MOST_SHARES:
             return False

@@ -10,8 +10,8 @@ from lightning_attn.kernels.hopper_states import add_chunk, values_of
 
 @gluon.constexpr_function
 def is_shared(sizes):
-    """Whether a segment may have several programs: none of a larger state, nor one whose short chunk is the first."""
-    return sizes.SEGMENT > 0 and sizes.D <= 128 and not sizes.REVERSED
+    """Whether a segment may have several programs: none whose short chunk is the first."""
+    return sizes.SEGMENT > 0 and not sizes.REVERSED
 
 
 @gluon.jit

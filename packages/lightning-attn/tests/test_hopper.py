@@ -27,7 +27,8 @@ pytestmark = pytest.mark.simulated
 
 KERNELS = (
     "decay", "schedule", "hopper_ring", "hopper_rows", "hopper_step", "hopper_chain", "chunked", "recurrent", "trees",
-    "hopper_states", "hopper_lead", "hopper_follow", "hopper_roles", "hopper", "hopper_tokens", "hopper_float32",
+    "hopper_states", "hopper_lead", "hopper_follow", "hopper_roles", "hopper_parts", "hopper_float32_step", "hopper",
+    "hopper_tokens", "hopper_float32",
 )  # fmt: skip
 
 
@@ -101,8 +102,8 @@ def test_roles_are_the_recurrence(tensors, kernels, sizes, dtype, segment) -> No
 
 @pytest.mark.parametrize(("dtype", "sizes", "shares", "initial"), [
     (torch.bfloat16, (48, 40), 2, False), (torch.float16, (72, 64), 4, False), (torch.bfloat16, (48, 40), 2, True),
-], ids=str)  # fmt: skip
     (torch.float16, (136, 40), 2, False),
+], ids=str)  # fmt: skip
 def test_programs_that_share_a_segment_have_its_bits(tensors, kernels, dtype, sizes, shares, initial) -> None:
     """Of one, four and, in two segments, six and four chunks, the last of them short, of one token, and of padding.
 
@@ -135,9 +136,11 @@ def check_kinds_of_sequences(tensors: Any, kernels: Any, plan: PrefillPlan, size
     batch.check(snapshots=kernels.prefill(batch, plan, positions))
 
 
-@pytest.mark.parametrize(("segment", "sizes"), [(0, (64, 64)), (64, (72, 104)), (128, (64, 64))], ids=str)
+@pytest.mark.parametrize(("segment", "sizes"), [
+    (0, (64, 64)), (64, (72, 104)), (128, (64, 64)), (128, (136, 40)), (0, (140, 40)),
+], ids=str)  # fmt: skip
 def test_float32_on_sm_90_is_the_recurrence_as_exactly_as_float32(tensors, kernels, segment, sizes) -> None:
-    plan = PrefillPlan(64, 64, segment, 8, 1, 128 if sizes[0] > 64 else 64, True, bf16x6=True)
+    plan = PrefillPlan(64, 64, segment, 8, 1, 64, True, bf16x6=True)
     batch = tensors.ragged(
         [1, 200, 0, 64, 70], heads=(1, 2), sizes=sizes, dtype=torch.float32, slots=[3, 7, 1, -1, 0], num_slots=12,
         initial=[True, False, True, True, True], rows_after=5,
@@ -150,7 +153,7 @@ def test_float32_on_sm_90_is_the_recurrence_as_exactly_as_float32(tensors, kerne
 def test_states_that_do_not_decay_are_seen_in_float32_for_all_that_tensor_cores_cut_off(
     tensors, kernels, sizes, tokens
 ) -> None:
-    plan = PrefillPlan(64, 64, 0, 8, 1, 128 if sizes[0] > 64 else 64, True, bf16x6=True)
+    plan = PrefillPlan(64, 64, 0, 8, 1, 64, True, bf16x6=True)
     batch = tensors.ragged(
         [tokens], heads=(2, 2), sizes=sizes, dtype=torch.float32, slopes=torch.tensor([0.0, 1e-3])
     )  # fmt: skip
@@ -162,7 +165,7 @@ def test_states_that_do_not_decay_are_seen_in_float32_for_all_that_tensor_cores_
 @pytest.mark.parametrize("of", ["a state", "keys"])
 def test_float32_loses_no_more_of_sums_over_128_columns_than_of_those_over_64(tensors, kernels, of) -> None:
     """Nothing of these sums cancels, so that what is cut off them adds up: half a unit in the last place a time."""
-    plan = PrefillPlan(64, 64, 0, 8, 1, 128, True, bf16x6=True)
+    plan = PrefillPlan(64, 64, 0, 8, 1, 64, True, bf16x6=True)
     q, k, v = (tensors.normal(1, 1, 64, size).abs() for size in (128, 128, 48))
     history = tensors.normal(1, 1, 128, 48).abs()
     # All that is seen is the state, or the first token.

@@ -120,7 +120,7 @@ def test_hoppers_kernel_takes_16_bits_of_its_head_sizes_where_strides_and_device
     assert not plan_prefill(asked, "bfloat16", replace(H200, hopper=False), suits_tma=True).hopper
     # Float32's takes any strides.
     for suits_tma in (False, True):
-        of_float32 = PrefillPlan(64, 64, 0, 8, 1, block_d=128, hopper=True, bf16x6=True)
+        of_float32 = PrefillPlan(64, 64, 0, 8, 1, block_d=64, hopper=True, bf16x6=True)
         assert plan_prefill(asked, "float32", H200, suits_tma) == of_float32
     assert plan_prefill(asked, "float16", H200, suits_tma=True) == plan
     for d, e in itertools.product(range(16, 257), range(16, 257)):
@@ -128,7 +128,7 @@ def test_hoppers_kernel_takes_16_bits_of_its_head_sizes_where_strides_and_device
         fits = 32 < d <= 256 and e > 32
         assert fits_hopper(shape) == fits
         assert plan_prefill(shape, "bfloat16", H200, suits_tma=True).hopper == fits
-        assert plan_prefill(shape, "float32", H200).hopper == (fits and d <= 128)
+        assert plan_prefill(shape, "float32", H200).hopper == fits
 
 
 def test_hoppers_plan_fits_its_shared_memory() -> None:
@@ -381,8 +381,9 @@ def test_a_pinned_plan_goes_by_roles_for_gradients_of_states_of_more_than_128_ro
     by_roles = replace(ON_HOPPER, block_d=64, num_stages=3, roles=True)
     assert fitted(ON_HOPPER, Heads(2, 2, 192, 96)) == by_roles
     assert fitted(by_roles, Heads(2, 2, 96, 192)) == by_roles
-    exact = replace(ON_HOPPER, num_warps=8, num_stages=1, bf16x6=True)
-    assert not fitted(exact, Heads(2, 2, 192, 96)).hopper
+    exact = replace(ON_HOPPER, block_d=64, num_warps=8, num_stages=1, bf16x6=True)
+    assert fitted(exact, Heads(2, 2, 192, 96)) == exact
+    assert not fitted(exact, Heads(2, 2, 192, 32)).hopper
 
 
 @pytest.mark.parametrize(

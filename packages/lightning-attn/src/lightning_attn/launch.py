@@ -27,6 +27,7 @@ from kernel_reference.launching import (
 )
 from kernel_reference.together import compiled_together
 from lightning_attn.fitting import SHORT, narrowed, shared, staged, staged_by_mean, widened
+from lightning_attn.halves import by_halves
 from lightning_attn.kernels import carried, chunked, recurrent
 from lightning_attn.kernels.schedule import DecodeStrides, RowStrides, Sizes, StateStrides, Strides
 from lightning_attn.plan import (
@@ -137,7 +138,6 @@ def _plan_prefill(
         fail("plan", wanted, pinned)
     limits = device_limits(device)
     plan = plan_prefill(problem.heads, problem.dtype, limits, suits_tma, problem.snapshots > 0)
-    # How long each of a ragged batch's is only the device knows.
     if plan.segment and _may_share(problem, plan.segment):
         # Of a ragged batch the least that it may have.
         of_rows = cdiv(problem.rows, plan.segment)
@@ -145,6 +145,7 @@ def _plan_prefill(
         by_several = shared(plan, problem.heads, segments, limits)
         if by_several.shares > 1:
             return by_several
+    # How long each of a ragged batch's is only the device knows.
     if problem.ragged:
         return staged_by_mean(plan, problem.heads, problem.rows, problem.sequences)
     if problem.rows <= SHORT or problem.is_gradient:
@@ -153,6 +154,8 @@ def _plan_prefill(
 
 
 def _make_prefill(problem: PrefillProblem, plan: PrefillPlan, device: torch.device) -> Callable[..., None]:
+    if plan.hopper and plan.bf16x6 and problem.heads.head_qk > 128:
+        return by_halves(problem, lambda half: _make_prefill(half, plan, device))
     sizes, strides = _sizes(problem.heads, plan, problem), _strides(problem)
     grid = (cdiv(sizes.E, sizes.BLOCK_E) * sizes.H * _segments(problem, plan), 1, 1)
     rest = (problem.rows, problem.sequences, problem.num_slots, problem.snapshots, problem.scale)
@@ -356,7 +359,7 @@ def _prepare_tokens(problem: DecodeProblem, plan: DecodePlan | None, device: tor
 
 
 def _sizes(heads: Heads, plan: PrefillPlan, problem: PrefillProblem | None = None) -> Sizes:
-    is_wide = is_reversed = False
+    is_wide = is_reversed = adds = False
     precision = None
     if problem is not None:
         if problem.dtype == "float32":
@@ -365,12 +368,13 @@ def _sizes(heads: Heads, plan: PrefillPlan, problem: PrefillProblem | None = Non
         longest = max(plan.block_d, heads.head_qk, heads.head_v)
         operands = (problem.q, problem.k, problem.v, problem.o)
         is_wide = any(max(plan.chunk * o.strides[1], longest * o.strides[3]) >= 2**31 for o in operands)
-        is_reversed = problem.reversed
+        is_reversed, adds = problem.reversed, problem.adds
     num_heads = heads.num_heads
     return Sizes(
         num_heads, num_heads // heads.num_heads_qk, num_heads // heads.num_heads_v, heads.head_qk, heads.head_v,
         plan.block_d, plan.block_e, plan.chunk, plan.segment, plan.num_stages, is_reversed, is_wide, precision,
         plan.dependent_launch, plan.chained, plan.num_warps if plan.hopper else Sizes._field_defaults["WARPS"],
+        ADDS=adds,
     )  # fmt: skip
 
 

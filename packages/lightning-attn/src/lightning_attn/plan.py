@@ -72,6 +72,8 @@ class PrefillProblem:
     reversed: bool = False
     # How a gradient's memory is laid out is no caller's choice, so that no caller is told of it.
     is_gradient: bool = False
+    # Outputs are added to what is there.
+    adds: bool = False
 
     def suits_tma(self) -> bool:
         """Whether TMA can address q, k, v and o, if they are 16-byte aligned."""
@@ -193,11 +195,11 @@ class PrefillPlan(Plan):
             most = stages_of_roles(heads)
             fits = (self.block_d, self.block_e, self.num_warps) == (64, 64, 4) and 2 <= self.num_stages <= most
             return fits and not self.bf16x6
+        if self.bf16x6:
+            is_exact = (self.block_d, self.block_e, self.num_warps, self.num_stages) == (64, 64, 8, 1)
+            return is_exact and not (self.dependent_launch or self.chained)
         if heads.head_qk > 128 or self.block_d != hopper_columns(heads):
             return False
-        if self.bf16x6:
-            is_exact = self.num_warps == 8 and self.block_e == 64 and self.num_stages == 1
-            return is_exact and not (self.dependent_launch or self.chained)
         # A warpgroup for 64 columns each, which share the scores. Shared memory has no room for more stages.
         if (self.block_e, self.num_warps) == (128, 8):
             return heads.head_v > 64 and 2 <= self.num_stages <= 3
@@ -231,7 +233,7 @@ class DecodePlan(Plan):
 
 
 def fits_hopper(heads: Heads) -> bool:
-    """Whether heads are of sizes that the kernels for sm_90 are written for; that of float32 takes 128 rows at most.
+    """Whether heads are of sizes that the kernels for sm_90 are written for.
 
     Its tiles have 64 columns of v and 64, 128 or 256 of q and k; TMA fills those that are not there with zeros.
     """
@@ -284,9 +286,8 @@ def plan_prefill(
         return _plan_hopper(heads, limits)
     # The largest tiles whose state, scores and operands stay in a thread's registers, as the compiler reports them.
     block_d = min(64, max(16, power_of_two_at_least(heads.head_qk)))
-    if dtype == "float32" and limits.hopper and limits.bf16 and fits_hopper(heads) and heads.head_qk <= 128:
-        segment = _segment(heads, 64, limits)
-        return PrefillPlan(64, 64, segment, 8, 1, hopper_columns(heads), hopper=True, bf16x6=True)
+    if dtype == "float32" and limits.hopper and limits.bf16 and fits_hopper(heads):
+        return PrefillPlan(64, 64, _segment(heads, 64, limits), 8, 1, 64, hopper=True, bf16x6=True)
     if dtype == "float32":
         # Operands and their parts take twice the registers, and those of so many rows of a state would spill.
         warps = 8 if limits.bf16 and heads.head_qk > 128 else 4

@@ -198,4 +198,7 @@ def columns_of_single_token(
     b_S = b_S * kept + (b_S * lost + b_v[:, None] * b_k[None, :])
     store_tile(state_pointers(final, slot, i_h.to(gl.int64), o_d, o_e), o_d, o_e, b_S, sizes)
     b_o = gl.sum(b_S * b_q[None, :], axis=1) * scale
-    gl.store(o.p + row * o.stride + o_e * o.element, b_o.to(o.p.dtype.element_ty), mask=m_e)
+    p_o = o.p + row * o.stride + o_e * o.element
+    if sizes.ADDS:
+        b_o = b_o + gl.load(p_o, mask=m_e, other=0.0)
+    gl.store(p_o, b_o.to(o.p.dtype.element_ty), mask=m_e)

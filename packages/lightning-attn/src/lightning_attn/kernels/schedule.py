@@ -46,6 +46,8 @@ class Sizes(NamedTuple):
     PART: int = 0
     # Of the kernel by roles: it sums by itself what goes before a segment, where a sequence has as many at most.
     SUMMED: int = 0
+    # Of that of float32: outputs are added to what is there.
+    ADDS: bool = False
 
 
 class Counts(NamedTuple):

@@ -57,7 +57,7 @@ def prepare_backward(
         backward_keys, (slots_k * problem.num_heads_kv, 1, 1),
         (
             rows, problem.sequences, keys, *of_columns, slots_k, slots_q, scores, problem.left, strides,
-            _config(problem, of_keys, strides), chosen.block_m, chosen.heads_together,
+            _config(problem, of_keys, strides, bool(chosen.keys_held)), chosen.block_m, chosen.heads_together,
         ), device, group=group, num_warps=chosen.keys_warps,
     )  # fmt: skip
     new_delta = allocator(torch.empty(backward.lse.shape, dtype=torch.float32, device=device))
@@ -90,7 +90,7 @@ def gradients_of_sinks(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     return -each.sum((0, 2) if each.ndim == 3 else 1)
 
 
-def _config(problem: Problem, tile: tuple[int, int, int], strides: GivenStrides) -> PortableConfig:
+def _config(problem: Problem, tile: tuple[int, int, int], strides: GivenStrides, held: bool = False) -> PortableConfig:
     """``tile``: queries, keys and stages."""
     size, size_v = problem.head_dim, problem.head_dim_v
     block_m, block_n, stages = tile
@@ -101,7 +101,7 @@ def _config(problem: Problem, tile: tuple[int, int, int], strides: GivenStrides)
         HEADS_KV=problem.num_heads_kv, D=size, BLOCK_D=max(16, power_of_two_at_least(size)), DV=size_v,
         BLOCK_DV=max(16, power_of_two_at_least(size_v)), PAGE=0, BOX=0, X=size, STEP=0, Q_BLOCK=problem.q_block,
         K_BLOCK=problem.k_block, BLOCK_M=block_m, BLOCK_N=block_n, SOFTCAP=problem.softcap > 0,
-        HAS_LEFT=problem.left >= 0, WIDE=reach >= 2**31, STAGES=stages, TOKENS=0, PIECE=block_n,
+        HAS_LEFT=problem.left >= 0, WIDE=reach >= 2**31, STAGES=stages, TOKENS=0, PIECE=block_n, HELD=held,
     )  # fmt: skip
 
 

@@ -114,6 +114,15 @@ def store_rows(p, row, b_x, mask, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
+def in_registers(b_x):
+    """The same numbers, which Triton does not know to be loaded: WGMMA's first operand then stays in registers.
+
+    From shared memory two products of 64 x 32 read as long as they multiply.
+    """
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [b_x], dtype=b_x.dtype, is_pure=True, pack=2)
+
+
+@triton.jit
 def product(b_a, b_b):
     """a b^T."""
     if b_a.dtype == tl.float32:
@@ -320,6 +329,8 @@ def backward_keys(
         p_k = given.k + i_b * strides.k[0] + at * strides.k[1] + i_kv.to(tl.int64) * strides.k[2]
         p_v = given.v + i_b * strides.v[0] + at * strides.v[1] + i_kv.to(tl.int64) * strides.v[2]
         b_k, b_v = key_tile(p_k, p_v, i_tile * BLOCK_N, m_key & possible, strides, config)
+        if config.HELD:
+            b_k = in_registers(b_k)
         token = begin - context
         if KIND == PADDED:
             token -= begin // rows * rows

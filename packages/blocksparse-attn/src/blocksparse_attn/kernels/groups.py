@@ -78,7 +78,7 @@ class PortableConfig(NamedTuple):
     head's elements, lie side by side in v; otherwise 0. X: elements of a key that lie together, STEP: the stride of
     slots where that is less than a head; otherwise 0. Q_BLOCK and K_BLOCK: of the layout. WIDE: elements of one head
     lie 2^31 or more apart. STAGES: of the pipelined loop over keys. TOKENS: of a packed tile; 0 for lists. PIECE: keys
-    of one block that a tile gathers together.
+    of one block that a tile gathers together. HELD: keys of ``backward_keys`` are in registers.
     """
 
     KIND: int
@@ -102,6 +102,7 @@ class PortableConfig(NamedTuple):
     STAGES: int
     TOKENS: int
     PIECE: int
+    HELD: bool = False
 
 
 class HopperConfig(NamedTuple):

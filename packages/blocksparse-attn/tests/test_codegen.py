@@ -299,7 +299,9 @@ def test_the_largest_tiles_fit_in_the_64_kib_of_sm_75() -> None:
 
 
 def test_products_of_16_bits_use_tensor_cores(reports: list[Report]) -> None:
-    without_products = ("merged", "unite_lists", "number_entries", "choosing", "combine_blocks", "shared,")
+    without_products = (
+        "merged", "unite_lists", "number_entries", "choosing", "combine_blocks", "share_entries", "shared,",
+    )  # fmt: skip
     for report in reports:
         if not any(word in report.spec for word in without_products):
             multiplied = any(opcode.startswith(("HMMA", "HGMMA", "UTCHMMA", "v_mfma")) for opcode in report.opcodes)
@@ -349,6 +351,14 @@ def test_tma_loads_on_sm_90_are_issued_without_choosing_a_thread(reports: list[R
     for report in reports:
         if report.spec.startswith("for sm_90"):
             assert not re.search(r"@!?U?P\d+ UTMALDG", report.code["sass"]), report.spec
+
+
+def test_products_on_sm_90_are_waited_for_in_groups(reports: list[Report]) -> None:
+    """Where an operand is written that a product may still read, ptxas has each product wait for the one before."""
+    for report in reports:
+        if report.spec.startswith("for sm_90"):
+            sass = report.code["sass"]
+            assert 4 * sass.count("WARPGROUP.DEPBAR") < sass.count("HGMMA"), report.spec
 
 
 def test_the_kernel_for_sm_90_uses_tma_and_wgmma(reports) -> None:

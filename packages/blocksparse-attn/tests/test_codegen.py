@@ -187,6 +187,8 @@ def all_specs(target: str) -> Iterator[KernelSpec]:
     blockwise = SelectedPlan(*tile, by_blocks=4096, shared=limits.hopper)
     yield from selecting("selected, block by block", limits, block=block, plan=blockwise)
     yield from selecting("selected, Qwen3.8", limits, heads=(24, 2, 256), block=4, topk=512)
+    if limits.shared_memory > 200 * 1024:
+        yield from selecting("selected, long lists", limits, heads=(24, 2, 64), block=32, topk=512)
     yield from selecting("selected, float32", limits, dtype=FP32, cache=FP32)
     for columns, dtype in ((512, FP32), (2048, BF16)):
         given = (

@@ -385,10 +385,8 @@ def lowered(launch: Any, program: Any) -> str:
     from tilelang import tvm
     from tilelang.engine.lower import lower
 
-    from tilelang_mla.kernels.proofs import short_proofs
-
     context = tvm.transform.PassContext(opt_level=3, config=launch.PASS_CONFIGS)
-    with short_proofs(), context, tvm.target.Target(launch.TARGET):
+    with context, tvm.target.Target(launch.TARGET):
         return str(lower(program, target=launch.TARGET).kernel_source)
 
 

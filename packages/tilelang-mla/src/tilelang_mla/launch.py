@@ -22,7 +22,6 @@ from kernel_reference.memory import nothing
 from tilelang_mla.arguments import Decode8bitTensors, DecodeTensors, MergeTensors, PrefillTensors
 from tilelang_mla.caches import views_of
 from tilelang_mla.kernels.cuda import text_of
-from tilelang_mla.kernels.proofs import short_proofs
 from tilelang_mla.plan import (
     DecodeProblem,
     DecodeTiles,
@@ -73,10 +72,9 @@ def device_limits(device: torch.device) -> DeviceLimits:
 def compiled(name: str, **constants: Any) -> Any:
     """A compiled kernel, from TileLang's cache if it is there; it takes seconds otherwise."""
     # The cython backend would let all kernels of a stream overlap, not only those that wait for each other.
-    with short_proofs():
-        return tilelang.compile(
-            text_of(name, **constants), target=TARGET, execution_backend="tvm_ffi", pass_configs=PASS_CONFIGS
-        )
+    return tilelang.compile(
+        text_of(name, **constants), target=TARGET, execution_backend="tvm_ffi", pass_configs=PASS_CONFIGS
+    )
 
 
 @lru_cache

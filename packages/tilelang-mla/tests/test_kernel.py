@@ -108,7 +108,7 @@ class OnCpu:
         taken = torch.zeros(1, dtype=torch.int32)
         attend(
             q, k, v, batch.cu_seqlens_q, batch.cu_seqlens_k, out, lse, taken, batch.scale * LOG2_E, int(batch.causal),
-            num_slots, 1, 3,
+            num_slots, 1, 3, 2,
         )  # fmt: skip
         batch.out.tensor.copy_(out)
         batch.lse.tensor.copy_(lse)

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from kernel_reference.testing.guards import poison_
-from tilelang_mla.plan import DecodeProblem, DeviceLimits, cdiv, plan_without_schedule, shares_of
+from tilelang_mla.plan import DecodeProblem, DeviceLimits, cdiv, plan_without_schedule
+from tilelang_mla.waves import shares_of
 
 BLOCK = 64
 H200 = DeviceLimits(132)

@@ -66,7 +66,7 @@ def wanted(
             if sparse:
                 yield from _of_lists(DecodeProblem(1, dim_nope, dim_rope, 1, 1, 1, 1), tiles, dtype)
                 # Of prompts, whose heads may have no rope.
-                for rope, rows in itertools.product(sorted({dim_rope, 0}, reverse=True), (64, 128)):
+                for rope, rows in itertools.product(sorted({dim_rope, 0}, reverse=True), (16, 64)):
                     listed = DecodeProblem(rows, dim_nope, rope, 1, 1, 1, 1)
                     own = sparse_prefill_tiles(listed, _LIMITS)
                     yield "prefill_sparse", prefill_sparse_constants(listed, own, dtype)

@@ -272,7 +272,8 @@ def prepare_sparse(problem: DecodeProblem, plan: DecodeTiles | None, tensors: Sp
     no_lse = unread.view(1, 1, 1)
     scale = max(abs(softmax_scale), ZERO_SCALE) * LOG2_E
     by = _SHARED if shared else int(first_part is not None)
-    programs = tiles.num_programs(problem, by == _SHARED, first_part is not None, limits.cores)
+    # Programs take lists that are alike by turns, if there are more of these than SMs.
+    programs = tiles.num_programs(problem, by == _SHARED, first_part is not None or plan is None, limits.cores)
     flags = (by, int(order is not None), int(lse is not None))
     in_place, by_token = out.is_contiguous(), lse is not None and lse.transpose(1, 2).is_contiguous()
     each = 0 if topk_length is None else q.shape[1]
@@ -361,8 +362,7 @@ def prepare_prefill(problem: PrefillProblem, plan: PrefillPlan | None, tensors: 
         attend = prefill_in_parts(attend, merge, chosen.num_splits)
     num_slots = chosen.num_slots(problem)
     tiles = num_slots * problem.num_heads * chosen.num_splits
-    # A persistent kernel; programs take the next tile from a count of those taken: tiles are of unlike cost.
-    programs = min(tiles, limits.cores)
+    programs, heads_each = chosen.num_programs(problem, limits.cores), chosen.heads_at_once(problem)
     # Programs that are as many as tiles ask for no more.
     make_count = torch.zeros if programs < tiles else torch.empty
     scale = max(abs(softmax_scale), ZERO_SCALE) * LOG2_E
@@ -383,7 +383,7 @@ def prepare_prefill(problem: PrefillProblem, plan: PrefillPlan | None, tensors: 
         taken = make_count((1,), dtype=torch.int32, device=device)
         attend(
             q, k, v, cu_seqlens_q, cu_seqlens_k, packed, own_lse, taken, scale, causal, num_slots, wants_lse,
-            programs,
+            programs, heads_each,
         )  # fmt: skip
         if copied:
             out.copy_(packed)

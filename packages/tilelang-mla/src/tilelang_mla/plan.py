@@ -13,6 +13,7 @@ from typing import Any
 from kernel_reference.integers import cdiv as cdiv
 from kernel_reference.integers import power_of_two_at_most
 from kernel_reference.plans import Plan
+from tilelang_mla.waves import MOST_PARTS, heads_at_once, parts_of_tiles, programs_of_tiles, shares_of
 
 # Rows of a WGMMA: query tokens x heads are packed into tiles of as many.
 _ROWS = 64
@@ -48,8 +49,8 @@ _MOST_PIECES, _PIECES = 16, 4
 _LONG = 256
 # Programs of the combine kernel on an SM, of which 9 run at once; and sequences of one, each of which a thread finds.
 _MERGING, _MERGED_BY_ONE = 16, 32
-# More partial results take the combine kernel too long; and programs that share a tile's keys in prefill.
-MOST_SPLITS, _MOST_PARTS = 256, 8
+# More partial results take the combine kernel too long.
+MOST_SPLITS = 256
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ class PrefillPlan(Plan):
     def covers(self, problem: PrefillProblem) -> bool:
         """Whether its blocks are such that a kernel can take them, for this problem."""
         blocks = self.block_m in (64, 128) and self.block_n in (32, 64, 96, 128)
-        blocks &= 1 <= self.num_stages <= 4 and 1 <= self.num_splits <= _MOST_PARTS
+        blocks &= 1 <= self.num_stages <= 4 and 1 <= self.num_splits <= MOST_PARTS
         elements = problem.tokens * problem.num_heads * problem.head_dim_v * self.num_splits
         blocks &= self.num_splits == 1 or elements < 2**31
         return blocks and problem.num_heads % problem.num_heads_kv == 0
@@ -141,6 +142,21 @@ class PrefillPlan(Plan):
         Two more are for rows behind the last sequence, and before the first where that begins too late.
         """
         return problem.tokens // self.block_m + problem.sequences + 2
+
+    def num_tiles(self, problem: PrefillProblem) -> int:
+        """Tiles that sequences of any lengths may have, in all heads."""
+        return problem.num_heads * (cdiv(problem.tokens, self.block_m) + problem.sequences - 1)
+
+    def heads_at_once(self, problem: PrefillProblem) -> int:
+        """Heads of the queries whose tiles are taken together, by turns: as many as keep a sequence's keys in L2."""
+        held = cdiv(problem.tokens_k, max(1, problem.sequences)) * (problem.head_dim + problem.head_dim_v)
+        group = problem.num_heads // problem.num_heads_kv
+        return heads_at_once(problem.num_heads_kv, held * problem.bits // 8) * group
+
+    def num_programs(self, problem: PrefillProblem, cores: int) -> int:
+        """Programs of a launch."""
+        slots = self.num_slots(problem) * problem.num_heads
+        return programs_of_tiles(self.num_tiles(problem) * self.num_splits, slots * self.num_splits, cores)
 
 
 @dataclass(frozen=True)
@@ -259,26 +275,15 @@ def plan_prefill(problem: PrefillProblem, limits: DeviceLimits) -> PrefillPlan:
     """The largest blocks that fit: two tiles of 64 rows, one a consumer warpgroup, share the keys."""
     size = problem.bits // 8
     queries = 128 * max(problem.head_dim, problem.head_dim_v) * size
-    tiles = problem.num_heads * (cdiv(problem.tokens, 128) + problem.sequences - 1)
     for block_n, num_stages in ((128, 2), (64, 2), (64, 1), (32, 1)):
         keys = num_stages * block_n * (problem.head_dim + problem.head_dim_v) * size
         held = problem.head_dim_v // 2 + block_n // 2 + block_n // 4
         if queries + keys + _BESIDE <= limits.shared_memory and held <= _IN_REGISTERS:
             # Of a sequence's mean: bits are not to depend on bounds of lengths, which may be above them.
             blocks = cdiv(problem.tokens_k, block_n * max(1, problem.sequences))
-            return PrefillPlan(128, block_n, num_stages, _parts_of_tiles(tiles, blocks, limits.cores))
+            whole = PrefillPlan(128, block_n, num_stages)
+            return replace(whole, num_splits=parts_of_tiles(whole.num_tiles(problem), blocks, limits.cores))
     return PrefillPlan(64, 32, 1)
-
-
-def _parts_of_tiles(tiles: int, blocks: int, cores: int) -> int:
-    """How many programs share a tile's keys, where there are no more tiles than SMs: as many as should end first.
-
-    In half blocks of 0.75 us a program has 10 beside its blocks, and merging takes 2 and 2.5 a part: as eleven shapes
-    had it on an H200 (variants.jsonl), but for 128 tiles of 68 blocks, 173 us, which two parts each take 155.
-    """
-    numbers = range(1, _MOST_PARTS + 1 if tiles <= cores else 2)
-    own = [cdiv(tiles * parts, cores) * (2 * cdiv(blocks, parts) + 10) for parts in numbers]
-    return min(numbers, key=lambda parts: own[parts - 1] + (2 + 5 * parts // 2 if parts > 1 else 0))
 
 
 def decode_tiles(
@@ -306,11 +311,11 @@ def decode_tiles(
 def sparse_prefill_tiles(problem: DecodeProblem, limits: DeviceLimits) -> DecodeTiles:
     """Those of sparse prefill, where each list is a sequence of one part.
 
-    Of one tile of heads keys are waited for: a stage is to be free early. 4096 tokens of 16, 32 and 64 heads take 2106,
-    2278 and 2479 us for 2205, 2321 and 2482 (H100).
+    Of few heads keys are waited for: a stage is to be free early. Scores of 32, 64 and 128 heads, asked for early, take
+    2290, 2466 and 4206 us for 2409, 2546 and 4431, of 16 2202 for 2198 (4096 tokens, H100).
     """
     block_n, num_stages = _keys_in_flight(problem.dim_nope, problem.dim_rope, limits, problem.bits)
-    return DecodeTiles(_ROWS, block_n, num_stages, by_rows=True, early=problem.num_heads > _ROWS)
+    return DecodeTiles(_ROWS, block_n, num_stages, by_rows=True, early=problem.num_heads > _NARROW)
 
 
 def tiles_8bit(problem: DecodeProblem, tiles: DecodeTiles, limits: DeviceLimits) -> DecodeTiles:
@@ -375,8 +380,12 @@ def plan_of_whole_lists(problem: DecodeProblem, limits: DeviceLimits) -> tuple[D
         merged = merge_cost(problem.rows) + parts * problem.rows // _MERGED_ROWS if parts > lists else 0
         return blocks_each * block + _START + merged
 
-    numbers = range(1, min(blocks, limits.cores // max(1, places)) + 1)
-    costs = {number: cost(cdiv(blocks, number), number * lists) for number in numbers}
+    turns = cdiv(places, limits.cores)
+    # Of more lists than SMs programs take whole ones by turns, if few SMs have none in the last: 256 of 64 heads 247 us
+    # for 255 (H100).
+    even = turns > 1 and 8 * places >= 7 * turns * limits.cores
+    numbers = range(1, 2 if even else min(blocks, limits.cores // max(1, places)) + 1)
+    costs = {number: cost(turns * cdiv(blocks, number), number * lists) for number in numbers}
     if not costs:
         return tiles, True
     best = min(costs, key=lambda number: costs[number])
@@ -385,19 +394,6 @@ def plan_of_whole_lists(problem: DecodeProblem, limits: DeviceLimits) -> tuple[D
     if shared < costs[best]:
         return tiles, True
     return replace(tiles, num_splits=best, spare_parts=0), False
-
-
-def shares_of(row_tiles: int, cores: int) -> int:
-    """Shares of a batch that each of its tiles of rows is given: as many as fill the SMs, once if that can be.
-
-    Where tiles are so many that an eighth of the SMs would have none, they are filled up to four times over.
-    """
-    tiles = max(1, row_tiles)
-    numbers = [max(1, turns * cores // tiles) for turns in (1, 2, 3, 4)]
-    idle = [cdiv(number * tiles, cores) * cores / (number * tiles) for number in numbers]
-    return next(
-        (number for number, of in zip(numbers, idle, strict=True) if of <= 8 / 7), numbers[idle.index(min(idle))]
-    )
 
 
 def parts_at_once(rows: int, cores: int) -> int:

@@ -15,7 +15,7 @@ def prefill_in_parts(attend: Callable[..., object], merge: Callable[..., object]
 
     def run(
         q: Tensor, k: Tensor, v: Tensor, begins: Tensor, begins_k: Tensor, out: Tensor, lse: Tensor, taken: Tensor,
-        scale: float, causal: int, num_slots: int, wants_lse: int, programs: int,
+        scale: float, causal: int, num_slots: int, wants_lse: int, programs: int, heads_each: int,
     ) -> None:  # fmt: skip
         (tokens, heads, dim), device = out.shape, out.device
 
@@ -23,7 +23,8 @@ def prefill_in_parts(attend: Callable[..., object], merge: Callable[..., object]
             return torch.empty(sizes, dtype=dtype, device=device)
 
         partial, part_lse = make(tokens, heads * parts, dim), make(tokens, heads * parts)
-        attend(q, k, v, begins, begins_k, partial, part_lse.t(), taken, scale, causal, num_slots, 1, programs)
+        numbers = (scale, causal, num_slots, 1, programs, heads_each * parts)
+        attend(q, k, v, begins, begins_k, partial, part_lse.t(), taken, *numbers)
         # A row is a token and a head, whose parts lie side by side.
         merged = out if out.is_contiguous() else make(tokens, heads, dim, dtype=out.dtype)
         rows = make(tokens, heads)

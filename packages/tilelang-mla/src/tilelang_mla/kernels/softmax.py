@@ -5,14 +5,17 @@ Scores are those of a softmax of powers of two. A macro's first argument is Tile
 
 from typing import Any, NamedTuple
 
-from tilelang_mla.kernels.common import FLOOR, HEADROOM, LN_2, log_of_sum, macro, row_owners
+from tilelang_mla.kernels.common import FLOOR, HEADROOM, LN_2, WARP, log_of_sum, macro, row_owners
+
+# Columns of WGMMA's accumulators before a thread has columns again.
+COLUMNS = 8
 
 
 class Softmax(NamedTuple):
     """Of a tile, in registers: [rows, keys of a block], or [rows] where it is not said.
 
-    rescale: what brings earlier sums to the running maximum of a row. partial_sum: a block's row sums [rows], or
-    [rows, columns] those of the columns that a thread holds. limit: the first key that a row does not see.
+    rescale: what brings earlier sums to the running maximum of a row. partial_sum: [rows, COLUMNS], the sums of the
+    columns that a thread holds, until all blocks are added up. limit: the first key that a row does not see.
     highest: a row's largest score, where it is wanted; the running maximum may be a little below.
     """
 
@@ -47,11 +50,23 @@ def raise_max(T, s, scale):
             s.running_max[i] = s.block_max[i]
 
 
+def owner_of_sum(i: Any, j: Any) -> Any:
+    """A thread and its register, as in WGMMA's accumulators: four threads have two rows of COLUMNS columns."""
+    return i // 16 * WARP + i % 8 * 4 + j // 2, i % 16 // 8 * 2 + j % 2
+
+
 @macro
 def exponentiate(T, s, scale):
-    """Scores to weights, in float32 where they stand."""
-    for i, j in T.Parallel(*s.scores.shape):
+    """Scores to weights, and their sums: each thread has those of its own columns until the rows are finished."""
+    rows, block_n = s.scores.shape
+    for i, j in T.Parallel(rows, block_n):
         s.scores[i, j] = T.exp2(s.scores[i, j] * scale - s.running_max[i])
+    for i, j in T.Parallel(rows, COLUMNS):
+        s.partial_sum[i, j] = s.partial_sum[i, j] * s.rescale[i]
+    for i_piece in T.unroll(block_n // COLUMNS):
+        for i, j in T.Parallel(rows, COLUMNS):
+            s.partial_sum[i, j] = s.partial_sum[i, j] + s.scores[i, i_piece * COLUMNS + j]
+    T.copy(s.scores, s.weights)
 
 
 @macro
@@ -97,7 +112,7 @@ def zero_tail(T, values, stage, first_key, length):
 @macro
 def clear(T, s):
     """A finite floor of the running maximum: a row that has seen nothing yet makes no NaN of two infinities."""
-    T.clear(s.row_sum)
+    T.clear(s.partial_sum)
     T.fill(s.running_max, FLOOR)
     if s.highest is not None:
         T.fill(s.highest, -T.infinity(T.float32))

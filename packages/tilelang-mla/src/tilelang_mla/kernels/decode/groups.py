@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 from tilelang_mla.kernels.common import GROUP, ROWS, WARP, macro
+from tilelang_mla.kernels.softmax import COLUMNS
 
 # Warps of a warpgroup.
 _WARPS = GROUP // WARP
@@ -290,13 +291,13 @@ def alloc_softmax(T, S):
     block_max = T.alloc_fragment((S.rows,), T.float32)
     rescale = T.alloc_fragment((S.rows,), T.float32)
     row_sum = T.alloc_fragment((S.rows,), T.float32)
-    block_sum = T.alloc_fragment((S.rows,), T.float32)
+    column_sums = T.alloc_fragment((S.rows, COLUMNS), T.float32)
     limit = T.alloc_fragment((S.rows,), T.int32)
     if S.whole:
         highest = T.alloc_fragment((S.rows,), T.float32)
     else:
         highest = None
-    return scores, weights, running_max, block_max, rescale, row_sum, block_sum, limit, highest
+    return scores, weights, running_max, block_max, rescale, row_sum, column_sums, limit, highest
 
 
 @macro

@@ -36,7 +36,7 @@ from tilelang_mla.kernels.decode.roles import produce, score, value
 from tilelang_mla.kernels.decode.serial import attend_serially
 from tilelang_mla.kernels.decode.shares import find_share
 from tilelang_mla.kernels.decode.widen import Raw, alloc_raw
-from tilelang_mla.kernels.softmax import Softmax
+from tilelang_mla.kernels.softmax import COLUMNS, Softmax, owner_of_sum
 
 _SCORES, _VALUES, _PRODUCER = 0, 1, 2
 
@@ -107,6 +107,8 @@ def run_roles(T, S, serial, inputs, outputs, numbers, i_program, num_programs):
     if S.sparse:
         memory = memory._replace(valid=T.alloc_shared((S.num_stages, S.block_n), T.uint8))
     s = Softmax(*alloc_softmax(T, S))
+    if not serial:
+        T.annotate_layout({s.partial_sum: T.Fragment((S.rows, COLUMNS), forward_fn=owner_of_sum)})
     acc_l = T.alloc_fragment((S.rows, S.half), T.float32)
     acc_r = T.alloc_fragment((S.rows, S.half), T.float32)
     rescale_r = T.alloc_fragment((S.rows,), T.float32)

@@ -214,6 +214,7 @@ def score(T, S, launch, inputs, outputs, memory, barriers, s, acc):
             T.wait_wgmma(0)
             free(T, S, barriers.left_empty[stage])
         done = done + work.steps
+        T.reduce_sum(s.partial_sum, s.row_sum, dim=1)
         if S.joined:
             # Weights of the last block have been read: sums take their place.
             T.barrier_wait(barriers.weights_empty, done % 2 ^ 1)
@@ -412,10 +413,6 @@ def weigh(T, s, first_key, scale, unmasked):
     raise_max(T, s, scale)
     raise_highest(T, s)
     exponentiate(T, s, scale)
-    T.reduce_sum(s.scores, s.partial_sum, dim=1)
-    for i in T.Parallel(*s.row_sum.shape):
-        s.row_sum[i] = s.row_sum[i] * s.rescale[i] + s.partial_sum[i]
-    T.copy(s.scores, s.weights)
 
 
 @macro

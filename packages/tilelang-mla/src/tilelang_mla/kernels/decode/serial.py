@@ -79,6 +79,7 @@ def attend_serially(T, S, launch, inputs, outputs, memory, s, acc_l, acc_r):
                 zero_tail(T, memory.k_r, stage, first_key, work.length)
             T.gemm(s.weights, memory.k_l[stage, :, :], acc_l)
             T.gemm(s.weights, memory.k_r[stage, :, :], acc_r)
+        T.reduce_sum(s.partial_sum, s.row_sum, dim=1)
         invert_sums(T, s)
         scale_values(T, S, inputs, s)
         add_sink(T, S, inputs, s, work)

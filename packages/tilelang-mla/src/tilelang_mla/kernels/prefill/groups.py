@@ -4,9 +4,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tilelang_mla.kernels.common import GROUP, ROWS, WARP, macro
+from tilelang_mla.kernels.softmax import COLUMNS
 
-# Columns of WGMMA's accumulators before a thread has columns again.
-COLUMNS = 8
 # What consumers are told of a tile; fewer than 0 blocks, that there is none.
 HEAD, ROW, ROWS_HERE, KEYS, UNMASKED, STEPS = 0, 1, 2, 3, 4, 5
 
@@ -52,6 +51,7 @@ class Launch(NamedTuple):
     taken: Any
     i_program: Any
     num_programs: Any
+    heads_each: Any
     num_parts: Any = 1
 
 

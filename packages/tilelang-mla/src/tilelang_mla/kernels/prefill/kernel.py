@@ -11,7 +11,6 @@ from typing import Any
 
 from tilelang_mla.kernels.common import GROUP, ROWS, WARP
 from tilelang_mla.kernels.prefill.groups import (
-    COLUMNS,
     Barriers,
     Inputs,
     Launch,
@@ -23,7 +22,7 @@ from tilelang_mla.kernels.prefill.groups import (
 )
 from tilelang_mla.kernels.prefill.roles import consume, produce
 from tilelang_mla.kernels.prefill.serial import attend_serially
-from tilelang_mla.kernels.softmax import Softmax
+from tilelang_mla.kernels.softmax import COLUMNS, Softmax, owner_of_sum
 
 # Registers of a consumer's thread, by the number of consumer warpgroups, and of the producer's.
 _CONSUMER, _PRODUCER = {1: 240, 2: 224}, 56
@@ -59,6 +58,7 @@ def attend(
         num_slots: T.int32,
         wants_lse: T.int32,
         num_programs: T.int32,
+        heads_each: T.int32,
     ):
         with T.Kernel(num_programs, threads=1 if serial else S.consumers + GROUP) as i_program:
             # As launch.py prepares them: rows may be written in vectors of 16 bytes.
@@ -72,7 +72,7 @@ def attend(
             thread = T.get_thread_binding()
             tiles = T.alloc_var(T.int32, init=num_slots * out_heads)
             inputs = Inputs(q, k, v, cu_seqlens_q, cu_seqlens_k)
-            launch = Launch(scale, causal, wants_lse, num_slots, tiles, taken, i_program, num_programs)
+            launch = Launch(scale, causal, wants_lse, num_slots, tiles, taken, i_program, num_programs, heads_each)
             if in_parts:
                 launch = launch._replace(num_parts=T.truncdiv(out_heads, heads))
             if serial:
@@ -88,8 +88,3 @@ def attend(
                     consume(T, S, launch, memory, barriers, s, acc, out, lse, thread % WARP)
 
     return attend_prefill
-
-
-def owner_of_sum(i: Any, j: Any) -> Any:
-    """A thread and its register, as in WGMMA's accumulators: four threads have two rows of 8 columns."""
-    return i // 16 * WARP + i % 8 * 4 + j // 2, i % 16 // 8 * 2 + j % 2

@@ -1,11 +1,13 @@
 """The producer warp and the consumer warpgroups of prefill.
 
-Barriers and the rings go on from tile to tile: ``done`` are the blocks of those before.
+Barriers and the rings go on from tile to tile: ``done`` are the blocks of those before. Keys are walked from the last a
+tile sees to the first: tiles of a head that begin at once then have other keys at a time, and find in L2 what the one
+ahead has brought. From the first one on 512 tokens of 32 heads behind 8192 took 170 us for 148 on an H100, 148 for 127
+with one kv head, of which all lie in L2.
 """
 
 from tilelang_mla.kernels.common import FLOOR, WARP, macro, row_owners
 from tilelang_mla.kernels.prefill.groups import (
-    COLUMNS,
     HEAD,
     KEYS,
     ROW,
@@ -50,7 +52,7 @@ def produce(T, S, launch, inputs, memory, barriers, lane):
         found[FIRST] = -1
     T.sync_warp()
     while i_tile < launch.tiles:
-        i_head, slot = slot_of(T, i_tile, launch.num_slots)
+        i_head, slot = slot_of(T, launch, i_tile)
         note_if(T, S, found, slot, lane, own_begin, own_end, own_begin_k, own_end_k, own_until)
         for i in T.unroll(T.truncdiv(inputs.cu_seqlens_q.shape[0], WARP), unroll_factor=1):
             i_other = (i + 1) * WARP + lane
@@ -97,7 +99,8 @@ def load_tile(T, S, inputs, memory, barriers, tile, head, k_begin, past, lane):
     i_head_kv = T.alloc_var(T.int32, init=T.truncdiv(head, group))
     for step in T.serial(tile.steps):
         if step == 0:
-            load_keys(T, S, inputs.k, memory, barriers, past.done, k_begin, i_head_kv, lane)
+            last_row = k_begin + (tile.steps - 1) * S.block_n
+            load_keys(T, S, inputs.k, memory, barriers, past.done, last_row, i_head_kv, lane)
             # Behind the first keys, which the tile before does not keep from coming.
             T.barrier_wait(barriers.q_empty, past.turn % 2 ^ 1)
             T.tma_copy(
@@ -108,10 +111,10 @@ def load_tile(T, S, inputs, memory, barriers, tile, head, k_begin, past, lane):
             arrive(T, barriers.q_full, 0, lane)
         # Keys go ahead of values: they are free a product earlier.
         if step + 1 < tile.steps:
-            next_row = k_begin + (step + 1) * S.block_n
+            next_row = k_begin + (tile.steps - 2 - step) * S.block_n
             load_keys(T, S, inputs.k, memory, barriers, past.done + step + 1, next_row, i_head_kv, lane)
         stage = (past.done + step) % S.num_stages
-        row = T.alloc_var(T.int32, init=k_begin + step * S.block_n)
+        row = T.alloc_var(T.int32, init=k_begin + (tile.steps - 1 - step) * S.block_n)
         T.barrier_wait(barriers.v_empty[stage], (past.done + step) // S.num_stages % 2 ^ 1)
         T.tma_copy(
             v[row : row + S.block_n, i_head_kv, 0 : S.head_dim_v], memory.v[stage, :, :],
@@ -156,9 +159,14 @@ def consume(T, S, launch, memory, barriers, s, acc, out, lse, lane):
             multiply_keys(T, memory, s, stage)
             T.wait_wgmma(0)
             arrive(T, barriers.k_empty, stage, lane)
-            mask(T, s, 0, unmasked)
+            mask(T, s, (steps - 1) * S.block_n, unmasked)
             raise_max(T, s, launch.scale)
-            weigh(T, s, launch.scale)
+            exponentiate(T, s, launch.scale)
+            if steps * S.block_n > num_keys:
+                T.barrier_wait(barriers.v_full[stage], done // S.num_stages % 2)
+                zero_tail(T, memory.v, stage, (steps - 1) * S.block_n, num_keys)
+                T.fence_proxy_async()
+                T.sync_threads(_OF_CONSUMERS, S.consumers)
         for step in T.serial(steps - 1):
             stage = (done + step) % S.num_stages
             after = (done + step + 1) % S.num_stages
@@ -168,20 +176,16 @@ def consume(T, S, launch, memory, barriers, s, acc, out, lse, lane):
             T.wgmma_gemm(s.weights, memory.v[stage, :, :], acc, policy=T.GemmWarpPolicy.FullRow)
             T.wait_wgmma(1)
             arrive(T, barriers.k_empty, after, lane)
-            mask(T, s, (step + 1) * S.block_n, unmasked)
+            mask(T, s, (steps - 2 - step) * S.block_n, unmasked)
             raise_max(T, s, launch.scale)
             rescale(T, acc, s)
             arrive(T, barriers.v_empty, stage, lane)
-            weigh(T, s, launch.scale)
+            exponentiate(T, s, launch.scale)
         T.barrier_arrive(barriers.q_empty)
         for _ in T.serial(T.min(steps, 1)):
             last = done + steps - 1
             stage = last % S.num_stages
             T.barrier_wait(barriers.v_full[stage], last // S.num_stages % 2)
-            if steps * S.block_n > num_keys:
-                zero_tail(T, memory.v, stage, (steps - 1) * S.block_n, num_keys)
-                T.fence_proxy_async()
-                T.sync_threads(_OF_CONSUMERS, S.consumers)
             T.wgmma_gemm(s.weights, memory.v[stage, :, :], acc, policy=T.GemmWarpPolicy.FullRow)
             T.wait_wgmma(0)
             arrive(T, barriers.v_empty, stage, lane)
@@ -209,19 +213,6 @@ def multiply_keys(T, memory, s, stage):
     T.wgmma_gemm(
         memory.q, memory.k[stage, :, :], s.scores, transpose_B=True, clear_accum=True, policy=T.GemmWarpPolicy.FullRow
     )
-
-
-@macro
-def weigh(T, s, scale):
-    """Scores to weights, and their sums: each thread has those of its own columns until the rows are finished."""
-    block_m, block_n = s.scores.shape
-    exponentiate(T, s, scale)
-    for i, j in T.Parallel(block_m, COLUMNS):
-        s.partial_sum[i, j] = s.partial_sum[i, j] * s.rescale[i]
-    for i_piece in T.unroll(block_n // COLUMNS):
-        for i, j in T.Parallel(block_m, COLUMNS):
-            s.partial_sum[i, j] = s.partial_sum[i, j] + s.scores[i, i_piece * COLUMNS + j]
-    T.copy(s.scores, s.weights)
 
 
 @macro

@@ -11,10 +11,16 @@ FIRST, _END, _BEGIN_K, _END_K, NEXT = 0, 1, 2, 3, 4
 
 
 @macro
-def slot_of(T, i_tile, num_slots):
-    """Heads in order, so that those at work at once share few keys; later tiles see more and start first."""
-    i_head = T.alloc_var(T.int32, init=T.truncdiv(i_tile, num_slots))
-    slot = T.alloc_var(T.int32, init=num_slots - 1 - (i_tile - i_head * num_slots))
+def slot_of(T, launch, i_tile):
+    """Some heads after others, as many as have room for their keys in L2; later tiles of all of them see more keys, and
+    start first."""
+    each, num_slots = launch.heads_each, launch.num_slots
+    group = T.alloc_var(T.int32, init=T.truncdiv(i_tile, each * num_slots))
+    rest = T.alloc_var(T.int32, init=i_tile - group * each * num_slots)
+    heads = T.alloc_var(T.int32, init=T.min(each, T.truncdiv(launch.tiles, num_slots) - group * each))
+    before = T.alloc_var(T.int32, init=T.truncdiv(rest, heads))
+    i_head = T.alloc_var(T.int32, init=group * each + rest - before * heads)
+    slot = T.alloc_var(T.int32, init=num_slots - 1 - before)
     return i_head, slot
 
 

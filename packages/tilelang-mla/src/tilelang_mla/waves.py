@@ -1,0 +1,50 @@
+"""How many programs share the keys of tiles, and how many there are: the waves that they take on the SMs."""
+
+from __future__ import annotations
+
+from kernel_reference.integers import cdiv
+
+# Programs that share a tile's keys, at most: what they merge is written and read again.
+MOST_PARTS = 8
+# Bytes of keys and values that tiles at work at once find in L2, of 50 or 60 MB.
+_IN_L2 = 32 * 2**20
+
+
+def parts_of_tiles(tiles: int, blocks: int, cores: int) -> int:
+    """How many programs share a tile's keys, where there are no more tiles than SMs: as many as should end first.
+
+    In half blocks of 0.75 us a program has 10 beside its blocks, and merging takes 2 and 2.5 a part: as eleven shapes
+    had it on an H200 (variants.jsonl).
+    """
+    numbers = range(1, MOST_PARTS + 1 if tiles <= cores else 2)
+    own = [cdiv(tiles * parts, cores) * (2 * cdiv(blocks, parts) + 10) for parts in numbers]
+    return min(numbers, key=lambda parts: own[parts - 1] + (2 + 5 * parts // 2 if parts > 1 else 0))
+
+
+def programs_of_tiles(tiles: int, slots: int, cores: int) -> int:
+    """Programs of a launch that has so many tiles, at most, in so many slots of a schedule.
+
+    Programs take the next slot from a count of those taken: tiles are of unlike cost. Where all tiles run at once each
+    slot has a program, as those of slots that are nobody's end soon: 512 tokens of 32 heads behind 8192 take 145 us for
+    148 (H100).
+    """
+    return slots if tiles <= cores else min(slots, cores)
+
+
+def heads_at_once(heads: int, size: int) -> int:
+    """Heads, each with so many bytes of keys and values, whose tiles are taken together: groups of like numbers."""
+    most = max(1, min(heads, _IN_L2 // max(1, size)))
+    return cdiv(heads, cdiv(heads, most))
+
+
+def shares_of(row_tiles: int, cores: int) -> int:
+    """Shares of a batch that each of its tiles of rows is given: as many as fill the SMs, once if that can be.
+
+    Where tiles are so many that an eighth of the SMs would have none, they are filled up to four times over.
+    """
+    tiles = max(1, row_tiles)
+    numbers = [max(1, turns * cores // tiles) for turns in (1, 2, 3, 4)]
+    idle = [cdiv(number * tiles, cores) * cores / (number * tiles) for number in numbers]
+    return next(
+        (number for number, of in zip(numbers, idle, strict=True) if of <= 8 / 7), numbers[idle.index(min(idle))]
+    )

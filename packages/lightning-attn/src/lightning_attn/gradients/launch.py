@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import torch
 
-from kernel_reference.launching import launch_nothing
+from kernel_reference.launching import launch_nothing, on_device
 from kernel_reference.together import compiled_together
 from lightning_attn import launch
 from lightning_attn.gradients.plan import groups_at_once, suits_wide, wide_plan
@@ -81,7 +81,8 @@ def _at_once(problem: BackwardProblem, groups: int, device: torch.device) -> Cal
             ended.record(beside)
             current.wait_event(ended)
 
-    return run
+    # To set a stream sets its device too.
+    return on_device(device, run)
 
 
 def _make_dk(prefill: Prefill, t: AttentionBackward) -> None:

@@ -286,7 +286,8 @@ def test_a_graph_of_a_uniform_batch_replays_other_lengths_and_pages(backend: Mod
         return [x.to(device) for x in (query.bfloat16(), cache.bfloat16(), bounds.int(), lengths.int(), table.int())]
 
     def attend(query: Tensor, cache: Tensor, bounds: Tensor, lengths: Tensor, table: Tensor) -> Tensor:
-        metadata = backend.Metadata(12, 3, bounds, lengths, table, lengths)
+        # No new tokens are written to the cache, so that no slots are read.
+        metadata = backend.Metadata(12, 3, 4 * PAGE, bounds, lengths, table, slot_mapping=lengths)
         out: Tensor = layer.forward(None, query, None, None, cache, metadata, torch.empty_like(query))
         return out
 

@@ -132,7 +132,9 @@ def interpreted() -> Iterator[Row]:
     def prefill() -> torch.Tensor:
         out, lse = torch.empty(sum(tokens), 4, model.head_v), torch.empty(4, sum(tokens))
         places, taken = sum(tokens) // blocks.block_m + len(tokens) + 2, torch.zeros(1, dtype=torch.int32)
-        attend_prompts(q, k, v, bounds, bounds, out, lse, taken, scale * log2_e, True, places, 1, 3)
+        wants_lse, programs, heads_each = 1, 3, 4
+        numbers = (scale * log2_e, True, places, wants_lse, programs, heads_each)
+        attend_prompts(q, k, v, bounds, bounds, out, lse, taken, *numbers)
         return out
 
     wanted = attention(q, k, v, cu_seqlens_q=bounds, cu_seqlens_k=bounds, softmax_scale=scale, causal=True).out

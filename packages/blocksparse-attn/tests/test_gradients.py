@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import runpy
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -318,6 +319,13 @@ def test_every_problem_has_a_plan_that_covers_it() -> None:
             for limits in (DeviceLimits(132, 232448, hopper=True), DeviceLimits(108, 166912), DeviceLimits(1)):
                 chosen = plan_backward(problem, limits)
                 assert chosen.covers(problem), (problem, chosen)
+
+
+def test_keys_are_held_in_pairs_of_16_bits_alone() -> None:
+    for bits in (16, 32):
+        problem = Problem(8, 2, 64, 64, 64, 64, 8, 64, 100, 512, 2, 512, 512, bits=bits)
+        assert SMALL.covers(problem)
+        assert replace(SMALL, keys_held=True).covers(problem) == (bits == 16)
 
 
 def test_tiles_of_all_kv_heads_come_in_turn_where_programs_are_few() -> None:

@@ -15,7 +15,7 @@ class BackwardPlan(Plan):
 
     That of queries has ``block_m`` of them, and walks ``block_n`` keys at a time; that of keys has ``keys_n``, and
     walks ``keys_m`` queries at a time; the tiles of ``heads_together`` kv heads come in turn, and with ``keys_held``
-    their keys stay in registers.
+    their keys stay in registers (NVIDIA's GPUs, 16 bits).
     """
 
     block_m: int
@@ -36,7 +36,7 @@ class BackwardPlan(Plan):
             return False
         if min(self.num_stages, self.keys_stages, self.heads_together) < 1 or problem.page_size:
             return False
-        if problem.num_heads_kv % self.heads_together:
+        if problem.num_heads_kv % self.heads_together or (self.keys_held and problem.bits != 16):
             return False
         rows = problem.q_block % self.block_m == self.block_m % self.keys_m == 0
         return rows and problem.k_block % self.block_n == problem.k_block % self.keys_n == 0

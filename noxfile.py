@@ -165,10 +165,11 @@ def minimums(session: nox.Session, package: str) -> None:
         left_out.append("codegen")
     chosen = ["-m", " and ".join(f"not {marker}" for marker in left_out), "-k", "not opcheck and not launches_compile"]
     chosen += [f"--ignore-glob=*/test_{name}.py" for name in files]
+    if not has_gpu():
+        # A few cases of each test, and all kernels that are compiled: `test` has all of both.
+        chosen += ["--few-cases", "3"]
     suite: list[str | Path] = ["pytest", *at_once(), HOMES[package] / "tests", *chosen, *session.posargs]
-    # A few cases of each test, and all kernels that are compiled: `test` has all of both.
-    few = {} if has_gpu() else {"KERNEL_REFERENCE_FEW_CASES": "3"}
-    run_installed(session, *suite, **TARGETS_AT_THE_LOWEST, **few)
+    run_installed(session, *suite, **TARGETS_AT_THE_LOWEST)
 
 
 # All packages' in one run of pytest: to import the engine costs more than its tests do.

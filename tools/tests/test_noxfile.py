@@ -37,7 +37,9 @@ HOUSE = {
     "shared/pyproject.toml": PROJECT.format(name="kernel-reference", dependencies=[], test=["pytest"]),
     "shared/src/kernel_reference/__init__.py": "",
     "shared/src/kernel_reference/testing/__init__.py": "",
-    "shared/src/kernel_reference/testing/pytest_plugin.py": "",
+    "shared/src/kernel_reference/testing/pytest_plugin.py": (
+        "def pytest_addoption(parser):\n    parser.addoption('--few-cases')\n"
+    ),
     "packages/tiny/pyproject.toml": PROJECT.format(
         name="tiny", dependencies=["kernel-reference>=0.1"], test=["pytest>=8.3"]
     ),

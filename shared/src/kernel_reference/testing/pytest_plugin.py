@@ -16,8 +16,7 @@ It gives
 - the argument ``random_case`` of tests that draw all they test from one integer: they run for a few of these, and with
   ``--random-cases 500`` or ``--random-cases 500:1000`` for so many, or those, each a test of its own;
 - ``--few-cases N``: of a test with more cases than N, N that are drawn by its name, the same in every run, for versions
-  beside those that all cases run on. A test marked ``codegen`` keeps all: another compiler is what those versions are.
-  KERNEL_REFERENCE_FEW_CASES=N says the same;
+  beside those that all cases run on. A test marked ``codegen`` keeps all: another compiler is what those versions are;
 - the fixture ``unchecked``: what only device memory tells is not looked at on a CPU either, and bad values are clamped;
 - the markers ``gpu`` (skipped, with the reason, where there is none), ``sanitize`` (the subset that runs under
   compute-sanitizer), ``codegen`` (compiles kernels for GPUs that need not be there), ``simulated`` (runs Gluon kernels
@@ -54,7 +53,6 @@ _REQUIRE_GPU = "KERNEL_REFERENCE_REQUIRE_GPU"
 _TRUE = ("1", "true", "on", "yes", "y")
 _CASES = "--random-cases"
 _FEW = "--few-cases"
-_FEW_CASES = "KERNEL_REFERENCE_FEW_CASES"
 
 
 def _is_set(variable: str) -> bool:
@@ -125,8 +123,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         _CASES, type=_cases_of, default=range(4), metavar="N or A:B",
         help="how many random cases, or which, of tests that draw them",
     )  # fmt: skip
-    few = os.environ.get(_FEW_CASES) or 0
-    parser.addoption(_FEW, type=int, default=few, metavar="N", help="at most N cases of each test, drawn by its name")
+    parser.addoption(_FEW, type=int, default=0, metavar="N", help="at most N cases of each test, drawn by its name")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -38,7 +38,9 @@ def case(device: torch.device, row: str, sizes: tuple[int, int, int], *targets: 
     words = ", ".join(f"{name} {value}" for name, value in given_by.items()) or "plain"
     name = f"{row}: {words}; {sequences} of {new} behind {older}"
     found = point_case(device, point)
-    return replace(found, name=name, shape=point, requirements=targets, baseline=next(iter(found.peers)))
+    first = next(iter(found.peers))
+    own = {first: found.peers[first]}
+    return replace(found, name=name, shape=point, requirements=targets, baseline=first, peers=own)
 
 
 def mixed(device: torch.device) -> Case:
@@ -50,7 +52,7 @@ def mixed(device: torch.device) -> Case:
 
 def ragged(device: torch.device, name: str, lengths: tuple[tuple[int, int], ...]) -> Case:
     shape = Shape(SoftmaxAttention("32/8", 32, 8, 128), lengths)
-    found = point_case(device, {**LLAMA, "sequences": 1, "new": 1, "context": 20})
+    found = point_case(device, {**LLAMA, "sequences": 1, "new": 1, "context": 20}).without(UNIFIED)
     make = partial(given, device, shape, Options(0.0, False, WIDE // 16))
     moved, flops = shape.bytes_moved(), shape.flops
     return replace(

@@ -1,4 +1,4 @@
-"""Where prefix-prefill's speed falls off: grids round its cases, beside FA3, or vLLM's unified_attention without it.
+"""Where prefix-prefill's speed falls off: grids round its cases, beside FA3 and vLLM's unified_attention.
 
 Results are held here to a share of a row's largest value, on sampled rows of the first and the last sequence: what the
 house's bound says of every element is the tests' part.
@@ -103,9 +103,9 @@ def unified() -> Callable[[Given], torch.Tensor]:
 
 
 def peers_of(device: torch.device, head_size: int) -> dict[str, Callable[[], Callable[[Given], torch.Tensor]]]:
-    """FA3 where it runs, and elsewhere the best other one."""
+    """FA3 where it runs, and the best other one."""
     hopper = device.type != "cuda" or torch.cuda.get_device_capability(device) == (9, 0)
-    return {FA3: fa3} if hopper and head_size <= 256 else {UNIFIED: unified}
+    return {**({FA3: fa3} if hopper and head_size <= 256 else {}), UNIFIED: unified}
 
 
 _kept: WeakKeyDictionary[Given, tuple[torch.Tensor, torch.Tensor]] = WeakKeyDictionary()

@@ -96,6 +96,19 @@ def test_install_lines_name_the_torch_that_is_tested() -> None:
             assert f"pip install torch=={pin} --index-url https://download.pytorch.org/whl/cpu" in words
 
 
+MEASUREMENTS = sorted(docs.ROOT.glob("packages/*/benchmarks/README.md"))
+
+
+@pytest.mark.parametrize("page", MEASUREMENTS, ids=lambda page: page.parts[-3])
+def test_what_a_page_about_measurements_names_is_there(page: Path) -> None:
+    readme = (page.parents[1] / "README.md").read_text()
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    anchors = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+    assert set(re.findall(r"\]\(benchmarks/README\.md#([^)]*)\)", readme)) <= anchors
+    links = [link for link in re.findall(r"\]\(([^)#]+)", page.read_text()) if "://" not in link]
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
 def test_every_page_is_in_the_navigation() -> None:
     navigation = (docs.HERE / "mkdocs.yml").read_text()
     for page in PAGES.rglob("*.md"):

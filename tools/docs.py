@@ -64,8 +64,9 @@ def readme(home: Path, source: Path, name: str) -> str:
         if not path or urlsplit(link).scheme:
             return found[0]
         target = (home / path).resolve()
+        there = f"#{anchor}" if anchor else ""
         if target in pages:
-            return f"{words}({pages[target]}{'#' + anchor if anchor else ''})"
+            return f"{words}({pages[target]}{there})"
         if target.suffix == ".svg" and target.is_file():
             picture = source / "packages" / name / target.name
             picture.parent.mkdir(exist_ok=True)
@@ -74,7 +75,7 @@ def readme(home: Path, source: Path, name: str) -> str:
         if not target.exists():
             raise SystemExit(f"docs: {home.relative_to(ROOT)}/README.md links to {path}, which is not there")
         kind = "tree" if target.is_dir() else "blob"
-        return f"{words}({REPOSITORY}/{kind}/main/{target.relative_to(ROOT)})"
+        return f"{words}({REPOSITORY}/{kind}/main/{target.relative_to(ROOT)}{there})"
 
     text = (home / "README.md").read_text()
     blocks = re.split(r"(^```.*?^```$)", text, flags=re.DOTALL | re.MULTILINE)

@@ -169,14 +169,14 @@ def test_links_of_a_readme_hold_on_the_site(tmp_path: Path, monkeypatch: pytest.
     (home / "benchmarks").mkdir(parents=True)
     (home / "benchmarks" / "one.svg").write_text("<svg/>")
     (home / "README.md").write_text(
-        "![drawn](benchmarks/one.svg) [all](benchmarks) [two](../two#speed) [web](https://example.org) [up](#top)\n"
+        "![drawn](benchmarks/one.svg) [all](benchmarks#end) [two](../two#speed) [web](https://example.org) [up](#top)\n"
         "```\n[code](no/link)\n```\n"
     )
     monkeypatch.setattr(docs, "ROOT", tmp_path)
     monkeypatch.setattr(docs, "homes", lambda: {"one": home, "two": other})
     (tmp_path / "site" / "packages").mkdir(parents=True)
     assert docs.readme(home, tmp_path / "site", "one") == (
-        f"![drawn](one/one.svg) [all]({docs.REPOSITORY}/tree/main/packages/one/benchmarks) [two](two.md#speed) "
+        f"![drawn](one/one.svg) [all]({docs.REPOSITORY}/tree/main/packages/one/benchmarks#end) [two](two.md#speed) "
         "[web](https://example.org) [up](#top)\n```\n[code](no/link)\n```\n"
     )
     assert (tmp_path / "site" / "packages" / "one" / "one.svg").is_file()

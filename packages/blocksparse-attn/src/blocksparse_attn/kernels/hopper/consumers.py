@@ -266,24 +266,26 @@ def pointers(p, i_b, token, i_h, o_d, s):
 
 
 @gluon.jit
-def store_rows(
-    acc, tile, p_out, s_out, i_b, i_h, token, start, context, length, first: gl.constexpr, config: gl.constexpr
-):
-    """Store the outputs of 64 positions from ``start``, where those are the sequence's queries, from a column on.
-
-    They are staged in a tile of shared memory, so that each row is stored in whole lines.
-    """
+def staged(acc, tile):
+    """Outputs as a warp stores whole lines of them, by way of a tile of shared memory."""
     L_IO: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     # All warps are done with what the tile held, before that is overwritten.
     tl.debug_barrier()
     tile.store(acc.to(tile.dtype))
     # All warps have stored their rows, before others load them.
     tl.debug_barrier()
+    return tile.load(L_IO)
+
+
+@gluon.jit
+def store_rows(rows, p_out, s_out, i_b, i_h, token, start, context, length, first: gl.constexpr, config: gl.constexpr):
+    """Store the outputs of 64 positions from ``start``, where those are the sequence's queries, from a column on."""
+    L_IO: gl.constexpr = rows.type.layout
     position = start + gl.arange(0, ROWS, gl.SliceLayout(1, L_IO))
-    o_d = first + gl.arange(0, acc.shape[1], gl.SliceLayout(0, L_IO))
+    o_d = first + gl.arange(0, rows.shape[1], gl.SliceLayout(0, L_IO))
     m_row = (position >= context) & (position < length)
     p_tile = pointers(p_out, i_b, token + position, i_h, o_d, s_out)
-    gl.store(p_tile, tile.load(L_IO), mask=m_row[:, None] & (o_d < config.DV)[None, :])
+    gl.store(p_tile, rows, mask=m_row[:, None] & (o_d < config.DV)[None, :])
 
 
 @gluon.jit
@@ -300,6 +302,15 @@ def store_part(acc, p_part, items, base, i_h, start, context, length, first: gl.
     gl.store(p_tile, acc, mask=m_row[:, None] & (o_d < config.DV)[None, :])
 
 
+@gluon.jit
+def hand_back(channels, i_q):
+    """Hand back the queries, where outputs were staged, before those are stored: the fence would wait for stores."""
+    # TMA will write the next queries there: the fence orders the two.
+    fence_async_shared()
+    tl.debug_barrier()
+    mbarrier.arrive(channels.q.empty.index(i_q))
+
+
 class Results(NamedTuple):
     """Where results go, see ``Outputs``, with the logits that stand in the denominator only."""
 
@@ -310,7 +321,7 @@ class Results(NamedTuple):
 
 
 @gluon.jit
-def epilogue(acc, running_max, row_sum, tile, channels, base, i_half, results, config: gl.constexpr):
+def epilogue(acc, running_max, row_sum, tile, channels, i_q, base, i_half, results, config: gl.constexpr):
     """Normalise what ``attend_tiles`` summed for 64 rows, and store outputs and lse, or a split's partial ones.
 
     As in ``softmax.store``: partial results are without the sink, which the merge kernel adds once.
@@ -338,6 +349,13 @@ def epilogue(acc, running_max, row_sum, tile, channels, base, i_half, results, c
             rescale = gl.exp(running_max - finite(new_max))
             row_sum = row_sum * rescale + gl.exp(b_sink - finite(new_max))
             log_sum = log_sum_exp(new_max, row_sum)
+    acc = rescaled(acc, rescale / gl.where(row_sum == 0, 1.0, row_sum), config)
+    if results.num_splits == 1:
+        rows = staged(acc.main, tile.main)
+        tail = rows
+        if config.TAIL_DV:
+            tail = staged(acc.tail, tile.tail.slice(0, config.TAIL_DV, 1))
+        hand_back(channels, i_q)
         if outputs.lse is not None:
             s_lse = strides.lse
             # Tests for negative strides would take registers through the main loop.
@@ -345,21 +363,16 @@ def epilogue(acc, running_max, row_sum, tile, channels, base, i_half, results, c
                 gl.assume(s_lse[i_s] >= 0)
             off = i_b.to(gl.int64) * s_lse[0] + i_h.to(gl.int64) * s_lse[1] + (token + position).to(gl.int64) * s_lse[2]
             gl.store(outputs.lse + off, log_sum, mask=m_row)
+        store_rows(rows, outputs.out, strides.out, i_b, i_h, token, start, context, length, 0, config)
+        if config.TAIL_DV:
+            store_rows(
+                tail, outputs.out, strides.out, i_b, i_h, token, start, context, length, config.BLOCK_DV, config
+            )  # fmt: skip
     else:
+        hand_back(channels, i_q)
         i_part = get(items, base + SPLIT).to(gl.int64) * H + i_h
         i_part = i_part * get(items, base + ALL_ROWS) + get(items, base + ROW) + position
         gl.store(outputs.part_lse + i_part, gl.where(possible, log_sum, float("inf")), mask=m_row)
-    acc = rescaled(acc, rescale / gl.where(row_sum == 0, 1.0, row_sum), config)
-    if results.num_splits == 1:
-        store_rows(
-            acc.main, tile.main, outputs.out, strides.out, i_b, i_h, token, start, context, length, 0, config
-        )  # fmt: skip
-        if config.TAIL_DV:
-            store_rows(
-                acc.tail, tile.tail.slice(0, config.TAIL_DV, 1), outputs.out, strides.out, i_b, i_h, token, start,
-                context, length, config.BLOCK_DV, config,
-            )  # fmt: skip
-    else:
         store_part(acc.main, outputs.part, items, base, i_h, start, context, length, 0, config)
         if config.TAIL_DV:
             store_part(acc.tail, outputs.part, items, base, i_h, start, context, length, config.BLOCK_DV, config)
@@ -397,11 +410,7 @@ def consume(channels, i_half, softcap, left, results, config: gl.constexpr):
         out_tile = q_tile
         if (config.BLOCK_DV != config.BLOCK_D) | (config.TAIL_DV != config.TAIL_D):
             out_tile = Tile(channels.out_tiles.index(i_half), channels.out_tails.index(i_half))
-        epilogue(acc, running_max, row_sum, out_tile, channels, base, i_half, results, config)
-        # TMA will write the next queries where outputs were staged: the fence orders the two.
-        fence_async_shared()
-        tl.debug_barrier()
-        mbarrier.arrive(channels.q.empty.index(i_q))
+        epilogue(acc, running_max, row_sum, out_tile, channels, i_q, base, i_half, results, config)
         mbarrier.arrive(queue.empty.index(n % QUEUE))
         n += 1
         mbarrier.wait(queue.full.index(n % QUEUE), n // QUEUE & 1)

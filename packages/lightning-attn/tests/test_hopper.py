@@ -124,6 +124,17 @@ def test_programs_that_share_a_segment_have_its_bits(tensors, kernels, dtype, si
     batch.check()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_token_at_the_end_of_a_segment_of_all_rows_is_taken_once(tensors, kernels, dtype) -> None:
+    """The grid has a second segment for it."""
+    plan = PrefillPlan(64, 64, 64, 4, 2, 64, True)
+    if dtype == torch.float32:
+        plan = PrefillPlan(64, 64, 64, 8, 1, 64, True, bf16x6=True)
+    batch = tensors.ragged([63, 1, 70, 58, 1], heads=(1, 1), sizes=(64, 64), dtype=dtype, initial=True)
+    kernels.prefill(batch, plan)
+    batch.check()
+
+
 def check_kinds_of_sequences(tensors: Any, kernels: Any, plan: PrefillPlan, sizes: Any, dtype: torch.dtype) -> None:
     """Short and long ones, with and without an initial state, padding and, but for two stages, snapshots."""
     batch = tensors.ragged(

@@ -107,7 +107,8 @@ def prefill(
     if p_q is not None:
         # Loaded with the bounds and the slot, not after them: for one token each wait for memory shows.
         has = has_initial(batch, i_n)
-        if (length == 1) & (slot >= 0):
+        # There may be a program for a second segment of it, which has no rows.
+        if (length == 1) & (slot >= 0) & (begin < end):
             i_first = i_n * 0
             q = rows_of_head(p_q, strides.q, i_first, i_h.to(gl.int64), sizes.RATIO_QK)
             k = rows_of_head(p_k, strides.k, i_first, i_h.to(gl.int64), sizes.RATIO_QK)

@@ -102,7 +102,8 @@ def prefill(
     column = i_e * BLOCK_E
     TAKES_TOKENS: gl.constexpr = p_cu is not None and p_positions is None and p_final is not None
     if TAKES_TOKENS and not REVERSED:
-        if (length == 1) & (slot >= 0):
+        # There may be a program for a second segment of it, which has no rows.
+        if (length == 1) & (slot >= 0) & (begin < end):
             has = has_initial(batch, i_n)
             single_token((q, k, v, o), begin, column, p_slopes, initial, final, has, slot, i_h, scale, sizes)
             # No chunk is left.

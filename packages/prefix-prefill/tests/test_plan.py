@@ -23,7 +23,17 @@ from prefix_prefill.plan import (
     kind_of_batch,
     plan_prefill,
 )
-from prefix_prefill.tiles import column_tiles, heads_per_tile, most_tiles, num_slots, tokens_per_tile, value_tiles
+from prefix_prefill.tiles import (
+    column_tiles,
+    heads_per_tile,
+    most_tiles,
+    num_slots,
+    shared_bytes,
+    stages_of_values,
+    tokens_per_tile,
+    units_of_keys,
+    value_tiles,
+)
 
 KIB = 1024
 H200 = DeviceLimits(132, 227 * KIB, hopper=True)
@@ -112,6 +122,16 @@ def test_a_head_is_one_tile_of_columns_or_two_where_that_is_less() -> None:
     assert values == [(64,), (128,), (128,), (64, 32), (128, 64), (64, 32)]
     for size in range(16, 513):
         assert size <= sum(column_tiles(size)) < 1.25 * size + 64
+
+
+def test_keys_of_192_come_in_units_of_columns_beside_two_whole_tiles_of_values() -> None:
+    cached = problem_of(replace(LLAMA, head_dim=192), new_kv=False)
+    assert (units_of_keys(cached, 128), stages_of_values(cached, 128, 2)) == (5, (2, 128))
+    # Where these are not written, or take no more than there is.
+    others = [replace(cached, **one) for one in ({"new_kv": True}, {"page_size": 12}, {"head_dim_v": 128})]
+    assert [units_of_keys(other, 128) for other in others] == [0, 0, 0]
+    assert units_of_keys(cached, 64) == 0
+    assert [shared_bytes(one, 128, 128, 2) for one in (cached, others[0])] == [224 * KIB, 216 * KIB]
 
 
 def test_tiles_fit_in_the_shared_memory_of_turing_which_holds_them_twice() -> None:

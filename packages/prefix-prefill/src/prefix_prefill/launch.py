@@ -51,6 +51,7 @@ from prefix_prefill.tiles import (
     num_slots,
     stages_of_values,
     tokens_per_tile,
+    units_of_keys,
     value_tiles,
 )
 
@@ -351,6 +352,7 @@ def _hopper(first: Batch, plan: PrefillPlan, forms: PrefillTensors, device: torc
         CONSUMERS=2 if has_values_split(problem) else plan.block_m // 64,
         GROUPS=plan.block_m // 64,
         STAGES=plan.num_stages,
+        K_UNITS=units_of_keys(problem, plan.block_n),
         V_STAGES=v_stages,
         V_KEYS=v_keys,
         Q_IN_REGISTERS=plan.q_in_registers,

@@ -16,14 +16,12 @@ from prefix_prefill.problem import MOST_TOKENS as MOST_TOKENS
 from prefix_prefill.problem import DeviceLimits as DeviceLimits
 from prefix_prefill.problem import Problem as Problem
 from prefix_prefill.tiles import (
-    column_tiles,
     has_few_tiles,
     head_tiles,
     most_tiles,
-    stages_of_values,
+    shared_bytes,
     tiles_in_registers,
     tokens_per_tile,
-    value_tiles,
 )
 
 # A tile of fewer keys is never cut (kernels/balance.py); to merge nothing takes 2 us of 12, behind 500 keys (H100).
@@ -107,7 +105,7 @@ class PrefillPlan(Plan):
 
     def _is_shared_by_two(self, problem: Problem) -> bool:
         """Whether registers and shared memory of an SM suffice for two of its programs."""
-        fits = 2 * _shared_bytes(problem, self.block_m, self.block_n, self.num_stages) <= _MOST_SHARED - 8 * 1024
+        fits = 2 * shared_bytes(problem, self.block_m, self.block_n, self.num_stages) <= _MOST_SHARED - 8 * 1024
         return fits and self.block_m == 64 and self.block_n == _keys_of_two(problem) and _fits_twice(problem)
 
 
@@ -125,9 +123,9 @@ def _blocks_of_keys(problem: Problem) -> tuple[int, ...]:
     """Numbers of keys in a tile that the kernel for sm_90 takes, the best one last."""
     if problem.largest_head > 256:
         # Of 512 not even two stages of 64 keys fit in shared memory.
-        return (32, 64) if _shared_bytes(problem, 64, 64, 2) <= _MOST_SHARED else (32,)
+        return (32, 64) if shared_bytes(problem, 64, 64, 2) <= _MOST_SHARED else (32,)
     # Scores of 128 keys and an accumulator of more than 192 values do not fit in registers, nor do slopes beside 128.
-    wide = problem.head_dim_v <= (128 if problem.alibi else 192) and _shared_bytes(problem, 128, 128, 2) <= _MOST_SHARED
+    wide = problem.head_dim_v <= (128 if problem.alibi else 192) and shared_bytes(problem, 128, 128, 2) <= _MOST_SHARED
     # Between tiles of 8 bits and of 16 there is no room for scales of 128 keys.
     no_room = problem.token_scales and problem.largest_head > 96
     return (64, 128) if wide and not _is_mixed(problem) and not no_room else (64,)
@@ -172,14 +170,6 @@ def has_values_split(problem: Problem) -> bool:
     take all registers of one.
     """
     return problem.head_dim_v > 256
-
-
-def _shared_bytes(problem: Problem, block_m: int, block_n: int, stages: int) -> int:
-    """What tiles of q, keys and values of 16 bits take of shared memory on sm_90."""
-    keys = sum(column_tiles(problem.head_dim))
-    values = sum(value_tiles(problem.head_dim_v, block_m, problem.cache_bits))
-    v_stages, v_keys = stages_of_values(problem, block_n, stages)
-    return 2 * (block_m * keys + stages * block_n * keys + v_stages * v_keys * values)
 
 
 def may_be_in_parts(plan: PrefillPlan) -> bool:
@@ -323,7 +313,7 @@ def _hopper(problem: Problem, programs: int) -> PrefillPlan:
         block_n = 64
     if block_m == 64 and is_gathered(problem):
         # 1, 16 and 64 rows behind 8000, 1000 and 8000: 25.8, 27.9, 547.6 us on an H200, by 128 keys 31.0, 33.1, 509.3.
-        roomy = _shared_bytes(problem, block_m, 64, 4) <= _MOST_SHARED
+        roomy = shared_bytes(problem, block_m, 64, 4) <= _MOST_SHARED
         return PrefillPlan(block_m, min(block_n, 64), 0, 4, 4 if roomy else 2, hopper=True)
     loading = 72 if block_m == 64 and _is_converted_by_heads_of_128(problem) else 56
     stages = 3 if problem.cache_bits == 8 and block_n == 64 else 2

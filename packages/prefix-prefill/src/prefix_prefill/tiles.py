@@ -71,10 +71,32 @@ def has_few_tiles(problem: Problem, programs: int) -> bool:
     return most_tiles(problem, 128) < programs
 
 
+def units_of_keys(problem: Problem, block_n: int) -> int:
+    """How many units of 64 columns of keys have room on sm_90, where tiles of heads of 192 come in such, else 0.
+
+    Two tiles of 128 keys and two of values are 16 KB more than there is. Keys are read in the first half of a tile's
+    time, values to its end: with five of six units of keys neither is waited for. 4 x 512 behind 16384 take 1334 us on
+    an H200, with whole tiles of keys and three halves of values 1561, with nothing loaded 1307.
+    """
+    plain = problem.cache_bits == 16 and not (problem.new_kv or problem.alibi or problem.page_size % 8)
+    return 5 if block_n == 128 and problem.head_dim == problem.head_dim_v == 192 and plain else 0
+
+
 def stages_of_values(problem: Problem, block_n: int, stages: int) -> tuple[int, int]:
     """Stages of values on sm_90, and keys in each: half a tile's where values have more than 128 numbers, as two whole
-    tiles have no room beside keys as long. While a tile's two are multiplied, the first of the next one comes.
+    tiles have no room beside two of keys. While a tile's two are multiplied, the first of the next one comes.
 
     Heads of 192, 4 x 512 behind 16384: 1327 us on an H100, by whole tiles of 64 keys 1399.
     """
+    if units_of_keys(problem, block_n):
+        return 2, block_n
     return (3, block_n // 2) if block_n == 128 and problem.head_dim_v > 128 else (stages, block_n)
+
+
+def shared_bytes(problem: Problem, block_m: int, block_n: int, stages: int) -> int:
+    """What tiles of q, keys and values of 16 bits take of shared memory on sm_90."""
+    keys = sum(column_tiles(problem.head_dim))
+    values = sum(value_tiles(problem.head_dim_v, block_m, problem.cache_bits))
+    v_stages, v_keys = stages_of_values(problem, block_n, stages)
+    columns = 64 * units_of_keys(problem, block_n) or stages * keys
+    return 2 * (block_m * keys + block_n * columns + v_stages * v_keys * values)

@@ -32,6 +32,7 @@ class Config(NamedTuple):
     CONSUMERS: int  # warpgroups that multiply
     GROUPS: int  # of ROWS rows in a tile: one a consumer, or one for two, each of which has a tile of V_TILES
     STAGES: int  # pipeline depth, of keys and of values
+    K_UNITS: int  # of 64 columns of a tile's keys that there is memory for, where keys come in such; or 0
     V_STAGES: int  # of values, each of V_KEYS keys
     V_KEYS: int  # BLOCK_N, or half of it where two stages of whole tiles do not fit
     Q_IN_REGISTERS: int  # tiles of queries in registers, whose products read only keys from shared memory
@@ -87,6 +88,12 @@ def comes_ahead(C):
     On an H100, over pages of 16: 8 x 1024 with heads of 128 179 us, so 211; not unrolled 189.
     """
     return not (C.IN_PARTS or C.NEW_KV or C.IS_FP8 or C.PACKED) and C.CONSUMERS > 1
+
+
+@gluon.constexpr_function
+def units_in(C):
+    """Units of 64 columns, each in a stage of its own, that a tile's keys come in."""
+    return C.D // 64 if C.K_UNITS else 1
 
 
 @gluon.constexpr_function

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from prefix_prefill.kernels.hopper.capped import reference_of, update_by_constant
-from prefix_prefill.kernels.hopper.config import ROWS, Bounds, begin_of, own_tiles
+from prefix_prefill.kernels.hopper.config import ROWS, Bounds, begin_of, own_tiles, units_in
 from prefix_prefill.kernels.hopper.drafts import store_masks
 from prefix_prefill.kernels.hopper.epilogue import finish
 from prefix_prefill.kernels.hopper.items import done, has_item, inside_of, is_inside, loop_of, tile_of
@@ -123,12 +123,36 @@ def queries(memory, i_group, C):
 
 
 @gluon.jit
+def unit_of_queries(q, T: gl.constexpr, C):
+    """The columns of queries that a unit of keys has."""
+    FIRST: gl.constexpr = C.K_TILES[0] // 64
+    if T < FIRST:
+        unit = q[0].slice(T * 64, 64, dim=1)
+    else:
+        unit = q[1].slice((T - FIRST) * 64, 64, dim=1)
+    return unit
+
+
+@gluon.jit
+def release_keys(k, i, C):
+    """The keys of the tile at i have been read."""
+    for t in gl.static_range(units_in(C)):
+        release(k, i * units_in(C) + t)
+
+
+@gluon.jit
 def issue_qk(q, k, i, b_zero, PACKED: gl.constexpr, C):
     """Issue scores = q k^T of the tile at i in the ring, its columns tile after tile."""
-    wait_full(k, i, C)
-    stage = i % k.full.shape[0]
     qk = b_zero
-    if PACKED:
+    if C.K_UNITS:
+        for t in gl.static_range(units_in(C)):
+            place = i * units_in(C) + t
+            wait_full(k, place, C)
+            k_unit = k.tiles[0].index(place % C.K_UNITS).permute((1, 0))
+            qk = warpgroup_mma(unit_of_queries(q, t, C), k_unit, qk, use_acc=t > 0, is_async=True)
+    elif PACKED:
+        wait_full(k, i, C)
+        stage = i % k.full.shape[0]
         # Step by step, each from where it begins: where nothing is swizzled, WGMMA's descriptors have no base offset,
         # which Triton gives to all but a tile's first step.
         for step in gl.static_range(C.D // 16):
@@ -136,6 +160,8 @@ def issue_qk(q, k, i, b_zero, PACKED: gl.constexpr, C):
             q_step = q[0].slice(step * 16, 16, dim=1)
             qk = warpgroup_mma(q_step, k_step, qk, use_acc=step > 0, is_async=True)
     else:
+        wait_full(k, i, C)
+        stage = i % k.full.shape[0]
         for t in gl.static_range(len(C.K_TILES)):
             k_tile = k.tiles[t].index(stage).permute((1, 0))
             qk = warpgroup_mma(q[t], k_tile, qk, use_acc=t > 0, is_async=True)
@@ -354,7 +380,7 @@ def attend_keys(run, span, at, q, k, v, memory, scored, PACKED: gl.constexpr, V,
         # Prologue: the scores of the first tile.
         qk = issue_qk(q, k, before + first, b_zero, PACKED, C)
         b_s = warpgroup_mma_wait(0, deps=[qk])
-        release(k, before + first)
+        release_keys(k, before + first, C)
         unit, factor, ratio = larger_unit(memory.scales, before + first, cached > 0, unit, C)
         scales = TileScales(memory.scales, before + first, cached > 0, factor)
         weights, running_max, row_sum, rescale = softmax_of(
@@ -371,7 +397,7 @@ def attend_keys(run, span, at, q, k, v, memory, scored, PACKED: gl.constexpr, V,
                 weights, accs, v, memory, v_scale, i - 1, (before, meetings), i_group, seen, PACKED, V, C
             )
             b_s = warpgroup_mma_wait(len(V.OWN) * stages_in(C), deps=[qk])
-            release(k, before + i)
+            release_keys(k, before + i, C)
             unit, factor, ratio = larger_unit(memory.scales, before + i, i < cached, unit, C)
             scales = TileScales(memory.scales, before + i, i < cached, factor)
             weights, running_max, row_sum, rescale = softmax_of(

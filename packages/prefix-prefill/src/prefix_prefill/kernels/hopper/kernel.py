@@ -88,7 +88,10 @@ def attend(
     # 8-bit keys fit into float16's range; new keys and values, where these come too, do not all.
     dtype: gl.constexpr = gl.float16 if C.IS_FP8 and not C.NEW_KV else q_dtype
     k_dtype: gl.constexpr = d_k_cache.dtype if C.K_FP8 else dtype
-    k = ring(k_dtype, C.K_TILES, C.STAGES, C.BLOCK_N, C.CONSUMERS, C)
+    if C.K_UNITS:
+        k = ring(k_dtype, (64,), C.K_UNITS, C.BLOCK_N, C.CONSUMERS, C)
+    else:
+        k = ring(k_dtype, C.K_TILES, C.STAGES, C.BLOCK_N, C.CONSUMERS, C)
     v = ring(dtype, C.V_TILES, C.V_STAGES, C.V_KEYS, C.CONSUMERS, C)
     q_tiles = query_tiles(k_dtype, C.K_TILES, C)
     # Outputs take the memory of q where they are of its form, and no other consumer's.

@@ -18,6 +18,7 @@ from prefix_prefill.kernels.hopper.config import (
     converter_warps,
     has_light_consumers,
     is_gathered,
+    units_in,
     width_of,
 )
 from prefix_prefill.kernels.hopper.gather import gather_cached
@@ -204,6 +205,29 @@ def load_cached_box_by_box(d_cache, ring, before, count, source, loop, TILES: gl
 
 
 @gluon.jit
+def load_keys_by_units(d_cache, ring, before, count, source, loop, C):
+    """As ``load_cached``, keys in units of 64 columns, each as soon as its stage is empty."""
+    BOXES: gl.constexpr = C.BLOCK_N // C.BOX
+    AT_ONCE: gl.constexpr = BOXES if BOXES < 8 else 8
+    for i in range(count):
+        first_key = loop.start + i * C.BLOCK_N
+        pages = pages_of(first_key, source, loop, AT_ONCE, C)
+        for t in gl.static_range(units_in(C)):
+            place = (before + i) * units_in(C) + t
+            stage = place % C.K_UNITS
+            wait_empty(ring, place)
+            mbarrier.expect(ring.full.index(stage), C.BLOCK_N * 128)
+            for i_g in gl.static_range(BOXES // AT_ONCE):
+                key = first_key + i_g * AT_ONCE * C.BOX
+                if BOXES > AT_ONCE:
+                    pages = pages_of(key, source, loop, AT_ONCE, C)
+                for box in gl.static_range(AT_ONCE):
+                    at = [pages[box], source.i_kv, (key + box * C.BOX) % C.PAGE, t * 64]
+                    to = ring.boxes[0].index(stage * BOXES + i_g * AT_ONCE + box)
+                    tma.async_copy_global_to_shared(d_cache[0], at, ring.full.index(stage), to)
+
+
+@gluon.jit
 def load_new(d_new, ring, before, count, source, loop, TILES: gl.constexpr, SIZE: gl.constexpr, C):
     """Load the tiles of new keys, or of values, that come after ``count`` tiles of cached ones."""
     into = with_new_boxes(ring, TILES, C)
@@ -223,17 +247,20 @@ def load_new(d_new, ring, before, count, source, loop, TILES: gl.constexpr, SIZE
 @gluon.jit
 def load_keys(d_cache, d_new, p_table, cached, ring, table, sizes, batch, C):
     """Load the keys of all items."""
-    load(d_cache, d_new, p_table, cached, ring, table, sizes, batch, C.K_TILES, C.D, C)
+    load(d_cache, d_new, p_table, cached, ring, table, sizes, batch, C.K_TILES, C.D, C.K_UNITS, C)
 
 
 @gluon.jit
 def load_values(d_cache, d_new, p_table, cached, ring, table, sizes, batch, C):
     """Load the values of all items."""
-    load(d_cache, d_new, p_table, cached, ring, table, sizes, batch, C.V_TILES, C.DV, C)
+    load(d_cache, d_new, p_table, cached, ring, table, sizes, batch, C.V_TILES, C.DV, 0, C)
 
 
 @gluon.jit
-def load(d_cache, d_new, p_table, cached, ring, table, sizes, batch, TILES: gl.constexpr, SIZE: gl.constexpr, C):
+def load(
+    d_cache, d_new, p_table, cached, ring, table, sizes, batch,
+    TILES: gl.constexpr, SIZE: gl.constexpr, UNITS: gl.constexpr, C,
+):  # fmt: skip
     """Load the keys, or the values, of all items, each descriptor a pair: see ``issue_loads``; or from a Pool.
 
     Cached ones go to the ring ``cached``, which for a 16-bit cache is ``ring``; new ones to ``ring``.
@@ -253,7 +280,9 @@ def load(d_cache, d_new, p_table, cached, ring, table, sizes, batch, TILES: gl.c
         source = Source(p_row, sizes.num_blocks, tile.i_kv, sizes.rows, tile.begin - tile.context)
         tiles = cached_tiles(loop, C) * PER_TILE
         at = before_cached if ELEMENT_BYTES == 1 else before
-        if is_gathered(C):
+        if UNITS:
+            load_keys_by_units(d_cache, cached, at, tiles, source, loop, C)
+        elif is_gathered(C):
             gather_cached(d_cache, cached, at, tiles, source, loop, TILES, SIZE, C)
         elif comes_box_by_box(TILES, d_cache[0].dtype.primitive_bitwidth, C):
             load_cached_box_by_box(d_cache, cached, at, tiles, source, loop, TILES, SIZE, C)

@@ -394,6 +394,29 @@ def test_a_batch_of_vmap_reaches_the_op(call) -> None:
     assert call.went(x[0], None, 2.0) == "direct"
 
 
+@pytest.mark.parametrize("looks_on", [False, True])
+def test_a_kernel_with_gradients_is_called_at_once_where_nobody_looks_on(monkeypatch, looks_on) -> None:
+    def remember(ctx: Any, given: tuple[Any, ...], output: object) -> None:
+        x, _, ctx.factor = given
+        ctx.save_for_backward(x)
+
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return 2 * ctx.factor * ctx.saved_tensors[0] * gradient, None, None
+
+    served: list[str] = []
+    kernel = dispatch.with_gradients(lambda x, y, factor: served.append("kernel") or factor * x**2, remember, backward)
+    call = dispatch.past_dispatcher(lambda x, y, factor: served.append("op"), kernel, 2)
+    monkeypatch.setattr(dispatch, "runs_now", lambda tensors: not looks_on and len(tensors) == 2)
+    x = torch.tensor([1.0, 3.0], requires_grad=True)
+    result = call(x, None, 5.0)
+    assert served == ["op" if looks_on else "kernel"]
+    if not looks_on:
+        assert torch.equal(torch.autograd.grad(result.sum(), x)[0], torch.tensor([10.0, 30.0]))
+    # What is no tensor is the op's to refuse.
+    call(None, x, 5.0)
+    assert served[1:] == ["op"]
+
+
 def test_on_a_cpu_there_is_no_short_way(call, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     assert [call.went(torch.ones(3), None, 2.0) for _ in range(2)] == ["op", "op"]

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from kernel_reference import together
 from kernel_reference.launching import Launch
-from kernel_reference.together import compiled_together, gathered_launches
+from kernel_reference.together import begin_triton, compiled_together, gathered_launches
 
 CUDA = torch.device("cuda", 0)
 # As Triton has it: one mode a context.
@@ -90,6 +91,30 @@ def test_a_first_call_inside_the_caller_s_own_mode_compiles_too(modes) -> None:
     within.run(HAS_A_MODE.set, True)
     within.run(call, torch.empty(8))
     assert [len(launch.kernel.started) for launch in launches] == [1, 1]
+
+
+def test_what_triton_begins_with_goes_on_beside_a_first_call_until_a_kernel_is_compiled(monkeypatch) -> None:
+    begun, order = threading.Event(), ["planned"]
+
+    def hash_files() -> None:
+        begun.wait(20)
+        order.append("hashed")
+
+    kernel = SimpleNamespace(warmup=lambda *given, **options: order.append("compiled"))
+    monkeypatch.setattr(together, "_hash_triton", hash_files)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    begin_triton.cache_clear()
+    try:
+        # Without a GPU its driver fails, and whoever launches is told.
+        assert len(begin_triton()) == 2
+        threading.Timer(0.05, begun.set).start()
+        Launch(kernel, (3, 1, 1), (), torch.device("cpu")).compile(torch.empty(8))
+    finally:
+        begun.set()
+        begin_triton.cache_clear()
+    assert order == ["planned", "hashed", "compiled"]
 
 
 def test_a_call_of_one_launch_is_compiled_as_it_is_started(modes) -> None:

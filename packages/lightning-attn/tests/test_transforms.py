@@ -10,7 +10,9 @@ import torch
 from torch.autograd import forward_ad
 
 import lightning_attn
+from kernel_reference.dispatch import with_gradients
 from kernel_reference.recurrence import linear_attention
+from lightning_attn import ops, reference
 
 Tensor = torch.Tensor
 NAMES = ("q", "k", "v", "kv_history")
@@ -115,6 +117,23 @@ def test_vmap_and_vmap_of_grad_are_the_loop(tensors, own_rates) -> None:
     # Keys that all samples share.
     shared = torch.vmap(call, in_dims=(None, 1, None, None, None))(rates[0], many[0], *[x[:, 0] for x in many[1:]])
     assert_near(shared[0][2], call(rates[0], many[0][:, 2], *[x[:, 0] for x in many[1:]])[0])
+
+
+@pytest.mark.parametrize("unused", ["neither", "the outputs", "the states"])
+def test_gradients_past_the_dispatcher_are_those_of_the_op(tensors, monkeypatch, unused) -> None:
+    """Of eager calls on a GPU: here by the reference, in the kernels' places."""
+    given = [x.requires_grad_() for x in inputs(tensors, 1, 2, 5)]
+
+    def gradients(op: Any) -> tuple[Tensor, ...]:
+        out, state = op(*given[:3], tensors.slopes(2), given[3], 0.5, None)
+        loss = (0 if unused == "the outputs" else (out**2).sum()) + (0 if unused == "the states" else state.sin().sum())
+        return torch.autograd.grad(loss, given, allow_unused=True)
+
+    wanted = gradients(torch.ops.lightning_attn.attention.default)
+    now = with_gradients(reference.attention, ops._remember_inputs, ops._attention_backward)
+    monkeypatch.setattr(ops, "_gradients_of_attention", reference.attention_backward)
+    for one, other in zip(gradients(now), wanted, strict=True):
+        assert one is other is None or torch.equal(one, other)
 
 
 def test_a_second_derivative_is_refused(tensors) -> None:

@@ -24,7 +24,7 @@ from kernel_reference.bindings import Compiled, find_compiled, keep_compiled, si
 from kernel_reference.grouping import checked
 from kernel_reference.starting import Starter, ensure_context
 from kernel_reference.tensor_maps import TmaBox as TmaBox
-from kernel_reference.together import gathering
+from kernel_reference.together import begin_triton, gathering
 
 Tensor = torch.Tensor
 
@@ -91,6 +91,7 @@ class Launch:
 
     def compile(self, *tensors: Tensor | None) -> None:
         """Have Triton compile it for tensors like these, and start nothing."""
+        _await_triton()
         self.kernel.warmup(*self._bound(tensors), grid=self.grid, **self.options)
 
     def is_compiled(self, *tensors: Tensor | None) -> bool:
@@ -158,6 +159,7 @@ class Launch:
 
     def _bind(self, tensors: tuple[Tensor | None, ...], aligned: bool) -> None:
         """Triton's own way, which compiles what is not compiled."""
+        _await_triton()
         compiled = self.kernel[self.grid](*self._bound(tensors), **self.options)
         # The interpreter compiles nothing and returns None.
         if compiled is not None and aligned:
@@ -206,6 +208,11 @@ class _Kept:
         self.compiled, self.starter = found
         # Asked for no more, and 6 kB.
         self.signature = None
+
+
+def _await_triton() -> None:
+    for thread in begin_triton():
+        thread.join()
 
 
 def _are_narrow(numbers: tuple[int, ...]) -> bool:

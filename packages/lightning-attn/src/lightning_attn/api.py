@@ -22,7 +22,7 @@ from kernel_reference.plans import plan_as_ints
 from kernel_reference.transforms import are_active, refuse_derivatives
 from lightning_attn import (
     arguments,
-    ops,  # noqa: F401  defines the ops that are taken below
+    ops,
     transforms,
 )
 from lightning_attn.arguments import Names
@@ -31,8 +31,6 @@ from lightning_attn.tensors import Decode
 
 Tensor = torch.Tensor
 
-_attention = torch.ops.lightning_attn.attention.default
-_attention_inference = torch.ops.lightning_attn.attention_inference.default
 _varlen = torch.ops.lightning_attn.varlen.default
 _decode = torch.ops.lightning_attn.decode.default
 _verify = torch.ops.lightning_attn.verify.default
@@ -101,16 +99,16 @@ def lightning_attention(
     scale = as_float("scale", scale)
     numbers = (scale, plan_as_ints(plan, PrefillPlan))
     try:
-        op: Any = _attention_inference
+        op: Any = ops.attention_inference
         if torch.is_grad_enabled() and ed.requires_grad:
             fail("ed", "without gradient (decay rates have none here; pass ed.detach())", "requires_grad=True")
         if are_active():
             op = transforms.attention
         elif torch.is_grad_enabled():
             if q.requires_grad or k.requires_grad or v.requires_grad:
-                op = _attention
+                op = ops.attention
             if kv_history is not None and kv_history.requires_grad:
-                op = _attention
+                op = ops.attention
         return LightningResult(*op(q, k, v, ed, kv_history, *numbers))
     except REFUSALS:
         _explain(check_dense, q=q, k=k, v=v, ed=ed, **given(kv_history=kv_history))

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from kernel_reference.checks import fail
+from kernel_reference.dispatch import allocator
 from kernel_reference.integers import cdiv, power_of_two_at_least
 from kernel_reference.launching import (
     Launch,
@@ -210,7 +211,7 @@ def _hopper_launch(
     )  # fmt: skip
 
     chains = _chains(problem, plan.segment) if plan.chained else 0
-    size = (2 * chains, sizes.H, sizes.E, _carried_rows(sizes.D))
+    new_states = _workspace((2 * chains, sizes.H, sizes.E, _carried_rows(sizes.D)), device)
     tiles = chains * sizes.H * cdiv(sizes.E, sizes.BLOCK_E)
 
     # o travels as a pointer too: the rows of a last, short chunk are stored one by one.
@@ -218,7 +219,7 @@ def _hopper_launch(
         rows = (q, k, v) if takes_tokens else (None, None, None)
         turns = None
         if plan.chained:
-            between = torch.empty(size, dtype=torch.float32, device=device)
+            between = new_states()
             turns = torch.zeros(tiles, dtype=torch.int32, device=device)
         launch(q, k, v, o, *rows, o, slopes, cu, slots, has, first, last, between, turns, positions, targets)
 
@@ -267,17 +268,18 @@ def _with_segments(
         dependent_launch=sizes.DEPENDENT_LAUNCH,
     )  # fmt: skip
     size = (states, sizes.H, sizes.E, _carried_rows(sizes.D))
-    size_of_own = size if part == segment else (segment // part, *size)
+    new_states = _workspace(size, device)
+    new_own = new_states if part == segment else _workspace((segment // part, *size), device)
     is_carried = states > most_summed * chains
 
     def run(q, k, v, o, slopes, cu, slots, has, first, last, positions, targets):  # type: ignore[no-untyped-def]
-        between = torch.empty(size_of_own, dtype=torch.float32, device=device)
+        between = new_own()
         if states:
             own(k, v, slopes, cu, slots, between)
         if is_carried:
             of_parts = between
             if part < segment:
-                between = torch.empty(size, dtype=torch.float32, device=device)
+                between = new_states()
             carry(slopes, cu, slots, has, first, of_parts, between)
         main(q, k, v, o, slopes, cu, slots, has, first, last, between, positions, targets)
         finish(k, v, slopes, cu, slots, last, positions, targets)
@@ -387,6 +389,11 @@ def _strides(problem: PrefillProblem) -> Strides:
     rows = _carried_rows(heads.head_qk)
     state = rows * heads.head_v
     return Strides(q, k, v, o, initial, final, StateStrides(heads.num_heads * state, state, 1, rows))
+
+
+def _workspace(size: tuple[int, ...], device: torch.device) -> Callable[[], Tensor]:
+    """What allocates states in float32."""
+    return allocator(torch.empty(size, dtype=torch.float32, device="meta"), device)
 
 
 def _carried_rows(head_qk: int) -> int:

@@ -26,7 +26,14 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from kernel_reference.checks import values_are_checked
-from kernel_reference.dispatch import PreparedLaunches, allocator, implement, launch_module
+from kernel_reference.dispatch import (
+    PreparedLaunches,
+    allocator,
+    implement,
+    launch_module,
+    past_dispatcher,
+    with_gradients,
+)
 from lightning_attn import arguments, reference
 from lightning_attn.packed import arguments as packed_arguments
 from lightning_attn.packed import reference as packed_reference
@@ -370,6 +377,13 @@ for _name, _reference, _kernel, _fake in (
     implement(_library, _name, reference=_reference, kernel=_kernel, fake=_fake)
 
 
+attention_inference = past_dispatcher(torch.ops.lightning_attn.attention_inference.default, _kernel_attention, 5)
+_gradients_of_attention = past_dispatcher(
+    torch.ops.lightning_attn.attention_backward.default, _kernel_attention_backward, 7
+)
+_gradients_of_packed = past_dispatcher(torch.ops.lightning_attn.packed_backward.default, _kernel_packed_backward, 8)
+
+
 def _remember_inputs(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
     *tensors, ctx.scale, ctx.plan = inputs
     ctx.save_for_backward(*tensors)
@@ -384,14 +398,17 @@ def _attention_backward(ctx: Any, d_out: Tensor | None, d_kv: Tensor | None) -> 
         return (None,) * 7
     if d_out is None:
         d_out = q.new_zeros(()).expand(*q.shape[:3], v.shape[3])
-    d_q, d_k, d_v, d_history = torch.ops.lightning_attn.attention_backward(
-        q, k, v, ed, kv_history, d_out, d_kv, ctx.scale, ctx.plan
-    )
+    d_q, d_k, d_v, d_history = _gradients_of_attention(q, k, v, ed, kv_history, d_out, d_kv, ctx.scale, ctx.plan)
     return d_q, d_k, d_v, None, None if kv_history is None else d_history, None, None
 
 
 torch.library.register_autograd(
     "lightning_attn::attention", _attention_backward, setup_context=_remember_inputs, lib=_library
+)
+attention = past_dispatcher(
+    torch.ops.lightning_attn.attention.default,
+    with_gradients(_kernel_attention, _remember_inputs, _attention_backward),
+    5,
 )
 
 
@@ -402,7 +419,7 @@ def _packed_backward(ctx: Any, d_out: Tensor | None, d_final: Tensor | None) -> 
         return (None,) * 8
     if d_out is None:
         d_out = q.new_zeros(()).expand(*q.shape[:2], v.shape[2])
-    d_q, d_k, d_v, d_initial = torch.ops.lightning_attn.packed_backward(
+    d_q, d_k, d_v, d_initial = _gradients_of_packed(
         q, k, v, slopes, cu_seqlens, initial_state, d_out, d_final, ctx.scale, ctx.plan
     )
     return d_q, d_k, d_v, None, None, None if initial_state is None else d_initial, None, None
@@ -410,4 +427,7 @@ def _packed_backward(ctx: Any, d_out: Tensor | None, d_final: Tensor | None) -> 
 
 torch.library.register_autograd(
     "lightning_attn::packed", _packed_backward, setup_context=_remember_inputs, lib=_library
+)
+packed = past_dispatcher(
+    torch.ops.lightning_attn.packed.default, with_gradients(_kernel_packed, _remember_inputs, _packed_backward), 6
 )

@@ -19,7 +19,7 @@ from kernel_reference.plans import plan_as_ints
 from kernel_reference.transforms import are_active, check_no_transforms, refuse_derivatives
 from lightning_attn import (
     arguments,
-    ops,  # noqa: F401  defines the ops that are taken below
+    ops,
 )
 from lightning_attn.api import _explain
 from lightning_attn.packed.plan import StatePlan
@@ -27,7 +27,6 @@ from lightning_attn.plan import PrefillPlan
 
 Tensor = torch.Tensor
 
-_packed = torch.ops.lightning_attn.packed.default
 _state = torch.ops.lightning_attn.state.default
 
 
@@ -80,7 +79,7 @@ def lightning_attention_packed(
         if are_active():
             check_no_transforms(**tensors, initial_state=initial_state)
             check_no_tangents(**tensors, initial_state=initial_state)
-        return PackedResult(*_packed(q, k, v, slopes, cu_seqlens, initial_state, *numbers))
+        return PackedResult(*ops.packed(q, k, v, slopes, cu_seqlens, initial_state, *numbers))
     except REFUSALS:
         _explain(check_dense, **tensors, **given(initial_state=initial_state))
         _explain(arguments.check_packed, ("T",), q, k, v)

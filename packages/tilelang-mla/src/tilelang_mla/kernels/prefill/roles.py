@@ -243,6 +243,12 @@ def store_lse(T, lse, s, i_head, first_row, rows):
 
 @macro
 def store_rows(T, out, acc, i_head, first_row, rows):
+    """Rows of a tile. Where it lies is assumed, as the scheduler sees to it: asked about for each store by itself it took
+    4 to 5 % of 8 x 1024 tokens."""
+    T.assume(i_head >= 0)
+    T.assume(i_head < out.shape[1])
+    T.assume(first_row >= 0)
+    T.assume(first_row + rows <= out.shape[0])
     for i, j in T.Parallel(*acc.shape):
         if i < rows:
             out[first_row + i, i_head, j] = acc[i, j]

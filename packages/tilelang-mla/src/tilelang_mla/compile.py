@@ -52,7 +52,7 @@ def wanted(
         for dim_nope, dim_rope in latents:
             tiles, many = (decode_tiles(rows, dim_nope, dim_rope, None, _LIMITS) for rows in (1, 256))
             # Pages of whole blocks, and of less; many rows where they have a kernel of their own.
-            own_kernels = [(tiles, tiles.block_n), (tiles, 1), *([(many, many.block_n)] if many.early else [])]
+            own_kernels = [(own, page) for own in (tiles, *([many] if many.early else [])) for page in (own.block_n, 1)]
             for own, page_size in own_kernels:
                 problem = DecodeProblem(1, dim_nope, dim_rope, 1, 1, page_size, page_size)
                 yield "decode", decode_constants(problem, own, dtype)

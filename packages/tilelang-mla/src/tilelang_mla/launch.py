@@ -166,7 +166,8 @@ def prepare_decode(problem: DecodeProblem, plan: DecodeTiles | None, tensors: De
     else:
         constants = decode_constants(problem, tiles, q.dtype)
         if not by_tma:
-            constants |= {"gather": True, "by_rows": tiles.loads_by_rows(problem), "early": False}
+            by_rows = tiles.loads_by_rows(problem)
+            constants |= {"gather": True, "by_rows": by_rows, "early": by_rows and constants["early"]}
         attend = kernel("decode", **constants)
 
     num_parts = tiles.num_parts(batch)

@@ -169,8 +169,8 @@ class DecodeTiles(Plan):
     ``narrow``: keys of 8 bits are not widened, but q in bfloat16 and weights are two numbers of 8 bits each. By choice
     alone: tensor cores keep 13 bits of such sums, so that large products which cancel take small ones with them.
     ``early``: scores of a block are asked for before the values of the one before it are there; only where dense keys
-    of 16 bits are loaded by TMA, and in sparse prefill. ``paired``: two programs, of tiles of rows side by side, widen
-    half of the keys each, for both.
+    of 16 bits are loaded by TMA or by rows, and in sparse prefill. ``paired``: two programs, of tiles of rows side by
+    side, widen half of the keys each, for both.
     """
 
     block_m: int
@@ -241,8 +241,8 @@ class DecodeTiles(Plan):
         return pair and self.num_stages >= 2 and (self.loads_by_rows(problem) or self.keys_are_rows(problem))
 
     def asks_early(self, problem: DecodeProblem) -> bool:
-        """Whether the decoding kernel asks for scores early: blocks of keys lie in one page each."""
-        return bool(self.early) and problem.page_size % self.block_n == 0
+        """Whether the decoding kernel asks for scores early: blocks lie in one page each, or keys come by rows."""
+        return bool(self.early) and (problem.page_size % self.block_n == 0 or self.loads_by_rows(problem))
 
     def num_parts(self, sequences: int) -> int:
         """Parts in the grid: no schedule of this plan has more."""

@@ -243,8 +243,8 @@ def store_lse(T, lse, s, i_head, first_row, rows):
 
 @macro
 def store_rows(T, out, acc, i_head, first_row, rows):
-    """Rows of a tile. Where it lies is assumed, as the scheduler sees to it: asked about for each store by itself it took
-    4 to 5 % of 8 x 1024 tokens."""
+    """Rows of a tile. Where it lies is assumed, as the scheduler sees to it: asked about by each store it took 4 to 5 %
+    of 8 x 1024 tokens."""
     T.assume(i_head >= 0)
     T.assume(i_head < out.shape[1])
     T.assume(first_row >= 0)

@@ -22,6 +22,7 @@ LAYERS = {
     "--window 2048": 4,
     "--capacity 131072 512 --tokens 2048 --drafts": 0,
     "--cache e4m3 --scales heads --window --sinks --softcap --tokens 1": 2,
+    "--cache e4m3 --tokens 2048 --sequences 1 16 --capacity 32768 --widen-bytes 1000000000": 4,
     "--page 1 --sequences 1 2 3 16 255 256 --tokens 1 2 5 77 2048": 4,
     "--levels 2 --tokens 1": 4,
     "--layout x-packed --cache e5m2 --tokens 1 --sequences 256 --alibi": 1,

@@ -79,7 +79,7 @@ def prefill(
     new_kv: bool = False, rows: int = 2048, longest: int | None = None, splits: int | None = 1, softcap: float = 0.0,
     alibi: bool = False, scales: str | None = None, lse: bool = False, out_dtype: torch.dtype | None = None,
     skip_decode: bool = False, sequences: int = 8, columns: int = 4096, draft: bool = False, values: int | None = None,
-    bound: int = MOST_TOKENS, quantize_q: bool = False,
+    bound: int = MOST_TOKENS, quantize_q: bool = False, widen_bytes: int = 0,
 ) -> Iterator[KernelSpec]:  # fmt: skip
     """The launches of a call for this model, its window and sinks included, with the device's plan.
 
@@ -107,15 +107,15 @@ def prefill(
     left, right = model.window or (-1, 0)
     numbers = PrefillNumbers(
         longest, page_layout, size**-0.5, left, right, softcap, skip_decode, 1.0, 1.0, 1.0, 0, bound,
-        quantize_q=quantize_q,
+        quantize_q=quantize_q, widen_bytes=widen_bytes,
     )  # fmt: skip
     problem = check_prefill(tensors, numbers)
     plan = plan_prefill(problem, limits)
     if splits is not None:
         plan = replace(plan, num_splits=splits)
     for start, given in recorded_launches(launch.prepare_prefill(problem, plan, tensors), *tensors):
-        merging = start.kernel.fn.__name__.startswith("merge")
-        yield KernelSpec.of_launch(start, given, name=f"{name.removeprefix(FOR_SM_90)}, merged" if merging else name)
+        beside = {"merge_pieces": "merged", "merge_splits": "merged", "widen": "before"}.get(start.kernel.fn.__name__)
+        yield KernelSpec.of_launch(start, given, name=f"{name.removeprefix(FOR_SM_90)}, {beside}" if beside else name)
 
 
 def cascade(model: SoftmaxAttention, limits: DeviceLimits) -> Iterator[KernelSpec]:
@@ -200,6 +200,7 @@ def specs(target: str) -> Iterator[KernelSpec]:
     yield from cascade(LLAMA, limits)
     yield from hopper("256 with slopes", WIDE, page_layout="HND", page=64, alibi=True)
     yield from hopper("8-bit cache", LLAMA, cache_dtype=E4M3, scales="heads", splits=2)
+    yield from hopper("8-bit cache widened", LLAMA, cache_dtype=E4M3, scales="heads", sequences=1, widen_bytes=2**30)
     of_8_bits: dict[str, Any] = {"cache_dtype": E4M3, "quantize_q": True}
     yield from hopper(f"{IN_8_BITS}, a window, sinks", GPT_OSS, page=64, lse=True, **of_8_bits)
     yield from hopper(f"{IN_8_BITS}, 80, decoding", replace(LLAMA, head_dim=80), rows=64, longest=1, **of_8_bits)

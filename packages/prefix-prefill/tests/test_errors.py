@@ -389,6 +389,8 @@ TABLE = [
         for name in ("causal", "skip_decode")
         for value in (None, 1, "yes")
     ],
+    ("prefill", "widen_bytes below 0", V, "widen_bytes", replaced("widen_bytes", -1)),
+    ("prefill", "widen_bytes 1.5", T, "widen_bytes", replaced("widen_bytes", 1.5)),
     ("prefill", "quantize_q 1", T, "quantize_q", replaced("quantize_q", 1)),
     ("prefill", "quantize_q with new keys", V, "quantize_q", replaced("quantize_q", True)),
     ("prefill", "quantize_q over e5m2", V, "quantize_q", together(
@@ -547,7 +549,7 @@ def test_the_ops_check_what_reaches_them_by_another_way(device, tensors, name) -
             torch.ops.prefix_prefill.merge(a, lse, a, lse, torch.empty_like(a), lse.T)
         return
     batch = tensors.batch([(20, 5)])
-    *numbers, _, most, _, _ = batch.numbers()
+    *numbers, _, most, _, _, _ = batch.numbers()
     for splits, plan, said in ((-1, None, "num_splits"), (2, [16, 16, 1, 4, 1, 0], "num_splits"), (0, [0] * 6, "plan")):
         with pytest.raises(ValueError, match=f"^{said} must be "):
             torch.ops.prefix_prefill.prefill(*batch.tensors, *numbers, splits, most, plan=plan)

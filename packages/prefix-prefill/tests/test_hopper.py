@@ -16,7 +16,7 @@ import torch
 from kernel_reference.testing import contract, gluon
 from kernel_reference.testing.gluon.memory import Layout, Shared
 from kernel_reference.testing.gluon.values import DType, Value
-from prefix_prefill import launch
+from prefix_prefill import launch, widening
 from prefix_prefill.merging import launch as merging
 from prefix_prefill.plan import PrefillPlan
 
@@ -38,9 +38,9 @@ def hopper() -> SimpleNamespace:
         "config", "items", "drafts", "memory", "softmax", "capped", "gather", "producers", "rows", "levels", "epilogue",
         "values", "consumers", "merging", "kernel",
     ))  # fmt: skip
-    names = ("softmax", "schedule", "batch", "costs", "balance", "merge", *own)
+    names = ("softmax", "schedule", "batch", "costs", "balance", "merge", "widen", *own)
     kernels = gluon.shadow(*(f"prefix_prefill.kernels.{name}" for name in names))
-    return SimpleNamespace(**{**vars(kernels[-1]), "merge_pieces": kernels[-2].merge_pieces})
+    return SimpleNamespace(**{**vars(kernels[-1]), "merge_pieces": kernels[-2].merge_pieces, "widen": kernels[6].widen})
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +51,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch, hopper: SimpleNamespace, device:
 
     monkeypatch.setattr(launch, "TmaLaunch", gluon.tma_launch(hopper))
     monkeypatch.setattr(merging, "Launch", gluon.tma_launch(hopper))
+    monkeypatch.setattr(widening, "Launch", gluon.tma_launch(hopper))
     # To start a program costs as much here as some rows.
     monkeypatch.setattr(merging, "_MERGING", 2)
 
@@ -117,6 +118,12 @@ CASES: dict[str, tuple[PrefillPlan, dict[str, Any]]] = {
                                      "k_scale": "number", "v_scale": "number"}),
     "8 bits, wide tiles": (plan(), {"heads": (8, 2), "head_dim": 128, "cache_dtype": E4M3, "cached": True,
                                     "k_scale": -0.5, "v_scale": "heads", "page": 64}),
+    "8 bits, widened before": (replace(plan(), widened=1), {
+        "heads": (8, 2), "head_dim": 128, "cache_dtype": E4M3, "cached": True, "k_scale": "heads", "v_scale": "number",
+        "lse": True}),
+    "8 bits, widened before, in pieces": (replace(plan(num_splits=0), widened=1, q_in_registers=1), {
+        "heads": (4, 2), "head_dim": 96, "cache_dtype": E5M2, "cached": True, "k_scale": -0.5, "v_scale": "heads",
+        "page": 24, "softcap": 30.0, "sinks": True}),
     "8-bit queries": (plan(128, 128, 1, 3), {"heads": (8, 2), "head_dim": 128, "cache_dtype": E4M3, "cached": True,
                                              "k_scale": -0.5, "v_scale": "heads", "quantize_q": True}),
     "8-bit queries, in registers": (replace(plan(), q_in_registers=1), {

@@ -21,7 +21,7 @@ from kernel_reference.attention import attention
 from kernel_reference.dispatch import PreparedLaunches
 from kernel_reference.testing.contract import check_batch_invariant, check_deterministic
 from kernel_reference.testing.guards import assert_bitwise_equal
-from prefix_prefill import launch, ops
+from prefix_prefill import launch, ops, prefix_prefill
 from prefix_prefill.arguments import check_prefill
 from prefix_prefill.kernels import merge
 from prefix_prefill.plan import DeviceLimits, PrefillPlan
@@ -779,3 +779,35 @@ def test_the_kernels_for_hopper_and_for_every_target_agree(tensors, kernels) -> 
     one = batch.out.tensor.float().clone()
     kernels.prefill(batch, replace(portable(64, 64), num_stages=2))
     torch.testing.assert_close(one, batch.out.tensor.float(), rtol=2e-2, atol=2e-2)
+
+
+@on_hopper
+@pytest.mark.parametrize("splits", [0, 1], ids=["shared", "whole"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"head_dim": 128, "k_scale": "heads", "v_scale": "number"},
+        {"head_dim": 64, "k_scale": -0.5, "v_scale": "tensor", "cache_dtype": E5M2, "page": 24, "sinks": True},
+        {"head_dim": 80, "page_layout": "HND", "page": 64, "softcap": 30.0, "dtype": FP16, "out_scale": 0.01},
+        {"head_dim": 96, "head_dim_v": 128, "page": 8, "skip_decode": True, "lse": False, "rows_after": 3},
+    ],
+    ids=str,
+)
+def test_a_cache_that_is_widened_before_gives_the_same_bits_on_hopper(tensors, kernels, splits, options) -> None:
+    options = {"k_scale": "number", "v_scale": "number", **options}
+    batch = tensors.batch(LONG, **{"heads": (8, 2), "cache_dtype": E4M3, "cached": True, **options})
+    kernels.prefill(batch, replace(hopper(128, 128, splits), widened=1))
+    batch.check(most=6)
+    widened = batch.out.tensor.clone()
+    kernels.prefill(batch, hopper(128, 128, splits))
+    assert_bitwise_equal(widened, batch.out.tensor, what="widened before")
+
+
+@on_hopper
+def test_the_workspace_of_a_widened_cache_is_as_long_as_its_batch_on_hopper(tensors) -> None:
+    """One layer, batches of other sizes: prompts that are widened, and rows that decode, which are not."""
+    for lengths in ([(700, 1100)], [(300, 1024), (20, 1200), (1, 1)], [(0, 5000)], [(900, 1), (30, 1)], [(2000, 1030)]):
+        batch = tensors.batch(lengths, heads=(8, 2), head_dim=128, cache_dtype=E4M3, cached=True,
+                              k_scale="number", v_scale="number")  # fmt: skip
+        results = [prefix_prefill(*batch.inputs, **batch.options, widen_bytes=most) for most in (0, 2**30)]
+        assert_bitwise_equal(*results)

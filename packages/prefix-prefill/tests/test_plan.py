@@ -454,7 +454,7 @@ def test_pieces_of_one_sequence_that_decodes_follow_from_its_bound() -> None:
         problem = problem_of(LLAMA_8B, tokens=1, sequences=1, longest=1, capacity=131072, new_kv=False)
         bounded = replace(problem, max_seqlen_k=keys)
         assert plan_prefill(bounded, H200).num_splits == pieces
-        assert kind_of_batch(bounded, H200) == (True, True, pieces)
+        assert kind_of_batch(bounded, H200) == (True, True, pieces, False)
     assert plan_prefill(replace(bounded, num_heads=4, num_heads_kv=1), H200).num_splits == 0
     assert plan_prefill(replace(bounded, sequences=2), H200).num_splits == 0
 
@@ -544,3 +544,23 @@ def test_importing_the_package_and_planning_touch_no_gpu_and_import_no_triton() 
         "assert 'prefix_prefill.kernels' not in sys.modules\n"
     )
     run_alone(program)
+
+
+def test_a_cache_is_widened_before_where_it_is_asked_for_pays_and_has_room() -> None:
+    prompt = replace(
+        problem_of(LLAMA_8B, tokens=2048, sequences=1, longest=2048, capacity=32768, new_kv=False), cache_bits=8
+    )
+    most = 32768 * 8 * 256 * 2 + 256 * 4
+    asked = replace(prompt, widen_bytes=most)
+    assert plan_prefill(asked, H200).widened
+    for left in (
+        prompt, replace(prompt, widen_bytes=most - 1), replace(asked, tokens=1023), replace(asked, sequences=3),
+        replace(asked, cache_bits=16), replace(asked, new_kv=True), replace(asked, left=4096),
+        replace(asked, token_scales=True), replace(asked, quantize_q=True), replace(asked, capacity=32769),
+    ):  # fmt: skip
+        assert not plan_prefill(left, H200).widened
+        if left != prompt:
+            assert kind_of_batch(left, H200) != kind_of_batch(asked, H200)
+    splits = plan_prefill(asked, H200, 3)
+    assert splits.widened
+    assert replace(splits, widened=0, loading=56) == replace(plan_prefill(prompt, H200, 3), q_in_registers=0)

@@ -68,6 +68,7 @@ def prefix_prefill(
     return_lse: Literal[False] = False,
     num_splits: int | None = None,
     quantize_q: bool = False,
+    widen_bytes: int = 0,
     plan: PrefillPlan | None = None,
 ) -> Tensor: ...
 @overload
@@ -99,6 +100,7 @@ def prefix_prefill(
     return_lse: Literal[True],
     num_splits: int | None = None,
     quantize_q: bool = False,
+    widen_bytes: int = 0,
     plan: PrefillPlan | None = None,
 ) -> AttentionResult: ...
 @overload
@@ -130,6 +132,7 @@ def prefix_prefill(
     return_lse: bool,
     num_splits: int | None = None,
     quantize_q: bool = False,
+    widen_bytes: int = 0,
     plan: PrefillPlan | None = None,
 ) -> Tensor | AttentionResult: ...
 def prefix_prefill(
@@ -160,6 +163,7 @@ def prefix_prefill(
     return_lse: bool = False,
     num_splits: int | None = None,
     quantize_q: bool = False,
+    widen_bytes: int = 0,
     plan: PrefillPlan | None = None,
 ) -> Tensor | AttentionResult:
     """Softmax attention of a ragged batch's new tokens over a paged KV cache and themselves.
@@ -210,6 +214,9 @@ def prefix_prefill(
         quantize_q: round q, row by row, to float8_e4m3fn in units of a power of two, by which keys of a float8_e4m3fn
             cache are then multiplied as they are; the new tokens are in it. Faster on sm_90, and less exact: the README
             has how much. Weights and values stay in 16 bits.
+        widen_bytes: the most memory that a call may take to widen an 8-bit cache once, before it attends, where
+            sequences have many new tokens (sm_90): faster, and exact. It takes 2 bytes a number of all that the block
+            table has room for. 0: none.
         plan: a launch plan in place of the one made for the device; has its own num_splits.
 
     Returns:
@@ -236,8 +243,8 @@ def prefix_prefill(
         # What was found right once need not be looked at again: to check it takes 5 us of a call's host time.
         asked = ops.asked(
             "prefix_prefill", return_lse, max_seqlen_q, ops.rounded(max_seqlen_k), page_layout, softmax_scale, causal,
-            window, softcap, skip_decode, num_splits, quantize_q, plan, k_number, v_number, out_number, k_scale is None,
-            v_scale is None, out_scale is None,
+            window, softcap, skip_decode, num_splits, quantize_q, widen_bytes, plan, k_number, v_number, out_number,
+            k_scale is None, v_scale is None, out_scale is None,
         )  # fmt: skip
         served = ops.launches.direct(tensors, asked)
         if served is not None:
@@ -259,6 +266,7 @@ def prefix_prefill(
     softmax_scale = None if softmax_scale is None else as_float("softmax_scale", softmax_scale)
     softcap = as_float("softcap", softcap)
     splits = as_splits(num_splits)
+    widen_bytes = as_int("widen_bytes", widen_bytes)
     ints = plan_as_ints(plan, PrefillPlan)
     if ints is not None and splits:
         fail("num_splits", "None where a plan is given, which has its own", num_splits)
@@ -269,7 +277,7 @@ def prefix_prefill(
         numbers = (
             max_seqlen_q, page_layout, q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale, left, right,
             softcap, skip_decode, k_number, v_number, out_number, splits, most,
-            quantize_q, None if ints is None else tuple(ints),
+            quantize_q, None if ints is None else tuple(ints), widen_bytes,
         )  # fmt: skip
         result, lse = ops.prefill(tensors, numbers, return_lse, None if out_scale is None else FP8[0], asked)
     except REFUSALS:

@@ -87,6 +87,7 @@ class PrefillNumbers(NamedTuple):
     max_seqlen_k: int = MOST_TOKENS
     quantize_q: bool = False
     plan: Sequence[int] | None = None
+    widen_bytes: int = 0
 
 
 def prefill_arguments(given: tuple[Any, ...]) -> tuple[PrefillTensors, PrefillNumbers]:
@@ -158,6 +159,8 @@ def check_prefill(tensors: PrefillTensors, numbers: PrefillNumbers, names: Names
     if numbers.quantize_q and (tensors.k is not None or tensors.k_cache.dtype != torch.float8_e4m3fn):
         wanted = "False unless a cache of float8_e4m3fn holds the new tokens too"
         fail("quantize_q", wanted, f"True with {describe(tensors.k_cache)}{', and k' * (tensors.k is not None)}")
+    if numbers.widen_bytes < 0:
+        fail("widen_bytes", "0 or more", numbers.widen_bytes)
     problem = Problem(
         num_heads=q.shape[1],
         num_heads_kv=num_heads_kv,
@@ -187,6 +190,7 @@ def check_prefill(tensors: PrefillTensors, numbers: PrefillNumbers, names: Names
         out_scale=numbers.out_scale,
         head_dim_v=head_dim_v,
         quantize_q=numbers.quantize_q,
+        widen_bytes=numbers.widen_bytes,
         token_scales=any(scale is not None and scale.ndim == 3 for scale in (tensors.k_scale, tensors.v_scale)),
     )
     plan = PrefillPlan.from_ints(numbers.plan)

@@ -64,6 +64,7 @@ class Layer:
     scales: str = "number"
     quantize_q: bool = False
     levels: int = 0
+    widen_bytes: int = 0
 
 
 def calls_of(
@@ -132,7 +133,7 @@ def _prefill(layer: Layer, limits: DeviceLimits, sequences: int, longest: int, c
     )  # fmt: skip
     numbers = PrefillNumbers(
         longest, layer.page_layout, q.shape[2] ** -0.5, layer.window, 0, 30.0 * layer.softcap, layer.skip_decode, 1.0,
-        1.0, 1.0, 0, quantize_q=layer.quantize_q,
+        1.0, 1.0, 0, quantize_q=layer.quantize_q, widen_bytes=layer.widen_bytes,
     )  # fmt: skip
     problem = check_prefill(tensors, numbers)
 
@@ -180,6 +181,7 @@ def _parser() -> argparse.ArgumentParser:
     scales = ("number", "tensor", "heads", "tokens")
     add("--scales", choices=scales, default="number", help="k_scale and v_scale of the cache (number)")
     add("--quantize-q", action="store_true", help="queries rounded to 8 bits too")
+    add("--widen-bytes", type=int, default=0, help="what a cache that is widened before may take (0)")
     add("--window", type=int, nargs="?", const=1024, default=0, help="a sliding window of so many tokens (1024)")
     add("--softcap", action="store_true", help="a soft cap, of any size")
     add("--sinks", action="store_true")
@@ -203,6 +205,7 @@ def _layer(options: argparse.Namespace) -> Layer:
         FP8[options.cache] if options.cache else None, options.window - 1, options.softcap, options.sinks,
         options.alibi, options.new_kv, options.lse, options.drafts, options.skip_decode,
         options.scales if options.cache else "number", options.quantize_q, options.levels,
+        options.widen_bytes,
     )  # fmt: skip
 
 

@@ -54,6 +54,7 @@ from prefix_prefill.tiles import (
     units_of_keys,
     value_tiles,
 )
+from prefix_prefill.widening import with_widening
 
 Tensor = torch.Tensor
 Start = Callable[..., None]
@@ -113,7 +114,7 @@ class Layer:
         sized = self._sized.get(plan)
         if sized is None:
             given = batch, plan, self._forms, self._device
-            sized = with_pieces(_hopper(*given), *given) if plan.hopper else with_splits(_portable(*given), *given)
+            sized = with_widening(_attending, *given) if plan.widened else _attending(*given)
             self._sized[plan] = sized
         return sized(batch)
 
@@ -125,6 +126,12 @@ class Layer:
             if plan.hopper:
                 self._plans[kind] = plan
         return plan
+
+
+def _attending(batch: Batch, plan: PrefillPlan, forms: PrefillTensors, device: torch.device) -> Sized:
+    """The plan's kernel, and the merge of its parts."""
+    given = batch, plan, forms, device
+    return with_pieces(_hopper(*given), *given) if plan.hopper else with_splits(_portable(*given), *given)
 
 
 def prepare_prefill(problem: Problem, plan: PrefillPlan | None, tensors: PrefillTensors) -> Start:
@@ -357,7 +364,8 @@ def _hopper(first: Batch, plan: PrefillPlan, forms: PrefillTensors, device: torc
         V_KEYS=v_keys,
         Q_IN_REGISTERS=plan.q_in_registers,
         IN_PARTS=problem.shared or may_be_in_parts(plan),
-        IS_FP8=problem.cache_bits == 8,
+        IS_FP8=problem.cache_bits == 8 or bool(plan.widened),
+        WIDENED=bool(plan.widened),
         QUANTIZED_Q=problem.quantize_q,
         K_FP8=multiplies_8_bits(problem),
         K_TOKENS=k_scaled == 2,
@@ -399,8 +407,11 @@ def _hopper(first: Batch, plan: PrefillPlan, forms: PrefillTensors, device: torc
         own = attend
         if batch is not first:
             grid = (programs_of(batch.problem, plan), 1, 1)
-            tokens = batch.problem.tokens
+            tokens, blocks = batch.problem.tokens, batch.problem.num_blocks
             longer = {at: boxes[at]._replace(sizes=[1, boxes[at].sizes[1], tokens, boxes[at].sizes[3]]) for at in new}
+            if plan.widened:
+                # So is what the cache is widened to; no keys are new then.
+                longer = {at: box._replace(sizes=[blocks, *box.sizes[1:]]) for at, box in enumerate(boxes)}
             own = attend.resized(grid, batch.counts, longer)
         return Run(lambda *tensors: own(*in_order(*tensors)), lambda *pointers: own.at(*in_order(*pointers)))
 

@@ -36,8 +36,8 @@ for _schema in (
     " Tensor seqlens_k, Tensor? alibi_slopes, Tensor? sinks, Tensor? k_scale, Tensor? v_scale, Tensor? out_scale,"
     " Tensor(a!) out, Tensor(b!)? lse, Tensor? draft_mask, SymInt max_seqlen_q, str page_layout,"
     " float softmax_scale, SymInt left, SymInt right, float softcap, bool skip_decode, float k_factor, float v_factor,"
-    " float out_factor, SymInt num_splits, SymInt max_seqlen_k=2147483647, bool quantize_q=False, int[]? plan=None)"
-    " -> ()",
+    " float out_factor, SymInt num_splits, SymInt max_seqlen_k=2147483647, bool quantize_q=False, int[]? plan=None,"
+    " SymInt widen_bytes=0) -> ()",
     "cascade(Tensor q, Tensor[] k_cache, Tensor[] v_cache, Tensor[] block_table, Tensor[] cu_seqlens_q,"
     " Tensor[] seqlens_k, Tensor? sinks, Tensor? k_scale, Tensor? v_scale, Tensor? out_scale, Tensor(a!) out,"
     " Tensor(b!)? lse, Tensor? draft_mask, SymInt max_seqlen_q, str page_layout, float softmax_scale, float softcap,"

@@ -15,6 +15,9 @@ from kernel_reference.plans import Plan
 from prefix_prefill.problem import MOST_TOKENS as MOST_TOKENS
 from prefix_prefill.problem import DeviceLimits as DeviceLimits
 from prefix_prefill.problem import Problem as Problem
+from prefix_prefill.problem import is_gathered as is_gathered
+from prefix_prefill.problem import is_packed as is_packed
+from prefix_prefill.problem import is_worth_widening, may_be_widened
 from prefix_prefill.tiles import (
     has_few_tiles,
     head_tiles,
@@ -65,7 +68,7 @@ class PrefillPlan(Plan):
     constant, where that is exact enough; 2: scores up to 0.2 of the cap by a series, too (4 x 512 behind 16384 986 us
     on an H200, not 1220; 1: 1356); 3: and those up to 0.8 of it by a longer one (behind 8192, queries 1, 2, 3, 4.5 and
     9 times as large, 294, 320, 319, 330 and 418 us, with 2 296, 422, 420, 442 and 403); 0: to a running max.
-    ``per_core``: programs that share an SM and its registers.
+    ``per_core``: programs that share an SM and its registers. ``widened``: 1 where a kernel before it widens 8 bits.
     ``loading``: registers a thread of the warps that load and schedule, 24, 40, 56 or 72; over an 8-bit cache 24, or
     with 72 as many as there are, for converters too (decoding of 31 behind 8192 200 us for 204, a chunk 1871 for 1812).
     """
@@ -81,6 +84,7 @@ class PrefillPlan(Plan):
     capping: int = 3
     loading: int = 56
     per_core: int = 1
+    widened: int = 0
 
     def covers(self, problem: Problem) -> bool:
         """Whether its blocks are such that a kernel can take them, for this problem."""
@@ -100,6 +104,7 @@ class PrefillPlan(Plan):
             and self.capping in (0, 1, 2, 3)
             and self.loading in (24, 40, 56, 72)
             and (self.per_core == 1 or (self.per_core == 2 and self._is_shared_by_two(problem)))
+            and 0 <= self.widened <= int(self.block_m == 128 and may_be_widened(problem))
             and 0 <= self.q_in_registers <= (0 if is_packed(problem) else tiles_in_registers(problem.head_dim))
         )
 
@@ -145,16 +150,6 @@ def fits_hopper(problem: Problem) -> bool:
     return all(size % 8 == 0 for size in heads)
 
 
-def is_gathered(problem: Problem) -> bool:
-    """Whether the kernel for sm_90 gathers cached rows one by one: no TMA box has less than the eight of a swizzle."""
-    return problem.page_size % 8 != 0
-
-
-def is_packed(problem: Problem) -> bool:
-    """Whether elements of several tokens lie side by side in the cache."""
-    return problem.page_layout == "x-packed"
-
-
 def _is_mixed(problem: Problem) -> bool:
     """Whether the cache has 8 bits an element and the new keys 16."""
     return problem.cache_bits == 8 and problem.new_kv
@@ -186,6 +181,8 @@ def programs_of(problem: Problem, plan: PrefillPlan) -> int:
 
 def plan_prefill(problem: Problem, limits: DeviceLimits, num_splits: int = 0) -> PrefillPlan:
     """The plan for a problem on this device; ``num_splits`` 0 leaves that number to the plan as well."""
+    # By as many splits, bits are the same.
+    widened = is_worth_widening(problem)
     if num_splits:
         # How keys are cut depends on the rows of a tile: with as many in every batch, a sequence keeps its bits.
         problem = replace(problem, tokens=MOST_TOKENS, max_seqlen_q=MOST_TOKENS, capacity=MOST_TOKENS)
@@ -195,7 +192,10 @@ def plan_prefill(problem: Problem, limits: DeviceLimits, num_splits: int = 0) ->
         plan = replace(plan, programs=limits.cores * plan.per_core)
         # Then nothing need be shared on the device, and nothing merged.
         splits = int(_has_whole_tiles(problem, limits.cores)) or _pieces_of_one(problem, limits.cores)
-        if (num_splits or splits) == 1 and problem.cache_bits == 16 and plan.block_m == plan.block_n == 128:
+        if widened and plan.block_m == 128:
+            plan = replace(plan, widened=1, q_in_registers=0)
+        in_16_bits = problem.cache_bits == 16 or plan.widened
+        if (num_splits or splits) == 1 and in_16_bits and plan.block_m == plan.block_n == 128:
             plan = replace(plan, loading=_LOADING_WHOLE)
     else:
         plan = _portable(problem, limits)
@@ -203,13 +203,13 @@ def plan_prefill(problem: Problem, limits: DeviceLimits, num_splits: int = 0) ->
     return replace(plan, num_splits=num_splits or splits)
 
 
-def kind_of_batch(problem: Problem, limits: DeviceLimits) -> tuple[bool, bool, int]:
+def kind_of_batch(problem: Problem, limits: DeviceLimits) -> tuple[bool, bool, int, bool]:
     """All that plans for sm_90 look at of a batch's sizes: of those with equal kinds, plans are equal.
 
     It is found in two microseconds, a plan in 15, and new sizes come with every step of a server.
     """
     pieces = int(_has_whole_tiles(problem, limits.cores)) or _pieces_of_one(problem, limits.cores)
-    return _has_few_rows(problem), has_few_tiles(problem, limits.cores), pieces
+    return _has_few_rows(problem), has_few_tiles(problem, limits.cores), pieces, is_worth_widening(problem)
 
 
 def _rows_of_a_sequence(problem: Problem) -> int:

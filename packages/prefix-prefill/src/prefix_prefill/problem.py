@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from kernel_reference.integers import cdiv
+
+# Keys of a page of a cache that is widened before attention, as many as a tile of keys has; and rows of a sequence for
+# each kv head from which on that pays.
+WIDENED_PAGE = 128
+_MANY_ROWS = 4096
 # The most tokens that a sequence may have: no bound is this one.
 MOST_TOKENS = 2**31 - 1
 
@@ -20,6 +26,7 @@ class Problem:
     with, and nothing else. ``left``, ``right``: the window, -1 without limit. ``k_scale``, ``v_scale``, ``out_scale``:
     those that were given as numbers. ``head_dim_v``: of values and outputs, that of keys where it is left out.
     ``token_scales``: tokens in an 8-bit cache have scales of their own. ``quantize_q``: queries are rounded to e4m3.
+    ``widen_bytes``: what a cache of 8 bits, widened before, may take.
     ``shared``: a level of a cascade before the last one; ``carried``: how many levels are before, of the last one.
     """
 
@@ -54,6 +61,7 @@ class Problem:
     head_dim_v: int = 0
     token_scales: bool = False
     quantize_q: bool = False
+    widen_bytes: int = 0
 
     def __post_init__(self) -> None:
         if not self.head_dim_v:
@@ -92,3 +100,44 @@ class DeviceLimits:
     hopper: bool = False
     turing: bool = False
     gaps: bool = True
+
+
+def is_gathered(problem: Problem) -> bool:
+    """Whether the kernel for sm_90 gathers cached rows one by one: no TMA box has less than the eight of a swizzle."""
+    return problem.page_size % 8 != 0
+
+
+def is_packed(problem: Problem) -> bool:
+    """Whether elements of several tokens lie side by side in the cache."""
+    return problem.page_layout == "x-packed"
+
+
+def may_be_widened(problem: Problem) -> bool:
+    """Whether a kernel of its own may widen the cache before, for the one for sm_90."""
+    other = problem.new_kv or problem.token_scales or problem.quantize_q or problem.alibi or problem.left >= 0
+    return problem.cache_bits == 8 and not (other or problem.shared or problem.carried)
+
+
+def is_worth_widening(problem: Problem) -> bool:
+    """Whether it is asked for, has the memory, and pays."""
+    if not (problem.widen_bytes and may_be_widened(problem)):
+        return False
+    rows = problem.tokens // max(1, problem.sequences) * problem.group
+    return rows >= _MANY_ROWS and _widened_bytes(problem) <= problem.widen_bytes
+
+
+def widened_pages(problem: Problem) -> tuple[int, int]:
+    """Of a widened cache: sequences, and the pages that each has room for."""
+    return problem.sequences, cdiv(problem.capacity, WIDENED_PAGE)
+
+
+def widened(problem: Problem) -> Problem:
+    """The problem as attention meets it when the cache is widened."""
+    sequences, pages = widened_pages(problem)
+    return replace(problem, cache_bits=16, page_layout="HND", page_size=WIDENED_PAGE, num_blocks=sequences * pages)
+
+
+def _widened_bytes(problem: Problem) -> int:
+    sequences, pages = widened_pages(problem)
+    numbers = WIDENED_PAGE * problem.num_heads_kv * (problem.head_dim + problem.head_dim_v)
+    return sequences * pages * (2 * numbers + 4)

@@ -285,7 +285,7 @@ def by_lengths(o_lane, programs, batch, C):
         # program reads them from memory for itself.
         on_line = programs // lines
         apart = tl.maximum(total / (on_line * lines), 2 * LEAST)
-        kept = tl.sum(all_keys, 0) * (C.HEADS_KV * C.D * (2 if C.IS_FP8 else 4)) <= CACHE_BYTES
+        kept = tl.sum(all_keys, 0) * (C.HEADS_KV * C.D * (2 if C.IS_FP8 and not C.WIDENED else 4)) <= CACHE_BYTES
         apart += tl.where((not kept) & (tiles > tl.sum(sequences, 0) * HEADS), 0.25 * apart, 0.0) + MERGING
         if not C.SHARED:
             # Who takes the results of a shared level looks for them by number of the piece.
@@ -349,7 +349,7 @@ def heads_together(costs, C):
     ms on an H100, one head after another, and 62.8 all together.
     """
     HEADS: tl.constexpr = C.HEADS_KV * C.HEAD_TILES
-    BYTES: tl.constexpr = C.D * (2 if C.IS_FP8 else 4)
+    BYTES: tl.constexpr = C.D * (2 if C.IS_FP8 and not C.WIDENED else 4)
     together = costs.tiles * 0 + HEADS
     bytes_of_head = costs.cap.to(tl.int64) * BYTES
     while (together * bytes_of_head > CACHE_BYTES) & (together % 2 == 0) & (together * MOST_GROUPS > HEADS):

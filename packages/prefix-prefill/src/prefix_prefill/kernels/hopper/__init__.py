@@ -3,7 +3,8 @@
 Persistent programs, one an SM, take tiles of queries, or pieces of their keys, one after another: ``balance`` says
 which. Their warps have roles: one issues the TMA loads of keys, one those of values, a page or a part of one at a time,
 into ring buffers of STAGES tiles, and runs ahead into the next tile of queries; one or two consumer warpgroups of 64
-rows each multiply the same tiles; of an 8-bit cache two pairs of warps widen the tiles in between.
+rows each multiply the same tiles; of an 8-bit cache two pairs of warps widen the tiles in between, if
+``kernels.widen`` has not widened it all before.
 
     load k  --full-->  consume  --empty-->  load k        likewise v
     load k  --full-->  convert  --full-->  consume        with an 8-bit cache

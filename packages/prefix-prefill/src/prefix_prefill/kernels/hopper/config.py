@@ -38,6 +38,7 @@ class Config(NamedTuple):
     Q_IN_REGISTERS: int  # tiles of queries in registers, whose products read only keys from shared memory
     IN_PARTS: bool  # tiles may be cut, and their partial results merged
     IS_FP8: bool  # the cache holds 8-bit floats
+    WIDENED: bool  # which another kernel has widened to float16
     QUANTIZED_Q: bool  # queries are rounded to e4m3
     K_FP8: bool  # and multiply cached keys of e4m3 as they are
     K_TOKENS: bool  # keys in the cache have a scale each, not one for a kv head

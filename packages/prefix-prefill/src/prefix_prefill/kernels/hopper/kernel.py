@@ -100,7 +100,8 @@ def attend(
         out_tiles = as_dtype(q_tiles, q_dtype)
     OF_ROWS: gl.constexpr = (3 if C.DRAFT else 1) * C.GROUPS
     positions = gl.allocate_shared_memory(gl.int32, [OF_ROWS, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    table = table_of(C.CONSUMERS + (3 if C.K_FP8 else (4 if C.IS_FP8 else 2)))
+    CONVERTED: gl.constexpr = C.IS_FP8 and not C.WIDENED
+    table = table_of(C.CONSUMERS + (3 if C.K_FP8 else (4 if CONVERTED else 2)))
     # One consumer has no use for such a barrier, and Triton would give the memory of what nobody uses to what it
     # hands to the partitions: see kernel_reference.testing.ptx.
     meeting = v.empty
@@ -108,7 +109,7 @@ def attend(
         meeting = meeting_barrier(C)
     if C.K_FP8:
         v_fp8 = ring(d_v_cache.dtype, C.V_TILES, C.STAGES, C.BLOCK_N, 1, C)
-    elif C.IS_FP8:
+    elif CONVERTED:
         # 8-bit tiles arrive in rings of their own, from which converters fill the 16-bit ones.
         k_fp8 = ring(d_k_cache.dtype, C.K_TILES, C.STAGES, C.BLOCK_N, 1, C)
         v_fp8 = ring(d_v_cache.dtype, C.V_TILES, C.STAGES, C.BLOCK_N, 1, C)
@@ -132,7 +133,7 @@ def attend(
     second = rows * 0 + (C.GROUPS - 1)
     # The roles must stand literally in each call. Registers a thread: an SM has 65536, and a warp that only issues
     # loads needs few.
-    if C.IS_FP8:
+    if CONVERTED:
         # Partitions of two warps may give registers back, never ask for more than the 80 that workers wait with:
         # asking is for four warps together, and they would do it two by two.
         BY_TOKEN: gl.constexpr = C.K_TOKENS or C.V_TOKENS

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from blocksparse_attn.kernels.groups import Batch, Cache, Rows, Scoring, Strides, Visible
-from blocksparse_attn.kernels.softmax import softmax_step, store, update
+from blocksparse_attn.kernels.softmax import LOG2_E, softmax_step, softmax_step_above_0, store, update
 from blocksparse_attn.kernels.tiles import (
     PAGED,
     keys_of_sequence,
@@ -22,7 +22,15 @@ from blocksparse_attn.kernels.tiles import (
     slot_of,
     split_row,
 )
-from blocksparse_attn.kernels.unite import HEADER, LAST, last_of, size_of_work
+from blocksparse_attn.kernels.unite import (
+    HEADER,
+    LAST,
+    Part,
+    keys_of_numbers,
+    numbers_of,
+    piece_of,
+    size_of_work,
+)
 
 
 class SelectedConfig(NamedTuple):
@@ -35,6 +43,7 @@ class SelectedConfig(NamedTuple):
     start before the kernel ahead of it has ended, and the kernel behind it before it has. NEIGHBOURS: 0, or tokens
     whose lists have been united: where they make MOST_UNITED blocks or fewer, those tokens are for the kernel with
     TOKENS of NEIGHBOURS, otherwise for that with 1. MAPPED: lists are united by a map of all blocks, see unite.py.
+    ABOVE_0: the scale is above 0, and tiles of several tokens scale their scores as they subtract the running max.
     """
 
     GROUP: int
@@ -64,6 +73,7 @@ class SelectedConfig(NamedTuple):
     NEIGHBOURS: int
     MOST_UNITED: int
     MAPPED: bool
+    ABOVE_0: bool
 
 
 class Inputs(NamedTuple):
@@ -86,6 +96,15 @@ class Numbers(NamedTuple):
     v_factor: Any
     strides: Any
     s_indices: Any
+
+
+class Places(NamedTuple):
+    """Of a tile's keys and values: pointers, and offsets of their first elements."""
+
+    k: Any
+    v: Any
+    off_k: Any
+    off_v: Any
 
 
 # What e4m3 is multiplied by as it is widened from its bits, with no instruction of the GPU's for it.
@@ -177,11 +196,18 @@ def step(acc, running_max, row_sum, b_q, cache, at, o_key, listed, visible, scor
     m_key = fits & (o_key < visible.high)
     if config.TOKENS > 1:
         seen = seen & listed
+    places = Places(p_k, p_v, off_k, off_v)
+    return multiplied(acc, running_max, row_sum, b_q, places, m_key, seen, scoring, strides, config)
+
+
+@triton.jit
+def multiplied(acc, running_max, row_sum, b_q, places, m_key, seen, scoring, strides, config: tl.constexpr):
+    """The keys at these places for a tile of rows, of which ``seen`` [BLOCK_M, BLOCK_N] see them."""
     EACH: tl.constexpr = 2 if config.PAIRS else 1
     o_dk = tl.arange(0, config.BLOCK_D // EACH) * strides.k[3]
     o_dv = tl.arange(0, config.BLOCK_DV // EACH) * strides.v[3]
-    b_k = load_tile(p_k, off_k, o_dk, m_key, config.D // EACH, config.BLOCK_D // EACH)
-    b_v = load_tile(p_v, off_v, o_dv, m_key, config.DV // EACH, config.BLOCK_DV // EACH)
+    b_k = load_tile(places.k, places.off_k, o_dk, m_key, config.D // EACH, config.BLOCK_D // EACH)
+    b_v = load_tile(places.v, places.off_v, o_dv, m_key, config.DV // EACH, config.BLOCK_DV // EACH)
     if config.PAIRS:
         k_even, k_odd = halves_of_e4m3(b_k)
         v_even, v_odd = halves_of_e4m3(b_v)
@@ -195,16 +221,42 @@ def step(acc, running_max, row_sum, b_q, cache, at, o_key, listed, visible, scor
         if config.IS_FP8:
             b_k = from_e4m3(b_k, config.NATIVE).to(b_q.dtype)
             b_v = from_e4m3(b_v, config.NATIVE).to(b_q.dtype)
-        acc, running_max, row_sum = update(acc, running_max, row_sum, b_q, b_k, b_v, seen, scoring, False)
+        if config.ABOVE_0 and config.TOKENS > 1 and b_q.dtype != tl.float32:
+            b_s = tl.dot(b_q, tl.trans(b_k))
+            weights, rescale, running_max, row_sum = softmax_step_above_0(
+                b_s, running_max, row_sum, seen, scoring.scale * LOG2_E
+            )
+            acc = tl.dot(weights.to(b_v.dtype), b_v, acc * rescale[:, None])
+        else:
+            acc, running_max, row_sum = update(acc, running_max, row_sum, b_q, b_k, b_v, seen, scoring, False)
     return acc, running_max, row_sum
 
 
 @triton.jit
-def piece_of(i, config: tl.constexpr):
-    """Which pieces of a list's blocks tile i has: one number where a tile lies within a block."""
-    if config.BLOCK_N > config.PIECE:
-        i = i * (config.BLOCK_N // config.PIECE) + tl.arange(0, config.BLOCK_N) // config.PIECE
-    return i
+def walk_map(
+    acc, running_max, row_sum, b_q, b_row, cache, part, whole, scoring, strides, EDGE: tl.constexpr,
+    config: tl.constexpr,
+):  # fmt: skip
+    """Some tiles of a united list. Their blocks are loaded two tiles ahead and their pages one, as each waits for the
+    last; ``b_row``: the bits of the rows' tokens."""
+    number = numbers_of(part.numbers, part.first, part.pieces, config)
+    next_number = numbers_of(part.numbers, part.first + 1, part.pieces, config)
+    next_key, next_tokens, next_page = keys_of_numbers(number, part.first, whole, cache.pages, EDGE, config)
+    for i in tl.range(part.first, part.end, num_stages=config.STAGES):
+        o_key, tokens, page = next_key, next_tokens, next_page
+        number = next_number
+        next_number = numbers_of(part.numbers, i + 2, part.pieces, config)
+        next_key, next_tokens, next_page = keys_of_numbers(number, i + 1, whole, cache.pages, EDGE, config)
+        fits = (page >= 0) & (page < cache.num_pages)
+        page = page.to(tl.int64)
+        slot = (o_key % config.PAGE).to(tl.int64)
+        off_k = page * strides.k[0] + slot * strides.k[1]
+        off_v = page * strides.v[0] + slot * strides.v[1]
+        seen = (tokens[None, :] & b_row[:, None]) != 0
+        acc, running_max, row_sum = multiplied(
+            acc, running_max, row_sum, b_q, Places(cache.k, cache.v, off_k, off_v), fits, seen, scoring, strides, config
+        )
+    return acc, running_max, row_sum
 
 
 @triton.jit
@@ -328,33 +380,40 @@ def attend_selected(
             pieces = tl.load(p_tile) * PER_BLOCK
             from_tile, to_tile = share((pieces + PIECES - 1) // PIECES, i_split, num_splits)
             p_tile += HEADER
-            for i in tl.range(from_tile, to_tile, num_stages=config.STAGES):
-                i_piece = piece_of(i, config)
-                if config.MAPPED:
-                    number = tl.load(p_tile + i_piece // PER_BLOCK, mask=i_piece < pieces, other=0)
-                    own, tokens = number >> TOKENS, number & (2**TOKENS - 1)
-                    last = last_of(tokens)
-                else:
+            if config.MAPPED:
+                b_row = tl.where(o_m // HEADS < TOKENS, 1 << (o_m // HEADS % TOKENS), 0)
+                # Of the last blocks of a list, which rise, the first tokens do not see all keys.
+                whole = high
+                if config.CAUSAL:
+                    whole = context + i_tile * TOKENS + 1
+                o_last = pieces // PER_BLOCK - 1 - tl.arange(0, 32)
+                last = tl.load(p_tile + tl.maximum(o_last, 0), mask=o_last >= 0, other=0)
+                edges = tl.sum((((last >> TOKENS) + 1) * config.BLOCK > whole).to(tl.int32), 0)
+                middle = tl.maximum(pieces - edges * PER_BLOCK, 0) // PIECES
+                middle = tl.minimum(tl.maximum(middle, from_tile), to_tile)
+                acc, running_max, row_sum = walk_map(
+                    acc, running_max, row_sum, b_q, b_row, cache, Part(p_tile, from_tile, middle, pieces), whole,
+                    scoring, strides, False, config,
+                )  # fmt: skip
+                acc, running_max, row_sum = walk_map(
+                    acc, running_max, row_sum, b_q, b_row, cache, Part(p_tile, middle, to_tile, pieces), whole,
+                    scoring, strides, True, config,
+                )  # fmt: skip
+            else:
+                for i in tl.range(from_tile, to_tile, num_stages=config.STAGES):
+                    i_piece = piece_of(i, config)
                     own = tl.load(p_tile + i_piece // PER_BLOCK)
                     tokens = tl.load(p_tile + ENTRIES + i_piece // PER_BLOCK)
-                    last = tokens >> LAST
-                end = visible.high + i_piece * 0
-                if config.CAUSAL:
-                    end = tl.minimum(end, context + i_tile * TOKENS + last + 1)
-                if PIECES > 1:
-                    # No token has the pieces behind the last.
-                    end = tl.where(tokens != 0, end, 0)
-                at = own * config.BLOCK + i_piece % PER_BLOCK * config.PIECE
-                if PIECES > 1:
-                    listed = ((tokens[None, :] >> (o_m // HEADS)[:, None]) & 1) != 0
-                    listed = listed & m_row[:, None]
-                else:
+                    end = visible.high + i_piece * 0
+                    if config.CAUSAL:
+                        end = tl.minimum(end, context + i_tile * TOKENS + (tokens >> LAST) + 1)
+                    at = own * config.BLOCK + i_piece % PER_BLOCK * config.PIECE
                     listed = (m_row & (((tokens >> (o_m // HEADS)) & 1) != 0))[:, None]
-                o_key = at + o_n % config.PIECE
-                acc, running_max, row_sum = step(
-                    acc, running_max, row_sum, b_q, cache, at, o_key, listed,
-                    Visible(position, 0, end), scoring, strides, config,
-                )  # fmt: skip
+                    o_key = at + o_n % config.PIECE
+                    acc, running_max, row_sum = step(
+                        acc, running_max, row_sum, b_q, cache, at, o_key, listed,
+                        Visible(position, 0, end), scoring, strides, config,
+                    )  # fmt: skip
         if config.DEPENDENT:
             # Earlier, programs that wait would be in the way of those that load: 8 sequences 16.8 us for 15.9 (H200).
             tl.extra.cuda.gdc_launch_dependents()

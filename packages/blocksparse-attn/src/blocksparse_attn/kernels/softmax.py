@@ -113,6 +113,18 @@ def softmax_step(b_s, running_max, row_sum, seen, scoring, SOFTCAP: tl.constexpr
 
 
 @triton.jit
+def softmax_step_above_0(b_s, running_max, row_sum, seen, scale):
+    """``softmax_step`` in base 2, where ``scale``, one or by rows, is above 0: the largest product is that of the
+    largest score, and one FMA scales and subtracts."""
+    b_s = tl.where(seen, b_s, float("-inf"))
+    new_max = tl.maximum(running_max, tl.max(b_s, 1) * scale)
+    b_scale = scale + tl.zeros_like(new_max)
+    b_p = tl.exp2(b_s * b_scale[:, None] - finite(new_max)[:, None])
+    rescale = tl.exp2(running_max - finite(new_max))
+    return b_p, rescale, new_max, row_sum * rescale + tl.sum(b_p, 1)
+
+
+@triton.jit
 def update(acc, running_max, row_sum, b_q, b_k, b_v, seen, scoring, SOFTCAP: tl.constexpr):
     """One step of the online softmax: a tile of keys and values into the accumulator, running max and row sum.
 

@@ -1,5 +1,7 @@
 """The lists of a tile's tokens, united: what any of them lists, each block once, and who lists it."""
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -10,6 +12,15 @@ from blocksparse_attn.kernels.tiles import PAGED, keys_of_sequence, locate
 # tokens list each, as bits, with the number of the last of them above.
 HEADER: tl.constexpr = tl.constexpr(4)
 LAST: tl.constexpr = tl.constexpr(16)
+
+
+class Part(NamedTuple):
+    """Of a united list of ``pieces``: its numbers, and the first of some tiles of it and that behind the last."""
+
+    numbers: Any
+    first: Any
+    end: Any
+    pieces: Any
 
 
 @triton.jit
@@ -114,3 +125,38 @@ def unite_lists(p_indices, bounds, p_work, rows, sequences, keys, s_indices, con
             write_map(p_tile, p_lists, s_indices[0], i_tile, q_len, blocks, length - q_len, columns, config)
         else:
             write_lists(p_tile, p_lists, s_indices[0], i_tile, q_len, blocks, length - q_len, config)
+
+
+@triton.jit
+def piece_of(i, config: tl.constexpr):
+    """Which pieces of a list's blocks tile i has: one number where a tile lies within a block."""
+    if config.BLOCK_N > config.PIECE:
+        i = i * (config.BLOCK_N // config.PIECE) + tl.arange(0, config.BLOCK_N) // config.PIECE
+    return i
+
+
+@triton.jit
+def numbers_of(p_tile, i, pieces, config: tl.constexpr):
+    """Those of the blocks of tile i in a united list, see ``write_map``, 0 behind its end, which no token lists."""
+    i_piece = piece_of(i, config)
+    return tl.load(p_tile + i_piece // (config.BLOCK // config.PIECE), mask=i_piece < pieces, other=0)
+
+
+@triton.jit
+def keys_of_numbers(number, i, whole, p_pages, EDGE: tl.constexpr, config: tl.constexpr):
+    """Keys of tile i of a united list, the tokens that see each, as bits, and its page.
+
+    EDGE: there may be keys from ``whole`` on, which not all see that list them.
+    """
+    at = (number >> config.TOKENS) * config.BLOCK
+    at += piece_of(i, config) % (config.BLOCK // config.PIECE) * config.PIECE
+    o_key = at + tl.arange(0, config.BLOCK_N) % config.PIECE
+    tokens = number & (2**config.TOKENS - 1)
+    if EDGE:
+        if config.CAUSAL:
+            tokens = tokens & (-1 << tl.minimum(tl.maximum(o_key - (whole - 1), 0), 31))
+        else:
+            tokens = tl.where(o_key < whole, tokens, 0)
+    else:
+        tokens += o_key * 0
+    return o_key, tokens, tl.load(p_pages + o_key // config.PAGE, mask=tokens != 0, other=-1)

@@ -136,6 +136,8 @@ def _walk(problem: Problem, plan: SelectedPlan, whole: SelectedPlan, forms: Tens
         WIDE=(size_v - 1) * s_out[3] >= 2**31, DEPENDENT=_is_dependent(plan, device),
         NEIGHBOURS=whole.packed if whole.alone_n else 0, MOST_UNITED=whole.most_united,
         MAPPED=whole.packed > 1 and needs_map(problem, whole),
+        ABOVE_0=whole.packed > 1 and needs_map(problem, whole) and forms.k_scale is None
+        and problem.softmax_scale * problem.k_factor > 0 and problem.cache_bits == 16,
     )  # fmt: skip
     rest = (
         problem.tokens, problem.sequences, problem.capacity, forms.k_cache.shape[0], forms.block_table.stride()[0],

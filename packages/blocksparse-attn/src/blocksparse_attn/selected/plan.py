@@ -320,11 +320,12 @@ def _of_small_blocks(problem: Problem) -> SelectedPlan:
 
     On an H100 (triton 3.6.0, 2026-11-27), in us, 512 blocks of 32, heads of 64, 12 to a kv head: 7733 with 64 keys at a
     time, of which 8 tiles are on their way, 5129 with 128 and two, five tokens in a tile 3010, ten 6097; of random
-    lists 7590, 5063, 3434. 64 blocks of 32, heads of 128: 4534, 2338; four tokens 2422, by a kernel that spills.
+    lists 7590, 5063, 3434. 64 blocks of 32, heads of 128: 4534, 2338; four tokens 2422, by a kernel that spills. On an
+    H200, with blocks looked up two tiles ahead and pages one, five tokens 2484 for 2993, with three stages 2384.
     """
     alone = SelectedPlan(16, 128, 1, 4, 2)
     tokens = min(_MOST_ROWS // problem.group, MOST_TOKENS)
-    plan = SelectedPlan(_MOST_ROWS, 128, 1, 4, 2, packed=tokens)
+    plan = SelectedPlan(_MOST_ROWS, 128, 1, 4, 3, packed=tokens)
     columns = cdiv(problem.capacity, problem.block_size)
     if tokens < 4 or problem.topk <= 64 or max(problem.head_dim, problem.head_dim_v) > 64:
         return alone

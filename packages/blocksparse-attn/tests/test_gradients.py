@@ -329,7 +329,7 @@ def test_keys_are_held_in_pairs_of_16_bits_alone() -> None:
 
 
 def test_tiles_of_all_kv_heads_come_in_turn_where_programs_are_few() -> None:
-    for tokens, together in ((8192, 8), (32768, 1)):
+    for tokens, together in ((8192, 8), (32768, 2)):
         problem = Problem(32, 8, 128, 128, 64, 64, 32, 512, tokens, tokens, 1, tokens, 2**18)
         assert plan_backward(problem, DeviceLimits(132, 232448, hopper=True)).heads_together == together
 

@@ -64,9 +64,10 @@ def plan_backward(problem: Problem, limits: DeviceLimits) -> BackwardPlan:
     # Without warpgroups' registers two accumulators of 128 would spill from four warps of sm_100.
     keys_warps = 8 if limits.shared_memory > 200 * 1024 and not limits.hopper else num_warps
     # Phi-3-small on an H200: 8192 tokens 1311 us, 1368 with two heads together, 1448 with one, as the first tiles of a
-    # head are the heaviest and the last programs would wait for them; 32768, sixteen rounds of programs, 0.7 % slower.
+    # head are the heaviest and the last programs would wait for them; 32768, sixteen rounds of programs, 10.63 ms with
+    # one, 10.41 with two, whose last programs end sooner, 11.25 with four (2026-11-27).
     rounds = problem.tokens // block_n * problem.num_heads_kv / (2 * limits.cores)
-    together = problem.num_heads_kv if rounds <= 8 else 1
+    together = problem.num_heads_kv if rounds <= 8 else 2 - problem.num_heads_kv % 2
     # Keys in registers, 32768 tokens on an H100 (2026-11-27): 10.5 and 10.9 ms for 11.2 and 11.2; 8192 1.34 for 1.35.
     held = limits.hopper and keys_stages == 3 and block_n == 64
     return BackwardPlan(

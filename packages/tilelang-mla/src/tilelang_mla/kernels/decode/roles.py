@@ -5,7 +5,7 @@ Barriers and the rings go on from part to part: ``done`` are the blocks of those
 
 from typing import Any
 
-from tilelang_mla.kernels.common import GROUP, LOG2_E, ROWS, macro
+from tilelang_mla.kernels.common import GROUP, LOG2_E, ROWS, macro, row_owners
 from tilelang_mla.kernels.decode.groups import SHARED, Work, read_work
 from tilelang_mla.kernels.decode.joins import is_whole, join_halves, join_sums, weigh_part
 from tilelang_mla.kernels.decode.loads import load_left, load_q, load_right, load_rows, row_of
@@ -226,7 +226,7 @@ def score(T, S, launch, inputs, outputs, memory, barriers, s, acc):
             weigh_part(T, s)
         else:
             T.barrier_wait(barriers.weights_empty, done % 2 ^ 1)
-        T.copy(s.rescale, memory.rescale)
+        put_rows(T, memory.rescale, s.rescale)
         T.barrier_arrive(barriers.sums_full)
         scale_rows(T, acc, s.rescale)
         if S.joined:
@@ -263,7 +263,7 @@ def value(T, S, launch, inputs, outputs, memory, barriers, rescale, acc):
             stage = (done + step) % S.num_stages
             first_key = (work.first + step) * S.block_n
             T.barrier_wait(barriers.weights_full, (done + step) % 2)
-            T.copy(memory.rescale, rescale)
+            put_rows(T, rescale, memory.rescale)
             if any_moved(T, rescale):
                 scale_rows(T, acc, rescale)
             if not S.gather:
@@ -281,7 +281,7 @@ def value(T, S, launch, inputs, outputs, memory, barriers, rescale, acc):
         if S.joined:
             T.cluster_sync()
         T.barrier_wait(barriers.sums_full, slot)
-        T.copy(memory.rescale, rescale)
+        put_rows(T, rescale, memory.rescale)
         scale_rows(T, acc, rescale)
         if S.joined:
             join_halves(T, acc, memory.k_r, 1)
@@ -419,7 +419,17 @@ def weigh(T, s, first_key, scale, unmasked):
 def share_weights(T, memory, barriers, s, block):
     """Hand a block's weights, and what rescales the accumulators, to the other consumer."""
     T.barrier_wait(barriers.weights_empty, block % 2 ^ 1)
-    T.copy(s.rescale, memory.rescale)
+    put_rows(T, memory.rescale, s.rescale)
     T.copy(s.weights, memory.weights)
     T.fence_proxy_async()
     T.barrier_arrive(barriers.weights_full)
+
+
+@macro
+def put_rows(T, to, of):
+    """A number of each row, to shared memory or from it, by the threads that have the row's accumulators.
+
+    Of a ``T.copy`` TileLang would look for the layout once for every operation of the kernel, a second in all.
+    """
+    for i in T.Parallel(to.shape[0], loop_layout=row_owners(T, to.shape[0])):
+        to[i] = of[i]

@@ -203,7 +203,7 @@ class DecodeTiles(Plan):
             # Of few rows each of a record's scales has weights of its own.
             weights = 4 if problem.cache == "656" and self.block_m == _NARROW else 1
             held = 2 * self.block_m * (held + 2 * weights * self.block_n)
-            return held + self.num_stages * _OF_STAGE * (key + 1) + 132 * self.block_m + 2 * _BESIDE
+            return held + self.num_stages * _OF_STAGE * (key + 1) + 172 * self.block_m + _BESIDE + 2048
         width = problem.dim_nope + problem.dim_rope
         held = (self.block_m + self.num_stages * self.block_n) * width + self.block_m * self.block_n
         raw = _RAW_STAGES * self.block_n * (width + _SCALES) if problem.cache and not self.loads_by_rows(problem) else 0

@@ -35,7 +35,7 @@ STAGE, TOGETHER = 64, 8
 # Elements of a line of q.
 _LINE = 128
 # Floats of a row beside its elements, and bytes that align the matrices.
-_OF_ROW, _ALIGNED = 32, 1024
+_OF_ROW, _ALIGNED = 42, 1024
 
 
 class KeyMemory(NamedTuple):

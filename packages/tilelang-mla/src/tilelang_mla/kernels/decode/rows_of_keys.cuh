@@ -47,12 +47,21 @@ template <int N, int ROPE, bool RECORDS> struct Shape {
 MLA_DEVICE uint32_t address(const void *p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 // Both warpgroups that make weights.
 MLA_DEVICE void together() { asm volatile("bar.sync 5, 256;" ::: "memory"); }
+// The same, and whether it holds for any of their threads.
+MLA_DEVICE bool together(bool own) {
+  int any;
+  asm volatile("{.reg .pred o, a; setp.ne.s32 o, %1, 0; barrier.cta.red.or.pred a, 5, 256, o; selp.s32 %0, 1, 0, a;}"
+               : "=r"(any) : "r"(int(own)) : "memory");
+  return any;
+}
 // A warp's arrival, when all its threads are here.
 template <class Barrier> MLA_DEVICE void arrive(Barrier &barrier, int thread) {
   __syncwarp();
   if (thread % 32 == 0)
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address(&barrier)) : "memory");
 }
+// What a warp's threads read of each other's is written, and what they write has been read.
+MLA_DEVICE void read_by_warp() { __syncwarp(); }
 MLA_DEVICE void visible_to_mma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 MLA_DEVICE void widen(uint32_t four, uint32_t &low, uint32_t &high) {
   asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h;}"
@@ -140,13 +149,16 @@ MLA_DEVICE Lane lane_of(int thread) {
 // What is known of rows of q, [N] each: maxima of 8 warps, or their sums, of two blocks; two running maxima; what a score,
 // and a score of widened keys, is multiplied by; what rescales accumulators before each of two blocks; of two work items,
 // when they end, the logarithm that sums are relative to, and the sums; and what products of a block are multiplied by.
-// Of the four groups of latents that have a scale: the largest of 8 warps' keys, of two blocks; two running powers of two
-// that are above all of them; what rescales accumulators before each of two blocks; and the powers at the end of two items.
+// Of the four groups of latents that have a scale: the largest of 8 warps' keys, of two blocks; what rescales accumulators
+// before each of two blocks; and the powers at the end of two items.
+// Each of the 8 warps has running maxima of its own, alike in all, and behind them the groups' running powers of two, which
+// are above all scales.
 template <int N> struct Rows {
-  float *seen, *highest, *factor, *unlift, *rescale, *log_of, *sum, *of_block, *scales_seen, *power, *by_power, *last_power;
+  static constexpr int KNOWN = N + 4;
+  float *seen, *highest, *factor, *unlift, *rescale, *log_of, *sum, *of_block, *scales_seen, *by_power, *last_power, *known;
   static MLA_INLINE Rows of(void *at) {
     float *p = static_cast<float *>(at), *q = p + 26 * N;
-    return {p, p + 16 * N, p + 18 * N, p + 19 * N, p + 20 * N, p + 22 * N, p + 24 * N, q, q, q + 64, q + 72, q + 80};
+    return {p, p + 16 * N, p + 18 * N, p + 19 * N, p + 20 * N, p + 22 * N, p + 24 * N, q, q, q + 64, q + 72, p + 32 * N};
   }
 };
 
@@ -217,8 +229,11 @@ MLA_DEVICE void load_q(
   }
   if (thread % TEAM == 0) {
     float unlift = __uint_as_float((254 - lift) << 23);
-    if (S::GROUPED && n < 4) of_rows.power[n] = 0.f;
-    of_rows.highest[n] = FLOOR;
+    of_rows.highest[n] = of_rows.highest[N + n] = FLOOR;
+    for (int warp = 0; warp < 8; warp++) {
+      of_rows.known[warp * of_rows.KNOWN + n] = FLOOR;
+      if (S::GROUPED && n < 4) of_rows.known[warp * of_rows.KNOWN + N + n] = 0.f;
+    }
     of_rows.factor[n] = RECORDS ? scale : scale * unlift;
     of_rows.unlift[n] = unlift;
   }
@@ -336,32 +351,28 @@ template <int N, class Combine> MLA_DEVICE void over_keys(float *x, Combine comb
 }
 
 // Of a warp's 16 keys the largest scale of a group of latents, of which a thread has that of two keys.
-MLA_DEVICE float largest_scale(const void *low, const void *high) {
-  float most = fmaxf(fabsf(*static_cast<const float *>(low)), fabsf(*static_cast<const float *>(high)));
+MLA_DEVICE float largest_scale(float most) {
 #pragma unroll
   for (int step = 4; step < 32; step *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
   return most;
 }
 
-// What scales of a thread's group are multiplied by, so that they are below 1: one over a power of two, which only rises
-// from block to block. Accumulators follow.
-template <int N> MLA_DEVICE float below(const float *seen, Rows<N> of_rows, int parity, int buffer, Lane l) {
-  float most = seen[l.thread & 31], before = of_rows.power[4 * parity + l.t];
+// A power of two that scales of a thread's group are below, and which only rises from block to block. Scales are multiplied
+// by one over it. Accumulators follow.
+template <int N> MLA_DEVICE float raised_power(const float *seen, float before, Lane l) {
+  float most = seen[l.thread & 31];
 #pragma unroll
   for (int step = 4; step < 32; step *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
   uint32_t exponent = min(max((__float_as_uint(most) >> 23) + 1, 1u), 253u);
-  float power = fmaxf(before, __uint_as_float(exponent << 23)), down = __uint_as_float((254u << 23) - __float_as_uint(power));
-  if (l.g == 0 && l.group == 0 && l.warp == 0) {
-    of_rows.power[4 * (parity ^ 1) + l.t] = power;
-    of_rows.by_power[4 * buffer + l.t] = before * down;
-  }
-  return down;
+  return fmaxf(before, __uint_as_float(exponent << 23));
 }
+MLA_DEVICE float inverse(float power) { return __uint_as_float((254u << 23) - __float_as_uint(power)); }
 
 // Scores to weights, in shared memory [row, key] of one of two blocks, and what rescales accumulators before it.
 // limits: of each row the first key that it does not see. first_key: of the block, behind whose last key all limits may
 // lie: ends is false. valid: of lists, whether each of the warpgroup's keys is one. parity: of the blocks of a work item,
 // buffer: of all.
+// Running maxima and powers seldom rise behind the first blocks: warps tell each other theirs only where one has to.
 template <int N, int ROPE, bool RECORDS, bool BF16, bool LISTS>
 MLA_DEVICE void weigh(
     float *s, float *sums, void *memory_at, int stage, void *rows_at, const int *limits, const uint8_t *valid,
@@ -372,7 +383,9 @@ MLA_DEVICE void weigh(
   Rows<N> of_rows = Rows<N>::of(rows_at);
   int low = 16 * l.warp + own_key<N, RECORDS>(l.g), key = first_key + 64 * l.group + low;
   bool low_valid = !LISTS || valid[low], high_valid = !LISTS || valid[low + 8];
-  float most[N / 4];
+  float *known = of_rows.known + (4 * l.group + l.warp) * of_rows.KNOWN;
+  float most[N / 4], sums_by[2] = {1.f, 1.f};
+  bool rises = false;
 #pragma unroll
   for (int i = 0; i < N / 4; i++) {
     int row = 8 * (i / 2) + 2 * l.t + i % 2;
@@ -381,22 +394,58 @@ MLA_DEVICE void weigh(
     if (ends) x = key < limits[row] ? x : -INFINITY, y = key + 8 < limits[row] ? y : -INFINITY;
     x = low_valid ? x : -INFINITY, y = high_valid ? y : -INFINITY;
     most[i] = fmaxf(x, y);
+    rises |= most[i] > known[row] + HEADROOM;
   }
-  over_keys<N>(most, [](float x, float y) { return fmaxf(x, y); }, l);
-  int own = own_row<N>(l);
-  // Who is late still reads those of the block before.
-  float *by_warp = of_rows.seen + parity * 8 * N;
-  by_warp[8 * own + 4 * l.group + l.warp] = most[0], by_warp[8 * own + 8 + 4 * l.group + l.warp] = most[1];
   const uint8_t *own_scales = stage_of<N, ROPE, RECORDS>(memory_at, stage) + low * S::ROW + SCALES;
-  float *scales_seen = of_rows.scales_seen + 32 * parity;
+  float largest = 0.f, power_of_group = 1.f;
   if (S::GROUPED) {
-    float largest = largest_scale(own_scales + 4 * l.t, own_scales + 8 * S::ROW + 4 * l.t);
-    if (l.g == 0) scales_seen[4 * (4 * l.group + l.warp) + l.t] = largest;
+    const float *of_low = reinterpret_cast<const float *>(own_scales), *of_high = of_low + 2 * S::ROW;
+    largest = fmaxf(fabsf(of_low[l.t]), fabsf(of_high[l.t]));
+    power_of_group = known[N + l.t];
+    rises |= !(largest < power_of_group);
   }
-  together();
+  // Of all warps the first tells what accumulators are to be multiplied by.
+  bool tells = l.g == 0 && l.group == 0 && l.warp == 0;
+  float *rescales = of_rows.rescale + buffer * N;
+  int own = own_row<N>(l);
+  if (together(rises)) {
+    over_keys<N>(most, [](float x, float y) { return fmaxf(x, y); }, l);
+    // Who is late still reads those of the block before.
+    float *by_warp = of_rows.seen + parity * 8 * N, *scales_seen = of_rows.scales_seen + 32 * parity;
+    by_warp[8 * own + 4 * l.group + l.warp] = most[0], by_warp[8 * own + 8 + 4 * l.group + l.warp] = most[1];
+    if (S::GROUPED) {
+      largest = largest_scale(largest);
+      if (l.g == 0) scales_seen[4 * (4 * l.group + l.warp) + l.t] = largest;
+    }
+    together();
+#pragma unroll
+    for (int i = 0; i < N / 4; i++) {
+      int row = 8 * (i / 2) + 2 * l.t + i % 2;
+      const float4 *seen = reinterpret_cast<const float4 *>(by_warp + 8 * row);
+      float4 a = seen[0], b = seen[1];
+      float of_all = fmaxf(fmaxf(fmaxf(a.x, a.y), fmaxf(a.z, a.w)), fmaxf(fmaxf(b.x, b.y), fmaxf(b.z, b.w)));
+      float highest = known[row], by = 1.f;
+      if (of_all > highest + HEADROOM) by = power(highest - of_all), highest = of_all;
+      read_by_warp();
+      if (l.g == 0) known[row] = highest;
+      if (tells) rescales[row] = by, of_rows.highest[row] = of_rows.highest[N + row] = highest;
+      if (8 * (i / 2) == own - 2 * l.t) sums_by[i % 2] = by;
+    }
+    if (S::GROUPED) {
+      float before = power_of_group;
+      power_of_group = raised_power<N>(scales_seen, before, l);
+      if (l.g == 0) known[N + l.t] = power_of_group;
+      if (tells) of_rows.by_power[4 * buffer + l.t] = before * inverse(power_of_group);
+    }
+    read_by_warp();
+  } else if (tells) {
+#pragma unroll
+    for (int i = 0; i < N / 4; i++) rescales[8 * (i / 2) + 2 * l.t + i % 2] = 1.f;
+    if (S::GROUPED) of_rows.by_power[4 * buffer + l.t] = 1.f;
+  }
   float by_low[S::GROUPS], by_high[S::GROUPS];
   if (S::GROUPED) {
-    float down = below(scales_seen, of_rows, parity, buffer, l);
+    float down = inverse(power_of_group);
 #pragma unroll
     for (int i = 0; i < S::GROUPS; i++) {
       float by = __shfl_sync(~0u, down, (l.thread & 28) + i);
@@ -404,26 +453,17 @@ MLA_DEVICE void weigh(
       by_high[i] = reinterpret_cast<const float *>(own_scales + 8 * S::ROW)[i] * by;
     }
   }
-  const float *before = of_rows.highest + parity * N;
-  float *after = of_rows.highest + (parity ^ 1) * N, *rescales = of_rows.rescale + buffer * N;
   // Where a key of the warp's 16 is among the columns of P: as values() has it.
   int column = 16 * l.warp + (S::GROUPED ? 2 * l.g : S::APART ? 2 * (l.g & 3) + (l.g >> 2) : own_key<N, RECORDS>(l.g));
   uint8_t *weights = memory + S::WEIGHTS + (2 * buffer + l.group) * S::GROUPS * S::CHUNK;
-  float added[N / 4], sums_by[2];
+  float added[N / 4];
 #pragma unroll
   for (int j = 0; j < N / 8; j++) {
 #pragma unroll
     for (int e = 0; e < 2; e++) {
       int row = 8 * j + 2 * l.t + e;
-      const float4 *seen = reinterpret_cast<const float4 *>(by_warp + 8 * row);
-      float4 a = seen[0], b = seen[1];
-      float most = fmaxf(fmaxf(fmaxf(a.x, a.y), fmaxf(a.z, a.w)), fmaxf(fmaxf(b.x, b.y), fmaxf(b.z, b.w)));
-      float highest = before[row], rescale = 1.f;
-      if (most > highest + HEADROOM) rescale = power(highest - most), highest = most;
-      if (l.g == 0 && l.group == 0 && l.warp == 0) after[row] = highest, rescales[row] = rescale;
-      float x = power(s[4 * j + e] - highest + LIFT), y = power(s[4 * j + 2 + e] - highest + LIFT);
+      float lift = LIFT - known[row], x = power(s[4 * j + e] + lift), y = power(s[4 * j + 2 + e] + lift);
       added[2 * j + e] = x + y;
-      if (8 * j == own - 2 * l.t) sums_by[e] = rescale;
       if (S::GROUPED) {
 #pragma unroll
         for (int i = 0; i < S::GROUPS; i++)
@@ -550,7 +590,7 @@ template <int N, bool GROUPED> MLA_DEVICE void total(const float *sums, void *ro
     for (int warp = 0; warp < 8; warp++) sum += by_warp[8 * thread + warp];
     of_rows.log_of[slot * N + thread] = of_rows.highest[parity * N + thread] - LIFT;
     of_rows.sum[slot * N + thread] = sum;
-    if (GROUPED && thread < 4) of_rows.last_power[4 * slot + thread] = of_rows.power[4 * parity + thread];
+    if (GROUPED && thread < 4) of_rows.last_power[4 * slot + thread] = of_rows.known[N + thread];
   }
 }
 

@@ -1,7 +1,5 @@
 """The role of hopper_roles.py that advances a state from chunk to chunk, and stores outputs."""
 
-from typing import Any, NamedTuple
-
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -23,6 +21,7 @@ from lightning_attn.kernels.decay import (
     rest_of_rate,
     unit_of,
 )
+from lightning_attn.kernels.hopper_groups import State, Waiting
 from lightning_attn.kernels.hopper_lead import is_shared, lead_up
 from lightning_attn.kernels.hopper_ring import pieces_of, state_layout, tile_of
 from lightning_attn.kernels.hopper_rows import (
@@ -46,70 +45,6 @@ from lightning_attn.kernels.schedule import (
     nth_segment,
     slot_of,
 )
-
-
-class Stages(NamedTuple):
-    """The ring: q and k of a stage, in pieces, have one full and one empty barrier, v another two.
-
-    v is free later than q and k are: outputs are stored from there.
-    """
-
-    q: Any
-    k: Any
-    v: Any
-    full: Any
-    full_v: Any
-    empty: Any
-    empty_v: Any
-
-
-class Tiles(NamedTuple):
-    """Shared memory beside the ring: the weighted scores of one chunk, as an operand, and ``up``, what a query's scores
-    are scaled by (float16 alone), ``ready`` once they are there; the weights of states; and ``led``, once the state has
-    come to the program's own chunks.
-    """
-
-    scores: Any
-    ready: Any
-    up: Any
-    seeing: Any
-    entering: Any
-    led: Any
-
-
-class HeadRows(NamedTuple):
-    """Rows of a program's heads; of q, k and v where sequences of one token go by no ring."""
-
-    q: Any
-    k: Any
-    v: Any
-    o: Any
-
-
-class Decays(NamedTuple):
-    """What decays and weights are made of."""
-
-    p_slopes: Any
-    scale: Any
-
-
-class Span(NamedTuple):
-    """What a program takes: rows begin to end of a sequence, of which i_segment is the segment's number.
-
-    first: the sequence's first row. is_token: the sequence is one token, and goes by no ring. short: the number of the
-    chunk that is not whole, or -1, and rest its rows.
-    """
-
-    i_n: Any
-    i_segment: Any
-    first: Any
-    length: Any
-    begin: Any
-    end: Any
-    slot: Any
-    is_token: Any
-    short: Any
-    rest: Any
 
 
 @gluon.jit
@@ -157,13 +92,12 @@ def ahead_of(S, sizes: gl.constexpr, dtype: gl.constexpr):
 
 
 @gluon.jit
-def step(d_o, stages, tiles, o, work, chunk, state, before, decay, sizes: gl.constexpr, MASKED: gl.constexpr):
+def step(d_o, stages, tiles, o, work, chunk, state, waiting, decay, sizes: gl.constexpr):
     """One chunk: the state after it, and its outputs, which are stored unless the next step is to do so.
 
-    state: the one before, and what is ahead_of it, which is made while outputs are multiplied. before: the outputs of
-    the chunk before, and whether there are such: they are stored while this one is multiplied.
+    state: the one before it.
     """
-    S = state[0]
+    S = state.pieces
     CHUNK: gl.constexpr = sizes.CHUNK
     STAGES: gl.constexpr = sizes.STAGES
     BLOCK_E: gl.constexpr = sizes.BLOCK_E
@@ -180,13 +114,10 @@ def step(d_o, stages, tiles, o, work, chunk, state, before, decay, sizes: gl.con
     b_down = None
     if dtype == gl.float16:
         if AHEAD:
-            b_down = state[1][PIECES]
+            b_down = state.ahead[PIECES]
         else:
             b_up, b_down = scaled_by(S, sizes)
     mbarrier.wait(stages.full.index(stage), phase)
-    if MASKED:
-        # Rows have been zeroed before.
-        mbarrier.wait(tiles.ready.index(0), chunk.i & 1)
     seen = gl.zeros([BLOCK_E, CHUNK], gl.float32, L_O)  # [BLOCK_E, queries]
     issued = ()
     # Two pieces at a time: the operands of more would not fit in registers.
@@ -196,7 +127,7 @@ def step(d_o, stages, tiles, o, work, chunk, state, before, decay, sizes: gl.con
         decayed_S = ()
         for p in gl.static_range(first, min(first + 2, PIECES)):
             if AHEAD:
-                b_S = state[1][p]
+                b_S = state.ahead[p]
             else:
                 b_S = as_operand(S, p, b_up, sizes, dtype)
             decayed_S = decayed_S + (S[p] * decay,)
@@ -210,14 +141,13 @@ def step(d_o, stages, tiles, o, work, chunk, state, before, decay, sizes: gl.con
             k_tile = tile_of(stages.k[p], stage, sizes)
             issued = issued + (warpgroup_mma(b_v, k_tile, decayed_S[p - first], is_async=True),)
     if has_registers(sizes):
-        if before[1]:
+        if waiting.are_there:
             o_tile = stages.v.index(stage_before)
-            store_tile_of_outputs(d_o, o_tile, o, work, chunk_before(chunk, sizes), before[0], sizes, False)
+            store_tile_of_outputs(d_o, o_tile, o, work, chunk_before(chunk, sizes), waiting.outputs, sizes, False)
     else:
         release_values(stages, chunk, sizes)
     seen = warpgroup_mma_wait(PIECES - (PIECES - 1) // 2 * 2, deps=[seen])
-    if not MASKED:
-        mbarrier.wait(tiles.ready.index(0), chunk.i & 1)
+    mbarrier.wait(tiles.ready.index(0), chunk.i & 1)
     b_seen = weighted(tiles, seen, b_down, sizes)
     out = warpgroup_mma(v_tile.permute((1, 0)), tiles.scores, b_seen, is_async=True)
     ahead = ()
@@ -235,12 +165,21 @@ def step(d_o, stages, tiles, o, work, chunk, state, before, decay, sizes: gl.con
         b_o = outputs(tiles, results[0], sizes)
         tl.debug_barrier()
     mbarrier.arrive(stages.empty.index(stage))
-    if MASKED or not AHEAD:
-        store_tile_of_outputs(d_o, stages.v.index(stage), o, work, chunk, b_o, sizes, MASKED)
-    if MASKED:
+    if not AHEAD:
+        store_now(d_o, stages, o, work, chunk, b_o, sizes)
+    return State(S, ahead), b_o
+
+
+@gluon.jit
+def store_now(d_o, stages, o, work, chunk, b_o, sizes: gl.constexpr):
+    """Begin to store the outputs of a chunk, or store a short one's."""
+    o_tile = stages.v.index(chunk.i % sizes.STAGES)
+    if chunk.length < sizes.CHUNK:
+        store_tile_of_outputs(d_o, o_tile, o, work, chunk, b_o, sizes, True)
         # No TMA has stored them: the next values must not be written before they have been read.
         fence_async_shared()
-    return (S, ahead), b_o
+    else:
+        store_tile_of_outputs(d_o, o_tile, o, work, chunk, b_o, sizes, False)
 
 
 @gluon.constexpr_function
@@ -299,10 +238,9 @@ def sum_up(S, own, batch, span, decays, i_h, o_d, o_e, sizes: gl.constexpr):
 
 
 @gluon.jit
-def begin_state(states, batch, span, i_h, o_d, o_e, decays, sizes: gl.constexpr, IN_UNITS: gl.constexpr):
+def begin_state(pools, batch, span, i_h, o_d, o_e, decays, sizes: gl.constexpr, IN_UNITS: gl.constexpr):
     """The state before a program's first row."""
-    initial = states[0]
-    carried = states[2]
+    initial = pools.initial
     S = zero_state(sizes)
     is_carried = False
     if sizes.SEGMENT:
@@ -311,13 +249,13 @@ def begin_state(states, batch, span, i_h, o_d, o_e, decays, sizes: gl.constexpr,
             is_carried = span.length > sizes.SEGMENT * sizes.SUMMED
         if is_carried:
             i_state = carried_slot(batch, span.i_n, span.first, sizes.SEGMENT) + span.i_segment
-            S = load_state(carried, i_state.to(gl.int64), i_h, o_d, o_e, sizes)
+            S = load_state(pools.carried, i_state.to(gl.int64), i_h, o_d, o_e, sizes)
     if initial.p is not None:
         if has_initial(batch, span.i_n) and not is_carried:
             S = load_state(initial, span.slot, i_h, o_d, o_e, sizes)
     if sizes.SUMMED:
         if (span.length > sizes.SEGMENT) & (not is_carried):
-            S = sum_up(S, carried, batch, span, decays, i_h, o_d, o_e, sizes)
+            S = sum_up(S, pools.carried, batch, span, decays, i_h, o_d, o_e, sizes)
     if IN_UNITS:
         S = in_units(S, 1.0 / unit_of(decays.scale))
     return S
@@ -325,7 +263,7 @@ def begin_state(states, batch, span, i_h, o_d, o_e, decays, sizes: gl.constexpr,
 
 @gluon.jit
 def follow(
-    tensors, stages, tiles, rows, work, span, batch, states, snapshots, decays, sizes: gl.constexpr,
+    tensors, stages, tiles, rows, work, span, batch, pools, snapshots, decays, sizes: gl.constexpr,
     TOKENS: gl.constexpr,
 ):  # fmt: skip
     """Advance the state over all chunks and store the outputs of its own; and what needs no chunks."""
@@ -335,8 +273,8 @@ def follow(
     L_S: gl.constexpr = state_layout(sizes)
     L_O: gl.constexpr = out_layout(sizes)
     d_o = tensors[3]
-    initial = states[0]
-    final = states[1]
+    initial = pools.initial
+    final = pools.final
     o = rows.o
     p_slopes = decays.p_slopes
     scale = decays.scale
@@ -363,53 +301,60 @@ def follow(
         o_e = work.column + gl.arange(0, sizes.BLOCK_E, gl.SliceLayout(1, L_S))
         o_i = gl.arange(0, CHUNK, gl.SliceLayout(0, out_layout(sizes)))
         o_k = gl.arange(0, CHUNK, gl.SliceLayout(0, gl.DotOperandLayout(0, L_S, 2)))
-        S = begin_state(states, batch, span, work.i_h, o_d, o_e, decays, sizes, IN_UNITS)
+        S = begin_state(pools, batch, span, work.i_h, o_d, o_e, decays, sizes, IN_UNITS)
         if is_shared(sizes):
             S = lead_up(stages, work, S, p_slopes, scale, o_k, sizes)
             mbarrier.arrive(tiles.led.index(0))
-        state = (S, ahead_of(S, sizes, tiles.scores.dtype))
+        state = State(S, ahead_of(S, sizes, tiles.scores.dtype))
         rate = base_two_rate(p_slopes, work.i_h)
         lost = rest_of_rate(p_slopes, work.i_h, rate)
-        whole_from = work.lead
-        whole_to = work.chunks
-        b_o = gl.zeros([BLOCK_E, CHUNK], tiles.scores.dtype, L_O)
-        if span.short == 0 and REVERSED:
-            whole_from = 1
-            store_weights(tiles, rate, o_i, o_k, span.rest, scale, REVERSED, SHORT=True, IN_UNITS=IN_UNITS)
-            rest_decay = decay_over(rate, lost, span.rest)
-            short = Chunk(0, work.start, 0, span.rest)
-            state, _ = step(d_o, stages, tiles, o, work, short, state, (b_o, False), rest_decay, sizes, True)
-        if span.short > 0 or (span.short == 0 and not REVERSED):
-            whole_to = work.chunks - 1
-        store_weights(tiles, rate, o_i, o_k, CHUNK, scale, REVERSED, SHORT=False, IN_UNITS=IN_UNITS)
-        decay = decay_over(rate, lost, gl.to_tensor(CHUNK))
+        # Backwards the short chunk is the first, else the last.
+        first = work.lead
+        short_from = work.chunks
+        if span.short >= 0:
+            if REVERSED:
+                first = 1
+            else:
+                short_from = span.short
         stop = 0
         if snapshots.p_positions is not None:
             # A segment stores the states at its chunks' ends; the state before the first one is the sequence's own.
             stop = next_snapshot(snapshots, batch, span.i_n, span.begin, CHUNK)
             if stop == span.begin:
                 if span.begin == span.first:
-                    store_snapshots(snapshots, batch, final, span.i_n, stop, work.i_h, o_d, o_e, state[0], sizes)
+                    store_snapshots(snapshots, batch, final, span.i_n, stop, work.i_h, o_d, o_e, state.pieces, sizes)
                 stop = next_snapshot(snapshots, batch, span.i_n, stop + 1, CHUNK)
         stride: gl.constexpr = -CHUNK if REVERSED else CHUNK
-        for i in range(whole_from, whole_to):
-            row = work.start + i * stride
-            chunk = Chunk(i, row, 0, CHUNK)
-            state, b_o = step(d_o, stages, tiles, o, work, chunk, state, (b_o, i > whole_from), decay, sizes, False)
-            if snapshots.p_positions is not None:
-                if row + CHUNK == stop:
-                    store_snapshots(snapshots, batch, final, span.i_n, stop, work.i_h, o_d, o_e, state[0], sizes)
-                    stop = next_snapshot(snapshots, batch, span.i_n, stop + 1, CHUNK)
-        # Behind the last one.
-        behind = Chunk(whole_to, work.start + whole_to * stride, 0, span.rest)
-        has_before = has_registers(sizes) and whole_to > whole_from
-        if whole_to < work.chunks:
-            store_weights(tiles, rate, o_i, o_k, span.rest, scale, REVERSED, SHORT=True, IN_UNITS=IN_UNITS)
-            rest_decay = decay_over(rate, lost, span.rest)
-            state, _ = step(d_o, stages, tiles, o, work, behind, state, (b_o, has_before), rest_decay, sizes, True)
-        elif has_before:
-            last = chunk_before(behind, sizes)
-            store_tile_of_outputs(d_o, stages.v.index(last.i % sizes.STAGES), o, work, last, b_o, sizes, False)
+        b_o = gl.zeros([BLOCK_E, CHUNK], tiles.scores.dtype, L_O)
+        for i_part in range(2):
+            is_short = (i_part == 0) == REVERSED
+            if REVERSED:
+                part_from = gl.where(is_short, 0, first)
+                part_to = gl.where(is_short, first, work.chunks)
+            else:
+                part_from = gl.where(is_short, short_from, first)
+                part_to = gl.where(is_short, work.chunks, short_from)
+            if part_from < part_to:
+                length = gl.where(is_short, span.rest, CHUNK)
+                store_weights(tiles, rate, o_i, o_k, length, scale, REVERSED, SHORT=True, IN_UNITS=IN_UNITS)
+                decay = decay_over(rate, lost, gl.to_tensor(length))
+                # Rows of a short chunk have been zeroed before that.
+                mbarrier.wait(tiles.ready.index(0), part_from & 1, pred=is_short)
+                for i in range(part_from, part_to):
+                    row = work.start + i * stride
+                    chunk = Chunk(i, row, 0, length)
+                    waiting = Waiting(b_o, i > first)
+                    state, b_o = step(d_o, stages, tiles, o, work, chunk, state, waiting, decay, sizes)
+                    if snapshots.p_positions is not None:
+                        if row + CHUNK == stop:
+                            store_snapshots(
+                                snapshots, batch, final, span.i_n, stop, work.i_h, o_d, o_e, state.pieces, sizes
+                            )
+                            stop = next_snapshot(snapshots, batch, span.i_n, stop + 1, CHUNK)
+                if has_registers(sizes):
+                    if (part_to == work.chunks) | is_short:
+                        last = Chunk(part_to - 1, work.start + (part_to - 1) * stride, 0, length)
+                        store_now(d_o, stages, o, work, last, b_o, sizes)
         tma.store_wait(0)
         if final.p is not None:
             # Read again: in the main loop the registers are needed.
@@ -418,7 +363,7 @@ def follow(
             if REVERSED:
                 is_last = span.begin == first
             if is_last:
-                S = state[0]
+                S = state.pieces
                 if IN_UNITS:
                     S = in_units(S, unit_of(scale))
                 store_state(final, slot_of(batch, span.i_n), work.i_h, o_d, o_e, S, sizes)

@@ -29,7 +29,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from lightning_attn.kernels.decay import base_two_rate, into_float16
-from lightning_attn.kernels.hopper_follow import Decays, HeadRows, Span, Stages, Tiles, follow
+from lightning_attn.kernels.hopper_follow import follow
+from lightning_attn.kernels.hopper_groups import Decays, HeadRows, Pools, Span, Stages, Tiles
 from lightning_attn.kernels.hopper_lead import is_shared
 from lightning_attn.kernels.hopper_ring import Work, pieces_of, tile_of
 from lightning_attn.kernels.hopper_rows import zero_after
@@ -158,7 +159,9 @@ def prefill(
     TILES: gl.constexpr = (sizes.E + sizes.BLOCK_E - 1) // sizes.BLOCK_E
     batch = Batch(p_cu, p_slots, p_has, Counts(rows, num_sequences, num_slots))
     snapshots = Snapshots(p_positions, p_snapshot_slots, num_snapshots)
-    states = (States(p_initial, strides.initial), States(p_final, strides.final), States(p_carried, strides.carried))
+    pools = Pools(
+        States(p_initial, strides.initial), States(p_final, strides.final), States(p_carried, strides.carried)
+    )
     i_e, i_h, i_w = program(sizes.H, TILES, SEGMENT > 0 or p_cu is not None)
     SHARED: gl.constexpr = is_shared(sizes)
     i_share = 0
@@ -254,7 +257,7 @@ def prefill(
     decays = Decays(p_slopes, scale)
     # Registers of a thread: an SM has 65536. What these leave, the first has.
     gl.warp_specialize([
-        (follow, (tensors, stages, tiles, HeadRows(q, k, v, o), work, span, batch, states, snapshots,
+        (follow, (tensors, stages, tiles, HeadRows(q, k, v, o), work, span, batch, pools, snapshots,
                   decays, sizes, p_q is not None)),
         (score, (stages, tiles, work, decays, short, rest, sizes)),
         (load, (tensors, stages, work, stride, sizes)),

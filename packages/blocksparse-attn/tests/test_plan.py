@@ -306,6 +306,14 @@ def test_consumers_multiply_in_turn_where_that_is_faster() -> None:
         assert plan_attention(problem, H200).in_turn == (block > 16)
 
 
+def test_wide_heads_have_as_many_stages_as_leave_room_for_the_next_queries() -> None:
+    for size, stages in ((136, 2), (192, 2), (256, 2)):
+        problem = phi(head_dim=size, head_dim_v=size)
+        plan = plan_attention(problem, H200)
+        assert plan.num_stages == stages
+        assert query_stages(problem, plan) == (1 if size == 256 else 2)
+
+
 def test_long_prompts_and_their_chunks_take_half_of_many_heads_first() -> None:
     for kind in ("paged", "ragged", "padded"):
         for tokens, keys, together in ((2048, 65536, 16), (1024, 65536, 0), (65536, 65536, 16), (16384, 16384, 0)):

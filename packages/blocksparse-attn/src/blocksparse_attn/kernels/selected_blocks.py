@@ -1,7 +1,8 @@
 """Attention to blocks that are listed for each token and kv head, block by block: each is read once for many tokens.
 
-``number_entries`` numbers what lists hold. ``attend_blocks``: entries of all lists, sorted by kv head, so that the
-queries of one stay in the L2 cache, sequence and block, are cut into chunks, one for each program, which loads a
+``number_entries`` numbers what lists hold. Entries that are counted are sorted by ``begin_numbers`` and
+``place_entries``. ``attend_blocks``: entries of all lists, sorted by kv head, so that the queries of one stay in the L2
+cache, sequence and block, are cut into chunks, one for each program, which loads a
 block's keys and values and walks the tokens of the chunk that list it. ``combine_blocks`` merges the partial results of
 a token's blocks.
 """
@@ -17,6 +18,8 @@ from blocksparse_attn.kernels.tiles import PAGED, load_tile, sequence_of, slot_o
 
 # Instead of a scale of 0, by which -inf would be NaN.
 TINY: tl.constexpr = tl.constexpr(1e-30)
+# Counts that a program sets to 0 at a time.
+ZEROS: tl.constexpr = tl.constexpr(32)
 
 
 class BlocksConfig(NamedTuple):
@@ -52,11 +55,13 @@ class BlocksConfig(NamedTuple):
 
 class Entries(NamedTuple):
     """Pointers: sorted numbers, ``(head * sequences + sequence) * blocks + block``, int16 or int32; where an entry
-    stood, int64; and, by that, how many keys of its block the token sees, int32."""
+    stood, int64, or int32 of those that ``place_entries`` has placed; and, by that, how many keys of its block the
+    token sees, int32. ``total``: how many entries there are, None where all are, with those that list nothing last."""
 
     number: Any
     order: Any
     reach: Any
+    total: Any
 
 
 class Factors(NamedTuple):
@@ -76,12 +81,13 @@ class BlockStrides(NamedTuple):
     out: Any
 
 
-@triton.jit(do_not_specialize=["rows", "sequences", "keys", "blocks"])
+@triton.jit(do_not_specialize=["rows", "sequences", "keys", "blocks", "counts"])
 def number_entries(
-    p_indices, bounds, p_number, p_reach, p_inside, rows, sequences, keys, blocks, s_indices, config: tl.constexpr
-):
+    p_indices, bounds, p_number, p_reach, p_inside, p_counts, rows, sequences, keys, blocks, counts, s_indices,
+    config: tl.constexpr,
+):  # fmt: skip
     """The numbers of all entries and how far they reach, see ``Entries``, by where they stand; and int8: which rows are
-    of a sequence of possible lengths."""
+    of a sequence of possible lengths. The ``counts``, if there are any, become 0."""
     TOPK: tl.constexpr = config.TOPK
     batch = Batch(bounds, sequences, rows, keys)
     row = tl.program_id(0).to(tl.int64)
@@ -101,11 +107,17 @@ def number_entries(
     tl.store(p_number + place, number.to(p_number.dtype.element_ty), mask=m_e)
     tl.store(p_reach + place, reach, mask=m_e)
     tl.store(p_inside + row, possible.to(tl.int8))
+    if p_counts is not None:
+        for first in range(tl.program_id(0) * ZEROS, counts, tl.num_programs(0) * ZEROS):
+            o_c = first + tl.arange(0, ZEROS)
+            tl.store(p_counts + o_c, o_c * 0, mask=o_c < counts)
 
 
 @triton.jit(do_not_specialize=["rows"])
-def share_entries(p_number, p_reach, p_shared, rows, config: tl.constexpr):
+def share_entries(p_number, p_reach, p_shared, p_counts, rows, config: tl.constexpr):
     """Write down what the tokens of a tile share, and take it from their entries: a program for a tile and kv head.
+
+    What is left is counted by its numbers, where there are ``p_counts``.
 
     Candidates are the middle token's blocks. One is shared if half of the tokens list it and see it whole; none is
     where these are fewer than LEAST_BLOCKS. ``p_shared``: their numbers, which tokens list each, as bits, and how many
@@ -140,6 +152,33 @@ def share_entries(p_number, p_reach, p_shared, rows, config: tl.constexpr):
     taken = m_e & (tl.max((same & chosen[:, None]).to(tl.int32), 0) != 0)
     tl.store(p_number + place, tl.full(place.shape, config.NOTHING, p_number.dtype.element_ty), mask=taken)
     tl.store(p_reach + place, tl.zeros(place.shape, tl.int32), mask=taken)
+    if p_counts is not None:
+        counted = m_e & (number < config.NOTHING) & (taken == 0)
+        tl.atomic_add(p_counts + number, tl.full(number.shape, 1, tl.int32), mask=counted, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["numbers"])
+def begin_numbers(p_counts, numbers, EACH: tl.constexpr):
+    """How often each number occurs becomes where those of it begin; behind the last one, how many there are in all."""
+    before = numbers * 0
+    for first in range(0, numbers, EACH):
+        o_c = first + tl.arange(0, EACH)
+        count = tl.load(p_counts + o_c, mask=o_c < numbers, other=0)
+        tl.store(p_counts + o_c, before + tl.cumsum(count, 0) - count, mask=o_c < numbers)
+        before += tl.sum(count, 0)
+    tl.store(p_counts + numbers, before)
+
+
+@triton.jit(do_not_specialize=["entries"])
+def place_entries(p_number, p_counts, p_sorted, p_order, entries, EACH: tl.constexpr, config: tl.constexpr):
+    """Entries to where those of their number begin, one behind the other as they come; results are the same in any
+    order of these, as each is of one row."""
+    o_e = tl.program_id(0) * EACH + tl.arange(0, EACH)
+    number = tl.load(p_number + o_e, mask=o_e < entries, other=config.NOTHING)
+    there = number < config.NOTHING
+    at = tl.atomic_add(p_counts + number.to(tl.int32), tl.full([EACH], 1, tl.int32), mask=there, sem="relaxed")
+    tl.store(p_sorted + at, number, mask=there)
+    tl.store(p_order + at, o_e, mask=there)
 
 
 @triton.jit
@@ -186,6 +225,8 @@ def attend_blocks(
     ROWS: tl.constexpr = config.TOKEN_ROWS
     TOKENS: tl.constexpr = config.BLOCK_M // ROWS
     base = tl.program_id(0).to(tl.int64) * config.CHUNK
+    if listed.total is not None:
+        entries = tl.load(listed.total)
     o_c = tl.arange(0, config.CHUNK)
     own = tl.load(listed.number + base + o_c, mask=base + o_c < entries, other=config.NOTHING).to(tl.int32)
     own_reach = tl.load(listed.reach + tl.load(listed.order + base + o_c, mask=own < config.NOTHING, other=0))
@@ -195,7 +236,7 @@ def attend_blocks(
     m_g = o_g < config.GROUP
     o_dv = tl.arange(0, config.BLOCK_DV)
     done = 0
-    number = tl.load(listed.number + base).to(tl.int32)
+    number = tl.load(listed.number + base, mask=base < entries, other=config.NOTHING).to(tl.int32)
     while number < config.NOTHING:
         count = tl.sum((own == number).to(tl.int32), 0)
         reach = tl.max(tl.where(own == number, own_reach, 0), 0)
@@ -209,9 +250,9 @@ def attend_blocks(
         scale = tl.maximum(tl.abs(scale), TINY)
         factor = scaled(inputs.v_scale, i_kv, factors.v, config.V_SCALES)
         p_order = listed.order + base + done
-        next_order = tl.load(p_order + o_first, mask=o_first < count, other=0)
+        next_order = tl.load(p_order + o_first, mask=o_first < count, other=0).to(tl.int64)
         next_q = queries_of(inputs.q, next_order, i_kv, o_g, (o_first < count) & m_g, strides, config)
-        then_order = tl.load(p_order + o_first + TOKENS, mask=o_first + TOKENS < count, other=0)
+        then_order = tl.load(p_order + o_first + TOKENS, mask=o_first + TOKENS < count, other=0).to(tl.int64)
         # Triton's pipeline would ask for queries behind the products, as it looks up whose they are: each step would
         # wait for its own.
         for i in tl.range(0, (count + (TOKENS - 1)) // TOKENS, num_stages=config.STAGES):
@@ -220,7 +261,9 @@ def attend_blocks(
             order, b_q = next_order, next_q
             next_order = then_order
             next_q = queries_of(inputs.q, next_order, i_kv, o_g, (i_entry + TOKENS < count) & m_g, strides, config)
-            then_order = tl.load(p_order + i_entry + 2 * TOKENS, mask=i_entry + 2 * TOKENS < count, other=0)
+            then_order = tl.load(p_order + i_entry + 2 * TOKENS, mask=i_entry + 2 * TOKENS < count, other=0).to(
+                tl.int64
+            )
             sees = tl.load(listed.reach + order, mask=m_row, other=0)
             b_s = tl.dot(b_q, tl.trans(b_k))
             if edge:

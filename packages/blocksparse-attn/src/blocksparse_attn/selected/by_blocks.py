@@ -15,8 +15,10 @@ from blocksparse_attn.kernels.selected_blocks import (
     Entries,
     Factors,
     attend_blocks,
+    begin_numbers,
     combine_blocks,
     number_entries,
+    place_entries,
     share_entries,
 )
 from blocksparse_attn.launch import persistent_programs
@@ -33,6 +35,9 @@ Pointer = Tensor | int | None
 _CHUNK = 128
 # With as many keys a step as a block of 64 or 128 has; of 64, twice as many, blocks of 128 take 727 us for 640 (H100).
 _STAGES, _Q_STAGES = 2, 2
+# Numbers that are counted, in place of sorting entries; those that one program adds up, and entries that one places, at
+# a time.
+_MOST_COUNTED, _SCANNED, _PLACED = 2**17, 4096, 512
 # A tile that shares fewer blocks is not worth partial results more.
 _LEAST_SHARED = 4
 
@@ -62,12 +67,16 @@ def prepare_by_blocks(
     s_lse = (0, 1) if forms.lse is None else forms.lse.stride()
     pages, s_table = forms.k_cache.shape[0], forms.block_table.stride(0)
     factors = Factors(problem.softmax_scale, problem.k_factor, problem.v_factor)
+    most, each = min(plan.by_blocks, problem.tokens), heads * problem.topk
+    numbers_in_all = blocks * problem.sequences * heads
+    # Those of each turn, and how many entries they are in all.
+    counts = (numbers_in_all + 1) * cdiv(problem.tokens, most) if plan.shared and numbers_in_all <= _MOST_COUNTED else 0
     numbering = Launch(
         number_entries, (problem.tokens, 1, 1),
-        (problem.tokens, problem.sequences, problem.capacity, blocks, forms.indices.stride()[:2], config), device,
-        group=_grouped_for_numbers, num_warps=1,
+        (problem.tokens, problem.sequences, problem.capacity, blocks, counts, forms.indices.stride()[:2], config),
+        device, group=_grouped_for_numbers, num_warps=1,
     )  # fmt: skip
-    most, each = min(plan.by_blocks, problem.tokens), heads * problem.topk
+    begin = Launch(begin_numbers, (1, 1, 1), (numbers_in_all, _SCANNED), device, num_warps=16)
     launches = {}
     for tokens in {most, problem.tokens % most or most}:
         entries = tokens * each
@@ -79,7 +88,10 @@ def prepare_by_blocks(
         )  # fmt: skip
         combine = Launch(combine_blocks, (tokens * heads, 1, 1), (*s_lse, strides, config), device, num_warps=4)
         share = _sharing(problem, forms, strides, config, tokens, device) if plan.shared else None
-        launches[tokens] = share, attend, combine
+        place = Launch(
+            place_entries, (cdiv(entries, _PLACED), 1, 1), (entries, _PLACED, config), device, num_warps=4
+        )  # fmt: skip
+        launches[tokens] = share, place, attend, combine
 
     def run(*twelve: Tensor | None) -> None:
         given = Tensors(*twelve)  # type: ignore[arg-type]
@@ -87,21 +99,30 @@ def prepare_by_blocks(
             torch.empty(problem.tokens * each, dtype=kind, device=device) for kind in (dtype, torch.int32)
         )
         all_inside = torch.empty(problem.tokens, dtype=torch.int8, device=device)
-        numbering(given.indices, given.cu_seqlens_q, given.seqlens_k, numbers, reaches, all_inside)
+        counted = torch.empty(counts, dtype=torch.int32, device=device) if counts else None
+        numbering(given.indices, given.cu_seqlens_q, given.seqlens_k, numbers, reaches, all_inside, counted)
         for first in range(0, problem.tokens, most):
             rows = slice(first, min(first + most, problem.tokens))
-            share, attend, combine = launches[rows.stop - first]
+            share, place, attend, combine = launches[rows.stop - first]
             listed = slice(first * each, rows.stop * each)
             shared: tuple[Tensor | None, ...] = (None, None, None)
+            number, reach, inside = numbers[listed], reaches[listed], all_inside[rows]
+            own = None if counted is None else counted[first // most * (numbers_in_all + 1) :][: numbers_in_all + 1]
             if share is not None:
-                shared = share(given, rows, numbers[listed], reaches[listed])
-            number, order = numbers[listed].sort(stable=True)
-            reach, inside = reaches[listed], all_inside[rows]
+                shared = share(given, rows, number, reach, own)
+            total = None
+            if own is None:
+                number, order = number.sort(stable=True)
+            else:
+                total, unsorted = own[numbers_in_all:], number
+                number, order = torch.empty_like(number), torch.empty_like(reach)
+                begin(own)
+                place(unsorted, own, number, order)
             part = given.q.new_empty(order.numel() * problem.group * size_v)
             part_lse = torch.empty(order.numel() * problem.group, dtype=torch.float32, device=device)
             attend(
                 given.q[rows], given.k_cache, given.v_cache, None, given.k_scale, given.v_scale, given.block_table,
-                number, order, reach, part, part_lse,
+                number, order, reach, total, part, part_lse,
             )  # fmt: skip
             lse = None if given.lse is None else given.lse[:, rows]
             combine(part, part_lse, reach, inside, *shared, given.sinks, given.out[rows], lse)
@@ -145,11 +166,13 @@ def _sharing(
         ), device, boxes, num_warps=4,
     )  # fmt: skip
 
-    def run(given: Tensors, rows: slice, numbers: Tensor, reaches: Tensor) -> tuple[Tensor, ...]:
+    def run(
+        given: Tensors, rows: slice, numbers: Tensor, reaches: Tensor, counted: Tensor | None
+    ) -> tuple[Tensor, ...]:
         shared = torch.empty(tiles * heads * (2 * config.TOPK_P + 1), dtype=torch.int32, device=device)
         part = given.q.new_empty(tokens * problem.num_heads * problem.head_dim_v)
         part_lse = torch.empty(tokens * problem.num_heads, dtype=torch.float32, device=device)
-        share(numbers, reaches, shared)
+        share(numbers, reaches, shared, counted)
         attend(given.q[rows], given.k_cache, given.v_cache, given.block_table, shared, part, part_lse)
         return shared, part, part_lse
 
@@ -157,15 +180,15 @@ def _sharing(
 
 
 def _grouped_for_numbers(
-    indices: Pointer, cu: Pointer, lengths: Pointer, number: Pointer, reach: Pointer, inside: Pointer
+    indices: Pointer, cu: Pointer, lengths: Pointer, number: Pointer, reach: Pointer, inside: Pointer, counts: Pointer
 ) -> tuple[Any, ...]:
     bounds = (cu, None, None, lengths)
-    return indices, bounds if type(indices) is int else Bounds(*bounds), number, reach, inside
+    return indices, bounds if type(indices) is int else Bounds(*bounds), number, reach, inside, counts
 
 
 def _grouped(*flat: Pointer) -> tuple[Any, ...]:
     """A kernel's arguments of tensors or, from the second call on, of pointers, in plain tuples."""
-    inputs, (table, *listed), results = flat[:6], flat[6:10], flat[10:]
+    inputs, (table, *listed), results = flat[:6], flat[6:11], flat[11:]
     if type(flat[0]) is int:
         return inputs, table, tuple(listed), *results
     return Inputs(*inputs), table, Entries(*listed), *results

@@ -233,6 +233,7 @@ def all_specs(target: str) -> Iterator[KernelSpec]:
         yield from portable("float32, decoding", dtype=FP32, kind="paged", **decoding)
     if not limits.hopper:
         return
+    yield from attending("in thirds, decoding", limits, heads=(8, 1, 128), dtype=FP32, kind="paged", **decoding)
 
     def hopper(name: str, **options: Any) -> Iterator[KernelSpec]:
         specs = attending(f"for sm_90, {name}", limits, **options)

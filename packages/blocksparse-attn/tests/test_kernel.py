@@ -106,19 +106,19 @@ def test_every_branch_of_the_portable_kernels_matches_the_oracle(tensors, kernel
 # Rows and keys of a tile, tokens, heads, their size, and where or how keys lie.
 FEW = (
     (1, 16, 1, (2, 2), 40, "paged"), (2, 8, 1, (3, 1), 24, "ragged"), (4, 8, 1, (3, 1), 136, "x-packed"),
-    (8, 16, 2, (3, 1), 96, "padded"),
+    (8, 16, 2, (3, 1), 96, "padded"), (16, 16, 2, (4, 1), 96, "paged"),
 )  # fmt: skip
 
 
 @pytest.mark.parametrize(("block_m", "block_n", "tokens", "heads", "head_dim", "kind"), FEW)
-def test_few_rows_of_float32_are_multiplied_one_by_one(
+def test_few_rows_of_float32_are_multiplied_one_by_one_or_in_thirds(
     tensors, kernels, block_m, block_n, tokens, heads, head_dim, kind
 ) -> None:
     options = {"heads": heads, "head_dim": head_dim, "head_dim_v": 48, "kind": kind, "blocks": (32, 16), "dtype": FP32}
     after = {"rows_after": 3, "softcap": 2.0} if kind != "padded" else {"side": "both", "sinks": True}
     if kind == "x-packed":
         options |= {"kind": "paged", "page_layout": kind, "page": 24}
-    plan = AttentionPlan(block_m, block_n, 1 + block_m % 2, 1, 1, tokens)
+    plan = AttentionPlan(block_m, block_n, 1 + block_m % 2, 1, 1, tokens, thirds=block_m == 16)
     check(tensors, kernels, plan, LENGTHS, **options, **after)
 
 

@@ -152,9 +152,25 @@ def test_small_devices_and_float32_take_tiles_that_they_can_hold() -> None:
             assert tile_bytes(replace(problem, bits=32), exact) <= limits.shared_memory
     rows = [plan_attention(replace(PROMPT, bits=32, head_dim=size), H200).block_m for size in (64, 128, 192)]
     assert rows == [32, 32, 16]
-    single = [plan_attention(replace(DECODING, bits=32, num_heads_kv=32 // group), H200) for group in (1, 8, 16)]
+    exact = replace(DECODING, bits=32, entries=DECODING.rows * 8)
+    single = [plan_attention(replace(exact, num_heads_kv=32 // group), H200) for group in (1, 8, 16)]
     assert [plan.block_m for plan in single] == [1, 1, 16]
-    assert plan_attention(replace(DECODING, bits=32, head_dim=256), H200).block_n == 8
+    assert plan_attention(replace(exact, head_dim=256), H200).block_n == 8
+
+
+def test_decoding_of_float32_multiplies_heads_together_where_they_list_most_blocks() -> None:
+    eight, rows = replace(DECODING, num_heads_kv=4), DECODING.rows
+    for share, thirds in ((0.2, False), (0.5, False), (0.7, True), (1.0, True)):
+        problem = replace(eight, bits=32, entries=int(share * rows * (rows + 1) / 2))
+        plan = plan_attention(problem, H200)
+        assert (plan.thirds, plan.block_m) == (thirds, 16 if thirds else 1)
+        assert not plan_attention(problem, A100).thirds
+    every = replace(eight, bits=32, entries=rows**2)
+    assert not any(
+        plan_attention(replace(every, **change), H200).thirds
+        for change in ({"bits": 16}, {"max_seqlen_q": 64}, {"head_dim": 192})
+    )
+    assert not plan_attention(replace(every, num_heads_kv=32), H200).thirds
 
 
 # Which kernel

@@ -200,7 +200,7 @@ def _portable_config(
         PAGE=problem.page_size, BOX=values.box(piece) if problem.page_size else 0, X=keys.x,
         STEP=keys.strides[1] if keys.x < size else 0, Q_BLOCK=problem.q_block, K_BLOCK=problem.k_block,
         BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, SOFTCAP=problem.softcap > 0, HAS_LEFT=problem.left >= 0,
-        WIDE=reach >= 2**31, STAGES=plan.num_stages, TOKENS=plan.packed, PIECE=piece,
+        WIDE=reach >= 2**31, STAGES=plan.num_stages, TOKENS=plan.packed, PIECE=piece, THIRDS=plan.thirds,
     )  # fmt: skip
 
 

@@ -24,6 +24,9 @@ _MOST_PACKED = 64
 # Rows of float32 up to which each is a program. Decode of 131072 keys of 16 heads of 128 on an H200 (triton 3.6.0,
 # 2026-11-26): 335 us, 606 with eight warps, 1810 in tiles of 16 rows, most of which are padding; a copy takes 258.
 _MOST_SINGLE = 8
+# Where rows list so large a share, those of a kv head list mostly the same: 8 sequences of 32768, 8 heads of 128 over
+# one, 205 us in thirds for 442 row by row, with half of the blocks 200 for 234, with 20 % at random 614 for 358 (H200).
+_MOST_LISTED = 0.6
 # Lists are short below this many keys a row, on average, of small blocks and of others. Phi-3-small's prompts on an
 # H200 (triton 3.6.0, 2026-11-24), with 64 keys a tile for 128: 156 us for 167 of 4096 tokens (1072 keys a row), 356 for
 # 374 of 8192 (1384); but 1410 for 1392 of 32768 that list 1521, 969 for 949 of 16384 (1924), 3105 for 2858 of 32768
@@ -107,6 +110,7 @@ class AttentionPlan(Plan):
     leave partial results to a merge kernel. ``hopper``: use the kernel for sm_90, which takes the same rows of
     ``heads_together`` heads in turn, 0: of all, before the next rows of these; with ``in_turn`` its consumers issue
     their products in turn; a score may exceed the running max by ``slack`` powers of two before that follows, 0 to 8.
+    ``thirds``: packed tiles of float32 are multiplied on tensor cores, in three parts of 11, 11 and 2 bits.
     """
 
     block_m: int
@@ -119,6 +123,7 @@ class AttentionPlan(Plan):
     heads_together: int = 0
     in_turn: bool = False
     slack: int = 0
+    thirds: bool = False
 
     def covers(self, problem: Problem) -> bool:
         """Whether a kernel can run this problem with this plan."""
@@ -128,6 +133,8 @@ class AttentionPlan(Plan):
         if self.block_m < (1 if few else 16) or self.block_n < (8 if few else 16):
             return False
         if min(self.num_stages, self.num_splits) < 1:
+            return False
+        if self.thirds and not (self.packed and self.block_m >= 16 and problem.bits == 32):
             return False
         if self.hopper:
             return (
@@ -304,8 +311,16 @@ def _hopper(problem: Problem) -> AttentionPlan:
     return plan
 
 
+def _listed_share(problem: Problem) -> float:
+    """Of the blocks of keys before its queries, how many a row lists on average, by the width of the lists."""
+    return 2 * problem.entries * problem.k_block / max(1, problem.rows**2 * problem.q_block)
+
+
 def _packed(problem: Problem, limits: DeviceLimits) -> AttentionPlan:
     tokens = _most_queries(problem)
+    eight = limits.hopper and problem.group >= 8 and tokens * problem.group <= 16 and _widest(problem) <= 128
+    if problem.bits == 32 and eight and problem.page_layout != "x-packed" and _listed_share(problem) >= _MOST_LISTED:
+        return AttentionPlan(16, 16, 1, 4, 3, tokens, thirds=True)
     if problem.bits == 32 and tokens * problem.group <= _MOST_SINGLE:
         block_n, num_warps = (8, 1) if _widest(problem) > 128 else (min(32, power_of_two_in(problem.k_block)), 4)
         return AttentionPlan(1, block_n, 1, num_warps, 1, 1)

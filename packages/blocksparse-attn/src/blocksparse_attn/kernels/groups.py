@@ -78,7 +78,8 @@ class PortableConfig(NamedTuple):
     head's elements, lie side by side in v; otherwise 0. X: elements of a key that lie together, STEP: the stride of
     slots where that is less than a head; otherwise 0. Q_BLOCK and K_BLOCK: of the layout. WIDE: elements of one head
     lie 2^31 or more apart. STAGES: of the pipelined loop over keys. TOKENS: of a packed tile; 0 for lists. PIECE: keys
-    of one block that a tile gathers together. HELD: keys of ``backward_keys`` are in registers.
+    of one block that a tile gathers together. HELD: keys of ``backward_keys`` are in registers. THIRDS: a packed tile's
+    float32 is multiplied in three parts, see ``thirds``.
     """
 
     KIND: int
@@ -103,6 +104,7 @@ class PortableConfig(NamedTuple):
     TOKENS: int
     PIECE: int
     HELD: bool = False
+    THIRDS: bool = False
 
 
 class HopperConfig(NamedTuple):

@@ -72,7 +72,7 @@ def step(
     else:
         off_v = page * strides.v[0] + slot * strides.v[1]
         b_v = load_tile(cache.v, off_v, o_dv, m_value, config.DV, config.BLOCK_DV)
-    return update(acc, running_max, row_sum, b_q, b_k, b_v, seen, scoring, config.SOFTCAP)
+    return update(acc, running_max, row_sum, b_q, b_k, b_v, seen, scoring, config.SOFTCAP, config.THIRDS)
 
 
 @triton.jit(

@@ -74,13 +74,49 @@ def tanh(x):
 
 
 @triton.jit
-def dot_by_parts(b_q, b_k):
-    """q k^T [BLOCK_M, BLOCK_N] of float32, summed in parts, which rounds less than one sum over the head."""
+def in_parts(b_q, b_k):
+    """Parts of the heads of q and k [PARTS, BLOCK_M or EACH, EACH or BLOCK_N]; a sum by parts rounds less than one sum
+    over the head."""
     EACH: tl.constexpr = 32 if b_q.shape[1] > 64 else 16
     PARTS: tl.constexpr = b_q.shape[1] // EACH
     q_parts = tl.permute(tl.reshape(b_q, [b_q.shape[0], PARTS, EACH]), (1, 0, 2))
-    k_parts = tl.permute(tl.reshape(b_k, [b_k.shape[0], PARTS, EACH]), (1, 2, 0))
+    return q_parts, tl.permute(tl.reshape(b_k, [b_k.shape[0], PARTS, EACH]), (1, 2, 0))
+
+
+@triton.jit
+def dot_by_parts(b_q, b_k):
+    """q k^T [BLOCK_M, BLOCK_N] of float32."""
+    q_parts, k_parts = in_parts(b_q, b_k)
     return tl.sum(tl.dot(q_parts, k_parts, input_precision="ieee"), 0)
+
+
+@triton.jit
+def thirds(b_x):
+    """float32 in three parts that add up to it, of 11, 11 and 2 bits: tensor cores take these as they are."""
+    high = (b_x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+    rest = tl.where(b_x == high, 0.0, b_x - high)
+    middle = (rest.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+    return high, middle, rest - middle
+
+
+@triton.jit
+def small_products(high, middle, low, other_high, other_middle, other_low):
+    """Of a product of two tensors in thirds all but the largest part, the smallest first; what is left out is below
+    2^-33 of it."""
+    acc = tl.dot(low, other_high, input_precision="tf32")
+    acc = tl.dot(high, other_low, acc, input_precision="tf32")
+    acc = tl.dot(middle, other_middle, acc, input_precision="tf32")
+    acc = tl.dot(middle, other_high, acc, input_precision="tf32")
+    return tl.dot(high, other_middle, acc, input_precision="tf32")
+
+
+@triton.jit
+def product_of_thirds(b_a, b_b):
+    """a b of float32 on tensor cores, which round sums towards 0 at each step: the largest part is summed by itself."""
+    high, middle, low = thirds(b_a)
+    b_high, b_middle, b_low = thirds(b_b)
+    small = small_products(high, middle, low, b_high, b_middle, b_low)
+    return tl.dot(high, b_high, input_precision="tf32") + small
 
 
 @triton.jit
@@ -125,15 +161,20 @@ def softmax_step_above_0(b_s, running_max, row_sum, seen, scale):
 
 
 @triton.jit
-def update(acc, running_max, row_sum, b_q, b_k, b_v, seen, scoring, SOFTCAP: tl.constexpr):
+def update(
+    acc, running_max, row_sum, b_q, b_k, b_v, seen, scoring, SOFTCAP: tl.constexpr, THIRDS: tl.constexpr = False
+):  # fmt: skip
     """One step of the online softmax: a tile of keys and values into the accumulator, running max and row sum.
 
-    See ``softmax_step``. Values of keys that no row sees must be finite.
+    See ``softmax_step``. Values of keys that no row sees must be finite. THIRDS: float32 is multiplied in three parts.
     """
     NATURAL: tl.constexpr = b_q.dtype == tl.float32
     FEW: tl.constexpr = b_q.shape[0] < 16
     if FEW:
         b_s = by_elements(b_q, b_k, 2)
+    elif THIRDS:
+        q_parts, k_parts = in_parts(b_q, b_k)
+        b_s = tl.sum(product_of_thirds(q_parts, k_parts), 0)
     elif NATURAL:
         b_s = dot_by_parts(b_q, b_k)
     else:
@@ -141,6 +182,8 @@ def update(acc, running_max, row_sum, b_q, b_k, b_v, seen, scoring, SOFTCAP: tl.
     b_p, rescale, new_max, new_sum = softmax_step(b_s, running_max, row_sum, seen, scoring, SOFTCAP, NATURAL)
     if FEW:
         acc = tl.fma(by_elements(b_p, b_v, 1), 1.0, acc * rescale[:, None])
+    elif THIRDS:
+        acc = tl.fma(product_of_thirds(b_p, b_v), 1.0, acc * rescale[:, None])
     elif NATURAL:
         # Without tensor cores one sum over all keys would round as often as there are keys: each tile has its own.
         acc = tl.fma(tl.dot(b_p, b_v, input_precision="ieee"), 1.0, acc * rescale[:, None])

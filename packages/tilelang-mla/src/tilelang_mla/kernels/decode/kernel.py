@@ -121,8 +121,9 @@ def run_roles(T, S, serial, inputs, outputs, numbers, i_program, num_programs):
     if S.clustered:
         # TileLang starts clusters before what is ahead of them has ended.
         T.pdl_sync()
-    if launch.scheduled == SHARED:
-        find_share(T, S, launch, inputs, memory, thread, serial)
+    if not S.joined:
+        if launch.scheduled == SHARED:
+            find_share(T, S, launch, inputs, memory, thread, serial)
     if serial:
         attend_serially(T, S, launch, inputs, outputs, memory, s, acc_l, acc_r)
     else:

@@ -14,7 +14,7 @@ from tilelang_mla.kernels.decode.groups import SHARED, Launch, Work, read_work
 from tilelang_mla.kernels.decode.loads import row_of
 from tilelang_mla.kernels.decode.roles import is_per_token, limit_of, scale_of, seen_by, unmasked_keys
 from tilelang_mla.kernels.decode.rows import TEXT as TEXT_BY_ROWS
-from tilelang_mla.kernels.decode.schedule import Owner, find_part, owner_of, part_of
+from tilelang_mla.kernels.decode.schedule import Owner, find_part, owner_of, part_of, tell_half
 from tilelang_mla.kernels.decode.shares import find_share, tell_share, turns_of
 
 TEXT = "".join(Path(__file__).with_name(name).read_text() for name in ("rows_of_keys.cuh", "narrow.cuh"))
@@ -141,8 +141,9 @@ def run_keys(T, S, serial, inputs, outputs, numbers, i_program, num_programs):
     if S.joined:
         # TileLang starts clusters before what is ahead of them has ended.
         T.pdl_sync()
-    if launch.scheduled == SHARED:
-        find_share(T, S, launch, inputs, memory, thread, serial)
+    if not S.joined:
+        if launch.scheduled == SHARED:
+            find_share(T, S, launch, inputs, memory, thread, serial)
     # The combine kernel may start; it waits for the end of this one itself.
     T.pdl_trigger()
     barriers = KeyBarriers(*alloc_key_barriers(T, S))
@@ -179,19 +180,23 @@ def produce_keys(T, S, launch, inputs, pieces, memory, barriers, thread):
     """Finds the work items and loads their keys."""
     T.set_max_nreg(registers_of(S)[2], 0)
     done = T.alloc_var(T.int32, init=0)
-    begin, end, length = owner_of(T, launch, inputs, thread)
-    own = Owner(begin, end, length)
-    turns = turns_of(T, launch, inputs, memory)
+    if not S.joined:
+        begin, end, length = owner_of(T, launch, inputs, thread)
+        own = Owner(begin, end, length)
+    turns = turns_of(T, S, launch, inputs, memory)
     for turn in T.serial(turns):
         slot = turn % 2
         T.barrier_wait(barriers.work_empty[slot], turn // 2 % 2 ^ 1)
-        if launch.scheduled == SHARED:
-            tell_share(T, S, launch, inputs, memory, pieces, slot, turn, thread)
+        if S.joined:
+            work = Work(*tell_half(T, S, launch, inputs, memory, slot, thread))
         else:
-            part, tile = part_of(T, launch, inputs, turn)
-            find_part(T, S, launch, inputs, memory, slot, part, tile, own, thread, GROUP)
+            if launch.scheduled == SHARED:
+                tell_share(T, S, launch, inputs, memory, pieces, slot, turn, thread)
+            else:
+                part, tile = part_of(T, launch, inputs, turn)
+                find_part(T, S, launch, inputs, memory, slot, part, tile, own, thread, GROUP)
+            work = Work(*read_work(T, memory.told, slot))
         T.barrier_arrive(barriers.work_full[slot])
-        work = Work(*read_work(T, memory.told, slot))
         first_page, first_row = row_of(T, inputs, work.sequence, work.first * S.block_n + thread, work.length)
         i_page = T.alloc_var(T.int32, init=first_page)
         row = T.alloc_var(T.int32, init=first_row)
@@ -203,6 +208,10 @@ def produce_keys(T, S, launch, inputs, pieces, memory, barriers, thread):
             stage = T.alloc_var(T.int32, init=i_stage % S.num_stages)
             T.barrier_wait(barriers.empty[stage], T.truncdiv(i_stage, S.num_stages) % 2 ^ 1)
             key = T.alloc_var(T.int32, init=thread % STAGE)
+            if S.joined:
+                if step == 1:
+                    # All of the first block comes before any of the second, or both come late.
+                    T.barrier_wait(barriers.full[T.truncdiv(thread, STAGE)], 0)
             left = T.alloc_var(T.int32, init=work.length - (work.first + step) * S.block_n - thread)
             load_key(T, S, inputs, memory, barriers, i_page, row, stage, key, left)
             i_page = next_page
@@ -248,7 +257,7 @@ def make_weights(T, S, launch, inputs, outputs, memory, barriers, thread):
     group = T.alloc_var(T.int32, init=T.truncdiv(thread, GROUP))
     done = T.alloc_var(T.int32, init=0)
     rows = inputs.q.shape[1]
-    turns = turns_of(T, launch, inputs, memory)
+    turns = turns_of(T, S, launch, inputs, memory)
     for turn in T.serial(turns):
         slot = turn % 2
         T.barrier_wait(barriers.work_full[slot], turn // 2 % 2)
@@ -312,7 +321,7 @@ def multiply_latents(T, S, launch, inputs, outputs, memory, barriers, thread):
     acc = T.alloc_local((2 * S.rows * (2 if S.narrow else 1),), T.float32)
     of_rows = at(T, memory.of_rows[0])
     done = T.alloc_var(T.int32, init=0)
-    turns = turns_of(T, launch, inputs, memory)
+    turns = turns_of(T, S, launch, inputs, memory)
     for turn in T.serial(turns):
         slot = turn % 2
         T.barrier_wait(barriers.work_full[slot], turn // 2 % 2)

@@ -10,7 +10,7 @@ from tilelang_mla.kernels.decode.groups import SHARED, Work, read_work
 from tilelang_mla.kernels.decode.joins import is_whole, join_halves, join_sums, weigh_part
 from tilelang_mla.kernels.decode.loads import load_left, load_q, load_right, load_rows, row_of
 from tilelang_mla.kernels.decode.rows import Held, alloc_held, at, begin_rows, load_by_rows
-from tilelang_mla.kernels.decode.schedule import OF_PRODUCER, Owner, find_part, owner_of, part_of
+from tilelang_mla.kernels.decode.schedule import OF_PRODUCER, Owner, find_part, owner_of, part_of, tell_half
 from tilelang_mla.kernels.decode.shares import tell_share, turns_of
 from tilelang_mla.kernels.decode.stores import store_lse, store_max, store_part, store_part_lse
 from tilelang_mla.kernels.decode.widen import begin_raw, load_widened
@@ -43,23 +43,27 @@ def produce(T, S, launch, inputs, pieces, memory, barriers, thread):
     T.set_max_nreg(S.registers[2], 0)
     done = T.alloc_var(T.int32, init=0)
     # Loads that wait for none of the others first.
-    begin, end, length = owner_of(T, launch, inputs, thread)
-    own = Owner(begin, end, length)
-    first_part, first_tile = part_of(T, launch, inputs, 0)
-    part = T.alloc_var(T.int32, init=first_part)
-    tile = T.alloc_var(T.int32, init=first_tile)
-    turns = turns_of(T, launch, inputs, memory)
+    if not S.joined:
+        begin, end, length = owner_of(T, launch, inputs, thread)
+        own = Owner(begin, end, length)
+        first_part, first_tile = part_of(T, launch, inputs, 0)
+        part = T.alloc_var(T.int32, init=first_part)
+        tile = T.alloc_var(T.int32, init=first_tile)
+    turns = turns_of(T, S, launch, inputs, memory)
     if S.by_rows:
         held = Held(*alloc_held(T, S))
         place = T.alloc_var(T.int64, init=T.int64(-1))
         entry = T.alloc_var(T.int32, init=-1)
     for turn in T.serial(turns):
         slot = turn % 2
-        if launch.scheduled == SHARED:
-            tell_share(T, S, launch, inputs, memory, pieces, slot, turn, thread)
+        if S.joined:
+            work = Work(*tell_half(T, S, launch, inputs, memory, slot, thread))
         else:
-            find_part(T, S, launch, inputs, memory, slot, part, tile, own, thread, S.producers)
-        work = Work(*read_work(T, memory.told, slot))
+            if launch.scheduled == SHARED:
+                tell_share(T, S, launch, inputs, memory, pieces, slot, turn, thread)
+            else:
+                find_part(T, S, launch, inputs, memory, slot, part, tile, own, thread, S.producers)
+            work = Work(*read_work(T, memory.told, slot))
         # The page of the next block is looked up a block ahead: that takes as long as half a block.
         i_page = T.alloc_var(T.int32, init=-1)
         i_row = T.alloc_var(T.int32, init=0)
@@ -114,9 +118,10 @@ def produce(T, S, launch, inputs, pieces, memory, barriers, thread):
             T.barrier_wait(barriers.work_empty, slot ^ 1)
             T.barrier_arrive(barriers.work_full)
         done = done + work.steps
-        next_part, next_tile = part_of(T, launch, inputs, turn + 1)
-        part = next_part
-        tile = next_tile
+        if not S.joined:
+            next_part, next_tile = part_of(T, launch, inputs, turn + 1)
+            part = next_part
+            tile = next_tile
     if S.joined:
         # As the others do.
         T.cluster_sync()
@@ -160,7 +165,7 @@ def score(T, S, launch, inputs, outputs, memory, barriers, s, acc):
     T.set_max_nreg(S.registers[0], 1)
     done = T.alloc_var(T.int32, init=0)
     scale = T.alloc_var(T.float32, init=scale_of(S, launch, inputs))
-    turns = turns_of(T, launch, inputs, memory)
+    turns = turns_of(T, S, launch, inputs, memory)
     for turn in T.serial(turns):
         slot = turn % 2
         T.barrier_wait(barriers.work_full, slot)
@@ -253,7 +258,7 @@ def value(T, S, launch, inputs, outputs, memory, barriers, rescale, acc):
     """Multiplies the right half of the latents by the weights that it is given."""
     T.set_max_nreg(S.registers[1], 1)
     done = T.alloc_var(T.int32, init=0)
-    turns = turns_of(T, launch, inputs, memory)
+    turns = turns_of(T, S, launch, inputs, memory)
     for turn in T.serial(turns):
         slot = turn % 2
         T.barrier_wait(barriers.work_full, slot)

@@ -145,6 +145,30 @@ def find_part(T, S, launch, inputs, memory, slot, part, tile, own, thread, count
 
 
 @macro
+def tell_half(T, S, launch, inputs, memory, slot, thread):
+    """Write down a part of a list of two, which programs side by side join: each knows it at once. Its Work's fields.
+
+    As :func:`tell_part` cuts it.
+    """
+    sequence = T.alloc_var(T.int32, init=T.truncdiv(launch.i_program, 2))
+    length = T.alloc_var(T.int32, init=length_of(T, inputs, sequence))
+    if length < 0 or T.cast(length, T.int64) > capacity_of(T, inputs):
+        length = 0
+    blocks = T.alloc_var(T.int32, init=T.truncdiv(length, S.block_n))
+    if length > blocks * S.block_n:
+        blocks = blocks + 1
+    half = T.alloc_var(T.int32, init=T.truncdiv(blocks, 2))
+    first = T.alloc_var(T.int32, init=T.if_then_else(launch.i_program % 2 == 0, 0, half))
+    last = T.alloc_var(T.int32, init=T.if_then_else(launch.i_program % 2 == 0, half, blocks))
+    if thread == 0:
+        write_work(S, memory.told, slot, sequence, 2, length, launch.i_program, 0, first, last)
+    num_parts = T.alloc_var(T.int32, init=2)
+    first_row = T.alloc_var(T.int32, init=0)
+    steps = T.alloc_var(T.int32, init=last - first)
+    return sequence, num_parts, length, launch.i_program, first_row, first, steps
+
+
+@macro
 def tell_part(T, S, launch, inputs, memory, slot, part, tile):
     """One thread's: from what was found to a work item, clamped so that bad device values lead out of no tensor."""
     found = memory.found

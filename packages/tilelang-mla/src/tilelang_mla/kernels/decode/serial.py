@@ -27,7 +27,7 @@ from tilelang_mla.kernels.softmax import clear, invert_sums, scale_rows, zero_ta
 @macro
 def attend_serially(T, S, launch, inputs, outputs, memory, s, acc_l, acc_r):
     """All work items of a program."""
-    turns = turns_of(T, launch, inputs, memory)
+    turns = turns_of(T, S, launch, inputs, memory)
     for turn in T.serial(turns):
         if launch.scheduled == SHARED:
             tell_share(T, S, launch, inputs, memory, outputs.pieces, 0, turn, 0)

@@ -135,10 +135,12 @@ def size_of_share(T, S, launch, inputs, total):
 
 
 @macro
-def turns_of(T, launch, inputs, memory):
+def turns_of(T, S, launch, inputs, memory):
     """How many work items a program has."""
     turns = T.alloc_var(T.int32, init=0)
-    if launch.scheduled == SHARED:
+    if S.joined:
+        turns = 1
+    elif launch.scheduled == SHARED:
         turns = memory.share[_LAST] - memory.share[_FIRST] + 1
     else:
         turns = places_taken(T, launch, inputs)

@@ -246,7 +246,7 @@ def test_scattered_rows_are_walked_a_block_at_a_time_on_sm_90() -> None:
 
 
 def test_queries_have_two_stages_on_sm_90_where_shared_memory_allows() -> None:
-    for size, size_v, stages in ((64, 64, 2), (128, 128, 2), (128, 64, 2), (192, 192, 1), (256, 256, 1)):
+    for size, size_v, stages in ((64, 64, 2), (128, 128, 2), (128, 64, 2), (192, 192, 2), (256, 256, 1)):
         problem = replace(PROMPT, head_dim=size, head_dim_v=size_v)
         assert query_stages(problem, plan_attention(problem, H200)) == stages
 
@@ -320,14 +320,6 @@ def test_consumers_multiply_in_turn_where_that_is_faster() -> None:
         entries = LONGEST // block * (LONGEST // block + 1) // 2
         problem = phi(q_block=block, k_block=block, rows=LONGEST // block, entries=entries)
         assert plan_attention(problem, H200).in_turn == (block > 16)
-
-
-def test_wide_heads_have_as_many_stages_as_leave_room_for_the_next_queries() -> None:
-    for size, stages in ((136, 2), (192, 2), (256, 2)):
-        problem = phi(head_dim=size, head_dim_v=size)
-        plan = plan_attention(problem, H200)
-        assert plan.num_stages == stages
-        assert query_stages(problem, plan) == (1 if size == 256 else 2)
 
 
 def test_long_prompts_and_their_chunks_take_half_of_many_heads_first() -> None:

@@ -557,7 +557,7 @@ def test_a_cache_is_widened_before_where_it_is_asked_for_pays_and_has_room() -> 
         prompt, replace(prompt, widen_bytes=most - 1), replace(asked, tokens=1023), replace(asked, sequences=3),
         replace(asked, cache_bits=16), replace(asked, new_kv=True), replace(asked, left=4096),
         replace(asked, token_scales=True), replace(asked, quantize_q=True), replace(asked, capacity=32769),
-        replace(asked, capacity=0),
+        replace(asked, capacity=0), replace(asked, sequences=0),
     ):  # fmt: skip
         assert not plan_prefill(left, H200).widened
         if left != prompt:

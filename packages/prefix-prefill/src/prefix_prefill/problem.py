@@ -116,7 +116,8 @@ def may_be_widened(problem: Problem) -> bool:
     """Whether a kernel of its own may widen the cache before, for the one for sm_90."""
     other = problem.new_kv or problem.token_scales or problem.quantize_q or problem.alibi or problem.left >= 0
     # Of no page TMA has no descriptor.
-    return problem.cache_bits == 8 and problem.capacity > 0 and not (other or problem.shared or problem.carried)
+    there = problem.sequences * problem.capacity > 0
+    return problem.cache_bits == 8 and there and not (other or problem.shared or problem.carried)
 
 
 def is_worth_widening(problem: Problem) -> bool:

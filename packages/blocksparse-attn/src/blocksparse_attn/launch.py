@@ -60,8 +60,6 @@ from kernel_reference.memory import nothing
 
 # Numbers of partial results that a warp of the merge kernel has at once: 64 of a thread.
 _MERGED_NUMBERS = 2048
-# From so many splits on four warps merge a row's.
-_MANY_SPLITS, _MANY_NUMBERS = 32, 8192
 
 Tensor = torch.Tensor
 Pointer = Tensor | int | None
@@ -299,14 +297,12 @@ def without_parts(attend: Launch | Run, device: torch.device) -> Run:
 
 
 def merge_config(
-    kind: int, heads: int, head_dim_v: int, s_element: int, *, dependent: bool = False, ahead: bool = False,
-    many: bool = False,
-) -> merge.MergeConfig:  # fmt: skip
-    """What the merge kernel is compiled for; ``s_element``: the stride of a head's elements in out; ``many`` splits."""
+    kind: int, heads: int, head_dim_v: int, s_element: int, *, dependent: bool = False, ahead: bool = False
+) -> merge.MergeConfig:
+    """What the merge kernel is compiled for; ``s_element``: the stride of a head's elements in out."""
     block_dv = max(16, power_of_two_at_least(head_dim_v))
-    together = min(64, _MANY_NUMBERS // block_dv) if many else min(16, max(1, _MERGED_NUMBERS // block_dv))
     return merge.MergeConfig(
-        KIND=kind, H=heads, DV=head_dim_v, BLOCK_DV=block_dv, TOGETHER=together,
+        KIND=kind, H=heads, DV=head_dim_v, BLOCK_DV=block_dv, TOGETHER=min(16, max(1, _MERGED_NUMBERS // block_dv)),
         WIDE=(head_dim_v - 1) * s_element >= 2**31, DEPENDENT=dependent, AHEAD=ahead,
     )  # fmt: skip
 
@@ -328,9 +324,8 @@ def _in_parts(attend: Launch | Run, problem: Problem, plan: AttentionPlan, forms
     """Split-KV: a launch that leaves partial results and one that merges them; called with the sixteen tensors."""
     heads, size_v = problem.num_heads, problem.head_dim_v
     s_out = _batched(forms.out.stride())
-    many = plan.num_splits > _MANY_SPLITS
     dependent = device.type == "cuda" and device_limits(device).hopper
-    config = merge_config(_kind(problem), heads, size_v, s_out[3], dependent=dependent, many=many)
+    config = merge_config(_kind(problem), heads, size_v, s_out[3], dependent=dependent)
     # Triton 3.6 loses a stride of 1 of out in a tuple that holds another stride beside it: they are two arguments.
     rest = (
         forms.q.shape[-3], problem.sequences, problem.capacity, tokens_per_tile(plan), 1 if plan.packed else 2,
@@ -339,7 +334,7 @@ def _in_parts(attend: Launch | Run, problem: Problem, plan: AttentionPlan, forms
     grid = (problem.tokens * heads, 1, 1)
     merging = Launch(
         merge.merge, grid, rest, device, group=_grouped_for_merging(problem.padded), dependent_launch=dependent,
-        num_warps=4 if many else 1,
+        num_warps=1,
     )  # fmt: skip
     parts = Parts(plan.num_splits, problem.tokens, heads, size_v, device)
     return in_parts(attend, merging, parts, lambda *sixteen: sixteen[5:])

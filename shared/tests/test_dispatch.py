@@ -437,3 +437,11 @@ def test_a_torch_without_such_guards_calls_the_op(call, monkeypatch: pytest.Monk
 
 def test_this_torch_has_them() -> None:
     assert dispatch._TensorGuards is not None
+
+
+def test_a_sparse_tensor_goes_to_the_op_which_refuses_it_and_never_to_a_kernel(monkeypatch) -> None:
+    monkeypatch.setattr(dispatch, "runs_now", lambda tensors: True)
+    call = dispatch.past_dispatcher(lambda *given: "op", lambda *given: "kernel", 3)
+    x = torch.ones(2, 2)
+    assert call(x, x, None, 0.5) == "kernel"
+    assert call(x, x.to_sparse(), None, 0.5) == "op"

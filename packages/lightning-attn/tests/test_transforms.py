@@ -121,7 +121,7 @@ def test_vmap_and_vmap_of_grad_are_the_loop(tensors, own_rates) -> None:
 
 @pytest.mark.parametrize("unused", ["neither", "the outputs", "the states"])
 def test_gradients_past_the_dispatcher_are_those_of_the_op(tensors, monkeypatch, unused) -> None:
-    """Of eager calls on a GPU: here by the reference, in the kernels' places."""
+    """Of eager calls on a GPU: on a CPU by the reference, in the kernels' places."""
     given = [x.requires_grad_() for x in inputs(tensors, 1, 2, 5)]
 
     def gradients(op: Any) -> tuple[Tensor, ...]:
@@ -130,8 +130,11 @@ def test_gradients_past_the_dispatcher_are_those_of_the_op(tensors, monkeypatch,
         return torch.autograd.grad(loss, given, allow_unused=True)
 
     wanted = gradients(torch.ops.lightning_attn.attention.default)
-    now = with_gradients(reference.attention, ops._remember_inputs, ops._attention_backward)
-    monkeypatch.setattr(ops, "_gradients_of_attention", reference.attention_backward)
+    on_gpu = given[0].is_cuda
+    kernel = ops._kernel_attention if on_gpu else reference.attention
+    now = with_gradients(kernel, ops._remember_inputs, ops._attention_backward)
+    if not on_gpu:
+        monkeypatch.setattr(ops, "_gradients_of_attention", reference.attention_backward)
     for one, other in zip(gradients(now), wanted, strict=True):
         assert one is other is None or torch.equal(one, other)
 

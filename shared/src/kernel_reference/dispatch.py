@@ -305,6 +305,8 @@ def past_dispatcher(op: Callable[..., Any], kernel: Callable[..., Any], count: i
     def call(*given: Any) -> Any:
         tensors = given[:count]
         is_now = isinstance(tensors[0], Tensor) and runs_now(tensors) and not torch._C._is_tracing()
+        # The op refuses a sparse tensor by its dispatch key; a kernel would ask for its strides.
+        is_now = is_now and all(tensor is None or tensor.layout is torch.strided for tensor in tensors)
         return kernel(*given) if is_now else op(*given)
 
     return call

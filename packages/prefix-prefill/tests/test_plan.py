@@ -128,7 +128,7 @@ def test_keys_of_192_come_in_units_of_columns_beside_two_whole_tiles_of_values()
     cached = problem_of(replace(LLAMA, head_dim=192), new_kv=False)
     assert (units_of_keys(cached, 128), stages_of_values(cached, 128, 2)) == (5, (2, 128))
     # Where these are not written, or take no more than there is.
-    others = [replace(cached, **one) for one in ({"new_kv": True}, {"page_size": 12}, {"head_dim_v": 128})]
+    others = [replace(cached, **one) for one in ({"new_kv": True}, {"page_size": 24}, {"head_dim_v": 128})]
     assert [units_of_keys(other, 128) for other in others] == [0, 0, 0]
     assert units_of_keys(cached, 64) == 0
     assert [shared_bytes(one, 128, 128, 2) for one in (cached, others[0])] == [224 * KIB, 216 * KIB]

@@ -68,6 +68,16 @@ class Registers(NamedTuple):
     weights: Any
 
 
+class Found(NamedTuple):
+    """Sequences of a program that have something to merge, those of few parts from the first place on, the others from
+    the last one down: which, the first part of each, and how many; and how many there are of either."""
+
+    which: Any
+    first: Any
+    parts: Any
+    counts: Any
+
+
 class Exchange(NamedTuple):
     """Where groups of threads find each other's elements, and sums of weights."""
 
@@ -164,8 +174,11 @@ def merge_program(T, C, tensors, numbers, i_program):
     factors = T.alloc_local((_AT_ONCE,), T.float32)
     of_groups = T.alloc_shared((width, _MERGED), T.float32)
     sum_of_groups = T.alloc_shared((width,), T.float32)
+    which = T.alloc_shared((_SEQUENCES,), T.int32)
     first_of = T.alloc_shared((_SEQUENCES,), T.int32)
     parts_of = T.alloc_shared((_SEQUENCES,), T.int32)
+    counts = T.alloc_shared((2,), T.int32)
+    found = Found(which, first_of, parts_of, counts)
     registers, exchange = Registers(merged, loaded, factors), Exchange(of_groups, sum_of_groups)
     thread = T.get_thread_binding()
     i_all = T.alloc_var(T.int32, init=T.truncdiv(i_program, pieces))
@@ -176,33 +189,41 @@ def merge_program(T, C, tensors, numbers, i_program):
     T.assume(i_row < rows)
     first_b = T.alloc_var(T.int32, init=i_batch * sequences_each)
     own = T.alloc_var(T.int32, init=T.min(T.min(sequences_each, _SEQUENCES), batch - first_b))
-    for lane in T.serial(own if serial else 1):
-        find_parts(T, tensors, numbers, first_of, parts_of, first_b, own, lane if serial else thread)
-    if not serial:
-        T.sync_threads()
     of_group = T.alloc_var(T.int32, init=threads if serial else T.truncdiv(threads, pieces))
     group = T.alloc_var(T.int32, init=0 if serial else T.truncdiv(thread, of_group))
     begin = T.min(i_piece * of_group + thread - group * of_group, dim_nope // _MERGED - 1) * _MERGED
     # Sequences of few parts have a group of threads each, if that is of whole warps, in turns before all others, whose
     # parts the groups share.
-    turns = T.alloc_var(T.int32, init=0)
+    few = T.alloc_var(T.int32, init=1)
     if not serial:
         if pieces > 1 and of_group >= WARP:
-            turns = T.truncdiv(own + (pieces - 1), pieces)
-    few = T.if_then_else(turns > 0, _AT_ONCE, 1)
-    for turn in T.serial(turns + own):
+            few = _AT_ONCE
+    if thread == 0:
+        counts[0] = 0
+        counts[1] = 0
+    if not serial:
+        T.sync_threads()
+    for lane in T.serial(own if serial else 1):
+        find_parts(T, tensors, numbers, found, first_b, own, few, lane if serial else thread)
+    if not serial:
+        T.sync_threads()
+    turns = T.alloc_var(T.int32, init=T.truncdiv(counts[0] + (pieces - 1), pieces))
+    for turn in T.serial(turns + counts[1]):
         alone = turn < turns
-        i = T.alloc_var(T.int32, init=T.if_then_else(alone, turn * pieces + group, turn - turns))
-        own_parts = T.alloc_var(T.int32, init=parts_of[T.min(i, own - 1)])
-        if T.if_then_else(alone, i < own and own_parts > 1 and own_parts <= few, own_parts > few):
+        i = T.alloc_var(T.int32, init=T.if_then_else(alone, turn * pieces + group, own - 1 - (turn - turns)))
+        there = T.alloc_var(T.int32, init=T.if_then_else(alone and i >= counts[0], 0, 1))
+        if there != 0:
+            own_parts = T.alloc_var(T.int32, init=parts_of[i])
             row = Row(parts, part_lse, first_of[i], own_parts, i_row)
             own_group = T.alloc_var(T.int32, init=T.if_then_else(alone, 0, group))
             groups = T.alloc_var(T.int32, init=T.if_then_else(alone, 1, pieces))
             if serial:
                 for j in T.serial(dim_nope // _MERGED):
-                    merge_row(T, C, tensors, numbers, registers, exchange, row, first_b + i, j * _MERGED, 0, 1)
+                    merge_row(T, C, tensors, numbers, registers, exchange, row, first_b + which[i], j * _MERGED, 0, 1)
             else:
-                merge_row(T, C, tensors, numbers, registers, exchange, row, first_b + i, begin, own_group, groups)
+                merge_row(
+                    T, C, tensors, numbers, registers, exchange, row, first_b + which[i], begin, own_group, groups
+                )
 
 
 @macro
@@ -250,7 +271,7 @@ def merge_row(T, C, tensors, numbers, registers, exchange, row, i_b, begin, grou
 
 
 @macro
-def find_parts(T, tensors, numbers, first_of, parts_of, first_b, own, lane):
+def find_parts(T, tensors, numbers, found, first_b, own, few, lane):
     """Of one of a program's sequences the first part, and how many."""
     if lane < own:
         first_part, room = tensors.first_part, tensors.part_lse.shape[0]
@@ -264,8 +285,16 @@ def find_parts(T, tensors, numbers, first_of, parts_of, first_b, own, lane):
             # As where a part is found.
             own_first = T.max(T.min(first_part[i_b], room), 0)
             own_parts = T.max(T.min(first_part[i_b + 1], room), 0) - own_first
-        first_of[lane] = own_first
-        parts_of[lane] = own_parts
+        if own_parts > 1:
+            # In any order: rows are merged each by itself.
+            place = T.alloc_var(T.int32, init=0)
+            if own_parts <= few:
+                place = T.atomic_add(found.counts[0], 1, return_prev=True)
+            else:
+                place = own - 1 - T.atomic_add(found.counts[1], 1, return_prev=True)
+            found.which[place] = lane
+            found.first[place] = own_first
+            found.parts[place] = own_parts
 
 
 @macro

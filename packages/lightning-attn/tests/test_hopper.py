@@ -227,9 +227,12 @@ def test_nan_and_infinities_pass_through_the_parts_of_float32(tensors, kernels) 
     assert (~state.isfinite()).sum() == 2 * 40
 
 
-def test_gradients_of_float32_on_sm_90_are_those_of_the_portable_kernel(tensors, kernels) -> None:
-    q, k, v, d_out = (tensors.normal(1, 2, 140, size) for size in (64, 64, 48, 48))
-    history, d_state = (tensors.normal(1, 2, 64, 48) for _ in range(2))
+# Of more than 128 columns of a state, which are rows of dq's and dk's, only their strides tell where the others begin.
+@pytest.mark.parametrize(("sizes", "tokens"), [((64, 48), 140), ((40, 136), 70), ((136, 136), 5)], ids=str)
+def test_gradients_of_float32_on_sm_90_are_those_of_the_portable_kernel(tensors, kernels, sizes, tokens) -> None:
+    d, e = sizes
+    q, k, v, d_out = (tensors.normal(1, 2, tokens, size) for size in (d, d, e, e))
+    history, d_state = (tensors.normal(1, 2, d, e) for _ in range(2))
     plans = PrefillPlan(32, 16, 0, 4, 1, 32), PrefillPlan(64, 64, 64, 8, 1, 64, True, bf16x6=True)
     slopes = torch.tensor([0.02, 0.5])
     results = [kernels.gradients(plan, q, k, v, slopes, history, d_out, d_state, 0.7) for plan in plans]

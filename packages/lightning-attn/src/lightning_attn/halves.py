@@ -8,8 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import torch
+
 from kernel_reference.integers import cdiv
-from lightning_attn.plan import Operand, PrefillProblem
+from lightning_attn.plan import Operand, PrefillProblem, Strides
+
+Tensor = torch.Tensor
 
 Prefill = Callable[..., None]
 
@@ -26,10 +30,18 @@ def by_halves(problem: PrefillProblem, make: Callable[[PrefillProblem], Prefill]
 
     def run(q, k, v, o, slopes, cu, slots, has, first, last, positions, targets):  # type: ignore[no-untyped-def]
         for part, prefill in halves:
-            states = (None if state is None else state[..., part, :] for state in (first, last))
-            prefill(q[..., part], k[..., part], v, o, slopes, cu, slots, has, *states, positions, targets)
+            own = (_states_of(problem, part, *of) for of in ((first, problem.initial), (last, problem.final)))
+            prefill(q[..., part], k[..., part], v, o, slopes, cu, slots, has, *own, positions, targets)
 
     return run
+
+
+def _states_of(problem: PrefillProblem, rows: slice, states: Tensor | None, strides: Strides | None) -> Tensor | None:
+    """Those rows of states: columns of the tensor where a gradient takes it transposed, as only the strides tell."""
+    if states is None or strides is None:
+        return None
+    shape = (*states.shape[:2], rows.stop - rows.start, problem.heads.head_v)
+    return states.as_strided(shape, strides, states.storage_offset() + rows.start * strides[2])
 
 
 def _of_rows(problem: PrefillProblem, count: int) -> PrefillProblem:

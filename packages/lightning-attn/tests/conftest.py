@@ -499,9 +499,10 @@ class Kernels:
         self, plan: Any, q: Tensor, k: Tensor, v: Tensor, ed: Tensor, history: Tensor | None, d_out: Tensor,
         d_state: Tensor | None, scale: float = 1.0,
     ) -> list[Tensor]:  # fmt: skip
-        """dq, dk, dv and the gradient of the history [b, h, d, e]."""
+        """dq, dk, dv and, where states come in, the gradient of the history [b, h, d, e]."""
         results = [self._guarded(x.shape, q.dtype) for x in (q, k, v)]
-        results.append(self._guarded((*q.shape[:2], q.shape[3], v.shape[3]), torch.float32))
+        if history is not None or d_state is not None:
+            results.append(self._guarded((*q.shape[:2], q.shape[3], v.shape[3]), torch.float32))
         d_kv = None if d_state is None else d_state[:, :, None]
         tensors = (q, k, v, ed, history, d_out, d_kv, *(result.tensor for result in results))
         self.call("attention_backward", tensors, scale, plan=plan)

@@ -281,6 +281,13 @@ def test_no_kernel_is_left_out() -> None:
     assert {spec.kernel for spec in specs("sm_90")} == launched_kernels(lightning_attn)
 
 
+def kernel_of(launch: Launch, given: tuple[Any, ...]) -> tuple[str, ...]:
+    """What tells compiled kernels apart."""
+    spec = KernelSpec.of_launch(launch, given)
+    parts = (spec.signature, spec.constexprs, spec.options, spec.aligned)
+    return (spec.kernel, *(repr(sorted(part.items()) if isinstance(part, dict) else part) for part in parts))
+
+
 def batches(heads: Heads, dtype: torch.dtype, snapshots: bool) -> Iterator[tuple[Launch, tuple[Any, ...]]]:
     """The launches of a layer's life on sm_90: ragged batches of every kind, and decoding.
 
@@ -319,7 +326,27 @@ def test_a_layer_takes_at_most_6_kernels_whatever_its_batches(
 ) -> None:
     kernels = set()
     for call in batches(heads, dtype, snapshots):
-        spec = KernelSpec.of_launch(*call)
-        parts = (spec.signature, spec.constexprs, spec.options, spec.aligned)
-        kernels.add((spec.kernel, *(repr(sorted(part.items()) if isinstance(part, dict) else part) for part in parts)))
+        kernels.add(kernel_of(*call))
     assert len(kernels) <= 6, sorted(kernels)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("heads", [MINIMAX, MINIMAX_TP8], ids=str)
+def test_one_kernel_makes_gradients_of_keys_and_of_values_where_states_have_none(
+    heads: Heads, dtype: torch.dtype
+) -> None:
+    """A third of what the first backward compiles."""
+    plan = plan_prefill(heads, str(dtype).removeprefix("torch."), LIMITS["sm_90"], suits_tma=True)
+    q, k, v, d_out, d_q, d_k, d_v = (empty(1, heads.num_heads, 8192, heads.head_qk, dtype=dtype) for _ in range(7))
+    rates = empty(heads.num_heads, dtype=torch.float32)
+    calls = launches("attention_backward", (q, k, v, rates, None, d_out, None, d_q, d_k, d_v), (1.0,), plan)
+    of_dk, of_dv = (calls[len(calls) // 3 * walk : len(calls) // 3 * (walk + 1)] for walk in (1, 2))
+    assert [kernel_of(*call) for call in of_dv] == [kernel_of(*call) for call in of_dk]
+    rows = [x[0].transpose(0, 1).contiguous() for x in (q, k, v, d_out, d_q, d_k, d_v)]
+    cu = empty(4, dtype=torch.int32)
+    t = tensors.PackedBackward(*rows[:3], rates, cu, None, rows[3], None, *rows[4:])
+    run = packed_launch.prepare_packed_backward(packed_arguments.check_packed_backward(t, 1.0), plan, t)
+    calls = recorded_launches(run, t)
+    # And none fills in the states of sequences without tokens.
+    of_dk, of_dv = (calls[len(calls) // 3 * walk : len(calls) // 3 * (walk + 1)] for walk in (1, 2))
+    assert [kernel_of(*call) for call in of_dv] == [kernel_of(*call) for call in of_dk]

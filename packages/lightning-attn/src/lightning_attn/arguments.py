@@ -106,13 +106,13 @@ def check_attention_backward(t: AttentionBackward, scale: float, plan: Ints = No
     check_same_dtype("d_out", t.d_out, "q", t.q)
     if t.d_kv is not None:
         _check_matrices("d_kv", t.d_kv, (batch, num_heads, 1, head_qk, head_v), "q", t.q)
-    states = (batch, num_heads, head_qk, head_v)
     q, k, v, d_out = (_dense(tensor) for tensor in (t.q, t.k, t.v, t.d_out))
     d_q, d_k, d_v = (
         _dense_or_new(new, like.shape) for new, like in ((t.d_q, t.q), (t.d_k, t.k), (t.d_v, t.v))
     )  # fmt: skip
     history = None if t.kv_history is None else t.kv_history.stride()
     last = None if t.d_kv is None else t.d_kv[:, :, 0].stride()
+    first = _strides_of_new((batch, num_heads, head_qk, head_v)) if t.asks_for_states() else None
     dq = PrefillProblem(
         Heads(num_heads, num_heads, head_v, head_qk), d_out, v, k, d_q, _transposed(history), None, tokens, batch,
         batch, scale, str(t.q.dtype).removeprefix("torch."), is_gradient=True,
@@ -120,7 +120,7 @@ def check_attention_backward(t: AttentionBackward, scale: float, plan: Ints = No
     dk = replace(dq, q=v, k=d_out, v=q, o=d_k, initial=_transposed(last), reversed=True)
     dv = replace(
         dk, heads=Heads(num_heads, num_heads, head_qk, head_v), q=k, k=q, v=d_out, o=d_v, initial=last,
-        final=_strides_of_new(states) if t.d_history is None else t.d_history.stride(),
+        final=first if t.d_history is None else t.d_history.stride(),
     )  # fmt: skip
     return BackwardProblem(dq, dk, dv)
 

@@ -123,7 +123,7 @@ def _prepare_attention_backward(tensors: tuple[Any, ...], numbers: tuple[Any, ..
     t = AttentionBackward(*tensors)
     problem = arguments.check_attention_backward(t, *numbers)
     run = launch.prepare_attention_backward(problem, PrefillPlan.from_ints(_plan(numbers, 1)), t)
-    return [allocator(result) for result in new_gradients(t.q, t.k, t.v)], run
+    return [allocator(result) for result in new_gradients(t)], run
 
 
 def _prepare_packed(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
@@ -139,7 +139,7 @@ def _prepare_packed_backward(tensors: tuple[Any, ...], numbers: tuple[Any, ...])
     t = PackedBackward(*tensors)
     problem = packed_arguments.check_packed_backward(t, *numbers)
     run = launch.prepare_packed_backward(problem, PrefillPlan.from_ints(_plan(numbers, 1)), t)
-    return [allocator(result) for result in new_packed_gradients(t.q, t.k, t.v, t.cu_seqlens)], run
+    return [allocator(result) for result in new_packed_gradients(t)], run
 
 
 def _prepare_state(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
@@ -215,7 +215,7 @@ def _kernel_attention_backward(*given: Any) -> tuple[Tensor, ...]:
     if values_are_checked(ed.device):
         arguments.check_rates("ed", ed)
     gradients = tuple([allocate() for allocate in allocators])
-    run(AttentionBackward(*given[:7], *gradients))
+    run(AttentionBackward(*given[:7], *_asked_for(gradients)))
     return gradients
 
 
@@ -235,8 +235,13 @@ def _kernel_packed_backward(*given: Any) -> tuple[Tensor, ...]:
     if values_are_checked(q.device):
         packed_arguments.check_packed_values(slopes, cu_seqlens, "q", q.shape[0])
     gradients = tuple([allocate() for allocate in allocators])
-    run(PackedBackward(*given[:8], *gradients))
+    run(PackedBackward(*given[:8], *_asked_for(gradients)))
     return gradients
+
+
+def _asked_for(gradients: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+    """Without that of states, where it is of no elements: see :meth:`.AttentionBackward.asks_for_states`."""
+    return gradients if gradients[3].shape[3] else (*gradients[:3], None)
 
 
 def _kernel_state(*given: Any) -> Tensor:
@@ -315,7 +320,7 @@ def _fake_attention(*given: Any) -> tuple[Tensor, Tensor]:
 def _fake_attention_backward(*given: Any) -> tuple[Tensor, ...]:
     t = AttentionBackward(*given[:7])
     arguments.check_attention_backward(t, *given[7:])
-    return new_gradients(t.q, t.k, t.v)
+    return new_gradients(t)
 
 
 def _fake_packed(*given: Any) -> tuple[Tensor, Tensor]:
@@ -327,7 +332,7 @@ def _fake_packed(*given: Any) -> tuple[Tensor, Tensor]:
 def _fake_packed_backward(*given: Any) -> tuple[Tensor, ...]:
     t = PackedBackward(*given[:8])
     packed_arguments.check_packed_backward(t, *given[8:])
-    return new_packed_gradients(t.q, t.k, t.v, t.cu_seqlens)
+    return new_packed_gradients(t)
 
 
 def _fake_state(*given: Any) -> Tensor:

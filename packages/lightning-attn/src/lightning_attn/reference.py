@@ -27,11 +27,11 @@ def new_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return q.new_empty((batch, num_heads, tokens, v.shape[3])), kv
 
 
-def new_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Packed, uninitialised dq, dk, dv and d_history [b, h, d, e] for these inputs."""
-    history = (*q.shape[:2], q.shape[3], v.shape[3])
-    d_q, d_k, d_v = (tensor.new_empty(tuple(tensor.shape)) for tensor in (q, k, v))
-    return d_q, d_k, d_v, q.new_empty(history, dtype=torch.float32)
+def new_gradients(t: AttentionBackward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Packed, uninitialised dq, dk, dv and d_history [b, h, d, e], [b, h, 0, 0] where that is not made."""
+    history = (*t.q.shape[:2], *((t.q.shape[3], t.v.shape[3]) if t.asks_for_states() else (0, 0)))
+    d_q, d_k, d_v = (tensor.new_empty(tuple(tensor.shape)) for tensor in (t.q, t.k, t.v))
+    return d_q, d_k, d_v, t.q.new_empty(history, dtype=torch.float32)
 
 
 def attention(*given: Any) -> tuple[Tensor, Tensor]:
@@ -57,7 +57,7 @@ def attention_backward(*given: Any) -> tuple[Tensor, ...]:
     t, (scale, *plan) = AttentionBackward(*given[:7]), given[7:]
     arguments.check_attention_backward(t, scale, *plan)
     _check_rates(t.ed)
-    d_q, d_k, d_v, d_history = gradients = new_gradients(t.q, t.k, t.v)
+    d_q, d_k, d_v, d_history = gradients = new_gradients(t)
     for i in range(t.q.shape[0]):
         q_i, k_i, v_i, g_i = _tokens_first(i, t.q, t.k, t.v, t.d_out)
         history = None if t.kv_history is None else t.kv_history[i]
@@ -65,7 +65,8 @@ def attention_backward(*given: Any) -> tuple[Tensor, ...]:
         found = gradients_of(q_i, k_i, v_i, g_i, t.ed, history, last, scale)
         for whole, part in zip((d_q, d_k, d_v), found, strict=False):
             whole[i] = part.transpose(0, 1)
-        d_history[i] = found[3]
+        if d_history.shape[3]:
+            d_history[i] = found[3]
     return gradients
 
 

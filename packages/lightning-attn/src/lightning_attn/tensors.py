@@ -34,6 +34,12 @@ class AttentionBackward(NamedTuple):
     d_v: Tensor | None = None
     d_history: Tensor | None = None
 
+    def asks_for_states(self) -> bool:
+        """Whether d_history is made: with a loss on outputs alone, from zeros, it is not, and one kernel makes dk and
+        dv, where head sizes are equal.
+        """
+        return self.kv_history is not None or self.d_kv is not None
+
 
 class Varlen(NamedTuple):
     """q, k [T, Hqk, D], v [T, Hv, E], packed; the pool of states [num_slots, H, D, E]; snapshots [B, P]."""
@@ -127,6 +133,10 @@ class PackedBackward(NamedTuple):
     d_k: Tensor | None = None
     d_v: Tensor | None = None
     d_initial: Tensor | None = None
+
+    def asks_for_states(self) -> bool:
+        """Whether d_initial is made: as of a batch of one length."""
+        return self.initial_state is not None or self.d_final is not None
 
 
 class State(NamedTuple):

@@ -24,7 +24,8 @@ def prepare_attention_backward(
 ) -> Callable[[AttentionBackward], None]:
     """What makes the gradients: the problem says how."""
     if problem.dv.rows == 0:
-        return lambda t: _keep_state(t.d_kv, t.d_history)
+        keeps = problem.dv.final is not None
+        return (lambda t: _keep_state(t.d_kv, t.d_history)) if keeps else launch_nothing
     if problem.dv.sequences == 0:
         return launch_nothing
     device = tensors.q.device

@@ -75,9 +75,8 @@ def check_packed_backward(t: PackedBackward, scale: float, plan: Ints = None) ->
         v=forward.k, o=d_q, initial=_transposed(forward.initial), final=None, is_gradient=True,
     )  # fmt: skip
     dk = replace(dq, q=forward.v, k=d_out, v=forward.q, o=d_k, initial=_transposed(last), reversed=True)
-    dv = replace(
-        dk, heads=heads, q=forward.k, k=forward.q, v=d_out, o=d_v, initial=last, final=_strides_of_new(states)
-    )  # fmt: skip
+    first = _strides_of_new(states) if t.asks_for_states() else None
+    dv = replace(dk, heads=heads, q=forward.k, k=forward.q, v=d_out, o=d_v, initial=last, final=first)
     return BackwardProblem(dq, dk, dv)
 
 

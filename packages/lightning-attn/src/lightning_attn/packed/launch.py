@@ -65,7 +65,8 @@ def prepare_packed_backward(
         prefill_dq(t.d_out, t.v, t.k, t.d_q, t.slopes, cu, None, None, t.initial_state, None, None, None)
         prefill_dk(t.v, t.d_out, t.q, t.d_k, t.slopes, cu, None, None, t.d_final, None, None, None)
         prefill_dv(t.k, t.q, t.d_out, t.d_v, t.slopes, cu, None, None, t.d_final, t.d_initial, None, None)
-        keep(cu, t.d_final, t.d_initial)
+        if problem.dv.final is not None:
+            keep(cu, t.d_final, t.d_initial)
 
     return compiled_together(run, device)
 
@@ -159,7 +160,7 @@ def _without_tokens(
     def run(t: object) -> None:
         for tensor in rows(t):
             tensor.zero_()
-        if problem.sequences:
+        if problem.sequences and problem.final is not None:
             _keep_state(before(t), after(t))
 
     return run

@@ -33,9 +33,12 @@ def new_packed_states(k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor
     return k.new_empty(size, dtype=torch.float32)
 
 
-def new_packed_gradients(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, ...]:
-    """Packed, uninitialised dq, dk, dv and the gradient of the initial states."""
-    return (*(x.new_empty(tuple(x.shape)) for x in (q, k, v)), new_packed_states(k, v, cu_seqlens))
+def new_packed_gradients(t: PackedBackward) -> tuple[Tensor, ...]:
+    """Packed, uninitialised dq, dk, dv and the gradient of the initial states, [N, H, 0, 0] where that is not made."""
+    d_initial = new_packed_states(t.k, t.v, t.cu_seqlens)
+    if not t.asks_for_states():
+        d_initial = d_initial.new_empty((*d_initial.shape[:2], 0, 0))
+    return (*(x.new_empty(tuple(x.shape)) for x in t[:3]), d_initial)
 
 
 def packed(*given: Any) -> tuple[Tensor, Tensor]:
@@ -59,7 +62,7 @@ def packed_backward(*given: Any) -> tuple[Tensor, ...]:
     packed_arguments.check_packed_backward(t, scale, *plan)
     if values_are_checked(t.q.device):
         packed_arguments.check_packed_values(t.slopes, t.cu_seqlens, "q", t.q.shape[0])
-    d_q, d_k, d_v, d_initial = gradients = new_packed_gradients(t.q, t.k, t.v, t.cu_seqlens)
+    d_q, d_k, d_v, d_initial = gradients = new_packed_gradients(t)
     for rows_of in (d_q, d_k, d_v):
         rows_of.zero_()
     for i, (begin, end) in enumerate(clamped_ranges(t.cu_seqlens, t.q.shape[0])):
@@ -67,7 +70,9 @@ def packed_backward(*given: Any) -> tuple[Tensor, ...]:
         own = (t.q[rows], t.k[rows], t.v[rows], t.d_out[rows])
         initial = None if t.initial_state is None else t.initial_state[i]
         last = None if t.d_final is None else t.d_final[i]
-        d_q[rows], d_k[rows], d_v[rows], d_initial[i] = gradients_of(*own, t.slopes, initial, last, scale)
+        d_q[rows], d_k[rows], d_v[rows], d_first = gradients_of(*own, t.slopes, initial, last, scale)
+        if d_initial.shape[3]:
+            d_initial[i] = d_first
     return gradients
 
 

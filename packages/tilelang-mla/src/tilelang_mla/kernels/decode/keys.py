@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 from tilelang_mla.kernels.common import GROUP, LN_2, log_of_sum, macro
 from tilelang_mla.kernels.decode.groups import SHARED, Launch, Work, read_work
+from tilelang_mla.kernels.decode.limits import is_per_token, limit_of, seen_by, unmasked_keys
 from tilelang_mla.kernels.decode.loads import row_of
-from tilelang_mla.kernels.decode.roles import is_per_token, limit_of, scale_of, seen_by, unmasked_keys
+from tilelang_mla.kernels.decode.roles import scale_of
 from tilelang_mla.kernels.decode.rows import TEXT as TEXT_BY_ROWS
 from tilelang_mla.kernels.decode.schedule import Owner, find_part, owner_of, part_of, tell_half
 from tilelang_mla.kernels.decode.shares import find_share, tell_share, turns_of

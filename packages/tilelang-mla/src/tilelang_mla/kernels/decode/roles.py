@@ -8,6 +8,7 @@ from typing import Any
 from tilelang_mla.kernels.common import GROUP, LOG2_E, ROWS, macro, row_owners
 from tilelang_mla.kernels.decode.groups import SHARED, Work, read_work
 from tilelang_mla.kernels.decode.joins import is_whole, join_halves, join_sums, weigh_part
+from tilelang_mla.kernels.decode.limits import find_limits, find_limits_of_tokens, is_per_token, unmasked_keys
 from tilelang_mla.kernels.decode.loads import load_left, load_q, load_right, load_rows, row_of
 from tilelang_mla.kernels.decode.rows import Held, alloc_held, at, begin_rows, load_by_rows
 from tilelang_mla.kernels.decode.schedule import OF_PRODUCER, Owner, find_part, owner_of, part_of, tell_half
@@ -344,49 +345,6 @@ def scale_values(T, S, inputs, s):
     if S.one_scale:
         for i in T.Parallel(*s.row_sum.shape):
             s.rescale[i] = s.rescale[i] * inputs.scales[0, 0, 0]
-
-
-def is_per_token(inputs: Any) -> bool:
-    """Whether lengths are those that each query token sees."""
-    return len(inputs.seqlens_k.shape) == 2
-
-
-def seen_by(T: Any, launch: Any, inputs: Any, work: Any, row: Any) -> Any:
-    """The keys that a row's query token sees, where each has a length of its own."""
-    i_token = T.min(T.truncdiv(row, launch.heads), launch.tokens - 1)
-    return T.min(inputs.seqlens_k[work.sequence, i_token], work.length)
-
-
-@macro
-def unmasked_keys(T, launch, inputs, work):
-    """Keys that the first row of a tile sees, and the others do too."""
-    unmasked = T.alloc_var(T.int32, init=work.length)
-    if is_per_token(inputs):
-        unmasked = seen_by(T, launch, inputs, work, work.first_row)
-    else:
-        if launch.causal != 0:
-            unmasked = work.length - launch.tokens + T.truncdiv(work.first_row, launch.heads) + 1
-    return unmasked
-
-
-def limit_of(T: Any, row: Any, heads: Any, tokens: Any, length: Any, causal: Any) -> Any:
-    """The first key that a row does not see, by the causal rule if it holds."""
-    i_token = T.min(T.truncdiv(row, heads), tokens - 1)
-    return T.if_then_else(causal != 0, length - tokens + i_token + 1, length)
-
-
-@macro
-def find_limits(T, limit, first_row, heads, tokens, length, causal):
-    """The first key that each row does not see."""
-    for i in T.Parallel(*limit.shape):
-        limit[i] = limit_of(T, first_row + i, heads, tokens, length, causal)
-
-
-@macro
-def find_limits_of_tokens(T, limit, launch, inputs, work):
-    """The same, where each query token has a length of its own."""
-    for i in T.Parallel(*limit.shape):
-        limit[i] = seen_by(T, launch, inputs, work, work.first_row + i)
 
 
 @macro

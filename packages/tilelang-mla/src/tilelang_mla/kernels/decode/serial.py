@@ -2,24 +2,12 @@
 
 from tilelang_mla.kernels.common import macro
 from tilelang_mla.kernels.decode.groups import SHARED, Work, read_work
+from tilelang_mla.kernels.decode.limits import find_limits, find_limits_of_tokens, is_per_token, unmasked_keys
 from tilelang_mla.kernels.decode.loads import load_rows, tell_row
-from tilelang_mla.kernels.decode.roles import (
-    add_sink,
-    find_limits,
-    find_limits_of_tokens,
-    hide_invalid,
-    is_per_token,
-    scale_of,
-    scale_values,
-    store_lse,
-    store_max,
-    store_part,
-    store_part_lse,
-    unmasked_keys,
-    weigh,
-)
+from tilelang_mla.kernels.decode.roles import add_sink, hide_invalid, scale_of, scale_values, weigh
 from tilelang_mla.kernels.decode.schedule import Owner, find_part, owner_of, part_of
 from tilelang_mla.kernels.decode.shares import tell_share, turns_of
+from tilelang_mla.kernels.decode.stores import store_lse, store_max, store_part, store_part_lse
 from tilelang_mla.kernels.decode.widen import STAGES, copy_raw, widen, widen_rope
 from tilelang_mla.kernels.softmax import clear, invert_sums, scale_rows, zero_tail
 

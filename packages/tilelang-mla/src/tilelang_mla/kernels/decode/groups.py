@@ -58,6 +58,11 @@ class Sizes(NamedTuple):
         return self.paired or self.joined
 
     @property
+    def ahead(self) -> bool:
+        """Whether the next item's q comes as soon as the last scores are there: results leave by a stage of keys."""
+        return not (self.is_8bit or self.sparse or self.whole or self.clustered) and self.block_n == self.rows
+
+    @property
     def half(self) -> int:
         """Elements of half a latent, which one consumer multiplies."""
         return self.dim_nope // 2
@@ -236,7 +241,8 @@ class Memory(NamedTuple):
 
 class Barriers(NamedTuple):
     """Full and empty barriers: of a work item and its q, of the rings' left part (with rope) and right part, of a
-    block's weights; ``sums_full`` once a work item. scored: of early scores, those of the next block are asked for."""
+    block's weights; ``sums_full`` once a work item. scored: of early scores, those of the next block are asked for.
+    sums_empty: the sums of an item have been read, where the next one begins before."""
 
     work_full: Any
     work_empty: Any
@@ -248,6 +254,7 @@ class Barriers(NamedTuple):
     weights_empty: Any
     sums_full: Any
     scored: Any = None
+    sums_empty: Any = None
 
 
 class Work(NamedTuple):

@@ -6,7 +6,8 @@ Three warpgroups have a role each:
 
 ========  ====================================================================================================
 producer  finds what an item is, loads q, and key blocks to shared memory, a ring buffer of ``num_stages`` of them;
-          the first keys of an item are loaded while the other two still finish the one before
+          the first keys of an item are loaded while the other two still finish the one before, its q when the last
+          scores of that are there (over caches of 16 bits; else when its result has left)
 score     multiplies q by the keys, makes the weights, shares them, and multiplies the left half of the latents
 value     multiplies the right half of the latents by these weights
 ========  ====================================================================================================
@@ -132,6 +133,8 @@ def run_roles(T, S, serial, inputs, outputs, numbers, i_program, num_programs):
         barriers = Barriers(*alloc_barriers(T, S))
         if S.early:
             barriers = barriers._replace(scored=T.alloc_barrier(GROUP))
+        if S.ahead:
+            barriers = barriers._replace(sums_empty=T.alloc_barrier(GROUP))
         if S.loaders == 2:
             with T.ws(_PRODUCER, _PRODUCER + 1):
                 produce(T, S, launch, inputs, outputs.pieces, memory, barriers, thread - 2 * GROUP)

@@ -185,6 +185,9 @@ def score(T, S, launch, inputs, outputs, memory, barriers, s, acc):
         # A loop of one step at most: an `if` would be put round each product by itself.
         for _ in T.serial(T.min(work.steps, 1)):
             score_block(T, S, memory, barriers, s, done % S.num_stages, done // S.num_stages % 2)
+        if S.ahead:
+            # The sums of the item before have been read.
+            T.barrier_wait(barriers.sums_empty, slot ^ 1)
         for step in T.serial(work.steps - 1):
             stage = (done + step) % S.num_stages
             after = (done + step + 1) % S.num_stages
@@ -200,6 +203,8 @@ def score(T, S, launch, inputs, outputs, memory, barriers, s, acc):
                 T.wait_wgmma(0)
                 free(T, S, barriers.left_empty[stage])
             score_block(T, S, memory, barriers, s, after, phase, stage if S.early else None)
+        if S.ahead:
+            T.barrier_arrive(barriers.work_empty)
         for _ in T.serial(T.min(work.steps, 1)):
             last = done + work.steps - 1
             stage = last % S.num_stages
@@ -218,7 +223,10 @@ def score(T, S, launch, inputs, outputs, memory, barriers, s, acc):
                     T.sync_threads(_OF_SCORES, GROUP)
             T.wgmma_gemm(s.weights, memory.k_l[stage, :, :], acc)
             T.wait_wgmma(0)
-            free(T, S, barriers.left_empty[stage])
+            if not S.ahead:
+                free(T, S, barriers.left_empty[stage])
+            elif work.num_parts != 1:
+                free(T, S, barriers.left_empty[stage])
         done = done + work.steps
         T.reduce_sum(s.partial_sum, s.row_sum, dim=1)
         if S.joined:
@@ -237,7 +245,13 @@ def score(T, S, launch, inputs, outputs, memory, barriers, s, acc):
         scale_rows(T, acc, s.rescale)
         if S.joined:
             join_halves(T, acc, memory.k_l, 0)
-        if is_whole(T, S, work, 0):
+        if S.ahead:
+            if work.num_parts == 1:
+                stage = (done + S.num_stages - 1) % S.num_stages
+                store_ahead(T, S, outputs.out, acc, work, memory.k_l, barriers.left_empty, stage, 0, _OF_SCORES)
+                if launch.wants_lse != 0:
+                    store_lse(T, launch, outputs.lse, s, work, outputs.out.shape[1])
+        elif is_whole(T, S, work, 0):
             T.copy(acc, memory.q_l)
             T.fence_proxy_async()
             T.sync_threads(_OF_SCORES, GROUP)
@@ -251,7 +265,8 @@ def score(T, S, launch, inputs, outputs, memory, barriers, s, acc):
             if work.num_parts > 1:
                 store_part(T, outputs.parts, acc, work, 0)
                 store_part_lse(T, launch, outputs.part_lse, s, work)
-        T.barrier_arrive(barriers.work_empty)
+        if not S.ahead:
+            T.barrier_arrive(barriers.work_empty)
 
 
 @macro
@@ -264,6 +279,8 @@ def value(T, S, launch, inputs, outputs, memory, barriers, rescale, acc):
         slot = turn % 2
         T.barrier_wait(barriers.work_full, slot)
         work = Work(*read_work(T, memory.told, slot))
+        if S.ahead:
+            T.barrier_arrive(barriers.work_empty)
         T.clear(acc)
         for step in T.serial(work.steps):
             stage = (done + step) % S.num_stages
@@ -282,16 +299,25 @@ def value(T, S, launch, inputs, outputs, memory, barriers, rescale, acc):
             T.wgmma_gemm(memory.weights, memory.k_r[stage, :, :], acc)
             T.wait_wgmma(0)
             T.barrier_arrive(barriers.weights_empty)
-            free(T, S, barriers.right_empty[stage])
+            if not S.ahead:
+                free(T, S, barriers.right_empty[stage])
+            elif work.num_parts != 1 or step + 1 < work.steps:
+                free(T, S, barriers.right_empty[stage])
         done = done + work.steps
         if S.joined:
             T.cluster_sync()
         T.barrier_wait(barriers.sums_full, slot)
         put_rows(T, rescale, memory.rescale)
+        if S.ahead:
+            T.barrier_arrive(barriers.sums_empty)
         scale_rows(T, acc, rescale)
         if S.joined:
             join_halves(T, acc, memory.k_r, 1)
-        if is_whole(T, S, work, 1):
+        if S.ahead:
+            if work.num_parts == 1:
+                stage = (done + S.num_stages - 1) % S.num_stages
+                store_ahead(T, S, outputs.out, acc, work, memory.k_r, barriers.right_empty, stage, S.half, _OF_VALUES)
+        elif is_whole(T, S, work, 1):
             T.copy(acc, memory.q_r)
             T.fence_proxy_async()
             T.sync_threads(_OF_VALUES, GROUP)
@@ -303,7 +329,26 @@ def value(T, S, launch, inputs, outputs, memory, barriers, rescale, acc):
         if not (S.whole or S.joined):
             if work.num_parts > 1:
                 store_part(T, outputs.parts, acc, work, S.half)
-        T.barrier_arrive(barriers.work_empty)
+        if not S.ahead:
+            T.barrier_arrive(barriers.work_empty)
+
+
+@macro
+def store_ahead(T, S, out, acc, work, ring, empty, stage, begin, of_role):
+    """Half of the latents of a result, by the stage that the last keys have left: q is the next item's already."""
+    if work.steps > 0:
+        T.copy(acc, ring[stage, :, :])
+        T.fence_proxy_async()
+        T.sync_threads(of_role, GROUP)
+        T.tma_copy(
+            ring[stage, :, :], out[work.sequence, work.first_row : work.first_row + ROWS, begin : begin + S.half]
+        )
+        T.tma_store_wait()
+        free(T, S, empty[stage])
+    else:
+        for i, j in T.Parallel(*acc.shape):
+            if work.first_row + i < out.shape[1]:
+                out[work.sequence, work.first_row + i, begin + j] = acc[i, j]
 
 
 def scale_of(S: Any, launch: Any, inputs: Any) -> Any:

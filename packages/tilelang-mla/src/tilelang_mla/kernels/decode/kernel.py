@@ -7,7 +7,7 @@ Three warpgroups have a role each:
 ========  ====================================================================================================
 producer  finds what an item is, loads q, and key blocks to shared memory, a ring buffer of ``num_stages`` of them;
           the first keys of an item are loaded while the other two still finish the one before, its q when the last
-          scores of that are there (over caches of 16 bits; else when its result has left)
+          scores of that are there (dense, in 16 bits; else when its result has left)
 score     multiplies q by the keys, makes the weights, shares them, and multiplies the left half of the latents
 value     multiplies the right half of the latents by these weights
 ========  ====================================================================================================

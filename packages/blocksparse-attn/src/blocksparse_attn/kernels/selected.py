@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from blocksparse_attn.kernels.groups import Batch, Cache, Rows, Scoring, Strides, Visible
-from blocksparse_attn.kernels.softmax import LOG2_E, softmax_step, softmax_step_above_0, store, update
+from blocksparse_attn.kernels.softmax import softmax_step, store, update
 from blocksparse_attn.kernels.tiles import (
     PAGED,
     keys_of_sequence,
@@ -223,8 +223,8 @@ def multiplied(acc, running_max, row_sum, b_q, places, m_key, seen, scoring, str
             b_v = from_e4m3(b_v, config.NATIVE).to(b_q.dtype)
         if config.ABOVE_0 and config.TOKENS > 1 and b_q.dtype != tl.float32:
             b_s = tl.dot(b_q, tl.trans(b_k))
-            weights, rescale, running_max, row_sum = softmax_step_above_0(
-                b_s, running_max, row_sum, seen, scoring.scale * LOG2_E
+            weights, rescale, running_max, row_sum = softmax_step(
+                b_s, running_max, row_sum, seen, scoring, False, False, True
             )
             acc = tl.dot(weights.to(b_v.dtype), b_v, acc * rescale[:, None])
         else:

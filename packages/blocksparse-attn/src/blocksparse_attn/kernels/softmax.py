@@ -130,34 +130,33 @@ def by_elements(b_x, b_y, AXIS: tl.constexpr):
 
 
 @triton.jit
-def softmax_step(b_s, running_max, row_sum, seen, scoring, SOFTCAP: tl.constexpr, NATURAL: tl.constexpr):
+def softmax_step(
+    b_s, running_max, row_sum, seen, scoring, SOFTCAP: tl.constexpr, NATURAL: tl.constexpr,
+    ABOVE_0: tl.constexpr = False,
+):  # fmt: skip
     """Weights of products of queries and keys, what the past is rescaled by, the new running max and row sum.
 
-    seen [BLOCK_M, BLOCK_N]: which rows see which keys.
+    seen [BLOCK_M, BLOCK_N]: which rows see which keys. ABOVE_0: the scale is, and there is no cap: the largest product
+    is that of the largest score, and one FMA scales and subtracts.
     """
     UNIT: tl.constexpr = 1.0 if NATURAL else LOG2_E
+    scale = scoring.scale * UNIT
     if SOFTCAP:
         b_s = tanh(b_s * (scoring.scale / scoring.softcap)) * (scoring.softcap * UNIT)
-    else:
-        b_s = b_s * (scoring.scale * UNIT)
+    elif not ABOVE_0:
+        b_s = b_s * scale
     b_s = tl.where(seen, b_s, float("-inf"))
-    new_max = tl.maximum(running_max, tl.max(b_s, 1))
+    most = tl.max(b_s, 1)
+    if ABOVE_0:
+        most = most * scale
+    new_max = tl.maximum(running_max, most)
+    if ABOVE_0:
+        # By rows, as it was timed.
+        b_s = b_s * (scale + tl.zeros_like(new_max))[:, None]
     b_p = power(b_s - finite(new_max)[:, None], NATURAL)
     rescale = power(running_max - finite(new_max), NATURAL)
     new_sum = row_sum * rescale + tl.sum(b_p, 1)
     return b_p, rescale, new_max, new_sum
-
-
-@triton.jit
-def softmax_step_above_0(b_s, running_max, row_sum, seen, scale):
-    """``softmax_step`` in base 2, where ``scale``, one or by rows, is above 0: the largest product is that of the
-    largest score, and one FMA scales and subtracts."""
-    b_s = tl.where(seen, b_s, float("-inf"))
-    new_max = tl.maximum(running_max, tl.max(b_s, 1) * scale)
-    b_scale = scale + tl.zeros_like(new_max)
-    b_p = tl.exp2(b_s * b_scale[:, None] - finite(new_max)[:, None])
-    rescale = tl.exp2(running_max - finite(new_max))
-    return b_p, rescale, new_max, row_sum * rescale + tl.sum(b_p, 1)
 
 
 @triton.jit

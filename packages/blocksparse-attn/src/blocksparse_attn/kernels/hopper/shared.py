@@ -30,8 +30,8 @@ from blocksparse_attn.kernels.hopper.consumers import (
 )
 from blocksparse_attn.kernels.hopper.memory import COLUMNS, ROWS, Ring, barriers, ring_of
 from blocksparse_attn.kernels.hopper.pieces import Source, load_piece
-from blocksparse_attn.kernels.hopper.softmax import larger, sums_of_threads
-from blocksparse_attn.kernels.softmax import LOG2_E, finite
+from blocksparse_attn.kernels.hopper.softmax import sums_of_threads, weigh
+from blocksparse_attn.kernels.softmax import LOG2_E
 
 
 class SharedConfig(NamedTuple):
@@ -53,6 +53,7 @@ class SharedConfig(NamedTuple):
     Q_STAGES: int
     IN_TURN: bool = False
     SLACK: int = 0
+    SOFTCAP: bool = False
     TAIL_D: int = 0
     TAIL_DV: int = 0
     TABLE: bool = False
@@ -150,18 +151,6 @@ def load(
                 i += 1
             n += 1
         work += gl.num_programs(0)
-
-
-@gluon.jit
-def weigh(scores, running_max, row_sums, factor, config: gl.constexpr, dtype: gl.constexpr):
-    """Weights relative to the new running max, that max, the new row sums, and what the past is rescaled by."""
-    most = gl.max(scores, 1)
-    new_max = larger(running_max, most * factor, config)
-    weights = gl.exp2(scores * factor - finite(new_max)[:, None])
-    rescale = gl.exp2(running_max - finite(new_max))
-    L_T: gl.constexpr = gl.SliceLayout(1, row_sums.type.layout)
-    row_sums = row_sums * gl.convert_layout(rescale, L_T)[:, None] + sums_of_threads(weights, config.BLOCK_N)
-    return weights.to(dtype), new_max, row_sums, rescale
 
 
 @gluon.jit

@@ -107,14 +107,29 @@ def larger(running_max, most, config: gl.constexpr):
 
 
 @gluon.jit
+def weigh(scores, running_max, row_sums, factor, config: gl.constexpr, dtype: gl.constexpr):
+    """Weights relative to the new running max, that max, the new row sums, and what the past is rescaled by."""
+    most = gl.max(scores, 1)
+    if config.SOFTCAP:
+        # Capped scores carry the factor already.
+        new_max = larger(running_max, most, config)
+        weights = gl.exp2(scores - finite(new_max)[:, None])
+    else:
+        # A factor of 0 or more keeps the order; multiplied here, it costs no instruction.
+        new_max = larger(running_max, most * factor, config)
+        weights = gl.exp2(scores * factor - finite(new_max)[:, None])
+    rescale = gl.exp2(running_max - finite(new_max))
+    L_T: gl.constexpr = gl.SliceLayout(1, row_sums.type.layout)
+    row_sums = row_sums * gl.convert_layout(rescale, L_T)[:, None] + sums_of_threads(weights, config.BLOCK_N)
+    return weights.to(dtype), new_max, row_sums, rescale
+
+
+@gluon.jit
 def softmax_step(
     scores, running_max, row_sums, channels, stage, i_half, scoring, config: gl.constexpr, MASK: gl.constexpr,
     dtype: gl.constexpr,
 ):  # fmt: skip
-    """Weights relative to the new running max, that max, the new row sums, and what the past is rescaled by.
-
-    The stage of keys is handed back as soon as nothing of it is needed.
-    """
+    """``weigh``, of capped and masked scores. The stage of keys is handed back as soon as nothing of it is needed."""
     if MASK:
         b_s = in_pieces(scores, config)
         L: gl.constexpr = b_s.type.layout
@@ -127,18 +142,7 @@ def softmax_step(
         scores = tanh(scores * (factor / scoring.softcap)) * (scoring.softcap * LOG2_E)
     if MASK:
         scores = masked(scores, last, scoring.left, config)
-    most = gl.max(scores, 1)
-    if config.SOFTCAP:
-        new_max = larger(running_max, most, config)
-        weights = gl.exp2(scores - finite(new_max)[:, None])
-    else:
-        # A factor of 0 or more keeps the order; multiplied here, it costs no instruction.
-        new_max = larger(running_max, most * factor, config)
-        weights = gl.exp2(scores * factor - finite(new_max)[:, None])
-    rescale = gl.exp2(running_max - finite(new_max))
-    L_T: gl.constexpr = gl.SliceLayout(1, row_sums.type.layout)
-    row_sums = row_sums * gl.convert_layout(rescale, L_T)[:, None] + sums_of_threads(weights, config.BLOCK_N)
-    return weights.to(dtype), new_max, row_sums, rescale
+    return weigh(scores, running_max, row_sums, factor, config, dtype)
 
 
 @gluon.jit

@@ -197,6 +197,34 @@ def ring_of(
 
 
 @gluon.jit
+def barriers_of_rings(
+    STAGES: gl.constexpr, Q_STAGES: gl.constexpr, CONSUMERS: gl.constexpr, OWN: gl.constexpr
+):  # fmt: skip
+    """Full and empty barriers of the rings of keys, of values and of queries.
+
+    OWN: how many more of values that have landed come behind those of the stages, for tiles whose last values are
+    zeroed before they are handed on.
+    """
+    k_full = barriers(STAGES)
+    v_full = barriers(STAGES + OWN)
+    k_empty = barriers(STAGES)
+    v_empty = barriers(STAGES)
+    q_full = barriers(Q_STAGES)
+    q_empty = barriers(Q_STAGES)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=CONSUMERS)
+        mbarrier.init(v_empty.index(i), count=CONSUMERS)
+    for i in gl.static_range(OWN):
+        mbarrier.init(v_full.index(STAGES + i), count=1)
+    for i in gl.static_range(Q_STAGES):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=CONSUMERS)
+    return k_full, k_empty, v_full, v_empty, q_full, q_empty
+
+
+@gluon.jit
 def make_channels(dtype: gl.constexpr, scale, config: gl.constexpr):
     """Allocate shared memory and initialise barriers."""
     cell_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -225,22 +253,7 @@ def make_channels(dtype: gl.constexpr, scale, config: gl.constexpr):
     if (config.BLOCK_DV != config.BLOCK_D) | (config.TAIL_DV != config.TAIL_D):
         _, out_tiles, _, out_tails = ring_of(dtype, consumers, ROWS, ROWS, config.BLOCK_DV, config.TAIL_DV)
 
-    k_full = barriers(STAGES)
-    # One more for tiles whose last values are zeroed before they are handed on.
-    v_full = barriers(STAGES + 1)
-    k_empty = barriers(STAGES)
-    v_empty = barriers(STAGES)
-    q_full = barriers(Q_STAGES)
-    q_empty = barriers(Q_STAGES)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=consumers)
-        mbarrier.init(v_empty.index(i), count=consumers)
-    mbarrier.init(v_full.index(STAGES), count=1)
-    for i in gl.static_range(Q_STAGES):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(q_empty.index(i), count=consumers)
+    k_full, k_empty, v_full, v_empty, q_full, q_empty = barriers_of_rings(STAGES, Q_STAGES, consumers, 1)
     queue_full = barriers(QUEUE)
     queue_empty = barriers(QUEUE)
     for i in gl.static_range(QUEUE):

@@ -28,7 +28,7 @@ from blocksparse_attn.kernels.hopper.consumers import (
     rescaled,
     wait_for_values,
 )
-from blocksparse_attn.kernels.hopper.memory import COLUMNS, ROWS, Ring, barriers, ring_of
+from blocksparse_attn.kernels.hopper.memory import COLUMNS, ROWS, Ring, barriers_of_rings, ring_of
 from blocksparse_attn.kernels.hopper.pieces import Source, load_piece
 from blocksparse_attn.kernels.hopper.softmax import sums_of_threads, weigh
 from blocksparse_attn.kernels.softmax import LOG2_E
@@ -85,26 +85,20 @@ def make_channels(dtype: gl.constexpr, config: gl.constexpr):
     CHUNKS: gl.constexpr = config.BLOCK_D // COLUMNS
     q_boxes = gl.allocate_shared_memory(dtype, [Q_STAGES * 2 * CHUNKS, TOKENS, 1, config.GROUP, COLUMNS], box_layout)
     q_tiles = q_boxes._reinterpret(dtype, [Q_STAGES * 2, ROWS, config.BLOCK_D], tile_layout)
-    k_full = barriers(STAGES)
-    v_full = barriers(STAGES)
-    k_empty = barriers(STAGES)
-    v_empty = barriers(STAGES)
-    q_full = barriers(Q_STAGES)
-    q_empty = barriers(Q_STAGES)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=2)
-        mbarrier.init(v_empty.index(i), count=2)
-    for i in gl.static_range(Q_STAGES):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(q_empty.index(i), count=2)
+    k_full, k_empty, v_full, v_empty, q_full, q_empty = barriers_of_rings(STAGES, Q_STAGES, 2, 0)
     fence_async_shared()
     return Channels(
         Ring(q_boxes, q_tiles, q_boxes, q_tiles, q_full, q_empty),
         Ring(k_boxes, k_tiles, k_tail_boxes, k_tails, k_full, k_empty),
         Ring(v_boxes, v_tiles, v_tail_boxes, v_tails, v_full, v_empty),
     )
+
+
+@gluon.jit
+def listed_by(walk, work, config: gl.constexpr):
+    """What a tile walks, and how many blocks that are."""
+    p_tile = walk.shared + work * (2 * config.LISTED + 1)
+    return p_tile, gl.load(p_tile + 2 * config.LISTED)
 
 
 @gluon.jit
@@ -122,8 +116,7 @@ def load(
     n = work * 0
     i = work * 0
     while work < walk.tiles * config.HEADS_KV:
-        p_tile = walk.shared + work * (2 * config.LISTED + 1)
-        count = gl.load(p_tile + 2 * config.LISTED)
+        p_tile, count = listed_by(walk, work, config)
         if count > 0:
             i_kv = work % config.HEADS_KV
             if not VALUES:
@@ -204,8 +197,7 @@ def consume(channels, i_half, walk, p_part, p_part_lse, tokens, scale, value_fac
     n = work * 0
     i = work * 0
     while work < walk.tiles * config.HEADS_KV:
-        p_tile = walk.shared + work * (2 * config.LISTED + 1)
-        count = gl.load(p_tile + 2 * config.LISTED)
+        p_tile, count = listed_by(walk, work, config)
         if count > 0:
             p_bits = p_tile + config.LISTED
             i_q = n % config.Q_STAGES

@@ -55,6 +55,11 @@ LIMITS = {
 }
 # Of those that smaller GPUs are given.
 MOST_SHARED = ("heads of 256", "Phi-3-small, x-packed")
+# Without products, or with those of float32, these have the same PTX for sm_80 as for sm_90, but for the target's name.
+NOT_MULTIPLIED = ("merged", "unite_lists", "choosing", "shared,")
+ALIKE_ON_SM_80 = re.compile(
+    "|".join(NOT_MULTIPLIED) + "|selected, float32|gradients, float32, backward_queries|^float32(, heads of 256)?$"
+)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 PHI3 = (PHI3_SMALL.num_heads_q, PHI3_SMALL.num_heads_kv, PHI3_SMALL.head_dim)
 
@@ -217,7 +222,6 @@ def all_specs(target: str) -> Iterator[KernelSpec]:
     yield from portable("Phi-3-small, paged", kind="paged", left=4095, sinks=True)
     yield from portable("Phi-3-small, x-packed", kind="paged", layout="x-packed", page=64)
     yield from portable("Phi-3-small, padded", kind="padded", lse=True, softcap=30.0)
-    yield from portable("Phi-3-small, decoding", **decoding)
     yield from portable("Phi-3-small, decoding, split", kind="paged", splits=3, lse=True, sinks=True, **decoding)
     yield from portable("Phi-3-small, decoding, x-packed", kind="paged", layout="x-packed", **decoding)
     yield from portable("Phi-3-small, drafts of 16", kind="paged", page=64, left=4095, rows=128, longest=16)
@@ -253,7 +257,7 @@ def all_specs(target: str) -> Iterator[KernelSpec]:
 
 def specs(target: str) -> list[KernelSpec]:
     """The cases that ``python -m kernel_reference.testing.codegen --compare REV`` compiles too."""
-    return list(all_specs(target))
+    return [spec for spec in all_specs(target) if target != "sm_80" or not ALIKE_ON_SM_80.search(spec.name)]
 
 
 @pytest.fixture(scope="module")
@@ -303,8 +307,7 @@ def test_the_largest_tiles_fit_in_the_64_kib_of_sm_75() -> None:
 
 def test_products_of_16_bits_use_tensor_cores(reports: list[Report]) -> None:
     without_products = (
-        "merged", "unite_lists", "number_entries", "choosing", "combine_blocks", "share_entries", "shared,",
-        "begin_numbers", "place_entries",
+        *NOT_MULTIPLIED, "number_entries", "combine_blocks", "share_entries", "begin_numbers", "place_entries",
     )  # fmt: skip
     for report in reports:
         if not any(word in report.spec for word in without_products):
@@ -316,7 +319,7 @@ def test_products_of_16_bits_use_tensor_cores(reports: list[Report]) -> None:
 def test_no_page_layout_is_loaded_element_by_element(reports: list[Report]) -> None:
     loaded = [report for report in reports if report.spec.startswith("Phi") and report.target != "gfx942"]
     loaded = [report for report in loaded if "merged" not in report.spec]
-    assert len(loaded) == 8 * 3
+    assert len(loaded) == 7 * 3
     for report in loaded:
         # 32: what there is one of a row, such as pages, lengths and columns.
         assert report.load_bits <= {32, 64, 128}, (report.spec, report.target, report.load_bits)

@@ -53,6 +53,8 @@ def modes(monkeypatch) -> list[Any]:
         return nullcontext()
 
     monkeypatch.setitem(__import__("sys").modules, "triton", SimpleNamespace(AsyncCompileMode=mode))
+    # As from 3.7 on: see test_launchers.py.
+    monkeypatch.setattr(together, "are_built", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())

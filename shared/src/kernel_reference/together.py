@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from kernel_reference.launchers import are_built, launcher_builder
+
 if TYPE_CHECKING:
     from kernel_reference.launching import Launch
 
@@ -82,7 +84,8 @@ def gathered_launches(run: Callable[..., Any], *tensors: Any) -> _Launches:
 
 
 def compiled_together(run: Callable[[_Given], None], device: torch.device) -> Callable[[_Given], None]:
-    """``run``, whose first call compiles the kernels of all its launches at once; beside launches it only allocates.
+    """``run``, whose first call compiles the kernels of all its launches at once, and what starts each beside it;
+    beside launches it only allocates.
 
     device: of the tensors.
     """
@@ -104,7 +107,7 @@ def compiled_together(run: Callable[[_Given], None], device: torch.device) -> Ca
 
 def _compile(launches: _Launches) -> None:
     launches = [(launch, tensors) for launch, tensors in launches if not launch.is_compiled(*tensors)]
-    if len(launches) < 2:
+    if not launches or (len(launches) < 2 and not are_built()):
         return
     import triton
 
@@ -119,16 +122,22 @@ def _compile(launches: _Launches) -> None:
 
 
 class _Loading(ThreadPoolExecutor):
-    """Threads that load what they have compiled, as a launch does: behind each kernel there is a C compiler."""
+    """Threads that load what they have compiled, as a launch does: beside each kernel there may be a C compiler."""
 
-    def __init__(self, threads: int) -> None:
-        super().__init__(threads)
+    def __init__(self, kernels: int) -> None:
+        # None waits for a thread.
+        super().__init__(2 * kernels)
         self._device = torch.cuda.current_device()
 
     def submit(self, make: Callable[[], Any], /) -> Future[Any]:  # type: ignore[override]
+        build = launcher_builder(make)
+        building = None if build is None else super().submit(build)
+
         def load() -> Any:
             with torch.cuda.device(self._device):
                 compiled = make()
+                if building is not None:
+                    building.exception()
                 compiled.run  # noqa: B018
             return compiled
 

@@ -2,15 +2,18 @@
 
 It needs TileLang and nvcc but no GPU. Kernels go to TileLang's cache, ``$TILELANG_CACHE_DIR`` or ``~/.tilelang/cache``,
 where a process on any machine with the same versions of TileLang and CUDA finds them. Without options it builds what
-DeepSeek V2 and V3 need; after that no call compiles, whatever the batch, lengths, heads, pages, scale or plan.
+DeepSeek V2 and V3 need, as many kernels at a time as there are cores, up to 8; after that no call compiles, whatever
+the batch, lengths, heads, pages, scale or plan.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -138,6 +141,17 @@ def _pair(text: str) -> tuple[int, int]:
     return int(first), int(second)
 
 
+def _build(wanted: tuple[str, dict[str, Any]]) -> str:
+    """Build one kernel; what is to be printed of it."""
+    from tilelang_mla import launch
+
+    name, constants = wanted
+    start = time.perf_counter()
+    launch.kernel(name, **constants)
+    values = " ".join(f"{key}={value}" for key, value in constants.items())
+    return f"{time.perf_counter() - start:6.1f} s  {name} {values}"
+
+
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser("python -m tilelang_mla.compile", description=__doc__)
@@ -149,17 +163,21 @@ def main() -> None:
     parser.add_argument("--sparse", action="store_true", help="attention to listed keys, too")
     parser.add_argument("--indexer", nargs="*", type=int, choices=INDEX_HEADS, default=[], help="of so many heads, too")
     parser.add_argument("--gradients", action="store_true", help="gradients of prefill, too")
+    cores = len(os.sched_getaffinity(0))
+    parser.add_argument(
+        "--jobs", type=int, default=min(cores, 8), metavar="N", help="kernels at a time, %(default)s here"
+    )
     options = parser.parse_args()
-    # After the options: an error among them need not wait for TileLang.
-    from tilelang_mla import launch
-
-    for name, constants in wanted(
+    if options.jobs < 1:
+        parser.error(f"argument --jobs: must be at least 1, got {options.jobs}")
+    found = wanted(
         options.dtype, options.decode, options.prefill, options.parallel, options.cache, options.sparse,
         options.indexer, options.gradients,
-    ):  # fmt: skip
-        start = time.perf_counter()
-        launch.kernel(name, **constants)
-        print(f"{time.perf_counter() - start:6.1f} s  {name}", *(f"{key}={value}" for key, value in constants.items()))
+    )  # fmt: skip
+    # TileLang lowers kernels without Python's lock.
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for line in pool.map(_build, found):
+            print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,8 @@ from kernel_reference.launching import device_properties, launch_nothing, on_dev
 from kernel_reference.memory import nothing
 from tilelang_mla.arguments import Decode8bitTensors, DecodeTensors, MergeTensors, PrefillTensors
 from tilelang_mla.caches import views_of
+from tilelang_mla.forms import LINE, form_of, is_addressed, packed_form
+from tilelang_mla.kernels.build import executable_of, side_by_side
 from tilelang_mla.kernels.cuda import text_of
 from tilelang_mla.plan import (
     DecodeProblem,
@@ -54,8 +56,6 @@ LOG2_E = 1.4426950408889634
 ZERO_SCALE = 1e-30
 # As the kernels have it: programs cut sequences themselves.
 _SHARED = 2
-# Elements of 16 bits in the 16 bytes that TMA counts in.
-LINE = 8
 
 
 @lru_cache
@@ -80,7 +80,19 @@ def compiled(name: str, **constants: Any) -> Any:
 @lru_cache
 def kernel(name: str, **constants: Any) -> Any:
     """What starts a compiled kernel: its function itself, without TileLang's 3 us of Python round each call."""
-    return compiled(name, **constants).adapter.get_exportable_executable()["main"]
+    return executable_of(compiled(name, **constants))["main"]
+
+
+# Those that :func:`kernels` has been asked for.
+_known: set[Any] = set()
+
+
+def kernels(*wanted: tuple[str, dict[str, Any]] | None) -> list[Any]:
+    """What starts the kernels of a call, None for None; those that are new are compiled side by side."""
+    keys = {(one[0], *one[1].items()): one for one in wanted if one is not None}
+    side_by_side(lambda one: kernel(one[0], **one[1]), [one for key, one in keys.items() if key not in _known])
+    _known.update(keys)
+    return [None if one is None else kernel(one[0], **one[1]) for one in wanted]
 
 
 # Decoding
@@ -162,23 +174,24 @@ def prepare_decode(problem: DecodeProblem, plan: DecodeTiles | None, tensors: De
     columns = block_table.shape[1]
     keys, by_tma = _keys_of(problem, kv)
     if problem.cache:
-        attend = kernel("decode_8bit", **decode_8bit_constants(problem, tiles, q.dtype))
+        constants = decode_8bit_constants(problem, tiles, q.dtype)
     else:
         constants = decode_constants(problem, tiles, q.dtype)
         if not by_tma:
             by_rows = tiles.loads_by_rows(problem)
             constants |= {"gather": True, "by_rows": by_rows, "early": by_rows and constants["early"]}
-        attend = kernel("decode", **constants)
-
     num_parts = tiles.num_parts(batch)
     shared = plan is None
     # Nobody cuts a sequence within a block.
     merged = num_parts > batch and not (shared and problem.capacity <= tiles.block_n)
-    q_form = _packed_form(q)
+    q_form = packed_form(q)
     table_form = form_of((batch, columns), (block_table.stride(0), 1))
     table_as_it_is = block_table.stride() == table_form[1]
-    out_form = _packed_form(out)
-    merge = kernel("merge", dim_nope=dim_nope, dtype=q.dtype) if merged else None
+    out_form = packed_form(out)
+    attend, merge = kernels(
+        ("decode_8bit" if problem.cache else "decode", constants),
+        ("merge", {"dim_nope": dim_nope, "dtype": q.dtype}) if merged else None,
+    )
     merging = merge_grid(batch, rows, problem.capacity, tiles, limits.cores)
     # The workspace of partial results, in float32; of one that is not used where there is one part.
     partials = num_parts if merged else 1
@@ -253,11 +266,13 @@ def prepare_sparse(problem: DecodeProblem, plan: DecodeTiles | None, tensors: Sp
     lists, heads, width, dim_nope = problem.sequences, problem.num_heads, q.shape[3], problem.dim_nope
     keys, _ = _keys_of(problem, kv)
     joined = first_part is None and not shared and tiles.joins(problem)
-    attend = kernel("decode_sparse", **sparse_constants(problem, tiles, q.dtype, joined))
     num_parts = tiles.num_parts(lists)
     merged = num_parts > lists and not joined and not (shared and problem.capacity <= tiles.block_n)
     sinking = {} if attn_sink is None else {"sink": True}
-    merge = kernel("merge", dim_nope=dim_nope, dtype=q.dtype, **sinking) if merged else None
+    attend, merge = kernels(
+        ("decode_sparse", sparse_constants(problem, tiles, q.dtype, joined)),
+        ("merge", {"dim_nope": dim_nope, "dtype": q.dtype, **sinking}) if merged else None,
+    )
     merging = merge_grid(lists, heads, problem.capacity, tiles, limits.cores)
     partials = num_parts if merged else 1
     device, dtype, softmax_scale = q.device, q.dtype, problem.softmax_scale
@@ -279,7 +294,7 @@ def prepare_sparse(problem: DecodeProblem, plan: DecodeTiles | None, tensors: Sp
     in_place, by_token = out.is_contiguous(), lse is not None and lse.transpose(1, 2).is_contiguous()
     each = 0 if topk_length is None else q.shape[1]
     q_form = form_of((lists, heads, width), q.reshape(lists, heads, width).stride())
-    addressed = _is_addressed(q_form)
+    addressed = is_addressed(q_form)
 
     def arguments(q, kv, indices, topk_length, attn_sink, first_part, order, out, lse):  # type: ignore[no-untyped-def]
         """Of both kernels, and what is to be copied, and where to."""
@@ -357,9 +372,12 @@ def prepare_prefill(problem: PrefillProblem, plan: PrefillPlan | None, tensors: 
     forms = [form_of(tensor.shape, tensor.stride()) for tensor in (q, k, v)]
     out_form = form_of(out.shape, out.stride())
     lines = all(stride % LINE == 0 for stride in out_form[1][:-1])
-    attend = kernel("prefill", **prefill_constants(problem, chosen, q.dtype))
-    if chosen.num_splits > 1:
-        merge = kernel("merge_ranks", dim_nope=problem.head_dim_v, dtype=q.dtype, of_float32=True)
+    of_merge = {"dim_nope": problem.head_dim_v, "dtype": q.dtype, "of_float32": True}
+    attend, merge = kernels(
+        ("prefill", prefill_constants(problem, chosen, q.dtype)),
+        ("merge_ranks", of_merge) if chosen.num_splits > 1 else None,
+    )
+    if merge is not None:
         attend = prefill_in_parts(attend, merge, chosen.num_splits)
     num_slots = chosen.num_slots(problem)
     tiles = num_slots * problem.num_heads * chosen.num_splits
@@ -393,32 +411,6 @@ def prepare_prefill(problem: PrefillProblem, plan: PrefillPlan | None, tensors: 
 
 
 # What both have
-
-
-def form_of(sizes: Any, strides: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Sizes and strides, those of dimensions of one element as if it were packed: torch leaves them any."""
-    strides = list(strides)
-    for i in reversed(range(len(sizes) - 1)):
-        if sizes[i] == 1:
-            strides[i] = strides[i + 1] * sizes[i + 1]
-            strides[i] += -strides[i] % LINE
-    return tuple(sizes), tuple(strides)
-
-
-def _packed_form(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """[B, Sq, Hq, D] as [B, Sq x Hq, D], if a TMA descriptor can address it."""
-    batch, tokens, heads, size = tensor.shape
-    by_batch, by_token, by_head, _ = tensor.stride()
-    row = by_head if heads > 1 else by_token
-    if tokens > 1 and heads > 1 and by_token != heads * by_head:
-        return None
-    form = form_of((batch, tokens * heads, size), (by_batch, row, 1))
-    return form if _is_addressed(form) else None
-
-
-def _is_addressed(form: tuple[tuple[int, ...], tuple[int, ...]]) -> bool:
-    """Whether a TMA descriptor can: of an expanded dimension it cannot."""
-    return all(stride > 0 and stride % LINE == 0 for stride in form[1][:-1])
 
 
 def check_fits(problem: DecodeProblem | PrefillProblem, plan: DecodeTiles | PrefillPlan, limits: DeviceLimits) -> None:

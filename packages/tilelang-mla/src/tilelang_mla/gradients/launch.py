@@ -10,9 +10,10 @@ import torch
 from kernel_reference.checks import fail
 from kernel_reference.differentiable import Backward
 from kernel_reference.launching import on_device
+from tilelang_mla.forms import form_of
 from tilelang_mla.gradients.arguments import Inputs
 from tilelang_mla.gradients.plan import MOST_COLUMNS, BackwardPlan, plan_backward
-from tilelang_mla.launch import LOG2_E, ZERO_SCALE, check_aligned, device_limits, form_of, kernel
+from tilelang_mla.launch import LOG2_E, ZERO_SCALE, check_aligned, device_limits, kernels
 from tilelang_mla.plan import PrefillProblem
 
 Tensor = torch.Tensor
@@ -47,9 +48,11 @@ def prepare_backward(
         fail("q", f"of heads of at most {MOST_COLUMNS} with those of v, for a gradient", [*q.shape[2:], *v.shape[2:]])
     dtype, device, causal, scale = q.dtype, q.device, int(problem.causal), problem.softmax_scale
     forms = [form_of(tensor.shape, tensor.stride()) for tensor in (q, k, v)]
-    of_outputs = kernel("delta", head_dim_v=problem.head_dim_v, dtype=dtype)
-    of_keys = kernel("backward_of_keys", **keys_constants(problem, chosen, dtype))
-    of_queries = kernel("backward_of_queries", **queries_constants(problem, chosen, dtype))
+    of_keys, of_queries, of_outputs = kernels(
+        ("backward_of_keys", keys_constants(problem, chosen, dtype)),
+        ("backward_of_queries", queries_constants(problem, chosen, dtype)),
+        ("delta", {"head_dim_v": problem.head_dim_v, "dtype": dtype}),
+    )
     keys_slots, queries_slots = chosen.slots(problem)
     of_scores = max(abs(scale), ZERO_SCALE) * LOG2_E
     tokens = problem.tokens

@@ -10,6 +10,7 @@ import torch
 from kernel_reference.launching import launch_nothing, on_device
 from kernel_reference.memory import nothing
 from tilelang_mla import launch
+from tilelang_mla.forms import LINE, form_of
 from tilelang_mla.plan import DecodeProblem, DecodeTiles, sparse_prefill_tiles
 from tilelang_mla.sparse.arguments import SparsePrefillTensors
 
@@ -41,8 +42,8 @@ def prepare_prefill_sparse(
     programs = min(problem.sequences * tiles.row_tiles(problem.num_heads), limits.cores)
     scale = max(abs(problem.softmax_scale), launch.ZERO_SCALE) * launch.LOG2_E
     negated, flags = problem.softmax_scale < 0, (int(topk_length is not None), int(attn_sink is not None))
-    q_form, kv_form, out_form = (launch.form_of(tensor.shape, tensor.stride()) for tensor in (q, kv, out))
-    lines = all(stride % launch.LINE == 0 for stride in out_form[1][:-1])
+    q_form, kv_form, out_form = (form_of(tensor.shape, tensor.stride()) for tensor in (q, kv, out))
+    lines = all(stride % LINE == 0 for stride in out_form[1][:-1])
     # Stands in for lengths and sinks; nobody reads it.
     device, unread = q.device, nothing(q.device)
 

@@ -1,0 +1,111 @@
+"""What does a first call wait for? On any machine: kernels are stood in for, or what nvcc makes of them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from threading import Barrier, Lock
+from typing import Any
+
+import pytest
+
+from tilelang_mla.compile import main
+
+# Who is made after another one waits for it as long, and fails.
+PATIENCE_S = 10.0
+
+
+@pytest.fixture
+def launch(monkeypatch: pytest.MonkeyPatch) -> Any:
+    try:
+        from tilelang_mla import launch
+    except ImportError as error:
+        if os.environ.get("CI"):
+            raise
+        pytest.skip(f"no TileLang: {error}")
+    monkeypatch.setattr(launch, "_known", set())
+    return launch
+
+
+def test_new_kernels_of_a_call_are_made_side_by_side_and_once(launch, monkeypatch) -> None:
+    both, made = Barrier(2), []
+
+    def kernel(name: str, **constants: Any) -> str:
+        if (name, constants) not in made:
+            made.append((name, constants))
+            both.wait(PATIENCE_S)
+        return f"{name} {constants['dim']}"
+
+    monkeypatch.setattr(launch, "kernel", kernel)
+    for _ in range(2):
+        got = launch.kernels(("decode", {"dim": 512}), None, ("merge", {"dim": 256}))
+        assert got == ["decode 512", None, "merge 256"]
+    assert sorted(name for name, _ in made) == ["decode", "merge"]
+
+
+@pytest.mark.parametrize("failing", ["decode", "merge"])
+def test_a_kernel_that_cannot_be_made_says_so_in_each_call(launch, monkeypatch, failing) -> None:
+    def kernel(name: str) -> str:
+        if name == failing:
+            raise RuntimeError("no nvcc")
+        return name
+
+    monkeypatch.setattr(launch, "kernel", kernel)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="no nvcc"):
+            launch.kernels(("decode", {}), ("merge", {}))
+
+
+@pytest.mark.parametrize("jobs", [1, 3])
+def test_the_command_builds_as_many_kernels_at_a_time_as_it_is_told(launch, monkeypatch, capsys, jobs) -> None:
+    together, lock = Barrier(jobs), Lock()
+    now, most, made = 0, 0, 0
+
+    def kernel(*_: Any, **__: Any) -> None:
+        nonlocal now, most, made
+        with lock:
+            now, made = now + 1, made + 1
+            most, is_early = max(most, now), made <= jobs
+        if is_early:
+            together.wait(PATIENCE_S)
+        with lock:
+            now -= 1
+
+    monkeypatch.setattr(launch, "kernel", kernel)
+    monkeypatch.setattr(sys, "argv", ["compile", "--prefill", "--jobs", str(jobs)])
+    main()
+    assert most == jobs
+    assert len(capsys.readouterr().out.splitlines()) == made
+
+
+def test_the_command_refuses_no_jobs(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", ["compile", "--jobs", "0"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "--jobs: must be at least 1, got 0" in capsys.readouterr().err
+
+
+def test_a_kernel_is_linked_once(launch, monkeypatch, tmp_path) -> None:
+    from tilelang import language as T
+    from tilelang.contrib import nvcc
+    from tvm.contrib import cc
+
+    @T.prim_func
+    def zero(numbers: T.Tensor((64,), T.float32)):
+        with T.Kernel(1, threads=64):
+            for i in T.Parallel(64):
+                numbers[i] = 0
+
+    linked, link = [], cc.create_shared
+
+    def create_shared(output: str, *given: Any, **named: Any) -> None:
+        linked.append(output)
+        link(output, *given, **named)
+
+    monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(nvcc, "compile_cuda", lambda *_, **__: bytearray(b"no GPU's code"))
+    monkeypatch.setattr(cc, "create_shared", create_shared)
+    monkeypatch.setattr(launch, "text_of", lambda *_: zero)
+    compiled = launch.compiled.__wrapped__("zero")
+    assert launch.executable_of(compiled)["main"] is not None
+    assert len(linked) == 1

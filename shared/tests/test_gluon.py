@@ -218,11 +218,16 @@ def test_lines_of_ptx_are_carried_out_a_thread_s_elements_at_a_time() -> None:
     text = "{ .reg .pred seen; setp.le.s32 seen, $2, 3; selp.f32 $0, $1, 0fFF800000, seen; }"
     (masked,) = execute(text, 1, torch.ones(2), torch.tensor([3, 4], dtype=torch.int32))
     assert masked.tolist() == [1, -math.inf]
-    # What a warp may jump over is carried out, as it must make no difference.
+    # Where a warp votes, each thread goes where it would as a warp of its own.
     text = (
         "{ .reg .pred p; setp.neu.f32 p, $1, 0f3F800000; vote.sync.any.pred p, p, -1; @!p bra D; mov.f32 $0, $1; D: }"
     )
     assert execute(text, 1, torch.full((2,), 3.0))[0].tolist() == [3, 3]
+    text = (
+        "{ .reg .pred p; setp.gtu.f32 p, $1, 0f40000000; vote.sync.any.pred p, p, -1; @p bra.uni FAR; "
+        "add.f32 $0, $1, $1; bra.uni DONE; FAR: mul.f32 $0, $1, $1; DONE: }"
+    )
+    assert execute(text, 1, torch.tensor([1.0, 3.0, 2.0, 5.0]))[0].tolist() == [2, 9, 4, 25]
     with pytest.raises(NotImplementedError, match=r"no sin\.approx\.f32"):
         execute("sin.approx.f32 $0, $1;", 1, torch.ones(1))
 

@@ -53,7 +53,8 @@ def _in_assembler(asm: str, constraints: str, arguments: Sequence[Any], dtype: A
     if ".f32" not in asm:
         return arguments[0]
     dtypes = [one.torch for one in (dtype if isinstance(dtype, tuple) else (dtype,))]
-    numbers = torch.broadcast_tensors(*(one.data for one in arguments))
+    given = [one.data if isinstance(one, Value) else torch.tensor(one, dtype=torch.float32) for one in arguments]
+    numbers = torch.broadcast_tensors(*given)
     made = tuple(Value(one) for one in execute(asm, constraints.count("="), *numbers, dtypes=dtypes))
     return made if isinstance(dtype, tuple) else made[0]
 
